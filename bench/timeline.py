@@ -112,7 +112,7 @@ def bars(request, all_marks):
         if mark["message"] == "step collected" and mark["process"] == "decode" and begun - 5 <= when <= second + 20:
             yield 3, when - mark["took_us"] / 1e3, when, "step", f"{mark['n_running']} sequences, {mark['took_us'] / 1e3:.2f} ms"
         # The GPU reports the time of each layer. The host reports when it collected the step with the first token.
-        if mark["message"] == "layers on the card" and mark["process"] == "prefill" and begun < when <= sampled + 5:
+        if mark["message"] == "layers written on the GPU" and mark["process"] == "prefill" and begun < when <= sampled + 5:
             layers = ast.literal_eval(mark["layers_ms"])
             start = when - layers[-1]
             previous = 0.0

@@ -1,7 +1,7 @@
-// What every kernel here begins with: bf16 without a header, vectors of 16 bytes, reductions over a warp.
+// The beginning of every kernel source: bf16 without a header, vectors of 16 bytes, reductions over a warp.
 //
 // bf16 is the upper half of an f32, so widening is a shift; narrowing is one PTX instruction, to nearest even.
-// Nothing is included: NVRTC needs no headers then, and a user needs nothing but the driver and libnvrtc.
+// Nothing is included, so NVRTC needs no headers, and users need only the driver and libnvrtc.
 typedef unsigned short bf16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -10,7 +10,7 @@ typedef long long i64;
 constexpr u32 FULL_WARP = 0xffffffffu;
 #define INF __int_as_float(0x7f800000)
 
-// 8 numbers of bf16, as one load or store moves them.
+// 8 bf16 numbers, the size of one load or store.
 struct alignas(16) Eight { u32 pair[4]; };
 struct alignas(8) Four { u32 pair[2]; };
 
@@ -31,9 +31,9 @@ __device__ __forceinline__ bf16 narrow(float wide) { return (bf16)narrow(wide, 0
 __device__ __forceinline__ Eight load8(const bf16* from) { return *reinterpret_cast<const Eight*>(from); }
 __device__ __forceinline__ void store8(bf16* to, Eight eight) { *reinterpret_cast<Eight*>(to) = eight; }
 
-// For what is read once: it shall not push out of the cache what is read again. The first is for what no kernel writes:
-// it may be read before the kernel before has ended. Whatever was computed is read by plain loads, from pointers
-// without __restrict__, which would let the compiler do the same to them.
+// Loads of data that is read once, so it must not evict other data from the cache. `constant8` is for data
+// that no kernel writes: it may be loaded before the previous kernel has ended. Computed data is loaded by
+// plain loads through pointers without __restrict__, which would allow the compiler the same early loads.
 __device__ __forceinline__ Eight constant8(const bf16* from) {
     Eight eight;
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -51,9 +51,9 @@ __device__ __forceinline__ Eight once8(const bf16* from) {
     return eight;
 }
 
-// On cards from sm_90 on a kernel is launched while the one before it still runs, so that no time passes between them.
-// Each says when the next may come, and waits for the one before to be done before it looks at anything that was computed,
-// or writes. Elsewhere the launch itself waits.
+// From sm_90 on, a kernel is launched while the previous one still runs, so that no time passes between them.
+// Each kernel says when the next one may start. It waits for the previous one before it reads computed data
+// or writes anything. On older GPUs the launch itself waits.
 __device__ __forceinline__ void next_may_come() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -69,7 +69,8 @@ __device__ __forceinline__ void in_turn() {
     wait_for_last();
 }
 
-// silu(gate) * up. A fast quotient: zero from 2^126 on, where it is next to nothing anyway.
+// silu(gate) * up with a fast quotient. The quotient is zero from 2^126 on, where the exact result is almost
+// zero.
 __device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1.f + __expf(-gate)) * up; }
 
 __device__ __forceinline__ float warp_sum(float x) {

@@ -1,20 +1,22 @@
-// KV between two GPUs: runs of bytes copied from wherever they are mapped, and digested on the way.
+// Copies KV between two GPUs: runs of bytes, from and to mapped addresses, digested in the same pass.
 //
-// A page is [K|V][kv_head][token][dim]. A warp takes one head's K and V in one page: two runs of contiguous bytes, 2 KiB of
-// each at a time, with the next ones on their way already, which is what keeps a wire of microseconds full with few
-// multiprocessors. Where ranks share heads differently on both sides, some neighbouring heads of each page are moved: K's
-// and V's lie as far from each other as the pages' other heads have them. From sm_90 on the copy engine of the multiprocessor does the moving, through shared memory; before, each
+// A page is [K|V][kv_head][token][dim]. A warp takes one head's K and V in one page: two runs of contiguous
+// bytes, in steps of 2 KiB of each. The next steps are already in flight, so few multiprocessors fill a link
+// with a latency of microseconds. If the two sides divide heads differently among ranks, only some
+// neighbouring heads of each page are moved. The distance from K's run to V's then depends on the page's
+// other heads.
+// From sm_90 on, the multiprocessor's copy engine moves the bytes through shared memory. On older GPUs each
 // lane moves 16 bytes at a time.
 //
-// The digest is XXH3-64 with the default secret, as the processor makes it. Its 8 sums over blocks of 1 KiB are sums over
-// stripes of 64 bytes, in any order: a group of 4 lanes takes half a block, each lane 2 of the 8 sums. Only the mixing
-// between blocks is serial.
+// The digest is XXH3-64 with the default secret, the same as on the CPU. Its 8 sums over a block of 1 KiB are
+// sums over stripes of 64 bytes, in any order: a group of 4 lanes takes half a block, each lane 2 of the 8
+// sums. Only the mixing between blocks is serial.
 //
-// Tables and digests lie in the host's memory: they are small, and no other copy has to be waited for.
-constexpr u32 WIRE_STEP = 2048;       // bytes of each run that a warp takes at a time: 2 blocks
+// Tables and digests are in host memory: they are small, and no further copy is needed.
+constexpr u32 WIRE_STEP = 2048;       // bytes of each run in one step: 2 blocks
 constexpr u32 WIRE_BLOCKS = WIRE_STEP / 1024;
-constexpr u32 WIRE_WARPS = 16;        // of a block of threads
-constexpr u32 WIRE_PAGES_MAX = 1024;  // of one launch
+constexpr u32 WIRE_WARPS = 16;        // in a block of threads
+constexpr u32 WIRE_PAGES_MAX = 1024;  // in one launch
 
 constexpr u64 P32_1 = 0x9E3779B1u, P32_2 = 0x85EBCA77u, P32_3 = 0xC2B2AE3Du;
 constexpr u64 P64_1 = 0x9E3779B185EBCA87ull, P64_2 = 0xC2B2AE3D27D4EB4Full, P64_3 = 0x165667B19E3779F9ull;
@@ -30,7 +32,7 @@ __constant__ u64 SECRET[24] = {
     0xfca1477d58be162bull, 0xce31d07ad1b8f88full, 0x280416958f3acb45ull, 0x7e404bbbcafbd7afull,
 };
 
-// 8 bytes of the secret, from any byte on.
+// 8 bytes of the secret, from any byte.
 __device__ __forceinline__ u64 secret(u32 at) {
     u32 word = at / 8, shift = at % 8 * 8;
     u64 low = SECRET[word];
@@ -59,7 +61,7 @@ __device__ __forceinline__ u64 mix16(const unsigned char* at, u32 key) {
     return fold(bytes.low ^ secret(key), bytes.high ^ secret(key + 8));
 }
 
-// Two words of 8 bytes, or one: what the digests of K and V are put together with.
+// The digest of 16 bytes. It also combines the digests of K and V.
 __device__ __forceinline__ u64 digest_16(u64 low, u64 high) {
     low ^= secret(24) ^ secret(32);
     high ^= secret(40) ^ secret(48);
@@ -74,7 +76,7 @@ __device__ __forceinline__ u64 digest_8(u64 word) {
     return h ^ h >> 28;
 }
 
-// At most 240 bytes, a multiple of 16: one lane does it.
+// The digest of at most 240 bytes, a multiple of 16. One lane computes it.
 __device__ u64 digest_short(const unsigned char* at, u32 len) {
     if (len == 16) {
         Sixteen bytes = *reinterpret_cast<const Sixteen*>(at);
@@ -94,16 +96,16 @@ __device__ u64 digest_short(const unsigned char* at, u32 len) {
     return avalanche(sum + mix16(at + len - 16, 136 - 17));
 }
 
-// This lane's part of a stripe: it adds to the two sums, the data crosswise.
+// Accumulates this lane's part of a stripe into its two sums; the data is added crosswise.
 __device__ __forceinline__ void accumulate(u64 (&sum)[2], Sixteen bytes, u64 low_key, u64 high_key) {
     u64 low = bytes.low ^ low_key, high = bytes.high ^ high_key;
     sum[0] += bytes.high + (u64)(u32)low * (u32)(low >> 32);
     sum[1] += bytes.low + (u64)(u32)high * (u32)(high >> 32);
 }
 
-// What a lane is: the one that adds up words 2 * pair and 2 * pair + 1 of half a block of K or of V, and the keys for that.
+// The role of a lane: it sums words 2 * pair and 2 * pair + 1 of half a block of K or of V, with these keys.
 //
-// The two halves go through their stripes in different orders, so that lanes do not meet in a bank of shared memory.
+// The two halves visit their stripes in different orders, to avoid bank conflicts in shared memory.
 struct WireLane {
     u32 lane, pair, half, block, part;
     u64 keys[8][2], last[2], scramble[2], merge[2], first[2];
@@ -125,10 +127,11 @@ struct WireLane {
     __device__ __forceinline__ u32 stripe(u32 i) const { return 8 * half + (i ^ half); }
 };
 
-// The digests of a head's two runs so far. All lanes take part: those of one pair and one part hold the same.
+// The state of the digests of a head's two runs. All lanes take part; lanes with the same pair and part hold
+// the same state.
 struct WireDigest {
     u64 sums[2];
-    u32 valid, n_blocks, n_stripes;  // whole blocks before the last one, and stripes of that before the last stripe
+    u32 valid, n_blocks, n_stripes;  // whole blocks before the last one, and its stripes before the last stripe
 
     __device__ __forceinline__ void begin(WireLane const& lane, u32 valid_bytes) {
         sums[0] = lane.first[0];
@@ -138,7 +141,7 @@ struct WireDigest {
         n_stripes = (valid - 1) % 1024 / 64;
     }
 
-    // Takes a step's bytes from `start` on: of this lane's run, which `run` is the whole of.
+    // Adds the bytes of a step at `start` of this lane's run. `run` is the start of the whole run.
     __device__ __forceinline__ void take(WireLane const& lane, const unsigned char* bytes, const unsigned char* run, u32 start) {
         u32 first_block = start / 1024;
         if (valid <= 240 || first_block > n_blocks) return;
@@ -151,7 +154,7 @@ struct WireDigest {
             u32 stripe = lane.stripe(i);
             if (stripe < n_here) accumulate(part, at(mine + stripe * 64), lane.keys[i][0], lane.keys[i][1]);
         }
-        // The last stripe is the last 64 bytes, wherever they begin.
+        // The last stripe is the last 64 bytes, at any alignment.
         if (block == n_blocks && n_stripes / 8 == lane.half) {
             const unsigned char* end = valid % 64 == 0 ? mine + n_stripes * 64 : run + valid - 64 + lane.pair * 16;
             accumulate(part, at(end), lane.last[0], lane.last[1]);
@@ -162,7 +165,7 @@ struct WireDigest {
 
     __device__ __forceinline__ static Sixteen at(const unsigned char* bytes) { return *reinterpret_cast<const Sixteen*>(bytes); }
 
-    // The halves of each block, then the blocks one after the other.
+    // Adds up the halves of each block, then mixes the blocks in order.
     __device__ __forceinline__ void add(WireLane const& lane, u64 (&part)[2], u32 first_block) {
 #pragma unroll
         for (u32 word = 0; word < 2; word++) part[word] += __shfl_xor_sync(FULL_WARP, part[word], 4);
@@ -177,7 +180,7 @@ struct WireDigest {
         }
     }
 
-    // The digest of the head: of both runs, or of the only one. The first lane's answer counts.
+    // The digest of the head, from both runs or the only one. The result is valid in the first lane.
     __device__ __forceinline__ u64 end(WireLane const& lane, const unsigned char* run, u32 n_parts) const {
         u64 whole = 0;
         if (valid <= 240) {
@@ -194,24 +197,25 @@ struct WireDigest {
     }
 };
 
-// Pages of layers that are alike, layer by layer. `partial` is the page of each layer whose tokens are not all valid.
-// `from_part` and `to_part` are the bytes from K's runs to V's, where the pages come from and where they go to.
+// Pages of layers with equal layout, layer by layer. `partial` is the page of each layer whose tokens are not
+// all valid. `from_part` and `to_part` are the distances from K's runs to V's, at the source and at the
+// destination.
 struct WirePages {
     u32 n_pages, n_heads, n_parts, run_bytes, valid, layer_pages, partial, partial_valid, n_stages, from_part, to_part;
 
     __device__ __forceinline__ u32 valid_in(u32 page) const { return page % layer_pages == partial ? partial_valid : valid; }
 };
 
-// Where the first head of a page comes from, and where it goes to.
+// The source and destination addresses of a page's first head.
 struct alignas(16) WirePage { const unsigned char* from; unsigned char* to; };
 
-// A warp's place in its work: steps through the runs of heads of pages.
+// A warp's position in its work: a step in the runs of a head of a page.
 struct WireCursor {
     u32 page, head, start;
 
     __device__ __forceinline__ WireCursor(WirePages const& pages, u32 nth) : page(nth / pages.n_heads), head(nth % pages.n_heads), start(0) {}
 
-    // Moves on by `stride`: x pages and y heads.
+    // Moves to the next step. After the last step of a head it advances by `stride`: x pages and y heads.
     __device__ __forceinline__ void next(WirePages const& pages, uint2 stride) {
         start += WIRE_STEP;
         if (start < pages.run_bytes) return;
@@ -221,7 +225,7 @@ struct WireCursor {
         if (head >= pages.n_heads) { head -= pages.n_heads; page++; }
     }
 
-    // Where K's or V's run begins, seen from the first head's.
+    // The offset of K's or V's run from the first head's.
     __device__ __forceinline__ u64 from(WirePages const& pages, u32 part) const {
         return (u64)part * pages.from_part + (u64)head * pages.run_bytes;
     }
@@ -232,10 +236,10 @@ struct WireCursor {
     __device__ __forceinline__ bool is_last(WirePages const& pages) const { return start + WIRE_STEP >= pages.run_bytes; }
 };
 
-// How a warp's steps come from memory and go back.
+// Moves a warp's steps from memory into shared memory and back.
 #if __CUDA_ARCH__ >= 900
 constexpr u32 WIRE_STAGES_MAX = 4;            // steps of a warp in shared memory
-constexpr u32 WIRE_STAGE = 2 * WIRE_STEP;      // of both runs
+constexpr u32 WIRE_STAGE = 2 * WIRE_STEP;      // for both runs
 extern __shared__ __align__(128) unsigned char wire_stages[];
 
 __device__ __forceinline__ u32 shared_at(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
@@ -255,7 +259,7 @@ struct WireStages {
         __syncwarp();
     }
 
-    // One lane asks for a step, to lie in this stage.
+    // One lane requests the load of a step into this stage.
     __device__ __forceinline__ void ask(u32 nth, const unsigned char* page, WireCursor const& at, WirePages const& pages) {
         u32 barrier = shared_at(full + nth), bytes = at.bytes(pages);
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes * pages.n_parts) : "memory");
@@ -274,7 +278,7 @@ struct WireStages {
         return mine + stage * WIRE_STAGE;
     }
 
-    // One lane has the step that lies in this stage written.
+    // One lane starts the write of the step in this stage.
     __device__ __forceinline__ void put(unsigned char* page, WireCursor const& at, WirePages const& pages) {
         for (u32 part = 0; part < pages.n_parts; part++)
             asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
@@ -300,7 +304,7 @@ __device__ __forceinline__ void wire_pages(u64* digests, const WirePage* table, 
     uint2 stride = make_uint2(n_warps / pages.n_heads, n_warps % pages.n_heads);
     WireLane lane(threadIdx.x % 32);
     WireStages stages(barriers, warp, lane.lane, pages.n_stages);
-    // Warps of different blocks take neighbouring heads: all blocks are at work to the end.
+    // Warps of different blocks take neighbouring heads, so that all blocks have work until the end.
     WireCursor now(pages, warp * gridDim.x + blockIdx.x), ahead = now;
     auto ask = [&](u32 stage) {
         if (ahead.page >= pages.n_pages) return;
@@ -314,14 +318,14 @@ __device__ __forceinline__ void wire_pages(u64* digests, const WirePage* table, 
         const unsigned char* stage = stages.wait();
         if (COPIES && lane.lane == 0) stages.put(table[now.page].to, now, pages);
         if (DIGESTS) {
-            // Where there is no second run, its lanes do the first one again.
+            // Without a second run, its lanes repeat the first one.
             u32 part = lane.part < pages.n_parts ? lane.part : 0;
             bool is_first = now.start == 0;
             const unsigned char* bytes = stage + part * WIRE_STEP;
             const unsigned char* run = is_first ? bytes : table[now.page].from + now.from(pages, part);
             if (is_first) digest.begin(lane, pages.valid_in(now.page));
             digest.take(lane, bytes, run, now.start);
-            // A digest that is made of few bytes has to look at them while they are there.
+            // A digest of few bytes reads them directly, so it is computed while they are in shared memory.
             if (digest.valid <= 240 ? is_first : now.is_last(pages)) whole = digest.end(lane, run, pages.n_parts);
             if (now.is_last(pages) && lane.lane == 0) digests[now.page * pages.n_heads + now.head] = whole;
         }
@@ -354,7 +358,7 @@ __device__ __forceinline__ void wire_pages(u64* digests, const WirePage* table, 
                 for (u32 i = 0; i < WIRE_STEP / 512; i++)
                     if (i * 512 + lane.lane * 16 < n_bytes) *reinterpret_cast<Sixteen*>(to + i * 512) = bytes[i];
             }
-            // What was just written is digested: it is nearer, and seen by the whole warp.
+            // The digest reads the bytes just written: they are in the cache, and visible to the whole warp.
             __syncwarp();
         }
         if (!DIGESTS) continue;
@@ -369,7 +373,7 @@ __device__ __forceinline__ void wire_pages(u64* digests, const WirePage* table, 
 }
 #endif
 
-// The table comes from the host once for each block.
+// Each block loads the table from the host once.
 template <bool COPIES, bool DIGESTS>
 __device__ __forceinline__ void wire_block(u64* digests, const WirePage* table, WirePages pages) {
     __shared__ WirePage here[WIRE_PAGES_MAX];
@@ -384,6 +388,6 @@ wire_pull(u64* digests, const WirePage* table, WirePages pages) { wire_block<tru
 extern "C" __global__ void __launch_bounds__(WIRE_WARPS * 32, 1)
 wire_digest(u64* digests, const WirePage* table, WirePages pages) { wire_block<false, true>(digests, table, pages); }
 
-// The same copy without a look at the bytes: what digests cost is the difference.
+// The same copy without digests. The difference is the cost of digests.
 extern "C" __global__ void __launch_bounds__(WIRE_WARPS * 32, 1)
 wire_copy(u64* digests, const WirePage* table, WirePages pages) { wire_block<true, false>(digests, table, pages); }

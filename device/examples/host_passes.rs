@@ -1,5 +1,5 @@
-//! What each pass over host memory in a transfer by shared memory costs by itself: two threads, 1 GiB in
-//! pages of 64 KiB, medians of seven. One line for each, with its rate and its ratio to a plain copy.
+//! Measures each pass over host memory in a shared-memory transfer: two threads, 1 GiB in pages of 64 KiB,
+//! medians of seven. Prints one line for each, with its rate and its ratio to a plain copy.
 
 use std::error::Error;
 use std::hint::black_box;
@@ -10,14 +10,14 @@ use device::{HostMemory, PeerMemory, RegionShape};
 
 const BYTES: usize = 1 << 30;
 const PAGE_BYTES: usize = 64 << 10;
-/// K or V of one head.
+/// The size of K or V of one head.
 const PART_BYTES: usize = 4 << 10;
 const N_LAYERS: u32 = 32;
 const N_PAGES: u32 = (BYTES / PAGE_BYTES) as u32 / N_LAYERS;
 const N_TIMES: usize = 7;
 
 type Outcome<T> = Result<T, Box<dyn Error + Send + Sync>>;
-/// A layer, and some neighbouring pages of it.
+/// A layer, and some neighbouring pages in it.
 type Piece = (u32, Range<u32>);
 
 fn main() -> Outcome<()> {
@@ -42,7 +42,7 @@ fn main() -> Outcome<()> {
     Ok(())
 }
 
-/// Seconds of one pass over everything, `n_pages` at once.
+/// The time of one pass over all pages in seconds, with `n_pages` at once.
 fn median(n_pages: u32, pass: impl Fn(Piece) -> Outcome<()> + Sync) -> Outcome<f64> {
     let mut times = Vec::new();
     for _ in 0..N_TIMES {
@@ -65,7 +65,7 @@ fn once(n_pages: u32, pass: &(impl Fn(Piece) -> Outcome<()> + Sync)) -> Outcome<
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// Memory of two nodes, and the first one's as the second sees it.
+/// The memory of two nodes, and the first one's memory as mapped by the second.
 struct Ends {
     near: HostMemory,
     far: HostMemory,
@@ -76,7 +76,7 @@ impl Ends {
     fn new() -> Outcome<Self> {
         let shapes = [RegionShape { page_bytes: PAGE_BYTES, n_pages: N_PAGES }; N_LAYERS as usize];
         let (near, far) = (HostMemory::shared(&shapes)?, HostMemory::shared(&shapes)?);
-        let file = near.file().ok_or("this system shares no memory")?.try_clone_to_owned()?;
+        let file = near.file().ok_or("this system has no shared memory")?.try_clone_to_owned()?;
         let seen = PeerMemory::map(file)?;
         let ends = Self { near, far, seen };
         for layer in 0..N_LAYERS {
@@ -85,7 +85,7 @@ impl Ends {
                 word.copy_from_slice(&nth.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
             }
         }
-        // Every page is there, and every mapping of it, before the clock runs.
+        // All pages are allocated and mapped before the measurement starts.
         median(N_PAGES, |some| ends.copy_hashed(some, Stores::Cached))?;
         Ok(ends)
     }

@@ -1,8 +1,8 @@
 //! Hot path.
-//! Who may read and write a page now: a borrow state per page, as a `RefCell` has one, made of one atomic.
+//! The borrow state of each page, one atomic that works like a `RefCell`.
 //!
-//! It never blocks: a borrow is had at once or refused, and a refusal is a bug in the caller, who must have asked for
-//! a block that it does not hold.
+//! It never blocks. A borrow succeeds or fails at once; a failure is a bug in the caller, which does not hold
+//! the block.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -11,10 +11,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 const IDLE: u32 = 0;
 /// The page is being written.
 const WRITTEN: u32 = u32::MAX;
-/// There is no memory behind the page. Every smaller value is a number of readers.
+/// There is no memory behind the page. Smaller values are numbers of readers.
 const AWAY: u32 = WRITTEN - 1;
 
-/// A page of the run is held in a way that excludes this borrow.
+/// A page of the run has a borrow that excludes this one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{wanted} page {page} of region {region}, which {held}")]
 pub struct PageBusy {
@@ -24,21 +24,21 @@ pub struct PageBusy {
     pub held: Held,
 }
 
-/// What a borrow is for.
+/// The purpose of a borrow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     Read,
     Write,
 }
 
-/// Who stands in the way.
+/// The reason why a page cannot be borrowed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Held {
     ByWriter,
     ByReaders(u32),
-    /// No holder: the page's card is lost.
+    /// The page's GPU is lost.
     OnLostCard,
-    /// No holder: its memory was given back for a while.
+    /// The page's memory is given back.
     Away,
 }
 
@@ -56,8 +56,8 @@ impl fmt::Display for Held {
         match self {
             Self::ByWriter => f.write_str("is being written"),
             Self::ByReaders(n) => write!(f, "{n} others read"),
-            Self::OnLostCard => f.write_str("lies on a GPU that does not answer"),
-            Self::Away => f.write_str("was given back for a while"),
+            Self::OnLostCard => f.write_str("is on a GPU that does not answer"),
+            Self::Away => f.write_str("has no memory while the node sleeps"),
         }
     }
 }
@@ -67,7 +67,7 @@ pub(crate) fn idle(n_pages: u32) -> Box<[AtomicU32]> {
     (0..n_pages).map(|_| AtomicU32::new(IDLE)).collect()
 }
 
-/// The n-th page of a run could not be borrowed.
+/// Page `nth` of a run could not be borrowed.
 pub(crate) struct Refused {
     nth: usize,
     wanted: Access,
@@ -80,7 +80,7 @@ impl Refused {
     }
 }
 
-/// One reader's share of the pages' borrow states. Dropping it gives the pages back.
+/// A reader's share of the pages' borrow states. Dropping it returns the pages.
 pub(crate) struct ReadBorrow<'a>(&'a [AtomicU32]);
 
 impl<'a> ReadBorrow<'a> {
@@ -116,7 +116,7 @@ fn held(state: u32) -> Held {
     }
 }
 
-/// Prevents borrows of these pages until they are [back](bring_back): all of them, or none.
+/// Prevents borrows of these pages until [`bring_back`]: of all pages or none.
 pub(crate) fn take_away(pages: &[AtomicU32]) -> Result<(), Refused> {
     for (nth, page) in pages.iter().enumerate() {
         if let Err(state) = page.compare_exchange(IDLE, AWAY, Ordering::Acquire, Ordering::Relaxed) {
@@ -134,7 +134,7 @@ pub(crate) fn bring_back(pages: &[AtomicU32]) {
     }
 }
 
-/// The only writer's hold on the pages' borrow states. Dropping it gives the pages back.
+/// The only writer's hold on the pages' borrow states. Dropping it returns the pages.
 pub(crate) struct WriteBorrow<'a>(&'a [AtomicU32]);
 
 impl<'a> WriteBorrow<'a> {

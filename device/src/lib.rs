@@ -1,4 +1,4 @@
-//! Memory: where it lies, how it moves between processes, GPUs and hosts, and the `unsafe` code that reaches it.
+//! Memory of hosts and GPUs, its moves between processes, GPUs and hosts, and the `unsafe` code for it.
 //!
 //! Safe code above this crate reads and writes memory through borrowed pages, buffers and views.
 #![allow(unsafe_code)]

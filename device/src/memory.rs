@@ -1,11 +1,11 @@
 //! Hot path.
 //! Host memory for KV: regions of equal pages whose aliasing is checked at run time.
 //!
-//! A compute thread writes pages while the tasks of a connector read others. Which thread uses a page changes with every
-//! sequence, and the compiler cannot check that. So every page has a borrow state.
+//! A compute thread writes pages while tasks of a connector read others. The thread that uses a page changes
+//! with every sequence, which the compiler cannot check. So every page has a borrow state.
 //!
-//! Cost: one compare-and-swap per page to borrow and one to give back. Pages are 4 KiB to 64 KiB, so this stays
-//! under a thousandth of the time to copy them.
+//! Cost: one compare-and-swap for each page to borrow and one to return it. Pages have 4 KiB to 64 KiB, so
+//! this takes under a thousandth of the time to copy them.
 
 pub mod available;
 mod mapping;
@@ -24,21 +24,21 @@ use crate::cuda::CudaError;
 use crate::page::{PageMut, PageRef};
 use crate::regions::{RegionShape, Regions};
 
-/// Memory of this process, zero at first, mapped once and never moved.
+/// Memory of this process: zero at first, mapped once and never moved.
 pub struct HostMemory {
-    /// Shared with devices that reach it: it is unmapped when the last of them has let go of it.
+    /// Shared with devices that access the memory directly. The last user unmaps it.
     mapping: Arc<MmapRaw>,
-    /// What other processes map to see it. Anonymous memory has none.
+    /// The file that other processes map to read the memory. Anonymous memory has none.
     file: Option<OwnedFd>,
     regions: Regions,
 }
 
-/// No memory to be had.
+/// An error of KV memory.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
-    #[error("the regions' sizes add up to more bytes than an address can name")]
+    #[error("the regions are larger than the address space")]
     TooLarge,
-    #[error("{} MiB of memory are asked for, and {} MiB are available to this process", asked >> 20, available >> 20)]
+    #[error("{} MiB of memory are requested, but only {} MiB are available to this process", asked >> 20, available >> 20)]
     TooMuch { asked: u64, available: u64 },
     #[error("map {bytes} bytes of memory")]
     Map {
@@ -46,23 +46,23 @@ pub enum MemoryError {
         #[source]
         source: std::io::Error,
     },
-    #[error("make {bytes} bytes of memory that other processes can read")]
+    #[error("create {bytes} bytes of shared memory")]
     Share {
         bytes: usize,
         #[source]
         source: std::io::Error,
     },
-    #[error("give memory back")]
+    #[error("give back KV memory")]
     Held(#[source] PageBusy),
-    #[error("give memory back that a network card still reaches")]
+    #[error("give back KV memory that is registered with a network card")]
     Registered,
-    #[error("give {bytes} bytes of GPU memory back")]
+    #[error("give back {bytes} bytes of GPU memory")]
     GiveBack {
         bytes: usize,
         #[source]
         source: CudaError,
     },
-    #[error("take {bytes} bytes of GPU memory")]
+    #[error("allocate {bytes} bytes of GPU memory")]
     Device {
         bytes: usize,
         #[source]
@@ -71,7 +71,7 @@ pub enum MemoryError {
 }
 
 impl HostMemory {
-    /// Maps all regions at once. Memory is taken from the system as it is first touched.
+    /// Maps all regions at once. The system allocates memory at the first access.
     pub fn new(shapes: &[RegionShape]) -> Result<Self, MemoryError> {
         let regions = Regions::new(shapes)?;
         let bytes = regions.places().end();
@@ -79,7 +79,8 @@ impl HostMemory {
         Ok(Self { mapping: Arc::new(mapping), file: None, regions })
     }
 
-    /// The same, for other processes to [read](peer::PeerMemory) if they are given its [`file`](Self::file).
+    /// Like [`new`](Self::new), for other processes to [read](peer::PeerMemory) through the
+    /// [`file`](Self::file).
     pub fn shared(shapes: &[RegionShape]) -> Result<Self, MemoryError> {
         let regions = Regions::new(shapes)?;
         let bytes = regions.places().end();
@@ -88,41 +89,43 @@ impl HostMemory {
         Ok(Self { mapping: Arc::new(mapping), file: Some(file), regions })
     }
 
-    /// What another process maps to read this memory, if it is [`shared`](Self::shared).
+    /// The file that another process maps to read this memory, if it is [`shared`](Self::shared).
     pub fn file(&self) -> Option<BorrowedFd<'_>> {
         self.file.as_ref().map(AsFd::as_fd)
     }
 
-    /// Where a page starts in [`file`](Self::file).
+    /// The offset of a page in [`file`](Self::file).
     ///
     /// # Panics
-    /// If there is no such region, or no such page in it.
+    /// If the region or the page does not exist.
     pub fn file_offset(&self, region: u32, page: u32) -> usize {
         self.regions.places().run(region, &(page..page + 1)).0
     }
 
-    /// Borrows a run of pages for reading: all of them, or none.
+    /// Borrows a run of pages for reading. It gets all of them or none.
     ///
     /// # Panics
-    /// If there is no such region, or no such page in it.
+    /// If the region or the page does not exist.
     pub fn read(&self, region: u32, pages: Range<u32>) -> Result<PageRef<'_>, PageBusy> {
         let run = self.regions.run(region, &pages);
         let borrow = ReadBorrow::take(run.borrows).map_err(|refusal| refusal.at(region, pages.start))?;
         // JUSTIFICATION: the compiler cannot check which thread uses a page.
-        // SAFETY: the run lies in the mapping, which outlives the borrow of `self` and is initialised (the system hands
-        // out zeroes); every writer goes through a `WriteBorrow` of these pages, which this reader excludes.
+        // SAFETY: the run lies in the mapping, which outlives the borrow of `self` and is initialised (the
+        // system provides zeroes). Every writer needs a `WriteBorrow` of these pages, which this reader
+        // excludes.
         Ok(unsafe { PageRef::new(self.at(run.offset), run.len, borrow, None) })
     }
 
-    /// Borrows a run of pages for writing: all of them, or none.
+    /// Borrows a run of pages for writing. It gets all of them or none.
     ///
     /// # Panics
-    /// If there is no such region, or no such page in it.
+    /// If the region or the page does not exist.
     pub fn write(&self, region: u32, pages: Range<u32>) -> Result<PageMut<'_>, PageBusy> {
         let run = self.regions.run(region, &pages);
         let borrow = WriteBorrow::take(run.borrows).map_err(|refusal| refusal.at(region, pages.start))?;
-        // JUSTIFICATION: as in `read`.
-        // SAFETY: as in `read`; and a `WriteBorrow` excludes every other borrow.
+        // JUSTIFICATION: the compiler cannot check which thread uses a page.
+        // SAFETY: the run is mapped and initialised as in `read`, and a `WriteBorrow` excludes every other
+        // borrow.
         Ok(unsafe { PageMut::new(self.at(run.offset), run.len, borrow, None) })
     }
 
@@ -139,14 +142,15 @@ impl HostMemory {
         self.regions.places().bytes()
     }
 
-    /// For devices that reach it by themselves.
+    /// For devices that access the memory directly.
     pub(crate) fn mapping(&self) -> &Arc<MmapRaw> {
         &self.mapping
     }
 
     fn at(&self, offset: usize) -> NonNull<u8> {
         assert!(offset <= self.mapping.len(), "regions lie within the mapping");
-        // JUSTIFICATION: a slice of the mapping must not exist before the borrow is checked, hence pointer arithmetic.
+        // JUSTIFICATION: no slice of the mapping may exist before the borrow is checked, hence pointer
+        // arithmetic.
         // SAFETY: the offset lies within (or one past the end of) the one allocation; the result is not null.
         unsafe { NonNull::new_unchecked(self.mapping.as_mut_ptr().add(offset)) }
     }

@@ -1,4 +1,4 @@
-//! bf16, the number type of weights and KV, to and from f32.
+//! Conversions between f32 and bf16, the number format of weights and KV.
 
 /// Widening is exact: bf16 is the upper half of an f32.
 #[inline(always)]
@@ -6,7 +6,7 @@ pub fn bf16_to_f32(narrow: u16) -> f32 {
     f32::from_bits(u32::from(narrow) << 16)
 }
 
-/// To the nearest bf16, halves to even. A NaN stays one.
+/// Rounds to the nearest bf16, ties to even. NaN stays NaN.
 #[inline(always)]
 pub fn f32_to_bf16(wide: f32) -> u16 {
     let bits = wide.to_bits();

@@ -1,5 +1,5 @@
 //! Hot path.
-//! Borrowed pages: what a reader and a writer of KV hold, wherever the memory is.
+//! Borrowed pages: the guards of readers and writers of KV, on the host or on a GPU.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -9,12 +9,13 @@ use std::ptr::NonNull;
 use crate::borrow::{ReadBorrow, WriteBorrow};
 use crate::cuda::staging::{Staged, WriteBack};
 
-/// A run of pages that cannot be written while this value lives. The bytes of all pages, one page after the other.
+/// A run of pages that cannot be written while this value lives. The bytes of all pages, one page after the
+/// other.
 ///
-/// On a card it is a copy in host memory, made when the borrow was.
+/// On a GPU, it is a copy in host memory, made at the time of the borrow.
 //
-// A pointer and not a slice, for the reason that `std::cell::Ref` has one: a reference in the guard would claim to be
-// valid until the end of the function that drops the guard, that is, for a moment after the pages were given back.
+// A pointer instead of a slice, as in `std::cell::Ref`: a reference in the guard would claim to be valid
+// until the end of the function that drops the guard, which is after the pages are returned.
 pub struct PageRef<'a> {
     start: NonNull<u8>,
     len: usize,
@@ -27,11 +28,11 @@ pub struct PageRef<'a> {
 
 /// A run of pages that no other code can read or write while this value lives.
 ///
-/// On a card it is a copy in host memory, which goes to the card when this is dropped.
+/// On a GPU, it is a copy in host memory, which is written to the GPU when this is dropped.
 pub struct PageMut<'a> {
     start: NonNull<u8>,
     len: usize,
-    // Fields are dropped in their order: the bytes are on the card before anyone else may have the pages.
+    // Fields are dropped in this order: the bytes are on the GPU before the pages can be borrowed again.
     #[expect(dead_code, reason = "held for its Drop")]
     copy: Option<WriteBack<'a>>,
     #[expect(dead_code, reason = "held for its Drop")]
@@ -41,8 +42,8 @@ pub struct PageMut<'a> {
 
 impl<'a> PageRef<'a> {
     /// # Safety
-    /// `len` bytes from `start` are initialised, live for 'a (or as long as `copy`), and are not written while the
-    /// borrow lives.
+    /// `len` bytes from `start` are initialised, live for 'a (or as long as `copy`), and are not written
+    /// during the borrow.
     pub(crate) unsafe fn new(
         start: NonNull<u8>,
         len: usize,
@@ -55,8 +56,8 @@ impl<'a> PageRef<'a> {
 
 impl<'a> PageMut<'a> {
     /// # Safety
-    /// `len` bytes from `start` are initialised, live for 'a (or as long as `copy`), and no other code reaches them
-    /// while the borrow lives.
+    /// `len` bytes from `start` are initialised, live for 'a (or as long as `copy`), and are used by no other
+    /// code during the borrow.
     pub(crate) unsafe fn new(
         start: NonNull<u8>,
         len: usize,
@@ -67,16 +68,16 @@ impl<'a> PageMut<'a> {
     }
 }
 
-// JUSTIFICATION: the pointer makes the guards neither Send nor Sync by itself, but connectors hold them across awaits.
-// SAFETY: a `PageRef` is a `&[u8]` with a counter, and a `PageMut` is a `&mut [u8]` with a flag; the counter and the
-// flag are atomics. Both slices are Send and Sync, and so is a copy that is held with them; nothing else is reached
-// through the pointer.
+// JUSTIFICATION: the pointer makes the guards neither Send nor Sync, but connectors hold them across awaits.
+// SAFETY: a `PageRef` is a `&[u8]` with a counter, and a `PageMut` is a `&mut [u8]` with a flag. The counter
+// and the flag are atomics. Both slices are Send and Sync, and so is a copy that is held with them. The
+// pointer gives access to nothing else.
 unsafe impl Send for PageRef<'_> {}
-// SAFETY: as above.
+// SAFETY: it is a `&[u8]` with an atomic counter, as above.
 unsafe impl Sync for PageRef<'_> {}
-// SAFETY: as above.
+// SAFETY: it is a `&mut [u8]` with an atomic flag, as above.
 unsafe impl Send for PageMut<'_> {}
-// SAFETY: as above.
+// SAFETY: it is a `&mut [u8]` with an atomic flag, as above.
 unsafe impl Sync for PageMut<'_> {}
 
 impl Deref for PageRef<'_> {
@@ -84,8 +85,8 @@ impl Deref for PageRef<'_> {
 
     fn deref(&self) -> &[u8] {
         // JUSTIFICATION: the borrow was checked at run time, which the compiler cannot see.
-        // SAFETY: the run is initialised and outlives this value, by the promise of `new`, and has no writer: `borrow`
-        // counts this reader in every page's state, and a writer needs that state to be idle.
+        // SAFETY: by the contract of `new`, the run is initialised and outlives this value. It has no writer:
+        // `borrow` counts this reader in every page's state, and a writer needs that state to be idle.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }
@@ -95,8 +96,8 @@ impl Deref for PageMut<'_> {
 
     fn deref(&self) -> &[u8] {
         // JUSTIFICATION: the borrow was checked at run time, which the compiler cannot see.
-        // SAFETY: the run is initialised and outlives this value, by the promise of `new`; `borrow` marks every page as
-        // written, which excludes all other borrows, and `&self` excludes a mutable slice from this one.
+        // SAFETY: by the contract of `new`, the run is initialised and outlives this value. `borrow` marks
+        // every page as written, which excludes all other borrows, and `&self` excludes a mutable slice.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }
@@ -104,7 +105,7 @@ impl Deref for PageMut<'_> {
 impl DerefMut for PageMut<'_> {
     fn deref_mut(&mut self) -> &mut [u8] {
         // JUSTIFICATION: the borrow was checked at run time, which the compiler cannot see.
-        // SAFETY: as in `deref`, and `&mut self` makes this the only slice made from this borrow.
+        // SAFETY: the run is valid as in `deref`, and `&mut self` makes this the only slice of this borrow.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
 }

@@ -1,7 +1,7 @@
-//! How regions of equal pages lie one after the other in one piece of memory, and where a run of pages is.
+//! The layout of regions of equal pages in one piece of memory, and the position of a run of pages.
 //!
-//! It knows offsets and borrow states and no address: host memory and a card's memory are divided the same way, and a
-//! peer that has mapped this memory finds its pages by the same arithmetic.
+//! It has offsets and borrow states, but no addresses. Host memory and GPU memory have the same layout, and a
+//! peer that has mapped the memory finds pages by the same arithmetic.
 
 use std::ops::Range;
 use std::sync::atomic::AtomicU32;
@@ -9,21 +9,21 @@ use std::sync::atomic::AtomicU32;
 use crate::borrow::{PageBusy, bring_back, idle, take_away};
 use crate::memory::MemoryError;
 
-/// Where regions start within the memory: a multiple of any vector's width and of a memory page.
+/// The alignment of regions: a multiple of every vector's width and of a memory page.
 const REGION_ALIGN_BYTES: usize = 4096;
 
-/// What one region looks like.
+/// The page size and the number of pages of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionShape {
     pub page_bytes: usize,
     pub n_pages: u32,
 }
 
-/// Where each region lies.
+/// The offset of each region.
 #[derive(Clone, Debug)]
 pub(crate) struct Places {
     places: Box<[(RegionShape, usize)]>,
-    /// Where the last region ends.
+    /// The end of the last region.
     end: usize,
     /// The bytes of all pages, without the gaps between regions.
     bytes: usize,
@@ -49,7 +49,7 @@ impl RegionShape {
         self.page_bytes.checked_mul(self.n_pages as usize)
     }
 
-    /// Where the next region may start.
+    /// The next possible start of a region.
     fn end(self, offset: usize) -> Option<usize> {
         offset.checked_add(self.bytes()?)?.checked_next_multiple_of(REGION_ALIGN_BYTES)
     }
@@ -85,10 +85,10 @@ impl Places {
         self.places[region as usize].0
     }
 
-    /// Where a run of pages lies: its offset and its length.
+    /// The offset and the length of a run of pages.
     ///
     /// # Panics
-    /// If there is no such region, or no such page in it.
+    /// If the region or the page does not exist.
     pub(crate) fn run(&self, region: u32, pages: &Range<u32>) -> (usize, usize) {
         let (shape, offset) = self.places[region as usize];
         assert!(
@@ -113,14 +113,14 @@ impl Regions {
     }
 
     /// # Panics
-    /// If there is no such region, or no such page in it.
+    /// If the region or the page does not exist.
     pub(crate) fn run(&self, region: u32, pages: &Range<u32>) -> Run<'_> {
         let (offset, len) = self.places.run(region, pages);
         let borrows = &self.borrows[region as usize][pages.start as usize..pages.end as usize];
         Run { offset, len, borrows }
     }
 
-    /// Prevents borrows of all pages until they are [back](Self::bring_back): all of them, or none.
+    /// Prevents borrows of all pages until [`bring_back`](Self::bring_back): of all pages or none.
     pub(crate) fn take_away(&self) -> Result<(), PageBusy> {
         for (nth, pages) in self.borrows.iter().enumerate() {
             if let Err(refused) = take_away(pages) {

@@ -1,6 +1,6 @@
-//! Verbs as they are: in the VM of `tests/rdma-vm`, over Soft-RoCE.
+//! Tests of the verbs in the VM of `tests/rdma-vm`, over Soft-RoCE.
 //!
-//! The ports are named in `TEST_RDMA_PORTS`, as `rxe1 rxe2`. Elsewhere these tests are ignored.
+//! `TEST_RDMA_PORTS` names the ports, as `rxe1 rxe2`. Without such ports these tests are ignored.
 #![allow(unsafe_code)]
 
 use std::os::fd::{AsRawFd as _, BorrowedFd};
@@ -15,11 +15,11 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 const BYTES: usize = 1 << 20;
 const RETRIES: u8 = 3;
-/// The index on these devices, with IPv4 addresses: RoCE v2.
+/// The GID index of RoCE v2 on these devices, with IPv4 addresses.
 const GID_INDEX: u8 = 1;
 const WITHIN: Duration = Duration::from_secs(30);
 
-/// One side: its memory, and one queue pair.
+/// One side: its memory and one queue pair.
 struct Side {
     memory: HostMemory,
     region: Region,
@@ -41,7 +41,7 @@ fn side(port: &str) -> Side {
     Side { memory, region, completions, pair, address }
 }
 
-/// Two sides, connected.
+/// Two connected sides.
 fn sides() -> (Side, Side) {
     let named = std::env::var("TEST_RDMA_PORTS").expect("tests/rdma-vm names the ports in TEST_RDMA_PORTS");
     let ports: Vec<_> = named.split(' ').collect();
@@ -63,7 +63,7 @@ fn sides() -> (Side, Side) {
 }
 
 impl Side {
-    /// Waits by the descriptor, as a connector does.
+    /// Waits for the descriptor, like a connector.
     fn next(&self) -> Completion {
         let mut seen = Vec::new();
         while seen.is_empty() {
@@ -74,7 +74,7 @@ impl Side {
         seen[0]
     }
 
-    /// Until all of `n` requests are done or one has failed, which takes with it what was asked for later.
+    /// Waits until `n` requests are done or one has failed. A failure also fails all later requests.
     fn wait_for(&self, n: usize) {
         let mut seen: Vec<Completion> = Vec::new();
         while seen.len() < n && seen.iter().all(|completion| completion.outcome.is_ok()) {
@@ -83,11 +83,11 @@ impl Side {
         }
     }
 
-    /// Until there is a completion that was not there when it was armed.
+    /// Waits until there is a completion that came after arming.
     fn wait(&self) {
         let within = Timespec::try_from(WITHIN).expect("a short time");
         // JUSTIFICATION: a test waits for the descriptor without a runtime.
-        // SAFETY: the completions own it, and outlive the call.
+        // SAFETY: the completions own the descriptor and outlive the call.
         let fd = unsafe { BorrowedFd::borrow_raw(self.completions.as_raw_fd()) };
         let n = poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&within)).expect("polled");
         assert_eq!(n, 1, "nothing is completed");
@@ -183,8 +183,8 @@ fn a_destroyed_queue_pair_lets_nobody_write_and_is_found_dead() {
     );
 }
 
-/// The proof of quiet: a stream of writes is cut off by the destruction (or is over by then, where both ends are one
-/// device), and not a byte changes afterwards.
+/// Destroying the queue pair proves quiet. It cuts off a stream of writes (or comes after the stream, if both
+/// ends are one device), and no byte changes afterwards.
 #[test]
 #[ignore = "wants RDMA devices: tests/rdma-vm/run.sh runs it in a VM"]
 fn after_the_destruction_not_a_byte_changes() {
@@ -211,7 +211,8 @@ fn a_device_that_is_not_there_is_named_with_those_that_are() {
     assert!(matches!(&error, VerbsError::UnknownDevice { known, .. } if known.contains("rxe")), "{error}");
 }
 
-/// Soft-RoCE takes no memory of other devices, and its library says so. Further than to that answer this is tested nowhere.
+/// Soft-RoCE does not support memory of other devices, and its library reports that. Nothing beyond this
+/// error is tested.
 #[test]
 #[ignore = "wants RDMA devices: tests/rdma-vm/run.sh runs it in a VM"]
 fn memory_by_dmabuf_is_refused_by_a_driver_that_does_not_take_it() {

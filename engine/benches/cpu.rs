@@ -1,12 +1,14 @@
-//! How near the processor comes to its limits: decode to the memory's, prefill to the matrix rate.
+//! Compares the CPU backend with the hardware's limits: decode with the memory rate, prefill with the matrix
+//! rate.
 //!
 //! ```text
-//! cargo bench -p baton-engine --bench cpu                      # a dummy of Qwen3-0.6B's shape, two threads
+//! cargo bench -p baton-engine --bench cpu                      # random weights, Qwen3-0.6B's shape, two threads
 //! SHAPE=llama-3.2-1b THREADS=4 cargo bench -p baton-engine --bench cpu
 //! ```
 //!
-//! Throughput is in bytes of weights for decode and for the plain read it is compared with, and in floating-point
-//! operations (as "elements") for prefill and for single products. `reference.py` measures others.
+//! Throughput is in bytes of weights for decode and for the plain read that it is compared with. For prefill
+//! and single products it is in floating-point operations (as "elements"). `reference.py` measures other
+//! engines.
 
 use std::hint::black_box;
 use std::num::NonZero;
@@ -24,7 +26,7 @@ use types::{BlockIdx, Sampling, StopRules, TokenId};
 
 const N_PROMPT: usize = 512;
 const KV_BYTES: usize = 256 << 20;
-/// Outputs and inputs of a Qwen3-0.6B layer's products.
+/// Outputs and inputs of the products in a Qwen3-0.6B layer.
 const SHAPES: [(usize, usize); 3] = [(3072, 1024), (1024, 3072), (2048, 1024)];
 
 fn main() {
@@ -71,7 +73,7 @@ fn products(criterion: &mut Criterion) {
 }
 
 fn matrix(rows: usize, cols: usize) -> Matrix {
-    // Weights start eight bytes off a cache line, like those of most files.
+    // Weights start eight bytes after a cache line, as in most files.
     let bytes = SharedBytes::filled(rows * cols * 2 + 8, |bytes| bytes.fill(0x3C)).expect("memory");
     Matrix::new(bytes.slice(8..rows * cols * 2 + 8), rows, cols, Format::Bf16).expect("the right size")
 }
@@ -103,7 +105,7 @@ fn steps(criterion: &mut Criterion, name: &str, arithmetic: Arithmetic, quantize
     share(name, &memory, || step(&mut backend, &prompt[..1], 0));
 }
 
-/// The same number of bytes as the weights, only read, by the same number of threads: the most that memory gives.
+/// Reads the same number of bytes as the weights with the same number of threads: the maximum memory rate.
 struct PlainMemory {
     processor: Processor,
     bytes: SharedBytes,
@@ -129,7 +131,8 @@ impl PlainMemory {
     }
 }
 
-/// Reads and decode steps in turn, so that whatever else the machine does befalls both: the share of one in the other.
+/// Alternates reads and decode steps, so that other load affects both equally. Prints the ratio of their
+/// rates.
 fn share(name: &str, memory: &PlainMemory, mut decode: impl FnMut()) {
     const ROUNDS: usize = 30;
     let seconds = |work: &mut dyn FnMut()| {
@@ -144,8 +147,8 @@ fn share(name: &str, memory: &PlainMemory, mut decode: impl FnMut()) {
     eprintln!("{name}: decode reads at {median:.0} % of a plain read's rate ({low:.0} % to {high:.0} %)");
 }
 
-/// A multiply and an add for each weight and token, the output layer left out, as only the last token passes it.
-/// Attention, some seven in a hundred, is left out too.
+/// A multiply and an add for each weight and token. The output layer is left out, because only the last token
+/// passes it. Attention, about 7 %, is left out too.
 fn prompt_operations(weight_bytes: usize, quantize: Quantize) -> u64 {
     let vocabulary = if std::env::var("SHAPE").is_ok() { 0 } else { 151_936 * 1024 };
     let weights = match quantize {

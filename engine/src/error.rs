@@ -7,26 +7,27 @@ use types::Verdict;
 
 use crate::model::config::ConfigProblem;
 
-/// A whole step failed. No row of it has a token, and the KV that it should have written is not to be read.
+/// A whole step failed. None of its rows has a token, and the KV that it should have written must not be
+/// read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BackendError {
     #[error("launch step: {0}")]
     Launch(String),
     #[error("collect step: {0}")]
     Collect(String),
-    /// Steps were collected in another order than launched, or launched past the two that may be in flight.
+    /// Steps were collected in another order than launched, or too many were launched.
     #[error("steps out of order: {0}")]
     Order(String),
-    /// Memory that is to be returned is in use elsewhere.
+    /// Memory that should be returned is in use.
     #[error("memory cannot be returned: {0}")]
     Held(String),
-    /// The device is gone; no later step can succeed.
+    /// The device is lost, so no later step can succeed.
     #[error("device lost: {0}")]
     DeviceLost(String),
 }
 
 impl BackendError {
-    /// Whether the backend is of no further use.
+    /// Whether the backend is unusable.
     pub fn is_fatal(&self) -> bool {
         matches!(self, Self::DeviceLost(_))
     }
@@ -42,25 +43,25 @@ impl BackendError {
 /// One row of a step failed. It has no effect on the other rows.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RowError {
-    /// The KV that the row read is not the KV of its sequence.
+    /// The KV that the row read is not its sequence's KV.
     #[error("kv checksum mismatch at layer {layer}, position {position}: {what}")]
     KvMismatch { layer: u16, position: usize, what: &'static str },
-    /// A page that this row uses is borrowed elsewhere.
+    /// Another user has borrowed a page that this row uses.
     #[error("page of layer {layer}, position {position}: {reason}")]
     Page { layer: u16, position: usize, reason: String },
-    /// The row continues a token in flight, and there is none.
+    /// The row continues a token in flight, but there is none.
     #[error("no token in flight for this slot")]
     NoTokenInFlight,
-    /// A token that the model has no embedding of.
+    /// A token without an embedding in the model.
     #[error("token {token} is not in a vocabulary of {vocab}")]
     UnknownToken { token: u32, vocab: usize },
-    /// Nothing may be drawn: every token is forbidden, or no number is finite.
+    /// No token can be sampled: every token is forbidden, or no logit is finite.
     #[error("sample token: {0}")]
     Sample(String),
 }
 
 impl RowError {
-    /// A failed sequence can be recomputed elsewhere from its tokens.
+    /// A failed sequence can be recomputed on another node from its tokens.
     pub fn verdict(&self) -> Verdict {
         match self {
             Self::KvMismatch { .. } | Self::Sample(_) => Verdict::RetryElsewhere,
@@ -91,24 +92,24 @@ pub enum OpenError {
     MockSettings(String),
     #[error("{bytes} bytes of KV memory hold no block of {block_bytes} bytes")]
     NoKvMemory { bytes: usize, block_bytes: usize },
-    #[error("take KV memory: {0}")]
+    #[error("allocate KV memory: {0}")]
     KvMemory(String),
-    /// The model and its KV are larger than the card's free memory.
+    /// The model and its KV are larger than the GPU's free memory.
     #[error("{0}")]
     CudaMemory(String),
     #[error("tensor parallel: {0}")]
     Ranks(String),
-    /// The GPU's kernels are not made for such a model.
+    /// The GPU's kernels do not support this model.
     #[error("{0}")]
     CudaModel(String),
     #[error("{}", types::in_full(.0))]
     Cuda(CudaError),
     #[error(transparent)]
     Load(#[from] LoadError),
-    /// The model's files are not those that it was opened with.
-    #[error("what was opened before ('here') and its files now ('there') are two models")]
+    /// The model's files have changed since it was opened.
+    #[error("the model's files have changed: opened before ('here'), read now ('there')")]
     Changed(#[source] types::node::FingerprintMismatch),
-    #[error("config.json says something else than when the model was opened")]
+    #[error("config.json has changed since the model was opened")]
     ConfigChanged,
 }
 
@@ -119,7 +120,7 @@ impl From<CudaError> for OpenError {
 }
 
 impl OpenError {
-    /// There is no GPU here that can be used, whatever the model.
+    /// Whether the error means that no GPU is usable, for any model.
     pub fn is_no_gpu(&self) -> bool {
         use CudaError::{
             CardTooOld, DriverTooOld, NoCublas, NoDevice, NoDriver, NoNvrtc, NoSuchDevice, TooFewCards,
@@ -169,13 +170,13 @@ pub enum LoadError {
     Architecture { path: PathBuf, name: String, known: String },
     #[error("no model.safetensors and no model.safetensors.index.json in {folder}")]
     NoWeights { folder: PathBuf },
-    #[error("{folder} has its weights as GGUF, which is not read: take the model's safetensors")]
+    #[error("{folder} has weights in GGUF, which is not supported: use the model's safetensors")]
     Gguf { folder: PathBuf },
     #[error("read header of {path}: {reason}")]
     Header { path: PathBuf, reason: String },
     #[error("no tensor {tensor} in {path}")]
     MissingTensor { tensor: String, path: PathBuf },
-    /// The model would be computed without it.
+    /// The model would be computed without this tensor.
     #[error("tensor {tensor} in {path} is not read by {architecture}{}", and_others(*.n_others))]
     UnreadTensor { tensor: String, path: PathBuf, architecture: &'static str, n_others: usize },
     #[error("tensor {tensor} in {path} has shape {found:?}, not {expected:?}")]
@@ -190,15 +191,15 @@ pub enum LoadError {
         "tensor {tensor} in {path} is a vector of F8_E4M3, which is not implemented: BF16, F16 and F32 are"
     )]
     VectorInFp8 { tensor: String, path: PathBuf },
-    #[error("tensor {tensor} has numbers among its own that are none (NaN)")]
+    #[error("tensor {tensor} contains NaN")]
     NoNumber { tensor: String },
     #[error("{path} is too short: tensor {tensor} ends at byte {needed} of its data, which has {found}")]
     ShortFile { tensor: String, path: PathBuf, needed: usize, found: usize },
-    #[error("take memory for weights")]
+    #[error("allocate memory for weights")]
     Memory(#[source] std::io::Error),
     #[error("start compute threads")]
     Threads(#[source] std::io::Error),
-    #[error("KV in {0} is not implemented on a processor: bf16, f32 and fp8_e4m3 are")]
+    #[error("KV in {0} is not implemented on the CPU: bf16, f32 and fp8_e4m3 are")]
     KvDtype(types::KvDtype),
     /// The model cannot be divided over this number of ranks.
     #[error("tensor parallel: {0}")]

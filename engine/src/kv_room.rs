@@ -1,4 +1,4 @@
-//! The size of KV memory, set or chosen.
+//! The size of KV memory, set or computed.
 
 use device::memory::available;
 use kv_cache::{KvMemory, MemoryError};
@@ -6,33 +6,34 @@ use types::{KvLayout, in_full};
 
 use crate::error::OpenError;
 
-/// Memory for KV, of all ranks together. The regions' sum never exceeds it.
+/// The memory for KV of all ranks together. The sum of the regions never exceeds it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvRoom {
     Bytes(usize),
-    /// Bytes computed from the machine's memory; they do not apply to a GPU.
+    /// Bytes computed from host memory. They do not apply to a GPU.
     OnHost(usize),
     Auto(AutoRoom),
 }
 
-/// Bounds for a size that is chosen for the model and the device.
+/// Bounds for a size that depends on the model and the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AutoRoom {
-    /// Bytes at most, in the machine's memory.
+    /// The maximum number of bytes in host memory.
     pub host_bytes: usize,
-    /// The part of each GPU's memory that weights, KV and all else may use together.
+    /// The part of each GPU's memory for weights, KV and everything else together.
     pub gpu_percent: usize,
 }
 
-/// Enough for any mock, and for small models.
+/// Enough for any mock and for small models.
 const LEAST_BYTES: usize = 64 << 20;
-/// Sequences of the longest length: a processor computes few of them at a time.
+/// The number of sequences of the longest length: a CPU computes few at a time.
 const SEQUENCES: usize = 4;
-/// The part that is used of a GPU's free memory, measured before its libraries are opened, which take some of it.
+/// The usable part of a GPU's free memory. The free memory is measured before CUDA's libraries are opened,
+/// which need some of it.
 const FREE_PERCENT: usize = 95;
 
 impl KvRoom {
-    /// Refuses an amount that the machine does not have, before anything is loaded.
+    /// Rejects an amount that the machine does not have, before anything is loaded.
     pub(crate) fn check_on_host(self) -> Result<(), OpenError> {
         match self {
             Self::Bytes(bytes) | Self::OnHost(bytes) => {
@@ -50,7 +51,7 @@ impl KvRoom {
         }
     }
 
-    /// The size for a model in the machine's memory; `context_tokens` is the length of its longest sequence.
+    /// The size for a model in host memory. `context_tokens` is the length of its longest sequence.
     pub(crate) fn on_host(self, layout: &KvLayout, context_tokens: usize) -> usize {
         match self {
             Self::Bytes(bytes) | Self::OnHost(bytes) => bytes,
@@ -64,15 +65,16 @@ impl KvRoom {
 }
 
 impl AutoRoom {
-    /// The size for a model on GPUs. The fullest GPU has `free` of `total` bytes free, and `taken` bytes go to all else.
-    /// A size that does not fit is refused later, with the sum.
+    /// The size for a model on GPUs. The GPU with the least free memory has `free` of `total` bytes free, and
+    /// everything else needs `taken` bytes. A size that does not fit is rejected later, with an error that
+    /// lists the parts.
     pub(crate) fn on_gpus(self, n_gpus: usize, (free, total): (usize, usize), taken: usize) -> usize {
         let ours = (total / 100 * self.gpu_percent).min(free / 100 * FREE_PERCENT);
         ours.saturating_sub(taken).saturating_mul(n_gpus).max(LEAST_BYTES)
     }
 }
 
-/// The number of blocks that fit into `kv_bytes`; none is an error.
+/// The number of blocks that fit into `kv_bytes`. Zero is an error.
 pub(crate) fn n_blocks(layout: &KvLayout, kv_bytes: usize) -> Result<u32, OpenError> {
     match KvMemory::blocks_within(layout, kv_bytes) {
         0 => {
@@ -83,7 +85,7 @@ pub(crate) fn n_blocks(layout: &KvLayout, kv_bytes: usize) -> Result<u32, OpenEr
     }
 }
 
-/// Host memory for KV was not taken: `error` in the operator's words.
+/// The error for KV memory that could not be allocated on the host.
 pub(crate) fn not_taken(error: &MemoryError) -> OpenError {
     OpenError::KvMemory(match error {
         MemoryError::TooMuch { .. } => format!("{error}: set model.kv_memory lower, or to \"auto\""),
@@ -114,7 +116,7 @@ mod tests {
 
     #[test]
     fn a_host_has_room_for_four_of_the_longest_within_bounds() {
-        // 2 × 4 heads × 64 numbers of 2 bytes in each of 16 layers: 16 KiB a token.
+        // 2 × 4 heads × 64 numbers of 2 bytes in each of 16 layers: 16 KiB for each token.
         let layout = KvLayout::uniform(16, KvDtype::Bf16, 16, 4, 64);
         let bytes = |context_tokens| KvRoom::Auto(AUTO).on_host(&layout, context_tokens);
         assert_eq!(bytes(512), LEAST_BYTES, "32 MiB would do");

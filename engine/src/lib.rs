@@ -1,9 +1,9 @@
 //! Runs the model: turns tokens into KV and KV into tokens.
 //!
-//! Suggested reading order: what goes in and comes out ([`step`]), the contract ([`backend`]), how much memory KV gets
-//! ([`kv_room`]), what can fail ([`error`]), the tests that every backend passes ([`conformance`], [`equality`]), and how fast
-//! it is ([`measure`]). Then a real model: its weights ([`load`]), its layers ([`model`]), its choice of a token
-//! ([`sampler`]), and what runs it: a processor ([`cpu`]) or a GPU ([`cuda`]).
+//! Suggested reading order: inputs and outputs ([`step`]), the contract ([`backend`]), the size of KV memory
+//! ([`kv_room`]), errors ([`error`]), the tests of all backends ([`conformance`], [`equality`]), and
+//! measurements ([`measure`]). Then a real model: its weights ([`load`]), its layers ([`model`]), its
+//! sampling ([`sampler`]), and its device: the CPU ([`cpu`]) or a GPU ([`cuda`]).
 #![forbid(unsafe_code)]
 
 pub mod step;

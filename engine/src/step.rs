@@ -1,4 +1,4 @@
-//! One step of a model: rows go in, sampled tokens come out.
+//! One step of a model: its input rows, and the sampled tokens.
 
 use std::time::Duration;
 
@@ -8,11 +8,11 @@ use types::{BlockIdx, Sampling, StopRules, TokenId};
 
 use crate::error::RowError;
 
-/// Names a sequence to the backend from one step to the next. Never used for two sequences.
+/// Identifies a sequence to the backend between steps. An id is never reused for another sequence.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct SlotId(pub u64);
 
-/// The rows of one step. A row's numbers do not depend on the other rows.
+/// The rows of one step. A row's results do not depend on the other rows.
 #[derive(Clone, Copy, Debug)]
 pub struct StepBatch<'a> {
     pub rows: &'a [Row<'a>],
@@ -23,13 +23,13 @@ pub struct StepBatch<'a> {
 pub struct Row<'a> {
     pub slot: SlotId,
     pub input: RowInput<'a>,
-    /// The position of the first input token. The KV of all positions before it is in place, or is computed by the
-    /// step in flight.
+    /// The position of the first input token. The KV of all earlier positions is in place, or the step in
+    /// flight computes it.
     pub start: usize,
-    /// The sequence's blocks, one table per layer group, covering the input's last position. What a sliding window
-    /// has left behind may be [`BlockIdx::GONE`].
+    /// The sequence's blocks, one table for each layer group, up to the input's last position. Blocks before
+    /// a sliding window may be [`BlockIdx::GONE`].
     pub tables: &'a [&'a [BlockIdx]],
-    /// `None`: this chunk is not the prompt's last, and no token is wanted from it.
+    /// `None` if the row samples no token, because this chunk is not the prompt's last.
     pub sample: Option<SampleSpec<'a>>,
 }
 
@@ -37,7 +37,7 @@ pub struct Row<'a> {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RowInput<'a> {
     Tokens(&'a [TokenId]),
-    /// The one token that this slot samples in the step in flight, which the caller does not know yet.
+    /// The one token that this slot samples in the step in flight. The caller does not know it yet.
     Previous,
 }
 
@@ -50,22 +50,22 @@ impl RowInput<'_> {
     }
 }
 
-/// How to draw the token that follows a row's last one.
+/// The sampling parameters for the token after a row's last one.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleSpec<'a> {
     pub sampling: &'a Sampling,
     pub stop: &'a StopRules,
-    /// All tokens known so far, prompt first, for penalties. After [`RowInput::Previous`] the token in flight belongs
-    /// to it too, and only the backend knows it.
+    /// All known tokens, the prompt first, for penalties. After [`RowInput::Previous`], the token in flight
+    /// belongs to the history too, but only the backend knows it.
     pub history: &'a [TokenId],
-    /// How many of `history` the client wrote: the rest was generated.
+    /// The number of prompt tokens in `history`. The rest was generated.
     pub n_prompt: usize,
-    /// Which output token is drawn: `Step::index`.
+    /// The index of the sampled output token: `Step::index`.
     pub index: u32,
 }
 
 impl SampleSpec<'_> {
-    /// Whether `token` would end the sequence before it may end. Such a token is never drawn.
+    /// Whether `token` would end the sequence before `min_tokens`. Such a token is never sampled.
     ///
     /// A backend does nothing else about stopping: its caller decides whether a token ends the sequence.
     pub fn forbids(&self, token: TokenId, eos_tokens: &[TokenId]) -> bool {
@@ -74,7 +74,7 @@ impl SampleSpec<'_> {
     }
 }
 
-/// A step under way. Not `Clone`: it is collected once.
+/// A step in flight. Not `Clone`, because it is collected once.
 #[derive(Debug)]
 pub struct Launched {
     step: u64,
@@ -83,7 +83,7 @@ pub struct Launched {
 }
 
 impl Launched {
-    /// For backends. `step` is theirs to tell one step from another.
+    /// Called by backends. `step` is the backend's own identifier of the step.
     pub fn new(step: u64, fence: LayerFence, modelled_cost: Option<Duration>) -> Self {
         Self { step, fence, modelled_cost }
     }
@@ -92,24 +92,24 @@ impl Launched {
         self.step
     }
 
-    /// Opens layer by layer as the step's KV is written.
+    /// The step's fence, which opens layer by layer as KV is written.
     pub fn fence(&self) -> &LayerFence {
         &self.fence
     }
 
-    /// The simulated time of the step. Only a mock has one, and its caller waits for it.
+    /// The simulated time of the step. Only a mock has one, and the caller waits for it.
     pub fn modelled_cost(&self) -> Option<Duration> {
         self.modelled_cost
     }
 }
 
-/// A step's outcome, row by row in the batch's order. A failed row has no effect on the others.
+/// A step's outcome for each row, in the batch's order. A failed row has no effect on the others.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepOutput {
     pub rows: Vec<Result<Option<Sampled>, RowError>>,
 }
 
-/// A drawn token.
+/// A sampled token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampled {
     pub token: TokenId,

@@ -1,4 +1,4 @@
-//! Checkpoints in FP8: the processor computes with exactly the numbers that they stand for.
+//! FP8 checkpoints: the CPU computes with exactly the numbers that they represent.
 
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ fn opened(folder: &Path, quantize: Quantize, ranks: u16) -> CpuBackend {
     CpuBackend::open(folder, 4 << 20, &settings).expect("it opens")
 }
 
-/// The model's weights in another form, in a folder of their own.
+/// The model's weights in another format, in a temporary folder.
 fn in_form(from: &Path, form: Form) -> TempDir {
     let to = TempDir::new().expect("a folder");
     rewrite(from, to.path(), form).expect("it is written");
@@ -39,7 +39,8 @@ fn compared(reference: &mut CpuBackend, subject: &mut CpuBackend, tolerance: Tol
     compare(reference, subject, &[prompt(5), prompt(33)], 6, tolerance).expect("it is compared")
 }
 
-/// Every token and log-probability is that of the same weights in f32, to the last bit, in any company and on two ranks.
+/// Every token and log-probability equals that of the same weights in f32, to the last bit, in any batch and
+/// on two ranks.
 #[test]
 fn a_checkpoint_in_fp8_is_the_one_that_it_stands_for() {
     for model in MODELS {
@@ -57,11 +58,11 @@ fn a_checkpoint_in_fp8_is_the_one_that_it_stands_for() {
     }
 }
 
-/// Quantized when it is loaded, a model is what its checkpoint with scales in f32 would be.
+/// A model quantized during loading equals its checkpoint with f32 scales.
 #[test]
 fn quantizing_at_load_is_as_good_as_before() {
     for model in MODELS {
-        // What is not quantized is in bf16 there, which is not all that these models are in.
+        // Weights that are not quantized are in bf16 there. Not all weights of these models are.
         let plain = in_form(&folder(model), Form::Bf16);
         let narrow = in_form(plain.path(), Form::Fbgemm);
         let mut reference = opened(narrow.path(), Quantize::No, 1);
@@ -71,8 +72,7 @@ fn quantizing_at_load_is_as_good_as_before() {
     }
 }
 
-/// Weights of 3 bits beside the exponent are near those that they were made of: a model that was trained still says much
-/// the same.
+/// Weights with 3 bits of mantissa are near the original weights, so a trained model gives similar results.
 #[test]
 fn fp8_is_near_what_it_was_and_not_the_same() {
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo");

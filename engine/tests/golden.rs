@@ -7,7 +7,7 @@ use baton_engine::{Backend, CpuBackend, CpuSettings, Row, RowInput, SampleSpec, 
 use serde::Deserialize;
 use types::{BlockIdx, KvDtype, Sampling, StopRules, TokenId};
 
-/// What `transformers` computed, in float32.
+/// Results of `transformers`, in float32.
 #[derive(Deserialize)]
 struct Golden {
     prompt: Vec<u32>,
@@ -50,7 +50,8 @@ fn spread(folder: &Path, kv_dtype: KvDtype, ranks: u16) -> CpuBackend {
     CpuBackend::open(folder, 16 << 20, &settings).expect("the model opens")
 }
 
-/// One step over `tokens` from position `start` on: the next token, and the log-probability of every token.
+/// Runs one step over `tokens` from position `start` on. Returns the next token and the log-probability of
+/// every token.
 fn step(
     backend: &mut CpuBackend,
     tokens: &[TokenId],
@@ -77,7 +78,7 @@ fn step(
     (sampled.token, sampled.logprobs.expect("they were asked for").top)
 }
 
-/// Greedy decoding: the tokens, and each step's log-probabilities.
+/// Greedy decoding. Returns the tokens, and each step's log-probabilities.
 fn continued(
     backend: &mut CpuBackend,
     prompt: &[u32],
@@ -95,7 +96,7 @@ fn continued(
     (tokens, logprobs)
 }
 
-/// Log-probabilities differ from logits by a constant: compared are the differences to the best one.
+/// Log-probabilities differ from logits by a constant, so the differences to the best token are compared.
 fn check_logits(what: &str, found: &[(TokenId, f32)], expected: impl Fn(u32) -> Option<f32>, tolerance: f32) {
     let best = found[0];
     let expected_best =
@@ -116,7 +117,7 @@ fn check_architecture(name: &str) {
     let (tokens, logprobs) = continued(&mut backend, &golden.prompt, golden.continuation.len());
     let first = |token: u32| golden.first_logits.get(token as usize).copied();
     check_logits(&format!("{name}, first step"), &logprobs[0], first, 1e-4);
-    assert!(golden.smallest_lead > 1e-3, "{name}: too close a call to compare tokens");
+    assert!(golden.smallest_lead > 1e-3, "{name}: the lead is too small to compare tokens");
     assert_eq!(tokens, golden.continuation, "{name}");
     let last = |token: u32| golden.last_logits.get(token as usize).copied();
     check_logits(&format!("{name}, last step"), &logprobs[tokens.len() - 1], last, 1e-4);
@@ -152,8 +153,8 @@ fn qwen3_is_as_in_transformers() {
     check_architecture("qwen3");
 }
 
-/// Not only the same tokens: every bit of every log-probability. Four ranks of a model with one or two KV heads hold them
-/// several times.
+/// Every bit of every log-probability is equal, not only the tokens. With one or two KV heads, several of
+/// four ranks hold the same head.
 #[test]
 fn ranks_give_the_bits_that_one_gives() {
     let models = ["llama", "llama3", "mistral", "qwen2", "qwen2-window", "qwen3"];
@@ -168,7 +169,8 @@ fn ranks_give_the_bits_that_one_gives() {
     }
 }
 
-/// With KV in f32 exactly; with KV in bf16 the demo model's leads are large enough for the same tokens.
+/// With KV in f32, results are exact. With KV in bf16, the demo model's leads are large enough for the same
+/// tokens.
 fn check_demo(kv_dtype: KvDtype, tolerance: f32) {
     let folder = root().join("../models/demo");
     let golden: DemoGolden = read(&folder.join("golden.json"));

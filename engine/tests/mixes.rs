@@ -1,5 +1,5 @@
-//! The promise that all else rests on: a sequence gets the same tokens alone, batched, in chunks, on a cached prefix,
-//! preempted and recomputed, and moved to another node in the middle.
+//! A sequence gets the same tokens alone, batched, in chunks, on a cached prefix, preempted and recomputed,
+//! and moved to another node half-way.
 
 use std::num::NonZero;
 use std::path::Path;
@@ -30,7 +30,7 @@ struct Node {
     next_block: u32,
 }
 
-/// A sequence on its way. The tiny models have one layer group, so one table.
+/// A sequence in progress. The tiny models have one layer group, so there is one table.
 #[derive(Clone, Debug)]
 struct Sequence {
     slot: u64,
@@ -42,7 +42,7 @@ struct Sequence {
     node: usize,
 }
 
-/// What happens to a sequence in one step.
+/// The action on a sequence in one step.
 #[derive(Clone, Copy, Debug)]
 enum Action {
     /// Computes at most this number of tokens.
@@ -51,17 +51,17 @@ enum Action {
     Wait,
     /// Loses its blocks.
     Preempted,
-    /// Goes on elsewhere, KV and all.
+    /// Continues on another node, with its KV.
     Moved,
 }
 
 impl Node {
     fn new(model: &str, threads: usize) -> Self {
-        // Not the first blocks, and not the same on all nodes.
+        // Tables start at different blocks on each node, and not at the first one.
         Self { backend: opened(model, threads), next_block: threads as u32 }
     }
 
-    /// Unused blocks. They are not returned: a case needs few.
+    /// Unused blocks. They are not returned, because a test case needs few.
     fn blocks(&mut self, n: usize) -> Vec<BlockIdx> {
         let first = self.next_block;
         self.next_block += n as u32;
@@ -92,11 +92,12 @@ impl Sequence {
         &self.tokens[self.n_prompt..]
     }
 
-    /// Starts again from the tokens, on whatever full blocks another sequence of the node has computed for them.
+    /// Restarts from the tokens, reusing full blocks that another sequence on the node has computed for the
+    /// same tokens.
     fn restart(&mut self, others: &[Self], nodes: &mut [Node]) {
         let shared = |other: &&Self| {
             let same = self.tokens.iter().zip(&other.tokens).take_while(|(a, b)| a == b).count();
-            // The last token is computed in any case: it is what the next one is drawn from.
+            // The last token is always recomputed, because the next one is sampled from it.
             same.min(other.n_computed).min(self.tokens.len() - 1) / BLOCK_TOKENS
         };
         let donor = others
@@ -125,7 +126,7 @@ impl Sequence {
     }
 }
 
-/// One step of one node: `n` tokens of each of these sequences.
+/// One step of a node: `n` tokens of each of these sequences.
 fn step(node: &mut Node, sequences: &mut [(&mut Sequence, usize)]) {
     let stop = StopRules { ignore_eos: true, ..StopRules::default() };
     let tables: Vec<[&[BlockIdx]; 1]> =
@@ -159,7 +160,7 @@ fn step(node: &mut Node, sequences: &mut [(&mut Sequence, usize)]) {
     }
 }
 
-/// The tokens of a sequence that has a node to itself and is computed in one piece.
+/// The tokens of a sequence that is alone on its node and computed in one chunk.
 fn alone(model: &str, prompt: &[TokenId], sampling: &Sampling) -> Vec<TokenId> {
     let mut nodes = [Node::new(model, 1)];
     let mut sequence = Sequence::new(1, prompt, sampling.clone(), 0, &mut nodes);
@@ -192,7 +193,7 @@ fn run(model: &str, prompts: &[(Vec<TokenId>, Sampling)], fates: &[Action]) -> V
     sequences.iter().map(|sequence| sequence.generated().to_vec()).collect()
 }
 
-/// How many tokens a sequence computes in the next step.
+/// Applies an action. Returns the number of tokens that the sequence computes in the next step.
 fn befall(nth: usize, fate: Action, sequences: &mut [Sequence], nodes: &mut [Node]) -> usize {
     if sequences[nth].is_done() {
         return 0;
@@ -218,7 +219,7 @@ fn fate() -> impl Strategy<Value = Action> {
     ]
 }
 
-/// Prompts; many of them begin with the same tokens.
+/// Prompts, many with the same first tokens.
 fn prompt() -> impl Strategy<Value = (Vec<TokenId>, Sampling)> {
     let tokens = (0usize..40, proptest::collection::vec(2u32..96, 1..20));
     (tokens, any::<bool>(), any::<u64>()).prop_map(|((n_alike, rest), at_random, seed)| {

@@ -1,14 +1,15 @@
-// The index of the greatest number of each row; of equals, the lowest. NaN is greater than all, so that it shows.
+// The index of the greatest number of each row; the lowest index if several are equal. NaN counts as the
+// greatest number, so that errors are visible.
 //
-// A float and its index make one key whose order as a whole number is the order wanted; the greatest key of a row is
-// found in two steps, so that one long row is read by many blocks of threads.
+// A number and its index form one integer key whose order is the wanted order. The greatest key of a row is
+// found in two steps, so that many blocks of threads can read one long row.
 constexpr u32 ARGMAX_THREADS = 256;
 
 __device__ __forceinline__ u64 key_of(float x, u32 index) {
     u32 bits = __float_as_uint(x);
     u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     if (x != x) ordered = 0xffffffffu;
-    if (x == 0.f) ordered = 0x80000000u;  // both zeros are one number
+    if (x == 0.f) ordered = 0x80000000u;  // both zeros are equal
     return (u64)ordered << 32 | (u32)~index;
 }
 

@@ -1,31 +1,33 @@
 // Attention of one new token per sequence over KV in pages, split along the sequence.
 //
-// Memory decides the time, so KV is read once: the query heads that share a KV head (up to 8, one tile) are computed
-// together on tensor cores. Per page of 16 tokens, with the pages' rows as the tall side of each product:
+// Memory bandwidth limits the speed, so KV is read once. The query heads that share a KV head (up to 8, one
+// tile) are computed together on tensor cores. For each page of 16 tokens, with the page's rows as the first
+// factor (M):
 //   scores[token][head] = K[token][dim] * q[head][dim], then softmax, then out[dim][head] += V[token][dim] * p[token][head]
-// K and V go from memory straight into registers. Along the sums over dim and over tokens the order is free, which is
-// what lets a lane load 16 bytes of a row; V is turned by permuting bytes.
+// K and V are loaded directly into registers. The order of the sums over dim and over tokens is free, so a
+// lane can load 16 bytes of a row. V is transposed by permuting bytes.
 // A warp takes every WARPS-th page of its block's chunk and loads the next page while it computes this one.
-// Blocks of one sequence leave parts, which `merge_parts` adds up. With one chunk only, the result is written at once.
+// Blocks of one sequence write partial results, which `merge_parts` adds up. With one chunk, the result is
+// written directly.
 constexpr u32 DECODE_WARPS = 4;
 
 struct DecodeShape {
     u32 n_q_heads, n_kv_heads;
     u32 q_stride;        // numbers between two rows of q
     u32 table_stride;    // blocks between two sequences' tables
-    u32 n_blocks;        // blocks there are
-    u32 chunk_blocks;    // blocks a block of threads takes
-    u32 window;          // the last tokens a query sees
+    u32 n_blocks;        // the number of KV blocks
+    u32 chunk_blocks;    // KV blocks for one block of threads
+    u32 window;          // the number of last tokens that a query sees
     float scale;
-    u32 rows_of_table;   // rows that follow one another and share a table
-    u32 last_is_new;     // nothing but a sequence's last page was written since the step began
+    u32 rows_of_table;   // consecutive rows that share a table
+    u32 last_is_new;     // only a sequence's last page was written since the step began
 };
 
 template <u32 HEAD, typename Kv>
 struct Page { typename EightOf<Kv>::Raw k[HEAD / 32][2], v[HEAD / 64][4]; };
 
-// Lane (g, t) takes 8 numbers at 8t of each 32 of tokens g and g + 8 of K,
-// and 8 numbers at 8g of each 64 of tokens 2t, 2t + 1, 2t + 8, 2t + 9 of V.
+// For K, lane (g, t) loads the 8 numbers at 8t of each group of 32, for tokens g and g + 8. For V, it loads
+// the 8 numbers at 8g of each group of 64, for tokens 2t, 2t + 1, 2t + 8 and 2t + 9.
 template <u32 HEAD, typename Kv>
 __device__ __forceinline__ void load_k(Page<HEAD, Kv>& page, const Kv* k, u32 g, u32 t) {
 #pragma unroll
@@ -60,7 +62,8 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
     if (gridDim.x > 1 && chunk * shape.chunk_blocks >= n_pages) return;  // this part is not read
     const u32* table = tables + (u64)(row / shape.rows_of_table) * shape.table_stride;
 
-    // q as the flat side of the first product: column g is a head; the order along dim is that of K's lanes.
+    // q is the second factor (N) of the first product: column g is a head. The order along dim is that of K's
+    // lanes.
     u32 query[HEAD / 32][4];
     const bf16* of_q = q + (u64)row * shape.q_stride + (u64)(first_head + min(g, n_heads - 1)) * HEAD;
 #pragma unroll
@@ -70,12 +73,12 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
         for (u32 j = 0; j < 4; j++) query[i][j] = g < n_heads ? eight.pair[j] : 0;
     }
 
-    // Lane (g, t) keeps heads 2t and 2t + 1: their greatest score, its part of the sum, and its part of the output.
+    // Lane (g, t) keeps heads 2t and 2t + 1: the greatest score, a partial sum and a part of the output.
     float greatest[2] = {-INF, -INF}, sum[2] = {0.f, 0.f};
     float output[TILES][4] = {};
     float scale = shape.scale * LOG2E;
     u64 part_of_page = (u64)BLOCK_TOKENS * HEAD, page_numbers = 2 * shape.n_kv_heads * part_of_page;
-    auto page_of = [&](u32 block) {  // a block that is not there is read as block 0, and spoils the result below
+    auto page_of = [&](u32 block) {  // an invalid block is read as block 0, and the result becomes NaN below
         return pages + (block < shape.n_blocks ? block : 0) * page_numbers + kv_head * part_of_page;
     };
     u64 v_after_k = shape.n_kv_heads * part_of_page;
@@ -119,11 +122,11 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
             score[i] = power2(score[i] - most);
             score[i + 2] = power2(score[i + 2] - most);
         }
-        // What is summed is what the second product sees: shares rounded to bf16.
+        // The sum uses the same weights as the second product: rounded to bf16.
         u32 early = narrow(score[0], score[1]), late = narrow(score[2], score[3]);
         sum[0] = sum[0] * by[0] + low(early) + low(late);
         sum[1] = sum[1] * by[1] + high(early) + high(late);
-        if ((at + 1) * BLOCK_TOKENS > length) {  // what was there before this sequence may be NaN, which no share cancels
+        if ((at + 1) * BLOCK_TOKENS > length) {  // numbers after the end may be NaN
 #pragma unroll
             for (u32 j = 0; j < 4; j++)
                 if (at * BLOCK_TOKENS + 2 * t + j % 2 + j / 2 * 8 >= length)
@@ -155,7 +158,7 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
 #pragma unroll
         for (int of = 4; of < 32; of *= 2) sum[i] += __shfl_xor_sync(FULL_WARP, sum[i], of);
 
-    // The warps' parts, brought to the greatest of their scores, added up in the order of warps.
+    // Scales the warps' parts to the greatest score of all warps and adds them up in warp order.
     __shared__ float2 of_warp[DECODE_WARPS][8];
     __shared__ float added[DECODE_WARPS][8][HEAD + 4];
     if (g == 0) {
@@ -196,11 +199,11 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
     }
 }
 
-// One block of threads adds up one head's parts. Its warps take turns over them, so that all are read at once: a lane has
-// HEAD / 32 dims. What warps found is added up in their order.
+// One block of threads adds up one head's parts. Its warps share the parts, so that all are read at once: a
+// lane has HEAD / 32 dims. The warps' results are added in warp order.
 //
-// A lane keeps the sums of the first 64 parts, and a warp asks for its own of these before any have come: one trip to memory
-// for nearly every sequence.
+// A lane keeps the sums of the first 64 parts. A warp requests its own parts among these before any have
+// arrived, so nearly every sequence needs one trip to memory.
 constexpr u32 MERGE_WARPS = 8, SUMS_KEPT = 2, PARTS_KEPT = SUMS_KEPT * 32 / MERGE_WARPS;
 
 template <u32 HEAD>
@@ -225,7 +228,7 @@ __device__ __forceinline__ void merge(bf16* out, const float* parts, const float
 #pragma unroll
     for (u32 i = 0; i < PARTS_KEPT; i++) kept_parts[i] = warp + i * MERGE_WARPS < n_used ? part_at(warp + i * MERGE_WARPS) : Dims{};
 
-    // Every warp finds the greatest score and the total for itself, in the same order.
+    // Every warp computes the greatest score and the total itself, in the same order.
     float most = -INF, total = 0.f;
 #pragma unroll
     for (u32 i = 0; i < SUMS_KEPT; i++) most = fmaxf(most, kept[i].x);
@@ -233,7 +236,7 @@ __device__ __forceinline__ void merge(bf16* out, const float* parts, const float
 #pragma unroll
     for (int of = 16; of > 0; of /= 2) most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, of));
     auto share_of = [&](float2 sum) {
-        if (sum.y != sum.y) return sum.y;  // NaN spoils all of it
+        if (sum.y != sum.y) return sum.y;  // NaN makes the whole result NaN
         return sum.x == -INF ? 0.f : power2(sum.x - most);
     };
     float shares[SUMS_KEPT];

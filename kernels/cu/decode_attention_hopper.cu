@@ -1,38 +1,38 @@
-// The same as decode_attention.cu, for Hopper: the copy engine brings pages, as many at once as memory wants.
+// Decode attention for Hopper. The copy engine loads pages, with enough in flight for the memory bandwidth.
 //
-// What is computed is described there; the parts that chunks leave are merged by its `merge_parts`. A warp takes every
-// WARPS-th page of its block's chunk through a ring of its own, so that no warp waits for another until the end. A page
-// lies there as tiles of 64 dims: K's, then V's.
+// decode_attention.cu describes the computation, and its `merge_parts` merges the parts of several chunks. A
+// warp takes every WARPS-th page of its block's chunk through its own ring, so that no warp waits for another
+// until the end. In the ring a page is stored as tiles of 64 dims: first K's, then V's.
 //
-// The tokens of a prompt are many queries of one sequence: so that they do not read the KV before them one by one, some
-// that follow one another go along it together, in tiles of 8 heads of one query or of two, or more. What a head of a query
-// adds up, and in which order, is what it adds up alone: columns of a product know nothing of each other.
+// The tokens of a prompt are many queries of one sequence. Consecutive queries are computed together, so that
+// each does not read the earlier KV again. A tile has 8 columns: the heads of one, two or more queries. A
+// head's sum and its order do not depend on the other columns.
 constexpr u32 WARPS = 4, RING = 3, MANY = 3;
 
 struct DecodeShape {
     u32 n_q_heads, n_kv_heads;
     u32 q_stride;        // numbers between two rows of q
     u32 table_stride;    // blocks between two sequences' tables
-    u32 n_blocks;        // blocks there are
-    u32 chunk_blocks;    // blocks a block of threads takes
-    u32 window;          // the last tokens a query sees
+    u32 n_blocks;        // the number of KV blocks
+    u32 chunk_blocks;    // KV blocks for one block of threads
+    u32 window;          // the number of last tokens that a query sees
     float scale;
-    u32 rows_of_table;   // rows that follow one another and share a table
-    u32 last_is_new;     // nothing but a sequence's last page was written since the step began
+    u32 rows_of_table;   // consecutive rows that share a table
+    u32 last_is_new;     // only a sequence's last page was written since the step began
 };
 
 constexpr u32 TOWER_BYTES = BLOCK_TOKENS * TILE_ROW_BYTES;
 
-// The heads of one tile of the group that shares a KV head, in one sequence.
+// The work of one block of threads: some heads that share a KV head, in one sequence.
 struct Work {
-    u32 row, n_rows;  // the first, and how many queries there are
+    u32 row, n_rows;  // the first row, and the number of queries
     u32 kv_head, first_head, n_heads;
-    u32 per_tile;  // queries
-    u32 length;    // in tokens; of the last query
-    u32 from, to;  // in blocks
+    u32 per_tile;  // queries in a tile
+    u32 length;    // in tokens, for the last query
+    u32 from, to;  // in KV blocks
 };
 
-// What a query sees: tokens from the first to before the end.
+// The range of tokens that a query sees.
 struct Seen { u32 first, end; };
 
 template <u32 HEAD>
@@ -46,14 +46,14 @@ __device__ __forceinline__ void bring_page(u32 to, const TensorMap& of_pages, u3
                       ((block * 2 + part) * shape.n_kv_heads + kv_head) * BLOCK_TOKENS, full, EVICT_FIRST);
 }
 
-// What a warp has of its pages: lane (g, t) keeps columns 2t and 2t + 1, heads of one query or of two.
+// A warp's result for its pages. Lane (g, t) keeps columns 2t and 2t + 1: heads of one query or of two.
 template <u32 HEAD>
 struct Part {
     float greatest[2] = {-INF, -INF}, sum[2] = {0.f, 0.f};
     float output[HEAD / 16][4] = {};
 };
 
-// Adds a page: scores[token][head] = K * q, weights, output[dim][head] += transpose(V) * weights.
+// Adds a page: scores[token][head] = K * q, then weights, then output[dim][head] += transpose(V) * weights.
 template <u32 HEAD>
 __device__ __forceinline__ void add_page(Part<HEAD>& part, u32 page, const u32 (&query)[HEAD / 16][2], const Seen (&seen)[2], u32 length, u32 at,
                                          bool is_there, float scale) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void add_page(Part<HEAD>& part, u32 page, const u32 (
         matrices(k, page + i / 4 * TOWER_BYTES + chunk_place(lane % 16, i % 4 * 2 + lane / 16));
         mma(score, k[0], k[1], k[2], k[3], query[i][0], query[i][1]);
     }
-    // Tokens g and g + 8 of the page, of columns 2t and 2t + 1.
+    // Tokens g and g + 8 of the page, columns 2t and 2t + 1.
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
         u32 token = at * BLOCK_TOKENS + g + i / 2 * 8;
@@ -79,19 +79,20 @@ __device__ __forceinline__ void add_page(Part<HEAD>& part, u32 page, const u32 (
 #pragma unroll
         for (int of = 4; of < 32; of *= 2) most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, of));
         most = fmaxf(most, part.greatest[i]);
-        float base = most == -INF ? 0.f : most;   // a query may see nothing up to here
+        float base = most == -INF ? 0.f : most;   // a query may see no token up to here
         by[i] = power2(part.greatest[i] - base);  // 0 at first: -INF - number
         part.greatest[i] = most;
         score[i] = power2(score[i] - base);
         score[i + 2] = power2(score[i + 2] - base);
     }
-    // What is summed is what the second product sees: shares rounded to bf16.
+    // The sum uses the same weights as the second product: rounded to bf16.
     u32 early = narrow(score[0], score[1]), late = narrow(score[2], score[3]);
     part.sum[0] = part.sum[0] * by[0] + low(early) + low(late);
     part.sum[1] = part.sum[1] * by[1] + high(early) + high(late);
     early = transposed(early);
     late = transposed(late);
-    // What was there before this sequence may be NaN, which no share cancels: masks of tokens 2t, 2t + 1, and 8 later.
+    // Numbers after the sequence's end may be NaN, which a weight of zero does not cancel. These masks cover
+    // tokens 2t and 2t + 1, and tokens 8 later.
     u32 token = at * BLOCK_TOKENS + 2 * t;
     auto mask = [&](u32 of) { return (of < length ? 0xffffu : 0) | (of + 1 < length ? 0xffff0000u : 0); };
     u32 first_mask = mask(token), second_mask = mask(token + 8);
@@ -109,7 +110,7 @@ __device__ __forceinline__ void add_page(Part<HEAD>& part, u32 page, const u32 (
     }
 }
 
-// The warps' parts of a tile, brought to the greatest of their scores, added up in the order of warps.
+// Scales the warps' parts of a tile to the greatest score of all warps and adds them up in warp order.
 template <u32 HEAD>
 __device__ __forceinline__ void add_up(bf16* out, float* parts, float2* part_sums, Part<HEAD>& part, const Work& work, u32 tile,
                                        const DecodeShape& shape, float* room) {
@@ -156,7 +157,7 @@ __device__ __forceinline__ void add_up(bf16* out, float* parts, float2* part_sum
     }
 }
 
-// TILES tiles, each with one query, or with as many queries as fit in it where queries share a table.
+// Computes TILES tiles. A tile has one query, or as many queries with a common table as fit.
 template <u32 HEAD, u32 TILES>
 __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sums, const bf16* q, const TensorMap& of_pages,
                                        const u32* tables, const u32* lengths, const DecodeShape& shape, u32 n_rows) {
@@ -183,13 +184,13 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
     }
     __syncwarp();
 
-    // Tables and lengths are there since the step began, and so are pages before a sequence's last, which the kernel before
-    // writes its new token to: they are read while that kernel ends.
-    // A lane knows the block of every 32nd of the warp's pages. One that is not there is read as block 0, and spoils the
-    // result. Without a window, the first ones are read before the length is known.
+    // Tables and lengths do not change during the step. Pages before a sequence's last one do not either; the
+    // previous kernel writes its new token to the last page. They are therefore read while that kernel ends.
+    // A lane knows the KV block of every 32nd of the warp's pages. An invalid block is read as block 0, and
+    // the result becomes NaN. Without a window, the first blocks are read before the length is known.
     auto block_at = [&](u32 at) { return at < shape.table_stride ? table[at] : 0; };
     u32 here = block_at(first + warp + lane * WARPS), ahead = block_at(first + warp + (lane + 32) * WARPS);
-    // Which of the tile's queries a column belongs to; those beyond the last are that one again, and not written.
+    // The query of a column. Columns after the last query repeat it and are not written.
     auto query_of = [&](u32 tile, u32 column) {
         return min(tile * work.per_tile + min(column / work.n_heads, work.per_tile - 1), work.n_rows - 1);
     };
@@ -211,8 +212,8 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
     u32 n_mine = work.to > work.from + warp ? (work.to - work.from - warp + WARPS - 1) / WARPS : 0;
     auto blocks_from = [&](u32 nth) { return block_at(work.from + warp + (nth + lane) * WARPS); };
     if (work.from != first) here = blocks_from(0), ahead = blocks_from(32);
-    u32 base = 0;  // whose block the first lane knows
-    auto bring = [&](u32 nth) {  // with all lanes
+    u32 base = 0;  // the page whose block the first lane knows
+    auto bring = [&](u32 nth) {  // called by all lanes
         u32 block = __shfl_sync(FULL_WARP, nth - base < 32 ? here : ahead, nth % 32);
         if (lane == 0)
             bring_page<HEAD>(mine + nth % RING * PAGE_BYTES, of_pages, block < shape.n_blocks ? block : 0, shape, work.kv_head, full + nth % RING * 8);
@@ -222,7 +223,7 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
     wait_for_last();
     for (u32 nth = n_early; nth < n_first; nth++) bring(nth);
 
-    // q as the flat side of the first product: column g is a head of a query.
+    // q is the second factor (N) of the first product: column g is a head of a query.
     u32 query[TILES][HEAD / 16][2];
 #pragma unroll
     for (u32 nth = 0; nth < TILES; nth++) {
@@ -254,7 +255,7 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
     float* room = reinterpret_cast<float*>(reinterpret_cast<char*>(shared) + (ring - shared_address(shared)));
 #pragma unroll
     for (u32 i = 0; i < TILES; i++) {
-        __syncthreads();  // the rings are free, or what was added up before is read
+        __syncthreads();  // the rings are free, and the previous tile's sums have been read
         if (i * work.per_tile < work.n_rows) add_up<HEAD>(out, parts, part_sums, part[i], work, i, shape, room);
     }
 }

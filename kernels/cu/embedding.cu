@@ -1,4 +1,5 @@
-// One row of the table for each token. A token that is not in the table makes a row of NaN, which no one overlooks.
+// Copies one row of the table for each token. An invalid token gives a row of NaN, so that the error is
+// visible.
 extern "C" __global__ void __launch_bounds__(128)
 embedding(bf16* out, const bf16* table, const u32* tokens, u32 width, u32 n_tokens) {
     in_turn();

@@ -67,7 +67,7 @@ __device__ __forceinline__ void store1(bf16* to, float x) { *to = narrow(x); }
 __device__ __forceinline__ void store1(float* to, float x) { *to = x; }
 __device__ __forceinline__ const Four* four_at(const bf16* from) { return reinterpret_cast<const Four*>(from); }
 
-// The sums themselves.
+// Writes the sums.
 template <typename Number>
 struct Sums {
     Number* y;
@@ -90,7 +90,7 @@ struct Sums {
     }
 };
 
-// silu(gate) * up: w is rows of gate, and then as many of up. What is summed up together is the same rows of both.
+// silu(gate) * up. w has the rows of gate, then the rows of up. One block sums the same rows of both.
 struct Gated {
     bf16* y;
     typedef Nothing Before;
@@ -113,8 +113,9 @@ struct Gated {
     }
 };
 
-// residual += the sums; out = residual * weight, without its scale; squares = the sum of squares of what was summed up
-// together. What is squared is the sum as it is stored, in bf16: a reader of the residual later sees the same numbers.
+// residual += the sums; out = residual * weight, without the norm's scale; squares = a partial sum of squares
+// for each group of rows. The squares use the sum as stored in bf16, because later readers of the residual
+// see the same numbers.
 struct Added {
     bf16 *residual, *out;
     const bf16* weight;
@@ -154,9 +155,9 @@ struct Added {
     }
 };
 
-// The same where each card has a part of every sum: it is given to the others, and what is added is all of them. Cards that
-// wait for each other here do their blocks of threads in one order, so that the first block to wait is waited for by a block
-// that runs.
+// The same on several GPUs, each with a part of every sum. A GPU sends its part to the others and adds up all
+// parts. GPUs that wait for each other here run their blocks of threads in the same order, so the first block
+// to wait is waiting for a block that runs.
 struct Joined {
     Added added;
     Inboxes inboxes;
@@ -169,7 +170,7 @@ struct Joined {
         if (row < shape.n_rows && column < shape.n) before.round = *inboxes.rounds_of(row, column / 4);
         return before;
     }
-    // What is on its way while the next one is summed up: all rows are given before any is ended.
+    // Sends a row. All rows are sent before any is ended, so they travel while later rows are summed.
     __device__ __forceinline__ void give(u32 row, u32 column, const float (&x)[4], const Before& before, const ProductShape& shape) const {
         if (row < shape.n_rows && column < shape.n) inboxes.give(row, column / 4, x, before.round);
     }
@@ -185,8 +186,9 @@ constexpr bool is_joined = false;
 template <>
 constexpr bool is_joined<Joined> = true;
 
-// What rope.cu does, with the bias before it: w is all heads of q, then of k, then of v. Rotated q goes to its place among
-// rows of all heads; k and v go to their page, and nowhere else. A norm needs a whole head to be summed up together.
+// The work of rope.cu, with the bias before it. w has all heads of q, then of k, then of v. Rotated q is
+// written to the row of all heads; k and v are written to their page only. For a norm, a whole head must be
+// summed by one block.
 struct Heads {
     bf16* qkv;
     void* pages;
@@ -238,7 +240,7 @@ struct Heads {
             store4(qkv + (u64)row * shape.n + column, x);
             return;
         }
-        u32 part = head - n_q_heads;  // heads of K, then of V
+        u32 part = head - n_q_heads;  // K's heads come first, then V's
         u64 page = (u64)(before.slot / BLOCK_TOKENS) * 2 * n_kv_heads + part;
         u64 to = (page * BLOCK_TOKENS + before.slot % BLOCK_TOKENS) * head_dim + dim;
         if (!is_fp8) {
@@ -250,7 +252,7 @@ struct Heads {
         for (u32 i = 0; i < 4; i++) four |= narrow_f8(x[i]) << i * 8;
         *reinterpret_cast<u32*>((f8*)pages + to) = four;
     }
-    // For a whole warp: heads of v take part in it, and are left as they are.
+    // Called by a whole warp. Heads of v take part and are not changed.
     __device__ __forceinline__ void norm(float (&x)[4], const bf16* weight, u32 dim, u32 lanes, bool is_normed) const {
         float square = x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3];
         for (u32 of = lanes / 2; of > 0; of /= 2) square += __shfl_xor_sync(FULL_WARP, square, of);

@@ -1,6 +1,7 @@
-// What goes into a step and what comes out of it, where the host knows neither: tokens that the step before drew.
+// A step's tokens on the GPU, when the host does not know them yet because the previous step draws them.
 //
-// from[i] is where token i stands among those drawn; NOWHERE: the host knows it, and it stands in `known`.
+// from[i] is the index of token i among the drawn tokens. With NOWHERE the host knows the token, and it is in
+// `known`.
 constexpr u32 NOWHERE = 0xffffffffu;
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -12,7 +13,7 @@ feed_tokens(u32* tokens, const u32* known, const u32* from, const u32* drawn, u3
     tokens[i] = place == NOWHERE ? known[i] : place < n_drawn ? drawn[place] : NOWHERE;
 }
 
-// The likeliest token of each row, unless its logit is no finite number: then there is no token.
+// Keeps the likeliest token of each row. If its logit is not finite, there is no token.
 extern "C" __global__ void __launch_bounds__(256)
 keep_tokens(u32* drawn, const u32* best, const float* logits, u32 width, u32 n) {
     in_turn();

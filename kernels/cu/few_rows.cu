@@ -1,14 +1,16 @@
-// y = x * transpose(w), for up to 128 rows of x: every weight is read once, and reading it is all the time there is.
+// y = x * transpose(w), for up to 128 rows of x. Every weight is read once, and reading weights takes all the
+// time.
 //
-// w is [n][k], as checkpoints have it. How clusters share the work, and what becomes of the sums: few_rows.cuh. One warp of
-// a block has the copy engine bring tiles of w and x through a ring; two groups of four warps multiply them, 64 rows of w
-// each, as the tall side: the rows of x are the flat one.
+// w is [n][k], as in checkpoints. few_rows.cuh describes how clusters share the work and end the sums. One
+// warp of a block lets the copy engine load tiles of w and x through a ring. Two groups of four warps
+// multiply them: 64 rows of w each are the first factor (M), the rows of x are the second (N).
 //
-// What is asked for at once decides how fast memory is: a block keeps some 100 KB on the way, and two blocks share a
-// multiprocessor. The first of them are asked for while the kernel before ends.
+// The bytes in flight decide the memory speed. A block keeps about 100 KB in flight, and two blocks share a
+// multiprocessor. The first loads are issued while the previous kernel ends.
 // The order of sums depends on the shape of w and the shares of k, not on the number of rows.
 
-// One thread has all tiles brought. Weights do not come from the kernel before: they are asked for while it ends.
+// One thread issues the loads of all tiles. The previous kernel does not write weights, so they are loaded
+// while it ends.
 template <u32 ROWS, u32 STAGES, u32 COLUMNS>
 __device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, const Steps<COLUMNS>& steps, const Halves<UNIT>& rows) {
     constexpr u32 W_BYTES = W_ROWS * TILE_ROW_BYTES, STAGE_BYTES = W_BYTES + ROWS * TILE_ROW_BYTES;
@@ -33,7 +35,7 @@ __device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& o
     }
 }
 
-// Sums up a group's 64 rows of w: a part, if there are more shares.
+// Sums a group's 64 rows of w. With several shares, this is a partial sum.
 template <u32 ROWS, u32 STAGES>
 __device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring, u32 count) {
     u32 lane = threadIdx.x % 32, stage = 0, parity = 0, last = 0;
@@ -60,7 +62,8 @@ __device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring,
     FEW_ROWS(few_rows_added, Added, ROWS, STAGES, BLOCKS)                                                                 \
     FEW_ROWS(few_rows_joined, const __grid_constant__ Joined, ROWS, STAGES, BLOCKS)                                       \
     FEW_ROWS(few_rows_heads, Heads, ROWS, STAGES, BLOCKS)
-// Names: what comes after, and rows of x at most. A ring of some 100 KB leaves room for a second block.
+// The name has the ending and the maximum number of rows of x. A ring of about 100 KB leaves room for a
+// second block.
 FEW_ROWS_OF(8, 6, 2)
 FEW_ROWS_OF(16, 6, 2)
 FEW_ROWS_OF(32, 5, 2)

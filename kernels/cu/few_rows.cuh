@@ -1,27 +1,28 @@
-// What few_rows.cu and few_rows_fp8.cu have in common: how the work is divided, and how sums come to their ending. Sizes, and how
-// a tile of bf16 is multiplied, are those of few_rows_even.cu, too.
+// Common code of few_rows.cu and few_rows_fp8.cu: the division of the work, and the way from sums to the
+// ending. few_rows_even.cu uses the sizes and the product of bf16 tiles too.
 //
-// A cluster takes 128 rows of w at a time, its blocks of threads a share of k each. Each shows the others what it has
-// summed up, and then they end rows of x in turns, a warp one row at a time: a lane adds up four neighbours of the 128, in
-// the order of shares.
+// A cluster takes 128 rows of w at a time; each of its blocks takes a share of k. Each block shows its sums
+// to the others. Then the blocks end rows of x in turns, one row for each warp at a time. A lane adds up four
+// neighbours of the 128, in the order of shares.
 constexpr u32 UNIT = 64, W_ROWS = 2 * UNIT, GROUPS_THREADS = 256, ALL_THREADS = GROUPS_THREADS + 32;
 constexpr u32 PART_STRIDE = W_ROWS + 4, SHARES_MAX = 8;
 
-// A block's share of k, by what it takes at once.
+// A block's share of k, in steps of COLUMNS.
 template <u32 COLUMNS>
 struct Steps {
     u32 from, count;
     __device__ __forceinline__ u32 column(u32 nth) const { return (from + nth) * COLUMNS; }
 };
 
-// What each of the files has of its own: one thread has all tiles brought, the other warps sum up 64 rows of w each four of
-// them.
+// Defined by each file: one thread issues the loads of all tiles, and each group of four warps sums 64 rows
+// of w.
 template <u32 ROWS, u32 STAGES, u32 COLUMNS>
 __device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, const Steps<COLUMNS>& steps, const Halves<UNIT>& rows);
 template <u32 ROWS, u32 STAGES>
 __device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring, u32 count);
 
-// Begins a group's products of the tiles that come to this stage, 64 rows of w each; those of the stage before are done then.
+// Starts a group's products with the tiles of this stage, 64 rows of w. When it returns, the products of the
+// previous stage are done.
 template <u32 ROWS>
 __device__ __forceinline__ void multiply_tiles(float (&sum)[ROWS / 2], const Ring& ring, u32 stage, u32 parity) {
     constexpr u32 W_BYTES = W_ROWS * TILE_ROW_BYTES, STAGE_BYTES = W_BYTES + ROWS * TILE_ROW_BYTES;
@@ -38,7 +39,7 @@ __device__ __forceinline__ void multiply_tiles(float (&sum)[ROWS / 2], const Rin
     products_done_but<1>();
 }
 
-// What a group of warps has summed up of its rows of w, to where the cluster sees it: part[row of x][row of w].
+// Writes a group's sums to shared memory that the cluster reads: part[row of x][row of w].
 template <u32 ROWS>
 __device__ __forceinline__ void show_part(float* part, const float (&sum)[ROWS / 2]) {
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = warp * 16 + lane / 4, row = lane % 4 * 2;
@@ -46,7 +47,7 @@ __device__ __forceinline__ void show_part(float* part, const float (&sum)[ROWS /
     for (u32 i = 0; i < ROWS / 2; i++) part[(row + i / 4 * 8 + i % 2) * PART_STRIDE + column + i % 4 / 2 * 8] = sum[i];
 }
 
-// A lane's four of a row, of all shares.
+// A lane's four numbers of a row, summed over all shares.
 __device__ __forceinline__ float4 add_parts(u32 part, u32 row, u32 lane, u32 n_shares) {
     u32 place = part + (row * PART_STRIDE + lane * 4) * 4;
     float4 more[SHARES_MAX];
@@ -60,8 +61,8 @@ __device__ __forceinline__ float4 add_parts(u32 part, u32 row, u32 lane, u32 n_s
     return total;
 }
 
-// From sums in registers to what is wanted. The ring is free by then: parts lie over it. `scales` are those of w's rows,
-// where it has some.
+// From sums in registers to the ending. The ring is free by then, and the parts reuse its memory. `scales`
+// are the scales of w's rows, or null.
 template <u32 ROWS, typename Ending>
 __device__ __forceinline__ void end_rows(const Ending& ending, const PendingNormArgs& pending, const float (&sum)[ROWS / 2], char* ring, u32 ring_at,
                                          const float* scales, const ProductShape& shape) {
@@ -109,7 +110,7 @@ __device__ __forceinline__ void end_rows(const Ending& ending, const PendingNorm
     }
 }
 
-// A whole product, COLUMNS columns at once.
+// A whole product, with COLUMNS columns in each step.
 template <u32 ROWS, u32 STAGES, u32 COLUMNS, typename Ending>
 __device__ __forceinline__ void few_rows(const Ending& ending, const PendingNormArgs& pending, const float* scales, const TensorMap& of_w,
                                          const TensorMap& of_x, const ProductShape& shape) {

@@ -1,14 +1,14 @@
 // y = x * transpose(w), for up to 64 rows of x: the products of few_rows.cu, divided evenly.
 //
-// All steps of k of all tiles of 128 rows of w form one list of units, tile after tile. Each block of threads takes the same
-// number of consecutive units, so no block is idle while others work. A block's share is divided into pieces, each of one
-// tile. When several blocks have pieces of a tile, each writes its part to memory, and the last one adds up all of them, in
-// the order of k. So no block waits for another, and the sums do not depend on which block is last. The ring goes on from
-// piece to piece.
-// The order of sums depends on how many blocks of threads there are.
+// All steps of k of all tiles of 128 rows of w form one list of units, tile after tile. Each block of threads
+// takes the same number of consecutive units, so no block is idle while others work. A block's share is
+// divided into pieces, each of one tile. When several blocks have pieces of a tile, each writes its part to
+// memory, and the last one adds up all of them, in the order of k. So no block waits for another, and the
+// sums do not depend on which block is last. The ring continues from piece to piece.
+// The order of sums depends on the number of blocks of threads.
 //
-// Tiles of x come when the kernel before has ended, behind those of w that were asked for until then: a longer ring keeps the
-// first of them waiting.
+// Tiles of x are loaded after the previous kernel has ended. They are queued after the tiles of w that were
+// requested before, so a longer ring would delay the first of them.
 // See `docs/decisions/0020-products-divided-evenly.md`.
 constexpr u32 STAGES = 6, GROUPS_WARPS = GROUPS_THREADS / 32;
 // Rows whose ending inputs a warp loads at once: the registers beside the sums suffice for this number.
@@ -17,15 +17,15 @@ constexpr u32 ROWS_AT_ONCE = 4;
 template <>
 constexpr u32 ROWS_AT_ONCE<Heads> = 1;
 
-// Where blocks meet: a block leaves up to two parts of 64 * 128 sums in `parts`, and counts itself in `arrived` of the tile's
-// first block. One kernel at a time has them; `arrived` is zero between kernels.
+// The memory where blocks meet. A block leaves up to two parts of 64 * 128 sums in `parts` and counts itself
+// in `arrived` of the tile's first block. One kernel uses them at a time; `arrived` is zero between kernels.
 struct Meeting {
     float* parts;
     u32* arrived;
     u32 n_tiles;
 };
 
-// Tiles' steps, and which of them a block of threads takes.
+// The steps of all tiles, and the range of them for this block of threads.
 struct Units {
     u32 n_steps, count, from, to;
 
@@ -35,11 +35,11 @@ struct Units {
         from = count * blockIdx.x / gridDim.x;
         to = count * (blockIdx.x + 1) / gridDim.x;
     }
-    // Whose share a unit is in.
+    // The block that has this unit.
     __device__ __forceinline__ u32 block_of(u32 unit) const { return ((unit + 1) * gridDim.x - 1) / count; }
 };
 
-// The blocks of threads that have a piece of a tile: they follow one another.
+// The consecutive blocks of threads that have pieces of one tile.
 struct Company {
     u32 first, n;
 
@@ -47,8 +47,9 @@ struct Company {
         first = units.block_of(tile * units.n_steps);
         n = units.block_of((tile + 1) * units.n_steps - 1) - first + 1;
     }
-    // A thread's place in a part: the first block begins the tile with its last piece, the others go on with their first. A thread
-    // finds there what the same thread of another block has left, by fours: those of all threads beside each other.
+    // A thread's place in a part. For the first block the tile is its last piece; for the others it is their
+    // first. A thread finds the sums of the same thread of another block there, in fours; the fours of all
+    // threads are adjacent.
     __device__ __forceinline__ float4* part(const Meeting& meeting, u32 nth) const {
         float* part = meeting.parts + (u64)(2 * (first + nth) + (nth == 0)) * 2 * UNIT * UNIT;
         return reinterpret_cast<float4*>(part) + threadIdx.x;
@@ -60,13 +61,14 @@ __device__ __forceinline__ u32 arrivals_seen(const u32* arrived) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(n) : "l"(arrived) : "memory");
     return n;
 }
-// Counts itself, and shows what all threads before a barrier have written. Answers how many came before, and sees theirs.
+// Counts this block and publishes all writes before the preceding barrier. Returns how many blocks came
+// before, and makes their writes visible.
 __device__ __forceinline__ u32 arrive(u32* arrived) {
     u32 before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
     return before;
 }
-// One thread of a block tells another what it has seen.
+// One thread of a block signals another.
 __device__ __forceinline__ void tell(u32 at) { asm volatile("st.release.cta.shared::cta.u32 [%0], 1;" ::"r"(at) : "memory"); }
 __device__ __forceinline__ bool was_told(u32 at) {
     u32 told;
@@ -78,8 +80,9 @@ __device__ __forceinline__ void load_part_if(bool is_wanted, float* x, const flo
                  : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]) : "l"(from), "r"((u32)is_wanted) : "memory");
 }
 
-// One thread has all tiles brought, of all pieces. Weights do not come from the kernel before: they are asked for while it ends.
-// While the last of them are on their way it looks whether all others have left their parts of the last piece's tile.
+// One thread issues the loads of all tiles of all pieces. The previous kernel does not write weights, so they
+// are loaded while it ends. While the last loads are in flight, the thread checks whether all other blocks
+// have left their parts of the last piece's tile.
 template <u32 ROWS, typename Ending>
 __device__ __forceinline__ void bring_units(const Ending& ending, const Ring& ring, const TensorMap& of_w, const TensorMap& of_x,
                                             const Units& units, const ProductShape& shape, const Meeting& meeting, u32 are_there) {
@@ -113,7 +116,7 @@ __device__ __forceinline__ void bring_units(const Ending& ending, const Ring& ri
     }
     Company company(units, (units.to - 1) / units.n_steps);
     if (company.n == 1) return;
-    for (u32 i = 0; i < n_first; i++) {  // from the oldest that is in the ring
+    for (u32 i = 0; i < n_first; i++) {  // from the oldest stage in the ring
         barrier_wait(ring.full + stage * 8, parity);
         if (arrivals_seen(meeting.arrived + company.first) == company.n - 1) {
             tell(are_there);
@@ -123,7 +126,7 @@ __device__ __forceinline__ void bring_units(const Ending& ending, const Ring& ri
     }
 }
 
-// Sums up a group's 64 rows of w over a piece.
+// Sums a group's 64 rows of w over one piece.
 template <u32 ROWS>
 __device__ __forceinline__ void sum_piece(float (&sum)[ROWS / 2], const Ring& ring, u32 count, u32& stage, u32& parity) {
     u32 lane = threadIdx.x % 32, last = 0;
@@ -138,16 +141,16 @@ __device__ __forceinline__ void sum_piece(float (&sum)[ROWS / 2], const Ring& ri
     if (lane == 0) barrier_arrive(ring.empty + last * 8);
 }
 
-// What a block's threads share beside the ring.
+// Data that a block's threads share, beside the ring.
 template <u32 ROWS>
 struct Shared {
     float scales[ROWS];
     u32 are_there;  // all others have left their parts of the last piece's tile
-    u32 is_last;    // this block is the last of those with pieces of this tile
+    u32 is_last;    // this block is the last with a piece of this tile
 };
 
-// Adds up a thread's sums of all blocks, in the order of k: its own are in registers. All of a few parts are on their way before
-// the first is used.
+// Adds up a thread's sums over all blocks, in the order of k. Its own sums are in registers. Several parts
+// are in flight before the first is used.
 template <u32 N>
 __device__ __forceinline__ void add_company(float (&sum)[N], const Company& company, const Meeting& meeting) {
     constexpr u32 AT_ONCE = N > 16 ? 2 : 4;
@@ -177,7 +180,7 @@ __device__ __forceinline__ void add_company(float (&sum)[N], const Company& comp
     for (u32 i = 0; i < N; i++) sum[i] = total[i];
 }
 
-// Leaves a piece's sums where others find them. The first thread knows then whether all have come.
+// Writes a piece's sums for other blocks. Afterwards the first thread knows whether all blocks have arrived.
 template <u32 N>
 __device__ __forceinline__ void leave_part(const float (&sum)[N], const Company& company, const Meeting& meeting, u32* is_last) {
     float4* part = company.part(meeting, blockIdx.x - company.first);
@@ -188,8 +191,8 @@ __device__ __forceinline__ void leave_part(const float (&sum)[N], const Company&
     threads_wait<GROUPS_THREADS>(1);
 }
 
-// What becomes of a piece: its sums are left for others, or all that there is of the tile is added up and ended. A warp ends a
-// few rows at a time, and what it reads for the next of them is on its way meanwhile.
+// Ends a piece: writes its sums for others, or adds up all parts of the tile and runs the ending. A warp ends
+// a few rows at a time and loads the inputs of the next rows meanwhile.
 template <u32 ROWS, typename Ending>
 __device__ __forceinline__ void end_piece(const Ending& ending, float (&sum)[ROWS / 2], float* mine, Shared<ROWS>& shared, u32 tile,
                                           bool is_last_piece, const Company& company, const Meeting& meeting, const ProductShape& shape) {
@@ -201,7 +204,7 @@ __device__ __forceinline__ void end_piece(const Ending& ending, float (&sum)[ROW
         for (u32 i = 0; i < AT_ONCE; i++)
             if (first_row + i * GROUPS_WARPS < shape.n_rows) of_rows[i] = ending.before(first_row + i * GROUPS_WARPS, column, shape);
     };
-    threads_wait<GROUPS_THREADS>(1);  // what lies there of the piece before has been read
+    threads_wait<GROUPS_THREADS>(1);  // the previous piece's data has been read
     if (company.n > 1) {
         if (threadIdx.x == 0) shared.is_last = is_last_piece && was_told(shared_address(&shared.are_there));
         threads_wait<GROUPS_THREADS>(1);
@@ -263,7 +266,7 @@ __device__ __forceinline__ void few_rows_even(const Ending& ending, const Pendin
         return;
     }
 
-    // What the rows' norms lack is computed while weights are on their way.
+    // The rows' pending norm scales are computed while weights are in flight.
     wait_for_last();
     float scales[ROWS_OF_WARP];
     pending.scales(scales, warp * ROWS_OF_WARP, shape.n_rows);
@@ -295,7 +298,7 @@ __device__ __forceinline__ void few_rows_even(const Ending& ending, const Pendin
     FEW_ROWS_EVEN(few_rows_even_gated, Gated, ROWS)                                                                       \
     FEW_ROWS_EVEN(few_rows_even_added, Added, ROWS)                                                                       \
     FEW_ROWS_EVEN(few_rows_even_heads, Heads, ROWS)
-// Names: what comes after, and rows of x at most.
+// The name has the ending and the maximum number of rows of x.
 FEW_ROWS_EVEN_OF(8)
 FEW_ROWS_EVEN_OF(16)
 FEW_ROWS_EVEN_OF(32)

@@ -1,16 +1,16 @@
-// y = x * transpose(w * scales), for up to 128 rows of x and a w in FP8 (e4m3) with a scale for each row: as few_rows.cu,
-// with half the bytes to read. Weights are widened to bf16 on the way from shared memory to the registers of the tensor
-// cores, exactly, and a row's scale multiplies what is summed up of it.
+// y = x * transpose(w * scales), for up to 128 rows of x and a w in FP8 (e4m3) with a scale for each row. It
+// works like few_rows.cu, with half the bytes to read. Weights are widened exactly to bf16 on the way from
+// shared memory to the tensor cores' registers. A row's scale multiplies its sums.
 // See `docs/decisions/0016-fp8-is-read-and-bf16-multiplied.md`.
 //
-// w is [n][k filled up with zeroes to whole groups of 64]. Within a group numbers lie in the order in which lanes hold
-// them: 16 bytes for each of four lanes, 4 of them for each 16 numbers (see `Fp8Rows` in ops/fp8.rs). So a lane loads 16
-// bytes of a row and has its part of four products; a warp loads 512 bytes that follow each other.
-// What a block takes of k at once: two groups of 64.
+// w is [n][k padded with zeroes to whole groups of 64]. Within a group the numbers are in lane order: 16
+// bytes for each of four lanes, 4 of them for each 16 numbers (see `Fp8Rows` in ops/fp8.rs). So a lane loads
+// 16 bytes of a row and has its part of four products; a warp loads 512 contiguous bytes.
+// A block takes two groups of 64 of k in one step.
 constexpr u32 STEP_COLUMNS = 2 * TILE_COLUMNS;
 constexpr u32 W_GROUP_BYTES = W_ROWS * TILE_COLUMNS, W_BYTES = 2 * W_GROUP_BYTES;
 
-// === Products with a from registers, as a lane of `mma` holds it ===
+// === Products whose first factor comes from registers, in the layout of `mma` ===
 
 __device__ __forceinline__ void product_of(float (&c)[4], const u32* a, u64 b) {
     asm volatile(
@@ -70,15 +70,15 @@ __device__ __forceinline__ void product_of(float (&c)[64], const u32* a, u64 b) 
 
 // === Widening ===
 
-// Two pairs of bf16 of four bytes: the first of bytes 0 and 2, the second of bytes 1 and 3. The bits of an e4m3 are those
-// of a bf16 whose exponent is too small by 120, subnormals too.
+// Two pairs of bf16 from four bytes: the first from bytes 0 and 2, the second from bytes 1 and 3. The bits of
+// an e4m3 number, also of a subnormal, are those of a bf16 whose exponent is too small by 120.
 __device__ __forceinline__ u32 widened(u32 upper_bytes) {
     u32 bits = (upper_bytes & 0x80008000u) | ((upper_bytes >> 4) & 0x07f007f0u), pair;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(bits), "r"(0x7b807b80u));
     return pair;
 }
 
-// A lane's part of a group of 64 columns: four products' worth.
+// A lane's part of a group of 64 columns: enough for four products.
 __device__ __forceinline__ void widen_group(u32 (&a)[16], u32 at) {
     u32 upper[4], lower[4];
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(upper[0]), "=r"(upper[1]), "=r"(upper[2]), "=r"(upper[3]) : "r"(at) : "memory");
@@ -90,7 +90,8 @@ __device__ __forceinline__ void widen_group(u32 (&a)[16], u32 at) {
     }
 }
 
-// One thread has all tiles brought. Weights do not come from the kernel before: they are asked for while it ends.
+// One thread issues the loads of all tiles. The previous kernel does not write weights, so they are loaded
+// while it ends.
 template <u32 ROWS, u32 STAGES, u32 COLUMNS>
 __device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, const Steps<COLUMNS>& steps, const Halves<UNIT>& rows) {
     constexpr u32 X_BYTES = ROWS * TILE_ROW_BYTES, STAGE_BYTES = W_BYTES + 2 * X_BYTES;
@@ -121,7 +122,7 @@ __device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& o
     }
 }
 
-// Four products, begun and not waited for.
+// Starts four products and does not wait.
 template <u32 N>
 __device__ __forceinline__ void multiply_group(float (&sum)[N], const u32 (&a)[16], u64 b) {
     held(sum);
@@ -132,8 +133,8 @@ __device__ __forceinline__ void multiply_group(float (&sum)[N], const u32 (&a)[1
     held(sum);
 }
 
-// Sums up a group's 64 rows of w: a part, if there are more shares. While one group of columns is multiplied, the next is
-// widened.
+// Sums a group's 64 rows of w. With several shares, this is a partial sum. While one group of columns is
+// multiplied, the next is widened.
 template <u32 ROWS, u32 STAGES>
 __device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring, u32 count) {
     constexpr u32 X_BYTES = ROWS * TILE_ROW_BYTES, STAGE_BYTES = W_BYTES + 2 * X_BYTES;
@@ -169,8 +170,8 @@ __device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring,
     FEW_ROWS_FP8(few_rows_fp8_added, Added, ROWS, STAGES, BLOCKS)                                                         \
     FEW_ROWS_FP8(few_rows_fp8_joined, const __grid_constant__ Joined, ROWS, STAGES, BLOCKS)                               \
     FEW_ROWS_FP8(few_rows_fp8_heads, Heads, ROWS, STAGES, BLOCKS)
-// Names: what comes after, and rows of x at most. A ring of some 100 KB leaves room for a second block; the sums of 128
-// rows leave none.
+// The name has the ending and the maximum number of rows of x. A ring of about 100 KB leaves room for a
+// second block; the sums of 128 rows do not.
 FEW_ROWS_FP8_OF(8, 6, 2)
 FEW_ROWS_FP8_OF(16, 5, 2)
 FEW_ROWS_FP8_OF(32, 4, 2)

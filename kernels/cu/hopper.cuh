@@ -1,12 +1,14 @@
-// Hopper's own (sm_90a): barriers in shared memory that count bytes, tiles copied by one thread, products of four warps.
+// Hopper's own instructions (sm_90a): barriers in shared memory that count bytes, tile copies issued by one
+// thread, and products of four warps.
 //
-// A tile is rows of 64 numbers of bf16 (128 bytes), as the copy engine lays them into shared memory with its swizzle of
-// 128 bytes: chunk c (16 bytes) of row r lies at r * 128 + (c ^ r % 8) * 16. It begins on an edge of 1,024 bytes, and
-// tiles over each other are one taller tile. What a map does not cover is zero.
+// A tile is rows of 64 bf16 numbers (128 bytes), as the copy engine writes them with its 128-byte swizzle:
+// chunk c (16 bytes) of row r is at r * 128 + (c ^ r % 8) * 16. A tile is aligned to 1,024 bytes. Adjacent
+// tiles form one taller tile. Numbers outside of the map are zero.
 struct alignas(64) TensorMap { u64 words[16]; };
 
 constexpr u32 TILE_COLUMNS = 64, TILE_ROW_BYTES = 128;
-// What is read once shall leave the cache first; what all read shall stay: the patterns that createpolicy makes.
+// Data that is read once is evicted first, data that all blocks read last. The values are those that
+// createpolicy returns.
 enum Policy : u64 { EVICT_NORMAL = 0x1000000000000000ull, EVICT_FIRST = 0x12f0000000000000ull, EVICT_LAST = 0x14f0000000000000ull };
 
 __device__ __forceinline__ u32 chunk_place(u32 row, u32 chunk) { return row * TILE_ROW_BYTES + (chunk ^ (row & 7)) * 16; }
@@ -16,7 +18,7 @@ __device__ __forceinline__ u32 chunk_place(u32 row, u32 chunk) { return row * TI
 __device__ __forceinline__ void barrier_start(u32 barrier, u32 n_arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(n_arrivals) : "memory");
 }
-// Makes barriers that were started known to the copy engine; a barrier of all threads comes after it.
+// Makes initialised barriers visible to the copy engine. A barrier of all threads must follow.
 __device__ __forceinline__ void barriers_started() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -24,14 +26,14 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Waits until the phase of this parity is over. The hardware sleeps for a while before it says no.
+// Waits until the phase of this parity is over. The hardware suspends the thread for a while in each try.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n.reg .pred over;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 over, [%0], %1;\n@over bra done;\nbra again;\ndone:\n}"
         ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// Tiles in shared memory that are filled and emptied in turns, each with a barrier for either.
+// Tiles in shared memory that are filled and emptied in turn, with one barrier for each.
 struct Ring { u32 at, full, empty; };
 
 // A hardware barrier of THREADS threads; barrier 0 is for all threads.
@@ -42,26 +44,27 @@ __device__ __forceinline__ void threads_arrive(u32 barrier) { asm volatile("bar.
 
 // === The copy engine ===
 
-// A box of the map, from column x and row y, into shared memory; the barrier counts its bytes.
+// Copies the box at column x and row y of the map into shared memory. The barrier counts its bytes.
 __device__ __forceinline__ void copy_tile(u32 to, const TensorMap& map, u32 x, u32 y, u32 barrier, Policy policy) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;"
         ::"r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "l"((u64)policy) : "memory");
 }
-// The same into the same place of each block of the cluster that the mask names, and for the same barrier of each.
+// The same copy to the same place, and for the same barrier, in each block of the cluster that the mask
+// names.
 __device__ __forceinline__ void copy_tile_to_all(u32 to, const TensorMap& map, u32 x, u32 y, u32 barrier, Policy policy, u32 blocks) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
         "[%0], [%1, {%3, %4}], [%2], %6, %5;"
         ::"r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "l"((u64)policy), "h"((unsigned short)blocks) : "memory");
 }
-// A box of shared memory to where the map has it; what lies beyond the map is not written. One thread's boxes are waited for
-// by that thread: until they are read, or until they are where others see them.
+// Copies a box of shared memory to its place in the map. Numbers outside of the map are not written. The
+// issuing thread waits for its boxes: until they are read, or until they are visible to others.
 __device__ __forceinline__ void copy_tile_out(const TensorMap& map, u32 x, u32 y, u32 from) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];"
                  ::"l"(&map), "r"(from), "r"(x), "r"(y) : "memory");
 }
-// The same, added to what is there: each number by itself, rounded to the nearest.
+// The same, but adds to the existing numbers: each one separately, rounded to nearest.
 __device__ __forceinline__ void add_tile_to(const TensorMap& map, u32 x, u32 y, u32 from) {
     asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%2, %3}], [%1];"
                  ::"l"(&map), "r"(from), "r"(x), "r"(y) : "memory");
@@ -72,12 +75,12 @@ __device__ __forceinline__ void tiles_written() { asm volatile("cp.async.bulk.wa
 __device__ __forceinline__ void fetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-// What ordinary stores wrote to shared memory is seen by what the copy engine and the products do next.
+// Makes ordinary stores to shared memory visible to later copies and products.
 __device__ __forceinline__ void stores_shown() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // === Clusters ===
 
-// All threads of all blocks arrive; those of a warp together.
+// All threads of all blocks arrive; the threads of a warp arrive together.
 __device__ __forceinline__ void cluster_arrive() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -93,7 +96,7 @@ __device__ __forceinline__ u32 cluster_rank() {
     asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-// The same place in the shared memory of another block of the cluster.
+// The same address in the shared memory of another block of the cluster.
 __device__ __forceinline__ u32 place_in(u32 at, u32 rank) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
@@ -104,23 +107,25 @@ __device__ __forceinline__ float4 cluster_load4(u32 at) {
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
     return x;
 }
-// Orders nothing else: what was read of a tile was read when its product was done.
+// Arrives without ordering other accesses: the reads of a tile are done when its product is done.
 __device__ __forceinline__ void barrier_arrive_in(u32 there) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
 
 // === Products of a group of four warps ===
 //
-// product<N> is c[64][N] += a[64][16] * b[16][N], begun and not waited for. Lane (g, t) of warp w of the group holds
-// rows 16w + g and 16w + g + 8: c[4i + 0..1] are columns 8i + 2t, 8i + 2t + 1 of the first, c[4i + 2..3] of the second.
+// product<N> starts c[64][N] += a[64][16] * b[16][N] and does not wait. Lane (g, t) of warp w of the group
+// holds rows 16w + g and 16w + g + 8: c[4i + 0..1] are columns 8i + 2t, 8i + 2t + 1 of the first, c[4i +
+// 2..3] of the second.
 
-// How the products are told of a tile: where it begins, and how far groups of 8 rows (and, for a tile that is turned,
-// groups of 64 columns) are apart. Along the columns the next 16 numbers are 32 bytes on: + 2.
+// The descriptor of a tile for a product: its address, and the distance between groups of 8 rows (for a
+// transposed tile, between groups of 64 columns). The next 16 numbers along the columns are 32 bytes further:
+// + 2.
 __device__ __forceinline__ u64 tile_of(u32 at, u32 columns_apart) {
     return (u64)((at & 0x3ffff) >> 4) | (u64)(columns_apart >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
 template <u32 N>
-__device__ __forceinline__ void held(float (&x)[N]) {  // the compiler shall not move these across
+__device__ __forceinline__ void held(float (&x)[N]) {  // the compiler must not move these across
 #pragma unroll
     for (u32 i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
@@ -184,7 +189,7 @@ __device__ __forceinline__ void product(float (&c)[64], u64 a, u64 b) {
           "+f"(c[56]), "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63])
         : "l"(a), "l"(b));
 }
-// The same for 128 columns, over what c held where `adds` is false.
+// The same for 128 columns. It overwrites c if `adds` is false.
 __device__ __forceinline__ void product(float (&c)[64], u64 a, u64 b, bool adds) {
     asm volatile(
         "{\n.reg .pred adds;\nsetp.ne.b32 adds, %66, 0;\n"
@@ -204,7 +209,7 @@ __device__ __forceinline__ void product(float (&c)[64], u64 a, u64 b, bool adds)
           "+f"(c[56]), "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63])
         : "l"(a), "l"(b), "r"((u32)adds));
 }
-// The same for 256.
+// The same for 256 columns.
 __device__ __forceinline__ void product(float (&c)[128], u64 a, u64 b, bool adds) {
     asm volatile(
         "{\n.reg .pred adds;\nsetp.ne.b32 adds, %130, 0;\n"
@@ -236,7 +241,7 @@ __device__ __forceinline__ void product(float (&c)[128], u64 a, u64 b, bool adds
           "+f"(c[120]), "+f"(c[121]), "+f"(c[122]), "+f"(c[123]), "+f"(c[124]), "+f"(c[125]), "+f"(c[126]), "+f"(c[127])
         : "l"(a), "l"(b), "r"((u32)adds));
 }
-// With a from registers, as a lane of `mma` holds it, and b turned: its rows are what is summed over.
+// The first factor comes from registers, in the layout of `mma`. b is transposed: the sum is over its rows.
 __device__ __forceinline__ void product_turned(float (&c)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"

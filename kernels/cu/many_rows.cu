@@ -1,26 +1,26 @@
-// y = x * transpose(w), for many rows of x: multiplying is all the time there is.
+// y = x * transpose(w), for many rows of x. Multiplying takes all the time.
 //
-// w is [n][k], as checkpoints have it. A block of threads takes tiles of y one after the other, 128 rows of x by 256 rows of
-// w: one warp has the copy engine bring tiles of both through a ring, two groups of four warps multiply 64 rows of x each.
-// Two blocks are a cluster: they have neighbouring rows of x and the same rows of w; each loads half of w for both.
-// While a tile leaves, through shared memory and by the copy engine, the ring fills for the next one. It goes to y, or is
-// added to what y holds.
+// w is [n][k], as in checkpoints. A block of threads takes tiles of y one after the other: 128 rows of x by
+// 256 rows of w. One warp lets the copy engine load tiles of both through a ring, and two groups of four
+// warps multiply 64 rows of x each. Two blocks form a cluster: they have neighbouring rows of x and the same
+// rows of w, and each loads half of w for both. While a tile is written, through shared memory and by the
+// copy engine, the ring fills for the next one. A tile overwrites y or is added to it.
 //
-// The 256 rows of w are two halves, which may lie apart: where w is a gate and what it lets through, a thread has the sums of
-// both. A number is summed up in the order of k, whatever is beside it.
+// The 256 rows of w are two halves, which may be at any distance. If w has gate and up, a thread therefore
+// has the sums of both. A number is summed in the order of k, whatever the other rows are.
 // See `docs/decisions/0021-many-rows-by-a-kernel-of-our-own.md`.
 constexpr u32 ROWS = 128, HALF = 128, W_ROWS = 2 * HALF, STAGES = 4, CLUSTER = 2, GROUPS = 2, GROUP = 128;
 constexpr u32 X_BYTES = ROWS * TILE_ROW_BYTES, HALF_BYTES = HALF * TILE_ROW_BYTES, STAGE_BYTES = X_BYTES + 2 * HALF_BYTES;
-// What a group gives at a time: two boxes of 64 rows and 64 columns.
+// A group writes two boxes of 64 rows and 64 columns at a time.
 constexpr u32 BOX_BYTES = 64 * TILE_ROW_BYTES, OUT_BYTES = 2 * BOX_BYTES;
-// The order of tiles is chosen so that concurrent tiles share rows of x and of w: this number of pairs of neighbouring rows of
-// tiles, column by column.
+// Tiles are ordered so that concurrent tiles share rows of x and of w: this number of pairs of neighbouring
+// rows of tiles, column by column.
 constexpr u32 PAIRS_TOGETHER = 8;
 
 struct ManyShape {
-    u32 k, n_pairs, n_columns;  // tiles: two of rows of x count as one
-    u32 tile_rows;              // rows of w from a tile to the next one
-    u32 half_rows;              // and from one half of a tile to the other
+    u32 k, n_pairs, n_columns;  // numbers of tiles: two tiles of rows of x form a pair
+    u32 tile_rows;              // distance between tiles, in rows of w
+    u32 half_rows;              // distance between the halves of a tile, in rows of w
 };
 
 struct Tile { u32 pair, column; };
@@ -38,8 +38,8 @@ struct Turn {
     }
 };
 
-// One thread of each block has its tiles brought. A stage is free when the groups of both blocks have read it: what is brought
-// for both lands in both.
+// One thread of each block issues the loads of its tiles. A stage is free when the groups of both blocks have
+// read it, because a block's half of w is written into both.
 __device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, const ManyShape& shape, u32 n_tiles, u32 n_steps) {
     u32 rank = cluster_rank(), step_of = gridDim.x / CLUSTER;
     Turn turn;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& o
     }
 }
 
-// A group's 64 rows of x with all rows of w.
+// Multiplies a group's 64 rows of x by all rows of w.
 __device__ __forceinline__ void sum_up(float (&sum)[W_ROWS / 2], const Ring& ring, Turn& turn, u32 n_steps) {
     u32 group = threadIdx.x / GROUP - 1, lane = threadIdx.x % 32, last = 0;
     auto free = [&](u32 stage) {  // in both blocks, warp by warp
@@ -86,8 +86,9 @@ __device__ __forceinline__ void store_matrices(u32 at, u32 a, u32 b, u32 c, u32 
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// 64 rows and 128 columns of a group leave: pair(i, j) has columns 8i + 2t and 8i + 2t + 1 of row g (j = 0) or g + 8. The
-// copy engine takes them from where the group's last ones lay, which have been read by then.
+// Writes 64 rows and 128 columns of a group: pair(i, j) has columns 8i + 2t and 8i + 2t + 1 of row g (j = 0)
+// or g + 8. The copy engine reads them from the memory of the group's previous output, which it has read by
+// then.
 template <bool ADDS, typename Pair>
 __device__ __forceinline__ void give(const TensorMap& of_y, u32 column, u32 row, u32 out, const Pair& pair) {
     u32 group = threadIdx.x / GROUP - 1, warp = threadIdx.x % GROUP / 32, lane = threadIdx.x % 32;

@@ -1,9 +1,9 @@
-// RMS norm of rows, after adding to the residual what the last block of the layer gave.
+// RMS norm of rows. It can first add the output of the layer's previous part to the residual.
 //
-// A row is one block of threads; each keeps its part of the row in registers, so that memory is read once.
-// What is normed is the sum as it is stored, in bf16: a reader of the residual later sees the same numbers.
+// One block of threads has a row. Each thread keeps its part of the row in registers, so that memory is read
+// once. The norm uses the sum as stored in bf16, because later readers of the residual see the same numbers.
 constexpr u32 ROW_THREADS = 256;
-constexpr u32 ROW_PARTS = 8;  // parts of 8 numbers a thread can hold: rows of up to 16,384
+constexpr u32 ROW_PARTS = 8;  // groups of 8 numbers for each thread: rows of up to 16,384
 
 __device__ __forceinline__ float block_sum(float x) {
     __shared__ float of_warp[ROW_THREADS / 32];

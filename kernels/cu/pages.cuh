@@ -1,8 +1,8 @@
-// Pages of KV: [K|V][kv_head][token][dim], BLOCK_TOKENS tokens each.
+// KV pages: [K|V][kv_head][token][dim], with BLOCK_TOKENS tokens each.
 constexpr u32 BLOCK_TOKENS = 16;
 
-// Numbers of a page are bf16, or e4m3: 8 bits, written as they are (their scale is 1), the largest in place of what is
-// larger. 8 of them are what a lane moves at once.
+// A page has bf16 or e4m3 numbers. e4m3 has 8 bits and no scale here; numbers that are too large become the
+// largest one. A lane moves 8 numbers at a time.
 struct f8 { unsigned char bits; };
 template <typename Kv>
 struct EightOf;
@@ -18,7 +18,8 @@ __device__ __forceinline__ Four once_raw(const f8* from) {
     return four;
 }
 
-// The bits of an e4m3 are those of a bf16 whose exponent is too small by 120, subnormals too. The same order, exactly.
+// The bits of an e4m3 number, also of a subnormal, are those of a bf16 whose exponent is too small by 120.
+// The conversion is exact and keeps the order.
 __device__ __forceinline__ Eight widened(Eight raw) { return raw; }
 __device__ __forceinline__ Eight widened(Four raw) {
     Eight eight;
@@ -28,18 +29,18 @@ __device__ __forceinline__ Eight widened(Four raw) {
         u32 bits = (upper & 0x80008000u) | ((upper >> 4) & 0x07f007f0u);
         asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(eight.pair[i]) : "r"(bits), "r"(0x7b807b80u), "r"(0x80008000u));
     }
-    // The one pattern that is NaN stays NaN, which marks the error.
+    // A NaN among the eight makes all of them NaN, which marks the error.
     u32 none = ((raw.pair[0] & 0x7f7f7f7fu) + 0x01010101u) | ((raw.pair[1] & 0x7f7f7f7fu) + 0x01010101u);
     if (none & 0x80808080u) eight = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu};
     return eight;
 }
 
-// To the nearest e4m3, halves to even.
+// Rounds to the nearest e4m3, ties to even.
 __device__ __forceinline__ u32 narrow_f8(float wide) {
     u32 sign = __float_as_uint(wide) >> 24 & 0x80;
     float magnitude = fabsf(wide);
     if (magnitude != magnitude) return 0x7f;
-    // A subnormal is a whole number of 2^-9: beside 2^14, f32 has no finer numbers, and adding rounds.
+    // A subnormal is a multiple of 2^-9. Around 2^14, f32 has no finer steps, so the addition rounds.
     if (magnitude < 0.015625f) return sign | (__float_as_uint(magnitude + 16384.f) - __float_as_uint(16384.f));
     u32 bits = __float_as_uint(fminf(magnitude, 448.f));
     return sign | (((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3));

@@ -1,27 +1,29 @@
-// Attention of many new tokens per sequence over KV in pages: whole prompts, chunks of them, tails after a cached prefix.
+// Attention of many new tokens per sequence over KV pages: whole prompts, chunks of them, and tails after a
+// cached prefix.
 //
-// The products decide the time, so they are done in tiles on tensor cores: a block of threads takes QUERIES rows of one
-// head of one sequence and goes along the sequence by TOKENS. Scores stay in registers (softmax is kept up as it goes),
-// K and V come through shared memory; while one is multiplied the other is on its way. A warp does 32 rows, so that what
-// it reads from shared memory is used twice.
-// Query i of a sequence's `n` has position length - n + i, and sees what lies up to itself, `window` tokens at most.
+// Products limit the speed, so they are tiles on tensor cores. A block of threads takes QUERIES rows of one
+// head of one sequence and goes along the sequence in steps of TOKENS. Scores stay in registers, with an
+// online softmax. K and V come through shared memory; while one is multiplied, the other is loaded. A warp
+// computes 32 rows, so that it uses each load from shared memory twice.
+// Query i of a sequence with `n` queries has position length - n + i. It sees the tokens up to itself, at
+// most the last `window`.
 constexpr u32 WARPS = 4, QUERIES = 128, TOKENS = 64;
 
 struct PrefillShape {
     u32 n_q_heads, n_kv_heads;
     u32 q_stride;      // numbers between two rows of q
     u32 table_stride;  // blocks between two sequences' tables
-    u32 n_blocks;      // blocks there are
-    u32 window;        // the last tokens a query sees
+    u32 n_blocks;      // the number of KV blocks
+    u32 window;        // the number of last tokens that a query sees
     float scale;
 };
 
-// Where chunk `chunk` (8 numbers) of a row lies: rows next to each other keep theirs in different banks.
+// The offset of chunk `chunk` (8 numbers) of a row. Chunks of neighbouring rows are in different banks.
 template <u32 HEAD>
 __device__ __forceinline__ u32 place(u32 row, u32 chunk) { return row * HEAD * 2 + ((chunk ^ (row & 7)) * 16); }
 
-// Tiles of K and V on their way to shared memory: what is there as it is goes by itself; what is widened goes through
-// registers, and is asked for one product before it is wanted.
+// Tiles of K and V on their way to shared memory. bf16 is copied directly. FP8 is widened in registers, and
+// is loaded one product before it is needed.
 template <u32 HEAD, typename Kv>
 struct Fetched;
 template <u32 HEAD>
@@ -143,7 +145,7 @@ __device__ __forceinline__ void prefill(bf16* out, const bf16* q, const Kv* page
                 for (u32 n = 0; n < TOKENS / 8; n++) most = fmaxf(most, fmaxf(score[m][n][2 * half], score[m][n][2 * half + 1]));
                 most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 1));
                 most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 2));
-                float base = most == -INF ? 0.f : most * scale;  // a row may see nothing of this tile
+                float base = most == -INF ? 0.f : most * scale;  // a row may see no token of this tile
                 float by = power2(greatest[m][half] * scale - base);
                 greatest[m][half] = most;
                 sum[m][half] *= by;

@@ -1,24 +1,28 @@
-// The same as prefill_attention.cu, for Hopper and heads of 128: the copy engine brings tiles, groups of four warps multiply.
+// Prefill attention for Hopper and heads of 128 dims. The copy engine loads tiles, and groups of four warps
+// multiply.
 //
-// A block of threads takes pieces of work until there are none left: QUERIES rows of one head of one sequence each, the
-// longest first. It goes along the sequence from its end, by TOKENS. One warp draws the pieces and has pages brought: a page is 16 rows of 128 numbers, so a tile of K or V is gathered page by page into two
-// towers of tiles, one for each half of the dims. Two groups have 64 queries each, their scores and their output in
-// registers. While one does its softmax the other has the tensor cores, and each group's product with V runs while the
-// scores of its next tile are weighed. The first tiles of the next piece come while the last ones are worked on.
+// A block of threads takes pieces of work until none are left: QUERIES rows of one head of one sequence each,
+// the longest first. It goes along the sequence from its end, in steps of TOKENS. One warp draws the pieces
+// and loads pages. A page is 16 rows of 128 numbers, so a tile of K or V is gathered page by page into two
+// columns of tiles, one for each half of the dims.
+// Two groups have 64 queries each, with their scores and output in registers. While one computes its softmax,
+// the other uses the tensor cores. Each group's product with V runs while it weighs the scores of its next
+// tile. The first tiles of the next piece are loaded while the last tiles of this one are computed.
 constexpr u32 HEAD = 128, QUERIES = 128, TOKENS = 128, STAGES = 2;
 constexpr u32 HALF_BYTES = TOKENS * TILE_ROW_BYTES, TILE_BYTES = 2 * HALF_BYTES;
 constexpr u32 GROUP = 128, PAGES = TOKENS / BLOCK_TOKENS, NOBODY = 0xffffffffu;
-// Hardware barriers of both groups' threads: 0 is everyone's; 1 and 2 are the groups' turns. Turns are taken at every tile,
-// and go on from piece to piece: a group that could give the turn away twice, having run ahead into its next piece while the
-// other had not taken the first, would fill the barrier by itself, and the other would wait for good.
+// Hardware barriers. Barrier 0 has all threads; 1 and 2 give the groups their turns. Groups take turns at
+// every tile, also from piece to piece. Otherwise a group could run ahead into its next piece and give its
+// turn away twice before the other had taken the first; it would complete the barrier alone, and the other
+// would wait forever.
 constexpr u32 TURN = 1, CLEARED = 3;
 
 struct PrefillShape {
     u32 n_q_heads, n_kv_heads;
     u32 q_stride;      // numbers between two rows of q
     u32 table_stride;  // blocks between two sequences' tables
-    u32 n_blocks;      // blocks there are
-    u32 window;        // the last tokens a query sees
+    u32 n_blocks;      // the number of KV blocks
+    u32 window;        // the number of last tokens that a query sees
     float scale;
     u32 n_sequences, n_pieces;
 };
@@ -28,10 +32,10 @@ struct Span {
     u32 sequence, first_row, n_queries, length, first_query, head, kv_head;
     u32 before;               // tokens before the first query
     u32 oldest;               // the first token that a query here sees
-    u32 first_tile, n_tiles;  // of the sequence, by TOKENS; no tiles: no work
+    u32 first_tile, n_tiles;  // tiles of TOKENS in the sequence; zero tiles mean no work
 };
 
-// Pieces are numbered: the last queries of all heads of all sequences come first.
+// Pieces are numbered so that the last queries of all heads of all sequences come first.
 __device__ __forceinline__ Span piece(u32 nth, const uint3* sequences, const PrefillShape& shape) {
     Span span;
     u32 rest = nth / shape.n_q_heads;
@@ -53,27 +57,28 @@ __device__ __forceinline__ Span piece(u32 nth, const uint3* sequences, const Pre
     return span;
 }
 
-// Where things lie in shared memory: STAGES of each, and of their barriers.
+// The addresses in shared memory: STAGES of each buffer and of its barriers.
 struct Places { u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty; };
 
-// What the warp that draws tells the groups: the piece whose queries lie in this stage, and whether a page was not there.
+// Messages from the loading warp to the groups: the piece whose queries are in this stage, and whether a page
+// did not exist.
 struct Told { volatile u32 piece[STAGES], spoilt[STAGES]; };
 
-// Which of the STAGES the nth use of something has, and the parity of its barriers: of being full, and of being empty again.
+// The stage of the nth use of a buffer, and the parities of its barriers for full and for empty.
 __device__ __forceinline__ u32 stage_of(u32 nth) { return nth % STAGES; }
 __device__ __forceinline__ u32 full_parity(u32 nth) { return nth / STAGES % 2; }
 __device__ __forceinline__ void wait_until_empty(u32 empty, u32 nth) {
     if (nth >= STAGES) barrier_wait(empty + stage_of(nth) * 8, (nth / STAGES - 1) % 2);
 }
 
-// The warp that loads tiles: lanes 0 to 15 half a page each. A page that no query sees is read beyond the map, which gives
-// zeroes. A block that does not exist is read in the same way, and reported. K comes one tile before V. `n_before` tiles came
-// before this piece.
+// The warp that loads tiles: each of lanes 0 to 15 loads half a page. A page that no query sees is read
+// outside of the map, which gives zeroes. So is a block that does not exist, which is also reported. K is
+// loaded one tile before V. `n_before` tiles were loaded before this piece.
 __device__ __forceinline__ void bring_tiles(const Span& span, const PrefillShape& shape, const TensorMap& of_pages, const u32* tables,
                                             const Places& at, u32 n_before, volatile u32* spoilt) {
     u32 lane = threadIdx.x % 32, page = lane / 2, half = lane % 2;
     const u32* table = tables + (u64)span.sequence * shape.table_stride;
-    auto block_of = [&](u32 nth) {  // of this lane's page in the nth tile from the end
+    auto block_of = [&](u32 nth) {  // for this lane's page in the nth tile from the end
         if (lane >= 2 * PAGES || nth >= span.n_tiles) return NOBODY;
         u32 token = ((span.first_tile + span.n_tiles - 1 - nth) * PAGES + page) * BLOCK_TOKENS;
         if (token >= span.length || token + BLOCK_TOKENS <= span.oldest) return NOBODY;
@@ -104,7 +109,8 @@ __device__ __forceinline__ void bring_tiles(const Span& span, const PrefillShape
     }
 }
 
-// Draws piece after piece; all know the first one. The last block that finds none left makes the tickets new.
+// Draws the next piece; the first piece of each block is fixed. The last block that finds none resets the
+// tickets.
 __device__ __forceinline__ u32 draw_piece(u32* tickets, u32 n_pieces) {
     u32 nth = 0;
     if (threadIdx.x % 32 == 0) {
@@ -141,7 +147,7 @@ __device__ __forceinline__ void bring_pieces(const PrefillShape& shape, const Te
     }
 }
 
-// score = q * K of a tile, begun.
+// Starts score = q * K of a tile.
 __device__ __forceinline__ void begin_scores(float (&score)[64], u32 q, u32 k) {
     held(score);
     products_begin();
@@ -154,7 +160,7 @@ __device__ __forceinline__ void begin_scores(float (&score)[64], u32 q, u32 k) {
     products_committed();
 }
 
-// output += shares * V of a tile, begun. What is summed over are tokens, 16 at a time: two towers' rows.
+// Starts output += weights * V of a tile. The sum is over tokens, 16 at a time: rows of two columns of tiles.
 __device__ __forceinline__ void begin_output(float (&output)[64], const u32 (&shares)[32], u32 v) {
     held(output);
     products_begin();
@@ -165,10 +171,10 @@ __device__ __forceinline__ void begin_output(float (&output)[64], const u32 (&sh
     products_committed();
 }
 
-// What rows g and g + 8 of a warp keep as they go along.
+// The online softmax of rows g and g + 8 of a warp.
 struct Softmax { float greatest[2] = {-INF, -INF}, sum[2] = {0.f, 0.f}; };
 
-// Scores become weights; tells by how much what was summed before is to be scaled.
+// Turns scores into weights. Returns in `by` the factors for the earlier sums.
 __device__ __forceinline__ void weigh(float (&score)[64], Softmax& kept, float (&by)[2], float scale) {
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
@@ -177,7 +183,7 @@ __device__ __forceinline__ void weigh(float (&score)[64], Softmax& kept, float (
         for (u32 i = 0; i < 16; i++) most = fmaxf(most, fmaxf(score[4 * i + 2 * half], score[4 * i + 2 * half + 1]));
         most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 1));
         most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 2));
-        float base = most == -INF ? 0.f : most * scale;  // a row may see nothing of this tile
+        float base = most == -INF ? 0.f : most * scale;  // a row may see no token of this tile
         by[half] = power2(kept.greatest[half] * scale - base);
         kept.greatest[half] = most;
         float sum = 0.f;
@@ -193,20 +199,21 @@ __device__ __forceinline__ void weigh(float (&score)[64], Softmax& kept, float (
     }
 }
 
-// Without this the compiler weighs only after the product that shall run meanwhile. It orders stores, and has to take it
-// that this one might happen: it knows not that sums are never negative.
+// Forces the compiler to compute the weights before the product, which then runs at the same time. The
+// compiler must assume that this store can happen: it does not know that sums are never negative.
 __device__ __forceinline__ void weighed_by_now(const Softmax& kept, u32 anywhere) {
     asm volatile("{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never st.shared.f32 [%1], %0;\n}"
                  ::"f"(kept.sum[0] + kept.sum[1]), "r"(anywhere) : "memory");
 }
 
-// Rounded to bf16, weights lie as the next product wants them: of 16 tokens, rows g and g + 8 of the first and second 8.
+// Rounds weights to bf16 in the layout of the next product: for 16 tokens, rows g and g + 8 of the first and
+// second 8.
 __device__ __forceinline__ void round_shares(u32 (&shares)[32], const float (&score)[64]) {
 #pragma unroll
     for (u32 i = 0; i < 32; i++) shares[i] = narrow(score[2 * i], score[2 * i + 1]);
 }
 
-// Hides tokens after a query, or too long before it, from the rows of a tile that has such.
+// Masks tokens after a query, or before its window, if the tile has any.
 __device__ __forceinline__ void hide(float (&score)[64], u32 tile, u32 first_position, u32 window) {
     u32 lane = threadIdx.x % 32, row = threadIdx.x % GROUP / 32 * 16 + lane / 4;
     bool is_edge = (tile + 1) * TOKENS > first_position + 1 || (u64)tile * TOKENS + window < first_position + 64;
@@ -218,7 +225,8 @@ __device__ __forceinline__ void hide(float (&score)[64], u32 tile, u32 first_pos
     }
 }
 
-// In the last page, what was there before this sequence may be NaN, which no share cancels: both groups clear it.
+// Clears the last page after the sequence's end. Numbers there may be NaN, which a weight of zero does not
+// cancel. Both groups clear it.
 __device__ __forceinline__ void clear_after_end(const Span& span, const Places& at, u32 nth) {
     u32 from = span.length - (span.first_tile + span.n_tiles - 1) * TOKENS, n_rows = (16 - from % 16) % 16;
     if (from >= TOKENS || n_rows == 0) return;
@@ -232,7 +240,7 @@ __device__ __forceinline__ void clear_after_end(const Span& span, const Places& 
     threads_wait<2 * GROUP>(CLEARED);
 }
 
-// Sums become averages, and leave.
+// Divides the sums and writes the output.
 __device__ __forceinline__ void write_output(bf16* out, const Span& span, const float (&output)[64], const Softmax& kept,
                                              const PrefillShape& shape, bool is_spoilt) {
     u32 group = threadIdx.x / GROUP - 1, lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32;
@@ -251,7 +259,7 @@ __device__ __forceinline__ void write_output(bf16* out, const Span& span, const 
     }
 }
 
-// One piece, by one group: `n_before` tiles came before it. Its queries lie in stage `q_stage`.
+// One group computes one piece. `n_before` tiles came before it. Its queries are in stage `q_stage`.
 __device__ __forceinline__ void attend(bf16* out, const Span& span, const PrefillShape& shape, const Places& at, u32 n_before,
                                        u32 q_stage, const volatile u32* spoilt) {
     u32 group = threadIdx.x / GROUP - 1, lane = threadIdx.x % 32;

@@ -1,4 +1,5 @@
-// What the card can do at most, measured beside everything else: bytes read, and bytes copied, in a second.
+// Measures the GPU's maximum memory speed, as a reference for other kernels: bytes read and bytes copied in a
+// second.
 constexpr u32 PROBE_LOADS = 8;
 
 extern "C" __global__ void __launch_bounds__(512)
@@ -15,7 +16,8 @@ probe_read(u32* out, const bf16* from, u64 n_eights) {
 #pragma unroll
         for (u32 i = 0; i < PROBE_LOADS; i++) sum ^= part[i].pair[0] ^ part[i].pair[1] ^ part[i].pair[2] ^ part[i].pair[3];
     }
-    // One address for all: what is written is nothing beside what is read, and the loads cannot be left out.
+    // One address for all threads. The store is negligible beside the loads, but prevents the compiler from
+    // removing them.
     if (sum == 0x9e3779b9u) *out = sum;
 }
 

@@ -1,13 +1,13 @@
-// What the cards of one model do together: each has a part of every sum, and all of them need the sum.
+// Operations of all GPUs of one model: each has a part of every sum, and all of them need the sum.
 //
-// They reach each other's memory (NVLink). Few rows are thrown (ranks.cuh). Many rows are shared out: a card fetches the
-// others' parts of its own rows, and gives all of them what it makes of these; flags say when parts may be fetched, and when
-// all have been given.
+// They access each other's memory (NVLink). Few rows are pushed (ranks.cuh). Many rows are divided: a GPU
+// fetches the others' parts of its own rows, computes these rows and writes them to all GPUs. Flags say when
+// parts may be fetched and when all rows are written.
 //
-// All cards launch the same kernels in the same order.
+// All GPUs launch the same kernels in the same order.
 // See `docs/decisions/0013-gpus-add-parts.md`.
 constexpr u32 FEW_THREADS = 1024, MANY_THREADS = 256, GATHER_THREADS = 256;
-constexpr u32 READY = 0, DONE = RANKS_MAX;  // places of flags, one for each sender
+constexpr u32 READY = 0, DONE = RANKS_MAX;  // indices of flags, one for each sender
 
 __device__ __forceinline__ void raise(u64 flag, u32 round) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" :: "l"(flag), "r"(round) : "memory");
@@ -35,7 +35,7 @@ __device__ __forceinline__ float block_sum(float x) {
 
 // === few rows ===
 
-// A block of threads for each row.
+// One block of threads for each row.
 template <u32 PARTS>
 __device__ __forceinline__ void sum_few(bf16* out, bf16* residual, const bf16* part, const bf16* weight, float epsilon, const Inboxes& inboxes) {
     in_turn();
@@ -94,10 +94,12 @@ sum_few_rows(bf16* out, bf16* residual, const bf16* part, const bf16* weight, fl
 
 // === many rows, and columns ===
 
-// What a round of flags is counted by, on each card: the round, and how many blocks of threads are through with it.
+// The state of flag rounds on each GPU: the current round, and the number of blocks of threads that have
+// finished it.
 struct Turn { u32 round, n_through; };
 
-// All ranks' cards have come so far: what was computed before may be fetched, and what is given to them is not in use.
+// Waits until all ranks have reached this round. Afterwards their earlier results may be fetched, and their
+// output buffers may be written.
 __device__ __forceinline__ void meet(u32 round, const OfRanks& flags, const Ranks& ranks) {
     u32 rank = threadIdx.x;
     bool is_other = rank < ranks.n && rank != ranks.me;
@@ -109,7 +111,8 @@ __device__ __forceinline__ void meet(u32 round, const OfRanks& flags, const Rank
     __syncthreads();
 }
 
-// The last block of threads tells the others that everything is given, and waits until they say so.
+// The last block of threads tells the other ranks that this rank has written everything, and waits for the
+// same from them.
 __device__ __forceinline__ void part_from(u32 round, Turn* turn, const OfRanks& flags, const Ranks& ranks) {
     __shared__ bool is_last;
     __syncthreads();
@@ -126,7 +129,7 @@ __device__ __forceinline__ void part_from(u32 round, Turn* turn, const OfRanks& 
     await(flags.at[ranks.me] + 4 * (DONE + rank), round, ranks);
 }
 
-// A block of threads for each of this rank's rows, which are every n-th one.
+// One block of threads for each of this rank's rows: every n-th row.
 template <u32 PARTS>
 __device__ __forceinline__ void sum_many(const OfRanks& outs, bf16* residual, const OfRanks& parts, const bf16* weight, u32 width,
                                          float epsilon, const Ranks& ranks) {
@@ -181,8 +184,8 @@ sum_many_rows(const __grid_constant__ OfRanks outs, bf16* residual, const __grid
     part_from(round, turn, flags, ranks);
 }
 
-// Each rank has some columns of every row, as many as the others; all get all of them. Columns of the
-// last rank that the whole rows do not have are left out.
+// Each rank has some columns of every row, all ranks the same number. All ranks get all columns. Padding
+// columns of the last rank are left out.
 extern "C" __global__ void __launch_bounds__(GATHER_THREADS)
 gather_columns(const __grid_constant__ OfRanks outs, const float* part, u32 n_rows, u32 part_width, u32 width,
                const __grid_constant__ OfRanks flags, Turn* turn, const __grid_constant__ Ranks ranks) {

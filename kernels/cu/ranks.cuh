@@ -1,4 +1,4 @@
-// How the GPUs of one model send numbers to each other. Kernels that add up few rows over all ranks include this.
+// Sends numbers between the GPUs of one model. Kernels that add up few rows over all ranks include this.
 //
 // A GPU writes its part into the inboxes of the others. Every second word also holds the number of the round, so that the
 // reader sees what has arrived; the only wait is one way over the link.
@@ -83,9 +83,10 @@ __device__ __forceinline__ void catch_packet(float (&x)[4], u64 at, u32 round, c
     unpack_half(x[2], x[3], packet.words[2], packet.words[3]);
 }
 
-// Where rows of 4 * n_packets numbers are sent, [round % 2][sender][row][packet], and how often each packet was sent. A GPU
-// sends round r + 2 after it has received round r + 1, which the other GPU began after it had received round r. All GPUs
-// send the same packets, in kernels of the same order; each kernel decides which threads do so.
+// The inboxes for rows of 4 * n_packets numbers, [round % 2][sender][row][packet], and the number of sends of
+// each packet. A GPU sends round r + 2 after it has received round r + 1, which the other GPU started after
+// it had received round r. All GPUs send the same packets, in kernels of the same order. Each kernel decides
+// which threads send.
 struct Inboxes {
     OfRanks at;
     u32* rounds;  // [row][packet]

@@ -1,9 +1,12 @@
-// What lies between the projection of q, k and v and attention: the norms of heads, rotation, and K and V into pages.
+// The work between the projection of q, k and v and attention: norms of heads, rotation, and writing K and V
+// into pages.
 //
-// A row of `qkv` is all heads of q, then of k, then of v. q is rotated where it lies; k and v go to their page:
-// [K|V][kv_head][token][dim]. A block of threads does one token. A thread has 8 numbers of the first half of a head and
-// the 8 of the second half that turn with them, and the same of further heads: it reads its cosines and sines once.
-// A slot is block * BLOCK_TOKENS + token; one that is not below `n_slots` is written nowhere (rows of padding).
+// A row of `qkv` has all heads of q, then of k, then of v. q is rotated in place; k and v are written to
+// their page: [K|V][kv_head][token][dim]. A block of threads computes one token. A thread has 8 numbers of
+// the first half of a head and the 8 of the second half that rotate with them, and the same of further heads;
+// so it reads its cosines and sines once.
+// A slot is block * BLOCK_TOKENS + token. A slot that is not below `n_slots` is not written (rows of
+// padding).
 struct RopeShape { u32 n_q_heads, n_kv_heads, n_slots, n_positions; float epsilon; };
 
 struct Halves { float first[8], second[8]; };
@@ -27,7 +30,7 @@ __device__ __forceinline__ void store_kv(f8* to, const float (&wide)[8]) {
     *reinterpret_cast<Four*>(to) = four;
 }
 
-// Scales a head by its norm and the norm's weights. LANES neighbours have a head together.
+// Scales a head by its norm and the norm's weights. LANES neighbouring lanes hold one head.
 template <u32 HEAD, u32 LANES>
 __device__ __forceinline__ void norm(Halves& head, const bf16* weight, u32 lane, float epsilon) {
     float squares = 0.f;
@@ -59,7 +62,8 @@ __device__ __forceinline__ void rope_heads(bf16* qkv, Kv* pages, const u32* posi
         if (position < shape.n_positions) two = *reinterpret_cast<const float4*>(turns + (u64)position * (HEAD / 2) + lane * 8 + i);
         turn[i] = make_float2(two.x, two.y), turn[i + 1] = make_float2(two.z, two.w);
     }
-    // Whole warps go on together, for the norm's sake: one past the end reads the last head, and writes nothing.
+    // The loop runs in whole warps, because the norm needs all lanes. A lane after the last head reads that
+    // head and writes nothing.
     for (u32 start = threadIdx.x / 32 * (32 / LANES); start < n_heads; start += blockDim.x / LANES) {
         u32 nth = start + threadIdx.x % 32 / LANES;
         bf16* from = row + (u64)min(nth, n_heads - 1) * HEAD;

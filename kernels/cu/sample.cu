@@ -1,47 +1,49 @@
-// Draws tokens where the likeliest will not do: a block of threads for each row of logits.
+// Samples tokens for rows that do not take just the likeliest token. There is one block of threads for each
+// row of logits.
 //
-// In this order: log-probabilities of the model's own logits, edits (bias, what may not be said yet, penalties), then the
-// likeliest or temperature, min-p, top-k, top-p and a draw, as engine/src/sampler describes it.
+// The order is: log-probabilities of the unedited logits; edits (bias, forbidden tokens, penalties); then the
+// likeliest token, or temperature, min-p, top-k, top-p and a draw, as engine/src/sampler describes.
 //
-// Nothing is sorted. Tokens have an order: by how far they are from the best one, of equals the lower token; what is kept of
-// them is a beginning of that order, so each rule moves its end (`Bound`) and a draw looks for a place in it. A place is
-// found digit by digit of the key, with a histogram each. Weights are whole numbers of 2^-40 of the best one's: sums come
-// out the same in whatever order threads add, so a draw is the same in any company.
+// Nothing is sorted. Tokens are ordered by their distance from the best logit, and equal ones by token
+// number. The kept tokens are a prefix of that order, so each rule moves its end (`Bound`), and a draw finds
+// a position in it. A position is found digit by digit of the key, with a histogram for each digit. Weights
+// are integers in units of 2^-40 of the best token's weight. So sums do not depend on the order in which
+// threads add, and a draw does not depend on other rows.
 constexpr u32 THREADS = 1024, BINS = 2048, TOP_MAX = 20, NOWHERE = 0xffffffffu;
 constexpr float NATS_MAX = 64.f, KEYS_PER_NAT = 67108864.f /* 2^26 */, WEIGHT_OF_BEST = 1099511627776.f /* 2^40 */;
 constexpr u32 FORBIDDEN = 1, SEEN = 2;
 
 struct DrawRow {
-    u32 row;        // the row of the logits and of the drawn tokens
-    u32 in_flight;  // where among the step's tokens the one stands that belongs to the history; NOWHERE: none
+    u32 row;        // the row in the logits and in the sampled tokens
+    u32 in_flight;  // index among the step's tokens of the one that belongs to the history; NOWHERE: none
     float temperature;
     u32 top_k;
     float top_p, min_p;
     u32 seed[2], position[2];
-    u32 n_top;  // the number of log-probabilities plus one; 0: none are wanted
+    u32 n_top;  // the number of log-probabilities plus one; 0: none are requested
     u32 first_edit, n_edits;
     float repetition, presence, frequency;
 };
 
-// What is done to one token's logit. `bias` holds the logit as it was afterwards.
+// An edit of one token's logit. `bias` receives the unedited logit for `raw_logit`.
 struct Edit { u32 token; float bias; u32 n_said, flags; };
 
 struct Outcome {
     u32 token, n_top;
-    float best, chosen;  // the model's own logits
-    u64 total;           // the sum of all weights, relative to the best one's
+    float best, chosen;  // the unedited logits
+    u64 total;           // the sum of all weights, in units of 2^-40 of the best one's
     u32 tokens[TOP_MAX];
     float logits[TOP_MAX];
 };
 
-// The end of what is kept: this key and token are the last ones.
+// The end of the kept tokens: the last key and token.
 struct Bound { u32 key, token; };
 
 struct Row {
     float* logits;
     u32 width;
-    float best, by;  // the best logit, and what distances from it are multiplied with
-    bool by_token;   // the order is that of tokens, not of their distances
+    float best, by;  // the best logit, and the factor for distances from it
+    bool by_token;   // tokens are ordered by number, not by distance
     Bound bound;
 };
 
@@ -53,7 +55,7 @@ struct Room {
 
 __device__ __forceinline__ u32 distance(const Row& row, float logit) {
     float nats = (row.best - logit) * row.by;
-    return nats < NATS_MAX ? (u32)(fmaxf(nats, 0.f) * KEYS_PER_NAT) : NOWHERE;  // NaN is far away
+    return nats < NATS_MAX ? (u32)(fmaxf(nats, 0.f) * KEYS_PER_NAT) : NOWHERE;  // NaN counts as far away
 }
 __device__ __forceinline__ u64 weight(u32 distance) {
     return distance == NOWHERE ? 0 : (u64)(exp2f((float)distance * (-1.4426950408889634f / KEYS_PER_NAT)) * WEIGHT_OF_BEST);
@@ -68,7 +70,7 @@ __device__ __forceinline__ u64 warp_sum(u64 x) {
     return x;
 }
 
-// The sum over all threads, for all of them.
+// Returns the sum over all threads to all threads.
 __device__ u64 block_sum(u64 x, Room& room) {
     x = warp_sum(x);
     __syncthreads();
@@ -77,7 +79,7 @@ __device__ u64 block_sum(u64 x, Room& room) {
     return warp_sum(room.of_warp[threadIdx.x % 32]);
 }
 
-// Does something for every token, warps together: with its key, its distance and whether it is kept.
+// Calls `what` for every token, in whole warps: with its key, its distance and whether it is kept.
 template <typename What>
 __device__ __forceinline__ void each_token(const Row& row, What what) {
 #pragma unroll 4
@@ -94,7 +96,7 @@ __device__ u64 kept_weight(const Row& row, Room& room) {
     return block_sum(sum, room);
 }
 
-// Lanes that add to one bin do it together.
+// Lanes that add to the same bin combine their additions.
 __device__ __forceinline__ void add_to_bin(u64* bins, u32 bin, u64 what) {
     u32 with = __ballot_sync(FULL_WARP, what != 0);
     if (with == 0) return;
@@ -107,8 +109,8 @@ __device__ __forceinline__ void add_to_bin(u64* bins, u32 bin, u64 what) {
     }
 }
 
-// The first bin with which the sum of `before` and all bins so far reaches the limit: room.bin, and in room.sum what came
-// before it. NOWHERE if none does.
+// Finds the first bin at which the sum of `before` and all bins so far reaches the limit. Returns it in
+// room.bin, and the sum before it in room.sum. room.bin is NOWHERE if there is none.
 __device__ void find_bin(u64 before, u64 limit, Room& room) {
     constexpr u32 EACH = BINS / THREADS;
     if (threadIdx.x == 0) room.bin = NOWHERE;
@@ -134,7 +136,7 @@ __device__ void find_bin(u64 before, u64 limit, Room& room) {
     __syncthreads();
 }
 
-// The nth (from 1) of the kept tokens with this key, in the order of token numbers.
+// The nth (from 1) kept token with this key, in order of token numbers.
 __device__ u32 nth_alike(const Row& row, u32 key, u64 nth, Room& room) {
     u64 seen = 0;
     for (u32 base = 0; base < row.width; base += THREADS) {
@@ -156,8 +158,8 @@ __device__ u32 nth_alike(const Row& row, u32 key, u64 nth, Room& room) {
     return room.token;
 }
 
-// The token with which the number of tokens so far, or their weight, reaches the limit. `reached` is what there is then.
-// Where it is never reached nothing changes: everything is kept.
+// Finds the token at which the number or the weight of tokens reaches the limit. `reached` is the amount
+// there. If the limit is never reached, everything is kept and nothing changes.
 template <bool BY_WEIGHT>
 __device__ Bound find(const Row& row, u64 limit, u64& reached, Room& room) {
     u32 key = 0;
@@ -193,7 +195,7 @@ __device__ Bound find(const Row& row, u64 limit, u64& reached, Room& room) {
     return {key, token};
 }
 
-// Philox 4x32-10: the number for a seed and a position, as a whole number of 2^-53.
+// Philox 4x32-10: the random number for a seed and a position, an integer in units of 2^-53.
 __device__ u64 random(const DrawRow& draw) {
     u32 counter[4] = {draw.position[0], draw.position[1], 0, 0}, key[2] = {draw.seed[0], draw.seed[1]};
 #pragma unroll
@@ -215,7 +217,7 @@ __device__ float edited(float logit, const Edit& edit, const DrawRow& draw) {
     return logit;
 }
 
-// Edits each token once; one in flight is said once more than the host knows.
+// Edits each token once. The count of a token in flight is one more than the host knows.
 __device__ void edit_all(const Row& row, const DrawRow& draw, Edit* edits, u32 in_flight, Room& room) {
     if (threadIdx.x == 0) room.n = 0;
     __syncthreads();
@@ -234,11 +236,11 @@ __device__ void edit_all(const Row& row, const DrawRow& draw, Edit* edits, u32 i
     __syncthreads();
 }
 
-// The lowest of the tokens with the greatest logit.
+// The lowest-numbered token with the greatest logit.
 __device__ u32 likeliest(const Row& row, Room& room) {
     u64 greatest = 0;
     for (u32 token = threadIdx.x; token < row.width; token += THREADS) {
-        u32 bits = __float_as_uint(row.logits[token] + 0.f);  // -0 is 0
+        u32 bits = __float_as_uint(row.logits[token] + 0.f);  // -0 equals 0
         u64 key = (u64)(bits & 0x80000000u ? ~bits : bits | 0x80000000u) << 32 | (u32)~token;
         greatest = key > greatest ? key : greatest;
     }
@@ -254,7 +256,7 @@ __device__ u32 likeliest(const Row& row, Room& room) {
     return ~(u32)greatest;
 }
 
-// What the model thought, before anything is edited.
+// Records log-probabilities before any edit.
 __device__ void note_thoughts(Row row, const DrawRow& draw, Outcome& outcome, Room& room) {
     u64 total = kept_weight(row, room), reached;
     u32 n_top = min(draw.n_top - 1, TOP_MAX);
@@ -287,7 +289,7 @@ __device__ u32 drawn_token(Row row, const DrawRow& draw, Room& room) {
     return find<true>(row, limit, reached, room).token;
 }
 
-// What the logit of a token was before edits.
+// The logit of a token before edits.
 __device__ float raw_logit(const Row& row, const DrawRow& draw, const Edit* edits, u32 token, u32 in_flight, Room& room) {
     if (threadIdx.x == 0 && token != in_flight) room.raw = row.logits[token];
     __syncthreads();

@@ -1,4 +1,4 @@
-// out = silu(gate) * up, where each row of the input is gate and then up.
+// out = silu(gate) * up. Each row of the input has gate, then up.
 extern "C" __global__ void __launch_bounds__(256)
 silu_mul(bf16* out, const bf16* gate_up, u32 width) {
     in_turn();

@@ -1,10 +1,11 @@
-// y = x * transpose(w), for 1 to 8 rows of x: every weight is read once, and reading it is all the time there is.
+// y = x * transpose(w), for 1 to 8 rows of x. Every weight is read once, and reading weights takes all the
+// time.
 //
-// w is [n][k], as checkpoints have it. A block takes 16 rows of w, its warps a share of k each. Weights go from memory
-// straight into the registers that the tensor core wants: a lane loads 16 bytes of a row, whose order along k is its own,
-// and loads x in the same order. x is small and stays in the caches.
-// One more warp loads the inputs of the ending while the others multiply, and then adds up their sums: each lane has four
-// neighbouring numbers of a row.
+// w is [n][k], as in checkpoints. A block takes 16 rows of w, and each of its warps a share of k. Weights are
+// loaded directly into the registers for the tensor core: a lane loads 16 bytes of a row, in its own order
+// along k, and loads x in the same order. x is small and stays in the caches.
+// One more warp loads the inputs of the ending while the others multiply, and then adds up their sums: each
+// lane has four neighbouring numbers of a row.
 constexpr u32 UNIT = 8, W_ROWS = 2 * UNIT, ROWS = 8, PART_STRIDE = W_ROWS + 4;
 
 template <u32 WARPS, u32 UNROLL>
@@ -12,12 +13,12 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const bf16* w, const b
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, k = shape.k;
     const bf16* rows[2];
 #pragma unroll
-    for (u32 half = 0; half < 2; half++)  // rows past the end are read as the last, and not written
+    for (u32 half = 0; half < 2; half++)  // rows after the end read the last row and are not written
         rows[half] = w + (u64)min((half ? halves.second : halves.first) + g, shape.n - 1) * k + t * 8;
     const bf16* of_x = x + (u64)min(g, shape.n_rows - 1) * k + t * 8;
 
     Eight weights[UNROLL][2];
-    // Weights do not come from the kernel before, so the first ones are on their way while it ends.
+    // The previous kernel does not write weights, so the first ones are loaded while it ends.
 #pragma unroll
     for (u32 i = 0; i < UNROLL; i++) {
         u32 at = (warp * UNROLL + i) * 32;
@@ -41,8 +42,8 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const bf16* w, const b
             Eight &a = weights[i][0], &b = weights[i][1], &v = numbers[i];
             mma(sum, a.pair[0], b.pair[0], a.pair[1], b.pair[1], v.pair[0], v.pair[1]);
             mma(sum, a.pair[2], b.pair[2], a.pair[3], b.pair[3], v.pair[2], v.pair[3]);
-            // Once these are used, those of the next turn are loaded in their place. Those of x, too: eight rows do not stay in
-            // the L1 cache, and a warp that waits for L2 loads no weights.
+            // After use, these registers are loaded for the next turn. x is reloaded too: eight rows do not
+            // stay in the L1 cache, and a warp that waits for L2 loads no weights.
             if (next + t * 8 < k) {
                 a = constant8(rows[0] + next);
                 b = constant8(rows[1] + next);
@@ -101,7 +102,7 @@ __device__ __forceinline__ void skinny(const Ending& ending, const PendingNormAr
     SKINNY(skinny_added, Added, WARPS, UNROLL, BLOCKS)                                                                    \
     SKINNY(skinny_joined, const __grid_constant__ Joined, WARPS, UNROLL, BLOCKS)                                          \
     SKINNY(skinny_heads, Heads, WARPS, UNROLL, BLOCKS)
-// Names: what comes after; warps that multiply, loads of 32 numbers in flight.
+// The name has the ending, the number of warps that multiply, and the loads of 32 numbers in flight.
 SKINNY_OF(16, 2, 2)
 SKINNY_OF(8, 4, 3)
 SKINNY_OF(4, 4, 5)

@@ -1,10 +1,10 @@
-// Tensor cores by mma.sync, as every card from sm_80 on has them, and copies that do not pass through registers.
+// Tensor cores by mma.sync, on every GPU from sm_80 on, and copies that bypass registers.
 //
 // One mma is c[16][8] += a[16][16] * b[16][8]. With g = lane / 4 and t = lane % 4, a lane holds
 //   a: rows g, g + 8, g, g + 8; columns 2t, 2t + 1 of the first eight (twice), then of the second eight
 //   b: rows 2t, 2t + 1 of the first eight, then of the second eight; column g
 //   c: row g, columns 2t, 2t + 1; then row g + 8
-// The order of the 16 that are summed over is free, as long as a and b agree on it.
+// The order of the 16 summed numbers is free, but must be the same in a and b.
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -15,7 +15,7 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
 __device__ __forceinline__ u32 lower(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
 __device__ __forceinline__ u32 upper(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
 
-// A matrix of 8 by 8 across a warp, rows for columns.
+// Transposes an 8 by 8 matrix across a warp.
 __device__ __forceinline__ u32 transposed(u32 x) {
     u32 y;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -24,7 +24,7 @@ __device__ __forceinline__ u32 transposed(u32 x) {
 
 __device__ __forceinline__ u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
 
-// 16 bytes into shared memory; zeroes where `wanted` is false, and then nothing is read.
+// Copies 16 bytes into shared memory. Writes zeroes and reads nothing if `wanted` is false.
 __device__ __forceinline__ void copy16(u32 to, const void* from, bool wanted) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0));
 }
@@ -41,7 +41,7 @@ __device__ __forceinline__ void matrices_transposed(u32 (&x)[4], u32 at) {
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at));
 }
 
-// Two to the power of x, as softmax needs it: to about 2^-22, and 0 for what is too small.
+// Two to the power of x, as softmax needs it: accurate to about 2^-22, and 0 for very small results.
 __device__ __forceinline__ float power2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

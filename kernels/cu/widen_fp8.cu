@@ -1,7 +1,8 @@
-// Weights in FP8 (e4m3), as `Fp8Rows` in ops/fp8.rs has them, to rows of k numbers of bf16, each times its row's scale.
+// Converts FP8 weights (e4m3), in the layout of `Fp8Rows` in ops/fp8.rs, to rows of k bf16 numbers, each
+// times its row's scale.
 //
-// A thread loads a lane's 16 bytes of a group of 64 numbers: four of each 16 numbers. Four threads exchange theirs, so that
-// each writes 16 numbers that follow each other.
+// A thread loads a lane's 16 bytes of a group of 64 numbers: four of each 16 numbers. Four threads exchange
+// theirs, so that each writes 16 contiguous numbers.
 __device__ __forceinline__ float widened(u32 word, u32 byte) {
     u32 bits = word >> 8 * byte;
     // 2 to the power of 120: the difference of the exponents.
@@ -13,7 +14,7 @@ widen_fp8(bf16* out, const bf16* w, const float* scales, u32 n, u32 k, u32 width
     in_turn();
     u32 of_row = width / 16, t = threadIdx.x % 4;
     u64 n_chunks = (u64)n * of_row, step = (u64)gridDim.x * blockDim.x;
-    // Whole blocks of threads go around together.
+    // Whole blocks of threads loop together.
     for (u64 first = (u64)blockIdx.x * blockDim.x; first < n_chunks; first += step) {
         u64 chunk = first + threadIdx.x;
         bool is_here = chunk < n_chunks;
@@ -35,7 +36,7 @@ widen_fp8(bf16* out, const bf16* w, const float* scales, u32 n, u32 k, u32 width
             for (u32 i = 0; i < 4; i++)
                 if (i == other) low.pair[i] = first_pair, high.pair[i] = second_pair;
         }
-        // A group's four threads have its 64 columns: 16 each.
+        // The group's four threads have its 64 columns: 16 each.
         column = column / 64 * 64 + t * 16;
         if (is_here && column < k) store8(out + row * k + column, low);
         if (is_here && column + 8 < k) store8(out + row * k + column + 8, high);

@@ -1,6 +1,6 @@
-//! Arithmetic on processors and GPUs.
+//! Arithmetic on CPUs and GPUs.
 //!
-//! `device` has the memory that it works on (docs/decisions/0025).
+//! The `device` crate has the memory that it works on (docs/decisions/0025).
 #![allow(unsafe_code)]
 
 pub mod cpu;

@@ -1,7 +1,8 @@
-//! Every kernel compiles for every kind of card, with no GPU: registers and spills are as `cu/registers.txt` says.
+//! Every kernel compiles for every architecture, without a GPU. Registers and spills equal those in
+//! `cu/registers.txt`.
 //!
-//! The compiler is the one that `./test.sh` puts into `.cache/nvrtc`, or lies in the folder that `TEST_NVRTC` names. Without
-//! one these tests fail, because no kernel could be compiled.
+//! The compiler is in `.cache/nvrtc`, where `./test.sh` installs it, or in the folder named by `TEST_NVRTC`.
+//! Without a compiler these tests fail.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -10,9 +11,9 @@ use baton_kernels::cuda::source::SOURCES;
 use device::cuda::source::{Source, WIRE};
 use device::cuda::{Cache, Nvrtc, report};
 
-/// The oldest cards that we serve, Hopper as everyone knows it, and Hopper with its own instructions.
+/// The oldest supported architecture, Hopper without its own instructions, and Hopper with them.
 const ARCHS: &[&str] = &["sm_80", "sm_90", "sm_90a"];
-/// The compiler whose counts are in the table. Another one allocates otherwise.
+/// The compiler version of the table. Other versions allocate registers differently.
 const TABLE_OF: (i32, i32) = (13, 0);
 
 fn nvrtc() -> Nvrtc {
@@ -21,7 +22,7 @@ fn nvrtc() -> Nvrtc {
     Nvrtc::load(Some(&folder)).unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
 }
 
-/// Where `./test.sh` has put it: below the folder of whatever version of Python there is.
+/// The folder where `./test.sh` has installed it, below the folder of the Python version.
 fn cached() -> Option<PathBuf> {
     let cache = Path::new(env!("CARGO_MANIFEST_DIR")).join("../.cache/nvrtc/lib");
     let versions = std::fs::read_dir(cache).ok()?.flatten();
@@ -35,7 +36,7 @@ fn sources() -> impl Iterator<Item = &'static Source> {
     SOURCES[..n_before].iter().chain([&WIRE]).chain(&SOURCES[n_before..])
 }
 
-/// One line for each kernel: card, kernel, registers, bytes spilled.
+/// One line for each kernel: architecture, kernel, registers, bytes spilled.
 fn table(nvrtc: &Nvrtc, source: &Source) -> String {
     let mut table = String::new();
     for arch in ARCHS.iter().filter(|arch| source.is_for(arch)) {

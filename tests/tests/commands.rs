@@ -185,7 +185,7 @@ fn more_kv_memory_than_there_is_is_refused_at_the_start() {
         let (code, text) = started(&["decode"], &env);
         assert_eq!(code, Some(3), "{model}: {text}");
         let says = |part: &str| assert!(text.contains(part), "{model}: {part} in {text}");
-        says("MiB of memory are asked for");
+        says("MiB of memory are requested");
         says("MiB are available to this process");
         says("set model.kv_memory lower");
     }

@@ -280,7 +280,7 @@ async fn files_that_have_changed_are_another_model() {
     let (status, body) = tell(node, "wake").await;
     let message = body["error"]["message"].as_str().unwrap_or_default();
     assert_eq!((status, body["error"]["code"].as_str()), (503, Some("cannot_wake")));
-    assert!(message.contains("are two models") && message.contains("weights: "), "{message}");
+    assert!(message.contains("files have changed") && message.contains("weights: "), "{message}");
     assert_eq!(tell(node, "sleep").await.0, 409, "it sleeps on");
     replace(&original);
     told(node, "wake").await;

@@ -146,8 +146,8 @@ mod tests {
     fn a_device_that_does_not_open_is_said_with_the_reason() {
         let class = tempfile::tempdir().expect("a folder");
         put(&class.path().join("mlx5_0/ports/1"), "state", "4: ACTIVE\n");
-        let found = look_in(class.path(), |_| Err("libibverbs is not on this machine".to_owned()));
+        let found = look_in(class.path(), |_| Err("libibverbs is not installed".to_owned()));
         assert_eq!(found[0].level, Level::Warn);
-        assert_eq!(found[0].found, "mlx5_0 cannot be used: libibverbs is not on this machine");
+        assert_eq!(found[0].found, "mlx5_0 cannot be used: libibverbs is not installed");
     }
 }

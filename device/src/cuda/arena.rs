@@ -1,7 +1,8 @@
-//! Memory of a card that can be given back for a while, all at once, and be had again at the same addresses.
+//! Memory of a GPU that can be given back all at once and taken again later at the same addresses.
 //!
-//! What lay in it has to be put there again. The code that does it asks for the same buffers in the same order, and gets them at
-//! the places that they had: so graphs and descriptors that know the addresses stay true.
+//! The content is lost meanwhile, and the caller writes it again. The caller asks for the same buffers in the
+//! same order and gets the same addresses. Recorded graphs and tensor descriptors, which contain addresses,
+//! therefore stay valid.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,13 +13,13 @@ use super::buffer::{Buffer, Element};
 use super::mapped::Mapped;
 use super::{Card, CudaError};
 
-/// Small buffers share pieces of this size; larger ones have a piece each. It is the unit in which a card's memory is
-/// mapped.
+/// The size of a piece that small buffers share. A larger buffer has a piece of its own. GPU memory is mapped
+/// in units of this size.
 const SHARED_PIECE_BYTES: usize = 2 << 20;
-/// Where a buffer may begin: as the driver's own allocator has it.
+/// The alignment of every buffer, equal to that of the driver's allocator.
 const ALIGN_BYTES: usize = 256;
 
-/// Buffers of one card whose memory goes and comes back together.
+/// Buffers of one GPU whose memory is given back and taken again together.
 pub struct Arena {
     context: Arc<CudaContext>,
     pieces: Vec<Arc<Mapped>>,
@@ -28,17 +29,18 @@ pub struct Arena {
 // === impl Arena ===
 
 impl Card {
-    /// An arena with nothing in it.
+    /// An empty arena.
     pub fn arena(&self) -> Arena {
         Arena { context: Arc::clone(self.context()), pieces: Vec::new(), places: Places::default() }
     }
 }
 
 impl Arena {
-    /// Takes memory whose content is anything; after [`refill`](Self::refill), a place that a buffer of this size had.
+    /// Takes memory with undefined content. After [`refill`](Self::refill), it returns the place that this
+    /// buffer had before.
     ///
     /// # Panics
-    /// If after `refill` another size is asked for than at first.
+    /// If the size differs from the first time, after `refill`.
     pub fn buffer<T: Element>(&mut self, len: usize) -> Result<Buffer<T>, CudaError> {
         let place = self.places.next(len.saturating_mul(size_of::<T>()));
         if place.piece == self.pieces.len() {
@@ -53,18 +55,18 @@ impl Arena {
         Ok(Buffer::part(Arc::clone(&self.pieces[place.piece]), place.offset, len))
     }
 
-    /// Gives the memory back and keeps the addresses. Waits for what the card still does.
+    /// Gives the memory back and keeps the addresses. Waits for the GPU's running work.
     ///
-    /// The caller sees to it that nothing is launched that uses a buffer of it, until it was [refilled](Self::refill).
+    /// The caller must launch nothing that uses one of these buffers before [`refill`](Self::refill).
     pub fn give_back(&self) -> Result<(), CudaError> {
         self.pieces.iter().try_for_each(|piece| piece.give_back())
     }
 
-    /// Takes the memory again: all of it, or none. From here on [`buffer`](Self::buffer) goes through the places from the
-    /// first one on.
+    /// Takes all the memory again, or none of it. Afterwards [`buffer`](Self::buffer) returns the places in
+    /// order, from the first.
     pub fn refill(&mut self) -> Result<(), CudaError> {
         if let Err(refused) = self.pieces.iter().try_for_each(|piece| piece.take_again()) {
-            // Why it could not be taken says more than why it could not be given back.
+            // The first error is reported: it has the cause.
             let _ = self.give_back();
             return Err(refused);
         }
@@ -72,7 +74,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Bytes of the card that it has, or will have again.
+    /// Bytes of GPU memory that the arena holds, or holds again after a refill.
     pub fn bytes(&self) -> usize {
         self.pieces.iter().map(|piece| piece.bytes()).sum()
     }
@@ -86,14 +88,14 @@ impl fmt::Debug for Arena {
 
 // === places ===
 
-/// Which buffer lies where.
+/// The places of all buffers.
 #[derive(Debug, Default)]
 struct Places {
     places: Vec<Place>,
-    /// How many were given out since the beginning, or since it was rewound.
+    /// The number of places given out since the start or the last rewind.
     n_given: usize,
     n_pieces: usize,
-    /// The piece that small buffers go into, and how much of it is taken.
+    /// The piece for small buffers, and the bytes of it in use.
     shared: Option<(usize, usize)>,
 }
 
@@ -106,7 +108,7 @@ struct Place {
 }
 
 impl Place {
-    /// What its piece has to have, if it is the first in it.
+    /// The size of the piece, if this buffer is the first in it.
     fn piece_bytes(self) -> usize {
         self.bytes.max(SHARED_PIECE_BYTES)
     }
@@ -140,7 +142,7 @@ impl Places {
         place
     }
 
-    /// The last place was one of a piece that could not be had.
+    /// Removes the last place, because its piece could not be allocated.
     fn forget_last(&mut self) {
         let Some(place) = self.places.pop() else { return };
         self.n_given -= 1;

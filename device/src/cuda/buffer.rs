@@ -1,4 +1,4 @@
-//! Memory on a card, typed and bounded: what a kernel is given always lies within one allocation.
+//! Typed GPU memory with bounds: a kernel only gets memory that lies within one allocation.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -12,34 +12,34 @@ use crate::number::{bf16_to_f32, f32_to_bf16};
 use super::CudaError;
 use super::mapped::{Mapped, no_room};
 
-/// A number of 16 bits: the upper half of an f32.
+/// A bfloat16 number: the upper 16 bits of an f32.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Bf16(pub u16);
 
-/// What can lie on a card: plain numbers, for which every pattern of bits is valid.
+/// A type that GPU memory can hold: plain numbers.
 ///
 /// # Safety
-/// The type has no padding, no pointers and no patterns of bits that are not a value.
+/// The type has no padding and no pointers, and every bit pattern is a valid value.
 pub unsafe trait Element: Copy + Send + Sync + 'static {}
 
 macro_rules! elements {
     ($($number:ty),*) => {$(
-        // JUSTIFICATION: memory is moved as bytes.
+        // JUSTIFICATION: GPU memory is copied as bytes.
         // SAFETY: a number, or an array of numbers, without padding.
         unsafe impl Element for $number {}
     )*};
 }
 elements!(u8, u32, u64, f32, Bf16, [f32; 2], [u32; 3]);
 
-/// Memory of one card, given back when dropped, or to the arena that it is from.
+/// Memory of one GPU. Dropping it returns the memory to the driver, or to its arena.
 pub struct Buffer<T: Element> {
     memory: Memory,
     len: usize,
     element: PhantomData<T>,
 }
 
-/// Whose memory a buffer is.
+/// The owner of a buffer's memory.
 enum Memory {
     Own(Allocated),
     /// Part of a larger piece.
@@ -49,13 +49,13 @@ enum Memory {
     },
 }
 
-/// Memory by the driver's own allocator.
+/// Memory from the driver's own allocator.
 struct Allocated {
     context: Arc<CudaContext>,
     address: u64,
 }
 
-/// Part of a buffer that is read.
+/// A readable part of a buffer.
 #[derive(Clone, Copy)]
 pub struct View<'a, T: Element> {
     address: u64,
@@ -64,7 +64,7 @@ pub struct View<'a, T: Element> {
     buffer: PhantomData<&'a [T]>,
 }
 
-/// Part of a buffer that is written, and not used elsewhere meanwhile.
+/// A writable part of a buffer, with no other user.
 pub struct ViewMut<'a, T: Element> {
     address: u64,
     len: usize,
@@ -89,16 +89,16 @@ impl From<Bf16> for f32 {
 // === impl Buffer ===
 
 impl<T: Element> Buffer<T> {
-    /// Takes memory of the card. Its content is undefined.
+    /// Allocates GPU memory. Its content is undefined.
     pub fn new(context: &Arc<CudaContext>, len: usize) -> Result<Self, CudaError> {
         let memory = Memory::Own(Allocated::new(context, len.saturating_mul(size_of::<T>()))?);
         Ok(Self { memory, len, element: PhantomData })
     }
 
-    /// `len` numbers of a piece of memory that the caller does not share.
+    /// `len` numbers of a piece. The caller gives no other buffer the same range.
     ///
     /// # Panics
-    /// If they do not lie within it, or not where such numbers may.
+    /// If the range is not within the piece, or its start is not aligned.
     pub(super) fn part(piece: Arc<Mapped>, offset: usize, len: usize) -> Self {
         let end = len.checked_mul(size_of::<T>()).and_then(|bytes| bytes.checked_add(offset));
         assert!(end.is_some_and(|end| end <= piece.bytes()), "{len} numbers at {offset} of {piece:?}");
@@ -158,8 +158,8 @@ impl Allocated {
     fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, CudaError> {
         let bytes = bytes.max(1);
         context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
-        // JUSTIFICATION: cudarc's own slices free on a stream and track events, which graphs cannot record.
-        // SAFETY: the address is kept by this value alone, and freed once.
+        // JUSTIFICATION: cudarc's slices free on a stream and track events, which a graph cannot record.
+        // SAFETY: only this value has the address, and it frees it once.
         let address = unsafe { result::malloc_sync(bytes) }.map_err(|source| no_room(bytes, source))?;
         Ok(Self { context: Arc::clone(context), address })
     }
@@ -167,7 +167,7 @@ impl Allocated {
 
 impl Drop for Allocated {
     fn drop(&mut self) {
-        // The card may still be at work on it. Where waiting fails the context is lost, memory and all.
+        // The GPU may still use the memory. If waiting fails, the context and all its memory are lost.
         let _ = self.context.synchronize();
         // JUSTIFICATION: the counterpart of `new`.
         // SAFETY: the address came from `malloc_sync` and no view outlives the buffer.
@@ -188,22 +188,22 @@ macro_rules! views {
                 self.len == 0
             }
 
-            /// The address of its first number on the card. Only `unsafe` code can use it.
+            /// The address in GPU memory of its first number. Only `unsafe` code can use it.
             pub fn address(&self) -> u64 {
                 self.address
             }
 
-            /// Which card it lies on.
+            /// The GPU that has this memory.
             pub fn ordinal(&self) -> usize {
                 self.ordinal
             }
 
-            /// Whether loads of 16 bytes may begin here.
+            /// Whether a 16-byte load may start here.
             pub fn is_aligned(&self) -> bool {
                 self.address.is_multiple_of(16)
             }
 
-            /// `len` numbers from `address` on; the caller promises that they are there.
+            /// `len` numbers that start at `address`. The caller guarantees that they exist.
             pub(super) fn over(address: u64, len: usize, ordinal: usize) -> Self {
                 Self { address, len, ordinal, buffer: PhantomData }
             }
@@ -234,13 +234,13 @@ impl<'a, T: Element> View<'a, T> {
 macro_rules! halves {
     ($($view:ident),*) => {$(
         impl<'a, T: Element> $view<'a, T> {
-            /// The same memory as numbers of 16 bits.
+            /// The same memory as 16-bit numbers.
             ///
             /// # Panics
-            /// If it is an odd number of bytes.
+            /// If the number of bytes is odd.
             pub fn halves(self) -> $view<'a, Bf16> {
                 let bytes = self.len * size_of::<T>();
-                assert!(bytes.is_multiple_of(2), "{bytes} bytes, two by two");
+                assert!(bytes.is_multiple_of(2), "{bytes} bytes are not whole 16-bit numbers");
                 $view::over(self.address, bytes / 2, self.ordinal)
             }
         }
@@ -249,12 +249,12 @@ macro_rules! halves {
 halves!(View, ViewMut);
 
 impl<'a> View<'a, u32> {
-    /// The same numbers, three by three.
+    /// The same numbers in groups of three.
     ///
     /// # Panics
-    /// If some are left over.
+    /// If the length is not a multiple of three.
     pub fn triples(self) -> View<'a, [u32; 3]> {
-        assert!(self.len.is_multiple_of(3), "{} numbers, three by three", self.len);
+        assert!(self.len.is_multiple_of(3), "{} numbers are not whole triples", self.len);
         View { address: self.address, len: self.len / 3, ordinal: self.ordinal, buffer: PhantomData }
     }
 }
@@ -266,12 +266,12 @@ impl<'a, T: Element> ViewMut<'a, T> {
         ViewMut { address: self.place(&range), len: range.len(), ..self }
     }
 
-    /// The same, to be read for a while.
+    /// A read view of the same memory.
     pub fn view(&self) -> View<'_, T> {
         View { address: self.address, len: self.len, ordinal: self.ordinal, buffer: PhantomData }
     }
 
-    /// The same, for a while.
+    /// A write view of the same memory with a shorter lifetime.
     pub fn reborrow(&mut self) -> ViewMut<'_, T> {
         ViewMut { address: self.address, len: self.len, ordinal: self.ordinal, buffer: PhantomData }
     }

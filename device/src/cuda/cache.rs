@@ -1,22 +1,22 @@
-//! Machine code kept on disk, so that a second start compiles nothing.
+//! A disk cache of compiled kernels, so that a second start compiles nothing.
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use super::{CudaError, Nvrtc, source::Source};
 
-/// Length of the digest that each file begins with.
+/// The length of the digest at the start of each file.
 const DIGEST_BYTES: usize = 32;
 
-/// A folder of compiled kernels, each named by the hash of all that went into it.
+/// A folder of compiled kernels. A file's name is the hash of everything that the compilation depends on.
 ///
-/// It is a convenience: where it cannot be read or written, kernels are compiled again.
+/// The cache is optional: if it cannot be read or written, kernels are compiled again.
 #[derive(Clone, Debug)]
 pub struct Cache {
     folder: Option<PathBuf>,
 }
 
-/// Machine code, and whether it had to be compiled.
+/// Machine code, and whether it was compiled now.
 #[derive(Debug)]
 pub struct Fetched {
     pub cubin: Vec<u8>,
@@ -24,24 +24,25 @@ pub struct Fetched {
 }
 
 impl Cache {
-    /// In this folder, which is made when something is first kept.
+    /// A cache in this folder, which the first write creates.
     pub fn at(folder: &Path) -> Self {
         Self { folder: Some(folder.to_owned()) }
     }
 
-    /// Nothing is kept.
+    /// A cache that keeps nothing.
     pub fn none() -> Self {
         Self { folder: None }
     }
 
-    /// Where the XDG convention says: `$XDG_CACHE_HOME`, else `$HOME/.cache`, else nowhere.
+    /// The user's cache by the XDG convention: under `$XDG_CACHE_HOME`, else `$HOME/.cache`. With neither,
+    /// nothing is kept.
     pub fn of_user(variable: impl Fn(&str) -> Option<String>) -> Self {
         let named = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
         let base = named("XDG_CACHE_HOME").or_else(|| named("HOME").map(|home| home.join(".cache")));
         Self { folder: base.map(|base| base.join("baton/kernels")) }
     }
 
-    /// Machine code of this source for this card: kept, or compiled now and kept.
+    /// The machine code of this source for this GPU, from the cache. Otherwise compiles it and stores it.
     pub fn fetch(&self, nvrtc: &Nvrtc, source: &Source, arch: &str) -> Result<Fetched, CudaError> {
         let file = self.file(&nvrtc.recipe(source, arch));
         if let Some(cubin) = file.as_deref().and_then(read) {
@@ -49,7 +50,7 @@ impl Cache {
         }
         let cubin = nvrtc.compile(source, arch)?.cubin;
         if let Some(file) = file {
-            // A full or read-only disk costs time at the next start, and nothing else.
+            // On a full or read-only disk, only the next start takes longer.
             let _ = write(&file, &cubin);
         }
         Ok(Fetched { cubin, was_compiled: true })
@@ -61,14 +62,14 @@ impl Cache {
     }
 }
 
-/// What was kept, unless it is damaged.
+/// Reads a cached file. Returns `None` if it is missing or damaged.
 fn read(file: &Path) -> Option<Vec<u8>> {
     let bytes = std::fs::read(file).ok()?;
     let (digest, cubin) = bytes.split_at_checked(DIGEST_BYTES)?;
     (blake3::hash(cubin).as_bytes() == digest).then(|| cubin.to_vec())
 }
 
-/// Another process sees the whole file or none: it is written beside its place, then moved there.
+/// Writes a temporary file and renames it, so that another process sees the whole file or none.
 fn write(file: &Path, cubin: &[u8]) -> io::Result<()> {
     let folder = file.parent().expect("a file in the cache lies in its folder");
     std::fs::create_dir_all(folder)?;

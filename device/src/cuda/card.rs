@@ -1,4 +1,4 @@
-//! One GPU, opened: its context, the one stream that everything runs on, and every kernel, loaded.
+//! An open GPU: its context, its one compute stream and all loaded kernels.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -18,8 +18,8 @@ use super::{Cache, CudaError, Nvrtc, library};
 
 /// A GPU that is ready to compute.
 ///
-/// All work goes into one stream, in the order of the calls: a kernel sees what the calls before it wrote, and memory
-/// that a view borrowed may be used again by the next call.
+/// All work goes into one stream, in the order of the calls. A kernel therefore sees what earlier calls
+/// wrote, and the next call may reuse memory that a view borrowed.
 pub struct Card {
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
@@ -27,20 +27,20 @@ pub struct Card {
     name: String,
     arch: String,
     n_multiprocessors: u32,
-    /// Whether a kernel may be launched while the one before it runs: from Hopper on.
+    /// Whether a kernel may start while the previous one ends: on Hopper and later.
     overlaps: bool,
     n_compiled: usize,
 }
 
-/// How a kernel is spread over the card.
+/// The launch shape of a kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct Grid {
     pub blocks: (usize, usize, usize),
     /// Threads of each block.
     pub threads: u32,
-    /// Shared memory of each block, beyond what the kernel has by itself.
+    /// Dynamic shared memory of each block.
     pub shared_bytes: u32,
-    /// It comes onto the card when the kernel before has ended, and not while it does.
+    /// Whether it starts only after the previous kernel has ended.
     pub waits: bool,
 }
 
@@ -50,28 +50,29 @@ impl Grid {
     }
 }
 
-/// A place in the stream, to measure the time between two.
+/// A point in the stream. Two of them measure the time between them.
 #[derive(Debug)]
 pub struct Marker(pub(super) CudaEvent);
 
 // === impl Card ===
 
 impl Card {
-    /// How many there are. None is an error.
+    /// The number of GPUs. Zero is an error.
     pub fn count() -> Result<usize, CudaError> {
         library::driver()
     }
 
-    /// Opens a card that moves pages: loads the libraries, compiles what the cache does not have, loads the kernels of
-    /// [`WIRE`].
+    /// Opens a GPU that moves pages: loads the libraries, compiles kernels missing from the cache and loads
+    /// those of [`WIRE`].
     ///
-    /// `nvrtc_folder` is for where NVRTC is not on the loader's path, as with CUDA from Python packages.
+    /// `nvrtc_folder` names the folder of NVRTC if the loader does not find it, for example with CUDA from
+    /// Python packages.
     pub fn open(ordinal: usize, nvrtc_folder: Option<&Path>, cache: &Cache) -> Result<Self, CudaError> {
         Self::open_with(ordinal, nvrtc_folder, cache, None, Programs::NONE)
     }
 
-    /// The same, with more programs, and with kernels for another kind of card that this one can stand in for: `sm_90`
-    /// on Hopper leaves out what only Hopper has, and runs what other cards run.
+    /// Like [`open`](Self::open), with more programs, and with kernels for another architecture that this GPU
+    /// can run. For example, `sm_90` on Hopper leaves out Hopper's own kernels and runs the general ones.
     pub fn open_with(
         ordinal: usize,
         nvrtc_folder: Option<&Path>,
@@ -100,12 +101,12 @@ impl Card {
         Ok(Self { context, stream, functions, name, arch, n_multiprocessors, overlaps, n_compiled })
     }
 
-    /// The driver's name for it.
+    /// The driver's name of the GPU.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// What its kernels are compiled for.
+    /// The architecture that the kernels are compiled for.
     pub fn arch(&self) -> &str {
         &self.arch
     }
@@ -114,82 +115,82 @@ impl Card {
         self.n_multiprocessors
     }
 
-    /// How many sources had to be compiled, because the cache did not have them.
+    /// The number of sources that were compiled because the cache did not have them.
     pub fn n_compiled(&self) -> usize {
         self.n_compiled
     }
 
-    /// Free and total bytes of its memory.
+    /// Free and total bytes of GPU memory.
     pub fn memory(&self) -> Result<(usize, usize), CudaError> {
         self.context.mem_get_info().map_err(CudaError::during("ask for the GPU's memory"))
     }
 
-    /// Takes memory whose content is anything.
+    /// Allocates memory with undefined content.
     pub fn buffer<T: Element>(&self, len: usize) -> Result<Buffer<T>, CudaError> {
         Buffer::new(&self.context, len)
     }
 
-    /// Takes memory and fills it.
+    /// Allocates memory and fills it.
     pub fn upload<T: Element>(&self, numbers: &[T]) -> Result<Buffer<T>, CudaError> {
         let mut buffer = self.buffer(numbers.len())?;
         self.write(buffer.view_mut(), numbers)?;
         Ok(buffer)
     }
 
-    /// Overwrites memory of the card. Comes back when `from` may be changed again.
+    /// Overwrites GPU memory. Returns when `from` may be changed again.
     ///
     /// # Panics
-    /// If the lengths differ, or the memory lies on another card.
+    /// If the lengths differ, or the memory is on another GPU.
     pub fn write<T: Element>(&self, to: ViewMut<'_, T>, from: &[T]) -> Result<(), CudaError> {
         assert_eq!(
             (to.len(), to.ordinal()),
             (from.len(), self.context.ordinal()),
-            "as long, and on this card"
+            "the lengths are equal and the memory is on this GPU"
         );
         self.bind()?;
-        // JUSTIFICATION: memory of the card is reached by address.
-        // SAFETY: the view is of this card and as long as the slice, which lives until the copy is done.
+        // JUSTIFICATION: GPU memory is accessed by address.
+        // SAFETY: the view is on this GPU and as long as the slice, which lives until the copy is done.
         unsafe { result::memcpy_htod_async(to.address(), from, self.stream.cu_stream()) }
             .map_err(CudaError::during("copy to the GPU"))?;
         self.synchronize()
     }
 
-    /// Waits for all work so far and copies memory back.
+    /// Waits for all earlier work and copies memory to the host.
     ///
     /// # Panics
-    /// If the memory lies on another card.
+    /// If the memory is on another GPU.
     pub fn download<T: Element + Default>(&self, from: View<'_, T>) -> Result<Vec<T>, CudaError> {
-        assert_eq!(from.ordinal(), self.context.ordinal(), "on this card");
+        assert_eq!(from.ordinal(), self.context.ordinal(), "the memory is on this GPU");
         let mut numbers = vec![T::default(); from.len()];
         self.bind()?;
-        // JUSTIFICATION: memory of the card is reached by address.
-        // SAFETY: the view is of this card, the vector is as long, and it lives until the copy is done.
+        // JUSTIFICATION: GPU memory is accessed by address.
+        // SAFETY: the view is on this GPU. The vector has the same length and lives until the copy is done.
         unsafe { result::memcpy_dtoh_async(&mut numbers, from.address(), self.stream.cu_stream()) }
             .map_err(CudaError::during("copy from the GPU"))?;
         self.synchronize()?;
         Ok(numbers)
     }
 
-    /// Sets every byte, in the order of the stream.
+    /// Sets every byte, in stream order.
     ///
     /// # Panics
-    /// If the memory lies on another card.
+    /// If the memory is on another GPU.
     pub fn fill<T: Element>(&self, to: ViewMut<'_, T>, byte: u8) -> Result<(), CudaError> {
-        assert_eq!(to.ordinal(), self.context.ordinal(), "on this card");
+        assert_eq!(to.ordinal(), self.context.ordinal(), "the memory is on this GPU");
         self.bind()?;
         let bytes = to.len() * size_of::<T>();
-        // JUSTIFICATION: memory of the card is reached by address.
-        // SAFETY: the view is of this card and that long; any byte makes a valid element.
+        // JUSTIFICATION: GPU memory is accessed by address.
+        // SAFETY: the view is on this GPU and has this length. Every byte makes a valid element.
         unsafe { result::memset_d8_async(to.address(), byte, bytes, self.stream.cu_stream()) }
             .map_err(CudaError::during("fill memory of the GPU"))
     }
 
-    /// Waits for all work so far; says what failed since it was last asked.
+    /// Waits for all earlier work. Returns any failure since the last call.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         self.stream.synchronize().map_err(CudaError::during("wait for the GPU"))
     }
 
-    /// Marks this place in the stream.
+    /// Records a point in the stream.
     pub fn mark(&self) -> Result<Marker, CudaError> {
         let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
         self.stream.record_event(flags).map(Marker).map_err(CudaError::during("record an event"))
@@ -207,12 +208,12 @@ impl Card {
         &self.stream
     }
 
-    /// Whether a kernel is there: some are for one kind of card only.
+    /// Whether a kernel is loaded. Some kernels exist for one architecture only.
     pub fn has(&self, kernel: &str) -> bool {
         self.functions.contains_key(kernel)
     }
 
-    /// A kernel for a stream of its own.
+    /// A kernel, to be launched on another stream.
     pub(super) fn function(&self, kernel: &'static str) -> CudaFunction {
         self.functions
             .get(kernel)
@@ -220,12 +221,13 @@ impl Card {
             .clone()
     }
 
-    /// Puts a kernel at the end of the stream. It may come onto the card while the one before it ends: each waits by
-    /// itself before it looks at what was computed (`wait_for_last` in `prelude.cuh`).
+    /// Launches a kernel on the stream. It may start while the previous kernel ends: every kernel calls
+    /// `wait_for_last` (`prelude.cuh`) before it reads computed data.
     ///
     /// # Safety
-    /// The arguments point to values of the types of the kernel's signature, in its order, and the memory that these
-    /// name is as large as the kernel takes it to be, borrowed by the caller as the kernel uses it.
+    /// The arguments point to values with the types and order of the kernel's signature. The memory that they
+    /// name is as large as the kernel expects, and the caller holds the borrows that the kernel's access
+    /// needs.
     pub unsafe fn launch(
         &self,
         kernel: &'static str,
@@ -250,7 +252,7 @@ impl Card {
                 clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster as u32, y: 1, z: 1 },
             },
         };
-        // Else some multiprocessors get two blocks while others have none.
+        // Without this, some multiprocessors get two blocks while others get none.
         let balanced = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE,
             pad: [0; 4],
@@ -282,8 +284,9 @@ impl Card {
             attrs: attributes.as_mut_ptr(),
             numAttrs: attributes.len() as u32,
         };
-        // JUSTIFICATION: cudarc's own launch knows no attributes.
-        // SAFETY: configuration and arguments outlive the call, which copies them; the rest is the caller's promise.
+        // JUSTIFICATION: cudarc's launch does not support launch attributes.
+        // SAFETY: the driver copies the configuration and the arguments before it returns. The caller
+        // guarantees the rest.
         unsafe {
             sys::cuLaunchKernelEx(
                 &config,
@@ -310,18 +313,19 @@ impl fmt::Debug for Card {
 // === impl Marker ===
 
 impl Marker {
-    /// Milliseconds of the card's time from here to there. Waits until both are reached.
+    /// Milliseconds of GPU time between two points. Waits until both are reached.
     pub fn ms_until(&self, later: &Marker) -> Result<f32, CudaError> {
         self.0.elapsed_ms(&later.0).map_err(CudaError::during("measure between two events"))
     }
 }
 
-/// Many small blocks of threads over a row of work.
+/// A one-dimensional or two-dimensional grid of small blocks.
 pub fn grid(x: usize, y: usize, threads: u32) -> Grid {
     Grid::of((x, y, 1), threads, 0)
 }
 
-/// What to compile for. Hopper's own instructions need the `a`; the code then runs on no other card.
+/// The architecture to compile for. Hopper's own instructions need `sm_90a`; that code runs on no other
+/// architecture.
 fn arch((major, minor): (i32, i32)) -> Option<String> {
     match (major, minor) {
         (9, 0) => Some("sm_90a".to_owned()),
@@ -330,7 +334,7 @@ fn arch((major, minor): (i32, i32)) -> Option<String> {
     }
 }
 
-/// A compiler whose code the driver can load.
+/// The compiler. Fails if the driver is too old for its code.
 fn nvrtc(folder: Option<&Path>) -> Result<Nvrtc, CudaError> {
     let nvrtc = Nvrtc::load(folder)?;
     let driver = library::driver_version()?;
@@ -340,7 +344,7 @@ fn nvrtc(folder: Option<&Path>) -> Result<Nvrtc, CudaError> {
     Ok(nvrtc)
 }
 
-/// All kernels by name, and how many sources had to be compiled: at once, a thread each.
+/// Loads all kernels by name. Also returns the number of sources that were compiled, each on its own thread.
 fn load_all(
     context: &Arc<CudaContext>,
     nvrtc: &Nvrtc,

@@ -1,4 +1,4 @@
-//! NVRTC: CUDA's compiler as a library. It needs no GPU, so every kernel is compiled for every card in tests.
+//! NVRTC, CUDA's runtime compiler. It needs no GPU, so tests compile every kernel for every architecture.
 
 use std::ffi::{CString, c_char};
 use std::path::Path;
@@ -8,30 +8,30 @@ use cudarc::nvrtc::sys;
 
 use super::{CudaError, library, source::Source};
 
-/// What is asked of every compilation. The log then tells each kernel's registers and spills.
+/// The options of every compilation. With them the log lists each kernel's registers and spills.
 const OPTIONS: &[&str] = &["--std=c++17", "--generate-line-info", "--ptxas-options=-v"];
 
-/// The compiler, loaded.
+/// The loaded compiler.
 #[derive(Debug)]
 pub struct Nvrtc {
     version: (i32, i32),
 }
 
-/// Machine code for one kind of card.
+/// Machine code for one architecture.
 #[derive(Debug)]
 pub struct Compiled {
     pub cubin: Vec<u8>,
-    /// What the compiler said; empty where the code came from the cache.
+    /// The compiler's output. Empty if the code came from the cache.
     pub log: String,
 }
 
-/// One program within the compiler, destroyed when dropped.
+/// One program in the compiler. Dropping it destroys it.
 struct Program(sys::nvrtcProgram);
 
 // === impl Nvrtc ===
 
 impl Nvrtc {
-    /// Finds the library, in `folder` if one is named.
+    /// Loads the library from `folder`, if one is named, else from the usual places.
     pub fn load(folder: Option<&Path>) -> Result<Self, CudaError> {
         library::load_nvrtc(folder)?;
         let (mut major, mut minor) = (0, 0);
@@ -41,18 +41,18 @@ impl Nvrtc {
         Ok(Self { version: (major, minor) })
     }
 
-    /// The CUDA that it compiles for.
+    /// The CUDA version that it compiles for.
     pub fn version(&self) -> (i32, i32) {
         self.version
     }
 
-    /// Everything that decides what comes out: the same words give the same code.
+    /// A text of everything that the machine code depends on. Equal texts give equal code.
     pub fn recipe(&self, source: &Source, arch: &str) -> String {
         let (major, minor) = self.version;
         format!("nvrtc {major}.{minor}\n{arch}\n{}\n{}\n{}", OPTIONS.join(" "), source.name, source.text)
     }
 
-    /// Compiles for a card (`sm_90a`), all the way to machine code.
+    /// Compiles to machine code for an architecture such as `sm_90a`.
     pub fn compile(&self, source: &Source, arch: &str) -> Result<Compiled, CudaError> {
         let program = Program::new(source)?;
         let mut options = vec![format!("--gpu-architecture={arch}")];
@@ -79,7 +79,7 @@ impl Program {
 
     fn log(&self) -> Result<String, CudaError> {
         // JUSTIFICATION: the compiler is a C library.
-        // SAFETY: the program is alive; the call sizes its buffer by what the library says.
+        // SAFETY: the program is alive, and the call allocates as much as the library reports.
         let log = unsafe { result::get_program_log(self.0) }.map_err(failed("nvrtcGetProgramLog"))?;
         let bytes: Vec<u8> = log.iter().map(|byte| *byte as u8).take_while(|byte| *byte != 0).collect();
         Ok(String::from_utf8_lossy(&bytes).into_owned())
@@ -87,12 +87,12 @@ impl Program {
 
     fn cubin(&self) -> Result<Vec<u8>, CudaError> {
         let mut len = 0;
-        // JUSTIFICATION: cudarc's safe calls give PTX only, which the driver would have to compile again.
+        // JUSTIFICATION: cudarc's safe calls return PTX only, which the driver would compile again.
         // SAFETY: the program is alive, and the pointer is to a number that outlives the call.
         unsafe { sys::nvrtcGetCUBINSize(self.0, &mut len) }.result().map_err(failed("nvrtcGetCUBINSize"))?;
         let mut cubin = vec![0_u8; len];
-        // JUSTIFICATION: as above.
-        // SAFETY: the buffer has the size that the library asked for.
+        // JUSTIFICATION: cudarc's safe calls return PTX only.
+        // SAFETY: the buffer has the size that the library reported.
         let outcome = unsafe { sys::nvrtcGetCUBIN(self.0, cubin.as_mut_ptr().cast::<c_char>()) };
         outcome.result().map_err(failed("nvrtcGetCUBIN"))?;
         Ok(cubin)
@@ -102,7 +102,7 @@ impl Program {
 impl Drop for Program {
     fn drop(&mut self) {
         // JUSTIFICATION: the compiler is a C library.
-        // SAFETY: the program was created and is destroyed once. A failure to destroy it leaks some memory, no more.
+        // SAFETY: the program was created and is destroyed once. If this fails, only some memory leaks.
         let _ = unsafe { result::destroy_program(self.0) };
     }
 }

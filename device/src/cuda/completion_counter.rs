@@ -1,5 +1,5 @@
-//! A word of this machine's memory that a card sets when it has come this far: a waiting thread reads the word, and asks the driver
-//! nothing. A thread that asks it again and again holds up all others that tell the card what to do.
+//! A word of host memory that a GPU sets when it reaches a point in a stream. A waiting thread polls the word
+//! instead of the driver: polling the driver delays all other threads that submit work to the GPU.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -10,10 +10,11 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
 use super::CudaError;
 use super::staging::Pinned;
 
-/// Reads between two queries of the driver, which alone knows that a card has failed: some hundred microseconds.
+/// The number of reads between two queries of the driver, which alone knows that a GPU has failed. They take
+/// some hundred microseconds.
 const READS_PER_QUERY: u32 = 4096;
 
-/// See the module. It counts what is behind one another.
+/// Counts work that ends in order. See the module.
 pub(super) struct CompletionCounter {
     word: Pinned,
 }
@@ -29,29 +30,31 @@ impl CompletionCounter {
         Ok(Self { word: Pinned::new(context, size_of::<u32>())? })
     }
 
-    /// The card sets it to `count` when all is done that waits on the stream now.
+    /// The GPU sets the word to `count` when all earlier work of the stream is done.
     pub(super) fn count_behind(&self, stream: &CudaStream, count: u32) -> Result<(), CudaError> {
         // JUSTIFICATION: cudarc has no safe call for this.
-        // SAFETY: the word is the card's to write for as long as this value lives, and the drop waits for that.
+        // SAFETY: the GPU may write the word while this value lives, and the drop waits for the GPU.
         let told = unsafe { sys::cuStreamWriteValue32_v2(stream.cu_stream(), self.word.address(), count, 0) };
         match told {
-            // Then the driver is asked, seldom.
+            // Without this feature only the driver is queried, which is less frequent.
             CUresult::CUDA_ERROR_NOT_SUPPORTED => Ok(()),
             told => told.result().map_err(CudaError::during("count what a GPU has done")),
         }
     }
 
-    /// Whether it has come so far. It never counts back.
+    /// Whether the count is reached. The word never decreases.
     fn is_at(&self, count: u32) -> bool {
-        // JUSTIFICATION: the card writes the word while the processor reads it.
-        // SAFETY: it is four bytes, aligned to a memory page, and lives as long as this value; there is no slice of it.
+        // JUSTIFICATION: the GPU writes the word while the CPU reads it.
+        // SAFETY: it has four bytes, is aligned to a memory page, and lives as long as this value. There is
+        // no slice of it.
         let word = unsafe { AtomicU32::from_ptr(self.word.address() as *mut u32) };
         word.load(Ordering::Acquire).wrapping_sub(count) < u32::MAX / 2
     }
 }
 
 impl CounterReader {
-    /// Whether the counter is at `count`, behind which is `event`. An error says that the card has failed.
+    /// Whether the counter has reached `count`, which comes before `event`. An error means that the GPU has
+    /// failed.
     pub(super) fn sees(
         &mut self,
         counter: &CompletionCounter,

@@ -1,4 +1,4 @@
-//! A card's copy engines: they move rectangles of bytes, and take no multiprocessor for it.
+//! The copy engines of a GPU. They move rectangles of bytes without multiprocessors.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use cudarc::driver::{CudaStream, result};
 use super::CudaError;
 use super::rectangles::Rectangle;
 
-/// Streams of one card on which nothing but copies wait: each keeps one engine busy.
+/// Streams of one GPU that carry only copies. Each keeps one copy engine busy.
 pub(super) struct Engines {
     streams: Vec<Arc<CudaStream>>,
 }
@@ -19,13 +19,14 @@ impl Engines {
         Self { streams }
     }
 
-    /// Starts to move all of them. What waits on `behind` from here on comes after the last one.
+    /// Starts all copies. Later work on `behind` waits for all of them.
     ///
-    /// One large copy fills the wire by itself, and the next one waits for it; several of one call are shared out.
+    /// One large copy uses the whole link, and the next one waits for it. Several small copies are
+    /// distributed over the streams.
     ///
     /// # Safety
-    /// Both sides of every rectangle are mapped for this card until `behind` has come this far, and no other code
-    /// reads or writes a byte that is written here.
+    /// Both sides of every rectangle stay mapped for this GPU until `behind` has reached this point. No other
+    /// code reads or writes a byte that is written here.
     pub(super) unsafe fn start(
         &self,
         rectangles: &[Rectangle],
@@ -33,7 +34,7 @@ impl Engines {
     ) -> Result<(), CudaError> {
         let n_busy = self.streams.len().min(rectangles.len());
         for (nth, rectangle) in rectangles.iter().enumerate() {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             unsafe { copy(rectangle, &self.streams[nth % n_busy]) }
                 .map_err(CudaError::during("copy between GPUs"))?;
         }
@@ -43,7 +44,7 @@ impl Engines {
         Ok(())
     }
 
-    /// Waits until nothing moves. A card that does not answer is lost, and moves nothing either.
+    /// Waits until no copy runs. If the GPU does not answer, it is lost and copies nothing.
     pub(super) fn settle(&self) {
         for stream in &self.streams {
             let _ = stream.synchronize();
@@ -52,12 +53,12 @@ impl Engines {
 }
 
 /// # Safety
-/// The same as for [`Engines::start`].
+/// The requirements of [`Engines::start`].
 unsafe fn copy(rectangle: &Rectangle, stream: &CudaStream) -> Result<(), result::DriverError> {
     let Rectangle { first, row_bytes, n_rows, pitch } = *rectangle;
     if n_rows == 1 {
-        // JUSTIFICATION: memory of cards is reached by address.
-        // SAFETY: the caller's promise.
+        // JUSTIFICATION: GPU memory is accessed by address.
+        // SAFETY: guaranteed by the caller.
         return unsafe { result::memcpy_dtod_async(first.to, first.from, row_bytes, stream.cu_stream()) };
     }
     let device = CUmemorytype::CU_MEMORYTYPE_DEVICE;
@@ -80,6 +81,6 @@ unsafe fn copy(rectangle: &Rectangle, stream: &CudaStream) -> Result<(), result:
         Height: n_rows,
     };
     // JUSTIFICATION: cudarc has no safe call for copies of rectangles.
-    // SAFETY: the driver copies the description before it returns; the rest is the caller's promise.
+    // SAFETY: the driver copies the description before it returns. The caller guarantees the rest.
     unsafe { sys::cuMemcpy2DAsync_v2(&raw const rows, stream.cu_stream()) }.result()
 }

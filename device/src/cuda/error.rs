@@ -1,9 +1,9 @@
-//! What can go wrong between this process and a GPU: each a sentence that says what to do.
+//! Errors of GPU calls. Each text says what failed and what to do.
 
 use cudarc::driver::DriverError;
 use cudarc::driver::sys::CUresult;
 
-/// No GPU to be had, or a call to it that failed.
+/// A missing GPU or library, or a failed call.
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
     #[error(
@@ -12,24 +12,24 @@ pub enum CudaError {
     NoDriver,
     #[error("a CUDA driver is here, but it finds no GPU (is one visible to this process?)")]
     NoDevice,
-    #[error("there is no GPU number {ordinal}: the driver finds {n_cards}")]
+    #[error("GPU {ordinal} does not exist: the driver finds {n_cards} GPUs")]
     NoSuchDevice { ordinal: usize, n_cards: usize },
     #[error(
         "GPU {from} cannot reach GPU {to}'s memory, which several GPUs of one model need (nvidia-smi topo -p2p r)"
     )]
     NotReachable { from: usize, to: usize },
-    #[error("{n_ranks} ranks from GPU {first} on are one GPU each, and the driver finds {n_cards}")]
+    #[error("{n_ranks} ranks need one GPU each, from GPU {first} on, but the driver finds {n_cards} GPUs")]
     TooFewCards { first: usize, n_ranks: usize, n_cards: usize },
     #[error("one of the GPUs that share the model is lost: {why}")]
     PeerLost { why: String },
     #[error("no NVRTC: libnvrtc.so is not on the loader's path{place} (install CUDA's runtime compiler)")]
     NoNvrtc { place: String },
     #[error(
-        "the driver speaks CUDA {}.{} but libnvrtc compiles for CUDA {}.{}: update the driver, or install an older libnvrtc",
+        "the driver supports CUDA {}.{} but libnvrtc compiles for CUDA {}.{}: update the driver, or install an older libnvrtc",
         driver.0, driver.1, nvrtc.0, nvrtc.1
     )]
     DriverTooOld { driver: (i32, i32), nvrtc: (i32, i32) },
-    #[error("{name} has compute capability {}.{}, and these kernels need 8.0 or later", capability.0, capability.1)]
+    #[error("{name} has compute capability {}.{}, but these kernels need 8.0 or later", capability.0, capability.1)]
     CardTooOld { name: String, capability: (i32, i32) },
     #[error("compile {source_name} for {arch}: {log}")]
     Compile { source_name: &'static str, arch: String, log: String },
@@ -39,20 +39,20 @@ pub enum CudaError {
     NoCublas { place: String },
     #[error("{call} of cuBLASLt failed with {code}")]
     Cublas { call: &'static str, code: String },
-    #[error("cuBLASLt has no way to multiply {n_rows} rows of {k} with a matrix of {n} rows")]
+    #[error("cuBLASLt has no algorithm to multiply {n_rows} rows of {k} numbers by a matrix of {n} rows")]
     NoProduct { n: usize, k: usize, n_rows: usize },
     #[error("no NCCL: libnccl.so.2 is not on the loader's path (install NVIDIA's libnccl2)")]
     NoNccl,
-    #[error("NCCL here is {version}, and {needed} or later is needed")]
+    #[error("NCCL is too old: version {version} is installed, {needed} or later is needed")]
     NcclTooOld { version: i32, needed: i32 },
     #[error("{call} of NCCL: {why}")]
     Nccl { call: &'static str, why: String },
-    #[error("no {bytes} bytes left on the GPU: {free_bytes} of {total_bytes} are free")]
+    #[error("out of GPU memory: {bytes} bytes requested, {free_bytes} of {total_bytes} bytes free")]
     OutOfMemory { bytes: usize, free_bytes: usize, total_bytes: usize },
-    #[error("the GPU's memory was given back for a while")]
+    #[error("the GPU memory is released while the node sleeps")]
     GivenBack,
     #[error(
-        "the GPU's driver gives its memory to no other device (dmabuf): it wants NVIDIA's open kernel modules, on Linux 5.12 or later"
+        "the GPU driver cannot share GPU memory with other devices (dmabuf): install NVIDIA's open kernel modules, on Linux 5.12 or later"
     )]
     NoDmabuf,
     #[error("{what}")]
@@ -66,18 +66,18 @@ pub enum CudaError {
 }
 
 impl CudaError {
-    /// The card had no memory for it, and works on.
+    /// The GPU had too little memory. It still works.
     pub fn is_out_of_memory(&self) -> bool {
         matches!(self, Self::Driver { source: DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY), .. })
     }
 
-    /// Names what was being done when the driver refused.
+    /// Wraps a driver error with the operation that failed.
     pub fn during(what: &'static str) -> impl FnOnce(DriverError) -> Self {
         move |source| Self::Driver { what, source }
     }
 }
 
-/// Refuses a launch whose arguments do not fit together.
+/// Rejects a launch whose arguments do not fit together.
 pub fn ensure(kernel: &'static str, holds: bool, wrong: &'static str) -> Result<(), CudaError> {
     if holds { Ok(()) } else { Err(CudaError::Argument { kernel, wrong }) }
 }

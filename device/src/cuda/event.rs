@@ -1,21 +1,21 @@
-//! Places in the stream that another thread can wait for.
+//! Points in the stream that another thread can wait for.
 
 use cudarc::driver::CudaEvent;
 use cudarc::driver::sys::CUevent_flags;
 
 use super::{Card, CudaError, Marker};
 
-/// Reached when all work before it is done.
+/// A point in the stream, reached when all earlier work is done.
 #[derive(Debug)]
 pub struct Event(pub(super) CudaEvent);
 
 impl Event {
-    /// Sleeps until it is reached. An error says that the card failed before.
+    /// Blocks the thread until the event is reached. An error means that the GPU failed before.
     pub fn wait(&self) -> Result<(), CudaError> {
         self.0.synchronize().map_err(CudaError::during("wait for the GPU"))
     }
 
-    /// Milliseconds of the card's time since `marker`, once this is reached.
+    /// Milliseconds of GPU time since `marker`, after this event is reached.
     pub fn ms_since(&self, marker: &Marker) -> Result<f32, CudaError> {
         marker.0.elapsed_ms(&self.0).map_err(CudaError::during("measure between two events"))
     }
@@ -27,9 +27,9 @@ impl Event {
 }
 
 impl Card {
-    /// An event behind all work so far.
+    /// Records an event after all earlier work.
     pub fn event(&self) -> Result<Event, CudaError> {
-        // The waiting thread sleeps: steps take milliseconds, and the cores have others to serve.
+        // The waiting thread sleeps: steps take milliseconds, and other threads need the CPU core.
         let flags = Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC);
         self.stream().record_event(flags).map(Event).map_err(CudaError::during("record an event"))
     }

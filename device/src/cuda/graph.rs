@@ -1,4 +1,4 @@
-//! Work that is told to the card once, and done often: hundreds of launches for the price of one.
+//! CUDA graphs: launches that are recorded once and run often, for the cost of one launch.
 
 use std::fmt;
 
@@ -7,18 +7,18 @@ use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 
 use super::{Card, CudaError};
 
-/// A recorded run of launches, on the memory that they were recorded with.
+/// A recorded sequence of launches, with the addresses of the memory that they use.
 ///
-/// Memory must outlive the graphs that work on it. Where it does not, the card faults or overwrites other numbers of the
-/// card; nothing of this machine's is reached, and on a card any pattern of bits is a number.
+/// The memory must outlive the graph. Otherwise the GPU faults or overwrites other numbers in its memory.
+/// Host memory is not affected, and every bit pattern in GPU memory is a valid number.
 pub struct Graph(CudaGraph);
 
-// JUSTIFICATION: cudarc's graph holds pointers, which makes it neither Send nor Sync.
+// JUSTIFICATION: cudarc's graph holds pointers, so it is neither Send nor Sync.
 // SAFETY: the driver allows any thread to use a graph, one at a time, and `launch` takes `&mut self`.
 unsafe impl Send for Graph {}
 
 impl Card {
-    /// Records what `work` launches instead of running it. `work` may launch and nothing else: what takes memory or waits
+    /// Records the launches of `work` instead of running them. `work` may only launch: allocations and waits
     /// cannot be recorded.
     pub fn record(&self, work: impl FnOnce() -> Result<(), CudaError>) -> Result<Graph, CudaError> {
         let failed = "record a graph";
@@ -26,7 +26,7 @@ impl Card {
             .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
             .map_err(CudaError::during(failed))?;
         let worked = work();
-        // A recording is ended also after an error, or the stream would stay in it.
+        // The capture also ends after an error; otherwise the stream would stay in capture mode.
         let flags = CUgraphInstantiate_flags(0);
         let graph = self.stream().end_capture(flags);
         worked?;
@@ -38,7 +38,7 @@ impl Card {
 }
 
 impl Graph {
-    /// Puts all of it at the end of the stream.
+    /// Puts the whole graph at the end of the stream.
     pub fn launch(&mut self) -> Result<(), CudaError> {
         self.0.launch().map_err(CudaError::during("launch a graph"))
     }

@@ -1,4 +1,4 @@
-//! What a copy job is told, and what it answers.
+//! The input and the results of a copy job.
 
 use std::sync::Arc;
 
@@ -8,12 +8,12 @@ use super::CudaError;
 use super::completion_counter::CompletionCounter;
 use super::staging::Pinned;
 
-/// Memory of this machine that the card reads and writes itself.
+/// Host memory that the GPU reads and writes directly.
 pub(super) struct JobBuffers {
     context: Arc<CudaContext>,
     pub(super) told: Pinned,
     pub(super) answers: Pinned,
-    /// Counts the copy jobs that it was used for.
+    /// Counts the copy jobs that have used these buffers.
     pub(super) counter: CompletionCounter,
     pub(super) n_jobs: u32,
 }
@@ -40,7 +40,7 @@ impl JobBuffers {
 
 impl Drop for JobBuffers {
     fn drop(&mut self) {
-        // The card may still read and write it. Where waiting fails the context is lost and does neither.
+        // The GPU may still use the memory. If waiting fails, the context is lost and uses nothing.
         let _ = self.context.synchronize();
     }
 }

@@ -1,7 +1,8 @@
-//! Hot path. Which of a page copier's streams gets a copy job: the one that was given the least.
+//! Hot path. Assigns copy jobs to a page copier's streams: the stream with the fewest bytes gets the next
+//! one.
 //!
-//! Each stream moves pages at its own few multiprocessors' rate, so whatever one of them has more than the others is moved
-//! at that rate alone, in the end, while they have nothing to do.
+//! Each stream moves pages at the rate of its own few multiprocessors. A stream with more bytes than the
+//! others would finish last, while the others are idle.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -12,26 +13,26 @@ pub(super) struct Lanes {
     loads: Arc<Mutex<Loads>>,
 }
 
-/// Held for a look.
+/// The lock is held briefly.
 struct Loads {
-    /// Bytes of each stream, since all of them were last without a copy job.
+    /// Bytes given to each stream since all streams were last idle.
     given: Vec<usize>,
     n_under_way: usize,
 }
 
-/// A copy job that a stream was given. Dropped when it is done.
+/// A copy job on a stream. It is dropped when the job is done.
 pub(super) struct Load(Arc<Mutex<Loads>>);
 
 impl Lanes {
     /// # Panics
-    /// If there are none.
+    /// If there are no streams.
     pub(super) fn over(streams: Vec<Arc<CudaStream>>) -> Self {
         assert!(!streams.is_empty(), "a copier has a lane");
         let loads = Arc::new(Mutex::new(Loads::of(streams.len())));
         Self { streams, loads }
     }
 
-    /// For all that is not a copy job.
+    /// The stream for work that is not a copy job.
     pub(super) fn first(&self) -> &CudaStream {
         &self.streams[0]
     }
@@ -47,7 +48,7 @@ impl Loads {
         Self { given: vec![0; n_lanes], n_under_way: 0 }
     }
 
-    /// The lane that it goes to.
+    /// The stream that gets it.
     fn give(&mut self, bytes: usize) -> usize {
         let least = (0..self.given.len()).min_by_key(|nth| self.given[*nth]).unwrap_or(0);
         self.given[least] += bytes;
@@ -84,7 +85,7 @@ mod tests {
         for bytes in &frames {
             loads.give(*bytes);
         }
-        // In turns they would have 129, 125, 126 and 132.
+        // A round-robin choice would give 129, 125, 126 and 132.
         assert_eq!(loads.given, [129, 129, 126, 128]);
     }
 

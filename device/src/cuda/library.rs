@@ -1,4 +1,4 @@
-//! The shared libraries that a GPU needs: the driver, NVRTC and cuBLASLt. They are looked for, never linked.
+//! The shared libraries of a GPU: the driver, NVRTC and cuBLASLt. They are loaded at run time, never linked.
 
 use std::path::{Path, PathBuf};
 
@@ -7,18 +7,18 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
 use super::CudaError;
 
-/// Where CUDA's toolkit puts its libraries by default.
+/// The folders where CUDA's toolkit installs its libraries by default.
 const USUAL_FOLDERS: &[&str] =
     &["/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/wsl/lib"];
 
-/// The builtins come first: libnvrtc looks for them by name alone, and only when it compiles.
+/// The builtins are loaded first: libnvrtc opens them by name alone, and only when it compiles.
 const NVRTC: &[&str] = &["libnvrtc-builtins.so.", "libnvrtc.so."];
 const CUBLASLT: &[&str] = &["libcublasLt.so."];
 
-/// Starts the driver and counts its cards.
+/// Starts the driver and counts the GPUs.
 pub(super) fn driver() -> Result<usize, CudaError> {
-    // JUSTIFICATION: cudarc panics when the library is missing, so it is asked first.
-    // SAFETY: loading libcuda runs its initializers, which are NVIDIA's and take no arguments of ours.
+    // JUSTIFICATION: cudarc panics if the library is missing, so this check comes first.
+    // SAFETY: loading libcuda runs NVIDIA's initializers, which take no arguments.
     if !unsafe { sys::is_culib_present() } {
         return Err(CudaError::NoDriver);
     }
@@ -30,7 +30,7 @@ pub(super) fn driver() -> Result<usize, CudaError> {
     if n_cards == 0 { Err(CudaError::NoDevice) } else { Ok(n_cards as usize) }
 }
 
-/// The newest CUDA that the driver can run code of.
+/// The newest CUDA version whose code the driver can run.
 pub(super) fn driver_version() -> Result<(i32, i32), CudaError> {
     let mut version = 0;
     // JUSTIFICATION: cudarc has no safe call for this.
@@ -41,7 +41,7 @@ pub(super) fn driver_version() -> Result<(i32, i32), CudaError> {
     Ok((version / 1000, version % 1000 / 10))
 }
 
-/// Makes NVRTC findable: in `folder` if one is named, else on the loader's path, else where toolkits usually are.
+/// Loads NVRTC: from `folder` if one is named, else from the loader's path, else from the usual folders.
 pub(super) fn load_nvrtc(folder: Option<&Path>) -> Result<(), CudaError> {
     match folder {
         Some(folder) => preload(NVRTC, folder),
@@ -52,7 +52,7 @@ pub(super) fn load_nvrtc(folder: Option<&Path>) -> Result<(), CudaError> {
     if nvrtc_is_present() { Ok(()) } else { Err(CudaError::NoNvrtc { place }) }
 }
 
-/// Makes cuBLASLt findable, in the same way.
+/// Loads cuBLASLt in the same way.
 pub fn load_cublaslt(folder: Option<&Path>) -> Result<(), CudaError> {
     match folder {
         Some(folder) => preload(CUBLASLT, folder),
@@ -64,23 +64,23 @@ pub fn load_cublaslt(folder: Option<&Path>) -> Result<(), CudaError> {
 }
 
 fn cublaslt_is_present() -> bool {
-    // JUSTIFICATION: as for the driver: asked first, because the first call would panic.
-    // SAFETY: loading libcublasLt runs its initializers, which take no arguments of ours.
+    // JUSTIFICATION: cudarc panics if the library is missing, so this check comes first.
+    // SAFETY: loading libcublasLt runs its initializers, which take no arguments.
     unsafe { cudarc::cublaslt::sys::is_culib_present() }
 }
 
 fn nvrtc_is_present() -> bool {
-    // JUSTIFICATION: as for the driver: asked first, because the first call would panic.
-    // SAFETY: loading libnvrtc runs its initializers, which take no arguments of ours.
+    // JUSTIFICATION: cudarc panics if the library is missing, so this check comes first.
+    // SAFETY: loading libnvrtc runs its initializers, which take no arguments.
     unsafe { cudarc::nvrtc::sys::is_culib_present() }
 }
 
-/// Loads the files by their paths, for good. A later look for their names finds what is loaded already.
+/// Loads the files by path and never unloads them. A later load by name then finds the loaded library.
 fn preload(stems: &[&str], folder: &Path) {
     for stem in stems {
         for path in versions_of(stem, folder) {
-            // JUSTIFICATION: Python packages of CUDA put libraries where no loader looks.
-            // SAFETY: the folder is the user's word for where NVIDIA's library is; its initializers take no arguments.
+            // JUSTIFICATION: CUDA's Python packages install libraries outside of the loader's path.
+            // SAFETY: the user names the folder of NVIDIA's library, whose initializers take no arguments.
             let library = unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_GLOBAL) };
             library.map(std::mem::forget).unwrap_or_default();
         }

@@ -1,9 +1,9 @@
-//! Memory of a card by the virtual-memory API: taken as such, mapped at an address, and handed to other processes.
+//! GPU memory from the virtual-memory API: allocated, mapped at an address and shared with other processes.
 //!
-//! Three values for three rights, each given back by its drop: an address range ([`Reserved`]), memory ([`Physical`]),
-//! and the one being reachable at the other ([`Mapped`]). Memory can so be [given back](Mapped::give_back) and other memory
-//! [taken](Mapped::take_again) at the same address later, which graphs have recorded; and it can be mapped by a peer, who
-//! keeps it for as long as he has it.
+//! Three values hold three resources, and each drop frees one: an address range ([`Reserved`]), memory
+//! ([`Physical`]) and the mapping of memory at an address ([`Mapped`]). Memory can therefore be [given
+//! back](Mapped::give_back), and other memory [taken](Mapped::take_again) later at the same address, which
+//! graphs have recorded. A peer can map the memory too; it then lives until the peer unmaps it.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -20,18 +20,18 @@ use cudarc::driver::{CudaContext, DriverError, result};
 
 use super::CudaError;
 
-/// What memory is handed to other processes as.
+/// The handle type for sharing memory with other processes.
 const SHARED_AS: HandleType = HandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
-/// Memory of this card or of a peer's, reachable from this card's kernels.
+/// Memory of this GPU or a peer GPU, mapped for this GPU's kernels.
 pub(crate) struct Mapped {
-    // Dropped in this order, and after the unmapping in `drop`.
+    // These fields are dropped in this order, after `drop` has unmapped the memory.
     reserved: Reserved,
-    /// `None` while the memory is given back. Held for a call of the driver.
+    /// `None` while the memory is given back. The lock is held during driver calls.
     physical: Mutex<Option<Physical>>,
 }
 
-/// An address range with nothing behind it.
+/// A reserved address range without memory.
 struct Reserved {
     context: Arc<CudaContext>,
     address: u64,
@@ -48,13 +48,13 @@ struct Physical {
 // === impl Mapped ===
 
 impl Mapped {
-    /// Takes at least `bytes` of this card's memory. Their content is undefined.
+    /// Allocates at least `bytes` of this GPU's memory. The content is undefined.
     pub(super) fn take(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, CudaError> {
         bind(context)?;
         Self::at_new_address(context, Physical::take(context, bytes)?)
     }
 
-    /// Maps the memory that a peer has exported, of its size there.
+    /// Maps memory that a peer has exported. `bytes` is its size at the peer.
     pub(super) fn import(context: &Arc<CudaContext>, fd: &OwnedFd, bytes: usize) -> Result<Self, CudaError> {
         bind(context)?;
         Self::at_new_address(context, Physical::import(context, fd, bytes)?)
@@ -67,15 +67,15 @@ impl Mapped {
         Ok(mapped)
     }
 
-    /// Makes this memory reachable at the address, where there is none.
+    /// Maps this memory at the address, which has none.
     fn back_by(&self, physical: Physical) -> Result<(), CudaError> {
         let mut here = self.physical();
         assert!(
             here.is_none() && physical.bytes == self.bytes(),
-            "one piece of memory, as long as its addresses"
+            "no memory is mapped yet, and the sizes are equal"
         );
         // JUSTIFICATION: cudarc has no safe calls for virtual memory.
-        // SAFETY: the range is ours, as long as the memory, and nothing is mapped there.
+        // SAFETY: this value owns the range, which has the memory's length and has nothing mapped.
         unsafe { sys::cuMemMap(self.address(), self.bytes(), 0, physical.handle, 0) }
             .result()
             .map_err(CudaError::during("map GPU memory"))?;
@@ -87,13 +87,14 @@ impl Mapped {
         Ok(())
     }
 
-    /// Gives the memory back and keeps the address. A process that has imported it keeps it alive until it lets go.
+    /// Gives the memory back and keeps the address. A process that has imported the memory keeps it alive
+    /// until it unmaps it.
     ///
-    /// The caller sees to it that no kernel is launched that uses it, until it is [taken again](Self::take_again).
+    /// The caller must launch no kernel that uses the memory until it is [taken again](Self::take_again).
     pub(super) fn give_back(&self) -> Result<(), CudaError> {
         bind(&self.reserved.context)?;
         let mut here = self.physical();
-        // The card may still be at work on it.
+        // The GPU may still use the memory.
         self.reserved.context.synchronize().map_err(CudaError::during("wait for the GPU"))?;
         if let Some(physical) = here.take() {
             self.unmap();
@@ -102,21 +103,21 @@ impl Mapped {
         Ok(())
     }
 
-    /// Takes as much memory as was given back, at the same address. Its content is undefined.
+    /// Allocates memory of the same size at the same address. Its content is undefined.
     pub(super) fn take_again(&self) -> Result<(), CudaError> {
         let context = &self.reserved.context;
         bind(context)?;
         if self.is_backed() { Ok(()) } else { self.back_by(Physical::take(context, self.bytes())?) }
     }
 
-    /// Whether there is memory at the address.
+    /// Whether memory is mapped at the address.
     pub(super) fn is_backed(&self) -> bool {
         self.physical().is_some()
     }
 
     fn unmap(&self) {
         // JUSTIFICATION: the counterpart of `back_by`.
-        // SAFETY: the range is mapped, by this value alone, and no kernel uses it any more.
+        // SAFETY: this value alone has mapped the range, and no kernel uses it any more.
         let _ = unsafe { sys::cuMemUnmap(self.address(), self.bytes()) };
     }
 
@@ -124,27 +125,28 @@ impl Mapped {
         self.physical.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets this card's kernels read and write it, wherever the memory is.
+    /// Lets this GPU's kernels read and write the memory, also if it is on another GPU.
     fn allow(&self) -> Result<(), CudaError> {
         let access = CUmemAccessDesc {
             location: on(&self.reserved.context),
             flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
-        // JUSTIFICATION: as above.
+        // JUSTIFICATION: cudarc has no safe calls for virtual memory.
         // SAFETY: the whole range is mapped; the description outlives the call.
         unsafe { sys::cuMemSetAccess(self.address(), self.bytes(), &access, 1) }
             .result()
             .map_err(CudaError::during("make GPU memory reachable (can the two GPUs reach each other?)"))
     }
 
-    /// Something that another process can map it by. The memory lives for as long as anyone has it.
+    /// A file descriptor for mapping the memory in another process. The memory lives until the last process
+    /// unmaps it.
     pub(super) fn export(&self) -> Result<OwnedFd, CudaError> {
         bind(&self.reserved.context)?;
         let physical = self.physical();
         let handle = physical.as_ref().ok_or(CudaError::GivenBack)?.handle;
         let mut fd: i32 = -1;
-        // JUSTIFICATION: as above.
-        // SAFETY: the driver writes a file descriptor of this process, which no other code knows yet.
+        // JUSTIFICATION: cudarc has no safe calls for virtual memory.
+        // SAFETY: the driver writes a new file descriptor of this process, which no other code knows.
         unsafe {
             sys::cuMemExportToShareableHandle((&raw mut fd).cast(), handle, SHARED_AS, 0)
                 .result()
@@ -153,12 +155,12 @@ impl Mapped {
         }
     }
 
-    /// Something that another device of this machine can reach it by: all of it, from its first byte on.
+    /// A file descriptor (dmabuf) through which another device of this machine accesses the whole memory.
     pub(super) fn dmabuf(&self) -> Result<OwnedFd, CudaError> {
         let context = &self.reserved.context;
         bind(context)?;
         let supported = Attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED;
-        // An older driver knows neither the question nor the call.
+        // An older driver supports neither the attribute nor the call.
         if context.attribute(supported).is_ok_and(|supported| supported != 0) {
             self.exported_as_dmabuf()
         } else {
@@ -173,9 +175,9 @@ impl Mapped {
         }
         let mut fd: i32 = -1;
         let kind = CUmemRangeHandleType::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
-        // JUSTIFICATION: as above.
-        // SAFETY: the range is mapped, and made of whole pages; the driver writes a file descriptor of this process, which
-        // no other code knows yet.
+        // JUSTIFICATION: cudarc has no safe calls for virtual memory.
+        // SAFETY: the range is mapped and consists of whole pages. The driver writes a new file descriptor of
+        // this process, which no other code knows.
         unsafe {
             sys::cuMemGetHandleForAddressRange((&raw mut fd).cast(), self.address(), self.bytes(), kind, 0)
                 .result()
@@ -184,18 +186,18 @@ impl Mapped {
         }
     }
 
-    /// Returns when kernels that are launched from here on see what other devices have said that they have written.
+    /// Returns when kernels launched later see every write that other devices have reported complete.
     pub(super) fn settle_writes(&self) -> Result<(), CudaError> {
         let context = &self.reserved.context;
         bind(context)?;
         let ordering = context
             .attribute(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)
-            .map_err(CudaError::during("ask in which order the GPU sees a device's writes"))?;
+            .map_err(CudaError::during("ask for the ordering of RDMA writes to the GPU"))?;
         if ordering >= CUGPUDirectRDMAWritesOrdering::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER as i32 {
             return Ok(());
         }
-        // JUSTIFICATION: as above.
-        // SAFETY: the call has no pointers; the context is this thread's.
+        // JUSTIFICATION: cudarc has no safe call for this.
+        // SAFETY: the call takes no pointers, and the context is current on this thread.
         unsafe {
             sys::cuFlushGPUDirectRDMAWrites(
                 CUflushGPUDirectRDMAWritesTarget::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
@@ -203,19 +205,19 @@ impl Mapped {
             )
         }
         .result()
-        .map_err(CudaError::during("have the GPU see a device's writes"))
+        .map_err(CudaError::during("flush RDMA writes to the GPU"))
     }
 
     pub(super) fn address(&self) -> u64 {
         self.reserved.address
     }
 
-    /// Whose kernels reach it.
+    /// The GPU whose kernels can access it.
     pub(super) fn ordinal(&self) -> usize {
         self.reserved.context.ordinal()
     }
 
-    /// All that is mapped: what was asked for, and the rest of its last unit.
+    /// The mapped bytes: the requested size, rounded up to whole units.
     pub(super) fn bytes(&self) -> usize {
         self.reserved.bytes
     }
@@ -224,7 +226,7 @@ impl Mapped {
 impl Drop for Mapped {
     fn drop(&mut self) {
         let context = &self.reserved.context;
-        // The card may still be at work on it. Where waiting fails the context is lost, memory and all.
+        // The GPU may still use the memory. If waiting fails, the context and all its memory are lost.
         let _ = context.synchronize();
         if self.is_backed() {
             self.unmap();
@@ -247,7 +249,7 @@ impl fmt::Debug for Mapped {
 impl Reserved {
     fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, CudaError> {
         let mut address = 0;
-        // JUSTIFICATION: as above.
+        // JUSTIFICATION: cudarc has no safe calls for virtual memory.
         // SAFETY: the driver writes the address of a range with no other owner.
         unsafe { sys::cuMemAddressReserve(&mut address, bytes, 0, 0, 0) }
             .result()
@@ -260,7 +262,7 @@ impl Drop for Reserved {
     fn drop(&mut self) {
         let _ = bind(&self.context);
         // JUSTIFICATION: the counterpart of `new`.
-        // SAFETY: the range is ours and nothing is mapped there any more.
+        // SAFETY: this value owns the range, and nothing is mapped there any more.
         let _ = unsafe { sys::cuMemAddressFree(self.address, self.bytes) };
     }
 }
@@ -283,8 +285,8 @@ impl Physical {
         };
         let bytes = whole_units(bytes, granularity(&wanted)?);
         let mut handle = 0;
-        // JUSTIFICATION: as above.
-        // SAFETY: the driver writes a handle, which is kept by this value alone; the description outlives the call.
+        // JUSTIFICATION: cudarc has no safe calls for virtual memory.
+        // SAFETY: the driver writes a handle, which only this value keeps. The description outlives the call.
         unsafe { sys::cuMemCreate(&mut handle, bytes, &wanted, 0) }
             .result()
             .map_err(|source| no_room(bytes, source))?;
@@ -293,10 +295,10 @@ impl Physical {
 
     fn import(context: &Arc<CudaContext>, fd: &OwnedFd, bytes: usize) -> Result<Self, CudaError> {
         let mut handle = 0;
-        // The driver wants the number itself in the place of a pointer.
+        // The driver takes the descriptor number in place of a pointer.
         let number = fd.as_raw_fd() as usize as *mut c_void;
-        // JUSTIFICATION: as above.
-        // SAFETY: the driver looks at the descriptor, which is open, and refuses what is no memory of a card.
+        // JUSTIFICATION: cudarc has no safe calls for virtual memory.
+        // SAFETY: the descriptor is open. The driver rejects a descriptor that is not GPU memory.
         unsafe { sys::cuMemImportFromShareableHandle(&mut handle, number, SHARED_AS) }
             .result()
             .map_err(CudaError::during("import a peer's GPU memory"))?;
@@ -308,7 +310,7 @@ impl Drop for Physical {
     fn drop(&mut self) {
         let _ = bind(&self.context);
         // JUSTIFICATION: the counterpart of `take` and `import`.
-        // SAFETY: the handle is ours; the memory stays for as long as it is mapped anywhere.
+        // SAFETY: this value owns the handle. The memory lives until its last mapping is removed.
         let _ = unsafe { sys::cuMemRelease(self.handle) };
     }
 }
@@ -321,17 +323,18 @@ fn on(context: &CudaContext) -> CUmemLocation {
     CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: context.ordinal() as i32 }
 }
 
-/// Has to be asked for when memory is taken, and is refused where it cannot be had.
+/// Whether memory can be allocated for RDMA. It must be requested at allocation, which fails if it is not
+/// supported.
 fn can_be_read_by_network_cards(context: &CudaContext) -> bool {
     let attribute = Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED;
     context.attribute(attribute).is_ok_and(|supported| supported != 0)
 }
 
-/// The unit in which memory is handed out.
+/// The allocation unit.
 fn granularity(wanted: &CUmemAllocationProp) -> Result<usize, CudaError> {
     let mut unit = 0;
     let recommended = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
-    // JUSTIFICATION: as above.
+    // JUSTIFICATION: cudarc has no safe call for this.
     // SAFETY: both pointers are to values that outlive the call.
     unsafe { sys::cuMemGetAllocationGranularity(&mut unit, wanted, recommended) }
         .result()
@@ -339,12 +342,12 @@ fn granularity(wanted: &CUmemAllocationProp) -> Result<usize, CudaError> {
     Ok(unit)
 }
 
-/// At least one unit: no memory at all cannot be mapped.
+/// Rounds up to whole units. At least one unit, because an empty range cannot be mapped.
 fn whole_units(bytes: usize, unit: usize) -> usize {
     bytes.max(1).next_multiple_of(unit.max(1))
 }
 
-/// The card's memory is counted again, so that the message says how much is missing.
+/// Reads the free memory, so that the error says how much is missing.
 pub(super) fn no_room(bytes: usize, source: DriverError) -> CudaError {
     match result::mem_get_info() {
         Ok((free_bytes, total_bytes)) if bytes > free_bytes => {

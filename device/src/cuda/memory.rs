@@ -1,10 +1,11 @@
-//! A card's memory for KV: regions of equal pages, as [`HostMemory`](crate::HostMemory) has them, on the GPU.
+//! GPU memory for KV: regions of equal pages, like [`HostMemory`](crate::HostMemory).
 //!
-//! It is taken at once, by the virtual-memory API, so that a peer on this host can be given it and write into it.
+//! It is allocated at once by the virtual-memory API, so that it can be exported to a peer on this host,
+//! which writes into it.
 //!
-//! Two kinds of users reach it. The processor borrows pages as it does host memory, and gets copies: that is how tcp,
-//! checks and tests work on a GPU's node unchanged. Kernels get a whole region ([`DeviceMemory::region`]): which of
-//! its pages they may touch is the leases' matter, since a step has too many pages to borrow one by one.
+//! There are two kinds of users. CPU code borrows pages as in host memory and gets copies; tcp, checks and
+//! tests thus work unchanged on a GPU node. Kernels get a whole region ([`DeviceMemory::region`]). Leases
+//! decide which pages a kernel may use, because a step has too many pages to borrow one by one.
 
 use std::fmt;
 use std::ops::Range;
@@ -23,18 +24,19 @@ use crate::memory::MemoryError;
 use crate::page::{PageMut, PageRef};
 use crate::regions::{RegionShape, Regions, Run};
 
-/// Memory of one card, zero at first, never moved, and [given back](Self::give_back) for a while if it is not used.
+/// Memory of one GPU: zero at first, never moved. It can be [given back](Self::give_back) while it is not
+/// used.
 pub struct DeviceMemory {
     context: Arc<CudaContext>,
     staging: Staging,
-    /// What moves its pages to and from other cards.
+    /// The kernels that move pages between GPUs.
     kernels: WireKernels,
     regions: Regions,
     mapped: Arc<Mapped>,
 }
 
 impl DeviceMemory {
-    /// Takes all regions at once.
+    /// Allocates all regions at once.
     pub fn new(shapes: &[RegionShape], card: &Card) -> Result<Self, MemoryError> {
         let regions = Regions::new(shapes)?;
         let bytes = regions.places().end();
@@ -45,17 +47,19 @@ impl DeviceMemory {
         let context = card.context();
         let mapped = Arc::new(Mapped::take(context, regions.places().end())?);
         let staging = Staging::new(context)?;
-        // JUSTIFICATION: fresh KV must not contain what another process has left there.
-        // SAFETY: the whole range is mapped and no other code knows it yet.
+        // JUSTIFICATION: fresh KV memory must not contain another process's data.
+        // SAFETY: the whole range is mapped, and no other code knows it yet.
         unsafe { staging.clear(mapped.address(), mapped.bytes())? };
         Ok(Self { context: Arc::clone(context), staging, kernels: WireKernels::of(card)?, regions, mapped })
     }
 
-    /// Gives the memory back and keeps its addresses. Until it is [taken again](Self::take_again) no page can be borrowed.
+    /// Gives the memory back and keeps its addresses. No page can be borrowed until it is [taken
+    /// again](Self::take_again).
     ///
-    /// What was given back already stays so. Refused, and nothing changed, where a page is borrowed or a device reaches the memory by itself. The caller sees to
-    /// it that no kernel is launched meanwhile that uses a [`region`](Self::region). Processes that were
-    /// [given](Self::export) the memory keep it alive until they let go.
+    /// If the memory is already given back, nothing happens. Returns an error and changes nothing if a page
+    /// is borrowed or a device accesses the memory directly. Meanwhile the caller must launch no kernel that
+    /// uses a [`region`](Self::region). A process that has [imported](Self::export) the memory keeps it alive
+    /// until it unmaps it.
     pub fn give_back(&self) -> Result<(), MemoryError> {
         if !self.mapped.is_backed() {
             return Ok(());
@@ -69,7 +73,7 @@ impl DeviceMemory {
         self.mapped.give_back().map_err(|source| MemoryError::GiveBack { bytes, source })
     }
 
-    /// Takes as much memory as was given back, zero again.
+    /// Allocates memory of the same size again, all zero.
     pub fn take_again(&self) -> Result<(), MemoryError> {
         if self.mapped.is_backed() {
             return Ok(());
@@ -82,31 +86,31 @@ impl DeviceMemory {
 
     fn cleared_again(&self) -> Result<(), CudaError> {
         self.mapped.take_again()?;
-        // JUSTIFICATION: as in `taken`.
+        // JUSTIFICATION: fresh KV memory must not contain another process's data.
         // SAFETY: the whole range is mapped, and no page of it can be borrowed yet.
         let cleared = unsafe { self.staging.clear(self.mapped.address(), self.mapped.bytes()) };
-        // Why it was not cleared says more than why it could not be given back.
+        // The first error is reported: it has the cause.
         cleared.inspect_err(|_| drop(self.mapped.give_back()))
     }
 
-    /// Whether a device reaches the memory by itself.
+    /// Whether another device accesses the memory directly.
     pub fn is_registered(&self) -> bool {
         Arc::strong_count(&self.mapped) > 1
     }
 
-    /// Bytes of the card that it has, or will have again.
+    /// Bytes of GPU memory that it holds, or holds again when taken.
     pub fn mapped_bytes(&self) -> usize {
         self.mapped.bytes()
     }
 
-    /// Borrows a run of pages and copies them from the card: all of them, or none.
+    /// Borrows a run of pages and copies them from the GPU. It gets all of them or none.
     ///
     /// # Panics
-    /// If there is no such region, or no such page in it.
+    /// If the region or the page does not exist.
     pub fn read(&self, region: u32, pages: Range<u32>) -> Result<PageRef<'_>, PageBusy> {
         let run = self.run(region, &pages, Access::Read)?;
         let borrow = ReadBorrow::take(run.borrows).map_err(|refusal| refusal.at(region, pages.start))?;
-        // JUSTIFICATION: memory of the card is reached by address.
+        // JUSTIFICATION: GPU memory is accessed by address.
         // SAFETY: the run lies in the mapping, which this value holds; no page of it has a writer.
         let copy = unsafe { self.staging.read(self.address(&run), run.len) };
         let copy = copy.map_err(|_| lost(region, pages.start, Access::Read))?;
@@ -114,14 +118,15 @@ impl DeviceMemory {
         Ok(unsafe { PageRef::new(copy.start(), run.len, borrow, Some(copy)) })
     }
 
-    /// Borrows a run of pages, copies them from the card, and back again when the borrow ends: all of them, or none.
+    /// Borrows a run of pages and copies them from the GPU. When the borrow ends, they are copied back. It
+    /// gets all pages or none.
     ///
     /// # Panics
-    /// If there is no such region, or no such page in it.
+    /// If the region or the page does not exist.
     pub fn write(&self, region: u32, pages: Range<u32>) -> Result<PageMut<'_>, PageBusy> {
         let run = self.run(region, &pages, Access::Write)?;
         let borrow = WriteBorrow::take(run.borrows).map_err(|refusal| refusal.at(region, pages.start))?;
-        // JUSTIFICATION: memory of the card is reached by address.
+        // JUSTIFICATION: GPU memory is accessed by address.
         // SAFETY: the run lies in the mapping, which this value holds; no other code has borrowed a page of it, and the copy
         // is dropped before the borrow is.
         let copy = unsafe { self.staging.write(self.address(&run), run.len) };
@@ -133,17 +138,17 @@ impl DeviceMemory {
     /// All pages of a region, for kernels that read them.
     ///
     /// # Panics
-    /// If there is no such region, or its bytes are not whole numbers of this type.
+    /// If the region does not exist, or its bytes are not whole numbers of this type.
     pub fn region<T: Element>(&self, region: u32) -> View<'_, T> {
         let (address, len) = self.numbers::<T>(region);
         View::over(address, len, self.ordinal())
     }
 
-    /// All pages of a region, for kernels that write some of them: those that the caller has leased, and that no other code
-    /// writes or reads meanwhile.
+    /// All pages of a region, for kernels that write some of them. The kernels may write only pages that the
+    /// caller has leased and that no other code uses.
     ///
     /// # Panics
-    /// If there is no such region, or its bytes are not whole numbers of this type.
+    /// If the region does not exist, or its bytes are not whole numbers of this type.
     pub fn region_mut<T: Element>(&self, region: u32) -> ViewMut<'_, T> {
         let (address, len) = self.numbers::<T>(region);
         ViewMut::over(address, len, self.ordinal())
@@ -155,18 +160,19 @@ impl DeviceMemory {
         (self.mapped.address() + offset as u64, bytes / size_of::<T>())
     }
 
-    /// Something that a process of this host can map the memory by, and how many bytes it then maps.
+    /// A file descriptor for mapping the memory in another process of this host, and the number of bytes to
+    /// map.
     pub fn export(&self) -> Result<(OwnedFd, usize), CudaError> {
         Ok((self.mapped.export()?, self.mapped.bytes()))
     }
 
-    /// Something that another device of this machine reaches the memory by, the address of its first byte, and how many
-    /// bytes it has.
+    /// A file descriptor (dmabuf) for another device of this machine, the address of the first byte, and the
+    /// number of bytes.
     pub fn dmabuf(&self) -> Result<(OwnedFd, u64, usize), CudaError> {
         Ok((self.mapped.dmabuf()?, self.mapped.address(), self.mapped.bytes()))
     }
 
-    /// Returns when the card sees what other devices have said that they have written.
+    /// Returns when the GPU sees every write that other devices have reported complete.
     pub fn settle_writes(&self) -> Result<(), CudaError> {
         self.mapped.settle_writes()
     }
@@ -184,21 +190,21 @@ impl DeviceMemory {
         self.regions.places().bytes()
     }
 
-    /// What is in use of its card, by anyone.
+    /// Bytes in use on the GPU, by all processes.
     pub fn used_bytes(&self) -> Result<u64, CudaError> {
         let counted = self.context.mem_get_info().map_err(CudaError::during("ask for the GPU's memory"))?;
         Ok((counted.1 - counted.0) as u64)
     }
 
-    /// Which card it lies on.
+    /// The GPU of this memory.
     pub fn ordinal(&self) -> usize {
         self.context.ordinal()
     }
 
-    /// Where a page starts in what [`export`](Self::export) exports.
+    /// The offset of a page in the memory that [`export`](Self::export) exports.
     ///
     /// # Panics
-    /// If there is no such region, or no such page in it.
+    /// If the region or the page does not exist.
     pub fn offset(&self, region: u32, page: u32) -> u64 {
         self.regions.places().run(region, &(page..page + 1)).0 as u64
     }
@@ -207,7 +213,7 @@ impl DeviceMemory {
         self.mapped.address() + self.offset(region, page)
     }
 
-    /// For devices that reach it by themselves.
+    /// For devices that access the memory directly.
     pub(crate) fn mapped(&self) -> &Arc<Mapped> {
         &self.mapped
     }

@@ -1,11 +1,11 @@
 //! NVIDIA GPUs: their libraries, their memory, and the kernels that move pages between them.
 //!
-//! CUDA is not needed to build or to start: the driver and the compiler (NVRTC) are loaded when a card is opened, and
+//! Building and starting need no CUDA. The driver and the compiler (NVRTC) are loaded when a GPU is opened;
 //! [`CudaError`] names what is missing.
 //!
-//! Suggested reading order: libraries ([`library`]), programs ([`source`], [`compiler`], [`cache`]), the card that
-//! runs them ([`card`], [`buffer`], [`arena`], [`pinned`], [`event`], [`graph`]), memory for KV ([`memory`],
-//! [`remote`], [`slots`]), and the copies between cards ([`page_copier`], [`nccl`]).
+//! Suggested reading order: libraries ([`library`]), programs ([`source`], [`compiler`], [`cache`]), the GPU
+//! that runs them ([`card`], [`buffer`], [`arena`], [`pinned`], [`event`], [`graph`]), memory for KV
+//! ([`memory`], [`remote`], [`slots`]), and the copies between GPUs ([`page_copier`], [`nccl`]).
 
 pub mod error;
 pub mod library;

@@ -1,10 +1,10 @@
-//! Moves pages between cards, and digests them, beside what the card computes.
+//! Moves pages between GPUs and digests them, while the GPU computes.
 //!
-//! A page copier has streams of its own, of high priority, and uses few multiprocessors: the card's kernels hardly notice.
-//! Copy jobs overlap: while one ends, the next is on its way already.
+//! A page copier has its own streams of high priority and uses few multiprocessors, so it hardly slows other
+//! kernels. Copy jobs overlap: the next one runs while one ends.
 //!
-//! There are two ways from card to card. Where pages lie in large rectangles, the card's copy engines
-//! move them at the wire's full rate, and a kernel digests what has come. Where they do not, a kernel moves and digests
+//! There are two ways to move pages between GPUs. If the pages form large rectangles, the copy engines move
+//! them at the full link rate, and a kernel digests them afterwards. Otherwise one kernel moves and digests
 //! them in one pass.
 
 use std::ffi::c_void;
@@ -27,14 +27,15 @@ use super::rectangles::{Moved, mean_bytes, rectangles};
 use super::remote::RemoteMemory;
 use super::wire_kernels::{STAGE_BYTES, WireKernels};
 
-/// Threads of a kernel's block; a block has a multiprocessor for itself.
+/// Threads of a kernel's block. One block occupies one multiprocessor.
 const THREADS: u32 = 512;
-/// Pages of one copy job, as in wire.cu.
+/// The maximum number of pages in one copy job, as in wire.cu.
 pub const PAGES_MAX: usize = 1024;
-/// Words that any copy job is told, and that it usually answers at most: a digest for each of 8 heads.
+/// The maximum number of input words of a copy job, and the usual maximum of its results: a digest for each
+/// of 8 heads.
 const TOLD_MAX: usize = 2 * PAGES_MAX;
 const ANSWERS_USUAL: usize = 8 * PAGES_MAX;
-/// Job buffers that a page copier has from the start on.
+/// Job buffers that a page copier allocates at the start.
 const BUFFERS_AT_START: usize = 8;
 
 /// See the module.
@@ -45,29 +46,30 @@ pub struct PageCopier {
     engines: Engines,
     verifier: Arc<CudaStream>,
     size: PageCopierSize,
-    /// Held while engines and the kernel behind them are told of one copy job, so that it waits for its own copies only.
+    /// Held while the copies of one job and the kernel behind them are queued, so that the kernel waits for
+    /// its own copies only.
     order: Mutex<()>,
-    /// Job buffers of copy jobs that are done, for the next ones.
+    /// Buffers of finished copy jobs, for reuse.
     ///
-    /// Held for a look, never while anything is waited for.
+    /// The lock is held briefly, never during a wait.
     free_buffers: Mutex<Vec<JobBuffers>>,
 }
 
-/// Work under way on the card. [`PageCopier::take`] waits for it.
+/// A copy job in progress on the GPU. [`PageCopier::take`] waits for it.
 #[must_use = "the end of a copy job is known only once it is taken"]
 pub struct CopyJob {
     buffers: JobBuffers,
     done: Arc<CudaEvent>,
     n_digests: usize,
-    /// The load of its lane.
+    /// The load that this work adds to its stream, until it is dropped.
     _load: Option<Load>,
 }
 
-/// When a copy job is done, for whatever else of the card waits for it.
+/// The completion event of a copy job, for other work on the GPU that must wait for it.
 #[derive(Clone, Debug)]
 pub struct CopyDone(pub(super) Arc<CudaEvent>);
 
-/// The fields of WirePages in wire.cu, in their order: it is copied as bytes.
+/// The fields of `WirePages` in wire.cu, in the same order. It is copied as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Shape {
@@ -85,7 +87,7 @@ struct Shape {
 }
 
 impl Shape {
-    /// Between pages that have other heads, too, on either side.
+    /// For pages whose other heads differ between the two sides.
     fn between(self, from: PageRuns, to: PageRuns) -> Self {
         let part = |runs: PageRuns| u32::try_from(runs.part_bytes()).unwrap_or(u32::MAX);
         Self { from_part: part(from), to_part: part(to), ..self }
@@ -99,7 +101,7 @@ impl Shape {
     }
 }
 
-/// What a copy job does.
+/// The operation of a copy job.
 #[derive(Clone, Copy)]
 enum Kind {
     Pull,
@@ -110,7 +112,7 @@ enum Kind {
 // === impl PageCopier ===
 
 impl PageCopier {
-    /// A page copier for the card that `memory` lies on.
+    /// Creates a page copier for the GPU of `memory`.
     pub fn new(memory: &DeviceMemory, size: PageCopierSize) -> Result<Self, CudaError> {
         let context = Arc::clone(memory.context());
         let stream =
@@ -125,15 +127,16 @@ impl PageCopier {
         Ok(Self { kernels, lanes, engines, verifier, size, order, free_buffers, context })
     }
 
-    /// Digests pages, a number for each head of each page: what [`take`](Self::take) answers.
+    /// Digests pages: a number for each head of each page. [`take`](Self::take) returns the digests.
     pub fn digest(&self, memory: &DeviceMemory, some: SomePages<'_>) -> Result<CopyJob, CudaError> {
         let shape = self.shape(&some, memory)?;
         self.start(Kind::Digest, shape, to_look_at(memory, &some), n_digests(&some))
     }
 
-    /// Copies pages of a peer's card, whichever way is faster; digests them if `digests`.
+    /// Copies pages from a peer's GPU in the faster of the two ways. Digests them if `digests`.
     ///
-    /// The peer must not write them until this is done, or they arrive as a mixture, which their digests tell.
+    /// The peer must not write the pages meanwhile. If it does, the copy is a mixture, which the digests
+    /// reveal.
     pub fn fetch(
         &self,
         from: RemotePages<'_>,
@@ -154,20 +157,21 @@ impl PageCopier {
         }
         self.bind()?;
         let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
-        // JUSTIFICATION: copy engines are told addresses.
-        // SAFETY: rectangles are made of pages, and `checked` has checked that every page lies within memory that is mapped
-        // on both sides; the code that unmaps it waits for the card first. That the pages have no other user is the leases'
-        // matter, as for kernels.
+        // JUSTIFICATION: copy engines take addresses.
+        // SAFETY: rectangles consist of pages. `checked` has checked that every page is within memory that is
+        // mapped on both sides, and code that unmaps it first waits for the GPU. Leases ensure that the pages
+        // have no other user, as for kernels.
         let started = unsafe { self.engines.start(&rectangles, &self.verifier) };
         let copy_job = started.and_then(|()| match digests {
             true => self.start(Kind::Digest, shape, to_look_at(memory, &to), n_digests(&to)),
             false => self.copy_job(self.take_buffers(0, 0)?, 0, (&self.verifier, None)),
         });
-        // Without a copy job there is no wait for what has begun: it ends before the pages get another user.
+        // On an error no later wait covers the copies that have started, so they end here, before the pages
+        // get another user.
         copy_job.inspect_err(|_| self.engines.settle())
     }
 
-    /// Like [`fetch`](Self::fetch) with digests, by a kernel.
+    /// Like [`fetch`](Self::fetch) with digests, always by a kernel.
     pub fn pull(
         &self,
         from: RemotePages<'_>,
@@ -178,7 +182,7 @@ impl PageCopier {
         self.start(Kind::Pull, shape, from.addresses().zip(addresses(memory, &to)), n_digests(&to))
     }
 
-    /// The other way: from here into a peer's memory.
+    /// Writes local pages into a peer's memory.
     pub fn push(
         &self,
         memory: &DeviceMemory,
@@ -189,7 +193,8 @@ impl PageCopier {
         self.start(Kind::Pull, shape, addresses(memory, &from).zip(to.addresses()), n_digests(&from))
     }
 
-    /// Lays pages one after the other into a slot, from an offset on, and digests them on the way if `digests`.
+    /// Packs pages one after the other into a slot, from an offset. Digests them in the same pass if
+    /// `digests`.
     pub fn gather(
         &self,
         memory: &DeviceMemory,
@@ -202,7 +207,7 @@ impl PageCopier {
         self.start_moving(shape, addresses(memory, &from).zip(there), &from, digests)
     }
 
-    /// The way back: from a slot into pages.
+    /// Copies packed pages from a slot into memory.
     pub fn scatter(
         &self,
         from: SlotAt<'_>,
@@ -228,7 +233,7 @@ impl PageCopier {
         }
     }
 
-    /// Like [`pull`](Self::pull), without a look at the bytes: the measure for what digests cost.
+    /// Like [`pull`](Self::pull) without digests. It measures the cost of digests.
     pub fn copy(
         &self,
         from: RemotePages<'_>,
@@ -239,7 +244,7 @@ impl PageCopier {
         self.start(Kind::Copy, shape, from.addresses().zip(addresses(memory, &to)), 0)
     }
 
-    /// Copies one run of bytes by the card's copy engines, and waits: the measure for what kernels reach.
+    /// Copies one run of bytes by the copy engines and waits. It is the reference for the kernels' speed.
     pub fn copy_plainly(
         &self,
         from: &RemoteMemory,
@@ -250,8 +255,9 @@ impl PageCopier {
         ensure("plain copy", fits, "more bytes than both memories have")?;
         self.bind()?;
         let lane = self.lanes.first();
-        // JUSTIFICATION: memory of cards is reached by address.
-        // SAFETY: both ranges are mapped and as long as was just checked; who unmaps one waits for the card first.
+        // JUSTIFICATION: GPU memory is accessed by address.
+        // SAFETY: both ranges are mapped and long enough, as checked above. Code that unmaps one first waits
+        // for the GPU.
         unsafe {
             result::memcpy_dtod_async(memory.page_address(0, 0), from.address(), bytes, lane.cu_stream())
         }
@@ -259,7 +265,7 @@ impl PageCopier {
         .map_err(CudaError::during("copy between GPUs"))
     }
 
-    /// Checks that pages here and there are alike in what is meant of them, and can be moved.
+    /// Checks that local and remote pages have the same heads to move, and that they can be moved.
     fn checked(
         &self,
         there: RemotePages<'_>,
@@ -267,28 +273,32 @@ impl PageCopier {
         here: &SomePages<'_>,
     ) -> Result<Shape, CudaError> {
         let (kernel, RemotePages { memory: remote, offsets, runs }) = ("wire_pull", there);
-        ensure(kernel, offsets.len() == here.places.len(), "not as many pages here as there")?;
+        ensure(kernel, offsets.len() == here.places.len(), "the numbers of local and remote pages differ")?;
         let are_alike = runs.packed() == here.runs.packed();
-        ensure(kernel, are_alike && runs.are_there(), "the two sides mean different parts of their pages")?;
+        ensure(kernel, are_alike && runs.are_there(), "the two sides name different parts of their pages")?;
         let page_bytes = runs.page_bytes() as u64;
         let fits =
             |offset: &u64| offset.checked_add(page_bytes).is_some_and(|end| end <= remote.bytes() as u64);
         ensure(kernel, offsets.iter().all(fits), "a page outside of the peer's memory")?;
         let aligned = |offset: &u64| offset.is_multiple_of(VECTOR_BYTES as u64);
-        ensure(kernel, offsets.iter().all(aligned), "a peer's page that begins off a 16-byte edge")?;
+        ensure(
+            kernel,
+            offsets.iter().all(aligned),
+            "a peer's page that does not start at a multiple of 16 bytes",
+        )?;
         ensure(
             kernel,
             remote.ordinal() == self.context.ordinal(),
-            "a peer's memory mapped for another card",
+            "a peer's memory that is mapped for another GPU",
         )?;
         self.shape(here, memory)
     }
 
-    /// Checks that the pages can be moved as the kernels do, and says so in their terms.
+    /// Checks that the kernels can move the pages, and describes the pages for them.
     fn shape(&self, some: &SomePages<'_>, memory: &DeviceMemory) -> Result<Shape, CudaError> {
         let (kernel, runs) = ("wire_pull", some.runs);
         ensure(kernel, some.places.len() <= PAGES_MAX, "more pages than one copy job takes")?;
-        ensure(kernel, memory.ordinal() == self.context.ordinal(), "memory of another card")?;
+        ensure(kernel, memory.ordinal() == self.context.ordinal(), "memory of another GPU")?;
         ensure(
             kernel,
             matches!(runs.n_parts, 1 | 2) && runs.n_heads > 0,
@@ -302,13 +312,13 @@ impl PageCopier {
                 && *page < memory.shape(*region).n_pages
                 && memory.shape(*region).page_bytes == runs.page_bytes()
         };
-        ensure(kernel, some.places.iter().all(is_page), "a page that is none, or of another size")?;
+        ensure(kernel, some.places.iter().all(is_page), "a page that does not exist, or has another size")?;
         ensure(kernel, some.n_of_layer > 0, "layers without pages")?;
         let (partial, partial_valid) = some.partial.unwrap_or((usize::MAX, runs.run_bytes));
         ensure(
             kernel,
             is_vectors(partial_valid) && partial_valid <= runs.run_bytes,
-            "a part of a page that is not vectors",
+            "a partial page that is not whole vectors of 16 bytes",
         )?;
         let number = |size: usize| u32::try_from(size).unwrap_or(u32::MAX);
         Ok(Shape {
@@ -326,7 +336,7 @@ impl PageCopier {
         })
     }
 
-    /// Waits for a copy job: its digests, page by page and head by head.
+    /// Waits for a copy job. Returns its digests, page by page and head by head.
     pub fn take(&self, copy_job: CopyJob) -> Result<Vec<u64>, CudaError> {
         copy_job.wait()?;
         let digests = copy_job.buffers.answers.words(copy_job.n_digests).to_vec();
@@ -352,7 +362,8 @@ impl PageCopier {
         self.copy_job(buffers, n_digests, (lane, load))
     }
 
-    /// Digests follow one another, behind what they look at; what moves is spread.
+    /// The stream to use. Digests share one stream behind the copy engines' work; moves are distributed over
+    /// the others.
     fn lane(&self, kind: Kind, shape: Shape) -> (&CudaStream, Option<Load>) {
         match kind {
             Kind::Digest => (&self.verifier, None),
@@ -363,7 +374,7 @@ impl PageCopier {
         }
     }
 
-    /// All that waits on the lane now.
+    /// A copy job that covers all work queued on the stream so far.
     fn copy_job(
         &self,
         mut buffers: JobBuffers,
@@ -401,10 +412,11 @@ impl PageCopier {
         };
         let grid = (n_multiprocessors.max(1), 1, 1);
         let stages = (self.kernels.n_stages * STAGE_BYTES) as u32;
-        // JUSTIFICATION: a GPU's code is called by address, and its compiler knows nothing of Rust.
-        // SAFETY: the arguments are those of the kernel's signature in wire.cu, in its order. `shape` and `checked` have
-        // checked that every page lies within memory that is mapped; the code that unmaps it waits for the card first, and so
-        // does the drop of the buffers. The buffers are as long as the table and the digests, by `take_buffers`.
+        // JUSTIFICATION: GPU code is called by address, outside of Rust's checks.
+        // SAFETY: the arguments have the types and order of the kernel's signature in wire.cu. `shape` and
+        // `checked` have checked that every page is within mapped memory. Code that unmaps the memory first
+        // waits for the GPU, and so does the drop of the buffers. `take_buffers` ensures that the buffers fit
+        // the table and the digests.
         unsafe {
             let function = kernel.cu_function();
             result::launch_kernel(function, grid, (THREADS, 1, 1), stages, lane.cu_stream(), &mut arguments)
@@ -412,15 +424,15 @@ impl PageCopier {
         .map_err(CudaError::during("start to move pages between GPUs"))
     }
 
-    /// One that is large enough: a used one, or a new one.
+    /// Returns buffers that are large enough: used ones, or new ones.
     fn take_buffers(&self, n_told: usize, n_answers: usize) -> Result<JobBuffers, CudaError> {
         let used = {
             let mut free_buffers = self.free_buffers();
             let fitting = free_buffers.iter().position(|buffers| buffers.fits(n_told, n_answers));
             fitting.map(|nth| free_buffers.swap_remove(nth))
         };
-        // New buffers are long enough for most copy jobs: to take or to give back such memory stops the card and all threads that
-        // tell it what to do.
+        // New buffers are long enough for most copy jobs: allocating or freeing such memory stops the GPU and
+        // every thread that submits work to it.
         used.map_or_else(
             || JobBuffers::new(&self.context, n_told.max(TOLD_MAX), n_answers.max(ANSWERS_USUAL)),
             Ok,
@@ -432,12 +444,12 @@ impl PageCopier {
     }
 }
 
-/// A kernel argument as the driver takes it: a pointer to a value that the driver copies.
+/// A kernel argument in the driver's form: a pointer to a value, which the driver copies.
 fn pointer<T>(argument: &T) -> *mut c_void {
     std::ptr::from_ref(argument).cast_mut().cast()
 }
 
-/// The highest priority, so that blocks of a wire's kernel come onto the card as others leave it.
+/// The highest stream priority, so that a wire kernel's blocks start as soon as other blocks end.
 fn urgent(context: &CudaContext) -> i32 {
     let (mut least, mut greatest) = (0, 0);
     let _ = context.bind_to_thread();
@@ -448,13 +460,13 @@ fn urgent(context: &CudaContext) -> i32 {
     if asked.is_ok() { greatest } else { 0 }
 }
 
-/// Where what is meant of each page begins.
+/// The address of the first byte to move in each page.
 fn addresses<'a>(memory: &'a DeviceMemory, some: &SomePages<'a>) -> impl Iterator<Item = u64> + use<'a> {
     let start = some.runs.start() as u64;
     some.places.iter().map(move |(region, page)| memory.page_address(*region, *page) + start)
 }
 
-/// The form that the digest kernel takes: nothing is moved.
+/// The page table of the digest kernel. It moves nothing, so the second address is zero.
 fn to_look_at<'a>(
     memory: &'a DeviceMemory,
     some: &SomePages<'a>,
@@ -479,7 +491,7 @@ impl CopyJob {
         CopyDone(Arc::clone(&self.done))
     }
 
-    /// The waiting thread does not sleep: a copy job takes less time than waking up.
+    /// Polls, because a copy job takes less time than waking a sleeping thread.
     fn wait(&self) -> Result<(), CudaError> {
         let mut reader = CounterReader::default();
         while !reader.sees(&self.buffers.counter, self.buffers.n_jobs, &self.done)? {

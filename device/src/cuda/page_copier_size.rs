@@ -1,23 +1,23 @@
-//! How much of a card a page copier uses.
+//! The share of a GPU that a page copier uses.
 
-/// How much of a card a page copier takes.
+/// The resources of a page copier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageCopierSize {
-    /// Streams, and so copy jobs under way at one time.
+    /// Streams, which equals the number of concurrent copy jobs.
     pub n_lanes: usize,
-    /// Multiprocessors of each.
+    /// Multiprocessors of each stream.
     pub lane_multiprocessors: u32,
-    /// Copy engines that one copy job keeps busy.
+    /// Copy engines for one copy job.
     pub n_engines: usize,
-    /// Multiprocessors that digest what copy engines have moved, and what a sender shows.
+    /// Multiprocessors that digest pages which copy engines have moved, and pages that a sender describes.
     pub digest_multiprocessors: u32,
-    /// The smallest rectangle, on average, that is worth an engine's while: to begin one takes 3.5 microseconds.
+    /// The smallest mean rectangle for which copy engines are used. Starting one copy takes 3.5 microseconds.
     pub engine_bytes_min: usize,
 }
 
 impl PageCopierSize {
-    /// This number of multiprocessors, in four parts: the others fill the wire while one begins or ends a copy job. Digests alone go
-    /// one copy job after the other: what counts there is when the last one is done.
+    /// Divides this number of multiprocessors over four streams: the others fill the link while one starts or
+    /// ends a copy job. Digest jobs run one after the other, because only the end of the last one matters.
     pub fn of(multiprocessors: u32) -> Self {
         Self {
             n_lanes: 4,

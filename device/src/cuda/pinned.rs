@@ -1,4 +1,4 @@
-//! Memory of this machine that a card copies from and to by itself, while the host does something else.
+//! Page-locked host memory, which the GPU copies from and to while the CPU continues.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -10,7 +10,7 @@ use cudarc::driver::{CudaContext, CudaEvent, result};
 use super::buffer::{Element, View, ViewMut};
 use super::{Card, CudaError};
 
-/// Numbers in page-locked memory. A reader waits until the card is done with them, so it never sees half a copy.
+/// Numbers in page-locked memory. A reader waits for the running copy, so it never sees half a copy.
 pub struct Pinned<T: Element> {
     context: Arc<CudaContext>,
     start: NonNull<T>,
@@ -19,8 +19,8 @@ pub struct Pinned<T: Element> {
     busy: Option<CudaEvent>,
 }
 
-// JUSTIFICATION: the pointer makes the type neither Send nor Sync by itself.
-// SAFETY: it owns its memory, as a Vec does; only `&mut self` reaches it.
+// JUSTIFICATION: the pointer makes the type neither Send nor Sync.
+// SAFETY: it owns its memory, as a Vec does, and only `&mut self` accesses it.
 unsafe impl<T: Element> Send for Pinned<T> {}
 
 impl<T: Element + Default> Pinned<T> {
@@ -28,9 +28,9 @@ impl<T: Element + Default> Pinned<T> {
         let bytes = len.saturating_mul(size_of::<T>()).max(1);
         context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
         // JUSTIFICATION: only the driver can pin memory.
-        // SAFETY: the pointer is kept by this value alone, and freed once.
-        let start = unsafe { result::malloc_host(bytes, 0) }
-            .map_err(CudaError::during("take memory that the GPU can copy from"))?;
+        // SAFETY: only this value has the pointer, and it frees it once.
+        let start =
+            unsafe { result::malloc_host(bytes, 0) }.map_err(CudaError::during("allocate pinned memory"))?;
         let start = NonNull::new(start.cast::<T>()).expect("the driver gives memory or an error");
         for nth in 0..len {
             // JUSTIFICATION: memory must hold values before a slice of it exists.
@@ -50,11 +50,11 @@ impl<T: Element> Pinned<T> {
         self.len == 0
     }
 
-    /// Waits until no copy is under way.
+    /// Waits until no copy runs and returns the numbers.
     pub fn numbers(&mut self) -> Result<&mut [T], CudaError> {
         self.wait()?;
-        // JUSTIFICATION: the memory is the driver's, not an allocator's.
-        // SAFETY: it is initialised, as long as this, and no copy is under way; `&mut self` excludes others.
+        // JUSTIFICATION: the driver allocated the memory.
+        // SAFETY: it is initialised and has this length. No copy runs, and `&mut self` excludes other users.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) })
     }
 
@@ -68,7 +68,7 @@ impl<T: Element> Pinned<T> {
 
 impl<T: Element> Drop for Pinned<T> {
     fn drop(&mut self) {
-        // Where waiting fails, the context is lost and copies nothing any more.
+        // If waiting fails, the context is lost and copies nothing more.
         let _ = self.wait();
         let _ = self.context.bind_to_thread();
         // JUSTIFICATION: the counterpart of `new`.
@@ -84,20 +84,23 @@ impl<T: Element> fmt::Debug for Pinned<T> {
 }
 
 impl Card {
-    /// Takes memory of this machine, all zero.
+    /// Allocates page-locked host memory, all zero.
     pub fn pinned<T: Element + Default>(&self, len: usize) -> Result<Pinned<T>, CudaError> {
         Pinned::new(self.context(), len)
     }
 
-    /// Copies the first numbers to the card, in the order of the stream, and does not wait.
+    /// Starts a copy of the first `to.len()` numbers to the GPU, in stream order, and does not wait.
     ///
     /// # Panics
-    /// If there are fewer than `to` wants, or the memory lies on another card.
+    /// If `from` is shorter than `to`, or the memory is on another GPU.
     pub fn send<T: Element>(&self, from: &mut Pinned<T>, to: ViewMut<'_, T>) -> Result<(), CudaError> {
-        assert!(to.len() <= from.len && to.ordinal() == self.ordinal(), "as many, and on this card");
+        assert!(
+            to.len() <= from.len && to.ordinal() == self.ordinal(),
+            "enough numbers, and memory on this GPU"
+        );
         self.bind()?;
-        // JUSTIFICATION: a copy that outlives the call is beyond the borrow checker.
-        // SAFETY: the memory stays until `busy` is reached: a reader, and the drop, wait for that.
+        // JUSTIFICATION: the borrow checker cannot express a copy that outlives the call.
+        // SAFETY: the memory lives until `busy` is reached: readers and the drop wait for it.
         let outcome = unsafe {
             let from = std::slice::from_raw_parts(from.start.as_ptr().cast_const(), to.len());
             result::memcpy_htod_async(to.address(), from, self.stream().cu_stream())
@@ -107,15 +110,19 @@ impl Card {
         Ok(())
     }
 
-    /// Copies from the card into the first numbers, in the order of the stream, and does not wait.
+    /// Starts a copy from the GPU into the first `from.len()` numbers, in stream order, and does not wait.
     ///
     /// # Panics
-    /// If there are fewer than `from` has, or the memory lies on another card.
+    /// If `to` is shorter than `from`, or the memory is on another GPU.
     pub fn receive<T: Element>(&self, from: View<'_, T>, to: &mut Pinned<T>) -> Result<(), CudaError> {
-        assert!(from.len() <= to.len && from.ordinal() == self.ordinal(), "as many, and on this card");
+        assert!(
+            from.len() <= to.len && from.ordinal() == self.ordinal(),
+            "enough numbers, and memory on this GPU"
+        );
         self.bind()?;
-        // JUSTIFICATION: as in `send`.
-        // SAFETY: as in `send`; no slice of the memory exists, because making one needs the `&mut` that is held here.
+        // JUSTIFICATION: the borrow checker cannot express a copy that outlives the call.
+        // SAFETY: the memory lives until `busy` is reached. No slice of it exists, because making one needs
+        // the `&mut` that is held here.
         let outcome = unsafe {
             let to = std::slice::from_raw_parts_mut(to.start.as_ptr(), from.len());
             result::memcpy_dtoh_async(to, from.address(), self.stream().cu_stream())

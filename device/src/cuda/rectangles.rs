@@ -1,20 +1,21 @@
-//! Pages as copy engines are told of them: rows of neighbouring pages, one above the other in layers that lie equally far
-//! from each other.
+//! Merges pages into rectangles for the copy engines. A row is a run of neighbouring pages; the rows are
+//! layers at equal distances.
 //!
-//! Memory is `[layer][block]`: blocks that are neighbours on both sides are one run of bytes, and lie in all layers alike.
-//! An engine takes such a rectangle at once, so that 32 layers of a block that has no neighbour cost one call and not 32.
+//! Memory is `[layer][block]`. Blocks that are neighbours on both sides form one run of bytes, and the same
+//! run exists in every layer. An engine copies such a rectangle in one call: a block without neighbours costs
+//! one call for 32 layers, not 32 calls.
 
-/// Rows can lie so far from each other: what every driver takes.
+/// The largest distance between rows that every driver accepts.
 const PITCH_MAX: u64 = (1 << 31) - 1;
 
-/// Where one page is, and where it goes.
+/// The source and destination addresses of one page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Moved {
     pub(super) from: u64,
     pub(super) to: u64,
 }
 
-/// `n_rows` runs of `row_bytes`, with a fixed distance in bytes from one to the next on either side.
+/// `n_rows` runs of `row_bytes`, with a fixed distance between rows on each side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Rectangle {
     pub(super) first: Moved,
@@ -29,7 +30,7 @@ impl Rectangle {
     }
 }
 
-/// The rectangles that these pages are, layer by layer `n_of_layer` of them.
+/// Merges pages into rectangles. The pages are in layer order, with `n_of_layer` in each layer.
 pub(super) fn rectangles(pages: &[Moved], n_of_layer: usize, page_bytes: usize) -> Vec<Rectangle> {
     let layers: Vec<&[Moved]> = pages.chunks(n_of_layer).collect();
     if let Some(pitch) = common_pitch(&layers) {
@@ -39,12 +40,12 @@ pub(super) fn rectangles(pages: &[Moved], n_of_layer: usize, page_bytes: usize) 
     layers.iter().flat_map(|layer| runs(layer, page_bytes, 1, alone)).collect()
 }
 
-/// The mean bytes of one of them; 0 if there is none.
+/// The mean size of a rectangle in bytes; 0 if there is none.
 pub(super) fn mean_bytes(rectangles: &[Rectangle]) -> usize {
     rectangles.iter().map(Rectangle::bytes).sum::<usize>() / rectangles.len().max(1)
 }
 
-/// How far the layers lie from each other, if it is the same for all of them and all of their pages.
+/// The distance between layers, if it is equal for all layers and all pages.
 fn common_pitch(layers: &[&[Moved]]) -> Option<Moved> {
     let (first, second) = (layers.first()?, layers.get(1)?);
     let between = |above: &Moved, below: &Moved| {
@@ -59,7 +60,7 @@ fn common_pitch(layers: &[&[Moved]]) -> Option<Moved> {
     layers.windows(2).all(is_even).then_some(pitch)
 }
 
-/// Neighbours of one layer.
+/// The runs of neighbouring pages in one layer.
 fn runs(layer: &[Moved], page_bytes: usize, n_rows: usize, pitch: Moved) -> impl Iterator<Item = Rectangle> {
     let bytes = page_bytes as u64;
     let follows = move |one: &Moved, next: &Moved| {
@@ -80,7 +81,7 @@ mod tests {
     const PAGE: usize = 64 << 10;
     const LAYER: (u64, u64) = (1 << 30, 1 << 28);
 
-    /// Pages of `n_layers` layers: of each block its place there and its place here.
+    /// Pages of `n_layers` layers. Each block is given as its source and destination index.
     fn pages(n_layers: u64, blocks: &[(u64, u64)]) -> Vec<Moved> {
         let at = |layer: u64, (from, to): &(u64, u64)| Moved {
             from: layer * LAYER.0 + from * PAGE as u64,

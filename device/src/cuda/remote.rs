@@ -1,4 +1,4 @@
-//! Memory of a peer's card, mapped so that this card's kernels reach it.
+//! A peer GPU's memory, mapped for this GPU's kernels.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -7,14 +7,14 @@ use super::CudaError;
 use super::mapped::Mapped;
 use super::memory::DeviceMemory;
 
-/// What a peer has exported. It lives for as long as this value does, also when the peer is gone.
+/// Memory that a peer has exported. It lives as long as this value, even after the peer has exited.
 pub struct RemoteMemory {
     mapped: Mapped,
 }
 
 impl DeviceMemory {
-    /// Maps a peer's memory for the card that this memory lies on. `bytes` is what the peer's
-    /// [`export`](Self::export) said.
+    /// Maps a peer's memory for the GPU of this memory. `bytes` comes from the peer's
+    /// [`export`](Self::export).
     pub fn import(&self, fd: &OwnedFd, bytes: usize) -> Result<RemoteMemory, CudaError> {
         Ok(RemoteMemory { mapped: Mapped::import(self.context(), fd, bytes)? })
     }

@@ -1,6 +1,6 @@
-//! What the compiler's log tells of each kernel: registers, and what did not fit into them.
+//! Reads the register use and the spills of each kernel from the compiler's log.
 
-/// One kernel's needs, as ptxas printed them.
+/// The resources of one kernel, as ptxas printed them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Usage {
     pub kernel: String,
@@ -9,7 +9,7 @@ pub struct Usage {
     pub spill_bytes: u32,
 }
 
-/// Reads a log of `--ptxas-options=-v`, in the order of names.
+/// Reads a log of `--ptxas-options=-v`. The result is sorted by name.
 pub fn usages(log: &str) -> Vec<Usage> {
     let mut found = Vec::new();
     let mut kernel = None;

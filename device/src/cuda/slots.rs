@@ -1,4 +1,4 @@
-//! Equal pieces of a card's memory that belong to no page: what a message lies in on its way.
+//! Staging buffers in GPU memory: equal slots that hold the bytes of a message on its way.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::error::ensure;
 use super::mapped::no_room;
 use super::memory::DeviceMemory;
 
-/// `n_slots` times `slot_bytes` of one card.
+/// `n_slots` slots of `slot_bytes` on one GPU.
 pub struct Slots {
     context: Arc<CudaContext>,
     start: u64,
@@ -19,13 +19,14 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// On the card that `memory` lies on.
+    /// Allocates the slots on the GPU of `memory`.
     pub fn new(memory: &DeviceMemory, n_slots: usize, slot_bytes: usize) -> Result<Self, CudaError> {
         let context = Arc::clone(memory.context());
         context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
         let bytes = n_slots * slot_bytes;
-        // JUSTIFICATION: memory of the card is reached by address.
-        // SAFETY: its content is undefined: a slot is filled before it is read, by the code that gives its length.
+        // JUSTIFICATION: GPU memory is accessed by address.
+        // SAFETY: the content is undefined. A slot is filled before it is read, by the code that states its
+        // length.
         let start = unsafe { result::malloc_sync(bytes.max(1)) }.map_err(|source| no_room(bytes, source))?;
         Ok(Self { context, start, slot_bytes, n_slots })
     }
@@ -42,26 +43,27 @@ impl Slots {
         self.n_slots == 0
     }
 
-    /// Flips one bit of a slot, and waits for it: a fault that a test plays.
+    /// Flips one bit of a slot and waits. Tests use this fault.
     pub fn flip(&self, slot: usize, bit: usize) -> Result<(), CudaError> {
         let address = self.address(slot, bit / 8, 1)?;
         self.context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
         let mut byte = [0u8];
-        // JUSTIFICATION: memory of the card is reached by address.
-        // SAFETY: the byte is one of the slot's, by `address`; whose the slot is, is the caller's matter.
+        // JUSTIFICATION: GPU memory is accessed by address.
+        // SAFETY: `address` checks that the byte is in the slot. The caller ensures that the slot has no
+        // other user.
         unsafe { result::memcpy_dtoh_sync(&mut byte, address) }
             .and_then(|()| {
                 byte[0] ^= 1 << (bit % 8);
-                // SAFETY: as above.
+                // SAFETY: the same byte as above.
                 unsafe { result::memcpy_htod_sync(address, &byte) }
             })
             .map_err(CudaError::during("copy a byte of the GPU"))
     }
 
-    /// The address of `bytes` from an offset of a slot.
+    /// The address of `bytes` bytes at an offset of a slot.
     pub(super) fn address(&self, slot: usize, offset: usize, bytes: usize) -> Result<u64, CudaError> {
         let fits = slot < self.n_slots && offset.checked_add(bytes).is_some_and(|end| end <= self.slot_bytes);
-        ensure("a slot", fits, "more bytes than it has")?;
+        ensure("a slot", fits, "a range outside of the slot")?;
         Ok(self.start + (slot * self.slot_bytes + offset) as u64)
     }
 
@@ -72,10 +74,11 @@ impl Slots {
 
 impl Drop for Slots {
     fn drop(&mut self) {
-        // The card may still be at work on it. Where waiting fails the context is lost, memory and all.
+        // The GPU may still use the memory. If waiting fails, the context and all its memory are lost.
         let _ = self.context.synchronize();
         // JUSTIFICATION: the counterpart of `new`.
-        // SAFETY: the memory came from `malloc_sync`, is this value's alone, and nothing uses it any more.
+        // SAFETY: the memory came from `malloc_sync`, belongs to this value alone, and nothing uses it any
+        // more.
         let _ = unsafe { result::free_sync(self.start) };
     }
 }

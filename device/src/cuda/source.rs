@@ -1,27 +1,27 @@
-//! Programs for cards: their text, carried in the executable, and the names of their kernels.
+//! Programs for GPUs: their text, which the executable contains, and the names of their kernels.
 
 /// One `.cu` file, compiled as one program.
 #[derive(Debug)]
 pub struct Source {
-    /// The file's name, as compilers' messages have it.
+    /// The file's name, which the compiler's messages contain.
     pub name: &'static str,
-    /// The whole program: what it begins with, then the file.
+    /// The whole program: the included headers, then the file.
     pub text: &'static str,
-    /// What can be launched from it.
+    /// The kernels that can be launched.
     pub kernels: &'static [&'static str],
-    /// The one kind of card that it is for; all kinds where none is named.
+    /// The one architecture that it is for. `None` means all.
     pub only_on: Option<&'static str>,
 }
 
-/// The programs of another crate, which a card loads beside [`WIRE`].
+/// The programs of another crate, which a GPU loads beside [`WIRE`].
 #[derive(Clone, Copy, Debug)]
 pub struct Programs {
     pub sources: &'static [Source],
-    /// The shared memory that a kernel asks for beyond what a card gives to every kernel.
+    /// The dynamic shared memory of a kernel, if it exceeds the default limit.
     pub shared_bytes: fn(&str) -> Option<u32>,
 }
 
-/// The kernels that move pages between cards and digest them.
+/// The kernels that move and digest pages.
 pub const WIRE: Source = Source {
     name: "wire.cu",
     text: concat!(
@@ -34,18 +34,18 @@ pub const WIRE: Source = Source {
 };
 
 impl Source {
-    /// For Hopper, whose own instructions no other card has.
+    /// For Hopper only, because it uses Hopper's own instructions.
     pub const fn on_hopper(self) -> Self {
         Self { only_on: Some("sm_90a"), ..self }
     }
 
-    /// Whether it can be compiled for this kind of card.
+    /// Whether it can be compiled for this architecture.
     pub fn is_for(&self, arch: &str) -> bool {
         self.only_on.is_none_or(|only| only == arch)
     }
 }
 
 impl Programs {
-    /// No programs but [`WIRE`].
+    /// Only [`WIRE`], without further programs.
     pub const NONE: Self = Self { sources: &[], shared_bytes: |_| None };
 }

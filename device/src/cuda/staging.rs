@@ -1,4 +1,4 @@
-//! Copies of a card's pages in host memory: for those who read and write KV with the processor.
+//! Copies of GPU pages in host memory, for CPU code that reads and writes KV.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -10,45 +10,45 @@ use cudarc::driver::{CudaContext, CudaStream, result};
 
 use super::CudaError;
 
-/// Copies that are kept for the next ones, because pinning memory takes longer than copying into it.
+/// The number of copies kept for reuse, because pinning memory takes longer than copying into it.
 const KEPT_MAX: usize = 16;
-/// Longer copies are rare and not kept.
+/// Larger copies are rare and are not kept.
 const KEPT_BYTES_MAX: usize = 64 << 20;
 
-/// Moves bytes between a card and copies in pinned host memory, on a stream of its own.
+/// Copies bytes between the GPU and pinned host memory, on its own stream.
 pub(crate) struct Staging {
     stream: Arc<CudaStream>,
-    /// Held for a look, never while anything is copied.
+    /// The lock is held briefly, never during a copy.
     kept: Mutex<Vec<Pinned>>,
-    /// Set when a copy failed: the card is lost, and what lies on it with it.
+    /// Set after a copy failed: the GPU is lost, with all its data.
     lost: std::sync::atomic::AtomicBool,
 }
 
-/// A copy of some of a card's bytes. Dropped, it is kept for the next one.
+/// A copy of some GPU bytes. Dropping it returns the memory for reuse.
 pub(crate) struct Staged<'a> {
     staging: &'a Staging,
     bytes: Option<Pinned>,
     len: usize,
 }
 
-/// A copy that goes to the card when it is dropped.
+/// A copy that is written to the GPU when it is dropped.
 pub(crate) struct WriteBack<'a> {
     staged: Staged<'a>,
     address: u64,
 }
 
-/// Memory of this machine that the card copies from and to by itself.
+/// Pinned host memory, which the GPU copies from and to.
 pub(super) struct Pinned {
     context: Arc<CudaContext>,
     start: NonNull<u8>,
     capacity: usize,
 }
 
-// JUSTIFICATION: the pointer makes the type neither Send nor Sync by itself.
-// SAFETY: it owns its memory, as a Box does, and gives out its address only; who reads and writes there is the borrow
-// states' matter.
+// JUSTIFICATION: the pointer makes the type neither Send nor Sync.
+// SAFETY: it owns its memory, as a Box does, and gives out only its address. The borrow states control reads
+// and writes.
 unsafe impl Send for Pinned {}
-// SAFETY: as above.
+// SAFETY: it owns its memory, as a Box does, and gives out only its address.
 unsafe impl Sync for Pinned {}
 
 // === impl Staging ===
@@ -59,17 +59,17 @@ impl Staging {
         Ok(Self { stream, kept: Mutex::default(), lost: false.into() })
     }
 
-    /// A copy of what lies at `address`.
+    /// A host copy of the bytes at `address`.
     ///
     /// # Safety
-    /// `len` bytes from `address` are memory of this card, for as long as this value lives, and they are not written
+    /// `len` bytes at `address` are memory of this GPU while this value lives, and no other code writes them
     /// during the call.
     pub(super) unsafe fn read(&self, address: u64, len: usize) -> Result<Staged<'_>, CudaError> {
         let pinned = self.take(len)?;
         self.bind()?;
-        // JUSTIFICATION: the copy's memory is the driver's, and the card's is reached by address.
-        // SAFETY: the pinned memory is that long, initialised, and ours alone; the rest is the caller's promise. The copy
-        // is waited for.
+        // JUSTIFICATION: the driver allocated the copy's memory, and GPU memory is accessed by address.
+        // SAFETY: the pinned memory is long enough, initialised and has no other user. The caller guarantees
+        // the rest. This function waits for the copy.
         unsafe {
             let to = std::slice::from_raw_parts_mut(pinned.start.as_ptr(), len);
             result::memcpy_dtoh_async(to, address, self.stream.cu_stream())
@@ -79,29 +79,29 @@ impl Staging {
         Ok(Staged { staging: self, bytes: Some(pinned), len })
     }
 
-    /// Like [`read`](Self::read); the copy goes back when it is dropped.
+    /// Like [`read`](Self::read). The copy is written back when it is dropped.
     ///
     /// # Safety
-    /// The same as for `read`; and no other code reaches these bytes while the copy lives.
+    /// The requirements of `read`, and no other code uses these bytes while the copy lives.
     pub(super) unsafe fn write(&self, address: u64, len: usize) -> Result<WriteBack<'_>, CudaError> {
-        // SAFETY: the caller's promise includes that of `read`.
+        // SAFETY: the caller guarantees the requirements of `read`.
         Ok(WriteBack { staged: unsafe { self.read(address, len)? }, address })
     }
 
-    /// Sets every byte to zero, and waits for it.
+    /// Sets every byte to zero and waits.
     ///
     /// # Safety
-    /// `len` bytes from `address` are memory of this card, and they are not used during the call.
+    /// `len` bytes at `address` are memory of this GPU and are not used during the call.
     pub(super) unsafe fn clear(&self, address: u64, len: usize) -> Result<(), CudaError> {
         self.bind()?;
-        // JUSTIFICATION: memory of the card is reached by address.
-        // SAFETY: the caller's promise.
+        // JUSTIFICATION: GPU memory is accessed by address.
+        // SAFETY: guaranteed by the caller.
         unsafe { result::memset_d8_async(address, 0, len, self.stream.cu_stream()) }
             .and_then(|()| self.stream.synchronize())
             .map_err(CudaError::during("clear memory of the GPU"))
     }
 
-    /// Whether a copy has failed. There is no way back from that.
+    /// Whether a copy has failed. The GPU stays lost then.
     pub(super) fn is_lost(&self) -> bool {
         self.lost.load(std::sync::atomic::Ordering::Acquire)
     }
@@ -113,8 +113,9 @@ impl Staging {
 
     fn put_back(&self, pinned: &Pinned, len: usize, address: u64) -> Result<(), CudaError> {
         self.bind()?;
-        // JUSTIFICATION: as in `read`.
-        // SAFETY: the caller that made the copy promised that the address is good for as long as it lives; the copy is that long.
+        // JUSTIFICATION: GPU memory is accessed by address.
+        // SAFETY: the caller of `write` guaranteed a valid address while the copy lives. The copy has `len`
+        // bytes.
         unsafe {
             let from = std::slice::from_raw_parts(pinned.start.as_ptr().cast_const(), len);
             result::memcpy_htod_async(address, from, self.stream.cu_stream())
@@ -123,7 +124,7 @@ impl Staging {
         .map_err(|error| self.lose(error))
     }
 
-    /// The smallest kept copy that is long enough, or a new one.
+    /// The smallest kept memory that is long enough, or new memory.
     fn take(&self, len: usize) -> Result<Pinned, CudaError> {
         let mut kept = self.kept();
         let fitting = kept.iter().enumerate().filter(|(_, pinned)| pinned.capacity >= len);
@@ -183,7 +184,7 @@ impl WriteBack<'_> {
 impl Drop for WriteBack<'_> {
     fn drop(&mut self) {
         let Some(pinned) = &self.staged.bytes else { return };
-        // A failure is remembered: this card is not read again, so old bytes are never taken for new ones.
+        // The failure is stored: this GPU is not read again, so old bytes are never taken for new ones.
         let _ = self.staged.staging.put_back(pinned, self.staged.len, self.address);
     }
 }
@@ -195,10 +196,11 @@ impl Pinned {
         let capacity = capacity.max(1);
         context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
         // JUSTIFICATION: only the driver can pin memory.
-        // SAFETY: the pointer is kept by this value alone and freed once; every byte is set before a slice of it exists.
+        // SAFETY: only this value has the pointer, and it frees it once. Every byte is set before a slice
+        // exists.
         unsafe {
             let start = result::malloc_host(capacity, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP)
-                .map_err(CudaError::during("take memory that the GPU can copy from"))?;
+                .map_err(CudaError::during("allocate pinned memory"))?;
             let start = NonNull::new(start.cast::<u8>()).expect("the driver gives memory or an error");
             start.write_bytes(0, capacity);
             Ok(Self { context: Arc::clone(context), start, capacity })
@@ -207,7 +209,7 @@ impl Pinned {
 }
 
 impl Pinned {
-    /// Where the card finds it: there is one space of addresses for the host and all cards.
+    /// The address for the GPU. The host and all GPUs share one address space.
     pub(super) fn address(&self) -> u64 {
         self.start.as_ptr() as u64
     }
@@ -216,18 +218,18 @@ impl Pinned {
         self.capacity / size_of::<u64>()
     }
 
-    /// The first words. The caller has made sure that no copy is under way.
+    /// The first words. The caller ensures that no copy runs.
     pub(super) fn words(&self, n_words: usize) -> &[u64] {
         assert!(n_words * size_of::<u64>() <= self.capacity, "{n_words} words of {} bytes", self.capacity);
-        // JUSTIFICATION: the memory is the driver's, not an allocator's.
-        // SAFETY: it is initialised, aligned to a memory page, and as long as was just checked.
+        // JUSTIFICATION: the driver allocated the memory.
+        // SAFETY: it is initialised, aligned to a memory page, and long enough, as just checked.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().cast(), n_words) }
     }
 
     pub(super) fn words_mut(&mut self, n_words: usize) -> &mut [u64] {
         assert!(n_words * size_of::<u64>() <= self.capacity, "{n_words} words of {} bytes", self.capacity);
-        // JUSTIFICATION: as above.
-        // SAFETY: as above, and `&mut self` makes this the only slice.
+        // JUSTIFICATION: the driver allocated the memory.
+        // SAFETY: it is initialised, aligned and long enough, and `&mut self` makes this the only slice.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().cast(), n_words) }
     }
 }
@@ -236,7 +238,8 @@ impl Drop for Pinned {
     fn drop(&mut self) {
         let _ = self.context.bind_to_thread();
         // JUSTIFICATION: the counterpart of `new`.
-        // SAFETY: the pointer came from `malloc_host`; copies are waited for, and no slice outlives this value.
+        // SAFETY: the pointer came from `malloc_host`. All copies have been waited for, and no slice outlives
+        // this value.
         let _ = unsafe { result::free_host(self.start.as_ptr().cast::<c_void>()) };
     }
 }

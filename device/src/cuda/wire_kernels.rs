@@ -1,24 +1,24 @@
-//! The kernels of `wire.cu`, and the shared memory that they take.
+//! The kernels of `wire.cu`, and their shared memory.
 
 use cudarc::driver::sys::{CUdevice_attribute as Attribute, CUfunction_attribute as FunctionAttribute};
 use cudarc::driver::{CudaContext, CudaFunction};
 
 use super::{Card, CudaError};
 
-/// The shared memory of one stage of all warps of a block, as in wire.cu.
+/// Shared memory of one stage for all warps of a block, as in wire.cu.
 pub(super) const STAGE_BYTES: usize = 16 * 4096;
-/// The shared memory of a block beside its stages.
+/// Shared memory of a block outside its stages.
 const TABLE_BYTES: usize = 17 << 10;
-/// The most stages that a block can have.
+/// The maximum number of stages of a block.
 const STAGES_MAX: usize = 2;
 
-/// The kernels that move pages, on one card.
+/// The kernels that move and digest pages, on one GPU.
 #[derive(Clone)]
 pub(super) struct WireKernels {
     pub(super) pull: CudaFunction,
     pub(super) digest: CudaFunction,
     pub(super) copy: CudaFunction,
-    /// Steps that a warp has on their way.
+    /// Pipeline stages of a warp.
     pub(super) n_stages: usize,
 }
 
@@ -38,7 +38,7 @@ impl WireKernels {
     }
 }
 
-/// The stages that fit into a multiprocessor's memory; none before Hopper, whose kernels have no stages.
+/// The stages that fit into shared memory. Zero before Hopper, whose kernels alone have stages.
 fn n_stages(context: &CudaContext) -> Result<usize, CudaError> {
     let attribute = |attribute| {
         context.attribute(attribute).map_err(CudaError::during("ask for the GPU's shared memory"))

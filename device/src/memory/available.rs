@@ -1,17 +1,18 @@
-//! How much memory this process may still take: of the machine, and of the cgroups that it runs in.
+//! The memory that this process may still allocate, on the machine and in its cgroups.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::MemoryError;
 
-/// Bytes that can be taken now without swapping and without meeting a cgroup's limit. `None`: the system does not tell.
+/// Bytes that can be allocated now without swapping or exceeding a cgroup's limit. `None` if the system does
+/// not report it.
 pub fn available_bytes() -> Option<u64> {
     available_under(Path::new("/"))
 }
 
-/// Refuses what this machine, or this process's container, does not have: the kernel would kill the process when it
-/// touches that memory. Where the system does not tell, nothing is refused.
+/// Returns an error if the machine or this process's container has too little memory. Otherwise the kernel
+/// would kill the process when it uses the memory. If the system does not report it, the check passes.
 pub fn check(asked: u64) -> Result<(), MemoryError> {
     match available_bytes() {
         Some(available) if asked > available => Err(MemoryError::TooMuch { asked, available }),
@@ -19,7 +20,7 @@ pub fn check(asked: u64) -> Result<(), MemoryError> {
     }
 }
 
-/// The same, of a system whose `proc` and `sys` are in `root`.
+/// Like [`available_bytes`], with `proc` and `sys` under `root`.
 fn available_under(root: &Path) -> Option<u64> {
     let machine = of_machine(&fs::read_to_string(root.join("proc/meminfo")).ok()?)?;
     let memberships = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
@@ -27,7 +28,7 @@ fn available_under(root: &Path) -> Option<u64> {
     Some(limits.fold(machine, u64::min))
 }
 
-/// What `/proc/meminfo` says is available.
+/// The available memory in `/proc/meminfo`.
 fn of_machine(meminfo: &str) -> Option<u64> {
     let kib = value(meminfo, "MemAvailable:")?;
     Some(kib << 10)
@@ -39,17 +40,17 @@ fn value(text: &str, name: &str) -> Option<u64> {
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// A cgroup's folder, and the names of its files.
+/// A cgroup's folder, and its file names.
 struct Cgroup {
     folder: PathBuf,
     files: &'static Files,
 }
 
-/// cgroup v1 and v2 name the same things differently.
+/// The file names of cgroup v1 and v2.
 struct Files {
     max: &'static str,
     current: &'static str,
-    /// Lines of `memory.stat`: the page cache, which the kernel gives up before it kills a process.
+    /// Keys of `memory.stat` for the page cache, which the kernel reclaims before it kills a process.
     cache: [&'static str; 2],
 }
 
@@ -61,7 +62,7 @@ const V1: Files = Files {
 const V2: Files =
     Files { max: "memory.max", current: "memory.current", cache: ["inactive_file ", "active_file "] };
 
-/// The cgroups that a line of `/proc/self/cgroup` means: the named one and all above it. A limit of any of them holds.
+/// The cgroups of a line in `/proc/self/cgroup`: the named one and all its parents, whose limits apply too.
 fn cgroups(root: &Path, line: &str) -> Vec<Cgroup> {
     let mut parts = line.splitn(3, ':').skip(1);
     let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { return Vec::new() };
@@ -76,7 +77,7 @@ fn cgroups(root: &Path, line: &str) -> Vec<Cgroup> {
 }
 
 impl Cgroup {
-    /// `None` without a limit, and where the cgroup is not visible from here.
+    /// `None` if there is no limit, or the cgroup is not visible.
     fn left(&self) -> Option<u64> {
         let read = |file: &str| fs::read_to_string(self.folder.join(file)).ok();
         let number = |file: &str| read(file)?.trim().parse::<u64>().ok();
@@ -93,7 +94,7 @@ mod tests {
 
     const MEMINFO: &str = "MemTotal:  9000 kB\nMemAvailable:   4096 kB\n";
 
-    /// A system of these files.
+    /// A system with these files.
     fn system(files: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().expect("a folder");
         for (file, text) in files {
@@ -170,6 +171,6 @@ mod tests {
         assert!(available_bytes().is_some_and(|bytes| bytes > 1 << 20));
         check(1 << 20).expect("1 MiB is available");
         let refused = check(1 << 60).expect_err("an EiB").to_string();
-        assert!(refused.starts_with("1099511627776 MiB of memory are asked for, and "), "{refused}");
+        assert!(refused.starts_with("1099511627776 MiB of memory are requested, but only "), "{refused}");
     }
 }

@@ -1,8 +1,8 @@
 //! Hot path.
-//! Another process's memory, to read from.
+//! Another process's memory, mapped for reading.
 //!
-//! Its owner goes on writing while it is read here, so no slice of it ever exists: bytes are copied out, and the code that
-//! copied them checks afterwards that they are what was meant.
+//! Its owner may write while it is read here, so no slice of it ever exists. Bytes are copied out, and the
+//! caller then verifies the copy.
 
 use std::fmt;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -12,19 +12,19 @@ use rustix::fs::SealFlags;
 
 use crate::xxh3::{self, Parts, Stores};
 
-/// A file of memory that its owner cannot shrink, mapped for reading.
+/// A memory file that its owner cannot shrink, mapped for reading.
 pub struct PeerMemory {
     mapping: MmapRaw,
 }
 
-/// Memory that was offered, and cannot be used.
+/// The offered memory cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum PeerMemoryError {
-    #[error("look at the memory that was offered")]
+    #[error("read the seals of the offered memory")]
     Look(#[source] rustix::io::Errno),
-    #[error("its owner could shrink it while it is read")]
+    #[error("the offered memory is not sealed against shrinking")]
     NotSealed,
-    #[error("map {bytes} bytes of another process")]
+    #[error("map {bytes} bytes of another process's memory")]
     Map {
         bytes: usize,
         #[source]
@@ -32,9 +32,9 @@ pub enum PeerMemoryError {
     },
 }
 
-/// Bytes that are not in the memory.
+/// A range outside of the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{len} bytes at {offset} do not lie in {bytes}")]
+#[error("{len} bytes at offset {offset} are outside of the memory of {bytes} bytes")]
 pub struct OutsidePeer {
     pub offset: u64,
     pub len: usize,
@@ -42,7 +42,7 @@ pub struct OutsidePeer {
 }
 
 impl PeerMemory {
-    /// Maps all of it. A file that could shrink is refused: reading what is gone would kill this process.
+    /// Maps the whole file. Rejects a file that could shrink: reading removed pages would kill this process.
     pub fn map(file: OwnedFd) -> Result<Self, PeerMemoryError> {
         let seals = rustix::fs::fcntl_get_seals(file.as_fd()).map_err(PeerMemoryError::Look)?;
         if !seals.contains(SealFlags::SHRINK) {
@@ -58,22 +58,22 @@ impl PeerMemory {
         self.mapping.len()
     }
 
-    /// Copies what lies at `offset` now.
+    /// Copies the current bytes at `offset`.
     ///
-    /// Where the owner writes at the same time, the copy is a mixture of old and new bytes.
+    /// If the owner writes at the same time, the copy is a mixture of old and new bytes.
     pub fn copy(&self, offset: u64, into: &mut [u8]) -> Result<(), OutsidePeer> {
         let from = self.at(offset, into.len())?;
-        // JUSTIFICATION: a slice of this memory must not exist, because another process may write it.
-        // SAFETY: the source range lies within the mapping, which is sealed against shrinking and lives as long as
-        // `self`; the target is a slice of this process's own memory, which no other process can reach, so the two do not
-        // overlap. Bytes that change during the copy come out as some mixture, and any mixture of bytes is a byte.
+        // JUSTIFICATION: no slice of this memory may exist, because another process may write it.
+        // SAFETY: the source range is in the mapping, which is sealed against shrinking and lives as long as
+        // `self`. The target is this process's own memory, which no other process can access, so they do not
+        // overlap. Bytes that change during the copy give some mixture, and every mixture is valid bytes.
         unsafe {
             std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len());
         }
         Ok(())
     }
 
-    /// Like [`copy`](Self::copy), and tells `each` part's XXH3-64 of what was copied.
+    /// Like [`copy`](Self::copy), and calls `each` with the XXH3-64 of each part of the copy.
     pub fn copy_hashed(
         &self,
         offset: u64,
@@ -83,13 +83,13 @@ impl PeerMemory {
         each: impl FnMut(u64),
     ) -> Result<(), OutsidePeer> {
         let from = self.at(offset, into.len())?;
-        // JUSTIFICATION: as above.
-        // SAFETY: as above.
+        // JUSTIFICATION: no slice of this memory may exist, as in `copy`.
+        // SAFETY: the ranges are as in `copy`.
         unsafe { xxh3::copy_parts(from, into, parts, stores, each) };
         Ok(())
     }
 
-    /// Where `len` bytes start.
+    /// The address of `len` bytes at `offset`.
     fn at(&self, offset: u64, len: usize) -> Result<*const u8, OutsidePeer> {
         let outside = OutsidePeer { offset, len, bytes: self.bytes() };
         let start = usize::try_from(offset).map_err(|_| outside)?;

@@ -1,5 +1,5 @@
 //! Hot path.
-//! What devices have done: waited for by a file descriptor, taken in batches.
+//! Completions of RDMA requests. A file descriptor signals them, and they are taken in batches.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -12,12 +12,12 @@ use super::device::Device;
 use super::error::{Failure, VerbsError};
 use super::sys::{Channel, Wc};
 
-/// Completions that are taken at once.
+/// The maximum number of completions in one batch.
 const BATCH: usize = 32;
 /// `IBV_WC_RECV_RDMA_WITH_IMM`.
 const RECEIVED_WITH_NUMBER: u32 = 129;
 
-/// Where the completions of some queue pairs come in. Clones are the same.
+/// The completion queue of some queue pairs. Clones share the queue.
 #[derive(Clone)]
 pub struct Completions {
     pub(super) inner: Arc<Queue>,
@@ -29,47 +29,48 @@ pub(super) struct Queue {
     device: Device,
 }
 
-// JUSTIFICATION: a pointer is neither by itself.
-// SAFETY: as for the device: the library takes its own locks.
+// JUSTIFICATION: a pointer is neither Send nor Sync.
+// SAFETY: the library takes its own locks, as for `Device`.
 unsafe impl Send for Queue {}
-// SAFETY: as above.
+// SAFETY: the library takes its own locks, as for `Device`.
 unsafe impl Sync for Queue {}
 
-/// One thing that a device has done, or given up.
+/// The outcome of one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
-    /// What the request was called.
+    /// The id that the request was given.
     pub id: u64,
     /// The number of its queue pair.
     pub queue_pair: u32,
     pub outcome: Result<Done, Failure>,
 }
 
-/// What it has done.
+/// A request that the device has finished.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Done {
-    /// What was to be written is at the peer.
+    /// The bytes of a write are at the peer.
     Written,
-    /// A peer's write is in place, with this number. So is all that it wrote before on the same queue pair.
+    /// A peer's write with this number is in place, and so are its earlier writes on the same queue pair.
     Received { number: u32 },
 }
 
 impl Completions {
-    /// Room for `n` that are not taken yet. The sum of what its queue pairs can have under way must not exceed it.
+    /// A queue for `n` completions. It must have room for all requests that its queue pairs can have in
+    /// flight.
     pub fn new(device: &Device, n: u32) -> Result<Self, VerbsError> {
         let (functions, context) = device.parts();
         // JUSTIFICATION: a call into C.
-        // SAFETY: the context is open, and is held by the value below.
+        // SAFETY: the context is open, and the value below holds it.
         let channel = unsafe { (functions.ibv_create_comp_channel)(context) };
         let channel = NonNull::new(channel).ok_or_else(|| VerbsError::last("make a completion channel"))?;
         let n = i32::try_from(n).unwrap_or(i32::MAX);
         // JUSTIFICATION: a call into C.
-        // SAFETY: as above; the channel outlives the queue, which is destroyed first.
+        // SAFETY: the context is open. The channel outlives the queue, which is destroyed first.
         let cq = unsafe { (functions.ibv_create_cq)(context, n, std::ptr::null_mut(), channel.as_ptr(), 0) };
         let Some(cq) = NonNull::new(cq) else {
             let error = VerbsError::last("make a completion queue");
             // JUSTIFICATION: a call into C.
-            // SAFETY: nothing was made from the channel.
+            // SAFETY: no object was made from the channel.
             unsafe { (functions.ibv_destroy_comp_channel)(channel.as_ptr()) };
             return Err(error);
         };
@@ -82,32 +83,32 @@ impl Completions {
 
     fn make_nonblocking(&self) -> io::Result<()> {
         // JUSTIFICATION: the library owns the descriptor.
-        // SAFETY: the channel, and its descriptor, live as long as `self`.
+        // SAFETY: the channel and its descriptor live as long as `self`.
         let fd = unsafe { BorrowedFd::borrow_raw(self.as_raw_fd()) };
         let flags = rustix::fs::fcntl_getfl(fd)?;
         Ok(rustix::fs::fcntl_setfl(fd, flags | rustix::fs::OFlags::NONBLOCK)?)
     }
 
-    /// The descriptor becomes readable with the next completion. Those that are there already do not count, so they
-    /// are taken afterwards.
+    /// Makes the descriptor readable at the next completion. Existing completions do not count, so they must
+    /// be taken after this call.
     pub fn arm(&self) -> Result<(), VerbsError> {
         let (_, context) = self.inner.device.parts();
-        // JUSTIFICATION: a function of C, by its pointer.
-        // SAFETY: the context is open, and the queue is one of its own.
+        // JUSTIFICATION: a C function, called by pointer.
+        // SAFETY: the context is open and owns the queue.
         let errno = unsafe { ((*context).req_notify_cq)(self.inner.cq.as_ptr(), 0) };
         VerbsError::check("ask for the next completion", errno)
     }
 
-    /// Takes the words off the descriptor that completions are there. False: there was none.
+    /// Takes a notification from the descriptor. Returns false if there was none.
     pub fn take_word(&self) -> Result<bool, VerbsError> {
         let (functions, _) = self.inner.device.parts();
         let (mut cq, mut context) = (std::ptr::null_mut(), std::ptr::null_mut());
         // JUSTIFICATION: a call into C.
-        // SAFETY: the channel lives; the descriptor does not block; the pointers are to variables of this function.
+        // SAFETY: the channel lives, the descriptor does not block, and the pointers are to local variables.
         match unsafe { (functions.ibv_get_cq_event)(self.inner.channel.as_ptr(), &mut cq, &mut context) } {
             0 => {
                 // JUSTIFICATION: a call into C.
-                // SAFETY: there is one queue on the channel, and one word was taken.
+                // SAFETY: the channel has one queue, and one notification was taken.
                 unsafe { (functions.ibv_ack_cq_events)(cq, 1) };
                 Ok(true)
             }
@@ -116,12 +117,12 @@ impl Completions {
         }
     }
 
-    /// Takes what is there, a batch at most. Zero: nothing is.
+    /// Takes up to one batch of completions. Returns their number.
     pub fn take(&self, into: &mut Vec<Completion>) -> Result<usize, VerbsError> {
         let mut batch = [Wc::default(); BATCH];
         let (_, context) = self.inner.device.parts();
-        // JUSTIFICATION: a function of C, by its pointer.
-        // SAFETY: the context is open, the queue is one of its own, and there is room for as many as are asked for.
+        // JUSTIFICATION: a C function, called by pointer.
+        // SAFETY: the context is open and owns the queue. The array has room for a batch.
         let n = unsafe { ((*context).poll_cq)(self.inner.cq.as_ptr(), BATCH as i32, batch.as_mut_ptr()) };
         let n = usize::try_from(n).map_err(|_| VerbsError::Failed(Failure::Device))?;
         into.extend(batch[..n].iter().map(completion));
@@ -140,7 +141,7 @@ fn completion(wc: &Wc) -> Completion {
 
 impl AsRawFd for Completions {
     fn as_raw_fd(&self) -> RawFd {
-        // JUSTIFICATION: a field of C.
+        // JUSTIFICATION: a field of a C structure.
         // SAFETY: the channel lives as long as `self`.
         unsafe { self.inner.channel.as_ref().fd }
     }
@@ -150,7 +151,8 @@ impl Drop for Queue {
     fn drop(&mut self) {
         let (functions, _) = self.device.parts();
         // JUSTIFICATION: calls into C.
-        // SAFETY: queue pairs hold this value, so there is none left; all words were acknowledged as they were taken.
+        // SAFETY: queue pairs hold this value, so none is left. All notifications were acknowledged when they
+        // were taken.
         unsafe {
             (functions.ibv_destroy_cq)(self.cq.as_ptr());
             (functions.ibv_destroy_comp_channel)(self.channel.as_ptr());

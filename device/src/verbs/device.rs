@@ -1,4 +1,4 @@
-//! A device that can do RDMA, and its ports.
+//! RDMA devices and their ports.
 
 use std::ffi::CStr;
 use std::fmt;
@@ -8,7 +8,8 @@ use std::sync::Arc;
 use super::error::VerbsError;
 use super::sys::{Context, DeviceAttr, DeviceEntry, Functions, PortAttr, functions};
 
-/// An opened device. Clones are the same; it is closed with the last of them and of what was made from it.
+/// An open device. Clones share it. It is closed when the last clone and all objects made from it are
+/// dropped.
 #[derive(Clone)]
 pub struct Device {
     pub(super) inner: Arc<Opened>,
@@ -20,24 +21,25 @@ pub(super) struct Opened {
     name: String,
 }
 
-// JUSTIFICATION: a pointer is neither by itself.
-// SAFETY: libibverbs may be called from all threads at once; it takes its own locks.
+// JUSTIFICATION: a pointer is neither Send nor Sync.
+// SAFETY: libibverbs allows concurrent calls from all threads; it takes its own locks.
 unsafe impl Send for Opened {}
-// SAFETY: as above.
+// SAFETY: libibverbs takes its own locks.
 unsafe impl Sync for Opened {}
 
-/// What a port is like now.
+/// The current state of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PortState {
     pub is_active: bool,
-    /// The largest packet that it can send now, as a number of the interface: 1 is 256 bytes, 5 is 4096.
+    /// The largest packet that it can send now, as the interface's code: 1 is 256 bytes, 5 is 4096.
     pub mtu: u32,
     /// Its address within an InfiniBand subnet; zero on Ethernet.
     pub lid: u16,
 }
 
 impl Device {
-    /// The names of all devices. None at all is an error, and says whether the library is missing or the device.
+    /// The names of all devices. If there is none, the error says whether the library or the device is
+    /// missing.
     pub fn names() -> Result<Vec<String>, VerbsError> {
         let list = List::get()?;
         Ok(list.entries().map(|entry| list.name(entry)).collect())
@@ -50,7 +52,7 @@ impl Device {
             return Err(VerbsError::UnknownDevice { name: name.to_owned(), known: known.join(", ") });
         };
         // JUSTIFICATION: a call into C.
-        // SAFETY: the entry is one of a list that lives until the end of this function.
+        // SAFETY: the entry is from a list that lives until the end of this function.
         let context = unsafe { (list.functions.ibv_open_device)(entry) };
         let context = NonNull::new(context).ok_or_else(|| VerbsError::last("open the RDMA device"))?;
         Ok(Self { inner: Arc::new(Opened { functions: list.functions, context, name: name.to_owned() }) })
@@ -66,13 +68,13 @@ impl Device {
         let mut attr = PortAttr::ZERO;
         let (functions, context) = self.parts();
         // JUSTIFICATION: a call into C.
-        // SAFETY: the context is open, and there is more room than any version of the library fills.
+        // SAFETY: the context is open, and the structure is larger than in any version of the library.
         let errno = unsafe { (functions.ibv_query_port)(context, port, &mut attr) };
         VerbsError::check("ask for a port of the RDMA device", errno)?;
         Ok(PortState { is_active: attr.state == ACTIVE, mtu: attr.active_mtu, lid: attr.lid })
     }
 
-    /// One of the addresses by which a port is reached.
+    /// One of the port's addresses.
     pub fn gid(&self, port: u8, index: u8) -> Result<[u8; 16], VerbsError> {
         let mut gid = [0; 16];
         let (functions, context) = self.parts();
@@ -83,14 +85,14 @@ impl Device {
         Ok(gid)
     }
 
-    /// How many requests one queue can hold.
+    /// The maximum number of requests in a queue.
     pub(super) fn requests_max(&self) -> Result<u32, VerbsError> {
         let mut attr = DeviceAttr::ZERO;
         let (functions, context) = self.parts();
         // JUSTIFICATION: a call into C.
-        // SAFETY: the context is open, and there is more room than the library fills.
+        // SAFETY: the context is open, and the structure is larger than the library's.
         let errno = unsafe { (functions.ibv_query_device)(context, &mut attr) };
-        VerbsError::check("ask what the RDMA device can do", errno)?;
+        VerbsError::check("ask for the limits of the RDMA device", errno)?;
         Ok(u32::try_from(attr.max_qp_wr).unwrap_or(0))
     }
 
@@ -102,7 +104,7 @@ impl Device {
 impl Drop for Opened {
     fn drop(&mut self) {
         // JUSTIFICATION: a call into C.
-        // SAFETY: whatever was made from the context holds this value, so nothing of it is left.
+        // SAFETY: all objects made from the context hold this value, so none is left.
         unsafe { (self.functions.ibv_close_device)(self.context.as_ptr()) };
     }
 }
@@ -113,7 +115,7 @@ impl fmt::Debug for Device {
     }
 }
 
-/// The library's list of devices, freed with this value.
+/// The library's list of devices. Dropping it frees the list.
 struct List {
     functions: &'static Functions,
     first: NonNull<*mut DeviceEntry>,
@@ -127,21 +129,21 @@ impl List {
         // JUSTIFICATION: a call into C.
         // SAFETY: the pointer is to a number that outlives the call.
         let first = unsafe { (functions.ibv_get_device_list)(&mut n) };
-        // Without the kernel's part there is no list at all.
+        // Without the kernel's RDMA modules there is no list.
         let first = NonNull::new(first).ok_or(VerbsError::NoDevice)?;
         let list = Self { functions, first, n: usize::try_from(n).unwrap_or(0) };
         if list.n == 0 { Err(VerbsError::NoDevice) } else { Ok(list) }
     }
 
     fn entries(&self) -> impl Iterator<Item = *mut DeviceEntry> + '_ {
-        // JUSTIFICATION: an array of C.
-        // SAFETY: the library said that there are `n` entries, and the list lives as long as `self`.
+        // JUSTIFICATION: a C array.
+        // SAFETY: the library reported `n` entries, and the list lives as long as `self`.
         (0..self.n).map(|nth| unsafe { *self.first.as_ptr().add(nth) })
     }
 
     fn name(&self, entry: *mut DeviceEntry) -> String {
-        // JUSTIFICATION: a text of C.
-        // SAFETY: the entry is one of this list; its name ends with a zero and lives as long as the list.
+        // JUSTIFICATION: a C string.
+        // SAFETY: the entry is from this list. Its name ends with a zero byte and lives as long as the list.
         let name = unsafe { CStr::from_ptr((self.functions.ibv_get_device_name)(entry)) };
         name.to_string_lossy().into_owned()
     }
@@ -150,7 +152,7 @@ impl List {
 impl Drop for List {
     fn drop(&mut self) {
         // JUSTIFICATION: a call into C.
-        // SAFETY: the list was given by the library, and no entry of it is in use.
+        // SAFETY: the list is from the library, and no entry of it is in use.
         unsafe { (self.functions.ibv_free_device_list)(self.first.as_ptr()) };
     }
 }

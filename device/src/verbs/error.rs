@@ -1,21 +1,21 @@
-//! Why RDMA does not work, or has stopped working.
+//! RDMA errors.
 
 use std::io;
 
 use crate::cuda::CudaError;
 
-/// What went wrong.
+/// An error of RDMA.
 #[derive(Debug, thiserror::Error)]
 pub enum VerbsError {
-    #[error("libibverbs is not on this machine (package libibverbs1 or rdma-core)")]
+    #[error("libibverbs is not installed (package libibverbs1 or rdma-core)")]
     NoLibrary(#[source] libloading::Error),
-    #[error("libibverbs lacks a function that is needed: it is too old")]
+    #[error("libibverbs is too old: it lacks a required function")]
     OldLibrary(#[source] libloading::Error),
     #[error("there is no RDMA device on this machine")]
     NoDevice,
-    #[error("there is no RDMA device called {name:?}; there are {known}")]
+    #[error("there is no RDMA device called {name:?}; available: {known}")]
     UnknownDevice { name: String, known: String },
-    /// The system refused a call.
+    /// A system call failed.
     #[error("{what}")]
     System {
         what: &'static str,
@@ -28,44 +28,42 @@ pub enum VerbsError {
         #[source]
         source: io::Error,
     },
-    #[error("libibverbs does not know memory of other devices (dmabuf): it is older than rdma-core 34")]
+    #[error("libibverbs is too old for GPU memory (dmabuf): rdma-core 34 or later is needed")]
     NoDmabuf(#[source] libloading::Error),
-    #[error("take GPU memory for RDMA")]
+    #[error("export GPU memory for RDMA")]
     Export(#[source] CudaError),
-    #[error(
-        "register {bytes} bytes of another device's memory for RDMA (the RDMA device's driver must take dmabuf)"
-    )]
+    #[error("register {bytes} bytes of GPU memory for RDMA (the RDMA device's driver must support dmabuf)")]
     RegisterDmabuf {
         bytes: usize,
         #[source]
         source: io::Error,
     },
-    /// The device has given up something that it was told to do.
+    /// The device failed a request.
     #[error("{0}")]
     Failed(Failure),
 }
 
-/// Why the device gave up.
+/// The reason why the device failed a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Failure {
-    #[error("the peer does not answer: it is gone, or the network is")]
+    #[error("the peer does not answer: the process or the network is down")]
     Unreachable,
-    #[error("the peer takes nothing more")]
+    #[error("the peer has no receive buffer left")]
     NotReady,
-    #[error("the peer does not give access to this memory")]
+    #[error("the peer does not allow access to this memory")]
     NoAccess,
-    #[error("this side's own memory is not what the device was told")]
+    #[error("the device rejected the request or the local memory")]
     OwnMemory,
-    #[error("the connection was taken down")]
+    #[error("the connection was closed")]
     Flushed,
-    #[error("the device is broken")]
+    #[error("the device failed")]
     Device,
-    #[error("status {0} of the device")]
+    #[error("the device reports status {0}")]
     Other(u32),
 }
 
 impl Failure {
-    /// The numbers of `enum ibv_wc_status`.
+    /// Maps the numbers of `enum ibv_wc_status`.
     pub(super) fn of(status: u32) -> Option<Self> {
         Some(match status {
             0 => return None,
@@ -79,7 +77,7 @@ impl Failure {
         })
     }
 
-    /// Whether it says that there is no connection, and nothing worse.
+    /// Whether the failure only means that the connection is lost.
     pub fn is_of_the_connection(self) -> bool {
         matches!(self, Self::Unreachable | Self::NotReady | Self::Flushed)
     }
@@ -91,7 +89,7 @@ impl VerbsError {
         Self::System { what, source: io::Error::last_os_error() }
     }
 
-    /// For calls that return it.
+    /// For calls that return an error number.
     pub(super) fn check(what: &'static str, errno: i32) -> Result<(), Self> {
         match errno {
             0 => Ok(()),

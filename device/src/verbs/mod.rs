@@ -1,12 +1,11 @@
-//! RDMA: writing into another machine's memory, by libibverbs.
+//! RDMA: writes into another machine's memory, through libibverbs.
 //!
-//! The library is looked for at run time and never linked: what is built here starts where there is none, and says so.
-//! This is as much of it as KV needs: reliable connections, one-sided writes whose last one brings a number, and
-//! completions that are waited for and not polled for. See `docs/decisions/0011-rdma-by-hand.md`.
+//! The library is loaded at run time and never linked, so the executable starts without it. This module has
+//! only what KV transfer needs: reliable connections, one-sided writes whose last one carries a number, and
+//! completions with notifications instead of polling. See `docs/decisions/0011-rdma-by-hand.md`.
 //!
-//! Suggested reading order: what can go wrong ([`error`]), the functions as C has them (`sys`), a device and its ports
-//! ([`device`]), memory that it may reach ([`region`]), what it has done ([`completions`]), and what it is told
-//! ([`queue_pair`]).
+//! Suggested reading order: errors ([`error`]), the C functions (`sys`), devices and ports ([`device`]),
+//! registered memory ([`region`]), completions ([`completions`]), and requests ([`queue_pair`]).
 
 pub mod error;
 mod sys;

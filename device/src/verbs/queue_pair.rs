@@ -1,5 +1,5 @@
 //! Hot path.
-//! One end of a reliable connection, and what its device is told over it.
+//! One end of a reliable connection, and the requests on it.
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -19,7 +19,8 @@ const WRITE_WITH_NUMBER: u32 = 1;
 /// `IBV_SEND_SIGNALED`.
 const SIGNALED: u32 = 2;
 
-/// One end of a connection. Dropped, it is destroyed: from then on its peer writes nothing here, whatever is under way.
+/// One end of a connection. Dropping it destroys the queue pair. Afterwards the peer writes nothing here,
+/// even if writes were in flight.
 pub struct QueuePair {
     qp: NonNull<Qp>,
     room: Room,
@@ -28,53 +29,53 @@ pub struct QueuePair {
     completions: Completions,
 }
 
-// JUSTIFICATION: a pointer is neither by itself.
-// SAFETY: as for the device: the library takes its own locks.
+// JUSTIFICATION: a pointer is neither Send nor Sync.
+// SAFETY: the library takes its own locks, as for `Device`.
 unsafe impl Send for QueuePair {}
-// SAFETY: as above.
+// SAFETY: the library takes its own locks, as for `Device`.
 unsafe impl Sync for QueuePair {}
 
-/// How much can be under way.
+/// The maximum numbers of requests in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
     pub writes: u32,
-    /// Numbers from the peer that are not taken yet.
+    /// Receives for numbers from the peer.
     pub receives: u32,
 }
 
-/// Where one end is found.
+/// The address of one end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Address {
     pub gid: [u8; 16],
-    /// Within an InfiniBand subnet; zero on Ethernet.
+    /// The address within an InfiniBand subnet; zero on Ethernet.
     pub lid: u16,
     pub number: u32,
-    /// The number of the first packet that it sends: 24 bits.
+    /// The number of the first packet that this end sends: 24 bits.
     pub first_packet: u32,
 }
 
-/// How to get to the other end.
+/// The path to the other end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PathTo {
     pub peer: Address,
     pub port: u8,
     pub gid_index: u8,
-    /// The smaller one of both ends'.
+    /// The smaller MTU of both ends.
     pub mtu: u32,
-    /// The first packet's number of this end.
+    /// The number of this end's first packet.
     pub first_packet: u32,
-    /// A packet that is not answered is sent again after 4.096 µs times two to the power of this.
+    /// A packet without an answer is sent again after 4.096 µs times two to the power of this.
     pub timeout: u8,
-    /// How often, at most 7.
+    /// The maximum number of retries, at most 7.
     pub retries: u8,
-    /// How often one asks a peer that has no room for a number, at most 6; 7 is for ever.
+    /// The number of retries to a peer without a receive for a number, at most 6; 7 means no limit.
     pub retries_not_ready: u8,
 }
 
-/// Bytes to be copied from here to there.
+/// A range to copy from this side to the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Copy {
-    /// Within this side's region.
+    /// The offset within this side's region.
     pub from: u64,
     /// The peer's address.
     pub to: u64,
@@ -82,7 +83,8 @@ pub struct Copy {
 }
 
 impl QueuePair {
-    /// Made, and not connected yet. There is as much room as asked for, or as the device has.
+    /// Creates a queue pair that is not connected yet. It has the requested room, or less if the device has
+    /// less.
     pub fn new(domain: &Domain, completions: &Completions, room: Room) -> Result<Self, VerbsError> {
         let max = domain.inner.device.requests_max()?;
         let room = Room { writes: room.writes.min(max), receives: room.receives.min(max) };
@@ -108,17 +110,17 @@ impl QueuePair {
     }
 
     pub fn number(&self) -> u32 {
-        // JUSTIFICATION: a field of C.
+        // JUSTIFICATION: a field of a C structure.
         // SAFETY: the structure lives until the queue pair is destroyed.
         unsafe { self.qp.as_ref().qp_num }
     }
 
-    /// What there is of what was asked for.
+    /// The granted room.
     pub fn room(&self) -> Room {
         self.room
     }
 
-    /// Connects it to the other end: from here on it receives and sends.
+    /// Connects it to the other end. Afterwards it receives and sends.
     pub fn connect(&self, path: &PathTo) -> Result<(), VerbsError> {
         self.modify("prepare a queue pair", step::initial(path))?;
         self.modify("let a queue pair receive", step::receiving(path))?;
@@ -132,13 +134,13 @@ impl QueuePair {
         VerbsError::check(what, errno)
     }
 
-    /// Has everything copied, in this order, and then `number` given to the peer. One completion says that all is done:
-    /// it is called `id`.
+    /// Queues the copies in this order. The peer then receives `number`. One completion with this `id`
+    /// reports that all is done.
     ///
-    /// Whatever lies in `region` there must stay until then: the device reads it in its own time.
+    /// The ranges in `region` must not change until then, because the device reads them at any time.
     ///
     /// # Panics
-    /// If nothing is to be copied, or something outside of the region.
+    /// If there are no copies, or one is outside of the region.
     pub fn write(
         &self,
         id: u64,
@@ -147,7 +149,7 @@ impl QueuePair {
         copies: &[Copy],
         number: u32,
     ) -> Result<(), VerbsError> {
-        assert!(!copies.is_empty(), "a number comes with the last bytes");
+        assert!(!copies.is_empty(), "the last copy carries the number");
         let mut pieces: Vec<Sge> = copies.iter().map(|copy| piece(region, copy)).collect();
         let mut requests: Vec<SendWr> =
             copies.iter().zip(&mut pieces).map(|(copy, piece)| request(piece, copy.to, key)).collect();
@@ -160,29 +162,29 @@ impl QueuePair {
     fn post(&self, requests: &mut [SendWr]) -> Result<(), VerbsError> {
         let first = requests.as_mut_ptr();
         for nth in 1..requests.len() {
-            // JUSTIFICATION: a chain of C.
-            // SAFETY: the n-th request is one of the slice, which is not moved before the call returns.
+            // JUSTIFICATION: a chain of C structures.
+            // SAFETY: the n-th request is in the slice, which is not moved before the call returns.
             requests[nth - 1].next = unsafe { first.add(nth) };
         }
         let (_, context) = self.domain.inner.device.parts();
         let mut refused = std::ptr::null_mut();
-        // JUSTIFICATION: a function of C, by its pointer.
-        // SAFETY: the chain and its pieces live until the call returns, which copies them; each piece lies in a region
-        // of this domain, and a region that is given back too early is one that the device refuses.
+        // JUSTIFICATION: a C function, called by pointer.
+        // SAFETY: the chain and its pieces live until the call returns, which copies them. Each piece is in a
+        // region of this domain. If a region is deregistered too early, the device rejects the request.
         let errno = unsafe { ((*context).post_send)(self.qp.as_ptr(), first, &mut refused) };
         VerbsError::check("tell the RDMA device to write", errno)
     }
 
-    /// Makes room for one number of the peer's.
+    /// Posts a receive for one number from the peer.
     pub fn receive(&self, id: u64) -> Result<(), VerbsError> {
         let null = std::ptr::null_mut();
         let mut request = RecvWr { wr_id: id, next: null, sg_list: std::ptr::null_mut(), num_sge: 0 };
         let (_, context) = self.domain.inner.device.parts();
         let mut refused = std::ptr::null_mut();
-        // JUSTIFICATION: a function of C, by its pointer.
+        // JUSTIFICATION: a C function, called by pointer.
         // SAFETY: the request lives until the call returns, which copies it. It has no memory.
         let errno = unsafe { ((*context).post_recv)(self.qp.as_ptr(), &mut request, &mut refused) };
-        VerbsError::check("make room for a peer's number", errno)
+        VerbsError::check("post a receive on the RDMA device", errno)
     }
 
     fn functions(&self) -> &'static super::sys::Functions {
@@ -211,7 +213,7 @@ fn request(piece: &mut Sge, remote_addr: u64, rkey: u32) -> SendWr {
     }
 }
 
-/// What is set on the way to a connection, and by which of the attributes' bits.
+/// The attributes of each step to a connection, and their mask bits.
 mod step {
     use super::{AhAttr, PathTo, QpAttr, REMOTE_WRITE};
 
@@ -230,7 +232,7 @@ mod step {
     const OUR_FIRST_PACKET: i32 = 1 << 16;
     const READS_THERE: i32 = 1 << 17;
     const THEIR_NUMBER: i32 = 1 << 20;
-    /// A peer without room for a number is asked again after 2.56 ms.
+    /// The delay before a retry to a peer without a receive: 2.56 ms.
     const NOT_READY_2_56_MS: u8 = 16;
     const HOPS_MAX: u8 = 64;
 
@@ -283,7 +285,7 @@ mod step {
 impl Drop for QueuePair {
     fn drop(&mut self) {
         // JUSTIFICATION: a call into C.
-        // SAFETY: the queue pair was given by the library and is given back once.
+        // SAFETY: the queue pair is from the library and is destroyed once.
         unsafe { (self.functions().ibv_destroy_qp)(self.qp.as_ptr()) };
     }
 }

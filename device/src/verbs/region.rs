@@ -1,4 +1,4 @@
-//! Memory that a device may reach.
+//! Memory that is registered with an RDMA device.
 
 use std::fmt;
 use std::io;
@@ -15,7 +15,7 @@ use crate::cuda::mapped::Mapped;
 use crate::cuda::memory::DeviceMemory;
 use crate::memory::HostMemory;
 
-/// What belongs together: queue pairs reach the memory of their own domain and no other. Clones are the same.
+/// A protection domain: queue pairs access only the memory of their own domain. Clones share the domain.
 #[derive(Clone)]
 pub struct Domain {
     pub(super) inner: Arc<Allocated>,
@@ -26,22 +26,22 @@ pub(super) struct Allocated {
     pub(super) device: Device,
 }
 
-// JUSTIFICATION: a pointer is neither by itself.
-// SAFETY: as for the device: the library takes its own locks.
+// JUSTIFICATION: a pointer is neither Send nor Sync.
+// SAFETY: the library takes its own locks, as for `Device`.
 unsafe impl Send for Allocated {}
-// SAFETY: as above.
+// SAFETY: the library takes its own locks, as for `Device`.
 unsafe impl Sync for Allocated {}
 
-/// Who may do what with a region.
+/// The access rights to a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rights {
     /// This side sends from it.
     Own,
-    /// Peers that know its key may write into it, anywhere in it.
+    /// Peers with the region's key may write anywhere in it.
     PeersWrite,
 }
 
-/// Memory that is locked, and that the device reaches, for as long as this value lives.
+/// Locked memory that the device can access while this value lives.
 pub struct Region {
     mr: NonNull<Mr>,
     start: u64,
@@ -52,43 +52,44 @@ pub struct Region {
     functions: &'static super::sys::Functions,
 }
 
-/// What must not be given back before the device has let go of it.
+/// Memory that must not be freed before the device has released it.
 enum Held {
     #[expect(dead_code, reason = "held for its Drop")]
     Host(Arc<MmapRaw>),
     #[expect(dead_code, reason = "held for its Drop")]
     Card(Arc<Mapped>),
-    /// The file holds it.
+    /// The kernel holds the memory through the file.
     File,
 }
 
-// JUSTIFICATION: a pointer is neither by itself.
-// SAFETY: as for the device: the library takes its own locks.
+// JUSTIFICATION: a pointer is neither Send nor Sync.
+// SAFETY: the library takes its own locks, as for `Device`.
 unsafe impl Send for Region {}
-// SAFETY: as above.
+// SAFETY: the library takes its own locks, as for `Device`.
 unsafe impl Sync for Region {}
 
 impl Domain {
     pub fn new(device: &Device) -> Result<Self, VerbsError> {
         let (functions, context) = device.parts();
         // JUSTIFICATION: a call into C.
-        // SAFETY: the context is open, and is held by the value below.
+        // SAFETY: the context is open, and the value below holds it.
         let pd = unsafe { (functions.ibv_alloc_pd)(context) };
         let pd = NonNull::new(pd).ok_or_else(|| VerbsError::last("make a protection domain"))?;
         Ok(Self { inner: Arc::new(Allocated { pd, device: device.clone() }) })
     }
 
-    /// Locks all pages of `memory` and lets the device reach them. Takes a while: once for a pool, not for a transfer.
+    /// Locks all pages of `memory` and lets the device access them. This is slow, so it is done once for a
+    /// pool, not for each transfer.
     ///
-    /// What a peer writes does not go through the pages' borrows. It is bytes that change by themselves, as those of a
-    /// file do that is mapped: the code that gives the key away looks at a page only after the peer has said that it is done
-    /// with it, and trusts what it finds by its digest alone.
+    /// A peer's writes do not use the pages' borrows: the bytes change like those of a mapped file. The
+    /// caller that gives out the key reads a page only after the peer has reported that it has finished. It
+    /// then trusts the content only by its digest.
     pub fn register(&self, memory: &HostMemory, rights: Rights) -> Result<Region, VerbsError> {
         let access = rights.as_access();
         let (mapping, bytes) = (memory.mapping(), memory.mapping().len());
         let functions = self.inner.device.inner.functions;
         // JUSTIFICATION: a call into C.
-        // SAFETY: the range is all of a mapping that the region holds until the device has let go of it.
+        // SAFETY: the range is a whole mapping, which the region holds until the device has released it.
         let mr = unsafe {
             (functions.ibv_reg_mr)(self.inner.pd.as_ptr(), mapping.as_mut_ptr().cast(), bytes, access)
         };
@@ -98,10 +99,10 @@ impl Domain {
         Ok(Region { mr, start, bytes, domain: self.clone(), memory, functions })
     }
 
-    /// The same for all of a card's `memory`, which the device reaches past the processor: what is written there is to be
-    /// looked at by the card, once it has [settled](DeviceMemory::settle_writes).
+    /// Registers all of a GPU's `memory`, which the device accesses without the CPU. Written bytes are for
+    /// the GPU to read, after [`settle_writes`](DeviceMemory::settle_writes).
     pub fn register_card(&self, memory: &DeviceMemory, rights: Rights) -> Result<Region, VerbsError> {
-        // Asked before the driver is: without the function, that is what is to be said.
+        // This check comes before the driver call, so that its error is reported first.
         register_dmabuf()?;
         let (file, start, bytes) = memory.dmabuf().map_err(VerbsError::Export)?;
         let mut region = self.register_dmabuf(file.as_fd(), start, bytes, rights)?;
@@ -109,8 +110,9 @@ impl Domain {
         Ok(region)
     }
 
-    /// The same for `bytes` of another device's memory, from the first one that `file` shows on. Requests and peers call
-    /// that byte `start`, which must lie in its page as the byte does in its own.
+    /// Registers `bytes` of another device's memory, from the first byte of `file`. `start` is the address of
+    /// that byte in requests and for peers. Its offset within a memory page must equal the byte's real
+    /// offset.
     pub fn register_dmabuf(
         &self,
         file: BorrowedFd<'_>,
@@ -121,8 +123,8 @@ impl Domain {
         let (register, functions) = (register_dmabuf()?, self.inner.device.inner.functions);
         let (domain, fd) = (self.inner.pd.as_ptr(), file.as_raw_fd());
         // JUSTIFICATION: a call into C.
-        // SAFETY: the file is open. The kernel holds what it shows until the device has let go of it, and refuses a file
-        // that shows no device's memory, or less of it.
+        // SAFETY: the file is open. The kernel holds its memory until the device has released it, and rejects
+        // a file that is not device memory or too short.
         let mr = unsafe { register(domain, 0, bytes, start, fd, rights.as_access()) };
         let refused = || VerbsError::RegisterDmabuf { bytes, source: io::Error::last_os_error() };
         let mr = NonNull::new(mr).ok_or_else(refused)?;
@@ -130,14 +132,15 @@ impl Domain {
     }
 }
 
-/// Whether the library can register memory of other devices. Which devices' drivers take it shows when one is asked to.
+/// Checks that the library can register memory of other devices. Whether a device's driver supports it is
+/// known only at registration.
 pub fn knows_dmabuf() -> Result<(), VerbsError> {
     register_dmabuf().map(|_| ())
 }
 
 impl Rights {
     fn as_access(self) -> i32 {
-        /// `IBV_ACCESS_LOCAL_WRITE`, without which there is no remote one.
+        /// `IBV_ACCESS_LOCAL_WRITE`, which remote writes require.
         const LOCAL_WRITE: i32 = 1;
         /// `IBV_ACCESS_REMOTE_WRITE`.
         const REMOTE_WRITE: i32 = 2;
@@ -151,13 +154,13 @@ impl Rights {
 impl Drop for Allocated {
     fn drop(&mut self) {
         // JUSTIFICATION: a call into C.
-        // SAFETY: regions and queue pairs hold this value, so there is none left.
+        // SAFETY: regions and queue pairs hold this value, so none is left.
         unsafe { (self.device.inner.functions.ibv_dealloc_pd)(self.pd.as_ptr()) };
     }
 }
 
 impl Region {
-    /// The address of its first byte, as peers name it.
+    /// The address of the first byte, for peers.
     pub fn start(&self) -> u64 {
         self.start
     }
@@ -166,17 +169,17 @@ impl Region {
         self.bytes
     }
 
-    /// What a peer must show to write here.
+    /// The key that a peer needs for writes into this region.
     pub fn key(&self) -> u32 {
-        // JUSTIFICATION: a field of C.
-        // SAFETY: the structure lives until the region is given back.
+        // JUSTIFICATION: a field of a C structure.
+        // SAFETY: the structure lives until the region is deregistered.
         unsafe { self.mr.as_ref().rkey }
     }
 
-    /// What this side's own requests show.
+    /// The key for this side's own requests.
     pub(super) fn own_key(&self) -> u32 {
-        // JUSTIFICATION: a field of C.
-        // SAFETY: as above.
+        // JUSTIFICATION: a field of a C structure.
+        // SAFETY: the structure lives until the region is deregistered.
         unsafe { self.mr.as_ref().lkey }
     }
 }
@@ -184,10 +187,10 @@ impl Region {
 impl Drop for Region {
     fn drop(&mut self) {
         // JUSTIFICATION: a call into C.
-        // SAFETY: the region was given by the library and is given back once.
+        // SAFETY: the region is from the library and is deregistered once.
         let errno = unsafe { (self.functions.ibv_dereg_mr)(self.mr.as_ptr()) };
         if errno != 0 {
-            // The device still reaches it: then it must never be reused.
+            // The device can still access the memory, so it must never be reused.
             std::mem::forget(self.memory.take());
         }
     }

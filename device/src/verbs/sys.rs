@@ -1,7 +1,9 @@
-//! libibverbs as C has it: its functions, looked up by name, and its structures, laid out as `verbs.h` does.
+//! C declarations of libibverbs: its functions, looked up by name, and its structures with the layout of
+//! `verbs.h`.
 //!
-//! The layouts are those of the stable ABI (`IBVERBS_1.1`, since 2008) on machines with 64-bit pointers. Posting and
-//! polling are inline functions in C, which go through pointers in the context; so they do here.
+//! The layouts are those of the stable ABI (`IBVERBS_1.1`, since 2008) on machines with 64-bit pointers. In
+//! C, posting and polling are inline functions that call through pointers in the context. This code does the
+//! same.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
@@ -10,12 +12,12 @@ use libloading::os::unix::Library;
 
 use super::error::VerbsError;
 
-/// The library's name, with the version of its interface.
+/// The library's file name with the version of its ABI.
 const LIBRARY: &str = "libibverbs.so.1";
 
 macro_rules! functions {
     ($($(#[$about:meta])* $name:ident: fn($($arg:ty),*) $(-> $ret:ty)?;)*) => {
-        /// The functions, found once for the life of the process.
+        /// The functions, looked up once for the life of the process.
         pub(super) struct Functions {
             $($(#[$about])* pub(super) $name: unsafe extern "C" fn($($arg),*) $(-> $ret)?,)*
         }
@@ -24,7 +26,8 @@ macro_rules! functions {
             fn find(library: &Library) -> Result<Self, libloading::Error> {
                 Ok(Self {
                     $(
-                        // JUSTIFICATION: there is no other way to call a library that may not be there.
+                        // JUSTIFICATION: the library may be missing, so its functions are looked up at run
+                        // time.
                         // SAFETY: the type is that of the function of this name in `verbs.h`.
                         $name: unsafe {
                             *library.get::<unsafe extern "C" fn($($arg),*) $(-> $ret)?>(stringify!($name))?
@@ -60,14 +63,14 @@ functions! {
     ibv_modify_qp: fn(*mut Qp, *mut QpAttr, c_int) -> c_int;
 }
 
-/// The library, if it is on this machine. It stays loaded.
+/// Loads the library. It stays loaded.
 pub(super) fn functions() -> Result<&'static Functions, VerbsError> {
     static FUNCTIONS: OnceLock<Functions> = OnceLock::new();
     if let Some(functions) = FUNCTIONS.get() {
         return Ok(functions);
     }
-    // JUSTIFICATION: linking it would keep the executable from starting where it is absent.
-    // SAFETY: the initializers of libibverbs and of its providers take no arguments of ours.
+    // JUSTIFICATION: if it were linked, the executable would not start without it.
+    // SAFETY: the initializers of libibverbs and its providers take no arguments.
     let library = unsafe { Library::new(LIBRARY) }.map_err(VerbsError::NoLibrary)?;
     let functions = Functions::find(&library).map_err(VerbsError::OldLibrary)?;
     std::mem::forget(library);
@@ -77,16 +80,16 @@ pub(super) fn functions() -> Result<&'static Functions, VerbsError> {
 /// Registers memory of another device: domain, offset in the file, bytes, address, file, rights.
 pub(super) type RegisterDmabuf = unsafe extern "C" fn(*mut c_void, u64, usize, u64, c_int, c_int) -> *mut Mr;
 
-/// The one function that a library may lack which has all others: it came with rdma-core 34.
+/// The one function that an older library may lack: it came with rdma-core 34.
 pub(super) fn register_dmabuf() -> Result<RegisterDmabuf, VerbsError> {
     static FUNCTION: OnceLock<RegisterDmabuf> = OnceLock::new();
     if let Some(function) = FUNCTION.get() {
         return Ok(*function);
     }
-    // JUSTIFICATION: as above.
-    // SAFETY: as above.
+    // JUSTIFICATION: the library may be missing, so it is loaded at run time.
+    // SAFETY: the initializers of libibverbs and its providers take no arguments.
     let library = unsafe { Library::new(LIBRARY) }.map_err(VerbsError::NoLibrary)?;
-    // JUSTIFICATION: as above.
+    // JUSTIFICATION: the function may be missing, so it is looked up at run time.
     // SAFETY: the type is that of the function of this name in `verbs.h`.
     let function = unsafe { library.get::<RegisterDmabuf>("ibv_reg_dmabuf_mr") };
     let function = *function.map_err(VerbsError::NoDmabuf)?;
@@ -94,7 +97,7 @@ pub(super) fn register_dmabuf() -> Result<RegisterDmabuf, VerbsError> {
     Ok(*FUNCTION.get_or_init(|| function))
 }
 
-/// Only ever behind a pointer.
+/// An opaque type, used only behind a pointer.
 #[repr(C)]
 pub(super) struct DeviceEntry {
     _opaque: [u8; 0],
@@ -129,7 +132,7 @@ pub(super) struct Mr {
     pub(super) rkey: u32,
 }
 
-/// Its first fields.
+/// The first fields of `ibv_qp`.
 #[repr(C)]
 pub(super) struct Qp {
     context: *mut Context,
@@ -258,7 +261,7 @@ pub(super) struct QpAttr {
     pub(super) rate_limit: u32,
 }
 
-/// Its first fields, and room for what later versions add.
+/// The first fields, and room for those of later versions.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct PortAttr {
@@ -297,7 +300,7 @@ impl PortAttr {
     };
 }
 
-/// Its first fields, and room for the others.
+/// The first fields, and room for the others.
 #[repr(C, align(8))]
 #[derive(Clone, Copy)]
 pub(super) struct DeviceAttr {
@@ -310,7 +313,7 @@ impl DeviceAttr {
     pub(super) const ZERO: Self = Self { _before: [0; 112], max_qp_wr: 0, _rest: [0; 396] };
 }
 
-/// The layout of a C compiler on x86_64 and aarch64.
+/// The layouts of C compilers on x86_64 and aarch64.
 const _: () = {
     assert!(std::mem::size_of::<usize>() == 8, "the layouts are those of 64-bit machines");
     assert!(std::mem::offset_of!(Context, poll_cq) == 96);

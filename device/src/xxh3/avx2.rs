@@ -1,11 +1,11 @@
 //! Hot path.
-//! The long way of XXH3-64 in registers of 256 bits, with or without a copy.
+//! The long form of XXH3-64 in registers of 256 bits, with or without a copy.
 //!
-//! | bytes | what becomes of them |
+//! | bytes | operation |
 //! |---|---|
-//! | 64, a stripe | go into eight sums, each of 64 bits, with 64 bytes of the secret that starts 8 further for each stripe |
+//! | 64, a stripe | are added to eight sums of 64 bits, with 64 bytes of the secret, which start 8 bytes later for each stripe |
 //! | 1024, a block | the sums are scrambled after the 16 stripes that the secret has room for |
-//! | the last 64 | are a stripe of their own, also where they overlap the one before |
+//! | the last 64 | are a stripe of their own, also if they overlap the one before |
 
 use std::arch::x86_64::{
     __m256i, _MM_HINT_T1, _mm_prefetch, _mm_sfence, _mm256_add_epi64, _mm256_loadu_si256, _mm256_mul_epu32,
@@ -15,11 +15,11 @@ use std::arch::x86_64::{
 
 use super::Stores;
 
-/// Bytes that are hashed in another way.
+/// The maximum length of the hash's short forms.
 const SHORT_MAX: usize = 240;
 const STRIPE: usize = 64;
 const STRIPES_OF_A_BLOCK: usize = (SECRET.len() - STRIPE) / 8;
-/// How far ahead memory is asked for: longer than it takes to come, and mostly within what is read anyway.
+/// The prefetch distance: longer than the memory latency, and mostly within the bytes that are read anyway.
 const AHEAD: usize = 4096;
 
 const PRIME32: [u64; 3] = [0x9e37_79b1, 0x85eb_ca77, 0xc2b2_ae3d];
@@ -33,7 +33,7 @@ const PRIME64: [u64; 5] = [
 const FIRST_SUMS: [u64; 8] =
     [PRIME32[2], PRIME64[0], PRIME64[1], PRIME64[2], PRIME64[3], PRIME32[1], PRIME64[4], PRIME32[0]];
 
-/// The secret of those who have none.
+/// The default secret.
 #[rustfmt::skip]
 const SECRET: [u8; 192] = [
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
@@ -50,7 +50,7 @@ const SECRET: [u8; 192] = [
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 ];
 
-/// What the sums are mixed with in the end: the secret from its 12th byte on.
+/// The keys of the final mix: the secret from its 12th byte on.
 const LAST_KEYS: [u64; 8] = {
     let (mut keys, mut nth) = ([0; 8], 0);
     while nth < 64 {
@@ -60,12 +60,12 @@ const LAST_KEYS: [u64; 8] = {
     keys
 };
 
-/// What happens to the bytes that are hashed.
+/// The use of the hashed bytes: no copy, a copy through the caches, or a copy past them.
 const STAY: u8 = 0;
 const CACHED: u8 = 1;
 const STREAMED: u8 = 2;
 
-/// `None` where it is not for this module.
+/// Returns `None` if this module does not support the length or the processor.
 pub(super) fn hash(bytes: &[u8]) -> Option<u64> {
     if bytes.len() <= SHORT_MAX || !is_x86_feature_detected!("avx2") {
         return None;
@@ -75,10 +75,10 @@ pub(super) fn hash(bytes: &[u8]) -> Option<u64> {
     Some(unsafe { long::<STAY>(bytes.as_ptr(), std::ptr::null_mut(), bytes.len()) })
 }
 
-/// `None` where it is not for this module: then nothing is copied.
+/// Returns `None` and copies nothing if this module does not support the length or the processor.
 ///
 /// # Safety
-/// The same as for [`copy`](super::copy).
+/// The requirements of [`copy`](super::copy).
 pub(super) unsafe fn copy(from: *const u8, into: &mut [u8], stores: Stores) -> Option<u64> {
     if into.len() <= SHORT_MAX || !is_x86_feature_detected!("avx2") {
         return None;
@@ -86,8 +86,9 @@ pub(super) unsafe fn copy(from: *const u8, into: &mut [u8], stores: Stores) -> O
     let (to, n) = (into.as_mut_ptr(), into.len());
     let is_aligned = to.align_offset(size_of::<__m256i>()) == 0;
     // JUSTIFICATION: the source has no slice.
-    // SAFETY: the processor has AVX2; there are more than 240 bytes to read, by the caller's promise, and as many to
-    // write, none of them is read; and they are streamed only to where a vector starts.
+    // SAFETY: the processor has AVX2. More than 240 bytes can be read, as the caller guarantees, and the same
+    // number can be written; the ranges do not overlap. Streamed stores are used only if the target is
+    // aligned to vectors.
     Some(unsafe {
         match stores {
             Stores::Streamed if is_aligned => long::<STREAMED>(from, to, n),
@@ -96,25 +97,26 @@ pub(super) unsafe fn copy(from: *const u8, into: &mut [u8], stores: Stores) -> O
     })
 }
 
-/// A thread that sees a store from here on also sees the streamed bytes.
+/// Makes streamed stores visible before later stores.
 pub(super) fn settle() {
-    // JUSTIFICATION: an instruction.
-    // SAFETY: every x86_64 has it.
+    // JUSTIFICATION: a CPU instruction.
+    // SAFETY: every x86_64 processor has it.
     unsafe { _mm_sfence() };
 }
 
-/// Each byte is loaded once and stored as it was hashed, save for some of the last 64, which are loaded, hashed and
-/// stored twice where `n` is no multiple of 64.
+/// Hashes `n` bytes and stores each as it was hashed. Bytes are loaded once, except some of the last 64: if
+/// `n` is not a multiple of 64, these are loaded, hashed and stored twice.
 ///
 /// # Safety
-/// The processor has AVX2. `n` is more than 240; `n` bytes can be read at `from`, and, unless they [`STAY`], written
-/// at `to`, which none of them is. Where they are [`STREAMED`], `to` starts where a vector does.
+/// The processor has AVX2. `n` is more than 240, and `n` bytes can be read at `from`. Unless `STORES` is
+/// [`STAY`], `n` bytes can be written at `to`, and the ranges do not overlap. With [`STREAMED`], `to` is
+/// aligned to vectors.
 #[target_feature(enable = "avx2")]
 unsafe fn long<const STORES: u8>(from: *const u8, to: *mut u8, n: usize) -> u64 {
     let n_stripes = (n - 1) / STRIPE;
     // JUSTIFICATION: vectors of bytes that have no slice.
-    // SAFETY: `stripe` stays within the `n` bytes: all of `n_stripes` end before the last byte, and the last stripe ends
-    // with it. The secret is read up to 64 bytes behind `nth * 8`, which is 184 at most.
+    // SAFETY: `stripe` stays within the `n` bytes: all of `n_stripes` end before the last byte, and the last
+    // stripe ends with it. The secret is read up to 64 bytes after `nth * 8`, which is at most 184.
     unsafe {
         let mut sums = [load(FIRST_SUMS.as_ptr().cast()), load(FIRST_SUMS.as_ptr().add(4).cast())];
         let mut done = 0;
@@ -133,11 +135,12 @@ unsafe fn long<const STORES: u8>(from: *const u8, to: *mut u8, n: usize) -> u64 
         let (at, secret) = (n - STRIPE, SECRET.as_ptr().add(SECRET.len() - STRIPE - 7));
         match STORES {
             STAY => stripe::<STAY>(from.add(at), to, secret, &mut sums),
-            // One line through the caches would have to be fetched, and all stores behind it would wait.
+            // A single line through the caches would have to be fetched, and all later stores would wait for
+            // it.
             STREAMED if at.is_multiple_of(STRIPE) => {
                 stripe::<STREAMED>(from.add(at), to.add(at), secret, &mut sums);
             }
-            // It starts where no vector does.
+            // This target is not aligned to vectors.
             _ => stripe::<CACHED>(from.add(at), to.add(at), secret, &mut sums),
         }
         merged(&sums, n)
@@ -145,16 +148,16 @@ unsafe fn long<const STORES: u8>(from: *const u8, to: *mut u8, n: usize) -> u64 
 }
 
 /// # Safety
-/// The same as for [`long`], with 64 bytes each.
+/// The requirements of [`long`], with 64 bytes for each pointer.
 #[target_feature(enable = "avx2")]
 #[inline]
 unsafe fn stripe<const STORES: u8>(from: *const u8, to: *mut u8, secret: *const u8, sums: &mut [__m256i; 2]) {
     for (half, sum) in sums.iter_mut().enumerate() {
         let at = half * size_of::<__m256i>();
         // JUSTIFICATION: vectors of bytes that have no slice.
-        // SAFETY: by the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let (value, key) = unsafe { (load(from.add(at)), load(secret.add(at))) };
-        // SAFETY: by the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             match STORES {
                 CACHED => _mm256_storeu_si256(to.add(at).cast(), value),
@@ -164,7 +167,7 @@ unsafe fn stripe<const STORES: u8>(from: *const u8, to: *mut u8, secret: *const 
         }
         let keyed = _mm256_xor_si256(value, key);
         let product = _mm256_mul_epu32(keyed, _mm256_srli_epi64::<32>(keyed));
-        // Each value goes to its neighbour's sum.
+        // Each value is added to its neighbour's sum.
         let neighbour = _mm256_shuffle_epi32::<0b01_00_11_10>(value);
         *sum = _mm256_add_epi64(*sum, _mm256_add_epi64(product, neighbour));
     }
@@ -175,11 +178,11 @@ unsafe fn stripe<const STORES: u8>(from: *const u8, to: *mut u8, secret: *const 
 fn scramble(sums: &mut [__m256i; 2]) {
     let prime = _mm256_set1_epi32(PRIME32[0] as i32);
     for (half, sum) in sums.iter_mut().enumerate() {
-        // JUSTIFICATION: a vector of an array.
+        // JUSTIFICATION: a vector from an array.
         // SAFETY: the secret's last 64 bytes are two vectors.
         let key = unsafe { load(SECRET.as_ptr().add(SECRET.len() - STRIPE + half * size_of::<__m256i>())) };
         let mixed = _mm256_xor_si256(_mm256_xor_si256(*sum, _mm256_srli_epi64::<47>(*sum)), key);
-        // A product of 64 bits with one of 32.
+        // The product of a 64-bit number and a 32-bit number.
         let (low, high) =
             (_mm256_mul_epu32(mixed, prime), _mm256_mul_epu32(_mm256_srli_epi64::<32>(mixed), prime));
         *sum = _mm256_add_epi64(low, _mm256_slli_epi64::<32>(high));
@@ -191,8 +194,8 @@ fn scramble(sums: &mut [__m256i; 2]) {
 fn merged(sums: &[__m256i; 2], n: usize) -> u64 {
     let mut values = [0u64; 8];
     for (half, sum) in sums.iter().enumerate() {
-        // JUSTIFICATION: vectors become an array.
-        // SAFETY: four numbers of 64 bits are a vector, and there are two times four.
+        // JUSTIFICATION: stores vectors into an array.
+        // SAFETY: a vector is four numbers of 64 bits, and the array has two times four.
         unsafe { _mm256_storeu_si256(values.as_mut_ptr().add(half * 4).cast(), *sum) };
     }
     let mut hash = (n as u64).wrapping_mul(PRIME64[0]);
@@ -206,11 +209,11 @@ fn merged(sums: &[__m256i; 2], n: usize) -> u64 {
 }
 
 /// # Safety
-/// There are 32 bytes to read.
+/// 32 bytes can be read at `from`.
 #[target_feature(enable = "avx2")]
 #[inline]
 unsafe fn load(from: *const u8) -> __m256i {
     // JUSTIFICATION: a vector of bytes that have no slice.
-    // SAFETY: by the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { _mm256_loadu_si256(from.cast()) }
 }

@@ -1,20 +1,20 @@
 //! Hot path.
-//! XXH3-64, of bytes where they are or while they are copied: one pass over memory instead of two.
+//! XXH3-64 of bytes in place, or while they are copied: one pass over memory instead of two.
 //!
-//! On a processor with AVX2 the long way of the hash is written out here, because no other implementation copies as it hashes, and
-//! asks for memory ahead of its use. Everything else is the crate's.
+//! On processors with AVX2, this module has its own implementation of the long form. Other implementations do
+//! not copy while they hash, and do not prefetch. Everything else is computed by the `twox-hash` crate.
 
 use twox_hash::XxHash3_64;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 
-/// Where copied bytes go.
+/// The kind of stores for copied bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stores {
-    /// Through the caches, as any others: they are read again soon, and are few.
+    /// Ordinary stores through the caches, for a few bytes that are read again soon.
     Cached,
-    /// Past them, into memory: nothing of theirs is fetched first only to be overwritten, and nothing else is driven out.
+    /// Streamed stores to memory: the target is not fetched into the caches, and no other data is evicted.
     Streamed,
 }
 
@@ -27,19 +27,19 @@ pub fn hash(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
 }
 
-/// Parts of memory, one behind the other; each part is hashed by itself.
+/// Consecutive parts of memory. Each part is hashed separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Parts {
     pub bytes: usize,
-    /// The number of its first bytes that are hashed.
+    /// The number of bytes at the start of a part that are hashed.
     pub hashed: usize,
 }
 
-/// Fills `into` with what lies at `from`, and tells `each` part's hash of what `into` holds then.
+/// Copies the bytes at `from` into `into`. Calls `each` with the hash of each part of the copy.
 ///
 /// # Safety
-/// `into.len()` bytes can be read at `from`, and are none of `into`'s. Others may write them meanwhile: then `into` holds
-/// some mixture.
+/// `into.len()` bytes can be read at `from` and do not overlap `into`. Another process may write them
+/// meanwhile; then `into` holds a mixture.
 pub(crate) unsafe fn copy_parts(
     from: *const u8,
     into: &mut [u8],
@@ -51,10 +51,11 @@ pub(crate) unsafe fn copy_parts(
         let from = from.wrapping_add(nth * parts.bytes);
         let (hashed, beyond) = part.split_at_mut(parts.hashed.min(part.len()));
         // JUSTIFICATION: the source has no slice.
-        // SAFETY: passed on to the caller; what is streamed is settled below, before anyone can look at it.
+        // SAFETY: the caller guarantees the ranges. Streamed stores are made visible below, before the copy
+        // is read.
         each(unsafe { copy(from, hashed, stores) });
         let from = from.wrapping_add(hashed.len());
-        // SAFETY: as above.
+        // SAFETY: the caller guarantees that the ranges are valid and do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(from, beyond.as_mut_ptr(), beyond.len()) };
     }
     #[cfg(target_arch = "x86_64")]
@@ -63,20 +64,21 @@ pub(crate) unsafe fn copy_parts(
     }
 }
 
-/// Fills `into` with what lies at `from`, and answers the hash of what `into` holds then.
+/// Copies the bytes at `from` into `into` and returns the hash of the copy.
 ///
 /// # Safety
-/// The same as for [`copy_parts`]; and what is streamed must be settled before it is looked at.
+/// The requirements of [`copy_parts`]. Streamed stores must be made visible by `settle` before the copy is
+/// read.
 unsafe fn copy(from: *const u8, into: &mut [u8], stores: Stores) -> u64 {
     #[cfg(target_arch = "x86_64")]
     // JUSTIFICATION: the source has no slice.
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     if let Some(hash) = unsafe { avx2::copy(from, into, stores) } {
         return hash;
     }
     let _ = stores;
-    // JUSTIFICATION: as above.
-    // SAFETY: the source can be read and does not overlap the target, by the caller's promise.
+    // JUSTIFICATION: the source has no slice.
+    // SAFETY: the caller guarantees that the source can be read and does not overlap the target.
     unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
     XxHash3_64::oneshot(into)
 }
@@ -94,7 +96,7 @@ mod tests {
         (0..n).map(step).collect()
     }
 
-    /// Around every length at which the hash is computed in another way.
+    /// Lengths around every limit at which the hash uses another form.
     fn lengths() -> impl Iterator<Item = usize> {
         let edges = [0, 16, 128, 240, 256, 1024, 1088, 2048, 4096, 8192, 65_536];
         edges.into_iter().flat_map(|edge: usize| edge.saturating_sub(3)..edge + 67)
@@ -114,12 +116,12 @@ mod tests {
             let from = bytes(n + 1);
             for (stores, at) in [(Stores::Cached, 0), (Stores::Streamed, 0), (Stores::Streamed, 1)] {
                 let mut into = vec![0xee; n + 66];
-                // One that starts where a vector does, and one that does not.
+                // One target that is aligned to vectors, and one that is not.
                 let at = into.as_ptr().align_offset(64) + at;
                 let (parts, mut hashes) = (Parts { bytes: n, hashed: n }, Vec::new());
                 let each = |hash| hashes.push(hash);
                 // JUSTIFICATION: the source is a pointer.
-                // SAFETY: there are `n` bytes behind the first, and they are another vector's.
+                // SAFETY: there are `n` bytes after the first one, in another vector than `into`.
                 unsafe { copy_parts(from[1..].as_ptr(), &mut into[at..at + n], parts, stores, each) };
                 assert_eq!(into[at..at + n], from[1..], "{n} bytes, {stores:?}");
                 let expected = if n == 0 { Vec::new() } else { vec![XxHash3_64::oneshot(&from[1..])] };
@@ -140,7 +142,7 @@ mod tests {
             for stores in [Stores::Cached, Stores::Streamed] {
                 let (mut into, mut hashes) = (vec![0; from.len()], Vec::new());
                 // JUSTIFICATION: the source is a pointer.
-                // SAFETY: the vectors are as long as each other.
+                // SAFETY: both vectors have the same length.
                 unsafe { copy_parts(from.as_ptr(), &mut into, parts, stores, |hash| hashes.push(hash)) };
                 assert_eq!(into, from);
                 let expected =

@@ -85,7 +85,7 @@ fn same_model(before: &ModelInfo, backend: Box<dyn Backend>) -> Result<Box<dyn B
     Ok(backend)
 }
 
-/// Refuses a model whose files have changed: it would be another model under the same name.
+/// Rejects a model whose files have changed: it would be another model with the same name.
 pub(super) fn check_same(before: &ModelInfo, now: &ModelInfo) -> Result<(), OpenError> {
     before.fingerprint.agree(&now.fingerprint).map_err(OpenError::Changed)?;
     if before == now { Ok(()) } else { Err(OpenError::ConfigChanged) }
@@ -99,7 +99,7 @@ pub(super) fn resident_bytes() -> Option<u64> {
     Some(kib << 10)
 }
 
-/// Refuses sleep while launched steps may still write into the memory.
+/// Rejects sleep while launched steps may still write into the memory.
 pub(super) fn check_idle(n_in_flight: usize) -> Result<(), BackendError> {
     match n_in_flight {
         0 => Ok(()),
@@ -107,10 +107,10 @@ pub(super) fn check_idle(n_in_flight: usize) -> Result<(), BackendError> {
     }
 }
 
-/// Refuses sleep while others hold the memory.
+/// Rejects sleep while other users hold the memory.
 pub(super) fn check_not_held(n_holders: usize, n_own: usize) -> Result<(), BackendError> {
     match n_holders.saturating_sub(n_own) {
         0 => Ok(()),
-        n_others => Err(BackendError::Held(format!("{n_others} others still hold the memory of KV"))),
+        n_others => Err(BackendError::Held(format!("{n_others} other users still hold KV memory"))),
     }
 }

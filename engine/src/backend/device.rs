@@ -1,4 +1,4 @@
-//! The device that computes: a processor, or one of the machine's GPUs.
+//! The device that computes: the CPU, or one of the machine's GPUs.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,17 +6,17 @@ use std::str::FromStr;
 /// Written as `auto`, `cpu`, `cuda` or `cuda:1`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Device {
-    /// The first GPU if there is one that can be used, else the processor.
+    /// The first usable GPU, else the CPU.
     #[default]
     Auto,
     Cpu,
-    /// The GPU of this number, as the driver counts.
+    /// The GPU with this number, in the driver's order.
     Cuda(usize),
 }
 
-/// Not a device.
+/// The text does not name a device.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no device: auto, cpu, cuda and cuda:N are, N the number of a GPU")]
+#[error("{0:?} is not a device: use auto, cpu, cuda or cuda:N with the number of a GPU")]
 pub struct UnknownDevice(String);
 
 impl FromStr for Device {
@@ -62,7 +62,7 @@ mod tests {
         assert_eq!("cuda".parse(), Ok(Device::Cuda(0)));
         for word in ["gpu", "cuda:", "cuda:x", "cpu:0", ""] {
             let error = word.parse::<Device>().expect_err(word).to_string();
-            assert!(error.starts_with(&format!("{word:?} is no device")), "{error}");
+            assert!(error.starts_with(&format!("{word:?} is not a device")), "{error}");
         }
     }
 }

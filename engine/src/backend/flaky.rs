@@ -19,18 +19,18 @@ pub struct Flaky<B> {
     failures: Failures,
 }
 
-/// Which steps fail, and how.
+/// The steps that fail, and their kind of failure.
 #[derive(Clone, Debug, Default)]
 pub struct Failures {
-    /// These are not started.
+    /// These launches fail: the step does not start.
     pub launch: BTreeSet<u64>,
-    /// These run, and then their outcome is lost. Counted by the calls of `collect`.
+    /// These steps run, but their results are lost. Counted by calls of `collect`.
     pub collect: BTreeSet<u64>,
-    /// From this collect on the device is gone.
+    /// The device is lost from this `collect` on.
     pub lost_from: Option<u64>,
-    /// This collect panics.
+    /// This `collect` panics.
     pub panic_at: Option<u64>,
-    /// These collects return late by this time.
+    /// These calls of `collect` return late by this time.
     pub hang: BTreeMap<u64, Duration>,
 }
 
@@ -79,7 +79,7 @@ impl<B: Backend> Backend for Flaky<B> {
         self.inner.runs_by_itself()
     }
 
-    /// The faults do not apply after waking: they are counted by steps.
+    /// The faults do not apply after waking, because they are counted in steps.
     fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, SleepFailed> {
         Box::new(self.inner).sleep()
     }

@@ -23,94 +23,100 @@ pub mod mock;
 pub use asleep::{Asleep, SleepFailed, WakeFailed};
 pub use device::Device;
 
-/// Steps that may be launched and not collected at one time.
+/// The maximum number of steps that are launched and not yet collected.
 pub const STEPS_IN_FLIGHT_MAX: usize = 2;
 
 /// Computes KV from tokens, and the next tokens from KV.
 ///
-/// **Who calls it.** One scheduler worker, from one thread of its own. A backend knows no request, no socket and no
-/// deadline; it sees slots, positions and block tables.
+/// **Who calls it.** One scheduler worker, from its own thread. A backend has no requests, sockets or deadlines; it
+/// sees slots, positions and block tables.
 ///
 /// **In which order.** `launch`, and for each launched step one `collect`, oldest first. The next step may be launched
-/// before the previous one is collected, so that the device never waits for the host; there are never more than
-/// [`STEPS_IN_FLIGHT_MAX`]. The device runs steps in the order of their launch, so a row may build on KV that the
-/// step in flight writes, and on the token that it samples ([`RowInput::Previous`](crate::RowInput::Previous)).
-/// `Previous` reaches one step back and no further: a backend keeps the tokens of one step and forgets older ones.
+/// before the previous one is collected, so that the device never waits for the host; at most
+/// [`STEPS_IN_FLIGHT_MAX`] are in flight. The device runs steps in launch order, so a row may use KV that the
+/// step in flight writes, and the token that it samples ([`RowInput::Previous`](crate::RowInput::Previous)).
+/// `Previous` means exactly one step back: a backend keeps the tokens of one step and forgets older ones.
 ///
 /// ```text
 /// right: launch(1) launch(2) collect(1) launch(3) collect(2) collect(3)
-/// wrong: launch(1) launch(2) collect(2)          another order
+/// wrong: launch(1) launch(2) collect(2)          the order differs
 /// wrong: launch(1) launch(2) launch(3)           too many in flight
 /// wrong: launch(1), drop                         each step must be collected, even if its tokens are not used
 /// ```
 ///
-/// **Who owns what.** The memory is shared; the blocks are the caller's, by lease. A launched step reads and writes
-/// the blocks in its rows' tables until it is collected, so the caller keeps those leases until then, whatever
-/// becomes of the sequence. A block is written from `start` to `start + n_tokens` only, and never when it is shared.
+/// **Who owns what.** The memory is shared; the caller holds the blocks by lease. A launched step reads and
+/// writes the blocks in its rows' tables until it is collected. The caller keeps those leases until then,
+/// even if the sequence ends. A block is written from `start` to `start + n_tokens` only, and never while it
+/// is shared.
 ///
-/// **What it promises.** A row's token and KV depend on that row's tokens, sampling and positions alone: the same
-/// alone, batched, in chunks, recomputed, or with KV from another node. The step's fence opens for a layer when that
-/// layer's KV of *all* rows is written. A failed row has its error in its own place of the output.
+/// **What it promises.** A row's token and KV depend on that row's tokens, sampling and positions alone: the
+/// same alone, batched, in chunks, recomputed, or with KV from another node. The step's fence opens for a
+/// layer when that layer's KV of *all* rows is written. A failed row has its error at its own index of the
+/// output.
 ///
-/// **Sleep.** Between sequences the caller can put it to [`sleep`](Self::sleep): that turns it into an [`Asleep`], which
-/// can be turned back into a backend.
+/// **Sleep.** Between sequences the caller can put it to [`sleep`](Self::sleep). That turns it into an
+/// [`Asleep`], which can be turned back into a backend.
 ///
-/// **What it never does.** It does not stop a sequence: it does not draw forbidden tokens
-/// ([`SampleSpec::forbids`](crate::SampleSpec::forbids)), and the caller decides what a drawn token means.
-/// It waits for its device only.
+/// **What it never does.** It does not stop a sequence. It does not sample forbidden tokens
+/// ([`SampleSpec::forbids`](crate::SampleSpec::forbids)), but the caller decides what a sampled token means.
+/// It waits only for its device.
 pub trait Backend: Debug + Send + 'static {
     fn model(&self) -> &ModelInfo;
 
-    /// The memory that all block tables point into.
+    /// The memory of all block tables.
     fn memory(&self) -> &KvMemory;
 
-    /// Starts one step and does not wait for it. After an error nothing was started.
+    /// Starts one step and does not wait for it. After an error, nothing has started.
     fn launch(&mut self, batch: StepBatch<'_>) -> Result<Launched, BackendError>;
 
-    /// Waits for the oldest step. After an error its KV is not to be read, and its fence is broken where it was not
-    /// open yet.
+    /// Waits for the oldest step. After an error, its KV must not be read, and layers whose fence was not
+    /// open yet have a broken fence.
     fn collect(&mut self, step: Launched) -> Result<StepOutput, BackendError>;
 
-    /// Whether a launched step runs without the host, so that the next step may be launched later than at its beginning.
+    /// Whether a launched step runs without the host. If so, the next step may be launched late in this one.
     fn runs_by_itself(&self) -> bool {
         false
     }
 
-    /// Returns the memory of weights and KV. Keeps small things that are slow to make: code, graphs, addresses.
+    /// Returns the memory of weights and KV. Keeps small objects that are slow to make: code, graphs,
+    /// addresses.
     ///
-    /// Refused, without effect, while a launched step is not collected or another clone of [`memory`](Self::memory) is held.
+    /// Fails without effect while a launched step is not collected or another clone of
+    /// [`memory`](Self::memory) exists.
     fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, SleepFailed>;
 
-    /// Bytes in use, by all processes, on its GPUs; or else this process's resident memory. `None` where that is not known.
+    /// Bytes in use on its GPUs, by all processes; without GPUs, this process's resident memory. `None` if
+    /// unknown.
     fn used_bytes(&self) -> Option<u64>;
 }
 
 /// The settings that a backend is opened with.
 #[derive(Clone, Debug)]
 pub struct EngineSettings {
-    /// `mock`, `mock:NAME` or `mock:FILE.toml`; `cpu:FOLDER`, `cuda:FOLDER`, or a folder's path by itself.
+    /// `mock`, `mock:NAME` or `mock:FILE.toml`; `cpu:FOLDER`, `cuda:FOLDER`, or a folder's path alone.
     pub model: String,
-    /// The device for a model that is named by its folder alone.
+    /// The device for a model that is given by its folder alone.
     pub device: Device,
     /// See [`CudaSettings::arch`](cuda::CudaSettings::arch).
     pub gpu_arch: Option<String>,
-    /// See [`CudaSettings::deterministic`](cuda::CudaSettings::deterministic); the other backends always are.
+    /// See [`CudaSettings::deterministic`](cuda::CudaSettings::deterministic). The other backends are always
+    /// deterministic.
     pub deterministic: bool,
     /// The largest step. A GPU backend allocates memory for it at the start.
     pub limits: StepLimits,
-    /// Tensor-parallel ranks, which share the heads: groups of threads, or GPUs.
+    /// Tensor-parallel ranks, which divide the heads: groups of threads, or GPUs.
     pub ranks: NonZero<u16>,
     pub kv: KvRoom,
-    /// How a mock spends its simulated costs; real models ignore it.
+    /// The way in which a mock's simulated costs pass. Real models ignore it.
     pub pace: mock::Pace,
-    /// How a real model is computed on a processor.
+    /// The settings for a real model on the CPU.
     pub cpu: cpu::CpuSettings,
 }
 
 /// The largest step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepLimits {
-    /// Tokens, of all rows together.
+    /// Tokens of all rows together.
     pub tokens: usize,
     pub rows: usize,
 }
@@ -140,7 +146,7 @@ impl EngineSettings {
 
 type Constructor = fn(&EngineSettings, Option<&str>) -> Result<Box<dyn Backend>, OpenError>;
 
-/// Backends by the word before the colon. A new backend is one file and one line here.
+/// Backends by the word before the colon. A new backend is one file and one line in this table.
 const BACKENDS: &[(&str, Constructor)] = &[("mock", mock::open), ("cpu", cpu::open), ("cuda", cuda::open)];
 
 /// Opens the model that the settings name.
@@ -160,7 +166,7 @@ pub fn open(settings: &EngineSettings) -> Result<Box<dyn Backend>, OpenError> {
     constructor(settings, name)
 }
 
-/// Opens a model that is named by its folder, on the device of the settings.
+/// Opens a model that is given by its folder, on the device of the settings.
 fn open_folder(settings: &EngineSettings) -> Result<Box<dyn Backend>, OpenError> {
     let folder = Some(settings.model.as_str());
     match settings.device {

@@ -1,4 +1,4 @@
-//! One sequence of a backend under test, with blocks of its own.
+//! One sequence of a backend under test, with its own blocks.
 
 use kv_cache::KvMemory;
 use types::{BlockIdx, GroupIdx, ModelInfo, Sampling, StopRules, TokenId};
@@ -6,7 +6,7 @@ use types::{BlockIdx, GroupIdx, ModelInfo, Sampling, StopRules, TokenId};
 use crate::backend::Backend;
 use crate::step::{Launched, Row, RowInput, SampleSpec, SlotId, StepBatch, StepOutput};
 
-/// Hands out blocks in order, and slots with them.
+/// Assigns blocks in order, and slots.
 #[derive(Debug, Default)]
 pub(super) struct Blocks {
     next: u32,
@@ -44,7 +44,7 @@ pub(super) struct Lane {
 /// The part of a lane that a step computes.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum LaneInput {
-    /// This number of known tokens. If they are the last, the next one is sampled.
+    /// This number of known tokens. If they are the last ones, the next token is sampled.
     Known(usize),
     /// The token that the step in flight samples.
     InFlight,
@@ -64,7 +64,7 @@ impl Lane {
         }
     }
 
-    /// The tokens from `n_prompt` on were generated.
+    /// Marks the tokens from `n_prompt` on as generated.
     pub(super) fn continuing(mut self, n_prompt: usize) -> Self {
         self.n_prompt = n_prompt;
         self
@@ -80,22 +80,22 @@ impl Lane {
         &self.tokens[self.n_prompt..]
     }
 
-    /// Its blocks, group by group.
+    /// The blocks, group by group.
     pub(super) fn tables(&self) -> &[Vec<BlockIdx>] {
         &self.tables
     }
 
-    /// Tokens that are known and not computed.
+    /// The number of tokens that are known and not computed.
     pub(super) fn remaining(&self) -> usize {
         self.tokens.len() - self.n_computed
     }
 
-    /// Applies the result of computing `n_tokens` of it.
+    /// Applies the result of computing `n_tokens` tokens.
     pub(super) fn accept(&mut self, n_tokens: usize, output: &StepOutput, nth_row: usize) {
         self.n_computed += n_tokens;
         let sampled = output.rows[nth_row].clone().expect("the row succeeds");
         let is_due = self.n_computed == self.tokens.len();
-        assert_eq!(sampled.is_some(), is_due, "a token comes where one was asked for, and nowhere else");
+        assert_eq!(sampled.is_some(), is_due, "a row has a token exactly if it requests one");
         self.tokens.extend(sampled.map(|sampled| sampled.token));
     }
 
@@ -135,7 +135,7 @@ pub(super) fn collect(backend: &mut dyn Backend, step: Launched) -> StepOutput {
     backend.collect(step).expect("a step is collected")
 }
 
-/// One step in which every lane computes all that it has left.
+/// One step in which every lane computes all its remaining tokens.
 pub(super) fn step_together(backend: &mut dyn Backend, lanes: &mut [Lane]) {
     let parts: Vec<(&Lane, LaneInput)> =
         lanes.iter().map(|lane| (lane, LaneInput::Known(lane.remaining()))).collect();
@@ -146,7 +146,7 @@ pub(super) fn step_together(backend: &mut dyn Backend, lanes: &mut [Lane]) {
     }
 }
 
-/// Copies all blocks of one lane to where another has its own, layer by layer.
+/// Copies all blocks of one lane to the blocks of another, layer by layer.
 pub(super) fn copy_kv((from, sender): (&KvMemory, &Lane), (to, receiver): (&KvMemory, &Lane)) {
     for (group, rank) in from.layout().group_indices().flat_map(|group| of_ranks(from, group)) {
         let tables = (&sender.tables[usize::from(group.0)], &receiver.tables[usize::from(group.0)]);

@@ -1,7 +1,7 @@
-//! The conformance suite of backends. Each check names the sentence of [`Backend`]'s contract that it tests.
+//! The conformance suite of backends. Each check quotes the sentence of [`Backend`]'s contract that it tests.
 //!
-//! A check panics where the contract is broken. It compares tokens with each other, not with expected ones: a model may
-//! sample any.
+//! A check panics if the contract is broken. It compares tokens with each other, not with expected ones,
+//! because a model may sample any token.
 
 mod lane;
 pub mod sleep;
@@ -12,11 +12,11 @@ use crate::backend::Backend;
 use crate::step::StepBatch;
 use lane::{Blocks, Lane, LaneInput, collect, launch, step_together};
 
-/// Blocks that a backend under test must have memory for.
+/// The number of blocks that a backend under test needs.
 pub const BLOCKS_MIN: u32 = 64;
 const N_STEPS: usize = 24;
 
-/// Makes a fresh backend, always of the same model.
+/// Makes a new backend, always with the same model.
 pub type Open<'a> = &'a dyn Fn() -> Box<dyn Backend>;
 
 /// Runs every check.
@@ -77,7 +77,7 @@ pub fn previous_is_the_token_in_flight(open: Open<'_>) {
     assert_eq!(lane.generated(), expected);
 }
 
-/// "Recomputed": KV of tokens that were decoded one by one, computed again as a prompt.
+/// "Recomputed": KV of tokens that were decoded one by one, recomputed as a prompt.
 pub fn recomputed_is_as_decoded(open: Open<'_>) {
     let prompt = prompt(11, 6);
     let expected = generate_alone(open, &prompt, prompt.len());
@@ -90,7 +90,7 @@ pub fn recomputed_is_as_decoded(open: Open<'_>) {
     assert_eq!(lane.generated(), expected);
 }
 
-/// "With KV that came from elsewhere": another backend's memory, other blocks.
+/// "With KV from another node": another backend's memory, other blocks.
 pub fn moved_kv_is_as_good(open: Open<'_>) {
     let prompt = prompt(41, 7);
     let expected = generate_alone(open, &prompt, prompt.len());
@@ -106,7 +106,7 @@ pub fn moved_kv_is_as_good(open: Open<'_>) {
     assert_eq!(receiver.generated(), expected);
 }
 
-/// A sequence that is continued elsewhere draws the same numbers.
+/// A sequence that is continued on another backend draws the same numbers.
 pub fn draws_are_keyed_by_seed_and_position(open: Open<'_>) {
     let once = draw_with_seed(open, 1, &[]);
     assert_eq!(draw_with_seed(open, 1, &[]), once, "the same seed");
@@ -124,7 +124,7 @@ fn draw_with_seed(open: Open<'_>, seed: u64, known: &[TokenId]) -> Vec<TokenId> 
     lane.generated().to_vec()
 }
 
-/// "It refrains from drawing forbidden tokens."
+/// "It does not sample forbidden tokens."
 pub fn forbidden_tokens_are_not_drawn(open: Open<'_>) {
     let prompt = prompt(6, 9);
     let usual = generate_alone(open, &prompt, prompt.len());
@@ -149,7 +149,7 @@ pub fn fences_open_for_every_layer(open: Open<'_>) {
     }
 }
 
-/// "There are never more than `STEPS_IN_FLIGHT_MAX`."
+/// "At most `STEPS_IN_FLIGHT_MAX` are in flight."
 pub fn no_third_step_is_launched(open: Open<'_>) {
     let mut backend = open();
     let lane = Lane::new(&prompt(4, 11), &mut Blocks::default(), backend.model(), N_STEPS);
@@ -160,7 +160,7 @@ pub fn no_third_step_is_launched(open: Open<'_>) {
     collect(backend.as_mut(), second);
 }
 
-/// The tokens that follow `prompt`, computed by itself in chunks.
+/// The tokens after `prompt`, computed alone in chunks.
 fn generate_alone(open: Open<'_>, prompt: &[TokenId], chunk: usize) -> Vec<TokenId> {
     let mut backend = open();
     let mut lane = Lane::new(prompt, &mut Blocks::default(), backend.model(), N_STEPS);
@@ -173,13 +173,13 @@ fn generate_alone(open: Open<'_>, prompt: &[TokenId], chunk: usize) -> Vec<Token
     lane.generated().to_vec()
 }
 
-/// A lane that has `generated` after `prompt`, none of it computed.
+/// A lane that has `generated` after `prompt`, with nothing computed.
 fn continued(prompt: &[TokenId], generated: &[TokenId], backend: &dyn Backend) -> Lane {
     let tokens: Vec<TokenId> = prompt.iter().chain(generated).copied().collect();
     Lane::new(&tokens, &mut Blocks::default(), backend.model(), N_STEPS).continuing(prompt.len())
 }
 
-/// Letters that differ from prompt to prompt.
+/// Letters that differ between prompts.
 fn prompt(n_tokens: u32, which: u32) -> Vec<TokenId> {
     (0..n_tokens).map(|nth| TokenId(65 + (nth * 7 + which * 11) % 26)).collect()
 }

@@ -29,7 +29,7 @@ fn slept(backend: Box<dyn Backend>) -> Box<dyn Backend> {
     asleep.wake().expect("there is as much memory as before")
 }
 
-/// "Awake again it is the same model."
+/// "After it wakes it is the same model."
 fn tokens_are_the_same_after_sleep(open: Open<'_>) {
     let mut backend = open();
     let (model, n_blocks) = (backend.model().clone(), backend.memory().n_blocks());
@@ -41,7 +41,7 @@ fn tokens_are_the_same_after_sleep(open: Open<'_>) {
     }
 }
 
-/// "What was computed before is gone": the pages are zero.
+/// "With empty KV": the pages are zero.
 fn kv_is_gone_after_sleep(open: Open<'_>) {
     let mut backend = open();
     let lane = generate(backend.as_mut());
@@ -50,7 +50,7 @@ fn kv_is_gone_after_sleep(open: Open<'_>) {
     assert_eq!(n_pages(backend.memory(), &lane, |byte| byte != 0), 0, "pages that are not empty");
 }
 
-/// "Every launched step has been collected."
+/// "Fails without effect while a launched step is not collected."
 fn a_step_in_flight_keeps_it_awake(open: Open<'_>) {
     let mut backend = open();
     let lane = Lane::new(&prompt(8, 13), &mut Blocks::default(), backend.model(), N_STEPS);
@@ -62,7 +62,7 @@ fn a_step_in_flight_keeps_it_awake(open: Open<'_>) {
     drop(slept(backend));
 }
 
-/// "Refused while another clone of the memory is held."
+/// "Fails without effect while another clone of the memory exists."
 fn memory_that_others_hold_keeps_it_awake(open: Open<'_>) {
     let backend = open();
     let held = backend.memory().clone();
@@ -75,7 +75,7 @@ fn memory_that_others_hold_keeps_it_awake(open: Open<'_>) {
     assert_eq!(generate(backend.as_mut()).generated(), before.generated());
 }
 
-/// Pages of a lane's blocks that have a byte for which this holds.
+/// The number of pages of a lane's blocks in which at least one byte passes the test.
 fn n_pages(memory: &KvMemory, lane: &Lane, is_such: impl Fn(u8) -> bool) -> usize {
     let layers = |group: GroupIdx| 0..memory.layout().group(group).layers.len() as u16;
     let mut n_pages = 0;

@@ -1,11 +1,11 @@
-//! Compares a backend with the reference by the rule of `docs/specification.md` for rounded numbers.
+//! Compares a backend with the reference, by the rule for rounded numbers in `docs/specification.md`.
 //!
-//! Both compute the reference's tokens, so that one difference does not cause others. At each place the backend must
-//! sample the reference's token, unless the reference's best token led the next by less than ε. Log-probabilities must
-//! agree within bounds. A row is computed alone, in a batch, in chunks, over a cached prefix, again after preemption,
-//! and with the token in flight.
+//! Both compute the reference's tokens, so that one difference does not cause others. At each position the
+//! backend must sample the reference's token, unless the reference's best token led the next one by less than
+//! ε. Log-probabilities must agree within bounds. A row is computed alone, in a batch, in chunks, over a
+//! cached prefix, again after preemption, and with the token in flight.
 //!
-//! A deterministic backend is compared with itself, and nothing may differ ([`compare_with_itself`]).
+//! A deterministic backend is compared with itself, and no bit may differ ([`compare_with_itself`]).
 
 mod script;
 
@@ -16,19 +16,19 @@ use crate::backend::Backend;
 use crate::error::{BackendError, RowError};
 use script::Script;
 
-/// What counts as equal.
+/// The bounds of equality.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Tolerance {
-    /// A lead of the best token over the second, in logits, below which another token may be drawn.
+    /// The lead of the best token over the second, in logits, below which another token may be sampled.
     pub epsilon: f32,
-    /// The largest difference of log-probabilities of the same token, for a token that is certain.
+    /// The largest difference of log-probabilities of a token that is certain.
     pub logprob: f32,
-    /// Added for each unit of the log-probability: unlikely tokens are rounded more coarsely.
+    /// Added for each unit of the log-probability: unlikely tokens have larger rounding errors.
     pub logprob_share: f32,
 }
 
 impl Tolerance {
-    /// To the last bit.
+    /// Equal to the last bit.
     pub const NONE: Self = Self { epsilon: 0.0, logprob: 0.0, logprob_share: 0.0 };
 }
 
@@ -36,15 +36,15 @@ impl Tolerance {
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Comparison {
     pub n_tokens: usize,
-    /// Another token, where the reference itself was near a tie.
+    /// Different tokens at positions where the reference was near a tie.
     pub n_near_ties: usize,
     pub worst_logprob: f32,
-    /// The largest lead over which another token was drawn.
+    /// The largest lead despite which another token was sampled.
     pub worst_lead: f32,
     pub wrong: Vec<String>,
 }
 
-/// Why nothing was compared.
+/// The reason why a comparison failed to run.
 #[derive(Debug, thiserror::Error)]
 pub enum CompareError {
     #[error(transparent)]
@@ -64,7 +64,7 @@ pub(crate) struct Truth {
     pub(crate) steps: Vec<TruthStep>,
 }
 
-/// One place of it: the best tokens and their log-probabilities, best first.
+/// One position: the best tokens and their log-probabilities, best first.
 #[derive(Clone, Debug)]
 pub(crate) struct TruthStep {
     pub(crate) best: Vec<(TokenId, f32)>,
@@ -115,7 +115,7 @@ impl Comparison {
         }
     }
 
-    /// Adds another comparison to this one.
+    /// Adds the results of another comparison.
     pub fn merge(&mut self, other: Self) {
         self.n_tokens += other.n_tokens;
         self.n_near_ties += other.n_near_ties;
@@ -129,7 +129,7 @@ impl Comparison {
     }
 }
 
-/// Compares a backend with the reference over these prompts, `n_steps` tokens after each.
+/// Compares a backend with the reference for these prompts, with `n_steps` tokens after each.
 pub fn compare(
     reference: &mut dyn Backend,
     subject: &mut dyn Backend,
@@ -144,7 +144,7 @@ pub fn compare(
     Ok(comparison)
 }
 
-/// Compares a backend's results of a row alone with those in a batch, in other chunks and computed again, bit by bit.
+/// Compares the results of a row alone with those in a batch, in other chunks and recomputed, bit by bit.
 pub fn compare_with_itself(
     backend: &mut dyn Backend,
     prompts: &[Vec<TokenId>],

@@ -1,4 +1,4 @@
-//! The ways in which a continuation is computed.
+//! The different ways to compute a continuation.
 
 use types::{BlockIdx, Sampling, StopRules, TokenId};
 
@@ -6,14 +6,14 @@ use super::{CompareError, Comparison, Tolerance, Truth, TruthStep};
 use crate::backend::Backend;
 use crate::step::{Launched, Row, RowInput, SampleSpec, Sampled, SlotId, StepBatch};
 
-/// Log-probabilities compared beside each token's.
+/// Log-probabilities that are compared at each position.
 const N_TOP: u8 = 20;
-/// Rows of a large batch: more than kernels for few rows take, and no multiple of a tile.
+/// Rows of a large batch: more than kernels for few rows support, and not a multiple of a tile.
 const CROWD: usize = 141;
-/// Tokens at a prompt's end that every other lane of a crowd computes one by one.
+/// Tokens at a prompt's end that every second lane of a crowd computes one by one.
 const ONE_BY_ONE: usize = 40;
 
-/// The backend that is compared.
+/// The backend under comparison.
 #[derive(Debug)]
 pub(super) struct Script<'a> {
     pub(super) backend: &'a mut dyn Backend,
@@ -27,7 +27,7 @@ struct Piece<'a> {
     lane: usize,
     input: RowInput<'a>,
     start: usize,
-    /// `None`: no token is wanted. Else whether alternatives are looked at.
+    /// `None` if no token is sampled; else whether alternatives are compared.
     draws: Option<bool>,
 }
 
@@ -52,7 +52,7 @@ pub(super) fn truth(
 }
 
 impl Truth {
-    /// The prompt and its continuation: all tokens that are computed.
+    /// The prompt and its continuation.
     fn tokens(&self) -> Vec<TokenId> {
         let drawn = self.steps.iter().map(TruthStep::token);
         self.prompt.iter().copied().chain(drawn).collect()
@@ -72,19 +72,19 @@ impl Script<'_> {
         self.together(truths)
     }
 
-    /// The prompt at once, then token by token.
+    /// Computes the prompt at once, then token by token.
     fn alone(&mut self, truth: &Truth) -> Result<(), CompareError> {
         self.in_chunks(truth, truth.prompt.len())
     }
 
-    /// The prompt in pieces.
+    /// Computes the prompt in chunks.
     fn in_chunks(&mut self, truth: &Truth, chunk: usize) -> Result<(), CompareError> {
         let company = if chunk >= truth.prompt.len() { "alone" } else { "in chunks" };
         self.prefill(company, 0, truth, 0, chunk)?;
         self.go_on(company, truth, 1)
     }
 
-    /// The first blocks of the prompt are cached; the rest is computed over them.
+    /// Computes with the first blocks of the prompt cached.
     fn after_a_cached_prefix(&mut self, truth: &Truth) -> Result<(), CompareError> {
         let company = "after a cached prefix";
         let cached = truth.prompt.len().saturating_sub(1) / 16 * 16;
@@ -92,7 +92,7 @@ impl Script<'_> {
         self.go_on(company, truth, 1)
     }
 
-    /// Preempted half-way, and computed again with its own tokens, over blocks with other contents.
+    /// Preempts half-way and recomputes, over blocks with other contents.
     fn recomputed(&mut self, truth: &Truth) -> Result<(), CompareError> {
         let (company, tokens) = ("recomputed", truth.tokens());
         let half = truth.steps.len() / 2;
@@ -106,8 +106,8 @@ impl Script<'_> {
         self.go_on(company, truth, half + 1)
     }
 
-    /// Nothing is looked at: the card draws, and each token feeds the next step before the host knows it. From the first
-    /// token that differs near a tie on, the two go different ways.
+    /// Compares sampled tokens only. The GPU samples, and each token is the input of the next step before the
+    /// host knows it. After the first token that differs near a tie, the two continuations diverge.
     fn unseen(&mut self, truth: &Truth) -> Result<(), CompareError> {
         let company = "in flight";
         let prompt = Piece { lane: 0, input: RowInput::Tokens(&truth.prompt), start: 0, draws: Some(false) };
@@ -132,7 +132,7 @@ impl Script<'_> {
         Ok(())
     }
 
-    /// All of them in each step: chunks of some beside single tokens of others.
+    /// Computes all sequences in each step: chunks of some beside single tokens of others.
     fn together(&mut self, truths: &[Truth]) -> Result<(), CompareError> {
         let company = "together";
         let tokens: Vec<Vec<TokenId>> = truths.iter().map(Truth::tokens).collect();
@@ -141,7 +141,7 @@ impl Script<'_> {
         for turn in 0.. {
             let mut pieces = Vec::new();
             for (lane, truth) in truths.iter().enumerate() {
-                // Each begins a turn after the one before, and in chunks of another size.
+                // Each sequence starts one turn after the previous one, with another chunk size.
                 if turn < lane || n_computed[lane] >= last(truth) {
                     continue;
                 }
@@ -165,8 +165,8 @@ impl Script<'_> {
         Ok(())
     }
 
-    /// Runs each prompt many times, all single tokens in one step: more rows than a kernel takes at once. In every other
-    /// lane the end of the prompt is computed token by token too.
+    /// Runs each prompt many times, with all single tokens in one step: more rows than one kernel call
+    /// supports. Every second lane also computes the end of the prompt token by token.
     pub(super) fn in_a_crowd(&mut self, truths: &[Truth]) -> Result<(), CompareError> {
         let company = "in a crowd";
         let tokens: Vec<Vec<TokenId>> = truths.iter().map(Truth::tokens).collect();
@@ -206,11 +206,11 @@ impl Script<'_> {
         }
     }
 
-    /// The number of lanes of a crowd, bounded by the number of blocks.
+    /// The number of lanes of a crowd, limited by the number of blocks.
     fn crowd(&self, tokens: &[Vec<TokenId>]) -> usize {
         let longest = tokens.iter().map(Vec::len).max().unwrap_or(0);
         let layout = &self.backend.model().layout;
-        // Blocks of a lane are taken two by two.
+        // Blocks of a lane are taken in pairs.
         let of_lane = layout.groups.len() * (layout.blocks_for(longest) + 2);
         CROWD.min(self.backend.memory().n_blocks() as usize / of_lane)
     }
@@ -235,7 +235,7 @@ impl Script<'_> {
         Ok(())
     }
 
-    /// Token by token, the reference's own, from the `first` drawn one on.
+    /// Continues token by token with the reference's tokens, from index `first`.
     fn go_on(&mut self, company: &'static str, truth: &Truth, first: usize) -> Result<(), CompareError> {
         for nth in first..truth.steps.len() {
             let token = [truth.steps[nth - 1].token()];
@@ -261,7 +261,7 @@ fn place(company: &str, truth: &Truth, nth: usize) -> String {
     format!("{company}, token {nth} after a prompt of {}", truth.prompt.len())
 }
 
-/// The alternatives, the drawn one among them.
+/// The alternatives, including the sampled token.
 fn best(drawn: Option<Sampled>) -> Vec<(TokenId, f32)> {
     let Some(Sampled { token, logprobs }) = drawn else { return Vec::new() };
     match logprobs {
@@ -283,7 +283,7 @@ fn step(
 
 fn launch(backend: &mut dyn Backend, n_lanes: usize, pieces: &[Piece<'_>]) -> Result<Launched, CompareError> {
     let n_groups = backend.model().layout.groups.len();
-    // Blocks as far apart as memory allows, and not in order.
+    // Blocks with the largest possible distances, and not in order.
     let stride = backend.memory().n_blocks() as usize / (n_lanes * n_groups).max(1);
     let table = |lane: usize, group: usize| -> Vec<BlockIdx> {
         let first = (lane * n_groups + group) * stride;

@@ -1,4 +1,4 @@
-//! All weights of a folder: one safetensors file, or several with an index.
+//! All weights of a folder: one safetensors file, or several files with an index.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -14,12 +14,12 @@ use crate::error::LoadError;
 const WHOLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// The tensors of a folder. The files stay mapped for as long as a matrix of theirs is in use.
+/// The tensors of a folder. The files stay mapped while one of their matrices is in use.
 #[derive(Debug)]
 pub struct Checkpoint {
     folder: PathBuf,
     files: Vec<TensorFile>,
-    /// The file of each tensor, from the index; empty without an index.
+    /// The file of each tensor, from the index. Empty without an index.
     index: HashMap<String, usize>,
 }
 
@@ -28,7 +28,7 @@ struct RawIndex {
     weight_map: HashMap<String, String>,
 }
 
-/// Whether weights in llama.cpp's format lie in `folder`.
+/// Whether `folder` has weights in llama.cpp's format.
 pub fn has_gguf(folder: &Path) -> bool {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     entries.map(|entry| entry.path()).any(|path| path.extension().is_some_and(|ending| ending == "gguf"))
@@ -69,7 +69,7 @@ impl Checkpoint {
         &self.files
     }
 
-    /// The file that has a tensor, or should have it.
+    /// The file that contains a tensor, or should contain it.
     fn file(&self, tensor: &str) -> Option<&TensorFile> {
         match self.index.is_empty() {
             true => self.files.first(),
@@ -87,7 +87,7 @@ impl Checkpoint {
 }
 
 impl Checkpoint {
-    /// The scales of a matrix in FP8: one for each row, or one for all.
+    /// The scales of an FP8 matrix: one for each row, or one for all rows.
     fn scales(&self, name: &str, file: &TensorFile, rows: usize) -> Result<Arc<[f32]>, LoadError> {
         let scale = format!("{name}_scale");
         let wrong = |wrong: String| LoadError::Scales {
@@ -150,7 +150,7 @@ fn numbers(name: &str, file: &TensorFile, tensor: TensorBytes, len: usize) -> Re
     Ok(numbers)
 }
 
-/// A vector is a matrix of one row.
+/// A vector is a matrix with one row.
 fn matrix(name: &str, file: &TensorFile, tensor: TensorBytes, shape: &[usize]) -> Result<Matrix, LoadError> {
     check_shape(name, file, &tensor, shape)?;
     let (rows, cols) = if let [rows, cols] = *shape { (rows, cols) } else { (1, shape.iter().product()) };

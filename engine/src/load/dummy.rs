@@ -1,4 +1,4 @@
-//! Random weights: a config alone is enough to measure speed.
+//! Random weights, so that the config alone is enough for speed measurements.
 
 use kernels::cpu::number::{f32_to_bf16, u16s_mut};
 use kernels::cpu::{Format, Matrix, Processor, SharedBytes};
@@ -6,13 +6,13 @@ use kernels::cpu::{Format, Matrix, Processor, SharedBytes};
 use super::weights::TensorSource;
 use crate::error::LoadError;
 
-/// Numbers that one part of the filling makes.
+/// Numbers in one part of the work.
 const PART_NUMBERS: usize = 1 << 18;
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Random bf16 weights, the same for the same seed and name on every machine.
+/// Random bf16 weights, equal for the same seed and name on every machine.
 ///
-/// They are spread so that activations keep their size through the layers; norms are ones.
+/// Their range keeps the size of activations constant through the layers. Norms are ones.
 #[derive(Debug)]
 pub struct Dummy<'a> {
     pub seed: u64,
@@ -23,7 +23,7 @@ impl TensorSource for Dummy<'_> {
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError> {
         let (key, scale) = (key(self.seed, name), scale(cols));
         let bytes = SharedBytes::filled(rows * cols * 2, |bytes| {
-            let numbers = u16s_mut(bytes).expect("memory of our own, of whole numbers");
+            let numbers = u16s_mut(bytes).expect("the memory is aligned");
             self.processor.pool().run_on(numbers, PART_NUMBERS, |nth, numbers| {
                 fill(numbers, key.wrapping_add((nth * PART_NUMBERS) as u64), scale);
             });
@@ -46,19 +46,19 @@ pub fn vector(name: &str, len: usize) -> Vec<f32> {
     vec![if name.ends_with("bias") { 0.0 } else { 1.0 }; len]
 }
 
-/// The seed of one matrix.
+/// The random key of one matrix.
 pub fn key(seed: u64, name: &str) -> u64 {
     mix(seed ^ name.bytes().fold(0, |key, byte| mix(key ^ u64::from(byte))))
 }
 
 /// The factor for 16 random bits as an integer.
 ///
-/// Uniform between plus and minus the root of 3 / cols has a variance of 1 / cols.
+/// A uniform distribution between plus and minus the root of 3 / cols has the variance 1 / cols.
 pub fn scale(cols: usize) -> f32 {
     (3.0 / cols as f32).sqrt() / 32768.0
 }
 
-/// Four numbers from each draw.
+/// Fills four numbers from each draw.
 fn fill(numbers: &mut [u16], key: u64, scale: f32) {
     for (nth, four) in numbers.chunks_mut(4).enumerate() {
         let mut draw = mix(key.wrapping_add(4 * nth as u64));
@@ -69,7 +69,7 @@ fn fill(numbers: &mut [u16], key: u64, scale: f32) {
     }
 }
 
-/// The finalizer of SplitMix64: every bit of the input changes half of the output.
+/// The finalizer of SplitMix64: every input bit changes about half of the output bits.
 fn mix(key: u64) -> u64 {
     let mut x = key.wrapping_add(1).wrapping_mul(GOLDEN);
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

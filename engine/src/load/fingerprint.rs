@@ -8,9 +8,9 @@ use types::{Fingerprint, KvLayout};
 use super::checkpoint::Checkpoint;
 use super::safetensors::TensorFile;
 
-/// Data up to this size is hashed as a whole: 64 MiB take some ten milliseconds.
+/// Data up to this size is hashed completely: 64 MiB take about ten milliseconds.
 const WHOLE_BYTES_MAX: usize = 64 << 20;
-/// Larger data is sampled: this number of places, spread evenly, is hashed.
+/// The number of evenly spaced samples that are hashed in larger data.
 const N_SAMPLES: usize = 4096;
 const SAMPLE_BYTES: usize = 1024;
 
@@ -23,11 +23,12 @@ pub fn fingerprint(
     Fingerprint::new(layout.fingerprint_parts().into_iter().chain(named))
 }
 
-/// The weights, by their files' headers and their data.
+/// The fingerprint of the weights, from their files' headers and data.
 ///
-/// The header names, types, shapes and orders all tensors. Data beyond 64 MiB is sampled: 4096 places of a kilobyte, so
-/// that starting does not read gigabytes that are mapped and not yet needed. Another training, another precision or
-/// a file cut short changes nearly every place; a few edited numbers may go unnoticed.
+/// The header has the names, types, shapes and order of all tensors. Data beyond 64 MiB is sampled: 4096
+/// places of a kilobyte. So starting does not read gigabytes that are mapped and not yet needed. Other
+/// training, another precision or a truncated file changes nearly every place. A few edited numbers may not
+/// be detected.
 pub fn of_weights(checkpoint: &Checkpoint) -> String {
     let mut hasher = XxHash3_64::with_seed(0);
     let bytes: usize = checkpoint.files().iter().map(|file| file.data().len()).sum();
@@ -50,7 +51,8 @@ fn hash_data(hasher: &mut XxHash3_64, file: &TensorFile, bytes_in_all: usize) {
     }
 }
 
-/// A `tokenizer.json`: the first half of its BLAKE3 hash, in hexadecimal. A router computes the same of its own copy.
+/// The fingerprint of a `tokenizer.json`: the first half of its BLAKE3 hash, in hexadecimal. A router
+/// computes the same for its own copy.
 pub fn of_tokenizer(tokenizer: Option<&[u8]>) -> String {
     match tokenizer {
         Some(bytes) => format!("blake3:{}", &blake3::hash(bytes).to_hex()[..32]),

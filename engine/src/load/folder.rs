@@ -1,4 +1,4 @@
-//! A model's folder, as the Hugging Face hub lays it out.
+//! A model's folder, in the layout of the Hugging Face hub.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use crate::error::LoadError;
 use crate::model::ModelConfig;
 use crate::model::config::ConfigProblem;
 
-/// A folder with a `config.json`, and what else is found there.
+/// A folder with a `config.json` and further files.
 #[derive(Clone, Debug)]
 pub struct ModelFolder {
     path: PathBuf,
@@ -14,7 +14,7 @@ pub struct ModelFolder {
 }
 
 impl ModelFolder {
-    /// Reads the configs; the weights are opened by [`Checkpoint`](super::Checkpoint).
+    /// Reads the configs. [`Checkpoint`](super::Checkpoint) opens the weights.
     pub fn open(path: &Path) -> Result<Self, LoadError> {
         let file = path.join("config.json");
         let config = std::fs::read(&file).map_err(|source| LoadError::Read { path: file.clone(), source })?;
@@ -27,7 +27,7 @@ impl ModelFolder {
         &self.path
     }
 
-    /// The folder's own name, which is the model's.
+    /// The folder's name, which is the model's name.
     pub fn name(&self) -> String {
         let whole = self.path.canonicalize().unwrap_or_else(|_| self.path.clone());
         whole.file_name().unwrap_or(whole.as_os_str()).to_string_lossy().into_owned()
@@ -39,7 +39,7 @@ impl ModelFolder {
     }
 }
 
-/// Whether a `config.json` describes a model that can be computed here. `path` is where it is, for errors.
+/// Checks that a `config.json` describes a supported model. `path` is for errors.
 ///
 /// It is called before the weights are downloaded.
 pub fn check_config(path: &Path, config: &[u8]) -> Result<(), LoadError> {

@@ -1,4 +1,5 @@
-//! Writes whole checkpoints: with random weights, to measure loading, or with another checkpoint's weights in another form.
+//! Writes whole checkpoints: with random weights, to measure loading, or with another checkpoint's weights in
+//! another format.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -19,24 +20,25 @@ use crate::error::LoadError;
 /// The largest size of one file, as in published checkpoints.
 const FILE_BYTES_MAX: usize = 5 << 30;
 
-/// How the weights are written.
+/// The format of the written weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     Bf16,
     F32,
-    /// The layers' matrices in FP8 with a scale in bf16 for each row, as `compressed-tensors` writes them.
+    /// The layers' matrices in FP8 with a bf16 scale for each row, as `compressed-tensors` writes them.
     CompressedTensors,
-    /// The same with scales in f32, as `fbgemm_fp8` writes them.
+    /// The same with f32 scales, as `fbgemm_fp8` writes them.
     Fbgemm,
 }
 
-/// Writes a folder with another one's config and random weights, on all cores. Returns the bytes of the weights.
+/// Writes a folder with another folder's config and random weights, using all cores. Returns the bytes of the
+/// weights.
 pub fn write(from: &Path, to: &Path, seed: u64, form: Form) -> Result<usize, LoadError> {
     let processor = all_cores()?;
     write_all(from, to, &Dummy { seed, processor: &processor }, form, &processor)
 }
 
-/// Writes a model's own weights again, in another form.
+/// Writes a model's weights again, in another format.
 pub fn rewrite(from: &Path, to: &Path, form: Form) -> Result<usize, LoadError> {
     write_all(from, to, &Checkpoint::open(from)?, form, &all_cores()?)
 }
@@ -96,7 +98,7 @@ fn divided(tensors: Vec<TensorSpec>, form: Form) -> Vec<Vec<TensorSpec>> {
     files
 }
 
-/// A tensor as a file has it.
+/// A tensor's entry in a file.
 struct Entry {
     name: String,
     dtype: &'static str,
@@ -121,7 +123,7 @@ impl Form {
         matches!(self, Self::CompressedTensors | Self::Fbgemm)
     }
 
-    /// What the file has of a tensor: itself, and its scales.
+    /// A tensor's entries in the file: the tensor and its scales.
     fn entries(self, tensor: &TensorSpec) -> Vec<Entry> {
         let TensorSpec { name, .. } = tensor;
         if let (true, true, Some(rows)) = (self.is_fp8(), tensor.is_linear(), tensor.rows) {
@@ -133,7 +135,7 @@ impl Form {
         vec![Entry::new(name.clone(), dtype, tensor.shape())]
     }
 
-    /// The bytes of those, one after the other.
+    /// The bytes of these entries, one after the other.
     fn contents(
         self,
         tensor: &TensorSpec,
@@ -163,7 +165,7 @@ impl Form {
         if self == Self::F32 { bytes_f32(numbers) } else { bytes_bf16(numbers) }
     }
 
-    /// The other folder's config, which says what form this is.
+    /// The other folder's config, changed for this format.
     fn config(self, from: &Path) -> Result<String, LoadError> {
         let path = from.join("config.json");
         let bytes = std::fs::read(&path).map_err(|source| LoadError::Read { path: path.clone(), source })?;
@@ -231,7 +233,7 @@ fn write_file(
         end = offsets[1];
     }
     let mut header = Value::Object(header).to_string();
-    // Tensors begin on an edge of 8 bytes, as the format's own writers have it.
+    // Tensors start at multiples of 8 bytes, as in files by the format's own writers.
     header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
     let mut file = BufWriter::new(File::create(path)?);
     file.write_all(&(header.len() as u64).to_le_bytes())?;

@@ -1,4 +1,4 @@
-//! Progress of loading weights: a bar on a terminal, log lines elsewhere.
+//! Progress of loading weights: a bar on a terminal, otherwise log lines.
 
 use std::io::IsTerminal as _;
 
@@ -6,10 +6,10 @@ use indicatif::{ProgressBar, ProgressStyle};
 use tracing::info;
 
 const BAR: &str = "{msg} {bar:30} {bytes:>11} of {total_bytes:>11}  {bytes_per_sec:>12}  {eta:>4}";
-/// Log lines per load.
+/// Log lines for one load.
 const LINES: usize = 10;
 
-/// Counts the bytes that are loaded. Dropping it removes its bar.
+/// Counts the loaded bytes. Dropping it removes its bar.
 #[derive(Debug)]
 pub(crate) struct Meter {
     total: usize,
@@ -22,12 +22,12 @@ pub(crate) struct Meter {
 enum ProgressDisplay {
     Bar(ProgressBar),
     Lines,
-    /// Another meter shows the same load.
+    /// No display, because another meter shows the same load.
     Nothing,
 }
 
 impl Meter {
-    /// Shows a bar on standard error if that is a terminal, log lines otherwise.
+    /// Shows a bar if standard error is a terminal, otherwise log lines.
     pub(crate) fn new(total: usize) -> Self {
         let is_terminal = std::io::stderr().is_terminal();
         Self::with_display(
@@ -44,7 +44,7 @@ impl Meter {
         Self { total, done: 0, n_logged: 0, display }
     }
 
-    /// All bytes of the load.
+    /// The total bytes of the load.
     pub(crate) fn total(&self) -> usize {
         self.total
     }
@@ -61,7 +61,7 @@ impl Meter {
         }
     }
 
-    /// Whether another tenth is there since the last line.
+    /// Whether another tenth was loaded since the last line.
     fn is_due(&mut self) -> bool {
         let tenths = LINES * self.done / self.total.max(1);
         let is_due = tenths > self.n_logged;
@@ -94,7 +94,7 @@ mod tests {
         for (total, pieces, expected) in [
             (100, vec![5, 5, 1, 20, 69], [false, true, false, true, true]),
             (3, vec![1, 0, 1, 1, 0], [true, false, true, true, false]),
-            // Norms are not counted beforehand.
+            // Norms are not part of the expected total.
             (10, vec![10, 1, 1, 1, 1], [true, true, true, true, true]),
         ] {
             let mut meter = Meter::with_display(total, ProgressDisplay::Lines);

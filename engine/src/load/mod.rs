@@ -1,8 +1,9 @@
-//! Weights: from a published folder, or random.
+//! Weights from a published folder, or random.
 //!
-//! Suggested reading order: a model's [`folder`], one file's tensors ([`safetensors`]), all files' ([`checkpoint`]),
-//! none at all ([`dummy`]), the tensors that a model reads ([`tensors`]), folders that are written here ([`made`]), what architectures see of it ([`weights`]), how far it
-//! has come (`meter`), and what two nodes compare ([`fingerprint`]).
+//! Suggested reading order: a model's [`folder`], one file's tensors ([`safetensors`]), all files'
+//! ([`checkpoint`]), random tensors ([`dummy`]), the tensors that a model reads ([`tensors`]), written
+//! folders ([`made`]), the architectures' view ([`weights`]), progress (`meter`), and the comparison between
+//! nodes ([`fingerprint`]).
 
 pub mod folder;
 pub mod safetensors;

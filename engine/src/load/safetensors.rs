@@ -1,4 +1,4 @@
-//! One safetensors file: a header in JSON that says where each tensor's bytes are, then the bytes.
+//! One safetensors file: a JSON header with the position of each tensor's bytes, then the bytes.
 //!
 //! ```text
 //! 8 bytes    length of the header, little-endian
@@ -14,11 +14,11 @@ use serde::Deserialize;
 
 use crate::error::LoadError;
 
-/// Longer headers are refused: the largest models need a few megabytes.
+/// Longer headers are rejected. The largest models need a few megabytes.
 const HEADER_BYTES_MAX: usize = 100 << 20;
 const LENGTH_BYTES: usize = 8;
 
-/// A mapped file whose tensors are known by name.
+/// A mapped file with its tensors by name.
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
@@ -58,7 +58,7 @@ impl TensorFile {
         &self.path
     }
 
-    /// Names, types, shapes and places of all tensors, as they stand in the file.
+    /// The header's bytes: names, types, shapes and positions of all tensors.
     pub fn header(&self) -> &[u8] {
         &self.header
     }
@@ -67,12 +67,12 @@ impl TensorFile {
         &self.data
     }
 
-    /// In no particular order.
+    /// All names, in no particular order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.entries.keys().map(String::as_str)
     }
 
-    /// `None` if there is no tensor of that name.
+    /// `None` if there is no tensor with that name.
     pub fn tensor(&self, name: &str) -> Option<Result<TensorBytes, LoadError>> {
         self.entries.get(name).map(|entry| self.cut_out(name, entry))
     }

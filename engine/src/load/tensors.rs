@@ -1,4 +1,4 @@
-//! The tensors that a model reads, and the refusal of a checkpoint that has others.
+//! The tensors that a model reads, and the check for others in a checkpoint.
 
 use std::collections::HashMap;
 
@@ -21,13 +21,13 @@ impl TensorSpec {
         self.rows.into_iter().chain([self.cols]).collect()
     }
 
-    /// A layer's matrix: what is quantized.
+    /// Whether it is a layer's matrix, which may be quantized.
     pub(super) fn is_linear(&self) -> bool {
         self.rows.is_some() && self.name.starts_with("model.layers.")
     }
 }
 
-/// Every tensor that a decoder of this config reads, by the names that all architectures use.
+/// All tensors that a decoder with this config reads, with the names that all architectures use.
 pub fn tensors(config: &ModelConfig) -> Vec<TensorSpec> {
     let matrix = |name: String, rows, cols| TensorSpec { name, rows: Some(rows), cols };
     let vector = |name: String, cols| TensorSpec { name, rows: None, cols };
@@ -66,7 +66,7 @@ pub fn tensors(config: &ModelConfig) -> Vec<TensorSpec> {
     all
 }
 
-/// Refuses a checkpoint with a tensor that is not read: the model would be computed without it.
+/// Rejects a checkpoint with a tensor that is not read: the model would be computed without it.
 pub fn check_all_read(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<(), LoadError> {
     let read: HashMap<String, TensorSpec> =
         tensors(config).into_iter().map(|tensor| (tensor.name.clone(), tensor)).collect();
@@ -91,9 +91,9 @@ pub fn check_all_read(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<(
     }
 }
 
-/// Tensors that some checkpoints have and no model needs.
+/// Tensors that some checkpoints have and the model does not need.
 fn may_be_unread(config: &ModelConfig, name: &str) -> bool {
-    // Older tools wrote the frequencies of rotation down, which follow from the config.
+    // Older tools stored the rotary frequencies, which follow from the config.
     let is_frequencies = name.ends_with(".rotary_emb.inv_freq");
     is_frequencies || (config.tied && name == "lm_head.weight")
 }

@@ -11,7 +11,7 @@ use crate::error::LoadError;
 
 const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/models/llama3");
 
-/// A safetensors file of these tensors, one after the other.
+/// Writes a safetensors file with these tensors, one after the other.
 fn write_tensors(path: &Path, tensors: &[(&str, &str, &[usize], &[u8])]) {
     let mut header = serde_json::Map::new();
     let mut data = Vec::new();
@@ -35,7 +35,7 @@ fn opened(write: impl Fn(&Path)) -> (TempDir, Result<Checkpoint, LoadError>) {
     (folder, checkpoint)
 }
 
-/// What goes wrong with tensor `a`, 2 x 3, in a file that `write` makes; its folder is cut off.
+/// The error for tensor `a`, 2 x 3, in a file that `write` makes. The folder is replaced by F.
 fn problem(write: impl Fn(&Path)) -> String {
     let (folder, checkpoint) = opened(write);
     let error = match checkpoint {
@@ -51,7 +51,7 @@ fn a_tensor_is_read_whatever_its_type_and_place() {
         [1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0].iter().flat_map(|value| value.to_le_bytes()).collect();
     let bf16s: Vec<u8> = [0x3F80u16, 0x4000, 0x4040].iter().flat_map(|value| value.to_le_bytes()).collect();
     let (_folder, checkpoint) = opened(|folder| {
-        // The odd byte puts all that follows off the edge of a number.
+        // The odd byte misaligns everything after it.
         let tensors: [(&str, &str, &[usize], &[u8]); 3] =
             [("odd", "U8", &[1], &[0]), ("a", "F32", &[2, 3], &f32s), ("b", "BF16", &[3], &bf16s)];
         write_tensors(&folder.join("model.safetensors"), &tensors);
@@ -90,7 +90,7 @@ fn what_is_wrong_with_a_file_is_said_by_name() {
     );
 }
 
-/// 1, 2 and 3, then 1.5, -2 and 0.
+/// The FP8 bytes of 1, 2, 3, then 1.5, -2 and 0.
 const IN_FP8: [u8; 6] = [0x38, 0x40, 0x44, 0x3C, 0xC0, 0x00];
 
 #[test]
@@ -235,7 +235,7 @@ fn a_changed_weight_is_another_fingerprint() {
     assert_ne!(of(Path::new(TINY)), of(copy.path()));
 }
 
-/// The `llama` test model with one more tensor and one key of its config changed.
+/// The `llama` test model with one more tensor and one changed config key.
 fn with_tensor(name: &str, dtype: &str, key: &str, value: serde_json::Value) -> TempDir {
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models/llama");
     let copy = TempDir::new().expect("a folder");
@@ -269,7 +269,7 @@ fn a_tensor_that_nothing_reads_is_refused_by_name() {
         "model.layers.0.self_attn.sinks",
         "model.layers.0.self_attn.q_norm.weight",
         "model.layers.7.input_layernorm.weight",
-        // A scale of a matrix that is not in FP8.
+        // The scale of a matrix that is not in FP8.
         "model.layers.0.mlp.up_proj.weight_scale",
         "lm_head.bias",
     ] {

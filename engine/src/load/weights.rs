@@ -1,4 +1,4 @@
-//! The decoder's view of a checkpoint: tensors by name, below a prefix.
+//! The decoder's view of a checkpoint: tensors by name, under a prefix.
 
 use std::cell::RefCell;
 use std::fmt::Debug;
@@ -7,27 +7,28 @@ use kernels::cpu::{Format, Matrix, Processor};
 
 use crate::error::LoadError;
 
-/// Where tensors come from.
+/// A source of tensors.
 pub trait TensorSource: Debug {
     /// A matrix in the number type of its source.
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError>;
 
-    /// A vector, widened: norms and biases, which are small.
+    /// A vector in f32: norms and biases, which are small.
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LoadError>;
 
-    /// Whether a matrix is there in FP8.
+    /// Whether the source has the matrix in FP8.
     fn is_fp8(&self, name: &str) -> bool;
 }
 
-/// How matrices are quantized as they are loaded.
+/// The quantization of matrices during loading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Quantize {
-    /// They stay where they are: the file's own pages.
+    /// None: matrices stay in the file's mapped pages.
     #[default]
     No,
-    /// 8 bits a weight, for half the memory traffic of bf16 and a loss of exactness.
+    /// 8 bits for each weight: half the memory traffic of bf16, with a loss of accuracy.
     Q8,
-    /// The layers' in FP8, with a scale for each row; the embedding and the output layer stay where they are.
+    /// The layers' matrices in FP8, with a scale for each row. The embedding and the output layer are not
+    /// quantized.
     Fp8,
 }
 
@@ -41,7 +42,7 @@ impl Quantize {
     }
 }
 
-/// The tensors whose names begin with a prefix.
+/// The tensors whose names start with a prefix.
 #[derive(Clone, Debug)]
 pub struct Weights<'a> {
     source: &'a dyn TensorSource,
@@ -51,7 +52,7 @@ pub struct Weights<'a> {
     seen: &'a LoadedFormats,
 }
 
-/// The format and bytes of each matrix that was loaded.
+/// The format and bytes of each loaded matrix.
 #[derive(Debug, Default)]
 pub struct LoadedFormats(RefCell<Vec<(Format, usize)>>);
 
@@ -65,17 +66,17 @@ impl<'a> Weights<'a> {
         Self { source, processor, quantize, prefix: String::new(), seen }
     }
 
-    /// Those below `name`, as in `model.layers.0`.
+    /// The tensors under `name`, as in `model.layers.0`.
     pub fn under(&self, name: &str) -> Self {
         Self { prefix: self.name(name), ..self.clone() }
     }
 
-    /// A layer's.
+    /// A layer's matrix.
     pub fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError> {
         self.quantized(self.quantize, name, rows, cols)
     }
 
-    /// A row for each token: the embedding, or the output layer.
+    /// The embedding or the output layer, with one row for each token.
     pub fn vocabulary(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError> {
         let quantize = match self.quantize {
             Quantize::No | Quantize::Fp8 => Quantize::No,
@@ -117,7 +118,7 @@ impl LoadedFormats {
         self.0.borrow().iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// The number type that most of the bytes are of.
+    /// The number format of most of the bytes.
     pub fn main_format(&self) -> Option<Format> {
         let seen = self.0.borrow();
         let bytes_of =

@@ -8,16 +8,16 @@ use super::lanes::{LaneInput, Lanes, collect};
 use super::{DecodeTimes, MeasureError, Times, Workload, prompts};
 use crate::backend::Backend;
 
-/// Steps that are not timed: the first ones of a size may record graphs.
+/// Steps that are not timed: the first steps of a size may record graphs.
 const N_WARM: usize = 6;
 const N_TIMED: usize = 40;
 
-/// The length of a sequence at the end of all steps, when it begins with `context_tokens`.
+/// The length of a sequence after all steps, if it starts with `context_tokens`.
 pub(super) fn tokens_of_lane(context_tokens: usize) -> usize {
     context_tokens + N_WARM + N_TIMED + 1
 }
 
-/// All batches, over contexts that are computed once.
+/// Measures all batches, over contexts that are computed once.
 pub(super) fn measure(
     backend: &mut dyn Backend,
     workload: &Workload,
@@ -41,7 +41,7 @@ pub(super) fn measure(
     Ok(all)
 }
 
-/// A step is launched before the last one is collected; what counts is the time from one token to the next.
+/// Each step is launched before the previous one is collected. The measured time is that between tokens.
 fn steps(
     backend: &mut dyn Backend,
     lanes: &Lanes,

@@ -1,4 +1,4 @@
-//! Sequences under measurement: each with blocks of its own.
+//! Sequences for measurements, each with its own blocks.
 
 use types::{BlockIdx, Sampling, StopRules, TokenId};
 
@@ -25,11 +25,11 @@ struct Lane {
 pub(super) enum LaneInput {
     /// A range of the prompt's tokens. The last range also samples a token.
     Prompt { start: usize, end: usize },
-    /// The token in flight, or any token where none is.
+    /// The token in flight, or any token if there is none.
     Next { position: usize, is_in_flight: bool },
 }
 
-/// Refuses a workload whose sequences need more blocks than there are.
+/// Rejects a workload whose sequences need more blocks than there are.
 pub(super) fn ensure_room(
     backend: &dyn Backend,
     n_lanes: usize,
@@ -42,7 +42,7 @@ pub(super) fn ensure_room(
 }
 
 impl Lanes {
-    /// Each sequence has `n_tokens` at the end, and another prompt of `prompt_tokens`.
+    /// Each sequence ends with `n_tokens` tokens and has a different prompt of `prompt_tokens`.
     pub(super) fn new(
         backend: &dyn Backend,
         n_lanes: usize,
@@ -66,7 +66,7 @@ impl Lanes {
         Ok(Self { lanes: (0..n_lanes).map(lane).collect(), sampling: Sampling::default(), stop })
     }
 
-    /// Sets how tokens are sampled; greedy at first.
+    /// Sets the sampling mode. The default is greedy.
     pub(super) fn draw_by(&mut self, drawn_by: SamplingMode) {
         self.sampling = drawn_by.sampling();
     }
@@ -83,7 +83,7 @@ impl Lanes {
         Ok(backend.launch(StepBatch { rows: &rows })?)
     }
 
-    /// The blocks of the sequence's tokens, as a scheduler would pass them.
+    /// The blocks of the sequence's tokens, as a scheduler passes them.
     fn tables(&self, nth: usize, end: usize) -> Vec<&[BlockIdx]> {
         let n_blocks = end.div_ceil(BLOCK_TOKENS);
         self.lanes[nth].tables.iter().map(|table| &table[..n_blocks.min(table.len())]).collect()
@@ -109,7 +109,7 @@ impl Lanes {
     }
 }
 
-/// Tokens in a block of every layout here.
+/// Tokens in a block of all layouts in this module.
 const BLOCK_TOKENS: usize = 16;
 
 impl LaneInput {
@@ -128,7 +128,7 @@ impl LaneInput {
     }
 }
 
-/// A token of the made-up text of a sequence.
+/// A token of a sequence's made-up text.
 fn token(vocab: u32, lane: usize, at: usize) -> TokenId {
     let mixed = (lane as u64 * 0x9e37_79b9 + at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     TokenId((mixed >> 33) as u32 % vocab)

@@ -1,7 +1,7 @@
-//! Measures a backend by itself: decode steps, first tokens, and many requests at once.
+//! Measures a backend alone: decode steps, first tokens, and many concurrent requests.
 //!
-//! It uses the [`Backend`] as a scheduler does: it launches the next step before it collects the last one, and each
-//! token feeds the next step before the host has read it.
+//! It uses the [`Backend`] like a scheduler. It launches the next step before it collects the last one, and
+//! each token is the input of the next step before the host has read it.
 
 mod decode;
 mod lanes;
@@ -23,26 +23,26 @@ use crate::error::{BackendError, RowError};
 pub struct Workload {
     /// Rows of decode steps.
     pub batches: Vec<usize>,
-    /// How tokens are drawn in them.
+    /// The sampling modes of these steps.
     pub draws: Vec<SamplingMode>,
     /// Tokens of each sequence before the first decode step.
     pub context_tokens: usize,
-    /// Prompts of one request at a time.
+    /// Prompt lengths, measured with one request at a time.
     pub prompts: Vec<usize>,
     pub offline: Option<Offline>,
-    /// The most tokens of a step, as the backend was opened with.
+    /// The maximum number of tokens of a step, as in the backend's settings.
     pub step_tokens: usize,
 }
 
-/// Ways of sampling that take a device different times.
+/// Sampling modes with different costs on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SamplingMode {
-    /// The likeliest.
+    /// The likeliest token.
     Greedy,
     /// With a temperature and top-p 0.9.
     TopP,
-    /// The same with penalties for earlier tokens, the prompt's included.
+    /// The same with penalties for earlier tokens, including the prompt's.
     Penalties,
 }
 
@@ -67,20 +67,20 @@ impl fmt::Display for SamplingMode {
     }
 }
 
-/// Requests that all arrive at the beginning.
+/// Requests that all arrive at the start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Offline {
     pub n_requests: usize,
     pub prompt_tokens: usize,
     pub output_tokens: usize,
-    /// Sequences that run at one time.
+    /// The maximum number of concurrent sequences.
     pub rows_max: usize,
-    /// Tokens of a step.
+    /// The maximum number of tokens of a step.
     pub step_tokens: usize,
 }
 
 impl Offline {
-    /// Sequences that ever run at one time.
+    /// The highest number of concurrent sequences.
     fn rows(&self) -> usize {
         self.rows_max.min(self.n_requests)
     }
@@ -91,7 +91,7 @@ impl Offline {
 }
 
 impl Workload {
-    /// Refuses measurements that have too little KV memory, before they begin.
+    /// Rejects measurements that need more KV memory, before they start.
     pub fn ensure_room(&self, backend: &dyn Backend) -> Result<(), MeasureError> {
         let prompts = self.prompts.iter().map(|prompt_tokens| (1, *prompt_tokens));
         let steps = self.batches.iter().map(|rows| (*rows, decode::tokens_of_lane(self.context_tokens)));
@@ -109,7 +109,7 @@ pub struct Measured {
     pub offline: Option<OfflineTimes>,
 }
 
-/// Steps of one number of rows.
+/// Steps with one number of rows.
 #[derive(Clone, Debug, Serialize)]
 pub struct DecodeTimes {
     pub rows: usize,
@@ -118,7 +118,7 @@ pub struct DecodeTimes {
     pub step_ms: Times,
 }
 
-/// Prompts of one length: from the launch to the first token in hand.
+/// Prompts of one length: the time from launch to the collected first token.
 #[derive(Clone, Debug, Serialize)]
 pub struct PromptTimes {
     pub prompt_tokens: usize,
@@ -133,7 +133,7 @@ pub struct OfflineTimes {
     pub steps: usize,
 }
 
-/// Some times of the same thing, in milliseconds.
+/// Times of one measurement, in milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Times {
     pub median: f64,
@@ -142,20 +142,20 @@ pub struct Times {
     pub n: usize,
 }
 
-/// Why a measurement failed.
+/// The reason why a measurement failed.
 #[derive(Debug, thiserror::Error)]
 pub enum MeasureError {
     #[error(transparent)]
     Backend(#[from] BackendError),
     #[error("a row of the measurement failed")]
     Row(#[from] RowError),
-    #[error("{needed} blocks of KV are needed and there are {found}: set --kv-memory higher")]
+    #[error("{needed} blocks of KV are needed, but there are {found}: set --kv-memory higher")]
     Blocks { needed: usize, found: usize },
 }
 
 impl Times {
     /// # Panics
-    /// If there is none.
+    /// If there are no times.
     fn of(mut times: Vec<Duration>) -> Self {
         times.sort_unstable();
         let ms = |nth: usize| times[nth].as_secs_f64() * 1e3;
@@ -164,7 +164,7 @@ impl Times {
     }
 }
 
-/// Makes all measurements. Calls `told` with one line about each.
+/// Makes all measurements. Calls `told` with one line for each.
 pub fn measure(
     backend: &mut dyn Backend,
     workload: &Workload,

@@ -1,4 +1,5 @@
-//! Many requests that arrive together: prompts in chunks beside running sequences, until all are finished.
+//! Many requests that arrive together: chunks of prompts run beside decoding sequences, until all requests
+//! are finished.
 
 use std::collections::VecDeque;
 
@@ -9,12 +10,12 @@ use super::{MeasureError, Offline, OfflineTimes};
 use crate::backend::Backend;
 use crate::step::Launched;
 
-/// A request that has a lane.
+/// A request with a lane.
 #[derive(Clone, Copy, Debug)]
 struct Running {
     lane: usize,
     n_computed: usize,
-    /// Its last token is drawn by the step that was launched last.
+    /// Whether the last launched step samples its last token.
     is_in_flight: bool,
 }
 
@@ -57,12 +58,12 @@ pub(super) fn measure(backend: &mut dyn Backend, of: Offline) -> Result<OfflineT
 }
 
 impl Queue {
-    /// The rows of the next step. Lengths are fixed, so the host reads no token in between.
+    /// The rows of the next step. Lengths are fixed, so the host reads no tokens between steps.
     fn next_step(&mut self) -> Vec<(usize, LaneInput)> {
         let mut tokens_left = self.of.step_tokens;
         let mut parts = Vec::with_capacity(self.running.len());
         self.admit();
-        // Those that have a token in flight go on at once: it is kept for one step only.
+        // Sequences with a token in flight continue at once, because the token is kept for one step only.
         let (decoding, computing): (Vec<_>, Vec<_>) =
             self.running.iter_mut().partition(|request| request.n_computed >= self.of.prompt_tokens);
         for request in decoding.into_iter().chain(computing) {

@@ -26,7 +26,7 @@ pub(super) fn measure(
     Ok(PromptTimes { prompt_tokens, ttft_ms: Times::of(times) })
 }
 
-/// A whole prompt, in steps that overlap.
+/// Computes a whole prompt, in overlapping steps.
 pub(super) fn compute(
     backend: &mut dyn Backend,
     lanes: &Lanes,

@@ -1,4 +1,5 @@
-//! Measures how long a backend takes to sleep and to wake, the memory it returns, and whether its tokens stay the same.
+//! Measures the time that a backend takes to sleep and to wake, the memory that it returns, and whether its
+//! tokens stay the same.
 
 use serde::Serialize;
 use tokio::time::Instant;
@@ -10,35 +11,35 @@ use crate::backend::Backend;
 use crate::error::{BackendError, OpenError};
 use crate::step::Launched;
 
-/// Sequences that are computed before and after.
+/// Sequences that are computed before and after each sleep.
 const N_LANES: usize = 4;
 const PROMPT_TOKENS: usize = 100;
 const N_STEPS: usize = 32;
 
-/// One sleep, and the waking after it.
+/// One sleep and the following wake.
 #[derive(Clone, Debug, Serialize)]
 pub struct SleepCycle {
     pub sleep_s: f64,
     pub wake_s: f64,
-    /// [`Backend::used_bytes`] before, asleep, and awake again.
+    /// [`Backend::used_bytes`] before the sleep, during it, and after waking.
     pub used_bytes: [Option<u64>; 3],
     /// Tokens that were compared with those before the first sleep.
     pub n_tokens: usize,
     pub are_equal: bool,
 }
 
-/// Why a sleep failed.
+/// The reason why a cycle failed.
 #[derive(Debug, thiserror::Error)]
 pub enum SleepCycleError {
     #[error(transparent)]
     Measure(#[from] MeasureError),
-    #[error("it cannot sleep")]
+    #[error("put the backend to sleep")]
     Sleep(#[source] BackendError),
-    #[error("it cannot be woken")]
+    #[error("wake the backend")]
     Wake(#[source] OpenError),
 }
 
-/// Measures `n_cycles` sleeps with the waking after each. Calls `report_line` with one line about each.
+/// Measures `n_cycles` cycles of sleep and wake. Calls `report_line` with one line for each.
 pub fn measure(
     mut backend: Box<dyn Backend>,
     n_cycles: usize,
@@ -64,7 +65,7 @@ pub fn measure(
     Ok(cycles)
 }
 
-/// Its tokens for some prompts, which are computed one by one and continued together.
+/// The tokens for some prompts, which are computed one by one and continued together.
 fn tokens(backend: &mut dyn Backend) -> Result<Vec<TokenId>, MeasureError> {
     let lanes = Lanes::new(backend, N_LANES, PROMPT_TOKENS, PROMPT_TOKENS + N_STEPS)?;
     for nth in 0..N_LANES {
@@ -72,7 +73,7 @@ fn tokens(backend: &mut dyn Backend) -> Result<Vec<TokenId>, MeasureError> {
     }
     let mut tokens = Vec::with_capacity(N_LANES * N_STEPS);
     for nth in 0..N_STEPS {
-        // No step before the first one sampled tokens for all sequences.
+        // The first step has no token in flight for all sequences.
         let part = LaneInput::Next { position: PROMPT_TOKENS + nth, is_in_flight: nth > 0 };
         let parts: Vec<(usize, LaneInput)> = (0..N_LANES).map(|lane| (lane, part)).collect();
         let launched = lanes.launch(backend, &parts)?;

@@ -1,23 +1,23 @@
-//! The architectures that can be computed: what each has beside the matrices that all of them share.
+//! The supported architectures, and their tensors beside the matrices that all of them share.
 
-/// A line of the table below. All architectures are computed by one [`Decoder`](super::decoder::Decoder) on a processor,
-/// and by one plan on GPUs.
+/// An entry of the table below. One [`Decoder`](super::decoder::Decoder) computes all architectures on a CPU,
+/// and one plan computes them on GPUs.
 #[derive(Debug)]
 pub struct Architecture {
     /// The name in `architectures` of a `config.json`.
     pub name: &'static str,
-    /// The projections to q, k and v.
+    /// The biases of the projections to q, k and v.
     pub qkv_bias: Bias,
-    /// The projection out of attention.
+    /// The bias of attention's output projection.
     pub o_bias: Bias,
-    /// The three matrices of a feed-forward layer.
+    /// The biases of the three matrices of a feed-forward layer.
     pub mlp_bias: Bias,
-    /// Each head of q and k is normed by itself.
+    /// Whether each head of q and k has its own norm.
     pub head_norms: bool,
     pub windows: Windows,
     /// Keys of a `config.json` that only some architectures read.
     pub keys: &'static [&'static str],
-    /// What the class of `transformers` takes for keys that a `config.json` lacks, as JSON.
+    /// The defaults of the class in `transformers` for keys that a `config.json` lacks, as JSON.
     pub defaults: &'static str,
 }
 
@@ -30,16 +30,17 @@ pub enum Bias {
     AsConfigured,
 }
 
-/// Which layers see only the last `sliding_window` tokens.
+/// The layers that see only the last `sliding_window` tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Windows {
     Never,
     AllLayers,
-    /// If `use_sliding_window` is set: those that `layer_types` lists or, without it, those from `max_window_layers` on.
+    /// If `use_sliding_window` is set: the layers that `layer_types` lists, or without it those from
+    /// `max_window_layers` on.
     UpperLayers,
 }
 
-/// Which of the tensors that only some models have a model has.
+/// The optional tensors of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OptionalTensors {
     pub qkv_bias: bool,
@@ -49,7 +50,7 @@ pub struct OptionalTensors {
     pub head_norms: bool,
 }
 
-/// A new architecture is one line here, if the decoders can compute it.
+/// A new architecture is one entry here, if the decoders support it.
 pub const ARCHITECTURES: &[Architecture] = &[LLAMA, MISTRAL, QWEN2, QWEN3];
 
 /// Llama 2, 3, 3.1 and 3.2.
@@ -106,7 +107,7 @@ const QWEN3: Architecture = Architecture {
 };
 
 impl Architecture {
-    /// The architecture of that name, or the names of those that are implemented.
+    /// The architecture with that name, or the names of the supported ones.
     pub fn named(name: &str) -> Result<&'static Self, String> {
         let found = ARCHITECTURES.iter().find(|architecture| architecture.name == name);
         found.ok_or_else(|| ARCHITECTURES.iter().map(|known| known.name).collect::<Vec<_>>().join(", "))

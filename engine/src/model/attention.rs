@@ -1,4 +1,4 @@
-//! Attention with heads of q that share heads of k and v.
+//! Attention in which several heads of q share a head of k and v.
 
 use super::config::ModelConfig;
 use super::nn::{HasBias, Linear, RmsNorm};

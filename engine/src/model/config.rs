@@ -1,4 +1,4 @@
-//! A model's description: its `config.json`, as written and as resolved.
+//! A model's description: its `config.json`, raw and resolved.
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -9,10 +9,10 @@ use super::architecture::{Architecture, OptionalTensors, Windows};
 use super::rope::{RawRope, Rope};
 use super::{keys, quantization};
 
-/// A model's shape, checked.
+/// A model's checked shape.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// Its name.
+    /// The architecture's name.
     pub architecture: &'static str,
     pub vocab: usize,
     pub hidden: usize,
@@ -25,13 +25,13 @@ pub struct ModelConfig {
     pub context_tokens: usize,
     pub norm_epsilon: f32,
     pub rope: Rope,
-    /// The output layer is the embedding.
+    /// Whether the output layer is the embedding.
     pub tied: bool,
     pub optional: OptionalTensors,
-    /// How many of the last tokens each layer sees, the current one included. `None`: all tokens.
+    /// The number of last tokens that each layer sees, with the current one. `None` means all tokens.
     pub windows: Vec<Option<u32>>,
     pub eos_tokens: Vec<TokenId>,
-    /// Keys of the config that are not read, and are not known to change numbers.
+    /// Config keys that are not read and are not known to change results.
     pub unread_keys: Vec<String>,
 }
 
@@ -85,7 +85,7 @@ impl TokenIds {
     }
 }
 
-/// Why a config is refused.
+/// The reason why a config is rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigProblem {
     #[error(transparent)]
@@ -96,7 +96,7 @@ pub enum ConfigProblem {
     Architecture { name: String, known: String },
 }
 
-/// The architecture that a `config.json` names, read before anything else: other architectures have other keys.
+/// The architecture named in a `config.json`. It is read first, because other architectures have other keys.
 fn architecture(config: &[u8]) -> Result<&'static Architecture, ConfigProblem> {
     #[derive(Deserialize)]
     struct Named {
@@ -112,7 +112,7 @@ fn architecture(config: &[u8]) -> Result<&'static Architecture, ConfigProblem> {
 }
 
 impl ModelConfig {
-    /// Reads a `config.json`, and the `generation_config.json` beside it if there is one: its end tokens count.
+    /// Reads a `config.json`. If there is a `generation_config.json` beside it, its end tokens are added.
     pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<Self, ConfigProblem> {
         let architecture = architecture(config)?;
         let mut keys: Map<String, Value> = serde_json::from_slice(config)?;
@@ -165,9 +165,9 @@ impl ModelConfig {
         Ok(config)
     }
 
-    /// All that numbers depend on beside weights, rotation and the layout of KV.
+    /// All settings that results depend on, beside weights, rotation and the layout of KV.
     pub fn fingerprint_parts(&self) -> Vec<(&'static str, String)> {
-        // Without `..`: a new field is either a part or named here as none.
+        // Without `..`, so that a new field must be added to the parts or listed as excluded.
         let Self {
             architecture,
             vocab,
@@ -203,7 +203,7 @@ impl ModelConfig {
         ]
     }
 
-    /// One log line for the keys that are not read.
+    /// Logs one line with the keys that are not read.
     pub fn log_unread_keys(&self) {
         if !self.unread_keys.is_empty() {
             info!(keys = self.unread_keys.join(", "), "config.json has keys that are not read");
@@ -226,7 +226,7 @@ impl ModelConfig {
                 return Err(format!("{name} is {count}"));
             }
         }
-        // These are kept in 16 bits from here on.
+        // Later code stores these in 16 bits.
         let widest = self.n_layers.max(self.n_heads).max(self.head_dim);
         if widest > usize::from(u16::MAX) {
             return Err(format!("{widest} layers, heads or numbers of a head are too many"));
@@ -235,13 +235,13 @@ impl ModelConfig {
             return Err(format!("{} heads cannot share {} KV heads", self.n_heads, self.n_kv_heads));
         }
         if !self.head_dim.is_multiple_of(2) {
-            return Err(format!("head_dim {} has no two halves to rotate", self.head_dim));
+            return Err(format!("head_dim {} is odd: rotary embedding needs two halves", self.head_dim));
         }
         Ok(())
     }
 }
 
-/// Newer configs have `rope_parameters`, older ones `rope_theta` and `rope_scaling`.
+/// Newer configs have `rope_parameters`; older ones have `rope_theta` and `rope_scaling`.
 fn rope(raw: &RawConfig) -> Result<Rope, String> {
     let resolved = |rope: &Option<RawRope>| Rope::resolve(raw.rope_theta, rope.as_ref());
     match (&raw.rope_parameters, &raw.rope_scaling) {
@@ -257,7 +257,7 @@ fn rope(raw: &RawConfig) -> Result<Rope, String> {
     }
 }
 
-/// Layer by layer.
+/// The window of each layer.
 fn windows(architecture: &Architecture, raw: &RawConfig) -> Result<Vec<Option<u32>>, String> {
     let n_layers = raw.num_hidden_layers;
     let listed = listed_windows(raw)?;
@@ -282,7 +282,7 @@ fn windows(architecture: &Architecture, raw: &RawConfig) -> Result<Vec<Option<u3
     }
 }
 
-/// Which layers `layer_types` gives a window; none without it.
+/// Whether `layer_types` gives each layer a window. Empty without `layer_types`.
 fn listed_windows(raw: &RawConfig) -> Result<Vec<bool>, String> {
     let kinds = raw.layer_types.as_deref().unwrap_or_default();
     if raw.layer_types.is_some() && kinds.len() != raw.num_hidden_layers {
@@ -333,7 +333,7 @@ mod tests {
     fn malformed_values_are_refused_by_name() {
         for (changes, expected) in [
             (r#"{"num_key_value_heads": 3}"#, "4 heads cannot share 3 KV heads"),
-            (r#"{"head_dim": 7}"#, "head_dim 7 has no two halves to rotate"),
+            (r#"{"head_dim": 7}"#, "head_dim 7 is odd: rotary embedding needs two halves"),
             (r#"{"num_attention_heads": 0}"#, "num_attention_heads is 0"),
             (r#"{"architectures": []}"#, "architectures names none"),
             (r#"{"hidden_act": "gelu"}"#, "hidden_act \"gelu\" is not implemented: silu is"),
@@ -358,7 +358,7 @@ mod tests {
         }
     }
 
-    /// A config of another architecture.
+    /// A config of another architecture, with changes.
     fn config_of(name: &str, changes: &str) -> Result<ModelConfig, String> {
         let first = format!(r#"{{"architectures": ["{name}"], "num_key_value_heads": 4, "#);
         config(&changes.replacen('{', &first, 1))
@@ -417,7 +417,7 @@ mod tests {
         assert_eq!(config.unread_keys, ["some_new_key"]);
     }
 
-    /// The values of the classes in `transformers` 5.
+    /// The values are those of the classes in `transformers` 5.
     #[test]
     fn what_a_config_lacks_is_what_transformers_takes() {
         let bare = |name: &str| {

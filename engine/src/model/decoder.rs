@@ -1,5 +1,5 @@
-//! The decoder that all architectures are computed by on a processor. Which optional tensors it has is data, read once from
-//! the config; the names of its fields are those of the checkpoint.
+//! The CPU decoder for all architectures. Its optional tensors are data, read once from the config. Its field
+//! names are those of the checkpoint.
 
 use super::attention::Attention;
 use super::config::ModelConfig;
@@ -10,7 +10,7 @@ use super::tensor::Tensor;
 use crate::error::LoadError;
 use crate::load::Weights;
 
-/// It reads and writes the KV of each layer in a pass, and holds nothing else of a sequence.
+/// A decoder reads and writes the KV of each layer in a pass. It has no other state of a sequence.
 #[derive(Debug)]
 pub struct Decoder {
     vocabulary: Vocabulary,
@@ -27,7 +27,7 @@ struct Layer {
 }
 
 impl Decoder {
-    /// Loads a model's weights by their names.
+    /// Loads a model's weights by name.
     pub fn load(config: &ModelConfig, weights: &Weights<'_>) -> Result<Self, LoadError> {
         let layer = |nth: usize| Layer::load(config, &weights.under(&format!("model.layers.{nth}")), nth);
         Ok(Self {
@@ -37,8 +37,8 @@ impl Decoder {
         })
     }
 
-    /// From the pass's tokens to the logits of the rows that are wanted: (wanted, vocab), or the pass's rank's share of
-    /// their columns.
+    /// Computes the logits of the wanted rows from the pass's tokens: (wanted, vocab), or the share of the
+    /// columns of the pass's rank.
     pub fn forward(&self, pass: &mut Pass<'_>) -> Tensor {
         let mut x = pass.embed(&self.vocabulary.embed); // (tokens, hidden)
         for layer in &self.layers {

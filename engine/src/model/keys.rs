@@ -1,8 +1,8 @@
-//! The keys of a `config.json`: a key that changes numbers and is not known to the architecture is refused.
+//! The keys of a `config.json`. A key that changes results and is unknown to the architecture is rejected.
 
 use serde_json::{Map, Value};
 
-/// Read for every architecture.
+/// Keys that are read for every architecture.
 const READ: &[&str] = &[
     "architectures",
     "eos_token_id",
@@ -24,7 +24,7 @@ const READ: &[&str] = &[
     "vocab_size",
 ];
 
-/// Without effect on computed numbers, and common: they are not worth a log line.
+/// Common keys without effect on results. They are not logged.
 const WITHOUT_EFFECT: &[&str] = &[
     "_name_or_path",
     "attention_dropout",
@@ -40,7 +40,7 @@ const WITHOUT_EFFECT: &[&str] = &[
     "use_cache",
 ];
 
-/// Parts of the names of keys that change numbers in some architecture.
+/// Parts of the names of keys that change results in some architecture.
 const CHANGES_NUMBERS: &[&str] = &[
     "activation",
     "alibi",
@@ -67,11 +67,12 @@ const CHANGES_NUMBERS: &[&str] = &[
     "window",
 ];
 
-/// Parts of the names of keys whose value 1 changes nothing. For all other keys that value is 0.
+/// Parts of the names of keys that have no effect if their value is 1. All other keys have no effect if it is
+/// 0.
 const MULTIPLIES: &[&str] = &["factor", "multiplier", "scal"];
 
-/// Returns the keys that are not read, for the log. Refuses a key that changes numbers. `known` are the keys that only
-/// some architectures read.
+/// Returns the keys that are not read, for the log. Rejects a key that changes results. `known` are the keys
+/// that only some architectures read.
 pub(super) fn check(
     config: &Map<String, Value>,
     architecture: &str,
@@ -94,7 +95,7 @@ fn contains(key: &str, parts: &[&str]) -> bool {
     parts.iter().any(|part| key.contains(part))
 }
 
-/// Whether the value says that the feature is not used.
+/// Whether the value turns the feature off.
 fn is_neutral(key: &str, value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,

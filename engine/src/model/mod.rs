@@ -1,9 +1,8 @@
-//! Models: what each is made of, and how a processor computes it.
+//! Models: their parts, and their computation on a CPU.
 //!
 //! Suggested reading order: a model's description ([`config`], [`architecture`], `keys`, [`quantization`],
-//! [`rope`]), one step's
-//! way through it ([`tensor`], [`ranks`], [`pass`]), and what it is made of, from the whole to its parts ([`decoder`],
-//! `attention`, `mlp`, [`nn`]).
+//! [`rope`]), a step through it ([`tensor`], [`ranks`], [`pass`]), and its parts, from the whole to the
+//! details ([`decoder`], `attention`, `mlp`, [`nn`]).
 
 pub mod config;
 pub mod architecture;

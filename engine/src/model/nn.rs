@@ -1,4 +1,4 @@
-//! Matrices and norms, loaded by the checkpoint's names. [`Pass`](super::Pass) computes with them.
+//! Matrices and norms, loaded by their names in the checkpoint. [`Pass`](super::Pass) computes with them.
 
 use kernels::cpu::Matrix;
 
@@ -6,7 +6,7 @@ use super::config::ModelConfig;
 use crate::error::LoadError;
 use crate::load::Weights;
 
-/// One row per token of the vocabulary.
+/// A table with one row for each token of the vocabulary.
 #[derive(Clone, Debug)]
 pub struct Embedding(pub(super) Matrix);
 
@@ -24,7 +24,7 @@ pub struct RmsNorm {
     pub(super) epsilon: f32,
 }
 
-/// The embedding and the layer that turns hidden states back into tokens, which may be the same matrix.
+/// The embedding and the output layer, which may be the same matrix.
 #[derive(Debug)]
 pub struct Vocabulary {
     pub(super) embed: Embedding,
@@ -32,7 +32,7 @@ pub struct Vocabulary {
 }
 
 impl Linear {
-    /// `cols` numbers in, `rows` numbers out.
+    /// A layer with `cols` inputs and `rows` outputs.
     pub fn load(
         weights: &Weights<'_>,
         rows: usize,
@@ -48,7 +48,7 @@ impl Linear {
     }
 }
 
-/// Whether a checkpoint has a bias beside a matrix.
+/// Whether a checkpoint has a bias for a matrix.
 #[derive(Clone, Copy, Debug)]
 pub struct HasBias(pub bool);
 

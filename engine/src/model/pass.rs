@@ -14,24 +14,24 @@ use super::ranks::{RankFence, RankHandle};
 use super::tensor::{Scratch, Tensor};
 use crate::error::RowError;
 
-/// Neighbouring tokens of one sequence.
+/// Neighbouring tokens of one sequence, one row of a step.
 #[derive(Debug)]
 pub struct PassRow<'a> {
     pub tokens: &'a [TokenId],
-    /// The position of the first of them.
+    /// The position of the first token.
     pub start: usize,
     /// The sequence's blocks, one table per layer group.
     pub tables: &'a [Vec<BlockIdx>],
-    /// Whether the logits after the last token are wanted.
+    /// Whether the logits after the last token are needed.
     pub is_wanted: bool,
-    /// After a row fails, its results are undefined and are not read.
+    /// The row's error, if any. After an error, the row's results are undefined and not read.
     pub outcome: Result<(), RowError>,
 }
 
 /// All rows of a step. Each token is a row of every tensor, in the order of the rows.
 ///
-/// Each rank has its own pass. A linear layer computes the rank's share of its outputs from all of its inputs; an input
-/// that has only the rank's share is gathered first.
+/// Each rank has its own pass. A linear layer computes the rank's share of its outputs from all of its
+/// inputs. If the rank has only a share of an input, the input is gathered first.
 #[derive(Debug)]
 pub struct Pass<'a> {
     processor: &'a Processor,
@@ -53,7 +53,7 @@ pub struct PassParts<'a> {
     pub memory: &'a KvMemory,
     pub written: &'a RankFence,
     pub rank: &'a RankHandle,
-    /// Radians per position, for each pair of a head.
+    /// Radians for each position, for each pair of a head.
     pub frequencies: &'a [f32],
 }
 
@@ -88,7 +88,7 @@ impl<'a> Pass<'a> {
         out
     }
 
-    /// Norms every head by itself.
+    /// Applies the norm to every head separately.
     pub fn norm_heads(&self, x: &mut Tensor, norm: &RmsNorm) {
         self.processor.rms_norm_in_place(x, &norm.weight, norm.epsilon);
     }
@@ -98,12 +98,12 @@ impl<'a> Pass<'a> {
         out
     }
 
-    /// Several layers of the same input, whose work is divided over the threads together.
+    /// Computes several layers with the same input. Threads share their work.
     pub fn linears<const N: usize>(&self, x: &Tensor, linears: [&Linear; N]) -> [Tensor; N] {
         self.multiply(x, linears, |n_outputs| self.rank.share(n_outputs))
     }
 
-    /// Like [`linears`](Self::linears), for outputs that are heads: two ranks never divide one head.
+    /// Like [`linears`](Self::linears), for outputs that are heads: a head is never divided between ranks.
     pub fn heads<const N: usize>(&self, x: &Tensor, linears: [&Linear; N], head_dim: usize) -> [Tensor; N] {
         self.multiply(x, linears, |n_outputs| self.rank.share_of_heads(n_outputs / head_dim, head_dim))
     }
@@ -132,12 +132,12 @@ impl<'a> Pass<'a> {
         self.processor.add(x, gathered.as_ref().unwrap_or(y));
     }
 
-    /// All columns of `x`; the same tensor, if it has them.
+    /// All columns of `x`. If `x` has all columns, it is returned.
     pub fn whole(&self, x: Tensor, width: usize) -> Tensor {
         self.gathered(&x, width).unwrap_or(x)
     }
 
-    /// All columns, if this rank has a share of them.
+    /// Gathers all columns, if this rank has only a share of them.
     fn gathered(&self, x: &Tensor, width: usize) -> Option<Tensor> {
         (x.width() < width).then(|| {
             let mut all = self.scratch.tensor(x.n_rows(), width);
@@ -152,14 +152,14 @@ impl<'a> Pass<'a> {
         gate
     }
 
-    /// Turns every head by its token's position.
+    /// Rotates every head by its token's position.
     pub fn rotate(&self, x: &mut Tensor, head_dim: usize) {
         let n_heads = x.width() / head_dim;
         self.processor.rotate(x, n_heads, &self.angles);
     }
 
-    /// Writes a layer's keys and values, opens the fence for it, and attends: (tokens, heads * head_dim), the heads being
-    /// this rank's.
+    /// Writes a layer's keys and values, opens the layer's fence, and computes attention: (tokens, heads *
+    /// head_dim) of this rank's heads.
     pub fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor {
         let place = LayerKv::of(self.layout, layer);
         let kv = place.shape(self.layout);
@@ -177,7 +177,7 @@ impl<'a> Pass<'a> {
         out
     }
 
-    /// The last row of each sequence whose logits are wanted: (wanted, width). One that failed is among them.
+    /// The last row of each sequence whose logits are needed: (wanted, width). Failed rows are included.
     pub fn wanted(&self, x: &Tensor) -> Tensor {
         let n_wanted = self.rows.iter().filter(|row| row.is_wanted).count();
         let mut out = self.scratch.tensor(n_wanted, x.width());
@@ -232,9 +232,9 @@ impl<'a> Pass<'a> {
     }
 }
 
-// === where a layer's KV is ===
+// === location of a layer's KV ===
 
-/// Where a layer's KV is.
+/// The location of a layer's KV.
 #[derive(Clone, Copy, Debug)]
 struct LayerKv {
     group: GroupIdx,
@@ -282,7 +282,7 @@ fn window(sight: Sight) -> Option<usize> {
 
 // === writing and reading pages ===
 
-/// A row's keys and values within one block, and the page they go to.
+/// A row's keys and values within one block, and their page.
 struct KvSlice<'a> {
     page: PageMut<'a>,
     slot: usize,
@@ -291,7 +291,7 @@ struct KvSlice<'a> {
 }
 
 impl<'a> KvSlice<'a> {
-    /// Block by block. `kv_rows`, keys and values, begin with those of the row's tokens.
+    /// Yields the slices block by block. `kv_rows`, keys and values, start with those of the row's tokens.
     fn all_of(
         row: &PassRow<'_>,
         memory: RankMemory<'a>,
@@ -319,7 +319,7 @@ impl<'a> KvSlice<'a> {
     }
 }
 
-/// The pages that one row sees of a layer, in runs of neighbours.
+/// The pages of a layer that one row sees, in runs of neighbours.
 struct VisiblePages<'a> {
     rows: Range<usize>,
     start: usize,

@@ -1,11 +1,12 @@
-//! The quantized checkpoints that are supported: FP8 weights with a scale for each row or each matrix, as two tools publish them.
+//! The supported quantized checkpoints: FP8 weights with a scale for each row or each matrix, as two tools
+//! publish them.
 //!
-//! The config names the format of a checkpoint; the files have the type of each tensor. The config's settings for rounding
-//! activations have no effect: activations keep their precision.
+//! The config names the format of a checkpoint; the files have the type of each tensor. The config's settings
+//! for rounding activations have no effect, because activations keep their precision.
 
 use serde_json::{Map, Value};
 
-/// Refuses settings that are not implemented, by name.
+/// Rejects settings that are not implemented, with their names.
 pub fn check(config: &Value) -> Result<(), String> {
     match config.get("quant_method").and_then(Value::as_str) {
         Some("compressed-tensors") => check_compressed_tensors(config),
@@ -22,9 +23,7 @@ fn check_compressed_tensors(config: &Value) -> Result<(), String> {
     let is_set = |key: &str| config.get(key).is_some_and(|value| !value.is_null());
     expect(config, "format", &["float-quantized"])?;
     if is_set("kv_cache_scheme") {
-        return Err(
-            "quantization_config: kv_cache_scheme is not implemented: KV has no scales here".to_owned()
-        );
+        return Err("quantization_config: kv_cache_scheme is not implemented: KV has no scales".to_owned());
     }
     if config.get("sparsity_config").is_some_and(|sparsity| !is_dense(sparsity)) {
         return Err("quantization_config: sparsity_config is not implemented".to_owned());
@@ -49,7 +48,7 @@ fn check_group(group: &Value) -> Result<(), String> {
         return Err(refusal("num_bits", weights.get("num_bits"), &["8"]));
     }
     if weights.get("symmetric").and_then(Value::as_bool) == Some(false) {
-        return Err("quantization_config: weights that are not symmetric are not implemented".to_owned());
+        return Err("quantization_config: asymmetric weights are not implemented".to_owned());
     }
     if group.get("output_activations").is_some_and(|outputs| !outputs.is_null()) {
         return Err("quantization_config: output_activations are not implemented".to_owned());
@@ -94,7 +93,7 @@ mod tests {
         })
     }
 
-    /// The config with one value replaced, at a path of keys.
+    /// The config with one value replaced, at a JSON pointer.
     fn with(path: &str, value: Value) -> Value {
         let mut config = channels();
         let at = config.pointer_mut(path).unwrap_or_else(|| panic!("{path}"));
@@ -142,7 +141,7 @@ mod tests {
                 with(&format!("{group}/weights/strategy"), json!("block")),
                 "strategy \"block\" is not implemented: channel or tensor is",
             ),
-            (with(&format!("{group}/weights/symmetric"), json!(false)), "not symmetric"),
+            (with(&format!("{group}/weights/symmetric"), json!(false)), "asymmetric"),
             (
                 with(&format!("{group}/input_activations/dynamic"), json!(false)),
                 "static scales are not implemented",

@@ -1,9 +1,11 @@
 //! Hot path.
-//! Ranks: threads that compute one step together, each some of the outputs of every layer and the KV of some heads.
+//! Ranks: threads that compute one step together. Each computes some outputs of every layer and the KV of
+//! some heads.
 //!
-//! Ranks divide a layer's outputs, never its inputs: one rank sums each dot product, always in the same order. So several
-//! ranks give the same bits as one. Before a layer runs, ranks gather the outputs that it needs: four times in each layer
-//! of a model. All ranks do the same steps in the same order, so a gather needs no tag.
+//! Ranks divide a layer's outputs, never its inputs: one rank sums each dot product, always in the same
+//! order. So several ranks give the same bits as one. Before a layer runs, ranks gather the outputs that it
+//! needs, four times in each layer of a model. All ranks run the same steps in the same order, so a gather
+//! needs no tag.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -15,16 +17,16 @@ use kv_cache::FenceSignal;
 
 use super::tensor::Tensor;
 
-/// How long a rank waits for the others. Ranks have equal shares of the work, so a rank that is later than this has failed:
-/// the step fails, and the device counts as lost.
+/// The time that a rank waits for the others. Ranks have equal work, so a rank that is later has failed: the
+/// step fails, and the device counts as lost.
 const MEET_WITHIN: Duration = Duration::from_secs(60);
 
 /// The state that the ranks of one model share.
 #[derive(Debug)]
 struct RankGroup {
     n_ranks: usize,
-    /// The columns that each rank publishes for the others. Two sets, used in turn: all ranks have read one set before the next
-    /// write to it, because they met at the other set in between.
+    /// The columns that each rank publishes for the others. There are two sets, used in turn. Ranks write to
+    /// a set only after they have met at the other one, so all ranks have read the set's old content.
     published: [Box<[RwLock<Vec<f32>>]>; 2],
     /// Locked for short accesses, and passed to the condition variable.
     meeting: Mutex<Barrier>,
@@ -37,11 +39,11 @@ struct Barrier {
     n_there: usize,
     /// The number of gathers so far.
     n_met: usize,
-    /// A rank was dropped, or timed out.
+    /// Set after a rank was dropped or timed out.
     is_over: bool,
 }
 
-/// One rank's handle. When it is dropped, the other ranks panic at their next gather.
+/// One rank's handle. After it is dropped, the other ranks panic at their next gather.
 #[derive(Debug)]
 pub struct RankHandle {
     nth: usize,
@@ -73,8 +75,8 @@ impl RankHandle {
         self.table.share(self.nth, n)
     }
 
-    /// This rank's part of the outputs that are `n_heads` heads of `head_dim`. Where there are fewer heads than ranks,
-    /// several ranks have the same head.
+    /// This rank's part of the outputs of `n_heads` heads of `head_dim`. With fewer heads than ranks, several
+    /// ranks hold the same head.
     pub fn share_of_heads(&self, n_heads: usize, head_dim: usize) -> Range<usize> {
         let heads = match self.table.n_ranks / n_heads.max(1) {
             0 | 1 => self.share(n_heads),
@@ -83,7 +85,7 @@ impl RankHandle {
         heads.start * head_dim..heads.end * head_dim
     }
 
-    /// Collects the columns of all ranks for the same rows: each rank gives its [`share`](Self::share).
+    /// Collects the columns of all ranks for the same rows. Each rank provides its [`share`](Self::share).
     ///
     /// # Panics
     /// If another rank was dropped, or times out.
@@ -133,7 +135,7 @@ impl RankGroup {
         let waited = self.all_there.wait_timeout_while(meeting, self.meet_within, still_waits);
         let (meeting, waited) = waited.unwrap_or_else(PoisonError::into_inner);
         if meeting.n_met == n_met {
-            let why = if waited.timed_out() { "did not come" } else { "is gone" };
+            let why = if waited.timed_out() { "timed out" } else { "has ended" };
             self.end(meeting);
             panic!("another rank {why}");
         }
@@ -150,11 +152,11 @@ impl RankGroup {
     }
 }
 
-/// A step's fence, which opens for a layer once all ranks have written their share of it.
+/// A step's fence. It opens for a layer after all ranks have written their share of it.
 #[derive(Debug)]
 pub struct RankFence {
     signal: FenceSignal,
-    /// How many layers each rank has written.
+    /// The number of layers that each rank has written.
     n_layers: Box<[AtomicU16]>,
 }
 
@@ -163,9 +165,9 @@ impl RankFence {
         Self { signal, n_layers: (0..n_ranks).map(|_| AtomicU16::new(0)).collect() }
     }
 
-    /// One rank has written its share of all layers below `n`.
+    /// Records that a rank has written its share of all layers below `n`.
     pub fn layers_done(&self, rank: &RankHandle, n: u16) {
-        // One order for all: of two ranks that are last at the same time, one sees both.
+        // Sequentially consistent order: if two ranks finish last at the same time, at least one sees both.
         self.n_layers[rank.nth].store(n, Ordering::SeqCst);
         let by_all = self.n_layers.iter().map(|n_layers| n_layers.load(Ordering::SeqCst)).min();
         self.signal.layers_done(by_all.unwrap_or(n));
@@ -179,7 +181,7 @@ mod tests {
     use super::*;
     use crate::model::Scratch;
 
-    /// Numbers that say which row and column they are of.
+    /// A number that identifies its row and column.
     fn number(round: usize, row: usize, column: usize) -> f32 {
         (round * 10_000 + row * 100 + column) as f32
     }
@@ -235,7 +237,7 @@ mod tests {
     fn a_rank_that_is_gone_holds_nobody_up() {
         let mut ranks = RankHandle::all(2);
         let rank = ranks.remove(0);
-        assert_eq!(fate_of_who_waits(ranks, rank), "another rank is gone");
+        assert_eq!(fate_of_who_waits(ranks, rank), "another rank has ended");
     }
 
     /// If one rank stops, the others stop waiting for it.
@@ -245,11 +247,11 @@ mod tests {
         let rank = ranks.remove(0);
         let waiting = thread::spawn(move || gathers(&rank, 1));
         let panicked = waiting.join().expect_err("the other rank is absent");
-        assert_eq!(panicked.downcast_ref::<String>().map(String::as_str), Some("another rank did not come"));
-        // The one that stood still finds that the meeting is over.
+        assert_eq!(panicked.downcast_ref::<String>().map(String::as_str), Some("another rank timed out"));
+        // The late rank finds that the meeting is over.
         let late = ranks.remove(0);
         let late = thread::spawn(move || gathers(&late, 1)).join().expect_err("the other rank has left");
-        assert_eq!(late.downcast_ref::<String>().map(String::as_str), Some("another rank is gone"));
+        assert_eq!(late.downcast_ref::<String>().map(String::as_str), Some("another rank has ended"));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Rotary position embedding: the angle per position of each pair of a head's numbers.
+//! Rotary position embedding: the angle for each position and each pair of a head's numbers.
 
 use std::f32::consts::PI;
 
@@ -12,7 +12,7 @@ pub struct Rope {
     pub scaling: Scaling,
 }
 
-/// How frequencies are scaled for sequences longer than those of the first training.
+/// The scaling of frequencies for sequences longer than those of the initial training.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Scaling {
     None,
@@ -20,7 +20,8 @@ pub enum Scaling {
     Linear {
         factor: f32,
     },
-    /// Low frequencies are divided by the factor, high ones are unchanged, and those between are interpolated.
+    /// Low frequencies are divided by the factor, high ones are unchanged, and those between are
+    /// interpolated.
     Llama3 {
         factor: f32,
         low_frequency: f32,
@@ -29,7 +30,7 @@ pub enum Scaling {
     },
 }
 
-/// `rope_parameters` in newer configs; `rope_scaling` in older ones, which name theta outside.
+/// `rope_parameters` in newer configs, `rope_scaling` in older ones, which have theta at the top level.
 #[derive(Clone, Debug, Deserialize)]
 pub(super) struct RawRope {
     rope_type: Option<String>,
@@ -52,13 +53,13 @@ impl Rope {
         Ok(Self { theta, scaling })
     }
 
-    /// Radians per position, for each pair of a head. In f32 throughout, as `transformers` computes them.
+    /// Radians for each position, for each pair of a head. Computed in f32, as in `transformers`.
     pub fn frequencies(&self, head_dim: usize) -> Vec<f32> {
         let plain = (0..head_dim / 2).map(|pair| 1.0 / self.theta.powf((2 * pair) as f32 / head_dim as f32));
         plain.map(|frequency| self.scaling.scaled(frequency)).collect()
     }
 
-    /// For the fingerprint.
+    /// The settings as text, for the fingerprint.
     pub fn fingerprint(&self) -> String {
         format!("theta {}, {:?}", self.theta, self.scaling)
     }
@@ -69,7 +70,7 @@ impl RawRope {
         self.rope_type.as_deref().or(self.older_type.as_deref())
     }
 
-    /// Refuses settings that would be ignored: those of another type, and those without a type.
+    /// Rejects settings that would be ignored: those of another type, and those without a type.
     fn check(&self) -> Result<(), String> {
         let scaling = [
             ("factor", self.factor),
@@ -97,7 +98,7 @@ impl RawRope {
     }
 }
 
-/// Values of `rope_type`.
+/// The supported values of `rope_type`.
 const IMPLEMENTED: &[&str] = &["default", "linear", "llama3"];
 
 impl Scaling {

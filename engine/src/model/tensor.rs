@@ -1,18 +1,18 @@
 //! Hot path.
-//! Activations: rows of f32 in buffers that are used again.
+//! Activations: rows of f32 in reusable buffers.
 
 use std::cell::RefCell;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::rc::Rc;
 
-/// Buffers for reuse. There are at most as many as tensors existed at one time; a pass has few.
+/// Buffers for reuse. Their number is the highest number of tensors at one time; a pass has few.
 #[derive(Clone, Default)]
 pub struct Scratch {
     free: Rc<RefCell<Vec<Vec<f32>>>>,
 }
 
-/// `n_rows` rows of `width` numbers. Its drop returns the buffer.
+/// `n_rows` rows of `width` numbers. Dropping it returns the buffer.
 pub struct Tensor {
     buffer: Vec<f32>,
     n_rows: usize,
@@ -21,14 +21,14 @@ pub struct Tensor {
 }
 
 impl Scratch {
-    /// A tensor with undefined contents. A running engine allocates no memory and clears none.
+    /// A tensor with undefined content. A running engine neither allocates nor clears memory here.
     pub fn tensor(&self, n_rows: usize, width: usize) -> Tensor {
         let mut buffer = self.take(n_rows * width);
         buffer.resize(n_rows * width, 0.0);
         Tensor { buffer, n_rows, width, home: self.clone() }
     }
 
-    /// The smallest buffer that is large enough, or else the largest, to be made larger.
+    /// The smallest buffer that is large enough, else the largest one, which then grows.
     fn take(&self, len: usize) -> Vec<f32> {
         let mut free = self.free.borrow_mut();
         let fits = |buffer: &Vec<f32>| (buffer.capacity() < len, buffer.capacity().abs_diff(len));
@@ -36,7 +36,7 @@ impl Scratch {
         best.map(|nth| free.swap_remove(nth)).unwrap_or_default()
     }
 
-    /// Bytes of the buffers that are not in use.
+    /// Bytes of the unused buffers.
     pub fn idle_bytes(&self) -> usize {
         self.free.borrow().iter().map(|buffer| buffer.capacity() * size_of::<f32>()).sum()
     }

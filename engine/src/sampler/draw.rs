@@ -1,14 +1,14 @@
-//! Random numbers without a state: Philox 4x32-10, a counter-based generator.
+//! Random numbers without state: Philox 4x32-10, a counter-based generator.
 //!
-//! The key is the request's seed and the counter the token's position in its sequence. So the number for a position is
-//! the same on every machine and in every batch. (Salmon and others, "Parallel random numbers: as
-//! easy as 1, 2, 3", 2011.)
+//! The key is the request's seed, and the counter is the token's position in its sequence. So the number for
+//! a position is the same on every machine and in every batch. (Salmon and others, "Parallel random numbers:
+//! as easy as 1, 2, 3", 2011.)
 
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const KEY_STEPS: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 const ROUNDS: usize = 10;
 
-/// A number from 0 up to and not including 1, with 53 random bits.
+/// A number in [0, 1), with 53 random bits.
 pub fn uniform(seed: u64, position: u64) -> f64 {
     let [a, b, ..] = philox([low(position), high(position), 0, 0], [low(seed), high(seed)]);
     let bits = (u64::from(a) << 32 | u64::from(b)) >> 11;
@@ -38,7 +38,7 @@ fn high(wide: u64) -> u32 {
 mod tests {
     use super::*;
 
-    /// The known answers that the authors publish with their own code.
+    /// The known answers that the authors publish with their code.
     #[test]
     fn it_is_philox() {
         assert_eq!(philox([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);

@@ -1,11 +1,11 @@
-//! From logits to a token.
+//! Samples a token from logits.
 //!
-//! In this order: bias, tokens that may not be drawn yet, penalties, then either the best token (temperature zero) or
-//! temperature, min-p, top-k, top-p and a draw. Log-probabilities are those of the model's own logits, before any
-//! of these steps.
+//! The order is: bias; tokens that may not be sampled yet; penalties; then the best token (temperature zero),
+//! or temperature, min-p, top-k, top-p and a draw. Log-probabilities are those of the unedited logits, before
+//! any of these steps.
 //!
-//! The draw is a function of the seed and the position alone (see [`draw`]), and all sums are taken in a fixed order,
-//! so a sequence that is continued elsewhere gets the same tokens.
+//! The draw depends on the seed and the position only (see [`draw`]), and all sums have a fixed order. So a
+//! sequence that continues on another node gets the same tokens.
 
 pub mod draw;
 mod logprobs;
@@ -28,13 +28,13 @@ pub(crate) use rules::looks_back;
 pub struct OwnedSampleSpec {
     sampling: Sampling,
     stop: StopRules,
-    /// Empty without penalties.
+    /// Empty if there are no penalties.
     history: Vec<TokenId>,
     n_prompt: usize,
     index: u32,
 }
 
-/// A token that may be drawn, and its weight.
+/// A token that may be sampled, and its weight.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Candidate {
     token: u32,
@@ -60,7 +60,7 @@ impl OwnedSampleSpec {
         }
     }
 
-    /// The token at `position`, from the logits after the token before it. `logits` is used up.
+    /// Samples the token at `position`, from the logits after the previous token. Overwrites `logits`.
     pub fn draw(
         &self,
         processor: &Processor,
@@ -68,7 +68,8 @@ impl OwnedSampleSpec {
         position: usize,
         eos_tokens: &[TokenId],
     ) -> Result<Sampled, RowError> {
-        // What the model says must be sound, whatever becomes of it below: the card looks at it before the rules too.
+        // The unedited logits must be valid, whatever the rules change. The GPU also checks them before the
+        // rules.
         best(logits)?;
         let raw_logits =
             self.sampling.logprobs.map(|n_top| logprobs::RawLogits::of(processor, logits, n_top));
@@ -97,7 +98,7 @@ impl OwnedSampleSpec {
         (top_k == 0) && top_p >= 1.0 && min_p <= 0.0
     }
 
-    /// The candidates that min-p, top-k and top-p keep, best first. The best has weight one.
+    /// The candidates that min-p, top-k and top-p keep, best first. The best one has weight one.
     fn kept(&self, weights: &[f32]) -> Vec<Candidate> {
         let Sampling { top_k, top_p, min_p, .. } = self.sampling;
         let candidates = weights.iter().zip(0..).map(|(weight, token)| Candidate { token, weight: *weight });
@@ -116,11 +117,11 @@ impl OwnedSampleSpec {
     }
 }
 
-/// The fewest of the best that together have a share of `top_p`; at least one.
+/// Keeps the fewest best candidates that together have a share of `top_p`; at least one.
 fn keep_top_p(kept: &mut Vec<Candidate>, top_p: f32) {
     let total: f64 = kept.iter().map(|one| f64::from(one.weight)).sum();
     let wanted = total * f64::from(top_p);
-    // All that are lighter than this weigh less than the rest may, together: they need not be sorted.
+    // All candidates lighter than this together weigh less than the remaining share, so they need no sorting.
     let least = (total - wanted) / kept.len() as f64;
     kept.retain(|one| f64::from(one.weight) >= least);
     kept.sort_unstable_by(better_first);
@@ -132,12 +133,13 @@ fn keep_top_p(kept: &mut Vec<Candidate>, top_p: f32) {
     kept.truncate(enough.map_or(kept.len(), |nth| nth + 1));
 }
 
-/// The candidate with the larger weight; of two equal ones, the lower token.
+/// Orders by larger weight; of two equal weights, the lower token comes first.
 fn better_first(a: &Candidate, b: &Candidate) -> Ordering {
     b.weight.total_cmp(&a.weight).then(a.token.cmp(&b.token))
 }
 
-/// The token with the highest logit; of several, the lowest token. A logit that is NaN is an error: the model has failed.
+/// The token with the highest logit; the lowest token if several are equal. A NaN logit is an error, because
+/// the model has failed.
 fn best(logits: &[f32]) -> Result<Candidate, RowError> {
     let mut best = Candidate { token: 0, weight: f32::NEG_INFINITY };
     let mut is_sound = true;
@@ -155,7 +157,7 @@ pub(crate) fn no_token() -> RowError {
     RowError::Sample("the best logit is not a finite number".to_owned())
 }
 
-/// The candidate whose share of all weight contains `uniform`.
+/// The candidate whose range of the total weight contains `uniform`.
 fn pick(candidates: impl Iterator<Item = Candidate> + Clone, uniform: f64) -> u32 {
     let total: f64 = candidates.clone().map(|one| f64::from(one.weight)).sum();
     let wanted = uniform * total;

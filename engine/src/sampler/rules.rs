@@ -6,14 +6,14 @@ use types::{Sampling, TokenId};
 
 use super::OwnedSampleSpec;
 
-/// How often a token was seen.
+/// The counts of a token in the history.
 #[derive(Clone, Copy, Debug, Default)]
 struct Counts {
-    /// Times that the model generated it.
+    /// The number of times that the model generated it.
     generated: u32,
 }
 
-/// Whether earlier tokens matter.
+/// Whether the rules need earlier tokens.
 pub(crate) fn looks_back(sampling: &Sampling) -> bool {
     let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = sampling;
     *repetition_penalty != 1.0 || *presence_penalty != 0.0 || *frequency_penalty != 0.0
@@ -37,7 +37,8 @@ pub(super) fn apply(spec: &OwnedSampleSpec, logits: &mut [f32], eos_tokens: &[To
     }
 }
 
-/// The repetition penalty counts the prompt's tokens; presence and frequency penalties do not, as elsewhere.
+/// The repetition penalty counts the prompt's tokens. Presence and frequency penalties do not, as in other
+/// engines.
 fn penalize(spec: &OwnedSampleSpec, logits: &mut [f32]) {
     let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = spec.sampling;
     for (token, counts) in counted(&spec.history, spec.n_prompt) {

@@ -37,7 +37,7 @@ fn at_random() -> Sampling {
     Sampling { temperature: 1.0, seed: 3, ..Sampling::default() }
 }
 
-/// Logits that softmax turns into these shares.
+/// Logits whose softmax has these shares.
 fn logits(shares: &[f32]) -> Vec<f32> {
     shares.iter().map(|share| share.ln() + 5.0).collect()
 }
@@ -117,7 +117,7 @@ fn penalties_count_what_was_said() {
         (Sampling { repetition_penalty: 2.0, ..Sampling::default() }, [-1.0, -1.5, -1.9], 2),
         (Sampling { presence_penalty: 0.5, ..Sampling::default() }, [2.0, 2.4, 1.0], 0),
         (Sampling { frequency_penalty: 0.5, ..Sampling::default() }, [2.0, 3.4, 1.0], 0),
-        // Token 0 stands in the prompt only.
+        // Token 0 is only in the prompt.
         (Sampling { presence_penalty: 5.0, ..Sampling::default() }, [2.0, 1.0, 1.5], 0),
     ] {
         let spec = OwnedSampleSpec { history: history.clone(), n_prompt: 1, ..spec(sampling.clone()) };
@@ -155,7 +155,7 @@ fn nothing_to_draw_is_said() {
         let error = greedy.draw(&processor(), &mut logits.to_vec(), 0, &[]).expect_err("no logit to take");
         assert_eq!(error, no_token());
     }
-    // Not even where the token that spoils the row may not be drawn.
+    // A NaN is an error even if its token is forbidden.
     let stop = StopRules { min_tokens: 3, stop_tokens: vec![TokenId(1)], ..StopRules::default() };
     let forbidding = OwnedSampleSpec { stop, ..spec(Sampling::default()) };
     forbidding.draw(&processor(), &mut [0.0, f32::NAN, 1.0], 0, &[]).expect_err("a row that is spoilt");

@@ -1,4 +1,4 @@
-//! Attention over pages: against softmax written out in f64.
+//! Checks attention over pages against a plain softmax in f64.
 
 use baton_kernels::cpu::number::{f8_to_f32, f32_to_f8};
 use baton_kernels::cuda::ops::BLOCK_TOKENS;
@@ -12,14 +12,14 @@ use super::draw::{Draw, in_8_bits, wide};
 use super::extent::Extent;
 use super::verdict::{BF16_ERROR, Verdicts};
 
-/// Sequences in scattered pages, with NaN wherever no token lies.
+/// Sequences in scattered pages. Positions without a token are NaN.
 struct Scene {
     kv: KvPages,
     n_q_heads: usize,
     lengths: Vec<usize>,
     table_stride: usize,
     tables: Vec<u32>,
-    /// The numbers as the kernels read them: with KV in 8 bits, only numbers that 8 bits can hold.
+    /// The numbers as the kernels read them. With 8-bit KV, only numbers that 8 bits can represent.
     pages: Vec<Bf16>,
     scale: f32,
 }
@@ -63,7 +63,7 @@ impl Scene {
         Self { kv, n_q_heads, lengths: lengths.to_vec(), table_stride, tables, pages, scale }
     }
 
-    /// The pages, as they lie on the card.
+    /// The pages in the format of GPU memory.
     fn halves(&self) -> Vec<Bf16> {
         match self.kv.number {
             KvNumber::Bf16 => self.pages.clone(),
@@ -78,7 +78,7 @@ impl Scene {
         &pages[(page * BLOCK_TOKENS + token % BLOCK_TOKENS) * self.kv.head_dim..][..self.kv.head_dim]
     }
 
-    /// What one head's query at the sequence's `position` sees, of the last `window` tokens.
+    /// The reference output of one head's query at `position`, over the last `window` tokens.
     fn attend(
         &self,
         pages: &[f64],
@@ -136,14 +136,14 @@ pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -
     }
     for heads in extent.of(&[(64, 2, 1), (128, 4, 1), (128, 3, 3)], 2) {
         let scene = Scene::new(7, *heads, &[1, 5, 64, 130, 300, 257]);
-        // Whole prompts; the tails after a cached prefix; one token each; and nothing of one of them.
+        // Whole prompts; tails after a cached prefix; one token each; and sequences without a query.
         for queries in [[1, 5, 64, 130, 300, 257], [1, 2, 33, 129, 70, 1], [1; 6], [0, 0, 1, 0, 299, 256]] {
             prefill(card, verdicts, &scene, &queries, usize::MAX)?;
         }
         prefill(card, verdicts, &scene, &[1, 5, 64, 130, 300, 257], 70)?;
         prefill(card, verdicts, &scene, &[1, 5, 64, 130, 300, 100], 1)?;
     }
-    // Many tiles of tokens, and windows that end within one.
+    // Many tiles of tokens, and windows that end within a tile.
     let scene = Scene::new(12, (128, 4, 2), &[1300, 640, 769, 1151, 128, 1024]);
     for window in extent.of(&[usize::MAX, 500, 128], 0) {
         prefill(card, verdicts, &scene, &[200, 640, 129, 30, 128, 1], *window)?;
@@ -209,8 +209,8 @@ fn decode(
     Ok(())
 }
 
-/// Tokens of one sequence, by its one table: what each gives is, bit by bit, what it gives as the only row of a step that is
-/// no longer than itself.
+/// Checks tokens of one sequence with a common table. Each must give the same bits as in a step of one row
+/// that ends with it.
 fn rows_do_not_depend_on_others(
     card: &ComputeCard,
     verdicts: &mut Verdicts,
@@ -260,7 +260,7 @@ fn rows_do_not_depend_on_others(
     Ok(())
 }
 
-/// A table that names a block that is not there must not pass for an answer.
+/// Checks that a table with an invalid block gives NaN.
 fn spoilt(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let mut scene = Scene::new(9, (128, 4, 2), &[40, 40]);
     scene.tables[1] = 1_000_000;

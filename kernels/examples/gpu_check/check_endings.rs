@@ -1,4 +1,4 @@
-//! What comes after products of few rows, by the kernel that multiplies: against the same in f64.
+//! Checks the work after products of few rows, done by the kernel that multiplies, against f64.
 
 use baton_kernels::cuda::ops::{FEW_ROWS_FORMS, SKINNY_ROWS_MAX};
 use baton_kernels::cuda::{
@@ -15,13 +15,13 @@ use super::fp8::Matrix;
 use super::rotation::Rotation;
 use super::verdict::{BF16_ERROR, Verdicts};
 
-/// A matrix, here and on the card.
+/// A matrix on the host and on the GPU.
 enum Drawn {
     Bf16 { here: Vec<Bf16>, there: Buffer<Bf16>, k: usize },
     Fp8(Matrix),
 }
 
-/// Rows that are multiplied, and the norm that they have not had.
+/// The rows to multiply, and their pending norm.
 struct Rows {
     x: Vec<Bf16>,
     there: Buffer<Bf16>,
@@ -29,7 +29,7 @@ struct Rows {
     squares_there: Buffer<f32>,
 }
 
-/// Parts of the sums of squares of a row: more than a warp has lanes.
+/// Partial sums of squares of a row: more than a warp has lanes.
 const N_PARTS: usize = 37;
 
 pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
@@ -37,7 +37,7 @@ pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -
         for n_rows in extent.of(&[3, 128, 8, 1, 17, 33, 64], 2) {
             let forms = forms(card, is_fp8, *n_rows);
             for (nth, form) in forms.iter().enumerate() {
-                // Every form with and without a pending norm, over the counts of rows.
+                // Every form with and without a pending norm, over the numbers of rows.
                 let is_pending = (nth + n_rows) % 2 == 0;
                 for (width, k) in extent.of(&[(200, 264), (8, 40), (1096, 4096)], 2) {
                     gated(
@@ -70,7 +70,7 @@ pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -
     Ok(())
 }
 
-/// What heads have besides.
+/// Optional tensors of the heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Extras {
     None,
@@ -78,7 +78,7 @@ enum Extras {
     BiasAndNorms,
 }
 
-/// How wide heads are, how many there are of q and of k and v, and what they have.
+/// The width of heads, their numbers for q and for k and v, and the optional tensors.
 const HEADS: &[((usize, usize, usize), Extras)] = &[
     ((128, 5, 2), Extras::None),
     ((128, 3, 3), Extras::BiasAndNorms),
@@ -125,7 +125,7 @@ impl Drawn {
         }
     }
 
-    /// Rows of what the product is, each times its norm's number.
+    /// The product's rows, each times the factor of its pending norm.
     fn product(&self, rows: &Rows, is_pending: bool) -> Vec<Vec<f64>> {
         let sums = match self {
             Self::Bf16 { here, k, .. } => product(here, &rows.x, *k),
@@ -166,7 +166,7 @@ impl Rows {
     }
 }
 
-/// How it is done, with how many rows, and whether a norm is pending.
+/// The form, the number of rows, and whether a norm is pending.
 type Case = (OwnForm, usize, bool);
 
 fn gated(
@@ -215,7 +215,8 @@ fn added(
         sums.concat().iter().zip(wide(&before)).map(|(sum, before)| sum + before).collect();
     let found = wide(&card.download(residual.view())?);
     verdicts.compare(format!("{name}, residual"), &found, &reference, BF16_ERROR);
-    // From what is stored: the norm is that of the numbers which the next reader sees.
+    // The reference uses the stored numbers, because the norm must be that of the numbers which later readers
+    // see.
     let weight = wide(&weight);
     let times: Vec<f64> = found.iter().enumerate().map(|(at, number)| number * weight[at % n]).collect();
     verdicts.compare(format!("{name}, out"), &wide(&card.download(out.view())?), &times, BF16_ERROR);

@@ -1,6 +1,7 @@
-//! Products whose sums all ranks have parts of, added up by the kernels that multiply: to the bit what is made of all parts in
-//! f32 on the processor, and as near to it as numbers in bf16 are where there are no such parts (FP8). Then thousands of them, in turn with
-//! products and sums by separate kernels; and their times.
+//! Checks products whose sums are spread over ranks and are added up by the kernels that multiply. The result
+//! must equal the sum of all parts in f32 on the CPU, bit by bit; for FP8, which has no such parts, it must
+//! be as near as bf16 allows. Then thousands of them run in turn with products and sums by separate kernels.
+//! Times are measured too.
 
 use std::time::Duration;
 
@@ -19,7 +20,7 @@ use super::fp8::Matrix;
 use super::measure::BEYOND_CACHES;
 use super::verdict::{BF16_ERROR, Verdicts};
 
-/// What a rank multiplies: not what another does.
+/// The inputs of one rank's product. They differ between ranks.
 struct Inputs {
     matrix: Matrices,
     k: usize,
@@ -27,7 +28,7 @@ struct Inputs {
 }
 
 enum Matrices {
-    /// A matrix of this number of numbers, once or several times.
+    /// A matrix with this number of numbers, one or several copies.
     Bf16 {
         numbers: Buffer<Bf16>,
         len: usize,
@@ -35,7 +36,7 @@ enum Matrices {
     Fp8(Matrix),
 }
 
-/// What sums are added to.
+/// The buffers of the residual and the sums.
 struct Stream {
     width: usize,
     part: Buffer<Bf16>,
@@ -45,17 +46,17 @@ struct Stream {
     squares: Buffer<f32>,
 }
 
-/// How sums of all ranks are added up.
+/// The method for sums over ranks: a separate kernel, or the kernel that multiplies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
     InTwo,
     Joined,
 }
 
-/// The matrix, as far as a card has it: rows, columns, and whether it is in FP8.
+/// The part of the matrix on one GPU: rows, columns, and whether it is in FP8.
 type Shape = (usize, usize, bool);
 
-/// Rows of a matrix, and their width: the last one has as many blocks of threads as a card runs at once.
+/// Rows of a matrix, and their width. The last one has as many blocks of threads as a GPU runs at once.
 pub(crate) const SHAPES: &[(usize, usize)] = &[(200, 264), (8, 40), (4096, 1024)];
 
 pub(crate) fn all(
@@ -118,7 +119,7 @@ impl Stream {
             residual: card.upload(&draw.narrow(n, 2.0))?,
             out: card.buffer(n)?,
             norm: card.upload(&draw.narrow(width, 1.5))?,
-            // The most parts that any form has, for rows that may end within a part.
+            // The maximum number of parts of all forms, for rows that may end within a part.
             squares: card.buffer(n_rows * width.div_ceil(16))?,
         };
         card.fill(stream.part.view_mut(), POISON)?;
@@ -137,8 +138,8 @@ impl Stream {
         card.multiply_own(form, product, Ending::Sums(self.part.view_mut().slice(0..n)))
     }
 
-    /// What a card has of the sums, before it is added up: in bf16, where it is thrown by a kernel of its own or there is nothing
-    /// finer, or in f32.
+    /// One GPU's partial sums. They are in bf16 if a separate kernel pushes them or if there is nothing
+    /// finer, otherwise in f32.
     fn parts(
         &mut self,
         card: &ComputeCard,
@@ -200,7 +201,7 @@ fn streams(sides: &[Side], width: usize, n_rows: usize) -> Result<Vec<Stream>, C
     sides.iter().map(|side| Stream::new(&side.card, width, n_rows)).collect()
 }
 
-/// Every form.
+/// Checks every form.
 fn all_ranks_agree(
     sides: &[Side],
     verdicts: &mut Verdicts,
@@ -259,7 +260,7 @@ fn all_ranks_agree(
     Ok(())
 }
 
-/// Thousands of sums, one on top of the other: by every form, in both ways, of all rows and of one.
+/// Checks thousands of accumulated sums: by every form, with both methods, of all rows and of one.
 fn rounds(sides: &[Side], verdicts: &mut Verdicts, n_rows: usize) -> Result<(), CudaError> {
     let shape @ (width, ..) = (256, 512, false);
     let forms = forms(&sides[0].card, false, n_rows);
@@ -273,7 +274,7 @@ fn rounds(sides: &[Side], verdicts: &mut Verdicts, n_rows: usize) -> Result<(), 
         let drawn = |of: usize| Inputs::new(card, shape, n_rows, (N_INPUTS * nth + of, 1));
         let of_side = (0..N_INPUTS).map(drawn).collect::<Result<Vec<_>, _>>()?;
         let mut stream = Stream::new(card, width, n_rows)?;
-        // What each form makes of each input, to be added up in each way.
+        // The result of each form for each input, to be added up by each method.
         let mut of_forms = vec![];
         for form in &forms {
             for input in &of_side {
@@ -285,7 +286,7 @@ fn rounds(sides: &[Side], verdicts: &mut Verdicts, n_rows: usize) -> Result<(), 
         inputs.push(of_side);
         parts.push(of_forms);
     }
-    // The first ones load code, which cannot be recorded.
+    // The first launches load code, which cannot be recorded.
     for form in &forms {
         for way in [Way::InTwo, Way::Joined] {
             for (nth, Side { card, .. }) in sides.iter().enumerate() {
@@ -325,7 +326,7 @@ fn rounds(sides: &[Side], verdicts: &mut Verdicts, n_rows: usize) -> Result<(), 
     Ok(())
 }
 
-/// A card whose peer does not come gives up in its time, and says so.
+/// Checks that a GPU whose peer does not respond gives up within its time limit and reports it.
 pub(crate) fn lost(sides: &[Side], verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let (card, width, n_rows) = (&sides[0].card, 4096, 8);
     let inputs = Inputs::new(card, (width, 512, false), n_rows, (0, 1))?;
@@ -341,7 +342,7 @@ pub(crate) fn lost(sides: &[Side], verdicts: &mut Verdicts) -> Result<(), CudaEr
     Ok(())
 }
 
-/// Both ways of every form, for two ranks' parts of an 8B model's matrices.
+/// The times of both methods for every form, with two ranks' parts of an 8B model's matrices.
 pub(crate) fn times(sides: &[Side], lines: &mut Vec<Value>) -> Result<(), CudaError> {
     let width = 4096;
     for (name, k) in [("o", 2048), ("down", 7168)] {

@@ -1,4 +1,4 @@
-//! Products of few rows with a matrix: against sums in f64.
+//! Checks products of few rows with a matrix against sums in f64.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use super::draw::{Draw, wide};
 use super::extent::Extent;
 use super::verdict::{BF16_ERROR, Verdicts};
 
-/// Rows of the matrix, and their width: odd ones, and one like a model's.
+/// Rows of the matrix, and their width: odd sizes, and one like a model's.
 pub(crate) const SHAPES: &[(usize, usize)] =
     &[(1, 8), (17, 40), (130, 1032), (50, 264), (512, 4096), (33, 14336)];
 
@@ -37,7 +37,7 @@ pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -
     Ok(())
 }
 
-/// Every row with every row.
+/// The product of every row of `x` with every row of `w`.
 pub(crate) fn product(w: &[Bf16], x: &[Bf16], k: usize) -> Vec<f64> {
     let (w, x) = (wide(w), wide(x));
     let dot = |row: &[f64], of: &[f64]| row.iter().zip(of).map(|(a, b)| a * b).sum::<f64>();
@@ -69,8 +69,8 @@ fn few_rows(
     Ok(())
 }
 
-/// Matrices of a real size, divided evenly, one after the other, repeatedly. The results equal those by clusters except for
-/// the order of sums, and they are the same bits each time, whichever block finishes last.
+/// Checks matrices of real sizes, divided evenly, one after the other, repeatedly. The results equal those of
+/// clusters except for the order of sums. They have the same bits each time, whichever block finishes last.
 fn even(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let mut draw = Draw::new(32);
     let shapes = [(4096, 4096), (28_672, 4096), (4096, 14_336), (6144, 4096), (1160, 4160)];
@@ -110,7 +110,7 @@ fn even(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     Ok(())
 }
 
-/// A row's answer is the same, bit by bit, alone and in any company.
+/// Checks that a row's result has the same bits alone and with any other rows.
 fn company(card: &ComputeCard, verdicts: &mut Verdicts, (n, k): (usize, usize)) -> Result<(), CudaError> {
     let mut draw = Draw::new(31);
     let w = card.upload(&draw.narrow(n * k, 1.0))?;

@@ -1,6 +1,6 @@
-//! What cards do together: every number of it, then thousands of rounds in graphs whose inputs are never those of the
-//! rounds just before, and how long one takes. Two ranks have a card each; four are two on each, which says what they compute
-//! and not how fast: with `CUDA_MODULE_LOADING=EAGER`.
+//! Checks collective operations: every number, then thousands of rounds in graphs whose inputs always differ
+//! from the previous rounds'. Also measures the time of a round. Two ranks have one GPU each. Four ranks
+//! share two GPUs, which checks results but not times, and needs `CUDA_MODULE_LOADING=EAGER`.
 
 use std::path::Path;
 use std::time::Duration;
@@ -18,12 +18,13 @@ use super::verdict::{BF16_ERROR, Verdicts};
 pub(crate) const EPSILON: f32 = 1e-5;
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 const FEW_ROWS: usize = 256;
-/// Different inputs that rounds take in turn: what an inbox held one and two rounds ago is never what is due.
+/// Different inputs that rounds use in turn, so that an inbox's content of one or two rounds ago is never the
+/// expected one.
 pub(crate) const N_INPUTS: usize = 3;
 pub(crate) const ROUNDS_OF_GRAPH: usize = 96;
 pub(crate) const GRAPHS: usize = 40;
 
-/// One card, with what it shows.
+/// One GPU, with the memory that it shares.
 pub(crate) struct Side {
     pub(crate) card: ComputeCard,
     part: Buffer<Bf16>,
@@ -72,9 +73,10 @@ pub(crate) fn all(
     ] {
         rounds(&mut sides, verdicts, rows, is_many)?;
     }
-    // Code that is loaded when it is first wanted waits for the kernels of its card, and so for the other rank.
+    // Lazy code loading waits for the running kernels of the GPU, and so for the other rank.
     if std::env::var("CUDA_MODULE_LOADING").is_ok_and(|how| how == "EAGER") {
-        // Few blocks of threads: those of both ranks of a GPU must run at once, each followed by its next one.
+        // Few blocks of threads: those of both ranks on a GPU must run at the same time, each with its next
+        // kernel.
         let mut four = open(&[0, 1, 0, 1], 1032 * 16_384)?;
         sums_and_gathers(&mut four, (&[40, 4096, 16_384], &[3, 17, 1]), extent, verdicts)?;
         check_joined::all(&four, &check_joined::SHAPES[..2], extent, verdicts)?;
@@ -86,7 +88,7 @@ pub(crate) fn all(
     Ok(times)
 }
 
-/// Compares every number, for rows of these widths and these numbers of rows that are sent.
+/// Compares every number, for rows of these widths and for these numbers of pushed rows.
 fn sums_and_gathers(
     sides: &mut [Side],
     (widths, few): (&[usize], &[usize]),
@@ -117,7 +119,7 @@ pub(crate) fn peers(sides: &[Side], width: usize, patience: Duration) -> Result<
     Peers::all(&cards, &shown, together)
 }
 
-/// A rank among all, as messages have it.
+/// The name of a rank in messages.
 pub(crate) fn rank_of(nth: usize, sides: &[Side]) -> String {
     format!("rank {nth} of {}", sides.len())
 }
@@ -139,7 +141,7 @@ fn sum(
     if is_many { side.card.sum_many_rows(peers, sum) } else { side.card.sum_few_rows(peers, sum) }
 }
 
-/// The order in which cards add, and what of a part is thrown.
+/// The reference sum: the GPUs' order, and the bits of a part that are pushed.
 pub(crate) fn added(old: Bf16, parts: impl IntoIterator<Item = f32>) -> Bf16 {
     let thrown = parts.into_iter().map(|part| f32::from_bits(part.to_bits() & 0xffff_ff00));
     Bf16::from(thrown.fold(0.0, |sum, part| sum + part) + f32::from(old))
@@ -155,7 +157,7 @@ fn normed(rows: &[Bf16], weight: &[Bf16]) -> Vec<f64> {
     wide(rows).chunks(weight.len()).flat_map(of_row).collect()
 }
 
-/// One sum; a row more than is summed stays poisoned, and so does whatever else there is.
+/// Checks one sum. The row after the summed ones stays poisoned, and so does everything else.
 fn sums(
     sides: &mut [Side],
     peers: &mut [Peers],
@@ -196,7 +198,7 @@ fn sums(
     Ok(())
 }
 
-/// Columns of all ranks; the last ones of the last are `n_left_out` too many.
+/// Checks a gather of columns of all ranks. The last rank has `n_left_out` padding columns.
 fn gathered(
     sides: &mut [Side],
     peers: &mut [Peers],
@@ -231,7 +233,7 @@ fn gathered(
     Ok(())
 }
 
-/// Thousands of sums, one on top of the other, each of other parts than the two before it.
+/// Checks thousands of accumulated sums. Each has other parts than the two before it.
 fn rounds(
     sides: &mut [Side],
     verdicts: &mut Verdicts,
@@ -249,7 +251,7 @@ fn rounds(
         let on_card = inputs.iter().map(|input| side.card.upload(input)).collect::<Result<Vec<_>, _>>()?;
         let (by, ones) = (side.card.upload(&weight)?, side.card.upload(&ones)?);
         let mut residual = side.card.upload(&vec![Bf16::default(); n])?;
-        // Parts are what a norm makes of the inputs: written by the card, in the order of its work.
+        // Parts are the norms of the inputs: the GPU writes them in stream order.
         let mut of_side = Vec::new();
         for input in &on_card {
             side.card.rms_norm(side.part.view_mut().slice(0..n), input.view(), ones.view(), EPSILON)?;
@@ -279,7 +281,7 @@ fn rounds(
         card.synchronize()?;
         residuals.push(residual);
         parts.push(of_side);
-        // What a graph works on outlives it.
+        // Keeps the memory of the graphs alive.
         kept.push((on_card, by, ones));
     }
     for _ in 0..GRAPHS {
@@ -307,7 +309,7 @@ fn rounds(
     Ok(())
 }
 
-/// A card whose peer does not come gives up in its time, and says so.
+/// Checks that a GPU whose peer does not respond gives up within its time limit and reports it.
 fn lost(sides: &mut [Side], verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let mut peers = peers(sides, 4096, Duration::from_millis(100))?;
     let side = &mut sides[0];
@@ -351,7 +353,7 @@ fn times(sides: &mut [Side]) -> Result<Value, CudaError> {
 pub(crate) const N_TIMED: usize = 64;
 const N_TIMES: usize = 11;
 
-/// Microseconds of one launch of graphs of many, by the middle of some runs.
+/// The time of one launch in graphs of many, in microseconds: the median of some runs.
 pub(crate) fn middle(sides: &[Side], graphs: &mut [Graph]) -> Result<f64, CudaError> {
     let mut times = Vec::new();
     for _ in 0..N_TIMES {
@@ -372,7 +374,7 @@ fn time(sides: &mut [Side], peers: &mut [Peers], n: usize, is_many: bool) -> Res
             side.card.upload(&vec![Bf16::from(1.0); 4096])?,
         ));
     }
-    // The first ones load code, which cannot be recorded.
+    // The first launches load code, which cannot be recorded.
     for ((nth, side), (residual, weight)) in sides.iter_mut().enumerate().zip(&mut kept) {
         sum(side, &mut peers[nth], (residual, weight), n, is_many)?;
     }
@@ -398,7 +400,7 @@ fn time(sides: &mut [Side], peers: &mut [Peers], n: usize, is_many: bool) -> Res
     Ok(time)
 }
 
-/// The same with a single rank.
+/// The same operation with a single rank.
 fn alone(side: &mut Side, n: usize) -> Result<f64, CudaError> {
     let Side { card, part, out, .. } = side;
     let mut residual = card.upload(&vec![Bf16::default(); n])?;

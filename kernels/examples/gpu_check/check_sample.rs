@@ -1,4 +1,4 @@
-//! Draws: against plain sorting and summing in f64.
+//! Checks sampling against plain sorting and summing in f64.
 
 use baton_kernels::cuda::{ComputeCard, DrawRow, EDIT_WORDS, Edit, NOWHERE, Outcome, SampleTokens};
 use device::cuda::CudaError;
@@ -7,12 +7,12 @@ use super::draw::Draw;
 use super::extent::Extent;
 use super::verdict::Verdicts;
 
-/// How near to the edge of a token's share, of all weight, a draw may fall on its wrong side.
+/// The tolerance at the edge of a token's share of the total weight.
 const EDGE: f64 = 1e-5;
-/// Positions that are drawn for, with each set of rules.
+/// Positions that are sampled with each set of rules.
 const N_ROWS: usize = 40;
 
-/// Rules of a draw.
+/// The sampling rules of a draw.
 #[derive(Clone, Copy, Debug)]
 struct Rules {
     temperature: f32,
@@ -46,7 +46,7 @@ pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -
     nothing_to_draw(card, verdicts)
 }
 
-/// One row's wishes, and the logits that it draws from.
+/// One row's draw, and its logits.
 struct Case {
     draw: DrawRow,
     raw: Vec<f32>,
@@ -55,7 +55,7 @@ struct Case {
 }
 
 fn case(source: &mut Draw, row: usize, width: usize, rules: Rules, first_edit: usize) -> Case {
-    // A few values only in every fourth row: many tokens alike.
+    // Every fourth row has few different values, so many tokens are equal.
     let raw = (0..width)
         .map(|_| if row % 4 == 3 { source.below(30) as f32 - 20.0 } else { source.number() * 12.0 })
         .collect();
@@ -119,7 +119,7 @@ impl Case {
         logits
     }
 
-    /// Tokens in the order of spec, with their weights.
+    /// The kept tokens in order, with their weights.
     fn kept(&self) -> Vec<(u32, f64)> {
         let logits = self.edited();
         let best = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -148,7 +148,7 @@ impl Case {
         kept
     }
 
-    /// Whether `token` is the one that `uniform` falls on, or as good as beside it.
+    /// Whether `token` is the one that `uniform` selects, within the tolerance.
     fn is_right(&self, token: u32, uniform: f64) -> bool {
         if self.draw.temperature == 0.0 {
             let logits = self.edited();
@@ -180,7 +180,7 @@ impl Case {
     }
 }
 
-/// The same numbers as the processor draws (`engine/src/sampler/draw.rs`).
+/// The same numbers as on the CPU (`engine/src/sampler/draw.rs`).
 fn uniform(seed: u64, position: u64) -> f64 {
     let (low, high) = (|wide: u64| wide as u32, |wide: u64| (wide >> 32) as u32);
     let (mut counter, mut key) = ([low(position), high(position), 0, 0], [low(seed), high(seed)]);
@@ -210,7 +210,7 @@ fn check(card: &ComputeCard, verdicts: &mut Verdicts, width: usize, rules: Rules
     verdicts.holds(format!("sample_tokens {width}, {rules:?}"), is_drawn);
     let are_told = cases.iter().zip(&outcomes).all(|(case, outcome)| case.has_right_thoughts(outcome));
     verdicts.holds(format!("log-probabilities {width}, {rules:?}"), are_told);
-    // Alone as in company.
+    // The result alone must equal that with the other rows.
     let alone = run(card, width, &cases[N_ROWS - 1..])?;
     if alone.last() != outcomes.last() {
         eprintln!("{:?}\n{:?}", alone.last(), outcomes.last());
@@ -219,7 +219,7 @@ fn check(card: &ComputeCard, verdicts: &mut Verdicts, width: usize, rules: Rules
     Ok(())
 }
 
-/// The rows that are not drawn lie between those that are, and stay as they are.
+/// Rows without a draw are between rows with one, and must not change.
 fn run(card: &ComputeCard, width: usize, cases: &[Case]) -> Result<Vec<Outcome>, CudaError> {
     let n_rows = N_ROWS;
     let mut logits = vec![f32::NAN; n_rows * width];
@@ -251,7 +251,7 @@ fn run(card: &ComputeCard, width: usize, cases: &[Case]) -> Result<Vec<Outcome>,
         let case = cases.iter().position(|case| case.draw.row == row);
         drawn[row as usize] == case.map_or(7, |nth| outcomes[nth].token)
     });
-    // What does not fit is no token, and so seen by the caller.
+    // A mismatch becomes a missing token, which the caller detects.
     Ok(if fits { outcomes } else { vec![Outcome { token: NOWHERE, ..outcomes[0].clone() }; cases.len()] })
 }
 
@@ -262,7 +262,7 @@ fn nothing_to_draw(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), Cu
         let token = run(card, 100, &[case])?[0].token;
         verdicts.holds(format!("sample_tokens of {logit}"), token == NOWHERE);
     }
-    // One among many, which may not even be said: the row is spoilt all the same.
+    // One invalid logit among many, of a forbidden token, must still make the row fail.
     for logit in [f32::NAN, -f32::NAN, f32::INFINITY] {
         let mut case = case(&mut Draw::new(7), 0, 100, Rules { edits: true, ..ALL }, 0);
         let forbidden = case.edits.iter().find(|edit| edit.is_forbidden).expect("one is").token;

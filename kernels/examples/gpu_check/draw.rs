@@ -1,9 +1,9 @@
-//! Pseudorandom numbers, the same at every run.
+//! Pseudorandom numbers, the same in every run.
 
 use baton_kernels::cpu::number::f32_to_f8;
 use device::cuda::Bf16;
 
-/// A small generator (SplitMix64): good enough to fill matrices.
+/// A small generator (SplitMix64), good enough for filling matrices.
 pub(crate) struct Draw(u64);
 
 impl Draw {
@@ -32,13 +32,13 @@ impl Draw {
         (0..n).map(|_| Bf16::from(self.number() * scale)).collect()
     }
 
-    /// Many numbers for measuring: a drawn run, repeated.
+    /// Many numbers for measurements: a repeated random run.
     pub(crate) fn many(&mut self, n: usize, scale: f32) -> Vec<Bf16> {
         let run = self.narrow(n.min(1 << 20), scale);
         run.iter().copied().cycle().take(n).collect()
     }
 
-    /// All of 0..n in some order.
+    /// All of 0..n in random order.
     pub(crate) fn order(&mut self, n: usize) -> Vec<u32> {
         let mut order: Vec<u32> = (0..n as u32).collect();
         for i in (1..n).rev() {
@@ -48,7 +48,7 @@ impl Draw {
     }
 }
 
-/// The same in 8 bits, two by two.
+/// The numbers in 8 bits, two in each 16-bit number.
 pub(crate) fn in_8_bits(numbers: &[Bf16]) -> Vec<Bf16> {
     let pair =
         |pair: &[Bf16]| u16::from_le_bytes([pair[0], pair[1]].map(|number| f32_to_f8(f32::from(number))));

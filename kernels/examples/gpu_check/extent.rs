@@ -1,6 +1,6 @@
-//! How much is checked.
+//! The extent of the checks.
 
-/// All of it, or what a tool that slows every access down a hundredfold gets through in a minute.
+/// All checks, or those that take a minute under a tool that slows every access down a hundredfold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Extent {
     Whole,
@@ -8,7 +8,7 @@ pub(crate) enum Extent {
 }
 
 impl Extent {
-    /// All cases, or the first few: lists begin with the small ones.
+    /// All cases, or the first few: lists start with the small ones.
     pub(crate) fn of<T>(self, cases: &[T], n_small: usize) -> &[T] {
         match self {
             Self::Whole => cases,

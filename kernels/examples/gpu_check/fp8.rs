@@ -1,4 +1,4 @@
-//! Products with a matrix in FP8: against sums in f64, and how fast they are.
+//! Checks products with an FP8 matrix against sums in f64, and measures their speed.
 
 use baton_kernels::cpu::number::{f8_to_f32, f32_to_bf16};
 use baton_kernels::cuda::ops::{FEW_ROWS_SHARES, FewRowsForm};
@@ -13,7 +13,7 @@ use super::extent::Extent;
 use super::measure::{BEYOND_CACHES, Limits, MATRICES, N_LAUNCHES, line, seconds};
 use super::verdict::{BF16_ERROR, Verdicts};
 
-/// A matrix as a checkpoint has it, and as the card has it.
+/// A matrix in the checkpoint's format and in the GPU's format.
 pub(crate) struct Matrix {
     n: usize,
     pub(crate) k: usize,
@@ -24,7 +24,7 @@ pub(crate) struct Matrix {
 }
 
 impl Matrix {
-    /// Any numbers that there are in 8 bits, of all sizes; `NaN` is none.
+    /// Random 8-bit numbers of all sizes, without NaN.
     pub(crate) fn drawn(card: &ComputeCard, draw: &mut Draw, n: usize, k: usize) -> Result<Self, CudaError> {
         let byte = |bits: u64| if bits & 0x7F == 0x7F { 0 } else { bits as u8 };
         let bytes: Vec<u8> = (0..n * k).map(|_| byte(draw.bits())).collect();
@@ -54,7 +54,7 @@ impl Matrix {
         self.bytes.iter().enumerate().map(scaled).collect()
     }
 
-    /// Every row with every row.
+    /// The product of every row of `x` with every row of the matrix.
     pub(crate) fn product(&self, x: &[Bf16]) -> Vec<f64> {
         let (w, x) = (self.wide(), wide(x));
         let dot = |row: &[f64], of: &[f32]| row.iter().zip(of).map(|(a, b)| a * f64::from(*b)).sum::<f64>();
@@ -80,7 +80,7 @@ pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent)
     Ok(())
 }
 
-/// To the last bit.
+/// Checks the conversion to the last bit.
 fn widened(card: &ComputeCard, verdicts: &mut Verdicts, matrix: &Matrix) -> Result<(), CudaError> {
     let Matrix { n, k, .. } = *matrix;
     let mut out = card.buffer::<Bf16>(n * k)?;
@@ -116,7 +116,7 @@ fn few_rows(
     Ok(())
 }
 
-/// A row's answer is the same, bit by bit, alone and in any company.
+/// Checks that a row's result has the same bits alone and with any other rows.
 fn company(card: &ComputeCard, verdicts: &mut Verdicts, matrix: &Matrix) -> Result<(), CudaError> {
     let Matrix { n, k, .. } = *matrix;
     let x = card.upload(&Draw::new(37).narrow(128 * k, 1.0))?;
@@ -135,11 +135,11 @@ fn company(card: &ComputeCard, verdicts: &mut Verdicts, matrix: &Matrix) -> Resu
     Ok(())
 }
 
-/// By the way that is chosen for each number of rows, measured and guessed, and by the deterministic way.
+/// Checks the chosen method for each number of rows, measured and by default, and the deterministic method.
 fn every_way(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let (n, k) = (1032, 520);
     let matrix = Matrix::drawn(card, &mut Draw::new(41), n, k)?;
-    // Whose numbers are where the other one is widened to, right before.
+    // The matrix that is widened into the same memory right before.
     let before = Matrix::drawn(card, &mut Draw::new(43), n, k)?;
     let (mut guessed, mut fixed) = (Products::open(card, None)?, Products::open_deterministic(card, None)?);
     guessed.make_room(card, n * k)?;

@@ -1,6 +1,6 @@
-//! Runs every kernel on a GPU against plain Rust, then measures each against what the card can do.
+//! Checks every kernel on a GPU against plain Rust, then measures each against the GPU's limits.
 //!
-//! JSON to a file, a summary to stderr; fails where a kernel is wrong. Without a GPU it says so and fails.
+//! Writes JSON to a file and a summary to stderr. Fails if a kernel is wrong, or if there is no GPU.
 #![allow(clippy::print_stdout)]
 
 mod draw;
@@ -29,31 +29,31 @@ use extent::Extent;
 use serde_json::json;
 use verdict::Verdicts;
 
-/// Run every kernel on a GPU against plain Rust, then measure each against what the card can do.
+/// Check every kernel on a GPU against plain Rust, then measure each against the GPU's limits.
 #[derive(Debug, Parser)]
 struct Args {
-    /// The folder of the compiler's library, if it is not where the loader looks.
+    /// The folder of NVRTC, if the loader does not find it.
     #[arg(long, value_name = "FOLDER")]
     nvrtc: Option<PathBuf>,
-    /// The file that everything found is written to, as JSON.
+    /// The JSON file for all results.
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// What the file shall say of the commit.
+    /// The commit's name in the JSON file.
     #[arg(long, value_name = "NAME")]
     commit: Option<String>,
-    /// Where compiled kernels are kept: nowhere unless this is named.
+    /// The folder of the kernel cache. By default kernels are not cached.
     #[arg(long, value_name = "FOLDER")]
     cache: Option<PathBuf>,
-    /// Whether kernels are measured, once they are checked.
+    /// Whether kernels are measured after the checks.
     #[arg(long, value_enum, default_value_t = YesNo::Yes)]
     measure: YesNo,
-    /// Kernels for this kind of card: `sm_90` on Hopper is what other cards run.
+    /// The architecture of the kernels. On Hopper, `sm_90` runs the kernels of other GPUs.
     #[arg(long)]
     arch: Option<String>,
-    /// This part and nothing else. `ranks` needs two GPUs.
+    /// Run this part only. `ranks` needs two GPUs.
     #[arg(long, value_enum)]
     only: Option<Part>,
-    /// Leave out what is large, for tools that look at every access (`bench/gpu-sanitize.sh`).
+    /// Leave out large cases, for tools that instrument every access (`bench/gpu-sanitize.sh`).
     #[arg(long, value_enum, default_value_t = YesNo::No)]
     small: YesNo,
 }

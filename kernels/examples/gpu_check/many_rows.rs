@@ -1,4 +1,5 @@
-//! Products of many rows with a matrix, and what may come after: against sums in f64, and how fast they are.
+//! Checks products of many rows with a matrix, and the work after them, against sums in f64. Measures their
+//! speed.
 
 use baton_kernels::cuda::{ComputeCard, ManyRows};
 use device::cuda::{Bf16, CudaError, ViewMut};
@@ -11,16 +12,16 @@ use super::extent::Extent;
 use super::measure::{MATRICES, seconds};
 use super::verdict::{BF16_ERROR, Verdicts};
 
-/// Rows of the matrix, and their width: odd ones, of one tile and of many.
+/// Rows of the matrix, and their width: odd sizes, with one tile and with many.
 const SHAPES: &[(usize, usize)] = &[(16, 8), (272, 72), (1040, 264), (528, 4096), (4624, 1032)];
-/// Beside the edges of a block's rows and of a pair's; more pairs than are taken together.
+/// Numbers of rows around the limits of a block and of a pair, and more pairs than are grouped.
 const ROWS: &[usize] = &[3, 300, 128, 129, 256, 1, 2309];
-/// The most sums that the processor computes too.
+/// The maximum number of sums that the CPU also computes.
 const SUMS_MAX: usize = 2 << 20;
 
 pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
     if !card.has_many_rows() {
-        eprintln!("many rows: this card is not of Hopper's kind: left out");
+        eprintln!("many rows: this GPU is not Hopper: left out");
         return Ok(());
     }
     for (n, k) in extent.of(SHAPES, 3) {
@@ -31,7 +32,7 @@ pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent)
     Ok(())
 }
 
-/// What becomes of the sums, by its name.
+/// The ending with this name.
 fn ending<'a>(what: &str, y: ViewMut<'a, Bf16>) -> ManyRows<'a> {
     match what {
         "added" => ManyRows::Added(y),
@@ -51,7 +52,7 @@ fn one(
     let (w, x) = (card.upload(&w)?, card.upload(&x)?);
     let name = format!("many_rows {n_rows}x{n}x{k}");
     let before = draw.narrow(n_rows * n, 1.0);
-    // Something lies behind the answer that is to stay.
+    // Numbers after the output, which must not change.
     let behind = 64 * n;
     let poison = Bf16(u16::from_le_bytes([POISON; 2]));
     let mut found = |what: &str, into: &[Bf16]| {
@@ -66,7 +67,7 @@ fn one(
     let added = found("added", &before)?;
     let gated = found("gated", &vec![poison; n_rows * n / 2])?;
     verdicts.compare(name.clone(), &wide(&plain), &sums, BF16_ERROR);
-    // To the last bit what a kernel of its own would make of it.
+    // Equal to the last bit to the result of a separate kernel.
     let mut all = plain.iter().zip(&before).zip(&added);
     let is_sum =
         |((a, b), sum): ((&Bf16, &Bf16), &Bf16)| Bf16::from(f32::from(*a) + f32::from(*b)).0 == sum.0;
@@ -76,7 +77,7 @@ fn one(
     Ok(())
 }
 
-/// Products one after the other for as long as it takes the card to reach its limit of power.
+/// Products in sequence, enough for the GPU to reach its power limit.
 const N_LAUNCHES: usize = 40;
 
 pub(crate) fn measure(card: &ComputeCard) -> Result<Vec<Value>, CudaError> {

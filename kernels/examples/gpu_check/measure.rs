@@ -1,4 +1,4 @@
-//! How fast each kernel is, beside what the card can do at most, measured in the same minute.
+//! Measures the speed of each kernel against the GPU's limits, which are measured in the same minute.
 
 use baton_kernels::cuda::ops::{BLOCK_TOKENS, FEW_ROWS_FORMS, FewRowsForm};
 use baton_kernels::cuda::{
@@ -16,12 +16,12 @@ use super::measure_endings;
 
 /// Timed repetitions; the median counts.
 const N_TIMES: usize = 21;
-/// Launches in one repetition: the gaps between them count, as they do in a step.
+/// Launches in one repetition. The gaps between them count, as in a step.
 pub(crate) const N_LAUNCHES: usize = 8;
-/// More than any cache holds, so that nothing is read twice from one.
+/// More bytes than any cache holds, so that no data is read twice from a cache.
 pub(crate) const BEYOND_CACHES: usize = 400 << 20;
 
-/// The five matrices of a layer of an 8B model, and its output: rows, and their width.
+/// The matrices of a layer of an 8B model, and its output layer: rows, and their width.
 pub(crate) const MATRICES: &[(&str, usize, usize)] = &[
     ("qkv", 6144, 4096),
     ("o", 4096, 4096),
@@ -30,7 +30,7 @@ pub(crate) const MATRICES: &[(&str, usize, usize)] = &[
     ("lm_head", 128_256, 4096),
 ];
 
-/// Bytes per second that the card reads and copies, and launches nothing else.
+/// The GPU's read and copy rates in bytes per second, without other work.
 pub(crate) struct Limits {
     pub(crate) read: f64,
     pub(crate) copy: f64,
@@ -55,7 +55,7 @@ pub(crate) fn all(card: &ComputeCard, is_wanted: impl Fn(Part) -> bool) -> Resul
     Ok(value)
 }
 
-/// Seconds of one call, the middle of many: `call` is told its number, so that it can turn to other memory.
+/// The median time of one call in seconds. `call` gets its number, so that it can use other memory each time.
 pub(crate) fn seconds(
     card: &ComputeCard,
     n_launches: usize,
@@ -224,7 +224,8 @@ fn few_rows(
     Ok(line(&what, time, bytes, limits.read))
 }
 
-/// The seconds that one product takes, and the bytes that it moves. Each call has other weights, so that none are cached.
+/// The time of one product in seconds, and the bytes that it moves. Each call uses other weights, so that
+/// none are cached.
 fn product(
     card: &ComputeCard,
     weights: &Buffer<Bf16>,
@@ -304,7 +305,7 @@ fn decode(
     ))
 }
 
-/// Numbers of 8 bits, two by two: patterns that are none are left out.
+/// 8-bit numbers, two in each 16-bit number, without NaN patterns.
 fn pages_of(halves: Vec<Bf16>, number: KvNumber) -> Vec<Bf16> {
     match number {
         KvNumber::Bf16 => halves,
@@ -350,7 +351,7 @@ fn prefill(
             scale: 0.088,
         })
     })?;
-    // Each query sees the tokens before the first one, and half of the queries' own.
+    // Each query sees the tokens before the first query, and on average half of the queries' own tokens.
     let seen =
         n_queries as f64 * (length - n_queries) as f64 + n_queries as f64 * (n_queries + 1) as f64 / 2.0;
     let flop = 4.0 * seen * (n_sequences * n_q_heads * head_dim) as f64;

@@ -1,4 +1,4 @@
-//! How long products take with what comes after them, by themselves and one after the other.
+//! Measures products with the work after them, alone and in sequence.
 
 use baton_kernels::cuda::ops::FEW_ROWS_SHARES;
 use baton_kernels::cuda::{
@@ -10,14 +10,14 @@ use serde_json::Value;
 use super::draw::Draw;
 use super::measure::{BEYOND_CACHES, Limits, N_LAUNCHES, line, seconds};
 
-/// An 8B model's.
+/// The sizes of an 8B model.
 const HIDDEN: usize = 4096;
 const WIDTH: usize = 14_336;
 
-/// What products of one number of rows read and write.
+/// The inputs and outputs of products with one number of rows.
 struct Bench {
     n_rows: usize,
-    /// Matrices, as many times as no cache holds.
+    /// Matrices, with enough copies to exceed the caches.
     gate_up: Buffer<Bf16>,
     o: Buffer<Bf16>,
     down: Buffer<Bf16>,
@@ -26,7 +26,7 @@ struct Bench {
     y: Buffer<Bf16>,
 }
 
-/// What layers add to.
+/// The residual that layers add to.
 struct Stream {
     residual: Buffer<Bf16>,
     out: Buffer<Bf16>,
@@ -109,7 +109,7 @@ impl Bench {
         Ok(())
     }
 
-    /// o, without and with what comes after it.
+    /// Measures o, without and with the work after it.
     fn added(
         &mut self,
         card: &ComputeCard,
@@ -136,7 +136,7 @@ impl Bench {
         Ok(())
     }
 
-    /// What comes after attention in a layer, one after the other: the first two products, the last two, all.
+    /// Measures the work after attention in a layer, in sequence: the first two products, the last two, all.
     fn chains(
         &mut self,
         card: &ComputeCard,
@@ -201,7 +201,7 @@ impl Stream {
     }
 }
 
-/// The next of a matrix's copies, which no cache has.
+/// The next copy of a matrix, which is in no cache.
 fn copy(of: &Buffer<Bf16>, nth: usize, n: usize) -> View<'_, Bf16> {
     let from = nth % (of.len() / n) * n;
     of.slice(from..from + n)

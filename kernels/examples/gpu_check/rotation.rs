@@ -1,4 +1,5 @@
-//! Heads that are rotated and put into pages, with or without norms: what is drawn for it, and what must become of it.
+//! Heads that are rotated and written into pages, with or without norms: random inputs, and the expected
+//! output.
 
 use baton_kernels::cpu::number::f8_to_f32;
 use baton_kernels::cuda::ops::BLOCK_TOKENS;
@@ -11,7 +12,7 @@ use super::verdict::{BF16_ERROR, FP8_ERROR, Verdicts};
 
 const N_POSITIONS: usize = 50;
 
-/// Which heads rows have, where k and v of them go, and whether q and k are normed.
+/// The numbers of heads, the layout of k and v, and whether q and k are normed.
 #[derive(Clone, Copy)]
 struct Heads {
     n_q: usize,
@@ -19,17 +20,17 @@ struct Heads {
     has_norms: bool,
 }
 
-/// Where rows of heads go, and how they are turned on the way.
+/// The positions, slots and norms of rows of heads.
 pub(crate) struct Rotation {
     heads: Heads,
     turns: Vec<[f32; 2]>,
     positions: Vec<u32>,
-    /// One of them is none: its k and v are written nowhere.
+    /// One slot is invalid: its k and v are not written.
     slots: Vec<u32>,
     norms: [Vec<Bf16>; 2],
 }
 
-/// The same on a card.
+/// The same in GPU memory.
 pub(crate) struct RotationThere {
     heads: Heads,
     turns: Buffer<[f32; 2]>,
@@ -66,7 +67,8 @@ impl Rotation {
         })
     }
 
-    /// Rows of all heads as they were, against q's and the pages that were found; those were poisoned before.
+    /// Compares the rows of all heads before the kernel with q and the pages after it. The pages were
+    /// poisoned before.
     pub(crate) fn compare<'a>(
         &self,
         verdicts: &mut Verdicts,
@@ -140,7 +142,7 @@ fn turned(head: &[f64], turns: &[[f32; 2]]) -> Vec<f64> {
     (0..head.len()).map(turn).collect()
 }
 
-/// What pages hold, whatever their numbers are.
+/// The numbers in pages of either format.
 fn numbers_of(halves: &[Bf16], number: KvNumber) -> Vec<f64> {
     match number {
         KvNumber::Bf16 => wide(halves),

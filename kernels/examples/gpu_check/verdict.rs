@@ -1,12 +1,12 @@
-//! How far a kernel's answer is from the reference, and whether that is near enough.
+//! The distance of a kernel's output from the reference, and its bound.
 
 use std::fmt;
 
 use serde_json::{Value, json};
 
-/// ‖answer − reference‖ ÷ ‖reference‖ that rounding to bf16 explains.
+/// The bound of ‖output − reference‖ ÷ ‖reference‖ for rounding to bf16.
 pub(crate) const BF16_ERROR: f64 = 6e-3;
-/// The same for rounding to 8 bits (e4m3), with 3 bits behind the leading one.
+/// The bound for rounding to 8 bits (e4m3), with 3 bits of mantissa.
 pub(crate) const FP8_ERROR: f64 = 3.5e-2;
 
 #[derive(Default)]
@@ -19,7 +19,7 @@ struct Verdict {
 }
 
 impl Verdicts {
-    /// Compares all numbers; NaN where the reference has none is infinitely wrong.
+    /// Compares all numbers. NaN is infinitely wrong unless the reference is NaN too.
     pub(crate) fn compare(&mut self, name: impl Into<String>, answer: &[f64], reference: &[f64], bound: f64) {
         let mut difference = 0.0;
         let mut size = 0.0;
@@ -32,12 +32,12 @@ impl Verdicts {
         self.push(name.into(), error, bound);
     }
 
-    /// Something that is either so or not.
+    /// Records a condition.
     pub(crate) fn holds(&mut self, name: impl Into<String>, holds: bool) {
         self.push(name.into(), if holds { 0.0 } else { f64::INFINITY }, 0.0);
     }
 
-    /// Where nothing was looked at, nothing is right.
+    /// Without any check, the result is a failure.
     pub(crate) fn are_all_right(&self) -> bool {
         !self.0.is_empty() && self.0.iter().all(Verdict::is_right)
     }

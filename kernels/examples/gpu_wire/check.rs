@@ -1,4 +1,4 @@
-//! Bytes and digests against the processor's.
+//! Checks bytes and digests against the CPU's.
 
 use baton_kernels::cuda::ComputeCard;
 use device::RegionShape;
@@ -7,7 +7,7 @@ use twox_hash::XxHash3_64;
 
 use crate::{Outcome, Two};
 
-/// Parts, heads and bytes of a run: lengths at which the digest is made in another way, and those of real models.
+/// Parts, heads and bytes of a run: lengths with different digest code, and those of real models.
 const SHAPES: &[(usize, usize, usize)] = &[
     (2, 2, 64),
     (2, 2, 192),
@@ -22,7 +22,7 @@ const SHAPES: &[(usize, usize, usize)] = &[
 ];
 const N_PAGES: u32 = 64;
 
-/// The shapes that are enough where every access takes long.
+/// The number of shapes for slow instrumented runs.
 const N_SMALL: usize = 5;
 
 pub(crate) fn all(cards: &[ComputeCard; 2], is_small: bool) -> Outcome<usize> {
@@ -35,7 +35,7 @@ pub(crate) fn all(cards: &[ComputeCard; 2], is_small: bool) -> Outcome<usize> {
     Ok(n_checks)
 }
 
-/// A byte that tells where it belongs.
+/// A byte that identifies its position.
 fn byte(seed: u64, at: usize) -> u8 {
     ((at as u64 ^ seed << 40).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8
 }
@@ -44,7 +44,8 @@ fn ensure(holds: bool, what: &str) -> Outcome<usize> {
     if holds { Ok(1) } else { Err(what.into()) }
 }
 
-/// What is written comes back, nothing else changes, and borrows exclude each other.
+/// Checks that written pages are read back, that other pages do not change, and that borrows exclude each
+/// other.
 fn memory(cards: &[ComputeCard; 2]) -> Outcome<usize> {
     let shapes =
         [RegionShape { page_bytes: 4096, n_pages: 300 }, RegionShape { page_bytes: 100, n_pages: 7 }];
@@ -75,7 +76,7 @@ fn fill(two: &Two, seed: u64) -> Outcome<()> {
     Ok(())
 }
 
-/// All of them in the one region.
+/// The pages, all in the same region.
 fn places(pages: &[u32]) -> Vec<(u32, u32)> {
     pages.iter().map(|page| (0, *page)).collect()
 }
@@ -89,7 +90,7 @@ fn digest(page: &[u8], runs: PageRuns, head: usize, valid: usize) -> u64 {
     XxHash3_64::oneshot(&parts)
 }
 
-/// Digests of every valid length, and pages pulled from anywhere to anywhere.
+/// Checks digests of every valid length, and pages pulled between any positions.
 fn pages(cards: &[ComputeCard; 2], runs: PageRuns) -> Outcome<usize> {
     let two = Two::new(cards, &[RegionShape { page_bytes: runs.page_bytes(), n_pages: N_PAGES }])?;
     let (near, far) = (
@@ -142,8 +143,8 @@ fn pages(cards: &[ComputeCard; 2], runs: PageRuns) -> Outcome<usize> {
     Ok(n_checks)
 }
 
-/// The last of the sender's heads are the receiver's first, and the other way round. Both have other heads, which are
-/// neither moved nor written.
+/// Checks moves of some heads: the sender's last heads are the receiver's first ones, and the other way
+/// round. Both have other heads, which are not moved or written.
 fn some_heads(
     cards: &[ComputeCard; 2],
     (n_parts, n_heads, run_bytes): (usize, usize, usize),
@@ -188,7 +189,7 @@ fn some_heads(
     Ok(n_checks)
 }
 
-/// Whether each page there is here now.
+/// Whether each remote page has arrived.
 fn arrived(two: &Two, runs: PageRuns, from: &[u32], to: &[u32]) -> Outcome<bool> {
     let (source, target) = (two.near.read(0, 0..N_PAGES)?, two.far.read(0, 0..N_PAGES)?);
     let (source, target): (Vec<_>, Vec<_>) =
@@ -196,7 +197,8 @@ fn arrived(two: &Two, runs: PageRuns, from: &[u32], to: &[u32]) -> Outcome<bool>
     Ok(from.iter().zip(to).all(|(from, to)| source[*from as usize] == target[*to as usize]))
 }
 
-/// Rectangles over layers, some of whose blocks are neighbours on both sides, and nothing beside them is written.
+/// Checks rectangles over layers. Some of their blocks are neighbours on both sides, and no other page is
+/// written.
 fn rectangles(cards: &[ComputeCard; 2]) -> Outcome<usize> {
     const N_LAYERS: u32 = 5;
     let runs = PageRuns::whole(2, 2, 1024);

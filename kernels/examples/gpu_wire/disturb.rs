@@ -1,6 +1,6 @@
-//! How much longer a card takes for the products of a long prompt while KV is read from it, digested on it, or neither.
+//! Measures how much KV reads and digests slow down the products of a long prompt on the same GPU.
 //!
-//! What takes its time here is told apart: being read by the other card's copy engines or by its kernels, and digests by
+//! Each kind of load is measured separately: reads by the other GPU's copy engines or kernels, and digests by
 //! more or fewer multiprocessors. Each is compared with the same products alone, round by round.
 
 use std::thread;
@@ -15,14 +15,14 @@ use crate::measure::{N_LAYERS, N_PAGES, N_SENT, RUNS, What, start};
 use crate::{Outcome, Two};
 
 const N_TOKENS: usize = 8192;
-/// Rows and columns of an 8B model, in the order of a layer.
+/// Rows and columns of an 8B model's matrices, in the order of a layer.
 const MATRICES: [(usize, usize); 4] = [(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)];
 const WIDEST: usize = 14_336;
 const N_ROUNDS: usize = 10;
-/// A card that has just computed is slowed down by its limit of power.
+/// A GPU that has just computed is slowed down by its power limit.
 const REST: Duration = Duration::from_millis(150);
 
-/// Something that is done for each layer's KV meanwhile.
+/// The concurrent load for each layer's KV.
 struct Disturbance {
     name: &'static str,
     whats: &'static [What],
@@ -55,7 +55,7 @@ pub(crate) fn all(cards: &[ComputeCard; 2]) -> Outcome<Value> {
     let copiers = disturbances.iter().map(|disturbance| disturbance.copiers(&two));
     let copiers = copiers.collect::<Outcome<Vec<_>>>()?;
     let mut prompt = Prompt::new(&cards[0])?;
-    // The first one is a card's that was at rest; how long the second one takes is how often there is a layer.
+    // The first run starts on an idle GPU. The second one's time gives the interval between layers.
     prompt.ms(&cards[0], || Ok(()))?;
     let between = Duration::from_secs_f64(prompt.ms(&cards[0], || Ok(()))? / 1e3 / f64::from(N_LAYERS + 1));
     let mut times = vec![vec![]; disturbances.len()];
@@ -75,12 +75,12 @@ pub(crate) fn all(cards: &[ComputeCard; 2]) -> Outcome<Value> {
 }
 
 impl Disturbance {
-    /// The card's that computes, and the other's.
+    /// Page copiers for the GPU that computes and for the other one.
     fn copiers(&self, two: &Two) -> Outcome<[PageCopier; 2]> {
         Ok([PageCopier::new(&two.near, self.size)?, PageCopier::new(&two.far, self.size)?])
     }
 
-    /// A layer after the other, in their time.
+    /// Runs layer by layer, at the interval of the layers.
     fn go(&self, two: &Two, [near, far]: &[PageCopier; 2], between: Duration) -> Outcome<()> {
         let mut under_way = vec![];
         for layer in 0..N_LAYERS {
@@ -99,10 +99,10 @@ impl Disturbance {
     }
 }
 
-/// The products of all layers, as one thing to launch.
+/// The products of all layers, as one graph.
 struct Prompt {
     graph: Graph,
-    // What the graph works on, and in.
+    // The memory and libraries that the graph uses.
     _rooms: Vec<Buffer<Bf16>>,
     _products: Products,
 }
@@ -124,14 +124,14 @@ impl Prompt {
                 products.multiply(card, y, Weights::Bf16(w.view()), x.slice(0..N_TOKENS * k), *k)
             })
         };
-        // What is loaded when it first runs cannot be recorded.
+        // Code is loaded at its first run, which cannot be recorded.
         layer()?;
         card.synchronize()?;
         let graph = card.record(|| (0..N_LAYERS).try_for_each(|_| layer()))?;
         Ok(Self { graph, _rooms: matrices.into_iter().chain([x, y]).collect(), _products: products })
     }
 
-    /// How long it takes while something else is done.
+    /// The time of the products while `meanwhile` runs.
     fn ms(&mut self, card: &ComputeCard, meanwhile: impl FnOnce() -> Outcome<()>) -> Outcome<f64> {
         let start = card.mark()?;
         self.graph.launch()?;

@@ -1,6 +1,7 @@
-//! Memory of two GPUs and what moves pages between them: checked against the processor, then measured.
+//! Memory of two GPUs and moves of pages between them: checked against the CPU, then measured.
 //!
-//! JSON to a file, a summary to stderr; fails where a byte or a digest is wrong. It needs two GPUs that reach each other.
+//! Writes JSON to a file and a summary to stderr. Fails if a byte or a digest is wrong. Needs two GPUs with
+//! peer access.
 
 mod check;
 mod measure;
@@ -17,7 +18,7 @@ use serde_json::json;
 
 pub(crate) type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
-/// KV on two cards, the first one's mapped for the second.
+/// KV memory on two GPUs, each mapped for the other.
 pub(crate) struct Two {
     pub(crate) near: DeviceMemory,
     pub(crate) far: DeviceMemory,
@@ -44,25 +45,26 @@ impl Two {
     }
 }
 
-/// Check what moves pages between two GPUs against the processor, then measure it.
+/// Check moves of pages between two GPUs against the CPU, then measure them.
 #[derive(Debug, Parser)]
 struct Args {
-    /// The folder of the compiler's library, if it is not where the loader looks.
+    /// The folder of NVRTC, if the loader does not find it.
     #[arg(long, value_name = "FOLDER")]
     nvrtc: Option<PathBuf>,
-    /// The file that everything found is written to, as JSON.
+    /// The JSON file for all results.
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// What the file shall say of the commit.
+    /// The commit's name in the JSON file.
     #[arg(long, value_name = "NAME")]
     commit: Option<String>,
-    /// Where compiled kernels are kept: nowhere unless this is named.
+    /// The folder of the kernel cache. By default kernels are not cached.
     #[arg(long, value_name = "FOLDER")]
     cache: Option<PathBuf>,
-    /// Check some shapes and measure nothing, for tools that look at every access (`bench/gpu-sanitize.sh`).
+    /// Check some shapes and measure nothing, for tools that instrument every access
+    /// (`bench/gpu-sanitize.sh`).
     #[arg(long, value_enum, default_value_t = YesNo::No)]
     small: YesNo,
-    /// This part and nothing else.
+    /// Run this part only.
     #[arg(long, value_enum)]
     only: Option<Part>,
 }
@@ -77,7 +79,7 @@ enum YesNo {
 enum Part {
     Check,
     Measure,
-    /// What products lose beside it.
+    /// The slowdown of concurrent products.
     Disturb,
 }
 

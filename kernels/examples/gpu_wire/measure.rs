@@ -1,4 +1,4 @@
-//! How fast 1 GiB of KV comes from one card to the other: the KV of 8,192 tokens of Llama-3.1-8B.
+//! Measures the transfer of 1 GiB of KV between two GPUs: the KV of 8,192 tokens of Llama-3.1-8B.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -12,12 +12,12 @@ use crate::{Outcome, Two};
 
 pub(crate) const RUNS: PageRuns = PageRuns::whole(2, 8, 4096);
 pub(crate) const N_LAYERS: u32 = 32;
-/// Pages of each layer: twice what is sent, so that the KV is scattered.
+/// Pages of each layer: twice the number that is sent, so that the KV is scattered.
 pub(crate) const N_PAGES: u32 = 1024;
 pub(crate) const N_SENT: u32 = 512;
 const GIGABYTE: f64 = 1e9;
 const ROUNDS: usize = 15;
-/// Copy jobs that wait on the card, so that it never waits for the host.
+/// Copy jobs that are queued on the GPU, so that it never waits for the host.
 const AHEAD: usize = 6;
 
 #[derive(Clone, Copy, PartialEq)]
@@ -26,20 +26,20 @@ pub(crate) enum What {
     Copy,
     Pull,
     Digest,
-    /// The way of the connector.
+    /// The connector's method.
     Fetch {
         digests: bool,
     },
 }
 
 impl What {
-    /// Whether the card that has the pages does it.
+    /// Whether the GPU that has the pages does the work.
     pub(crate) fn is_near(self) -> bool {
         matches!(self, Self::Digest | Self::Push)
     }
 }
 
-/// How all pages are divided into copy jobs.
+/// The division of all pages into copy jobs.
 #[derive(Clone, Copy)]
 struct CopyJobs {
     n_layers: u32,
@@ -116,7 +116,7 @@ fn median_of(
     median(|| whole(two, &copier, what, pages, copy_jobs))
 }
 
-/// All layers, some in a copy job, as a sequence that is computed already is sent.
+/// Copies all layers, some in each copy job, like a sequence that is computed already.
 fn whole(two: &Two, copier: &PageCopier, what: What, pages: &[u32], copy_jobs: CopyJobs) -> Outcome<()> {
     let is_scattered = pages[2] != pages[1] + 1;
     let mut under_way = VecDeque::new();
@@ -148,7 +148,7 @@ pub(crate) fn start(
     let some = SomePages { places, n_of_layer, runs: RUNS, partial: None };
     let mut offsets: Vec<u64> = places.iter().map(|(region, page)| two.near.offset(*region, *page)).collect();
     if is_scattered {
-        // Each layer's pages come in another order than they lie here.
+        // Each layer's pages arrive in another order than here.
         offsets.chunks_mut(n_of_layer).for_each(<[u64]>::reverse);
     }
     let at = |memory| RemotePages { memory, offsets: &offsets, runs: RUNS };

@@ -1,9 +1,9 @@
 //! Hot path.
-//! Attention over KV that lies in pages, a block of tokens each, wherever they are.
+//! Attention over paged KV. A page has a block of tokens and can be anywhere in memory.
 //!
-//! A query looks at its keys sixteen at a time, in the order of their positions, with a running maximum and a running
-//! sum (online softmax). It does so by itself: which other queries are in the batch, and how a prompt was cut into
-//! chunks, changes nothing. Queries of one sequence that share a KV head share the work of widening its keys and
+//! A query handles its keys sixteen at a time, in order of position, with a running maximum and a running sum
+//! (online softmax). Its result does not depend on the other queries in the batch, nor on how a prompt was
+//! cut into chunks. Queries of one sequence that share a KV head share the work of widening its keys and
 //! values.
 
 use std::ops::Range;
@@ -17,16 +17,16 @@ use super::scratch;
 use super::simd::{Kernel, LANES, Simd, Tiles};
 use super::tile::{self, F32Row, Start, Sums};
 
-/// Queries that one part of the work takes on, all of one KV head.
+/// Queries in one part of the work, all with the same KV head.
 const QUERIES: usize = 32;
 
-/// How one layer's KV lies in a page: `[K|V][kv_head][token][dim]`.
+/// The layout of one layer's KV in a page: `[K|V][kv_head][token][dim]`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct KvShape {
     pub block_tokens: usize,
     pub n_kv_heads: usize,
     pub head_dim: usize,
-    /// `F32` or `Bf16`.
+    /// `F32`, `Bf16` or `Fp8`.
     pub format: Format,
 }
 
@@ -34,22 +34,22 @@ pub struct KvShape {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Attention {
     pub kv: KvShape,
-    /// A multiple of the KV heads.
+    /// A multiple of the number of KV heads.
     pub n_heads: usize,
-    /// What scores are multiplied by.
+    /// The factor for scores.
     pub scale: f32,
-    /// How many tokens a query sees, itself included; `None`: all before it.
+    /// The number of tokens that a query sees, with itself. `None` means all earlier tokens.
     pub window: Option<usize>,
 }
 
-/// Neighbouring tokens of one sequence, and the pages of all that they can see.
+/// Neighbouring tokens of one sequence, and the pages of all tokens that they see.
 #[derive(Clone, Debug)]
 pub struct Stretch<'a> {
-    /// Which rows of the activations they are.
+    /// Their rows in the activations.
     pub rows: Range<usize>,
-    /// The position of the first of them.
+    /// The position of the first token.
     pub start: usize,
-    /// Which block of the sequence `pages` starts with.
+    /// The index of the sequence's block in the first page.
     pub first_block: usize,
     pub pages: Vec<&'a [u8]>,
 }
@@ -58,7 +58,7 @@ impl KvShape {
     /// Bytes of a page.
     ///
     /// # Panics
-    /// If KV cannot be of this format.
+    /// If KV cannot have this format.
     pub fn page_bytes(&self) -> usize {
         let number_bytes = match self.format {
             Format::F32 => 4,
@@ -71,12 +71,12 @@ impl KvShape {
         2 * self.n_kv_heads * self.head_numbers() * number_bytes
     }
 
-    /// Numbers of one head's K, or V, in a page.
+    /// The numbers of one head's K or V in a page.
     fn head_numbers(&self) -> usize {
         self.block_tokens * self.head_dim
     }
 
-    /// Where one head's keys (part 0) or values (part 1) are in a page, from `token` on.
+    /// The index in a page of one head's keys (part 0) or values (part 1), from `token` on.
     fn numbers(&self, part: usize, head: usize, token: usize) -> usize {
         (part * self.n_kv_heads + head) * self.head_numbers() + token * self.head_dim
     }
@@ -90,10 +90,11 @@ impl Attention {
 }
 
 impl Processor {
-    /// Writes keys and values of neighbouring tokens, rows of `n_kv_heads * head_dim`, into a page, from `slot` on.
+    /// Writes keys and values of neighbouring tokens into a page, from `slot` on. They are rows of
+    /// `n_kv_heads * head_dim`.
     ///
     /// # Panics
-    /// If the page is not of this shape, or they do not fit into it.
+    /// If the page does not have this shape, or they do not fit into it.
     pub fn write_kv(&self, shape: &KvShape, page: &mut [u8], slot: usize, keys: &[f32], values: &[f32]) {
         assert_eq!(page.len(), shape.page_bytes(), "page");
         assert_eq!(keys.len(), values.len());
@@ -110,22 +111,22 @@ impl Processor {
 
     fn write_head(&self, format: Format, page: &mut [u8], at: usize, numbers: &[f32]) {
         if format == Format::F32 {
-            let page = number::f32s_mut(page).expect("pages start on a number's edge");
+            let page = number::f32s_mut(page).expect("pages are aligned");
             page[at..at + numbers.len()].copy_from_slice(numbers);
         } else if format == Format::Fp8 {
             for (narrow, wide) in page[at..].iter_mut().zip(numbers) {
                 *narrow = number::f32_to_f8(*wide);
             }
         } else {
-            let page = number::u16s_mut(page).expect("pages start on a number's edge");
+            let page = number::u16s_mut(page).expect("pages are aligned");
             self.narrow(numbers, &mut page[at..at + numbers.len()]);
         }
     }
 
-    /// Attends from every query of the stretches to what it may see. `q` and `out` are rows of `n_heads * head_dim`.
+    /// Computes attention for every query of the stretches. `q` and `out` are rows of `n_heads * head_dim`.
     ///
     /// # Panics
-    /// If the pages of a stretch are not of the shape, or too few.
+    /// If the pages of a stretch do not have the shape, or are too few.
     pub fn attend(&self, attention: &Attention, q: &[f32], stretches: &[Stretch<'_>], out: &mut [f32]) {
         let width = attention.n_heads * attention.kv.head_dim;
         assert_eq!(q.len(), out.len());
@@ -142,11 +143,11 @@ impl Processor {
     }
 }
 
-/// Some rows of one stretch, and one KV head.
+/// Some rows of one stretch, for one KV head.
 #[derive(Clone, Debug)]
 struct Part<'a> {
     stretch: &'a Stretch<'a>,
-    /// Within the stretch.
+    /// Relative to the stretch.
     rows: Range<usize>,
     kv_head: usize,
 }
@@ -162,14 +163,14 @@ fn parts<'a>(attention: &Attention, stretch: &'a Stretch<'a>) -> impl Iterator<I
     })
 }
 
-/// A part, and what follows from the shape.
+/// A part, and values derived from the shape.
 #[derive(Clone, Copy)]
 struct Work<'a> {
     attention: &'a Attention,
     part: &'a Part<'a>,
     /// Query heads per KV head.
     group: usize,
-    /// A head's numbers, filled up to whole vectors.
+    /// The size of a head, padded to whole vectors.
     padded: usize,
 }
 
@@ -187,7 +188,7 @@ impl<'a> Work<'a> {
         (2 * self.n_queries() + 2 * LANES) * self.padded + (LANES + 3) * self.n_queries()
     }
 
-    /// The row in the activations, and the first of the head's columns.
+    /// The row in the activations, and the first column of the head.
     fn place(&self, query: usize) -> (usize, usize) {
         let row = self.part.stretch.rows.start + self.part.rows.start + query / self.group;
         let head = self.part.kv_head * self.group + query % self.group;
@@ -198,24 +199,24 @@ impl<'a> Work<'a> {
         self.part.stretch.start + self.part.rows.start + query / self.group
     }
 
-    /// Positions that any of the queries sees.
+    /// The positions that at least one query sees.
     fn seen(&self) -> Range<usize> {
         let last = self.position(self.n_queries() - 1);
         self.attention.first_seen(self.position(0))..last + 1
     }
 }
 
-/// What a part computes in. Rows are `padded` numbers; what fills them up is zero.
+/// The buffers of a part. Rows have `padded` numbers; the padding is zero.
 struct Scratch<'a> {
     queries: &'a mut [f32],
-    /// The weighted sum of values, by query.
+    /// The weighted sum of values for each query.
     outputs: &'a mut [f32],
     /// Sixteen keys.
     keys: &'a mut [f32],
     values: &'a mut [f32],
-    /// The greatest score so far, by query.
+    /// The greatest score so far for each query.
     greatest: &'a mut [f32],
-    /// The sum of all weights so far, relative to the greatest score.
+    /// The sum of all weights so far for each query, relative to the greatest score.
     total: &'a mut [f32],
     /// The factors that scale the earlier sums to the greatest score of the current sixteen keys.
     shrink: &'a mut [f32],
@@ -241,13 +242,13 @@ impl<'a> Scratch<'a> {
     }
 }
 
-/// Up to sixteen neighbouring tokens of one page.
+/// Up to sixteen neighbouring tokens in one page.
 #[derive(Clone, Copy)]
 struct Keys<'a> {
     page: &'a [u8],
-    /// The first one's place in the page.
+    /// The index of the first token in the page.
     token: usize,
-    /// The first one's position in the sequence.
+    /// The position of the first token in the sequence.
     position: usize,
     n: usize,
 }
@@ -307,7 +308,7 @@ impl Attend<'_> {
         self.work.attention.n_heads * self.work.attention.kv.head_dim
     }
 
-    /// All queries, at some keys.
+    /// Updates all queries with some keys.
     #[inline(always)]
     fn look_at<S: Simd>(&mut self, simd: S, keys: Keys<'_>) {
         if keys.position >= self.work.seen().end {
@@ -321,7 +322,7 @@ impl Attend<'_> {
         self.add_values(simd, keys);
     }
 
-    /// Which of the sixteen a query sees.
+    /// The range of the sixteen keys that a query sees.
     #[inline(always)]
     fn seen(&self, query: usize, keys: Keys<'_>) -> Range<usize> {
         let position = self.work.position(query);
@@ -330,7 +331,7 @@ impl Attend<'_> {
         first.min(end)..end
     }
 
-    /// Brings keys and values of this part's KV head into f32.
+    /// Widens keys and values of this part's KV head to f32.
     #[inline(always)]
     fn widen<S: Simd>(&mut self, simd: S, keys: Keys<'_>) {
         let (kv, head, padded) = (self.work.attention.kv, self.work.part.kv_head, self.work.padded);
@@ -343,7 +344,7 @@ impl Attend<'_> {
         }
     }
 
-    /// The dot products of all queries and sixteen keys.
+    /// Computes the dot products of all queries with sixteen keys.
     #[inline(always)]
     fn score<S: Simd>(&mut self, simd: S) {
         let (mut nth, n) = (0, self.work.n_queries());
@@ -360,7 +361,7 @@ impl Attend<'_> {
         }
     }
 
-    /// `Q` queries, at `K` keys at a time.
+    /// Computes the scores of `Q` queries, with `K` keys at a time.
     #[inline(always)]
     fn score_some<S: Simd, const Q: usize, const K: usize>(&mut self, simd: S, nth: usize) {
         let Scratch { queries, keys, sums, weights, .. } = &mut self.scratch;
@@ -381,7 +382,7 @@ impl Attend<'_> {
         }
     }
 
-    /// Makes weights of one query's scores, relative to the greatest score so far.
+    /// Turns one query's scores into weights, relative to the greatest score so far.
     #[inline(always)]
     fn weigh<S: Simd>(&mut self, simd: S, nth: usize, seen: Range<usize>) {
         self.scratch.shrink[nth] = 1.0;
@@ -395,7 +396,7 @@ impl Attend<'_> {
         let greatest = before.max(simd.greatest(simd.load(weights)));
         simd.store(exp(simd, simd.sub(simd.load(weights), simd.splat(greatest))), weights);
         hide(weights, &seen, 0.0);
-        // What was summed up so far was relative to a smaller score. Nothing was, if there was none.
+        // Earlier sums are relative to a smaller maximum. If the maximum did not change, they need no factor.
         let shrink =
             if greatest > before { first_lane(simd, exp(simd, simd.splat(before - greatest))) } else { 1.0 };
         self.scratch.shrink[nth] = shrink;
@@ -403,7 +404,7 @@ impl Attend<'_> {
         self.scratch.total[nth] = self.scratch.total[nth] * shrink + simd.sum(simd.load(weights));
     }
 
-    /// Adds sixteen values to every query's output. Queries that see the same of them share the loads.
+    /// Adds sixteen values to every query's output. Queries that see the same values share the loads.
     #[inline(always)]
     fn add_values<S: Simd>(&mut self, simd: S, keys: Keys<'_>) {
         let (mut nth, n) = (0, self.work.n_queries());
@@ -435,7 +436,7 @@ impl Attend<'_> {
     }
 }
 
-/// Values to be added to the outputs of some neighbouring queries.
+/// The values to add to the outputs of some neighbouring queries.
 struct Weighted<'a> {
     outputs: &'a mut [f32],
     values: &'a [f32],
@@ -446,7 +447,7 @@ struct Weighted<'a> {
 }
 
 impl Weighted<'_> {
-    /// `Q` queries, as many vectors at a time as there are registers for.
+    /// Adds for `Q` queries, with the number of vectors at a time that the registers allow.
     #[inline(always)]
     fn add_all<S: Simd, const Q: usize>(mut self, simd: S) {
         let mut at = 0;
@@ -465,7 +466,8 @@ impl Weighted<'_> {
         }
     }
 
-    /// `N` vectors of `Q` outputs, from `at` on. Tokens are added in order, each by one fused multiply-add.
+    /// Adds to `N` vectors of `Q` outputs, from `at` on. Tokens are added in order, each by one fused
+    /// multiply-add.
     #[inline(always)]
     fn add<S: Simd, const Q: usize, const N: usize>(&mut self, simd: S, at: usize) {
         let mut sums = [[simd.zero(); N]; Q];
@@ -498,7 +500,7 @@ fn vectors<const N: usize>(numbers: &[f32]) -> &[[f32; LANES]] {
     numbers[..N * LANES].as_chunks().0
 }
 
-/// Overwrites what may not be seen.
+/// Overwrites the lanes that the query does not see.
 #[inline(always)]
 fn hide(lanes: &mut [f32; LANES], seen: &Range<usize>, with: f32) {
     if seen.len() < LANES {
@@ -517,7 +519,7 @@ fn first_lane<S: Simd>(simd: S, a: S::F) -> f32 {
 #[inline(always)]
 fn widen<S: Simd>(simd: S, format: Format, page: &[u8], at: usize, wide: &mut [f32]) {
     if format == Format::F32 {
-        let page = number::f32s(page).expect("pages start on a number's edge");
+        let page = number::f32s(page).expect("pages are aligned");
         wide.copy_from_slice(&page[at..at + wide.len()]);
         return;
     }
@@ -533,7 +535,7 @@ fn widen<S: Simd>(simd: S, format: Format, page: &[u8], at: usize, wide: &mut [f
         }
         return;
     }
-    let page = number::u16s(page).expect("pages start on a number's edge");
+    let page = number::u16s(page).expect("pages are aligned");
     let (narrow, narrow_tail) = page[place].as_chunks::<LANES>();
     for (wide, narrow) in wide.iter_mut().zip(narrow) {
         simd.store(simd.load_bf16(narrow), wide);

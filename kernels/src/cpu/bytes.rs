@@ -1,4 +1,4 @@
-//! Bytes that many share and none changes: a mapped file, or memory of our own.
+//! Immutable bytes that several users share: a mapped file, or anonymous memory.
 
 use std::fmt;
 use std::fs::File;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use memmap2::{Mmap, MmapMut};
 
-/// A part of a read-only mapping. Cloning and slicing share the mapping; the last to go unmaps it.
+/// A part of a read-only mapping. Cloning and slicing share the mapping. Dropping the last part unmaps it.
 #[derive(Clone)]
 pub struct SharedBytes {
     mapping: Arc<Mmap>,
@@ -19,20 +19,21 @@ pub struct SharedBytes {
 impl SharedBytes {
     /// Maps a whole file. Two processes that map the same file share its memory.
     ///
-    /// The file must not be changed in place while it is mapped: a model folder is replaced, never rewritten. If it
-    /// is cut short, reading beyond the new end kills the process, as with any program that maps its input.
+    /// The file must not change while it is mapped: a model folder is replaced, never rewritten. If the file
+    /// is truncated, a read after the new end kills the process, as with any mapped file.
     pub fn map(path: &Path) -> io::Result<Self> {
         let file = File::open(path)?;
-        // JUSTIFICATION: weights are gigabytes; reading them would keep a second copy beside the page cache's.
-        // SAFETY: the mapping is read-only and private; the caller promises above that the file does not change.
+        // JUSTIFICATION: weights are gigabytes; reading them into memory would duplicate the page cache's
+        // copy.
+        // SAFETY: the mapping is read-only and private. As documented above, the file does not change.
         let mapping = unsafe { Mmap::map(&file)? };
         Ok(Self::whole(mapping))
     }
 
-    /// Memory of our own, on a page's edge, which `fill` writes once. It starts as zeroes.
+    /// Page-aligned anonymous memory, zero at first, which `fill` writes once.
     pub fn filled(len: usize, fill: impl FnOnce(&mut [u8])) -> io::Result<Self> {
         let mut mapping = MmapMut::map_anon(len.max(1))?;
-        // Huge pages save page faults and TLB misses; a system that has none serves as well, only slower.
+        // Huge pages save page faults and TLB misses. Without them, this works more slowly.
         #[cfg(target_os = "linux")]
         let _ = mapping.advise(memmap2::Advice::HugePage);
         fill(&mut mapping[..len]);
@@ -40,7 +41,7 @@ impl SharedBytes {
     }
 
     /// # Panics
-    /// If the range does not lie within these bytes.
+    /// If the range is not within these bytes.
     pub fn slice(&self, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= self.len(), "{range:?} of {} bytes", self.len());
         let start = self.range.start + range.start;

@@ -10,14 +10,14 @@ use std::ops::Range;
 /// columns, and parts of attention have disjoint heads or rows.
 pub(super) struct Columns<'a> {
     start: *mut f32,
-    /// The number of the first column that there is room for: of a matrix's outputs, some may be wanted only.
+    /// The number of the first column in the output, which may have only some of a matrix's columns.
     first: usize,
     n_columns: usize,
     len: usize,
     out: PhantomData<&'a mut [f32]>,
 }
 
-// SAFETY: a `Columns` is a `&mut [f32]`, which may be sent and shared; it is written through `set` alone.
+// SAFETY: a `Columns` is a `&mut [f32]`, which may be sent and shared. Only `set` writes it.
 unsafe impl Sync for Columns<'_> {}
 
 impl<'a> Columns<'a> {
@@ -33,8 +33,8 @@ impl<'a> Columns<'a> {
         let column = column - self.first;
         let at = row * self.n_columns + column;
         assert!(column + values.len() <= self.n_columns && at + values.len() <= self.len);
-        // JUSTIFICATION: columns of a row-major matrix are no slice that could be borrowed mutably.
-        // SAFETY: the target is within the output, which is borrowed for 'a, and by this type's contract no other
+        // JUSTIFICATION: columns of a row-major matrix are not a slice, so they cannot be borrowed mutably.
+        // SAFETY: the target is within the output, which is borrowed for 'a. By this type's contract no other
         // thread writes there.
         unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), self.start.add(at), values.len()) }
     }

@@ -1,4 +1,4 @@
-//! A weight matrix, as it lies in a checkpoint: one row of numbers per output.
+//! A weight matrix as a checkpoint stores it: one row of numbers for each output.
 
 use std::io;
 use std::sync::Arc;
@@ -9,31 +9,31 @@ use super::number::{self, bf16_to_f32, f8_to_f32, f16_to_f32};
 /// Weights that share one scale in [`Format::Q8`].
 pub const Q8_BLOCK: usize = 32;
 
-/// How a matrix's numbers are written.
+/// The number format of a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Format {
     F32,
     Bf16,
     F16,
-    /// Whole numbers of 8 bits, and one f32 scale for each 32 of a row: first all numbers, then all scales.
+    /// 8-bit integers, and one f32 scale for each 32 of a row: first all numbers, then all scales.
     Q8,
-    /// Numbers of 8 bits with a sign, 4 bits of exponent and 3 more (e4m3), and one scale for each row, which lies
-    /// elsewhere.
+    /// 8-bit floating point (e4m3: 4 bits of exponent, 3 of mantissa). The scales, one for each row, are
+    /// stored separately.
     Fp8,
 }
 
-/// `rows` outputs of `cols` inputs each.
+/// A matrix of `rows` outputs with `cols` inputs each.
 #[derive(Clone, Debug)]
 pub struct Matrix {
     bytes: SharedBytes,
     rows: usize,
     cols: usize,
     format: Format,
-    /// One for each row of [`Format::Fp8`]; none for the others.
+    /// One for each row in [`Format::Fp8`]; otherwise empty.
     scales: Arc<[f32]>,
 }
 
-/// The bytes are not those of such a matrix.
+/// The bytes have the wrong length for such a matrix.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{rows} x {cols} numbers of {format:?} take {expected} bytes, not {found}")]
 pub struct WrongSize {
@@ -55,7 +55,7 @@ impl Format {
         }
     }
 
-    /// Bytes of a matrix, scales that lie elsewhere left out; `None` if no machine could hold it.
+    /// Bytes of a matrix, without separate scales. `None` if the size overflows.
     pub fn bytes(self, rows: usize, cols: usize) -> Option<usize> {
         let numbers = rows.checked_mul(cols)?;
         match self {
@@ -68,22 +68,22 @@ impl Format {
     }
 }
 
-/// Where the scales of a [`Format::Q8`] matrix start: on a number's edge.
+/// The offset of the scales in a [`Format::Q8`] matrix, aligned for f32.
 pub(super) fn scales_offset(numbers: usize) -> Option<usize> {
     numbers.checked_next_multiple_of(4)
 }
 
 impl Matrix {
-    /// Takes the bytes as they are. Only where they lie off the edge of a number are they copied.
+    /// Takes the bytes without a copy. [`aligned`](Self::aligned) copies them if they are not aligned.
     ///
     /// # Panics
     /// If the format is [`Format::Fp8`]: see [`Self::scaled`].
     pub fn new(bytes: SharedBytes, rows: usize, cols: usize, format: Format) -> Result<Self, WrongSize> {
-        assert!(format != Format::Fp8, "its rows have scales");
+        assert!(format != Format::Fp8, "an FP8 matrix has scales");
         Self::of_format(bytes, rows, cols, format, Arc::new([]))
     }
 
-    /// In [`Format::Fp8`]: as many rows as there are scales.
+    /// A matrix in [`Format::Fp8`], with one row for each scale.
     pub fn scaled(bytes: SharedBytes, cols: usize, scales: Arc<[f32]>) -> Result<Self, WrongSize> {
         Self::of_format(bytes, scales.len(), cols, Format::Fp8, scales)
     }
@@ -102,7 +102,7 @@ impl Matrix {
         Ok(Self { bytes, rows, cols, format, scales })
     }
 
-    /// The same numbers, moved to where vectors can be loaded from if they are not there.
+    /// The same matrix, copied if its numbers are not aligned.
     pub fn aligned(self) -> io::Result<Self> {
         let edge = match self.format {
             Format::F32 | Format::Q8 => 4,
@@ -128,12 +128,12 @@ impl Matrix {
         self.format
     }
 
-    /// Its numbers as they lie there; of [`Format::Q8`] its scales too.
+    /// The stored numbers; for [`Format::Q8`] also the scales.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// One for each row of [`Format::Fp8`]; none for the others.
+    /// One for each row in [`Format::Fp8`]; otherwise empty.
     pub fn scales(&self) -> &[f32] {
         &self.scales
     }
@@ -141,7 +141,7 @@ impl Matrix {
     /// One row, widened.
     ///
     /// # Panics
-    /// If there is no such row, or `to` has another length.
+    /// If the row does not exist, or `to` has another length.
     pub fn read_row(&self, row: usize, to: &mut [f32]) {
         assert_eq!(to.len(), self.cols);
         let numbers = row * self.cols..(row + 1) * self.cols;
@@ -179,7 +179,7 @@ impl Matrix {
         let numbers = self.rows * self.cols;
         let (values, scales) = self.bytes.split_at(numbers.next_multiple_of(4));
         let scales =
-            number::f32s(scales).expect("`aligned` was called, and the numbers are filled up to 4 bytes");
+            number::f32s(scales).expect("`aligned` was called, and the numbers are padded to 4 bytes");
         (&number::i8s(values).expect("bytes are always aligned")[..numbers], scales)
     }
 }

@@ -1,11 +1,12 @@
-//! Kernels for the processor: the arithmetic of a language model, exact and independent of the batch.
+//! CPU kernels for language models, with results that do not depend on the batch.
 //!
-//! Suggested reading order: the threads and instructions ([`processor`], `pool`, `simd`), the layout of numbers
-//! ([`number`], [`bytes`], [`matrix`]), how products are added up (`tile`, `strips`, [`product`]), and
-//! the rest of a layer ([`rows`], [`attention`]).
+//! Suggested reading order: threads and instruction sets ([`processor`], `pool`, `simd`), number formats
+//! ([`number`], [`bytes`], [`matrix`]), products (`tile`, `strips`, [`product`]), and the rest of a layer
+//! ([`rows`], [`attention`]).
 //! See `docs/decisions/0003-own-cpu-kernels.md`.
 
-// Loops over constant ranges are unrolled, and what they index stays in registers; iterators do not promise that.
+// Loops over constant ranges are unrolled, and the indexed values stay in registers. Iterators do not
+// guarantee that.
 #![allow(clippy::needless_range_loop)]
 
 pub mod processor;

@@ -1,8 +1,8 @@
-//! Number types narrower than f32, and slices of bytes read as numbers.
+//! Number formats narrower than f32, and casts from bytes to numbers.
 
 pub use device::number::{bf16_to_f32, f32_to_bf16};
 
-/// Widening is exact: every f16, subnormal ones included, is an f32.
+/// Widening is exact: every f16, also a subnormal, is an f32.
 #[inline(always)]
 pub fn f16_to_f32(narrow: u16) -> f32 {
     let sign = u32::from(narrow & 0x8000) << 16;
@@ -17,7 +17,7 @@ pub fn f16_to_f32(narrow: u16) -> f32 {
     f32::from_bits(sign | bits)
 }
 
-/// To the nearest f16, halves to even; beyond its range, infinity. A NaN stays one.
+/// Rounds to the nearest f16, ties to even. Larger numbers become infinity. NaN stays NaN.
 pub fn f32_to_f16(wide: f32) -> u16 {
     let sign = ((wide.to_bits() >> 16) & 0x8000) as u16;
     let magnitude = wide.abs();
@@ -28,7 +28,7 @@ pub fn f32_to_f16(wide: f32) -> u16 {
         return sign | 0x7C00;
     }
     if magnitude < 6.103_515_6e-5 {
-        // Subnormal: a whole number of 2^-24.
+        // A subnormal is a multiple of 2^-24.
         return sign | (magnitude * 16_777_216.0).round_ties_even() as u16;
     }
     let bits = magnitude.to_bits();
@@ -36,29 +36,29 @@ pub fn f32_to_f16(wide: f32) -> u16 {
     sign | ((rounded >> 13) - ((127 - 15) << 10)) as u16
 }
 
-/// The largest number of 8 bits (e4m3), of either sign. There is no infinity.
+/// The largest finite 8-bit number (e4m3). There is no infinity.
 pub const F8_MAX: f32 = 448.0;
 
-/// Widening is exact: every number of 8 bits (e4m3) is an f16, 256 times smaller. A NaN stays one.
+/// Widening is exact: every 8-bit number (e4m3) is an f16 that is 256 times smaller. NaN stays NaN.
 #[inline(always)]
 pub fn f8_to_f16_256th(narrow: u8) -> u16 {
     let (sign, magnitude) = (u16::from(narrow & 0x80) << 8, u16::from(narrow & 0x7F));
-    // The last of the 16 exponents stands for ordinary numbers; only its last pattern is NaN.
+    // Numbers with the largest exponent are ordinary; only the last bit pattern is NaN.
     sign | if magnitude == 0x7F { 0x7E00 } else { magnitude << 7 }
 }
 
-/// Widening is exact. A NaN stays one.
+/// Widening is exact. NaN stays NaN.
 #[inline(always)]
 pub fn f8_to_f32(narrow: u8) -> f32 {
     f16_to_f32(f8_to_f16_256th(narrow)) * 256.0
 }
 
-/// To the nearest number of 8 bits (e4m3), halves to even; beyond its range, the largest. A NaN stays one.
+/// Rounds to the nearest 8-bit number (e4m3), ties to even. Larger numbers become the largest. NaN stays NaN.
 #[inline(always)]
 pub fn f32_to_f8(wide: f32) -> u8 {
     let sign = ((wide.to_bits() >> 24) & 0x80) as u8;
     let magnitude = wide.abs();
-    // A subnormal is a whole number of 2^-9: beside 2^14, f32 has no finer numbers, and adding rounds.
+    // A subnormal is a multiple of 2^-9. Around 2^14, f32 has no finer steps, so the addition rounds.
     let subnormal = (magnitude + 16_384.0).to_bits() - 16_384f32.to_bits();
     let bits = magnitude.min(F8_MAX).to_bits();
     let rounded = bits + 0x7_FFFF + ((bits >> 20) & 1);
@@ -67,12 +67,13 @@ pub fn f32_to_f8(wide: f32) -> u8 {
     sign | if wide.is_nan() { 0x7F } else { number as u8 }
 }
 
-/// Bytes as numbers, or `None` where they do not lie on a whole number's edge.
+/// Views bytes as numbers. Returns `None` if the bytes are not aligned or not whole numbers.
 macro_rules! views {
     ($(#[$doc:meta] $name:ident, $name_mut:ident: $number:ty;)*) => {$(
         #[$doc]
         pub fn $name(bytes: &[u8]) -> Option<&[$number]> {
-            // SAFETY: every bit pattern is a valid number of this type, and `align_to` minds alignment and length.
+            // SAFETY: every bit pattern is a valid number of this type. `align_to` respects alignment and
+            // length.
             match unsafe { bytes.align_to::<$number>() } {
                 ([], numbers, []) => Some(numbers),
                 _ => None,
@@ -81,7 +82,8 @@ macro_rules! views {
 
         #[$doc]
         pub fn $name_mut(bytes: &mut [u8]) -> Option<&mut [$number]> {
-            // SAFETY: as above, and every number is valid bytes.
+            // SAFETY: every bit pattern is a valid number of this type, and every number is valid bytes.
+            // `align_to_mut` respects alignment and length.
             match unsafe { bytes.align_to_mut::<$number>() } {
                 ([], numbers, []) => Some(numbers),
                 _ => None,
@@ -178,7 +180,7 @@ mod tests {
     #[test]
     fn bytes_off_the_edge_are_no_numbers() {
         let bytes = [0f32; 2];
-        // SAFETY: eight bytes of the array.
+        // SAFETY: the slice covers the eight bytes of the array.
         let bytes = unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast::<u8>(), 8) };
         assert_eq!(f32s(bytes), Some([0.0, 0.0].as_slice()));
         assert_eq!(f32s(&bytes[1..5]), None);

@@ -1,11 +1,11 @@
 //! Hot path.
-//! A few threads that share one piece of work at a time.
+//! A few threads that share one job at a time.
 //!
-//! A decode step of a small model is hundreds of pieces of a few microseconds each, one after the other, and the
-//! machine may be shared with other nodes. So the calling thread works too, threads claim one part at a time, and
-//! the caller does not wait for a helper that has not started: a helper that the system does not run costs nothing. A
-//! barrier, or a fixed share per thread, cannot do that. Between two pieces a helper polls for a moment, yielding to
-//! other threads, and then sleeps.
+//! A decode step of a small model is hundreds of jobs of a few microseconds each, one after the other. Other
+//! nodes may use the machine too. So the calling thread works too, threads claim one part at a time, and the
+//! caller does not wait for a helper that has not started. A helper that the system does not schedule thus
+//! costs nothing, unlike with a barrier or a fixed share for each thread. Between two jobs a helper polls
+//! briefly, yielding to other threads, and then sleeps.
 
 use std::fmt;
 use std::io;
@@ -15,9 +15,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-/// How often a thread looks again, giving way in between, before it sleeps: some tens of microseconds.
+/// The number of polls, with yields between them, before a thread sleeps: some tens of microseconds.
 const LOOKS: usize = 40;
-/// Pauses between two looks.
+/// Spin hints between two polls.
 const PAUSES_PER_LOOK: usize = 32;
 
 /// Threads for [`Pool::run`]. Dropping it ends them.
@@ -28,20 +28,21 @@ pub struct Pool {
 
 struct Shared {
     state: Mutex<State>,
-    /// Signalled when a job is there, or the end has come.
+    /// Signalled when there is a job, or when the pool ends.
     work: Condvar,
     /// Signalled when the last helper leaves a job.
     left: Condvar,
-    /// A hint for helpers that look without locking: changes with every job.
+    /// Lets helpers poll without the lock: it changes with every job.
     n_jobs: AtomicUsize,
 }
 
 struct State {
-    /// The job that helpers may join. It lies on the stack of the thread in `run`, which takes it away before it leaves.
+    /// The job that helpers may join. It is on the stack of the thread in `run`, which removes it before it
+    /// returns.
     job: Option<JobRef>,
-    /// Which job that is, counted from the pool's start.
+    /// The number of the job, counted from the pool's start.
     n_jobs: usize,
-    /// Helpers that are in the job.
+    /// The number of helpers that work on the job.
     joined: usize,
     ended: bool,
 }
@@ -49,7 +50,7 @@ struct State {
 #[derive(Clone, Copy)]
 struct JobRef(*const Job<'static>);
 
-// SAFETY: a `Job` is Sync (see its fields), and `Pool::run` keeps it alive for as long as any thread can reach it.
+// SAFETY: a `Job` is Sync (see its fields). `Pool::run` keeps it alive while any thread can access it.
 unsafe impl Send for JobRef {}
 
 struct Job<'a> {
@@ -62,7 +63,7 @@ struct Job<'a> {
 // === impl Pool ===
 
 impl Pool {
-    /// `threads` counts the caller of [`Pool::run`]: one less is started.
+    /// `threads` includes the caller of [`Pool::run`], so one thread fewer is started.
     pub fn new(threads: NonZero<usize>) -> io::Result<Self> {
         let state = State { job: None, n_jobs: 0, joined: 0, ended: false };
         let shared = Arc::new(Shared {
@@ -84,12 +85,14 @@ impl Pool {
         self.helpers.len() + 1
     }
 
-    /// Calls `part` once for every number below `n_parts`, on this thread and on helpers, and returns when all are done.
+    /// Calls `part` once for every number below `n_parts`, on this thread and on helpers. Returns when all
+    /// calls are done.
     ///
-    /// Called from within a part, or while another thread is in here, it does all parts on the calling thread.
+    /// If it is called from within a part, or while another thread runs a job, the calling thread does all
+    /// parts.
     ///
     /// # Panics
-    /// If a part does.
+    /// If a part panics.
     pub fn run(&self, n_parts: usize, part: &(dyn Fn(usize) + Sync)) {
         let job = Job { part, n_parts, next: AtomicUsize::new(0), panicked: AtomicBool::new(false) };
         let shown = (n_parts > 1 && !self.helpers.is_empty()).then(|| self.shared.show(&job)).flatten();
@@ -98,7 +101,8 @@ impl Pool {
         assert!(!job.panicked.load(Ordering::Relaxed), "a part of the work panicked on a helper thread");
     }
 
-    /// [`Pool::run`] with a mutable part of `data` for each call: `part_len` elements, fewer in the last.
+    /// Like [`Pool::run`], with a mutable part of `data` for each call: `part_len` elements, fewer in the
+    /// last.
     pub fn run_on<T: Send>(&self, data: &mut [T], part_len: usize, part: impl Fn(usize, &mut [T]) + Sync) {
         let cells: Vec<Mutex<&mut [T]>> = data.chunks_mut(part_len).map(Mutex::new).collect();
         self.run(cells.len(), &|nth| {
@@ -113,7 +117,7 @@ impl Drop for Pool {
         self.shared.n_jobs.fetch_add(1, Ordering::Release);
         self.shared.work.notify_all();
         for helper in self.helpers.drain(..) {
-            // A helper catches what its parts panic with, so there is nothing to learn here.
+            // A helper catches the panics of its parts, so this result has no information.
             let _ = helper.join();
         }
     }
@@ -127,24 +131,24 @@ impl fmt::Debug for Pool {
 
 // === impl Shared ===
 
-/// A job that helpers can see. Dropping it takes the job away and waits for those who joined.
+/// A job that helpers can see. Dropping it removes the job and waits for the helpers that joined.
 struct Shown<'a>(&'a Shared);
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing panics while it holds this lock; a poisoned one is as good.
+        // No code panics while it holds this lock, so a poisoned lock is still valid.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets helpers see `job`; `None` if they are busy with another.
+    /// Shows `job` to helpers. Returns `None` if they are busy with another job.
     fn show(&self, job: &Job<'_>) -> Option<Shown<'_>> {
         let mut state = self.lock();
         if state.job.is_some() || state.joined > 0 {
             return None;
         }
-        // JUSTIFICATION: helpers outlive any one call, so what they are given cannot have a lifetime.
-        // The `Shown` that is returned withdraws the pointer and waits until no helper uses it; it lives in
-        // `run`, borrowing nothing from the job, and is dropped there before the job is, also when a part panics.
+        // JUSTIFICATION: helpers outlive a call, so their reference to the job cannot have a lifetime.
+        // The returned `Shown` removes the pointer and waits until no helper uses it. `run` drops it before
+        // the job, also when a part panics.
         state.job = Some(JobRef(std::ptr::from_ref(job).cast()));
         state.n_jobs += 1;
         self.n_jobs.store(state.n_jobs, Ordering::Release);
@@ -153,11 +157,11 @@ impl Shared {
         Some(Shown(self))
     }
 
-    /// A helper's life.
+    /// The loop of a helper thread.
     fn help(&self) {
         let mut seen = 0;
         while let Some(job) = self.join(&mut seen) {
-            // SAFETY: this helper is counted in `joined`, so the job's owner is still in `run`, and waits.
+            // SAFETY: `joined` counts this helper, so the job's owner is still in `run` and waits.
             let job = unsafe { &*job.0 };
             if panic::catch_unwind(AssertUnwindSafe(|| job.work())).is_err() {
                 job.panicked.store(true, Ordering::Relaxed);
@@ -166,7 +170,7 @@ impl Shared {
         }
     }
 
-    /// Waits for a job that this helper has not seen; `None` at the end.
+    /// Waits for a job that this helper has not seen. Returns `None` when the pool ends.
     fn join(&self, seen: &mut usize) -> Option<JobRef> {
         look_for(|| self.n_jobs.load(Ordering::Acquire) != *seen);
         let mut state = self.lock();
@@ -197,7 +201,7 @@ impl Drop for Shown<'_> {
     fn drop(&mut self) {
         let mut state = self.0.lock();
         state.job = None;
-        // A part takes tens of microseconds: look before sleeping.
+        // A part takes tens of microseconds, so this thread polls before it sleeps.
         for _ in 0..LOOKS {
             if state.joined == 0 {
                 return;
@@ -225,7 +229,7 @@ impl Job<'_> {
     }
 }
 
-/// Looks a few times, and leaves it at that.
+/// Polls a few times, then returns.
 fn look_for(found: impl Fn() -> bool) {
     for _ in 0..LOOKS {
         if found() {
@@ -235,7 +239,7 @@ fn look_for(found: impl Fn() -> bool) {
     }
 }
 
-/// Pauses shortly, then yields the core to other threads.
+/// Spins briefly, then yields the core to other threads.
 fn give_way() {
     for _ in 0..PAUSES_PER_LOOK {
         std::hint::spin_loop();

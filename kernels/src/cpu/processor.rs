@@ -1,4 +1,4 @@
-//! What computes: an instruction set and some threads.
+//! The CPU with its instruction set and its threads.
 
 use std::io;
 use std::num::NonZero;
@@ -7,7 +7,7 @@ use super::number::f32_to_bf16;
 use super::pool::Pool;
 use super::simd::{Isa, Kernel, Simd};
 
-/// This machine's processor, as the kernels use it. Every kernel is a method of it.
+/// The CPU. Every CPU kernel is a method of this type.
 #[derive(Debug)]
 pub struct Processor {
     isa: Isa,
@@ -15,19 +15,19 @@ pub struct Processor {
     pool: Pool,
 }
 
-/// How matrix products are computed where the weights are bf16. All else is f32, always.
+/// The arithmetic of matrix products with bf16 weights. All other arithmetic is f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Arithmetic {
-    /// Weights are widened, which loses nothing, and multiplied by f32 activations.
+    /// Weights are widened exactly and multiplied by f32 activations.
     #[default]
     F32,
-    /// Activations are rounded to bf16 and multiplied by the processor's bf16 instruction, twice as fast as f32.
-    /// Where there is no such instruction, this is `F32`.
+    /// Activations are rounded to bf16 and multiplied by the CPU's bf16 instruction, twice as fast as f32.
+    /// Without such an instruction, this is the same as `F32`.
     Bf16,
 }
 
 impl Processor {
-    /// The best instruction set that there is. `threads` counts the calling one.
+    /// Uses the best instruction set of this CPU. `threads` includes the calling thread.
     pub fn new(arithmetic: Arithmetic, threads: NonZero<usize>) -> io::Result<Self> {
         Self::with_isa(Isa::best(), arithmetic, threads)
     }
@@ -41,7 +41,7 @@ impl Processor {
         self.isa
     }
 
-    /// What is really done, which is `F32` where the processor cannot do better.
+    /// The arithmetic in use: `F32` if the CPU has no bf16 instruction.
     pub fn arithmetic(&self) -> Arithmetic {
         self.arithmetic
     }

@@ -1,8 +1,9 @@
 //! Hot path.
-//! Matrix products: many rows of activations by the rows of weight matrices.
+//! Matrix products: rows of activations by the rows of weight matrices.
 //!
-//! Cost: a decode step reads every weight once and is bound by memory; a prefill chunk is bound by arithmetic, so each
-//! weight that was loaded and widened serves several rows, and what is multiplied stays in the core's caches.
+//! Cost: a decode step reads every weight once and is bound by memory. A prefill chunk is bound by
+//! arithmetic: each weight that is loaded and widened is used for several rows, and the operands stay in the
+//! core's caches.
 
 use std::ops::Range;
 
@@ -19,28 +20,29 @@ mod exact;
 #[cfg(target_arch = "x86_64")]
 mod paired;
 
-/// Weight bytes that one part of a decode step's product reads: worth a claim, and little enough to share evenly.
+/// Weight bytes that one part of a decode step's product reads: enough to justify a claim, and few enough for
+/// even shares.
 const PART_BYTES: usize = 128 << 10;
 
-/// Numbers that one part of rounding activations takes on.
+/// Numbers that one part of the rounding of activations handles.
 const NARROW_NUMBERS: usize = 32 << 10;
 
-/// `out = x × matrixᵀ + bias`, for as many rows as `out` has room for, or some columns of it.
+/// `out = x × matrixᵀ + bias`, for the rows that `out` has room for, or for some columns.
 ///
-/// A column's numbers are the same bits whichever others are computed with it.
+/// A column's results are bit-identical, whichever other columns are computed with it.
 #[derive(Debug)]
 pub struct Product<'a> {
     pub matrix: &'a Matrix,
-    /// One number for each row of the matrix, whichever columns are computed.
+    /// One number for each row of the matrix, also if only some columns are computed.
     pub bias: Option<&'a [f32]>,
-    /// Which of the matrix's outputs are computed.
+    /// The columns to compute: a range of the matrix's outputs.
     pub columns: Range<usize>,
-    /// Row after row, a number for each of the columns.
+    /// Row by row, one number for each of the columns.
     pub out: &'a mut [f32],
 }
 
 impl<'a> Product<'a> {
-    /// All of its outputs.
+    /// A product with all columns.
     pub fn whole(matrix: &'a Matrix, bias: Option<&'a [f32]>, out: &'a mut [f32]) -> Self {
         Self { matrix, bias, columns: 0..matrix.rows(), out }
     }
@@ -66,7 +68,7 @@ impl Processor {
         });
     }
 
-    /// Rounds rows to bf16, [`spacing`] apart.
+    /// Rounds rows to bf16, with a distance of [`spacing`] between them.
     fn narrow_rows(&self, wide: &[f32], cols: usize, narrow: &mut [u16]) {
         let spacing = spacing(cols);
         let rows_at_once = (NARROW_NUMBERS / spacing).max(1);
@@ -91,21 +93,21 @@ impl Processor {
     }
 }
 
-/// From one row to the next in our own buffers: whole cache lines, and one more, lest the same column of all rows falls
-/// into the same few places of the cache.
+/// The distance between rows in our own buffers: whole cache lines, plus one. Otherwise the same column of
+/// all rows would map to the same few cache sets.
 fn spacing(cols: usize) -> usize {
     cols.next_multiple_of(32) + 32
 }
 
-/// What is multiplied by the weights.
+/// The activations that the weights multiply.
 struct Activations<'a> {
     wide: &'a [f32],
-    /// The same in bf16 and [`spacing`] apart, for the processor's bf16 instruction where that is wanted.
+    /// The same in bf16, [`spacing`] apart, if the CPU's bf16 instruction is used.
     bf16: Option<&'a [u16]>,
     n_rows: usize,
 }
 
-/// One product, taken apart so that several threads can write columns of its output.
+/// One product, prepared so that several threads can write columns of its output.
 struct Job<'a> {
     x: &'a Activations<'a>,
     matrix: &'a Matrix,
@@ -155,12 +157,12 @@ impl<'a> Job<'a> {
 struct Part<'a> {
     job: &'a Job<'a>,
     columns: Range<usize>,
-    /// Room for a block by a strip.
+    /// Sums of one block of rows by one strip of columns.
     sums: &'a mut [Sums],
 }
 
 impl Part<'_> {
-    /// How many weights come before this part's.
+    /// The number of weights before this part's first one.
     fn first_number(&self) -> usize {
         self.columns.start * self.cols()
     }
@@ -169,7 +171,7 @@ impl Part<'_> {
         self.job.matrix.cols()
     }
 
-    /// Numbers of a copy of the weights.
+    /// The size of a copy of the part's weights, in numbers.
     fn panel_numbers(&self) -> usize {
         self.columns.len() * spacing(self.cols())
     }

@@ -1,4 +1,4 @@
-//! Weights in 8 bits: half the memory traffic of bf16.
+//! Quantization of weights to 8 bits, with half the memory traffic of bf16.
 
 use std::io;
 
@@ -8,7 +8,7 @@ use super::number::{F8_MAX, f32_to_f8, f32s_mut};
 use super::processor::Processor;
 use super::simd::{Kernel, Simd};
 
-/// Weights that one part of the work quantizes, about.
+/// The approximate number of weights in one part of the work.
 const PART_NUMBERS: usize = 1 << 18;
 
 impl Processor {
@@ -19,7 +19,7 @@ impl Processor {
         let offset = scales_offset(rows * cols).ok_or(io::ErrorKind::OutOfMemory)?;
         let bytes = SharedBytes::filled(len, |bytes| {
             let (values, scales) = bytes.split_at_mut(offset);
-            let scales = f32s_mut(scales).expect("a whole number of bytes after the edge of a page");
+            let scales = f32s_mut(scales).expect("the scales are aligned");
             self.quantize_into(matrix, &mut values[..rows * cols], scales);
         })?;
         Ok(Matrix::new(bytes, rows, cols, Format::Q8).expect("the size that the format takes"))
@@ -111,7 +111,7 @@ impl Kernel for QuantizeRowFp8<'_> {
             greatest = greatest.max(number.abs());
         }
         *self.scale = greatest / F8_MAX;
-        // Finite, so that zeroes stay zeroes.
+        // The bound keeps the factor finite, so that zeroes stay zeroes.
         let per_number = (F8_MAX / greatest).min(f32::MAX);
         for (number, value) in self.row.iter().zip(self.values) {
             *value = f32_to_f8(number * per_number);
@@ -142,7 +142,7 @@ mod tests {
         }
     }
 
-    /// Half of the last of 3 bits, or of the finest number that there is.
+    /// The error is at most half a unit of the last of 3 bits, or half of the smallest subnormal.
     #[test]
     fn rows_in_fp8_are_near() {
         let values: Vec<f32> = (0..300 * 1070).map(|i| ((i * 37 % 101) as f32 - 50.0) / 25.0).collect();

@@ -1,16 +1,16 @@
 //! Hot path.
-//! What is done to each row of activations by itself: norms, rotary positions, the gate of a feed-forward layer.
+//! Operations on single rows of activations: norms, rotary positions, the gate of a feed-forward layer.
 
 use super::exp::exp;
 use super::processor::Processor;
 use super::simd::{Kernel, LANES, Simd};
 use super::tile::{self, F32Row, Row};
 
-/// Numbers that one part of such work touches: enough to be worth a claim.
+/// Numbers in one part of such work: enough to justify a claim.
 const PART_NUMBERS: usize = 16 << 10;
 
 impl Processor {
-    /// Root-mean-square norm of every row of `x`, scaled by `weight`, whose length is a row's.
+    /// Root-mean-square norm of every row of `x`, scaled by `weight`, which has a row's length.
     pub fn rms_norm(&self, x: &[f32], weight: &[f32], epsilon: f32, out: &mut [f32]) {
         assert_eq!(x.len(), out.len());
         self.by_rows(out, weight.len(), |first, out| {
@@ -19,7 +19,7 @@ impl Processor {
         });
     }
 
-    /// [`Processor::rms_norm`] where the rows lie.
+    /// [`Processor::rms_norm`] in place.
     pub fn rms_norm_in_place(&self, x: &mut [f32], weight: &[f32], epsilon: f32) {
         self.by_rows(x, weight.len(), |_, x| self.isa().run(RmsNormInPlace { x, weight, epsilon }));
     }
@@ -38,13 +38,13 @@ impl Processor {
         });
     }
 
-    /// `x = e^((x - greatest) * scale)`: what softmax divides by its sum.
+    /// `x = e^((x - greatest) * scale)`: the numerators of softmax.
     pub fn exponentials(&self, x: &mut [f32], greatest: f32, scale: f32) {
         self.by_rows(x, LANES, |_, x| self.isa().run(Exponentials { x, greatest, scale }));
     }
 
-    /// Turns the two halves of every head of every row by that row's angles, given as cosines and sines for half a
-    /// head each. `x` is rows of `n_heads` heads.
+    /// Rotates the two halves of every head of a row by that row's angles. The angles are cosines and sines
+    /// for half a head. `x` has rows of `n_heads` heads.
     pub fn rotate(&self, x: &mut [f32], n_heads: usize, angles: &Angles) {
         let head_dim = 2 * angles.half;
         let width = n_heads * head_dim;
@@ -57,7 +57,7 @@ impl Processor {
         });
     }
 
-    /// Some whole rows at a time, with the index of their first number.
+    /// Calls `work` with some whole rows at a time and the index of their first number.
     fn by_rows(&self, x: &mut [f32], row: usize, work: impl Fn(usize, &mut [f32]) + Sync) {
         let part = PART_NUMBERS.next_multiple_of(row.max(1));
         if x.len() <= part {
@@ -76,7 +76,7 @@ pub struct Angles {
 }
 
 impl Angles {
-    /// `frequencies` has half a head's length. Computed as `transformers` does it: the angle is one f32 product.
+    /// `frequencies` has half a head's length. The angle is one f32 product, as in `transformers`.
     pub fn new(frequencies: &[f32], positions: impl Iterator<Item = usize>) -> Self {
         let mut angles = Self { half: frequencies.len(), ..Self::default() };
         for position in positions {
@@ -143,7 +143,7 @@ impl Kernel for RmsNormInPlace<'_> {
     }
 }
 
-/// One over the root of the mean square. The squares are added up as any dot product is.
+/// The reciprocal of the root mean square. The squares are summed like any dot product.
 #[inline(always)]
 fn norm_scale<S: Simd>(simd: S, x: &[f32], epsilon: f32) -> f32 {
     let row = F32Row::new(x);
@@ -273,7 +273,7 @@ mod tests {
         (0..n).map(|i| (i as f32 * 0.71 + seed).sin() * 3.0).collect()
     }
 
-    /// What `f` makes of `n` numbers, on each instruction set.
+    /// The result of `f` on `n` numbers, which must be equal on all instruction sets.
     fn all_agree(n: usize, f: impl Fn(&Processor, &mut Vec<f32>)) -> Vec<f32> {
         let mut results = cpus().into_iter().map(|cpu| {
             let mut x = numbers(n, 0.3);

@@ -1,7 +1,7 @@
 //! Hot path.
-//! A thread's own buffers, kept from one part of the work to the next, so that the parts allocate nothing.
+//! A thread's own buffers. They are reused by all parts of the work, so that parts allocate nothing.
 //!
-//! They start on a cache line's edge: a vector that lies across two lines takes two loads.
+//! They are aligned to cache lines: a vector across two lines takes two loads.
 
 use std::cell::Cell;
 
@@ -17,22 +17,22 @@ thread_local! {
     static WIDE: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-/// Lends `len` running sums that hold anything.
+/// Lends `len` running sums with undefined content.
 pub(super) fn with_sums<R>(len: usize, f: impl FnOnce(&mut [Sums]) -> R) -> R {
     SUMS.with(|kept| lend(kept, len * LANES, |numbers| f(numbers.as_chunks_mut().0)))
 }
 
-/// Lends `len` narrow numbers that hold anything: activations of a whole product.
+/// Lends `len` narrow numbers with undefined content, for the activations of a whole product.
 pub(super) fn with_narrow<R>(len: usize, f: impl FnOnce(&mut [u16]) -> R) -> R {
     NARROW.with(|kept| lend(kept, len, f))
 }
 
-/// Lends `len` narrow numbers that hold anything: weights of one part.
+/// Lends `len` narrow numbers with undefined content, for the weights of one part.
 pub(super) fn with_panel<R>(len: usize, f: impl FnOnce(&mut [u16]) -> R) -> R {
     PANEL.with(|kept| lend(kept, len, f))
 }
 
-/// Lends `len` numbers that hold anything.
+/// Lends `len` numbers with undefined content.
 pub(super) fn with_wide<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
     WIDE.with(|kept| lend(kept, len, f))
 }

@@ -1,8 +1,8 @@
 //! Hot path.
-//! In which order a product's tiles are done, so that what they read is in a near cache.
+//! The order of a product's tiles, chosen so that their operands are in a near cache.
 //!
-//! A strip of columns is done for one block of rows at a time, and within that for some steps of all rows at a time.
-//! The order of tiles is of no consequence to the result: each dot product goes on from where its sums are.
+//! A strip of columns is computed for one block of rows at a time, and within that for some steps of all rows
+//! at a time. The order of tiles does not change the result, because each dot product continues its own sums.
 
 use std::ops::Range;
 
@@ -10,31 +10,31 @@ use super::columns::Columns;
 use super::simd::{Accumulate, LANES, Simd, Tiles};
 use super::tile::{self, Row, Rows, Start, Sums};
 
-/// Columns whose sums are under way at one time: whole vectors of output, and whole tiles of any width.
+/// Columns in progress at one time: whole vectors of output, and whole tiles of any width.
 pub(super) const STRIP: usize = 48;
-/// Rows whose sums are under way at one time. With [`STRIP`] that makes 192 KiB of sums.
+/// Rows in progress at one time. With [`STRIP`], their sums take 192 KiB.
 pub(super) const BLOCK: usize = 64;
-/// Up to this number of rows, weights are read once, and fastest in the order in which they are stored.
+/// Up to this number of rows, weights are read once, fastest in the order in which they are stored.
 pub(super) const FEW_ROWS: usize = 16;
-/// Vectors of each row that are multiplied before the next rows are: a tile's weights, up to 24 KiB, stay in the
-/// core's first cache for all rows, and a block's activations, 256 KiB, in its second for all columns.
+/// Vectors of each row that are multiplied before the next rows. A tile's weights, up to 24 KiB, stay in the
+/// L1 cache for all rows. A block's activations, 256 KiB, stay in the L2 cache for all columns.
 const STEPS: usize = 64;
-/// How far weights are asked for ahead at most: what the first cache can hold beside the tile that is at work.
+/// The maximum prefetch distance for weights: what the L1 cache can hold beside the current tile.
 const AHEAD_BYTES_MAX: usize = 64 << 10;
 
-/// What is multiplied, and where the results go.
+/// The operands and the output.
 pub(super) struct Strips<'a, A, S, X, W> {
-    /// Adds the products up.
+    /// Sums the products.
     pub(super) adder: A,
-    /// Makes totals of the sums.
+    /// Turns sums into totals.
     pub(super) simd: S,
     pub(super) x: X,
-    /// Numbered from the first column of the part.
+    /// Rows are numbered from the first column of the part.
     pub(super) weights: W,
-    /// The part's own.
+    /// The bias of this part.
     pub(super) bias: Option<&'a [f32]>,
     pub(super) out: &'a Columns<'a>,
-    /// Where the part starts in the output.
+    /// The first column of the part in the output.
     pub(super) first: usize,
 }
 
@@ -95,7 +95,8 @@ impl<A: Accumulate, S: Simd, X: Rows<A>, W: Rows<A>> Strips<'_, A, S, X, W> {
         }
     }
 
-    /// Tiles as large as there are registers for. What is left at a strip's end is done column by column.
+    /// Computes tiles of the largest size that the registers allow. The remaining columns of a strip are
+    /// computed one by one.
     #[inline(always)]
     fn strip(&self, work: &Work, sums: &mut [Sums]) {
         let mut next = 0;
@@ -106,7 +107,7 @@ impl<A: Accumulate, S: Simd, X: Rows<A>, W: Rows<A>> Strips<'_, A, S, X, W> {
         self.tiles::<2, 1>(work, &mut next, sums);
     }
 
-    /// The columns from `next` on that make whole tiles.
+    /// Computes the columns from `next` on that make whole tiles.
     #[inline(always)]
     fn tiles<const R: usize, const C: usize>(&self, work: &Work, next: &mut usize, sums: &mut [Sums]) {
         while *next + C <= work.columns.len() {
@@ -115,7 +116,7 @@ impl<A: Accumulate, S: Simd, X: Rows<A>, W: Rows<A>> Strips<'_, A, S, X, W> {
         }
     }
 
-    /// All rows of some columns, which are thus loaded from afar only once.
+    /// Computes all rows of some columns, so that the columns are loaded from memory only once.
     #[inline(always)]
     fn down<const R: usize, const C: usize>(&self, work: &Work, column: usize, sums: &mut [Sums]) {
         let mut w = [self.weights.row(column).part(work.steps.clone()); C];

@@ -1,14 +1,15 @@
 //! Hot path.
-//! The one way in which this engine adds products up: every matrix product and every attention score is a dot product
-//! from here.
+//! The summation of products. Every matrix product and every attention score is a dot product from this
+//! module.
 //!
-//! A dot product has sixteen running sums. Sum i takes the products at i, i + 16, i + 32, … in this order, each by one
-//! fused multiply-add; at the end [`Simd::sum`] adds the sixteen. A [`tile`] does some dot products side by side, to
-//! load each number once for several of them, but never splits or reorders one. So a result depends on its own row
-//! and column alone: not on the batch it is in, on the chunk, on the number of threads, or on the processor.
+//! A dot product has sixteen running sums. Sum i takes the products at i, i + 16, i + 32, … in this order,
+//! each by one fused multiply-add; at the end [`Simd::sum`] adds the sixteen. A [`tile`] computes several dot
+//! products side by side, to load each number once for several of them, but never splits or reorders one. So
+//! a result depends on its own row and column only: not on the batch, the chunk, the number of threads or the
+//! processor.
 //!
-//! With bf16 products (see [`Avx512Bf16`]) sum i takes the products at 2i and 2i + 1 of every 32, by the processor's
-//! own instruction for that: as independent of the batch, but bound to processors that have it.
+//! With bf16 products (see [`Avx512Bf16`]) sum i takes the products at 2i and 2i + 1 of every 32, by a CPU
+//! instruction. Results are independent of the batch too, but need processors with that instruction.
 
 use std::ops::Range;
 
@@ -18,51 +19,50 @@ use super::number::{bf16_to_f32, f8_to_f32, f16_to_f32};
 use super::simd::Avx512Bf16;
 use super::simd::{Accumulate, LANES, Simd};
 
-/// What memory is fetched in.
+/// The size of a cache line.
 const LINE_BYTES: usize = 64;
 
 /// Sixteen running sums of one dot product.
 pub(super) type Sums = [f32; LANES];
 
-/// Numbers in a row, read one vector at a time.
+/// A row of numbers that is read one vector at a time.
 pub(super) trait Row<S: Accumulate>: Copy {
-    /// Bytes that a vector's numbers take where they lie.
+    /// Bytes that a vector's numbers take in memory.
     const STEP_BYTES: usize;
 
-    /// Whole vectors in it.
+    /// The number of whole vectors.
     fn n_steps(self) -> usize;
-    /// Some whole vectors of it.
+    /// A range of whole vectors.
     fn part(self, steps: Range<usize>) -> Self;
     fn step(self, simd: S, nth: usize) -> S::F;
-    /// What is left after the last whole vector, filled up with zeroes.
+    /// The numbers after the last whole vector, padded with zeroes.
     fn tail(self, simd: S) -> Option<S::F>;
     /// Prefetches the memory `bytes` bytes after the row's first number.
     fn prefetch(self, simd: S, bytes: usize);
 }
 
-/// Rows of equal length, one after the other.
+/// Rows of equal length.
 pub(super) trait Rows<S: Accumulate>: Copy + Send + Sync {
     type Row: Row<S>;
     fn row(self, nth: usize) -> Self::Row;
-    /// From one row to the next.
+    /// The distance from one row to the next.
     fn row_bytes(self) -> usize;
 }
 
-/// What a tile does with the sums that are there already.
+/// The use of the existing sums.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Start {
     Fresh,
     Continue,
 }
 
-/// Adds up `R` rows by `C` columns. The sums of row r and column c are at `r * STRIDE + c` of `sums`.
+/// Sums `R` rows by `C` columns. The sums of row r and column c are at `r * STRIDE + c` of `sums`.
 ///
-/// On the way, as much memory as the columns take is asked for, from `ahead` bytes after their start on: what the next
-/// tile will read, line by line, as the memory likes it best. 0 asks for none.
-//
-// Everything that is indexed in here is indexed by constants once the loops are unrolled, so the running sums stay in
-// registers. One look at them through a variable, and the compiler would keep them in memory: that is why they are
-// stored at the end and not returned.
+/// It also prefetches the memory of the next tile, line by line: the size of the columns, from `ahead` bytes
+/// after their start. 0 prefetches nothing.
+// All indices are constants after loops are unrolled, so the running sums stay in registers. One access
+// through a variable would make the compiler keep them in memory. They are therefore stored at the end and
+// not returned.
 #[inline(always)]
 pub(super) fn tile<
     S: Accumulate,
@@ -108,7 +108,7 @@ fn steps<S: Accumulate, X: Row<S>, W: Row<S>, const R: usize, const C: usize, co
     mut running: [[S::F; C]; R],
     ahead: usize,
 ) -> [[S::F; C]; R] {
-    // Said once here, equal lengths need not be looked at in every step.
+    // These checks remove the bounds checks in every step.
     let n_steps = x[0].n_steps();
     for r in 0..R {
         assert_eq!(x[r].n_steps(), n_steps);
@@ -134,7 +134,7 @@ fn steps<S: Accumulate, X: Row<S>, W: Row<S>, const R: usize, const C: usize, co
     running
 }
 
-/// Adds what is left of the rows after their last whole vector.
+/// Adds the products after the last whole vector of the rows.
 #[inline(always)]
 pub(super) fn add_tail<S: Accumulate>(simd: S, x: impl Row<S>, w: impl Row<S>, sums: &mut Sums) {
     if let (Some(x), Some(w)) = (x.tail(simd), w.tail(simd)) {
@@ -144,7 +144,7 @@ pub(super) fn add_tail<S: Accumulate>(simd: S, x: impl Row<S>, w: impl Row<S>, s
 
 // === impl f32, bf16, f16 ===
 
-/// Rows of numbers that need nothing but widening.
+/// Rows of numbers that only need widening.
 macro_rules! plain_rows {
     ($rows:ident, $row:ident, $number:ty, $load:ident, $widen:expr) => {
         #[derive(Clone, Copy)]
@@ -165,7 +165,7 @@ macro_rules! plain_rows {
                 Self::spaced(numbers, cols, cols)
             }
 
-            /// Rows that start `stride` numbers apart.
+            /// Rows whose starts are `stride` numbers apart.
             pub(super) fn spaced(numbers: &'a [$number], cols: usize, stride: usize) -> Self {
                 Self { numbers, cols, stride }
             }
@@ -234,7 +234,7 @@ plain_rows!(F16Rows, F16Row, u16, load_f16, f16_to_f32);
 
 // === impl q8 ===
 
-/// Rows of whole numbers in blocks of [`Q8_BLOCK`], each with a scale.
+/// Rows of 8-bit integers in blocks of [`Q8_BLOCK`], each block with a scale.
 #[derive(Clone, Copy)]
 pub(super) struct Q8Rows<'a> {
     values: &'a [i8],
@@ -282,7 +282,7 @@ impl<S: Simd> Row<S> for Q8Row<'_> {
         self.steps.len()
     }
 
-    /// Starts at a multiple of a scale's steps.
+    /// The start must be a multiple of a scale's steps.
     #[inline(always)]
     fn part(self, steps: Range<usize>) -> Self {
         let scales = &self.scales[steps.start / STEPS_PER_SCALE..];
@@ -313,7 +313,7 @@ impl<S: Simd> Row<S> for Q8Row<'_> {
 
 // === impl fp8 ===
 
-/// Rows of numbers of 8 bits, each with a scale. A weight is the product of both, as it would be in f32.
+/// Rows of 8-bit floating-point numbers, each row with a scale. A weight is their product, computed in f32.
 #[derive(Clone, Copy)]
 pub(super) struct F8Rows<'a> {
     numbers: &'a [u8],
@@ -329,7 +329,7 @@ pub(super) struct F8Row<'a> {
 }
 
 impl<'a> F8Rows<'a> {
-    /// The number of rows is the number of scales.
+    /// There is one row for each scale.
     pub(super) fn new(numbers: &'a [u8], scales: &'a [f32], cols: usize) -> Self {
         Self { numbers, scales, cols }
     }
@@ -385,7 +385,7 @@ impl<S: Simd> Row<S> for F8Row<'_> {
 
 // === impl bf16 products ===
 
-/// Rows of bf16 that are multiplied as they are, two at a time.
+/// Rows of bf16 that are multiplied without widening, two at a time.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
 pub(super) struct Bf16PairRows<'a> {
@@ -403,7 +403,7 @@ pub(super) struct Bf16PairRow<'a> {
 
 #[cfg(target_arch = "x86_64")]
 impl<'a> Bf16PairRows<'a> {
-    /// Rows that start `stride` numbers apart.
+    /// Rows whose starts are `stride` numbers apart.
     pub(super) fn spaced(numbers: &'a [u16], cols: usize, stride: usize) -> Self {
         Self { numbers, cols, stride }
     }
@@ -457,7 +457,7 @@ impl Row<Avx512Bf16> for Bf16PairRow<'_> {
     }
 }
 
-/// Rows of [`Q8Rows`], rounded to bf16 as they are read.
+/// Rows of [`Q8Rows`], rounded to bf16 when they are read.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
 pub(super) struct Q8PairRows<'a>(Q8Rows<'a>);
@@ -505,7 +505,7 @@ impl Row<Avx512Bf16> for Q8PairRow<'_> {
         self.steps.len()
     }
 
-    /// A step is a block, so there is a scale for each, and one more for a tail.
+    /// A step is a block, so each has a scale, and the tail has one more.
     #[inline(always)]
     fn part(self, steps: Range<usize>) -> Self {
         Self { scales: &self.scales[steps.clone()], steps: &self.steps[steps], tail: self.tail }

@@ -1,4 +1,4 @@
-//! A GPU that computes: a card with the programs of this crate, and the counters that their kernels share.
+//! A GPU that computes: a card with this crate's programs, and the counters that their kernels share.
 
 use std::fmt;
 use std::ops::Deref;
@@ -9,28 +9,30 @@ use device::cuda::{Buffer, Cache, Card, CudaError, Programs};
 use super::ops::{MEETING_PARTS, shared_bytes_of};
 use super::source::SOURCES;
 
-/// A card on which every kernel of [`SOURCES`] is loaded.
+/// A GPU with all kernels of [`SOURCES`] loaded.
 ///
-/// All work goes into the card's one stream, in the order of the calls.
+/// All work goes into the GPU's one stream, in the order of the calls.
 pub struct ComputeCard {
     card: Card,
-    /// Counters from which the blocks of a kernel draw pieces of work, one kernel at a time. Zero between kernels.
+    /// Counters from which the blocks of a kernel draw pieces of work. One kernel uses them at a time; they
+    /// are zero between kernels.
     tickets: Buffer<u32>,
-    /// Room for partial sums of blocks of threads that share tiles, and counters of these blocks, one kernel at a time.
-    /// Counters are zero between kernels.
+    /// Partial sums of blocks of threads that share tiles, and counters of these blocks. One kernel uses them
+    /// at a time. The counters are zero between kernels.
     meeting: (Buffer<f32>, Buffer<u32>),
 }
 
 impl ComputeCard {
-    /// Opens a card: loads the libraries, compiles what the cache does not have, loads all kernels.
+    /// Opens a GPU: loads the libraries, compiles kernels missing from the cache and loads all kernels.
     ///
-    /// `nvrtc_folder` is for where NVRTC is not on the loader's path, as with CUDA from Python packages.
+    /// `nvrtc_folder` names the folder of NVRTC if the loader does not find it, for example with CUDA from
+    /// Python packages.
     pub fn open(ordinal: usize, nvrtc_folder: Option<&Path>, cache: &Cache) -> Result<Self, CudaError> {
         Self::open_as(ordinal, nvrtc_folder, cache, None)
     }
 
-    /// The same, with kernels for another kind of card that this one can stand in for: `sm_90` on Hopper leaves out
-    /// what only Hopper has, and runs what other cards run.
+    /// Like [`open`](Self::open), with kernels for another architecture that this GPU can run. For example,
+    /// `sm_90` on Hopper leaves out Hopper's own kernels and runs the general ones.
     pub fn open_as(
         ordinal: usize,
         nvrtc_folder: Option<&Path>,
@@ -45,15 +47,14 @@ impl ComputeCard {
         Ok(Self { card, tickets, meeting })
     }
 
-    /// The address of the counters from which a kernel's blocks draw pieces of work. Kernels of one stream draw one
-    /// after the other, and leave them zero.
+    /// The address of the work counters. Kernels of one stream use them one after the other and leave them
+    /// zero.
     pub(super) fn tickets(&self) -> u64 {
         self.tickets.view().address()
     }
 
-    /// The addresses of the partial sums and of the counters of blocks of threads that share tiles. Kernels of this
-    /// card's stream use them one after the other, and leave all counters zero. A kernel on a stream of its own must not
-    /// use them.
+    /// The addresses of the partial sums and counters of blocks that share tiles. Kernels of this stream use
+    /// them one after the other and leave all counters zero. A kernel on another stream must not use them.
     pub(super) fn meeting(&self) -> (u64, u64) {
         (self.meeting.0.view().address(), self.meeting.1.view().address())
     }
@@ -73,7 +74,7 @@ impl fmt::Debug for ComputeCard {
     }
 }
 
-/// Counters that begin at zero.
+/// Counters that start at zero.
 fn zeroed(card: &Card, n: usize) -> Result<Buffer<u32>, CudaError> {
     let mut counters = card.buffer(n)?;
     card.fill(counters.view_mut(), 0)?;

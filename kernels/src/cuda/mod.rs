@@ -1,7 +1,8 @@
-//! Kernels for NVIDIA GPUs: compiled for the card at hand, and launched with every argument checked.
+//! Kernels for NVIDIA GPUs: compiled for the installed GPU and launched with checked arguments.
 //!
-//! Suggested reading order: the programs ([`source`]), the card that runs them ([`compute_card`]), the computation
-//! (`ops`, over the kernels in `kernels/cu`, and [`matmul`]), and ranks that add their sums ([`peers`]).
+//! Suggested reading order: the programs ([`source`]), the GPU that runs them ([`compute_card`]), the
+//! computation (`ops`, over the kernels in `kernels/cu`, and [`matmul`]), and ranks that add their sums
+//! ([`peers`]).
 
 pub mod source;
 pub mod compute_card;

@@ -1,7 +1,8 @@
-//! Several cards of one machine that compute one model together: what each of them reaches of the others.
+//! Several GPUs of one machine that compute one model together: the memory that each can access on the
+//! others.
 //!
-//! Cards reach each other's memory by address. Who computes with which rows, and when, is the kernels' matter
-//! (`kernels/cu/ranks.cuh`): they meet, and a rank that does not come within their time limit is lost, which is reported here.
+//! GPUs access each other's memory by address. The kernels (`kernels/cu/ranks.cuh`) synchronize and decide
+//! which rank computes which rows. A rank that misses their time limit is lost, which [`LostFlag`] reports.
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -16,18 +17,18 @@ use device::cuda::{Bf16, Buffer, CudaError, View};
 use super::ComputeCard;
 use super::ops::{number, two_in_one};
 
-/// Cards that can be together, as in `ranks.cuh`.
+/// The maximum number of GPUs, as in `ranks.cuh`.
 pub const PEERS_MAX: usize = 8;
-/// Words of flags: two kinds, each of every sender.
+/// Words of flags: two kinds for each sender.
 const FLAGS: usize = 2 * PEERS_MAX;
-/// Words of 8 bytes of `Inboxes` in `ranks.cuh`.
+/// The size of `Inboxes` in `ranks.cuh`, in words of 8 bytes.
 pub(super) const INBOXES_WORDS: usize = PEERS_MAX + 6;
 /// Words of `Turn` in `ranks.cu`.
 const TURN: usize = 2;
-/// Words that a packet of 4 numbers takes.
+/// Words of a packet of 4 numbers.
 const PACKET_WORDS: usize = 4;
 
-/// The same thing on each rank's card, as `OfRanks` in `ranks.cuh`.
+/// An address of the same object on each rank's GPU, as `OfRanks` in `ranks.cuh`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(super) struct OfRanks {
@@ -45,88 +46,88 @@ pub(super) struct Ranks {
     pub(super) me: u32,
 }
 
-/// What one rank computes in that the others reach.
+/// The memory of one rank that the others access.
 #[derive(Clone, Copy, Debug)]
 pub struct Shown<'a> {
-    /// Its parts of sums.
+    /// This rank's partial sums.
     pub part: View<'a, Bf16>,
-    /// What all of them make of the sums.
+    /// The complete sums, written by all ranks.
     pub out: View<'a, Bf16>,
-    /// Rows that the ranks share by columns.
+    /// Rows in which each rank writes some columns.
     pub whole: View<'a, f32>,
 }
 
-/// What the ranks agree on.
+/// Parameters that are equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Together {
-    /// Rows up to which parts are thrown into inboxes rather than fetched.
+    /// The largest number of rows for which partial sums are pushed into inboxes. More rows are fetched.
     pub few_rows: usize,
-    /// The width of each row of a sum.
+    /// The width of a row of a sum.
     pub width: usize,
-    /// How long a card waits for the others.
+    /// The time that a GPU waits for the others.
     pub patience: Duration,
 }
 
-/// One rank among the cards of a model.
+/// One rank of a model that runs on several GPUs.
 ///
-/// The memory that was shown must outlive all work that any of the cards is given with these values. Where it does not,
-/// cards fault or overwrite other numbers of a card; nothing of this machine's is reached.
+/// The memory in `Shown` must outlive all work that any GPU gets with these values. Otherwise GPUs fault or
+/// overwrite other numbers in GPU memory. Host memory is not affected.
 pub struct Peers {
     pub(super) ranks: Ranks,
     pub(super) together: Together,
-    /// How often each packet was thrown; counted by the card.
+    /// The number of pushes of each packet, counted by the GPU.
     rounds: Buffer<u32>,
-    /// The round of the flags, and whether the card knows of a lost rank.
+    /// The round of the flags, and whether the GPU knows of a lost rank.
     pub(super) turn: Buffer<u32>,
     inboxes: OfRanks,
     pub(super) flags: OfRanks,
     pub(super) parts: OfRanks,
     pub(super) outs: OfRanks,
     pub(super) wholes: OfRanks,
-    /// Numbers of what was shown, the same on all ranks.
+    /// The lengths of the three shared buffers, equal on all ranks.
     pub(super) shown: [usize; 3],
     lost: Arc<Lost>,
-    /// What the addresses above name is kept for as long as any rank is there.
+    /// Keeps the memory behind the addresses above until the last rank is dropped.
     _all: Arc<[Inbox]>,
 }
 
-/// Raised once a card has waited for another in vain. Cheap to clone.
+/// Set after a GPU has waited for another until the time limit. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct LostFlag(Arc<Lost>);
 
-/// What others write on a rank's card.
+/// The memory on a rank's GPU that the other ranks write.
 #[derive(Debug)]
 struct Inbox {
     packets: Buffer<u32>,
     flags: Buffer<u32>,
 }
 
-/// A word of this machine's memory that all cards reach: not zero once a card did not come.
+/// A word of host memory that all GPUs access. It is not zero after a GPU missed the time limit.
 struct Lost {
     context: Arc<CudaContext>,
     word: NonNull<AtomicU32>,
 }
 
-// JUSTIFICATION: the pointer makes the type neither Send nor Sync by itself.
-// SAFETY: it owns its memory, which is only ever reached as an atomic.
+// JUSTIFICATION: the pointer makes the type neither Send nor Sync.
+// SAFETY: it owns its memory, which is accessed only as an atomic.
 unsafe impl Send for Lost {}
-// SAFETY: as above.
+// SAFETY: it owns its memory, which is accessed only as an atomic.
 unsafe impl Sync for Lost {}
 
 // === impl Together ===
 
 impl Together {
-    /// Bytes that each card keeps for what is thrown to it.
+    /// Bytes that each GPU reserves for packets from the others.
     pub fn inbox_bytes(&self, n_ranks: usize) -> usize {
         (self.inbox_words(n_ranks) + self.n_packets()) * size_of::<u32>()
     }
 
-    /// Two rounds, each of every sender.
+    /// Two rounds for each sender.
     fn inbox_words(&self, n_ranks: usize) -> usize {
         2 * n_ranks * self.n_packets() * PACKET_WORDS
     }
 
-    /// Packets of all rows, whose rounds are counted.
+    /// The packets of all rows. Each has a round counter.
     fn n_packets(&self) -> usize {
         self.few_rows * (self.width / 4)
     }
@@ -135,21 +136,21 @@ impl Together {
 // === impl Peers ===
 
 impl Peers {
-    /// Makes cards reach each other, and gives each its place, in their order.
+    /// Enables access between the GPUs and returns one value for each, in their order.
     ///
     /// # Panics
-    /// If there is not one thing shown for each card, of equal sizes on all of them.
+    /// If the number of `shown` differs from that of `cards`, or their sizes differ.
     pub fn all(
         cards: &[&ComputeCard],
         shown: &[Shown<'_>],
         together: Together,
     ) -> Result<Vec<Self>, CudaError> {
         let sizes = |shown: &Shown<'_>| [shown.part.len(), shown.out.len(), shown.whole.len()];
-        assert!(cards.len() == shown.len() && cards.len() <= PEERS_MAX, "one thing shown for each card");
-        assert!(shown.iter().all(|one| sizes(one) == sizes(&shown[0])), "equal sizes on all cards");
+        assert!(cards.len() == shown.len() && cards.len() <= PEERS_MAX, "one `Shown` for each GPU");
+        assert!(shown.iter().all(|one| sizes(one) == sizes(&shown[0])), "equal sizes on all GPUs");
         assert!(
             cards.iter().zip(shown).all(|(card, shown)| shown.part.ordinal() == card.ordinal()),
-            "on its card"
+            "the memory is on its GPU"
         );
         reach_each_other(cards)?;
         let inbox = |card: &&ComputeCard| Inbox::new(card, together.inbox_words(cards.len()));
@@ -185,12 +186,14 @@ impl Peers {
         self.ranks.me as usize
     }
 
-    /// Rows up to which [`ComputeCard::sum_few_rows`] can be used, and [`Ending::Joined`](super::Ending::Joined).
+    /// The maximum number of rows for [`ComputeCard::sum_few_rows`] and
+    /// [`Ending::Joined`](super::Ending::Joined).
     pub fn few_rows(&self) -> usize {
         self.together.few_rows
     }
 
-    /// The fields of `Inboxes` in `ranks.cuh`, in words: for one kernel that throws, after another.
+    /// The fields of `Inboxes` in `ranks.cuh`, in words, for one kernel that pushes packets. Such kernels run
+    /// one after the other.
     pub(super) fn inboxes(&self, kernel: &'static str) -> Result<[u64; INBOXES_WORDS], CudaError> {
         let Together { few_rows, width, .. } = self.together;
         let Ranks { lost, known, patience_ns, n, me } = self.ranks;
@@ -209,10 +212,10 @@ impl Peers {
     }
 
     pub(super) fn check_place(&self, card: &ComputeCard, kernel: &'static str) -> Result<(), CudaError> {
-        ensure(kernel, self.rounds.view().ordinal() == card.ordinal(), "another card's place")
+        ensure(kernel, self.rounds.view().ordinal() == card.ordinal(), "the place of another GPU")
     }
 
-    /// Whether rows that this card throws find room in the others' inboxes.
+    /// Checks that the rows which this GPU pushes fit into the others' inboxes.
     pub(super) fn check_thrown(
         &self,
         card: &ComputeCard,
@@ -230,12 +233,12 @@ impl Peers {
 }
 
 impl LostFlag {
-    /// Whether a card did not come. What was computed since is nothing, on all of them.
+    /// Whether a GPU missed the time limit. All results computed since then are invalid, on all ranks.
     pub fn is_raised(&self) -> bool {
         self.0.word().load(Ordering::Acquire) != 0
     }
 
-    /// Tells all cards that one will not come: they wait no longer.
+    /// Tells all GPUs that a rank is lost, so that they stop waiting.
     pub fn raise(&self) {
         self.0.word().store(1, Ordering::Release);
     }
@@ -251,7 +254,7 @@ impl fmt::Debug for Peers {
 }
 
 impl Inbox {
-    /// No round is the zeroth.
+    /// All words are zero, because no round has the number zero.
     fn new(card: &ComputeCard, n_words: usize) -> Result<Self, CudaError> {
         Ok(Self { packets: zeroed(card, n_words)?, flags: zeroed(card, FLAGS)? })
     }
@@ -272,8 +275,8 @@ fn of_all<T>(all: &[T], address: impl Fn(&T) -> u64) -> OfRanks {
     of_ranks
 }
 
-/// Kernels of each card may use the memory of every other. Two ranks may be on one GPU, each with a stream of its own: for
-/// checks of more ranks than there are GPUs.
+/// Lets the kernels of each GPU access the memory of every other one. Two ranks may be on one GPU, each with
+/// its own stream; checks use this to test more ranks than GPUs.
 fn reach_each_other(cards: &[&ComputeCard]) -> Result<(), CudaError> {
     for from in cards {
         for to in cards {
@@ -291,15 +294,15 @@ fn reach(from: &ComputeCard, to: &ComputeCard) -> Result<(), CudaError> {
     let mut can = 0;
     let (here, there) = (from.context().cu_device(), to.context().cu_device());
     // JUSTIFICATION: cudarc has no safe call for this.
-    // SAFETY: both are cards of this machine, and the pointer is to a number that outlives the call.
+    // SAFETY: both are GPUs of this machine, and the pointer is to a number that outlives the call.
     unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, here, there) }
         .result()
         .map_err(CudaError::during("ask whether two GPUs reach each other"))?;
     if can == 0 {
         return Err(not_reachable);
     }
-    // JUSTIFICATION: as above.
-    // SAFETY: the context is alive, and stays so for as long as the card does.
+    // JUSTIFICATION: cudarc has no safe call for this.
+    // SAFETY: the context is alive and lives as long as `to`.
     match unsafe { sys::cuCtxEnablePeerAccess(to.context().cu_ctx(), 0) } {
         sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),
         outcome => outcome.result().map_err(CudaError::during("make one GPU's memory reachable for another")),
@@ -311,20 +314,21 @@ fn reach(from: &ComputeCard, to: &ComputeCard) -> Result<(), CudaError> {
 impl Lost {
     fn new(context: &Arc<CudaContext>) -> Result<Self, CudaError> {
         context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
-        // JUSTIFICATION: only the driver can take memory that cards reach.
-        // SAFETY: the pointer is kept by this value alone, and freed once.
+        // JUSTIFICATION: only the driver can allocate memory that GPUs access.
+        // SAFETY: only this value has the pointer, and it frees it once.
         let start = unsafe { result::malloc_host(size_of::<AtomicU32>(), sys::CU_MEMHOSTALLOC_PORTABLE) }
-            .map_err(CudaError::during("take memory that GPUs reach"))?;
+            .map_err(CudaError::during("allocate memory for all GPUs"))?;
         let word = NonNull::new(start.cast::<AtomicU32>()).expect("the driver gives memory or an error");
-        // JUSTIFICATION: memory must hold a value before it is looked at.
-        // SAFETY: it is as large, aligned to a memory page, and no other code knows it yet.
+        // JUSTIFICATION: memory must hold a value before it is read.
+        // SAFETY: the allocation is large enough, aligned to a memory page, and unknown to other code.
         unsafe { word.write(AtomicU32::new(0)) };
         Ok(Self { context: Arc::clone(context), word })
     }
 
     fn word(&self) -> &AtomicU32 {
-        // JUSTIFICATION: cards write it too.
-        // SAFETY: it is initialised and lives as long as this value; everybody reaches it as one word at once.
+        // JUSTIFICATION: GPUs write it too.
+        // SAFETY: it is initialised and lives as long as this value. All accesses are to the whole word at
+        // once.
         unsafe { self.word.as_ref() }
     }
 
@@ -356,7 +360,7 @@ mod tests {
     #[test]
     fn an_inbox_has_room_for_two_rounds_of_every_sender() {
         let together = Together { few_rows: 256, width: 4096, patience: Duration::from_secs(10) };
-        // Each packet of 16 bytes carries 8, and is counted in 4.
+        // Each packet of 16 bytes carries 8 bytes of numbers and has a 4-byte counter.
         assert_eq!(together.inbox_bytes(2), 2 * 2 * 256 * 4096 * 2 * 2 + 256 * 4096);
         assert_eq!(Together { few_rows: 0, ..together }.inbox_bytes(4), 0);
     }

@@ -1,11 +1,12 @@
-//! The kernels that there are: their text, carried in the executable, and their names.
+//! The text and names of all kernels. The executable contains them.
 
 use device::cuda::source::Source;
 
-/// Letters of a digest; enough to tell releases apart.
+/// Letters of a digest; enough to distinguish releases.
 const DIGEST_LETTERS: usize = 16;
 
-/// What tells these kernels from those of another release: what was measured with others says nothing of them.
+/// A digest that identifies this version of the kernels. Measurements of one version are not valid for
+/// another.
 pub fn digest() -> String {
     let mut hasher = blake3::Hasher::new();
     SOURCES.iter().for_each(|source| {
@@ -30,7 +31,8 @@ macro_rules! source {
     };
 }
 
-/// The programs that a [`ComputeCard`](super::ComputeCard) compiles when it is opened, as far as they are for that card.
+/// The programs that a [`ComputeCard`](super::ComputeCard) compiles when it is opened, if they are for its
+/// architecture.
 pub const SOURCES: &[Source] = &[
     source!("embedding.cu", ["embedding"]),
     source!("norm.cu", ["rms_norm", "add_rms_norm"]),

@@ -1,24 +1,23 @@
-//! A matrix as Hopper's copy engine knows it, which brings boxes of it into shared memory (`hopper.cuh`).
+//! The description of a matrix for Hopper's copy engine, which copies boxes of it into shared memory
+//! (`hopper.cuh`).
 
 use cudarc::driver::sys;
 
 use device::cuda::{Bf16, CudaError};
 
-/// Columns of a box: 128 bytes, as wide as the swizzle.
+/// Columns of a box: 128 bytes, the width of the swizzle.
 const BOX_COLUMNS: u32 = 64;
 
-/// The map that a kernel takes by value.
-pub(super) struct TensorMap(
-    #[expect(dead_code, reason = "kernels read it, by its address")] sys::CUtensorMap,
-);
+/// The map, a kernel argument that is passed by value.
+pub(super) struct TensorMap(#[expect(dead_code, reason = "kernels read it by address")] sys::CUtensorMap);
 
-/// Rows of bf16 on the card.
+/// Rows of bf16 in GPU memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Matrix {
     pub(super) address: u64,
     pub(super) n_rows: usize,
     pub(super) n_columns: usize,
-    /// Numbers between two rows.
+    /// The distance between two rows, in numbers.
     pub(super) stride: usize,
 }
 
@@ -33,7 +32,7 @@ struct Encoded {
 }
 
 impl TensorMap {
-    /// Boxes of `box_rows` rows and 64 columns. Numbers beyond the matrix are read as zeroes.
+    /// Boxes of `box_rows` rows and 64 columns. Numbers outside of the matrix are read as zeroes.
     pub(super) fn of(matrix: Matrix, box_rows: usize) -> Result<Self, CudaError> {
         Self::encode(Encoded {
             dtype: sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -45,7 +44,7 @@ impl TensorMap {
         })
     }
 
-    /// Boxes of some columns and rows of a matrix of bytes, which come in the order in which they lie.
+    /// Boxes of a matrix of bytes, copied without a swizzle.
     pub(super) fn of_bytes(
         address: u64,
         n_rows: usize,
@@ -68,8 +67,8 @@ impl TensorMap {
         let stride_bytes = [stride_bytes];
         let steps = [1_u32, 1];
         // JUSTIFICATION: cudarc has no safe call for this.
-        // SAFETY: every pointer is to values that outlive the call, as many as a matrix has dimensions; the address is
-        // not read but noted, and the driver refuses what the copy engine could not follow.
+        // SAFETY: every pointer is to as many values as a matrix has dimensions, which outlive the call. The
+        // address is stored, not read. The driver rejects what the copy engine cannot use.
         unsafe {
             sys::cuTensorMapEncodeTiled(
                 &mut map,

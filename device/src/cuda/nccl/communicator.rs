@@ -1,7 +1,7 @@
-//! One end of a pair: messages in the order in which both ends ask for them.
+//! One end of a pair of NCCL ranks. Both ends must queue the same messages in the same order.
 //!
-//! Nothing here waits. One thread has the communicator and looks after it, because NCCL wants its calls one at a time; it
-//! asks [`is_settled`](Communicator::is_settled) between any two of them.
+//! Nothing here blocks. One thread owns the communicator, because NCCL allows one call at a time. Between two
+//! calls the thread polls [`is_settled`](Communicator::is_settled).
 
 use std::ffi::c_int;
 use std::fmt;
@@ -18,14 +18,15 @@ use super::library::{BYTES, CommHandle, Config, Nccl, UniqueId};
 
 const N_RANKS: c_int = 2;
 
-/// Which end of the pair this is.
+/// The end of the pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rank {
     Sender = 0,
     Receiver = 1,
 }
 
-/// See the module. Dropped, it is aborted and its stream is empty: from then on no message is written anywhere.
+/// See the module. Dropping it aborts it and waits until its stream is empty. Afterwards no message is
+/// written.
 pub struct Communicator {
     nccl: &'static Nccl,
     handle: Option<CommHandle>,
@@ -37,7 +38,7 @@ pub struct Communicator {
     n_messages: u32,
 }
 
-/// One message on its way.
+/// One message in flight.
 pub struct Message {
     counter: Arc<CompletionCounter>,
     nth: u32,
@@ -45,12 +46,12 @@ pub struct Message {
     reader: CounterReader,
 }
 
-// JUSTIFICATION: the handle makes the type not Send by itself.
-// SAFETY: NCCL does not care which thread calls, as long as it is one at a time, which `&mut self` sees to.
+// JUSTIFICATION: the handle makes the type not Send.
+// SAFETY: NCCL allows calls from any thread, one at a time, which `&mut self` ensures.
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// Begins to join the pair. Both ends must do so with the same id.
+    /// Starts to join the pair. Both ends must do so with the same id.
     pub fn join(slots: Arc<Slots>, id: UniqueId, rank: Rank) -> Result<Self, CudaError> {
         let nccl = Nccl::load()?;
         let context = Arc::clone(slots.context());
@@ -60,7 +61,7 @@ impl Communicator {
         let mut this = Self { nccl, handle: None, rank, slots, stream, counter, n_messages: 0 };
         let (mut handle, mut config) = (std::ptr::null_mut(), Config::without_blocking());
         // JUSTIFICATION: NCCL is a C library.
-        // SAFETY: both pointers are to values that outlive the call, of the form that nccl.h says.
+        // SAFETY: both pointers are to values in the form of nccl.h that outlive the call.
         let status =
             unsafe { (nccl.init_rank)(&raw mut handle, N_RANKS, id, rank as c_int, &raw mut config) };
         this.handle = (!handle.is_null()).then_some(handle);
@@ -68,46 +69,47 @@ impl Communicator {
         Ok(this)
     }
 
-    /// Whether the last call has come to its end, which is when the next one may be made.
+    /// Whether the last call has ended. Only then the next call may be made.
     pub fn is_settled(&mut self) -> Result<bool, CudaError> {
         let mut status = 0;
-        // JUSTIFICATION: as above.
+        // JUSTIFICATION: NCCL is a C library.
         // SAFETY: the handle is alive, and the pointer is to a number that outlives the call.
         let asked = unsafe { (self.nccl.async_error)(self.handle()?, &raw mut status) };
         self.nccl.checked("ncclCommGetAsyncError", asked)?;
         self.nccl.checked("a message between GPUs", status)
     }
 
-    /// What is queued from here on waits for a copy job of the same card.
+    /// Makes later messages wait for a copy job on the same GPU.
     pub fn wait_for(&mut self, copy_job: &CopyDone) -> Result<(), CudaError> {
         self.stream.wait(&copy_job.0).map_err(CudaError::during("wait for pages on their way"))
     }
 
-    /// Queues the sending of a slot's first bytes. The caller has filled it, or has it [wait](Self::wait_for) for that, and leaves it alone until the message is
+    /// Queues the sending of a slot's first bytes. The slot is filled already, or the caller has used
+    /// [`wait_for`](Self::wait_for). The caller must not change the slot until the message is
     /// [done](Message::is_done).
     pub fn send(&mut self, slot: usize, bytes: usize) -> Result<(), CudaError> {
         let from = self.slots.address(slot, 0, bytes)?;
         let (handle, stream) = (self.handle()?, self.stream.cu_stream());
-        // JUSTIFICATION: as above.
-        // SAFETY: the bytes are the slot's, which lives as long as this value, which is dropped no earlier than its stream is
-        // empty.
+        // JUSTIFICATION: NCCL is a C library.
+        // SAFETY: the bytes belong to the slot, which lives as long as this value. This value is dropped only
+        // after its stream is empty.
         let status =
             unsafe { (self.nccl.send)(from as *const _, bytes, BYTES, self.peer(), handle, stream.cast()) };
         self.nccl.checked("ncclSend", status).map(|_| ())
     }
 
-    /// Queues the arrival of the next message in a slot.
+    /// Queues the reception of the next message into a slot.
     pub fn receive(&mut self, slot: usize, bytes: usize) -> Result<(), CudaError> {
         let to = self.slots.address(slot, 0, bytes)?;
         let (handle, stream) = (self.handle()?, self.stream.cu_stream());
-        // JUSTIFICATION: as above.
-        // SAFETY: as above.
+        // JUSTIFICATION: NCCL is a C library.
+        // SAFETY: the bytes belong to the slot, as in `send`.
         let status =
             unsafe { (self.nccl.receive)(to as *mut _, bytes, BYTES, self.peer(), handle, stream.cast()) };
         self.nccl.checked("ncclRecv", status).map(|_| ())
     }
 
-    /// The message of the last call, once it has settled.
+    /// The message of the last call, after it has settled.
     pub fn message(&mut self) -> Result<Message, CudaError> {
         self.n_messages = self.n_messages.wrapping_add(1);
         self.counter.count_behind(&self.stream, self.n_messages)?;
@@ -121,18 +123,19 @@ impl Communicator {
         })
     }
 
-    /// Begins to end it in good order: both ends do so, with nothing under way. Then it settles once more.
+    /// Starts an orderly end. Both ends call this while no message is in flight. Afterwards it must settle
+    /// once more.
     pub fn finalize(&mut self) -> Result<(), CudaError> {
-        // JUSTIFICATION: as above.
+        // JUSTIFICATION: NCCL is a C library.
         // SAFETY: the handle is alive.
         let status = unsafe { (self.nccl.finalize)(self.handle()?) };
         self.nccl.checked("ncclCommFinalize", status).map(|_| ())
     }
 
-    /// Ends it, once it has been finalized and has settled.
+    /// Ends it, after it has been finalized and has settled.
     pub fn destroy(mut self) -> Result<(), CudaError> {
         let Some(handle) = self.handle.take() else { return Ok(()) };
-        // JUSTIFICATION: as above.
+        // JUSTIFICATION: NCCL is a C library.
         // SAFETY: the handle is alive, and has no other owner.
         let status = unsafe { (self.nccl.destroy)(handle) };
         self.nccl.checked("ncclCommDestroy", status).map(|_| ())
@@ -151,11 +154,11 @@ impl Drop for Communicator {
     fn drop(&mut self) {
         let _ = self.stream.context().bind_to_thread();
         if let Some(handle) = self.handle.take() {
-            // JUSTIFICATION: as above. Where it was destroyed there is no handle.
+            // JUSTIFICATION: NCCL is a C library. After `destroy` there is no handle.
             // SAFETY: the handle is alive, and has no other owner.
             let _ = unsafe { (self.nccl.abort)(handle) };
         }
-        // What was aborted leaves the card in its own time.
+        // An aborted operation leaves the GPU some time later.
         let _ = self.stream.synchronize();
     }
 }

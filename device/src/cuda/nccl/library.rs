@@ -1,6 +1,6 @@
-//! The dozen functions of NCCL that are needed here, out of the library that is found at run time.
+//! The dozen NCCL functions in use, from a library that is loaded at run time.
 //!
-//! Bindings of our own, because those at hand look for names that only development packages have: what users install is
+//! These are our own bindings, because existing ones look for file names of development packages. Users have
 //! `libnccl.so.2`.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -11,14 +11,14 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use super::super::CudaError;
 
-/// The name of every release since 2015, and the one of development packages.
+/// The library's name in every release since 2015, and its name in development packages.
 const NAMES: &[&str] = &["libnccl.so.2", "libnccl.so"];
-/// Where packages put it when the loader does not know.
+/// The folders where packages install it, if the loader does not find it.
 const USUAL_FOLDERS: &[&str] = &["/usr/lib/x86_64-linux-gnu", "/usr/local/cuda/lib64"];
-/// The first release whose communicators can be made without blocking and be given up from the outside.
+/// The first release whose communicators can be created without blocking and aborted by the user.
 const VERSION_MIN: c_int = 21_800;
-/// The first release with which a thread may call for one communicator while its call for another has not settled. Earlier
-/// ones have a thread's calls in variables of that thread, for one at a time.
+/// The first release in which one thread may call for a communicator while its call for another has not
+/// settled. Earlier releases keep a thread's call in thread-local variables, for one call at a time.
 const SEVERAL_SINCE: c_int = 22_700;
 
 pub(super) type CommHandle = *mut c_void;
@@ -26,15 +26,16 @@ type Status = c_int;
 
 pub(super) const SUCCESS: Status = 0;
 pub(super) const IN_PROGRESS: Status = 7;
-/// Messages are bytes.
+/// The type of messages: bytes.
 pub(super) const BYTES: c_int = 1;
 
-/// What two processes find each other by. Anyone may know it.
+/// The id by which two processes find each other. It is not secret.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub struct UniqueId(pub [u8; 128]);
 
-/// `ncclConfig_t` as release 2.18 has it. Later ones look at its size and version, and take the rest as not set.
+/// `ncclConfig_t` of release 2.18. Later releases check its size and version, and treat further fields as not
+/// set.
 #[repr(C)]
 pub(super) struct Config {
     size: usize,
@@ -49,7 +50,7 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// Nothing waits; all else is NCCL's choice.
+    /// A configuration without blocking. NCCL chooses the rest.
     pub(super) fn without_blocking() -> Self {
         let not_set = c_int::MIN;
         Self {
@@ -68,7 +69,7 @@ impl Config {
 
 macro_rules! functions {
     ($($field:ident = $name:literal: fn($($argument:ty),*);)*) => {
-        /// NCCL, loaded for good.
+        /// NCCL, loaded and never unloaded.
         #[derive(Debug)]
         pub struct Nccl {
             version: c_int,
@@ -78,8 +79,9 @@ macro_rules! functions {
 
         impl Nccl {
             fn of(library: &'static Library) -> Option<Self> {
-                // JUSTIFICATION: a library's functions are found by name.
-                // SAFETY: the signatures are those of nccl.h, which have not changed since the releases that have these names.
+                // JUSTIFICATION: a loaded library's functions are looked up by name.
+                // SAFETY: the signatures are those of nccl.h, which have not changed since the first release
+                // with these names.
                 unsafe {
                     Some(Self {
                         version: 0,
@@ -105,7 +107,7 @@ functions! {
 }
 
 impl Nccl {
-    /// Looks for the library, once for this process.
+    /// Loads the library, once for this process.
     pub fn load() -> Result<&'static Self, CudaError> {
         static LOADED: OnceLock<Option<Nccl>> = OnceLock::new();
         let nccl = LOADED.get_or_init(found).as_ref().ok_or(CudaError::NoNccl)?;
@@ -115,17 +117,17 @@ impl Nccl {
         }
     }
 
-    /// The number in its header: 22803 is 2.28.3.
+    /// The version number of its header: 22803 is 2.28.3.
     pub fn version(&self) -> i32 {
         self.version
     }
 
-    /// Whether one thread can see to several communicators whose calls do not wait for each other.
+    /// Whether one thread can handle several communicators with calls in progress.
     pub fn takes_several(&self) -> bool {
         self.version >= SEVERAL_SINCE
     }
 
-    /// For one communicator. The process that asks is the one that the other finds.
+    /// An id for one communicator. The other process connects to the process that made the id.
     pub fn unique_id(&self) -> Result<UniqueId, CudaError> {
         let mut id = UniqueId([0; 128]);
         // JUSTIFICATION: NCCL is a C library.
@@ -135,7 +137,7 @@ impl Nccl {
         Ok(id)
     }
 
-    /// True where a call is done, false where it goes on.
+    /// Returns true if a call is done, and false if it continues.
     pub(super) fn checked(&self, call: &'static str, status: Status) -> Result<bool, CudaError> {
         match status {
             SUCCESS => Ok(true),
@@ -145,8 +147,8 @@ impl Nccl {
     }
 
     fn text_of(&self, status: Status) -> String {
-        // JUSTIFICATION: as above.
-        // SAFETY: NCCL has a text that lives for ever for every number, known or not.
+        // JUSTIFICATION: NCCL is a C library.
+        // SAFETY: NCCL has a static text for every number, known or not.
         unsafe { CStr::from_ptr((self.error_text)(status)) }.to_string_lossy().into_owned()
     }
 }
@@ -155,7 +157,7 @@ fn found() -> Option<Nccl> {
     let library: &'static Library = Box::leak(Box::new(candidates().find_map(opened)?));
     let mut nccl = Nccl::of(library)?;
     let mut version = 0;
-    // JUSTIFICATION: as above.
+    // JUSTIFICATION: NCCL is a C library.
     // SAFETY: it writes one number.
     (unsafe { (nccl.get_version)(&raw mut version) } == SUCCESS).then_some(())?;
     nccl.version = version;
@@ -170,7 +172,7 @@ fn candidates() -> impl Iterator<Item = PathBuf> {
 }
 
 fn opened(path: PathBuf) -> Option<Library> {
-    // JUSTIFICATION: there is no other way to have a library at run time that may be missing.
-    // SAFETY: loading NCCL runs its initializers, which take no arguments of ours.
+    // JUSTIFICATION: the library may be missing, so it is loaded at run time.
+    // SAFETY: loading NCCL runs its initializers, which take no arguments.
     unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.ok()
 }

@@ -1,7 +1,8 @@
-//! NCCL between two processes: one communicator, whose messages go from slots of the one card to slots of the other.
+//! NCCL between two processes: one communicator, which sends messages from slots of one GPU to slots of the
+//! other.
 //!
-//! Suggested reading order: the library (`library`, found when it is asked for and never linked), and what is done with
-//! it (`communicator`).
+//! Suggested reading order: the library (`library`, loaded on first use, never linked) and its use
+//! (`communicator`).
 
 pub mod library;
 pub mod communicator;

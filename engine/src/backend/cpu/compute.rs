@@ -1,5 +1,5 @@
 //! Hot path.
-//! The first rank's thread. It computes steps one after the other, and starts the other ranks on each.
+//! The first rank's thread. It computes steps one after the other, and starts the other ranks for each step.
 
 use std::collections::HashMap;
 use std::io;
@@ -15,20 +15,21 @@ use crate::model::ranks::RankFence;
 use crate::model::{ModelConfig, Scratch, Tensor};
 use crate::step::{Sampled, SlotId, StepOutput};
 
-/// What the thread owns.
+/// The state of the thread.
 #[derive(Debug)]
 pub(super) struct Compute {
-    // Fields are dropped in their order: helpers that wait for this rank learn that it is gone before they are waited for.
+    // Fields are dropped in this order: helpers that wait for this rank see that it has ended before they are
+    // waited for.
     rank: Rank,
     helpers: Vec<Helper>,
     vocab: usize,
     eos_tokens: Vec<TokenId>,
-    /// The tokens that the step before sampled, for [`crate::step::RowInput::Previous`].
+    /// The tokens that the previous step sampled, for [`crate::step::RowInput::Previous`].
     previous: HashMap<SlotId, TokenId>,
 }
 
 impl Compute {
-    /// `ranks` are all of the model's. All but the first get a thread each.
+    /// `ranks` are all ranks of the model. All except the first get their own threads.
     pub(super) fn new(ranks: Vec<Rank>, config: &ModelConfig) -> io::Result<Self> {
         let mut ranks = ranks.into_iter();
         let rank = ranks.next().expect("a model has a rank");
@@ -37,7 +38,7 @@ impl Compute {
         Ok(Self { rank, helpers, vocab, eos_tokens, previous: HashMap::new() })
     }
 
-    /// Runs until the sender of jobs is dropped or a rank is gone. Waits for jobs and for the other ranks.
+    /// Runs until the sender of jobs is dropped or a rank has ended. Waits for jobs and for the other ranks.
     pub(super) fn run(mut self, jobs: &Receiver<Job>, results: &SyncSender<StepOutput>) {
         let scratch = Scratch::default();
         while let Ok(job) = jobs.recv() {
@@ -65,7 +66,7 @@ impl Compute {
         Step { rows, resolved, written: RankFence::new(signal, 1 + self.helpers.len()) }
     }
 
-    /// `None`: a rank is gone.
+    /// Returns `None` if a rank has ended.
     fn outcomes(
         &self,
         step: &Arc<Step>,
@@ -86,12 +87,12 @@ impl Compute {
     }
 }
 
-/// A row has failed if it has on any rank.
+/// A row fails if it fails on any rank.
 fn first_errors(ours: Outcomes, theirs: Outcomes) -> Outcomes {
     ours.into_iter().zip(theirs).map(|(ours, theirs)| ours.and(theirs)).collect()
 }
 
-/// A pass's logits, from which tokens are sampled in the order of the rows that want one.
+/// The logits of a pass. Tokens are sampled from them in the order of the rows that need one.
 struct Outputs<'a> {
     compute: &'a Compute,
     logits: Tensor,

@@ -1,4 +1,4 @@
-//! A step on its way to the thread that computes.
+//! A step for the compute thread.
 
 use std::collections::HashMap;
 
@@ -46,7 +46,7 @@ impl JobRow {
         }
     }
 
-    /// Replaces [`RowInput::Previous`] by the token that the step before sampled.
+    /// Replaces [`RowInput::Previous`] by the token that the previous step sampled.
     pub(super) fn resolve(
         &mut self,
         previous: &HashMap<SlotId, TokenId>,
@@ -69,7 +69,7 @@ impl JobRow {
         &self.tables
     }
 
-    /// Whether a token is sampled after it.
+    /// Whether the row samples a token.
     pub(super) fn is_wanted(&self) -> bool {
         self.spec.is_some()
     }

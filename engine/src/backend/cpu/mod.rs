@@ -1,8 +1,8 @@
-//! The processor as a backend. It is exact, and the reference for the other backends.
+//! The CPU backend. It is exact, and the reference for the other backends.
 //!
-//! A step is computed by a thread of its own, so `launch` returns at once. All of a batch goes through each layer
-//! together. A row gets the same bits alone and in any batch (see `kernels::cpu`). With several ranks, each has such a
-//! thread and memory for its KV. The bits stay the same (see [`crate::model::ranks`]).
+//! A separate thread computes a step, so `launch` returns at once. The whole batch goes through each layer
+//! together. A row gets the same bits alone and in any batch (see `kernels::cpu`). With several ranks, each
+//! rank has its own thread and its own memory for KV. The bits stay the same (see [`crate::model::ranks`]).
 
 mod compute;
 mod job;
@@ -38,7 +38,7 @@ use compute::Compute;
 use job::{Job, JobRow};
 use rank::Rank;
 
-/// A model in memory, and the thread that computes with it.
+/// A model in memory, and its compute thread.
 #[derive(Debug)]
 pub struct CpuBackend {
     model: ModelInfo,
@@ -46,7 +46,7 @@ pub struct CpuBackend {
     /// Clones of the memory that the backend itself holds.
     n_holders: usize,
     opened: Opened,
-    /// `None` once the thread was told to end.
+    /// `None` after the thread was told to end.
     jobs: Option<SyncSender<Job>>,
     results: Receiver<StepOutput>,
     in_flight: VecDeque<u64>,
@@ -55,7 +55,7 @@ pub struct CpuBackend {
     weight_bytes: usize,
 }
 
-/// What a backend was opened with.
+/// The parameters of `open`, kept for waking.
 #[derive(Clone, Debug)]
 struct Opened {
     folder: PathBuf,
@@ -63,7 +63,7 @@ struct Opened {
     settings: CpuSettings,
 }
 
-/// The line in the table of backends: `name` is a model's folder.
+/// The CPU's constructor in the table of backends. `name` is a model's folder.
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
     let folder = name.unwrap_or_default();
     let settings = CpuSettings { ranks: engine.ranks, ..engine.cpu.clone() };
@@ -71,7 +71,7 @@ pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dy
 }
 
 impl CpuBackend {
-    /// Loads the model of a folder. Resident memory is its weights, its KV, and what a step computes in.
+    /// Loads a model from its folder. Resident memory is its weights, its KV and a step's workspace.
     pub fn open(folder: &Path, kv: impl Into<KvRoom>, settings: &CpuSettings) -> Result<Self, OpenError> {
         let kv = kv.into();
         kv.check_on_host()?;
@@ -83,7 +83,7 @@ impl CpuBackend {
         let layout = layout(&folder.config, settings)?;
         let kv_bytes = kv.on_host(&layout, folder.config.context_tokens);
         let memory = memory(&layout, kv_bytes)?;
-        // It takes the same amount when it wakes, whatever is free then.
+        // It allocates the same amount when it wakes, whatever the free memory is then.
         let opened = Opened { folder: folder.path().to_owned(), kv_bytes, settings: settings.clone() };
         let model = ModelInfo {
             name: folder.name(),
@@ -99,7 +99,7 @@ impl CpuBackend {
         Self::start(model, memory, compute, loaded.weight_bytes, opened)
     }
 
-    /// Bytes of all weight matrices: what a decode step reads.
+    /// Bytes of all weight matrices, which every decode step reads.
     pub fn weight_bytes(&self) -> usize {
         self.weight_bytes
     }
@@ -148,7 +148,7 @@ impl Backend for CpuBackend {
         // The channel has room for all steps that may be in flight, so this does not wait.
         let sent = self.jobs.as_ref().map(|jobs| jobs.send(job).is_ok());
         if sent != Some(true) {
-            return Err(BackendError::DeviceLost("the compute thread is gone".to_owned()));
+            return Err(BackendError::DeviceLost("the compute thread has ended".to_owned()));
         }
         let number = self.n_launched;
         self.n_launched += 1;
@@ -165,7 +165,7 @@ impl Backend for CpuBackend {
             }
             Some(_) => self.in_flight.pop_front(),
         };
-        let lost = |_| BackendError::DeviceLost("the compute thread ended within a step".to_owned());
+        let lost = |_| BackendError::DeviceLost("the compute thread ended during a step".to_owned());
         self.results.recv().map_err(lost)
     }
 
@@ -188,13 +188,14 @@ impl Drop for CpuBackend {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
-            // If it panicked, its panic was printed, and `collect` returned that the device is lost.
+            // If the thread panicked, the panic is logged, and `collect` has returned that the device is
+            // lost.
             let _ = thread.join();
         }
     }
 }
 
-/// One processor for each rank. They share the threads.
+/// Creates a processor for each rank. They share the threads.
 fn processors(settings: &CpuSettings) -> io::Result<Vec<Processor>> {
     let n_ranks = usize::from(settings.ranks.get());
     let each = NonZero::new(settings.threads().get() / n_ranks).unwrap_or(NonZero::<usize>::MIN);
@@ -203,7 +204,7 @@ fn processors(settings: &CpuSettings) -> io::Result<Vec<Processor>> {
 
 // === loading ===
 
-/// Weights in memory, and what they are.
+/// Weights in memory, and their description.
 struct Loaded {
     model: Arc<Decoder>,
     weights: String,
@@ -271,7 +272,7 @@ fn layout(config: &ModelConfig, settings: &CpuSettings) -> Result<KvLayout, Load
     layout.over_ranks(n_ranks).map_err(|uneven| LoadError::Ranks(uneven.to_string()))
 }
 
-/// Refuses ranks that would have parts of heads, or none of a matrix's outputs.
+/// Rejects a number of ranks that would split heads or leave a rank without outputs of a matrix.
 fn check_shares(config: &ModelConfig, n_ranks: usize) -> Result<(), LoadError> {
     let ModelConfig { n_heads, hidden, intermediate, vocab, .. } = *config;
     if !n_heads.is_multiple_of(n_ranks) {
@@ -283,7 +284,7 @@ fn check_shares(config: &ModelConfig, n_ranks: usize) -> Result<(), LoadError> {
     }
 }
 
-/// One group of layers for each window, in the order of their first layers.
+/// Groups layers by window, in the order of their first layers.
 pub(super) fn groups(n_kv_heads: u16, head_dim: u16, windows: &[Option<u32>]) -> Vec<LayerGroup> {
     let mut groups: Vec<LayerGroup> = Vec::new();
     for (layer, window) in (0..).zip(windows) {

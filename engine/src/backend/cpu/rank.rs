@@ -1,5 +1,5 @@
 //! Hot path.
-//! One rank of a model on the processor: its share of each step, over its share of the KV.
+//! One rank of a model on the CPU: its share of each step, with its share of KV.
 
 use std::io;
 use std::sync::Arc;
@@ -15,19 +15,19 @@ use crate::model::pass::PassParts;
 use crate::model::ranks::{RankFence, RankHandle};
 use crate::model::{Decoder, ModelConfig, Pass, PassRow, Scratch, Tensor};
 
-/// The outcome of each row that took part.
+/// The outcome of each row that takes part.
 pub(super) type Outcomes = Vec<Result<(), RowError>>;
 
 /// A step that all ranks compute.
 #[derive(Debug)]
 pub(super) struct Step {
     pub(super) rows: Vec<JobRow>,
-    /// Which of the rows take part.
+    /// The rows that take part, and errors of the others.
     pub(super) resolved: Outcomes,
     pub(super) written: RankFence,
 }
 
-/// What a rank's thread owns.
+/// The state of a rank's thread.
 #[derive(Debug)]
 pub(super) struct Rank {
     processor: Processor,
@@ -38,10 +38,10 @@ pub(super) struct Rank {
     seat: RankHandle,
 }
 
-/// A rank on a thread of its own. Its drop waits for the thread, which finishes its current step.
+/// A rank with its own thread. Dropping it waits for the thread, which finishes its current step.
 #[derive(Debug)]
 pub(super) struct Helper {
-    /// `None` once the thread was told to end.
+    /// `None` after the thread was told to end.
     steps: Option<SyncSender<Arc<Step>>>,
     outcomes: Receiver<Outcomes>,
     thread: Option<thread::JoinHandle<()>>,
@@ -50,7 +50,7 @@ pub(super) struct Helper {
 // === impl Rank ===
 
 impl Rank {
-    /// All ranks of a model, one for each processor.
+    /// Creates all ranks of a model, one for each processor.
     pub(super) fn all(
         processors: Vec<Processor>,
         model: &Arc<Decoder>,
@@ -74,7 +74,7 @@ impl Rank {
         &self.processor
     }
 
-    /// Logits (wanted, vocab), and the outcomes of the rows that took part.
+    /// Returns logits (wanted, vocab) and the outcomes of the rows that take part.
     pub(super) fn forward(&self, step: &Step, scratch: &Scratch) -> (Tensor, Outcomes) {
         let parts = PassParts {
             processor: &self.processor,
@@ -96,7 +96,8 @@ impl Rank {
         let scratch = Scratch::default();
         while let Ok(step) = steps.recv() {
             let (_, of_rows) = self.forward(&step, &scratch);
-            // Before the answer: the step's fence ends with the last who holds it, and that is to be who collects it.
+            // This comes before the answer: the last holder drops the step's fence, and that must be the
+            // caller of `collect`.
             drop(step);
             if outcomes.send(of_rows).is_err() {
                 return;
@@ -126,12 +127,12 @@ impl Helper {
         Ok(Self { steps: Some(steps), outcomes, thread: Some(thread) })
     }
 
-    /// Starts the rank on its share. `None`: the rank is gone.
+    /// Starts the rank's share. Returns `None` if the rank has ended.
     pub(super) fn begin(&self, step: &Arc<Step>) -> Option<()> {
         self.steps.as_ref()?.send(Arc::clone(step)).ok()
     }
 
-    /// The outcomes of the rows. `None`: the rank is gone.
+    /// The outcomes of the rows. Returns `None` if the rank has ended.
     pub(super) fn finish(&self) -> Option<Outcomes> {
         self.outcomes.recv().ok()
     }
@@ -141,7 +142,7 @@ impl Drop for Helper {
     fn drop(&mut self) {
         self.steps = None;
         if let Some(thread) = self.thread.take() {
-            // If it panicked, its panic was printed, and the other ranks failed.
+            // If the thread panicked, the panic is logged, and the other ranks failed.
             let _ = thread.join();
         }
     }

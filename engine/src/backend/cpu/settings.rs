@@ -1,4 +1,4 @@
-//! Settings of the processor's backend.
+//! Settings of the CPU backend.
 
 use std::num::NonZero;
 
@@ -7,14 +7,14 @@ use types::KvDtype;
 
 use crate::load::Quantize;
 
-/// How the processor computes.
+/// The settings of the CPU backend beside the model and its KV memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CpuSettings {
-    /// Threads that compute, of all ranks together; `None`: one per core.
+    /// Compute threads of all ranks together. `None` means one for each core.
     pub threads: Option<NonZero<usize>>,
-    /// Tensor-parallel ranks: groups of threads, each with its share of the outputs and of the KV.
+    /// Tensor-parallel ranks: groups of threads, each with its share of the outputs and of KV.
     pub ranks: NonZero<u16>,
-    /// How bf16 weights are multiplied.
+    /// The arithmetic for bf16 weights.
     pub arithmetic: Arithmetic,
     pub kv_dtype: KvDtype,
     pub block_tokens: u16,
@@ -22,12 +22,12 @@ pub struct CpuSettings {
     pub load_format: LoadFormat,
 }
 
-/// Where weights come from.
+/// The source of weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum LoadFormat {
     #[default]
     Safetensors,
-    /// Random ones, from the config alone: for measuring speed.
+    /// Random weights, from the config alone, for speed measurements.
     Dummy { seed: u64 },
 }
 
@@ -37,7 +37,7 @@ impl Default for CpuSettings {
             threads: None,
             ranks: NonZero::<u16>::MIN,
             arithmetic: Arithmetic::F32,
-            // What most models were trained with; f32 is for those who compare with a reference.
+            // Most models were trained with bf16. f32 is for comparisons with a reference.
             kv_dtype: KvDtype::Bf16,
             block_tokens: 16,
             quantize: Quantize::No,

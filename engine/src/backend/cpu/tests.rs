@@ -125,7 +125,7 @@ fn changed(old: &str, new: &str) -> TempDir {
     copy
 }
 
-/// Rotation, epsilon, tokenizer and block size are no part of the weights' files.
+/// Rotation, epsilon, tokenizer and block size are not in the weights' files.
 #[test]
 fn a_folder_that_differs_in_one_thing_is_another_model_and_the_thing_is_named() {
     let fingerprint = |folder: &Path, settings: &CpuSettings| {

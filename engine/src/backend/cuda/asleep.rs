@@ -1,7 +1,8 @@
-//! GPU backends that sleep: the memory of weights and KV is returned; code, graphs and workspace stay.
+//! GPU backends that sleep. They return the memory of weights and KV, and keep code, graphs and workspace.
 //!
-//! Graphs and TMA descriptors hold the addresses of weights and KV, so both are mapped at the same addresses again. All ranks
-//! sleep and wake together, each on its own thread; if one cannot wake, all sleep again.
+//! Graphs and TMA descriptors contain the addresses of weights and KV, so both are mapped at the same
+//! addresses again. All ranks sleep and wake together, each on its own thread. If one cannot wake, all sleep
+//! again.
 
 use std::sync::Arc;
 
@@ -33,7 +34,7 @@ impl CudaAsleep {
         }
         match backend.give_back() {
             Ok(()) => Ok(Box::new(Self(backend))),
-            // It is not known which GPUs have returned their memory.
+            // The backend cannot know which GPUs have returned their memory.
             Err(error) => Err(SleepFailed { why: BackendError::DeviceLost(in_full(&error)), backend }),
         }
     }
@@ -59,12 +60,12 @@ impl CudaBackend {
         asleep::check_idle(self.flights.len())?;
         asleep::check_not_held(self.memory.n_holders(), self.n_holders)?;
         match self.on_cards().any(DeviceMemory::is_registered) {
-            true => Err(BackendError::Held("a network card still reaches the memory of KV".to_owned())),
+            true => Err(BackendError::Held("KV memory is still registered with a network card".to_owned())),
             false => Ok(()),
         }
     }
 
-    /// KV of all ranks.
+    /// The KV memory of all ranks.
     fn on_cards(&self) -> impl Iterator<Item = &DeviceMemory> {
         let ranks = (0..self.memory.n_ranks()).map(|nth| self.memory.rank(nth).on_card());
         ranks.flatten().map(|on_card| on_card.memory())
@@ -79,7 +80,7 @@ impl CudaBackend {
         first_refusal(own, others.into_iter().map(|done| done.refused))
     }
 
-    /// Allocates memory and loads weights on all ranks: on all of them, or on none.
+    /// Allocates memory and loads weights, on all ranks or on none.
     fn refill(&mut self) -> RankResult {
         let arithmetic = self.described.settings().arithmetic(self.card().arch());
         asleep::check_same(&self.model, &self.described.again()?.model_info(&arithmetic)?)?;
@@ -90,22 +91,26 @@ impl CudaBackend {
         let refilled = first_refusal(own, others.into_iter().map(|done| done.refused));
         if let Err(refused) = refilled {
             if let Err(error) = self.give_back() {
-                warn!(error = in_full(&error), "memory was not given back after a wake that failed");
+                warn!(error = in_full(&error), "GPU memory was not released after a failed wake");
             }
             return Err(refused);
         }
         self.loaded = Loaded { seconds: started.elapsed().as_secs_f64(), ..self.loaded };
-        info!(mib = self.loaded.bytes >> 20, seconds = self.loaded.seconds, "weights are on the GPU again");
+        info!(
+            mib = self.loaded.bytes >> 20,
+            seconds = self.loaded.seconds,
+            "weights loaded onto the GPU again"
+        );
         Ok(())
     }
 
-    /// Bytes in use on all its GPUs, by all processes.
+    /// Bytes in use on all GPUs of the model, by all processes.
     pub(super) fn used_on_cards(&self) -> Option<u64> {
         self.on_cards().map(|memory| memory.used_bytes().ok()).sum()
     }
 }
 
-/// The error of the first rank that refused.
+/// The first rank's error, else the first error of the others.
 fn first_refusal(own: RankResult, others: impl Iterator<Item = Option<OpenError>>) -> RankResult {
     own?;
     match (1..).zip(others).find_map(|(nth, refused)| refused.map(|refused| (nth, refused))) {

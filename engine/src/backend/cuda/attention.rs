@@ -1,5 +1,5 @@
 //! Hot path.
-//! Attention of a step: of its decoded tokens, and of its chunks of prompts.
+//! Attention of a step, for its decode rows and its prompt chunks.
 
 use std::ops::Range;
 
@@ -11,13 +11,13 @@ use super::layer::reads_by_registers;
 use super::plan::BLOCK_TOKENS;
 use super::workspace::Workspace;
 
-/// Queries, and the places of the tokens that they see.
+/// Queries, and the KV blocks of the tokens that they see.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Queries {
     /// Rows of activations.
     rows: Range<usize>,
     tables: Tables,
-    /// The most tokens that the last query sees.
+    /// An upper bound of the tokens that the last query sees.
     length_max: usize,
 }
 
@@ -49,7 +49,7 @@ impl Queries {
 }
 
 impl Decoder {
-    /// Rows of one token each.
+    /// Attention of rows with one token each.
     pub(super) fn attend_decodes(&self, pass: &mut Pass<'_>, place: LayerPlace) -> Result<(), CudaError> {
         let tables = pass.sections.decode_tables(usize::from(place.group.0));
         let queries = Queries {
@@ -60,7 +60,8 @@ impl Decoder {
         self.attend_one_by_one(pass, place, &queries)
     }
 
-    /// Attention of queries of one token each, as many at once as the memory for partial results allows.
+    /// Attention of queries with one token each. The memory for partial results limits the number of
+    /// concurrent queries.
     fn attend_one_by_one(
         &self,
         pass: &mut Pass<'_>,
@@ -93,7 +94,7 @@ impl Decoder {
         let Workspace { qkv, attended, parts, part_sums, words, .. } = &mut *pass.space;
         let chunk_tokens = self.chunk_tokens(pass.card, rows.len(), length_max, part_sums.len());
         let lengths = pass.sections.lengths.start;
-        // Tokens of a chunk see those before them, which were written just now.
+        // Tokens of a chunk see the chunk's earlier tokens, which were just written.
         let (tables, rows_of_table, last_is_new) = match tables {
             Tables::Each(tables) => (tables, 1, true),
             Tables::One(table) => (table, rows.len(), false),
@@ -142,7 +143,8 @@ impl Decoder {
         })
     }
 
-    /// Attention of a chunk with each token as a row of one token, so that results do not depend on the chunk.
+    /// Attention of a chunk in which each token is a row of its own, so that results do not depend on the
+    /// chunk.
     fn attend_chunks_alike(&self, pass: &mut Pass<'_>, place: LayerPlace) -> Result<(), CudaError> {
         let tables = pass.sections.chunk_tables(usize::from(place.group.0));
         let n_blocks = pass.dims.chunk_blocks;
@@ -156,7 +158,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// The tokens of a chunk: a fast number, or more if the memory for partial results is too small.
+    /// The tokens of a chunk: the fastest number, or more if the memory for partial results is too small.
     fn chunk_tokens(
         &self,
         card: &ComputeCard,

@@ -1,4 +1,4 @@
-//! The memory that a model needs on a GPU, computed before any of it is allocated.
+//! The GPU memory that a model needs, computed before the allocation.
 
 use std::fmt;
 
@@ -14,7 +14,7 @@ const SPARE_BYTES: usize = 1 << 30;
 /// Bytes on one rank's GPU, by purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Budget {
-    /// GPUs that share the model, each with the same bytes.
+    /// The number of GPUs that share the model. All need the same bytes.
     pub(super) n_ranks: usize,
     pub(super) weights: usize,
     /// The workspace of a step, and the table of rotations.
@@ -34,7 +34,7 @@ impl Budget {
         self.weights + self.workspace + SPARE_BYTES
     }
 
-    /// Refuses a model that does not fit, with the sum.
+    /// Rejects a model that does not fit. The error lists the parts.
     pub(super) fn check(self, free_bytes: usize) -> Result<(), OpenError> {
         if self.without_kv() + self.kv <= free_bytes {
             return Ok(());
@@ -53,7 +53,7 @@ impl Budget {
             format!("on each of {} GPUs that share the model: ", self.n_ranks)
         };
         format!(
-            "{whose}{} of weights + {} to compute in + {} of KV + {} spare = {}, and the GPU has {} free: {advice}",
+            "{whose}{} of weights + {} of workspace + {} of KV + {} spare = {}, and the GPU has {} free: {advice}",
             Mib(self.weights),
             Mib(self.workspace),
             Mib(self.kv),
@@ -82,7 +82,7 @@ mod tests {
         budget.check(140 << 30).expect("it fits");
         assert_eq!(
             budget.check(64 << 30).expect_err("too much KV").to_string(),
-            "15360 MiB of weights + 1024 MiB to compute in + 102400 MiB of KV + 1024 MiB spare = 119808 MiB, and the \
+            "15360 MiB of weights + 1024 MiB of workspace + 102400 MiB of KV + 1024 MiB spare = 119808 MiB, and the \
              GPU has 65536 MiB free: set model.kv_memory to 48128 MiB at most"
         );
         let error = budget.check(8 << 30).expect_err("not even the weights").to_string();
@@ -93,7 +93,7 @@ mod tests {
         let budget = Budget { n_ranks: 2, weights: 8 << 30, workspace: 1 << 30, kv: 50 << 30 };
         assert_eq!(
             budget.check(40 << 30).expect_err("too much KV").to_string(),
-            "on each of 2 GPUs that share the model: 8192 MiB of weights + 1024 MiB to compute in + 51200 MiB of KV + \
+            "on each of 2 GPUs that share the model: 8192 MiB of weights + 1024 MiB of workspace + 51200 MiB of KV + \
              1024 MiB spare = 61440 MiB, and the GPU has 40960 MiB free: set model.kv_memory to 61440 MiB at most"
         );
     }

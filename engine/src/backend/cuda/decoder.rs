@@ -1,6 +1,6 @@
 //! Hot path.
-//! A decoder on a GPU: one plan for all architectures, which differ in their
-//! [`OptionalTensors`](crate::model::OptionalTensors) and windows only.
+//! A decoder on a GPU. There is one plan for all architectures, which differ only in their
+//! [`OptionalTensors`](crate::model::OptionalTensors) and windows.
 
 use device::cuda::{Arena, Buffer};
 use kernels::cuda::{ComputeCard, KvNumber, KvPages, Peers, PrefillSequence, Products};
@@ -12,7 +12,7 @@ use super::plan::{Dims, Sections};
 use super::weights::{CudaWeights, Sizes};
 use super::workspace::Workspace;
 
-/// A model, and the places of its KV.
+/// A model, and the location of its KV.
 #[derive(Debug)]
 pub(super) struct Decoder {
     pub(super) weights: CudaWeights,
@@ -21,17 +21,17 @@ pub(super) struct Decoder {
     pub(super) sizes: Sizes,
     pub(super) heads: Heads,
     pub(super) epsilon: f32,
-    /// Cosine and sine by position.
+    /// Cosine and sine for each position.
     pub(super) turns: Buffer<[f32; 2]>,
     /// One entry for each layer.
     pub(super) places: Vec<LayerPlace>,
     pub(super) n_blocks: usize,
     pub(super) kv_number: KvNumber,
-    /// Tokens of a chunk of attention; set if results must not depend on the batch.
+    /// Tokens of a chunk of attention. It is set if results must not depend on the batch.
     pub(super) chunk_tokens: Option<usize>,
 }
 
-/// The place of a layer's KV, and the layer's window.
+/// The location of a layer's KV, and the layer's window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LayerPlace {
     pub(super) group: GroupIdx,
@@ -45,7 +45,7 @@ pub(super) struct LayerPlace {
 pub(super) struct Pass<'a> {
     pub(super) card: &'a ComputeCard,
     pub(super) products: &'a mut Products,
-    /// The GPUs of the other ranks, if there are any.
+    /// The GPUs of the other ranks, or `None` with one rank.
     pub(super) peers: Option<&'a mut Peers>,
     pub(super) space: &'a mut Workspace,
     pub(super) kv: OnCard<'a>,

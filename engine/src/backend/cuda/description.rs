@@ -1,4 +1,5 @@
-//! A model's description, computed before a GPU is used: its folder, the sizes that follow from it, and its weights' origin.
+//! A model's description, computed before a GPU is used: its folder, the derived sizes and the origin of its
+//! weights.
 
 use std::num::NonZero;
 use std::path::Path;
@@ -30,13 +31,13 @@ use crate::kv_room::n_blocks;
 use crate::load::meter::Meter;
 use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, fingerprint, tensors};
 
-/// Threads that read weights. A few threads read a file faster than one; more do not help.
+/// Threads that read weights. A few threads read a file faster than one. More threads do not help.
 const LOADER_THREADS: usize = 8;
 
-/// How long the other ranks may still load their weights after this one has finished.
+/// The time limit for the other ranks to load their weights after the first one has finished.
 pub(super) const LOAD_WITHIN: Duration = Duration::from_secs(1800);
 
-/// A model's description and the sizes that follow from it, computed before a GPU is used.
+/// A model's description and derived sizes, computed before a GPU is used.
 #[derive(Debug)]
 pub(super) struct ModelDescription {
     pub(super) folder: ModelFolder,
@@ -93,7 +94,7 @@ impl ModelDescription {
         Ok(Self { heads, layout, in_fp8, n_blocks, tokens_max, settings, folder, kv_bytes })
     }
 
-    /// The present description of the folder.
+    /// The folder's current description.
     pub(super) fn again(&self) -> Result<Self, OpenError> {
         Self::of(self.folder.path(), self.kv_bytes, &self.settings)
     }
@@ -110,7 +111,7 @@ impl ModelDescription {
         WorkspaceShape::of(card, sizes, limits, self.heads.padded, room)
     }
 
-    /// What the model takes of a GPU's memory. `kv` is for all ranks together.
+    /// The GPU memory that the model needs. `kv` is for all ranks together.
     pub(super) fn budget(&self, sizes: Sizes, shape: &WorkspaceShape, kv: usize) -> Budget {
         let turns = self.heads.turns_bytes(self.tokens_max);
         Budget::of(sizes, &self.in_fp8, shape.bytes() + turns, kv)
@@ -157,7 +158,7 @@ impl ModelDescription {
                 checkpoint = Checkpoint::open(self.folder.path())?;
                 Origin::Host(&checkpoint as &dyn crate::load::TensorSource)
             }
-            // The host pads narrow heads and quantizes weights.
+            // Narrow heads are padded and weights are quantized on the host.
             LoadFormat::Dummy { seed } if self.heads.are_padded() || self.is_in_fp8() => {
                 dummy = Dummy { seed, processor: &host };
                 Origin::Host(&dummy)
@@ -166,13 +167,13 @@ impl ModelDescription {
         };
         let heads = self.heads;
         let bytes = sizes.bytes(&self.in_fp8);
-        // Ranks load at the same time, and the first one reports progress.
+        // Ranks load at the same time; only the first one reports progress.
         let meter = if sizes.share.is_first() { Meter::new(bytes) } else { Meter::silent(bytes) };
         let upload = Upload::new(card, &host, meter)?;
         Loader { origin, config, heads, sizes, in_fp8: &self.in_fp8, arena, upload }.load()
     }
 
-    /// Whether some of its weights are in FP8.
+    /// Whether any of its weights are in FP8.
     fn is_in_fp8(&self) -> bool {
         self.in_fp8.iter().any(|layer| layer.any())
     }
@@ -217,7 +218,7 @@ pub(super) fn host(threads: usize) -> Result<Processor, LoadError> {
     Processor::new(Arithmetic::F32, threads).map_err(LoadError::Threads)
 }
 
-/// The place of each layer's KV, by the layer's number.
+/// The location of each layer's KV, in layer order.
 fn places(layout: &KvLayout) -> Vec<LayerPlace> {
     let mut places: Vec<(u16, LayerPlace)> = Vec::new();
     for group in layout.group_indices() {
@@ -233,8 +234,9 @@ fn places(layout: &KvLayout) -> Vec<LayerPlace> {
     places.into_iter().map(|(_, place)| place).collect()
 }
 
-/// Words of the largest plan: tables for the longest sequence, for the most rows. All tables of a step have the length of its
-/// longest row's table, so the number of blocks does not bound them: one row may be long and the others short.
+/// Words of the largest plan: the most rows, with tables for the longest sequence. All tables of a step are
+/// as long as the longest one. The number of blocks therefore is no bound: one row may be long and the others
+/// short.
 fn words_max(limits: StepLimits, n_groups: usize, tokens_max: usize) -> usize {
     let of_tables = limits.rows * tokens_max.div_ceil(BLOCK_TOKENS);
     let of_tokens = (3 + n_groups) * limits.tokens;

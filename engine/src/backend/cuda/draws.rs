@@ -1,4 +1,4 @@
-//! Sampling on the GPU of tokens other than the likeliest: requests and results.
+//! Requests and results of GPU sampling, for rows that do not take just the likeliest token.
 
 use kernels::cuda::{DrawRow, EDIT_WORDS, Edit, NOWHERE, Outcome, TOP_MAX};
 use types::step::Logprobs;
@@ -8,8 +8,8 @@ use crate::error::RowError;
 use crate::sampler::{looks_back, no_token};
 use crate::step::{Row, RowInput, SampleSpec};
 
-/// The most edits of a row that the GPU has room for. The host samples rows with more, so the choice does not depend on the
-/// other rows.
+/// The maximum number of edits of a row on the GPU. The host samples rows with more edits. So the choice does
+/// not depend on the other rows.
 pub(super) const EDITS_OF_ROW: usize = 4096;
 
 /// The draws of one step, as words.
@@ -19,21 +19,22 @@ pub(super) struct Draws {
     pub(super) edits: Vec<u32>,
 }
 
-/// What samples a row's token.
+/// The sampler of a row's token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SampledBy {
     /// The GPU, which always computes the likeliest token.
     Likeliest,
-    /// The GPU, as draw number `nth`. `is_told` if log-probabilities are wanted.
+    /// The GPU, as draw number `nth`. `is_told` is set if log-probabilities are requested.
     Card { nth: usize, is_told: bool },
-    /// The host: the request asks for more than the GPU supports.
+    /// The host, because the GPU does not support the request.
     Host,
-    /// Nothing: no token is wanted, or the row cannot be computed.
+    /// No sampler: no token is needed, or the row cannot be computed.
     None,
 }
 
 impl Draws {
-    /// Decides what samples each row of a step. `places` holds the index of each row's token among the sampled tokens.
+    /// Chooses a sampler for each row of a step. `places` holds the index of each row's token among the
+    /// sampled tokens.
     pub(super) fn of(
         rows: &[Row<'_>],
         places: &[Result<Option<u32>, RowError>],
@@ -43,7 +44,7 @@ impl Draws {
         let mut n_decodes = 0;
         let mut sampled_by = Vec::with_capacity(rows.len());
         for (row, place) in rows.iter().zip(places) {
-            // Rows of one token are first among a step's tokens, in order.
+            // Rows with one token come first among a step's tokens, in order.
             let nth = n_decodes;
             n_decodes += u32::from(place.is_ok() && row.input.n_tokens() == 1);
             sampled_by.push(match (&row.sample, place) {
@@ -66,7 +67,8 @@ impl Draws {
         self.rows.len() / DrawRow::WORDS
     }
 
-    /// `place` is the index of the token among the sampled ones, `nth` the index of the row among rows of one token.
+    /// `place` is the index of the token among the sampled ones. `nth` is the index of the row among rows
+    /// with one token.
     fn add(
         &mut self,
         row: &Row<'_>,
@@ -105,14 +107,15 @@ fn wants_much_told(spec: &SampleSpec<'_>) -> bool {
     spec.sampling.logprobs.is_some_and(|n_top| usize::from(n_top) > TOP_MAX)
 }
 
-/// Whether the request wants the likeliest token and nothing else.
+/// Whether the request needs only the likeliest token.
 fn is_likeliest(spec: &SampleSpec<'_>) -> bool {
     let Sampling { temperature, logprobs, logit_bias, .. } = spec.sampling;
     let is_plain = *temperature == 0.0 && logprobs.is_none() && logit_bias.is_empty();
     is_plain && !looks_back(spec.sampling) && spec.index >= spec.stop.min_tokens
 }
 
-/// The changes of logits before the draw, one edit for each token (`sampler/rules.rs` does the same on the processor).
+/// The changes of logits before the draw, one edit for each token. `sampler/rules.rs` does the same on the
+/// CPU.
 fn edits(spec: &SampleSpec<'_>, eos_tokens: &[TokenId]) -> Vec<Edit> {
     let of = |token: &TokenId| Edit { token: token.0, ..Edit::default() };
     let biased = |(token, bias): &(TokenId, f32)| Edit { bias: *bias, ..of(token) };
@@ -126,7 +129,7 @@ fn edits(spec: &SampleSpec<'_>, eos_tokens: &[TokenId]) -> Vec<Edit> {
         let history = spec.history.iter().enumerate();
         edits.extend(history.map(|(nth, token)| Edit { is_seen: true, n_said: said(nth), ..of(token) }));
     }
-    // In the order of the request, for sums of biases.
+    // The sort is stable, so biases of a token are summed in the order of the request.
     edits.sort_by_key(|edit| edit.token);
     edits.dedup_by(|next, kept| {
         let is_same = next.token == kept.token;
@@ -141,7 +144,7 @@ fn edits(spec: &SampleSpec<'_>, eos_tokens: &[TokenId]) -> Vec<Edit> {
     edits
 }
 
-/// A drawn token.
+/// The sampled token, or an error.
 pub(super) fn token(drawn: u32) -> Result<TokenId, RowError> {
     match drawn {
         NOWHERE => Err(no_token()),

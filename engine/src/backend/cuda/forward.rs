@@ -1,5 +1,5 @@
 //! Hot path.
-//! A step's way through a decoder, from its words to its sampled tokens.
+//! A step's forward pass through a decoder.
 
 use device::cuda::CudaError;
 use kernels::cuda::{Answer, FeedTokens, Weights};
@@ -10,7 +10,8 @@ use super::weights::Sizes;
 use super::workspace::Workspace;
 
 impl Decoder {
-    /// Runs a step, from its words to its sampled tokens. Calls `written` when each layer's writing of KV is launched.
+    /// Runs a step, from its words to its sampled tokens. Calls `written` after each layer's KV writes are
+    /// launched.
     pub(super) fn forward(
         &self,
         pass: &mut Pass<'_>,
@@ -31,7 +32,7 @@ impl Decoder {
         self.draw(pass)
     }
 
-    /// Embeds the tokens, and norms the rows for the first layer.
+    /// Embeds the tokens and applies the first layer's norm.
     fn embed(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
         let (n, hidden) = (pass.dims.n_tokens, self.sizes.hidden);
         let Workspace { tokens, words, drawn, residual, normed, .. } = &mut *pass.space;
@@ -58,13 +59,13 @@ impl Decoder {
         let rows = if n == pass.dims.n_tokens {
             normed.slice(0..n * hidden)
         } else {
-            // Rows are gathered as tokens are embedded.
+            // The embedding kernel also gathers rows.
             let from = normed.slice(0..pass.dims.n_tokens * hidden);
             let indices = words.slice(pass.sections.wanted.clone());
             pass.card.embedding(wanted.view_mut().slice(0..n * hidden), from, indices)?;
             wanted.slice(0..n * hidden)
         };
-        // Each rank has the logits of some tokens, and all draw from all.
+        // Each rank has the logits of some tokens. All ranks sample from all logits.
         let own = if pass.peers.is_some() { &mut *own_logits } else { &mut *logits };
         let answer = Answer::Wide(own.view_mut().slice(0..n * head_rows));
         pass.products.multiply(pass.card, answer, Weights::Bf16(self.weights.head()), rows, hidden)?;

@@ -1,4 +1,4 @@
-//! Weights that are in FP8 on a GPU: the matrices, and the order of their bytes.
+//! FP8 weights on a GPU: the matrices, and the order of their bytes.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -8,7 +8,7 @@ use kernels::cuda::Fp8Rows;
 
 use crate::load::{Quantize, TensorSource};
 
-/// The matrices of a layer that are in FP8. A matrix on the GPU is in FP8 as a whole.
+/// The FP8 matrices of a layer. A matrix on the GPU is in FP8 as a whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct InFp8 {
     pub(super) qkv: bool,
@@ -17,7 +17,7 @@ pub(super) struct InFp8 {
     pub(super) down: bool,
 }
 
-/// The format of the weights, for a fingerprint: another choice of matrices in FP8 is another model.
+/// The format of the weights, for the fingerprint. A different set of FP8 matrices is another model.
 pub(super) fn dtype(layers: &[InFp8]) -> String {
     let of_layer = |layer: &InFp8| {
         let InFp8 { qkv, o, gate_up, down } = *layer;
@@ -34,7 +34,8 @@ pub(super) fn dtype(layers: &[InFp8]) -> String {
 impl InFp8 {
     pub(super) const ALL: Self = Self { qkv: true, o: true, gate_up: true, down: true };
 
-    /// One entry for each layer: all matrices, if they are quantized while loading; else those whose parts are all in FP8.
+    /// One entry for each layer. All matrices are in FP8 if they are quantized during loading; else those
+    /// whose parts are all in FP8.
     pub(super) fn of_layers(n_layers: usize, quantize: Quantize, source: &dyn TensorSource) -> Vec<Self> {
         let of_layer = |nth: usize| {
             let are = |parts: &[&str]| {
@@ -53,17 +54,17 @@ impl InFp8 {
         }
     }
 
-    /// Whether a matrix of the layer is in FP8.
+    /// Whether any matrix of the layer is in FP8.
     pub(super) fn any(self) -> bool {
         self != Self::default()
     }
 }
 
-/// Part of a matrix in FP8, in the GPU's order.
+/// Part of an FP8 matrix, in the GPU's order.
 #[derive(Debug)]
 pub(super) struct Packed<'a> {
     matrix: &'a Matrix,
-    /// The source of each row; `None` for zeroes.
+    /// The source of each row. `None` means zeroes.
     rows: Vec<Option<usize>>,
     /// The source of each byte of a row.
     columns: Vec<Option<usize>>,
@@ -71,7 +72,7 @@ pub(super) struct Packed<'a> {
 }
 
 impl<'a> Packed<'a> {
-    /// `columns` are the columns of a row before they are put into the GPU's order.
+    /// `columns` are the columns of a row before they are reordered for the GPU.
     pub(super) fn new(matrix: &'a Matrix, rows: Vec<Option<usize>>, columns: &[Option<usize>]) -> Self {
         let mut places = vec![None; Fp8Rows::width(columns.len())];
         for (nth, column) in columns.iter().enumerate() {
@@ -84,7 +85,7 @@ impl<'a> Packed<'a> {
         self.rows.iter().map(|row| row.map_or(0.0, |row| self.matrix.scales()[row])).collect()
     }
 
-    /// Pairs of bytes, from pair `start` on.
+    /// Writes pairs of bytes, from pair `start` on.
     pub(super) fn fill(&self, start: usize, pairs: &mut [Bf16]) {
         let (width, cols, bytes) = (self.columns.len(), self.matrix.cols(), self.matrix.bytes());
         let (mut row, mut first, mut rest) = (2 * start / width, 2 * start % width, pairs);
@@ -110,7 +111,7 @@ impl<'a> Packed<'a> {
         }
     }
 
-    /// Whether a byte was NaN.
+    /// Whether any byte was NaN.
     pub(super) fn has_nan(&self) -> bool {
         self.has_nan.load(Ordering::Relaxed)
     }
@@ -175,13 +176,14 @@ mod tests {
     #[test]
     fn bytes_go_where_the_card_looks_for_them() {
         let matrix = matrix(3, 90);
-        // The second row, zeroes, the first row; each with the columns from 5 on and two zero columns in between.
+        // The second row, zeroes, the first row. Each has the columns from 5 on, with two zero columns in
+        // between.
         let columns: Vec<Option<usize>> =
             (5..40).map(Some).chain([None, None]).chain((40..83).map(Some)).collect();
         let packed = Packed::new(&matrix, vec![Some(1), None, Some(0)], &columns);
         assert_eq!(packed.scales(), [1.5, 0.0, 0.5]);
         let mut pairs = vec![Bf16(9); 3 * 64];
-        // In parts that begin in the middle of rows.
+        // The parts start in the middle of rows.
         let (head, tail) = pairs.split_at_mut(50);
         packed.fill(0, head);
         packed.fill(50, tail);

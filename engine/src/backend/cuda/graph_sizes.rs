@@ -1,13 +1,14 @@
-//! Sizes of steps that are recorded: a step takes the next one above.
+//! Sizes of recorded steps. A step uses the next larger size.
 
-/// Rows of recorded steps. Small numbers are closer together, because one more row costs a larger share there.
+/// Numbers of rows of recorded steps. Small numbers are closer together, because padding costs a larger share
+/// there.
 const ROWS: &[usize] =
     &[1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256];
 /// The shortest recorded length.
 const LENGTH_MIN: usize = 256;
 const STEPS_OF_OCTAVE: usize = 8;
 
-/// The sizes that are recorded.
+/// All recorded sizes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct GraphSizes {
     rows: Vec<usize>,
@@ -30,8 +31,8 @@ impl GraphSizes {
         Self { rows, lengths: Self::lengths(tokens) }
     }
 
-    /// Eight lengths in each doubling, all in whole blocks. Positions beyond a sequence's end cost nothing by themselves, but
-    /// each sequence is computed in as many parts as the longest one needs.
+    /// Eight lengths in each doubling, all in whole blocks. Positions after a sequence's end cost nothing,
+    /// but every sequence is computed in as many parts as the longest one needs.
     pub(super) fn lengths(tokens: usize) -> Vec<usize> {
         let mut lengths = vec![];
         let mut octave = LENGTH_MIN;
@@ -44,7 +45,7 @@ impl GraphSizes {
         lengths
     }
 
-    /// Every size, the smallest first.
+    /// All sizes, the smallest first.
     pub(super) fn sizes(&self) -> impl Iterator<Item = GraphSize> + '_ {
         let of_rows =
             |rows: usize| self.lengths.iter().map(move |length| GraphSize { rows, length: *length });
@@ -55,7 +56,7 @@ impl GraphSizes {
         &self.rows
     }
 
-    /// The smallest size that a step fits into, if any does.
+    /// The smallest size that fits the step. `None` if there is none.
     pub(super) fn graph_size(&self, rows: usize, length: usize) -> Option<GraphSize> {
         let rows = self.rows.iter().copied().find(|graph_size| *graph_size >= rows)?;
         Some(GraphSize { rows, length: Self::length(&self.lengths, length)? })

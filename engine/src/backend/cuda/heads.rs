@@ -1,7 +1,8 @@
-//! Heads with the width of the kernels: narrower ones are padded with zeroes.
+//! Heads with the widths that kernels support. Narrower heads are padded with zeroes.
 //!
-//! Zeroes add nothing to a product, so scores and outputs are the same numbers. A rotation turns number `i` with number
-//! `i + width / 2`, so each half is padded by itself. A norm divides by the padded width, so its weights are scaled.
+//! Zeroes add nothing to a product, so scores and outputs do not change. A rotation combines number `i` with
+//! number `i + width / 2`, so each half is padded separately. A norm divides by the padded width, so its
+//! weights are scaled.
 
 use crate::error::OpenError;
 
@@ -19,7 +20,7 @@ impl Heads {
     pub(super) fn of(head_dim: usize) -> Result<Self, OpenError> {
         let padded = WIDTHS.into_iter().find(|width| *width >= head_dim);
         let padded = padded.ok_or(OpenError::CudaModel(format!(
-            "heads of {head_dim} numbers are wider than {}, the widest that the GPU's kernels take",
+            "heads of {head_dim} numbers are too wide: the GPU's kernels support at most {}",
             WIDTHS[WIDTHS.len() - 1]
         )))?;
         Ok(Self { real: head_dim, padded })
@@ -29,7 +30,7 @@ impl Heads {
         self.real != self.padded
     }
 
-    /// The place on the GPU of number `nth` of all heads.
+    /// The index on the GPU of number `nth` of all heads.
     pub(super) fn place(self, nth: usize) -> usize {
         let (head, dim) = (nth / self.real, nth % self.real);
         let (half, padded_half) = (self.real / 2, self.padded / 2);
@@ -42,17 +43,17 @@ impl Heads {
         (self.real as f32 / self.padded as f32).sqrt()
     }
 
-    /// The epsilon that belongs to [`norm_factor`](Self::norm_factor).
+    /// The epsilon that matches [`norm_factor`](Self::norm_factor).
     pub(super) fn norm_epsilon(self, epsilon: f32) -> f32 {
         epsilon * self.real as f32 / self.padded as f32
     }
 
-    /// Bytes of [`turns`](Self::turns).
+    /// The size of [`turns`](Self::turns) in bytes.
     pub(super) fn turns_bytes(self, n_positions: usize) -> usize {
         n_positions * self.padded / 2 * size_of::<[f32; 2]>()
     }
 
-    /// Cosine and sine by position and by the first half of a head, as the processor computes them.
+    /// Cosine and sine for each position and each number of half a head, computed as on the CPU.
     pub(super) fn turns(self, frequencies: &[f32], n_positions: usize) -> Vec<[f32; 2]> {
         let half = self.padded / 2;
         let mut turns = vec![[1.0, 0.0]; n_positions * half];

@@ -15,7 +15,7 @@ use crate::error::RowError;
 use crate::sampler::OwnedSampleSpec;
 use crate::step::{Row, RowInput, Sampled, SlotId, StepOutput};
 
-/// A step that was launched.
+/// A launched step.
 #[derive(Debug)]
 pub(super) struct LaunchedStep {
     pub(super) number: u64,
@@ -29,9 +29,9 @@ pub(super) struct LaunchedStep {
 #[derive(Debug)]
 pub(super) struct Readback {
     pub(super) drawn: Pinned<u32>,
-    /// Set if log-probabilities are wanted.
+    /// Set if log-probabilities are requested.
     pub(super) outcomes: Option<Pinned<u32>>,
-    /// Reached when both are copied.
+    /// Reached when both buffers are copied.
     pub(super) end: Event,
     /// Reached when the other ranks have finished.
     pub(super) others: Vec<Event>,
@@ -55,11 +55,11 @@ pub(super) enum Phase {
 #[derive(Debug)]
 struct LaunchedRow {
     slot: SlotId,
-    /// The index of its token among the sampled ones.
+    /// The index of the row's token among the sampled ones.
     place: Result<Option<u32>, RowError>,
-    /// The index of the row's outcome, if log-probabilities are wanted.
+    /// The index of the row's outcome, if log-probabilities are requested.
     outcome: Option<usize>,
-    /// Sampling by the host, if the GPU does not support it.
+    /// Set if the host samples the row, because the GPU does not support the request.
     by_host: Option<HostDraw>,
 }
 
@@ -71,7 +71,7 @@ struct HostDraw {
     position: usize,
 }
 
-/// What the host needs for sampling.
+/// The host's sampling state.
 #[derive(Debug)]
 pub(super) struct HostSampler {
     pub(super) processor: Processor,
@@ -97,18 +97,20 @@ impl LaunchedStep {
         matches!(self.phase, Phase::Done(_))
     }
 
-    /// Whether the host samples a row. Then the step is finished before the next one overwrites its logits.
+    /// Whether the host samples a row. If so, the step must be finished before the next one overwrites its
+    /// logits.
     pub(super) fn needs_host(&self) -> bool {
         self.rows.iter().any(|row| row.by_host.is_some())
     }
 
-    /// The index of a slot's token among those that the GPU samples.
+    /// The index of a slot's token among the tokens that the GPU samples.
     pub(super) fn place_of(&self, slot: SlotId) -> Option<u32> {
         let row = self.rows.iter().find(|row| row.slot == slot)?;
         row.place.clone().ok().flatten()
     }
 
-    /// Waits for the GPU and samples the host's rows. Replaces the tokens of the step before in `previous` by this step's.
+    /// Waits for the GPU and samples the host's rows. Replaces the previous step's tokens in `previous` by
+    /// this step's.
     pub(super) fn finish(
         &mut self,
         source: &Source<'_>,
@@ -167,14 +169,14 @@ impl LaunchedStep {
         Ok(StepOutput { rows })
     }
 
-    /// Returns its buffers, to be used again.
+    /// Returns its buffers for reuse.
     pub(super) fn into_readback(self) -> Readback {
         self.readback
     }
 }
 
 impl Source<'_> {
-    /// Refuses results that were computed after a rank was lost.
+    /// Rejects results that were computed after a rank was lost.
     fn check(&self) -> Result<(), CudaError> {
         match self.lost {
             Some(lost) if lost.is_raised() => Err(peer_lost()),
@@ -185,7 +187,7 @@ impl Source<'_> {
 
 /// The error for a raised [`LostFlag`].
 pub(super) fn peer_lost() -> CudaError {
-    let why = format!("a GPU waited for another for {} s in vain", PATIENCE.as_secs());
+    let why = format!("a GPU waited {} s for another GPU, which did not respond", PATIENCE.as_secs());
     CudaError::PeerLost { why }
 }
 

@@ -1,8 +1,9 @@
 //! Hot path.
 //! The four products of a layer, and the work after each of them.
 //!
-//! For few rows, an own kernel multiplies and also does the work after the product; otherwise separate kernels do that work.
-//! With an own kernel, a norm is begun when rows are added to the residual, and ended by the next product.
+//! For few rows, one of our kernels multiplies and also does the work after the product. Otherwise separate
+//! kernels do that work. Our kernels split a norm: it starts when rows are added to the residual, and the
+//! next product completes it.
 
 use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
 use kernels::cuda::{
@@ -19,7 +20,8 @@ use super::workspace::Workspace;
 pub(super) enum Normed {
     /// Normed rows.
     Whole,
-    /// Rows times the norm's weights, not yet divided by the norm; with `n_parts` partial sums of squares for each row.
+    /// Rows times the norm's weights, not yet divided by the norm. Each row has `n_parts` partial sums of
+    /// squares.
     Pending { n_parts: usize },
 }
 
@@ -33,12 +35,12 @@ enum LayerOutput {
 /// The norm that follows an addition to the residual.
 struct NextNorm<'a> {
     norm: &'a Buffer<Bf16>,
-    /// Whether the next product can end the norm.
+    /// Whether the next product can complete the norm.
     can_end: bool,
 }
 
 impl Decoder {
-    /// Computes the heads of q, k and v and rotates q and k. Writes k and v to their pages.
+    /// Computes the heads of q, k and v, and rotates q and k. Writes k and v to their pages.
     pub(super) fn project(
         &self,
         pass: &mut Pass<'_>,
@@ -107,7 +109,8 @@ impl Decoder {
         self.add_output(pass, LayerOutput::Attended, &layer.o, NextNorm { norm: &layer.mlp_norm, can_end })
     }
 
-    /// Adds the output of the feed-forward part to the residual and norms the sum for the next layer, or by the last norm.
+    /// Adds the output of the feed-forward part to the residual. Applies the next layer's norm to the sum, or
+    /// the last norm.
     pub(super) fn add_feed_forward(
         &self,
         pass: &mut Pass<'_>,
@@ -186,8 +189,9 @@ impl Decoder {
         }
     }
 
-    /// Whether ranks write their partial sums into each other's memory, which is one of two ways to add them up. The two
-    /// ways sum a row's squares in different orders, so a deterministic backend always uses the same way.
+    /// Whether ranks push their partial sums into each other's memory. This is one of two methods for the
+    /// sum. They sum a row's squares in different orders, so a deterministic backend always uses the same
+    /// one.
     fn throws(&self, peers: &Peers, n_rows: usize) -> bool {
         self.chunk_tokens.is_none() && n_rows <= peers.few_rows()
     }
@@ -209,7 +213,8 @@ impl Decoder {
 }
 
 impl Normed {
-    /// Refuses rows with a pending norm. The step before a product knows how the product is done, so this does not fail.
+    /// Rejects rows with a pending norm. The caller already knows the product's kernel, so this does not
+    /// fail.
     fn ensure_whole(self) -> Result<(), CudaError> {
         match self {
             Self::Whole => Ok(()),
@@ -233,7 +238,7 @@ fn linear(
     }
 }
 
-/// The form in which an own kernel does this product, if one does it in this pass.
+/// The form in which our kernel computes this product, or `None` if another method does in this pass.
 pub(super) fn form(pass: &Pass<'_>, linear: &Linear) -> Option<OwnForm> {
     let (w, k) = (linear.weight.view(), linear.columns);
     let is_fp8 = matches!(w, Weights::Fp8(_));
@@ -241,18 +246,18 @@ pub(super) fn form(pass: &Pass<'_>, linear: &Linear) -> Option<OwnForm> {
     pass.products.own_form(pass.card, shape)
 }
 
-/// The same, but `None` for a matrix with a bias, which own kernels do not add.
+/// Like [`form`], but `None` for a matrix with a bias, which our kernels do not add.
 fn form_unbiased(pass: &Pass<'_>, linear: &Linear) -> Option<OwnForm> {
     form(pass, linear).filter(|_| linear.bias.is_none())
 }
 
-/// The same for a layer's heads, but `None` if the kernel cannot norm them.
+/// Like [`form`] for a layer's heads, but `None` if the kernel cannot apply head norms.
 pub(super) fn heads_form(pass: &Pass<'_>, layer: &LayerWeights) -> Option<OwnForm> {
     form(pass, &layer.qkv).filter(|form| layer.head_norms.is_none() || form.norms_heads())
 }
 
-/// Whether products beside attention read by registers. Their loads need the L1 cache of a multiprocessor, and kernels that
-/// read by the copy engine leave almost no memory for it.
+/// Whether concurrent products load into registers. Their loads need the L1 cache of a multiprocessor, and
+/// kernels that use the copy engine leave almost no memory for it.
 pub(super) fn reads_by_registers(pass: &Pass<'_>, layer: &LayerWeights) -> bool {
     [&layer.qkv, &layer.o].iter().all(|linear| matches!(form(pass, linear), Some(OwnForm::Skinny(_))))
 }

@@ -1,4 +1,4 @@
-//! Measures the GPU's limits. Never used while serving.
+//! Measurements of the GPU's limits. Not used while serving.
 
 use device::cuda::{CudaError, View};
 use kernels::cuda::{Answer, Weights};
@@ -14,17 +14,17 @@ use super::tools::Tools;
 use super::weights::{LayerWeights, Linear, all_of};
 use super::workspace::Workspace;
 
-/// Rows at which matrix products are measured.
+/// The numbers of rows for which products are measured.
 const PRODUCT_ROWS: [usize; 8] = [1, 8, 32, 64, 128, 256, 2048, 8192];
 
-/// Measured on the model's own weights.
+/// Measured with the model's own weights.
 #[derive(Clone, Debug, Serialize)]
 pub struct CudaLimits {
     pub gpu: String,
     pub weight_bytes: usize,
-    /// Rate of reading all matrices without computing.
+    /// The rate of reading all matrices without computing.
     pub read_bytes_per_s: f64,
-    /// All products of all layers, one after the other, recorded like steps; without the output layer.
+    /// All products of all layers in sequence, recorded like steps, without the output layer.
     pub products: Vec<ProductRate>,
 }
 
@@ -37,7 +37,7 @@ pub struct ProductRate {
 }
 
 impl CudaBackend {
-    /// Measured on the first rank's GPU, with its share of the weights.
+    /// Measures on the first rank's GPU, with its share of the weights.
     pub fn limits(&mut self) -> Result<CudaLimits, CudaError> {
         let tools = &mut self.rank.tools;
         let read_bytes_per_s = read_rate(tools)?;
@@ -107,7 +107,7 @@ const KINDS: &[fn(&LayerWeights) -> &Linear] =
     &[|layer| &layer.qkv, |layer| &layer.o, |layer| &layer.gate_up, |layer| &layer.down];
 
 impl Decoder {
-    /// One kind of product of every layer.
+    /// Runs one kind of product of every layer.
     fn products_of(&self, pass: &mut Pass<'_>, which: fn(&LayerWeights) -> &Linear) -> Result<(), CudaError> {
         let n = pass.dims.n_tokens;
         let Workspace { normed, attended, gated, qkv, gate_up, given, .. } = &mut *pass.space;
@@ -115,11 +115,11 @@ impl Decoder {
             let linear = which(layer);
             let k = linear.columns;
             let x = [&*normed, &*attended, &*gated].into_iter().find(|x| x.len() >= n * k);
-            let x = x.expect("an input of each product has a room").slice(0..n * k);
+            let x = x.expect("a buffer fits the input of each product").slice(0..n * k);
             let weights = linear.weight.view();
             let len = n * weights.n_rows(k);
             let y = [&mut *given, &mut *qkv, &mut *gate_up].into_iter().find(|y| y.len() >= len);
-            let y = y.expect("an answer of each product has a room").view_mut().slice(0..len);
+            let y = y.expect("a buffer fits the output of each product").view_mut().slice(0..len);
             pass.products.multiply(pass.card, Answer::Narrow(y), weights, x, k)?;
         }
         Ok(())

@@ -1,7 +1,9 @@
-//! Ranks on threads of their own. They execute the same orders as the first rank, which runs on its caller's thread.
+//! Ranks on their own threads. They execute the same orders as the first rank, which runs on the caller's
+//! thread.
 //!
-//! Each order is answered before the next one is given, so no rank is ever more than one order ahead. When a rank ends,
-//! fails or does not answer in time, the model is lost: the caller gets the cause, and no further order is given.
+//! Each order is answered before the next one is sent, so no rank is more than one order ahead. If a rank
+//! ends, fails or does not answer in time, the model is lost: the caller gets the cause, and no further order
+//! is sent.
 
 use std::fmt;
 use std::io;
@@ -12,10 +14,10 @@ use std::time::Duration;
 use device::cuda::CudaError;
 use tracing::error;
 
-/// How long a rank may take to end. A rank that takes longer is abandoned, and what it owns is leaked.
+/// The time limit for a rank to end. A rank that takes longer is abandoned, and its resources are leaked.
 const END_WITHIN: Duration = Duration::from_secs(30);
 
-/// A rank, as its thread uses it.
+/// A rank on its thread.
 pub(super) trait Performer: Send + Sized + 'static {
     type Order: Clone + Send + 'static;
     type Answer: Send + 'static;
@@ -26,20 +28,20 @@ pub(super) trait Performer: Send + Sized + 'static {
 /// All ranks but the first.
 pub(super) struct Helpers<P: Performer> {
     helpers: Vec<Helper<P>>,
-    /// A rank was lost.
+    /// Set after a rank was lost.
     is_over: bool,
 }
 
 /// The handle of one rank's thread.
 struct Helper<P: Performer> {
-    /// `None` once the thread was told to end.
+    /// `None` after the thread was told to end.
     orders: Option<SyncSender<P::Order>>,
     answers: Receiver<Result<P::Answer, CudaError>>,
-    /// Receives what the thread owned, when it has ended without failure.
+    /// Returns the thread's performer if the thread ends without a panic.
     thread: Option<JoinHandle<P>>,
 }
 
-/// The result of opening a rank; sent once.
+/// The result of opening a rank, sent once.
 pub(super) type Opened<E> = Receiver<Result<(), E>>;
 
 impl<P: Performer> Helpers<P> {
@@ -48,7 +50,7 @@ impl<P: Performer> Helpers<P> {
         Self { helpers: Vec::new(), is_over: false }
     }
 
-    /// Starts the next rank's thread, which first opens the rank.
+    /// Starts the thread of the next rank, which first opens the rank.
     pub(super) fn start<E: Send + 'static>(
         &mut self,
         open: impl FnOnce() -> Result<P, E> + Send + 'static,
@@ -62,7 +64,7 @@ impl<P: Performer> Helpers<P> {
                 Ok(performer) => performer,
                 Err(error) => {
                     let _ = opened_out.send(Err(error));
-                    // No orders are sent to a rank that failed to open.
+                    // A rank that failed to open receives no orders.
                     panic!("rank {nth} was not opened");
                 }
             };
@@ -82,14 +84,14 @@ impl<P: Performer> Helpers<P> {
     /// Sends an order to all ranks and does not wait.
     pub(super) fn begin(&mut self, order: &P::Order) -> Result<(), CudaError> {
         if self.is_over {
-            return Err(lost("it was lost before".to_owned()));
+            return Err(lost("it was lost earlier".to_owned()));
         }
         for (nth, helper) in self.helpers.iter().zip(1..).map(|(helper, nth)| (nth, helper)) {
             let orders = helper.orders.as_ref().expect("they are told to end when this is dropped");
             if let Err(refused) = orders.try_send(order.clone()) {
                 self.is_over = true;
                 return Err(lost(match refused {
-                    TrySendError::Full(_) => format!("rank {nth} still has an order to carry out"),
+                    TrySendError::Full(_) => format!("rank {nth} has not finished the previous order"),
                     TrySendError::Disconnected(_) => format!("rank {nth} has ended"),
                 }));
             }
@@ -118,7 +120,7 @@ impl<P: Performer> Helpers<P> {
         Ok(answers)
     }
 
-    /// Ends all ranks. Returns what they owned, for those that end in time.
+    /// Ends all ranks. Returns the performers of those that end in time.
     pub(super) fn end(&mut self) -> Vec<P> {
         self.helpers.iter_mut().for_each(|helper| helper.orders = None);
         self.helpers.drain(..).zip(1..).filter_map(|(helper, nth)| helper.end(nth)).collect()
@@ -133,12 +135,12 @@ impl<P: Performer> Helper<P> {
                 Ok(_) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {
-                    error!(rank = nth, "a rank does not end and is left behind");
+                    error!(rank = nth, "rank did not end in time: abandoned");
                     return None;
                 }
             }
         }
-        // If it panicked, its panic was printed.
+        // If the thread panicked, the panic is logged.
         self.thread.take()?.join().ok()
     }
 }
@@ -179,12 +181,12 @@ mod tests {
 
     const SOON: Duration = Duration::from_secs(20);
 
-    /// Records its orders, and misbehaves at some of them.
+    /// Records its orders, and fails at some of them.
     #[derive(Debug)]
     struct FakeRank {
         nth: usize,
         orders: Vec<u32>,
-        /// Held shut until a test opens it.
+        /// Blocks the rank until a test opens it.
         door: Arc<(Mutex<bool>, Condvar)>,
     }
 
@@ -197,7 +199,7 @@ mod tests {
         type Answer = (usize, u32);
 
         fn perform(&mut self, order: u32) -> Result<(usize, u32), CudaError> {
-            // The last of them is the one that misbehaves.
+            // Only the last rank fails.
             match order {
                 FAIL if self.nth == 2 => return Err(CudaError::NoDevice),
                 DIE if self.nth == 2 => panic!("the test makes this rank panic"),
@@ -254,7 +256,7 @@ mod tests {
             let error = told(&mut helpers, order, SOON).expect_err("one is lost");
             assert_eq!(error, format!("one of the GPUs that share the model is lost: {why}"));
             let error = told(&mut helpers, 2, SOON).expect_err("it stays so");
-            assert!(error.ends_with("it was lost before"), "{error}");
+            assert!(error.ends_with("it was lost earlier"), "{error}");
         }
     }
 

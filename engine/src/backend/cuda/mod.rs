@@ -6,10 +6,11 @@
 //! (`rank`, `lockstep`), results of a step (`launched_step`, `watch`), sleep (`asleep`), measurements (`timing`, `tuning`,
 //! `limits`, `profile`).
 //!
-//! Sums in bf16 depend on how many rows are multiplied together, so a row's numbers differ in their last bits from one
-//! batch to another. `docs/specification.md` says how far they may differ and what is compared. With
-//! [`CudaSettings::deterministic`] they do not differ: every matrix is multiplied in one way whatever the number of rows,
-//! and each token's attention is computed as a row of one token, in chunks that begin at the start of the sequence.
+//! Sums in bf16 depend on the number of rows that are multiplied together. So a row's numbers differ in their
+//! last bits from one batch to another. `docs/specification.md` bounds the difference and says what is
+//! compared. With [`CudaSettings::deterministic`] they do not differ: every matrix is multiplied by one
+//! method for any number of rows, and each token's attention is computed as a row of one token, in chunks
+//! from the start of the sequence.
 
 mod asleep;
 mod attention;
@@ -68,7 +69,7 @@ use plan::{Bounds, Dims, InputToken, Plan};
 use rank::{LAUNCH_WITHIN, Order, OrderResult, Rank, Step};
 use watch::{Watch, WatchedStep};
 
-/// A model on one GPU, or divided over several. The first rank works on the caller's thread.
+/// A model on one GPU, or divided over several GPUs. The first rank works on the caller's thread.
 // Fields are dropped in this order: users of the memory before the memory.
 #[derive(Debug)]
 pub struct CudaBackend {
@@ -76,7 +77,7 @@ pub struct CudaBackend {
     limits: StepLimits,
     watch: Watch,
     flights: VecDeque<LaunchedStep>,
-    /// The tokens of the step that was finished last.
+    /// The tokens of the step that finished last.
     previous: HashMap<SlotId, TokenId>,
     n_launched: u64,
     sampler: HostSampler,
@@ -92,33 +93,33 @@ pub struct CudaBackend {
     described: Arc<ModelDescription>,
 }
 
-/// Bytes of the weights on one GPU, and how long loading took.
+/// Bytes of the weights on one GPU, and the loading time.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Loaded {
     pub bytes: usize,
     pub seconds: f64,
 }
 
-/// Pinned buffers for results, which steps use in turn.
+/// Pinned buffers for results, used by steps in turn.
 #[derive(Debug)]
 struct SpareReadbacks {
     drawn: Vec<Pinned<u32>>,
     outcomes: Vec<Pinned<u32>>,
 }
 
-/// The line in the table of backends: `name` is a model's folder.
+/// The GPU's constructor in the table of backends. `name` is a model's folder.
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
     let folder = name.unwrap_or_default();
     Ok(Box::new(CudaBackend::open(Path::new(folder), engine.kv, &engine.cuda())?))
 }
 
 impl CudaBackend {
-    /// Bytes of all weight matrices on one GPU: a decode step reads all of them.
+    /// Bytes of all weight matrices on one GPU, which every decode step reads.
     pub fn weight_bytes(&self) -> usize {
         self.loaded.bytes
     }
 
-    /// Size and duration of loading the weights.
+    /// The size and the loading time of the weights.
     pub fn loaded(&self) -> Loaded {
         self.loaded
     }
@@ -133,12 +134,12 @@ impl CudaBackend {
         self.memory.n_ranks()
     }
 
-    /// The steps that are recorded as graphs, and how many had to be recorded after the start.
+    /// The number of steps recorded as graphs at the start, and of those recorded later.
     pub fn n_recorded(&self) -> (usize, usize) {
         self.rank.recorded.counts()
     }
 
-    /// How the next step gets the last token of a slot.
+    /// The source of a slot's last token, for the next step.
     fn previous_of(&self, slot: SlotId) -> Result<InputToken, RowError> {
         match self.flights.back() {
             Some(launched_step) if !launched_step.is_done() => {
@@ -152,7 +153,7 @@ impl CudaBackend {
         }
     }
 
-    /// Steps whose tokens the host draws are finished before their logits are written over.
+    /// Finishes steps with rows that the host samples, before the next step overwrites their logits.
     fn finish_what_needs_the_host(&mut self) {
         let Self { rank, lost, sampler, previous, flights, .. } = self;
         if flights.iter().any(|launched_step| !launched_step.is_done() && launched_step.needs_host()) {
@@ -163,7 +164,7 @@ impl CudaBackend {
         }
     }
 
-    /// Puts the step onto all cards: how far its KV is, layer by layer, and its tokens on their way back.
+    /// Launches the step on all GPUs: its work, the events of each layer's KV, and the copies of its results.
     fn start(
         &mut self,
         plan: &mut Plan<'_>,
@@ -212,7 +213,7 @@ impl CudaBackend {
         Ok(LaunchedStep::new(self.n_launched, rows, places, &sampled_by, readback, signal))
     }
 
-    /// On this rank's card while the others put it onto theirs: this one's events first.
+    /// Launches on this rank's GPU while the other ranks launch on theirs. This rank's events come first.
     fn launch_on_all(&mut self, step: &Arc<Step>, plan: &Plan<'_>) -> Result<Vec<OrderResult>, CudaError> {
         self.helpers.begin(&Order::Step(Arc::clone(step)))?;
         let written = self.rank.launch(step, |words| plan.write(words))?;
@@ -221,7 +222,7 @@ impl CudaBackend {
         Ok(all)
     }
 
-    /// What the card tells of its draws, on its way to the host, if anything is wanted of it.
+    /// Starts the copy of the draws' outcomes to the host, if any are requested.
     fn outcomes(
         &mut self,
         draws: &Draws,
@@ -239,8 +240,9 @@ impl CudaBackend {
         Ok(Some(outcomes))
     }
 
-    /// A mistake in a step is that step's; a card that refuses work will refuse all of it. Where ranks share the model the
-    /// others may have begun what this one could not, so there nothing goes on.
+    /// The verdict on a failed launch. An invalid step fails alone; any other error means that the GPU
+    /// accepts no more work. With several ranks, the others may have started what this one could not, so the
+    /// device is lost.
     fn launch_failed(&self, error: &CudaError) -> BackendError {
         match (&self.lost, error) {
             (None, CudaError::Argument { .. } | CudaError::NoProduct { .. }) => {
@@ -343,8 +345,8 @@ impl Backend for CudaBackend {
 
 impl Drop for CudaBackend {
     fn drop(&mut self) {
-        // GPUs write into each other's memory, so none returns its memory before all have finished. Steps that were not
-        // collected may still write. If waiting fails, the GPU writes nothing any more.
+        // GPUs write into each other's memory, so none returns its memory before all have finished. Steps
+        // that were not collected may still write. If waiting fails, the GPU writes nothing more.
         let others = self.helpers.end();
         for rank in others.iter().chain([&self.rank]) {
             let _ = rank.tools.card.synchronize();

@@ -25,10 +25,10 @@ use crate::error::{LoadError, OpenError};
 use crate::kv_room::{AutoRoom, KvRoom};
 use crate::model::ModelConfig;
 
-/// Steps with sequences up to this length are recorded at the start. Longer ones are recorded when first needed, which
-/// takes some milliseconds.
+/// Steps with sequences up to this length are recorded at the start. Longer ones are recorded at their first
+/// use, which takes some milliseconds.
 const RECORDED_TOKENS: usize = 9216;
-/// Threads for the sampling that the GPU does not support.
+/// Threads for sampling that the GPU does not support.
 const SAMPLER_THREADS: usize = 4;
 
 /// A GPU with all its memory allocated, before weights are loaded.
@@ -43,15 +43,15 @@ struct AllocatedRank {
 }
 
 impl CudaBackend {
-    /// Opens the model of a folder on one GPU or several. Allocates all memory; refuses a model that does not fit, with the
-    /// sum.
+    /// Opens a folder's model on one GPU or several. Allocates all memory. Rejects a model that does not fit;
+    /// the error lists the parts.
     pub fn open(folder: &Path, kv: impl Into<KvRoom>, settings: &CudaSettings) -> Result<Self, OpenError> {
         let cards = open_cards(settings)?;
         let kv_bytes = match kv.into() {
             KvRoom::Bytes(bytes) => bytes,
             KvRoom::OnHost(_) => {
                 let wrong =
-                    "KV memory is a share of the machine's memory: name an amount for a GPU, or `auto`";
+                    "model.kv_memory is a percentage of host memory: set an amount or `auto` for a GPU";
                 return Err(OpenError::CudaModel(wrong.to_owned()));
             }
             KvRoom::Auto(auto) => room_on(&cards, auto, folder, settings)?,
@@ -63,7 +63,7 @@ impl CudaBackend {
         let started = Instant::now();
         let (mut rank, mut helpers) = described.load_all(allocated)?;
         let loaded = Loaded { bytes: weight_bytes, seconds: started.elapsed().as_secs_f64() };
-        info!(mib = loaded.bytes >> 20, seconds = loaded.seconds, "weights are on the GPU");
+        info!(mib = loaded.bytes >> 20, seconds = loaded.seconds, "weights loaded onto the GPU");
         let lost = rank.tools.peers.as_ref().map(Peers::lost_flag);
         described.prepare(&mut rank, &mut helpers)?;
         let (limits, card) = (settings.limits, &rank.tools.card);
@@ -102,7 +102,7 @@ fn open_cards(settings: &CudaSettings) -> Result<Vec<ComputeCard>, CudaError> {
     (first..first + n_ranks).map(open).collect()
 }
 
-/// The size of KV that the free memory of the fullest GPU allows.
+/// The size of KV memory that the GPU with the least free memory allows.
 fn room_on(
     cards: &[ComputeCard],
     auto: AutoRoom,
@@ -110,7 +110,7 @@ fn room_on(
     settings: &CudaSettings,
 ) -> Result<usize, OpenError> {
     let memories = cards.iter().map(|card| card.memory()).collect::<Result<Vec<_>, _>>()?;
-    // All memory counts as KV here, so that sizes that depend on the longest sequence are at their largest.
+    // All memory counts as KV here, so that sizes that depend on the longest sequence reach their maximum.
     let described = ModelDescription::of(folder, memories.iter().map(|(_, total)| total).sum(), settings)?;
     let mut least = usize::MAX;
     for ((share, card), memory) in Share::of_all(cards.len()).zip(cards).zip(memories) {
@@ -119,7 +119,7 @@ fn room_on(
         let taken = described.budget(sizes, &shape, 0).without_kv();
         least = least.min(auto.on_gpus(cards.len(), memory, taken));
     }
-    info!(mib = least >> 20, percent = auto.gpu_percent, "KV gets what the GPU has left");
+    info!(mib = least >> 20, percent = auto.gpu_percent, "KV memory sized from the GPU's free memory");
     Ok(least)
 }
 
@@ -141,7 +141,8 @@ fn sampler(config: &ModelConfig) -> Result<HostSampler, OpenError> {
 }
 
 impl ModelDescription {
-    /// Allocates the memory of all GPUs except that of weights. Also returns the bytes of the weights on each GPU.
+    /// Allocates the memory of all GPUs except that of weights. Also returns the bytes of weights on each
+    /// GPU.
     fn take(
         &self,
         cards: Vec<ComputeCard>,
@@ -179,7 +180,7 @@ impl ModelDescription {
         Ok((taken.into_iter().map(allocated).collect(), weight_bytes))
     }
 
-    /// Loads the weights of all ranks at the same time: the first one here, the others on threads of their own.
+    /// Loads the weights of all ranks at the same time: the first rank's here, the others' on their threads.
     fn load_all(self: &Arc<Self>, allocated: Vec<AllocatedRank>) -> Result<(Rank, Helpers<Rank>), OpenError> {
         let mut allocated = allocated.into_iter();
         let first = allocated.next().expect("there is a first rank");
@@ -192,7 +193,7 @@ impl ModelDescription {
             .collect::<Result<_, _>>()?;
         let rank = self.load(first)?;
         for (nth, opened) in (1..).zip(opened) {
-            let silent = |_| OpenError::Ranks(format!("rank {nth} did not load its weights"));
+            let silent = |_| OpenError::Ranks(format!("rank {nth} did not load its weights in time"));
             opened.recv_timeout(LOAD_WITHIN).map_err(silent)??;
         }
         Ok((rank, helpers))
@@ -205,7 +206,7 @@ impl ModelDescription {
         Ok(Rank::new(Tools { products, peers, space, decoder, memory, card }, recorded)?)
     }
 
-    /// Measures which products are fastest, and records steps: all ranks do the same at the same time.
+    /// Measures the fastest products and records steps. All ranks do the same at the same time.
     fn prepare(&self, rank: &mut Rank, helpers: &mut Helpers<Rank>) -> Result<(), OpenError> {
         let Rank { recorded, tools, .. } = rank;
         if !self.settings.deterministic {

@@ -1,17 +1,17 @@
 //! Hot path.
-//! A step as the card reads it: which token goes where, written as one run of words.
+//! A step in the form that the GPU reads: all its inputs, written as one run of words.
 //!
-//! Rows of one token come first, for they are attended in another way than chunks. What a section holds:
+//! Rows of one token come first, because their attention differs from that of chunks. The sections are:
 //!
 //! | section | words |
 //! |---|---|
-//! | `known` | a token for each token of the step; anything, where the step before draws it |
-//! | `from` | for each row of one token: where it stands among the drawn, or nowhere |
+//! | `known` | one token for each token of the step; undefined if the previous step samples it |
+//! | `from` | for each row of one token: its index among the sampled tokens, or NOWHERE |
 //! | `positions` | for each token |
-//! | `slots` | by group, for each token: where in the pages its KV goes |
-//! | `lengths` | for each token: tokens of its sequence up to it, itself included |
+//! | `slots` | by group, for each token: the slot of its KV in the pages |
+//! | `lengths` | for each token: tokens of its sequence up to it, with itself |
 //! | `decode_tables` | by group, for each row of one token: blocks |
-//! | `wanted` | for each token that is drawn: the row of activations it follows from |
+//! | `wanted` | for each sampled token: its row of activations |
 //! | `sequences` | for each chunk: its first row, its tokens, tokens of its sequence |
 //! | `chunk_tables` | by group, for each chunk: blocks |
 
@@ -23,26 +23,26 @@ use types::BlockIdx;
 use crate::error::RowError;
 use crate::step::{Row, RowInput, SlotId};
 
-/// Tokens of a block, as the kernels have them.
+/// The tokens of a block, as in the kernels.
 pub(super) const BLOCK_TOKENS: usize = kernels::cuda::ops::BLOCK_TOKENS;
 
-/// How many there are of everything.
+/// The numbers of rows, tokens and blocks of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub(super) struct Dims {
     pub(super) n_groups: usize,
-    /// Rows of one token, rows of padding included.
+    /// Rows of one token, with padding rows.
     pub(super) n_decodes: usize,
     pub(super) n_tokens: usize,
-    /// Tokens that are drawn.
+    /// Sampled tokens.
     pub(super) n_wanted: usize,
     pub(super) n_chunks: usize,
-    /// Blocks of the longest sequence of one token.
+    /// Blocks of the longest sequence among rows of one token.
     pub(super) decode_blocks: usize,
-    /// Blocks of the longest sequence of chunks.
+    /// Blocks of the longest sequence among chunks.
     pub(super) chunk_blocks: usize,
 }
 
-/// Where each section lies.
+/// The range of each section.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Sections {
     pub(super) known: Range<usize>,
@@ -95,7 +95,7 @@ impl Dims {
         self.sections().chunk_tables.end
     }
 
-    /// A step that is only measured: sequences of that length, with blocks from one end of the memory to the other.
+    /// A step for measurements only: sequences of that length, with blocks from all parts of the memory.
     pub(super) fn measured_words(&self, length: usize, n_blocks: u32) -> Vec<u32> {
         let sections = self.sections();
         let mut words = vec![0_u32; self.n_words()];
@@ -134,26 +134,26 @@ fn part(all: &Range<usize>, n_parts: usize, nth: usize) -> Range<usize> {
     all.start + nth * len..all.start + (nth + 1) * len
 }
 
-/// What stands for [`RowInput::Previous`].
+/// The replacement of [`RowInput::Previous`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum InputToken {
-    /// The host knows it.
+    /// A token that the host knows.
     Token(u32),
-    /// It stands there among those that the step in flight draws.
+    /// The index among the tokens that the step in flight samples.
     Drawn(u32),
 }
 
-/// What the rows of a batch become.
+/// The rows of a batch, sorted for the GPU.
 #[derive(Debug)]
 pub(super) struct Plan<'a> {
     decodes: Vec<(&'a Row<'a>, InputToken)>,
     chunks: Vec<&'a Row<'a>>,
-    /// In the batch's order: where the row's token stands among the drawn, if one is wanted.
+    /// The index of each row's token among the sampled ones, if it samples one. In the batch's order.
     pub(super) places: Vec<Result<Option<u32>, RowError>>,
     pub(super) dims: Dims,
 }
 
-/// What a row is checked against.
+/// The limits that rows are checked against.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Bounds {
     pub(super) vocab: usize,
@@ -161,7 +161,7 @@ pub(super) struct Bounds {
 }
 
 impl<'a> Plan<'a> {
-    /// Sorts the rows, and refuses those that cannot be computed. `previous` says what a slot's token in flight is.
+    /// Sorts the rows, and marks rows that cannot be computed. `previous` returns a slot's token in flight.
     pub(super) fn of(
         rows: &'a [Row<'a>],
         bounds: Bounds,
@@ -182,17 +182,18 @@ impl<'a> Plan<'a> {
         plan
     }
 
-    /// All rows are of one token: such a step can be one that was recorded.
+    /// Whether all rows have one token. Such a step can use a recorded graph.
     pub(super) fn is_decode_only(&self) -> bool {
         self.chunks.is_empty() && !self.decodes.is_empty()
     }
 
-    /// Tokens of the longest sequence of one token.
+    /// Tokens of the longest sequence among rows of one token.
     pub(super) fn length_max(&self) -> usize {
         self.decodes.iter().map(|(row, _)| row.start + 1).max().unwrap_or(0)
     }
 
-    /// Takes the size of a recorded step: rows of padding follow, and every row is drawn in its place.
+    /// Pads the plan to the size of a recorded step: padding rows follow, and every row samples at its own
+    /// index.
     pub(super) fn padded(&mut self, dims: Dims, rows: &[Row<'_>]) {
         self.dims = dims;
         let mut nth = 0;
@@ -220,7 +221,7 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// Tokens are drawn in the order of activations: those of rows of one token first.
+    /// Assigns indices to sampled tokens in the order of activations: rows of one token first.
     fn drawn_places(
         &self,
         rows: &[Row<'_>],
@@ -238,7 +239,7 @@ impl<'a> Plan<'a> {
         rows.iter().zip(fed).map(place).collect()
     }
 
-    /// Chunks, as attention is told of them.
+    /// The chunks, in the form that attention takes.
     pub(super) fn sequences(&self) -> Vec<PrefillSequence> {
         let mut first_row = self.dims.n_decodes;
         let sequence = |row: &&Row<'_>| {
@@ -250,7 +251,7 @@ impl<'a> Plan<'a> {
         self.chunks.iter().map(sequence).collect()
     }
 
-    /// Writes all sections. `words` is [`Dims::n_words`] long.
+    /// Writes all sections. `words` has the length [`Dims::n_words`].
     pub(super) fn write(&self, words: &mut [u32]) {
         let sections = self.dims.sections();
         let n_padding = self.dims.n_decodes - self.decodes.len();
@@ -289,7 +290,7 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// Tokens, positions and slots of rows of one token, of padding, and of chunks.
+    /// Writes tokens, positions and slots of rows of one token, of padding, and of chunks.
     fn write_tokens(&self, sections: &Sections, n_padding: usize, words: &mut [u32]) {
         let mut nth = 0;
         let mut put = |token: u32, position: usize, tables: &[&[BlockIdx]]| {
@@ -327,7 +328,7 @@ impl<'a> Plan<'a> {
 
     fn write_wanted(&self, sections: &Sections, words: &mut [u32]) {
         if self.dims.n_wanted == self.dims.n_tokens {
-            // Each row in its place: nothing is gathered.
+            // Each row samples at its own index, so nothing is gathered.
             return (0..self.dims.n_wanted).for_each(|nth| words[sections.wanted.start + nth] = nth as u32);
         }
         let of_decodes = self.decodes.iter().enumerate().map(|(nth, (row, _))| (*row, nth));
@@ -340,7 +341,7 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// What a row of one token is fed with; `None` for a chunk.
+/// The input of a row of one token. `None` for a chunk.
 fn fed(
     row: &Row<'_>,
     vocab: usize,
@@ -358,7 +359,7 @@ fn fed(
     }
 }
 
-/// Where in the pages a token's KV goes. What has no block is written nowhere.
+/// The slot of a token's KV in the pages. A token without a block has no slot.
 fn slot(table: Option<&[BlockIdx]>, position: usize) -> u32 {
     let block = table.and_then(|table| table.get(position / BLOCK_TOKENS));
     block.map_or(NOWHERE, |block| block.0 * BLOCK_TOKENS as u32 + (position % BLOCK_TOKENS) as u32)

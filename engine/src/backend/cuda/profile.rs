@@ -1,4 +1,4 @@
-//! Measures each kind of work of a decode step by itself. Never used while serving.
+//! Measures each kind of work of a decode step separately. Not used while serving.
 
 use device::cuda::CudaError;
 use kernels::cuda::OwnForm;
@@ -11,12 +11,12 @@ use super::timing::time_recorded;
 use super::tools::Tools;
 use super::weights::Linear;
 
-/// Where a decode step's time goes: each kind of work of all layers by itself, recorded and run as steps are.
+/// The times of a decode step's parts: each kind of work of all layers, recorded and run like a step.
 #[derive(Clone, Debug, Serialize)]
 pub struct DecodeProfile {
     pub rows: usize,
     pub length: usize,
-    /// What was run, and its milliseconds.
+    /// The names of the parts, and their milliseconds.
     pub parts: Vec<(&'static str, f64)>,
     pub step_ms: f64,
 }
@@ -76,7 +76,7 @@ impl Decoder {
         nth.try_for_each(|nth| self.add_feed_forward(pass, &layers[nth], layers.get(nth + 1)).map(drop))
     }
 
-    /// What a product that is done so finds when it comes after another.
+    /// The state of the normed rows when such a product follows another one.
     fn normed_for(&self, pass: &Pass<'_>, before: &Linear, product: Option<OwnForm>) -> Normed {
         match (form(pass, before), product) {
             (Some(form), Some(_)) if pass.peers.is_none() => {

@@ -1,8 +1,8 @@
 //! Hot path.
-//! One GPU of a model: its share of the weights and of the KV, and its part of each step.
+//! One GPU of a model: its share of the weights and of KV, and its part of each step.
 //!
-//! All ranks get the same orders, and each launches work on its own GPU. Every GPU samples the tokens of a step, from the same
-//! logits by the same rules, so that the next step finds them there.
+//! All ranks get the same orders, and each launches work on its own GPU. Every GPU samples the tokens of a
+//! step, from the same logits by the same rules, so that the next step finds the tokens in its memory.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -22,12 +22,12 @@ use super::tools::Tools;
 use super::{profile, timing};
 use crate::error::OpenError;
 
-/// How long a rank may take to prepare something: the longest is to record all steps.
+/// The time limit for a rank's preparations. The longest one is recording all steps.
 pub(super) const PREPARE_WITHIN: Duration = Duration::from_secs(120);
-/// How long a rank may take to launch a step.
+/// The time limit for a rank to launch a step.
 pub(super) const LAUNCH_WITHIN: Duration = Duration::from_secs(30);
 
-/// A GPU with all that is on it.
+/// A GPU with all its data.
 // Fields are dropped in this order: users of the memory before the memory.
 #[derive(Debug)]
 pub(super) struct Rank {
@@ -36,7 +36,7 @@ pub(super) struct Rank {
     pub(super) tools: Tools,
 }
 
-/// Pinned buffers for uploads, which steps use in turn.
+/// Pinned buffers for uploads, used by steps in turn.
 #[derive(Debug)]
 struct Staging {
     words: VecDeque<Pinned<u32>>,
@@ -44,11 +44,11 @@ struct Staging {
     edits: VecDeque<Pinned<u32>>,
 }
 
-/// A step, as it is sent to all ranks.
+/// A step in the form that is sent to all ranks.
 #[derive(Debug)]
 pub(super) struct Step {
     pub(super) dims: Dims,
-    /// Its size, if it is one that is recorded.
+    /// Its size, if it uses a recorded graph.
     pub(super) graph_size: Option<GraphSize>,
     pub(super) sequences: Vec<PrefillSequence>,
     pub(super) draws: Draws,
@@ -60,9 +60,9 @@ pub(super) struct Step {
 #[derive(Clone, Debug)]
 pub(super) enum Order {
     Step(Arc<Step>),
-    /// Use these ways of multiplying from now on.
+    /// Use these methods for products from now on.
     SetChoices(Choices),
-    /// Write the words of a step that is only measured.
+    /// Write the words of a step for measurements.
     WriteWords(Arc<[u32]>),
     TimeStep(Dims),
     WarmUp(GraphSizes),
@@ -78,14 +78,14 @@ pub(super) enum Order {
     Refill(Arc<ModelDescription>),
 }
 
-/// The result of an order: events of a step, or a refusal.
+/// The result of an order: events of a step, or an error.
 #[derive(Debug, Default)]
 pub(super) struct OrderResult {
-    /// Reached as each layer's KV is written; none if the step is recorded.
+    /// Reached when each layer's KV is written. Empty if the step uses a recorded graph.
     pub(super) written: Vec<Event>,
-    /// Reached when all of it is done.
+    /// Reached when the whole step is done.
     pub(super) end: Option<Event>,
-    /// Why sleep or wake was refused; the GPU itself is well.
+    /// The error of a rejected sleep or wake. The GPU still works.
     pub(super) refused: Option<OpenError>,
 }
 
@@ -103,7 +103,8 @@ impl Rank {
         Ok(Self { recorded, staging, tools })
     }
 
-    /// Launches a step. Returns an event for each layer's KV unless the step is recorded. `write` writes the step's words.
+    /// Launches a step. Returns an event for each layer's KV unless the step uses a recorded graph. `write`
+    /// writes the step's words.
     pub(super) fn launch(
         &mut self,
         step: &Step,
@@ -116,7 +117,7 @@ impl Rank {
 
     fn run(&mut self, step: &Step, write: impl FnOnce(&mut [u32])) -> Result<Vec<Event>, CudaError> {
         let Self { recorded, staging, tools } = self;
-        // The step's words are sent from the buffer that was used longest ago.
+        // The step's words use the buffer whose last use is the oldest.
         send(&tools.card, &mut staging.words, step.dims.n_words(), write, &mut tools.space.words)?;
         if let Some(graph_size) = step.graph_size {
             recorded.launch(graph_size, tools)?;
@@ -130,7 +131,8 @@ impl Rank {
         Ok(events)
     }
 
-    /// Samples tokens other than the likeliest. The next step reads them on the GPU like the others.
+    /// Samples tokens for rows that do not take the likeliest one. The next step reads them on the GPU like
+    /// the others.
     fn draw(&mut self, draws: &Draws, dims: Dims) -> Result<(), CudaError> {
         if draws.n_rows() == 0 {
             return Ok(());
@@ -180,7 +182,7 @@ impl Performer for Rank {
     }
 }
 
-/// Writes words and copies them to the GPU, from the buffer that was used longest ago.
+/// Writes words and copies them to the GPU, from the buffer whose last use is the oldest.
 fn send(
     card: &ComputeCard,
     by: &mut VecDeque<Pinned<u32>>,

@@ -1,4 +1,4 @@
-//! Decode steps recorded as graphs, one for each size of the graph_sizes.
+//! Decode steps recorded as graphs, one for each size in `graph_sizes`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,35 +9,35 @@ use super::graph_sizes::{GraphSize, GraphSizes};
 use super::plan::Dims;
 use super::tools::Tools;
 
-/// The most graphs that are kept.
+/// The maximum number of graphs.
 const GRAPHS_MAX: usize = 2048;
 
-/// Graphs by size. Sizes up to a length are recorded at the start, longer ones when they are first met.
+/// Graphs by size. Sizes up to a length are recorded at the start, longer ones at their first use.
 #[derive(Debug)]
 pub(super) struct Recorded {
     graph_sizes: Option<GraphSizes>,
     n_groups: usize,
-    /// Words of a recorded step; a step that needs more is not recorded.
+    /// The maximum number of words of a recorded step. A step with more words is not recorded.
     n_words_max: usize,
     graphs: BTreeMap<GraphSize, Graph>,
-    /// For which there was no memory.
+    /// Sizes for which there was not enough memory.
     unrecorded: BTreeSet<GraphSize>,
     n_at_start: usize,
 }
 
 impl Recorded {
-    /// Without a graph_sizes nothing is recorded.
+    /// If `graph_sizes` is `None`, nothing is recorded.
     pub(super) fn new(graph_sizes: Option<GraphSizes>, n_groups: usize, n_words_max: usize) -> Self {
         let (graphs, unrecorded) = (BTreeMap::new(), BTreeSet::new());
         Self { graph_sizes, n_groups, n_words_max, graphs, unrecorded, n_at_start: 0 }
     }
 
-    /// Those recorded at the start, and those after it.
+    /// The numbers of graphs recorded at the start and later.
     pub(super) fn counts(&self) -> (usize, usize) {
         (self.n_at_start, self.graphs.len() - self.n_at_start)
     }
 
-    /// The size that a step of rows of one token takes.
+    /// The size that a step of rows with one token uses.
     pub(super) fn graph_size(&self, rows: usize, length: usize) -> Option<GraphSize> {
         self.graph_sizes.as_ref()?.graph_size(rows, length).filter(|graph_size| self.has_room(*graph_size))
     }
@@ -50,14 +50,18 @@ impl Recorded {
         Dims::of_decodes(self.n_groups, graph_size.rows, graph_size.length)
     }
 
-    /// Runs the step that lies ready, whose size this is. Where the card has no memory for one more graph, its kernels are
-    /// launched one by one, which takes longer.
+    /// Runs the prepared step of this size. If the GPU has no memory for another graph, the step's kernels
+    /// are launched one by one, which takes longer.
     pub(super) fn launch(&mut self, graph_size: GraphSize, tools: &mut Tools) -> Result<(), CudaError> {
         if !self.graphs.contains_key(&graph_size) && !self.unrecorded.contains(&graph_size) {
             match self.record(graph_size, tools) {
                 Err(error) if error.is_out_of_memory() => {
                     let (rows, length) = (graph_size.rows, graph_size.length);
-                    warn!(rows, length, "no memory for the graph of a decode step: such steps take longer");
+                    warn!(
+                        rows,
+                        length,
+                        "not enough GPU memory to record a decode step: steps of this size take longer"
+                    );
                     self.unrecorded.insert(graph_size);
                 }
                 recorded => recorded?,
@@ -69,7 +73,8 @@ impl Recorded {
         }
     }
 
-    /// Records all sizes for sequences of up to `length` tokens. `told` hears how many of how many are done.
+    /// Records all sizes for sequences of up to `length` tokens. Calls `told` with the number of recorded
+    /// sizes and the total.
     pub(super) fn record_up_to(
         &mut self,
         length: usize,
@@ -91,7 +96,7 @@ impl Recorded {
 
     fn record(&mut self, graph_size: GraphSize, tools: &mut Tools) -> Result<(), CudaError> {
         if self.graphs.len() >= GRAPHS_MAX {
-            // The longest of the fewest rows are met least.
+            // Long sequences in the largest batches are the rarest.
             self.graphs.pop_last();
         }
         let dims = self.dims(graph_size);

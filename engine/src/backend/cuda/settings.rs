@@ -1,4 +1,4 @@
-//! Settings of the GPU backend beside the model and the size of KV memory.
+//! Settings of the GPU backend, without the model and the size of KV memory.
 
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use crate::backend::StepLimits;
 use crate::cpu::LoadFormat;
 use crate::load::Quantize;
 
-/// How a GPU computes.
+/// The settings of the GPU backend.
 #[derive(Clone, Debug)]
 pub struct CudaSettings {
     /// The GPU's number in the driver's order; with several ranks, the first one's.
@@ -21,18 +21,18 @@ pub struct CudaSettings {
     pub load_format: LoadFormat,
     pub kv_dtype: KvDtype,
     pub quantize: Quantize,
-    /// The folder of CUDA's libraries, if it is not one of the loader's.
+    /// The folder of CUDA's libraries, if the loader does not find them.
     pub libraries: Option<PathBuf>,
-    /// The folder for compiled kernels and measurements of products; `None`: they are not kept.
+    /// The folder for compiled kernels and product measurements. `None` means that they are not kept.
     pub cache: Option<PathBuf>,
-    /// The architecture that kernels are compiled for: `sm_90a` includes Hopper's own kernels, `sm_90` does not. `None`: the
-    /// GPU's own.
+    /// The architecture that kernels are compiled for: `sm_90a` includes Hopper's own kernels, `sm_90` does
+    /// not. `None` means the GPU's own architecture.
     pub arch: Option<String>,
-    /// Whether a row's numbers are the same alone, in any batch, in any chunks, and when computed again.
+    /// Whether a row's results are the same alone, in any batch, in any chunks, and when recomputed.
     pub deterministic: bool,
     /// Whether decode steps are recorded as graphs.
     pub graphs: bool,
-    /// Whether ways of multiplying are measured if no earlier measurement is kept.
+    /// Whether product methods are measured if there is no stored measurement.
     pub tunes: bool,
 }
 
@@ -55,17 +55,17 @@ impl Default for CudaSettings {
     }
 }
 
-/// Tokens of a chunk of attention of a deterministic backend.
+/// The attention chunk of a deterministic backend, in tokens.
 const CHUNK_TOKENS: usize = 512;
 
 impl CudaSettings {
-    /// Tokens of a sequence for each block of threads; `None`: depends on the batch.
+    /// Tokens of a sequence for each block of threads. `None` means that it depends on the batch.
     pub(super) fn chunk_tokens(&self) -> Option<usize> {
         self.deterministic.then_some(CHUNK_TOKENS)
     }
 
-    /// The fingerprint of the arithmetic. A deterministic backend gives the same results on the same number of GPUs that run
-    /// the same kernels.
+    /// The fingerprint of the arithmetic. A deterministic backend gives the same results on the same number
+    /// of GPUs with the same kernels.
     pub(super) fn arithmetic(&self, arch: &str) -> String {
         match (self.deterministic, self.ranks.get()) {
             (true, 1) => format!("bf16 on a GPU, {arch}, the same in any company"),
@@ -78,7 +78,7 @@ impl CudaSettings {
         self.cache.as_ref().map_or_else(Cache::none, |folder| Cache::at(&folder.join("kernels")))
     }
 
-    /// The file with the chosen ways of multiplying for such a GPU.
+    /// The file with the chosen product methods for such a GPU.
     pub(super) fn choices_file(&self, about: &str) -> Option<PathBuf> {
         let name: String = about.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
         self.cache.as_ref().map(|folder| folder.join("products").join(format!("{name}.txt")))

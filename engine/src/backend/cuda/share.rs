@@ -1,4 +1,4 @@
-//! One rank's share of a model: whole heads, and an equal share of all else.
+//! One rank's share of a model: whole heads, and an equal part of everything else.
 
 use std::ops::Range;
 
@@ -24,12 +24,12 @@ impl Share {
         (0..n_ranks).map(move |nth| Self { nth, n_ranks })
     }
 
-    /// Heads of queries are divided as a whole, in equal numbers. (The layout checks the heads of KV.)
+    /// Checks that query heads can be divided equally. The layout checks KV heads.
     pub(super) fn check(config: &ModelConfig, n_ranks: usize) -> Result<(), LoadError> {
         if n_ranks > kernels::cuda::PEERS_MAX {
             let most = kernels::cuda::PEERS_MAX;
             return Err(LoadError::Ranks(format!(
-                "{n_ranks} GPUs are more than {most}, the most that one model takes"
+                "{n_ranks} GPUs are more than the maximum of {most} for one model"
             )));
         }
         match config.n_heads.is_multiple_of(n_ranks) {
@@ -40,7 +40,7 @@ impl Share {
         }
     }
 
-    /// The rank's heads. With fewer heads than ranks, several ranks have the same head.
+    /// The rank's heads. With fewer heads than ranks, several ranks hold the same head.
     pub(super) fn heads(self, n_heads: usize) -> Range<usize> {
         match self.n_ranks / n_heads.max(1) {
             0 | 1 => n_heads * self.nth / self.n_ranks..n_heads * (self.nth + 1) / self.n_ranks,
@@ -48,18 +48,19 @@ impl Share {
         }
     }
 
-    /// The room of each rank for its share of `n` numbers: the same on all ranks, in whole vectors.
+    /// The padded size of each rank's share of `n` numbers: equal on all ranks, in whole vectors.
     pub(super) fn width(self, n: usize) -> usize {
         n.div_ceil(self.n_ranks).next_multiple_of(NUMBERS_AT_ONCE)
     }
 
-    /// The rank's share of `n` numbers. The last ranks may have less than their room: the rest are zeroes.
+    /// The rank's share of `n` numbers. The last ranks may have less than the padded size; the rest is
+    /// zeroes.
     pub(super) fn range(self, n: usize) -> Range<usize> {
         let width = self.width(n);
         (self.nth * width).min(n)..((self.nth + 1) * width).min(n)
     }
 
-    /// Whether this rank adds the terms that only one rank adds.
+    /// Whether this rank adds the terms that only one rank may add.
     pub(super) fn is_first(self) -> bool {
         self.nth == 0
     }
@@ -114,6 +115,6 @@ mod tests {
         let error = Share::check(&config, 3).expect_err("4 heads over 3").to_string();
         assert_eq!(error, "tensor parallel: 4 heads do not spread over 3 ranks");
         let error = Share::check(&config, 16).expect_err("more than there can be").to_string();
-        assert_eq!(error, "tensor parallel: 16 GPUs are more than 8, the most that one model takes");
+        assert_eq!(error, "tensor parallel: 16 GPUs are more than the maximum of 8 for one model");
     }
 }

@@ -1,4 +1,4 @@
-//! Times work on the GPU, recorded as steps are.
+//! Times work on the GPU, recorded like steps.
 
 use device::cuda::CudaError;
 
@@ -6,10 +6,10 @@ use super::decoder::{Decoder, Pass};
 use super::plan::Dims;
 use super::tools::Tools;
 
-/// Runs; the fastest one counts.
+/// The number of runs. The fastest one counts.
 const N_TIMES: usize = 5;
 
-/// Milliseconds of a whole decode step, recorded like served ones.
+/// The time of a whole decode step in milliseconds, recorded like served steps.
 pub(super) fn time_step(tools: &mut Tools, dims: Dims) -> Result<f64, CudaError> {
     tools.pass(dims, &[], |decoder, pass| {
         // Code is loaded when it first runs, which cannot be recorded.
@@ -24,7 +24,7 @@ pub(super) fn time_step(tools: &mut Tools, dims: Dims) -> Result<f64, CudaError>
     })
 }
 
-/// Milliseconds of `work` in a pass of this size, recorded like a step.
+/// The time of `work` in milliseconds, in a pass of this size, recorded like a step.
 pub(super) fn time_recorded(
     tools: &mut Tools,
     dims: Dims,
@@ -43,7 +43,7 @@ pub(super) fn time_recorded(
     })
 }
 
-/// The shortest time of some runs. The first run is left out: it may load something.
+/// The shortest time of some runs. The first run does not count, because it may load code.
 pub(super) fn fastest(mut time: impl FnMut() -> Result<f32, CudaError>) -> Result<f64, CudaError> {
     time()?;
     let mut least = f32::INFINITY;

@@ -1,5 +1,5 @@
 //! Hot path.
-//! What a rank has on its GPU, and forward passes over it.
+//! A rank's objects on its GPU, and forward passes with them.
 
 use device::MemoryError;
 use device::cuda::{CudaError, DeviceMemory};
@@ -16,11 +16,11 @@ use super::plan::{BLOCK_TOKENS, Dims};
 use super::workspace::Workspace;
 use crate::error::OpenError;
 
-/// The parts that a forward pass works with.
+/// The parts of a forward pass.
 #[derive(Debug)]
 pub(super) struct Tools {
     pub(super) products: Products,
-    /// The GPUs of the other ranks, if there are any.
+    /// The GPUs of the other ranks, or `None` with one rank.
     pub(super) peers: Option<Peers>,
     pub(super) space: Workspace,
     pub(super) decoder: Decoder,
@@ -31,7 +31,7 @@ pub(super) struct Tools {
 // === impl Tools ===
 
 impl Tools {
-    /// Calls `written` when each layer's writing of KV is launched.
+    /// Calls `written` after each layer's KV writes are launched.
     pub(super) fn forward(
         &mut self,
         dims: Dims,
@@ -69,7 +69,7 @@ impl Tools {
     /// Runs each number of rows once: code is loaded when it first runs, which cannot be recorded.
     pub(super) fn warm_up(&mut self, graph_sizes: &GraphSizes) -> Result<(), CudaError> {
         let n_groups = self.memory.layout().groups.len();
-        // All words are invalid: tokens and slots that do not exist, sequences without tokens.
+        // All words are invalid: tokens and slots that do not exist, and sequences without tokens.
         self.card.fill(self.space.words.view_mut(), 0xff)?;
         for rows in graph_sizes.rows() {
             let dims = Dims::of_decodes(n_groups, *rows, BLOCK_TOKENS);
@@ -83,7 +83,7 @@ impl Tools {
 
     // === sleep ===
 
-    /// Waits for the GPU, then returns memory. Memory that was returned before is left as it is.
+    /// Waits for the GPU, then returns memory. Memory that is already returned stays so.
     pub(super) fn give_back(&mut self) -> Result<(), OpenError> {
         self.card.synchronize()?;
         self.kv().give_back().map_err(kv_memory)?;
@@ -97,7 +97,7 @@ impl Tools {
         if filled.is_err()
             && let Err(error) = self.give_back()
         {
-            warn!(error = in_full(&error), "memory was not given back after a wake that failed");
+            warn!(error = in_full(&error), "GPU memory was not released after a failed wake");
         }
         filled
     }
@@ -110,7 +110,7 @@ impl Tools {
         Ok(())
     }
 
-    /// Refuses to wake if memory is too small, with the sum, before any of it is allocated.
+    /// Checks that the free memory is large enough, before any of it is allocated. The error lists the parts.
     fn check_room(&self) -> Result<(), OpenError> {
         let (weights, kv) = (self.decoder.arena.bytes(), self.kv().mapped_bytes());
         let free = self.card.memory()?.0;
@@ -140,7 +140,7 @@ fn kv_memory(error: MemoryError) -> OpenError {
 
 impl Drop for Tools {
     fn drop(&mut self) {
-        // Steps that were not waited for may still run. If waiting fails, the GPU writes nothing any more.
+        // Steps that were not waited for may still run. If waiting fails, the GPU writes nothing more.
         let _ = self.card.synchronize();
     }
 }

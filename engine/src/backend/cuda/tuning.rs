@@ -1,7 +1,7 @@
-//! Measures which way of multiplying is fastest for the shapes of a model, once for each kind of GPU.
+//! Measures the fastest product methods for the shapes of a model, once for each kind of GPU.
 //!
-//! Each shape is measured by itself first. For few rows the best ways are then tried in whole decode steps: kernels overlap
-//! there, and two that are fast by themselves may slow each other down.
+//! Each shape is measured alone first. For few rows, the fastest methods are then tried in whole decode
+//! steps. Kernels overlap there, and two that are fast alone may slow each other down.
 
 use std::collections::BTreeMap;
 
@@ -24,15 +24,17 @@ use super::weights::all_of;
 use super::workspace::Workspace;
 use crate::backend::StepLimits;
 
-/// Products of more rows take long, so the kernels before and after them matter little.
+/// The maximum number of rows for measurements in whole steps. Larger products take long, so kernels before
+/// and after them matter little.
 const STEP_ROWS_MAX: usize = 128;
 /// Tokens of each sequence in the measured steps.
 const STEP_TOKENS: usize = 1024;
-/// The most rounds of trying all products. The best way of one product may change with the ways of the others.
+/// The maximum number of rounds over all products. The fastest method of one product may change with the
+/// methods of the others.
 const ROUNDS_MAX: usize = 2;
-/// A search begins at each start whose step takes at most this multiple of the shortest step.
+/// The search runs from each start whose step takes at most this multiple of the shortest step.
 const START_MAX: f64 = 1.05;
-/// The least gain that counts: times differ by that much from one run to the next.
+/// The smallest gain that counts: repeated runs differ by this much.
 const GAIN_MIN: f64 = 0.002;
 
 /// One of a model's products, with the same shape in each layer.
@@ -45,7 +47,7 @@ struct Kind<'a> {
     after: JoinedWork,
 }
 
-/// The work after a product of many rows, which a kernel may do together with it.
+/// The work after a product of many rows, which one kernel may do together with the product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum JoinedWork {
     Other,
@@ -70,8 +72,8 @@ impl Kind<'_> {
     }
 }
 
-/// Reads kept measurements, measures the other products, and keeps the results. All ranks have products of the same shapes
-/// and do them in the ways that the first rank chooses.
+/// Reads stored measurements, measures the other products, and stores the results. All ranks have products of
+/// the same shapes and use the methods that the first rank chooses.
 pub(super) fn tune(
     tools: &mut Tools,
     helpers: &mut Helpers<Rank>,
@@ -161,7 +163,7 @@ fn kinds(decoder: &Decoder, limits: StepLimits, shares: bool) -> Vec<Kind<'_>> {
     ];
     let mut kinds = Vec::new();
     for (matrices, k, after) in of_layers {
-        // A checkpoint may have some layers in FP8 and others not.
+        // A checkpoint may have only some layers in FP8.
         let (in_fp8, in_bf16): (Vec<_>, Vec<_>) =
             matrices.into_iter().partition(|matrix| matches!(matrix, Weights::Fp8(_)));
         for (matrices, is_fp8) in [(in_bf16, false), (in_fp8, true)] {
@@ -183,7 +185,7 @@ fn kinds(decoder: &Decoder, limits: StepLimits, shares: bool) -> Vec<Kind<'_>> {
     kinds
 }
 
-/// Fills the inputs with differing numbers: a GPU computes faster with zeroes than with real data.
+/// Fills the inputs with varied numbers: a GPU computes faster with zeroes than with real data.
 fn fill(card: &ComputeCard, space: &mut Workspace) -> Result<(), CudaError> {
     card.dummy_weights(space.gated.view_mut(), 1, 1.0 / 32768.0)?;
     card.dummy_weights(space.attended.view_mut(), 2, 1.0 / 32768.0)?;
@@ -198,7 +200,7 @@ fn measure(
     space: &mut Workspace,
     norm: View<'_, Bf16>,
 ) -> Result<Vec<Choice>, CudaError> {
-    // The work after few rows is measured in whole steps.
+    // For few rows, the work after the product is measured in whole steps.
     let after = if shape.n_rows > STEP_ROWS_MAX { kind.after } else { JoinedWork::Other };
     let (y, x) = match after {
         JoinedWork::Other => rooms(shape, space),
@@ -207,10 +209,10 @@ fn measure(
     };
     let Measured { best, refused } = products.tune(card, shape, y, &kind.matrices, x)?;
     for (choice, ms) in &best {
-        debug!(?shape, ?choice, ms, "time of a product by itself");
+        debug!(?shape, ?choice, ms, "time of a product alone");
     }
     for (choice, error) in &refused {
-        warn!(?shape, ?choice, error = in_full(error), "a way of multiplying failed on this GPU");
+        warn!(?shape, ?choice, error = in_full(error), "a matrix product method failed on this GPU");
     }
     Ok(best.into_iter().map(|(choice, _)| choice).collect())
 }
@@ -218,7 +220,7 @@ fn measure(
 /// The output of a product, and the work after it.
 type ProductOutput<'a> = (Answer<'a>, Option<Next<'a>>);
 
-/// The same as [`rooms`], with a gate after it.
+/// Like [`rooms`], with the gate as the work after the product.
 fn gate_rooms(shape: ProductShape, space: &mut Workspace) -> (ProductOutput<'_>, View<'_, Bf16>) {
     let ProductShape { n, k, n_rows, .. } = shape;
     let Workspace { normed, gated, gate_up, .. } = space;
@@ -227,7 +229,7 @@ fn gate_rooms(shape: ProductShape, space: &mut Workspace) -> (ProductOutput<'_>,
     ((both, Some(gated)), normed.slice(0..n_rows * k))
 }
 
-/// The same, with the residual and its norm after it.
+/// Like [`rooms`], with the residual and its norm as the work after the product.
 fn norm_rooms<'a>(
     shape: ProductShape,
     space: &'a mut Workspace,
@@ -236,7 +238,7 @@ fn norm_rooms<'a>(
     let ProductShape { n, k, n_rows, .. } = shape;
     let Workspace { attended, gated, given, residual, normed, .. } = space;
     let x = [&*attended, &*gated].into_iter().find(|x| x.len() >= n_rows * k);
-    let x = x.expect("what each product reads has a room").slice(0..n_rows * k);
+    let x = x.expect("a buffer fits the input of each product").slice(0..n_rows * k);
     let next = Next::Norm(NormedRows {
         residual: residual.view_mut().slice(0..n_rows * n),
         out: normed.view_mut().slice(0..n_rows * n),
@@ -250,20 +252,20 @@ fn norm_rooms<'a>(
 fn rooms(shape: ProductShape, space: &mut Workspace) -> (ProductOutput<'_>, View<'_, Bf16>) {
     let ProductShape { n, k, n_rows, is_wide, .. } = shape;
     let Workspace { normed, gated, attended, qkv, gate_up, given, logits, .. } = space;
-    // Rows as wide as `k`, from wherever there are enough, and room for the answer elsewhere.
+    // An input buffer that is large enough, and an output in another buffer.
     let x = [&*normed, &*gated, &*attended].into_iter().find(|x| x.len() >= n_rows * k);
-    let x = x.expect("what each product reads has a room").slice(0..n_rows * k);
+    let x = x.expect("a buffer fits the input of each product").slice(0..n_rows * k);
     let y = if is_wide {
         Answer::Wide(logits.view_mut().slice(0..n_rows * n))
     } else {
         let room = [given, qkv, gate_up].into_iter().find(|room| room.len() >= n_rows * n);
-        let room = room.expect("what each product of a layer gives has a room");
+        let room = room.expect("a buffer fits the output of each product of a layer");
         Answer::Narrow(room.view_mut().slice(0..n_rows * n))
     };
     ((y, None), x)
 }
 
-/// Tries the best ways of each product in whole decode steps, and keeps those with which they take the least time.
+/// Tries the fastest methods of each product in whole decode steps, and keeps those with the shortest steps.
 fn tune_one_step(
     tools: &mut Tools,
     helpers: &mut Helpers<Rank>,
@@ -287,10 +289,11 @@ fn tune_one_step(
     Ok(())
 }
 
-/// The starts of the search, with their step times. Own kernels also do the work after a product, a norm only if the next
-/// product is done by an own kernel as well; and kernels that read by registers slow down those that read by the copy engine.
-/// So changing one product at a time does not show the value of changing all. Beside the ways that are best by themselves,
-/// the starts are: own kernels for all products of a layer, and those of them that read by registers.
+/// The starts of the search, with their step times. The kernels interact. Our kernels also do the work after
+/// a product, and a norm only if the next product uses one of our kernels too. Kernels that load into
+/// registers slow down those that use the copy engine. So changing one product at a time does not show the
+/// gain of changing all. The starts are: the methods that are fastest alone, our kernels for all products of
+/// a layer, and those of our kernels that load into registers.
 fn starts(
     tools: &mut Tools,
     helpers: &mut Helpers<Rank>,
@@ -311,14 +314,14 @@ fn starts(
         let choices = tools.products.choices().clone();
         if starts.iter().all(|(_, known)| *known != choices) {
             let time = time_together(tools, helpers, dims)?;
-            debug!(rows = dims.n_tokens, ms = time, "time of a step by own kernels");
+            debug!(rows = dims.n_tokens, ms = time, "time of a step with own kernels");
             starts.push((time, choices));
         }
     }
     Ok(starts)
 }
 
-/// Starts from the present forms of the products and the step's present time. Returns the step's time in the end.
+/// Starts from the current methods of the products and the current step time. Returns the final step time.
 fn search(
     tools: &mut Tools,
     helpers: &mut Helpers<Rank>,
@@ -335,13 +338,7 @@ fn search(
             for choice in ways.iter().filter(|choice| Some(**choice) != before) {
                 tools.products.prefer(*shape, *choice);
                 let time = time_together(tools, helpers, dims)?;
-                debug!(
-                    ?shape,
-                    ?choice,
-                    ms = time,
-                    shortest,
-                    "time of a step with another way of multiplying"
-                );
+                debug!(?shape, ?choice, ms = time, shortest, "time of a step with another product method");
                 if time < shortest * (1.0 - GAIN_MIN) {
                     (shortest, kept, is_changed) = (time, Some(*choice), true);
                 }

@@ -1,7 +1,7 @@
-//! Weights on their way to the card: while it copies one piece, the host reads the next.
+//! Uploads weights to the GPU. While one piece is copied, the host reads the next.
 //!
-//! Reading is what takes the time: a file's pages are found one by one, also where they are in memory already. So several
-//! threads read parts of a piece.
+//! Reading takes most of the time: the kernel maps a file's pages one by one, even if they are in memory
+//! already. So several threads read parts of a piece.
 
 use std::ops::Range;
 
@@ -11,12 +11,12 @@ use kernels::cuda::ComputeCard;
 
 use crate::load::meter::Meter;
 
-/// Numbers of one piece: large enough that a copy runs at full speed.
+/// Numbers of one piece: enough for a copy at full speed.
 const PIECE_NUMBERS: usize = 32 << 20;
 /// Numbers of a part of a piece, which one thread reads.
 const PART_NUMBERS: usize = 1 << 20;
 
-/// Two pieces that take turns.
+/// Two pieces, used in turn.
 #[derive(Debug)]
 pub(super) struct Upload<'a> {
     card: &'a ComputeCard,
@@ -27,7 +27,7 @@ pub(super) struct Upload<'a> {
 }
 
 impl<'a> Upload<'a> {
-    /// `meter` tells how far it is; the host's threads read.
+    /// `meter` shows the progress. The threads of `host` read.
     pub(super) fn new(card: &'a ComputeCard, host: &'a Processor, meter: Meter) -> Result<Self, CudaError> {
         let numbers = PIECE_NUMBERS.min(meter.total() / size_of::<Bf16>() + 1);
         let pieces = [card.pinned(numbers)?, card.pinned(numbers)?];
@@ -38,12 +38,12 @@ impl<'a> Upload<'a> {
         self.card
     }
 
-    /// The threads that read.
+    /// The processor whose threads read.
     pub(super) fn host(&self) -> &'a Processor {
         self.host
     }
 
-    /// Numbers as a file has them, low byte first; zeroes after them, if `to` has room for more.
+    /// Uploads numbers in a file's format, low byte first, and zeroes for the rest of `to`.
     pub(super) fn put_bytes(&mut self, mut to: ViewMut<'_, Bf16>, bytes: &[u8]) -> Result<(), CudaError> {
         let numbers = bytes.as_chunks::<2>().0;
         if numbers.len() < to.len() {
@@ -57,7 +57,7 @@ impl<'a> Upload<'a> {
         })
     }
 
-    /// Some columns of rows of `cols` numbers, each with zeroes after them up to `width`.
+    /// Uploads some columns of rows of `cols` numbers, and zeroes up to `width` after each row.
     pub(super) fn put_columns(
         &mut self,
         to: ViewMut<'_, Bf16>,
@@ -86,12 +86,12 @@ impl<'a> Upload<'a> {
         self.put_with(to, |start, piece| piece.copy_from_slice(&numbers[start..start + piece.len()]))
     }
 
-    /// Counts what came onto the card in another way.
+    /// Counts numbers that reached the GPU in another way.
     pub(super) fn count(&mut self, n_numbers: usize) {
         self.meter.add(n_numbers * size_of::<Bf16>());
     }
 
-    /// Part by part: `fill` is told where a part begins.
+    /// Uploads part by part. `fill` gets the start of each part.
     pub(super) fn put_with(
         &mut self,
         mut to: ViewMut<'_, Bf16>,

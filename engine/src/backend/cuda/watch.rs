@@ -1,4 +1,4 @@
-//! A thread that waits for the GPU and opens the fences of steps as the GPU finishes each layer.
+//! A thread that waits for the GPU and opens steps' fences as the GPU finishes each layer.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -11,20 +11,21 @@ use tracing::trace;
 
 use crate::backend::STEPS_IN_FLIGHT_MAX;
 
-/// The thread, and the way to it. It ends when this is dropped.
+/// The thread and its queue. The thread ends when this is dropped.
 #[derive(Debug)]
 pub(super) struct Watch {
-    /// `None` once the thread was told to end.
+    /// `None` after the thread was told to end.
     steps: Option<SyncSender<WatchedStep>>,
     thread: Option<thread::JoinHandle<()>>,
 }
 
-/// One step: for each rank, an event for each layer, in order; and an event at its beginning if its time is measured.
+/// One step: for each rank, an event for each layer, in order. If times are measured, also an event at the
+/// start.
 #[derive(Debug)]
 pub(super) struct WatchedStep {
     pub(super) began: Option<Marker>,
     pub(super) written: Vec<Vec<Event>>,
-    /// Says that what was computed is nothing.
+    /// Raised if a rank was lost, which makes the results invalid.
     pub(super) lost: Option<LostFlag>,
     pub(super) signal: Arc<FenceSignal>,
 }
@@ -36,7 +37,7 @@ impl Watch {
         Ok(Self { steps: Some(steps), thread: Some(thread) })
     }
 
-    /// Does not wait. Where the thread is too far behind, the fence opens when the step is collected.
+    /// Does not wait. If the thread is too far behind, the fence opens when the step is collected.
     pub(super) fn watch(&self, step: WatchedStep) {
         if let Some(steps) = &self.steps {
             let _ = steps.try_send(step);
@@ -48,7 +49,7 @@ impl Drop for Watch {
     fn drop(&mut self) {
         self.steps = None;
         if let Some(thread) = self.thread.take() {
-            // If it panicked, its panic was printed, and fences opened when their steps were collected.
+            // If the thread panicked, the panic is logged, and fences opened when their steps were collected.
             let _ = thread.join();
         }
     }
@@ -68,16 +69,16 @@ fn run(steps: &Receiver<WatchedStep>) {
 }
 
 impl WatchedStep {
-    /// Until all ranks have written a layer.
+    /// Waits until all ranks have written a layer.
     fn wait(&self, layer: usize) -> Result<(), CudaError> {
         self.written.iter().try_for_each(|of_rank| of_rank[layer].wait())
     }
 
-    /// When the KV of each layer was there, by the first rank's clock.
+    /// Logs when the KV of each layer was written, by the first rank's clock.
     fn tell(&self) {
         let Some(began) = &self.began else { return };
         let of_first = self.written.first().map_or(&[][..], Vec::as_slice);
         let layers: Result<Vec<f32>, _> = of_first.iter().map(|layer| layer.ms_since(began)).collect();
-        trace!(target: "walk", layers_ms = ?layers.unwrap_or_default(), "layers on the card");
+        trace!(target: "walk", layers_ms = ?layers.unwrap_or_default(), "layers written on the GPU");
     }
 }

@@ -1,4 +1,4 @@
-//! A model's weights on the GPU: a rank's share of them. Matrices that read the same rows are one matrix there.
+//! A rank's share of a model's weights on the GPU. Matrices with the same input are merged into one matrix.
 
 use std::ops::Range;
 
@@ -11,14 +11,14 @@ use super::share::Share;
 use crate::error::OpenError;
 use crate::model::ModelConfig;
 
-/// All weights, in the order in which a pass meets them.
+/// All weights, in the order of a pass.
 #[derive(Debug)]
 pub(super) struct CudaWeights {
-    /// The whole embedding is on every rank: a step reads only the rows of its tokens.
+    /// Every rank has the whole embedding. A step reads only the rows of its tokens.
     pub(super) embed: Buffer<Bf16>,
     pub(super) layers: Vec<LayerWeights>,
     pub(super) norm: Buffer<Bf16>,
-    /// `None`: the embedding is the output layer too.
+    /// `None` if the embedding is also the output layer.
     pub(super) head: Option<Buffer<Bf16>>,
     pub(super) sizes: Sizes,
 }
@@ -50,7 +50,7 @@ pub(super) enum Weight {
     Fp8 { numbers: Buffer<u8>, scales: Buffer<f32> },
 }
 
-/// Some rows of a [`Weight`], each of `k` numbers, to be written.
+/// Rows of a [`Weight`] to be written, each with `k` numbers.
 #[derive(Debug)]
 pub(super) enum Rows<'a> {
     Bf16(ViewMut<'a, Bf16>),
@@ -79,7 +79,7 @@ impl Weight {
     }
 }
 
-/// The sizes of a model's matrices on the GPU. They differ between ranks in `share` only.
+/// The sizes of a model's matrices on the GPU. Ranks differ only in `share`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Sizes {
     pub(super) share: Share,
@@ -88,12 +88,12 @@ pub(super) struct Sizes {
     pub(super) intermediate: usize,
     /// The whole vocabulary of the model.
     pub(super) vocab: usize,
-    /// Rows of the output layer, the rank's.
+    /// The rank's rows of the output layer.
     pub(super) head_rows: usize,
     pub(super) n_layers: usize,
-    /// The rank's heads of q, as wide as on the card.
+    /// The size of the rank's heads of q, padded as on the GPU.
     pub(super) q_width: usize,
-    /// The rank's heads of k, or of v.
+    /// The size of the rank's heads of k, which equals that of v.
     pub(super) kv_width: usize,
     pub(super) is_tied: bool,
 }
@@ -114,7 +114,7 @@ impl Sizes {
         })
     }
 
-    /// Kernels move 8 numbers at a time.
+    /// Checks that widths are multiples of 8, the number that kernels load at a time.
     fn check(config: &ModelConfig) -> Result<(), OpenError> {
         let widths = [
             ("hidden_size", config.hidden),
@@ -124,7 +124,7 @@ impl Sizes {
         match widths.into_iter().find(|(_, width)| !width.is_multiple_of(8)) {
             None => Ok(()),
             Some((name, width)) => {
-                let wrong = format!("{name} is {width}, and the GPU's kernels need a multiple of 8");
+                let wrong = format!("{name} is {width}, but the GPU's kernels need a multiple of 8");
                 Err(OpenError::CudaModel(wrong))
             }
         }
@@ -134,7 +134,7 @@ impl Sizes {
         self.q_width + 2 * self.kv_width
     }
 
-    /// Rows and columns of a layer's matrices, and whether they are in FP8.
+    /// Rows and columns of a layer's matrices, and whether each is in FP8.
     fn matrices(self, in_fp8: InFp8) -> [(usize, usize, bool); 4] {
         let Self { hidden, intermediate, q_width, .. } = self;
         [
@@ -145,12 +145,13 @@ impl Sizes {
         ]
     }
 
-    /// Rows of the embedding, and zeroes up to the end of the last rank's output layer where that is the same.
+    /// Rows of the embedding. If it is also the output layer, zeroes follow up to the end of the last rank's
+    /// share.
     pub(super) fn embed_rows(self) -> usize {
         if self.is_tied { self.head_rows * self.share.n_ranks } else { self.vocab }
     }
 
-    /// Bytes of all matrices; norms and biases are too small to count.
+    /// Bytes of all matrices. Norms and biases are too small to count.
     pub(super) fn bytes(self, in_fp8: &[InFp8]) -> usize {
         let bytes = |(rows, columns, is_fp8)| match is_fp8 {
             true => rows * (Fp8Rows::width(columns) + size_of::<f32>()),
@@ -161,7 +162,7 @@ impl Sizes {
         layers + (self.embed_rows() + head_rows) * self.hidden * size_of::<Bf16>()
     }
 
-    /// Numbers of the largest matrix that is in FP8: what it takes to widen one.
+    /// Numbers of the largest FP8 matrix: the memory for widening one.
     pub(super) fn widened(self, in_fp8: &[InFp8]) -> usize {
         let matrices = in_fp8.iter().flat_map(|layer| self.matrices(*layer));
         matrices.filter(|(.., is_fp8)| *is_fp8).map(|(rows, columns, _)| rows * columns).max().unwrap_or(0)
@@ -169,7 +170,7 @@ impl Sizes {
 }
 
 impl CudaWeights {
-    /// A row for each token.
+    /// The embedding, with one row for each token.
     pub(super) fn embedding(&self) -> View<'_, Bf16> {
         self.embed.slice(0..self.sizes.vocab * self.sizes.hidden)
     }
@@ -214,7 +215,7 @@ mod tests {
         assert_eq!(sizes(Share::WHOLE).widened(&in_fp8), 2 * 14_336 * 4096);
         let embedding = 128_256 * 4096;
         for share in Share::of_all(2) {
-            // The embedding is whole on both.
+            // Both ranks have the whole embedding.
             assert_eq!(sizes(share).bytes(&plain), 8_030_261_248 - norms + embedding);
         }
     }

@@ -1,4 +1,4 @@
-//! The memory that a step computes in: allocated once, for the largest step.
+//! The workspace of a step, allocated once for the largest step.
 
 use std::time::Duration;
 
@@ -11,13 +11,13 @@ use super::graph_sizes::GraphSizes;
 use super::weights::Sizes;
 use crate::backend::StepLimits;
 
-/// How long a GPU waits for the others of its model. They have equal shares of the work, so a GPU that is later than this has
-/// failed: the device counts as lost.
+/// The time that a GPU waits for the other GPUs of its model. All have equal work, so a GPU that is later has
+/// failed, and the device counts as lost.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
-/// Up to this size ranks sum rows by the way with the shortest wait; above it, by the way that sends the fewest bytes. The
-/// two are equally fast at this size on two H200s.
+/// Up to this size, ranks sum rows by the method with the shortest wait; above it, by the method that sends
+/// the fewest bytes. At this size both are equally fast on two H200s.
 const FEW_BYTES_MAX: usize = 1 << 20;
-/// The most partial results of attention of a deterministic backend: a quarter of a GiB, with heads of 128.
+/// The maximum number of partial attention results of a deterministic backend: 256 MiB, with heads of 128.
 const PARTS_ALIKE_MAX: usize = 1 << 19;
 
 /// The sizes of a [`Workspace`].
@@ -25,7 +25,7 @@ const PARTS_ALIKE_MAX: usize = 1 << 19;
 pub(super) struct WorkspaceShape {
     sizes: Sizes,
     limits: StepLimits,
-    /// Numbers of parts of decode attention.
+    /// Numbers in the parts of decode attention.
     part_numbers: usize,
     n_parts: usize,
     n_keys: usize,
@@ -46,7 +46,7 @@ pub(super) struct StepSizes {
 /// Activations of a step, one row for each token.
 #[derive(Debug)]
 pub(super) struct Workspace {
-    /// (tokens, hidden): what each layer adds to.
+    /// (tokens, hidden): each layer adds to it.
     pub(super) residual: Buffer<Bf16>,
     /// (tokens, hidden)
     pub(super) normed: Buffer<Bf16>,
@@ -130,7 +130,7 @@ impl WorkspaceShape {
             + of_ranks
     }
 
-    /// The sizes that all ranks have in common, if there are several.
+    /// The sizes that are equal on all ranks. `None` with one rank.
     pub(super) fn together(&self) -> Option<Together> {
         let width = self.sizes.hidden;
         let few_rows = (FEW_BYTES_MAX / (width * size_of::<Bf16>())).clamp(1, self.limits.rows);
@@ -178,20 +178,21 @@ impl Workspace {
     }
 }
 
-/// The number of partial sums of squares: many rows have few parts, few rows have many.
+/// The number of partial sums of squares: kernels for many rows have few parts in a row, kernels for few rows
+/// have many.
 fn n_squares(hidden: usize) -> usize {
     let few = OwnForm::Few(FewRowsForm::of(hidden, hidden)).parts(hidden) * FEW_ROWS_MAX;
     few.max(OwnForm::Skinny(SKINNY_FORMS[0]).parts(hidden) * SKINNY_ROWS_MAX)
 }
 
-/// The memory for partial results of the most tokens, with the longest sequences, bounded by the number that keeps a GPU
-/// busy: more tokens are computed in turn. Always enough for one token.
+/// The number of partial results for the most tokens with the longest sequences. It is bounded by the number
+/// that keeps a GPU busy; further tokens are computed afterwards. It is always enough for one token.
 fn parts_alike(n_q_heads: usize, limits: StepLimits, n_chunks: usize) -> usize {
     let of_token = n_q_heads * n_chunks;
     (of_token * limits.tokens).min(PARTS_ALIKE_MAX).max(of_token)
 }
 
-/// The most parts that decode attention is computed in, over all numbers of rows and all lengths.
+/// The maximum number of parts of decode attention, over all numbers of rows and all lengths.
 fn most_parts(
     card: &ComputeCard,
     sizes: Sizes,

@@ -1,6 +1,6 @@
-//! A mock's settings: its shape, the cost of its steps, and how much KV it verifies.
+//! The mock's settings: its shape, the cost of its steps, and the KV that it verifies.
 //!
-//! Written as TOML, every key optional:
+//! TOML, every key optional:
 //!
 //! ```toml
 //! context_tokens = 32768     # longest sequence, prompt and output together
@@ -32,7 +32,7 @@ use types::{KvDtype, KvLayout};
 use super::kv;
 use crate::error::OpenError;
 
-/// Costs that come with the program, by the NAME of `mock:NAME`.
+/// Named costs in the executable, for `mock:NAME`.
 const NAMED: &[(&str, &str)] =
     &[("llama-8b", include_str!("costs/llama-8b.toml")), ("slow", include_str!("costs/slow.toml"))];
 
@@ -48,13 +48,13 @@ pub struct MockSettings {
     pub layout: LayoutSettings,
 }
 
-/// How much of the KV that a row reads is verified.
+/// The part of the KV read by a row that is verified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verify {
-    /// All of it, back to the first token. The time of a step grows with the context.
+    /// All KV back to the first token. The time of a step grows with the context.
     All,
-    /// The block that the row continues, taking the chain before it on trust. For rehearsals of long contexts.
+    /// Only the block that the row continues; the KV before it is trusted. For load tests with long contexts.
     LastBlock,
 }
 
@@ -110,7 +110,7 @@ impl Default for LayoutSettings {
 // === impl MockSettings ===
 
 impl MockSettings {
-    /// The settings of `mock:NAME`: those that come with the program, or a file's.
+    /// The settings of `mock:NAME`: built-in ones, or those of a file.
     pub fn named(name: Option<&str>) -> Result<Self, OpenError> {
         let Some(name) = name else { return Ok(Self::default()) };
         if Path::new(name).extension().is_some_and(|extension| extension == "toml") {
@@ -168,13 +168,13 @@ impl Costs {
         Duration::from_secs_f64(ms / 1e3)
     }
 
-    /// The time that the simulated wire takes to send `bytes` bytes.
+    /// The time that the simulated wire needs to send `bytes` bytes.
     pub fn of_sending(&self, bytes: u64) -> Duration {
         Duration::from_secs_f64(self.sent_byte_ns * bytes as f64 / 1e9)
     }
 }
 
-/// The cost of sending on the wire that the model called `model` simulates. `None`: the wire is not simulated.
+/// The cost of sending on the simulated wire of `model`. `None` if the wire is not simulated.
 pub fn wire_costs(model: &str) -> Result<Option<Costs>, OpenError> {
     let name = match model.split_once(':') {
         None if model == "mock" => None,

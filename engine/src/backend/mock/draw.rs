@@ -1,7 +1,7 @@
 //! The mock's sampler: the next token is a hash of all tokens so far.
 //!
-//! There are no logits. Three sampling settings have an effect: whether the temperature is zero, the seed, and logprobs
-//! (which are made up, always the same ones). Penalties, bias and the truncations change nothing.
+//! There are no logits. Only three sampling settings have an effect: whether the temperature is zero, the
+//! seed, and logprobs (which are made up and always the same). Penalties, bias and truncation change nothing.
 
 use types::step::Logprobs;
 use types::{Sampling, StopRules, TokenId};
@@ -11,11 +11,11 @@ use super::kv::{Chain, mix};
 use crate::error::RowError;
 use crate::step::{SampleSpec, Sampled};
 
-/// Tokens 0 to 255 are bytes; this one ends a sequence.
+/// The token that ends a sequence. Tokens 0 to 255 are bytes.
 pub(super) const END: TokenId = TokenId(256);
-/// Bytes, the end, and room for a router's special tokens.
+/// Bytes, the end token, and room for a router's special tokens.
 pub(super) const VOCAB: u32 = 320;
-/// After this number of forbidden draws the first allowed token is taken.
+/// The maximum number of forbidden draws. Afterwards the first allowed token is taken.
 const DRAWS_MAX: u64 = 64;
 /// The printable part of ASCII.
 const PRINTABLE: std::ops::Range<u64> = 32..127;
@@ -71,7 +71,7 @@ fn candidate(hash: u64, eos_one_in: u64) -> TokenId {
     TokenId((PRINTABLE.start + (hash >> 32) % n_printable) as u32)
 }
 
-/// The chosen token first, then made-up ones, each less likely.
+/// The chosen token first, then made-up ones with decreasing probability.
 fn logprobs(token: TokenId, base: u64, n_top: u8) -> Logprobs {
     let chosen = -((base % 1000) as f32) / 1000.0;
     let others = (0..).map(TokenId).filter(|other| *other != token);

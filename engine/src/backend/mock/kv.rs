@@ -1,7 +1,7 @@
-//! KV as a checksum: what the mock writes into memory, and how it verifies what it reads.
+//! The mock's KV: checksums that it writes into memory and verifies when it reads them.
 //!
-//! The KV of position `p` stands for the [`Chain`] of all tokens up to `p`. A *cell* is one token in one head's K or V
-//! of one layer, and its bytes say which cell it is:
+//! The KV of position `p` is the [`Chain`] of all tokens up to `p`. A *cell* is one token in one head's K or
+//! V of one layer. Its bytes identify the cell:
 //!
 //! | bytes  | content |
 //! |--------|---------|
@@ -9,12 +9,13 @@
 //! | 8..12  | the token, masked by the cell's seal |
 //! | 12..   | words counted up from the seal |
 //!
-//! So a cell of another layer, head, part, position or sequence, a stale or a half-written one, or one with any bit
-//! flipped does not check. The token and the chain can be read back, so a sequence can be continued from its KV alone.
+//! So verification fails for a cell of another layer, head, part, position or sequence, for a stale or
+//! half-written cell, and for any flipped bit. The token and the chain can be read back, so a sequence can
+//! continue from its KV alone.
 
 use types::TokenId;
 
-/// Chain, token, and at least one word of the seal.
+/// The chain, the token, and at least one word of the seal.
 pub(super) const CELL_BYTES_MIN: usize = 16;
 
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -24,16 +25,16 @@ const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 pub(super) struct Chain(pub(super) u64);
 
 impl Chain {
-    /// Before the first token.
+    /// The chain before the first token.
     pub(super) const START: Self = Self(0x6261_746f_6e21_6b76);
 
-    /// With one more token.
+    /// The chain with one more token.
     pub(super) fn then(self, token: TokenId) -> Self {
         Self(mix(self.0 ^ (u64::from(token.0) + 1).wrapping_mul(GOLDEN)))
     }
 }
 
-/// Names one cell of a position.
+/// Identifies one cell of a position.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct CellKey(u64);
 
@@ -44,7 +45,7 @@ impl CellKey {
     }
 }
 
-/// One position: its token, and the chain up to and with it.
+/// One position: its token, and the chain up to and including it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Link {
     pub(super) token: TokenId,
@@ -52,7 +53,7 @@ pub(super) struct Link {
 }
 
 impl Link {
-    /// The link that the bytes of `cell` name, not verified: [`is_in`](Self::is_in) verifies it.
+    /// The link that the bytes of `cell` claim. It is not verified; [`is_in`](Self::is_in) verifies it.
     pub(super) fn claimed_by(cell: &[u8], key: CellKey) -> Self {
         let chain = Chain(word64(cell) ^ key.0);
         Self { token: TokenId(word32(&cell[8..]) ^ seal(chain, key)), chain }
@@ -69,7 +70,7 @@ impl Link {
         }
     }
 
-    /// Whether every bit of `cell` is what [`write`](Self::write) would write.
+    /// Whether `cell` has exactly the bytes that [`write`](Self::write) would write.
     pub(super) fn is_in(self, cell: &[u8], key: CellKey) -> bool {
         let seal = seal(self.chain, key);
         if word64(cell) != self.chain.0 ^ key.0 || word32(&cell[8..]) != self.token.0 ^ seal {
@@ -83,7 +84,7 @@ impl Link {
     }
 }
 
-/// The first word of a cell's filling.
+/// The first padding word of a cell.
 fn seal(chain: Chain, key: CellKey) -> u32 {
     mix(chain.0.rotate_left(17) ^ key.0) as u32
 }
@@ -96,7 +97,7 @@ fn word32(cell: &[u8]) -> u32 {
     u32::from_le_bytes(cell[..4].try_into().expect("four bytes were sliced"))
 }
 
-/// Scrambles 64 bits; one changed bit of the input changes about half of the output. (The finalizer of SplitMix64.)
+/// Mixes 64 bits (the finalizer of SplitMix64): one changed input bit changes about half of the output bits.
 pub(super) fn mix(mut bits: u64) -> u64 {
     bits = bits.wrapping_add(GOLDEN);
     bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

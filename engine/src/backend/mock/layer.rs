@@ -1,4 +1,4 @@
-//! Where the cells of one layer lie within a page of one rank.
+//! The layout of one layer's cells in a page of one rank.
 
 use std::ops::Range;
 
@@ -10,20 +10,20 @@ use super::kv::CellKey;
 /// One rank's share of one layer of the model, and the shape of its pages: `[K|V][kv_head][token][dim]`.
 #[derive(Clone, Debug)]
 pub(super) struct Layer {
-    /// Its number in the model.
+    /// The layer's number in the model.
     pub(super) number: u16,
     pub(super) rank: u16,
     pub(super) group: GroupIdx,
-    /// Its position in the group.
+    /// The layer's position in the group.
     pub(super) pos: u16,
     block_tokens: usize,
     token_bytes: usize,
-    /// One per head and part, in the order in which they lie in the page.
+    /// One key for each head and part, in the page's order.
     keys: Vec<CellKey>,
 }
 
 impl Layer {
-    /// All layers in the order in which a model runs them: each rank by rank.
+    /// All layers in the order of computation, rank by rank within each layer.
     pub(super) fn all(layout: &KvLayout) -> Vec<Self> {
         let mut layers = Vec::new();
         for group in layout.group_indices() {
@@ -39,7 +39,7 @@ impl Layer {
     fn new(layout: &KvLayout, (group, pos): (GroupIdx, u16), rank: u16, shape: LayerShape) -> Self {
         let n_parts = if layout.group(group).attention == Attention::Latent { 1 } else { 2 };
         let n_heads = usize::from(layout.rank_heads(shape));
-        // Ranks beyond the heads hold the same head as their neighbours.
+        // With fewer heads than ranks, neighbouring ranks hold the same head.
         let first = usize::from(rank) * usize::from(shape.n_kv_heads) / usize::from(layout.shard.tp_size);
         let key = |nth: usize| CellKey::new(shape.layer, nth / n_heads, first + nth % n_heads);
         Self {
@@ -53,7 +53,7 @@ impl Layer {
         }
     }
 
-    /// The cells of one token of a block, each with the place of its bytes in the page.
+    /// The cells of one token of a block, each with its byte range in the page.
     pub(super) fn cells(&self, token_in_block: usize) -> impl Iterator<Item = (CellKey, Range<usize>)> + '_ {
         let head_bytes = self.block_tokens * self.token_bytes;
         let first = token_in_block * self.token_bytes;
@@ -63,7 +63,7 @@ impl Layer {
         })
     }
 
-    /// The first cell of a token: where its link is read from.
+    /// The first cell of a token, from which its link is read.
     pub(super) fn first_cell(&self, token_in_block: usize) -> (CellKey, Range<usize>) {
         let start = token_in_block * self.token_bytes;
         (self.keys[0], start..start + self.token_bytes)
@@ -75,7 +75,7 @@ mod tests {
     use super::*;
     use types::KvDtype;
 
-    /// Several ranks write what one rank writes, at other places.
+    /// Several ranks write the same cells as one rank, at other positions.
     #[test]
     fn ranks_have_their_heads_and_no_others() {
         let whole = KvLayout::uniform(4, KvDtype::F32, 1, 2, 4);

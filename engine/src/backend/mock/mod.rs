@@ -1,7 +1,8 @@
-//! A model that is a checksum: its KV is a hash of the tokens, and so is the next token.
+//! A mock model: its KV is a hash of the tokens, and so is the next token.
 //!
-//! Any wrong block, order, length or bit of KV is noticed when it is read, in milliseconds and on any machine. What
-//! its steps cost can be chosen, so that a cluster of mocks rehearses the load of a real one.
+//! It detects every wrong block, order, length or bit of KV when it reads the KV, within milliseconds and on
+//! any machine. The costs of its steps are configurable, so a cluster of mocks can simulate the load of real
+//! models.
 
 mod cost;
 mod draw;
@@ -29,16 +30,16 @@ use crate::step::{Launched, SlotId, StepBatch, StepOutput};
 use layer::Layer;
 use row::{QueuedRow, RunningRow};
 
-/// How the costs of a step are spent.
+/// The way in which the costs of a step pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pace {
-    /// `collect` sleeps them, layer by layer, as a device would take them.
+    /// `collect` sleeps layer by layer, like a real device.
     Sleeping,
-    /// `collect` does not sleep; the caller waits for [`Launched::modelled_cost`] first, on a clock of its own.
+    /// `collect` does not sleep. The caller first waits for [`Launched::modelled_cost`] on its own clock.
     Modelled,
 }
 
-/// The mock backend. It runs a step when the step is collected.
+/// The mock backend. `collect` runs the step.
 #[derive(Debug)]
 pub struct Mock {
     model: ModelInfo,
@@ -48,7 +49,7 @@ pub struct Mock {
     pace: Pace,
     queue: VecDeque<QueuedStep>,
     n_launched: u64,
-    /// The tokens of the step that was collected last, for [`RowInput::Previous`](crate::RowInput::Previous).
+    /// The tokens of the last collected step, for [`RowInput::Previous`](crate::RowInput::Previous).
     previous: HashMap<SlotId, TokenId>,
 }
 
@@ -60,12 +61,12 @@ struct QueuedStep {
     cost: Duration,
 }
 
-/// The mock's line in the table of backends.
+/// The mock's constructor in the table of backends.
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
     let settings = MockSettings::named(name)?;
     let layout = spread(&settings, engine.ranks)?;
     let n_blocks = n_blocks(&layout, engine.kv.of_mock())?;
-    // The file's name does not count: clients ask for `mock` whatever the costs.
+    // The file's name is not part of the model's name: clients request `mock`, whatever its costs.
     let name = settings.name.clone();
     Ok(Box::new(Mock::over_ranks(&name, settings, engine.ranks, n_blocks, engine.pace)?))
 }
@@ -81,7 +82,7 @@ impl Mock {
         Self::over_ranks(name, settings, NonZero::<u16>::MIN, n_blocks, pace)
     }
 
-    /// A mock whose KV is divided over `n_ranks` ranks, which it computes one after the other.
+    /// A mock whose KV is divided over `n_ranks` ranks, which are computed one after the other.
     pub fn over_ranks(
         name: &str,
         settings: MockSettings,
@@ -116,7 +117,7 @@ impl Mock {
         for (nth, layer) in self.layers.iter().enumerate() {
             rows.iter_mut().for_each(|row| row.run_layer(&self.memory, layer));
             self.wait_until(started, step.cost, nth + 1);
-            // Once the last rank has done its share.
+            // A layer is done after the last rank has written its share.
             step.signal.layers_done(layer.number + u16::from(layer.rank + 1 == self.memory.n_ranks()));
         }
         self.finish(rows)
@@ -181,7 +182,7 @@ impl Backend for Mock {
         }
     }
 
-    /// A modelled step is over when its time has come. One that sleeps does so in `collect`.
+    /// A modelled step ends at its time. A sleeping one ends in `collect`.
     fn runs_by_itself(&self) -> bool {
         self.pace == Pace::Modelled
     }
@@ -204,7 +205,7 @@ impl Backend for Mock {
     }
 }
 
-/// A mock's description. Mocks with the same layout read each other's KV, whatever their costs.
+/// A mock's description. Mocks with the same layout can read each other's KV, whatever their costs.
 fn model(name: &str, settings: &MockSettings, memory: &KvMemory) -> ModelInfo {
     let layout = memory.layout().clone();
     let mut parts = layout.fingerprint_parts();

@@ -1,4 +1,4 @@
-//! One row of a step as the mock runs it: read the KV before it, verify it, write its own.
+//! One row of a step in the mock: reads and verifies the KV before it, and writes its own.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -22,7 +22,7 @@ pub(super) struct QueuedRow {
     tables: Vec<Vec<BlockIdx>>,
     /// The first position whose KV is verified.
     verify_from: usize,
-    /// The tokens of the verified positions, if the caller names them.
+    /// The tokens of the verified positions, if the caller provides them.
     history: Vec<TokenId>,
     spec: Option<MockSampleSpec>,
 }
@@ -38,7 +38,7 @@ enum Input {
 pub(super) struct RunningRow {
     row: QueuedRow,
     block_tokens: usize,
-    /// The positions from `verify_from` to the input's last.
+    /// The positions from `verify_from` to the end of the input.
     links: Vec<Link>,
     outcome: Result<(), RowError>,
 }
@@ -93,7 +93,7 @@ impl Input {
 // === impl RunningRow ===
 
 impl RunningRow {
-    /// Reads the row's input, and the tokens that the KV before it is of.
+    /// Reads the row's input, and the tokens of the KV before it.
     pub(super) fn begin(
         row: QueuedRow,
         previous: &HashMap<SlotId, TokenId>,
@@ -121,13 +121,14 @@ impl RunningRow {
         self.compare_with_history()
     }
 
-    /// The chain up to the first verified position. At position 0 it is known; elsewhere it is read and not verified.
+    /// The chain before the first verified position. At position 0 it is known; otherwise it is read without
+    /// verification.
     fn chain_before(&self, memory: &KvMemory, layer: &Layer) -> Result<Chain, RowError> {
         let Some(before) = self.row.verify_from.checked_sub(1) else { return Ok(Chain::START) };
         Ok(self.claims(memory, layer, before..before + 1)?[0].chain)
     }
 
-    /// The tokens that the KV to be verified names.
+    /// The tokens that the KV to be verified claims.
     fn tokens_held(&self, memory: &KvMemory, layer: &Layer) -> Result<Vec<TokenId>, RowError> {
         let claims = self.claims(memory, layer, self.row.verify_from..self.row.start)?;
         Ok(claims.into_iter().map(|link| link.token).collect())
@@ -154,7 +155,7 @@ impl RunningRow {
         Ok(links)
     }
 
-    /// Refuses KV that is intact but of another sequence.
+    /// Rejects KV that is intact but belongs to another sequence.
     fn compare_with_history(&self) -> Result<(), RowError> {
         let wrong = self.links.iter().zip(&self.row.history).position(|(link, token)| link.token != *token);
         match wrong {
@@ -167,7 +168,7 @@ impl RunningRow {
         }
     }
 
-    /// Reads this layer's KV before the input, and writes the input's.
+    /// Verifies this layer's KV before the input, and writes the input's KV.
     pub(super) fn run_layer(&mut self, memory: &KvMemory, layer: &Layer) {
         if self.outcome.is_ok() {
             self.outcome = self.verify(memory, layer).and_then(|()| self.write(memory, layer));
@@ -211,7 +212,7 @@ impl RunningRow {
         Ok(())
     }
 
-    /// The row's place in the output.
+    /// The row's slot and its result.
     pub(super) fn finish(self, settings: &MockSettings) -> (SlotId, Result<Option<Sampled>, RowError>) {
         let sampled = self.outcome.clone().and_then(|()| match &self.row.spec {
             None => Ok(None),
@@ -227,7 +228,7 @@ impl RunningRow {
         self.links[position - self.row.verify_from]
     }
 
-    /// The position after the input's last.
+    /// The position after the end of the input.
     fn end(&self) -> usize {
         self.row.verify_from + self.links.len()
     }
@@ -236,7 +237,7 @@ impl RunningRow {
         self.row.tables[usize::from(layer.group.0)][position / self.block_tokens].0
     }
 
-    /// Cuts positions at block edges.
+    /// Splits positions at block boundaries.
     fn by_block(&self, positions: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
         let block_tokens = self.block_tokens;
         let blocks = positions.start / block_tokens..positions.end.div_ceil(block_tokens);

@@ -1,4 +1,4 @@
-//! The mock's own promises: wrong KV is noticed, and costs are spent.
+//! Tests of the mock: it detects wrong KV, and its costs pass.
 
 use types::{BlockIdx, GroupIdx, Sampling, StopRules, TokenId};
 
@@ -47,7 +47,7 @@ fn prompt() -> Vec<u32> {
     (0..PROMPT as u32).map(|nth| 65 + nth).collect()
 }
 
-/// The prompt and the token after it, whose KV is not computed yet.
+/// The prompt and the next token, whose KV is not computed yet.
 fn prefilled(mock: &mut Mock) -> Vec<u32> {
     let mut tokens = prompt();
     tokens.push(step(mock, &tokens, 0).expect("prefill").0);

@@ -13,23 +13,23 @@ fn numbers(n: usize, seed: usize) -> Vec<f32> {
     (0..n).map(|i| (((i + seed) * 7919 % 10_007) as f32 / 5003.0 - 1.0) * 2.0).collect()
 }
 
-/// One sequence: queries, keys and values by position.
+/// One sequence: its queries, keys and values by position.
 struct Sequence {
     attention: Attention,
     q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
-    /// On a number's edge, as KV memory is.
+    /// Aligned to 4 bytes, like KV memory.
     pages: Vec<Vec<u32>>,
 }
 
 fn bytes(page: &[u32]) -> &[u8] {
-    // SAFETY: the bytes of the numbers.
+    // SAFETY: the slice covers the bytes of the numbers.
     unsafe { std::slice::from_raw_parts(page.as_ptr().cast(), size_of_val(page)) }
 }
 
 fn bytes_mut(page: &mut [u32]) -> &mut [u8] {
-    // SAFETY: the bytes of the numbers.
+    // SAFETY: the slice covers the bytes of the numbers.
     unsafe { std::slice::from_raw_parts_mut(page.as_mut_ptr().cast(), size_of_val(page)) }
 }
 
@@ -52,7 +52,7 @@ impl Sequence {
         self.attention.n_heads * self.attention.kv.head_dim
     }
 
-    /// Positions `range`, attended in one call.
+    /// The positions of `range`, computed in one call.
     fn attended(&self, cpu: &Processor, range: Range<usize>) -> Vec<f32> {
         let q = &self.q[range.start * self.width()..range.end * self.width()];
         let mut out = vec![f32::NAN; q.len()];
@@ -66,7 +66,7 @@ impl Sequence {
         Stretch { rows, start, first_block, pages }
     }
 
-    /// Plain attention in f64.
+    /// The reference: attention in f64.
     fn truth(&self, position: usize) -> Vec<f64> {
         let Attention { kv, n_heads, scale, .. } = self.attention;
         let kv_width = kv.n_kv_heads * kv.head_dim;
@@ -114,7 +114,7 @@ proptest! {
         window in proptest::option::of(1usize..60),
         format in proptest::sample::select(&[Format::F32, Format::Bf16, Format::Fp8]),
     ) {
-        // Pages are whole numbers of 32 bits in this test.
+        // Pages are whole numbers of 32-bit words in this test.
         let head_dim = head_dim + head_dim % 2;
         let attention = Attention { window, ..attention(2, group, head_dim, block_tokens, format) };
         let sequence = Sequence::new(attention, n, 3);

@@ -1,5 +1,5 @@
 //! Hot path.
-//! Products in f32, to which all weights are widened without loss.
+//! Products in f32. All weights are widened to f32 exactly.
 
 use super::{Part, spacing};
 use crate::cpu::matrix::Format;
@@ -8,14 +8,14 @@ use crate::cpu::simd::{Isa, Kernel, LANES, Simd};
 use crate::cpu::strips::Strips;
 use crate::cpu::tile::{Bf16Rows, F8Rows, F16Rows, F32Rows, Q8Rows, Row, Rows};
 
-/// From this number of rows on, copying weights in f32 costs less than widening them for every few rows.
+/// From this number of rows on, an f32 copy of the weights costs less than widening them repeatedly.
 const PANEL_FROM_ROWS: usize = 17;
 
 pub(super) fn multiply(isa: Isa, part: Part<'_>) {
     let (matrix, cols, first) = (part.job.matrix, part.cols(), part.first_number());
     match matrix.format() {
         Format::F32 => multiply_by(isa, part, F32Rows::new(&matrix.f32s()[first..], cols)),
-        // Two operations widen it, which costs less than a copy.
+        // Widening bf16 takes two operations, which costs less than a copy.
         Format::Bf16 => multiply_by(isa, part, Bf16Rows::new(&matrix.u16s()[first..], cols)),
         Format::F16 => by_panel(isa, part, F16Rows::new(&matrix.u16s()[first..], cols)),
         Format::Fp8 => {
@@ -29,7 +29,7 @@ pub(super) fn multiply(isa: Isa, part: Part<'_>) {
     }
 }
 
-/// Through f32 copies of the weights, if there are enough rows to share them.
+/// Multiplies by f32 copies of the weights, if there are enough rows to share them.
 fn by_panel(isa: Isa, part: Part<'_>, weights: impl AnyRows) {
     if !part.wants_panel(PANEL_FROM_ROWS) {
         return multiply_by(isa, part, weights);
@@ -49,7 +49,7 @@ fn multiply_by(isa: Isa, part: Part<'_>, weights: impl AnyRows) {
 
 struct Multiply<'a, W> {
     part: Part<'a>,
-    /// The rows of the part's columns alone.
+    /// The rows of this part's columns only.
     weights: W,
 }
 
@@ -73,7 +73,7 @@ impl<W: AnyRows> Kernel for Multiply<'_, W> {
     }
 }
 
-/// One row of weights, widened.
+/// A kernel that widens one row of weights.
 struct Widen<'a, W> {
     weights: W,
     row: usize,

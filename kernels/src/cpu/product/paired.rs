@@ -1,5 +1,5 @@
 //! Hot path.
-//! Products of bf16 by bf16, two at a time, by the processor's instruction for that: twice as fast as f32.
+//! Products of bf16 by bf16, two at a time, by a CPU instruction: twice as fast as f32.
 
 use super::{Part, exact, spacing};
 use crate::cpu::matrix::Format;
@@ -16,10 +16,11 @@ const PANEL_FROM_ROWS: usize = 17;
 /// From this number of rows on, 8-bit weights are converted to bf16 once for all of them.
 const Q8_PANEL_FROM_ROWS: usize = 5;
 
-/// How far weights that are copied are asked for ahead: a few rows lie one after the other.
+/// The prefetch distance for weights that are copied: a few rows follow one another.
 const COPY_AHEAD_BYTES: usize = 4096;
 
-/// `x` is the part's activations in bf16, [`spacing`] apart. Weights of a type that bf16 would coarsen much stay exact.
+/// `x` is the part's activations in bf16, [`spacing`] apart. Weights that bf16 would round much are
+/// multiplied exactly.
 pub(super) fn multiply(bf16: Avx512Bf16, part: Part<'_>, x: &[u16]) {
     let (matrix, cols, first) = (part.job.matrix, part.cols(), part.first_number());
     match matrix.format() {
@@ -58,7 +59,7 @@ fn multiply_by(
 struct Multiply<'a, W> {
     part: Part<'a>,
     x: &'a [u16],
-    /// The rows of the part's columns alone.
+    /// The rows of this part's columns only.
     weights: W,
 }
 
@@ -82,7 +83,7 @@ impl<W: Rows<Avx512Bf16>> Bf16Kernel for Multiply<'_, W> {
     }
 }
 
-/// One row of weights, as pairs.
+/// A kernel that copies one row of weights as pairs.
 struct Copy<'a, W> {
     row: W,
     paired: &'a mut [u16],

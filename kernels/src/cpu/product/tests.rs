@@ -11,7 +11,7 @@ fn cpu(isa: Isa, threads: usize, arithmetic: Arithmetic) -> Processor {
     Processor::with_isa(isa, arithmetic, NonZero::new(threads).unwrap()).unwrap()
 }
 
-/// Numbers that no format keeps exactly.
+/// Numbers that no format represents exactly.
 fn numbers(n: usize, seed: u64) -> Vec<f32> {
     (0..n as u64).map(|i| (((i + seed) * 2_654_435_761 % 1_000_003) as f32 / 500_001.5 - 1.0) * 1.7).collect()
 }
@@ -41,7 +41,7 @@ fn multiplied(cpu: &Processor, x: &[f32], n_rows: usize, matrix: &Matrix, bias: 
     out
 }
 
-/// The dot product as `tile` promises it, one number at a time.
+/// The dot product that `tile` specifies, one number at a time.
 fn dot(x: &[f32], w: &[f32]) -> f32 {
     let mut sums = [0f32; LANES];
     for (i, (x, w)) in x.iter().zip(w).enumerate() {
@@ -60,7 +60,7 @@ const FORMATS: [Format; 5] = [Format::F32, Format::Bf16, Format::F16, Format::Q8
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
 
-    /// Every format, instruction set, shape and number of threads gives the promised bits.
+    /// Every format, instruction set, shape and number of threads gives the specified bits.
     #[test]
     fn products_are_what_is_promised(
         n_rows in 1usize..70, rows in 1usize..120, cols in 1usize..1200,
@@ -81,7 +81,7 @@ proptest! {
         }
     }
 
-    /// Computed by themselves, some columns are the bits that they are among all.
+    /// Some columns computed alone have the same bits as among all columns.
     #[test]
     fn columns_stand_alone(
         n_rows in 1usize..40, rows in 2usize..120, cols in 1usize..600, cut in 0.0..1.0,
@@ -103,7 +103,7 @@ proptest! {
         }
     }
 
-    /// bf16 by bf16 too, a row's result does not depend on its neighbours, and it is near the exact one.
+    /// With bf16 products too, a row's result does not depend on its neighbours and is near the exact result.
     #[test]
     fn bf16_rows_stand_alone(
         n_rows in 2usize..70, rows in 1usize..120, cols in 1usize..1200,

@@ -36,12 +36,12 @@ fn half<T>(from: &[T; LANES], nth: usize) -> *const T {
     from[nth * 8..].as_ptr()
 }
 
-/// One expression for each half. A macro and not a function that takes a closure: a closure is not always inlined,
-/// and by itself it is compiled for no instruction set in particular.
+/// One expression for each half. This is a macro, because a closure is not always inlined, and alone it would
+/// be compiled without the instruction set.
 macro_rules! halves {
     ($h:ident => $value:expr) => {
-        // SAFETY: `self` is the proof that the processor has AVX2, FMA and F16C, and each load covers one half of an
-        // array of sixteen, for which no alignment is asked.
+        // SAFETY: `self` proves that the processor has AVX2, FMA and F16C. Each load covers one half of an
+        // array of sixteen and needs no alignment.
         unsafe {
             [
                 {
@@ -188,7 +188,7 @@ impl Simd for Avx2 {
 }
 
 /// # Safety
-/// The processor has AVX2.
+/// The processor must have AVX2.
 #[inline(always)]
 pub(super) unsafe fn greatest_of_8(a: __m256) -> f32 {
     // SAFETY: by this function's contract.
@@ -199,10 +199,10 @@ pub(super) unsafe fn greatest_of_8(a: __m256) -> f32 {
     }
 }
 
-/// The lower three levels of the tree: lane i to i + 4, i + 2, i + 1.
+/// The lower three levels of the tree: lane i is added to i + 4, i + 2, i + 1.
 ///
 /// # Safety
-/// The processor has AVX2.
+/// The processor must have AVX2.
 #[inline(always)]
 pub(super) unsafe fn sum_of_8(a: __m256) -> f32 {
     // SAFETY: by this function's contract.

@@ -1,15 +1,15 @@
 //! Hot path.
-//! Sixteen lanes in one register: AVX-512, and its bf16 dot product where the processor has that too.
+//! Sixteen lanes in one register: AVX-512, and its bf16 dot product if the processor has it.
 
 use std::arch::x86_64::*;
 
 use super::{Accumulate, Isa, Kernel, Kind, LANES, Simd, Tiles, avx2};
 
-/// Proof that the processor has the AVX-512 of every server since 2017 (F, BW, DQ, VL).
+/// Proof that the processor has F, BW, DQ and VL of AVX-512, like every server since 2017.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::cpu) struct Avx512(());
 
-/// Proof that it has AVX512-BF16 as well.
+/// Proof that the processor has AVX512-BF16 as well.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cpu) struct Avx512Bf16(Avx512);
 
@@ -67,8 +67,8 @@ impl Accumulate for Avx512 {
     }
 }
 
-// SAFETY (for every block below): `self` is the proof that the processor has AVX-512, and each load or store covers
-// one whole array of sixteen, for which no alignment is asked.
+// SAFETY (for every block below): `self` proves that the processor has AVX-512. Each load or store covers one
+// whole array of sixteen and needs no alignment.
 impl Simd for Avx512 {
     #[inline(always)]
     fn splat(self, value: f32) -> __m512 {
@@ -193,12 +193,12 @@ impl Simd for Avx512 {
 
 /// Lane i of the result is the sum of `a[i]`.
 ///
-/// Each level adds the two halves of two vectors and keeps both results in one. With a, b, c, d for the vectors and
-/// 4-lane quarters named by what they hold, a vector reads `[a | a | b | b]` after the first level and
-/// `[a | b | c | d]` after the second.
+/// Each level adds the two halves of two vectors and keeps both results in one. Let a, b, c and d be the
+/// vectors. Their quarters of 4 lanes are `[a | a | b | b]` after the first level and `[a | b | c | d]` after
+/// the second.
 ///
 /// # Safety
-/// The processor has AVX-512.
+/// The processor must have AVX-512.
 #[inline(always)]
 unsafe fn sums_of_16(a: [__m512; LANES]) -> __m512 {
     // SAFETY: by this function's contract.
@@ -208,15 +208,15 @@ unsafe fn sums_of_16(a: [__m512; LANES]) -> __m512 {
         let q2 = quarters(a[2], a[6], a[10], a[14]);
         let q3 = quarters(a[3], a[7], a[11], a[15]);
         let (q01, q23) = (lanes_by_2(q0, q1), lanes_by_2(q2, q3));
-        // In each quarter one lane of each of the four: quarter j holds vectors 4j to 4j + 3.
+        // Each quarter has one lane of each of four vectors: quarter j has vectors 4j to 4j + 3.
         _mm512_add_ps(_mm512_shuffle_ps::<0x88>(q01, q23), _mm512_shuffle_ps::<0xDD>(q01, q23))
     }
 }
 
-/// `[a | b | c | d]`, four lanes each: the sums of lanes i, i + 8, i + 4 and i + 12 of each.
+/// `[a | b | c | d]`, four lanes each: the sums of lanes i, i + 8, i + 4 and i + 12 of each vector.
 ///
 /// # Safety
-/// The processor has AVX-512.
+/// The processor must have AVX-512.
 #[inline(always)]
 unsafe fn quarters(a: __m512, b: __m512, c: __m512, d: __m512) -> __m512 {
     // SAFETY: by this function's contract.
@@ -227,10 +227,10 @@ unsafe fn quarters(a: __m512, b: __m512, c: __m512, d: __m512) -> __m512 {
     }
 }
 
-/// In each quarter two lanes of `a`, then two of `b`: the sums of lanes i and i + 2.
+/// In each quarter, two lanes of `a`, then two of `b`: the sums of lanes i and i + 2.
 ///
 /// # Safety
-/// The processor has AVX-512.
+/// The processor must have AVX-512.
 #[inline(always)]
 unsafe fn lanes_by_2(a: __m512, b: __m512) -> __m512 {
     // SAFETY: by this function's contract.
@@ -244,7 +244,7 @@ impl Avx512Bf16 {
         is_x86_feature_detected!("avx512bf16").then_some(Self(simd))
     }
 
-    /// The same processor's plain vectors.
+    /// The same processor's f32 vectors.
     pub(in crate::cpu) fn simd(self) -> Avx512 {
         self.0
     }
@@ -260,12 +260,12 @@ impl Avx512Bf16 {
         unsafe { compiled(self, kernel) }
     }
 
-    /// The instruction set that this one adds to.
+    /// The instruction set that this one extends.
     pub(in crate::cpu) fn isa(self) -> Isa {
         Isa(Kind::Avx512(self.0))
     }
 
-    /// Thirty-two bf16, as they are, to be multiplied by others.
+    /// Loads thirty-two bf16 numbers for bf16 products.
     #[inline(always)]
     pub(in crate::cpu) fn load_pairs(self, from: &[u16; 2 * LANES]) -> __m512 {
         // SAFETY: `self` is the proof that the processor has AVX-512; the load covers the array.
@@ -280,14 +280,15 @@ impl Avx512Bf16 {
         unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), _mm512_castps_si512(pairs)) }
     }
 
-    /// Thirty-two whole numbers, scaled and rounded to bf16.
+    /// Thirty-two integers, scaled and rounded to bf16.
     #[inline(always)]
     pub(in crate::cpu) fn scaled_pairs(self, values: &[i8; 2 * LANES], scale: f32) -> __m512 {
         let (low, high) = values.split_at(LANES);
         let scale = self.0.splat(scale);
         let low = self.0.mul(self.0.load_i8(low.first_chunk().expect("half of it")), scale);
         let high = self.0.mul(self.0.load_i8(high.first_chunk().expect("half of it")), scale);
-        // SAFETY: `self` is the proof that the processor has AVX512-BF16; both types are 64 bytes of anything.
+        // SAFETY: `self` proves that the processor has AVX512-BF16. Both types have 64 bytes, and all bit
+        // patterns are valid.
         unsafe { std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(high, low)) }
     }
 }
@@ -314,7 +315,8 @@ impl Accumulate for Avx512Bf16 {
     /// Adds to lane i the products of the bf16 numbers 2i and 2i + 1 of [`Avx512Bf16::load_pairs`].
     #[inline(always)]
     fn accumulate(self, a: __m512, b: __m512, sums: __m512) -> __m512 {
-        // SAFETY: `self` is the proof that the processor has AVX512-BF16; both types are 64 bytes of anything.
+        // SAFETY: `self` proves that the processor has AVX512-BF16. Both types have 64 bytes, and all bit
+        // patterns are valid.
         unsafe {
             let (a, b) =
                 (std::mem::transmute::<__m512, __m512bh>(a), std::mem::transmute::<__m512, __m512bh>(b));
@@ -328,7 +330,7 @@ impl Accumulate for Avx512Bf16 {
     }
 }
 
-/// Work that needs the bf16 dot product. What [`Kernel`] says of `run` holds here too.
+/// Work that needs the bf16 dot product. The rules of [`Kernel`] apply.
 pub(in crate::cpu) trait Bf16Kernel {
     type Out;
     fn run(self, simd: Avx512Bf16) -> Self::Out;

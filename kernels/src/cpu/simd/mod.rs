@@ -1,9 +1,10 @@
 //! Hot path.
-//! Sixteen lanes of f32: the one vector that every kernel is written in, whatever the processor has.
+//! Sixteen lanes of f32: the vector type of every kernel, on every processor.
 //!
-//! A kernel is written once, over [`Simd`], and compiled once per instruction set. Each lane operation is a single
-//! IEEE 754 operation, fused only where it says so, and [`Simd::sum`] adds the lanes in one fixed tree. So all
-//! processors give the same bits, and a sequence may move from a node with AVX-512 to one without.
+//! A kernel is written once, over [`Simd`], and compiled for each instruction set. Each lane operation is a
+//! single IEEE 754 operation, fused only if its name says so, and [`Simd::sum`] adds the lanes in one fixed
+//! tree. So all processors give the same bits, and a sequence may move from a node with AVX-512 to one
+//! without.
 
 use std::fmt;
 
@@ -18,14 +19,14 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 pub(super) use avx512::{Avx512Bf16, Bf16Kernel};
 
-/// How many numbers are worked on at once.
+/// The number of lanes.
 pub(super) const LANES: usize = 16;
 
-/// Adds up products in sixteen lanes: all that a dot product needs.
+/// Sums products in sixteen lanes, as a dot product needs.
 pub(super) trait Accumulate: Copy + Send + Sync {
-    /// Sixteen running sums, or what is multiplied to go into them.
+    /// Sixteen running sums, or sixteen factors.
     type F: Copy;
-    /// Which tiles suit the registers and the loads.
+    /// The tile size for the registers and loads.
     const TILES: Tiles;
 
     fn zero(self) -> Self::F;
@@ -34,14 +35,14 @@ pub(super) trait Accumulate: Copy + Send + Sync {
     /// `a * b + sums`.
     fn accumulate(self, a: Self::F, b: Self::F, sums: Self::F) -> Self::F;
 
-    /// Asks for the memory at `from` ahead of its use. Never faults, changes nothing.
+    /// Prefetches the memory at `from`. Never faults, and changes nothing.
     #[inline(always)]
     fn prefetch<T>(self, from: *const T) {
         let _ = from;
     }
 }
 
-/// Rows by columns of the tiles that a product is made of.
+/// The sizes of tiles, rows by columns.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Tiles {
     /// Sixteen registers of eight lanes: 2 by 3.
@@ -50,7 +51,7 @@ pub(super) enum Tiles {
     Large,
 }
 
-/// An instruction set that this processor has been seen to have: holding a value is the proof.
+/// An instruction set that this processor has. A value of the type proves it.
 pub(super) trait Simd: Accumulate {
     fn splat(self, value: f32) -> Self::F;
     fn load(self, from: &[f32; LANES]) -> Self::F;
@@ -58,9 +59,9 @@ pub(super) trait Simd: Accumulate {
     fn load_bf16(self, from: &[u16; LANES]) -> Self::F;
     /// Widens sixteen f16.
     fn load_f16(self, from: &[u16; LANES]) -> Self::F;
-    /// Widens sixteen small whole numbers.
+    /// Widens sixteen 8-bit integers.
     fn load_i8(self, from: &[i8; LANES]) -> Self::F;
-    /// Widens sixteen numbers of 8 bits.
+    /// Widens sixteen 8-bit floating-point numbers.
     #[inline(always)]
     fn load_f8(self, from: &[u8; LANES]) -> Self::F {
         let mut halves = [0; LANES];
@@ -79,14 +80,14 @@ pub(super) trait Simd: Accumulate {
     fn max(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a * b + c`, rounded once.
     fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
-    /// To the nearest whole number, halves to even.
+    /// Rounds to the nearest integer, ties to even.
     fn round(self, a: Self::F) -> Self::F;
-    /// 2 to the power of `a`, which is a whole number between -126 and 127.
+    /// 2 to the power of `a`, which is an integer between -126 and 127.
     fn exp2_whole(self, a: Self::F) -> Self::F;
-    /// All lanes, added as a tree: lane i to lane i + 8, then to i + 4, i + 2, i + 1.
+    /// The sum of all lanes, added as a tree: lane i to lane i + 8, then to i + 4, i + 2, i + 1.
     fn sum(self, a: Self::F) -> f32;
 
-    /// Each vector's sum, by the same tree as [`Simd::sum`].
+    /// The sum of each vector, by the same tree as [`Simd::sum`].
     #[inline(always)]
     fn sums(self, vectors: &[[f32; LANES]; LANES]) -> Self::F {
         let mut sums = [0.0; LANES];
@@ -101,8 +102,8 @@ pub(super) trait Simd: Accumulate {
 
 /// Work that is written once and compiled for every instruction set.
 ///
-/// `run` must be `#[inline(always)]`, and so must all that it calls with `simd`: only then is it compiled for the
-/// instruction set that `simd` stands for.
+/// `run` and everything that it calls with `simd` must be `#[inline(always)]`. Otherwise it is not compiled
+/// for the instruction set of `simd`.
 pub(super) trait Kernel {
     type Out;
     fn run<S: Simd>(self, simd: S) -> Self::Out;
@@ -124,12 +125,13 @@ enum Kind {
 // === impl Isa ===
 
 impl Isa {
-    /// The best that this processor has.
+    /// The best instruction set of this processor.
     pub fn best() -> Self {
         Self::all().last().copied().unwrap_or(Self(Kind::Portable(portable::Portable)))
     }
 
-    /// All that this processor has, the best one last. They give the same results and differ in speed.
+    /// All instruction sets of this processor, the best one last. They give the same results and differ in
+    /// speed.
     pub fn all() -> Vec<Self> {
         let mut found = vec![Kind::Portable(portable::Portable)];
         #[cfg(target_arch = "x86_64")]
@@ -162,7 +164,7 @@ impl Isa {
         }
     }
 
-    /// The bf16 dot product instruction, where this is the instruction set that has it and the processor does.
+    /// The bf16 dot product instruction, if this instruction set and the processor have it.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn bf16(self) -> Option<Avx512Bf16> {
         match self.0 {
@@ -171,7 +173,7 @@ impl Isa {
         }
     }
 
-    /// Whether there is an instruction that multiplies bf16 by bf16.
+    /// Whether there is an instruction for bf16 products.
     pub fn has_bf16_products(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         return self.bf16().is_some();

@@ -1,5 +1,5 @@
 //! Hot path.
-//! Sixteen lanes without any particular instruction set: what the others must equal, bit for bit.
+//! Sixteen lanes without a particular instruction set: the reference that the others must equal bit for bit.
 
 use super::{Accumulate, LANES, Simd, Tiles};
 use crate::cpu::number::{bf16_to_f32, f16_to_f32};

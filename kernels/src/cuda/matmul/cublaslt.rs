@@ -1,7 +1,7 @@
 //! cuBLASLt: NVIDIA's matrix products, loaded at run time.
 //!
-//! The library is column-major and this code is row-major: `y[row][n] = x[row][k] * transpose(w[n][k])` is, column by column,
-//! `y = transpose(w) * x` of matrices that lie in the same memory.
+//! The library is column-major and this code is row-major. `y[row][n] = x[row][k] * transpose(w[n][k])` is `y
+//! = transpose(w) * x` for the library, with matrices in the same memory.
 
 use std::ffi::c_void;
 use std::path::Path;
@@ -13,7 +13,7 @@ use device::cuda::{Bf16, Buffer, CudaError, View, library};
 use super::super::ComputeCard;
 use super::{Answer, ProductShape};
 
-/// Memory that an algorithm may work in: what NVIDIA advises for Hopper.
+/// The workspace of an algorithm: the size that NVIDIA recommends for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
 /// The number of algorithms that are requested, best guess first.
 const ALGORITHMS_MAX: usize = 12;
@@ -22,11 +22,11 @@ const TRANSPOSED: i32 = 1;
 const DTYPE: sys::cudaDataType = sys::cudaDataType_t::CUDA_R_16BF;
 const WIDE: sys::cudaDataType = sys::cudaDataType_t::CUDA_R_32F;
 
-/// One of the library's algorithms. Its words have a meaning for the same version of the library only.
+/// One of the library's algorithms. Its words are valid only for the same version of the library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Algorithm(sys::cublasLtMatmulAlgo_t);
 
-/// The library, ready for one card.
+/// The library, ready for one GPU.
 #[derive(Debug)]
 pub(super) struct Lt {
     handle: Handle,
@@ -51,13 +51,13 @@ macro_rules! handed_out {
         #[derive(Debug)]
         struct $name($pointer);
 
-        // JUSTIFICATION: a pointer is not Send by itself.
+        // JUSTIFICATION: a pointer is not Send.
         // SAFETY: the library's descriptors belong to no thread, and each is used through one owner.
         unsafe impl Send for $name {}
 
         impl Drop for $name {
             fn drop(&mut self) {
-                // JUSTIFICATION: the library is C.
+                // JUSTIFICATION: cuBLASLt is a C library.
                 // SAFETY: it was created, and is destroyed once.
                 let _ = unsafe { $destroy(self.0) };
             }
@@ -75,7 +75,7 @@ impl Preference {
             Self(result::create_matmul_pref().map_err(failed("cublasLtMatmulPreferenceCreate"))?);
         let attribute = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
         let bytes = WORKSPACE_BYTES as u64;
-        // JUSTIFICATION: the library is C.
+        // JUSTIFICATION: cuBLASLt is a C library.
         // SAFETY: the attribute is a number of 64 bits, which outlives the call.
         unsafe {
             result::set_matmul_pref_attribute(
@@ -97,7 +97,7 @@ impl Operation {
         let operation =
             Self(result::create_matmul_desc(compute, WIDE).map_err(failed("cublasLtMatmulDescCreate"))?);
         let transposed = TRANSPOSED;
-        // JUSTIFICATION: the library is C.
+        // JUSTIFICATION: cuBLASLt is a C library.
         // SAFETY: the attribute is a number of 32 bits, which outlives the call.
         unsafe {
             result::set_matmul_desc_attribute(
@@ -113,7 +113,7 @@ impl Operation {
 }
 
 impl Layout {
-    /// `n_columns` columns of `height` numbers: our rows.
+    /// `n_columns` columns of `height` numbers; a column is one of our rows.
     fn new(dtype: sys::cudaDataType, height: usize, n_columns: usize) -> Result<Self, CudaError> {
         let layout = result::create_matrix_layout(dtype, height as u64, n_columns as u64, height as i64);
         layout.map(Self).map_err(failed("cublasLtMatrixLayoutCreate"))
@@ -132,11 +132,11 @@ impl Lt {
 
     pub(super) fn version(&self) -> usize {
         // JUSTIFICATION: cudarc has no safe call for this.
-        // SAFETY: it takes nothing and is there: `open` found the library.
+        // SAFETY: it takes no arguments, and `open` has found the library.
         unsafe { sys::cublasLtGetVersion() }
     }
 
-    /// The library's best guess.
+    /// A plan with the library's first suggestion.
     pub(super) fn plan(&self, shape: ProductShape) -> Result<Plan, CudaError> {
         let described = Plan::described(shape, Algorithm::of([0; 8]))?;
         let algorithm = self.guesses(&described)?.into_iter().next();
@@ -145,7 +145,8 @@ impl Lt {
         Ok(Plan { algorithm, ..described })
     }
 
-    /// With this algorithm, which was good for a similar shape; or the best guess, if it does not support this shape.
+    /// A plan with this algorithm, measured for a similar shape. If it does not support this shape, the
+    /// library's first suggestion is used.
     pub(super) fn plan_with(&self, shape: ProductShape, algorithm: Algorithm) -> Result<Plan, CudaError> {
         let plan = Plan::described(shape, algorithm)?;
         if self.can(&plan) { Ok(plan) } else { self.plan(shape) }
@@ -159,8 +160,8 @@ impl Lt {
     fn guesses(&self, plan: &Plan) -> Result<Vec<Algorithm>, CudaError> {
         let mut found = [nothing(); ALGORITHMS_MAX];
         let mut n_found = 0;
-        // JUSTIFICATION: cudarc's safe call gives one guess only.
-        // SAFETY: all descriptors are alive; the array has as many places as the library is told.
+        // JUSTIFICATION: cudarc's safe call returns one suggestion only.
+        // SAFETY: all descriptors are alive, and the array has the length that the library is told.
         unsafe {
             sys::cublasLtMatmulAlgoGetHeuristic(
                 self.handle.0,
@@ -185,7 +186,8 @@ impl Lt {
     fn can(&self, plan: &Plan) -> bool {
         let mut found = nothing();
         // JUSTIFICATION: cudarc has no safe call for this.
-        // SAFETY: all descriptors and the result outlive the call; an algorithm of other words is refused, not run.
+        // SAFETY: all descriptors and the result outlive the call. An invalid algorithm is rejected and not
+        // run.
         let outcome = unsafe {
             sys::cublasLtMatmulAlgoCheck(
                 self.handle.0,
@@ -201,7 +203,7 @@ impl Lt {
         outcome.result().is_ok() && found.state.result().is_ok() && fits(&found)
     }
 
-    /// The views have the plan's shape: the caller checked.
+    /// The caller has checked that the views have the plan's shape.
     pub(super) fn run(
         &self,
         card: &ComputeCard,
@@ -213,9 +215,10 @@ impl Lt {
         card.bind()?;
         let (one, zero) = (1.0_f32, 0.0_f32);
         let y = y.address();
-        // JUSTIFICATION: the library is C.
-        // SAFETY: descriptors and factors outlive the call; the addresses are of this card's memory, as large as the
-        // layouts say by the caller's check; the workspace is used in the order of the one stream.
+        // JUSTIFICATION: cuBLASLt is a C library.
+        // SAFETY: descriptors and factors outlive the call. The addresses are in this GPU's memory, and the
+        // caller has checked their sizes against the layouts. Uses of the workspace are ordered by the one
+        // stream.
         unsafe {
             result::matmul(
                 self.handle.0,

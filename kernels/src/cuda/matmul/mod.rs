@@ -1,15 +1,16 @@
-//! Products of rows with large matrices, each done in the way that was fastest for its shape on this GPU.
+//! Products of rows with large matrices, each by the method that was fastest for its shape on this GPU.
 //!
-//! Products of few rows are bound by reading the matrix, and own kernels read faster. Products of many rows are bound by
-//! arithmetic: cuBLASLt does them by one of its many algorithms, or on Hopper an own kernel does them together with the work
-//! after the product. The ways are measured once for each shape ([`tuning`]).
+//! Products of few rows are bound by reading the matrix; our kernels read faster than cuBLASLt. Products of
+//! many rows are bound by arithmetic. cuBLASLt computes them by one of its many algorithms, or on Hopper our
+//! kernel computes them together with the work after the product. The methods are measured once for each
+//! shape ([`tuning`]).
 //!
-//! The fastest way for few rows adds up in another order than the fastest way for many. Where a row's answer must not
-//! depend on the other rows, every product of a matrix is done in one way, a fixed number of rows at a time
-//! ([`Products::open_deterministic`]).
+//! The fastest method for few rows sums in another order than the fastest one for many. If a row's result
+//! must not depend on the other rows, every product of a matrix uses one method, with a fixed number of rows
+//! at a time ([`Products::open_deterministic`]).
 //!
-//! For few rows a kernel reads a matrix in FP8 directly; for many rows the matrix is widened to bf16 first. The limit between
-//! them is measured too.
+//! For few rows a kernel reads an FP8 matrix directly; for many rows the matrix is widened to bf16 first. The
+//! limit between the two is measured too.
 
 pub mod cublaslt;
 pub mod tuning;
@@ -28,24 +29,26 @@ use super::ops::{
 use cublaslt::{Algorithm, Lt, Plan};
 pub use tuning::{Choices, TUNED_ROWS, tuned_rows};
 
-/// One product: rows of `k` numbers with a matrix of `n` rows of `k`.
+/// The shape of a product: rows of `k` numbers with a matrix of `n` rows of `k`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ProductShape {
     pub n: usize,
     pub k: usize,
     pub n_rows: usize,
-    /// The answer is in f32.
+    /// The output is in f32.
     pub is_wide: bool,
-    /// The matrix is in FP8. The answer is not in f32 then.
+    /// The matrix is in FP8. Then the output is not in f32.
     pub is_fp8: bool,
 }
 
-/// How a product is done.
+/// The method for a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Choice {
-    /// By [`ComputeCard::multiply_own`]: up to 8 rows, or, on Hopper, up to 128; with a matrix in FP8, that number at a time.
+    /// By [`ComputeCard::multiply_own`]: up to 8 rows, or up to 128 on Hopper. With an FP8 matrix, more rows
+    /// take several passes.
     Own(OwnForm),
-    /// By [`ComputeCard::multiply_many`]: on Hopper, more rows. In FP8 the matrix is widened first, here and below.
+    /// By [`ComputeCard::multiply_many`]: on Hopper, for more rows. An FP8 matrix is widened first, here and
+    /// below.
     Many,
     Lt(Algorithm),
 }
@@ -53,9 +56,9 @@ pub enum Choice {
 /// The result of [`Products::tune`].
 #[derive(Debug)]
 pub struct Measured {
-    /// The best ways and their times, the best one first.
+    /// The fastest methods and their times, the fastest first.
     pub best: Vec<(Choice, f32)>,
-    /// The ways that failed on this GPU.
+    /// The methods that failed on this GPU.
     pub refused: Vec<(Choice, CudaError)>,
 }
 
@@ -66,7 +69,7 @@ pub enum Answer<'a> {
     Wide(ViewMut<'a, f32>),
 }
 
-/// The work after a product that a kernel of many rows may do too.
+/// The work after a product, which a kernel for many rows may include.
 #[derive(Debug)]
 pub enum Next<'a> {
     /// The product has the columns of a gate and then of up: `silu(gate) * up`.
@@ -74,7 +77,7 @@ pub enum Next<'a> {
     Norm(NormedRows<'a>),
 }
 
-/// The product is added to the residual, and `out` is the residual's norm.
+/// The product is added to the residual; `out` receives the residual's norm.
 #[derive(Debug)]
 pub struct NormedRows<'a> {
     pub residual: ViewMut<'a, Bf16>,
@@ -90,13 +93,13 @@ pub struct Products {
     choices: Choices,
     /// Whether a row's result must not depend on the other rows.
     are_alike: bool,
-    /// The way of each exact shape; made when a shape is first used.
+    /// The prepared method for each exact shape, made at the first use of the shape.
     ways: HashMap<ProductShape, Way>,
-    /// Memory for a matrix in FP8 that is widened to bf16.
+    /// Memory for an FP8 matrix that is widened to bf16.
     widened: Option<Buffer<Bf16>>,
 }
 
-/// A choice, prepared for one exact shape.
+/// A method, prepared for one exact shape.
 #[derive(Debug)]
 enum Way {
     Own(OwnForm),
@@ -104,13 +107,14 @@ enum Way {
     Lt(Plan),
 }
 
-/// The number of ways of each kind that [`Products::tune`] returns.
+/// The number of methods of each kind that [`Products::tune`] returns.
 const BEST_OF_KIND: usize = 2;
 
-/// Bounds the memory for shapes: beyond this number all are dropped and made again.
+/// The bound of the table of shapes. At the bound, all entries are dropped and made again.
 const WAYS_MAX: usize = 4096;
 
-/// Up to this number of rows it may be faster to read a matrix in FP8 again for each 128 of them than to widen it.
+/// The largest number of rows for which reading an FP8 matrix again for every 128 rows may be faster than
+/// widening it.
 const PASSES_ROWS_MAX: usize = 512;
 
 impl Answer<'_> {
@@ -157,7 +161,7 @@ impl<'a> From<Answer<'a>> for Ending<'a> {
 }
 
 impl Next<'_> {
-    /// By a kernel of its own: of rows of `n` numbers.
+    /// Runs the work in a separate kernel, for rows of `n` numbers.
     fn follow(self, card: &ComputeCard, product: View<'_, Bf16>, n: usize) -> Result<(), CudaError> {
         match self {
             Self::Gate(gated) => card.silu_mul(gated, product, n / 2),
@@ -193,8 +197,9 @@ impl Products {
         Ok(())
     }
 
-    /// The same, for products whose rows do not depend on the other rows: nothing is measured, and cuBLASLt computes none
-    /// of them. If there are more rows than an own kernel takes, it runs several times and reads the matrix each time.
+    /// Like [`open`](Self::open), for products whose rows do not depend on the other rows. Nothing is
+    /// measured, and cuBLASLt computes none of them. For more rows than our kernel takes, it runs several
+    /// times and reads the matrix each time.
     pub fn open_deterministic(
         card: &ComputeCard,
         folder: Option<&std::path::Path>,
@@ -217,7 +222,7 @@ impl Products {
         &self.choices
     }
 
-    /// `y = x * transpose(w)`: rows of `k` in `x` and in `w`; `y` has a number for each pair of rows.
+    /// `y = x * transpose(w)`. `x` and `w` have rows of `k` numbers; `y` has a number for each pair of rows.
     pub fn multiply(
         &mut self,
         card: &ComputeCard,
@@ -239,7 +244,7 @@ impl Products {
         lt.run_way(card, way, y, readied(card, way, w, widened.as_mut(), k)?, x, k)
     }
 
-    /// A product and the work after it. `room` takes the product, unless one kernel does both.
+    /// A product and the work after it. `room` holds the product, unless one kernel does both.
     pub fn multiply_then(
         &mut self,
         card: &ComputeCard,
@@ -259,7 +264,7 @@ impl Products {
         lt.run_then(card, way, next, room, (readied(card, way, w, widened.as_mut(), k)?, x), k)
     }
 
-    /// Ensures that there is a way for this shape.
+    /// Prepares the method for this shape, if it is not prepared.
     fn find_way(&mut self, card: &ComputeCard, shape: ProductShape) -> Result<(), CudaError> {
         if !self.ways.contains_key(&shape) {
             let way = self.way(card, shape)?;
@@ -271,7 +276,7 @@ impl Products {
         Ok(())
     }
 
-    /// Multiplies in the matrix's own way, with the most rows at a time that it takes.
+    /// Multiplies by the matrix's fixed method, in passes of its maximum number of rows.
     fn multiply_alike(
         &mut self,
         card: &ComputeCard,
@@ -297,8 +302,9 @@ impl Products {
         Ok(())
     }
 
-    /// The form of the own kernel that does products of this shape, if one does; it can do the work after the product too.
-    /// `None` if results must not depend on other rows, because larger numbers of rows use other kernels for that work.
+    /// The form of our kernel that computes products of this shape and the work after them, if one is chosen.
+    /// `None` if results must not depend on other rows, because larger numbers of rows use other kernels for
+    /// that work.
     pub fn own_form(&self, card: &ComputeCard, shape: ProductShape) -> Option<OwnForm> {
         // Most steps with prompts return here without a lookup.
         if self.are_alike || shape.n_rows > FEW_ROWS_MAX {
@@ -311,7 +317,7 @@ impl Products {
         }
     }
 
-    /// The measured choice for shapes like this one; else a guess.
+    /// The measured method for shapes like this one, else the default.
     fn way(&self, card: &ComputeCard, shape: ProductShape) -> Result<Way, CudaError> {
         match self.choices.get(shape) {
             Some(Choice::Own(form)) if shape.is_fp8 || shape.n_rows <= own_rows_max(form) => {
@@ -326,8 +332,9 @@ impl Products {
         }
     }
 
-    /// Measures every way for this shape, over matrices that together exceed the caches, and keeps the best. Returns the best
-    /// few: the caller measures them in whole steps and calls [`Self::prefer`]. Work after the product is measured with it.
+    /// Measures every method for this shape and keeps the fastest. The matrices together are larger than the
+    /// caches. Returns the fastest few; the caller measures them in whole steps and calls [`Self::prefer`].
+    /// The work after the product is measured with it.
     pub fn tune(
         &mut self,
         card: &ComputeCard,
@@ -356,7 +363,8 @@ impl Products {
             });
             match time {
                 Ok(time) => timed.push((time, choice)),
-                // A library's way that it then does not do, or clusters for which a part of a card is too small.
+                // An algorithm that the library suggests but cannot run, or clusters that a partial GPU (MIG)
+                // cannot hold.
                 Err(error) => {
                     card.synchronize()?;
                     refused.push((choice, error));
@@ -369,7 +377,8 @@ impl Products {
             return Err(error);
         }
         timed.sort_by(|a, b| a.0.total_cmp(&b.0));
-        // In whole steps own kernels do the work after the product too, so some of each kind are returned.
+        // In whole steps our kernels also do the work after the product, so some methods of each kind are
+        // returned.
         let mut kept = [0; 4];
         timed.retain(|(_, choice)| {
             let kept = match choice {
@@ -387,7 +396,7 @@ impl Products {
         Ok(Measured { best: timed.into_iter().map(|(time, choice)| (choice, time)).collect(), refused })
     }
 
-    /// Uses this way for products of this shape from now on.
+    /// Uses this method for products of this shape from now on.
     pub fn prefer(&mut self, shape: ProductShape, choice: Choice) {
         self.choices.keep(shape, choice);
         self.ways.clear();
@@ -427,7 +436,7 @@ impl Lt {
         match (way, y) {
             (Way::Own(form), y) => card.multiply_own(*form, OwnProduct::plain(w, x, k), y.into()),
             (Way::Many, Answer::Narrow(y)) => card.multiply_many(numbers, x, k, ManyRows::Sums(y)),
-            (Way::Many, Answer::Wide(_)) => ensure("product", false, "an answer in f32 of many rows"),
+            (Way::Many, Answer::Wide(_)) => ensure("product", false, "an f32 output of many rows"),
             (Way::Lt(plan), y) => self.run(card, plan, y, numbers, x),
         }
     }
@@ -457,7 +466,7 @@ impl Lt {
     }
 }
 
-/// The choice without measurements; it is fast for most matrices.
+/// The method without measurements. It is fast for most matrices.
 fn guess(card: &ComputeCard, shape: ProductShape) -> Option<OwnForm> {
     let ProductShape { n, k, n_rows, is_fp8, .. } = shape;
     if card.has_few_rows() && n_rows <= FEW_ROWS_MAX {
@@ -466,7 +475,7 @@ fn guess(card: &ComputeCard, shape: ProductShape) -> Option<OwnForm> {
     (n_rows <= SKINNY_ROWS_MAX && !is_fp8).then_some(OwnForm::Skinny(SKINNY_FORMS[0]))
 }
 
-/// Whether one kernel does the product in one pass, without widening a matrix in FP8 before it.
+/// Whether one kernel computes the product in one pass, without widening an FP8 matrix first.
 fn is_by_itself(form: OwnForm, shape: ProductShape) -> bool {
     let takes_fp8 = matches!(form, OwnForm::Few(_));
     shape.n_rows <= own_rows_max(form) && (takes_fp8 || !shape.is_fp8)
@@ -479,7 +488,7 @@ fn own_rows_max(form: OwnForm) -> usize {
     }
 }
 
-/// Multiplies in several passes, each with the most rows that the kernel takes.
+/// Multiplies in several passes, each with the kernel's maximum number of rows.
 fn in_passes(
     card: &ComputeCard,
     form: OwnForm,
@@ -489,7 +498,7 @@ fn in_passes(
     k: usize,
 ) -> Result<(), CudaError> {
     let Answer::Narrow(mut y) = y else {
-        return ensure("product", false, "an answer in f32 of a matrix in FP8");
+        return ensure("product", false, "an f32 output with an FP8 matrix");
     };
     let (n, n_rows) = (w.scales.len(), x.len() / k);
     for first in (0..n_rows).step_by(FEW_ROWS_MAX) {
@@ -500,7 +509,7 @@ fn in_passes(
     Ok(())
 }
 
-/// The matrix in the format that this way takes.
+/// The matrix in the format that this method takes.
 fn readied<'a>(
     card: &ComputeCard,
     way: &Way,
@@ -516,7 +525,7 @@ fn readied<'a>(
     }
 }
 
-/// The matrix in bf16, where there is room for it.
+/// Widens the matrix to bf16 in the memory for it. Fails if there is none.
 fn widen<'a>(
     card: &ComputeCard,
     room: Option<&'a mut Buffer<Bf16>>,
@@ -537,13 +546,13 @@ fn checked(y: &Answer<'_>, w: Weights<'_>, x: View<'_, Bf16>, k: usize) -> Resul
     let n = w.n_rows(k);
     let n_numbers = if is_fp8 { n * Fp8Rows::width(k) / 2 } else { n * k };
     let is_whole = k > 0 && k.is_multiple_of(8) && w.halves().len() == n_numbers && x.len().is_multiple_of(k);
-    ensure(kernel, is_whole, "rows that are not whole, or not a multiple of 8 wide")?;
+    ensure(kernel, is_whole, "rows that are incomplete, or whose width is not a multiple of 8")?;
     let n_rows = x.len() / k;
-    ensure(kernel, !(is_fp8 && y.is_wide()), "an answer in f32 of a matrix in FP8")?;
-    ensure(kernel, y.len() == n * n_rows, "an output that is not rows by rows")?;
+    ensure(kernel, !(is_fp8 && y.is_wide()), "an f32 output with an FP8 matrix")?;
+    ensure(kernel, y.len() == n * n_rows, "an output of the wrong size")?;
     ensure(kernel, n.is_multiple_of(8), "a matrix whose rows are not a multiple of 8")?;
     let are_vectors = w.halves().is_aligned() && x.is_aligned() && y.address().is_multiple_of(16);
-    ensure(kernel, are_vectors, "numbers that begin off a 16-byte edge")?;
+    ensure(kernel, are_vectors, "numbers that are not aligned to 16 bytes")?;
     Ok(ProductShape { n, k, n_rows, is_wide: y.is_wide(), is_fp8 })
 }
 

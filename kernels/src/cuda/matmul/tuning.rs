@@ -12,14 +12,15 @@ use super::super::ops::{FEW_ROWS_SHARES, FewRowsForm, OwnForm, SKINNY_FORMS};
 use super::cublaslt::Algorithm;
 use super::{Choice, ProductShape};
 
-/// Numbers of rows that are measured. Other numbers use the best way of the next one above.
+/// The numbers of rows that are measured. Other numbers use the method of the next larger one.
 pub const TUNED_ROWS: &[usize] = &[
     1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096,
     6144, 8192,
 ];
-/// Timed runs over the matrices. The fastest counts, because other work on the GPU can only slow a run down.
+/// Timed runs over the matrices. The fastest one counts, because other work on the GPU can only slow a run
+/// down.
 const N_TIMES: usize = 3;
-/// Products in one timed run, and in one that is recorded.
+/// Products in one timed run, and in one that is recorded as a graph.
 const N_LAUNCHES: usize = 4;
 const N_LAUNCHES_RECORDED: usize = 32;
 /// Decode steps have no more rows than this.
@@ -30,7 +31,7 @@ pub fn tuned_rows(n_rows: usize) -> usize {
     TUNED_ROWS.iter().copied().find(|rows| *rows >= n_rows).unwrap_or(TUNED_ROWS[TUNED_ROWS.len() - 1])
 }
 
-/// The best way for each shape that was measured.
+/// The fastest method for each measured shape.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Choices(BTreeMap<ProductShape, Choice>);
 
@@ -51,7 +52,8 @@ impl Choices {
         self.0.is_empty()
     }
 
-    /// Reads a file, if it exists and is about this GPU and these libraries. Lines that cannot be read are measured again.
+    /// Reads the file, if it exists and is for this GPU and these libraries. Shapes of unreadable lines are
+    /// measured again.
     pub fn read(file: &Path, about: &str) -> Self {
         let text = std::fs::read_to_string(file).unwrap_or_default();
         let mut lines = text.lines();
@@ -61,7 +63,7 @@ impl Choices {
         Self(lines.filter_map(parsed).collect())
     }
 
-    /// Another process sees the whole file or none: it is written beside its place, then moved there.
+    /// Writes a temporary file and renames it, so that another process sees the whole file or none.
     pub fn write(&self, file: &Path, about: &str) -> io::Result<()> {
         let mut text = format!("{about}\n");
         for (shape, choice) in &self.0 {
@@ -76,8 +78,8 @@ impl Choices {
     }
 }
 
-/// The fastest of some runs, in milliseconds on the GPU. Products of few rows are recorded, like decode steps: launched one by
-/// one, they would measure the host.
+/// The fastest of some runs, in milliseconds of GPU time. Products of few rows are recorded as a graph, like
+/// decode steps. Launched one by one, they would measure the host's launch time.
 pub(super) fn time(
     card: &ComputeCard,
     n_matrices: usize,
@@ -89,7 +91,7 @@ pub(super) fn time(
         nth += 1;
         product(nth % n_matrices.max(1))
     };
-    // The first one loads code, which cannot be recorded.
+    // The first run loads code, which cannot be recorded.
     next()?;
     if n_rows > ROWS_RECORDED_MAX {
         return least(card, || (0..N_LAUNCHES).try_for_each(|_| next()));

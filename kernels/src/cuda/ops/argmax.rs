@@ -3,18 +3,20 @@
 use super::{ComputeCard, CudaError, GRID_SIDE_MAX, View, ViewMut, ensure, launch, number, rows_of};
 use device::cuda::card::grid;
 
-/// Threads of both kernels, the same as in `argmax.cu`; also the most parts that can be merged at the end.
+/// Threads of both kernels, the same as in `argmax.cu`. It is also the maximum number of parts in the final
+/// merge.
 const THREADS: usize = 256;
 
 impl ComputeCard {
-    /// Keys that [`ComputeCard::argmax`] needs room for.
+    /// The number of keys in the scratch buffer of [`ComputeCard::argmax`].
     pub fn argmax_keys(&self, n_rows: usize, width: usize) -> usize {
         n_rows * self.argmax_parts(n_rows, width)
     }
 
-    /// `out[row]` is the index of the greatest number of the row; of equals, the lowest. NaN is greatest of all.
+    /// `out[row]` is the index of the greatest number of the row; the lowest index if several are equal. NaN
+    /// is the greatest.
     ///
-    /// `keys` is room to work in, [`ComputeCard::argmax_keys`] long at least.
+    /// `keys` is a scratch buffer of at least [`ComputeCard::argmax_keys`] keys.
     pub fn argmax(
         &self,
         out: ViewMut<'_, u32>,
@@ -28,7 +30,7 @@ impl ComputeCard {
             return ensure(kernel, logits.is_empty(), "logits without an output");
         }
         let width = rows_of(kernel, logits.len(), n_rows)?;
-        ensure(kernel, width > 0, "rows of nothing")?;
+        ensure(kernel, width > 0, "empty rows")?;
         ensure(kernel, n_rows <= GRID_SIDE_MAX, "too many rows")?;
         ensure(kernel, keys.len() >= self.argmax_keys(n_rows, width), "too little room for keys")?;
         let n_parts = self.argmax_parts(n_rows, width);
@@ -40,7 +42,7 @@ impl ComputeCard {
         launch!(self, "argmax_rows", config, &out.address(), &keys.address(), &parts)
     }
 
-    /// Enough blocks of threads for the card, none with less than a few numbers for each thread.
+    /// Enough blocks of threads to fill the GPU, with at least a few numbers for each thread.
     fn argmax_parts(&self, n_rows: usize, width: usize) -> usize {
         let wanted = (4 * self.n_multiprocessors() as usize).div_ceil(n_rows.max(1));
         wanted.min(width.div_ceil(4 * THREADS)).clamp(1, THREADS)

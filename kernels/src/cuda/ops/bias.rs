@@ -10,7 +10,7 @@ impl ComputeCard {
     pub fn add_bias(&self, x: ViewMut<'_, Bf16>, bias: View<'_, Bf16>) -> Result<(), CudaError> {
         let kernel = "add_bias";
         self.check_places(kernel, &[&x, &bias], &[])?;
-        ensure(kernel, bias.len().is_multiple_of(8), "rows that are not a multiple of 8 wide")?;
+        ensure(kernel, bias.len().is_multiple_of(8), "rows whose width is not a multiple of 8")?;
         let n_rows = rows_of(kernel, x.len(), bias.len())?;
         ensure(kernel, n_rows <= GRID_SIDE_MAX, "too many rows")?;
         if n_rows == 0 {

@@ -7,36 +7,36 @@ use super::{
 use crate::cuda::tensor_map::TensorMap;
 use device::cuda::card::{Grid, grid};
 
-/// Threads of a part, as in `decode_attention.cu`.
+/// Threads of a block, as in `decode_attention.cu`.
 const THREADS: u32 = 128;
-/// Warps of a part, which take its pages in turns.
+/// Warps of a block. They share its pages.
 const WARPS: usize = THREADS as usize / 32;
-/// Query heads that one pass over a KV head serves.
+/// Query heads that one pass over a KV head computes.
 const HEADS_AT_ONCE: usize = 8;
 
 /// Threads of a head's merge, as in `decode_attention.cu`.
 const MERGE_THREADS: u32 = 256;
-/// Tiles of queries of one sequence that go along it together, as in `decode_attention_hopper.cu`.
+/// Tiles of queries of one sequence that are computed together, as in `decode_attention_hopper.cu`.
 const TILES_AT_ONCE: usize = 3;
-/// Pages that lie in shared memory for a block of threads, as in `decode_attention_hopper.cu`.
+/// Pages in a block's shared memory, as in `decode_attention_hopper.cu`.
 const PAGES_AT_ONCE: usize = 4 * 3;
 
-/// Blocks of threads that a multiprocessor runs at once: what `decode_attention.cu` leaves registers for, and its sister
-/// for Hopper shared memory.
+/// Blocks of threads that a multiprocessor runs at the same time. Registers limit `decode_attention.cu`;
+/// shared memory limits the kernel for Hopper.
 const BLOCKS_AT_ONCE: usize = 3;
 const BLOCKS_AT_ONCE_ON_HOPPER: usize = 2;
-/// The most chunks of a sequence: more take longer to merge than they save.
+/// The maximum number of chunks of a sequence. More chunks take longer to merge than they save.
 const CHUNKS_MAX: usize = 64;
-/// The costs of starting and of merging a chunk, as the number of tokens that a block of threads does in the same time.
+/// The costs of starting and of merging a chunk, in tokens that a block of threads computes in the same time.
 const START_TOKENS: usize = 128;
 const MERGE_TOKENS: usize = 4;
 
-/// What [`ComputeCard::decode_attention`] needs, for one layer.
+/// The arguments of [`ComputeCard::decode_attention`], for one layer.
 #[derive(Debug)]
 pub struct DecodeAttention<'a> {
     /// A row of `n_q_heads * head_dim` numbers for each sequence.
     pub out: ViewMut<'a, Bf16>,
-    /// Room to work in: [`DecodeAttention::parts_numbers`] and [`DecodeAttention::n_parts`] long at least.
+    /// Scratch buffers of at least [`DecodeAttention::parts_numbers`] and [`DecodeAttention::n_parts`].
     pub parts: ViewMut<'a, f32>,
     pub part_sums: ViewMut<'a, [f32; 2]>,
     /// Rows of at least `n_q_heads * head_dim`, `q_stride` apart.
@@ -45,28 +45,30 @@ pub struct DecodeAttention<'a> {
     pub n_q_heads: usize,
     pub pages: View<'a, Bf16>,
     pub kv: KvPages,
-    /// A row of blocks for each sequence, all of one length.
+    /// A row of block numbers for each sequence. All rows have the same length.
     pub tables: View<'a, u32>,
-    /// The number of consecutive rows that are queries of one sequence and use its table; 1 where each row is a sequence.
+    /// The number of consecutive rows that are queries of one sequence and use its table; 1 if each row is a
+    /// sequence.
     pub rows_of_table: usize,
-    /// Since all work of the GPU was last waited for, only the last page of each sequence may have been written. The other
-    /// pages may be read while the kernel before still runs.
+    /// Since the last wait for the GPU, only the last page of each sequence may have been written. The other
+    /// pages may be read while the previous kernel still runs.
     pub last_is_new: bool,
-    /// Tokens of each sequence, the new one included. Longer than its table is a bug that reads other rows.
+    /// Tokens of each sequence, with the new one. If a length exceeds the table, the kernel reads other rows;
+    /// the caller must prevent this.
     pub lengths: View<'a, u32>,
-    /// The greatest of the lengths; what lies beyond is not looked at.
+    /// The greatest of the lengths. Tokens beyond it are ignored.
     pub length_max: usize,
-    /// Tokens for one block of threads: a multiple of 16. The sums' order depends on it, and on nothing else.
+    /// Tokens for one block of threads: a multiple of 16. The order of the sums depends on this number only.
     pub chunk_tokens: usize,
-    /// The last tokens that a query sees.
+    /// The number of last tokens that a query sees.
     pub window: usize,
     pub scale: f32,
-    /// Reads by registers also where there is a copy engine: the multiprocessors' memory stays cache for kernels beside this
-    /// one that read so ([`SkinnyForm`](super::SkinnyForm)).
+    /// Loads into registers even if there is a copy engine. Then shared memory stays available as L1 cache
+    /// for concurrent kernels that also load into registers ([`SkinnyForm`](super::SkinnyForm)).
     pub leaves_cache: bool,
 }
 
-/// The fields of DecodeShape in decode_attention.cu, in their order: it is copied as bytes.
+/// The fields of DecodeShape in decode_attention.cu, in the same order. It is copied as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Shape {
@@ -83,14 +85,15 @@ struct Shape {
 }
 
 impl DecodeAttention<'_> {
-    /// Parts that the sequences are computed in: for each row and head, one for each chunk.
+    /// The number of partial results: one for each row, head and chunk.
     pub fn n_parts(n_rows: usize, n_q_heads: usize, length_max: usize, chunk_tokens: usize) -> usize {
         n_rows * n_q_heads * length_max.div_ceil(chunk_tokens).max(1)
     }
 
-    /// A good number of tokens for one block of threads: chunks that come out even over the card's multiprocessors.
+    /// A good chunk size for one block of threads: chunks that fill the GPU's multiprocessors evenly.
     ///
-    /// It depends on the batch, and so does the order of sums then; what must not depend on it names a number of its own.
+    /// It depends on the batch, and with it the order of sums. A caller whose results must not depend on the
+    /// batch uses a fixed number.
     pub fn chunk_tokens_for(
         card: &ComputeCard,
         n_rows: usize,
@@ -100,7 +103,8 @@ impl DecodeAttention<'_> {
         let at_once = if card.has(HOPPER[0].one) { BLOCKS_AT_ONCE_ON_HOPPER } else { BLOCKS_AT_ONCE };
         let places = card.n_multiprocessors() as usize * at_once;
         let blocks = length_max.div_ceil(BLOCK_TOKENS).max(1);
-        // A chunk takes as long as the warp with the most pages: what others would not take is no time saved.
+        // The warp with the most pages determines the time of a chunk, so chunks are whole numbers of pages
+        // for each warp.
         let chunk = |n_chunks: usize| blocks.div_ceil(n_chunks).next_multiple_of(WARPS) * BLOCK_TOKENS;
         let tokens_of_time = |n_chunks: &usize| {
             let tokens = chunk(*n_chunks);
@@ -113,7 +117,7 @@ impl DecodeAttention<'_> {
         chunk(n_chunks)
     }
 
-    /// Numbers of all parts.
+    /// The numbers in all partial results.
     pub fn parts_numbers(n_parts: usize, head_dim: usize) -> usize {
         n_parts * head_dim
     }
@@ -122,8 +126,8 @@ impl DecodeAttention<'_> {
         self.length_max.div_ceil(self.chunk_tokens).max(1)
     }
 
-    /// Queries of one sequence that go along it together, if there are such. With a window each begins elsewhere, and what its
-    /// warps add up would depend on the others.
+    /// Queries of one sequence that are computed together, if there are any. With a window each query starts
+    /// at another token, and the sums of its warps would depend on the other queries.
     fn queries_at_once(&self) -> Option<usize> {
         let n_rows = self.lengths.len();
         let are_of_one = n_rows > 1 && self.rows_of_table >= n_rows && self.window >= self.length_max;
@@ -135,19 +139,19 @@ impl DecodeAttention<'_> {
         let (head_dim, n_kv_heads) = (self.kv.head_dim, self.kv.n_kv_heads);
         ensure(kernel, [64, 128].contains(&head_dim), "heads that are not 64 or 128 wide")?;
         let divides = n_kv_heads > 0 && self.n_q_heads > 0 && self.n_q_heads.is_multiple_of(n_kv_heads);
-        ensure(kernel, divides, "query heads that KV heads do not divide")?;
+        ensure(kernel, divides, "a number of query heads that is not a multiple of the KV heads")?;
         let n_rows = rows_of(kernel, self.out.len(), self.n_q_heads * head_dim)?;
         ensure(kernel, n_rows <= GRID_SIDE_MAX, "too many sequences")?;
         let is_chunk = self.chunk_tokens > 0 && self.chunk_tokens.is_multiple_of(BLOCK_TOKENS);
         ensure(kernel, is_chunk, "chunks that are not whole blocks")?;
         let width = self.n_q_heads * head_dim;
         let is_wide = self.q_stride >= width && self.q_stride.is_multiple_of(8);
-        ensure(kernel, is_wide, "rows of q that overlap, or lie off 16-byte edges")?;
+        ensure(kernel, is_wide, "rows of q that overlap, or are not aligned to 16 bytes")?;
         let q_needed = if n_rows == 0 { 0 } else { (n_rows - 1) * self.q_stride + width };
         ensure(kernel, self.q.len() >= q_needed, "fewer rows of q than sequences")?;
-        ensure(kernel, self.pages.len() == self.kv.halves(), "pages that are not of the length said")?;
-        ensure(kernel, self.lengths.len() == n_rows, "lengths that are not one for each sequence")?;
-        ensure(kernel, self.rows_of_table > 0, "tables of no rows")?;
+        ensure(kernel, self.pages.len() == self.kv.halves(), "pages of the wrong total size")?;
+        ensure(kernel, self.lengths.len() == n_rows, "not one length for each sequence")?;
+        ensure(kernel, self.rows_of_table > 0, "tables without rows")?;
         let n_tables = n_rows.div_ceil(self.rows_of_table);
         let table_stride = rows_of(kernel, self.tables.len(), n_tables.max(1))?;
         let covers = n_rows == 0 || table_stride >= self.length_max.div_ceil(BLOCK_TOKENS);
@@ -165,7 +169,7 @@ impl DecodeAttention<'_> {
 impl ComputeCard {
     /// `out = softmax(q * K * scale) * V` for one query of each sequence, over its pages.
     ///
-    /// Query heads share KV heads in order. A sequence of no tokens gives zeroes.
+    /// Query heads share KV heads in order. A sequence without tokens gives zeroes.
     pub fn decode_attention(&self, attention: DecodeAttention<'_>) -> Result<(), CudaError> {
         let (kernel, merge) = match (attention.kv.number, attention.kv.head_dim) {
             (KvNumber::Bf16, 64) => ("decode_attention_64", "merge_parts_64"),
@@ -214,7 +218,7 @@ impl ComputeCard {
         )
     }
 
-    /// By the copy engine where the card has one and may use it, and KV is in bf16.
+    /// Uses the copy engine if the GPU has one, the caller allows it and KV is in bf16.
     fn launch_decode(
         &self,
         kernel: &'static str,
@@ -281,7 +285,8 @@ impl ComputeCard {
     }
 }
 
-/// Kernels that read by the copy engine, for heads of one width: of queries of a sequence each, and of many of one sequence.
+/// Kernels that use the copy engine, for one head size: one with one query of each sequence, one with many
+/// queries of one sequence.
 struct Hopper {
     one: &'static str,
     many: &'static str,
@@ -293,12 +298,12 @@ const HOPPER: [Hopper; 2] = [
     Hopper { one: "decode_attention_hopper_128", many: "decode_attention_hopper_many_128", head_dim: 128 },
 ];
 
-/// The rings of pages, and what it takes to begin on an edge of 1,024 bytes.
+/// The rings of pages, and padding to align them to 1,024 bytes.
 fn shared_bytes(head_dim: usize) -> u32 {
     (PAGES_AT_ONCE * 2 * BLOCK_TOKENS * head_dim * size_of::<Bf16>() + 1024) as u32
 }
 
-/// Shared memory that a kernel of this file asks for.
+/// The dynamic shared memory of a kernel in this file.
 pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
     let found = HOPPER.iter().find(|hopper| [hopper.one, hopper.many].contains(&kernel));
     found.map(|hopper| shared_bytes(hopper.head_dim))

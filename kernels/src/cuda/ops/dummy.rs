@@ -1,4 +1,4 @@
-//! Weights that are made up where they are needed.
+//! Generated weights, computed on the GPU.
 
 use super::{Bf16, ComputeCard, CudaError, ViewMut, ensure, launch};
 use device::cuda::card::grid;
@@ -7,8 +7,8 @@ const THREADS: u32 = 256;
 /// Blocks of threads for each multiprocessor: enough to fill it.
 const BLOCKS_AT_ONCE: usize = 8;
 
-/// A part of a larger matrix, in rows of `width` numbers. The first `n_real` of a row are those from `first` on, `stride`
-/// further in each row; the others are zero.
+/// A part of a larger matrix, in rows of `width` numbers. A row starts with `n_real` numbers of the matrix,
+/// from `first`, and `stride` further in each next row; the others are zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DummyPart {
     pub first: usize,
@@ -31,7 +31,7 @@ impl ComputeCard {
         )
     }
 
-    /// Part of such a matrix. All of `part` are multiples of 4.
+    /// A part of such a matrix. All fields of `part` are multiples of 4.
     pub fn dummy_part(
         &self,
         out: ViewMut<'_, Bf16>,
@@ -43,11 +43,7 @@ impl ComputeCard {
         self.check_places(kernel, &[], &[&out])?;
         let DummyPart { first, width, n_real, stride } = part;
         let are_fours = [first, width, n_real, stride].iter().all(|n| n.is_multiple_of(4));
-        ensure(
-            kernel,
-            are_fours && (width > 0 || out.is_empty()),
-            "numbers that are not drawn four by four",
-        )?;
+        ensure(kernel, are_fours && (width > 0 || out.is_empty()), "numbers that are not multiples of four")?;
         let n = out.len() as u64;
         if n == 0 {
             return Ok(());

@@ -1,5 +1,5 @@
-//! Products of few rows by own kernels, which also do the work after the product. A separate kernel for that work would leave
-//! the memory idle for a microsecond or two.
+//! Products of few rows by our own kernels, which also do the work after the product. A separate kernel for
+//! that work would leave the memory idle for one or two microseconds.
 
 use super::few_rows::FewRowsForm;
 use super::fp8::check_rows;
@@ -10,7 +10,7 @@ use super::{
 };
 use crate::cuda::peers::{INBOXES_WORDS, Peers};
 
-/// The form of an own kernel that does a product.
+/// The kernel form for a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OwnForm {
     Skinny(SkinnyForm),
@@ -22,11 +22,11 @@ pub enum OwnForm {
 pub enum Weights<'a> {
     Bf16(View<'a, Bf16>),
     Fp8(Fp8Rows<'a>),
-    /// The same as bf16, written by the kernel before: it must not be read before that kernel has ended.
+    /// Like bf16, but written by the previous kernel: it must not be read before that kernel has ended.
     Widened(View<'a, Bf16>),
 }
 
-/// Few rows of `k`, and the matrix that each is multiplied with.
+/// Few rows of `k` numbers, and the matrix that multiplies them.
 #[derive(Clone, Copy, Debug)]
 pub struct OwnProduct<'a> {
     pub w: Weights<'a>,
@@ -39,31 +39,33 @@ pub struct OwnProduct<'a> {
 /// The work after a product.
 #[derive(Debug)]
 pub enum Ending<'a> {
-    /// Nothing: a number for each pair of rows.
+    /// No further work: a number for each pair of rows.
     Sums(ViewMut<'a, Bf16>),
-    /// The same in f32: for logits, which are compared with one another.
+    /// The same in f32, for logits: comparing them needs the precision.
     Wide(ViewMut<'a, f32>),
-    /// The matrix has the rows of a gate and then of up: `silu(gate) * up`.
+    /// The matrix has the rows of gate, then of up: `silu(gate) * up`.
     Gated(ViewMut<'a, Bf16>),
     Added(AddedRows<'a>),
-    /// The same where each rank has a part of every sum: all ranks do this product, of the same sizes and in the same form.
+    /// The same on several ranks, each with a part of every sum. All ranks run this product with the same
+    /// sizes and form.
     Joined(AddedRows<'a>, &'a mut Peers),
     Heads(HeadsRows<'a>),
 }
 
-/// Adds the sums to the residual and begins its norm: the rest of the norm is a [`PendingNorm`].
+/// Adds the sums to the residual and starts its norm. The rest of the norm is a [`PendingNorm`].
 #[derive(Debug)]
 pub struct AddedRows<'a> {
     pub residual: ViewMut<'a, Bf16>,
     /// The residual times the norm's weights.
     pub out: ViewMut<'a, Bf16>,
     pub weight: View<'a, Bf16>,
-    /// Sums of squares of parts of a row: [`OwnForm::parts`] for each row.
+    /// Partial sums of squares of a row: [`OwnForm::parts`] for each row.
     pub squares: ViewMut<'a, f32>,
 }
 
-/// The sums are all heads of q, of k and of v: they are biased, normed, rotated and put into pages as
-/// [`ComputeCard::rope_write_kv`] does it, which reads them from where only q is written here.
+/// The sums are all heads of q, k and v. The kernel adds the bias, applies norms and rotation, and writes K
+/// and V into pages, like [`ComputeCard::rope_write_kv`]. That method reads them from `qkv`; here only q is
+/// written to `qkv`.
 #[derive(Debug)]
 pub struct HeadsRows<'a> {
     pub rope: RopeWriteKv<'a>,
@@ -74,7 +76,7 @@ pub struct HeadsRows<'a> {
 /// product are multiplied.
 #[derive(Clone, Copy, Debug)]
 pub struct PendingNorm<'a> {
-    /// The same number of partial sums for each row.
+    /// Partial sums, the same number for each row.
     pub squares: View<'a, f32>,
     pub epsilon: f32,
 }
@@ -84,11 +86,11 @@ pub(super) struct Checked {
     pub(super) sizes: Sizes,
     pub(super) pending_norm: PendingNormArgs,
     pub(super) ending: EndingWords,
-    /// Parts of the matrix that are summed up together.
+    /// Parts of the matrix, each summed by one block or cluster.
     pub(super) n_parts: usize,
 }
 
-/// The fields of ProductShape in endings.cuh, in their order: it is copied as bytes.
+/// The fields of ProductShape in endings.cuh, in the same order. It is copied as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct Sizes {
@@ -107,15 +109,16 @@ pub(super) struct PendingNormArgs {
     epsilon: f32,
 }
 
-/// The fields of an ending in endings.cuh, of whichever there is, in words of 8 bytes; a kernel takes as many as it has.
+/// The fields of an ending in endings.cuh, in words of 8 bytes. A kernel takes the number of words that its
+/// ending has.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub(super) struct EndingWords([u64; ADDED_WORDS + INBOXES_WORDS]);
 
-/// Words of what is added.
+/// Words of the `Added` ending.
 const ADDED_WORDS: usize = 5;
 
-/// By what comes after a product.
+/// Kernel names by ending.
 pub(super) struct KernelNames {
     pub(super) sums: &'static str,
     pub(super) wide: &'static str,
@@ -125,7 +128,7 @@ pub(super) struct KernelNames {
     pub(super) heads: &'static str,
 }
 
-/// The names of a family of kernels, of one form.
+/// The names of a kernel family, for one form.
 macro_rules! kernel_names {
     ($family:literal, $form:literal) => {
         KernelNames {
@@ -141,17 +144,17 @@ macro_rules! kernel_names {
 pub(super) use kernel_names;
 
 impl OwnForm {
-    /// The number of parts of a row of `n` numbers; each part is summed up by itself.
+    /// The number of parts of a row of `n` numbers. Each part has its own sum of squares.
     pub fn parts(self, n: usize) -> usize {
         n.div_ceil(2 * self.unit())
     }
 
-    /// Whether it sums up whole heads together, which their norms need.
+    /// Whether a block sums whole heads, which their norms need.
     pub fn norms_heads(self) -> bool {
         matches!(self, Self::Few(_))
     }
 
-    /// Half of the rows of the matrix that are.
+    /// Half of the matrix rows in a part.
     fn unit(self) -> usize {
         match self {
             Self::Skinny(_) => super::skinny::UNIT,
@@ -161,7 +164,7 @@ impl OwnForm {
 }
 
 impl<'a> Weights<'a> {
-    /// Its rows, of `k` numbers.
+    /// The number of rows of `k` numbers.
     pub fn n_rows(self, k: usize) -> usize {
         match self {
             Self::Bf16(numbers) | Self::Widened(numbers) => numbers.len() / k.max(1),
@@ -177,7 +180,7 @@ impl<'a> Weights<'a> {
         }
     }
 
-    /// Its memory, as numbers of 16 bits.
+    /// The memory as 16-bit numbers.
     pub fn halves(self) -> View<'a, Bf16> {
         match self {
             Self::Bf16(numbers) | Self::Widened(numbers) => numbers,
@@ -192,7 +195,8 @@ impl<'a> OwnProduct<'a> {
         Self { w, x, k, pending_norm: None }
     }
 
-    /// Loads of weights begin before the kernel before has ended, unless that kernel writes them.
+    /// Whether the previous kernel writes the weights. Otherwise weights are loaded before that kernel has
+    /// ended.
     pub(super) fn is_widened(&self) -> bool {
         matches!(self.w, Weights::Widened(_))
     }
@@ -205,7 +209,7 @@ impl<'a> OwnProduct<'a> {
         ending: &Ending<'_>,
     ) -> Result<Checked, CudaError> {
         let Self { w, x, k, pending_norm } = *self;
-        ensure(kernel, k > 0 && k.is_multiple_of(8), "rows that are not a multiple of 8 wide")?;
+        ensure(kernel, k > 0 && k.is_multiple_of(8), "rows whose width is not a multiple of 8")?;
         let n = match w {
             Weights::Bf16(w) | Weights::Widened(w) => {
                 card.check_places(kernel, &[&w, &x], &[])?;
@@ -242,7 +246,7 @@ impl PendingNorm<'_> {
     ) -> Result<PendingNormArgs, CudaError> {
         card.check_places(kernel, &[], &[&self.squares])?;
         let is_whole = n_rows == 0 || (!self.squares.is_empty() && self.squares.len().is_multiple_of(n_rows));
-        ensure(kernel, is_whole, "sums of squares that are not as many for each row")?;
+        ensure(kernel, is_whole, "different numbers of sums of squares for the rows")?;
         let n_parts = number(kernel, self.squares.len() / n_rows.max(1))?;
         let width = number(kernel, k)?;
         Ok(PendingNormArgs { squares: self.squares.address(), n_parts, width, epsilon: self.epsilon })
@@ -250,7 +254,7 @@ impl PendingNorm<'_> {
 }
 
 impl Ending<'_> {
-    /// Checks that it fits a product of `n_rows` rows with a matrix of `n` rows.
+    /// Checks the sizes for a product of `n_rows` rows with a matrix of `n` rows.
     fn check(
         &self,
         card: &ComputeCard,
@@ -263,8 +267,8 @@ impl Ending<'_> {
             Self::Wide(y) => check_sums(card, kernel, y, n * n_rows),
             Self::Gated(y) => {
                 card.check_places(kernel, &[y], &[])?;
-                ensure(kernel, n.is_multiple_of(16), "a gate that is not a multiple of 8 wide")?;
-                ensure(kernel, y.len() == n / 2 * n_rows, "an output that is not rows by half the rows")
+                ensure(kernel, n.is_multiple_of(16), "a gate whose width is not a multiple of 8")?;
+                ensure(kernel, y.len() == n / 2 * n_rows, "an output of the wrong size")
             }
             Self::Added(added) => added.check(card, kernel, (n, n_rows), form.parts(n)),
             Self::Joined(added, peers) => {
@@ -304,7 +308,7 @@ fn check_sums<T: Element>(
     n_sums: usize,
 ) -> Result<(), CudaError> {
     card.check_places(kernel, &[y], &[])?;
-    ensure(kernel, y.len() == n_sums, "an output that is not rows by rows")
+    ensure(kernel, y.len() == n_sums, "an output of the wrong size")
 }
 
 impl AddedRows<'_> {
@@ -317,10 +321,10 @@ impl AddedRows<'_> {
     ) -> Result<(), CudaError> {
         let Self { residual, out, weight, squares } = self;
         card.check_places(kernel, &[residual, out, weight], &[squares])?;
-        ensure(kernel, n.is_multiple_of(8), "a residual that is not a multiple of 8 wide")?;
+        ensure(kernel, n.is_multiple_of(8), "a residual whose width is not a multiple of 8")?;
         let are_rows = residual.len() == n * n_rows && out.len() == n * n_rows;
-        ensure(kernel, are_rows, "a residual or an output that is not rows by rows")?;
-        ensure(kernel, weight.len() == n, "a norm that is not as wide as a row")?;
+        ensure(kernel, are_rows, "a residual or an output of the wrong size")?;
+        ensure(kernel, weight.len() == n, "a norm whose width differs from a row's")?;
         ensure(kernel, squares.len() == n_parts * n_rows, "not one sum of squares for each part of a row")
     }
 
@@ -340,15 +344,15 @@ impl HeadsRows<'_> {
         form: OwnForm,
     ) -> Result<(), CudaError> {
         let width = self.rope.check(card, kernel, n_rows)?;
-        ensure(kernel, width == n, "a matrix that is not as high as all heads are wide")?;
+        ensure(kernel, width == n, "a matrix whose rows are not those of all heads")?;
         ensure(
             kernel,
             self.rope.norms.is_none() || form.norms_heads(),
-            "norms of heads that are divided over several warps",
+            "norms of heads that several blocks divide",
         )?;
         let Some(bias) = &self.bias else { return Ok(()) };
         card.check_places(kernel, &[bias], &[])?;
-        ensure(kernel, bias.len() == n, "a bias that is not as wide as all heads")
+        ensure(kernel, bias.len() == n, "a bias whose length is not that of all heads")
     }
 
     fn words(&self, kernel: &'static str) -> Result<[u64; 12], CudaError> {
@@ -392,7 +396,7 @@ impl KernelNames {
 }
 
 impl ComputeCard {
-    /// `x * transpose(w)`, a number for each pair of rows, and the work after it.
+    /// `x * transpose(w)`, a number for each pair of rows, and the work after the product.
     pub fn multiply_own(
         &self,
         form: OwnForm,

@@ -9,26 +9,26 @@ pub const NOWHERE: u32 = u32::MAX;
 /// Threads of both kernels, as in `feed.cu`.
 const THREADS: usize = 256;
 
-/// What [`ComputeCard::feed_tokens`] needs.
+/// The arguments of [`ComputeCard::feed_tokens`].
 #[derive(Debug)]
 pub struct FeedTokens<'a> {
     pub tokens: ViewMut<'a, u32>,
-    /// One for each of `tokens`: those that the host knows.
+    /// The tokens that the host knows, one for each of `tokens`.
     pub known: View<'a, u32>,
-    /// For the first of `tokens`: where each stands in `drawn`, or [`NOWHERE`].
+    /// The index in `drawn` of each of the first tokens, or [`NOWHERE`].
     pub from: View<'a, u32>,
-    /// The tokens that the step before sampled.
+    /// The tokens that the previous step sampled.
     pub drawn: View<'a, u32>,
 }
 
 impl ComputeCard {
-    /// Writes the step's input tokens: from the host, or from the tokens of the step before.
+    /// Writes the step's input tokens: from the host, or from the previous step's tokens.
     pub fn feed_tokens(&self, feed: FeedTokens<'_>) -> Result<(), CudaError> {
         let kernel = "feed_tokens";
         let FeedTokens { tokens, known, from, drawn } = &feed;
         self.check_places(kernel, &[], &[tokens, known, from, drawn])?;
-        ensure(kernel, known.len() == tokens.len(), "known tokens that are not one for each")?;
-        ensure(kernel, from.len() <= tokens.len(), "more places than tokens")?;
+        ensure(kernel, known.len() == tokens.len(), "not one known token for each token")?;
+        ensure(kernel, from.len() <= tokens.len(), "more indices than tokens")?;
         if tokens.is_empty() {
             return Ok(());
         }
@@ -49,7 +49,7 @@ impl ComputeCard {
         )
     }
 
-    /// `drawn[row] = best[row]`, or [`NOWHERE`] where that token's logit is infinite or NaN.
+    /// `drawn[row] = best[row]`, or [`NOWHERE`] if that token's logit is infinite or NaN.
     pub fn keep_tokens(
         &self,
         drawn: ViewMut<'_, u32>,
@@ -58,7 +58,7 @@ impl ComputeCard {
     ) -> Result<(), CudaError> {
         let kernel = "keep_tokens";
         self.check_places(kernel, &[], &[&drawn, &best, &logits])?;
-        ensure(kernel, drawn.len() == best.len(), "tokens that are not one for each row")?;
+        ensure(kernel, drawn.len() == best.len(), "not one token for each row")?;
         if drawn.is_empty() {
             return ensure(kernel, logits.is_empty(), "logits without an output");
         }

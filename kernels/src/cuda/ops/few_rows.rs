@@ -1,26 +1,27 @@
-//! Products of up to 128 rows with a large matrix on Hopper, whose time is mostly that of reading the matrix.
+//! Products of up to 128 rows with a large matrix on Hopper, bound by reading the matrix.
 
 use super::endings::{Checked, Ending, KernelNames, OwnForm, OwnProduct, Weights, kernel_names};
 use super::{Bf16, ComputeCard, CudaError, Fp8Rows, GRID_SIDE_MAX, ensure, launch, number};
 use crate::cuda::tensor_map::{Matrix, TensorMap};
 use device::cuda::card::Grid;
 
-/// The most rows that one pass over the matrix serves.
+/// The maximum number of rows in one pass over the matrix.
 pub const FEW_ROWS_MAX: usize = 128;
-/// Blocks of threads that may share a pass along `k`: a cluster.
+/// The cluster sizes: blocks of threads that share a pass along `k`.
 pub const FEW_ROWS_SHARES: &[usize] = &[1, 2, 4, 8];
 
-/// The most rows that [`FewRowsForm::Even`] serves.
+/// The maximum number of rows of [`FewRowsForm::Even`].
 const EVEN_ROWS_MAX: usize = 64;
 
-/// How the work is divided.
+/// The division of the work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FewRowsForm {
-    /// A cluster of blocks of threads for 128 rows of the matrix, which share a pass along `k`: one of [`FEW_ROWS_SHARES`]. A
-    /// row's answer depends on `shares` and on nothing else: it is the same in any company.
+    /// A cluster of blocks of threads for every 128 rows of the matrix. The blocks share a pass along `k`;
+    /// their number is one of [`FEW_ROWS_SHARES`]. A row's result depends on `shares` only, not on the other
+    /// rows.
     Clusters { shares: usize },
-    /// The same part of the matrix for each of as many blocks of threads as run at once, wherever it begins and ends: up to 64
-    /// rows, with a matrix in bf16. A row's answer depends on how many multiprocessors the card has.
+    /// Every block of threads that runs at the same time has an equal part of the matrix, with any start and
+    /// end. For up to 64 rows, with a bf16 matrix. A row's result depends on the number of multiprocessors.
     Even,
 }
 
@@ -34,9 +35,9 @@ pub const FEW_ROWS_FORMS: &[FewRowsForm] = &[
 ];
 
 impl FewRowsForm {
-    /// A good form for a matrix: as few shares as give nearly every multiprocessor a block of threads.
+    /// A good form for a matrix: the fewest shares that give nearly every multiprocessor a block of threads.
     ///
-    /// It depends on the matrix alone: not on the number of rows, and not on how many multiprocessors this card has.
+    /// It depends on the matrix only, not on the number of rows or of multiprocessors.
     pub fn of(n: usize, k: usize) -> Self {
         let is_enough = |shares: &&usize| n.div_ceil(W_ROWS) * **shares >= BLOCKS_ENOUGH;
         let mut useful = FEW_ROWS_SHARES.iter().filter(|shares| k >= **shares * 4 * TILE_COLUMNS);
@@ -44,8 +45,8 @@ impl FewRowsForm {
         Self::Clusters { shares }
     }
 
-    /// The form in which ranks do it where each has a part of every sum: they wait for what each other's blocks of threads
-    /// give, and all cards do clusters in one order.
+    /// The form for a product whose sums are spread over ranks. Ranks wait for each other's blocks of
+    /// threads, so all GPUs must run clusters in the same order.
     pub fn joined(self, n: usize, k: usize) -> Self {
         match self {
             Self::Clusters { .. } => self,
@@ -53,7 +54,7 @@ impl FewRowsForm {
         }
     }
 
-    /// Whether it multiplies `n_rows` rows by such a matrix.
+    /// Whether this form multiplies `n_rows` rows by such a matrix.
     pub fn serves(self, n_rows: usize, is_fp8: bool) -> bool {
         match self {
             Self::Clusters { .. } => n_rows <= FEW_ROWS_MAX,
@@ -62,14 +63,14 @@ impl FewRowsForm {
     }
 }
 
-/// Blocks of threads that keep a card of Hopper's kind busy: nine in ten of an H200's multiprocessors.
+/// Blocks of threads that keep a Hopper GPU busy: 90 % of an H200's multiprocessors.
 const BLOCKS_ENOUGH: usize = 118;
-/// Rows of the matrix for a cluster, and the threads of each of its blocks, as in `few_rows.cuh`. The copy engine brings
-/// the rows in halves, which may lie apart.
+/// Rows of the matrix for a cluster, and the threads of each of its blocks, as in `few_rows.cuh`. The copy
+/// engine loads the rows in two halves, which may be at any distance.
 pub(super) const UNIT: usize = 64;
 const W_ROWS: usize = 2 * UNIT;
 const THREADS: u32 = 288;
-/// Numbers of a row that are brought at once: a tile, or two of 8 bits.
+/// Columns that are loaded at once: one tile, or two tiles of 8-bit numbers.
 const TILE_COLUMNS: usize = 64;
 const STEP_COLUMNS: usize = 2 * TILE_COLUMNS;
 
@@ -94,7 +95,7 @@ const SIZES: &[Size] = &[
     size!("few_rows", 64, 4),
     size!("few_rows", 128, 3),
 ];
-/// The kernels of `few_rows_fp8.cu`. None answers in f32.
+/// The kernels of `few_rows_fp8.cu`. None has an f32 output.
 const SIZES_FP8: &[Size] = &[
     size!("few_rows_fp8", 8, 6),
     size!("few_rows_fp8", 16, 5),
@@ -103,19 +104,19 @@ const SIZES_FP8: &[Size] = &[
     size!("few_rows_fp8", 128, 4),
 ];
 
-/// The kernels of `few_rows_even.cu`. None is joined.
+/// The kernels of `few_rows_even.cu`. None has the `Joined` ending.
 const SIZES_EVEN: &[Size] = &[
     size!("few_rows_even", 8, 6),
     size!("few_rows_even", 16, 6),
     size!("few_rows_even", 32, 6),
     size!("few_rows_even", 64, 6),
 ];
-/// Numbers between two rows of a part in shared memory.
+/// The distance between two rows of a part in shared memory, in numbers.
 const PART_STRIDE: usize = W_ROWS + 4;
-/// Numbers of all parts that a block of threads leaves: two, of as many rows as there may be.
+/// The numbers in all parts that a block of threads leaves: two parts of the maximum number of rows.
 pub(in crate::cuda) const MEETING_PARTS: usize = 2 * EVEN_ROWS_MAX * W_ROWS;
 
-/// The fields of Meeting in few_rows_even.cu: it is copied as bytes.
+/// The fields of Meeting in few_rows_even.cu. It is copied as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Meeting {
@@ -125,12 +126,12 @@ struct Meeting {
 }
 
 impl ComputeCard {
-    /// Whether this card multiplies up to [`FEW_ROWS_MAX`] rows by a kernel of our own.
+    /// Whether this GPU has our kernels for up to [`FEW_ROWS_MAX`] rows.
     pub fn has_few_rows(&self) -> bool {
         self.has(SIZES[0].names.sums)
     }
 
-    /// [`ComputeCard::multiply_own`] of up to 128 rows.
+    /// [`ComputeCard::multiply_own`] for up to 128 rows.
     pub(super) fn few_rows(
         &self,
         form: FewRowsForm,
@@ -160,7 +161,7 @@ impl ComputeCard {
             Weights::Fp8(_) => SIZES_FP8,
         };
         let kernel = of_kernel[0].names.of(&ending);
-        ensure(kernel, FEW_ROWS_SHARES.contains(&shares), "shares that are not 1, 2, 4 or 8")?;
+        ensure(kernel, FEW_ROWS_SHARES.contains(&shares), "a number of shares other than 1, 2, 4 or 8")?;
         let checked = product.check(self, kernel, OwnForm::Few(form), &ending)?;
         let Checked { sizes, pending_norm, ending: words, n_parts } = checked;
         let (n, n_rows) = (sizes.n as usize, sizes.n_rows as usize);
@@ -169,11 +170,7 @@ impl ComputeCard {
         let size = of_kernel.iter().find(|size| size.rows_max >= n_rows);
         let size = size.expect("the rows were just counted");
         let kernel = size.names.of(&ending);
-        ensure(
-            kernel,
-            self.has(kernel),
-            "a card that is not of Hopper's kind, or FP8 with an answer in f32",
-        )?;
+        ensure(kernel, self.has(kernel), "a GPU other than Hopper, or an FP8 matrix with an f32 output")?;
         if n == 0 || n_rows == 0 {
             return Ok(());
         }
@@ -207,7 +204,7 @@ impl ComputeCard {
         }
     }
 
-    /// [`FewRowsForm::Even`].
+    /// Multiplies in the form [`FewRowsForm::Even`].
     fn few_rows_even(&self, product: OwnProduct<'_>, ending: Ending<'_>) -> Result<(), CudaError> {
         let OwnProduct { w, x, k, .. } = product;
         let kernel = SIZES_EVEN[0].names.of(&ending);
@@ -218,9 +215,9 @@ impl ComputeCard {
         let size = SIZES_EVEN.iter().find(|size| size.rows_max >= n_rows);
         let size = size.expect("the rows were just counted");
         let kernel = size.names.of(&ending);
-        ensure(kernel, self.has(kernel), "a card that is not of Hopper's kind")?;
+        ensure(kernel, self.has(kernel), "a GPU other than Hopper")?;
         let Some(w) = w.in_bf16() else {
-            return ensure(kernel, false, "a matrix in FP8");
+            return ensure(kernel, false, "an FP8 matrix");
         };
         if n == 0 || n_rows == 0 {
             return Ok(());
@@ -242,7 +239,7 @@ impl ComputeCard {
     }
 }
 
-/// A ring of tiles, and what it takes to begin on an edge of 1,024 bytes.
+/// A ring of tiles, and padding to align it to 1,024 bytes.
 fn shared_bytes(size: &Size) -> u32 {
     let ring = size.stages * (W_ROWS + size.rows_max) * TILE_COLUMNS * size_of::<Bf16>();
     (ring + 1024) as u32
@@ -253,12 +250,12 @@ fn shared_bytes_fp8(size: &Size) -> u32 {
     (ring + 1024) as u32
 }
 
-/// The ring, and a part beside it.
+/// The ring, and one part beside it.
 fn shared_bytes_even(size: &Size) -> u32 {
     shared_bytes(size) + (size.rows_max * PART_STRIDE * size_of::<f32>()) as u32
 }
 
-/// Shared memory that a kernel of these files asks for.
+/// The dynamic shared memory of a kernel in these files.
 pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
     let of = |sizes: &'static [Size]| sizes.iter().find(|size| size.names.has(kernel));
     let even = of(SIZES_EVEN).map(shared_bytes_even);
@@ -271,7 +268,8 @@ mod tests {
 
     #[test]
     fn a_matrix_has_as_many_shares_as_keep_a_card_busy() {
-        // An 8B model's: o, down, q with k and v, gate with up; its output; and one that is too narrow to be shared.
+        // Matrices of an 8B model: o, down, qkv, gate with up, the output; and one that is too narrow to be
+        // shared.
         for (n, k, shares) in [
             (4096, 4096, 4),
             (4096, 14_336, 4),

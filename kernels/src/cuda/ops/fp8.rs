@@ -1,18 +1,18 @@
-//! A matrix in FP8 on the GPU, and its conversion to bf16 for products of many rows.
+//! An FP8 matrix on the GPU, and its conversion to bf16 for products of many rows.
 
 use super::{Bf16, ComputeCard, CudaError, View, ViewMut, ensure, launch, number, rows_of};
 use device::cuda::card::grid;
 
-/// Numbers in a group of a row; they are reordered within a group.
+/// Numbers in a group of a row. Numbers are reordered within a group.
 const GROUP: usize = 64;
-/// Blocks of threads for each multiprocessor, and their threads, of what widens.
+/// Blocks of threads for each multiprocessor, and their threads, in the conversion.
 const BLOCKS_AT_ONCE: usize = 8;
 const WIDEN_THREADS: u32 = 256;
 
-/// Rows of weights in FP8 (e4m3) on the card, each with a scale.
+/// Rows of FP8 weights (e4m3) on the GPU, each with a scale.
 ///
-/// A row is padded with zeroes to whole groups of 64 numbers. Within a group the numbers have the order in which the lanes of
-/// a tensor core's product hold them: see [`Self::place`].
+/// A row is padded with zeroes to whole groups of 64 numbers. Within a group the numbers are in the order of
+/// a tensor core's lanes: see [`Self::place`].
 #[derive(Clone, Copy, Debug)]
 pub struct Fp8Rows<'a> {
     pub numbers: View<'a, u8>,
@@ -25,10 +25,10 @@ impl Fp8Rows<'_> {
         k.next_multiple_of(GROUP)
     }
 
-    /// The place of number `nth` within a row.
+    /// The index of number `nth` in a row's memory.
     ///
-    /// Four lanes have 16 bytes of a group each, and 4 bytes of each 16 numbers: pair `lane` of the first eight in bytes 0
-    /// and 2, pair `lane` of the second eight in bytes 1 and 3.
+    /// Each of four lanes has 16 bytes of a group, and 4 bytes of every 16 numbers: pair `lane` of the first
+    /// eight in bytes 0 and 2, pair `lane` of the second eight in bytes 1 and 3.
     pub fn place(nth: usize) -> usize {
         let (group, sixteen, within) = (nth / GROUP, nth % GROUP / 16, nth % 16);
         let (eight, lane, of_pair) = (within / 8, within % 8 / 2, within % 2);
@@ -37,7 +37,7 @@ impl Fp8Rows<'_> {
 }
 
 impl ComputeCard {
-    /// Rows of `k` numbers of bf16: each the nearest to the number in FP8 times its scale.
+    /// Writes rows of `k` bf16 numbers: each the FP8 number times its row's scale, rounded to nearest.
     pub fn widen_fp8(&self, out: ViewMut<'_, Bf16>, w: Fp8Rows<'_>, k: usize) -> Result<(), CudaError> {
         let kernel = "widen_fp8";
         self.check_places(kernel, &[&out, &w.numbers], &[&w.scales])?;
@@ -65,9 +65,9 @@ impl ComputeCard {
     }
 }
 
-/// How many there are.
+/// Checks the rows and returns their number.
 pub(super) fn check_rows(kernel: &'static str, w: Fp8Rows<'_>, k: usize) -> Result<usize, CudaError> {
-    ensure(kernel, k > 0 && k.is_multiple_of(8), "rows that are not a multiple of 8 wide")?;
+    ensure(kernel, k > 0 && k.is_multiple_of(8), "rows whose width is not a multiple of 8")?;
     let n = rows_of(kernel, w.numbers.len(), Fp8Rows::width(k))?;
     ensure(kernel, w.scales.len() == n, "not one scale for each row")?;
     Ok(n)

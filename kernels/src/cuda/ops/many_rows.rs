@@ -1,14 +1,16 @@
-//! Products of many rows with a large matrix on Hopper, whose time is that of multiplying, and what may come after.
+//! Products of many rows with a large matrix on Hopper, bound by arithmetic, with optional work after the
+//! product.
 
 use super::{Bf16, ComputeCard, CudaError, View, ViewMut, ensure, launch, number, rows_of};
 use crate::cuda::tensor_map::{Matrix, TensorMap};
 use device::cuda::card::Grid;
 
-/// Blocks of threads that share what they read of the matrix, and their threads, as in `many_rows.cu`.
+/// The blocks of threads in a cluster, which share loads of the matrix, and their threads, as in
+/// `many_rows.cu`.
 const CLUSTER: usize = 2;
 const THREADS: u32 = 384;
-/// Rows of x of a block; half of the matrix's of a tile; columns that are brought at once; rows that leave at once; tiles that
-/// are there at once.
+/// The tile sizes: rows of x in a block; rows of half a tile of the matrix; columns loaded at once; rows
+/// written at once; stages of the ring.
 const ROWS: usize = 128;
 const HALF: usize = 128;
 const TILE_COLUMNS: usize = 64;
@@ -19,18 +21,18 @@ const SUMS: &str = "many_rows";
 const ADDED: &str = "many_rows_added";
 const GATED: &str = "many_rows_gated";
 
-/// What becomes of the sums.
+/// The use of the sums.
 #[derive(Debug)]
 pub enum ManyRows<'a> {
     /// A number for each pair of rows.
     Sums(ViewMut<'a, Bf16>),
-    /// The same, rounded to bf16 and added to what is there.
+    /// The sums are rounded to bf16 and added to the existing numbers.
     Added(ViewMut<'a, Bf16>),
-    /// The matrix is rows of a gate and then as many of what it lets through: `silu(gate) * up`.
+    /// The matrix has the rows of gate, then of up: `silu(gate) * up`.
     Gated(ViewMut<'a, Bf16>),
 }
 
-/// The fields of ManyShape in many_rows.cu, in their order: it is copied as bytes.
+/// The fields of ManyShape in many_rows.cu, in the same order. It is copied as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Shape {
@@ -42,12 +44,12 @@ struct Shape {
 }
 
 impl ComputeCard {
-    /// Whether this card multiplies many rows by a kernel of our own.
+    /// Whether this GPU has our kernels for many rows.
     pub fn has_many_rows(&self) -> bool {
         self.has(SUMS)
     }
 
-    /// `x * transpose(w)` of rows of `k` numbers, as many as there are, and what becomes of it.
+    /// `x * transpose(w)` for any number of rows of `k` numbers, and the work after it.
     pub fn multiply_many(
         &self,
         w: View<'_, Bf16>,
@@ -60,15 +62,19 @@ impl ComputeCard {
             ManyRows::Added(y) => (ADDED, y),
             ManyRows::Gated(y) => (GATED, y),
         };
-        ensure(kernel, self.has(kernel), "a card that is not of Hopper's kind")?;
-        ensure(kernel, k.is_multiple_of(8), "rows that are not a multiple of 8 wide")?;
+        ensure(kernel, self.has(kernel), "a GPU other than Hopper")?;
+        ensure(kernel, k.is_multiple_of(8), "rows whose width is not a multiple of 8")?;
         self.check_places(kernel, &[&w, &x, &y], &[])?;
         let (n, n_rows) = (rows_of(kernel, w.len(), k)?, rows_of(kernel, x.len(), k)?);
-        // How wide y is, and how far tiles and halves of tiles are apart in w.
+        // The width of y, and the distances of tiles and of halves of tiles in w.
         let (width, tile_rows, half_rows) =
             if kernel == GATED { (n / 2, HALF, n / 2) } else { (n, 2 * HALF, HALF) };
-        ensure(kernel, n.is_multiple_of(2) && width.is_multiple_of(8), "an output not a multiple of 8 wide")?;
-        ensure(kernel, y.len() == width * n_rows, "an output that is not rows by rows")?;
+        ensure(
+            kernel,
+            n.is_multiple_of(2) && width.is_multiple_of(8),
+            "an output whose width is not a multiple of 8",
+        )?;
+        ensure(kernel, y.len() == width * n_rows, "an output of the wrong size")?;
         if n == 0 || n_rows == 0 {
             return Ok(());
         }
@@ -90,13 +96,13 @@ impl ComputeCard {
     }
 }
 
-/// The ring, what leaves, and what it takes to begin on an edge of 1,024 bytes.
+/// The ring, the output buffer, and padding to align them to 1,024 bytes.
 const SHARED_BYTES: u32 = {
     let ring = STAGES * (ROWS + 2 * HALF) * TILE_COLUMNS;
     ((ring + ROWS * HALF) * size_of::<Bf16>() + 1024) as u32
 };
 
-/// Shared memory that a kernel of this file asks for.
+/// The dynamic shared memory of a kernel in this file.
 pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
     [SUMS, ADDED, GATED].contains(&kernel).then_some(SHARED_BYTES)
 }

@@ -1,7 +1,7 @@
 //! Computation on a GPU: one method for each kernel, which checks its arguments before the launch.
 //!
-//! Numbers on the GPU (tokens, positions, lengths, tables of blocks) cannot be checked here. The kernels check them; for an
-//! index out of bounds they write NaN, or nothing.
+//! Numbers in GPU memory (tokens, positions, lengths, block tables) cannot be checked here. The kernels check
+//! them: for an index out of bounds they write NaN, or nothing.
 
 mod rows;
 mod rope;
@@ -40,12 +40,12 @@ use device::cuda::{Bf16, CudaError, Element, View, ViewMut};
 use super::ComputeCard;
 use super::tensor_map::Matrix;
 
-/// Tokens of a page of KV, here and in `kernels/cu/pages.cuh`.
+/// Tokens of a KV page, here and in `kernels/cu/pages.cuh`.
 pub const BLOCK_TOKENS: usize = 16;
 /// The largest second and third dimension of a grid.
 const GRID_SIDE_MAX: usize = 65_535;
 
-/// One layer's KV: pages of `[K|V][kv_head][token][dim]`, as many as there are blocks.
+/// One layer's KV: one page of `[K|V][kv_head][token][dim]` for each block.
 #[derive(Clone, Copy, Debug)]
 pub struct KvPages {
     pub n_kv_heads: usize,
@@ -54,7 +54,7 @@ pub struct KvPages {
     pub number: KvNumber,
 }
 
-/// The format of KV. Numbers of 8 bits (e4m3) have no scale; views hold them as halves of numbers of 16 bits.
+/// The number format of KV. FP8 (e4m3) has no scale; two FP8 numbers count as one 16-bit number in views.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvNumber {
     Bf16,
@@ -62,7 +62,7 @@ pub enum KvNumber {
 }
 
 impl KvPages {
-    /// All pages, in numbers of 16 bits.
+    /// The length of all pages, in 16-bit numbers.
     pub fn halves(&self) -> usize {
         let numbers = self.n_blocks * self.page_numbers();
         match self.number {
@@ -71,19 +71,19 @@ impl KvPages {
         }
     }
 
-    /// Numbers of one page.
+    /// The numbers in one page.
     pub fn page_numbers(&self) -> usize {
         2 * self.n_kv_heads * BLOCK_TOKENS * self.head_dim
     }
 
-    /// All pages of bf16 as rows, a token's part of one head each.
+    /// All bf16 pages as a matrix. A row is one head of K or V of one token.
     fn matrix(&self, pages: View<'_, Bf16>) -> Matrix {
         let n_rows = self.n_blocks * 2 * self.n_kv_heads * BLOCK_TOKENS;
         Matrix { address: pages.address(), n_rows, n_columns: self.head_dim, stride: self.head_dim }
     }
 }
 
-/// The properties of a view that are checked, for any element type.
+/// The checked properties of a view, for any element type.
 trait Placed {
     fn lies_on(&self, card: &ComputeCard) -> bool;
     fn is_vector(&self) -> bool;
@@ -108,7 +108,8 @@ impl<T: Element> Placed for ViewMut<'_, T> {
 }
 
 impl ComputeCard {
-    /// Vectors are moved 16 bytes at a time; indices are not.
+    /// Checks that all memory is on this GPU and that vectors, which are loaded 16 bytes at a time, are
+    /// aligned. Indices need no alignment.
     fn check_places(
         &self,
         kernel: &'static str,
@@ -116,17 +117,21 @@ impl ComputeCard {
         indices: &[&dyn Placed],
     ) -> Result<(), CudaError> {
         let mut all = vectors.iter().chain(indices);
-        ensure(kernel, all.all(|view| view.lies_on(self)), "memory of another card")?;
-        ensure(kernel, vectors.iter().all(|view| view.is_vector()), "numbers that begin off a 16-byte edge")
+        ensure(kernel, all.all(|view| view.lies_on(self)), "memory of another GPU")?;
+        ensure(
+            kernel,
+            vectors.iter().all(|view| view.is_vector()),
+            "numbers that are not aligned to 16 bytes",
+        )
     }
 }
 
-/// A size as kernels count. Views of such lengths fit no card's memory otherwise.
+/// A size as a kernel argument. Larger sizes do not fit into GPU memory.
 pub(super) fn number(kernel: &'static str, size: usize) -> Result<u32, CudaError> {
     u32::try_from(size).map_err(|_| CudaError::Argument { kernel, wrong: "a size of more than 32 bits" })
 }
 
-/// Two neighbouring fields of 32 bits, as a word of both: cards and this machine are little-endian.
+/// Two neighbouring 32-bit fields as one word. GPU and host are little-endian.
 pub(super) fn two_in_one(first: u32, second: u32) -> u64 {
     u64::from(first) | u64::from(second) << 32
 }
@@ -138,7 +143,7 @@ fn rows_of(kernel: &'static str, len: usize, width: usize) -> Result<usize, Cuda
     Ok(len / width)
 }
 
-/// Shared memory that kernels ask for beyond what they declare.
+/// The dynamic shared memory of a kernel.
 pub(super) fn shared_bytes_of(kernel: &str) -> Option<u32> {
     let of_files = [
         prefill::shared_bytes_of,
@@ -149,17 +154,17 @@ pub(super) fn shared_bytes_of(kernel: &str) -> Option<u32> {
     of_files.iter().find_map(|of_file| of_file(kernel))
 }
 
-/// Launches a kernel by its name with these arguments, its blocks of threads one by one or in clusters; the checks come
-/// before.
+/// Launches a kernel by name with these arguments, in single blocks of threads or in clusters. The caller has
+/// checked the arguments.
 macro_rules! launch {
     ($card:expr, $kernel:expr, $grid:expr, &$first:expr, $($argument:expr),+ $(,)?) => {
         launch!($card, $kernel, $grid, 1, &$first, $($argument),+)
     };
     ($card:expr, $kernel:expr, $grid:expr, $cluster:expr, $($argument:expr),+ $(,)?) => {{
-        // JUSTIFICATION: a GPU's code is called by address, and its compiler knows nothing of Rust.
-        // SAFETY: the arguments are those of the kernel's signature in kernels/cu, in its order, and live until the end
-        // of this call; the views they come from bound what it reads and writes, by the checks before; what it writes is
-        // borrowed mutably, and later work of the same stream waits for it.
+        // JUSTIFICATION: GPU code is called by address, outside of Rust's checks.
+        // SAFETY: the arguments have the types and order of the kernel's signature in kernels/cu, and live
+        // until the end of this call. The earlier checks bound its reads and writes to the views. Its output
+        // is borrowed mutably, and later work of the same stream waits for it.
         unsafe {
             $card.launch(
                 $kernel,

@@ -8,31 +8,31 @@ use crate::cuda::tensor_map::{Matrix, TensorMap};
 use device::cuda::Buffer;
 use device::cuda::card::Grid;
 
-/// Threads of a tile, its queries, and its tokens, as in `prefill_attention.cu`.
+/// Threads, queries and tokens of a tile, as in `prefill_attention.cu`.
 const THREADS: u32 = 128;
 const TILE_QUERIES: usize = 128;
 const TILE_TOKENS: usize = 64;
 
-/// For Hopper and heads of 128: its threads, rows of a box of queries, and tiles of 128 by 128 in shared memory (two of
-/// q, of K and of V), as in `prefill_attention_hopper.cu`.
+/// The kernel for Hopper and heads of 128 dims: its name, threads, rows of a box of queries, and tiles of 128
+/// by 128 in shared memory (two of q, of K and of V), as in `prefill_attention_hopper.cu`.
 const HOPPER: &str = "prefill_attention_hopper";
 const HOPPER_THREADS: u32 = 384;
 const HOPPER_HEAD: usize = 128;
 const HOPPER_TILES: usize = 6;
 
-/// Which rows of q belong to a sequence, and how long it is with them.
+/// The rows of q of a sequence, and its length with them.
 #[derive(Clone, Copy, Debug)]
 pub struct PrefillSequence {
     pub first_row: usize,
     pub n_queries: usize,
-    /// Tokens of the sequence, the queries included: they are its last ones.
+    /// Tokens of the sequence. The queries are the last ones.
     pub length: usize,
 }
 
-/// What [`ComputeCard::prefill_attention`] needs, for one layer.
+/// The arguments of [`ComputeCard::prefill_attention`], for one layer.
 #[derive(Debug)]
 pub struct PrefillAttention<'a> {
-    /// Rows of `n_q_heads * head_dim` numbers, as many as there are rows of q.
+    /// Rows of `n_q_heads * head_dim` numbers, one for each row of q.
     pub out: ViewMut<'a, Bf16>,
     /// Rows of at least `n_q_heads * head_dim`, `q_stride` apart.
     pub q: View<'a, Bf16>,
@@ -40,17 +40,17 @@ pub struct PrefillAttention<'a> {
     pub n_q_heads: usize,
     pub pages: View<'a, Bf16>,
     pub kv: KvPages,
-    /// A row of blocks for each sequence, all of one length.
+    /// A row of block numbers for each sequence. All rows have the same length.
     pub tables: View<'a, u32>,
     pub sequences: &'a [PrefillSequence],
-    /// The same on the card: [`ComputeCard::prefill_sequences`].
+    /// The sequences in GPU memory: [`ComputeCard::prefill_sequences`].
     pub on_card: View<'a, [u32; 3]>,
-    /// The last tokens that a query sees, itself included.
+    /// The number of last tokens that a query sees, with itself.
     pub window: usize,
     pub scale: f32,
 }
 
-/// The fields of PrefillShape in prefill_attention.cu, in their order: it is copied as bytes.
+/// The fields of PrefillShape in prefill_attention.cu, in the same order. It is copied as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Shape {
@@ -61,7 +61,7 @@ struct Shape {
     n_blocks: u32,
     window: u32,
     scale: f32,
-    /// For Hopper's kernel alone, which has pieces drawn: a tile of queries of a head of a sequence each.
+    /// For Hopper's kernel only, which draws pieces: a tile of queries of one head of one sequence.
     n_sequences: u32,
     n_pieces: u32,
 }
@@ -71,14 +71,18 @@ impl PrefillAttention<'_> {
         let (head_dim, n_kv_heads) = (self.kv.head_dim, self.kv.n_kv_heads);
         ensure(kernel, [64, 128].contains(&head_dim), "heads that are not 64 or 128 wide")?;
         let divides = n_kv_heads > 0 && self.n_q_heads > 0 && self.n_q_heads.is_multiple_of(n_kv_heads);
-        ensure(kernel, divides, "query heads that KV heads do not divide")?;
+        ensure(kernel, divides, "a number of query heads that is not a multiple of the KV heads")?;
         ensure(kernel, self.sequences.len() <= GRID_SIDE_MAX, "too many sequences")?;
         let width = self.n_q_heads * head_dim;
         let is_wide = self.q_stride >= width && self.q_stride.is_multiple_of(8);
-        ensure(kernel, is_wide, "rows of q that overlap, or lie off 16-byte edges")?;
-        ensure(kernel, self.pages.len() == self.kv.halves(), "pages that are not of the length said")?;
-        ensure(kernel, self.on_card.len() == self.sequences.len(), "other sequences on the card than here")?;
-        ensure(kernel, self.window > 0, "a window in which a query does not see itself")?;
+        ensure(kernel, is_wide, "rows of q that overlap, or are not aligned to 16 bytes")?;
+        ensure(kernel, self.pages.len() == self.kv.halves(), "pages of the wrong total size")?;
+        ensure(
+            kernel,
+            self.on_card.len() == self.sequences.len(),
+            "not one sequence on the GPU for each sequence",
+        )?;
+        ensure(kernel, self.window > 0, "an empty window")?;
         self.sequences.iter().try_for_each(|sequence| self.check_sequence(kernel, *sequence, width))
     }
 
@@ -95,15 +99,15 @@ impl PrefillAttention<'_> {
             return Ok(());
         }
         let last_row = first_row + n_queries - 1;
-        ensure(kernel, self.q.len() >= last_row * self.q_stride + width, "rows of q that are not there")?;
-        ensure(kernel, self.out.len() >= (last_row + 1) * width, "rows of the output that are not there")?;
+        ensure(kernel, self.q.len() >= last_row * self.q_stride + width, "rows of q out of bounds")?;
+        ensure(kernel, self.out.len() >= (last_row + 1) * width, "rows of the output out of bounds")?;
         let covers = self.tables.len() / self.sequences.len() >= length.div_ceil(BLOCK_TOKENS);
         ensure(kernel, covers, "tables shorter than the sequences")
     }
 }
 
 impl ComputeCard {
-    /// Sequences as the kernel reads them.
+    /// Uploads sequences in the form that the kernel reads.
     pub fn prefill_sequences(&self, sequences: &[PrefillSequence]) -> Result<Buffer<[u32; 3]>, CudaError> {
         let kernel = "prefill_attention_128";
         let on_card = sequences.iter().map(|sequence| {
@@ -187,8 +191,8 @@ impl ComputeCard {
     }
 }
 
-/// Shared memory of one block of threads: a tile of q, one of K, one of V, or as many as Hopper's kernel has and what it
-/// takes to begin on an edge of 1,024 bytes.
+/// Shared memory of one block of threads: a tile of q, of K and of V. For Hopper's kernel: its tiles, and
+/// padding to align them to 1,024 bytes.
 pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
     let of_rows = |n_rows: usize, head_dim: usize| (n_rows * head_dim * size_of::<Bf16>()) as u32;
     match kernel {

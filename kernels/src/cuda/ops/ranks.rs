@@ -1,17 +1,17 @@
-//! Collective operations of the GPUs of one model: sums of partial results, and gathering of columns. All GPUs launch the same
-//! operations in the same order, each with its own arguments.
+//! Collective operations of the GPUs of one model: sums of partial results, and gathering of columns. All
+//! GPUs launch the same operations in the same order, each with its own arguments.
 
 use super::{Bf16, ComputeCard, CudaError, View, ViewMut, ensure, launch, number, rows_of};
 use crate::cuda::peers::Peers;
 use device::cuda::card::grid;
 
-/// Threads of a row that is thrown, as in `ranks.cu`.
+/// Threads of a row that is pushed, as in `ranks.cu`.
 const FEW_THREADS: u32 = 1024;
-/// Threads of a row that is fetched, and of columns, as in `ranks.cu`.
+/// Threads of a row that is fetched, and for columns, as in `ranks.cu`.
 const MANY_THREADS: u32 = 256;
-/// The widest row that both can keep in registers.
+/// The widest row that both kernels can keep in registers.
 const WIDTH_MAX: usize = 16_384;
-/// Blocks of threads that gather columns: enough for the wire, and not more than there is work for.
+/// The maximum number of blocks of threads that gather columns: enough to fill the link.
 const GATHER_BLOCKS_MAX: usize = 264;
 
 /// `residual += ` the sum of all ranks' parts, then `out = norm(residual) * weight`, row by row.
@@ -25,7 +25,7 @@ pub struct SumRows<'a> {
 }
 
 impl SumRows<'_> {
-    /// Rows, and their width.
+    /// Checks the arguments. Returns the number of rows and their width.
     fn check(
         &self,
         card: &ComputeCard,
@@ -36,17 +36,17 @@ impl SumRows<'_> {
         card.check_places(kernel, &[out, residual, part, weight], &[])?;
         peers.check_place(card, kernel)?;
         let width = weight.len();
-        ensure(kernel, width.is_multiple_of(8), "rows that are not a multiple of 8 wide")?;
+        ensure(kernel, width.is_multiple_of(8), "rows whose width is not a multiple of 8")?;
         ensure(kernel, width <= WIDTH_MAX, "rows wider than 16,384")?;
         let are_alike = out.len() == part.len() && residual.len() == part.len();
-        ensure(kernel, are_alike, "output, residual and part that are not of one length")?;
+        ensure(kernel, are_alike, "output, residual and part of different lengths")?;
         Ok((rows_of(kernel, part.len(), width)?, width))
     }
 }
 
 impl ComputeCard {
-    /// Sums rows by the way with the shortest wait, up to the number that fits into the inboxes. Every rank has the whole
-    /// residual.
+    /// Sums rows by the method with the shortest wait, for at most the number of rows that fits into the
+    /// inboxes. Every rank has the whole residual.
     pub fn sum_few_rows(&self, peers: &mut Peers, sum: SumRows<'_>) -> Result<(), CudaError> {
         let kernel = "sum_few_rows";
         let (n_rows, width) = sum.check(self, kernel, peers)?;
@@ -70,17 +70,17 @@ impl ComputeCard {
         )
     }
 
-    /// Sums any number of rows by the way that sends the fewest bytes. Each rank has the residual of every n-th row only, so
-    /// all sums over these rows must be done this way.
+    /// Sums any number of rows by the method that sends the fewest bytes. Each rank has the residual of every
+    /// n-th row only, so all sums over these rows must use this method.
     ///
-    /// `out` and `part` are the beginnings of what was shown.
+    /// `out` and `part` start at the start of the buffers in [`Shown`](crate::cuda::Shown).
     pub fn sum_many_rows(&self, peers: &mut Peers, sum: SumRows<'_>) -> Result<(), CudaError> {
         let kernel = "sum_many_rows";
         let (n_rows, width) = sum.check(self, kernel, peers)?;
         let me = peers.me();
         let are_shown = sum.part.address() == peers.parts.at[me] && sum.out.address() == peers.outs.at[me];
         let fit = sum.part.len() <= peers.shown[0] && sum.out.len() <= peers.shown[1];
-        ensure(kernel, are_shown && fit, "rows that were not shown to the others")?;
+        ensure(kernel, are_shown && fit, "rows outside of the memory that the ranks share")?;
         if n_rows == 0 {
             return Ok(());
         }
@@ -105,8 +105,8 @@ impl ComputeCard {
         )
     }
 
-    /// Gives every rank all columns of some rows. Each rank has the same number of columns in `part`. `whole` is the
-    /// beginning of the shown memory; columns beyond its rows' width are left out.
+    /// Gives every rank all columns of some rows. Each rank has the same number of columns in `part`. `whole`
+    /// starts at the start of the shared buffer. Columns beyond its rows' width are left out.
     pub fn gather_columns(
         &self,
         peers: &mut Peers,
@@ -129,7 +129,7 @@ impl ComputeCard {
         ensure(kernel, are_fours, "columns that are not a multiple of 4")?;
         ensure(kernel, part_width * peers.n_ranks() >= width, "fewer columns than the whole rows have")?;
         let is_shown = whole.address() == peers.wholes.at[peers.me()] && whole.len() <= peers.shown[2];
-        ensure(kernel, is_shown, "rows that were not shown to the others")?;
+        ensure(kernel, is_shown, "rows outside of the memory that the ranks share")?;
         let n_blocks = (part.len() / 4).div_ceil(MANY_THREADS as usize).clamp(1, GATHER_BLOCKS_MAX);
         let config = grid(n_blocks, 1, MANY_THREADS);
         let (n_rows, width) = (number(kernel, n_rows)?, number(kernel, width)?);

@@ -1,4 +1,4 @@
-//! Rotates q and k by their positions, norms their heads, and writes K and V to pages.
+//! Applies head norms, rotates q and k by their positions, and writes K and V into pages.
 
 use super::{
     BLOCK_TOKENS, Bf16, ComputeCard, CudaError, GRID_SIDE_MAX, KvNumber, KvPages, View, ViewMut, ensure,
@@ -6,11 +6,11 @@ use super::{
 };
 use device::cuda::card::grid;
 
-/// The most threads of a row, the same as in `rope.cu`; each head has one thread for 16 of its numbers.
+/// The maximum number of threads for a row, as in `rope.cu`. A thread has 16 numbers of a head.
 const THREADS_MAX: usize = 256;
 const DIMS_OF_THREAD: usize = 16;
 
-/// What [`ComputeCard::rope_write_kv`] needs, for rows of one layer.
+/// The arguments of [`ComputeCard::rope_write_kv`], for rows of one layer.
 #[derive(Debug)]
 pub struct RopeWriteKv<'a> {
     /// Rows of all heads of q, then of k, then of v. q is rotated in place; k and v are read.
@@ -19,16 +19,16 @@ pub struct RopeWriteKv<'a> {
     pub pages: ViewMut<'a, Bf16>,
     pub kv: KvPages,
     pub positions: View<'a, u32>,
-    /// The place of each row's K and V: block * 16 + token. A slot beyond the pages is not written.
+    /// The slot of each row's K and V: block * 16 + token. A slot outside of the pages is not written.
     pub slots: View<'a, u32>,
-    /// Cosine and sine by position and by the first half of the dims.
+    /// Cosine and sine for each position and each of the first half of the dims.
     pub turns: View<'a, [f32; 2]>,
-    /// The weights of q's and of k's norm, where the model has them.
+    /// The weights of q's and of k's norm, if the model has them.
     pub norms: Option<[View<'a, Bf16>; 2]>,
     pub epsilon: f32,
 }
 
-/// The fields of RopeShape in rope.cu, in their order: it is copied as bytes.
+/// The fields of RopeShape in rope.cu, in the same order. It is copied as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Shape {
@@ -54,7 +54,7 @@ impl ComputeCard {
         let n_rows = rows_of(kernel, qkv.len(), n_heads * head_dim)?;
         ensure(kernel, n_rows <= GRID_SIDE_MAX, "too many rows")?;
         rope.check(self, kernel, n_rows)?;
-        // The kernel takes a null address as no norm.
+        // A null address tells the kernel that there is no norm.
         let norms = rope.norms.map_or([0, 0], |[q, k]| [q.address(), k.address()]);
         if n_rows == 0 {
             return Ok(());
@@ -66,7 +66,7 @@ impl ComputeCard {
             n_positions: number(kernel, rows_of(kernel, turns.len(), head_dim / 2)?)?,
             epsilon: rope.epsilon,
         };
-        // Turns over the heads of a row that come out even, by whole warps.
+        // Divides the heads of a row evenly into passes of whole warps.
         let lanes = n_heads * head_dim / DIMS_OF_THREAD;
         let threads = lanes.div_ceil(lanes.div_ceil(THREADS_MAX)).next_multiple_of(32);
         let config = grid(n_rows, 1, threads as u32);
@@ -103,14 +103,14 @@ impl RopeWriteKv<'_> {
         ensure(kernel, [64, 128].contains(&head_dim), "heads that are not 64 or 128 wide")?;
         card.check_places(kernel, &[qkv, pages, turns], &[positions, slots])?;
         let width = self.n_heads() * head_dim;
-        ensure(kernel, qkv.len() == n_rows * width, "rows that are not all heads wide")?;
+        ensure(kernel, qkv.len() == n_rows * width, "rows whose width is not that of all heads")?;
         let are_alike = positions.len() == n_rows && slots.len() == n_rows;
-        ensure(kernel, are_alike, "positions or slots that are not one for each row")?;
-        ensure(kernel, pages.len() == kv.halves(), "pages that are not of the length said")?;
+        ensure(kernel, are_alike, "not one position and slot for each row")?;
+        ensure(kernel, pages.len() == kv.halves(), "pages of the wrong total size")?;
         if let Some([q, k]) = norms {
             card.check_places(kernel, &[q, k], &[])?;
             let are_wide = q.len() == head_dim && k.len() == head_dim;
-            ensure(kernel, are_wide, "norms that are not as wide as a head")?;
+            ensure(kernel, are_wide, "norms whose width is not that of a head")?;
         }
         Ok(width)
     }

@@ -3,13 +3,13 @@
 use super::{Bf16, ComputeCard, CudaError, GRID_SIDE_MAX, View, ViewMut, ensure, launch, number, rows_of};
 use device::cuda::card::grid;
 
-/// Threads of a row's norm, as in `norm.cu`.
+/// Threads of a row in the norm, as in `norm.cu`.
 const NORM_THREADS: u32 = 256;
 /// The widest row that a block of threads can keep in registers, as in `norm.cu`.
 const NORM_WIDTH_MAX: usize = 16_384;
 
 impl ComputeCard {
-    /// `out[row] = table[tokens[row]]`. A token beyond the table gives a row of NaN.
+    /// `out[row] = table[tokens[row]]`. An invalid token gives a row of NaN.
     pub fn embedding(
         &self,
         out: ViewMut<'_, Bf16>,
@@ -22,7 +22,7 @@ impl ComputeCard {
             return Ok(());
         }
         let width = rows_of(kernel, out.len(), tokens.len())?;
-        ensure(kernel, width.is_multiple_of(8), "rows that are not a multiple of 8 wide")?;
+        ensure(kernel, width.is_multiple_of(8), "rows whose width is not a multiple of 8")?;
         let n_tokens = rows_of(kernel, table.len(), width)?;
         let (width, n_tokens) = (number(kernel, width)?, number(kernel, n_tokens)?);
         let config = grid(tokens.len(), 1, 128);
@@ -39,7 +39,7 @@ impl ComputeCard {
     ) -> Result<(), CudaError> {
         let kernel = "rms_norm";
         self.check_places(kernel, &[&out, &x, &weight], &[])?;
-        ensure(kernel, out.len() == x.len(), "an output that is not as long as the input")?;
+        ensure(kernel, out.len() == x.len(), "an output whose length differs from the input's")?;
         let n_rows = check_norm(kernel, x.len(), weight.len())?;
         let width = number(kernel, weight.len())?;
         if n_rows == 0 {
@@ -61,7 +61,7 @@ impl ComputeCard {
         let kernel = "add_rms_norm";
         self.check_places(kernel, &[&out, &residual, &x, &weight], &[])?;
         let are_alike = out.len() == x.len() && residual.len() == x.len();
-        ensure(kernel, are_alike, "output, residual and input that are not of one length")?;
+        ensure(kernel, are_alike, "output, residual and input of different lengths")?;
         let n_rows = check_norm(kernel, x.len(), weight.len())?;
         let width = number(kernel, weight.len())?;
         if n_rows == 0 {
@@ -90,7 +90,7 @@ impl ComputeCard {
     ) -> Result<(), CudaError> {
         let kernel = "silu_mul";
         self.check_places(kernel, &[&out, &gate_up], &[])?;
-        ensure(kernel, width.is_multiple_of(8), "rows that are not a multiple of 8 wide")?;
+        ensure(kernel, width.is_multiple_of(8), "rows whose width is not a multiple of 8")?;
         let n_rows = rows_of(kernel, out.len(), width)?;
         ensure(kernel, gate_up.len() == 2 * out.len(), "an input that is not twice the output")?;
         ensure(kernel, n_rows <= GRID_SIDE_MAX, "too many rows")?;
@@ -103,7 +103,7 @@ impl ComputeCard {
 }
 
 fn check_norm(kernel: &'static str, len: usize, width: usize) -> Result<usize, CudaError> {
-    ensure(kernel, width.is_multiple_of(8), "rows that are not a multiple of 8 wide")?;
+    ensure(kernel, width.is_multiple_of(8), "rows whose width is not a multiple of 8")?;
     ensure(kernel, width <= NORM_WIDTH_MAX, "rows wider than 16,384")?;
     rows_of(kernel, len, width)
 }

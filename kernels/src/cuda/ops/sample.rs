@@ -1,33 +1,33 @@
-//! Tokens drawn on the card, where the likeliest one will not do.
+//! Samples tokens on the GPU, for rows that do not take just the likeliest token.
 
 use super::{ComputeCard, CudaError, GRID_SIDE_MAX, NOWHERE, View, ViewMut, ensure, launch, number, rows_of};
 use device::cuda::card::grid;
 
 /// Threads of a row, as in `sample.cu`.
 const THREADS: u32 = 1024;
-/// The most likeliest tokens that a row's outcome tells.
+/// The maximum number of likeliest tokens in a row's outcome.
 pub const TOP_MAX: usize = 20;
 /// Words of an edit.
 pub const EDIT_WORDS: usize = 4;
 
-/// How one row is drawn from.
+/// The sampling parameters of one row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DrawRow {
-    /// Which row of the logits, and where its token goes.
+    /// The row of the logits, and of the sampled token.
     pub row: u32,
-    /// The index of the token of the step before, which belongs to the history but is not known to the host.
+    /// The index of the previous step's token, which belongs to the history but is not known to the host.
     pub in_flight: Option<u32>,
-    /// 0 takes the likeliest.
+    /// 0 takes the likeliest token.
     pub temperature: f32,
-    /// 0 keeps all.
+    /// 0 keeps all tokens.
     pub top_k: u32,
     pub top_p: f32,
     pub min_p: f32,
     pub seed: u64,
     pub position: u64,
-    /// The number of likeliest tokens to return with log-probabilities; `None`: no log-probabilities.
+    /// The number of likeliest tokens to return with log-probabilities. `None` means no log-probabilities.
     pub n_top: Option<u32>,
-    /// Which of the edits are this row's.
+    /// The range of this row's edits.
     pub first_edit: u32,
     pub n_edits: u32,
     pub repetition: f32,
@@ -35,56 +35,57 @@ pub struct DrawRow {
     pub frequency: f32,
 }
 
-/// The change of one token's logit before a draw. A row edits each token once.
+/// A change of one token's logit before a draw. A row edits each token once.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Edit {
     pub token: u32,
     pub bias: f32,
-    /// How often the model has generated it.
+    /// The number of times that the model has generated the token.
     pub n_said: u32,
-    /// It must not be sampled yet.
+    /// The token must not be sampled yet.
     pub is_forbidden: bool,
-    /// It was generated, or is in the prompt.
+    /// The token was generated, or is in the prompt.
     pub is_seen: bool,
 }
 
 /// The result of a row with log-probabilities.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outcome {
-    /// [`NOWHERE`] where the best logit is not a finite number.
+    /// The sampled token, or [`NOWHERE`] if the best logit is not finite.
     pub token: u32,
-    /// The model's own logits: the greatest one, and the drawn token's.
+    /// The unedited logits: the greatest one, and the sampled token's.
     pub best: f32,
     pub chosen: f32,
-    /// The sum of all exponentials, by the greatest.
+    /// The sum of all exponentials, divided by the greatest one.
     pub total: f64,
-    /// The likeliest tokens and their logits, best first; of equals, the lower token.
+    /// The likeliest tokens and their logits, best first; of equal ones, the lower token first.
     pub top: Vec<(u32, f32)>,
 }
 
-/// What [`ComputeCard::sample_tokens`] needs.
+/// The arguments of [`ComputeCard::sample_tokens`].
 #[derive(Debug)]
 pub struct SampleTokens<'a> {
-    /// One for each row of logits: those of rows that are drawn are overwritten.
+    /// One for each row of logits. Only rows with a draw are overwritten.
     pub drawn: ViewMut<'a, u32>,
-    /// [`Outcome::WORDS`] for each draw. Whole only where log-probabilities are wanted.
+    /// [`Outcome::WORDS`] for each draw. Complete only for draws with log-probabilities.
     pub outcomes: ViewMut<'a, u32>,
     /// Overwritten if a row has edits.
     pub logits: ViewMut<'a, f32>,
     /// The likeliest token of each row.
     pub best: View<'a, u32>,
-    /// The step's.
+    /// The step's input tokens.
     pub tokens: View<'a, u32>,
-    /// [`DrawRow::WORDS`] for each draw, of a row each.
+    /// [`DrawRow::WORDS`] for each draw. Each draw has its own row.
     pub draws: View<'a, u32>,
     /// [`EDIT_WORDS`] for each edit.
     pub edits: ViewMut<'a, u32>,
 }
 
 impl ComputeCard {
-    /// Draws a token for each of some rows: `drawn[row]` is it, or [`NOWHERE`] where the best logit is not a finite number.
+    /// Samples a token for each row with a draw: `drawn[row]` is the token, or [`NOWHERE`] if the best logit
+    /// is not finite.
     ///
-    /// Sums are of whole numbers, so a draw depends on its row alone.
+    /// All sums are of integers, so a draw depends on its own row only.
     pub fn sample_tokens(&self, sample: SampleTokens<'_>) -> Result<(), CudaError> {
         let kernel = "sample_tokens";
         let SampleTokens { drawn, outcomes, logits, best, tokens, draws, edits } = &sample;
@@ -94,10 +95,14 @@ impl ComputeCard {
             return Ok(());
         }
         ensure(kernel, n_draws <= GRID_SIDE_MAX, "too many draws")?;
-        ensure(kernel, !drawn.is_empty() && best.len() == drawn.len(), "likeliest tokens of other rows")?;
+        ensure(
+            kernel,
+            !drawn.is_empty() && best.len() == drawn.len(),
+            "not one likeliest token for each row",
+        )?;
         ensure(kernel, outcomes.len() >= n_draws * Outcome::WORDS, "too little room for outcomes")?;
         let width = number(kernel, rows_of(kernel, logits.len(), drawn.len())?)?;
-        ensure(kernel, width > 0, "rows of nothing")?;
+        ensure(kernel, width > 0, "empty rows")?;
         let (n_rows, n_tokens) = (number(kernel, drawn.len())?, number(kernel, tokens.len())?);
         let n_edits = number(kernel, rows_of(kernel, edits.len(), EDIT_WORDS)?)?;
         let config = grid(n_draws, 1, THREADS);
@@ -157,11 +162,11 @@ impl Edit {
 impl Outcome {
     /// Words of `Outcome` in `sample.cu`.
     pub const WORDS: usize = 6 + 2 * TOP_MAX;
-    /// What a weight of one is counted as there.
+    /// The integer weight of the best token in `sample.cu`.
     const WEIGHT_OF_BEST: f64 = (1_u64 << 40) as f64;
 
     /// # Panics
-    /// If there are fewer than [`Self::WORDS`].
+    /// If `words` has fewer than [`Self::WORDS`].
     pub fn of_words(words: &[u32]) -> Self {
         let n_top = (words[1] as usize).min(TOP_MAX);
         let total = u64::from(words[5]) << 32 | u64::from(words[4]);
@@ -178,7 +183,7 @@ impl Outcome {
         }
     }
 
-    /// The logarithm of the share that a logit of the model's own gives a token.
+    /// The log-probability of a token with this unedited logit.
     pub fn logprob(&self, logit: f32) -> f32 {
         (f64::from(logit) - f64::from(self.best) - self.total.ln()) as f32
     }

@@ -4,15 +4,15 @@ use super::endings::{Checked, Ending, KernelNames, OwnForm, OwnProduct, kernel_n
 use super::{ComputeCard, CudaError, ensure, launch};
 use device::cuda::card::{Grid, grid};
 
-/// The most rows of one pass over the matrix.
+/// The maximum number of rows in one pass over the matrix.
 pub const SKINNY_ROWS_MAX: usize = 8;
-/// Half of the rows of the matrix that a block of threads takes, as in `skinny.cu`.
+/// Half of the matrix rows of a block of threads, as in `skinny.cu`.
 pub(super) const UNIT: usize = 8;
 
-/// One way of dividing the work; which is fastest depends on the matrix and the card.
+/// A division of the work. The fastest one depends on the matrix and the GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SkinnyForm {
-    /// The kernel's name, which contains the number of warps that multiply and of loads in flight.
+    /// The form's name in the kernel names: the number of warps that multiply, and of loads in flight.
     pub name: &'static str,
     warps: u32,
 }
@@ -24,7 +24,7 @@ pub const SKINNY_FORMS: &[SkinnyForm] = &[
     SkinnyForm { name: "4x4", warps: 4 },
     SkinnyForm { name: "8x2", warps: 8 },
 ];
-/// In the same order.
+/// The kernel names, in the same order.
 const NAMES: [KernelNames; 4] = [
     kernel_names!("skinny", "16x2"),
     kernel_names!("skinny", "8x4"),
@@ -33,7 +33,7 @@ const NAMES: [KernelNames; 4] = [
 ];
 
 impl ComputeCard {
-    /// [`ComputeCard::multiply_own`] of up to 8 rows with a matrix in bf16.
+    /// [`ComputeCard::multiply_own`] for up to 8 rows with a bf16 matrix.
     pub(super) fn skinny(
         &self,
         form: SkinnyForm,

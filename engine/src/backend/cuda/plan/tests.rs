@@ -5,7 +5,7 @@ use crate::step::SampleSpec;
 
 const BOUNDS: Bounds = Bounds { vocab: 100, n_groups: 2 };
 
-/// A row under construction: slot, tokens (none: the one in flight), start, whether a token is drawn.
+/// A row under construction: slot, tokens (`None`: the one in flight), start, and whether it samples a token.
 struct Made {
     slot: u64,
     tokens: Option<Vec<TokenId>>,
@@ -18,7 +18,8 @@ fn made(slot: u64, tokens: Option<&[u32]>, start: usize, is_drawn: bool) -> Made
     Made { slot, tokens, start, is_drawn }
 }
 
-/// The rows, with tables of blocks 10, 11, … in the first group and 20, 21, … in the second, a hundred more for each slot.
+/// Calls `look` with the rows. Tables have blocks 10, 11, … in the first group and 20, 21, … in the second,
+/// plus a hundred for each slot.
 fn with_rows<T>(made: &[Made], look: impl FnOnce(&[Row<'_>]) -> T) -> T {
     let (sampling, stop) = (Sampling::default(), StopRules::default());
     let block = |slot: u64, group: u32, nth: u32| BlockIdx(slot as u32 * 100 + 10 * (group + 1) + nth);
