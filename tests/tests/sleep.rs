@@ -138,7 +138,7 @@ async fn a_node_says_what_it_cannot_do_in_the_state_that_it_is_in() {
     eventually("the router to miss it", async || seen(&fleet, node).await.is_none().then_some(())).await;
     let unknown = baton(&["wake", &node.name, "--router", &router]);
     assert_eq!(unknown.status.code(), Some(1));
-    assert!(text(&unknown.stderr).contains("one that sleeps is asked at its admin port"));
+    assert!(text(&unknown.stderr).contains("for a sleeping node, use its admin port"));
     assert_eq!(Client::new(node.admin).get("/sleep").await.0.as_u16(), 405, "it is asked by a post");
 
     let awake = baton(&["wake", &admin]);

@@ -106,7 +106,7 @@ fn only_inline_kv_has_a_payload() {
         match place {
             KvPlace::Inline => assert_eq!(parse(&bytes), Ok(frame)),
             _ => {
-                let refusal = FrameError::Body("a payload behind KV that is not inline");
+                let refusal = FrameError::Body("a payload after KV that is not inline");
                 assert_eq!(parse(&bytes), Err(refusal));
             }
         }
