@@ -2,11 +2,12 @@
 //! in one thread, and a seed repeats a run exactly.
 //!
 //! Suggested reading order: what a seed means ([`plan`], and what chance alone would seldom play, `siege`), how it is played ([`mod@run`]) and judged ([`oracle`],
-//! [`client`] against the [`mod@reference`], [`witness`]), and what it is played on ([`host`], [`net`], [`pipe`]).
+//! [`client`] against the [`mod@reference`], [`explain`], [`witness`]), and what it is played on ([`host`], [`net`], [`pipe`]).
 //! `docs/simulation.md` says how to use it, and which guard each kind of fault tests.
 
 pub mod plan;
 mod siege;
+pub mod explain;
 pub mod run;
 pub mod client;
 pub mod reference;
