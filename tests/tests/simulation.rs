@@ -1,15 +1,31 @@
 //! Many seeds, each a cluster with its clients and its faults: see `docs/simulation.md`.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
+use baton_tests::sim::client::{Client, Flights};
+use baton_tests::sim::explain::End;
+use baton_tests::sim::log::EventLog;
+use baton_tests::sim::net::Crash;
+use baton_tests::sim::plan::{Ask, Break, Fault, MODELS, NodeShape, Patience, Shape};
+use baton_tests::sim::reference::Reference;
+use baton_tests::sim::run::RequestCounts;
 use baton_tests::sim::{Plan, Report, run};
+use chassis::Standstill;
+use router::dispatch::Order;
+use router::error::AcceptError;
+use router::serve::{Generation, Serve, ServeError};
+use types::{FinishReason, ModelInfo, Prompt, RefusalKind, Role};
 
 /// Seeds in a test run; `SEEDS` overrides it.
 const SEEDS: u64 = 2_000;
 /// The first seed; `FIRST` overrides it.
 const FIRST: u64 = 0;
-/// The number of failures that ends the search.
+/// Requests in a hundred that may end refused, over many seeds. Sieges and short deadlines refuse most of them.
+const REFUSED_PERCENT_MAX: u32 = 25;
+/// Failures after which the search is over.
 const FAILURES_MAX: usize = 5;
 
 fn number(name: &str) -> Option<u64> {
@@ -64,23 +80,251 @@ fn many_seeds() {
     let next = AtomicU64::new(first);
     let n_threads = std::thread::available_parallelism().map_or(1, usize::from);
     let search = || {
-        let mut wrong = Vec::new();
+        let (mut wrong, mut tally) = (Vec::new(), RequestCounts::default());
         while wrong.len() < FAILURES_MAX {
             let seed = next.fetch_add(1, Ordering::Relaxed);
             if seed >= first + count {
                 break;
             }
             let report = played(seed);
+            tally.merge(report.tally);
             if !report.faults.is_empty() {
                 wrong.push(report);
             }
         }
-        wrong
+        (wrong, tally)
     };
-    let wrong: Vec<Report> = std::thread::scope(|scope| {
+    let (wrong, tallies): (Vec<_>, Vec<_>) = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..n_threads).map(|_| scope.spawn(search)).collect();
-        threads.into_iter().flat_map(|thread| thread.join().expect("runs are caught")).collect()
+        threads.into_iter().map(|thread| thread.join().expect("runs are caught")).unzip()
     });
+    let wrong: Vec<Report> = wrong.into_iter().flatten().collect();
+    let mut tally = RequestCounts::default();
+    tallies.into_iter().for_each(|part| tally.merge(part));
+    let percent = 100 * tally.refused / tally.n_requests().max(1);
+    eprintln!("{percent} % of {} requests were refused: {tally:?}", tally.n_requests());
     let stories: Vec<String> = wrong.iter().map(told).collect();
     assert!(wrong.is_empty(), "{}\n{} seeds are wrong", stories.join("\n\n"), wrong.len());
+    assert!(percent <= REFUSED_PERCENT_MAX, "{percent} % of all requests were refused");
+}
+
+// === the judge ===
+
+fn node(name: &str, role: Role, model: &'static str) -> NodeShape {
+    NodeShape {
+        name: name.to_owned(),
+        role,
+        model,
+        n_blocks: 64,
+        ranks: std::num::NonZero::<u16>::MIN,
+        step_ms: 2.0,
+        step_tokens_max: 64,
+        prefill_token_ms: 0.05,
+        growth_blocks: 1,
+        local_tokens_max: 0,
+        landings_max: 256,
+        queue_ms_max: 2_000.0,
+        streams: 1,
+        stall_ms: 800,
+        frame_bytes: 4 << 10,
+        failing_steps: Vec::new(),
+    }
+}
+
+/// A request at the second second, of 100 tokens and 40 more.
+fn ask(model: &'static str) -> Ask {
+    Ask {
+        at: secs(2.0),
+        model,
+        router: 0,
+        tokens: vec![97; 100],
+        max_tokens: 40,
+        ignore_eos: true,
+        sampling_seed: None,
+        temperature: 1.0,
+        priority: 0,
+        tenant: "default",
+        within: secs(5.0),
+        patience: Patience::Endless,
+        must_be_answered: false,
+    }
+}
+
+/// Two models with a pair of nodes each, and one request.
+fn planted(faults: Vec<(f64, Break)>) -> Plan {
+    let [one, other] = MODELS;
+    let nodes = vec![
+        node("prefill-0", Role::Prefill, one),
+        node("decode-0", Role::Decode, one),
+        node("other-prefill", Role::Prefill, other),
+        node("other-decode", Role::Decode, other),
+    ];
+    let cluster = Shape {
+        order: Order::DecodeFirst,
+        policy: "round-robin",
+        attempts_max: 4,
+        wait_max: secs(3.0),
+        n_routers: 2,
+        has_pool: false,
+        nodes,
+    };
+    let faults = faults.into_iter().map(|(at, what)| Fault { at: secs(at), what }).collect();
+    Plan { seed: 0, cluster, asks: vec![ask(one)], faults, attempts_may_fail: true }
+}
+
+fn secs(seconds: f64) -> Duration {
+    Duration::from_secs_f64(seconds)
+}
+
+fn no_nodes() -> ServeError {
+    ServeError::NoNodes { reason: "no decode node is ready".to_owned() }
+}
+
+fn refused(kind: RefusalKind) -> ServeError {
+    ServeError::Refused { kind, reason: "planted".to_owned() }
+}
+
+#[test]
+fn a_plan_explains_only_what_it_breaks() {
+    let late = ServeError::DeadlinePassed { reason: "planted".to_owned() };
+    let (full, failed) = (refused(RefusalKind::Full), refused(RefusalKind::Failed));
+    let no_nodes = no_nodes();
+    let crash = |host: &str| Break::Crash(host.to_owned(), Crash::Process);
+    let start = |host: &str| Break::Start(host.to_owned());
+    let hold = |one: &str, other: &str| Break::Hold(one.to_owned(), other.to_owned());
+    let release = |one: &str, other: &str| Break::Release(one.to_owned(), other.to_owned());
+    let decode_is_gone = vec![(1.0, crash("decode-0")), (7.0, start("decode-0"))];
+    let is_cut_off = vec![(1.0, hold("router", "decode-0")), (7.0, release("router", "decode-0"))];
+    // The plan, the error and when it comes, for a request that is asked after two seconds.
+    let table: Vec<(&str, Vec<(f64, Break)>, &ServeError, f64, bool)> = vec![
+        ("calm", vec![], &no_nodes, 4.5, false),
+        ("calm", vec![], &late, 7.0, false),
+        ("calm", vec![], &failed, 4.5, false),
+        ("one request fits", vec![], &full, 6.0, false),
+        ("a clock", vec![(0.1, Break::Jump("decode-0".to_owned(), 3600))], &no_nodes, 4.5, false),
+        ("a clock", vec![(0.1, Break::Jump("decode-0".to_owned(), 3600))], &late, 7.0, false),
+        ("the decode node is gone", decode_is_gone.clone(), &no_nodes, 4.5, true),
+        ("it did not wait", decode_is_gone.clone(), &no_nodes, 2.1, false),
+        ("it is back since long", decode_is_gone.clone(), &no_nodes, 13.5, false),
+        ("the decode node is gone", decode_is_gone.clone(), &late, 7.0, true),
+        ("the decode node is gone", decode_is_gone.clone(), &failed, 4.5, true),
+        ("it is gone, not full", decode_is_gone, &full, 3.0, false),
+        ("it is cut off", is_cut_off.clone(), &no_nodes, 4.5, true),
+        ("it is cut off", is_cut_off, &late, 7.0, true),
+        ("another router is", vec![(1.0, hold("router-1", "decode-0"))], &no_nodes, 4.5, false),
+        ("another router is", vec![(1.0, hold("router-1", "decode-0"))], &late, 7.0, false),
+        ("the prefill node is gone", vec![(1.0, crash("prefill-0"))], &no_nodes, 4.5, false),
+        ("the other model is", vec![(1.0, crash("other-decode"))], &no_nodes, 4.5, false),
+        ("the other model is", vec![(1.0, crash("other-decode"))], &late, 7.0, false),
+        ("the other model is", vec![(1.0, crash("other-decode"))], &failed, 4.5, false),
+        ("its end comes later", vec![(6.0, crash("decode-0"))], &no_nodes, 4.5, false),
+        ("a reset is over soon", vec![(1.0, reset())], &no_nodes, 4.5, false),
+        ("a reset is over soon", vec![(1.0, reset())], &failed, 4.5, false),
+        ("a reset", vec![(4.0, reset())], &failed, 4.5, true),
+        ("the router starts", vec![(1.0, crash("router")), (1.5, start("router"))], &no_nodes, 2.5, true),
+        ("it has settled", vec![(1.0, crash("router")), (1.5, start("router"))], &no_nodes, 11.0, false),
+    ];
+    for (what, faults, error, at, is_explained) in table {
+        let plan = planted(faults);
+        let end = End { asked: secs(2.0), at: secs(at), n_steps: 0, beside: &[], error };
+        assert_eq!(plan.explains(&plan.asks[0], end), is_explained, "{what}: {error} after {at} s");
+    }
+}
+
+fn reset() -> Break {
+    Break::Reset("router".to_owned(), "decode-0".to_owned())
+}
+
+#[test]
+fn room_is_short_only_for_more_than_there_is() {
+    let mut plan = planted(Vec::new());
+    let full = refused(RefusalKind::Full);
+    let explained = |plan: &Plan, at, beside: &[Ask]| {
+        let end = End { asked: secs(2.0), at: secs(at), n_steps: 0, beside, error: &full };
+        plan.explains(&plan.asks[0], end)
+    };
+    // One request takes 37 of 64 blocks, and two do not fit; those of the other model are elsewhere.
+    let [same, other] = [[ask(MODELS[0])], [ask(MODELS[1])]];
+    assert!(!explained(&plan, 6.0, &[]));
+    assert!(!explained(&plan, 6.0, &other));
+    assert!(explained(&plan, 6.0, &same));
+    assert!(!explained(&plan, 4.0, &same), "it may wait for three seconds");
+    plan.cluster.nodes.iter_mut().for_each(|node| node.n_blocks = 100);
+    assert!(!explained(&plan, 6.0, &same));
+    plan.cluster.nodes[1].landings_max = 1;
+    assert!(explained(&plan, 6.0, &same));
+}
+
+/// A judge that excuses everything finds nothing. Of requests with time enough in plans with faults: the percent that may
+/// miss their deadlines, and that may find no node or fail after two seconds. It was 83, 18 and 84 when this was written;
+/// a fault anywhere explained all three for nearly each request before.
+const EXCUSED_PERCENT_MAX: [u32; 3] = [86, 21, 87];
+
+#[test]
+fn not_every_refusal_is_explained() {
+    let late = ServeError::DeadlinePassed { reason: "planted".to_owned() };
+    let failed = refused(RefusalKind::Failed);
+    let (mut n_asks, mut explained) = (0, [0; 3]);
+    for plan in (0..1_000).map(Plan::draw).filter(|plan| !plan.faults.is_empty()) {
+        for ask in plan.asks.iter().filter(|ask| ask.within >= secs(4.0)) {
+            n_asks += 1;
+            let soon = ask.at + secs(2.1);
+            let ends = [(&late, ask.at + ask.within), (&no_nodes(), soon), (&failed, soon)];
+            for (count, (error, at)) in explained.iter_mut().zip(ends) {
+                let end = End { asked: ask.at, at, n_steps: 0, beside: &[], error };
+                *count += u32::from(plan.explains(ask, end));
+            }
+        }
+    }
+    let percent = explained.map(|count| 100 * count / n_asks);
+    let is_bounded = percent.iter().zip(EXCUSED_PERCENT_MAX).all(|(percent, most)| *percent <= most);
+    assert!(is_bounded, "{percent:?} percent of {n_asks} requests are excused");
+}
+
+/// A router that does not look for nodes.
+#[derive(Debug)]
+struct RefusesAtOnce;
+
+#[async_trait::async_trait]
+impl Serve for RefusesAtOnce {
+    fn models(&self) -> Vec<ModelInfo> {
+        Vec::new()
+    }
+
+    async fn generate(&self, _: Prompt) -> Result<Generation, ServeError> {
+        Err(no_nodes())
+    }
+
+    fn ready(&self) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn knows_nodes(&self) -> Result<(), AcceptError> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_router_that_refuses_at_once_in_a_calm_stretch_is_found() {
+    let jump = Break::Jump("decode-0".to_owned(), 3600);
+    let plan = planted(vec![(0.1, jump), (0.2, Break::Crash("other-decode".to_owned(), Crash::Machine))]);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+    let faults = runtime.expect("a runtime without sockets").block_on(async {
+        let log = EventLog::new();
+        let client = Client {
+            name: "request 0".to_owned(),
+            ask: plan.asks[0].clone(),
+            reference: Reference { tokens: Vec::new(), finish: FinishReason::Length },
+            log: log.clone(),
+            flights: Flights::default(),
+            asked: plan.asks[0].at,
+            plan: Arc::new(plan),
+            router: Standstill::default(),
+            late: secs(1.0),
+        };
+        client.run(RefusesAtOnce).await;
+        log.faults()
+    });
+    assert_eq!(faults.len(), 1, "{faults:?}");
+    assert!(faults[0].contains("NoNodes"), "{faults:?}");
 }

@@ -1,17 +1,18 @@
 //! A client: sends a request, reads the answer step by step, and compares it with the reference.
 
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use chassis::Standstill;
 use futures::StreamExt as _;
-use router::dispatch::Dispatch;
-use router::serve::{Serve as _, ServeError};
+use router::serve::{Serve, ServeError};
 use tokio::time::{Instant, timeout_at};
 use types::prompt::Priority;
-use types::{Deadline, Prompt, RefusalKind, RequestId, Sampling, Step, StopRules, TenantId, TokenId};
+use types::{Deadline, Prompt, RequestId, Sampling, Step, StopRules, TenantId, TokenId};
 
+use super::explain::{End, SLACK};
 use super::log::EventLog;
-use super::plan::{Ask, Patience};
+use super::plan::{Ask, Patience, Plan};
 use super::reference::Reference;
 
 /// How much later than its deadline a request may end.
@@ -26,16 +27,52 @@ pub struct Client {
     pub ask: Ask,
     pub reference: Reference,
     pub log: EventLog,
-    /// No fault occurs while it may run, so only time and room can be short.
-    pub is_calm: bool,
-    /// With this much time it must be answered if there are no faults.
-    pub enough: Duration,
-    /// The longest wait for room in the router.
-    pub wait_max: Duration,
-    /// The router's process. While it is stopped, its part of the request is stopped too.
+    /// What is broken, and when.
+    pub plan: Arc<Plan>,
+    /// When it asks, since the run began.
+    pub asked: Duration,
+    pub flights: Flights,
+    /// The router's process: while it is stopped, its part of the request is too.
     pub router: Standstill,
     /// How much later than its deadline a request may end.
     pub late: Duration,
+}
+
+/// The requests of a run, each from when it is asked until it ends. Clones share them.
+#[derive(Clone, Debug, Default)]
+pub struct Flights(Arc<Mutex<Vec<Flight>>>);
+
+#[derive(Clone, Debug)]
+struct Flight {
+    ask: Ask,
+    asked: Duration,
+    ended: Option<Duration>,
+}
+
+impl Flights {
+    /// The number of a request that begins.
+    fn begin(&self, ask: &Ask, asked: Duration) -> usize {
+        let mut flights = self.locked();
+        flights.push(Flight { ask: ask.clone(), asked, ended: None });
+        flights.len() - 1
+    }
+
+    fn end(&self, nth: usize, at: Duration) {
+        self.locked()[nth].ended = Some(at);
+    }
+
+    /// The requests beside one that may have had something on a node since it was asked.
+    fn beside(&self, nth: usize, lingers: Duration) -> Vec<Ask> {
+        let flights = self.locked();
+        let asked = flights[nth].asked;
+        let lasts = |flight: &Flight| flight.ended.is_none_or(|at| at + lingers >= asked);
+        let others = flights.iter().enumerate().filter(|(other, flight)| *other != nth && lasts(flight));
+        others.map(|(_, flight)| flight.ask.clone()).collect()
+    }
+
+    fn locked(&self) -> MutexGuard<'_, Vec<Flight>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// How a request ended.
@@ -58,7 +95,7 @@ pub fn prompt(name: &str, ask: &Ask) -> Prompt {
         tokens: ask.tokens.iter().copied().map(TokenId).collect(),
         n_generated: 0,
         sampling: Sampling {
-            temperature: if ask.sampling_seed.is_some() { 1.0 } else { 0.0 },
+            temperature: if ask.sampling_seed.is_some() { ask.temperature } else { 0.0 },
             seed: ask.sampling_seed.unwrap_or(0),
             ..Sampling::default()
         },
@@ -69,9 +106,10 @@ pub fn prompt(name: &str, ask: &Ask) -> Prompt {
 }
 
 impl Client {
-    /// Sends the request. Returns how it ended, and after how many steps.
-    pub async fn run(self, dispatch: Dispatch) -> (Ended, u32) {
+    /// Asks, and says how it ended and after how many steps.
+    pub async fn run<S: Serve>(self, router: S) -> (Ended, u32) {
         let prompt = prompt(&self.name, &self.ask);
+        let flight = self.flights.begin(&self.ask, self.asked);
         let due = Instant::now() + self.ask.within;
         self.log.say(format_args!(
             "{} asks: {} tokens, {} at most, within {:?}",
@@ -87,17 +125,18 @@ impl Client {
         let mut n_steps = 0;
         let ended = timeout_at(
             leaves.min(due + self.late),
-            self.router.clone().run(self.read(&dispatch, prompt, &mut n_steps)),
+            self.router.clone().run(self.read(&router, prompt, &mut n_steps)),
         )
         .await;
         let ended = ended.unwrap_or(if leaves < due + self.late { Ended::Left } else { Ended::Hanging });
         self.log.say(format_args!("{} ends after {n_steps} steps: {ended:?}", self.name));
-        self.judge(&ended, due, n_steps);
+        self.flights.end(flight, self.now(due));
+        self.judge(&ended, due, n_steps, flight);
         (ended, n_steps)
     }
 
-    async fn read(&self, dispatch: &Dispatch, prompt: Prompt, n_steps: &mut u32) -> Ended {
-        let mut steps = match dispatch.generate(prompt).await {
+    async fn read<S: Serve>(&self, router: &S, prompt: Prompt, n_steps: &mut u32) -> Ended {
+        let mut steps = match router.generate(prompt).await {
             Ok(generation) => generation.steps,
             Err(error) => return Ended::Refused(error),
         };
@@ -130,7 +169,7 @@ impl Client {
         }
     }
 
-    fn judge(&self, ended: &Ended, due: Instant, n_steps: u32) {
+    fn judge(&self, ended: &Ended, due: Instant, n_steps: u32, flight: usize) {
         match ended {
             Ended::Hanging => self.log.accuse(format_args!("{} hangs", self.name)),
             Ended::Refused(error) if self.ask.must_be_answered => {
@@ -139,7 +178,7 @@ impl Client {
             Ended::Refused(ServeError::DeadlinePassed { .. }) if Instant::now() + EARLY < due => {
                 self.log.accuse(format_args!("{}: {:?} too early", self.name, due - Instant::now()));
             }
-            Ended::Refused(error) if !self.may_end_with(error, due, n_steps) => {
+            Ended::Refused(error) if !self.may_end_with(error, due, n_steps, flight) => {
                 self.log.accuse(format_args!("{} ends after {n_steps} steps with {error:?}", self.name));
             }
             _ => {}
@@ -147,23 +186,15 @@ impl Client {
     }
 
     /// Whether the plan explains an error after `n_steps` steps.
-    fn may_end_with(&self, error: &ServeError, due: Instant, n_steps: u32) -> bool {
-        use RefusalKind as Kind;
-        let lasted = self.ask.within.saturating_sub(due - Instant::now());
-        match error {
-            ServeError::DeadlinePassed { .. } => !self.is_calm || self.ask.within < self.enough,
-            // It has waited for room for the longest time.
-            ServeError::Refused { kind: Kind::Full | Kind::Queue, .. } => lasted >= self.wait_max,
-            // A stream that has begun waits longer than any fault lasts.
-            ServeError::NoNodes { .. } if n_steps > 0 => false,
-            ServeError::Refused {
-                kind: Kind::Invalid | Kind::TooLong | Kind::Mismatch | Kind::Protocol,
-                ..
-            } => false,
-            ServeError::Refused { .. } | ServeError::NoNodes { .. } | ServeError::Overloaded { .. } => {
-                !self.is_calm
-            }
-            ServeError::Draining | ServeError::Failed { .. } => false,
-        }
+    fn may_end_with(&self, error: &ServeError, due: Instant, n_steps: u32, flight: usize) -> bool {
+        // A held message may deliver a cancellation late, by as long as anything may be held.
+        let beside = self.flights.beside(flight, SLACK + self.plan.held_for());
+        let (asked, at) = (self.asked, self.now(due));
+        self.plan.explains(&self.ask, End { asked, at, n_steps, beside: &beside, error })
+    }
+
+    /// Since the run began, for a request that is due then.
+    fn now(&self, due: Instant) -> Duration {
+        (self.asked + self.ask.within + due.elapsed()).saturating_sub(due - Instant::now())
     }
 }

@@ -32,8 +32,12 @@ use super::plan::{MODELS, NodeShape, POOL, ROUTERS, Shape};
 use super::pool::PoolHost;
 
 pub const REGISTRY_URL: &str = "embedded://router:50051";
-/// The longest drain of a node.
-const DRAIN_MS: u64 = 3_000;
+/// How long a node that is asked to stop may take.
+pub const DRAIN_MS: u64 = 3_000;
+/// How long a new request waits for a usable node.
+pub const NODES_WAIT_NEW: Duration = Duration::from_secs(2);
+/// Tokens in a block of every model.
+pub const BLOCK_TOKENS: usize = 4;
 
 /// A model without its step costs. The second model gives other answers.
 pub fn model(name: &str) -> MockSettings {
@@ -47,6 +51,7 @@ pub fn model(name: &str) -> MockSettings {
         head_dim = 4
     ";
     let settings = MockSettings::parse("simulated", toml).expect("right settings");
+    assert_eq!(usize::from(settings.layout.block_tokens), BLOCK_TOKENS, "one block size for the judge");
     MockSettings { weights: u64::from(name != MODELS[0]), ..settings }
 }
 
@@ -399,7 +404,7 @@ impl RouterHost {
             budget: Budget {
                 attempts_max: self.shape.attempts_max,
                 wait_max: self.shape.wait_max,
-                nodes_wait_new: Duration::from_secs(2),
+                nodes_wait_new: NODES_WAIT_NEW,
                 nodes_wait_begun: Duration::from_secs(30),
             },
             metrics,
@@ -477,11 +482,19 @@ impl Hosts {
     pub fn stop(&mut self, name: &str) {
         self.node(name).into_iter().for_each(NodeHost::stop);
         self.router(name).into_iter().for_each(|router| router.stop());
+        self.pool.iter().filter(|_| name == POOL).for_each(PoolHost::stop);
     }
 
     pub fn go_on(&mut self, name: &str) {
         self.node(name).into_iter().for_each(NodeHost::go_on);
         self.router(name).into_iter().for_each(|router| router.go_on());
+        self.pool.iter().filter(|_| name == POOL).for_each(PoolHost::go_on);
+    }
+
+    /// Asks a process to stop.
+    pub fn drain(&mut self, name: &str) {
+        self.node(name).into_iter().for_each(NodeHost::drain);
+        self.pool.iter().filter(|_| name == POOL).for_each(PoolHost::drain);
     }
 
     /// Whether every router knows every node in its present life.
@@ -512,7 +525,10 @@ impl Hosts {
             node.go_on();
             node.start();
         }
-        self.pool.iter_mut().for_each(PoolHost::start);
+        if let Some(pool) = &mut self.pool {
+            pool.go_on();
+            pool.start();
+        }
     }
 }
 

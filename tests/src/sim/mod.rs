@@ -2,12 +2,13 @@
 //! connector, in one thread. A seed repeats a run exactly.
 //!
 //! Suggested reading order: the plan of a seed ([`plan`], and `siege` for rare combinations), its execution
-//! ([`mod@run`]), its checks ([`oracle`], [`client`] against the [`mod@reference`], [`witness`]), and the simulated
-//! machines ([`host`], [`net`], [`pipe`]). `docs/simulation.md` shows its use, and the guard that each kind of fault
-//! tests.
+//! ([`mod@run`]), its checks ([`oracle`], [`client`] against the [`mod@reference`], [`explain`] for refusals,
+//! [`witness`]), and the simulated machines ([`host`], [`net`], [`pipe`]). `docs/simulation.md` shows its use, and the
+//! guard that each kind of fault tests.
 
 pub mod plan;
 mod siege;
+pub mod explain;
 pub mod run;
 pub mod client;
 pub mod reference;

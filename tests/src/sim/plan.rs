@@ -78,7 +78,7 @@ pub struct NodeShape {
 }
 
 /// One request.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Ask {
     pub at: Duration,
     pub model: &'static str,
@@ -89,6 +89,8 @@ pub struct Ask {
     pub ignore_eos: bool,
     /// `None` is greedy.
     pub sampling_seed: Option<u64>,
+    /// Of sampling that is not greedy.
+    pub temperature: f32,
     pub priority: i8,
     pub tenant: &'static str,
     pub within: Duration,
@@ -179,6 +181,7 @@ impl Plan {
         let mut asks = asks(&mut Chance::named(seed, "asks"));
         more_hosts(&mut Chance::named(seed, "hosts"), &mut cluster, &mut asks);
         callers(&mut Chance::named(seed, "callers"), &mut asks);
+        temperatures(&mut Chance::named(seed, "temperatures"), &mut asks);
         several_answers(&mut Chance::named(seed, "answers"), &mut asks);
         let mut faults = faults(&mut Chance::named(seed, "faults"), &cluster);
         naps(&mut Chance::named(seed, "naps"), &cluster, &mut faults);
@@ -358,6 +361,11 @@ fn callers(chance: &mut Chance, asks: &mut [Ask]) {
     }
 }
 
+/// Requests that are drawn from are so from flat and from steep distributions.
+fn temperatures(chance: &mut Chance, asks: &mut [Ask]) {
+    asks.iter_mut().for_each(|ask| ask.temperature = *chance.pick(&[0.2, 0.7, 1.0, 1.6]));
+}
+
 /// In some runs one request wants several answers to its prompt: others begin with the same prompt, drawn with other
 /// seeds.
 fn several_answers(chance: &mut Chance, asks: &mut Vec<Ask>) {
@@ -399,6 +407,7 @@ fn ask(chance: &mut Chance, at: Duration, shared: &[Vec<u32>]) -> Ask {
         max_tokens: if chance.one_in(8) { 1 } else { chance.within(1..=ANSWER_TOKENS_MAX) as u32 },
         ignore_eos: chance.one_in(2),
         sampling_seed: chance.one_in(3).then(|| chance.draw()),
+        temperature: 1.0,
         priority: 0,
         tenant: "default",
         within,
@@ -487,8 +496,15 @@ fn one_fault(chance: &mut Chance, cluster: &Shape, at: Duration, until: Duration
             push(until, Break::GoOn(host));
         }
         13 if cluster.has_pool => {
-            push(at, Break::Crash(POOL.to_owned(), *chance.pick(&[Crash::Process, Crash::Machine])));
-            push(until, Break::Start(POOL.to_owned()));
+            let pool = POOL.to_owned();
+            let (breaks, mends) = match chance.below(4) {
+                0 => (Break::Crash(pool.clone(), Crash::Process), Break::Start(pool)),
+                1 => (Break::Crash(pool.clone(), Crash::Machine), Break::Start(pool)),
+                2 => (Break::Drain(pool.clone()), Break::Start(pool)),
+                _ => (Break::Stop(pool.clone()), Break::GoOn(pool)),
+            };
+            push(at, breaks);
+            push(until, mends);
         }
         _ => {
             let host = router(chance);

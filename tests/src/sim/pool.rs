@@ -2,7 +2,7 @@
 
 use chassis::byte_size::ByteSize;
 use chassis::metrics::Metrics;
-use chassis::{Gate, Shutdown, Task, World, spawn_guarded};
+use chassis::{Gate, Shutdown, Standstill, Task, World, spawn_guarded};
 use node::{KvMemorySize, NodeError};
 use pool_node::error::PoolNodeError;
 use pool_node::{Life, PoolConfig, RawPoolConfig};
@@ -23,7 +23,14 @@ pub struct PoolHost {
     net: SimNet,
     world: World,
     n_processes: u32,
-    running: Option<Task<()>>,
+    running: Option<Process>,
+}
+
+#[derive(Debug)]
+struct Process {
+    shutdown: Shutdown,
+    standstill: Standstill,
+    living: Task<()>,
 }
 
 impl PoolHost {
@@ -34,25 +41,48 @@ impl PoolHost {
 
     /// Starts a process, unless one is running.
     pub fn start(&mut self) {
-        if self.running.as_ref().is_some_and(|living| !living.is_finished()) {
+        let goes_on = |process: &Process| !process.living.is_finished() && !process.shutdown.requested();
+        if self.running.as_ref().is_some_and(goes_on) {
             return;
         }
+        self.crash(Crash::Process);
         self.n_processes += 1;
         let world = self.world.clone().with_net(self.net.host(POOL));
         let world = world.fork(&format!("{POOL} {}", self.n_processes));
-        let run = run_here(world, self.net.log().clone());
-        self.running = Some(spawn_guarded(&Gate::new("simulated pool"), "pool", run));
+        let (shutdown, standstill) = (Shutdown::new(), Standstill::default());
+        let run = standstill.clone().run(run_here(world, shutdown.clone(), self.net.log().clone()));
+        let living = spawn_guarded(&Gate::new("simulated pool"), "pool", run);
+        self.running = Some(Process { shutdown, standstill, living });
     }
 
     /// Ends its process without a drain.
     pub fn crash(&mut self, how: Crash) {
-        if self.running.take().is_some() {
+        if let Some(process) = self.running.take() {
             self.net.crash(POOL, how);
+            process.standstill.go_on();
         }
+    }
+
+    /// Stops its process, timers and all, and what goes to it and comes from it.
+    pub fn stop(&self) {
+        if let Some(process) = &self.running {
+            process.standstill.stop();
+            self.net.hold_host(POOL);
+        }
+    }
+
+    pub fn go_on(&self) {
+        self.running.iter().for_each(|process| process.standstill.go_on());
+        self.net.release_host(POOL);
+    }
+
+    /// Asks it to stop.
+    pub fn drain(&self) {
+        self.running.iter().for_each(|process| process.shutdown.trigger());
     }
 }
 
-async fn run_here(world: World, log: EventLog) {
+async fn run_here(world: World, shutdown: Shutdown, log: EventLog) {
     let config = config();
     let bind = async |addr: &str| world.net().listen(addr).await;
     let (Ok(grpc), Ok(admin)) = (bind(&config.listen).await, bind(&config.admin).await) else {
@@ -67,7 +97,7 @@ async fn run_here(world: World, log: EventLog) {
         world,
         metrics: Metrics::new("pool"),
         registry: &*registry,
-        shutdown: Shutdown::new(),
+        shutdown,
         grpc,
         admin,
     };

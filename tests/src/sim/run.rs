@@ -1,13 +1,16 @@
 //! One run: executes a plan and checks it.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use chassis::{Gate, Standstill, Task, spawn_guarded};
+use router::serve::ServeError;
 use tokio::time::{Instant, sleep, sleep_until};
+use types::RefusalKind;
 
 use super::chance::Chance;
-use super::client::{Client, Ended, LATE, prompt};
+use super::client::{Client, Ended, Flights, LATE, prompt};
 use super::host::{Hosts, WHOLE_WITHIN, model};
 use super::log::EventLog;
 use super::net::{Crash, SimNet};
@@ -36,6 +39,12 @@ pub struct Report {
 pub struct RequestCounts {
     pub whole: u32,
     pub refused: u32,
+    /// Of these: without a usable node,
+    pub without_node: u32,
+    /// without room,
+    pub without_room: u32,
+    /// and later than their deadlines. The others failed.
+    pub late: u32,
     pub left: u32,
     pub steps: u32,
 }
@@ -58,7 +67,7 @@ pub fn play(plan: Plan) -> Report {
 }
 
 struct Run {
-    plan: Plan,
+    plan: Arc<Plan>,
     log: EventLog,
     net: SimNet,
     hosts: Hosts,
@@ -66,6 +75,7 @@ struct Run {
     alone: BTreeMap<&'static str, Alone>,
     began: Instant,
     clients: Vec<Task<(Ended, u32)>>,
+    flights: Flights,
     /// The time by which each request must be over, on every node.
     lifetimes: Lifetimes,
     watcher: Watcher,
@@ -77,7 +87,7 @@ struct Run {
 /// Blocks for the longest prompt and its answer.
 const N_BLOCKS: u32 = 256;
 /// The number of requests that must be answered when all is mended, and the time for each.
-const PROBES: u64 = 3;
+const PROBES: u64 = 4;
 /// How long the operator waits for a node before it asks it to wake again.
 const WAKE_AGAIN_AFTER: Duration = Duration::from_secs(2);
 const PROBE_WITHIN: Duration = Duration::from_secs(30);
@@ -103,13 +113,14 @@ impl Run {
         let rogue = spawn_guarded(&gate, "rogue", rogue);
         let (clients, lifetimes) = (Vec::new(), Lifetimes::default());
         let mut run = Self {
-            plan,
+            plan: Arc::new(plan),
             log,
             net,
             hosts,
             alone,
             began,
             clients,
+            flights: Flights::default(),
             lifetimes,
             watcher,
             operator,
@@ -234,7 +245,7 @@ impl Run {
             Break::Crash(host, how) => self.hosts.crash(&host, how),
             Break::Stop(host) => self.hosts.stop(&host),
             Break::GoOn(host) => self.hosts.go_on(&host),
-            Break::Drain(host) => self.hosts.node(&host).into_iter().for_each(|node| node.drain()),
+            Break::Drain(host) => self.hosts.drain(&host),
             Break::Start(host) => self.hosts.start_one(&host).await,
             Break::Replace(host) => {
                 if let Some(node) = self.hosts.node(&host) {
@@ -265,10 +276,9 @@ impl Run {
         let alone = self.alone.get_mut(ask.model).expect("one of the models");
         let reference = alone.answer(&prompt(&name, &ask));
         let late = LATE + self.plan.stands_still(ROUTERS[ask.router]);
-        let is_calm = self.plan.is_calm_until(asked + ask.within);
-        let enough = self.plan.one_after_the_other();
-        let wait_max = self.plan.cluster.wait_max;
-        Client { name, ask, reference, log: self.log.clone(), is_calm, enough, wait_max, router, late }
+        let plan = Arc::clone(&self.plan);
+        let (log, flights) = (self.log.clone(), self.flights.clone());
+        Client { name, ask, reference, log, plan, asked, flights, router, late }
     }
 
     /// The cluster serves the next requests, and one of them again: its prompt fills whole blocks, so all of it is
@@ -276,13 +286,36 @@ impl Run {
     async fn probe(&mut self) {
         let mut chance = Chance::named(self.plan.seed, "probes");
         let asks: Vec<(String, Ask)> =
-            (0..PROBES).map(|nth| (format!("probe {nth}"), probe(&mut chance, nth))).collect();
+            (0..PROBES).map(|nth| (format!("probe {nth}"), self.a_probe(&mut chance, nth))).collect();
         let whole_blocks = asks
             .iter()
             .find(|(_, ask)| ask.tokens.len().is_multiple_of(model(MODELS[0]).layout.block_tokens.into()));
         let (name, ask) = whole_blocks.cloned().expect("one of the probes fills whole blocks");
         self.served(asks).await;
         self.served(vec![(format!("{name} cached"), ask)]).await;
+    }
+
+    /// Every router is asked, and for every model.
+    fn a_probe(&self, chance: &mut Chance, nth: u64) -> Ask {
+        let cluster = &self.plan.cluster;
+        let is_served = |name: &&&'static str| cluster.nodes.iter().any(|node| node.model == **name);
+        let models: Vec<&'static str> = MODELS.iter().filter(is_served).copied().collect();
+        let nth_router = nth as usize % cluster.n_routers;
+        Ask {
+            at: Duration::ZERO,
+            model: models[nth as usize / cluster.n_routers % models.len()],
+            router: nth_router,
+            tokens: tokens(chance, 30 + 50 * nth),
+            max_tokens: 8,
+            ignore_eos: true,
+            sampling_seed: None,
+            temperature: 1.0,
+            priority: 0,
+            tenant: "default",
+            within: PROBE_WITHIN,
+            patience: Patience::Endless,
+            must_be_answered: false,
+        }
     }
 
     /// Every one of these requests must be answered.
@@ -307,25 +340,8 @@ impl Run {
     }
 }
 
-fn probe(chance: &mut Chance, nth: u64) -> Ask {
-    Ask {
-        at: Duration::ZERO,
-        model: MODELS[0],
-        router: 0,
-        tokens: tokens(chance, 30 + 50 * nth),
-        max_tokens: 8,
-        ignore_eos: true,
-        sampling_seed: None,
-        priority: 0,
-        tenant: "default",
-        within: PROBE_WITHIN,
-        patience: Patience::Endless,
-        must_be_answered: false,
-    }
-}
-
 /// Whether the plan explains the failure of an engine.
-fn is_told(error: &router::serve::ServeError) -> bool {
+fn is_told(error: &ServeError) -> bool {
     error.to_string().contains("told to fail")
 }
 
@@ -335,9 +351,32 @@ impl RequestCounts {
         self.steps += steps;
         match ended {
             Ended::Whole => self.whole += 1,
-            Ended::Refused(_) => self.refused += 1,
+            Ended::Refused(error) => self.add_refused(&error),
             Ended::Left | Ended::Hanging => self.left += 1,
         }
+    }
+
+    fn add_refused(&mut self, error: &ServeError) {
+        self.refused += 1;
+        match error {
+            ServeError::NoNodes { .. } => self.without_node += 1,
+            ServeError::Refused { kind: RefusalKind::Full | RefusalKind::Queue, .. } => {
+                self.without_room += 1
+            }
+            ServeError::DeadlinePassed { .. } => self.late += 1,
+            _ => {}
+        }
+    }
+
+    /// Adds another run's.
+    pub fn merge(&mut self, other: Self) {
+        self.whole += other.whole;
+        self.refused += other.refused;
+        self.without_node += other.without_node;
+        self.without_room += other.without_room;
+        self.late += other.late;
+        self.left += other.left;
+        self.steps += other.steps;
     }
 
     pub fn n_requests(&self) -> u32 {

@@ -201,6 +201,7 @@ fn long_ask(chance: &mut Chance, at: Duration, length: u64, within: Duration) ->
         max_tokens: ANSWER_TOKENS_MAX as u32,
         ignore_eos: true,
         sampling_seed: None,
+        temperature: 1.0,
         priority: 0,
         tenant: "default",
         within,
