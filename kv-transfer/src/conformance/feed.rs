@@ -77,7 +77,7 @@ pub async fn a_queue_is_emptied_as_fences_open(pair: Arc<Pair>) {
 pub async fn a_queue_with_a_wrong_chunk_fails(pair: Arc<Pair>) {
     let from = pair.prefill.computed(N_TOKENS, 23);
     let (ready, short) = (LayerFence::open(), pair.prefill.computed(BLOCK_TOKENS, 23));
-    type Spoil<'a> = &'a dyn Fn(&Landing, &mut Vec<Chunk>);
+    type Spoil<'a> = &'a (dyn Fn(&Landing, &mut Vec<Chunk>) + Sync);
     let twice: Spoil<'_> =
         &|landing, queued| queued.extend(chunks(landing, &from, &ready).into_iter().take(1));
     let missing: Spoil<'_> = &|_, queued| drop(queued.pop());
