@@ -305,6 +305,9 @@ def autoscaling():
         role = which.removeprefix("baton-")
         assert any(f"baton_{role}_" in query for query in queries), queries
         assert all('namespace="baton"' in query for query in queries), queries
+        # Missing numbers are not idleness: no query makes 0 of them, and KEDA takes them for an error.
+        assert all(trigger["metadata"]["ignoreNullValues"] == "false" for trigger in spec["triggers"]), spec["triggers"]
+        assert not any(re.search(r"\b(vector|absent)\b", query) for query in queries), queries
     plain = {thing["metadata"]["name"]: thing["spec"] for thing in rendered.chart([], rendered.NAMED) if thing["kind"] == "Deployment"}
     assert plain["baton-decode"]["replicas"] == 2, plain["baton-decode"]
     on = {"autoscaling": {"enabled": True}}
@@ -343,7 +346,7 @@ def process_of(objects, workload, container):
     files = mounted_files(objects, workload, container)
     file = args[args.index("--config") + 1]
     assert file in files, f"{file} is not mounted, only {sorted(files)}"
-    executable.accepts(files[file], args[0], executable.environment(objects, container).items())
+    executable.accepts(files[file], args, executable.environment(objects, container).items())
     listens = executable.ports(files[file])
     declared = {port["containerPort"] for port in container["ports"]}
     assert declared == set(listens.values()), f"declares {declared}, listens on {listens}"
@@ -358,21 +361,22 @@ OTHER_NAMES = ["baton", "baton-x", "baton-blue-router", "baton-2"]
 
 def service_links():
     """No pod asks for variables of Services, and every container starts with those that kubelet would add."""
-    for result, objects in rendered.all_of_them().items():
+    results = rendered.all_of_them() | rendered.under_another_name()
+    for result, objects in results.items():
         for workload in workloads(objects):
             assert pod(workload).get("enableServiceLinks") is False, f"{result}, {name(workload)}"
     tried = set()
-    for result, objects in rendered.all_of_them().items():
+    for result, objects in results.items():
         for workload, container in baton_containers(objects):
             # Also where a patch has dropped the setting from the pod.
             env = kubelet_variables(objects) | executable.environment(objects, container)
             args, text = container["args"], config_of(objects, workload, container)
-            start = (args[0], text, tuple(sorted(env.items())))
+            start = (tuple(args), text, tuple(sorted(env.items())))
             if start in tried:
                 continue
             tried.add(start)
             try:
-                executable.accepts(text, args[0], env.items())
+                executable.accepts(text, args, env.items())
             except AssertionError as error:
                 raise AssertionError(f"{result}, {name(workload)}, {container['name']}: {error}") from None
     assert len(tried) > 5, len(tried)
@@ -518,7 +522,7 @@ def compose():
         executable.knows_command(about["command"])
         mounts = dict(volume.split(":")[1::-1] for volume in about["volumes"])
         text = (rendered.DEPLOY / mounts[about["command"][2]]).read_text()
-        executable.accepts(text, about["command"][0], about.get("environment", {}).items())
+        executable.accepts(text, about["command"], about.get("environment", {}).items())
         config = tomllib.loads(text)
         section = config.get("router") or config["node"]
         assert service != "router" or drains_long_enough(section), (service, section)
@@ -545,7 +549,7 @@ def dockerfile():
     assert int(user) > 0
     for variable, value in re.findall(r"^ENV (BATON_\w+)=(\S+)$", text, re.MULTILINE):
         for role, section in (("router", "router"), ("decode", "node")):
-            executable.accepts(f"[{section}]\n", role, [(variable, value)])
+            executable.accepts(f"[{section}]\n", [role, "--config", ""], [(variable, value)])
     exposed = {int(port) for port in re.findall(r"^EXPOSE (.*)$", text, re.MULTILINE)[0].split()}
     base = rendered.kustomize(rendered.K8S / "overlays" / "cpu-demo")
     listened = {port for workload, _ in baton_containers(base) for port in ports_of(workload).values()}
