@@ -17,6 +17,7 @@ import kubernetes_validate
 import yaml
 
 import executable
+import kubelet
 import rendered
 from objects import baton_containers, labels, mounted_files, name, pod, selects, workloads
 
@@ -355,10 +356,6 @@ def process_of(objects, workload, container):
     assert pod(workload)["securityContext"]["runAsNonRoot"]
 
 
-# Names that an installation, or a stranger in the namespace, may give to Services.
-OTHER_NAMES = ["baton", "baton-x", "baton-blue-router", "baton-2"]
-
-
 def service_links():
     """No pod asks for variables of Services, and every container starts with those that kubelet would add."""
     results = rendered.all_of_them() | rendered.under_another_name()
@@ -369,7 +366,7 @@ def service_links():
     for result, objects in results.items():
         for workload, container in baton_containers(objects):
             # Also where a patch has dropped the setting from the pod.
-            env = kubelet_variables(objects) | executable.environment(objects, container)
+            env = kubelet.variables(objects) | executable.environment(objects, container)
             args, text = container["args"], config_of(objects, workload, container)
             start = (tuple(args), text, tuple(sorted(env.items())))
             if start in tried:
@@ -380,38 +377,6 @@ def service_links():
             except AssertionError as error:
                 raise AssertionError(f"{result}, {name(workload)}, {container['name']}: {error}") from None
     assert len(tried) > 5, len(tried)
-
-
-def kubelet_variables(objects):
-    """What kubelet adds for the Services of a namespace: those of the result, and others with names like ours."""
-    variables = {}
-    services = [thing for thing in objects if thing["kind"] == "Service" and thing["spec"].get("clusterIP") != "None"]
-    for service in services:
-        variables |= links_of(service["metadata"]["name"], service["spec"]["ports"])
-        for other in OTHER_NAMES:
-            variables |= links_of(other, service["spec"]["ports"])
-    assert "BATON_X_SERVICE_HOST" in variables
-    return variables
-
-
-def links_of(service, ports, address="10.96.0.7"):
-    """The environment variables that kubelet's envvars.FromServices makes."""
-    prefix = service.upper().replace("-", "_")
-    first = ports[0]["port"]
-    links = {f"{prefix}_SERVICE_HOST": address, f"{prefix}_SERVICE_PORT": str(first)}
-    links[f"{prefix}_PORT"] = f"tcp://{address}:{first}"
-    for port in ports:
-        number, protocol = port["port"], port.get("protocol", "TCP")
-        if "name" in port:
-            links[f"{prefix}_SERVICE_PORT_{port['name'].upper().replace('-', '_')}"] = str(number)
-        stem = f"{prefix}_PORT_{number}_{protocol}"
-        links |= {
-            stem: f"{protocol.lower()}://{address}:{number}",
-            f"{stem}_PROTO": protocol.lower(),
-            f"{stem}_PORT": str(number),
-            f"{stem}_ADDR": address,
-        }
-    return links
 
 
 def names():
