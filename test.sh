@@ -119,6 +119,8 @@ run_long() {
     cargo build --quiet --release --package baton
     export TEST_EXECUTABLE="${CARGO_TARGET_DIR:-$PWD/target}/release/baton"
     TEST_OUTAGE_S=60 cargo test --release --package baton-tests --test outages -- etcd_may_be_away
+    say "long: 60,000 silent connections at all ports for three minutes"
+    TEST_FLOOD_S=180 cargo test --release --package baton-tests --test silence -- silent_connections_at_all_ports
     say "long: ${SEEDS:=50000} seeds of the simulation"
     SEEDS="$SEEDS" FIRST="${FIRST:-2000}" cargo test --release --package baton-tests --test simulation -- many_seeds
     say "long: 12 minutes of mixed load and faults on real processes"

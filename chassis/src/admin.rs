@@ -84,12 +84,11 @@ pub async fn serve(
     shutdown: Shutdown,
     connections: ConnectionLimits,
 ) -> Result<(), StillHeld> {
-    let connections = ConnectionLimits { connections_max: CONNECTIONS_MAX, ..connections };
+    let connections = ConnectionLimits { connections_max: connections.admin_max, ..connections };
     let limits = ServerLimits { connections, drain: DRAIN, ..ServerLimits::default() };
     server::serve(listener, router, shutdown, limits).await
 }
 
-const CONNECTIONS_MAX: usize = 64;
 const DRAIN: std::time::Duration = std::time::Duration::from_secs(1);
 
 async fn ready(State(readiness): State<Readiness>) -> Response {

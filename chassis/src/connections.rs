@@ -13,7 +13,6 @@ use http::Version;
 use serde::{Deserialize, Serialize};
 use tokio::sync::Notify;
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
 use crate::byte_size::ByteSize;
 
@@ -22,8 +21,10 @@ use crate::byte_size::ByteSize;
 #[serde(default)]
 pub struct ConnectionLimits {
     /// Connections of one port. Beyond it the oldest idle one is closed; if all have requests, new ones wait in
-    /// the kernel's queue. Admin ports have 64.
+    /// the kernel's queue.
     pub connections_max: usize,
+    /// The same, of the admin port.
+    pub admin_max: usize,
     /// Connections of one port from one address (IPv6: one /64 network). 0: no limit, because clients behind a
     /// proxy share an address.
     pub per_address_max: usize,
@@ -43,6 +44,7 @@ impl Default for ConnectionLimits {
     fn default() -> Self {
         Self {
             connections_max: 16_384,
+            admin_max: 64,
             per_address_max: 0,
             first_byte_ms: 10_000,
             head_ms: 10_000,
@@ -65,7 +67,14 @@ impl ConnectionLimits {
     }
 }
 
-/// The state of a connection, with the time since when.
+/// How long a connection stays after it gave way, for a request that was on its way. During a flood a new connection can
+/// give way before its first bytes are read.
+const LEAVES_WITHIN: Duration = Duration::from_millis(100);
+/// Connections of one port that gave way and are still open: as many as the kernel's queue of a port holds.
+const LEAVING_MAX: usize = 1024;
+const NEEDED: &str = "its place is needed";
+
+/// What a connection is doing, and since when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Silent(Instant),
@@ -78,14 +87,22 @@ enum Phase {
 #[derive(Debug)]
 pub(crate) struct Connections {
     limits: ConnectionLimits,
-    open: Mutex<BTreeMap<u64, Arc<Activity>>>,
-    /// The number of the next connection. A number is never reused.
+    open: Mutex<Open>,
+    /// The number of the next connection. A number is never given twice.
     next: AtomicU64,
     /// Wakes the accept loop when a connection ends or can be closed.
     changed: Arc<Notify>,
 }
 
-/// One connection's slot among the connections of the port. Dropping it frees the slot.
+/// Open connections, by number. Numbers grow, so the first one is the oldest.
+#[derive(Debug, Default)]
+struct Open {
+    placed: BTreeMap<u64, Arc<Activity>>,
+    /// Those that gave way.
+    leaving: BTreeMap<u64, Arc<Activity>>,
+}
+
+/// One connection's place. Dropping it gives the place back.
 #[derive(Debug)]
 pub(crate) struct ConnectionPermit {
     number: u64,
@@ -102,12 +119,21 @@ pub(crate) struct Activity {
     changed: Notify,
     /// Wakes the accept loop: this connection can now be closed.
     can_close: Arc<Notify>,
-    closed: CancellationToken,
+}
+
+/// Whether a connection may stay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    Held,
+    /// It gave way at this time, and stays if a request comes within [`LEAVES_WITHIN`].
+    Leaving(Instant),
+    Lost,
 }
 
 #[derive(Debug)]
 struct State {
     phase: Phase,
+    place: Place,
     requests: usize,
     /// True for HTTP/2. There, bytes between requests are frames of the connection, and pings detect a dead peer.
     is_multiplexed: bool,
@@ -141,35 +167,63 @@ impl Connections {
     fn try_place(self: &Arc<Self>, address: IpAddr) -> Result<Option<ConnectionPermit>, TooManyFromAddress> {
         let mut open = self.open();
         let per_address = self.limits.per_address_max;
-        if per_address > 0 && open.values().filter(|one| one.address == address).count() >= per_address {
-            close_oldest(&mut open, Some(address)).ok_or(TooManyFromAddress)?;
+        let n_of_address = || open.placed.values().filter(|one| one.address == address).count();
+        if per_address > 0 && n_of_address() >= per_address {
+            open.close_oldest(Some(address)).ok_or(TooManyFromAddress)?;
         }
-        if open.len() >= self.limits.connections_max && close_oldest(&mut open, None).is_none() {
+        if !open.has_room(self.limits.connections_max) {
             return Ok(None);
         }
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let activity = Arc::new(Activity::new(address, self.changed.clone()));
-        open.insert(number, activity.clone());
+        open.placed.insert(number, activity.clone());
         Ok(Some(ConnectionPermit { number, connections: self.clone(), activity }))
     }
 
     /// Closes the oldest connection without a request, because the process has no file descriptor left.
     pub(crate) fn close_one(&self) -> bool {
-        close_oldest(&mut self.open(), None).is_some()
+        self.open().close_oldest(None).is_some()
     }
 
-    fn open(&self) -> MutexGuard<'_, BTreeMap<u64, Arc<Activity>>> {
+    /// A place again for a connection that gave way and has a request after all. Another one gives way if there is no
+    /// other room. `false`: there is none.
+    fn keep(&self, number: u64) -> bool {
+        let mut open = self.open();
+        if !open.leaving.contains_key(&number) || !open.has_room(self.limits.connections_max) {
+            return false;
+        }
+        if let Some(activity) = open.leaving.remove(&number) {
+            activity.state().place = Place::Held;
+            open.placed.insert(number, activity);
+        }
+        true
+    }
+
+    fn open(&self) -> MutexGuard<'_, Open> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Numbers grow, so the first connection that can be closed is the oldest one.
-fn close_oldest(open: &mut BTreeMap<u64, Arc<Activity>>, of: Option<IpAddr>) -> Option<()> {
-    let can_close =
-        |(_, one): &(&u64, &Arc<Activity>)| of.is_none_or(|of| one.address == of) && !one.is_serving();
-    let number = open.iter().find(can_close).map(|(number, _)| *number)?;
-    open.remove(&number)?.closed.cancel();
-    Some(())
+impl Open {
+    /// Whether there is a place, after the oldest connection gave way if there was none.
+    fn has_room(&mut self, max: usize) -> bool {
+        self.placed.len() < max || self.close_oldest(None).is_some()
+    }
+
+    fn close_oldest(&mut self, of: Option<IpAddr>) -> Option<()> {
+        let can_close =
+            |(_, one): &(&u64, &Arc<Activity>)| of.is_none_or(|of| one.address == of) && !one.is_serving();
+        let number = self.placed.iter().find(can_close).map(|(number, _)| *number)?;
+        let oldest = self.placed.remove(&number)?;
+        oldest.set_place(Place::Leaving(Instant::now()));
+        self.leaving.insert(number, oldest);
+        if self.leaving.len() > LEAVING_MAX
+            && let Some((_, first)) = self.leaving.pop_first()
+        {
+            first.set_place(Place::Lost);
+        }
+        Some(())
+    }
 }
 
 /// Returns the part of an address that identifies one subscriber: an IPv4 address or an IPv6 /64 network.
@@ -181,32 +235,54 @@ fn network(address: IpAddr) -> IpAddr {
 }
 
 impl ConnectionPermit {
-    /// Returns the reason when the connection must be closed: a time limit has passed, or its slot is needed.
+    /// Ends when the connection must be closed: a bound has passed, or its place is needed. Returns the reason.
     pub(crate) async fn must_close(&self) -> &'static str {
-        tokio::select! {
-            () = self.activity.closed.cancelled() => "its slot is needed for a new connection",
-            why = self.activity.overdue(self.connections.limits) => why,
+        loop {
+            let (phase, place, is_multiplexed) = {
+                let state = self.activity.state();
+                (state.phase, state.place, state.is_multiplexed)
+            };
+            let bound = match place {
+                Place::Lost => return NEEDED,
+                Place::Leaving(_) if phase == Phase::Serving => {
+                    if !self.connections.keep(self.number) {
+                        return NEEDED;
+                    }
+                    continue;
+                }
+                Place::Leaving(since) => Some((since + LEAVES_WITHIN, NEEDED)),
+                Place::Held => {
+                    let bound = self.connections.limits.bound(phase).filter(|_| !is_multiplexed);
+                    bound.map(|bound| (bound, phase.complaint()))
+                }
+            };
+            match bound {
+                Some((bound, why)) if bound <= Instant::now() => return why,
+                Some((bound, _)) => {
+                    let _ = tokio::time::timeout_at(bound, self.activity.changed.notified()).await;
+                }
+                None => self.activity.changed.notified().await,
+            }
         }
     }
 }
 
 impl Drop for ConnectionPermit {
     fn drop(&mut self) {
-        self.connections.open().remove(&self.number);
+        {
+            let mut open = self.connections.open();
+            open.placed.remove(&self.number);
+            open.leaving.remove(&self.number);
+        }
         self.connections.changed.notify_waiters();
     }
 }
 
 impl Activity {
     fn new(address: IpAddr, can_close: Arc<Notify>) -> Self {
-        let state = State { phase: Phase::Silent(Instant::now()), requests: 0, is_multiplexed: false };
-        Self {
-            address,
-            state: Mutex::new(state),
-            changed: Notify::new(),
-            can_close,
-            closed: CancellationToken::new(),
-        }
+        let phase = Phase::Silent(Instant::now());
+        let state = State { phase, place: Place::Held, requests: 0, is_multiplexed: false };
+        Self { address, state: Mutex::new(state), changed: Notify::new(), can_close }
     }
 
     /// Notes that bytes have arrived from the peer.
@@ -229,6 +305,9 @@ impl Activity {
         state.requests += 1;
         state.is_multiplexed |= version == Version::HTTP_2;
         state.phase = Phase::Serving;
+        if state.place != Place::Held {
+            self.changed.notify_one();
+        }
         RequestUnderWay(self.clone())
     }
 
@@ -236,21 +315,9 @@ impl Activity {
         self.state().phase == Phase::Serving
     }
 
-    async fn overdue(&self, limits: ConnectionLimits) -> &'static str {
-        loop {
-            let (phase, is_multiplexed) = {
-                let state = self.state();
-                (state.phase, state.is_multiplexed)
-            };
-            let bound = limits.bound(phase).filter(|_| !is_multiplexed);
-            match bound {
-                Some(bound) if bound <= Instant::now() => return phase.complaint(),
-                Some(bound) => {
-                    let _ = tokio::time::timeout_at(bound, self.changed.notified()).await;
-                }
-                None => self.changed.notified().await,
-            }
-        }
+    fn set_place(&self, place: Place) {
+        self.state().place = place;
+        self.changed.notify_one();
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -291,6 +358,7 @@ mod tests {
 
     const LIMITS: ConnectionLimits = ConnectionLimits {
         connections_max: 3,
+        admin_max: 3,
         per_address_max: 2,
         first_byte_ms: 1_000,
         head_ms: 2_000,
@@ -349,6 +417,44 @@ mod tests {
         let _place = place.expect("a place was given back");
         let (place, ()) = tokio::join!(connections.place(address(3)), async { drop(_requests) });
         place.expect("a connection became idle");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_request_on_its_way_keeps_a_connection_that_gave_way() {
+        let connections = Connections::new(ConnectionLimits { per_address_max: 0, ..LIMITS });
+        let mut places = Vec::new();
+        for _ in 0..4 {
+            places.push(connections.place(address(1)).await.expect("the oldest gives way"));
+        }
+        let request = places[0].activity.request(Version::HTTP_11);
+        let stays = tokio::time::timeout(Duration::from_secs(60), places[0].must_close()).await;
+        stays.expect_err("its request came in time");
+        assert_eq!(places[1].must_close().await, NEEDED, "the next one gives way for it");
+        assert_eq!(connections.open().placed.len(), 3);
+
+        // All places have requests: one that gave way is closed although it has one too.
+        let last = connections.place(address(1)).await.expect("another gives way");
+        let _requests = [&places[3], &last].map(|place| place.activity.request(Version::HTTP_11));
+        let late = places[2].activity.request(Version::HTTP_11);
+        assert_eq!(places[2].must_close().await, NEEDED);
+        drop((request, late));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn connections_that_gave_way_are_bounded() {
+        let connections = Connections::new(ConnectionLimits { per_address_max: 0, ..LIMITS });
+        let mut places = Vec::new();
+        for _ in 0..LIMITS.connections_max + LEAVING_MAX + 1 {
+            places.push(connections.place(address(1)).await.expect("the oldest gives way"));
+        }
+        let began = Instant::now();
+        assert_eq!(places[0].must_close().await, NEEDED);
+        assert_eq!(began.elapsed(), Duration::ZERO, "the first one has no further time");
+        assert_eq!(places[1].must_close().await, NEEDED);
+        assert_eq!(began.elapsed(), LEAVES_WITHIN);
+        drop(places);
+        let open = connections.open();
+        assert!(open.placed.is_empty() && open.leaving.is_empty());
     }
 
     #[tokio::test(start_paused = true)]

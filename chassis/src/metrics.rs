@@ -1,5 +1,8 @@
 //! The metrics of one process, in a registry that is passed as a value; there is no global one.
 
+use std::fmt::Write as _;
+use std::sync::{Arc, Mutex, PoisonError};
+
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{
@@ -44,12 +47,21 @@ pub const BYTES_BUCKETS: &[f64] = &[
 pub struct Metrics {
     process: &'static str,
     registry: Registry,
+    vectors: Arc<Mutex<Vec<Vector>>>,
+}
+
+/// A metric with labels. Without a used label the registry has no line for it.
+#[derive(Debug)]
+struct Vector {
+    name: String,
+    help: String,
+    kind: &'static str,
 }
 
 impl Metrics {
     /// `process` is the role: `router`, `prefill`, `decode`, …
     pub fn new(process: &'static str) -> Self {
-        Self { process, registry: Registry::new() }
+        Self { process, registry: Registry::new(), vectors: Arc::default() }
     }
 
     /// The metrics of a whole process, including those of its log.
@@ -64,6 +76,7 @@ impl Metrics {
     /// Adds the counts of refused callers to the page.
     pub fn show_refusals(&self, refusals: &Refusals) {
         let opts = self.total("callers_refused_total", "Calls, KV links, registry entries and admin pages refused because the caller did not prove its identity, by reason.");
+        self.declare(&opts, "counter");
         let on_page = RefusalsOnPage::new(refusals.clone(), opts);
         self.registry.register(Box::new(on_page)).expect("the name is taken once");
     }
@@ -73,7 +86,9 @@ impl Metrics {
     }
 
     pub fn counter_vec(&self, name: &str, help: &str, labels: &[&str]) -> IntCounterVec {
-        self.register(IntCounterVec::new(self.total(name, help), labels))
+        let opts = self.total(name, help);
+        self.declare(&opts, "counter");
+        self.register(IntCounterVec::new(opts, labels))
     }
 
     pub fn gauge(&self, name: &str, help: &str) -> IntGauge {
@@ -81,7 +96,9 @@ impl Metrics {
     }
 
     pub fn gauge_vec(&self, name: &str, help: &str, labels: &[&str]) -> IntGaugeVec {
-        self.register(IntGaugeVec::new(self.opts(name, help), labels))
+        let opts = self.opts(name, help);
+        self.declare(&opts, "gauge");
+        self.register(IntGaugeVec::new(opts, labels))
     }
 
     /// A gauge for ratios and seconds.
@@ -94,7 +111,9 @@ impl Metrics {
     }
 
     pub fn histogram_vec(&self, name: &str, help: &str, buckets: &[f64], labels: &[&str]) -> HistogramVec {
-        self.register(HistogramVec::new(self.histogram_opts(name, help, buckets), labels))
+        let opts = self.histogram_opts(name, help, buckets);
+        self.declare(&opts.common_opts, "histogram");
+        self.register(HistogramVec::new(opts, labels))
     }
 
     /// A histogram in seconds, with [`LATENCY_BUCKETS`].
@@ -110,10 +129,16 @@ impl Metrics {
     /// The metrics page in Prometheus's text format.
     pub fn page(&self) -> String {
         let mut page = Vec::new();
-        TextEncoder::new()
-            .encode(&self.registry.gather(), &mut page)
-            .expect("writing to memory does not fail");
-        String::from_utf8_lossy(&page).into_owned()
+        let families = self.registry.gather();
+        TextEncoder::new().encode(&families, &mut page).expect("writing to memory does not fail");
+        let mut page = String::from_utf8_lossy(&page).into_owned();
+        for Vector { name, help, kind } in self.vectors.lock().unwrap_or_else(PoisonError::into_inner).iter()
+        {
+            if families.iter().all(|family| family.name() != name) {
+                writeln!(page, "# HELP {name} {help}\n# TYPE {name} {kind}").expect("a string takes all");
+            }
+        }
+        page
     }
 
     /// The full names of all metrics that have a value. A vector has one after its first label is used.
@@ -137,6 +162,11 @@ impl Metrics {
 
     fn full_name(&self, name: &str) -> String {
         format!("baton_{}_{name}", self.process)
+    }
+
+    fn declare(&self, opts: &Opts, kind: &'static str) {
+        let vector = Vector { name: opts.name.clone(), help: opts.help.clone(), kind };
+        self.vectors.lock().unwrap_or_else(PoisonError::into_inner).push(vector);
     }
 
     fn register<C: Collector + Clone + 'static>(&self, metric: prometheus::Result<C>) -> C {
@@ -192,6 +222,16 @@ baton_router_ttft_seconds_count 1
 ";
         assert_eq!(metrics.page(), expected);
         assert_eq!(metrics.names().len(), 3);
+    }
+
+    #[test]
+    fn a_vector_without_values_is_on_the_page() {
+        let metrics = Metrics::new("router");
+        let retries = metrics.counter_vec("retries_total", "Retries.", &["reason"]);
+        let head = "# HELP baton_router_retries_total Retries.\n# TYPE baton_router_retries_total counter\n";
+        assert_eq!(metrics.page(), head);
+        retries.with_label_values(&["full"]).inc();
+        assert_eq!(metrics.page(), format!("{head}baton_router_retries_total{{reason=\"full\"}} 1\n"));
     }
 
     #[test]

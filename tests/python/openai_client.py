@@ -3,12 +3,29 @@
 Usage: openai_client.py http://127.0.0.1:8000/v1
 """
 
+import pathlib
+import re
 import sys
 
 import openai
+from openai.types import completion_create_params as completions
+from openai.types.chat import completion_create_params as chat
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs/api.md"
+
+
+def check_fields():
+    """Every request field of this release of the client is in docs/api.md."""
+    rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    for params, endpoint in ((chat, "chat"), (completions, "completions")):
+        known = {name for row in rows if row[1] in (endpoint, "both") for name in re.findall(r"`(\w+)`", row[0])}
+        kinds = (params.CompletionCreateParamsStreaming, params.CompletionCreateParamsNonStreaming)
+        missing = {name for kind in kinds for name in kind.__annotations__} - known
+        assert not missing, f"docs/api.md does not have these fields of {endpoint}: {sorted(missing)}"
 
 
 def main(base_url):
+    check_fields()
     client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=30)
 
     models = [model.id for model in client.models.list()]

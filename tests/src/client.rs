@@ -106,6 +106,10 @@ impl Client {
     /// The value of a counter on the metrics page; 0 while it is absent. `name` includes its labels.
     pub async fn counter(&self, name: &str) -> u64 {
         let page = self.get("/metrics").await.1;
+        let metric = name.split('{').next().unwrap_or_default();
+        let of_histogram = ["_count", "_sum", "_bucket"].iter().find_map(|part| metric.strip_suffix(part));
+        let is_there = |metric: &str| page.contains(&format!("# TYPE {metric} "));
+        assert!(is_there(metric) || of_histogram.is_some_and(is_there), "no metric `{metric}`:\n{page}");
         let of = |line: &str| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok();
         page.lines().find_map(of).unwrap_or(0)
     }

@@ -6,6 +6,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::client::Client;
+use crate::probe::Probed;
 use crate::process::Process;
 use crate::{eventually, free_addr, in_time};
 
@@ -20,6 +21,8 @@ pub type Settings = Vec<(&'static str, String)>;
 pub struct Fleet {
     pub router: Process,
     pub http: SocketAddr,
+    /// The router's admin port.
+    pub admin: SocketAddr,
     /// The router's gRPC port, with the registry.
     pub grpc: SocketAddr,
     pub nodes: Vec<FleetNode>,
@@ -80,16 +83,19 @@ impl Fleet {
         of_role: impl Fn(&'static str) -> Settings,
     ) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
-        let (http, grpc) = (free_addr(), free_addr());
-        let settings =
-            vec![("BATON_ROUTER__HTTP", http.to_string()), ("BATON_ROUTER__GRPC", grpc.to_string())];
+        let (http, grpc, admin) = (free_addr(), free_addr(), free_addr());
+        let settings = vec![
+            ("BATON_ROUTER__HTTP", http.to_string()),
+            ("BATON_ROUTER__GRPC", grpc.to_string()),
+            ("BATON_ROUTER__ADMIN", admin.to_string()),
+        ];
         let settings = settings.into_iter().chain(of_router).collect();
         let router = Process::start(folder.path(), "router", "router", settings);
         eventually("the registry to listen", async || tokio::net::TcpStream::connect(grpc).await.ok()).await;
         let names = roles.iter().flat_map(|(role, n)| (0..*n).map(move |nth| (*role, nth)));
         let start = |(role, nth)| FleetNode::start(&folder, role, nth, model, grpc, of_role(role));
         let nodes = names.map(start).collect();
-        let fleet = Self { router, http, grpc, nodes, folder };
+        let fleet = Self { router, http, grpc, admin, nodes, folder };
         fleet.all_ready().await;
         fleet
     }
@@ -108,7 +114,20 @@ impl Fleet {
         Client::new(self.http)
     }
 
-    /// Waits until every node is usable in its present life.
+    /// The ports with the health of each process: the router has two.
+    pub fn health_ports(&self) -> Vec<Probed> {
+        let nodes = self.nodes.iter().map(|node| (node.admin, node.process.pid()));
+        let ports = [self.http, self.admin].map(|port| (port, self.router.pid())).into_iter().chain(nodes);
+        ports.map(|(port, pid)| Probed { client: Client::new(port), pid }).collect()
+    }
+
+    /// Every port of every process.
+    pub fn ports(&self) -> Vec<SocketAddr> {
+        let nodes = self.nodes.iter().flat_map(|node| [node.grpc, node.admin, node.kv]);
+        [self.http, self.grpc, self.admin].into_iter().chain(nodes).collect()
+    }
+
+    /// Waits until every node is usable, in the life that it is in.
     pub async fn all_ready(&self) {
         let connect = async || tokio::net::TcpStream::connect(self.http).await.ok();
         eventually("the router to listen", connect).await;

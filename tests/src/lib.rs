@@ -13,6 +13,8 @@ pub mod wire;
 pub mod hosts;
 pub mod client;
 pub mod check;
+pub mod flood;
+pub mod probe;
 pub mod sim;
 
 pub use client::{Answer, Ask, Client, Failed};

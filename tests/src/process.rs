@@ -43,11 +43,16 @@ impl Process {
 
     /// Stops it, waits for its end, and starts it again on the same ports.
     pub async fn restart(&mut self) {
+        self.stop().await;
+        self.child = spawn(self.role, &self.settings, &self.log);
+    }
+
+    /// Asks it to stop, and waits until it has.
+    pub async fn stop(&mut self) {
         self.signal(Signal::TERM);
         let status =
             eventually("the process to stop", async || self.child.try_wait().expect("our child")).await;
         assert!(status.success(), "{} ended with {status}:\n{}", self.role, self.log());
-        self.child = spawn(self.role, &self.settings, &self.log);
     }
 
     /// Kills it without a drain.

@@ -2,10 +2,12 @@
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener};
+use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
 use baton_tests::{PATIENCE, Up, eventually, executable};
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 fn baton(args: &[&str]) -> Command {
@@ -237,4 +239,85 @@ fn what_is_no_model_is_refused_with_a_sentence_of_its_own() {
             assert!(text.contains(expected), "{process} {model}: {text}");
         }
     }
+}
+
+/// The bundled model without its tokenizer, and without its chat template.
+fn without(what: &str) -> TempDir {
+    let (from, folder) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo"), tempfile::tempdir());
+    let folder = folder.expect("a folder");
+    for file in std::fs::read_dir(from).expect("the bundled model").flatten() {
+        let (path, name) = (file.path(), file.file_name());
+        if path.is_file() && name != what {
+            std::fs::copy(path, folder.path().join(name)).expect("copied");
+        }
+    }
+    let config = folder.path().join("tokenizer_config.json");
+    let text = std::fs::read_to_string(&config).expect("a tokenizer's configuration");
+    let mut fields: Value = serde_json::from_str(&text).expect("JSON");
+    fields.as_object_mut().expect("fields").remove(what);
+    std::fs::write(config, fields.to_string()).expect("written");
+    folder
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_missing_tokenizer_and_a_missing_chat_template_are_named() {
+    let messages = json!({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2});
+    let (text, ids) =
+        (json!({"prompt": "Hi", "max_tokens": 2}), json!({"prompt": [5, 6, 7], "max_tokens": 2}));
+    for (what, logged, path, refused, reason, accepted) in [
+        (
+            "tokenizer.json",
+            "no tokenizer.json: requests must bring token ids, text is refused",
+            "/v1/completions",
+            &text,
+            "the model has no tokenizer; send token ids to /v1/completions",
+            &ids,
+        ),
+        (
+            "chat_template",
+            "no chat template: /v1/chat/completions is refused, /v1/completions is served",
+            "/v1/chat/completions",
+            &messages,
+            "the model has no chat template; use /v1/completions",
+            &text,
+        ),
+    ] {
+        let folder = without(what);
+        let up = Up::start(&["--model", folder.path().to_str().expect("UTF-8")]).await;
+        up.expect_log(&["no tokenizer.json", "no chat template"]);
+        assert!(up.log().contains(logged), "{what}: {}", up.log());
+        let (status, _, body) = up.client().post(path, refused.to_string()).await;
+        assert!(status == 400 && body.contains(reason), "{what}: {status} {body}");
+        let (status, _, body) = up.client().post("/v1/completions", accepted.to_string()).await;
+        assert_eq!(status, 200, "{what}: {body}");
+    }
+}
+
+/// What Rust's own formatting leaves in a text.
+const RUST_NAMES: [&str; 5] = ["Some(", "None", "Duration", "::", "Ok("];
+
+/// Tables on a terminal and on a page, and sentences about differences.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_measurement_reads_without_names_of_the_source() {
+    let (up, folder) = (Up::start(&[]).await, tempfile::tempdir().expect("a folder"));
+    let run = async |args: &[&str]| {
+        let mut command = baton(&[&["bench"], args].concat());
+        command.current_dir(folder.path());
+        let run = tokio::task::spawn_blocking(move || command.output().expect("it runs"));
+        let output = tokio::time::timeout(PATIENCE, run).await.expect("in time").expect("it ran");
+        let read = format!("{}{}", String::from_utf8_lossy(&output.stdout), stderr_of(&output));
+        assert!(output.status.success(), "{args:?}: {read}");
+        let found: Vec<&str> = RUST_NAMES.into_iter().filter(|name| read.contains(name)).collect();
+        assert!(found.is_empty(), "{args:?} says {found:?}:\n{read}");
+        read
+    };
+    let url = format!("http://{}", up.http);
+    let load = ["serve", "--url", &url, "--requests", "20", "--concurrency", "4", "--input-tokens", "32"];
+    for (out, workload) in [("a.json", "random"), ("b.json", "shared-prefix")] {
+        let more = ["--output-tokens", "4", "--warmup", "0s", "--workload", workload, "--out", out];
+        let read = run(&[&load[..], &more, &["--slo", "ttft=10s", "--lag-limit", "10s"]].concat()).await;
+        assert!(read.contains("ttft p50"), "{read}");
+    }
+    run(&["compare", "a.json", "b.json"]).await;
+    run(&["report", "a.json", "b.json"]).await;
 }

@@ -185,13 +185,13 @@ fn ask() -> Ask {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn strangers_are_refused_at_every_port() {
-    let fleet = Fleet::start(PACED, 1, 1).await;
+    let fleet = Fleet::start_pooled(PACED, 1, 1, 1).await;
     fleet.expect_log(&["refused kv stream"]);
     let expected = fleet.client().ask(&ask()).await.expect("an answer").tokens;
     // A request's own log lines do not count.
     let (garbage, pieces) =
         (vec![garbage(64 << 10)], vec![b"POST /v1/compl".to_vec(), b"PRI * HTT".to_vec()]);
-    let mut http = vec![("the router's http", fleet.http)];
+    let mut http = vec![("the router's http", fleet.http), ("the router's admin", fleet.admin)];
     let mut grpc = vec![("the router's grpc", fleet.grpc)];
     for node in &fleet.nodes {
         http.push((&node.name, node.admin));
@@ -218,13 +218,10 @@ async fn strangers_are_refused_at_every_port() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn slow_senders_delay_no_other_request() {
-    let fleet = Fleet::start(PACED, 1, 1).await;
+    let fleet = Fleet::start_pooled(PACED, 1, 1, 1).await;
     fleet.expect_log(&["refused kv stream"]);
     let expected = fleet.client().ask(&ask()).await.expect("an answer").tokens;
-    let ports: Vec<SocketAddr> = [fleet.http, fleet.grpc]
-        .into_iter()
-        .chain(fleet.nodes.iter().flat_map(|node| [node.grpc, node.admin, node.kv]))
-        .collect();
+    let ports = fleet.ports();
     let words = hello(7);
     let drip = async |addr: SocketAddr| {
         let mut stream = TcpStream::connect(addr).await.expect("it listens");

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use baton_tests::process::resident_kib;
-use baton_tests::{Ask, Client, Up};
+use baton_tests::{Ask, Client, Fleet, Up, eventually};
 use futures::future::join_all;
 
 /// The number of requests, each with different names.
@@ -59,6 +59,46 @@ async fn names_that_requests_choose_make_no_series_and_no_memory() {
     wave(&up.client(), 10 * AT_ONCE, REQUESTS).await;
     let after = (series(&clients).await, resident_kib(up.pid()).expect("the router lives"));
     assert!(before.0.len() > 100, "{:?}", before.0);
+    let new: Vec<_> = after.0.difference(&before.0).collect();
+    assert!(new.is_empty(), "{new:?}");
+    assert!(after.1 < before.1 + GROWTH_KIB, "{} KiB, and {} KiB before", after.1, before.1);
+}
+
+/// Models that are served one after the other, each by a node that comes and goes: first a few, so that every buffer has
+/// its size, then the others.
+const MODELS: (usize, usize) = (5, 45);
+
+/// Serves a model by a node that comes and goes, and asks it.
+async fn serve_for_a_moment(fleet: &mut Fleet, nth: usize) {
+    let model = format!("model-{nth}-{}", "x".repeat(200));
+    fleet.add_with("decode", nth, "mock", vec![("BATON_MODEL__NAME", model.clone())]);
+    fleet.all_ready().await;
+    let ask = Ask::new(vec![(nth % 256) as u32; 40], 2).with("model", model.as_str().into());
+    let client = fleet.client();
+    eventually("the model to answer", async || client.ask(&ask).await.ok()).await;
+    let mut node = fleet.nodes.pop().expect("it was added");
+    node.process.stop().await;
+    eventually("the model to be forgotten", async || {
+        let models = client.get_json("/v1/models").await;
+        models["data"].as_array().is_some_and(Vec::is_empty).then_some(())
+    })
+    .await;
+}
+
+/// F31: names of models are on pages while nodes serve them, and in no series and no memory afterwards.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn models_that_come_and_go_leave_no_memory() {
+    let mut fleet = Fleet::start("mock", 0, 0).await;
+    let clients = [Client::new(fleet.http)];
+    for nth in 0..MODELS.0 {
+        serve_for_a_moment(&mut fleet, nth).await;
+    }
+    let resident = |fleet: &Fleet| resident_kib(fleet.router.pid()).expect("the router lives");
+    let before = (series(&clients).await, resident(&fleet));
+    for nth in MODELS.0..MODELS.0 + MODELS.1 {
+        serve_for_a_moment(&mut fleet, nth).await;
+    }
+    let after = (series(&clients).await, resident(&fleet));
     let new: Vec<_> = after.0.difference(&before.0).collect();
     assert!(new.is_empty(), "{new:?}");
     assert!(after.1 < before.1 + GROWTH_KIB, "{} KiB, and {} KiB before", after.1, before.1);

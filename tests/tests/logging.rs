@@ -2,10 +2,14 @@
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use baton_tests::check::prompts;
+use baton_tests::probe::{Probed, serves_another, while_probed};
 use baton_tests::{Ask, Client, eventually, executable};
 use futures::future::join_all;
+use serde_json::Value;
+use tokio::time::Instant;
 
 /// A cluster whose standard error is a pipe that no one reads.
 struct Unread {
@@ -30,12 +34,16 @@ impl Unread {
         Self { child, client: Client::new(address) }
     }
 
-    async fn admin_ports(&self) -> Vec<Client> {
+    /// The router's HTTP port, and every node's admin port.
+    async fn health_ports(&self) -> Vec<Probed> {
         let cluster = self.client.get_json("/debug/cluster").await;
-        let nodes = cluster["nodes"].as_array().expect("nodes").iter();
-        nodes
-            .map(|node| Client::new(node["admin"].as_str().expect("text").parse().expect("an address")))
-            .collect()
+        let node = |node: &Value| {
+            let admin = node["admin"].as_str().expect("text").parse().expect("an address");
+            Probed { client: Client::new(admin), pid: node["pid"].as_u64().expect("a pid") as u32 }
+        };
+        let nodes = cluster["nodes"].as_array().expect("nodes").iter().map(node);
+        let router = Probed { client: self.client.clone(), pid: self.child.id() };
+        std::iter::once(router).chain(nodes).collect()
     }
 }
 
@@ -46,29 +54,29 @@ impl Drop for Unread {
     }
 }
 
-async fn lost_lines(client: &Client) -> u64 {
-    let page = client.get("/metrics").await.1;
-    let count =
-        page.lines().find(|line| line.starts_with("baton_router_log_lines_lost_total ")).expect("the metric");
-    count.rsplit(' ').next().expect("a count").parse().expect("a number")
-}
+/// Time that the processes are probed after the first line was lost.
+const AFTER: Duration = Duration::from_secs(2);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_log_reader_that_stops_stops_no_process() {
     let unread = Unread::start();
-    let admins = unread.admin_ports().await;
-    for prompts in prompts(5, 200, 60).chunks(20) {
-        let asks: Vec<Ask> = prompts.iter().map(|prompt| Ask::new(prompt.clone(), 8)).collect();
-        let answers = join_all(asks.iter().map(|ask| unread.client.ask(ask))).await;
-        answers.into_iter().for_each(|answer| assert!(!answer.expect("an answer").tokens.is_empty()));
-    }
-    for client in admins.iter().chain([&unread.client]) {
-        assert_eq!(client.get("/live").await.0.as_u16(), 200);
-        assert_eq!(client.get("/ready").await.0.as_u16(), 200);
-    }
-    eventually("the router to lose lines", async || {
-        let _ = unread.client.ask(&Ask::new(vec![1; 60], 8)).await;
-        (lost_lines(&unread.client).await > 0).then_some(())
-    })
-    .await;
+    let probed = unread.health_ports().await;
+    assert!(probed.len() > 2, "{probed:?}");
+    let asked = async {
+        for prompts in prompts(5, 200, 60).chunks(20) {
+            let asks: Vec<Ask> = prompts.iter().map(|prompt| Ask::new(prompt.clone(), 8)).collect();
+            let answers = join_all(asks.iter().map(|ask| unread.client.ask(ask))).await;
+            answers.into_iter().for_each(|answer| assert!(!answer.expect("an answer").tokens.is_empty()));
+        }
+        eventually("the router to lose lines", async || {
+            serves_another(&unread.client).await;
+            (unread.client.counter("baton_router_log_lines_lost_total").await > 0).then_some(())
+        })
+        .await;
+        let until = Instant::now() + AFTER;
+        while Instant::now() < until {
+            serves_another(&unread.client).await;
+        }
+    };
+    while_probed(&probed, "an unread log", asked).await;
 }

@@ -1,9 +1,10 @@
 use std::io;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use axum::routing::get;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 
 use super::*;
@@ -23,6 +24,10 @@ struct Served {
 async fn start(limits: ServerLimits) -> Served {
     let net = MemoryNet::new();
     let listener = net.listen(ADDR).await.expect("free");
+    start_at(net, listener, limits)
+}
+
+fn start_at(net: MemoryNet, listener: Box<dyn Listener>, limits: ServerLimits) -> Served {
     let router = Router::new()
         .route(
             "/peer",
@@ -160,4 +165,52 @@ async fn a_failed_accept_is_not_the_end() {
         stream.write_all(REQUEST).await.expect("room");
         assert!(answer(&mut stream).await.ends_with("here"));
     }
+}
+
+/// Fails when it is told to, and before that accepts.
+#[derive(Debug)]
+struct OutOfDescriptors {
+    inner: Box<dyn Listener>,
+    told: Arc<Notify>,
+}
+
+#[async_trait]
+impl Listener for OutOfDescriptors {
+    async fn accept(&mut self) -> io::Result<(Stream, SocketAddr)> {
+        tokio::select! {
+            () = self.told.notified() => Err(io::Error::other("too many open files")),
+            accepted = self.inner.accept() => accepted,
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.inner.local_addr()
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_failed_accept_closes_the_oldest_idle_connection() {
+    let net = MemoryNet::new();
+    let inner = net.listen(ADDR).await.expect("free");
+    let told = Arc::new(Notify::new());
+    let listener = Box::new(OutOfDescriptors { inner, told: told.clone() });
+    let served = start_at(net, listener, ServerLimits::default());
+    let mut serving = served.connect().await;
+    serving.write_all(b"GET /forever HTTP/1.1\r\nhost: x\r\n\r\n").await.expect("room");
+    let mut idle = Vec::new();
+    for _ in 0..2 {
+        let mut one = served.connect().await;
+        one.write_all(REQUEST).await.expect("room");
+        assert!(answer(&mut one).await.starts_with("HTTP/1.1 200 OK"));
+        idle.push(one);
+    }
+    let [mut oldest, mut younger] = idle.try_into().expect("two");
+    told.notify_one();
+    assert_eq!(timeout(SECOND, answer(&mut oldest)).await.expect("closed"), "", "it was the oldest idle one");
+    younger.write_all(REQUEST).await.expect("open");
+    assert!(answer(&mut younger).await.starts_with("HTTP/1.1 200 OK"), "one failure closes one connection");
+    timeout(SECOND, answer(&mut serving)).await.expect_err("a request is under way");
+    let mut new = served.connect().await;
+    new.write_all(REQUEST).await.expect("room");
+    assert!(answer(&mut new).await.starts_with("HTTP/1.1 200 OK"), "the port goes on accepting");
 }

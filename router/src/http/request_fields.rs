@@ -73,6 +73,7 @@ const NO_GRAMMAR: &str = "constrained output is not built yet";
 const NO_TOOLS: &str = "tool calls are not built yet";
 const NO_MEDIA: &str = "text is the only input and output";
 const ONE_BEAM: &str = "answers are sampled, without beam search";
+const RENDERING: &str = "it is read only where prompts are rendered and not answered";
 const SPECIAL: &str = "special tokens are always left out of the text";
 
 /// The table, by support and name.
@@ -121,11 +122,16 @@ pub(crate) const FIELDS: &[RequestField] = &[
     harmless("prompt_cache_options", "a hint for speed"),
     harmless("prompt_cache_retention", "a hint for speed"),
     harmless("request_id", "the header `x-request-id` is honoured"),
+    harmless("return_mm_kwargs", RENDERING),
+    harmless("return_token_offsets", RENDERING),
     harmless("rid", "the header `x-request-id` is honoured"),
     harmless("safety_identifier", "a note of the client's"),
     harmless("service_tier", "there is one"),
+    harmless("session_id", "a hint for speed"),
     harmless("store", "nothing is stored"),
+    harmless("stream_interval", "each event has the tokens of one step"),
     harmless("stream_reasoning", "an answer's text is not divided"),
+    harmless("truncation_side", "`truncate_prompt_tokens` is refused, so no prompt is cut"),
     harmless("user", "a note of the client's"),
     neutral("add_special_tokens", FieldEndpoints::Chat, &[], "the chat template writes them"),
     neutral(
@@ -150,6 +156,7 @@ pub(crate) const FIELDS: &[RequestField] = &[
     refused("documents", "write them into the messages"),
     refused("early_stopping", ONE_BEAM),
     refused("ebnf", NO_GRAMMAR),
+    refused("ec_transfer_params", NO_MEDIA),
     neutral("echo", FieldEndpoints::Chat, &[], "only for /v1/completions"),
     refused("extra_key", "use the header `x-baton-tenant` to keep prefix caches apart"),
     neutral("function_call", FieldEndpoints::Both, &["\"none\"", "\"auto\""], NO_TOOLS),
@@ -185,7 +192,14 @@ pub(crate) const FIELDS: &[RequestField] = &[
     refused("regex", NO_GRAMMAR),
     refused("repetition_detection", "answers end by stop strings, tokens and length"),
     refused("return_hidden_states", "hidden states stay on the nodes"),
+    refused("return_prompt_text", "return_token_ids adds the ids"),
     refused("return_tokens_as_token_ids", "return_token_ids adds the ids"),
+    neutral(
+        "routed_experts_prompt_start",
+        FieldEndpoints::Both,
+        &["0"],
+        "choices of experts stay on the nodes",
+    ),
     neutral("separate_reasoning", FieldEndpoints::Both, &["true"], "an answer's text is not divided"),
     refused("session_params", "there are no sessions; prefix caches are found by content"),
     neutral("skip_special_tokens", FieldEndpoints::Both, &["true"], SPECIAL),
@@ -202,6 +216,7 @@ pub(crate) const FIELDS: &[RequestField] = &[
     refused("use_beam_search", ONE_BEAM),
     neutral("verbosity", FieldEndpoints::Both, &["\"medium\""], "write it into the messages"),
     refused("vllm_xargs", "code of clients is not run"),
+    refused("watermarking", "answers have no watermark"),
     refused("web_search_options", "nothing is searched"),
 ];
 

@@ -1,5 +1,6 @@
 """Checks of the chart: its objects follow the Kubernetes API, the overlays equal it, and its values are known."""
 
+import re
 import json
 import os
 from pathlib import Path
@@ -181,6 +182,9 @@ def autoscaling():
         role = which.removeprefix("baton-")
         assert any(f"baton_{role}_" in query for query in queries), queries
         assert all('namespace="baton"' in query for query in queries), queries
+        # Missing numbers are not idleness: no query turns them into 0, and KEDA takes them for an error.
+        assert all(trigger["metadata"]["ignoreNullValues"] == "false" for trigger in spec["triggers"]), spec["triggers"]
+        assert not any(re.search(r"\b(vector|absent)\b", query) for query in queries), queries
     plain = {thing["metadata"]["name"]: thing["spec"] for thing in rendered.chart([], rendered.NAMED) if thing["kind"] == "Deployment"}
     assert plain["baton-decode"]["replicas"] == 2, plain["baton-decode"]
     on = {"autoscaling": {"enabled": True}}

@@ -28,14 +28,15 @@ def knows_command(args):
         assert re.search(rf"^\s.*{re.escape(flag)}\b", help_of(command), re.MULTILINE), f"baton {command} has no {flag}"
 
 
-def accepts(text, role=None, env=()):
-    """Checks a configuration with `--check-config`, and with the process and its environment."""
+def accepts(text, args=(), env=()):
+    """A configuration, by `--check-config`, and by the process itself with its arguments and environment."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "process.toml"
         file.write_text(text)
         run([path(), "--check-config", str(file)], {})
-        if role:
-            run([path(), role, "--config", str(file), "--check"], dict(env))
+        if args:
+            at = args.index("--config") + 1
+            run([path(), *args[:at], str(file), *args[at + 1 :], "--check"], dict(env))
 
 
 def run(command, env):

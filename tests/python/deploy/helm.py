@@ -24,15 +24,16 @@ RENDERED = CACHE.parent / "rendered"
 RELEASE, NAMESPACE = "baton", "baton"
 
 
-def render(chart, values_files=(), values=None):
-    """The objects of a release named `baton` in a namespace of the same name."""
+def render(chart, values_files=(), values=None, release=RELEASE):
+    """The objects of a release in the namespace `baton`."""
     merged = {}
     for file in values_files:
         merge(merged, yaml.safe_load(Path(file).read_text()) or {})
     merge(merged, values or {})
-    kept = RENDERED / f"{key_of(chart, merged)}.json"
+    kept = RENDERED / f"{key_of(chart, merged, release)}.json"
     if not kept.exists():
-        objects = with_executable(chart, merged) if shutil.which("helm") else with_library(chart, merged)
+        with_helm = with_executable if shutil.which("helm") else with_library
+        objects = with_helm(chart, merged, release)
         RENDERED.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=RENDERED, delete=False) as file:
             json.dump(objects, file)
@@ -40,12 +41,12 @@ def render(chart, values_files=(), values=None):
     return json.loads(kept.read_text())
 
 
-def key_of(chart, values):
-    """A cache key for the chart, the values and the renderer. Every check is a process, and Helm is slow."""
+def key_of(chart, values, release):
+    """Equal for the same chart, the same values and the same way to render: every check is a process, and Helm is slow."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for file in sorted(path for path in Path(chart).rglob("*") if path.is_file()):
         digest.update(str(file).encode() + file.read_bytes())
-    digest.update(json.dumps(values, sort_keys=True).encode())
+    digest.update(json.dumps([release, values], sort_keys=True).encode())
     return digest.hexdigest()
 
 
@@ -58,11 +59,11 @@ def merge(into, values):
             into[key] = json.loads(json.dumps(value))
 
 
-def with_executable(chart, values):
+def with_executable(chart, values, release):
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(values, file)
         file.flush()
-        command = ["helm", "template", RELEASE, str(chart), "--namespace", NAMESPACE, "--values", file.name]
+        command = ["helm", "template", release, str(chart), "--namespace", NAMESPACE, "--values", file.name]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return [document for document in yaml.safe_load_all(text) if document]
 
@@ -71,12 +72,12 @@ class Failed(Exception):
     """Helm refused the values. The message is Helm's."""
 
 
-def with_library(chart, values):
+def with_library(chart, values, release):
     with PuppetApi() as api, tempfile.TemporaryDirectory() as folder:
         kubeconfig = Path(folder) / "kubeconfig"
         kubeconfig.write_text(json.dumps(api.kubeconfig()))
-        release = install(library(), kubeconfig, chart, values)
-    return [document for document in yaml.safe_load_all(release["manifest"]) if document]
+        installed = install(library(), kubeconfig, chart, values, release)
+    return [document for document in yaml.safe_load_all(installed["manifest"]) if document]
 
 
 def library():
@@ -87,7 +88,7 @@ def library():
     return ctypes.CDLL(str(path))
 
 
-def install(helm, kubeconfig, chart, values):
+def install(helm, kubeconfig, chart, values, release):
     helm.helm_sdkpy_last_error.restype = ctypes.c_char_p
     text = lambda value: ctypes.c_char_p(str(value).encode())
 
@@ -101,7 +102,7 @@ def install(helm, kubeconfig, chart, values):
         options = {"wait": False, "server_side_apply": "false", "disable_openapi_validation": True, "timeout_seconds": 30}
         checked(
             helm.helm_sdkpy_install(
-                handle, text(RELEASE), text(chart), text(json.dumps(values)), text(""), text(json.dumps(options)),
+                handle, text(release), text(chart), text(json.dumps(values)), text(""), text(json.dumps(options)),
                 ctypes.byref(result),
             )
         )

@@ -27,7 +27,7 @@ def compose():
         executable.knows_command(about["command"])
         mounts = dict(volume.split(":")[1::-1] for volume in about["volumes"])
         text = (rendered.DEPLOY / mounts[about["command"][2]]).read_text()
-        executable.accepts(text, about["command"][0], about.get("environment", {}).items())
+        executable.accepts(text, about["command"], about.get("environment", {}).items())
         config = tomllib.loads(text)
         section = config.get("router") or config["node"]
         assert service != "router" or drains_long_enough(section), (service, section)
@@ -54,7 +54,7 @@ def dockerfile():
     assert int(user) > 0
     for variable, value in re.findall(r"^ENV (BATON_\w+)=(\S+)$", text, re.MULTILINE):
         for role, section in (("router", "router"), ("decode", "node")):
-            executable.accepts(f"[{section}]\n", role, [(variable, value)])
+            executable.accepts(f"[{section}]\n", [role, "--config", ""], [(variable, value)])
     exposed = {int(port) for port in re.findall(r"^EXPOSE (.*)$", text, re.MULTILINE)[0].split()}
     base = rendered.kustomize(rendered.K8S / "overlays" / "cpu-demo")
     listened = {port for workload, _ in baton_containers(base) for port in ports_of(workload).values()}

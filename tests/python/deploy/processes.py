@@ -4,6 +4,7 @@ import json
 import tomllib
 
 import executable
+import kubelet
 import rendered
 from objects import baton_containers, labels, mounted_files, name, pod, selects, workloads
 
@@ -151,7 +152,7 @@ def process_of(objects, workload, container):
     files = mounted_files(objects, workload, container)
     file = args[args.index("--config") + 1]
     assert file in files, f"{file} is not mounted, only {sorted(files)}"
-    executable.accepts(files[file], args[0], executable.environment(objects, container).items())
+    executable.accepts(files[file], args, executable.environment(objects, container).items())
     listens = executable.ports(files[file])
     declared = {port["containerPort"] for port in container["ports"]}
     assert declared == set(listens.values()), f"declares {declared}, listens on {listens}"
@@ -160,59 +161,24 @@ def process_of(objects, workload, container):
     assert pod(workload)["securityContext"]["runAsNonRoot"]
 
 
-# Names of Services that an installation, or another user of the namespace, may choose.
-OTHER_NAMES = ["baton", "baton-x", "baton-blue-router", "baton-2"]
-
-
 def service_links():
     """No pod asks for variables of Services, and every container also starts with them."""
-    for result, objects in rendered.all_of_them().items():
+    results = rendered.all_of_them() | rendered.under_another_name()
+    for result, objects in results.items():
         for workload in workloads(objects):
             assert pod(workload).get("enableServiceLinks") is False, f"{result}, {name(workload)}"
     tried = set()
-    for result, objects in rendered.all_of_them().items():
+    for result, objects in results.items():
         for workload, container in baton_containers(objects):
             # A patch may have removed the setting from the pod.
-            env = kubelet_variables(objects) | executable.environment(objects, container)
+            env = kubelet.variables(objects) | executable.environment(objects, container)
             args, text = container["args"], config_of(objects, workload, container)
-            start = (args[0], text, tuple(sorted(env.items())))
+            start = (tuple(args), text, tuple(sorted(env.items())))
             if start in tried:
                 continue
             tried.add(start)
             try:
-                executable.accepts(text, args[0], env.items())
+                executable.accepts(text, args, env.items())
             except AssertionError as error:
                 raise AssertionError(f"{result}, {name(workload)}, {container['name']}: {error}") from None
     assert len(tried) > 5, len(tried)
-
-
-def kubelet_variables(objects):
-    """Variables that kubelet adds for the Services of a namespace: those of the result, and others with similar names."""
-    variables = {}
-    services = [thing for thing in objects if thing["kind"] == "Service" and thing["spec"].get("clusterIP") != "None"]
-    for service in services:
-        variables |= links_of(service["metadata"]["name"], service["spec"]["ports"])
-        for other in OTHER_NAMES:
-            variables |= links_of(other, service["spec"]["ports"])
-    assert "BATON_X_SERVICE_HOST" in variables
-    return variables
-
-
-def links_of(service, ports, address="10.96.0.7"):
-    """The environment variables that kubelet's envvars.FromServices makes."""
-    prefix = service.upper().replace("-", "_")
-    first = ports[0]["port"]
-    links = {f"{prefix}_SERVICE_HOST": address, f"{prefix}_SERVICE_PORT": str(first)}
-    links[f"{prefix}_PORT"] = f"tcp://{address}:{first}"
-    for port in ports:
-        number, protocol = port["port"], port.get("protocol", "TCP")
-        if "name" in port:
-            links[f"{prefix}_SERVICE_PORT_{port['name'].upper().replace('-', '_')}"] = str(number)
-        stem = f"{prefix}_PORT_{number}_{protocol}"
-        links |= {
-            stem: f"{protocol.lower()}://{address}:{number}",
-            f"{stem}_PROTO": protocol.lower(),
-            f"{stem}_PORT": str(number),
-            f"{stem}_ADDR": address,
-        }
-    return links

@@ -45,12 +45,12 @@ EXTERNAL_ETCD = {
 FETCHED = {"model": {"path": "/models/qwen3-8b", "fetch": {"url": "https://models.example.com/model.tar"}}}
 
 
-def chart(files=(), *values):
+def chart(files=(), *values, release=helm.RELEASE):
     """The chart's objects with these values files and values."""
     merged = {}
     for one in values:
         helm.merge(merged, one)
-    return helm.render(CHART, [DEPLOY / "helm" / file for file in files], merged)
+    return helm.render(CHART, [DEPLOY / "helm" / file for file in files], merged, release)
 
 
 @functools.cache
@@ -129,3 +129,10 @@ def all_of_them():
     results["chart with a fetched model"] = chart([], FETCHED)
     results["chart with a long deadline"] = chart([], NAMED, {"router": {"deadlineSeconds": 3600}, "gateway": {"enabled": True}})
     return results
+
+
+@functools.cache
+def under_another_name():
+    """Some of the results, of releases that operators gave other names."""
+    pooled = chart(["cpu-demo.yaml", "pool.yaml"], release="baton-blue")
+    return {"release baton-blue": pooled, "release x": chart([], NAMED, EVERYTHING_ON, release="x")}

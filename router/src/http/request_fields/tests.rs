@@ -66,6 +66,92 @@ const OPENAI_COMPLETIONS: &[&str] = &[
     "stream",
 ];
 
+/// The fields of vLLM's `ChatCompletionRequest` and `CompletionRequest` (`vllm/entrypoints/openai/*/protocol.py` at commit
+/// 002032ee2b): of both classes, then of one of them.
+const VLLM_BOTH: &[&str] = &[
+    "model",
+    "frequency_penalty",
+    "logit_bias",
+    "logprobs",
+    "max_tokens",
+    "n",
+    "presence_penalty",
+    "response_format",
+    "seed",
+    "stop",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_p",
+    "thinking_token_budget",
+    "user",
+    "use_beam_search",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "watermarking",
+    "length_penalty",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "allowed_token_ids",
+    "bad_words",
+    "echo",
+    "add_special_tokens",
+    "structured_outputs",
+    "priority",
+    "request_id",
+    "session_id",
+    "return_tokens_as_token_ids",
+    "return_token_ids",
+    "routed_experts_prompt_start",
+    "return_token_offsets",
+    "return_mm_kwargs",
+    "cache_salt",
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "vllm_xargs",
+    "repetition_detection",
+    "stream_interval",
+];
+const VLLM_CHAT: &[&str] = &[
+    "messages",
+    "top_logprobs",
+    "max_completion_tokens",
+    "tools",
+    "tool_choice",
+    "reasoning_effort",
+    "include_reasoning",
+    "parallel_tool_calls",
+    "add_generation_prompt",
+    "continue_final_message",
+    "documents",
+    "chat_template",
+    "chat_template_kwargs",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+    "return_prompt_text",
+];
+const VLLM_COMPLETIONS: &[&str] = &["prompt", "suffix", "prompt_embeds"];
+/// Fields that earlier versions of vLLM know.
+const VLLM_EARLIER: &[&str] = &[
+    "best_of",
+    "guided_choice",
+    "guided_decoding_backend",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "guided_whitespace_pattern",
+    "logits_processors",
+];
+
 fn refusal(endpoint: Endpoint, body: &Value) -> Option<(String, String)> {
     let error = check(endpoint, body.to_string().as_bytes()).err()?;
     Some((error.param.clone().expect("a field"), error.message.clone()))
@@ -78,6 +164,18 @@ fn every_field_of_the_official_client_is_known() {
             assert!(known(endpoint, name).is_some(), "{name}");
         }
     }
+}
+
+#[test]
+fn every_field_of_vllm_is_known() {
+    let chat = VLLM_BOTH.iter().chain(VLLM_CHAT).chain(VLLM_EARLIER);
+    let completions = VLLM_BOTH.iter().chain(VLLM_COMPLETIONS).chain(VLLM_EARLIER);
+    let fields = chat.map(|name| (Endpoint::Chat, name));
+    let missing: Vec<_> = fields
+        .chain(completions.map(|name| (Endpoint::Completions, name)))
+        .filter(|(endpoint, name)| known(*endpoint, name).is_none())
+        .collect();
+    assert!(missing.is_empty(), "{missing:?}");
 }
 
 #[test]
@@ -147,8 +245,10 @@ The table of fields is made from the code by the test `the_page_lists_every_fiel
 | router, HTTP | `GET /v1/models`, `GET /v1/models/NAME` | the models that at least one usable node serves |
 | router, HTTP | `GET /live`, `GET /ready`, `GET /health` | whether the process lives; whether tokens can flow, otherwise why not |
 | router, HTTP | `GET /metrics`, `GET /debug/cluster`, `GET /debug/kv` | for operators: see [operating.md](operating.md) |
+| router, admin | `GET /live`, `GET /ready`, `GET /health`, `GET /metrics`, `GET /debug/cluster`, `GET /debug/kv` | the same, with connections of its own |
 | router, gRPC | `baton.v1.Inference` | answers to token ids: see [protocol.md](protocol.md) |
-| node, admin | `GET /live`, `GET /ready`, `GET /metrics`, `POST /sleep`, `POST /wake` | for operators |
+| node, admin | `GET /live`, `GET /ready`, `GET /rollout`, `GET /metrics` | for operators |
+| prefill or decode node, admin | `POST /sleep`, `POST /wake` | see [operating.md](operating.md#sleep-and-wake) |
 
 Errors are in [errors.md](errors.md).
 

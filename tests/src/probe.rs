@@ -1,0 +1,110 @@
+//! A prober that asks every process for its health while something happens, and a judge of how long the answers took.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use futures::future::join_all;
+use tokio::time::{Instant, MissedTickBehavior, interval};
+
+use crate::{Ask, Client, in_time};
+
+/// What a probe may take on a machine with a free processor.
+pub const PROBE_MAX: Duration = Duration::from_millis(100);
+/// What one probe in [`ONE_IN`] may take: the kernel sends a lost packet again after 200 ms, and then after 400 ms.
+const RETRANSMITTED_MAX: Duration = Duration::from_secs(1);
+const ONE_IN: usize = 200;
+const PROBE_EVERY: Duration = Duration::from_millis(50);
+/// The unit of `/proc/stat`.
+const TICK: Duration = Duration::from_millis(10);
+const PAGES: [&str; 2] = ["/live", "/ready"];
+
+/// A port with the health of a process, and the process.
+#[derive(Clone, Debug)]
+pub struct Probed {
+    pub client: Client,
+    pub pid: u32,
+}
+
+/// One answer: its time, and the part of it that the machine explains.
+#[derive(Debug)]
+struct Probe {
+    took: Duration,
+    waited: Duration,
+}
+
+/// Runs `happens` while `/live` and `/ready` of each process are asked every 50 ms, by a new connection each time.
+///
+/// Other work of the machine delays every process. So the time in which threads of the process, or of this test, were
+/// ready and got no processor is not counted.
+///
+/// # Panics
+/// If an answer is not 200, if more than one in [`ONE_IN`] takes longer than [`PROBE_MAX`], or one longer than a second.
+pub async fn while_probed<T>(probed: &[Probed], trouble: &str, happens: impl Future<Output = T>) -> T {
+    let over = AtomicBool::new(false);
+    let asked: Vec<_> = probed.iter().flat_map(|probed| PAGES.map(|page| (probed, page))).collect();
+    let probes = join_all(asked.iter().map(|(probed, page)| probe(probed, page, &over)));
+    let happening = async {
+        let seen = happens.await;
+        over.store(true, Ordering::Relaxed);
+        seen
+    };
+    let (probes, seen) = tokio::join!(probes, happening);
+    let mut slow = Vec::new();
+    for ((probed, page), probes) in asked.iter().zip(&probes) {
+        let unexplained = probes.iter().filter(|probe| probe.took > PROBE_MAX + probe.waited);
+        slow.extend(unexplained.map(|probe| (probe, format!("{:?} {page}: {probe:?}", probed.client))));
+    }
+    let n: usize = probes.iter().map(Vec::len).sum();
+    eprintln!("{trouble}: {}; unexplained: {}", summary(probes.iter().flatten()), slow.len());
+    let is_lost = |(probe, _): &(&Probe, String)| probe.took > RETRANSMITTED_MAX + probe.waited;
+    assert!(slow.len() * ONE_IN <= n && !slow.iter().any(is_lost), "{trouble}: {n} probes, slow: {slow:?}");
+    seen
+}
+
+fn summary<'a>(probes: impl Iterator<Item = &'a Probe>) -> String {
+    let mut times: Vec<Duration> = probes.map(|probe| probe.took).collect();
+    times.sort_unstable();
+    let slow = times.iter().filter(|took| **took > PROBE_MAX).count();
+    let (n, max) = (times.len(), times.last().expect("there are probes"));
+    format!("{n} probes, median {:?}, at most {max:?}, {slow} over {PROBE_MAX:?}", times[n / 2])
+}
+
+/// Asks for one page of one process until it is over.
+async fn probe(Probed { client, pid }: &Probed, page: &str, over: &AtomicBool) -> Vec<Probe> {
+    let mut ticks = interval(PROBE_EVERY);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut probes = Vec::new();
+    while !over.load(Ordering::Relaxed) {
+        ticks.tick().await;
+        let (asked, before) = (Instant::now(), waited_for_processor(*pid));
+        let (status, body) = in_time("a probe", client.get(page)).await;
+        assert_eq!(status.as_u16(), 200, "{client:?} {page}: {body}");
+        let took = asked.elapsed();
+        let waited = waited_for_processor(*pid).saturating_sub(before);
+        probes.push(Probe { took, waited });
+    }
+    probes
+}
+
+/// The time that the threads of a process, and of this one, have spent in the kernel's queues of ready threads, and that
+/// the machine below this one has taken from the processors.
+fn waited_for_processor(pid: u32) -> Duration {
+    let of_thread = |thread: std::io::Result<std::fs::DirEntry>| {
+        let times = std::fs::read_to_string(thread.ok()?.path().join("schedstat")).ok()?;
+        times.split(' ').nth(1)?.parse::<u64>().ok()
+    };
+    let threads = [pid, std::process::id()].map(|pid| std::fs::read_dir(format!("/proc/{pid}/task")));
+    let queued: u64 = threads.into_iter().flatten().flatten().filter_map(of_thread).sum();
+    let stat = std::fs::read_to_string("/proc/stat").unwrap_or_default();
+    let stolen = stat.split_whitespace().nth(8).and_then(|ticks| ticks.parse().ok()).unwrap_or(0);
+    Duration::from_nanos(queued) + TICK * stolen
+}
+
+/// Asks for a short answer.
+///
+/// # Panics
+/// If there is none.
+pub async fn serves_another(client: &Client) {
+    let answer = client.ask(&Ask::new(vec![3; 100], 4)).await;
+    assert!(!answer.expect("another client is served").tokens.is_empty());
+}

@@ -1,0 +1,143 @@
+//! The table of endpoints in `docs/api.md`: a cluster serves every row, and every route in the code is in a row.
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+use baton_tests::{Client, Fleet, eventually};
+use serde_json::json;
+use tonic_reflection::pb::v1::ServerReflectionRequest;
+use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
+use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
+use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// Ports, and the endpoints that the page says they have.
+fn rows() -> Vec<(String, Vec<String>)> {
+    let page = std::fs::read_to_string(root().join("docs/api.md")).expect("the page");
+    let section =
+        page.split("## Endpoints").nth(1).and_then(|rest| rest.split("## ").next()).expect("a table");
+    let cells = section.lines().filter(|line| line.starts_with("| ") && line.contains('`'));
+    let row = |line: &str| {
+        let cells: Vec<&str> = line.split(" | ").collect();
+        let endpoints = cells[1].split('`').skip(1).step_by(2).map(str::to_owned).collect();
+        (cells[0].trim_start_matches("| ").to_owned(), endpoints)
+    };
+    cells.map(row).collect()
+}
+
+/// The status of an endpoint that exists. A POST is sent without a request in it, except to sleep and to wake.
+async fn check(port: SocketAddr, endpoint: &str) {
+    let (method, path) = endpoint.split_once(' ').expect("a method and a path");
+    let path = path.replace("NAME", "mock");
+    let client = Client::new(port);
+    let expected = if path.starts_with("/v1/") && method == "POST" { 400 } else { 200 };
+    // A node hears a moment after its start that it may serve.
+    eventually(&format!("{endpoint} at {port} to answer {expected}"), async || {
+        let status = match method {
+            "GET" => client.get(&path).await.0,
+            "POST" => client.post(&path, json!({}).to_string()).await.0,
+            other => panic!("{other}"),
+        };
+        (status.as_u16() == expected).then_some(())
+    })
+    .await;
+    let (other, _, _) = match method {
+        "GET" => client.post(&path, "").await,
+        _ => (client.get(&path).await.0, Default::default(), String::new()),
+    };
+    assert_eq!(other.as_u16(), 405, "the other method of {endpoint} at {port}");
+}
+
+async fn services(port: SocketAddr) -> Vec<String> {
+    let endpoint = tonic::transport::Endpoint::from_shared(format!("http://{port}")).expect("an address");
+    let mut client = ServerReflectionClient::new(endpoint.connect().await.expect("it listens"));
+    let request = ServerReflectionRequest {
+        host: String::new(),
+        message_request: Some(MessageRequest::ListServices(String::new())),
+    };
+    let answers = client.server_reflection_info(tokio_stream::once(request)).await.expect("reflection");
+    match answers.into_inner().message().await.expect("an answer").and_then(|one| one.message_response) {
+        Some(MessageResponse::ListServicesResponse(list)) => {
+            list.service.into_iter().map(|service| service.name).collect()
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_endpoint_of_the_page_is_served() {
+    let fleet = Fleet::start_pooled("mock", 1, 1, 1).await;
+    let rows = rows();
+    assert!(rows.len() > 5, "{rows:?}");
+    for (port, endpoints) in &rows {
+        let nodes = |roles: &[&str]| -> Vec<SocketAddr> {
+            let nodes = fleet.nodes.iter().filter(|node| roles.contains(&node.role));
+            nodes.map(|node| node.admin).collect()
+        };
+        let ports = match port.as_str() {
+            "router, HTTP" => vec![fleet.http],
+            "router, admin" => vec![fleet.admin],
+            "node, admin" => nodes(&["prefill", "decode", "pool"]),
+            "prefill or decode node, admin" => nodes(&["prefill", "decode"]),
+            "router, gRPC" => {
+                let served = services(fleet.grpc).await;
+                endpoints
+                    .iter()
+                    .for_each(|service| assert!(served.contains(service), "{service}: {served:?}"));
+                continue;
+            }
+            other => panic!("no process has a port called `{other}`"),
+        };
+        for port in ports {
+            for endpoint in endpoints {
+                check(port, endpoint).await;
+            }
+        }
+    }
+}
+
+/// Paths of `.route("…")` in the sources of a crate, without its tests.
+fn routes(of_crate: &str) -> BTreeSet<String> {
+    let mut folders = vec![root().join(of_crate).join("src")];
+    let mut paths = BTreeSet::new();
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).expect("sources").flatten() {
+            let path = entry.path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs")
+                && !path.ends_with("tests.rs")
+            {
+                let text = std::fs::read_to_string(&path).expect("text");
+                let code = text.split("#[cfg(test)]").next().unwrap_or_default();
+                let routes = code.split(".route(").skip(1).map(str::trim_start);
+                let literal = |rest: &str| Some(rest.strip_prefix('"')?.split('"').next()?.to_owned());
+                paths.extend(routes.filter_map(literal).map(|path| path.replace("{*name}", "NAME")));
+            }
+        }
+    }
+    paths
+}
+
+#[test]
+fn every_route_of_the_code_is_on_the_page() {
+    let rows = rows();
+    let documented = |ports: &[&str]| -> BTreeSet<String> {
+        let rows = rows.iter().filter(|(port, _)| ports.contains(&port.as_str()));
+        let endpoints = rows.flat_map(|(_, endpoints)| endpoints);
+        endpoints.filter_map(|endpoint| Some(endpoint.split_once(' ')?.1.to_owned())).collect()
+    };
+    let router = routes("router");
+    assert_eq!(router, documented(&["router, HTTP"]));
+    let operators: BTreeSet<String> = router.into_iter().filter(|path| !path.starts_with("/v1/")).collect();
+    assert_eq!(operators, documented(&["router, admin"]));
+    let nodes: BTreeSet<String> = ["chassis", "node", "pool-node", "prefill-node", "decode-node"]
+        .into_iter()
+        .flat_map(routes)
+        .collect();
+    assert_eq!(nodes, documented(&["node, admin", "prefill or decode node, admin"]));
+}
