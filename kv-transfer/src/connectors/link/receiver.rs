@@ -299,7 +299,9 @@ impl LinkIn {
                     self.take_kv(reader, transfer, frame).await?;
                 }
                 (Body::Digests { span, digests }, _) => {
-                    let pending = expected.pop_front().ok_or(FrameError::Unexpected("digests without a waiting KV frame"))?;
+                    let pending = expected
+                        .pop_front()
+                        .ok_or(FrameError::Unexpected("digests without a waiting KV frame"))?;
                     pending.deliver(transfer, &LaneSpan { lane, span }, digests)?;
                 }
                 (Body::Quiet, Some(_)) => self.kv_path.sender_is_quiet(transfer),
