@@ -72,7 +72,7 @@ impl ConnectionLimits {
 const LEAVES_WITHIN: Duration = Duration::from_millis(100);
 /// Connections of one port that gave way and are still open: as many as the kernel's queue of a port holds.
 const LEAVING_MAX: usize = 1024;
-const NEEDED: &str = "its place is needed";
+const NEEDED: &str = "its slot is needed for a new connection";
 
 /// What a connection is doing, and since when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -32,6 +32,8 @@ const NOT_OF_TWO_LEGS: &[(&str, &str)] = &[
     ("delivery::nothing_to_send_is_a_transfer", WHOLE),
     ("delivery::layers_leave_as_they_are_computed", IN_ONE_PIECE),
     ("delivery::handoff_arrives_last_and_whole", IN_ONE_PIECE),
+    ("feed::a_queue_with_a_wrong_chunk_fails", NEVER_OPENED),
+    ("feed::a_queue_that_ends_early_fails_both_sides", NEVER_OPENED),
     ("delivery::interleaved_transfers_do_not_mix", NEVER_OPENED),
     ("refusal::unknown_landing", AT_THE_END),
     ("refusal::wrong_grant", AT_THE_END),

@@ -85,7 +85,7 @@ fn health_takes_a_host_and_a_port() {
         assert_eq!(asked.recv_timeout(PATIENCE).expect("it was asked"), path, "{typed}");
     }
     for (typed, expected) in
-        [("https://router:8000", "speak plain http"), ("router:port", "host:port"), ("ftp://x", "http://")]
+        [("https://router:8000", "plain http"), ("router:port", "host:port"), ("ftp://x", "http://")]
     {
         let output = baton(&["health", typed]).output().expect("it runs");
         assert_eq!(output.status.code(), Some(2), "{typed}: {}", stderr_of(&output));

@@ -255,8 +255,8 @@ fn room_is_short_only_for_more_than_there_is() {
     assert!(explained(&plan, 6.0, &same));
 }
 
-/// A judge that excuses everything finds nothing. Of requests with time enough in plans with faults: the percent that may
-/// miss their deadlines, and that may find no node or fail after two seconds. It was 83, 18 and 84 when this was written;
+/// A judge that excuses everything finds nothing. The limits, in percent of requests with enough time in plans with
+/// faults: those that may miss their deadlines, may find no node, and may fail after two seconds. It was 83, 18 and 84 when this was written;
 /// a fault anywhere explained all three for nearly each request before.
 const EXCUSED_PERCENT_MAX: [u32; 3] = [86, 21, 87];
 

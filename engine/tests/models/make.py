@@ -23,7 +23,7 @@ N_PROMPT, N_STEPS = 37, 20
 N_STEPS_WINDOWED = 160
 
 MODELS = {
-    # As many KV heads as heads, an output layer of its own, widths that are no whole vectors, biases everywhere.
+    # One KV head per head, a separate output layer, widths that are not a multiple of a vector, biases everywhere.
     "llama": (transformers.LlamaConfig(**SHAPE | dict(hidden_size=40, num_key_value_heads=4, attention_bias=True,
                                                       mlp_bias=True, rms_norm_eps=1e-5)), torch.float16, "1GB"),
     # Scaled positions, two files with an index, a config as older versions wrote it.

@@ -25,7 +25,7 @@ impl SharedBytes {
         let file = File::open(path)?;
         // JUSTIFICATION: weights are gigabytes; reading them into memory would duplicate the page cache's
         // copy.
-        // SAFETY: the mapping is read-only and private. As documented above, the file does not change.
+        // SAFETY: the mapping is read-only and private. The file does not change (see above).
         let mapping = unsafe { Mmap::map(&file)? };
         Ok(Self::whole(mapping))
     }

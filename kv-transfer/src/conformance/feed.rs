@@ -109,5 +109,6 @@ pub async fn a_queue_that_ends_early_fails_both_sides(pair: Arc<Pair>) {
     let error = sender.feed(queue).await.expect_err("no handoff");
     assert!(matches!(error, TransferError::Unfinished), "{error}");
     let error = arrival.settle().await.expect_err("it will never be complete");
-    assert!(matches!(error, TransferError::Cancelled), "{error}");
+    // Within one process the receiver gets the sender's own error.
+    assert!(matches!(error, TransferError::Cancelled | TransferError::Unfinished), "{error}");
 }

@@ -1,8 +1,8 @@
 """Checks of the chart: its objects follow the Kubernetes API, the overlays equal it, and its values are known."""
 
-import re
 import json
 import os
+import re
 from pathlib import Path
 
 import jsonschema

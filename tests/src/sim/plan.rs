@@ -89,7 +89,7 @@ pub struct Ask {
     pub ignore_eos: bool,
     /// `None` is greedy.
     pub sampling_seed: Option<u64>,
-    /// Of sampling that is not greedy.
+    /// The temperature of sampling that is not greedy.
     pub temperature: f32,
     pub priority: i8,
     pub tenant: &'static str,

@@ -39,7 +39,7 @@ pub struct Report {
 pub struct RequestCounts {
     pub whole: u32,
     pub refused: u32,
-    /// Of these: without a usable node,
+    /// Refused requests without a usable node,
     pub without_node: u32,
     /// without room,
     pub without_room: u32,
