@@ -171,7 +171,7 @@ enum Job {
     Span(SpanJob),
     Handoff(Handoff),
     /// All further jobs come from this queue.
-    Feed(Feed),
+    Feed(Box<Feed>),
 }
 
 /// A caller's queue, and the check of its chunks.
@@ -298,7 +298,7 @@ impl KvSender for Sender {
 
     async fn feed(self: Box<Self>, queue: ChunkQueue) -> Result<(), TransferError> {
         let feed = Feed { queue, check: self.check.clone() };
-        self.room().await?.send(Job::Feed(feed));
+        self.room().await?.send(Job::Feed(Box::new(feed)));
         self.out.settled().await
     }
 }
@@ -354,7 +354,7 @@ impl Pump {
                     Job::Feed(of_caller) => feed = Some(of_caller),
                 },
                 chunk = next_chunk(&mut feed) => {
-                    let Some(Feed { check, .. }) = &mut feed else { continue };
+                    let Some(check) = feed.as_mut().map(|feed| &mut feed.check) else { continue };
                     match chunk.ok_or(TransferError::Unfinished)? {
                         Chunk::Kv { span, from, ready } => {
                             let Some(span) = check.wanted(span, &from)? else { continue };
@@ -459,7 +459,7 @@ impl Pump {
 }
 
 /// Waits for ever without a feed.
-async fn next_chunk(feed: &mut Option<Feed>) -> Option<Chunk> {
+async fn next_chunk(feed: &mut Option<Box<Feed>>) -> Option<Chunk> {
     match feed {
         Some(feed) => feed.queue.next().await,
         None => std::future::pending().await,

@@ -196,7 +196,8 @@ fn a_plan_explains_only_what_it_breaks() {
     let decode_is_gone = vec![(1.0, crash("decode-0")), (7.0, start("decode-0"))];
     let is_cut_off = vec![(1.0, hold("router", "decode-0")), (7.0, release("router", "decode-0"))];
     // The plan, the error and when it comes, for a request that is asked after two seconds.
-    let table: Vec<(&str, Vec<(f64, Break)>, &ServeError, f64, bool)> = vec![
+    type Row<'a> = (&'a str, Vec<(f64, Break)>, &'a ServeError, f64, bool);
+    let table: Vec<Row<'_>> = vec![
         ("calm", vec![], &no_nodes, 4.5, false),
         ("calm", vec![], &late, 7.0, false),
         ("calm", vec![], &failed, 4.5, false),
