@@ -38,7 +38,7 @@ struct Probe {
 /// ready and got no processor is not counted.
 ///
 /// # Panics
-/// If an answer is not 200, if more than one in [`ONE_IN`] takes longer than [`PROBE_MAX`], or one longer than a second.
+/// If an answer is not 200, if more than one in `ONE_IN` takes longer than [`PROBE_MAX`], or one longer than a second.
 pub async fn while_probed<T>(probed: &[Probed], trouble: &str, happens: impl Future<Output = T>) -> T {
     let over = AtomicBool::new(false);
     let asked: Vec<_> = probed.iter().flat_map(|probed| PAGES.map(|page| (probed, page))).collect();

@@ -13,9 +13,9 @@ use crate::error::TransferError;
 use crate::pending_copies::PendingCopy;
 
 /// Limit of copy jobs in progress of one connector.
-const ERRANDS_MAX: usize = 64;
+const COPY_JOBS_MAX: usize = 64;
 
-/// A GPU's [`Courier`], and the thread that waits for its copy jobs. The thread ends when this is dropped and all
+/// A GPU's page copier, and the thread that waits for its copy jobs. The thread ends when this is dropped and all
 /// jobs are done.
 #[derive(Debug)]
 pub(in crate::connectors) struct CopyThread {
@@ -75,7 +75,7 @@ impl CopyThread {
         let inside = gate.enter("gpu wire thread").map_err(|_| TransferError::Closed)?;
         let copier = PageCopier::new(card_of(memory, rank)?.memory(), size);
         let copier = Arc::new(copier.map_err(TransferError::device)?);
-        let (waiting, jobs) = mpsc::channel(ERRANDS_MAX);
+        let (waiting, jobs) = mpsc::channel(COPY_JOBS_MAX);
         let waits = Arc::clone(&copier);
         std::thread::Builder::new()
             .name("gpu-wire".to_owned())

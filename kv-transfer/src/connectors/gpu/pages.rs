@@ -29,7 +29,7 @@ pub(in crate::connectors) struct UniformPages {
     partial: Option<(usize, usize)>,
 }
 
-/// Refuses memory whose pages a GPU cannot move. The `Courier` refuses a sequence with a
+/// Refuses memory whose pages a GPU cannot move. The page copier refuses a sequence with a
 /// partly filled last block if a token is not a multiple of 16 bytes, which no real model has.
 pub(in crate::connectors) fn check(memory: &KvMemory) -> Result<(), TransferError> {
     let layout = memory.layout();
