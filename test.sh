@@ -122,7 +122,7 @@ run_long() {
     say "long: 60,000 silent connections at all ports for three minutes"
     TEST_FLOOD_S=180 cargo test --release --package baton-tests --test silence -- silent_connections_at_all_ports
     say "long: ${SEEDS:=50000} seeds of the simulation"
-    SEEDS="$SEEDS" FIRST="${FIRST:-2000}" cargo test --release --package baton-tests --test simulation -- many_seeds
+    SEEDS="$SEEDS" FIRST="${FIRST:-1000}" cargo test --release --package baton-tests --test simulation -- many_seeds
     say "long: 12 minutes of mixed load and faults on real processes"
     cargo run --release --package baton-tests --example soak -- 12
     if ! cargo fuzz --version >/dev/null 2>&1; then

@@ -20,7 +20,7 @@ use router::serve::{Generation, Serve, ServeError};
 use types::{FinishReason, ModelInfo, Prompt, RefusalKind, Role};
 
 /// Seeds in a test run; `SEEDS` overrides it.
-const SEEDS: u64 = 2_000;
+const SEEDS: u64 = 1_000;
 /// The first seed; `FIRST` overrides it.
 const FIRST: u64 = 0;
 /// Requests in a hundred that may end refused, over many seeds. Sieges and short deadlines refuse most of them.
