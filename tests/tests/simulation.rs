@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use baton_tests::sim::client::{Client, Flights};
+use baton_tests::sim::client::{ActiveRequests, Client};
 use baton_tests::sim::explain::End;
 use baton_tests::sim::log::EventLog;
 use baton_tests::sim::net::Crash;
@@ -189,6 +189,7 @@ fn a_plan_explains_only_what_it_breaks() {
     let late = ServeError::DeadlinePassed { reason: "planted".to_owned() };
     let (full, failed) = (refused(RefusalKind::Full), refused(RefusalKind::Failed));
     let no_nodes = no_nodes();
+    let none_known = ServeError::NoNodes { reason: "no decode node is ready: no node is known".to_owned() };
     let crash = |host: &str| Break::Crash(host.to_owned(), Crash::Process);
     let start = |host: &str| Break::Start(host.to_owned());
     let hold = |one: &str, other: &str| Break::Hold(one.to_owned(), other.to_owned());
@@ -206,6 +207,8 @@ fn a_plan_explains_only_what_it_breaks() {
         ("a clock", vec![(0.1, Break::Jump("decode-0".to_owned(), 3600))], &late, 7.0, false),
         ("the decode node is gone", decode_is_gone.clone(), &no_nodes, 4.5, true),
         ("it did not wait", decode_is_gone.clone(), &no_nodes, 2.1, false),
+        ("it is known to be gone", decode_is_gone.clone(), &none_known, 2.1, true),
+        ("none is known, and none has left", vec![], &none_known, 4.5, false),
         ("it is back since long", decode_is_gone.clone(), &no_nodes, 13.5, false),
         ("the decode node is gone", decode_is_gone.clone(), &late, 7.0, true),
         ("the decode node is gone", decode_is_gone.clone(), &failed, 4.5, true),
@@ -317,7 +320,7 @@ fn a_router_that_refuses_at_once_in_a_calm_stretch_is_found() {
             ask: plan.asks[0].clone(),
             reference: Reference { tokens: Vec::new(), finish: FinishReason::Length },
             log: log.clone(),
-            flights: Flights::default(),
+            flights: ActiveRequests::default(),
             asked: plan.asks[0].at,
             plan: Arc::new(plan),
             router: Standstill::default(),

@@ -31,7 +31,7 @@ pub struct Client {
     pub plan: Arc<Plan>,
     /// When it asks, since the run began.
     pub asked: Duration,
-    pub flights: Flights,
+    pub flights: ActiveRequests,
     /// The router's process: while it is stopped, its part of the request is too.
     pub router: Standstill,
     /// How much later than its deadline a request may end.
@@ -40,20 +40,20 @@ pub struct Client {
 
 /// The requests of a run, each from when it is asked until it ends. Clones share them.
 #[derive(Clone, Debug, Default)]
-pub struct Flights(Arc<Mutex<Vec<Flight>>>);
+pub struct ActiveRequests(Arc<Mutex<Vec<ActiveRequest>>>);
 
 #[derive(Clone, Debug)]
-struct Flight {
+struct ActiveRequest {
     ask: Ask,
     asked: Duration,
     ended: Option<Duration>,
 }
 
-impl Flights {
+impl ActiveRequests {
     /// The number of a request that begins.
     fn begin(&self, ask: &Ask, asked: Duration) -> usize {
         let mut flights = self.locked();
-        flights.push(Flight { ask: ask.clone(), asked, ended: None });
+        flights.push(ActiveRequest { ask: ask.clone(), asked, ended: None });
         flights.len() - 1
     }
 
@@ -65,12 +65,12 @@ impl Flights {
     fn beside(&self, nth: usize, lingers: Duration) -> Vec<Ask> {
         let flights = self.locked();
         let asked = flights[nth].asked;
-        let lasts = |flight: &Flight| flight.ended.is_none_or(|at| at + lingers >= asked);
+        let lasts = |flight: &ActiveRequest| flight.ended.is_none_or(|at| at + lingers >= asked);
         let others = flights.iter().enumerate().filter(|(other, flight)| *other != nth && lasts(flight));
         others.map(|(_, flight)| flight.ask.clone()).collect()
     }
 
-    fn locked(&self) -> MutexGuard<'_, Vec<Flight>> {
+    fn locked(&self) -> MutexGuard<'_, Vec<ActiveRequest>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -13,6 +13,8 @@ use super::host::{DRAIN_MS, NODES_WAIT_NEW};
 use super::net::Crash;
 use super::plan::{Ask, Break, Fault, MODELS, NodeShape, POOL, Plan, ROUTERS, TROUBLE};
 
+/// The router's words if every node has left the cluster.
+const NONE_KNOWN: &str = "no node is known";
 /// A router opens a broken status stream again after at most 2 s, and the call takes at most 2 s.
 const RECONNECT: Duration = Duration::from_secs(4);
 /// A connection that was usable is made again after 50 ms, and needs a few round trips.
@@ -98,7 +100,11 @@ impl Plan {
         match end.error {
             ServeError::DeadlinePassed { .. } => self.makes_late(ask, end),
             // A stream that has begun waits for longer than any trouble lasts.
-            ServeError::NoNodes { .. } => end.n_steps == 0 && self.has_no_node(ask, end),
+            ServeError::NoNodes { reason } => {
+                // A router does not wait if all nodes have left.
+                let wait = if reason.contains(NONE_KNOWN) { Duration::ZERO } else { NODES_WAIT_NEW };
+                end.n_steps == 0 && self.has_no_node(ask, end, wait)
+            }
             ServeError::Refused { kind: Kind::Full | Kind::Queue, .. } => self.has_no_room(ask, end),
             ServeError::Refused {
                 kind: Kind::Invalid | Kind::TooLong | Kind::Mismatch | Kind::Protocol,
@@ -116,15 +122,19 @@ impl Plan {
 
     /// It has waited for a usable node as long as it had to, and each decode node may have been unusable all that time.
     /// A router that has just started may know no node, for which a request does not wait.
-    fn has_no_node(&self, ask: &Ask, end: End<'_>) -> bool {
+    fn has_no_node(&self, ask: &Ask, end: End<'_>, wait: Duration) -> bool {
         let router = ROUTERS[ask.router];
         if self.starts_of(router).iter().any(|start| start.overlaps(end.at, end.at)) {
             return true;
         }
-        let since = end.at.saturating_sub(NODES_WAIT_NEW);
+        let since = end.at.saturating_sub(wait);
         let mut decode_nodes = self.nodes_of(ask.model).filter(|node| node.role.decodes());
-        end.at.saturating_sub(end.asked) >= NODES_WAIT_NEW
-            && decode_nodes.all(|node| cover(self.unusable(router, node), since, end.at))
+        end.at.saturating_sub(end.asked) >= wait
+            && decode_nodes.all(|node| {
+                let unusable = self.unusable(router, node);
+                unusable.iter().any(|broken| broken.overlaps(end.at, end.at))
+                    && cover(unusable, since, end.at)
+            })
     }
 
     /// It has waited for room as long as it may, and the requests under way may need more than the smallest node has.

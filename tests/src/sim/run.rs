@@ -10,7 +10,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 use types::RefusalKind;
 
 use super::chance::Chance;
-use super::client::{Client, Ended, Flights, LATE, prompt};
+use super::client::{ActiveRequests, Client, Ended, LATE, prompt};
 use super::host::{Hosts, WHOLE_WITHIN, model};
 use super::log::EventLog;
 use super::net::{Crash, SimNet};
@@ -75,7 +75,7 @@ struct Run {
     alone: BTreeMap<&'static str, Alone>,
     began: Instant,
     clients: Vec<Task<(Ended, u32)>>,
-    flights: Flights,
+    flights: ActiveRequests,
     /// The time by which each request must be over, on every node.
     lifetimes: Lifetimes,
     watcher: Watcher,
@@ -120,7 +120,7 @@ impl Run {
             alone,
             began,
             clients,
-            flights: Flights::default(),
+            flights: ActiveRequests::default(),
             lifetimes,
             watcher,
             operator,
