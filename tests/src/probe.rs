@@ -12,7 +12,7 @@ use crate::{Ask, Client, in_time};
 pub const PROBE_MAX: Duration = Duration::from_millis(100);
 /// What one probe in [`ONE_IN`] may take: the kernel sends a lost packet again after 200 ms, and then after 400 ms.
 const RETRANSMITTED_MAX: Duration = Duration::from_secs(1);
-const ONE_IN: usize = 200;
+const ONE_IN: usize = 50;
 const PROBE_EVERY: Duration = Duration::from_millis(50);
 /// The unit of `/proc/stat`.
 const TICK: Duration = Duration::from_millis(10);
