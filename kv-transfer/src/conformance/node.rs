@@ -351,7 +351,17 @@ impl Pair {
 
     /// Sends everything at once and hands off.
     pub async fn deliver(&self, landing: &Landing, from: &Arc<BlockLease>) -> Result<(), TransferError> {
-        let mut sender = self.open(landing).await?;
+        let sender = self.open(landing).await?;
+        self.fill(sender, landing, from).await
+    }
+
+    /// Sends everything to an opened landing and hands off.
+    pub async fn fill(
+        &self,
+        mut sender: Box<dyn KvSender>,
+        landing: &Landing,
+        from: &Arc<BlockLease>,
+    ) -> Result<(), TransferError> {
         for span in whole(landing) {
             sender.send(span, Arc::clone(from), LayerFence::open()).await?;
         }
