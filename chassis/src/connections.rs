@@ -70,7 +70,7 @@ impl ConnectionLimits {
 /// How long a connection stays after it gave way, for a request that was on its way. During a flood a new connection can
 /// give way before its first bytes are read.
 const LEAVES_WITHIN: Duration = Duration::from_millis(100);
-/// Connections of one port that gave way and are still open: as many as the kernel's queue of a port holds.
+/// Limit of connections of one port that gave way and are still open.
 const LEAVING_MAX: usize = 1024;
 const NEEDED: &str = "its slot is needed for a new connection";
 

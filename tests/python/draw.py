@@ -3,7 +3,8 @@
 
     python3 tests/python/draw.py [SEED]
 
-One seed gives one draw of one tree. The reader marks each item that is not clear at the first reading.
+One seed gives one draw of one tree. A comment is shown with the line of code that it describes. The reader marks each
+item that is not clear at the first reading.
 """
 
 import pathlib
@@ -13,7 +14,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SKIPPED = {"target", ".cache", ".git"}
-LOG = re.compile(r'\b(?:trace|debug|info|warn|error)!\((?:target: "[a-z]+", )?(?:[^"();]*?)"((?:[^"\\]|\\.)+)"')
+LOG = re.compile(r'\b(?:trace|debug|info|warn|error)!\((?:target: "[a-z]+", )?(?:[^";]*?)"((?:[^"\\]|\\.)+)"')
+TESTS = re.compile(r"(^|/)(tests|examples|benches)(/|\.rs)|_tests\.rs")
 TYPE = re.compile(r"^\s*(?:pub(?:\([a-z]+\))? )?(?:struct|enum|trait|type) ([A-Z]\w*)", re.MULTILINE)
 
 
@@ -26,15 +28,19 @@ def sources():
 
 
 def comments(text):
-    """Comments of one file, with the number of their first line. Adjacent comment lines are one comment."""
+    """Comments of one file and the code after each, with the number of their first line.
+
+    Adjacent comment lines are one comment.
+    """
+    lines = [line.strip() for line in text.splitlines()]
     block, first = [], 0
-    for number, line in enumerate([*text.splitlines(), ""], 1):
-        stripped = line.strip()
-        if stripped.startswith("//"):
+    for number, line in enumerate([*lines, ""], 1):
+        if line.startswith("//"):
             first = first if block else number
-            block.append(stripped.lstrip("/!").strip())
+            block.append(line.lstrip("/!").strip())
         elif block:
-            yield first, " ".join(block).strip()
+            code = next((after for after in lines[number - 1 :] if not after.startswith("#[")), "")
+            yield first, " ".join(block).strip() + (f"\n      {code}" if code else "")
             block = []
 
 
@@ -47,6 +53,8 @@ def drawn(seed):
     for name, text in sources():
         found["comments"] += [(name, line, words) for line, words in comments(text) if " " in words]
         for kind, pattern in (("log lines", LOG), ("type names", TYPE)):
+            if TESTS.search(name):
+                continue
             found[kind] += [(name, line_of(text, hit.start(1)), hit[1]) for hit in pattern.finditer(text)]
     chance = random.Random(seed)
     return {

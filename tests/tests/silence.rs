@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep};
 
 /// Silent connections at one port.
 const SILENT: usize = 5_000;
-/// How many are opened in one second: the kernel's queue of a port holds 1,024.
+/// How many are opened in one second: less than the kernel's queue of a port holds, which is 4,096.
 const SILENT_PER_SECOND: usize = 2_500;
 
 /// One node of each kind. Ports for operators and for KV may log that they refused strangers.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use socket2::{SockRef, TcpKeepalive};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
 
 use super::{Inner, Listener, Net, Stream};
 
@@ -19,6 +19,9 @@ impl TcpNet {
     const KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
     const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
     const KEEPALIVE_RETRIES: u32 = 3;
+    /// Limit of connections that wait to be accepted. If the queue is full, the kernel drops a client's packets, and the
+    /// client sends them again after 200 ms. This is the default of `net.core.somaxconn`, which bounds it.
+    const ACCEPT_QUEUE: u32 = 4096;
 
     fn tuned(stream: TcpStream) -> io::Result<Stream> {
         let keepalive = TcpKeepalive::new()
@@ -29,6 +32,14 @@ impl TcpNet {
         stream.set_nodelay(true)?;
         Ok(Stream(Inner::Tcp(stream)))
     }
+
+    fn listen_at(addr: SocketAddr) -> io::Result<TcpListener> {
+        let socket = if addr.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+        // A restarted process takes its port again while old connections end.
+        socket.set_reuseaddr(true)?;
+        socket.bind(addr)?;
+        socket.listen(Self::ACCEPT_QUEUE)
+    }
 }
 
 #[async_trait]
@@ -38,7 +49,14 @@ impl Net for TcpNet {
     }
 
     async fn listen(&self, addr: &str) -> io::Result<Box<dyn Listener>> {
-        Ok(Box::new(TcpListener::bind(addr).await?))
+        let mut refused = io::Error::new(io::ErrorKind::InvalidInput, "the name has no address");
+        for addr in lookup_host(addr).await? {
+            match Self::listen_at(addr) {
+                Ok(listener) => return Ok(Box::new(listener)),
+                Err(error) => refused = error,
+            }
+        }
+        Err(refused)
     }
 }
 
