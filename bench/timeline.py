@@ -32,7 +32,17 @@ def marks(paths):
             yield mark
 
 
-POOL_MARKS = {"pages in place": "layers {layers} came", "layers to the wire": "layers {layers} go to the decode node"}
+# Messages of marks, as the processes log them.
+PROMPT = "prompt received from the router"
+ROOM_GRANTED = "KV room granted to the router"
+ROOM_RESERVED = "KV room reserved on the decode node"
+KV_COMPLETE = "all KV is in place"
+FIRST_LAUNCH = "first engine step of the sequence launched"
+LAYERS_WRITTEN = "KV of all layers written on the GPU"
+LAYERS_SENT = "KV of layers handed to the connector"
+PAGES_IN_PLACE = "KV pages are in place"
+TOKEN = "token received for the client"
+POOL_MARKS = {PAGES_IN_PLACE: "layers {layers} came", LAYERS_SENT: "layers {layers} go to the decode node"}
 
 
 class Request:
@@ -41,7 +51,7 @@ class Request:
     def __init__(self, name, all_marks):
         self.name = name
         self.own = [m for m in all_marks if m.get("request") == name]
-        granted = [m for m in self.own if m["message"] == "room granted"]
+        granted = [m for m in self.own if m["message"] == ROOM_GRANTED]
         self.transfer = granted[0]["transfer"] if granted else None
         self.kv = [m for m in all_marks if self.transfer and m.get("transfer") == self.transfer and "request" not in m]
 
@@ -56,11 +66,11 @@ class Request:
         return None
 
     def gap(self):
-        first, second = (self.at("router", "step returned", index) for index in (0, 1))
+        first, second = (self.at("router", TOKEN, index) for index in (0, 1))
         return None if first is None or second is None else second - first
 
     def is_whole(self):
-        return self.gap() is not None and self.at("decode", "kv complete") and self.at("prefill", "first launch")
+        return self.gap() is not None and self.at("decode", KV_COMPLETE) and self.at("prefill", FIRST_LAUNCH)
 
 
 def layers_of(mark):
@@ -70,17 +80,17 @@ def layers_of(mark):
 
 def bars(request, all_marks):
     """(row, from, to, kind, label), with milliseconds since the request was accepted."""
-    zero = request.at("router", "accepted")
+    zero = request.at("router", "prompt accepted")
     at = lambda *what: request.at(*what) - zero
-    first, second = at("router", "step returned", 0), at("router", "step returned", 1)
-    came, granted, whole = at("decode", "prompt received"), at("decode", "room granted"), at("decode", "kv complete")
-    joined, stepped = at("decode", "first launch"), at("decode", "step", 1)
-    begun, sampled = at("prefill", "first launch"), at("prefill", "step", 0)
-    arrived = at("prefill", "prompt received")
+    first, second = at("router", TOKEN, 0), at("router", TOKEN, 1)
+    came, granted, whole = at("decode", PROMPT), at("decode", ROOM_GRANTED), at("decode", KV_COMPLETE)
+    joined, stepped = at("decode", FIRST_LAUNCH), at("decode", "token sampled", 1)
+    begun, sampled = at("prefill", FIRST_LAUNCH), at("prefill", "token sampled", 0)
+    arrived = at("prefill", PROMPT)
     room = 0
     # With `prefill-first`, a decode node is asked for room when the KV is there.
-    if request.at("router", "room reserved") is not None:
-        room = at("router", "room reserved")
+    if request.at("router", ROOM_RESERVED) is not None:
+        room = at("router", ROOM_RESERVED)
         yield 0, 0, room, "work", "asks for room"
     yield 0, room, first, "wait", "waits for prefill"
     yield 0, first, second, "own", "hand-over gap"
@@ -95,24 +105,24 @@ def bars(request, all_marks):
         when = mark["at"] - zero
         if mark["process"] == "pool":
             continue
-        if mark["message"] == "pages in place":
+        if mark["message"] == PAGES_IN_PLACE:
             yield 2, when - 0.25, when, "kv", f"layers {mark['layers']}, {mark['bytes'] / 2**20:.1f} MiB in place"
-        elif mark["message"] == "layers to the wire":
+        elif mark["message"] == LAYERS_SENT:
             yield 6, when - 0.25, when, "kv", f"layers {mark['layers']} computed"
-        elif mark["message"] == "handoff came":
+        elif mark["message"] == "handoff received":
             yield 2, when - 0.25, when, "own", "handoff"
     for mark in all_marks:
         when = mark["at"] - zero
         if mark["process"] == "pool" and begun <= when <= second and mark["message"] in POOL_MARKS:
             yield 7, when - 0.25, when, "kv", POOL_MARKS[mark["message"]].format(**mark)
         # Layers that go to a pool node have a transfer of their own.
-        to_pool = mark["process"] == "prefill" and mark["message"] == "layers to the wire" and mark not in request.kv
+        to_pool = mark["process"] == "prefill" and mark["message"] == LAYERS_SENT and mark not in request.kv
         if to_pool and request.through_pool and begun <= when <= second:
             yield 6, when - 0.25, when, "kv", f"layers {mark['layers']} computed"
-        if mark["message"] == "step collected" and mark["process"] == "decode" and begun - 5 <= when <= second + 20:
+        if mark["message"] == "engine step collected" and mark["process"] == "decode" and begun - 5 <= when <= second + 20:
             yield 3, when - mark["took_us"] / 1e3, when, "step", f"{mark['n_running']} sequences, {mark['took_us'] / 1e3:.2f} ms"
         # The GPU reports the time of each layer. The host reports when it collected the step with the first token.
-        if mark["message"] == "layers written on the GPU" and mark["process"] == "prefill" and begun < when <= sampled + 5:
+        if mark["message"] == LAYERS_WRITTEN and mark["process"] == "prefill" and begun < when <= sampled + 5:
             layers = ast.literal_eval(mark["layers_ms"])
             start = when - layers[-1]
             previous = 0.0
@@ -153,8 +163,8 @@ def panel(out, title, begin, end, top, drawn):
 
 def draw(request, all_marks):
     drawn = list(bars(request, all_marks))
-    zero = request.at("router", "accepted")
-    first, second = (request.at("router", "step returned", index) - zero for index in (0, 1))
+    zero = request.at("router", "prompt accepted")
+    first, second = (request.at("router", TOKEN, index) - zero for index in (0, 1))
     height = 2 * (TOP + ROW * len(ROWS)) + 30
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" font-size="12">',
            f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>']

@@ -83,7 +83,12 @@ impl Node {
             if self.process.started.elapsed() >= CAME_UP_AFTER {
                 self.pause = RESTART_FIRST;
             }
-            warn!(node = self.id, status = ended, pause_ms = self.pause.as_millis() as u64, "node ended");
+            warn!(
+                node = self.id,
+                status = ended,
+                pause_ms = self.pause.as_millis() as u64,
+                "node process ended, restarting it after a pause"
+            );
             let last_lines = self.process.last_lines.wait().await;
             let (id, seconds) = (&self.id, self.pause.as_secs());
             output::tell_later(format!(
@@ -93,7 +98,7 @@ impl Node {
             self.pause = (self.pause * 2).min(RESTART_LONGEST);
             match Process::start(self.role, &self.id, &self.settings) {
                 Ok(process) => self.process = process,
-                Err(error) => warn!(node = self.id, %error, "node cannot be started"),
+                Err(error) => warn!(node = self.id, %error, "node process cannot be started"),
             }
         }
     }
@@ -102,7 +107,7 @@ impl Node {
     pub(crate) async fn stop(mut self) {
         drop(self.process.stdin.take());
         if tokio::time::timeout(STOP_WITHIN, self.process.child.wait()).await.is_err() {
-            warn!(node = self.id, "node did not stop in time, killing it");
+            warn!(node = self.id, "node process did not stop in time, killing it");
             let _ = self.process.child.kill().await;
         }
         self.process.last_lines.wait().await;

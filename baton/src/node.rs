@@ -75,7 +75,7 @@ async fn serve(role: Role, config: &NodeConfig, shutdown: Shutdown) -> Result<Ex
     };
     let ended = node::lives::run(lives, backend).await;
     let _ = announcing.close(REGISTRY_CLOSE_WITHIN).await;
-    info!("stopped");
+    info!("node has stopped");
     ended.map(|()| ExitCode::SUCCESS).map_err(|error| match error {
         NodeError::Drain(_) | NodeError::WorkerLate(_) => Failed::drain(error),
         NodeError::Sleep(_) | NodeError::BackendLost | NodeError::WorkerDead(_) => Failed::work(error),

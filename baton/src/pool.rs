@@ -48,7 +48,7 @@ async fn serve(config: &PoolConfig, with_stdin: bool) -> Result<ExitCode, Failed
     let life = Life { config, id, world, metrics, registry: &*registry, shutdown, grpc, admin };
     let ended = live(life).await;
     let _ = announcing.close(REGISTRY_CLOSE_WITHIN).await;
-    info!("stopped");
+    info!("pool node has stopped");
     ended.map(|()| ExitCode::SUCCESS).map_err(|error| match error {
         pool_node::PoolNodeError::Node(NodeError::Drain(_)) => Failed::drain(error),
         error => Failed::start(error),

@@ -105,11 +105,13 @@ impl Server {
             match listener.accept().await {
                 Ok((stream, peer)) => match connections.place(peer.ip()).await {
                     Ok(place) => self.spawn_connection(stream, peer, place, bodies.clone()),
-                    Err(TooManyFromAddress) => debug!(%peer, "connection refused: too many from its address"),
+                    Err(TooManyFromAddress) => {
+                        debug!(%peer, "client connection refused: too many connections from its address")
+                    }
                 },
                 Err(error) => {
                     let closed = connections.close_one();
-                    warn!(%error, idle_connection_closed = closed, "accepting a connection failed");
+                    warn!(%error, idle_connection_closed = closed, "accepting a client connection failed");
                     tokio::time::sleep(Self::ACCEPT_PAUSE).await;
                 }
             }
@@ -189,12 +191,12 @@ impl Connection {
                 connection.as_mut().graceful_shutdown();
                 tokio::time::timeout(drain, connection).await.ok()
             }
-            reason = place.must_close() => return debug!(%peer, reason, "connection closed"),
+            reason = place.must_close() => return debug!(%peer, reason, "client connection closed by this server"),
         };
         match ended {
             Some(Ok(())) => {}
-            Some(Err(error)) => debug!(%peer, error, "connection broke"),
-            None => warn!(%peer, "connection closed with requests under way"),
+            Some(Err(error)) => debug!(%peer, error, "client connection failed"),
+            None => warn!(%peer, "client connection closed with unfinished requests"),
         }
     }
 }

@@ -88,10 +88,10 @@ impl Shutdown {
 
     async fn obey(self, mut signals: Signals) {
         let signal = signals.next().await;
-        info!(signal, "shutdown requested");
+        info!(signal, "shutdown requested by a signal");
         self.trigger();
         let signal = signals.next().await;
-        warn!(signal, "second signal, exiting at once");
+        warn!(signal, "second signal received, exiting at once");
         std::process::exit(EXIT_FORCED);
     }
 }

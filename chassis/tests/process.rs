@@ -109,7 +109,7 @@ fn either_signal_ends_it_in_order() {
 fn a_second_signal_ends_it_at_once() {
     let mut running = Running::start("hang");
     running.signal("-TERM");
-    running.wait_for("shutdown requested");
+    running.wait_for("shutdown requested by a signal");
     running.signal("-TERM");
     let (code, rest) = running.end();
     assert_eq!(code, Some(EXIT_FORCED), "{rest}");

@@ -59,7 +59,7 @@ impl Reservations {
                 Err(Refusal::new(RefusalKind::Mismatch, format!("no connector in common with {}", peer.node)))
             }
             None => {
-                warn!(peer = %peer.node, "no connector in common with the prefill node, the prompt is computed here");
+                warn!(peer = %peer.node, "decode node and prefill node have no connector in common, the decode node computes the prompt");
                 Ok(Reservation::Local { held_tokens })
             }
         }

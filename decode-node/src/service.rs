@@ -60,7 +60,7 @@ impl Life {
     /// Runs the prompt to its last step. If it fails, the last event is a refusal.
     async fn live(self, offer: PrefillOffer) {
         if let Err(refusal) = self.run(&offer).await {
-            info!(refusal = %refusal, "prompt refused");
+            info!(refusal = %refusal, "prompt was not served, sending a refusal to the router");
             self.say(Event::Refused((&refusal).into())).await;
         }
     }
@@ -73,7 +73,7 @@ impl Life {
                 self.decode(Source::Fresh).await
             }
             Reservation::Landing { landing, arrival, arriving } => {
-                trace!(target: "walk", request = %self.prompt.id, transfer = %landing.transfer, "room granted");
+                trace!(target: "walk", request = %self.prompt.id, transfer = %landing.transfer, "KV room granted to the router");
                 let landing = landing.bound_to(self.prompt.digest());
                 self.say(Event::Landing((&landing).into())).await;
                 self.receive(arrival, arriving).await
@@ -86,8 +86,8 @@ impl Life {
         let arrived = arrival.settle().instrument(info_span!("arrive")).await;
         let arrived = arrived.map_err(|error| Refusal::from(&error))?;
         drop(arriving);
-        trace!(target: "walk", request = %self.prompt.id, "kv complete");
-        info!(bytes = arrived.bytes, connector = %arrived.scheme, waited_ms = arrived.waited.as_millis() as u64, "kv arrived");
+        trace!(target: "walk", request = %self.prompt.id, "all KV is in place");
+        info!(bytes = arrived.bytes, connector = %arrived.scheme, waited_ms = arrived.waited.as_millis() as u64, "KV of the prompt has arrived");
         self.say(arrived_event(&arrived)).await;
         let ArrivedKv { lease, handoff, .. } = arrived;
         self.check_place(handoff.first.index)?;
@@ -161,7 +161,7 @@ impl Decode for DecodeService {
     async fn run(&self, request: Request<v1::DecodeRequest>) -> Result<Response<Self::RunStream>, Status> {
         let (prompt, offer) = self.parse(request.into_inner())?;
         let span = info_span!("decode", request_id = %prompt.id, n_tokens = prompt.tokens.len());
-        trace!(target: "walk", request = %prompt.id, "prompt received");
+        trace!(target: "walk", request = %prompt.id, "prompt received from the router");
         let (events, received) = mpsc::channel(STEPS_MAX);
         let life = Life { service: self.clone(), prompt, events };
         let life = spawn_guarded(&self.node.gate, "decode", life.live(offer).instrument(span));

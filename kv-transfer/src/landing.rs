@@ -219,7 +219,7 @@ impl OpenLanding {
         bytes: usize,
         wrong: &[KvSpan],
     ) -> Result<(), TransferError> {
-        trace!(target: "walk", transfer = %self.landing.transfer, layers = ?span.layers, bytes, "pages in place");
+        trace!(target: "walk", transfer = %self.landing.transfer, layers = ?span.layers, bytes, "KV pages are in place");
         let mut progress = self.progress();
         progress.bytes += bytes as u64;
         let hopeless = progress.pages.arrived(span, wrong);
@@ -240,7 +240,7 @@ impl OpenLanding {
         if (handoff.transfer, handoff.n_tokens) != (self.landing.transfer, self.landing.n_tokens) {
             return Err(TransferError::Mismatch("the handoff is for another sequence".to_owned()));
         }
-        trace!(target: "walk", transfer = %self.landing.transfer, "handoff came");
+        trace!(target: "walk", transfer = %self.landing.transfer, "handoff received");
         self.progress().handoff = Some(handoff);
         self.complete();
         Ok(())
@@ -255,7 +255,7 @@ impl OpenLanding {
         let mut progress = self.progress();
         let handoff = progress.handoff.take().expect("a landing is whole with its handoff, and ends once");
         let scheme = self.landing.wire.scheme.clone();
-        trace!(target: "walk", transfer = %self.landing.transfer, "arrived");
+        trace!(target: "walk", transfer = %self.landing.transfer, "landing is complete");
         let moved = progress.first_byte.map(|first| first.elapsed());
         self.metrics.arrived(&scheme, progress.bytes, moved);
         let (bytes, waited) = (progress.bytes, self.since.elapsed());
@@ -287,13 +287,13 @@ impl OpenLanding {
         let Some(quiet) = self.lease.unproven() else { return drop(lease) };
         let n_blocks = lease.n_blocks();
         let transfer = self.landing.transfer;
-        info!(%transfer, blocks = n_blocks, awaited = quiet.awaited(), "blocks quarantined");
+        info!(%transfer, blocks = n_blocks, awaited = quiet.awaited(), "blocks of a failed landing are quarantined");
         let quarantine = lease.quarantine(quiet.awaited());
         let counted = self.metrics.quarantined(n_blocks);
         let _entered = self.runtime.enter();
         let release = async move {
             if timeout(PROOF_IS_LATE_AFTER, quiet.proven()).await.is_err() {
-                warn!(%transfer, blocks = n_blocks, awaited = quiet.awaited(), "blocks still quarantined");
+                warn!(%transfer, blocks = n_blocks, awaited = quiet.awaited(), "blocks of a failed landing are still quarantined");
                 quiet.proven().await;
             }
             quarantine.release();

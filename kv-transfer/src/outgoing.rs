@@ -378,7 +378,7 @@ impl Pump {
         let mut first = job.span.layers.start;
         while first < job.span.layers.end {
             let end = self.computed_until(&job, first).await?;
-            trace!(target: "walk", transfer = %self.out.transfer(), layers = ?(first..end), "layers to the wire");
+            trace!(target: "walk", transfer = %self.out.transfer(), layers = ?(first..end), "KV of layers handed to the connector");
             self.put(KvSpan { layers: first..end, ..job.span.clone() }, &job.from).await?;
             first = end;
         }

@@ -100,7 +100,7 @@ async fn assert_serves_on(pair: &Pair) {
 
 fn refusals(capture: &Capture) -> Vec<String> {
     let lines = capture.lines().into_iter().map(|line| line.to_string());
-    lines.filter(|line| line.contains("refused kv stream")).collect()
+    lines.filter(|line| line.contains("KV stream from peer refused")).collect()
 }
 
 fn with(offset: usize, value: u32) -> Vec<u8> {

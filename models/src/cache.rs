@@ -115,7 +115,7 @@ async fn locked(file: &File, path: &Path) -> Result<(), HubError> {
             Ok(()) => return Ok(()),
             Err(TryLockError::Error(error)) => return Err(HubError::io(path)(error)),
             Err(TryLockError::WouldBlock) if !said => {
-                info!(lock = %path.display(), "another process fetches this file, waiting for it");
+                info!(lock = %path.display(), "another process is downloading the model file, waiting for it");
                 said = true;
             }
             Err(TryLockError::WouldBlock) => {}

@@ -53,7 +53,7 @@ pub(crate) async fn download(
     let whole = match complete(client, content, &path, progress).await {
         // The damaged part may come from an earlier process.
         Err(HubError::Damaged { file }) => {
-            warn!(file, "download damaged, starting again from the first byte");
+            warn!(file, "downloaded file is damaged, starting again from the first byte");
             complete(client, content, &path, progress).await
         }
         whole => whole,
@@ -77,7 +77,7 @@ async fn complete(
         match partial.append(client, content, &meter).await {
             Ok(()) => {}
             Err(error) if error.may_pass() && tries < TRIES_MAX => {
-                warn!(file = content.name, %error, "download interrupted, trying again");
+                warn!(file = content.name, %error, "download of a model file was interrupted, trying again");
             }
             Err(error) => return Err(error),
         }

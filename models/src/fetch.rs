@@ -76,7 +76,7 @@ impl Hub {
             (Err(error), Some(snapshot))
                 if error.may_pass() || matches!(error, HubError::Untrusted { .. }) =>
             {
-                warn!(model = %id, %error, "hub not reached, using the cached model");
+                warn!(model = %id, %error, "model hub cannot be reached, using the cached model");
                 Ok(snapshot)
             }
             (updated, _) => updated,
@@ -97,7 +97,7 @@ impl Hub {
         let weights = weights.ok_or_else(|| HubError::NoWeights { id: id.to_string() })?;
         job.files(weights.iter().map(String::as_str)).await?;
         cache.refer(id.revision(), &revision.sha)?;
-        info!(model = %id, commit = revision.sha, folder = %snapshot.display(), "model ready");
+        info!(model = %id, commit = revision.sha, folder = %snapshot.display(), "model files are ready");
         Ok(snapshot)
     }
 

@@ -134,7 +134,7 @@ impl Connectors {
             told.clear();
         }
         if told.insert((peer.node.clone(), scheme.clone())) {
-            warn!(peer = %peer.node, connector = %scheme, why, "connector cannot be used, falling back");
+            warn!(peer = %peer.node, connector = %scheme, why, "connector cannot be used with the peer, falling back to another connector");
         }
     }
 }

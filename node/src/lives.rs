@@ -199,7 +199,7 @@ impl Node<'_> {
             }
         };
         tell_who_woke_it();
-        info!("sleep requested");
+        info!("node was asked to sleep");
         ending.trigger();
         match living.await {
             ended if self.shutdown.requested() => {

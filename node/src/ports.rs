@@ -84,7 +84,7 @@ impl Ports {
         self.close.trigger();
         for port in self.serving {
             if !matches!(tokio::time::timeout(CLOSE_WITHIN, port).await, Ok(Ok(Ok(())))) {
-                warn!("a port was closed with connections open");
+                warn!("a port of the node was closed with open connections");
             }
         }
     }

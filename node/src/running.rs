@@ -77,7 +77,7 @@ impl RunningNode<'_> {
             connectors = ?announcement.connectors, model = info.model.name, "node is up");
         self.shutdown.wait().await;
 
-        info!("draining");
+        info!("node is draining");
         self.draining.trigger();
         drop(watch);
         self.readiness.set_unready("draining");

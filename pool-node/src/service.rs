@@ -103,7 +103,7 @@ impl Life {
     async fn until_late(&self, put: PutRequest, peer: PeerWires) {
         let mut outcome = Outcome::new(&self.service.node.metrics.puts);
         if let Err(refusal) = self.run(put, &peer, &mut outcome).await {
-            info!(refusal = %refusal, "sequence not stored");
+            info!(refusal = %refusal, "sequence was not stored on the pool node");
             outcome.is(refusal.kind.code());
             self.say(Event::Refused((&refusal).into())).await;
         }
@@ -179,7 +179,7 @@ impl Pool for PoolService {
         let mut outcome = Outcome::new(&self.node.metrics.deliveries);
         let refused = self.deliver_stored(transfer, landing).await.err();
         if let Some(refusal) = &refused {
-            info!(%transfer, %refusal, "stored sequence not delivered");
+            info!(%transfer, %refusal, "stored sequence was not delivered to the decode node");
         }
         outcome.is(refused.as_ref().map_or("delivered", |refusal| refusal.kind.code()));
         Ok(Response::new(v1::DeliverAnswer { refused: refused.as_ref().map(Into::into) }))

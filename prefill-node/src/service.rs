@@ -62,7 +62,7 @@ impl PrefillService {
         let deliver = async move {
             let done = in_time.await.unwrap_or(Err(DeliveryError::Late));
             if let Err(error) = &done {
-                info!(error = %Refusal::from(error), "kv delivery failed");
+                info!(error = %Refusal::from(error), "KV delivery from the prefill node failed");
             }
             done
         };
@@ -198,7 +198,7 @@ impl Prefill for PrefillService {
     async fn run(&self, request: Request<v1::PrefillRequest>) -> Result<Response<Answers>, Status> {
         let (prompt, to) = self.parse(request.into_inner())?;
         let span = info_span!("prefill", request_id = %prompt.id, n_tokens = prompt.tokens.len());
-        trace!(target: "walk", request = %prompt.id, "prompt received");
+        trace!(target: "walk", request = %prompt.id, "prompt received from the router");
         let service = self.clone();
         let answers = async move {
             match service.run_prompt(prompt, to).await {
@@ -219,7 +219,7 @@ impl Prefill for PrefillService {
 }
 
 fn refused(refusal: &Refusal) -> Answers {
-    info!(refusal = %refusal, "prompt refused");
+    info!(refusal = %refusal, "prompt was not served, sending a refusal to the router");
     let answer = v1::PrefillAnswer { answer: Some(Answer::Refused(refusal.into())) };
     futures::stream::iter([Ok(answer)]).boxed()
 }

@@ -178,7 +178,7 @@ impl<P: Presence> Keeper<P> {
             () = self.stay(first) => {}
         }
         if let Err(error) = within("withdraw", self.presence.withdraw()).await {
-            warn!(node = %self.id, error = %Chain(&error), "withdrawal failed, the member stays until its lease expires");
+            warn!(node = %self.id, error = %Chain(&error), "withdrawal from the registry failed, the node stays a member until its lease expires");
         }
         self.stand(Standing::Withdrawn);
     }
@@ -224,8 +224,10 @@ impl<P: Presence> Keeper<P> {
             true if error.is_final() => {
                 error!(node = %self.id, error = %cause, "registry refused the announcement")
             }
-            true => warn!(node = %self.id, error = %cause, "announcement failed, trying again"),
-            false => debug!(node = %self.id, error = %cause, "announcement failed again"),
+            true => {
+                warn!(node = %self.id, error = %cause, "announcement in the registry failed, trying again")
+            }
+            false => debug!(node = %self.id, error = %cause, "announcement in the registry failed again"),
         }
     }
 
@@ -249,7 +251,7 @@ impl<P: Presence> Keeper<P> {
 
     fn registered(&mut self, beat: Duration) -> Duration {
         if !self.backoff.is_fresh() {
-            info!(node = %self.id, "registry reachable again");
+            info!(node = %self.id, "registry is reachable again");
         }
         self.backoff.reset();
         self.stand(Standing::Member);
@@ -257,7 +259,7 @@ impl<P: Presence> Keeper<P> {
     }
 
     fn lost(&mut self) {
-        info!(node = %self.id, "registry has lost the lease, announcing again");
+        info!(node = %self.id, "registry has lost the node's lease, announcing the node again");
         self.backoff.reset();
         self.stand(Standing::Trying);
     }
@@ -266,7 +268,7 @@ impl<P: Presence> Keeper<P> {
     /// time again and must hear from the node within it.
     fn unheard(&mut self, error: &RegistryError, lapses: Instant, beat: Duration) -> Duration {
         if self.backoff.is_fresh() {
-            warn!(node = %self.id, error = %Chain(error), "registry unreachable, the lease may expire");
+            warn!(node = %self.id, error = %Chain(error), "registry is unreachable, the node's lease may expire");
         }
         if lapses <= self.world.now() {
             self.stand(Standing::Trying);

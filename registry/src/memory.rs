@@ -144,10 +144,12 @@ impl Shared {
 fn tell(event: &MembershipEvent) {
     match event {
         MembershipEvent::Joined(node) => {
-            info!(node = %node.id, epoch = %node.epoch, role = %node.role, address = node.address, "member joined");
+            info!(node = %node.id, epoch = %node.epoch, role = %node.role, address = node.address, "node joined the registry");
         }
-        MembershipEvent::Left { id, epoch } => info!(node = %id, %epoch, "member left"),
-        MembershipEvent::Snapshot(nodes) => debug!(n_members = nodes.len(), "membership snapshot"),
+        MembershipEvent::Left { id, epoch } => info!(node = %id, %epoch, "node left the registry"),
+        MembershipEvent::Snapshot(nodes) => {
+            debug!(n_members = nodes.len(), "membership snapshot sent to watchers")
+        }
     }
 }
 
@@ -181,7 +183,7 @@ impl Reader {
             match events.recv().await {
                 Ok(event) => return event,
                 Err(RecvError::Lagged(n_missed)) => {
-                    warn!(n_missed, "registry watcher too slow, sending a snapshot")
+                    warn!(n_missed, "registry watcher is too slow, sending it a snapshot")
                 }
                 Err(RecvError::Closed) => unreachable!("the reader's own handle keeps the sender"),
             }

@@ -122,7 +122,7 @@ impl<F: Feed> Follower<F> {
                 n_missed,
                 forgot,
                 outage_ms = outage.as_millis() as u64,
-                "members missing in the registry, waiting for them to announce again"
+                "members are missing in the registry, waiting for them to announce again"
             );
         } else {
             debug!("registry watch started");

@@ -214,7 +214,7 @@ impl Cluster {
             MembershipEvent::Left { id, epoch } => {
                 let mut members = self.members();
                 if members.by_id.get(&id).is_some_and(|member| member.info.epoch == epoch) {
-                    info!(node = %id, "node left");
+                    info!(node = %id, "node left the cluster");
                     members.by_id.remove(&id);
                     self.decide(&mut members);
                 }
@@ -253,7 +253,7 @@ impl Cluster {
             member.is_old = false;
             return;
         }
-        info!(node = %node.id, epoch = %node.epoch, role = %node.role, address = node.address, "node joined");
+        info!(node = %node.id, epoch = %node.epoch, role = %node.role, address = node.address, "node joined the cluster");
         let info = Arc::new(node);
         let client = NodeClient::new(&self.shared.world, &info);
         let follow = self.clone().status_of(info.clone(), client.clone());
@@ -262,7 +262,7 @@ impl Cluster {
         let mut members = self.members();
         let refusal = members.refusal(&info, &self.shared.models);
         if let Some(reason) = &refusal {
-            warn!(node = %info.id, reason, "node refused");
+            warn!(node = %info.id, reason, "node refused by the router");
         }
         let tasks = [
             spawn_guarded(&self.shared.gate, "status", follow),
@@ -285,7 +285,7 @@ impl Cluster {
             let router = self.shared.router.clone();
             let standing = Standing { router, refusal, rollout_waits_for, believed_for: BELIEVED_FOR };
             if let Err(failure) = client.tell(standing).await {
-                debug!(node = %info.id, refusal = %failure.refusal, "sending the work status failed");
+                debug!(node = %info.id, refusal = %failure.refusal, "sending the work status to the node failed");
             }
             let _ = tokio::time::timeout(TELL_AGAIN, word.changed()).await;
         }
@@ -298,7 +298,9 @@ impl Cluster {
         loop {
             match self.follow_status(&info, &client, &mut pause).await {
                 Ok(()) => self.unreachable(&info),
-                Err(gap) => warn!(node = %info.id, %gap, "block events have a gap, asking for all blocks"),
+                Err(gap) => {
+                    warn!(node = %info.id, %gap, "block events from the node have a gap, asking for all blocks")
+                }
             }
             let jitter = pause.mul_f64((self.shared.world.draw() % 1000) as f64 / 1000.0);
             tokio::time::sleep(pause / 2 + jitter / 2).await;

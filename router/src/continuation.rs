@@ -134,7 +134,7 @@ impl Continuation {
         if started.first.index != self.next_index() {
             let reason =
                 format!("continued with step {} instead of {}", started.first.index, self.next_index());
-            warn!(request_id = %self.prompt.id, reason, "continuation refused");
+            warn!(request_id = %self.prompt.id, reason, "continuation on another route begins at a wrong token, the request fails");
             return Err(ServeError::Refused { kind: RefusalKind::Failed, reason });
         }
         self.state = State::Running(started.rest);
@@ -144,7 +144,7 @@ impl Continuation {
     /// Records a step that is about to be returned.
     fn give(&mut self, step: Step) -> Step {
         self.dispatch.stages().moved();
-        trace!(target: "walk", request = %self.prompt.id, index = step.index, "step returned");
+        trace!(target: "walk", request = %self.prompt.id, index = step.index, "token received for the client");
         let metrics = &self.dispatch.parts().metrics;
         let now = self.dispatch.parts().world.now();
         match self.sent.len() {

@@ -176,7 +176,7 @@ impl Dispatch {
         let mut decode = self.client(decode)?.decode(prompt, offer).await?;
         let opening = decode.opening(room_by).await?;
         self.parts.metrics.stage(Stage::Reserve, asked.elapsed());
-        trace!(target: "walk", request = %prompt.id, "room reserved");
+        trace!(target: "walk", request = %prompt.id, "KV room reserved on the decode node");
         match (opening, prefill) {
             (Opening::Landing(landing), Some(prefill)) => {
                 let to = Destination::Landing(*landing);
@@ -235,11 +235,11 @@ impl Serve for Dispatch {
         let accepted = self.parts.world.now();
         let mut outcome = Outcome::new(&self.parts.metrics, accepted);
         let permit = outcome.note(self.parts.admission.admit())?;
-        trace!(target: "walk", request = %prompt.id, n_tokens = prompt.tokens.len(), "accepted");
+        trace!(target: "walk", request = %prompt.id, n_tokens = prompt.tokens.len(), "prompt accepted");
         let started =
             outcome.note(self.by_deadline(prompt.deadline, self.start(&prompt, ComputedBy::Both)).await)?;
         self.parts.metrics.stage(Stage::FirstToken, accepted.elapsed());
-        info!(ttft_ms = accepted.elapsed().as_millis() as u64, "first token");
+        info!(ttft_ms = accepted.elapsed().as_millis() as u64, "first token received from the nodes");
         self.stages.moved();
         let usage = started.usage;
         let complete = outcome.complete();
@@ -350,7 +350,7 @@ impl<'a> Attempts<'a> {
     async fn failed(&mut self, failure: Failure) -> Result<(), ServeError> {
         let kind = failure.refusal.kind;
         self.parts.metrics.retries.with_label_values(&[kind.code()]).inc();
-        debug!(node = %failure.node.id, refusal = %failure.refusal, "attempt failed");
+        debug!(node = %failure.node.id, refusal = %failure.refusal, "attempt to serve the request failed on the node");
         if failure.refusal.verdict() != Verdict::RetryElsewhere {
             return Err(failure.into());
         }

@@ -32,11 +32,15 @@ impl Drain {
         self.requested.wait().await;
         let began = Instant::now();
         let (notice, whole) = (times.notice.min(times.whole), times.whole);
-        info!(notice_ms = notice.as_millis() as u64, drain_ms = whole.as_millis() as u64, "draining");
+        info!(
+            notice_ms = notice.as_millis() as u64,
+            drain_ms = whole.as_millis() as u64,
+            "router is draining"
+        );
         tokio::time::sleep_until(began + notice).await;
         self.closing.trigger();
         tokio::time::sleep_until(began + whole).await;
-        info!("drain time over, ending the remaining requests");
+        info!("drain time is over, ending the remaining requests");
         self.over.trigger();
     }
 }

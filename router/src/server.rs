@@ -248,9 +248,9 @@ async fn open_model(folder: Option<ModelFolder>) -> Result<Option<RouterModel>, 
 fn warn_of_missing_text(model: &RouterModel, folder: &Path) {
     let (name, folder) = (&model.name, folder.display());
     if matches!(*model.tokenizer, Tokenizer::Absent) {
-        warn!(model = name, %folder, "no tokenizer.json: requests must bring token ids, text is refused");
+        warn!(model = name, %folder, "model has no tokenizer.json: requests must bring token ids, text is refused");
     } else if model.template.is_none() {
-        warn!(model = name, %folder, "no chat template: /v1/chat/completions is refused, /v1/completions is served");
+        warn!(model = name, %folder, "model has no chat template: /v1/chat/completions is refused, /v1/completions is served");
     }
 }
 

@@ -175,7 +175,7 @@ impl Drop for DeathReport {
     fn drop(&mut self) {
         let Some(inbox) = &self.inbox else { return };
         let reason = if std::thread::panicking() { "the worker panicked" } else { "the worker was aborted" };
-        tracing::error!(reason, "worker died");
+        tracing::error!(reason, "scheduler worker thread died");
         inbox.die(reason);
     }
 }

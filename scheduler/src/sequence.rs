@@ -298,7 +298,7 @@ impl Sequence {
     ) -> Option<Duration> {
         let queued = self.started.is_none().then(|| now.saturating_duration_since(self.submitted));
         if queued.is_some() {
-            trace!(target: "walk", request = %self.prompt.id, n_tokens, "first launch");
+            trace!(target: "walk", request = %self.prompt.id, n_tokens, "first engine step of the sequence launched");
         }
         self.started.get_or_insert(now);
         if self.samples(n_tokens) {
@@ -331,7 +331,7 @@ impl Sequence {
         self.n_pending -= 1;
         self.n_steps_sent += 1;
         self.tokens.push(token);
-        trace!(target: "walk", request = %self.prompt.id, index, "step");
+        trace!(target: "walk", request = %self.prompt.id, index, "token sampled");
         let finish = self.finish_of(token, index, model);
         self.sink_guard.step(Step { token, index, logprobs, finish }, self.timing(now));
         let is_last_here = self.n_steps_sent == self.sequence_limits.steps_max;

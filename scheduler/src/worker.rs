@@ -263,7 +263,7 @@ impl Worker {
     /// Ends all sequences, because the backend is lost.
     fn lose(&mut self, reason: &str) {
         if self.lost.is_none() {
-            error!(reason, "backend lost");
+            error!(reason, "engine backend lost, all sequences fail");
             self.lost = Some(reason.to_owned());
         }
         let all: Vec<SequenceId> = self.sequences.keys().copied().collect();

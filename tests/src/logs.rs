@@ -1,52 +1,52 @@
 //! Checks the logs of processes: a warning or an error that a test does not expect fails it.
 //!
-//! A test names the warnings that it causes: `up.expect_log(&["status stream broke"])`. Every other line at `WARN` or
-//! `ERROR` fails the test.
+//! A test names the warnings that it causes: `up.expect_log(&["status stream from node lost"])`. Every other line at
+//! `WARN` or `ERROR` fails the test.
 
 use std::sync::{Mutex, PoisonError};
 
 /// Warnings about machines on which tests run.
-const OF_THIS_MACHINE: &[&str] = &["no GPU is used: the CPU computes"];
+const OF_THIS_MACHINE: &[&str] = &["no GPU can be used, the CPU computes the model"];
 /// Warnings of a process that is stopped while it works, as at the end of every test.
 const WHEN_STOPPED: &[&str] = &[
-    "a port was closed with connections open",
-    "connection closed with requests under way",
+    "a port of the node was closed with open connections",
+    "client connection closed with unfinished requests",
     "router tasks are still running",
 ];
 /// Warnings about a killed node, from others and from `baton up`.
 ///
 /// A request that was routed just before may find the node's shared memory gone, and use another connector.
 pub const A_NODE_DIES: &[&str] = &[
-    "node ended",
-    "status stream broke",
+    "node process ended",
+    "status stream from node lost",
     "leases expired: members sent no keep-alive",
-    "connector cannot be used, falling back",
+    "connector cannot be used with the peer, falling back",
 ];
 /// Warnings of a router about a pool node that fails, and of that node about a link that was just being opened.
-pub const THE_POOL_FAILS: &[&str] = &["pool node failed", "refused kv stream"];
+pub const THE_POOL_FAILS: &[&str] = &["pool node failed", "KV stream from peer refused"];
 /// Warnings about a process that is stopped with open connections, from it and from others.
 pub const A_NODE_STANDS_STILL: &[&str] = &[
-    "status stream broke",
+    "status stream from node lost",
     "leases expired: members sent no keep-alive",
-    "registry unreachable",
+    "registry is unreachable",
     "registry watch failed",
-    "members missing in the registry",
-    "announcement failed, trying again",
-    "stream failed",
+    "members are missing in the registry",
+    "announcement in the registry failed, trying again",
+    "streamed answer to client failed",
     "the node makes no progress",
     "no request makes progress",
 ];
 /// Warnings of all processes while the registry is away.
 pub const THE_REGISTRY_IS_AWAY: &[&str] = &[
-    "registry unreachable",
+    "registry is unreachable",
     "registry watch failed",
-    "members missing in the registry",
-    "announcement failed, trying again",
-    "withdrawal failed, the member stays",
+    "members are missing in the registry",
+    "announcement in the registry failed, trying again",
+    "withdrawal from the registry failed",
 ];
 
 /// A router's warning about a model folder without a tokenizer.
-pub const NO_TOKENIZER: &[&str] = &["no tokenizer.json"];
+pub const NO_TOKENIZER: &[&str] = &["model has no tokenizer.json"];
 
 /// The warnings that one test expects, as parts of lines. Empty at first.
 #[derive(Debug, Default)]
@@ -94,7 +94,7 @@ mod tests {
 
     const LOG: &str = "\
         router  2026-11-20T17:46:03Z  INFO baton_router::server: router is up\n\
-        router  2026-11-20T17:46:04Z  WARN baton_router::cluster: status stream broke node=d\n\
+        router  2026-11-20T17:46:04Z  WARN baton_router::cluster: status stream from node lost node=d\n\
         {\"level\":\"ERROR\",\"message\":\"panicked\"}\n\
         ready http=http://127.0.0.1:1 grpc=http://127.0.0.1:2";
 
@@ -102,7 +102,7 @@ mod tests {
     fn alarms_are_found_in_both_formats() {
         let expected = Expected::default();
         assert_eq!(expected.unexpected(LOG).len(), 2);
-        expected.add(&["status stream broke"]);
+        expected.add(&["status stream from node lost"]);
         assert_eq!(expected.unexpected(LOG), ["{\"level\":\"ERROR\",\"message\":\"panicked\"}"]);
         expected.add(&["panicked"]);
         assert!(expected.unexpected(LOG).is_empty());

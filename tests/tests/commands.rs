@@ -267,7 +267,7 @@ async fn a_missing_tokenizer_and_a_missing_chat_template_are_named() {
     for (what, logged, path, refused, reason, accepted) in [
         (
             "tokenizer.json",
-            "no tokenizer.json: requests must bring token ids, text is refused",
+            "model has no tokenizer.json: requests must bring token ids, text is refused",
             "/v1/completions",
             &text,
             "the model has no tokenizer; send token ids to /v1/completions",
@@ -275,7 +275,7 @@ async fn a_missing_tokenizer_and_a_missing_chat_template_are_named() {
         ),
         (
             "chat_template",
-            "no chat template: /v1/chat/completions is refused, /v1/completions is served",
+            "model has no chat template: /v1/chat/completions is refused, /v1/completions is served",
             "/v1/chat/completions",
             &messages,
             "the model has no chat template; use /v1/completions",
@@ -284,7 +284,7 @@ async fn a_missing_tokenizer_and_a_missing_chat_template_are_named() {
     ] {
         let folder = without(what);
         let up = Up::start(&["--model", folder.path().to_str().expect("UTF-8")]).await;
-        up.expect_log(&["no tokenizer.json", "no chat template"]);
+        up.expect_log(&["model has no tokenizer.json", "model has no chat template"]);
         assert!(up.log().contains(logged), "{what}: {}", up.log());
         let (status, _, body) = up.client().post(path, refused.to_string()).await;
         assert!(status == 400 && body.contains(reason), "{what}: {status} {body}");

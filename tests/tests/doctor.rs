@@ -109,7 +109,7 @@ fn every_file_is_checked_and_every_wrong_one_named() {
 async fn kv_is_sent_to_a_peer_for_real() {
     let up = Up::start(&[]).await;
     // `doctor` is no process of the cluster, and shares no memory with it.
-    up.expect_log(&["connector cannot be used, falling back"]);
+    up.expect_log(&["connector cannot be used with the peer, falling back"]);
     let cluster = up.client().get_json("/debug/cluster").await;
     let node = |role: &str| {
         let nodes = cluster["nodes"].as_array().expect("nodes");

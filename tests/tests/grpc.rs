@@ -72,7 +72,7 @@ fn puppet(id: &str, min: u16, max: u16) -> NodeInfo {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_node_of_another_protocol_is_refused_with_both_ranges_named() {
     let up = Up::start(&[]).await;
-    up.expect_log(&["node refused", "status stream broke"]);
+    up.expect_log(&["node refused by the router", "status stream from node lost"]);
     let mut registry = BootstrapClient::connect(format!("http://{}", up.grpc)).await.expect("it listens");
     for (id, min, max) in [("old", 0, 0), ("newer", 3, 4)] {
         let node = Some((&puppet(id, min, max)).into());
@@ -93,7 +93,7 @@ async fn a_node_of_another_protocol_is_refused_with_both_ranges_named() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_caller_of_another_protocol_is_refused_and_one_that_overlaps_is_served() {
     let up = Up::start(&[]).await;
-    up.expect_log(&["call refused"]);
+    up.expect_log(&["incoming gRPC call refused"]);
     let mut client = InferenceClient::connect(format!("http://{}", up.grpc)).await.expect("it listens");
     let mut call = async |range: &'static str| {
         let mut request = tonic::Request::new(request(&[1, 2, 3], 2));

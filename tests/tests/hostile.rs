@@ -139,7 +139,7 @@ struct Before {
 
 /// A link that is accepted and then refused has a line for each. The refused ones count.
 fn lines(process: &Process) -> usize {
-    process.log().lines().filter(|line| !line.contains("link accepted")).count()
+    process.log().lines().filter(|line| !line.contains("KV link from peer accepted")).count()
 }
 
 impl Before {
@@ -186,7 +186,7 @@ fn ask() -> Ask {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn strangers_are_refused_at_every_port() {
     let fleet = Fleet::start_pooled(PACED, 1, 1, 1).await;
-    fleet.expect_log(&["refused kv stream"]);
+    fleet.expect_log(&["KV stream from peer refused"]);
     let expected = fleet.client().ask(&ask()).await.expect("an answer").tokens;
     // A request's own log lines do not count.
     let (garbage, pieces) =
@@ -219,7 +219,7 @@ async fn strangers_are_refused_at_every_port() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn slow_senders_delay_no_other_request() {
     let fleet = Fleet::start_pooled(PACED, 1, 1, 1).await;
-    fleet.expect_log(&["refused kv stream"]);
+    fleet.expect_log(&["KV stream from peer refused"]);
     let expected = fleet.client().ask(&ask()).await.expect("an answer").tokens;
     let ports = fleet.ports();
     let words = hello(7);
@@ -244,7 +244,7 @@ async fn slow_senders_delay_no_other_request() {
     tokio::join!(dripping, serving);
     for node in &fleet.nodes {
         // A KV stream this slow is closed after the stall time.
-        let stalled = "lost kv stream";
+        let stalled = "KV stream from peer lost";
         eventually("the streams to be closed", async || {
             (node.process.log().matches(stalled).count() >= 10).then_some(())
         })

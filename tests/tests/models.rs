@@ -118,7 +118,7 @@ async fn a_node_with_another_tokenizer_is_refused() {
         ("BATON_MODEL__PATH", demo().display().to_string()),
     ];
     let router = Process::start(folder.path(), "router", "router", router);
-    router.expect_log(&["node refused"]);
+    router.expect_log(&["node refused by the router"]);
     // At the end of the test the node is stopped before the router.
     router.expect_log(baton_tests::logs::A_NODE_DIES);
     let node = vec![

@@ -110,7 +110,7 @@ async fn a_collector_that_is_away_costs_a_line_and_nothing_else() {
     for nth in 0..5 {
         up.client().ask(&Ask::new(vec![nth; 60], 8)).await.expect("an answer");
     }
-    let line = "sending spans to the collector failed";
+    let line = "sending trace spans to the collector failed";
     up.expect_log(&[line]);
     eventually("a line of each process", async || (up.log().matches(line).count() >= 3).then_some(())).await;
     up.client().ask(&Ask::new(vec![9; 60], 8)).await.expect("an answer");

@@ -21,7 +21,7 @@ const SILENT_PER_SECOND: usize = 2_500;
 async fn fleet() -> Fleet {
     let fleet = Fleet::start_pooled("mock", 1, 1, 1).await;
     fleet.router.expect_log(&["connection"]);
-    fleet.nodes.iter().for_each(|node| node.process.expect_log(&["connection", "kv stream"]));
+    fleet.nodes.iter().for_each(|node| node.process.expect_log(&["connection", "KV stream"]));
     fleet
 }
 

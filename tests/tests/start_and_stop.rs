@@ -97,7 +97,7 @@ async fn a_router_that_stops_serves_on_and_ends_what_outlasts_its_drain() {
     let failed = streamed.expect_err("the stream is cut off");
     assert_eq!((failed.status, failed.code.as_str()), (None, "draining"), "{}", failed.message);
     eventually("the router to end", async || (!fleet.router.is_alive()).then_some(())).await;
-    fleet.router.expect_log(&["stream failed"]);
+    fleet.router.expect_log(&["streamed answer to client failed"]);
     fleet.router.revive();
     fleet.all_ready().await;
     fleet.baseline().await;
@@ -134,7 +134,7 @@ async fn an_answer_that_ends_at_a_stop_string_is_finished() {
 async fn no_client_gets_more_time_than_the_operator_gives() {
     let settings = vec![("BATON_ROUTER__DEADLINE_MAX_MS", "700".to_owned())];
     let fleet = Fleet::start_with(PACED, 1, 1, settings).await;
-    fleet.expect_log(&["stream failed"]);
+    fleet.expect_log(&["streamed answer to client failed"]);
     for ask in [ask(TOKENS), ask(TOKENS).header("x-baton-timeout-ms", 3_600_000)] {
         let began = Instant::now();
         let failed = fleet.client().ask(&ask).await.expect_err("it takes longer than it may");

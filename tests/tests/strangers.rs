@@ -25,9 +25,10 @@ use tokio::net::{TcpListener, TcpStream};
 use tonic::{Code, Status};
 
 const CLUSTER: &str = "strangers";
-const EXPECTED: &[&str] = &["call refused", "member ignored: its record is refused"];
+const EXPECTED: &[&str] = &["incoming gRPC call refused", "member ignored: its record is refused"];
 /// A node whose entry is overwritten announces itself again. Processes may start before etcd answers.
-const ETCD_IS_ABUSED: &[&str] = &["registry watch failed", "announcement failed, trying again"];
+const ETCD_IS_ABUSED: &[&str] =
+    &["registry watch failed", "announcement in the registry failed, trying again"];
 const REASONS: [&str; 2] = ["unsigned", "signature"];
 
 /// A cluster with a secret, a pool, and a key on its nodes' admin ports.

@@ -165,7 +165,7 @@ async fn every_limit_is_hit_and_released() {
 async fn a_changed_tenants_file_is_in_force_within_5_s() {
     let ((old, old_line), (new, new_line)) = (new_key("acme"), new_key("acme"));
     let keyed = Keyed::start("mock", &file("[tenants.acme]", &[&old_line]), &[]).await;
-    keyed.up.expect_log(&["tenants file not reloaded"]);
+    keyed.up.expect_log(&["tenants file was not reloaded"]);
     let client = keyed.client();
     let works = async |key: &str| client.ask(&with_key(Ask::new(vec![1, 2, 3], 1), key)).await.is_ok();
     assert!(works(&old).await && !works(&new).await);

@@ -76,7 +76,7 @@ pub(super) async fn receive(State(callers): State<Callers>, request: Request, ne
     let mut request = match checked {
         Ok(request) => request,
         Err(status) => {
-            span.in_scope(|| warn!(reason = status.message(), "call refused"));
+            span.in_scope(|| warn!(reason = status.message(), "incoming gRPC call refused"));
             return status.into_http();
         }
     };

@@ -24,7 +24,7 @@ static SECOND_DISPATCH: LazyLock<Dispatch> = LazyLock::new(|| Dispatch::new(NoSu
 /// let capture = chassis::telemetry::Capture::spans("decode");
 /// {
 ///     let _listening = capture.listen();
-///     tracing::info!(n_blocks = 3, "landed");
+///     tracing::info!(n_blocks = 3, "blocks arrived");
 /// }
 /// assert_eq!(capture.lines()[0]["n_blocks"], 3);
 /// ```

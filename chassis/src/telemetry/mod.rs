@@ -104,7 +104,7 @@ pub struct Telemetry {
 impl Drop for Telemetry {
     fn drop(&mut self) {
         if let Err(error) = self.provider.shutdown() {
-            error!(%error, "flushing spans failed");
+            error!(%error, "flushing trace spans failed");
         }
     }
 }

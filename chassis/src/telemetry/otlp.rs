@@ -79,8 +79,10 @@ impl HttpClient for BatchSender {
 impl BatchSender {
     fn note(&self, error: Option<&HttpError>) {
         match (error, self.was_accepted.swap(error.is_none(), Ordering::Relaxed)) {
-            (Some(error), true) => warn!(%error, "sending spans to the collector failed, spans are lost"),
-            (None, false) => info!("sending spans to the collector works again"),
+            (Some(error), true) => {
+                warn!(%error, "sending trace spans to the collector failed, the spans are lost")
+            }
+            (None, false) => info!("sending trace spans to the collector works again"),
             _ => {}
         }
     }

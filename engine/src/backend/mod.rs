@@ -174,7 +174,7 @@ fn open_folder(settings: &EngineSettings) -> Result<Box<dyn Backend>, OpenError>
         Device::Cuda(_) => cuda::open(settings, folder),
         Device::Auto => match cuda::open(settings, folder) {
             Err(error) if error.is_no_gpu() => {
-                warn!(%error, "no GPU is used: the CPU computes");
+                warn!(%error, "no GPU can be used, the CPU computes the model");
                 cpu::open(settings, folder)
             }
             opened => opened,

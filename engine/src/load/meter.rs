@@ -55,7 +55,11 @@ impl Meter {
         match &self.display {
             ProgressDisplay::Bar(bar) => bar.set_position(self.done as u64),
             ProgressDisplay::Lines if is_due => {
-                info!(mib = self.done >> 20, of_mib = self.total >> 20, "load weights onto the GPU");
+                info!(
+                    mib = self.done >> 20,
+                    of_mib = self.total >> 20,
+                    "weights are being loaded onto the GPU"
+                );
             }
             ProgressDisplay::Lines | ProgressDisplay::Nothing => {}
         }

@@ -206,7 +206,8 @@ impl ModelConfig {
     /// Logs one line with the keys that are not read.
     pub fn log_unread_keys(&self) {
         if !self.unread_keys.is_empty() {
-            info!(keys = self.unread_keys.join(", "), "config.json has keys that are not read");
+            let keys = self.unread_keys.join(", ");
+            info!(keys, "config.json has keys that are not read");
         }
     }
 

@@ -135,7 +135,7 @@ pub async fn conformance_between<F>(
 {
     let make: Make = Arc::new(move |parts| Box::pin(make(parts)));
     for (prefill_tp, decode_tp) in sizes {
-        tracing::info!(prefill_tp, decode_tp, "ranks");
+        tracing::info!(prefill_tp, decode_tp, "conformance suite starts with these numbers of ranks");
         let pair = || Pair::of_ranks(&make, *prefill_tp, *decode_tp);
         cases! { pair, WHOLE_SUITE;
             delivery::bytes_arrive_equal,
@@ -172,7 +172,7 @@ where
         pair.at_baseline().await;
         Arc::into_inner(pair).expect("a case keeps nothing of its nodes").ends().await;
     };
-    tracing::info!(case = name, "conformance");
+    tracing::info!(case = name, "conformance case starts");
     tokio::time::timeout(node::here(CASE_WITHIN), all)
         .await
         .unwrap_or_else(|_| panic!("{name} does not end"));

@@ -62,7 +62,7 @@ impl Incoming {
             // Reading a block takes tens of microseconds, so other tasks run in between.
             tokio::task::yield_now().await;
         }
-        info!(transfer = %handoff.transfer, blocks = lease.n_blocks() - n_held, held = n_held, connector = %scheme, "sequence stored");
+        info!(transfer = %handoff.transfer, blocks = lease.n_blocks() - n_held, held = n_held, connector = %scheme, "sequence stored on the pool node");
         Ok(StoredSequence { inner, lease: Arc::new(lease), handoff, bytes })
     }
 }

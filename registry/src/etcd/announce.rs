@@ -134,7 +134,7 @@ impl InEtcd {
             if self.put_over(client, lease, seen.map_or(0, |seen| seen.mod_revision)).await? {
                 return Ok(());
             }
-            debug!(node = %self.node.id, "node key changed concurrently, reading it again");
+            debug!(node = %self.node.id, "etcd key of the node was changed concurrently, reading it again");
         }
         Err(RegistryError::Interrupted { reason: "other processes keep changing the node's key".to_owned() })
     }

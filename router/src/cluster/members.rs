@@ -377,7 +377,7 @@ impl Members {
         let Some(member) = self.life_of(info).filter(|member| member.link == NodeState::Ready) else {
             return false;
         };
-        warn!(node = %info.id, "status stream broke");
+        warn!(node = %info.id, "status stream from node lost");
         member.link = NodeState::Unreachable;
         true
     }
@@ -489,12 +489,12 @@ impl ModelRecord {
         match (before, decision.in_force) {
             (before, after) if before == after => {}
             (Some(before), Some(after)) => {
-                info!(model = name, %before, %after, why = %decision.reason, "another group serves the model");
+                info!(model = name, %before, %after, why = %decision.reason, "another group of nodes serves the model");
             }
             (None, Some(after)) => {
-                info!(model = name, group = %after, why = %decision.reason, "group in force")
+                info!(model = name, group = %after, why = %decision.reason, "group of nodes chosen to serve the model")
             }
-            (_, None) => info!(model = name, why = %decision.reason, "no group in force"),
+            (_, None) => info!(model = name, why = %decision.reason, "no group of nodes serves the model"),
         }
     }
 }

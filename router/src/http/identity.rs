@@ -26,7 +26,9 @@ pub(crate) async fn identify(State(acceptor): State<Acceptor>, mut request: Requ
 async fn answered(request: Request, next: Next) -> Response {
     let response = next.run(request).await;
     match response.extensions().get::<Code>() {
-        Some(Code::Internal) => error!(code = Code::Internal.as_str(), "request refused"),
+        Some(Code::Internal) => {
+            error!(code = Code::Internal.as_str(), "request failed with an internal error")
+        }
         Some(code) => info!(code = code.as_str(), status = response.status().as_u16(), "request refused"),
         None => {}
     }

@@ -106,7 +106,7 @@ impl<S: AnswerFormat> Events<S> {
 
     /// Writes an error event. The head with status 200 is already sent, so only this event reports the error.
     fn write_error(&mut self, error: ServeError) -> bool {
-        warn!(%error, "stream failed");
+        warn!(%error, "streamed answer to client failed");
         self.out.put_slice(b"event: error\n");
         write_event(&mut self.out, &HttpError::from(error).body());
         false

@@ -179,7 +179,7 @@ impl Keys {
                 self.metrics.tenants_reloads.with_label_values(&["loaded"]).inc();
             }
             Err(error) => {
-                error!(%error, "tenants file not reloaded: the keys and limits before the change hold");
+                error!(%error, "tenants file was not reloaded, the previous keys and limits stay in use");
                 self.metrics.tenants_reloads.with_label_values(&["refused"]).inc();
             }
         }

@@ -53,7 +53,7 @@ impl Worker {
         let took = now.saturating_duration_since(began);
         self.costs.observe(shape, took);
         let StepShape { n_running, n_prefill_tokens } = shape;
-        trace!(target: "walk", n_running, n_prefill_tokens, took_us = took.as_micros() as u64, "step collected");
+        trace!(target: "walk", n_running, n_prefill_tokens, took_us = took.as_micros() as u64, "engine step collected");
         self.metrics.steps.inc();
         self.metrics.step_seconds.observe(took.as_secs_f64());
         self.metrics.step_tokens.observe((shape.n_running + shape.n_prefill_tokens) as f64);
@@ -87,15 +87,15 @@ impl Worker {
 
     fn fail_row(&mut self, row: StepRow, reason: &RowError) {
         match reason.verdict() {
-            Verdict::Bug => error!(%reason, sequence = row.id.0, "row failed"),
-            _ => warn!(%reason, sequence = row.id.0, "row failed"),
+            Verdict::Bug => error!(%reason, sequence = row.id.0, "sequence failed in an engine step"),
+            _ => warn!(%reason, sequence = row.id.0, "sequence failed in an engine step"),
         }
         self.end(row.id, failed(reason.to_string()));
     }
 
     /// Ends all sequences of a failed step: no row has a token, and its KV must not be read.
     pub(super) fn fail_step(&mut self, rows: &[StepRow], error: &engine::BackendError) {
-        warn!(%error, n_rows = rows.len(), "step failed");
+        warn!(%error, n_rows = rows.len(), "engine step failed, all of its sequences fail");
         self.metrics.failed_steps.inc();
         for row in rows {
             self.end(row.id, failed(error.to_string()));

@@ -101,7 +101,7 @@ impl Worker {
     fn preempt(&mut self, id: SequenceId) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
         self.metrics.preemptions.inc();
-        debug!(parent: &sequence.span, n_tokens = sequence.n_tokens(), "preempted");
+        debug!(parent: &sequence.span, n_tokens = sequence.n_tokens(), "sequence preempted");
         let room = sequence.unplace();
         if let (true, Some(flight)) = (sequence.is_in_flight(), self.flights.back_mut()) {
             flight.held.extend(room);
@@ -201,7 +201,7 @@ impl Worker {
         let n_cached = prefix.n_blocks() * usize::from(layout.block_tokens);
         self.metrics.cached_tokens.inc_by(n_cached as u64);
         if let Some(sequence) = self.sequences.get_mut(&id) {
-            debug!(parent: &sequence.span, n_tokens = sequence.n_tokens(), n_cached, "placed");
+            debug!(parent: &sequence.span, n_tokens = sequence.n_tokens(), n_cached, "KV blocks reserved for the sequence");
             if !sequence.has_run() {
                 self.metrics.room_wait_seconds.observe(sequence.age(now).as_secs_f64());
             }

@@ -22,7 +22,7 @@ pub const LOUD: &str = "SIM_LOG";
 
 /// A worker's log line if a sequence's KV is not the KV that was written or received. Every transfer is verified, so
 /// no network fault explains it.
-const WRONG_KV: &str = "message=row failed";
+const WRONG_KV: &str = "message=sequence failed in an engine step";
 
 /// While it lives, panics and errors on this thread fail the run.
 #[derive(Debug)]

@@ -70,7 +70,7 @@ fn failed(addr: &str, scheme: &str, error: &TrialError) -> Finding {
         _ => Finding::bad(
             GROUP,
             format!("{addr} over {scheme}: {error}"),
-            "check that the wire's port is open between the two machines, and check that node's log",
+            "check that the connector's port is open between the two machines, and check that node's log",
         ),
     }
 }
@@ -79,7 +79,7 @@ fn silent(addr: &str, scheme: &str) -> Finding {
     Finding::bad(
         GROUP,
         format!("{addr} over {scheme}: no transfer ended within {WIRE_WITHIN:?}"),
-        "packets may be dropped on the way: open the wire's port (`transfer.listen`) and check that the MTU is the same on the whole path",
+        "packets may be dropped on the way: open the connector's port (`transfer.listen`) and check that the MTU is the same on the whole path",
     )
 }
 

@@ -43,7 +43,7 @@ pub(super) struct Trial {
 pub(super) enum TrialError {
     #[error("the node does not answer as a decode node: {0}")]
     Peer(Box<tonic::Status>),
-    #[error("no wire in common: {0}")]
+    #[error("no connector in common: {0}")]
     NotInCommon(Refusal),
     #[error("the node refuses: {0}")]
     Refused(Refusal),
@@ -53,7 +53,7 @@ pub(super) enum TrialError {
     Transfer(#[from] TransferError),
     #[error("no memory for the KV to send: {0}")]
     Memory(String),
-    #[error("the node answered {0} instead of a landing")]
+    #[error("the node answered with {0}, not with a landing")]
     Nonsense(String),
 }
 

@@ -135,7 +135,7 @@ impl<P: Performer> Helper<P> {
                 Ok(_) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {
-                    error!(rank = nth, "rank did not end in time: abandoned");
+                    error!(rank = nth, "thread of a GPU rank did not end in time and is abandoned");
                     return None;
                 }
             }

@@ -152,7 +152,12 @@ impl ModelDescription {
         let (mut weight_bytes, mut together) = (0, None);
         for (share, card) in Share::of_all(cards.len()).zip(cards) {
             let mut products = open_products(&card, &self.settings)?;
-            info!(gpu = card.name(), kernels_compiled = card.n_compiled(), rank = share.nth, "use GPU");
+            info!(
+                gpu = card.name(),
+                kernels_compiled = card.n_compiled(),
+                rank = share.nth,
+                "GPU opened for a rank of the model"
+            );
             let sizes = Sizes::of(&self.folder.config, self.heads, share)?;
             let shape = self.workspace(&card, sizes);
             let budget = self.budget(sizes, &shape, kv_bytes);
@@ -220,7 +225,7 @@ impl ModelDescription {
         helpers.begin(&Order::Record(RECORDED_TOKENS))?;
         recorded.record_up_to(RECORDED_TOKENS, tools, |done, of| {
             if done == of || done % 100 == 0 {
-                info!(done, of, "record decode steps");
+                info!(done, of, "CUDA graphs of decode steps are being recorded");
             }
         })?;
         helpers.finish(PREPARE_WITHIN)?;

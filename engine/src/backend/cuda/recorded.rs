@@ -60,7 +60,7 @@ impl Recorded {
                     warn!(
                         rows,
                         length,
-                        "not enough GPU memory to record a decode step: steps of this size take longer"
+                        "GPU has too little free memory for the CUDA graph of a decode step: steps of this size take longer"
                     );
                     self.unrecorded.insert(graph_size);
                 }

@@ -101,7 +101,7 @@ pub(super) fn tune(
     if missing.is_empty() || !settings.tunes {
         return choose(tools, helpers);
     }
-    info!(shapes = missing.len(), "measure matrix products");
+    info!(shapes = missing.len(), "GEMM kernels are being measured for shapes without a stored choice");
     fill(card, space)?;
     let mut best = BTreeMap::new();
     for (kind, shape) in missing {
@@ -112,7 +112,7 @@ pub(super) fn tune(
     if let Some(file) = file
         && let Err(error) = tools.products.choices().write(&file, &about)
     {
-        warn!(%error, "measurements of matrix products cannot be written");
+        warn!(%error, "choices of GEMM kernels cannot be written to their file");
     }
     choose(tools, helpers)
 }
@@ -209,10 +209,10 @@ fn measure(
     };
     let Measured { best, refused } = products.tune(card, shape, y, &kind.matrices, x)?;
     for (choice, ms) in &best {
-        debug!(?shape, ?choice, ms, "time of a product alone");
+        debug!(?shape, ?choice, ms, "GEMM kernel was timed alone");
     }
     for (choice, error) in &refused {
-        warn!(?shape, ?choice, error = in_full(error), "a matrix product method failed on this GPU");
+        warn!(?shape, ?choice, error = in_full(error), "GEMM kernel failed on this GPU and is not used");
     }
     Ok(best.into_iter().map(|(choice, _)| choice).collect())
 }
@@ -314,7 +314,7 @@ fn starts(
         let choices = tools.products.choices().clone();
         if starts.iter().all(|(_, known)| *known != choices) {
             let time = time_together(tools, helpers, dims)?;
-            debug!(rows = dims.n_tokens, ms = time, "time of a step with own kernels");
+            debug!(rows = dims.n_tokens, ms = time, "engine step was timed with Baton's own GEMM kernels");
             starts.push((time, choices));
         }
     }
@@ -338,7 +338,13 @@ fn search(
             for choice in ways.iter().filter(|choice| Some(**choice) != before) {
                 tools.products.prefer(*shape, *choice);
                 let time = time_together(tools, helpers, dims)?;
-                debug!(?shape, ?choice, ms = time, shortest, "time of a step with another product method");
+                debug!(
+                    ?shape,
+                    ?choice,
+                    ms = time,
+                    shortest,
+                    "engine step was timed with another GEMM kernel"
+                );
                 if time < shortest * (1.0 - GAIN_MIN) {
                     (shortest, kept, is_changed) = (time, Some(*choice), true);
                 }

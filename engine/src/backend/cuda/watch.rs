@@ -79,6 +79,6 @@ impl WatchedStep {
         let Some(began) = &self.began else { return };
         let of_first = self.written.first().map_or(&[][..], Vec::as_slice);
         let layers: Result<Vec<f32>, _> = of_first.iter().map(|layer| layer.ms_since(began)).collect();
-        trace!(target: "walk", layers_ms = ?layers.unwrap_or_default(), "layers written on the GPU");
+        trace!(target: "walk", layers_ms = ?layers.unwrap_or_default(), "KV of all layers written on the GPU");
     }
 }

@@ -54,7 +54,7 @@ impl CudaIpcPath {
             copy_thread.copier().fetch(from, memory, pages.some(), verifies).map_err(TransferError::device)
         };
         let Some((copy_job, pending_copy)) = landing.begin_copy(start) else { return Ok(None) };
-        trace!(target: "walk", transfer = %landing.landing().transfer, "copy launched");
+        trace!(target: "walk", transfer = %landing.landing().transfer, "copy of KV pages launched on the GPU");
         room.take(copy_job?, Some(pending_copy)).await.map(Some)
     }
 }
@@ -84,7 +84,7 @@ impl CudaIpcPath {
             return Ok(Vec::new());
         }
         let (transfer, blocks) = (landing.landing().transfer, &span.blocks);
-        trace!(target: "walk", %transfer, ?blocks, "copy begins");
+        trace!(target: "walk", %transfer, ?blocks, "copy of a KV frame's pages begins");
         let (mut bytes, mut here) = (0, Vec::new());
         for (pages, offsets) in &copy_jobs {
             match self.pull(landing, span.lane, (pages, offsets), digests.are_expected()).await? {
@@ -93,7 +93,7 @@ impl CudaIpcPath {
             }
             bytes += pages.bytes();
         }
-        trace!(target: "walk", %transfer, ?blocks, "copy done");
+        trace!(target: "walk", %transfer, ?blocks, "copy of a KV frame's pages finished");
         let Some(said) = digests.wait().await else { return Ok(Vec::new()) };
         check_count(&said, &here)?;
         let wrong = differing(landing, span, &said, &here);

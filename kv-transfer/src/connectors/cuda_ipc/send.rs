@@ -77,9 +77,9 @@ impl CudaIpcSendPath {
         let (all, pieces) = self.pages(span)?;
         writer.write(&shown(span, pieces, None)).await?;
         let (transfer, blocks) = (span.out.transfer(), &span.piece.blocks);
-        trace!(target: "walk", %transfer, ?blocks, "frame written");
+        trace!(target: "walk", %transfer, ?blocks, "KV frame sent to the peer");
         let digests = self.digests(span, &all).await?;
-        trace!(target: "walk", %transfer, ?blocks, "digests made");
+        trace!(target: "walk", %transfer, ?blocks, "digests of a KV frame computed");
         writer.write(&said(span, digests)).await
     }
 

@@ -137,7 +137,7 @@ fn wait_for_all(copier: &PageCopier, mut jobs: mpsc::Receiver<Job>) {
             Job::Unmap(remote) => drop(remote),
             Job::Take { copy_job, answer, pending_copy } => {
                 let digests = copier.take(copy_job);
-                trace!(target: "walk", writes = pending_copy.is_some(), "copy job done");
+                trace!(target: "walk", writes = pending_copy.is_some(), "GPU copy job finished");
                 drop(pending_copy);
                 // The receiver of the answer may be gone.
                 let _ = answer.send(digests);

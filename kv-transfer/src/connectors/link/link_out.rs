@@ -109,7 +109,7 @@ impl Link {
             }
             made.push(next);
         }
-        info!(peer = %met.node, endpoint, streams = n_streams, "linked");
+        info!(peer = %met.node, endpoint, streams = n_streams, "KV link to peer opened");
         Ok(Self::over(made, met, endpoint, (parts, wire_threads), send_path))
     }
 
@@ -236,7 +236,7 @@ impl Shared {
                 endpoint = self.endpoint,
                 transfers = transfers.len(),
                 error = in_full(&error),
-                "link lost"
+                "KV link to peer lost, its transfers fail"
             );
         }
         for out in transfers {
@@ -377,7 +377,7 @@ impl Shared {
     fn with(&self, id: TransferId, act: impl FnOnce(&mut Transfer)) {
         match self.transfers().get_mut(&id) {
             Some(transfer) => act(transfer),
-            None => debug!(transfer = %id, "answer dropped: its transfer is over"),
+            None => debug!(transfer = %id, "answer from the receiver dropped: its transfer is over"),
         }
     }
 }

@@ -109,7 +109,7 @@ impl Receiver {
                     Ok((from, arriving)) => self.start(from, arriving),
                     Err(error) => {
                         // Most likely the process is out of file descriptors. Others are closed in time.
-                        warn!(%error, "cannot accept kv stream, trying again");
+                        warn!(%error, "KV stream from peer cannot be accepted, trying again");
                         tokio::time::sleep(self.parts.settings.stall() / 10).await;
                     }
                 }
@@ -120,7 +120,7 @@ impl Receiver {
 
     fn start(self: &Arc<Self>, from: String, arriving: Handshake) {
         let Ok(permit) = Arc::clone(&self.room).try_acquire_owned() else {
-            warn!(from, "refused kv stream: too many");
+            warn!(from, "KV stream from peer refused: too many streams are open");
             return;
         };
         let this = Arc::clone(self);
@@ -185,7 +185,7 @@ impl Receiver {
         });
         let _entered = self.enter(hello.link, &link)?;
         writer.write(&welcome).await?;
-        info!(peer = %hello.node, "link accepted");
+        info!(peer = %hello.node, "KV link from peer accepted");
         tokio::select! {
             biased;
             () = link.gone.cancelled() => Err(TransferError::lost_because("another stream of the link ended")),
@@ -266,11 +266,11 @@ impl Drop for Entered<'_> {
 
 fn log_end(from: impl Display, ended: Result<(), TransferError>) {
     match ended {
-        Ok(()) => debug!(%from, "kv stream ended"),
+        Ok(()) => debug!(%from, "KV stream from peer ended without error"),
         Err(error @ (TransferError::Frame(_) | TransferError::Protocol(_))) => {
-            warn!(%from, error = in_full(&error), "refused kv stream");
+            warn!(%from, error = in_full(&error), "KV stream from peer refused");
         }
-        Err(error) => info!(%from, error = in_full(&error), "lost kv stream"),
+        Err(error) => info!(%from, error = in_full(&error), "KV stream from peer lost"),
     }
 }
 
@@ -339,7 +339,7 @@ impl LinkIn {
         transfer: TransferId,
         frame: KvFrame,
     ) -> Result<(), TransferError> {
-        trace!(target: "walk", %transfer, blocks = ?frame.span.blocks, "frame read");
+        trace!(target: "walk", %transfer, blocks = ?frame.span.blocks, "KV frame received from the peer");
         let landing = self.landing(transfer);
         if landing.is_none() {
             debug!(%transfer, "KV dropped: its landing is over or unknown");
@@ -378,7 +378,7 @@ impl LinkIn {
     fn finish(&self, taken: &Taken, wrong: &[KvSpan]) {
         let Taken { transfer, lane, slot } = *taken;
         for spans in wrong.chunks(REFETCH_SPANS_MAX) {
-            info!(%transfer, pages = spans.len(), "refetching corrupted pages");
+            info!(%transfer, pages = spans.len(), "corrupted KV pages are requested again from the sender");
             self.say(Frame::new(transfer, Body::Refetch { spans: spans.to_vec() }).on(lane));
         }
         if let Some(slot) = slot {
@@ -390,9 +390,11 @@ impl LinkIn {
     fn refuse(&self, error: &TransferError) {
         match error {
             TransferError::ConnectionLost { .. } => {
-                info!(peer = %self.peer, error = in_full(error), "kv link lost");
+                info!(peer = %self.peer, error = in_full(error), "KV link from peer lost");
             }
-            error => warn!(peer = %self.peer, error = in_full(error), "refused kv link"),
+            error => {
+                warn!(peer = %self.peer, error = in_full(error), "KV link from peer closed after an error")
+            }
         }
         self.gone.cancel();
     }
@@ -404,7 +406,7 @@ impl LinkIn {
     fn with(&self, transfer: TransferId, act: impl FnOnce(&OpenLanding)) {
         match self.landing(transfer) {
             Some(landing) => act(&landing),
-            None => debug!(%transfer, "frame dropped: its landing is over or unknown"),
+            None => debug!(%transfer, "frame of a KV transfer dropped: its landing is over or unknown"),
         }
     }
 
@@ -421,7 +423,7 @@ impl LinkIn {
     fn fail_all(&self) {
         let landings: Vec<_> = std::mem::take(&mut *self.landings()).into_values().collect();
         if !landings.is_empty() {
-            info!(peer = %self.peer, landings = landings.len(), "link lost, its landings fail");
+            info!(peer = %self.peer, landings = landings.len(), "KV link from peer ended, its landings fail");
         }
         for landing in landings {
             landing.fail(TransferError::lost_because("the sender's link has ended"));

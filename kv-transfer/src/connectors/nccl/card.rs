@@ -164,7 +164,7 @@ impl Communicator for OverNccl {
         let is_settled = self.inner.is_settled().map_err(TransferError::device)?;
         if is_settled && std::mem::take(&mut self.is_unmarked) {
             self.messages.push_back(self.inner.message().map_err(TransferError::device)?);
-            trace!(target: "walk", end = ?self.end, "message queued");
+            trace!(target: "walk", end = ?self.end, "NCCL message queued");
         }
         Ok(is_settled)
     }

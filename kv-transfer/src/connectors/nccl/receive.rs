@@ -93,11 +93,11 @@ impl Posted {
             return Ok(Vec::new());
         }
         let (transfer, blocks) = (landing.landing().transfer, &span.blocks);
-        trace!(target: "walk", %transfer, ?blocks, "message taken");
+        trace!(target: "walk", %transfer, ?blocks, "NCCL message received");
         let stage = self.pair_queue.stage();
         let here = stage.scatter(self.slot.nth, landing, span, digests.are_expected()).await?;
         let Some(here) = here else { return Ok(Vec::new()) };
-        trace!(target: "walk", %transfer, ?blocks, "scattered");
+        trace!(target: "walk", %transfer, ?blocks, "KV of an NCCL message scattered into pages");
         let Some(said) = digests.wait().await else { return Ok(Vec::new()) };
         check_count(&said, &here)?;
         let wrong = differing(landing, span, &said, &here);

@@ -85,7 +85,7 @@ impl NcclSendPath {
         pair_queue.expect();
         let slot = pair_queue.slot().await?;
         let gathering = pair_queue.stage().gather(slot.nth, &span, parts.settings.digests).await?;
-        trace!(target: "walk", transfer = %span.out.transfer(), blocks = ?span.piece.blocks, "gathering");
+        trace!(target: "walk", transfer = %span.out.transfer(), blocks = ?span.piece.blocks, "gathering of KV pages begins");
         Ok((Gathered { span, bytes, gathering }, slot))
     }
 
@@ -93,7 +93,7 @@ impl NcclSendPath {
     async fn send_digests_but(&self, n_left: usize, writer: &mut FrameWriter) -> Result<(), TransferError> {
         while let Some(Gathered { span, gathering, .. }) = self.pop_gathered_but(n_left) {
             let digests = gathering.digests().await?;
-            trace!(target: "walk", transfer = %span.out.transfer(), blocks = ?span.piece.blocks, "gathered");
+            trace!(target: "walk", transfer = %span.out.transfer(), blocks = ?span.piece.blocks, "KV pages gathered");
             if !digests.is_empty() {
                 let body = Body::Digests { span: span.piece.span.clone(), digests };
                 writer.write(&Frame::new(span.out.transfer(), body).on(span.piece.lane)).await?;
@@ -130,7 +130,7 @@ impl NcclSendPath {
         let place = KvPlace::Message { number, bytes };
         let body = Body::Kv { span: span.piece.span.clone(), digests, place };
         writer.write(&Frame::new(span.out.transfer(), body).on(span.piece.lane)).await?;
-        trace!(target: "walk", transfer = %span.out.transfer(), blocks = ?span.piece.blocks, "frame written");
+        trace!(target: "walk", transfer = %span.out.transfer(), blocks = ?span.piece.blocks, "KV frame sent to the peer");
         // The answer is not awaited: the receiver reports the outcome of the transfer.
         let put = line.pair_queue.put(Arc::new(slot), bytes as usize, gathering.before()).await;
         put.map(|_| ())

@@ -82,10 +82,12 @@ impl PairThread {
             pair.serve().map(|()| pair.end_well())
         });
         match &ended {
-            Ok(()) => debug!(?end, "pair ended"),
+            Ok(()) => debug!(?end, "NCCL connection to peer ended without error"),
             // The pair queue is dropped, so its users do not need the reason.
-            Err(error) if tell.is_closed() => debug!(?end, error = in_full(error), "pair aborted"),
-            Err(error) => info!(?end, error = in_full(error), "pair lost"),
+            Err(error) if tell.is_closed() => {
+                debug!(?end, error = in_full(error), "NCCL connection to peer aborted: it is no longer used")
+            }
+            Err(error) => info!(?end, error = in_full(error), "NCCL connection to peer lost"),
         }
         tell.send_replace(PairState::Lost(ended.err().unwrap_or(TransferError::Closed)));
     }
@@ -133,7 +135,7 @@ impl Pair {
             let (slot, bytes, before) =
                 (message.slot.nth, message.bytes, std::mem::take(&mut message.before));
             self.under_way.push_back(message);
-            trace!(target: "walk", end = ?self.end, bytes, "message begins");
+            trace!(target: "walk", end = ?self.end, bytes, "NCCL message begins");
             self.begin(slot, bytes, &before)?;
         }
         Ok(())
@@ -180,7 +182,7 @@ impl Pair {
         if !self.under_way.is_empty() {
             let n_done = self.round_robin.n_done()?;
             for job in self.under_way.drain(..n_done) {
-                trace!(target: "walk", end = ?self.end, "message done");
+                trace!(target: "walk", end = ?self.end, "NCCL message finished");
                 // The receiver of the report may have ended with the landing.
                 let _ = job.done.send(Ok(()));
             }
