@@ -62,7 +62,7 @@ impl Readiness {
     /// Returns once the process is ready. Cancel-safe.
     pub async fn wait(&self) {
         let mut reasons = self.reasons.subscribe();
-        reasons.wait_for(|reasons| reasons.ready.is_none()).await.expect("this value holds the sender");
+        reasons.wait_for(|reasons| reasons.ready.is_none()).await.expect("the readiness holds the sender");
     }
 }
 

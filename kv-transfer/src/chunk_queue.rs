@@ -35,7 +35,7 @@ impl ChunkQueue {
     pub fn of(chunks: Vec<Chunk>) -> Self {
         let (queue, received) = mpsc::channel(chunks.len().max(1));
         for chunk in chunks {
-            queue.try_send(chunk).expect("the queue has room for all of them");
+            queue.try_send(chunk).expect("the queue has room for all chunks");
         }
         Self::new(received, || {})
     }

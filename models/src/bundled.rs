@@ -71,7 +71,7 @@ fn unpack(folder: &Path) -> io::Result<()> {
     if is_whole(folder) {
         return Ok(());
     }
-    let parent = folder.parent().expect("it lies in a cache");
+    let parent = folder.parent().expect("the folder lies in a cache");
     fs::create_dir_all(parent)?;
     // The drop removes this folder, unless it was renamed to its final name.
     let temporary = tempfile::Builder::new().prefix("demo-").tempdir_in(parent)?;

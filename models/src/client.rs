@@ -88,8 +88,8 @@ impl Client {
 
     /// A content from byte `first` on, and the address that it comes from.
     pub(crate) async fn content(&self, url: &Uri, first: u64) -> Result<(Uri, Response<Incoming>), HubError> {
-        let range =
-            (first > 0).then(|| HeaderValue::from_str(&format!("bytes={first}-")).expect("it is ASCII"));
+        let range = (first > 0)
+            .then(|| HeaderValue::from_str(&format!("bytes={first}-")).expect("the range is ASCII"));
         self.send(&Method::GET, url, range.as_ref(), Follow::Anywhere).await
     }
 
@@ -129,7 +129,7 @@ impl Client {
         if let Some(authorization) = self.authorization.as_ref().filter(|_| self.is_hub(url)) {
             request = request.header(AUTHORIZATION, authorization);
         }
-        let request = request.body(Empty::new()).expect("its parts are valid already");
+        let request = request.body(Empty::new()).expect("the parts of the request are valid");
         let response = tokio::time::timeout(SILENT_MAX, self.http.request(request)).await;
         response.map_err(|_| silent(url))?.map_err(|error| unreachable(url, error))
     }

@@ -31,7 +31,9 @@ impl Progress {
         }
         let bar = self.bars.add(ProgressBar::new(n_bytes).with_position(n_there));
         bar.reset_eta();
-        bar.set_style(ProgressStyle::with_template(BAR).expect("it is a constant").progress_chars("=> "));
+        bar.set_style(
+            ProgressStyle::with_template(BAR).expect("the template is valid").progress_chars("=> "),
+        );
         bar.set_message(name.to_owned());
         Meter(bar)
     }

@@ -59,7 +59,7 @@ impl MemoryRegistry {
         let shared = Arc::new(Shared { life: world.draw(), state, reaper: OnceLock::new() });
         let reaper = reap(Arc::downgrade(&shared), ttl / LOOKS_PER_TTL, world.clone());
         let reaper = spawn_guarded(&gate, "registry leases", reaper);
-        shared.reaper.set(reaper).expect("it was made on the line above");
+        shared.reaper.set(reaper).expect("the cell is new and empty");
         Self { shared, gate, world }
     }
 

@@ -90,7 +90,7 @@ pub(super) fn check_sleep(folder: &Path, args: &EngineArgs) {
     let settings = CudaSettings { load_format: LoadFormat::Safetensors, limits: LIMITS, ..args.cuda() };
     engine::conformance::sleep::suite(&|| {
         let opened = CudaBackend::open(folder, KV_BYTES, &settings);
-        Box::new(opened.expect("it was opened before"))
+        Box::new(opened.expect("the backend opens, as it did before the check"))
     });
 }
 

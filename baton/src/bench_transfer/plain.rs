@@ -118,7 +118,8 @@ impl Sockets {
         for out in outs {
             let addr = out.local_addr().map_err(Failed::work)?;
             let at = ins.iter().position(|half| half.peer_addr().is_ok_and(|peer| peer == addr));
-            self.pairs.push((out, ins.swap_remove(at.expect("each half has its other"))));
+            self.pairs
+                .push((out, ins.swap_remove(at.expect("each outgoing connection has an incoming one"))));
         }
         Ok(())
     }

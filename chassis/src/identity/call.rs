@@ -68,7 +68,8 @@ pub(crate) fn sign(world: &World, secret: &ClusterSecret, path: &str, headers: &
     let nonce = world.nonce();
     let mac = mac(secret, path, headers, body, (sent_ms, &nonce));
     let signature = format!("{sent_ms:x}-{:032x}-{}", u128::from_be_bytes(nonce), mac.to_hex());
-    headers.insert(SIGNATURE_HEADER, HeaderValue::try_from(signature).expect("digits are a header"));
+    headers
+        .insert(SIGNATURE_HEADER, HeaderValue::try_from(signature).expect("digits are a valid header value"));
 }
 
 fn mac(

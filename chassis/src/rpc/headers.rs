@@ -41,7 +41,8 @@ impl Interceptor for CallHeaders {
 }
 
 fn written(range: ProtocolRange) -> HeaderValue {
-    HeaderValue::try_from(format!("{}-{}", range.min, range.max)).expect("digits and a dash are a header")
+    HeaderValue::try_from(format!("{}-{}", range.min, range.max))
+        .expect("digits and a dash are a valid header value")
 }
 
 /// Reads the caller's protocol range: `Ok(None)` if it sent none.

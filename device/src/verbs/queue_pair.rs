@@ -153,7 +153,7 @@ impl QueuePair {
         let mut pieces: Vec<Sge> = copies.iter().map(|copy| piece(region, copy)).collect();
         let mut requests: Vec<SendWr> =
             copies.iter().zip(&mut pieces).map(|(copy, piece)| request(piece, copy.to, key)).collect();
-        let last = requests.last_mut().expect("there is one for each copy");
+        let last = requests.last_mut().expect("there is at least one copy");
         (last.wr_id, last.opcode, last.send_flags) = (id, WRITE_WITH_NUMBER, SIGNALED);
         last.imm_be = number.to_be();
         self.post(&mut requests)

@@ -29,7 +29,7 @@ impl TensorSource for Dummy<'_> {
             });
         });
         let bytes = bytes.map_err(LoadError::Memory)?;
-        Ok(Matrix::new(bytes, rows, cols, Format::Bf16).expect("the size that was filled"))
+        Ok(Matrix::new(bytes, rows, cols, Format::Bf16).expect("the bytes have the size of the matrix"))
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {

@@ -93,7 +93,7 @@ fn divided(tensors: Vec<TensorSpec>, form: Form) -> Vec<Vec<TensorSpec>> {
             bytes = 0;
         }
         bytes += more;
-        files.last_mut().expect("one is there from the start").push(tensor);
+        files.last_mut().expect("the list begins with one file").push(tensor);
     }
     files
 }

@@ -83,7 +83,7 @@ impl Drop for Meter {
 }
 
 fn bar(total: usize) -> ProgressBar {
-    let style = ProgressStyle::with_template(BAR).expect("it is a constant").progress_chars("=> ");
+    let style = ProgressStyle::with_template(BAR).expect("the template is valid").progress_chars("=> ");
     ProgressBar::new(total as u64).with_style(style).with_message("weights onto the GPU")
 }
 

@@ -22,7 +22,7 @@ impl Processor {
             let scales = f32s_mut(scales).expect("the scales are aligned");
             self.quantize_into(matrix, &mut values[..rows * cols], scales);
         })?;
-        Ok(Matrix::new(bytes, rows, cols, Format::Q8).expect("the size that the format takes"))
+        Ok(Matrix::new(bytes, rows, cols, Format::Q8).expect("the bytes have the size of the matrix"))
     }
 
     /// The nearest matrix in [`Format::Fp8`]: each row's largest number becomes 448 or -448.

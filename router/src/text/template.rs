@@ -59,7 +59,7 @@ impl ChatTemplate {
 
     /// The template of untrained models: `<|role|>content<|end|>` for each message.
     pub fn plain() -> Self {
-        Self::new(PLAIN, Vec::new()).expect("it is a constant, and a test renders it")
+        Self::new(PLAIN, Vec::new()).expect("the plain template is valid")
     }
 
     /// Renders a chat, or returns the template's error, such as an unknown role or a wrong order of roles.

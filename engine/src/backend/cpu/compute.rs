@@ -81,7 +81,7 @@ impl Compute {
         let mut outputs = Outputs { compute: self, logits, n_drawn: 0 };
         let draw = |(row, resolved): (&JobRow, &Result<(), RowError>)| {
             resolved.clone()?;
-            outputs.draw(row, outcomes.next().expect("every resolved row passed"))
+            outputs.draw(row, outcomes.next().expect("every resolved row has an outcome"))
         };
         Some(step.rows.iter().zip(&step.resolved).map(draw).collect())
     }

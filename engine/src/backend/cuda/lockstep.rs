@@ -87,7 +87,7 @@ impl<P: Performer> Helpers<P> {
             return Err(lost("it was lost earlier".to_owned()));
         }
         for (nth, helper) in self.helpers.iter().zip(1..).map(|(helper, nth)| (nth, helper)) {
-            let orders = helper.orders.as_ref().expect("they are told to end when this is dropped");
+            let orders = helper.orders.as_ref().expect("the orders of a helper are open until the drop");
             if let Err(refused) = orders.try_send(order.clone()) {
                 self.is_over = true;
                 return Err(lost(match refused {

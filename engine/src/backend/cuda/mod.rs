@@ -318,7 +318,7 @@ impl Backend for CudaBackend {
             }
             Some(_) => {}
         }
-        let mut launched_step = self.flights.pop_front().expect("it was just looked at");
+        let mut launched_step = self.flights.pop_front().expect("the oldest step was found above");
         let source = self.rank.tools.source(self.lost.as_ref());
         launched_step.finish(&source, &self.sampler, &mut self.previous);
         let phase = std::mem::replace(&mut launched_step.phase, Phase::OnCard);

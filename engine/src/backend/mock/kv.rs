@@ -90,11 +90,11 @@ fn seal(chain: Chain, key: CellKey) -> u32 {
 }
 
 fn word64(cell: &[u8]) -> u64 {
-    u64::from_le_bytes(cell[..8].try_into().expect("eight bytes were sliced"))
+    u64::from_le_bytes(cell[..8].try_into().expect("the slice has eight bytes"))
 }
 
 fn word32(cell: &[u8]) -> u32 {
-    u32::from_le_bytes(cell[..4].try_into().expect("four bytes were sliced"))
+    u32::from_le_bytes(cell[..4].try_into().expect("the slice has four bytes"))
 }
 
 /// Mixes 64 bits (the finalizer of SplitMix64): one changed input bit changes about half of the output bits.

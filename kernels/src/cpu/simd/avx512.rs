@@ -285,8 +285,8 @@ impl Avx512Bf16 {
     pub(in crate::cpu) fn scaled_pairs(self, values: &[i8; 2 * LANES], scale: f32) -> __m512 {
         let (low, high) = values.split_at(LANES);
         let scale = self.0.splat(scale);
-        let low = self.0.mul(self.0.load_i8(low.first_chunk().expect("half of it")), scale);
-        let high = self.0.mul(self.0.load_i8(high.first_chunk().expect("half of it")), scale);
+        let low = self.0.mul(self.0.load_i8(low.first_chunk().expect("each half has LANES values")), scale);
+        let high = self.0.mul(self.0.load_i8(high.first_chunk().expect("each half has LANES values")), scale);
         // SAFETY: `self` proves that the processor has AVX512-BF16. Both types have 64 bytes, and all bit
         // patterns are valid.
         unsafe { std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(high, low)) }

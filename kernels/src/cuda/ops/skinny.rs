@@ -41,7 +41,7 @@ impl ComputeCard {
         ending: Ending<'_>,
     ) -> Result<(), CudaError> {
         let names = SKINNY_FORMS.iter().zip(&NAMES).find(|(one, _)| **one == form).map(|(_, names)| names);
-        let kernel = names.expect("forms are made here alone").of(&ending);
+        let kernel = names.expect("every form is in SKINNY_FORMS").of(&ending);
         let checked = product.check(self, kernel, OwnForm::Skinny(form), &ending)?;
         let Checked { sizes, pending_norm, ending, n_parts } = checked;
         ensure(kernel, sizes.n_rows as usize <= SKINNY_ROWS_MAX, "more than 8 rows")?;

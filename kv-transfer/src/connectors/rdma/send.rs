@@ -223,8 +223,8 @@ fn joined(here: &[Piece], there: &[Piece]) -> Vec<Copy> {
     let mut copies = Vec::new();
     while let (Some(ours), Some(theirs)) = (here.rest(), there.rest()) {
         let bytes = ours.min(theirs);
-        let (from, _) = here.next(bytes).expect("there is a rest");
-        let (to, _) = there.next(bytes).expect("there is a rest");
+        let (from, _) = here.next(bytes).expect("the rest is not empty");
+        let (to, _) = there.next(bytes).expect("the rest is not empty");
         copies.push(Copy { from, to, bytes: bytes as u32 });
     }
     copies
