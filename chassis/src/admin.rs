@@ -21,7 +21,7 @@ pub struct Readiness {
     reasons: watch::Sender<Reasons>,
 }
 
-/// The reasons against work and against a rollout; `None` means ready.
+/// What a process waits for before it accepts work and before a rollout goes on; `None`: nothing.
 #[derive(Debug)]
 struct Reasons {
     ready: Option<String>,
@@ -29,7 +29,7 @@ struct Reasons {
 }
 
 impl Readiness {
-    /// A process starts unready; `reason` says what it waits for.
+    /// Makes a process that is not ready; `reason` says what it waits for.
     pub fn unready(reason: impl Into<String>) -> Self {
         let reason = Some(reason.into());
         Self { reasons: watch::Sender::new(Reasons { ready: reason.clone(), rollout: reason }) }
@@ -44,17 +44,18 @@ impl Readiness {
         self.set(reason.clone(), reason);
     }
 
-    /// Sets the reasons against accepting work, and against a rollout that replaces other processes.
+    /// Sets what the process waits for before it accepts work (`ready`) and before a rollout goes on
+    /// (`rollout`).
     pub fn set(&self, ready: Option<String>, rollout: Option<String>) {
         self.reasons.send_replace(Reasons { ready, rollout });
     }
 
-    /// Whether the process is ready. `Err` carries the reason.
+    /// Returns whether the process is ready. `Err` carries the reason.
     pub fn check(&self) -> Result<(), String> {
         self.reasons.borrow().ready.clone().map_or(Ok(()), Err)
     }
 
-    /// Whether a rollout may go on to replace other processes. `Err` carries the reason.
+    /// Returns whether a rollout may go on to replace other processes. `Err` carries the reason.
     pub fn check_rollout(&self) -> Result<(), String> {
         self.reasons.borrow().rollout.clone().map_or(Ok(()), Err)
     }
@@ -109,7 +110,7 @@ fn answer(checked: Result<(), String>) -> Response {
     }
 }
 
-/// The page of `/metrics`.
+/// Returns the page of `/metrics`.
 pub async fn page(State(metrics): State<Metrics>) -> impl IntoResponse {
     ([(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)], metrics.page())
 }

@@ -20,20 +20,20 @@ use crate::byte_size::ByteSize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ConnectionLimits {
-    /// Connections of one port. Beyond it the oldest idle one is closed; if all have requests, new ones wait in
-    /// the kernel's queue.
+    /// Limit of connections of one port. Beyond the limit the oldest idle one is closed; if all have
+    /// requests, new ones wait in the kernel's queue.
     pub connections_max: usize,
-    /// The same, of the admin port.
+    /// Limit of connections of the admin port.
     pub admin_max: usize,
-    /// Connections of one port from one address (IPv6: one /64 network). 0: no limit, because clients behind a
-    /// proxy share an address.
+    /// Limit of connections of one port from one address (IPv6: one /64 network). 0: no limit, because
+    /// clients behind a proxy share an address.
     pub per_address_max: usize,
     /// A connection that sends no byte for this time after it was opened is closed.
     pub first_byte_ms: u64,
-    /// Time from the first byte of a request's head to its end.
+    /// A connection whose request head is not complete in this time after its first byte is closed.
     pub head_ms: u64,
-    /// An HTTP/1 connection without a request for this time is closed. Longer than clients keep idle
-    /// connections.
+    /// An HTTP/1 connection without a request for this time is closed. The default is longer than clients
+    /// keep idle connections.
     pub idle_ms: u64,
     /// Bytes of all request bodies being read on one port. Above it the body that has been read for the longest
     /// time is aborted.
@@ -55,7 +55,7 @@ impl Default for ConnectionLimits {
 }
 
 impl ConnectionLimits {
-    /// The time at which a connection in `phase` is closed; `None` if the protocol itself ends it.
+    /// Returns the time at which a connection in `phase` is closed; `None` if the protocol itself ends it.
     fn bound(&self, phase: Phase) -> Option<Instant> {
         let (since, ms) = match phase {
             Phase::Silent(since) => (since, self.first_byte_ms),
@@ -67,10 +67,10 @@ impl ConnectionLimits {
     }
 }
 
-/// How long a connection stays after it gave way, for a request that was on its way. During a flood a new connection can
-/// give way before its first bytes are read.
+/// How long a connection that was replaced by a new one stays open for a request that was on its way. During
+/// a flood a connection can be replaced before its first bytes are read.
 const LEAVES_WITHIN: Duration = Duration::from_millis(100);
-/// Limit of connections of one port that gave way and are still open.
+/// Limit of connections of one port that were replaced by new ones and are still open.
 const LEAVING_MAX: usize = 1024;
 const NEEDED: &str = "its slot is needed for a new connection";
 
@@ -83,7 +83,7 @@ enum Phase {
     Idle(Instant),
 }
 
-/// The connections of one port.
+/// The connections of one port, with their limits.
 #[derive(Debug)]
 pub(crate) struct Connections {
     limits: ConnectionLimits,
@@ -98,11 +98,11 @@ pub(crate) struct Connections {
 #[derive(Debug, Default)]
 struct Open {
     placed: BTreeMap<u64, Arc<Activity>>,
-    /// Those that gave way.
+    /// Connections that were replaced by newer ones and are still open.
     leaving: BTreeMap<u64, Arc<Activity>>,
 }
 
-/// One connection's place. Dropping it gives the place back.
+/// One connection's slot on the port. Dropping it frees the slot.
 #[derive(Debug)]
 pub(crate) struct ConnectionPermit {
     number: u64,
@@ -125,7 +125,7 @@ pub(crate) struct Activity {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     Held,
-    /// It gave way at this time, and stays if a request comes within [`LEAVES_WITHIN`].
+    /// The connection was replaced at this time. It stays if a request comes within [`LEAVES_WITHIN`].
     Leaving(Instant),
     Lost,
 }
@@ -135,11 +135,12 @@ struct State {
     phase: Phase,
     place: Place,
     requests: usize,
-    /// True for HTTP/2. There, bytes between requests are frames of the connection, and pings detect a dead peer.
+    /// Whether the connection is HTTP/2. Then bytes between requests are frames of the connection, and pings
+    /// detect a dead peer.
     is_multiplexed: bool,
 }
 
-/// The refusal of a connection: its address has too many.
+/// The error for a connection whose address already has too many connections.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct TooManyFromAddress;
 
@@ -185,8 +186,8 @@ impl Connections {
         self.open().close_oldest(None).is_some()
     }
 
-    /// A place again for a connection that gave way and has a request after all. Another one gives way if there is no
-    /// other room. `false`: there is none.
+    /// Gives a slot again to a replaced connection whose request came after all; replaces another one if none
+    /// is free. Returns `false` if no slot can be freed.
     fn keep(&self, number: u64) -> bool {
         let mut open = self.open();
         if !open.leaving.contains_key(&number) || !open.has_room(self.limits.connections_max) {
@@ -205,7 +206,8 @@ impl Connections {
 }
 
 impl Open {
-    /// Whether there is a place, after the oldest connection gave way if there was none.
+    /// Returns whether a slot is free, after the oldest connection without a request was replaced if
+    /// necessary.
     fn has_room(&mut self, max: usize) -> bool {
         self.placed.len() < max || self.close_oldest(None).is_some()
     }
@@ -235,7 +237,8 @@ fn network(address: IpAddr) -> IpAddr {
 }
 
 impl ConnectionPermit {
-    /// Ends when the connection must be closed: a bound has passed, or its place is needed. Returns the reason.
+    /// Waits until the connection must be closed, and returns the reason: a time limit has passed, or its
+    /// slot is needed.
     pub(crate) async fn must_close(&self) -> &'static str {
         loop {
             let (phase, place, is_multiplexed) = {
@@ -285,7 +288,7 @@ impl Activity {
         Self { address, state: Mutex::new(state), changed: Notify::new(), can_close }
     }
 
-    /// Notes that bytes have arrived from the peer.
+    /// Records that bytes have arrived from the peer.
     pub(crate) fn read(&self) {
         let mut state = self.state();
         let begins_head = match state.phase {
@@ -299,7 +302,7 @@ impl Activity {
         }
     }
 
-    /// Notes that a request's head is complete. The request lasts until the returned value is dropped.
+    /// Records that a request's head is complete. The request lasts until the returned value is dropped.
     pub(crate) fn request(self: &Arc<Self>, version: Version) -> RequestUnderWay {
         let mut state = self.state();
         state.requests += 1;
@@ -432,7 +435,7 @@ mod tests {
         assert_eq!(places[1].must_close().await, NEEDED, "the next one gives way for it");
         assert_eq!(connections.open().placed.len(), 3);
 
-        // All places have requests: one that gave way is closed although it has one too.
+        // All slots have requests, so the replaced connection is closed although it has a request too.
         let last = connections.place(address(1)).await.expect("another gives way");
         let _requests = [&places[3], &last].map(|place| place.activity.request(Version::HTTP_11));
         let late = places[2].activity.request(Version::HTTP_11);

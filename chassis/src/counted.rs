@@ -3,16 +3,16 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// A counter. Clones share one count.
+/// A bounded counter. Clones share one count.
 #[derive(Clone, Debug, Default)]
 pub struct Counter(Arc<AtomicU32>);
 
-/// One count. Not `Clone`; dropping it decrements the counter.
+/// One unit of a [`Counter`]. Not `Clone`; dropping it decrements the counter.
 #[derive(Debug)]
 pub struct Counted(Counter);
 
 impl Counter {
-    /// Increments the counter, unless it is at `max`.
+    /// Increments the counter. Returns `None` if it is at `max`.
     pub fn enter(&self, max: u32) -> Option<Counted> {
         let below = |count: u32| (count < max).then_some(count + 1);
         self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, below).ok()?;

@@ -56,12 +56,12 @@ impl fmt::Display for ConfigProblem {
     }
 }
 
-/// The error of starting a part of the process.
+/// The error of starting a part of the process, such as its log.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     #[error("`{filter}` is not a log level")]
     LogLevel { filter: String, source: tracing_subscriber::filter::ParseError },
-    /// Telemetry is already installed; this is possible once per process.
+    /// Telemetry is already installed; a process can install it only once.
     #[error("install telemetry")]
     Telemetry(#[source] tracing_subscriber::util::TryInitError),
     #[error("send spans to {endpoint}: {reason}")]

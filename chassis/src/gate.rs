@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-/// Every unit of work enters a gate and holds a guard until it ends.
+/// A count of running work. Every unit of work enters a gate and holds a guard until it ends.
 ///
 /// [`Gate::close`] is the end of a drain: the gate refuses new work and waits for running work. Unlike a task tracker, a
 /// gate names the work that is late. Clones are handles to the same gate.
@@ -20,7 +20,7 @@ pub struct Gate {
 
 struct Shared {
     name: &'static str,
-    /// Locked for a few instructions, never across an await.
+    /// The mutex is held for a few instructions, never across an await.
     inside: Mutex<Inside>,
     /// Notified when the last holder leaves a closed gate.
     emptied: Notify,
@@ -45,7 +45,7 @@ impl Gate {
         Self { shared: Arc::new(Shared { name, inside: Mutex::default(), emptied: Notify::new() }) }
     }
 
-    /// Enters the gate. `what` is the name that a late holder is reported under.
+    /// Enters the gate. An error of [`Gate::close`] names late work by `what`.
     pub fn enter(&self, what: impl Into<Cow<'static, str>>) -> Result<GateGuard, GateClosed> {
         let mut inside = self.shared.inside();
         if inside.closed {
@@ -68,7 +68,7 @@ impl Gate {
         }
     }
 
-    /// The current holders, the oldest first.
+    /// Returns the current holders, the oldest first.
     pub fn holders(&self) -> Vec<Holder> {
         self.shared.inside().holders.values().cloned().collect()
     }
@@ -97,7 +97,8 @@ impl Shared {
 
     async fn wait_until_empty(&self) {
         loop {
-            // Created before the check, so that a holder who leaves between check and wait is not missed.
+            // The future is created before the check, so that a holder who leaves between check and wait is
+            // not missed.
             let emptied = self.emptied.notified();
             if self.inside().holders.is_empty() {
                 return;
@@ -115,7 +116,7 @@ impl Shared {
     }
 }
 
-/// Keeps the gate from being empty. Dropping it leaves the gate.
+/// One unit of work in a gate. A closed gate waits until its guards are dropped.
 #[must_use = "a guard that is dropped at once guards nothing"]
 pub struct GateGuard {
     shared: Arc<Shared>,
@@ -141,7 +142,7 @@ pub struct GateClosed {
     pub gate: &'static str,
 }
 
-/// A drain has timed out; this names the holders that it waited for.
+/// The error of a drain that timed out: the work that was still running.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StillHeld {
     pub gate: &'static str,
@@ -149,7 +150,7 @@ pub struct StillHeld {
 }
 
 impl StillHeld {
-    /// The number of holders that are named; the others are counted.
+    /// The limit of holders that the error names; further holders are only counted.
     const NAMED_MAX: usize = 8;
 }
 

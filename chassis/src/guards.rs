@@ -3,7 +3,7 @@
 //! Disabling needs the cargo feature `mutations`, which only the test crate enables. Without it every check is active
 //! and costs nothing. A check is disabled for one thread, so that parallel tests keep theirs.
 
-/// A check that can be disabled.
+/// A check that a test can disable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Guard {
     /// A landing opens only with its grant.
@@ -40,7 +40,7 @@ impl Guard {
     ];
 }
 
-/// Whether `guard` is active.
+/// Returns whether the check `guard` is active.
 #[cfg(not(feature = "mutations"))]
 #[inline(always)]
 pub const fn stands(_guard: Guard) -> bool {

@@ -50,7 +50,8 @@ pub struct Metrics {
     vectors: Arc<Mutex<Vec<Vector>>>,
 }
 
-/// A metric with labels. Without a used label the registry has no line for it.
+/// The description of a metric with labels, for [`Metrics::page`]: the registry has no line for it before a
+/// label is used.
 #[derive(Debug)]
 struct Vector {
     name: String,
@@ -59,12 +60,13 @@ struct Vector {
 }
 
 impl Metrics {
-    /// `process` is the role: `router`, `prefill`, `decode`, …
+    /// Makes an empty registry. `process` is the role and part of every name: `router`, `prefill`, `decode`,
+    /// …
     pub fn new(process: &'static str) -> Self {
         Self { process, registry: Registry::new(), vectors: Arc::default() }
     }
 
-    /// The metrics of a whole process, including those of its log.
+    /// Makes the registry of a whole process, including the metrics of its log.
     pub fn of_process(process: &'static str) -> Self {
         let metrics = Self::new(process);
         let opts = metrics.total("log_lines_lost_total", "Log lines lost because the log was not read.");
@@ -73,7 +75,7 @@ impl Metrics {
         metrics
     }
 
-    /// Adds the counts of refused callers to the page.
+    /// Adds the counts of refused callers to the metrics page.
     pub fn show_refusals(&self, refusals: &Refusals) {
         let opts = self.total("callers_refused_total", "Calls, KV links, registry entries and admin pages refused because the caller did not prove its identity, by reason.");
         self.declare(&opts, "counter");
@@ -101,7 +103,7 @@ impl Metrics {
         self.register(IntGaugeVec::new(opts, labels))
     }
 
-    /// A gauge for ratios and seconds.
+    /// Adds a gauge for ratios and seconds.
     pub fn float_gauge(&self, name: &str, help: &str) -> Gauge {
         self.register(Gauge::with_opts(self.opts(name, help)))
     }
@@ -116,17 +118,17 @@ impl Metrics {
         self.register(HistogramVec::new(opts, labels))
     }
 
-    /// A histogram in seconds, with [`LATENCY_BUCKETS`].
+    /// Adds a histogram in seconds, with [`LATENCY_BUCKETS`].
     pub fn latency(&self, name: &str, help: &str) -> Histogram {
         self.histogram(name, help, LATENCY_BUCKETS)
     }
 
-    /// A histogram in seconds by label, with [`LATENCY_BUCKETS`].
+    /// Adds a histogram in seconds by label, with [`LATENCY_BUCKETS`].
     pub fn latency_vec(&self, name: &str, help: &str, labels: &[&str]) -> HistogramVec {
         self.histogram_vec(name, help, LATENCY_BUCKETS, labels)
     }
 
-    /// The metrics page in Prometheus's text format.
+    /// Returns the metrics page in Prometheus's text format.
     pub fn page(&self) -> String {
         let mut page = Vec::new();
         let families = self.registry.gather();
@@ -141,7 +143,8 @@ impl Metrics {
         page
     }
 
-    /// The full names of all metrics that have a value. A vector has one after its first label is used.
+    /// Returns the full names of all metrics that have a value. A vector has one after its first label is
+    /// used.
     pub fn names(&self) -> Vec<String> {
         self.registry.gather().iter().map(|family| family.name().to_owned()).collect()
     }
@@ -176,10 +179,10 @@ impl Metrics {
     }
 }
 
-/// The collector of the number of lost log lines.
+/// The collector that puts the number of lost log lines on the page.
 struct LostLines {
     opts: Opts,
-    /// Describes the metric and stays at zero: each page gets its own counter.
+    /// A counter that describes the metric and stays at zero: each page fills a counter of its own.
     counter: IntCounter,
 }
 

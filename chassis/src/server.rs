@@ -33,13 +33,13 @@ use crate::task::spawn_guarded;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ServerLimits {
     pub connections: ConnectionLimits,
-    /// The number of concurrent requests on one HTTP/2 connection.
+    /// The limit of concurrent requests on one HTTP/2 connection.
     pub streams_max: u32,
-    /// The interval of pings.
+    /// The interval of HTTP/2 pings.
     pub keepalive_interval: Duration,
     /// A peer that does not answer a ping in this time is gone, even if its kernel still acknowledges bytes.
     pub keepalive_timeout: Duration,
-    /// The time for running requests after a shutdown request. Then their connections are closed.
+    /// The time that running requests have after a shutdown request. Then their connections are closed.
     pub drain: Duration,
 }
 
@@ -133,14 +133,16 @@ impl Server {
 
     fn protocol(&self) -> Builder<GuardedExecutor> {
         let mut builder = Builder::new(GuardedExecutor(self.streams.clone()));
-        // The time limit of a head is enforced in `connections`; this one would close idle connections too.
+        // hyper's own limit for a request's head would close idle connections too, so it is off;
+        // `connections` enforces one.
         builder.http1().timer(TokioTimer::new()).header_read_timeout(None);
         builder
             .http2()
             .timer(TokioTimer::new())
             .max_concurrent_streams(self.limits.streams_max)
-            // All requests of a router share one connection. By default hyper closes a connection after 20 requests that
-            // are cancelled before they are handled, and all others with them. Many cancels are no attack here.
+            // hyper closes a connection after 20 requests that are cancelled before they are handled. All
+            // requests of a router share one connection and clients cancel often, so the limit is raised to
+            // the number of streams.
             .max_pending_accept_reset_streams(self.limits.streams_max as usize)
             .keep_alive_interval(self.limits.keepalive_interval)
             .keep_alive_timeout(self.limits.keepalive_timeout);
@@ -153,7 +155,7 @@ impl Server {
     }
 }
 
-/// One accepted connection.
+/// One accepted connection, with what its task needs to serve it.
 struct Connection {
     protocol: Builder<GuardedExecutor>,
     router: Router,

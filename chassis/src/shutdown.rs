@@ -24,9 +24,9 @@ impl Shutdown {
         Self::default()
     }
 
-    /// Triggered by SIGTERM or SIGINT. A second signal ends the process at once.
+    /// Makes a shutdown that SIGTERM or SIGINT triggers. A second signal ends the process at once.
     ///
-    /// The handlers are in place when this returns.
+    /// The signal handlers are in place when the function returns.
     pub fn from_signals() -> io::Result<Self> {
         let shutdown = Self::new();
         let signals = Signals {
@@ -37,7 +37,7 @@ impl Shutdown {
         Ok(shutdown)
     }
 
-    /// Triggers the shutdown when `reader` ends, from a thread.
+    /// Triggers the shutdown when `reader` ends. A thread reads it.
     ///
     /// A parent keeps the other end of its child's stdin open. The kernel closes it when the parent dies, even by
     /// SIGKILL, so no child outlives its parent. The thread is never joined, so it does not delay the process's end.
@@ -51,7 +51,8 @@ impl Shutdown {
         Ok(())
     }
 
-    /// Like [`Shutdown::from_signals`], and also triggered when this process's stdin is closed.
+    /// Makes a shutdown that signals trigger, as [`Shutdown::from_signals`] does, and also the end of this
+    /// process's stdin.
     pub fn from_signals_and_stdin() -> io::Result<Self> {
         let shutdown = Self::from_signals()?;
         shutdown.request_at_end_of(io::stdin())?;
@@ -66,18 +67,19 @@ impl Shutdown {
         self.token.is_cancelled()
     }
 
-    /// Returns once shutdown is requested. Cancel-safe.
+    /// Waits until shutdown is requested. Cancel-safe.
     pub async fn wait(&self) {
         self.token.cancelled().await;
     }
 
-    /// A shutdown that is triggered with this one but can be triggered earlier, for a part that stops before the whole.
+    /// Makes a shutdown that is triggered with this one but can be triggered earlier, for a part that stops
+    /// before the whole.
     pub fn child(&self) -> Self {
         Self { token: self.token.child_token() }
     }
 
-    /// Runs `future` until it ends, or until `grace` after shutdown is requested. Then it is dropped, and the result is
-    /// `None`.
+    /// Runs `future` until it ends, or until `grace` after shutdown is requested. Then the future is dropped,
+    /// and the result is `None`.
     pub async fn bound<F: Future>(&self, grace: Duration, future: F) -> Option<F::Output> {
         tokio::select! {
             biased;

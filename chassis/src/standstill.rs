@@ -1,8 +1,8 @@
 //! Suspends a process in a simulation, as SIGSTOP suspends a real one.
 //!
 //! A [`Standstill`] represents one simulated process. While it is stopped, no task that it spawned through
-//! [`spawn_guarded`](crate::spawn_guarded) is polled. Timers that fire meanwhile are all seen when it continues. Outside
-//! of a simulation there is no such process, and tasks run normally.
+//! [`spawn_guarded`](crate::spawn_guarded) is polled. It sees all timers that fired meanwhile when it
+//! continues. Outside of a simulation no task has such a process, and tasks run normally.
 
 use std::future::Future;
 use std::mem;
@@ -17,19 +17,19 @@ tokio::task_local! {
 /// One simulated process, which can be suspended. Clones are handles to the same process.
 #[derive(Clone, Debug, Default)]
 pub struct Standstill {
-    /// Never held across an await.
+    /// The mutex is never held across an await.
     state: Arc<Mutex<State>>,
 }
 
 #[derive(Debug, Default)]
 struct State {
     is_stopped: bool,
-    /// Tasks that were woken while the process was stopped.
+    /// The wakers of tasks that became ready while the process was stopped.
     woken: Vec<Waker>,
 }
 
 impl Standstill {
-    /// The process that the calling task belongs to; `None` outside of a simulation.
+    /// Returns the process that the calling task belongs to; `None` outside of a simulation.
     pub(crate) fn current() -> Option<Self> {
         PROCESS.try_with(Clone::clone).ok()
     }
@@ -51,7 +51,7 @@ impl Standstill {
         woken.into_iter().for_each(Waker::wake);
     }
 
-    /// Runs `future` and all tasks that it spawns as part of the process.
+    /// Runs `future`, and all tasks that it spawns, as part of the process.
     pub fn run<F: Future>(self, future: F) -> impl Future<Output = F::Output> + use<F> {
         let stoppable = Stoppable { process: self.clone(), future: Box::pin(future) };
         PROCESS.scope(self, stoppable)

@@ -1,4 +1,4 @@
-//! The only place that spawns tasks. Every task has a name, a span and a gate.
+//! Spawns tasks. No other module may: every task gets a name, a span and a gate here.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -42,7 +42,7 @@ where
     tokio::spawn(future)
 }
 
-/// A running task. Dropping it aborts the task at its next await; [`Task::detach`] lets it continue.
+/// A spawned task. Dropping it aborts the task at its next await; [`Task::detach`] lets it continue.
 #[derive(Debug)]
 #[must_use = "a task that is dropped is aborted"]
 pub struct Task<T> {

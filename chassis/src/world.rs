@@ -14,7 +14,7 @@ use types::{Deadline, Epoch, Grant, RequestId, TransferId};
 use crate::identity::Identity;
 use crate::net::{Net, TcpNet};
 
-/// A value for all code that needs randomness, time or sockets; cheap to clone.
+/// The source of randomness, time and sockets for all of Baton's code. Cheap to clone.
 ///
 /// With [`World::seeded`] and a paused runtime clock, the same seed repeats a run. So no other code in Baton may ask the
 /// operating system for randomness or the time.
@@ -27,7 +27,7 @@ pub struct World {
 }
 
 impl World {
-    /// The world of production: the system's randomness, TCP, the system's calendar.
+    /// Makes the world of production: the system's randomness, TCP, the system's calendar.
     pub fn real() -> Self {
         Self {
             draws: Draws::System,
@@ -37,13 +37,13 @@ impl World {
         }
     }
 
-    /// A deterministic world. Its network is still TCP; see [`World::with_net`].
+    /// Makes a deterministic world. Its network is still TCP; see [`World::with_net`].
     pub fn seeded(seed: u64) -> Self {
         let calendar = Calendar::Counted { start: Instant::now(), jumps: Jumps::default() };
         Self { draws: Draws::seeded(seed), calendar, net: Arc::new(TcpNet), identity: Identity::default() }
     }
 
-    /// The same world with a calendar that a test can move. It does not affect the system's calendar.
+    /// Replaces the offset of the calendar by one that a test can move. It has no effect on [`World::real`].
     #[must_use]
     pub fn with_jumps(mut self, by: &Jumps) -> Self {
         if let Calendar::Counted { jumps, .. } = &mut self.calendar {
@@ -57,25 +57,26 @@ impl World {
         Self { net, ..self }
     }
 
-    /// The same world with this identity.
+    /// Replaces the identity, which is empty at first.
     #[must_use]
     pub fn with_identity(self, identity: Identity) -> Self {
         Self { identity, ..self }
     }
 
-    /// The world of one part, such as a node of a cluster in one process. In a seeded world its draws depend on the seed
-    /// and `name` only, so that an additional draw in one part does not change another part.
+    /// Makes the world of one part, such as a node of a cluster in one process. In a seeded world its draws
+    /// depend on the seed and `name` only, so that an additional draw in one part does not change another
+    /// part.
     #[must_use]
     pub fn fork(&self, name: &str) -> Self {
         Self { draws: self.draws.fork(name), ..self.clone() }
     }
 
-    /// The current moment on the clock that tests can pause.
+    /// Returns the current moment on the clock that tests can pause.
     pub fn now(&self) -> Instant {
         Instant::now()
     }
 
-    /// The time since 1970, for display. It is never used to measure durations.
+    /// Returns the time since 1970, for display. It is never used to measure durations.
     pub fn unix_time(&self) -> Duration {
         self.calendar.unix_time()
     }
@@ -84,12 +85,12 @@ impl World {
         Deadline::at((self.now() + within).into_std())
     }
 
-    /// The time left until `deadline`; zero after it.
+    /// Returns the time left until `deadline`; zero after it.
     pub fn left(&self, deadline: Deadline) -> Duration {
         deadline.left(self.now().into_std())
     }
 
-    /// Returns when `deadline` passes.
+    /// Waits until `deadline` passes.
     pub async fn sleep_until(&self, deadline: Deadline) {
         tokio::time::sleep_until(deadline.instant().into()).await;
     }
@@ -99,7 +100,7 @@ impl World {
         tokio::time::timeout_at(deadline.instant().into(), future).await
     }
 
-    /// Returns a random number.
+    /// Returns a random number of 64 bits.
     pub fn draw(&self) -> u64 {
         u64::from_le_bytes(self.bytes())
     }
@@ -127,7 +128,7 @@ impl World {
         &self.net
     }
 
-    /// The identity of this process: its secret, and its memory of callers.
+    /// Returns the identity of this process: its secret, and its memory of callers.
     pub fn identity(&self) -> &Identity {
         &self.identity
     }
@@ -147,11 +148,11 @@ impl World {
     }
 }
 
-/// The source of random bytes.
+/// The generator of random bytes: the system's, or one with a seed.
 #[derive(Clone)]
 enum Draws {
     System,
-    /// The lock is held for one draw and never across an await.
+    /// The generator's mutex is held for one draw and never across an await.
     Seeded {
         seed: u64,
         generator: Arc<Mutex<StdRng>>,
@@ -182,7 +183,8 @@ impl Draws {
 
 const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
 
-/// One step of FNV-1a. Unlike the standard library's hasher it is the same in every build, so that seeds repeat a run.
+/// Hashes one more byte with FNV-1a. Unlike the standard library's hasher it is the same in every build, so
+/// that seeds repeat a run.
 fn fnv_step(hash: u64, byte: u8) -> u64 {
     (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
 }
@@ -213,11 +215,11 @@ impl Jumps {
     }
 }
 
-/// The source of calendar time.
+/// The source of calendar time: the system's, or one that tests control.
 #[derive(Clone, Debug)]
 enum Calendar {
     System,
-    /// The pausable clock, counted from a fixed day.
+    /// Calendar time counted by the pausable clock from a fixed day.
     Counted {
         start: Instant,
         jumps: Jumps,

@@ -38,7 +38,7 @@ fn child() {
 struct Running {
     process: Process,
     stderr: BufReader<ChildStderr>,
-    /// Dropped when the child has ended.
+    /// The sender is dropped when the child has ended, which stops the watchdog.
     ended: mpsc::Sender<()>,
     watchdog: JoinHandle<()>,
 }
@@ -68,7 +68,7 @@ impl Running {
         running
     }
 
-    /// Reads until a line contains `text`. Fails if the child ends first.
+    /// Reads stderr until a line contains `text`. Fails if the child ends first.
     fn wait_for(&mut self, text: &str) {
         let found = (&mut self.stderr).lines().map_while(Result::ok).any(|line| line.contains(text));
         assert!(found, "the child never said {text}");
@@ -78,7 +78,7 @@ impl Running {
         kill(self.process.id(), name);
     }
 
-    /// Waits for the end. Returns the exit code and the rest of stderr.
+    /// Waits for the child's end. Returns the exit code and the rest of stderr.
     fn end(mut self) -> (Option<i32>, String) {
         let mut rest = String::new();
         self.stderr.read_to_string(&mut rest).expect("text");

@@ -44,7 +44,7 @@ where
     parse(&text, origin, env)
 }
 
-/// Like [`load`], for a text that was already read. Errors name `origin`.
+/// Parses `text` as a configuration file and applies the variables, as [`load`] does. Errors name `origin`.
 pub fn parse<R>(
     text: &str,
     origin: Origin,
@@ -53,7 +53,8 @@ pub fn parse<R>(
 where
     R: Default + Serialize + DeserializeOwned,
 {
-    // JSON instead of TOML, because it keeps the keys of settings whose default is `None`.
+    // JSON keeps the keys of settings whose default is `None`, which TOML drops; unknown keys are found by
+    // comparison.
     let known = serde_json::to_value(R::default()).map_err(ConfigError::Defaults)?;
     let mut table: Table = text
         .parse()
@@ -65,12 +66,12 @@ where
     Loader { known, origin, overrides }.read(table)
 }
 
-/// Whether `variable` names a setting of `R`.
+/// Returns whether `variable` names a setting of `R`.
 pub fn has_setting<R: Default + Serialize>(variable: &str) -> bool {
     serde_json::to_value(R::default()).is_ok_and(|known| overrides::names_a_setting(variable, &known))
 }
 
-/// The data for an error that names the wrong setting and its origin.
+/// What an error about a setting needs: the known settings, and where the values come from.
 struct Loader {
     known: Json,
     origin: Origin,
@@ -97,7 +98,8 @@ impl Loader {
         self.problem(&path, ConfigProblem::Value(reason))
     }
 
-    /// `path` may be an unknown section; `setting` is the first setting in it.
+    /// Makes the error for an unknown name: `path` may be an unknown section, `setting` the first setting in
+    /// it.
     fn unknown(&self, path: &str, setting: &str) -> ConfigError {
         let known = paths(&self.known);
         if let Some(moved) = new_name(setting, &known) {
@@ -119,7 +121,7 @@ fn dotted(path: &serde_ignored::Path<'_>) -> String {
     path.to_string().replace(".?", "")
 }
 
-/// All keys of the defaults in dotted form; a section comes before its keys.
+/// Returns all keys of the defaults in dotted form; a section comes before its keys.
 fn paths(known: &Json) -> Vec<String> {
     let mut found = Vec::new();
     collect_paths("", known, &mut found);
@@ -135,7 +137,7 @@ fn collect_paths(prefix: &str, value: &Json, found: &mut Vec<String>) {
     }
 }
 
-/// `path` itself, or the first setting in it if it is a section.
+/// Returns `path` itself, or the first setting in it if it is a section.
 fn first_setting(path: &str, written: &Table) -> String {
     let mut keys = path.split('.');
     let first = keys.next().and_then(|key| written.get(key));
@@ -154,7 +156,7 @@ const RENAMED: &[(&str, &str)] = &[("awake_us", "spin_us")];
 /// The section of rarely changed settings: a former `[section] key` is `[expert.section] key`.
 const EXPERT: &str = "expert";
 
-/// The current name of a setting that was renamed or moved to `[expert]`.
+/// Returns the current name of a setting that was renamed or moved to `[expert]`.
 fn new_name(path: &str, known: &[String]) -> Option<String> {
     let renamed = RENAMED.iter().find(|(old, _)| *old == last(path));
     let present = renamed
@@ -165,7 +167,7 @@ fn new_name(path: &str, known: &[String]) -> Option<String> {
 /// The similarity below which no name is suggested.
 const LIKENESS_MIN: f64 = 0.7;
 
-/// The known key most similar to `path`. The same key in another section counts as similar.
+/// Returns the known key most similar to `path`. The same key in another section counts as similar.
 fn nearest(path: &str, known: &[String]) -> Option<String> {
     let likeness = |candidate: &String| {
         let whole = strsim::jaro_winkler(path, candidate);

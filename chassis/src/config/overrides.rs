@@ -10,14 +10,14 @@ use crate::error::{ConfigError, ConfigProblem, Origin};
 const PREFIX: &str = "BATON_";
 const SEPARATOR: &str = "__";
 
-/// A variable that sets one key.
+/// An environment variable that sets one key of the configuration.
 pub(super) struct Override {
     pub(super) variable: String,
     path: Vec<String>,
     value: Value,
 }
 
-/// The variables that are settings, sorted by name so that the result does not depend on their order.
+/// Returns the variables that are settings, sorted by name so that the result does not depend on their order.
 pub(super) fn read(env: impl IntoIterator<Item = (String, String)>, known: &Json) -> Vec<Override> {
     let mut variables: Vec<_> = env.into_iter().filter(|(name, _)| is_setting(name)).collect();
     variables.sort();
@@ -27,18 +27,18 @@ pub(super) fn read(env: impl IntoIterator<Item = (String, String)>, known: &Json
     settings.map(|(name, text)| Override::new(name.clone(), text.clone(), known)).collect()
 }
 
-/// Whether the variable names an existing section or setting; if so, it is not a Service's variable.
+/// Returns whether the variable names an existing section or setting; if so, it is not a Service's variable.
 fn is_known(name: &str, known: &Json) -> bool {
     path(name).first().is_some_and(|section| known.get(section).is_some())
 }
 
-/// The section and the key that a variable names.
+/// Returns the section and the key that a variable names.
 fn path(variable: &str) -> Vec<String> {
     let name = variable.strip_prefix(PREFIX).unwrap_or(variable);
     name.split(SEPARATOR).map(str::to_lowercase).collect()
 }
 
-/// Whether the variable names an existing setting rather than a section.
+/// Returns whether the variable names an existing setting rather than a section.
 pub(super) fn names_a_setting(variable: &str, known: &Json) -> bool {
     let value = path(variable).iter().try_fold(known, |value, key| value.get(key));
     value.is_some_and(|value| !value.is_object())
@@ -68,7 +68,7 @@ impl Override {
         Ok(())
     }
 
-    /// Whether the value at `path` came from this variable.
+    /// Returns whether the value at `path` came from this variable.
     pub(super) fn covers(&self, path: &str) -> bool {
         let own = self.path.join(".");
         path == own || path.strip_prefix(&own).is_some_and(|rest| rest.starts_with(['.', '[']))
@@ -85,7 +85,7 @@ impl Override {
 
 fn typed(text: String) -> Value {
     let line: Result<Table, _> = format!("value = {text}").parse();
-    // Exactly one key: a text with a line break could add a second one.
+    // Accepts one key only, because a text with a line break could add a second one.
     match line {
         Ok(mut table) if table.len() == 1 => table.remove("value").unwrap_or(Value::String(text)),
         _ => Value::String(text),

@@ -1,8 +1,8 @@
 //! Recognises the variables that kubelet sets in every container of a namespace, one set per Service.
 //!
-//! For a Service `baton-router` they are `BATON_ROUTER_SERVICE_HOST`, `BATON_ROUTER_SERVICE_PORT[_NAME]`,
-//! `BATON_ROUTER_PORT` and `BATON_ROUTER_PORT_<n>_<PROTOCOL>[_ADDR|_PORT|_PROTO]`. They have the prefix of settings
-//! and are not settings.
+//! A Service `baton-router` sets `BATON_ROUTER_SERVICE_HOST`, `BATON_ROUTER_SERVICE_PORT[_NAME]`,
+//! `BATON_ROUTER_PORT` and `BATON_ROUTER_PORT_<n>_<PROTOCOL>[_ADDR|_PORT|_PROTO]`. They have the prefix of
+//! settings and are not settings.
 
 use std::net::IpAddr;
 
@@ -15,7 +15,8 @@ pub(super) struct ServiceLinks<'a> {
 }
 
 impl<'a> ServiceLinks<'a> {
-    /// A Service is recognised by its host, which is an address, and its port, which is a number.
+    /// Finds the Services in `env`. A Service has a variable with its host, an address, and one with its
+    /// port, a number.
     pub(super) fn of(env: &'a [(String, String)]) -> Self {
         let has_port = |service: &str| {
             let port = format!("{service}_SERVICE_PORT");
@@ -28,7 +29,7 @@ impl<'a> ServiceLinks<'a> {
         Self { services: env.iter().filter_map(host_of).collect() }
     }
 
-    /// Whether kubelet sets this variable for one of the Services.
+    /// Returns whether kubelet sets this variable for one of the Services.
     pub(super) fn include(&self, name: &str, value: &str) -> bool {
         let of_service = |service: &&str| {
             name.strip_prefix(service)
@@ -39,7 +40,8 @@ impl<'a> ServiceLinks<'a> {
     }
 }
 
-/// Whether `rest` is one of kubelet's suffixes after the Service's name, with a value of the right kind.
+/// Returns whether `rest` is one of kubelet's suffixes after the Service's name, with a value of the right
+/// kind.
 fn is_form(rest: &str, value: &str) -> bool {
     match rest {
         "SERVICE_HOST" => is_address(value),
@@ -50,7 +52,7 @@ fn is_form(rest: &str, value: &str) -> bool {
     }
 }
 
-/// Whether `rest` is `<n>_<PROTOCOL>`, optionally followed by `ADDR`, `PORT` or `PROTO`.
+/// Returns whether `rest` is `<n>_<PROTOCOL>`, optionally followed by `ADDR`, `PORT` or `PROTO`.
 fn is_port_form(rest: &str, value: &str) -> bool {
     let mut words = rest.split('_');
     let (Some(port), Some(protocol), part, None) = (words.next(), words.next(), words.next(), words.next())
@@ -79,7 +81,7 @@ fn is_port(value: &str) -> bool {
     value.parse::<u16>().is_ok()
 }
 
-/// Whether the value has the form `tcp://10.0.0.1:80`.
+/// Returns whether the value has the form `tcp://10.0.0.1:80`.
 fn is_url(value: &str) -> bool {
     value.split_once("://").is_some_and(|(protocol, _)| is_protocol(&protocol.to_uppercase()))
 }

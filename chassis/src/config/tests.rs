@@ -180,7 +180,8 @@ const SERVICE_LINKS: [(&str, &str); 8] = [
 #[test]
 fn variables_of_kubernetes_services_are_passed_over() {
     check("", &SERVICE_LINKS, |_| {});
-    // Other release names, a Service called `baton`, IPv6, and a Service whose name contains a section's name.
+    // Cases: other release names, a Service called `baton`, IPv6, and a Service whose name contains a
+    // section's name.
     for (service, address) in [
         ("BATON", "10.96.0.7"),
         ("BATON_X", "fd00::7"),

@@ -14,14 +14,14 @@ use serde_json::json;
 use super::refusals::{Reason, Refusals, Refused};
 use super::secret::SecretError;
 
-/// The credential that a request to an operators' page must have.
+/// The key that a request to the operators' pages must have.
 #[derive(Clone)]
 pub enum AdminKey {
-    /// Only this machine reaches the port, or the operator allows open access.
+    /// Every request passes: only this machine reaches the port, or the operator allows open access.
     NotNeeded,
-    /// Other machines reach the port and no key is set: the pages are refused.
+    /// Every request is refused: other machines reach the port and no key is set.
     Missing,
-    /// The hash of the key.
+    /// The hash of the key that a request must have.
     Set(blake3::Hash),
 }
 
@@ -38,7 +38,7 @@ impl AdminKey {
         }
     }
 
-    /// Requires the key on all of `pages`.
+    /// Puts the key's check in front of all of `pages`.
     pub fn guard(self, pages: Router, refusals: Refusals) -> Router {
         pages.layer(middleware::from_fn_with_state((self, refusals), check))
     }
@@ -58,7 +58,7 @@ impl AdminKey {
                 Reason::Unsigned,
                 "this page needs the admin key: send `Authorization: Bearer KEY`",
             )),
-            // blake3 compares hashes in constant time.
+            // blake3 compares hashes in constant time, so `==` reveals nothing about the key.
             (Self::Set(key), Some(shown)) if blake3::hash(shown) == *key => None,
             (Self::Set(_), Some(_)) => {
                 Some((StatusCode::UNAUTHORIZED, Reason::Signature, "this is not the admin key"))

@@ -54,7 +54,7 @@ impl CallRefused {
     }
 }
 
-/// The parsed header.
+/// The parsed [`SIGNATURE_HEADER`] of an incoming call.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shown {
     sent_ms: u64,
@@ -109,7 +109,8 @@ impl Identity {
         shown.map_err(|refused| self.counted(refused))
     }
 
-    /// Checks the whole call. `address` is the address of this process, if it knows it.
+    /// Checks the call's signature, target, time and nonce. `address` is the address of this process, if it
+    /// knows it.
     pub(crate) fn check_call(
         &self,
         world: &World,
@@ -124,7 +125,7 @@ impl Identity {
         let target = target.unwrap_or_default();
         let now_ms = world.unix_time().as_millis() as u64;
         let refused = match address {
-            // blake3 compares hashes in constant time.
+            // blake3 compares hashes in constant time, so `!=` reveals nothing about the MAC.
             _ if signed != shown.mac => CallRefused::Signature,
             Some(own) if own != target => {
                 CallRefused::Target { signed: target.into_owned(), own: own.to_owned() }

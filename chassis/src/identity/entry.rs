@@ -21,7 +21,7 @@ pub enum EntryRefused {
 }
 
 impl Identity {
-    /// Returns the value to write at `key`, with its signature.
+    /// Appends a signature to the value that is written at `key`. Without a secret the value stays as it is.
     pub fn sign_entry(&self, key: &[u8], mut value: Vec<u8>) -> Vec<u8> {
         if let Some(secret) = self.secret() {
             let mac = secret.mac(Use::Entry, &[key, &value]);

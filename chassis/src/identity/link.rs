@@ -30,7 +30,7 @@ pub async fn dial(world: &World, addr: &str) -> io::Result<Stream> {
     Ok(stream)
 }
 
-/// Runs the dialer's side on a connected stream.
+/// Runs the dialer's side of the exchange on a connected stream.
 pub async fn prove(world: &World, stream: &mut Stream) -> io::Result<()> {
     let identity = world.identity();
     let Some(secret) = identity.secret() else { return Ok(()) };
@@ -54,7 +54,7 @@ pub async fn prove(world: &World, stream: &mut Stream) -> io::Result<()> {
     Ok(())
 }
 
-/// Runs the receiver's side on an accepted stream. Nothing else is read before the peer has proven its identity.
+/// Runs the receiver's side of the exchange on an accepted stream. Before it succeeds, nothing else is read.
 pub async fn admit(world: &World, stream: &mut Stream) -> io::Result<()> {
     let identity = world.identity();
     let Some(secret) = identity.secret() else { return Ok(()) };

@@ -28,7 +28,8 @@ pub use secret::{ClusterSecret, SecretError};
 /// The largest allowed difference between two processes' clocks. Nonces are remembered for this time.
 pub const CLOCK_SKEW_MAX: Duration = Duration::from_secs(30);
 
-/// The secret of a process and its memory of callers. Clones share the nonces and the counts.
+/// The cluster secret of a process, the nonces of calls that it has accepted, and its counts of refused
+/// callers. Clones share nonces and counts.
 #[derive(Clone, Debug, Default)]
 pub struct Identity {
     secret: Option<Arc<ClusterSecret>>,
@@ -45,7 +46,7 @@ impl Identity {
         self.secret.as_deref()
     }
 
-    /// The counts of refused callers, for the metrics page.
+    /// Returns the counts of refused callers, for the metrics page.
     pub fn refusals(&self) -> &Refusals {
         &self.refusals
     }

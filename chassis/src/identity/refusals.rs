@@ -7,7 +7,7 @@ use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{IntCounterVec, Opts};
 
-/// The kind of the refused thing.
+/// What was refused: a metric label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Refused {
     Call,
@@ -16,18 +16,18 @@ pub enum Refused {
     Page,
 }
 
-/// The reason for the refusal.
+/// Why a call, link, entry or page was refused: a metric label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reason {
-    /// It has no signature or key.
+    /// The signature or key is missing.
     Unsigned,
-    /// Its signature was made without the cluster's secret, or for other data.
+    /// The signature was made without the cluster's secret, or for other data.
     Signature,
-    /// Its signature was used before.
+    /// The signature was used before.
     Replayed,
-    /// The clocks differ too much.
+    /// The clocks of the two processes differ too much.
     Clock,
-    /// It was signed for another process.
+    /// The call was signed for another process.
     Target,
 }
 
@@ -54,7 +54,7 @@ impl Reason {
     }
 }
 
-/// The counts. Clones share them.
+/// How often each kind was refused for each reason. Clones share the counts.
 #[derive(Clone, Debug, Default)]
 pub struct Refusals(Arc<Mutex<BTreeMap<(Refused, Reason), u64>>>);
 
@@ -77,7 +77,7 @@ impl Refusals {
 pub(crate) struct RefusalsOnPage {
     refusals: Refusals,
     opts: Opts,
-    /// Describes the metric. Each page gets its own vector.
+    /// A vector that describes the metric and stays empty: each page fills a vector of its own.
     empty: IntCounterVec,
 }
 

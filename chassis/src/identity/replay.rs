@@ -14,14 +14,14 @@ const NONCES_MAX: usize = 1 << 18;
 #[derive(Debug)]
 pub(super) struct SeenNonces {
     nonces_max: usize,
-    /// Locked for one look-up, never across an await.
+    /// The mutex is held for one look-up, never across an await.
     seen: Mutex<Seen>,
 }
 
 #[derive(Debug, Default)]
 struct Seen {
     nonces: BTreeSet<(u64, Nonce)>,
-    /// Nonces with times up to this one may be forgotten, so such calls are refused.
+    /// Nonces with times up to this one may be forgotten, so calls with such times are refused.
     forgotten_to_ms: u64,
 }
 
@@ -36,7 +36,8 @@ impl SeenNonces {
         Self { nonces_max, seen: Mutex::default() }
     }
 
-    /// Whether the call is new. The caller has checked that `sent_ms` is within the allowed skew of `now_ms`.
+    /// Returns whether the call is new. The caller has checked that `sent_ms` is within the allowed skew of
+    /// `now_ms`.
     pub(super) fn is_new(&self, sent_ms: u64, nonce: Nonce, now_ms: u64) -> bool {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         let oldest_allowed = now_ms.saturating_sub(CLOCK_SKEW_MAX.as_millis() as u64);

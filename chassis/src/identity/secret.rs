@@ -30,7 +30,7 @@ pub enum SecretError {
     TooShort { file: PathBuf, bytes: usize },
 }
 
-/// The use of a MAC.
+/// The purpose of a MAC. Each purpose has its own derived key.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Use {
     Call,

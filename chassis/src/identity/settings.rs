@@ -9,7 +9,7 @@ use super::Identity;
 use super::admin_key::AdminKey;
 use super::secret::{ClusterSecret, SecretError};
 
-/// The authentication between the processes of a cluster.
+/// The `[cluster]` section of a configuration: how the processes of a cluster authenticate each other.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ClusterSection {
@@ -23,7 +23,7 @@ pub struct ClusterSection {
     pub admin_key_file: String,
 }
 
-/// The reason why a process does not start.
+/// The reason why a process does not start: a bad secret, or an open port without one.
 #[derive(Debug, thiserror::Error)]
 pub enum IdentityError {
     #[error("`cluster.secret_file`")]
@@ -72,7 +72,7 @@ fn file(setting: &str) -> Option<PathBuf> {
     (!setting.is_empty()).then(|| Path::new(setting).to_owned())
 }
 
-/// Whether only this machine can reach `host:port`. An empty address means no port.
+/// Returns whether only this machine can reach `host:port`. An empty address means no port.
 pub fn is_loopback(address: &str) -> bool {
     let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
     let host = host.trim_start_matches('[').trim_end_matches(']');

@@ -24,7 +24,7 @@ fn world(secret: &str) -> World {
     World::seeded(7).with_identity(Identity::of_cluster(ClusterSecret::new(secret.as_bytes())))
 }
 
-/// The headers of a call from `caller` to `target`.
+/// Returns the headers of a call from `caller` to `target`.
 fn signed(caller: &World, target: &str, body: &[u8]) -> HeaderMap {
     let mut headers = HeaderMap::new();
     headers.insert(TARGET_HEADER, HeaderValue::from_str(target).expect("a header"));
@@ -99,7 +99,7 @@ fn a_full_memory_refuses_old_calls() {
 
 // === links ===
 
-/// Runs both ends of a link between two worlds.
+/// Runs the identity exchange of a link between two worlds. Returns the dialer's and the receiver's result.
 async fn met(dialer: &World, receiver: &World) -> (std::io::Result<()>, std::io::Result<()>) {
     let (near, far) = tokio::io::duplex(4096);
     let dial = async {
@@ -140,7 +140,7 @@ async fn a_replayed_link_is_refused() {
     let (dialer, receiver) = (world("one secret of a cluster"), World::seeded(8));
     let receiver = receiver.with_identity(dialer.identity().clone());
     let (near, far) = tokio::io::duplex(4096);
-    // A proxy between the two records the dialer's bytes.
+    // A proxy between dialer and receiver records the dialer's bytes.
     let (mut tap_in, tap_out) = tokio::io::duplex(4096);
     let tap = async {
         let mut far = far;
@@ -267,7 +267,8 @@ async fn pages_table() {
     assert_eq!(identity.refusals().get(Refused::Page, Reason::Signature), 1);
 }
 
-/// A prompt of 8,000 tokens is about 24 KiB. The limit is far above the usual time, because machines may be loaded.
+/// The limit is far above the usual time, because machines may be loaded. A prompt of 8,000 tokens is about
+/// 24 KiB.
 #[test]
 fn signing_and_checking_a_long_prompt_takes_less_than_a_millisecond() {
     const N_CALLS: u32 = 200;

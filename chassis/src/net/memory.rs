@@ -12,11 +12,11 @@ use tokio::sync::mpsc;
 
 use super::{Listener, Net, Stream};
 
-/// Addresses are names: a connection reaches the listener with the same name. A name that ends in `:0` gets a free port
-/// on 127.0.0.1. Clones are handles to the same network.
+/// A network inside one process. Addresses are names: a connection reaches the listener with the same name. A
+/// name that ends in `:0` gets a free port on 127.0.0.1. Clones are handles to the same network.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryNet {
-    /// Never held across an await.
+    /// The listeners by name. The mutex is never held across an await.
     doors: Arc<Mutex<BTreeMap<String, mpsc::Sender<Visit>>>>,
     last_port: Arc<AtomicU16>,
 }
@@ -27,7 +27,7 @@ type Visit = (DuplexStream, SocketAddr);
 impl MemoryNet {
     /// The bytes that a connection buffers in each direction before a write waits.
     const STREAM_BYTES: usize = 64 << 10;
-    /// The connections that wait to be accepted; further calls of `connect` wait.
+    /// The number of connections that may wait to be accepted; further calls of `connect` wait.
     const BACKLOG: usize = 128;
 
     pub fn new() -> Self {

@@ -23,8 +23,8 @@ pub use tcp::TcpNet;
 
 /// Makes and accepts connections.
 ///
-/// Addresses are `host:port`. Neither call has a deadline; the caller sets one.
-/// Both are cancel-safe: a connection that is being made is closed.
+/// Addresses are `host:port`. `connect` and `listen` have no deadline; the caller sets one. They are
+/// cancel-safe: a connection that is being made is closed.
 #[async_trait]
 pub trait Net: Debug + Send + Sync {
     async fn connect(&self, addr: &str) -> io::Result<Stream>;
@@ -34,7 +34,7 @@ pub trait Net: Debug + Send + Sync {
 /// A bound address. Dropping it stops listening; accepted streams stay open.
 #[async_trait]
 pub trait Listener: Debug + Send {
-    /// Cancel-safe: no connection is lost.
+    /// Waits for the next connection. Cancel-safe: no connection is lost.
     async fn accept(&mut self) -> io::Result<(Stream, SocketAddr)>;
     fn local_addr(&self) -> io::Result<SocketAddr>;
 }
@@ -114,7 +114,7 @@ enum Reader {
 }
 
 impl StreamReader {
-    /// Like [`Stream::read_vectored`].
+    /// Reads available bytes, as [`Stream::read_vectored`] does.
     pub async fn read_vectored(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         match &mut self.0 {
             Reader::Tcp(half) => read_tcp(half.as_ref(), bufs).await,

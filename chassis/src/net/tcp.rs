@@ -15,12 +15,14 @@ use super::{Inner, Listener, Net, Stream};
 pub struct TcpNet;
 
 impl TcpNet {
-    /// A peer whose machine has failed is detected after idle + retries × interval: 25 s.
+    /// Idle time before the first keepalive probe. A peer whose machine has failed is detected after idle +
+    /// retries × interval: 25 s.
     const KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
     const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
     const KEEPALIVE_RETRIES: u32 = 3;
-    /// Limit of connections that wait to be accepted. If the queue is full, the kernel drops a client's packets, and the
-    /// client sends them again after 200 ms. This is the default of `net.core.somaxconn`, which bounds it.
+    /// Limit of connections that wait to be accepted. If the queue is full, the kernel drops a client's
+    /// packets, and the client sends them again after 200 ms. The limit is the default of
+    /// `net.core.somaxconn`, which bounds it.
     const ACCEPT_QUEUE: u32 = 4096;
 
     fn tuned(stream: TcpStream) -> io::Result<Stream> {
@@ -35,7 +37,7 @@ impl TcpNet {
 
     fn listen_at(addr: SocketAddr) -> io::Result<TcpListener> {
         let socket = if addr.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
-        // A restarted process takes its port again while old connections end.
+        // With this option a restarted process can bind its port while old connections end.
         socket.set_reuseaddr(true)?;
         socket.bind(addr)?;
         socket.listen(Self::ACCEPT_QUEUE)

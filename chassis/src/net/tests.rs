@@ -43,7 +43,8 @@ async fn memory_conforms() {
     conformance(&MemoryNet::new()).await;
 }
 
-/// The number of reads depends on the network; the order of the bytes does not.
+/// Writes eight bytes and reads them in pieces: how many reads it takes depends on the network, the order
+/// does not.
 async fn bytes_arrive_in_many_buffers(net: &dyn Net) {
     let (mut near, mut far) = pair(net).await;
     near.write_all(b"abcdefgh").await.expect("room");

@@ -9,9 +9,9 @@ use types::{ProtocolRange, RequestId};
 
 use crate::telemetry;
 
-/// The protocol versions that the caller speaks: `MIN-MAX`, both ends included.
+/// The header with the protocol versions that the caller speaks: `MIN-MAX`, both ends included.
 pub const PROTOCOL_HEADER: &str = "baton-protocol";
-/// The header with the id of the request that the call is part of. Announcements and status streams have none.
+/// The header with the id of the request that caused the call. Announcements and status streams have none.
 pub const REQUEST_ID_HEADER: &str = "baton-request-id";
 
 /// Attaches the request `id` to an outgoing message.

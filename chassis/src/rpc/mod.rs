@@ -31,18 +31,19 @@ pub use headers::{CallHeaders, PROTOCOL_HEADER, REQUEST_ID_HEADER, call};
 pub use receive::Callers;
 pub use signed::SignedChannel;
 
-/// Pass this to `max_decoding_message_size` of every client and server: tonic's own limit is 4 MiB.
+/// The largest message. Pass it to `max_decoding_message_size` of every client and server: tonic's own limit
+/// is 4 MiB.
 pub use types::node::MESSAGE_BYTES_MAX;
 
 /// The limits of one client. The server's limits are [`ServerLimits`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RpcLimits {
     pub connect_timeout: Duration,
-    /// The interval of pings.
+    /// The interval of HTTP/2 pings on a connection.
     pub keepalive_interval: Duration,
     /// A peer that does not answer a ping in this time is gone, even if its kernel still acknowledges bytes.
     pub keepalive_timeout: Duration,
-    /// The number of concurrent calls on this channel; further calls wait.
+    /// The limit of concurrent calls on this channel; further calls wait.
     pub calls_max: usize,
 }
 
@@ -80,7 +81,8 @@ pub fn channel(world: &World, addr: &str, limits: RpcLimits) -> RpcChannel {
     InterceptedService::new(SignedChannel::new(channel, world.clone(), addr), CallHeaders)
 }
 
-/// Connects with a timeout of its own: tonic's timeout surfaces as UNKNOWN, an error from here as UNAVAILABLE.
+/// Connects to `addr` with a timeout of its own: tonic's timeout surfaces as UNKNOWN, an error from here as
+/// UNAVAILABLE.
 async fn connect(world: World, addr: String, within: Duration) -> io::Result<TokioIo<Stream>> {
     tokio::time::timeout(within, world.net().connect(&addr)).await?.map(TokioIo::new)
 }

@@ -22,10 +22,11 @@ use crate::world::World;
 const MESSAGE_WITHIN: Duration = Duration::from_secs(10);
 /// The largest body: the largest message and gRPC's prefix of five bytes.
 const BODY_BYTES_MAX: usize = MESSAGE_BYTES_MAX + 5;
-/// Services for clients. All other services are for Baton's processes.
+/// Prefixes of the services that clients may call without a signature. All other services are for Baton's
+/// processes.
 const FOR_CLIENTS: [&str; 3] = ["/baton.v1.Inference/", "/grpc.health.v1.Health/", "/grpc.reflection."];
 
-/// The callers that a server accepts.
+/// The check of callers on one server: their signatures, and the address that they dialled.
 #[derive(Clone, Debug)]
 pub struct Callers {
     world: World,
@@ -38,13 +39,13 @@ impl Callers {
         Self { world: world.clone(), address: None }
     }
 
-    /// Also refuses calls that were signed for a process other than the one at `address`.
+    /// Also refuses calls that were signed for another address than `address`.
     #[must_use]
     pub fn calling(self, address: &str) -> Self {
         Self { address: Some(address.to_owned()), ..self }
     }
 
-    /// Checks the signature and returns the request.
+    /// Checks the call's signature if one is needed, and returns the request.
     async fn check(&self, request: Request) -> Result<Request, Status> {
         let identity = self.world.identity();
         let path = request.uri().path().to_owned();

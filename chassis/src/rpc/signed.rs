@@ -14,7 +14,8 @@ use crate::world::World;
 
 /// A channel that signs each call if the process has the cluster's secret.
 ///
-/// All of Baton's calls send one message, so it is collected first. A stream of messages would wait for its end here.
+/// A signature covers the whole message, so the message is collected before it is sent. All of Baton's calls
+/// send one message; a stream of messages would wait for its end here.
 #[derive(Clone, Debug)]
 pub struct SignedChannel {
     channel: Channel,
@@ -41,7 +42,7 @@ impl Service<Request<Body>> for SignedChannel {
 
     fn call(&mut self, request: Request<Body>) -> Self::Future {
         let next = self.channel.clone();
-        // The channel that is ready makes this call; its clone is polled for the next one.
+        // The clone is polled for the next call; the channel that is ready makes this call.
         let mut channel = std::mem::replace(&mut self.channel, next);
         if self.world.identity().secret().is_none() {
             let answer = channel.call(request);

@@ -54,7 +54,7 @@ impl Served {
         HealthClient::new(channel(&World::real(), &self.addr, RpcLimits::default()))
     }
 
-    /// A client that does not send Baton's headers.
+    /// Returns a client that does not send Baton's headers.
     fn plain_channel(&self) -> Channel {
         Endpoint::from_shared(format!("http://{}", self.addr)).expect("an address").connect_lazy()
     }
@@ -242,7 +242,7 @@ async fn a_channel_connects_again() {
     let callers = Callers::known_to(&World::real());
     let serving = serve(listener, routes(), shutdown.clone(), ServerLimits::default(), callers);
     let server = spawn_guarded(&Gate::new("test"), "server", serving);
-    // The first call may still find the old connection closing.
+    // The first call may still find the old connection closing, so its result does not matter.
     let _ = timeout(WITHIN, client.check(whole_server())).await.expect("in time");
     timeout(WITHIN, client.check(whole_server())).await.expect("in time").expect("it serves again");
     Served { addr, shutdown, server }.stop().await;
@@ -263,7 +263,7 @@ async fn a_call_without_listener_is_unavailable() {
     }
 }
 
-/// A network whose peers never answer.
+/// A network whose peers accept no call: they are off, or suspended.
 #[derive(Debug)]
 enum DeadNet {
     /// `connect` never returns, as with a machine that is off.
@@ -286,7 +286,7 @@ impl Net for DeadNet {
     }
 }
 
-/// Returns the error of a call over `net`, and the time until it.
+/// Calls over `net`. Returns the error and the time until it.
 async fn failure(net: DeadNet) -> (Status, Duration) {
     let world = World::seeded(1).with_net(Arc::new(net));
     let mut client = HealthClient::new(channel(&world, "peer:1", RpcLimits::default()));

@@ -25,7 +25,7 @@ pub(super) struct Bodies {
     open: Arc<Mutex<Open>>,
 }
 
-/// The bodies being read, by number, the oldest first.
+/// The bodies that are being read, and their bytes in total. Later bodies have greater numbers.
 #[derive(Debug, Default)]
 struct Open {
     bytes: usize,
@@ -36,11 +36,11 @@ struct Open {
 #[derive(Debug, Default)]
 struct Reading {
     bytes: usize,
-    /// The waker of the task that reads the body.
+    /// The waker of the task that reads the body, to be woken when the body is aborted.
     waiting: Option<Waker>,
 }
 
-/// One body's part of the budget. Dropping it returns the part.
+/// One body's share of the byte budget. Dropping it returns the bytes.
 #[derive(Debug)]
 struct Share {
     bodies: Bodies,
@@ -52,7 +52,7 @@ impl Bodies {
         Self { bytes_max, open: Arc::default() }
     }
 
-    /// Wraps a request's body so that it counts against this budget.
+    /// Wraps a request's body so that its bytes count against the budget.
     pub(super) fn body(&self, body: Incoming) -> Body {
         if body.is_end_stream() { Body::empty() } else { Body::new(self.bounded(body)) }
     }
@@ -81,7 +81,8 @@ impl Open {
 }
 
 impl Share {
-    /// Adds bytes that were read. Aborts the oldest bodies while the total exceeds the budget, possibly this one too.
+    /// Adds bytes that were read. Aborts the oldest bodies while the total exceeds the budget, possibly this
+    /// body too.
     fn add(&self, bytes: usize) -> Result<(), BodyBudgetSpent> {
         let mut open = self.bodies.open();
         let Some(reading) = open.by_number.get_mut(&self.number) else { return Err(self.spent()) };
@@ -115,7 +116,7 @@ impl Drop for Share {
     }
 }
 
-/// A request's body that counts against the budget.
+/// A request's body whose bytes count against the budget.
 #[derive(Debug)]
 struct Bounded<B> {
     body: B,
@@ -157,7 +158,7 @@ mod tests {
 
     use super::*;
 
-    /// A body of `n` pieces of `size` bytes that then stays open.
+    /// Returns a body of `n` pieces of `size` bytes that then stays open.
     fn endless(n: usize, size: usize) -> Body {
         let pieces = (0..n).map(move |_| Ok::<_, std::convert::Infallible>(Bytes::from(vec![b'x'; size])));
         Body::from_stream(futures::stream::iter(pieces).chain(futures::stream::pending()))

@@ -12,7 +12,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use crate::connections::{Activity, RequestUnderWay};
 use crate::net::Stream;
 
-/// A stream that reports its reads.
+/// A connection's stream that reports each read to the connection's [`Activity`].
 #[derive(Debug)]
 pub(super) struct Reads {
     stream: Stream,
@@ -66,7 +66,7 @@ impl AsyncWrite for Reads {
     }
 }
 
-/// An answer's body that keeps its request counted until it is written.
+/// An answer's body. Its request counts as running until the body is written.
 pub(super) struct Answer {
     body: Body,
     _request: RequestUnderWay,

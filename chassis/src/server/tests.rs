@@ -45,7 +45,7 @@ impl Served {
         self.net.connect(ADDR).await.expect("the server listens")
     }
 
-    /// The time from the stop request to the end.
+    /// Stops the server and returns how long that took.
     async fn stop(self) -> Duration {
         let start = Instant::now();
         self.shutdown.trigger();
@@ -70,7 +70,7 @@ async fn handlers_see_the_peer() {
     assert_eq!(served.stop().await, Duration::ZERO, "an idle connection holds nothing up");
 }
 
-/// Limits with these connection limits, and defaults otherwise.
+/// Returns default limits, except for connections.
 fn limits(connections: ConnectionLimits) -> ServerLimits {
     ServerLimits { connections, ..ServerLimits::default() }
 }
@@ -83,7 +83,8 @@ async fn an_idle_connection_gives_way_and_a_served_one_does_not() {
     assert!(answer(&mut idle).await.starts_with("HTTP/1.1 200 OK"));
     served_one.write_all(b"GET /forever HTTP/1.1\r\nhost: x\r\n\r\n").await.expect("room");
     assert_eq!(timeout(SECOND, answer(&mut idle)).await.expect("closed"), "", "its place was needed");
-    // Time is paused and advances only when every task waits.
+    // Time is paused and advances only when every task waits, so the sleep lets the server handle both
+    // connections.
     tokio::time::sleep(SECOND).await;
 
     let mut waiting = served.connect().await;
@@ -167,7 +168,8 @@ async fn a_failed_accept_is_not_the_end() {
     }
 }
 
-/// Fails when it is told to, and before that accepts.
+/// A listener that accepts until it is notified, and then fails as if the process had no file descriptor
+/// left.
 #[derive(Debug)]
 struct OutOfDescriptors {
     inner: Box<dyn Listener>,

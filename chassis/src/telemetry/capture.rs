@@ -11,13 +11,14 @@ use tracing::subscriber::NoSubscriber;
 use super::{LogFormat, LogSettings, Telemetry, dispatch};
 use crate::error::StartError;
 
-/// A second dispatch that stays alive. While tracing knows only one dispatch, it decides about a new callsite from the
-/// thread that reaches it first; a test on another thread without a subscriber would disable it for this one.
+/// A second dispatch that is never dropped. While tracing knows only one dispatch, the thread that reaches a
+/// new callsite first decides whether it is enabled; a test thread without a subscriber would disable it for
+/// all.
 static SECOND_DISPATCH: LazyLock<Dispatch> = LazyLock::new(|| Dispatch::new(NoSubscriber::new()));
 
 /// The telemetry of a process under test.
 ///
-/// It captures what runs on one thread, as a `#[tokio::test]` does:
+/// A capture records what runs on one thread, as a `#[tokio::test]` does:
 ///
 /// ```
 /// # use baton_chassis as chassis;
@@ -32,7 +33,7 @@ static SECOND_DISPATCH: LazyLock<Dispatch> = LazyLock::new(|| Dispatch::new(NoSu
 pub struct Capture {
     dispatch: Dispatch,
     written: Written,
-    /// Shut down with the capture.
+    /// Kept so that the trace pipeline is shut down with the capture.
     _telemetry: Telemetry,
 }
 
@@ -45,7 +46,7 @@ impl Capture {
         Ok(Self { dispatch, written, _telemetry: telemetry })
     }
 
-    /// Captures JSON lines of level INFO, and one line for every span that ends.
+    /// Makes a capture of JSON lines of level INFO, and one line for every span that ends.
     pub fn spans(process: &'static str) -> Self {
         let settings = LogSettings { format: LogFormat::Json, spans: true, ..LogSettings::default() };
         Self::new(process, &settings).expect("`info` is a log level")
@@ -56,12 +57,12 @@ impl Capture {
         tracing::dispatcher::set_default(&self.dispatch)
     }
 
-    /// The text written so far.
+    /// Returns the text written so far.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.written.bytes()).into_owned()
     }
 
-    /// The lines written so far; a line that is not JSON is `null`.
+    /// Returns the lines written so far; a line that is not JSON is `null`.
     pub fn lines(&self) -> Vec<Value> {
         self.text().lines().map(|line| serde_json::from_str(line).unwrap_or_default()).collect()
     }

@@ -31,8 +31,9 @@ where
         .boxed()
 }
 
-/// Writes `ts`, `level`, `process`, `target`, `message`, the event's fields, `trace_id` and `span_id` of its span, and
-/// the fields of all enclosing spans (such as `request_id`). On a name clash the innermost field wins.
+/// The format of JSON lines: `ts`, `level`, `process`, `target`, `message`, the event's fields, `trace_id`
+/// and `span_id` of its span, and the fields of all enclosing spans (such as `request_id`). On a name clash
+/// the innermost field wins.
 struct JsonLines {
     process: &'static str,
     own: OwnDispatch,
@@ -75,7 +76,7 @@ impl JsonLines {
         Ok(entries.into_iter().map(|(name, value)| (name.to_owned(), Value::String(value))).collect())
     }
 
-    /// Adds the ids of the innermost span that has ids. Spans are visited from the innermost one outwards.
+    /// Adds trace id and span id to the line, unless a span further inside has added them.
     fn add_ids<'a, S: LookupSpan<'a>>(&self, span: &SpanRef<'a, S>, line: &mut Line) {
         if line.0.contains_key("trace_id") {
             return;
@@ -102,7 +103,7 @@ where
     }
 }
 
-/// A line being built. The first value of a name is kept.
+/// A JSON line being built. The first value of a name is kept.
 struct Line(Map<String, Value>);
 
 impl Line {
@@ -139,9 +140,10 @@ impl Visit for Line {
     }
 }
 
-/// The dispatch that a layer belongs to, stored when the dispatch is made.
+/// The dispatch that the layer belongs to, stored when the dispatch is made.
 ///
-/// It cannot be looked up later, because tracing hides the current dispatch while it handles an event.
+/// The layer cannot look its dispatch up later, because tracing hides the current dispatch while it handles
+/// an event.
 #[derive(Clone, Default)]
 struct OwnDispatch(Arc<OnceLock<WeakDispatch>>);
 
@@ -153,7 +155,7 @@ impl OwnDispatch {
 
 impl<S: Subscriber> Layer<S> for OwnDispatch {
     fn on_register_dispatch(&self, dispatch: &Dispatch) {
-        // A layer belongs to one dispatch. If it belonged to two, the first would be kept.
+        // A layer belongs to one dispatch, so `set` is called once.
         let _ = self.0.set(dispatch.downgrade());
     }
 }

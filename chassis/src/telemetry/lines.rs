@@ -5,18 +5,18 @@ use std::sync::OnceLock;
 
 use tracing_appender::non_blocking::{ErrorCounter, NonBlocking, NonBlockingBuilder, WorkerGuard};
 
-/// The length of the queue. At 300 bytes per line it holds 2.5 MiB.
+/// The largest number of lines in the queue. At 300 bytes per line it holds 2.5 MiB.
 const QUEUED_LINES_MAX: usize = 8192;
 
-/// The counter of the first writer: a process logs to one place.
+/// The counter of lost lines of the first writer: a process logs to one place.
 static LOST: OnceLock<ErrorCounter> = OnceLock::new();
 
-/// The number of log lines that this process has lost because its log was not read fast enough.
+/// Returns the number of log lines that this process has lost because its log was not read fast enough.
 pub fn lost_lines() -> u64 {
     LOST.get().map_or(0, |lost| lost.dropped_lines() as u64)
 }
 
-/// Makes a writer that never blocks. Dropping the guard writes the queued lines.
+/// Makes a writer that never blocks, and a guard. Dropping the guard writes the queued lines.
 pub(super) fn to(writer: impl io::Write + Send + 'static) -> (NonBlocking, WorkerGuard) {
     let (writer, guard) = NonBlockingBuilder::default()
         .buffered_lines_limit(QUEUED_LINES_MAX)
@@ -34,7 +34,7 @@ mod tests {
 
     use super::*;
 
-    /// A log that is not read: a write waits until the test releases it.
+    /// An output that blocks: each write waits until the test releases it.
     struct Blocked(mpsc::Receiver<()>);
 
     impl io::Write for Blocked {

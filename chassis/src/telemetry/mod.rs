@@ -1,7 +1,8 @@
 //! Logs on stderr, and spans with trace ids that cross all processes.
 //!
-//! The two are independent. The log level selects which *events* are written. Spans of level INFO exist at every log
-//! level, because a trace must not end at a process that logs little, and a warning needs its `request_id`.
+//! Logs and spans are independent. The log level selects which *events* are written. Spans of level INFO
+//! exist at every log level, because a trace must not end at a process that logs little, and a warning needs
+//! its `request_id`.
 
 mod capture;
 mod json;
@@ -44,8 +45,8 @@ pub struct LogSection {
     pub format: LogFormat,
     /// `info`, or a list such as `info,kv_transfer=debug`. The variable `BATON_LOG` overrides it.
     pub level: String,
-    /// `http://host:4318`: the collector that every span is sent to, by OTLP over HTTP. Empty: the one that
-    /// `OTEL_EXPORTER_OTLP_ENDPOINT` names, and otherwise none.
+    /// `http://host:4318`: the collector that every span is sent to, by OTLP over HTTP. Empty: the address in
+    /// `OTEL_EXPORTER_OTLP_ENDPOINT`, or none.
     pub otlp: String,
 }
 
@@ -59,7 +60,8 @@ impl Default for LogSection {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct LogExpert {
-    /// Writes one JSON line for every span that ends, with its ids, parent and duration. Off: that is a line per request.
+    /// Writes one JSON line for every span that ends, with its ids, parent and duration. Off by default,
+    /// because every request adds lines.
     pub spans: bool,
 }
 
@@ -92,12 +94,12 @@ pub enum LogFormat {
     Json,
 }
 
-/// Keeps the trace pipeline alive. Dropping it writes buffered spans.
+/// The trace pipeline and the log writer of a process. Dropping it writes buffered spans and log lines.
 #[derive(Debug)]
 #[must_use = "spans are lost once this is dropped"]
 pub struct Telemetry {
     provider: SdkTracerProvider,
-    /// Dropped after the provider has written its last spans.
+    /// The guard of the log writer, dropped after the provider has written its last spans.
     _lines: Option<WorkerGuard>,
 }
 
@@ -109,7 +111,8 @@ impl Drop for Telemetry {
     }
 }
 
-/// Logs to stderr from now on, including panics. `process` is `router`, `prefill`, …, and is part of every line.
+/// Logs to stderr from now on, including panics. `process` is `router`, `prefill`, …, and is part of every
+/// line.
 ///
 /// Logging never blocks: lines wait in a bounded queue for a writer thread. When the queue is full, lines are lost and
 /// counted by [`lost_lines`]. Dropping the result writes the queued lines, for at most about a second.
@@ -124,7 +127,7 @@ pub fn init(process: &'static str, settings: &LogSettings) -> Result<Telemetry, 
     Ok(telemetry)
 }
 
-/// Does all of [`init`] except the installation.
+/// Makes the log subscriber and the trace pipeline of [`init`], without installing them.
 fn dispatch<W>(
     process: &'static str,
     settings: &LogSettings,
@@ -149,7 +152,7 @@ where
     Ok((dispatch, Telemetry { provider, _lines: None }))
 }
 
-/// Makes the exporter of ended spans: to lines, to a collector, to both, or to neither.
+/// Makes the trace pipeline: ended spans go to log lines, to a collector, to both, or to neither.
 fn provider<W>(
     process: &'static str,
     settings: &LogSettings,

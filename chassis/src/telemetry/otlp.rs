@@ -27,10 +27,10 @@ pub const ENDPOINT_VARIABLE: &str = "OTEL_EXPORTER_OTLP_ENDPOINT";
 
 /// The timeout for sending one batch.
 const SENT_WITHIN: Duration = Duration::from_secs(5);
-/// The largest answer of a collector.
+/// The largest answer of a collector, in bytes.
 const ANSWER_BYTES_MAX: usize = 64 << 10;
 
-/// The collector's endpoint from the setting, or else from the variable; `None` if neither is set.
+/// Returns the collector's endpoint from the setting, or else from the variable; `None` if neither is set.
 pub(super) fn endpoint(setting: &str) -> Option<String> {
     let said = |text: &str| (!text.is_empty()).then(|| text.to_owned());
     said(setting).or_else(|| said(&std::env::var(ENDPOINT_VARIABLE).unwrap_or_default()))
@@ -51,23 +51,23 @@ pub(super) fn exporter(endpoint: &str) -> Result<SpanExporter, StartError> {
     exporter.build().map_err(|error| refused(error.to_string()))
 }
 
-/// The description of the process for the collector.
+/// Returns the description of the process that the collector gets with each batch.
 pub(super) fn resource(process: &'static str) -> Resource {
     Resource::builder().with_service_name(format!("baton-{process}")).build()
 }
 
-/// Sends batches, one connection per batch: there is one batch every few seconds.
+/// The HTTP client of the exporter. It opens one connection per batch: there is one batch every few seconds.
 #[derive(Debug)]
 struct BatchSender {
-    /// Used while sending, because the exporter's thread has no runtime.
+    /// The runtime for sending, because the exporter's thread has none.
     runtime: Runtime,
-    /// Whether the last batch was accepted.
+    /// Whether the last batch was accepted. A warning is logged only when this changes.
     was_accepted: AtomicBool,
 }
 
 #[async_trait]
 impl HttpClient for BatchSender {
-    /// Blocks the exporter's thread, which is the only caller.
+    /// Sends a batch and blocks the calling thread: only the exporter's own thread calls this.
     async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
         let sent = self.runtime.block_on(async { tokio::time::timeout(SENT_WITHIN, post(request)).await });
         let sent = sent.unwrap_or_else(|late| Err(late.into()));
@@ -106,7 +106,8 @@ async fn post(request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
     tokio::select! {
         biased;
         answered = &mut exchange => answered,
-        // The connection has ended; its buffered answer is still to be read.
+        // The connection has ended, but its buffered answer is still to be read, so this waits for the
+        // answer.
         _ = connection => exchange.await,
     }
 }

@@ -10,14 +10,14 @@ use types::RequestId;
 
 /// Makes the span of one request in one process, from its headers to the end of its answer.
 ///
-/// Its parent is the span in the caller's `traceparent`; without that header it begins a trace.
+/// The span's parent is the span in the caller's `traceparent`; without that header a new trace begins.
 /// `call` names the operation: an HTTP path or the full name of an rpc.
 pub fn request_span(call: &str, request_id: Option<&RequestId>, headers: &HeaderMap) -> Span {
     let request_id = request_id.map(field::display);
     let span = info_span!(parent: None, "request", otel.name = call, call, request_id);
     let caller = TraceContextPropagator::new().extract(&Headers(headers));
     if caller.span().span_context().is_valid() {
-        // This fails only without telemetry, and then there is no trace to continue.
+        // `set_parent` fails only without telemetry, and then there is no trace to continue.
         let _ = span.set_parent(caller);
     }
     span

@@ -9,8 +9,8 @@ use opentelemetry_sdk::trace::{SpanData, SpanExporter};
 use serde_json::{Map, Value, json};
 use tracing_subscriber::fmt::MakeWriter;
 
-/// Writes one JSON object per ended span: `span` (its name), `process`, `trace_id`, `span_id`, `parent_span_id` (absent
-/// for a root), `duration_ms`, and its fields.
+/// An exporter that writes one JSON object per ended span: `span` (its name), `process`, `trace_id`,
+/// `span_id`, `parent_span_id` (absent for a root), `duration_ms`, and its fields.
 pub(super) struct SpanLines<W> {
     process: &'static str,
     writer: W,

@@ -7,7 +7,7 @@ use types::RequestId;
 use super::*;
 use tracing::Span;
 
-/// Runs `work` as the process with this name and returns its output.
+/// Runs `work` as the process `name`. Returns its result and its captured log.
 fn process<T>(name: &'static str, settings: &LogSettings, work: impl FnOnce() -> T) -> (T, Capture) {
     let capture = Capture::new(name, settings).unwrap();
     let _listening = capture.listen();

@@ -7,7 +7,8 @@ use tracing_subscriber::fmt::FmtContext;
 use tracing_subscriber::fmt::format::{Format, FormatEvent, FormatFields, Full, Writer};
 use tracing_subscriber::registry::LookupSpan;
 
-/// The usual format with the process's name in front, because several processes may share one terminal.
+/// The format of text lines: tracing's own with the process's name in front, because several processes may
+/// share one terminal.
 pub(super) struct TextLines {
     process: &'static str,
     format: Format<Full>,
