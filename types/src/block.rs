@@ -5,7 +5,7 @@ use std::fmt;
 use crate::ids::TenantId;
 use crate::prompt::TokenId;
 
-/// The index of a block in one node's block pool.
+/// The index of a KV block in one node's block pool.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockIdx(pub u32);
 
@@ -20,9 +20,9 @@ impl fmt::Debug for BlockIdx {
     }
 }
 
-/// The hash of a full block's tokens, all tokens before them, and the tenant.
+/// The hash of a full block's tokens, of all tokens before them, and of the tenant.
 ///
-/// It is 128 bits of BLAKE3, so that a collision between tenants or prompts cannot be made on purpose.
+/// The hash is 128 bits of BLAKE3, so that a collision between tenants or prompts cannot be made on purpose.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockHash(pub u128);
 
@@ -32,7 +32,7 @@ impl fmt::Debug for BlockHash {
     }
 }
 
-/// Computes the hashes of a sequence's blocks; each hash includes the one before it.
+/// Computes the hashes of a sequence's blocks. Each hash covers the hash of the block before it.
 #[derive(Clone, Debug)]
 pub struct BlockHasher {
     parent: BlockHash,
@@ -45,7 +45,7 @@ impl BlockHasher {
         Self { parent: root(tenant), block_tokens }
     }
 
-    /// Returns the next block's hash. `tokens` must fill a block exactly.
+    /// Returns the hash of the next block. `tokens` must fill a block exactly.
     pub fn next(&mut self, tokens: &[TokenId]) -> BlockHash {
         assert_eq!(tokens.len(), self.block_tokens, "only full blocks are hashed");
         let mut hasher = blake3::Hasher::new();
@@ -64,7 +64,7 @@ impl BlockHasher {
     }
 }
 
-/// The parent hash of a tenant's first blocks.
+/// Returns the parent hash of a tenant's first blocks.
 fn root(tenant: &TenantId) -> BlockHash {
     truncated(
         &blake3::Hasher::new_derive_key("baton block hash v1").update(tenant.as_str().as_bytes()).finalize(),

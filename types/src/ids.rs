@@ -1,4 +1,4 @@
-//! Identifiers. Each has its own type, so that the compiler rejects one in place of another.
+//! Identifiers. Each has its own type, so that the compiler refuses one kind in place of another.
 
 use std::fmt;
 use std::sync::Arc;
@@ -94,7 +94,8 @@ impl Grant {
         self.0
     }
 
-    /// Seals the grant with a prompt's digest, or opens a sealed one. A wrong digest yields a wrong grant.
+    /// Encrypts the grant with a prompt's digest, or decrypts an encrypted one. A wrong digest yields a wrong
+    /// grant.
     pub(crate) fn sealed(self, with: [u8; 16]) -> Self {
         let key = blake3::derive_key("baton landing grant v1", &with);
         Self(std::array::from_fn(|idx| self.0[idx] ^ key[idx]))

@@ -9,7 +9,7 @@ use std::fmt;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct GroupIdx(pub u16);
 
-/// The number format of KV values.
+/// The number format of the values in a KV block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum KvDtype {
     F32,
@@ -55,7 +55,8 @@ pub enum Attention {
 }
 
 impl Attention {
-    /// The number of tokens that a token attends to, itself included; `None` for all tokens from the first one on.
+    /// Returns how many tokens a token attends to, itself included; `None` for all tokens from the first one
+    /// on.
     pub fn window(self) -> Option<usize> {
         match self {
             Self::SlidingWindow { tokens } => Some(tokens as usize),
@@ -67,13 +68,13 @@ impl Attention {
 /// The shape of one layer's KV.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct LayerShape {
-    /// The layer's number in the whole model.
+    /// The index of the layer in the whole model.
     pub layer: u16,
     pub n_kv_heads: u16,
     pub head_dim: u16,
 }
 
-/// Layers with the same attention. They share block tables.
+/// Layers with the same attention. They share the block tables of a sequence.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LayerGroup {
     pub attention: Attention,
@@ -98,7 +99,7 @@ impl Shard {
     pub const WHOLE: Self = Self { stage: 0, n_stages: 1, tp_size: 1 };
 }
 
-/// Error: the KV heads do not spread evenly over the ranks.
+/// The error of a layout whose KV heads do not spread evenly over the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{n_kv_heads} KV heads do not spread over {tp_size} ranks: the one number must divide the other")]
 pub struct UnevenHeads {
@@ -116,7 +117,7 @@ pub struct KvLayout {
 }
 
 impl KvLayout {
-    /// A layout with equal layers: one group with full attention.
+    /// Returns a layout with equal layers: one group with full attention.
     pub fn uniform(block_tokens: u16, dtype: KvDtype, n_layers: u16, n_kv_heads: u16, head_dim: u16) -> Self {
         let layers = (0..n_layers).map(|layer| LayerShape { layer, n_kv_heads, head_dim }).collect();
         let group = LayerGroup { attention: Attention::Full, layers };
@@ -139,7 +140,7 @@ impl KvLayout {
         heads.find(is_uneven).map_or(Ok(()), |n_kv_heads| Err(UnevenHeads { n_kv_heads, tp_size }))
     }
 
-    /// Whether two layouts are equal apart from the number of ranks.
+    /// Returns whether two layouts are equal apart from the number of ranks.
     pub fn is_same_but_for_ranks(&self, other: &Self) -> bool {
         let shard = Shard { tp_size: other.shard.tp_size, ..self.shard };
         (self.block_tokens, self.dtype, &self.groups, shard)
@@ -150,7 +151,8 @@ impl KvLayout {
         &self.groups[usize::from(group.0)]
     }
 
-    /// The index of the group's first block that this position attends to. Later positions attend to none before it.
+    /// Returns the index of the group's first block that `position` attends to. Later positions do not attend
+    /// to earlier blocks.
     pub fn first_block_seen(&self, group: GroupIdx, position: usize) -> usize {
         match self.group(group).attention.window() {
             Some(window) => (position + 1).saturating_sub(window) / usize::from(self.block_tokens),
@@ -158,14 +160,15 @@ impl KvLayout {
         }
     }
 
-    /// The number of full blocks in the narrowest window. `None` if all groups have full attention.
+    /// Returns the number of full blocks in the narrowest window. `None` if all groups have full attention.
     pub fn blocks_seen_by_all(&self) -> Option<usize> {
         let windows = self.groups.iter().filter_map(|group| group.attention.window());
         windows.min().map(|window| window / usize::from(self.block_tokens))
     }
 
-    /// The most blocks per group that a running sequence holds, at any length: the blocks kept for the prefix cache,
-    /// those of the widest window, and the ones being written. `None` if a group has full attention.
+    /// Returns how many blocks per group a running sequence holds at most, at any length: the blocks kept for
+    /// the prefix cache, those of the widest window, and the ones being written. `None` if a group has full
+    /// attention.
     pub fn blocks_held_at_most(&self) -> Option<usize> {
         let windows = self.groups.iter().map(|group| group.attention.window());
         let widest = windows.collect::<Option<Vec<usize>>>()?.into_iter().max()?;
@@ -176,43 +179,43 @@ impl KvLayout {
         (0..self.groups.len() as u16).map(GroupIdx)
     }
 
-    /// Bytes of one head's K, or V, in one block.
+    /// Returns the bytes of one head's K, or V, in one block.
     pub fn head_bytes(&self, shape: LayerShape) -> usize {
         usize::from(self.block_tokens) * self.token_bytes(shape)
     }
 
-    /// Bytes of one token in one head's K, or V.
+    /// Returns the bytes of one token in one head's K, or V.
     pub fn token_bytes(&self, shape: LayerShape) -> usize {
         usize::from(shape.head_dim) * self.dtype.bytes()
     }
 
-    /// The number of a layer's KV heads on one rank: at least one, even with fewer heads than ranks.
+    /// Returns the number of a layer's KV heads on one rank: at least one, even with fewer heads than ranks.
     pub fn rank_heads(&self, shape: LayerShape) -> u16 {
         shape.n_kv_heads.div_ceil(self.shard.tp_size)
     }
 
-    /// Bytes of one layer's page on one rank: K and V of the rank's heads.
+    /// Returns the bytes of one layer's page on one rank: K and V of the rank's heads.
     pub fn rank_page_bytes(&self, shape: LayerShape) -> usize {
         let parts = if self.is_latent(shape) { 1 } else { 2 };
         parts * usize::from(self.rank_heads(shape)) * self.head_bytes(shape)
     }
 
-    /// Bytes of one layer's page, summed over all ranks.
+    /// Returns the bytes of one layer's page, summed over all ranks.
     pub fn page_bytes(&self, shape: LayerShape) -> usize {
         usize::from(self.shard.tp_size) * self.rank_page_bytes(shape)
     }
 
-    /// Bytes of one block of a group, summed over the group's layers.
+    /// Returns the bytes of one block of a group, summed over the group's layers.
     pub fn block_bytes(&self, group: GroupIdx) -> usize {
         self.group(group).layers.iter().map(|shape| self.page_bytes(*shape)).sum()
     }
 
-    /// The number of blocks in one group for `tokens` tokens.
+    /// Returns the number of blocks in one group for `tokens` tokens.
     pub fn blocks_for(&self, tokens: usize) -> usize {
         tokens.div_ceil(usize::from(self.block_tokens))
     }
 
-    /// The number of blocks in all groups together for `tokens` tokens.
+    /// Returns the number of blocks in all groups together for `tokens` tokens.
     pub fn blocks_of_all_groups(&self, tokens: usize) -> usize {
         self.blocks_for(tokens) * self.groups.len()
     }
@@ -221,7 +224,8 @@ impl KvLayout {
         self.groups.iter().any(|group| group.attention == Attention::Latent && group.layers.contains(&shape))
     }
 
-    /// The layout's entries of a fingerprint. Sharding is not one of them: two nodes may shard differently.
+    /// Returns the layout's entries of a fingerprint. Sharding is left out, because two nodes may shard
+    /// differently.
     pub fn fingerprint_parts(&self) -> Vec<(String, String)> {
         let mut parts = vec![
             ("kv.block_tokens".to_owned(), self.block_tokens.to_string()),
@@ -283,7 +287,7 @@ mod tests {
         assert_eq!((layout.first_block_seen(GroupIdx(0), 1000), layout.blocks_seen_by_all()), (0, None));
         layout.groups[0].attention = Attention::SlidingWindow { tokens: 21 };
         assert_eq!((layout.blocks_seen_by_all(), layout.blocks_held_at_most()), (Some(1), Some(1 + 2 + 2)));
-        // Position 36 attends to tokens 16 to 36, which are 21 tokens.
+        // Position 36 attends to 21 tokens, 16 to 36, so its first block is block 1.
         for (position, expected) in [(0, 0), (20, 0), (35, 0), (36, 1), (51, 1), (52, 2), (1000, 61)] {
             assert_eq!(layout.first_block_seen(GroupIdx(0), position), expected, "{position}");
         }

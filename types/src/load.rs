@@ -5,7 +5,7 @@ use crate::block::BlockHash;
 /// A node's load at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct NodeLoad {
-    /// Sequences in the batch.
+    /// Sequences in the engine's batch.
     pub running: u32,
     /// Sequences waiting for KV room.
     pub waiting: u32,
@@ -28,14 +28,14 @@ pub struct BlockCounts {
     pub total: u32,
     pub free: u32,
     pub leased: u32,
-    /// Held by the prefix cache only: freed when room is needed.
+    /// Blocks that only the prefix cache holds; they are freed when room is needed.
     pub cached: u32,
-    /// Not reusable until it is proven that no remote write can still reach them.
+    /// Blocks that cannot be reused until it is proven that no remote write can still reach them.
     pub quarantined: u32,
 }
 
 impl BlockCounts {
-    /// The number of blocks that a new sequence can lease.
+    /// Returns the number of blocks that a new sequence can lease.
     pub fn available(&self) -> u32 {
         self.free + self.cached
     }
@@ -45,10 +45,11 @@ impl BlockCounts {
     }
 }
 
-/// A change of a node's prefix cache. Events are numbered without gaps; a reader that sees a gap asks for a snapshot.
+/// A change of a node's prefix cache. Events are numbered without gaps; a reader that sees a gap requests a
+/// snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BlockEvent {
-    /// The complete list of cached blocks; it replaces all earlier events.
+    /// The complete list of cached blocks. It replaces the result of all earlier events.
     Snapshot(Vec<BlockHash>),
     Stored(Vec<BlockHash>),
     Evicted(Vec<BlockHash>),

@@ -21,7 +21,7 @@ pub struct NodeInfo {
     pub epoch: Epoch,
     pub role: Role,
     pub pid: u32,
-    /// Identifies the machine. Nodes with the same value can use shared memory.
+    /// The id of the machine. Nodes with the same value can use shared memory.
     pub host: String,
     /// `host:port` of the node's gRPC services.
     pub address: String,
@@ -35,7 +35,7 @@ pub struct NodeInfo {
     pub protocol: ProtocolRange,
 }
 
-/// A connector that a node does not offer.
+/// A connector that a node does not offer, with the reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MissingWire {
     pub scheme: Scheme,
@@ -47,9 +47,9 @@ pub struct MissingWire {
 pub enum Role {
     Prefill,
     Decode,
-    /// Prefill and decode over one worker and one block pool.
+    /// A node for prefill and decode, over one worker and one block pool.
     Both,
-    /// Computes nothing, and keeps KV for other nodes. Its model is the one whose KV it keeps.
+    /// A node that computes nothing and keeps KV for other nodes. Its model is the one whose KV it keeps.
     Pool,
 }
 
@@ -96,7 +96,7 @@ pub struct ModelInfo {
 
 /// The properties that two nodes must share to use each other's KV: weights, layout, dtype, rope, tokenizer.
 ///
-/// It keeps named parts instead of one hash, so that a refusal can list the differences.
+/// A fingerprint keeps named parts instead of one hash, so that a refusal can list the differences.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Fingerprint(BTreeMap<String, String>);
 
@@ -109,7 +109,7 @@ impl Fingerprint {
         self.0.iter().map(|(name, value)| (name.as_str(), value.as_str()))
     }
 
-    /// A short hash of all parts. Equal digests mean equal fingerprints.
+    /// Returns a short hash of all parts. Equal digests mean equal fingerprints.
     pub fn digest(&self) -> FingerprintDigest {
         let mut hasher = blake3::Hasher::new();
         for (name, value) in self.parts() {
@@ -123,7 +123,7 @@ impl Fingerprint {
         FingerprintDigest(u64::from_le_bytes(first))
     }
 
-    /// Refuses a peer with a different fingerprint; the error lists the differences.
+    /// Checks that a peer has the same fingerprint. The error lists the differences.
     pub fn agree(&self, peer: &Self) -> Result<(), FingerprintMismatch> {
         let names: std::collections::BTreeSet<&String> = self.0.keys().chain(peer.0.keys()).collect();
         let differences: Vec<String> = names
@@ -148,7 +148,7 @@ impl fmt::Display for FingerprintDigest {
 }
 
 impl FingerprintDigest {
-    /// Parses the form that [`Display`](fmt::Display) writes.
+    /// Parses 16 hexadecimal digits, as [`Display`](fmt::Display) writes them. `None` for any other text.
     pub fn parse(text: &str) -> Option<Self> {
         let is_digest = text.len() == 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
         is_digest.then(|| u64::from_str_radix(text, 16).ok()).flatten().map(Self)
@@ -163,13 +163,15 @@ fn shown(value: Option<&String>) -> &str {
 /// give each token the same number.
 pub const TOKENIZER: &str = "tokenizer";
 
-/// Value of [`TOKENIZER`] for the mock, where a token is a byte.
+/// The value of [`TOKENIZER`] for the mock, where a token is a byte.
 pub const TOKENIZER_BYTES: &str = "bytes";
 
-/// Value of [`TOKENIZER`] for a model without `tokenizer.json`: requests and answers consist of token ids.
+/// The value of [`TOKENIZER`] for a model without `tokenizer.json`: requests and answers consist of token
+/// ids.
 pub const TOKENIZER_NONE: &str = "none";
 
-/// Value of [`TOKENIZER`] for a model folder: half of the BLAKE3 hash of `tokenizer.json`, computed by router and nodes.
+/// Returns the value of [`TOKENIZER`] for a model folder: half of the BLAKE3 hash of `tokenizer.json`. Router
+/// and nodes compute it.
 pub fn tokenizer_digest(bytes: &[u8]) -> String {
     format!("blake3:{}", &blake3::hash(bytes).to_hex()[..32])
 }
@@ -186,7 +188,7 @@ pub struct ProtocolRange {
 }
 
 impl ProtocolRange {
-    /// The newest version that both sides speak.
+    /// Returns the newest version that both sides speak.
     pub fn agree(self, peer: Self) -> Result<u16, ProtocolMismatch> {
         let newest = self.max.min(peer.max);
         if newest >= self.min && newest >= peer.min {

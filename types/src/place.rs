@@ -1,15 +1,15 @@
 //! The choice of the pool nodes that keep a sequence, by rendezvous hashing.
 //!
-//! All processes that know the same members compute the same result. When a node joins or leaves, only the sequences
-//! that this node keeps, or kept, move.
+//! All processes that know the same members compute the same result. When a node joins or leaves, only the
+//! sequences move that this node keeps or kept.
 
 use crate::block::BlockHash;
 use crate::ids::NodeId;
 
 /// Returns the nodes in order of preference for keeping a sequence, the first choice first.
 ///
-/// The key is the hash of the sequence's first block. All sequences with a common beginning are kept on one node, so
-/// a sequence is one transfer from one node.
+/// The key is the hash of the sequence's first block. One node keeps all sequences with a common beginning,
+/// so all KV of a sequence comes from one node.
 pub fn keepers<'a>(nodes: impl IntoIterator<Item = &'a NodeId>, first: BlockHash) -> Vec<&'a NodeId> {
     let mut ranked: Vec<([u8; 32], &NodeId)> =
         nodes.into_iter().map(|node| (rank(node, first), node)).collect();
@@ -51,7 +51,7 @@ mod tests {
         assert_eq!(keepers(&nodes(2), hash(1)).len(), 2);
     }
 
-    /// A sequence moves only if its node left; the order of the members does not matter.
+    /// Removes each pool node in turn: only the sequences that it kept move.
     #[test]
     fn only_what_the_leaver_kept_moves() {
         for n in 2..8 {

@@ -18,9 +18,10 @@ impl fmt::Debug for TokenId {
     }
 }
 
-/// The time at which a request ends, finished or not.
+/// The time by which a request must be answered; it ends then, finished or not.
 ///
-/// It is a moment on this process's clock. Messages carry the time left instead, so clocks need not agree.
+/// A deadline is a moment on this process's clock. Messages carry the time left instead, so clocks need not
+/// agree.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Deadline(Instant);
 
@@ -33,13 +34,13 @@ impl Deadline {
         self.0
     }
 
-    /// The time left at `now`; zero after the deadline.
+    /// Returns the time left at `now`; zero after the deadline.
     pub fn left(self, now: Instant) -> Duration {
         self.0.saturating_duration_since(now)
     }
 }
 
-/// The priority of a prompt. Higher values run first; equal ones run in order of arrival.
+/// The priority of a prompt. Higher values run first; prompts with equal values run in order of arrival.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
 pub struct Priority(pub i8);
 
@@ -47,18 +48,19 @@ pub struct Priority(pub i8);
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PromptModel {
     pub name: Arc<str>,
-    /// The digest of the weights, set once a node is chosen: all further nodes of the request must have the same.
+    /// The digest of the weights, set once a node is chosen: all further nodes of the request must have the
+    /// same weights.
     pub fingerprint: Option<FingerprintDigest>,
 }
 
 impl PromptModel {
-    /// The model with this name, with any weights.
+    /// Makes a `PromptModel` for this model name that accepts any weights.
     pub fn named(name: impl Into<Arc<str>>) -> Self {
         Self { name: name.into(), fingerprint: None }
     }
 
-    /// Checks on a node that the prompt is for the node's model and weights, and refuses it otherwise.
-    /// An empty name passes: it comes from an older router that does not send the name.
+    /// Checks on a node that the prompt is for the node's model and weights. An empty name passes, because an
+    /// older router does not send one.
     pub fn check(&self, own: &ModelInfo) -> Result<(), Refusal> {
         let Self { name, fingerprint } = self;
         if !name.is_empty() && **name != *own.name {
@@ -77,13 +79,13 @@ impl PromptModel {
     }
 }
 
-/// An accepted request. `router/accept.rs` makes it from a client's request, `proto` from a router's message.
+/// An accepted request. The router makes it from a client's request, a node from a router's message.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Prompt {
     pub id: RequestId,
     pub tenant: TenantId,
     pub model: PromptModel,
-    /// The prompt's tokens, followed by those generated before if the sequence is continued.
+    /// The prompt's tokens. If the sequence is continued, the tokens that were generated before follow them.
     pub tokens: Arc<[TokenId]>,
     /// The number of tokens at the end of `tokens` that the model generated; zero for a fresh prompt.
     pub n_generated: usize,
@@ -93,12 +95,12 @@ pub struct Prompt {
     pub deadline: Deadline,
 }
 
-/// 128 bits of BLAKE3 over a prompt's tenant and tokens.
+/// The digest of a prompt: 128 bits of BLAKE3 over its tenant and tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PromptDigest(pub [u8; 16]);
 
 impl Prompt {
-    /// The digest that a landing for this prompt is bound to.
+    /// Returns the digest of the prompt. A landing that is bound to it accepts no other prompt's KV.
     pub fn digest(&self) -> PromptDigest {
         let mut hasher = blake3::Hasher::new_derive_key("baton prompt digest v1");
         let tenant = self.tenant.as_str().as_bytes();
@@ -109,7 +111,7 @@ impl Prompt {
         PromptDigest(digest)
     }
 
-    /// The number of tokens that may still be generated.
+    /// Returns the number of tokens that may still be generated.
     pub fn tokens_left(&self) -> usize {
         (self.stop.max_tokens as usize).saturating_sub(self.n_generated)
     }
@@ -120,13 +122,14 @@ impl Prompt {
         Self { model: PromptModel { fingerprint, ..self.model.clone() }, ..self.clone() }
     }
 
-    /// Returns the prompt that continues this one after `generated`.
+    /// Returns the prompt that continues this one after the tokens `generated`.
     pub fn continued(&self, generated: &[TokenId]) -> Self {
         let tokens = self.tokens.iter().chain(generated).copied().collect();
         Self { tokens, n_generated: self.n_generated + generated.len(), ..self.clone() }
     }
 
-    /// The largest number of tokens whose KV this sequence stores: the last generated token needs no KV.
+    /// Returns how many tokens of this sequence have their KV stored at most: the last generated token needs
+    /// no KV.
     pub fn tokens_at_most(&self) -> usize {
         self.tokens.len() + self.tokens_left().saturating_sub(1)
     }
@@ -135,19 +138,20 @@ impl Prompt {
 /// The parameters of sampling the next token from the model's logits.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
-    /// Zero selects the most likely token (greedy).
+    /// How random the choice is. Zero selects the most likely token (greedy).
     pub temperature: f32,
     pub top_p: f32,
-    /// Zero keeps all tokens.
+    /// The number of most likely tokens to sample from. Zero keeps all tokens.
     pub top_k: u32,
     pub min_p: f32,
     pub repetition_penalty: f32,
     pub presence_penalty: f32,
     pub frequency_penalty: f32,
     pub logit_bias: Vec<(TokenId, f32)>,
-    /// Seed of the random draws, keyed by position: a sequence continued on another node draws the same numbers.
+    /// The seed of the random draws, keyed by position: a sequence continued on another node draws the same
+    /// numbers.
     pub seed: u64,
-    /// The number of alternatives to report beside the chosen token; `None` reports no logprobs.
+    /// The number of alternatives to report beside the chosen token; `None` reports no log-probabilities.
     pub logprobs: Option<u8>,
 }
 
@@ -168,11 +172,12 @@ impl Default for Sampling {
     }
 }
 
-/// The rules that end generation. Stop strings are not here: they are text, and the router handles text.
+/// The rules that end generation. Stop strings are not among them: they are text, which only the router
+/// handles.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StopRules {
     pub max_tokens: u32,
-    /// Stop tokens are not sampled before this many tokens are generated.
+    /// The number of tokens before which no stop token is sampled.
     pub min_tokens: u32,
     pub stop_tokens: Vec<TokenId>,
     /// If true, the model's own end-of-sequence tokens do not end the sequence.

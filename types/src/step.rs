@@ -4,15 +4,15 @@ use std::time::Duration;
 
 use crate::prompt::TokenId;
 
-/// One generated token.
+/// One generated token, with its position in the answer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Step {
     pub token: TokenId,
-    /// The index of this output token, counted from zero over the whole request, continuations included.
-    /// The reader of the stream uses it to detect gaps and repetitions.
+    /// The index of this output token, counted from zero over the whole request, continuations included. The
+    /// reader of the stream uses it to detect gaps and repetitions.
     pub index: u32,
     pub logprobs: Option<Logprobs>,
-    /// Set on the last step only.
+    /// Why the sequence ended. Set on the last step only.
     pub finish: Option<FinishReason>,
 }
 
@@ -39,14 +39,14 @@ pub struct Usage {
     pub cached_tokens: u32,
 }
 
-/// A prefill node's answer, sent as soon as the first token is sampled.
-/// KV may still be on its way then; the `Handoff` that completes it travels over the connector only.
+/// A prefill node's answer, sent as soon as the first token is sampled. KV may still be in transfer then; the
+/// `Handoff` that completes it travels over the connector only.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Prefilled {
     pub first: Step,
     pub usage: Usage,
     /// The time from the prompt's arrival at the node to its first engine step.
     pub queued: Duration,
-    /// The time from its first engine step to the first token.
+    /// The time from the prompt's first engine step to the first token.
     pub computed: Duration,
 }

@@ -42,17 +42,17 @@ impl fmt::Debug for Scheme {
 pub struct WireAddress {
     pub scheme: Scheme,
     pub endpoint: String,
-    /// If true, only nodes on the same host can reach it.
+    /// If true, only nodes on the same host can reach the address.
     pub within_host: bool,
 }
 
-/// The destination of a sequence's KV, for a prefill node.
+/// The destination of a sequence's KV, sent to a prefill node.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Destination {
-    /// Blocks that a decode node or pool node has reserved.
+    /// The KV goes to blocks that a decode node or pool node has reserved.
     Landing(Landing),
-    /// Not known yet. The KV stays leased on the prefill node until `Deliver` names this transfer and a landing,
-    /// or until the deadline passes.
+    /// The landing is not known yet. The KV stays leased on the prefill node until `Deliver` names this
+    /// transfer and a landing, or until the deadline passes.
     Held(TransferId),
 }
 
@@ -71,14 +71,16 @@ pub struct Landing {
     pub transfer: TransferId,
     pub node: NodeId,
     pub epoch: Epoch,
-    /// Sealed with the prompt's digest if the landing is `bound`.
+    /// The right to fill the landing. If the landing is `bound`, the grant is encrypted with the prompt's
+    /// digest.
     pub grant: Grant,
-    /// If true, only a sender that knows the prompt can open the grant.
+    /// If true, only a sender that knows the prompt can decrypt the grant.
     pub bound: bool,
     pub wire: WireAddress,
-    /// The number of tokens whose KV the landing covers: the whole prompt.
+    /// The number of tokens whose KV the landing covers: those of the whole prompt.
     pub n_tokens: u32,
-    /// The number of leading tokens whose KV the receiver already has; they are not sent. A multiple of the block size.
+    /// The number of leading tokens whose KV the receiver already has; their KV is not sent. A multiple of
+    /// the block size.
     pub held_tokens: u32,
     /// The receiver's blocks, one table per layer group, including the blocks it already has.
     pub tables: Vec<Vec<BlockIdx>>,
@@ -87,13 +89,14 @@ pub struct Landing {
 }
 
 impl Landing {
-    /// Seals the grant with the prompt's digest, so that this landing refuses KV of any other prompt.
+    /// Encrypts the grant with the prompt's digest, so that this landing refuses KV of any other prompt.
     #[must_use]
     pub fn bound_to(self, prompt: PromptDigest) -> Self {
         Self { grant: self.grant.sealed(prompt.0), bound: true, ..self }
     }
 
-    /// Opens the grant with the digest of the prompt whose KV is sent. Another prompt's digest yields a wrong grant.
+    /// Decrypts the grant with the digest of the prompt whose KV is sent. Another prompt's digest yields a
+    /// wrong grant.
     #[must_use]
     pub fn opened_with(self, prompt: PromptDigest) -> Self {
         match self.bound {
@@ -102,32 +105,34 @@ impl Landing {
         }
     }
 
-    /// The blocks to send, as indices within the sequence.
+    /// Returns the blocks to send, as indices within the sequence.
     pub fn wanted_blocks(&self) -> Range<u32> {
         let block_tokens = u32::from(self.layout.block_tokens);
         self.held_tokens / block_tokens..self.n_tokens.div_ceil(block_tokens)
     }
 
-    /// The number of pages to send. A page is one layer's part of a block.
+    /// Returns the number of pages to send. A page is one layer's part of a block.
     pub fn wanted_pages(&self) -> usize {
         let n_layers: usize = self.layout.groups.iter().map(|group| group.layers.len()).sum();
         self.wanted_blocks().len() * n_layers
     }
 
-    /// The number of valid tokens in the block at `ordinal`; only the last block can be partly filled.
+    /// Returns the number of valid tokens in block `ordinal` of the sequence; only the last block can be
+    /// partly filled.
     pub fn valid_tokens(&self, ordinal: u32) -> u16 {
         let block_tokens = u32::from(self.layout.block_tokens);
         (self.n_tokens - ordinal * block_tokens).min(block_tokens) as u16
     }
 }
 
-/// Some layers of some blocks of one sequence.
+/// A part of a sequence's KV that is sent at once: some layers of some blocks.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct KvSpan {
     pub group: GroupIdx,
-    /// Block indices within the sequence, not in a pool: sender and receiver use different tables.
+    /// The blocks of the span, as indices within the sequence, not in a pool: sender and receiver use
+    /// different tables.
     pub blocks: Range<u32>,
-    /// Indices into the group's list of layers.
+    /// The layers of the span, as indices into the group's list of layers.
     pub layers: Range<u16>,
 }
 

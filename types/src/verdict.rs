@@ -16,12 +16,12 @@ pub enum Verdict {
     Bug,
 }
 
-/// A refusal by a node, with its kind and reason.
+/// A node's refusal of a request, with its kind and reason.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{kind}: {reason}")]
 pub struct Refusal {
     pub kind: RefusalKind,
-    /// The reason for humans: what was asked and what prevents it.
+    /// The reason for humans: what was requested and what prevents it.
     pub reason: String,
 }
 
@@ -43,7 +43,7 @@ macro_rules! refusal_kinds {
         impl RefusalKind {
             pub const ALL: &'static [Self] = &[$(Self::$name,)*];
 
-            /// The code of this kind on the wire and in docs/errors.md.
+            /// Returns the code of this kind on the wire and in docs/errors.md.
             pub fn code(self) -> &'static str {
                 match self { $(Self::$name => $code,)* }
             }
@@ -60,12 +60,12 @@ macro_rules! refusal_kinds {
 }
 
 refusal_kinds! {
-    /// No room for the sequence's KV.
+    /// The node has no room for the sequence's KV.
     Full = "full" => Verdict::RetryElsewhere,
     /// The predicted work in the node's queue exceeds its limit.
     Queue = "queue" => Verdict::RetryElsewhere,
     Draining = "draining" => Verdict::RetryElsewhere,
-    /// The two sides cannot use each other's KV.
+    /// The two nodes cannot use each other's KV.
     Mismatch = "mismatch" => Verdict::RetryElsewhere,
     /// The landing has ended, has expired or was never granted.
     Landing = "landing" => Verdict::RetryElsewhere,
