@@ -1,6 +1,6 @@
 //! The errors of decoding a message.
 
-/// A message from the wire that cannot be decoded. The error names the field.
+/// The error of a message from the wire that cannot be decoded. It names the field.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConvertError {
     #[error("{field} is missing")]

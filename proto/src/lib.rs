@@ -1,6 +1,6 @@
 //! The messages between Baton's processes: the .proto files, the generated code, and conversions to `types`.
 //!
-//! Every received value is checked here once; code outside this crate uses `types` only.
+//! The conversions check every received value once; code outside this crate uses `types` only.
 #![forbid(unsafe_code)]
 
 mod convert;

@@ -83,7 +83,7 @@ impl TryFrom<v1::BlockEvents> for (u64, BlockEvent) {
     }
 }
 
-/// Encodes block hashes, as all messages carry them.
+/// Encodes block hashes: 16 bytes each, concatenated.
 pub fn hashes_to_wire(hashes: &[BlockHash]) -> v1::BlockHashes {
     let mut bytes = BytesMut::with_capacity(hashes.len() * 16);
     for hash in hashes {
@@ -92,7 +92,7 @@ pub fn hashes_to_wire(hashes: &[BlockHash]) -> v1::BlockHashes {
     v1::BlockHashes { hashes: Bytes::from(bytes) }
 }
 
-/// Decodes block hashes.
+/// Decodes block hashes of 16 bytes each. Refuses a length that is no multiple of 16.
 pub fn hashes_from_wire(wire: &v1::BlockHashes) -> Result<Vec<BlockHash>, ConvertError> {
     let (whole, rest) = wire.hashes.as_chunks::<16>();
     if !rest.is_empty() {

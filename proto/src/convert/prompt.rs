@@ -9,9 +9,9 @@ use super::{narrow, present};
 use crate::error::ConvertError;
 use crate::v1;
 
-/// The longest timeout that a request may have: one day. Longer ones could overflow the clock.
+/// The longest timeout of a request, one day, in milliseconds. A longer one could overflow the clock.
 const TIMEOUT_MS_MAX: u64 = 24 * 60 * 60 * 1000;
-/// The longest identifier that is accepted from a peer.
+/// The longest identifier that is accepted from a peer, in bytes.
 const ID_BYTES_MAX: usize = 256;
 
 /// Encodes a prompt that is sent at `now`.
@@ -112,7 +112,7 @@ impl TryFrom<v1::Sampling> for Sampling {
     }
 }
 
-/// Refuses values that no sampler can use. NaN is in no range.
+/// Refuses sampling parameters that no sampler can use. NaN is in no range, so it is refused too.
 fn in_range(sampling: &Sampling) -> Result<(), ConvertError> {
     let checks = [
         ("sampling.temperature", sampling.temperature, 0.0..=100.0),

@@ -112,7 +112,7 @@ impl From<&Refusal> for v1::Refusal {
 }
 
 impl From<v1::Refusal> for Refusal {
-    /// A code that is unknown here comes from a newer peer and becomes `Failed`.
+    /// Converts a refusal from the wire. An unknown code comes from a newer peer and becomes `Failed`.
     fn from(wire: v1::Refusal) -> Self {
         match RefusalKind::from_code(&wire.code) {
             Some(kind) => Self::new(kind, wire.reason),

@@ -1,4 +1,4 @@
-//! Values survive encoding and decoding, and invalid messages are refused with the field's name.
+//! Tests: values survive encoding and decoding, and invalid messages are refused with the field's name.
 
 use std::time::{Duration, Instant};
 

@@ -12,7 +12,7 @@ use crate::error::ConvertError;
 use crate::v1;
 use crate::v1::prefill_request;
 
-/// The most blocks of a landing in one group. 2^24 blocks are a quarter of a billion tokens.
+/// The most blocks of a landing in one group: 2^24, for a quarter of a billion tokens.
 const TABLE_BLOCKS_MAX: usize = 1 << 24;
 const GROUPS_MAX: usize = 64;
 const LAYERS_MAX: usize = 4096;
@@ -59,7 +59,7 @@ impl TryFrom<v1::Landing> for Landing {
     }
 }
 
-/// Encodes a transfer id, as all messages carry it.
+/// Encodes a transfer id: 16 bytes, big-endian.
 pub fn transfer_to_wire(transfer: TransferId) -> Bytes {
     Bytes::copy_from_slice(&transfer.0.to_be_bytes())
 }
@@ -68,7 +68,7 @@ pub fn transfer_from_wire(wire: &[u8], field: &'static str) -> Result<TransferId
     Ok(TransferId(u128::from_be_bytes(sixteen(wire, field)?)))
 }
 
-/// Decodes the digest that a landing is bound to.
+/// Decodes the digest of the prompt that a pool node's landing is bound to.
 pub fn prompt_digest_from_wire(wire: &[u8]) -> Result<PromptDigest, ConvertError> {
     sixteen(wire, "put.prompt_digest").map(PromptDigest)
 }
