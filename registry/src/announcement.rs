@@ -17,7 +17,8 @@ use crate::error::{Chain, RegistryError};
 pub(crate) const CALL_WITHIN: Duration = Duration::from_secs(3);
 
 /// One node's lease in a registry, as an announcement uses it. An implementation keeps the lease's id and the
-/// connection, and reconnects when the connection is broken; this file does the rest.
+/// connection, and reconnects when the connection is broken. [`keep`] does the rest: retries, renewals and
+/// logs.
 ///
 /// Every call is limited to [`CALL_WITHIN`] and may be dropped before it ends. The next call must then start over.
 #[async_trait]
@@ -26,7 +27,7 @@ pub(crate) trait Presence: Send + 'static {
     async fn announce(&mut self) -> Result<LeaseTerms, RegistryError>;
     /// Renews the lease. [`RegistryError::LeaseLost`] means that the node is no longer a member.
     async fn keep_alive(&mut self) -> Result<(), RegistryError>;
-    /// Ends the lease if there is one. It does not affect a later announcement of the node under another lease.
+    /// Ends the lease if there is one. A later announcement of the node under another lease is not affected.
     async fn withdraw(&mut self) -> Result<(), RegistryError>;
 }
 
@@ -37,7 +38,7 @@ pub(crate) struct LeaseTerms {
     pub(crate) beat: Duration,
 }
 
-/// Keeps one node a member. Dropping it withdraws the node in the background.
+/// A node's membership. Dropping it withdraws the node in the background.
 ///
 /// A task holds the registry's gate until the withdrawal is sent, so the gate does not close earlier.
 #[derive(Debug)]
@@ -47,14 +48,14 @@ pub struct Announcement {
     epoch: Epoch,
     standing: watch::Receiver<Standing>,
     stop: CancellationToken,
-    /// `None` once the task was detached or aborted.
+    /// The task that keeps the node announced; `None` once it was detached or aborted.
     task: Option<Task<()>>,
 }
 
-/// The state of an announcement.
+/// The state of an announcement, as the node sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Standing {
-    /// Not a member, or the lease may have expired. The announcement is being retried.
+    /// The node is not a member, or its lease may have expired. The announcement is being retried.
     Trying,
     Member,
     /// A later life of the node is a member. The announcement is retried in case that life ends.
@@ -75,14 +76,14 @@ impl Announcement {
         *self.standing.borrow()
     }
 
-    /// A receiver of all changes of the standing.
+    /// Returns a receiver of all changes of the standing.
     pub fn standings(&self) -> watch::Receiver<Standing> {
         self.standing.clone()
     }
 
-    /// Waits until the node is a member. It has no timeout. Cancel-safe.
+    /// Waits until the node is a member, without a timeout. Cancel-safe.
     pub async fn announced(&mut self) {
-        // The task holds the sender and outlives `self`, so the channel closes only if the task panicked.
+        // The task holds the sender and outlives `self`, so an error is possible only if the task panicked.
         let _ = self.standing.wait_for(|standing| *standing == Standing::Member).await;
     }
 
@@ -93,7 +94,7 @@ impl Announcement {
         let _ = self.standing.wait_for(|standing| *standing == Standing::Withdrawn).await;
     }
 
-    /// Stops without withdrawing, as if the process had died: the lease expires by itself.
+    /// Stops renewals without withdrawing, as if the process had died: the lease expires by itself.
     pub fn abandon(mut self) {
         drop(self.task.take());
     }
@@ -108,7 +109,7 @@ impl Drop for Announcement {
     }
 }
 
-/// Announces `node` through `presence` and keeps it announced.
+/// Announces `node` through `presence`, and spawns the task that keeps it announced.
 pub(crate) async fn keep(
     node: &NodeInfo,
     presence: impl Presence,
@@ -129,10 +130,10 @@ pub(crate) async fn keep(
     }
 }
 
-/// The longest node id. Ids are part of keys, labels and log lines.
+/// The longest node id, in bytes. Ids are part of keys, labels and log lines.
 const ID_BYTES_MAX: usize = 128;
 
-/// Refuses a node that no registry accepts.
+/// Checks a node's id and the size of its entry. No registry accepts a node that fails.
 pub(crate) fn check(node: &NodeInfo) -> Result<(), RegistryError> {
     let invalid =
         |reason: &str| Err(RegistryError::InvalidNode { id: node.id.clone(), reason: reason.to_owned() });
@@ -152,7 +153,7 @@ pub(crate) fn check(node: &NodeInfo) -> Result<(), RegistryError> {
 
 // === Keeper ===
 
-/// The state of the task behind an announcement.
+/// The state of the task that keeps a node announced.
 struct Keeper<P> {
     id: NodeId,
     presence: P,
@@ -161,11 +162,12 @@ struct Keeper<P> {
     backoff: Backoff,
 }
 
-/// Receives one answer: success, or an error that no retry can resolve.
+/// The sender of one answer: success, or an error that no retry can resolve.
 type FirstAnswer = oneshot::Sender<Result<(), RegistryError>>;
 
 fn hand_over(first: FirstAnswer, answer: Result<(), RegistryError>) {
-    // Without a receiver the announcement was dropped, and its `stop` ends this task.
+    // Sending fails if the announcement was dropped; its `stop` then ends this task, so the failure is
+    // ignored.
     let _ = first.send(answer);
 }
 
@@ -264,8 +266,8 @@ impl<P: Presence> Keeper<P> {
         self.stand(Standing::Trying);
     }
 
-    /// Returns the pause before the next attempt, at most one beat. A registry that returns gives every lease its full
-    /// time again and must hear from the node within it.
+    /// Returns the pause before the next renewal is tried, at most one beat. A registry that returns renews
+    /// all leases, and the node must renew its own before it expires again.
     fn unheard(&mut self, error: &RegistryError, lapses: Instant, beat: Duration) -> Duration {
         if self.backoff.is_fresh() {
             warn!(node = %self.id, error = %Chain(error), "registry is unreachable, the node's lease may expire");
@@ -276,7 +278,7 @@ impl<P: Presence> Keeper<P> {
         self.backoff.next(self.world.draw()).min(beat)
     }
 
-    /// Notifies waiting receivers only if the standing changes.
+    /// Sets the standing. Receivers are notified only if it has changed.
     fn stand(&self, standing: Standing) {
         self.standing.send_if_modified(|now| std::mem::replace(now, standing) != standing);
     }

@@ -1,14 +1,14 @@
-//! The pause before the next attempt.
+//! The pause before a failed call is tried again.
 
 use std::time::Duration;
 
 const FIRST: Duration = Duration::from_millis(50);
-/// Short, so that members return soon after their registry; long enough that a thousand nodes do not overload a registry
-/// that is starting.
+/// The longest pause. It is short, so that members return soon after their registry, and long enough that a
+/// thousand nodes do not overload a registry that is starting.
 const LONGEST: Duration = Duration::from_secs(1);
 
-/// Pauses that double up to a limit. Each is shortened by up to half at random, so that the nodes of a cluster do not
-/// all reconnect at the same moment.
+/// Pauses that double up to a limit. Each pause is shortened by up to half at random, so that the nodes of a
+/// cluster do not all reconnect at the same moment.
 #[derive(Debug, Default)]
 pub struct Backoff {
     n_failed: u32,
@@ -22,12 +22,13 @@ impl Backoff {
         jittered(pause, draw)
     }
 
-    /// Starts over after a success.
+    /// Begins again with the shortest pause, after a success.
     pub fn reset(&mut self) {
         self.n_failed = 0;
     }
 
-    /// Whether no failure has happened since the last success. Only the first failure of a row is logged as a warning.
+    /// Returns whether no failure has happened since the last success. Only the first failure of a row is
+    /// logged as a warning.
     pub fn is_fresh(&self) -> bool {
         self.n_failed == 0
     }

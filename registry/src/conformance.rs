@@ -19,7 +19,7 @@ use types::{
 
 use crate::{Announcement, Members, MembershipEvent, Registry, RegistryError, Standing};
 
-/// The timeout of every wait in a case. The longest wait is that for a lease to expire.
+/// The timeout of every wait in a case. The longest wait is for a lease to expire.
 const WITHIN: Duration = Duration::from_secs(60);
 
 /// An empty registry under test, used by two members of one cluster.
@@ -31,7 +31,7 @@ pub struct Subject {
     pub keep: Box<dyn Keep>,
 }
 
-/// Any value that a [`Subject`] keeps alive.
+/// A value that a [`Subject`] keeps alive, of any type.
 pub trait Keep: Any + Debug + Send + Sync {}
 
 impl<T: Any + Debug + Send + Sync> Keep for T {}
@@ -163,7 +163,7 @@ pub async fn an_impossible_node_is_refused(subject: Subject) {
 
 // === helpers for tests of registries ===
 
-/// Makes a node. Equal arguments make equal nodes.
+/// Makes a node for a test. Equal arguments make equal nodes.
 pub fn node(id: &str, epoch: u64) -> NodeInfo {
     let wire = |scheme| WireAddress {
         scheme: Scheme::new(scheme),
@@ -208,10 +208,10 @@ pub async fn in_time<T>(wait: impl Future<Output = T>) -> T {
     timeout(WITHIN, wait).await.expect("it takes too long")
 }
 
-/// A watch, and the members according to its events.
+/// A watch of a registry, and the members according to its events.
 pub struct Watcher {
     events: BoxStream<'static, MembershipEvent>,
-    /// Whether the first event was received.
+    /// Whether the watch has returned its first event.
     heard: bool,
     pub members: Members,
 }

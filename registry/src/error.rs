@@ -1,4 +1,4 @@
-//! The errors between a process and its registry.
+//! The errors of a process's calls to its registry.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -9,13 +9,13 @@ use types::{Epoch, NodeId, Verdict};
 /// The delay after which a caller should try again.
 const RETRY_IN: Duration = Duration::from_secs(1);
 
-/// A cause that depends on the implementation.
+/// The source of an error, as the registry's implementation reports it.
 pub type Cause = Box<dyn std::error::Error + Send + Sync>;
 
 /// The errors of a registry. `operation` names the failed call in a few words.
 #[derive(Debug, thiserror::Error)]
 pub enum RegistryError {
-    /// `url` is shown without its password.
+    /// The address of the registry is invalid; `url` is shown without its password.
     #[error("registry address {url}: {reason}")]
     Url { url: String, reason: String },
     #[error("read {}", path.display())]
@@ -25,7 +25,7 @@ pub enum RegistryError {
     /// The registry refused the call.
     #[error("{operation}: refused by the registry")]
     Denied { operation: &'static str, source: Cause },
-    /// The registry did not answer, or could not process the call.
+    /// The registry did not answer, or could not process the call. A retry may help.
     #[error("{operation}: the registry cannot be reached")]
     Unreachable { operation: &'static str, source: Cause },
     #[error("{operation}: no answer within {} ms", within.as_millis())]
@@ -63,7 +63,7 @@ impl RegistryError {
         }
     }
 
-    /// The kind of problem, which tells an operator what to check.
+    /// Returns the kind of problem, which tells an operator what to check.
     pub fn trouble(&self) -> Trouble {
         let cause = Chain(self).to_string().to_lowercase();
         let says = |parts: &[&str]| parts.iter().any(|part| cause.contains(part));
@@ -72,14 +72,15 @@ impl RegistryError {
             Self::Denied { .. } if says(&["user name is empty", "user id or password"]) => Trouble::Password,
             Self::Denied { .. } if says(&["permission denied"]) => Trouble::Permission,
             Self::Denied { .. } if says(&["cluster's secret", "cluster secret", "clock"]) => Trouble::Secret,
-            // Some layers above TLS keep only the text of its errors, or only the fact that the peer disconnected. This
-            // happens if a certificate is missing, or if plain text is sent to a TLS port.
+            // Some layers above TLS keep only the text of its errors, or only the fact that the peer
+            // disconnected, so the text is searched. This happens if a certificate is missing, or if plain
+            // text is sent to a TLS port.
             _ if says(&TLS_FAILED) => Trouble::Certificate,
             _ => Trouble::Unreachable,
         }
     }
 
-    /// Whether retrying cannot help, because an operator has to change something.
+    /// Returns whether retrying cannot help, because an operator has to change something.
     pub fn is_final(&self) -> bool {
         self.verdict() == Verdict::Reject
     }
@@ -96,10 +97,10 @@ const TLS_FAILED: [&str; 7] = [
     "broken pipe",
 ];
 
-/// The kinds of problems between a process and its registry. Each is fixed in a different place.
+/// The kinds of problems between a process and its registry. An operator fixes each in a different place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trouble {
-    /// The address, or a file that it names.
+    /// The address is invalid, or a file that it names cannot be read.
     Address,
     /// The user or the password is wrong or missing.
     Password,
@@ -107,13 +108,13 @@ pub enum Trouble {
     Permission,
     /// The caller and the registry have different secrets or clocks.
     Secret,
-    /// One end does not accept the other's certificate, or only one of them speaks TLS.
+    /// One end does not accept the other's certificate, or only one end speaks TLS.
     Certificate,
-    /// Nothing answers, or something other than a registry does.
+    /// There is no answer at the address, or the answer is not a registry's.
     Unreachable,
 }
 
-/// Prints an error with all its causes, for log lines.
+/// Displays an error with all its causes, for log lines.
 pub(crate) struct Chain<'a>(pub(crate) &'a dyn std::error::Error);
 
 impl fmt::Display for Chain<'_> {

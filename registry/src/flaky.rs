@@ -16,8 +16,8 @@ use crate::open::RegistryParts;
 use crate::watch::{Feed, News, follow};
 use crate::{MembershipEvent, Registry};
 
-/// Forwards all calls to the inner registry, except during a fault set by its [`FaultSwitch`]. It keeps the trait's
-/// contract: code that fails with it relies on more than the contract.
+/// A registry that forwards all calls to an inner one, except during a fault set by its [`FaultSwitch`]. It
+/// keeps the trait's contract: code that fails with it relies on more than the contract.
 #[derive(Debug)]
 pub struct Flaky<R> {
     inner: Arc<R>,
@@ -25,7 +25,7 @@ pub struct Flaky<R> {
     fault: watch::Sender<Fault>,
 }
 
-/// Injects faults into a [`Flaky`] registry.
+/// The switch that injects faults into a [`Flaky`] registry.
 #[derive(Clone, Debug)]
 pub struct FaultSwitch(watch::Sender<Fault>);
 
@@ -43,7 +43,7 @@ impl<R: Registry> Flaky<R> {
 }
 
 impl FaultSwitch {
-    /// Makes the registry unreachable.
+    /// Makes the registry unreachable until [`FaultSwitch::back`].
     pub fn away(&self) {
         self.0.send_modify(|fault| fault.away = true);
     }
@@ -53,7 +53,7 @@ impl FaultSwitch {
         self.0.send_modify(|fault| fault.away = false);
     }
 
-    /// Interrupts every watch once.
+    /// Interrupts every watch once, so that its next event is a snapshot.
     pub fn gap(&self) {
         self.0.send_modify(|fault| fault.n_gaps += 1);
     }
@@ -135,7 +135,7 @@ impl<R> FlakyPresence<R> {
 
 struct FlakyFeed<R> {
     inner: Arc<R>,
-    /// `None` after a fault: a new watch begins with a snapshot.
+    /// The events of the inner registry; `None` after a fault: a new watch begins with a snapshot.
     events: Option<BoxStream<'static, MembershipEvent>>,
     fault: watch::Receiver<Fault>,
 }

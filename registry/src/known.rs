@@ -8,21 +8,23 @@ use types::{NodeId, NodeInfo};
 use crate::MembershipEvent;
 use crate::members::Members;
 
-/// The members according to one watch. It is pure: the time is an argument.
+/// The members according to one watch. The struct reads no clock: the time is an argument.
 ///
-/// A registry that restarted without its data reports no members. One that was suspended for longer than its leases
-/// expires them all when it resumes. Both say nothing about the nodes, which will announce themselves again. So after
-/// such an event departures are *doubted*: a missing node stays a member until the doubts end.
+/// A registry that restarted without its data reports no members. A registry that was suspended for longer
+/// than its leases expires them all when it resumes. Neither proves that the nodes have ended; they will
+/// announce themselves again. So after such an event departures are *doubted*: a missing node stays a member
+/// until the doubts end.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
     members: Members,
     /// Members that the registry does not report, while departures are doubted.
     missed: BTreeSet<NodeId>,
-    /// `None`: departures are believed, and no member is missing.
+    /// The time at which missing members count as left; `None`: departures are believed, and no member is
+    /// missing.
     doubts_end: Option<Instant>,
 }
 
-/// The treatment of members that are not in the registry's snapshot.
+/// How to treat members that are not in the registry's snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AbsentMembers {
     HaveLeft,
@@ -30,8 +32,9 @@ pub(crate) enum AbsentMembers {
 }
 
 impl Known {
-    /// Applies the registry's whole state. If absent members may return, departures are doubted until `until`. Doubts that
-    /// have not ended are extended, because no node could announce itself without a connection.
+    /// Applies the registry's whole state. If absent members may return, departures are doubted until
+    /// `until`. Doubts that have not ended are extended, because no node could announce itself without a
+    /// connection.
     pub(crate) fn snapshot(
         &mut self,
         nodes: Vec<NodeInfo>,

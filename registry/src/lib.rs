@@ -1,8 +1,8 @@
 //! The registry: nodes announce themselves as members, and routers and nodes watch the members.
 //!
-//! Suggested reading order: the contract below; its common implementation ([`announcement`], and [`watch`] over
-//! [`known`]); the registry as a table in memory ([`table`], [`memory`]); the same table served over gRPC ([`embedded`]);
-//! and [`etcd`].
+//! Suggested reading order: the contract [`Registry`]; its common implementation ([`announcement`], and
+//! [`watch`] over [`known`]); the registry as a table in memory ([`table`], [`memory`]); the same table
+//! served over gRPC ([`embedded`]); and [`etcd`].
 #![forbid(unsafe_code)]
 
 pub mod announcement;
@@ -36,7 +36,7 @@ pub use members_file::{MembersFile, OldMembers};
 pub use memory::MemoryRegistry;
 pub use open::{RegistryParts, ask_once, open};
 
-/// The list of the cluster's members. It does not include their load.
+/// The list of the cluster's members, without their load.
 ///
 /// A registry is advice. A member may have died a moment ago, so its peers must expect errors. Members that are already
 /// known stay usable while the registry is unreachable.
@@ -89,15 +89,15 @@ pub trait Registry: Debug + Send + Sync + 'static {
     async fn watch(&self) -> Result<BoxStream<'static, MembershipEvent>, RegistryError>;
 }
 
-/// A change of the members. Few events exist at a time, so a large variant costs nothing.
+/// A change of the members. Few events exist at a time, so the size of the largest variant does not matter.
 #[allow(clippy::large_enum_variant)]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MembershipEvent {
-    /// The complete list of members; it replaces all earlier events.
+    /// The complete list of members. It replaces the result of all earlier events.
     Snapshot(Vec<NodeInfo>),
     /// A new member, or new data of a known member with the same id and epoch.
     /// A new epoch is reported as `Left` of the old life followed by `Joined` of the new one.
     Joined(NodeInfo),
-    /// This life of the node has withdrawn, or its lease has expired.
+    /// A life of a node has withdrawn, or its lease has expired.
     Left { id: NodeId, epoch: Epoch },
 }

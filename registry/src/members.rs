@@ -6,7 +6,8 @@ use types::{NodeId, NodeInfo};
 
 use crate::MembershipEvent;
 
-/// The members by id. After all events of one watch are applied in order, it equals the registry's state.
+/// The members by id. After all events of one watch are applied in order, this map equals the registry's
+/// state.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Members(BTreeMap<NodeId, NodeInfo>);
 
@@ -19,7 +20,7 @@ impl Members {
             MembershipEvent::Joined(node) => {
                 self.0.insert(node.id.clone(), node.clone());
             }
-            // The end of an older life does not remove a newer one.
+            // The epoch is compared, so that the end of an older life does not remove a newer one.
             MembershipEvent::Left { id, epoch } => {
                 if self.0.get(id).is_some_and(|node| node.epoch == *epoch) {
                     self.0.remove(id);
@@ -44,7 +45,7 @@ impl Members {
         self.0.is_empty()
     }
 
-    /// Inserts or replaces a node and returns the events that this causes.
+    /// Inserts or replaces a node. Returns the events that this causes.
     pub(crate) fn join(&mut self, node: NodeInfo) -> Vec<MembershipEvent> {
         let before = self.0.insert(node.id.clone(), node.clone());
         joined(before.as_ref(), node)

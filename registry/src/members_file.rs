@@ -15,11 +15,11 @@ pub struct MembersFile {
     path: PathBuf,
 }
 
-/// The contents of the file.
+/// The members that the file contains, and its age.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OldMembers {
     pub nodes: Vec<NodeInfo>,
-    /// The time of writing, since 1970.
+    /// The time at which the file was written, since 1970.
     pub written: Duration,
 }
 
@@ -28,7 +28,7 @@ impl MembersFile {
         Self { path }
     }
 
-    /// Reads the file. `None` if it does not exist.
+    /// Reads the members from the file. Returns `None` if the file does not exist.
     pub fn read(&self) -> io::Result<Option<OldMembers>> {
         let bytes = match std::fs::read(&self.path) {
             Ok(bytes) => bytes,

@@ -16,15 +16,15 @@ use crate::error::RegistryError;
 use crate::table::{LeaseId, Table};
 use crate::{MembershipEvent, Registry};
 
-/// The lease of a node. It is long enough that a node without CPU time can still renew it; routing detects a dead node
-/// much earlier by itself.
+/// The lifetime of a node's lease. It is long enough that a node without CPU time can still renew it; routing
+/// detects a dead node much earlier by itself.
 pub const TTL: Duration = Duration::from_secs(10);
-/// Renewals per lease. There are many, because renewals also tell a node that the registry restarted, and a restarted
-/// router should know its nodes within a second.
+/// Renewals per lease time. There are many, because a renewal also tells a node that the registry restarted,
+/// and a restarted router should know its nodes within a second.
 const BEATS_PER_TTL: u32 = 10;
 /// Checks for expired leases per lease time. An expiry is noticed a tenth of a lease late at most.
 const LOOKS_PER_TTL: u32 = 10;
-/// A watcher with more unread events than this gets a snapshot instead.
+/// The number of unread events beyond which a watcher gets a snapshot instead.
 const EVENTS_BEHIND_MAX: usize = 1024;
 
 /// A registry in memory. Clones are handles to the same table.
@@ -39,9 +39,10 @@ pub struct MemoryRegistry {
 struct Shared {
     /// The number of this life of the registry. A changed number tells watchers that its members were lost.
     life: u64,
-    /// Locked for one change and its events, never across an await, so that all watchers see the same order.
+    /// The mutex is held for one change and its events, never across an await, so that all watchers see the
+    /// same order.
     state: Mutex<State>,
-    /// The task that expires leases; aborted with the last handle.
+    /// The task that expires leases. It is aborted with the last handle.
     reaper: OnceLock<Task<()>>,
 }
 
@@ -71,12 +72,12 @@ impl MemoryRegistry {
         self.shared.state().table.ttl()
     }
 
-    /// The current members.
+    /// Returns the current members.
     pub fn members(&self) -> Vec<NodeInfo> {
         self.shared.state().table.members()
     }
 
-    /// Makes a node a member under a new lease.
+    /// Makes a node a member under a new lease, and returns the lease's id.
     pub(crate) fn grant(&self, node: NodeInfo) -> Result<LeaseId, RegistryError> {
         let lease = LeaseId(self.world.draw());
         let now = self.world.now();
@@ -91,7 +92,8 @@ impl MemoryRegistry {
         self.shared.change(|table| Ok(((), table.withdraw(lease).into_iter().collect())))
     }
 
-    /// Returns the members and then every change. A reader that was too slow gets a snapshot again.
+    /// Returns a stream of the members and then every change. A reader that was too slow gets a snapshot
+    /// again.
     pub(crate) fn events(&self) -> BoxStream<'static, MembershipEvent> {
         let behind = Reader { registry: self.clone(), events: None };
         stream::unfold(behind, |mut reader| async move {
@@ -134,7 +136,7 @@ impl Shared {
         let (answer, events) = change(&mut state.table)?;
         for event in events {
             tell(&event);
-            // Sending fails if there are no watchers.
+            // Sending fails only if there are no watchers, so the error is ignored.
             let _ = state.events.send(event);
         }
         Ok(answer)
@@ -173,7 +175,7 @@ async fn reap(shared: Weak<Shared>, every: Duration, world: World) {
 /// One watcher's position in the stream of events.
 struct Reader {
     registry: MemoryRegistry,
-    /// `None` before the first snapshot, and after the watcher was too slow.
+    /// The receiver of changes; `None` before the first snapshot, and after the watcher was too slow.
     events: Option<broadcast::Receiver<MembershipEvent>>,
 }
 
@@ -218,7 +220,7 @@ impl Presence for InMemory {
     }
 }
 
-/// The lease terms of the embedded registry, in memory and over gRPC.
+/// Returns the lease terms of the embedded registry, in memory and over gRPC.
 pub(crate) fn terms(ttl: Duration) -> LeaseTerms {
     LeaseTerms { ttl, beat: ttl / BEATS_PER_TTL }
 }

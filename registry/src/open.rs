@@ -16,7 +16,7 @@ use crate::watch::{Feed, News};
 #[derive(Clone, Debug)]
 pub struct RegistryParts {
     pub world: World,
-    /// The gate for the registry's tasks.
+    /// The gate of the registry's tasks.
     pub gate: Gate,
 }
 
@@ -28,7 +28,7 @@ struct Opened {
     feed: Box<dyn Feed>,
 }
 
-/// All registries by scheme. A new registry is one file and one line here.
+/// The constructor of each registry, by scheme. A new registry is one file and one entry here.
 const REGISTRIES: [(&str, Open); 2] = [
     ("embedded", |url, parts| {
         let registry = EmbeddedRegistry::open(url, parts)?;
@@ -42,13 +42,13 @@ const REGISTRIES: [(&str, Open); 2] = [
 
 /// Opens the registry at `url`: `embedded://router:50051`, or `etcd://host:2379,host:2379/cluster`.
 ///
-/// It sends nothing yet. An unreachable address is noticed at the first call, and retried.
+/// Nothing is sent yet. An unreachable address is noticed at the first call, which is retried.
 pub fn open(url: &str, parts: RegistryParts) -> Result<Arc<dyn Registry>, RegistryError> {
     Ok(opened(url, parts)?.registry)
 }
 
-/// Asks the registry at `url` once for its members. Unlike [`Registry::watch`] it fails instead of retrying, for a
-/// caller that diagnoses the error ([`RegistryError::trouble`]).
+/// Requests the members from the registry at `url` once. Unlike [`Registry::watch`] it fails instead of
+/// retrying, for a caller that diagnoses the error ([`RegistryError::trouble`]).
 pub async fn ask_once(url: &str, parts: RegistryParts) -> Result<Vec<NodeInfo>, RegistryError> {
     let news = opened(url, parts)?.feed.next().await?;
     let members = news.into_iter().flat_map(|news| match news {

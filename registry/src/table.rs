@@ -1,4 +1,4 @@
-//! The membership table: members and their leases. It is pure: the time is an argument.
+//! The membership table: members and their leases. It reads no clock: the time is an argument.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,7 +11,8 @@ use crate::MembershipEvent;
 use crate::error::RegistryError;
 use crate::members::{joined, left};
 
-/// The largest number of members, more than Baton is made for. More announcements are a mistake or an attack.
+/// The largest number of members, more than a Baton cluster needs. More announcements are a mistake or an
+/// attack.
 pub const N_MEMBERS_MAX: usize = 10_000;
 
 /// The id of one lease. It is random, so that a restarted registry does not know leases of its former life.
@@ -36,7 +37,8 @@ struct Member {
 }
 
 impl Table {
-    /// A lease expires `ttl` after its last renewal. [`Table::lapse`] must be called several times within `ttl`.
+    /// Makes an empty table. A lease expires `ttl` after its last renewal, so [`Table::lapse`] must be called
+    /// several times within `ttl`.
     pub fn new(ttl: Duration, now: Instant) -> Self {
         Self { ttl, places: BTreeMap::new(), leases: BTreeMap::new(), looked: now }
     }
@@ -45,8 +47,8 @@ impl Table {
         self.ttl
     }
 
-    /// Makes this life of the node a member under `lease`, unless a later life is a member.
-    /// A lease that it replaces becomes invalid, so that it cannot withdraw the node any more.
+    /// Makes this life of the node a member under `lease`, unless a later life is a member. A lease that it
+    /// replaces becomes invalid, so that it cannot withdraw the node any more.
     pub fn announce(
         &mut self,
         node: NodeInfo,
@@ -76,7 +78,7 @@ impl Table {
         }
     }
 
-    /// Renews a lease. Fails if it has expired or was replaced.
+    /// Renews a lease. Fails if the lease has expired or was replaced.
     pub fn keep_alive(&mut self, lease: LeaseId, now: Instant) -> Result<(), RegistryError> {
         let id = self.leases.get(&lease).ok_or(RegistryError::LeaseLost)?;
         let place = self.places.get_mut(id).ok_or(RegistryError::LeaseLost)?;
@@ -90,10 +92,10 @@ impl Table {
         self.places.remove(&id).map(|place| left(&place.node))
     }
 
-    /// Ends expired leases.
+    /// Removes the members whose lease has expired. Returns the events.
     ///
-    /// If this call is late, this process was suspended or had no CPU time, so renewals may have been missed. All leases
-    /// then get their full time again.
+    /// If the call is late, the process was suspended or had no CPU time, so renewals may have been missed.
+    /// All leases then get their full time again.
     pub fn lapse(&mut self, now: Instant) -> Vec<MembershipEvent> {
         let stood_still = now.saturating_duration_since(self.looked) > self.ttl / 2;
         self.looked = now;

@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::error::RegistryError;
 
-/// The largest number of hosts, more than any etcd cluster has members.
+/// The largest number of hosts in an address, more than an etcd cluster has members.
 const HOSTS_MAX: usize = 16;
 
 /// The decoded parts of a registry's address. `Debug` and `Display` never show the password.
@@ -12,14 +12,14 @@ const HOSTS_MAX: usize = 16;
 pub struct RegistryUrl {
     pub scheme: String,
     pub user: Option<User>,
-    /// `host` or `host:port`, at least one.
+    /// The hosts as `host` or `host:port`, at least one.
     pub hosts: Vec<String>,
     /// The path, without its first slash.
     pub path: String,
     pub query: Vec<(String, String)>,
 }
 
-/// The user name and password.
+/// The user name and password in an address.
 #[derive(Clone, PartialEq, Eq)]
 pub struct User {
     pub name: String,
@@ -31,12 +31,12 @@ impl RegistryUrl {
         parse(text).map_err(|reason| RegistryError::Url { url: without_password(text), reason })
     }
 
-    /// Makes an error about this address.
+    /// Makes an error about this address. The password is not shown.
     pub fn refuse(&self, reason: impl Into<String>) -> RegistryError {
         RegistryError::Url { url: self.to_string(), reason: reason.into() }
     }
 
-    /// Refuses query names other than `names`, and duplicates.
+    /// Checks that the query has only these `names`, each at most once.
     pub fn only(&self, names: &[&str]) -> Result<(), RegistryError> {
         for (at, (name, _)) in self.query.iter().enumerate() {
             if !names.contains(&name.as_str()) {
@@ -99,7 +99,8 @@ fn parse_port(host: &str) -> Result<(), String> {
     }
 }
 
-/// Returns the text after the colon. Colons inside the brackets of an IPv6 address do not count.
+/// Returns the port in `host`, the text after the colon. Colons inside the brackets of an IPv6 address do not
+/// count.
 pub fn port_of(host: &str) -> Option<&str> {
     let name_end = host.rfind(']').map_or(0, |at| at + 1);
     host[name_end..].split_once(':').map(|(_, port)| port)

@@ -16,7 +16,7 @@ use crate::backoff::Backoff;
 use crate::error::{Chain, RegistryError};
 use crate::known::{AbsentMembers, Known};
 
-/// A registry's news in order, as a watch consumes them.
+/// The source of a registry's news, in order. A watch consumes them.
 #[async_trait]
 pub(crate) trait Feed: Send + 'static {
     /// Returns the next news. Connects first if there is no connection. An error ends the connection, so the news after it
@@ -25,15 +25,16 @@ pub(crate) trait Feed: Send + 'static {
     /// Cancel-safe: no news is lost if the future is dropped.
     async fn next(&mut self) -> Result<Vec<News>, RegistryError>;
 
-    /// The lifetime of a lease: after an outage, members have this time to announce themselves again.
+    /// Returns the lifetime of a lease: after an outage, members have this time to announce themselves again.
     fn ttl(&self) -> Duration;
 }
 
-/// A message of a registry. A watch turns it into [`MembershipEvent`]s.
+/// One message of a registry. A watch turns it into [`MembershipEvent`]s.
 #[allow(clippy::large_enum_variant)]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum News {
-    /// All members. `forgot` is true if the registry has lost its data since this watch's last news.
+    /// The complete list of members. `forgot` is true if the registry has lost its data since this watch's
+    /// last news.
     All {
         nodes: Vec<NodeInfo>,
         forgot: bool,
@@ -42,8 +43,9 @@ pub(crate) enum News {
     Gone(NodeId),
 }
 
-/// After an outage of `ttl` divided by this number, departures are doubted. Members may have been cut off too, and
-/// longer than this watch noticed: a silent peer is detected by pings, some seconds late.
+/// A connection lost for `ttl` divided by this number counts as an outage, after which departures are
+/// doubted. Members may have been cut off too, and longer than this watch noticed: a silent peer is detected
+/// by pings, some seconds late.
 const OUTAGES_PER_TTL: u32 = 4;
 
 /// Turns a feed into the stream that [`crate::Registry::watch`] returns.
@@ -61,10 +63,10 @@ struct Follower<F> {
     feed: F,
     world: World,
     known: Known,
-    /// Events to return before more news are read. One message bounds their number.
+    /// Events to return before more news are read. One message of the registry limits their number.
     ready: VecDeque<MembershipEvent>,
     backoff: Backoff,
-    /// The time of the disconnection; `None` while connected.
+    /// The time at which the connection was lost; `None` while connected.
     away_since: Option<Instant>,
 }
 
@@ -83,7 +85,8 @@ impl<F: Feed> Follower<F> {
     }
 
     async fn listen(&mut self) -> Heard {
-        // While the registry is unreachable no node can announce itself, so the doubts do not end.
+        // While the registry is unreachable no node can announce itself, so the doubts do not end and no
+        // timeout is set.
         let until = self.known.doubts_end().filter(|_| self.away_since.is_none());
         let news = self.feed.next();
         let answer = match until {

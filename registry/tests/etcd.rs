@@ -63,8 +63,8 @@ impl Pair {
         Self { nodes, announcements, watcher }
     }
 
-    /// During `trouble` the watcher reports both nodes and nothing else. Afterwards a fresh watcher, which knows only
-    /// what etcd returns, sees both.
+    /// Asserts that the watcher reports both nodes and nothing else during `trouble`. Afterwards a fresh
+    /// watcher, which knows only what etcd returns, must see both.
     async fn survives(&mut self, registry: &dyn Registry, trouble: impl Future<Output = ()>) {
         let trouble = async {
             trouble.await;
@@ -80,7 +80,7 @@ impl Pair {
         assert_eq!(self.watcher.next().await, MembershipEvent::Snapshot(self.nodes.to_vec()));
     }
 
-    /// Asserts that the watcher receives later events.
+    /// Asserts that the watcher still receives events: one node leaves, and the watcher reports it.
     async fn goes_on(mut self) {
         let [a, _b] = self.announcements;
         drop(a);
@@ -139,7 +139,7 @@ async fn while_etcd_is_away_nothing_is_said() {
     let mut pair = Pair::of(&*registry).await;
     etcd.stop().await;
     let mut fresh = Watcher::of(&*registry).await;
-    // Longer than any lease.
+    // The silence is longer than any lease, so leases expire within it.
     let silence = Duration::from_secs(4);
     tokio::time::timeout(silence, pair.watcher.next()).await.expect_err("the members stay known");
     tokio::time::timeout(silence, fresh.next())
@@ -228,7 +228,7 @@ async fn compact(client: &EtcdClient) {
     client.kv().compact(v3::CompactionRequest { revision }).await.expect("there is history");
 }
 
-/// Returns all keys with this prefix.
+/// Returns the request for all keys with this prefix.
 fn range(prefix: &str) -> v3::RangeRequest {
     v3::RangeRequest { key: prefix.into(), range_end: prefix_end(prefix), keys_only: true }
 }
@@ -310,7 +310,7 @@ async fn nothing_but_the_mark_stays_behind() {
 
 const USER: (&str, &str) = ("baton", "p@ss word");
 
-/// Turns on authentication, with one user whose role covers the keys of one cluster.
+/// Turns on authentication in etcd, with one user whose role covers the keys of one cluster.
 async fn protect(etcd: &Etcd) {
     let mut auth = etcd.client().await.auth();
     let (key, range_end) = (PREFIX.into(), prefix_end(PREFIX));
@@ -333,7 +333,8 @@ async fn a_user_who_may_use_the_prefix_is_enough() {
     protect(&etcd).await;
     let registry = open(&format!("etcd://baton:p%40ss%20word@{}/blue?ttl_s=3", etcd.endpoint()));
     let mut pair = Pair::of(&*registry).await;
-    // Longer than a token's lifetime: the announcements continue, and the watch notices when one ends.
+    // The wait is longer than a token's lifetime: the announcements continue, and the watch notices when one
+    // ends.
     tokio::time::timeout(Duration::from_secs(4), pair.watcher.next()).await.expect_err("nothing happens");
     pair.goes_on().await;
 }
@@ -376,7 +377,7 @@ async fn tls_with_certificates_on_both_sides() {
     assert_eq!(in_plain_text.expect("it may be mended on etcd's side").standing(), Standing::Trying);
 }
 
-/// The kinds of trouble that `baton doctor` distinguishes, one address for each.
+/// Provokes each kind of trouble that `baton doctor` distinguishes, with one address for each.
 #[tokio::test]
 async fn what_is_wrong_is_told_apart() {
     let trouble = async |url: String| {
@@ -422,12 +423,13 @@ async fn signs_of_life_are_few() {
     let span = Duration::from_secs(4);
     tokio::time::timeout(span, pair.watcher.next()).await.expect_err("nothing happens");
     let n_requests = requests(&etcd).await - before;
-    // Four renewals per lease and node, up to twice as often because of jitter, and one read with each.
+    // The limits allow for four renewals per lease and node, up to twice as often because of jitter, and one
+    // read with each.
     assert!((4..=2 * 8 + 2).contains(&n_requests), "{n_requests} requests of two nodes in one lease's time");
     assert_eq!(pair.watcher.members.get(&NodeId::new("a")), Some(&pair.nodes[0]));
 }
 
-/// Returns how many reads, writes and grants etcd has answered.
+/// Returns the number of reads, writes and grants that etcd has answered, from its metrics page.
 async fn requests(etcd: &Etcd) -> u64 {
     let page = in_time(metrics(&etcd.endpoint())).await.expect("etcd answers");
     let counts = page.lines().filter(|line| line.starts_with("grpc_server_handled_total"));

@@ -27,7 +27,8 @@ enum Answer {
     Later,
 }
 
-/// A registry that gives scripted answers, and then always `Yes`.
+/// A registry that gives scripted answers, and then `Yes` to every call. It records the calls with their
+/// times.
 #[derive(Clone, Default)]
 struct Scripted {
     answers: Arc<Mutex<VecDeque<Answer>>>,

@@ -21,8 +21,8 @@ use crate::url::{RegistryUrl, port_of};
 use crate::watch::{Feed, News, follow};
 use crate::{MembershipEvent, Registry};
 
-/// The registry that the router at an address serves. A restarted router has lost its members; their announcements notice
-/// it at the next renewal and announce again.
+/// The registry that the router at an address serves. A restarted router has lost its members; each member
+/// notices this at its next renewal and announces itself again.
 #[derive(Clone, Debug)]
 pub struct EmbeddedRegistry {
     client: BootstrapClient<RpcChannel>,
@@ -31,7 +31,8 @@ pub struct EmbeddedRegistry {
 }
 
 impl EmbeddedRegistry {
-    /// `address` is the `host:port` of the router's gRPC services. Sends nothing yet.
+    /// Makes a client of the registry at `address`, the `host:port` of the router's gRPC services. Nothing is
+    /// sent yet.
     pub fn new(address: &str, world: World, gate: Gate) -> Self {
         let client = BootstrapClient::new(channel(&world, address, RpcLimits::default()))
             .max_decoding_message_size(proto::MESSAGE_BYTES_MAX)
@@ -39,7 +40,7 @@ impl EmbeddedRegistry {
         Self { client, world, gate }
     }
 
-    /// Opens `embedded://host:port`.
+    /// Opens the registry at `embedded://host:port`. Nothing is sent yet.
     pub fn open(url: &RegistryUrl, parts: RegistryParts) -> Result<Self, RegistryError> {
         url.only(&[])?;
         match url.hosts.as_slice() {
@@ -131,7 +132,7 @@ const WATCH: &str = "watch the embedded registry";
 struct GrpcFeed {
     client: BootstrapClient<RpcChannel>,
     connection: Option<Streaming<v1::WatchEvent>>,
-    /// The life of the registry in the last snapshot.
+    /// The number of the registry's life in the last snapshot. A new number means that its members were lost.
     life: Option<u64>,
     ttl: Duration,
 }
@@ -171,7 +172,8 @@ impl GrpcFeed {
         error
     }
 
-    /// Events that cannot be decoded come from a newer version and are ignored.
+    /// Converts an event of the router. Events that cannot be decoded come from a newer version and are
+    /// ignored.
     fn read(&mut self, event: v1::WatchEvent) -> Vec<News> {
         match event.event {
             Some(Event::Snapshot(snapshot)) => vec![self.read_snapshot(snapshot)],

@@ -17,15 +17,16 @@ use crate::error::RegistryError;
 use crate::memory::MemoryRegistry;
 use crate::table::LeaseId;
 
-/// `baton.v1.Bootstrap` over a registry in memory. The process that serves it watches the same registry directly.
+/// The service `baton.v1.Bootstrap` over a registry in memory. The process that serves it watches the same
+/// registry directly.
 #[derive(Debug)]
 pub struct BootstrapService {
     registry: MemoryRegistry,
-    /// Ends the watches, which would otherwise block a graceful stop.
+    /// The shutdown ends the watches, which would otherwise block a graceful stop.
     shutdown: Shutdown,
 }
 
-/// Makes the service for a server's routes.
+/// Makes the registry's service for a gRPC server.
 pub fn bootstrap_server(registry: MemoryRegistry, shutdown: Shutdown) -> BootstrapServer<BootstrapService> {
     BootstrapServer::new(BootstrapService { registry, shutdown })
         .max_decoding_message_size(proto::MESSAGE_BYTES_MAX)

@@ -47,13 +47,13 @@ impl Router {
         let limits = ServerLimits { drain: Duration::ZERO, ..ServerLimits::default() };
         let (stop, callers) = (shutdown.clone(), Callers::known_to(&world));
         let serving = spawn_guarded(&gate, "serve", async move {
-            // The test cuts connections, so errors are expected.
+            // The test cuts connections, so an error of the server is ignored.
             let _ = rpc::serve(listener, routes, stop, limits, callers).await;
         });
         Self { address, registry, shutdown, serving }
     }
 
-    /// Stops the router and cuts its connections.
+    /// Stops the router and cuts its connections. Returns its address, for a router that starts there again.
     async fn stop(self) -> String {
         self.shutdown.trigger();
         in_time(self.serving).await.expect("it ends");

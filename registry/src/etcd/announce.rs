@@ -24,9 +24,9 @@ use super::settings::EtcdSettings;
 use crate::announcement::{LeaseTerms, Presence};
 use crate::error::RegistryError;
 
-/// Renewals per lease: two may be lost before the lease expires. Each renewal is two small requests.
+/// Renewals per lease time: the lease survives two lost ones. Each renewal is two small requests.
 const BEATS_PER_TTL: u32 = 4;
-/// Attempts to write the key while other processes change it at the same time.
+/// How often an announcement tries to write the key while other processes change it at the same time.
 const PUT_ATTEMPTS: usize = 4;
 
 pub(crate) struct InEtcd {
@@ -34,9 +34,9 @@ pub(crate) struct InEtcd {
     keys: Keys,
     node: NodeInfo,
     world: World,
-    /// `None` after an error: the next call reconnects.
+    /// The connection; `None` after an error, and the next call reconnects.
     connection: Option<EtcdClient>,
-    /// The lease that the node's key is attached to, or was attached to last.
+    /// The id of the lease that the node's key is attached to, or was attached to last.
     lease: Option<i64>,
     pulse: Option<Pulse>,
 }
@@ -77,13 +77,14 @@ impl Presence for InEtcd {
 
     async fn keep_alive(&mut self) -> Result<(), RegistryError> {
         match self.beat().await {
-            // The error has dropped the connection. The new one authenticates again.
+            // The error has dropped the connection, so the renewal is tried once more over a new one, which
+            // authenticates again.
             Err(error) if token_expired(&error) => self.beat().await,
             done => done,
         }
     }
 
-    /// Revoking a lease deletes only the keys attached to it, so the key of a later life stays.
+    /// Revokes the lease. etcd then deletes only the keys attached to it, so the key of a later life stays.
     async fn withdraw(&mut self) -> Result<(), RegistryError> {
         let Some(lease) = self.lease else { return Ok(()) };
         let client = self.client().await?;
@@ -116,7 +117,7 @@ impl InEtcd {
         let granted = client.lease().lease_grant(request).await;
         let granted = granted.map_err(|status| failed("grant a lease", status))?.into_inner();
         if let Err(error) = self.put(client, granted.id).await {
-            // The lease holds no key. Without the revocation it would expire by itself.
+            // The revocation is best effort: the lease holds no key and would expire by itself.
             let _ = client.lease().lease_revoke(LeaseRevokeRequest { id: granted.id }).await;
             return Err(error);
         }
@@ -129,7 +130,8 @@ impl InEtcd {
         for _ in 0..PUT_ATTEMPTS {
             let seen = self.read(client).await?;
             self.refuse_later_life(seen.as_ref())?;
-            // From here on the key may be attached to our lease, even if the answer is lost.
+            // The lease is stored before the write, because the key may be attached to it even if the answer
+            // is lost.
             self.lease = Some(lease);
             if self.put_over(client, lease, seen.map_or(0, |seen| seen.mod_revision)).await? {
                 return Ok(());
@@ -146,7 +148,8 @@ impl InEtcd {
     }
 
     fn refuse_later_life(&self, seen: Option<&KeyValue>) -> Result<(), RegistryError> {
-        // A value that cannot be decoded, or that has no valid signature of the cluster, belongs to no node.
+        // A value that cannot be decoded, or that has no valid signature of the cluster, belongs to no node
+        // and may be replaced.
         let identity = self.world.identity();
         let seen = seen.filter(|seen| identity.check_entry(&seen.key, &seen.value).is_ok());
         let seen = seen.and_then(|seen| v1::NodeInfo::decode(&*seen.value).ok());
@@ -158,7 +161,8 @@ impl InEtcd {
         }
     }
 
-    /// Writes the key if its revision is still `seen` (0: absent). Also writes the mark of etcd's data if it is absent.
+    /// Writes the key if its revision is still `seen` (0: absent), and the mark of etcd's data if it is
+    /// absent. Returns whether the key was written.
     async fn put_over(&self, client: &EtcdClient, lease: i64, seen: i64) -> Result<bool, RegistryError> {
         let key = self.keys.node(&self.node.id).into_bytes();
         let value = v1::NodeInfo::from(&self.node).encode_to_vec();
@@ -177,7 +181,8 @@ impl InEtcd {
         transaction(absent, [Request::RequestPut(PutRequest { key, value, lease: 0 })])
     }
 
-    /// Checks that the key is attached to the lease. It may be deleted by hand or lost in a restored backup.
+    /// Checks that the key is attached to the lease. An operator may have deleted it, or a restored backup
+    /// may lack it.
     async fn holds_its_key(&self, client: &EtcdClient, lease: i64) -> Result<(), RegistryError> {
         match self.read(client).await? {
             Some(seen) if seen.lease == lease => Ok(()),
@@ -199,7 +204,7 @@ fn transaction(condition: Compare, success: impl IntoIterator<Item = Request>) -
 // === Pulse ===
 
 impl Pulse {
-    /// Opens the stream and sends the first renewal.
+    /// Opens the stream of renewals and sends the first one.
     async fn start(client: &EtcdClient, lease: i64) -> Result<Self, RegistryError> {
         let (requests, queued) = mpsc::channel(1);
         requests

@@ -12,7 +12,7 @@ use super::settings::EtcdSettings;
 use crate::error::{Cause, RegistryError};
 use crate::url::User;
 
-/// etcd's messages and calls, as far as `rpc.proto` declares them.
+/// The messages and calls of etcd's API that `rpc.proto` declares.
 #[allow(clippy::all, clippy::pedantic, missing_debug_implementations)]
 pub mod v3 {
     tonic::include_proto!("etcdserverpb");
@@ -24,21 +24,23 @@ use v3::lease_client::LeaseClient;
 use v3::watch_client::WatchClient;
 
 const CONNECT_WITHIN: Duration = Duration::from_secs(2);
-/// A connected but silent member is detected after the interval and the timeout. This must be well before leases expire:
-/// otherwise a watch would believe the departures that such a member reports when it resumes.
+/// Interval of pings. A connected but silent member is detected after interval and timeout. Leases must not
+/// expire before that: a watch would believe the departures that such a member reports when it resumes.
 const PING_INTERVAL: Duration = Duration::from_secs(2);
 const PING_TIMEOUT: Duration = Duration::from_secs(2);
 
 type EtcdChannel = InterceptedService<Channel, CallHeaders>;
 
-/// Calls to one etcd cluster, spread over its members. Cheap to clone; the connections close with the last clone.
+/// A client of one etcd cluster, with a connection to each member. Cheap to clone; the connections close with
+/// the last clone.
 #[derive(Clone, Debug)]
 pub struct EtcdClient {
     channel: EtcdChannel,
 }
 
 impl EtcdClient {
-    /// Authenticates if `settings` has a user. Without a user, nothing is sent before the first call.
+    /// Makes a client, and authenticates if `settings` has a user. Without a user, nothing is sent before the
+    /// first call.
     pub async fn connect(settings: &EtcdSettings) -> Result<Self, RegistryError> {
         let endpoints: Result<Vec<Endpoint>, RegistryError> =
             settings.endpoints.iter().map(|address| endpoint(address, settings)).collect();
@@ -89,12 +91,12 @@ async fn authenticate(channel: Channel, user: &User) -> Result<MetadataValue<Asc
     MetadataValue::try_from(token).map_err(|error| unusable(error.into()))
 }
 
-/// Makes the error for settings, or files named in them, that cannot be used. Retrying does not help.
+/// Makes the error for settings, or files named in them, that cannot be used. A retry does not help.
 fn unusable(source: Cause) -> RegistryError {
     RegistryError::Denied { operation: "connect to etcd", source }
 }
 
-/// Classifies an etcd error: one that a retry may resolve, or one that it cannot.
+/// Classifies an etcd error: a denial, which no retry resolves, or an unreachable etcd.
 pub(crate) fn failed(operation: &'static str, status: Status) -> RegistryError {
     let is_denied = is_denial(&status);
     let source = Box::new(status);
@@ -105,8 +107,8 @@ pub(crate) fn failed(operation: &'static str, status: Status) -> RegistryError {
     }
 }
 
-/// An expired token is no denial (a new connection gets a new one). A wrong password is, and etcd reports it as an
-/// invalid argument.
+/// Returns whether etcd denied the call. An expired token is no denial (a new connection gets a new one). A
+/// wrong password is, and etcd reports it as an invalid argument.
 fn is_denial(status: &Status) -> bool {
     matches!(
         status.code(),
@@ -114,13 +116,13 @@ fn is_denial(status: &Status) -> bool {
     )
 }
 
-/// Whether a call failed only because the connection's token has expired.
+/// Returns whether a call failed only because the connection's token has expired.
 pub(crate) fn token_expired(error: &RegistryError) -> bool {
     let RegistryError::Unreachable { source, .. } = error else { return false };
     source.downcast_ref::<Status>().is_some_and(|status| status.code() == Code::Unauthenticated)
 }
 
-/// The metadata of every call.
+/// Adds the user's token to every call, and requires an etcd member with a leader.
 #[derive(Clone, Debug)]
 pub struct CallHeaders {
     token: Option<MetadataValue<Ascii>>,
@@ -128,7 +130,8 @@ pub struct CallHeaders {
 
 impl Interceptor for CallHeaders {
     fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
-        // A member that has lost contact to its cluster must refuse the call instead of serving old data.
+        // With this header a member that has lost contact to its cluster refuses the call instead of serving
+        // old data.
         request.metadata_mut().insert("hasleader", MetadataValue::from_static("true"));
         if let Some(token) = &self.token {
             request.metadata_mut().insert("token", token.clone());
@@ -141,7 +144,7 @@ impl Interceptor for CallHeaders {
 pub fn prefix_end(prefix: &str) -> Vec<u8> {
     let mut end = prefix.as_bytes().to_vec();
     if let Some(last) = end.last_mut() {
-        // UTF-8 has no byte 0xff, so there is always a next one.
+        // UTF-8 has no byte 0xff, so the increment cannot overflow.
         *last += 1;
     }
     end

@@ -8,13 +8,13 @@ pub(crate) struct Keys {
     prefix: String,
 }
 
-/// The purpose of a key under the prefix.
+/// What a key under the prefix is for.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Key {
-    /// The mark of etcd's data. If it has changed or is absent, the data was replaced.
+    /// The key of the mark of etcd's data. If the mark has changed or is absent, the data was replaced.
     Life,
     Node(NodeId),
-    /// Not a key of this version of Baton.
+    /// A key that this version of Baton does not use.
     Other,
 }
 
@@ -23,7 +23,8 @@ impl Keys {
         Self { prefix: format!("/baton/{cluster}/") }
     }
 
-    /// Ends with a slash, so that `blue` is no prefix of the keys of `blues`.
+    /// Returns the prefix of all keys. It ends with a slash, so that `blue` is no prefix of the keys of
+    /// `blues`.
     pub(crate) fn prefix(&self) -> &str {
         &self.prefix
     }

@@ -5,9 +5,8 @@
 //! | `/baton/<cluster>/nodes/<id>` | `baton.v1.NodeInfo`, protobuf, signed | as long as its node's lease |
 //! | `/baton/<cluster>/life` | a random number | forever; the first node that finds it absent writes it |
 //!
-//! The second key tells watchers whether an etcd without members has lost its data. No code outside this folder
-//! knows etcd.
-//! See `docs/decisions/0001-etcd-api-from-our-own-protos.md`.
+//! The key `life` tells watchers whether an etcd without members has lost its data. Only this module uses
+//! etcd's API. See `docs/decisions/0001-etcd-api-from-our-own-protos.md`.
 
 mod announce;
 pub mod client;
@@ -39,13 +38,15 @@ pub struct EtcdRegistry {
 }
 
 impl EtcdRegistry {
-    /// Reads the certificates once, so that a missing file is reported at once. Sends nothing yet.
+    /// Makes a registry and reads the certificates, so that a missing file is reported at once. Nothing is
+    /// sent yet.
     pub fn new(settings: EtcdSettings, parts: RegistryParts) -> Result<Self, RegistryError> {
         settings.check()?;
         Ok(Self { settings, world: parts.world, gate: parts.gate })
     }
 
-    /// Opens `etcd://user:password@host:port,host:port/cluster?ca=…`; see [`EtcdSettings::from_url`].
+    /// Opens the registry at `etcd://user:password@host:port,host:port/cluster?ca=…`; see
+    /// [`EtcdSettings::from_url`].
     pub fn open(url: &RegistryUrl, parts: RegistryParts) -> Result<Self, RegistryError> {
         Self::new(EtcdSettings::from_url(url)?, parts)
     }

@@ -10,40 +10,42 @@ use crate::url::{RegistryUrl, User, port_of};
 
 const PORT: u16 = 2379;
 const CLUSTER: &str = "default";
-/// The lease of a node: how long a dead node stays a member, and how long etcd may be unreachable without an expiry.
+/// The lifetime of a node's lease: how long a dead node stays a member, and how long etcd may be unreachable
+/// without an expiry.
 const TTL: Duration = Duration::from_secs(10);
-/// etcd counts leases in seconds, and refuses leases shorter than its election timeout.
+/// The shortest lease, in seconds, as etcd counts them. etcd refuses leases shorter than its election
+/// timeout.
 const TTL_S_MIN: u64 = 1;
 const TTL_S_MAX: u64 = 600;
 
 const NAMES: [&str; 6] = ["ca", "cert", "key", "server_name", "password_file", "ttl_s"];
 
-/// The settings for one etcd. `Debug` does not show the password.
+/// The settings of the connection to one etcd. `Debug` does not show the password.
 #[derive(Clone, Debug)]
 pub struct EtcdSettings {
-    /// `host:port`, at least one.
+    /// The addresses of etcd's members as `host:port`, at least one.
     pub endpoints: Vec<String>,
     /// The name of the Baton cluster. Clusters with different names can share an etcd.
     pub cluster: String,
     pub user: Option<User>,
-    /// `None` for plain text.
+    /// The certificates for TLS; `None` for plain text.
     pub tls: Option<TlsFiles>,
     pub ttl: Duration,
 }
 
-/// PEM files. They are read for every connection, so that renewed certificates are used.
+/// The PEM files for TLS. They are read for every connection, so that renewed certificates are used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsFiles {
-    /// The authority that signs etcd's certificate.
+    /// The certificate of the authority that signs etcd's certificate.
     pub ca: PathBuf,
     /// The client certificate and its key, if etcd requires them.
     pub identity: Option<(PathBuf, PathBuf)>,
-    /// The name in etcd's certificate, if it differs from the host in the address.
+    /// The name in etcd's certificate; `None` if it is the host in the address.
     pub server_name: Option<String>,
 }
 
 impl EtcdSettings {
-    /// Settings for plain text without a user.
+    /// Makes settings for plain text without a user.
     pub fn new(endpoints: Vec<String>, cluster: impl Into<String>) -> Self {
         Self { endpoints, cluster: cluster.into(), user: None, tls: None, ttl: TTL }
     }
@@ -63,7 +65,7 @@ impl EtcdSettings {
         })
     }
 
-    /// Reports missing or invalid certificate files before the first connection.
+    /// Reads the certificate files, so that missing or invalid ones are reported before the first connection.
     pub(crate) fn check(&self) -> Result<(), RegistryError> {
         self.tls.as_ref().map_or(Ok(()), |tls| tls.options().map(drop))
     }
@@ -133,7 +135,7 @@ impl TlsFiles {
     }
 }
 
-/// Reads a small file. It is read once per connection, so it needs no thread of its own.
+/// Reads a small file, once per connection. It blocks so briefly that it needs no thread of its own.
 fn read(path: &Path) -> Result<Vec<u8>, RegistryError> {
     std::fs::read(path).map_err(|source| RegistryError::ReadFile { path: path.to_owned(), source })
 }

@@ -39,11 +39,11 @@ struct Connection {
     _client: EtcdClient,
 }
 
-/// The state of etcd at the last news, to detect an etcd that has lost its data.
+/// What etcd last reported about its data, to detect an etcd that has lost them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Heard {
     revision: i64,
-    /// The mark of its data, if there was one.
+    /// The value of the key `life`, if the key existed.
     life: Option<Vec<u8>>,
 }
 
@@ -136,7 +136,7 @@ impl EtcdFeed {
         }
     }
 
-    /// Reads a member's entry. One without the cluster's signature is ignored.
+    /// Reads a member's entry. An entry without the cluster's signature is ignored.
     fn read_node(&self, id: &NodeId, entry: &KeyValue) -> Option<NodeInfo> {
         if let Err(refused) = self.identity.check_entry(&entry.key, &entry.value) {
             warn!(key = %id, error = %refused, "member ignored: its record is refused");
@@ -147,14 +147,14 @@ impl EtcdFeed {
 }
 
 impl Heard {
-    /// Whether the data was lost. Unless it is, the revision only grows and the mark does not change. (A restored backup
-    /// has the same mark and an older revision.)
+    /// Returns whether etcd has lost its data since `before`. Otherwise the revision only grows and the mark
+    /// does not change. (A restored backup has the same mark and an older revision.)
     fn forgot(&self, before: &Self) -> bool {
         self.revision < before.revision || self.life != before.life
     }
 }
 
-/// Opens a watch. etcd answers the request that creates it with a message without events.
+/// Opens a watch of etcd's keys and waits for its confirmation, a message without events.
 async fn open(client: EtcdClient, create: WatchCreateRequest) -> Result<Connection, RegistryError> {
     let refused = |status| failed("watch the members", status);
     let (requests, queued) = mpsc::channel(1);
@@ -165,7 +165,8 @@ async fn open(client: EtcdClient, create: WatchCreateRequest) -> Result<Connecti
     Ok(Connection { changes, _requests: requests, _client: client })
 }
 
-/// Decodes a member's entry. One that cannot be decoded, written by a newer version or by hand, is ignored.
+/// Decodes a member's entry. An entry that cannot be decoded, written by a newer version or by hand, is
+/// ignored.
 fn read_node(id: &NodeId, entry: &KeyValue) -> Option<NodeInfo> {
     let node = v1::NodeInfo::decode(&*entry.value).map_err(|error| error.to_string());
     let node = node.and_then(|node| NodeInfo::try_from(node).map_err(|error| error.to_string()));

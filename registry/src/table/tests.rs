@@ -20,7 +20,7 @@ fn table() -> (Table, Clock) {
     (Table::new(TTL, start), Clock(start))
 }
 
-/// Expires leases every second, as the reaper does.
+/// Expires leases at each of these seconds, as the registry's task does. Returns the events.
 fn look(table: &mut Table, clock: &Clock, seconds: std::ops::RangeInclusive<u64>) -> Vec<MembershipEvent> {
     seconds.flat_map(|second| table.lapse(clock.at(second))).collect()
 }
@@ -52,7 +52,8 @@ fn a_registry_that_stood_still_expires_no_node() {
 
 #[test]
 fn one_place_for_one_id() {
-    // The epoch that holds the place, the epoch that asks for it, and the resulting events.
+    // Each case: the epoch of the member, the epoch that is announced, and the resulting events (`None`:
+    // refused).
     let joined = |epoch| MembershipEvent::Joined(node("a", epoch));
     for (held, asked, told) in
         [(1, 2, Some(vec![left("a", 1), joined(2)])), (1, 1, Some(vec![])), (2, 1, None)]

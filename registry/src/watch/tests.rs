@@ -7,7 +7,7 @@ use crate::conformance::{Watcher, left, node};
 
 const TTL: Duration = Duration::from_secs(10);
 
-/// A feed that returns scripted news and then nothing.
+/// One answer of the scripted feed: news, an error, or silence for some time.
 enum Line {
     Says(Vec<News>),
     Breaks,

@@ -26,7 +26,8 @@ impl Certificates {
 
     fn issue(&self, authority: &CertifiedIssuer<'_, KeyPair>, name: &str, purpose: ExtendedKeyUsagePurpose) {
         let mut params = CertificateParams::new(["127.0.0.1".to_owned()]).expect("a good name");
-        // etcd also connects to itself with its own certificate.
+        // The certificate is also valid for clients, because etcd connects to itself with its own
+        // certificate.
         params.extended_key_usages = vec![purpose, ExtendedKeyUsagePurpose::ClientAuth];
         let key = key();
         let certificate = params.signed_by(&key, authority).expect("the authority can sign");
@@ -42,7 +43,7 @@ impl Certificates {
         self.folder.path().join(name)
     }
 
-    /// Makes an etcd use TLS and require client certificates of this authority.
+    /// Returns the arguments with which an etcd uses TLS and requires client certificates of this authority.
     pub fn etcd_arguments(&self) -> Vec<String> {
         let file = |name| self.path(name).display().to_string();
         ["--client-cert-auth".to_owned()]

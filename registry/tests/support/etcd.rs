@@ -15,7 +15,7 @@ use tonic::Code;
 
 const STARTS_WITHIN: Duration = Duration::from_secs(30);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// Attempts to start: another process may take the port before etcd binds it.
+/// How often a start is tried: another process may take the port before etcd binds it.
 const PORT_ATTEMPTS: usize = 5;
 
 #[derive(Debug)]
@@ -23,10 +23,10 @@ pub struct Etcd {
     folder: TempDir,
     client_port: u16,
     peer_port: u16,
-    /// Further arguments, and the client's TLS files if TLS is used.
+    /// Further command-line arguments of etcd.
     arguments: Vec<String>,
     tls: Option<TlsFiles>,
-    /// `None` while it is stopped.
+    /// The running process; `None` while etcd is stopped.
     process: Option<Child>,
 }
 
@@ -47,19 +47,19 @@ impl Etcd {
         panic!("etcd does not start: {}", etcd.log());
     }
 
-    /// `host:port` for clients.
+    /// Returns etcd's address for clients as `host:port`.
     pub fn endpoint(&self) -> String {
         format!("127.0.0.1:{}", self.client_port)
     }
 
-    /// A client without a user.
+    /// Returns a client that authenticates as no user.
     pub async fn client(&self) -> EtcdClient {
         let mut settings = EtcdSettings::new(vec![self.endpoint()], "test");
         settings.tls = self.tls.clone();
         EtcdClient::connect(&settings).await.expect("nothing is sent yet")
     }
 
-    /// Kills the process. Its data stay.
+    /// Kills the process. Its data stay for a restart.
     pub async fn stop(&mut self) {
         let mut process = self.process.take().expect("it runs");
         process.kill().await.expect("it is ours");
@@ -89,7 +89,8 @@ impl Etcd {
         rustix::process::kill_process(pid, signal).expect("it is ours");
     }
 
-    /// Starts the process and waits until it serves. Returns false if it ended at once, as it does if a port is taken.
+    /// Starts the process and waits until it serves. Returns false if it ended at once, as when a port is
+    /// taken.
     async fn resume(&mut self) -> bool {
         self.process = Some(self.command().spawn().expect("the binary is there"));
         timeout(STARTS_WITHIN, self.is_up()).await.expect("etcd starts in time")
@@ -106,7 +107,7 @@ impl Etcd {
         true
     }
 
-    /// Whether it answers a read, even with a refusal.
+    /// Returns whether etcd answers a read, even with a refusal.
     async fn answers(&self) -> bool {
         let read = RangeRequest { key: b"test".to_vec(), ..RangeRequest::default() };
         match timeout(Duration::from_secs(1), self.client().await.kv().range(read)).await {
@@ -128,7 +129,7 @@ impl Etcd {
             .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
             .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
             .args(["--initial-cluster", &format!("one={peer}"), "--unsafe-no-fsync"])
-            // Short election timeouts, because etcd allows no shorter lease.
+            // Short election timeouts allow short leases: etcd refuses a lease shorter than them.
             .args(["--heartbeat-interval", "50", "--election-timeout", "500"])
             .args(&self.arguments)
             .stdin(Stdio::null())

@@ -4,7 +4,8 @@ use chassis::net::{Listener, Net, Stream, TcpNet};
 use chassis::{Gate, Task, spawn_guarded};
 use tokio::sync::watch;
 
-/// Forwards connections to one address. While it is cut, open connections are closed and new ones are not answered.
+/// A proxy that forwards connections to one address. While it is cut, open connections are closed and new
+/// ones are not answered.
 #[derive(Debug)]
 pub struct Wire {
     address: String,
