@@ -9,16 +9,16 @@ use node::{Counted, Counter};
 use tokio::sync::oneshot;
 use types::{Landing, Refusal, RefusalKind, TransferId};
 
-/// The most sequences whose KV may be held. Their blocks are usually the tighter limit.
+/// The most transfers that may be held. Their blocks are usually the tighter limit.
 const HELD_MAX: u32 = 1024;
 
-/// The sender that gives a held sequence its landing.
+/// The sender that gives held KV its landing, and the connector to send it with.
 type Name = oneshot::Sender<(Arc<dyn KvConnector>, Landing)>;
 
-/// Held KV by transfer. Clones share one map.
+/// Held transfers by id. Clones share one map.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct HeldTransfers {
-    /// Locked for one lookup or change, never across an await.
+    /// The mutex is held for one lookup or change, never across an await.
     places: Arc<Mutex<HashMap<TransferId, Name>>>,
     held: Counter,
 }
@@ -32,12 +32,13 @@ pub(crate) struct HeldTransfer {
 }
 
 impl HeldTransfers {
-    /// `held` counts the held transfers.
+    /// Makes an empty map; the counter `held` counts its transfers.
     pub(crate) fn new(held: Counter) -> Self {
         Self { places: Arc::default(), held }
     }
 
-    /// Adds an entry for KV that will be held. The receiver gets the landing, or an error when the KV is released.
+    /// Adds an entry for KV that will be held. The receiver gets the landing, or an error when the KV is
+    /// released.
     #[allow(clippy::type_complexity, reason = "the entry, and the receiver of its landing")]
     pub(crate) fn put(
         &self,
@@ -54,7 +55,7 @@ impl HeldTransfers {
         Ok((HeldTransfer { held: self.clone(), transfer, _counted: counted }, named))
     }
 
-    /// Names the landing of held KV. This is possible once.
+    /// Passes the landing to the transfer's receiver and removes the entry, so this is possible once.
     pub(crate) fn name(
         &self,
         transfer: TransferId,
@@ -72,7 +73,7 @@ impl HeldTransfers {
 }
 
 impl HeldTransfer {
-    /// Whether a landing was named. If so, the KV is being sent.
+    /// Returns whether a landing was named. Its KV is then being sent.
     pub(crate) fn is_named(&self) -> bool {
         !self.held.places().contains_key(&self.transfer)
     }

@@ -1,7 +1,7 @@
 //! Computes the KV of prompts and sends it to landings.
 //!
-//! A prompt comes in through [`service`] and runs in the scheduler's worker. Its KV leaves through the `outbox`.
-//! `held_transfers` keeps KV whose landing is not yet known.
+//! A prompt comes in through [`service`] and runs in the scheduler's worker. Its KV leaves through the
+//! `outbox`. `held_transfers` keeps KV whose landing is not yet known.
 #![forbid(unsafe_code)]
 
 pub mod service;

@@ -11,16 +11,17 @@ use scheduler::{SINK_SLACK, SequenceEnd, Sink, StepTiming};
 use tokio::sync::{mpsc, oneshot};
 use types::{Destination, Handoff, KvSpan, Landing, PromptDigest, Refusal, RefusalKind, Step, TransferId};
 
-/// Chunks that may wait for the wire.
+/// The number of chunks that may wait for the connector.
 const CHUNKS_MAX: usize = 40;
-/// Chunks that may still come once there is no room: for each step in flight a chunk of every layer group, a cached
-/// prefix, and the handoff.
+/// The number of chunks that may still come once the queue is full: for each step in flight a chunk of every
+/// layer group, a cached prefix, and the handoff.
 const CHUNKS_IN_FLIGHT: usize = 4 * SINK_SLACK;
 
-/// The first token with its timing, or the reason why there is none.
+/// The first token with its timing, or the reason for its absence.
 pub(crate) type First = Result<(Step, StepTiming), Refusal>;
 
-/// The scheduler's end of a delivery.
+/// The scheduler's end of one KV delivery: it queues chunks for the connector and answers with the first
+/// token.
 #[derive(Debug)]
 pub(crate) struct Outbox {
     transfer: TransferId,
@@ -29,8 +30,8 @@ pub(crate) struct Outbox {
     first: Option<oneshot::Sender<First>>,
 }
 
-/// Makes the outbox of a prompt of `n_tokens`, the answer that it will give, and the queue that it fills. `on_taken` is
-/// called when the queue has more room.
+/// Makes the outbox of a prompt of `n_tokens`, a receiver of its answer, and the queue that it fills.
+/// `on_taken` is called when the queue has room again.
 pub(crate) fn outbox(
     transfer: TransferId,
     n_tokens: u32,
@@ -43,7 +44,8 @@ pub(crate) fn outbox(
 }
 
 impl Outbox {
-    /// Without a receiver the chunk is dropped: the transfer has failed, and its owner cancels the sequence.
+    /// Queues a chunk. Without a receiver the chunk is dropped: the transfer has failed, and its owner
+    /// cancels the sequence.
     fn send(&self, chunk: Chunk) {
         let _ = self.chunks.try_send(chunk);
     }
@@ -65,7 +67,8 @@ impl Sink for Outbox {
     }
 
     fn step(&mut self, step: Step, timing: StepTiming) {
-        // The answer goes first: the delivery may be complete as soon as it has the token.
+        // The answer is sent before the handoff, because the delivery may be complete as soon as it has the
+        // token.
         self.answer(Ok((step.clone(), timing)));
         self.send(Chunk::Handoff(Handoff { transfer: self.transfer, n_tokens: self.n_tokens, first: step }));
     }
@@ -79,7 +82,7 @@ impl Sink for Outbox {
 
 // === delivery ===
 
-/// Sends the queue's chunks to `to` as they come. Dropped early, it aborts the transfer.
+/// Sends the queue's chunks to `to` as they come. Dropping the future before its end aborts the transfer.
 pub(crate) async fn deliver(
     connector: Arc<dyn KvConnector>,
     to: Landing,
@@ -88,7 +91,7 @@ pub(crate) async fn deliver(
     Ok(connector.open(&Destination::Landing(to)).await?.feed(queue).await?)
 }
 
-/// Keeps chunks until the sequence is computed, then until a landing is named.
+/// Keeps chunks until the sequence is computed, then until a landing is named, and sends them there.
 pub(crate) async fn hold(
     queue: ChunkQueue,
     landing: oneshot::Receiver<(Arc<dyn KvConnector>, Landing)>,
@@ -100,7 +103,7 @@ pub(crate) async fn hold(
     deliver(connector, to.opened_with(prompt), ChunkQueue::of(chunks)).await
 }
 
-/// All KV of a sequence, and its handoff. The sequence's blocks bound the number of chunks.
+/// Returns all KV of a sequence, and its handoff. The sequence's blocks bound the number of chunks.
 async fn keep(mut queue: ChunkQueue) -> Result<(Vec<Chunk>, Handoff), TransferError> {
     let mut kept = Vec::new();
     while let Some(chunk) = queue.next().await {
@@ -112,7 +115,7 @@ async fn keep(mut queue: ChunkQueue) -> Result<(Vec<Chunk>, Handoff), TransferEr
     Err(TransferError::Unfinished)
 }
 
-/// The reason why KV was not delivered.
+/// The reason for a failed delivery of KV.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DeliveryError {
     #[error(transparent)]
@@ -161,7 +164,7 @@ mod tests {
             }));
             n_sent += 1;
         }
-        // The last chunk that was let in is one of those in flight.
+        // The last chunk that was accepted counts as one in flight, so the rest of the capacity is one less.
         assert_eq!(outbox.chunks.capacity() + 1, CHUNKS_IN_FLIGHT);
         queue.next().now_or_never().flatten().expect("the wire takes one");
         assert_eq!(n_taken.load(Ordering::Relaxed), 1, "the worker learns of the room");

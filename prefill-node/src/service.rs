@@ -1,6 +1,5 @@
-//! `baton.v1.Prefill`: takes a prompt, answers as soon as the first token is sampled, and sends a refusal later if
-//! the KV is lost on its way.
-//! The only file of this crate that knows gRPC.
+//! `baton.v1.Prefill`: takes a prompt, answers as soon as the first token is sampled, and sends a refusal
+//! later if the KV is lost on its way. Only this file of the crate uses gRPC.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -21,7 +20,7 @@ use types::{Destination, Landing, Prefilled, Prompt, Refusal, RefusalKind};
 use crate::held_transfers::{HeldTransfer, HeldTransfers};
 use crate::outbox::{DeliveryError, First, deliver, hold, outbox};
 
-/// The service of one prefill node.
+/// The gRPC service of one prefill node.
 #[derive(Clone, Debug)]
 pub struct PrefillService {
     node: NodeParts,
@@ -104,7 +103,8 @@ impl PrefillService {
     }
 }
 
-/// Waits for the first token, or for a failed delivery before it. Returns the delivery if it is still running.
+/// Waits for the first token, or for a delivery that fails before it. Returns the delivery if it is still
+/// running.
 async fn first_token(
     mut answer: oneshot::Receiver<First>,
     mut delivery: Delivery,
@@ -117,12 +117,13 @@ async fn first_token(
     };
     match failure_of(delivered) {
         Some(refusal) => (Err(refusal), None),
-        // The decode node has the token already, so the answer follows within a moment.
+        // A delivery that has ended without an error has had the token, so the worker's answer follows within
+        // a moment.
         None => (answer.await.unwrap_or_else(no_worker), None),
     }
 }
 
-/// Refuses a landing whose token count is not the prompt's: it belongs to another sequence.
+/// Refuses a landing whose token count differs from the prompt's: it belongs to another sequence.
 fn check_length(prompt: &Prompt, landing: &Landing) -> Result<(), Refusal> {
     if landing.n_tokens as usize == prompt.tokens.len() {
         return Ok(());
@@ -131,7 +132,7 @@ fn check_length(prompt: &Prompt, landing: &Landing) -> Result<(), Refusal> {
     Err(Refusal::new(RefusalKind::Landing, reason))
 }
 
-/// The reason why a delivery failed; `None` if it is complete.
+/// Returns the reason why a delivery failed; `None` if it is complete.
 fn failure_of(delivered: Result<Result<(), DeliveryError>, chassis::TaskError>) -> Option<Refusal> {
     Some(match delivered {
         Ok(Ok(())) => return None,
@@ -152,7 +153,7 @@ struct Answered {
 }
 
 impl Answered {
-    /// The stream of answers: the first token, then a refusal if the KV is lost.
+    /// Returns the stream of answers: the first token, then a refusal if the KV is lost.
     fn into_stream(self) -> Answers {
         let answer = v1::PrefillAnswer { answer: Some(Answer::Prefilled((&self.prefilled).into())) };
         let one = futures::stream::iter([Ok(answer)]);
@@ -160,8 +161,9 @@ impl Answered {
     }
 }
 
-/// KV that is being sent or held. After its call has ended, a transfer continues until the KV has arrived, the decode
-/// node gives up, or the deadline passes. Held KV without a landing is released when the call ends.
+/// KV that is being sent or held. After the call has ended, a transfer continues until the KV has arrived,
+/// the decode node gives up, or the deadline passes. Held KV without a landing is released when the call
+/// ends.
 #[derive(Debug)]
 struct Underway {
     place: Option<HeldTransfer>,
@@ -169,8 +171,8 @@ struct Underway {
 }
 
 impl Underway {
-    /// Ends when the KV is in place. If it cannot be, sends a refusal first: the decode node may not know of the transfer
-    /// if the connection broke early.
+    /// Returns a stream that ends when the KV is in place. If it cannot be delivered, the stream sends a
+    /// refusal first: the decode node may not know of the transfer if the connection broke early.
     fn outcome(mut self) -> impl Stream<Item = Result<v1::PrefillAnswer, Status>> + Send {
         let wait = async move {
             let refusal = failure_of(self.delivery.as_mut()?.await)?;
@@ -237,7 +239,7 @@ mod tests {
         Step { token: TokenId(7), index: 0, logprobs: None, finish: None }
     }
 
-    /// If the delivery completes before the worker's answer is seen, the prompt still counts as computed.
+    /// The delivery completes before the worker's answer is seen, and the prompt still counts as computed.
     #[tokio::test]
     async fn a_delivery_that_is_quicker_than_the_answer_is_no_failure() {
         let usage = types::Usage { prompt_tokens: 1, cached_tokens: 0 };

@@ -1,7 +1,7 @@
-//! The only file that makes prompts from clients' requests.
+//! Makes prompts from clients' requests. No other file does.
 //!
-//! All code behind it relies on this: a prompt is bounded, its tokens exist, its numbers are in range, and it has a
-//! deadline, a tenant and an id. A refusal names the field at fault.
+//! The rest of the router relies on four properties of a prompt: it is bounded, its tokens exist, its numbers
+//! are in range, and it has a deadline, a tenant and an id. A refusal names the field at fault.
 
 use std::num::NonZeroU32;
 use std::ops::{Bound, RangeBounds};
@@ -17,18 +17,18 @@ use crate::text::{RouterModel, StopStrings};
 
 /// The largest number of answers to one prompt.
 pub const N_MAX: u32 = 8;
-/// The largest number of prompts in one request.
+/// The largest number of inputs, such as prompts in a list, in one request.
 pub const INPUTS_MAX: usize = 32;
-/// The largest number of answers to all prompts of one request.
+/// The largest number of answers to all inputs of one request.
 pub const CHOICES_MAX: usize = 64;
 pub const LOGIT_BIAS_MAX: usize = 1024;
 pub const STOP_TOKENS_MAX: usize = 64;
 /// The largest number of alternatives reported beside a token.
 pub const LOGPROBS_MAX: u32 = 20;
-/// The longest request id and the longest tenant name that a client may choose.
+/// The longest request id and the longest tenant name that a client may choose, in bytes.
 pub const NAME_BYTES_MAX: usize = 128;
 
-/// Makes prompts from requests.
+/// Checks requests and makes prompts from them.
 #[derive(Clone, Debug)]
 pub struct Acceptor {
     world: World,
@@ -36,16 +36,16 @@ pub struct Acceptor {
     tenants: Tenants,
 }
 
-/// The limits of request deadlines.
+/// The limits of request deadlines, from the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Deadlines {
     /// The setting `deadline_ms`, for requests without a timeout.
     pub unsaid: Duration,
-    /// The setting `deadline_max_ms`: longer timeouts are shortened to it.
+    /// The setting `deadline_max_ms`. Longer timeouts are shortened to it.
     pub longest: Duration,
 }
 
-/// The client of one request, with the request's id and deadline. Made by [`Acceptor::caller`].
+/// The client of one request, with the request's id and deadline. [`Acceptor::caller`] makes it.
 #[derive(Clone, Debug)]
 pub struct Caller {
     pub id: RequestId,
@@ -53,7 +53,7 @@ pub struct Caller {
     pub deadline: Deadline,
 }
 
-/// The token sequences to continue, and the field that they came in.
+/// The token sequences to continue, and the name of the request field that contained them.
 #[derive(Clone, Debug)]
 pub struct Inputs {
     pub param: &'static str,
@@ -69,16 +69,16 @@ pub struct SamplingParams {
     pub min_tokens: u32,
     pub temperature: Option<f32>,
     pub top_p: Option<f32>,
-    /// Zero and -1 keep all tokens.
+    /// The number of most likely tokens to sample from. Zero and -1 keep all tokens.
     pub top_k: Option<i64>,
     pub min_p: Option<f32>,
     pub repetition_penalty: Option<f32>,
     pub presence_penalty: Option<f32>,
     pub frequency_penalty: Option<f32>,
     pub logit_bias: Vec<(TokenId, f32)>,
-    /// `None`: a random seed for each request.
+    /// The seed of the random draws; `None` gives each request a random one.
     pub seed: Option<u64>,
-    /// The number of alternatives to report beside each token; `None` reports no logprobs.
+    /// The number of alternatives to report beside each token; `None` reports no log-probabilities.
     pub logprobs: Option<u32>,
     pub stop: Vec<String>,
     pub stop_tokens: Vec<TokenId>,
@@ -88,15 +88,15 @@ pub struct SamplingParams {
 /// The limit of an answer's length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MaxTokens {
-    /// Until the model's context is full.
+    /// The answer may fill the rest of the model's context.
     RestOfContext,
-    /// This many, or fewer if the context is shorter. This is a default, not the client's number.
+    /// A default limit, reduced to the rest of the context.
     AtMost(u32),
-    /// This many, as the client asked in the field `param`. Refused if they do not fit into the context.
+    /// The limit that the client set in the field `param`. It is refused if it does not fit into the context.
     Asked { tokens: u32, param: &'static str },
 }
 
-/// Accepted prompts of one request.
+/// The accepted prompts of one request.
 #[derive(Clone, Debug)]
 pub struct Accepted {
     /// One prompt per choice: first all answers to the first input, then all to the second, and so on.
@@ -106,7 +106,7 @@ pub struct Accepted {
     pub permit: Option<Arc<TenantPermit>>,
 }
 
-/// One accepted prompt.
+/// The accepted prompt of a request with one input and one answer.
 #[derive(Clone, Debug)]
 pub struct AcceptedOne {
     pub prompt: Prompt,
@@ -147,13 +147,13 @@ impl Acceptor {
         Self { tenants, ..self }
     }
 
-    /// Returns the client that makes these claims.
+    /// Checks the API key or the headers of a request. Returns its client.
     pub fn client(&self, claims: &Claims<'_>) -> Result<Client, AcceptError> {
         self.tenants.client(claims)
     }
 
-    /// Returns the client's own id if it is valid, so that the client's log and the router's can be compared.
-    /// Otherwise a new id.
+    /// Returns the client's own id if it is valid, so that the client's log and the router's can be compared,
+    /// or else a new id.
     pub fn request_id(&self, asked: Option<&str>) -> RequestId {
         match asked.filter(|id| is_name(id)) {
             Some(id) => RequestId::new(id),
@@ -161,7 +161,8 @@ impl Acceptor {
         }
     }
 
-    /// Makes a caller. Its deadline counts from now, so this is called as soon as the request has arrived.
+    /// Makes a caller. Its deadline counts from the time of the call, so call it as soon as the request has
+    /// arrived.
     pub fn caller(
         &self,
         id: RequestId,
@@ -172,7 +173,7 @@ impl Acceptor {
         Ok(Caller { id, client, deadline })
     }
 
-    /// Accepts all inputs or none.
+    /// Makes the prompts of a request. One invalid input refuses the whole request.
     pub fn accept(
         &self,
         model: &RouterModel,
@@ -207,7 +208,7 @@ impl Acceptor {
         Ok(Accepted { prompts, stop, permit })
     }
 
-    /// [`accept`](Self::accept) for a caller with one input and one answer.
+    /// Makes the prompt of a request with one input and one answer, as [`accept`](Self::accept) does.
     pub fn accept_one(
         &self,
         model: &RouterModel,
@@ -272,7 +273,8 @@ fn prompt(
 
 // === the caller ===
 
-/// Whether the text is a valid name. Names go into logs, headers and gRPC metadata, so they are short and plain.
+/// Returns whether the text is a valid name. Names go into logs, headers and gRPC metadata, so they are short
+/// and plain.
 pub fn is_name(text: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:".contains(&byte);
     (1..=NAME_BYTES_MAX).contains(&text.len()) && text.bytes().all(plain)
@@ -402,7 +404,8 @@ fn stop_rules(
     Ok(StopRules { max_tokens, min_tokens: params.min_tokens, stop_tokens, ignore_eos: params.ignore_eos })
 }
 
-/// Returns the limit of the answer. The caller has checked that the prompt leaves room for at least one token.
+/// Returns the largest number of tokens of an answer. The caller has checked that the prompt leaves room for
+/// at least one.
 fn max_tokens(context: &Context, n_prompt: usize, asked: MaxTokens) -> Result<u32, AcceptError> {
     let room = context.tokens - n_prompt as u32;
     match asked {
@@ -422,7 +425,8 @@ fn max_tokens(context: &Context, n_prompt: usize, asked: MaxTokens) -> Result<u3
 
 // === sampling ===
 
-/// Returns the requested number if it is in range, or the default. Defaults come from the operator and are not checked.
+/// Returns the requested number if it is in range, or the default. A default comes from the operator and is
+/// not checked.
 fn number(
     param: &'static str,
     asked: Option<f32>,
@@ -485,7 +489,7 @@ fn logit_bias(model: &RouterModel, asked: &[(TokenId, f32)]) -> Result<Vec<(Toke
 
 // === several answers ===
 
-/// Makes `n` prompts from each one, equal except for their ids and seeds.
+/// Makes `n` prompts from each of `prompts`, equal except for their ids and seeds.
 fn fanned_out(prompts: Vec<Prompt>, n: u32) -> Vec<Prompt> {
     if prompts.len() == 1 && n == 1 {
         return prompts;

@@ -7,7 +7,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::error::ServeError;
 
-/// The delay after which a refused client should try again.
+/// The time after which a refused client should try again.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 /// The router's limit of concurrent requests.
@@ -17,7 +17,7 @@ pub struct Admission {
     requests_max: usize,
 }
 
-/// The right of one request to be served. Dropping it makes room for another request.
+/// The right of one request to be served. Dropping it admits another request.
 #[derive(Debug)]
 pub struct Permit {
     _room: OwnedSemaphorePermit,

@@ -14,24 +14,26 @@ use crate::text::Detokenizer;
 /// The part of an answer that one step adds.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Delta {
-    /// The index of the answer.
+    /// The index of the answer among the request's answers.
     pub choice: usize,
-    /// Empty while a character is incomplete, or while the text may be the beginning of a stop string.
+    /// The new text. Empty while a character is incomplete, or while the text may be the beginning of a stop
+    /// string.
     pub text: String,
     /// The position of `text` in the answer, in characters.
     pub offset: usize,
     pub step: Step,
-    /// Set in the last delta only.
+    /// Why the answer ended; `None` before the last delta.
     pub finish: Option<FinishReason>,
 }
 
-/// An answer while it is generated. Dropping it cancels it on all nodes.
+/// One answer while it is generated. Dropping it cancels the work on all nodes.
 #[derive(Debug)]
 pub struct Choice {
     index: usize,
     generation: Generation,
     detokenizer: Detokenizer,
-    /// The cluster enforces deadlines by itself; the API does not rely on that.
+    /// The time at which the answer is aborted. The cluster enforces deadlines too, but this does not rely on
+    /// it.
     deadline: Instant,
     n_steps: u32,
     n_characters: usize,
@@ -40,7 +42,8 @@ pub struct Choice {
 }
 
 impl Choice {
-    /// Starts an answer. Returns when the first step is available, or with an error that can still become a status code.
+    /// Starts an answer. Returns when its first step is available, or with an error that can still become a
+    /// status code.
     pub async fn begin(
         serve: &dyn Serve,
         index: usize,
@@ -57,7 +60,7 @@ impl Choice {
         self.generation.usage
     }
 
-    /// The answer as a stream. It ends after a delta with `finish` set, or after an error.
+    /// Returns the answer as a stream. It ends after a delta with `finish` set, or after an error.
     pub fn into_deltas(self) -> BoxStream<'static, Result<Delta, ServeError>> {
         futures::stream::try_unfold(Some(self), |choice| async move {
             let Some(mut choice) = choice else { return Ok(None) };
@@ -104,11 +107,11 @@ fn out_of_order(reason: &str) -> ServeError {
     ServeError::Failed { reason: reason.to_owned() }
 }
 
-/// A complete answer.
+/// A complete answer: its text and all steps.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct WholeChoice {
     pub text: String,
-    /// Every step, with the position of its text.
+    /// Every step, with the position of its text in the answer.
     pub steps: Vec<(usize, Step)>,
     pub finish: Option<FinishReason>,
 }

@@ -1,7 +1,8 @@
 //! The usable nodes: the registry's members, combined with their status streams.
 //!
-//! `Members` is the state, and `groups` decides which nodes serve a model. [`Cluster`] is the handle around them. One task
-//! applies the registry's events. Two tasks per member follow its status stream and report to it whether it gets work.
+//! `Members` is the state, and `groups` decides which nodes serve a model. [`Cluster`] is the handle to both.
+//! One task applies the registry's events. Two tasks per member follow its status stream and report to it
+//! whether it gets work.
 
 mod cached;
 mod groups;
@@ -29,7 +30,7 @@ use crate::text::RouterModels;
 use members::{Member, MemberSource, Members, WorkStatus};
 use members_file::{MembersFileTask, due};
 
-/// The pause before a broken status stream is opened again: it doubles from the first value to the last.
+/// The pauses before a broken status stream is opened again: they double from the first value to the last.
 const FOLLOW_AGAIN: std::ops::RangeInclusive<Duration> = Duration::from_millis(50)..=Duration::from_secs(2);
 
 /// The interval at which a postponed decision is made again.
@@ -48,11 +49,11 @@ pub struct Cluster {
 struct Shared {
     world: World,
     gate: Gate,
-    /// Learns the models of the nodes that join.
+    /// The router's models. Nodes that join may add some.
     models: RouterModels,
-    /// Locked for one look-up or change, never across an await.
+    /// The mutex is held for one look-up or change, never across an await.
     members: Mutex<Members>,
-    /// Counts changes of the set of usable nodes.
+    /// A counter of changes of the set of usable nodes.
     decided: watch::Sender<u64>,
     /// The router's name, by which nodes distinguish routers.
     router: String,
@@ -66,7 +67,8 @@ impl fmt::Debug for Shared {
 }
 
 impl Cluster {
-    /// `wanted` is the fingerprint that the operator requires, if any.
+    /// Makes the view of a cluster without nodes. `wanted` is the fingerprint that the operator requires, if
+    /// any.
     pub fn new(world: World, gate: Gate, models: RouterModels, wanted: Option<WantedFingerprint>) -> Self {
         let epoch: Epoch = world.epoch();
         let members = Mutex::new(Members::new(epoch, wanted));
@@ -75,8 +77,8 @@ impl Cluster {
         Self { shared: Arc::new(Shared { world, gate, models, members, decided, router, started }) }
     }
 
-    /// Follows the registry until the gate closes or the returned task is dropped. `file` provides the last known members
-    /// while the registry is unreachable.
+    /// Spawns the task that follows the registry, until the gate closes or the returned task is dropped.
+    /// `file` provides the last known members while the registry is unreachable.
     pub async fn follow(
         &self,
         registry: &dyn Registry,
@@ -99,7 +101,8 @@ impl Cluster {
                         }
                         None => return,
                     },
-                    // Another task has made a decision, which may have been postponed.
+                    // Another task has made a decision, which may have been postponed, so the loop checks
+                    // again.
                     _ = decided.changed() => {}
                     () = due(&members_file) => cluster.remember(&mut members_file).await,
                     () = tokio::time::sleep(DECIDE_AGAIN), if is_postponed => cluster.decide(&mut cluster.members()),
@@ -108,13 +111,13 @@ impl Cluster {
         }))
     }
 
-    /// The usable nodes for a prompt of this model, except `without`. They have the weights that the prompt names, or
-    /// otherwise those of the group in force.
+    /// Returns the usable nodes for a prompt of this model, except `without`. They have the weights that the
+    /// prompt names, or otherwise those of the group in force.
     pub fn view(&self, model: &PromptModel, without: &[NodeId]) -> ClusterView {
         self.members().view(model, without)
     }
 
-    /// Counts a route against its nodes, so that the next decision sees it before the nodes report it.
+    /// Counts a route against its nodes, so that the next decision considers it before the nodes report it.
     pub fn assign(&self, route: &Route, n_tokens: usize) {
         let mut members = self.members();
         for node in route.prefill.iter().chain([&route.decode]) {
@@ -122,43 +125,46 @@ impl Cluster {
         }
     }
 
-    /// The pool node that keeps sequences that begin with this block, for KV of this model. `None` if there is no such node.
+    /// Returns the pool node that keeps sequences that begin with this block, for KV of this model; `None` if
+    /// there is no such node.
     pub fn keeper(&self, first: BlockHash, model: &ModelInfo) -> Option<Arc<NodeInfo>> {
         self.members().keeper(first, model)
     }
 
-    /// Notes that a pool node has failed. It gets no KV until its next report. Returns true if this was not known.
+    /// Marks a pool node as failed: it gets no KV until its next report. Returns true if it was not marked
+    /// before.
     pub fn suspect(&self, id: &NodeId) -> bool {
         let mut members = self.members();
         members.by_id.get_mut(id).is_some_and(|member| !std::mem::replace(&mut member.is_suspect, true))
     }
 
-    /// The client of a node; `None` if the node has left.
+    /// Returns the client of a node; `None` if the node has left.
     pub fn client(&self, id: &NodeId) -> Option<NodeClient> {
         self.members().by_id.get(id).map(|member| member.client.clone())
     }
 
-    /// The models for which a usable decode node exists.
+    /// Returns the models for which a usable decode node exists.
     pub fn models(&self) -> Vec<ModelInfo> {
         self.members().models()
     }
 
-    /// The groups of all models, with the one in force.
+    /// Returns the groups of all models, with the one in force.
     pub fn groups(&self) -> Vec<ModelGroups> {
         self.members().groups()
     }
 
-    /// The number of prompts that wait for KV room on a node, according to its last report.
+    /// Returns the number of prompts that wait for KV room on a node, according to its last report.
     pub fn n_waiting(&self, id: &NodeId) -> u32 {
         self.members().by_id.get(id).map_or(0, |member| member.load.waiting)
     }
 
-    /// Whether requests can be served; otherwise the reason why not.
+    /// Checks that requests can be served. An error is the reason why not.
     pub fn ready(&self) -> Result<(), String> {
         self.members().ready()
     }
 
-    /// Whether all nodes that existed before this router are known. If so, a model that no node has does not exist.
+    /// Checks that all nodes that existed before this router are known, so that a model that no node has does
+    /// not exist.
     pub fn knows_nodes(&self) -> Result<(), String> {
         self.ready()?;
         let settled = self.shared.started + members::SETTLE;
@@ -168,7 +174,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// The reason why there is no node for a prompt of this model.
+    /// Returns the reason why there is no node for a prompt of this model.
     pub fn why_no_node(&self, model: &PromptModel) -> String {
         match (&model.fingerprint, self.ready()) {
             (Some(begun), _) => {
@@ -182,22 +188,23 @@ impl Cluster {
         }
     }
 
-    /// The sum of all members' engine steps by their last reports. It changes when a member computes, joins or leaves.
+    /// Returns the sum of all members' engine steps by their last reports. It changes when a member computes,
+    /// joins or leaves.
     pub fn n_steps(&self) -> u64 {
         self.members().by_id.values().fold(0, |sum, member| sum.wrapping_add(member.load.steps_total))
     }
 
-    /// The mirror of a node's prefix cache.
+    /// Returns the mirror of a node's prefix cache, which is empty if the node is no member.
     pub fn cached(&self, id: &NodeId) -> CachedBlocks {
         self.members().by_id.get(id).map(|member| member.cached.clone()).unwrap_or_default()
     }
 
-    /// Whether a member is known only from the members file.
+    /// Returns whether a member is known only from the members file, without confirmation by the registry.
     pub fn is_old(&self, id: &NodeId) -> bool {
         self.members().by_id.get(id).is_some_and(|member| member.is_old)
     }
 
-    /// All members, usable or not.
+    /// Returns all members, usable or not.
     pub fn everyone(&self) -> Vec<(Arc<NodeInfo>, NodeState)> {
         let members = self.members();
         members.by_id.values().map(|member| (member.info.clone(), members.state(member))).collect()
@@ -247,7 +254,7 @@ impl Cluster {
         ids.iter().for_each(|id| members.mark_old(id));
     }
 
-    /// Adds a node, or a new life of it. A node that is already known is not changed.
+    /// Adds a node, or a new life of it. A node that is already a member is not changed.
     fn join(&self, node: NodeInfo, source: MemberSource) {
         if let Some(member) = self.members().by_id.get_mut(&node.id).filter(|member| *member.info == node) {
             member.is_old = false;
@@ -272,13 +279,13 @@ impl Cluster {
         self.decide(&mut members);
     }
 
-    /// Decides again which nodes serve each model.
+    /// Chooses again which group of nodes serves each model.
     fn decide(&self, members: &mut Members) {
         members.decide(&self.shared.models, self.shared.world.now());
         self.shared.decided.send_modify(|count| *count += 1);
     }
 
-    /// Reports a node's status to it: at every change, and again before the last report expires.
+    /// Reports to a node whether it gets work: at every change, and again before the last report expires.
     async fn tell(self, info: Arc<NodeInfo>, client: NodeClient, mut word: watch::Receiver<WorkStatus>) {
         loop {
             let WorkStatus { refusal, rollout_waits_for } = word.borrow_and_update().clone();
@@ -291,8 +298,8 @@ impl Cluster {
         }
     }
 
-    /// Follows one node's status stream while the node is a member. Opens the stream again when it breaks or has a gap; a
-    /// new stream begins with the complete state.
+    /// Follows one node's status stream while the node is a member. Opens the stream again when it breaks or
+    /// has a gap; a new stream begins with the complete state.
     async fn status_of(self, info: Arc<NodeInfo>, client: NodeClient) {
         let mut pause = *FOLLOW_AGAIN.start();
         loop {
@@ -308,7 +315,7 @@ impl Cluster {
         }
     }
 
-    /// Reads one stream until it breaks or has a gap. Every update resets the pause.
+    /// Reads one status stream until it breaks or has a gap. Every update resets the pause.
     async fn follow_status(
         &self,
         info: &NodeInfo,

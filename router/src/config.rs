@@ -41,15 +41,15 @@ pub struct RouterExpert {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct RoutingExpert {
-    /// Routes that may fail between two tokens of one request.
+    /// Failed routes that one request may have between two of its tokens.
     pub attempts_max: u32,
-    /// How long a new request may wait for a usable node, if nodes are known, before 503.
+    /// How long a new request may wait for a usable node, if nodes are known, before it gets 503.
     pub new_nodes_wait_ms: u64,
-    /// How long a stream that has begun may wait for a usable node before `no_nodes`. Longer than a node's
-    /// restart.
+    /// How long a stream that has begun may wait for a usable node before it ends with `no_nodes`. The
+    /// default is longer than a node's restart.
     pub nodes_wait_ms: u64,
-    /// If no running request makes progress for this long, `/ready` fails and names the stages that they wait in.
-    /// Longer than the longest step of an engine.
+    /// If no running request makes progress for this long, `/ready` fails and names the stages in which
+    /// requests wait. The default is longer than the longest step of an engine.
     pub stuck_ms: u64,
 }
 
@@ -68,25 +68,25 @@ pub struct RouterSection {
     pub admin: String,
     /// `host:port` of the gRPC endpoint, with the embedded registry.
     pub grpc: String,
-    /// `random`, `round-robin` or `least-loaded`.
+    /// How nodes are chosen: `random`, `round-robin` or `least-loaded`.
     pub policy: String,
-    /// `decode-first` reserves room before anything is computed; `prefill-first` chooses a decode node when KV
-    /// is there.
+    /// `decode-first` reserves room before a prompt is computed; `prefill-first` chooses a decode node when
+    /// the KV is computed.
     pub order: String,
-    /// The timeout of requests that have none.
+    /// The timeout of requests that name none.
     pub deadline_ms: u64,
-    /// The longest timeout of a request. Longer ones are shortened to it.
+    /// The longest timeout of a request. Longer timeouts are shortened to it.
     pub deadline_max_ms: u64,
-    /// Concurrent answers (a request with `n` counts `n`); more get 429.
+    /// The limit of concurrent answers (a request with `n` counts `n`). Requests above it get 429.
     pub requests_max: usize,
-    /// How long a request may wait for KV room, and for a node whose line is not full, before 429 (`full` or
-    /// `queue`).
+    /// How long a request may wait for KV room, and for a node whose queue is not full, before it gets 429
+    /// (`full` or `queue`).
     pub wait_ms: u64,
     /// How long requests may run after the router was asked to stop. Then streams end with the error event
-    /// `draining`, others with 503.
+    /// `draining`, and other requests get 503.
     pub drain_ms: u64,
     /// The part of `drain_ms` in which new requests are still accepted while `/ready` fails, so that load
-    /// balancers notice.
+    /// balancers notice the stop.
     pub notice_ms: u64,
     /// A file with the hashes of API keys and the limits of tenants, as in docs/security.md. A change is in force
     /// within 5 s. Empty: no API keys are required.
@@ -121,8 +121,8 @@ impl Default for RouterSection {
 pub struct RegistrySection {
     /// `embedded`: this router serves the registry. Otherwise `etcd://host:2379,host:2379/cluster`.
     pub url: String,
-    /// The file in which the router keeps the known members. If etcd is unreachable at the start, the router uses
-    /// those that answer. Empty: it waits for etcd.
+    /// The file in which the router keeps the known members. If etcd is unreachable at the start, the router
+    /// uses the members that answer. Empty: it waits for etcd.
     pub members_file: String,
 }
 
@@ -139,12 +139,13 @@ const EMBEDDED: &str = "embedded";
 #[serde(default)]
 pub struct ModelSection {
     /// The model whose tokenizer and chat template are read: a folder, `demo`, or `org/name[@revision]` on a
-    /// hub. Empty, or `mock`: none.
+    /// hub. Empty or `mock`: no model.
     pub path: String,
     /// The model's name in requests. Empty: the folder's name.
     pub name: String,
-    /// The weights that may serve: a `fingerprint` of `/debug/cluster`, 16 hexadecimal digits; other nodes are
-    /// refused. Empty: the larger group of agreeing nodes. Without `name` and `path` it holds for every model.
+    /// The weights that may serve: a `fingerprint` of `/debug/cluster`, 16 hexadecimal digits; other nodes
+    /// are refused. Empty: the larger group of agreeing nodes. Without `name` and `path` the setting holds
+    /// for every model.
     pub fingerprint: String,
 }
 
@@ -161,7 +162,7 @@ pub struct RouterConfig {
     pub http: String,
     pub admin: String,
     pub grpc: String,
-    /// A name in the table of policies.
+    /// The name of a policy in the table of policies.
     pub policy: String,
     pub order: Order,
     pub deadlines: Deadlines,
@@ -169,22 +170,23 @@ pub struct RouterConfig {
     pub budget: Budget,
     pub drain: DrainTimes,
     pub stuck_after: Duration,
-    /// `None`: no API keys are required.
+    /// The file with tenants and API keys; `None`: no API keys are required.
     pub tenants_file: Option<PathBuf>,
     pub trusted_proxies: TrustedProxies,
-    /// `None`: this router serves the registry.
+    /// The address of an external registry; `None`: this router serves the registry.
     pub registry_url: Option<String>,
     pub members_file: Option<PathBuf>,
-    /// `None`: only models that need neither tokenizer nor chat template.
+    /// The model to read a tokenizer and chat template from; `None`: only models that need neither are
+    /// served.
     pub model: Option<ModelFolder>,
-    /// `None`: the largest group of nodes is used.
+    /// The fingerprint that nodes must have; `None`: the largest group of nodes is used.
     pub wanted: Option<WantedFingerprint>,
     pub cluster: ClusterSection,
     pub connections: ConnectionLimits,
     pub log: LogSettings,
 }
 
-/// A setting with an invalid value.
+/// The error of a setting with an invalid value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{key}`: {value:?} is not one of {known}")]
 pub struct UnknownChoice {
@@ -259,7 +261,7 @@ fn wanted(section: &ModelSection) -> Result<Option<WantedFingerprint>, UnknownCh
     Ok(Some(WantedFingerprint { model, fingerprint: digest }))
 }
 
-/// Returns the model's folder. A node's `mock` and `mock:NAME` are no folders.
+/// Returns the model's folder, if the section names one. A node's `mock` and `mock:NAME` are no folders.
 fn model_folder(section: ModelSection) -> Option<ModelFolder> {
     let ModelSection { path, name, .. } = section;
     if path.is_empty() || path == "mock" || path.starts_with("mock:") {
@@ -270,7 +272,8 @@ fn model_folder(section: ModelSection) -> Option<ModelFolder> {
     Some(ModelFolder { path, name })
 }
 
-/// The name of a folder after links and relative paths are resolved. Nodes use the same name for their model.
+/// Returns the name of a folder after links and relative paths are resolved. Nodes use the same name for
+/// their model.
 fn folder_name(path: &Path) -> String {
     let whole = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     whole.file_name().unwrap_or(whole.as_os_str()).to_string_lossy().into_owned()

@@ -16,29 +16,30 @@ use crate::metrics::{Outcome, Stage};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure};
 use crate::watchdog::WaitStage;
 
-/// The number of times in a row that a prompt is computed for a decode node that then gives no step. After that, the
-/// decode node computes it alone: connectors between the nodes fail, and each prefill would yield only one token.
+/// The number of times in a row that a prompt is computed for a decode node that then gives no step. After
+/// them, the decode node computes the prompt alone: connectors between the nodes fail, and each prefill would
+/// yield only one token.
 const LOSSES_MAX: u32 = 1;
 
-/// A started request. Dropping it cancels the request on every node.
+/// A started request, across failures of nodes. Dropping it cancels the request on every node.
 #[derive(Debug)]
 pub(crate) struct Continuation {
     dispatch: Dispatch,
     prompt: Prompt,
-    /// The tokens that this stream has returned.
+    /// The tokens that this stream has returned so far.
     sent: Vec<TokenId>,
     state: State,
-    /// The number of starts in a row that gave only prefill's step, because the KV was lost.
+    /// The number of starts in a row that gave only the prefill node's step, because the KV was lost.
     losses: u32,
     /// The time of the last returned step.
     last: Instant,
     guards: RequestGuards,
 }
 
-/// The values that a request holds until it ends.
+/// The values that a request holds until it ends, and that are released on drop.
 #[derive(Debug)]
 pub(crate) struct RequestGuards {
-    /// Held to be released on drop.
+    /// The right to be served, held only to be released on drop.
     #[allow(dead_code, reason = "its drop is what counts")]
     pub(crate) permit: Permit,
     pub(crate) outcome: Outcome,
@@ -46,7 +47,7 @@ pub(crate) struct RequestGuards {
 
 #[derive(Debug)]
 enum State {
-    /// The first step is available.
+    /// The request's first step is available.
     First(Box<Started>),
     Running(StepSource),
     /// The last step, or the error, was returned.
@@ -84,7 +85,7 @@ impl Continuation {
         Some(step.map(|step| self.give(step)))
     }
 
-    /// Returns the next step from `rest`, or from another route if that fails.
+    /// Returns the next step from `rest`, or from another route if `rest` fails.
     async fn step(&mut self, rest: StepSource) -> Result<Step, ServeError> {
         let failure = match self.decode_of(rest).await {
             Ok(decode) => match self.step_of(decode).await {
@@ -96,7 +97,7 @@ impl Continuation {
         self.go_on(failure).await
     }
 
-    /// Returns the decode stream of `rest`; delivers held KV first.
+    /// Returns the decode stream of `rest`. KV that is still held is delivered first.
     async fn decode_of(&self, rest: StepSource) -> Result<Box<DecodeCall>, ServeError> {
         match rest {
             StepSource::Decode(decode) => Ok(decode),
@@ -141,7 +142,7 @@ impl Continuation {
         Ok(started.first)
     }
 
-    /// Records a step that is about to be returned.
+    /// Records a step in metrics and progress, just before it is returned.
     fn give(&mut self, step: Step) -> Step {
         self.dispatch.stages().moved();
         trace!(target: "walk", request = %self.prompt.id, index = step.index, "token received for the client");
@@ -166,7 +167,7 @@ impl Continuation {
     }
 }
 
-/// Whether a node failed, rather than the prompt, the deadline or the whole cluster.
+/// Returns whether a node caused the failure, rather than the prompt, the deadline or the whole cluster.
 fn another_route_may_help(error: &ServeError) -> bool {
     matches!(error, ServeError::Refused { kind, .. } if kind.verdict() == Verdict::RetryElsewhere)
 }

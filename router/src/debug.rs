@@ -18,7 +18,7 @@ use types::{BlockCounts, MissingWire, NodeId, NodeInfo};
 use crate::cluster::{Cluster, Group, ModelGroups, NodeState};
 use crate::pairs::pairs;
 
-/// Serves `/debug/cluster` and `/debug/kv`, which require the key, and `/metrics`.
+/// Serves `/debug/cluster` and `/debug/kv`, which require the admin key, and `/metrics`.
 pub fn router(cluster: Cluster, metrics: Metrics, key: AdminKey, refusals: Refusals) -> Router {
     let pages =
         Router::new().route("/debug/cluster", get(nodes)).route("/debug/kv", get(kv)).with_state(cluster);
@@ -59,7 +59,7 @@ fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {
     node
 }
 
-/// A model's groups of nodes, with the one in force and the reason.
+/// Returns a model's groups of nodes as JSON, with the group in force and the reason.
 fn model(model: &ModelGroups) -> Value {
     let group = |group: &Group| {
         let parts: Map<String, Value> = group
@@ -91,12 +91,13 @@ fn missing(missing: &MissingWire) -> Value {
 
 #[derive(Debug, Deserialize)]
 struct KvQuery {
-    /// `1` lists every block.
+    /// If 1, the answer lists every block.
     #[serde(default)]
     blocks: u8,
 }
 
-/// Asks every node now, because an operator who looks for a leak needs the current state.
+/// Requests the block list of every node now, because an operator who looks for a leak needs the current
+/// state.
 async fn kv(State(cluster): State<Cluster>, Query(query): Query<KvQuery>) -> Json<Value> {
     let asked =
         cluster.everyone().into_iter().map(|(info, _)| ledger(cluster.clone(), info, query.blocks != 0));

@@ -1,8 +1,9 @@
-//! The path of one prompt through the cluster: `Dispatch::decode_first` here, and prefill first in `held`.
+//! The path of one prompt through the cluster: decode first in `Dispatch::decode_first`, prefill first in
+//! `held`.
 //!
-//! A route is tried; a node that fails is left out of the next one. A prompt without room waits in its decode node's line,
-//! as one attempt. Only if that line is full, another node is asked. After the first step, [`crate::continuation`] takes
-//! over.
+//! A route is tried; a node that fails is left out of the next one. A prompt without room waits in its decode
+//! node's queue, as one attempt. If that queue is full, another node is tried. After the first step,
+//! [`crate::continuation`] takes over.
 
 mod held;
 
@@ -32,24 +33,25 @@ use crate::serve::{Generation, Serve};
 use crate::watchdog::{StageTracker, TrackedRequest, WaitStage, watch};
 pub(crate) use held::HeldKv;
 
-/// The pause before a prompt asks again when every node's line is full, or no node is usable.
+/// The pauses before a prompt tries again when every node's queue is full, or no node is usable. They double
+/// from the first value to the last.
 const FULL_AGAIN: std::ops::RangeInclusive<Duration> = Duration::from_millis(5)..=Duration::from_millis(200);
 
-/// The node that is asked first.
+/// Which node gets a prompt first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// Room is reserved before anything is computed: for connectors from node to node.
+    /// The decode node reserves room before the prompt is computed: for connectors from node to node.
     DecodeFirst,
     /// The prompt is computed first, and a decode node is chosen when its KV is ready.
     PrefillFirst,
 }
 
-/// The nodes that compute a prompt.
+/// Which nodes compute a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ComputedBy {
-    /// A prefill node, for a decode node.
+    /// A prefill node computes the prompt, for a decode node.
     Both,
-    /// The decode node alone.
+    /// The decode node computes the prompt alone.
     DecodeAlone,
 }
 
@@ -66,7 +68,7 @@ pub struct Budget {
     pub nodes_wait_begun: Duration,
 }
 
-/// Serves prompts with the cluster's nodes. Cheap to clone.
+/// Serves prompts on the cluster's nodes. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Dispatch {
     parts: Arc<DispatchParts>,
@@ -85,17 +87,17 @@ pub struct DispatchParts {
     pub drain: Drain,
 }
 
-/// The first step of a request, and the source of the others.
+/// The first step of a request, and the source of its other steps.
 #[derive(Debug)]
 pub(crate) struct Started {
-    /// The weights that computed it. All further steps must come from the same weights.
+    /// The weights that computed the first step. All further steps must come from the same weights.
     pub(crate) model: PromptModel,
     pub(crate) first: Step,
     pub(crate) usage: Usage,
     pub(crate) rest: StepSource,
 }
 
-/// The source of the steps after the first.
+/// The source of a request's steps after the first.
 #[derive(Debug)]
 pub(crate) enum StepSource {
     /// A decode node has the KV, or is receiving it.
@@ -117,13 +119,13 @@ impl Dispatch {
         &self.stages
     }
 
-    /// Watches whether requests make progress, until the future is dropped.
+    /// Returns a future that watches whether requests make progress, until it is dropped.
     pub fn watchdog(&self, bound: Duration) -> impl Future<Output = ()> + Send + 'static {
         let cluster = self.parts.cluster.clone();
         watch(self.stages.clone(), bound, move || cluster.n_steps())
     }
 
-    /// Tries routes until one gives its first step.
+    /// Tries routes until one gives the request's first step.
     pub(crate) async fn start(&self, prompt: &Prompt, by: ComputedBy) -> Result<Started, ServeError> {
         let progress = if prompt.n_generated == 0 { Progress::New } else { Progress::Begun };
         let mut tries = Attempts::new(&self.parts, progress);
@@ -161,8 +163,8 @@ impl Dispatch {
         }
     }
 
-    /// Reserves room on the decode node first, waiting there until `room_by`, then computes the prompt on the prefill
-    /// node.
+    /// Reserves room on the decode node, waiting there until `room_by`, then has the prefill node compute the
+    /// prompt.
     async fn decode_first(
         &self,
         prompt: &Prompt,
@@ -198,7 +200,7 @@ impl Dispatch {
         }
     }
 
-    /// The decode node computes the prompt alone and returns the first step.
+    /// Has the decode node compute the prompt alone, and returns the first step.
     async fn local(
         &self,
         prompt: &Prompt,
@@ -261,7 +263,8 @@ impl Serve for Dispatch {
 }
 
 impl Dispatch {
-    /// Ends `work` when the deadline passes, or when the router stops. Dropping its calls tells the nodes.
+    /// Runs `work` until the deadline passes or the router stops. Dropping its calls cancels the request on
+    /// the nodes.
     pub(crate) async fn by_deadline<T>(
         &self,
         deadline: Deadline,
@@ -280,7 +283,7 @@ impl Dispatch {
 
 // === attempts ===
 
-/// The attempts of one prompt at its next step: the failed nodes, and the remaining attempts and time.
+/// The attempts at one prompt's next step: the failed nodes, and the remaining attempts and time.
 struct Attempts<'a> {
     parts: &'a DispatchParts,
     failed: Vec<NodeId>,
@@ -346,7 +349,7 @@ impl<'a> Attempts<'a> {
         }
     }
 
-    /// Counts a failure and decides whether there is another attempt.
+    /// Counts a failure. Returns an error if no attempt is left.
     async fn failed(&mut self, failure: Failure) -> Result<(), ServeError> {
         let kind = failure.refusal.kind;
         self.parts.metrics.retries.with_label_values(&[kind.code()]).inc();
@@ -365,12 +368,12 @@ impl<'a> Attempts<'a> {
         Ok(())
     }
 
-    /// The time until which the prompt may wait for room.
+    /// Returns the time until which the prompt may wait for room.
     fn room_by(&self) -> Instant {
         self.began + self.parts.budget.wait_max
     }
 
-    /// A full node uses up waiting time instead of an attempt.
+    /// Leaves out a node whose queue is full. The failure uses up waiting time instead of an attempt.
     fn wait_for_room(&mut self, failure: Failure) -> Result<(), ServeError> {
         if self.began.elapsed() >= self.parts.budget.wait_max {
             return Err(failure.into());
@@ -379,7 +382,7 @@ impl<'a> Attempts<'a> {
         Ok(())
     }
 
-    /// Pauses, longer each time, with jitter, so that waiting prompts do not all ask at once.
+    /// Pauses, longer each time and with jitter, so that waiting prompts do not all try at once.
     async fn rest(&mut self) {
         let jitter = (self.parts.world.draw() % 1000) as f64 / 1000.0;
         tokio::time::sleep(self.pause.mul_f64(0.5 + jitter / 2.0)).await;

@@ -6,18 +6,19 @@ use chassis::Shutdown;
 use tokio::time::Instant;
 use tracing::info;
 
-/// The phases of a router's stop. Clones share them.
+/// The shutdown signals of a router's stop, one per phase. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct Drain {
-    /// The router was asked to stop: `/ready` fails. Requests are still accepted, until load balancers have noticed.
+    /// The router was asked to stop: `/ready` fails. Requests are still accepted, until load balancers have
+    /// noticed.
     pub requested: Shutdown,
-    /// New requests are no longer accepted.
+    /// The listener closes: no new request is accepted.
     pub closing: Shutdown,
-    /// The remaining requests end with `draining`.
+    /// The drain is over: the remaining requests end with `draining`.
     pub over: Shutdown,
 }
 
-/// The times of the phases, counted from the stop request.
+/// The times at which the phases of a stop begin, counted from the stop request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DrainTimes {
     /// The time until the listener closes; at most `whole`.
@@ -27,7 +28,7 @@ pub struct DrainTimes {
 }
 
 impl Drain {
-    /// Waits for `requested`, then goes through the phases.
+    /// Waits for `requested`, then triggers the later phases in time.
     pub(crate) async fn run(self, times: DrainTimes) {
         self.requested.wait().await;
         let began = Instant::now();
@@ -49,7 +50,7 @@ impl Drain {
 mod tests {
     use super::*;
 
-    /// The phases that have begun after `after_ms`.
+    /// Returns whether each of the three phases has begun after `after_ms`.
     async fn phases(notice_ms: u64, whole_ms: u64, after_ms: u64) -> (bool, bool, bool) {
         let (drain, ms) = (Drain::default(), Duration::from_millis);
         drain.requested.trigger();

@@ -10,7 +10,7 @@ use types::{RefusalKind, Verdict};
 use crate::tenants::LimitReached;
 use crate::text::tokenizer::TokenizerError;
 
-/// A request that was not accepted. Each error names the field or header at fault.
+/// The error of a request that was not accepted. It names the field or header at fault.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AcceptError {
     #[error("{param} is required")]
@@ -27,10 +27,10 @@ pub enum AcceptError {
     Template { reason: String },
     #[error("the model `{name}` is not served here")]
     UnknownModel { name: String },
-    /// There is no API key, or it is unknown.
+    /// The request has no API key, or an unknown one.
     #[error("{reason}")]
     Unauthorized { reason: &'static str },
-    /// The prompt and its answer are longer than the tenant's limit.
+    /// The prompt and its answer would be longer than the tenant's limit.
     #[error("{reason}")]
     TenantContext { param: Cow<'static, str>, reason: String },
     #[error("{}", .0.reason)]
@@ -53,7 +53,7 @@ impl AcceptError {
         Self::Unsupported { param: param.into(), reason: reason.into() }
     }
 
-    /// The field or header at fault.
+    /// Returns the field or header at fault.
     pub fn param(&self) -> &str {
         match self {
             Self::Missing { param }
@@ -76,7 +76,7 @@ impl AcceptError {
     }
 }
 
-/// An accepted prompt that could not be served within its deadline and its budget of attempts.
+/// The error of an accepted prompt that could not be served within its deadline and its budget of attempts.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ServeError {
     /// The refusal of the last node that was tried.
@@ -98,11 +98,11 @@ pub enum ServeError {
     Failed { reason: String },
 }
 
-/// The retry delay if no better one is known.
+/// The delay after which a client should try again, if no better one is known.
 pub(crate) const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 impl ServeError {
-    /// The outcome of the request, as a metric label.
+    /// Returns the outcome of the request, as a metric label.
     pub fn outcome(&self) -> &'static str {
         match self {
             Self::Refused { kind, .. } => kind.code(),
@@ -114,7 +114,8 @@ impl ServeError {
         }
     }
 
-    /// What the client should do. Other nodes were already tried, so "retry elsewhere" becomes "retry later".
+    /// Returns what the client should do. Other nodes were already tried, so "retry elsewhere" becomes "retry
+    /// later".
     pub fn verdict(&self) -> Verdict {
         match self {
             Self::Refused { kind, .. } => match kind.verdict() {
@@ -129,7 +130,7 @@ impl ServeError {
     }
 }
 
-/// A text that could not be tokenized.
+/// The error of a text that could not be tokenized.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EncodeError {
     #[error("the model has no tokenizer; send token ids to /v1/completions")]
@@ -139,7 +140,7 @@ pub enum EncodeError {
 }
 
 impl EncodeError {
-    /// Makes the error for the field that contained the text.
+    /// Converts the error to one about the field `param`, which contained the text.
     pub fn at(self, param: &'static str) -> AcceptError {
         match self {
             Self::NoTokenizer => AcceptError::unsupported(param, self.to_string()),
@@ -148,7 +149,8 @@ impl EncodeError {
     }
 }
 
-/// A tokenizer or chat template that cannot be used. This is found when the router starts, not by a request.
+/// The error of a tokenizer or chat template that cannot be used. It is found when the router starts, not by
+/// a request.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
     #[error("read {}", file.display())]

@@ -25,30 +25,30 @@ use types::{
     WireAddress,
 };
 
-/// The response of a fake node to a prompt.
+/// What a fake node does with a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FakeResponse {
     Serve,
-    /// Computes the prompt alone.
+    /// Computes the prompt alone, as a decode node does.
     Local,
     Refuse(RefusalKind),
-    /// The connection breaks before the first message.
+    /// Breaks the connection before the first message.
     Break,
-    /// The stream breaks after this number of steps.
+    /// Breaks the stream after this number of steps.
     BreakAfter(u32),
-    /// Sends nothing.
+    /// Sends nothing at all.
     Hang,
-    /// Skips a step.
+    /// Skips one step.
     Skip,
     /// Gives the first token and then reports that the KV did not arrive.
     Lose,
-    /// Gives the first token, and then the connection breaks.
+    /// Gives the first token, and then breaks the connection.
     Vanish,
     /// Grants room and then waits for KV forever.
     Starve,
 }
 
-/// The block events of one status stream.
+/// The block events of one status stream, with their numbers.
 pub(crate) type BlockEvents = Vec<(u64, BlockEvent)>;
 
 /// One fake node. Each call uses the next response of its script; the last one repeats.
@@ -56,9 +56,9 @@ pub(crate) type BlockEvents = Vec<(u64, BlockEvent)>;
 pub(crate) struct FakeNode {
     pub(crate) info: NodeInfo,
     script: Arc<Mutex<Vec<FakeResponse>>>,
-    /// The calls that it received, in order.
+    /// The calls that the node received, in order.
     received: Arc<Mutex<Vec<String>>>,
-    /// The block events of each of its status streams; those of the last stream repeat.
+    /// The block events of each status stream; those of the last stream repeat.
     events: Arc<Mutex<Vec<BlockEvents>>>,
 }
 
@@ -72,7 +72,7 @@ impl FakeNode {
         Self { events: Arc::new(Mutex::new(streams)), ..self }
     }
 
-    /// Serves the node at its address.
+    /// Serves the node's gRPC services at its address.
     pub(crate) async fn start(&self, world: &World, gate: &Gate) -> Task<()> {
         let listener = world.net().listen(&self.info.address).await.expect("the address is free");
         let routes = Routes::new(DecodeServer::new(self.clone()))
@@ -93,7 +93,7 @@ impl FakeNode {
         self.received.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The calls that it received, without reports of its standing.
+    /// Returns the calls that the node received, without the router's reports about it.
     pub(crate) fn prompts(&self) -> Vec<String> {
         let is_standing = |word: &String| word.starts_with("no work: ") || word == "in use";
         self.received().into_iter().filter(|word| !is_standing(word)).collect()
@@ -113,13 +113,13 @@ impl FakeNode {
     }
 }
 
-/// The token that follows `tokens`. It depends on all of them, so that any change is visible.
+/// Returns the token that follows `tokens`. It depends on all of them, so that any change is visible.
 pub(crate) fn next_token(tokens: &[TokenId]) -> TokenId {
     let sum = tokens.iter().fold(7u32, |sum, token| sum.wrapping_mul(31).wrapping_add(token.0 + 1));
     TokenId(sum % 256)
 }
 
-/// All tokens that follow a prompt.
+/// Returns all tokens that follow a prompt.
 pub(crate) fn answer_to(prompt: &Prompt) -> Vec<TokenId> {
     let mut tokens = prompt.tokens.to_vec();
     for _ in 0..prompt.tokens_left() {
@@ -143,7 +143,7 @@ fn steps(prompt: &Prompt) -> Vec<Step> {
 pub(crate) fn info(id: &str, role: Role) -> NodeInfo {
     NodeInfo {
         id: NodeId::new(id),
-        // Later than any router's epoch, so that no decision waits for more nodes.
+        // The epoch is later than any router's, so that no decision waits for more nodes.
         epoch: Epoch(u64::MAX - 1),
         role,
         pid: 1,
@@ -226,7 +226,7 @@ impl Decode for FakeNode {
             words.truncate(n as usize);
             words.push(broken());
         }
-        // Steps come after prefill's answer, as they do when KV has to travel.
+        // Steps come after the prefill node's answer, as they do when KV has to travel.
         let words = stream::once(async {
             tokio::time::sleep(Duration::from_millis(50)).await;
             stream::iter(words)
@@ -370,7 +370,7 @@ impl NodeStatus for FakeNode {
     ) -> Result<Response<v1::StandingAnswer>, Status> {
         let v1::StandingRequest { refusal, .. } = request.into_inner();
         let word = if refusal.is_empty() { "in use".to_owned() } else { format!("no work: {refusal}") };
-        // Reports are repeated. Only changes are recorded: a refusal, and its end.
+        // The router repeats its reports, so only changes are recorded: a refusal, and its end.
         let before =
             self.received().into_iter().rfind(|word| word.starts_with("no work: ") || word == "in use");
         if before.unwrap_or_else(|| "in use".to_owned()) != word {

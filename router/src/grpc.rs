@@ -1,5 +1,5 @@
-//! The gRPC API: `baton.v1.Inference` takes text or tokens and returns steps with their text.
-//! The only file of the router that knows gRPC codes for clients.
+//! The gRPC API for clients: `baton.v1.Inference` takes text or tokens and returns steps with their text.
+//! Only this file of the router uses gRPC codes for clients.
 
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -24,13 +24,13 @@ use crate::serve::Serve;
 use crate::tenants::{Claims, LimitReached};
 use crate::text::{Detokenizer, RouterModel, RouterModels, Tokenizer, run_by_size};
 
-/// The gRPC service.
+/// The service `baton.v1.Inference` for clients.
 #[derive(Clone, Debug)]
 pub struct GrpcApi {
     pub serve: Arc<dyn Serve>,
     pub models: RouterModels,
     pub acceptor: Acceptor,
-    /// After it is requested, no further call is accepted.
+    /// The shutdown request. After it, no further call is accepted.
     pub shutdown: Shutdown,
 }
 
@@ -95,7 +95,8 @@ async fn encoded(tokenizer: Arc<Tokenizer>, text: String) -> Result<Vec<TokenId>
     encoded.map_err(|error| refused(&error.at("text")))
 }
 
-/// The call's sampling parameters. Zero means "not given", because protobuf does not distinguish the two.
+/// Returns the call's sampling parameters. Zero means "not given", because protobuf does not distinguish zero
+/// from an absent field.
 fn params(request: &v1::GenerateRequest) -> SamplingParams {
     let stop = request.stop.clone().unwrap_or_default();
     let max_tokens = match stop.max_tokens {
@@ -136,7 +137,7 @@ fn sampled(params: SamplingParams, sampling: &v1::Sampling) -> SamplingParams {
 
 type Events = Pin<Box<dyn Stream<Item = Result<v1::GenerateEvent, Status>> + Send>>;
 
-/// Makes the event stream: one event per token, and the end after the last one.
+/// Makes the event stream of one answer: one event per token, then the end.
 fn events(choice: Choice, id: RequestId) -> Events {
     let usage = choice.usage();
     let tokens = choice.into_deltas().flat_map(move |delta| {
@@ -192,7 +193,7 @@ fn refused(error: &AcceptError) -> Status {
     }
 }
 
-/// Makes the status of a tenant's limit, with the time to wait as metadata (HTTP has it in a header).
+/// Makes the status of a reached tenant limit, with the time to wait as metadata (HTTP has it in a header).
 fn limit_reached(reached: &LimitReached) -> Status {
     let mut status = Status::resource_exhausted(&reached.reason);
     let seconds = reached.retry_after.as_secs_f64().ceil().max(1.0) as u64;

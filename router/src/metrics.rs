@@ -1,4 +1,4 @@
-//! The metrics of the router.
+//! The metrics of a router.
 
 use std::time::Duration;
 
@@ -10,26 +10,26 @@ use tokio::time::Instant;
 use crate::error::ServeError;
 use crate::serve::Complete;
 
-/// The stages of a request, as the router measures them.
+/// The stages of a request, each with its own latency histogram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// From the call to a decode node until its landing.
+    /// The time from the call to a decode node until its landing.
     Reserve,
-    /// On the prefill node, from the prompt's arrival to its first step.
+    /// The time on the prefill node from the prompt's arrival to its first step.
     PrefillQueue,
-    /// On the prefill node, from the first step to the first token.
+    /// The time on the prefill node from the first step to the first token.
     Prefill,
-    /// From the call to a pool node until it has all KV.
+    /// The time from the call to a pool node until it has all KV.
     Store,
-    /// From the landing to the handoff.
+    /// The time from the landing to the handoff.
     Transfer,
-    /// From acceptance to the first token.
+    /// The time from acceptance to the first token.
     FirstToken,
-    /// From the first token to the second. A slow transfer of KV shows here.
+    /// The time from the first token to the second. A slow transfer of KV shows here.
     HandoverGap,
-    /// From one token to the next, from the second token on.
+    /// The time from one token to the next, from the second token on.
     Step,
-    /// From acceptance to the last token.
+    /// The time from acceptance to the last token.
     Whole,
 }
 
@@ -55,11 +55,11 @@ pub struct RouterMetrics {
     pub attempts: IntCounter,
     pub retries: IntCounterVec,
     pub continuations: IntCounter,
-    /// Prompts whose KV a prefill node held because the pool did not take it.
+    /// Prompts whose KV a prefill node held because the pool did not accept it.
     pub pool_fallbacks: IntCounterVec,
     kv_bytes: IntCounterVec,
     requests: IntCounterVec,
-    /// Requests without a known key.
+    /// Requests without a known API key.
     pub unauthorized: IntCounterVec,
     /// Requests refused by a limit of their tenant.
     pub tenant_refusals: IntCounterVec,
@@ -114,8 +114,8 @@ impl RouterMetrics {
 
 // === outcomes ===
 
-/// Records the outcome of one request on drop. Without another outcome the client has cancelled it, unless `complete` is
-/// set.
+/// The outcome of one request, recorded in the metrics on drop. Without another outcome the client has
+/// cancelled the request, unless `complete` is set.
 #[derive(Debug)]
 pub struct Outcome {
     metrics: RouterMetrics,
@@ -140,7 +140,7 @@ impl Outcome {
         self.metrics.stage(Stage::Whole, self.accepted.elapsed());
     }
 
-    /// Notes an error on its way to the client.
+    /// Stores the outcome of `result` if it is an error, and returns `result`.
     pub fn note<T>(&mut self, result: Result<T, ServeError>) -> Result<T, ServeError> {
         if let Err(error) = &result {
             self.word = error.outcome();

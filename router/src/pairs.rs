@@ -1,15 +1,17 @@
-//! The connectors that each pair of nodes could use, and the reasons against the others: for operators.
+//! For operators: the connectors that each pair of nodes could use, and the reasons against the other
+//! connectors.
 //!
-//! This is derived from announcements only. The receiving node decides, and also checks whether it reaches the sender; a
-//! warning in its log reports a difference.
+//! The page is derived from announcements only. The receiving node makes the choice, and also checks whether
+//! it reaches the sender; a warning in its log reports a difference.
 
 use serde_json::{Value, json};
 use types::{NodeInfo, Scheme};
 
-/// The largest number of listed pairs, enough for a dozen nodes of each role. Further pairs are probably similar.
+/// The largest number of listed pairs, enough for a dozen nodes of each role. Further pairs are probably
+/// similar, so they are only counted.
 const PAIRS_MAX: usize = 256;
 
-/// All pairs that transfer KV, with the sender first, and the number of pairs that are not listed.
+/// Returns all pairs that transfer KV, with the sender first, and the number of pairs that are not listed.
 pub(crate) fn pairs(nodes: &[&NodeInfo]) -> (Vec<Value>, usize) {
     let senders = nodes.iter().copied();
     let all = senders.flat_map(|from| nodes.iter().copied().map(move |to| (from, to)));
@@ -18,7 +20,7 @@ pub(crate) fn pairs(nodes: &[&NodeInfo]) -> (Vec<Value>, usize) {
     (told, pairs.len().saturating_sub(PAIRS_MAX))
 }
 
-/// Whether KV is ever sent from `from` to `to`.
+/// Returns whether the roles allow KV to be sent from `from` to `to`.
 fn sends(from: &NodeInfo, to: &NodeInfo) -> bool {
     let prefill_to = from.role.prefills() && !from.role.decodes();
     let decode_to = to.role.decodes() && !to.role.prefills();
@@ -42,7 +44,7 @@ fn pair(from: &NodeInfo, to: &NodeInfo) -> Value {
     })
 }
 
-/// All connectors that either node names, in the order in which the receiving node prefers them.
+/// Returns all connectors that one of the nodes names, in the order in which the receiving node prefers them.
 fn schemes(from: &NodeInfo, to: &NodeInfo) -> Vec<Scheme> {
     let wires = |node: &NodeInfo| node.wires.iter().map(|wire| wire.scheme.clone()).collect::<Vec<_>>();
     let without = |node: &NodeInfo| node.without.iter().map(|out| out.scheme.clone()).collect::<Vec<_>>();

@@ -1,4 +1,4 @@
-//! The calls of the router to one node. The only file of the router that knows the nodes' services.
+//! The router's calls to one node. Only this module of the router uses the nodes' gRPC services.
 
 mod put;
 
@@ -22,14 +22,16 @@ use types::{
 use crate::error::ServeError;
 pub use put::PutCall;
 
-/// The timeout of a call that a node answers without computing.
+/// The timeout of a call that a node answers without computing a prompt.
 const QUESTION_TIMEOUT: Duration = Duration::from_secs(2);
-/// The time for KV to be reported as arrived after its sender became unreachable: it may have sent all of it.
+/// The time to wait for a decode node's report that KV has arrived, after the sender became unreachable: it
+/// may have sent all KV.
 const ARRIVAL_GRACE: Duration = Duration::from_secs(1);
-/// The number of steps that are read before prefill's answer arrives. Reading ahead serves to notice a failure.
+/// The largest number of steps that are read before the prefill node's answer arrives. Reading ahead serves
+/// to notice a failure.
 const READ_AHEAD_MAX: usize = 64;
 
-/// A node's services. Cheap to clone; all clones share one connection.
+/// A client of one node's services. Cheap to clone; all clones share one connection.
 #[derive(Clone, Debug)]
 pub struct NodeClient {
     world: World,
@@ -37,7 +39,7 @@ pub struct NodeClient {
     channel: RpcChannel,
 }
 
-/// One update from a node's status stream.
+/// One message from a node's status stream.
 #[derive(Debug)]
 pub enum StatusUpdate {
     Load(NodeLoad),
@@ -45,27 +47,27 @@ pub enum StatusUpdate {
     Draining,
 }
 
-/// The router's report to a node.
+/// The router's report to a node about the node.
 #[derive(Clone, Debug)]
 pub struct Standing {
-    /// The router's name.
+    /// The router's name, new at every start.
     pub router: String,
-    /// The reason why the router gives the node no work; `None`: it gives it work.
+    /// The reason why the router gives the node no work; `None`: the node gets work.
     pub refusal: Option<String>,
-    /// The reason why a rollout must not replace other nodes yet; `None`: the node serves, or could.
+    /// The reason why a rollout must not replace other nodes yet; `None`: the node serves, or it could.
     pub rollout_waits_for: Option<String>,
-    /// The time after which the report expires on the node.
+    /// The time after which the node must ignore the report.
     pub believed_for: Duration,
 }
 
 impl NodeClient {
-    /// Makes a client. It connects at the first call.
+    /// Makes a client. The connection is opened at the first call.
     pub fn new(world: &World, info: &Arc<NodeInfo>) -> Self {
         let channel = channel(world, &info.address, RpcLimits::default());
         Self { world: world.clone(), info: info.clone(), channel }
     }
 
-    /// Opens the decode stream of a prompt. Dropping the result ends the prompt on that node.
+    /// Opens the decode stream of a prompt. Dropping the returned call ends the prompt on the node.
     pub async fn decode(&self, prompt: &Prompt, prefill: PrefillOffer<'_>) -> Result<DecodeCall, Failure> {
         let request =
             v1::DecodeRequest { prompt: Some(self.on_the_wire(prompt)), prefill: Some(prefill.to_wire()) };
@@ -75,7 +77,8 @@ impl NodeClient {
         Ok(DecodeCall { info: self.info.clone(), events, ahead: VecDeque::new(), kv: None })
     }
 
-    /// Has the prompt computed. Dropping the future cancels it on the node; dropping the call releases held KV.
+    /// Has the prompt computed and its KV sent to `to`. Dropping the future cancels the prompt on the node;
+    /// dropping the returned call releases held KV.
     pub async fn prefill(
         &self,
         prompt: &Prompt,
@@ -97,7 +100,7 @@ impl NodeClient {
         }
     }
 
-    /// Names the landing of KV that the node holds.
+    /// Names the landing for KV that the prefill node holds.
     pub async fn deliver(&self, held: TransferId, landing: &Landing) -> Result<(), Failure> {
         let request =
             v1::DeliverRequest { transfer: proto::transfer_to_wire(held), landing: Some(landing.into()) };
@@ -180,19 +183,19 @@ fn refusal_of(status: &tonic::Status) -> Refusal {
     Refusal::new(kind, format!("{}: {}", status.code(), status.message()))
 }
 
-/// A failed attempt, and the node at fault.
+/// A failed attempt to serve a prompt: the node at fault, and its refusal.
 #[derive(Clone, Debug)]
 pub struct Failure {
     pub node: Arc<NodeInfo>,
     pub refusal: Refusal,
 }
 
-/// The information for a decode node about the source of the KV.
+/// What a decode node is told about the source of the KV.
 #[derive(Clone, Copy, Debug)]
 pub enum PrefillOffer<'a> {
-    /// This node can compute the KV.
+    /// The node that can compute the KV.
     Offered(&'a NodeInfo),
-    /// This node has computed the KV and holds it.
+    /// The node that has computed the KV and holds it.
     HeldBy(&'a NodeInfo),
     /// There is no prefill node: the decode node computes the KV.
     None,
@@ -215,7 +218,7 @@ fn peer_to_wire(node: &NodeInfo) -> v1::Peer {
 }
 
 impl Failure {
-    /// The failure of a node that left between choice and call.
+    /// Makes the failure of a node that left the cluster between the choice and the call.
     pub(crate) fn gone(node: &NodeInfo) -> Self {
         Self { node: Arc::new(node.clone()), refusal: Refusal::new(RefusalKind::Failed, "the node has left") }
     }
@@ -235,20 +238,21 @@ impl From<Failure> for ServeError {
 
 // === the prefill stream ===
 
-/// A prompt on a prefill node after its first token: the call lasts while the node holds or sends its KV.
+/// A prefill call after its first token. It lasts while the node holds or sends the KV.
 #[derive(Debug)]
 pub struct PrefillCall {
     client: NodeClient,
     answers: tonic::Streaming<v1::PrefillAnswer>,
-    /// The error and the time at which the stream broke.
+    /// The error of the broken stream, and the time at which it broke.
     unheard: Option<(Failure, Instant)>,
 }
 
 impl PrefillCall {
-    /// Returns only if the KV will not arrive. Cancel-safe.
+    /// Waits for a sign that the KV will not arrive. Waits forever if it arrives. Cancel-safe.
     ///
-    /// The decode node may not know: the connection may break before it learns of the transfer. The sender knows and
-    /// reports it. If the sender is unreachable, the decode node has one second to report that the KV has arrived.
+    /// The decode node may not know of the loss: the connection may break before it learns of the transfer.
+    /// The sender knows and reports it. If the sender is unreachable, the decode node has one second to
+    /// report that the KV has arrived.
     pub async fn loss(&mut self) -> Failure {
         let (failure, since) = match &self.unheard {
             Some(unheard) => unheard.clone(),
@@ -277,29 +281,29 @@ impl PrefillCall {
 
 // === the decode stream ===
 
-/// A prompt on a decode node. Dropping it releases everything there.
+/// A decode call. Dropping it releases everything that the prompt has on the node.
 #[derive(Debug)]
 pub struct DecodeCall {
     info: Arc<NodeInfo>,
     events: tonic::Streaming<v1::DecodeEvent>,
     ahead: VecDeque<DecodeProgress>,
-    /// The sender of the KV, until the KV has arrived.
+    /// The call to the sender of the KV, until the KV has arrived.
     kv: Option<PrefillCall>,
 }
 
-/// A decode node's first event.
+/// The first event of a decode node.
 #[derive(Debug)]
 pub enum Opening {
-    /// Room is reserved on the node.
+    /// The node has reserved room for the KV.
     Landing(Box<Landing>),
     /// The node computes the prompt itself.
     Local { held_tokens: u32 },
 }
 
-/// A decode node's further events.
+/// A later event of a decode node.
 #[derive(Debug)]
 pub enum DecodeProgress {
-    /// All KV has arrived.
+    /// All KV has arrived on the node.
     Arrived {
         scheme: String,
         bytes: u64,
@@ -309,8 +313,8 @@ pub enum DecodeProgress {
 }
 
 impl DecodeCall {
-    /// Returns the first event. A node without room sends it when the prompt's turn comes; if there is none by `until`,
-    /// the node counts as full. Any event other than an opening is a failure.
+    /// Returns the first event. A node without room sends it when the prompt's turn comes; without an event
+    /// until `until`, the node counts as full. Any other event is a failure.
     pub async fn opening(&mut self, until: Instant) -> Result<Opening, Failure> {
         let message = match tokio::time::timeout_at(until, self.events.message()).await {
             Ok(message) => message,
@@ -328,7 +332,7 @@ impl DecodeCall {
         }
     }
 
-    /// Sets the sender of the KV. If the KV is lost on its way, [`Self::progress`] fails.
+    /// Sets the call to the sender of the KV. If the KV is lost in transfer, [`Self::progress`] then fails.
     pub fn kv_from(&mut self, sender: PrefillCall) {
         self.kv = Some(sender);
     }
@@ -343,10 +347,10 @@ impl DecodeCall {
         Ok(progress)
     }
 
-    /// Returns only if the stream fails. Other events are kept for [`Self::progress`]. Cancel-safe.
+    /// Waits for the stream to fail. Other events are kept for [`Self::progress`]. Cancel-safe.
     ///
-    /// The end of the stream is no failure here: a short answer may be complete before prefill's answer arrives, and an
-    /// incomplete one is detected by the reader of the steps.
+    /// The end of the stream is no failure here: a short answer may be complete before the prefill node's
+    /// answer arrives, and the reader of the steps detects an incomplete one.
     pub async fn failure(&mut self) -> Failure {
         while self.ahead.len() < READ_AHEAD_MAX {
             match self.events.message().await {
@@ -433,7 +437,7 @@ impl DecodeCall {
 
 // === the status stream ===
 
-/// A node's status stream.
+/// The router's end of a node's status stream.
 #[derive(Debug)]
 pub struct StatusUpdates {
     client: NodeClient,

@@ -12,28 +12,32 @@ use crate::error::AcceptError;
 pub use crate::error::ServeError;
 use crate::text::{RouterModel, RouterModels};
 
-/// The cluster as the HTTP and gRPC APIs see it. `Dispatch` implements it; tests use `FakeServe`.
+/// The cluster as the HTTP and gRPC APIs see it. `Dispatch` implements the trait; tests use `FakeServe`.
 ///
-/// An API calls [`generate`](Self::generate) once for each prompt that [`accept`](crate::accept) made. The [`Generation`]
-/// owns everything that the prompt has on any node. Dropping it, or the future that returns it, cancels the request on
-/// all nodes; there is no other way to cancel.
+/// An API calls [`generate`](Self::generate) once for each prompt that [`accept`](crate::accept) made. The
+/// [`Generation`] owns everything that the prompt has on any node. Dropping it, or the future that returns
+/// it, cancels the request on all nodes; there is no other way to cancel.
 #[async_trait]
 pub trait Serve: fmt::Debug + Send + Sync + 'static {
-    /// The models that the cluster can serve now.
+    /// Returns the models that the cluster can serve now.
     fn models(&self) -> Vec<ModelInfo>;
 
-    /// Returns when the first step is available, or an error. Until then a refusal can still become a status code.
+    /// Starts a prompt. Returns when its first step is available, or an error; until then a refusal can
+    /// become a status code.
     async fn generate(&self, prompt: Prompt) -> Result<Generation, ServeError>;
 
-    /// Whether requests can be served, by at least one usable pair of nodes. Otherwise the reason why not.
+    /// Checks that requests can be served, by at least one usable pair of nodes. An error is the reason why
+    /// not.
     fn ready(&self) -> Result<(), String>;
 
-    /// Whether the cluster's nodes are known, so that a model that no node has does not exist. Otherwise the reason.
+    /// Checks that the cluster's nodes are known, so that a model that no node has does not exist. An error
+    /// is the reason why not.
     fn knows_nodes(&self) -> Result<(), AcceptError>;
 }
 
 impl dyn Serve {
-    /// Returns the model that a request names. Without a name it is the only model, if there is just one.
+    /// Returns the model that a request names. A request without a name gets the only model, if there is just
+    /// one.
     pub(crate) fn model(
         &self,
         models: &RouterModels,
@@ -43,7 +47,8 @@ impl dyn Serve {
     }
 }
 
-/// Set by the API when an answer is complete before its last step, because of a stop string. Clones share it.
+/// A flag that the API sets when an answer is complete before its last step, because of a stop string. Clones
+/// share it.
 #[derive(Clone, Debug, Default)]
 pub struct Complete(Arc<AtomicBool>);
 
@@ -57,14 +62,16 @@ impl Complete {
     }
 }
 
-/// One prompt's answer while it is generated.
+/// The answer to one prompt, while it is generated.
 pub struct Generation {
     pub usage: Usage,
-    /// If this is set before the steps are dropped, the request counts as finished instead of cancelled.
+    /// The flag for a complete answer. If it is set before the steps are dropped, the request counts as
+    /// finished instead of cancelled.
     pub complete: Complete,
     /// All steps, including the first, in order of [`Step::index`] and without gaps, also across failures of nodes.
     ///
-    /// It ends after the step that has `finish` set, or after one error. An end without either is a bug.
+    /// The stream ends after the step that has `finish` set, or after one error. An end without either is a
+    /// bug.
     pub steps: BoxStream<'static, Result<Step, ServeError>>,
 }
 

@@ -34,13 +34,14 @@ use crate::tenants::{TableError, TenantTable, Tenants};
 use crate::text::{RouterModel, RouterModels, Tokenizer};
 use crate::{debug, http, policy};
 
-/// How long the router's own tasks may take to end after it stops serving.
+/// The longest time that the router's own tasks may take to end after it stops serving.
 const TASKS_CLOSE_WITHIN: Duration = Duration::from_secs(2);
 
-/// The time after the drain for the last bytes of a request.
+/// The time after the drain for the last bytes of an answer.
 const END_GRACE: Duration = Duration::from_secs(1);
 
-/// The time for which a client may leave its answer unread before its connection is closed and its request cancelled.
+/// The time that a client may leave its answer unread before its connection is closed and its request
+/// cancelled.
 const CLIENT_WRITE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A router that has bound its ports and watches the cluster, but does not serve yet.
@@ -53,11 +54,11 @@ pub struct Router {
     admin: (Box<dyn Listener>, SocketAddr),
     cluster: Cluster,
     models: RouterModels,
-    /// The tenants file and its contents, if there is one.
+    /// The path of the tenants file, and its contents; `None` without such a file.
     tenants: Option<(PathBuf, TenantTable)>,
-    /// The key requirements of the HTTP port and of the admin port.
+    /// The admin keys of the HTTP port and of the admin port.
     keys: (AdminKey, AdminKey),
-    /// The embedded registry, if this router serves it.
+    /// The embedded registry; `None` if the registry is etcd.
     embedded: Option<MemoryRegistry>,
     following: Task<()>,
     gate: Gate,
@@ -133,7 +134,7 @@ impl Router {
 
     /// Serves until `shutdown`, then lets running requests end within the configured drain.
     ///
-    /// The registry is served until `nodes_stopped` has ended too, so that nodes can withdraw.
+    /// The registry is served until the future `nodes_stopped` has ended too, so that nodes can withdraw.
     pub async fn serve(
         mut self,
         shutdown: Shutdown,
@@ -227,7 +228,8 @@ async fn open_tenants(file: Option<PathBuf>) -> Result<Option<(PathBuf, TenantTa
     Ok(Some((file, table.map_err(BindError::Tenants)?)))
 }
 
-/// Loads the model's tokenizer and template on a blocking thread: a large vocabulary takes a second.
+/// Loads the model's tokenizer and template. It uses a blocking thread, because a large vocabulary takes a
+/// second.
 async fn open_model(folder: Option<ModelFolder>) -> Result<Option<RouterModel>, BindError> {
     let Some(ModelFolder { path, name }) = folder else { return Ok(None) };
     let opened = {
@@ -261,7 +263,8 @@ async fn bind(world: &World, addr: &str) -> Result<(Box<dyn Listener>, SocketAdd
     Ok((Box::new(WriteTimeoutListener::new(listener, CLIENT_WRITE_TIMEOUT)), bound))
 }
 
-/// The gRPC services: generation for clients, the registry for nodes, health and reflection for all callers.
+/// Returns the gRPC services: generation for clients, the registry for nodes, health and reflection for all
+/// callers.
 fn routes(embedded: Option<&MemoryRegistry>, api: GrpcApi, shutdown: &Shutdown) -> Routes {
     let (routes, _health) = chassis::rpc::standard_services(&[proto::FILE_DESCRIPTOR_SET])
         .expect("our own descriptors are well-formed");

@@ -1,7 +1,7 @@
 //! Detects that no request makes progress, and names the stages that requests wait in.
 //!
-//! It polls, so it works when no event arrives any more. Progress is a step that reaches this router, or an engine step
-//! that a node reports; so a long prompt that is being computed counts as progress.
+//! The watchdog polls, so it works when no event arrives any more. Progress is a step that reaches this
+//! router, or an engine step that a node reports; so a long prompt that is being computed counts as progress.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -11,21 +11,22 @@ use std::time::Duration;
 use tokio::time::Instant;
 use tracing::{info, warn};
 
-/// The poll interval.
+/// The interval at which the watchdog checks for progress.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
 /// The stage that a request waits in. A request whose client does not read is not counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WaitStage {
-    /// Waits for a node to be usable or to have room.
+    /// The request waits for a node to be usable or to have room.
     Route,
-    /// Waits for a decode node's answer about room.
+    /// The request waits for a decode node's answer about room.
     Reserve,
-    /// Waits for a prefill node's first token.
+    /// The request waits for a prefill node's first token.
     Prefill,
-    /// Waits for a pool node to store the KV, or for held or stored KV to be sent to a decode node.
+    /// The request waits for a pool node to store the KV, or for held or stored KV to be sent to a decode
+    /// node.
     Deliver,
-    /// Waits for a decode node's next step, including the arrival of KV.
+    /// The request waits for a decode node's next step, including the arrival of KV.
     Decode,
 }
 
@@ -43,7 +44,7 @@ impl WaitStage {
     }
 }
 
-/// The number of requests in each stage, and a count of progress. Clones share the counts.
+/// The number of requests in each stage, and a count of their steps. Clones share the counts.
 #[derive(Clone, Debug, Default)]
 pub struct StageTracker {
     shared: Arc<Shared>,
@@ -53,11 +54,12 @@ pub struct StageTracker {
 struct Shared {
     waiting: [AtomicU32; WaitStage::ALL.len()],
     n_moved: AtomicU64,
-    /// The reason why the router is not ready. Locked for one look-up or change.
+    /// The reason why the router is not ready; `None` while requests make progress. The mutex is held for one
+    /// look-up or change.
     stuck: Mutex<Option<String>>,
 }
 
-/// The stage of one request. Dropping it ends the count.
+/// A request that is counted in its stage. Dropping it ends the count.
 #[derive(Debug)]
 pub struct TrackedRequest {
     all: StageTracker,
@@ -70,12 +72,12 @@ impl StageTracker {
         TrackedRequest { all: self.clone(), at: Mutex::new(at) }
     }
 
-    /// Notes a step as progress.
+    /// Counts a step as progress.
     pub fn moved(&self) {
         self.shared.n_moved.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Whether requests make progress; otherwise the stages that they wait in.
+    /// Checks that requests make progress. An error names the stages that they wait in.
     pub fn check(&self) -> Result<(), String> {
         self.stuck().clone().map_or(Ok(()), Err)
     }
@@ -97,7 +99,7 @@ impl StageTracker {
     }
 }
 
-/// For example `3 wait at prefill, 1 wait at decode`.
+/// Writes the number of requests per stage, for example `3 wait at prefill, 1 wait at decode`.
 impl fmt::Display for StageTracker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let counted = WaitStage::ALL.map(|place| (place, self.count(place).load(Ordering::Relaxed)));
@@ -128,15 +130,15 @@ impl Drop for TrackedRequest {
 
 // === the watchdog ===
 
-/// The count and the time of the last progress.
+/// The step count when requests last made progress, and the time of that.
 #[derive(Clone, Copy, Debug)]
 struct LastProgress {
     steps: u64,
     at: Instant,
 }
 
-/// Polls until it is dropped. `n_node_steps` returns the nodes' reported engine steps; `bound` is the longest time without
-/// progress.
+/// Checks for progress until the future is dropped. `n_node_steps` returns the nodes' reported engine steps;
+/// `bound` is the longest time without progress.
 pub async fn watch(stages: StageTracker, bound: Duration, n_node_steps: impl Fn() -> u64) {
     let mut seen = LastProgress { steps: 0, at: Instant::now() };
     loop {

@@ -7,7 +7,7 @@ use types::{BlockEvent, BlockHash};
 /// The largest number of hashes per node. Further cached blocks are ignored, because routing by cache is advice.
 const HASHES_MAX: usize = 1 << 22;
 
-/// A mirror of one node's prefix cache. It is either correct or reports that it is not known.
+/// A mirror of one node's prefix cache. After lost events it reports that it does not know the cache.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CachedBlocks {
     /// The number of the last event; `None` before the first snapshot, and after a gap.
@@ -15,8 +15,8 @@ pub struct CachedBlocks {
     hashes: HashSet<BlockHash>,
 }
 
-/// A block event does not follow the previous one: events were lost, repeated or reordered, or the node restarted its
-/// count. Only a snapshot repairs this.
+/// The error of a block event that does not follow the previous one: events were lost, repeated or reordered,
+/// or the node restarted its count. A snapshot repairs the mirror.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("block event {found} instead of {expected:?}")]
 pub struct Gap {
@@ -25,7 +25,7 @@ pub struct Gap {
 }
 
 impl CachedBlocks {
-    /// Applies an event. After a gap nothing is known until the next snapshot.
+    /// Applies an event. After a gap, the cached blocks are unknown until the next snapshot.
     pub fn apply(&mut self, number: u64, event: BlockEvent) -> Result<(), Gap> {
         let expected = self.seen.map(|seen| seen + 1);
         if !matches!(event, BlockEvent::Snapshot(_)) && expected != Some(number) {
@@ -52,7 +52,7 @@ impl CachedBlocks {
         *self = Self::default();
     }
 
-    /// All cached hashes; `None` while they are not known.
+    /// Returns all cached hashes; `None` while they are not known.
     pub fn hashes(&self) -> Option<&HashSet<BlockHash>> {
         self.seen.map(|_| &self.hashes)
     }
@@ -96,7 +96,8 @@ mod tests {
     }
 
     proptest! {
-        /// For any lost, repeated or swapped events, the hashes that the mirror reports are correct.
+        /// Loses, repeats and swaps events at random. The hashes that the mirror reports must still be
+        /// correct.
         #[test]
         fn a_mirror_is_right_or_says_that_it_is_not(
             changes in prop::collection::vec((0_u8..8, any::<bool>()), 1..40),

@@ -1,8 +1,8 @@
 //! The choice of the group of nodes that serves a model: a pure function of all nodes of one model name.
 //!
-//! A group is the nodes with equal fingerprints. The caller decides again at every change of membership or usability.
-//! It leaves out pool nodes and nodes that are refused for another reason (protocol, or not the operator's model).
-//! See `docs/decisions/0024-a-rollout-waits-for-a-complete-group.md`.
+//! A group is the nodes with equal fingerprints. The caller decides again at every change of membership or
+//! usability. The caller leaves out pool nodes, and nodes that are refused for another reason (protocol, or
+//! not the operator's model). See `docs/decisions/0024-a-rollout-waits-for-a-complete-group.md`.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -23,19 +23,19 @@ pub(super) struct GroupNode {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Usability {
     Usable,
-    /// Not usable now, but perhaps in a moment: the router is connecting to it.
+    /// The router cannot use the node now, but perhaps in a moment: it is connecting to it.
     Possible,
-    /// The node drains.
+    /// The node drains, so it gets no new work.
     Leaving,
 }
 
-/// The other inputs of the decision.
+/// What the decision depends on besides the nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct DecisionContext {
     pub(super) in_force: Option<FingerprintDigest>,
-    /// The router has just started and may not know all nodes yet.
+    /// Whether the router has just started and may not know all nodes yet.
     pub(super) is_settling: bool,
-    /// The decision was postponed for the longest allowed time.
+    /// Whether the decision was postponed for the longest allowed time.
     pub(super) postponed_too_long: bool,
 }
 
@@ -48,25 +48,25 @@ pub(super) struct Decision {
 /// The reason why a group is in force, or why the decision is postponed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reason {
-    /// It is the only group.
+    /// The group is the only one.
     OnlyGroup,
-    /// It is the only group with a usable node of each required role.
+    /// The group is the only one with a usable node of each required role.
     OnlyComplete,
     MostNodes,
-    /// Another group has as many nodes. This one was in force before, or it is older.
+    /// Another group has as many nodes. The chosen one was in force before, or it is older.
     Tie,
-    /// No group has a usable node of each required role; this one has a decode node.
+    /// No group has a usable node of each required role; the chosen one has a decode node.
     CanDecode,
-    /// No group can serve.
+    /// No group can serve requests.
     NoneServes,
     /// The router has just started, and nodes may still announce themselves.
     SettlePeriod,
-    /// A larger group, or the one in force, may become usable in a moment.
+    /// The decision waits, because a larger group, or the one in force, may become usable in a moment.
     Expecting,
 }
 
 impl Reason {
-    /// Whether time alone may change the decision.
+    /// Returns whether time alone may change the decision.
     pub(super) fn is_postponed(self) -> bool {
         matches!(self, Self::SettlePeriod | Self::Expecting)
     }
@@ -90,14 +90,14 @@ impl fmt::Display for Reason {
 /// The rank of a group: by its number of nodes, then by being in force, then by the age of its oldest node.
 type Rank = (usize, bool, Reverse<u64>);
 
-/// The counts of one group.
+/// The counts and roles of one group, from which the decision is made.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GroupSummary {
     pub(super) fingerprint: FingerprintDigest,
-    /// Nodes that do not drain.
+    /// The number of nodes that do not drain.
     pub(super) n_staying: usize,
     usable: RoleSet,
-    /// Roles of nodes that are usable or may become usable in a moment.
+    /// The roles of nodes that are usable or may become usable in a moment.
     possible: RoleSet,
     oldest: Epoch,
 }
@@ -124,13 +124,13 @@ impl GroupSummary {
         (self.n_staying, in_force == Some(self.fingerprint), Reverse(self.oldest.0))
     }
 
-    /// Whether a decode node is usable.
+    /// Returns whether a decode node of the group is usable.
     pub(super) fn can_decode(&self) -> bool {
         self.usable.decodes
     }
 }
 
-/// Summarizes the groups of one model's nodes.
+/// Sorts one model's nodes into groups and counts them.
 pub(super) fn summarize(nodes: &[GroupNode]) -> Vec<GroupSummary> {
     let mut groups: BTreeMap<FingerprintDigest, GroupSummary> = BTreeMap::new();
     for node in nodes {
@@ -155,7 +155,7 @@ pub(super) fn summarize(nodes: &[GroupNode]) -> Vec<GroupSummary> {
     groups.into_values().collect()
 }
 
-/// The role that a group lacks before it can serve; `None` if it can serve.
+/// Returns the role that a group lacks before it can serve; `None` if it can serve.
 pub(super) fn missing(nodes: &[GroupNode], group: FingerprintDigest) -> Option<Role> {
     let usable = summarize(nodes)
         .iter()
@@ -171,16 +171,17 @@ pub(super) fn missing(nodes: &[GroupNode], group: FingerprintDigest) -> Option<R
     }
 }
 
-/// Whether the model has prefill nodes, so that a group needs one.
+/// Returns whether the model has prefill nodes, so that a group needs one.
 fn needs_prefill(nodes: &[GroupNode]) -> bool {
     nodes.iter().any(|node| node.link != Usability::Leaving && node.role.prefills() && !node.role.decodes())
 }
 
-/// Chooses the group that serves.
+/// Chooses the group that serves a model.
 ///
-/// A group that can serve (with a usable node of each required role) is preferred to one that cannot. Among several, the
-/// largest wins; on a tie, the one in force, then the older one. If no group can serve, the one in force continues with
-/// its decode nodes, which compute prompts themselves. A change is postponed while a better group may become usable.
+/// A group that can serve (with a usable node of each required role) is preferred to one that cannot. Among
+/// several such groups, the largest wins; on a tie, the group in force, then the older one. If no group can
+/// serve, the group in force continues with its decode nodes, which compute prompts themselves. A change is
+/// postponed while a better group may become usable.
 pub(super) fn decide(nodes: &[GroupNode], known: DecisionContext) -> Decision {
     let DecisionContext { in_force, is_settling, postponed_too_long } = known;
     if in_force.is_none() && is_settling {
@@ -200,7 +201,7 @@ pub(super) fn decide(nodes: &[GroupNode], known: DecisionContext) -> Decision {
     Decision { in_force: Some(best.fingerprint), reason: reason(best, &groups, needs_prefill(nodes)) }
 }
 
-/// The best group, judged by the roles that `kinds` returns.
+/// Returns the best group by the roles that `kinds` returns: the usable ones, or also the possible ones.
 fn best_of(
     groups: &[GroupSummary],
     in_force: Option<FingerprintDigest>,
@@ -234,8 +235,8 @@ fn reason(best: GroupSummary, groups: &[GroupSummary], needs_prefill: bool) -> R
 mod tests {
     use super::*;
 
-    /// Parses a node: its group, its role (`p`, `d` or `b`oth), and `?` if the router is connecting to it, `-` if it
-    /// drains. The position is its age.
+    /// Parses a node: its group, its role (`p`, `d` or `b`oth), and `?` if the router is connecting to it,
+    /// `-` if it drains. The position in the list is the node's age.
     fn node((age, word): (usize, &str)) -> GroupNode {
         let mut letters = word.chars();
         let group = letters.next().expect("a group");
@@ -271,7 +272,7 @@ mod tests {
             ("ad", None, Some('a'), OnlyGroup),
             ("ab", None, Some('a'), OnlyGroup),
             ("ap ap ad ad", None, Some('a'), OnlyGroup),
-            // The larger group, then the one in force, then the older one.
+            // Rule: the larger group wins, then the one in force, then the older one.
             ("bp bd ap ap ad", None, Some('a'), MostNodes),
             ("bp bd ap ap ad", Some('b'), Some('a'), MostNodes),
             ("bp bd ap ad", None, Some('b'), Tie),
@@ -281,11 +282,12 @@ mod tests {
             ("bd ap", None, Some('b'), CanDecode),
             ("bd ap? ap? ad?", None, None, Expecting),
             ("bd ap ap ad?", None, None, Expecting),
-            // A smaller group that is usable first waits for a larger one that is being connected.
+            // A smaller group that is usable first does not serve yet: the router waits for a larger one that
+            // is being connected.
             ("bp bd ap ap ad?", Some('a'), Some('a'), Expecting),
             ("bp bd ap? ad? ad?", None, None, Expecting),
             ("bp bd ap?", None, Some('b'), OnlyComplete),
-            // A rollout of two prefill and two decode nodes, prefill nodes first.
+            // A rollout of two prefill and two decode nodes replaces prefill nodes first.
             ("ap- ad ap ad", Some('a'), Some('a'), OnlyGroup),
             ("ap ad ad bp", Some('a'), Some('a'), OnlyComplete),
             ("ap- ad ad bp", Some('a'), Some('a'), CanDecode),
@@ -294,18 +296,18 @@ mod tests {
             ("ad bp bp bd?", Some('a'), Some('a'), CanDecode),
             ("ad bp bp bd", Some('a'), Some('b'), OnlyComplete),
             ("bp bp bd bd", Some('b'), Some('b'), OnlyGroup),
-            // The same with decode nodes first.
+            // A rollout of two prefill and two decode nodes replaces decode nodes first.
             ("ap ap ad bd", Some('a'), Some('a'), OnlyComplete),
             ("ap ap ad- bd", Some('a'), Some('b'), CanDecode),
             ("ap ap bd bd", Some('b'), Some('b'), CanDecode),
             ("ap bp bd bd", Some('b'), Some('b'), OnlyComplete),
-            // One node of each role at a time: a tie changes nothing, a majority does.
+            // A rollout replaces one node of each role at a time: a tie changes nothing, a majority does.
             ("ap ad bp bd", Some('a'), Some('a'), Tie),
             ("ad bp bp bd", Some('a'), Some('b'), OnlyComplete),
-            // The group in force has left, or all of it drains.
+            // The group in force has left, or all of it drains, so the other group serves.
             ("bp bd", Some('a'), Some('b'), OnlyGroup),
             ("ap- ad- bp bd", Some('a'), Some('b'), OnlyComplete),
-            // The group in force is a member but unreachable for a moment.
+            // The nodes of the group in force are unreachable for a moment, so the router waits for them.
             ("ap? ad? bp bd", Some('a'), Some('a'), Expecting),
             ("ap? ad? bp? bd?", Some('a'), Some('a'), NoneServes),
             ("ap? ad ad bp bd", Some('a'), Some('a'), Expecting),
@@ -323,7 +325,7 @@ mod tests {
             ("ap ad bp bd?", Some(Role::Decode)),
             ("ap ad bd", Some(Role::Prefill)),
             ("ap ad bd bp-", Some(Role::Prefill)),
-            // The model has no prefill nodes, or all of them drain.
+            // No prefill role is missing, because the model has no prefill nodes or all of them drain.
             ("ad bd", None),
             ("ap- ad bd", None),
             ("ap ad bb", None),

@@ -1,4 +1,4 @@
-//! The members and their states. Only this file's methods change them, and they need no runtime.
+//! The members and their states. Only the methods in this file change them, and they need no runtime.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,27 +17,29 @@ use crate::policy::{ClusterView, NodeView};
 use crate::rpc::{NodeClient, StatusUpdate};
 use crate::text::RouterModels;
 
-/// The time for which a router that has just started waits for older nodes before it chooses a group. With the embedded
-/// registry a node announces itself again at its next renewal, within a second, and connecting may take a second more.
+/// The time for which a router that has just started waits for nodes that are older than itself before it
+/// chooses a group. With the embedded registry a node announces itself again at its next renewal, within a
+/// second, and connecting may take a second more.
 pub(super) const SETTLE: Duration = Duration::from_secs(3);
 
 /// The longest time for which a change to another group is postponed while a better one may become usable. It is longer
 /// than reopening a broken status stream takes, and a decision for the right nodes still comes within five seconds.
 const POSTPONE_MAX: Duration = Duration::from_secs(3);
 
-/// The usability of a node.
+/// Whether a node gets work, as operators see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NodeState {
-    /// Announced, but without a first status report; or the group of its model is not chosen yet.
+    /// The node is announced, but has sent no status report, or the group of its model is not chosen yet.
     Connecting,
     Ready,
-    /// It accepts no new work.
+    /// The node accepts no new work.
     Draining,
-    /// Its status stream broke; the router reconnects.
+    /// The node's status stream broke; the router reconnects.
     Unreachable,
-    /// It cannot be used, independent of other nodes: another protocol, or not the model that the operator requires.
+    /// The node cannot be used, independent of other nodes: another protocol, or not the model that the
+    /// operator requires.
     Refused(String),
-    /// Its fingerprint differs from that of the group in force.
+    /// The node's fingerprint differs from that of the group in force.
     Superseded(String),
 }
 
@@ -53,7 +55,7 @@ impl NodeState {
         }
     }
 
-    /// The reason why the node gets no work although it is reachable.
+    /// Returns the reason why the node gets no work although it is reachable.
     pub fn reason(&self) -> Option<&str> {
         match self {
             Self::Refused(reason) | Self::Superseded(reason) => Some(reason),
@@ -77,50 +79,51 @@ pub struct Group {
     pub model: Arc<NodeInfo>,
     pub fingerprint: FingerprintDigest,
     pub nodes: Vec<NodeId>,
-    /// True if a decode node of the group is usable.
+    /// Whether a decode node of the group is usable.
     pub can_decode: bool,
 }
 
 /// The fingerprint that the operator requires: nodes with another one are refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WantedFingerprint {
-    /// The model that this applies to; empty for every model.
+    /// The model that the requirement applies to; empty for every model.
     pub model: String,
     pub fingerprint: FingerprintDigest,
 }
 
-/// The report about a node that is sent to it.
+/// What the router reports to a node about the node: whether it gets work, and whether a rollout may go on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct WorkStatus {
-    /// The reason why it gets no work. `None`: it is in use, or has left.
+    /// The reason why the node gets no work. `None`: it is in use, or has left.
     pub(super) refusal: Option<String>,
     /// The reason why a rollout must not replace other nodes yet. `None`: the node serves, or its group could serve.
     pub(super) rollout_waits_for: Option<String>,
 }
 
 impl WorkStatus {
-    /// The status of a node that was just discovered.
+    /// Returns the status of a node that was just discovered.
     pub(super) fn unknown() -> Self {
         Self { refusal: None, rollout_waits_for: Some("the router has just discovered the node".to_owned()) }
     }
 }
 
-/// The group in force of one model.
+/// The group in force of one model, and the state of a postponed change.
 #[derive(Debug)]
 struct ModelRecord {
     in_force: Option<FingerprintDigest>,
     reason: Reason,
-    /// The time in which nodes may still announce themselves after the router's start.
+    /// The period after the router's start in which nodes may still announce themselves.
     settles: Option<SettlePeriod>,
-    /// The time at which a change was first postponed.
+    /// The time since which a change is postponed; `None` if none is.
     postponed_since: Option<Instant>,
 }
 
-/// The event through which the router learned of a member.
+/// The kind of registry event that reported a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum MemberSource {
     OneEvent,
-    /// The list of all members. After it, only status streams are waited for.
+    /// The member is in the list of all members. Once that list is known, the router waits only for status
+    /// streams.
     WholeList,
 }
 
@@ -136,35 +139,37 @@ pub(super) struct Members {
     wanted: Option<WantedFingerprint>,
     /// The router's epoch. Nodes with an earlier epoch existed before the router.
     started: Epoch,
-    /// Counts routes, to order the nodes' last turns.
+    /// A counter of routes. It orders the last uses of nodes.
     turns: u64,
 }
 
 pub(super) struct Member {
     pub(super) info: Arc<NodeInfo>,
     fingerprint: FingerprintDigest,
-    /// The state of its status stream.
+    /// The state of the node's status stream.
     link: NodeState,
-    /// The reason why it is refused independent of other nodes.
+    /// The reason why the node is refused, independent of other nodes.
     refusal: Option<String>,
     pub(super) load: NodeLoad,
     assigned: u32,
     assigned_tokens: u64,
     last_turn: u64,
-    /// It has failed since its last report.
+    /// Whether the node has failed since its last report.
     pub(super) is_suspect: bool,
-    /// The registry has not confirmed it: it comes from the members file.
+    /// Whether the node comes from the members file, without confirmation by the registry.
     pub(super) is_old: bool,
     pub(super) cached: CachedBlocks,
     pub(super) client: NodeClient,
-    /// The report for the node. Members are visited in the order of ids, so that simulations are repeatable.
+    /// The last report for the node. The channel is per member, and members are visited in the order of ids,
+    /// so that simulations are repeatable.
     word: watch::Sender<WorkStatus>,
-    /// The member's tasks, aborted when it is dropped.
+    /// The tasks that follow the member and report to it. They are aborted when it is dropped.
     _tasks: [Task<()>; 2],
 }
 
 impl Member {
-    /// `refusal` is the reason why it cannot be used independent of other nodes. `tasks` end with the member.
+    /// Makes a member. `refusal` is the reason why the node cannot be used, independent of other nodes.
+    /// `tasks` end with the member.
     pub(super) fn new(
         info: Arc<NodeInfo>,
         refusal: Option<String>,
@@ -204,7 +209,8 @@ impl Member {
         self.refusal.is_none() && self.link == NodeState::Ready
     }
 
-    /// Whether it takes part in the choice of its model's group.
+    /// Returns whether the node takes part in the choice of its model's group: it is not refused, and is no
+    /// pool node.
     fn computes(&self) -> bool {
         self.refusal.is_none() && !self.info.role.pools()
     }
@@ -224,8 +230,8 @@ impl Members {
         Self { by_id: BTreeMap::new(), by_model: BTreeMap::new(), wanted, started, turns: 0 }
     }
 
-    /// The usable nodes for a prompt of this model, except `without`. They have the weights that the prompt names, or
-    /// otherwise those of the group in force.
+    /// Returns the usable nodes for a prompt of this model, except `without`. They have the weights that the
+    /// prompt names, or else those of the group in force.
     pub(super) fn view(&self, model: &PromptModel, without: &[NodeId]) -> ClusterView {
         let Some(wanted) = model.fingerprint.or_else(|| self.in_force(&model.name)) else {
             return ClusterView::default();
@@ -267,7 +273,7 @@ impl Members {
         }
     }
 
-    /// The models for which the group in force has a usable decode node.
+    /// Returns the models for which the group in force has a usable decode node.
     pub(super) fn models(&self) -> Vec<ModelInfo> {
         let model = |name: &String| {
             let view = self.view(&PromptModel::named(name.as_str()), &[]);
@@ -277,8 +283,8 @@ impl Members {
         self.by_model.keys().filter_map(model).collect()
     }
 
-    /// The reason why a node cannot be used, independent of other nodes: it speaks another protocol, its tokenizer differs
-    /// from the router's, or it does not have the weights that the operator requires.
+    /// Returns the reason why a node cannot be used, independent of other nodes: it speaks another protocol,
+    /// its tokenizer differs from the router's, or it does not have the weights that the operator requires.
     pub(super) fn refusal(&self, node: &NodeInfo, models: &RouterModels) -> Option<String> {
         if let Err(mismatch) = types::node::PROTOCOL.agree(node.protocol) {
             return Some(mismatch.to_string());
@@ -294,7 +300,8 @@ impl Members {
         if node.role.pools() { None } else { models.learn(&node.model).err().map(|error| error.to_string()) }
     }
 
-    /// Adds a member. If it existed before the router, the decision about its model waits for more nodes.
+    /// Adds a member. If the node existed before the router, the decision about its model waits for more
+    /// nodes.
     pub(super) fn insert(&mut self, member: Member, source: MemberSource, now: Instant) {
         let (computes, epoch) = (member.computes(), member.info.epoch);
         let name = member.info.model.name.clone();
@@ -310,7 +317,7 @@ impl Members {
         }
     }
 
-    /// Decides the group in force of every model again.
+    /// Chooses the group in force of every model again.
     pub(super) fn decide(&mut self, models: &RouterModels, now: Instant) {
         let mut by_model = std::mem::take(&mut self.by_model);
         by_model.retain(|name, _| self.of_model(name).next().is_some());
@@ -326,17 +333,18 @@ impl Members {
         }
     }
 
-    /// The nodes of a model that compute.
+    /// Returns the nodes of a model that may be in a group.
     fn of_model(&self, name: &str) -> impl Iterator<Item = &Member> {
         self.by_id.values().filter(move |member| member.computes() && member.info.model.name == *name)
     }
 
-    /// Whether time alone may change a decision.
+    /// Returns whether a decision is postponed, so that time alone may change it.
     pub(super) fn is_postponed(&self) -> bool {
         self.by_model.values().any(|record| record.reason.is_postponed())
     }
 
-    /// Adapts the router's models to the groups in force. A request is accepted if any of their nodes could serve it.
+    /// Adapts the router's models to the groups in force. A request is accepted if a node of its group could
+    /// serve it.
     fn fit(&self, models: &RouterModels) {
         for (name, record) in &self.by_model {
             let chosen = |member: &&Member| record.in_force == Some(member.fingerprint);
@@ -351,8 +359,8 @@ impl Members {
         models.fit(self.by_id.values().filter(chosen).map(|member| &member.info.model));
     }
 
-    /// Applies an update from the status stream of this life of the node; another life's is ignored. Returns true if the
-    /// node's usability changed.
+    /// Applies an update from a node's status stream. An update of another life of the node is ignored.
+    /// Returns true if the node's usability changed.
     pub(super) fn update(&mut self, info: &NodeInfo, update: StatusUpdate) -> Result<bool, Gap> {
         let Some(member) = self.life_of(info) else { return Ok(false) };
         let before = member.link.clone();
@@ -372,7 +380,7 @@ impl Members {
         Ok(member.link != before)
     }
 
-    /// Marks a node as unreachable. Returns true if it was reachable.
+    /// Marks a node as unreachable. Returns true if the node was usable before.
     pub(super) fn unreachable(&mut self, info: &NodeInfo) -> bool {
         let Some(member) = self.life_of(info).filter(|member| member.link == NodeState::Ready) else {
             return false;
@@ -382,7 +390,7 @@ impl Members {
         true
     }
 
-    /// The member, if it still has this epoch.
+    /// Returns the member with this id, if its epoch is the same.
     fn life_of(&mut self, info: &NodeInfo) -> Option<&mut Member> {
         self.by_id.get_mut(&info.id).filter(|member| member.info.epoch == info.epoch)
     }
@@ -426,7 +434,7 @@ impl Members {
         format!("`{name}` is served by {n} nodes with {in_force} ({reason}), this node has {own}{mismatch}")
     }
 
-    /// The report for the node.
+    /// Returns what the router reports to the member: its refusal, and whether a rollout must wait.
     fn work_status_of(&self, member: &Member) -> WorkStatus {
         let state = self.state(member);
         let refusal = state.reason().map(str::to_owned);

@@ -1,4 +1,4 @@
-//! The times at which the members file is read and written.
+//! Decides when the members file is read and written.
 
 use std::time::Duration;
 
@@ -7,21 +7,21 @@ use tokio::task::spawn_blocking;
 use tokio::time::Instant;
 use tracing::warn;
 
-/// The file is read if the registry gives no answer for this time after the start.
+/// The time after the start without an answer of the registry, after which the file is read.
 const SILENT_FOR: Duration = Duration::from_secs(1);
 /// The delay between a change and the write: a start or a rollout changes the members many times.
 const WRITE_AFTER: Duration = Duration::from_secs(1);
 
-/// The members file, and the time of its next read or write.
+/// The members file, with the time of its next read or write.
 #[derive(Debug)]
 pub(super) struct MembersFileTask {
     file: MembersFile,
     heard_registry: bool,
-    /// The time of the next read or write.
+    /// The time of the next read or write; `None` if there is nothing to do.
     due: Option<Instant>,
 }
 
-/// Returns when the file is to be read or written; never returns if there is no file.
+/// Waits until the file is to be read or written. Waits forever if there is no file.
 pub(super) async fn due(members_file: &Option<MembersFileTask>) {
     match members_file.as_ref().and_then(|members_file| members_file.due) {
         Some(due) => tokio::time::sleep_until(due).await,
@@ -34,7 +34,7 @@ impl MembersFileTask {
         Self { file, heard_registry: false, due: Some(Instant::now() + SILENT_FOR) }
     }
 
-    /// Notes a change that the registry has reported.
+    /// Schedules a write, because the registry has reported a change.
     pub(super) fn changed(&mut self) {
         if !self.heard_registry {
             self.heard_registry = true;
@@ -47,7 +47,7 @@ impl MembersFileTask {
         self.heard_registry
     }
 
-    /// The last known members; `None` if there is no file or it cannot be read.
+    /// Returns the last known members; `None` if there is no file or it cannot be read.
     pub(super) async fn read(&mut self) -> Option<OldMembers> {
         self.due = None;
         let file = self.file.clone();

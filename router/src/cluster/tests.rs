@@ -107,7 +107,7 @@ async fn another_protocol_or_another_model_under_the_same_name_is_refused() {
     assert!(state.ends_with(": models differ: tokenizer: bytes here, none there"), "{state}");
 }
 
-/// A fake node with a fingerprint of its own.
+/// Returns a fake node with a fingerprint of its own.
 fn other(id: &str, role: Role) -> FakeNode {
     let mut fake_node = FakeNode::new(id, role, &[FakeResponse::Serve]);
     fake_node.info.model.fingerprint =
@@ -115,7 +115,7 @@ fn other(id: &str, role: Role) -> FakeNode {
     fake_node
 }
 
-/// Fake nodes that are served and announced until the value is dropped.
+/// Serves and announces fake nodes until the returned values are dropped.
 async fn announced(
     test_cluster: &TestCluster,
     fake_nodes: &[&FakeNode],
@@ -129,8 +129,8 @@ async fn announced(
     running
 }
 
-/// A wrong node that joined first serves until the right nodes are usable, is told the reason afterwards, and is removed
-/// after it has left.
+/// A node with other weights that joined first serves until the group with most nodes is usable. Then it is
+/// told the reason, and it is removed after it has left.
 #[tokio::test(start_paused = true)]
 async fn the_group_with_most_nodes_serves_and_the_others_are_told() {
     let test_cluster = test_cluster().await;
@@ -167,7 +167,7 @@ async fn the_group_with_most_nodes_serves_and_the_others_are_told() {
     assert_eq!(test_cluster.cluster.ready(), Ok(()));
 }
 
-/// A right node that loses a tie is told so, and serves at once when the wrong one leaves.
+/// A node of the expected weights that loses a tie is told so, and serves at once when the other node leaves.
 #[tokio::test(start_paused = true)]
 async fn superseded_nodes_serve_once_the_others_are_gone() {
     let test_cluster = test_cluster().await;
@@ -187,7 +187,8 @@ async fn superseded_nodes_serve_once_the_others_are_gone() {
     assert_eq!(right.received().last().map(String::as_str), Some("in use"));
 }
 
-/// Nodes that existed before the router announce themselves one after the other, the wrong one first.
+/// Nodes that existed before the router announce themselves one after the other; the node with other weights
+/// is first.
 #[tokio::test(start_paused = true)]
 async fn a_router_that_has_just_started_waits_for_nodes_that_were_there_before() {
     let test_cluster = test_cluster().await;
@@ -312,7 +313,7 @@ async fn a_new_life_replaces_the_old_one() {
     test_cluster.state("d", &NodeState::Ready).await;
 }
 
-/// After lost events the node stays usable, and a snapshot of its cached blocks is requested.
+/// Block events are lost: the node stays usable, and the router requests a snapshot of its cached blocks.
 #[tokio::test(start_paused = true)]
 async fn lost_block_events_bring_a_snapshot_and_cost_no_node() {
     use BlockEvent::{Snapshot, Stored};

@@ -1,6 +1,6 @@
 //! Prefill first: KV that is computed before a decode node is chosen, and the node that keeps it until then.
 //!
-//! A pool node keeps it if possible, and otherwise the prefill node.
+//! A pool node keeps the KV if possible, and otherwise the prefill node does.
 
 use std::sync::Arc;
 
@@ -19,10 +19,11 @@ use crate::watchdog::WaitStage;
 #[derive(Debug)]
 pub(crate) struct HeldKv {
     by: Arc<NodeInfo>,
-    /// The client of that node. It works after the node has withdrawn, because a draining node still delivers its KV.
+    /// The client of that node. It works after the node has left the registry, because a draining node still
+    /// delivers its KV.
     client: NodeClient,
     transfer: TransferId,
-    /// The prompt of the KV. For a continuation it is longer than the client's prompt.
+    /// The prompt whose KV is held. For a continuation it is longer than the client's prompt.
     prompt: Prompt,
     how: KvHolder,
 }
@@ -37,7 +38,8 @@ enum KvHolder {
 }
 
 impl HeldKv {
-    /// A prefill node may still be sending and reports a failure; a pool node has sent everything.
+    /// Attaches the prefill call to the decode call if a prefill node may still be sending and report a
+    /// failure. A pool node has sent everything.
     fn with_sender(self, mut decode: DecodeCall) -> DecodeCall {
         if let KvHolder::AtPrefill(call) = self.how {
             decode.kv_from(call);
@@ -46,14 +48,14 @@ impl HeldKv {
     }
 }
 
-/// The pool node that is to keep a prompt's KV, and the hashes of its blocks.
+/// The pool node that is to keep a prompt's KV, and the hashes of the prompt's blocks.
 struct PoolTarget {
     node: Arc<NodeInfo>,
     hashes: Vec<BlockHash>,
 }
 
 impl Dispatch {
-    /// Computes the prompt. [`Self::deliver`] chooses a decode node afterwards.
+    /// Computes a prompt and keeps its KV. [`Self::deliver`] chooses a decode node afterwards.
     pub(super) async fn prefill_first(
         &self,
         prompt: &Prompt,
@@ -68,7 +70,7 @@ impl Dispatch {
         self.hold(prompt, prefill).await
     }
 
-    /// The pool node for a prompt. `None` for a prompt that fills no block, because it has no hash to be found by.
+    /// Returns the pool node for a prompt; `None` for a prompt that fills no block, because it has no hash.
     fn keeper(&self, prompt: &Prompt, prefill: &NodeInfo) -> Option<PoolTarget> {
         let block_tokens = usize::from(prefill.model.layout.block_tokens);
         let hashes_of = |tokens| BlockHasher::hashes(&prompt.tenant, block_tokens, tokens);
@@ -77,7 +79,8 @@ impl Dispatch {
         Some(PoolTarget { node, hashes: hashes_of(&prompt.tokens) })
     }
 
-    /// Reserves room on a pool node; the prefill node sends its KV there layer by layer.
+    /// Reserves room on a pool node and computes the prompt; the prefill node sends its KV there layer by
+    /// layer.
     async fn store(
         &self,
         prompt: &Prompt,
@@ -101,7 +104,7 @@ impl Dispatch {
         Ok(self.started(prompt, prefilled, StepSource::Held(Box::new(held))))
     }
 
-    /// Keeps the KV in the prefill node's outbox.
+    /// Computes the prompt and keeps its KV on the prefill node.
     async fn hold(&self, prompt: &Prompt, prefill: &Arc<NodeInfo>) -> Result<Started, Failure> {
         let transfer = self.parts.world.transfer_id();
         let client = self.client(prefill)?;
@@ -111,7 +114,8 @@ impl Dispatch {
         Ok(self.started(prompt, prefilled, StepSource::Held(Box::new(held))))
     }
 
-    /// Counts a prompt that the pool did not take. The first failure of a pool node since its last report is logged.
+    /// Counts a prompt that the pool did not accept. The first failure of a pool node since its last report
+    /// is logged.
     fn fall_back(&self, failure: &Failure) {
         let kind = failure.refusal.kind;
         self.parts.metrics.pool_fallbacks.with_label_values(&[kind.code()]).inc();
@@ -125,7 +129,7 @@ impl Dispatch {
         }
     }
 
-    /// Chooses a decode node for held KV and has the KV sent there.
+    /// Chooses a decode node for held KV and has the KV sent to it.
     pub(crate) async fn deliver(&self, mut held: HeldKv) -> Result<DecodeCall, ServeError> {
         let _waiting = self.stages.enter(WaitStage::Deliver);
         self.wait_until_stored(&mut held).await.map_err(|failure| self.lost(&held, failure))?;
@@ -153,7 +157,7 @@ impl Dispatch {
         Ok(())
     }
 
-    /// Makes the error for lost KV. The continuation computes it again.
+    /// Makes the error for lost KV. The continuation computes the KV again.
     fn lost(&self, held: &HeldKv, failure: Failure) -> ServeError {
         let is_pools = matches!(held.how, KvHolder::InPool { .. }) && failure.node.id == held.by.id;
         if is_pools {
@@ -176,7 +180,8 @@ impl Dispatch {
         Ok(decode)
     }
 
-    /// Has the KV sent. A prefill node answers when it begins to send, a pool node when it has sent everything.
+    /// Has the held KV sent to the landing. A prefill node answers when it begins to send, a pool node when
+    /// it has sent all KV.
     async fn send(
         &self,
         held: &HeldKv,
@@ -197,7 +202,8 @@ impl Dispatch {
     }
 }
 
-/// Blames the receiver for a sender's failure of the connection or the landing.
+/// Attributes a sender's failure of the connection or the landing to the receiver, so that another receiver
+/// is chosen.
 fn blame_receiver(failure: Failure, receiver: &NodeInfo) -> Failure {
     match failure.refusal.kind {
         RefusalKind::Wire | RefusalKind::Landing | RefusalKind::Mismatch => {

@@ -75,7 +75,7 @@ impl TestCluster {
         }
     }
 
-    /// Returns the whole answer or the error. Steps must have no gap.
+    /// Returns the whole answer, or the error. Fails the test if the steps have a gap.
     async fn ask(&self, max_tokens: u32) -> Result<Vec<TokenId>, ServeError> {
         self.answer_of(self.prompt(max_tokens)).await
     }
@@ -89,7 +89,7 @@ impl TestCluster {
         Ok(steps.into_iter().map(|step| step.token).collect())
     }
 
-    /// The number of requests with this outcome.
+    /// Returns the number of requests with this outcome.
     fn n_ended(&self, outcome: &str) -> u64 {
         let line = format!("baton_router_requests_total{{outcome=\"{outcome}\"}} ");
         let page = self.metrics.page();
@@ -169,8 +169,8 @@ async fn tries_are_bounded() {
     assert_eq!(p.received().len() + d.received().len(), 3, "{:?} {:?}", p.received(), d.received());
 }
 
-/// Half of the prefill nodes fail every prompt. All requests are answered with few attempts each, and a node is left out
-/// for one request only.
+/// Half of the prefill nodes fail every prompt. All requests are answered with few attempts each, and a
+/// failed node is left out for one request only.
 #[tokio::test(start_paused = true)]
 async fn half_of_the_prefill_nodes_fail_and_attempts_stay_few() {
     for order in [Order::DecodeFirst, Order::PrefillFirst] {
@@ -253,7 +253,8 @@ async fn a_stream_that_breaks_goes_on_elsewhere() {
     }
 }
 
-/// Found by simulation: the decode node got the prompt without the generated tokens, and continued at the wrong index.
+/// Found by simulation: the decode node once got the prompt without the generated tokens, and continued at a
+/// wrong index.
 #[tokio::test(start_paused = true)]
 async fn held_kv_goes_with_the_prompt_that_it_is_of() {
     let (p, d) = (
@@ -264,7 +265,8 @@ async fn held_kv_goes_with_the_prompt_that_it_is_of() {
     assert_eq!(d.received(), ["decode 20 tokens, BreakAfter(0)", "decode 21 tokens, Serve"]);
 }
 
-/// Found by simulation: the connection broke before the decode node knew of the transfer, and it waited until its deadline.
+/// Found by simulation: the connection broke before the decode node knew of the transfer, and the node waited
+/// until its deadline.
 #[tokio::test(start_paused = true)]
 async fn kv_that_was_lost_on_the_way_is_computed_again() {
     for (act, within_ms) in [(FakeResponse::Lose, 100), (FakeResponse::Vanish, 1_100)] {
@@ -322,7 +324,8 @@ async fn every_wait_ends_with_the_deadline() {
     }
 }
 
-/// The prompt waits in the node's line. That counts as one attempt, limited by the router's wait.
+/// The prompt waits for room on the node. The wait counts as one attempt, and the router's `wait_max` limits
+/// it.
 #[tokio::test(start_paused = true)]
 async fn a_wait_for_room_is_one_attempt_and_has_a_bound() {
     let (p, d) = (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Hang]));
@@ -361,7 +364,7 @@ async fn no_node_is_said_at_once() {
 
 mod pool;
 
-/// A fake node with other weights under the same model name.
+/// Returns a fake node with other weights under the same model name.
 fn of_other_weights(mut fake_node: FakeNode) -> FakeNode {
     let parts = [("tokenizer", "bytes"), ("weights", "other")];
     fake_node.info.model.fingerprint =
@@ -369,8 +372,8 @@ fn of_other_weights(mut fake_node: FakeNode) -> FakeNode {
     fake_node
 }
 
-/// The node that began an answer dies, and the only other node has other weights. The answer ends with an error and
-/// contains no token of the other weights.
+/// The node that began an answer dies, and the only other node has other weights. The answer ends with an
+/// error and contains no token of the other weights.
 #[tokio::test(start_paused = true)]
 async fn an_answer_is_continued_by_its_own_weights_only() {
     let mut first = [

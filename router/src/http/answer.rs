@@ -1,4 +1,4 @@
-//! Answers: the common parts of both endpoints' answers, and the trait for their differences.
+//! What the answers of both endpoints have in common, and the trait for their differences.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,19 +16,19 @@ use crate::choice::{Choice, Delta, WholeChoice};
 use crate::error::ServeError;
 use crate::text::RouterModel;
 
-/// The format of one endpoint's choices.
+/// The format of one endpoint's answers.
 pub(crate) trait AnswerFormat: fmt::Debug + Send + Sync + 'static {
     /// The prefix of an answer's id.
     const ID: &'static str;
-    /// The field `object` of a complete answer, and of a chunk.
+    /// The value of the field `object` in a complete answer.
     const WHOLE: &'static str;
     const CHUNK: &'static str;
-    /// One choice in a chunk.
+    /// The JSON form of one choice in a chunk.
     type Chunk<'a>: Serialize;
-    /// One choice of a whole answer.
+    /// The JSON form of one choice in a complete answer.
     type Choice<'a>: Serialize;
 
-    /// The chunk that a stream sends for a choice before its first token.
+    /// Returns the chunk that a stream sends for a choice before its first token.
     fn opening(&self, context: &AnswerContext, choice: usize) -> Option<Self::Chunk<'_>>;
 
     fn chunk<'a>(&'a self, context: &'a AnswerContext, delta: &'a Delta) -> Self::Chunk<'a>;
@@ -40,7 +40,7 @@ pub(crate) trait AnswerFormat: fmt::Debug + Send + Sync + 'static {
         whole: &'a WholeChoice,
     ) -> Self::Choice<'a>;
 
-    /// The prompt's tokens, if they belong to the answer instead of to each choice.
+    /// Returns the prompt's tokens, if they belong to the answer instead of to each choice.
     fn prompt_tokens<'a>(&self, context: &'a AnswerContext) -> Option<TokenIds<'a>>;
 }
 
@@ -53,7 +53,7 @@ pub(crate) struct AnswerContext {
     pub(crate) options: AnswerOptions,
     /// The number of answers to each input: choices `0..n` belong to the first input.
     pub(crate) n: usize,
-    /// The tokens of each choice's prompt.
+    /// The tokens of each choice's prompt, one entry per choice.
     pub(crate) prompts: Vec<Arc<[TokenId]>>,
 }
 
@@ -80,7 +80,7 @@ pub(crate) struct Answer<S> {
 pub(crate) type Deltas = SelectAll<BoxStream<'static, Result<Delta, ServeError>>>;
 
 impl<S: AnswerFormat> Answer<S> {
-    /// The usage of all prompts. Several answers to one prompt count it once.
+    /// Returns the usage of all prompts. A prompt with several answers counts once.
     pub(crate) fn usage(&self) -> Usage {
         let usages = self.choices.iter().step_by(self.context.n).map(Choice::usage);
         usages.fold(Usage::default(), |sum, usage| Usage {
@@ -94,7 +94,7 @@ impl<S: AnswerFormat> Answer<S> {
         (self.context, self.shape, futures::stream::select_all(deltas))
     }
 
-    /// Waits for all choices and writes the complete answer.
+    /// Waits for all choices and returns the complete answer.
     pub(crate) async fn whole(self) -> Result<Response, HttpError> {
         let (usage, n_choices) = (self.usage(), self.choices.len());
         let (context, shape, mut deltas) = self.into_parts();
@@ -115,7 +115,7 @@ impl<S: AnswerFormat> Answer<S> {
     }
 }
 
-/// The JSON object around every answer and every chunk. `C` is its list of choices.
+/// The JSON object around a complete answer or a chunk. `C` is its list of choices.
 #[derive(Debug, Serialize)]
 pub(crate) struct Envelope<'a, C> {
     pub(crate) id: &'a str,
@@ -125,7 +125,7 @@ pub(crate) struct Envelope<'a, C> {
     pub(crate) choices: C,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) prompt_token_ids: Option<TokenIds<'a>>,
-    /// `Some(None)` is written as `null`: every chunk has it if the stream ends with its usage.
+    /// The usage; `Some(None)` is written as `null`, which every chunk has if the stream ends with its usage.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) usage: Option<Option<UsageFields>>,
 }
@@ -169,7 +169,7 @@ impl UsageFields {
     }
 }
 
-/// Token ids as a list of numbers.
+/// Token ids that are written as a list of numbers in JSON.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TokenIds<'a>(pub(crate) &'a [TokenId]);
 
@@ -179,7 +179,7 @@ impl Serialize for TokenIds<'_> {
     }
 }
 
-/// OpenAI's name for a finish reason.
+/// Returns OpenAI's name for a finish reason.
 pub(crate) fn finish_reason(finish: types::FinishReason) -> &'static str {
     match finish {
         types::FinishReason::Stop => "stop",

@@ -24,7 +24,7 @@ use crate::serve::Serve;
 use crate::tenants::Client;
 use crate::text::{Detokenizer, RouterModel, RouterModels, run_by_size};
 
-/// The HTTP service. Cheap to clone.
+/// The state of the HTTP API. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct HttpApi {
     pub serve: Arc<dyn Serve>,
@@ -44,10 +44,10 @@ pub(crate) struct ParsedRequest<S> {
     pub(crate) shape: S,
 }
 
-/// Parses an endpoint's JSON: fields, template, tokens.
+/// The function that parses an endpoint's JSON: fields, template, tokens.
 pub(crate) type RequestParser<S> = fn(&HttpApi, &[u8]) -> Result<ParsedRequest<S>, HttpError>;
 
-/// A handler with a [`Client`] argument is only for clients that have access.
+/// Lets handlers take a [`Client`]: a request without access is refused before the handler runs.
 impl FromRequestParts<HttpApi> for Client {
     type Rejection = HttpError;
 
@@ -76,7 +76,7 @@ impl HttpApi {
         if stream { Ok(sse::respond(answer)) } else { answer.whole().await }
     }
 
-    /// Begins all choices. Returns when each has its first step, or refuses the whole request.
+    /// Begins all choices. Returns when each choice has its first step, or refuses the whole request.
     async fn begin<S: AnswerFormat>(
         &self,
         ask: ParsedRequest<S>,
@@ -104,9 +104,9 @@ impl HttpApi {
     }
 }
 
-/// Begins all answers to one prompt: first one alone, and the others after its prefill. The others lease its cached
-/// blocks on the nodes, so that a prompt is computed once for any number of answers.
-/// See `docs/decisions/0009-answers-share-blocks.md`.
+/// Begins all answers to one prompt: the first one alone, and the others after its prefill. The others lease
+/// its cached blocks on the nodes, so that a prompt is computed once for any number of answers. See
+/// `docs/decisions/0009-answers-share-blocks.md`.
 async fn begin_answers<E, F: Future<Output = Result<Choice, E>>>(
     first_choice: usize,
     answers: &[Prompt],

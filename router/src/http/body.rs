@@ -11,7 +11,7 @@ use serde::de::DeserializeOwned;
 use super::error::{Code, HttpError};
 use crate::error::{RETRY_AFTER, ServeError};
 
-/// The limits of a request's body.
+/// The limits of a request's body in size and time.
 #[derive(Clone, Copy, Debug)]
 pub struct BodyLimits {
     pub bytes_max: usize,
@@ -20,7 +20,7 @@ pub struct BodyLimits {
 
 impl Default for BodyLimits {
     fn default() -> Self {
-        // A prompt of a million tokens is about 5 MB of text.
+        // The default of 8 MiB holds a prompt of a million tokens, which is about 5 MB of text.
         Self { bytes_max: 8 << 20, within: Duration::from_secs(30) }
     }
 }
@@ -29,7 +29,7 @@ impl Default for BodyLimits {
 /// off while it writes would see a broken connection instead of the refusal.
 const DISCARDED_FACTOR: usize = 8;
 
-/// Reads a whole body.
+/// Reads a whole body, within its limits.
 pub(crate) async fn read(body: Body, limits: BodyLimits) -> Result<Bytes, HttpError> {
     match tokio::time::timeout(limits.within, collect(body, limits.bytes_max)).await {
         Ok(read) => read,
@@ -59,7 +59,7 @@ async fn collect(mut body: Body, bytes_max: usize) -> Result<Bytes, HttpError> {
     Ok(kept.freeze())
 }
 
-/// Makes the error for a body that broke off or was aborted for the byte budget.
+/// Makes the error for a body whose connection broke, or that was aborted for the byte budget.
 fn broken(error: &axum::Error) -> HttpError {
     let spent = std::iter::successors(Some(error as &dyn std::error::Error), |error| error.source())
         .find_map(|error| error.downcast_ref::<BodyBudgetSpent>());
@@ -73,7 +73,7 @@ fn broken(error: &axum::Error) -> HttpError {
 pub(crate) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, HttpError> {
     let text =
         std::str::from_utf8(body).map_err(|error| not_json(format!("the body is not UTF-8: {error}")))?;
-    // serde would read a list as an object's fields in order.
+    // A list is refused here, because serde would read its elements as an object's fields in order.
     if text.trim_start().starts_with('[') {
         return Err(not_an_object("it is a list"));
     }

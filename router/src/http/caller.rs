@@ -12,9 +12,9 @@ use crate::tenants::{Claims, Client};
 
 pub(crate) const REQUEST_ID: &str = "x-request-id";
 const TIMEOUT: &str = "x-baton-timeout-ms";
-/// Ignored if API keys are used; otherwise accepted only from trusted proxies.
+/// The header with the tenant. Ignored if API keys are used; otherwise accepted only from trusted proxies.
 const TENANT: &str = "x-baton-tenant";
-/// Higher values run first; zero if absent.
+/// The header with the priority. Higher values run first; zero if absent.
 const PRIORITY: &str = "x-baton-priority";
 
 pub(crate) fn client(

@@ -1,4 +1,4 @@
-//! `POST /v1/chat/completions`.
+//! The endpoint `POST /v1/chat/completions`.
 
 use minijinja::value::{Serde, Value as TemplateValue};
 use serde::{Deserialize, Serialize};
@@ -17,7 +17,7 @@ use crate::choice::{Delta, WholeChoice};
 use crate::error::AcceptError;
 use crate::text::{Chat, RouterModel};
 
-/// The fields that only chats have.
+/// The fields that only chat requests have.
 #[derive(Debug, Deserialize)]
 struct ChatFields {
     messages: Option<Vec<Map<String, Value>>>,
@@ -30,7 +30,7 @@ struct ChatFields {
     chat_template_kwargs: Option<Map<String, Value>>,
 }
 
-/// Parses the JSON into tokens and sampling parameters.
+/// Parses a chat's JSON into tokens and sampling parameters.
 pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<ChatShape>, HttpError> {
     let (common, chat): (CommonFields, ChatFields) = (body::parse(json)?, body::parse(json)?);
     request_fields::check(Endpoint::Chat, json)?;
@@ -86,8 +86,8 @@ impl ChatFields {
     }
 }
 
-/// Refuses tools that the model may call, because answers cannot contain calls yet. Tools that it may not call are left
-/// out of the prompt.
+/// Refuses tools that the model may call, because answers cannot contain calls yet. Tools that the model may
+/// not call are left out of the prompt.
 fn refuse_tools(tools: Option<Vec<Value>>, choice: Option<&Value>) -> Result<(), AcceptError> {
     let has_tools = tools.is_some_and(|tools| !tools.is_empty());
     match choice.map(|choice| choice.as_str()) {
@@ -100,7 +100,7 @@ fn refuse_tools(tools: Option<Vec<Value>>, choice: Option<&Value>) -> Result<(),
 
 // === the answer ===
 
-/// The format of a chat's choices.
+/// The format of a chat's answers.
 #[derive(Debug)]
 pub(crate) struct ChatShape;
 

@@ -1,4 +1,4 @@
-//! `POST /v1/completions`: one prompt or several, as text or token ids.
+//! The endpoint `POST /v1/completions`: one prompt or several, as text or token ids.
 
 use serde::{Deserialize, Serialize};
 use types::TokenId;
@@ -18,7 +18,7 @@ use crate::text::{RouterModel, Tokenizer};
 /// OpenAI's default for requests without `max_tokens`.
 const MAX_TOKENS: MaxTokens = MaxTokens::AtMost(16);
 
-/// The fields that only completions have.
+/// The fields that only completion requests have.
 #[derive(Debug, Deserialize)]
 struct CompletionFields {
     prompt: Option<PromptField>,
@@ -38,7 +38,7 @@ enum PromptField {
     TokenLists(Vec<Vec<u32>>),
 }
 
-/// Parses the JSON into tokens and sampling parameters.
+/// Parses a completion's JSON into tokens and sampling parameters.
 pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<CompletionShape>, HttpError> {
     let (common, completion): (CommonFields, CompletionFields) = (body::parse(json)?, body::parse(json)?);
     request_fields::check(Endpoint::Completions, json)?;
@@ -88,14 +88,14 @@ fn bounded<T>(prompts: Vec<T>) -> Result<Vec<T>, AcceptError> {
     Ok(prompts)
 }
 
-/// The prompts as text, for `echo`.
+/// Returns the prompts as text, for `echo`.
 fn texts(tokenizer: &Tokenizer, inputs: &Inputs) -> Vec<String> {
     inputs.tokens.iter().map(|tokens| tokenizer.text_of(tokens)).collect()
 }
 
 // === the answer ===
 
-/// The format of a completion's choices.
+/// The format of a completion's answers.
 #[derive(Debug)]
 pub(crate) struct CompletionShape {
     /// The prompts' texts, which begin the answers; empty without `echo`.

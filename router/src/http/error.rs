@@ -1,4 +1,4 @@
-//! The only place with status codes: it converts errors to the form that OpenAI clients expect.
+//! Converts errors to the form that OpenAI clients expect. No other file has status codes.
 
 use std::time::Duration;
 
@@ -32,7 +32,7 @@ macro_rules! codes {
                 match self { $(Self::$name => Class::$class,)* }
             }
 
-            /// The description in `docs/errors.md`.
+            /// Returns the code's description in `docs/errors.md`.
             pub fn meaning(self) -> &'static str {
                 match self { $(Self::$name => $meaning,)* }
             }
@@ -94,11 +94,11 @@ impl Class {
     }
 }
 
-/// An error for a client.
+/// An error as a client sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HttpError {
     pub code: Code,
-    /// The field or header at fault.
+    /// The field or header at fault, if there is one.
     pub param: Option<String>,
     pub message: String,
     pub retry_after: Option<Duration>,
@@ -114,7 +114,7 @@ impl HttpError {
         Self { param: Some(param.into()), ..self }
     }
 
-    /// OpenAI's error object: the body of a response, or the data of an `error` event in a stream.
+    /// Returns OpenAI's error object: the body of a response, or the data of an `error` event in a stream.
     pub(crate) fn body(&self) -> ErrorBody<'_> {
         let error = ErrorFields {
             message: &self.message,
@@ -221,7 +221,7 @@ impl IntoResponse for HttpError {
     }
 }
 
-/// Whole seconds, rounded up, because a client that comes back early is refused again.
+/// Returns `after` in whole seconds, rounded up, because a client that comes back early is refused again.
 fn seconds(after: Duration) -> HeaderValue {
     let whole = after.as_secs() + u64::from(after.subsec_nanos() > 0);
     HeaderValue::from(whole.max(1))

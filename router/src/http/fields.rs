@@ -8,7 +8,8 @@ use types::TokenId;
 use crate::accept::{MaxTokens, SamplingParams};
 use crate::error::AcceptError;
 
-/// OpenAI's fields and vLLM's extensions. [`super::request_fields`] checks all others.
+/// The fields that both endpoints accept, OpenAI's and vLLM's. [`super::request_fields`] checks all other
+/// fields.
 #[derive(Debug, Deserialize)]
 pub(crate) struct CommonFields {
     pub(crate) model: Option<String>,
@@ -25,7 +26,7 @@ pub(crate) struct CommonFields {
     repetition_penalty: Option<f32>,
     presence_penalty: Option<f32>,
     frequency_penalty: Option<f32>,
-    /// By token id, which is a string in JSON.
+    /// The bias of each token by its id, which is a string in JSON.
     logit_bias: Option<BTreeMap<String, f32>>,
     seed: Option<i64>,
     stop: Option<Stop>,
@@ -55,7 +56,7 @@ struct ResponseFormat {
     kind: String,
 }
 
-/// The client's choices for the form of its answer.
+/// How the client wants its answer to be sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct AnswerOptions {
     pub(crate) stream: bool,
@@ -74,7 +75,8 @@ impl CommonFields {
         }
     }
 
-    /// The sampling parameters, except those that the endpoints write differently: `logprobs`, and a missing `max_tokens`.
+    /// Returns the sampling parameters, except those that the endpoints write differently: `logprobs`, and a
+    /// missing `max_tokens`.
     pub(crate) fn params(self, unless_asked: MaxTokens) -> Result<SamplingParams, AcceptError> {
         self.refuse_unsupported()?;
         let n = self.n.unwrap_or(1);
@@ -93,7 +95,7 @@ impl CommonFields {
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
             logit_bias: self.logit_bias.into_iter().flatten().map(biased).collect::<Result<_, _>>()?,
-            // All 64 bits of the seed are used, including the sign bit.
+            // The cast keeps all 64 bits of the seed, including the sign bit.
             seed: self.seed.map(i64::cast_unsigned),
             logprobs: None,
             stop: self.stop.map(Stop::into_strings).unwrap_or_default(),
@@ -102,7 +104,7 @@ impl CommonFields {
         })
     }
 
-    /// Refuses options that would change the answer's meaning if they were ignored.
+    /// Refuses options that Baton does not have and that would change the answer.
     fn refuse_unsupported(&self) -> Result<(), AcceptError> {
         if self.response_format.as_ref().is_some_and(|format| format.kind != "text") {
             return Err(AcceptError::unsupported("response_format", "only `text`"));
@@ -119,7 +121,7 @@ impl CommonFields {
     }
 }
 
-/// Whether an option is set to something other than `null` or `false`.
+/// Returns whether an option is on: set to something other than `null` or `false`.
 fn asks(value: &serde_json::Value) -> bool {
     !matches!(value, serde_json::Value::Null | serde_json::Value::Bool(false))
 }

@@ -1,4 +1,4 @@
-//! Logprobs in the formats of OpenAI's two endpoints.
+//! Log-probabilities in the formats of OpenAI's two endpoints.
 
 use serde::{Serialize, Serializer};
 use types::step::Logprobs;
@@ -6,10 +6,10 @@ use types::{Step, TokenId};
 
 use crate::text::Tokenizer;
 
-/// Written in place of minus infinity, as OpenAI does, because JSON has no infinity.
+/// The number that is written for minus infinity, as OpenAI does, because JSON has no infinity.
 const IMPOSSIBLE: f32 = -9999.0;
 
-/// The format of chats: one object per token.
+/// Log-probabilities in the format of chats: one object per token.
 #[derive(Debug, Serialize)]
 pub(crate) struct ChatLogprobs {
     content: Vec<ChatToken>,
@@ -30,7 +30,7 @@ struct OneToken {
     bytes: Vec<u8>,
 }
 
-/// The format of completions: four lists with one element per token.
+/// Log-probabilities in the format of completions: four lists with one element per token.
 #[derive(Debug, Default, Serialize)]
 pub(crate) struct CompletionLogprobs {
     tokens: Vec<String>,
@@ -41,7 +41,7 @@ pub(crate) struct CompletionLogprobs {
 }
 
 impl ChatLogprobs {
-    /// `None` if the steps have no logprobs.
+    /// Converts the log-probabilities of `steps`. Returns `None` if the steps have none.
     pub(crate) fn of<'a>(tokenizer: &Tokenizer, steps: impl IntoIterator<Item = &'a Step>) -> Option<Self> {
         let content: Vec<ChatToken> =
             steps.into_iter().filter_map(|step| chat_token(tokenizer, step)).collect();
@@ -66,7 +66,8 @@ fn one_token(tokenizer: &Tokenizer, token: TokenId, logprob: f32) -> OneToken {
 }
 
 impl CompletionLogprobs {
-    /// Made from steps and the positions of their texts. `None` if the steps have no logprobs.
+    /// Converts the log-probabilities of steps with the positions of their texts. Returns `None` if the steps
+    /// have none.
     pub(crate) fn of<'a>(
         tokenizer: &Tokenizer,
         steps: impl IntoIterator<Item = (usize, &'a Step)>,
@@ -88,12 +89,13 @@ impl CompletionLogprobs {
     }
 }
 
-/// Alternatives by their texts, best first.
+/// Alternatives to a token by their texts, best first.
 #[derive(Debug)]
 struct ByText(Vec<(String, f32)>);
 
 impl ByText {
-    /// Includes the chosen token. If two tokens have the same text, the more likely one is listed.
+    /// Lists the alternatives and the chosen token. If two tokens have the same text, the more likely one is
+    /// listed.
     fn of(tokenizer: &Tokenizer, chosen: TokenId, logprobs: &Logprobs) -> Self {
         let mut named: Vec<(String, f32)> = Vec::with_capacity(logprobs.top.len() + 1);
         for (token, logprob) in logprobs.top.iter().copied().chain([(chosen, logprobs.chosen)]) {

@@ -7,8 +7,8 @@ use crate::error::AcceptError;
 /// The largest number of messages in one chat.
 pub(crate) const MESSAGES_MAX: usize = 4096;
 
-/// Converts messages to the form that templates expect: a known role, content as one text, and arguments of tool calls
-/// as objects. Other fields are kept, because a model's template may read them.
+/// Converts messages to the form that templates expect: a known role, content as one text, and arguments of
+/// tool calls as objects. Other fields are kept, because a model's template may read them.
 pub(crate) fn checked(messages: Vec<Map<String, Value>>) -> Result<Vec<Value>, AcceptError> {
     if messages.is_empty() || messages.len() > MESSAGES_MAX {
         let reason = format!("from 1 to {MESSAGES_MAX} messages, not {}", messages.len());
@@ -29,7 +29,7 @@ fn checked_message(path: &str, mut message: Map<String, Value>) -> Result<Map<St
     Ok(message)
 }
 
-/// Converts a role. `developer` is the newer name of `system`; no template knows it.
+/// Converts a role. `developer` is the newer name of `system`; templates do not know it.
 fn role(path: &str, role: Option<&Value>) -> Result<&'static str, AcceptError> {
     let param = || format!("{path}.role");
     match role {
@@ -45,7 +45,7 @@ fn role(path: &str, role: Option<&Value>) -> Result<&'static str, AcceptError> {
     }
 }
 
-/// Converts the content to one text. It is empty for an assistant message that only called tools.
+/// Converts a message's content to one text. It is empty for an assistant message that only called tools.
 fn content(path: &str, role: &str, content: Option<Value>) -> Result<String, AcceptError> {
     let param = || format!("{path}.content");
     match content {
@@ -57,7 +57,7 @@ fn content(path: &str, role: &str, content: Option<Value>) -> Result<String, Acc
     }
 }
 
-/// Joins the texts of all parts with line breaks.
+/// Joins the texts of a message's parts with line breaks.
 fn joined(path: &str, parts: &[Value]) -> Result<String, AcceptError> {
     let texts: Result<Vec<&str>, AcceptError> =
         parts.iter().enumerate().map(|(at, part)| text(format!("{path}[{at}]"), part)).collect();
@@ -73,7 +73,8 @@ fn text(path: String, part: &Value) -> Result<&str, AcceptError> {
     }
 }
 
-/// Converts a tool call's arguments from a JSON string to an object, which templates expect. Other values are kept.
+/// Converts a tool call's arguments from a JSON string to an object, which templates expect. Other values
+/// stay as they are.
 fn parse_arguments(call: &mut Value) {
     let Some(arguments) = call.pointer_mut("/function/arguments") else { return };
     let parsed = arguments.as_str().and_then(|text| serde_json::from_str(text).ok());

@@ -1,4 +1,4 @@
-//! The HTTP API, compatible with OpenAI's. The only place that knows JSON and status codes.
+//! The HTTP API, compatible with OpenAI's. Only this module uses JSON and status codes.
 //!
 //! Suggested reading order: the path of a request (`api`); its fields (`request_fields`, `fields`, `messages`, `chat`,
 //! `completions`); one answer while it is generated ([`crate::choice`]); the formats of answers (`answer`, `sse`,
@@ -37,7 +37,7 @@ pub use stall::WriteTimeoutListener;
 use crate::accept::Acceptor;
 use crate::tenants::Client;
 
-/// The API routes. They work only inside of [`stack`].
+/// Returns the API routes. They work only inside [`stack`].
 pub fn api(api: HttpApi) -> Router {
     Router::new()
         .route("/v1/chat/completions", post(chat_completions))
@@ -47,7 +47,7 @@ pub fn api(api: HttpApi) -> Router {
         .with_state(api)
 }
 
-/// The routes `/live`, `/ready` and `/health`.
+/// Returns the routes `/live`, `/ready` and `/health`.
 pub fn health(api: HttpApi) -> Router {
     Router::new()
         .route("/live", get(health::live))

@@ -1,4 +1,4 @@
-//! `GET /v1/models`: the models that can be used now.
+//! The endpoint `GET /v1/models`: the models that can be used now.
 
 use axum::Json;
 use axum::extract::{Path, State};
@@ -20,7 +20,7 @@ pub(crate) struct ModelList {
 pub(crate) struct ModelFields {
     id: String,
     object: &'static str,
-    /// Always zero: the creation time is unknown, but clients expect a number.
+    /// The creation time, always zero: it is unknown, but clients expect a number.
     created: u64,
     owned_by: &'static str,
     max_model_len: u32,

@@ -13,7 +13,7 @@ use serde_json::Value;
 use super::error::HttpError;
 use crate::error::AcceptError;
 
-/// The endpoint of a request.
+/// The endpoint that a request is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Endpoint {
     Chat,
@@ -28,19 +28,19 @@ pub(crate) enum FieldEndpoints {
     Both,
 }
 
-/// The support for a field.
+/// How Baton treats a field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FieldSupport {
-    /// Supported. A note describes restrictions.
+    /// The field is supported. The text describes restrictions.
     Honoured(&'static str),
-    /// Ignored, because it does not change the answer.
+    /// The field is ignored, because it does not change the answer. The text is the reason.
     Harmless(&'static str),
-    /// Refused, because it would change the answer. Values that change nothing are accepted: `null`, `false`, an empty
-    /// string, list or object, and the JSON values in `neutral`.
+    /// The field is refused, because it would change the answer. Values that change nothing are accepted:
+    /// `null`, `false`, an empty string, list or object, and the JSON values in `neutral`.
     Refused { reason: &'static str, neutral: &'static [&'static str] },
 }
 
-/// One row of the table.
+/// One row of the table of fields.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RequestField {
     pub(crate) name: &'static str,
@@ -76,7 +76,7 @@ const ONE_BEAM: &str = "answers are sampled, without beam search";
 const RENDERING: &str = "it is read only where prompts are rendered and not answered";
 const SPECIAL: &str = "special tokens are always left out of the text";
 
-/// The table, by support and name.
+/// The table of fields, by support and name.
 pub(crate) const FIELDS: &[RequestField] = &[
     honoured("add_generation_prompt", FieldEndpoints::Chat, ""),
     honoured("best_of", FieldEndpoints::Both, "it must equal `n`"),
@@ -223,7 +223,7 @@ pub(crate) const FIELDS: &[RequestField] = &[
 /// Refuses a request with a field that is unknown, or that would change the answer and is not supported.
 pub(crate) fn check(endpoint: Endpoint, body: &[u8]) -> Result<(), HttpError> {
     let mut json = serde_json::Deserializer::from_slice(body);
-    // A body that is not an object is reported by the parser of the fields.
+    // A body that is not an object is accepted here, because the parser of the fields reports it.
     let Ok(unsupported) = json.deserialize_map(FieldChecker { endpoint }) else { return Ok(()) };
     match unsupported {
         None => Ok(()),
@@ -245,7 +245,7 @@ impl FieldEndpoints {
     }
 }
 
-/// Reads an object's keys, and the values of those fields only that may be refused.
+/// Reads an object's keys, and the values of those fields that may be refused.
 struct FieldChecker {
     endpoint: Endpoint,
 }
@@ -283,7 +283,7 @@ impl<'de> Visitor<'de> for FieldChecker {
     }
 }
 
-/// Reads whether a value is `null`, without storing it.
+/// Reads a JSON value and returns whether it is `null`, without storing it.
 struct IsNull;
 
 impl<'de> DeserializeSeed<'de> for IsNull {
@@ -305,7 +305,7 @@ fn changes_nothing(value: &Value, neutral: &[&str]) -> bool {
     }
 }
 
-/// The similarity below which no name is suggested.
+/// The similarity below which no name is suggested for an unknown field.
 const LIKENESS_MIN: f64 = 0.85;
 
 fn unknown(endpoint: Endpoint, name: &str) -> String {

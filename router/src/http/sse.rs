@@ -18,23 +18,24 @@ use super::error::HttpError;
 use crate::choice::Delta;
 use crate::error::ServeError;
 
-/// A comment is sent after this time without an event, so that no proxy closes the connection as idle.
+/// The time without an event after which a comment is sent, so that no proxy closes the connection as idle.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// Usually enough for the events of one step.
+/// The initial size of the buffer, usually enough for the events of one step.
 const ROOM_BYTES: usize = 512;
 
 /// The header that asks proxies not to buffer the stream.
 const ACCEL_BUFFERING: &str = "x-accel-buffering";
 
-/// Makes the response. The first event follows the head directly, because the first step is available.
+/// Makes the response of a streamed answer. Its first event follows the head directly, because the first step
+/// is available.
 pub(crate) fn respond<S: AnswerFormat>(answer: Answer<S>) -> Response {
     let headers = [(CONTENT_TYPE, "text/event-stream"), (CACHE_CONTROL, "no-cache")];
     (headers, [(ACCEL_BUFFERING, "no")], Body::from_stream(in_span(events(Events::new(answer)))))
         .into_response()
 }
 
-/// Polls the body in the request's span, because the connection that polls it has another span.
+/// Polls the body's stream in the request's span, because the connection that polls it has another span.
 fn in_span(mut stream: impl Stream<Item = Bytes> + Unpin) -> impl Stream<Item = Result<Bytes, Infallible>> {
     let span = Span::current();
     futures::stream::poll_fn(move |cx| {
@@ -47,12 +48,12 @@ fn events<S: AnswerFormat>(events: Events<S>) -> impl Stream<Item = Bytes> + Unp
     futures::stream::unfold(Some(events), next).boxed()
 }
 
-/// Writes the events of one answer. Dropping it cancels all its choices.
+/// The writer of one answer's events. Dropping it cancels all its choices.
 struct Events<S> {
     context: AnswerContext,
     shape: S,
     deltas: Deltas,
-    /// Whether each choice has begun.
+    /// Whether each choice has sent its opening chunk.
     opened: Vec<bool>,
     usage: Usage,
     completion_tokens: u32,
@@ -67,7 +68,8 @@ impl<S: AnswerFormat> Events<S> {
         Self { context, shape, deltas, opened, usage, completion_tokens: 0, out: BytesMut::new() }
     }
 
-    /// Returns the next bytes and the writer for the following ones; `None` after the end.
+    /// Returns the next bytes, and the writer of the following ones unless these are the last. `None` after
+    /// the end.
     async fn next(mut self) -> Option<(Bytes, Option<Self>)> {
         self.out.reserve(ROOM_BYTES);
         let mut goes_on = true;
@@ -82,7 +84,7 @@ impl<S: AnswerFormat> Events<S> {
         Some((self.out.split().freeze(), goes_on.then_some(self)))
     }
 
-    // Each method returns whether more events may follow.
+    // The methods that write return whether more events may follow.
 
     fn write_comment(&mut self) -> bool {
         self.out.put_slice(b": keep-alive\n\n");
@@ -104,7 +106,7 @@ impl<S: AnswerFormat> Events<S> {
         true
     }
 
-    /// Writes an error event. The head with status 200 is already sent, so only this event reports the error.
+    /// Writes an error event. The head with status 200 is already sent, so only the event reports the error.
     fn write_error(&mut self, error: ServeError) -> bool {
         warn!(%error, "streamed answer to client failed");
         self.out.put_slice(b"event: error\n");
@@ -124,7 +126,7 @@ impl<S: AnswerFormat> Events<S> {
     }
 }
 
-/// Whether a delta has visible output. A step in the middle of a character has none.
+/// Returns whether a delta has visible output. A step in the middle of a character has none.
 fn shows(context: &AnswerContext, delta: &Delta) -> bool {
     let about_the_token = context.options.token_ids || delta.step.logprobs.is_some();
     !delta.text.is_empty() || delta.finish.is_some() || about_the_token

@@ -1,5 +1,5 @@
-//! A write timeout for clients that stop reading. An unfinished answer holds memory on the nodes, and neither TCP nor
-//! HTTP gives up on a peer whose kernel keeps its receive window closed.
+//! A write timeout for clients that stop reading. Without it, an unfinished answer holds memory on the nodes,
+//! because neither TCP nor HTTP gives up on a peer whose kernel keeps its receive window closed.
 
 use std::future::Future;
 use std::io;
@@ -13,7 +13,8 @@ use chassis::{Listener, Stream};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep};
 
-/// Accepts connections that fail when the client accepts no byte for `patience` while there are bytes to send.
+/// A listener whose connections fail when the client accepts no byte for `patience` while there are bytes to
+/// send.
 #[derive(Debug)]
 pub struct WriteTimeoutListener {
     inner: Box<dyn Listener>,
@@ -42,7 +43,7 @@ impl Listener for WriteTimeoutListener {
 struct WriteTimeoutStream {
     stream: Stream,
     patience: Duration,
-    /// The time limit of the current write.
+    /// The timer of the current write.
     until: Pin<Box<Sleep>>,
     is_waiting: bool,
 }
@@ -52,7 +53,7 @@ impl WriteTimeoutStream {
         Self { stream, patience, until: Box::pin(tokio::time::sleep(patience)), is_waiting: false }
     }
 
-    /// Polls one attempt to write, and the time limit while the write is pending.
+    /// Polls one attempt to write. Polls the timer too while the write is pending.
     fn bounded<T>(
         &mut self,
         cx: &mut Context<'_>,

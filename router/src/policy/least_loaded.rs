@@ -1,7 +1,8 @@
-//! The prefill node with the shortest queue, and the decode node whose steps are shortest with one more stream.
+//! Chooses the prefill node with the shortest queue, and the decode node whose steps are shortest with one
+//! more stream.
 //!
-//! Loads come from the last status reports. Prompts assigned since then are added, so that a burst does not go entirely
-//! to the node that was idle when it began.
+//! Loads come from the last status reports. Prompts assigned since then are added, so that not all prompts of
+//! a burst go to the node that was idle at its beginning.
 
 use types::Prompt;
 
@@ -22,8 +23,8 @@ impl RoutingPolicy for LeastLoaded {
     }
 }
 
-/// The predicted wait at a prefill node. While its speed is unknown, a token counts as a microsecond, which is enough to
-/// spread prompts over idle nodes.
+/// Returns the predicted wait at a prefill node. While its speed is unknown, a token counts as a microsecond,
+/// which is enough to spread prompts over idle nodes.
 fn queue_cost(node: &NodeView) -> f64 {
     let load = &node.load;
     let ms_per_token =
@@ -31,8 +32,8 @@ fn queue_cost(node: &NodeView) -> f64 {
     f64::from(load.queue_ms) + node.assigned_tokens as f64 * ms_per_token.max(1e-3)
 }
 
-/// The predicted step time of a decode node, including all sequences that are assigned to it.
-/// Among nodes with equal step times, the one with fewer streams is cheaper.
+/// Returns the predicted step time of a decode node, with all sequences that are assigned to it. Among nodes
+/// with equal step times, a node with fewer streams costs less.
 fn step_cost(node: &NodeView) -> f64 {
     let load = &node.load;
     let coming = load.waiting + load.arriving + node.assigned;
@@ -40,7 +41,7 @@ fn step_cost(node: &NodeView) -> f64 {
     f64::from(load.step_ms) + f64::from(coming) * ms_per_stream + f64::from(load.running + coming) * 1e-3
 }
 
-/// The node with the lowest cost. The random draw decides among equals.
+/// Returns the node with the lowest cost. The random draw decides among equal nodes.
 fn least<'a>(
     nodes: impl Iterator<Item = &'a NodeView>,
     cost: fn(&NodeView) -> f64,

@@ -12,56 +12,58 @@ use std::sync::Arc;
 
 use types::{NodeInfo, NodeLoad, Prompt};
 
-/// Chooses a route. It is pure: the same prompt, view and draw give the same route, so that a seed repeats a run.
+/// A policy that chooses routes. The same prompt, view and draw must give the same route, so that a seed
+/// repeats a run.
 ///
-/// The router calls it once per attempt, with a view without the nodes that have failed this prompt.
+/// The router calls the policy once per attempt, with a view without the nodes that have failed this prompt.
 pub trait RoutingPolicy: Debug + Send + Sync + 'static {
     fn name(&self) -> &'static str;
     fn route(&self, prompt: &Prompt, view: &ClusterView, draw: u64) -> Result<Route, NoRoute>;
 }
 
-/// The nodes chosen for a prompt.
+/// The nodes that are to serve a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Route {
-    /// `None`: the decode node computes the prompt alone.
+    /// The node that computes the prompt; `None`: the decode node computes it alone.
     pub prefill: Option<Arc<NodeInfo>>,
     pub decode: Arc<NodeInfo>,
 }
 
-/// The reason why there is no route.
+/// The reason for the absence of a route.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoRoute {
     #[error("no decode node is ready")]
     NoDecode,
 }
 
-/// The usable nodes at one moment.
+/// The usable nodes at one moment, as a policy sees them.
 #[derive(Clone, Debug, Default)]
 pub struct ClusterView {
     pub nodes: Vec<NodeView>,
 }
 
-/// One usable node: its last report, and what was assigned to it since.
+/// One usable node: its last report, and the prompts that were assigned to it since.
 #[derive(Clone, Debug)]
 pub struct NodeView {
     pub info: Arc<NodeInfo>,
     pub load: NodeLoad,
-    /// Prompts sent there since `load` was reported.
+    /// The number of prompts sent to the node since `load` was reported.
     pub assigned: u32,
-    /// The tokens of these prompts.
+    /// The tokens of the assigned prompts.
     pub assigned_tokens: u64,
-    /// The router's prompt counter at the node's last assignment; zero for none.
+    /// The router's route counter at the node's last assignment; zero if it had none.
     pub last_turn: u64,
 }
 
 impl ClusterView {
-    /// Nodes that only prefill. A node with both roles counts as a decode node that needs no prefill node.
+    /// Returns the nodes that only prefill. A node with both roles counts as a decode node that needs no
+    /// prefill node.
     pub fn prefill_nodes(&self) -> impl Iterator<Item = &NodeView> {
         self.nodes.iter().filter(|node| node.info.role.prefills() && !node.info.role.decodes())
     }
 
-    /// Decode nodes that have room for the prompt according to their last report, and no waiting prompts. If there are
-    /// none, all decode nodes.
+    /// Returns the decode nodes with room for the prompt and no waiting prompts, by their last reports. If
+    /// there are none, returns all decode nodes.
     pub fn decode_nodes(&self, prompt: &Prompt) -> Vec<&NodeView> {
         let decode = || self.nodes.iter().filter(|node| node.info.role.decodes());
         let with_room: Vec<&NodeView> = decode().filter(|node| node.has_room(prompt)).collect();
@@ -76,7 +78,8 @@ impl NodeView {
     }
 }
 
-/// Combines the two choices. Without a prefill node the decode node computes the prompt, which is slower but works.
+/// Makes a route of two chosen nodes. Without a prefill node the decode node computes the prompt, which is
+/// slower but works.
 fn pair(prefill: Option<&NodeView>, decode: Option<&NodeView>) -> Result<Route, NoRoute> {
     let decode = decode.ok_or(NoRoute::NoDecode)?.info.clone();
     let prefill = prefill.map(|node| node.info.clone()).filter(|_| !decode.role.prefills());

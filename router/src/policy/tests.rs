@@ -1,4 +1,4 @@
-//! Tests of policies. They are pure, so a view and a draw determine the route.
+//! Tests of policies. A view and a draw determine the route.
 
 use std::time::Duration;
 
@@ -134,7 +134,7 @@ fn least_loaded_prefers_the_short_queue_and_the_short_step() {
     view.nodes[0].load.queued_tokens = 800;
     view.nodes[3].load.step_ms = 9.0;
     assert_eq!(ids(&policy.route(&prompt(9), &view, 5).expect("usable")), (Some("p1"), "d0"));
-    // Prompts assigned since the report count too.
+    // Prompts assigned since the report count too, so the other nodes are chosen.
     view.nodes[1].assigned_tokens = 1_000_000;
     view.nodes[2].assigned = 8;
     assert_eq!(ids(&policy.route(&prompt(9), &view, 5).expect("usable")), (Some("p0"), "d1"));

@@ -12,7 +12,8 @@ use types::{BlockHash, Landing, NodeInfo, Prompt, TransferId};
 use super::{Failure, NodeClient, QUESTION_TIMEOUT, peer_to_wire};
 
 impl NodeClient {
-    /// Reserves room on a pool node for the prompt's KV, which `prefill` will send. Dropping the result releases the room.
+    /// Reserves room on a pool node for the prompt's KV, which `prefill` will send. Dropping the returned
+    /// call releases the room.
     pub async fn put(
         &self,
         prompt: &Prompt,
@@ -35,7 +36,8 @@ impl NodeClient {
         Ok(PutCall { client: self.clone(), events, asked, stored: None })
     }
 
-    /// Has a pool node send stored KV to a landing. Returns when all of it has arrived; dropping the future aborts.
+    /// Has a pool node send stored KV to a landing. Returns when all KV has arrived; dropping the future
+    /// aborts the transfer.
     pub async fn fetch(&self, prompt: &Prompt, stored: TransferId, landing: &Landing) -> Result<(), Failure> {
         let request =
             v1::DeliverRequest { transfer: proto::transfer_to_wire(stored), landing: Some(landing.into()) };
@@ -46,13 +48,14 @@ impl NodeClient {
     }
 }
 
-/// A prompt on a pool node. Dropping it releases what only this prompt uses there.
+/// The call that stores a prompt's KV on a pool node. Dropping it releases the blocks that only this prompt
+/// uses.
 #[derive(Debug)]
 pub struct PutCall {
     client: NodeClient,
     events: tonic::Streaming<v1::PutEvent>,
     asked: Instant,
-    /// The time that storing took, set if the last event came while a caller waited for a failure.
+    /// The time that storing took, set if the last event was read by [`Self::failure`].
     stored: Option<Duration>,
 }
 
@@ -84,7 +87,7 @@ impl PutCall {
         }
     }
 
-    /// Returns only if the KV cannot be stored. Cancel-safe.
+    /// Waits for a failure to store the KV. Waits forever if it is stored. Cancel-safe.
     pub async fn failure(&mut self) -> Failure {
         match self.stored().await {
             Ok(_) => std::future::pending().await,

@@ -4,13 +4,13 @@ use std::fmt;
 
 use types::Grant;
 
-/// A new key. It is shown once, to the operator who makes it.
+/// A new API key. It is shown once, to the operator who makes it.
 pub struct ApiKey(String);
 
-/// The hash of a key, which the router stores. Hashes are compared in constant time.
+/// The hash of an API key, which the router stores. Hashes are compared in constant time.
 pub type KeyHash = blake3::Hash;
 
-/// The prefix of every key, so that a leaked key is recognised.
+/// The prefix of every API key, by which a leaked key is recognised.
 pub(super) const PREFIX: &str = "baton-";
 
 impl ApiKey {

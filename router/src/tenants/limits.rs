@@ -1,4 +1,4 @@
-//! The limits of a tenant, and its usage.
+//! The limits of a tenant, and its current usage.
 
 use std::num::{NonZeroU32, NonZeroU64};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,25 +9,26 @@ use serde::Deserialize;
 use tokio::time::Instant;
 use types::TenantId;
 
-/// The retry delay of a client whose tenant has too many running requests.
+/// The time after which a client whose tenant has too many running requests should try again.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 const MINUTE: f64 = 60.0;
 
-/// The limits of a tenant. `None` means no limit.
+/// A tenant's section in the tenants file. `None` means no limit.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TenantLimits {
-    /// Concurrent answers. A request with `n` counts `n`.
+    /// The limit of concurrent answers. A request with `n` counts `n`.
     pub requests_max: Option<NonZeroU32>,
-    /// The rate of prompt and answer tokens. New requests are refused while a full minute's tokens are used up.
+    /// The limit of prompt and answer tokens per minute. New requests are refused while a full minute's
+    /// tokens are used up.
     pub tokens_per_minute: Option<NonZeroU64>,
     /// The longest prompt and answer together, in tokens.
     pub context_tokens_max: Option<NonZeroU32>,
-    /// The highest priority. Higher ones are reduced to it.
+    /// The highest priority of the tenant's requests. Higher ones are reduced to it.
     pub priority_max: i8,
 }
 
-/// A limit that refuses requests for a while.
+/// The kind of limit that refuses a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Limit {
     Requests,
@@ -45,7 +46,7 @@ impl Limit {
     }
 }
 
-/// A refusal because the tenant is at a limit.
+/// The error of a request whose tenant is at a limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LimitReached {
     pub limit: Limit,
@@ -61,17 +62,17 @@ pub struct Account {
     usage: Arc<Mutex<Usage>>,
 }
 
-/// The current usage of a tenant. Locked for a few additions, never across an await.
+/// The current usage of a tenant. Its mutex is held for a few additions, never across an await.
 #[derive(Debug, Default)]
 struct Usage {
     requests: u32,
-    /// Tokens that count against the rate. They decay at that rate.
+    /// Tokens that count against the rate. They decrease with time, by the rate.
     tokens: f64,
     at: Option<Instant>,
 }
 
 impl Account {
-    /// `previous` is the account of the same tenant before a reload.
+    /// Makes an account. It shares the usage of `previous`, the same tenant's account before a reload.
     pub fn new(tenant: TenantId, limits: TenantLimits, previous: Option<&Self>) -> Self {
         let usage = previous.map(|previous| Arc::clone(&previous.usage)).unwrap_or_default();
         Self { tenant, limits, usage }
@@ -109,7 +110,7 @@ impl Usage {
         Ok(())
     }
 
-    /// Counts tokens used at `now`, if there is a rate.
+    /// Counts tokens that are used at `now`, if the tenant has a rate.
     fn charge(&mut self, rate: Option<NonZeroU64>, now: Instant, tokens: f64) {
         let Some(rate) = rate else { return };
         let elapsed = self.at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
@@ -119,19 +120,20 @@ impl Usage {
     }
 }
 
-/// Counts one request against its tenant's limits. Dropping it ends the count. If no token was generated, the prompt's
-/// tokens are returned too.
+/// One request in its tenant's usage. Dropping it ends the count of its answers. If no token was generated,
+/// the prompt's tokens are returned too.
 #[derive(Debug)]
 pub struct TenantPermit {
     account: Arc<Account>,
     n_answers: u32,
     prompt_tokens: f64,
-    /// True after a token was generated, so that the prompt's tokens count as used.
+    /// Whether a token was generated, so that the prompt's tokens count as used.
     has_begun: AtomicBool,
 }
 
 impl TenantPermit {
-    /// Starts a request with this many answers and prompt tokens at `now`, or refuses it.
+    /// Counts a request with this many answers and prompt tokens at `now`, or refuses it by the tenant's
+    /// limits.
     pub fn take(
         account: &Arc<Account>,
         now: Instant,
@@ -150,7 +152,7 @@ impl TenantPermit {
         Ok(Self { account: Arc::clone(account), n_answers, prompt_tokens, has_begun: AtomicBool::new(false) })
     }
 
-    /// Counts one generated token.
+    /// Counts one generated token at `now`.
     pub fn generated(&self, now: Instant) {
         self.has_begun.store(true, Ordering::Relaxed);
         let rate = self.account.limits.tokens_per_minute;

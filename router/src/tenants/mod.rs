@@ -3,8 +3,8 @@
 //! Suggested reading order: the keys of clients ([`key`]); the file of keys and limits ([`table`]); the limits and their
 //! usage ([`limits`]); and trusted proxies, for clusters without keys ([`proxies`]).
 //!
-//! Without a tenants file a request has no key, and a trusted proxy may name its tenant. With one, only the key
-//! determines the tenant, by one hash and one look-up.
+//! Without a tenants file a request has no key, and a trusted proxy may name its tenant. With such a file,
+//! only the key determines the tenant.
 
 pub mod key;
 pub mod limits;
@@ -31,17 +31,17 @@ pub use crate::accept::is_name as is_tenant_name;
 use crate::error::AcceptError;
 use crate::metrics::RouterMetrics;
 
-/// The interval of reading the tenants file. A change is in force within twice this time.
+/// The interval at which the tenants file is read. A change is in force within twice this time.
 const READ_EVERY: Duration = Duration::from_secs(2);
 
-/// The rules of access. Cheap to clone. By default no keys are required, and no proxy is trusted.
+/// The rules of access to the APIs. Cheap to clone. By default no keys are required, and no proxy is trusted.
 #[derive(Clone, Debug, Default)]
 pub struct Tenants(Arc<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
     proxies: TrustedProxies,
-    /// `None`: no keys are required.
+    /// The tenants file; `None`: no keys are required.
     keys: Option<Keys>,
 }
 
@@ -49,13 +49,13 @@ struct Inner {
 #[derive(Debug)]
 struct Keys {
     file: PathBuf,
-    /// Locked for a clone, never across an await.
+    /// The mutex is held for a clone, never across an await.
     table: RwLock<Arc<TenantTable>>,
     world: World,
     metrics: RouterMetrics,
 }
 
-/// The unverified claims of a request.
+/// What a request claims about its client, before verification.
 #[derive(Clone, Copy, Default)]
 pub struct Claims<'a> {
     pub peer: Option<IpAddr>,
@@ -65,7 +65,7 @@ pub struct Claims<'a> {
     pub priority: Option<i8>,
 }
 
-/// The key is not printed.
+/// Prints all claims except the key.
 impl fmt::Debug for Claims<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { peer, tenant, priority, .. } = self;
@@ -77,28 +77,28 @@ impl fmt::Debug for Claims<'_> {
     }
 }
 
-/// The verified client of one request.
+/// The client of one request, after verification.
 #[derive(Clone, Debug)]
 pub struct Client {
     pub tenant: TenantId,
     pub priority: Priority,
-    /// `None`: the tenant has no limits.
+    /// The account of the tenant; `None`: it has no limits.
     pub account: Option<Arc<Account>>,
 }
 
 impl Tenants {
-    /// Access without keys. Only `proxies` may name tenants.
+    /// Makes rules without keys. Only `proxies` may name tenants.
     pub fn without_keys(proxies: TrustedProxies) -> Self {
         Self(Arc::new(Inner { proxies, keys: None }))
     }
 
-    /// Access with keys. `table` is the content of `file`.
+    /// Makes rules with keys. `table` is the content of `file`.
     pub fn with_keys(file: PathBuf, table: TenantTable, world: World, metrics: RouterMetrics) -> Self {
         let keys = Keys { file, table: RwLock::new(Arc::new(table)), world, metrics };
         Self(Arc::new(Inner { proxies: TrustedProxies::default(), keys: Some(keys) }))
     }
 
-    /// Returns the client that makes these claims, or refuses it.
+    /// Verifies the claims and returns the client, or refuses the request.
     pub fn client(&self, claims: &Claims<'_>) -> Result<Client, AcceptError> {
         match &self.0.keys {
             None => self.0.proxies.client(claims),
@@ -106,7 +106,7 @@ impl Tenants {
         }
     }
 
-    /// Counts one request against its tenant's limits. `None` if there are no limits.
+    /// Counts one request against its tenant's limits. Returns `None` if the tenant has none.
     pub(crate) fn admit(
         &self,
         client: &Client,
@@ -118,7 +118,7 @@ impl Tenants {
         permit.map(Arc::new).map(Some).map_err(AcceptError::TenantLimit)
     }
 
-    /// Counts a refusal by a limit of the client's tenant.
+    /// Counts a refusal that a limit of the client's tenant caused.
     pub(crate) fn refused(&self, client: &Client, error: &AcceptError) {
         let limit = match error {
             AcceptError::TenantLimit(reached) => reached.limit,
@@ -131,8 +131,8 @@ impl Tenants {
         }
     }
 
-    /// Applies changes of the tenants file until the future is dropped. A file with an error changes nothing: the error is
-    /// logged once and counted.
+    /// Reads the tenants file at intervals and applies changes, until the future is dropped. A file with an
+    /// error changes nothing: the error is logged once and counted.
     pub async fn follow_file(self) {
         let Some(keys) = &self.0.keys else { return };
         let mut last = Seen::Table(keys.table().text_hash());
@@ -150,7 +150,7 @@ impl Tenants {
     }
 }
 
-/// The result of the last read of the file, to detect changes.
+/// The result of the last read of the tenants file, to detect changes.
 #[derive(PartialEq)]
 enum Seen {
     Table(blake3::Hash),
@@ -185,7 +185,8 @@ impl Keys {
         }
     }
 
-    /// Returns the client with this key. Its tenant claim is ignored; its priority is limited by the tenant's.
+    /// Returns the client with the key in these claims. Its claim of a tenant is ignored; the tenant's
+    /// highest priority limits its own.
     fn client(&self, claims: &Claims<'_>) -> Result<Client, AcceptError> {
         let Some(bearer) = claims.authorization.and_then(bearer) else {
             return Err(self.unauthorized("missing", "give the API key as `authorization: Bearer KEY`"));
@@ -207,14 +208,15 @@ impl Keys {
     }
 }
 
-/// Returns the token after `Bearer`.
+/// Returns the token after `Bearer` in an authorization header.
 fn bearer(authorization: &str) -> Option<&str> {
     let (scheme, token) = authorization.split_once(' ')?;
     scheme.eq_ignore_ascii_case("bearer").then(|| token.trim()).filter(|token| !token.is_empty())
 }
 
 impl TrustedProxies {
-    /// Returns the client without a key. A trusted proxy may name its tenant and priority; other peers may not.
+    /// Returns the client of a request without a key. A trusted proxy may name the tenant and priority; other
+    /// peers may not.
     fn client(&self, claims: &Claims<'_>) -> Result<Client, AcceptError> {
         let believed = || claims.peer.is_some_and(|peer| self.include(peer));
         let refused = |header| AcceptError::invalid(header, "the peer is not in router.trusted_proxies");

@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-/// Networks of the proxies that may name a request's tenant and priority.
+/// The networks whose proxies may name a request's tenant and priority.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TrustedProxies(Vec<Network>);
 
@@ -51,7 +51,7 @@ impl Network {
     }
 }
 
-/// Whether the first `bits` bits are the same.
+/// Returns whether the first `bits` bits of two addresses are the same.
 fn shares(one: u128, other: u128, bits: u8) -> bool {
     (one ^ other).leading_zeros() >= u32::from(bits)
 }

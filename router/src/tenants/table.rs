@@ -24,7 +24,7 @@ use super::key::{self, KeyHash};
 use super::limits::{Account, TenantLimits};
 use crate::accept::is_name;
 
-/// The file as written.
+/// The tenants file as written.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RawTable {
@@ -34,7 +34,7 @@ struct RawTable {
     keys: BTreeMap<String, String>,
 }
 
-/// The checked contents of the file.
+/// The checked contents of the tenants file.
 #[derive(Debug)]
 pub struct TenantTable {
     keys: HashMap<KeyHash, Arc<Account>>,
@@ -50,7 +50,7 @@ pub struct TableError {
 }
 
 impl TenantTable {
-    /// Reads the file. Tenants that are also in `previous` keep their usage. Blocks.
+    /// Reads the tenants file and blocks meanwhile. Tenants that are also in `previous` keep their usage.
     pub fn load(file: &Path, previous: Option<&Self>) -> Result<Self, TableError> {
         let failed = |reason| TableError::new(file, reason);
         let text = std::fs::read_to_string(file).map_err(|error: io::Error| failed(error.to_string()))?;
@@ -117,7 +117,8 @@ impl fmt::Display for TableError {
 
 impl std::error::Error for TableError {}
 
-/// Returns the line and the reason. A key in place of its hash is not repeated, because errors are logged.
+/// Returns the line and the reason of a syntax error. A key in place of its hash is left out, because errors
+/// are logged.
 fn syntax(text: &str, error: &toml::de::Error) -> String {
     let line = error.span().map_or(1, |span| text[..span.start].matches('\n').count() + 1);
     match error.message() {

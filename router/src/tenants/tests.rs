@@ -89,7 +89,8 @@ async fn limits_refuse_and_are_counted() {
 /// Waits until the task that follows the file has read it again.
 async fn read_again(setup: &Setup, text: &str) {
     std::fs::write(setup.file.path(), text).expect("written");
-    // The file is read on another thread, so the paused clock alone does not show when that is done.
+    // The clock is advanced and other threads get time, because the file is read on a blocking thread that
+    // the paused clock does not wait for.
     let began = setup.metrics.page();
     for _ in 0..200 {
         tokio::time::sleep(READ_EVERY / 4).await;

@@ -8,19 +8,19 @@ use types::TokenId;
 use super::stop::{StopScanner, StopStrings};
 use super::tokenizer::Tokenizer;
 
-/// The text of one answer while its tokens arrive.
+/// Converts the tokens of one answer to text, as they arrive.
 ///
-/// The result does not depend on how the text is split into tokens: the joined pieces are the text of all tokens, up to
-/// but excluding the first stop string. A piece is held back while a character is incomplete, or while it may be the
-/// beginning of a stop string.
+/// The result does not depend on how the text is split into tokens: the joined pieces are the text of all
+/// tokens, up to but excluding the first stop string. A piece is held back while a character is incomplete,
+/// or while it may be the beginning of a stop string.
 #[derive(Debug)]
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
     characters: Characters,
     stop: StopScanner,
-    /// The number of tokens left whose text is not searched for stop strings: `min_tokens`.
+    /// The number of tokens whose text is still not searched for stop strings. It starts at `min_tokens`.
     n_unsearched: u32,
-    /// A buffer for text between the two parts, kept for its allocation.
+    /// A buffer for the characters between `characters` and `stop`, kept for its allocation.
     whole: String,
 }
 
@@ -35,7 +35,8 @@ impl Detokenizer {
         }
     }
 
-    /// Appends the text that this token makes certain. `Break`: a stop string is complete, and the answer ends before it.
+    /// Appends the text that is certain after this token. `Break`: a stop string is complete, and the answer
+    /// ends before it.
     pub fn push(&mut self, token: TokenId, text: &mut String) -> ControlFlow<()> {
         self.whole.clear();
         self.characters.push(self.tokenizer.bytes_of(token), &mut self.whole);
@@ -47,20 +48,21 @@ impl Detokenizer {
         self.stop.push(&self.whole, text)
     }
 
-    /// Appends the text held back, at the end of the tokens. An incomplete character becomes U+FFFD.
+    /// Appends the text that was held back, at the end of the tokens. An incomplete character becomes U+FFFD.
     pub fn finish(&mut self, text: &mut String) {
         self.whole.clear();
         self.characters.finish(&mut self.whole);
-        // U+FFFD may be part of a stop string, but an answer that has ended is not stopped again.
+        // The rest is not searched: U+FFFD may be part of a stop string, but an answer that has ended is not
+        // stopped again.
         self.stop.finish(text);
         text.push_str(&self.whole);
     }
 }
 
-/// Converts bytes to characters. The result equals [`String::from_utf8_lossy`] of all bytes joined.
+/// Converts bytes to characters. The result equals [`String::from_utf8_lossy`] of all bytes together.
 #[derive(Debug, Default)]
 struct Characters {
-    /// The beginning of a character: at most 3 bytes between two calls.
+    /// The first bytes of an incomplete character, at most 3 between two calls.
     incomplete: Vec<u8>,
 }
 
@@ -77,7 +79,7 @@ impl Characters {
     }
 }
 
-/// Writes all complete characters, and U+FFFD for invalid bytes. Returns the number of bytes used.
+/// Writes all complete characters of `bytes`, and U+FFFD for invalid bytes. Returns the number of bytes used.
 fn write_whole(bytes: &[u8], text: &mut String) -> usize {
     let mut n_done = 0;
     for chunk in bytes.utf8_chunks() {

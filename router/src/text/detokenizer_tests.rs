@@ -89,13 +89,14 @@ fn bad_stop_strings_are_refused() {
     }
 }
 
-/// The expected text as a whole. Every way of splitting it into tokens must give the same.
+/// Returns the expected text of an answer, computed on the whole text. Every way of splitting it into tokens
+/// must give the same.
 fn model(whole: &str, stop: &[String]) -> String {
     let ends = stop.iter().filter_map(|string| whole.find(string).map(|at| (at + string.len(), at)));
     ends.min().map_or(whole, |(_, at)| &whole[..at]).to_owned()
 }
 
-/// Splits `bytes` at the given places, modulo their number.
+/// Splits `bytes` at `places`, each modulo the number of possible places.
 fn cut<'a>(bytes: &'a [u8], places: &[usize]) -> Vec<&'a [u8]> {
     let mut places: Vec<usize> = places.iter().map(|place| place % (bytes.len() + 1)).collect();
     places.extend([0, bytes.len()]);

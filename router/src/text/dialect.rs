@@ -8,7 +8,8 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 
 /// Converts a template to minijinja's syntax.
 ///
-/// `{% generation %}` marks the model's output for training. For serving it is an ordinary block.
+/// `{% generation %}` marks the model's output for training. For serving, the marked text is an ordinary
+/// block.
 pub(super) fn translated(source: &str) -> Cow<'_, str> {
     if !source.contains("generation") {
         return source.into();
@@ -31,7 +32,7 @@ fn next_tag(text: &str) -> Option<(&str, &str, &str)> {
     Some((&text[..start], &text[start..end], &text[end..]))
 }
 
-/// Converts one tag. The marks beside the word control white space and are kept.
+/// Converts one tag. The signs `-` and `+` beside the word control white space and are kept.
 fn translated_tag(tag: &str) -> Cow<'_, str> {
     let word = tag.trim_matches(['{', '%', '}']).trim_matches(['-', '+']).trim();
     match word {
@@ -41,7 +42,7 @@ fn translated_tag(tag: &str) -> Cow<'_, str> {
     }
 }
 
-/// Implements Python's methods of strings, lists and dictionaries.
+/// Implements the methods of Python's strings, lists and dictionaries that templates call.
 pub(super) fn method(
     state: &mut State<'_, '_>,
     value: &Value,

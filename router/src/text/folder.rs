@@ -1,4 +1,4 @@
-//! The files about text in a Hugging Face model folder.
+//! Reads the files about text in a Hugging Face model folder.
 
 use std::fs;
 use std::io;
@@ -21,7 +21,7 @@ const CHAT_TEMPLATE: &str = "chat_template.jinja";
 /// The default temperature of OpenAI's endpoints, used if neither the request nor the model has one.
 const TEMPERATURE: f32 = 1.0;
 
-/// Loads the tokenizer and template of the model in `folder`, to be served under `name`.
+/// Loads the tokenizer and template of the model in `folder`, to be served under the name `name`.
 ///
 /// Without `tokenizer.json` the model serves token ids only; without a chat template, completions only.
 pub fn open(folder: &Path, name: &str) -> Result<RouterModel, TextError> {
@@ -54,7 +54,7 @@ struct ModelConfig {
     eos_token_id: Option<Ids>,
 }
 
-/// One token id, or several.
+/// The value of `eos_token_id`: one token id, or several.
 #[derive(Debug, Deserialize)]
 #[serde(untagged, expecting = "expected a token id, or a list of token ids")]
 enum Ids {
@@ -86,7 +86,7 @@ struct GenerationConfig {
 }
 
 impl GenerationConfig {
-    /// The sampling defaults. `do_sample = false` means greedy, at any temperature.
+    /// Returns the sampling defaults. `do_sample = false` means greedy, at any temperature.
     fn sampling(&self, file: &Path) -> Result<Sampling, TextError> {
         let number =
             |field, value: Option<f32>, default, fits: fn(f32) -> bool| match value.unwrap_or(default) {
@@ -142,7 +142,7 @@ impl Special {
     }
 }
 
-/// One chat template, or several with names.
+/// The value of `chat_template`: one chat template, or several with names.
 #[derive(Debug, Deserialize)]
 #[serde(untagged, expecting = "expected a template, or a list of templates with names")]
 enum Templates {
@@ -157,7 +157,7 @@ struct NamedTemplate {
 }
 
 impl TokenizerConfig {
-    /// The special tokens as template variables.
+    /// Returns the special tokens as template variables.
     fn specials(&self) -> Vec<(String, String)> {
         [
             ("bos_token", &self.bos_token),

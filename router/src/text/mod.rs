@@ -23,18 +23,18 @@ pub use tokenizer::Tokenizer;
 
 use crate::error::{AcceptError, TextError};
 
-/// A model as the router needs it to serve requests. Nodes know the rest.
+/// A model with what the router needs to serve requests for it.
 #[derive(Clone, Debug)]
 pub struct RouterModel {
     pub name: String,
     pub tokenizer: Arc<Tokenizer>,
-    /// `None`: the model serves completions only.
+    /// The chat template; `None`: the model serves completions only.
     pub template: Option<ChatTemplate>,
     /// The longest sequence, prompt and output together.
     pub context_tokens: u32,
-    /// True if the length is limited by a node's KV memory and not by the model.
+    /// Whether a node's KV memory limits the length, and not the model.
     pub is_short: bool,
-    /// Token ids are below this. The model may have more tokens than its tokenizer.
+    /// The number of token ids. The model may have more tokens than its tokenizer.
     pub vocab: u32,
     /// The tokens that end the model's answers.
     pub eos: Vec<TokenId>,
@@ -48,7 +48,7 @@ impl RouterModel {
         folder::open(folder, name)
     }
 
-    /// The mock model: a token is a byte, and the answer to a prompt is a function of the prompt.
+    /// Makes the mock model: a token is a byte, and the answer to a prompt is a function of the prompt.
     pub fn mock(name: impl Into<String>, context_tokens: u32) -> Self {
         Self {
             name: name.into(),
@@ -62,7 +62,7 @@ impl RouterModel {
         }
     }
 
-    /// Makes a model from a node's description. `None` if that needs a tokenizer file.
+    /// Makes a model from a node's description. Returns `None` if the model needs a tokenizer file.
     fn of_node(info: &ModelInfo) -> Option<Self> {
         let (tokenizer, template) = match tokenizer_of(info) {
             TOKENIZER_BYTES => (Tokenizer::Bytes, Some(ChatTemplate::plain())),
@@ -81,7 +81,8 @@ impl RouterModel {
         })
     }
 
-    /// Limits the model to the node's abilities: a node may have less memory than the model's longest sequence needs.
+    /// Limits the model to a node's abilities: a node may have less memory than the model's longest sequence
+    /// needs.
     fn within(self, info: &ModelInfo) -> Self {
         Self {
             is_short: self.is_short || info.context_tokens < self.context_tokens,
@@ -91,7 +92,7 @@ impl RouterModel {
         }
     }
 
-    /// Describes the longest sequence, for refusals.
+    /// Describes the longest sequence, for the text of refusals.
     pub(crate) fn context(&self) -> String {
         let tokens = self.context_tokens;
         if self.is_short {
@@ -108,7 +109,7 @@ fn tokenizer_of(info: &ModelInfo) -> &str {
     info.fingerprint.parts().find(|(name, _)| *name == TOKENIZER).map_or("absent", |(_, value)| value)
 }
 
-/// The reason why the router cannot serve a node's model.
+/// The reason why the router cannot serve the model of a node.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LearnError {
     #[error("the router has no tokenizer for the model `{model}`: set `model.path` and `model.name` there")]
@@ -120,16 +121,17 @@ pub enum LearnError {
 /// The models that this router serves, by name. Clones share one table.
 #[derive(Clone, Debug, Default)]
 pub struct RouterModels {
-    /// Read by every request, and written when nodes join or leave. Never locked across an await.
+    /// The models by name. Every request reads the map; it is written when nodes join or leave. Never locked
+    /// across an await.
     by_name: Arc<RwLock<BTreeMap<String, KnownModel>>>,
 }
 
-/// The source of a model's description.
+/// Where a model's description comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ModelSource {
-    /// The router's configuration.
+    /// The router's configuration describes the model.
     Router,
-    /// A node. Only the model's nodes know the longest sequence.
+    /// A node describes the model. Only the model's nodes know the longest sequence.
     Node,
 }
 
@@ -148,8 +150,8 @@ impl RouterModels {
         table
     }
 
-    /// Adds a node's model, unless there is one of this name. Refuses it if the tokenizers differ, because token ids
-    /// must mean the same on both sides.
+    /// Adds a node's model, unless a model with this name exists. Refuses it if the tokenizers differ,
+    /// because token ids must mean the same on both sides.
     pub fn learn(&self, info: &ModelInfo) -> Result<(), LearnError> {
         let known = self.by_name.read().unwrap_or_else(PoisonError::into_inner).get(&info.name).cloned();
         if let Some(own) = known.as_ref().filter(|known| known.source == ModelSource::Router) {
@@ -163,7 +165,7 @@ impl RouterModels {
         Ok(())
     }
 
-    /// Replaces a model that was learned from a node by this node's, if they differ.
+    /// Replaces a model that was learned from another node by this node's model, if they differ.
     pub fn replace_learned(&self, info: &ModelInfo) {
         let known = self.by_name.read().unwrap_or_else(PoisonError::into_inner).get(&info.name).cloned();
         let is_replaced = known.is_none_or(|known| {
@@ -176,7 +178,7 @@ impl RouterModels {
         }
     }
 
-    /// Limits each model to the abilities of all of these nodes, and removes earlier limits.
+    /// Limits each model to what all of these nodes can serve, and removes earlier limits.
     pub fn fit<'a>(&self, nodes: impl Iterator<Item = &'a ModelInfo> + Clone) {
         let mut models = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
         for (name, known) in models.iter_mut() {
@@ -189,7 +191,8 @@ impl RouterModels {
         }
     }
 
-    /// Returns the model that a request names. Without a name it is the only model, if there is just one.
+    /// Returns the model that a request names. A request without a name gets the only model, if there is just
+    /// one.
     pub fn find(&self, name: Option<&str>) -> Result<Arc<RouterModel>, AcceptError> {
         let models = self.by_name.read().unwrap_or_else(PoisonError::into_inner);
         match name {

@@ -6,7 +6,8 @@ use tokio::task::{JoinError, spawn_blocking};
 /// and the router's own threads must not be blocked for more than half a millisecond.
 const OFFLOAD_BYTES: usize = 1 << 10;
 
-/// Runs `work` at once for short texts, and on a blocking thread for long ones. If dropped, the work's result is lost.
+/// Runs `work` at once for short texts, and on a blocking thread for long ones. Dropping the future discards
+/// the result.
 pub async fn run_by_size<T: Send + 'static>(
     n_bytes: usize,
     work: impl FnOnce() -> T + Send + 'static,

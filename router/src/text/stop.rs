@@ -1,4 +1,5 @@
-//! Hot path. Stop strings: the answer ends before the first of them, independent of the split into tokens.
+//! Hot path. Stop strings: an answer ends before the first stop string in its text, however the text is split
+//! into tokens.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -7,10 +8,10 @@ use crate::error::AcceptError;
 
 /// The largest number of stop strings in one request. OpenAI allows 4.
 pub const STOP_STRINGS_MAX: usize = 16;
-/// The longest stop string, which is also the largest amount of text held back.
+/// The longest stop string in bytes, and so the largest amount of text held back.
 pub const STOP_STRING_BYTES_MAX: usize = 1024;
 
-/// The texts that end an answer; none is empty.
+/// The texts that end an answer. None of them is empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StopStrings(Arc<[String]>);
 
@@ -35,11 +36,12 @@ impl StopStrings {
     }
 }
 
-/// Searches stop strings in a text that arrives in pieces, and holds back a possible beginning of one.
+/// Searches for stop strings in a text that arrives in pieces, and holds back a possible beginning of one.
 #[derive(Debug)]
 pub(super) struct StopScanner {
     strings: StopStrings,
-    /// The end of the text that may be the beginning of a stop string. Shorter than the longest stop string.
+    /// The end of the text so far that may be the beginning of a stop string. It is shorter than the longest
+    /// stop string.
     held: String,
 }
 
@@ -60,26 +62,26 @@ impl StopScanner {
         flow
     }
 
-    /// Appends the text held back, at the end of the answer.
+    /// Appends the text that was held back, at the end of the answer.
     pub(super) fn finish(&mut self, text: &mut String) {
         text.push_str(&self.held);
         self.held.clear();
     }
 
-    /// The start of the stop string that ends first; of several that end together, the longest.
+    /// Returns the start of the stop string that ends first; if several end together, that of the longest.
     /// Choosing by the end makes the result independent of the split into pieces.
     fn first_match(&self) -> Option<usize> {
         let found = |string: &str| self.held.find(string).map(|start| (start + string.len(), start));
         self.strings.iter().filter_map(found).min().map(|(_, start)| start)
     }
 
-    /// The length of the longest end of the text that is the beginning of a stop string.
+    /// Returns the length of the longest suffix of the text that is the beginning of a stop string.
     fn n_may_become(&self) -> usize {
         self.strings.iter().map(|string| overlap(&self.held, string)).max().unwrap_or(0)
     }
 }
 
-/// The length of the longest proper prefix of `string` that is a suffix of `text`.
+/// Returns the length of the longest proper prefix of `string` that is a suffix of `text`.
 fn overlap(text: &str, string: &str) -> usize {
     let longest = text.len().min(string.len() - 1);
     (1..=longest).rev().find(|n| text.as_bytes().ends_with(&string.as_bytes()[..*n])).unwrap_or(0)

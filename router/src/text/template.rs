@@ -1,6 +1,6 @@
-//! Chat templates: convert messages to the text that the model was trained on.
+//! Chat templates convert messages to the text that a model was trained on.
 //!
-//! Templates are written for Hugging Face's Jinja2. The settings, filters and functions below are those of
+//! Templates are written for Hugging Face's Jinja2. This module has the settings, filters and functions of
 //! `transformers`, so that the rendered bytes are the same.
 
 use std::collections::BTreeMap;
@@ -19,7 +19,8 @@ const PLAIN: &str = "{% for message in messages %}<|{{ message.role }}|>{{ messa
     {% if add_generation_prompt %}<|assistant|>{% endif %}";
 const CHAT: &str = "chat";
 const CHAT_WITH_TOOLS: &str = "chat with tools";
-/// The variable with the current time, for [`strftime_now`]. The space keeps templates from using the name.
+/// The name of the variable with the current time, for [`strftime_now`]. Its space keeps templates from using
+/// the name.
 const NOW: &str = "baton now";
 
 /// A compiled chat template with its special tokens.
@@ -29,11 +30,11 @@ pub struct ChatTemplate {
     specials: Vec<(String, String)>,
 }
 
-/// The variables of a template. The values are the client's, unchanged.
+/// The variables of a template. Their values are the client's, unchanged.
 #[derive(Clone, Debug)]
 pub struct Chat {
     pub messages: Value,
-    /// `none` if the request has no tools.
+    /// The tools of the request; `none` if it has none.
     pub tools: Value,
     /// Additional variables for a model's template: `chat_template_kwargs`.
     pub variables: Vec<(String, Value)>,
@@ -44,7 +45,8 @@ pub struct Chat {
 }
 
 impl ChatTemplate {
-    /// Compiles a model's template. `specials` are variables such as `bos_token`, from `tokenizer_config.json`.
+    /// Compiles a model's template. `specials` are variables such as `bos_token`, from
+    /// `tokenizer_config.json`.
     pub fn new(source: &str, specials: Vec<(String, String)>) -> Result<Self, Error> {
         let mut environment = environment()?;
         environment.add_template_owned(CHAT, dialect::translated(source).into_owned())?;
@@ -57,12 +59,12 @@ impl ChatTemplate {
         Ok(self)
     }
 
-    /// The template of untrained models: `<|role|>content<|end|>` for each message.
+    /// Makes the template of untrained models: `<|role|>content<|end|>` for each message.
     pub fn plain() -> Self {
         Self::new(PLAIN, Vec::new()).expect("the plain template is valid")
     }
 
-    /// Renders a chat, or returns the template's error, such as an unknown role or a wrong order of roles.
+    /// Renders a chat. An error is the template's own, such as an unknown role or a wrong order of roles.
     pub fn render(&self, chat: Chat) -> Result<String, AcceptError> {
         self.template(&chat)
             .and_then(|template| template.render(self.context(chat)))
@@ -74,7 +76,8 @@ impl ChatTemplate {
         with_tools.flatten().map_or_else(|| self.environment.get_template(CHAT), Ok)
     }
 
-    /// Makes the variables. Later entries win, so `variables` cannot replace the request's own messages.
+    /// Makes the variables of a template. The last entry of a name counts, so `variables` cannot replace the
+    /// request's own messages.
     fn context(&self, chat: Chat) -> Value {
         let specials = self.specials.iter().map(|(name, token)| (name.clone(), Value::from(token)));
         let own = [
@@ -98,7 +101,7 @@ fn environment() -> Result<Environment<'static>, Error> {
     Ok(environment)
 }
 
-/// The message of the template's author, without the location in the template.
+/// Returns the error message of the template's author, without the position in the template.
 fn reason(error: &Error) -> String {
     error.detail().map_or_else(|| error.to_string(), str::to_owned)
 }
@@ -107,7 +110,8 @@ fn raise_exception(message: String) -> Result<String, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, message))
 }
 
-/// The date and time in `strftime` format, in UTC, because the server's time zone says nothing about its clients.
+/// Returns the date and time in `strftime` format, in UTC, because the server's time zone says nothing about
+/// its clients.
 fn strftime_now(state: &State<'_, '_>, format: &str) -> Result<String, Error> {
     let seconds = state.lookup(NOW).and_then(|now| i64::try_from(now).ok()).unwrap_or_default();
     let now = Timestamp::from_second(seconds).map_err(invalid)?;
@@ -132,7 +136,8 @@ fn written(value: &Value, formatter: impl serde_json::ser::Formatter) -> Result<
     String::from_utf8(json).map_err(invalid)
 }
 
-/// Escapes non-ASCII characters as `\uXXXX`, in surrogate pairs if needed. They occur only inside strings.
+/// Escapes non-ASCII characters as `\uXXXX`, in surrogate pairs if needed. In JSON they occur only inside
+/// strings.
 fn ascii(json: &str) -> String {
     let mut units = [0; 2];
     json.chars().fold(String::with_capacity(json.len()), |mut text, character| {
@@ -152,7 +157,7 @@ fn invalid(error: impl std::fmt::Display) -> Error {
     Error::new(ErrorKind::InvalidOperation, error.to_string())
 }
 
-/// JSON with a space after commas and colons, as Python writes it: `{"a": 1, "b": 2}`.
+/// Formats JSON with a space after commas and colons, as Python does: `{"a": 1, "b": 2}`.
 struct PythonSpacing;
 
 impl serde_json::ser::Formatter for PythonSpacing {

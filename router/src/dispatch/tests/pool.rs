@@ -32,7 +32,7 @@ async fn the_pool_has_no_part_in_the_other_order() {
     assert_eq!(k.received(), Vec::<String>::new());
 }
 
-/// Without the pool, requests are still served.
+/// The pool node refuses or fails: requests are still served, from KV that the prefill node holds.
 #[tokio::test(start_paused = true)]
 async fn what_the_pool_does_not_take_its_prefill_node_holds() {
     for (act, reason) in [
@@ -67,7 +67,7 @@ async fn a_pool_node_that_failed_is_not_asked_at_once() {
     assert_eq!(k.received().len(), 1);
 }
 
-/// Stored KV that is lost or spoilt is computed again; the client already has its first token then.
+/// Stored KV that is lost or corrupt is computed again. The client already has its first token then.
 #[tokio::test(start_paused = true)]
 async fn kv_that_the_pool_lost_is_computed_again() {
     for script in [
@@ -83,7 +83,7 @@ async fn kv_that_the_pool_lost_is_computed_again() {
     }
 }
 
-/// The KV never arrives, and the sender reports the reason.
+/// The KV never arrives at the pool node, and the sender reports the reason.
 #[tokio::test(start_paused = true)]
 async fn kv_that_was_lost_on_the_way_to_the_pool_is_computed_again() {
     let (p, d) =
@@ -95,7 +95,7 @@ async fn kv_that_was_lost_on_the_way_to_the_pool_is_computed_again() {
     assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
 }
 
-/// The decode node's landing is lost. The pool still has the KV and sends it to another node.
+/// The decode node's landing is lost. The pool node still has the KV and sends it to another decode node.
 #[tokio::test(start_paused = true)]
 async fn what_is_stored_is_delivered_to_another_decode_node() {
     let (p, d) = (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Serve]));
@@ -119,7 +119,7 @@ async fn a_pool_node_keeps_its_own_models_kv_only() {
     assert_eq!(p.received().last().map(String::as_str), Some("deliver"));
 }
 
-/// The next token depends on all tokens before it, on any node.
+/// A prompt with one output token is served without a decode node: prefill computes the token.
 #[tokio::test(start_paused = true)]
 async fn one_token_needs_no_decode_node() {
     let (p, d, k) = (

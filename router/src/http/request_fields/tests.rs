@@ -5,7 +5,7 @@ use serde_json::json;
 
 use super::*;
 
-/// The fields of OpenAI's official client (2.x): chat completions, then completions.
+/// The fields of chat completions in OpenAI's official client (2.x).
 const OPENAI_CHAT: &[&str] = &[
     "messages",
     "model",
@@ -66,8 +66,8 @@ const OPENAI_COMPLETIONS: &[&str] = &[
     "stream",
 ];
 
-/// The fields of vLLM's `ChatCompletionRequest` and `CompletionRequest` (`vllm/entrypoints/openai/*/protocol.py` at commit
-/// 002032ee2b): of both classes, then of one of them.
+/// The fields that both vLLM's `ChatCompletionRequest` and its `CompletionRequest` have
+/// (`vllm/entrypoints/openai/*/protocol.py` at commit 002032ee2b).
 const VLLM_BOTH: &[&str] = &[
     "model",
     "frequency_penalty",
@@ -140,7 +140,7 @@ const VLLM_CHAT: &[&str] = &[
     "return_prompt_text",
 ];
 const VLLM_COMPLETIONS: &[&str] = &["prompt", "suffix", "prompt_embeds"];
-/// Fields that earlier versions of vLLM know.
+/// Fields that earlier versions of vLLM had.
 const VLLM_EARLIER: &[&str] = &[
     "best_of",
     "guided_choice",
@@ -272,7 +272,7 @@ fn fate(field: &RequestField) -> String {
     }
 }
 
-/// Fields with the same support are one row.
+/// Returns the table of fields for `docs/api.md`. Fields with the same support share a row.
 fn page() -> String {
     let mut rows: Vec<(&str, String, Vec<String>)> = Vec::new();
     for field in FIELDS {

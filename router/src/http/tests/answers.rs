@@ -134,7 +134,7 @@ async fn the_answer_ends_before_a_stop_string() {
     }
 }
 
-/// Generates "abcdabcd" and then nothing: only a stop string can end the answer.
+/// Generates "abcdabcd" and then nothing, so only a stop string can end the answer.
 fn babbles_then_stops() -> ScriptedEvent {
     begins("abcdabcd")
 }

@@ -1,4 +1,4 @@
-//! A scripted [`Serve`] and a client for it.
+//! A scripted [`Serve`] and an HTTP client for the tests of the API.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -23,10 +23,10 @@ use crate::serve::{Complete, Generation, Serve, ServeError};
 use crate::text::tokenizer::END;
 use crate::text::{RouterModel, RouterModels};
 
-/// The response to a prompt.
+/// What the scripted [`Serve`] does with a prompt.
 pub(crate) enum ScriptedEvent {
     Refuse(ServeError),
-    /// Never gives a first step.
+    /// Gives no step, ever.
     Silence,
     Steps(BoxStream<'static, Result<Step, ServeError>>),
 }
@@ -39,7 +39,7 @@ impl ScriptedEvent {
 
 type Script = dyn Fn(&Prompt) -> ScriptedEvent + Send + Sync;
 
-/// A scripted [`Serve`] that counts the prompts in progress.
+/// A scripted [`Serve`] that records prompts and counts those in progress.
 pub(crate) struct FakeServe {
     script: Box<Script>,
     seen: Mutex<Vec<Prompt>>,
@@ -69,19 +69,19 @@ impl FakeServe {
         Self { script: Box::new(script), seen: Mutex::default(), alive: watch::Sender::new(0), ready }
     }
 
-    /// Answers every prompt with this text.
+    /// Makes a `FakeServe` that answers every prompt with this text.
     pub(crate) fn saying(text: &'static str) -> Arc<Self> {
         Self::new(move |_| says(text))
     }
 
-    /// The received prompts, in order of their ids, because choices begin at the same time.
+    /// Returns the received prompts, in order of their ids, because choices begin at the same time.
     pub(crate) fn seen(&self) -> Vec<Prompt> {
         let mut seen = self.seen.lock().unwrap().clone();
         seen.sort_by(|a, b| a.id.cmp(&b.id));
         seen
     }
 
-    /// Waits until this number of prompts is in progress.
+    /// Waits until exactly `n` prompts are in progress.
     pub(crate) async fn holds(&self, n: usize) {
         let mut alive = self.alive.subscribe();
         let reached =
@@ -90,7 +90,7 @@ impl FakeServe {
     }
 }
 
-/// A prompt in progress. Dropping it cancels it.
+/// A prompt in progress. Dropping it ends the count.
 struct RunningGuard(watch::Sender<usize>);
 
 impl RunningGuard {
@@ -149,7 +149,7 @@ pub(crate) fn step(index: u32, token: TokenId, finish: Option<FinishReason>) -> 
     Step { token, index, logprobs: None, finish }
 }
 
-/// The steps of a text, one per byte, and the end token.
+/// Returns the steps of a text, one per byte, and the end token.
 pub(crate) fn steps_of(text: &str) -> Vec<Step> {
     let tokens = text.bytes().map(|byte| (TokenId(u32::from(byte)), None));
     let all = tokens.chain([(END, Some(FinishReason::Stop))]);
@@ -202,7 +202,7 @@ pub(crate) fn app_of(fake_serve: &Arc<FakeServe>, body: BodyLimits, model: Route
     stack(api(http.clone()).merge(health(http)), acceptor)
 }
 
-/// A response.
+/// A response of the API, received completely.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) status: StatusCode,
@@ -215,7 +215,8 @@ impl Answer {
         serde_json::from_str(&self.body).expect("a JSON body")
     }
 
-    /// The data of all events in a stream. `[DONE]` is a string; an `error` event is wrapped in an object of that name.
+    /// Returns the data of all events in a stream. `[DONE]` is a string; an `error` event is wrapped in an
+    /// object of that name.
     pub(crate) fn events(&self) -> Vec<Value> {
         self.body.split_terminator("\n\n").map(event).collect()
     }

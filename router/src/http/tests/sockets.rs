@@ -15,7 +15,7 @@ use crate::http::WriteTimeoutListener;
 
 const WITHIN: Duration = Duration::from_secs(20);
 
-/// Serves the HTTP API on a free port.
+/// The HTTP API, served on a free port.
 struct Served {
     address: String,
     shutdown: Shutdown,
@@ -44,7 +44,7 @@ impl Served {
     }
 }
 
-/// A client that reads the bytes as they arrive.
+/// A client that reads the response's bytes as they arrive.
 struct Client {
     stream: Stream,
     read: String,
@@ -56,7 +56,7 @@ impl Client {
         self.stream.write_all(format!("{head}{body}").as_bytes()).await.expect("sent");
     }
 
-    /// Reads until this text has arrived.
+    /// Reads until the response contains `text`.
     async fn reads(&mut self, text: &str) {
         let mut bytes = [0; 4096];
         while !self.read.contains(text) {
@@ -87,7 +87,7 @@ async fn the_first_event_is_not_held_back() {
 
 #[tokio::test]
 async fn a_client_that_leaves_cancels_its_request() {
-    // The second answer waits for the first one's prefill.
+    // The numbers of prompts in progress: the second answer waits for the first one's prefill.
     for (play, stream, n_held) in [
         (ScriptedEvent::silence as fn() -> ScriptedEvent, true, 1),
         (ScriptedEvent::silence, false, 1),

@@ -26,7 +26,7 @@ fn hello() -> Chat {
     chat(json!([{"role": "user", "content": " Hello "}]), Value::Null)
 }
 
-/// A folder with these files and the demo model's tokenizer.
+/// Returns a folder with these files and the demo model's tokenizer.
 fn folder(files: &[(&str, Value)]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a folder");
     let tokenizer = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo/tokenizer.json");
@@ -131,7 +131,7 @@ fn a_token_in_front_is_put_there_if_the_config_says_so() {
     assert_ne!(first(json!({"bos_token": "<|begin|>"})), TokenId(0));
 }
 
-/// The error and its causes in one line, without the folder's path.
+/// Returns the error and its causes in one line, without the folder's path.
 fn refusal(files: &[(&str, Value)]) -> String {
     let folder = folder(files);
     let error = open(folder.path(), "test").expect_err("refused");

@@ -88,8 +88,8 @@ fn a_broken_template_is_found_at_the_start() {
     assert!(ChatTemplate::new("{% for %}", vec![]).is_err());
 }
 
-/// A template with all known features, which belongs to no model. The expected text was written by Python's Jinja2 with
-/// the settings of `transformers`: `tests/python/template_fixtures.py`.
+/// Renders a template that uses all known features. Python's Jinja2 wrote the expected text, with the
+/// settings of `transformers`: `tests/python/template_fixtures.py`.
 #[test]
 fn a_template_gives_what_python_gives() {
     let specials = [("bos_token", "<s>"), ("eos_token", "</s>")];

@@ -10,7 +10,7 @@ const SPECIALS: [&str; 5] = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>
 
 pub(super) const VOCAB: u32 = END.0 + SPECIALS.len() as u32;
 
-/// Every byte as a slice of its own.
+/// A table with every byte as a slice.
 static BYTES: [u8; 256] = {
     let mut bytes = [0; 256];
     let mut value = 0;
@@ -40,7 +40,7 @@ pub(super) fn encode(text: &str) -> Vec<TokenId> {
     tokens
 }
 
-/// Returns the special token whose name begins the text, and the text after it.
+/// Returns the special token whose name begins `text`, and the text after the name.
 fn special_at(text: &[u8]) -> Option<(TokenId, &[u8])> {
     let named = |(id, name): (u32, &&str)| Some((TokenId(id), text.strip_prefix(name.as_bytes())?));
     (END.0..).zip(&SPECIALS).find_map(named)

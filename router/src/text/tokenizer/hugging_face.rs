@@ -9,7 +9,7 @@ use types::node::tokenizer_digest;
 use super::token_bytes::{TOKENS_MAX, TokenBytes, UnknownDecoder};
 use crate::error::EncodeError;
 
-/// A `tokenizer.json` with the bytes of all its tokens.
+/// A tokenizer from a `tokenizer.json`, with the bytes of all its tokens.
 pub struct HuggingFace {
     inner: Inner,
     bytes: TokenBytes,
@@ -17,15 +17,15 @@ pub struct HuggingFace {
     digest: String,
 }
 
-/// The beginning-of-sequence token of a plain text. Chat templates write it themselves.
+/// How a plain text gets its beginning-of-sequence token. Chat templates write it themselves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Bos {
-    /// The post-processor in `tokenizer.json` adds it.
+    /// The post-processor in `tokenizer.json` adds the token.
     #[default]
     PostProcessor,
-    /// `add_bos_token = false` in `tokenizer_config.json`.
+    /// No token is added: `add_bos_token = false` in `tokenizer_config.json`.
     Nothing,
-    /// `add_bos_token = true`.
+    /// This token is added: `add_bos_token = true`.
     Token(TokenId),
 }
 
@@ -47,10 +47,11 @@ impl fmt::Debug for HuggingFace {
 }
 
 impl HuggingFace {
-    /// Reads the contents of a `tokenizer.json`.
+    /// Makes a tokenizer from the contents of a `tokenizer.json`.
     pub fn new(json: &[u8]) -> Result<Self, TokenizerError> {
         let mut inner = Inner::from_bytes(json)?;
-        // Both are for training and batches; here they would silently change the length of prompts.
+        // Truncation and padding are off: they are for training and batches, and would silently change the
+        // length of prompts.
         inner.with_truncation(None)?;
         inner.with_padding(None);
         let bytes = token_bytes(&inner)?;
@@ -74,7 +75,7 @@ impl HuggingFace {
         self.inner.token_to_id(name).map(TokenId)
     }
 
-    /// Returns a special token's name.
+    /// Returns the name of a special token; `None` for other tokens.
     pub fn special(&self, token: TokenId) -> Option<String> {
         special(&self.inner, token.0)
     }
@@ -110,7 +111,7 @@ fn special(tokenizer: &Inner, id: u32) -> Option<String> {
     added.special.then(|| added.content.clone())
 }
 
-/// The bytes of all tokens. Special tokens and unused ids have none.
+/// Returns the bytes of all tokens. Special tokens and unused ids have none.
 fn token_bytes(tokenizer: &Inner) -> Result<TokenBytes, TokenizerError> {
     let last = tokenizer.get_vocab(true).into_values().max().unwrap_or(0);
     if last as usize >= TOKENS_MAX {

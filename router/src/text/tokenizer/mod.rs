@@ -21,16 +21,17 @@ use crate::error::EncodeError;
 /// [`Detokenizer`](super::Detokenizer) assembles characters.
 #[derive(Debug)]
 pub enum Tokenizer {
-    /// The mock's tokenizer: a token is a byte, followed by a few special tokens.
+    /// The tokenizer of the mock: a token is a byte, followed by a few special tokens.
     Bytes,
-    /// A real model's tokenizer: `tokenizer.json`.
+    /// The tokenizer of a real model, from `tokenizer.json`.
     HuggingFace(Box<HuggingFace>),
-    /// A model without a tokenizer: requests contain token ids, and answers have no text.
+    /// No tokenizer: requests contain token ids, and answers have no text.
     Absent,
 }
 
 impl Tokenizer {
-    /// The fingerprint part that a node must have so that token ids mean the same on both sides.
+    /// Returns the value of the tokenizer's fingerprint part. A node must have the same, so that token ids
+    /// mean the same on both sides.
     pub fn fingerprint(&self) -> &str {
         match self {
             Self::Bytes => TOKENIZER_BYTES,
@@ -39,7 +40,7 @@ impl Tokenizer {
         }
     }
 
-    /// The tokenizer's token ids are below this.
+    /// Returns the number of token ids of the tokenizer.
     pub fn vocab(&self) -> u32 {
         match self {
             Self::Bytes => byte::VOCAB,
@@ -48,7 +49,8 @@ impl Tokenizer {
         }
     }
 
-    /// Tokenizes a rendered chat. Names of special tokens become these tokens, because templates write them so.
+    /// Tokenizes a rendered chat. The name of a special token becomes that token, because templates write
+    /// special tokens by name.
     pub fn encode(&self, text: &str) -> Result<Vec<TokenId>, EncodeError> {
         match self {
             Self::Bytes => Ok(byte::encode(text)),
@@ -65,7 +67,7 @@ impl Tokenizer {
         }
     }
 
-    /// The bytes that a token adds to the text: none for special tokens and unknown ids.
+    /// Returns the bytes that a token adds to the text. Special tokens and unknown ids add none.
     pub fn bytes_of(&self, token: TokenId) -> &[u8] {
         match self {
             Self::Bytes => byte::bytes_of(token),
@@ -74,7 +76,8 @@ impl Tokenizer {
         }
     }
 
-    /// The text of a single token in a list: the name of a special token, and the id without a tokenizer.
+    /// Returns the text that shows a single token in a list: the name of a special token, or the id if there
+    /// is no tokenizer.
     pub fn shown(&self, token: TokenId) -> Cow<'_, str> {
         let special = match self {
             Self::Bytes => byte::special(token).map(Cow::Borrowed),
@@ -84,7 +87,7 @@ impl Tokenizer {
         special.unwrap_or_else(|| String::from_utf8_lossy(self.bytes_of(token)))
     }
 
-    /// The text of a whole prompt, without the prefix that the tokenizer adds.
+    /// Returns the text of a whole prompt, without the prefix that the tokenizer adds to texts.
     pub fn text_of(&self, tokens: &[TokenId]) -> String {
         let bytes: Vec<u8> = tokens.iter().flat_map(|token| self.bytes_of(*token)).copied().collect();
         let text = String::from_utf8_lossy(&bytes);

@@ -15,8 +15,8 @@ fn demo() -> Tokenizer {
     Tokenizer::HuggingFace(Box::new(hugging_face(&std::fs::read(file).expect("the demo model is here"))))
 }
 
-/// Built like Llama 2's: `▁` for spaces, and bytes for characters without a token. Made by
-/// `tests/python/tokenizer_fixtures.py`.
+/// Loads a tokenizer that is built like Llama 2's: `▁` for spaces, and bytes for characters without a token.
+/// `tests/python/tokenizer_fixtures.py` makes its file.
 fn llama_like() -> HuggingFace {
     hugging_face(include_bytes!("fixtures/llama_like.tokenizer.json"))
 }
@@ -25,7 +25,7 @@ fn boxed(tokenizer: HuggingFace) -> Tokenizer {
     Tokenizer::HuggingFace(Box::new(tokenizer))
 }
 
-/// Compares encoding and decoding with Python's `tokenizers`.
+/// Compares encoding and decoding with the results of Python's `tokenizers`.
 fn check_fixtures(tokenizer: &Tokenizer, lines: &str) {
     assert!(lines.lines().count() >= 300);
     for line in lines.lines() {
@@ -36,7 +36,7 @@ fn check_fixtures(tokenizer: &Tokenizer, lines: &str) {
     }
 }
 
-/// The text of the tokens, decoded piece by piece as an answer.
+/// Returns the text of the tokens, decoded piece by piece as an answer.
 fn streamed(tokenizer: Tokenizer, tokens: &[TokenId]) -> String {
     let mut detokenizer = Detokenizer::new(tokenizer.into(), &StopStrings::default(), 0);
     let mut text = String::new();
@@ -162,7 +162,7 @@ fn tokens_that_were_added_but_are_not_special_are_text() {
 
 // === decoders ===
 
-/// A vocabulary of three tokens with this decoder.
+/// Returns a vocabulary of three tokens with this decoder.
 fn with_decoder(decoder: Value) -> Result<HuggingFace, TokenizerError> {
     let json = json!({
         "version": "1.0",
@@ -237,7 +237,7 @@ fn every_byte_has_its_character() {
 }
 
 proptest! {
-    /// For any tokens in any order, the joined pieces are the text of their bytes, in whole characters.
+    /// Streams random tokens. The joined pieces must be the text of their bytes, in whole characters.
     #[test]
     fn any_tokens_stream_as_the_text_of_their_bytes(ids in proptest::collection::vec(0u32..2060, 0..40)) {
         thread_local! { static DEMO: std::sync::Arc<Tokenizer> = std::sync::Arc::new(demo()); }

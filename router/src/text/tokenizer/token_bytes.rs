@@ -1,20 +1,21 @@
 //! Hot path. A table with the bytes of every token of a `tokenizer.json`.
 //!
-//! The decoders of `tokenizers` convert a list of tokens to text and lose incomplete characters. The decoders of language
-//! models work token by token, so the bytes of each token can be computed in advance. Other decoders are refused.
+//! The decoders of `tokenizers` convert a list of tokens to text and lose incomplete characters. Most
+//! decoders of language models work token by token, so the bytes of each token can be computed in advance.
+//! Other decoders are refused.
 
 use tokenizers::pre_tokenizers::metaspace::PrependScheme;
 use tokenizers::{Decoder as _, DecoderWrapper as Decoder};
 use types::TokenId;
 
-/// The largest vocabulary. Larger ids mean a broken file.
+/// The largest number of token ids. Larger ids mean a broken file.
 pub(super) const TOKENS_MAX: usize = 1 << 22;
 
 /// The bytes of all tokens, concatenated.
 #[derive(Debug)]
 pub struct TokenBytes {
     bytes: Vec<u8>,
-    /// The end of each token's bytes, which is the beginning of the next token's.
+    /// The end of each token's bytes in `bytes`, which is the beginning of the next token's.
     ends: Vec<u32>,
     prefix: Prefix,
 }
@@ -22,18 +23,19 @@ pub struct TokenBytes {
 /// The prefix that the tokenizer adds to every text, and removes when it decodes a whole text.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Prefix {
-    /// `None`: no prefix.
+    /// The character of the prefix; `None`: the tokenizer adds none.
     content: Option<char>,
     n_max: usize,
 }
 
-/// Error: the decoder does not work token by token.
+/// The error of a decoder that does not work token by token.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`decoder`: {0}, which gives tokens no bytes of their own")]
 pub struct UnknownDecoder(pub String);
 
 impl TokenBytes {
-    /// Builds the table from the texts of tokens 0, 1, 2, …; `None` for tokens that add nothing to a text.
+    /// Builds the table. `tokens` are the texts of tokens 0, 1, 2, …; `None` for a token that adds nothing to
+    /// a text.
     pub fn new(
         tokens: impl ExactSizeIterator<Item = Option<String>>,
         decoder: Option<&Decoder>,
@@ -76,7 +78,7 @@ impl TokenBytes {
 enum Stage<'a> {
     /// Each character represents a byte, as in GPT-2. This is always the last stage.
     ByteLevel,
-    /// A token such as `<0x0A>` is that byte.
+    /// A token such as `<0x0A>` becomes the byte in its name.
     ByteFallback,
     /// Replaces a pattern by another text.
     Replace(&'a Decoder),
@@ -84,7 +86,7 @@ enum Stage<'a> {
     Space(char),
 }
 
-/// Returns the stages for each token, and the prefix to remove from a whole text.
+/// Returns the stages that decode each token, and the prefix to remove from a whole text.
 ///
 /// A decoder that joins the tokens' texts ends the stages. Only stripping the beginning may follow it.
 fn stages(decoder: Option<&Decoder>) -> Result<(Vec<Stage<'_>>, Prefix), UnknownDecoder> {
@@ -123,7 +125,7 @@ fn metaspace_prefix(scheme: PrependScheme) -> Prefix {
     }
 }
 
-/// The decoder's name in `tokenizer.json`.
+/// Returns the decoder's name in `tokenizer.json`.
 fn kind(decoder: &Decoder) -> String {
     let json = serde_json::to_value(decoder).unwrap_or_default();
     json["type"].as_str().unwrap_or("of no known type").to_owned()
@@ -157,7 +159,8 @@ fn replaced(decoder: &Decoder, text: String) -> Result<String, UnknownDecoder> {
     Ok(replaced.concat())
 }
 
-/// Writes the bytes of a byte-level text. A text with other characters is literal: such tokens were added by hand.
+/// Writes the bytes of a byte-level text. A text with other characters is written as it is: it is the name of
+/// a token that was added by hand.
 fn write_byte_level(text: &str, bytes: &mut Vec<u8>) {
     let n_before = bytes.len();
     for character in text.chars() {
@@ -170,8 +173,8 @@ fn write_byte_level(text: &str, bytes: &mut Vec<u8>) {
     }
 }
 
-/// Decodes GPT-2's encoding of bytes as visible characters: visible bytes represent themselves, and the others are
-/// U+0100 and up, in order.
+/// Decodes GPT-2's encoding of bytes as visible characters: a visible byte represents itself, and the other
+/// bytes are U+0100 and up, in order.
 fn byte_level(character: char) -> Option<u8> {
     match u32::from(character) {
         code @ (0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff) => Some(code as u8),
@@ -182,7 +185,7 @@ fn byte_level(character: char) -> Option<u8> {
     }
 }
 
-/// Returns the byte of a token such as `<0x0A>`.
+/// Returns the byte in the name of a token such as `<0x0A>`.
 fn fallback_byte(text: &str) -> Option<u8> {
     let digits = text.strip_prefix("<0x")?.strip_suffix('>')?;
     (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok()).flatten()
