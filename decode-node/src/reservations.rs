@@ -1,4 +1,4 @@
-//! Reservation of KV room for prompts. A prompt without room waits in the worker's line.
+//! Reserves KV room for prompts. A prompt without room waits in the worker's queue.
 
 use std::sync::Arc;
 
@@ -9,27 +9,27 @@ use scheduler::{GrantedRoom, RoomRequest};
 use tracing::warn;
 use types::{BlockHasher, Landing, Prompt, Refusal, RefusalKind};
 
-/// The prefill node that a prompt's KV may come from.
+/// What the router says about the source of a prompt's KV.
 #[derive(Clone, Debug)]
 pub enum PrefillOffer {
-    /// This prefill node can compute the KV.
+    /// The prefill node that can compute the KV.
     Offered(PeerWires),
-    /// This node has computed the KV and holds it.
+    /// The node that has computed the KV and holds it.
     HeldBy(PeerWires),
-    /// There is no prefill node.
+    /// There is no prefill node: the decode node computes the KV.
     None,
 }
 
-/// The result of a reservation.
+/// Where the KV of a prompt comes from, once it is decided.
 #[derive(Debug)]
 pub enum Reservation {
     /// The decode node computes the prompt itself.
     Local { held_tokens: u32 },
-    /// The KV comes over a connector into leased blocks.
+    /// The KV arrives over a connector in leased blocks.
     Landing { landing: Box<Landing>, arrival: Arrival, arriving: Counted },
 }
 
-/// Reserves KV room for prompts.
+/// Reserves KV room for prompts on one decode node.
 #[derive(Clone, Debug)]
 pub struct Reservations {
     node: NodeParts,
@@ -41,7 +41,8 @@ impl Reservations {
         Self { node, settings }
     }
 
-    /// Reserves room for `prompt`, waiting for it until its deadline. Dropping the future ends the wait.
+    /// Reserves room for `prompt`, and waits for it until the prompt's deadline. Dropping the future ends the
+    /// wait.
     pub async fn reserve(&self, prompt: &Prompt, offer: &PrefillOffer) -> Result<Reservation, Refusal> {
         self.refuse_what_never_fits(prompt)?;
         let (peer, must_land) = match offer {
@@ -76,13 +77,13 @@ impl Reservations {
         Ok(())
     }
 
-    /// The number of leading prompt tokens whose KV is cached here.
+    /// Returns the number of leading prompt tokens whose KV is cached here.
     fn held_tokens(&self, prompt: &Prompt) -> u32 {
         let lease = self.node.pool.adopt(&self.hashes(prompt), self.holder(prompt));
         (lease.n_blocks() * usize::from(self.node.model.layout.block_tokens)) as u32
     }
 
-    /// Waits for the prompt's blocks, cached ones first, and grants a landing for the rest.
+    /// Waits for the prompt's blocks, of which cached ones are reused, and grants a landing for the rest.
     async fn land(&self, prompt: &Prompt, connector: &Arc<dyn KvConnector>) -> Result<Reservation, Refusal> {
         let n_tokens = prompt.tokens.len();
         let layout = &self.node.model.layout;
@@ -107,8 +108,8 @@ impl Reservations {
         Ok(Reservation::Landing { landing: Box::new(landing), arrival, arriving })
     }
 
-    /// The hashes of the blocks that may come from the cache: the full blocks before the last token. The last token must
-    /// be computed, because sampling the first output token needs its logits.
+    /// Returns the hashes of the blocks that may come from the cache: the full blocks before the last token.
+    /// The last token must be computed, because sampling the first output token needs its logits.
     fn hashes(&self, prompt: &Prompt) -> Vec<types::BlockHash> {
         let reusable = &prompt.tokens[..prompt.tokens.len() - 1];
         BlockHasher::hashes(&prompt.tenant, usize::from(self.node.model.layout.block_tokens), reusable)

@@ -1,5 +1,5 @@
 //! `baton.v1.Decode`: one stream lasts as long as one prompt on this node, and its end releases everything.
-//! The only file of this crate that knows gRPC.
+//! Only this file of the crate uses gRPC.
 
 use std::pin::Pin;
 
@@ -20,7 +20,7 @@ use types::{Prompt, Refusal, RefusalKind};
 use crate::reservations::{PrefillOffer, Reservation, Reservations};
 use crate::steps::{STEPS_MAX, steps};
 
-/// The service of one decode node.
+/// The gRPC service of one decode node.
 #[derive(Clone, Debug)]
 pub struct DecodeService {
     node: NodeParts,
@@ -57,7 +57,7 @@ struct Life {
 }
 
 impl Life {
-    /// Runs the prompt to its last step. If it fails, the last event is a refusal.
+    /// Runs the prompt to its last step. If the prompt fails, the last event is a refusal.
     async fn live(self, offer: PrefillOffer) {
         if let Err(refusal) = self.run(&offer).await {
             info!(refusal = %refusal, "prompt was not served, sending a refusal to the router");
@@ -81,7 +81,7 @@ impl Life {
         }
     }
 
-    /// Waits for the KV and continues where prefill has stopped.
+    /// Waits for the KV and decodes from prefill's first token on.
     async fn receive(&self, arrival: Arrival, arriving: Counted) -> Result<(), Refusal> {
         let arrived = arrival.settle().instrument(info_span!("arrive")).await;
         let arrived = arrived.map_err(|error| Refusal::from(&error))?;
@@ -97,7 +97,8 @@ impl Life {
         }
     }
 
-    /// Refuses a first token with a wrong index: it belongs to another sequence, and the output would be wrong unnoticed.
+    /// Refuses a first token with a wrong index: it belongs to another sequence, and the answer would be
+    /// wrong without an error.
     fn check_place(&self, index: u32) -> Result<(), Refusal> {
         if index as usize == self.prompt.n_generated {
             return Ok(());
@@ -106,7 +107,7 @@ impl Life {
         Err(Refusal::new(RefusalKind::Failed, reason))
     }
 
-    /// Runs the sequence to its end and forwards its steps.
+    /// Runs the sequence to its end and sends its steps to the router.
     async fn decode(&self, source: Source) -> Result<(), Refusal> {
         let (sink, mut steps, ended) = steps();
         let sequence =
@@ -121,7 +122,8 @@ impl Life {
         ended.await.unwrap_or_else(|_| Err(Refusal::new(RefusalKind::Failed, "the worker is gone")))
     }
 
-    /// Sends an event. If the router has dropped the stream, the event is lost, and this call is being dropped too.
+    /// Sends an event to the router. If the router has dropped the stream, the event is lost, and this call
+    /// is being dropped too.
     async fn say(&self, event: Event) {
         let _ = self.events.send(event).await;
     }
@@ -135,7 +137,7 @@ fn arrived_event(arrived: &ArrivedKv) -> Event {
     })
 }
 
-/// The event stream of a prompt and the task that feeds it. They end together.
+/// The event stream of a prompt, and the task that feeds it. Dropping the stream ends the task.
 #[derive(Debug)]
 struct Events {
     events: ReceiverStream<Event>,

@@ -7,10 +7,10 @@ use scheduler::{SINK_SLACK, SequenceEnd, Sink, StepTiming};
 use tokio::sync::{mpsc, oneshot};
 use types::{KvSpan, Refusal, Step};
 
-/// Steps that may wait for the router. A slow reader stops its own sequence and no other.
+/// The number of steps that may wait for the router. A slow reader stops only its own sequence.
 pub(crate) const STEPS_MAX: usize = 128;
 
-/// The scheduler's end of the stream.
+/// The scheduler's end of the stream of steps.
 #[derive(Debug)]
 pub(crate) struct Steps {
     steps: mpsc::Sender<Step>,
@@ -29,11 +29,11 @@ impl Sink for Steps {
         self.steps.capacity() > SINK_SLACK
     }
 
-    /// Does nothing: the KV is already on the node that uses it.
+    /// Ignores the KV, which is already on the node that uses it.
     fn kv(&mut self, _span: KvSpan, _lease: Arc<BlockLease>, _ready: LayerFence) {}
 
     fn step(&mut self, step: Step, _timing: StepTiming) {
-        // Without a reader the step is dropped: the ticket is being dropped too, which cancels the sequence.
+        // Without a reader the step is dropped: the reader's end has cancelled the sequence too.
         let _ = self.steps.try_send(step);
     }
 

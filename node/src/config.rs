@@ -39,14 +39,14 @@ pub struct NodeSection {
     /// The node's name, the same after every restart: it decides which sequences a pool node keeps. Empty: the
     /// machine's name and the gRPC port.
     pub id: String,
-    /// `host:port` of the gRPC services; port 0 takes a free one.
+    /// `host:port` of the gRPC services; port 0 takes a free port.
     pub listen: String,
     /// `host:port` of the admin pages.
     pub admin: String,
-    /// The host that routers and peers connect to. Empty: the one in `listen`.
+    /// The host that routers and peers connect to. Empty: the host in `listen`.
     pub advertise: String,
-    /// The longest time after a stop request for running requests to end, and for stored sequences of a pool
-    /// node to be fetched.
+    /// The longest time after a stop request for running requests to end, and for a pool node's stored
+    /// sequences to be fetched.
     pub drain_ms: u64,
 }
 
@@ -81,27 +81,29 @@ pub struct ModelSection {
     /// The model: a Hugging Face folder, `demo` (bundled), `org/name[@revision]` on a hub, `mock`, or
     /// `mock:NAME` with step costs.
     pub path: String,
-    /// The model's name in requests; the same on all its nodes and the router. Empty: the folder's name.
+    /// The model's name in requests, the same on all its nodes and the router. Empty: the folder's name.
     pub name: String,
-    /// `auto` (the first GPU, else the CPU), `cpu`, `cuda`, or `cuda:1`. With `tp`, that GPU and those after
-    /// it.
+    /// `auto` (the first GPU, else the CPU), `cpu`, `cuda`, or `cuda:1`. With `tp`, that GPU and the GPUs
+    /// after it.
     pub device: String,
-    /// A sequence gets bit-identical results in any batch and any chunks, recomputed, or on another GPU of the
-    /// same kind; slower. CPUs and mocks always do this. The same on all nodes of a model, on GPUs with the same
-    /// `tp`.
+    /// If true, a sequence gets bit-identical results in any batch and any chunks, recomputed, or on another
+    /// GPU of the same kind, but more slowly. CPUs and mocks always do this. The same on all nodes of a
+    /// model, on GPUs with the same `tp`.
     pub deterministic: bool,
     /// Memory for KV of all ranks: `4GiB`; on a CPU also a share of free memory at the start, `60%`; or `auto`:
     /// a GPU uses up to 90 % of its memory for weights and KV, a CPU takes room for four of the longest
     /// sequences, at least 64 MiB and at most 40 % of free memory. `auto/2` is half, for a device that two
     /// nodes share.
     pub kv_memory: ModelKvMemory,
-    /// `bf16`; `fp8`, for twice the tokens and less exact; or `f32` on a CPU. The same on all nodes of a model.
+    /// The number format of KV: `bf16`; `fp8`, for twice the tokens with less precision; or `f32` on a CPU.
+    /// The same on all nodes of a model.
     pub kv_dtype: String,
     /// Tensor-parallel ranks: groups of threads, or GPUs, each with its share of the heads. Prefill and decode
     /// nodes may differ.
     pub tp: u16,
-    /// `no`; `q8`, on a CPU: weights in blocks of 8-bit numbers, faster and less exact; or `fp8`: layer weights
-    /// in 8 bits with a scale per row. FP8 checkpoints need none. The same on all nodes of a model.
+    /// The format of the weights: `no`, as in the checkpoint; `q8`, on a CPU, 8-bit blocks, faster and less
+    /// exact; `fp8`, 8 bits with a scale per row. FP8 checkpoints need no setting. The same on all nodes of a
+    /// model.
     pub quantize: String,
 }
 
@@ -180,7 +182,7 @@ impl ModelSection {
     }
 }
 
-/// The seed of dummy weights: the same on every node, because nodes exchange their KV.
+/// The seed of dummy weights. It is the same on every node, because nodes exchange their KV.
 const DUMMY_SEED: u64 = 1;
 
 /// Returns the value that a setting's word selects, or an error that lists the known words.
@@ -193,9 +195,9 @@ fn choice<T: Copy>(key: &str, word: &str, known: &[(&str, T)]) -> Result<T, Node
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct TransferSection {
-    /// Connectors in order of preference; `auto` is all that work here, fastest first.
+    /// Connectors in order of preference; `auto` means all that work here, fastest first.
     pub connectors: Vec<String>,
-    /// `host:port` of the tcp connector; port 0 takes a free one.
+    /// `host:port` of the tcp connector; port 0 takes a free port.
     pub listen: String,
 }
 
@@ -206,7 +208,8 @@ impl Default for TransferSection {
 }
 
 impl TransferSection {
-    /// Connectors are advertised under the same host as the node's gRPC services, `advertise`.
+    /// Makes the connectors' settings. Connectors are advertised under the host `advertise`, as the node's
+    /// gRPC services are.
     pub fn settings(&self, expert: &TransferExpert, advertise: &str) -> TransferSettings {
         TransferSettings {
             listen: self.listen.clone(),
@@ -226,7 +229,7 @@ impl TransferSection {
 /// A node's checked configuration.
 #[derive(Clone, Debug)]
 pub struct NodeConfig {
-    /// `None`: a name made of the host name and the bound port.
+    /// The node's name; `None`: a name made of the role, the host name and the bound port.
     pub id: Option<NodeId>,
     pub listen: String,
     pub admin: String,
@@ -234,7 +237,7 @@ pub struct NodeConfig {
     pub drain: Duration,
     pub stuck_after: Duration,
     pub registry_url: String,
-    /// `None`: the name from the model's folder.
+    /// The model's name in requests; `None`: the name of the model's folder.
     pub model_name: Option<String>,
     pub engine: EngineSettings,
     pub scheduler: SchedulerSettings,

@@ -1,4 +1,4 @@
-//! The connectors of one node, best first.
+//! The connectors of one node, in order of preference.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -15,7 +15,8 @@ use crate::error::NodeError;
 use crate::paced::Paced;
 
 const NOT_ON_A_GPU: &str = "its KV is not on a GPU";
-/// The most peers that a fallback warning is remembered for. Above it the memory is cleared and warnings repeat.
+/// The most peers for which a fallback warning is remembered. Above it the memory is cleared and warnings
+/// repeat.
 const FALLBACKS_MAX: usize = 1024;
 
 /// The connectors of one node. Cheap to clone.
@@ -25,7 +26,8 @@ pub struct Connectors {
     best_first: Arc<[Arc<dyn KvConnector>]>,
     /// The connectors that the node does not offer.
     missing: Arc<[MissingWire]>,
-    /// The pairs of peer and connector that a fallback warning was logged for. Locked for one look-up only.
+    /// The pairs of peer and connector for which a fallback warning was logged. The mutex is held for one
+    /// look-up.
     fallbacks: Arc<Mutex<BTreeSet<(NodeId, Scheme)>>>,
 }
 
@@ -40,8 +42,8 @@ pub struct PeerWires {
 impl Connectors {
     /// Builds the connectors in `names`, in this order of preference.
     ///
-    /// A connector named explicitly must start. One that `auto` includes may be missing; this is a warning if the
-    /// machine seems to support it.
+    /// A connector named explicitly must start. A connector that only `auto` includes may be missing; this is
+    /// a warning if the machine seems to support it.
     pub async fn build(names: &[String], host: &str, parts: &ConnectorParts) -> Result<Self, NodeError> {
         let mut best_first: Vec<Arc<dyn KvConnector>> = Vec::new();
         let mut missing = not_named(names);
@@ -53,7 +55,7 @@ impl Connectors {
             match kv_transfer::build(name, parts.clone()).await {
                 Ok(connector) => best_first.push(connector),
                 Err(error) if is_needed => return Err(NodeError::Connector(error)),
-                // Most machines lack the hardware, so this is no warning.
+                // The log level is info, because most machines lack the hardware.
                 Err(error) if error.is_of_the_machine() => {
                     info!(
                         connector = name,
@@ -79,7 +81,7 @@ impl Connectors {
         Self { host, best_first, missing, fallbacks: Arc::default() }
     }
 
-    /// The same connectors with sending slowed down to `costs`.
+    /// Returns the same connectors, slowed down when they send to the speed of `costs`.
     #[must_use]
     pub fn paced(self, costs: Costs, layout: &KvLayout) -> Self {
         let layout = Arc::new(layout.clone());
@@ -89,17 +91,17 @@ impl Connectors {
         Self::of(self.host, self.best_first.iter().map(pace).collect(), self.missing)
     }
 
-    /// The addresses of this node's connectors, best first.
+    /// Returns the addresses of this node's connectors, best first.
     pub fn addresses(&self) -> Vec<WireAddress> {
         self.best_first.iter().map(|connector| connector.address()).collect()
     }
 
-    /// The connectors that the node does not offer, with the reasons.
+    /// Returns the connectors that the node does not offer, with the reasons.
     pub fn missing(&self) -> Vec<MissingWire> {
         self.missing.to_vec()
     }
 
-    /// All connectors, best first.
+    /// Returns all connectors, best first.
     pub fn all(&self) -> &[Arc<dyn KvConnector>] {
         &self.best_first
     }
@@ -123,7 +125,7 @@ impl Connectors {
         None
     }
 
-    /// Whether the connector may work between the two hosts, judged by their host ids.
+    /// Returns whether the host ids of the node and the peer allow the connector.
     fn is_for(&self, connector: &Arc<dyn KvConnector>, peer: &PeerWires) -> bool {
         *self.host == *peer.host || !connector.address().within_host
     }
@@ -139,18 +141,18 @@ impl Connectors {
     }
 }
 
-/// The connectors that `auto` includes: all that need no setup, fastest first.
+/// Returns the connectors that `auto` includes: all that need no setup, fastest first.
 fn automatic() -> impl Iterator<Item = &'static WireKind> {
     kv_transfer::connectors().iter().filter(|wire| wire.auto != Auto::No)
 }
 
-/// The reason why a connector between GPUs cannot use this memory.
+/// Returns the reason why a connector between GPUs cannot use this memory.
 fn not_on_gpus(name: &str, memory: &KvMemory) -> Option<&'static str> {
     let needs_gpus = automatic().any(|wire| wire.name == name && wire.auto == Auto::IfOnGpus);
     (needs_gpus && !memory.is_on_cards()).then_some(NOT_ON_A_GPU)
 }
 
-/// The connectors that `auto` includes and that the configuration excludes.
+/// Returns the connectors that `auto` includes and that the configuration excludes.
 fn not_named(names: &[String]) -> Vec<MissingWire> {
     let is_named = |name: &str| names.iter().any(|named| named == name || named == "auto");
     let why = format!("transfer.connectors is {}", names.join(", "));
@@ -158,7 +160,8 @@ fn not_named(names: &[String]) -> Vec<MissingWire> {
     unnamed.map(|wire| MissingWire { scheme: Scheme::new(wire.name), why: why.clone() }).collect()
 }
 
-/// The connectors that a configured name includes, each with whether the node requires it.
+/// Returns the connectors that a configured name includes. The flag says whether the node requires the
+/// connector.
 fn expand(name: &str) -> Vec<(&str, bool)> {
     match name {
         "auto" => automatic().map(|wire| (wire.name, wire.auto == Auto::Needed)).collect(),

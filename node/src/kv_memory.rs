@@ -1,4 +1,5 @@
-//! The size of a node's KV memory: an amount, a percentage of free memory at the start, or a default for the model.
+//! The size of a node's KV memory: a number of bytes, a percentage of free memory at the start, or a default
+//! for the model.
 
 use std::fmt;
 use std::num::NonZero;
@@ -12,21 +13,21 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 /// The `model.kv_memory` setting of a node that computes: `"auto"`, `"auto/2"`, or a size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ModelKvMemory {
-    /// A default for the model, on a device that `nodes` nodes share.
+    /// A default size for the model, on a device that `nodes` nodes share.
     Auto {
         nodes: NonZero<u16>,
     },
     Size(KvMemorySize),
 }
 
-/// The percentage of free host memory, or of GPU memory, that `auto` takes. Nodes that share a device share it.
+/// The percentage of free host memory that `auto` takes at most. Nodes that share a device divide the memory.
 const AUTO_HOST_PERCENT: u64 = 40;
 const AUTO_GPU_PERCENT: usize = 90;
 /// The host memory that `auto` assumes as its limit if the free memory is unknown.
 const AUTO_UNKNOWN_BYTES: u64 = 1 << 30;
 
 impl ModelKvMemory {
-    /// Resolves the setting against the memory that is free now.
+    /// Converts the setting to an amount of memory, by the memory that is free now.
     pub fn room(self) -> Result<KvRoom, UnknownMemory> {
         let bytes = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
         Ok(match self {
@@ -44,33 +45,33 @@ impl ModelKvMemory {
     }
 }
 
-/// `"4GiB"`, a number of bytes, or `"60%"`.
+/// A size of memory: `"4GiB"`, a number of bytes, or `"60%"`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvMemorySize {
     Bytes(ByteSize),
-    /// Percentage of the memory that is available to this process at its start, from 1 to 95.
+    /// The percentage of the memory that is available to this process at its start, from 1 to 95.
     Percent(u8),
 }
 
-/// Error: the text is not an amount of memory.
+/// The error of a text that is no amount of memory.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0:?} is not an amount of memory: use \"4GiB\", a number of bytes, or a share of free memory from \"1%\" to \"95%\""
 )]
 pub struct NotMemory(String);
 
-/// Error: the text is neither an amount of memory nor `auto`.
+/// The error of a text that is neither an amount of memory nor `auto`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}; or \"auto\" for a default size, or \"auto/2\" if two nodes share the device")]
 pub struct NotModelMemory(NotMemory);
 
-/// Error: the amount of free memory is unknown.
+/// The error of a percentage on a machine that does not report its free memory.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("/proc/meminfo does not say how much memory is free: give an amount")]
 pub struct UnknownMemory;
 
 impl KvMemorySize {
-    /// The size in bytes, for the memory that is free now.
+    /// Returns the size in bytes, for the memory that is free now.
     pub fn bytes(self) -> Result<u64, UnknownMemory> {
         match self {
             Self::Bytes(ByteSize(bytes)) => Ok(bytes),
@@ -141,7 +142,7 @@ impl Serialize for ModelKvMemory {
     }
 }
 
-/// The setting as written in a file.
+/// The setting as it is written in a file: a number or a text.
 #[derive(Deserialize)]
 #[serde(
     untagged,

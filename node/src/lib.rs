@@ -1,9 +1,9 @@
 //! The parts that all kinds of nodes share: configuration, connectors, announcement, status stream, watchdog and drain.
 //!
-//! Suggested reading order: settings ([`config`], [`kv_memory`]); the parts of a node ([`parts`], [`connectors`]); its
-//! status stream ([`status`]) and the routers' opinion of it ([`standing`]); the [`watchdog`]; the path from
-//! announcement to drain ([`running`], [`ports`]); one life of a node that computes ([`life`]); and several lives with
-//! sleep between them ([`lives`], [`switch`]).
+//! Suggested reading order: settings ([`config`], [`kv_memory`]); the parts of a node ([`parts`],
+//! [`connectors`]); its status stream ([`status`]) and the routers' reports on the node ([`standing`]); the
+//! [`watchdog`]; the path from announcement to drain ([`running`], [`ports`]); one life of a node that
+//! computes ([`life`]); and several lives with sleep between them ([`lives`], [`switch`]).
 #![forbid(unsafe_code)]
 
 pub mod config;

@@ -1,4 +1,5 @@
-//! One life of a node that computes: its services and its watchdog over one worker.
+//! One life of a node that computes, from announcement to drain: its services and its watchdog over one
+//! worker.
 
 use chassis::admin::Readiness;
 use chassis::rpc::Callers;
@@ -15,7 +16,7 @@ use crate::running::{Announcement, RunningNode};
 use crate::status::{StatusParts, StatusService, WorkerStatus};
 use crate::watchdog::Watchdog;
 
-/// The inputs of one life of a node, besides its parts.
+/// The inputs of one life of a node, besides its worker and connectors.
 #[derive(Debug)]
 pub struct Life<'a> {
     pub config: &'a NodeConfig,
@@ -26,12 +27,13 @@ pub struct Life<'a> {
     pub shutdown: Shutdown,
     pub readiness: Readiness,
     pub grpc: Box<dyn Listener>,
-    /// The advertised gRPC address, and below it the admin address.
+    /// The advertised address of the gRPC services.
     pub address: String,
     pub admin: String,
 }
 
-/// Runs a life until `shutdown`. `services` holds the role's services, health and reflection; status is added here.
+/// Runs a life until `shutdown`. `services` contains the role's services, health and reflection; this
+/// function adds the status service.
 pub async fn live(parts: NodeParts, services: Routes, life: Life<'_>) -> Result<(), NodeError> {
     let readiness = life.readiness.clone();
     let draining = Shutdown::new();

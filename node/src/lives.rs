@@ -1,4 +1,4 @@
-//! A node's process: lives one after another over one backend, with sleep between them.
+//! A node's process: one life after another over one backend, with sleep between them.
 //!
 //! When a life ends, its announcement, epoch, connectors and KV end with it, so that no other process relies on them.
 //! The backend remains: it sleeps or begins the next life.
@@ -30,27 +30,27 @@ use crate::parts::{Drive, NodeParts, Wired, WorkerRun};
 use crate::ports::{KeptListener, Ports, advertised};
 use crate::switch::{Asked, Change, SwitchRequest, SwitchRequests, Unchanged, switch};
 
-/// How long the rest of a life may take to end after its ports are closed.
+/// The longest time that the tasks of a life may take to end after its ports are closed.
 const END_WITHIN: Duration = Duration::from_secs(10);
 
-/// The poll interval while the backend's memory is still in use.
+/// The interval of attempts to sleep while the backend's memory is still in use.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// Builds the gRPC services of a role.
+/// A function that makes the gRPC services of a role.
 pub type Services<'a> = &'a (dyn Fn(Role, &NodeParts) -> Result<Routes, StartError> + Sync);
 
 /// The inputs of a node's process, besides its backend.
 pub struct Lives<'a> {
     pub config: &'a NodeConfig,
     pub id: NodeId,
-    /// The role of the first life.
+    /// The role in which the node starts.
     pub role: Role,
     pub registry: &'a dyn Registry,
     pub services: Services<'a>,
     pub world: World,
     pub metrics: Metrics,
     pub drive: Drive,
-    /// Triggers the drain of an awake node, and the end of a sleeping one.
+    /// The shutdown that starts the drain of an awake node, or ends a sleeping one.
     pub shutdown: Shutdown,
     pub grpc: Box<dyn Listener>,
     pub admin: Box<dyn Listener>,
@@ -90,11 +90,11 @@ pub async fn run(lives: Lives<'_>, backend: Box<dyn Backend>) -> Result<(), Node
     ended
 }
 
-/// The state of a node that outlasts its lives.
+/// The state of a node that is kept from life to life.
 struct Node<'a> {
     config: &'a NodeConfig,
     id: NodeId,
-    /// The role of the current life, or of the last one during sleep.
+    /// The role of the current life; during sleep, that of the last one.
     role: Role,
     registry: &'a dyn Registry,
     services: Services<'a>,
@@ -109,21 +109,21 @@ struct Node<'a> {
     admin: String,
 }
 
-/// A caller that waits for its switch request, with the data for a successful answer.
+/// A caller that waits for a switch to end, with the data for its answer.
 struct Waiting {
     asked: Asked,
     since: Instant,
-    /// Memory in use before the switch.
+    /// Device memory in use before the switch, in bytes.
     used_bytes: Option<u64>,
 }
 
-/// The end of a life, by its cause.
+/// How a life ended.
 enum End {
-    /// The process was asked to stop, and has drained.
+    /// The process was asked to stop, and the node has drained.
     Stopped,
     /// The node was asked to sleep. The life has returned its backend.
     SleepRequested(Box<dyn Backend>, Waiting),
-    /// The life could not begin. The caller that asked for the wake waits for an answer.
+    /// The life could not begin. The caller that requested the wake still waits for an answer.
     WakeFailed(Box<dyn Backend>, NodeError, Waiting),
 }
 
@@ -149,7 +149,7 @@ impl Node<'_> {
         }
     }
 
-    /// Runs one life. `waiting` gets its answer when the node is ready.
+    /// Runs one life. The caller in `waiting` gets its answer when the node is ready.
     async fn live(
         &mut self,
         backend: Box<dyn Backend>,
@@ -215,7 +215,7 @@ impl Node<'_> {
         Ok(End::SleepRequested(backend_of(parts, worker_run).await?, asked))
     }
 
-    /// Puts the backend to sleep and answers the caller. Returns the backend, awake, if it cannot sleep.
+    /// Puts the backend to sleep and answers the caller. Returns the backend awake if it cannot sleep.
     async fn fall_asleep(
         &self,
         backend: Box<dyn Backend>,
@@ -253,12 +253,12 @@ impl Node<'_> {
     }
 
     fn say_asleep(&self) {
-        // An operator put the node to sleep: a rollout does not wait for it, and a disruption budget does not count it.
+        // A sleeping node is not ready, but blocks no rollout: an operator put it to sleep.
         self.readiness.set(Some("asleep".to_owned()), None);
         self.metrics.is_asleep(true);
     }
 
-    /// Sleeps until the node is woken; returns `None` if it is asked to stop, and drops the backend then.
+    /// Sleeps until the node is woken. If the process is asked to stop, drops the backend and returns `None`.
     async fn sleep(
         &mut self,
         mut asleep: Box<dyn Asleep>,
@@ -278,7 +278,7 @@ impl Node<'_> {
             };
             let waiting = Waiting { asked, since: Instant::now(), used_bytes: asleep.used_bytes() };
             match aside(self.drive, move || asleep.wake()).await? {
-                // A stop request during the wake prevents the next life.
+                // A stop request that came during the wake prevents the next life.
                 Ok(_) if self.shutdown.requested() => break None,
                 Ok(backend) => {
                     self.role = role.unwrap_or(self.role);
@@ -297,7 +297,8 @@ impl Node<'_> {
     }
 }
 
-/// Puts the backend to sleep. Retries while memory is still in use, because connector threads end after their tasks.
+/// Puts the backend to sleep. Tries again while memory is still in use, because connector threads end after
+/// their tasks.
 async fn slept(
     mut backend: Box<dyn Backend>,
     drive: Drive,
@@ -314,8 +315,8 @@ async fn slept(
     }
 }
 
-/// Waits until all connector threads have ended. They use the GPU slightly longer than their tasks run, and would crash
-/// in the driver if the process ended first.
+/// Waits until all connector threads have ended. They use the GPU slightly longer than their tasks run, and a
+/// thread would crash in the driver if the process ended first.
 async fn wires_end(parts: NodeParts) {
     let wires = parts.wires.clone();
     drop(parts);
@@ -324,7 +325,7 @@ async fn wires_end(parts: NodeParts) {
     }
 }
 
-/// Returns the backend of an ended life, after everything of that life has ended.
+/// Returns the backend of an ended life, once all tasks and threads of that life have ended.
 async fn backend_of(parts: NodeParts, worker_run: WorkerRun) -> Result<Box<dyn Backend>, NodeError> {
     let (gate, wires, worker) = (parts.gate.clone(), parts.wires.clone(), parts.worker.clone());
     drop(parts);
@@ -337,7 +338,7 @@ async fn backend_of(parts: NodeParts, worker_run: WorkerRun) -> Result<Box<dyn B
     }
 }
 
-/// Runs blocking work on a thread of its own, or inline if the drive is a simulation task.
+/// Runs blocking work on another thread, or inline if the worker is simulated.
 async fn aside<T: Send + 'static>(
     drive: Drive,
     work: impl FnOnce() -> T + Send + 'static,
@@ -359,7 +360,7 @@ impl Waiting {
         self.asked.answer(Err(Unchanged::CannotWake(why)));
     }
 
-    /// Reports success to the caller.
+    /// Sends the caller a successful answer, with the duration and the memory in use.
     fn tell(self, used_bytes: Option<u64>) -> Change {
         let change = Change {
             took: self.since.elapsed(),

@@ -1,4 +1,4 @@
-//! The metrics of every node: blocks by state, and open landings.
+//! The metrics of every node: blocks by state, open landings, and sleep.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use types::BlockCounts;
 
 use chassis::counted::Counter;
 
-/// The update interval of the gauges.
+/// The interval at which the gauges are updated.
 const PACE: Duration = Duration::from_millis(250);
 
 /// The metrics of a process that computes, kept over all its lives.
@@ -54,7 +54,7 @@ impl NodeMetrics {
         }
     }
 
-    /// Updates the gauges until the future is dropped.
+    /// Updates the gauges at intervals until the future is dropped.
     pub async fn follow(self, pool: BlockPool, arriving: Counter) {
         loop {
             self.look(&pool, &arriving);
@@ -62,7 +62,7 @@ impl NodeMetrics {
         }
     }
 
-    /// Resets the gauges while the node has no block pool.
+    /// Sets the gauges to zero while the node has no block pool.
     fn nothing(&self) {
         self.set(BlockCounts::default());
         self.arriving.set(0);

@@ -1,4 +1,4 @@
-//! A connector that is slowed down to the speed of a modelled wire, for load tests with a mock model.
+//! Slows a connector down to the speed of a modelled network, for load tests with a mock model.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use kv_cache::{BlockLease, LayerFence};
 use kv_transfer::{Arrival, KvConnector, KvSender, LandRequest, TransferError};
 use types::{Destination, Handoff, KvLayout, KvSpan, Landing, Scheme, WireAddress};
 
-/// A connector, and the cost of sending over it.
+/// A connector with the modelled cost of sending over it.
 #[derive(Debug)]
 pub(crate) struct Paced {
     pub(crate) inner: Arc<dyn KvConnector>,
@@ -64,7 +64,7 @@ impl KvSender for PacedSender {
     }
 }
 
-/// The size of a span in bytes.
+/// Returns the number of bytes of KV in a span.
 fn bytes_of(layout: &KvLayout, span: &KvSpan) -> u64 {
     let layers =
         &layout.group(span.group).layers[usize::from(span.layers.start)..usize::from(span.layers.end)];

@@ -32,36 +32,37 @@ pub struct NodeParts {
     pub arriving: Counter,
     /// The number of prompts whose KV is held until its landing is known.
     pub held: Counter,
-    /// Held by all work on prompts.
+    /// The gate of all work on prompts. A drain waits until it is empty.
     pub gate: Gate,
-    /// Held by the connectors' tasks and threads.
+    /// The gate of the connectors' tasks and threads.
     pub wires: Gate,
     pub metrics: NodeMetrics,
 }
 
-/// The way that the worker is run.
+/// How the worker's loop is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Drive {
-    /// On its own thread, because the backend's steps block.
+    /// The worker has a thread of its own, because the backend's steps block.
     Thread,
-    /// On a task in virtual time, for a backend that only models the duration of its steps.
+    /// The worker is a task in virtual time, for a backend that only models the duration of its steps.
     Task,
 }
 
-/// A running worker. It ends when it is drained or its last handle is dropped; dropping this value does not end it.
+/// A running worker. It ends when it is drained or its last handle is dropped; dropping this value does not
+/// stop it.
 #[derive(Debug)]
 pub enum WorkerRun {
     Thread(WorkerThread),
     Task(oneshot::Receiver<Box<dyn Backend>>),
 }
 
-/// The model's description, with the configured name if there is one.
+/// Returns the model's description, with the configured name if there is one.
 fn named(model: &ModelInfo, config: &NodeConfig) -> ModelInfo {
     let name = config.model_name.clone().unwrap_or_else(|| model.name.clone());
     ModelInfo { name, ..model.clone() }
 }
 
-/// The parts of a life that other nodes see: a new epoch, and connectors over the backend's memory.
+/// The parts of a life that are made before the worker: an epoch, and connectors over the backend's memory.
 #[derive(Debug)]
 pub(crate) struct Wired {
     epoch: Epoch,
@@ -72,7 +73,8 @@ pub(crate) struct Wired {
 }
 
 impl Wired {
-    /// Binds the connectors. Errors may be temporary, such as a port that another process uses.
+    /// Makes an epoch and starts the connectors. Errors may be temporary, such as a port that another process
+    /// uses.
     pub(crate) async fn bind(
         id: &NodeId,
         config: &NodeConfig,
@@ -104,7 +106,7 @@ impl Wired {
 }
 
 impl NodeParts {
-    /// Builds the parts and starts the worker.
+    /// Builds a node's parts from the connectors and the backend, and starts the worker.
     pub(crate) fn over(
         wired: Wired,
         config: &NodeConfig,
@@ -149,7 +151,7 @@ impl WorkerRun {
             Drive::Task => {
                 let (backend, in_the_end) = oneshot::channel();
                 let turn = async move {
-                    // Without a receiver, the backend is dropped here.
+                    // Without a receiver the backend is dropped here, so the send error is ignored.
                     let _ = backend.send(driver.drive_simulated().await);
                 };
                 spawn_guarded(&Gate::new("worker"), "worker", turn).detach();

@@ -19,9 +19,9 @@ use tracing::warn;
 
 use crate::error::NodeError;
 
-/// How long each port may take to close.
+/// The longest time that each port may take to close.
 const CLOSE_WITHIN: Duration = Duration::from_secs(2);
-/// How long open streams may run after the close has begun.
+/// How long open streams may run after the ports begin to close.
 const CUT_AFTER: Duration = Duration::from_millis(500);
 
 type Serving = Task<Result<(), StillHeld>>;
@@ -41,7 +41,7 @@ impl Default for Ports {
 }
 
 impl Ports {
-    /// Serves the admin pages.
+    /// Opens the admin port with the pages of `pages`.
     pub fn admin(listener: Box<dyn Listener>, pages: Router, connections: ConnectionLimits) -> Self {
         let mut ports = Self::default();
         let pages = chassis::admin::serve(listener, pages, ports.close.clone(), connections);
@@ -49,7 +49,7 @@ impl Ports {
         ports
     }
 
-    /// Serves the gRPC services.
+    /// Opens the gRPC port with `services`.
     pub fn grpc(
         &mut self,
         listener: Box<dyn Listener>,
@@ -62,7 +62,7 @@ impl Ports {
         self.serving.push(spawn_guarded(&self.gate, "grpc", serve));
     }
 
-    /// Answers every call on the gRPC port with UNAVAILABLE and the reason `why`.
+    /// Opens a gRPC port that answers every call with UNAVAILABLE and the reason `why`.
     pub fn refusing(
         listener: Box<dyn Listener>,
         why: &'static str,
@@ -75,7 +75,7 @@ impl Ports {
         ports
     }
 
-    /// The gate for tasks that end with the ports.
+    /// Returns the gate for tasks that end with the ports.
     pub fn gate(&self) -> &Gate {
         &self.gate
     }
@@ -90,10 +90,10 @@ impl Ports {
     }
 }
 
-/// A listener that outlives the servers that accept from it. Clones share one socket.
+/// A listener that several servers use one after another. Clones share one socket.
 #[derive(Clone, Debug)]
 pub struct KeptListener {
-    /// Locked by the server that is accepting.
+    /// The listener. The server that is accepting holds the mutex.
     listener: Arc<Mutex<Box<dyn Listener>>>,
     addr: SocketAddr,
 }

@@ -1,4 +1,4 @@
-//! The common part of every node's life: announce, serve, wait, drain.
+//! What every node does in its life: announce, serve, wait, drain.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,14 +14,14 @@ use crate::connectors::Connectors;
 use crate::error::NodeError;
 use crate::ports::Ports;
 
-/// The contents of a node's announcement in the registry.
+/// What a node announces in the registry.
 #[derive(Debug)]
 pub struct Announcement<'a> {
     pub id: NodeId,
     pub role: Role,
     pub epoch: Epoch,
     pub host: Arc<str>,
-    /// The advertised gRPC address, and below it the admin address.
+    /// The advertised address of the gRPC services.
     pub address: String,
     pub admin: String,
     pub connectors: &'a Connectors,
@@ -34,12 +34,12 @@ pub struct RunningNode<'a> {
     pub registry: &'a dyn Registry,
     pub readiness: Readiness,
     pub ports: Ports,
-    /// Held by all work on requests. A drain waits for it for at most `drain`.
+    /// The gate of all work on requests. A drain waits for it for at most `drain`.
     pub work: Gate,
     pub drain: Duration,
-    /// Triggers the drain.
+    /// The shutdown that starts the drain.
     pub shutdown: Shutdown,
-    /// Triggered when the node stops accepting new work.
+    /// A signal that is triggered when the node stops accepting new work.
     pub draining: Shutdown,
 }
 

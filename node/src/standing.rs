@@ -9,33 +9,33 @@ use tokio::time::Instant;
 
 /// The largest number of routers whose reports are stored. A cluster has a few routers.
 const ROUTERS_MAX: usize = 64;
-/// The longest time for which a report is valid if it is not repeated.
+/// The longest time for which a report is valid without being repeated.
 const BELIEVED_AT_MOST: Duration = Duration::from_secs(60);
 /// The longest reason, in characters.
 const REASON_MAX: usize = 1024;
 
-/// The reports of all routers. Clones share one table.
+/// The latest reports of all routers. Clones share one table.
 ///
-/// One router's refusal is enough. It ends when the router withdraws it or its time to live passes, so the refusal of a
-/// router that is gone does not last.
+/// One router's refusal makes the node unready. The refusal ends when the router withdraws it or its time to
+/// live passes, so a router that is gone blocks the node only briefly.
 #[derive(Clone, Debug, Default)]
 pub struct Standings {
-    /// By the router's name. Never held across an await.
+    /// The reports by the router's name. The mutex is never held across an await.
     words: Arc<Mutex<BTreeMap<String, Word>>>,
 }
 
-/// The report of one router.
+/// One router's report, as long as it is valid.
 #[derive(Debug)]
 struct Word {
-    /// The reason why the router gives the node no work.
+    /// The reason why the router gives the node no work; `None`: the node gets work.
     refusal: Option<String>,
-    /// The reason why a rollout must not replace other nodes yet.
+    /// The reason why a rollout must not replace other nodes yet; `None`: the rollout may go on.
     rollout_waits_for: Option<String>,
     believed_until: Instant,
 }
 
 impl Standings {
-    /// Stores a router's report, received at `now`.
+    /// Stores a router's report that is received at `now`.
     pub fn hear(&self, word: v1::StandingRequest, now: Instant) {
         let v1::StandingRequest { router, refusal, ttl_ms, rollout_waits_for } = word;
         let mut words = self.fresh(now);
@@ -52,13 +52,13 @@ impl Standings {
         }
     }
 
-    /// The reason why a router gives this node no work; `None` if no valid report has one.
+    /// Returns the reason why a router gives this node no work; `None` if no valid report has one.
     pub fn refusal(&self, now: Instant) -> Option<String> {
         self.fresh(now).values().find_map(|word| word.refusal.clone())
     }
 
-    /// The reason why a rollout must not replace other nodes yet. `None` if at least one valid report exists and none has
-    /// a reason to wait.
+    /// Returns the reason why a rollout must not replace other nodes yet. Returns `None` if at least one
+    /// report is valid and none has a reason to wait.
     pub fn rollout_waits_for(&self, now: Instant) -> Option<String> {
         let words = self.fresh(now);
         if words.is_empty() {

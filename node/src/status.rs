@@ -1,5 +1,5 @@
-//! `baton.v1.NodeStatus`: a stream of a node's load and cached blocks, and its block ledger. Every kind of node
-//! serves it.
+//! `baton.v1.NodeStatus`: a stream of a node's load and cached blocks, and the state of its blocks on
+//! request. Every kind of node serves it.
 
 use std::pin::Pin;
 use std::time::Duration;
@@ -24,33 +24,35 @@ use crate::watchdog::Stuck;
 const LOAD_PACE: Duration = Duration::from_millis(20);
 /// The longest time between two load messages; each one shows the reader that the node is alive.
 const LOAD_HEARTBEAT: Duration = Duration::from_secs(1);
-/// The interval of load messages from a node without a worker: no event reports changes of its blocks.
+/// The interval of load messages from a node without a worker, because no event reports changes of its
+/// blocks.
 const LOAD_EVERY: Duration = Duration::from_millis(250);
 
-/// The inputs of the service.
+/// The inputs of the status service.
 #[derive(Clone, Debug)]
 pub struct StatusParts {
     pub epoch: Epoch,
     pub pool: BlockPool,
-    /// The number of incoming sequences.
+    /// The number of sequences whose KV is arriving.
     pub arriving: Counter,
-    /// `None` on a node that computes nothing. Then the service sends no block events.
+    /// The worker's status; `None` on a node that computes nothing, whose service sends no block events.
     pub worker: Option<WorkerStatus>,
     pub standings: Standings,
-    /// Triggered when the node stops accepting new work.
+    /// A signal that is triggered when the node stops accepting new work.
     pub draining: Shutdown,
     pub world: World,
 }
 
-/// The status of a worker.
+/// The reports of a worker and its watchdog.
 #[derive(Clone, Debug)]
 pub struct WorkerStatus {
     pub load: watch::Receiver<WorkerLoad>,
-    /// While the worker is stuck, the node sends no load, so that routers treat it as unreachable and reconnect.
+    /// The finding of the watchdog. While the worker is stuck, the node sends no load, so that routers treat
+    /// it as unreachable and reconnect.
     pub stuck: watch::Receiver<Option<Stuck>>,
 }
 
-/// The service.
+/// The service `baton.v1.NodeStatus` of one node.
 #[derive(Clone, Debug)]
 pub struct StatusService(StatusParts);
 
@@ -64,7 +66,7 @@ impl StatusService {
     }
 }
 
-/// One reader of the status stream.
+/// The server's end of one status stream.
 struct Reader {
     node: StatusParts,
     sent_draining: bool,
@@ -72,7 +74,7 @@ struct Reader {
     worker: Option<WorkerReader>,
 }
 
-/// The worker's status and block events, as one reader consumes them.
+/// The worker's load and block events, as one status stream reads them.
 struct WorkerReader {
     status: WorkerStatus,
     blocks: BlockEvents,
@@ -84,7 +86,7 @@ impl Reader {
         Self { node: node.clone(), sent_draining: false, load_sent: None, worker }
     }
 
-    /// Returns the next event, or an error once the worker is stuck.
+    /// Returns the next event for the stream, or an error once the worker is stuck.
     async fn next(&mut self) -> Result<Event, Status> {
         let Some(mut stuck) = self.worker.as_ref().map(|worker| worker.status.stuck.clone()) else {
             return Ok(self.next_event().await);
@@ -96,7 +98,7 @@ impl Reader {
         }
     }
 
-    /// Returns the next event. The first one is the load.
+    /// Returns the next event for the stream. The first event is the load.
     async fn next_event(&mut self) -> Event {
         let Some(sent) = self.load_sent else { return self.load() };
         let worker = async {
@@ -127,7 +129,7 @@ impl Reader {
 }
 
 impl WorkerReader {
-    /// Returns the next block event, or `None` when a load message is due.
+    /// Returns the next block event, or `None` if a load message is due first.
     async fn next(&mut self, load_sent: tokio::time::Instant) -> Option<Event> {
         let load_is_due = async {
             tokio::time::sleep_until(load_sent + LOAD_PACE).await;
@@ -135,7 +137,8 @@ impl WorkerReader {
         };
         tokio::select! {
             biased;
-            // The load is polled first: it is rate-limited, and block events are not, so they cannot starve it.
+            // The load is polled first: load messages are limited in rate and block events are not, so a load
+            // message never starves them.
             () = load_is_due => None,
             event = self.blocks.next() => Some(Event::Blocks(v1::BlockEvents::new(event.number, &event.event))),
         }
@@ -185,7 +188,8 @@ fn refused(stuck: Option<Stuck>) -> Status {
     Status::unavailable(format!("the node makes no progress, {stage}"))
 }
 
-/// Refuses a router that means an earlier life of this node, or another node that had this address before.
+/// Refuses a router that expects another epoch: an earlier life of this node, or another node that had this
+/// address before.
 fn check_life(request: &v1::StatusRequest, own: Epoch) -> Result<(), Status> {
     match Epoch(request.epoch) {
         Epoch(0) => Ok(()),
@@ -194,7 +198,7 @@ fn check_life(request: &v1::StatusRequest, own: Epoch) -> Result<(), Status> {
     }
 }
 
-/// Returns the number of blocks in each state and, on request, every block.
+/// Returns the number of blocks in each state and, if requested, every block.
 fn ledger(pool: &BlockPool, request: v1::LedgerRequest) -> v1::LedgerAnswer {
     let blocks =
         if request.blocks { pool.ledger().into_iter().map(ledger_block).collect() } else { Vec::new() };

@@ -1,7 +1,7 @@
 //! The admin pages that switch a node: `POST /sleep`, and `POST /wake`, with `?role=` for another role.
 //!
-//! The caller waits for the answer; the switch continues if the caller disconnects. A request that comes during a switch
-//! is handled after it. No other file of this crate knows JSON and status codes.
+//! The caller waits for the answer; the switch continues if the caller disconnects. A request that comes
+//! during a switch is handled after it. Only this file of the crate uses JSON and status codes.
 
 use std::time::Duration;
 
@@ -19,18 +19,18 @@ use types::Role;
 /// The number of switch requests that may wait for the current one.
 const WAITING_MAX: usize = 8;
 
-/// A request to switch the node.
+/// An operator's request to switch the node to sleep or to a role.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SwitchRequest {
     Sleep,
-    /// Wake in this role, or in the previous one if it is `None`.
+    /// Wake the node in this role, or in its last role if `None`.
     Wake(Option<Role>),
 }
 
-/// The roles that a node can wake in: those that compute.
+/// The roles that a node can wake in: all that compute.
 const ROLES: [Role; 3] = [Role::Prefill, Role::Decode, Role::Both];
 
-/// A request, and the channel for its answer.
+/// A switch request, and the channel for its answer.
 #[derive(Debug)]
 pub struct Asked {
     pub request: SwitchRequest,
@@ -45,7 +45,7 @@ pub struct Change {
     pub used_bytes_after: Option<u64>,
 }
 
-/// The reason why a request changed nothing.
+/// The reason why a switch request had no effect.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unchanged {
     #[error("the node is asleep already")]
@@ -66,22 +66,23 @@ pub enum Unchanged {
     CannotWake(String),
 }
 
-/// The sending end of the queue of requests. Clones share one queue.
+/// The sending end of the queue of switch requests. Clones share one queue.
 #[derive(Clone, Debug)]
 pub struct Switch(mpsc::Sender<Asked>);
 
-/// The receiving end of the queue, oldest request first.
+/// The receiving end of the queue of switch requests, the oldest first.
 #[derive(Debug)]
 pub struct SwitchRequests(mpsc::Receiver<Asked>);
 
-/// Makes the two ends of the queue.
+/// Makes the two ends of the queue of switch requests.
 pub fn switch() -> (Switch, SwitchRequests) {
     let (requests, asked) = mpsc::channel(WAITING_MAX);
     (Switch(requests), SwitchRequests(asked))
 }
 
 impl Switch {
-    /// Sends a request and waits for the answer. If the future is dropped, the request stays in the queue.
+    /// Sends a switch request and waits for the answer. If the future is dropped, the request stays in the
+    /// queue.
     pub async fn ask(&self, request: SwitchRequest) -> Result<Change, Unchanged> {
         let (answer, answered) = oneshot::channel();
         match self.0.try_send(Asked { request, answer }) {
@@ -91,7 +92,7 @@ impl Switch {
         }
     }
 
-    /// The `/sleep` and `/wake` pages for the admin port.
+    /// Returns the `/sleep` and `/wake` pages for the admin port.
     pub fn pages(self) -> Router {
         Router::new()
             .route("/sleep", post(sleep))
@@ -101,7 +102,7 @@ impl Switch {
     }
 }
 
-/// The query of `/wake`.
+/// The query parameters of `/wake`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct WakeQuery {
@@ -116,7 +117,8 @@ impl WakeQuery {
     }
 }
 
-/// Refuses requests from web pages. A page in an operator's browser can reach local ports; browsers then set `Origin`.
+/// Refuses requests from web pages: a page in an operator's browser can reach local ports, and browsers then
+/// set `Origin`.
 async fn not_from_a_page(request: Request, next: Next) -> Response {
     match request.headers().contains_key(header::ORIGIN) {
         true => page(Err(Unchanged::FromAPage)),
@@ -136,7 +138,7 @@ async fn wake(State(switch): State<Switch>, Query(query): Query<WakeQuery>) -> R
 }
 
 impl SwitchRequests {
-    /// Returns the next request. Never returns if no sender is left. Cancel-safe.
+    /// Returns the next request. Waits forever if no sender is left. Cancel-safe.
     pub async fn next(&mut self) -> Asked {
         match self.0.recv().await {
             Some(asked) => asked,
@@ -146,14 +148,14 @@ impl SwitchRequests {
 }
 
 impl Asked {
-    /// Sends the answer. It is dropped if the caller has disconnected.
+    /// Sends the answer to the caller. It is lost if the caller has disconnected.
     pub fn answer(self, answer: Result<Change, Unchanged>) {
         let _ = self.answer.send(answer);
     }
 }
 
 impl Unchanged {
-    /// A stable error code for programs.
+    /// Returns the reason as a stable code for programs.
     pub fn code(&self) -> &'static str {
         match self {
             Self::AsleepAlready => "asleep_already",

@@ -1,6 +1,7 @@
 //! Detects that the node makes no progress although it has work, and names the stage that is stuck.
 //!
-//! It polls the worker's last report and its age, so it works when no event arrives any more.
+//! The watchdog polls the worker's last report and the report's age, so it works when no event arrives any
+//! more.
 
 use std::fmt;
 use std::time::Duration;
@@ -16,19 +17,19 @@ use types::BlockCounts;
 use crate::parts::NodeParts;
 use crate::standing::Standings;
 
-/// The poll interval.
+/// The interval at which the watchdog checks for progress.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
-/// The stage that is stuck.
+/// The stage in which a node's work is stuck.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stuck {
     /// An engine step has not returned.
     Step { running: u32, waiting: u32 },
-    /// The worker runs, but no sequence gets blocks, and no running sequence could free some.
+    /// The worker runs, but no sequence gets blocks, and no running sequence could free any.
     Room { waiting: u32, blocks: BlockCounts },
 }
 
-/// The stuck stage, and the time of its last progress.
+/// A stuck stage, and the time of its last progress.
 type Finding = (Stuck, Instant);
 
 impl fmt::Display for Stuck {
@@ -52,13 +53,15 @@ impl fmt::Display for Stuck {
     }
 }
 
-/// Returns the stuck stage according to the worker's last report, if there is one.
+/// Finds the stuck stage in the worker's last report. Returns `None` if the worker makes progress or has no
+/// work.
 ///
-/// `n_held` counts landings that wait for their KV and held KV that waits for its landing. They hold blocks, depend on
-/// other nodes and end at their requests' deadlines. While there are any, prompts that wait for room are not stuck.
+/// `n_held` counts landings that wait for their KV and held KV that waits for its landing. They hold blocks,
+/// depend on other nodes and end at their requests' deadlines. While there are any, waiting prompts are not
+/// stuck.
 ///
-/// A worker reports on every turn, and once a second while idle. A worker whose sequences all wait for slow readers
-/// keeps reporting and is not stuck, because the readers have deadlines.
+/// A worker reports on every turn, and once a second while idle. A worker whose sequences all wait for slow
+/// readers keeps reporting and is not stuck, because the readers have deadlines.
 fn look(load: &WorkerLoad, n_held: u32, now: Instant, bound: Duration) -> Option<Finding> {
     let WorkerLoad { node, last_turn, last_progress, .. } = *load;
     if now - last_turn > bound {
@@ -69,7 +72,7 @@ fn look(load: &WorkerLoad, n_held: u32, now: Instant, bound: Duration) -> Option
     stuck.then_some((Stuck::Room { waiting: node.waiting, blocks: node.blocks }, last_progress))
 }
 
-/// Watches one worker and publishes its findings to the status stream.
+/// Watches one worker, sets the node's readiness, and publishes its findings to the status stream.
 #[derive(Debug)]
 pub(crate) struct Watchdog {
     node: NodeParts,
@@ -97,12 +100,13 @@ impl Watchdog {
         self.stuck.subscribe()
     }
 
-    /// The routers' reports on the node: a refusal makes it unready.
+    /// Returns the reports of routers on the node, to be filled by the status service: a refusal makes the
+    /// node unready.
     pub(crate) fn standings(&self) -> Standings {
         self.standings.clone()
     }
 
-    /// Updates the readiness until the node drains or the worker is gone.
+    /// Updates the readiness until the node drains or the worker has ended.
     pub(crate) async fn run(self) {
         let mut state = self.node.worker.state();
         while !self.draining.requested() {
@@ -164,12 +168,13 @@ mod tests {
 
     const BOUND: Duration = Duration::from_secs(4);
 
-    /// The finding for a worker with these counts whose last turn and last progress were this many seconds ago.
+    /// Returns the finding for a worker with these counts, whose last turn and last progress were this many
+    /// seconds ago.
     fn found(running: u32, waiting: u32, turned: u64, progressed: u64) -> Option<&'static str> {
         found_beside(0, running, waiting, turned, progressed)
     }
 
-    /// The same, with `n_held` landings or held transfers.
+    /// Returns the finding for a worker with these counts on a node with `n_held` landings or held transfers.
     fn found_beside(
         n_held: u32,
         running: u32,

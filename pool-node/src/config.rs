@@ -30,13 +30,14 @@ pub struct RawPoolConfig {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct PoolSection {
-    /// Memory for KV: `4GiB`, or a share of the machine's (or container's) free memory when the node starts, `60%`.
+    /// The memory for KV: `4GiB`, or a share of the free memory of the machine or container at the start,
+    /// `60%`.
     pub memory: KvMemorySize,
-    /// The model whose KV is kept, by the name in requests. Empty: the model of the first node in the registry. A node
-    /// keeps the KV of one model, with the weights of that node.
+    /// The model whose KV is kept, by its name in requests. Empty: the model of the first node in the
+    /// registry. A pool node keeps the KV of one model, with the weights of that node.
     pub model: String,
-    /// Sequences that may be incoming or stored at one time. Above it the node refuses, and prefill nodes hold KV
-    /// themselves.
+    /// The largest number of incoming and stored sequences. Above it the node refuses sequences, and prefill
+    /// nodes hold their KV.
     pub sequences_max: u32,
 }
 
@@ -46,7 +47,7 @@ impl Default for PoolSection {
     }
 }
 
-/// A pool node's `[expert]` tables.
+/// A pool node's `[expert]` tables: settings that are rarely changed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct PoolExpert {
@@ -59,10 +60,10 @@ pub struct PoolExpert {
 #[derive(Clone, Debug)]
 pub struct PoolConfig {
     pub memory: KvMemorySize,
-    /// `None`: the model of the first node in the registry.
+    /// The model whose KV is kept; `None`: the model of the first node in the registry.
     pub model: Option<String>,
     pub sequences_max: u32,
-    /// `None`: a name made of the host name and the bound port.
+    /// The node's name; `None`: a name made of the role, the host name and the bound port.
     pub id: Option<NodeId>,
     pub listen: String,
     pub admin: String,

@@ -1,10 +1,10 @@
 //! A pool node: it stores KV between prefill and decode, and for later prompts with the same beginning.
 //!
-//! A pool node receives KV from prefill nodes and sends it to decode nodes, over the same connectors as they use. It
-//! computes nothing. `types::place` says which pool node stores a sequence.
+//! A pool node receives KV from prefill nodes and sends it to decode nodes, over the same connectors that
+//! these nodes use. It computes nothing. `types::place` decides which pool node stores a sequence.
 //!
-//! Suggested reading order: [`store`], the blocks and their digests; [`service`], the calls of routers; `model`, the
-//! choice of the model; [`parts`] and [`life`], from bind to drain.
+//! Suggested reading order: [`store`], the blocks and their digests; [`service`], the calls of routers;
+//! `model`, the choice of the model; [`parts`] and [`life`], from bind to drain.
 #![forbid(unsafe_code)]
 
 pub mod config;

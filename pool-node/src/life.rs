@@ -20,10 +20,10 @@ use crate::model::kept_model;
 use crate::parts::PoolParts;
 use crate::service::PoolService;
 
-/// The poll interval of the integrity check, which runs on an idle node.
+/// The interval at which the node checks whether it is idle, for an integrity check of its blocks.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// The poll interval of the routers' reports.
+/// The interval at which the readiness is set from the routers' reports.
 const STANDING_EVERY: Duration = Duration::from_millis(250);
 
 /// The inputs of a pool node's life.
@@ -34,7 +34,7 @@ pub struct Life<'a> {
     pub world: World,
     pub metrics: Metrics,
     pub registry: &'a dyn Registry,
-    /// Triggers the drain.
+    /// The shutdown that starts the drain.
     pub shutdown: Shutdown,
     pub grpc: Box<dyn Listener>,
     pub admin: Box<dyn Listener>,
@@ -95,7 +95,7 @@ pub async fn live(life: Life<'_>) -> Result<(), PoolNodeError> {
     Ok(running.run(announcement, watch, || ()).await?)
 }
 
-/// Updates the readiness from the routers' reports. Never returns.
+/// Sets the readiness from the routers' reports, at intervals. Never returns.
 async fn keep_ready(readiness: Readiness, standings: Standings) {
     loop {
         let now = Instant::now();
@@ -104,7 +104,7 @@ async fn keep_ready(readiness: Readiness, standings: Standings) {
     }
 }
 
-/// Checks the block pool's integrity after new KV was put, once no sequence is left.
+/// Checks the block pool's integrity when the node is idle, if sequences were stored since the last check.
 async fn check_books(parts: PoolParts) {
     let mut checked = 0;
     loop {

@@ -6,13 +6,13 @@ use prometheus::{IntCounter, IntCounterVec};
 /// All metrics of this crate. Clones share the counters.
 #[derive(Clone, Debug)]
 pub struct PoolMetrics {
-    /// Labelled with the outcome: `stored`, `given_up`, or the refusal's code.
+    /// Ended puts by outcome: `stored`, `given_up`, or the refusal's code.
     pub puts: IntCounterVec,
-    /// Labelled with the outcome: `delivered`, `given_up`, or the refusal's code.
+    /// Ended deliveries by outcome: `delivered`, `given_up`, or the refusal's code.
     pub deliveries: IntCounterVec,
-    /// Tokens of put sequences.
+    /// Tokens of the sequences that were put.
     pub tokens: IntCounter,
-    /// Tokens of put sequences whose KV was cached already.
+    /// Tokens of put sequences whose KV the node already had.
     pub held_tokens: IntCounter,
     pub integrity_failures: IntCounter,
 }
@@ -35,7 +35,7 @@ impl PoolMetrics {
     }
 }
 
-/// Records the outcome of one put or delivery on drop. The default outcome is `given_up`.
+/// The outcome of one put or delivery, recorded in the metrics on drop. The default outcome is `given_up`.
 #[derive(Debug)]
 pub(crate) struct Outcome<'a> {
     counts: &'a IntCounterVec,

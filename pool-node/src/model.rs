@@ -1,11 +1,12 @@
-//! The choice of the model whose KV is kept. The registry describes it, so a pool node reads no model files.
+//! Chooses the model whose KV is kept. The registry describes the model, so a pool node reads no model files.
 
 use futures::StreamExt as _;
 use registry::{MembershipEvent, Registry, RegistryError};
 use types::layout::Shard;
 use types::{KvLayout, ModelInfo, NodeInfo};
 
-/// Waits for a node that computes KV of the model `name`, or of any model. Returns its model. Cancel-safe.
+/// Waits for a node that computes KV of the model `name`, or of any model if it is `None`. Returns the node's
+/// model. Cancel-safe.
 pub(crate) async fn kept_model(
     registry: &dyn Registry,
     name: Option<&str>,
@@ -21,7 +22,7 @@ pub(crate) async fn kept_model(
             return Ok(ModelInfo { layout: whole(node.model.layout), ..node.model });
         }
     }
-    // A watch never ends.
+    // The stream of events never ends, so this line is not reached.
     std::future::pending().await
 }
 
@@ -29,7 +30,7 @@ fn makes_kv(node: &NodeInfo, name: Option<&str>) -> bool {
     !node.role.pools() && name.is_none_or(|name| node.model.name == name)
 }
 
-/// The layout with all heads in one memory, independent of the ranks of the nodes that compute.
+/// Returns the layout with all heads in one memory, whatever the number of ranks of the nodes that compute.
 fn whole(layout: KvLayout) -> KvLayout {
     KvLayout { shard: Shard { tp_size: 1, ..layout.shard }, ..layout }
 }

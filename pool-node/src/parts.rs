@@ -15,7 +15,7 @@ use crate::error::PoolNodeError;
 use crate::metrics::PoolMetrics;
 use crate::store::BlockStore;
 
-/// The parts that the node's services share. Cheap to clone.
+/// The parts that a pool node's services share. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct PoolParts {
     pub world: World,
@@ -28,15 +28,15 @@ pub struct PoolParts {
     /// The number of incoming and stored sequences.
     pub sequences: Counter,
     pub sequences_max: u32,
-    /// Held by all work on sequences.
+    /// The gate of all work on sequences. A drain waits until it is empty.
     pub gate: Gate,
-    /// Held by the connectors' tasks and threads.
+    /// The gate of the connectors' tasks and threads.
     pub wires: Gate,
     pub metrics: PoolMetrics,
 }
 
 impl PoolParts {
-    /// Allocates the memory and binds the connectors.
+    /// Allocates the memory, makes the block store, and starts the connectors.
     pub async fn build(
         id: &NodeId,
         config: &PoolConfig,

@@ -1,6 +1,5 @@
 //! `baton.v1.Pool`: one stream lasts as long as one sequence on this node, and its end releases everything.
-//! The only file of this crate that knows gRPC.
-//! See `docs/decisions/0022-a-pool-node-lands-and-delivers.md`.
+//! Only this file of the crate uses gRPC. See `docs/decisions/0022-a-pool-node-lands-and-delivers.md`.
 
 use std::pin::Pin;
 use std::time::Duration;
@@ -22,10 +21,10 @@ use crate::parts::PoolParts;
 use crate::store::{Incoming, PutRequest};
 use crate::stored::StoredSequences;
 
-/// A stream carries at most two events.
+/// The capacity of a stream's queue: a stream carries at most two events.
 const EVENTS_MAX: usize = 2;
 
-/// The service of one pool node.
+/// The gRPC service of one pool node.
 #[derive(Clone, Debug)]
 pub struct PoolService {
     node: PoolParts,
@@ -51,7 +50,7 @@ impl PoolService {
             request: RequestId::new(request.request_id),
             hashes: proto::hashes_from_wire(&hashes)?,
             n_tokens: request.n_tokens,
-            // Set when the peer's connectors are compared.
+            // The connector is chosen later, when the peer's connectors are known.
             connector: types::Scheme::new(""),
             deadline: Deadline::at(
                 deadline.ok_or_else(|| Status::invalid_argument("timeout_ms is too long"))?,
@@ -60,7 +59,7 @@ impl PoolService {
         Ok((put, PeerWires::from(peer)))
     }
 
-    /// Reserves room for a sequence, on the best connector in common with its sender.
+    /// Reserves room for a sequence, over the best connector that this node and the sender have in common.
     fn open(&self, mut put: PutRequest, peer: &PeerWires) -> Result<(Landing, Incoming, Counted), Refusal> {
         let counted = self.node.sequences.enter(self.node.sequences_max).ok_or_else(|| {
             Refusal::new(
@@ -88,13 +87,14 @@ impl PoolService {
 #[derive(Debug)]
 struct Life {
     service: PoolService,
-    /// The prompt's digest: it binds this landing and opens the landings of decode nodes.
+    /// The prompt's digest. This landing is bound to it, and it decrypts the grants of decode nodes'
+    /// landings.
     prompt: PromptDigest,
     events: mpsc::Sender<Event>,
 }
 
 impl Life {
-    /// Runs until the stream ends or the sequence's deadline passes.
+    /// Receives and keeps the sequence until its stream ends or its deadline passes.
     async fn live(self, put: PutRequest, peer: PeerWires) {
         let deadline = put.deadline.instant().into();
         let _ = tokio::time::timeout_at(deadline, self.until_late(put, peer)).await;
@@ -123,13 +123,14 @@ impl Life {
         Ok(())
     }
 
-    /// Sends an event. If the router has dropped the stream, the event is lost, and this call is being dropped too.
+    /// Sends an event to the router. If the router has dropped the stream, the event is lost, and this call
+    /// is being dropped too.
     async fn say(&self, event: Event) {
         let _ = self.events.send(event).await;
     }
 }
 
-/// The event stream of a sequence and the task that feeds it. They end together.
+/// The event stream of a sequence, and the task that feeds it. Dropping the stream ends the task.
 #[derive(Debug)]
 struct Events {
     events: ReceiverStream<Event>,
@@ -166,7 +167,8 @@ impl Pool for PoolService {
         Ok(Response::new(Box::pin(Events { events: ReceiverStream::new(received), _life: life })))
     }
 
-    /// Needs no deadline of its own: the landing's owner gives up at the request's deadline, which ends the delivery.
+    /// Sends a stored sequence to a landing. The call needs no deadline: the landing's owner gives up at the
+    /// request's deadline, which ends the delivery.
     async fn deliver(
         &self,
         request: Request<v1::DeliverRequest>,

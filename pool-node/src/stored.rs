@@ -1,4 +1,4 @@
-//! Complete sequences that wait to be delivered, by transfer.
+//! The complete sequences that wait to be delivered, by transfer.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,14 +7,15 @@ use types::{PromptDigest, TransferId};
 
 use crate::store::StoredSequence;
 
-/// The table of complete sequences. Clones share it. `sequences_max` bounds it.
+/// A table of complete sequences. Clones share it. The setting `sequences_max` limits its size.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct StoredSequences {
-    /// Locked for one look-up or change, never across an await.
+    /// The sequences by the transfer that brought them. The mutex is held for one look-up or change, never
+    /// across an await.
     by_transfer: Arc<Mutex<HashMap<TransferId, Stored>>>,
 }
 
-/// A sequence and its prompt's digest, which opens landings.
+/// A sequence, and its prompt's digest, which decrypts the grants of landings.
 type Stored = (Arc<StoredSequence>, PromptDigest);
 
 /// One sequence's entry in the table. Dropping it removes the sequence; running deliveries continue.
@@ -47,7 +48,7 @@ impl StoredSequences {
 impl Drop for StoredEntry {
     fn drop(&mut self) {
         let sequence = self.table.by_transfer().remove(&self.transfer);
-        // The lock is released before the blocks are returned.
+        // The mutex is released before the sequence is dropped, which returns its blocks.
         drop(sequence);
     }
 }

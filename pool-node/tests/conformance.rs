@@ -1,4 +1,4 @@
-//! Runs the connectors' conformance suite over a put followed by a delivery, taken as one connector.
+//! Runs the connectors' conformance suite over a put followed by a delivery, as if they were one connector.
 //!
 //! [`NOT_OF_TWO_LEGS`] lists the cases that do not apply, mostly because the decode node's landing is opened only when
 //! the pool has the whole sequence.
@@ -15,9 +15,9 @@ use kv_transfer::{
 };
 use types::{BlockHash, Destination, Handoff, KvSpan, Landing, NodeId, RequestId, Scheme, WireAddress};
 
-/// Room for all sequences that one test case has under way at a time.
+/// Enough blocks for all sequences that one test case has at a time.
 const POOL_BLOCKS: u32 = 4096;
-/// The deadline of a put. A landing does not carry its own deadline.
+/// The deadline of a put, set here because a landing carries none.
 const PUT_WITHIN: Duration = Duration::from_secs(4);
 const AT_THE_END: &str =
     "the landing is checked after the whole sequence is stored, so it is refused at the end";
@@ -27,7 +27,8 @@ const IN_ONE_PIECE: &str =
     "the second leg begins after the first has ended, so layers do not arrive one by one";
 const WHOLE: &str = "the pool requires the whole sequence, though the decode node needs a part";
 
-/// Cases about the beginning of a transfer, or about what its two ends know of each other.
+/// Cases that do not apply, with the reasons: they test the beginning of a transfer, or what its two ends
+/// know of each other.
 const NOT_OF_TWO_LEGS: &[(&str, &str)] = &[
     ("delivery::nothing_to_send_is_a_transfer", WHOLE),
     ("delivery::layers_leave_as_they_are_computed", IN_ONE_PIECE),
@@ -56,7 +57,7 @@ const NOT_OF_TWO_LEGS: &[(&str, &str)] = &[
     ("fault::lost_connection_fails_both_and_heals", NEVER_OPENED),
 ];
 
-/// The leg on which the suite's faults are injected.
+/// The transfer into which the suite's faults are injected: the put or the delivery.
 #[derive(Clone, Copy)]
 enum Leg {
     Put,
@@ -87,7 +88,7 @@ impl ThroughPool {
         Arc::new(Self { wire, store, parts: own })
     }
 
-    /// Stores the sequence in the pool. Each sequence has its own hashes, so nothing is cached.
+    /// Stores a sequence in the pool. Each sequence has its own hashes, so none of its blocks is cached.
     fn put(&self, landing: &Landing) -> Result<(Landing, Incoming), TransferError> {
         let n_blocks = u128::from(landing.n_tokens / u32::from(landing.layout.block_tokens));
         let hash = |nth| BlockHash(landing.transfer.0.wrapping_mul(3).wrapping_add(nth));
@@ -136,7 +137,7 @@ impl KvConnector for ThroughPool {
     }
 }
 
-/// A sender to the pool, and the landing for the delivery from there.
+/// A sender to the pool, and the decode node's landing for the delivery from the pool.
 #[derive(Debug)]
 struct TwoLegs {
     sender: Box<dyn KvSender>,

@@ -1,4 +1,4 @@
-//! Tests of the block store between a prefill node that puts and a decode node that gets.
+//! Tests of the block store, between a prefill node that sends KV and a decode node that receives it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +13,8 @@ use kv_transfer::{
 use types::{BlockHash, BlockHasher, Destination, GroupIdx, Landing, RequestId, Scheme, TenantId, TokenId};
 
 const WITHIN: Duration = Duration::from_secs(20);
-/// The pool is small, so that it fills quickly: eight blocks of a sequence, which has two groups of layers.
+/// The number of blocks of the pool, small so that it fills quickly: eight blocks of a sequence, which has
+/// two groups of layers.
 const POOL_BLOCKS: u32 = 16;
 
 struct Cluster {
@@ -49,7 +50,7 @@ impl Cluster {
         self.store.put(self.request(sequence, n_tokens))
     }
 
-    /// Computes a sequence's KV and sends what the pool does not hold.
+    /// Computes a sequence's KV and sends the blocks that the landing requests.
     async fn fill(&self, landing: &Landing, sequence: u32) {
         let from = self.prefill.computed(landing.n_tokens, u64::from(sequence));
         let to = Destination::Landing(landing.clone());
@@ -100,7 +101,7 @@ impl Cluster {
         self.store.pool().integrity().expect("the integrity check passes");
     }
 
-    /// Flips a bit in the memory of the pool.
+    /// Flips a bit of a stored block in the memory of the pool.
     fn spoil(&self, sequence: u32, n_tokens: u32, ordinal: usize) {
         let lease = self.store.pool().adopt(&hashes(sequence, n_tokens), holder());
         let block = lease.table(GroupIdx(1))[ordinal].0;
@@ -120,7 +121,7 @@ async fn in_time<T>(what: impl Future<Output = T>) -> T {
     tokio::time::timeout(WITHIN, what).await.expect("in time")
 }
 
-/// The hashes of a sequence's full blocks.
+/// Returns the hashes of a sequence's full blocks.
 fn hashes(sequence: u32, n_tokens: u32) -> Vec<BlockHash> {
     let tokens: Vec<TokenId> = (0..n_tokens).map(|nth| TokenId(sequence * 1000 + nth)).collect();
     BlockHasher::hashes(&TenantId::new("tenant"), BLOCK_TOKENS as usize, &tokens)
@@ -141,7 +142,8 @@ async fn what_was_put_is_got_on_every_wire() {
     }
 }
 
-/// A block is shared by all sequences with the same beginning. A partly filled last block belongs to one sequence.
+/// All sequences with the same beginning share their full blocks. A partly filled last block belongs to one
+/// sequence.
 #[tokio::test]
 async fn what_is_there_is_not_put_again() {
     let cluster = Cluster::new("loopback").await;
@@ -156,7 +158,7 @@ async fn what_is_there_is_not_put_again() {
     cluster.decode.assert_holds(&kv.lease, long, 1);
 }
 
-/// The last block is sent even if the pool holds the whole sequence, because it brings the handoff.
+/// The last block is sent even if the pool has the whole sequence, because the handoff comes with it.
 #[tokio::test]
 async fn the_last_block_is_always_put() {
     let cluster = Cluster::new("loopback").await;
@@ -173,7 +175,7 @@ async fn the_last_block_is_always_put() {
     assert_eq!(cluster.n_held(1, n_tokens), 4);
 }
 
-/// Blocks arrive layer by layer, and are found when all layers have arrived.
+/// KV arrives layer by layer, and its blocks are found when all layers have arrived.
 #[tokio::test]
 async fn nothing_is_found_before_it_is_whole() {
     let cluster = Cluster::new("loopback").await;
@@ -244,7 +246,7 @@ async fn what_is_being_read_is_not_evicted() {
     cluster.put(2, 3 * BLOCK_TOKENS).expect("no reader is left");
 }
 
-/// A flipped bit is found when the block is read. The block is not served until it is put again.
+/// A flipped bit is found when the block is read. The block is not served until it is stored again.
 #[tokio::test]
 async fn a_block_that_is_spoilt_is_not_served() {
     let cluster = Cluster::new("loopback").await;
@@ -271,7 +273,8 @@ async fn a_block_that_is_spoilt_is_not_served() {
     assert_eq!(cluster.n_held(1, n_tokens), 3);
 }
 
-/// KV that the wire corrupts is fetched again, on put and on delivery. Corrupted twice, the transfer fails.
+/// KV that the connection corrupts is sent again, on put and on delivery. If it is corrupted twice, the
+/// transfer fails.
 #[tokio::test]
 async fn a_bit_that_a_wire_flips_is_noticed_on_both_ways() {
     let cluster = Cluster::new("tcp").await;

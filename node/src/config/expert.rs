@@ -6,7 +6,7 @@ use kv_transfer::TransferSettings;
 use scheduler::SchedulerSettings;
 use serde::{Deserialize, Serialize};
 
-/// A node's `[expert]` tables.
+/// A node's `[expert]` tables: settings that are rarely changed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct NodeExpert {
@@ -22,8 +22,8 @@ pub struct NodeExpert {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct WatchdogExpert {
-    /// If the node has work and makes no progress for this long, it is not ready. Longer than the longest step of
-    /// the engine.
+    /// If the node has work and makes no progress for this long, it is not ready. The default is longer than
+    /// the longest step of the engine.
     pub stuck_ms: u64,
 }
 
@@ -36,11 +36,12 @@ impl Default for WatchdogExpert {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ModelExpert {
-    /// The GPU kernels that are used. Empty: those made for this GPU. `sm_90`: those for every GPU, for comparison.
+    /// The GPU architecture whose kernels are used. Empty: that of this GPU. `sm_90`: kernels that run on
+    /// every GPU, for comparison.
     pub gpu_arch: String,
-    /// Threads that compute; 0: one per core.
+    /// The number of threads that compute; 0: one per core.
     pub threads: usize,
-    /// `safetensors`, or `dummy`: random weights, to measure speed.
+    /// `safetensors` loads the weights; `dummy` makes random ones, to measure speed.
     pub load_format: String,
 }
 
@@ -53,18 +54,20 @@ impl Default for ModelExpert {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct SchedulerExpert {
-    /// Tokens of one step. Larger: prompts finish sooner; smaller: running sequences are disturbed less.
+    /// The largest number of tokens in one step. With more, prompts finish sooner; with fewer, running
+    /// sequences are disturbed less.
     pub step_tokens_max: usize,
-    /// Sequences that run at one time.
+    /// The largest number of sequences that run at one time.
     pub sequences_max: usize,
-    /// Prompts in line for KV room; more are refused.
+    /// The largest number of prompts that wait for KV room; more are refused.
     pub waiting_max: usize,
-    /// Predicted work queued before a prompt; beyond it the prompt waits in the router.
+    /// The largest predicted wait of a new prompt, in milliseconds. A prompt that would wait longer is
+    /// refused and waits in the router.
     pub queue_ms_max: f64,
-    /// Blocks left free for each running sequence to grow into.
+    /// Blocks that stay free for each running sequence to grow into.
     pub growth_blocks: usize,
-    /// A GPU step is launched shortly before the one before it ends, so that KV which arrives meanwhile joins
-    /// it. `false`: a step always waits behind the running one.
+    /// If true, a GPU step is launched shortly before the running one ends, so that KV which arrives
+    /// meanwhile joins it. If false, the next step is queued at once.
     pub launch_late: bool,
 }
 
@@ -103,17 +106,17 @@ pub struct TransferExpert {
     pub streams: u16,
     /// How long a peer may be silent before the link is closed.
     pub stall_ms: u64,
-    /// KV in one frame at most: small enough to stay in a core's cache.
+    /// The largest KV of one frame, in bytes: small enough to stay in a core's cache.
     pub frame_bytes: usize,
-    /// Multiprocessors that move and digest KV. 0: 16 for cuda-ipc, 32 for nccl.
+    /// GPU multiprocessors that copy and digest KV. 0: 16 for cuda-ipc, 32 for nccl.
     pub gpu_multiprocessors: u32,
-    /// Microseconds for which the threads of cuda-ipc and nccl poll after each event, using one core each. 0:
-    /// no threads of their own.
+    /// Microseconds for which the threads of cuda-ipc and nccl poll after each event, each on one core. 0:
+    /// the connectors have no threads of their own.
     pub spin_us: u64,
     /// `host:port` of the rdma control channel. Empty: the host of `transfer.listen`, and a free port.
     pub rdma_listen: String,
-    /// The RDMA port: `device`, `device:port` or `device:port:gid`, as in `mlx5_0:1:3`. Empty: the first active
-    /// port with a routable address.
+    /// The RDMA port: `device`, `device:port` or `device:port:gid`, as in `mlx5_0:1:3`. Empty: the first
+    /// active port with a routable address.
     pub rdma_device: String,
 }
 
@@ -132,14 +135,14 @@ impl Default for TransferExpert {
     }
 }
 
-/// Settings that only decode nodes read.
+/// Settings that only decode nodes use.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct DecodeExpert {
     /// A prompt with at most this many tokens to compute is computed by the decode node, in chunks between
     /// decode steps, because a transfer would cost more.
     pub local_tokens_max: u32,
-    /// Open landings at one time. Beyond it prompts wait in the node's line.
+    /// The largest number of open landings. Beyond it prompts wait in the node's queue.
     pub landings_max: u32,
 }
 

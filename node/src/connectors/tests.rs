@@ -25,14 +25,14 @@ async fn auto_prefers_shared_memory_on_one_host_and_tcp_between_two() {
     assert_eq!(chosen(&near, &peer(&far, "another machine")).as_deref(), Some("tcp"));
 }
 
-/// Between two machines the fastest connector is tried first; tcp, which always works, is last.
+/// The names in `auto`: the fastest connector is first, and tcp, which always works, is last.
 #[test]
 fn auto_is_ordered_by_speed_and_only_tcp_is_needed() {
     let all = expand("auto");
     assert_eq!(all, [("cuda-ipc", false), ("nccl", false), ("shm", false), ("rdma", false), ("tcp", true)]);
 }
 
-/// It is not a warning, because most machines have no RDMA.
+/// RDMA is missing without a warning, because most machines have none.
 #[tokio::test]
 async fn a_machine_without_rdma_goes_on_without_it_and_says_so_once_asked() {
     if std::path::Path::new("/sys/class/infiniband").exists() {
@@ -64,7 +64,8 @@ async fn what_was_named_is_all_there_is() {
     );
 }
 
-/// Both nodes report the same host, but the peer's socket is not in this node's folder.
+/// Both nodes report the same host, but the peer's socket is not in this node's folder, so shm falls back
+/// with one warning.
 #[tokio::test]
 async fn a_fall_back_is_a_warning_once() {
     let (near, far) = (node("near", &["auto"]).await, node("far", &["auto"]).await);
@@ -88,7 +89,7 @@ async fn a_connector_that_was_named_and_does_not_work_stops_the_start() {
     assert!(matches!(error, NodeError::Connector(_)), "{error}");
 }
 
-/// Each missing connector is reported with its reason: no GPU, or the settings.
+/// Each missing connector has its reason: there is no GPU, or the settings exclude it.
 #[tokio::test]
 async fn what_is_missing_is_said_with_its_reason() {
     let why = |node: &Connectors, scheme: &str| {
@@ -104,7 +105,7 @@ async fn what_is_missing_is_said_with_its_reason() {
     assert_eq!(why(&narrow, "shm").as_deref(), Some("transfer.connectors is tcp"));
 }
 
-/// A connector that should work and fails to start is left out, with its error.
+/// A connector that the machine should support fails to start: it is left out, with its error as the reason.
 #[tokio::test]
 async fn a_connector_that_fails_is_missing_with_its_error() {
     let parts = Node::parts("no GPU", layout());

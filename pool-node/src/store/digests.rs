@@ -6,14 +6,15 @@ use kv_cache::{BlockLease, KvMemory};
 use kv_transfer::digest::{Digest, PageShape};
 use types::GroupIdx;
 
-/// One entry for each block of the pool.
+/// The digests of a pool's blocks, one entry for each block.
 ///
 /// An entry is written when new KV has arrived in its block, before the KV is published. So an entry always describes
 /// the block's current contents.
 #[derive(Debug)]
 pub struct BlockDigests {
     memory: KvMemory,
-    /// By the block's index in the first group. Locked for one look-up, never across an await.
+    /// The entries by the block's index in the first group. The mutex is held for one look-up, never across
+    /// an await.
     by_index: Mutex<Vec<Option<Entry>>>,
 }
 
@@ -22,7 +23,7 @@ struct Entry {
     /// The number of tokens in the block. Only the last block of a sequence can be partly filled.
     n_tokens: u16,
     digests: Vec<Digest>,
-    /// True if the block was found to differ from what was stored.
+    /// Whether the block was found to differ from the KV that was stored.
     is_spoilt: bool,
 }
 
@@ -32,13 +33,15 @@ impl BlockDigests {
         Self { memory, by_index }
     }
 
-    /// Records the digests of a block of `lease`, for its first `n_tokens` tokens. The connector has just verified it.
+    /// Records the digests of a block of `lease` with `n_tokens` tokens. The connector has just verified the
+    /// block.
     pub fn note(&self, lease: &BlockLease, ordinal: usize, n_tokens: u16) {
         let Some(digests) = self.digests(lease, ordinal, n_tokens) else { return };
         self.by_index()[index(lease, ordinal)] = Some(Entry { n_tokens, digests, is_spoilt: false });
     }
 
-    /// Whether a block of `lease` still matches its digests. A block that does not is recorded as spoilt.
+    /// Returns whether a block of `lease` still matches its digests. A block that does not match is recorded
+    /// as corrupt.
     pub fn is_whole(&self, lease: &BlockLease, ordinal: usize) -> bool {
         let index = index(lease, ordinal);
         let Some(noted) = self.by_index()[index].clone() else { return false };
@@ -50,7 +53,7 @@ impl BlockDigests {
         is_whole
     }
 
-    /// The number of leading blocks of `lease` that are not recorded as spoilt. It reads no KV.
+    /// Returns the number of leading blocks of `lease` that are not recorded as corrupt. It reads no KV.
     pub fn n_sound(&self, lease: &BlockLease) -> usize {
         let by_index = self.by_index();
         let is_sound =
@@ -58,7 +61,7 @@ impl BlockDigests {
         (0..lease.n_blocks()).take_while(is_sound).count()
     }
 
-    /// Computes a block's digests; `None` if the block is being written, which does not happen here.
+    /// Computes a block's digests. Returns `None` if the block is being written, which callers exclude.
     fn digests(&self, lease: &BlockLease, ordinal: usize, n_tokens: u16) -> Option<Vec<Digest>> {
         let layout = self.memory.layout();
         let mut digests = Vec::new();

@@ -8,7 +8,7 @@ use types::{Refusal, RefusalKind, Scheme, Verdict};
 pub enum StoreError {
     #[error("the pool has no connector {0}")]
     NoConnector(Scheme),
-    /// All blocks are leased. Blocks that are not leased would have been evicted.
+    /// All blocks are leased, so none can be evicted.
     #[error("no room for {wanted} blocks")]
     Full { wanted: usize, source: NoRoom },
     #[error("{hashes} hashes for a sequence of {n_tokens} tokens")]
@@ -22,7 +22,7 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// What the caller should do. KV can always be computed again.
+    /// Returns what the caller should do. A retry is always possible, because the KV can be computed again.
     pub fn verdict(&self) -> Verdict {
         self.refusal_kind().verdict()
     }

@@ -3,7 +3,8 @@
 //! The node's [`BlockPool`] limits the store to its memory and evicts the least recently used block. A block that is
 //! being read or written is leased and cannot be evicted.
 //!
-//! Suggested reading order: this file, the life of one sequence ([`sequence`]), the digests that verify it ([`digests`]).
+//! Suggested reading order: this file, the stages of one sequence ([`sequence`]), the digests that verify it
+//! ([`digests`]).
 
 pub mod sequence;
 pub mod digests;
@@ -20,7 +21,7 @@ pub use sequence::{Incoming, StoredSequence};
 
 use self::digests::BlockDigests;
 
-/// The blocks of one pool node. Cheap to clone.
+/// A store for the KV of sequences, in the blocks of one pool node. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct BlockStore {
     inner: Arc<Inner>,
@@ -38,11 +39,11 @@ pub(crate) struct Inner {
 #[derive(Clone, Debug)]
 pub struct PutRequest {
     pub transfer: TransferId,
-    /// The request that the blocks are leased for, shown in the ledger.
+    /// The id of the client's request, shown in the list of blocks.
     pub request: RequestId,
     /// The hashes of all full blocks of the sequence.
     pub hashes: Vec<BlockHash>,
-    /// The length of the whole sequence. Its last block may be partly filled.
+    /// The number of tokens of the whole sequence. Its last block may be partly filled.
     pub n_tokens: u32,
     /// The connector that the prefill node sends on.
     pub connector: Scheme,
@@ -50,7 +51,7 @@ pub struct PutRequest {
 }
 
 impl BlockStore {
-    /// Makes a store over the memory of `parts`. The connectors must use the same memory.
+    /// Makes a store over the memory of `parts`, which the connectors must use too.
     pub fn new(parts: ConnectorParts, connectors: Vec<Arc<dyn KvConnector>>) -> Self {
         let pool = BlockPool::new(parts.memory.layout(), parts.memory.n_blocks());
         let digests = BlockDigests::new(parts.memory.clone());
@@ -65,16 +66,18 @@ impl BlockStore {
         &self.inner.pool
     }
 
-    /// The number of leading blocks of a sequence that the store holds.
+    /// Returns the number of leading blocks of a sequence that the store holds.
     pub fn n_held(&self, hashes: &[BlockHash]) -> usize {
         let holder = Holder { what: Holding::Landing, request: RequestId::new("look-up") };
         self.inner.adopt(hashes, &holder).n_blocks()
     }
 
-    /// Leases the blocks that the store holds and reserves room for the others. Must be called within a runtime.
+    /// Leases the sequence's blocks that the store has, and reserves room for the rest. Must be called within
+    /// a runtime.
     ///
-    /// The landing asks for the missing blocks, and always for the last one, which comes with the handoff. The room is
-    /// returned when the [`Incoming`] is dropped, when the transfer fails, or when its deadline passes.
+    /// The landing requests the missing blocks, and always the last one, which comes with the handoff. The
+    /// room is returned when the [`Incoming`] is dropped, when the transfer fails, or when its deadline
+    /// passes.
     pub fn put(&self, request: PutRequest) -> Result<(Landing, Incoming), StoreError> {
         let PutRequest { transfer, request, hashes, n_tokens, connector, deadline } = request;
         let n_blocks = self.inner.n_blocks(n_tokens, &hashes)?;
@@ -102,8 +105,8 @@ impl Inner {
         u32::from(self.parts.memory.layout().block_tokens)
     }
 
-    /// Leases the leading blocks that the store holds, up to the first spoilt one. A block that is stored again replaces
-    /// the spoilt one.
+    /// Leases the leading blocks that the store has, up to the first corrupt one. A corrupt block is replaced
+    /// when it is stored again.
     fn adopt(&self, hashes: &[BlockHash], holder: &Holder) -> BlockLease {
         let lease = self.pool.adopt(hashes, holder.clone());
         let n_sound = self.digests.n_sound(&lease);
@@ -114,7 +117,8 @@ impl Inner {
         self.pool.adopt(&hashes[..n_sound], holder.clone())
     }
 
-    /// The number of blocks of a sequence. Refuses a sequence unless each full block has a hash.
+    /// Returns the number of blocks of a sequence. Refuses a sequence that does not have one hash per full
+    /// block.
     fn n_blocks(&self, n_tokens: u32, hashes: &[BlockHash]) -> Result<usize, StoreError> {
         let full = (n_tokens / self.block_tokens()) as usize;
         if n_tokens == 0 || hashes.len() != full {

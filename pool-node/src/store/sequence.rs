@@ -1,4 +1,4 @@
-//! One sequence in the store: first incoming, then complete and ready for delivery.
+//! One sequence in the store: incoming at first, then complete and ready for delivery.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,7 +11,8 @@ use types::{BlockHash, Destination, Handoff, KvSpan, Landing, RequestId, Transfe
 use super::Inner;
 use super::error::StoreError;
 
-/// The number of blocks that are verified together before they are sent. Sending begins after the first batch.
+/// The number of blocks that are verified together before they are sent. The first batch is sent before the
+/// rest is verified.
 const VERIFY_BLOCKS: u32 = 32;
 
 /// A sequence whose KV is arriving. Dropping it ends the transfer and returns the room.
@@ -24,8 +25,8 @@ pub struct Incoming {
     n_held: usize,
 }
 
-/// A complete sequence with its first token. Its blocks cannot be evicted. It may be delivered more than once.
-/// Dropping it frees a partly filled last block and leaves the full blocks in the cache.
+/// A complete sequence with its first token. Its blocks cannot be evicted, and it may be delivered more than
+/// once. Dropping it frees a partly filled last block and leaves the full blocks in the cache.
 #[derive(Debug)]
 pub struct StoredSequence {
     inner: Arc<Inner>,
@@ -49,7 +50,8 @@ impl Incoming {
         self.arrival.transfer()
     }
 
-    /// Waits until all KV has arrived and publishes its full blocks. Dropping the future ends the transfer.
+    /// Waits until all KV has arrived, and makes the full blocks available to later prompts. Dropping the
+    /// future ends the transfer.
     pub async fn stored(self) -> Result<StoredSequence, StoreError> {
         let Self { inner, arrival, request, hashes, n_held } = self;
         let ArrivedKv { mut lease, handoff, bytes, scheme, .. } = arrival.settle().await?;
@@ -59,7 +61,7 @@ impl Incoming {
             if let Some(hash) = hashes.get(ordinal) {
                 lease.publish(ordinal, *hash);
             }
-            // Reading a block takes tens of microseconds, so other tasks run in between.
+            // Digesting a block takes tens of microseconds, so the task yields to others after each.
             tokio::task::yield_now().await;
         }
         info!(transfer = %handoff.transfer, blocks = lease.n_blocks() - n_held, held = n_held, connector = %scheme, "sequence stored on the pool node");
@@ -72,15 +74,16 @@ fn valid_tokens(inner: &Inner, n_tokens: u32, ordinal: usize) -> u16 {
 }
 
 impl StoredSequence {
-    /// Bytes of KV that were received for this sequence.
+    /// Returns the bytes of KV that were received for this sequence.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Fills a decode node's landing and waits until the KV has arrived and is verified. Dropping the future aborts.
+    /// Fills a decode node's landing and waits until the KV has arrived and is verified. Dropping the future
+    /// aborts the delivery.
     ///
-    /// Each block is verified before it is sent. A block that differs from what was stored fails the delivery, and is no
-    /// longer served.
+    /// Each block is verified before it is sent. A block that differs from the KV that was stored fails the
+    /// delivery, and is no longer served.
     pub async fn deliver(&self, landing: Landing) -> Result<(), StoreError> {
         let (transfer, wanted) = (landing.transfer, landing.wanted_blocks());
         self.check_landing(&landing)?;
@@ -96,7 +99,8 @@ impl StoredSequence {
         Ok(sender.finish(Handoff { transfer, ..self.handoff.clone() }).await?)
     }
 
-    /// Refuses a landing of another length, and a sequence with a spoilt block, before any byte is sent.
+    /// Refuses a landing with another number of tokens, and a sequence with a corrupt block, before any byte
+    /// is sent.
     fn check_landing(&self, landing: &Landing) -> Result<(), StoreError> {
         let stored = self.handoff.n_tokens;
         if landing.n_tokens != stored {
@@ -106,7 +110,7 @@ impl StoredSequence {
         if ordinal < self.lease.n_blocks() { Err(StoreError::Spoilt { ordinal }) } else { Ok(()) }
     }
 
-    /// Checks that these blocks still hold what was stored.
+    /// Checks that these blocks still contain the KV that was stored.
     async fn verify(&self, blocks: Range<u32>) -> Result<(), StoreError> {
         for ordinal in blocks.map(|ordinal| ordinal as usize) {
             if !self.inner.digests.is_whole(&self.lease, ordinal) {
