@@ -1,5 +1,4 @@
-//! Hot path.
-//! Chooses the sequences and tokens that the next step computes: a pure function of the candidates.
+//! Hot path. Chooses the sequences and tokens that the next step computes: a pure function of the candidates.
 //!
 //! Cost: one sort of the candidates, at most a few hundred, per step.
 
@@ -10,22 +9,24 @@ use crate::rank::{Rank, SequenceId};
 pub struct Budget {
     pub step_tokens_max: usize,
     pub rows_max: usize,
-    /// Chunks end on block edges, so that whole blocks can be sent and published.
+    /// The number of tokens per block. Chunks end on block edges, so that whole blocks can be sent and
+    /// published.
     pub block_tokens: usize,
 }
 
-/// A sequence that has its blocks, tokens to compute, and a sink with room for the results.
+/// A sequence that may be in the next step: it has blocks, tokens to compute, and a sink with room for the
+/// results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Candidate {
     pub id: SequenceId,
     pub rank: Rank,
-    /// The first position that is not computed.
+    /// The first position that is not computed yet.
     pub start: usize,
-    /// The position after the last known token, or the token in flight.
+    /// The position after the last token that is known or being sampled.
     pub end: usize,
 }
 
-/// A candidate's share of the step.
+/// The number of a candidate's tokens that the step computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
     pub id: SequenceId,
@@ -37,13 +38,14 @@ impl Candidate {
         self.end - self.start
     }
 
-    /// One token is left: a running sequence, or a prompt that was cached but for its last token.
+    /// Returns whether one token is left: a running sequence, or a prompt that was cached but for its last
+    /// token.
     fn is_running(&self) -> bool {
         self.n_tokens() == 1
     }
 
-    /// The number of tokens of a chunk of at most `room` tokens: all remaining tokens, or as many as end at a block
-    /// edge.
+    /// Returns the number of tokens of the next chunk, at most `room`: all remaining tokens, or as many as
+    /// end at a block edge.
     fn chunk(&self, room: usize, block_tokens: usize) -> usize {
         if self.n_tokens() <= room {
             return self.n_tokens();
@@ -55,8 +57,9 @@ impl Candidate {
 
 /// Fills a step: running sequences first, one token each, then prompts in chunks until the budget is used up.
 ///
-/// Both are in order of rank. If less than a block of the budget is left for a prompt, neither it nor any later
-/// prompt gets tokens. So short prompts do not overtake a long one in step after step.
+/// Sequences of each kind are in order of rank. If less than a block of the budget is left for a prompt,
+/// neither this prompt nor any later one gets tokens. So short prompts do not overtake a long one in step
+/// after step.
 pub fn plan(candidates: &[Candidate], budget: Budget) -> Vec<Share> {
     let mut in_line: Vec<&Candidate> = candidates.iter().filter(|one| one.n_tokens() > 0).collect();
     in_line.sort_unstable_by_key(|candidate| (!candidate.is_running(), candidate.rank));
@@ -81,9 +84,9 @@ mod tests {
 
     use super::*;
 
-    /// (id, priority, start, end)
+    /// A candidate: (id, priority, start, end).
     type Row = (u64, i8, usize, usize);
-    /// The name, the candidates, the limits of tokens and rows, and the expected shares.
+    /// A case: name, candidates, limit of tokens, limit of rows, and the expected shares.
     type Case = (&'static str, &'static [Row], usize, usize, &'static [(u64, usize)]);
 
     fn candidate((id, priority, start, end): Row) -> Candidate {

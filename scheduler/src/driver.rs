@@ -1,8 +1,8 @@
-//! Runs a worker. This is the only file of this crate that waits.
+//! Runs a worker. Only this file of the crate waits.
 //!
-//! In production a worker has its own OS thread, with a runtime that has timers only, so that a step of a second
-//! delays no sockets. In a simulation it is a task, and the backend's costs are waits on the virtual clock. Both run
-//! the same loop.
+//! In production a worker has its own OS thread, with a runtime that has timers only, so that a long step
+//! delays no sockets. In a simulation the worker is a task, and the backend's costs are waits on the virtual
+//! clock. The loop is the same.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -21,35 +21,36 @@ use crate::worker::{Event, Next, Worker, WorkerParts};
 /// The interval at which a worker without sequences reports its load.
 const IDLE_BEAT: Duration = Duration::from_secs(1);
 
-/// The resolution of a runtime's timers. A thread sleeps for shorter waits.
+/// The resolution of a runtime's timers. For shorter waits the thread itself sleeps.
 const TIMER_TICK: Duration = Duration::from_millis(1);
 
-/// The way in which a driver waits.
+/// How a driver waits for a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Clock {
-    /// Sleeps on its own thread, exact to the microsecond.
+    /// The worker's thread sleeps, exact to the microsecond.
     Thread,
-    /// Uses the runtime's timers, which a simulation can control.
+    /// The driver uses the runtime's timers, which a simulation can control.
     Runtime,
 }
 
-/// A worker that is not yet running. Dropping it ends the worker as if it had died.
+/// A worker that does not run yet. Dropping it ends the worker as if it had died.
 #[derive(Debug)]
 pub struct Driver {
-    /// Declared before the worker, so that nothing can be submitted when the worker's sequences end.
+    /// Reports an early end. It is declared before the worker, so that nothing can be submitted when the
+    /// worker's sequences end.
     death_report: DeathReport,
     worker: Worker,
     inbox: Arc<Inbox>,
     freed: watch::Receiver<u64>,
 }
 
-/// A worker's thread.
+/// The thread of a running worker.
 #[derive(Debug)]
 pub struct WorkerThread {
     thread: JoinHandle<Box<dyn Backend>>,
 }
 
-/// Makes a worker. It does nothing until its driver runs.
+/// Makes a worker, with a handle for callers. The worker does nothing until its driver runs.
 pub fn worker(parts: WorkerParts) -> Result<(WorkerHandle, Driver), SchedulerError> {
     let (world, settings) = (parts.world.clone(), parts.settings);
     let pool: BlockPool = parts.pool.clone();
@@ -70,9 +71,9 @@ impl Driver {
         Ok(WorkerThread { thread: thread.map_err(SchedulerError::Thread)? })
     }
 
-    /// Runs the worker as a task, as in a simulation: the same loop on the caller's clock. The backend must only
-    /// model its costs, otherwise every step blocks the caller's thread. After the drain, the worker returns its
-    /// backend.
+    /// Runs the worker as a task, as in a simulation: the same loop on the caller's clock. The backend must
+    /// only model its costs, otherwise every step blocks the caller's thread. Returns the backend after the
+    /// drain.
     pub async fn drive_simulated(self) -> Box<dyn Backend> {
         self.drive(Clock::Runtime).await
     }
@@ -92,7 +93,7 @@ impl Driver {
         self.worker.into_backend()
     }
 
-    /// Waits until the best moment for the next launch.
+    /// Waits until the best time for the next launch, which is shortly before the running step ends.
     async fn linger(&mut self, clock: Clock) {
         let Some(until) = self.worker.launch_at() else { return };
         self.report();
@@ -104,7 +105,7 @@ impl Driver {
         }
     }
 
-    /// Applies all new events, then launches one step.
+    /// Applies all new events, then launches a step.
     fn turn(&mut self) {
         for event in self.inbox.take() {
             self.worker.apply(event);
@@ -116,7 +117,8 @@ impl Driver {
     async fn collect(&mut self, due: Option<Instant>) {
         match due {
             Some(due) => sleep_until(due).await,
-            // A loop that never waits would prevent the other tasks of a simulation from running.
+            // The loop yields here, because a loop that never waits prevents the other tasks of a simulation
+            // from running.
             None => tokio::task::yield_now().await,
         }
         self.worker.apply(Event::Collect);
@@ -132,7 +134,8 @@ impl Driver {
             self.report();
         }
         let until = until.unwrap_or_else(|| Instant::now() + IDLE_BEAT);
-        // The last launch may have given blocks back in vain. That is no reason to wake up.
+        // The last launch may have returned blocks that it could not use. Marking them as seen avoids a
+        // useless turn.
         self.freed.mark_unchanged();
         tokio::select! {
             biased;
@@ -151,17 +154,17 @@ impl Driver {
 }
 
 impl WorkerThread {
-    /// Waits until the thread has ended; after [`WorkerHandle::stopped`] it returns at once. Returns the backend for
-    /// further use, or `None` if the thread has panicked and the backend is lost.
+    /// Waits until the thread has ended; after [`WorkerHandle::stopped`] it returns at once. Returns the
+    /// backend, or `None` if the thread has panicked and the backend is lost.
     pub fn join(self) -> Option<Box<dyn Backend>> {
         self.thread.join().ok()
     }
 }
 
-/// Reports the worker's death if the loop ends early: by a panic, or because its task was dropped.
+/// Reports the worker's death on drop, if the loop ends early: by a panic, or because its task was dropped.
 #[derive(Debug)]
 struct DeathReport {
-    /// `None` once the loop has ended normally and has reported it.
+    /// The inbox to report to; `None` once the loop has ended normally.
     inbox: Option<Arc<Inbox>>,
 }
 

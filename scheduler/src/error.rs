@@ -1,4 +1,4 @@
-//! Errors of starting a worker. The error of a sequence is a [`types::Refusal`].
+//! The errors of starting a worker. The error of a sequence is a [`types::Refusal`].
 
 use types::Verdict;
 

@@ -1,29 +1,31 @@
-//! Room for sequences that grow: the blocks that are kept free, and the sequence to preempt if there are none.
+//! Room for sequences that grow: the blocks that are kept free, and the sequence to preempt if there are
+//! none.
 //!
-//! A running sequence needs one more block every `block_tokens` steps. Admission keeps a reserve so that this rarely
-//! fails. If it fails, the last sequence in the line is preempted: it releases its blocks and is computed again
-//! later. A sequence can preempt only later ones in the line. So the first one in the line can get all blocks that
-//! this worker's sequences hold.
+//! A running sequence needs one more block every `block_tokens` steps. Admission keeps a reserve so that this
+//! rarely fails. If it fails, the sequence of the lowest rank is preempted: it releases its blocks and is
+//! computed again later. A sequence can preempt only sequences of lower rank. So the first one in rank can
+//! get all blocks that this worker's sequences hold.
 //!
-//! Blocks held by others (landings, wires that still read) cannot be taken away. So reservations for landings leave
-//! free all blocks that the first one in the line can still need.
+//! Blocks of other holders (landings, connectors that still read) cannot be taken away. So reservations for
+//! landings leave free all blocks that the first sequence in rank can still need.
 
 use chassis::guards::{Guard, stands};
 
 use crate::rank::{Rank, SequenceId};
 
-/// The data of a sequence with blocks that growth decisions need.
+/// What growth decisions need to know about a sequence that has blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grower {
     pub id: SequenceId,
     pub rank: Rank,
-    /// Blocks per group that it may still need until it ends.
+    /// Blocks per group that the sequence may still need until it ends.
     pub blocks_left: usize,
-    /// A wire reads its blocks, so preempting it would free none now.
+    /// Whether a connector still reads the sequence's blocks, so that preempting the sequence would free none
+    /// now.
     pub is_shared: bool,
 }
 
-/// Blocks per group that admission leaves free: a few for each sequence.
+/// Returns the blocks per group that admission leaves free: at most `each` for each sequence.
 pub fn reserve(growers: &[Grower], each: usize) -> usize {
     if !stands(Guard::GrowthReserve) {
         return 0;
@@ -31,14 +33,15 @@ pub fn reserve(growers: &[Grower], each: usize) -> usize {
     growers.iter().map(|grower| grower.blocks_left.min(each)).sum()
 }
 
-/// Blocks per group that leases for landings leave free: all that the first one in the line can still need, and a few
-/// for each other sequence.
+/// Returns the blocks per group that leases for landings leave free: all that the first sequence in rank can
+/// still need, and at most `each` for each other sequence.
 pub fn lasting_reserve(growers: &[Grower], each: usize) -> usize {
     let first = growers.iter().min_by_key(|grower| grower.rank).filter(|_| stands(Guard::GrowthReserve));
     reserve(growers, each) + first.map_or(0, |first| first.blocks_left.saturating_sub(each))
 }
 
-/// The sequence to preempt for `needy`: the last one behind it in the line whose blocks would become free.
+/// Returns the sequence to preempt for `needy`: that of the lowest rank behind it whose blocks would become
+/// free.
 pub fn victim(growers: &[Grower], needy: Rank) -> Option<SequenceId> {
     let behind = growers.iter().filter(|grower| grower.rank > needy && !grower.is_shared);
     behind.max_by_key(|grower| grower.rank).map(|grower| grower.id)

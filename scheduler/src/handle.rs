@@ -1,4 +1,4 @@
-//! The worker's handle, for the rest of a node.
+//! The handle of a worker, for the rest of a node.
 
 use std::sync::Arc;
 
@@ -11,14 +11,15 @@ use crate::load::WorkerLoad;
 use crate::rank::SequenceId;
 use crate::submission::NewSequence;
 
-/// Submits work to a worker. Cheap to clone. When the last clone is dropped, the worker finishes its sequences and
-/// stops.
+/// Submits work to a worker. Cheap to clone. When the last clone is dropped, the worker finishes its
+/// sequences and stops.
 #[derive(Clone, Debug)]
 pub struct WorkerHandle {
     shared: Arc<DrainOnDrop>,
 }
 
-/// Keeps a sequence running. Its drop cancels the sequence at any stage; after the end it has no effect.
+/// The claim to a submitted sequence. Dropping it cancels the sequence at any stage; after the sequence's end
+/// it has no effect.
 #[derive(Debug)]
 #[must_use = "a ticket that is dropped cancels its sequence"]
 pub struct Ticket {
@@ -39,16 +40,16 @@ impl WorkerHandle {
         Self { shared: Arc::new(DrainOnDrop { inbox }) }
     }
 
-    /// Submits a sequence. If it is accepted, its sink is ended exactly once, in every case. If it is refused, the
-    /// sink is dropped without a call.
+    /// Submits a sequence. If it is accepted, its sink is ended exactly once, in every case. If it is
+    /// refused, the sink is dropped without a call.
     pub fn submit(&self, new: NewSequence) -> Result<Ticket, Refusal> {
         let id = self.shared.inbox.submit(new)?;
         Ok(Ticket { inbox: Arc::clone(&self.shared.inbox), id })
     }
 
-    /// Requests room for KV that another node sends. Waits in the worker's line until it is the request's turn and
-    /// all of the room is available. Refused if the line is full, the deadline passes, or the worker drains or dies.
-    /// Dropping the future leaves the line.
+    /// Requests room for KV that another node sends. Waits until it is the request's turn and all of the room
+    /// is available. Refused if too many wait, the deadline passes, or the worker drains or dies. Dropping
+    /// the future withdraws the request.
     pub async fn room(&self, request: RoomRequest) -> Result<GrantedRoom, Refusal> {
         let inbox = &self.shared.inbox;
         let (id, answered) = match inbox.ask_room(request)? {
@@ -66,12 +67,13 @@ impl WorkerHandle {
         }
     }
 
-    /// The worker's load. It changes on every turn, so a reader that forwards it must limit its rate.
+    /// Returns a receiver of the worker's load. The load changes on every turn, so a reader that forwards it
+    /// must limit its rate.
     pub fn load(&self) -> watch::Receiver<WorkerLoad> {
         self.shared.inbox.load()
     }
 
-    /// The worker's state, which decides readiness.
+    /// Returns a receiver of the worker's state, which decides the node's readiness.
     pub fn state(&self) -> watch::Receiver<WorkerState> {
         self.shared.inbox.state()
     }
@@ -81,7 +83,7 @@ impl WorkerHandle {
         self.shared.inbox.drain();
     }
 
-    /// Waits until the worker is drained or dead. The caller must add a deadline. Cancel-safe.
+    /// Waits until the worker is drained or dead, without a deadline. Cancel-safe.
     pub async fn stopped(&self) -> WorkerState {
         let mut state = self.state();
         let is_over = |state: &WorkerState| matches!(state, WorkerState::Stopped | WorkerState::Dead(_));
@@ -89,7 +91,7 @@ impl WorkerHandle {
         last.unwrap_or(WorkerState::Stopped)
     }
 
-    /// Wakes the worker after a sink has room again.
+    /// Wakes the worker. Call it when a sink has room again.
     pub fn nudge(&self) {
         self.shared.inbox.nudge();
     }

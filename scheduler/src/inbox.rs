@@ -1,8 +1,8 @@
-//! The queue between callers and the worker: submissions that the worker has not taken, and the load that callers
-//! see.
+//! The queue between callers and the worker: submissions that the worker has not taken yet, and the load that
+//! callers see.
 //!
-//! A submission is accepted or refused by the load that the worker last reported, plus the submissions accepted
-//! since. So a burst between two turns of the worker is counted too.
+//! A submission is accepted or refused by the load that the worker last reported, plus the submissions
+//! accepted since. So a burst between two turns of the worker counts too.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -26,12 +26,12 @@ use crate::worker::{Event, Worker};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum WorkerState {
     Running,
-    /// It accepts no new work and finishes its sequences.
+    /// The worker accepts no new work and finishes its sequences.
     Draining,
-    /// Drained: all sequences and the worker have ended.
+    /// The worker has drained: all its sequences have ended, and it has stopped.
     Stopped,
-    /// Its backend is lost, or it panicked. All its sequences were ended with a refusal. The process should be
-    /// replaced.
+    /// The worker's backend is lost, or the worker panicked. All its sequences were ended with a refusal. The
+    /// process should be replaced.
     Dead(Arc<str>),
 }
 
@@ -42,41 +42,41 @@ pub(crate) struct Inbox {
     pool: BlockPool,
     n_blocks: u32,
     settings: SchedulerSettings,
-    /// A std mutex: sections are short and never await.
+    /// The queues. A std mutex is enough: sections are short and never await.
     queues: Mutex<Queues>,
-    /// Notified of every addition.
+    /// Notified when something is added to a queue.
     bell: Notify,
     load: watch::Sender<WorkerLoad>,
     state: watch::Sender<WorkerState>,
 }
 
-/// Submissions that the worker has not taken.
+/// The submissions, requests and cancellations that the worker has not taken yet.
 #[derive(Debug, Default)]
 struct Queues {
-    /// Bounded: fresh ones by `waiting_max`, arrived ones by the blocks that they hold.
+    /// Accepted sequences. `waiting_max` bounds the fresh ones, and their blocks bound the arrived ones.
     submissions: VecDeque<Submission>,
-    /// Waiting requests for room. Bounded by `waiting_max`.
+    /// Requests for room that wait. `waiting_max` bounds them.
     waiters: VecDeque<RoomWaiter>,
-    /// Bounded, because each sequence is cancelled once.
+    /// Cancelled sequences. Each sequence is cancelled once, which bounds them.
     cancelled: Vec<SequenceId>,
     n_made: u64,
-    /// Accepted since the worker's last report.
+    /// The work that was accepted since the worker's last report.
     unreported: Unreported,
     costs: StepCosts,
 }
 
-/// The outcome of a request for room.
+/// The answer to a request for room.
 #[derive(Debug)]
 pub(crate) enum RoomAnswer {
     Granted(GrantedRoom),
-    /// The request waits in the line under this id. The answer comes through the receiver.
+    /// The request waits under this id. The answer comes through the receiver.
     Waits(SequenceId, oneshot::Receiver<Result<GrantedRoom, Refusal>>),
 }
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Unreported {
     queued: Backlog,
-    /// Taken by the worker since its last report.
+    /// The work that the worker has taken since its last report.
     taken: Backlog,
 }
 
@@ -103,13 +103,14 @@ impl Inbox {
         }
     }
 
-    /// Accepts or refuses a sequence. The sink of a refused one gets no call.
+    /// Accepts or refuses a sequence. The sink of a refused sequence gets no call.
     pub(crate) fn submit(&self, new: NewSequence) -> Result<SequenceId, Refusal> {
         let sequence_limits = SequenceLimits::of(&new, &self.model, self.n_blocks)?;
         let submitted = self.world.now();
         check_deadline(new.prompt.deadline, submitted)?;
         let mut queues = self.queues();
-        // Checked under the lock of the queues, so that nothing is accepted after the worker's last check.
+        // The state is checked while the queues are locked, so that nothing is accepted after the worker's
+        // last check.
         self.check_open()?;
         self.check_queue(&new, &queues)?;
         let id = queues.next_id();
@@ -129,8 +130,8 @@ impl Inbox {
         Ok(id)
     }
 
-    /// Grants room at once if no request waits and all of it is available. Otherwise the request joins the line; if
-    /// the line is full, it is refused.
+    /// Grants room at once if no request waits and all of it is available. Otherwise the request waits, or is
+    /// refused if too many wait.
     pub(crate) fn ask_room(&self, request: RoomRequest) -> Result<RoomAnswer, Refusal> {
         let submitted = self.world.now();
         check_deadline(request.deadline, submitted)?;
@@ -155,7 +156,7 @@ impl Inbox {
         Ok(RoomAnswer::Waits(id, answered))
     }
 
-    /// Returns the refusal if the worker accepts nothing new.
+    /// Checks that the worker accepts new work.
     pub(crate) fn check_open(&self) -> Result<(), Refusal> {
         match &*self.state.borrow() {
             WorkerState::Running => Ok(()),
@@ -168,7 +169,8 @@ impl Inbox {
         }
     }
 
-    /// A sequence whose KV has arrived is always accepted: a refusal would waste the transfer.
+    /// Refuses a fresh prompt if too many wait or the predicted queueing time is too long. A sequence whose
+    /// KV has arrived is always accepted, because a refusal would waste the transfer.
     fn check_queue(&self, new: &NewSequence, queues: &Queues) -> Result<(), Refusal> {
         if !new.source.is_fresh() {
             return Ok(());
@@ -226,7 +228,8 @@ impl Inbox {
 // === impl Inbox: for the worker ===
 
 impl Inbox {
-    /// All new events, in order. Cancellations come last, because they may be of sequences that were just submitted.
+    /// Returns all new events, in order. Cancellations come last, because they may cancel sequences that were
+    /// just submitted.
     pub(crate) fn take(&self) -> Vec<Event> {
         let mut queues = self.queues();
         let submissions = std::mem::take(&mut queues.submissions);
@@ -239,7 +242,7 @@ impl Inbox {
         submissions.chain(waiters).chain(cancelled.into_iter().map(Event::Cancel)).collect()
     }
 
-    /// Stops the worker if it was drained and nothing came in before that. Returns whether it is stopped.
+    /// Stops the worker if it is draining and no submission is left. Returns whether it has stopped.
     pub(crate) fn stop(&self) -> bool {
         let queues = self.queues();
         let may_stop = *self.state.borrow() == WorkerState::Draining
@@ -267,7 +270,7 @@ impl Inbox {
         self.load.send_replace(load);
     }
 
-    /// Waits until there is something new since the last call. Cancel-safe.
+    /// Waits until a queue has changed since the last call. Cancel-safe.
     pub(crate) async fn rings(&self) {
         self.bell.notified().await;
     }

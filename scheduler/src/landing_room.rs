@@ -1,4 +1,4 @@
-//! KV room for a prompt whose KV another node sends. The request waits in the worker's line, as fresh prompts do.
+//! KV room for a prompt whose KV another node sends. The request waits in one queue with fresh prompts.
 
 use chassis::counted::{Counted, Counter};
 use kv_cache::{BlockLease, BlockPool, Holder};
@@ -10,15 +10,15 @@ use types::{BlockHash, Deadline, Refusal, RefusalKind};
 use crate::rank::{Rank, SequenceId};
 use crate::settings::SchedulerSettings;
 
-/// The needs of a prompt before its KV can be sent here.
+/// A request for the room of a prompt, before its KV can be sent here.
 #[derive(Clone, Debug)]
 pub struct RoomRequest {
     pub holder: Holder,
     pub priority: Priority,
     pub deadline: Deadline,
-    /// Hashes of the prompt's full blocks that may be taken from the prefix cache, in order.
+    /// The hashes of the prompt's full blocks that may be taken from the prefix cache, in order.
     pub hashes: Vec<BlockHash>,
-    /// Blocks per layer group that the whole prompt needs.
+    /// The blocks per layer group that the whole prompt needs.
     pub n_blocks: usize,
     /// The counter of open landings.
     pub landings: Counter,
@@ -26,18 +26,18 @@ pub struct RoomRequest {
     pub landings_max: u32,
 }
 
-/// Room for a prompt's KV. The drop releases the blocks and the landing.
+/// Room for a prompt's KV. Dropping it releases the blocks and the landing.
 #[derive(Debug)]
 pub struct GrantedRoom {
     /// Blocks for the whole prompt, the cached ones first.
     pub lease: BlockLease,
-    /// Leading blocks per layer group whose KV is cached.
+    /// The number of leading blocks per layer group whose KV is cached.
     pub cached_blocks: usize,
-    /// The place of this landing in the counter of open landings.
+    /// This landing in the counter of open landings.
     pub landing: Counted,
 }
 
-/// A request that waits in the line.
+/// A request for room that waits, with the channel for its answer.
 #[derive(Debug)]
 pub(crate) struct RoomWaiter {
     pub(crate) id: SequenceId,
@@ -47,7 +47,7 @@ pub(crate) struct RoomWaiter {
 }
 
 impl RoomRequest {
-    /// Takes the room if all of it is available and `kept` blocks, in all `n_groups` layer groups, remain free.
+    /// Takes the room if all of it is available and `kept` blocks, in all `n_groups` layer groups, stay free.
     pub(crate) fn grant(&self, pool: &BlockPool, n_groups: usize, kept: usize) -> Option<GrantedRoom> {
         let landing = self.landings.enter(self.landings_max)?;
         let cached = pool.adopt(&self.hashes, self.holder.clone());
@@ -71,13 +71,13 @@ impl RoomWaiter {
         self.request.deadline.instant().into()
     }
 
-    /// Sends the answer. If the requester is gone, the room is released at once.
+    /// Sends the answer. If the caller has given up, the room is released at once.
     pub(crate) fn answer(self, answer: Result<GrantedRoom, Refusal>) {
         let _ = self.answer.send(answer);
     }
 }
 
-/// The refusal when the line is full.
+/// Returns the refusal of a request when too many prompts wait.
 pub(crate) fn line_is_full(n_waiting: usize) -> Refusal {
     Refusal::new(RefusalKind::Full, format!("{n_waiting} prompts wait for KV room already"))
 }

@@ -1,4 +1,4 @@
-//! A step that was launched and is not yet collected.
+//! A step that was launched and is not collected yet.
 
 use engine::Launched;
 use tokio::time::Instant;
@@ -9,15 +9,16 @@ use crate::room::Room;
 #[derive(Debug)]
 pub(crate) struct LaunchedStep {
     pub(crate) launched: Launched,
-    /// In the batch's order.
+    /// The sequences in the step, in the batch's order.
     pub(crate) rows: Vec<StepRow>,
     pub(crate) launched_at: Instant,
-    /// The end of a step whose duration is only modelled.
+    /// The time at which a step ends whose duration is only modelled.
     pub(crate) due: Option<Instant>,
-    /// The step was launched late on purpose. The end of the previous step shows the remaining margin.
+    /// Whether the launch was delayed until shortly before the end of the previous step. That end then shows
+    /// the remaining margin.
     pub(crate) is_late: bool,
-    /// Blocks of sequences that ended or were preempted while this step was running. The step may still write into
-    /// them, so they are released only when it is collected.
+    /// The blocks of sequences that ended or were preempted while this step was running. The step may still
+    /// write into them, so they are released when it is collected.
     pub(crate) held: Vec<Room>,
 }
 
@@ -28,7 +29,7 @@ pub(crate) struct StepRow {
 }
 
 impl LaunchedStep {
-    /// `before`: the step that the device runs before this one.
+    /// Makes a launched step. `before` is the step that the device runs before it.
     pub(crate) fn new(
         launched: Launched,
         rows: Vec<StepRow>,

@@ -1,20 +1,20 @@
-//! The time between the launch of a step and the end of the running one.
+//! How long before the end of the running step the next step is launched.
 //!
-//! If a step is always queued behind the running one, a new prompt waits for the end of both. A step that is launched
-//! shortly before the running one ends costs the device nothing, and includes the prompts that arrived meanwhile. The
-//! lead is adapted to the time that the running step had left when the next one was queued.
-//! See `docs/decisions/0014-launch-late.md`.
+//! If a step is always queued behind the running one, a new prompt waits for the end of two steps. A step
+//! that is launched shortly before the running one ends costs the device nothing, and includes the prompts
+//! that arrived meanwhile. The lead is adapted to the time that the running step had left when the next one
+//! was queued. See `docs/decisions/0014-launch-late.md`.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// The smallest safe margin: with less, a slightly slower thread would let the device idle.
+/// The smallest safe margin. With less, a slightly slower thread would let the device idle.
 const TIGHT: Duration = Duration::from_micros(100);
 const FIRST: Duration = Duration::from_millis(2);
 const LEAST: Duration = Duration::from_micros(200);
 const MOST: Duration = Duration::from_millis(50);
-/// Added after a tight launch; each other launch subtracts `NARROWER`.
+/// The increase of the lead after a tight launch. Every other launch decreases it by `NARROWER`.
 const WIDER: Duration = Duration::from_micros(256);
 const NARROWER: Duration = Duration::from_micros(4);
 
@@ -28,12 +28,13 @@ impl Default for LaunchLead {
 }
 
 impl LaunchLead {
-    /// The time of the launch behind a step that ends at `end`.
+    /// Returns the time to launch the next step if the running one ends at `end`.
     pub(crate) fn before(self, end: Instant) -> Option<Instant> {
         end.checked_sub(self.0)
     }
 
-    /// Adapts the lead to the time that the running step had left. Returns whether that was too little.
+    /// Adapts the lead to the time `spare` that the running step had left. Returns whether that time was too
+    /// short.
     pub(crate) fn learn(&mut self, spare: Duration) -> bool {
         let is_tight = spare < TIGHT;
         let next = if is_tight { self.0 + WIDER } else { self.0.saturating_sub(NARROWER) };
@@ -46,8 +47,8 @@ impl LaunchLead {
 mod tests {
     use super::*;
 
-    /// Simulates steps of 6 ms or up to `jitter` less. Returns the lead, and the number of tight launches among the
-    /// last thousand.
+    /// Simulates steps of 6 ms or up to `jitter` less. Returns the lead, and the number of tight launches
+    /// among the last thousand.
     fn after(jitter: Duration, launch_takes: Duration) -> (Duration, usize) {
         let mut lead = LaunchLead::default();
         let mut n_tight = 0;

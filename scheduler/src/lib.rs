@@ -1,4 +1,4 @@
-//! Decides which tokens each step computes, and runs the loop.
+//! Decides which tokens each engine step computes, and runs the loop of steps.
 //!
 //! Suggested reading order:
 //!

@@ -7,51 +7,51 @@ use types::NodeLoad;
 
 use crate::launched_step::StepRow;
 
-/// The weight of a new observation in a decaying mean.
+/// The weight of a new value in a decaying mean.
 const NEWS: f64 = 0.05;
-/// Below this variance of the number of rows, the observed steps do not show the cost of one more row.
+/// The smallest variance of the number of rows from which the cost of one more row is derived.
 const ROWS_VARIANCE_MIN: f64 = 0.25;
 
-/// A worker's load, with additional values for the watchdog and for reservations.
+/// A worker's load, with further values for the watchdog and for reservations.
 #[derive(Clone, Copy, Debug)]
 pub struct WorkerLoad {
     pub node: NodeLoad,
-    /// Blocks, in all groups, to leave free for growing sequences. Other reservations in this pool (for landings)
+    /// Blocks, in all groups, to leave free for growing sequences. Reservations for landings in the same pool
     /// leave them free.
     pub growth_reserve_blocks: u32,
-    /// The time at which a step last ended, or the worker last had nothing to do.
+    /// The time at which a step last ended, or the worker last had no work.
     pub last_progress: Instant,
-    /// The time of this report. A worker reports on every turn, and once a second when it is idle. A worker that does
-    /// not report is inside a step of its engine.
+    /// The time of this report. A worker reports on every turn, and once a second while idle. A worker that
+    /// does not report is inside an engine step.
     pub last_turn: Instant,
 }
 
-/// The contents of one step.
+/// The size of one step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepShape {
-    /// Rows of one token.
+    /// The number of rows with one token.
     pub n_running: usize,
-    /// Tokens of longer rows.
+    /// The number of tokens in longer rows.
     pub n_prefill_tokens: usize,
 }
 
-/// The time of a step as a function of its contents.
+/// Predicts the time of a step from its size.
 ///
-/// Steps without prompts are fitted by a line, time over rows, with decaying weights. The additional time of a step
-/// with prompts is the cost of the prompts.
+/// The time of steps without prompts is fitted by a line over the number of rows, with decaying weights. The
+/// additional time of a step with prompts is the cost of the prompts.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StepCosts {
     running: Line,
     prefill_token_ms: Mean,
 }
 
-/// A mean with decaying weights.
+/// A mean in which older values count less and less.
 #[derive(Clone, Copy, Debug, Default)]
 struct Mean {
     value: Option<f64>,
 }
 
-/// A line through points, fitted to their decaying means.
+/// A line through points, in which older points count less and less.
 #[derive(Clone, Copy, Debug, Default)]
 struct Line {
     x: Mean,
@@ -81,13 +81,13 @@ impl StepCosts {
         self.prefill_token_ms.learn(of_prompts / step.n_prefill_tokens as f64);
     }
 
-    /// The time of a step of running sequences only.
+    /// Returns the predicted time of a step that has running sequences only, in milliseconds.
     pub fn running_ms(&self, n_running: usize) -> f64 {
         if n_running == 0 { 0.0 } else { self.running.at(n_running as f64) }
     }
 
-    /// The time until `n_tokens` prompt tokens are computed beside `n_running` sequences, with at most
-    /// `step_tokens_max` tokens per step.
+    /// Returns the predicted time until `n_tokens` prompt tokens are computed beside `n_running` sequences,
+    /// with at most `step_tokens_max` tokens per step, in milliseconds.
     pub fn queue_ms(&self, n_tokens: u64, n_running: usize, step_tokens_max: usize) -> f64 {
         let of_prompts = n_tokens as f64 * self.prefill_token_ms.get();
         let tokens_a_step = step_tokens_max.saturating_sub(n_running).max(1);
@@ -121,8 +121,8 @@ impl Line {
         (self.y.get() + self.slope() * (x - self.x.get())).max(0.0)
     }
 
-    /// Never negative, and never steeper than a line through the origin: one more row does not make a step shorter,
-    /// and a step has a fixed cost.
+    /// Returns the slope of the line. It is never negative, because one more row does not make a step
+    /// shorter, and never steeper than a line through the origin, because a step has a fixed cost.
     fn slope(&self) -> f64 {
         let (x, y) = (self.x.get(), self.y.get());
         let variance = self.xx.get() - x * x;
@@ -137,7 +137,7 @@ impl Line {
 mod tests {
     use super::*;
 
-    /// 5 ms, plus 0.1 ms per row and 0.05 ms per prompt token.
+    /// Returns the time of a step: 5 ms, plus 0.1 ms per row and 0.05 ms per prompt token.
     fn took(n_running: usize, n_prefill_tokens: usize) -> Duration {
         Duration::from_secs_f64((5.0 + 0.1 * n_running as f64 + 0.05 * n_prefill_tokens as f64) / 1e3)
     }

@@ -1,4 +1,4 @@
-//! The worker's metrics.
+//! The metrics of a worker.
 
 use chassis::metrics::Metrics;
 use chassis::metrics::prometheus::{Histogram, IntCounter, IntCounterVec, IntGauge};
@@ -6,7 +6,7 @@ use types::NodeLoad;
 
 use crate::sink::SequenceEnd;
 
-/// Buckets for tokens of a step: 1 to 16384, by factors of two.
+/// Buckets for the number of tokens in a step: 1 to 16384, by factors of two.
 const TOKEN_BUCKETS: &[f64] =
     &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0];
 
@@ -18,11 +18,11 @@ pub struct SchedulerMetrics {
     pub(crate) prefill_tokens: IntCounter,
     pub(crate) cached_tokens: IntCounter,
     pub(crate) sampled_tokens: IntCounter,
-    /// Rows that were computed for sequences that had ended meanwhile.
+    /// Rows that were computed for sequences that had already ended.
     pub(crate) discarded_rows: IntCounter,
     pub(crate) preemptions: IntCounter,
     pub(crate) failed_steps: IntCounter,
-    /// Steps whose launch came after, or shortly before, the end of the previous step.
+    /// Steps that were launched shortly before, or after, the end of the previous step.
     pub(crate) tight_launches: IntCounter,
     pub(crate) queue_seconds: Histogram,
     pub(crate) room_wait_seconds: Histogram,

@@ -5,16 +5,17 @@ use std::time::Duration;
 
 use types::prompt::Priority;
 
-/// Identifies a sequence within one worker. Ids are in the order of arrival.
+/// The id of a sequence within one worker. Later sequences have greater ids.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct SequenceId(pub u64);
 
-/// A place in the line: the smaller rank comes first. No two sequences have the same rank.
+/// The place of a sequence in the order of a worker: the smaller rank comes first. No two sequences have the
+/// same rank.
 ///
-/// A higher priority comes first, and among equals the earlier arrival. A sequence older than the age bound comes
-/// before all younger ones, in order of arrival alone. So a stream of urgent prompts cannot starve the others: the
-/// wait of each is bounded by the work that came before it. Age only grows, and sequences past the bound are ordered
-/// by arrival, so two sequences cannot preempt each other in turn.
+/// A higher priority comes first, and among equal priorities the earlier arrival. A sequence older than the
+/// age bound comes before all younger ones, in order of arrival alone. So a stream of urgent prompts cannot
+/// starve the others: the work that came before a prompt bounds its wait. Age only grows, and sequences past
+/// the bound are ordered by arrival, so two sequences cannot preempt each other in turn.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Rank {
     class: Reverse<Class>,
@@ -27,7 +28,7 @@ enum Class {
     Aged,
 }
 
-/// A place among the sequences and requests that wait for KV room: the smaller one comes first.
+/// The place of a sequence or request among all that wait for KV room: the smaller one comes first.
 ///
 /// A preempted sequence comes before all that have not run yet, because its client already has tokens.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]

@@ -5,16 +5,17 @@ use std::sync::Arc;
 use kv_cache::BlockLease;
 use types::{BlockHash, BlockIdx, GroupIdx};
 
-/// A sequence's blocks, from its first token on. The drop releases them, unless a wire still reads them.
+/// A sequence's blocks, from its first token on. Dropping the value releases them, unless a connector still
+/// reads them.
 #[derive(Debug)]
 pub(crate) struct Room {
-    /// The lease that sinks share. While they hold it, it cannot be extended.
+    /// The lease that sinks share. While a sink holds it, it cannot be extended.
     lease: Arc<BlockLease>,
-    /// Blocks that were added while the lease was shared.
+    /// The blocks that were added while the lease was shared.
     grown: Option<BlockLease>,
-    /// Per group, the blocks of both leases.
+    /// The blocks of both leases, one table per group.
     tables: Vec<Vec<BlockIdx>>,
-    /// Blocks that others can find. They are no longer written.
+    /// The number of leading blocks that other sequences can find in the cache. They are no longer written.
     n_published: usize,
 }
 
@@ -24,27 +25,27 @@ impl Room {
         Self { lease: Arc::new(lease), grown: None, tables, n_published: 0 }
     }
 
-    /// Blocks per group.
+    /// Returns the number of blocks per group.
     pub(crate) fn n_blocks(&self) -> usize {
         self.lease.n_blocks() + self.grown.as_ref().map_or(0, BlockLease::n_blocks)
     }
 
-    /// Per group, all blocks.
+    /// Returns all blocks, one table per group.
     pub(crate) fn tables(&self) -> impl Iterator<Item = &[BlockIdx]> {
         self.tables.iter().map(Vec::as_slice)
     }
 
-    /// The lease for a sink, without blocks that were added while it was shared.
+    /// Returns the lease for a sink, without the blocks that were added while it was shared.
     pub(crate) fn lease(&self) -> &Arc<BlockLease> {
         &self.lease
     }
 
-    /// Whether a sink holds the blocks, so that dropping this would free none.
+    /// Returns whether a sink holds the lease, so that dropping this value would free no blocks.
     pub(crate) fn is_shared(&self) -> bool {
         Arc::strong_count(&self.lease) > 1
     }
 
-    /// Adds blocks at the end.
+    /// Adds the blocks of a second lease at the end of the tables.
     pub(crate) fn grow(mut self, more: BlockLease) -> Self {
         for (group, table) in (0..).map(GroupIdx).zip(&mut self.tables) {
             table.extend_from_slice(more.table(group));
@@ -59,9 +60,9 @@ impl Room {
         }
     }
 
-    /// Gives back the blocks that a sliding window has passed: those before `first_seen`.
+    /// Returns to the pool the blocks before `first_seen`, which a sliding window has passed.
     ///
-    /// A wire may be reading blocks that a sink shares, so the blocks of a shared room stay for now.
+    /// The blocks of a shared lease stay for now, because a connector may be reading them.
     pub(crate) fn give_back(&mut self, first_seen: impl Fn(GroupIdx) -> usize) {
         let Some(lease) = Arc::get_mut(&mut self.lease) else { return };
         for (group, table) in (0..).map(GroupIdx).zip(&mut self.tables) {
@@ -71,10 +72,9 @@ impl Room {
         }
     }
 
-    /// Publishes the first `hashes.len()` blocks, which are full and valid.
+    /// Publishes the first `hashes.len()` blocks, which are full and valid, in the prefix cache.
     ///
-    /// Blocks that were added while the lease was shared are published later, after the room has grown without a
-    /// sink.
+    /// Blocks that were added while the lease was shared are published later, when no sink holds the lease.
     pub(crate) fn publish(&mut self, hashes: &[BlockHash]) {
         let n_full = hashes.len().min(self.lease.n_blocks());
         for (ordinal, hash) in hashes.iter().enumerate().take(n_full).skip(self.n_published) {

@@ -19,9 +19,10 @@ use crate::room::Room;
 use crate::sink::{SequenceEnd, SinkGuard, StepTiming};
 use crate::submission::{SequenceLimits, Source, Submission};
 
-/// A sequence of a worker. It is *placed* if it has blocks, and waiting if it has none.
+/// The state of one prompt in a worker. The sequence is *placed* if it has blocks, and waits for room if it
+/// has none.
 ///
-/// Its positions, from the first token on:
+/// The positions of a sequence, from the first token on:
 ///
 /// ```text
 /// | 0 ..        | .. n_confirmed | .. n_computed       | .. tokens.len() | + n_pending       |
@@ -38,25 +39,25 @@ pub(crate) struct Sequence {
     sink_guard: SinkGuard,
     tokens: Vec<TokenId>,
     hashes: Hashes,
-    /// Limit of published blocks: those within the narrowest window, or all.
+    /// The largest number of blocks to publish: those within the narrowest window, or all.
     publish_max: usize,
     room: Option<Room>,
     n_computed: usize,
     n_confirmed: usize,
-    /// Tokens that launched steps are sampling.
+    /// The number of tokens that launched steps are sampling.
     n_pending: usize,
-    /// Its rows in launched steps.
+    /// The number of the sequence's rows in launched steps.
     n_rows_in_flight: usize,
     n_steps_sent: usize,
-    /// Blocks that the sink has received.
+    /// The number of blocks that the sink has received.
     n_blocks_sent: usize,
-    /// The tokens that the first placement found in the cache; `None` before it.
+    /// The number of tokens that the first placement found in the cache; `None` before it.
     cached_tokens: Option<u32>,
     submitted: Instant,
     started: Option<Instant>,
 }
 
-/// The hashes of a sequence's full blocks, as far as its tokens are known.
+/// The hashes of a sequence's full blocks, computed as its tokens become known.
 #[derive(Debug)]
 struct Hashes {
     hasher: BlockHasher,
@@ -64,18 +65,18 @@ struct Hashes {
     hashes: Vec<BlockHash>,
 }
 
-/// The effect of a token.
+/// What follows a token that was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum After {
     More,
-    /// It was the last token that is wanted here.
+    /// The token was the last one that is wanted from this worker.
     End(Option<FinishReason>),
 }
 
 // === impl Sequence: its life ===
 
 impl Sequence {
-    /// Makes a sequence from a submission. If its KV arrived, it already has its blocks.
+    /// Makes a sequence from a submission. If its KV has arrived, the sequence is placed at once.
     pub(crate) fn new(submission: Submission, layout: &KvLayout) -> Self {
         let Submission { id, prompt, source, sink_guard, sequence_limits, span, submitted } = submission;
         let mut sequence = Self {
@@ -104,7 +105,8 @@ impl Sequence {
         sequence
     }
 
-    /// Takes in arrived KV. It counts neither as cached nor as computed.
+    /// Takes the blocks of arrived KV and the first token. The KV counts neither as cached nor as computed
+    /// here.
     fn arrive(&mut self, lease: BlockLease, first: &Step, layout: &KvLayout) {
         self.cached_tokens = Some(0);
         self.place(lease, self.prompt.tokens.len(), layout);
@@ -112,7 +114,7 @@ impl Sequence {
         self.publish();
     }
 
-    /// Gives the sequence its blocks. The KV of the first `n_computed` tokens is in them.
+    /// Gives the sequence its blocks. They contain the KV of the first `n_computed` tokens.
     pub(crate) fn place(&mut self, mut lease: BlockLease, n_computed: usize, layout: &KvLayout) {
         lease.rename(self.holder());
         let n_groups = layout.groups.len();
@@ -123,19 +125,20 @@ impl Sequence {
         self.send_kv(&LayerFence::open(), layout);
     }
 
-    /// Adds blocks.
+    /// Adds blocks for further tokens at the end of the sequence's tables.
     pub(crate) fn grow(&mut self, more: BlockLease) {
         self.room = self.room.take().map(|room| room.grow(more));
     }
 
-    /// Removes its blocks. Its tokens stay known; all KV must be computed again.
+    /// Removes the sequence's blocks. Its tokens stay known; all KV must be computed again.
     pub(crate) fn unplace(&mut self) -> Option<Room> {
         self.n_computed = 0;
         self.n_confirmed = 0;
         self.room.take()
     }
 
-    /// Ends it. Returns its blocks, which the caller keeps until no launched step uses them.
+    /// Ends the sequence and its sink. Returns its blocks, which the caller keeps until no launched step uses
+    /// them.
     pub(crate) fn end(self, end: SequenceEnd) -> Option<Room> {
         self.sink_guard.end(end);
         self.room
@@ -153,18 +156,18 @@ impl Sequence {
         Rank::new(self.prompt.priority, self.id, self.age(now), bound)
     }
 
-    /// The result of a sequence whose first token, which arrived with it, was the last one.
+    /// Returns the end of a sequence whose first token, which arrived with its KV, was the last one.
     pub(crate) fn ended_on_arrival(&self) -> Option<SequenceEnd> {
         let is_over = self.sequence_limits.steps_max == 0;
         is_over.then(|| self.finished(self.sequence_limits.finish.or(Some(FinishReason::Length))))
     }
 
-    /// The time since its submission.
+    /// Returns the time since the sequence's submission.
     pub(crate) fn age(&self, now: Instant) -> Duration {
         now.saturating_duration_since(self.submitted)
     }
 
-    /// Whether it had blocks before. If it has none now, it was preempted.
+    /// Returns whether the sequence ever had blocks. If it has none now, it was preempted.
     pub(crate) fn has_run(&self) -> bool {
         self.cached_tokens.is_some()
     }
@@ -181,25 +184,25 @@ impl Sequence {
         self.prompt.deadline.instant().into()
     }
 
-    /// Whether it could be in the next step: it has blocks, it wants more tokens than the steps in flight bring, and
-    /// its sink has room.
+    /// Returns whether the sequence could be in the next step: it has blocks, wants more tokens than the
+    /// launched steps sample, and its sink has room.
     pub(crate) fn is_runnable(&self) -> bool {
         let wants_more = self.n_steps_sent + self.n_pending < self.sequence_limits.steps_max;
         self.is_placed() && wants_more && self.sink_guard.has_room()
     }
 
-    /// Its candidacy for the next step.
+    /// Returns the sequence as a candidate for the next step, if it could be in it.
     pub(crate) fn candidate(&self, rank: Rank) -> Option<Candidate> {
         let (id, start, end) = (self.id, self.n_computed, self.n_known());
         self.is_runnable().then_some(Candidate { id, rank, start, end })
     }
 
-    /// Missing blocks per group for the tokens that are known or in flight.
+    /// Returns the blocks per group that are missing for the tokens that are known or being sampled.
     pub(crate) fn blocks_missing(&self, layout: &KvLayout) -> usize {
         layout.blocks_for(self.n_known()).saturating_sub(self.n_blocks())
     }
 
-    /// The sequence's view for block growth.
+    /// Returns what decisions about block growth need, if the sequence has blocks.
     pub(crate) fn grower(&self, rank: Rank, layout: &KvLayout) -> Option<Grower> {
         let at_most = layout.blocks_held_at_most().unwrap_or(usize::MAX);
         self.room.as_ref().map(|room| Grower {
@@ -213,15 +216,15 @@ impl Sequence {
         })
     }
 
-    /// Blocks per group that it may need after its placement.
+    /// Returns the blocks per group that the sequence may need after its placement.
     pub(crate) fn growth_after_placement(&self, layout: &KvLayout) -> usize {
         layout
             .blocks_for(self.sequence_limits.tokens_max)
             .saturating_sub(layout.blocks_for(self.tokens.len()))
     }
 
-    /// The hashes of all blocks that it could take from the cache. The last token is always computed, because the
-    /// next token is sampled from that computation.
+    /// Returns the hashes of all blocks that may be taken from the cache. The last token is always computed,
+    /// because the next token is sampled from that computation.
     pub(crate) fn adoptable(&mut self) -> &[BlockHash] {
         let n_computed = usize::from(stands(Guard::LastToken));
         let n_blocks = (self.tokens.len() - n_computed) / self.hashes.block_tokens;
@@ -232,7 +235,7 @@ impl Sequence {
         self.tokens.len()
     }
 
-    /// Tokens of a prompt that are not yet computed; a running sequence has none.
+    /// Returns the number of prompt tokens that are not computed yet; a running sequence has none.
     pub(crate) fn n_queued_tokens(&self) -> usize {
         match self.n_known() - self.n_computed {
             1 if self.is_placed() => 0,
@@ -244,7 +247,7 @@ impl Sequence {
         Holder { what: Holding::Sequence, request: self.prompt.id.clone() }
     }
 
-    /// Tokens that are known, or will be when the steps in flight are collected.
+    /// Returns the number of tokens that are known, or will be when the launched steps are collected.
     fn n_known(&self) -> usize {
         self.tokens.len() + self.n_pending
     }
@@ -257,12 +260,12 @@ impl Sequence {
 // === impl Sequence: its rows ===
 
 impl Sequence {
-    /// Its blocks, one table per group; empty if it is not placed.
+    /// Returns the sequence's blocks, one table per group; none if it is not placed.
     pub(crate) fn tables(&self) -> impl Iterator<Item = &[BlockIdx]> {
         self.room.iter().flat_map(Room::tables)
     }
 
-    /// The row of its next `n_tokens`.
+    /// Returns the row that computes the sequence's next `n_tokens`.
     pub(crate) fn row<'a>(&'a self, n_tokens: usize, tables: &'a [&'a [BlockIdx]]) -> Row<'a> {
         let start = self.n_computed;
         let input = match self.tokens.get(start..start + n_tokens) {
@@ -273,7 +276,7 @@ impl Sequence {
         Row { slot: SlotId(self.id.0), input, start, tables, sample }
     }
 
-    /// Whether its next `n_tokens` end at the last known token, so that a new token is sampled.
+    /// Returns whether the next `n_tokens` end at the last known token, so that a new token is sampled.
     fn samples(&self, n_tokens: usize) -> bool {
         self.n_computed + n_tokens == self.n_known()
     }
@@ -288,7 +291,7 @@ impl Sequence {
         }
     }
 
-    /// Records a launched row. For the first one, returns the time since the submission.
+    /// Records a launched row. For the sequence's first row, returns the time since the submission.
     pub(crate) fn launched(
         &mut self,
         n_tokens: usize,
@@ -310,12 +313,13 @@ impl Sequence {
         queued
     }
 
-    /// Records a collected row, successful or not.
+    /// Records that a row of the sequence was collected, successful or not.
     pub(crate) fn row_collected(&mut self) {
         self.n_rows_in_flight -= 1;
     }
 
-    /// Records that the KV of its next `n_tokens` is in place, unless its blocks were removed meanwhile.
+    /// Records that the KV of the next `n_tokens` is in place, unless the sequence's blocks were removed
+    /// meanwhile.
     pub(crate) fn confirm(&mut self, n_tokens: usize, layout: &KvLayout) {
         if self.is_placed() {
             self.n_confirmed += n_tokens;
@@ -324,7 +328,7 @@ impl Sequence {
         }
     }
 
-    /// Takes the token that a collected row sampled, and sends it to the sink.
+    /// Takes the token that a collected row has sampled, and sends it to the sink.
     pub(crate) fn accept(&mut self, sampled: Sampled, model: &ModelInfo, now: Instant) -> After {
         let index = self.next_index();
         let Sampled { token, logprobs } = sampled;
@@ -349,7 +353,7 @@ impl Sequence {
         (is_full || index + 1 >= stop.max_tokens).then_some(FinishReason::Length)
     }
 
-    /// The index of the next step to send.
+    /// Returns the index of the next step that the sink gets.
     fn next_index(&self) -> u32 {
         self.sequence_limits.first_index + self.n_steps_sent as u32
     }
@@ -374,10 +378,11 @@ impl Sequence {
 // === impl Sequence: its KV ===
 
 impl Sequence {
-    /// Passes the prompt's blocks that are computed, or will be when `fence` opens, to the sink, each block once.
+    /// Passes the prompt's blocks that are computed, or will be when `fence` opens, to the sink, each block
+    /// once.
     ///
-    /// A preemption in between does not repeat a block: KV that was sent from the earlier blocks stays valid, and the
-    /// sender holds those blocks.
+    /// A preemption in between does not repeat a block: KV that was sent from the earlier blocks stays valid,
+    /// and the sender holds those blocks.
     fn send_kv(&mut self, fence: &LayerFence, layout: &KvLayout) {
         let goal = self.sequence_limits.kv_tokens;
         let is_whole = self.n_computed >= goal;
@@ -397,7 +402,8 @@ impl Sequence {
 
     /// Publishes the blocks that are full and in place, and that no group's window has passed.
     ///
-    /// Nothing is published past the narrowest window, because blocks before it would be missing in the cache.
+    /// No block past the narrowest window is published, because blocks before it would be missing in the
+    /// cache.
     fn publish(&mut self) {
         let n_full = (self.n_confirmed / self.hashes.block_tokens).min(self.publish_max);
         if let Some(room) = &mut self.room {
@@ -405,14 +411,15 @@ impl Sequence {
         }
     }
 
-    /// Gives back the blocks that no step reads any more. Steps in flight start after the confirmed positions.
+    /// Returns to the pool the blocks that no step reads any more. Launched steps start after the confirmed
+    /// positions.
     fn give_back(&mut self, layout: &KvLayout) {
         let (Some(room), true) = (&mut self.room, self.publish_max < usize::MAX) else { return };
         room.give_back(|group| layout.first_block_seen(group, self.n_confirmed));
     }
 }
 
-/// The result of a sequence whose deadline has passed.
+/// Returns the end of a sequence whose deadline has passed.
 pub(crate) fn deadline_passed() -> SequenceEnd {
     SequenceEnd::Failed(Refusal::new(RefusalKind::Deadline, "the deadline passed"))
 }
@@ -424,7 +431,8 @@ impl Hashes {
         Self { hasher: BlockHasher::new(&prompt.tenant, block_tokens), block_tokens, hashes: Vec::new() }
     }
 
-    /// The hashes of all full blocks of `tokens`, which begin with the tokens of the last call.
+    /// Returns the hashes of all full blocks of `tokens`. `tokens` must begin with the tokens of the last
+    /// call.
     fn of(&mut self, tokens: &[TokenId]) -> &[BlockHash] {
         for block in tokens.chunks_exact(self.block_tokens).skip(self.hashes.len()) {
             self.hashes.push(self.hasher.next(block));

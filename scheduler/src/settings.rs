@@ -1,4 +1,4 @@
-//! The worker's settings.
+//! The settings of a worker.
 
 use std::time::Duration;
 
@@ -8,24 +8,26 @@ use crate::error::SchedulerError;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SchedulerSettings {
-    /// Limit of tokens in one step. A larger limit finishes prompts sooner; a smaller one disturbs running sequences
-    /// less.
+    /// The largest number of tokens in one step. A larger limit finishes prompts sooner; a smaller one
+    /// disturbs running sequences less.
     pub step_tokens_max: usize,
-    /// Limit of sequences that hold blocks, and of rows in a step.
+    /// The largest number of sequences that hold blocks, and so of rows in a step.
     pub sequences_max: usize,
-    /// Limit of fresh prompts that wait for room. Further ones are refused.
+    /// The largest number of fresh prompts that wait for room. Further prompts are refused.
     pub waiting_max: usize,
-    /// Limit of the predicted work that is queued before a fresh prompt. Beyond it the prompt is refused, because the
+    /// The largest predicted queueing time of a fresh prompt. Beyond it the prompt is refused, because the
     /// router may find another node.
     pub queue_ms_max: f64,
-    /// The age from which a sequence goes before all younger ones, whatever their priority.
+    /// The age from which a sequence comes before all younger ones, whatever their priority.
     pub age_bound: Duration,
-    /// Blocks per group that admission leaves free for the growth of each running sequence.
+    /// The blocks per group that admission leaves free for the growth of each running sequence.
     pub growth_blocks: usize,
-    /// 2 launches a step before the previous one is collected; 1 does not.
+    /// The largest number of launched steps: with 2, a step is launched before the previous one is collected;
+    /// with 1, after it.
     pub steps_in_flight_max: usize,
-    /// Whether to launch a step shortly before the previous one ends, on a device that runs by itself, so that it
-    /// includes prompts that arrive meanwhile. If false, a step is launched as soon as there is room for it.
+    /// If true, a step is launched shortly before the previous one ends, on a device that runs by itself, so
+    /// that the step includes prompts that arrive meanwhile. If false, a step is launched as soon as there is
+    /// room for it.
     pub launch_late: bool,
 }
 
@@ -45,7 +47,7 @@ impl Default for SchedulerSettings {
 }
 
 impl SchedulerSettings {
-    /// Refuses settings under which a sequence could wait for ever.
+    /// Refuses settings that could make a sequence wait forever.
     pub fn check(&self, block_tokens: usize) -> Result<(), SchedulerError> {
         let refuse = |reason: String| Err(SchedulerError::Settings(reason));
         if self.sequences_max == 0 {

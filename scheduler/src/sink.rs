@@ -7,59 +7,61 @@ use std::time::Duration;
 use kv_cache::{BlockLease, LayerFence};
 use types::{FinishReason, KvSpan, Refusal, RefusalKind, Step, Usage};
 
-/// Limit of steps, or chunks of KV, that may come after [`Sink::has_room`] last returned true: those of the steps in
-/// flight.
+/// The number of steps, or chunks of KV per group, that may come after [`Sink::has_room`] last returned true:
+/// those of the launched steps.
 pub const SINK_SLACK: usize = 2;
 
-/// Takes a sequence's results: a stream of tokens to a client, or an outbox of KV to another node.
+/// The receiver of a sequence's results: a stream of tokens to a client, or an outbox of KV to another node.
 ///
-/// **Caller.** The worker, on its own thread, between two steps. No call may wait: a sink passes results to a bounded
-/// queue, and [`has_room`](Self::has_room) reports whether that is full.
+/// **Caller.** The worker, on its own thread, between two steps. No call may wait: a sink passes results to a
+/// bounded queue, and [`has_room`](Self::has_room) reports whether the queue has room.
 ///
-/// **Order.** `kv` for the cached prefix, if there is one; `kv` for each chunk of the prompt when it is launched;
-/// `step` for each token; last, and exactly once, `end`. `has_room` may be called at any time before `end`. No call
-/// comes after `end`. A sink is also ended, with a refusal, when the worker dies.
+/// **Order.** `kv` for the cached prefix, if there is one; `kv` for each chunk of the prompt when it is
+/// launched; `step` for each token; last, and exactly once, `end`. `has_room` may be called at any time
+/// before `end`. No call comes after `end`. When the worker dies, a sink is ended with a refusal.
 ///
-/// **Ownership.** The lease in `kv` is shared: its blocks are kept until the last clone is dropped, even if the
-/// sequence has ended. Drop it as soon as the KV has been read, because other sequences may need the blocks. A sink
-/// may keep it past `step` only if its sequence wants one step: a sequence that continues writes into the last,
-/// partial block.
+/// **Ownership.** The lease in `kv` is shared: its blocks are kept until the last clone is dropped, even if
+/// the sequence has ended. Drop it as soon as the KV has been read, because other sequences may need the
+/// blocks. A sink may keep it past `step` only if its sequence wants one step: a sequence that continues
+/// writes into the last, partial block.
 pub trait Sink: Debug + Send {
-    /// Whether the sink accepts the results of another step. If it returns true, it must have room for [`SINK_SLACK`]
-    /// more.
+    /// Returns whether the sink accepts the results of another step. If it returns true, the sink must have
+    /// room for [`SINK_SLACK`] more steps.
     ///
-    /// While it has no room, no step of the sequence is computed. When there is room again, the owner of the sink
-    /// calls [`WorkerHandle::nudge`](crate::WorkerHandle::nudge).
+    /// While the sink has no room, no step of the sequence is computed. When there is room again, the owner
+    /// of the sink calls [`WorkerHandle::nudge`](crate::WorkerHandle::nudge).
     fn has_room(&self) -> bool;
 
-    /// Whole blocks of the prompt, and with its last chunk the partial one. They are computed when `ready` opens.
+    /// Takes whole blocks of the prompt, and with its last chunk the partial one. Their KV is computed when
+    /// `ready` opens.
     ///
     /// Blocks come in order, each once, with all layers. A cached prefix comes first, with an open fence.
     /// `lease.table(span.group)` covers the sequence from its first block; `span.blocks` are ordinals in it.
     fn kv(&mut self, span: KvSpan, lease: Arc<BlockLease>, ready: LayerFence);
 
-    /// One more token.
+    /// Takes one more token, with the times up to it.
     fn step(&mut self, step: Step, timing: StepTiming);
 
-    /// The sequence has ended. Blocks that steps in flight still use are released a moment later.
+    /// Takes the end of the sequence. Blocks that launched steps still use are released when those steps are
+    /// collected.
     fn end(self: Box<Self>, end: SequenceEnd);
 }
 
-/// The times of a sequence so far.
+/// The times of a sequence up to one of its tokens, and its usage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepTiming {
     pub usage: Usage,
     /// The time from the submission to the launch of the first step.
     pub queued: Duration,
-    /// The time from that launch to this token.
+    /// The time from the launch of the first step to this token.
     pub computed: Duration,
 }
 
-/// The result of a sequence.
+/// How a sequence ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SequenceEnd {
-    /// All wanted tokens were sent. `finish` is that of the last one: `None` if the sequence continues on another
-    /// node.
+    /// All wanted tokens were sent. `finish` is the finish reason of the last one: `None` if the sequence
+    /// continues on another node.
     Finished {
         finish: Option<FinishReason>,
         usage: Usage,
@@ -67,10 +69,10 @@ pub enum SequenceEnd {
     Failed(Refusal),
 }
 
-/// Holds a sink, and ends it exactly once, in its drop at the latest.
+/// The owner of a sink. It ends the sink exactly once, at the latest when it is dropped.
 #[derive(Debug)]
 pub(crate) struct SinkGuard {
-    /// `None` once the sink was ended.
+    /// The sink; `None` once it was ended.
     sink: Option<Box<dyn Sink>>,
 }
 

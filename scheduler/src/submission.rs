@@ -8,41 +8,42 @@ use types::{FinishReason, ModelInfo, Prompt, Refusal, RefusalKind, Step};
 use crate::rank::SequenceId;
 use crate::sink::{Sink, SinkGuard};
 
-/// A sequence to run. Its source and its sink define its purpose (an outbox, a stream).
+/// A sequence to run. Its source and its sink depend on its purpose: an outbox, or a stream.
 #[derive(Debug)]
 pub struct NewSequence {
     pub prompt: Prompt,
     pub source: Source,
     pub sink: Box<dyn Sink>,
-    /// 1 for a sequence that continues on another node, `u32::MAX` for no limit.
+    /// The largest number of steps: 1 for a sequence that continues on another node, `u32::MAX` for no limit.
     pub steps_wanted: u32,
 }
 
-/// The origin of a sequence's KV.
+/// Where the KV of a sequence's prompt comes from.
 #[derive(Debug)]
 pub enum Source {
-    /// The worker uses a cached prefix, and reserves the room.
+    /// The worker reserves the blocks, uses a cached prefix, and computes the rest.
     Fresh,
-    /// All KV of the prompt is in `lease`, verified. `first` is the token after it, which the client already has.
+    /// The KV of the whole prompt is in `lease`, verified. `first` is the token after the prompt, which the
+    /// client already has.
     Arrived { lease: BlockLease, first: Step },
 }
 
-/// The limits of a sequence, by its own parameters and the node's.
+/// The limits of a sequence, by its prompt and by the node's model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SequenceLimits {
     /// The index of the first step that this worker sends.
     pub(crate) first_index: u32,
-    /// Limit of steps that it sends. Zero: an arrived sequence whose first token was its last.
+    /// The largest number of steps to send. Zero for an arrived sequence whose first token was its last.
     pub(crate) steps_max: usize,
-    /// Limit of tokens whose KV it holds here. The last token needs none.
+    /// The largest number of tokens whose KV is stored here. The last token needs none.
     pub(crate) tokens_max: usize,
-    /// Tokens of KV that its sink receives.
+    /// The number of tokens whose KV the sink receives.
     pub(crate) kv_tokens: usize,
-    /// The finish reason of the arrived first token, if that ended the sequence.
+    /// The finish reason of the arrived first token, if that token ended the sequence.
     pub(crate) finish: Option<FinishReason>,
 }
 
-/// An accepted sequence.
+/// A sequence that the inbox has accepted.
 #[derive(Debug)]
 pub(crate) struct Submission {
     pub(crate) id: SequenceId,
@@ -57,7 +58,7 @@ pub(crate) struct Submission {
 // === impl Source ===
 
 impl Source {
-    /// Whether the worker must reserve the room.
+    /// Returns whether the worker must reserve the blocks.
     pub(crate) fn is_fresh(&self) -> bool {
         matches!(self, Self::Fresh)
     }
@@ -66,7 +67,7 @@ impl Source {
 // === impl SequenceLimits ===
 
 impl SequenceLimits {
-    /// Refuses a sequence that could never run here.
+    /// Computes the limits of a sequence. Refuses a sequence that could never run on this node.
     pub(crate) fn of(new: &NewSequence, model: &ModelInfo, n_blocks: u32) -> Result<Self, Refusal> {
         let NewSequence { prompt, source, steps_wanted, .. } = new;
         if prompt.tokens.is_empty() {
@@ -140,7 +141,7 @@ impl SequenceLimits {
     }
 }
 
-/// The minimum of the limits of the client, the context and the caller.
+/// Returns the smallest of the limits set by the client, the context and the caller.
 fn steps_max(
     prompt: &Prompt,
     next_index: u32,
@@ -158,7 +159,7 @@ mod tests {
     use super::*;
     use crate::testing::{Recorder, blocks, model, prompt};
 
-    /// A context of 64 tokens, and 16 tokens per block.
+    /// Computes the limits of a sequence for a model with a context of 64 tokens, and 16 tokens per block.
     fn sequence_limits(
         n_tokens: usize,
         n_generated: usize,

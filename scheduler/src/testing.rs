@@ -27,7 +27,8 @@ const TURNS_MAX: usize = 20_000;
 
 // === models, prompts, blocks ===
 
-/// Two layers and four tokens a block. A sequence ends by itself after some thirty tokens.
+/// Returns settings of a mock with two layers and four tokens per block. A sequence ends by itself after
+/// about thirty tokens.
 pub(crate) fn small() -> MockSettings {
     let toml = "
         context_tokens = 256
@@ -45,13 +46,13 @@ pub(crate) fn mock(n_blocks: u32) -> Mock {
     Mock::new("mock", small(), n_blocks, Pace::Modelled).expect("memory for a few blocks")
 }
 
-/// A mock with blocks of 16 tokens.
+/// Returns the description of a mock with 16 tokens per block.
 pub(crate) fn model(context_tokens: u32) -> ModelInfo {
     let settings = MockSettings { context_tokens, ..MockSettings::default() };
     Mock::new("mock", settings, 4, Pace::Modelled).expect("memory for a few blocks").model().clone()
 }
 
-/// A lease of `n_blocks` from a pool without other users.
+/// Returns a lease of `n_blocks` from a pool without other users.
 pub(crate) fn blocks(n_blocks: usize) -> BlockLease {
     let pool = BlockPool::new(&model(64).layout, n_blocks as u32);
     pool.reserve(n_blocks, holder("lease")).expect("the pool is empty")
@@ -61,7 +62,7 @@ pub(crate) fn holder(request: &str) -> Holder {
     Holder { what: Holding::Landing, request: RequestId::new(request) }
 }
 
-/// A greedy prompt of letters; prompts with the same id have a common prefix.
+/// Returns a greedy prompt of letters; prompts with the same id have a common prefix.
 pub(crate) fn prompt(id: &str, n_tokens: usize, max_tokens: u32) -> Prompt {
     let seed = id.bytes().map(usize::from).sum::<usize>();
     let tokens = (0..n_tokens).map(|nth| TokenId(65 + ((nth * 7 + seed) % 26) as u32)).collect();
@@ -94,15 +95,15 @@ pub(crate) struct Record {
     pub(crate) steps: Vec<Step>,
     pub(crate) timings: Vec<StepTiming>,
     pub(crate) spans: Vec<(KvSpan, LayerFence)>,
-    /// The leases of `kv`, as long as the test keeps them.
+    /// The leases that `kv` brought, as long as the test keeps them.
     pub(crate) leases: Vec<Arc<BlockLease>>,
     pub(crate) end: Option<SequenceEnd>,
     pub(crate) is_full: bool,
-    /// The sink keeps no lease.
+    /// Whether the sink drops the leases of `kv` at once.
     pub(crate) is_stream: bool,
 }
 
-/// The test's side of a recorder.
+/// The test's end of a recorder.
 #[derive(Clone, Debug)]
 pub(crate) struct Recorded(Arc<Mutex<Record>>);
 
@@ -112,7 +113,7 @@ impl Recorder {
         (Self { record: Arc::clone(&record) }, Recorded(record))
     }
 
-    /// A recorder that keeps no leases.
+    /// Returns a recorder that keeps no leases.
     pub(crate) fn stream() -> (Self, Recorded) {
         let (recorder, recorded) = Self::new();
         recorded.get().is_stream = true;
@@ -137,7 +138,7 @@ impl Recorded {
         self.get().end.is_some()
     }
 
-    /// The refusal that ended the sequence.
+    /// Returns the refusal that ended the sequence.
     pub(crate) fn refusal(&self) -> Option<RefusalKind> {
         match &self.get().end {
             Some(SequenceEnd::Failed(refusal)) => Some(refusal.kind),
@@ -145,7 +146,7 @@ impl Recorded {
         }
     }
 
-    /// Whether the sequence ended with success.
+    /// Returns whether the sequence ended with success.
     pub(crate) fn is_finished(&self) -> bool {
         matches!(self.get().end, Some(SequenceEnd::Finished { .. }))
     }
@@ -208,7 +209,7 @@ impl Rig {
         Self { worker: worker.expect("right settings"), pool, memory, metrics, model, n_submitted: 0 }
     }
 
-    /// Submits to the worker directly, without its inbox, which has its own tests.
+    /// Submits a sequence to the worker directly, without its inbox, which has its own tests.
     pub(crate) fn submit(&mut self, new: NewSequence) -> Result<SequenceId, Refusal> {
         let sequence_limits = SequenceLimits::of(&new, &self.model, self.memory.n_blocks())?;
         let id = self.next_id();
@@ -224,7 +225,7 @@ impl Rig {
         SequenceId(self.n_submitted)
     }
 
-    /// Submits a fresh prompt that wants all steps.
+    /// Submits a fresh prompt with a sink that wants all steps.
     pub(crate) fn stream(&mut self, prompt: Prompt) -> (SequenceId, Recorded) {
         let (sink, recorded) = Recorder::stream();
         let source = Source::Fresh;
@@ -232,7 +233,7 @@ impl Rig {
         (self.submit(new).expect("it fits"), recorded)
     }
 
-    /// Submits a fresh prompt that wants KV and the first step.
+    /// Submits a fresh prompt with a sink that wants its KV and the first step.
     pub(crate) fn outbox(&mut self, prompt: Prompt) -> (SequenceId, Recorded) {
         let (sink, recorded) = Recorder::new();
         let source = Source::Fresh;
@@ -244,7 +245,7 @@ impl Rig {
         self.worker.apply(Event::Cancel(id));
     }
 
-    /// Runs one turn, including the next collect. Returns false if there is nothing to run.
+    /// Runs one turn of the worker, including the next collect. Returns false if there is nothing to run.
     pub(crate) fn turn(&mut self) -> bool {
         let has_launched = self.launch();
         if has_launched {
@@ -265,7 +266,8 @@ impl Rig {
         }
     }
 
-    /// Runs a turn while another holder takes all free blocks, writes into them, and checks that they stay unchanged.
+    /// Runs a turn while another holder takes all free blocks and writes into them. Checks that they stay
+    /// unchanged.
     pub(crate) fn turn_with_intruder(&mut self) {
         let has_launched = self.launch();
         let n_free = self.pool.counts().free as usize / self.model.layout.groups.len();
@@ -295,7 +297,7 @@ impl Rig {
         groups.flat_map(|group| lease.table(group).iter().map(move |block| (group, *block))).collect()
     }
 
-    /// Runs until there is nothing to run.
+    /// Runs turns until there is nothing to run.
     pub(crate) fn settle(&mut self) {
         for _ in 0..TURNS_MAX {
             if !self.turn() {
@@ -321,12 +323,12 @@ impl Rig {
     }
 }
 
-/// Settings under which no limit is reached.
+/// Returns settings whose limits no test reaches.
 pub(crate) fn roomy() -> SchedulerSettings {
     SchedulerSettings { step_tokens_max: 512, sequences_max: 64, ..SchedulerSettings::default() }
 }
 
-/// All tokens of a prompt that runs alone, one step at a time, in a pool that is large enough.
+/// Returns all tokens of a prompt that runs alone, one step at a time, in a pool that is large enough.
 pub(crate) fn alone(prompt: &Prompt) -> Vec<TokenId> {
     let mut rig = Rig::new(128, SchedulerSettings { steps_in_flight_max: 1, ..roomy() });
     let (_, recorded) = rig.stream(prompt.clone());
@@ -335,9 +337,9 @@ pub(crate) fn alone(prompt: &Prompt) -> Vec<TokenId> {
     recorded.tokens()
 }
 
-/// A prompt's KV and first step from another node, in blocks of this pool.
+/// Computes a prompt's KV and first step on another worker, and puts them into blocks of this pool.
 ///
-/// `None` if there is no room for it.
+/// Returns `None` if the pool has no room for the KV.
 pub(crate) fn arrived(rig: &Rig, prompt: &Prompt) -> Option<Source> {
     let n_blocks = prompt.tokens.len().div_ceil(BLOCK_TOKENS);
     let lease = rig.pool.reserve(n_blocks, holder("landing")).ok()?;

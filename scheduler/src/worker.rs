@@ -1,8 +1,8 @@
 //! The worker: all sequences of one node, and the only code that changes them.
 //!
-//! It is a state machine. `Worker::apply` takes one event at a time, waits only for the backend, and needs no
-//! runtime. `Worker::next` returns the event that it needs next. The [`driver`](crate::driver) calls them, and
-//! chooses thread and clock.
+//! The worker is a state machine. `Worker::apply` takes one event at a time, waits only for the backend, and
+//! needs no runtime. `Worker::next` returns the event that the worker needs next. The
+//! [`driver`](crate::driver) calls both, and chooses thread and clock.
 //!
 //! `launching` allocates blocks and launches steps, `collecting` applies their results.
 
@@ -35,10 +35,11 @@ use crate::settings::SchedulerSettings;
 use crate::sink::SequenceEnd;
 use crate::submission::Submission;
 
-/// The interval at which a worker checks its sequences if it can run none: a sink or the pool may have room again.
+/// The interval at which a worker that can run no sequence checks them again: a sink or the pool may have
+/// room.
 const BLOCKED_POLL: Duration = Duration::from_millis(20);
 
-/// The parts of a worker.
+/// What a worker is made of.
 #[derive(Debug)]
 pub struct WorkerParts {
     pub backend: Box<dyn Backend>,
@@ -48,17 +49,17 @@ pub struct WorkerParts {
     pub metrics: SchedulerMetrics,
 }
 
-/// The events of a worker.
+/// An event that changes a worker.
 #[derive(Debug)]
 pub(crate) enum Event {
     Submit(Box<Submission>),
-    /// A request for room joins the line.
+    /// A request for room begins to wait.
     Wait(Box<RoomWaiter>),
-    /// The sequence, or the request for room, is cancelled.
+    /// A caller has cancelled a sequence or a request for room.
     Cancel(SequenceId),
-    /// Ends overdue sequences, and launches a step if there is one.
+    /// Ends sequences whose deadline has passed, and launches a step if there is work.
     Launch,
-    /// Collects the oldest launched step. This waits for the device.
+    /// Collects the oldest launched step, and waits for the device meanwhile.
     Collect,
     /// The worker has been idle for a moment.
     Idle,
@@ -67,11 +68,11 @@ pub(crate) enum Event {
 /// The event that a worker needs next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Next {
-    /// `Launch` at once: one more step fits behind the one that was just launched.
+    /// `Launch`, at once: one more step fits behind the step that was just launched.
     Launch,
-    /// `Collect`, but not before this time if the step is only modelled.
+    /// `Collect`. For a step that is only modelled, not before this time.
     Collect(Option<Instant>),
-    /// Any event, and `Launch` at this time at the latest. `None`: there are no sequences.
+    /// Any event, and `Launch` at this time at the latest; `None`: there are no sequences.
     Wait(Option<Instant>),
 }
 
@@ -83,23 +84,24 @@ pub(crate) struct Worker {
     settings: SchedulerSettings,
     metrics: SchedulerMetrics,
     model: ModelInfo,
-    /// Ordered by arrival.
+    /// All sequences, in order of arrival.
     sequences: BTreeMap<SequenceId, Sequence>,
-    /// Requests for room, ordered by arrival. They wait in one line with the sequences without blocks.
+    /// The requests for room that wait, in order of arrival. They share one order with the sequences without
+    /// blocks.
     waiters: BTreeMap<SequenceId, RoomWaiter>,
-    /// Launched steps, oldest first.
+    /// Launched steps that are not collected, the oldest first.
     flights: VecDeque<LaunchedStep>,
     has_just_launched: bool,
     costs: StepCosts,
     lead: LaunchLead,
     steps_total: u64,
-    /// The end of the last collected step, and the time that it took on the device.
+    /// The time at which the last collected step ended.
     last_step: Option<Instant>,
     last_took: Duration,
     last_progress: Instant,
     /// Whether the pool's integrity was checked since the last step.
     is_checked: bool,
-    /// The reason why the backend cannot be used any more.
+    /// The reason why the backend cannot be used any more; `None` while it works.
     lost: Option<String>,
 }
 
@@ -134,7 +136,7 @@ impl Worker {
         })
     }
 
-    /// Returns the backend after all sequences have ended.
+    /// Returns the backend. All sequences must have ended.
     pub(crate) fn into_backend(self) -> Box<dyn Backend> {
         self.backend
     }
@@ -160,7 +162,8 @@ impl Worker {
         }
     }
 
-    /// The best time to launch a step behind the running one. `None`: as soon as there is room for it.
+    /// Returns the best time to launch a step behind the running one; `None`: as soon as there is room for
+    /// it.
     pub(crate) fn launch_at(&self) -> Option<Instant> {
         let runs_late = self.settings.launch_late && self.backend.runs_by_itself();
         if !runs_late || self.flights.len() != 1 {
@@ -169,7 +172,7 @@ impl Worker {
         self.lead.before(self.end_of(self.flights.front()?)?)
     }
 
-    /// The expected end of a step without prompts, if it is known.
+    /// Returns the expected end of a step without prompts; `None` if it cannot be predicted.
     fn end_of(&self, flight: &LaunchedStep) -> Option<Instant> {
         let StepShape { n_running, n_prefill_tokens } = StepShape::of(&flight.rows);
         let mean = Duration::from_secs_f64(self.costs.running_ms(n_running) / 1e3);
@@ -177,11 +180,12 @@ impl Worker {
             return None;
         }
         let began = self.last_step.map_or(flight.launched_at, |last| last.max(flight.launched_at));
-        // One step of a second raises the mean for many short ones.
+        // The shorter of the two times counts, because one step of a second raises the mean for many short
+        // ones.
         Some(flight.due.unwrap_or_else(|| began + mean.min(self.last_took)))
     }
 
-    /// The time of the next check if no event comes.
+    /// Returns the time at which the worker must check its sequences again, if no event comes before.
     fn next_look(&self) -> Option<Instant> {
         let of_waiters = self.waiters.values().map(RoomWaiter::deadline);
         let next_deadline = self.sequences.values().map(Sequence::deadline).chain(of_waiters).min();
@@ -234,7 +238,7 @@ impl Worker {
         self.end(id, SequenceEnd::Failed(Refusal::new(RefusalKind::Cancelled, "cancelled")));
     }
 
-    /// Ends overdue sequences and requests.
+    /// Ends sequences and requests whose deadline has passed.
     fn reap(&mut self, now: Instant) {
         let is_late = |sequence: &&Sequence| sequence.deadline() <= now && stands(Guard::DeadlineReaper);
         let late: Vec<SequenceId> =
@@ -323,7 +327,7 @@ impl Worker {
         self.sequences.values().map(|sequence| sequence.n_queued_tokens() as u64).sum()
     }
 
-    /// All sequences that hold blocks.
+    /// Returns what growth decisions need, for all sequences that hold blocks.
     fn growers(&self, now: Instant) -> Vec<Grower> {
         let grower = |sequence: &Sequence| {
             sequence.grower(sequence.rank(now, self.settings.age_bound), &self.model.layout)

@@ -160,8 +160,8 @@ pub(super) struct Member {
     pub(super) is_old: bool,
     pub(super) cached: CachedBlocks,
     pub(super) client: NodeClient,
-    /// The last report for the node. The channel is per member, and members are visited in the order of ids,
-    /// so that simulations are repeatable.
+    /// The last report for the node. Members are notified in the order of their ids, so that simulations
+    /// repeat.
     word: watch::Sender<WorkStatus>,
     /// The tasks that follow the member and report to it. They are aborted when it is dropped.
     _tasks: [Task<()>; 2],

@@ -1,4 +1,5 @@
-//! Tests of the worker through its handle, with its driver, on a clock that advances only when all tasks wait.
+//! Tests of the worker through its handle, with its driver, on a clock that advances only when all tasks
+//! wait.
 
 use chassis::metrics::Metrics;
 use chassis::{Gate, Task, World, spawn_guarded};
@@ -43,7 +44,7 @@ fn prepare(backend: impl Backend, settings: SchedulerSettings) -> (WorkerHandle,
     (handle, driver, pool)
 }
 
-/// A mock whose steps take 10 ms, plus 1 ms per prompt token.
+/// Returns a mock whose steps take 10 ms, plus 1 ms per prompt token.
 fn costly() -> Mock {
     let mut settings = small();
     settings.cost.step_ms = 10.0;
@@ -65,7 +66,7 @@ fn submit(handle: &WorkerHandle, prompt: Prompt) -> Result<(Ticket, Recorded), R
     Ok((ticket, recorded))
 }
 
-/// Waits until `is_so`, which is checked after each turn of the worker.
+/// Waits until `is_so` returns true. It is called after each turn of the worker.
 async fn until(handle: &WorkerHandle, is_so: impl Fn() -> bool) {
     let mut load = handle.load();
     let waiting = async {
@@ -319,7 +320,7 @@ async fn a_refused_sink_hears_nothing() {
     assert!(!recorded.has_ended());
 }
 
-/// The time that a short prompt, submitted in the middle of a step, waits for its token.
+/// Submits a short prompt in the middle of a step, and returns the time until its first token.
 async fn joins_after(settings: SchedulerSettings) -> Duration {
     let node = start(costly(), settings);
     let (_running, recorded) = submit(&node.handle, endless("a", 20, 60)).expect("let in");
@@ -353,7 +354,7 @@ async fn launching_late_costs_the_device_nothing() {
     assert_eq!(began.elapsed(), Duration::from_millis(30 + 199 * 10), "the device was never idle");
 }
 
-/// The only test with a thread and a real clock, as in production.
+/// Runs the worker on a thread with a real clock, as in production. All other tests run it as a task.
 #[tokio::test]
 async fn a_thread_of_its_own() {
     let mut settings = MockSettings { ..small() };
@@ -372,6 +373,6 @@ async fn a_thread_of_its_own() {
         assert_eq!(recorded.tokens(), alone(&endless(&format!("p{nth}"), 20, 20)));
     }
     assert_eq!(pool.counts().leased, 0);
-    // A late collect makes the next step look short, so only this is certain.
+    // Only this is certain, because a late collect makes the next step look short.
     assert!(handle.load().borrow().node.step_ms > 0.0);
 }

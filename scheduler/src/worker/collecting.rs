@@ -1,5 +1,4 @@
-//! Hot path.
-//! Collects a step: sends its tokens to the sinks, and releases or publishes its blocks.
+//! Hot path. Collects a step: sends its tokens to the sinks, and releases or publishes its blocks.
 
 use std::time::Duration;
 
@@ -14,7 +13,7 @@ use crate::load::StepShape;
 use crate::sequence::After;
 
 impl Worker {
-    /// Waits for the oldest step, and applies its results.
+    /// Waits for the oldest launched step, and applies its results.
     pub(super) fn collect(&mut self) {
         let Some(LaunchedStep { launched, rows, launched_at, due, held, .. }) = self.flights.pop_front()
         else {
@@ -37,8 +36,8 @@ impl Worker {
         drop(held);
     }
 
-    /// Records the rest of a step at the time when the next one was launched: until it was `due`, or as long as the
-    /// worker `waited` for it.
+    /// Records how much of a step was left when the next one was launched: the time until it was `due`, or
+    /// the time that the worker `waited` for it.
     fn note_launch_behind(&mut self, due: Option<Instant>, waited: Duration) {
         let Some(next) = self.flights.front().filter(|next| next.is_late) else { return };
         let spare = due.map_or(waited, |due| due.saturating_duration_since(next.launched_at));
@@ -47,7 +46,8 @@ impl Worker {
         }
     }
 
-    /// Records the device's time for this step: from its launch, or from the end of the previous step.
+    /// Records the time that the device took for a step: from its launch, or from the end of the previous
+    /// step.
     fn note_step(&mut self, shape: StepShape, launched_at: Instant, now: Instant) {
         let began = self.last_step.map_or(launched_at, |last| last.max(launched_at));
         let took = now.saturating_duration_since(began);
@@ -66,7 +66,8 @@ impl Worker {
 
     fn take_in(&mut self, row: StepRow, outcome: Result<Option<Sampled>, RowError>, now: Instant) {
         let Some(sequence) = self.sequences.get_mut(&row.id) else {
-            // The sequence ended while this step was running, by its last token or by a cancellation.
+            // The sequence ended while the step was running, by its last token or by a cancellation, so its
+            // row is dropped.
             self.metrics.discarded_rows.inc();
             return;
         };
@@ -93,7 +94,7 @@ impl Worker {
         self.end(row.id, failed(reason.to_string()));
     }
 
-    /// Ends all sequences of a failed step: no row has a token, and its KV must not be read.
+    /// Ends all sequences of a failed step, because no row has a token and the step's KV must not be read.
     pub(super) fn fail_step(&mut self, rows: &[StepRow], error: &engine::BackendError) {
         warn!(%error, n_rows = rows.len(), "engine step failed, all of its sequences fail");
         self.metrics.failed_steps.inc();

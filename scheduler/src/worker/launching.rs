@@ -1,8 +1,7 @@
-//! Hot path.
-//! Launches a step: chooses the sequences that get blocks, that wait, and that run.
+//! Hot path. Launches a step: chooses the sequences that get blocks, that wait, and that run.
 //!
-//! One call to the pool requests blocks and gets them. This file decides only the order of these calls, the blocks to
-//! leave free, and the sequence to preempt.
+//! One call to the pool requests blocks and gets them. This file decides only the order of the calls, the
+//! blocks to leave free, and the sequence to preempt.
 
 use engine::{Launched, Row, StepBatch};
 use kv_cache::BlockLease;
@@ -38,7 +37,7 @@ impl Worker {
         sequence.rank(now, self.settings.age_bound)
     }
 
-    /// The sequences for which `wanted` is true, in order of rank.
+    /// Returns the sequences for which `wanted` is true, in order of rank.
     fn line(&self, now: Instant, wanted: impl Fn(&Sequence) -> bool) -> Vec<(Rank, SequenceId)> {
         let picked = self.sequences.values().filter(|sequence| wanted(sequence));
         let mut line: Vec<_> = picked.map(|sequence| (self.rank(sequence, now), sequence.id)).collect();
@@ -64,14 +63,14 @@ impl Worker {
         stalled
     }
 
-    /// Gets blocks for one sequence, and preempts others until it has them. Returns false if no other sequence can be
+    /// Gets blocks for one sequence. Preempts other sequences until it has them; returns false if none can be
     /// preempted.
     fn make_room(&mut self, id: SequenceId, rank: Rank, now: Instant) -> bool {
         loop {
             match self.grow_one(id) {
                 GrowthResult::Enough => return true,
-                // Running steps already hold blocks that will be released. Preempting more would not free them
-                // sooner.
+                // No further sequence is preempted: running steps already hold blocks that will be released,
+                // and more would not come sooner.
                 GrowthResult::NoRoom if self.flights.iter().any(|flight| !flight.held.is_empty()) => {
                     return false;
                 }
@@ -85,7 +84,7 @@ impl Worker {
 
     fn grow_one(&mut self, id: SequenceId) -> GrowthResult {
         let Some(sequence) = self.sequences.get_mut(&id).filter(|sequence| sequence.is_placed()) else {
-            // It was preempted itself meanwhile.
+            // The sequence was preempted itself meanwhile, so it needs no blocks now.
             return GrowthResult::Enough;
         };
         match self.pool.reserve(sequence.blocks_missing(&self.model.layout), sequence.holder()) {
@@ -97,7 +96,7 @@ impl Worker {
         }
     }
 
-    /// Releases a sequence's blocks. It waits at its old place in the line, and is computed again.
+    /// Releases a sequence's blocks. The sequence waits for room with its old rank, and is computed again.
     fn preempt(&mut self, id: SequenceId) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
         self.metrics.preemptions.inc();
@@ -117,10 +116,10 @@ enum GrowthResult {
 // === impl Worker: admission ===
 
 impl Worker {
-    /// Gives blocks to waiting sequences and to requests for room, in the order of the line.
+    /// Gives blocks to waiting sequences and to requests for room, in the order of their turns.
     ///
-    /// The first one that does not fit holds up all later ones, so that a stream of small prompts does not starve a
-    /// large one.
+    /// The first one that does not fit blocks all later ones, so that a stream of small prompts does not
+    /// starve a large one.
     fn admit(&mut self, now: Instant) {
         let n_placed = self.sequences.values().filter(|sequence| sequence.is_placed()).count();
         if n_placed == self.sequences.len() && self.waiters.is_empty() {
@@ -140,7 +139,7 @@ impl Worker {
         }
     }
 
-    /// All sequences and requests that wait for room, in order.
+    /// Returns all sequences and requests that wait for room, in the order of their turns.
     fn admission_line(&self, now: Instant) -> Vec<(Turn, SequenceId)> {
         let unplaced = self.sequences.values().filter(|sequence| !sequence.is_placed());
         let of_sequences = unplaced.map(|sequence| {
@@ -156,7 +155,8 @@ impl Worker {
         line
     }
 
-    /// Grants a request its room if all of it is available, beside the blocks that running sequences still need.
+    /// Grants a request its room, if all of it is available beside the blocks that running sequences still
+    /// need.
     fn grant_room(&mut self, id: SequenceId, now: Instant) -> bool {
         let n_groups = self.layout().groups.len();
         let kept = growth::lasting_reserve(&self.growers(now), self.settings.growth_blocks) * n_groups;
@@ -169,17 +169,17 @@ impl Worker {
         true
     }
 
-    /// Places a waiting sequence if its blocks and the reserve for growth fit.
+    /// Gives a waiting sequence its blocks, if they fit beside the reserve for growth.
     fn place(&mut self, id: SequenceId, now: Instant) -> bool {
         let growers = self.growers(now);
         let each = self.settings.growth_blocks;
         let layout = &self.model.layout;
         let Some(sequence) = self.sequences.get_mut(&id) else { return true };
         if sequence.is_in_flight() {
-            // It was preempted, and its last token is still being sampled.
+            // The sequence was preempted, and its last token is still being sampled, so it waits.
             return false;
         }
-        // If no other sequence runs, none will free blocks, so no reserve is kept.
+        // No reserve is kept if no other sequence runs, because none would free blocks.
         let reserve = match growers.is_empty() {
             true => 0,
             false => growth::reserve(&growers, each) + sequence.growth_after_placement(layout).min(each),

@@ -15,7 +15,7 @@ use crate::sink::SequenceEnd;
 use crate::submission::{NewSequence, Source};
 use crate::testing::{BLOCK_TOKENS, Recorder, Rig, alone, arrived, deadline_in, mock, prompt, roomy};
 
-/// A prompt that does not end by itself before `max_tokens`.
+/// Returns a prompt that does not end by itself before `max_tokens`.
 fn endless(id: &str, n_tokens: usize, max_tokens: u32) -> types::Prompt {
     let mut prompt = prompt(id, n_tokens, max_tokens);
     prompt.stop.ignore_eos = true;
@@ -244,7 +244,7 @@ fn a_full_context_ends_a_sequence() {
 
 #[test]
 fn sequences_that_outgrow_the_pool_together_all_finish() {
-    // F18: each sequence fits, but the sum of their growth does not.
+    // Case F18: each sequence fits, but the sum of their growth does not.
     for steps_in_flight_max in [1, 2] {
         let settings = SchedulerSettings { growth_blocks: 0, steps_in_flight_max, ..roomy() };
         let mut rig = Rig::new(24, settings);
@@ -274,7 +274,8 @@ fn the_oldest_is_never_preempted() {
 
 #[test]
 fn arrived_sequences_that_are_preempted_are_computed_from_their_tokens() {
-    // F20: KV that came over a wire came once.
+    // Case F20: KV that arrived over a connector is lost in a preemption and computed again, because it is
+    // sent only once.
     let mut rig = Rig::new(20, SchedulerSettings { growth_blocks: 0, ..roomy() });
     let prompts: Vec<_> = (0..4).map(|nth| endless(&format!("p{nth}"), 9, 50)).collect();
     let mut recorded = Vec::new();
@@ -296,7 +297,7 @@ fn arrived_sequences_that_are_preempted_are_computed_from_their_tokens() {
 
 #[test]
 fn blocks_held_elsewhere_delay_and_do_not_deadlock() {
-    // F19: landings hold blocks that a running sequence needs.
+    // Case F19: landings hold blocks that a running sequence needs.
     let mut rig = Rig::new(16, roomy());
     let (_, recorded) = rig.stream(endless("a", 5, 50));
     rig.turn();

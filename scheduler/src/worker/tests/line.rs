@@ -1,4 +1,4 @@
-//! The order in which requests for room and the worker's own sequences get KV room.
+//! Tests of the order in which requests for room and the worker's own sequences get KV room.
 
 use chassis::counted::Counter;
 use kv_cache::BlockLease;
@@ -28,7 +28,7 @@ fn request(n_blocks: usize) -> RoomRequest {
 }
 
 impl Rig {
-    /// Puts a request into the line.
+    /// Adds a request for room to the worker.
     fn ask_room(&mut self, request: RoomRequest) -> (SequenceId, Answer) {
         let (id, (answer, answered)) = (self.next_id(), tokio::sync::oneshot::channel());
         let waiter = RoomWaiter { id, request, submitted: Instant::now(), answer };
@@ -41,7 +41,7 @@ impl Rig {
     }
 }
 
-/// The room, if it was granted.
+/// Returns the room if the request was granted.
 fn granted(answer: &mut Answer) -> Option<GrantedRoom> {
     answer.try_recv().ok().map(|answer| answer.expect("no refusal"))
 }
@@ -173,14 +173,14 @@ fn a_lost_device_refuses_all_that_wait() {
 
 const POOL: usize = 12;
 
-/// One request of a case.
+/// One request for room of a case.
 #[derive(Clone, Debug)]
 struct One {
     n_blocks: usize,
     priority: i8,
-    /// The turn before which it comes.
+    /// The turn before which the request is made.
     at: usize,
-    /// The number of turns for which it holds its room.
+    /// The number of turns for which the request's room is held.
     holds: usize,
 }
 
@@ -193,13 +193,13 @@ fn one() -> impl Strategy<Value = One> {
     })
 }
 
-/// The turn in which each request got its room.
+/// Returns the turn in which each request got its room.
 fn grants(ones: &[One]) -> Vec<usize> {
     let mut rig = Rig::new(POOL as u32, roomy());
     let mut answers: Vec<Option<Answer>> = ones.iter().map(|_| None).collect();
     let mut held: Vec<(usize, GrantedRoom)> = Vec::new();
     let mut granted_at = vec![usize::MAX; ones.len()];
-    // In the worst case every request is served alone.
+    // The number of turns is enough for the worst case, in which every request is served alone.
     for turn in 0..20 + 8 * ones.len() {
         held.retain(|(until, _)| *until > turn);
         for (one, answer) in ones.iter().zip(&mut answers).filter(|(one, _)| one.at == turn) {
@@ -222,8 +222,8 @@ fn grants(ones: &[One]) -> Vec<usize> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Every request gets its room, and none before an earlier request of at least its priority, whatever their sizes
-    /// are.
+    /// Every request gets its room. No request gets it before an earlier request of at least the same
+    /// priority, whatever their sizes.
     #[test]
     fn no_request_is_overtaken_by_a_later_one(mut ones in proptest::collection::vec(one(), 1..16)) {
         ones.sort_by_key(|one| one.at);

@@ -1,4 +1,4 @@
-//! In any mix of sequences, each produces the same tokens as alone, and all blocks come back.
+//! Tests random mixes of sequences: each produces the same tokens as alone, and all blocks are returned.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex};
@@ -13,7 +13,7 @@ use crate::sink::SINK_SLACK;
 use crate::submission::{NewSequence, Source};
 use crate::testing::{BLOCK_TOKENS, Recorded, Recorder, Rig, alone, arrived, prompt};
 
-/// The pool and the scheduler of one case.
+/// The size of the pool and the scheduler's settings in one case.
 #[derive(Clone, Debug)]
 struct Node {
     n_blocks: u32,
@@ -26,18 +26,18 @@ struct Node {
 /// One sequence of a case.
 #[derive(Clone, Debug)]
 struct One {
-    /// Prompts of one family have a common prefix.
+    /// The family of the prompt. Prompts of one family have a common prefix.
     family: u8,
     n_tokens: usize,
     max_tokens: u32,
     priority: i8,
     seed: Option<u64>,
     origin: Origin,
-    /// The turn before which it is submitted.
+    /// The turn before which the sequence is submitted.
     at: usize,
-    /// The number of turns after which it is cancelled.
+    /// The number of turns after which the sequence is cancelled.
     cancelled_after: Option<usize>,
-    /// The range of turns after its submission in which its sink is full.
+    /// The range of turns after the submission in which the sequence's sink is full.
     full: Option<(usize, usize)>,
 }
 
@@ -45,7 +45,7 @@ struct One {
 enum Origin {
     Fresh,
     Arrived,
-    /// One step is wanted; the sink keeps the KV for `keeps` turns.
+    /// The sequence wants one step, and its sink keeps the KV for `keeps` turns.
     Outbox {
         keeps: usize,
     },
@@ -121,7 +121,7 @@ impl<'a> Case<'a> {
         Self { rig: Rig::new(node.n_blocks, settings), ones, running: ones.iter().map(|_| None).collect() }
     }
 
-    /// Runs more turns than any sink is full or any lease is kept, and until the worker is idle.
+    /// Runs until the worker is idle, for more turns than any sink is full or keeps a lease.
     fn run(mut self) {
         for turn in 0..80 {
             self.play(turn);
@@ -140,7 +140,7 @@ impl<'a> Case<'a> {
         self.rig.assert_at_baseline();
     }
 
-    /// Applies the changes that come before this turn.
+    /// Makes the submissions, cancellations and sink changes that come before this turn.
     fn play(&mut self, turn: usize) {
         for (one, running) in self.ones.iter().zip(&mut self.running) {
             if one.at == turn {
@@ -178,7 +178,7 @@ fn prompt_of(one: &One) -> Prompt {
     prompt
 }
 
-/// Submits it, if there is room for its arrived KV.
+/// Submits a sequence. Returns `None` if there is no room for its arrived KV.
 fn submit(rig: &mut Rig, one: &One) -> Option<Running> {
     let prompt = prompt_of(one);
     let source = match one.origin {
@@ -209,7 +209,7 @@ fn check(one: &One, running: &Running) {
     check_spans(one, recorded, running.is_cancelled);
 }
 
-/// An outbox receives every block once, in order.
+/// Checks that an outbox has received every block once, in order.
 fn check_spans(one: &One, recorded: &Recorded, is_cancelled: bool) {
     let record = recorded.get();
     let mut next = 0;
@@ -234,7 +234,8 @@ fn expected_of(one: &One) -> Vec<TokenId> {
     }
 }
 
-/// Cached, because cases repeat each other's prompts, and running one alone takes most of the time.
+/// Returns the tokens of a sequence that runs alone. They are cached, because cases repeat each other's
+/// prompts, and running one alone takes most of the time.
 fn alone_once(one: &One) -> Arc<[TokenId]> {
     type Key = (u8, usize, u32, Option<u64>);
     static KNOWN: LazyLock<Mutex<HashMap<Key, Arc<[TokenId]>>>> = LazyLock::new(Mutex::default);

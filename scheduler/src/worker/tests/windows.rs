@@ -1,5 +1,5 @@
-//! Real models with sliding windows: a sequence gives back the blocks that its window has passed, and its tokens do
-//! not change.
+//! Tests of real models with sliding windows: a sequence returns the blocks that its window has passed, and
+//! its tokens do not change.
 
 use std::path::Path;
 
@@ -13,10 +13,10 @@ use crate::settings::SchedulerSettings;
 use crate::testing::{Recorded, Rig, roomy};
 
 const BLOCK_TOKENS: u16 = 8;
-/// Enough blocks for any test of one sequence.
+/// A number of blocks that is enough for any test of one sequence.
 const PLENTY: usize = 128;
 
-/// The results of `transformers`, in float32.
+/// A prompt and the answer of `transformers`, computed in float32.
 #[derive(Deserialize)]
 struct Golden {
     prompt: Vec<u32>,
@@ -52,7 +52,7 @@ fn opened(model: &str, kv_bytes: usize) -> CpuBackend {
     CpuBackend::open(&folder(model), kv_bytes, &settings).expect("the model opens")
 }
 
-/// A worker with `n_blocks` blocks.
+/// Makes a worker for a test model, with `n_blocks` blocks.
 fn rig(model: &str, n_blocks: usize, settings: SchedulerSettings) -> Rig {
     let memory = opened(model, 1 << 20).memory().clone();
     let block_bytes = memory.bytes() / memory.n_blocks() as usize;
@@ -63,8 +63,8 @@ fn layout(model: &str) -> KvLayout {
     opened(model, 1 << 20).memory().layout().clone()
 }
 
-/// Runs the golden prompt while another holder writes into every free block. Returns the largest number of blocks
-/// that it held.
+/// Runs the golden prompt while another holder writes into every free block. Returns the largest number of
+/// blocks that the sequence held.
 fn most_held(model: &str, golden: &Golden, settings: SchedulerSettings) -> usize {
     let mut rig = rig(model, PLENTY, settings);
     let (_, recorded) = rig.stream(golden.prompt());
@@ -99,7 +99,8 @@ fn layers_that_see_everything_keep_theirs() {
     assert_eq!(attentions, [Attention::Full, Attention::SlidingWindow { tokens: 21 }]);
     let whole = layout.blocks_for(golden.prompt.len() + golden.continuation.len());
     let most = most_held("qwen2-window", &golden, roomy());
-    // All blocks of one group; of the other group the published ones, a window, and those being written.
+    // The sequence holds all blocks of one group, and of the other group the published ones, a window, and
+    // those being written.
     assert!((whole - 1..=whole + 2 + 3 + 2).contains(&most), "{most} blocks, {whole} for the whole of it");
 }
 
