@@ -15,7 +15,7 @@ use crate::cli::ChatArgs;
 use crate::exit::Failed;
 use crate::{http_url, interrupt, output};
 
-/// Limit of an incomplete server-sent event.
+/// The largest incomplete server-sent event, in bytes.
 const EVENT_BYTES_MAX: usize = 1 << 20;
 
 pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failed> {
@@ -58,7 +58,7 @@ fn converse(runtime: &tokio::runtime::Runtime, endpoint: &Endpoint, talk: &mut T
     }
 }
 
-/// The conversation so far.
+/// A conversation: its messages so far, and the model that answers.
 struct Talk {
     model: String,
     max_tokens: u32,
@@ -66,7 +66,8 @@ struct Talk {
 }
 
 impl Talk {
-    /// Sends one message and prints the answer. A message without an answer is removed.
+    /// Sends one message and prints the answer. If there is no answer, the message is removed from the
+    /// conversation.
     async fn say(&mut self, endpoint: &Endpoint, text: &str) -> Result<(), Failed> {
         self.messages.push(json!({ "role": "user", "content": text }));
         match self.answer(endpoint).await {
@@ -116,7 +117,7 @@ fn print_piece(piece: &str) -> Result<(), Failed> {
     out.write_all(piece.as_bytes()).and_then(|()| out.flush()).map_err(Failed::work)
 }
 
-/// The data of the next complete event, if there is one.
+/// Removes the next complete event from `pending` and returns its data; `None` if no event is complete.
 fn take_event(pending: &mut Vec<u8>) -> Option<String> {
     loop {
         let end = pending.windows(2).position(|pair| pair == b"\n\n")?;
@@ -138,7 +139,7 @@ fn piece_of(event: &str) -> Result<String, Failed> {
     Ok(event["choices"][0]["delta"]["content"].as_str().unwrap_or_default().to_owned())
 }
 
-/// An OpenAI-compatible endpoint.
+/// The address of an OpenAI-compatible endpoint, and its client.
 struct Endpoint {
     base: String,
     client: Client<HttpConnector, Full<Bytes>>,
@@ -147,7 +148,7 @@ struct Endpoint {
 impl Endpoint {
     fn new(url: &str) -> Result<Self, Failed> {
         let base = http_url::parse(url)?;
-        // Other clients use the address with the API's version.
+        // A trailing `/v1` is removed, because other clients use the address with it.
         let base = base.strip_suffix("/v1").unwrap_or(&base).to_owned();
         let client = Client::builder(TokioExecutor::new()).build_http();
         Ok(Self { base, client })

@@ -16,30 +16,33 @@ use crate::exit::Failed;
 use crate::expert_variables;
 use crate::output;
 
-/// The deadline for a child to stop, beyond its own drain.
+/// The time that a child process may take to stop before it is killed, longer than its own drain.
 const STOP_WITHIN: Duration = Duration::from_secs(40);
-/// The wait for the last lines of a process that has ended. Its own child processes may keep standard error open.
+/// How long to wait for the last lines of a process that has ended. Its own child processes may keep standard
+/// error open.
 const LAST_LINES_WITHIN: Duration = Duration::from_millis(200);
 /// The number of last lines that are printed again when a process ends.
 const LAST_LINES: usize = 10;
 /// The pause before the first restart of a node. It doubles with each restart up to the maximum.
 const RESTART_FIRST: Duration = Duration::from_secs(1);
 const RESTART_LONGEST: Duration = Duration::from_secs(60);
-/// A node that ran for this long has started successfully: the next pause is the first one again.
+/// The time after which a node counts as started successfully. If it ends later, its next pause is
+/// `RESTART_FIRST` again.
 const CAME_UP_AFTER: Duration = Duration::from_secs(60);
 
-/// One node of the cluster: the parameters of its process, and the process.
+/// One node of the cluster: its process, and the settings to start it again.
 #[derive(Debug)]
 pub(crate) struct Node {
     pub(crate) id: String,
     role: Role,
     settings: Vec<(&'static str, String)>,
     process: Process,
-    /// The pause before the next restart, if its process ends soon.
+    /// The pause before the next restart, if the process ends soon.
     pause: Duration,
 }
 
-/// It stops when its standard input closes, which the kernel does even if this process is killed.
+/// The process of a node. It stops when its standard input closes, which the kernel does even if this process
+/// is killed.
 #[derive(Debug)]
 struct Process {
     child: Child,
@@ -51,7 +54,7 @@ struct Process {
 /// The last lines that a process wrote to standard error.
 #[derive(Debug, Default)]
 struct LastLines {
-    /// Never held across an await.
+    /// The lines, the oldest first. The mutex is never held across an await.
     lines: Mutex<VecDeque<String>>,
     ended: tokio::sync::Notify,
 }
@@ -67,13 +70,13 @@ impl Node {
         Ok(Self { id, role, settings, process, pause: RESTART_FIRST })
     }
 
-    /// The status of a process that has already ended.
+    /// Returns the exit status of the node's process if it has ended.
     pub(crate) fn has_ended(&mut self) -> Option<ExitStatus> {
         self.process.child.try_wait().ok().flatten()
     }
 
-    /// Restarts the process whenever it has ended, after a pause that grows while it ends soon. Never returns.
-    /// Cancel-safe: the node always has a process, which may have ended.
+    /// Restarts the process whenever it has ended, after a pause that grows as long as it ends soon. Never
+    /// returns. Cancel-safe: the node always has a process, which may have ended.
     pub(crate) async fn keep_running(&mut self) {
         loop {
             let ended = match self.process.child.wait().await {
@@ -103,7 +106,7 @@ impl Node {
         }
     }
 
-    /// Lets the node drain, and kills it if that takes too long.
+    /// Closes the node's standard input, so that it drains, and kills it if that takes too long.
     pub(crate) async fn stop(mut self) {
         drop(self.process.stdin.take());
         if tokio::time::timeout(STOP_WITHIN, self.process.child.wait()).await.is_err() {
@@ -118,7 +121,8 @@ impl Process {
     fn start(role: Role, id: &str, settings: &[(&'static str, String)]) -> std::io::Result<Self> {
         let mut command = std::process::Command::new(std::env::current_exe()?);
         command.arg(role.as_str()).arg("--stop-with-stdin").env("BATON_NODE__ID", id);
-        // Settings of other processes would be unknown to this one.
+        // Variables for other processes are removed, because this process would refuse them as unknown
+        // settings.
         let for_others = |key: &str| {
             key == "BATON_CONFIG"
                 || sections_of_others(role).iter().any(|section| key.starts_with(section))
@@ -128,8 +132,8 @@ impl Process {
             command.env_remove(key);
         });
         command.envs(settings.iter().map(|(key, value)| (*key, value)));
-        // The child gets its own process group: Ctrl-C reaches only the parent, which drains the router before it
-        // stops the nodes.
+        // The child gets its own process group, so that Ctrl-C reaches only the parent. The parent drains the
+        // router before it stops the nodes.
         command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut child = Command::from(command).kill_on_drop(true).spawn()?;
         let stdin = child.stdin.take();
@@ -145,8 +149,8 @@ impl Process {
 }
 
 impl LastLines {
-    /// Copies a process's output to standard error, and keeps the last lines. Blocks until the process closes its
-    /// standard error.
+    /// Copies a process's output to standard error and keeps its last lines. Blocks until the process closes
+    /// its standard error.
     fn pass_on(&self, stderr: std::fs::File) {
         let mut stderr = BufReader::new(stderr);
         let mut line = Vec::new();
@@ -163,7 +167,7 @@ impl LastLines {
         self.ended.notify_one();
     }
 
-    /// Waits a moment for the last line, and returns the kept lines, indented.
+    /// Waits briefly for the last line, and returns the kept lines, indented.
     async fn wait(&self) -> String {
         let _ = tokio::time::timeout(LAST_LINES_WITHIN, self.ended.notified()).await;
         let lines = self.lines();
@@ -178,7 +182,7 @@ impl LastLines {
     }
 }
 
-/// The sections without settings for a node of this role.
+/// Returns the prefixes of variables that a node of this role has no settings for.
 fn sections_of_others(role: Role) -> &'static [&'static str] {
     match role {
         Role::Pool => &["BATON_ROUTER__", "BATON_MODEL__"],

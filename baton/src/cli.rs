@@ -1,4 +1,4 @@
-//! The command line. Settings are in the configuration files; a flag is for values that a user types.
+//! The command line. Settings are in the configuration files; flags are for values that a user types.
 
 use std::path::PathBuf;
 
@@ -9,7 +9,7 @@ use node::{KvMemorySize, ModelKvMemory};
 use crate::bench_engine::EngineArgs;
 use crate::bench_transfer::TransferArgs;
 
-/// Large language models served with prefill and decode on different nodes.
+/// Serve large language models with prefill and decode on different nodes.
 #[derive(Debug, Parser)]
 #[command(name = "baton", version, arg_required_else_help = true, max_term_width = 100)]
 #[command(args_conflicts_with_subcommands = true)]
@@ -31,7 +31,7 @@ pub(crate) enum Command {
     Prefill(ProcessArgs),
     /// Run a decode node, which reserves room for KV and decodes the sequences that have arrived.
     Decode(ProcessArgs),
-    /// Run one node that does both, for comparison.
+    /// Run one node that does prefill and decode, for comparison with separate nodes.
     Both(ProcessArgs),
     /// Run a pool node, which keeps KV between prefill nodes and decode nodes.
     Pool(ProcessArgs),
@@ -41,18 +41,19 @@ pub(crate) enum Command {
     Doctor(DoctorArgs),
     /// Check whether a process is ready: exit code 0 if it is. For health checks in images without a shell.
     Health(HealthArgs),
-    /// Make a node release the memory of weights and KV. It leaves the cluster first, and keeps its process and
-    /// compiled kernels.
+    /// Make a node release the memory of weights and KV. The node leaves the cluster first, and keeps its
+    /// process and compiled kernels.
     Sleep(SwitchArgs),
     /// Make a sleeping node load its weights again and rejoin the cluster.
     Wake(WakeArgs),
-    /// Create an API key for a tenant: the key for the client, and its line for the router's tenants file.
+    /// Create an API key for a tenant. Print the key for the client, and the line for the router's tenants
+    /// file.
     Keys(KeysArgs),
     /// Measure an OpenAI-compatible endpoint, this one or another, or the engine alone: TTFT, TBT, goodput.
     Bench(Box<BenchArgs>),
 }
 
-/// Measure a server, or the engine alone.
+/// Measure a server, the engine alone, or the transfer of KV.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct BenchArgs {
     #[command(subcommand)]
@@ -71,10 +72,11 @@ pub(crate) enum BenchCommand {
     Transfer(TransferArgs),
 }
 
-/// Every process has one TOML file. `BATON_SECTION__KEY` in the environment overrides a setting.
+/// The arguments of a process. It reads one TOML file; `BATON_SECTION__KEY` in the environment overrides a
+/// setting.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ProcessArgs {
-    /// The configuration file. Without it the defaults are used.
+    /// The configuration file. Without a file the defaults are used.
     #[arg(long, value_name = "FILE", env = "BATON_CONFIG")]
     pub(crate) config: Option<PathBuf>,
     /// Check the configuration, report errors, and exit.
@@ -93,14 +95,15 @@ pub(crate) struct UpArgs {
     /// Number of decode nodes.
     #[arg(long, default_value_t = 1, value_name = "M", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) decode: u16,
-    /// Number of pool nodes. With them, the prompt is computed first, and its KV waits in the pool for a decode node.
+    /// Number of pool nodes. If there are any, prompts are computed first, and their KV waits on a pool node
+    /// for a decode node.
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=64))]
     pub(crate) pool: u16,
-    /// KV memory of each pool node: `4GiB`, or a share of the memory that is free at its start, `30%`. The default is
-    /// that of `pool.memory`.
+    /// KV memory of each pool node: `4GiB`, or a share of the memory that is free at its start, `30%`. The
+    /// default is that of the setting `pool.memory`.
     #[arg(long, value_name = "SIZE", requires = "pool")]
     pub(crate) pool_memory: Option<KvMemorySize>,
-    /// Start one node that does both, for comparison.
+    /// Start one node that does prefill and decode, for comparison with separate nodes.
     #[arg(long, conflicts_with_all = ["prefill", "decode", "pool"])]
     pub(crate) colocated: bool,
     /// The model: `demo` (bundled), a folder, `org/name[@revision]` on a hub, `mock`, or `mock:NAME` with simulated
@@ -111,32 +114,33 @@ pub(crate) struct UpArgs {
     /// separated by commas, are given to the nodes in turn, prefill nodes first.
     #[arg(long, default_value = "auto", value_name = "DEVICE", value_delimiter = ',')]
     pub(crate) device: Vec<Device>,
-    /// Tensor-parallel ranks of each prefill node: groups of threads that share the heads, or GPUs from the node's
-    /// device on.
+    /// Tensor-parallel ranks of each prefill node: groups of threads that share the heads, or GPUs from the
+    /// node's device on.
     #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = ranks())]
     pub(crate) prefill_tp: u16,
-    /// Tensor-parallel ranks of each decode node; may differ from those of prefill nodes. With `--colocated`, those
-    /// of the one node.
+    /// Tensor-parallel ranks of each decode node; their number may differ from that of prefill nodes. With
+    /// `--colocated`, the ranks of the one node.
     #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = ranks())]
     pub(crate) decode_tp: u16,
     /// KV memory of each node: `4GiB`, a share of the memory that is free at its start, `30%`, or `auto/N`: an amount
     /// that suits the model on a device that N nodes share. The default is `auto/N` with the actual number of nodes.
     #[arg(long, value_name = "SIZE", env = "BATON_MODEL__KV_MEMORY")]
     pub(crate) kv_memory: Option<ModelKvMemory>,
-    /// The connector for KV; `auto` uses the fastest that works here.
+    /// The connector for KV; `auto` uses the fastest connector that works on this machine.
     #[arg(long, default_value = "auto", value_name = "NAME")]
     pub(crate) connector: String,
-    /// The first node of a request: `decode-first` reserves room before the prefill, `prefill-first` chooses the
-    /// decode node after it. The default is decode-first, or prefill-first with a pool, which needs it.
+    /// The first node that a request uses: `decode-first` reserves room before the prefill, `prefill-first`
+    /// chooses the decode node after it. The default is decode-first, or prefill-first with a pool, which
+    /// needs it.
     #[arg(long, value_enum)]
     pub(crate) order: Option<Order>,
-    /// The address of the OpenAI-compatible endpoint.
+    /// The address that the OpenAI-compatible endpoint listens on.
     #[arg(long, default_value = "127.0.0.1:8000", value_name = "HOST:PORT", value_parser = listen_addr)]
     pub(crate) http: String,
-    /// The address of the gRPC endpoint.
+    /// The address that the gRPC endpoint listens on.
     #[arg(long, default_value = "127.0.0.1:50051", value_name = "HOST:PORT", value_parser = listen_addr)]
     pub(crate) grpc: String,
-    /// `embedded`, or `etcd://host:2379/cluster`.
+    /// The registry: `embedded` in the router, or `etcd://host:2379/cluster`.
     #[arg(long, default_value = "embedded", value_name = "URL")]
     pub(crate) registry: String,
     /// The routing policy: random, round-robin or least-loaded.
@@ -185,16 +189,16 @@ impl Order {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ChatArgs {
-    /// The endpoint, with or without `http://` and `/v1`.
+    /// The address of the endpoint, with or without `http://` and `/v1`.
     #[arg(long, default_value = "http://127.0.0.1:8000", value_name = "URL")]
     pub(crate) url: String,
-    /// The model; the default is the first one that is served.
+    /// The model to chat with; the default is the first one that is served.
     #[arg(long)]
     pub(crate) model: Option<String>,
     /// The system prompt.
     #[arg(long, value_name = "TEXT")]
     pub(crate) system: Option<String>,
-    /// Limit of tokens of an answer.
+    /// The largest number of tokens in an answer.
     #[arg(long, default_value_t = 512, value_name = "N")]
     pub(crate) max_tokens: u32,
     /// Send this message, print the answer, and exit.
@@ -204,11 +208,12 @@ pub(crate) struct ChatArgs {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct DoctorArgs {
-    /// The configuration file of the process that is to run here. Without it: the router of `baton up`.
+    /// The configuration file of the process that is to run on this machine. The default is the router of
+    /// `baton up`.
     #[arg(long, value_name = "FILE", env = "BATON_CONFIG")]
     pub(crate) config: Option<PathBuf>,
-    /// Also send KV to the decode node at this gRPC address, over every wire that both ends have, and report the
-    /// rate.
+    /// Also send KV to the decode node at this gRPC address, over every connector that both nodes have, and
+    /// report the rate.
     #[arg(long, value_name = "ADDR")]
     pub(crate) peer: Option<String>,
     /// Print one JSON object instead of a table.
@@ -218,13 +223,13 @@ pub(crate) struct DoctorArgs {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct SwitchArgs {
-    /// The node: its admin port, `host:port`, or its name, if it is awake and the router knows it.
+    /// The node: the `host:port` of its admin port, or its name if it is awake and the router knows it.
     #[arg(value_name = "NODE")]
     pub(crate) node: String,
     /// The router that knows the address of a node with this name.
     #[arg(long, default_value = "http://127.0.0.1:8000", value_name = "URL")]
     pub(crate) router: String,
-    /// The file with the node's admin key.
+    /// The file with the admin key of the node.
     #[arg(long, value_name = "FILE", env = "BATON_CLUSTER__ADMIN_KEY_FILE")]
     pub(crate) key_file: Option<PathBuf>,
 }
@@ -233,7 +238,7 @@ pub(crate) struct SwitchArgs {
 pub(crate) struct WakeArgs {
     #[command(flatten)]
     pub(crate) switch: SwitchArgs,
-    /// The role after the wake; the default is the previous role.
+    /// The role after the wake; the default is the role before the sleep.
     #[arg(long, value_name = "ROLE", value_parser = ["prefill", "decode", "both"])]
     pub(crate) role: Option<String>,
 }
@@ -248,7 +253,7 @@ pub(crate) struct KeysArgs {
 pub(crate) enum KeysCommand {
     /// Print a new key, which is not stored, and the line with its hash
     New {
-        /// The tenant: a section [tenants.TENANT] of the tenants file.
+        /// The name of the tenant: a section [tenants.TENANT] of the tenants file.
         #[arg(value_name = "TENANT")]
         tenant: String,
     },
@@ -256,8 +261,8 @@ pub(crate) enum KeysCommand {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct HealthArgs {
-    /// The process: `host:port` of a router's HTTP port or of a node's admin port. For a page other than `/ready`,
-    /// give the whole address.
+    /// The process to check: `host:port` of a router's HTTP port or of a node's admin port. For a page other
+    /// than `/ready`, give the whole address.
     #[arg(default_value = "http://127.0.0.1:8000/ready", value_name = "URL")]
     pub(crate) url: String,
 }

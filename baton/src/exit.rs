@@ -1,12 +1,12 @@
-//! The exit codes: 0 success, 1 failure, 2 invalid arguments (as in clap), 3 the process could not start, 4 it was
-//! stopped before its running work had ended.
+//! The exit codes: 0 success, 1 failure, 2 invalid arguments (as in clap), 3 the process could not start, 4
+//! the process was stopped before its running work had ended.
 
 use std::error::Error;
 use std::process::ExitCode;
 
 use crate::output;
 
-/// The error of a command, in one sentence with its causes.
+/// The error of a command, with its exit code.
 #[derive(Debug)]
 pub(crate) struct Failed {
     code: u8,
@@ -30,7 +30,7 @@ impl Failed {
         Self { code: 4, error: error.into() }
     }
 
-    /// Writes the error and its causes to standard error.
+    /// Writes the error with its causes to standard error, and returns the exit code.
     pub(crate) fn report(self) -> ExitCode {
         let mut sentence = format!("error: {}", self.error);
         let mut cause = self.error.source();

@@ -1,4 +1,4 @@
-//! Variables `BATON_EXPERT__…` of `baton up`: each of its processes gets those that it has a setting for.
+//! Decides which processes of `baton up` get a variable `BATON_EXPERT__…`: those that have a setting for it.
 
 use node::RawNodeConfig;
 use pool_node::RawPoolConfig;
@@ -7,12 +7,12 @@ use types::Role;
 
 const PREFIX: &str = "BATON_EXPERT__";
 
-/// Whether the router gets the variable. It also gets unknown ones, and refuses them.
+/// Returns whether the router gets the variable. The router also gets unknown variables, and refuses them.
 pub(crate) fn is_for_router(variable: &str) -> bool {
     variable.starts_with(PREFIX) && (of_router(variable) || !(of_node(variable) || of_pool(variable)))
 }
 
-/// Whether the variable is a setting of other processes only.
+/// Returns whether the variable is a setting of other processes than a node of this role.
 pub(crate) fn is_for_others(role: Role, variable: &str) -> bool {
     let is_own = match role {
         Role::Pool => of_pool(variable),
@@ -39,7 +39,7 @@ mod tests {
 
     #[test]
     fn each_process_takes_the_expert_settings_that_it_has() {
-        // The variable, and whether the router, a prefill node and a pool node get it.
+        // Each case: the variable, and whether the router, a prefill node and a pool node get it.
         for (variable, router, node, pool) in [
             ("BATON_EXPERT__LOG__SPANS", true, true, true),
             ("BATON_EXPERT__ROUTER__STUCK_MS", true, false, false),

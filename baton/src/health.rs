@@ -1,4 +1,4 @@
-//! `baton health`: whether a process is ready, as an exit code, for images without a shell.
+//! `baton health`: reports by the exit code whether a process is ready, for images without a shell.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::cli::HealthArgs;
 use crate::exit::Failed;
 use crate::http_url;
 
-/// A process that takes longer to answer is not ready.
+/// The longest wait for an answer. A process that takes longer counts as not ready.
 const ANSWER_WITHIN: Duration = Duration::from_secs(3);
 
 /// Exits with 0 if the page answers with success. Otherwise exits with 1 and prints the reason.
@@ -28,7 +28,7 @@ pub(crate) fn run(args: &HealthArgs) -> Result<ExitCode, Failed> {
     })
 }
 
-/// The page to request: `/ready` if the address has no path.
+/// Returns the address of the page to request, with `/ready` if the address has no path.
 fn page(text: &str) -> Result<Uri, Failed> {
     let url: Uri = http_url::parse(text)?.parse().map_err(Failed::usage)?;
     if url.path() != "/" {

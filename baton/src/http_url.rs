@@ -4,7 +4,8 @@ use hyper::Uri;
 
 use crate::exit::Failed;
 
-/// Returns `text` as `http://host:port/path` without a trailing slash. `host:port` is enough.
+/// Returns `text` as `http://host:port/path` without a trailing slash. The scheme and the path may be
+/// missing.
 pub(crate) fn parse(text: &str) -> Result<String, Failed> {
     let refused = |reason: &str| Failed::usage(format!("{text:?} is not an address: {reason}"));
     let (scheme, rest) = text.split_once("://").unwrap_or(("http", text));

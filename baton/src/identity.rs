@@ -9,7 +9,7 @@ use router::RouterConfig;
 use crate::exit::Failed;
 use crate::process_file::ProcessFile;
 
-/// The world of a process of this cluster, with the cluster's secret if one is set.
+/// Makes the world of a process, with the cluster's secret if one is set.
 pub(crate) fn world(cluster: &ClusterSection) -> Result<World, Failed> {
     Ok(World::real().with_identity(cluster.identity().map_err(Failed::start)?))
 }
@@ -33,7 +33,7 @@ pub(crate) fn check_node(config: &NodeConfig) -> Result<(), IdentityError> {
     ])
 }
 
-/// Like [`check_node`], for a pool node.
+/// Refuses a pool node that other machines can reach and that does not authenticate callers.
 pub(crate) fn check_pool(config: &PoolConfig) -> Result<(), IdentityError> {
     let transfer = &config.transfer;
     config.cluster.check(&[
@@ -43,7 +43,8 @@ pub(crate) fn check_pool(config: &PoolConfig) -> Result<(), IdentityError> {
     ])
 }
 
-/// Like [`check_node`], for a router. Its HTTP port is not checked, because it is for clients.
+/// Refuses a router that other machines can reach and that does not authenticate nodes. Its HTTP port is not
+/// checked, because it is for clients.
 pub(crate) fn check_router(config: &RouterConfig) -> Result<(), IdentityError> {
     config.cluster.check(&[("router.grpc", &config.grpc)])
 }

@@ -1,4 +1,4 @@
-//! Ctrl-C in commands that send a request to a process: they report the interruption.
+//! Handles Ctrl-C in commands that send a request to a process: they report the interruption.
 
 use chassis::shutdown::EXIT_FORCED;
 use tokio::signal::unix::{SignalKind, signal};
@@ -6,7 +6,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::exit::Failed;
 use crate::output;
 
-/// After this call SIGINT writes `sentence` to standard error and ends the process.
+/// Installs a handler: SIGINT writes `sentence` to standard error and ends the process.
 pub(crate) fn says(sentence: &'static str) -> Result<(), Failed> {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Failed::start)?;

@@ -1,4 +1,4 @@
-//! `baton keys new`: an API key, and its line for the router's tenants file.
+//! `baton keys new`: makes an API key, and its line for the router's tenants file.
 
 use std::process::ExitCode;
 
@@ -9,7 +9,7 @@ use crate::cli::{KeysArgs, KeysCommand};
 use crate::exit::Failed;
 use crate::output;
 
-/// Prints the key once. It is not stored.
+/// Makes a key and prints it once. The key is not stored.
 pub(crate) fn run(args: &KeysArgs) -> Result<ExitCode, Failed> {
     let KeysCommand::New { tenant } = &args.command;
     if !is_tenant_name(tenant) {

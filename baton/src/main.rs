@@ -38,7 +38,8 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: Cli) -> Result<ExitCode, Failed> {
-    // clap prints the help if there is neither a command nor a file.
+    // Without a command there are files to check: clap prints the help if there is neither a command nor a
+    // file.
     let Some(command) = cli.command else { return process_file::check(&cli.check_config) };
     raise_open_files();
     match command {
@@ -62,7 +63,7 @@ fn run(cli: Cli) -> Result<ExitCode, Failed> {
     }
 }
 
-/// Raises the limit of open files and sockets to the maximum that the system allows.
+/// Raises the limit of open files and sockets of this process to the maximum that the system allows.
 ///
 /// The usual soft limit, 1,024, is for programs that use `select`. If the limit cannot be raised, the process
 /// continues.

@@ -9,18 +9,18 @@ use crate::exit::Failed;
 
 const DEMO: &str = "demo";
 
-/// A model in the form that a router and a node need.
+/// The path and name of a model, as a router and a node need them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Located {
-    /// A folder, or a mock.
+    /// The path of the model's folder, or a mock.
     pub(crate) path: String,
     /// The name for requests. Empty: the model's own name.
     pub(crate) name: String,
 }
 
-/// Resolves `path`, and downloads a model on a hub. A configured name is kept.
+/// Finds the model at `path`, and downloads a model on a hub. A configured name is kept.
 ///
-/// If the process is stopped meanwhile, it reports this; downloaded data is kept.
+/// If the process is stopped meanwhile, the error reports it; downloaded data is kept.
 pub(crate) async fn locate(path: &str, name: &str, shutdown: &Shutdown) -> Result<Located, Failed> {
     tokio::select! {
         located = found(path, name) => located,
@@ -53,7 +53,7 @@ fn check_folder(path: &Path) -> Result<(), Failed> {
     not_a_model(path).map_or(Ok(()), |why| Err(Failed::start(why)))
 }
 
-/// The reason why the path is not a model's folder, if something else is there.
+/// Returns the reason why something that exists at the path is not a model's folder.
 pub fn not_a_model(path: &Path) -> Option<String> {
     let shown = path.display();
     let gguf = "GGUF is not supported: use the model's safetensors";
@@ -69,7 +69,8 @@ pub fn not_a_model(path: &Path) -> Option<String> {
     Some(format!("{shown} has no config.json: {why}"))
 }
 
-/// Tells a user who meant a folder that it was not found.
+/// The error of a model that could not be downloaded. It also tells a user who meant a folder that there is
+/// none.
 #[derive(Debug, thiserror::Error)]
 #[error("{path:?} is not a folder, and was not downloaded from the hub")]
 struct NotFetched {
@@ -81,22 +82,23 @@ async fn fetch(id: &ModelId) -> Result<PathBuf, HubError> {
     Hub::new(HubSettings::from_env(|name| std::env::var_os(name)))?.judged_by(judge).fetch(id).await
 }
 
-/// Whether a node can compute the model of this `config.json`.
+/// Checks whether a node can compute the model of this `config.json`.
 fn judge(path: &Path, config: &[u8]) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     engine::load::check_config(path, config).map_err(Into::into)
 }
 
-/// The kind of place of a model.
+/// Where a model is found.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// A folder, a mock, or an invalid path: the router and the node check it.
+    /// The path is a folder, a mock, or invalid: the router and the node check it.
     Here,
     Bundled,
     Hub(ModelId),
 }
 
 impl Place {
-    /// A folder has precedence over a hub, and `demo` over a folder: a folder with this name is `./demo`.
+    /// Decides where the model at `path` is found. A folder has precedence over a hub, and `demo` over a
+    /// folder: a folder with that name is `./demo`.
     pub(crate) fn of(path: &str) -> Result<Self, Failed> {
         let is_mock = path == "mock" || path.starts_with("mock:");
         if path.is_empty() || is_mock || looks_like_a_path(path) || Path::new(path).is_dir() && path != DEMO {
@@ -116,7 +118,7 @@ impl Place {
     }
 }
 
-/// Whether the text is a path. `cpu:FOLDER` is one too.
+/// Returns whether the text is a path and not the name of a model on a hub. `cpu:FOLDER` is a path too.
 fn looks_like_a_path(path: &str) -> bool {
     ["/", "./", "../", "~"].iter().any(|start| path.starts_with(start))
         || path.contains(':')

@@ -20,7 +20,7 @@ use crate::identity;
 use crate::model;
 use crate::process_file::ProcessFile;
 
-/// The deadline for the registry to remove the node.
+/// The longest wait for the registry to remove the node.
 const REGISTRY_CLOSE_WITHIN: Duration = Duration::from_secs(5);
 
 pub(crate) fn run(role: Role, args: &ProcessArgs) -> Result<ExitCode, Failed> {
@@ -41,7 +41,7 @@ pub(crate) fn run(role: Role, args: &ProcessArgs) -> Result<ExitCode, Failed> {
     })
 }
 
-/// The settings with the folder of the model. A model on a hub is downloaded here.
+/// Returns the settings with the path of the model's folder. A model on a hub is downloaded meanwhile.
 async fn with_model(mut raw: RawNodeConfig, shutdown: &Shutdown) -> Result<NodeConfig, Failed> {
     let located = model::locate(&raw.model.path, &raw.model.name, shutdown).await?;
     (raw.model.path, raw.model.name) = (located.path, located.name);
@@ -88,7 +88,7 @@ pub(crate) async fn bind(world: &World, addr: &str) -> Result<Box<dyn Listener>,
     listen.map_err(|source| Failed::start(NodeError::Listen { addr: addr.to_owned(), source }))
 }
 
-/// A node with both roles has both services over one worker and one pool.
+/// Makes the gRPC services of a role. A node with both roles has both services over one worker and one pool.
 fn services(role: Role, parts: &NodeParts, decode: &DecodeExpert) -> Result<Routes, StartError> {
     let (mut routes, _health) = chassis::rpc::standard_services(&[proto::FILE_DESCRIPTOR_SET])?;
     if role.prefills() {

@@ -13,12 +13,12 @@ pub(crate) fn print(text: &str) -> Result<(), Failed> {
     }
 }
 
-/// Writes a line to standard error from a separate thread, because a full pipe without a reader would block.
+/// Writes a line to standard error from another thread, because a full pipe without a reader would block.
 pub(crate) fn tell_later(text: String) {
     std::thread::spawn(move || tell(&text));
 }
 
-/// Writes a line to standard error, and ignores errors, because there is no other output.
+/// Writes a line to standard error. Errors are ignored, because there is no other output.
 pub(crate) fn tell(line: &str) {
     let _ = writeln!(std::io::stderr().lock(), "{line}");
 }

@@ -17,7 +17,7 @@ use crate::identity;
 use crate::node::bind;
 use crate::process_file::ProcessFile;
 
-/// The deadline for the registry to remove the node.
+/// The longest wait for the registry to remove the node.
 const REGISTRY_CLOSE_WITHIN: Duration = Duration::from_secs(5);
 
 pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {

@@ -14,7 +14,7 @@ use router::{RawRouterConfig, RouterConfig};
 use crate::exit::Failed;
 use crate::output;
 
-/// A valid file.
+/// A valid configuration file, by the kind of process that reads it.
 #[derive(Debug)]
 pub(crate) enum ProcessFile {
     Router(Box<RouterConfig>),
@@ -22,7 +22,7 @@ pub(crate) enum ProcessFile {
     Pool(Box<PoolConfig>),
 }
 
-/// `baton --check-config FILE…`: checks every file, so that one run reports all invalid ones.
+/// Runs `baton --check-config FILE…`. Every file is checked, so that one run reports all invalid ones.
 pub(crate) fn check(files: &[PathBuf]) -> Result<ExitCode, Failed> {
     let mut wrong = None;
     for file in files {
@@ -49,7 +49,7 @@ impl ProcessFile {
         Ok(read)
     }
 
-    /// The result of `--check`: all values are valid, including those of connectors and of the registry.
+    /// Checks the names of connectors and of the registry, for `--check`. All other values are already valid.
     pub(crate) fn is_valid(&self) -> Result<ExitCode, Failed> {
         self.names_connectors().map_err(Failed::usage)?;
         self.names_a_registry()?;
@@ -57,7 +57,7 @@ impl ProcessFile {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// The process without a file: the router of `baton up`.
+    /// Returns the default process, for a command without a file: the router of `baton up`.
     pub(crate) fn default_router() -> Result<Self, Failed> {
         let config = RouterConfig::resolve(RawRouterConfig::default()).map_err(Failed::usage)?;
         Ok(Self::Router(Box::new(config)))
@@ -97,7 +97,8 @@ impl ProcessFile {
         }
     }
 
-    /// `None` if the process is the registry.
+    /// Returns the address of the registry that the process connects to; `None` if the process serves the
+    /// registry.
     pub(crate) fn registry_url(&self) -> Option<&str> {
         match self {
             Self::Router(config) => config.registry_url.as_deref(),
@@ -118,7 +119,7 @@ impl ProcessFile {
         Err(format!("`transfer.connectors`: {name:?} is not one of auto, {}", known.join(", ")))
     }
 
-    /// Opening a registry sends nothing, but needs a runtime. It refuses an invalid address.
+    /// Checks the registry's address by opening the registry, which sends nothing but needs a runtime.
     fn names_a_registry(&self) -> Result<(), Failed> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let runtime = runtime.map_err(Failed::start)?;
@@ -129,7 +130,8 @@ impl ProcessFile {
     }
 }
 
-/// A file that is not TOML has no section; the process that reads it reports the error.
+/// Returns whether the file has this section. A file that is not TOML has none; the process that reads it
+/// reports the error.
 fn has(file: &Path, section: &str) -> bool {
     let text = std::fs::read_to_string(file).unwrap_or_default();
     text.parse::<toml::Table>().is_ok_and(|table| table.contains_key(section))

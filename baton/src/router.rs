@@ -32,7 +32,7 @@ pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {
     })
 }
 
-/// The settings with the folder of the model. A model on a hub is downloaded here.
+/// Returns the settings with the path of the model's folder. A model on a hub is downloaded meanwhile.
 async fn with_model(mut raw: RawRouterConfig, shutdown: &Shutdown) -> Result<RouterConfig, Failed> {
     let located = model::locate(&raw.model.path, &raw.model.name, shutdown).await?;
     (raw.model.path, raw.model.name) = (located.path, located.name);

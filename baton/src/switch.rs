@@ -1,4 +1,4 @@
-//! `baton sleep`, `baton wake`: sends a request to a node's admin port, and prints the result.
+//! `baton sleep` and `baton wake`: send a request to a node's admin port, and print the result.
 
 use std::process::ExitCode;
 
@@ -24,7 +24,8 @@ pub(crate) fn wake(args: &WakeArgs) -> Result<ExitCode, Failed> {
     }
 }
 
-/// `what` is the page's name. There is no deadline, because a drain or loading a model may take long.
+/// Posts to the page `what` of the node and prints its answer. There is no deadline, because a drain or
+/// loading a model may take long.
 fn run(what: &str, args: &SwitchArgs) -> Result<ExitCode, Failed> {
     interrupt::says("interrupted: the node continues the operation")?;
     let runtime =
@@ -40,7 +41,7 @@ fn run(what: &str, args: &SwitchArgs) -> Result<ExitCode, Failed> {
     })
 }
 
-/// The node's admin port.
+/// Returns the address of the node's admin port. The router is asked if the node is given by name.
 async fn admin_of(args: &SwitchArgs) -> Result<String, Failed> {
     if args.node.contains(':') {
         return http_url::parse(&args.node);
@@ -84,7 +85,7 @@ async fn ask(
     Ok(Answer { status, body })
 }
 
-/// The node's answer as a sentence.
+/// Returns the node's answer as a sentence; an error if the node refused.
 fn told(what: &str, node: &str, answer: &Answer) -> Result<String, String> {
     let Answer { status, body } = answer;
     if !status.is_success() {

@@ -24,9 +24,9 @@ use crate::model::{self, Located};
 use crate::output;
 use engine::Device;
 
-/// The deadline for the nodes to become ready. Loading a large model takes minutes.
+/// The longest wait for the nodes to become ready. Loading a large model takes minutes.
 const READY_WITHIN: Duration = Duration::from_secs(600);
-/// The log level unless `BATON_LOG__LEVEL` is set. At this level a healthy cluster logs nothing.
+/// The log level if `BATON_LOG__LEVEL` is not set. At this level a healthy cluster logs nothing.
 const QUIET: &str = "warn";
 /// The interval of the readiness checks.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
@@ -71,7 +71,7 @@ async fn up(
     };
     if came_up.is_ok() && !shutdown.requested() {
         output::tell_later(table(&cluster));
-        // The only line on standard output. Scripts wait for it.
+        // This is the only line on standard output, and scripts wait for it.
         output::print(&format!("ready http=http://{http} grpc=http://{grpc}\n"))?;
         tokio::select! {
             () = shutdown.wait() => {}
@@ -83,14 +83,14 @@ async fn up(
         output::tell_later(stopping.to_owned());
     }
     shutdown.trigger();
-    // The nodes stop after the router has answered its last request, and the registry after the nodes.
+    // The nodes are stopped after the router has answered its last request, and the registry after the nodes.
     let _ = leave.send(nodes);
     let served = serving.await;
     came_up?;
     served.map_err(Failed::work)?.map(|()| ExitCode::SUCCESS).map_err(Failed::drain)
 }
 
-/// The router's settings: those of the environment, overridden by the flags.
+/// Makes the router's settings: those of the environment, overridden by the flags.
 fn router_config(
     args: &UpArgs,
     env: impl Iterator<Item = (String, String)>,
@@ -99,8 +99,8 @@ fn router_config(
     let for_router = |key: &str| {
         own_sections.iter().any(|section| key.starts_with(section)) || expert_variables::is_for_router(key)
     };
-    // The environment may override these. No load balancer is in front of this router, so it needs no time to notice
-    // the drain.
+    // The environment may override these defaults. No load balancer is in front of this router, so it needs
+    // no time to notice the drain.
     let defaults = [
         ("BATON_LOG__LEVEL", QUIET),
         ("BATON_ROUTER__NOTICE_MS", "0"),
@@ -142,7 +142,7 @@ fn start_nodes(args: &UpArgs, model: &Located, router: &Router) -> Result<Vec<No
     computing.chain(keeping).collect()
 }
 
-/// The settings of a node that has the model.
+/// Makes the settings of a node that computes the model on this device.
 fn computing_node(
     args: &UpArgs,
     role: Role,
@@ -160,8 +160,8 @@ fn computing_node(
     settings.into_iter().chain([("BATON_MODEL__KV_MEMORY", kv_memory.to_string())]).collect()
 }
 
-/// Refuses KV memory if each node's share would fit but not their sum, because the kernel would kill a node later.
-/// Each node checks the memory of its GPU.
+/// Refuses KV memory on CPUs if the nodes together need more than is available, because the kernel would kill
+/// a node later. GPU nodes check their own GPU's memory.
 fn check_host_memory(args: &UpArgs) -> Result<(), Failed> {
     let on_cpu = |(_, device): &((Role, u16), &Device)| **device == Device::Cpu;
     let n_computing = roles(args).into_iter().zip(args.device.iter().cycle()).filter(on_cpu).count() as u64;
@@ -182,7 +182,7 @@ fn check_host_memory(args: &UpArgs) -> Result<(), Failed> {
     }
 }
 
-/// The number of nodes that use this device, or whose ranks use it.
+/// Returns the number of nodes that use this device, counting the devices of all ranks.
 fn sharers(args: &UpArgs, device: &Device) -> NonZero<u16> {
     let ranks_max = args.prefill_tp.max(args.decode_tp) as usize;
     let first = |device: &Device| match device {
@@ -198,7 +198,7 @@ fn sharers(args: &UpArgs, device: &Device) -> NonZero<u16> {
     NonZero::new(n as u16).unwrap_or(NonZero::<u16>::MIN)
 }
 
-/// The nodes that compute, in the order in which they get devices.
+/// Returns the nodes that compute, in the order in which they get devices.
 fn roles(args: &UpArgs) -> Vec<(Role, u16)> {
     if args.colocated {
         return vec![(Role::Both, 0)];
@@ -207,7 +207,8 @@ fn roles(args: &UpArgs) -> Vec<(Role, u16)> {
     prefill.chain((0..args.decode).map(|idx| (Role::Decode, idx))).collect()
 }
 
-/// Waits until every node is usable. A node that ends instead has printed the reason to standard error.
+/// Waits until every node is usable. If a node ends instead, returns an error; the node has printed the
+/// reason.
 async fn all_ready(cluster: &router::Cluster, nodes: &mut [Node]) -> Result<(), Failed> {
     let give_up = Instant::now() + READY_WITHIN;
     loop {
@@ -230,7 +231,7 @@ async fn all_ready(cluster: &router::Cluster, nodes: &mut [Node]) -> Result<(), 
     }
 }
 
-/// The table of the nodes and their addresses.
+/// Returns the table of the nodes and their addresses, for the terminal.
 fn table(cluster: &router::Cluster) -> String {
     let mut table = format!(
         "{:<12} {:<8} {:>8}  {:<22} {:<22} {}",
@@ -258,7 +259,7 @@ mod tests {
     use super::*;
     use crate::cli::{Cli, Command};
 
-    /// The log level of the router of `baton up`, with this level in the environment.
+    /// Returns the log level of the router of `baton up` if the environment sets `set`.
     fn level(set: Option<&str>) -> String {
         let Some(Command::Up(args)) = Cli::parse_from(["baton", "up"]).command else { panic!("it is `up`") };
         let env = set.map(|level| ("BATON_LOG__LEVEL".to_owned(), level.to_owned()));

@@ -1,5 +1,5 @@
-//! The demonstration model. It is part of the executable, so that the first command needs neither a download nor a
-//! checkout.
+//! The demonstration model. It is part of the executable, so that the first command needs neither a download
+//! nor a checkout.
 //!
 //! Nodes map weights from files, so the model is unpacked once into the user's cache. Existing files are compared
 //! byte for byte before use: a cleaner may have changed them, and a shared folder is not trusted.
@@ -8,7 +8,7 @@ use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
-/// A file of the model: its name and its content.
+/// A file of the bundled model: its name and its content.
 type Bundled = (&'static str, &'static [u8]);
 
 macro_rules! bundled {
@@ -26,7 +26,7 @@ const FILES: &[Bundled] = bundled![
     "tokenizer_config.json",
 ];
 
-/// The model could not be unpacked into any cache folder.
+/// The error of a bundled model that could not be unpacked into any cache folder.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot unpack the demo model to {}", folder.display())]
 pub struct UnpackError {
@@ -34,7 +34,7 @@ pub struct UnpackError {
     source: io::Error,
 }
 
-/// The cache folders, best first. A container may have no home, or a read-only one.
+/// Returns the possible cache folders, best first. A container may have no home, or a read-only one.
 pub fn cache_folders() -> Vec<PathBuf> {
     let folder = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let caches = [
@@ -45,7 +45,8 @@ pub fn cache_folders() -> Vec<PathBuf> {
     caches.into_iter().flatten().map(|cache| cache.join("baton")).collect()
 }
 
-/// The model's folder, in the first of `caches` that is writable.
+/// Unpacks the model into the first of `caches` that is writable, unless it is there already. Returns the
+/// model's folder.
 pub fn unpacked(caches: &[PathBuf]) -> Result<PathBuf, UnpackError> {
     let mut first_failure = None;
     for cache in caches {
@@ -58,7 +59,8 @@ pub fn unpacked(caches: &[PathBuf]) -> Result<PathBuf, UnpackError> {
     Err(first_failure.expect("there is always a folder for temporary files"))
 }
 
-/// The digest is part of the folder's name, so other versions use other folders.
+/// Returns a digest of the model's files. It is part of the folder's name, so that other versions use other
+/// folders.
 fn digest() -> String {
     let mut hasher = blake3::Hasher::new();
     for (name, bytes) in FILES {
@@ -73,7 +75,7 @@ fn unpack(folder: &Path) -> io::Result<()> {
     }
     let parent = folder.parent().expect("the folder lies in a cache");
     fs::create_dir_all(parent)?;
-    // The drop removes this folder, unless it was renamed to its final name.
+    // Dropping the value removes the temporary folder, unless it was renamed to its final name.
     let temporary = tempfile::Builder::new().prefix("demo-").tempdir_in(parent)?;
     write(temporary.path())?;
     take_place(temporary.path(), folder)
@@ -92,8 +94,8 @@ fn write(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Renames the complete folder, so that no reader sees a partial one. If another process was faster, its folder is
-/// used.
+/// Renames the complete folder, so that no reader sees a partial one. If another process was faster, the
+/// folder of that process is used.
 fn take_place(temporary: &Path, folder: &Path) -> io::Result<()> {
     if fs::rename(temporary, folder).is_ok() || is_whole(folder) {
         return Ok(());

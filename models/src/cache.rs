@@ -20,7 +20,7 @@ use crate::error::HubError;
 use crate::id::{ModelId, is_commit};
 use crate::needed;
 
-/// The longest wait for another process that downloads the same content. After that it is considered stuck.
+/// The longest wait for another process that downloads the same file. After it that process counts as stuck.
 const LOCK_WITHIN: Duration = Duration::from_secs(3600);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
@@ -31,7 +31,7 @@ pub struct ModelCache {
     locks: PathBuf,
 }
 
-/// Held during the download of a content. The drop releases it.
+/// The lock on one file's download. Dropping it releases the lock.
 #[derive(Debug)]
 pub(crate) struct Lock(#[expect(dead_code, reason = "closing the file unlocks it")] File);
 
@@ -40,12 +40,12 @@ impl ModelCache {
         Self { folder: cache.join(id.folder()), locks: cache.join(".locks").join(id.folder()) }
     }
 
-    /// The folder of a commit's files.
+    /// Returns the folder that has the files of a commit.
     pub fn snapshot(&self, commit: &str) -> PathBuf {
         self.folder.join("snapshots").join(commit)
     }
 
-    /// The commit at which a revision was last seen.
+    /// Returns the commit of a revision when it was last resolved at the hub.
     pub fn commit(&self, revision: &str) -> Option<String> {
         if is_commit(revision) {
             return Some(revision.to_owned());
@@ -54,13 +54,13 @@ impl ModelCache {
         Some(commit.trim().to_owned()).filter(|commit| is_commit(commit))
     }
 
-    /// The snapshot of a revision, if it has all needed files.
+    /// Returns the snapshot folder of a revision, if the folder has all needed files.
     pub fn complete(&self, revision: &str) -> Option<PathBuf> {
         let snapshot = self.snapshot(&self.commit(revision)?);
         needed::is_complete(&snapshot).then_some(snapshot)
     }
 
-    /// Records the current commit of a branch or tag.
+    /// Records the commit that a branch or tag has now.
     pub(crate) fn refer(&self, revision: &str, commit: &str) -> Result<(), HubError> {
         if is_commit(revision) {
             return Ok(());
@@ -86,7 +86,7 @@ impl ModelCache {
         Ok(partial)
     }
 
-    /// Links `file` of the commit to the content `etag`.
+    /// Links `file` of the commit's snapshot to the content with the etag `etag`.
     pub(crate) fn link(&self, commit: &str, file: &str, etag: &str) -> Result<(), HubError> {
         let link = self.snapshot(commit).join(file);
         make_parent(&link)?;
@@ -96,7 +96,7 @@ impl ModelCache {
         }
     }
 
-    /// Waits until no other process downloads this content.
+    /// Waits until no other process downloads the content with this etag, and locks it.
     pub(crate) async fn lock(&self, etag: &str) -> Result<Lock, HubError> {
         let path = self.locks.join(format!("{etag}.lock"));
         make_parent(&path)?;

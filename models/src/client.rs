@@ -18,17 +18,17 @@ use crate::error::HubError;
 use crate::settings::HubSettings;
 use crate::trust;
 
-/// The longest silence of a hub, or of the store that it redirects to.
+/// The longest time without a byte from a hub, or from the store that it redirects to.
 pub(crate) const SILENT_MAX: Duration = Duration::from_secs(30);
 const CONNECT_WITHIN: Duration = Duration::from_secs(10);
 const REDIRECTS_MAX: usize = 5;
-/// The largest response that is read as a whole: a list of files.
+/// The largest response that is read as a whole, in bytes: a list of files.
 const ANSWER_BYTES_MAX: usize = 16 << 20;
 const AGENT: &str = concat!("baton/", env!("CARGO_PKG_VERSION"));
 
 type Http = HyperClient<HttpsConnector<HttpConnector>, Empty<Bytes>>;
 
-/// A client of one hub.
+/// An HTTP client of one hub.
 #[derive(Clone, Debug)]
 pub(crate) struct Client {
     http: Http,
@@ -36,11 +36,11 @@ pub(crate) struct Client {
     authorization: Option<HeaderValue>,
 }
 
-/// The redirects to follow.
+/// Which redirects are followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Follow {
-    /// Redirects to another path of the hub, as after a model was renamed. A redirect to another server is returned
-    /// as the response.
+    /// Redirects to another path of the hub are followed, as after a model was renamed. A redirect to another
+    /// server is returned as the response.
     OnHub,
     Anywhere,
 }
@@ -60,7 +60,7 @@ impl Client {
         })
     }
 
-    /// An address on the hub. `path` begins with a slash and is already encoded.
+    /// Returns the address of `path` on the hub. `path` begins with a slash and is already encoded.
     pub(crate) fn url(&self, path: &str) -> Result<Uri, HubError> {
         let base = self.endpoint.to_string();
         let url = format!("{}{path}", base.trim_end_matches('/'));
@@ -68,14 +68,14 @@ impl Client {
             .map_err(|error: http::uri::InvalidUri| HubError::Answer { url, reason: error.to_string() })
     }
 
-    /// The status and headers of the response.
+    /// Sends a HEAD request. Returns the status and the headers.
     pub(crate) async fn head(&self, url: &Uri) -> Result<(StatusCode, HeaderMap), HubError> {
         let (_, response) = self.send(&Method::HEAD, url, None, Follow::OnHub).await?;
         let (parts, _) = response.into_parts();
         Ok((parts.status, parts.headers))
     }
 
-    /// A short response as a whole.
+    /// Sends a GET request. Returns the status, the headers and the whole body, which must be short.
     pub(crate) async fn text(&self, url: &Uri) -> Result<(StatusCode, HeaderMap, Bytes), HubError> {
         let (url, response) = self.send(&Method::GET, url, None, Follow::Anywhere).await?;
         let (parts, body) = response.into_parts();
@@ -86,7 +86,7 @@ impl Client {
         Ok((parts.status, parts.headers, body.to_bytes()))
     }
 
-    /// A content from byte `first` on, and the address that it comes from.
+    /// Requests a file from byte `first` on. Returns the response, and the address that it comes from.
     pub(crate) async fn content(&self, url: &Uri, first: u64) -> Result<(Uri, Response<Incoming>), HubError> {
         let range = (first > 0)
             .then(|| HeaderValue::from_str(&format!("bytes={first}-")).expect("the range is ASCII"));
@@ -117,7 +117,7 @@ impl Client {
         url: &Uri,
         range: Option<&HeaderValue>,
     ) -> Result<Response<Incoming>, HubError> {
-        // Lengths and ranges refer to the content itself only if no server compresses it.
+        // Compression is refused, because lengths and ranges refer to the content itself only without it.
         let mut request = Request::builder()
             .method(method)
             .uri(url)
@@ -151,7 +151,7 @@ fn is_http(uri: &Uri) -> bool {
     matches!(uri.scheme_str(), Some("http" | "https")) && uri.authority().is_some()
 }
 
-/// The target of a redirect; `None` for other responses.
+/// Returns the target of a redirect; `None` for other responses.
 fn elsewhere(url: &Uri, response: &Response<Incoming>) -> Option<Uri> {
     if !response.status().is_redirection() {
         return None;
@@ -177,7 +177,7 @@ pub(crate) fn unreachable(url: &Uri, error: impl std::error::Error + Send + Sync
     }
 }
 
-/// The address without its query, because stores put signatures into it.
+/// Returns the address without its query for messages, because stores put signatures into the query.
 pub(crate) fn shown(url: &Uri) -> String {
     let url = url.to_string();
     url.split('?').next().unwrap_or_default().to_owned()

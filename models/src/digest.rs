@@ -1,15 +1,16 @@
-//! The digest in a hub's etag: the content's SHA-256, or its git object id.
+//! Verifies a download by the digest in the hub's etag: the content's SHA-256, or its git object id.
 
 use ring::digest::{Context, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
 
-/// Digests a content while it arrives. If the etag is not a digest, the content is not verified.
+/// A digest of a file that is computed while the file arrives. If the etag is not a digest, the file is not
+/// verified.
 pub(crate) struct Digest {
     context: Option<Context>,
 }
 
 impl Digest {
-    /// Large files have their SHA-256 as etag. Small ones have their git object id: the SHA-1 of a header and the
-    /// content.
+    /// Begins a digest. A large file has its SHA-256 as etag, a small one its git object id: the SHA-1 of a
+    /// header and the content.
     pub(crate) fn of(etag: &str, n_bytes: u64) -> Self {
         let is_hex = etag.bytes().all(|byte| byte.is_ascii_hexdigit());
         let context = match etag.len() {

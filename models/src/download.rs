@@ -18,23 +18,24 @@ use crate::digest::Digest;
 use crate::error::HubError;
 use crate::progress::{Meter, Progress};
 
-/// Limit of consecutive attempts that fail without receiving a byte.
+/// The number of consecutive failed attempts, without a byte received, after which the download fails.
 const TRIES_MAX: u32 = 5;
 /// The pause after the first failed attempt; it doubles with each attempt.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// A file's content on the hub.
+/// A file of a model on the hub: where it is, and how to verify it.
 #[derive(Clone, Debug)]
 pub(crate) struct Content {
     /// The file's name, for messages.
     pub(crate) name: String,
     pub(crate) url: Uri,
-    /// Identifies the content. It is usually the digest.
+    /// The id of the content in the cache, usually its digest.
     pub(crate) etag: String,
     pub(crate) n_bytes: u64,
 }
 
-/// Downloads a content into the cache, unless it is there. Other tasks that want it meanwhile wait for this download.
+/// Downloads a file into the cache, unless it is there. Other tasks that need the file wait for this
+/// download.
 pub(crate) async fn download(
     client: &Client,
     cache: &ModelCache,
@@ -51,7 +52,7 @@ pub(crate) async fn download(
     }
     let path = cache.partial(&content.etag)?;
     let whole = match complete(client, content, &path, progress).await {
-        // The damaged part may come from an earlier process.
+        // The download starts again once, because the damaged part may come from an earlier process.
         Err(HubError::Damaged { file }) => {
             warn!(file, "downloaded file is damaged, starting again from the first byte");
             complete(client, content, &path, progress).await
@@ -62,7 +63,7 @@ pub(crate) async fn download(
     fs::rename(&path, &blob).map_err(HubError::io(&blob))
 }
 
-/// Downloads the missing part of the file, over several connections if necessary.
+/// Downloads the missing part of a file, over several connections if necessary, and verifies it.
 async fn complete(
     client: &Client,
     content: &Content,
@@ -89,7 +90,7 @@ async fn complete(
     partial.checked(content)
 }
 
-/// A partially downloaded file. The drop keeps it for the next attempt.
+/// A partially downloaded file. Dropping it keeps the bytes for the next attempt.
 struct Partial {
     path: PathBuf,
     file: File,
@@ -98,7 +99,7 @@ struct Partial {
 }
 
 impl Partial {
-    /// Opens the file, and continues after the bytes of an earlier attempt.
+    /// Opens the file and digests the bytes of an earlier attempt.
     fn open(path: &Path, content: &Content) -> Result<Self, HubError> {
         let file = File::options().create(true).read(true).append(true).open(path);
         let file = file.map_err(HubError::io(path))?;
@@ -131,12 +132,13 @@ impl Partial {
         Ok(())
     }
 
-    /// Downloads until the connection ends.
+    /// Downloads until the connection ends, and appends the bytes.
     async fn append(&mut self, client: &Client, content: &Content, meter: &Meter) -> Result<(), HubError> {
         let (url, response) = client.content(&content.url, self.n_bytes).await?;
         match response.status() {
             StatusCode::PARTIAL_CONTENT if starts_at(&response, self.n_bytes) => {}
-            // The server does not support ranges, or the bytes here are no prefix of its content.
+            // The file starts again, because the server does not support ranges, or the bytes here are no
+            // prefix of its content.
             StatusCode::OK | StatusCode::PARTIAL_CONTENT | StatusCode::RANGE_NOT_SATISFIABLE
                 if self.n_bytes > 0 =>
             {
@@ -176,7 +178,7 @@ impl Partial {
         Ok(())
     }
 
-    /// Checks that the content is complete, on disk and equal to the hub's digest. Otherwise removes it.
+    /// Checks that the file is complete, on disk and equal to the hub's digest. A damaged file is removed.
     fn checked(mut self, content: &Content) -> Result<(), HubError> {
         let digest = std::mem::replace(&mut self.digest, Digest::of("", 0));
         if !digest.is(&content.etag) {
@@ -186,13 +188,13 @@ impl Partial {
     }
 
     fn damaged(&self, content: &Content) -> HubError {
-        // If it cannot be removed, the next attempt finds it damaged again.
+        // A failure to remove the file is ignored: the next attempt finds it damaged again.
         let _ = fs::remove_file(&self.path);
         HubError::Damaged { file: content.name.clone() }
     }
 }
 
-/// Whether a partial response starts at byte `first`.
+/// Returns whether a partial response starts at byte `first`.
 fn starts_at(response: &Response<Incoming>, first: u64) -> bool {
     let range = response.headers().get(CONTENT_RANGE).and_then(|range| range.to_str().ok());
     let start = range.and_then(|range| range.strip_prefix("bytes ")?.split_once('-')?.0.parse::<u64>().ok());

@@ -40,7 +40,7 @@ pub enum HubError {
     Gguf { id: String },
     #[error("{id} cannot be served, because it has no config.json")]
     NoConfig { id: String },
-    /// Decided by its `config.json`, before the weights are downloaded.
+    /// The `config.json` describes a model that cannot be served; the weights were not downloaded.
     #[error("{id} cannot be served")]
     Refused { id: String, source: Box<dyn std::error::Error + Send + Sync> },
     #[error("{id} has no safetensors weights: other formats are not supported")]
@@ -60,12 +60,12 @@ fn said(message: &str) -> String {
 }
 
 impl HubError {
-    /// For `map_err`: wraps an I/O error of this file or folder.
+    /// Returns a function for `map_err` that adds the path of the file or folder to an I/O error.
     pub(crate) fn io(path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io { path: path.to_owned(), source }
     }
 
-    /// Whether the same request may succeed a little later, because the network or the hub failed.
+    /// Returns whether the same request may succeed later, because the network or the hub failed.
     pub(crate) fn may_pass(&self) -> bool {
         match self {
             Self::Unreachable { .. } | Self::Silent { .. } => true,

@@ -1,4 +1,4 @@
-//! The whole download: resolves a revision, downloads the needed files, and links them into a snapshot.
+//! Downloads a model: resolves a revision, downloads the needed files, and links them into a snapshot.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -18,10 +18,10 @@ use crate::needed;
 use crate::progress::Progress;
 use crate::settings::HubSettings;
 
-/// Files that are downloaded in parallel.
+/// The number of files that are downloaded in parallel.
 const FILES_AT_ONCE: usize = 4;
 
-/// A hub, and the cache of its downloads.
+/// A hub, with the cache of its downloads.
 #[derive(Debug)]
 pub struct Hub {
     settings: HubSettings,
@@ -29,10 +29,11 @@ pub struct Hub {
     judge: ConfigJudge,
 }
 
-/// Decides whether the model of a `config.json`, given by path and content, can be served. The error says why not.
+/// Checks whether the model of a `config.json`, given by path and content, can be served. The error is the
+/// reason why not.
 pub type ConfigJudge = fn(&Path, &[u8]) -> Result<(), Box<dyn std::error::Error + Send + Sync>>;
 
-/// The hub's description of a revision.
+/// The hub's description of a revision, as its API returns it.
 #[derive(Debug, Deserialize)]
 struct Revision {
     /// The current commit of the revision.
@@ -46,22 +47,23 @@ struct Sibling {
 }
 
 impl Hub {
-    /// Accepts any model.
+    /// Makes a hub that accepts any model.
     pub fn new(settings: HubSettings) -> Result<Self, HubError> {
         Ok(Self { client: Client::new(&settings)?, settings, judge: |_, _| Ok(()) })
     }
 
-    /// Downloads a model only if `judge` accepts its `config.json`, which is downloaded first.
+    /// Makes the hub download only models whose `config.json` passes `judge`; that file is downloaded first.
     #[must_use]
     pub fn judged_by(self, judge: ConfigJudge) -> Self {
         Self { judge, ..self }
     }
 
-    /// Returns the folder of a model: `config.json`, tokenizer, chat template, safetensors. Downloads missing files.
+    /// Downloads the missing files of a model: `config.json`, tokenizer, chat template, safetensors. Returns
+    /// their folder.
     ///
-    /// For a commit that is complete in the cache, the hub is not asked. A branch or tag is resolved at the hub. If
-    /// the hub cannot be reached, the last known commit is used, with a warning. If the call is cancelled, the next
-    /// one continues the download.
+    /// If a commit is complete in the cache, no request is sent to the hub. A branch or tag is resolved at
+    /// the hub. If the hub cannot be reached, the last known commit is used, with a warning. If the call is
+    /// cancelled, the next call continues the download.
     pub async fn fetch(&self, id: &ModelId) -> Result<PathBuf, HubError> {
         let cache = ModelCache::new(&self.settings.cache, id);
         let cached = cache.complete(id.revision());
@@ -101,7 +103,7 @@ impl Hub {
         Ok(snapshot)
     }
 
-    /// Passes the `config.json` in `file` to the judge.
+    /// Checks the `config.json` in `file` with the hub's judge.
     fn judge_config(&self, id: &ModelId, file: &Path) -> Result<(), HubError> {
         let config = std::fs::read(file).map_err(HubError::io(file))?;
         (self.judge)(file, &config).map_err(|source| HubError::Refused { id: id.to_string(), source })
@@ -119,7 +121,7 @@ impl Hub {
         if is_commit(&revision.sha) { Ok(revision) } else { Err(answer("it names no commit".to_owned())) }
     }
 
-    /// The error for a status and the hub's error code.
+    /// Makes the error for a response by its status and the hub's error code.
     fn refusal(&self, id: &ModelId, url: &http::Uri, status: StatusCode, headers: &HeaderMap) -> HubError {
         let said = |name: &str| text_of(headers, name).unwrap_or_default();
         let (model, endpoint) = (id.repository(), self.settings.endpoint.clone());
@@ -158,7 +160,7 @@ impl Job<'_> {
         self.cache.link(self.commit, name, &content.etag)
     }
 
-    /// The etag and length of a file, from a HEAD request.
+    /// Requests the etag and length of a file from the hub.
     async fn content(&self, name: &str) -> Result<Content, HubError> {
         let path = format!("/{}/resolve/{}/{}", self.id.repository(), self.commit, encoded(name));
         let url = self.hub.client.url(&path)?;
@@ -183,7 +185,7 @@ fn text_of(headers: &HeaderMap, name: &str) -> Option<String> {
     headers.get(name)?.to_str().ok().map(str::to_owned)
 }
 
-/// An etag without quotes; `None` if it cannot be a file name.
+/// Returns an etag without its quotes; `None` if it cannot be a file name.
 fn plain_etag(etag: &str) -> Option<String> {
     let etag = etag.trim_start_matches("W/").trim_matches('"');
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);

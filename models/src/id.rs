@@ -6,20 +6,20 @@ use std::fmt;
 const PART_BYTES_MAX: usize = 96;
 const REVISION_BYTES_MAX: usize = 256;
 
-/// The revision if none is given.
+/// The revision that is used if none is given.
 pub const MAIN: &str = "main";
 
-/// A model on a hub.
+/// The id of a model on a hub, with a revision.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelId {
     organization: String,
     name: String,
-    /// A branch, a tag, or a commit.
+    /// The revision: a branch, a tag, or a commit.
     revision: String,
 }
 
 impl ModelId {
-    /// Parses `org/name` or `org/name@revision`. `None` if the text is something else, such as a path.
+    /// Parses `org/name` or `org/name@revision`. Returns `None` for any other text, such as a path.
     pub fn parse(text: &str) -> Option<Self> {
         let (repository, revision) = text.split_once('@').unwrap_or((text, MAIN));
         let (organization, name) = repository.split_once('/')?;
@@ -31,7 +31,7 @@ impl ModelId {
         })
     }
 
-    /// `org/name`.
+    /// Returns `org/name`.
     pub fn repository(&self) -> String {
         format!("{}/{}", self.organization, self.name)
     }
@@ -40,7 +40,7 @@ impl ModelId {
         &self.revision
     }
 
-    /// The folder's name in a cache.
+    /// Returns the name of the model's folder in a cache.
     pub(crate) fn folder(&self) -> String {
         format!("models--{}--{}", self.organization, self.name)
     }
@@ -59,7 +59,8 @@ fn is_part(text: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
     let edge = |byte: Option<&u8>| byte.is_some_and(|byte| !b"-.".contains(byte));
     let bytes = text.as_bytes();
-    // Two dashes separate the parts of a folder's name, and two dots would lead out of it.
+    // Two dashes are refused because they separate the parts of a folder's name, and two dots because they
+    // would lead out of it.
     let ambiguous = text.contains("--") || text.contains("..");
     bytes.len() <= PART_BYTES_MAX
         && bytes.iter().copied().all(plain)
@@ -68,7 +69,7 @@ fn is_part(text: &str) -> bool {
         && !ambiguous
 }
 
-/// A subset of git's rule: a revision is a path below `refs/`.
+/// Returns whether the text can be a revision, by a part of git's rules: a revision is a path below `refs/`.
 fn is_revision(text: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_./+".contains(&byte);
     let sane_step = |step: &str| !step.is_empty() && !step.starts_with('.');
@@ -77,7 +78,7 @@ fn is_revision(text: &str) -> bool {
         && text.split('/').all(sane_step)
 }
 
-/// Whether a revision is a full commit id, whose content never changes.
+/// Returns whether a revision is a full commit id. The content of a commit never changes.
 pub(crate) fn is_commit(revision: &str) -> bool {
     revision.len() == 40
         && revision.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))

@@ -4,8 +4,8 @@
 //! ([`settings`]), the cache, in the layout of the hub's own tools ([`cache`]), the files that are needed ([`needed`]), the
 //! download of a folder ([`fetch`]), of one file (`download`), and the HTTP client (`client`, `trust`).
 //!
-//! A download happens before a process serves, so files are read and written with blocking calls.
-//! See `docs/decisions/0004-own-hub-client.md`.
+//! A download happens before a process serves, so files are read and written with blocking calls. See
+//! `docs/decisions/0004-own-hub-client.md`.
 #![forbid(unsafe_code)]
 
 pub mod bundled;

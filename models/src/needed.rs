@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use crate::error::HubError;
 
-/// Small files; each is optional.
+/// The small files that are downloaded if the repository has them.
 const SMALL: [&str; 7] = [
     CONFIG,
     "generation_config.json",
@@ -19,22 +19,23 @@ const SMALL: [&str; 7] = [
     INDEX,
 ];
 pub(crate) const CONFIG: &str = "config.json";
-/// The file that names the shards, if the weights are in several files.
+/// The name of the file that lists the shards, if the weights are in several files.
 pub const INDEX: &str = "model.safetensors.index.json";
 const WEIGHTS: &str = "model.safetensors";
 
 #[derive(Debug, Deserialize)]
 struct Index {
-    /// Tensor to file.
+    /// The file that contains each tensor, by the tensor's name.
     weight_map: std::collections::BTreeMap<String, String>,
 }
 
-/// The small files in `there`.
+/// Returns the small files that the repository `there` has.
 pub(crate) fn small(there: &BTreeSet<String>) -> impl Iterator<Item = &str> {
     SMALL.into_iter().filter_map(|name| there.get(name)).map(String::as_str)
 }
 
-/// The files with weights: the shards of the index, or the single file. `None` if the repository has no safetensors.
+/// Returns the files with weights in the repository `there`: the shards of the index, or the single file.
+/// `None` if it has no safetensors.
 pub(crate) fn weights(snapshot: &Path, there: &BTreeSet<String>) -> Option<BTreeSet<String>> {
     if there.contains(INDEX) {
         return shards(snapshot).filter(|shards| shards.is_subset(there));
@@ -42,7 +43,7 @@ pub(crate) fn weights(snapshot: &Path, there: &BTreeSet<String>) -> Option<BTree
     there.get(WEIGHTS).map(|weights| BTreeSet::from([weights.clone()]))
 }
 
-/// Checks by the file names whether the repository may hold a readable model.
+/// Checks by the file names whether the repository may contain a model that Baton can read.
 pub(crate) fn check_names(id: &str, there: &BTreeSet<String>) -> Result<(), HubError> {
     let id = id.to_owned();
     let has_safetensors = there.contains(INDEX) || there.contains(WEIGHTS);
@@ -56,7 +57,7 @@ pub(crate) fn check_names(id: &str, there: &BTreeSet<String>) -> Result<(), HubE
     }
 }
 
-/// The files that the index in a snapshot names.
+/// Returns the files that the index in a snapshot names; `None` if the index is invalid.
 fn shards(snapshot: &Path) -> Option<BTreeSet<String>> {
     let index: Index = serde_json::from_slice(&fs::read(snapshot.join(INDEX)).ok()?).ok()?;
     let shards: BTreeSet<String> = index.weight_map.into_values().collect();
@@ -64,7 +65,7 @@ fn shards(snapshot: &Path) -> Option<BTreeSet<String>> {
     (!shards.is_empty() && shards.iter().all(plain)).then_some(shards)
 }
 
-/// Whether a snapshot has all files that a node needs, checked without the hub.
+/// Returns whether a snapshot has all files that a node needs, checked without the hub.
 pub(crate) fn is_complete(snapshot: &Path) -> bool {
     let there = |name: &str| snapshot.join(name).exists();
     let weights = if there(INDEX) { shards(snapshot) } else { Some(BTreeSet::from([WEIGHTS.to_owned()])) };

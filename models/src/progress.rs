@@ -1,4 +1,4 @@
-//! Progress output: a bar for each file, or a line per file if there is no terminal.
+//! Shows the progress of downloads: a bar for each file, or a line per file if there is no terminal.
 
 use std::io::IsTerminal as _;
 
@@ -6,14 +6,14 @@ use indicatif::{HumanBytes, MultiProgress, ProgressBar, ProgressStyle};
 
 const BAR: &str = "{msg:30!} {bar:30} {bytes:>11} of {total_bytes:>11}  {bytes_per_sec:>12}  {eta:>4}";
 
-/// The bars of one fetch, on standard error.
+/// The progress of one model's download, on standard error.
 #[derive(Clone, Debug)]
 pub(crate) struct Progress {
     bars: MultiProgress,
     terminal: bool,
 }
 
-/// One file's bar. The drop removes it.
+/// The bar of one file. Dropping it removes the bar.
 #[derive(Debug)]
 pub(crate) struct Meter(ProgressBar);
 
@@ -22,7 +22,7 @@ impl Progress {
         Self { bars: MultiProgress::new(), terminal: std::io::stderr().is_terminal() }
     }
 
-    /// `n_there` of `n_bytes` are already downloaded by an earlier attempt.
+    /// Begins to show a file. `n_there` of its `n_bytes` were already downloaded by an earlier attempt.
     pub(crate) fn file(&self, name: &str, n_bytes: u64, n_there: u64) -> Meter {
         if !self.terminal {
             let rest = HumanBytes(n_bytes - n_there.min(n_bytes));

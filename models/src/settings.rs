@@ -9,29 +9,29 @@ const ENDPOINT: &str = "https://huggingface.co";
 /// The settings of a download.
 #[derive(Clone, PartialEq, Eq)]
 pub struct HubSettings {
-    /// `https://host`, without a slash at its end.
+    /// The address of the hub as `https://host`, without a slash at its end.
     pub endpoint: String,
-    /// Sent to the hub only, never to a server that it redirects to.
+    /// The token of the user. It is sent to the hub only, never to a server that the hub redirects to.
     pub token: Option<String>,
-    /// The folder that holds `models--org--name`.
+    /// The cache folder, in which each model has a folder `models--org--name`.
     pub cache: PathBuf,
-    /// Use the cache only, without network.
+    /// If true, only the cache is used, without network.
     pub offline: bool,
-    /// Authorities to trust instead of the machine's, if any are set.
+    /// The certificate authorities to trust instead of the machine's, if any are set.
     pub authorities: Authorities,
 }
 
-/// The certificate authorities to trust.
+/// Files with certificate authorities.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Authorities {
-    /// A PEM file, which must hold at least one certificate.
+    /// A PEM file with at least one certificate.
     pub file: Option<PathBuf>,
-    /// A folder of such files. It may be empty if `file` is set.
+    /// A folder of PEM files. It may be empty if `file` is set.
     pub folder: Option<PathBuf>,
 }
 
 impl std::fmt::Debug for HubSettings {
-    /// The token is not printed.
+    /// Prints all settings except the token.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("HubSettings")
             .field("endpoint", &self.endpoint)
@@ -43,8 +43,8 @@ impl std::fmt::Debug for HubSettings {
 }
 
 impl HubSettings {
-    /// Reads `HF_ENDPOINT`, `HF_TOKEN` or the token file, `HF_HUB_CACHE`, `HF_HOME` and `HF_HUB_OFFLINE`, and
-    /// OpenSSL's `SSL_CERT_FILE` and `SSL_CERT_DIR`.
+    /// Reads the settings from `HF_ENDPOINT`, `HF_TOKEN` or the token file, `HF_HUB_CACHE`, `HF_HOME` and
+    /// `HF_HUB_OFFLINE`, and from OpenSSL's `SSL_CERT_FILE` and `SSL_CERT_DIR`.
     pub fn from_env(env: impl Fn(&str) -> Option<OsString>) -> Self {
         let env = |name: &str| env(name).filter(|value| !value.is_empty());
         let text = |name: &str| env(name).and_then(|value| value.into_string().ok());
@@ -67,7 +67,7 @@ impl HubSettings {
     }
 }
 
-/// The folder in which the hub's tools keep all their files.
+/// Returns the folder in which the hub's tools keep all their files.
 fn hub_home(env: &impl Fn(&str) -> Option<OsString>) -> PathBuf {
     let user_cache = || match env("XDG_CACHE_HOME") {
         Some(cache) => PathBuf::from(cache),

@@ -10,8 +10,8 @@ use rustls::{CertificateError, ClientConfig, RootCertStore};
 use crate::error::HubError;
 use crate::settings::Authorities;
 
-/// TLS with the authorities in the settings. Otherwise with the machine's own, which may include a company's. If the
-/// machine has none, with those that browsers trust.
+/// Sets up TLS with the authorities in the settings, or with the machine's, which may include a company's. If
+/// the machine has none, those that browsers trust are used.
 pub(crate) fn tls(named: &Authorities) -> Result<HttpsConnectorBuilder<WantsSchemes>, HubError> {
     let (ring, builder) = (rustls::crypto::ring::default_provider, HttpsConnectorBuilder::new);
     if let Some(roots) = roots(named)? {
@@ -39,14 +39,15 @@ fn roots(Authorities { file, folder }: &Authorities) -> Result<Option<RootCertSt
     Ok((!roots.is_empty()).then_some(roots))
 }
 
-/// The reason why a certificate was refused, if that is the cause of the error.
+/// Returns the reason why a certificate was refused, if that is among the causes of the error.
 pub(crate) fn refusal(error: &(dyn Error + 'static)) -> Option<CertificateError> {
     let mut next = Some(error);
     while let Some(error) = next {
         if let Some(rustls::Error::InvalidCertificate(why)) = error.downcast_ref() {
             return Some(why.clone());
         }
-        // An I/O error stands for its inner error, and its source is the inner error's source.
+        // The inner error of an I/O error is visited instead of its source, because that source is the inner
+        // error's own.
         let inside = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
         next = inside.map(|inside| inside as &(dyn Error + 'static)).or_else(|| error.source());
     }

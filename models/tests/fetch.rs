@@ -1,4 +1,4 @@
-//! Downloads from a fake hub with the behaviour and the failures of the real one.
+//! Tests of downloads from a fake hub that behaves and fails as the real one does.
 
 mod support;
 
@@ -45,7 +45,7 @@ fn names(folder: impl AsRef<Path>) -> Vec<String> {
     names
 }
 
-/// The error and its causes.
+/// Returns the error and its causes as one sentence.
 fn sentence(error: &HubError) -> String {
     let (mut line, mut cause) = (error.to_string(), error.source());
     while let Some(error) = cause {
@@ -120,7 +120,7 @@ async fn a_cut_wire_costs_only_what_had_not_come() {
     assert!(firsts[0] <= 60_000 && firsts[0] < firsts[1] && firsts[1] <= 70_000, "{firsts:?}");
 }
 
-/// Leaves a partial file, as a killed process does.
+/// Writes a partial file into the cache, as a killed process leaves it.
 fn leave(cache: &Path, bytes: &[u8]) -> PathBuf {
     let blobs = cache.join("models--org--name/blobs");
     fs::create_dir_all(&blobs).expect("made");
@@ -197,7 +197,7 @@ async fn the_token_is_shown_to_the_hub_alone() {
     assert!(matches!(error, HubError::Unauthorized { .. }), "{error}");
     let with_token = HubSettings { token: Some("secret".to_owned()), ..fake.settings(cache.path()) };
     let hub = Hub::new(with_token).expect("an address");
-    // The store panics, and breaks the connection, if it gets the token.
+    // The download succeeds, although the store breaks the connection if it gets the token.
     fetched(&hub, "org/name").await.expect("fetched");
 }
 

@@ -10,7 +10,7 @@ use engine::measure::{Offline, SamplingMode, Workload};
 use engine::{CpuSettings, CudaSettings, Device, LoadFormat, StepLimits};
 use types::KvDtype;
 
-/// The bundled model and the smallest test model of each architecture.
+/// The folders that `--check` compares: the bundled model, and the smallest test model of each architecture.
 const CHECK_FOLDERS: &[&str] = &[
     "engine/tests/models/llama",
     "engine/tests/models/llama3",
@@ -27,28 +27,28 @@ pub(crate) struct EngineArgs {
     /// A model's folder; a `config.json` alone is enough for random weights.
     #[arg(long, default_value = "bench/shapes/llama-3.1-8b", value_name = "FOLDER")]
     pub(crate) model: PathBuf,
-    /// The device: `auto`, `cpu`, `cuda`, or `cuda:N` for a certain GPU.
+    /// The device that computes: `auto`, `cpu`, `cuda`, or `cuda:N` for a certain GPU.
     #[arg(long, default_value = "auto", value_name = "DEVICE")]
     pub(crate) device: Device,
     /// Number of tensor-parallel ranks: GPUs from the device's number on, or groups of threads.
     #[arg(long, default_value_t = NonZero::<u16>::MIN, value_name = "RANKS")]
     pub(crate) tp: NonZero<u16>,
-    /// The source of the weights.
+    /// The source of the model's weights.
     #[arg(long, value_enum, default_value_t = Weights::Dummy)]
     pub(crate) weights: Weights,
-    /// Quantization of the layers' weights when they are loaded or written.
+    /// The quantization of the layers' weights when they are loaded or written.
     #[arg(long, value_enum, default_value_t = Quantized::No)]
     pub(crate) quantize: Quantized,
-    /// The number type of KV.
+    /// The number format of KV.
     #[arg(long, value_enum, default_value_t = Kv::Bf16)]
     pub(crate) kv_dtype: Kv,
-    /// Memory for KV.
+    /// The memory for KV.
     #[arg(long, default_value = "48GiB", value_name = "BYTES")]
     pub(crate) kv_memory: ByteSize,
-    /// Rows of the measured decode steps.
+    /// Numbers of sequences in a decode step; each is measured.
     #[arg(long, value_delimiter = ',', default_value = "1,8,32,64,128,256", value_name = "N,…")]
     pub(crate) batches: Vec<usize>,
-    /// The ways to sample their tokens, measured one after the other.
+    /// The ways of sampling tokens in decode steps; each is measured.
     #[arg(
         long,
         value_enum,
@@ -57,70 +57,71 @@ pub(crate) struct EngineArgs {
         value_name = "WAY,…"
     )]
     pub(crate) draws: Vec<Draws>,
-    /// Tokens of each sequence before its first decode step.
+    /// Tokens of each sequence before its first measured decode step.
     #[arg(long, default_value_t = 1024, value_name = "N")]
     pub(crate) context: usize,
-    /// Lengths of prompts whose time to first token is measured, one at a time.
+    /// Lengths of prompts whose time to first token is measured, one prompt at a time.
     #[arg(long, value_delimiter = ',', default_value = "2048,8192", value_name = "N,…")]
     pub(crate) prompts: Vec<usize>,
-    /// Number of requests that start at the same time; 0 skips this measurement.
+    /// Number of requests that start at the same time, to measure throughput; 0 skips this measurement.
     #[arg(long, default_value_t = 512, value_name = "N")]
     pub(crate) requests: usize,
-    /// Prompt tokens of each of these requests.
+    /// Prompt tokens of each request in the throughput measurement.
     #[arg(long, default_value_t = 1024, value_name = "N")]
     pub(crate) request_prompt: usize,
-    /// Output tokens of each of these requests.
+    /// Output tokens of each request in the throughput measurement.
     #[arg(long, default_value_t = 128, value_name = "N")]
     pub(crate) request_output: usize,
-    /// Limit of tokens in one step of these requests.
+    /// The largest number of tokens in one step of the throughput measurement.
     #[arg(long, default_value_t = 8192, value_name = "N")]
     pub(crate) request_step_tokens: usize,
-    /// Limit of tokens in one step.
+    /// The largest number of tokens in one step of the other measurements.
     #[arg(long, default_value_t = 8192, value_name = "N")]
     pub(crate) step_tokens: usize,
-    /// Limit of sequences in one step.
+    /// The largest number of sequences in one step.
     #[arg(long, default_value_t = 256, value_name = "N")]
     pub(crate) rows: usize,
-    /// Also report the parts of the time of a decode step. On a GPU only.
+    /// Also report how the time of a decode step is divided. On a GPU only.
     #[arg(long)]
     pub(crate) profile: bool,
-    /// Instead, compare the GPU's results with the CPU's for sequences alone, in batches and in chunks, and compare
-    /// deterministic results with themselves, bit by bit. With `--deterministic` only the named model is compared,
-    /// with itself.
+    /// Compare the GPU's results with the CPU's instead of measuring: sequences alone, in batches and in
+    /// chunks. Also compare deterministic results with themselves, bit by bit. With `--deterministic` only
+    /// the named model is compared, with itself.
     #[arg(long)]
     pub(crate) check: bool,
-    /// Instead, let the engine sleep and wake this many times, and report the times, the released memory, and whether
-    /// the tokens are the same afterwards.
+    /// Let the engine sleep and wake this many times instead of measuring. Report the times, the released
+    /// memory, and whether the tokens stay the same.
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub(crate) naps: usize,
-    /// Instead, write random weights of the model's shape into this folder, as a checkpoint, to measure loading with
-    /// `--model FOLDER --weights safetensors`. With `--weights safetensors`, write the model's own weights.
+    /// Write random weights of the model's shape into this folder instead of measuring, as a checkpoint, to
+    /// measure loading with `--model FOLDER --weights safetensors`. With `--weights safetensors`, write the
+    /// model's own weights.
     #[arg(long, value_name = "FOLDER")]
     pub(crate) write_weights: Option<PathBuf>,
-    /// Compute each row with the same result in every batch, as `model.deterministic` does for nodes, for comparison.
-    /// On a GPU only.
+    /// Compute each row with the same result in every batch, as `model.deterministic` does for nodes, to
+    /// compare the speed. On a GPU only.
     #[arg(long)]
     pub(crate) deterministic: bool,
-    /// Launch each kernel of a decode step separately instead of recorded steps, for comparison.
+    /// Launch each kernel of a decode step separately instead of a CUDA graph, to compare the speed.
     #[arg(long)]
     pub(crate) no_graphs: bool,
-    /// The folder of CUDA's libraries, if they are not in the loader's folders.
+    /// The folder of CUDA's libraries, if the loader does not search it.
     #[arg(long, value_name = "FOLDER")]
     pub(crate) cuda_libraries: Option<PathBuf>,
     /// Compile kernels for this GPU architecture: `sm_90a` for Hopper only, `sm_90` for every GPU.
     #[arg(long, value_name = "ARCH")]
     pub(crate) arch: Option<String>,
-    /// Write all results to this file, as JSON.
+    /// Write all results to this file as JSON.
     #[arg(long, value_name = "FILE")]
     pub(crate) out: Option<PathBuf>,
-    /// The commit for the report, if there is no repository to read it from.
+    /// The commit to name in the report, if there is no repository to read it from.
     #[arg(long, value_name = "NAME")]
     pub(crate) commit: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Weights {
-    /// Random weights, from the config alone.
+    /// Random weights, with the shapes of `config.json`.
     Dummy,
     /// The weights in the folder.
     Safetensors,
@@ -128,7 +129,7 @@ pub(crate) enum Weights {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Quantized {
-    /// Weights are not changed.
+    /// Weights as they are in the checkpoint.
     No,
     /// 8 bits per weight, and a scale for each row.
     Fp8,
@@ -142,11 +143,11 @@ pub(crate) enum Kv {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Draws {
-    /// The most likely token.
+    /// Always the most likely token.
     Greedy,
-    /// Temperature 0.8, top-p 0.9.
+    /// Random tokens with temperature 0.8 and top-p 0.9.
     TopP,
-    /// The same with a repetition penalty and a presence penalty.
+    /// Random tokens as with `top-p`, with a repetition penalty and a presence penalty.
     Penalties,
 }
 
@@ -225,7 +226,7 @@ impl EngineArgs {
         }
     }
 
-    /// The named model if `--weights safetensors` is given, otherwise all test models.
+    /// Returns the named model if `--weights safetensors` is given, otherwise all test models.
     pub(crate) fn check_folders(&self) -> Vec<PathBuf> {
         match self.weights {
             Weights::Safetensors => vec![self.model.clone()],

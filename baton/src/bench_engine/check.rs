@@ -10,31 +10,33 @@ use types::{KvDtype, TokenId};
 use super::args::EngineArgs;
 use crate::exit::Failed;
 
-/// KV memory of a checked model.
+/// The KV memory of a model that is compared with the CPU, in bytes.
 const KV_BYTES: usize = 64 << 20;
-/// Tokens after each prompt.
+/// The number of tokens that are generated and compared after each prompt.
 const N_STEPS: usize = 24;
-/// Enough for the longest golden prompt in one step.
+/// The limits of a step, enough for the longest golden prompt.
 const LIMITS: StepLimits = StepLimits { tokens: 2048, rows: 256 };
-/// The tolerance for bf16, compared with f32 on the CPU. Numbers are rounded to 8 bits in every layer, which matters
-/// most in narrow models such as these. It is 1.5 times the largest margin that was seen to be lost
-/// (`docs/measurements`).
+/// The tolerance for bf16, compared with f32 on the CPU. Numbers are rounded to 8 bits in every layer, which
+/// matters most in narrow models such as the test models. The tolerance is 1.5 times the largest difference
+/// that was seen (`docs/measurements`).
 const TOLERANCE: Tolerance = Tolerance { epsilon: 0.5, logprob: 0.5, logprob_share: 0.05 };
 
-/// The tolerance with KV in FP8: numbers that differ in their last bits before the rounding to 3 bits may differ by
-/// an eighth after it.
+/// The tolerance with KV in FP8. Numbers that differ in their last bits before they are rounded to 3 bits may
+/// differ by an eighth afterwards.
 const TOLERANCE_OF_KV: Tolerance = Tolerance { epsilon: 1.1, logprob: 5.5, logprob_share: 0.05 };
 
-/// KV memory of a model that is compared with itself: enough for the sequences of the largest batch.
+/// The KV memory of a model that is compared with itself, in bytes: enough for the sequences of the largest
+/// batch.
 const ALIKE_KV_BYTES: usize = 24 << 30;
-/// Lengths of its prompts: a few tokens, some chunks of attention, and lengths at and beside the edges of chunks.
+/// The prompt lengths of a model that is compared with itself: a few tokens, some chunks of attention, and
+/// lengths at and beside the edges of chunks.
 const ALIKE_PROMPTS: [u32; 6] = [1, 33, 130, 512, 513, 1100];
 
-/// One model's comparison.
+/// The comparison of one model, for the report.
 #[derive(Debug, Serialize)]
 pub(super) struct Checked {
     model: String,
-    /// The reference of the comparison.
+    /// What the model was compared with.
     with: &'static str,
     tolerance: Tolerance,
     recorded: Comparison,
@@ -61,8 +63,8 @@ impl Checked {
     }
 }
 
-/// Compares a model with the CPU, with KV in f32, or in 8 bits if the model's KV is: once with recorded steps, and
-/// once with each kernel launched separately.
+/// Compares a model on the GPU with the CPU, once with CUDA graphs and once with each kernel launched
+/// separately. The CPU's KV is in f32, or in 8 bits if the model's KV is.
 pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<Checked, Failed> {
     let (kv_dtype, tolerance) = match args.kv_dtype() {
         KvDtype::Fp8E4m3 => (KvDtype::Fp8E4m3, TOLERANCE_OF_KV),
@@ -82,7 +84,7 @@ pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<Checked, Failed>
     Ok(Checked { model, with: "the CPU", tolerance, recorded, launched })
 }
 
-/// Runs the conformance suite of sleep and wake.
+/// Runs the conformance suite of sleep and wake on the GPU.
 ///
 /// # Panics
 /// If a case fails.
@@ -137,7 +139,7 @@ struct GoldenPrompt {
     prompt_ids: Vec<u32>,
 }
 
-/// The golden prompts of a model that has some; otherwise arbitrary tokens.
+/// Returns the golden prompts of a model that has some; otherwise arbitrary tokens.
 fn prompts(folder: &Path, vocab: u32) -> Result<Vec<Vec<TokenId>>, Failed> {
     let tokens = |ids: Vec<u32>| ids.into_iter().map(TokenId).collect();
     if let Ok(bytes) = std::fs::read(folder.join("golden.json")) {
@@ -149,7 +151,7 @@ fn prompts(folder: &Path, vocab: u32) -> Result<Vec<Vec<TokenId>>, Failed> {
     Ok([5, 33, 16, 100].map(|len| any(len, vocab)).to_vec())
 }
 
-/// Arbitrary tokens, different for each length.
+/// Makes a prompt of `len` arbitrary tokens, different for each length.
 fn any(len: u32, vocab: u32) -> Vec<TokenId> {
     (0..len).map(|nth| TokenId((nth * 7 + len) % vocab)).collect()
 }

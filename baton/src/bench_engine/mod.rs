@@ -1,4 +1,4 @@
-//! `baton bench engine`: the speed of the engine alone, beside the limits of the device.
+//! `baton bench engine`: measures the speed of the engine alone, and the limits of the device.
 
 mod args;
 mod check;
@@ -20,7 +20,7 @@ use opened::Opened;
 
 use crate::exit::Failed;
 
-/// All results of one run.
+/// All results of one run, as they are written to the JSON file.
 #[derive(Debug, Serialize)]
 struct Report {
     command: String,
@@ -28,11 +28,11 @@ struct Report {
     machine: bench::machine::Machine,
     model: String,
     device: String,
-    /// Seconds until the first step could be launched.
+    /// The seconds from the start of loading until the first step could be launched.
     open_s: f64,
-    /// The loading time of the weights alone, on a GPU.
+    /// The size and loading time of the weights alone, on a GPU.
     loaded: Option<Loaded>,
-    /// Decode steps that were recorded at the start, and later.
+    /// The number of decode steps that were recorded as CUDA graphs at the start, and later.
     recorded: Option<(usize, usize)>,
     limits: Option<CudaLimits>,
     measured: Option<Measured>,
@@ -60,7 +60,7 @@ pub(crate) fn run(args: &EngineArgs) -> Result<ExitCode, Failed> {
     Ok(if is_equal { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Writes a checkpoint, with all cores.
+/// Writes a checkpoint of the model, on all cores.
 fn write_weights(args: &EngineArgs, folder: &Path) -> Result<ExitCode, Failed> {
     let started = tokio::time::Instant::now();
     let form = match args.quantize {
@@ -114,7 +114,7 @@ fn checked(args: &EngineArgs) -> Result<Report, Failed> {
     for folder in args.check_folders() {
         report.add(check::check(&folder, args)?);
         check::check_sleep(&folder, args);
-        // Several GPUs add numbers in another order.
+        // One GPU only, because several GPUs add numbers in another order than one.
         if args.cuda().ranks.get() == 1 {
             report.add(check::check_alike(&folder, args)?);
         }

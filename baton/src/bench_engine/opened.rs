@@ -1,4 +1,4 @@
-//! An open backend for measurements, with functions that only a GPU has.
+//! A backend that is open for measurements, with the functions that only a GPU has.
 
 use engine::backend::cuda::{CudaLimits, DecodeProfile, Loaded};
 use engine::{Backend, CpuBackend, CudaBackend, Device};

@@ -1,4 +1,4 @@
-//! The results as text.
+//! Writes the results of `baton bench engine` as text.
 
 use std::io::Write as _;
 
@@ -24,7 +24,7 @@ pub(super) fn say(report: &Report) {
     let _ = write!(std::io::stdout().lock(), "{text}");
 }
 
-/// Writes a message about the run, which is no result, to standard error.
+/// Writes a message about the run, such as its progress, to standard error.
 pub(super) fn tell(line: &str) {
     let _ = writeln!(std::io::stderr().lock(), "{line}");
 }

@@ -1,4 +1,4 @@
-//! The two GPUs of a machine that KV is moved between.
+//! The two GPUs of a machine between which KV is moved.
 
 use std::sync::OnceLock;
 
@@ -11,14 +11,15 @@ use crate::exit::Failed;
 
 static CARDS: OnceLock<[Card; 2]> = OnceLock::new();
 
-/// One of the two GPUs.
+/// One of the two GPUs: the sender's or the receiver's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Side {
     Near,
     Far,
 }
 
-/// Memory of one of the GPUs. The first call opens both, which takes as long as compiling their kernels.
+/// Allocates KV memory on one of the GPUs. The first call opens both GPUs, which takes as long as compiling
+/// their kernels.
 pub(super) fn memory(side: Side, layout: KvLayout, n_blocks: u32) -> Result<KvMemory, Failed> {
     let cards = match CARDS.get() {
         Some(cards) => cards,
@@ -50,7 +51,7 @@ impl PlainCopy {
         Ok(Self { copier: PageCopier::new(far.memory(), PageCopierSize::default()).map_err(failed)?, remote })
     }
 
-    /// Copies the first `bytes` bytes.
+    /// Copies the first `bytes` bytes to the memory `far`.
     pub(super) fn copy(&self, far: &KvMemory, bytes: usize) -> Result<(), Failed> {
         let far = far.on_card().ok_or_else(|| not_moved("KV is not on a GPU"))?;
         self.copier.copy_plainly(&self.remote, far.memory(), bytes).map_err(failed)

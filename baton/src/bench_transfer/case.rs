@@ -1,18 +1,18 @@
-//! The parameters of a case: the bytes, the places of the blocks, the order of layers, and whether pages are
-//! verified.
+//! The parameters of one measurement: the bytes, the places of the blocks, the order of layers, and whether
+//! pages are verified.
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use types::{KvDtype, KvLayout};
 
-/// Bytes of one layer's share of a block, if the message is large enough. Llama 3.1 8B has 64 KiB.
+/// The size of one layer's part of a block, if the message is large enough. Llama 3.1 8B has 64 KiB.
 const PAGE_BYTES_MAX: u64 = 64 << 10;
 const N_LAYERS_MAX: u64 = 32;
 const BLOCK_TOKENS: u16 = 16;
-/// Bytes of one head of 128 numbers of two bytes, K and V, in one block.
+/// The bytes of one KV head in one block: K and V of 128 numbers of two bytes per token.
 const HEAD_BYTES: u64 = 2 * 128 * 2 * BLOCK_TOKENS as u64;
 
-/// The places of a sequence's blocks.
+/// How a sequence's blocks lie in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Blocks {
@@ -22,13 +22,13 @@ pub enum Blocks {
     Scattered,
 }
 
-/// The way in which KV is passed to the connector.
+/// How the layers of the KV are passed to the connector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Layers {
-    /// Layer by layer, as a model computes it.
+    /// The KV is passed layer by layer, as a model computes it.
     Streamed,
-    /// All layers in one call.
+    /// The KV of all layers is passed in one call.
     AtOnce,
 }
 
@@ -39,17 +39,17 @@ pub enum Digests {
     Off,
 }
 
-/// The memory of the KV, on both sides.
+/// The kind of memory that holds the KV, on both sides.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Memory {
     #[default]
     Host,
-    /// The first GPU of this machine, and the second.
+    /// The memory of the first and the second GPU of this machine.
     Gpus,
 }
 
-/// One measurement.
+/// The parameters of one measurement.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Case {
     pub connector: String,
@@ -62,7 +62,7 @@ pub struct Case {
     pub memory: Memory,
 }
 
-/// A message as layers of blocks.
+/// The layout and number of blocks of a message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shape {
     pub layout: KvLayout,
@@ -70,7 +70,8 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// `None` if `bytes` is not a whole number of pages with at least one head.
+    /// Returns the shape of a message of `bytes`; `None` if it is no whole number of pages with at least one
+    /// head.
     pub fn of(bytes: u64) -> Option<Self> {
         let page_bytes = bytes.min(PAGE_BYTES_MAX);
         if bytes == 0 || !page_bytes.is_multiple_of(HEAD_BYTES) || !bytes.is_multiple_of(page_bytes) {

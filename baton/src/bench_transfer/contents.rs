@@ -1,6 +1,7 @@
-//! Fills the near side before a transfer, and compares the far side afterwards.
+//! Fills the near side before a transfer, and compares the far side with it afterwards.
 //!
-//! All threads of the machine are used, because filling and comparing gigabytes takes longer than moving them.
+//! All threads of the machine take part, because filling and comparing gigabytes takes longer than moving
+//! them.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -10,27 +11,27 @@ use kv_cache::KvMemory;
 use crate::bench_transfer::ends::{GROUP, Run, failed};
 use crate::exit::Failed;
 
-/// Limit of blocks of a layer that are read or written at once. Such a number of blocks is one copy from or to a GPU.
+/// The largest number of blocks of a layer that are read or written at once, in one copy from or to a GPU.
 const BLOCKS_AT_ONCE: u32 = 256;
 
-/// Fills every page with bytes that differ from page to page.
+/// Fills every page of the memory with bytes that differ from page to page.
 pub(super) fn fill(memory: &KvMemory) -> Result<(), Failed> {
     write_all(memory, |layer, first, bytes| {
         let seed = u64::from(layer) << 32 | u64::from(first);
-        // The length is a multiple of the word size, because a page has at least one head of 128 numbers.
+        // The chunks have no remainder, because a page has at least one head of 128 numbers.
         for (word, nth) in bytes.chunks_exact_mut(8).zip(seed << 16..) {
             word.copy_from_slice(&mixed(nth).to_le_bytes());
         }
     })
 }
 
-/// Writes every page, so that no page is touched for the first time during the measurement.
+/// Writes every page of the memory, so that no page is touched for the first time during the measurement.
 pub(super) fn touch(memory: &KvMemory) -> Result<(), Failed> {
-    // The memory of a GPU is allocated completely at the start.
+    // GPU memory needs no writes, because it is allocated completely at the start.
     if memory.is_on_cards() { Ok(()) } else { write_all(memory, |_, _, bytes| bytes.fill(0)) }
 }
 
-/// A mixing function, so that neighbouring numbers are unrelated.
+/// Mixes the bits of a number, so that neighbouring numbers get unrelated results.
 fn mixed(nth: u64) -> u64 {
     let spread = nth.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     spread ^ spread >> 29
@@ -48,7 +49,7 @@ fn write_all(memory: &KvMemory, write: impl Fn(u16, u32, &mut [u8]) + Sync) -> R
     })
 }
 
-/// Whether all of these runs have the same bytes on both sides.
+/// Returns whether all of these runs have the same bytes on both sides.
 pub(super) fn are_equal(near: &KvMemory, far: &KvMemory, runs: &[Run]) -> Result<bool, Failed> {
     let pieces: Vec<Run> = runs.iter().flat_map(cut).collect();
     let differ = AtomicBool::new(false);
@@ -69,7 +70,7 @@ pub(super) fn are_equal(near: &KvMemory, far: &KvMemory, runs: &[Run]) -> Result
     Ok(!differ.into_inner())
 }
 
-/// Cuts a run into pieces of at most [`BLOCKS_AT_ONCE`].
+/// Cuts a run into pieces of at most [`BLOCKS_AT_ONCE`] blocks.
 fn cut(run: &Run) -> impl Iterator<Item = Run> + use<> {
     let Run { layer, near, far } = run.clone();
     (0..near.len() as u32).step_by(BLOCKS_AT_ONCE as usize).map(move |done| {
@@ -79,7 +80,8 @@ fn cut(run: &Run) -> impl Iterator<Item = Run> + use<> {
     })
 }
 
-/// Groups pieces that are close together on both sides. Each group is read at once, including the blocks between.
+/// Groups pieces that are close together on both sides. Each group is read at once, including the blocks
+/// between the pieces.
 fn windows(mut pieces: &[Run]) -> Vec<&[Run]> {
     let mut windows = Vec::new();
     while !pieces.is_empty() {
@@ -129,7 +131,8 @@ mod tests {
         KvMemory::host(KvLayout::uniform(16, KvDtype::Bf16, 2, 1, 8), n_blocks).expect("a few pages")
     }
 
-    /// Every second block of one side, and blocks of the other side in reverse order: no two are neighbours.
+    /// Returns runs over every second block of one side, and over blocks of the other side in reverse order:
+    /// no two are neighbours.
     fn scattered(n: u32) -> Vec<Run> {
         let run = |layer, nth: u32| Run { layer, near: 2 * nth..2 * nth + 1, far: n - 1 - nth..n - nth };
         (0..2).flat_map(|layer| (0..n).map(move |nth| run(layer, nth))).collect()
@@ -174,7 +177,8 @@ mod tests {
         let sizes: Vec<usize> = pieces.iter().map(|piece| piece.near.len()).collect();
         assert_eq!(sizes, [256, 256, 256, 232]);
         assert_eq!(windows(&pieces).len(), 4);
-        // 128 of every second block are within 255 blocks. The other side alone would allow 256.
+        // Of every second block, 128 lie within 255 blocks, which limits the group. The other side alone
+        // allows 256.
         let sizes: Vec<usize> = windows(&scattered(300)).iter().map(|window| window.len()).collect();
         assert_eq!(sizes, [128, 128, 44, 128, 128, 44]);
     }

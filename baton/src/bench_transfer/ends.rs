@@ -1,4 +1,4 @@
-//! Two nodes with their own memory, and the blocks that KV moves between.
+//! The two nodes of a measurement with their own memory, and the blocks between which KV moves.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use crate::bench_transfer::case::{Blocks, Case, Digests, Layers, Memory, Shape};
 use crate::bench_transfer::contents;
 use crate::exit::Failed;
 
-/// All layers have the same shape.
+/// The only layer group: all layers have the same shape.
 pub(super) const GROUP: GroupIdx = GroupIdx(0);
 const LANDING_FOR: Duration = Duration::from_secs(120);
-/// The deadline for the end of the connectors' work.
+/// The longest time that the connectors' tasks and threads may take to end.
 const CLOSES_WITHIN: Duration = Duration::from_secs(20);
 
 #[derive(Debug)]
@@ -27,7 +27,7 @@ struct End {
     memory: KvMemory,
     pool: BlockPool,
     connector: Arc<dyn KvConnector>,
-    /// The blocks between the others.
+    /// Blocks that stay leased, so that the blocks of the sequence are no neighbours.
     #[expect(dead_code, reason = "held for its Drop")]
     between: Vec<BlockLease>,
 }
@@ -44,7 +44,7 @@ pub struct Ends {
     from: Arc<BlockLease>,
 }
 
-/// Neighbouring blocks of one layer, on both sides.
+/// Neighbouring blocks of one layer, with their places on both sides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Run {
     pub layer: u16,
@@ -66,7 +66,7 @@ impl Ends {
 
     /// Runs one transfer, from the request for a landing to the report that all KV has arrived.
     ///
-    /// Returns the far blocks of the KV.
+    /// Returns the lease of the blocks on the far side.
     pub async fn transfer(&self) -> Result<BlockLease, Failed> {
         let request = LandRequest {
             transfer: self.world.transfer_id(),
@@ -87,8 +87,8 @@ impl Ends {
         arrival.settle().await.map(|arrived| arrived.lease).map_err(failed)
     }
 
-    /// Waits until the connectors' tasks and threads have ended. A thread that still runs when the process exits
-    /// would use a GPU whose driver is unloaded.
+    /// Waits until the connectors' tasks and threads have ended. A thread that still runs when the process
+    /// exits would use a GPU whose driver is unloaded.
     pub async fn close(self) -> Result<(), Failed> {
         let gate = self.gate.clone();
         drop(self);
@@ -103,7 +103,8 @@ impl Ends {
         }
     }
 
-    /// The runs of a plain copy of the same bytes, to the far blocks that a transfer would get.
+    /// Returns the runs of a plain copy of the same bytes, to the far blocks that a transfer would get, and
+    /// the lease of these blocks.
     pub fn runs(&self) -> Result<(Vec<Run>, BlockLease), Failed> {
         let room = self.far.room(self.shape.n_blocks)?;
         Ok((self.runs_to(&room), room))
@@ -122,7 +123,7 @@ impl Ends {
         runs
     }
 
-    /// The bytes of one transfer.
+    /// Returns the number of bytes of one transfer.
     pub fn bytes(&self) -> usize {
         self.shape.layout.block_bytes(GROUP) * self.shape.n_blocks as usize
     }
@@ -131,7 +132,7 @@ impl Ends {
         (&self.near.memory, &self.far.memory)
     }
 
-    /// Whether these far blocks have the content of the near ones.
+    /// Returns whether the far blocks in `room` have the content of the near ones.
     pub fn are_equal(&self, room: &BlockLease) -> Result<bool, Failed> {
         contents::are_equal(&self.near.memory, &self.far.memory, &self.runs_to(room))
     }
@@ -185,7 +186,7 @@ impl End {
     }
 }
 
-/// Leases every second block, so that no two of the others are neighbours.
+/// Leases every second block of the pool, so that no two of the remaining blocks are neighbours.
 fn every_second(pool: &BlockPool, n_blocks: u32) -> Result<Vec<BlockLease>, Failed> {
     let all: Vec<BlockLease> = (0..n_blocks).map(|_| room(pool, 1)).collect::<Result<_, Failed>>()?;
     Ok(all.into_iter().filter(|lease| lease.table(GROUP)[0].0.is_multiple_of(2)).collect())
@@ -196,12 +197,12 @@ fn room(pool: &BlockPool, n_blocks: u32) -> Result<BlockLease, Failed> {
     pool.reserve(n_blocks as usize, holder).map_err(failed)
 }
 
-/// The error of a node or a connector.
+/// Converts an error of a node or a connector.
 pub(super) fn failed(error: impl std::error::Error) -> Failed {
     not_moved(types::in_full(&error))
 }
 
-/// The error of a transfer.
+/// Makes the error of a transfer that failed for this reason.
 pub(super) fn not_moved(reason: impl std::fmt::Display) -> Failed {
     Failed::work(format!("cannot move KV: {reason}"))
 }

@@ -11,11 +11,12 @@ use crate::bench_transfer::ends::{Ends, not_moved};
 use crate::bench_transfer::plain::Plain;
 use crate::exit::Failed;
 
-/// The smallest number of pairs for a meaningful median.
+/// The smallest number of pairs, for a meaningful median. A pair is one plain copy and one transfer.
 pub const N_PAIRS_MIN: usize = 5;
-/// Limit of pairs. A small message takes little time, and more pairs give no more information.
+/// The largest number of pairs. A small message takes little time, and more pairs give no more information.
 const N_PAIRS_MAX: usize = 400;
-/// Pairs that are not counted: they make connections, and touch mappings for the first time.
+/// The number of first pairs that are not counted: they open connections and touch memory mappings for the
+/// first time.
 const N_WARM: usize = 2;
 
 /// The results of one case.
@@ -24,11 +25,11 @@ pub struct Measured {
     #[serde(flatten)]
     pub case: Case,
     pub n_pairs: usize,
-    /// Bytes per second of the median transfer.
+    /// Bytes per second of the median transfer over the connector.
     pub rate: f64,
-    /// The rate of the median plain copy.
+    /// Bytes per second of the median plain copy.
     pub plain_rate: f64,
-    /// The median over the pairs of plain time divided by connector time; the quartiles follow.
+    /// The median over the pairs of the plain copy's time divided by the connector's time.
     pub ratio: f64,
     pub ratio_low: f64,
     pub ratio_high: f64,
@@ -36,14 +37,14 @@ pub struct Measured {
     pub latency_us_p50: f64,
     pub latency_us_p90: f64,
     pub plain_us_p50: f64,
-    /// CPU time of the median transfer, all threads together.
+    /// The CPU time of the median transfer, over all threads of the process.
     #[serde(default)]
     pub processor_us_p50: f64,
     #[serde(default)]
     pub plain_processor_us_p50: f64,
 }
 
-/// Measures for about `within`, and at least [`N_PAIRS_MIN`] pairs.
+/// Measures a case for about `within`, with at least [`N_PAIRS_MIN`] pairs.
 pub async fn measure(case: &Case, within: Duration) -> Result<Measured, Failed> {
     let ends = Ends::new(case).await?;
     check(&ends).await?;
@@ -65,7 +66,7 @@ pub async fn measure(case: &Case, within: Duration) -> Result<Measured, Failed> 
     Ok(summary(case, &pairs))
 }
 
-/// Compares one transfer byte by byte, before anything else is copied to the far side.
+/// Runs one transfer and compares its bytes, before anything else is copied to the far side.
 async fn check(ends: &Ends) -> Result<(), Failed> {
     let room = ends.transfer().await?;
     if ends.are_equal(&room)? { Ok(()) } else { Err(not_moved("KV arrived wrong")) }
@@ -77,7 +78,7 @@ struct Pair {
     connector: Took,
 }
 
-/// The seconds of one operation.
+/// The time that one operation took, in seconds.
 #[derive(Clone, Copy, Debug)]
 struct Took {
     wall: f64,
@@ -142,7 +143,7 @@ fn summary(case: &Case, pairs: &[Pair]) -> Measured {
     }
 }
 
-/// The quantile `share` of sorted values: the nearest value.
+/// Returns the value at the quantile `share` of sorted values, without interpolation.
 fn at(sorted: &[f64], share: f64) -> f64 {
     sorted[((sorted.len() - 1) as f64 * share).round() as usize]
 }

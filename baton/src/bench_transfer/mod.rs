@@ -87,15 +87,14 @@ fn cases(args: &TransferArgs) -> Vec<Case> {
     cases
 }
 
-/// Connectors that do not work with host memory.
+/// The connectors that do not work with host memory.
 const BETWEEN_GPUS: &[&str] = &["cuda-ipc", "nccl"];
 
 fn memory_of(connector: &str, wanted: Memory) -> Memory {
     if BETWEEN_GPUS.contains(&connector) { Memory::Gpus } else { wanted }
 }
 
-/// A node's connectors use as many threads as there are cores, but the caller's runtime has one. So this starts
-/// another runtime.
+/// Measures a case on a runtime with one thread per core, as nodes have. The caller's runtime has one thread.
 fn on_threads(case: Case, within: Duration) -> Result<Measured, Failed> {
     let measured = std::thread::spawn(move || {
         let runtime = tokio::runtime::Runtime::new().map_err(Failed::work)?;

@@ -1,8 +1,8 @@
 //! Moves the same bytes without a connector, to measure the path itself with the same number of streams.
 //!
-//! For tcp, a vectored send and receive over the same number of sockets. For all connectors within one host, the same
-//! number of threads that copy from page to page. Between GPUs, one copy of all bytes in one piece, for any places of
-//! the blocks.
+//! The comparison for tcp is a vectored send and receive over the same number of sockets. For all other
+//! connectors in host memory, the same number of threads copy from page to page. Between GPUs, all bytes are
+//! copied at once, whatever the places of the blocks.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -18,9 +18,9 @@ use crate::bench_transfer::case::{Case, Memory};
 use crate::bench_transfer::ends::{Ends, GROUP, Run, failed, not_moved};
 use crate::exit::Failed;
 
-/// Slices in one system call.
+/// The largest number of slices in one system call.
 const SLICES: usize = 64;
-/// A contiguous run is cut into slices of this size, so that both ends of a socket are busy.
+/// The size of the slices of a contiguous run, small enough that both ends of a socket are busy.
 const SLICE_BYTES: usize = 64 << 10;
 
 /// The plain copy that a connector is compared with.
@@ -31,7 +31,7 @@ pub enum Plain {
     Cards(Box<PlainCopy>),
 }
 
-/// Connected once, because connection setup is not measured.
+/// The sockets of the plain copy. They are connected once, because connection setup is not measured.
 #[derive(Debug)]
 pub struct Sockets {
     pairs: Vec<(TcpStream, TcpStream)>,
@@ -60,7 +60,7 @@ impl Plain {
         Ok(Self::Sockets(Sockets { pairs }))
     }
 
-    /// Copies all bytes once.
+    /// Copies all bytes of the runs once.
     pub async fn copy(&mut self, ends: &Ends, runs: &Arc<[Run]>, _room: &BlockLease) -> Result<(), Failed> {
         match self {
             Self::Threads { streams } => copy_by_threads(ends, runs, usize::from(*streams)),
@@ -70,7 +70,7 @@ impl Plain {
     }
 }
 
-/// The runs of stream `nth` of `n_streams`.
+/// Returns the runs of stream `nth` of `n_streams`.
 fn share(runs: &[Run], nth: usize, n_streams: usize) -> impl Iterator<Item = &Run> {
     runs.iter().skip(nth).step_by(n_streams)
 }
@@ -113,7 +113,7 @@ impl Sockets {
         self.pair_up(outs, ins)
     }
 
-    /// Pairs the halves by their addresses, because they come back in any order.
+    /// Pairs outgoing and accepted connections by their addresses, because they are accepted in any order.
     fn pair_up(&mut self, outs: Vec<TcpStream>, mut ins: Vec<TcpStream>) -> Result<(), Failed> {
         for out in outs {
             let addr = out.local_addr().map_err(Failed::work)?;
@@ -186,7 +186,7 @@ async fn receive(
     }
 }
 
-/// At most [`SLICES`] slices, without the first `done` bytes.
+/// Returns at most [`SLICES`] slices of the pages, after the first `done` bytes.
 fn sliced<'a>(pages: impl Iterator<Item = &'a [u8]>, done: usize) -> impl Iterator<Item = &'a [u8]> {
     let rest = pages.enumerate().map(move |(nth, page)| &page[if nth == 0 { done } else { 0 }..]);
     rest.flat_map(|page| page.chunks(SLICE_BYTES)).take(SLICES)
@@ -197,7 +197,8 @@ fn sliced_mut<'a>(pages: &'a mut VecDeque<PageMut<'_>>, done: usize) -> Vec<IoSl
     rest.flat_map(|page| page.chunks_mut(SLICE_BYTES)).take(SLICES).map(IoSliceMut::new).collect()
 }
 
-/// Removes the pages that are done. Returns the number of done bytes of the first remaining page.
+/// Removes the pages that are copied completely. Returns the number of copied bytes of the first remaining
+/// page.
 fn advance<P>(pages: &mut VecDeque<P>, mut done: usize, len: impl Fn(&P) -> usize) -> usize {
     while let Some(first) = pages.front().map(&len).filter(|len| *len <= done) {
         done -= first;

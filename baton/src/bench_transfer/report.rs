@@ -14,7 +14,7 @@ use bench::report::picture::picture;
 use bench::report::plot::{Axis, Curve, Plot, Scale, Style, escape};
 use bench::report::table::Table;
 
-/// All cases of one run, and the description of the machine.
+/// The results of one run, with a description of the machine.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct TransferReport {
     pub command: String,
@@ -27,7 +27,7 @@ pub struct TransferReport {
 #[derive(Clone, Debug)]
 pub struct TransferReports(Vec<TransferReport>);
 
-/// The content of a file.
+/// The content of a result file: one run, or several.
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
 enum Written {
@@ -57,7 +57,7 @@ impl From<TransferReport> for TransferReports {
 }
 
 impl TransferReports {
-    /// The reports in these files, in their order.
+    /// Reads the runs in these files, in their order.
     pub fn read(paths: &[PathBuf]) -> Result<Self, Failed> {
         let mut runs = Vec::new();
         for path in paths {
@@ -93,7 +93,7 @@ impl TransferReports {
         write_text(path, &(text + "\n")).map_err(Failed::work)
     }
 
-    /// One sentence for each run.
+    /// Returns one sentence about machine and command for each run.
     pub fn provenance(&self) -> Vec<String> {
         self.0.iter().map(TransferReport::provenance).collect()
     }
@@ -115,7 +115,7 @@ impl TransferReports {
         Table { header, rows: self.measured().map(row).collect() }
     }
 
-    /// The table with its plots.
+    /// Returns the HTML page with the table and the plots.
     pub fn page(&self) -> String {
         let plots: String = self.plots().iter().map(Plot::to_svg).collect();
         let provenance: String =
@@ -127,12 +127,12 @@ impl TransferReports {
         )
     }
 
-    /// The plots alone.
+    /// Returns the plots as one SVG.
     pub fn picture(&self) -> String {
         picture(&self.plots())
     }
 
-    /// Rates over sizes, one plot for each placement of blocks.
+    /// Returns the plots of rate over size, one for each placement of blocks.
     fn plots(&self) -> Vec<Plot> {
         let plots = [Blocks::Contiguous, Blocks::Scattered].map(|blocks| self.plot(blocks));
         plots.into_iter().filter(|plot| !plot.curves.is_empty()).collect()

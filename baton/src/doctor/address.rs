@@ -14,7 +14,7 @@ pub(super) fn look(process: &ProcessFile) -> Vec<Finding> {
     }
 }
 
-/// A node announces `node.advertise`, or else the address that it listens on.
+/// Checks the address that a node announces: `node.advertise`, or else the address that it listens on.
 fn announced(listen: &str, advertise: Option<&str>) -> Finding {
     let listens_everywhere = |addr: &str| addr.starts_with("0.0.0.0:") || addr.starts_with("[::]:");
     match advertise {

@@ -1,5 +1,5 @@
-//! Checks whether this machine's clock is plausible. Leases do not depend on it, but logs of several machines are
-//! compared by time.
+//! Checks whether this machine's clock is plausible. Leases do not depend on the clock, but logs of several
+//! machines are compared by time.
 
 use std::time::{Duration, UNIX_EPOCH};
 
@@ -14,7 +14,7 @@ pub(super) fn look() -> Vec<Finding> {
     vec![plausible(World::real().unix_time(), built())]
 }
 
-/// The modification time of this executable. A correct clock never shows an earlier time.
+/// Returns the modification time of this executable. A correct clock shows no earlier time.
 fn built() -> Option<Duration> {
     let written = std::env::current_exe().ok()?.metadata().ok()?.modified().ok()?;
     written.duration_since(UNIX_EPOCH).ok()

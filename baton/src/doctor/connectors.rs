@@ -14,7 +14,7 @@ use super::finding::Finding;
 const GROUP: &str = "connectors";
 const N_BLOCKS: u32 = 4;
 
-/// The kind of memory that holds the process's KV.
+/// The kind of memory that will hold the process's KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum KvPlace {
     Host,
@@ -58,7 +58,7 @@ async fn built(names: &[String], settings: &TransferSettings, place: KvPlace) ->
     }
 }
 
-/// Uses ports of its own, because the process may be running.
+/// Makes the parts for building connectors. They use free ports, because the process itself may be running.
 fn parts(settings: &TransferSettings) -> Result<ConnectorParts, String> {
     let world = World::real();
     Ok(ConnectorParts {
@@ -83,7 +83,7 @@ fn works(scheme: &str) -> Finding {
     Finding::ok(GROUP, format!("{scheme}: can be used here; --peer tests it with another node"))
 }
 
-/// Connectors between GPUs cannot be tested without memory of a GPU.
+/// Reports a connector that is not available. Connectors between GPUs cannot be tested without GPU memory.
 fn is_out(missing: &MissingWire, place: KvPlace) -> Finding {
     let MissingWire { scheme, why } = missing;
     if place == KvPlace::PerhapsGpu && ["cuda-ipc", "nccl"].contains(&scheme.as_str()) {

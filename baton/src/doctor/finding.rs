@@ -7,7 +7,7 @@ use serde::Serialize;
 #[serde(rename_all = "lowercase")]
 pub(super) enum Level {
     Ok,
-    /// No error; something is missing that a user may expect.
+    /// The process can serve; something is missing that a user may expect.
     Note,
     /// The process can serve, but with restrictions.
     Warn,

@@ -8,13 +8,13 @@ const GROUP: &str = "gpu";
 const USED: &str = "a node with model.device = `auto` or `cuda` computes on it";
 const NOT_USED: &str =
     "a node with model.device = `auto` computes on the CPU, and one with `cuda` does not start";
-/// The purpose of each library.
+/// The libraries that the GPU backend loads, each with its purpose.
 const LIBRARIES: &[(&str, &str)] = &[
     ("libcuda.so.1", "the CUDA driver API"),
     ("libnvrtc.so", "compiles kernels for the GPU"),
     ("libcublasLt.so", "matrix products"),
 ];
-/// The folders that the loader searches, besides LD_LIBRARY_PATH.
+/// The folders that the loader searches besides those in LD_LIBRARY_PATH.
 const FOLDERS: &[&str] = &[
     "/lib64",
     "/usr/lib64",
@@ -35,12 +35,12 @@ pub(super) fn look() -> Vec<Finding> {
     findings
 }
 
-/// The version line of this machine's GPU driver.
+/// Returns the version line of this machine's GPU driver.
 pub(super) fn driver_here() -> Option<String> {
     driver(Path::new("/proc/driver/nvidia/version"))
 }
 
-/// The driver's version line.
+/// Returns the driver's version line from the file `version`.
 fn driver(version: &Path) -> Option<String> {
     let text = std::fs::read_to_string(version).ok()?;
     text.lines().next().map(|line| line.trim_start_matches("NVRM version:").trim().to_owned())
@@ -51,7 +51,8 @@ fn n_gpus() -> usize {
     entries.map_or(0, |entries| entries.flatten().count())
 }
 
-/// Files are searched but not loaded, because loading a broken library could crash the doctor.
+/// Reports whether a library's file exists. The library is not loaded, because a broken one could crash the
+/// doctor.
 fn found_or_not(library: &str, what_for: &str) -> Finding {
     match find(library, &folders()) {
         Some(path) => Finding::note(GROUP, format!("{} ({what_for})", path.display()), USED),
@@ -68,7 +69,7 @@ fn folders() -> Vec<PathBuf> {
     std::env::split_paths(&own).chain(FOLDERS.iter().map(PathBuf::from)).collect()
 }
 
-/// The first file whose name is `library`, or begins with it and a version.
+/// Returns the first file in `folders` whose name is `library`, or begins with it and a version.
 fn find(library: &str, folders: &[PathBuf]) -> Option<PathBuf> {
     let entries = folders.iter().filter_map(|folder| std::fs::read_dir(folder).ok()).flatten().flatten();
     let names_it = |path: &PathBuf| {

@@ -6,7 +6,8 @@ use super::finding::Finding;
 
 const GROUP: &str = "host";
 const SHM: &str = "/dev/shm";
-/// Every client and every peer needs a socket, so the default of many shells, 1024, is too low.
+/// The number of open files that a process should be allowed. Every client and every peer needs a socket, so
+/// the default of many shells, 1024, is too low.
 const FILES_MIN: u64 = 4096;
 
 pub(super) fn look() -> Vec<Finding> {
@@ -19,8 +20,8 @@ fn shared_memory() -> Finding {
     shm_of(may_write.err(), file.err())
 }
 
-/// The connector `shm` puts sockets in this folder but no KV, so the folder's size does not matter. A node shares its
-/// memory through a file without a name.
+/// Reports whether `/dev/shm` works for the connector `shm`, which puts sockets there but no KV, so its size
+/// does not matter. A node shares its memory through a file without a name.
 fn shm_of(folder: Option<rustix::io::Errno>, file: Option<rustix::io::Errno>) -> Finding {
     if let Some(error) = folder {
         let advice = "the connector shm needs it for sockets; without it, nodes of one host use tcp. Mount a tmpfs there; containers that share memory must mount the same one";

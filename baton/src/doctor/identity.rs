@@ -10,7 +10,7 @@ use super::finding::Finding;
 
 const GROUP: &str = "identity";
 
-/// Returns the world for the other checks, with the cluster's secret if it can be read.
+/// Checks the cluster's secret. Returns the world for the other checks, with the secret if it can be read.
 pub(super) fn look(process: &ProcessFile) -> (World, Vec<Finding>) {
     let cluster = process.cluster();
     let identity = match cluster.identity() {

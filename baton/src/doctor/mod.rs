@@ -27,7 +27,8 @@ use crate::{interrupt, output};
 
 use finding::{Finding, Level};
 
-/// Exits with 1 if a finding prevents serving, otherwise with 0, even with warnings.
+/// Runs all checks and prints the findings. The exit code is 1 if a finding prevents serving, otherwise 0,
+/// even with warnings.
 pub(crate) fn run(args: &DoctorArgs) -> Result<ExitCode, Failed> {
     interrupt::says("interrupted: nothing was changed")?;
     let process = match &args.config {
@@ -46,7 +47,8 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<ExitCode, Failed> {
     Ok(if broken { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// All groups. The requirements of every process come first, then those of some connectors only.
+/// Runs all groups of checks. The requirements of every process come first, then those of some connectors
+/// only.
 async fn look(process: &ProcessFile, world: &World) -> Vec<Finding> {
     let mut findings = ports::look(process);
     findings.extend(address::look(process));

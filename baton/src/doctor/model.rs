@@ -11,7 +11,7 @@ use crate::process_file::ProcessFile;
 use super::finding::Finding;
 
 const GROUP: &str = "model";
-/// Files that a model's folder must have, besides its weights.
+/// The files that a model's folder must have, besides its weights.
 const FILES: &[&str] = &["config.json", "tokenizer.json"];
 
 pub(super) fn look(process: &ProcessFile) -> Vec<Finding> {
@@ -20,7 +20,8 @@ pub(super) fn look(process: &ProcessFile) -> Vec<Finding> {
         ProcessFile::Node(config) => {
             vec![model(&config.engine.model), kv_room(config.engine.kv)]
         }
-        // A pool node reads no model: the other nodes announce the model whose KV it keeps.
+        // A pool node reads no model, so only its memory is checked. Other nodes announce the model whose KV
+        // it keeps.
         ProcessFile::Pool(config) => {
             config.memory.bytes().map(|bytes| kv_memory("pool.memory", bytes)).into_iter().collect()
         }
@@ -54,7 +55,7 @@ fn mock_file(file: &str) -> Finding {
     }
 }
 
-/// A folder in the format of Hugging Face.
+/// Checks a model's folder in the format of Hugging Face.
 fn folder(folder: &Path) -> Finding {
     let shown = folder.display();
     if let Some(found) = not_a_model(folder) {

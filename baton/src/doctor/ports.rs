@@ -26,7 +26,7 @@ pub(super) fn look(process: &ProcessFile) -> Vec<Finding> {
     listens.into_iter().map(|(setting, addr)| port(setting, addr)).collect()
 }
 
-/// Listens for a moment, because only that shows whether the address is free.
+/// Checks that an address is free, by listening on it briefly.
 fn port(setting: &'static str, addr: &str) -> Finding {
     match TcpListener::bind(addr) {
         Ok(_) if addr.ends_with(":0") => Finding::ok(GROUP, format!("{setting} {addr}: takes a free port")),

@@ -26,8 +26,8 @@ pub(super) fn look() -> Vec<Finding> {
     findings
 }
 
-/// Checks whether KV on a GPU can go over rdma, without a GPU's library. `driver` is the version line of the GPU
-/// driver.
+/// Checks without a GPU library whether KV on a GPU can be sent over rdma. `driver` is the version line of
+/// the GPU driver.
 #[cfg(feature = "rdma")]
 fn gpu_memory(driver: Option<&str>, knows_dmabuf: impl Fn() -> Result<(), String>) -> Option<Finding> {
     let does_not = |why: &str, advice| {
@@ -49,7 +49,8 @@ fn gpu_memory(driver: Option<&str>, knows_dmabuf: impl Fn() -> Result<(), String
     })
 }
 
-/// `opens` opens a device by its name, and returns the reason if that fails.
+/// Checks the RDMA devices in this folder. `opens` opens a device by its name, and returns the reason if that
+/// fails.
 #[cfg(feature = "rdma")]
 fn look_in(devices: &Path, opens: impl Fn(&str) -> Result<(), String>) -> Vec<Finding> {
     let devices = folders(devices);

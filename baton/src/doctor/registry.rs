@@ -11,7 +11,7 @@ use crate::process_file::ProcessFile;
 use super::finding::Finding;
 
 const GROUP: &str = "registry";
-/// A registry that takes longer is also too slow when a process starts.
+/// The longest wait for the registry's answer. A slower registry is also too slow when a process starts.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 
 pub(super) async fn look(process: &ProcessFile, world: &World) -> Vec<Finding> {
@@ -38,7 +38,7 @@ async fn members(url: &str, world: &World) -> Result<Vec<NodeInfo>, RegistryErro
 
 fn refused(shown: &str, url: &str, error: &RegistryError) -> Finding {
     let trouble = match error.trouble() {
-        // The embedded registry has no certificates.
+        // The embedded registry has no certificates, so an error of this kind means that it is unreachable.
         Trouble::Certificate if !url.starts_with("etcd") => Trouble::Unreachable,
         trouble => trouble,
     };
@@ -63,7 +63,7 @@ fn who(members: &[NodeInfo]) -> String {
     format!("it has {prefill} prefill and {decode} decode nodes and {pool}")
 }
 
-/// The connectors that a member announces as not available.
+/// Returns a finding for each connector that a member announces as not available.
 fn goes_without(node: &NodeInfo) -> Vec<Finding> {
     let note = |missing: &MissingWire| {
         let found = format!("{} has no {}: {}", node.id, missing.scheme, missing.why);

@@ -1,10 +1,10 @@
-//! Output of findings for people and for programs.
+//! The findings as text for people and for programs.
 
 use serde_json::json;
 
 use super::finding::{Finding, Level};
 
-/// One line per finding, with advice below those that need it.
+/// Returns one line per finding. Advice stands below those that are not OK.
 pub(super) fn table(findings: &[Finding]) -> String {
     let mut table = String::new();
     for Finding { group, level, found, advice } in findings {
@@ -16,7 +16,8 @@ pub(super) fn table(findings: &[Finding]) -> String {
     table + &format!("\n{}\n", verdict(findings))
 }
 
-/// One object: `ok`, and `findings`, each with `group`, `level`, `found` and `advice`.
+/// Returns the findings as one JSON object: `ok`, and `findings`, each with `group`, `level`, `found` and
+/// `advice`.
 pub(super) fn json(findings: &[Finding]) -> String {
     let ok = count(findings, Level::Bad) == 0;
     format!("{}\n", json!({ "ok": ok, "findings": findings }))

@@ -24,23 +24,23 @@ pub const OLD: &str = "89abcdef0123456789abcdef0123456789abcdef";
 /// The behaviour of the fake hub. Tests change it while it runs.
 #[derive(Debug, Default)]
 pub struct FakeHubState {
-    /// Contents by name. Safetensors are in the store.
+    /// The contents of the model's files by name. The store serves safetensors, the hub the other files.
     pub files: BTreeMap<String, Vec<u8>>,
-    /// Answers every request with this status and error code.
+    /// The status and error code that every request is answered with, if set.
     pub refuse: Option<(StatusCode, &'static str)>,
     /// The token that every request needs.
     pub token: Option<&'static str>,
-    /// The store's next responses end after this number of bytes.
+    /// The number of bytes after which each of the store's next responses ends.
     pub cuts: Vec<usize>,
-    /// The store ignores ranges and sends everything.
+    /// If true, the store ignores ranges and sends the whole file.
     pub no_ranges: bool,
-    /// The store sends bytes that do not match the etag.
+    /// If true, the store sends bytes that do not match the etag.
     pub damage: bool,
-    /// The requests, in order.
+    /// The requests that the hub and the store have received, in order.
     pub received: Vec<String>,
 }
 
-/// The hub and its store, on two ports.
+/// A fake hub and its store, on two ports.
 #[derive(Clone, Debug)]
 pub struct FakeHub {
     state: Arc<Mutex<FakeHubState>>,
@@ -49,7 +49,7 @@ pub struct FakeHub {
 }
 
 impl FakeHub {
-    /// A hub with one model, `org/name`, of these files.
+    /// Starts a hub with one model, `org/name`, that has these files.
     pub async fn new(files: &[(&str, &[u8])]) -> Self {
         let files = files.iter().map(|(name, bytes)| ((*name).to_owned(), bytes.to_vec())).collect();
         let state = Arc::new(Mutex::new(FakeHubState { files, ..FakeHubState::default() }));
@@ -88,7 +88,7 @@ impl FakeHub {
         Hub::new(self.settings(cache)).expect("an address")
     }
 
-    /// Returns the requests since the last call.
+    /// Returns the requests that were received since the last call.
     pub fn received(&self) -> Vec<String> {
         std::mem::take(&mut self.state().received)
     }
@@ -97,7 +97,7 @@ impl FakeHub {
         self.state().received.push(what);
     }
 
-    /// `Err` is the refusal that the state requires.
+    /// Checks that a request may be answered. The error is the response that the state requires.
     fn admitted(&self, headers: &HeaderMap) -> Result<(), Box<Response>> {
         let state = self.state();
         let shown = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
@@ -225,13 +225,13 @@ async fn blob(State(fake): State<FakeHub>, Path(digest): Path<String>, request: 
     (status, about, cut_off(bytes, cut)).into_response()
 }
 
-/// The first `n` bytes. If there are more, the connection breaks after them.
+/// Makes a body of the first `n` bytes. If there are more, the connection breaks after them.
 fn cut_off(bytes: Vec<u8>, n: usize) -> Body {
     if bytes.len() <= n {
         return Body::from(bytes);
     }
     let first = stream::iter([Ok(Bytes::from(bytes).slice(..n))]);
-    // The server sends written bytes only when the body makes it wait.
+    // The wait makes the server send the bytes that are already written.
     let cut = stream::once(async {
         tokio::task::yield_now().await;
         Err(std::io::Error::other("the wire was cut"))

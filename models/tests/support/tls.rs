@@ -12,7 +12,7 @@ use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
 
-/// The hub's TLS address and the authority of its certificate.
+/// A TLS server in front of the fake hub, with its address and its authority's certificate.
 #[derive(Debug)]
 pub struct Front {
     folder: TempDir,
@@ -47,7 +47,7 @@ impl Front {
         format!("https://{}", self.addr)
     }
 
-    /// The authority's certificate.
+    /// Returns the path of the authority's certificate.
     pub fn authority(&self) -> PathBuf {
         self.folder.path().join("ca.pem")
     }
@@ -62,7 +62,7 @@ async fn serve(listener: TcpListener, tls: TlsAcceptor, hub: SocketAddr) {
         let (stream, _) = listener.accept().await.expect("a socket");
         let tls = tls.clone();
         let pass = async move {
-            // A client that does not trust the certificate closes the connection.
+            // An error here is expected: a client that does not trust the certificate closes the connection.
             let mut near = tls.accept(stream).await?;
             copy_bidirectional(&mut near, &mut TcpStream::connect(hub).await?).await
         };

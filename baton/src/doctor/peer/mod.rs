@@ -1,7 +1,8 @@
-//! Sends KV to another node over each wire that both ends have, and reports the rate.
+//! Sends KV to a decode node over each connector that both ends have, and reports the rate.
 //!
-//! It works as a prefill node does: it asks a decode node for a landing, fills it, and hands off. It marks the first
-//! token as the last one, so the node releases the blocks at once. Nothing is decoded, and nothing is cached.
+//! The doctor works as a prefill node does: it requests a landing from a decode node, fills it, and hands
+//! off. It marks the first token as the last one, so the node releases the blocks at once. Nothing is
+//! decoded, and nothing is cached.
 
 mod trial;
 
@@ -14,10 +15,10 @@ use super::finding::Finding;
 use trial::{Peer, Trial, TrialError};
 
 const GROUP: &str = "peer";
-/// The deadline for all transfers on one wire, connection included.
+/// The longest time for all transfers over one connector, connection setup included.
 const WIRE_WITHIN: Duration = Duration::from_secs(20);
 
-/// Tests every wire to the decode node at `addr`.
+/// Tests every connector to the decode node at `addr`.
 pub(super) async fn look(addr: &str, world: World) -> Vec<Finding> {
     let peer = Peer::new(channel(&world, addr, RpcLimits::default()), world);
     let mut findings = Vec::new();

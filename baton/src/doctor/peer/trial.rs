@@ -1,4 +1,4 @@
-//! The transfers over one wire.
+//! The transfers over one connector.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,20 +18,21 @@ use types::{
     Sampling, Scheme, Step, TenantId,
 };
 
-/// Enough KV for a rate, and small enough for any node. A node with less room gets less.
+/// The size of one transfer in bytes: enough for a rate, and small enough for any node. A node with less room
+/// gets less.
 const BYTES_WANTED: usize = 64 << 20;
 const N_TOKENS_MAX: u32 = 8192;
 const N_TRANSFERS: usize = 5;
 const PROMPT_WITHIN: Duration = Duration::from_secs(10);
 
-/// The node at the other end.
+/// The decode node that receives the KV.
 #[derive(Debug)]
 pub(super) struct Peer {
     channel: RpcChannel,
     world: World,
 }
 
-/// The result of the transfers.
+/// The result of the transfers over one connector.
 #[derive(Debug)]
 pub(super) struct Trial {
     pub(super) bytes: u64,
@@ -58,13 +59,13 @@ pub(super) enum TrialError {
 }
 
 impl TrialError {
-    /// Whether every other wire would fail with the same error.
+    /// Returns whether every other connector would fail with the same error.
     pub(super) fn concerns_the_peer(&self) -> bool {
         matches!(self, Self::Peer(_))
     }
 }
 
-/// Gets the node's KV layout, creates enough KV for a measurement, and sends it a few times.
+/// Requests the node's KV layout, makes enough KV for a measurement, and sends it a few times.
 pub(super) async fn run(peer: &Peer, scheme: &'static str) -> Result<Trial, TrialError> {
     let (first, _) = peer.ask(scheme, 1).await?;
     let mut n_tokens = tokens_worth(&first.layout, BYTES_WANTED);
@@ -88,7 +89,7 @@ fn may_be_shorter(refusal: &Refusal) -> bool {
     matches!(refusal.kind, RefusalKind::Full | RefusalKind::TooLong | RefusalKind::Invalid)
 }
 
-/// The number of tokens with this many bytes of KV: whole blocks, at least one.
+/// Returns the number of tokens whose KV has this many bytes: whole blocks, at least one.
 fn tokens_worth(layout: &KvLayout, bytes: usize) -> u32 {
     let page_bytes = |group: &types::layout::LayerGroup| -> usize {
         group.layers.iter().map(|shape| layout.page_bytes(*shape)).sum()
@@ -106,7 +107,7 @@ impl Peer {
         Self { channel, world }
     }
 
-    /// Asks for a landing. Dropping the returned stream releases the landing on the node.
+    /// Requests a landing. Dropping the returned stream releases the landing on the node.
     async fn ask(&self, scheme: &str, n_tokens: u32) -> Result<(Landing, Events), TrialError> {
         let prompt = self.prompt(n_tokens);
         let request = v1::DecodeRequest {
@@ -127,7 +128,7 @@ impl Peer {
         }
     }
 
-    /// A prompt with one token to generate, which is sent with the KV.
+    /// Makes a prompt that ends after one token, which is sent with the KV.
     fn prompt(&self, n_tokens: u32) -> Prompt {
         Prompt {
             id: self.world.request_id(),
@@ -154,13 +155,13 @@ fn refused(refusal: Refusal) -> TrialError {
     }
 }
 
-/// This machine in the form of a prefill node with one wire. No peer connects to it.
+/// Describes this machine as a prefill node with one connector. No peer connects to its empty address.
 fn this_machine(scheme: &str) -> v1::Peer {
     let wire = v1::WireAddress { scheme: scheme.to_owned(), endpoint: String::new(), within_host: false };
     v1::Peer { node: "doctor".to_owned(), host: node::host::host_id(), wires: vec![wire] }
 }
 
-/// KV of the right shape, and the connector that sends it.
+/// KV to send, in the peer's layout, and the connector that sends it.
 #[derive(Debug)]
 struct Sender {
     connector: Arc<dyn KvConnector>,
@@ -219,7 +220,7 @@ fn page_bytes_sent(landing: &Landing) -> u64 {
     of_a_block as u64 * landing.wanted_blocks().len() as u64
 }
 
-/// The spans layer by layer, as a prefill node sends them.
+/// Returns the spans of a landing layer by layer, as a prefill node sends them.
 fn spans(landing: &Landing) -> Vec<KvSpan> {
     let of_group = |group: types::GroupIdx| {
         let n_layers = landing.layout.group(group).layers.len() as u16;
