@@ -1,4 +1,4 @@
-//! `baton bench` as a separate program, for work on the harness alone.
+//! Runs `baton bench` as a separate program, for work on the harness alone.
 
 use std::process::ExitCode;
 

@@ -1,7 +1,8 @@
-//! Bootstrap intervals: resampling shows whether a difference is more than noise.
+//! Bootstrap intervals: resampling shows whether a difference between two runs is more than noise.
 //!
-//! The unit is independent: a request when two runs are compared, a pair of slices when two targets were measured
-//! interleaved. The gaps of one request stay together, because they depend on each other.
+//! The resampled units are independent: a request when two runs are compared, a pair of slices when two
+//! targets were measured interleaved. The gaps of one request stay together, because they depend on each
+//! other.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,26 +10,26 @@ use crate::metrics::distribution::{mean, open_number, percentile};
 use crate::random::Random;
 
 const N_RESAMPLES: usize = 1000;
-/// The share of resamples outside the interval on each side: the interval is 95 %.
+/// The percentage of resamples outside the interval on each side, which makes it a 95 % interval.
 const TAIL_PERCENT: f64 = 2.5;
 
-/// Bins half a percent wide, from a microsecond up: far finer than any interval that matters.
+/// The ratio of a bin's upper to its lower bound. Half a percent is far finer than any interval that matters.
 const BIN_RATIO: f64 = 1.005;
 const BIN_LOW_MS: f64 = 1e-3;
 const N_BINS: usize = 4800;
 const INFINITE_BIN: usize = N_BINS - 1;
 
-/// The statistic to compare of two sets of samples.
+/// The statistic of two sets of samples that is compared.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Statistic {
     Mean,
     Percentile(f64),
 }
 
-/// One side's samples, unit by unit.
+/// The samples of one side, grouped by unit.
 pub type Units = Vec<Vec<f64>>;
 
-/// One statistic of two sides, with the interval of its ratio.
+/// One statistic of two sides, A and B, with the interval of its ratio.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Contrast {
     pub name: String,
@@ -36,7 +37,7 @@ pub struct Contrast {
     pub a: f64,
     #[serde(with = "open_number")]
     pub b: f64,
-    /// b ÷ a.
+    /// The ratio `b` ÷ `a`.
     #[serde(with = "open_number")]
     pub ratio: f64,
     #[serde(with = "open_number")]
@@ -46,7 +47,7 @@ pub struct Contrast {
 }
 
 impl Contrast {
-    /// The interval of the ratio leaves out 1.
+    /// Returns whether the interval of the ratio excludes 1, so that the difference is more than noise.
     pub fn is_more_than_noise(&self) -> bool {
         self.low > 1.0 || self.high < 1.0
     }
@@ -64,13 +65,13 @@ impl Contrast {
 /// How the units of two sides are resampled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Resampling {
-    /// Each side by itself.
+    /// The units of each side are resampled by themselves.
     Independent,
-    /// Unit `n` of both sides together, because the same disturbance may affect both.
+    /// Unit `n` of both sides is resampled together, because the same disturbance may affect both.
     Paired,
 }
 
-/// Compares one metric of two sides in several statistics. `name` is the metric's.
+/// Compares one metric of two sides by several statistics. `name` is the metric's name.
 pub fn contrasts(
     name: &str,
     a: &Units,
@@ -136,7 +137,7 @@ impl Statistic {
     }
 }
 
-/// Each unit's samples as (bin, count), with its sum: adding units is then adding a few numbers.
+/// The samples of each unit as (bin, count), with their sum, so that adding up units is quick.
 struct Bins(Vec<UnitBins>);
 
 struct UnitBins {
@@ -144,7 +145,7 @@ struct UnitBins {
     sum: f64,
 }
 
-/// Several units together.
+/// The samples of several units together.
 struct Pool {
     counts: Vec<u32>,
     n: u64,
@@ -249,7 +250,7 @@ mod tests {
         }
     }
 
-    /// In fifty comparisons without a difference, two or three may find one.
+    /// Compares noise with noise fifty times. Two or three comparisons may find a difference.
     #[test]
     fn noise_is_called_noise() {
         let wrong = (0..50).filter(|seed| {

@@ -7,15 +7,15 @@ use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, 
 use tokio::io::unix::AsyncFd;
 use tokio::time::Instant;
 
-/// A kernel timer. The runtime's own timers round up to whole milliseconds, which would make every request
-/// half a millisecond late; this one is limited by the kernel's 50 µs of slack.
+/// A kernel timer, exact to the kernel's slack of 50 µs. The runtime's own timers round up to whole
+/// milliseconds, which would make every request half a millisecond late.
 #[derive(Debug)]
 pub struct PreciseTimer {
     fd: AsyncFd<std::os::fd::OwnedFd>,
 }
 
 impl PreciseTimer {
-    /// Must be called inside a runtime.
+    /// Makes a timer. Must be called inside a runtime.
     pub fn new() -> std::io::Result<Self> {
         let flags = TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC;
         let fd = rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags)?;
@@ -27,7 +27,8 @@ impl PreciseTimer {
         Ok(Self { fd })
     }
 
-    /// Waits until `at`; returns at once if it has passed. Cancel-safe: the next call arms the timer again.
+    /// Waits until `at`, or returns at once if it has passed. Cancel-safe: the next call sets the timer
+    /// again.
     pub async fn until(&mut self, at: Instant) {
         loop {
             let left = at.saturating_duration_since(Instant::now());
@@ -54,7 +55,7 @@ fn timespec(span: Duration) -> Timespec {
     Timespec { tv_sec: span.as_secs() as i64, tv_nsec: i64::from(span.subsec_nanos()) }
 }
 
-/// The current date in UTC as in reports: `2026-03-01T12:00:00Z`.
+/// Returns the current date in UTC, as reports show it: `2026-03-01T12:00:00Z`.
 #[allow(
     clippy::disallowed_methods,
     reason = "a report's date is the one thing here that is not a measurement"
@@ -64,7 +65,7 @@ pub fn today() -> String {
     show_date(since_epoch.map_or(0, |span| span.as_secs()))
 }
 
-/// The civil calendar from a count of seconds, after Howard Hinnant's `civil_from_days`.
+/// Converts seconds since 1970 to a date and time, with Howard Hinnant's `civil_from_days`.
 fn show_date(seconds: u64) -> String {
     let (days, rest) = (seconds / 86_400, seconds % 86_400);
     let shifted = days + 719_468;

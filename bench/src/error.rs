@@ -1,8 +1,8 @@
-//! Errors before, between and after requests. A failed request is not an error but a record.
+//! The errors of the harness before, between and after requests. A failed request is no error but a record.
 
 use std::path::PathBuf;
 
-/// One variant for each operation that failed.
+/// An error of the harness, with one variant for each kind of failed operation.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
     #[error("read {path}")]
@@ -40,7 +40,7 @@ impl BenchError {
         Self::Target { url: url.into(), reason: reason.to_string() }
     }
 
-    /// The whole chain of causes in one line.
+    /// Returns the error with the whole chain of its causes in one line.
     pub fn in_full(&self) -> String {
         let mut text = self.to_string();
         let mut cause = std::error::Error::source(self);
@@ -52,12 +52,12 @@ impl BenchError {
     }
 }
 
-/// Reads a whole text file, with its path in the error.
+/// Reads a whole text file. An error contains the path.
 pub fn read_text(path: &std::path::Path) -> Result<String> {
     std::fs::read_to_string(path).map_err(|source| BenchError::Read { path: path.to_owned(), source })
 }
 
-/// Writes a whole file, with its path in the error.
+/// Writes a whole text file. An error contains the path.
 pub fn write_text(path: &std::path::Path, text: &str) -> Result<()> {
     std::fs::write(path, text).map_err(|source| BenchError::Write { path: path.to_owned(), source })
 }

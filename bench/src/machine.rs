@@ -1,11 +1,12 @@
-//! The machine of a measurement. A number without it cannot be repeated.
+//! Describes the machine of a measurement. A number without its machine cannot be repeated.
 
 use std::path::Path;
 use std::process::Command;
 
 use serde::{Deserialize, Serialize};
 
-/// The machine of the harness. The server may be on another one, which its own configuration describes.
+/// The machine that the harness runs on. The server may be on another machine, which its own configuration
+/// describes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
     pub cpu: String,
@@ -30,7 +31,7 @@ impl Machine {
     }
 }
 
-/// The commit of the current folder, with `+` if files differ from it.
+/// Returns the commit of the current folder, with `+` if files differ from the commit.
 pub fn commit() -> Option<String> {
     let hash = git(&["rev-parse", "--short=12", "HEAD"])?;
     let is_changed =
@@ -48,7 +49,7 @@ fn first_line(path: impl AsRef<Path>) -> Option<String> {
     text.lines().next().map(|line| line.trim().to_owned())
 }
 
-/// The value behind `name : value` in a file of the kernel's.
+/// Returns the value after `name : ` in a file of the kernel.
 fn field(path: impl AsRef<Path>, name: &str) -> Option<String> {
     let text = std::fs::read_to_string(path).ok()?;
     let line = text.lines().find(|line| line.starts_with(name))?;
@@ -60,7 +61,7 @@ fn memory_gib() -> u64 {
     kib.unwrap_or(0) >> 20
 }
 
-/// From the driver's files in /proc, without a library.
+/// Returns the models of the GPUs, from the driver's files in /proc, without a library.
 fn gpus() -> Vec<String> {
     let cards = std::fs::read_dir("/proc/driver/nvidia/gpus").into_iter().flatten().flatten();
     let mut names: Vec<_> =

@@ -1,4 +1,4 @@
-//! The progress bar. It has its own thread, so that a slow terminal does not delay the load.
+//! The progress bar of a run. It has its own thread, so that a slow terminal does not delay the load.
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
@@ -12,7 +12,7 @@ use crate::span::show_ms;
 
 const REFRESH: Duration = Duration::from_millis(250);
 
-/// A bar for one run; gone when dropped.
+/// The progress bar of one run. Dropping it removes the bar.
 #[derive(Debug)]
 pub struct Progress {
     stop: Option<SyncSender<()>>,
@@ -20,7 +20,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// `n_total` requests are planned, if that is known.
+    /// Shows a progress bar. `n_total` is the number of planned requests, if it is known.
     pub fn start(label: &str, n_total: Option<u64>, live: Arc<Live>) -> Self {
         let bar = bar(label, n_total);
         let (stop, stopped) = sync_channel::<()>(1);
@@ -57,7 +57,8 @@ fn bar(label: &str, n_total: Option<u64>) -> ProgressBar {
     bar.with_style(style).with_prefix(label.to_owned())
 }
 
-/// `12 under way · 840 tokens/s · ttft 25 ms/80 ms · …`: medians and 99th percentiles of the latest requests.
+/// Returns the text of the bar: `12 under way · 840 tokens/s · ttft 25 ms/80 ms · …`, with medians and 99th
+/// percentiles of the latest requests.
 fn line(glance: &LiveSnapshot, new_tokens: u64) -> String {
     let mut parts = vec![
         format!("{} under way", glance.sent - glance.ended),

@@ -1,13 +1,13 @@
-//! Random draws from a seed. The code is our own, because a seed in a report must give the same run years later, and
-//! generators in crates change between versions.
+//! Random numbers from a seed. The code is our own, because a seed in a report must give the same run years
+//! later, and generators in crates change between versions.
 
 /// A SplitMix64 generator: one word of state, good enough for load, and the same on every machine.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// The stream named `stream` of `seed`. Arrivals, lengths and contents have streams of their own, so a change of
-    /// one leaves the others as they were.
+    /// Makes the generator `stream` of `seed`. Arrivals, lengths and contents have generators of their own,
+    /// so that a change of one does not affect the others.
     pub fn stream(seed: u64, stream: u64) -> Self {
         Self(mix(seed, stream))
     }
@@ -17,12 +17,13 @@ impl Random {
         scramble(self.0)
     }
 
-    /// Uniform in (0, 1): never 0, so that its logarithm is finite.
+    /// Returns a uniform number in (0, 1). It is never 0, so its logarithm is finite.
     pub fn unit(&mut self) -> f64 {
         ((self.next_u64() >> 11) as f64 + 0.5) / (1u64 << 53) as f64
     }
 
-    /// Uniform in `0..n`. The bias of the multiplication is below 2^-32 for every `n` that occurs here.
+    /// Returns a uniform number in `0..n`. The bias of the multiplication is below 2^-32 for every `n` that
+    /// occurs here.
     pub fn below(&mut self, n: u64) -> u64 {
         ((u128::from(self.next_u64()) * u128::from(n)) >> 64) as u64
     }
@@ -31,13 +32,14 @@ impl Random {
         -mean * self.unit().ln()
     }
 
-    /// Standard normal, by Box and Muller.
+    /// Returns a number with the standard normal distribution, by Box and Muller.
     pub fn normal(&mut self) -> f64 {
         let radius = (-2.0 * self.unit().ln()).sqrt();
         radius * (std::f64::consts::TAU * self.unit()).cos()
     }
 
-    /// Gamma with this shape and scale, by Marsaglia and Tsang; shapes under 1 by boosting.
+    /// Returns a number with the gamma distribution of this shape and scale, by Marsaglia and Tsang; shapes
+    /// under 1 by boosting.
     pub fn gamma(&mut self, shape: f64, scale: f64) -> f64 {
         if shape < 1.0 {
             let boost = self.unit().powf(1.0 / shape);
@@ -55,14 +57,15 @@ impl Random {
     }
 }
 
-/// One word from two: the same pair always gives the same word.
+/// Mixes two words into one: the same pair always gives the same word.
 pub fn mix(seed: u64, value: u64) -> u64 {
     scramble(seed.wrapping_mul(0xd134_2543_de82_ef95) ^ scramble(value.wrapping_add(0x9e37_79b9_7f4a_7c15)))
 }
 
-/// A random seed, for runs without `--seed`. It is written into the report.
+/// Returns a random seed, for runs without `--seed`. It is written into the report.
 pub fn fresh_seed() -> u64 {
-    // Many tools read JSON numbers as doubles, so the seed stays in the range that they hold exactly.
+    // The seed is limited to 48 bits, because many tools read JSON numbers as doubles, which hold such
+    // numbers exactly.
     getrandom::u64().map_or(0x5eed, |word| word >> 16)
 }
 
@@ -76,7 +79,7 @@ fn scramble(mut z: u64) -> u64 {
 mod tests {
     use super::*;
 
-    /// Mean and standard deviation of `n` draws.
+    /// Returns the mean and the standard deviation of `n` draws.
     fn moments(n: usize, mut draw: impl FnMut() -> f64) -> (f64, f64) {
         let draws: Vec<f64> = (0..n).map(|_| draw()).collect();
         let mean = draws.iter().sum::<f64>() / n as f64;
@@ -110,7 +113,8 @@ mod tests {
         assert_ne!(draws(1, 2), draws(2, 2));
     }
 
-    /// The first words of seed 1. They must never change, because reports have seeds.
+    /// Compares the first words of seed 1 with fixed ones. They must never change, because reports contain
+    /// seeds.
     #[test]
     fn the_generator_never_changes() {
         let mut random = Random::stream(1, 0);

@@ -1,64 +1,65 @@
 //! The recorded events of one request, without computed values.
 //!
-//! Every number in a report is a function of these records. The report includes the records, so that a reader can
-//! compute other numbers.
+//! Every number in a report is a function of these records. The report contains the records, so that a reader
+//! can compute other numbers.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// One request, from the time at which it should have been sent.
+/// The record of one request, from the time at which it should have been sent.
 ///
-/// All times but `intended_us` count from `intended_us`, so waiting for the harness, for the connection and for the
-/// server is part of a user's wait.
+/// All times except `intended_us` count from `intended_us`, so the wait for the harness, the connection and
+/// the server is included.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RequestRecord {
-    /// Position in the order of sending.
+    /// The position of the request in the order of sending.
     pub index: u32,
-    /// The conversation, and the turn within it.
+    /// The number of the conversation.
     pub session: u32,
     pub turn: u32,
-    /// Which slice of an interleaved run; 0 in any other run.
+    /// The slice of an interleaved run; 0 in any other run.
     pub slice: u32,
-    /// The intended send time, since the run's start.
+    /// The intended send time in microseconds since the run's start.
     pub intended_us: u64,
-    /// The time at which the harness began to send it: its own lag.
+    /// The time at which the harness began to send the request: the harness's own lag.
     pub lag_us: u32,
-    /// The time at which the last byte of the request was given to the kernel; it includes the connection.
+    /// The time at which the last byte of the request was given to the kernel, after the connection was made.
     pub sent_us: u32,
-    /// The server's count, or the planned number if the server sends none.
+    /// The number of prompt tokens that the server reports, or the planned number if it reports none.
     pub prompt_tokens: u32,
     pub cached_tokens: u32,
     pub wanted_tokens: u32,
-    /// The server's own total, if it sent one.
+    /// The number of output tokens that the server reports, if it does.
     pub usage_tokens: Option<u32>,
     pub counted_by: CountedBy,
-    /// The first chunk whose text was not empty.
+    /// The time of the first chunk whose text was not empty.
     pub first_text_us: Option<u32>,
     pub end_us: u32,
     pub outcome: Outcome,
-    /// Every chunk with a choice, empty ones included.
+    /// All chunks that have a choice, empty ones included.
     pub chunks: Vec<Chunk>,
 }
 
-/// One event of the stream with its number of tokens.
+/// One event of the stream: its time and its number of tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk {
     pub at_us: u32,
     pub tokens: u32,
 }
 
-/// The source of the number of tokens in a chunk, best first.
+/// How the tokens of a chunk were counted, the best way first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CountedBy {
-    /// The server sends the ids.
+    /// By the token ids that the server sends.
     TokenIds,
-    /// The server sends its running total with every chunk.
+    /// By the running total that the server sends with every chunk.
     Usage,
-    /// Neither: a chunk with text counts as one token. Several tokens in one chunk are not noticed.
+    /// By chunks: a chunk with text counts as one token, because the server sends no counts. Several tokens
+    /// in one chunk are not noticed.
     Chunks,
-    /// The server sends its total only at the end. It is spread evenly over the chunks with text.
+    /// By the total that the server sends at the end, spread evenly over the chunks with text.
     Total,
 }
 
@@ -76,10 +77,10 @@ impl fmt::Display for CountedBy {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
     Finished,
-    /// Every one of its latencies is infinite.
+    /// The request failed: every one of its latencies is infinite.
     Failed(Failure),
-    /// Cancelled by the harness, as the workload asked. The choice is made before sending, so leaving it out of the
-    /// latencies does not favour quick requests.
+    /// The harness cancelled the request, as the workload planned. The choice is made before sending, so
+    /// leaving it out of the latencies does not favour quick requests.
     Cancelled,
 }
 
@@ -93,13 +94,13 @@ pub struct Failure {
 pub enum FailureKind {
     /// The server refused or reset the connection.
     Connect,
-    /// A status other than 200.
+    /// The server answered with a status other than 200.
     Status,
     /// The stream ended, broke or became invalid before its end.
     Broken,
-    /// An error event inside the stream.
+    /// The stream contained an error event.
     ErrorEvent,
-    /// Ended well, without a token.
+    /// The stream ended well but had no token.
     Empty,
     Timeout,
     /// The harness ran out of descriptors or ports. This makes the run invalid.
@@ -140,7 +141,7 @@ impl RequestRecord {
         }
     }
 
-    /// The chunks with tokens.
+    /// Returns the chunks with tokens.
     pub fn deliveries(&self) -> impl Iterator<Item = Chunk> + '_ {
         self.chunks.iter().copied().filter(|chunk| chunk.tokens > 0)
     }
@@ -149,12 +150,13 @@ impl RequestRecord {
         self.chunks.iter().map(|chunk| chunk.tokens).sum()
     }
 
-    /// The server's total if there is one, else the counted tokens.
+    /// Returns the number of output tokens: the server's total if there is one, otherwise the counted tokens.
     pub fn output_tokens(&self) -> u32 {
         self.usage_tokens.unwrap_or_else(|| self.counted_tokens())
     }
 
-    /// The time at which the client had token number `ordinal` (from 0).
+    /// Returns the time at which the client had token number `ordinal`, counted from 0; `None` if there is no
+    /// such token.
     pub fn token_us(&self, ordinal: u32) -> Option<u32> {
         let mut seen = 0;
         for chunk in self.deliveries() {
@@ -170,7 +172,7 @@ impl RequestRecord {
         self.chunks.iter().rev().find(|chunk| chunk.tokens > 0).map(|chunk| chunk.at_us)
     }
 
-    /// The end, since the run's start.
+    /// Returns the end of the request in microseconds since the run's start.
     pub fn ended_at_us(&self) -> u64 {
         self.intended_us + u64::from(self.end_us)
     }

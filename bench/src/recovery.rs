@@ -1,23 +1,24 @@
-//! The cost of faults: lost requests, and the time until service is as before.
+//! Computes the cost of faults: lost requests, and the time until the service works as before.
 
 use crate::metrics::Objectives;
 use crate::record::RequestRecord;
 
-/// Service is as before when attainment is back to this share of its earlier value.
+/// The share of the earlier attainment from which the service counts as recovered.
 const RECOVERED_SHARE: f64 = 0.95;
-/// Attainment is taken over stretches of this length.
+/// The length of the stretches over which attainment is computed, in microseconds.
 const STRETCH_US: u64 = 2_000_000;
 
 /// The cost of one fault.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Cost {
-    /// Requests that were running when it was injected, and failed.
+    /// The requests that were running when the fault was injected, and failed.
     pub lost: usize,
-    /// Seconds until attainment was back and stayed, up to the next fault; infinite when it was not.
+    /// The seconds until the attainment was back and stayed, up to the next fault; infinite if it did not
+    /// come back.
     pub recovery_s: f64,
 }
 
-/// The cost of each fault, from the times of injection (ascending).
+/// Returns the cost of each fault. `faults_us` are the times of injection, ascending.
 pub fn costs(records: &[RequestRecord], faults_us: &[u64], objectives: &Objectives) -> Vec<Cost> {
     let sent: Vec<_> = records.iter().filter(|record| !record.is_cancelled()).collect();
     let end_us = sent.iter().map(|record| record.intended_us + 1).max().unwrap_or(0);
@@ -37,9 +38,9 @@ fn lost(sent: &[&RequestRecord], at_us: u64) -> usize {
     sent.iter().filter(|record| under_way(record) && record.failure().is_some()).count()
 }
 
-/// From the fault to the last request that was not good in the last stretch with attainment below `wanted`. A stretch
-/// begins at each request, so no grid affects the result. If less than a stretch follows that request, the end of the
-/// recovery is not known.
+/// Returns the seconds from the fault to the last request that was not good in the last stretch with
+/// attainment below `wanted`. A stretch begins at each request, so no grid affects the result. If less than a
+/// stretch follows that request, the end of the recovery is not known, and the result is infinite.
 fn recovery(sent: &[&RequestRecord], at_us: u64, until_us: u64, wanted: f64, objectives: &Objectives) -> f64 {
     let starts =
         sent.iter().map(|record| record.intended_us).filter(|start| (at_us..until_us).contains(start));
@@ -56,7 +57,7 @@ fn recovery(sent: &[&RequestRecord], at_us: u64, until_us: u64, wanted: f64, obj
     }
 }
 
-/// The attainment of requests due in `from_us..to_us`; `None` when there was none.
+/// Returns the attainment of the requests due in `from_us..to_us`; `None` if there was none.
 fn attainment(sent: &[&RequestRecord], from_us: u64, to_us: u64, objectives: &Objectives) -> Option<f64> {
     let due = sent.iter().filter(|record| (from_us..to_us).contains(&record.intended_us));
     let (n, good) =

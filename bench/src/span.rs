@@ -1,15 +1,16 @@
-//! Spans of time as users write and read them: `25ms`, `2s`, `1m`.
+//! Reads and shows durations as users write them: `25ms`, `2s`, `1m`.
 
 use std::time::Duration;
 
 const UNITS: [(&str, f64); 6] =
     [("us", 1e-6), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0), ("m", 60.0), ("h", 3600.0)];
 
-/// The longest span accepted; it keeps times since a request's start within 32 bits of microseconds.
+/// The longest duration that is accepted. It keeps times since a request's start within 32 bits of
+/// microseconds.
 pub const SPAN_MAX: Duration = Duration::from_secs(3600);
 
-/// Reads `25ms`. A unit is required, because a bare number is read as seconds by some tools and as milliseconds
-/// by others.
+/// Parses a duration such as `25ms`. A unit is required, because some tools read a bare number as seconds and
+/// others as milliseconds.
 pub fn parse_span(text: &str) -> Result<Duration, String> {
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
@@ -22,7 +23,7 @@ pub fn parse_span(text: &str) -> Result<Duration, String> {
     if span > SPAN_MAX { Err(format!("`{text}` is longer than an hour")) } else { Ok(span) }
 }
 
-/// Milliseconds for readers: `0.43 ms`, `25.1 ms`, `2.30 s`, `never` for the infinite.
+/// Shows milliseconds: `0.43 ms`, `25.1 ms`, `2.30 s`, or `never` for infinity.
 pub fn show_ms(ms: f64) -> String {
     match ms {
         ms if ms.is_nan() => "-".to_owned(),

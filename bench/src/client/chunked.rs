@@ -1,4 +1,4 @@
-//! Hot path. Removes HTTP's chunked framing from bytes, wherever the pieces are cut.
+//! Hot path. Removes HTTP's chunked framing from a body, wherever the network cuts it.
 
 /// The part of the framing that the next byte belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,23 +13,23 @@ pub enum Chunked {
     Data {
         left: u64,
     },
-    /// The line end behind a chunk's data.
+    /// The line end after a chunk's data.
     AfterData,
-    /// A trailer's line, or the empty line that ends the body.
+    /// A line of the trailer, or the empty line that ends the body.
     Trailer {
         is_empty: bool,
     },
     Done,
 }
 
-/// The framing is not what RFC 9112 says.
+/// The error of a body whose framing violates RFC 9112.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BadChunk;
 
 impl Chunked {
     pub const START: Chunked = Chunked::Size { value: 0, n_digits: 0 };
 
-    /// Hands every run of body bytes to `on_body`; returns how many bytes of `bytes` belong to this body.
+    /// Calls `on_body` with every run of body bytes. Returns the number of bytes that belong to this body.
     pub fn take(&mut self, bytes: &[u8], on_body: &mut dyn FnMut(&[u8])) -> Result<usize, BadChunk> {
         let mut at = 0;
         while at < bytes.len() && *self != Chunked::Done {

@@ -13,24 +13,24 @@ use crate::client::stream::Stream;
 use crate::client::target::Target;
 
 const READ_BYTES: usize = 64 << 10;
-/// More idle connections than this are closed instead of kept.
+/// The largest number of idle connections. Further ones are closed.
 const N_IDLE_MAX: usize = 16 << 10;
 
 thread_local! {
-    /// One buffer for all streams of the load thread. It keeps nothing between two reads, so 10,000 streams need 64
-    /// KiB instead of 10,000 buffers.
+    /// The read buffer that all streams of the load thread share. It keeps nothing between two reads, so
+    /// 10,000 streams need 64 KiB instead of 10,000 buffers.
     static READ_BUFFER: RefCell<Vec<u8>> = RefCell::new(vec![0; READ_BYTES]);
 }
 
-/// One connection.
+/// One connection to the target.
 #[derive(Debug)]
 pub struct Connection {
     stream: Stream,
-    /// Whether an earlier request used it. The peer may have closed such a connection unnoticed.
+    /// Whether an earlier request used the connection. The peer may have closed such a connection unnoticed.
     pub is_used: bool,
 }
 
-/// Idle connections, last used first.
+/// The idle connections to a target. The last used one is taken first.
 #[derive(Debug)]
 pub struct Connections {
     idle: Mutex<Vec<Stream>>,
@@ -38,7 +38,7 @@ pub struct Connections {
 }
 
 impl Connections {
-    /// `keeps` false makes a new connection for every request.
+    /// Makes an empty store. If `keeps` is false, every request gets a new connection.
     pub fn new(keeps: bool) -> Self {
         Self { idle: Mutex::new(Vec::new()), keeps }
     }
@@ -75,8 +75,8 @@ impl Connection {
         self.stream.flush().await
     }
 
-    /// Waits for bytes and hands them to `on_bytes`, still in the shared buffer; empty when the peer has closed.
-    /// Cancel-safe: no byte is read before it is handed on.
+    /// Waits for bytes and passes them to `on_bytes`, still in the shared buffer. They are empty when the
+    /// peer has closed. Cancel-safe: no bytes are lost.
     pub async fn read<T>(&mut self, mut on_bytes: impl FnMut(&[u8]) -> T) -> io::Result<T> {
         poll_fn(|cx| self.poll_read(cx, &mut on_bytes)).await
     }

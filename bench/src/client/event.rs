@@ -1,29 +1,30 @@
-//! Hot path. Reads one event in one pass over its bytes, without building a value.
+//! Hot path. Reads one event of a stream in one pass over its bytes, without building a JSON tree.
 //!
-//! A pass over 300 bytes takes a third of a microsecond, and parsing them into a tree ten times as long. 100,000
-//! events a second must leave most of a core free.
+//! One pass over 300 bytes takes a third of a microsecond, and a JSON tree ten times as long. The load thread
+//! must handle 100,000 events a second with a small part of a core.
 
-/// The facts of one event of `/v1/completions` or `/v1/chat/completions`.
+/// What one event of `/v1/completions` or `/v1/chat/completions` says.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EventFacts {
-    /// `choices` is there and not empty.
+    /// Whether the list `choices` exists and has elements.
     pub has_choices: bool,
-    /// Some text, reasoning or tool argument that is not the empty string.
+    /// Whether a text, reasoning or tool argument is not empty.
     pub has_text: bool,
-    /// `finish_reason` is there and not null.
+    /// Whether `finish_reason` exists and is not null.
     pub is_finish: bool,
-    /// `error` is a field of the event itself, and not null.
+    /// Whether the event itself has a field `error` that is not null.
     pub is_error: bool,
-    /// The number of the output's `token_ids`.
+    /// The number of `token_ids` of the output.
     pub token_ids: Option<u32>,
-    /// From `usage`.
+    /// The number of output tokens so far, from `usage`.
     pub completion_tokens: Option<u32>,
     pub prompt_tokens: Option<u32>,
     pub cached_tokens: Option<u32>,
 }
 
 impl EventFacts {
-    /// Reads an event. From bytes that are not JSON it may read wrong facts, but never beyond their end.
+    /// Reads the facts of an event. From bytes that are not JSON it may read wrong facts, but never beyond
+    /// their end.
     pub fn read(event: &[u8]) -> Self {
         let mut facts = Self::default();
         let (mut at, mut depth) = (0, 0u32);
@@ -63,7 +64,7 @@ impl EventFacts {
     }
 }
 
-/// The index of the quote that ends the string starting at `at`, or the event's length.
+/// Returns the index of the quote that ends the string starting at `at`, or the event's length.
 fn string_end(event: &[u8], mut at: usize) -> usize {
     while let Some(found) = event.get(at..).and_then(|rest| memchr::memchr2(b'"', b'\\', rest)) {
         at += found;
@@ -75,7 +76,7 @@ fn string_end(event: &[u8], mut at: usize) -> usize {
     event.len()
 }
 
-/// The start of the value, if the string that ended before `at` was a key.
+/// Returns the start of the value after a string that ended before `at`; `None` if the string was no key.
 fn value_after(event: &[u8], at: usize) -> Option<usize> {
     let colon = skip_space(event, at);
     (event.get(colon) == Some(&b':'))
@@ -83,7 +84,8 @@ fn value_after(event: &[u8], at: usize) -> Option<usize> {
         .filter(|value| *value < event.len())
 }
 
-/// The position after the string. A list of the prompt's token ids, which may be long, is skipped.
+/// Returns the position from which to read on after a string. A list of the prompt's token ids, which may be
+/// long, is skipped.
 fn next_after_key(key: &[u8], event: &[u8], value_at: Option<usize>, end: usize) -> usize {
     match (key, value_at) {
         (b"prompt_token_ids", Some(at)) if event[at] == b'[' => {
@@ -100,7 +102,8 @@ fn skip_space(event: &[u8], mut at: usize) -> usize {
     at
 }
 
-/// The number of elements of a flat list. For a list of objects the number only says whether the list is empty.
+/// Returns the number of elements of a flat list. For a list of objects the number only says whether the list
+/// is empty.
 fn count_elements(value: &[u8]) -> Option<u32> {
     let list = value.strip_prefix(b"[")?;
     let list = &list[..memchr::memchr(b']', list)?];
@@ -188,7 +191,7 @@ mod tests {
     }
 
     proptest! {
-        /// The pass agrees with a real parser on every event form that servers send.
+        /// Compares the pass with a JSON parser, on every form of event that servers send.
         #[test]
         fn the_walk_agrees_with_a_parser(text in ".{0,40}", ids in proptest::option::of(proptest::collection::vec(0u32..200_000, 0..9)),
                                          total in proptest::option::of(0u32..100_000), is_finish: bool) {

@@ -1,4 +1,4 @@
-//! One request, from its intended time to its record.
+//! Sends one request and reads its answer, from the intended time to the record.
 
 use std::io;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::client::target::Target;
 use crate::load::live::Live;
 use crate::record::{Failure, FailureKind, Outcome, RequestRecord};
 
-/// The settings of an exchange beside the bytes that it sends.
+/// A request's place in the run and its limits, besides the bytes to send.
 #[derive(Clone, Debug)]
 pub struct Assignment {
     pub index: u32,
@@ -34,7 +34,7 @@ pub struct Client {
     target: Arc<Target>,
     connections: Arc<Connections>,
     live: Arc<Live>,
-    /// Time zero of the run's records.
+    /// The time from which the run's records count.
     epoch: Instant,
     timeout: Duration,
 }
@@ -54,7 +54,7 @@ impl Client {
         Self { target, connections, live, epoch, timeout: options.timeout }
     }
 
-    /// Sends one request and reads its response. It never fails: failures are part of the record.
+    /// Sends one request and reads its answer. A failure is part of the record.
     pub async fn exchange(&self, assignment: Assignment, wire: Vec<u8>) -> (RequestRecord, Option<Answer>) {
         let lag_us = since(assignment.intended, Instant::now());
         let mut exchange = Exchange {
@@ -79,17 +79,17 @@ impl Client {
     }
 }
 
-/// How a client behaves.
+/// The settings of a client.
 #[derive(Clone, Copy, Debug)]
 pub struct ClientOptions {
     pub keeps_connections: bool,
-    /// From the intended time to the last token.
+    /// The longest time from a request's intended time to its last token.
     pub timeout: Duration,
 }
 
 impl Exchange<'_> {
-    /// Ends at the timeout or at the planned cancellation, whichever is first. Dropping the exchange closes the
-    /// connection, which is how an OpenAI client cancels.
+    /// Runs the exchange until the timeout or the planned cancellation, whichever is first. Dropping the
+    /// exchange closes the connection, which is how an OpenAI client cancels.
     async fn run_bounded(&mut self, wire: &[u8], cancel_after: Option<Duration>) -> Outcome {
         let give_up = cancel_after.filter(|after| *after < self.client.timeout);
         let deadline = self.intended + give_up.unwrap_or(self.client.timeout);
@@ -101,8 +101,8 @@ impl Exchange<'_> {
         }
     }
 
-    /// The peer may have closed a kept connection meanwhile. Then, and only before the first byte of an answer, the
-    /// request is sent once more over a new one. The lost time counts.
+    /// Sends the request and reads the answer. If the server has closed a kept connection, the request is
+    /// sent once more over a new one, before the first byte of an answer only. The lost time counts.
     async fn run(&mut self, wire: &[u8]) -> Result<Outcome, (FailureKind, io::Error)> {
         let client = self.client;
         let connection = client.connections.take(&client.target).await.map_err(connect_failed)?;
@@ -130,7 +130,8 @@ impl Exchange<'_> {
         }
     }
 
-    /// The clock is read here, next to the read that returned the bytes.
+    /// Passes the bytes of one read to the recorder. The clock is read here, next to the read that returned
+    /// the bytes.
     fn hear(&mut self, bytes: &[u8]) -> io::Result<ReceptionState> {
         let at_us = since(self.intended, Instant::now());
         if bytes.is_empty() {
@@ -164,7 +165,8 @@ fn broken(error: io::Error) -> (FailureKind, io::Error) {
     (FailureKind::Broken, error)
 }
 
-/// Running out of descriptors or local ports is our failure, not the server's.
+/// Returns `Harness` if this machine ran out of descriptors or local ports, which is no failure of the
+/// server; otherwise `kind`.
 fn harness_or(kind: FailureKind, error: &io::Error) -> FailureKind {
     use rustix::io::Errno;
     let ours = [Errno::MFILE, Errno::NFILE, Errno::ADDRNOTAVAIL, Errno::NOBUFS, Errno::NOMEM];

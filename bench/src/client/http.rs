@@ -1,18 +1,18 @@
-//! Hot path. Parses an HTTP/1.1 response from bytes as they come: head, framing, and the events of the body.
+//! Hot path. Parses an HTTP/1.1 response while its bytes arrive: head, framing, and the events of the body.
 
 use crate::client::chunked::Chunked;
 use crate::client::sse::Lines;
 
 const HEAD_BYTES_MAX: usize = 64 << 10;
 const N_HEADERS_MAX: usize = 96;
-/// How much of an error's body is kept for the record.
+/// The number of bytes of an error's body that are kept for the record.
 const ERROR_BYTES_MAX: usize = 2 << 10;
 
-/// One response. `feed` it the bytes of the socket.
+/// The parser of one response. Pass it the socket's bytes with `feed`.
 #[derive(Debug)]
 pub struct ResponseReader {
     state: State,
-    /// The head until it is whole; after that, the body of an answer that is not a stream.
+    /// The head until it is complete; after that, the body of an answer that is not a stream.
     kept: Vec<u8>,
     lines: Lines,
     status: u16,
@@ -30,17 +30,17 @@ enum State {
     Done,
 }
 
-/// The state of the response.
+/// Whether the response is complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
     More,
-    /// The body is whole; `reusable` says whether the connection may carry another request.
+    /// The body is complete; `reusable` says whether the connection may carry another request.
     Whole {
         reusable: bool,
     },
 }
 
-/// The bytes are not a response that we understand.
+/// The error of bytes that are no valid response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HttpError {
     #[error("the response's head is not HTTP/1.1")]
@@ -60,7 +60,7 @@ impl ResponseReader {
         Self::keeping(ERROR_BYTES_MAX)
     }
 
-    /// At most this much of a body that is not a stream is kept.
+    /// Makes a parser that keeps at most `plain_bytes_max` bytes of a body that is not a stream.
     pub fn keeping(plain_bytes_max: usize) -> Self {
         Self {
             plain_bytes_max,
@@ -73,17 +73,17 @@ impl ResponseReader {
         }
     }
 
-    /// 0 until the head is complete.
+    /// Returns the status code; 0 until the head is complete.
     pub fn status(&self) -> u16 {
         self.status
     }
 
-    /// Whether the answer is an event stream with status 200.
+    /// Returns whether the answer is an event stream with status 200.
     pub fn is_stream(&self) -> bool {
         self.is_stream
     }
 
-    /// The beginning of a body that is not a stream.
+    /// Returns the beginning of the body of an answer that is not a stream.
     pub fn plain_body(&self) -> &[u8] {
         &self.kept
     }
@@ -96,7 +96,7 @@ impl ResponseReader {
         }
     }
 
-    /// The peer has closed its side. Only a body without a length may end so.
+    /// Handles the end of the connection. Fails unless the body may end without a length.
     pub fn close(&mut self) -> Result<(), HttpError> {
         match self.state {
             State::UntilClose | State::Done => Ok(()),
@@ -154,7 +154,7 @@ impl Default for ResponseReader {
 }
 
 impl State {
-    /// Removes the framing from `bytes`; returns how many of them belong to the body.
+    /// Removes the framing from `bytes`. Returns the number of bytes that belong to the body.
     fn take(&mut self, bytes: &[u8], on_body: &mut dyn FnMut(&[u8])) -> Result<usize, HttpError> {
         match self {
             State::Chunked(chunked) => {
@@ -187,7 +187,8 @@ struct Head {
     keeps_alive: bool,
 }
 
-/// `None` while the head is not complete. An informational answer (1xx) before the real one is skipped.
+/// Parses the head; `None` while it is incomplete. An informational answer (1xx) before the real one is
+/// skipped.
 fn parse_head(bytes: &[u8]) -> Result<Option<Head>, HttpError> {
     let mut headers = [httparse::EMPTY_HEADER; N_HEADERS_MAX];
     let mut response = httparse::Response::new(&mut headers);
@@ -237,7 +238,7 @@ fn header<'a>(headers: &[httparse::Header<'a>], name: &str) -> Option<&'a str> {
 mod tests {
     use super::*;
 
-    /// The events of a response that arrives in two pieces. They are the same for every cut.
+    /// Returns the events of a response that arrives in two pieces. Fails the test if they depend on the cut.
     fn read(wire: &str) -> (u16, Vec<String>, Result<Progress, HttpError>) {
         let mut verdicts = (0..wire.len()).map(|cut| read_cut(wire.as_bytes(), cut));
         let first = verdicts.next().expect("a wire has bytes");

@@ -1,9 +1,9 @@
-//! The client: sends one request and records when each token came.
+//! The client: sends one request and records the time of each token.
 //!
-//! It reads HTTP/1.1 itself. One call goes from the socket's buffer to the token count, without a hand-over between
-//! tasks, so the time of a token is taken next to the `read` that returned it, and 10,000 streams fit one core.
-//! [`reception`] is that call without a socket: tests feed it bytes at times of their choice. See
-//! `docs/decisions/0005-the-harness-reads-http-itself.md`.
+//! The client reads HTTP/1.1 itself. One call goes from the socket's buffer to the token count, without
+//! another task in between, so the time of a token is taken next to the `read` that returned it, and 10,000
+//! streams fit one core. [`reception`] is the same call without a socket: tests pass it bytes at times of
+//! their choice. See `docs/decisions/0005-the-harness-reads-http-itself.md`.
 
 pub mod chunked;
 pub mod connection;

@@ -1,19 +1,19 @@
-//! Hot path. One response from its first byte to its record. It has no socket and no clock: bytes and times are
-//! arguments.
+//! Hot path. Handles one response from its first byte to its record, without a socket or a clock: bytes and
+//! times are arguments.
 
 use crate::client::exchange::Assignment;
 use crate::client::http::{Progress, ResponseReader};
 use crate::client::recorder::{Recorder, StreamEnd};
 use crate::record::{Failure, FailureKind, Outcome, RequestRecord};
 
-/// Reader and recorder of one request.
+/// The parser and the recorder of one response.
 #[derive(Debug)]
 pub struct Reception {
     reader: ResponseReader,
     pub recorder: Recorder,
 }
 
-/// The times of an exchange that are not in its stream; all but the first count from the intended time.
+/// The times of an exchange that its stream does not show. All but the first count from the intended time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Timing {
     pub intended_us: u64,
@@ -22,7 +22,7 @@ pub struct Timing {
     pub end_us: u32,
 }
 
-/// Whether more of the response is expected.
+/// Whether more bytes of the response are expected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ReceptionState {
     More,
@@ -34,12 +34,14 @@ impl Reception {
         Self { reader: ResponseReader::new(), recorder: Recorder::new(n_expected, keeps_answer) }
     }
 
-    /// Whether any byte of the response has been parsed. Before that a request may be sent again.
+    /// Returns whether a byte of the response has been parsed. Before the first byte, a request may be sent
+    /// again.
     pub fn has_begun(&self) -> bool {
         self.reader.status() != 0
     }
 
-    /// Bytes that came at `at_us`. All events in them share that time: they were in the kernel's buffer together.
+    /// Takes bytes that arrived at `at_us`. All events in them get this time, because they were in the
+    /// kernel's buffer together.
     pub fn feed(&mut self, bytes: &[u8], at_us: u32) -> ReceptionState {
         let recorder = &mut self.recorder;
         match self.reader.feed(bytes, &mut |data| recorder.on_data(at_us, data)) {
@@ -54,13 +56,13 @@ impl Reception {
         }
     }
 
-    /// The peer closed the connection.
+    /// Handles the end of the connection, and returns the outcome of the request.
     pub fn close(&mut self) -> Outcome {
         let end = if self.reader.close().is_ok() { StreamEnd::Complete } else { StreamEnd::Cut };
         self.outcome(end)
     }
 
-    /// The record of all that was received.
+    /// Returns the record of everything that was received.
     pub fn into_record(self, assignment: &Assignment, timing: Timing, outcome: Outcome) -> RequestRecord {
         let mut recorder = self.recorder;
         recorder.settle();

@@ -1,11 +1,11 @@
-//! Hot path. Turns the events of one stream into a record as they come.
+//! Hot path. Turns the events of one stream into a record while they arrive.
 
 use serde_json::Value;
 
 use crate::client::event::EventFacts;
 use crate::record::{Chunk, CountedBy, Failure, FailureKind};
 
-/// The state of the record so far.
+/// The record of a stream that is still arriving.
 #[derive(Debug)]
 pub struct Recorder {
     pub chunks: Vec<Chunk>,
@@ -14,7 +14,7 @@ pub struct Recorder {
     pub usage_tokens: Option<u32>,
     pub prompt_tokens: Option<u32>,
     pub cached_tokens: u32,
-    /// The answer, for the next turn of a conversation; `None` if it is not needed.
+    /// The text and tokens of the answer, for the next turn of a conversation; `None` if they are not needed.
     pub answer: Option<Answer>,
     n_tokens: u32,
     is_counting: bool,
@@ -23,23 +23,23 @@ pub struct Recorder {
     error: Option<String>,
 }
 
-/// The answer's own tokens and text.
+/// The tokens and the text of an answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Answer {
     pub token_ids: Vec<u32>,
     pub text: String,
 }
 
-/// How an answer's stream ended.
+/// How the stream of an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StreamEnd {
     Complete,
-    /// The connection broke.
+    /// The connection broke before the end.
     Cut,
 }
 
 impl Recorder {
-    /// Allocates room for `n_expected` chunks, so that no chunk allocates while tokens come.
+    /// Makes a recorder with room for `n_expected` chunks, so that nothing is allocated while tokens arrive.
     pub fn new(n_expected: u32, keeps_answer: bool) -> Self {
         Self {
             chunks: Vec::with_capacity(n_expected as usize + 2),
@@ -57,7 +57,7 @@ impl Recorder {
         }
     }
 
-    /// One event, and when it came.
+    /// Records one event that arrived at `at_us`.
     pub fn on_data(&mut self, at_us: u32, data: &[u8]) {
         if data == b"[DONE]" {
             self.is_done = true;
@@ -94,8 +94,9 @@ impl Recorder {
         self.chunks.push(Chunk { at_us, tokens });
     }
 
-    /// The first chunk with content decides how this stream's tokens are counted. A server that sends a total only
-    /// with its last chunk does not count by totals: all tokens would fall into that chunk.
+    /// Returns the number of tokens in a chunk. The first chunk with content decides how this stream's tokens
+    /// are counted. A total that comes only with the last chunk is not used here, because all tokens would
+    /// fall into that chunk.
     fn count(&mut self, facts: &EventFacts) -> u32 {
         if !self.is_counting {
             self.counted_by = match facts {
@@ -112,7 +113,7 @@ impl Recorder {
         }
     }
 
-    /// The reason why an ended stream is not a finished request, if there is one.
+    /// Returns the reason why an ended stream is no finished request; `None` if it is one.
     pub fn failure(&self, end: StreamEnd) -> Option<Failure> {
         let failure = |kind, message: &str| Some(Failure { kind, message: message.to_owned() });
         match &self.error {
@@ -125,8 +126,8 @@ impl Recorder {
         }
     }
 
-    /// If chunks were counted and the server sent a total at the end, the total is used. The chunks with text share it
-    /// evenly.
+    /// Replaces the counted tokens by the server's total, if chunks were counted and a total came at the end.
+    /// The chunks with text share it evenly.
     pub fn settle(&mut self) {
         let n_chunks = u64::from(self.n_tokens);
         let Some(total) = self.usage_tokens.filter(|_| self.counted_by == CountedBy::Chunks && n_chunks > 0)
@@ -140,7 +141,7 @@ impl Recorder {
         }
     }
 
-    /// Whether `[DONE]` has been seen.
+    /// Returns whether the event `[DONE]` has arrived.
     pub fn is_done(&self) -> bool {
         self.is_done
     }

@@ -1,4 +1,4 @@
-//! The bytes of one streaming request.
+//! Writes the bytes of one streaming request.
 
 use std::fmt::Write as _;
 
@@ -10,10 +10,11 @@ use crate::client::target::Target;
 /// The two endpoints of an OpenAI-compatible server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Endpoint {
-    /// `/v1/completions`: takes token ids, so the prompt has the planned length without a tokenizer.
+    /// The endpoint `/v1/completions`. It takes token ids, so the prompt has the planned length without a
+    /// tokenizer.
     #[default]
     Completions,
-    /// `/v1/chat/completions`: takes text.
+    /// The endpoint `/v1/chat/completions`. It takes text.
     Chat,
 }
 
@@ -22,11 +23,11 @@ pub enum Endpoint {
 pub enum Prompt {
     TokenIds(Vec<u32>),
     Text(String),
-    /// (role, content), oldest first.
+    /// Messages as (role, content), the oldest first.
     Messages(Vec<(&'static str, String)>),
 }
 
-/// Which optional fields the server accepts; found out by [`mod@super::survey`].
+/// The optional request fields that the server accepts, as [`mod@super::survey`] has found out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extras {
     pub return_token_ids: bool,
@@ -34,15 +35,15 @@ pub struct Extras {
     pub ignore_eos: bool,
 }
 
-/// The parts that all requests of a run share.
+/// The parts that are the same in all requests of a run.
 #[derive(Clone, Debug)]
 pub struct RequestShape {
     endpoint: Endpoint,
-    /// Up to and including `content-length: `.
+    /// The head of the request up to and including `content-length: `.
     head: String,
-    /// `"model":"...",` only.
+    /// The beginning of the body: `"model":"...",`.
     model: String,
-    /// All fields behind `max_tokens`, with the closing brace.
+    /// The fields of the body after `max_tokens`, and the closing brace.
     tail: String,
 }
 
@@ -53,9 +54,9 @@ pub struct ShapeParts<'a> {
     pub endpoint: Endpoint,
     pub model: &'a str,
     pub extras: Extras,
-    /// Headers of the command line, without the line end.
+    /// The headers of the command line, without line ends.
     pub headers: &'a [(String, String)],
-    /// Fields of the command line; they override ours.
+    /// The fields of the command line; they replace the harness's own.
     pub fields: &'a Map<String, Value>,
 }
 
@@ -90,7 +91,7 @@ impl RequestShape {
         self.endpoint
     }
 
-    /// Head and body in one buffer, so that one write sends them.
+    /// Writes head and body into one buffer, so that one write sends them.
     pub fn compose(&self, prompt: &Prompt, max_tokens: u32, request_id: &str) -> Vec<u8> {
         let mut body = String::with_capacity(256 + self.tail.len() + prompt.bytes_hint());
         body.push('{');
@@ -107,7 +108,7 @@ impl RequestShape {
     }
 }
 
-/// `,"temperature":0,…}`: the fields that are the same in all requests, rendered once.
+/// Writes the fields that are the same in all requests, `,"temperature":0,…}`, once for all.
 fn tail(parts: &ShapeParts<'_>) -> String {
     let mut fields = Map::new();
     fields.insert("temperature".to_owned(), 0.into());
@@ -129,7 +130,7 @@ fn tail(parts: &ShapeParts<'_>) -> String {
 }
 
 impl Prompt {
-    /// `"prompt":[…],` or `"messages":[…],`.
+    /// Writes the prompt's field: `"prompt":[…],` or `"messages":[…],`.
     fn write(&self, body: &mut String) {
         match self {
             Prompt::TokenIds(ids) => {
@@ -169,7 +170,7 @@ pub(crate) mod tests {
     use super::*;
     use serde_json::json;
 
-    /// The JSON body of composed bytes.
+    /// Returns the JSON body of a request that was written.
     pub(crate) fn body_of(wire: &[u8]) -> Value {
         let text = String::from_utf8(wire.to_vec()).expect("requests are text");
         let (head, body) = text.split_once("\r\n\r\n").expect("a head and a body");

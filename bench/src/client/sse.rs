@@ -1,22 +1,23 @@
-//! Hot path. Finds the `data:` lines of a body, wherever it is cut.
+//! Hot path. Finds the `data:` lines of a body, wherever the network cuts it.
 
-/// Longer lines are refused: no model server sends them. The first event may repeat a whole prompt's token ids.
+/// The longest line that is accepted, in bytes. The first event may repeat a whole prompt's token ids; no
+/// model server sends longer lines.
 const LINE_BYTES_MAX: usize = 8 << 20;
 
-/// Splits a body into lines. A line within one read is passed on without a copy. Only a line that is cut between two
-/// reads is copied.
+/// Splits a body into lines. A line within one read is passed on without a copy; a line that is cut between
+/// two reads is copied.
 #[derive(Debug, Default)]
 pub struct Lines {
     cut: Vec<u8>,
 }
 
-/// The line is longer than the limit.
+/// The error of a line that is longer than [`LINE_BYTES_MAX`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LineTooLong;
 
 impl Lines {
-    /// Calls `on_data` with the payload of each `data:` line. Every such line is an event: none of the servers that
-    /// are measured splits one over several lines.
+    /// Calls `on_data` with the payload of each `data:` line. Every such line is an event: the measured
+    /// servers split no event over several lines.
     pub fn take(&mut self, mut body: &[u8], on_data: &mut dyn FnMut(&[u8])) -> Result<(), LineTooLong> {
         while let Some(end) = memchr::memchr(b'\n', body) {
             let (line, rest) = (&body[..end], &body[end + 1..]);

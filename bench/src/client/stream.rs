@@ -1,4 +1,4 @@
-//! Bytes to and from the target: over TCP alone, or within TLS.
+//! A byte stream to the target, over TCP alone or within TLS.
 
 use std::io;
 use std::net::SocketAddr;
@@ -13,7 +13,7 @@ use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
-/// The server name that an `https` target must prove, and the authorities that are trusted.
+/// The server name that an `https` target must prove, and the certificate authorities that are trusted.
 #[derive(Clone, Debug)]
 pub struct Tls {
     name: ServerName<'static>,
@@ -21,7 +21,7 @@ pub struct Tls {
 }
 
 impl Tls {
-    /// Trusts these authorities.
+    /// Makes TLS settings for `host` that trust the authorities `roots`.
     pub fn new(host: &str, roots: RootCertStore) -> Result<Self, String> {
         let name = host.trim_start_matches('[').trim_end_matches(']').to_owned();
         let name = ServerName::try_from(name).map_err(|error| error.to_string())?;
@@ -35,7 +35,7 @@ impl Tls {
     }
 }
 
-/// The authorities of this machine, or of the file that `SSL_CERT_FILE` names.
+/// Returns the certificate authorities of this machine, or of the file that `SSL_CERT_FILE` names.
 pub fn system_roots() -> RootCertStore {
     let mut roots = RootCertStore::empty();
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
@@ -57,7 +57,8 @@ impl Stream {
         Ok(Self::Tls(Box::new(connected)))
     }
 
-    /// Open, with nothing to read: a byte or an end here belongs to no request.
+    /// Returns whether the stream is open and has nothing to read: a byte or an end here belongs to no
+    /// request.
     pub fn is_quiet(&self) -> bool {
         let tcp = match self {
             Self::Plain(tcp) => tcp,

@@ -1,4 +1,5 @@
-//! Requests before a run: the model, the way to count its tokens, and the latency of the very first request.
+//! Sends requests before a run, to find out the model, the way to count its tokens, and the latency of the
+//! very first request.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,12 +14,13 @@ use crate::error::{BenchError, Result};
 use crate::metrics::metric::ms;
 use crate::record::{CountedBy, FailureKind, RequestRecord};
 
-/// The first request may meet a server that loads, compiles or connects; that is reported and not measured.
+/// The timeout of the first request. The server may still load, compile or connect, so its time is reported
+/// and not measured.
 const FIRST_CONTACT_TIMEOUT: Duration = Duration::from_secs(300);
-/// Pages that describe a server. The report leaves out those that a server does not have.
+/// Pages that describe a server, for the report. Pages that a server does not have are left out.
 const CONFIG_PAGES: [&str; 4] = ["/v1/models", "/version", "/debug/cluster", "/get_server_info"];
 
-/// The settings of a survey.
+/// The settings of a survey of a server.
 #[derive(Clone, Debug)]
 pub struct SurveyRequest<'a> {
     pub endpoint: Endpoint,
@@ -30,21 +32,21 @@ pub struct SurveyRequest<'a> {
     pub probe: Prompt,
 }
 
-/// The results of a survey.
+/// What a survey has found out about a server.
 #[derive(Clone, Debug)]
 pub struct Survey {
     pub model: String,
     pub shape: RequestShape,
     pub extras: Extras,
     pub counted_by: CountedBy,
-    /// First contact: the time to the first token of the first request, in milliseconds.
+    /// The time to the first token of the very first request, in milliseconds.
     pub cold_ttft_ms: f64,
     pub cold_second_token_ms: f64,
-    /// The server's description of itself, page by page.
+    /// What the server's pages say about its configuration, page by page.
     pub config: Map<String, Value>,
 }
 
-/// Runs the survey. Fails with the server's answer to the simplest request if no form of request is answered.
+/// Surveys a server. If no form of request is answered, the error is the server's answer to the simplest one.
 pub async fn survey(target: &Arc<Target>, request: &SurveyRequest<'_>) -> Result<Survey> {
     let config = config(target).await;
     let model = match request.model {
@@ -73,7 +75,8 @@ pub async fn survey(target: &Arc<Target>, request: &SurveyRequest<'_>) -> Result
     Err(BenchError::target(&target.url, refusal))
 }
 
-/// From all optional fields to none: a server that refuses unknown fields is asked again with fewer.
+/// Returns the combinations of optional fields to try, from all to none: a server that refuses unknown fields
+/// gets fewer.
 fn attempts(ignore_eos: bool) -> impl Iterator<Item = Extras> {
     let counting = [(true, true), (false, true), (false, false)];
     let with = move |eos: bool| {
@@ -106,7 +109,8 @@ fn found(
     }
 }
 
-/// Three tokens, so that the hand-over is included.
+/// Sends the very first request. It has three tokens, so that the transfer of KV after the first one is
+/// included.
 async fn first_contact(target: &Arc<Target>, shape: &RequestShape, probe: &Prompt) -> RequestRecord {
     let options = ClientOptions { keeps_connections: false, timeout: FIRST_CONTACT_TIMEOUT };
     let client = Client::new(Arc::clone(target), Arc::default(), Instant::now(), options);

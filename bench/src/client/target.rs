@@ -11,11 +11,11 @@ use crate::client::http::{Progress, ResponseReader};
 use crate::client::stream::{Stream, Tls, system_roots};
 use crate::error::{BenchError, Result};
 
-/// The longest time for a request outside the measurement.
+/// The timeout of a request outside the measurement.
 const ASK_TIMEOUT: Duration = Duration::from_secs(10);
 const PLAIN_ANSWER_BYTES_MAX: usize = 1 << 20;
 
-/// An OpenAI-compatible server. Its name is resolved once, so that no request includes a look-up.
+/// An OpenAI-compatible server to measure. Its name is resolved once, so that no request includes a look-up.
 #[derive(Clone, Debug)]
 pub struct Target {
     pub url: String,
@@ -25,11 +25,11 @@ pub struct Target {
     tls: Option<Tls>,
 }
 
-/// A URL's parts.
+/// The parts of a URL.
 #[derive(Debug, PartialEq, Eq)]
 struct UrlParts {
     is_https: bool,
-    /// With its port, if there is one.
+    /// The host, with its port if there is one.
     host: String,
     base_path: String,
 }
@@ -40,7 +40,8 @@ impl Target {
         Self::resolve_trusting(url, system_roots).await
     }
 
-    /// Trusts an `https` server with a certificate of one of these authorities.
+    /// Resolves a URL as [`Target::resolve`] does, but trusts the authorities of `roots` instead of the
+    /// machine's.
     async fn resolve_trusting(url: &str, roots: impl FnOnce() -> RootCertStore) -> Result<Self> {
         let UrlParts { is_https, host, base_path } = split_url(url)?;
         let port = if is_https { 443 } else { 80 };
@@ -65,12 +66,13 @@ impl Target {
         Stream::connect(self.addr, self.tls.as_ref()).await
     }
 
-    /// The head of a request, up to where the length and the body go.
+    /// Returns the beginning of a request's head, to which the content length and the body are added.
     pub fn head(&self, method: &str, path: &str) -> String {
         format!("{method} {}{path} HTTP/1.1\r\nhost: {}\r\n", self.base_path, self.host)
     }
 
-    /// A plain GET: status and the beginning of the body. For questions around a run, not inside it.
+    /// Sends a plain GET. Returns the status and the beginning of the body. For requests before and after a
+    /// run.
     pub async fn get(&self, path: &str) -> Result<(u16, String)> {
         let answer = timeout(ASK_TIMEOUT, self.get_unbounded(path)).await;
         answer
@@ -100,7 +102,7 @@ impl Target {
     }
 }
 
-/// `http://host:port/base/` into `host:port` and `/base`.
+/// Splits `http://host:port/base/` into `host:port` and `/base`.
 fn split_url(url: &str) -> Result<UrlParts> {
     let (is_https, rest) = match url.split_once("://") {
         None => (false, url),
@@ -143,7 +145,8 @@ mod tests {
         assert!(has_port("[::1]:80") && !has_port("[::1]") && !has_port("host"));
     }
 
-    /// A server with its own certificate that answers every request alike. The second value is its authority.
+    /// Starts a server with its own certificate that answers every request alike. Returns its address and its
+    /// authority.
     async fn https_server(name: &str) -> (SocketAddr, RootCertStore) {
         let rcgen::CertifiedKey { cert, signing_key } =
             rcgen::generate_simple_self_signed(vec![name.to_owned()]).expect("a certificate");

@@ -1,4 +1,4 @@
-//! `baton bench ab`: two servers, or two settings of one, in turns, so that drift affects both.
+//! `baton bench ab`: measures two servers, or two settings of one, in turns, so that drift affects both.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -19,15 +19,15 @@ use crate::report::{RunReport, html, markdown};
 use crate::span::parse_span;
 use crate::workload::{ArrivalTimes, WorkloadArgs};
 
-/// With fewer pairs the interval is meaningless.
+/// The smallest number of pairs. With fewer the interval is meaningless.
 const N_PAIRS_MIN: usize = 4;
 
 #[derive(Clone, Debug, Args)]
 pub struct AbArgs {
-    /// The server to compare with
+    /// The server A, to compare with
     #[arg(long, value_name = "URL")]
     pub a: String,
-    /// The server that may be better; the same one if only settings differ
+    /// The server B, which may be better; by default the same as A, if only settings differ
     #[arg(long, value_name = "URL")]
     pub b: Option<String>,
     /// The name of A in tables
@@ -48,13 +48,13 @@ pub struct AbArgs {
     /// Fields for B's requests only
     #[arg(long, value_parser = parse_fields, value_name = "JSON")]
     pub b_fields: Option<Map<String, Value>>,
-    /// A's rate if it differs from --rate: one of two replicas behind a random choice gets half of it
+    /// A's rate if it differs from --rate: a replica behind a random choice of two gets half the rate
     #[arg(long, value_name = "PER_SECOND", requires = "rate")]
     pub a_rate: Option<f64>,
-    /// Pairs of slices: A B, B A, A B, …
+    /// Number of pairs of slices: A B, B A, A B, …
     #[arg(long, default_value_t = 10, value_name = "N")]
     pub pairs: usize,
-    /// Length of a slice, unless --requests says how many sessions it has
+    /// Length of a slice, unless --requests sets its number of sessions
     #[arg(long, default_value = "10s", value_parser = parse_span, value_name = "SPAN")]
     pub slice: Duration,
     #[command(flatten)]
@@ -65,21 +65,21 @@ pub struct AbArgs {
     pub load: LoadArgs,
     #[command(flatten)]
     pub output: OutputArgs,
-    /// A page of both sides
+    /// File for an HTML page about both sides
     #[arg(long, value_name = "FILE", help_heading = "Results")]
     pub html: Option<PathBuf>,
 }
 
-/// One of the two targets.
+/// One of the two targets, with its records.
 struct Side {
     bench: Bench,
     label: String,
     load: LoadArgs,
-    /// The slices of one side joined, without the other side's slices between them.
+    /// The records of all slices of this side, joined without the other side's slices.
     records: Vec<RequestRecord>,
     elapsed: Duration,
     lag: LagSamples,
-    /// Output tokens a second of each slice.
+    /// Output tokens per second in each slice.
     rates: Units,
 }
 
@@ -89,7 +89,7 @@ pub async fn run(args: AbArgs) -> Result<Ended> {
     load_a.check(ArrivalTimes::Generated)?;
     let mut sides = [side(&args, load_a, SideName::A).await?, side(&args, load, SideName::B).await?];
     'pairs: for pair in 0..args.pairs {
-        // A B, then B A: drift in one direction favours neither side.
+        // The order alternates, A B then B A, so that drift in one direction favours neither side.
         for nth in if pair % 2 == 0 { [0, 1] } else { [1, 0] } {
             tell(&format!("pair {} of {}: {}", pair + 1, args.pairs, sides[nth].label));
             sides[nth].play(&args, pair, nth).await?;
@@ -101,7 +101,7 @@ pub async fn run(args: AbArgs) -> Result<Ended> {
     present(&args, &sides)
 }
 
-/// Each slice is a separate run, with its own warm-up cut off.
+/// Returns the load of one slice. Each slice is a separate run, with its own warm-up cut off.
 fn slice_load(args: &AbArgs) -> Result<LoadArgs> {
     if args.pairs < N_PAIRS_MIN {
         return Err(BenchError::usage(format!(
@@ -119,7 +119,7 @@ fn slice_load(args: &AbArgs) -> Result<LoadArgs> {
     Ok(load)
 }
 
-/// Which of the two sides.
+/// Names one of the two sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SideName {
     A,
@@ -141,7 +141,8 @@ async fn side(args: &AbArgs, load: LoadArgs, name: SideName) -> Result<Side> {
 }
 
 impl Side {
-    /// Both sides of a pair have the same arrivals and lengths, and prompts that are in no cache.
+    /// Measures one slice of this side. Both slices of a pair have the same arrivals and lengths, and prompts
+    /// that are in no cache.
     async fn play(&mut self, args: &AbArgs, pair: usize, nth: usize) -> Result<()> {
         let begun = Instant::now();
         let spec = RunSpec {
@@ -162,7 +163,7 @@ impl Side {
         Ok(())
     }
 
-    /// One unit for each pair.
+    /// Returns a metric's samples with one unit per pair of slices.
     fn units(&self, metric: Metric, n_pairs: usize) -> Units {
         let of = |pair| self.records.iter().filter(move |record| record.slice == pair as u32);
         (0..n_pairs).map(|pair| metric.samples(of(pair))).collect()
@@ -175,7 +176,7 @@ impl Side {
     }
 }
 
-/// Output tokens a second, from the first request due to the last token.
+/// Returns the output tokens per second, from the first request due to the last token.
 fn rate(records: &[RequestRecord]) -> f64 {
     let start = records.iter().map(|record| record.intended_us).min().unwrap_or(0);
     let end = records.iter().map(RequestRecord::ended_at_us).max().unwrap_or(0);
@@ -221,7 +222,7 @@ fn compare(args: &AbArgs, sides: &[Side; 2], n_pairs: usize) -> Vec<Contrast> {
     found
 }
 
-/// Each side's report includes the comparison.
+/// Makes the report of one side, including the comparison.
 fn side_report(args: &AbArgs, side: &Side, found: &[Contrast]) -> RunReport {
     let spec = RunSpec::new(
         LoadArgs { ramp: Duration::ZERO, warmup: Duration::ZERO, ..side.load.clone() },

@@ -1,4 +1,5 @@
-//! `baton bench compare A B`: the differences, and whether they are more than noise.
+//! `baton bench compare A B`: shows the differences between two reports, and whether they are more than
+//! noise.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -17,13 +18,13 @@ use crate::span::show_ms;
 
 #[derive(Clone, Debug, Args)]
 pub struct CompareArgs {
-    /// The report to compare with
+    /// Report A, to compare with
     pub a: PathBuf,
-    /// The report that may be better
+    /// Report B, which may be better
     pub b: PathBuf,
 }
 
-/// The statistics compared of every metric.
+/// The statistics that are compared for every metric.
 pub const STATISTICS: [Statistic; 4] =
     [Statistic::Percentile(50.0), Statistic::Percentile(90.0), Statistic::Percentile(99.0), Statistic::Mean];
 
@@ -45,7 +46,8 @@ pub fn run(args: &CompareArgs) -> Result<Ended> {
     Ok(if a.valid && b.valid { Ended::Well } else { Ended::Invalid })
 }
 
-/// Says that a run is not valid, and why, because an exit code alone is overlooked.
+/// Returns lines that say that a run is not valid, and why, because an exit code alone is overlooked. None
+/// for a valid run.
 fn invalid(name: &str, is_valid: bool, reasons: &[String]) -> Vec<String> {
     match (is_valid, reasons) {
         (true, _) => Vec::new(),
@@ -54,8 +56,8 @@ fn invalid(name: &str, is_valid: bool, reasons: &[String]) -> Vec<String> {
     }
 }
 
-/// The metrics without duplicates: if every token comes with its text, or every chunk with one token, two pairs of
-/// metrics have the same numbers.
+/// Returns the metrics to compare, without duplicates: if every token comes with its text, or every chunk
+/// with one token, two pairs of metrics have the same numbers.
 pub fn distinct(a: &[&RequestRecord], b: &[&RequestRecord]) -> Vec<Metric> {
     let same = |records: &[&RequestRecord], one: Metric, other: Metric| {
         one.samples(records.iter().copied()) == other.samples(records.iter().copied())
@@ -69,13 +71,14 @@ pub fn distinct(a: &[&RequestRecord], b: &[&RequestRecord]) -> Vec<Metric> {
     Metric::ALL.into_iter().filter(is_new).collect()
 }
 
-/// One unit for each request: the gaps of one request depend on each other.
+/// Returns a metric's samples with one unit per request, because the gaps of one request depend on each
+/// other.
 fn by_request(records: &[&RequestRecord], metric: Metric) -> Units {
     let units = records.iter().map(|record| metric.samples(std::iter::once(*record)));
     units.filter(|samples| !samples.is_empty()).collect()
 }
 
-/// 1 for a good request and 0 for another: their mean is the attainment.
+/// Compares the attainment. A good request counts 1 and another 0, so that the mean is the attainment.
 fn attainment(a: &[&RequestRecord], b: &[&RequestRecord], objectives: &Objectives) -> Vec<Contrast> {
     let sent = |records: &[&RequestRecord]| -> Units {
         let counted = records.iter().filter(|record| !record.is_cancelled());
@@ -84,7 +87,7 @@ fn attainment(a: &[&RequestRecord], b: &[&RequestRecord], objectives: &Objective
     contrasts("attainment", &sent(a), &sent(b), &[Statistic::Mean], Resampling::Independent)
 }
 
-/// Latencies in milliseconds with the ratio's interval.
+/// Returns the table of the comparisons: latencies in milliseconds, with the interval of the ratio.
 pub fn table(contrasts: &[Contrast]) -> String {
     let header = ["", "A", "B", "B ÷ A", "95 % interval", ""].map(str::to_owned).to_vec();
     let tells = |contrast: &&Contrast| !contrast.ratio.is_nan() || contrast.a != contrast.b;
@@ -106,7 +109,7 @@ fn is_latency(contrast: &Contrast) -> bool {
     Metric::ALL.iter().any(|metric| contrast.name.starts_with(metric.name()))
 }
 
-/// Settings that differ. Each may explain a difference in numbers.
+/// Returns the settings in which the two runs differ. Each may explain a difference in numbers.
 fn differences(a: &RunReport, b: &RunReport) -> String {
     let mut text = format!("A: {}\nB: {}\n", a.label, b.label);
     let settings = |run: &RunReport| {
@@ -128,7 +131,7 @@ fn differences(a: &RunReport, b: &RunReport) -> String {
     text
 }
 
-/// Compares settings leaf by leaf, without measured values.
+/// Compares settings field by field, without measured values, and adds the differences to `found`.
 fn differ(path: &str, a: &Value, b: &Value, found: &mut Vec<String>) {
     match (a, b) {
         (Value::Object(a), Value::Object(b)) => {

@@ -1,4 +1,4 @@
-//! `baton bench faults`: load on a cluster while faults are injected.
+//! `baton bench faults`: measures a cluster under load while faults are injected.
 
 use std::path::PathBuf;
 
@@ -18,7 +18,7 @@ use crate::workload::WorkloadArgs;
 
 #[derive(Clone, Debug, Args)]
 pub struct FaultsArgs {
-    /// The router
+    /// The router of the cluster
     #[arg(long, default_value = "http://127.0.0.1:8000", env = "BATON_BENCH_URL")]
     pub url: String,
     /// The faults with their times: a TOML file, see docs/measurements/README.md
@@ -32,7 +32,7 @@ pub struct FaultsArgs {
     pub load: LoadArgs,
     #[command(flatten)]
     pub output: OutputArgs,
-    /// A page of the run
+    /// File for an HTML page about the run
     #[arg(long, value_name = "FILE", help_heading = "Results")]
     pub html: Option<PathBuf>,
 }
@@ -52,7 +52,7 @@ pub async fn run(args: FaultsArgs) -> Result<Ended> {
     report.faults = marks(&args, &seen, &injected);
     args.output.write(&report, "")?;
     let ended = present(&args, report)?;
-    // The report is written, but an incomplete schedule is an error.
+    // The report is written in any case, but a schedule that was not completed is an error.
     strikes.map(|()| ended)
 }
 

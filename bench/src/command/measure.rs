@@ -1,4 +1,4 @@
-//! The common part of `serve`, `ab` and `faults`: a target, a run, a report.
+//! What `serve`, `ab` and `faults` have in common: a target, a run, a report.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -24,11 +24,11 @@ use crate::record::RequestRecord;
 use crate::report::{Provenance, ReportParts, RunReport, Subject};
 use crate::workload::{WorkloadArgs, sessions};
 
-/// The form of requests.
+/// The form of the requests.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Requests")]
 pub struct RequestArgs {
-    /// The model's name; by default the server's first
+    /// The model's name; by default the first model of the server
     #[arg(long)]
     pub model: Option<String>,
     /// completions takes token ids; chat takes text, one common word for each drawn token
@@ -45,21 +45,21 @@ pub struct RequestArgs {
     pub heed_eos: bool,
 }
 
-/// Where results are written.
+/// Where and how results are written.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Results")]
 pub struct OutputArgs {
-    /// File of the report; for several reports the beginning of their names
+    /// File for the report; for several reports, the beginning of their names
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
     /// The name of the run in tables
     #[arg(long, value_name = "NAME")]
     pub label: Option<String>,
-    /// The objective of a good request: ttft=2s,tbt=25ms (tbt is each request's own p99; others are tbt.mean, tbt.p95,
-    /// tbt.max)
+    /// The objectives of a good request: ttft=2s,tbt=25ms (tbt is the p99 of the request's own gaps; others
+    /// are tbt.mean, tbt.p95, tbt.max)
     #[arg(long, default_value = "", value_name = "OBJECTIVES", hide_default_value = true)]
     pub slo: Objectives,
-    /// No progress bar
+    /// Show no progress bar
     #[arg(long)]
     pub quiet: bool,
 }
@@ -78,7 +78,7 @@ pub fn parse_fields(text: &str) -> std::result::Result<Map<String, Value>, Strin
     serde_json::from_str(text).map_err(|error| format!("`{text}` is not a JSON object: {error}"))
 }
 
-/// A surveyed server, and a workload for it.
+/// A server that was surveyed, and a workload for it.
 #[derive(Debug)]
 pub struct Bench {
     target: Arc<Target>,
@@ -89,15 +89,16 @@ pub struct Bench {
     pub salt: u64,
 }
 
-/// The differences between the runs of one bench.
+/// The settings that differ between the runs of one bench.
 #[derive(Clone, Debug)]
 pub struct RunSpec {
     pub load: LoadArgs,
     pub label: String,
     pub is_quiet: bool,
-    /// Changes arrivals and lengths; 0 for the seed as given.
+    /// Changes arrivals and lengths from run to run; 0 for the seed as given.
     pub seed_step: u64,
-    /// Changes the contents of prompts. Every run needs its own, otherwise the second one finds warm caches.
+    /// Changes the contents of prompts from run to run. Every run needs its own contents, otherwise the
+    /// second one finds warm caches.
     pub salt_step: u64,
     pub slice: u32,
     pub epoch: Option<Instant>,
@@ -127,7 +128,7 @@ impl Bench {
         Ok(Self { target, survey, workload: workload.clone(), endpoint: requests.endpoint, seed, salt })
     }
 
-    /// One run of the load, without a verdict.
+    /// Runs the load once. Returns the records, without judging them.
     pub async fn run(&self, spec: &RunSpec) -> Result<Observed> {
         let seed = if spec.seed_step == 0 { self.seed } else { mix(self.seed, spec.seed_step) };
         let supply = sessions(&self.workload, seed)?;
@@ -153,7 +154,8 @@ impl Bench {
         drive(job, live).await.map_err(BenchError::Prepare)
     }
 
-    /// Requests in `n_sessions` sessions, for the progress bar; `None` if there is no end.
+    /// Returns the number of requests in `n_sessions` sessions, for the progress bar; `None` if their number
+    /// is not known.
     fn n_planned(&self, n_sessions: Option<usize>) -> Option<u64> {
         let n_sessions = n_sessions.filter(|n| *n < usize::MAX)?;
         Some(n_sessions as u64 * u64::from(self.workload.n_turns()))
@@ -209,7 +211,7 @@ impl Bench {
     }
 }
 
-/// Eight tokens in the form that the run sends.
+/// Returns a short prompt for the survey, in the form that the run sends.
 fn probe(endpoint: Endpoint, workload: &WorkloadArgs) -> Prompt {
     match endpoint {
         Endpoint::Chat => Prompt::Messages(vec![("user", "Count to ten.".to_owned())]),
@@ -219,7 +221,7 @@ fn probe(endpoint: Endpoint, workload: &WorkloadArgs) -> Prompt {
 }
 
 impl OutputArgs {
-    /// The report's file: as given, or named after the run and its date.
+    /// Returns the path of a report's file: as given, or made from the run and its date.
     pub fn path(&self, report: &RunReport, suffix: &str) -> PathBuf {
         let stem = match &self.out {
             Some(out) if suffix.is_empty() => return out.clone(),

@@ -30,33 +30,33 @@ pub struct BenchArgs {
 pub enum BenchCommand {
     /// Load a server and report TTFT, TBT and goodput
     Serve(serve::ServeArgs),
-    /// Two servers or settings, interleaved in one run: the ratio and its interval
+    /// Measure two servers or settings in turns, and report the ratio with its interval
     Ab(ab::AbArgs),
     /// Load a cluster while its nodes are killed, stopped and restarted
     Faults(faults::FaultsArgs),
-    /// Reports as one HTML page, and as a Markdown table on standard output
+    /// Write reports as one HTML page, and as a Markdown table on standard output
     Report(report::ReportArgs),
     /// Show the differences between two reports, and whether they are more than noise
     Compare(compare::CompareArgs),
     /// Run a scenario of the suite
     Scenario(scenario::ScenarioArgs),
-    /// A server with programmed delays, to measure the harness itself
+    /// Run a server with programmed delays, to measure the harness itself
     Puppet(puppet::ScriptedServerArgs),
 }
 
-/// The result of a command.
+/// How a command ended, if without an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
     Well,
-    /// The run is not valid: its numbers must not be quoted.
+    /// The run is not valid, so its numbers must not be quoted.
     Invalid,
 }
 
-/// Exit codes: 0 success, 1 an error, 3 a run that is not valid. (clap uses 2.)
+/// The exit code of a run that is not valid. Success is 0, an error 1, and clap uses 2.
 const EXIT_INVALID: u8 = 3;
 
-/// Runs a command to its end on this thread, because all load comes from one core.
-/// Builds its own runtime, so it must not be called inside one (use `spawn_blocking` there).
+/// Runs a command on this thread, because all load comes from one core. It makes its own runtime, so it must
+/// not be called inside one (use `spawn_blocking` there).
 pub fn run(args: BenchArgs) -> ExitCode {
     raise_descriptor_limit();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(4).build();
@@ -74,7 +74,7 @@ pub fn run(args: BenchArgs) -> ExitCode {
     }
 }
 
-/// Every branch is boxed, because the commands' futures are large and nested.
+/// Runs a command. Every branch is boxed, because the commands' futures are large and nested.
 pub async fn dispatch(command: BenchCommand) -> Result<Ended> {
     match command {
         BenchCommand::Serve(args) => Box::pin(serve::run(args)).await,
@@ -87,12 +87,12 @@ pub async fn dispatch(command: BenchCommand) -> Result<Ended> {
     }
 }
 
-/// Results go to standard output. A closed pipe is no error.
+/// Writes a result to standard output. A closed pipe is no error.
 pub(crate) fn say(text: &str) {
     let _ = writeln!(std::io::stdout().lock(), "{text}");
 }
 
-/// Messages about the run, not its result.
+/// Writes a message about the run to standard error.
 pub(crate) fn tell(text: &str) {
     let _ = writeln!(std::io::stderr().lock(), "{text}");
 }

@@ -1,4 +1,4 @@
-//! `baton bench puppet`: a server with known delays, to measure the harness.
+//! `baton bench puppet`: runs a server with known delays, to measure the harness.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,37 +13,37 @@ use crate::puppet::script::{Counting, Script, ScriptAction, Step};
 use crate::puppet::server::{PreparedScript, ScriptedServer};
 use crate::span::parse_span;
 
-/// The number of rendered answers of different lengths that are kept.
+/// The largest number of answers of different lengths that are kept in rendered form.
 const N_PARTS_MAX: usize = 4096;
 const N_TOKENS_DEFAULT: u64 = 16;
 
 #[derive(Clone, Debug, Args)]
 pub struct ScriptedServerArgs {
-    /// Where to listen
+    /// The address to listen on
     #[arg(long, default_value = "127.0.0.1:8100")]
     pub listen: String,
-    /// From a request to its first token
+    /// Time from a request to its first token
     #[arg(long, default_value = "50ms", value_parser = parse_span, value_name = "SPAN")]
     pub ttft: Duration,
-    /// From the first token to the second
+    /// Time from the first token to the second; by default the gap
     #[arg(long, value_parser = parse_span, value_name = "SPAN")]
     pub handover: Option<Duration>,
-    /// From chunk to chunk
+    /// Time from chunk to chunk
     #[arg(long, default_value = "20ms", value_parser = parse_span, value_name = "SPAN")]
     pub gap: Duration,
-    /// Tokens in a chunk, from the second on
+    /// Number of tokens in a chunk, from the second chunk on
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub coalesce: u32,
     /// Send an empty chunk before the first token
     #[arg(long)]
     pub empty_first: bool,
-    /// Before chunk N, an extra wait: N:SPAN
+    /// Wait longer once, before chunk N: N:SPAN
     #[arg(long, value_parser = parse_stall, value_name = "N:SPAN")]
     pub stall: Option<(usize, Duration)>,
     /// How the client can count tokens
     #[arg(long, value_enum, default_value_t)]
     pub counting: Counting,
-    /// Between two accepted connections
+    /// Time between two accepted connections
     #[arg(long, default_value = "0s", value_parser = parse_span, value_name = "SPAN")]
     pub accept_delay: Duration,
 }
@@ -54,7 +54,7 @@ fn parse_stall(text: &str) -> std::result::Result<(usize, Duration), String> {
 }
 
 impl ScriptedServerArgs {
-    /// The script for an answer of `n_tokens`.
+    /// Makes the script of an answer of `n_tokens`.
     pub fn script(&self, n_tokens: u32) -> Script {
         let mut steps = Vec::new();
         if self.empty_first {
@@ -78,7 +78,7 @@ impl ScriptedServerArgs {
     }
 }
 
-/// Runs until interrupted.
+/// Runs the server until it is interrupted.
 pub async fn run(args: ScriptedServerArgs) -> Result<Ended> {
     let (listen, accept_delay) = (args.listen.clone(), args.accept_delay);
     let parts: Mutex<HashMap<u32, PreparedScript>> = Mutex::default();

@@ -13,10 +13,10 @@ pub struct ReportArgs {
     /// Reports written by serve, ab or faults
     #[arg(required = true)]
     pub files: Vec<PathBuf>,
-    /// The file of the page
+    /// File for the HTML page
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
-    /// The page's title
+    /// The title of the page
     #[arg(long, default_value = "baton bench")]
     pub title: String,
 }

@@ -1,4 +1,4 @@
-//! `baton bench scenario`: the suite, one file and one command for each scenario.
+//! `baton bench scenario`: runs a scenario of the suite. Each has one file and one command.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -17,7 +17,7 @@ const ASK_EVERY: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Debug, Args)]
 pub struct ScenarioArgs {
-    /// A file of bench/scenarios
+    /// A file in bench/scenarios
     pub file: PathBuf,
     /// Measure this server instead of starting the scenario's own
     #[arg(long)]
@@ -33,46 +33,47 @@ pub struct ScenarioArgs {
     pub more: Vec<String>,
 }
 
-/// One file of the suite.
+/// A scenario of the suite, as its file describes it.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Scenario {
-    /// The question that it answers, in a sentence.
+    /// The question that the scenario answers, in a sentence.
     pub question: String,
-    /// The hardware that it needs: `cpu`, or GPUs.
+    /// The hardware that the scenario needs: `cpu`, or GPUs.
     pub hardware: String,
-    /// Arguments of `baton bench`. `{data}` is the file given with --data, `{here}` the scenario's folder.
+    /// The arguments of `baton bench`. `{data}` is the file given with --data, `{here}` the scenario's
+    /// folder.
     pub bench: Vec<String>,
-    /// Servers to start first, each with its address in the arguments.
+    /// The servers to start first. The arguments contain their addresses.
     #[serde(default)]
     pub server: Vec<Server>,
     pub ablation: Ablation,
 }
 
-/// A cluster of the scenario's own.
+/// A server, such as a cluster, that the scenario starts.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Server {
-    /// Arguments of `baton`.
+    /// The arguments of `baton`.
     pub start: Vec<String>,
     pub url: String,
 }
 
-/// The same scenario without one feature, to measure the feature.
+/// How to turn off one feature in the scenario, to measure the feature.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Ablation {
     /// The feature that is turned off.
     pub off: String,
-    /// Appended to the bench's arguments.
+    /// Arguments that are appended to those of the bench.
     #[serde(default)]
     pub bench: Vec<String>,
-    /// Appended to the first server's arguments.
+    /// Arguments that are appended to those of the first server.
     #[serde(default)]
     pub server: Vec<String>,
 }
 
-/// The words as clap reads them, after a program name.
+/// The scenario's arguments in the form in which clap parses them, after a program name.
 #[derive(Debug, Parser)]
 #[command(no_binary_name = true, args_override_self = true)]
 struct Typed {
@@ -85,7 +86,7 @@ impl Scenario {
         toml::from_str(&read_text(path)?).map_err(|error| BenchError::parse(path, error))
     }
 
-    /// The bench command that this scenario is.
+    /// Returns the bench command of this scenario.
     pub fn command(&self, args: &ScenarioArgs) -> Result<BenchCommand> {
         let mut words = self.bench.clone();
         words.extend(self.ablation.bench.iter().filter(|_| args.ablate).cloned());
@@ -104,7 +105,8 @@ impl Scenario {
         Ok(typed.bench.command)
     }
 
-    /// Arguments of `baton` for each server, the ablation's for the first.
+    /// Returns the arguments of `baton` for each server. If `is_ablated`, the first server's include those of
+    /// the ablation.
     pub fn server_words(&self, file: &Path, is_ablated: bool) -> Vec<Vec<String>> {
         let mut all: Vec<_> = self.server.iter().map(|server| server.start.clone()).collect();
         if let (true, Some(first)) = (is_ablated, all.first_mut()) {
@@ -116,7 +118,7 @@ impl Scenario {
     }
 }
 
-/// The folder of a scenario's file.
+/// Returns the folder of a scenario's file, the value of `{here}`.
 fn here(file: &Path) -> String {
     file.parent().unwrap_or(Path::new(".")).display().to_string()
 }
@@ -129,7 +131,7 @@ pub async fn run(args: ScenarioArgs) -> Result<Ended> {
     Box::pin(dispatch(command)).await
 }
 
-/// A server of the scenario; ended when dropped.
+/// A running server of the scenario. Dropping it ends the server.
 struct Running(Child);
 
 impl Running {
@@ -139,7 +141,7 @@ impl Running {
 }
 
 impl Drop for Running {
-    /// Interrupts the server first, because a cluster must end its children.
+    /// Ends the server by SIGTERM first, because a cluster must end its children.
     fn drop(&mut self) {
         if let Some(pid) = rustix::process::Pid::from_raw(self.0.id() as i32) {
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
@@ -168,7 +170,7 @@ async fn start_all(scenario: &Scenario, args: &ScenarioArgs) -> Result<Vec<Runni
     Ok(running)
 }
 
-/// Waits until the server answers. Fails if it has ended.
+/// Waits until the server answers. Fails if the server ends instead.
 async fn wait_ready(server: &mut Running, url: &str) -> Result<()> {
     let deadline = Instant::now() + READY_WITHIN;
     loop {

@@ -1,10 +1,11 @@
-//! The highest rate that holds an objective: doubles the rate until it fails, then halves the difference.
+//! Finds the highest rate that holds an objective: doubles the rate until the objective fails, then halves
+//! the interval.
 
-/// The search stops when the highest rate that held and the lowest that failed are this close.
+/// The ratio of the lowest rate that failed to the highest that held, at which the search stops.
 const CLOSE_ENOUGH: f64 = 1.05;
 const N_PROBES_MAX: usize = 24;
 
-/// Chooses the next rate from the results so far, without a server.
+/// The state of a search: chooses the next rate from the results so far, without a server.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Search {
     first: f64,
@@ -18,7 +19,7 @@ impl Search {
         Self { first, held: None, broke: None, n_probes: 0 }
     }
 
-    /// `None` when the answer is close enough.
+    /// Returns the rate to try next; `None` when the answer is close enough.
     pub fn next(&self) -> Option<f64> {
         if self.n_probes >= N_PROBES_MAX {
             return None;
@@ -40,7 +41,7 @@ impl Search {
         }
     }
 
-    /// The highest rate that held.
+    /// Returns the highest rate that held; `None` if none did.
     pub fn answer(&self) -> Option<f64> {
         self.held
     }

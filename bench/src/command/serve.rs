@@ -1,4 +1,4 @@
-//! `baton bench serve`: one run, a sweep of runs, or the search for the highest rate that holds.
+//! `baton bench serve`: measures one run, a sweep of runs, or the highest rate that holds the objectives.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -15,7 +15,7 @@ use crate::workload::WorkloadArgs;
 
 #[derive(Clone, Debug, Args)]
 pub struct ServeArgs {
-    /// The server
+    /// The server to measure
     #[arg(long, default_value = "http://127.0.0.1:8000", env = "BATON_BENCH_URL")]
     pub url: String,
     #[command(flatten)]
@@ -26,18 +26,18 @@ pub struct ServeArgs {
     pub load: LoadArgs,
     #[command(flatten)]
     pub output: OutputArgs,
-    /// One run for each value: rate=1,2,4 or concurrency=1,8,64
+    /// Make one run for each value: rate=1,2,4 or concurrency=1,8,64
     #[arg(long, value_name = "WHAT=VALUES", help_heading = "Load", conflicts_with_all = ["rate", "concurrency", "arrivals"])]
     pub sweep: Option<Sweep>,
-    /// Search the highest rate at which this share of sent requests holds --slo, beginning at --rate
+    /// Search for the highest rate at which this share of sent requests holds --slo, beginning at --rate
     #[arg(long, value_name = "SHARE", help_heading = "Load", conflicts_with_all = ["sweep", "concurrency", "arrivals"])]
     pub find_rate: Option<f64>,
-    /// A page of all runs of this command
+    /// File for an HTML page about all runs of this command
     #[arg(long, value_name = "FILE", help_heading = "Results")]
     pub html: Option<PathBuf>,
 }
 
-/// The varied setting.
+/// The setting that a sweep varies, with its values.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Sweep {
     Rate(Vec<f64>),
@@ -77,7 +77,7 @@ pub async fn run(args: ServeArgs) -> Result<Ended> {
     present(&args, &reports)
 }
 
-/// The runs to make: label and load of each.
+/// Returns the label and the load of each run to make.
 fn points(args: &ServeArgs) -> Result<Vec<(String, LoadArgs)>> {
     let with = |change: &dyn Fn(&mut LoadArgs)| {
         let mut load = args.load.clone();
@@ -131,7 +131,7 @@ async fn measure(args: &ServeArgs, bench: &Bench, name: &str, load: LoadArgs, nt
     Ok(report)
 }
 
-/// Each probe is a whole run with new prompts. All of them are reported.
+/// Searches for the highest rate. Each probe is a whole run with new prompts, and all of them are reported.
 async fn search(args: &ServeArgs, bench: &Bench, share: f64) -> Result<Vec<RunReport>> {
     let mut search = Search::from(args.load.rate.unwrap_or(1.0));
     let mut reports: Vec<RunReport> = Vec::new();

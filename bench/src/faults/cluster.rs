@@ -1,4 +1,4 @@
-//! The members of a cluster, from the router's `/debug/cluster`.
+//! Reads the members of a cluster from the router's `/debug/cluster`.
 
 use serde::Deserialize;
 
@@ -26,7 +26,7 @@ impl Cluster {
         }
     }
 
-    /// The number of a node within its role, in the order of ids.
+    /// Returns the node at position `which` among those of a role, in the order of ids.
     pub fn find(&self, role: &str, which: usize) -> Option<&Node> {
         let mut nodes: Vec<_> = self.nodes.iter().filter(|node| node.role == role).collect();
         nodes.sort_by(|one, other| one.id.cmp(&other.id));

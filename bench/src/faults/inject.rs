@@ -1,4 +1,4 @@
-//! Injects faults on time.
+//! Injects the faults of a schedule at their times.
 
 use std::collections::HashMap;
 use std::process::Command;
@@ -12,15 +12,15 @@ use crate::error::{BenchError, Result};
 use crate::faults::cluster::Cluster;
 use crate::faults::schedule::{Choice, FaultAction, Schedule, Victim};
 
-/// A fault, and when it was injected.
+/// A fault that was injected, and when.
 #[derive(Clone, Debug, PartialEq)]
 pub struct InjectedFault {
     pub at: Instant,
     pub what: String,
 }
 
-/// Injects the faults of a schedule, with times from `start`, and appends each to `injected`. The first failure ends
-/// it. A stopped process stays stopped unless the schedule continues it.
+/// Injects the faults of a schedule, with times from `start`, and appends each to `injected`. The first
+/// failure ends the injection. A stopped process stays stopped unless the schedule continues it.
 pub async fn inject_all(
     schedule: &Schedule,
     target: &Target,
@@ -79,8 +79,8 @@ fn refused(victim: &Victim, reason: impl ToString) -> BenchError {
     BenchError::Fault { what: format!("{victim:?}"), reason: reason.to_string() }
 }
 
-/// Starts the command on another thread, because that would take a millisecond of the load loop. Its end is not waited
-/// for, so an ended command stays in the process table until the run ends.
+/// Starts a command on another thread, because starting it takes a millisecond, which would delay the load
+/// loop. Its end is not waited for, so an ended command stays in the process table until the run ends.
 async fn run(command: Vec<String>) -> Result<()> {
     let program = command[0].clone();
     let start =

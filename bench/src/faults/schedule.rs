@@ -1,4 +1,4 @@
-//! A schedule of faults, as written in TOML.
+//! A schedule of faults, read from TOML.
 //!
 //! ```toml
 //! [[fault]]
@@ -22,7 +22,7 @@ use serde::Deserialize;
 use crate::error::{BenchError, Result, read_text};
 use crate::span::parse_span;
 
-/// Faults in the order of their times.
+/// The faults of a schedule, in the order of their times.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schedule {
     pub faults: Vec<Fault>,
@@ -30,22 +30,22 @@ pub struct Schedule {
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fault {
-    /// Time after the start of the load.
+    /// The time of the fault after the start of the load.
     pub at: Duration,
     pub action: FaultAction,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum FaultAction {
-    /// SIGKILL.
+    /// Send SIGKILL.
     Kill(Victim),
-    /// SIGSTOP: the process lives but does not run.
+    /// Send SIGSTOP: the process exists but does not run.
     Stop(Victim),
-    /// SIGCONT.
+    /// Send SIGCONT.
     Cont(Victim),
-    /// SIGKILL, and then the command.
+    /// Send SIGKILL, and then run the command that starts the process again.
     Restart(Victim, Vec<String>),
-    /// A command alone, for example a partition or a slow disk.
+    /// Run a command, which for example partitions the network or slows a disk.
     Run(Vec<String>),
 }
 
@@ -53,19 +53,19 @@ pub enum FaultAction {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Victim {
     pub choice: Choice,
-    /// Remembered under this name for later faults.
+    /// The name under which later faults refer to this process.
     pub name: Option<String>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum Choice {
     Pid(i32),
-    /// The number of a node within its role, in the order of ids.
+    /// The node at position `which` among those of a role, in the order of ids.
     Role {
         role: String,
         which: usize,
     },
-    /// The process of an earlier fault.
+    /// The process of an earlier fault, by the name of the victim.
     Remembered,
 }
 
@@ -146,7 +146,7 @@ impl RawFault {
 }
 
 impl FaultAction {
-    /// The text in the timeline.
+    /// Returns the fault's text for the timeline of a report.
     pub fn name(&self) -> String {
         let of = |verb: &str, victim: &Victim| match &victim.choice {
             Choice::Pid(pid) => format!("{verb} {pid}"),

@@ -1,5 +1,5 @@
-//! Writes request bodies before they are due. A prompt of 100,000 tokens takes milliseconds to write, which would
-//! delay the load loop. Another thread does it, a bounded number of requests ahead.
+//! Writes request bodies before they are due. Writing a prompt of 100,000 tokens takes milliseconds, which
+//! would delay the load loop. So another thread writes them, a bounded number of requests ahead.
 
 use std::io;
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use crate::client::request::{Endpoint, Prompt, RequestShape};
 use crate::random::mix;
 use crate::workload::{Recipe, Segment, Session, Turn, Vocabulary};
 
-/// The bound on sessions that are written ahead.
+/// The largest number of sessions that are written ahead.
 const N_AHEAD: usize = 64;
 
-/// Turns recipes into requests.
+/// Turns the recipes of prompts into requests.
 #[derive(Clone, Debug)]
 pub struct Composer {
     pub shape: RequestShape,
@@ -37,10 +37,10 @@ pub struct ComposedRequest {
     pub prompt_tokens: u32,
 }
 
-/// The turns of a session so far, in the endpoint's form.
+/// The turns of a session so far, as the endpoint needs them.
 #[derive(Debug)]
 pub struct Transcript {
-    /// A seed for the session's requests and for invented answers.
+    /// The number of the session, a seed for its requests and for invented answers.
     pub ordinal: u32,
     ids: Vec<u32>,
     messages: Vec<(&'static str, String)>,
@@ -48,7 +48,8 @@ pub struct Transcript {
 }
 
 impl Composer {
-    /// Starts the thread. It ends after the last session, or when the receiver is dropped.
+    /// Starts the thread that writes the sessions' first requests. It ends after the last session, or when
+    /// the receiver is dropped.
     pub fn start(
         self: Arc<Self>,
         sessions: Box<dyn Iterator<Item = Session> + Send>,
@@ -97,8 +98,9 @@ impl Composer {
         }
     }
 
-    /// Adds the answer to the transcript. If the server sends no token ids, the same number of ids is invented. Then
-    /// the next prompt has the right length, and a cache can hit the prompts but not the answers.
+    /// Adds the answer to the transcript. If the server sends no token ids, the same number of ids is
+    /// invented. Then the next prompt has the right length, but a cache can reuse only the prompts in it, not
+    /// the answers.
     pub fn add_answer(&self, transcript: &mut Transcript, answer: Answer, n_tokens: u32) {
         if !transcript.messages.is_empty() {
             transcript.messages.push(("assistant", answer.text));
@@ -116,7 +118,7 @@ impl Composer {
 }
 
 impl Transcript {
-    /// Before the server has counted, one word is one token.
+    /// Returns the number of words, as a guess of the number of tokens before the server has counted.
     fn words_guess(&self) -> u32 {
         self.messages.iter().map(|(_, content)| content.split_whitespace().count() as u32).sum()
     }

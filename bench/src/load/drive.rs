@@ -1,4 +1,4 @@
-//! The load loop: a closed set of events, one place that waits, one that acts.
+//! The load loop: a closed set of events, one method that waits, one that acts.
 
 use std::io;
 use std::sync::Arc;
@@ -22,40 +22,40 @@ use crate::record::RequestRecord;
 use crate::workload::Arrivals;
 use crate::workload::session::Sessions;
 
-/// Between the call and the first request, so that bodies are ready when the first is due.
+/// The time from the call to the first request, so that bodies are ready when the first one is due.
 const LEAD: Duration = Duration::from_millis(100);
 
-/// The time at which sessions start.
+/// When sessions start.
 #[allow(missing_debug_implementations, reason = "it holds a supply, which is a closure")]
 pub enum Pacing {
-    /// At these times, independent of the answers.
+    /// Sessions start at these times, independent of the answers.
     Open(Arrivals),
-    /// At the times of the sessions themselves.
+    /// Sessions start at the times that they contain.
     Timed,
-    /// When one ends, another starts; the number of places grows linearly during the ramp.
+    /// A session starts when another ends. The number of concurrent sessions grows linearly during the ramp.
     Closed { concurrency: usize, ramp: Duration },
 }
 
-/// The inputs of one run of the loop.
+/// The inputs of one run of the load loop.
 #[allow(missing_debug_implementations, reason = "it holds a supply, which is a closure")]
 pub struct Drive {
     pub target: Arc<Target>,
     pub composer: Arc<Composer>,
     pub sessions: Sessions,
     pub pacing: Pacing,
-    /// No session starts later than this after the first one.
+    /// The time after the first session from which no session starts.
     pub duration: Option<Duration>,
     pub client: ClientOptions,
-    /// Time zero of the records; now, if this is the run's only loop.
+    /// Time zero of the records; `None`: the start of this run.
     pub epoch: Option<Instant>,
-    /// The slice number in the records.
+    /// The number of the slice, for the records.
     pub slice: u32,
 }
 
-/// The results of a loop.
+/// The results of one run of the load loop.
 #[derive(Debug)]
 pub struct Observed {
-    /// In the order of intended times.
+    /// The records, in the order of intended times.
     pub records: Vec<RequestRecord>,
     pub lag: LagSamples,
     /// Time zero of the records.
@@ -73,7 +73,7 @@ enum Event {
 struct Loop {
     runner: Arc<SessionRunner>,
     prepared: mpsc::Receiver<Prepared>,
-    /// The next session and its due time; in a closed loop, once there is a place for it.
+    /// The next session and its due time. In a closed loop it starts once a running session has ended.
     next: Option<(Box<Prepared>, Instant)>,
     is_exhausted: bool,
     running: JoinSet<Vec<RequestRecord>>,
@@ -85,7 +85,7 @@ struct Loop {
     records: Vec<RequestRecord>,
 }
 
-/// Runs until every started session has ended, or the user interrupts.
+/// Runs the load until every started session has ended, or the user interrupts.
 pub async fn drive(job: Drive, live: Arc<Live>) -> io::Result<Observed> {
     let starts = Instant::now() + LEAD;
     let epoch = job.epoch.unwrap_or(starts);
@@ -117,7 +117,7 @@ pub async fn drive(job: Drive, live: Arc<Live>) -> io::Result<Observed> {
 }
 
 impl Loop {
-    /// Returns whether it was interrupted.
+    /// Runs the load loop. Returns whether the user has interrupted it.
     async fn run(&mut self) -> bool {
         loop {
             match self.next_event().await {
@@ -128,8 +128,8 @@ impl Loop {
         }
     }
 
-    /// The only place that waits. Due sessions come first: an answer may be read late, but a request may not be sent
-    /// late.
+    /// Waits for the next event; no other method waits. Due sessions come first: an answer may be read late,
+    /// but a request may not be sent late.
     async fn next_event(&mut self) -> Event {
         let due = self.next.as_ref().and_then(|(_, due)| self.place_opens(*due));
         let wants_next = self.next.is_none() && !self.is_exhausted;
@@ -153,7 +153,7 @@ impl Loop {
         }
     }
 
-    /// Sets the session's time. A session after the end of the run ends the supply.
+    /// Sets the due time of the next session. A session after the end of the run ends the supply.
     fn schedule(&mut self, prepared: Option<Box<Prepared>>) {
         let due = prepared.as_ref().and_then(|prepared| match &mut self.pacing {
             Pacing::Open(arrivals) => arrivals.next().map(|at| self.starts + at),
@@ -171,7 +171,7 @@ impl Loop {
     fn start_next(&mut self) {
         let Some((prepared, due)) = self.next.take() else { return };
         let intended = match self.pacing {
-            // A closed loop has no schedule: a session is due when there is a place for it.
+            // A closed loop has no schedule, so the session is due now.
             Pacing::Closed { .. } => Instant::now().max(due),
             _ => due,
         };
@@ -183,7 +183,7 @@ impl Loop {
         self.running.spawn(session);
     }
 
-    /// When the next session may start; `None` while every place is taken.
+    /// Returns when the next session may start; `None` while the largest number of sessions runs.
     fn place_opens(&self, due: Instant) -> Option<Instant> {
         match self.pacing {
             Pacing::Open(_) | Pacing::Timed => Some(due),

@@ -1,4 +1,4 @@
-//! The live numbers of a run. The load thread writes them, and the progress bar's thread reads them.
+//! The live numbers of a run. The load thread writes them, and the thread of the progress bar reads them.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -10,10 +10,10 @@ use crate::record::{Outcome, RequestRecord};
 
 /// The number of latest requests that the live percentiles cover.
 const N_RECENT: usize = 1024;
-/// The metrics of ended requests that are shown. The report has all of them.
+/// The metrics of ended requests in the progress bar. The report has all metrics.
 pub const SHOWN: [Metric; 3] = [Metric::Ttft, Metric::Handover, Metric::WorstGap];
 
-/// Counters and the latest latencies.
+/// The counters of a run, and its latest latencies.
 #[derive(Debug, Default)]
 pub struct Live {
     pub sent: AtomicU64,
@@ -31,7 +31,7 @@ pub struct LiveSnapshot {
     pub ended: u64,
     pub failed: u64,
     pub tokens: u64,
-    /// (p50, p99) of each metric of [`SHOWN`] over the latest requests.
+    /// The median and 99th percentile of each metric in [`SHOWN`], over the latest requests.
     pub percentiles: [(f64, f64); SHOWN.len()],
 }
 

@@ -1,8 +1,8 @@
 //! The load loop: sends the workload at the times of the plan, on one thread.
 //!
 //! Reading order: [`plan`] (the settings), [`compose`] (bodies, made on another thread before they are due),
-//! [`mod@drive`] (the loop), [`session_runner`] (one session), [`live`] and [`probe`] (live numbers and the harness's
-//! own lag).
+//! [`mod@drive`] (the loop), [`session_runner`] (one session), [`live`] and [`probe`] (live numbers, and the
+//! harness's own lag).
 
 pub mod compose;
 pub mod drive;

@@ -1,4 +1,4 @@
-//! The pacing of the load.
+//! The settings of the load: when sessions start, and which part of the run counts.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -13,56 +13,57 @@ use crate::span::parse_span;
 use crate::workload::ArrivalTimes;
 use crate::workload::arrivals::{ArrivalsSpec, Process, read_arrivals};
 
-/// Streams at a time in a closed loop, at most.
+/// The largest number of concurrent streams in a closed loop.
 pub const CONCURRENCY_MAX: usize = 100_000;
 
-/// The times of requests, and the part of them that counts.
+/// When requests are sent, and which of them count.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Load")]
 pub struct LoadArgs {
-    /// Open loop: sessions a second, independent of the answers
+    /// Open loop: sessions per second, independent of the answers
     #[arg(long, value_name = "PER_SECOND", conflicts_with_all = ["concurrency", "arrivals"])]
     pub rate: Option<f64>,
-    /// Closed loop: this many at a time. It hides queueing, so name it where you quote it
+    /// Closed loop: this many sessions at a time. A closed loop hides queueing, so say so where you quote its
+    /// numbers
     #[arg(long, value_name = "N", conflicts_with = "arrivals")]
     pub concurrency: Option<usize>,
-    /// Open loop at the times in this file, seconds, one a line
+    /// Open loop at the times in this file: one number of seconds per line
     #[arg(long, value_name = "FILE")]
     pub arrivals: Option<PathBuf>,
-    /// Gaps of an open loop
+    /// How the gaps of an open loop are distributed
     #[arg(long, value_enum, default_value_t)]
     pub process: Process,
-    /// Shape of gamma gaps: below 1 bunched, 1 Poisson, above 1 evened out
+    /// Shape of gamma gaps: below 1 bunched, 1 as Poisson, above 1 more even
     #[arg(long, default_value_t = 1.0, value_name = "SHAPE")]
     pub burstiness: f64,
     /// Stop after this many sessions
     #[arg(long, value_name = "N")]
     pub requests: Option<usize>,
-    /// Start no session after this time; running ones are waited for
+    /// Start no session after this time; running sessions are waited for
     #[arg(long, value_parser = parse_span, value_name = "SPAN")]
     pub duration: Option<Duration>,
     /// Grow to the full rate or concurrency during this time, which is not measured
     #[arg(long, default_value = "0s", value_parser = parse_span, value_name = "SPAN")]
     pub ramp: Duration,
-    /// After the ramp, not measured either
+    /// Time after the ramp that is not measured either
     #[arg(long, default_value = "0s", value_parser = parse_span, value_name = "SPAN")]
     pub warmup: Duration,
-    /// Before the last request is due, not measured
+    /// Time before the last due request that is not measured
     #[arg(long, default_value = "0s", value_parser = parse_span, value_name = "SPAN")]
     pub cooldown: Duration,
     /// A request that takes longer has failed
     #[arg(long, default_value = "10m", value_parser = parse_span, value_name = "SPAN")]
     pub timeout: Duration,
-    /// A new connection for every request instead of kept ones
+    /// Use a new connection for every request, instead of kept connections
     #[arg(long)]
     pub fresh_connections: bool,
-    /// The run is invalid when the harness's own lag (p99) is above this
+    /// The largest lag of the harness itself (p99) with which a run is valid
     #[arg(long, default_value = "5ms", value_parser = parse_span, value_name = "SPAN")]
     pub lag_limit: Duration,
 }
 
 impl LoadArgs {
-    /// Refuses contradictory settings, and runs that would have no end.
+    /// Checks that the settings agree with each other, and that the run has an end.
     pub fn check(&self, arrivals: ArrivalTimes) -> Result<()> {
         let is_timed = arrivals == ArrivalTimes::Recorded;
         let is_paced = self.rate.is_some() || self.concurrency.is_some() || self.arrivals.is_some();
@@ -102,12 +103,12 @@ impl LoadArgs {
         ClientOptions { keeps_connections: !self.fresh_connections, timeout: self.timeout }
     }
 
-    /// The beginning of the run that is not measured.
+    /// Returns the length of the first part of the run, which is not measured.
     pub fn skip(&self) -> Duration {
         self.ramp + self.warmup
     }
 
-    /// The settings in the report.
+    /// Returns the settings for the report.
     pub fn describe(&self) -> Value {
         let seconds = |span: Duration| span.as_secs_f64();
         let process = format!("{:?}", self.process).to_lowercase();

@@ -1,4 +1,4 @@
-//! The harness measures itself: the delay of its events, and its CPU time.
+//! Measures the harness itself during a run: the delay of its events, and its CPU time.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -11,10 +11,10 @@ use crate::metrics::LagSamples;
 use crate::record::{FailureKind, RequestRecord};
 
 const TICK: Duration = Duration::from_millis(5);
-/// An hour of ticks; later ones are not kept.
+/// The largest number of ticks that are kept, one hour's.
 const N_TICKS_MAX: usize = 720_000;
 
-/// Runs beside the load on the same thread until it is stopped or dropped.
+/// The measurement of the load thread, from its start until it is read or dropped.
 #[derive(Debug)]
 pub struct Probe {
     ticker: JoinSet<()>,
@@ -23,7 +23,7 @@ pub struct Probe {
     cpu: CpuTimes,
 }
 
-/// Nanoseconds of this thread: on a processor, and waiting for one.
+/// CPU times of a thread in nanoseconds: running, and waiting for a processor.
 #[derive(Clone, Copy, Debug, Default)]
 struct CpuTimes {
     running: u64,
@@ -31,7 +31,7 @@ struct CpuTimes {
 }
 
 impl Probe {
-    /// Must be called on the load thread.
+    /// Starts the measurement. Must be called on the load thread.
     pub fn start() -> std::io::Result<Self> {
         let late_ms = Arc::new(Mutex::new(Vec::new()));
         let mut ticker = JoinSet::new();
@@ -39,7 +39,7 @@ impl Probe {
         Ok(Self { ticker, late_ms, started: Instant::now(), cpu: CpuTimes::of_this_thread() })
     }
 
-    /// Ends the measurement.
+    /// Ends the measurement. Returns its samples.
     pub fn read(mut self, records: &[RequestRecord], interrupted: bool) -> LagSamples {
         self.ticker.abort_all();
         let now = CpuTimes::of_this_thread();
@@ -56,8 +56,8 @@ impl Probe {
     }
 }
 
-/// After a late tick the ticks that were due meanwhile follow at once, each with its own delay. A stall of 100 ms
-/// counts as the twenty events that it delayed, not as one.
+/// Records how late each tick of a timer is. After a late tick, the ticks that were due meanwhile follow at
+/// once, each with its own delay: a stall of 100 ms counts as the twenty events that it delayed.
 async fn tick(mut timer: PreciseTimer, late_ms: Arc<Mutex<Vec<f64>>>) {
     let mut due = Instant::now();
     loop {
@@ -73,7 +73,7 @@ async fn tick(mut timer: PreciseTimer, late_ms: Arc<Mutex<Vec<f64>>>) {
 }
 
 impl CpuTimes {
-    /// Zeros where the kernel does not tell.
+    /// Reads the CPU times of the calling thread; zeros if the kernel does not report them.
     fn of_this_thread() -> Self {
         let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
         let mut numbers = text.split_whitespace().map(|word| word.parse().unwrap_or(0));
@@ -81,10 +81,11 @@ impl CpuTimes {
     }
 }
 
-/// Raises the limit of descriptors to the system's maximum: ten thousand streams need ten thousand descriptors.
+/// Raises the limit of open files to the system's maximum: ten thousand streams need ten thousand
+/// descriptors.
 pub fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
-    // Fails only if the limit is at its maximum. A run that needs more reports it.
+    // A failure is ignored: it means that the limit is at its maximum, and a run that needs more reports it.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }

@@ -22,7 +22,8 @@ pub struct SessionRunner {
 }
 
 impl SessionRunner {
-    /// Runs the session; its first turn is due at `intended`. A failed turn ends it.
+    /// Runs the session; its first turn is due at `intended`. A failed turn ends the session. Returns the
+    /// records.
     pub async fn run(self: Arc<Self>, prepared: Prepared, intended: Instant) -> Vec<RequestRecord> {
         let Prepared { session, mut transcript, first } = prepared;
         let mut turns = session.turns.into_iter().enumerate().peekable();
@@ -66,7 +67,7 @@ impl SessionRunner {
         }
     }
 
-    /// The next request, written on another thread during the user's think time.
+    /// Writes the next request on another thread, during the user's think time.
     async fn compose(
         &self,
         mut transcript: Transcript,

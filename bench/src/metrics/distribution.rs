@@ -1,15 +1,16 @@
-//! A set of latencies in a few numbers.
+//! The distribution of a set of latencies, in a few numbers.
 
 use serde::{Deserialize, Serialize};
 
-/// The percentiles that every report gives.
+/// The percentiles that every report contains.
 pub const PERCENTILES: [f64; 6] = [50.0, 75.0, 90.0, 95.0, 99.0, 99.9];
 
-/// Milliseconds, with infinity for a failed request. A percentile among failures is infinite.
+/// A distribution in milliseconds. A failed request counts as infinite, and so does a percentile among
+/// failures.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Distribution {
     pub count: usize,
-    /// How many of them are infinite.
+    /// The number of infinite samples.
     pub infinite: usize,
     #[serde(with = "open_number")]
     pub mean: f64,
@@ -55,7 +56,8 @@ impl Distribution {
     }
 }
 
-/// Linear between the two nearest ranks, as numpy does; `sorted` is ascending. NaN without samples.
+/// Returns a percentile, linear between the two nearest ranks, as numpy does. `sorted` is ascending. NaN
+/// without samples.
 pub fn percentile(sorted: &[f64], percent: f64) -> f64 {
     if sorted.is_empty() {
         return f64::NAN;
@@ -65,7 +67,8 @@ pub fn percentile(sorted: &[f64], percent: f64) -> f64 {
     if share == 0.0 {
         return sorted[below];
     }
-    // Two infinities must give infinity, and their difference would not be a number.
+    // If the upper value is infinite, so is the result; the difference of two infinities would not be a
+    // number.
     let (low, high) = (sorted[below], sorted[below + 1]);
     if high.is_infinite() { high } else { low + (high - low) * share }
 }
@@ -74,7 +77,7 @@ pub fn mean(samples: &[f64]) -> f64 {
     samples.iter().sum::<f64>() / samples.len() as f64
 }
 
-/// The population's standard deviation, like numpy's `std`.
+/// Returns the standard deviation of the samples as a population, as numpy's `std` does.
 pub fn deviation(samples: &[f64]) -> f64 {
     let mean = mean(samples);
     if mean.is_infinite() {
@@ -83,7 +86,8 @@ pub fn deviation(samples: &[f64]) -> f64 {
     (samples.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / samples.len() as f64).sqrt()
 }
 
-/// JSON has no infinity: infinity is written as `"inf"`, and NaN as null.
+/// Reads and writes numbers that may be infinite. JSON has no infinity, so it is written as `"inf"`, and NaN
+/// as null.
 pub mod open_number {
     use serde::{Deserialize, Deserializer, Serializer};
 

@@ -1,4 +1,4 @@
-//! The harness's own lag. If the harness was the bottleneck, a run says nothing about the server.
+//! The harness's own lag. If the harness was the bottleneck, a run tells nothing about the server.
 
 use std::time::Duration;
 
@@ -6,18 +6,19 @@ use serde::{Deserialize, Serialize};
 
 use crate::metrics::distribution::Distribution;
 
-/// The harness's measurements of itself.
+/// The harness's measurements of itself, in the report.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct LagReport {
-    /// Milliseconds from when a request should have been sent to when the harness began to.
+    /// Milliseconds from the time at which a request was due to the time at which the harness began to send
+    /// it.
     pub send_ms: Distribution,
-    /// Milliseconds by which a timer's tick came late: the time that an arrived event waits.
+    /// Milliseconds by which the ticks of a timer came late, as long as an event waits that has arrived.
     pub event_loop_ms: Distribution,
-    /// CPU time of the load thread ÷ length of the run.
+    /// The load thread's CPU time, divided by the length of the run.
     pub cpu_share: f64,
-    /// Time in which the load thread could have run and another process did ÷ length of the run.
+    /// The time in which the load thread waited for a processor, divided by the length of the run.
     pub starved_share: f64,
-    /// Requests that failed for want of descriptors or ports on this side.
+    /// Requests that failed because the harness's machine ran out of descriptors or ports.
     pub harness_failures: usize,
     /// Whether the user interrupted the run.
     pub interrupted: bool,
@@ -25,12 +26,12 @@ pub struct LagReport {
     pub invalid_because: Vec<String>,
 }
 
-/// The samples before the verdict, so that the slices of a run can be joined.
+/// The samples of the harness's lag, before they are judged, so that the slices of a run can be joined.
 #[derive(Clone, Debug, Default)]
 pub struct LagSamples {
     pub send_ms: Vec<f64>,
     pub event_loop_ms: Vec<f64>,
-    /// Times of the load thread: on a processor, waiting for one, and the length of the measurement.
+    /// The time for which the load thread ran on a processor.
     pub running: Duration,
     pub waiting: Duration,
     pub elapsed: Duration,
@@ -43,7 +44,8 @@ impl LagReport {
         self.invalid_because.is_empty()
     }
 
-    /// The reasons why it must not be quoted: `limit_ms` bounds the 99th percentile of both lags.
+    /// Returns the reasons why the run must not be quoted. `limit_ms` bounds the 99th percentile of both
+    /// lags.
     fn reasons(&self, limit_ms: f64) -> Vec<String> {
         let mut reasons = Vec::new();
         for (name, lag) in [("sending", &self.send_ms), ("event loop", &self.event_loop_ms)] {

@@ -1,27 +1,29 @@
-//! The metrics of a request. `docs/measurements/README.md` quotes these definitions.
+//! The metrics of a request. `docs/measurements/README.md` repeats these definitions.
 
 use crate::record::{Outcome, RequestRecord};
 
-/// A latency, in milliseconds. The first seven have one value for each request; the last two pool the gaps of all.
+/// A latency metric, in milliseconds. The first seven metrics have one value per request; the last two pool
+/// the gaps of all requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Metric {
-    /// First token minus intended send time. A chunk without a token is not a first token.
+    /// The first token minus the intended send time. A chunk without a token is not a first token.
     Ttft,
-    /// First visible text minus intended send time. It is later than TTFT if tokens come before their text.
+    /// The first visible text minus the intended send time, later than TTFT if tokens come before their text.
     FirstText,
-    /// Second token minus intended send time. It includes the hand-over, even if the first token is early.
+    /// The second token minus the intended send time. It includes the transfer of KV, even if the first token
+    /// is early.
     SecondToken,
-    /// Second token minus first.
+    /// The second token minus the first.
     Handover,
-    /// (Last token − first token) ÷ (tokens − 1).
+    /// (Last token − first token) ÷ (number of tokens − 1).
     Tpot,
     /// The longest gap between two tokens of the request.
     WorstGap,
-    /// Last token minus intended send time.
+    /// The last token minus the intended send time.
     E2el,
-    /// Gaps between consecutive tokens, of all requests; tokens of one chunk have a gap of 0.
+    /// The gaps between consecutive tokens, of all requests; tokens of one chunk have a gap of 0.
     Tbt,
-    /// Gaps between consecutive chunks with tokens, of all requests: other tools call it ITL.
+    /// The gaps between consecutive chunks with tokens, of all requests. Other tools call this ITL.
     Itl,
 }
 
@@ -38,7 +40,7 @@ impl Metric {
         Metric::E2el,
     ];
 
-    /// The name in reports; vLLM's where it has one.
+    /// Returns the metric's name in reports; vLLM's name where it has one.
     pub fn name(self) -> &'static str {
         match self {
             Metric::Ttft => "ttft",
@@ -67,8 +69,8 @@ impl Metric {
         }
     }
 
-    /// This metric's values over `records`: every request gives its own, or all gaps are pooled.
-    /// Cancelled requests give none; failed ones give infinity (to a pool: one gap that never ended).
+    /// Returns the values of this metric over `records`: one per request, or all gaps pooled. Cancelled
+    /// requests give none; a failed one gives infinity (in a pool, one gap that never ended).
     pub fn samples<'a>(self, records: impl Iterator<Item = &'a RequestRecord>) -> Vec<f64> {
         let mut samples = Vec::new();
         for record in records {
@@ -77,7 +79,7 @@ impl Metric {
         samples
     }
 
-    /// Adds the values of one request.
+    /// Adds one request's values of this metric to `samples`.
     pub fn extend(self, samples: &mut Vec<f64>, record: &RequestRecord) {
         match (&record.outcome, self) {
             (Outcome::Cancelled, _) => {}
@@ -94,7 +96,8 @@ impl Metric {
         }
     }
 
-    /// The value for a finished request; `None` if it has none: a request of one token has no second token.
+    /// Returns the value of a finished request; `None` if it has none: a request of one token has no second
+    /// token.
     fn of(self, record: &RequestRecord) -> Option<f64> {
         match self {
             Metric::Ttft => record.token_us(0).map(ms),
@@ -110,7 +113,7 @@ impl Metric {
         }
     }
 
-    /// Whether a failed request would have had this metric if it had succeeded.
+    /// Returns whether a failed request would have had this metric if it had succeeded.
     fn applies(self, record: &RequestRecord) -> bool {
         match self {
             Metric::Ttft | Metric::FirstText | Metric::E2el => true,
@@ -123,20 +126,22 @@ pub fn ms(us: u32) -> f64 {
     f64::from(us) / 1e3
 }
 
-/// (last − first) ÷ (tokens − 1), for a request of at least two tokens.
+/// Returns (last − first) ÷ (tokens − 1); `None` for a request with fewer than two tokens.
 pub fn tpot(record: &RequestRecord) -> Option<f64> {
     let n_tokens = record.output_tokens();
     let decode_us = record.last_token_us()? - record.token_us(0)?;
     (n_tokens > 1).then(|| ms(decode_us) / f64::from(n_tokens - 1))
 }
 
-/// The gaps between chunks with tokens. Packing tokens into few chunks adds no zeros that hide a stall.
+/// Returns the gaps between chunks with tokens. If several tokens come in one chunk, no zeros are added that
+/// could hide a stall.
 pub fn delivery_gaps(record: &RequestRecord) -> impl Iterator<Item = f64> + '_ {
     let next = record.deliveries().skip(1);
     record.deliveries().zip(next).map(|(before, after)| ms(after.at_us - before.at_us))
 }
 
-/// The gaps between tokens: the gap of the chunk for its first token, 0 for its other tokens.
+/// Returns the gaps between tokens. The first token of a chunk has the gap of the chunk, its other tokens
+/// have 0.
 pub fn token_gaps(record: &RequestRecord) -> impl Iterator<Item = f64> + '_ {
     let mut before: Option<u32> = None;
     record.deliveries().flat_map(move |chunk| {

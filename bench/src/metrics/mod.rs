@@ -1,7 +1,7 @@
-//! Computes metrics from records: pure functions, whose definitions a report quotes.
+//! Computes metrics from records, as pure functions. Reports contain their definitions.
 //!
-//! Reading order: [`metric`] (one request's latencies), [`distribution`], [`objective`], [`window`], [`summary`],
-//! [`lag`] (the harness's own), [`vllm`] (the same records by the definitions of `vllm bench serve`).
+//! Reading order: [`metric`] (one request's latencies), [`distribution`], [`objective`], [`window`],
+//! [`summary`], [`lag`] (the harness's own), [`vllm`] (metrics by the definitions of `vllm bench serve`).
 
 pub mod distribution;
 pub mod lag;

@@ -8,15 +8,16 @@ use crate::metrics::metric::{delivery_gaps, ms, tpot};
 use crate::record::RequestRecord;
 use crate::span::{parse_span, show_ms};
 
-/// All of them must hold. With none, every finished request is good.
+/// The objectives of a good request: all of them must hold. Without objectives, every finished request is
+/// good.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Objectives {
     list: Vec<Objective>,
-    /// The text of the flag; empty if it is not given.
+    /// The text of the flag `--slo`; empty if it is not given.
     text: String,
 }
 
-/// A bound on one number of one request.
+/// An objective: a bound on one number of a request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Objective {
     of: Bounded,
@@ -30,7 +31,7 @@ enum Bounded {
     Handover,
     Tpot,
     E2el,
-    /// A statistic of the request's own gaps between deliveries.
+    /// A statistic of the gaps between the request's own chunks with tokens.
     Tbt(Statistic),
 }
 
@@ -41,13 +42,13 @@ enum Statistic {
     Percentile(f64),
 }
 
-/// How many sent requests held each objective, and how many held all.
+/// The number of sent requests that held each objective, and of those that held all.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Attainment {
-    /// Sent, without those that the workload itself cancelled.
+    /// The number of sent requests, without those that the workload itself cancelled.
     pub sent: usize,
     pub good: usize,
-    /// By objective, in the order of the objectives.
+    /// The number of requests that held each objective, in the order of the objectives.
     pub held: Vec<(String, usize)>,
 }
 
@@ -58,17 +59,19 @@ impl Objectives {
         self.list.is_empty()
     }
 
-    /// The text of the flag, to be parsed again from a report.
+    /// Returns the text of the flag, which a report contains and from which the objectives can be parsed
+    /// again.
     pub fn as_typed(&self) -> &str {
         &self.text
     }
 
-    /// Finished, and within every bound.
+    /// Returns whether a request has finished and is within every bound.
     pub fn hold(&self, record: &RequestRecord) -> bool {
         record.is_finished() && self.list.iter().all(|objective| objective.holds(record))
     }
 
-    /// The share of *sent* requests: dropping late requests cannot raise it.
+    /// Counts the *sent* requests that held the objectives. Late requests that are dropped cannot raise the
+    /// share.
     pub fn attainment<'a>(&self, records: impl Iterator<Item = &'a RequestRecord>) -> Attainment {
         let mut held: Vec<_> = self.list.iter().map(|objective| (objective.to_string(), 0)).collect();
         let (mut sent, mut good) = (0, 0);
@@ -84,14 +87,15 @@ impl Objectives {
 }
 
 impl Attainment {
-    /// Good ÷ sent; 0 when nothing was sent, because nothing was attained.
+    /// Returns good ÷ sent requests; 0 if none was sent, because nothing was attained.
     pub fn share(&self) -> f64 {
         if self.sent == 0 { 0.0 } else { self.good as f64 / self.sent as f64 }
     }
 }
 
 impl Objective {
-    /// A bound on a number that the request does not have (the second token of one) always holds.
+    /// Returns whether the objective holds for a request. A bound on a number that the request does not have
+    /// (the second token of one) always holds.
     fn holds(&self, record: &RequestRecord) -> bool {
         self.of.value(record).is_none_or(|value| value <= self.limit_ms)
     }
@@ -111,7 +115,8 @@ impl Bounded {
 }
 
 impl Statistic {
-    /// Percentiles are by nearest rank: with fewer than a hundred gaps the 99th is the largest.
+    /// Returns the statistic of these gaps. Percentiles are by nearest rank: with fewer than a hundred gaps
+    /// the 99th is the largest.
     fn of(self, mut gaps: Vec<f64>) -> Option<f64> {
         if gaps.is_empty() {
             return None;
@@ -133,7 +138,7 @@ impl Statistic {
 impl FromStr for Objectives {
     type Err = String;
 
-    /// Reads `ttft=2s,tbt=25ms`. `tbt` is `tbt.p99`; others are `tbt.mean`, `tbt.p95` and `tbt.max`.
+    /// Parses `ttft=2s,tbt=25ms`. `tbt` means `tbt.p99`; others are `tbt.mean`, `tbt.p95` and `tbt.max`.
     fn from_str(text: &str) -> Result<Self, String> {
         if text.trim().is_empty() {
             return Ok(Self::default());

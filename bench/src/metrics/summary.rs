@@ -1,4 +1,4 @@
-//! The numbers of a run for the table and the report, with failures as infinities.
+//! The numbers of a run for the table and the report. Failed requests count as infinite latencies.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use crate::metrics::objective::{Attainment, Objectives};
 use crate::metrics::window::Window;
 use crate::record::{CountedBy, RequestRecord};
 
-/// Computed only from the records of a window.
+/// The numbers of one run, computed from the records of a window only.
 #[derive(Clone, Debug)]
 pub struct Summary {
     pub window: Window,
@@ -24,7 +24,7 @@ pub struct Summary {
     pub tokens: TokenCounts,
 }
 
-/// Per second of the window.
+/// Rates per second of the window.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Rates {
     pub requests: f64,
@@ -33,22 +33,22 @@ pub struct Rates {
     pub total_tokens: f64,
 }
 
-/// How tokens came, and whether they were counted correctly.
+/// The numbers of tokens, how they arrived, and whether they were counted correctly.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TokenCounts {
     pub prompt: u64,
     pub cached: u64,
     pub output: u64,
-    /// Tokens per delivery: above 1, several tokens come at once.
+    /// The mean number of tokens per chunk with tokens. Above 1, several tokens arrive at once.
     pub per_delivery: f64,
     pub most_in_a_delivery: u32,
-    /// The share of gaps between tokens that lie within a delivery.
+    /// The share of gaps between tokens that lie within one chunk.
     pub gaps_of_zero: f64,
     /// Requests whose counted tokens differ from the server's total.
     pub miscounted: usize,
-    /// Finished requests with fewer tokens than asked for.
+    /// Finished requests with fewer tokens than requested.
     pub short: usize,
-    /// Requests whose tokens could only be counted by chunks.
+    /// Requests whose tokens could be counted by chunks only.
     pub by_chunks: usize,
 }
 
@@ -75,7 +75,7 @@ impl Summary {
         &found.expect("`latencies` has every metric").1
     }
 
-    /// Remarks that a reader needs before using the numbers.
+    /// Returns remarks that a reader needs before using the numbers.
     pub fn notes(&self) -> Vec<String> {
         let mut notes = Vec::new();
         let tokens = &self.tokens;
@@ -118,7 +118,7 @@ impl Summary {
 }
 
 impl TokenCounts {
-    /// The remark for several tokens per delivery.
+    /// Returns the remark about several tokens per chunk.
     fn bunches(&self) -> String {
         let share = self.gaps_of_zero * 100.0;
         let zeros = if share > 50.0 { "most".to_owned() } else { format!("{share:.0} % of all") };
@@ -142,7 +142,8 @@ fn latencies(records: &[&RequestRecord]) -> Vec<(Metric, Distribution)> {
     Metric::ALL.into_iter().map(of).collect()
 }
 
-/// Requests and tokens that *ended* in the window, over its length. In a whole run these are all.
+/// Computes the rates from requests and tokens that *ended* in the window. In a whole run these are all of
+/// them.
 fn rates(all: &[RequestRecord], chosen: &[&RequestRecord], window: Window, good: usize) -> Rates {
     let per_second = |count: f64| if window.seconds() > 0.0 { count / window.seconds() } else { 0.0 };
     let finished = all.iter().filter(|record| record.is_finished() && window.contains(record.ended_at_us()));
@@ -156,7 +157,7 @@ fn rates(all: &[RequestRecord], chosen: &[&RequestRecord], window: Window, good:
     }
 }
 
-/// Tokens that reached the client within the window, also of unfinished requests.
+/// Returns the number of tokens that reached the client within the window, also of unfinished requests.
 fn tokens_within(record: &RequestRecord, window: Window) -> u64 {
     let inside = |at_us: u32| window.contains(record.intended_us + u64::from(at_us));
     record.deliveries().filter(|chunk| inside(chunk.at_us)).map(|chunk| u64::from(chunk.tokens)).sum()
@@ -191,7 +192,7 @@ mod tests {
     use super::*;
     use crate::record::{Chunk, Outcome};
 
-    /// The summary of a request with these numbers of tokens per chunk.
+    /// Returns the remarks on a request with these numbers of tokens per chunk.
     fn said(chunks: &[u32]) -> String {
         let chunk = |(nth, tokens): (usize, &u32)| Chunk { at_us: nth as u32 * 1000, tokens: *tokens };
         let record = RequestRecord {

@@ -1,5 +1,6 @@
-//! The same records by the definitions and field names of `vllm bench serve`, so that files can be compared. Its
-//! percentiles are of *successful* requests only; the report's own `latency_ms` counts failures too.
+//! Computes metrics by the definitions and field names of `vllm bench serve`, so that result files can be
+//! compared. Percentiles are of *successful* requests only; the report's own `latency_ms` counts failures
+//! too.
 
 use serde_json::{Map, Value, json};
 
@@ -11,7 +12,7 @@ use crate::record::RequestRecord;
 
 const SHARED: [Metric; 4] = [Metric::Ttft, Metric::Tpot, Metric::Itl, Metric::E2el];
 
-/// The fields with the same meaning in both tools.
+/// Returns the fields that have the same meaning in both tools.
 pub fn fields(records: &[RequestRecord], window: Window, objectives: &Objectives) -> Map<String, Value> {
     let finished: Vec<_> = window.of(records).into_iter().filter(|record| record.is_finished()).collect();
     let failed = window.of(records).iter().filter(|record| record.failure().is_some()).count();
@@ -46,7 +47,8 @@ fn totals(finished: &[&RequestRecord], window: Window) -> Map<String, Value> {
     entries.map(|(name, value)| (name.to_owned(), value)).into_iter().collect()
 }
 
-/// The maximum over one-second buckets since the first request: tokens, and running requests.
+/// Returns the largest number of tokens, and of running requests, in a one-second bucket since the first
+/// request.
 fn peaks(finished: &[&RequestRecord]) -> (u64, u64) {
     let start_us = finished.iter().map(|record| record.intended_us).min().unwrap_or(0);
     let bucket = |at_us: u64| ((at_us - start_us) / 1_000_000) as usize;
@@ -64,7 +66,7 @@ fn peaks(finished: &[&RequestRecord]) -> (u64, u64) {
 
 fn latency(fields: &mut Map<String, Value>, metric: Metric, mut samples: Vec<f64>) {
     samples.sort_unstable_by(f64::total_cmp);
-    // vLLM gives numpy `0` if there is no sample, and so prints 0.
+    // Without samples vLLM prints 0, so one sample of 0 is added.
     if samples.is_empty() {
         samples.push(0.0);
     }

@@ -1,6 +1,7 @@
 //! A server that follows a script and records its times: the reference for tests of the harness.
 //!
-//! [`script`] is pure: it gives the bytes and their times. [`server`] plays scripts on a socket.
+//! [`script`] computes the bytes of an answer and their times, without I/O. [`server`] sends them on a
+//! socket.
 
 pub mod script;
 pub mod server;

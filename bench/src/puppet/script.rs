@@ -1,11 +1,11 @@
-//! The answer of a puppet to one request, as data.
+//! The script of a puppet's answer to one request.
 
 use std::time::Duration;
 
 use clap::ValueEnum;
 use serde_json::{Value, json};
 
-/// From the whole request to the end of the answer.
+/// The script of an answer, from the complete request to the end of the answer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Script {
     /// The status line. Any status but 200 ends the answer with a small body.
@@ -15,7 +15,7 @@ pub struct Script {
     pub counting: Counting,
 }
 
-/// One write of the stream, and its delay after the one before.
+/// One write of the stream, and its delay after the write before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
     pub after: Duration,
@@ -24,7 +24,7 @@ pub struct Step {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScriptAction {
-    /// One chunk with this many tokens and their text.
+    /// One chunk with this number of tokens and their text.
     Tokens(u32),
     /// One chunk with this number of tokens and no text, as for half a character.
     Unseen(u32),
@@ -32,21 +32,21 @@ pub enum ScriptAction {
     Empty,
     /// A comment line, as proxies send to keep a connection.
     Comment,
-    /// An error inside the stream.
+    /// An error event inside the stream.
     Error,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
-    /// Finish reason, usage, `[DONE]`.
+    /// The finish reason, the usage and `[DONE]` are sent.
     Done,
-    /// The connection is closed in mid-stream.
+    /// The connection is closed in the middle of the stream.
     Cut,
     /// Nothing more is sent, and the connection stays open.
     Silence,
 }
 
-/// The way in which the puppet reports its tokens.
+/// How the puppet reports the number of its tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Counting {
     #[default]
@@ -55,7 +55,7 @@ pub enum Counting {
     Nothing,
 }
 
-/// Bytes, their time after the request was received, and their number of tokens.
+/// One write: its bytes, their number of tokens, and the time after the request was received.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Write {
     pub at: Duration,
@@ -64,7 +64,7 @@ pub struct Write {
 }
 
 impl Script {
-    /// First token after `ttft`, then one each `gap`.
+    /// Makes a script with the first token after `ttft`, and then one token each `gap`.
     pub fn even(n_tokens: u32, ttft: Duration, gap: Duration) -> Self {
         let after = |nth| if nth == 0 { ttft } else { gap };
         let steps =
@@ -72,7 +72,8 @@ impl Script {
         Self { status: 200, steps, ending: Ending::Done, counting: Counting::Ids }
     }
 
-    /// The script as writes. The head goes out with the first step, as from servers that wait for a token.
+    /// Returns the script as writes. The head goes out with the first step, as from servers that wait for a
+    /// token.
     pub fn writes(&self) -> Vec<Write> {
         if self.status != 200 {
             return vec![self.refusal()];
@@ -127,7 +128,7 @@ impl Script {
         data(&event)
     }
 
-    /// Finish reason and `[DONE]` in one write, and the end of the framing.
+    /// Returns the finish reason and `[DONE]` in one write, with the end of the framing.
     fn finish(&self, total: u32) -> Vec<u8> {
         let last = json!({"choices": [{"index": 0, "text": "", "finish_reason": "length"}], "usage": null});
         let counts = json!({"choices": [], "usage": usage(total)});

@@ -1,4 +1,4 @@
-//! Plays puppet scripts on a socket.
+//! A server that plays puppet scripts on a socket.
 
 use std::collections::VecDeque;
 use std::io;
@@ -15,10 +15,10 @@ use tokio::time::{Instant, sleep, sleep_until};
 use crate::puppet::script::{Ending, Script, Write};
 
 const REQUEST_BYTES_MAX: usize = 16 << 20;
-/// The number of requests that are remembered.
+/// The largest number of requests whose records are kept.
 const N_PLAYED_MAX: usize = 100_000;
 
-/// A prepared script: its writes are rendered once for all requests.
+/// A script whose writes are rendered once for all requests.
 #[derive(Clone, Debug)]
 pub struct PreparedScript {
     writes: Arc<Vec<Write>>,
@@ -32,17 +32,17 @@ impl From<&Script> for PreparedScript {
     }
 }
 
-/// Chooses the script for a request by its position among all and its body.
+/// The function that chooses the script for a request, by the number of earlier requests and by its body.
 pub type Casting = Arc<dyn Fn(usize, &Value) -> PreparedScript + Send + Sync>;
 
 /// The record of one request to a puppet.
 #[derive(Clone, Debug)]
 pub struct PlayedRequest {
-    /// From `x-request-id`.
+    /// The request's id, from `x-request-id`.
     pub request_id: String,
     /// The time at which the whole request had arrived.
     pub received: Instant,
-    /// Just before each write, with the number of tokens in it.
+    /// The time just before each write, with the write's number of tokens.
     pub writes: Vec<(Instant, u32)>,
     /// Whether the client left before the end.
     pub is_abandoned: bool,
@@ -56,7 +56,7 @@ pub struct ScriptedServer {
     _tasks: JoinSet<()>,
 }
 
-/// The state that its connections share.
+/// The state that all connections of a puppet share.
 struct Stage {
     casting: Casting,
     accept_delay: Duration,
@@ -70,7 +70,7 @@ impl std::fmt::Debug for Stage {
 }
 
 impl ScriptedServer {
-    /// `accept_delay` passes between one accepted connection and the next.
+    /// Starts a puppet on `addr`. `accept_delay` passes between one accepted connection and the next.
     pub async fn start(addr: &str, accept_delay: Duration, casting: Casting) -> io::Result<Self> {
         let listener = TcpListener::bind(addr).await?;
         let addr = listener.local_addr()?;
@@ -84,13 +84,13 @@ impl ScriptedServer {
         format!("http://{}", self.addr)
     }
 
-    /// The records so far, in the order of requests.
+    /// Returns the records of all requests so far, in their order.
     pub fn played(&self) -> Vec<PlayedRequest> {
         let played = self.stage.played.lock().unwrap_or_else(PoisonError::into_inner);
         played.1.iter().cloned().collect()
     }
 
-    /// Every request is played with the same script.
+    /// Returns a casting that plays the same script for every request.
     pub fn always(script: &Script) -> Casting {
         let part = PreparedScript::from(script);
         Arc::new(move |_, _| part.clone())
@@ -111,7 +111,7 @@ impl Stage {
         }
     }
 
-    /// Serves one connection, request after request, until either side ends it.
+    /// Serves one connection, request after request, until one side ends it.
     async fn serve(self: Arc<Self>, mut stream: TcpStream) {
         let mut unread = Vec::new();
         let _ = stream.set_nodelay(true);
@@ -122,7 +122,7 @@ impl Stage {
         }
     }
 
-    /// Returns whether the connection stays open.
+    /// Answers one request. Returns whether the connection stays open.
     async fn answer(&self, stream: &mut TcpStream, request: &Request) -> io::Result<bool> {
         if request.is_get {
             stream.write_all(request.page().as_bytes()).await?;
@@ -184,7 +184,7 @@ impl Stage {
     }
 }
 
-/// The fields of a request that a puppet reads.
+/// The parts of a request that a puppet reads.
 struct Request {
     is_get: bool,
     path: String,
@@ -193,7 +193,7 @@ struct Request {
 }
 
 impl Request {
-    /// `None` if the client has left.
+    /// Reads a request; `None` if the client has closed the connection.
     async fn read(stream: &mut TcpStream, unread: &mut Vec<u8>) -> io::Result<Option<Self>> {
         let mut buffer = vec![0; 16 << 10];
         loop {
@@ -209,7 +209,7 @@ impl Request {
         }
     }
 
-    /// The request and its length, once it is complete.
+    /// Parses the request at the start of `bytes`. Returns it with its length; `None` while it is incomplete.
     fn parse(bytes: &[u8]) -> Option<(Self, usize)> {
         let head_length = memchr::memmem::find(bytes, b"\r\n\r\n")? + 4;
         let head = String::from_utf8_lossy(&bytes[..head_length]);

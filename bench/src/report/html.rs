@@ -1,4 +1,4 @@
-//! A page of runs as one file, without scripts, fonts or network requests.
+//! Writes an HTML page about runs as one file, without scripts, fonts or network requests.
 
 use std::fmt::Write as _;
 
@@ -8,15 +8,15 @@ use crate::record::RequestRecord;
 use crate::report::plot::{Axis, Curve, Plot, Scale, Style, escape};
 use crate::report::{RunReport, markdown};
 
-/// Points of a distribution's curve.
+/// The number of points in the curve of a distribution.
 const N_POINTS: usize = 300;
 const N_BUCKETS: u64 = 200;
-/// With fewer runs the trade-off is not drawn.
+/// The smallest number of runs for which the trade-off is drawn.
 const N_TRADE_OFF_MIN: usize = 3;
 /// The style sheet of every page.
 pub const STYLE: &str = include_str!("style.css");
 
-/// The metrics whose distributions are drawn, and how.
+/// The metrics whose distributions are drawn, each with the shape of its curve.
 const DRAWN: [(Metric, Shape); 6] = [
     (Metric::Ttft, Shape::Cumulative),
     (Metric::SecondToken, Shape::Cumulative),
@@ -28,13 +28,13 @@ const DRAWN: [(Metric, Shape); 6] = [
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Shape {
-    /// Share of samples up to x.
+    /// The share of samples up to x.
     Cumulative,
-    /// Share of samples above x, on a log scale: one stall in a thousand is visible.
+    /// The share of samples above x, on a log scale, so that one stall in a thousand is visible.
     Tail,
 }
 
-/// The page, title included.
+/// Returns the HTML page, with its title.
 pub fn page(title: &str, runs: &[RunReport]) -> Result<String> {
     let records: Vec<_> = runs.iter().map(RunReport::records).collect::<Result<_>>()?;
     let mut page = format!(
@@ -101,7 +101,8 @@ fn distribution(metric: Metric, shape: Shape, runs: &[RunReport], records: &[Vec
 }
 
 impl Shape {
-    /// The curve of sorted samples. Failures are beyond every x: their curve stays below 1, or above 0.
+    /// Returns the points of the curve over sorted samples. Failures are beyond every x: their curve stays
+    /// below 1, or above 0.
     fn points(self, sorted: &[f64]) -> Vec<(f64, f64)> {
         let n = sorted.len();
         let ranks: Vec<usize> = match self {
@@ -118,7 +119,7 @@ impl Shape {
     }
 }
 
-/// Ranks at even distances on a log scale of the share above them.
+/// Returns ranks at even distances on a log scale of the share above them.
 fn tail_ranks(n: usize) -> Vec<usize> {
     let step = (n as f64).ln() / N_POINTS as f64;
     let mut ranks: Vec<usize> = (0..=N_POINTS)
@@ -130,7 +131,8 @@ fn tail_ranks(n: usize) -> Vec<usize> {
     ranks
 }
 
-/// One curve for each sweep, with a point for each of its runs in the order of throughput.
+/// Returns the plots of latency over throughput. Each sweep has one curve, with a point for each of its runs
+/// in the order of throughput.
 fn trade_offs(runs: &[RunReport]) -> Vec<Plot> {
     if runs.len() < N_TRADE_OFF_MIN {
         return Vec::new();
@@ -166,7 +168,7 @@ fn trade_off(metric: Metric, runs: &[RunReport]) -> Plot {
     }
 }
 
-/// `remote rate=4` is a point of the sweep `remote`.
+/// Returns the name of the sweep in a run's label: `remote rate=4` is a point of the sweep `remote`.
 fn sweep_of(label: &str) -> &str {
     match label.rsplit_once(' ') {
         Some((sweep, point)) if point.contains('=') => sweep,
@@ -189,7 +191,7 @@ fn timelines(runs: &[RunReport], records: &[Vec<RequestRecord>]) -> Vec<Plot> {
         .collect()
 }
 
-/// Even buckets over the whole run.
+/// Values in even buckets over the whole run, for a timeline.
 struct Buckets {
     width_us: u64,
     values: Vec<f64>,

@@ -1,4 +1,4 @@
-//! Runs as text and tables, for the terminal and for documents.
+//! Writes runs as text and tables, for the terminal and for documents.
 
 use std::fmt::Write as _;
 
@@ -7,18 +7,18 @@ use crate::report::RunReport;
 use crate::report::table::Table;
 use crate::span::show_ms;
 
-/// More runs than this are rows instead of columns.
+/// The largest number of runs that are shown as columns. More runs are shown as rows.
 const N_COLUMNS_MAX: usize = 3;
 
-/// One line of a table of few runs, one column of a table of many.
+/// A value in a table of runs: its name, and the function that shows it.
 type Entry = (String, fn(&RunReport) -> String);
 
-/// A table of the runs: all values for few runs, the compared ones for many.
+/// Returns a table of the runs: all values for few runs, the compared ones for many.
 pub fn table(runs: &[RunReport]) -> Table {
     if runs.len() > N_COLUMNS_MAX { by_rows(runs) } else { by_columns(runs) }
 }
 
-/// One column for each run.
+/// Returns a table with one column per run.
 fn by_columns(runs: &[RunReport]) -> Table {
     let labels = runs.iter().map(|run| run.label.clone());
     let mut rows: Vec<_> = entries(runs).iter().map(|entry| row(&entry.0, runs, entry.1)).collect();
@@ -31,7 +31,7 @@ fn by_columns(runs: &[RunReport]) -> Table {
     Table { header: std::iter::once(String::new()).chain(labels).collect(), rows }
 }
 
-/// One row for each run.
+/// Returns a table with one row per run.
 fn by_rows(runs: &[RunReport]) -> Table {
     let entries = entries(runs);
     let compared =
@@ -54,7 +54,7 @@ fn by_rows(runs: &[RunReport]) -> Table {
     Table { header: header.collect(), rows: runs.iter().map(row).collect() }
 }
 
-/// The rows that are not latencies. Objectives appear only if there are some.
+/// Returns the values that are not latencies. Objectives appear only if there are some.
 fn entries(runs: &[RunReport]) -> Vec<Entry> {
     let mut entries: Vec<Entry> = vec![
         ("valid".to_owned(), |run| if run.valid { "yes".to_owned() } else { "NO".to_owned() }),
@@ -91,7 +91,7 @@ fn own_lag(run: &RunReport) -> String {
     format!("{} / {}", show_ms(run.lag.send_ms.p99), show_ms(run.lag.event_loop_ms.p99))
 }
 
-/// Remarks for each run, one sentence each.
+/// Returns remarks on each run, one sentence each.
 pub fn remarks(runs: &[RunReport]) -> Vec<String> {
     runs.iter().flat_map(remarks_of).collect()
 }
@@ -113,7 +113,7 @@ fn remarks_of(run: &RunReport) -> Vec<String> {
     all
 }
 
-/// Remarks as a list, for the terminal.
+/// Returns the remarks as a list, for the terminal.
 pub fn remark_list(runs: &[RunReport]) -> String {
     remarks(runs).iter().fold(String::new(), |mut text, remark| {
         let _ = writeln!(text, "- {remark}");
@@ -121,7 +121,7 @@ pub fn remark_list(runs: &[RunReport]) -> String {
     })
 }
 
-/// The machine and the command, for the line below a table.
+/// Returns a line about the machine and the command, to be placed below a table.
 pub fn provenance(run: &RunReport) -> String {
     let from = &run.provenance;
     let machine = &from.machine;

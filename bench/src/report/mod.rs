@@ -1,4 +1,5 @@
-//! A run as a file: all that is needed to repeat it, and to compute any other number from it.
+//! The report of a run as a file: all that is needed to repeat the run, and to compute any other number from
+//! it.
 
 pub mod html;
 pub mod markdown;
@@ -21,10 +22,11 @@ use crate::metrics::{Distribution, LagReport, Metric, Objectives, Summary, Windo
 use crate::record::{CountedBy, RequestRecord};
 use crate::report::samples::Samples;
 
-/// Changes when a field changes its meaning.
+/// The version of the report's format. It changes when a field changes its meaning.
 pub const SCHEMA: &str = "baton-bench/1";
 
-/// One run. Fields with the same name and meaning in `vllm bench serve` are in `shared`, at the top of the file.
+/// The report of one run. Fields with the same name and meaning in `vllm bench serve` are in `shared`, at the
+/// top of the file.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RunReport {
     pub schema: String,
@@ -36,13 +38,13 @@ pub struct RunReport {
     pub valid: bool,
     pub lag: LagReport,
     pub window: Window,
-    /// The text of `--slo`.
+    /// The objectives, as the text of `--slo`.
     pub slo: String,
     pub requests: RequestCounts,
     pub attainment: AttainmentReport,
     pub rates: RateReport,
     pub tokens: TokenReport,
-    /// By metric, with failures as infinities.
+    /// The latencies by metric. Failed requests count as infinite.
     pub latency_ms: BTreeMap<String, Distribution>,
     pub notes: Vec<String>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -52,7 +54,7 @@ pub struct RunReport {
     pub samples: Samples,
 }
 
-/// The origin of the run.
+/// The origin of a run: what a reader needs to repeat it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Provenance {
     pub tool: String,
@@ -62,12 +64,13 @@ pub struct Provenance {
     pub workload: Value,
     pub load: Value,
     pub seed: u64,
-    /// Equal salts give equal prompts, and so warm caches in the second run.
+    /// The seed of the prompts' contents. A second run with the same salt has the same prompts, and so warm
+    /// caches.
     pub salt: u64,
     pub is_cache_cold: bool,
 }
 
-/// The target of the run.
+/// The measured server.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Subject {
     pub url: String,
@@ -77,12 +80,12 @@ pub struct Subject {
     pub continuous_usage: bool,
     pub ignore_eos: bool,
     pub counted_by: CountedBy,
-    /// First contact, before the run. It is in no distribution.
+    /// The time to the first token of the very first request, before the run. No distribution includes it.
     #[serde(with = "open_number")]
     pub cold_ttft_ms: f64,
     #[serde(with = "open_number")]
     pub cold_second_token_ms: f64,
-    /// The server's description of itself, by page.
+    /// What the server's pages say about its configuration, page by page.
     pub config: Map<String, Value>,
 }
 
@@ -97,7 +100,7 @@ pub struct RequestCounts {
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct AttainmentReport {
-    /// Good ÷ sent.
+    /// Good ÷ sent requests.
     pub share: f64,
     pub good: usize,
     pub sent: usize,
@@ -124,14 +127,14 @@ pub struct TokenReport {
     pub short_requests: usize,
 }
 
-/// A fault during the run.
+/// A fault that was injected during the run, and its cost.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FaultMark {
     pub at_us: u64,
     pub what: String,
-    /// Requests that were running at that moment and later failed.
+    /// Requests that were running when the fault was injected and later failed.
     pub lost: usize,
-    /// Time until attainment was back; infinite if it never was.
+    /// The seconds until attainment was back; infinite if it never was.
     #[serde(with = "open_number")]
     pub recovery_s: f64,
 }
@@ -212,7 +215,7 @@ impl Subject {
     }
 }
 
-/// Settings under vLLM's names.
+/// Returns the settings under the names that vLLM uses.
 fn shared_settings(parts: &ReportParts, n_sent: usize) -> Map<String, Value> {
     let load = &parts.provenance.load;
     let rate = if load["rate"].is_number() { load["rate"].clone() } else { "inf".into() };

@@ -1,20 +1,20 @@
-//! Several plots side by side as one image file, for pages that only take images.
+//! Draws several plots side by side as one SVG file, for pages that accept images only.
 
 use std::fmt::Write as _;
 
 use crate::report::plot::{HEIGHT, N_COLOURS, Plot, Style, WIDTH, escape};
 
-/// Above each plot, for its name.
+/// The height above each plot, for its name.
 const HEAD: f64 = 30.0;
 const LEGEND_LINE: f64 = 16.0;
 const GAP: f64 = 20.0;
-/// Black on white, because an image does not know the colours of its page.
+/// The style sheet of the image: black on white, because an image does not know the colours of its page.
 const STYLE: &str = "text{font:11px sans-serif;fill:#66707c} .name{font-weight:bold;font-size:13px;fill:#1b1f24} \
     .grid{stroke:#dfe3e8} .shade{fill:#eef4fb} .curve{fill:none;stroke-width:1.8} .dashed{stroke-dasharray:5 4} \
     .c0{stroke:#0b63c5} .d0{fill:#0b63c5} .c1{stroke:#c4402f} .d1{fill:#c4402f} .c2{stroke:#2a8a4a} .d2{fill:#2a8a4a} \
     .c3{stroke:#8a4fc0} .d3{fill:#8a4fc0} .c4{stroke:#b57600} .d4{fill:#b57600} .c5{stroke:#0f8b8d} .d5{fill:#0f8b8d}";
 
-/// Draws them from left to right, each with its legend below it.
+/// Draws the plots from left to right, each with its legend below it.
 pub fn picture(plots: &[Plot]) -> String {
     let n_lines = plots.iter().map(|plot| plot.curves.len()).max().unwrap_or(0);
     let (width, height) =

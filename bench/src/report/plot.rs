@@ -1,4 +1,4 @@
-//! Plots as SVG, drawn without a library, so that a page needs no script.
+//! Draws plots as SVG without a library, so that a page needs no script.
 
 use std::fmt::Write as _;
 
@@ -9,16 +9,16 @@ const RIGHT: f64 = 14.0;
 const TOP: f64 = 14.0;
 const BOTTOM: f64 = 44.0;
 
-/// One pair of axes with curves on it.
+/// A plot: a pair of axes with curves.
 #[derive(Clone, Debug)]
 pub struct Plot {
     pub title: String,
     pub x: Axis,
     pub y: Axis,
     pub curves: Vec<Curve>,
-    /// Vertical lines, each with a label.
+    /// Vertical lines, at these values of x, each with a label.
     pub marks: Vec<(f64, String)>,
-    /// A marked range of x, drawn behind everything.
+    /// A range of x that is shaded, behind everything else.
     pub shaded: Option<(f64, f64)>,
 }
 
@@ -26,7 +26,7 @@ pub struct Plot {
 pub struct Axis {
     pub label: String,
     pub scale: Scale,
-    /// Values that are always in view, whatever the data.
+    /// Values that are always visible, whatever the data.
     pub includes: Vec<f64>,
 }
 
@@ -39,7 +39,7 @@ pub enum Scale {
 #[derive(Clone, Debug)]
 pub struct Curve {
     pub name: String,
-    /// The number of the page's colour.
+    /// The number of the colour in the page's style sheet.
     pub colour: usize,
     pub points: Vec<(f64, f64)>,
     pub style: Style,
@@ -49,11 +49,11 @@ pub struct Curve {
 pub enum Style {
     Line,
     Dashed,
-    /// Points joined by a line, with their values on hover.
+    /// Points joined by a line; each shows its value on hover.
     Dots,
 }
 
-/// An axis with fixed ends: maps values to pixels.
+/// The scale of an axis with fixed ends, which maps values to pixels.
 struct Ruler {
     scale: Scale,
     low: f64,
@@ -88,7 +88,7 @@ impl Axis {
 }
 
 impl Plot {
-    /// The plot as a part of a page, with its name and legend.
+    /// Returns the plot as a part of an HTML page, with its name and legend.
     pub fn to_svg(&self) -> String {
         let mut svg = format!(
             "<figure><figcaption>{}</figcaption><svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\">",
@@ -101,7 +101,7 @@ impl Plot {
         svg
     }
 
-    /// Axes and curves alone.
+    /// Draws the axes and curves, without name and legend.
     pub(super) fn draw(&self, svg: &mut String) {
         let points = || self.curves.iter().flat_map(|curve| curve.points.iter());
         let x = self.x.ruler(points().map(|(x, _)| *x), LEFT, WIDTH - RIGHT);
@@ -226,7 +226,7 @@ impl Ruler {
     }
 }
 
-/// Multiples of 1, 2 or 5 times a power of ten, about six of them.
+/// Returns about six ticks: multiples of 1, 2 or 5 times a power of ten.
 fn linear_ticks(low: f64, high: f64) -> Vec<f64> {
     let rough = (high - low) / 6.0;
     let power = 10f64.powf(rough.log10().floor());
@@ -236,7 +236,8 @@ fn linear_ticks(low: f64, high: f64) -> Vec<f64> {
     (first..).map(|n| n as f64 * step).take_while(|tick| *tick <= high).take(20).collect()
 }
 
-/// 1, 2 and 5 of each decade; only the powers for many decades; even steps if fewer than two of them fit.
+/// Returns ticks for a log scale: 1, 2 and 5 of each decade; only the powers of ten for many decades; even
+/// steps if fewer than two ticks fit.
 fn log_ticks(low: f64, high: f64) -> Vec<f64> {
     let decades = low.log10().floor() as i32..=high.log10().ceil() as i32;
     let digits: &[f64] = if (high / low).log10() > 3.5 { &[1.0] } else { &[1.0, 2.0, 5.0] };
@@ -245,7 +246,7 @@ fn log_ticks(low: f64, high: f64) -> Vec<f64> {
     if ticks.len() < 3 { linear_ticks(low, high) } else { ticks }
 }
 
-/// The shortest text that distinguishes a tick.
+/// Returns the shortest text that distinguishes a tick from its neighbours.
 fn show(value: f64) -> String {
     match value.abs() {
         0.0 => "0".to_owned(),

@@ -1,4 +1,4 @@
-//! Every record of a run in a few bytes: numbers as varints, deflated, as base64 inside the report.
+//! Packs every record of a run into a few bytes: numbers as varints, deflated, as base64 inside the report.
 //!
 //! The `outcome` is 0 for finished, 1 for cancelled, and 2 or more for a failure. Python code that reads the records:
 //!
@@ -40,7 +40,7 @@ use crate::error::{BenchError, Result};
 use crate::record::{Chunk, CountedBy, Failure, FailureKind, Outcome, RequestRecord};
 
 const ENCODING: &str = "varint+deflate+base64";
-/// Larger unpacked files are refused.
+/// The largest size of unpacked records in bytes. Larger ones are refused.
 const UNPACKED_BYTES_MAX: u64 = 4 << 30;
 
 /// The packed records of a run.
@@ -48,7 +48,7 @@ const UNPACKED_BYTES_MAX: u64 = 4 << 30;
 pub struct Samples {
     pub encoding: String,
     pub n_requests: usize,
-    /// Texts of failures without duplicates; a record refers to its text by position.
+    /// The texts of failures without duplicates. A record refers to its text by position.
     pub errors: Vec<String>,
     pub data: String,
 }
@@ -125,7 +125,7 @@ impl Packer {
         }
     }
 
-    /// Times as differences: most fit two bytes.
+    /// Writes chunks with their times as differences, most of which fit two bytes.
     fn chunks(&mut self, chunks: &[Chunk]) {
         self.number(chunks.len() as u64);
         let mut before = 0;
@@ -136,12 +136,13 @@ impl Packer {
         }
     }
 
-    /// 0 for none.
+    /// Writes an optional number plus 1; 0 means none.
     fn optional(&mut self, value: Option<u32>) {
         self.number(value.map_or(0, |value| u64::from(value) + 1));
     }
 
-    /// Seven bits per byte, lowest first; the high bit says that more follow.
+    /// Writes a number with seven bits per byte, the lowest first. A high bit of 1 means that more bytes
+    /// follow.
     fn number(&mut self, mut value: u64) {
         while value >= 0x80 {
             self.bytes.push(value as u8 | 0x80);
@@ -157,8 +158,8 @@ struct Unpacker<'a> {
 }
 
 impl Unpacker<'_> {
-    /// Fields in the order in which [`Packer::record`] writes them. The fields of a struct literal are evaluated in
-    /// the order of the text.
+    /// Reads a record. Its fields are in the order in which [`Packer::record`] writes them, because the
+    /// fields of a struct literal are evaluated in the order of the text.
     fn record(&mut self) -> Result<RequestRecord> {
         Ok(RequestRecord {
             index: self.small()?,

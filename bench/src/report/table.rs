@@ -1,4 +1,4 @@
-//! Rows of cells, written as Markdown or as HTML from one source.
+//! A table that can be written as Markdown or as HTML.
 
 use std::fmt::Write as _;
 
@@ -11,7 +11,8 @@ pub struct Table {
 }
 
 impl Table {
-    /// Columns are as wide as their widest cell, so that the table is readable on a terminal.
+    /// Returns the table as Markdown. Columns are as wide as their widest cell, so that it is readable on a
+    /// terminal.
     pub fn to_markdown(&self) -> String {
         let escaped = |cell: &String| cell.replace('|', "\\|");
         let lines: Vec<Vec<String>> = std::iter::once(&self.header)

@@ -1,4 +1,4 @@
-//! The start times of sessions in an open loop. They are drawn beforehand, so no answer delays them.
+//! Draws the start times of sessions in an open loop. They are drawn beforehand, so no answer delays them.
 
 use std::path::Path;
 use std::time::Duration;
@@ -8,32 +8,32 @@ use clap::ValueEnum;
 use crate::error::{BenchError, Result, read_text};
 use crate::random::Random;
 
-/// The kind of process.
+/// How the gaps between sessions are distributed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Process {
-    /// Even gaps.
+    /// All gaps are equal.
     Constant,
-    /// Independent users.
+    /// Exponential gaps, as independent users cause them.
     #[default]
     Poisson,
-    /// Gaps of a gamma distribution; `--burstiness` below 1 bunches them, above 1 evens them out.
+    /// Gaps of a gamma distribution; `--burstiness` below 1 makes bursts, above 1 makes gaps more even.
     Gamma,
 }
 
-/// A process at a rate.
+/// The settings of the start times.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ArrivalsSpec {
     pub process: Process,
-    /// Sessions a second.
+    /// Sessions per second.
     pub rate: f64,
-    /// The gamma distribution's shape.
+    /// The shape of the gamma distribution.
     pub burstiness: f64,
     /// The rate grows linearly from 0 to `rate` during this time.
     pub ramp: Duration,
     pub seed: u64,
 }
 
-/// Times since the run's start, ascending.
+/// Start times since the run's start, ascending.
 pub type Arrivals = Box<dyn Iterator<Item = Duration> + Send>;
 
 impl ArrivalsSpec {
@@ -55,8 +55,9 @@ impl ArrivalsSpec {
         }
     }
 
-    /// Maps a time of the process at full rate to a time with the ramp: the same number of arrivals precedes both.
-    /// During the ramp the count is `rate · t² / 2ramp`; after it every arrival is late by half the ramp.
+    /// Maps a time of the process at full rate to a time with the ramp, before which the same number of
+    /// arrivals lies. During the ramp that number is `rate · t² / 2ramp`; after it every arrival is late by
+    /// half the ramp.
     fn ramped(&self, even: f64) -> f64 {
         let ramp = self.ramp.as_secs_f64();
         if even < ramp / 2.0 { (2.0 * ramp * even).sqrt() } else { even + ramp / 2.0 }
@@ -90,7 +91,7 @@ mod tests {
         std::iter::once(times[0]).chain(times.windows(2).map(|pair| pair[1] - pair[0])).collect()
     }
 
-    /// Coefficient of variation.
+    /// Returns the mean and the coefficient of variation of the gaps.
     fn variation(gaps: &[f64]) -> (f64, f64) {
         let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;
         let variance = gaps.iter().map(|gap| (gap - mean).powi(2)).sum::<f64>() / gaps.len() as f64;

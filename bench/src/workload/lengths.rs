@@ -5,16 +5,16 @@ use std::str::FromStr;
 
 use crate::random::Random;
 
-/// The longest prompt or answer.
+/// The longest prompt or answer in tokens.
 const N_TOKENS_MAX: f64 = 10_000_000.0;
 
 /// A distribution of token counts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Lengths {
     Fixed(u32),
-    /// Both ends included.
+    /// Every length from the first to the second number, both included, is equally likely.
     Uniform(u32, u32),
-    /// By median and the deviation of the logarithm, as in real prompts.
+    /// Lengths as in real prompts: `median`, and `sigma`, the standard deviation of the logarithm.
     LogNormal {
         median: f64,
         sigma: f64,
@@ -22,7 +22,7 @@ pub enum Lengths {
 }
 
 impl Lengths {
-    /// At least one token.
+    /// Draws a length of at least one token.
     pub fn draw(&self, random: &mut Random) -> u32 {
         match *self {
             Lengths::Fixed(n) => n,
@@ -37,7 +37,7 @@ impl Lengths {
 impl FromStr for Lengths {
     type Err = String;
 
-    /// Reads `1024`, `uniform:512..2048` or `lognormal:1024,0.6`.
+    /// Parses `1024`, `uniform:512..2048` or `lognormal:1024,0.6`.
     fn from_str(text: &str) -> Result<Self, String> {
         let lengths = match text.split_once(':') {
             None => text.parse().ok().map(Lengths::Fixed),

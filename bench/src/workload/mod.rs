@@ -1,8 +1,8 @@
 //! The requests and their times: sessions of turns, drawn from seeds or read from files.
 //!
-//! Reading order: [`session`] (the plan of one conversation), [`prompt`] (recipes of prompts and their tokens),
-//! [`lengths`] and [`arrivals`] (what is drawn), then the sources [`synthetic`], [`sharegpt`] and [`mooncake`], and
-//! [`source`], which chooses among them.
+//! Reading order: [`session`] (the plan of one conversation), [`prompt`] (recipes of prompts, and their
+//! tokens), [`lengths`] and [`arrivals`] (what is drawn at random), then the sources [`synthetic`],
+//! [`sharegpt`] and [`mooncake`], and [`source`], which chooses among them.
 
 pub mod arrivals;
 pub mod lengths;

@@ -1,4 +1,4 @@
-//! Traces in Mooncake's format: real arrival times and lengths, and the prefixes that prompts share.
+//! Reads traces in Mooncake's format: real arrival times and lengths, and the prefixes that prompts share.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -10,12 +10,12 @@ use crate::error::{BenchError, Result};
 use crate::workload::prompt::{Recipe, Segment};
 use crate::workload::session::{Session, Sessions};
 
-/// Tokens per hash id.
+/// The number of tokens that one hash id stands for.
 const BLOCK_TOKENS: u32 = 512;
 
 #[derive(Debug, Deserialize)]
 struct Line {
-    /// Milliseconds.
+    /// The arrival time in milliseconds.
     timestamp: f64,
     input_length: u32,
     output_length: u32,
@@ -23,19 +23,19 @@ struct Line {
     hash_ids: Vec<u64>,
 }
 
-/// The scaling of a trace to a machine. Every result includes it.
+/// How a trace is scaled to a machine. Every result contains these numbers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TraceOptions {
-    /// Factor for times: 2 is half the rate.
+    /// A factor for times: 2 halves the rate.
     pub slowdown: f64,
-    /// Factor for prompts and their shared blocks: 0.1 leaves a tenth.
+    /// A factor for prompts and their shared blocks: 0.1 leaves a tenth.
     pub length_scale: f64,
-    /// Bounds after scaling; longer ones are cut.
+    /// The longest prompt after scaling, in tokens. Longer ones are cut.
     pub input_max: u32,
     pub output_max: u32,
 }
 
-/// Reads the whole file. Sessions have their own start times.
+/// Reads a whole trace. Its sessions contain their own start times.
 pub fn read_trace(path: &Path, options: TraceOptions) -> Result<Sessions> {
     let open = |source| BenchError::Read { path: path.to_owned(), source };
     let file = BufReader::new(std::fs::File::open(path).map_err(open)?);
@@ -65,7 +65,8 @@ impl TraceOptions {
         (f64::from(n_tokens) * self.length_scale).round().max(1.0) as u32
     }
 
-    /// One segment for each hash id. Tokens beyond the ids belong to this prompt alone.
+    /// Returns the segments of a prompt, one for each hash id. Tokens beyond the ids belong to this prompt
+    /// alone.
     ///
     /// | tokens                              | segment                      |
     /// |-------------------------------------|------------------------------|

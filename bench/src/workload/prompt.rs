@@ -1,7 +1,7 @@
-//! Recipes of prompts: small until the prompt is needed.
+//! Recipes of prompts, which are small until the prompt is needed.
 //!
-//! Twelve thousand prompts of twelve thousand tokens are half a gigabyte; their recipes are a few megabytes. The same
-//! recipe with another salt is the same load with cold caches.
+//! Twelve thousand prompts of twelve thousand tokens are half a gigabyte, and their recipes a few megabytes.
+//! With another salt, the same recipes are the same load with cold caches.
 
 use std::ops::Range;
 use std::str::FromStr;
@@ -9,24 +9,24 @@ use std::sync::Arc;
 
 use crate::random::mix;
 
-/// The parts of a prompt.
+/// The recipe of a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Recipe {
-    /// Tokens drawn from seeds. Two recipes with the same first segments share a prefix.
+    /// Tokens that are drawn from seeds. Two recipes with the same first segments share a prefix.
     Drawn(Vec<Segment>),
     /// A given text.
     Text(Arc<str>),
 }
 
-/// A run of tokens that is a function of its seed.
+/// A run of tokens that depends on its seed only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     pub seed: u64,
     pub n_tokens: u32,
 }
 
-/// The token ids to draw from. The default is the printable ASCII range, which every vocabulary has, and which has no
-/// special tokens in known ones.
+/// The token ids to draw from. The default is the range of printable ASCII characters, which every vocabulary
+/// has, and in which known ones have no special tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Vocabulary(pub Range<u32>);
 
@@ -39,7 +39,7 @@ impl Default for Vocabulary {
 impl FromStr for Vocabulary {
     type Err = String;
 
-    /// Reads `1000..30000`.
+    /// Parses a range such as `1000..30000`.
     fn from_str(text: &str) -> Result<Self, String> {
         let bounds =
             text.split_once("..").and_then(|(low, high)| Some((low.parse().ok()?, high.parse().ok()?)));
@@ -50,7 +50,7 @@ impl FromStr for Vocabulary {
     }
 }
 
-/// Words that common tokenizers keep whole, for prompts that must be text.
+/// Words that common tokenizers encode as one token, for prompts that must be text.
 const WORDS: [&str; 32] = [
     "the", "of", "and", "to", "in", "is", "that", "for", "it", "was", "on", "are", "as", "with", "his",
     "they", "at", "be", "this", "have", "from", "or", "one", "had", "by", "word", "but", "not", "what",
@@ -58,7 +58,8 @@ const WORDS: [&str; 32] = [
 ];
 
 impl Recipe {
-    /// The planned number of tokens; for text a guess of four characters each, until the server has counted.
+    /// Returns the planned number of tokens. For a text it is a guess of four characters each, until the
+    /// server has counted.
     pub fn n_tokens(&self) -> u32 {
         match self {
             Recipe::Drawn(segments) => segments.iter().map(|segment| segment.n_tokens).sum(),
@@ -66,14 +67,14 @@ impl Recipe {
         }
     }
 
-    /// Appends its tokens to `ids`. The tokens of a text are not known.
+    /// Appends the prompt's tokens to `ids`. The tokens of a text are not known, so none are appended.
     pub fn draw(&self, salt: u64, vocabulary: &Vocabulary, ids: &mut Vec<u32>) {
         if let Recipe::Drawn(segments) = self {
             segments.iter().for_each(|segment| segment.draw(salt, vocabulary, ids));
         }
     }
 
-    /// Its words: a drawn token becomes one common word.
+    /// Returns the prompt as words: each drawn token becomes one common word.
     pub fn words(&self, salt: u64) -> String {
         match self {
             Recipe::Text(text) => text.to_string(),

@@ -1,13 +1,13 @@
-//! One conversation as planned: turns that follow each other. Most have one.
+//! The plan of one conversation: turns that follow each other. Most sessions have one turn.
 
 use std::time::Duration;
 
 use crate::workload::prompt::Recipe;
 
-/// Turns in order. A turn is sent after the end of the one before it and its `think` time.
+/// A conversation to play. A turn is sent after the end of the turn before it and its `think` time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Session {
-    /// The start time in a trace, since the trace's beginning; `None` if the arrivals decide.
+    /// The start time since the trace's beginning; `None` if the settings of the load decide.
     pub starts: Option<Duration>,
     pub turns: Vec<Turn>,
 }
@@ -17,9 +17,9 @@ pub struct Turn {
     /// The new part of the prompt in this turn.
     pub recipe: Recipe,
     pub output_tokens: u32,
-    /// The user's wait before sending it; unused for a first turn.
+    /// The user's wait before sending the turn; unused for a first turn.
     pub think: Duration,
-    /// The time at which the user cancels, since the intended send time.
+    /// The time after the intended send time at which the user cancels; `None`: never.
     pub cancel_after: Option<Duration>,
 }
 
@@ -30,5 +30,5 @@ impl Session {
     }
 }
 
-/// An endless or finite supply of sessions.
+/// A supply of sessions, which may be endless.
 pub type Sessions = Box<dyn Iterator<Item = Session> + Send>;

@@ -1,4 +1,4 @@
-//! Human conversations in ShareGPT's JSON format.
+//! Reads human conversations in ShareGPT's JSON format.
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use crate::random::Random;
 use crate::workload::prompt::Recipe;
 use crate::workload::session::{Session, Sessions, Turn};
 
-/// Without a tokenizer an answer's length is guessed: English has about four bytes to a token.
+/// The guessed number of bytes per token, for English. Without a tokenizer an answer's length is not known.
 const BYTES_PER_TOKEN: usize = 4;
 
 #[derive(Debug, Deserialize)]
@@ -27,16 +27,16 @@ struct Message {
     value: String,
 }
 
-/// The selection from the file.
+/// Which part of the file is used.
 #[derive(Clone, Copy, Debug)]
 pub struct ShareGptOptions {
-    /// How many questions of each conversation, at most.
+    /// The largest number of questions per conversation.
     pub n_turns_max: u32,
     pub think: Duration,
     pub seed: u64,
 }
 
-/// The file's conversations in an order drawn from the seed, repeated.
+/// Reads the conversations of a file. They come in an order drawn from the seed, and are repeated.
 pub fn read_sharegpt(path: &Path, options: ShareGptOptions) -> Result<Sessions> {
     let text = read_text(path)?;
     let conversations: Vec<Conversation> =
@@ -66,7 +66,7 @@ fn is_question(message: &Message) -> bool {
     matches!(message.from.as_str(), "human" | "user")
 }
 
-/// Fisher and Yates.
+/// Shuffles the items, by Fisher and Yates.
 fn shuffle<T>(items: &mut [T], random: &mut Random) {
     for last in (1..items.len()).rev() {
         items.swap(last, random.below(last as u64 + 1) as usize);

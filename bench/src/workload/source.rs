@@ -19,77 +19,78 @@ use crate::workload::synthetic::Synthetic;
 /// Where prompts come from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Kind {
-    /// Drawn token ids; nothing in common between prompts.
+    /// Prompts of random token ids that have nothing in common
     #[default]
     Random,
-    /// Drawn; sessions of a group share their first tokens.
+    /// Prompts of random token ids; the sessions of a group share their first tokens
     SharedPrefix,
-    /// Drawn conversations: each turn includes all turns before it.
+    /// Conversations of random token ids: each turn includes all turns before it
     MultiTurn,
-    /// A JSON file of conversations.
+    /// Conversations from a JSON file
     Sharegpt,
-    /// A JSONL trace with times, lengths and prefix hashes.
+    /// Requests from a JSONL trace with times, lengths and prefix hashes
     Mooncake,
 }
 
-/// What is sent.
+/// The settings of what is sent.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Workload")]
 pub struct WorkloadArgs {
     /// Where prompts come from
     #[arg(long, value_enum, default_value_t)]
     pub workload: Kind,
-    /// File of a sharegpt or mooncake workload
+    /// The file of a sharegpt or mooncake workload
     #[arg(long, value_name = "FILE")]
     pub data: Option<PathBuf>,
-    /// Tokens of a prompt (of a turn): 1024, uniform:512..2048 or lognormal:MEDIAN,SIGMA
+    /// Number of tokens in a prompt, or in a turn: 1024, uniform:512..2048 or lognormal:MEDIAN,SIGMA
     #[arg(long, default_value = "512", value_name = "LENGTHS")]
     pub input_tokens: Lengths,
-    /// Tokens of an answer
+    /// Number of tokens in an answer
     #[arg(long, default_value = "128", value_name = "LENGTHS")]
     pub output_tokens: Lengths,
-    /// Groups of sessions that share a prefix
+    /// Number of groups of sessions that share a prefix
     #[arg(long, default_value_t = 8, value_name = "N")]
     pub prefix_groups: u64,
-    /// Tokens of the shared prefix
+    /// Number of tokens in the shared prefix
     #[arg(long, default_value_t = 1024, value_name = "N")]
     pub prefix_tokens: u32,
-    /// Turns of a conversation (for a ShareGPT file the maximum)
+    /// Number of turns in a conversation (for a ShareGPT file the maximum)
     #[arg(long, default_value_t = 4, value_name = "N")]
     pub turns: u32,
     /// Mean wait between an answer and the next turn
     #[arg(long, default_value = "1s", value_parser = parse_span, value_name = "SPAN")]
     pub think: Duration,
-    /// Multiplies a trace's times: 2 is half its rate
+    /// Factor for a trace's times: 2 halves its rate
     #[arg(long, default_value_t = 1.0, value_name = "FACTOR")]
     pub slowdown: f64,
-    /// Multiplies a trace's prompt lengths and the blocks they share
+    /// Factor for a trace's prompt lengths and the blocks that prompts share
     #[arg(long, default_value_t = 1.0, value_name = "FACTOR")]
     pub length_scale: f64,
-    /// Cuts a trace's prompts
+    /// Number of tokens after which a trace's prompts are cut
     #[arg(long, default_value_t = u32::MAX, value_name = "N", hide_default_value = true)]
     pub input_max: u32,
-    /// Cuts a trace's answers
+    /// Number of tokens after which a trace's answers are cut
     #[arg(long, default_value_t = u32::MAX, value_name = "N", hide_default_value = true)]
     pub output_max: u32,
     /// Share of requests that are cancelled
     #[arg(long, default_value_t = 0.0, value_name = "SHARE")]
     pub cancel_rate: f64,
-    /// Mean time after which those are cancelled (exponential)
+    /// Mean time after which such a request is cancelled (exponential)
     #[arg(long, default_value = "1s", value_parser = parse_span, value_name = "SPAN")]
     pub cancel_after: Duration,
     /// Token ids to draw prompts from
     #[arg(long, default_value = "33..127", value_name = "LOW..HIGH")]
     pub token_ids: Vocabulary,
-    /// Repeats arrivals and lengths; random if not given
+    /// Seed of arrivals and lengths, to repeat them; random if not given
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// Repeats the contents of prompts too, so that caches are warm; random if not given, so that they are cold
+    /// Seed of the prompts' contents. With the same seed caches are warm; by default it is random, so that
+    /// they are cold
     #[arg(long, value_name = "N")]
     pub salt: Option<u64>,
 }
 
-/// The sessions of the workload, cancellations included.
+/// Makes the sessions of the workload, planned cancellations included.
 pub fn sessions(args: &WorkloadArgs, seed: u64) -> Result<Sessions> {
     if !(0.0..=1.0).contains(&args.cancel_rate) {
         return Err(BenchError::usage("--cancel-rate is a share between 0 and 1"));
@@ -130,7 +131,8 @@ fn synthetic(args: &WorkloadArgs, seed: u64, n_groups: u64, n_turns: u32) -> Syn
     }
 }
 
-/// The requests to cancel are drawn before any is sent, so leaving them out of the latencies adds no bias.
+/// Adds planned cancellations to the sessions. They are drawn before any request is sent, so leaving them out
+/// of the latencies adds no bias.
 fn with_cancellations(source: Sessions, args: &WorkloadArgs, seed: u64) -> Sessions {
     let mut random = Random::stream(seed, 0xca4c);
     let (rate, mean) = (args.cancel_rate, args.cancel_after.as_secs_f64());
@@ -143,12 +145,12 @@ fn with_cancellations(source: Sessions, args: &WorkloadArgs, seed: u64) -> Sessi
     }))
 }
 
-/// The source of the times of requests.
+/// Where the times of requests come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ArrivalTimes {
-    /// The load's rate or concurrency.
+    /// From the rate or the concurrency of the load.
     Generated,
-    /// A trace.
+    /// From a trace.
     Recorded,
 }
 
@@ -166,17 +168,17 @@ impl WorkloadArgs {
         if self.workload == Kind::Mooncake { ArrivalTimes::Recorded } else { ArrivalTimes::Generated }
     }
 
-    /// Turns of a session, at most.
+    /// Returns the largest number of turns in a session.
     pub fn n_turns(&self) -> u32 {
         if matches!(self.workload, Kind::MultiTurn | Kind::Sharegpt) { self.turns } else { 1 }
     }
 
-    /// Whether prompts are words instead of token ids.
+    /// Returns whether prompts are text instead of token ids.
     pub fn is_text(&self) -> bool {
         self.workload == Kind::Sharegpt
     }
 
-    /// The settings in the report.
+    /// Returns the settings for the report.
     pub fn describe(&self) -> Value {
         let kind =
             self.workload.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned());

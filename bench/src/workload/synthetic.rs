@@ -7,26 +7,26 @@ use crate::workload::lengths::Lengths;
 use crate::workload::prompt::{Recipe, Segment};
 use crate::workload::session::{Session, Sessions, Turn};
 
-/// These segments have their own seeds, separate from the shared ones.
+/// The first seed of the segments that belong to one session alone, apart from the seeds of shared segments.
 const OWN: u64 = 1 << 62;
 
-/// The numbers of a drawn workload.
+/// The settings of a workload of random token ids.
 #[derive(Clone, Debug)]
 pub struct Synthetic {
-    /// New tokens in each turn, shared prefix not included.
+    /// The number of new tokens in each turn, without the shared prefix.
     pub input: Lengths,
     pub output: Lengths,
     /// The number of groups whose sessions share their first `prefix_tokens`; 0 for none.
     pub n_groups: u64,
     pub prefix_tokens: u32,
     pub n_turns: u32,
-    /// Mean of the exponential wait between turns.
+    /// The mean of the exponential wait between turns.
     pub think: Duration,
     pub seed: u64,
 }
 
 impl Synthetic {
-    /// Endless.
+    /// Returns an endless supply of sessions.
     pub fn sessions(self) -> Sessions {
         let mut random = Random::stream(self.seed, 0x1e46);
         Box::new((0u64..).map(move |ordinal| self.session(ordinal, &mut random)))

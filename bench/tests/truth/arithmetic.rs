@@ -1,5 +1,5 @@
-//! Whole runs: percentiles, rates, attainment and windows, compared with simple code that knows only the plan, and
-//! with the arithmetic of `vllm bench serve` on the same events.
+//! Tests of whole runs: percentiles, rates, attainment and windows, compared with simple code that knows only
+//! the plan, and with the arithmetic of `vllm bench serve` on the same events.
 
 use bench::metrics::distribution::percentile;
 use bench::metrics::{Metric, Objectives, Summary, Window, vllm};
@@ -9,7 +9,7 @@ use bench::record::{Outcome, RequestRecord};
 
 use crate::{millis, recorded};
 
-/// A hundred requests with drawn delays, ten a second; every tenth fails.
+/// Returns a hundred requests with drawn delays, ten per second; every tenth fails.
 fn run() -> Vec<RequestRecord> {
     let mut random = Random::stream(11, 0);
     (0..100)
@@ -94,7 +94,8 @@ fn objectives_hold_where_they_say() {
     check("", true);
     check("ttft=100ms", true);
     check("ttft=99ms", false);
-    // 199 gaps: the 99th percentile by nearest rank ignores the largest, but not two of them.
+    // The objective on p99 holds with one large gap among the 199: by nearest rank, the 99th percentile
+    // ignores the largest gap, but not two.
     check("tbt=10ms", true);
     check("tbt.max=199ms", false);
     check("tbt.mean=11ms", true);
@@ -103,7 +104,7 @@ fn objectives_hold_where_they_say() {
     check("e2el=2279ms", false);
 }
 
-/// A stall stays visible to an objective if tokens are packed into few chunks.
+/// An objective still fails after a stall if the tokens come in few chunks.
 #[test]
 fn coalescing_does_not_hold_an_objective() {
     let mut script = Script::even(1, millis(50), millis(0));
@@ -137,7 +138,7 @@ fn percentiles_are_numpys_and_pass_through_infinity() {
 
 // === vllm bench serve ===
 
-/// `RequestFuncOutput` of its completions client: seconds since the request was sent.
+/// vLLM's `RequestFuncOutput` for completions. Times are in seconds since the request was sent.
 struct VllmOutput {
     success: bool,
     start_time: f64,
@@ -148,7 +149,8 @@ struct VllmOutput {
     prompt_len: u32,
 }
 
-/// The client's record for the events of a record: TTFT is the first chunk with a choice, even an empty one.
+/// Returns what vLLM's client would record for the events of a record: its TTFT is the time of the first
+/// chunk with a choice, even an empty one.
 fn vllm_client(record: &RequestRecord) -> VllmOutput {
     let times: Vec<f64> = record.chunks.iter().map(|chunk| f64::from(chunk.at_us) / 1e6).collect();
     VllmOutput {
@@ -162,7 +164,8 @@ fn vllm_client(record: &RequestRecord) -> VllmOutput {
     }
 }
 
-/// `calculate_metrics`: (mean, median, std, p99) in milliseconds of ttft, tpot, itl and e2el; of successes only.
+/// Repeats vLLM's `calculate_metrics`: (mean, median, std, p99) in milliseconds of ttft, tpot, itl and e2el;
+/// of successes only.
 fn vllm_latencies(outputs: &[VllmOutput]) -> Vec<(&'static str, [f64; 4])> {
     let (mut ttfts, mut tpots, mut itls, mut e2els) = (vec![], vec![], vec![], vec![]);
     for output in outputs.iter().filter(|output| output.success) {
@@ -178,7 +181,7 @@ fn vllm_latencies(outputs: &[VllmOutput]) -> Vec<(&'static str, [f64; 4])> {
         .to_vec()
 }
 
-/// `np.mean`, `np.median`, `np.std` and `np.percentile(…, 99)`, times 1000.
+/// Returns `np.mean`, `np.median`, `np.std` and `np.percentile(…, 99)`, times 1000.
 fn numpy(mut list: Vec<f64>) -> [f64; 4] {
     list.sort_by(f64::total_cmp);
     let n = list.len() as f64;
@@ -194,7 +197,8 @@ fn numpy(mut list: Vec<f64>) -> [f64; 4] {
 
 #[test]
 fn the_shared_fields_are_vllms_numbers() {
-    // The definitions differ for a final chunk without a token (it has the finish reason).
+    // Chunks without tokens are removed, because the definitions differ for a final chunk that has only the
+    // finish reason.
     let mut records = run();
     records.iter_mut().for_each(|record| record.chunks.retain(|chunk| chunk.tokens > 0));
     let outputs: Vec<_> = records.iter().map(vllm_client).collect();
@@ -222,15 +226,15 @@ fn the_shared_fields_are_vllms_numbers() {
     near("peak requests", number("max_concurrent_requests"), concurrent);
 }
 
-/// Its one-second buckets: token arrivals, and requests between start and end.
+/// Returns the maxima of vLLM's one-second buckets: token arrivals, and requests between start and end.
 fn vllm_peaks(successes: &[&VllmOutput]) -> (f64, f64) {
     let start = successes.iter().map(|output| output.start_time).fold(f64::MAX, f64::min);
     let end = successes.iter().map(|output| output.start_time + output.latency).fold(0.0, f64::max);
     let mut tokens = vec![0.0; (end - start).ceil() as usize + 1];
     let mut requests = tokens.clone();
     for output in successes {
-        // Whole microseconds on both sides, because rounded sums of seconds may fall on either side of a bucket's
-        // edge.
+        // Times are rounded to whole microseconds on both sides, because rounded sums of seconds may fall on
+        // either side of a bucket's edge.
         let micros = |seconds: f64| (seconds * 1e6).round();
         let mut at = micros(output.start_time - start) + micros(output.ttft);
         tokens[(at / 1e6) as usize] += 1.0;
@@ -244,7 +248,7 @@ fn vllm_peaks(successes: &[&VllmOutput]) -> (f64, f64) {
     (tokens.into_iter().fold(0.0, f64::max), requests.into_iter().fold(0.0, f64::max))
 }
 
-/// Where the definitions differ, ours cannot be improved by packing tokens.
+/// An empty first chunk improves vLLM's TTFT, but not ours.
 #[test]
 fn an_empty_first_chunk_games_vllms_ttft_and_not_ours() {
     let mut script = Script::even(10, millis(500), millis(10));

@@ -1,4 +1,4 @@
-//! Whole commands against a puppet in the same process.
+//! Tests of whole commands against a puppet in the same process.
 
 use std::path::Path;
 use std::time::Duration;
@@ -17,7 +17,7 @@ struct Typed {
     bench: BenchArgs,
 }
 
-/// Runs a command. A busy machine may make a run invalid, which these tests accept.
+/// Runs a command. Its run may be invalid, because the machine may be busy.
 pub(crate) async fn run(line: &str) {
     let typed = Typed::try_parse_from(line.split_whitespace()).expect("it parses");
     let ended = tokio::time::timeout(Duration::from_secs(120), dispatch(typed.bench.command)).await;
@@ -82,7 +82,7 @@ async fn the_search_ends_and_every_probe_is_kept() {
     let (puppet, folder) = (puppet(5).await, tempfile::tempdir().expect("a folder"));
     let at = folder.path().display();
     let url = puppet.url();
-    // No server holds one microsecond: the search goes down until it stops.
+    // The search goes down until it stops, because no server answers within one microsecond.
     run(&format!(
         "serve --url {url} --quiet --rate 4000 --find-rate 0.9 --requests 2 --output-tokens 6 --slo ttft=1us \
          --lag-limit 1h --out {at}/f.json"

@@ -1,4 +1,4 @@
-//! The formats of traces, packed reports and pages.
+//! Tests of formats: traces, packed reports and pages.
 
 use bench::metrics::{LagSamples, Metric, Objectives, Window};
 use bench::puppet::{Ending, Script};
@@ -58,7 +58,7 @@ fn a_report_is_read_back_as_it_was() {
     let (ttft, as_written) = (read.latency(Metric::Ttft), written.latency(Metric::Ttft));
     assert_eq!((ttft.count, ttft.p50, ttft.max), (as_written.count, as_written.p50, f64::INFINITY));
     assert_eq!((read.faults, read.valid), (written.faults, true));
-    // vLLM's names lie at the top of the file.
+    // Fields with vLLM's names are at the top level of the file.
     let text = std::fs::read_to_string(&path).expect("there");
     let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
     for name in ["completed", "duration", "p99_ttft_ms", "median_itl_ms", "request_goodput", "model_id"] {
@@ -73,7 +73,7 @@ fn a_page_needs_nothing_from_elsewhere() {
     for foreign in ["<script", "http-equiv", "src=", "href=", "@import", "url("] {
         assert!(!page.contains(foreign), "{foreign}");
     }
-    // Six distributions, and two timelines of each run.
+    // The page has six distributions, and two timelines for each run.
     assert_eq!(page.matches("<svg").count(), 6 + 4);
     assert!(page.contains("first &lt;run&gt;") && !page.contains("NaN"));
 }
@@ -93,7 +93,8 @@ fn sweeps_are_drawn_as_curves_of_throughput_against_latency() {
     let labels = ["remote rate=1", "remote rate=2", "colocated rate=1", "colocated rate=2"];
     let runs = labels.map(|label| report(label, &records(100)));
     let page = html::page("Sweeps", &runs).expect("drawn");
-    // Six distributions, four trade-offs with a p50 and a p99 of each sweep, two timelines of each run.
+    // The page has six distributions, four trade-offs with a p50 and a p99 of each sweep, and two timelines
+    // for each run.
     assert_eq!(page.matches("<svg").count(), 6 + 4 + 8);
     assert_eq!((page.matches(">remote p99<").count(), page.matches(">colocated p50<").count()), (4, 4));
 }

@@ -1,4 +1,4 @@
-//! Faults: their cost on plans, and a real process with faults on schedule.
+//! Tests of faults: their cost on planned requests, and a real process with faults on schedule.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command};
@@ -12,7 +12,7 @@ use bench::report::RunReport;
 
 use crate::{millis, recorded};
 
-/// A hundred requests, ten a second. Those due in `bad` (seconds) fail.
+/// Returns a hundred requests, ten per second. Those due in `bad` (seconds) fail.
 fn records(bad: std::ops::Range<f64>) -> Vec<RequestRecord> {
     (0..100)
         .map(|nth| {
@@ -32,7 +32,8 @@ fn cost(bad: std::ops::Range<f64>, faults_s: &[f64]) -> Vec<Cost> {
 
 #[test]
 fn recovery_lasts_until_users_are_served_as_before() {
-    // Requests due from 4.0 to 5.5 s fail. The fault is injected at 4.05 s, while the request of 4.0 s runs.
+    // The requests due from 4.0 to 5.5 s fail. The fault is injected at 4.05 s, while the request of 4.0 s
+    // runs, so one request is lost.
     let found = cost(4.0..5.55, &[4.05])[0];
     assert_eq!(found.lost, 1);
     assert!((found.recovery_s - (5.5 - 4.05)).abs() < 1e-6, "{found:?}");

@@ -16,7 +16,7 @@ use bench::puppet::Script;
 use bench::record::{Outcome, RequestRecord};
 use tokio::time::Instant;
 
-/// A request that asks for this many tokens.
+/// Makes the assignment of a request for this many tokens.
 fn assignment(index: u32, wanted_tokens: u32) -> Assignment {
     Assignment {
         index,
@@ -31,8 +31,8 @@ fn assignment(index: u32, wanted_tokens: u32) -> Assignment {
     }
 }
 
-/// The client's record of a script whose bytes arrive exactly on time, without a socket or a clock. Bytes come in
-/// pieces of `piece` bytes, as a network may cut them.
+/// Returns what the client records of a script whose bytes arrive exactly on time, without a socket or a
+/// clock. The bytes come in pieces of `piece` bytes, as a network may cut them.
 fn recorded(index: u32, intended_us: u64, script: &Script, piece: usize) -> RequestRecord {
     let wanted = script.steps.iter().map(|step| step.act.n_tokens()).sum();
     let mut reception = Reception::new(wanted, false);

@@ -1,4 +1,4 @@
-//! The scenarios are valid, and the index of measurements is complete.
+//! Tests that the scenarios are valid, and that the index of measurements is complete.
 
 use std::path::{Path, PathBuf};
 

@@ -1,6 +1,6 @@
-//! The same over real sockets. The puppet and the load share one thread and one clock, so the puppet's record of its
-//! writes is the reference. Upper bounds are on the tenth percentile: a busy machine only adds lateness, and the low
-//! percentiles show the harness's own error.
+//! Tests of the harness over real sockets. The puppet and the load share one thread and one clock, so the
+//! puppet's record of its writes is the reference. Upper bounds are on the tenth percentile: a busy machine
+//! only adds lateness, and the low percentiles show the harness's own error.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -43,7 +43,7 @@ fn single(ordinal: u64) -> Session {
     Session::single(Recipe::Drawn(vec![Segment { seed: ordinal, n_tokens: 8 }]), 20)
 }
 
-/// Drives sessions against an address.
+/// Sends sessions to an address, and returns what the harness records.
 async fn load(url: &str, sessions: Vec<Session>, pacing: Pacing, timeout: Duration) -> Observed {
     let target = Arc::new(Target::resolve(url).await.expect("it accepts"));
     let job = Drive {
@@ -59,7 +59,7 @@ async fn load(url: &str, sessions: Vec<Session>, pacing: Pacing, timeout: Durati
     tokio::time::timeout(LIMIT, drive(job, Arc::default())).await.expect("it ends").expect("it can be driven")
 }
 
-/// Sessions at even gaps.
+/// Sends `n` sessions at even gaps to a puppet.
 async fn load_open(puppet: &ScriptedServer, n: u64, gap: Duration) -> Observed {
     let times = (0..n as u32).map(move |nth| gap * nth);
     load(&puppet.url(), (0..n).map(single).collect(), Pacing::Open(Box::new(times)), LIMIT).await
@@ -70,7 +70,8 @@ fn played_for<'a>(played: &'a [PlayedRequest], record: &RequestRecord) -> &'a Pl
     played.iter().find(|played| played.request_id.ends_with(&suffix)).expect("every request was played")
 }
 
-/// How late the client saw each token, in milliseconds: client's time minus puppet's, of the same write.
+/// Returns how late the client saw each token, in milliseconds: the client's time minus the puppet's time of
+/// the same write.
 fn lateness(seen: &Observed, puppet: &ScriptedServer) -> Vec<f64> {
     let played = puppet.played();
     let mut all = Vec::new();
@@ -101,7 +102,7 @@ async fn tokens_are_timed_as_they_were_written() {
     assert!(seen.records.iter().all(RequestRecord::is_finished));
     let late = lateness(&seen, &puppet);
     assert_eq!(late.len(), 40 * 22);
-    // Two microseconds for the rounding of two times to whole ones.
+    // Two microseconds are allowed, because two times are rounded to whole ones.
     assert!(late[0] >= -0.002, "a token was seen {} ms before it was sent", -late[0]);
     assert!(late[late.len() / 10] < 0.5, "tokens are seen {} ms late", late[late.len() / 10]);
 }
@@ -116,7 +117,7 @@ async fn the_schedule_is_kept_whatever_the_server_does() {
     let mut lags: Vec<_> = seen.records.iter().map(|record| record.lag_us).collect();
     lags.sort_unstable();
     assert!(lags[3] < 500, "requests are sent {} µs late", lags[3]);
-    // The time from the intended send time includes the lag.
+    // The send time counts from the intended time, so it includes the lag.
     assert!(seen.records.iter().all(|record| record.sent_us >= record.lag_us));
 }
 
@@ -125,7 +126,7 @@ async fn a_slow_accept_is_part_of_the_wait() {
     let delay = millis(100);
     let puppet = puppet(ScriptedServer::always(&Script::even(2, millis(10), millis(5))), delay).await;
     let seen = load_open(&puppet, 3, Duration::ZERO).await;
-    // All three connect at once; the second is accepted one delay after the first, and the third two.
+    // All three connect at once. The second is accepted one delay after the first, and the third two.
     let mut ttft: Vec<_> = seen.records.iter().filter_map(|record| record.token_us(0)).collect();
     ttft.sort_unstable();
     assert!(ttft[0] >= 9_990 && ttft[1] >= 109_990 && ttft[2] >= 209_990, "{ttft:?}");
@@ -174,7 +175,7 @@ async fn a_server_that_has_gone_is_a_failed_connection() {
     assert_eq!(seen.records[0].failure().map(|failure| failure.kind), Some(FailureKind::Connect));
 }
 
-/// A server that closes every connection after one answer, without a header that announces it.
+/// Starts a server that closes every connection after one answer, without a header that announces it.
 async fn rude_server() -> (String, tokio::task::JoinSet<()>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let url = format!("http://{}", listener.local_addr().expect("bound"));
@@ -233,7 +234,7 @@ async fn users_who_give_up_are_cancelled_and_the_server_notices() {
     tokio::time::timeout(LIMIT, noticed).await.expect("the stream is ended");
 }
 
-/// The prompts that it received.
+/// Returns a casting that plays `script`, and the list of the prompts that it receives.
 fn listening(script: &Script) -> (Casting, Arc<Mutex<Vec<Vec<u64>>>>) {
     let prompts = Arc::new(Mutex::new(Vec::new()));
     let (part, heard) = (PreparedScript::from(script), Arc::clone(&prompts));
@@ -261,7 +262,7 @@ async fn each_turn_carries_all_that_was_said() {
     let prompts = prompts.lock().expect("one thread");
     assert_eq!(prompts.iter().map(Vec::len).collect::<Vec<_>>(), [6, 16, 26]);
     assert_eq!(prompts[1][..6], prompts[0]);
-    // The puppet's answers are tokens of id 7.
+    // The answers of the puppet consist of tokens with id 7, which the next prompt must contain.
     assert_eq!(prompts[1][6..10], [7; 4]);
     assert_eq!(prompts[2][..16], prompts[1]);
     for pair in seen.records.windows(2) {

@@ -1,4 +1,5 @@
-//! Every metric of programmed streams, exactly: the whole path from bytes to numbers, with a virtual clock.
+//! Tests every metric of programmed streams exactly: the whole path from bytes to numbers, with a virtual
+//! clock.
 
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use bench::record::{CountedBy, FailureKind, RequestRecord};
 
 use crate::{millis, recorded};
 
-/// The script's token times in milliseconds, computed without the code under test.
+/// Returns the script's token times in milliseconds, computed without the code under test.
 fn token_times(script: &Script) -> Vec<f64> {
     let mut at = Duration::ZERO;
     let mut times = Vec::new();
@@ -45,7 +46,8 @@ fn check(script: &Script, record: &RequestRecord) {
     check_chunk_gaps(times, &of(Metric::Itl));
 }
 
-/// Tokens of one chunk have the same time. Without repeats these are the chunks.
+/// Checks the gaps between chunks. Tokens of one chunk have the same time, so times without repeats are those
+/// of the chunks.
 fn check_chunk_gaps(mut times: Vec<f64>, got: &[f64]) {
     times.dedup();
     assert_eq!(got.len(), times.len() - 1);
@@ -56,7 +58,7 @@ fn step(ms: u64, act: ScriptAction) -> Step {
     Step { after: millis(ms), act }
 }
 
-/// All ways to count, and all sizes of pieces, must give the same result.
+/// Checks the steps with all ways to count and all sizes of pieces. All must give the same result.
 fn check_everywhere(steps: Vec<Step>) {
     for counting in [Counting::Ids, Counting::Usage] {
         let script = Script { status: 200, steps: steps.clone(), ending: Ending::Done, counting };
