@@ -71,7 +71,7 @@ async fn up(
     };
     if came_up.is_ok() && !shutdown.requested() {
         output::tell_later(table(&cluster));
-        // This is the only line on standard output, and scripts wait for it.
+        // Scripts wait for this line, the only one on standard output.
         output::print(&format!("ready http=http://{http} grpc=http://{grpc}\n"))?;
         tokio::select! {
             () = shutdown.wait() => {}

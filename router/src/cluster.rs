@@ -112,7 +112,7 @@ impl Cluster {
     }
 
     /// Returns the usable nodes for a prompt of this model, except `without`. They have the weights that the
-    /// prompt names, or otherwise those of the group in force.
+    /// prompt names, or else those of the model's serving group.
     pub fn view(&self, model: &PromptModel, without: &[NodeId]) -> ClusterView {
         self.members().view(model, without)
     }
@@ -148,7 +148,7 @@ impl Cluster {
         self.members().models()
     }
 
-    /// Returns the groups of all models, with the one in force.
+    /// Returns the groups of all models, with the serving group of each.
     pub fn groups(&self) -> Vec<ModelGroups> {
         self.members().groups()
     }

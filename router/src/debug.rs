@@ -59,7 +59,7 @@ fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {
     node
 }
 
-/// Returns a model's groups of nodes as JSON, with the group in force and the reason.
+/// Returns a model's groups of nodes as JSON, with the serving group and the reason for its choice.
 fn model(model: &ModelGroups) -> Value {
     let group = |group: &Group| {
         let parts: Map<String, Value> = group

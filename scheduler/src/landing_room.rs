@@ -33,7 +33,7 @@ pub struct GrantedRoom {
     pub lease: BlockLease,
     /// The number of leading blocks per layer group whose KV is cached.
     pub cached_blocks: usize,
-    /// This landing in the counter of open landings.
+    /// The landing, as a unit of the counter of open landings.
     pub landing: Counted,
 }
 

@@ -131,7 +131,7 @@ pub(crate) enum Weights {
 pub(crate) enum Quantized {
     /// Weights as they are in the checkpoint.
     No,
-    /// 8 bits per weight, and a scale for each row.
+    /// Weights with 8 bits, and a scale for each row.
     Fp8,
 }
 

@@ -114,7 +114,7 @@ fn checked(args: &EngineArgs) -> Result<Report, Failed> {
     for folder in args.check_folders() {
         report.add(check::check(&folder, args)?);
         check::check_sleep(&folder, args);
-        // One GPU only, because several GPUs add numbers in another order than one.
+        // Several GPUs add numbers in another order than one, so only one GPU is compared bit by bit.
         if args.cuda().ranks.get() == 1 {
             report.add(check::check_alike(&folder, args)?);
         }

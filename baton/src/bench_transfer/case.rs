@@ -18,7 +18,7 @@ const HEAD_BYTES: u64 = 2 * 128 * 2 * BLOCK_TOKENS as u64;
 pub enum Blocks {
     /// All blocks are neighbours, on both sides.
     Contiguous,
-    /// No two blocks are neighbours, on either side.
+    /// The blocks are scattered: no two are neighbours, on either side.
     Scattered,
 }
 

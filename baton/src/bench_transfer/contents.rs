@@ -177,7 +177,7 @@ mod tests {
         let sizes: Vec<usize> = pieces.iter().map(|piece| piece.near.len()).collect();
         assert_eq!(sizes, [256, 256, 256, 232]);
         assert_eq!(windows(&pieces).len(), 4);
-        // Of every second block, 128 lie within 255 blocks, which limits the group. The other side alone
+        // The limit is 128 because 128 of every second block lie within 255 blocks. The other side alone
         // allows 256.
         let sizes: Vec<usize> = windows(&scattered(300)).iter().map(|window| window.len()).collect();
         assert_eq!(sizes, [128, 128, 44, 128, 128, 44]);

@@ -39,7 +39,7 @@ pub struct Client {
     timeout: Duration,
 }
 
-/// One running exchange.
+/// A request that was sent, and its answer that is being read.
 struct Exchange<'a> {
     client: &'a Client,
     intended: Instant,

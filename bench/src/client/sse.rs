@@ -11,7 +11,7 @@ pub struct Lines {
     cut: Vec<u8>,
 }
 
-/// The error of a line that is longer than [`LINE_BYTES_MAX`].
+/// The error of a line that is longer than `LINE_BYTES_MAX`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LineTooLong;
 

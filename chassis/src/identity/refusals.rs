@@ -7,7 +7,7 @@ use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{IntCounterVec, Opts};
 
-/// What was refused: a metric label.
+/// The kind of thing that was refused, as a metric label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Refused {
     Call,
@@ -16,7 +16,7 @@ pub enum Refused {
     Page,
 }
 
-/// Why a call, link, entry or page was refused: a metric label.
+/// Why a call, link, entry or page was refused, as a metric label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reason {
     /// The signature or key is missing.

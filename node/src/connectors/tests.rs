@@ -64,7 +64,7 @@ async fn what_was_named_is_all_there_is() {
     );
 }
 
-/// Both nodes report the same host, but the peer's socket is not in this node's folder, so shm falls back
+/// Two nodes report the same host, but the peer's socket is not in this node's folder, so shm falls back
 /// with one warning.
 #[tokio::test]
 async fn a_fall_back_is_a_warning_once() {

@@ -1,8 +1,9 @@
 //! The choice of the group of nodes that serves a model: a pure function of all nodes of one model name.
 //!
-//! A group is the nodes with equal fingerprints. The caller decides again at every change of membership or
-//! usability. The caller leaves out pool nodes, and nodes that are refused for another reason (protocol, or
-//! not the operator's model). See `docs/decisions/0024-a-rollout-waits-for-a-complete-group.md`.
+//! A group is the nodes with equal fingerprints. The one that serves is the group in force (`in_force`). The
+//! caller decides again at every change of membership or usability. The caller leaves out pool nodes, and
+//! nodes that are refused for another reason (protocol, or not the operator's model). See
+//! `docs/decisions/0024-a-rollout-waits-for-a-complete-group.md`.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -45,7 +46,7 @@ pub(super) struct Decision {
     pub(super) reason: Reason,
 }
 
-/// The reason why a group is in force, or why the decision is postponed.
+/// The reason why a group was chosen to serve, or why the decision is postponed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reason {
     /// The group is the only one.
@@ -53,7 +54,7 @@ pub(super) enum Reason {
     /// The group is the only one with a usable node of each required role.
     OnlyComplete,
     MostNodes,
-    /// Another group has as many nodes. The chosen one was in force before, or it is older.
+    /// Another group has as many nodes. The chosen one served before, or it is older.
     Tie,
     /// No group has a usable node of each required role; the chosen one has a decode node.
     CanDecode,
@@ -61,7 +62,7 @@ pub(super) enum Reason {
     NoneServes,
     /// The router has just started, and nodes may still announce themselves.
     SettlePeriod,
-    /// The decision waits, because a larger group, or the one in force, may become usable in a moment.
+    /// The decision waits, because a larger group, or the serving one, may become usable in a moment.
     Expecting,
 }
 
@@ -87,7 +88,8 @@ impl fmt::Display for Reason {
     }
 }
 
-/// The rank of a group: by its number of nodes, then by being in force, then by the age of its oldest node.
+/// The rank of a group: by its number of nodes, then whether it serves now, then by the age of its oldest
+/// node.
 type Rank = (usize, bool, Reverse<u64>);
 
 /// The counts and roles of one group, from which the decision is made.
@@ -179,8 +181,8 @@ fn needs_prefill(nodes: &[GroupNode]) -> bool {
 /// Chooses the group that serves a model.
 ///
 /// A group that can serve (with a usable node of each required role) is preferred to one that cannot. Among
-/// several such groups, the largest wins; on a tie, the group in force, then the older one. If no group can
-/// serve, the group in force continues with its decode nodes, which compute prompts themselves. A change is
+/// several such groups, the largest wins; on a tie, the serving group, then the older one. If no group can
+/// serve, the serving group continues with its decode nodes, which compute prompts themselves. A change is
 /// postponed while a better group may become usable.
 pub(super) fn decide(nodes: &[GroupNode], known: DecisionContext) -> Decision {
     let DecisionContext { in_force, is_settling, postponed_too_long } = known;
@@ -272,7 +274,7 @@ mod tests {
             ("ad", None, Some('a'), OnlyGroup),
             ("ab", None, Some('a'), OnlyGroup),
             ("ap ap ad ad", None, Some('a'), OnlyGroup),
-            // Rule: the larger group wins, then the one in force, then the older one.
+            // Rule: the larger group wins, then the serving one, then the older one.
             ("bp bd ap ap ad", None, Some('a'), MostNodes),
             ("bp bd ap ap ad", Some('b'), Some('a'), MostNodes),
             ("bp bd ap ad", None, Some('b'), Tie),
@@ -304,10 +306,10 @@ mod tests {
             // A rollout replaces one node of each role at a time: a tie changes nothing, a majority does.
             ("ap ad bp bd", Some('a'), Some('a'), Tie),
             ("ad bp bp bd", Some('a'), Some('b'), OnlyComplete),
-            // The group in force has left, or all of it drains, so the other group serves.
+            // The serving group has left, or all of it drains, so the other group serves.
             ("bp bd", Some('a'), Some('b'), OnlyGroup),
             ("ap- ad- bp bd", Some('a'), Some('b'), OnlyComplete),
-            // The nodes of the group in force are unreachable for a moment, so the router waits for them.
+            // The nodes of the serving group are unreachable for a moment, so the router waits for them.
             ("ap? ad? bp bd", Some('a'), Some('a'), Expecting),
             ("ap? ad? bp? bd?", Some('a'), Some('a'), NoneServes),
             ("ap? ad ad bp bd", Some('a'), Some('a'), Expecting),

@@ -39,7 +39,7 @@ pub enum NodeState {
     /// The node cannot be used, independent of other nodes: another protocol, or not the model that the
     /// operator requires.
     Refused(String),
-    /// The node's fingerprint differs from that of the group in force.
+    /// The node's fingerprint differs from that of the serving group.
     Superseded(String),
 }
 
@@ -107,7 +107,7 @@ impl WorkStatus {
     }
 }
 
-/// The group in force of one model, and the state of a postponed change.
+/// The serving group of one model (`in_force`), and the state of a postponed change.
 #[derive(Debug)]
 struct ModelRecord {
     in_force: Option<FingerprintDigest>,
@@ -231,7 +231,7 @@ impl Members {
     }
 
     /// Returns the usable nodes for a prompt of this model, except `without`. They have the weights that the
-    /// prompt names, or else those of the group in force.
+    /// prompt names, or else those of the model's serving group.
     pub(super) fn view(&self, model: &PromptModel, without: &[NodeId]) -> ClusterView {
         let Some(wanted) = model.fingerprint.or_else(|| self.in_force(&model.name)) else {
             return ClusterView::default();
@@ -273,7 +273,7 @@ impl Members {
         }
     }
 
-    /// Returns the models for which the group in force has a usable decode node.
+    /// Returns the models whose serving group has a usable decode node.
     pub(super) fn models(&self) -> Vec<ModelInfo> {
         let model = |name: &String| {
             let view = self.view(&PromptModel::named(name.as_str()), &[]);
@@ -317,7 +317,7 @@ impl Members {
         }
     }
 
-    /// Chooses the group in force of every model again.
+    /// Chooses the serving group of every model again.
     pub(super) fn decide(&mut self, models: &RouterModels, now: Instant) {
         let mut by_model = std::mem::take(&mut self.by_model);
         by_model.retain(|name, _| self.of_model(name).next().is_some());
@@ -343,7 +343,7 @@ impl Members {
         self.by_model.values().any(|record| record.reason.is_postponed())
     }
 
-    /// Adapts the router's models to the groups in force. A request is accepted if a node of its group could
+    /// Adapts the router's models to the serving groups. A request is accepted if a node of its group could
     /// serve it.
     fn fit(&self, models: &RouterModels) {
         for (name, record) in &self.by_model {

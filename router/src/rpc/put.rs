@@ -55,7 +55,7 @@ pub struct PutCall {
     client: NodeClient,
     events: tonic::Streaming<v1::PutEvent>,
     asked: Instant,
-    /// The time that storing took, set if the last event was read by [`Self::failure`].
+    /// The time that storing took, set if the last event was read by [`PutCall::failure`].
     stored: Option<Duration>,
 }
 
