@@ -49,7 +49,7 @@ pub(crate) enum Command {
     /// Create an API key for a tenant. Print the key for the client, and the line for the router's tenants
     /// file.
     Keys(KeysArgs),
-    /// Measure an OpenAI-compatible endpoint, this one or another, or the engine alone: TTFT, TBT, goodput.
+    /// Measure an OpenAI-compatible endpoint, the engine alone, or the transfer of KV.
     Bench(Box<BenchArgs>),
 }
 

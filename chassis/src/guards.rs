@@ -6,23 +6,23 @@
 /// A check that a test can disable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Guard {
-    /// A landing opens only with its grant.
+    /// The check that a landing opens only with its grant.
     Grant,
-    /// A landing opens only for the epoch of the node that granted it.
+    /// The check that a landing opens only for the epoch of the node that granted it.
     Epoch,
-    /// No bytes are written into a landing that has ended.
+    /// The check that no bytes are written into a landing that has ended.
     Quiet,
-    /// Some blocks stay free for running sequences to grow into.
+    /// The reserve of free blocks that running sequences can grow into.
     GrowthReserve,
-    /// The number of failed attempts per request is limited.
+    /// The limit of failed attempts per request.
     AttemptBudget,
-    /// A sequence ends at its deadline.
+    /// The check that a sequence ends at its deadline.
     DeadlineReaper,
-    /// A member whose lease has expired is removed.
+    /// The check that a member whose lease has expired is removed.
     LeaseExpiry,
-    /// The last token of a fully cached prompt is computed.
+    /// The rule that the last token of a fully cached prompt is computed.
     LastToken,
-    /// After a gap, a watcher replaces its state by the registry's.
+    /// The rule that a watcher replaces its state by the registry's after a gap.
     Resync,
 }
 

@@ -43,9 +43,9 @@ pub(crate) enum News {
     Gone(NodeId),
 }
 
-/// A connection lost for `ttl` divided by this number counts as an outage, after which departures are
-/// doubted. Members may have been cut off too, and longer than this watch noticed: a silent peer is detected
-/// by pings, some seconds late.
+/// A lost connection counts as an outage after `ttl` divided by this number. After an outage departures are
+/// doubted, because members may have been cut off too, and longer than this watch noticed: a silent peer is
+/// detected by pings, some seconds late.
 const OUTAGES_PER_TTL: u32 = 4;
 
 /// Turns a feed into the stream that [`crate::Registry::watch`] returns.

@@ -102,7 +102,8 @@ pub struct Accepted {
     /// One prompt per choice: first all answers to the first input, then all to the second, and so on.
     pub prompts: Vec<Prompt>,
     pub stop: StopStrings,
-    /// Counts the request against its tenant's limits until it is dropped.
+    /// The permit that counts the request against its tenant's limits until it is dropped; `None` without
+    /// limits.
     pub permit: Option<Arc<TenantPermit>>,
 }
 

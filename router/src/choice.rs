@@ -37,7 +37,7 @@ pub struct Choice {
     deadline: Instant,
     n_steps: u32,
     n_characters: usize,
-    /// Counts the request against its tenant's limits.
+    /// The permit that counts the request against its tenant's limits; `None` without limits.
     permit: Option<Arc<TenantPermit>>,
 }
 

@@ -164,7 +164,7 @@ fn new_name(path: &str, known: &[String]) -> Option<String> {
     [format!("{EXPERT}.{present}"), present].into_iter().find(|name| known.contains(name))
 }
 
-/// The similarity below which no name is suggested.
+/// The similarity below which an error about an unknown setting suggests no name.
 const LIKENESS_MIN: f64 = 0.7;
 
 /// Returns the known key most similar to `path`. The same key in another section counts as similar.
