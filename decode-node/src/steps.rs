@@ -33,7 +33,7 @@ impl Sink for Steps {
     fn kv(&mut self, _span: KvSpan, _lease: Arc<BlockLease>, _ready: LayerFence) {}
 
     fn step(&mut self, step: Step, _timing: StepTiming) {
-        // Without a reader the step is dropped: the reader's end has cancelled the sequence too.
+        // Without a reader the step is dropped: the sequence's ticket is dropped too, which cancels it.
         let _ = self.steps.try_send(step);
     }
 
