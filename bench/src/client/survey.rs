@@ -78,7 +78,7 @@ pub async fn survey(target: &Arc<Target>, request: &SurveyRequest<'_>) -> Result
 /// Returns the combinations of optional fields to try, from all to none: a server that refuses unknown fields
 /// gets fewer.
 fn attempts(ignore_eos: bool) -> impl Iterator<Item = Extras> {
-    let counting = [(true, true), (false, true), (false, false)];
+    let counting = [(true, true), (true, false), (false, true), (false, false)];
     let with = move |eos: bool| {
         counting.map(|(return_token_ids, continuous_usage)| Extras {
             return_token_ids,

@@ -306,3 +306,24 @@ async fn a_strict_server_is_asked_for_less_until_it_agrees() {
     assert!(survey.cold_ttft_ms >= 20.0 && survey.cold_second_token_ms >= 35.0);
     assert!(survey.config.contains_key("/v1/models"));
 }
+
+/// Baton's router without a tokenizer is such a server: its answers have ids and no text.
+#[tokio::test]
+async fn a_server_that_refuses_one_field_is_asked_for_the_other() {
+    let ids_only = Script {
+        steps: vec![Step { after: millis(1), act: ScriptAction::Unseen(1) }; 3],
+        ..Script::even(0, millis(0), millis(0))
+    };
+    let (agreeing, refusing) = (
+        PreparedScript::from(&ids_only),
+        PreparedScript::from(&Script { status: 400, ..Script::even(0, millis(0), millis(0)) }),
+    );
+    let casting = move |_: usize, body: &Value| {
+        let refused = body["stream_options"].get("continuous_usage_stats").is_some();
+        if refused { refusing.clone() } else { agreeing.clone() }
+    };
+    let puppet = puppet(Arc::new(casting), Duration::ZERO).await;
+    let survey = ask(&puppet).await;
+    let expected = Extras { return_token_ids: true, continuous_usage: false, ignore_eos: true };
+    assert_eq!((survey.extras, survey.counted_by), (expected, CountedBy::TokenIds));
+}
