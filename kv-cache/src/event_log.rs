@@ -61,7 +61,7 @@ impl EventLog {
         }
     }
 
-    /// The event after the one with number `after`.
+    /// Returns the event after the one with number `after`.
     pub(crate) fn read(&self, after: Option<u64>, all: impl FnOnce() -> Vec<BlockHash>) -> Reading {
         let Some(behind) = after.map(|number| (self.last - number) as usize) else {
             return Reading::Snapshot { number: self.last, hashes: all() };

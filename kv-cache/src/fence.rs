@@ -64,7 +64,8 @@ impl Progress {
         self.layers.load(Ordering::Acquire)
     }
 
-    /// The result, or `None` if it may still change. The end is read first, because nothing is computed after it.
+    /// Returns the result, or `None` if it may still change. The end is read first, because nothing is
+    /// computed after it.
     fn verdict(&self, wanted: u16) -> Option<Result<(), FenceBroken>> {
         let is_over = self.is_over.load(Ordering::Acquire);
         match self.done() {
@@ -75,7 +76,7 @@ impl Progress {
 }
 
 impl LayerFence {
-    /// The fence of KV that already exists, such as a cached prefix.
+    /// Returns the fence of KV that already exists, such as a cached prefix.
     pub fn open() -> Self {
         Self { progress: None }
     }
@@ -97,7 +98,7 @@ impl LayerFence {
         }
     }
 
-    /// Whether [`wait`](Self::wait) would return at once with success.
+    /// Returns whether [`wait`](Self::wait) would return at once with success.
     pub fn is_open(&self, layers: u16) -> bool {
         self.progress.as_ref().is_none_or(|progress| progress.done() >= layers)
     }

@@ -48,12 +48,13 @@ impl Tables {
         &self.by_group[usize::from(group.0)]
     }
 
-    /// The first group's table; empty for a model without attention. Its blocks stand for those of all groups.
+    /// Returns the first group's table; empty for a model without attention. Its blocks stand for those of
+    /// all groups.
     pub(crate) fn first(&self) -> &[BlockIdx] {
         self.by_group.first().map_or(&[], Vec::as_slice)
     }
 
-    /// The blocks of all groups at one place in the sequence.
+    /// Returns the blocks of all groups at one place in the sequence.
     pub(crate) fn at(&self, ordinal: usize) -> Box<[BlockIdx]> {
         self.by_group.iter().map(|table| table[ordinal]).collect()
     }
@@ -62,7 +63,7 @@ impl Tables {
         self.n_blocks
     }
 
-    /// The blocks of all groups, group by group, without those that are given back.
+    /// Returns the blocks of all groups, group by group, without those that are given back.
     pub(crate) fn blocks(&self) -> impl Iterator<Item = BlockIdx> {
         self.by_group.iter().flatten().copied().filter(|block| *block != BlockIdx::GONE)
     }
@@ -118,7 +119,8 @@ impl Hold {
         Some((blocks, mem::take(&mut self.hashes)))
     }
 
-    /// Whether the block at this place may be published: all earlier ones are published, and none is given back.
+    /// Returns whether the block at this place may be published: all earlier ones are published, and none is
+    /// given back.
     pub(crate) fn may_publish(&self, ordinal: usize) -> bool {
         ordinal == self.hashes.len() && self.n_gone.iter().all(|n_gone| *n_gone == 0)
     }
@@ -134,12 +136,12 @@ impl Hold {
         self.n_claimed += later.n_claimed;
     }
 
-    /// The first block that has a hash but is not in the index.
+    /// Returns the first block that has a hash but is not in the index.
     pub(crate) fn next_claim(&self) -> Option<(usize, BlockHash)> {
         self.hashes.get(self.n_claimed).map(|hash| (self.n_claimed, *hash))
     }
 
-    /// The hash of the block before this one.
+    /// Returns the hash of the block before this one.
     pub(crate) fn parent_of(&self, ordinal: usize) -> Option<BlockHash> {
         ordinal.checked_sub(1).map(|before| self.hashes[before])
     }

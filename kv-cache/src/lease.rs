@@ -28,7 +28,7 @@ impl BlockLease {
         Self { pool, id, tables }
     }
 
-    /// The blocks of one group, in the sequence's order.
+    /// Returns the blocks of one group, in the sequence's order.
     ///
     /// # Panics
     /// If the layout has no such group.
@@ -45,7 +45,7 @@ impl BlockLease {
         self.n_blocks() == 0
     }
 
-    /// One lease over a longer part of the sequence: this lease's blocks, then those of `later`.
+    /// Returns one lease over a longer part of the sequence: this lease's blocks, then those of `later`.
     ///
     /// # Panics
     /// If blocks of `later` were published or adopted and this lease is not empty, because cached blocks must come
@@ -96,7 +96,7 @@ impl BlockLease {
 
 #[cfg(test)]
 impl BlockLease {
-    /// The blocks of all groups at one place in the sequence.
+    /// Returns the blocks of all groups at one place in the sequence.
     pub(crate) fn blocks_at(&self, ordinal: usize) -> Vec<u32> {
         self.tables.at(ordinal).iter().map(|block| block.0).collect()
     }
@@ -133,7 +133,7 @@ impl Quarantine {
         self.pool.release(self.id);
     }
 
-    /// The blocks of one group, in the sequence's order.
+    /// Returns the blocks of one group, in the sequence's order.
     pub fn table(&self, group: GroupIdx) -> &[BlockIdx] {
         self.tables.of_group(group)
     }

@@ -81,17 +81,17 @@ impl KvMemory {
         Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, ranks }) })
     }
 
-    /// The memory in the form for kernels, if all of it is on one GPU.
+    /// Returns the memory in the form for kernels, if all of it is on one GPU.
     pub fn on_card(&self) -> Option<OnCard<'_>> {
         if self.n_ranks() == 1 { self.rank(0).on_card() } else { None }
     }
 
-    /// Whether the memory is on one or several GPUs.
+    /// Returns whether the memory is on one or several GPUs.
     pub fn is_on_cards(&self) -> bool {
         self.inner.ranks.iter().all(|pages| matches!(pages, Pages::Device(_)))
     }
 
-    /// The number of blocks that fit into `bytes`, rounded down.
+    /// Returns the number of blocks that fit into `bytes`, rounded down.
     ///
     /// A layout without attention has no KV. It gets one block for any amount of memory.
     pub fn blocks_within(layout: &KvLayout, bytes: usize) -> u32 {
@@ -106,7 +106,8 @@ impl KvMemory {
         Regions::of(layout).block_bytes() * usize::from(layout.shard.tp_size)
     }
 
-    /// The number of tokens of the longest sequence that fits into `n_blocks` blocks, at most `context_tokens`.
+    /// Returns the number of tokens of the longest sequence that fits into `n_blocks` blocks, at most
+    /// `context_tokens`.
     pub fn longest(layout: &KvLayout, n_blocks: u32, context_tokens: usize) -> usize {
         match (n_blocks as usize).checked_div(layout.groups.len()) {
             None => context_tokens,
@@ -114,7 +115,7 @@ impl KvMemory {
         }
     }
 
-    /// The number of clones. A clone can be made only from another one.
+    /// Returns the number of clones. A clone can be made only from another one.
     pub fn n_holders(&self) -> usize {
         Arc::strong_count(&self.inner)
     }
@@ -127,7 +128,7 @@ impl KvMemory {
         self.inner.n_blocks
     }
 
-    /// The bytes on all ranks.
+    /// Returns the bytes on all ranks.
     pub fn bytes(&self) -> usize {
         self.inner.ranks.iter().map(Pages::bytes).sum()
     }
@@ -136,7 +137,7 @@ impl KvMemory {
         self.inner.layout.shard.tp_size
     }
 
-    /// One rank's share of the pages.
+    /// Returns one rank's share of the pages.
     ///
     /// # Panics
     /// If there is no such rank.
@@ -144,7 +145,7 @@ impl KvMemory {
         RankMemory { pages: &self.inner.ranks[usize::from(tp_rank)], regions: &self.inner.regions }
     }
 
-    /// The share of the only rank, which is the whole memory.
+    /// Returns the share of the only rank, which is the whole memory.
     fn whole(&self) -> RankMemory<'_> {
         assert_eq!(self.n_ranks(), 1, "memory of several ranks is reached rank by rank");
         self.rank(0)
@@ -174,7 +175,7 @@ impl KvMemory {
 }
 
 impl<'a> RankMemory<'a> {
-    /// The memory in the form for kernels, if it is on a GPU.
+    /// Returns the memory in the form for kernels, if it is on a GPU.
     pub fn on_card(&self) -> Option<OnCard<'a>> {
         match self.pages {
             Pages::Device(memory) => Some(OnCard { memory, regions: self.regions }),
@@ -222,7 +223,7 @@ impl Pages {
 }
 
 impl<'a> OnCard<'a> {
-    /// One layer's pages of all blocks: block `n` is the n-th page.
+    /// Returns one layer's pages of all blocks: block `n` is the n-th page.
     ///
     /// # Panics
     /// If the group or the layer does not exist, or its page size is not a multiple of this type's size.
@@ -238,7 +239,7 @@ impl<'a> OnCard<'a> {
         self.memory.region_mut(self.region(group, layer_pos))
     }
 
-    /// The index of the memory region of a layer.
+    /// Returns the index of the memory region of a layer.
     pub fn region(&self, group: GroupIdx, layer_pos: u16) -> u32 {
         self.regions.of_layer(group, layer_pos)
     }
@@ -296,7 +297,7 @@ impl Regions {
         self.by_layer.push(lies_in);
     }
 
-    /// The region of an earlier group's layer at the same position, if the page size is the same.
+    /// Returns the region of an earlier group's layer at the same position, if the page size is the same.
     fn shared_at(&self, pos: usize, page_bytes: usize) -> Option<u32> {
         let at_pos = self.by_layer.iter().filter_map(|layers| layers.get(pos).copied());
         at_pos.into_iter().find(|region| self.page_bytes[*region as usize] == page_bytes)
@@ -314,7 +315,7 @@ impl Regions {
             .collect()
     }
 
-    /// The bytes of one block on a rank.
+    /// Returns the bytes of one block on a rank.
     fn block_bytes(&self) -> usize {
         self.page_bytes.iter().sum()
     }

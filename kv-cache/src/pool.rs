@@ -54,13 +54,13 @@ impl BlockPool {
         self.lease(id, tables)
     }
 
-    /// The number of blocks in each state. The call is cheap.
+    /// Returns the number of blocks in each state. The call is cheap.
     pub fn counts(&self) -> BlockCounts {
         self.shared.state().counts()
     }
 
-    /// The state, holder, readers, hash and age of every block. For humans; the cost is linear in the number of
-    /// blocks.
+    /// Returns the state, holder, readers, hash and age of every block. For humans; the cost is linear in the
+    /// number of blocks.
     pub fn ledger(&self) -> Vec<LedgerEntry> {
         self.shared.state().ledger(Instant::now())
     }
@@ -76,7 +76,7 @@ impl BlockPool {
         self.shared.freed()
     }
 
-    /// The stored and evicted hashes, beginning with a snapshot.
+    /// Returns the stored and evicted hashes, beginning with a snapshot.
     pub fn events(&self) -> BlockEvents {
         BlockEvents::new(self.shared.clone())
     }

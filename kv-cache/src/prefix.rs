@@ -39,7 +39,7 @@ impl PrefixIndex {
         self.entries.get(&hash)
     }
 
-    /// The number of leading hashes that are known.
+    /// Returns the number of leading hashes that are known.
     pub(crate) fn longest(&self, hashes: &[BlockHash]) -> usize {
         hashes.iter().take_while(|hash| self.entries.contains_key(hash)).count()
     }
@@ -97,7 +97,7 @@ impl PrefixIndex {
         self.entries.iter().map(|(hash, entry)| (*hash, entry))
     }
 
-    /// An entry that is wrong in the tree or in the eviction order, with the error.
+    /// Returns an entry that is wrong in the tree or in the eviction order, with the error.
     pub(crate) fn fault(&self) -> Option<(BlockHash, &'static str)> {
         let mut n_children: HashMap<BlockHash, u32> = HashMap::new();
         for (hash, entry) in &self.entries {

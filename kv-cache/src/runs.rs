@@ -59,12 +59,12 @@ impl FreeRuns {
         }
     }
 
-    /// All free blocks, in ascending order.
+    /// Returns all free blocks, in ascending order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = BlockIdx> {
         self.by_start.iter().flat_map(|(start, len)| *start..start + len).map(BlockIdx)
     }
 
-    /// The error in the runs, if there is one.
+    /// Returns the error in the runs, if there is one.
     pub(crate) fn fault(&self) -> Option<&'static str> {
         let mut ends = self.by_start.iter().map(|(start, len)| start + len);
         let starts = self.by_start.keys().skip(1);

@@ -8,15 +8,15 @@ use types::GroupIdx;
 use super::{KvMemory, Pages, RankMemory};
 
 impl KvMemory {
-    /// Whether every rank's memory has a [`file`](RankMemory::file).
+    /// Returns whether every rank's memory has a [`file`](RankMemory::file).
     pub fn has_files(&self) -> bool {
         (0..self.n_ranks()).all(|tp_rank| self.rank(tp_rank).file().is_some())
     }
 }
 
 impl<'a> RankMemory<'a> {
-    /// The file that another process maps to read all of the rank's pages. `None` if the memory cannot be shared:
-    /// then KV must be copied for others.
+    /// Returns the file that another process maps to read all of the rank's pages. `None` if the memory
+    /// cannot be shared: then KV must be copied for others.
     pub fn file(&self) -> Option<BorrowedFd<'a>> {
         match self.pages {
             Pages::Host(pages) => pages.file(),
@@ -24,7 +24,8 @@ impl<'a> RankMemory<'a> {
         }
     }
 
-    /// The host memory of all of the rank's pages, for devices that access it directly. `None` if it is GPU memory.
+    /// Returns the host memory of all of the rank's pages, for devices that access it directly. `None` if it
+    /// is GPU memory.
     pub fn on_host(&self) -> Option<&'a HostMemory> {
         match self.pages {
             Pages::Host(pages) => Some(pages),
@@ -32,7 +33,7 @@ impl<'a> RankMemory<'a> {
         }
     }
 
-    /// The index of the memory region of a layer. Nodes with the same layout use the same indexes.
+    /// Returns the index of the memory region of a layer. Nodes with the same layout use the same indexes.
     ///
     /// # Panics
     /// If the group or the layer does not exist.
@@ -40,8 +41,8 @@ impl<'a> RankMemory<'a> {
         self.regions.of_layer(group, layer_pos)
     }
 
-    /// The offset of one layer's share of a block in the rank's memory, and in its [`file`](Self::file) if it has
-    /// one. Neighbouring blocks are neighbours there.
+    /// Returns the offset of one layer's share of a block in the rank's memory, and in its
+    /// [`file`](Self::file) if it has one. Neighbouring blocks are neighbours there.
     ///
     /// # Panics
     /// If the group, the layer or the block does not exist.

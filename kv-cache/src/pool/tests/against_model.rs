@@ -206,7 +206,7 @@ impl Pair {
     }
 }
 
-/// The blocks of all groups, place by place.
+/// Returns the blocks of all groups, place by place.
 fn blocks_of(lease: &BlockLease) -> Vec<Vec<u32>> {
     (0..lease.n_blocks()).map(|ordinal| lease.blocks_at(ordinal)).collect()
 }

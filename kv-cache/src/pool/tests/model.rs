@@ -60,7 +60,7 @@ impl Model {
         }
     }
 
-    /// The cached prefix, as a hold that is not yet in the state.
+    /// Returns the cached prefix, as a hold that is not yet in the state.
     pub(super) fn cached_prefix(&self, hashes: &[BlockHash]) -> ModelHold {
         let found = hashes.iter().map_while(|hash| Some((*hash, self.index.get(hash)?.blocks.clone())));
         let (hashes, blocks) = found.unzip();
@@ -119,7 +119,7 @@ impl Model {
         self.index.insert(hold.hashes[ordinal], entry);
     }
 
-    /// The places whose blocks the index refers to.
+    /// Returns the places whose blocks the index refers to.
     fn claimed(&self, hold: &ModelHold) -> impl Iterator<Item = usize> {
         let entry = |ordinal: usize| self.index.get(&hold.hashes[ordinal]);
         let is_ours =
