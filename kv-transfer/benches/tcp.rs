@@ -148,7 +148,7 @@ impl Node {
     }
 }
 
-/// The defaults, or values of the environment for tuning.
+/// Returns the defaults, or values of the environment for tuning.
 fn settings() -> TransferSettings {
     let from_env = |name: &str| std::env::var(name).ok().map(|value| value.parse::<usize>().unwrap());
     let mut settings = TransferSettings::default();
@@ -204,7 +204,7 @@ impl Bench {
     }
 }
 
-/// The layers of one stream: every n-th layer.
+/// Returns the layers of one stream: every n-th layer.
 fn layers(stream: u16, streams: u16) -> impl Iterator<Item = u16> {
     (stream..N_LAYERS).step_by(usize::from(streams))
 }

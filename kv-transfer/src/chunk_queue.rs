@@ -31,7 +31,7 @@ impl ChunkQueue {
         Self { chunks, on_taken: Box::new(on_taken) }
     }
 
-    /// A queue that holds these chunks and gets no others.
+    /// Returns a queue that holds these chunks and gets no others.
     pub fn of(chunks: Vec<Chunk>) -> Self {
         let (queue, received) = mpsc::channel(chunks.len().max(1));
         for chunk in chunks {
@@ -40,7 +40,7 @@ impl ChunkQueue {
         Self::new(received, || {})
     }
 
-    /// The next chunk; `None` if the producer is gone. Cancel-safe.
+    /// Returns the next chunk; `None` if the producer is gone. Cancel-safe.
     pub async fn next(&mut self) -> Option<Chunk> {
         let chunk = self.chunks.recv().await?;
         (self.on_taken)();

@@ -30,11 +30,11 @@ use crate::settings::TransferSettings;
 pub trait KvConnector: Debug + Send + Sync + 'static {
     fn scheme(&self) -> Scheme;
 
-    /// The address that a node announces and peers connect to.
+    /// Returns the address that a node announces and peers connect to.
     fn address(&self) -> WireAddress;
 
-    /// Whether this side could reach a peer at `wire`. It checks the address only, does not contact the peer and
-    /// never waits.
+    /// Returns whether this side could reach a peer at `wire`. It checks the address only, does not contact
+    /// the peer and never waits.
     ///
     /// False for an address of another connector. A connector within one host also returns false for an address of
     /// another host that looks the same.

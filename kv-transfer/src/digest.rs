@@ -58,7 +58,7 @@ impl PageShape {
         self.n_parts * self.n_heads * self.head_bytes
     }
 
-    /// The digest of one head of `page`, over its first `n_tokens` tokens.
+    /// Returns the digest of one head of `page`, over its first `n_tokens` tokens.
     pub fn digest(&self, page: &[u8], head: usize, n_tokens: u16) -> Digest {
         let valid = usize::from(n_tokens) * self.token_bytes;
         let hash = |part| {
@@ -78,18 +78,18 @@ impl PageShape {
         digests.extend(heads.map(|head| self.digest(page, head, n_tokens)));
     }
 
-    /// Whether all heads of `page` match `digests`.
+    /// Returns whether all heads of `page` match `digests`.
     pub fn verify_page(&self, page: &[u8], n_tokens: u16, digests: &[Digest]) -> bool {
         self.verify_heads(page, 0..self.n_heads, n_tokens, digests)
     }
 
-    /// Whether some heads of `page` match `digests`.
+    /// Returns whether some heads of `page` match `digests`.
     pub fn verify_heads(&self, page: &[u8], heads: Range<usize>, n_tokens: u16, digests: &[Digest]) -> bool {
         digests.len() == heads.len()
             && heads.zip(digests).all(|(head, digest)| self.digest(page, head, n_tokens) == *digest)
     }
 
-    /// The shape of one head's share of the page.
+    /// Returns the shape of one head's share of the page.
     pub fn head_shape(&self) -> HeadShape {
         HeadShape { n_parts: self.n_parts, head_bytes: self.head_bytes }
     }
@@ -150,7 +150,7 @@ mod tests {
         assert_eq!(seen, expected);
     }
 
-    /// A rank's two runs: its heads of K, then its heads of V.
+    /// Returns a rank's two runs: its heads of K, then its heads of V.
     fn shard(page: &[u8], whole: PageShape, rank: usize) -> Vec<u8> {
         let run = whole.n_heads / 2 * whole.head_bytes;
         page.chunks_exact(whole.n_heads * whole.head_bytes)

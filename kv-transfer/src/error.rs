@@ -109,7 +109,7 @@ pub enum FrameError {
 }
 
 impl TransferError {
-    /// The caller's next step.
+    /// Returns the caller's next step.
     pub fn verdict(&self) -> Verdict {
         match self.refusal_kind() {
             None => Verdict::Bug,
@@ -117,12 +117,12 @@ impl TransferError {
         }
     }
 
-    /// Whether the only cause is that this machine lacks the hardware. The operator need not act.
+    /// Returns whether the only cause is that this machine lacks the hardware. The operator need not act.
     pub fn is_of_the_machine(&self) -> bool {
         matches!(self, Self::Rdma { source } if matches!(**source, VerbsError::NoDevice))
     }
 
-    /// The code with which a node answers this error; `None` for a bug of our own.
+    /// Returns the code with which a node answers this error; `None` for a bug of our own.
     fn refusal_kind(&self) -> Option<RefusalKind> {
         use TransferError as E;
         match self {
@@ -144,7 +144,7 @@ impl TransferError {
         }
     }
 
-    /// The code for metrics and logs.
+    /// Returns the code for metrics and logs.
     pub fn word(&self) -> &'static str {
         self.refusal_kind().map_or("bug", RefusalKind::code)
     }

@@ -71,7 +71,7 @@ impl Faults {
         Self::default()
     }
 
-    /// An empty list that tests inject faults into.
+    /// Returns an empty list that tests inject faults into.
     pub fn programmable() -> Self {
         Self { programme: Some(Arc::default()) }
     }
@@ -89,7 +89,7 @@ impl Faults {
         programme.lock().unwrap_or_else(PoisonError::into_inner).n_hit
     }
 
-    /// The fault of the next frame, which carries `bytes` bytes of KV.
+    /// Returns the fault of the next frame, which carries `bytes` bytes of KV.
     pub(crate) fn next(&self, bytes: usize) -> Option<FaultKind> {
         self.programme.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner).next(bytes as u64)
     }

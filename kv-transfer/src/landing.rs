@@ -116,12 +116,12 @@ impl OpenLanding {
         &self.memory
     }
 
-    /// The shape of one rank's page.
+    /// Returns the shape of one rank's page.
     pub(crate) fn shape(&self, group: GroupIdx, layer_pos: u16) -> PageShape {
         self.shapes[usize::from(group.0)][usize::from(layer_pos)]
     }
 
-    /// The lanes between the sender's ranks and this side's.
+    /// Returns the lanes between the sender's ranks and this side's.
     ///
     /// # Panics
     /// If no sender was admitted yet.
@@ -129,13 +129,13 @@ impl OpenLanding {
         self.lanes.get().expect("a landing is filled by a sender that it let in")
     }
 
-    /// The heads that a lane fills in a page of this side.
+    /// Returns the heads that a lane fills in a page of this side.
     pub(crate) fn heads(&self, lane: Lane, group: GroupIdx, layer_pos: u16) -> Heads {
         let shape = self.landing.layout.group(group).layers[usize::from(layer_pos)];
         self.lanes().heads(shape.n_kv_heads, lane).to
     }
 
-    /// The places in this side's memory of a part of a span.
+    /// Returns the places in this side's memory of a part of a span.
     pub(crate) fn runs(&self, span: &LaneSpan) -> Runs {
         let table = &self.landing.tables[usize::from(span.group.0)];
         Runs::wanted(&self.landing.layout, self.lanes(), table, span)
@@ -196,7 +196,8 @@ impl OpenLanding {
         })
     }
 
-    /// Whether a lane's part of one page matches its digests. Call it within [`while_open`](Self::while_open).
+    /// Returns whether a lane's part of one page matches its digests. Call it within
+    /// [`while_open`](Self::while_open).
     pub(crate) fn verify(
         &self,
         memory: &KvMemory,
@@ -329,7 +330,7 @@ impl OpenLanding {
         (progress.pages.n_verified(), progress.pages.total())
     }
 
-    /// The result, if the landing has ended. `Arrived` is returned once.
+    /// Returns the result, if the landing has ended. `Arrived` is returned once.
     pub(crate) fn take_outcome(&self) -> Option<Outcome> {
         self.progress().take_outcome()
     }
@@ -359,7 +360,7 @@ pub struct PageAt {
 }
 
 impl PageAt {
-    /// All pages of a span, in the order in which the wire sends them.
+    /// Returns all pages of a span, in the order in which the wire sends them.
     pub fn all(span: &KvSpan) -> impl Iterator<Item = Self> + use<> {
         let (group, blocks) = (span.group, span.blocks.clone());
         let row = move |layer_pos| blocks.clone().map(move |block| Self { group, layer_pos, block });

@@ -38,12 +38,13 @@ pub struct Lanes {
 }
 
 impl Lanes {
-    /// The one lane between nodes that have one rank each.
+    /// Returns the one lane between nodes that have one rank each.
     pub fn only() -> Self {
         Self { all: [Lane::ONLY].into(), from_tp: 1, to_tp: 1 }
     }
 
-    /// The lanes between `from_tp` ranks and the ranks of `to`. The sender's layout equals `to` except for its ranks.
+    /// Returns the lanes between `from_tp` ranks and the ranks of `to`. The sender's layout equals `to`
+    /// except for its ranks.
     pub fn between(from_tp: u16, to: &KvLayout) -> Result<Self, ReshardError> {
         let to_tp = to.shard.tp_size;
         let mut shapes = to.groups.iter().flat_map(|group| &group.layers);
@@ -70,24 +71,24 @@ impl Lanes {
         self.all.is_empty()
     }
 
-    /// The index of `lane`; `None` if the transfer has no such lane.
+    /// Returns the index of `lane`; `None` if the transfer has no such lane.
     pub fn position(&self, lane: Lane) -> Option<usize> {
         self.all.iter().position(|known| *known == lane)
     }
 
-    /// The heads of a layer that one lane carries.
+    /// Returns the heads of a layer that one lane carries.
     pub fn heads(&self, n_kv_heads: u16, lane: Lane) -> LaneHeads {
         let spread = |tp_size| Spread { n_heads: n_kv_heads, tp_size };
         LaneHeads::between(spread(self.from_tp), spread(self.to_tp), lane)
     }
 
-    /// The largest number of heads of a layer that one lane carries.
+    /// Returns the largest number of heads of a layer that one lane carries.
     pub fn widest(&self, n_kv_heads: u16) -> usize {
         let heads = self.all.iter().map(|lane| usize::from(self.heads(n_kv_heads, *lane).to.n));
         heads.max().unwrap_or(0)
     }
 
-    /// Whether any page of the receiver gets its heads on several lanes.
+    /// Returns whether any page of the receiver gets its heads on several lanes.
     pub fn share_pages(&self) -> bool {
         self.all.windows(2).any(|pair| pair[0].to == pair[1].to)
     }

@@ -117,7 +117,7 @@ impl Drop for QuarantinedBlocks {
     }
 }
 
-/// The bytes that one rank receives.
+/// Returns the bytes that one rank receives.
 pub(crate) fn wanted_bytes(landing: &Landing) -> u64 {
     let layout = &landing.layout;
     let block_bytes: usize = layout.group_indices().map(|group| layout.block_bytes(group)).sum();

@@ -200,7 +200,7 @@ impl SpanCheck {
         Self { landing: landing.clone(), pages: Pages::of(landing, Lanes::only()) }
     }
 
-    /// The part of a span that the receiver wants; `None` if it holds all of it.
+    /// Returns the part of a span that the receiver wants; `None` if it holds all of it.
     fn wanted(&self, span: KvSpan, from: &BlockLease) -> Result<Option<LaneSpan>, TransferError> {
         let Some(span) = wanted_part(span, &self.landing) else { return Ok(None) };
         // The caller does not know of ranks: it sends whole pages.
@@ -474,8 +474,8 @@ fn covers(sent: &KvSpan, asked: &KvSpan) -> bool {
         && asked.blocks.end <= sent.blocks.end
 }
 
-/// The number of pages that fit into one frame with their digests, if a lane carries at most `heads_max` heads. With
-/// several lanes, a page may be two pieces of memory, K and V.
+/// Returns the number of pages that fit into one frame with their digests, if a lane carries at most
+/// `heads_max` heads. With several lanes, a page may be two pieces of memory, K and V.
 fn frame_pages(heads_max: usize, n_lanes: usize) -> usize {
     let pages_max = if n_lanes > 1 { FRAME_PAGES_MAX / 2 } else { FRAME_PAGES_MAX };
     (FRAME_DIGESTS_MAX / heads_max.max(1)).clamp(1, pages_max)

@@ -42,7 +42,7 @@ impl PageIndex {
             && span.blocks.end <= self.wanted.end
     }
 
-    /// The page numbers of one layer of a span.
+    /// Returns the page numbers of one layer of a span.
     fn row(&self, lane: usize, group: GroupIdx, layer_pos: u16, blocks: &Range<u32>) -> Range<usize> {
         let layer = self.layers_before[usize::from(group.0)] + usize::from(layer_pos);
         let row = layer * self.lanes.len() + lane;
@@ -95,7 +95,7 @@ impl Pages {
         self.n_verified == self.total()
     }
 
-    /// Whether the span names wanted pages only, on a lane of this transfer.
+    /// Returns whether the span names wanted pages only, on a lane of this transfer.
     pub(crate) fn contains(&self, span: &LaneSpan) -> bool {
         self.index.contains(span)
     }
@@ -142,12 +142,12 @@ impl Pages {
         again
     }
 
-    /// The number of pages in one state. Counting all is faster than stopping at the first mismatch.
+    /// Returns the number of pages in one state. Counting all is faster than stopping at the first mismatch.
     fn n_in(&self, row: &Range<usize>, state: PageState) -> usize {
         self.states[row.clone()].iter().filter(|one| **one == state).count()
     }
 
-    /// The page numbers of a span, layer by layer.
+    /// Returns the page numbers of a span, layer by layer.
     fn rows(&self, span: &LaneSpan) -> Vec<Range<usize>> {
         let lane = self.index.lanes.position(span.lane).unwrap_or(0);
         let row = |layer_pos| self.index.row(lane, span.group, layer_pos, &span.blocks);
@@ -155,7 +155,7 @@ impl Pages {
     }
 }
 
-/// The part of a span that the receiver wants; `None` if it holds all of it.
+/// Returns the part of a span that the receiver wants; `None` if it holds all of it.
 pub(crate) fn wanted_part(span: KvSpan, landing: &Landing) -> Option<KvSpan> {
     let wanted = landing.wanted_blocks();
     let blocks = span.blocks.start.max(wanted.start)..span.blocks.end;
@@ -259,7 +259,7 @@ fn one_layer(span: &KvSpan, layer: u16, n_blocks: usize) -> impl Iterator<Item =
     })
 }
 
-/// The end of the longest run of layers from `first` that fits into one piece.
+/// Returns the end of the longest run of layers from `first` that fits into one piece.
 fn last_layer(
     page_bytes: impl Fn(u16) -> usize,
     span: &KvSpan,

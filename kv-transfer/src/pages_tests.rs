@@ -26,7 +26,7 @@ fn span(layers: Range<u16>, blocks: Range<u32>) -> KvSpan {
     KvSpan { group: GroupIdx(0), blocks, layers }
 }
 
-/// The span on the only lane.
+/// Returns the span on the only lane.
 fn only(span: KvSpan) -> LaneSpan {
     LaneSpan { lane: Lane::ONLY, span }
 }

@@ -13,7 +13,7 @@ use async_trait::async_trait;
 /// The proof of quiet of one wire.
 #[async_trait]
 pub trait Quiet: Debug + Send + Sync + 'static {
-    /// The name of the outstanding proof, shown in the ledger: `rdma queue pair`, `peer's exit`.
+    /// Returns the name of the outstanding proof, shown in the ledger: `rdma queue pair`, `peer's exit`.
     fn awaited(&self) -> &'static str;
 
     /// Revokes the peer's access as far as this side can, without waiting. Returns true if no writer is left.

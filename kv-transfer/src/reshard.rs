@@ -113,8 +113,8 @@ pub enum ReshardError {
     NoSuchBlocks { blocks: Range<u32> },
 }
 
-/// The copies that move `layers` of `blocks` from one side to the other. Each byte is copied once; copies are in the
-/// receiver's order, and neighbouring ones are merged.
+/// Returns the copies that move `layers` of `blocks` from one side to the other. Each byte is copied once;
+/// copies are in the receiver's order, and neighbouring ones are merged.
 ///
 /// Every rank of the receiver gets all its heads, including those that other ranks also get. If several ranks of the
 /// sender hold a head, the receiving ranks use them in turn.
@@ -140,8 +140,8 @@ pub fn reshard(
     Ok(copies)
 }
 
-/// All lanes between two sides, in the receiver's order. Each rank of the receiver gets each of its heads from one
-/// rank.
+/// Returns all lanes between two sides, in the receiver's order. Each rank of the receiver gets each of its
+/// heads from one rank.
 pub fn lanes(from: Spread, to: Spread) -> Result<Vec<LaneHeads>, ReshardError> {
     from.check()?;
     to.check()?;
@@ -151,7 +151,7 @@ pub fn lanes(from: Spread, to: Spread) -> Result<Vec<LaneHeads>, ReshardError> {
     Ok((0..to.tp_size).flat_map(|tp_rank| lanes_to(from, to, tp_rank)).collect())
 }
 
-/// The lanes to one rank of the receiver: its heads in order, each from one rank.
+/// Returns the lanes to one rank of the receiver: its heads in order, each from one rank.
 fn lanes_to(from: Spread, to: Spread, to_rank: u16) -> Vec<LaneHeads> {
     let wanted = to.heads_of(to_rank);
     let mut lanes = Vec::new();
@@ -176,12 +176,12 @@ fn check_tables(from: Side<'_>, to: Side<'_>, blocks: &Range<u32>) -> Result<(),
 // === impl Sharding ===
 
 impl Sharding {
-    /// One rank that holds everything.
+    /// Returns one rank that holds everything.
     pub fn whole(n_heads: u16, n_layers: u16) -> Self {
         Self::tensor_parallel(n_heads, 1, n_layers)
     }
 
-    /// One stage of `tp_size` ranks.
+    /// Returns one stage of `tp_size` ranks.
     pub fn tensor_parallel(n_heads: u16, tp_size: u16, n_layers: u16) -> Self {
         Self { n_heads, tp_size, stages: std::iter::once(0..n_layers).collect() }
     }
@@ -207,21 +207,21 @@ impl Spread {
         if is_even { Ok(()) } else { Err(ReshardError::Uneven { n_heads, tp_size }) }
     }
 
-    /// The heads that one rank holds.
+    /// Returns the heads that one rank holds.
     pub fn heads_of(self, tp_rank: u16) -> Range<u16> {
         let per_rank = (self.n_heads / self.tp_size).max(1);
         let first = tp_rank / self.n_holders() * per_rank;
         first..first + per_rank
     }
 
-    /// The ranks that hold a head.
+    /// Returns the ranks that hold a head.
     fn holders_of(self, head: u16) -> Range<u16> {
         let per_rank = (self.n_heads / self.tp_size).max(1);
         let first = head / per_rank * self.n_holders();
         first..first + self.n_holders()
     }
 
-    /// The number of ranks that hold the same head.
+    /// Returns the number of ranks that hold the same head.
     fn n_holders(self) -> u16 {
         (self.tp_size / self.n_heads).max(1)
     }
@@ -235,7 +235,7 @@ impl Lane {
 }
 
 impl LaneHeads {
-    /// The heads that both ends of a lane hold; no heads if the ranks have none in common.
+    /// Returns the heads that both ends of a lane hold; no heads if the ranks have none in common.
     pub fn between(from: Spread, to: Spread, lane: Lane) -> Self {
         let (held, wanted) = (from.heads_of(lane.from), to.heads_of(lane.to));
         let first = held.start.max(wanted.start);
@@ -246,7 +246,7 @@ impl LaneHeads {
 }
 
 impl Heads {
-    /// Whether these are all heads of the page.
+    /// Returns whether these are all heads of the page.
     pub fn are_all(self) -> bool {
         self.n == self.of
     }
@@ -255,7 +255,7 @@ impl Heads {
         usize::from(self.first)..usize::from(self.first + self.n)
     }
 
-    /// The offset in a page of the heads' K (part 0) or V (part 1).
+    /// Returns the offset in a page of the heads' K (part 0) or V (part 1).
     pub fn offset(self, shape: HeadShape, part: usize) -> usize {
         (part * usize::from(self.of) + usize::from(self.first)) * shape.head_bytes
     }

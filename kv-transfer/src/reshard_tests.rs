@@ -13,7 +13,8 @@ fn table(places: impl IntoIterator<Item = u32>) -> Vec<BlockIdx> {
 /// The regions of all ranks of one side, by rank and layer.
 type Memory = BTreeMap<(RankIdx, u16), Vec<u16>>;
 
-/// The content of a cell of a page: it identifies the layer, block, part, head and byte. Zero is empty.
+/// Returns the content of a cell of a page: it identifies the layer, block, part, head and byte. Zero is
+/// empty.
 fn mark(layer: u16, block: usize, part: usize, head: u16, byte: usize) -> u16 {
     let place = [usize::from(layer), block, part, usize::from(head), byte];
     let hash = place.iter().fold(7u64, |hash, n| (hash ^ *n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15));
@@ -151,7 +152,7 @@ fn what_cannot_be_is_refused() {
     assert_eq!(refused(&eight, &eight, 0..1, 1..3), ReshardError::NoSuchLayer(2));
 }
 
-/// A number of heads, and a number of ranks that divides it or is a multiple of it.
+/// Returns a number of heads, and a number of ranks that divides it or is a multiple of it.
 fn sharding(n_heads: u16, n_layers: u16) -> impl Strategy<Value = Sharding> {
     let sizes: Vec<u16> =
         (1..=4 * n_heads).filter(|tp| n_heads.is_multiple_of(*tp) || tp.is_multiple_of(n_heads)).collect();
@@ -162,7 +163,7 @@ fn sharding(n_heads: u16, n_layers: u16) -> impl Strategy<Value = Sharding> {
     })
 }
 
-/// A sequence's blocks: runs of neighbours, at any place, without repetition.
+/// Returns a sequence's blocks: runs of neighbours, at any place, without repetition.
 fn places(n_blocks: usize) -> impl Strategy<Value = Vec<BlockIdx>> {
     (Just((0..n_blocks as u32 + 6).collect::<Vec<_>>()), any::<bool>()).prop_flat_map(
         move |(all, shuffled)| {

@@ -62,13 +62,14 @@ pub(crate) struct Runs {
 }
 
 impl Runs {
-    /// The part in the sender's memory. `layout` is the sender's, and `table` its block table of the span's group.
+    /// Returns the part in the sender's memory. `layout` is the sender's, and `table` its block table of the
+    /// span's group.
     pub(crate) fn sent(layout: &KvLayout, lanes: &Lanes, table: &[BlockIdx], span: &LaneSpan) -> Self {
         let heads = |shape: LayerShape| lanes.heads(shape.n_kv_heads, span.lane).from;
         Self::new(layout, span.lane.from, table, span, heads)
     }
 
-    /// The part in the receiver's memory, by the receiver's layout and table.
+    /// Returns the part in the receiver's memory, by the receiver's layout and table.
     pub(crate) fn wanted(layout: &KvLayout, lanes: &Lanes, table: &[BlockIdx], span: &LaneSpan) -> Self {
         let heads = |shape: LayerShape| lanes.heads(shape.n_kv_heads, span.lane).to;
         Self::new(layout, span.lane.to, table, span, heads)
@@ -121,13 +122,14 @@ impl Runs {
         self.bytes
     }
 
-    /// The locations of the slices in the rank's memory, or in its file.
+    /// Returns the locations of the slices in the rank's memory, or in its file.
     pub(crate) fn pieces(&self, memory: &KvMemory) -> Vec<Piece> {
         let memory = memory.rank(self.rank);
         self.places(|layer_pos, page| memory.offset(self.group, layer_pos, page))
     }
 
-    /// The locations of the slices, in a memory where `start_of` returns the start of a layer's page of a block.
+    /// Returns the locations of the slices, in a memory where `start_of` returns the start of a layer's page
+    /// of a block.
     pub(crate) fn places(&self, start_of: impl Fn(u16, u32) -> u64) -> Vec<Piece> {
         let pieces = |run: &Run| {
             let start = start_of(run.layer_pos, run.blocks.start);
@@ -164,7 +166,7 @@ impl Runs {
         Ok(WriteSlices { pages })
     }
 
-    /// The runs of one attempt, and the number of bytes of the first run that are already done.
+    /// Returns the runs of one attempt, and the number of bytes of the first run that are already done.
     fn attempt(&self, offset: usize) -> (&[Run], usize) {
         let first = self.runs.partition_point(|run| run.start + run.bytes <= offset);
         let rest = &self.runs[first..];
@@ -181,7 +183,7 @@ impl Run {
         self.some.map_or(1, |some| some.shape.n_parts)
     }
 
-    /// The slices of the borrowed pages, without their first `skip` bytes.
+    /// Returns the slices of the borrowed pages, without their first `skip` bytes.
     fn slices(&self, mut skip: usize) -> Slices {
         let mut slices = [0..0, 0..0];
         for (nth, slice) in slices.iter_mut().enumerate().take(self.n_slices()) {

@@ -64,8 +64,8 @@ fn copy_some(from: &ReadSlices<'_>, to: &mut WriteSlices<'_>) -> usize {
     n
 }
 
-/// The place of each byte of a part on both sides, computed by [`reshard`] for the whole span: rank, and offset in
-/// the layer.
+/// Returns the place of each byte of a part on both sides, computed by [`reshard`] for the whole span: rank,
+/// and offset in the layer.
 fn moved_by_reshard(tables: (&[BlockIdx], &[BlockIdx]), (from_tp, to_tp): (u16, u16)) -> Vec<[usize; 4]> {
     let (near, far) = (Sharding::tensor_parallel(4, from_tp, 1), Sharding::tensor_parallel(4, to_tp, 1));
     let (from, to) = (Side { sharding: &near, table: tables.0 }, Side { sharding: &far, table: tables.1 });
@@ -86,7 +86,7 @@ fn spread(tp_size: u16) -> KvLayout {
     KvLayout::uniform(16, KvDtype::F32, 1, 4, 2).over_ranks(tp_size).expect("four heads do")
 }
 
-/// The places of all bytes of one side's runs, in the wire's order.
+/// Returns the places of all bytes of one side's runs, in the wire's order.
 fn places(layout: &KvLayout, runs: &Runs) -> Vec<[usize; 2]> {
     let page_bytes = layout.rank_page_bytes(layout.groups[0].layers[0]);
     let of_run = |run: &Run| {

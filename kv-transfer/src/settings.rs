@@ -86,7 +86,7 @@ impl Default for TransferSettings {
 }
 
 impl TransferSettings {
-    /// The multiprocessors of a connector: the setting, or `liked` if the setting is 0.
+    /// Returns the multiprocessors of a connector: the setting, or `liked` if the setting is 0.
     pub(crate) fn multiprocessors(&self, liked: u32) -> u32 {
         if self.gpu_multiprocessors == 0 { liked } else { self.gpu_multiprocessors }
     }

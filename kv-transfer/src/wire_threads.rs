@@ -71,7 +71,7 @@ impl WireThreads {
         Ok(Self { threads: threads.collect::<Result<_, _>>()?, nth: 0 })
     }
 
-    /// A handle whose new tasks run on thread `nth`, modulo the number of threads.
+    /// Returns a handle whose new tasks run on thread `nth`, modulo the number of threads.
     pub(crate) fn nth(&self, nth: usize) -> Self {
         Self { threads: Arc::clone(&self.threads), nth: nth % self.threads.len().max(1) }
     }

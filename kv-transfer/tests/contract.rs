@@ -27,7 +27,7 @@ fn all_sources() -> String {
     found.iter().map(read).collect()
 }
 
-/// The names in backticks within square brackets.
+/// Returns the names in backticks within square brackets.
 fn named_tests() -> BTreeSet<String> {
     let contract = read("CONTRACT.md");
     let claims = contract.split('[').skip(1).filter_map(|rest| rest.split_once(']')).map(|(claim, _)| claim);

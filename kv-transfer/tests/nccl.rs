@@ -23,7 +23,7 @@ async fn pair_over(double: &Double) -> Pair {
     pair_of(double, (QUEUES, QUEUES)).await
 }
 
-/// A pair with the limits of queues of the sender and of the receiver.
+/// Returns a pair with the limits of queues of the sender and of the receiver.
 async fn pair_of(double: &Double, (of_sender, of_receiver): (usize, usize)) -> Pair {
     let double = double.clone();
     let make: Make = Arc::new(move |parts: ConnectorParts| {

@@ -212,7 +212,7 @@ async fn truncated_frames_leave_nothing() {
 
 // === rights ===
 
-/// The text of a refusal.
+/// Returns the text of a refusal.
 async fn refused(pair: &Pair, landing: &Landing, shown: Credentials) -> String {
     let mut peer = FakePeer::linked(&pair.decode).await;
     peer.say_of(landing.transfer, Body::Open(shown)).await;

@@ -11,7 +11,7 @@ use baton_kv_transfer::{ConnectorParts, KvConnector, build};
 /// The VM's CPU is emulated, and shares the machine with other work.
 const SLOWER: u32 = 5;
 
-/// The ports of two nodes.
+/// Returns the ports of two nodes.
 fn ports() -> [String; 2] {
     let named = std::env::var("TEST_RDMA_PORTS").expect("tests/rdma-vm names the ports in TEST_RDMA_PORTS");
     // Logs the running case, because a VM shows nothing else.

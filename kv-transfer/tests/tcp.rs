@@ -166,7 +166,7 @@ async fn silent_receiver(listener: &TcpListener, landing: &Landing, says_that_it
     }
 }
 
-/// A landing with the address of a fake peer.
+/// Returns a landing with the address of a fake peer.
 fn land_at(decode: &Node, at: SocketAddr, n_tokens: u32) -> (Landing, Arrival) {
     let world = &decode.parts.world;
     let request = LandRequest {
@@ -304,8 +304,8 @@ async fn a_bit_flipped_anywhere_on_the_wire_is_caught() {
     );
 }
 
-/// The receiver's state when the sender's part has ended. A landing that was never opened, because the bit hit the
-/// hello, or that still waits, has nothing.
+/// Returns the receiver's state when the sender's part has ended. A landing that was never opened, because
+/// the bit hit the hello, or that still waits, has nothing.
 async fn transferred(
     pair: &Pair,
     landing: &Landing,

@@ -62,7 +62,8 @@ impl Visit for QuietReports {
     }
 }
 
-/// The number of events of each kind, and the times of the first and the last one, in microseconds since `start`.
+/// Returns the number of events of each kind, and the times of the first and the last one, in microseconds
+/// since `start`.
 pub(crate) fn told(start: Instant, marks: &[Mark]) -> Value {
     let mut kinds: BTreeMap<String, Vec<f64>> = BTreeMap::new();
     for (at, message, fields) in marks {
@@ -82,7 +83,7 @@ pub(crate) fn told(start: Instant, marks: &[Mark]) -> Value {
     json!(lines.into_iter().map(line).collect::<Vec<_>>())
 }
 
-/// All events, one per line.
+/// Returns all events, one per line.
 pub(crate) fn whole(start: Instant, marks: &[Mark]) -> Value {
     let line = |(at, message, fields): &Mark| {
         let us = at.saturating_duration_since(start).as_secs_f64() * 1e6;

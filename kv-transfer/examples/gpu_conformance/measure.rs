@@ -157,7 +157,7 @@ const IPC: How = How {
 pub(crate) const NCCL: How =
     How { wire: "nccl", frames_larger: 128, frame_bytes: 64 << 20, multiprocessors: 32, ..IPC };
 
-/// The measured variants: the wires with their defaults, and with one setting changed.
+/// Returns the measured variants: the wires with their defaults, and with one setting changed.
 fn ways() -> Vec<How> {
     let with_digests = [
         IPC,
@@ -177,7 +177,7 @@ fn ways() -> Vec<How> {
     with_digests.into_iter().chain(bare).flat_map(both).chain(of_ranks).collect()
 }
 
-/// The bytes of one sequence.
+/// Returns the bytes of one sequence.
 fn sent_bytes() -> usize {
     N_SENT as usize * layout().block_bytes(GroupIdx(0))
 }
@@ -194,7 +194,7 @@ async fn through_ranks((near, far): (Outcome<KvMemory>, Outcome<KvMemory>), how:
     through_connector(&near, &far, how).await
 }
 
-/// The measurements, and all steps of one transfer for each variant.
+/// Returns the measurements, and all steps of one transfer for each variant.
 pub(crate) async fn all() -> Outcome<(Value, Vec<Value>)> {
     let (near, far) = (memory("prefill", layout(), N_BLOCKS), memory("decode", layout(), N_BLOCKS));
     fill(&near);
@@ -298,7 +298,7 @@ pub(crate) async fn one(prefill: &Side, decode: &Side, from: &Arc<BlockLease>, h
     Ok(One { start, arrival, finish, arrived: arrived? })
 }
 
-/// The marks of one transfer, and every step of it.
+/// Returns the marks of one transfer, and every step of it.
 pub(crate) async fn marked(
     prefill: &Side,
     decode: &Side,

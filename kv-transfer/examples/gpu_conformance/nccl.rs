@@ -53,7 +53,7 @@ pub(crate) fn rates(sizes: &'static [usize]) -> Outcome<Vec<Rate>> {
     Ok(sizes.iter().zip(near.iter().zip(&far)).map(rate).collect())
 }
 
-/// The median time for each size, of one message and of a row, measured at one end.
+/// Returns the median time for each size, of one message and of a row, measured at one end.
 fn end(name: &str, id: UniqueId, rank: Rank, sizes: &[usize]) -> Outcome<Vec<[Duration; 2]>> {
     let memory = memory(name, layout(), 1);
     let largest = sizes.iter().max().copied().unwrap_or(0);

@@ -83,7 +83,7 @@ pub(crate) async fn all() -> Outcome<(Value, Vec<Value>)> {
 }
 
 impl Row {
-    /// The measurement with neighbouring blocks, and with scattered blocks.
+    /// Returns the measurement with neighbouring blocks, and with scattered blocks.
     fn hows(&self) -> [How; 2] {
         [false, true].map(|is_scattered| How { is_scattered, ..self.how })
     }
@@ -139,7 +139,7 @@ impl Row {
     }
 }
 
-/// The median; NaN without numbers.
+/// Returns the median; NaN without numbers.
 fn middle(numbers: &[f64]) -> f64 {
     let mut sorted = numbers.to_vec();
     sorted.sort_by(f64::total_cmp);

@@ -58,7 +58,7 @@ pub fn expect_slowness(times: u32) {
     SLOWER.store(times.max(1), Ordering::Relaxed);
 }
 
-/// The time limit on this machine.
+/// Returns the time limit on this machine.
 pub fn here(on_a_fast_machine: Duration) -> Duration {
     on_a_fast_machine * SLOWER.load(Ordering::Relaxed)
 }
@@ -244,7 +244,7 @@ struct LayerShare {
 }
 
 impl LayerShare {
-    /// The offset that a byte of the rank's page has in a page of one rank with all heads.
+    /// Returns the offset that a byte of the rank's page has in a page of one rank with all heads.
     fn in_whole_page(&self, at: usize) -> usize {
         let (run, byte) = (at / self.shape.head_bytes, at % self.shape.head_bytes);
         let (part, head) = (run / self.shape.n_heads, self.heads.0 + run % self.shape.n_heads);
@@ -270,7 +270,7 @@ fn shares(layout: &KvLayout) -> Vec<LayerShare> {
     shares
 }
 
-/// A byte of KV that depends on its place, so that a wrong place is detected.
+/// Returns a byte of KV that depends on its place, so that a wrong place is detected.
 fn kv_byte(sequence: u64, layer: u16, block: u32, byte: usize) -> u8 {
     let place = sequence << 40 ^ u64::from(layer) << 32 ^ u64::from(block) << 16 ^ byte as u64;
     (place.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8
@@ -324,7 +324,7 @@ impl Pair {
         self.decode.ends().await;
     }
 
-    /// A landing for a fresh sequence.
+    /// Returns a landing for a fresh sequence.
     pub fn land(&self, n_tokens: u32) -> (Landing, Arrival) {
         self.land_for(n_tokens, here(LANDING_FOR))
     }
@@ -383,7 +383,7 @@ impl Pair {
     }
 }
 
-/// All pages of a sequence, one span for each group. Held blocks are included: the sender skips them.
+/// Returns all pages of a sequence, one span for each group. Held blocks are included: the sender skips them.
 pub fn whole(landing: &Landing) -> Vec<KvSpan> {
     let n_blocks = landing.n_tokens.div_ceil(BLOCK_TOKENS);
     let span = |group: GroupIdx| {
@@ -393,7 +393,7 @@ pub fn whole(landing: &Landing) -> Vec<KvSpan> {
     landing.layout.group_indices().map(span).collect()
 }
 
-/// Each page of a sequence as its own span.
+/// Returns each page of a sequence as its own span.
 pub fn pages(landing: &Landing) -> Vec<KvSpan> {
     whole(landing).iter().flat_map(crate::landing::PageAt::all).map(crate::landing::PageAt::span).collect()
 }

@@ -33,12 +33,12 @@ const WIRES: &[WireKind] = &[
     toy::WIRE,
 ];
 
-/// All wires of this crate, the fastest first.
+/// Returns all wires of this crate, the fastest first.
 pub fn connectors() -> &'static [WireKind] {
     WIRES
 }
 
-/// The names of all wires.
+/// Returns the names of all wires.
 pub fn names() -> Vec<&'static str> {
     WIRES.iter().map(|wire| wire.name).collect()
 }

@@ -85,7 +85,7 @@ impl StreamAcceptor for Port {
     }
 }
 
-/// The host that peers connect to. IPv6 addresses keep their brackets.
+/// Returns the host that peers connect to. IPv6 addresses keep their brackets.
 pub(super) fn advertised_host(parts: &ConnectorParts) -> String {
     if !parts.settings.advertise.is_empty() {
         return parts.settings.advertise.clone();

@@ -21,8 +21,8 @@ pub struct Credentials {
 }
 
 impl Credentials {
-    /// The credentials of a node with this layout and fingerprint. Both are the node's own, not copied from the
-    /// landing.
+    /// Returns the credentials of a node with this layout and fingerprint. Both are the node's own, not
+    /// copied from the landing.
     pub fn new(landing: &Landing, layout: &KvLayout, fingerprint: &Fingerprint) -> Self {
         Self {
             grant: landing.grant,

@@ -61,7 +61,8 @@ impl LeaseGate {
         assert!(self.quiet.set(quiet).is_ok(), "a landing has one proof of quiet");
     }
 
-    /// The outstanding proof, if any. A wire has one kind of it: the peer's writes, or copies of a GPU of this node.
+    /// Returns the outstanding proof, if any. A wire has one kind of it: the peer's writes, or copies of a
+    /// GPU of this node.
     pub(super) fn unproven(&self) -> Option<Arc<dyn Quiet>> {
         let ours: Arc<dyn Quiet> = Arc::clone(&self.pending_copies) as _;
         let of_wire = self.quiet.get().map_or(ours, Arc::clone);

@@ -75,12 +75,12 @@ impl Progress {
         Claim::Write
     }
 
-    /// Whether all pages are verified and the handoff has come.
+    /// Returns whether all pages are verified and the handoff has come.
     pub(super) fn is_whole(&self) -> bool {
         self.pages.all_verified() && self.handoff.is_some()
     }
 
-    /// The outcome, if the landing has ended. `Arrived` is returned once.
+    /// Returns the outcome, if the landing has ended. `Arrived` is returned once.
     pub(super) fn take_outcome(&mut self) -> Option<Outcome> {
         match &self.outcome {
             None => None,

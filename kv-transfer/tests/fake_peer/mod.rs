@@ -51,7 +51,7 @@ impl FakePeer {
         Self { socket: in_time(TcpStream::connect(endpoint)).await.expect("it listens") }
     }
 
-    /// A stream 0 whose hello was accepted.
+    /// Returns a stream 0 whose hello was accepted.
     pub async fn linked(node: &Node) -> Self {
         let mut peer = Self::connect(node).await;
         peer.say(Body::Hello(hello(3, 3))).await;
@@ -71,7 +71,7 @@ impl FakePeer {
         in_time(self.socket.write_all(bytes)).await.expect("the peer reads");
     }
 
-    /// The peer's next frame other than a heartbeat; `None` once it has closed the connection.
+    /// Returns the peer's next frame other than a heartbeat; `None` once it has closed the connection.
     pub async fn hear(&mut self) -> Option<Body> {
         loop {
             match in_time(self.next()).await? {

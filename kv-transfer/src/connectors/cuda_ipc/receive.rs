@@ -119,7 +119,7 @@ impl KvPath for CudaIpcPath {
     }
 }
 
-/// The copy jobs of a frame: the pages on this side, and the location of each at the sender.
+/// Returns the copy jobs of a frame: the pages on this side, and the location of each at the sender.
 fn copy_jobs(
     landing: &OpenLanding,
     span: &LaneSpan,

@@ -50,7 +50,7 @@ impl CudaIpcSendPath {
         Ok(Arc::new(Self { world, memory, copy_threads, flipped: Mutex::default() }))
     }
 
-    /// The pages of a span, and their location in the shared memory.
+    /// Returns the pages of a span, and their location in the shared memory.
     fn pages(&self, span: &SpanOut) -> Result<(Vec<UniformPages>, Vec<Piece>), TransferError> {
         let card = card_of(&self.memory, span.piece.lane.from)?;
         let (all, mut pieces) = (sent(&self.memory, span)?, Vec::new());
@@ -58,7 +58,7 @@ impl CudaIpcSendPath {
         Ok((all, pieces))
     }
 
-    /// The digests, computed by the GPU that holds the pages.
+    /// Returns the digests, computed by the GPU that holds the pages.
     async fn digests(&self, span: &SpanOut, all: &[UniformPages]) -> Result<Vec<Digest>, TransferError> {
         let rank = span.piece.lane.from;
         let (card, copy_thread) = (card_of(&self.memory, rank)?, self.copy_threads.of(rank));

@@ -44,7 +44,7 @@ pub(in crate::connectors) fn check(memory: &KvMemory) -> Result<(), TransferErro
     Ok(())
 }
 
-/// The GPU that holds one rank's KV.
+/// Returns the GPU that holds one rank's KV.
 pub(in crate::connectors) fn card_of(memory: &KvMemory, rank: u16) -> Result<OnCard<'_>, TransferError> {
     memory.rank(rank).on_card().ok_or_else(|| bad_request("this node's KV is not on a GPU"))
 }
@@ -58,7 +58,8 @@ struct Side<'a> {
     heads: fn(LaneHeads) -> (Heads, Heads),
 }
 
-/// The parts of this node's pages that a span's lane sends, in runs of layers whose pages have the same shape.
+/// Returns the parts of this node's pages that a span's lane sends, in runs of layers whose pages have the
+/// same shape.
 pub(in crate::connectors) fn sent(
     memory: &KvMemory,
     span: &SpanOut,
@@ -68,7 +69,7 @@ pub(in crate::connectors) fn sent(
     Ok(uniform_pages(side, &span.out.lanes, &span.out.landing, &span.piece))
 }
 
-/// The parts of this node's pages that a span's lane fills.
+/// Returns the parts of this node's pages that a span's lane fills.
 pub(in crate::connectors) fn wanted(
     landing: &OpenLanding,
     span: &LaneSpan,
@@ -125,7 +126,7 @@ impl UniformPages {
         SomePages { places, n_of_layer: *n_blocks, runs: *here, partial: *partial }
     }
 
-    /// The part of each page on the other side.
+    /// Returns the part of each page on the other side.
     pub(in crate::connectors) fn there(&self) -> PageRuns {
         self.there
     }
@@ -167,7 +168,7 @@ impl<'a> Offsets<'a> {
         Self { pieces: pieces.iter(), rest: Piece { offset: 0, bytes: 0 } }
     }
 
-    /// The offset of the next page of `page_bytes`; `None` if no piece holds the whole page.
+    /// Returns the offset of the next page of `page_bytes`; `None` if no piece holds the whole page.
     pub(in crate::connectors) fn next(&mut self, page_bytes: usize) -> Option<u64> {
         let bytes = u32::try_from(page_bytes).ok()?;
         if self.rest.bytes == 0 {
@@ -184,7 +185,8 @@ impl<'a> Offsets<'a> {
     }
 }
 
-/// The page that holds one bit of a span's lane, counted in the wire's order, and the bit's position in the page.
+/// Returns the page that holds one bit of a span's lane, counted in the wire's order, and the bit's position
+/// in the page.
 pub(in crate::connectors) fn page_of_bit(
     layout: &KvLayout,
     lanes: &Lanes,

@@ -28,6 +28,7 @@ pub(in crate::connectors) type Handshake = BoxFuture<'static, Result<Incoming, T
 /// A listening address of one wire.
 #[async_trait]
 pub(in crate::connectors) trait StreamAcceptor: Debug + Send {
-    /// The peer's name for the log, and its handshake. Cancel-safe: a cancelled call has accepted nothing.
+    /// Returns the peer's name for the log, and its handshake. Cancel-safe: a cancelled call has accepted
+    /// nothing.
     async fn accept(&mut self) -> io::Result<(String, Handshake)>;
 }

@@ -268,7 +268,7 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// The longest prefix of `text` that fits and ends at a character boundary.
+/// Returns the longest prefix of `text` that fits and ends at a character boundary.
 fn cut(text: &str, bytes_max: usize) -> &str {
     &text[..text.floor_char_boundary(bytes_max)]
 }

@@ -299,7 +299,7 @@ impl Frame {
         Self { lane, ..self }
     }
 
-    /// A frame that belongs to no transfer.
+    /// Returns a frame that belongs to no transfer.
     pub fn of_link(body: Body) -> Self {
         Self::new(TransferId(0), body)
     }

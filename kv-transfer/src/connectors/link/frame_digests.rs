@@ -20,7 +20,7 @@ pub(in crate::connectors) enum FrameDigests {
 }
 
 impl FrameDigests {
-    /// Whether the pages have to be verified.
+    /// Returns whether the pages have to be verified.
     pub(in crate::connectors) fn are_expected(&self) -> bool {
         !matches!(self, Self::Here(digests) if digests.is_empty())
     }
@@ -97,8 +97,8 @@ pub(in crate::connectors) fn check_count(said: &[Digest], here: &[Digest]) -> Re
     }
 }
 
-/// The pages of a span whose digests differ from the sender's. Each list has a digest for each head of each page, or
-/// is empty.
+/// Returns the pages of a span whose digests differ from the sender's. Each list has a digest for each head
+/// of each page, or is empty.
 pub(in crate::connectors) fn differing(
     landing: &OpenLanding,
     span: &LaneSpan,

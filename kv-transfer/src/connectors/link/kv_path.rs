@@ -78,7 +78,7 @@ pub(in crate::connectors) trait KvPath: Debug + Send + Sync + 'static {
     fn revoke(&self) {}
 }
 
-/// The error for KV in a place that a wire does not support.
+/// Returns the error for KV in a place that a wire does not support.
 pub(in crate::connectors) fn wrong_place() -> TransferError {
     FrameError::Unexpected("KV in a place that this wire does not have").into()
 }

@@ -14,7 +14,7 @@ impl<'a> Pieces<'a> {
         Self { rest: pieces, done: 0 }
     }
 
-    /// The number of contiguous bytes from here on; `None` at the end.
+    /// Returns the number of contiguous bytes from here on; `None` at the end.
     #[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "for wires that know both sides' pieces"))]
     pub(in crate::connectors) fn rest(&self) -> Option<usize> {
         Some(self.rest.first()?.bytes as usize - self.done)

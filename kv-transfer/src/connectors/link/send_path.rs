@@ -37,8 +37,8 @@ pub(in crate::connectors) trait KvSendPath: Debug + Send + Sync + 'static {
         Err(FrameError::Unexpected("a slot of a stage that this wire does not have"))
     }
 
-    /// Whether this side's device writes into the receiver's pages. If so, the receiver does not reuse them before
-    /// this side reports that the device is done, and a handoff waits for that.
+    /// Returns whether this side's device writes into the receiver's pages. If so, the receiver does not
+    /// reuse them before this side reports that the device is done, and a handoff waits for that.
     fn writes(&self) -> bool {
         false
     }

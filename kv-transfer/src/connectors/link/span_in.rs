@@ -115,7 +115,7 @@ impl<'a> Checker<'a> {
         Self { span, digests, n_checked: 0, bytes_checked: 0, hashed, of_page, wrong }
     }
 
-    /// Whether there are digests to compare with.
+    /// Returns whether there are digests to compare with.
     pub(in crate::connectors) fn verifies(&self) -> bool {
         !self.digests.is_empty()
     }
@@ -164,7 +164,8 @@ impl<'a> Checker<'a> {
         Ok(())
     }
 
-    /// Whether the next page matches its digests; `None` if a part of it was not hashed during its copy.
+    /// Returns whether the next page matches its digests; `None` if a part of it was not hashed during its
+    /// copy.
     fn passes_as_hashed(&mut self, n_parts: usize, digests: &[Digest]) -> Option<bool> {
         let n_heads = digests.len();
         self.of_page.clear();
@@ -176,7 +177,7 @@ impl<'a> Checker<'a> {
         (self.of_page.len() == n_parts * n_heads).then(all)
     }
 
-    /// The next page in the wire's order.
+    /// Returns the next page in the wire's order.
     fn page(&self) -> PageAt {
         let n_blocks = self.span.blocks.len();
         let (layer, block) = (self.n_checked / n_blocks, self.n_checked % n_blocks);

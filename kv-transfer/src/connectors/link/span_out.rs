@@ -48,20 +48,20 @@ pub(in crate::connectors) async fn write_span(
 }
 
 impl SpanOut {
-    /// The location of the pages in this node's memory.
+    /// Returns the location of the pages in this node's memory.
     pub(in crate::connectors) fn runs(&self, parts: &ConnectorParts) -> Runs {
         let table = self.from.table(self.piece.group);
         Runs::sent(parts.memory.layout(), &self.out.lanes, table, &self.piece)
     }
 
-    /// One page of the span, or a part within the span.
+    /// Returns one page of the span, or a part within the span.
     pub(in crate::connectors) fn page(&self, span: KvSpan) -> Self {
         let piece = LaneSpan { lane: self.piece.lane, span };
         let (out, from) = (Arc::clone(&self.out), Arc::clone(&self.from));
         Self { pending_copy: out.pending_copies.begin(), out, piece, from }
     }
 
-    /// The number of bytes on the span's lane.
+    /// Returns the number of bytes on the span's lane.
     pub(in crate::connectors) fn bytes(&self, parts: &ConnectorParts) -> usize {
         let layout = parts.memory.layout();
         let page_bytes = |layer_pos: u16| {
@@ -73,7 +73,7 @@ impl SpanOut {
         self.piece.layers.clone().map(page_bytes).sum::<usize>() * self.piece.blocks.len()
     }
 
-    /// The digests; empty if digests are turned off.
+    /// Returns the digests; empty if digests are turned off.
     pub(in crate::connectors) fn digests(
         &self,
         parts: &ConnectorParts,
@@ -138,7 +138,7 @@ pub(in crate::connectors) fn corrupt_first(digests: &mut [Digest]) {
     }
 }
 
-/// A copy of the KV, for a fault that corrupts it.
+/// Returns a copy of the KV, for a fault that corrupts it.
 fn copied(memory: &KvMemory, runs: &Runs) -> Result<Vec<u8>, TransferError> {
     let mut copy = vec![0; runs.bytes()];
     copy_out(memory, runs, &mut copy)?;

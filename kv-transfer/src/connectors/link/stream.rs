@@ -51,7 +51,7 @@ impl FrameReader {
         self.stall
     }
 
-    /// The next frame; `None` if the peer ended the stream between two frames. Not cancel-safe.
+    /// Returns the next frame; `None` if the peer ended the stream between two frames. Not cancel-safe.
     pub(super) async fn next(&mut self) -> Result<Option<Frame>, TransferError> {
         let mut header = [0; HEADER_BYTES];
         let first = self.half.read(&mut header).await.map_err(TransferError::lost)?;

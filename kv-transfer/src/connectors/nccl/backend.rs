@@ -32,10 +32,10 @@ pub(super) enum End {
 
 /// Creates the communicators of one node.
 pub(super) trait NcclBackend: Debug + Send + Sync {
-    /// The limit of queues for this node's next pair, at least one.
+    /// Returns the limit of queues for this node's next pair, at least one.
     fn n_queues(&self) -> usize;
 
-    /// A new id, for one queue of a pair whose sender is this node.
+    /// Returns a new id, for one queue of a pair whose sender is this node.
     fn id(&self) -> Result<QueueId, TransferError>;
 
     /// Slots for one pair, in the memory that holds this rank's KV.
@@ -77,7 +77,7 @@ pub(super) enum Gathering {
 }
 
 impl Gathering {
-    /// The copy jobs that a message must wait for.
+    /// Returns the copy jobs that a message must wait for.
     pub(super) fn before(&self) -> Vec<CopyDone> {
         match self {
             Self::Done(_) => Vec::new(),
@@ -108,8 +108,8 @@ impl Gathering {
 ///
 /// The drop aborts it: after that no slot is read or written.
 pub(super) trait Communicator: Debug + Send {
-    /// Whether the last call, or the joining, has finished, so that the next call may be made. A message may still be
-    /// in progress.
+    /// Returns whether the last call, or the joining, has finished, so that the next call may be made. A
+    /// message may still be in progress.
     fn is_settled(&mut self) -> Result<bool, TransferError>;
 
     /// Queues the first bytes of a slot. The GPU waits for the copy jobs `before` first.
@@ -118,7 +118,7 @@ pub(super) trait Communicator: Debug + Send {
     /// Queues the receipt of the next message, which has the same length.
     fn receive(&mut self, slot: usize, bytes: usize) -> Result<(), TransferError>;
 
-    /// The number of messages that are done since the last call. They are done in order.
+    /// Returns the number of messages that are done since the last call. They are done in order.
     fn n_done(&mut self) -> Result<usize, TransferError>;
 
     /// Starts an orderly end. Nothing may be in progress.

@@ -109,7 +109,7 @@ async fn listen_over(
     Ok(LinkConnector::start(parts, wire_threads, (address, None), Box::new(door), Box::new(send_path)))
 }
 
-/// The size of a slot: a frame's KV, or the largest page.
+/// Returns the size of a slot: a frame's KV, or the largest page.
 fn slot_bytes(parts: &ConnectorParts) -> Result<usize, TransferError> {
     let largest = check_pages(parts)?;
     Ok(parts.settings.frame_bytes.saturating_mul(MESSAGES_LARGER).max(largest).next_multiple_of(SLOT_ALIGN))
@@ -123,7 +123,7 @@ fn n_queues(parts: &ConnectorParts) -> usize {
 /// The alignment of slots, which suits every kernel.
 const SLOT_ALIGN: usize = 256;
 
-/// The host of `host:port`; IPv6 addresses keep their brackets.
+/// Returns the host of `host:port`; IPv6 addresses keep their brackets.
 fn host(listen: &str) -> &str {
     listen.rsplit_once(':').map_or("127.0.0.1", |(host, _)| host)
 }

@@ -44,7 +44,7 @@ impl Stages {
         Ok(Self { end, of_lanes: lanes.all().iter().map(stage).collect::<Result<_, TransferError>>()? })
     }
 
-    /// The number of lanes.
+    /// Returns the number of lanes.
     pub(super) fn len(&self) -> usize {
         self.of_lanes.len()
     }
@@ -91,7 +91,7 @@ impl PairQueues {
 }
 
 impl LaneQueue {
-    /// The number of the next message.
+    /// Returns the number of the next message.
     pub(super) fn number(&self) -> u64 {
         self.n_messages.fetch_add(1, Ordering::Relaxed)
     }

@@ -42,7 +42,7 @@ impl RoundRobin {
         self.queues.len()
     }
 
-    /// Whether all queues have settled.
+    /// Returns whether all queues have settled.
     pub(super) fn is_settled(&mut self) -> Result<bool, TransferError> {
         for turn in &mut self.queues {
             if !turn.queue.is_settled()? {
@@ -72,7 +72,7 @@ impl RoundRobin {
         &mut *self.queues[nth].queue
     }
 
-    /// The number of finished messages, in the order of all queues.
+    /// Returns the number of finished messages, in the order of all queues.
     pub(super) fn n_done(&mut self) -> Result<usize, TransferError> {
         for turn in &mut self.queues {
             turn.n_done += turn.queue.n_done()?;

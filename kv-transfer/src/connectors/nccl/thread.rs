@@ -141,7 +141,7 @@ impl Pair {
         Ok(())
     }
 
-    /// The next message; `None` if there will be none. Polls the messages in progress meanwhile.
+    /// Returns the next message; `None` if there will be none. Polls the messages in progress meanwhile.
     fn next(&mut self) -> Result<Option<Message>, TransferError> {
         loop {
             match self.queue.try_recv() {

@@ -62,7 +62,7 @@ impl Adapter {
         Ok(Self { port, device, domain, ranks, card, gid, lid: state.lid, mtu: state.mtu, timeout })
     }
 
-    /// The memory that a peer may write into.
+    /// Returns the memory that a peer may write into.
     pub(super) fn ranks(&self) -> Vec<RankThere> {
         let rank = |rank: &RankHere| RankThere { key: rank.region.key(), starts: rank.starts.clone() };
         self.ranks.iter().map(rank).collect()
@@ -102,7 +102,7 @@ fn registered(domain: &Domain, memory: &KvMemory, tp_rank: u16) -> Result<RankHe
     Ok(RankHere { starts: (0..memory.n_regions()).map(start).collect(), region })
 }
 
-/// The longest time between two attempts such that all attempts end within the stall time.
+/// Returns the longest time between two attempts such that all attempts end within the stall time.
 fn timeout_within(stall: Duration) -> u8 {
     const UNIT: Duration = Duration::from_nanos(4096);
     let within = |exponent: &u8| UNIT * (1 << exponent) * (u32::from(RETRIES) + 1) <= stall;

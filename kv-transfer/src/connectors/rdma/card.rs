@@ -27,8 +27,8 @@ impl CardLook {
         Ok(Self { memory: memory.clone(), copy_thread })
     }
 
-    /// The digests of a span that is about to be written. `None` if lanes carry some heads of each page; then the CPU
-    /// digests a copy.
+    /// Returns the digests of a span that is about to be written. `None` if lanes carry some heads of each
+    /// page; then the CPU digests a copy.
     pub(super) async fn sent(&self, span: &SpanOut) -> Result<Option<Vec<Digest>>, TransferError> {
         if span.out.lanes.len() > 1 {
             return Ok(None);
@@ -42,7 +42,8 @@ impl CardLook {
         Ok(Some(digests.into_iter().map(Digest).collect()))
     }
 
-    /// The digests of a span that a peer's device has written here; `None` as in [`sent`](Self::sent).
+    /// Returns the digests of a span that a peer's device has written here; `None` as in
+    /// [`sent`](Self::sent).
     ///
     /// A landing that has ended has no pages, so it has no digests.
     pub(super) async fn written(
@@ -68,7 +69,7 @@ impl CardLook {
     }
 }
 
-/// The GPU of this memory. Called only for a connector that moves GPU memory.
+/// Returns the GPU of this memory. Called only for a connector that moves GPU memory.
 fn on_card(memory: &KvMemory) -> Result<OnCard<'_>, TransferError> {
     match memory.on_card() {
         Some(card) => Ok(card),

@@ -73,7 +73,7 @@ pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<LinkConnector>, Tra
     ))
 }
 
-/// The listening address: the setting, or the host of the node's other listener with any port.
+/// Returns the listening address: the setting, or the host of the node's other listener with any port.
 fn listen_on(settings: &TransferSettings) -> String {
     if !settings.rdma_listen.is_empty() {
         return settings.rdma_listen.clone();

@@ -36,7 +36,7 @@ impl Pairs {
         Ok(Self { pairs, completions, first_packets })
     }
 
-    /// The description for the other end. `ranks`: the memory that it may write into.
+    /// Returns the description for the other end. `ranks`: the memory that it may write into.
     pub(super) fn end(&self, adapter: &Adapter, ranks: Vec<RankThere>) -> End {
         let address = |(pair, first_packet): (&QueuePair, &u32)| Address {
             gid: adapter.gid,

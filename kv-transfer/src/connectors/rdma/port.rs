@@ -53,7 +53,7 @@ impl Wanted {
         Ok(Self { device, port, gid_index })
     }
 
-    /// The first port that matches, is up, and has an address.
+    /// Returns the first port that matches, is up, and has an address.
     pub fn find(&self, devices: &Path) -> Result<PortAt, TransferError> {
         let device = |path: &PathBuf| self.device.as_ref().is_none_or(|name| name_of(path) == *name);
         let ports =
@@ -83,12 +83,13 @@ impl Wanted {
     }
 }
 
-/// Whether a port is up.
+/// Returns whether a port is up.
 pub fn is_up(port: &Path) -> bool {
     state(port).contains("ACTIVE")
 }
 
-/// The address to use: RoCE v2 with an IPv4 address if there is one, else any RoCE v2, else any that is not empty.
+/// Returns the address to use: RoCE v2 with an IPv4 address if there is one, else any RoCE v2, else any that
+/// is not empty.
 pub fn best_gid(port: &Path) -> Option<Gid> {
     let mut all: Vec<Gid> = folders(&port.join("gids")).iter().filter_map(|path| gid(port, path)).collect();
     all.sort_by_key(|gid| gid.index);
@@ -104,7 +105,7 @@ fn gid(port: &Path, path: &Path) -> Option<Gid> {
     (!is_empty).then(|| Some(Gid { index: index.parse().ok()?, text, kind }))?
 }
 
-/// The entries of a folder, sorted.
+/// Returns the entries of a folder, sorted.
 pub fn folders(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut found: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
@@ -112,18 +113,18 @@ pub fn folders(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// Whether this process can use the device: the library is present, and the system permits it. The error says why
-/// not.
+/// Returns whether this process can use the device: the library is present, and the system permits it. The
+/// error says why not.
 pub fn opens(device: &str) -> Result<(), String> {
     Device::open(device).map(|_| ()).map_err(|error| in_full(&TransferError::rdma(error)))
 }
 
-/// Whether the library can register memory of other devices, such as GPUs. The error says why not.
+/// Returns whether the library can register memory of other devices, such as GPUs. The error says why not.
 pub fn knows_dmabuf() -> Result<(), String> {
     device::verbs::knows_dmabuf().map_err(|error| in_full(&TransferError::rdma(error)))
 }
 
-/// The state of a port, such as `4: ACTIVE`. `port` is its folder, as in the other functions.
+/// Returns the state of a port, such as `4: ACTIVE`. `port` is its folder, as in the other functions.
 pub fn state(port: &Path) -> String {
     read(&port.join("state"))
 }
@@ -133,7 +134,7 @@ pub fn link_layer(port: &Path) -> String {
     read(&port.join("link_layer"))
 }
 
-/// The last part of a path.
+/// Returns the last part of a path.
 pub fn name_of(path: &Path) -> String {
     path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
 }

@@ -35,7 +35,7 @@ struct QuietReport {
 }
 
 impl QuietReports {
-    /// The proof of quiet for a landing that this sender opened.
+    /// Returns the proof of quiet for a landing that this sender opened.
     pub(super) fn expect(&self, transfer: TransferId) -> Arc<dyn Quiet> {
         let mut state = self.state();
         let word = Arc::<QuietReport>::default();

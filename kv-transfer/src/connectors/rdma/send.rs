@@ -117,7 +117,7 @@ impl RdmaSendPath {
         written.map(|()| number)
     }
 
-    /// The digests, computed where the pages are; none if digests are turned off.
+    /// Returns the digests, computed where the pages are; none if digests are turned off.
     async fn digests(&self, span: &SpanOut) -> Result<Vec<Digest>, TransferError> {
         let on_card = self.adapter.card.as_ref().filter(|_| self.parts.settings.digests);
         let made = match on_card {
@@ -127,7 +127,8 @@ impl RdmaSendPath {
         made.map_or_else(|| span.digests(&self.parts), Ok)
     }
 
-    /// The copies from this side's memory to the receiver's. Bytes that are contiguous on both sides are one copy.
+    /// Returns the copies from this side's memory to the receiver's. Bytes that are contiguous on both sides
+    /// are one copy.
     fn copies(&self, there: &End, span: &SpanOut) -> Vec<Copy> {
         let (group, lane) = (span.piece.group, span.piece.lane);
         let here = span.runs(&self.parts).pieces(&self.parts.memory);

@@ -70,7 +70,7 @@ struct Page {
     n: usize,
 }
 
-/// The pages of a span, in the wire's order.
+/// Returns the pages of a span, in the wire's order.
 fn pages<'a>(landing: &'a OpenLanding, span: &'a LaneSpan) -> impl Iterator<Item = Page> + use<'a> {
     PageAt::all(span).map(|page| {
         let shape = landing.shape(page.group, page.layer_pos);
@@ -140,7 +140,7 @@ impl<P: Iterator<Item = Page>> Copying<'_, P> {
         Ok(())
     }
 
-    /// The rest of the page to copy next; `None` if pages are not verified.
+    /// Returns the rest of the page to copy next; `None` if pages are not verified.
     fn page(&mut self) -> Option<Page> {
         if self.page.is_none_or(|page| page.n == 0) {
             self.page = self.pages.next();

@@ -103,7 +103,7 @@ impl Pointing<'_> {
         }
     }
 
-    /// The frame for a copy of its KV, after `change`.
+    /// Returns the frame for a copy of its KV, after `change`.
     async fn staged(&self, change: impl FnOnce(&mut [u8])) -> Result<Frame, TransferError> {
         let wait = async { Ok(self.shown.stage.slot().await) };
         let slot = within(self.parts.settings.stall(), "waiting for a slot of the stage", wait).await?;
