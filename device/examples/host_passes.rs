@@ -42,7 +42,7 @@ fn main() -> Outcome<()> {
     Ok(())
 }
 
-/// The time of one pass over all pages in seconds, with `n_pages` at once.
+/// Returns the time of one pass over all pages in seconds, with `n_pages` at once.
 fn median(n_pages: u32, pass: impl Fn(Piece) -> Outcome<()> + Sync) -> Outcome<f64> {
     let mut times = Vec::new();
     for _ in 0..N_TIMES {

@@ -62,7 +62,7 @@ impl fmt::Display for Held {
     }
 }
 
-/// The borrow states of `n_pages`, all idle.
+/// Returns the borrow states of `n_pages`, all idle.
 pub(crate) fn idle(n_pages: u32) -> Box<[AtomicU32]> {
     (0..n_pages).map(|_| AtomicU32::new(IDLE)).collect()
 }

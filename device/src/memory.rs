@@ -89,12 +89,12 @@ impl HostMemory {
         Ok(Self { mapping: Arc::new(mapping), file: Some(file), regions })
     }
 
-    /// The file that another process maps to read this memory, if it is [`shared`](Self::shared).
+    /// Returns the file that another process maps to read this memory, if it is [`shared`](Self::shared).
     pub fn file(&self) -> Option<BorrowedFd<'_>> {
         self.file.as_ref().map(AsFd::as_fd)
     }
 
-    /// The offset of a page in [`file`](Self::file).
+    /// Returns the offset of a page in [`file`](Self::file).
     ///
     /// # Panics
     /// If the region or the page does not exist.
@@ -137,7 +137,7 @@ impl HostMemory {
         self.regions.places().len() as u32
     }
 
-    /// The bytes of all pages.
+    /// Returns the bytes of all pages.
     pub fn bytes(&self) -> usize {
         self.regions.places().bytes()
     }

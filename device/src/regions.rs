@@ -49,7 +49,7 @@ impl RegionShape {
         self.page_bytes.checked_mul(self.n_pages as usize)
     }
 
-    /// The next possible start of a region.
+    /// Returns the next possible start of a region.
     fn end(self, offset: usize) -> Option<usize> {
         offset.checked_add(self.bytes()?)?.checked_next_multiple_of(REGION_ALIGN_BYTES)
     }
@@ -85,7 +85,7 @@ impl Places {
         self.places[region as usize].0
     }
 
-    /// The offset and the length of a run of pages.
+    /// Returns the offset and the length of a run of pages.
     ///
     /// # Panics
     /// If the region or the page does not exist.

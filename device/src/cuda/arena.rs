@@ -29,7 +29,7 @@ pub struct Arena {
 // === impl Arena ===
 
 impl Card {
-    /// An empty arena.
+    /// Returns an empty arena.
     pub fn arena(&self) -> Arena {
         Arena { context: Arc::clone(self.context()), pieces: Vec::new(), places: Places::default() }
     }
@@ -108,7 +108,7 @@ struct Place {
 }
 
 impl Place {
-    /// The size of the piece, if this buffer is the first in it.
+    /// Returns the size of the piece, if this buffer is the first in it.
     fn piece_bytes(self) -> usize {
         self.bytes.max(SHARED_PIECE_BYTES)
     }

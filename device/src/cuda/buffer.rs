@@ -188,17 +188,17 @@ macro_rules! views {
                 self.len == 0
             }
 
-            /// The address in GPU memory of its first number. Only `unsafe` code can use it.
+            /// Returns the address in GPU memory of its first number. Only `unsafe` code can use it.
             pub fn address(&self) -> u64 {
                 self.address
             }
 
-            /// The GPU that has this memory.
+            /// Returns the GPU that has this memory.
             pub fn ordinal(&self) -> usize {
                 self.ordinal
             }
 
-            /// Whether a 16-byte load may start here.
+            /// Returns whether a 16-byte load may start here.
             pub fn is_aligned(&self) -> bool {
                 self.address.is_multiple_of(16)
             }
@@ -234,7 +234,7 @@ impl<'a, T: Element> View<'a, T> {
 macro_rules! halves {
     ($($view:ident),*) => {$(
         impl<'a, T: Element> $view<'a, T> {
-            /// The same memory as 16-bit numbers.
+            /// Returns the same memory as 16-bit numbers.
             ///
             /// # Panics
             /// If the number of bytes is odd.
@@ -249,7 +249,7 @@ macro_rules! halves {
 halves!(View, ViewMut);
 
 impl<'a> View<'a, u32> {
-    /// The same numbers in groups of three.
+    /// Returns the same numbers in groups of three.
     ///
     /// # Panics
     /// If the length is not a multiple of three.
@@ -266,12 +266,12 @@ impl<'a, T: Element> ViewMut<'a, T> {
         ViewMut { address: self.place(&range), len: range.len(), ..self }
     }
 
-    /// A read view of the same memory.
+    /// Returns a read view of the same memory.
     pub fn view(&self) -> View<'_, T> {
         View { address: self.address, len: self.len, ordinal: self.ordinal, buffer: PhantomData }
     }
 
-    /// A write view of the same memory with a shorter lifetime.
+    /// Returns a write view of the same memory with a shorter lifetime.
     pub fn reborrow(&mut self) -> ViewMut<'_, T> {
         ViewMut { address: self.address, len: self.len, ordinal: self.ordinal, buffer: PhantomData }
     }

@@ -24,25 +24,26 @@ pub struct Fetched {
 }
 
 impl Cache {
-    /// A cache in this folder, which the first write creates.
+    /// Returns a cache in this folder, which the first write creates.
     pub fn at(folder: &Path) -> Self {
         Self { folder: Some(folder.to_owned()) }
     }
 
-    /// A cache that keeps nothing.
+    /// Returns a cache that keeps nothing.
     pub fn none() -> Self {
         Self { folder: None }
     }
 
-    /// The user's cache by the XDG convention: under `$XDG_CACHE_HOME`, else `$HOME/.cache`. With neither,
-    /// nothing is kept.
+    /// Returns the user's cache by the XDG convention: under `$XDG_CACHE_HOME`, else `$HOME/.cache`. With
+    /// neither, nothing is kept.
     pub fn of_user(variable: impl Fn(&str) -> Option<String>) -> Self {
         let named = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
         let base = named("XDG_CACHE_HOME").or_else(|| named("HOME").map(|home| home.join(".cache")));
         Self { folder: base.map(|base| base.join("baton/kernels")) }
     }
 
-    /// The machine code of this source for this GPU, from the cache. Otherwise compiles it and stores it.
+    /// Returns the machine code of this source for this GPU, from the cache. Otherwise compiles it and stores
+    /// it.
     pub fn fetch(&self, nvrtc: &Nvrtc, source: &Source, arch: &str) -> Result<Fetched, CudaError> {
         let file = self.file(&nvrtc.recipe(source, arch));
         if let Some(cubin) = file.as_deref().and_then(read) {

@@ -57,7 +57,7 @@ pub struct Marker(pub(super) CudaEvent);
 // === impl Card ===
 
 impl Card {
-    /// The number of GPUs. Zero is an error.
+    /// Returns the number of GPUs. Zero is an error.
     pub fn count() -> Result<usize, CudaError> {
         library::driver()
     }
@@ -101,12 +101,12 @@ impl Card {
         Ok(Self { context, stream, functions, name, arch, n_multiprocessors, overlaps, n_compiled })
     }
 
-    /// The driver's name of the GPU.
+    /// Returns the driver's name of the GPU.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The architecture that the kernels are compiled for.
+    /// Returns the architecture that the kernels are compiled for.
     pub fn arch(&self) -> &str {
         &self.arch
     }
@@ -115,7 +115,7 @@ impl Card {
         self.n_multiprocessors
     }
 
-    /// The number of sources that were compiled because the cache did not have them.
+    /// Returns the number of sources that were compiled because the cache did not have them.
     pub fn n_compiled(&self) -> usize {
         self.n_compiled
     }
@@ -208,12 +208,12 @@ impl Card {
         &self.stream
     }
 
-    /// Whether a kernel is loaded. Some kernels exist for one architecture only.
+    /// Returns whether a kernel is loaded. Some kernels exist for one architecture only.
     pub fn has(&self, kernel: &str) -> bool {
         self.functions.contains_key(kernel)
     }
 
-    /// A kernel, to be launched on another stream.
+    /// Returns a kernel, to be launched on another stream.
     pub(super) fn function(&self, kernel: &'static str) -> CudaFunction {
         self.functions
             .get(kernel)
@@ -319,13 +319,13 @@ impl Marker {
     }
 }
 
-/// A one-dimensional or two-dimensional grid of small blocks.
+/// Returns a one-dimensional or two-dimensional grid of small blocks.
 pub fn grid(x: usize, y: usize, threads: u32) -> Grid {
     Grid::of((x, y, 1), threads, 0)
 }
 
-/// The architecture to compile for. Hopper's own instructions need `sm_90a`; that code runs on no other
-/// architecture.
+/// Returns the architecture to compile for. Hopper's own instructions need `sm_90a`; that code runs on no
+/// other architecture.
 fn arch((major, minor): (i32, i32)) -> Option<String> {
     match (major, minor) {
         (9, 0) => Some("sm_90a".to_owned()),
@@ -334,7 +334,7 @@ fn arch((major, minor): (i32, i32)) -> Option<String> {
     }
 }
 
-/// The compiler. Fails if the driver is too old for its code.
+/// Returns the compiler. Fails if the driver is too old for its code.
 fn nvrtc(folder: Option<&Path>) -> Result<Nvrtc, CudaError> {
     let nvrtc = Nvrtc::load(folder)?;
     let driver = library::driver_version()?;

@@ -41,12 +41,12 @@ impl Nvrtc {
         Ok(Self { version: (major, minor) })
     }
 
-    /// The CUDA version that it compiles for.
+    /// Returns the CUDA version that it compiles for.
     pub fn version(&self) -> (i32, i32) {
         self.version
     }
 
-    /// A text of everything that the machine code depends on. Equal texts give equal code.
+    /// Returns a text of everything that the machine code depends on. Equal texts give equal code.
     pub fn recipe(&self, source: &Source, arch: &str) -> String {
         let (major, minor) = self.version;
         format!("nvrtc {major}.{minor}\n{arch}\n{}\n{}\n{}", OPTIONS.join(" "), source.name, source.text)

@@ -42,7 +42,7 @@ impl CompletionCounter {
         }
     }
 
-    /// Whether the count is reached. The word never decreases.
+    /// Returns whether the count is reached. The word never decreases.
     fn is_at(&self, count: u32) -> bool {
         // JUSTIFICATION: the GPU writes the word while the CPU reads it.
         // SAFETY: it has four bytes, is aligned to a memory page, and lives as long as this value. There is
@@ -53,8 +53,8 @@ impl CompletionCounter {
 }
 
 impl CounterReader {
-    /// Whether the counter has reached `count`, which comes before `event`. An error means that the GPU has
-    /// failed.
+    /// Returns whether the counter has reached `count`, which comes before `event`. An error means that the
+    /// GPU has failed.
     pub(super) fn sees(
         &mut self,
         counter: &CompletionCounter,

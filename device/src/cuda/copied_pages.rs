@@ -44,7 +44,7 @@ pub struct RemotePages<'a> {
 }
 
 impl RemotePages<'_> {
-    /// The address of the first byte to move in each page.
+    /// Returns the address of the first byte to move in each page.
     pub(super) fn addresses(self) -> impl Iterator<Item = u64> {
         let first = self.memory.address() + self.runs.start() as u64;
         self.offsets.iter().map(move |offset| first + offset)
@@ -60,7 +60,7 @@ pub struct SlotAt<'a> {
 }
 
 impl SlotAt<'_> {
-    /// The addresses of these pages in the slot, packed one after the other.
+    /// Returns the addresses of these pages in the slot, packed one after the other.
     pub(super) fn pages(self, some: &SomePages<'_>) -> Result<impl Iterator<Item = u64> + use<>, CudaError> {
         let (n_pages, page_bytes) = (some.places.len(), some.runs.moved_bytes());
         let first = self.slots.address(self.slot, self.offset, n_pages * page_bytes)?;
@@ -74,7 +74,7 @@ impl SlotAt<'_> {
 // === impl PageRuns ===
 
 impl PageRuns {
-    /// All heads of a page.
+    /// Returns all heads of a page.
     pub const fn whole(n_parts: usize, n_heads: usize, run_bytes: usize) -> Self {
         Self { n_parts, n_heads, run_bytes, first_head: 0, page_heads: n_heads }
     }
@@ -96,17 +96,17 @@ impl PageRuns {
         self.n_heads == self.page_heads
     }
 
-    /// The distance from K to V.
+    /// Returns the distance from K to V.
     pub(super) fn part_bytes(&self) -> usize {
         self.page_heads * self.run_bytes
     }
 
-    /// The offset of the first head to move.
+    /// Returns the offset of the first head to move.
     pub(super) fn start(&self) -> usize {
         self.first_head * self.run_bytes
     }
 
-    /// The same heads as they lie in a slot, without the other heads.
+    /// Returns the same heads as they lie in a slot, without the other heads.
     pub(super) fn packed(&self) -> Self {
         Self { first_head: 0, page_heads: self.n_heads, ..*self }
     }

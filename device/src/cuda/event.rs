@@ -20,7 +20,7 @@ impl Event {
         marker.0.elapsed_ms(&self.0).map_err(CudaError::during("measure between two events"))
     }
 
-    /// Whether [`wait`](Self::wait) would return at once.
+    /// Returns whether [`wait`](Self::wait) would return at once.
     pub fn is_reached(&self) -> Result<bool, CudaError> {
         self.0.try_is_complete().map_err(CudaError::during("ask the GPU"))
     }

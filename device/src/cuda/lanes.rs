@@ -32,7 +32,7 @@ impl Lanes {
         Self { streams, loads }
     }
 
-    /// The stream for work that is not a copy job.
+    /// Returns the stream for work that is not a copy job.
     pub(super) fn first(&self) -> &CudaStream {
         &self.streams[0]
     }

@@ -30,7 +30,7 @@ pub(super) fn driver() -> Result<usize, CudaError> {
     if n_cards == 0 { Err(CudaError::NoDevice) } else { Ok(n_cards as usize) }
 }
 
-/// The newest CUDA version whose code the driver can run.
+/// Returns the newest CUDA version whose code the driver can run.
 pub(super) fn driver_version() -> Result<(i32, i32), CudaError> {
     let mut version = 0;
     // JUSTIFICATION: cudarc has no safe call for this.

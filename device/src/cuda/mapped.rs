@@ -110,7 +110,7 @@ impl Mapped {
         if self.is_backed() { Ok(()) } else { self.back_by(Physical::take(context, self.bytes())?) }
     }
 
-    /// Whether memory is mapped at the address.
+    /// Returns whether memory is mapped at the address.
     pub(super) fn is_backed(&self) -> bool {
         self.physical().is_some()
     }
@@ -138,8 +138,8 @@ impl Mapped {
             .map_err(CudaError::during("make GPU memory reachable (can the two GPUs reach each other?)"))
     }
 
-    /// A file descriptor for mapping the memory in another process. The memory lives until the last process
-    /// unmaps it.
+    /// Returns a file descriptor for mapping the memory in another process. The memory lives until the last
+    /// process unmaps it.
     pub(super) fn export(&self) -> Result<OwnedFd, CudaError> {
         bind(&self.reserved.context)?;
         let physical = self.physical();
@@ -155,7 +155,8 @@ impl Mapped {
         }
     }
 
-    /// A file descriptor (dmabuf) through which another device of this machine accesses the whole memory.
+    /// Returns a file descriptor (dmabuf) through which another device of this machine accesses the whole
+    /// memory.
     pub(super) fn dmabuf(&self) -> Result<OwnedFd, CudaError> {
         let context = &self.reserved.context;
         bind(context)?;
@@ -212,12 +213,12 @@ impl Mapped {
         self.reserved.address
     }
 
-    /// The GPU whose kernels can access it.
+    /// Returns the GPU whose kernels can access it.
     pub(super) fn ordinal(&self) -> usize {
         self.reserved.context.ordinal()
     }
 
-    /// The mapped bytes: the requested size, rounded up to whole units.
+    /// Returns the mapped bytes: the requested size, rounded up to whole units.
     pub(super) fn bytes(&self) -> usize {
         self.reserved.bytes
     }
@@ -323,14 +324,14 @@ fn on(context: &CudaContext) -> CUmemLocation {
     CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: context.ordinal() as i32 }
 }
 
-/// Whether memory can be allocated for RDMA. It must be requested at allocation, which fails if it is not
-/// supported.
+/// Returns whether memory can be allocated for RDMA. It must be requested at allocation, which fails if it is
+/// not supported.
 fn can_be_read_by_network_cards(context: &CudaContext) -> bool {
     let attribute = Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED;
     context.attribute(attribute).is_ok_and(|supported| supported != 0)
 }
 
-/// The allocation unit.
+/// Returns the allocation unit.
 fn granularity(wanted: &CUmemAllocationProp) -> Result<usize, CudaError> {
     let mut unit = 0;
     let recommended = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;

@@ -93,7 +93,7 @@ impl DeviceMemory {
         cleared.inspect_err(|_| drop(self.mapped.give_back()))
     }
 
-    /// Whether another device accesses the memory directly.
+    /// Returns whether another device accesses the memory directly.
     pub fn is_registered(&self) -> bool {
         Arc::strong_count(&self.mapped) > 1
     }
@@ -135,7 +135,7 @@ impl DeviceMemory {
         Ok(unsafe { PageMut::new(copy.start(), run.len, borrow, Some(copy)) })
     }
 
-    /// All pages of a region, for kernels that read them.
+    /// Returns all pages of a region, for kernels that read them.
     ///
     /// # Panics
     /// If the region does not exist, or its bytes are not whole numbers of this type.
@@ -144,8 +144,8 @@ impl DeviceMemory {
         View::over(address, len, self.ordinal())
     }
 
-    /// All pages of a region, for kernels that write some of them. The kernels may write only pages that the
-    /// caller has leased and that no other code uses.
+    /// Returns all pages of a region, for kernels that write some of them. The kernels may write only pages
+    /// that the caller has leased and that no other code uses.
     ///
     /// # Panics
     /// If the region does not exist, or its bytes are not whole numbers of this type.
@@ -160,14 +160,14 @@ impl DeviceMemory {
         (self.mapped.address() + offset as u64, bytes / size_of::<T>())
     }
 
-    /// A file descriptor for mapping the memory in another process of this host, and the number of bytes to
-    /// map.
+    /// Returns a file descriptor for mapping the memory in another process of this host, and the number of
+    /// bytes to map.
     pub fn export(&self) -> Result<(OwnedFd, usize), CudaError> {
         Ok((self.mapped.export()?, self.mapped.bytes()))
     }
 
-    /// A file descriptor (dmabuf) for another device of this machine, the address of the first byte, and the
-    /// number of bytes.
+    /// Returns a file descriptor (dmabuf) for another device of this machine, the address of the first byte,
+    /// and the number of bytes.
     pub fn dmabuf(&self) -> Result<(OwnedFd, u64, usize), CudaError> {
         Ok((self.mapped.dmabuf()?, self.mapped.address(), self.mapped.bytes()))
     }
@@ -185,7 +185,7 @@ impl DeviceMemory {
         self.regions.places().len() as u32
     }
 
-    /// The bytes of all pages.
+    /// Returns the bytes of all pages.
     pub fn bytes(&self) -> usize {
         self.regions.places().bytes()
     }
@@ -196,12 +196,12 @@ impl DeviceMemory {
         Ok((counted.1 - counted.0) as u64)
     }
 
-    /// The GPU of this memory.
+    /// Returns the GPU of this memory.
     pub fn ordinal(&self) -> usize {
         self.context.ordinal()
     }
 
-    /// The offset of a page in the memory that [`export`](Self::export) exports.
+    /// Returns the offset of a page in the memory that [`export`](Self::export) exports.
     ///
     /// # Panics
     /// If the region or the page does not exist.

@@ -362,8 +362,8 @@ impl PageCopier {
         self.copy_job(buffers, n_digests, (lane, load))
     }
 
-    /// The stream to use. Digests share one stream behind the copy engines' work; moves are distributed over
-    /// the others.
+    /// Returns the stream to use. Digests share one stream behind the copy engines' work; moves are
+    /// distributed over the others.
     fn lane(&self, kind: Kind, shape: Shape) -> (&CudaStream, Option<Load>) {
         match kind {
             Kind::Digest => (&self.verifier, None),
@@ -374,7 +374,7 @@ impl PageCopier {
         }
     }
 
-    /// A copy job that covers all work queued on the stream so far.
+    /// Returns a copy job that covers all work queued on the stream so far.
     fn copy_job(
         &self,
         mut buffers: JobBuffers,
@@ -444,12 +444,12 @@ impl PageCopier {
     }
 }
 
-/// A kernel argument in the driver's form: a pointer to a value, which the driver copies.
+/// Returns a kernel argument in the driver's form: a pointer to a value, which the driver copies.
 fn pointer<T>(argument: &T) -> *mut c_void {
     std::ptr::from_ref(argument).cast_mut().cast()
 }
 
-/// The highest stream priority, so that a wire kernel's blocks start as soon as other blocks end.
+/// Returns the highest stream priority, so that a wire kernel's blocks start as soon as other blocks end.
 fn urgent(context: &CudaContext) -> i32 {
     let (mut least, mut greatest) = (0, 0);
     let _ = context.bind_to_thread();
@@ -460,13 +460,13 @@ fn urgent(context: &CudaContext) -> i32 {
     if asked.is_ok() { greatest } else { 0 }
 }
 
-/// The address of the first byte to move in each page.
+/// Returns the address of the first byte to move in each page.
 fn addresses<'a>(memory: &'a DeviceMemory, some: &SomePages<'a>) -> impl Iterator<Item = u64> + use<'a> {
     let start = some.runs.start() as u64;
     some.places.iter().map(move |(region, page)| memory.page_address(*region, *page) + start)
 }
 
-/// The page table of the digest kernel. It moves nothing, so the second address is zero.
+/// Returns the page table of the digest kernel. It moves nothing, so the second address is zero.
 fn to_look_at<'a>(
     memory: &'a DeviceMemory,
     some: &SomePages<'a>,

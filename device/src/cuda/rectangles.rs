@@ -40,12 +40,12 @@ pub(super) fn rectangles(pages: &[Moved], n_of_layer: usize, page_bytes: usize) 
     layers.iter().flat_map(|layer| runs(layer, page_bytes, 1, alone)).collect()
 }
 
-/// The mean size of a rectangle in bytes; 0 if there is none.
+/// Returns the mean size of a rectangle in bytes; 0 if there is none.
 pub(super) fn mean_bytes(rectangles: &[Rectangle]) -> usize {
     rectangles.iter().map(Rectangle::bytes).sum::<usize>() / rectangles.len().max(1)
 }
 
-/// The distance between layers, if it is equal for all layers and all pages.
+/// Returns the distance between layers, if it is equal for all layers and all pages.
 fn common_pitch(layers: &[&[Moved]]) -> Option<Moved> {
     let (first, second) = (layers.first()?, layers.get(1)?);
     let between = |above: &Moved, below: &Moved| {
@@ -60,7 +60,7 @@ fn common_pitch(layers: &[&[Moved]]) -> Option<Moved> {
     layers.windows(2).all(is_even).then_some(pitch)
 }
 
-/// The runs of neighbouring pages in one layer.
+/// Returns the runs of neighbouring pages in one layer.
 fn runs(layer: &[Moved], page_bytes: usize, n_rows: usize, pitch: Moved) -> impl Iterator<Item = Rectangle> {
     let bytes = page_bytes as u64;
     let follows = move |one: &Moved, next: &Moved| {

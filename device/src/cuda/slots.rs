@@ -60,7 +60,7 @@ impl Slots {
             .map_err(CudaError::during("copy a byte of the GPU"))
     }
 
-    /// The address of `bytes` bytes at an offset of a slot.
+    /// Returns the address of `bytes` bytes at an offset of a slot.
     pub(super) fn address(&self, slot: usize, offset: usize, bytes: usize) -> Result<u64, CudaError> {
         let fits = slot < self.n_slots && offset.checked_add(bytes).is_some_and(|end| end <= self.slot_bytes);
         ensure("a slot", fits, "a range outside of the slot")?;

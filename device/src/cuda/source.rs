@@ -39,7 +39,7 @@ impl Source {
         Self { only_on: Some("sm_90a"), ..self }
     }
 
-    /// Whether it can be compiled for this architecture.
+    /// Returns whether it can be compiled for this architecture.
     pub fn is_for(&self, arch: &str) -> bool {
         self.only_on.is_none_or(|only| only == arch)
     }

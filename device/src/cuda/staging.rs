@@ -59,7 +59,7 @@ impl Staging {
         Ok(Self { stream, kept: Mutex::default(), lost: false.into() })
     }
 
-    /// A host copy of the bytes at `address`.
+    /// Returns a host copy of the bytes at `address`.
     ///
     /// # Safety
     /// `len` bytes at `address` are memory of this GPU while this value lives, and no other code writes them
@@ -101,7 +101,7 @@ impl Staging {
             .map_err(CudaError::during("clear memory of the GPU"))
     }
 
-    /// Whether a copy has failed. The GPU stays lost then.
+    /// Returns whether a copy has failed. The GPU stays lost then.
     pub(super) fn is_lost(&self) -> bool {
         self.lost.load(std::sync::atomic::Ordering::Acquire)
     }
@@ -124,7 +124,7 @@ impl Staging {
         .map_err(|error| self.lose(error))
     }
 
-    /// The smallest kept memory that is long enough, or new memory.
+    /// Returns the smallest kept memory that is long enough, or new memory.
     fn take(&self, len: usize) -> Result<Pinned, CudaError> {
         let mut kept = self.kept();
         let fitting = kept.iter().enumerate().filter(|(_, pinned)| pinned.capacity >= len);
@@ -209,7 +209,7 @@ impl Pinned {
 }
 
 impl Pinned {
-    /// The address for the GPU. The host and all GPUs share one address space.
+    /// Returns the address for the GPU. The host and all GPUs share one address space.
     pub(super) fn address(&self) -> u64 {
         self.start.as_ptr() as u64
     }
@@ -218,7 +218,7 @@ impl Pinned {
         self.capacity / size_of::<u64>()
     }
 
-    /// The first words. The caller ensures that no copy runs.
+    /// Returns the first words. The caller ensures that no copy runs.
     pub(super) fn words(&self, n_words: usize) -> &[u64] {
         assert!(n_words * size_of::<u64>() <= self.capacity, "{n_words} words of {} bytes", self.capacity);
         // JUSTIFICATION: the driver allocated the memory.

@@ -38,7 +38,7 @@ impl WireKernels {
     }
 }
 
-/// The stages that fit into shared memory. Zero before Hopper, whose kernels alone have stages.
+/// Returns the stages that fit into shared memory. Zero before Hopper, whose kernels alone have stages.
 fn n_stages(context: &CudaContext) -> Result<usize, CudaError> {
     let attribute = |attribute| {
         context.attribute(attribute).map_err(CudaError::during("ask for the GPU's shared memory"))

@@ -28,13 +28,13 @@ fn available_under(root: &Path) -> Option<u64> {
     Some(limits.fold(machine, u64::min))
 }
 
-/// The available memory in `/proc/meminfo`.
+/// Returns the available memory in `/proc/meminfo`.
 fn of_machine(meminfo: &str) -> Option<u64> {
     let kib = value(meminfo, "MemAvailable:")?;
     Some(kib << 10)
 }
 
-/// The number after a name at the start of a line.
+/// Returns the number after a name at the start of a line.
 fn value(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     line.split_whitespace().next()?.parse().ok()
@@ -62,7 +62,8 @@ const V1: Files = Files {
 const V2: Files =
     Files { max: "memory.max", current: "memory.current", cache: ["inactive_file ", "active_file "] };
 
-/// The cgroups of a line in `/proc/self/cgroup`: the named one and all its parents, whose limits apply too.
+/// Returns the cgroups of a line in `/proc/self/cgroup`: the named one and all its parents, whose limits
+/// apply too.
 fn cgroups(root: &Path, line: &str) -> Vec<Cgroup> {
     let mut parts = line.splitn(3, ':').skip(1);
     let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { return Vec::new() };
@@ -94,7 +95,7 @@ mod tests {
 
     const MEMINFO: &str = "MemTotal:  9000 kB\nMemAvailable:   4096 kB\n";
 
-    /// A system with these files.
+    /// Returns a system with these files.
     fn system(files: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().expect("a folder");
         for (file, text) in files {

@@ -89,7 +89,7 @@ impl PeerMemory {
         Ok(())
     }
 
-    /// The address of `len` bytes at `offset`.
+    /// Returns the address of `len` bytes at `offset`.
     fn at(&self, offset: u64, len: usize) -> Result<*const u8, OutsidePeer> {
         let outside = OutsidePeer { offset, len, bytes: self.bytes() };
         let start = usize::try_from(offset).map_err(|_| outside)?;

@@ -55,8 +55,8 @@ pub enum Done {
 }
 
 impl Completions {
-    /// A queue for `n` completions. It must have room for all requests that its queue pairs can have in
-    /// flight.
+    /// Returns a queue for `n` completions. It must have room for all requests that its queue pairs can have
+    /// in flight.
     pub fn new(device: &Device, n: u32) -> Result<Self, VerbsError> {
         let (functions, context) = device.parts();
         // JUSTIFICATION: a call into C.

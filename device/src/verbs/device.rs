@@ -38,8 +38,8 @@ pub struct PortState {
 }
 
 impl Device {
-    /// The names of all devices. If there is none, the error says whether the library or the device is
-    /// missing.
+    /// Returns the names of all devices. If there is none, the error says whether the library or the device
+    /// is missing.
     pub fn names() -> Result<Vec<String>, VerbsError> {
         let list = List::get()?;
         Ok(list.entries().map(|entry| list.name(entry)).collect())
@@ -74,7 +74,7 @@ impl Device {
         Ok(PortState { is_active: attr.state == ACTIVE, mtu: attr.active_mtu, lid: attr.lid })
     }
 
-    /// One of the port's addresses.
+    /// Returns one of the port's addresses.
     pub fn gid(&self, port: u8, index: u8) -> Result<[u8; 16], VerbsError> {
         let mut gid = [0; 16];
         let (functions, context) = self.parts();
@@ -85,7 +85,7 @@ impl Device {
         Ok(gid)
     }
 
-    /// The maximum number of requests in a queue.
+    /// Returns the maximum number of requests in a queue.
     pub(super) fn requests_max(&self) -> Result<u32, VerbsError> {
         let mut attr = DeviceAttr::ZERO;
         let (functions, context) = self.parts();

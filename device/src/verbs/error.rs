@@ -77,7 +77,7 @@ impl Failure {
         })
     }
 
-    /// Whether the failure only means that the connection is lost.
+    /// Returns whether the failure only means that the connection is lost.
     pub fn is_of_the_connection(self) -> bool {
         matches!(self, Self::Unreachable | Self::NotReady | Self::Flushed)
     }

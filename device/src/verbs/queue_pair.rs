@@ -115,7 +115,7 @@ impl QueuePair {
         unsafe { self.qp.as_ref().qp_num }
     }
 
-    /// The granted room.
+    /// Returns the granted room.
     pub fn room(&self) -> Room {
         self.room
     }

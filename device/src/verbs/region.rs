@@ -160,7 +160,7 @@ impl Drop for Allocated {
 }
 
 impl Region {
-    /// The address of the first byte, for peers.
+    /// Returns the address of the first byte, for peers.
     pub fn start(&self) -> u64 {
         self.start
     }
@@ -169,14 +169,14 @@ impl Region {
         self.bytes
     }
 
-    /// The key that a peer needs for writes into this region.
+    /// Returns the key that a peer needs for writes into this region.
     pub fn key(&self) -> u32 {
         // JUSTIFICATION: a field of a C structure.
         // SAFETY: the structure lives until the region is deregistered.
         unsafe { self.mr.as_ref().rkey }
     }
 
-    /// The key for this side's own requests.
+    /// Returns the key for this side's own requests.
     pub(super) fn own_key(&self) -> u32 {
         // JUSTIFICATION: a field of a C structure.
         // SAFETY: the structure lives until the region is deregistered.

@@ -80,7 +80,7 @@ pub(super) fn functions() -> Result<&'static Functions, VerbsError> {
 /// Registers memory of another device: domain, offset in the file, bytes, address, file, rights.
 pub(super) type RegisterDmabuf = unsafe extern "C" fn(*mut c_void, u64, usize, u64, c_int, c_int) -> *mut Mr;
 
-/// The one function that an older library may lack: it came with rdma-core 34.
+/// Returns the one function that an older library may lack: it came with rdma-core 34.
 pub(super) fn register_dmabuf() -> Result<RegisterDmabuf, VerbsError> {
     static FUNCTION: OnceLock<RegisterDmabuf> = OnceLock::new();
     if let Some(function) = FUNCTION.get() {

@@ -18,7 +18,7 @@ pub enum Stores {
     Streamed,
 }
 
-/// The hash of `bytes`.
+/// Returns the hash of `bytes`.
 pub fn hash(bytes: &[u8]) -> u64 {
     #[cfg(target_arch = "x86_64")]
     if let Some(hash) = avx2::hash(bytes) {

@@ -69,7 +69,7 @@ impl Communicator {
         Ok(this)
     }
 
-    /// Whether the last call has ended. Only then the next call may be made.
+    /// Returns whether the last call has ended. Only then the next call may be made.
     pub fn is_settled(&mut self) -> Result<bool, CudaError> {
         let mut status = 0;
         // JUSTIFICATION: NCCL is a C library.
@@ -109,7 +109,7 @@ impl Communicator {
         self.nccl.checked("ncclRecv", status).map(|_| ())
     }
 
-    /// The message of the last call, after it has settled.
+    /// Returns the message of the last call, after it has settled.
     pub fn message(&mut self) -> Result<Message, CudaError> {
         self.n_messages = self.n_messages.wrapping_add(1);
         self.counter.count_behind(&self.stream, self.n_messages)?;

@@ -50,7 +50,7 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// A configuration without blocking. NCCL chooses the rest.
+    /// Returns a configuration without blocking. NCCL chooses the rest.
     pub(super) fn without_blocking() -> Self {
         let not_set = c_int::MIN;
         Self {
@@ -117,17 +117,17 @@ impl Nccl {
         }
     }
 
-    /// The version number of its header: 22803 is 2.28.3.
+    /// Returns the version number of its header: 22803 is 2.28.3.
     pub fn version(&self) -> i32 {
         self.version
     }
 
-    /// Whether one thread can handle several communicators with calls in progress.
+    /// Returns whether one thread can handle several communicators with calls in progress.
     pub fn takes_several(&self) -> bool {
         self.version >= SEVERAL_SINCE
     }
 
-    /// An id for one communicator. The other process connects to the process that made the id.
+    /// Returns an id for one communicator. The other process connects to the process that made the id.
     pub fn unique_id(&self) -> Result<UniqueId, CudaError> {
         let mut id = UniqueId([0; 128]);
         // JUSTIFICATION: NCCL is a C library.
