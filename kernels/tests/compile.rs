@@ -22,7 +22,7 @@ fn nvrtc() -> Nvrtc {
     Nvrtc::load(Some(&folder)).unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
 }
 
-/// The folder where `./test.sh` has installed it, below the folder of the Python version.
+/// Returns the folder where `./test.sh` has installed it, below the folder of the Python version.
 fn cached() -> Option<PathBuf> {
     let cache = Path::new(env!("CARGO_MANIFEST_DIR")).join("../.cache/nvrtc/lib");
     let versions = std::fs::read_dir(cache).ok()?.flatten();
@@ -30,13 +30,13 @@ fn cached() -> Option<PathBuf> {
     folders.find(|folder| folder.join("libnvrtc.so.13").exists())
 }
 
-/// The programs of both crates, in the order of the table.
+/// Returns the programs of both crates, in the order of the table.
 fn sources() -> impl Iterator<Item = &'static Source> {
     let n_before = SOURCES.iter().take_while(|source| source.name != "skinny.cu").count();
     SOURCES[..n_before].iter().chain([&WIRE]).chain(&SOURCES[n_before..])
 }
 
-/// One line for each kernel: architecture, kernel, registers, bytes spilled.
+/// Returns one line for each kernel: architecture, kernel, registers, bytes spilled.
 fn table(nvrtc: &Nvrtc, source: &Source) -> String {
     let mut table = String::new();
     for arch in ARCHS.iter().filter(|arch| source.is_for(arch)) {

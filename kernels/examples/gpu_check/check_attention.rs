@@ -63,7 +63,7 @@ impl Scene {
         Self { kv, n_q_heads, lengths: lengths.to_vec(), table_stride, tables, pages, scale }
     }
 
-    /// The pages in the format of GPU memory.
+    /// Returns the pages in the format of GPU memory.
     fn halves(&self) -> Vec<Bf16> {
         match self.kv.number {
             KvNumber::Bf16 => self.pages.clone(),
@@ -71,14 +71,14 @@ impl Scene {
         }
     }
 
-    /// One head's K (part 0) or V (part 1) of a token.
+    /// Returns one head's K (part 0) or V (part 1) of a token.
     fn numbers<'a>(&self, pages: &'a [f64], row: usize, part: usize, head: usize, token: usize) -> &'a [f64] {
         let block = self.tables[row * self.table_stride + token / BLOCK_TOKENS] as usize;
         let page = (block * 2 + part) * self.kv.n_kv_heads + head;
         &pages[(page * BLOCK_TOKENS + token % BLOCK_TOKENS) * self.kv.head_dim..][..self.kv.head_dim]
     }
 
-    /// The reference output of one head's query at `position`, over the last `window` tokens.
+    /// Returns the reference output of one head's query at `position`, over the last `window` tokens.
     fn attend(
         &self,
         pages: &[f64],

@@ -125,7 +125,7 @@ impl Drawn {
         }
     }
 
-    /// The product's rows, each times the factor of its pending norm.
+    /// Returns the product's rows, each times the factor of its pending norm.
     fn product(&self, rows: &Rows, is_pending: bool) -> Vec<Vec<f64>> {
         let sums = match self {
             Self::Bf16 { here, k, .. } => product(here, &rows.x, *k),

@@ -138,8 +138,8 @@ impl Stream {
         card.multiply_own(form, product, Ending::Sums(self.part.view_mut().slice(0..n)))
     }
 
-    /// One GPU's partial sums. They are in bf16 if a separate kernel pushes them or if there is nothing
-    /// finer, otherwise in f32.
+    /// Returns one GPU's partial sums. They are in bf16 if a separate kernel pushes them or if there is
+    /// nothing finer, otherwise in f32.
     fn parts(
         &mut self,
         card: &ComputeCard,
@@ -342,7 +342,7 @@ pub(crate) fn lost(sides: &[Side], verdicts: &mut Verdicts) -> Result<(), CudaEr
     Ok(())
 }
 
-/// The times of both methods for every form, with two ranks' parts of an 8B model's matrices.
+/// Returns the times of both methods for every form, with two ranks' parts of an 8B model's matrices.
 pub(crate) fn times(sides: &[Side], lines: &mut Vec<Value>) -> Result<(), CudaError> {
     let width = 4096;
     for (name, k) in [("o", 2048), ("down", 7168)] {

@@ -37,7 +37,7 @@ pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -
     Ok(())
 }
 
-/// The product of every row of `x` with every row of `w`.
+/// Returns the product of every row of `x` with every row of `w`.
 pub(crate) fn product(w: &[Bf16], x: &[Bf16], k: usize) -> Vec<f64> {
     let (w, x) = (wide(w), wide(x));
     let dot = |row: &[f64], of: &[f64]| row.iter().zip(of).map(|(a, b)| a * b).sum::<f64>();

@@ -119,7 +119,7 @@ pub(crate) fn peers(sides: &[Side], width: usize, patience: Duration) -> Result<
     Peers::all(&cards, &shown, together)
 }
 
-/// The name of a rank in messages.
+/// Returns the name of a rank in messages.
 pub(crate) fn rank_of(nth: usize, sides: &[Side]) -> String {
     format!("rank {nth} of {}", sides.len())
 }
@@ -141,7 +141,7 @@ fn sum(
     if is_many { side.card.sum_many_rows(peers, sum) } else { side.card.sum_few_rows(peers, sum) }
 }
 
-/// The reference sum: the GPUs' order, and the bits of a part that are pushed.
+/// Returns the reference sum: the GPUs' order, and the bits of a part that are pushed.
 pub(crate) fn added(old: Bf16, parts: impl IntoIterator<Item = f32>) -> Bf16 {
     let thrown = parts.into_iter().map(|part| f32::from_bits(part.to_bits() & 0xffff_ff00));
     Bf16::from(thrown.fold(0.0, |sum, part| sum + part) + f32::from(old))
@@ -353,7 +353,7 @@ fn times(sides: &mut [Side]) -> Result<Value, CudaError> {
 pub(crate) const N_TIMED: usize = 64;
 const N_TIMES: usize = 11;
 
-/// The time of one launch in graphs of many, in microseconds: the median of some runs.
+/// Returns the time of one launch in graphs of many, in microseconds: the median of some runs.
 pub(crate) fn middle(sides: &[Side], graphs: &mut [Graph]) -> Result<f64, CudaError> {
     let mut times = Vec::new();
     for _ in 0..N_TIMES {

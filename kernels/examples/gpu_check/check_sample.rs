@@ -119,7 +119,7 @@ impl Case {
         logits
     }
 
-    /// The kept tokens in order, with their weights.
+    /// Returns the kept tokens in order, with their weights.
     fn kept(&self) -> Vec<(u32, f64)> {
         let logits = self.edited();
         let best = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -148,7 +148,7 @@ impl Case {
         kept
     }
 
-    /// Whether `token` is the one that `uniform` selects, within the tolerance.
+    /// Returns whether `token` is the one that `uniform` selects, within the tolerance.
     fn is_right(&self, token: u32, uniform: f64) -> bool {
         if self.draw.temperature == 0.0 {
             let logits = self.edited();
@@ -180,7 +180,7 @@ impl Case {
     }
 }
 
-/// The same numbers as on the CPU (`engine/src/sampler/draw.rs`).
+/// Returns the same numbers as on the CPU (`engine/src/sampler/draw.rs`).
 fn uniform(seed: u64, position: u64) -> f64 {
     let (low, high) = (|wide: u64| wide as u32, |wide: u64| (wide >> 32) as u32);
     let (mut counter, mut key) = ([low(position), high(position), 0, 0], [low(seed), high(seed)]);

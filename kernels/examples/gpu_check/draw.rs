@@ -38,7 +38,7 @@ impl Draw {
         run.iter().copied().cycle().take(n).collect()
     }
 
-    /// All of 0..n in random order.
+    /// Returns all of 0..n in random order.
     pub(crate) fn order(&mut self, n: usize) -> Vec<u32> {
         let mut order: Vec<u32> = (0..n as u32).collect();
         for i in (1..n).rev() {
@@ -48,7 +48,7 @@ impl Draw {
     }
 }
 
-/// The numbers in 8 bits, two in each 16-bit number.
+/// Returns the numbers in 8 bits, two in each 16-bit number.
 pub(crate) fn in_8_bits(numbers: &[Bf16]) -> Vec<Bf16> {
     let pair =
         |pair: &[Bf16]| u16::from_le_bytes([pair[0], pair[1]].map(|number| f32_to_f8(f32::from(number))));

@@ -8,7 +8,7 @@ pub(crate) enum Extent {
 }
 
 impl Extent {
-    /// All cases, or the first few: lists start with the small ones.
+    /// Returns all cases, or the first few: lists start with the small ones.
     pub(crate) fn of<T>(self, cases: &[T], n_small: usize) -> &[T] {
         match self {
             Self::Whole => cases,

@@ -48,13 +48,13 @@ impl Matrix {
         Weights::Fp8(self.rows())
     }
 
-    /// The matrix in f32.
+    /// Returns the matrix in f32.
     fn wide(&self) -> Vec<f32> {
         let scaled = |(at, byte): (usize, &u8)| f8_to_f32(*byte) * self.scales[at / self.k];
         self.bytes.iter().enumerate().map(scaled).collect()
     }
 
-    /// The product of every row of `x` with every row of the matrix.
+    /// Returns the product of every row of `x` with every row of the matrix.
     pub(crate) fn product(&self, x: &[Bf16]) -> Vec<f64> {
         let (w, x) = (self.wide(), wide(x));
         let dot = |row: &[f64], of: &[f32]| row.iter().zip(of).map(|(a, b)| a * f64::from(*b)).sum::<f64>();

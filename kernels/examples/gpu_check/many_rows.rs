@@ -32,7 +32,7 @@ pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent)
     Ok(())
 }
 
-/// The ending with this name.
+/// Returns the ending with this name.
 fn ending<'a>(what: &str, y: ViewMut<'a, Bf16>) -> ManyRows<'a> {
     match what {
         "added" => ManyRows::Added(y),

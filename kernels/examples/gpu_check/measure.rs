@@ -55,7 +55,8 @@ pub(crate) fn all(card: &ComputeCard, is_wanted: impl Fn(Part) -> bool) -> Resul
     Ok(value)
 }
 
-/// The median time of one call in seconds. `call` gets its number, so that it can use other memory each time.
+/// Returns the median time of one call in seconds. `call` gets its number, so that it can use other memory
+/// each time.
 pub(crate) fn seconds(
     card: &ComputeCard,
     n_launches: usize,
@@ -224,8 +225,8 @@ fn few_rows(
     Ok(line(&what, time, bytes, limits.read))
 }
 
-/// The time of one product in seconds, and the bytes that it moves. Each call uses other weights, so that
-/// none are cached.
+/// Returns the time of one product in seconds, and the bytes that it moves. Each call uses other weights, so
+/// that none are cached.
 fn product(
     card: &ComputeCard,
     weights: &Buffer<Bf16>,

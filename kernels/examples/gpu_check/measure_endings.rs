@@ -201,7 +201,7 @@ impl Stream {
     }
 }
 
-/// The next copy of a matrix, which is in no cache.
+/// Returns the next copy of a matrix, which is in no cache.
 fn copy(of: &Buffer<Bf16>, nth: usize, n: usize) -> View<'_, Bf16> {
     let from = nth % (of.len() / n) * n;
     of.slice(from..from + n)

@@ -142,7 +142,7 @@ fn turned(head: &[f64], turns: &[[f32; 2]]) -> Vec<f64> {
     (0..head.len()).map(turn).collect()
 }
 
-/// The numbers in pages of either format.
+/// Returns the numbers in pages of either format.
 fn numbers_of(halves: &[Bf16], number: KvNumber) -> Vec<f64> {
     match number {
         KvNumber::Bf16 => wide(halves),

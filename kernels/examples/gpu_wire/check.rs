@@ -35,7 +35,7 @@ pub(crate) fn all(cards: &[ComputeCard; 2], is_small: bool) -> Outcome<usize> {
     Ok(n_checks)
 }
 
-/// A byte that identifies its position.
+/// Returns a byte that identifies its position.
 fn byte(seed: u64, at: usize) -> u8 {
     ((at as u64 ^ seed << 40).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8
 }
@@ -76,7 +76,7 @@ fn fill(two: &Two, seed: u64) -> Outcome<()> {
     Ok(())
 }
 
-/// The pages, all in the same region.
+/// Returns the pages, all in the same region.
 fn places(pages: &[u32]) -> Vec<(u32, u32)> {
     pages.iter().map(|page| (0, *page)).collect()
 }
@@ -189,7 +189,7 @@ fn some_heads(
     Ok(n_checks)
 }
 
-/// Whether each remote page has arrived.
+/// Returns whether each remote page has arrived.
 fn arrived(two: &Two, runs: PageRuns, from: &[u32], to: &[u32]) -> Outcome<bool> {
     let (source, target) = (two.near.read(0, 0..N_PAGES)?, two.far.read(0, 0..N_PAGES)?);
     let (source, target): (Vec<_>, Vec<_>) =

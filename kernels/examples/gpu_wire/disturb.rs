@@ -131,7 +131,7 @@ impl Prompt {
         Ok(Self { graph, _rooms: matrices.into_iter().chain([x, y]).collect(), _products: products })
     }
 
-    /// The time of the products while `meanwhile` runs.
+    /// Returns the time of the products while `meanwhile` runs.
     fn ms(&mut self, card: &ComputeCard, meanwhile: impl FnOnce() -> Outcome<()>) -> Outcome<f64> {
         let start = card.mark()?;
         self.graph.launch()?;

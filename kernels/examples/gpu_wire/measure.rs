@@ -33,7 +33,7 @@ pub(crate) enum What {
 }
 
 impl What {
-    /// Whether the GPU that has the pages does the work.
+    /// Returns whether the GPU that has the pages does the work.
     pub(crate) fn is_near(self) -> bool {
         matches!(self, Self::Digest | Self::Push)
     }

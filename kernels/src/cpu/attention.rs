@@ -71,19 +71,19 @@ impl KvShape {
         2 * self.n_kv_heads * self.head_numbers() * number_bytes
     }
 
-    /// The numbers of one head's K or V in a page.
+    /// Returns the numbers of one head's K or V in a page.
     fn head_numbers(&self) -> usize {
         self.block_tokens * self.head_dim
     }
 
-    /// The index in a page of one head's keys (part 0) or values (part 1), from `token` on.
+    /// Returns the index in a page of one head's keys (part 0) or values (part 1), from `token` on.
     fn numbers(&self, part: usize, head: usize, token: usize) -> usize {
         (part * self.n_kv_heads + head) * self.head_numbers() + token * self.head_dim
     }
 }
 
 impl Attention {
-    /// The first position that a query at `position` sees.
+    /// Returns the first position that a query at `position` sees.
     pub fn first_seen(&self, position: usize) -> usize {
         self.window.map_or(0, |window| (position + 1).saturating_sub(window))
     }
@@ -188,7 +188,7 @@ impl<'a> Work<'a> {
         (2 * self.n_queries() + 2 * LANES) * self.padded + (LANES + 3) * self.n_queries()
     }
 
-    /// The row in the activations, and the first column of the head.
+    /// Returns the row in the activations, and the first column of the head.
     fn place(&self, query: usize) -> (usize, usize) {
         let row = self.part.stretch.rows.start + self.part.rows.start + query / self.group;
         let head = self.part.kv_head * self.group + query % self.group;
@@ -199,7 +199,7 @@ impl<'a> Work<'a> {
         self.part.stretch.start + self.part.rows.start + query / self.group
     }
 
-    /// The positions that at least one query sees.
+    /// Returns the positions that at least one query sees.
     fn seen(&self) -> Range<usize> {
         let last = self.position(self.n_queries() - 1);
         self.attention.first_seen(self.position(0))..last + 1
@@ -322,7 +322,7 @@ impl Attend<'_> {
         self.add_values(simd, keys);
     }
 
-    /// The range of the sixteen keys that a query sees.
+    /// Returns the range of the sixteen keys that a query sees.
     #[inline(always)]
     fn seen(&self, query: usize, keys: Keys<'_>) -> Range<usize> {
         let position = self.work.position(query);

@@ -68,7 +68,7 @@ impl Format {
     }
 }
 
-/// The offset of the scales in a [`Format::Q8`] matrix, aligned for f32.
+/// Returns the offset of the scales in a [`Format::Q8`] matrix, aligned for f32.
 pub(super) fn scales_offset(numbers: usize) -> Option<usize> {
     numbers.checked_next_multiple_of(4)
 }
@@ -83,7 +83,7 @@ impl Matrix {
         Self::of_format(bytes, rows, cols, format, Arc::new([]))
     }
 
-    /// A matrix in [`Format::Fp8`], with one row for each scale.
+    /// Returns a matrix in [`Format::Fp8`], with one row for each scale.
     pub fn scaled(bytes: SharedBytes, cols: usize, scales: Arc<[f32]>) -> Result<Self, WrongSize> {
         Self::of_format(bytes, scales.len(), cols, Format::Fp8, scales)
     }
@@ -102,7 +102,7 @@ impl Matrix {
         Ok(Self { bytes, rows, cols, format, scales })
     }
 
-    /// The same matrix, copied if its numbers are not aligned.
+    /// Returns the same matrix, copied if its numbers are not aligned.
     pub fn aligned(self) -> io::Result<Self> {
         let edge = match self.format {
             Format::F32 | Format::Q8 => 4,
@@ -128,7 +128,7 @@ impl Matrix {
         self.format
     }
 
-    /// The stored numbers; for [`Format::Q8`] also the scales.
+    /// Returns the stored numbers; for [`Format::Q8`] also the scales.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }

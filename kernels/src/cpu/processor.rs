@@ -41,7 +41,7 @@ impl Processor {
         self.isa
     }
 
-    /// The arithmetic in use: `F32` if the CPU has no bf16 instruction.
+    /// Returns the arithmetic in use: `F32` if the CPU has no bf16 instruction.
     pub fn arithmetic(&self) -> Arithmetic {
         self.arithmetic
     }

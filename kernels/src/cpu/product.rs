@@ -42,7 +42,7 @@ pub struct Product<'a> {
 }
 
 impl<'a> Product<'a> {
-    /// A product with all columns.
+    /// Returns a product with all columns.
     pub fn whole(matrix: &'a Matrix, bias: Option<&'a [f32]>, out: &'a mut [f32]) -> Self {
         Self { matrix, bias, columns: 0..matrix.rows(), out }
     }
@@ -93,8 +93,8 @@ impl Processor {
     }
 }
 
-/// The distance between rows in our own buffers: whole cache lines, plus one. Otherwise the same column of
-/// all rows would map to the same few cache sets.
+/// Returns the distance between rows in our own buffers: whole cache lines, plus one. Otherwise the same
+/// column of all rows would map to the same few cache sets.
 fn spacing(cols: usize) -> usize {
     cols.next_multiple_of(32) + 32
 }
@@ -132,7 +132,7 @@ impl<'a> Job<'a> {
         self.bias.map(|bias| &bias[columns.clone()])
     }
 
-    /// The columns of each part.
+    /// Returns the columns of each part.
     fn parts(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let row_bytes = (self.matrix.bytes().len() / self.matrix.rows().max(1)).max(1);
         let by_bytes = (PART_BYTES / row_bytes).next_multiple_of(STRIP).max(STRIP);
@@ -162,7 +162,7 @@ struct Part<'a> {
 }
 
 impl Part<'_> {
-    /// The number of weights before this part's first one.
+    /// Returns the number of weights before this part's first one.
     fn first_number(&self) -> usize {
         self.columns.start * self.cols()
     }
@@ -171,7 +171,7 @@ impl Part<'_> {
         self.job.matrix.cols()
     }
 
-    /// The size of a copy of the part's weights, in numbers.
+    /// Returns the size of a copy of the part's weights, in numbers.
     fn panel_numbers(&self) -> usize {
         self.columns.len() * spacing(self.cols())
     }

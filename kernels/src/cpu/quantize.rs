@@ -12,7 +12,7 @@ use super::simd::{Kernel, Simd};
 const PART_NUMBERS: usize = 1 << 18;
 
 impl Processor {
-    /// The nearest matrix in [`Format::Q8`]: each block's largest number becomes 127 or -127.
+    /// Returns the nearest matrix in [`Format::Q8`]: each block's largest number becomes 127 or -127.
     pub fn quantize(&self, matrix: &Matrix) -> io::Result<Matrix> {
         let (rows, cols) = (matrix.rows(), matrix.cols());
         let len = Format::Q8.bytes(rows, cols).ok_or(io::ErrorKind::OutOfMemory)?;
@@ -25,7 +25,7 @@ impl Processor {
         Ok(Matrix::new(bytes, rows, cols, Format::Q8).expect("the bytes have the size of the matrix"))
     }
 
-    /// The nearest matrix in [`Format::Fp8`]: each row's largest number becomes 448 or -448.
+    /// Returns the nearest matrix in [`Format::Fp8`]: each row's largest number becomes 448 or -448.
     pub fn quantize_fp8(&self, matrix: &Matrix) -> io::Result<Matrix> {
         let (rows, cols) = (matrix.rows(), matrix.cols());
         let len = rows.checked_mul(cols).ok_or(io::ErrorKind::OutOfMemory)?;

@@ -143,7 +143,7 @@ impl Kernel for RmsNormInPlace<'_> {
     }
 }
 
-/// The reciprocal of the root mean square. The squares are summed like any dot product.
+/// Returns the reciprocal of the root mean square. The squares are summed like any dot product.
 #[inline(always)]
 fn norm_scale<S: Simd>(simd: S, x: &[f32], epsilon: f32) -> f32 {
     let row = F32Row::new(x);
@@ -273,7 +273,7 @@ mod tests {
         (0..n).map(|i| (i as f32 * 0.71 + seed).sin() * 3.0).collect()
     }
 
-    /// The result of `f` on `n` numbers, which must be equal on all instruction sets.
+    /// Returns the result of `f` on `n` numbers, which must be equal on all instruction sets.
     fn all_agree(n: usize, f: impl Fn(&Processor, &mut Vec<f32>)) -> Vec<f32> {
         let mut results = cpus().into_iter().map(|cpu| {
             let mut x = numbers(n, 0.3);

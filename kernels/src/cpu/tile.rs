@@ -30,12 +30,12 @@ pub(super) trait Row<S: Accumulate>: Copy {
     /// Bytes that a vector's numbers take in memory.
     const STEP_BYTES: usize;
 
-    /// The number of whole vectors.
+    /// Returns the number of whole vectors.
     fn n_steps(self) -> usize;
-    /// A range of whole vectors.
+    /// Returns a range of whole vectors.
     fn part(self, steps: Range<usize>) -> Self;
     fn step(self, simd: S, nth: usize) -> S::F;
-    /// The numbers after the last whole vector, padded with zeroes.
+    /// Returns the numbers after the last whole vector, padded with zeroes.
     fn tail(self, simd: S) -> Option<S::F>;
     /// Prefetches the memory `bytes` bytes after the row's first number.
     fn prefetch(self, simd: S, bytes: usize);
@@ -45,7 +45,7 @@ pub(super) trait Row<S: Accumulate>: Copy {
 pub(super) trait Rows<S: Accumulate>: Copy + Send + Sync {
     type Row: Row<S>;
     fn row(self, nth: usize) -> Self::Row;
-    /// The distance from one row to the next.
+    /// Returns the distance from one row to the next.
     fn row_bytes(self) -> usize;
 }
 
@@ -252,7 +252,7 @@ pub(super) struct Q8Row<'a> {
 const STEPS_PER_SCALE: usize = Q8_BLOCK / LANES;
 
 impl<'a> Q8Rows<'a> {
-    /// The rows from `row` on.
+    /// Returns the rows from `row` on.
     pub(super) fn starting_at((values, scales): (&'a [i8], &'a [f32]), cols: usize, row: usize) -> Self {
         Self { values: &values[row * cols..], scales: &scales[row * cols.div_ceil(Q8_BLOCK)..], cols }
     }
@@ -472,7 +472,7 @@ pub(super) struct Q8PairRow<'a> {
 
 #[cfg(target_arch = "x86_64")]
 impl<'a> Q8PairRows<'a> {
-    /// The rows from `row` on.
+    /// Returns the rows from `row` on.
     pub(super) fn starting_at(numbers: (&'a [i8], &'a [f32]), cols: usize, row: usize) -> Self {
         Self(Q8Rows::starting_at(numbers, cols, row))
     }

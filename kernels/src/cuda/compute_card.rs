@@ -47,14 +47,15 @@ impl ComputeCard {
         Ok(Self { card, tickets, meeting })
     }
 
-    /// The address of the work counters. Kernels of one stream use them one after the other and leave them
-    /// zero.
+    /// Returns the address of the work counters. Kernels of one stream use them one after the other and leave
+    /// them zero.
     pub(super) fn tickets(&self) -> u64 {
         self.tickets.view().address()
     }
 
-    /// The addresses of the partial sums and counters of blocks that share tiles. Kernels of this stream use
-    /// them one after the other and leave all counters zero. A kernel on another stream must not use them.
+    /// Returns the addresses of the partial sums and counters of blocks that share tiles. Kernels of this
+    /// stream use them one after the other and leave all counters zero. A kernel on another stream must not
+    /// use them.
     pub(super) fn meeting(&self) -> (u64, u64) {
         (self.meeting.0.view().address(), self.meeting.1.view().address())
     }

@@ -127,7 +127,7 @@ impl Together {
         2 * n_ranks * self.n_packets() * PACKET_WORDS
     }
 
-    /// The packets of all rows. Each has a round counter.
+    /// Returns the packets of all rows. Each has a round counter.
     fn n_packets(&self) -> usize {
         self.few_rows * (self.width / 4)
     }
@@ -186,14 +186,14 @@ impl Peers {
         self.ranks.me as usize
     }
 
-    /// The maximum number of rows for [`ComputeCard::sum_few_rows`] and
+    /// Returns the maximum number of rows for [`ComputeCard::sum_few_rows`] and
     /// [`Ending::Joined`](super::Ending::Joined).
     pub fn few_rows(&self) -> usize {
         self.together.few_rows
     }
 
-    /// The fields of `Inboxes` in `ranks.cuh`, in words, for one kernel that pushes packets. Such kernels run
-    /// one after the other.
+    /// Returns the fields of `Inboxes` in `ranks.cuh`, in words, for one kernel that pushes packets. Such
+    /// kernels run one after the other.
     pub(super) fn inboxes(&self, kernel: &'static str) -> Result<[u64; INBOXES_WORDS], CudaError> {
         let Together { few_rows, width, .. } = self.together;
         let Ranks { lost, known, patience_ns, n, me } = self.ranks;
@@ -233,7 +233,8 @@ impl Peers {
 }
 
 impl LostFlag {
-    /// Whether a GPU missed the time limit. All results computed since then are invalid, on all ranks.
+    /// Returns whether a GPU missed the time limit. All results computed since then are invalid, on all
+    /// ranks.
     pub fn is_raised(&self) -> bool {
         self.0.word().load(Ordering::Acquire) != 0
     }

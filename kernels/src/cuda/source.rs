@@ -5,8 +5,8 @@ use device::cuda::source::Source;
 /// Letters of a digest; enough to distinguish releases.
 const DIGEST_LETTERS: usize = 16;
 
-/// A digest that identifies this version of the kernels. Measurements of one version are not valid for
-/// another.
+/// Returns a digest that identifies this version of the kernels. Measurements of one version are not valid
+/// for another.
 pub fn digest() -> String {
     let mut hasher = blake3::Hasher::new();
     SOURCES.iter().for_each(|source| {

@@ -52,7 +52,7 @@ impl Sequence {
         self.attention.n_heads * self.attention.kv.head_dim
     }
 
-    /// The positions of `range`, computed in one call.
+    /// Returns the positions of `range`, computed in one call.
     fn attended(&self, cpu: &Processor, range: Range<usize>) -> Vec<f32> {
         let q = &self.q[range.start * self.width()..range.end * self.width()];
         let mut out = vec![f32::NAN; q.len()];
@@ -66,7 +66,7 @@ impl Sequence {
         Stretch { rows, start, first_block, pages }
     }
 
-    /// The reference: attention in f64.
+    /// Returns the reference: attention in f64.
     fn truth(&self, position: usize) -> Vec<f64> {
         let Attention { kv, n_heads, scale, .. } = self.attention;
         let kv_width = kv.n_kv_heads * kv.head_dim;

@@ -41,7 +41,7 @@ fn multiplied(cpu: &Processor, x: &[f32], n_rows: usize, matrix: &Matrix, bias: 
     out
 }
 
-/// The dot product that `tile` specifies, one number at a time.
+/// Returns the dot product that `tile` specifies, one number at a time.
 fn dot(x: &[f32], w: &[f32]) -> f32 {
     let mut sums = [0f32; LANES];
     for (i, (x, w)) in x.iter().zip(w).enumerate() {

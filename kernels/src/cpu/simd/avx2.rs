@@ -199,7 +199,7 @@ pub(super) unsafe fn greatest_of_8(a: __m256) -> f32 {
     }
 }
 
-/// The lower three levels of the tree: lane i is added to i + 4, i + 2, i + 1.
+/// Returns the lower three levels of the tree: lane i is added to i + 4, i + 2, i + 1.
 ///
 /// # Safety
 /// The processor must have AVX2.

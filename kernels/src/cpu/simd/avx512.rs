@@ -244,7 +244,7 @@ impl Avx512Bf16 {
         is_x86_feature_detected!("avx512bf16").then_some(Self(simd))
     }
 
-    /// The same processor's f32 vectors.
+    /// Returns the same processor's f32 vectors.
     pub(in crate::cpu) fn simd(self) -> Avx512 {
         self.0
     }
@@ -260,7 +260,7 @@ impl Avx512Bf16 {
         unsafe { compiled(self, kernel) }
     }
 
-    /// The instruction set that this one extends.
+    /// Returns the instruction set that this one extends.
     pub(in crate::cpu) fn isa(self) -> Isa {
         Isa(Kind::Avx512(self.0))
     }

@@ -84,10 +84,10 @@ pub(super) trait Simd: Accumulate {
     fn round(self, a: Self::F) -> Self::F;
     /// 2 to the power of `a`, which is an integer between -126 and 127.
     fn exp2_whole(self, a: Self::F) -> Self::F;
-    /// The sum of all lanes, added as a tree: lane i to lane i + 8, then to i + 4, i + 2, i + 1.
+    /// Returns the sum of all lanes, added as a tree: lane i to lane i + 8, then to i + 4, i + 2, i + 1.
     fn sum(self, a: Self::F) -> f32;
 
-    /// The sum of each vector, by the same tree as [`Simd::sum`].
+    /// Returns the sum of each vector, by the same tree as [`Simd::sum`].
     #[inline(always)]
     fn sums(self, vectors: &[[f32; LANES]; LANES]) -> Self::F {
         let mut sums = [0.0; LANES];
@@ -96,7 +96,7 @@ pub(super) trait Simd: Accumulate {
         }
         self.load(&sums)
     }
-    /// The greatest lane.
+    /// Returns the greatest lane.
     fn greatest(self, a: Self::F) -> f32;
 }
 
@@ -125,13 +125,13 @@ enum Kind {
 // === impl Isa ===
 
 impl Isa {
-    /// The best instruction set of this processor.
+    /// Returns the best instruction set of this processor.
     pub fn best() -> Self {
         Self::all().last().copied().unwrap_or(Self(Kind::Portable(portable::Portable)))
     }
 
-    /// All instruction sets of this processor, the best one last. They give the same results and differ in
-    /// speed.
+    /// Returns all instruction sets of this processor, the best one last. They give the same results and
+    /// differ in speed.
     pub fn all() -> Vec<Self> {
         let mut found = vec![Kind::Portable(portable::Portable)];
         #[cfg(target_arch = "x86_64")]
@@ -164,7 +164,7 @@ impl Isa {
         }
     }
 
-    /// The bf16 dot product instruction, if this instruction set and the processor have it.
+    /// Returns the bf16 dot product instruction, if this instruction set and the processor have it.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn bf16(self) -> Option<Avx512Bf16> {
         match self.0 {
@@ -173,7 +173,7 @@ impl Isa {
         }
     }
 
-    /// Whether there is an instruction for bf16 products.
+    /// Returns whether there is an instruction for bf16 products.
     pub fn has_bf16_products(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         return self.bf16().is_some();

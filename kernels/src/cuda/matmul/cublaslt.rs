@@ -136,7 +136,7 @@ impl Lt {
         unsafe { sys::cublasLtGetVersion() }
     }
 
-    /// A plan with the library's first suggestion.
+    /// Returns a plan with the library's first suggestion.
     pub(super) fn plan(&self, shape: ProductShape) -> Result<Plan, CudaError> {
         let described = Plan::described(shape, Algorithm::of([0; 8]))?;
         let algorithm = self.guesses(&described)?.into_iter().next();
@@ -145,14 +145,14 @@ impl Lt {
         Ok(Plan { algorithm, ..described })
     }
 
-    /// A plan with this algorithm, measured for a similar shape. If it does not support this shape, the
-    /// library's first suggestion is used.
+    /// Returns a plan with this algorithm, measured for a similar shape. If it does not support this shape,
+    /// the library's first suggestion is used.
     pub(super) fn plan_with(&self, shape: ProductShape, algorithm: Algorithm) -> Result<Plan, CudaError> {
         let plan = Plan::described(shape, algorithm)?;
         if self.can(&plan) { Ok(plan) } else { self.plan(shape) }
     }
 
-    /// The algorithms to measure for a shape.
+    /// Returns the algorithms to measure for a shape.
     pub(super) fn algorithms(&self, shape: ProductShape) -> Result<Vec<Algorithm>, CudaError> {
         self.guesses(&Plan::described(shape, Algorithm::of([0; 8]))?)
     }

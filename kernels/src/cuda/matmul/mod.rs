@@ -207,7 +207,7 @@ impl Products {
         Ok(Self { are_alike: true, ..Self::open(card, folder)? })
     }
 
-    /// The library's version number.
+    /// Returns the library's version number.
     pub fn library_version(&self) -> usize {
         self.lt.version()
     }
@@ -302,9 +302,9 @@ impl Products {
         Ok(())
     }
 
-    /// The form of our kernel that computes products of this shape and the work after them, if one is chosen.
-    /// `None` if results must not depend on other rows, because larger numbers of rows use other kernels for
-    /// that work.
+    /// Returns the form of our kernel that computes products of this shape and the work after them, if one is
+    /// chosen. `None` if results must not depend on other rows, because larger numbers of rows use other
+    /// kernels for that work.
     pub fn own_form(&self, card: &ComputeCard, shape: ProductShape) -> Option<OwnForm> {
         // Most steps with prompts return here without a lookup.
         if self.are_alike || shape.n_rows > FEW_ROWS_MAX {
@@ -317,7 +317,7 @@ impl Products {
         }
     }
 
-    /// The measured method for shapes like this one, else the default.
+    /// Returns the measured method for shapes like this one, else the default.
     fn way(&self, card: &ComputeCard, shape: ProductShape) -> Result<Way, CudaError> {
         match self.choices.get(shape) {
             Some(Choice::Own(form)) if shape.is_fp8 || shape.n_rows <= own_rows_max(form) => {
@@ -466,7 +466,7 @@ impl Lt {
     }
 }
 
-/// The method without measurements. It is fast for most matrices.
+/// Returns the method without measurements. It is fast for most matrices.
 fn guess(card: &ComputeCard, shape: ProductShape) -> Option<OwnForm> {
     let ProductShape { n, k, n_rows, is_fp8, .. } = shape;
     if card.has_few_rows() && n_rows <= FEW_ROWS_MAX {
@@ -475,7 +475,7 @@ fn guess(card: &ComputeCard, shape: ProductShape) -> Option<OwnForm> {
     (n_rows <= SKINNY_ROWS_MAX && !is_fp8).then_some(OwnForm::Skinny(SKINNY_FORMS[0]))
 }
 
-/// Whether one kernel computes the product in one pass, without widening an FP8 matrix first.
+/// Returns whether one kernel computes the product in one pass, without widening an FP8 matrix first.
 fn is_by_itself(form: OwnForm, shape: ProductShape) -> bool {
     let takes_fp8 = matches!(form, OwnForm::Few(_));
     shape.n_rows <= own_rows_max(form) && (takes_fp8 || !shape.is_fp8)
@@ -509,7 +509,7 @@ fn in_passes(
     Ok(())
 }
 
-/// The matrix in the format that this method takes.
+/// Returns the matrix in the format that this method takes.
 fn readied<'a>(
     card: &ComputeCard,
     way: &Way,

@@ -26,7 +26,7 @@ const N_LAUNCHES_RECORDED: usize = 32;
 /// Decode steps have no more rows than this.
 const ROWS_RECORDED_MAX: usize = 256;
 
-/// The entry of [`TUNED_ROWS`] that is used for `n_rows` rows.
+/// Returns the entry of [`TUNED_ROWS`] that is used for `n_rows` rows.
 pub fn tuned_rows(n_rows: usize) -> usize {
     TUNED_ROWS.iter().copied().find(|rows| *rows >= n_rows).unwrap_or(TUNED_ROWS[TUNED_ROWS.len() - 1])
 }
@@ -78,8 +78,8 @@ impl Choices {
     }
 }
 
-/// The fastest of some runs, in milliseconds of GPU time. Products of few rows are recorded as a graph, like
-/// decode steps. Launched one by one, they would measure the host's launch time.
+/// Returns the fastest of some runs, in milliseconds of GPU time. Products of few rows are recorded as a
+/// graph, like decode steps. Launched one by one, they would measure the host's launch time.
 pub(super) fn time(
     card: &ComputeCard,
     n_matrices: usize,

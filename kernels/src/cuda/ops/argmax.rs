@@ -8,7 +8,7 @@ use device::cuda::card::grid;
 const THREADS: usize = 256;
 
 impl ComputeCard {
-    /// The number of keys in the scratch buffer of [`ComputeCard::argmax`].
+    /// Returns the number of keys in the scratch buffer of [`ComputeCard::argmax`].
     pub fn argmax_keys(&self, n_rows: usize, width: usize) -> usize {
         n_rows * self.argmax_parts(n_rows, width)
     }

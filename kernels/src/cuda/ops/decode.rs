@@ -85,12 +85,12 @@ struct Shape {
 }
 
 impl DecodeAttention<'_> {
-    /// The number of partial results: one for each row, head and chunk.
+    /// Returns the number of partial results: one for each row, head and chunk.
     pub fn n_parts(n_rows: usize, n_q_heads: usize, length_max: usize, chunk_tokens: usize) -> usize {
         n_rows * n_q_heads * length_max.div_ceil(chunk_tokens).max(1)
     }
 
-    /// A good chunk size for one block of threads: chunks that fill the GPU's multiprocessors evenly.
+    /// Returns a good chunk size for one block of threads: chunks that fill the GPU's multiprocessors evenly.
     ///
     /// It depends on the batch, and with it the order of sums. A caller whose results must not depend on the
     /// batch uses a fixed number.
@@ -117,7 +117,7 @@ impl DecodeAttention<'_> {
         chunk(n_chunks)
     }
 
-    /// The numbers in all partial results.
+    /// Returns the numbers in all partial results.
     pub fn parts_numbers(n_parts: usize, head_dim: usize) -> usize {
         n_parts * head_dim
     }
@@ -298,12 +298,12 @@ const HOPPER: [Hopper; 2] = [
     Hopper { one: "decode_attention_hopper_128", many: "decode_attention_hopper_many_128", head_dim: 128 },
 ];
 
-/// The rings of pages, and padding to align them to 1,024 bytes.
+/// Returns the rings of pages, and padding to align them to 1,024 bytes.
 fn shared_bytes(head_dim: usize) -> u32 {
     (PAGES_AT_ONCE * 2 * BLOCK_TOKENS * head_dim * size_of::<Bf16>() + 1024) as u32
 }
 
-/// The dynamic shared memory of a kernel in this file.
+/// Returns the dynamic shared memory of a kernel in this file.
 pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
     let found = HOPPER.iter().find(|hopper| [hopper.one, hopper.many].contains(&kernel));
     found.map(|hopper| shared_bytes(hopper.head_dim))

@@ -31,7 +31,7 @@ impl ComputeCard {
         )
     }
 
-    /// A part of such a matrix. All fields of `part` are multiples of 4.
+    /// Returns a part of such a matrix. All fields of `part` are multiples of 4.
     pub fn dummy_part(
         &self,
         out: ViewMut<'_, Bf16>,

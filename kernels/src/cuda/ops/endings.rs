@@ -144,12 +144,12 @@ macro_rules! kernel_names {
 pub(super) use kernel_names;
 
 impl OwnForm {
-    /// The number of parts of a row of `n` numbers. Each part has its own sum of squares.
+    /// Returns the number of parts of a row of `n` numbers. Each part has its own sum of squares.
     pub fn parts(self, n: usize) -> usize {
         n.div_ceil(2 * self.unit())
     }
 
-    /// Whether a block sums whole heads, which their norms need.
+    /// Returns whether a block sums whole heads, which their norms need.
     pub fn norms_heads(self) -> bool {
         matches!(self, Self::Few(_))
     }
@@ -164,7 +164,7 @@ impl OwnForm {
 }
 
 impl<'a> Weights<'a> {
-    /// The number of rows of `k` numbers.
+    /// Returns the number of rows of `k` numbers.
     pub fn n_rows(self, k: usize) -> usize {
         match self {
             Self::Bf16(numbers) | Self::Widened(numbers) => numbers.len() / k.max(1),
@@ -180,7 +180,7 @@ impl<'a> Weights<'a> {
         }
     }
 
-    /// The memory as 16-bit numbers.
+    /// Returns the memory as 16-bit numbers.
     pub fn halves(self) -> View<'a, Bf16> {
         match self {
             Self::Bf16(numbers) | Self::Widened(numbers) => numbers,
@@ -190,13 +190,13 @@ impl<'a> Weights<'a> {
 }
 
 impl<'a> OwnProduct<'a> {
-    /// A product of rows without a pending norm.
+    /// Returns a product of rows without a pending norm.
     pub fn plain(w: Weights<'a>, x: View<'a, Bf16>, k: usize) -> Self {
         Self { w, x, k, pending_norm: None }
     }
 
-    /// Whether the previous kernel writes the weights. Otherwise weights are loaded before that kernel has
-    /// ended.
+    /// Returns whether the previous kernel writes the weights. Otherwise weights are loaded before that
+    /// kernel has ended.
     pub(super) fn is_widened(&self) -> bool {
         matches!(self.w, Weights::Widened(_))
     }

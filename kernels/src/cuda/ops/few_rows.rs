@@ -35,7 +35,8 @@ pub const FEW_ROWS_FORMS: &[FewRowsForm] = &[
 ];
 
 impl FewRowsForm {
-    /// A good form for a matrix: the fewest shares that give nearly every multiprocessor a block of threads.
+    /// Returns a good form for a matrix: the fewest shares that give nearly every multiprocessor a block of
+    /// threads.
     ///
     /// It depends on the matrix only, not on the number of rows or of multiprocessors.
     pub fn of(n: usize, k: usize) -> Self {
@@ -45,7 +46,7 @@ impl FewRowsForm {
         Self::Clusters { shares }
     }
 
-    /// The form for a product whose sums are spread over ranks. Ranks wait for each other's blocks of
+    /// Returns the form for a product whose sums are spread over ranks. Ranks wait for each other's blocks of
     /// threads, so all GPUs must run clusters in the same order.
     pub fn joined(self, n: usize, k: usize) -> Self {
         match self {
@@ -54,7 +55,7 @@ impl FewRowsForm {
         }
     }
 
-    /// Whether this form multiplies `n_rows` rows by such a matrix.
+    /// Returns whether this form multiplies `n_rows` rows by such a matrix.
     pub fn serves(self, n_rows: usize, is_fp8: bool) -> bool {
         match self {
             Self::Clusters { .. } => n_rows <= FEW_ROWS_MAX,
@@ -126,7 +127,7 @@ struct Meeting {
 }
 
 impl ComputeCard {
-    /// Whether this GPU has our kernels for up to [`FEW_ROWS_MAX`] rows.
+    /// Returns whether this GPU has our kernels for up to [`FEW_ROWS_MAX`] rows.
     pub fn has_few_rows(&self) -> bool {
         self.has(SIZES[0].names.sums)
     }
@@ -239,7 +240,7 @@ impl ComputeCard {
     }
 }
 
-/// A ring of tiles, and padding to align it to 1,024 bytes.
+/// Returns a ring of tiles, and padding to align it to 1,024 bytes.
 fn shared_bytes(size: &Size) -> u32 {
     let ring = size.stages * (W_ROWS + size.rows_max) * TILE_COLUMNS * size_of::<Bf16>();
     (ring + 1024) as u32
@@ -250,12 +251,12 @@ fn shared_bytes_fp8(size: &Size) -> u32 {
     (ring + 1024) as u32
 }
 
-/// The ring, and one part beside it.
+/// Returns the ring, and one part beside it.
 fn shared_bytes_even(size: &Size) -> u32 {
     shared_bytes(size) + (size.rows_max * PART_STRIDE * size_of::<f32>()) as u32
 }
 
-/// The dynamic shared memory of a kernel in these files.
+/// Returns the dynamic shared memory of a kernel in these files.
 pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
     let of = |sizes: &'static [Size]| sizes.iter().find(|size| size.names.has(kernel));
     let even = of(SIZES_EVEN).map(shared_bytes_even);

@@ -25,7 +25,7 @@ impl Fp8Rows<'_> {
         k.next_multiple_of(GROUP)
     }
 
-    /// The index of number `nth` in a row's memory.
+    /// Returns the index of number `nth` in a row's memory.
     ///
     /// Each of four lanes has 16 bytes of a group, and 4 bytes of every 16 numbers: pair `lane` of the first
     /// eight in bytes 0 and 2, pair `lane` of the second eight in bytes 1 and 3.

@@ -44,7 +44,7 @@ struct Shape {
 }
 
 impl ComputeCard {
-    /// Whether this GPU has our kernels for many rows.
+    /// Returns whether this GPU has our kernels for many rows.
     pub fn has_many_rows(&self) -> bool {
         self.has(SUMS)
     }
@@ -102,7 +102,7 @@ const SHARED_BYTES: u32 = {
     ((ring + ROWS * HALF) * size_of::<Bf16>() + 1024) as u32
 };
 
-/// The dynamic shared memory of a kernel in this file.
+/// Returns the dynamic shared memory of a kernel in this file.
 pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
     [SUMS, ADDED, GATED].contains(&kernel).then_some(SHARED_BYTES)
 }

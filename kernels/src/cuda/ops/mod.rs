@@ -62,7 +62,7 @@ pub enum KvNumber {
 }
 
 impl KvPages {
-    /// The length of all pages, in 16-bit numbers.
+    /// Returns the length of all pages, in 16-bit numbers.
     pub fn halves(&self) -> usize {
         let numbers = self.n_blocks * self.page_numbers();
         match self.number {
@@ -71,12 +71,12 @@ impl KvPages {
         }
     }
 
-    /// The numbers in one page.
+    /// Returns the numbers in one page.
     pub fn page_numbers(&self) -> usize {
         2 * self.n_kv_heads * BLOCK_TOKENS * self.head_dim
     }
 
-    /// All bf16 pages as a matrix. A row is one head of K or V of one token.
+    /// Returns all bf16 pages as a matrix. A row is one head of K or V of one token.
     fn matrix(&self, pages: View<'_, Bf16>) -> Matrix {
         let n_rows = self.n_blocks * 2 * self.n_kv_heads * BLOCK_TOKENS;
         Matrix { address: pages.address(), n_rows, n_columns: self.head_dim, stride: self.head_dim }
@@ -126,7 +126,7 @@ impl ComputeCard {
     }
 }
 
-/// A size as a kernel argument. Larger sizes do not fit into GPU memory.
+/// Returns a size as a kernel argument. Larger sizes do not fit into GPU memory.
 pub(super) fn number(kernel: &'static str, size: usize) -> Result<u32, CudaError> {
     u32::try_from(size).map_err(|_| CudaError::Argument { kernel, wrong: "a size of more than 32 bits" })
 }
@@ -136,14 +136,14 @@ pub(super) fn two_in_one(first: u32, second: u32) -> u64 {
     u64::from(first) | u64::from(second) << 32
 }
 
-/// The number of rows of `width` numbers; a remainder is an error.
+/// Returns the number of rows of `width` numbers; a remainder is an error.
 fn rows_of(kernel: &'static str, len: usize, width: usize) -> Result<usize, CudaError> {
     let fits = width > 0 && len.is_multiple_of(width);
     ensure(kernel, fits, "numbers that do not make whole rows")?;
     Ok(len / width)
 }
 
-/// The dynamic shared memory of a kernel.
+/// Returns the dynamic shared memory of a kernel.
 pub(super) fn shared_bytes_of(kernel: &str) -> Option<u32> {
     let of_files = [
         prefill::shared_bytes_of,

@@ -183,7 +183,7 @@ impl Outcome {
         }
     }
 
-    /// The log-probability of a token with this unedited logit.
+    /// Returns the log-probability of a token with this unedited logit.
     pub fn logprob(&self, logit: f32) -> f32 {
         (f64::from(logit) - f64::from(self.best) - self.total.ln()) as f32
     }
