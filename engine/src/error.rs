@@ -27,7 +27,7 @@ pub enum BackendError {
 }
 
 impl BackendError {
-    /// Whether the backend is unusable.
+    /// Returns whether the backend is unusable.
     pub fn is_fatal(&self) -> bool {
         matches!(self, Self::DeviceLost(_))
     }
@@ -120,7 +120,7 @@ impl From<CudaError> for OpenError {
 }
 
 impl OpenError {
-    /// Whether the error means that no GPU is usable, for any model.
+    /// Returns whether the error means that no GPU is usable, for any model.
     pub fn is_no_gpu(&self) -> bool {
         use CudaError::{
             CardTooOld, DriverTooOld, NoCublas, NoDevice, NoDriver, NoNvrtc, NoSuchDevice, TooFewCards,

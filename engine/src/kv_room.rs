@@ -43,7 +43,7 @@ impl KvRoom {
         }
     }
 
-    /// The size for a mock.
+    /// Returns the size for a mock.
     pub(crate) fn of_mock(self) -> usize {
         match self {
             Self::Bytes(bytes) | Self::OnHost(bytes) => bytes,
@@ -51,7 +51,7 @@ impl KvRoom {
         }
     }
 
-    /// The size for a model in host memory. `context_tokens` is the length of its longest sequence.
+    /// Returns the size for a model in host memory. `context_tokens` is the length of its longest sequence.
     pub(crate) fn on_host(self, layout: &KvLayout, context_tokens: usize) -> usize {
         match self {
             Self::Bytes(bytes) | Self::OnHost(bytes) => bytes,
@@ -65,16 +65,16 @@ impl KvRoom {
 }
 
 impl AutoRoom {
-    /// The size for a model on GPUs. The GPU with the least free memory has `free` of `total` bytes free, and
-    /// everything else needs `taken` bytes. A size that does not fit is rejected later, with an error that
-    /// lists the parts.
+    /// Returns the size for a model on GPUs. The GPU with the least free memory has `free` of `total` bytes
+    /// free, and everything else needs `taken` bytes. A size that does not fit is rejected later, with an
+    /// error that lists the parts.
     pub(crate) fn on_gpus(self, n_gpus: usize, (free, total): (usize, usize), taken: usize) -> usize {
         let ours = (total / 100 * self.gpu_percent).min(free / 100 * FREE_PERCENT);
         ours.saturating_sub(taken).saturating_mul(n_gpus).max(LEAST_BYTES)
     }
 }
 
-/// The number of blocks that fit into `kv_bytes`. Zero is an error.
+/// Returns the number of blocks that fit into `kv_bytes`. Zero is an error.
 pub(crate) fn n_blocks(layout: &KvLayout, kv_bytes: usize) -> Result<u32, OpenError> {
     match KvMemory::blocks_within(layout, kv_bytes) {
         0 => {
@@ -85,7 +85,7 @@ pub(crate) fn n_blocks(layout: &KvLayout, kv_bytes: usize) -> Result<u32, OpenEr
     }
 }
 
-/// The error for KV memory that could not be allocated on the host.
+/// Returns the error for KV memory that could not be allocated on the host.
 pub(crate) fn not_taken(error: &MemoryError) -> OpenError {
     OpenError::KvMemory(match error {
         MemoryError::TooMuch { .. } => format!("{error}: set model.kv_memory lower, or to \"auto\""),

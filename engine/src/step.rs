@@ -65,7 +65,7 @@ pub struct SampleSpec<'a> {
 }
 
 impl SampleSpec<'_> {
-    /// Whether `token` would end the sequence before `min_tokens`. Such a token is never sampled.
+    /// Returns whether `token` would end the sequence before `min_tokens`. Such a token is never sampled.
     ///
     /// A backend does nothing else about stopping: its caller decides whether a token ends the sequence.
     pub fn forbids(&self, token: TokenId, eos_tokens: &[TokenId]) -> bool {
@@ -92,12 +92,12 @@ impl Launched {
         self.step
     }
 
-    /// The step's fence, which opens layer by layer as KV is written.
+    /// Returns the step's fence, which opens layer by layer as KV is written.
     pub fn fence(&self) -> &LayerFence {
         &self.fence
     }
 
-    /// The simulated time of the step. Only a mock has one, and the caller waits for it.
+    /// Returns the simulated time of the step. Only a mock has one, and the caller waits for it.
     pub fn modelled_cost(&self) -> Option<Duration> {
         self.modelled_cost
     }

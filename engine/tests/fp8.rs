@@ -27,7 +27,7 @@ fn opened(folder: &Path, quantize: Quantize, ranks: u16) -> CpuBackend {
     CpuBackend::open(folder, 4 << 20, &settings).expect("it opens")
 }
 
-/// The model's weights in another format, in a temporary folder.
+/// Returns the model's weights in another format, in a temporary folder.
 fn in_form(from: &Path, form: Form) -> TempDir {
     let to = TempDir::new().expect("a folder");
     rewrite(from, to.path(), form).expect("it is written");

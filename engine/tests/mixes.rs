@@ -160,7 +160,7 @@ fn step(node: &mut Node, sequences: &mut [(&mut Sequence, usize)]) {
     }
 }
 
-/// The tokens of a sequence that is alone on its node and computed in one chunk.
+/// Returns the tokens of a sequence that is alone on its node and computed in one chunk.
 fn alone(model: &str, prompt: &[TokenId], sampling: &Sampling) -> Vec<TokenId> {
     let mut nodes = [Node::new(model, 1)];
     let mut sequence = Sequence::new(1, prompt, sampling.clone(), 0, &mut nodes);

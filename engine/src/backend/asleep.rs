@@ -91,7 +91,7 @@ pub(super) fn check_same(before: &ModelInfo, now: &ModelInfo) -> Result<(), Open
     if before == now { Ok(()) } else { Err(OpenError::ConfigChanged) }
 }
 
-/// The resident memory of this process. `None` on systems without `/proc`.
+/// Returns the resident memory of this process. `None` on systems without `/proc`.
 pub(super) fn resident_bytes() -> Option<u64> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;

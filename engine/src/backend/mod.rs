@@ -63,7 +63,7 @@ pub const STEPS_IN_FLIGHT_MAX: usize = 2;
 pub trait Backend: Debug + Send + 'static {
     fn model(&self) -> &ModelInfo;
 
-    /// The memory of all block tables.
+    /// Returns the memory of all block tables.
     fn memory(&self) -> &KvMemory;
 
     /// Starts one step and does not wait for it. After an error, nothing has started.
@@ -73,7 +73,8 @@ pub trait Backend: Debug + Send + 'static {
     /// open yet have a broken fence.
     fn collect(&mut self, step: Launched) -> Result<StepOutput, BackendError>;
 
-    /// Whether a launched step runs without the host. If so, the next step may be launched late in this one.
+    /// Returns whether a launched step runs without the host. If so, the next step may be launched late in
+    /// this one.
     fn runs_by_itself(&self) -> bool {
         false
     }
@@ -128,7 +129,7 @@ impl Default for StepLimits {
 }
 
 impl EngineSettings {
-    /// The settings of a GPU backend.
+    /// Returns the settings of a GPU backend.
     pub fn cuda(&self) -> cuda::CudaSettings {
         cuda::CudaSettings {
             ordinal: if let Device::Cuda(ordinal) = self.device { ordinal } else { 0 },

@@ -80,12 +80,12 @@ impl Lane {
         &self.tokens[self.n_prompt..]
     }
 
-    /// The blocks, group by group.
+    /// Returns the blocks, group by group.
     pub(super) fn tables(&self) -> &[Vec<BlockIdx>] {
         &self.tables
     }
 
-    /// The number of tokens that are known and not computed.
+    /// Returns the number of tokens that are known and not computed.
     pub(super) fn remaining(&self) -> usize {
         self.tokens.len() - self.n_computed
     }

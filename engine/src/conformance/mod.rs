@@ -160,7 +160,7 @@ pub fn no_third_step_is_launched(open: Open<'_>) {
     collect(backend.as_mut(), second);
 }
 
-/// The tokens after `prompt`, computed alone in chunks.
+/// Returns the tokens after `prompt`, computed alone in chunks.
 fn generate_alone(open: Open<'_>, prompt: &[TokenId], chunk: usize) -> Vec<TokenId> {
     let mut backend = open();
     let mut lane = Lane::new(prompt, &mut Blocks::default(), backend.model(), N_STEPS);
@@ -173,7 +173,7 @@ fn generate_alone(open: Open<'_>, prompt: &[TokenId], chunk: usize) -> Vec<Token
     lane.generated().to_vec()
 }
 
-/// A lane that has `generated` after `prompt`, with nothing computed.
+/// Returns a lane that has `generated` after `prompt`, with nothing computed.
 fn continued(prompt: &[TokenId], generated: &[TokenId], backend: &dyn Backend) -> Lane {
     let tokens: Vec<TokenId> = prompt.iter().chain(generated).copied().collect();
     Lane::new(&tokens, &mut Blocks::default(), backend.model(), N_STEPS).continuing(prompt.len())

@@ -31,7 +31,7 @@ struct Piece<'a> {
     draws: Option<bool>,
 }
 
-/// The reference's continuation of `prompt`, token by token.
+/// Returns the reference's continuation of `prompt`, token by token.
 pub(super) fn truth(
     reference: &mut dyn Backend,
     prompt: &[TokenId],
@@ -52,7 +52,7 @@ pub(super) fn truth(
 }
 
 impl Truth {
-    /// The prompt and its continuation.
+    /// Returns the prompt and its continuation.
     fn tokens(&self) -> Vec<TokenId> {
         let drawn = self.steps.iter().map(TruthStep::token);
         self.prompt.iter().copied().chain(drawn).collect()
@@ -206,7 +206,7 @@ impl Script<'_> {
         }
     }
 
-    /// The number of lanes of a crowd, limited by the number of blocks.
+    /// Returns the number of lanes of a crowd, limited by the number of blocks.
     fn crowd(&self, tokens: &[Vec<TokenId>]) -> usize {
         let longest = tokens.iter().map(Vec::len).max().unwrap_or(0);
         let layout = &self.backend.model().layout;
@@ -261,7 +261,7 @@ fn place(company: &str, truth: &Truth, nth: usize) -> String {
     format!("{company}, token {nth} after a prompt of {}", truth.prompt.len())
 }
 
-/// The alternatives, including the sampled token.
+/// Returns the alternatives, including the sampled token.
 fn best(drawn: Option<Sampled>) -> Vec<(TokenId, f32)> {
     let Some(Sampled { token, logprobs }) = drawn else { return Vec::new() };
     match logprobs {

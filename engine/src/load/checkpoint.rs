@@ -28,7 +28,7 @@ struct RawIndex {
     weight_map: HashMap<String, String>,
 }
 
-/// Whether `folder` has weights in llama.cpp's format.
+/// Returns whether `folder` has weights in llama.cpp's format.
 pub fn has_gguf(folder: &Path) -> bool {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     entries.map(|entry| entry.path()).any(|path| path.extension().is_some_and(|ending| ending == "gguf"))
@@ -69,7 +69,7 @@ impl Checkpoint {
         &self.files
     }
 
-    /// The file that contains a tensor, or should contain it.
+    /// Returns the file that contains a tensor, or should contain it.
     fn file(&self, tensor: &str) -> Option<&TensorFile> {
         match self.index.is_empty() {
             true => self.files.first(),
@@ -87,7 +87,7 @@ impl Checkpoint {
 }
 
 impl Checkpoint {
-    /// The scales of an FP8 matrix: one for each row, or one for all rows.
+    /// Returns the scales of an FP8 matrix: one for each row, or one for all rows.
     fn scales(&self, name: &str, file: &TensorFile, rows: usize) -> Result<Arc<[f32]>, LoadError> {
         let scale = format!("{name}_scale");
         let wrong = |wrong: String| LoadError::Scales {

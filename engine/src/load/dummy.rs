@@ -46,12 +46,12 @@ pub fn vector(name: &str, len: usize) -> Vec<f32> {
     vec![if name.ends_with("bias") { 0.0 } else { 1.0 }; len]
 }
 
-/// The random key of one matrix.
+/// Returns the random key of one matrix.
 pub fn key(seed: u64, name: &str) -> u64 {
     mix(seed ^ name.bytes().fold(0, |key, byte| mix(key ^ u64::from(byte))))
 }
 
-/// The factor for 16 random bits as an integer.
+/// Returns the factor for 16 random bits as an integer.
 ///
 /// A uniform distribution between plus and minus the root of 3 / cols has the variance 1 / cols.
 pub fn scale(cols: usize) -> f32 {

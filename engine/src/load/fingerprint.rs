@@ -14,7 +14,7 @@ const WHOLE_BYTES_MAX: usize = 64 << 20;
 const N_SAMPLES: usize = 4096;
 const SAMPLE_BYTES: usize = 1024;
 
-/// All parts of a model's fingerprint.
+/// Returns all parts of a model's fingerprint.
 pub fn fingerprint(
     layout: &KvLayout,
     parts: impl IntoIterator<Item = (&'static str, String)>,
@@ -23,7 +23,7 @@ pub fn fingerprint(
     Fingerprint::new(layout.fingerprint_parts().into_iter().chain(named))
 }
 
-/// The fingerprint of the weights, from their files' headers and data.
+/// Returns the fingerprint of the weights, from their files' headers and data.
 ///
 /// The header has the names, types, shapes and order of all tensors. Data beyond 64 MiB is sampled: 4096
 /// places of a kilobyte. So starting does not read gigabytes that are mapped and not yet needed. Other
@@ -51,7 +51,7 @@ fn hash_data(hasher: &mut XxHash3_64, file: &TensorFile, bytes_in_all: usize) {
     }
 }
 
-/// The fingerprint of a `tokenizer.json`: the first half of its BLAKE3 hash, in hexadecimal. A router
+/// Returns the fingerprint of a `tokenizer.json`: the first half of its BLAKE3 hash, in hexadecimal. A router
 /// computes the same for its own copy.
 pub fn of_tokenizer(tokenizer: Option<&[u8]>) -> String {
     match tokenizer {

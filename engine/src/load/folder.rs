@@ -27,7 +27,7 @@ impl ModelFolder {
         &self.path
     }
 
-    /// The folder's name, which is the model's name.
+    /// Returns the folder's name, which is the model's name.
     pub fn name(&self) -> String {
         let whole = self.path.canonicalize().unwrap_or_else(|_| self.path.clone());
         whole.file_name().unwrap_or(whole.as_os_str()).to_string_lossy().into_owned()

@@ -123,7 +123,7 @@ impl Form {
         matches!(self, Self::CompressedTensors | Self::Fbgemm)
     }
 
-    /// A tensor's entries in the file: the tensor and its scales.
+    /// Returns a tensor's entries in the file: the tensor and its scales.
     fn entries(self, tensor: &TensorSpec) -> Vec<Entry> {
         let TensorSpec { name, .. } = tensor;
         if let (true, true, Some(rows)) = (self.is_fp8(), tensor.is_linear(), tensor.rows) {
@@ -135,7 +135,7 @@ impl Form {
         vec![Entry::new(name.clone(), dtype, tensor.shape())]
     }
 
-    /// The bytes of these entries, one after the other.
+    /// Returns the bytes of these entries, one after the other.
     fn contents(
         self,
         tensor: &TensorSpec,
@@ -165,7 +165,7 @@ impl Form {
         if self == Self::F32 { bytes_f32(numbers) } else { bytes_bf16(numbers) }
     }
 
-    /// The other folder's config, changed for this format.
+    /// Returns the other folder's config, changed for this format.
     fn config(self, from: &Path) -> Result<String, LoadError> {
         let path = from.join("config.json");
         let bytes = std::fs::read(&path).map_err(|source| LoadError::Read { path: path.clone(), source })?;

@@ -44,7 +44,7 @@ impl Meter {
         Self { total, done: 0, n_logged: 0, display }
     }
 
-    /// The total bytes of the load.
+    /// Returns the total bytes of the load.
     pub(crate) fn total(&self) -> usize {
         self.total
     }
@@ -65,7 +65,7 @@ impl Meter {
         }
     }
 
-    /// Whether another tenth was loaded since the last line.
+    /// Returns whether another tenth was loaded since the last line.
     fn is_due(&mut self) -> bool {
         let tenths = LINES * self.done / self.total.max(1);
         let is_due = tenths > self.n_logged;

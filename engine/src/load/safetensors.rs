@@ -58,7 +58,7 @@ impl TensorFile {
         &self.path
     }
 
-    /// The header's bytes: names, types, shapes and positions of all tensors.
+    /// Returns the header's bytes: names, types, shapes and positions of all tensors.
     pub fn header(&self) -> &[u8] {
         &self.header
     }
@@ -67,7 +67,7 @@ impl TensorFile {
         &self.data
     }
 
-    /// All names, in no particular order.
+    /// Returns all names, in no particular order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.entries.keys().map(String::as_str)
     }

@@ -21,13 +21,13 @@ impl TensorSpec {
         self.rows.into_iter().chain([self.cols]).collect()
     }
 
-    /// Whether it is a layer's matrix, which may be quantized.
+    /// Returns whether it is a layer's matrix, which may be quantized.
     pub(super) fn is_linear(&self) -> bool {
         self.rows.is_some() && self.name.starts_with("model.layers.")
     }
 }
 
-/// All tensors that a decoder with this config reads, with the names that all architectures use.
+/// Returns all tensors that a decoder with this config reads, with the names that all architectures use.
 pub fn tensors(config: &ModelConfig) -> Vec<TensorSpec> {
     let matrix = |name: String, rows, cols| TensorSpec { name, rows: Some(rows), cols };
     let vector = |name: String, cols| TensorSpec { name, rows: None, cols };

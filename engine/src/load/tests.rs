@@ -35,7 +35,7 @@ fn opened(write: impl Fn(&Path)) -> (TempDir, Result<Checkpoint, LoadError>) {
     (folder, checkpoint)
 }
 
-/// The error for tensor `a`, 2 x 3, in a file that `write` makes. The folder is replaced by F.
+/// Returns the error for tensor `a`, 2 x 3, in a file that `write` makes. The folder is replaced by F.
 fn problem(write: impl Fn(&Path)) -> String {
     let (folder, checkpoint) = opened(write);
     let error = match checkpoint {
@@ -235,7 +235,7 @@ fn a_changed_weight_is_another_fingerprint() {
     assert_ne!(of(Path::new(TINY)), of(copy.path()));
 }
 
-/// The `llama` test model with one more tensor and one changed config key.
+/// Returns the `llama` test model with one more tensor and one changed config key.
 fn with_tensor(name: &str, dtype: &str, key: &str, value: serde_json::Value) -> TempDir {
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models/llama");
     let copy = TempDir::new().expect("a folder");

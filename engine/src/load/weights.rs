@@ -9,13 +9,13 @@ use crate::error::LoadError;
 
 /// A source of tensors.
 pub trait TensorSource: Debug {
-    /// A matrix in the number type of its source.
+    /// Returns a matrix in the number type of its source.
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError>;
 
-    /// A vector in f32: norms and biases, which are small.
+    /// Returns a vector in f32: norms and biases, which are small.
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LoadError>;
 
-    /// Whether the source has the matrix in FP8.
+    /// Returns whether the source has the matrix in FP8.
     fn is_fp8(&self, name: &str) -> bool;
 }
 
@@ -66,17 +66,17 @@ impl<'a> Weights<'a> {
         Self { source, processor, quantize, prefix: String::new(), seen }
     }
 
-    /// The tensors under `name`, as in `model.layers.0`.
+    /// Returns the tensors under `name`, as in `model.layers.0`.
     pub fn under(&self, name: &str) -> Self {
         Self { prefix: self.name(name), ..self.clone() }
     }
 
-    /// A layer's matrix.
+    /// Returns a layer's matrix.
     pub fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError> {
         self.quantized(self.quantize, name, rows, cols)
     }
 
-    /// The embedding or the output layer, with one row for each token.
+    /// Returns the embedding or the output layer, with one row for each token.
     pub fn vocabulary(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError> {
         let quantize = match self.quantize {
             Quantize::No | Quantize::Fp8 => Quantize::No,
@@ -118,7 +118,7 @@ impl LoadedFormats {
         self.0.borrow().iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// The number format of most of the bytes.
+    /// Returns the number format of most of the bytes.
     pub fn main_format(&self) -> Option<Format> {
         let seen = self.0.borrow();
         let bytes_of =

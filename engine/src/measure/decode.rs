@@ -12,7 +12,7 @@ use crate::backend::Backend;
 const N_WARM: usize = 6;
 const N_TIMED: usize = 40;
 
-/// The length of a sequence after all steps, if it starts with `context_tokens`.
+/// Returns the length of a sequence after all steps, if it starts with `context_tokens`.
 pub(super) fn tokens_of_lane(context_tokens: usize) -> usize {
     context_tokens + N_WARM + N_TIMED + 1
 }

@@ -83,7 +83,7 @@ impl Lanes {
         Ok(backend.launch(StepBatch { rows: &rows })?)
     }
 
-    /// The blocks of the sequence's tokens, as a scheduler passes them.
+    /// Returns the blocks of the sequence's tokens, as a scheduler passes them.
     fn tables(&self, nth: usize, end: usize) -> Vec<&[BlockIdx]> {
         let n_blocks = end.div_ceil(BLOCK_TOKENS);
         self.lanes[nth].tables.iter().map(|table| &table[..n_blocks.min(table.len())]).collect()
@@ -128,7 +128,7 @@ impl LaneInput {
     }
 }
 
-/// A token of a sequence's made-up text.
+/// Returns a token of a sequence's made-up text.
 fn token(vocab: u32, lane: usize, at: usize) -> TokenId {
     let mixed = (lane as u64 * 0x9e37_79b9 + at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     TokenId((mixed >> 33) as u32 % vocab)

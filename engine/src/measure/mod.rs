@@ -80,7 +80,7 @@ pub struct Offline {
 }
 
 impl Offline {
-    /// The highest number of concurrent sequences.
+    /// Returns the highest number of concurrent sequences.
     fn rows(&self) -> usize {
         self.rows_max.min(self.n_requests)
     }

@@ -58,7 +58,7 @@ pub(super) fn measure(backend: &mut dyn Backend, of: Offline) -> Result<OfflineT
 }
 
 impl Queue {
-    /// The rows of the next step. Lengths are fixed, so the host reads no tokens between steps.
+    /// Returns the rows of the next step. Lengths are fixed, so the host reads no tokens between steps.
     fn next_step(&mut self) -> Vec<(usize, LaneInput)> {
         let mut tokens_left = self.of.step_tokens;
         let mut parts = Vec::with_capacity(self.running.len());

@@ -65,7 +65,7 @@ pub fn measure(
     Ok(cycles)
 }
 
-/// The tokens for some prompts, which are computed one by one and continued together.
+/// Returns the tokens for some prompts, which are computed one by one and continued together.
 fn tokens(backend: &mut dyn Backend) -> Result<Vec<TokenId>, MeasureError> {
     let lanes = Lanes::new(backend, N_LANES, PROMPT_TOKENS, PROMPT_TOKENS + N_STEPS)?;
     for nth in 0..N_LANES {

@@ -107,7 +107,7 @@ const QWEN3: Architecture = Architecture {
 };
 
 impl Architecture {
-    /// The architecture with that name, or the names of the supported ones.
+    /// Returns the architecture with that name, or the names of the supported ones.
     pub fn named(name: &str) -> Result<&'static Self, String> {
         let found = ARCHITECTURES.iter().find(|architecture| architecture.name == name);
         found.ok_or_else(|| ARCHITECTURES.iter().map(|known| known.name).collect::<Vec<_>>().join(", "))

@@ -96,7 +96,8 @@ pub enum ConfigProblem {
     Architecture { name: String, known: String },
 }
 
-/// The architecture named in a `config.json`. It is read first, because other architectures have other keys.
+/// Returns the architecture named in a `config.json`. It is read first, because other architectures have
+/// other keys.
 fn architecture(config: &[u8]) -> Result<&'static Architecture, ConfigProblem> {
     #[derive(Deserialize)]
     struct Named {
@@ -165,7 +166,7 @@ impl ModelConfig {
         Ok(config)
     }
 
-    /// All settings that results depend on, beside weights, rotation and the layout of KV.
+    /// Returns all settings that results depend on, beside weights, rotation and the layout of KV.
     pub fn fingerprint_parts(&self) -> Vec<(&'static str, String)> {
         // Without `..`, so that a new field must be added to the parts or listed as excluded.
         let Self {
@@ -258,7 +259,7 @@ fn rope(raw: &RawConfig) -> Result<Rope, String> {
     }
 }
 
-/// The window of each layer.
+/// Returns the window of each layer.
 fn windows(architecture: &Architecture, raw: &RawConfig) -> Result<Vec<Option<u32>>, String> {
     let n_layers = raw.num_hidden_layers;
     let listed = listed_windows(raw)?;
@@ -283,7 +284,7 @@ fn windows(architecture: &Architecture, raw: &RawConfig) -> Result<Vec<Option<u3
     }
 }
 
-/// Whether `layer_types` gives each layer a window. Empty without `layer_types`.
+/// Returns whether `layer_types` gives each layer a window. Empty without `layer_types`.
 fn listed_windows(raw: &RawConfig) -> Result<Vec<bool>, String> {
     let kinds = raw.layer_types.as_deref().unwrap_or_default();
     if raw.layer_types.is_some() && kinds.len() != raw.num_hidden_layers {
@@ -359,7 +360,7 @@ mod tests {
         }
     }
 
-    /// A config of another architecture, with changes.
+    /// Returns a config of another architecture, with changes.
     fn config_of(name: &str, changes: &str) -> Result<ModelConfig, String> {
         let first = format!(r#"{{"architectures": ["{name}"], "num_key_value_heads": 4, "#);
         config(&changes.replacen('{', &first, 1))

@@ -95,7 +95,7 @@ fn contains(key: &str, parts: &[&str]) -> bool {
     parts.iter().any(|part| key.contains(part))
 }
 
-/// Whether the value turns the feature off.
+/// Returns whether the value turns the feature off.
 fn is_neutral(key: &str, value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,

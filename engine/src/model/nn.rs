@@ -32,7 +32,7 @@ pub struct Vocabulary {
 }
 
 impl Linear {
-    /// A layer with `cols` inputs and `rows` outputs.
+    /// Returns a layer with `cols` inputs and `rows` outputs.
     pub fn load(
         weights: &Weights<'_>,
         rows: usize,

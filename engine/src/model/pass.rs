@@ -67,7 +67,7 @@ impl<'a> Pass<'a> {
         Self { processor, scratch, layout, memory, written, rank, rows, n_tokens, angles }
     }
 
-    /// The outcome of each row, in their order.
+    /// Returns the outcome of each row, in their order.
     pub fn into_outcomes(self) -> impl Iterator<Item = Result<(), RowError>> + use<'a> {
         self.rows.into_iter().map(|row| row.outcome)
     }
@@ -132,7 +132,7 @@ impl<'a> Pass<'a> {
         self.processor.add(x, gathered.as_ref().unwrap_or(y));
     }
 
-    /// All columns of `x`. If `x` has all columns, it is returned.
+    /// Returns all columns of `x`. If `x` has all columns, it is returned.
     pub fn whole(&self, x: Tensor, width: usize) -> Tensor {
         self.gathered(&x, width).unwrap_or(x)
     }
@@ -177,7 +177,8 @@ impl<'a> Pass<'a> {
         out
     }
 
-    /// The last row of each sequence whose logits are needed: (wanted, width). Failed rows are included.
+    /// Returns the last row of each sequence whose logits are needed: (wanted, width). Failed rows are
+    /// included.
     pub fn wanted(&self, x: &Tensor) -> Tensor {
         let n_wanted = self.rows.iter().filter(|row| row.is_wanted).count();
         let mut out = self.scratch.tensor(n_wanted, x.width());
@@ -213,7 +214,8 @@ impl<'a> Pass<'a> {
         });
     }
 
-    /// The pages that each row reads, except failed rows. They are borrowed until the runs are dropped.
+    /// Returns the pages that each row reads, except failed rows. They are borrowed until the runs are
+    /// dropped.
     fn visible_pages(&mut self, place: &LayerKv, attention: &Attention) -> Vec<VisiblePages<'a>> {
         let mut runs = Vec::with_capacity(self.rows.len());
         let mut first = 0;

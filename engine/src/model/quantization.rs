@@ -93,7 +93,7 @@ mod tests {
         })
     }
 
-    /// The config with one value replaced, at a JSON pointer.
+    /// Returns the config with one value replaced, at a JSON pointer.
     fn with(path: &str, value: Value) -> Value {
         let mut config = channels();
         let at = config.pointer_mut(path).unwrap_or_else(|| panic!("{path}"));

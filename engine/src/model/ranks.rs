@@ -52,7 +52,7 @@ pub struct RankHandle {
 }
 
 impl RankHandle {
-    /// One handle for each rank of a model.
+    /// Returns one handle for each rank of a model.
     pub fn all(n_ranks: u16) -> Vec<Self> {
         Self::all_within(n_ranks, MEET_WITHIN)
     }
@@ -181,7 +181,7 @@ mod tests {
     use super::*;
     use crate::model::Scratch;
 
-    /// A number that identifies its row and column.
+    /// Returns a number that identifies its row and column.
     fn number(round: usize, row: usize, column: usize) -> f32 {
         (round * 10_000 + row * 100 + column) as f32
     }

@@ -59,7 +59,7 @@ impl Rope {
         plain.map(|frequency| self.scaling.scaled(frequency)).collect()
     }
 
-    /// The settings as text, for the fingerprint.
+    /// Returns the settings as text, for the fingerprint.
     pub fn fingerprint(&self) -> String {
         format!("theta {}, {:?}", self.theta, self.scaling)
     }

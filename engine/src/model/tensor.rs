@@ -21,14 +21,14 @@ pub struct Tensor {
 }
 
 impl Scratch {
-    /// A tensor with undefined content. A running engine neither allocates nor clears memory here.
+    /// Returns a tensor with undefined content. A running engine neither allocates nor clears memory here.
     pub fn tensor(&self, n_rows: usize, width: usize) -> Tensor {
         let mut buffer = self.take(n_rows * width);
         buffer.resize(n_rows * width, 0.0);
         Tensor { buffer, n_rows, width, home: self.clone() }
     }
 
-    /// The smallest buffer that is large enough, else the largest one, which then grows.
+    /// Returns the smallest buffer that is large enough, else the largest one, which then grows.
     fn take(&self, len: usize) -> Vec<f32> {
         let mut free = self.free.borrow_mut();
         let fits = |buffer: &Vec<f32>| (buffer.capacity() < len, buffer.capacity().abs_diff(len));

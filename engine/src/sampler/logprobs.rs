@@ -34,7 +34,7 @@ impl RawLogits {
         (f64::from(logit) - self.log_sum) as f32
     }
 
-    /// The best tokens and their logits, best first.
+    /// Returns the best tokens and their logits, best first.
     fn top(&self) -> Vec<Candidate> {
         let n_top = self.n_top.min(self.logits.len());
         let candidates =

@@ -98,7 +98,7 @@ impl OwnedSampleSpec {
         (top_k == 0) && top_p >= 1.0 && min_p <= 0.0
     }
 
-    /// The candidates that min-p, top-k and top-p keep, best first. The best one has weight one.
+    /// Returns the candidates that min-p, top-k and top-p keep, best first. The best one has weight one.
     fn kept(&self, weights: &[f32]) -> Vec<Candidate> {
         let Sampling { top_k, top_p, min_p, .. } = self.sampling;
         let candidates = weights.iter().zip(0..).map(|(weight, token)| Candidate { token, weight: *weight });
@@ -138,8 +138,8 @@ fn better_first(a: &Candidate, b: &Candidate) -> Ordering {
     b.weight.total_cmp(&a.weight).then(a.token.cmp(&b.token))
 }
 
-/// The token with the highest logit; the lowest token if several are equal. A NaN logit is an error, because
-/// the model has failed.
+/// Returns the token with the highest logit; the lowest token if several are equal. A NaN logit is an error,
+/// because the model has failed.
 fn best(logits: &[f32]) -> Result<Candidate, RowError> {
     let mut best = Candidate { token: 0, weight: f32::NEG_INFINITY };
     let mut is_sound = true;
@@ -152,12 +152,12 @@ fn best(logits: &[f32]) -> Result<Candidate, RowError> {
     if is_sound && best.weight.is_finite() { Ok(best) } else { Err(no_token()) }
 }
 
-/// The error of a row without a token to sample.
+/// Returns the error of a row without a token to sample.
 pub(crate) fn no_token() -> RowError {
     RowError::Sample("the best logit is not a finite number".to_owned())
 }
 
-/// The candidate whose range of the total weight contains `uniform`.
+/// Returns the candidate whose range of the total weight contains `uniform`.
 fn pick(candidates: impl Iterator<Item = Candidate> + Clone, uniform: f64) -> u32 {
     let total: f64 = candidates.clone().map(|one| f64::from(one.weight)).sum();
     let wanted = uniform * total;

@@ -13,7 +13,7 @@ struct Counts {
     generated: u32,
 }
 
-/// Whether the rules need earlier tokens.
+/// Returns whether the rules need earlier tokens.
 pub(crate) fn looks_back(sampling: &Sampling) -> bool {
     let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = sampling;
     *repetition_penalty != 1.0 || *presence_penalty != 0.0 || *frequency_penalty != 0.0

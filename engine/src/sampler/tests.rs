@@ -18,7 +18,7 @@ fn drawn(spec: &OwnedSampleSpec, logits: &[f32], position: usize) -> u32 {
     spec.draw(&processor(), &mut logits.to_vec(), position, &[EOS]).expect("a token").token.0
 }
 
-/// The share of each token in many draws.
+/// Returns the share of each token in many draws.
 fn shares(sampling: &Sampling, logits: &[f32]) -> Vec<f32> {
     let (spec, mut counts) = (spec(sampling.clone()), vec![0; logits.len()]);
     for position in 0..4000 {

@@ -69,7 +69,7 @@ impl JobRow {
         &self.tables
     }
 
-    /// Whether the row samples a token.
+    /// Returns whether the row samples a token.
     pub(super) fn is_wanted(&self) -> bool {
         self.spec.is_some()
     }
@@ -81,7 +81,7 @@ impl JobRow {
         }
     }
 
-    /// The position of the token that this row samples.
+    /// Returns the position of the token that this row samples.
     pub(super) fn next_position(&self) -> usize {
         self.start + self.tokens().len()
     }

@@ -63,7 +63,7 @@ struct Opened {
     settings: CpuSettings,
 }
 
-/// The CPU's constructor in the table of backends. `name` is a model's folder.
+/// Returns the CPU's constructor in the table of backends. `name` is a model's folder.
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
     let folder = name.unwrap_or_default();
     let settings = CpuSettings { ranks: engine.ranks, ..engine.cpu.clone() };

@@ -132,7 +132,7 @@ impl Helper {
         self.steps.as_ref()?.send(Arc::clone(step)).ok()
     }
 
-    /// The outcomes of the rows. Returns `None` if the rank has ended.
+    /// Returns the outcomes of the rows. Returns `None` if the rank has ended.
     pub(super) fn finish(&self) -> Option<Outcomes> {
         self.outcomes.recv().ok()
     }

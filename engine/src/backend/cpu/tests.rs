@@ -112,7 +112,7 @@ fn what_makes_kv_differ_is_in_the_fingerprint() {
     assert!(error.to_string().contains("weights: "), "{error}");
 }
 
-/// A copy of the `llama` test model whose configuration has `new` instead of `old`.
+/// Returns a copy of the `llama` test model whose configuration has `new` instead of `old`.
 fn changed(old: &str, new: &str) -> TempDir {
     let copy = TempDir::new().expect("a folder");
     for entry in std::fs::read_dir(folder("tests/models/llama")).expect("a folder").flatten() {

@@ -65,7 +65,7 @@ impl CudaBackend {
         }
     }
 
-    /// The KV memory of all ranks.
+    /// Returns the KV memory of all ranks.
     fn on_cards(&self) -> impl Iterator<Item = &DeviceMemory> {
         let ranks = (0..self.memory.n_ranks()).map(|nth| self.memory.rank(nth).on_card());
         ranks.flatten().map(|on_card| on_card.memory())
@@ -110,7 +110,7 @@ impl CudaBackend {
     }
 }
 
-/// The first rank's error, else the first error of the others.
+/// Returns the first rank's error, else the first error of the others.
 fn first_refusal(own: RankResult, others: impl Iterator<Item = Option<OpenError>>) -> RankResult {
     own?;
     match (1..).zip(others).find_map(|(nth, refused)| refused.map(|refused| (nth, refused))) {

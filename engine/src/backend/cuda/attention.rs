@@ -31,7 +31,7 @@ enum Tables {
 }
 
 impl Queries {
-    /// A range of the queries.
+    /// Returns a range of the queries.
     fn part(&self, of: Range<usize>) -> Self {
         let rows = self.rows.start + of.start..self.rows.start + of.end;
         match &self.tables {
@@ -158,7 +158,8 @@ impl Decoder {
         Ok(())
     }
 
-    /// The tokens of a chunk: the fastest number, or more if the memory for partial results is too small.
+    /// Returns the tokens of a chunk: the fastest number, or more if the memory for partial results is too
+    /// small.
     fn chunk_tokens(
         &self,
         card: &ComputeCard,

@@ -94,7 +94,7 @@ impl ModelDescription {
         Ok(Self { heads, layout, in_fp8, n_blocks, tokens_max, settings, folder, kv_bytes })
     }
 
-    /// The folder's current description.
+    /// Returns the folder's current description.
     pub(super) fn again(&self) -> Result<Self, OpenError> {
         Self::of(self.folder.path(), self.kv_bytes, &self.settings)
     }
@@ -111,7 +111,7 @@ impl ModelDescription {
         WorkspaceShape::of(card, sizes, limits, self.heads.padded, room)
     }
 
-    /// The GPU memory that the model needs. `kv` is for all ranks together.
+    /// Returns the GPU memory that the model needs. `kv` is for all ranks together.
     pub(super) fn budget(&self, sizes: Sizes, shape: &WorkspaceShape, kv: usize) -> Budget {
         let turns = self.heads.turns_bytes(self.tokens_max);
         Budget::of(sizes, &self.in_fp8, shape.bytes() + turns, kv)
@@ -173,12 +173,12 @@ impl ModelDescription {
         Loader { origin, config, heads, sizes, in_fp8: &self.in_fp8, arena, upload }.load()
     }
 
-    /// Whether any of its weights are in FP8.
+    /// Returns whether any of its weights are in FP8.
     fn is_in_fp8(&self) -> bool {
         self.in_fp8.iter().any(|layer| layer.any())
     }
 
-    /// The fingerprint of the weights.
+    /// Returns the fingerprint of the weights.
     fn weights(&self) -> Result<String, LoadError> {
         match self.settings.load_format {
             LoadFormat::Safetensors => Ok(fingerprint::of_weights(&Checkpoint::open(self.folder.path())?)),
@@ -211,14 +211,14 @@ impl ModelDescription {
     }
 }
 
-/// A processor with at most `threads` threads, and at most one per core.
+/// Returns a processor with at most `threads` threads, and at most one per core.
 pub(super) fn host(threads: usize) -> Result<Processor, LoadError> {
     let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
     let threads = NonZero::new(cores.min(threads)).unwrap_or(NonZero::<usize>::MIN);
     Processor::new(Arithmetic::F32, threads).map_err(LoadError::Threads)
 }
 
-/// The location of each layer's KV, in layer order.
+/// Returns the location of each layer's KV, in layer order.
 fn places(layout: &KvLayout) -> Vec<LayerPlace> {
     let mut places: Vec<(u16, LayerPlace)> = Vec::new();
     for group in layout.group_indices() {

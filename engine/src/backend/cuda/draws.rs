@@ -102,20 +102,20 @@ impl Draws {
     }
 }
 
-/// Whether more log-probabilities are requested than the GPU returns.
+/// Returns whether more log-probabilities are requested than the GPU returns.
 fn wants_much_told(spec: &SampleSpec<'_>) -> bool {
     spec.sampling.logprobs.is_some_and(|n_top| usize::from(n_top) > TOP_MAX)
 }
 
-/// Whether the request needs only the likeliest token.
+/// Returns whether the request needs only the likeliest token.
 fn is_likeliest(spec: &SampleSpec<'_>) -> bool {
     let Sampling { temperature, logprobs, logit_bias, .. } = spec.sampling;
     let is_plain = *temperature == 0.0 && logprobs.is_none() && logit_bias.is_empty();
     is_plain && !looks_back(spec.sampling) && spec.index >= spec.stop.min_tokens
 }
 
-/// The changes of logits before the draw, one edit for each token. `sampler/rules.rs` does the same on the
-/// CPU.
+/// Returns the changes of logits before the draw, one edit for each token. `sampler/rules.rs` does the same
+/// on the CPU.
 fn edits(spec: &SampleSpec<'_>, eos_tokens: &[TokenId]) -> Vec<Edit> {
     let of = |token: &TokenId| Edit { token: token.0, ..Edit::default() };
     let biased = |(token, bias): &(TokenId, f32)| Edit { bias: *bias, ..of(token) };
@@ -144,7 +144,7 @@ fn edits(spec: &SampleSpec<'_>, eos_tokens: &[TokenId]) -> Vec<Edit> {
     edits
 }
 
-/// The sampled token, or an error.
+/// Returns the sampled token, or an error.
 pub(super) fn token(drawn: u32) -> Result<TokenId, RowError> {
     match drawn {
         NOWHERE => Err(no_token()),
@@ -152,7 +152,7 @@ pub(super) fn token(drawn: u32) -> Result<TokenId, RowError> {
     }
 }
 
-/// The model's log-probabilities, best first.
+/// Returns the model's log-probabilities, best first.
 pub(super) fn logprobs(outcome: &Outcome) -> Logprobs {
     let chosen = outcome.logprob(outcome.chosen);
     let top = outcome.top.iter().map(|(token, logit)| (TokenId(*token), outcome.logprob(*logit)));

@@ -17,7 +17,7 @@ pub(super) struct InFp8 {
     pub(super) down: bool,
 }
 
-/// The format of the weights, for the fingerprint. A different set of FP8 matrices is another model.
+/// Returns the format of the weights, for the fingerprint. A different set of FP8 matrices is another model.
 pub(super) fn dtype(layers: &[InFp8]) -> String {
     let of_layer = |layer: &InFp8| {
         let InFp8 { qkv, o, gate_up, down } = *layer;
@@ -34,8 +34,8 @@ pub(super) fn dtype(layers: &[InFp8]) -> String {
 impl InFp8 {
     pub(super) const ALL: Self = Self { qkv: true, o: true, gate_up: true, down: true };
 
-    /// One entry for each layer. All matrices are in FP8 if they are quantized during loading; else those
-    /// whose parts are all in FP8.
+    /// Returns one entry for each layer. All matrices are in FP8 if they are quantized during loading; else
+    /// those whose parts are all in FP8.
     pub(super) fn of_layers(n_layers: usize, quantize: Quantize, source: &dyn TensorSource) -> Vec<Self> {
         let of_layer = |nth: usize| {
             let are = |parts: &[&str]| {
@@ -54,7 +54,7 @@ impl InFp8 {
         }
     }
 
-    /// Whether any matrix of the layer is in FP8.
+    /// Returns whether any matrix of the layer is in FP8.
     pub(super) fn any(self) -> bool {
         self != Self::default()
     }
@@ -111,7 +111,7 @@ impl<'a> Packed<'a> {
         }
     }
 
-    /// Whether any byte was NaN.
+    /// Returns whether any byte was NaN.
     pub(super) fn has_nan(&self) -> bool {
         self.has_nan.load(Ordering::Relaxed)
     }

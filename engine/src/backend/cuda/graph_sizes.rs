@@ -45,7 +45,7 @@ impl GraphSizes {
         lengths
     }
 
-    /// All sizes, the smallest first.
+    /// Returns all sizes, the smallest first.
     pub(super) fn sizes(&self) -> impl Iterator<Item = GraphSize> + '_ {
         let of_rows =
             |rows: usize| self.lengths.iter().map(move |length| GraphSize { rows, length: *length });
@@ -56,7 +56,7 @@ impl GraphSizes {
         &self.rows
     }
 
-    /// The smallest size that fits the step. `None` if there is none.
+    /// Returns the smallest size that fits the step. `None` if there is none.
     pub(super) fn graph_size(&self, rows: usize, length: usize) -> Option<GraphSize> {
         let rows = self.rows.iter().copied().find(|graph_size| *graph_size >= rows)?;
         Some(GraphSize { rows, length: Self::length(&self.lengths, length)? })

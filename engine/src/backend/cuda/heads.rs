@@ -30,7 +30,7 @@ impl Heads {
         self.real != self.padded
     }
 
-    /// The index on the GPU of number `nth` of all heads.
+    /// Returns the index on the GPU of number `nth` of all heads.
     pub(super) fn place(self, nth: usize) -> usize {
         let (head, dim) = (nth / self.real, nth % self.real);
         let (half, padded_half) = (self.real / 2, self.padded / 2);
@@ -38,17 +38,17 @@ impl Heads {
         head * self.padded + in_head
     }
 
-    /// The factor for a head's norm weights that corrects the division by the padded width.
+    /// Returns the factor for a head's norm weights that corrects the division by the padded width.
     pub(super) fn norm_factor(self) -> f32 {
         (self.real as f32 / self.padded as f32).sqrt()
     }
 
-    /// The epsilon that matches [`norm_factor`](Self::norm_factor).
+    /// Returns the epsilon that matches [`norm_factor`](Self::norm_factor).
     pub(super) fn norm_epsilon(self, epsilon: f32) -> f32 {
         epsilon * self.real as f32 / self.padded as f32
     }
 
-    /// The size of [`turns`](Self::turns) in bytes.
+    /// Returns the size of [`turns`](Self::turns) in bytes.
     pub(super) fn turns_bytes(self, n_positions: usize) -> usize {
         n_positions * self.padded / 2 * size_of::<[f32; 2]>()
     }

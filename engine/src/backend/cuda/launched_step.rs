@@ -97,13 +97,13 @@ impl LaunchedStep {
         matches!(self.phase, Phase::Done(_))
     }
 
-    /// Whether the host samples a row. If so, the step must be finished before the next one overwrites its
-    /// logits.
+    /// Returns whether the host samples a row. If so, the step must be finished before the next one
+    /// overwrites its logits.
     pub(super) fn needs_host(&self) -> bool {
         self.rows.iter().any(|row| row.by_host.is_some())
     }
 
-    /// The index of a slot's token among the tokens that the GPU samples.
+    /// Returns the index of a slot's token among the tokens that the GPU samples.
     pub(super) fn place_of(&self, slot: SlotId) -> Option<u32> {
         let row = self.rows.iter().find(|row| row.slot == slot)?;
         row.place.clone().ok().flatten()
@@ -185,7 +185,7 @@ impl Source<'_> {
     }
 }
 
-/// The error for a raised [`LostFlag`].
+/// Returns the error for a raised [`LostFlag`].
 pub(super) fn peer_lost() -> CudaError {
     let why = format!("a GPU waited {} s for another GPU, which did not respond", PATIENCE.as_secs());
     CudaError::PeerLost { why }

@@ -189,14 +189,14 @@ impl Decoder {
         }
     }
 
-    /// Whether ranks push their partial sums into each other's memory. This is one of two methods for the
-    /// sum. They sum a row's squares in different orders, so a deterministic backend always uses the same
+    /// Returns whether ranks push their partial sums into each other's memory. This is one of two methods for
+    /// the sum. They sum a row's squares in different orders, so a deterministic backend always uses the same
     /// one.
     fn throws(&self, peers: &Peers, n_rows: usize) -> bool {
         self.chunk_tokens.is_none() && n_rows <= peers.few_rows()
     }
 
-    /// The pending norm that a product has to apply.
+    /// Returns the pending norm that a product has to apply.
     fn pending_norm<'a>(
         &self,
         squares: &'a Buffer<f32>,
@@ -238,7 +238,7 @@ fn linear(
     }
 }
 
-/// The form in which our kernel computes this product, or `None` if another method does in this pass.
+/// Returns the form in which our kernel computes this product, or `None` if another method does in this pass.
 pub(super) fn form(pass: &Pass<'_>, linear: &Linear) -> Option<OwnForm> {
     let (w, k) = (linear.weight.view(), linear.columns);
     let is_fp8 = matches!(w, Weights::Fp8(_));
@@ -256,8 +256,8 @@ pub(super) fn heads_form(pass: &Pass<'_>, layer: &LayerWeights) -> Option<OwnFor
     form(pass, &layer.qkv).filter(|form| layer.head_norms.is_none() || form.norms_heads())
 }
 
-/// Whether concurrent products load into registers. Their loads need the L1 cache of a multiprocessor, and
-/// kernels that use the copy engine leave almost no memory for it.
+/// Returns whether concurrent products load into registers. Their loads need the L1 cache of a
+/// multiprocessor, and kernels that use the copy engine leave almost no memory for it.
 pub(super) fn reads_by_registers(pass: &Pass<'_>, layer: &LayerWeights) -> bool {
     [&layer.qkv, &layer.o].iter().all(|linear| matches!(form(pass, linear), Some(OwnForm::Skinny(_))))
 }

@@ -187,12 +187,12 @@ impl Loader<'_> {
         })
     }
 
-    /// The numbers in `n_heads` heads, without padding.
+    /// Returns the numbers in `n_heads` heads, without padding.
     fn of_heads(&self, n_heads: usize) -> usize {
         n_heads * self.heads.real
     }
 
-    /// The numbers of the rank's heads.
+    /// Returns the numbers of the rank's heads.
     fn heads_here(&self, n_heads: usize) -> Range<usize> {
         let heads = self.sizes.share.heads(n_heads);
         heads.start * self.heads.real..heads.end * self.heads.real
@@ -365,7 +365,7 @@ impl ShardRange {
     }
 }
 
-/// Each number as two 16-bit halves, low half first, for the upload.
+/// Returns each number as two 16-bit halves, low half first, for the upload.
 fn halves(numbers: &[f32]) -> impl Iterator<Item = Bf16> {
     numbers.iter().flat_map(|number| {
         let bits = number.to_bits();
@@ -434,8 +434,8 @@ mod tests {
         }
     }
 
-    /// The index in the whole matrix of each number that the GPU generates, as `dummy.cu` counts. `None`
-    /// means zero.
+    /// Returns the index in the whole matrix of each number that the GPU generates, as `dummy.cu` counts.
+    /// `None` means zero.
     fn made_up(part: &ShardRange, shape: (usize, usize), n_numbers: usize) -> Vec<Option<usize>> {
         let DummyPart { first, width, n_real, stride } = part.made_up(shape, n_numbers);
         let number = |at: usize| (at % width < n_real).then(|| first + at / width * stride + at % width);

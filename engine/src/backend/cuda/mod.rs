@@ -107,7 +107,7 @@ struct SpareReadbacks {
     outcomes: Vec<Pinned<u32>>,
 }
 
-/// The GPU's constructor in the table of backends. `name` is a model's folder.
+/// Returns the GPU's constructor in the table of backends. `name` is a model's folder.
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
     let folder = name.unwrap_or_default();
     Ok(Box::new(CudaBackend::open(Path::new(folder), engine.kv, &engine.cuda())?))
@@ -119,27 +119,27 @@ impl CudaBackend {
         self.loaded.bytes
     }
 
-    /// The size and the loading time of the weights.
+    /// Returns the size and the loading time of the weights.
     pub fn loaded(&self) -> Loaded {
         self.loaded
     }
 
-    /// The first GPU, for measurements.
+    /// Returns the first GPU, for measurements.
     pub fn card(&self) -> &ComputeCard {
         &self.rank.tools.card
     }
 
-    /// The number of GPUs that share the model.
+    /// Returns the number of GPUs that share the model.
     pub fn n_ranks(&self) -> u16 {
         self.memory.n_ranks()
     }
 
-    /// The number of steps recorded as graphs at the start, and of those recorded later.
+    /// Returns the number of steps recorded as graphs at the start, and of those recorded later.
     pub fn n_recorded(&self) -> (usize, usize) {
         self.rank.recorded.counts()
     }
 
-    /// The source of a slot's last token, for the next step.
+    /// Returns the source of a slot's last token, for the next step.
     fn previous_of(&self, slot: SlotId) -> Result<InputToken, RowError> {
         match self.flights.back() {
             Some(launched_step) if !launched_step.is_done() => {
@@ -240,9 +240,9 @@ impl CudaBackend {
         Ok(Some(outcomes))
     }
 
-    /// The verdict on a failed launch. An invalid step fails alone; any other error means that the GPU
-    /// accepts no more work. With several ranks, the others may have started what this one could not, so the
-    /// device is lost.
+    /// Returns the verdict on a failed launch. An invalid step fails alone; any other error means that the
+    /// GPU accepts no more work. With several ranks, the others may have started what this one could not, so
+    /// the device is lost.
     fn launch_failed(&self, error: &CudaError) -> BackendError {
         match (&self.lost, error) {
             (None, CudaError::Argument { .. } | CudaError::NoProduct { .. }) => {

@@ -91,7 +91,7 @@ impl CudaBackend {
     }
 }
 
-/// The GPUs, one for each rank, with kernels for their own architecture unless another is set.
+/// Returns the GPUs, one for each rank, with kernels for their own architecture unless another is set.
 fn open_cards(settings: &CudaSettings) -> Result<Vec<ComputeCard>, CudaError> {
     let (first, n_ranks, n_cards) = (settings.ordinal, usize::from(settings.ranks.get()), Card::count()?);
     if n_ranks > 1 && first + n_ranks > n_cards {
@@ -102,7 +102,7 @@ fn open_cards(settings: &CudaSettings) -> Result<Vec<ComputeCard>, CudaError> {
     (first..first + n_ranks).map(open).collect()
 }
 
-/// The size of KV memory that the GPU with the least free memory allows.
+/// Returns the size of KV memory that the GPU with the least free memory allows.
 fn room_on(
     cards: &[ComputeCard],
     auto: AutoRoom,

@@ -58,7 +58,7 @@ pub(super) struct Sections {
 }
 
 impl Dims {
-    /// A step of rows with one token each; each row samples a token.
+    /// Returns a step of rows with one token each; each row samples a token.
     pub(super) fn of_decodes(n_groups: usize, n_rows: usize, length: usize) -> Self {
         Self {
             n_groups,
@@ -95,7 +95,8 @@ impl Dims {
         self.sections().chunk_tables.end
     }
 
-    /// A step for measurements only: sequences of that length, with blocks from all parts of the memory.
+    /// Returns a step for measurements only: sequences of that length, with blocks from all parts of the
+    /// memory.
     pub(super) fn measured_words(&self, length: usize, n_blocks: u32) -> Vec<u32> {
         let sections = self.sections();
         let mut words = vec![0_u32; self.n_words()];
@@ -182,7 +183,7 @@ impl<'a> Plan<'a> {
         plan
     }
 
-    /// Whether all rows have one token. Such a step can use a recorded graph.
+    /// Returns whether all rows have one token. Such a step can use a recorded graph.
     pub(super) fn is_decode_only(&self) -> bool {
         self.chunks.is_empty() && !self.decodes.is_empty()
     }
@@ -239,7 +240,7 @@ impl<'a> Plan<'a> {
         rows.iter().zip(fed).map(place).collect()
     }
 
-    /// The chunks, in the form that attention takes.
+    /// Returns the chunks, in the form that attention takes.
     pub(super) fn sequences(&self) -> Vec<PrefillSequence> {
         let mut first_row = self.dims.n_decodes;
         let sequence = |row: &&Row<'_>| {
@@ -341,7 +342,7 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// The input of a row of one token. `None` for a chunk.
+/// Returns the input of a row of one token. `None` for a chunk.
 fn fed(
     row: &Row<'_>,
     vocab: usize,
@@ -359,7 +360,7 @@ fn fed(
     }
 }
 
-/// The slot of a token's KV in the pages. A token without a block has no slot.
+/// Returns the slot of a token's KV in the pages. A token without a block has no slot.
 fn slot(table: Option<&[BlockIdx]>, position: usize) -> u32 {
     let block = table.and_then(|table| table.get(position / BLOCK_TOKENS));
     block.map_or(NOWHERE, |block| block.0 * BLOCK_TOKENS as u32 + (position % BLOCK_TOKENS) as u32)

@@ -76,7 +76,7 @@ impl Decoder {
         nth.try_for_each(|nth| self.add_feed_forward(pass, &layers[nth], layers.get(nth + 1)).map(drop))
     }
 
-    /// The state of the normed rows when such a product follows another one.
+    /// Returns the state of the normed rows when such a product follows another one.
     fn normed_for(&self, pass: &Pass<'_>, before: &Linear, product: Option<OwnForm>) -> Normed {
         match (form(pass, before), product) {
             (Some(form), Some(_)) if pass.peers.is_none() => {

@@ -32,12 +32,12 @@ impl Recorded {
         Self { graph_sizes, n_groups, n_words_max, graphs, unrecorded, n_at_start: 0 }
     }
 
-    /// The numbers of graphs recorded at the start and later.
+    /// Returns the numbers of graphs recorded at the start and later.
     pub(super) fn counts(&self) -> (usize, usize) {
         (self.n_at_start, self.graphs.len() - self.n_at_start)
     }
 
-    /// The size that a step of rows with one token uses.
+    /// Returns the size that a step of rows with one token uses.
     pub(super) fn graph_size(&self, rows: usize, length: usize) -> Option<GraphSize> {
         self.graph_sizes.as_ref()?.graph_size(rows, length).filter(|graph_size| self.has_room(*graph_size))
     }

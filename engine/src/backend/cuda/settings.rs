@@ -64,8 +64,8 @@ impl CudaSettings {
         self.deterministic.then_some(CHUNK_TOKENS)
     }
 
-    /// The fingerprint of the arithmetic. A deterministic backend gives the same results on the same number
-    /// of GPUs with the same kernels.
+    /// Returns the fingerprint of the arithmetic. A deterministic backend gives the same results on the same
+    /// number of GPUs with the same kernels.
     pub(super) fn arithmetic(&self, arch: &str) -> String {
         match (self.deterministic, self.ranks.get()) {
             (true, 1) => format!("bf16 on a GPU, {arch}, the same in any company"),
@@ -78,14 +78,14 @@ impl CudaSettings {
         self.cache.as_ref().map_or_else(Cache::none, |folder| Cache::at(&folder.join("kernels")))
     }
 
-    /// The file with the chosen product methods for such a GPU.
+    /// Returns the file with the chosen product methods for such a GPU.
     pub(super) fn choices_file(&self, about: &str) -> Option<PathBuf> {
         let name: String = about.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
         self.cache.as_ref().map(|folder| folder.join("products").join(format!("{name}.txt")))
     }
 }
 
-/// The XDG cache folder: `$XDG_CACHE_HOME`, else `$HOME/.cache`, else none.
+/// Returns the XDG cache folder: `$XDG_CACHE_HOME`, else `$HOME/.cache`, else none.
 fn user_cache(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
     let named = |name| variable(name).filter(|path| path.is_absolute());
     let base = named("XDG_CACHE_HOME").or_else(|| named("HOME").map(|home| home.join(Path::new(".cache"))));

@@ -40,7 +40,7 @@ impl Share {
         }
     }
 
-    /// The rank's heads. With fewer heads than ranks, several ranks hold the same head.
+    /// Returns the rank's heads. With fewer heads than ranks, several ranks hold the same head.
     pub(super) fn heads(self, n_heads: usize) -> Range<usize> {
         match self.n_ranks / n_heads.max(1) {
             0 | 1 => n_heads * self.nth / self.n_ranks..n_heads * (self.nth + 1) / self.n_ranks,
@@ -48,19 +48,19 @@ impl Share {
         }
     }
 
-    /// The padded size of each rank's share of `n` numbers: equal on all ranks, in whole vectors.
+    /// Returns the padded size of each rank's share of `n` numbers: equal on all ranks, in whole vectors.
     pub(super) fn width(self, n: usize) -> usize {
         n.div_ceil(self.n_ranks).next_multiple_of(NUMBERS_AT_ONCE)
     }
 
-    /// The rank's share of `n` numbers. The last ranks may have less than the padded size; the rest is
-    /// zeroes.
+    /// Returns the rank's share of `n` numbers. The last ranks may have less than the padded size; the rest
+    /// is zeroes.
     pub(super) fn range(self, n: usize) -> Range<usize> {
         let width = self.width(n);
         (self.nth * width).min(n)..((self.nth + 1) * width).min(n)
     }
 
-    /// Whether this rank adds the terms that only one rank may add.
+    /// Returns whether this rank adds the terms that only one rank may add.
     pub(super) fn is_first(self) -> bool {
         self.nth == 0
     }

@@ -9,7 +9,7 @@ use super::tools::Tools;
 /// The number of runs. The fastest one counts.
 const N_TIMES: usize = 5;
 
-/// The time of a whole decode step in milliseconds, recorded like served steps.
+/// Returns the time of a whole decode step in milliseconds, recorded like served steps.
 pub(super) fn time_step(tools: &mut Tools, dims: Dims) -> Result<f64, CudaError> {
     tools.pass(dims, &[], |decoder, pass| {
         // Code is loaded when it first runs, which cannot be recorded.
@@ -24,7 +24,7 @@ pub(super) fn time_step(tools: &mut Tools, dims: Dims) -> Result<f64, CudaError>
     })
 }
 
-/// The time of `work` in milliseconds, in a pass of this size, recorded like a step.
+/// Returns the time of `work` in milliseconds, in a pass of this size, recorded like a step.
 pub(super) fn time_recorded(
     tools: &mut Tools,
     dims: Dims,
@@ -43,7 +43,7 @@ pub(super) fn time_recorded(
     })
 }
 
-/// The shortest time of some runs. The first run does not count, because it may load code.
+/// Returns the shortest time of some runs. The first run does not count, because it may load code.
 pub(super) fn fastest(mut time: impl FnMut() -> Result<f32, CudaError>) -> Result<f64, CudaError> {
     time()?;
     let mut least = f32::INFINITY;

@@ -56,7 +56,7 @@ impl Tools {
         work(decoder, &mut Pass { card, products, peers, space, kv, dims, sections, sequences })
     }
 
-    /// The logits, for sampling by the host.
+    /// Returns the logits, for sampling by the host.
     pub(super) fn source<'a>(&'a self, lost: Option<&'a LostFlag>) -> Source<'a> {
         Source { card: &self.card, logits: self.space.logits.view(), lost }
     }

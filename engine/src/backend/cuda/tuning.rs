@@ -60,7 +60,7 @@ impl Kind<'_> {
         self.matrices.first().map_or(0, |matrix| matrix.n_rows(self.k))
     }
 
-    /// The tuned numbers of rows, up to the first that is enough for every step.
+    /// Returns the tuned numbers of rows, up to the first that is enough for every step.
     fn shapes(&self) -> impl Iterator<Item = ProductShape> + '_ {
         let n_needed = TUNED_ROWS.iter().take_while(|n_rows| **n_rows < self.rows_max).count() + 1;
         let rows = TUNED_ROWS.iter().take(n_needed).filter(|n_rows| **n_rows <= self.rows_max);
@@ -248,7 +248,7 @@ fn norm_rooms<'a>(
     ((Answer::Narrow(given.view_mut().slice(0..n_rows * n)), Some(next)), x)
 }
 
-/// The input and the output of a product of this shape.
+/// Returns the input and the output of a product of this shape.
 fn rooms(shape: ProductShape, space: &mut Workspace) -> (ProductOutput<'_>, View<'_, Bf16>) {
     let ProductShape { n, k, n_rows, is_wide, .. } = shape;
     let Workspace { normed, gated, attended, qkv, gate_up, given, logits, .. } = space;
@@ -289,11 +289,11 @@ fn tune_one_step(
     Ok(())
 }
 
-/// The starts of the search, with their step times. The kernels interact. Our kernels also do the work after
-/// a product, and a norm only if the next product uses one of our kernels too. Kernels that load into
-/// registers slow down those that use the copy engine. So changing one product at a time does not show the
-/// gain of changing all. The starts are: the methods that are fastest alone, our kernels for all products of
-/// a layer, and those of our kernels that load into registers.
+/// Returns the starts of the search, with their step times. The kernels interact. Our kernels also do the
+/// work after a product, and a norm only if the next product uses one of our kernels too. Kernels that load
+/// into registers slow down those that use the copy engine. So changing one product at a time does not show
+/// the gain of changing all. The starts are: the methods that are fastest alone, our kernels for all products
+/// of a layer, and those of our kernels that load into registers.
 fn starts(
     tools: &mut Tools,
     helpers: &mut Helpers<Rank>,

@@ -38,7 +38,7 @@ impl<'a> Upload<'a> {
         self.card
     }
 
-    /// The processor whose threads read.
+    /// Returns the processor whose threads read.
     pub(super) fn host(&self) -> &'a Processor {
         self.host
     }

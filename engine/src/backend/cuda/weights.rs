@@ -170,12 +170,12 @@ impl Sizes {
 }
 
 impl CudaWeights {
-    /// The embedding, with one row for each token.
+    /// Returns the embedding, with one row for each token.
     pub(super) fn embedding(&self) -> View<'_, Bf16> {
         self.embed.slice(0..self.sizes.vocab * self.sizes.hidden)
     }
 
-    /// The rank's rows of the output layer.
+    /// Returns the rank's rows of the output layer.
     pub(super) fn head(&self) -> View<'_, Bf16> {
         let Sizes { head_rows, hidden, share, .. } = self.sizes;
         match &self.head {
@@ -185,7 +185,7 @@ impl CudaWeights {
     }
 }
 
-/// The matrices of one kind in all layers. Measuring over all of them keeps them out of the caches.
+/// Returns the matrices of one kind in all layers. Measuring over all of them keeps them out of the caches.
 pub(super) fn all_of(layers: &[LayerWeights], which: fn(&LayerWeights) -> &Linear) -> Vec<Weights<'_>> {
     layers.iter().map(|layer| which(layer).weight.view()).collect()
 }

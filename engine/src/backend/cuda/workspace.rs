@@ -130,7 +130,7 @@ impl WorkspaceShape {
             + of_ranks
     }
 
-    /// The sizes that are equal on all ranks. `None` with one rank.
+    /// Returns the sizes that are equal on all ranks. `None` with one rank.
     pub(super) fn together(&self) -> Option<Together> {
         let width = self.sizes.hidden;
         let few_rows = (FEW_BYTES_MAX / (width * size_of::<Bf16>())).clamp(1, self.limits.rows);
@@ -172,27 +172,27 @@ impl WorkspaceShape {
 }
 
 impl Workspace {
-    /// The memory that the other ranks' GPUs write to.
+    /// Returns the memory that the other ranks' GPUs write to.
     pub(super) fn shown(&self) -> Shown<'_> {
         Shown { part: self.given.view(), out: self.normed.view(), whole: self.logits.view() }
     }
 }
 
-/// The number of partial sums of squares: kernels for many rows have few parts in a row, kernels for few rows
-/// have many.
+/// Returns the number of partial sums of squares: kernels for many rows have few parts in a row, kernels for
+/// few rows have many.
 fn n_squares(hidden: usize) -> usize {
     let few = OwnForm::Few(FewRowsForm::of(hidden, hidden)).parts(hidden) * FEW_ROWS_MAX;
     few.max(OwnForm::Skinny(SKINNY_FORMS[0]).parts(hidden) * SKINNY_ROWS_MAX)
 }
 
-/// The number of partial results for the most tokens with the longest sequences. It is bounded by the number
-/// that keeps a GPU busy; further tokens are computed afterwards. It is always enough for one token.
+/// Returns the number of partial results for the most tokens with the longest sequences. It is bounded by the
+/// number that keeps a GPU busy; further tokens are computed afterwards. It is always enough for one token.
 fn parts_alike(n_q_heads: usize, limits: StepLimits, n_chunks: usize) -> usize {
     let of_token = n_q_heads * n_chunks;
     (of_token * limits.tokens).min(PARTS_ALIKE_MAX).max(of_token)
 }
 
-/// The maximum number of parts of decode attention, over all numbers of rows and all lengths.
+/// Returns the maximum number of parts of decode attention, over all numbers of rows and all lengths.
 fn most_parts(
     card: &ComputeCard,
     sizes: Sizes,

@@ -110,7 +110,7 @@ impl Default for LayoutSettings {
 // === impl MockSettings ===
 
 impl MockSettings {
-    /// The settings of `mock:NAME`: built-in ones, or those of a file.
+    /// Returns the settings of `mock:NAME`: built-in ones, or those of a file.
     pub fn named(name: Option<&str>) -> Result<Self, OpenError> {
         let Some(name) = name else { return Ok(Self::default()) };
         if Path::new(name).extension().is_some_and(|extension| extension == "toml") {
@@ -158,7 +158,7 @@ impl Costs {
         }
     }
 
-    /// The time of a step with rows of these lengths.
+    /// Returns the time of a step with rows of these lengths.
     pub fn of_step(&self, rows: impl Iterator<Item = usize>) -> Duration {
         let of_row = |n_tokens: usize| match n_tokens {
             1 => self.decode_row_ms,
@@ -168,13 +168,13 @@ impl Costs {
         Duration::from_secs_f64(ms / 1e3)
     }
 
-    /// The time that the simulated wire needs to send `bytes` bytes.
+    /// Returns the time that the simulated wire needs to send `bytes` bytes.
     pub fn of_sending(&self, bytes: u64) -> Duration {
         Duration::from_secs_f64(self.sent_byte_ns * bytes as f64 / 1e9)
     }
 }
 
-/// The cost of sending on the simulated wire of `model`. `None` if the wire is not simulated.
+/// Returns the cost of sending on the simulated wire of `model`. `None` if the wire is not simulated.
 pub fn wire_costs(model: &str) -> Result<Option<Costs>, OpenError> {
     let name = match model.split_once(':') {
         None if model == "mock" => None,

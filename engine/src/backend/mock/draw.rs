@@ -34,7 +34,7 @@ impl MockSampleSpec {
         Self { sampling: spec.sampling.clone(), stop: spec.stop.clone(), index: spec.index }
     }
 
-    /// The token at `position`, after the tokens of `chain`.
+    /// Returns the token at `position`, after the tokens of `chain`.
     pub(super) fn draw(
         &self,
         chain: Chain,
@@ -71,7 +71,7 @@ fn candidate(hash: u64, eos_one_in: u64) -> TokenId {
     TokenId((PRINTABLE.start + (hash >> 32) % n_printable) as u32)
 }
 
-/// The chosen token first, then made-up ones with decreasing probability.
+/// Returns the chosen token first, then made-up ones with decreasing probability.
 fn logprobs(token: TokenId, base: u64, n_top: u8) -> Logprobs {
     let chosen = -((base % 1000) as f32) / 1000.0;
     let others = (0..).map(TokenId).filter(|other| *other != token);

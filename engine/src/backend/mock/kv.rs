@@ -28,7 +28,7 @@ impl Chain {
     /// The chain before the first token.
     pub(super) const START: Self = Self(0x6261_746f_6e21_6b76);
 
-    /// The chain with one more token.
+    /// Returns the chain with one more token.
     pub(super) fn then(self, token: TokenId) -> Self {
         Self(mix(self.0 ^ (u64::from(token.0) + 1).wrapping_mul(GOLDEN)))
     }
@@ -53,7 +53,8 @@ pub(super) struct Link {
 }
 
 impl Link {
-    /// The link that the bytes of `cell` claim. It is not verified; [`is_in`](Self::is_in) verifies it.
+    /// Returns the link that the bytes of `cell` claim. It is not verified; [`is_in`](Self::is_in) verifies
+    /// it.
     pub(super) fn claimed_by(cell: &[u8], key: CellKey) -> Self {
         let chain = Chain(word64(cell) ^ key.0);
         Self { token: TokenId(word32(&cell[8..]) ^ seal(chain, key)), chain }
@@ -70,7 +71,7 @@ impl Link {
         }
     }
 
-    /// Whether `cell` has exactly the bytes that [`write`](Self::write) would write.
+    /// Returns whether `cell` has exactly the bytes that [`write`](Self::write) would write.
     pub(super) fn is_in(self, cell: &[u8], key: CellKey) -> bool {
         let seal = seal(self.chain, key);
         if word64(cell) != self.chain.0 ^ key.0 || word32(&cell[8..]) != self.token.0 ^ seal {
@@ -84,7 +85,7 @@ impl Link {
     }
 }
 
-/// The first padding word of a cell.
+/// Returns the first padding word of a cell.
 fn seal(chain: Chain, key: CellKey) -> u32 {
     mix(chain.0.rotate_left(17) ^ key.0) as u32
 }

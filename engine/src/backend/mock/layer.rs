@@ -23,7 +23,7 @@ pub(super) struct Layer {
 }
 
 impl Layer {
-    /// All layers in the order of computation, rank by rank within each layer.
+    /// Returns all layers in the order of computation, rank by rank within each layer.
     pub(super) fn all(layout: &KvLayout) -> Vec<Self> {
         let mut layers = Vec::new();
         for group in layout.group_indices() {
@@ -53,7 +53,7 @@ impl Layer {
         }
     }
 
-    /// The cells of one token of a block, each with its byte range in the page.
+    /// Returns the cells of one token of a block, each with its byte range in the page.
     pub(super) fn cells(&self, token_in_block: usize) -> impl Iterator<Item = (CellKey, Range<usize>)> + '_ {
         let head_bytes = self.block_tokens * self.token_bytes;
         let first = token_in_block * self.token_bytes;
@@ -63,7 +63,7 @@ impl Layer {
         })
     }
 
-    /// The first cell of a token, from which its link is read.
+    /// Returns the first cell of a token, from which its link is read.
     pub(super) fn first_cell(&self, token_in_block: usize) -> (CellKey, Range<usize>) {
         let start = token_in_block * self.token_bytes;
         (self.keys[0], start..start + self.token_bytes)

@@ -61,7 +61,7 @@ struct QueuedStep {
     cost: Duration,
 }
 
-/// The mock's constructor in the table of backends.
+/// Returns the mock's constructor in the table of backends.
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
     let settings = MockSettings::named(name)?;
     let layout = spread(&settings, engine.ranks)?;
@@ -77,12 +77,12 @@ fn spread(settings: &MockSettings, ranks: NonZero<u16>) -> Result<KvLayout, Open
 }
 
 impl Mock {
-    /// A mock with memory for `n_blocks` blocks.
+    /// Returns a mock with memory for `n_blocks` blocks.
     pub fn new(name: &str, settings: MockSettings, n_blocks: u32, pace: Pace) -> Result<Self, OpenError> {
         Self::over_ranks(name, settings, NonZero::<u16>::MIN, n_blocks, pace)
     }
 
-    /// A mock whose KV is divided over `n_ranks` ranks, which are computed one after the other.
+    /// Returns a mock whose KV is divided over `n_ranks` ranks, which are computed one after the other.
     pub fn over_ranks(
         name: &str,
         settings: MockSettings,
@@ -105,7 +105,7 @@ impl Mock {
         })
     }
 
-    /// The costs of its steps and of the bytes that it sends.
+    /// Returns the costs of its steps and of the bytes that it sends.
     pub fn costs(&self) -> &Costs {
         &self.settings.cost
     }
@@ -205,7 +205,7 @@ impl Backend for Mock {
     }
 }
 
-/// A mock's description. Mocks with the same layout can read each other's KV, whatever their costs.
+/// Returns a mock's description. Mocks with the same layout can read each other's KV, whatever their costs.
 fn model(name: &str, settings: &MockSettings, memory: &KvMemory) -> ModelInfo {
     let layout = memory.layout().clone();
     let mut parts = layout.fingerprint_parts();

@@ -121,14 +121,14 @@ impl RunningRow {
         self.compare_with_history()
     }
 
-    /// The chain before the first verified position. At position 0 it is known; otherwise it is read without
-    /// verification.
+    /// Returns the chain before the first verified position. At position 0 it is known; otherwise it is read
+    /// without verification.
     fn chain_before(&self, memory: &KvMemory, layer: &Layer) -> Result<Chain, RowError> {
         let Some(before) = self.row.verify_from.checked_sub(1) else { return Ok(Chain::START) };
         Ok(self.claims(memory, layer, before..before + 1)?[0].chain)
     }
 
-    /// The tokens that the KV to be verified claims.
+    /// Returns the tokens that the KV to be verified claims.
     fn tokens_held(&self, memory: &KvMemory, layer: &Layer) -> Result<Vec<TokenId>, RowError> {
         let claims = self.claims(memory, layer, self.row.verify_from..self.row.start)?;
         Ok(claims.into_iter().map(|link| link.token).collect())
@@ -212,7 +212,7 @@ impl RunningRow {
         Ok(())
     }
 
-    /// The row's slot and its result.
+    /// Returns the row's slot and its result.
     pub(super) fn finish(self, settings: &MockSettings) -> (SlotId, Result<Option<Sampled>, RowError>) {
         let sampled = self.outcome.clone().and_then(|()| match &self.row.spec {
             None => Ok(None),
@@ -228,7 +228,7 @@ impl RunningRow {
         self.links[position - self.row.verify_from]
     }
 
-    /// The position after the end of the input.
+    /// Returns the position after the end of the input.
     fn end(&self) -> usize {
         self.row.verify_from + self.links.len()
     }
