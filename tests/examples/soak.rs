@@ -228,7 +228,7 @@ async fn soak(minutes: u64) -> RequestCounts {
     tally
 }
 
-/// The lines at `ERROR` in the process's log.
+/// Returns the lines at `ERROR` in the process's log.
 fn errors(process: &baton_tests::Process) -> Vec<String> {
     process.log().lines().filter(|line| line.contains(" ERROR ")).map(str::to_owned).collect()
 }

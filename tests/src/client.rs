@@ -103,7 +103,7 @@ impl Client {
         (status, String::from_utf8_lossy(&body).into_owned())
     }
 
-    /// The value of a counter on the metrics page; 0 while it is absent. `name` includes its labels.
+    /// Returns the value of a counter on the metrics page; 0 while it is absent. `name` includes its labels.
     pub async fn counter(&self, name: &str) -> u64 {
         let page = self.get("/metrics").await.1;
         let metric = name.split('{').next().unwrap_or_default();
@@ -226,7 +226,8 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// The next event; `None` after `[DONE]`. A stream that ends without it, or with an error, has failed.
+    /// Returns the next event; `None` after `[DONE]`. A stream that ends without it, or with an error, has
+    /// failed.
     pub async fn next(&mut self) -> Result<Option<Value>, Failed> {
         loop {
             if let Some(event) = self.take_event() {

@@ -35,7 +35,7 @@ impl Etcd {
         etcd
     }
 
-    /// The `registry.url` of processes in this cluster.
+    /// Returns the `registry.url` of processes in this cluster.
     pub fn url(&self, cluster: &str) -> String {
         format!("etcd://{}/{cluster}", self.endpoints().join(","))
     }

@@ -23,7 +23,7 @@ fn build() -> PathBuf {
     test.parent().and_then(|deps| deps.parent()).expect("a test lies in target/<profile>/deps").join("baton")
 }
 
-/// The Python that `./test.sh` sets up: `TEST_PYTHON`, or the one in the cache.
+/// Returns the Python that `./test.sh` sets up: `TEST_PYTHON`, or the one in the cache.
 pub fn python() -> PathBuf {
     let cached = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../.cache/python/bin/python");
     std::env::var_os("TEST_PYTHON").map_or_else(cached, PathBuf::from)

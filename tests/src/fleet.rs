@@ -114,14 +114,14 @@ impl Fleet {
         Client::new(self.http)
     }
 
-    /// The ports with the health of each process: the router has two.
+    /// Returns the ports with the health of each process: the router has two.
     pub fn health_ports(&self) -> Vec<Probed> {
         let nodes = self.nodes.iter().map(|node| (node.admin, node.process.pid()));
         let ports = [self.http, self.admin].map(|port| (port, self.router.pid())).into_iter().chain(nodes);
         ports.map(|(port, pid)| Probed { client: Client::new(port), pid }).collect()
     }
 
-    /// Every port of every process.
+    /// Returns every port of every process.
     pub fn ports(&self) -> Vec<SocketAddr> {
         let nodes = self.nodes.iter().flat_map(|node| [node.grpc, node.admin, node.kv]);
         [self.http, self.grpc, self.admin].into_iter().chain(nodes).collect()
@@ -163,7 +163,7 @@ impl Fleet {
         self.processes().into_iter().for_each(|(_, process)| process.expect_log(parts));
     }
 
-    /// Every process, the router first, by name.
+    /// Returns every process, the router first, by name.
     pub fn processes(&self) -> Vec<(&str, &Process)> {
         let nodes = self.nodes.iter().map(|node| (node.name.as_str(), &node.process));
         std::iter::once(("router", &self.router)).chain(nodes).collect()
@@ -202,7 +202,7 @@ impl FleetNode {
         Self { name, role, process, grpc, admin, kv }
     }
 
-    /// The readiness on its admin port: the status, and the reason if there is one.
+    /// Returns the readiness on its admin port: the status, and the reason if there is one.
     pub async fn readiness(&self) -> (u16, String) {
         let (status, body) = in_time("an admin page", Client::new(self.admin).get("/ready")).await;
         (status.as_u16(), body)

@@ -16,13 +16,13 @@ pub struct Hosts {
     names: Vec<String>,
 }
 
-/// Whether this process may make hosts.
+/// Returns whether this process may make hosts.
 pub fn possible() -> bool {
     rustix::process::geteuid().is_root() && Command::new("ip").arg("-V").output().is_ok()
 }
 
 impl Hosts {
-    /// One host for each name; all reach each other.
+    /// Returns one host for each name; all reach each other.
     pub fn new(names: &[&str]) -> Self {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let hosts = Self { prefix: format!("b{}", std::process::id()), names };
@@ -55,7 +55,7 @@ impl Hosts {
         ip(&format!("-n {} link set port{idx} master switch up", self.switch()));
     }
 
-    /// The network namespace of a host's processes.
+    /// Returns the network namespace of a host's processes.
     pub fn namespace_of(&self, name: &str) -> String {
         self.namespace(self.index(name))
     }
@@ -64,7 +64,7 @@ impl Hosts {
         addr(self.index(name))
     }
 
-    /// The `/etc/hosts` of every host.
+    /// Returns the `/etc/hosts` of every host.
     pub fn file(&self) -> String {
         let lines = self.names.iter().map(|name| format!("{} {name}\n", self.addr_of(name)));
         std::iter::once("127.0.0.1 localhost\n".to_owned()).chain(lines).collect()

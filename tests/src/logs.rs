@@ -80,7 +80,7 @@ impl Expected {
     }
 }
 
-/// Whether a line, in either format, is a warning or an error.
+/// Returns whether a line, in either format, is a warning or an error.
 fn is_alarm(line: &str) -> bool {
     // `process time LEVEL target: message`
     let level = line.split_whitespace().nth(2);

@@ -86,8 +86,8 @@ async fn probe(Probed { client, pid }: &Probed, page: &str, over: &AtomicBool) -
     probes
 }
 
-/// The time that the threads of a process, and of this one, have spent in the kernel's queues of ready threads, and that
-/// the machine below this one has taken from the processors.
+/// Returns the time that the threads of a process, and of this one, have spent in the kernel's queues of
+/// ready threads, and that the machine below this one has taken from the processors.
 fn waited_for_processor(pid: u32) -> Duration {
     let of_thread = |thread: std::io::Result<std::fs::DirEntry>| {
         let times = std::fs::read_to_string(thread.ok()?.path().join("schedstat")).ok()?;

@@ -76,7 +76,7 @@ impl Process {
         self.child.id()
     }
 
-    /// Whether it is still running.
+    /// Returns whether it is still running.
     pub fn is_alive(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
@@ -91,7 +91,7 @@ impl Process {
         self.judged = Some(self.log());
     }
 
-    /// The log of all its lives.
+    /// Returns the log of all its lives.
     pub fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }

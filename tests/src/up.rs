@@ -84,7 +84,7 @@ impl Up {
         Client::new(self.http)
     }
 
-    /// The process id of the router.
+    /// Returns the process id of the router.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -94,7 +94,7 @@ impl Up {
         cluster["nodes"].as_array().expect("a list of nodes").iter().map(node).collect()
     }
 
-    /// The nodes of one role.
+    /// Returns the nodes of one role.
     pub async fn of_role(&self, role: &str) -> Vec<Node> {
         self.nodes().await.into_iter().filter(|node| node.role == role).collect()
     }
@@ -131,7 +131,7 @@ impl Up {
         self.expected.add(parts);
     }
 
-    /// The log of all its processes so far.
+    /// Returns the log of all its processes so far.
     pub fn log(&self) -> String {
         text_of(self.log.as_file())
     }
@@ -142,12 +142,12 @@ impl Up {
         eventually("baton up to stop", async || self.child.try_wait().expect("it is our child")).await.code()
     }
 
-    /// The exit code, after it has ended by itself.
+    /// Returns the exit code, after it has ended by itself.
     pub fn stop_code(&mut self) -> Option<i32> {
         self.child.wait().ok().and_then(|status| status.code())
     }
 
-    /// The nodes' processes that are alive.
+    /// Returns the nodes' processes that are alive.
     pub fn alive(&self) -> Vec<u32> {
         self.pids.iter().copied().filter(|pid| is_alive(*pid)).collect()
     }

@@ -241,7 +241,7 @@ fn what_is_no_model_is_refused_with_a_sentence_of_its_own() {
     }
 }
 
-/// The bundled model without its tokenizer, and without its chat template.
+/// Returns the bundled model without its tokenizer, and without its chat template.
 fn without(what: &str) -> TempDir {
     let (from, folder) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo"), tempfile::tempdir());
     let folder = folder.expect("a folder");

@@ -46,7 +46,7 @@ struct Field {
 
 type Structs = BTreeMap<String, Vec<Field>>;
 
-/// The public fields of every struct in a source file.
+/// Returns the public fields of every struct in a source file.
 fn structs(source: &str) -> Structs {
     let mut found = Structs::new();
     let (mut inside, mut about) = (None::<String>, String::new());
@@ -76,8 +76,8 @@ fn as_field(line: &str) -> Option<(String, String)> {
 /// The sections that are on the page already, each with the process that it belongs to.
 type Written = BTreeMap<String, &'static str>;
 
-/// One process's sections: its raw configuration's fields, each a struct of settings. A section that an earlier process
-/// has with the same settings and defaults is on the page once.
+/// Returns one process's sections: its raw configuration's fields, each a struct of settings. A section that
+/// an earlier process has with the same settings and defaults is on the page once.
 fn process(
     written: &mut Written,
     title: &'static str,
@@ -102,7 +102,8 @@ fn process(
     page
 }
 
-/// A process's tables with their dotted names. A field whose struct has only structs in it, as `expert`, holds tables.
+/// Returns a process's tables with their dotted names. A field whose struct has only structs in it, as
+/// `expert`, holds tables.
 fn sections(raw: &str, structs: &Structs) -> Vec<Field> {
     let field =
         |name: String, field: &Field| Field { name, of_type: field.of_type.clone(), about: String::new() };
@@ -117,7 +118,7 @@ fn sections(raw: &str, structs: &Structs) -> Vec<Field> {
     structs[raw].iter().flat_map(inner).collect()
 }
 
-/// The names of all settings of a process, in dotted form.
+/// Returns the names of all settings of a process, in dotted form.
 fn settings(raw: &str, structs: &Structs) -> Vec<String> {
     let names = |section: Field| {
         let fields = &structs[&section.of_type];
@@ -139,13 +140,13 @@ fn table(section: &Field, structs: &Structs, defaults: &Value) -> String {
     table
 }
 
-/// A title in the middle of a sentence: `a router`.
+/// Returns a title in the middle of a sentence: `a router`.
 fn lower(title: &str) -> String {
     let title = title.split(':').next().unwrap_or(title);
     title[..1].to_lowercase() + &title[1..]
 }
 
-/// The default in the form in which a user writes it.
+/// Returns the default in the form in which a user writes it.
 fn shown(default: &Value) -> String {
     match default {
         Value::Null => "none".to_owned(),
@@ -154,7 +155,8 @@ fn shown(default: &Value) -> String {
     }
 }
 
-/// The structs of every file that declares settings of this process. Later files replace structs of the same name.
+/// Returns the structs of every file that declares settings of this process. Later files replace structs of
+/// the same name.
 fn declared(sources: &[&str]) -> Structs {
     let read =
         |source: &&str| structs(&std::fs::read_to_string(root().join(source)).expect("the source is there"));

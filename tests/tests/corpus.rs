@@ -37,7 +37,7 @@ fn words(entry: &str) -> Vec<Vec<u8>> {
     files.iter().map(|file| std::fs::read(file).expect("a file")).collect()
 }
 
-/// A generator of mutations, the same in every run.
+/// Returns a generator of mutations, the same in every run.
 fn draw(state: &mut u64) -> usize {
     *state ^= *state << 13;
     *state ^= *state >> 7;
@@ -201,7 +201,7 @@ fn frames() -> Vec<Vec<u8>> {
     bodies.into_iter().map(encoded).collect()
 }
 
-/// The script of a receiver's client: an opening, spans with and without KV, a handoff.
+/// Returns the script of a receiver's client: an opening, spans with and without KV, a handoff.
 fn visits() -> Vec<Vec<u8>> {
     let frames = frames();
     let body = |nth: usize| &frames[nth][40..];

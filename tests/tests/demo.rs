@@ -21,7 +21,7 @@ fn ask(prompt: &Value) -> Ask {
     Ask::new(ids(&prompt["prompt_ids"]), 48).with("model", json!("demo"))
 }
 
-/// The tokens of all answers. The number of cached tokens depends on which request came first.
+/// Returns the tokens of all answers. The number of cached tokens depends on which request came first.
 async fn tokens(up: &Up, asks: &[Ask]) -> Vec<Vec<u32>> {
     let client = up.client();
     let all = join_all(asks.iter().map(|ask| client.ask(ask)));

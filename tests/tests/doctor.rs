@@ -32,7 +32,7 @@ fn file(folder: &TempDir, name: &str, text: &str) -> String {
     path.display().to_string()
 }
 
-/// The findings of one group.
+/// Returns the findings of one group.
 fn group<'a>(report: &'a Value, name: &str) -> Vec<&'a Value> {
     let findings = report["findings"].as_array().expect("findings");
     findings.iter().filter(|finding| finding["group"] == name).collect()
@@ -138,7 +138,7 @@ async fn kv_is_sent_to_a_peer_for_real() {
     up.baseline().await;
 }
 
-/// The reason why a connector is unused, from a list of them.
+/// Returns the reason why a connector is unused, from a list of them.
 fn why<'a>(out: &'a Value, connector: &str) -> Option<&'a str> {
     let out = out.as_array().expect("a list");
     out.iter().find(|out| out["connector"] == connector)?["why"].as_str()

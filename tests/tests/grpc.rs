@@ -45,7 +45,7 @@ async fn both_doors_give_the_same_tokens() {
     assert!(refused.message().contains("tokens"), "{refused}");
 }
 
-/// A node that only announces itself.
+/// Returns a node that only announces itself.
 fn puppet(id: &str, min: u16, max: u16) -> NodeInfo {
     NodeInfo {
         id: NodeId::new(id),

@@ -37,8 +37,8 @@ fn compose() -> Value {
     serde_json::from_slice(&output.stdout).expect("JSON")
 }
 
-/// The contents of the image: the executable and its libraries. Configuration files are beside it, because they are
-/// mounted by name.
+/// Returns the contents of the image: the executable and its libraries. Configuration files are beside it,
+/// because they are mounted by name.
 fn image(hosts: &Hosts) -> TempDir {
     let image = tempfile::tempdir().expect("a folder");
     let put = |from: &Path, to: &str| {
@@ -67,7 +67,7 @@ fn image(hosts: &Hosts) -> TempDir {
     image
 }
 
-/// The libraries that the loader would load.
+/// Returns the libraries that the loader would load.
 fn libraries(executable: &Path) -> Vec<String> {
     let output = Command::new("ldd").arg(executable).output().expect("ldd runs");
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -84,7 +84,7 @@ struct Cluster {
 }
 
 impl Cluster {
-    /// A model whose KV is checked and whose speed is known.
+    /// Returns a model whose KV is checked and whose speed is known.
     async fn start_paced() -> Self {
         Self::start(&[("BATON_MODEL__PATH", "mock:/etc/baton/paced.toml")]).await
     }

@@ -13,7 +13,7 @@ const AT_ONCE: usize = 50;
 /// The allowed growth of the router's memory in KiB. If the names of requests were kept, it would be 16 MiB and more.
 const GROWTH_KIB: u64 = 8 << 10;
 
-/// A request with new names only, of 4 KiB together.
+/// Returns a request with new names only, of 4 KiB together.
 fn ask(nth: usize) -> Ask {
     let long = |name: &str| format!("{name}-{nth}-{}", "x".repeat(1_000));
     let tenant = format!("tenant-{nth}");
@@ -37,7 +37,7 @@ async fn wave(client: &Client, from: usize, count: usize) {
     }
 }
 
-/// Every series of a page, without its value.
+/// Returns every series of a page, without its value.
 async fn series(clients: &[Client]) -> BTreeSet<String> {
     let mut all = BTreeSet::new();
     for (nth, client) in clients.iter().enumerate() {

@@ -34,7 +34,7 @@ impl Unread {
         Self { child, client: Client::new(address) }
     }
 
-    /// The router's HTTP port, and every node's admin port.
+    /// Returns the router's HTTP port, and every node's admin port.
     async fn health_ports(&self) -> Vec<Probed> {
         let cluster = self.client.get_json("/debug/cluster").await;
         let node = |node: &Value| {

@@ -11,7 +11,7 @@ const WEIGHT_BYTES: usize = 2 * 596_049_920;
 const KV_BYTES: usize = 64 << 20;
 const REST_BYTES: usize = 300_000_000;
 
-/// The peak memory of a process.
+/// Returns the peak memory of a process.
 fn peak_bytes(pid: u32) -> usize {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the process is there");
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("a peak");

@@ -79,7 +79,7 @@ async fn a_model_on_a_hub_is_fetched_and_served() {
     assert!(snapshot.join("model.safetensors").is_symlink());
 }
 
-/// A hub with one model, `org/small`: the demo.
+/// Returns a hub with one model, `org/small`: the demo.
 async fn start_hub() -> SocketAddr {
     let routes = Router::new()
         .route("/api/models/org/small/revision/main", get(revision))

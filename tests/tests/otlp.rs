@@ -57,7 +57,7 @@ fn text(attributes: &[KeyValue], key: &str) -> Option<String> {
     }
 }
 
-/// The spans of the trace that the request began, by id.
+/// Returns the spans of the trace that the request began, by id.
 fn trace(spans: &[(String, Span)], request_id: &str) -> BTreeMap<Vec<u8>, (String, Span)> {
     let is_its = |span: &Span| text(&span.attributes, "request_id").as_deref() == Some(request_id);
     let trace = spans.iter().find(|(_, span)| is_its(span)).map(|(_, span)| span.trace_id.clone());

@@ -45,7 +45,7 @@ fn asks() -> Vec<Ask> {
         .collect()
 }
 
-/// The answers without faults.
+/// Returns the answers without faults.
 async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
     let up = Up::start(&["--colocated"]).await;
     let client = up.client();
@@ -90,7 +90,7 @@ async fn etcd_client(etcd: &Etcd) -> EtcdClient {
     .await
 }
 
-/// The keys of the members, and etcd's revision. None if the asked member is away.
+/// Returns the keys of the members, and etcd's revision. None if the asked member is away.
 async fn announced(client: &EtcdClient) -> Option<(Vec<Vec<u8>>, i64)> {
     let prefix = format!("/baton/{CLUSTER}/nodes/");
     let range_end = prefix_end(&prefix);

@@ -53,7 +53,7 @@ async fn disturbed(
     tokio::join!(answers(client, asks), disturb).0
 }
 
-/// The sum of a counter over all processes.
+/// Returns the sum of a counter over all processes.
 async fn sum(up: &Up, role: &str, metric: &str) -> u64 {
     let mut sum = 0;
     let cluster = up.client().get_json("/debug/cluster").await;

@@ -107,7 +107,7 @@ async fn unequal_ranks_share_a_pool() {
     several.baseline().await;
 }
 
-/// The tokens of all answers.
+/// Returns the tokens of all answers.
 async fn all(client: &Client, asks: &[Ask]) -> Vec<Result<Vec<u32>, Failed>> {
     let tokens = async |ask| client.ask(ask).await.map(|answer| answer.tokens);
     in_time("all answers", join_all(asks.iter().map(tokens))).await

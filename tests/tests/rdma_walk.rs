@@ -26,7 +26,7 @@ const STALL: Duration = Duration::from_secs(5);
 /// Long enough that a stream is unfinished when a fault occurs.
 const TOKENS: u32 = 40;
 
-/// The devices of prefill nodes and of decode nodes.
+/// Returns the devices of prefill nodes and of decode nodes.
 fn ports() -> [String; 2] {
     let named = std::env::var("TEST_RDMA_PORTS").expect("tests/rdma-vm names the ports in TEST_RDMA_PORTS");
     let (first, second) = named.split_once(' ').expect("the two ends of a cable");
@@ -66,7 +66,7 @@ fn asks() -> Vec<Ask> {
     prompts(31 + ROUND.fetch_add(1, Ordering::Relaxed), 16, 150).into_iter().map(ask).collect()
 }
 
-/// The answers of the model alone.
+/// Returns the answers of the model alone.
 fn alone(asks: &[Ask]) -> Vec<Vec<u32>> {
     let settings = MockSettings::named(PACED.strip_prefix("mock:")).expect("right settings");
     let mut alone = Alone::new("mock", settings, 64);

@@ -105,7 +105,7 @@ impl Cluster {
         .await;
     }
 
-    /// The node with this name.
+    /// Returns the node with this name.
     fn node(&self, name: &str) -> &Node {
         self.nodes.iter().find(|node| node.name == name).expect("it was added")
     }
@@ -143,7 +143,7 @@ impl Node {
     }
 }
 
-/// A paced mock with this name and these weights: `name weights`.
+/// Returns a paced mock with this name and these weights: `name weights`.
 fn mock(model: &str) -> String {
     let (name, weights) = model.split_once(' ').expect("a name and weights");
     format!(

@@ -46,7 +46,7 @@ impl Page {
         Self(in_time("the metrics", Client::new(node.admin).get("/metrics")).await.1)
     }
 
-    /// The sum of all series with this name that have this label.
+    /// Returns the sum of all series with this name that have this label.
     fn sum(&self, name: &str, label: &str) -> f64 {
         let of = |line: &str| {
             let (series, value) = line.rsplit_once(' ')?;
@@ -64,7 +64,7 @@ impl Pool {
         Self { role, next: 1, computed, wanted, changes: vec![1] }
     }
 
-    /// The number of nodes that this sample wants: the largest of all triggers.
+    /// Returns the number of nodes that this sample wants: the largest of all triggers.
     fn wants(&mut self, n_nodes: usize, pages: &[Page]) -> usize {
         let name = |what: &str| format!("baton_{}_{what}", self.role);
         let sum =

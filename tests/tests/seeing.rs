@@ -6,7 +6,7 @@ use baton_tests::check::prompts;
 use baton_tests::{Ask, Up, eventually};
 use serde_json::Value;
 
-/// The spans of one request, by id.
+/// Returns the spans of one request, by id.
 fn spans(log: &str, request_id: &str) -> BTreeMap<String, Value> {
     let spans: Vec<Value> = log
         .lines()
@@ -55,7 +55,7 @@ async fn one_tree_of_spans_goes_through_all_processes() {
     assert_eq!(processes.into_iter().collect::<Vec<_>>(), ["decode", "prefill", "router"]);
 }
 
-/// The metrics of a page, without the labels.
+/// Returns the metrics of a page, without the labels.
 fn names(page: &str) -> BTreeSet<String> {
     page.lines()
         .filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next().map(str::to_owned))
@@ -95,7 +95,7 @@ async fn every_stage_is_measured_and_every_metric_documented() {
     }
 }
 
-/// The metrics of all nodes.
+/// Returns the metrics of all nodes.
 async fn of_nodes(up: &Up) -> BTreeSet<String> {
     let mut seen = BTreeSet::new();
     for node in up.client().get_json("/debug/cluster").await["nodes"].as_array().expect("nodes") {

@@ -32,7 +32,7 @@ fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is not a number")))
 }
 
-/// The report of a failing seed.
+/// Returns the report of a failing seed.
 fn told(report: &Report) -> String {
     format!(
         "{}\nseed {} is wrong:\n  {}\nrepeat it: SEED={} cargo test -p baton-tests --test simulation -- one_seed",
@@ -131,7 +131,7 @@ fn node(name: &str, role: Role, model: &'static str) -> NodeShape {
     }
 }
 
-/// A request at the second second, of 100 tokens and 40 more.
+/// Returns a request at the second second, of 100 tokens and 40 more.
 fn ask(model: &'static str) -> Ask {
     Ask {
         at: secs(2.0),

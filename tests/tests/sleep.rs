@@ -28,7 +28,7 @@ async fn told(node: &FleetNode, what: &str) -> Value {
     body
 }
 
-/// A node in the router's view: its life and its state.
+/// Returns a node in the router's view: its life and its state.
 async fn seen(fleet: &Fleet, node: &FleetNode) -> Option<(String, String)> {
     let cluster = fleet.client().get_json("/debug/cluster").await;
     let nodes = cluster["nodes"].as_array().expect("a list of nodes");
@@ -161,7 +161,7 @@ async fn a_node_says_what_it_cannot_do_in_the_state_that_it_is_in() {
     assert_eq!(fleet.client().ask(&ask).await.expect("it serves").tokens.len(), 5);
 }
 
-/// The answer of the node to a call.
+/// Returns the answer of the node to a call.
 async fn called(node: &FleetNode) -> tonic::Status {
     let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", node.grpc)).expect("a URL");
     let channel = channel.connect().await.expect("it listens");

@@ -74,7 +74,7 @@ impl Guarded {
         assert_eq!(self.ask().await, self.answers, "answers changed");
     }
 
-    /// The value of a process's counter, over all reasons.
+    /// Returns the value of a process's counter, over all reasons.
     async fn refused(&self, client: &Client, what: &str) -> u64 {
         let page = client.get("/metrics").await.1;
         let of = |line: &str| {
@@ -85,7 +85,7 @@ impl Guarded {
     }
 }
 
-/// A stranger without a secret, and one with another cluster's secret.
+/// Returns a stranger without a secret, and one with another cluster's secret.
 fn strangers() -> [World; 2] {
     let other = Identity::of_cluster(ClusterSecret::new(b"the secret of another cluster"));
     [World::real(), World::real().with_identity(other)]

@@ -18,7 +18,7 @@ struct Keyed {
     _folder: TempDir,
 }
 
-/// A key, and its line for the tenants file: what `baton keys new` prints.
+/// Returns a key, and its line for the tenants file: what `baton keys new` prints.
 fn new_key(tenant: &str) -> (String, String) {
     let made = std::process::Command::new(executable::baton()).args(["keys", "new", tenant]).output();
     let said = String::from_utf8(made.expect("baton runs").stdout).expect("text");
@@ -29,7 +29,7 @@ fn new_key(tenant: &str) -> (String, String) {
     (after("key (for the client):"), after("line (under [keys]):"))
 }
 
-/// A tenants file of these sections and lines of keys.
+/// Returns a tenants file of these sections and lines of keys.
 fn file(sections: &str, lines: &[&str]) -> String {
     format!("{sections}\n[keys]\n{}\n", lines.join("\n"))
 }
@@ -226,7 +226,7 @@ async fn no_log_span_or_page_has_keys_prompts_or_tokens() {
     }
 }
 
-/// The forms in which a list of tokens may be printed.
+/// Returns the forms in which a list of tokens may be printed.
 fn written(tokens: &[u32]) -> [String; 4] {
     let list = |each: &dyn Fn(&u32) -> String, between: &str| {
         tokens.iter().map(each).collect::<Vec<_>>().join(between)

@@ -71,7 +71,7 @@ fn members() -> Vec<String> {
     members.iter().map(|member| member.as_str().expect("a name").to_owned()).collect()
 }
 
-/// All files of the tree with one of these endings.
+/// Returns all files of the tree with one of these endings.
 fn files(endings: &[&str]) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders = vec![root()];
@@ -351,7 +351,7 @@ fn named_in(text: &str) -> Vec<String> {
 /// The pages whose tables name tests as proofs, in the last column.
 const PAGES_WITH_PROOFS: &[&str] = &["docs/specification.md", "docs/failures.md", "docs/security.md"];
 
-/// The tests that a page's tables name: words between backticks in the last column, such as `a_test`.
+/// Returns the tests that a page's tables name: words between backticks in the last column, such as `a_test`.
 fn proofs_in(page: &str) -> Vec<&str> {
     let is_test = |word: &&str| {
         word.contains('_') && word.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
@@ -379,7 +379,7 @@ fn proofs_are_found_in_the_last_column() {
     assert_eq!(proofs_in("| `not_this` | `a_test`, `a/path_of.rs`, `b_2` |\n`nor_this`"), ["a_test", "b_2"]);
 }
 
-/// The reason why `./test.sh` does not run the test that begins at `line` of a file, if it does not.
+/// Returns the reason why `./test.sh` does not run the test that begins at `line` of a file, if it does not.
 fn kept_from_running(lines: &[&str], line: usize, script: &str) -> Option<String> {
     let is_attribute = |text: &&&str| text.trim_start().starts_with(['#', '/']);
     let above = lines[..line].iter().rev().take_while(is_attribute);

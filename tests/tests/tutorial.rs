@@ -18,7 +18,7 @@ struct Block {
     text: String,
 }
 
-/// The blocks of one section.
+/// Returns the blocks of one section.
 fn blocks(section: &str) -> Vec<Block> {
     let page =
         fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/deploy.md")).expect("the page");
@@ -96,7 +96,7 @@ impl Drop for Laptop {
     }
 }
 
-/// The whole output: standard output, then standard error.
+/// Returns the whole output: standard output, then standard error.
 fn text(output: &Output) -> String {
     let [printed, errors] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
     format!("{printed}{errors}")

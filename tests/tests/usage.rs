@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 /// Lengths of the prompts in tokens. A block has 16.
 const LENGTHS: [usize; 8] = [1, 15, 16, 17, 80, 81, 400, 1_024];
 
-/// The usage of one answer. Whole and streamed answers must say the same.
+/// Returns the usage of one answer. Whole and streamed answers must say the same.
 async fn usage(client: &Client, nth: usize, length: usize, is_streamed: bool) -> Value {
     let prompt: Vec<usize> = (0..length).map(|at| (at * 7 + nth * 31 + 1) % 256).collect();
     let mut body = json!({

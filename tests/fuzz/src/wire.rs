@@ -42,7 +42,7 @@ pub fn proto(bytes: &[u8]) {
     }
 }
 
-/// The parsed value, if there is one. Encoded and parsed again it is equal.
+/// Returns the parsed value, if there is one. Encoded and parsed again it is equal.
 fn again<W, T>(bytes: &[u8], say: impl Fn(&T) -> W) -> Option<T>
 where
     W: Message + Default,

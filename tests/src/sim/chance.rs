@@ -12,7 +12,7 @@ impl Chance {
         Self(seed)
     }
 
-    /// A generator for a named part.
+    /// Returns a generator for a named part.
     pub fn named(seed: u64, name: &str) -> Self {
         let fold = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
         Self(name.bytes().fold(seed ^ 0xcbf2_9ce4_8422_2325, fold))

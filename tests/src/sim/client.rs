@@ -61,7 +61,7 @@ impl ActiveRequests {
         self.locked()[nth].ended = Some(at);
     }
 
-    /// The requests beside one that may have had something on a node since it was asked.
+    /// Returns the requests beside one that may have had something on a node since it was asked.
     fn beside(&self, nth: usize, lingers: Duration) -> Vec<Ask> {
         let flights = self.locked();
         let asked = flights[nth].asked;
@@ -86,7 +86,7 @@ pub enum Ended {
     Hanging,
 }
 
-/// The prompt of a request that is made now.
+/// Returns the prompt of a request that is made now.
 pub fn prompt(name: &str, ask: &Ask) -> Prompt {
     Prompt {
         id: RequestId::new(name),
@@ -185,7 +185,7 @@ impl Client {
         }
     }
 
-    /// Whether the plan explains an error after `n_steps` steps.
+    /// Returns whether the plan explains an error after `n_steps` steps.
     fn may_end_with(&self, error: &ServeError, due: Instant, n_steps: u32, flight: usize) -> bool {
         // A held message may deliver a cancellation late, by as long as anything may be held.
         let beside = self.flights.beside(flight, SLACK + self.plan.held_for());

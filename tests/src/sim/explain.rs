@@ -81,7 +81,7 @@ struct Broken {
 }
 
 impl Break {
-    /// Whether it takes a node away from a router.
+    /// Returns whether it takes a node away from a router.
     fn stops(&self, node: &str, router: &str) -> bool {
         match self {
             Self::Hold(one, other) | Self::Reset(one, other) => {
@@ -94,7 +94,7 @@ impl Break {
 }
 
 impl Plan {
-    /// Whether the plan explains this end of a request.
+    /// Returns whether the plan explains this end of a request.
     pub fn explains(&self, ask: &Ask, end: End<'_>) -> bool {
         use RefusalKind as Kind;
         match end.error {
@@ -208,7 +208,7 @@ impl Plan {
             / 2
     }
 
-    /// The longest time for which any message may be held.
+    /// Returns the longest time for which any message may be held.
     pub fn held_for(&self) -> Duration {
         let holds = |fault: &&Fault| matches!(fault.what, Break::Hold(..) | Break::Stop(_));
         self.faults.iter().filter(holds).map(|fault| self.mended(fault) - fault.at).max().unwrap_or_default()
@@ -240,7 +240,8 @@ impl Plan {
         self.faults.iter().filter_map(delay).chain(self.starts_of(router)).collect()
     }
 
-    /// Whether another node can do a node's work all the time. Without a prefill node, decode nodes compute prompts.
+    /// Returns whether another node can do a node's work all the time. Without a prefill node, decode nodes
+    /// compute prompts.
     fn has_substitute(&self, router: &str, node: &NodeShape, during: Interval) -> bool {
         let is_usable = |other: &NodeShape| {
             !self.unusable(router, other).iter().any(|unusable| unusable.overlaps(during.from, during.to))
@@ -383,7 +384,7 @@ impl Plan {
     }
 }
 
-/// A request with those beside it that need the same nodes.
+/// Returns a request with those beside it that need the same nodes.
 fn of_its_model<'a>(ask: &'a Ask, beside: &'a [Ask]) -> Vec<&'a Ask> {
     beside.iter().filter(|other| other.model == ask.model).chain([ask]).collect()
 }
@@ -397,7 +398,7 @@ fn blocks_of(ask: &Ask, node: &NodeShape) -> usize {
     (ask.tokens.len() + ask.max_tokens as usize).div_ceil(super::host::BLOCK_TOKENS) + 1 + node.growth_blocks
 }
 
-/// Whether the intervals leave no gap between two times in which a request would see a usable node.
+/// Returns whether the intervals leave no gap between two times in which a request would see a usable node.
 fn cover(mut intervals: Vec<Interval>, from: Duration, to: Duration) -> bool {
     intervals.sort_by_key(|interval| interval.from);
     let mut covered = from;
@@ -409,7 +410,7 @@ fn cover(mut intervals: Vec<Interval>, from: Duration, to: Duration) -> bool {
     covered + LOOK_PAUSE >= to
 }
 
-/// The longest part of a time that no interval covers.
+/// Returns the longest part of a time that no interval covers.
 fn longest_gap(mut intervals: Vec<Interval>, from: Duration, to: Duration) -> Duration {
     intervals.sort_by_key(|interval| interval.from);
     let (mut covered, mut longest) = (from, Duration::ZERO);

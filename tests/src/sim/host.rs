@@ -39,7 +39,7 @@ pub const NODES_WAIT_NEW: Duration = Duration::from_secs(2);
 /// Tokens in a block of every model.
 pub const BLOCK_TOKENS: usize = 4;
 
-/// A model without its step costs. The second model gives other answers.
+/// Returns a model without its step costs. The second model gives other answers.
 pub fn model(name: &str) -> MockSettings {
     let toml = "
         context_tokens = 1024
@@ -111,7 +111,7 @@ impl NodeHost {
         locked(&self.lives).clone()
     }
 
-    /// The life of its process, or the life in which it fell asleep.
+    /// Returns the life of its process, or the life in which it fell asleep.
     pub fn life(&self) -> Option<LifeSeen> {
         let process = self.running.as_ref()?;
         locked(&self.lives).get(process.n_lives_before..)?.last().cloned()
@@ -176,7 +176,7 @@ impl NodeHost {
         self.net.release_host(&self.shape.name);
     }
 
-    /// Whether its process has been running for `at_least`, so that its timers have fired.
+    /// Returns whether its process has been running for `at_least`, so that its timers have fired.
     pub fn keeps_time(&self, at_least: Duration) -> bool {
         let is_stopped = self.running.as_ref().is_some_and(|process| process.standstill.is_stopped());
         !is_stopped && self.went_on.is_none_or(|at| at.elapsed() >= at_least)
@@ -311,7 +311,7 @@ impl RouterHost {
         Self { name, shape, net, world, n_lives: 0, running: None, n_failed_before: 0 }
     }
 
-    /// The endpoint and the process behind it, while it lives.
+    /// Returns the endpoint and the process behind it, while it lives.
     pub fn dispatch(&self) -> Option<(Dispatch, Standstill)> {
         self.running.as_ref().map(|life| (life.dispatch.clone(), life.standstill.clone()))
     }
@@ -343,7 +343,7 @@ impl RouterHost {
         self.running.as_ref().map_or(0, |life| life.metrics.continuations.get())
     }
 
-    /// The members of the cluster in its registry.
+    /// Returns the members of the cluster in its registry.
     pub fn members(&self) -> Vec<NodeInfo> {
         let registry = self.running.as_ref().and_then(|life| life.registry.as_ref());
         registry.map(MemoryRegistry::members).unwrap_or_default()
@@ -497,7 +497,7 @@ impl Hosts {
         self.pool.iter().filter(|_| name == POOL).for_each(PoolHost::drain);
     }
 
-    /// Whether every router knows every node in its present life.
+    /// Returns whether every router knows every node in its present life.
     pub fn is_whole(&self) -> bool {
         self.routers.iter().all(|router| self.is_known_to(router))
     }

@@ -118,13 +118,13 @@ impl Path {
         self.state().corrupts_one_in.is_some_and(|n| chance.one_in(n))
     }
 
-    /// The arrival time of a byte that is sent now.
+    /// Returns the arrival time of a byte that is sent now.
     pub fn due(&self, chance: &mut Chance) -> Instant {
         let jitter = Duration::from_micros(chance.below(JITTER.as_micros() as u64));
         Instant::now() + self.state().delay + jitter
     }
 
-    /// The least time between the arrivals of two writes.
+    /// Returns the least time between the arrivals of two writes.
     pub fn gap(&self) -> Duration {
         self.state().gap
     }

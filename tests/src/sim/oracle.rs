@@ -123,7 +123,7 @@ impl Lifetimes {
         self.held_since = held_since;
     }
 
-    /// The time by which a node must have released blocks that it holds since then.
+    /// Returns the time by which a node must have released blocks that it holds since then.
     fn must_be_over(&self, plan: &Plan, node: &str, holder: &str, since: Duration) -> Option<Duration> {
         let name = holder.find("request ").or_else(|| holder.find("probe ")).map(|at| &holder[at..])?;
         let Asked { router, at, within } = self.asked.get(name)?;

@@ -155,7 +155,7 @@ impl PipeState {
         }
     }
 
-    /// Whether the connection breaks at this write.
+    /// Returns whether the connection breaks at this write.
     fn is_cut(&mut self) -> bool {
         let Some(left) = &mut self.cut_after else { return false };
         *left = left.saturating_sub(1);
@@ -197,7 +197,7 @@ impl SimStream {
         }
     }
 
-    /// The bytes that can be read now, or the time of the next ones.
+    /// Returns the bytes that can be read now, or the time of the next ones.
     fn read_now(&self, cx: &Context<'_>, buf: &mut ReadBuf<'_>) -> Result<Read, io::Error> {
         self.alive()?;
         let pipe = self.incoming();

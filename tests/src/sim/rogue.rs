@@ -49,7 +49,8 @@ pub async fn intrude(net: SimNet, log: EventLog) {
     }
 }
 
-/// The next whole frame in the traffic; the bytes after it are skipped. `None` also if the bytes are corrupt.
+/// Returns the next whole frame in the traffic; the bytes after it are skipped. `None` also if the bytes are
+/// corrupt.
 fn next_frame(bytes: &mut Vec<u8>) -> Option<Frame> {
     let header = Header::parse(bytes.get(..HEADER_BYTES)?).ok()?;
     let body = HEADER_BYTES..HEADER_BYTES + header.body_bytes;

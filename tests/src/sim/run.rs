@@ -340,7 +340,7 @@ impl Run {
     }
 }
 
-/// Whether the plan explains the failure of an engine.
+/// Returns whether the plan explains the failure of an engine.
 fn is_told(error: &ServeError) -> bool {
     error.to_string().contains("told to fail")
 }

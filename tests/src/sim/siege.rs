@@ -15,7 +15,7 @@ use super::plan::{
 const STEPS_OF_A_RUN: u64 = 4_000;
 
 impl Plan {
-    /// The plan, or in half of the cases one of the sieges instead.
+    /// Returns the plan, or in half of the cases one of the sieges instead.
     pub(super) fn besieged(self) -> Self {
         let mut chance = Chance::named(self.seed, "siege");
         match chance.below(14) {
@@ -191,7 +191,7 @@ impl Plan {
     }
 }
 
-/// A request with the longest answer and a patient client.
+/// Returns a request with the longest answer and a patient client.
 fn long_ask(chance: &mut Chance, at: Duration, length: u64, within: Duration) -> Ask {
     Ask {
         at,

@@ -111,7 +111,7 @@ fn uses(source: &Path) -> BTreeMap<Module, BTreeSet<Module>> {
     texts.iter().map(|(name, text)| (name.clone(), used(name, text, &modules))).collect()
 }
 
-/// The modules that a text names by paths that begin with `crate`, `super` or `self`.
+/// Returns the modules that a text names by paths that begin with `crate`, `super` or `self`.
 fn used(name: &Module, text: &str, modules: &BTreeSet<Module>) -> BTreeSet<Module> {
     let text = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
     let text: String = text.lines().map(|line| line.split("//").next().unwrap_or_default()).collect();
@@ -167,7 +167,7 @@ fn read_paths<'a>(mut text: &'a str, prefix: &mut Vec<String>, paths: &mut Vec<V
     text
 }
 
-/// The file of a path: the deepest module that it names.
+/// Returns the file of a path: the deepest module that it names.
 fn resolve(from: &Module, path: &[String], modules: &BTreeSet<Module>) -> Option<Module> {
     let n_supers = path.iter().take_while(|part| *part == "super").count();
     let (mut at, rest) = match path.first()?.as_str() {
@@ -185,7 +185,7 @@ fn resolve(from: &Module, path: &[String], modules: &BTreeSet<Module>) -> Option
     Some(at)
 }
 
-/// The groups of files that reach each other.
+/// Returns the groups of files that reach each other.
 fn circles(uses: &BTreeMap<Module, BTreeSet<Module>>) -> Vec<BTreeSet<String>> {
     let reached: BTreeMap<&Module, BTreeSet<&Module>> =
         uses.keys().map(|file| (file, reached_from(file, uses))).collect();

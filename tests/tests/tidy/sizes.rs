@@ -8,7 +8,8 @@ const FUNCTION_LINES_MAX: usize = 80;
 /// A function's name, and its lines from `fn` to the closing brace.
 type Function<'a> = (&'a str, usize);
 
-/// The functions of a Rust source, by the depth of braces. Braces in comments, strings and characters do not count.
+/// Returns the functions of a Rust source, by the depth of braces. Braces in comments, strings and characters
+/// do not count.
 fn functions(text: &str) -> Vec<Function<'_>> {
     let (mut found, mut open): (Vec<Function<'_>>, Vec<Open<'_>>) = (Vec::new(), Vec::new());
     let mut depth = 0_usize;
@@ -50,7 +51,7 @@ struct Open<'a> {
     has_body: bool,
 }
 
-/// The name after `fn`, if a function begins on this line.
+/// Returns the name after `fn`, if a function begins on this line.
 fn function_name(line: &str) -> Option<&str> {
     let words = ["pub", "const", "async", "unsafe", "extern", "default"];
     let (before, after) = line.trim_start().split_once("fn ")?;
@@ -70,7 +71,7 @@ enum Quoted {
     Raw(usize),
 }
 
-/// The braces and semicolons of a line that are code.
+/// Returns the braces and semicolons of a line that are code.
 fn braces(line: &str, quoted: &mut Quoted) -> Vec<char> {
     let mut found = Vec::new();
     let mut rest = line;
@@ -105,7 +106,7 @@ fn braces(line: &str, quoted: &mut Quoted) -> Vec<char> {
     found
 }
 
-/// The length of a character literal, or 1 for the mark of a lifetime.
+/// Returns the length of a character literal, or 1 for the mark of a lifetime.
 fn character(text: &str) -> usize {
     let inner = text[1..].chars().next().map_or(0, char::len_utf8);
     if text[1..].starts_with('\\') {

@@ -120,7 +120,7 @@ fn is_prose(line: &str) -> bool {
     line.starts_with("//") || line.starts_with('"') || macros.iter().any(|name| line.contains(name))
 }
 
-/// The comment of a line: its text after a marker at the beginning or after a space.
+/// Returns the comment of a line: its text after a marker at the beginning or after a space.
 fn after<'a>(line: &'a str, marker: &str) -> Option<&'a str> {
     let begins = |at: &usize| line[..*at].chars().next_back().is_none_or(char::is_whitespace);
     let at = line.match_indices(marker).map(|(at, _)| at).find(begins)?;
@@ -137,7 +137,7 @@ struct Line {
     text: String,
 }
 
-/// All prose of the tree, but for this list of forbidden words.
+/// Returns all prose of the tree, but for this list of forbidden words.
 fn all_prose() -> Vec<Line> {
     let this = root().join("tests/tests/tidy/words.rs");
     let endings = [".rs", ".md", ".cu", ".cuh", ".py", ".sh", ".yaml", ".toml"];
@@ -198,14 +198,14 @@ fn forbidden_constructions_are_found() {
     }
 }
 
-/// The words of the glossary, each with its sentence.
+/// Returns the words of the glossary, each with its sentence.
 fn glossary() -> BTreeMap<String, String> {
     let page = read("docs/glossary.md");
     let lines = page.lines().filter_map(|line| line.strip_prefix("- **")?.split_once("**: "));
     lines.map(|(word, sentence)| (word.to_owned(), sentence.to_owned())).collect()
 }
 
-/// The words of a name like `BlockLease`, in lower case.
+/// Returns the words of a name like `BlockLease`, in lower case.
 fn words_of(name: &str) -> Vec<String> {
     let mut words: Vec<String> = Vec::new();
     for letter in name.chars() {
