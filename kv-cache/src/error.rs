@@ -6,7 +6,7 @@ use types::{BlockCounts, BlockHash, BlockIdx, Verdict};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("no room: {wanted} blocks wanted, {available} available")]
 pub struct NoRoom {
-    /// The number in all layer groups.
+    /// The number of requested blocks, summed over all layer groups.
     pub wanted: usize,
     pub available: usize,
 }

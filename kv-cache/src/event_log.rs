@@ -17,19 +17,19 @@ pub struct NumberedEvent {
     pub event: BlockEvent,
 }
 
-/// The result of a read.
+/// What [`EventLog::read`] returns.
 #[derive(Debug)]
 pub(crate) enum Reading {
     UpToDate,
     Event(NumberedEvent),
-    /// The next event is no longer kept, or the reader has read nothing yet.
+    /// All cached hashes, because the next event is no longer kept, or the reader has read nothing yet.
     Snapshot {
         number: u64,
         hashes: Vec<BlockHash>,
     },
 }
 
-/// The latest events.
+/// The latest events of one pool.
 #[derive(Debug)]
 pub(crate) struct EventLog {
     /// The number of the last event; events are counted from 1.
@@ -61,7 +61,8 @@ impl EventLog {
         }
     }
 
-    /// Returns the event after the one with number `after`.
+    /// Returns the event after the one with number `after`. If that event is not kept, returns a snapshot of
+    /// `all`.
     pub(crate) fn read(&self, after: Option<u64>, all: impl FnOnce() -> Vec<BlockHash>) -> Reading {
         let Some(behind) = after.map(|number| (self.last - number) as usize) else {
             return Reading::Snapshot { number: self.last, hashes: all() };

@@ -10,14 +10,14 @@ use crate::shared::SharedPool;
 
 /// One reader of the events. The first event is a snapshot, and so is the first one after the reader has lagged too
 /// far.
-///
-/// If a reader applies them in order, it has after each event exactly the set of hashes that the index had at that
+/// A reader that applies the events in order has, after each event, exactly the set of hashes that the index
+/// had at that number.
 /// number.
 #[derive(Debug)]
 pub struct BlockEvents {
     pool: SharedPool,
     news: Arc<Notify>,
-    /// The number of the last event that was read.
+    /// The number of the last event that was read; `None` before the first read.
     read: Option<u64>,
 }
 
@@ -32,7 +32,7 @@ impl BlockEvents {
         loop {
             let news = bell.notified();
             tokio::pin!(news);
-            // Registers before the check, so that no event is missed between the two.
+            // Registers before the check, so that no event between the check and the wait is missed.
             news.as_mut().enable();
             if let Some(event) = self.try_next() {
                 return event;
@@ -53,8 +53,8 @@ impl BlockEvents {
     }
 }
 
-/// Sorted, so that a run with the same seed sends the same bytes. Called outside of the pool's lock, because it takes
-/// a while.
+/// Makes a snapshot of sorted hashes, so that a run with the same seed sends the same bytes. Called outside
+/// of the pool's lock, because sorting takes a while.
 fn snapshot(number: u64, mut hashes: Vec<BlockHash>) -> NumberedEvent {
     hashes.sort_unstable();
     NumberedEvent { number, event: BlockEvent::Snapshot(hashes) }

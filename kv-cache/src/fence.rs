@@ -8,21 +8,21 @@ use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 
 use tokio::sync::Notify;
 
-/// The computing side. If it is dropped before a layer is done, all waits for that layer fail.
+/// The computing side of a fence. If it is dropped before a layer is done, all waits for that layer fail.
 #[derive(Debug)]
 pub struct FenceSignal {
     progress: Arc<Progress>,
 }
 
-/// The waiting side; cheap to clone.
+/// The waiting side of a fence; cheap to clone.
 #[derive(Clone, Debug)]
 pub struct LayerFence {
-    /// `None` is a fence that is always open.
+    /// `None` if the fence is always open.
     progress: Option<Arc<Progress>>,
 }
 
-/// The progress of a step. A `tokio::sync::watch` would wake its waiters in random order. This type wakes them in the
-/// order in which they began to wait, so that a simulation is repeatable.
+/// The progress of a step. It wakes its waiters in the order in which they began to wait, so that a
+/// simulation is repeatable. A `tokio::sync::watch` would wake them in random order.
 #[derive(Debug, Default)]
 struct Progress {
     layers: AtomicU16,
@@ -30,7 +30,8 @@ struct Progress {
     changed: Notify,
 }
 
-/// The step ended with an error before these layers were computed. The KV will never be valid.
+/// The error of a wait: the step failed before the layers below `wanted` were computed. Their KV will never
+/// be valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the step failed with {done} of {wanted} layers computed")]
 pub struct FenceBroken {
@@ -64,8 +65,8 @@ impl Progress {
         self.layers.load(Ordering::Acquire)
     }
 
-    /// Returns the result, or `None` if it may still change. The end is read first, because nothing is
-    /// computed after it.
+    /// Returns the result of a wait, or `None` while it may change. Reads `is_over` first, because no layer
+    /// is computed after the end.
     fn verdict(&self, wanted: u16) -> Option<Result<(), FenceBroken>> {
         let is_over = self.is_over.load(Ordering::Acquire);
         match self.done() {
@@ -76,7 +77,7 @@ impl Progress {
 }
 
 impl LayerFence {
-    /// Returns the fence of KV that already exists, such as a cached prefix.
+    /// Returns a fence that is always open, for KV that already exists, such as a cached prefix.
     pub fn open() -> Self {
         Self { progress: None }
     }
@@ -89,7 +90,7 @@ impl LayerFence {
         loop {
             let changed = progress.changed.notified();
             tokio::pin!(changed);
-            // Registers before the check, so that no change is missed between the two.
+            // Registers before the check, so that no change between the check and the wait is missed.
             changed.as_mut().enable();
             if let Some(verdict) = progress.verdict(layers) {
                 return verdict;

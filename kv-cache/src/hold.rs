@@ -20,7 +20,7 @@ pub(crate) struct Tables {
     n_blocks: usize,
 }
 
-/// One lease or quarantine.
+/// The blocks of one lease or one quarantine.
 #[derive(Debug)]
 pub(crate) struct Hold {
     pub(crate) holder: Holder,
@@ -32,7 +32,7 @@ pub(crate) struct Hold {
     pub(crate) n_claimed: usize,
     /// For each group, the number of blocks at the start that are given back.
     pub(crate) n_gone: Vec<usize>,
-    /// The reason for the quarantine, if there is one.
+    /// The reason for the quarantine; `None` for a lease.
     pub(crate) quarantined: Option<&'static str>,
 }
 
@@ -48,8 +48,8 @@ impl Tables {
         &self.by_group[usize::from(group.0)]
     }
 
-    /// Returns the first group's table; empty for a model without attention. Its blocks stand for those of
-    /// all groups.
+    /// Returns the first group's table, which stands for those of all groups; empty for a model without
+    /// attention.
     pub(crate) fn first(&self) -> &[BlockIdx] {
         self.by_group.first().map_or(&[], Vec::as_slice)
     }
@@ -125,7 +125,8 @@ impl Hold {
         ordinal == self.hashes.len() && self.n_gone.iter().all(|n_gone| *n_gone == 0)
     }
 
-    /// Appends the blocks of a hold that comes later in the sequence. Its hashes follow this hold's, or it has none.
+    /// Appends the blocks of a hold that comes later in the sequence. The later hold's hashes follow this
+    /// hold's, or it has none.
     pub(crate) fn append(&mut self, later: Self) {
         debug_assert!(
             later.n_gone.iter().all(|n_gone| *n_gone == 0),
@@ -141,7 +142,7 @@ impl Hold {
         self.hashes.get(self.n_claimed).map(|hash| (self.n_claimed, *hash))
     }
 
-    /// Returns the hash of the block before this one.
+    /// Returns the hash of the block before block `ordinal`; `None` for the first block.
     pub(crate) fn parent_of(&self, ordinal: usize) -> Option<BlockHash> {
         ordinal.checked_sub(1).map(|before| self.hashes[before])
     }

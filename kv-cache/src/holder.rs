@@ -1,13 +1,13 @@
-//! The purpose of a lease, for humans. The pool does not depend on it.
+//! //! The purpose of a lease and its request, as the ledger shows them. The pool does not depend on them.
 
 use std::fmt;
 
 use types::RequestId;
 
-/// The purpose of a lease.
+/// What the blocks of a lease are used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Holding {
-    /// A sequence that runs or waits.
+    /// The KV of a sequence that runs or waits.
     Sequence,
     /// KV on its way to this node.
     Landing,
@@ -25,7 +25,7 @@ impl fmt::Display for Holding {
     }
 }
 
-/// The purpose of a lease and its request. The ledger shows it.
+/// The purpose of a lease and its request, for the ledger.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holder {
     pub what: Holding,

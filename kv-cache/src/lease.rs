@@ -36,7 +36,7 @@ impl BlockLease {
         self.tables.of_group(group)
     }
 
-    /// Blocks per group.
+    /// Returns the number of blocks in each group.
     pub fn n_blocks(&self) -> usize {
         self.tables.n_blocks()
     }
@@ -45,7 +45,8 @@ impl BlockLease {
         self.n_blocks() == 0
     }
 
-    /// Returns one lease over a longer part of the sequence: this lease's blocks, then those of `later`.
+    /// Joins two leases into one over a longer part of the sequence: this lease's blocks, then those of
+    /// `later`.
     ///
     /// # Panics
     /// If blocks of `later` were published or adopted and this lease is not empty, because cached blocks must come
@@ -109,13 +110,14 @@ impl fmt::Debug for BlockLease {
 }
 
 impl Drop for BlockLease {
-    /// A lease that was joined or quarantined has no hold any more, and gives nothing back.
+    /// Releases the hold. A lease that was joined or quarantined has no hold any more, and gives nothing
+    /// back.
     fn drop(&mut self) {
         self.pool.release(self.id);
     }
 }
 
-/// Blocks that a wire may still access.
+/// Blocks that are kept from being reused, because a wire may still access them.
 ///
 /// There is no timer: only the proof of quiet allows [`release`](Self::release), and only the holder of this value
 /// can have the proof. If it is dropped without the proof, the blocks stay in quarantine for ever. The ledger and the
@@ -138,7 +140,7 @@ impl Quarantine {
         self.tables.of_group(group)
     }
 
-    /// Blocks per group.
+    /// Returns the number of blocks in each group.
     pub fn n_blocks(&self) -> usize {
         self.tables.n_blocks()
     }

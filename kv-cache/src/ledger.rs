@@ -8,18 +8,18 @@ use types::{BlockHash, BlockIdx};
 use crate::pool_state::PoolState;
 use crate::record::{BlockState, Record};
 
-/// One line of the ledger.
+/// One line of the ledger: one block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LedgerEntry {
     pub block: BlockIdx,
     pub state: BlockState,
-    /// The holder and its request; the first one if there are several.
+    /// The holder and its request; the first one if several share the block.
     pub holder: Option<String>,
-    /// Leases that share it.
+    /// The number of leases that share the block.
     pub readers: u32,
     /// The block's hash in the prefix index.
     pub hash: Option<BlockHash>,
-    /// The time that the block has been in this state.
+    /// The time for which the block has been in this state.
     pub age: Duration,
 }
 

@@ -26,7 +26,7 @@ pub struct KvMemory {
 
 struct Inner {
     layout: KvLayout,
-    /// Equal on every rank.
+    /// The region of each layer, equal on every rank.
     regions: Regions,
     n_blocks: u32,
     ranks: Box<[Pages]>,
@@ -53,8 +53,8 @@ pub struct OnCard<'a> {
 }
 
 impl KvMemory {
-    /// Host memory for `n_blocks` blocks. It can be shared with other processes of this machine if the system allows
-    /// that.
+    /// Allocates host memory for `n_blocks` blocks. It can be shared with other processes of this machine if
+    /// the system allows that.
     ///
     /// Fails if the size exceeds the available memory: otherwise the kernel would kill the process when the memory is
     /// used.
@@ -67,8 +67,8 @@ impl KvMemory {
         Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, ranks }) })
     }
 
-    /// GPU memory for `n_blocks` blocks, one GPU for each rank. [`RankMemory::read`] and [`RankMemory::write`] use
-    /// copies in host memory; kernels use [`RankMemory::on_card`].
+    /// Allocates GPU memory for `n_blocks` blocks, one GPU for each rank. [`RankMemory::read`] and
+    /// [`RankMemory::write`] use copies in host memory; kernels use [`RankMemory::on_card`].
     ///
     /// # Panics
     /// If the number of cards is not the layout's number of ranks.
@@ -81,7 +81,7 @@ impl KvMemory {
         Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, ranks }) })
     }
 
-    /// Returns the memory in the form for kernels, if all of it is on one GPU.
+    /// Returns the memory in the form for kernels; `None` if it is on the host or on several GPUs.
     pub fn on_card(&self) -> Option<OnCard<'_>> {
         if self.n_ranks() == 1 { self.rank(0).on_card() } else { None }
     }
@@ -101,7 +101,7 @@ impl KvMemory {
         }
     }
 
-    /// Bytes of one block in all regions of all ranks.
+    /// Returns the bytes of one block in all regions of all ranks.
     pub fn block_bytes(layout: &KvLayout) -> usize {
         Regions::of(layout).block_bytes() * usize::from(layout.shard.tp_size)
     }
@@ -115,7 +115,7 @@ impl KvMemory {
         }
     }
 
-    /// Returns the number of clones. A clone can be made only from another one.
+    /// Returns the number of clones, this one included.
     pub fn n_holders(&self) -> usize {
         Arc::strong_count(&self.inner)
     }
@@ -128,7 +128,7 @@ impl KvMemory {
         self.inner.n_blocks
     }
 
-    /// Returns the bytes on all ranks.
+    /// Returns the total bytes on all ranks.
     pub fn bytes(&self) -> usize {
         self.inner.ranks.iter().map(Pages::bytes).sum()
     }
@@ -175,7 +175,7 @@ impl KvMemory {
 }
 
 impl<'a> RankMemory<'a> {
-    /// Returns the memory in the form for kernels, if it is on a GPU.
+    /// Returns the memory in the form for kernels; `None` if it is on the host.
     pub fn on_card(&self) -> Option<OnCard<'a>> {
         match self.pages {
             Pages::Device(memory) => Some(OnCard { memory, regions: self.regions }),
@@ -231,9 +231,9 @@ impl<'a> OnCard<'a> {
         self.memory.region(self.region(group, layer_pos))
     }
 
-    /// Like [`layer`](Self::layer), for kernels that write.
+    /// Like [`layer`](Self::layer), but returns a view for kernels that write.
     ///
-    /// Nothing here checks the pages that kernels write. The block tables of the kernels must name only blocks that
+    /// Pages that kernels write are not checked. The block tables of the kernels must name only blocks that
     /// the caller has leased, and that are not borrowed through [`KvMemory::read`] or [`KvMemory::write`] meanwhile.
     pub fn layer_mut<T: Element>(&self, group: GroupIdx, layer_pos: u16) -> ViewMut<'a, T> {
         self.memory.region_mut(self.region(group, layer_pos))

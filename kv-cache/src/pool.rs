@@ -71,12 +71,13 @@ impl BlockPool {
         self.shared.state().integrity()
     }
 
-    /// Changes whenever blocks become available. To wait for room: subscribe, try, and on [`NoRoom`] await a change.
+    /// Returns a channel that changes whenever blocks become available. To wait for room: subscribe, try, and
+    /// on [`NoRoom`] await a change.
     pub fn freed(&self) -> watch::Receiver<u64> {
         self.shared.freed()
     }
 
-    /// Returns the stored and evicted hashes, beginning with a snapshot.
+    /// Returns a reader of the stored and evicted hashes, beginning with a snapshot.
     pub fn events(&self) -> BlockEvents {
         BlockEvents::new(self.shared.clone())
     }

@@ -28,7 +28,7 @@ pub(crate) struct PoolState {
     counts: BlockCounts,
     free: FreeRuns,
     index: PrefixIndex,
-    /// Ordered by creation, so that a seed repeats a run.
+    /// The leases and quarantines. Ordered by creation, so that a seed repeats a run.
     holds: BTreeMap<HoldId, Hold>,
     n_holds_made: u64,
     events: EventLog,
@@ -103,7 +103,7 @@ impl PoolState {
     }
 
     pub(crate) fn publish(&mut self, id: HoldId, ordinal: usize, hash: BlockHash, now: Instant) {
-        // A model without attention has no KV that could be found again.
+        // A model without attention has no KV to find again, so its blocks are not published.
         let has_kv = self.n_groups > 0;
         let hold = self.held_mut(id);
         if has_kv && hold.may_publish(ordinal) {
@@ -140,7 +140,8 @@ impl PoolState {
                 record.quarantines += 1;
             });
         }
-        // Blocks that a wire may have written into since must not be found by others.
+        // Hashes beyond the claimed blocks are dropped, because a wire may have written into those blocks
+        // since.
         hold.hashes.truncate(hold.n_claimed);
         hold.quarantined = Some(why);
         self.hold(hold).0
@@ -188,8 +189,8 @@ impl PoolState {
         self.events.stored(stored);
     }
 
-    /// Does the same at a hold's end. Blocks below a block of another hold can now be indexed too, because they have
-    /// no reader any more.
+    /// Indexes, at a hold's end, its published blocks that the index still lacks. Blocks after another hold's
+    /// block can now be indexed too, because they have no reader any more.
     fn index_unclaimed(&mut self, hold: &Hold, now: Instant) {
         let mut stored = Vec::new();
         for (ordinal, hash) in hold.hashes.iter().enumerate().skip(hold.n_claimed) {
@@ -253,7 +254,8 @@ impl PoolState {
 // === impl PoolState: records ===
 
 impl PoolState {
-    /// Ends a hold's claim on blocks. Blocks in the index stay cached.
+    /// Removes one holder from each block, as `count` does. Blocks in the index stay cached; others become
+    /// free.
     fn give_up(&mut self, blocks: impl Iterator<Item = BlockIdx>, count: fn(&mut Record), now: Instant) {
         let mut freed = Vec::new();
         for block in blocks {
@@ -264,7 +266,7 @@ impl PoolState {
         self.free.put(&freed);
     }
 
-    /// The only function that changes a record. Returns the block's new state.
+    /// Changes a block's record and returns its new state. No other function changes a record.
     fn alter(&mut self, block: BlockIdx, now: Instant, change: impl FnOnce(&mut Record)) -> BlockState {
         let record = &mut self.records[block.0 as usize];
         let before = record.state();

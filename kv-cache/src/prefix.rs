@@ -12,7 +12,7 @@ pub(crate) struct PrefixIndex {
     entries: HashMap<BlockHash, Entry>,
     /// Leaves without readers, the least recently used first.
     evictable: BTreeMap<u64, BlockHash>,
-    /// Counts uses. Every use has a unique number.
+    /// The number of the last use. Every use has a unique number.
     clock: u64,
 }
 
@@ -21,10 +21,10 @@ pub(crate) struct PrefixIndex {
 pub(crate) struct Entry {
     pub(crate) parent: Option<BlockHash>,
     pub(crate) blocks: Box<[BlockIdx]>,
-    /// The leases and quarantines that hold these blocks.
+    /// The number of leases and quarantines that hold these blocks.
     pub(crate) readers: u32,
     n_children: u32,
-    /// The time of the last release by a reader; zero before that.
+    /// The number of the last use that ended; zero before the first one.
     last_used: u64,
 }
 
@@ -39,7 +39,7 @@ impl PrefixIndex {
         self.entries.get(&hash)
     }
 
-    /// Returns the number of leading hashes that are known.
+    /// Returns the number of leading hashes that the index knows.
     pub(crate) fn longest(&self, hashes: &[BlockHash]) -> usize {
         hashes.iter().take_while(|hash| self.entries.contains_key(hash)).count()
     }
@@ -76,7 +76,8 @@ impl PrefixIndex {
         self.mark_if_evictable(hash);
     }
 
-    /// Replaces an entry's blocks, which have no reader, with others of the same KV and one reader.
+    /// Replaces the blocks of an entry without readers by others with the same KV, and adds one reader.
+    /// Returns the old blocks.
     pub(crate) fn replace(&mut self, hash: BlockHash, blocks: Box<[BlockIdx]>) -> Box<[BlockIdx]> {
         self.pin(hash);
         std::mem::replace(&mut self.entry(hash).blocks, blocks)
@@ -144,7 +145,7 @@ mod tests {
         BlockHash(number)
     }
 
-    /// A chain of blocks without readers. The last one is the least recently used.
+    /// Inserts a chain of blocks without readers. The last one is the least recently used.
     fn chain(index: &mut PrefixIndex, hashes: &[u128]) {
         let mut parent = None;
         for number in hashes {

@@ -13,7 +13,7 @@ pub enum BlockState {
     Leased,
     /// Held by the prefix index alone.
     Cached,
-    /// Not held, but a remote write may still reach it.
+    /// Quarantined and not leased: a remote write may still reach it.
     Quarantined,
 }
 
@@ -39,7 +39,7 @@ impl fmt::Display for BlockState {
 pub(crate) struct Record {
     pub(crate) leases: u32,
     pub(crate) quarantines: u32,
-    /// The hash by which the index refers to this block.
+    /// The hash by which the index refers to this block; `None` if it is not in the index.
     pub(crate) hash: Option<BlockHash>,
     pub(crate) since: Instant,
 }

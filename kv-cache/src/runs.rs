@@ -7,7 +7,7 @@ use types::BlockIdx;
 /// The free blocks. Adjacent runs are always merged.
 #[derive(Debug, Default)]
 pub(crate) struct FreeRuns {
-    /// Start → length.
+    /// The runs: start → length.
     by_start: BTreeMap<u32, u32>,
     /// The same runs as (length, start), to find the best fit.
     by_len: BTreeSet<(u32, u32)>,
@@ -37,7 +37,7 @@ impl FreeRuns {
     /// enough, uses up the longest ones first.
     ///
     /// # Panics
-    /// If fewer than `n` are free: the caller has counted.
+    /// If fewer than `n` blocks are free. The caller checks the number first.
     pub(crate) fn take(&mut self, n: u32) -> Vec<BlockIdx> {
         let mut taken = Vec::new();
         let mut missing = n;
@@ -52,7 +52,7 @@ impl FreeRuns {
         taken.iter().flat_map(|run| run.start..run.start + run.len).map(BlockIdx).collect()
     }
 
-    /// Takes blocks back in any order. Consecutive neighbours are put back as one run.
+    /// Puts blocks back, in any order. Consecutive neighbours are put back as one run.
     pub(crate) fn put(&mut self, blocks: &[BlockIdx]) {
         for run in blocks.chunk_by(|a, b| a.0 + 1 == b.0) {
             self.put_run(Run { start: run[0].0, len: run.len() as u32 });
@@ -134,7 +134,7 @@ mod tests {
         indices.into_iter().map(BlockIdx).collect()
     }
 
-    /// Free runs 0..2, 4..9 and 12..15.
+    /// Makes free runs 0..2, 4..9 and 12..15.
     fn three_runs() -> FreeRuns {
         let mut runs = FreeRuns::default();
         runs.put(&blocks((0..2).chain(4..9).chain(12..15)));

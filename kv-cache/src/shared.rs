@@ -12,17 +12,18 @@ use crate::hold::{HoldId, Tables};
 use crate::holder::Holder;
 use crate::pool_state::PoolState;
 
-/// Cheap to clone: clones share one state.
+/// The pool's state and its lock. Cheap to clone: clones share one state.
 #[derive(Clone)]
 pub(crate) struct SharedPool(Arc<Shared>);
 
 struct Shared {
-    /// A std mutex. Sections are short (about a microsecond for each block of a call) and never await. Drops, the
-    /// worker's thread and tasks enter them.
+    /// A std mutex, because sections are short (about a microsecond for each block of a call) and never
+    /// await. Drops, the worker's thread and tasks enter them.
     state: Mutex<PoolState>,
     /// Changes when blocks become available.
     freed: watch::Sender<u64>,
-    /// Notified of every event. It wakes its readers in the order in which they wait; a watch would not.
+    /// Notified of every event. A `Notify` wakes its readers in the order in which they wait; a watch would
+    /// not.
     news: Arc<Notify>,
 }
 

@@ -49,7 +49,8 @@ async fn a_reader_is_woken() {
     assert_eq!(event, NumberedEvent { number: 1, event: BlockEvent::Stored(hashes([5])) });
 }
 
-/// A mirror of the index that applies the events. It also checks the guarantees of events.
+/// A mirror of the index that applies the events. It also checks that no event is missing, and that no hash
+/// is stored or evicted twice.
 #[derive(Debug, Default)]
 pub(crate) struct Mirror {
     pub(crate) hashes: BTreeSet<BlockHash>,

@@ -42,7 +42,7 @@ impl<'a> RankMemory<'a> {
     }
 
     /// Returns the offset of one layer's share of a block in the rank's memory, and in its
-    /// [`file`](Self::file) if it has one. Neighbouring blocks are neighbours there.
+    /// [`file`](Self::file) if it has one. Neighbouring blocks have neighbouring offsets.
     ///
     /// # Panics
     /// If the group, the layer or the block does not exist.

@@ -13,7 +13,7 @@ fn layout(groups: Vec<LayerGroup>) -> KvLayout {
     KvLayout { block_tokens: 16, dtype: KvDtype::Bf16, groups, shard: Shard::WHOLE }
 }
 
-/// Returns one page of two heads of dimension `head_dim`.
+/// Returns the bytes of one page of two heads of dimension `head_dim`.
 fn page(head_dim: usize) -> usize {
     2 * 2 * 16 * head_dim * 2
 }

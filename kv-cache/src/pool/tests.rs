@@ -10,7 +10,7 @@ use super::*;
 use crate::holder::Holding;
 use crate::record::BlockState;
 
-/// One token per block, so that a prompt of n tokens has n hashes.
+/// Makes a layout with one token per block, so that a prompt of n tokens has n hashes.
 pub(crate) fn layout(n_groups: u16) -> KvLayout {
     let mut layout = KvLayout::uniform(1, KvDtype::F32, 0, 1, 1);
     let shape = |layer| LayerShape { layer, n_kv_heads: 1, head_dim: 1 };
@@ -55,7 +55,7 @@ fn table(lease: &BlockLease) -> Vec<u32> {
     lease.table(GroupIdx(0)).iter().map(|block| block.0).collect()
 }
 
-/// Free, leased, cached and quarantined blocks, after an integrity check.
+/// Returns the free, leased, cached and quarantined blocks, after an integrity check.
 fn counts(pool: &BlockPool) -> [u32; 4] {
     assert_eq!(pool.integrity(), Ok(()));
     let counts = pool.counts();
@@ -169,7 +169,7 @@ fn neighbours_are_preferred() {
     let five = leases.pop();
     let (_two, three) = (leases.pop(), leases.pop());
     drop((five, three));
-    // Free: 6..9 and 11..16.
+    // Blocks 6..9 and 11..16 are free.
     for (n, expected) in [(3, vec![6, 7, 8]), (4, vec![11, 12, 13, 14]), (6, vec![6, 11, 12, 13, 14, 15])] {
         assert_eq!(table(&pool.reserve(n, holder()).expect("room")), expected);
     }

@@ -8,15 +8,15 @@ use super::*;
 use crate::events::tests::Mirror;
 use crate::lease::Quarantine;
 
-/// Few kept events, so that readers lag.
+/// The number of kept events: few, so that readers lag.
 const EVENTS_KEPT: usize = 3;
-/// Prompts of two letters for two tenants: some prompts share much, and some must not share.
+/// The longest prompt. Prompts have two letters and two tenants, so some share much, and some must not share.
 const TOKENS_MAX: usize = 6;
 
-/// One operation on a pool. Its numbers select among the current holds.
+/// One operation on a pool. Its numbers select among the model's holds.
 #[derive(Clone, Debug)]
 enum Op {
-    /// Adopt the cached part of a prompt and reserve the rest.
+    /// Adopts the cached part of a prompt and reserves the rest.
     Start {
         tenant: bool,
         tokens: Vec<bool>,
@@ -25,7 +25,7 @@ enum Op {
         nth: usize,
         n_blocks: usize,
     },
-    /// Publish the next blocks of a lease.
+    /// Publishes the next blocks of a lease.
     Publish {
         nth: usize,
         n_blocks: usize,
@@ -39,7 +39,7 @@ enum Op {
     Release {
         nth: usize,
     },
-    /// Let the lazy reader of events read.
+    /// Lets the lazy reader of events read.
     Read,
 }
 
@@ -69,7 +69,7 @@ proptest! {
     }
 }
 
-/// The pool and the model, with the values for the model's holds, in the same order.
+/// The pool and the model, with the leases and quarantines of the model's holds, in the same order.
 struct Pair {
     pool: BlockPool,
     model: Model,
