@@ -10,9 +10,9 @@ use crate::shared::SharedPool;
 
 /// One reader of the events. The first event is a snapshot, and so is the first one after the reader has lagged too
 /// far.
+///
 /// A reader that applies the events in order has, after each event, exactly the set of hashes that the index
 /// had at that number.
-/// number.
 #[derive(Debug)]
 pub struct BlockEvents {
     pool: SharedPool,

@@ -1,4 +1,4 @@
-//! //! The purpose of a lease and its request, as the ledger shows them. The pool does not depend on them.
+//! The purpose of a lease and its request, as the ledger shows them. The pool does not depend on them.
 
 use std::fmt;
 

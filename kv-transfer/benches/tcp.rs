@@ -32,7 +32,7 @@ const BYTES: u64 = 1 << 30;
 /// Slices that *plain* passes in one system call.
 const PLAIN_SLICES: usize = 16;
 
-/// Pairs of runs for the ratio.
+/// The number of pairs of runs, whose median ratio is the result.
 const N_PAIRS: usize = 25;
 
 fn main() {
@@ -47,8 +47,8 @@ fn main() {
     compare(&runtime, &bench);
 }
 
-/// Runs the two in turn. Other load on the machine changes from second to second and affects both runs of a pair. So
-/// the result is the median of the pairs' ratios, not the ratio of two medians.
+/// Runs *plain* and *connector* in turn. Other load on the machine changes from second to second and affects
+/// both runs of a pair, so the result is the median of the pairs' ratios, not the ratio of two medians.
 fn compare(runtime: &Runtime, bench: &Bench) {
     let mut pairs = Vec::new();
     for _ in 0..N_PAIRS {
@@ -90,7 +90,7 @@ fn measured(run: impl FnOnce()) -> Run {
     Run { took: start.elapsed(), cpu: processor_time() - cpu }
 }
 
-/// Fields 14 and 15 of `/proc/self/stat`, in ticks of 10 ms.
+/// Reads the process's CPU time: fields 14 and 15 of `/proc/self/stat`, in ticks of 10 ms.
 fn processor_time() -> Duration {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
     let after_name = stat.rsplit_once(") ").unwrap().1;
@@ -148,7 +148,7 @@ impl Node {
     }
 }
 
-/// Returns the defaults, or values of the environment for tuning.
+/// Returns the default settings, changed by environment variables for tuning.
 fn settings() -> TransferSettings {
     let from_env = |name: &str| std::env::var(name).ok().map(|value| value.parse::<usize>().unwrap());
     let mut settings = TransferSettings::default();

@@ -1,4 +1,4 @@
-//! Waits for a landing to be filled.
+//! The receiver's handle on one landing: waits until the landing is filled.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,11 +14,12 @@ use crate::quiet::Quiet;
 /// The receiver's handle on one landing, on the node that granted it. Dropping it before the KV has arrived cancels
 /// the transfer.
 ///
-/// The drop does not wait, even if the sender stalls: it notifies the sender, and the blocks are back in the pool
-/// when it returns. If the wire cannot prove that no write is left, the blocks are in quarantine instead.
+/// The drop does not wait, even if the sender stalls. It notifies the sender, and when it returns the blocks
+/// are back in the pool. If the wire cannot prove that no write is left, the blocks are in quarantine
+/// instead.
 pub struct Arrival {
     landing: Arc<OpenLanding>,
-    /// Fails the landing when its deadline passes. Ends with the arrival.
+    /// The task that fails the landing at its deadline. It ends when the arrival is dropped.
     #[expect(dead_code, reason = "held for its Drop")]
     deadline: Task<()>,
 }
@@ -26,9 +27,9 @@ pub struct Arrival {
 /// The state of a landing, as a decode loop polls it.
 #[derive(Debug)]
 pub enum ArrivalStatus {
-    /// `received` pages are in place and verified, out of `total` wanted pages.
+    /// The KV is on its way: `received` of `total` wanted pages are in place and verified.
     Waiting { received: usize, total: usize },
-    /// All KV has arrived. Returned once.
+    /// All KV has arrived. `poll` returns it once.
     Arrived(ArrivedKv),
     /// The transfer has failed. The landing no longer has its lease.
     Failed(TransferError),

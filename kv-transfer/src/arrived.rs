@@ -1,4 +1,4 @@
-//! KV that has arrived.
+//! The KV of one sequence after its transfer.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ pub struct ArrivedKv {
     /// The lease that the landing was made from.
     pub lease: BlockLease,
     pub handoff: Handoff,
-    /// Bytes that were transferred.
+    /// The number of bytes that were transferred.
     pub bytes: u64,
     /// The wire that carried the KV.
     pub scheme: Scheme,

@@ -26,7 +26,7 @@ pub struct ChunkQueue {
 }
 
 impl ChunkQueue {
-    /// `on_taken` is called after each chunk that leaves the queue. It must not block.
+    /// Wraps `chunks`. Calls `on_taken` after each chunk that leaves the queue; `on_taken` must not block.
     pub fn new(chunks: mpsc::Receiver<Chunk>, on_taken: impl Fn() + Send + 'static) -> Self {
         Self { chunks, on_taken: Box::new(on_taken) }
     }

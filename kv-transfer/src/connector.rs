@@ -112,13 +112,13 @@ pub struct LandRequest {
     /// sent to.
     pub lease: BlockLease,
     pub n_tokens: u32,
-    /// Tokens from the front whose KV is already here: a whole number of blocks.
+    /// Tokens at the start of the sequence whose KV this node already holds: a whole number of blocks.
     pub held_tokens: u32,
     /// The time at which the landing fails by itself.
     pub deadline: Deadline,
 }
 
-/// What a connector is built from.
+/// The parts of the node that a connector is built from.
 #[derive(Clone, Debug)]
 pub struct ConnectorParts {
     pub node: NodeId,
@@ -129,7 +129,7 @@ pub struct ConnectorParts {
     pub gate: Gate,
     pub settings: TransferSettings,
     pub metrics: TransferMetrics,
-    /// Empty in production.
+    /// Faults that a test injects. Empty in production.
     pub faults: Faults,
 }
 

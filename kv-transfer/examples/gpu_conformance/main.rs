@@ -1,5 +1,5 @@
-//! Runs the conformance suite over the memory of two GPUs, and measures the speed of `cuda-ipc` and `nccl` between
-//! them, beside a plain copy and NCCL alone.
+//! Runs the conformance suite over the memory of two GPUs. Measures the speed of `cuda-ipc` and `nccl`
+//! between them, and for comparison a plain copy and NCCL alone.
 //!
 //! ```text
 //! gpu_conformance [--nvrtc FOLDER] [--out FILE] [--walks FILE] [--only measure|ways|alone|suite] [--wire NAME] [--commit NAME]
@@ -9,9 +9,9 @@
 //! the suite fails. `ways` compares variants of `nccl` with each other and with NCCL alone, in turn. `alone` is NCCL
 //! without the connector. `--wire` limits the suite to one wire.
 //!
-//! Sending nodes are on the first GPU, receiving nodes on the second. The ranks of nodes with several ranks use all
-//! GPUs in turn; those of receivers start from the second GPU. With four GPUs, two sending ranks are on the first
-//! two, and two receiving ranks on the last.
+//! Sending nodes are on the first GPU, receiving nodes on the second. The ranks of nodes with several ranks
+//! use all GPUs in turn, beginning with the first GPU for senders and with the second for receivers. With
+//! four GPUs, two sending ranks are on the first two, and two receiving ranks on the last.
 
 mod marks;
 mod measure;
@@ -34,20 +34,22 @@ use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::prelude::*;
 use types::KvLayout;
 
-/// Wires that run over GPU memory, and the frame setting: frames of one page, tall frames, and a wire that copies
-/// through the host.
+/// The wires that run over GPU memory, each with its frame setting: frames of one page, tall frames, and a
+/// wire that copies through the host.
 const RUNS: &[(&str, usize)] = &[("cuda-ipc", 11), ("cuda-ipc", 22), ("nccl", 8), ("tcp", 1024)];
 
-/// Nodes of the suite that receive KV. They are on the second GPU, all others on the first.
+/// The suite's nodes that receive KV. They are on the second GPU, all other nodes on the first.
 const RECEIVERS: &[&str] = &["decode", "mortal"];
 
-/// NCCL takes a second or two to join a pair, more than the stall time of the suite's wires.
+/// The stall time for NCCL, which takes a second or two to join a pair: more than the stall time of the
+/// suite's wires.
 const NCCL_STALL_MS: u64 = 10_000;
 
-/// Ranks of the sending nodes, and of the receiving nodes.
+/// The numbers of ranks of the sending node and of the receiving node.
 const RANKS: &[(u16, u16)] = &[(2, 2), (1, 2), (2, 1), (4, 2), (2, 4), (8, 2)];
 
-/// For `nccl`, which needs two different GPUs for each pair: with two GPUs, no GPU sends to itself.
+/// The numbers of ranks for `nccl`, which needs two different GPUs for each pair: with two GPUs, no GPU sends
+/// to itself.
 const RANKS_BY_NCCL: &[(u16, u16)] = &[(2, 2)];
 
 /// Wires that run between nodes with several ranks.
@@ -64,7 +66,7 @@ static CARDS: OnceLock<Vec<Card>> = OnceLock::new();
 
 pub(crate) type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-/// Memory of the GPUs of the node with this name.
+/// Allocates the KV memory of the node called `name`, on the GPUs of its role.
 pub(crate) fn memory(name: &str, layout: KvLayout, n_blocks: u32) -> KvMemory {
     let cards = CARDS.get().expect("the cards are opened first");
     let n_ranks = usize::from(layout.shard.tp_size);
@@ -83,7 +85,7 @@ struct Args {
     nvrtc: Option<PathBuf>,
     out: Option<PathBuf>,
     walks: Option<PathBuf>,
-    /// The part to run; `None` for all.
+    /// The part to run; `None` runs all parts.
     only: Option<String>,
     wire: Option<String>,
     commit: Option<String>,
@@ -169,12 +171,12 @@ fn run(args: &Args) -> Outcome<bool> {
     for ((wire, _), passed) in &of_ranks {
         eprintln!("conformance of ranks, {wire}: {}", if *passed { "passed" } else { "FAILED" });
     }
-    // A suite that did not run has not passed.
+    // A suite that did not run has not passed, unless it was not wanted.
     let has_run = !is_wanted("suite") || !suites.is_empty();
     Ok(has_run && suites.iter().chain(&of_ranks).all(|(_, passed)| *passed))
 }
 
-/// Runs all cases. A case that fails prints its error.
+/// Runs all cases of the suite on one wire. A case that fails prints its error.
 fn passes(runtime: &Runtime, (wire, frame_bytes): (&'static str, usize)) -> bool {
     ends_well(runtime, conformance(move |parts| made(wire, frame_bytes, parts)))
 }
@@ -194,7 +196,8 @@ fn told(suites: &[((&str, usize), bool)]) -> Value {
 }
 
 async fn made(wire: &'static str, frame_bytes: usize, mut parts: ConnectorParts) -> Arc<dyn KvConnector> {
-    // The suite needs transfers of many frames; a GPU's frames are many times larger than the setting.
+    // The suite needs transfers of many frames, so the setting is small: a GPU's frames are many times larger
+    // than it.
     parts.settings.frame_bytes = frame_bytes;
     if wire == "nccl" {
         parts.settings.stall_ms = parts.settings.stall_ms.max(NCCL_STALL_MS);

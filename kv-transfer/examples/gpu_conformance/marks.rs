@@ -1,4 +1,4 @@
-//! Records the times of the steps of one transfer: the events of target `walk`, on the host's clock.
+//! Records when each step of one transfer happens: the events of target `walk`, by the host's clock.
 
 use std::collections::BTreeMap;
 use std::fmt::{Debug, Write as _};
@@ -15,7 +15,7 @@ use crate::now;
 /// One event: its time, its message, and its fields.
 type Mark = (Instant, String, String);
 
-/// The events since the last [`begin`]; `None` if events are not recorded. Held for a push.
+/// The events since the last [`begin`]; `None` if events are not recorded. The lock is held to add one event.
 static MARKS: Mutex<Option<Vec<Mark>>> = Mutex::new(None);
 
 fn marks() -> MutexGuard<'static, Option<Vec<Mark>>> {
@@ -31,7 +31,7 @@ pub(crate) fn end() -> Vec<Mark> {
     marks().take().unwrap_or_default()
 }
 
-/// Records the events of target `walk`.
+/// The tracing layer that records the events of target `walk`.
 pub(crate) struct Keeper;
 
 impl<S: Subscriber> Layer<S> for Keeper {

@@ -17,12 +17,12 @@ use crate::{Outcome, marks, memory, now};
 
 const N_TOKENS: u32 = 8192;
 const N_SENT: u32 = N_TOKENS / 16;
-/// Twice the blocks that are sent, so that blocks can be scattered.
+/// Blocks of each node's memory: twice the number that is sent, so that blocks can be scattered.
 pub(crate) const N_BLOCKS: u32 = 2 * N_SENT;
 pub(crate) const ROUNDS: usize = 15;
-/// Rounds before the timed ones.
+/// The number of rounds before the timed ones.
 pub(crate) const WARM_UP: usize = 3;
-/// Transfers whose steps are all reported, after the timed ones.
+/// The number of transfers, after the timed ones, whose steps are all reported.
 const MARKED: usize = 3;
 const ENDS_WITHIN: Duration = Duration::from_secs(20);
 
@@ -38,15 +38,15 @@ pub(crate) struct How {
     pub(crate) ranks: (u16, u16),
     pub(crate) spin_us: u64,
     pub(crate) taper: Option<Taper>,
-    /// Limit of the queues of a pair of nccl.
+    /// Limit of the NCCL queues of a pair of nodes.
     pub(crate) nccl_queues: usize,
 }
 
-/// Times from the first `send` to the arrival, and to the end of the sender's `finish`.
+/// The times of one transfer, from the first `send` to the arrival and to the end of the sender's `finish`.
 struct Took {
     arrival: Duration,
     finish: Duration,
-    /// The marks of the last additional transfer.
+    /// A summary of the events of the last additional transfer.
     marks: Value,
     walk: Value,
 }
@@ -97,12 +97,12 @@ impl Side {
         self.pool.reserve(n_blocks, holder).expect("there is room")
     }
 
-    /// Blocks for one sequence, and the blocks between them.
+    /// Leases blocks for one sequence. If they are scattered, also returns the blocks between them.
     pub(crate) fn blocks(&self, how: How) -> (BlockLease, Vec<BlockLease>) {
         if how.is_scattered { self.scattered() } else { (self.lease(N_SENT as usize), vec![]) }
     }
 
-    /// Blocks without neighbours, and the blocks between them.
+    /// Leases blocks without neighbours, and the blocks between them.
     fn scattered(&self) -> (BlockLease, Vec<BlockLease>) {
         let singles: Vec<_> = (0..N_BLOCKS).map(|_| self.lease(1)).collect();
         let (free, kept): (Vec<_>, Vec<_>) =
@@ -111,7 +111,7 @@ impl Side {
         (self.lease(N_SENT as usize), kept.into_iter().map(|(_, lease)| lease).collect())
     }
 
-    /// Waits until no block is leased. A task returns the last transfer's blocks.
+    /// Waits until no block is leased, because a task returns the last transfer's blocks later.
     pub(crate) async fn is_free(&self) -> Outcome<()> {
         let mut freed = self.pool.freed();
         let back = async {
@@ -122,7 +122,7 @@ impl Side {
         Ok(tokio::time::timeout(ENDS_WITHIN, back).await?)
     }
 
-    /// Ends the connector and its tasks, so that they do not disturb the next measurement.
+    /// Drops the connector and waits for its tasks, so that they do not disturb the next measurement.
     pub(crate) async fn ends(self) -> Outcome<()> {
         let Self { parts, wire, .. } = self;
         drop(wire);
@@ -182,7 +182,7 @@ fn sent_bytes() -> usize {
     N_SENT as usize * layout().block_bytes(GroupIdx(0))
 }
 
-/// Gigabytes per second, if one sequence takes this time.
+/// Returns gigabytes per second, if one sequence takes the time `took`.
 pub(crate) fn rate(took: Duration) -> f64 {
     sent_bytes() as f64 / took.as_secs_f64() / 1e9
 }
@@ -194,7 +194,7 @@ async fn through_ranks((near, far): (Outcome<KvMemory>, Outcome<KvMemory>), how:
     through_connector(&near, &far, how).await
 }
 
-/// Returns the measurements, and all steps of one transfer for each variant.
+/// Runs all measurements. Returns the results, and all steps of one transfer for each variant.
 pub(crate) async fn all() -> Outcome<(Value, Vec<Value>)> {
     let (near, far) = (memory("prefill", layout(), N_BLOCKS), memory("decode", layout(), N_BLOCKS));
     fill(&near);
@@ -267,7 +267,7 @@ async fn through_connector(near: &KvMemory, far: &KvMemory, how: How) -> Outcome
     Ok(Took { arrival, finish, marks, walk })
 }
 
-/// One transfer.
+/// One transfer in progress.
 pub(crate) struct One {
     start: Instant,
     pub(crate) arrival: Duration,
@@ -298,7 +298,7 @@ pub(crate) async fn one(prefill: &Side, decode: &Side, from: &Arc<BlockLease>, h
     Ok(One { start, arrival, finish, arrived: arrived? })
 }
 
-/// Returns the marks of one transfer, and every step of it.
+/// Runs one transfer with recording. Returns a summary of its events, and every event.
 pub(crate) async fn marked(
     prefill: &Side,
     decode: &Side,
@@ -311,7 +311,7 @@ pub(crate) async fn marked(
     Ok((marks::told(one.start, &seen), marks::whole(one.start, &seen)))
 }
 
-/// Compares every byte of every layer.
+/// Compares every byte of every layer on the two nodes.
 fn check(near: &KvMemory, far: &KvMemory, from: &BlockLease, to: &BlockLease) {
     let group = GroupIdx(0);
     for layer in 0..32 {

@@ -14,10 +14,10 @@ const SIZES: &[usize] = &[16 << 20, 64 << 20, 128 << 20, 256 << 20, 1 << 30];
 const ROUNDS: usize = 9;
 const WITHIN: Duration = Duration::from_secs(60);
 
-/// Bytes of consecutive messages in a row. No message waits for the previous one.
+/// The total bytes of a row of messages, in which no message waits for the previous one.
 const ROW_BYTES: usize = 1 << 30;
 
-/// Gigabytes per second for one message size, with one message at a time and with a row of messages.
+/// Gigabytes per second for one message size: with one message at a time, and with a row of messages.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rate {
     bytes: usize,
@@ -25,8 +25,8 @@ pub(crate) struct Rate {
     row: f64,
 }
 
-/// Rates of `ncclSend` and `ncclRecv` by size, with one message at a time and in a row, or the reason why there are
-/// none.
+/// Measures `ncclSend` and `ncclRecv` by message size, one message at a time and in a row. If NCCL cannot
+/// run, returns the reason.
 pub(crate) fn alone() -> Value {
     let line = |Rate { bytes, one, row }: &Rate| {
         json!({
@@ -53,7 +53,7 @@ pub(crate) fn rates(sizes: &'static [usize]) -> Outcome<Vec<Rate>> {
     Ok(sizes.iter().zip(near.iter().zip(&far)).map(rate).collect())
 }
 
-/// Returns the median time for each size, of one message and of a row, measured at one end.
+/// Measures one end of the pair: returns the median times of one message and of a row, for each size.
 fn end(name: &str, id: UniqueId, rank: Rank, sizes: &[usize]) -> Outcome<Vec<[Duration; 2]>> {
     let memory = memory(name, layout(), 1);
     let largest = sizes.iter().max().copied().unwrap_or(0);
@@ -65,7 +65,8 @@ fn end(name: &str, id: UniqueId, rank: Rank, sizes: &[usize]) -> Outcome<Vec<[Du
         let mut median_of = |n_messages: usize| -> Outcome<Duration> {
             let mut took = Vec::new();
             for _ in 0..ROUNDS + 2 {
-                // Both ends start at about the same time: the earlier one waits for the other.
+                // A first message, so that both ends start at about the same time: the earlier one waits for
+                // the other.
                 some(&mut pair, rank, 16, 1)?;
                 let start = now();
                 some(&mut pair, rank, *size, n_messages)?;
@@ -83,7 +84,7 @@ fn end(name: &str, id: UniqueId, rank: Rank, sizes: &[usize]) -> Outcome<Vec<[Du
     Ok(medians)
 }
 
-/// Sends `n_messages`. Asks for the next one as soon as NCCL accepts calls again.
+/// Sends or receives `n_messages` messages of `bytes`, each as soon as NCCL accepts calls again.
 fn some(pair: &mut Communicator, rank: Rank, bytes: usize, n_messages: usize) -> Outcome<()> {
     for _ in 0..n_messages {
         match rank {

@@ -1,5 +1,5 @@
-//! Compares variants of nccl's messages with each other and with NCCL alone. All run in turn in one process, because
-//! two runs differ by more than two variants.
+//! Compares variants of nccl's messages with each other and with NCCL alone. All variants run in turn in one
+//! process, because two runs of a process differ by more than two variants.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -15,10 +15,10 @@ use crate::{Outcome, memory, now};
 
 /// The number of times that each variant is set up again, with all others in between.
 const REPEATS: usize = 5;
-/// NCCL alone, with the buffer size of the comparison.
+/// The message sizes of NCCL alone: one buffer of the size of the transfer.
 const CONTIGUOUS: &[usize] = &[1 << 30];
 
-/// One variant and its results: neighbouring blocks and scattered blocks.
+/// One variant and its results, for neighbouring blocks and for scattered blocks.
 struct Row {
     name: &'static str,
     how: How,
@@ -33,7 +33,7 @@ struct Seen {
     /// Gigabytes per second to the arrival, and to the end of the sender's `finish`, once for each repeat.
     arrived: Vec<f64>,
     finished: Vec<f64>,
-    /// The marks of one of the last transfers.
+    /// A summary of the events of one of the last transfers.
     marks: Value,
     walk: Value,
 }
@@ -55,8 +55,8 @@ fn rows() -> Vec<Row> {
     all.into_iter().map(row).collect()
 }
 
-/// Runs all variants `REPEATS` times. Returns the results and every step of a transfer of each, and prints the table
-/// to stderr.
+/// Runs all variants `REPEATS` times and prints the table to stderr. Returns the results, and every step of
+/// one transfer of each variant.
 pub(crate) async fn all() -> Outcome<(Value, Vec<Value>)> {
     let (near, far) = (memory("prefill", layout(), N_BLOCKS), memory("decode", layout(), N_BLOCKS));
     fill(&near);
@@ -67,7 +67,7 @@ pub(crate) async fn all() -> Outcome<(Value, Vec<Value>)> {
             if let Err(error) = row.measure(&near, &far).await {
                 row.error = Some(error.to_string());
             }
-            // Printed for the case that the run is interrupted.
+            // Each result is printed at once, in case the run is interrupted.
             eprintln!("{} {:.1?} {:.1?}", row.name, row.seen[0].arrived, row.seen[1].arrived);
         }
     }

@@ -18,7 +18,7 @@ const N_TOKENS: u32 = 20 * BLOCK_TOKENS;
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Stage {
     Opened,
-    /// One page of a computed layer is sent.
+    /// One page of a computed layer was sent.
     SomeSent,
     /// All pages wait for layers that are not computed.
     FenceClosed,
@@ -33,7 +33,7 @@ struct Transfer {
     landing: Landing,
     arrival: Arrival,
     sender: Box<dyn KvSender>,
-    /// Keeps a closed fence closed instead of broken.
+    /// Kept so that a closed fence stays closed and does not break.
     _signal: FenceSignal,
 }
 
@@ -118,12 +118,13 @@ pub async fn broken_fence_fails_both_sides(pair: Arc<Pair>) {
 }
 
 pub async fn deadline_fails_both_sides(pair: Arc<Pair>) {
-    // One transfer before the test makes the connection, which can take as long as the deadline on some wires.
+    // One transfer makes the connection before the test, because this can take as long as the deadline on
+    // some wires.
     pair.transfer(BLOCK_TOKENS, 2).await;
     let from = pair.prefill.computed(N_TOKENS, 3);
     let (landing, arrival) = pair.land_for(N_TOKENS, here(Duration::from_millis(300)));
     let (_signal, fence) = FenceSignal::new();
-    // On a loaded machine the deadline may pass before everything is sent.
+    // On a loaded machine the deadline may pass before everything is sent, so an error is accepted here.
     let deliver = async {
         let mut sender = pair.open(&landing).await?;
         for span in whole(&landing) {
@@ -150,7 +151,8 @@ pub async fn receiver_dies(pair: Arc<Pair>) {
     drop(connector);
     let error = arrival.settle().await.expect_err("its connector is gone");
     assert!(matches!(error, TransferError::Closed), "{error}");
-    // The blocks are free at once if the CPU writes; a GPU may be in the middle of a copy.
+    // The test waits, because a GPU may be in the middle of a copy. If the CPU writes, the blocks are free at
+    // once.
     let mut freed = pool.freed();
     while pool.counts().free != pool.counts().total {
         freed.changed().await.expect("the landing's lease comes back");
@@ -187,7 +189,7 @@ pub async fn sender_dies(pair: Arc<Pair>) {
     pair.transfer(N_TOKENS, 7).await;
 }
 
-/// The caller is dropped while it waits for the receiver's answer.
+/// The caller of `open` is dropped while it waits for the receiver's answer.
 pub async fn cancelled_open_leaves_nothing(pair: Arc<Pair>) {
     for n_polls in 0..4 {
         let (landing, arrival) = pair.land(N_TOKENS);

@@ -25,7 +25,8 @@ pub async fn spans_arrive_in_any_order(pair: Arc<Pair>) {
     let (landing, arrival) = pair.land(n_tokens);
     let mut spans = pages(&landing);
     spans.reverse();
-    // An odd stride that has no common factor with the number of pages visits every page.
+    // The pages are sent with an odd stride that has no common factor with their number, so that each is sent
+    // once.
     let n = spans.len();
     let stride = (n / 2..n).find(|stride| gcd(*stride, n) == 1).expect("n - 1 shares none");
     let mut sender = pair.open(&landing).await.expect("granted");
@@ -80,7 +81,8 @@ pub async fn nothing_to_send_is_a_transfer(pair: Arc<Pair>) {
     assert_eq!(kv.bytes, 0);
 }
 
-/// Both pools have holes, in different places.
+/// The free blocks of both nodes have holes, in different places, so neighbours on one side are none on the
+/// other.
 pub async fn neighbours_need_not_be_neighbours_there(pair: Arc<Pair>) {
     let near = pair.prefill.perforate(2);
     let far = pair.decode.perforate(1);
@@ -97,7 +99,7 @@ pub async fn layers_leave_as_they_are_computed(pair: Arc<Pair>) {
     for span in whole(&landing) {
         sender.send(span, Arc::clone(&from), fence.clone()).await.expect("room");
     }
-    // Layers 0, 2 and 4 are the first group. Layer 0 can be sent although no other layer is computed.
+    // Layers 0, 2 and 4 are the first group, so layer 0 can be sent although no other layer is computed.
     signal.layers_done(1);
     let first_layer = 5;
     arrival.progress(first_layer - 1).await;
@@ -122,7 +124,8 @@ pub async fn send_waits_for_room_and_not_for_the_fence(pair: Arc<Pair>) {
     let mut sender = pair.open(&landing).await.expect("granted");
     let mut rest = pages(&landing).into_iter();
     let mut n_taken = 0;
-    // No layer is computed yet, so the queue fills up. The call that finds no room waits, and is repeated.
+    // No layer is computed yet, so the queue fills up. The call that finds no room waits, and the test
+    // repeats it.
     let refused = loop {
         let span = rest.next().expect("a queue is bounded, and smaller than this transfer");
         let mut send = Box::pin(sender.send(span.clone(), Arc::clone(&from), fence.clone()));

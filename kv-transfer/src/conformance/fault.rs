@@ -10,7 +10,7 @@ use crate::faults::{Fault, FaultKind};
 
 const N_TOKENS: u32 = 20 * BLOCK_TOKENS;
 
-/// A transfer arrives although a fault hits one of its frames.
+/// Checks that a transfer arrives although a fault hits one of its frames.
 async fn survives(pair: &Pair, fault: Fault) {
     let (faults, before) = (&pair.prefill.parts.faults, pair.prefill.parts.faults.n_hit());
     faults.inject(fault.clone());
@@ -24,7 +24,7 @@ pub async fn flipped_bit_is_refetched(pair: Arc<Pair>) {
     }
 }
 
-/// The fault hits the first page every time it is sent.
+/// The fault hits the first page every time that it is sent.
 pub async fn flipped_bit_twice_is_a_failure(pair: Arc<Pair>) {
     pair.prefill.parts.faults.inject(Fault::once(FaultKind::FlipBit(0)).times(u32::MAX));
     let from = pair.prefill.computed(BLOCK_TOKENS, 2);
@@ -63,8 +63,8 @@ pub async fn lost_connection_fails_both_and_heals(pair: Arc<Pair>) {
     }
 }
 
-/// Neither side receives anything any more. Both get a typed error by the landing's deadline, or after the stall
-/// time.
+/// No frame reaches either side any more. Both sides get a typed error by the landing's deadline, or after
+/// the stall time.
 pub async fn stalled_wire_fails_in_time(pair: Arc<Pair>) {
     let parts = Node::parts("stalling", layout());
     let (faults, world) = (parts.faults.clone(), parts.world.clone());

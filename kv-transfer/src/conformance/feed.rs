@@ -14,7 +14,7 @@ use crate::error::TransferError;
 
 const N_TOKENS: u32 = 3 * BLOCK_TOKENS;
 
-/// All of a sequence, a chunk for each page.
+/// Cuts a whole sequence into chunks, one for each page.
 fn chunks(landing: &Landing, from: &Arc<BlockLease>, ready: &LayerFence) -> Vec<Chunk> {
     let kv = |span| Chunk::Kv { span, from: Arc::clone(from), ready: ready.clone() };
     pages(landing).into_iter().map(kv).collect()
@@ -47,7 +47,7 @@ pub async fn a_queue_is_emptied_as_fences_open(pair: Arc<Pair>) {
     let mut fed = sender.feed(queue);
     let mut rest = chunks(&landing, &from, &fence).into_iter();
     let n_chunks = rest.len();
-    // No layer is computed yet: the sender stops taking, and the producer waits.
+    // No layer is computed yet, so the sender stops taking chunks and the producer waits.
     loop {
         let room = producer.reserve();
         tokio::select! {
@@ -109,6 +109,6 @@ pub async fn a_queue_that_ends_early_fails_both_sides(pair: Arc<Pair>) {
     let error = sender.feed(queue).await.expect_err("no handoff");
     assert!(matches!(error, TransferError::Unfinished), "{error}");
     let error = arrival.settle().await.expect_err("it will never be complete");
-    // Within one process the receiver gets the sender's own error.
+    // Either error is right, because within one process the receiver gets the sender's own error.
     assert!(matches!(error, TransferError::Cancelled | TransferError::Unfinished), "{error}");
 }

@@ -109,10 +109,11 @@ pub async fn conformance_without<F>(
     }
 }
 
-/// The ranks of the prefill node and of the decode node. There are four heads: with eight ranks, two hold each head.
+/// The ranks of the prefill node and of the decode node. There are four heads: with eight ranks, two ranks
+/// hold each head.
 pub const SIZES: &[(u16, u16)] = &[(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2), (2, 4), (8, 2), (2, 8)];
 
-/// Runs the cases that depend on ranks, on connectors that carry the KV of several ranks.
+/// Runs the cases that depend on ranks, for each pair of numbers in [`SIZES`].
 ///
 /// # Panics
 /// Like [`conformance`].

@@ -1,4 +1,4 @@
-//! Two nodes with recognisable KV, for conformance cases.
+//! Nodes and pairs of nodes for conformance cases, with KV whose bytes name their place.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -39,7 +39,8 @@ const BASELINE_WITHIN: Duration = Duration::from_secs(20);
 /// Allocates the memory of the node with this name.
 pub type Place = fn(&str, KvLayout, u32) -> KvMemory;
 
-/// Set before the suite starts if it runs over a device's memory. Otherwise host memory is used.
+/// The function that allocates the nodes' memory, if the suite runs over a device's memory; otherwise host
+/// memory is used.
 static PLACE: OnceLock<Place> = OnceLock::new();
 
 /// Sets the memory of all nodes that this process creates later.
@@ -58,7 +59,7 @@ pub fn expect_slowness(times: u32) {
     SLOWER.store(times.max(1), Ordering::Relaxed);
 }
 
-/// Returns the time limit on this machine.
+/// Multiplies a time limit by the slowness of this machine.
 pub fn here(on_a_fast_machine: Duration) -> Duration {
     on_a_fast_machine * SLOWER.load(Ordering::Relaxed)
 }
@@ -67,7 +68,7 @@ fn host(_name: &str, layout: KvLayout, n_blocks: u32) -> KvMemory {
     KvMemory::host(layout, n_blocks).expect("a few hundred KiB can be mapped")
 }
 
-/// Two groups of layers, and one of them has layers of two widths: enough variety to reveal errors of a wire.
+/// Returns a layout of two groups, one with layers of two widths: enough variety to reveal errors of a wire.
 pub fn layout() -> KvLayout {
     layout_of(2)
 }
@@ -97,7 +98,8 @@ pub fn fingerprint() -> Fingerprint {
     Fingerprint::new([("weights".to_owned(), "conformance".to_owned())])
 }
 
-/// Small frames, so that small transfers have many, and a stall time that suits a loaded machine.
+/// Returns settings with small frames, so that small transfers have many, and a stall time for a loaded
+/// machine.
 pub fn settings() -> TransferSettings {
     let stall_ms = here(Duration::from_secs(10)).as_millis() as u64;
     TransferSettings { frame_bytes: 1024, stall_ms, ..TransferSettings::default() }
@@ -134,7 +136,7 @@ impl Node {
         }
     }
 
-    /// Fresh blocks with stale content.
+    /// Leases fresh blocks for `n_tokens` tokens and fills them with stale content.
     pub fn room(&self, n_tokens: u32) -> BlockLease {
         let n_blocks = self.parts.memory.layout().blocks_for(n_tokens as usize);
         let holder = Holder { what: Holding::Landing, request: RequestId::new("conformance") };
@@ -143,7 +145,7 @@ impl Node {
         lease
     }
 
-    /// Blocks with the KV of one sequence, as a finished prefill leaves them.
+    /// Leases blocks and writes the KV of one sequence, as a finished prefill leaves them.
     pub fn computed(&self, n_tokens: u32, sequence: u64) -> Arc<BlockLease> {
         let lease = self.room(n_tokens);
         self.compute(&lease, 0..lease.n_blocks() as u32, sequence);
@@ -167,7 +169,7 @@ impl Node {
         }
     }
 
-    /// Checks every valid token of the sequence.
+    /// Checks that the lease holds the right KV for every valid token of the sequence.
     pub fn assert_holds(&self, lease: &BlockLease, n_tokens: u32, sequence: u64) {
         for share in shares(self.parts.memory.layout()) {
             for block in 0..n_tokens.div_ceil(BLOCK_TOKENS) {
@@ -237,7 +239,7 @@ struct LayerShare {
     /// The layer's number in the model.
     layer: u16,
     rank: u16,
-    /// The shape of the rank's pages.
+    /// The shape of the rank's pages of this layer.
     shape: PageShape,
     /// The first of the rank's heads, and the number of heads of the model.
     heads: (usize, usize),
@@ -298,7 +300,7 @@ impl Pair {
         Self::of(make, layout(), layout()).await
     }
 
-    /// Nodes with these numbers of ranks.
+    /// Makes two nodes with these numbers of ranks.
     pub async fn of_ranks(make: &Make, prefill_tp: u16, decode_tp: u16) -> Self {
         Self::of(make, spread_layout(prefill_tp), spread_layout(decode_tp)).await
     }
@@ -309,7 +311,7 @@ impl Pair {
         Self { make: MakeShown(Arc::clone(make)), prefill, decode }
     }
 
-    /// Another node, made like these two.
+    /// Makes a third node with the same kind of connector.
     pub async fn third(&self, parts: ConnectorParts) -> Node {
         Node::new(&self.make.0, parts).await
     }
@@ -324,7 +326,7 @@ impl Pair {
         self.decode.ends().await;
     }
 
-    /// Returns a landing for a fresh sequence.
+    /// Leases room for a sequence on the decode node and grants a landing.
     pub fn land(&self, n_tokens: u32) -> (Landing, Arrival) {
         self.land_for(n_tokens, here(LANDING_FOR))
     }
@@ -349,13 +351,13 @@ impl Pair {
         self.prefill.connector.open(&Destination::Landing(landing.clone())).await
     }
 
-    /// Sends everything at once and hands off.
+    /// Opens the landing, sends all KV at once and hands off.
     pub async fn deliver(&self, landing: &Landing, from: &Arc<BlockLease>) -> Result<(), TransferError> {
         let sender = self.open(landing).await?;
         self.fill(sender, landing, from).await
     }
 
-    /// Sends everything to an opened landing and hands off.
+    /// Sends all KV to an opened landing and hands off.
     pub async fn fill(
         &self,
         mut sender: Box<dyn KvSender>,
@@ -368,7 +370,7 @@ impl Pair {
         sender.finish(handoff(landing)).await
     }
 
-    /// One whole transfer of sequence number `sequence`.
+    /// Transfers sequence number `sequence` from the prefill node to the decode node, and checks the KV.
     pub async fn transfer(&self, n_tokens: u32, sequence: u64) {
         let from = self.prefill.computed(n_tokens, sequence);
         let (landing, arrival) = self.land(n_tokens);

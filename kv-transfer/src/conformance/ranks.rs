@@ -1,4 +1,4 @@
-//! Nodes with several ranks, with equal or different numbers on the two sides.
+//! Transfers between nodes with several ranks, with equal or different numbers on the two sides.
 
 use std::sync::Arc;
 
@@ -10,7 +10,8 @@ use crate::arrival::ArrivalStatus;
 use crate::error::TransferError;
 use crate::lanes::Lanes;
 
-/// The address may name any number of ranks: no byte moves if the ranks cannot share the heads.
+/// A landing may name any number of ranks. If the ranks cannot share the heads, it is refused before a byte
+/// moves.
 pub async fn ranks_that_cannot_share_are_refused(pair: Arc<Pair>) {
     let (mut landing, mut arrival) = pair.land(BLOCK_TOKENS);
     landing.layout.shard.tp_size = 3;

@@ -1,4 +1,4 @@
-//! Refusals, and that they come before any byte moves.
+//! Refusals of wrong landings. They come before any byte moves.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::error::TransferError;
 
 const N_TOKENS: u32 = 3 * BLOCK_TOKENS;
 
-/// Opening a landing with a changed address is refused, and does not harm the landing.
+/// Checks that opening a landing with a changed address is refused, and does not harm the landing.
 async fn refuses(
     pair: &Pair,
     change: impl FnOnce(&mut Landing),
@@ -55,7 +55,8 @@ pub async fn wrong_epoch(pair: Arc<Pair>) {
     refuses(&pair, wrong, |error| matches!(error, TransferError::WrongEpoch)).await;
 }
 
-/// The sender reports the exact difference. The receiver also refuses if its sender did not check.
+/// The sender reports the exact difference of the two models. The receiver also refuses if its sender did not
+/// check.
 pub async fn other_model(pair: Arc<Pair>) {
     let other = Fingerprint::new([("weights".to_owned(), "another".to_owned())]);
     let claimed = |landing: &mut Landing| landing.fingerprint = other.clone();
@@ -74,7 +75,7 @@ pub async fn other_layout(pair: Arc<Pair>) {
     careless(&pair, &third, |landing| landing.layout = other.clone()).await;
 }
 
-/// The landing is changed so that the sender's own check passes. The receiver must refuse it.
+/// Checks that the receiver refuses a landing that is changed so that the sender's own check passes.
 async fn careless(pair: &Pair, sender: &Node, change: impl FnOnce(&mut Landing)) {
     let (mut landing, mut arrival) = pair.land(N_TOKENS);
     change(&mut landing);

@@ -20,7 +20,8 @@ use crate::quiet::Quiet;
 #[derive(Debug)]
 pub struct Flaky<T: ?Sized> {
     faults: Faults,
-    /// Held for one read or write, never across an await.
+    /// When this is cancelled, failed landings can prove quiet again; `None` if they always can. Held for one
+    /// read or write, never across an await.
     unproven_until: Mutex<Option<CancellationToken>>,
     inner: Arc<T>,
 }

@@ -22,12 +22,12 @@ use crate::error::TransferError;
 use crate::lanes::Lanes;
 use crate::reshard::Lane;
 
-/// The first byte of a stream. The size of each GPU's memory follows; the GPUs' shares are equal. The first stream
-/// also carries a file descriptor for each GPU, in the order of the ranks.
+/// The first byte of a stream. The size of each GPU's memory follows; all GPUs share memory of the same size.
+/// The first stream also carries a file descriptor for each GPU, in the order of the ranks.
 const GREETING: u8 = b'C';
 const GREETING_BYTES: usize = 9;
 
-/// Connects, and passes the memory of some GPUs, or none.
+/// Connects a stream, and passes the memory of some GPUs, or none, to the receiver.
 pub(super) async fn connect(path: &str, memory: &[(OwnedFd, usize)]) -> io::Result<Stream> {
     let mut greeting = [GREETING; GREETING_BYTES];
     let bytes = memory.first().map_or(0, |(_, bytes)| *bytes);
@@ -39,7 +39,7 @@ pub(super) async fn connect(path: &str, memory: &[(OwnedFd, usize)]) -> io::Resu
     unix::greeting(path, &greeting, &files).await
 }
 
-/// Accepts the streams of this wire.
+/// Accepts the streams of cuda-ipc links.
 #[derive(Debug)]
 pub(super) struct GpuAcceptor {
     pub(super) listener: UnixListener,

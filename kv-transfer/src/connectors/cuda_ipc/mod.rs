@@ -42,18 +42,20 @@ pub(super) const WIRE: WireKind = WireKind {
     auto: Auto::IfOnGpus,
 };
 
-/// The factor by which frames are larger than the setting. The message for one frame takes as long as the copy of a
-/// megabyte.
+/// The factor by which frames are larger than the setting. Frames are large because the message for one frame
+/// takes as long as the copy of a megabyte.
 const FRAMES_LARGER: usize = 96;
-/// Enough to saturate the wire, while prompts are hardly slowed down.
+/// The multiprocessors that copy KV: enough to saturate the wire, while prompts are hardly slowed down.
 const MULTIPROCESSORS: u32 = 16;
-/// The first frame has 8 MiB, and is copied while the next ones are announced. The last frames are shares of the
-/// rest, so that all lanes of the GPU end at about the same time, and the last digests soon after.
+/// The sizes of consecutive frames. The first frame has 8 MiB, and is copied while the next ones are
+/// announced. The last frames are shares of the rest, so that all lanes end at about the same time, and the
+/// last digests soon after.
 const TAPER: Taper = Taper { first_part: 6, least_part: 6, share: 4 };
-/// Frames of a link in progress at one time: each stream has one.
+/// The number of a link's streams. Each has one frame in progress at a time.
 const STREAMS: u16 = 6;
 
-/// Listens beside `shm`. Fails if the KV is not on a GPU, or cannot be moved 16 bytes at a time.
+/// Listens on a Unix socket beside that of `shm`. Fails if the KV is not on a GPU, or cannot be moved 16
+/// bytes at a time.
 pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
     super::gpu::pages::check(&parts.memory)?;
     check_pages(&parts)?;

@@ -1,4 +1,4 @@
-//! Hot path. The receiver's view of a sender's GPUs, and the copies from there.
+//! Hot path. The receiver's end of a cuda-ipc link: copies KV from the sender's GPUs.
 
 use std::sync::Arc;
 
@@ -20,10 +20,10 @@ use crate::landing::{Claim, OpenLanding};
 use crate::lanes::LaneSpan;
 use crate::reshard::Lane;
 
-/// A sender's memory, mapped as long as its link lives.
+/// The receiver's end of one link. A sender's memory stays mapped as long as its link lives.
 #[derive(Debug)]
 pub(super) struct CudaIpcPath {
-    /// For each lane, the memory of the sending GPU, mapped for the receiving GPU.
+    /// The memory of each lane's sending GPU, mapped for the lane's receiving GPU.
     remotes: Vec<(Lane, Arc<RemoteMemory>)>,
     copy_threads: CopyThreads,
 }
@@ -97,7 +97,7 @@ impl CudaIpcPath {
         let Some(said) = digests.wait().await else { return Ok(Vec::new()) };
         check_count(&said, &here)?;
         let wrong = differing(landing, span, &said, &here);
-        // A landing that has just failed requests nothing again.
+        // The pages of a landing that has just failed are not requested again.
         Ok(landing.arrived(span, bytes, &wrong).map(|()| wrong).unwrap_or_default())
     }
 }

@@ -28,9 +28,9 @@ pub(super) struct CudaIpcSendPath {
     world: World,
     memory: KvMemory,
     copy_threads: CopyThreads,
-    /// Bits of this node's own pages that faults have flipped. KV cannot be corrupted on its way, because it is not
-    /// sent. The bits are restored before the next frame is sent. Held while bits are flipped or restored, never
-    /// across an await.
+    /// The bits of this node's own pages that faults have flipped. A fault flips the page itself, because the
+    /// KV is not sent. The bits are restored before the next frame is sent. The lock is held while bits are
+    /// flipped or restored, never across an await.
     flipped: Mutex<Vec<Flipped>>,
 }
 
@@ -72,7 +72,8 @@ impl CudaIpcSendPath {
         Ok(digests)
     }
 
-    /// Sends the location of the pages, and their digests when these are computed. The receiver copies meanwhile.
+    /// Sends the location of the pages, and later their digests. The receiver copies while the digests are
+    /// computed.
     async fn show(&self, writer: &mut FrameWriter, span: &SpanOut) -> Result<(), TransferError> {
         let (all, pieces) = self.pages(span)?;
         writer.write(&shown(span, pieces, None)).await?;
@@ -124,7 +125,7 @@ impl CudaIpcSendPath {
         span: &SpanOut,
     ) -> Result<(), TransferError> {
         let (all, pieces) = self.pages(span)?;
-        // Computed before the fault corrupts the pages.
+        // The digests are computed before the fault corrupts the pages.
         let mut digests = self.digests(span, &all).await?;
         match fault {
             FaultKind::Lose => return Err(TransferError::lost_because("a fault was injected")),
@@ -144,7 +145,7 @@ impl CudaIpcSendPath {
 
 #[async_trait]
 impl KvSendPath for CudaIpcSendPath {
-    /// The first stream carries the memory.
+    /// Connects stream number `stream`. The first stream carries the memory of all ranks.
     async fn connect(&self, endpoint: &str, stream: u16) -> io::Result<Stream> {
         let show = |rank| {
             let card = card_of(&self.memory, rank).map_err(io::Error::other)?;

@@ -12,7 +12,7 @@ use super::pages::card_of;
 use crate::error::TransferError;
 use crate::pending_copies::PendingCopy;
 
-/// Limit of copy jobs in progress of one connector.
+/// Limit of copy jobs in progress of one copy thread.
 const COPY_JOBS_MAX: usize = 64;
 
 /// A GPU's page copier, and the thread that waits for its copy jobs. The thread ends when this is dropped and all
@@ -44,7 +44,7 @@ impl CopyThreads {
     }
 }
 
-/// The work of the thread, which waits for the GPU.
+/// A job of the copy thread.
 #[derive(Debug)]
 enum Job {
     Take {
@@ -60,7 +60,7 @@ enum Job {
 #[derive(Debug)]
 pub(in crate::connectors) struct UnderWay(oneshot::Receiver<Result<Vec<u64>, CudaError>>);
 
-/// Room for one copy job.
+/// The right to start one copy job.
 #[derive(Debug)]
 pub(in crate::connectors) struct Room<'a>(mpsc::Permit<'a, Job>);
 
@@ -113,7 +113,7 @@ impl Room<'_> {
         self.fill(copy_job, pending_copy).digests().await
     }
 
-    /// Like [`take`](Self::take), but the caller waits later.
+    /// Hands a copy job to the thread and returns at once; the caller waits for the digests later.
     pub(in crate::connectors) fn fill(
         self,
         copy_job: CopyJob,
@@ -139,7 +139,7 @@ fn wait_for_all(copier: &PageCopier, mut jobs: mpsc::Receiver<Job>) {
                 let digests = copier.take(copy_job);
                 trace!(target: "walk", writes = pending_copy.is_some(), "GPU copy job finished");
                 drop(pending_copy);
-                // The receiver of the answer may be gone.
+                // The receiver of the answer may be gone, so a failed send is ignored.
                 let _ = answer.send(digests);
             }
         }

@@ -29,8 +29,8 @@ pub(in crate::connectors) struct UniformPages {
     partial: Option<(usize, usize)>,
 }
 
-/// Refuses memory whose pages a GPU cannot move. The page copier refuses a sequence with a
-/// partly filled last block if a token is not a multiple of 16 bytes, which no real model has.
+/// Checks that a GPU can move this memory's pages. The page copier refuses a sequence with a partly filled
+/// last block if a token is not a multiple of 16 bytes, which no real model has.
 pub(in crate::connectors) fn check(memory: &KvMemory) -> Result<(), TransferError> {
     let layout = memory.layout();
     for group in layout.group_indices() {
@@ -49,12 +49,12 @@ pub(in crate::connectors) fn card_of(memory: &KvMemory, rank: u16) -> Result<OnC
     memory.rank(rank).on_card().ok_or_else(|| bad_request("this node's KV is not on a GPU"))
 }
 
-/// One side of a lane. Its pages are those of one rank.
+/// One side of a lane: the GPU with the pages of one rank, and the lane's heads in them.
 #[derive(Clone, Copy)]
 struct Side<'a> {
     card: OnCard<'a>,
     table: &'a [BlockIdx],
-    /// The heads of the lane, on this side and on the other side.
+    /// Selects a lane's heads on this side and on the other side, in this order.
     heads: fn(LaneHeads) -> (Heads, Heads),
 }
 
@@ -80,7 +80,8 @@ pub(in crate::connectors) fn wanted(
     Ok(uniform_pages(side, landing.lanes(), landing.landing(), span))
 }
 
-/// The two layouts differ in their ranks only, so a head's share of a block has the same form on both sides.
+/// Groups the layers of a span by page shape. The two layouts differ in their ranks only, so a head's share
+/// of a block has the same form on both sides.
 fn uniform_pages(side: Side<'_>, lanes: &Lanes, landing: &Landing, span: &LaneSpan) -> Vec<UniformPages> {
     let mut all: Vec<UniformPages> = Vec::new();
     for layer_pos in span.layers.clone() {
@@ -131,7 +132,7 @@ impl UniformPages {
         self.there
     }
 
-    /// Bytes on the lane.
+    /// Returns the number of bytes that the lane carries.
     pub(in crate::connectors) fn bytes(&self) -> usize {
         self.places.len() * self.here.moved_bytes()
     }
@@ -223,7 +224,7 @@ mod tests {
     use super::*;
     use crate::runs::Runs;
 
-    /// Compares with the runs of the other wires, for every byte on each lane.
+    /// Compares [`page_of_bit`] with the runs of the other wires, for every byte on each lane.
     #[test]
     fn a_bit_of_a_lane_is_in_one_of_its_heads() {
         for (from_tp, to_tp) in [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2)] {

@@ -62,8 +62,8 @@ impl KvConnector for LinkConnector {
         self.address.clone()
     }
 
-    /// For a wire within one machine: whether the peer's socket is in a folder that this process sees, and this
-    /// process may connect to it.
+    /// Checks the scheme. For a wire within one machine, also checks that this process sees the peer's socket
+    /// and may connect to it.
     fn reaches(&self, wire: &WireAddress) -> bool {
         let is_seen = || rustix::fs::access(&wire.endpoint, Access::WRITE_OK).is_ok();
         wire.scheme == self.address.scheme && (self.socket.is_none() || is_seen())

@@ -9,11 +9,11 @@ use crate::digest::Digest;
 use crate::error::FrameError;
 use crate::runs::Piece;
 
-/// Limit of pieces of one span.
+/// Limit of pieces in one KV frame.
 pub(super) const PIECES_MAX: usize = 1024;
 /// Limit of a text in a frame; longer texts are cut.
 const TEXT_BYTES_MAX: usize = 1024;
-/// Limit of a node id.
+/// Limit of a node id, in bytes.
 const NODE_BYTES_MAX: usize = 255;
 /// Limit of alternatives to a chosen token.
 const LOGPROBS_MAX: usize = 128;

@@ -99,8 +99,8 @@ pub enum KvPlace {
     Slot { slot: u16, piece: Piece },
     /// In a message of the queue between the two ranks. The messages of a queue are numbered from 0 without gaps.
     Message { number: u64, bytes: u32 },
-    /// In the receiver's pages, written by the sender's device. The KV is in place once the receiver's device has
-    /// received this number.
+    /// In the receiver's pages, written by the sender's device. The last write carries `number`; once the
+    /// receiver's device has received it, the KV is in place.
     Written { number: u32 },
 }
 
@@ -110,7 +110,7 @@ pub struct Hello {
     pub protocol: ProtocolRange,
     pub node: NodeId,
     pub epoch: Epoch,
-    /// A random number, shared by all streams of one sender to one receiver.
+    /// The random number of the link, shared by all its streams.
     pub link: u64,
     pub stream: u16,
 }

@@ -13,9 +13,9 @@ use crate::lanes::LaneSpan;
 /// The sender's digests of one frame's pages.
 #[derive(Debug)]
 pub(in crate::connectors) enum FrameDigests {
-    /// They came with the frame. Empty if digests are turned off.
+    /// The digests came with the frame. Empty if digests are turned off.
     Here(Vec<Digest>),
-    /// They follow on the same stream. The channel closes with the stream.
+    /// The digests follow on the same stream. The channel closes with the stream.
     Later(oneshot::Receiver<Vec<Digest>>),
 }
 
@@ -69,7 +69,7 @@ impl PendingDigests {
         if (self.transfer, &self.span) != (transfer, span) {
             return Err(FrameError::Unexpected("digests of pages other than those of the oldest KV frame"));
         }
-        // The receiver of the digests may have ended with the landing.
+        // The receiver of the digests may have ended with the landing, so a failed send is ignored.
         let _ = self.digests.send(digests);
         Ok(())
     }

@@ -113,7 +113,7 @@ fn only_inline_kv_has_a_payload() {
     }
 }
 
-/// Digests of 8192 heads and 1024 pieces: the most that a sender puts into one frame.
+/// A frame with digests of 8192 heads and 1024 pieces, the most that a sender puts into one frame, fits.
 #[test]
 fn the_largest_kv_frame_fits() {
     let pieces = KvPlace::Pieces(vec![Piece { offset: 64, bytes: 32 }; PIECES_MAX]);
