@@ -13,7 +13,7 @@ use crate::reshard::HeadShape;
 
 /// The digest of one head's KV in one block of one layer: XXH3-64 over the XXH3-64 of its K and of its V.
 ///
-/// There are two hashes of contiguous runs, not one over both, so that neither side has to gather K and V first.
+/// K and V are hashed apart, as contiguous runs, so that neither side has to gather them first.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Digest(pub u64);
 
@@ -36,7 +36,7 @@ pub struct PageShape {
     pub n_parts: usize,
     /// Heads on this rank.
     pub n_heads: usize,
-    /// Bytes of one head's K or V in one block, all tokens.
+    /// Bytes of one head's K or V in one block, with all tokens.
     pub head_bytes: usize,
     /// Bytes of one token in one head's K or V.
     pub token_bytes: usize,
@@ -68,7 +68,7 @@ impl PageShape {
         Digest::of_parts((0..self.n_parts).map(hash))
     }
 
-    /// The digests of all heads of `page`, appended to `digests`.
+    /// Appends the digests of all heads of `page` to `digests`.
     pub fn digest_page(&self, page: &[u8], n_tokens: u16, digests: &mut Vec<Digest>) {
         self.digest_heads(page, 0..self.n_heads, n_tokens, digests);
     }
@@ -83,7 +83,7 @@ impl PageShape {
         self.verify_heads(page, 0..self.n_heads, n_tokens, digests)
     }
 
-    /// Returns whether some heads of `page` match `digests`.
+    /// Returns whether the heads in `heads` match `digests`.
     pub fn verify_heads(&self, page: &[u8], heads: Range<usize>, n_tokens: u16, digests: &[Digest]) -> bool {
         digests.len() == heads.len()
             && heads.zip(digests).all(|(head, digest)| self.digest(page, head, n_tokens) == *digest)
@@ -136,7 +136,7 @@ mod tests {
         assert!(!shape.verify_page(&stale, 5, &digests));
     }
 
-    /// One rank with four heads, and two ranks with two heads each: the same digests.
+    /// One rank with four heads has the same digests as two ranks with two heads each.
     #[test]
     fn digests_are_independent_of_tensor_parallel_layout() {
         let (whole, half) = (shape(4), shape(2));

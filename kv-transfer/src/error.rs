@@ -70,13 +70,13 @@ pub enum TransferError {
     /// The producer of the KV ended without a handoff.
     #[error("the sequence ended before its first token")]
     Unfinished,
-    /// Pages arrived wrong, and again when they were sent once more.
+    /// Pages arrived wrong, and were wrong again when they were sent once more.
     #[error("{pages} pages arrived corrupted twice")]
     Corrupted { pages: usize },
     #[error("the connector is closed")]
     Closed,
 
-    /// The caller asked for something that the contract forbids.
+    /// The caller broke the contract.
     #[error("invalid request: {0}")]
     BadRequest(String),
     #[error("{sent} of {wanted} pages were sent before finish")]

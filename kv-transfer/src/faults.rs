@@ -1,7 +1,7 @@
 //! Faults that a test injects into a wire, after the digests are computed.
 //!
-//! Every connector asks its [`Faults`] once per KV frame whether a fault applies. In production there are none, and
-//! the check costs one comparison. `connectors::flaky::Flaky` sets them.
+//! Every connector asks its [`Faults`] once per KV frame for the next fault. In production there are no
+//! faults, and the call costs one comparison. `connectors::flaky::Flaky` adds them.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,8 +11,8 @@ use std::time::Duration;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     pub kind: FaultKind,
-    /// The fault hits the frame with this byte. Bytes are counted in the KV sent since the fault became the first in
-    /// the queue, so the size of frames does not matter.
+    /// The number of KV bytes before the byte that is hit, counted from the moment at which the fault became
+    /// the first in the queue. So the size of frames does not matter.
     pub after_bytes: u64,
     /// The number of consecutive frames that are hit.
     pub times: u32,
@@ -35,7 +35,7 @@ pub enum FaultKind {
 }
 
 impl Fault {
-    /// Hits the next frame, once.
+    /// Makes a fault that hits the next frame, once.
     pub fn once(kind: FaultKind) -> Self {
         Self { kind, after_bytes: 0, times: 1 }
     }
@@ -54,19 +54,20 @@ impl Fault {
 /// The faults of one connector, applied in the order of injection. Clones share their faults.
 #[derive(Clone, Debug, Default)]
 pub struct Faults {
-    /// `None` in production: then there is no lock to take. The lock is never held across an await.
+    /// The faults to come; `None` in production, where there is no lock to take. The lock is never held
+    /// across an await.
     programme: Option<Arc<Mutex<Programme>>>,
 }
 
 #[derive(Debug, Default)]
 struct Programme {
     faults: VecDeque<Fault>,
-    /// Frames that were hit so far.
+    /// The number of frames that were hit so far.
     n_hit: u64,
 }
 
 impl Faults {
-    /// Faults that cannot be injected into: production.
+    /// Returns faults for production, to which nothing can be added.
     pub fn none() -> Self {
         Self::default()
     }
@@ -76,6 +77,8 @@ impl Faults {
         Self { programme: Some(Arc::default()) }
     }
 
+    /// Adds a fault to the queue.
+    ///
     /// # Panics
     /// If these are [`Faults::none`].
     pub fn inject(&self, fault: Fault) {
@@ -83,13 +86,13 @@ impl Faults {
         programme.lock().unwrap_or_else(PoisonError::into_inner).faults.push_back(fault);
     }
 
-    /// Frames that were hit so far.
+    /// Returns the number of frames that were hit so far.
     pub fn n_hit(&self) -> u64 {
         let Some(programme) = &self.programme else { return 0 };
         programme.lock().unwrap_or_else(PoisonError::into_inner).n_hit
     }
 
-    /// Returns the fault of the next frame, which carries `bytes` bytes of KV.
+    /// Returns the fault that hits the next frame, if any. The frame carries `bytes` bytes of KV.
     pub(crate) fn next(&self, bytes: usize) -> Option<FaultKind> {
         self.programme.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner).next(bytes as u64)
     }

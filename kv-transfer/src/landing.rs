@@ -41,7 +41,7 @@ use crate::quiet::Quiet;
 use crate::reshard::{Heads, Lane};
 use crate::runs::Runs;
 
-/// A proof of quiet that takes longer than this is logged as a warning, because an operator has to look.
+/// A proof of quiet that takes longer than this is logged as a warning, because an operator must act.
 const PROOF_IS_LATE_AFTER: Duration = Duration::from_secs(10);
 
 /// One landing. Shared by its [`Arrival`](crate::Arrival), its timer, and the code that fills it.
@@ -51,14 +51,14 @@ pub struct OpenLanding {
     demands: Demands,
     /// The page shapes of one rank, by group and layer.
     shapes: Vec<Vec<PageShape>>,
-    /// Set when a sender is admitted.
+    /// The lanes from the sender. Set when a sender is admitted.
     lanes: OnceLock<Lanes>,
     memory: KvMemory,
     /// Whether spans must have digests.
     verifies: bool,
     since: Instant,
     lease: LeaseGate,
-    /// Held for bookkeeping, never across an await.
+    /// The bookkeeping of pages and outcome. The lock is never held across an await.
     progress: Mutex<Progress>,
     changed: Notify,
     gate: Gate,
@@ -82,7 +82,7 @@ pub(crate) fn bad_request(why: &str) -> TransferError {
 // === impl OpenLanding ===
 
 impl OpenLanding {
-    /// When the arrival is gone, `table` removes the landing. Must be called within a runtime.
+    /// Makes a landing that `table` removes when its arrival is gone. Must be called within a runtime.
     pub(crate) fn new(
         landing: Landing,
         lease: BlockLease,
@@ -135,7 +135,7 @@ impl OpenLanding {
         self.lanes().heads(shape.n_kv_heads, lane).to
     }
 
-    /// Returns the places in this side's memory of a part of a span.
+    /// Returns the place of a part of a span in this side's memory.
     pub(crate) fn runs(&self, span: &LaneSpan) -> Runs {
         let table = &self.landing.tables[usize::from(span.group.0)];
         Runs::wanted(&self.landing.layout, self.lanes(), table, span)
@@ -164,7 +164,8 @@ impl OpenLanding {
 
     /// Like [`claim`](Self::claim), for a span whose digests are sent later.
     pub(crate) fn claim_promised(&self, span: &LaneSpan) -> Result<Claim, TransferError> {
-        // Checked first, because digests can be counted only for a span that is part of the transfer.
+        // The span is checked first, because digests can be counted only for a span that is part of the
+        // transfer.
         let is_part = self.progress().pages.contains(span);
         self.claim(span, if is_part { self.n_digests(span) } else { 0 })
     }
@@ -236,7 +237,8 @@ impl OpenLanding {
         Ok(())
     }
 
-    /// The sender has sent everything. Some of it may still be in flight on other streams.
+    /// Notes the sender's handoff, and ends the landing if nothing is missing. KV may still be in flight on
+    /// other streams.
     pub(crate) fn handed_off(&self, handoff: Handoff) -> Result<(), TransferError> {
         if (handoff.transfer, handoff.n_tokens) != (self.landing.transfer, self.landing.n_tokens) {
             return Err(TransferError::Mismatch("the handoff is for another sequence".to_owned()));
@@ -324,7 +326,7 @@ impl OpenLanding {
         self.progress().outcome.is_some()
     }
 
-    /// Pages verified, and pages wanted.
+    /// Returns the numbers of verified pages and of wanted pages.
     pub(crate) fn received(&self) -> (usize, usize) {
         let progress = self.progress();
         (progress.pages.n_verified(), progress.pages.total())
@@ -335,10 +337,11 @@ impl OpenLanding {
         self.progress().take_outcome()
     }
 
-    /// Called when the landing's arrival is dropped.
+    /// Ends the landing because its arrival is dropped.
     pub(crate) fn leave(&self) {
         self.fail(TransferError::Cancelled);
-        // KV that arrived but was not taken is released now, not when the last wire drops the landing.
+        // KV that arrived but was not taken is released now, so that it does not wait for the last wire's
+        // reference.
         drop(self.take_outcome());
         if let Some(table) = self.table.upgrade() {
             table.forget(self.landing.transfer);

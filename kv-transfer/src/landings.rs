@@ -11,7 +11,7 @@ use crate::connector::{ConnectorParts, LandRequest};
 use crate::error::TransferError;
 use crate::landing::{Credentials, OpenLanding, Opener, bad_request};
 
-/// Landings that one connector may have at once. A decode node runs hundreds of sequences, so this is far above
+/// Limit of landings of one connector. A decode node runs hundreds of sequences, so the limit is far above
 /// normal use.
 const LANDINGS_MAX: usize = 16 << 10;
 
@@ -25,7 +25,8 @@ pub struct Landings {
 pub(crate) struct Table {
     parts: ConnectorParts,
     wire: WireAddress,
-    /// An entry lives as long as its arrival. Locked for a look-up only, never across an await.
+    /// The landings by transfer. An entry exists as long as its arrival. Held for a look-up, never across an
+    /// await.
     open: Mutex<BTreeMap<TransferId, Weak<OpenLanding>>>,
 }
 

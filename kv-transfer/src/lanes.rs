@@ -1,8 +1,8 @@
 //! The lanes of one transfer, and the parts of spans that they carry.
 //!
-//! A span names layers and blocks of a sequence; its sender need not know about ranks. On the wire a span is split
-//! into parts, one for each pair of ranks that have heads in common. Between nodes with equal numbers of ranks a part
-//! is whole pages; otherwise it is some heads of each page.
+//! A span names layers and blocks of a sequence; its producer need not know about ranks. On the wire a span
+//! is split into parts, one for each pair of ranks that have heads in common. Between nodes with equal
+//! numbers of ranks a part is whole pages; otherwise it is some heads of each page.
 //! See `docs/decisions/0012-ranks-share-outputs.md`.
 
 use std::ops::Deref;
@@ -58,7 +58,7 @@ impl Lanes {
         Ok(Self { all: all.into(), from_tp, to_tp })
     }
 
-    /// In the order of the receiver's ranks.
+    /// Returns all lanes, in the order of the receiver's ranks.
     pub fn all(&self) -> &[Lane] {
         &self.all
     }

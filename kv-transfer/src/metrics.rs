@@ -8,7 +8,7 @@ use types::{Landing, Scheme};
 
 use crate::error::TransferError;
 
-/// The buckets cover a slow network up to a fast link between two GPUs.
+/// The buckets of the transfer rate, from a slow network to a fast link between two GPUs.
 const GIGABYTES_PER_SECOND: &[f64] = &[0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0];
 
 /// All metrics of this crate. Cheap to clone: clones share their counters.
@@ -64,7 +64,7 @@ impl TransferMetrics {
         self.count(scheme, "in", error.word());
     }
 
-    /// Counts the end of a sender: a success if there is no error.
+    /// Counts a sender's transfer when it ends: as a success if there is no error.
     pub(crate) fn sent(&self, landing: &Landing, error: Option<&TransferError>) {
         let scheme = &landing.wire.scheme;
         let Some(error) = error else {
@@ -98,13 +98,13 @@ impl TransferMetrics {
 }
 
 impl Default for TransferMetrics {
-    /// Metrics that are not exported.
+    /// Makes metrics that are not exported.
     fn default() -> Self {
         Self::new(&Metrics::new("unseen"))
     }
 }
 
-/// Blocks in quarantine. The drop ends their count.
+/// A number of blocks in quarantine. The drop ends their count.
 #[derive(Debug)]
 pub(crate) struct QuarantinedBlocks {
     gauge: IntGauge,

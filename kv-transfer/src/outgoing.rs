@@ -38,7 +38,7 @@ pub(crate) const FRAME_DIGESTS_MAX: usize = 8192;
 /// The operations that each wire implements for outgoing transfers.
 #[async_trait]
 pub(crate) trait Wire: Debug + Send + Sync + 'static {
-    /// Sends some computed pages. Waits for room, not for arrival. `from` is held until they are sent.
+    /// Sends some computed pages. Waits for room, not for arrival. `from` is held until the pages are sent.
     async fn put(
         &self,
         out: &Arc<Outgoing>,
@@ -150,7 +150,7 @@ pub(crate) fn landing_of(
     Ok((landing.clone(), lanes))
 }
 
-/// The layouts may differ in their numbers of ranks only.
+/// Checks that two layouts differ in their numbers of ranks only, and returns the lanes between the two.
 fn agree(ours: &KvLayout, theirs: &KvLayout) -> Result<Lanes, TransferError> {
     if ours.is_same_but_for_ranks(theirs) {
         let lanes = Lanes::between(ours.shard.tp_size, theirs);
@@ -170,7 +170,7 @@ fn agree(ours: &KvLayout, theirs: &KvLayout) -> Result<Lanes, TransferError> {
 enum Job {
     Span(SpanJob),
     Handoff(Handoff),
-    /// All further jobs come from this queue.
+    /// All further jobs of this transfer come from this queue.
     Feed(Box<Feed>),
 }
 
@@ -203,7 +203,7 @@ impl SpanCheck {
     /// Returns the part of a span that the receiver wants; `None` if it holds all of it.
     fn wanted(&self, span: KvSpan, from: &BlockLease) -> Result<Option<LaneSpan>, TransferError> {
         let Some(span) = wanted_part(span, &self.landing) else { return Ok(None) };
-        // The caller does not know of ranks: it sends whole pages.
+        // The caller does not know of ranks and sends whole pages, so the check uses one lane.
         let span = LaneSpan { lane: Lane::ONLY, span };
         if !self.pages.contains(&span) {
             return Err(bad_request(&format!("{:?}", span.span)));
@@ -265,7 +265,8 @@ impl Sender {
         tokio::select! {
             biased;
             _ = self.out.settled() => Err(self.why_over()),
-            // The pump closes its end of the queue when there is an outcome, even between these two checks.
+            // The pump closes its end of the queue when there is an outcome, so this fails even if the
+            // outcome comes between the two checks.
             room = self.jobs.clone().reserve_owned() => room.map_err(|_| self.why_over()),
         }
     }
@@ -322,8 +323,8 @@ struct Pump {
     frame_bytes: usize,
     tall_frames: bool,
     taper: Option<Taper>,
-    /// The spans that were sent, to be sent again if pages arrive wrong. Holds their leases until the receiver has
-    /// verified them.
+    /// The spans that were sent. They are kept with their leases until the receiver has verified them, to be
+    /// sent again if pages arrive wrong.
     sent: Vec<SpanJob>,
 }
 
@@ -458,7 +459,7 @@ impl Pump {
     }
 }
 
-/// Waits for ever without a feed.
+/// Returns the next chunk of the feed. Without a feed it waits for ever.
 async fn next_chunk(feed: &mut Option<Box<Feed>>) -> Option<Chunk> {
     match feed {
         Some(feed) => feed.queue.next().await,

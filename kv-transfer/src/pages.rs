@@ -82,7 +82,7 @@ impl Pages {
         self.states.len()
     }
 
-    /// Pages that were claimed at least once.
+    /// Returns the number of pages that were claimed at least once.
     pub(crate) fn n_claimed(&self) -> usize {
         self.n_claimed
     }
@@ -226,13 +226,14 @@ pub(crate) fn cut_tall(
 struct Sizes {
     max: u32,
     least: u32,
-    /// The limit of the next piece. It doubles with each piece.
+    /// The limit of the next piece. It doubles with each piece, up to `max`.
     grown: u32,
     share: u32,
 }
 
 impl Sizes {
-    /// The taper applies only if there are more than two full pieces.
+    /// Computes the sizes for a span of `n_blocks`. The taper applies only if there are more than two full
+    /// pieces.
     fn new(max: u32, n_blocks: u32, taper: Option<Taper>) -> Self {
         match taper.filter(|_| n_blocks > 2 * max) {
             None => Self { max, least: max, grown: max, share: 1 },

@@ -5,7 +5,7 @@ use types::{Epoch, Fingerprint, Grant, KvLayout, NodeId, Scheme, TransferId, Wir
 use super::*;
 use crate::reshard::Lane;
 
-/// Three layers of pages of 512 bytes; blocks of 16 tokens.
+/// Makes a landing with three layers of pages of 512 bytes, and blocks of 16 tokens.
 fn landing(n_tokens: u32, held_tokens: u32) -> Landing {
     Landing {
         transfer: TransferId(1),
@@ -26,7 +26,7 @@ fn span(layers: Range<u16>, blocks: Range<u32>) -> KvSpan {
     KvSpan { group: GroupIdx(0), blocks, layers }
 }
 
-/// Returns the span on the only lane.
+/// Returns the span as the part of the only lane.
 fn only(span: KvSpan) -> LaneSpan {
     LaneSpan { lane: Lane::ONLY, span }
 }
@@ -77,7 +77,7 @@ fn only_wanted_pages_belong_to_a_transfer() {
     assert_eq!(wanted_part(span(0..1, 0..1), &landing(40, 16)), None);
 }
 
-/// The receiver's one rank gets half of each page from each of the sender's two ranks.
+/// The receiver's one rank gets half of each page from each of the sender's two ranks, so it waits for both.
 #[test]
 fn a_page_is_whole_when_all_lanes_have_brought_their_part() {
     let landing = Landing { layout: KvLayout::uniform(16, KvDtype::F32, 3, 2, 4), ..landing(32, 0) };
@@ -165,7 +165,7 @@ fn of_many_pieces_the_first_and_the_last_are_small() {
     assert_eq!(sizes_of(40, 3), [2, 4, 8, 8, 6, 4, 2, 2, 2, 2]);
     assert_eq!(sizes_of(40, 1), [2, 4, 8, 8, 8, 8, 2]);
     assert_eq!(sizes_of(17, 2), [2, 4, 5, 3, 2, 1]);
-    // Two pieces are not tapered.
+    // A span of two pieces is not tapered.
     assert_eq!(sizes_of(16, 3), [8, 8]);
     assert_eq!(sizes_of(1, 3), [1]);
     assert!(sizes_of(0, 3).is_empty());

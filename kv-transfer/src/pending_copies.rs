@@ -11,7 +11,7 @@ use tokio::sync::Notify;
 
 use crate::quiet::Quiet;
 
-/// The number of copies in progress.
+/// The number of device copies in progress for one landing or one outgoing transfer.
 #[derive(Debug, Default)]
 pub(crate) struct PendingCopies {
     n: AtomicUsize,
@@ -46,10 +46,10 @@ impl Quiet for PendingCopies {
         "a copy in progress on this node's GPU"
     }
 
-    /// No copy can begin after the landing is closed.
+    /// Returns whether no copy is left. No copy can begin after the landing is closed.
     fn revoke(&self) -> bool {
-        // A read-modify-write is ordered with every `begin`: a copy that begins after this call sees all writes
-        // before it.
+        // A read-modify-write, because it is ordered with every `begin`: a copy that begins after this call
+        // sees all writes before it.
         self.n.fetch_add(0, Ordering::AcqRel) == 0
     }
 
@@ -57,7 +57,7 @@ impl Quiet for PendingCopies {
         loop {
             let landed = self.landed.notified();
             tokio::pin!(landed);
-            // Registers before the check, so that no notification is missed between the two.
+            // Registers before the check, so that no notification between the check and the wait is missed.
             landed.as_mut().enable();
             if self.revoke() {
                 return;

@@ -1,9 +1,9 @@
 //! Computes the list of copies from the sender's sharding of a sequence's KV to the receiver's.
 //!
-//! This file has no memory and no wire. On all links each side knows its own pages only and uses the [`lanes`];
-//! [`Heads`] locates one side's part of a lane in each page. A page of one layer is `[K|V][kv_head][token][dim]`. So
-//! one rank's data for another is, in each block, one run for K and one for V. If blocks are neighbours on both sides
-//! and all heads go the same way, runs merge into few long ones.
+//! This file has no memory and no wire. Each side of a link knows its own pages only and uses the [`lanes`];
+//! [`Heads`] locates one side's part of a lane in each page. A page of one layer is
+//! `[K|V][kv_head][token][dim]`. So one rank's data for another is, in each block, one run for K and one for
+//! V. If blocks are neighbours on both sides and all heads go the same way, runs merge into few long ones.
 //!
 //! | sender → receiver, 8 heads | copies for one layer of a run of blocks |
 //! |---|---|
@@ -33,7 +33,7 @@ pub struct Sharding {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Spread {
     pub n_heads: u16,
-    /// The same as in [`Sharding`].
+    /// The number of ranks, as in [`Sharding`].
     pub tp_size: u16,
 }
 
@@ -57,7 +57,7 @@ pub struct LaneHeads {
 pub struct Heads {
     pub first: u16,
     pub n: u16,
-    /// All heads of the page.
+    /// The number of heads of the whole page.
     pub of: u16,
 }
 
@@ -176,12 +176,12 @@ fn check_tables(from: Side<'_>, to: Side<'_>, blocks: &Range<u32>) -> Result<(),
 // === impl Sharding ===
 
 impl Sharding {
-    /// Returns one rank that holds everything.
+    /// Describes one rank that holds everything.
     pub fn whole(n_heads: u16, n_layers: u16) -> Self {
         Self::tensor_parallel(n_heads, 1, n_layers)
     }
 
-    /// Returns one stage of `tp_size` ranks.
+    /// Describes one pipeline stage of `tp_size` ranks.
     pub fn tensor_parallel(n_heads: u16, tp_size: u16, n_layers: u16) -> Self {
         Self { n_heads, tp_size, stages: std::iter::once(0..n_layers).collect() }
     }
@@ -246,7 +246,7 @@ impl LaneHeads {
 }
 
 impl Heads {
-    /// Returns whether these are all heads of the page.
+    /// Returns whether the lane carries all heads of the page.
     pub fn are_all(self) -> bool {
         self.n == self.of
     }
@@ -261,7 +261,7 @@ impl Heads {
     }
 }
 
-/// The data of one layer that goes from one rank to another.
+/// The data of one layer that goes from one rank to another rank.
 struct Way {
     shape: HeadShape,
     layer: u16,

@@ -25,7 +25,7 @@ fn n_places(table: &[BlockIdx]) -> usize {
     table.iter().map(|place| place.0 as usize + 1).max().unwrap_or(0)
 }
 
-/// Regions in which every wanted cell has the content of `cell`, and all others are zero.
+/// Makes the regions of one side. Every wanted cell has the content of `cell`, and all others are zero.
 fn memory(
     shape: HeadShape,
     side: Side<'_>,

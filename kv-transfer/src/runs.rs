@@ -20,9 +20,9 @@ use crate::digest::PageShape;
 use crate::lanes::{LaneSpan, Lanes};
 use crate::reshard::{HeadShape, Heads};
 
-/// Slices in one system call. Linux accepts at most 1024.
+/// Limit of slices in one system call. Linux accepts at most 1024.
 const SLICES_MAX: usize = 64;
-/// Bytes moved in one attempt. This bounds the time for which a landing's lock is held.
+/// Limit of bytes moved in one attempt, which bounds the time for which a landing's lock is held.
 const ATTEMPT_BYTES_MAX: usize = 1 << 20;
 
 /// Contiguous bytes in a memory that both sides can access.
@@ -36,12 +36,12 @@ pub struct Piece {
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Run {
     layer_pos: u16,
-    /// Block indices in the pool.
+    /// The run's blocks, as indices in the pool.
     blocks: Range<u32>,
     /// The offset of the run in the span's bytes.
     start: usize,
     bytes: usize,
-    /// `None`: the run covers all borrowed bytes.
+    /// The heads that the run covers in its page; `None` if it covers all borrowed bytes.
     some: Option<SomeHeads>,
 }
 
@@ -62,14 +62,14 @@ pub(crate) struct Runs {
 }
 
 impl Runs {
-    /// Returns the part in the sender's memory. `layout` is the sender's, and `table` its block table of the
+    /// Locates the part in the sender's memory. `layout` is the sender's, and `table` its block table of the
     /// span's group.
     pub(crate) fn sent(layout: &KvLayout, lanes: &Lanes, table: &[BlockIdx], span: &LaneSpan) -> Self {
         let heads = |shape: LayerShape| lanes.heads(shape.n_kv_heads, span.lane).from;
         Self::new(layout, span.lane.from, table, span, heads)
     }
 
-    /// Returns the part in the receiver's memory, by the receiver's layout and table.
+    /// Locates the part in the receiver's memory, by the receiver's layout and table.
     pub(crate) fn wanted(layout: &KvLayout, lanes: &Lanes, table: &[BlockIdx], span: &LaneSpan) -> Self {
         let heads = |shape: LayerShape| lanes.heads(shape.n_kv_heads, span.lane).to;
         Self::new(layout, span.lane.to, table, span, heads)
@@ -213,7 +213,7 @@ pub(crate) struct ReadSlices<'m> {
     pages: Vec<(PageRef<'m>, Slices)>,
 }
 
-/// One slice, or one of K and one of V. An empty range is no slice.
+/// The slices of one run: one slice, or one of K and one of V. An empty range is no slice.
 type Slices = [Range<usize>; 2];
 
 fn non_empty(slices: &Slices) -> impl Iterator<Item = &Range<usize>> {

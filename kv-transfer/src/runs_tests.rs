@@ -11,7 +11,7 @@ fn span(layers: Range<u16>, blocks: Range<u32>) -> LaneSpan {
     LaneSpan { lane: Lane::ONLY, span: KvSpan { group: GroupIdx(0), blocks, layers } }
 }
 
-/// Runs in memory that belongs to one rank.
+/// Locates a span in memory that belongs to one rank.
 fn whole(table: &[BlockIdx], span: &LaneSpan) -> Runs {
     Runs::sent(&layout(), &Lanes::only(), table, span)
 }
@@ -54,7 +54,7 @@ fn what_is_gathered_is_scattered() {
     }
 }
 
-/// Copies from the first slice into the first slice what fits, but an odd number of bytes.
+/// Copies from the first slice of `from` to the first slice of `to`: what fits, but an odd number of bytes.
 fn copy_some(from: &ReadSlices<'_>, to: &mut WriteSlices<'_>) -> usize {
     let mut sources = Vec::new();
     from.append_to(&mut sources);
@@ -148,7 +148,7 @@ fn some_heads_are_gathered_and_scattered() {
     for (from, to) in [(5, 0), (2, 3)] {
         let page = near.read(GroupIdx(0), 0, from..from + 1).unwrap();
         let share = far.rank(1).read(GroupIdx(0), 0, to..to + 1).unwrap();
-        // Heads 2 and 3 of K, and of V.
+        // The share is heads 2 and 3 of K, and of V.
         let (k, v) = (&page[2 * HEAD_BYTES..4 * HEAD_BYTES], &page[6 * HEAD_BYTES..]);
         assert_eq!(*share, [k, v].concat());
     }

@@ -12,14 +12,15 @@ pub struct TransferSettings {
     pub listen: String,
     /// The host that peers are told to connect to. Empty: the one in `listen`, which must then not be `0.0.0.0`.
     pub advertise: String,
-    /// TCP streams to each peer. Two keep two cores busy; more help where single flows are rate-limited.
+    /// TCP streams to each peer. Two streams keep two cores busy; more streams help where single flows are
+    /// rate-limited.
     pub streams: u16,
     /// The time without progress, on a silent peer or in a read or write, after which the wire is considered dead.
     pub stall_ms: u64,
     /// Limit of KV bytes in one frame: small enough to stay in a core's cache from digest to copy.
     pub frame_bytes: usize,
-    /// Multiprocessors of a GPU that move and digest KV. 0: the number that was measured best for the connector, 16
-    /// for cuda-ipc and 32 for a message of nccl.
+    /// Multiprocessors of a GPU that move and digest KV. 0: the number that was measured best for the
+    /// connector, 16 for cuda-ipc and 32 for a message of nccl.
     pub gpu_multiprocessors: u32,
     /// Microseconds for which the own threads of cuda-ipc and nccl spin for the next event before they sleep. 0:
     /// there are no such threads, and each event wakes a thread of the process.
@@ -29,8 +30,8 @@ pub struct TransferSettings {
     /// `device`, `device:port` or `device:port:gid`; the last part is an index. Empty: the first port that is up and
     /// has a routable address.
     pub rdma_device: String,
-    /// Whether a frame has few blocks of all computed layers, not all blocks of few layers: for wires that copy
-    /// rectangles. Set by the connector.
+    /// Whether a frame has few blocks of all computed layers, for wires that copy rectangles, instead of all
+    /// blocks of few layers. Set by the connector.
     #[serde(skip)]
     pub tall_frames: bool,
     /// How the first and last of many tall frames are made smaller, so that the first frame leaves early and little
@@ -49,11 +50,11 @@ pub struct TransferSettings {
 /// The sizes of consecutive frames: the first are small and double each time, and the last are shares of the rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Taper {
-    /// The first frame is the largest size divided by this.
+    /// The divisor of the largest size that gives the first frame's size.
     pub first_part: u32,
-    /// The smallest of the last frames is the largest size divided by this.
+    /// The divisor of the largest size that gives the smallest of the last frames.
     pub least_part: u32,
-    /// A frame is at most the rest divided by this.
+    /// The divisor of the rest that gives the largest size of a frame near the end.
     pub share: u32,
 }
 

@@ -1,10 +1,10 @@
 //! The threads of a connector's tasks: the process's runtime, or threads of the connector's own.
 //!
-//! Between GPUs a gigabyte takes three milliseconds. A sleeping thread takes some ten microseconds to wake up,
-//! several times in a transfer. A thread of the connector's own runs its tasks and polls their sockets. After each
-//! event it spins for a bounded time before it sleeps. This costs one core for that time, and no thread that computes
-//! waits for it. Each GPU of a node has two such threads: one is enough for a wire between two GPUs, but not where
-//! ranks share pages.
+//! Between GPUs a gigabyte takes three milliseconds, and a sleeping thread takes some ten microseconds to
+//! wake up, several times in a transfer. So a connector can have threads of its own, which run its tasks and
+//! poll their sockets. After each event such a thread spins for a bounded time before it sleeps. This costs
+//! one core for that time, and no thread that computes waits for it. Each GPU of a node has two such threads:
+//! one is enough for a wire between two GPUs, but not where ranks share pages.
 //! See `docs/decisions/0017-a-thread-that-stays-awake.md`.
 
 use std::fmt;
@@ -21,15 +21,15 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use crate::error::TransferError;
 use crate::landing::bad_request;
 
-/// Threads for each GPU.
+/// The number of threads for each GPU.
 const THREADS: u16 = 2;
 /// The longest permitted spin. A sleeping thread wakes up in far less time.
 const AWAKE_MAX: Duration = Duration::from_secs(1);
 
-/// See the module. Cheap to clone; the threads end when the last clone is dropped.
+/// The threads of a connector's tasks. Cheap to clone; the threads end when the last clone is dropped.
 #[derive(Clone, Debug)]
 pub(crate) struct WireThreads {
-    /// Empty: tasks run on the caller's runtime.
+    /// The connector's own threads. If there are none, tasks run on the caller's runtime.
     threads: Arc<[WireThread]>,
     /// The index of the thread that runs new tasks.
     nth: usize,
@@ -47,19 +47,19 @@ struct WireThread {
 struct SpinWindow {
     began: Instant,
     length: Duration,
-    /// Nanoseconds since `began`.
+    /// The end of the window, in nanoseconds since `began`.
     until: AtomicU64,
     woken: Notify,
 }
 
 impl WireThreads {
-    /// Uses the caller's runtime.
+    /// Uses the caller's runtime, without threads of the connector's own.
     pub(crate) fn shared() -> Self {
         Self { threads: [].into(), nth: 0 }
     }
 
-    /// Starts the threads for `n_gpus` GPUs. They spin for `awake` after each event; if it is zero, this is `shared`.
-    /// The threads hold the gate.
+    /// Starts the threads for `n_gpus` GPUs, which hold the gate. They spin for `awake` after each event; if
+    /// it is zero, this is `shared`.
     pub(crate) fn start(n_gpus: u16, awake: Duration, gate: &Gate) -> Result<Self, TransferError> {
         if awake.is_zero() {
             return Ok(Self::shared());
@@ -76,13 +76,13 @@ impl WireThreads {
         Self { threads: Arc::clone(&self.threads), nth: nth % self.threads.len().max(1) }
     }
 
-    /// Runs `start`. The tasks and sockets that it creates belong to this thread.
+    /// Runs `start`. The tasks and sockets that it creates belong to the thread of this handle.
     pub(crate) fn at<T>(&self, start: impl FnOnce() -> T) -> T {
         let _entered = self.threads.get(self.nth).map(|own| own.runtime.enter());
         start()
     }
 
-    /// Runs a future on this thread and waits for its result.
+    /// Runs a future on the thread of this handle and waits for its result.
     pub(crate) async fn run<T: Send + 'static>(
         &self,
         gate: &Gate,
@@ -114,7 +114,7 @@ impl WireThread {
             let keeping = runtime.spawn(async move { keeps.keep().await });
             runtime.block_on(until.cancelled());
             keeping.abort();
-            // The remaining tasks belong to connections that are already dropped.
+            // The remaining tasks belong to connections that are already dropped, so they are not awaited.
             runtime.shutdown_background();
             drop(inside);
         };
@@ -140,8 +140,8 @@ impl SpinWindow {
         }
     }
 
-    /// Yields in a loop while the window is open. So the thread does not sleep, and it polls its sockets between two
-    /// yields.
+    /// Yields in a loop while the window is open, so that the thread does not sleep and polls its sockets
+    /// between two yields.
     async fn keep(&self) {
         loop {
             self.woken.notified().await;

@@ -37,7 +37,7 @@ async fn shm_on_many_threads() {
     conformance(|parts| built("shm", parts)).await;
 }
 
-/// The pages cannot be shared with other processes.
+/// The suite passes if pages cannot be shared with other processes.
 #[tokio::test]
 async fn shm_through_a_stage() {
     let staged = |parts| async { shm::listen_staged(parts).await.expect("a folder for sockets") };
@@ -65,11 +65,13 @@ async fn shm_between_ranks_through_a_stage() {
     conformance_of_ranks(move |parts| async move { staged(parts).await as Arc<dyn KvConnector> }).await;
 }
 
-/// Uses the test double, without NCCL and GPUs. `examples/gpu_conformance` runs the same suite on GPUs.
+/// Makes the nccl connector over the test double. `examples/gpu_conformance` runs the same suite on GPUs.
 async fn over_the_double(double: Double, mut parts: ConnectorParts) -> Arc<dyn KvConnector> {
-    // The suite needs transfers of many frames; messages are many times larger than the setting.
+    // The suite needs transfers of many frames, so the setting is small: messages are many times larger than
+    // it.
     parts.settings.frame_bytes = 8;
-    // Both nodes' threads are in one process. With a long spin they would only take the CPU from each other.
+    // The threads of both nodes are in one process, so the spin is short: with a long one they would only
+    // take the CPU from each other.
     parts.settings.spin_us = 20;
     nccl::listen_double(parts, &double).await.expect("a free port")
 }
@@ -89,7 +91,7 @@ async fn nccl_on_many_threads() {
     nccl_over_the_double().await;
 }
 
-/// There is a queue for each pair of ranks with common heads.
+/// There is a queue for each pair of ranks with common heads, so the suite also covers lanes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nccl_between_ranks() {
     let double = Double::default();

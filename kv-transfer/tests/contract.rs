@@ -1,4 +1,4 @@
-//! The tests that `CONTRACT.md` names exist, and every case of the suite is named there.
+//! Checks that the tests that `CONTRACT.md` names exist, and that it names every case of the suite.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -65,7 +65,8 @@ fn every_case_is_on_the_list() {
     }
 }
 
-/// Every sentence has a test, except in the two framing sections and in the advice at the end.
+/// Every sentence has a test, except in the two framing sections and in the advice at the end of the
+/// contract.
 #[test]
 fn every_claim_names_a_test() {
     let contract = read("CONTRACT.md");
@@ -78,7 +79,7 @@ fn every_claim_names_a_test() {
     }
 }
 
-/// Imports go one way: wires import links, and links import the core.
+/// Imports go one way: wires import links, and links import the core, never back.
 #[test]
 fn the_core_imports_no_connector_and_links_import_no_wire() {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
@@ -111,7 +112,7 @@ fn no_source_file_is_longer_than_600_lines() {
     assert!(long.is_empty(), "{long:?}");
 }
 
-/// The toy wire of the tests is `connectors/toy.rs`. The rest of the crate has only these lines for it.
+/// The toy wire of the tests is `connectors/toy.rs`, and the rest of the crate has only a few lines for it.
 #[test]
 fn a_new_wire_is_one_file_and_its_line_in_the_list() {
     let mut found = Vec::new();

@@ -1,4 +1,4 @@
-//! The promises of the queues of each pair of nodes, with the test double instead of a GPU and NCCL.
+//! Tests of the queues of each pair of nodes, with the test double instead of a GPU and NCCL.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,24 +12,25 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
 const N_TOKENS: u32 = 5 * BLOCK_TOKENS;
-/// Also the time without a heartbeat after which a link is lost. A loaded machine may pause this process for hundreds
-/// of milliseconds.
+/// The stall time, and the time without a heartbeat after which a link is lost. It is long because a loaded
+/// machine may pause this process for hundreds of milliseconds.
 const STALL_MS: u64 = 2000;
 const WITHIN: Duration = Duration::from_secs(40);
-/// The queues of a pair.
+/// The number of queues of a pair.
 const QUEUES: usize = 2;
 
 async fn pair_over(double: &Double) -> Pair {
     pair_of(double, (QUEUES, QUEUES)).await
 }
 
-/// Returns a pair with the limits of queues of the sender and of the receiver.
+/// Makes a pair of nodes with the limits of queues of the sender and of the receiver.
 async fn pair_of(double: &Double, (of_sender, of_receiver): (usize, usize)) -> Pair {
     let double = double.clone();
     let make: Make = Arc::new(move |parts: ConnectorParts| {
         let (double, settings) = (double.clone(), parts.settings.clone());
         let nccl_queues = if parts.node.as_str() == "decode" { of_receiver } else { of_sender };
-        // A message is many times larger than the setting; these messages have a few pages.
+        // A message is many times larger than the setting, so the setting is small: messages have a few
+        // pages.
         let settings = TransferSettings { stall_ms: STALL_MS, frame_bytes: 16, nccl_queues, ..settings };
         let parts = ConnectorParts { settings, ..parts };
         Box::pin(async move {
@@ -39,7 +40,7 @@ async fn pair_of(double: &Double, (of_sender, of_receiver): (usize, usize)) -> P
     Pair::new(&make).await
 }
 
-/// The panic names the caller, because each test has more than one wait.
+/// Bounds a wait. The panic names the caller, because each test has more than one wait.
 #[track_caller]
 fn in_time<T>(what: impl Future<Output = T>) -> impl Future<Output = T> {
     let caller = std::panic::Location::caller();
@@ -59,7 +60,8 @@ async fn until(what: impl Fn() -> bool) {
     .await;
 }
 
-/// The receiver cancels after a few polls. Messages in progress still arrive, and are dropped.
+/// Transfers a sequence whose receiver cancels after a few polls. Messages in progress still arrive, and are
+/// dropped.
 async fn cancelled(pair: &Pair, nth: u64) {
     let from = pair.prefill.computed(N_TOKENS, nth);
     let (landing, arrival) = pair.land(N_TOKENS);
@@ -122,7 +124,7 @@ async fn a_message_that_stands_still_costs_the_pair_and_the_next_transfer_has_a_
     assert_eq!(double.n_queues(), 2 * QUEUES);
 }
 
-/// This node alone writes a landing's pages, out of a slot, so they are quiet without the peer.
+/// Only this node writes a landing's pages, out of a slot, so they are quiet without the peer.
 #[tokio::test]
 async fn blocks_are_free_at_once_although_messages_stand_still() {
     let double = Double::default();
@@ -186,7 +188,7 @@ async fn a_pair_has_as_many_queues_as_both_its_nodes_can_have() {
     }
 }
 
-/// The first bytes of a peer are invalid.
+/// A peer whose first bytes are invalid is refused.
 #[tokio::test]
 async fn pairs_of_no_queue_or_of_more_than_were_offered_are_refused() {
     let double = Double::default();

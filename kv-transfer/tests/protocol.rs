@@ -44,7 +44,7 @@ async fn version_3_to_4_is_spoken_as_3() {
     assert_a_transfer(&pair, &mut peer).await;
 }
 
-/// A whole transfer, sent by a linked fake peer.
+/// Checks that a whole transfer, sent by a linked fake peer, arrives.
 async fn assert_a_transfer(pair: &Pair, peer: &mut FakePeer) {
     let from = pair.prefill.computed(N_TOKENS, 1);
     let (landing, arrival) = pair.land(N_TOKENS);
@@ -75,7 +75,8 @@ async fn sender_names_both_ranges_too() {
 
 // === invalid frames ===
 
-/// The connection is closed, one log line has the reason, and all other peers are served.
+/// Checks that the connection is closed, that one log line has the reason, and that all other peers are
+/// served.
 async fn is_refused(bytes: &[u8], after_hello: bool, reason: &str) {
     let capture = Capture::spans("decode");
     let _listening = capture.listen();
@@ -142,7 +143,8 @@ async fn frames_out_of_place_are_refused() {
     is_refused(&encoded(&Frame::of_link(Body::Done)), true, "a frame that only receivers send").await;
 }
 
-/// Its link may have ended while the sender still made its streams, so there is no warning.
+/// Such a stream is not reported as a warning, because its link may have ended while the sender still made
+/// its streams.
 #[tokio::test]
 async fn a_stream_without_its_link_is_closed() {
     let capture = Capture::spans("decode");
@@ -174,7 +176,7 @@ async fn span_outside_its_landing_loses_the_link() {
     assert_serves_on(&pair).await;
 }
 
-/// KV of ranks that the sender did not announce, or that this side does not have.
+/// KV of ranks that the sender did not announce, or that this side does not have, ends the link.
 #[tokio::test]
 async fn span_on_no_lane_loses_the_link() {
     let pair = tcp_pair().await;
@@ -191,7 +193,7 @@ async fn span_on_no_lane_loses_the_link() {
     assert_serves_on(&pair).await;
 }
 
-/// The frame is cut off at every length, and then the peer is silent or gone.
+/// The frame is cut off at every length, and then the peer is silent or gone. Nothing leaks.
 #[tokio::test]
 async fn truncated_frames_leave_nothing() {
     let pair = tcp_pair().await;

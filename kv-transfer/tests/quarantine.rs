@@ -1,4 +1,5 @@
-//! Blocks that a wire may still write are not reused; blocks that no wire can write are free at once.
+//! Tests that blocks that a wire may still write are not reused, and that blocks that no wire can write are
+//! free at once.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +10,7 @@ use baton_kv_transfer::{ArrivalStatus, KvConnector, TransferError, build};
 use tokio_util::sync::CancellationToken;
 
 const N_TOKENS: u32 = 4 * BLOCK_TOKENS;
-/// Blocks of both layer groups.
+/// The blocks of each node, of both layer groups together.
 const N_BLOCKS: u32 = 8;
 
 /// Two nodes whose wires cannot prove that they are quiet before `until`.
@@ -86,7 +87,7 @@ async fn arrival_nobody_asked_for_gives_its_blocks_back() {
     assert!(pair.decode.is_at_baseline());
 }
 
-/// A worker's thread is outside of the runtime, and may drop arrivals.
+/// A worker's thread is outside of the runtime and may drop arrivals, so the drop needs no runtime.
 #[tokio::test]
 async fn arrival_may_be_dropped_outside_the_runtime() {
     let proof = CancellationToken::new();

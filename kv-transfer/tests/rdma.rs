@@ -1,4 +1,4 @@
-//! The rdma connector over real verbs: in the VM of `tests/rdma-vm`, over Soft-RoCE.
+//! Tests of the rdma connector over real verbs: in the VM of `tests/rdma-vm`, over Soft-RoCE.
 //!
 //! `TEST_RDMA_PORTS` names the ports to use, such as `rxe1 rxe2`. Without it these tests are ignored.
 
@@ -8,10 +8,11 @@ use baton_kv_transfer::conformance::node::expect_slowness;
 use baton_kv_transfer::conformance::{conformance, conformance_between};
 use baton_kv_transfer::{ConnectorParts, KvConnector, build};
 
-/// The VM's CPU is emulated, and shares the machine with other work.
+/// The factor by which this machine is slower: the VM's CPU is emulated, and shares the machine with other
+/// work.
 const SLOWER: u32 = 5;
 
-/// Returns the ports of two nodes.
+/// Returns the RDMA ports of the two nodes.
 fn ports() -> [String; 2] {
     let named = std::env::var("TEST_RDMA_PORTS").expect("tests/rdma-vm names the ports in TEST_RDMA_PORTS");
     // Logs the running case, because a VM shows nothing else.
@@ -24,7 +25,7 @@ fn ports() -> [String; 2] {
     [first, second]
 }
 
-/// Decode nodes on the second port, all others on the first.
+/// Builds an rdma connector: decode nodes on the second port, all other nodes on the first.
 async fn built([first, second]: [String; 2], mut parts: ConnectorParts) -> Arc<dyn KvConnector> {
     parts.settings.rdma_device = if parts.node.as_str() == "decode" { second } else { first };
     build("rdma", parts).await.expect("the port is up")

@@ -1,4 +1,4 @@
-//! The promise of shared memory alone: no peer can change this side's pages.
+//! Tests of a promise of shm alone: no peer can change this side's pages.
 
 use std::fs::File;
 use std::io::{IoSlice, Read as _, Write as _};
@@ -34,7 +34,7 @@ async fn in_time<T>(what: impl Future<Output = T>) -> T {
 async fn blocks_are_free_at_once_although_the_sender_stands_still() {
     let pair = shm_pair().await;
     let from = pair.prefill.computed(N_TOKENS, 1);
-    // The fault is in the KV of the second group; that of the first one arrives.
+    // The fault is in the KV of the second group, so that of the first group arrives.
     pair.prefill.parts.faults.inject(Fault::once(FaultKind::Stall).after(6_000).times(u32::MAX));
     let (landing, arrival) = pair.land(N_TOKENS);
     let mut sender = pair.open(&landing).await.expect("granted");
@@ -103,7 +103,7 @@ async fn another_wires_address_is_not_reached() {
 struct FakePeer(UnixStream);
 
 impl FakePeer {
-    /// Connects and passes these files. Blocking: call it only on a thread that may block.
+    /// Connects and passes these files. Blocks, so call it only on a thread that may block.
     fn connect(endpoint: &str, greeting: u8, files: &[BorrowedFd<'_>]) -> Self {
         let stream = UnixStream::connect(endpoint).expect("the socket is open");
         stream.set_read_timeout(Some(WITHIN)).expect("a timeout");

@@ -1,5 +1,5 @@
-//! The promises of the tcp connector alone: blocks that are free at once, detection of dead wires, and of flipped
-//! bits.
+//! Tests of the promises of the tcp connector alone: blocks that are free at once, and detection of dead
+//! wires and flipped bits.
 
 mod fake_peer;
 
@@ -23,7 +23,8 @@ const N_TOKENS: u32 = 8 * BLOCK_TOKENS;
 
 // === the proof of quiet ===
 
-/// The sender stops in the middle of a page, as after SIGSTOP, and the request is cancelled.
+/// The sender stops in the middle of a page, as after SIGSTOP, and the request is cancelled. The blocks
+/// return at once.
 #[tokio::test]
 async fn blocks_are_free_at_once_although_the_sender_stands_still_in_a_frame() {
     let pair = tcp_pair().await;
@@ -56,7 +57,7 @@ async fn first_page_written(pair: &Pair, landing: &Landing) {
     let mut interval = tokio::time::interval(Duration::from_millis(1));
     loop {
         interval.tick().await;
-        // The receiver may be writing now; then the page cannot be read.
+        // The receiver may be writing now, and then the page cannot be read, so the test tries again.
         let Ok(page) = pair.decode.parts.memory.read(types::GroupIdx(0), 0, place..place + 1) else {
             continue;
         };
@@ -66,7 +67,7 @@ async fn first_page_written(pair: &Pair, landing: &Landing) {
     }
 }
 
-/// The link of a cancelled transfer still serves the next one.
+/// Checks that the link of a cancelled transfer still serves the next one.
 async fn assert_alive_link_serves(pair: &Pair, peer: &mut FakePeer, from: &BlockLease) {
     let (landing, arrival) = pair.land(N_TOKENS);
     assert_eq!(peer.open(&landing).await, Some(Body::Accepted));
@@ -92,8 +93,8 @@ async fn sender_that_falls_silent_fails_its_landings_before_their_deadline() {
     in_time(pair.at_baseline()).await;
 }
 
-/// Regression test. A sender sent heartbeats at the rate of its own stall time, too rarely for a receiver with a
-/// shorter one. So every idle link between the two was lost.
+/// Regression test. A sender sent heartbeats at the rate of its own stall time, too rarely for a receiver
+/// with a shorter one, so every idle link between the two was lost.
 #[tokio::test]
 async fn a_patient_sender_keeps_a_link_to_an_impatient_receiver() {
     let mut pair = Pair::new(&make_tcp_with_stall(1_000)).await;
@@ -101,7 +102,7 @@ async fn a_patient_sender_keeps_a_link_to_an_impatient_receiver() {
     let (landing, arrival) = pair.land(N_TOKENS);
     let from = pair.prefill.computed(N_TOKENS, 1);
     let mut sender = pair.open(&landing).await.expect("accepted");
-    // Longer than the receiver's stall time: the KV is still being computed.
+    // The wait is longer than the receiver's stall time, while the KV is still being computed.
     tokio::time::sleep(Duration::from_millis(2_200)).await;
     for span in whole(&landing) {
         sender.send(span, Arc::clone(&from), LayerFence::open()).await.expect("the link lives");
@@ -110,20 +111,20 @@ async fn a_patient_sender_keeps_a_link_to_an_impatient_receiver() {
     pair.check(&in_time(arrival.settle()).await.expect("arrived"), N_TOKENS, 1);
 }
 
-/// The receiver accepts and then neither reads nor sends anything.
+/// A receiver that accepts, and then neither reads nor sends anything, fails its senders.
 #[tokio::test]
 async fn receiver_that_falls_silent_fails_its_senders() {
     check_silent_receiver(false).await;
 }
 
-/// The receiver sends heartbeats but does not read, so the wire stays full.
+/// A receiver that sends heartbeats but does not read, so that the wire stays full, fails its senders.
 #[tokio::test]
 async fn receiver_that_stops_reading_fails_its_senders() {
     check_silent_receiver(true).await;
 }
 
 async fn check_silent_receiver(says_that_it_lives: bool) {
-    // 64 MiB: more than sockets buffer without a reader.
+    // The sequence has 64 MiB, more than sockets buffer without a reader.
     let layout = KvLayout::uniform(16, KvDtype::Bf16, 1, 8, 128);
     let parts = Node::parts("prefill", layout.clone());
     let settings = TransferSettings { stall_ms: 300, streams: 1, ..TransferSettings::default() };
@@ -166,7 +167,7 @@ async fn silent_receiver(listener: &TcpListener, landing: &Landing, says_that_it
     }
 }
 
-/// Returns a landing with the address of a fake peer.
+/// Grants a landing and changes its address to that of a fake peer.
 fn land_at(decode: &Node, at: SocketAddr, n_tokens: u32) -> (Landing, Arrival) {
     let world = &decode.parts.world;
     let request = LandRequest {
@@ -187,7 +188,8 @@ fn whole_of(landing: &Landing) -> Vec<types::KvSpan> {
 
 // === restarts ===
 
-/// Another life of the node listens at the same port. A new landing is filled at once, and the old one is refused.
+/// A second life of the node listens at the same port. A new landing is filled at once, and the old one is
+/// refused.
 #[tokio::test]
 async fn restart_at_the_same_address_is_a_new_node_at_once() {
     let pair = tcp_pair().await;
@@ -214,7 +216,8 @@ fn land_on(node: &Node) -> (Landing, Arrival) {
     land_at(node, at, N_TOKENS)
 }
 
-/// The port is free after the tasks of the earlier life have ended.
+/// Makes a connector that tries again until the port is free: the tasks of the earlier life end a moment
+/// later.
 fn make_once_free() -> Make {
     Arc::new(|parts: ConnectorParts| {
         Box::pin(async move {
@@ -278,7 +281,7 @@ async fn a_bit_flipped_anywhere_on_the_wire_is_caught() {
     let n_tokens = 2 * BLOCK_TOKENS;
     let (mut arrived, mut failed) = (0, 0);
     for nth in 0..1_000 {
-        // A new pair of nodes each time, so that the offset counts from the hello on.
+        // Each round has a new pair of nodes, so that the offset counts from the hello on.
         let pair = Pair::new(&make).await;
         let from = pair.prefill.computed(n_tokens, nth);
         let (mut landing, arrival) = pair.land(n_tokens);

@@ -27,12 +27,12 @@ pub const SCHEME: &str = "loopback";
 pub(super) const WIRE: WireKind =
     WireKind { name: SCHEME, build: |parts| Box::pin(async { Ok(Loopback::shared(parts)) }), auto: Auto::No };
 
-/// The connectors of this process that can be reached, by endpoint. An address is valid within the process, so the
-/// table is global. Held for a look-up, never across an await.
+/// The connectors that can be reached, by endpoint. The table is global, because an address is valid within
+/// the process. The lock is held for a look-up, never across an await.
 static REACHABLE: Mutex<Option<HashMap<String, Weak<Loopback>>>> = Mutex::new(None);
 static NEXT_ENDPOINT: AtomicU64 = AtomicU64::new(0);
 
-/// See the module.
+/// The connector of this module: one node's end.
 #[derive(Debug)]
 pub struct Loopback {
     parts: ConnectorParts,
@@ -103,7 +103,7 @@ impl Drop for Loopback {
     }
 }
 
-/// One outgoing transfer.
+/// One outgoing transfer, with the receiver's landing.
 #[derive(Debug)]
 struct Copying {
     parts: ConnectorParts,
@@ -149,7 +149,7 @@ impl Wire for Copying {
 }
 
 impl Copying {
-    /// Fails both ends, as a broken connection does.
+    /// Fails both ends of the transfer, as a broken connection does, and returns the error.
     fn lost(&self) -> TransferError {
         let error = TransferError::lost_because("a fault was injected");
         self.target.fail(error.clone());
@@ -160,7 +160,7 @@ impl Copying {
     async fn copy(&self, span: &SpanOut, fault: Option<FaultKind>) -> Result<(), TransferError> {
         for wrong in self.copy_once(span, fault)? {
             let again = span.page(wrong);
-            // The fault list is checked again, because a refetched page takes the same wire.
+            // The fault list is checked again, because a page that is sent again takes the same wire.
             let fault = self.parts.faults.next(again.runs(&self.parts).bytes());
             self.copy_once(&again, fault)?;
             tokio::task::yield_now().await;

@@ -64,7 +64,7 @@ fn over(
     ))
 }
 
-/// A port that accepts streams.
+/// A listening port of this wire.
 #[derive(Debug)]
 struct Port {
     listener: Box<dyn Listener>,
@@ -118,7 +118,7 @@ impl KvPath for InlineKv {
     }
 }
 
-/// The sender's end: the streams carry the KV.
+/// The sender's end: the KV follows its frame on the stream.
 #[derive(Debug)]
 struct Sockets {
     world: World,

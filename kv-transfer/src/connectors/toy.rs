@@ -34,9 +34,9 @@ pub(super) const WIRE: WireKind = WireKind {
     auto: Auto::No,
 };
 
-/// The mailboxes of this process, by the number that a stream begins with. Held for a look-up.
+/// The mailboxes of this process, by the number that each stream sends first. Held for a look-up.
 static MAILBOXES: Mutex<BTreeMap<u64, Weak<Mailbox>>> = Mutex::new(BTreeMap::new());
-/// Bytes of KV taken out of mailboxes.
+/// The number of bytes of KV that receivers took out of mailboxes.
 static BYTES_TAKEN: AtomicU64 = AtomicU64::new(0);
 
 async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
@@ -52,10 +52,10 @@ async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferErr
     ))
 }
 
-/// The messages of one link that were sent and not yet taken.
+/// The messages of one link that were sent and not yet received.
 #[derive(Debug, Default)]
 struct Mailbox {
-    /// Held for a look-up, never across an await.
+    /// The messages by number. Held for a look-up, never across an await.
     messages: Mutex<HashMap<u64, Vec<u8>>>,
 }
 

@@ -38,7 +38,7 @@ impl Socket {
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        // The file may have been removed already.
+        // The file may have been removed already, so an error is ignored.
         let _ = fs::remove_file(&self.path);
     }
 }
@@ -63,7 +63,7 @@ fn sweep(folder: &Path) -> io::Result<()> {
         let name = entry.file_name();
         let is_ours = name.to_str().is_some_and(|name| name.starts_with("baton-") && name.ends_with(".sock"));
         if is_ours && is_dead(&entry.path()) {
-            // Another process may have removed it first.
+            // Another process may have removed the file first, so an error is ignored.
             let _ = fs::remove_file(entry.path());
         }
     }
@@ -80,7 +80,7 @@ fn is_dead(path: &Path) -> bool {
 
 // === the sender's side ===
 
-/// Connects, and sends the first bytes with some files.
+/// Connects to a socket, and sends the first bytes of a stream with some files.
 pub(in crate::connectors) async fn greeting(
     path: &str,
     greeting: &[u8],

@@ -15,7 +15,7 @@ pub struct Credentials {
     pub held_tokens: u32,
     /// The number of ranks of the sender.
     pub tp_size: u16,
-    /// Summaries of the sender's own layout and fingerprint.
+    /// The summary of the sender's own layout.
     pub layout: u64,
     pub fingerprint: u64,
 }
@@ -36,7 +36,7 @@ impl Credentials {
     }
 }
 
-/// The summaries that a sender of this landing must show.
+/// The summaries that a sender must show to open this node's landings.
 #[derive(Debug)]
 pub(super) struct Demands {
     layout: u64,

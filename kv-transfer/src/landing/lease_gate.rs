@@ -11,17 +11,18 @@ use kv_cache::BlockLease;
 use crate::pending_copies::{PendingCopies, PendingCopy};
 use crate::quiet::Quiet;
 
-/// See the module.
+/// The gate over a landing's lease: open for writers until the landing ends.
 #[derive(Debug)]
 pub(super) struct LeaseGate {
     /// Writers hold it shared, and check that the lease is in it. The code that ends the landing takes the lease out.
     /// Held for one attempt to copy, never across an await.
     lease: RwLock<Option<BlockLease>>,
-    /// Held for one attempt to copy if several lanes write into the same pages, because a page is borrowed whole.
+    /// Held for one attempt to copy if several lanes write into the same pages, because a page is borrowed as
+    /// a whole.
     turn: Mutex<()>,
-    /// Copies that a GPU of this node makes outside of the lock.
+    /// Counts the copies that a GPU of this node makes outside of the lock.
     pending_copies: Arc<PendingCopies>,
-    /// The proof of a wire where the peer writes.
+    /// The proof of quiet, for a wire where the peer's device writes.
     quiet: OnceLock<Arc<dyn Quiet>>,
 }
 
@@ -35,7 +36,7 @@ impl LeaseGate {
         }
     }
 
-    /// Runs `attempt` while the gate is open; `None` once it is closed.
+    /// Runs `attempt` while the gate is open; returns `None` once it is closed.
     pub(super) fn while_open<T>(&self, attempt: impl FnOnce() -> T) -> Option<T> {
         let lease = self.lease.read().unwrap_or_else(PoisonError::into_inner);
         (lease.is_some() || !stands(Guard::Quiet)).then(attempt)
@@ -47,7 +48,7 @@ impl LeaseGate {
         self.while_open(attempt)
     }
 
-    /// Counts a copy that continues after its attempt.
+    /// Counts a device copy until the returned value is dropped, because it continues after its attempt.
     pub(super) fn begin_copy(&self) -> PendingCopy {
         self.pending_copies.begin()
     }
@@ -61,8 +62,8 @@ impl LeaseGate {
         assert!(self.quiet.set(quiet).is_ok(), "a landing has one proof of quiet");
     }
 
-    /// Returns the outstanding proof, if any. A wire has one kind of it: the peer's writes, or copies of a
-    /// GPU of this node.
+    /// Returns the proof that is outstanding, if any: for writes of the peer's device, or for copies by a GPU
+    /// of this node.
     pub(super) fn unproven(&self) -> Option<Arc<dyn Quiet>> {
         let ours: Arc<dyn Quiet> = Arc::clone(&self.pending_copies) as _;
         let of_wire = self.quiet.get().map_or(ours, Arc::clone);

@@ -13,11 +13,11 @@ use crate::pages::Pages;
 
 /// The sender's side of a landing. It is notified once, when the landing ends.
 pub trait Opener: Debug + Send + Sync {
-    /// Called from the code that ends the landing, which may be a drop: must not wait.
+    /// Called from the code that ends the landing, which may be a drop, so it must not wait.
     fn ended(&self, transfer: TransferId, outcome: Result<(), &TransferError>);
 }
 
-/// See the module.
+/// The progress of one landing.
 #[derive(Debug)]
 pub(super) struct Progress {
     pub(super) pages: Pages,
@@ -32,12 +32,12 @@ pub(super) struct Progress {
 #[derive(Debug)]
 pub(crate) enum Outcome {
     Arrived(ArrivedKv),
-    /// The arrival has been returned already.
+    /// The landing succeeded, and its arrival has the KV already.
     Taken,
     Failed(TransferError),
 }
 
-/// The decision about an incoming span.
+/// The answer to a frame that wants to write a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Claim {
     /// The pages are claimed for this frame: write them.

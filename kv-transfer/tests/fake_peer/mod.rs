@@ -40,7 +40,7 @@ pub async fn tcp_pair() -> Pair {
     Pair::new(&make_tcp()).await
 }
 
-/// One stream, from either side.
+/// One stream of the fake peer, from either side.
 pub struct FakePeer {
     pub socket: TcpStream,
 }
@@ -51,7 +51,7 @@ impl FakePeer {
         Self { socket: in_time(TcpStream::connect(endpoint)).await.expect("it listens") }
     }
 
-    /// Returns a stream 0 whose hello was accepted.
+    /// Connects stream 0 of a new link, whose hello the node accepts.
     pub async fn linked(node: &Node) -> Self {
         let mut peer = Self::connect(node).await;
         peer.say(Body::Hello(hello(3, 3))).await;
@@ -110,7 +110,7 @@ impl FakePeer {
 
 pub fn hello(min: u16, max: u16) -> Hello {
     let protocol = ProtocolRange { min, max };
-    // A random link number, because tests of one process must not share a link.
+    // The link number is random, because tests of one process must not share a link.
     let link = chassis::World::real().draw();
     Hello { protocol, node: NodeId::new("peer"), epoch: Epoch(1), link, stream: 0 }
 }
@@ -125,7 +125,7 @@ pub fn encoded(frame: &Frame) -> Vec<u8> {
     bytes
 }
 
-/// Header, body and KV of some pages, with the digests that belong to them.
+/// Encodes a frame of some pages: header, body and KV, with the right digests.
 pub fn span_frame(landing: &Landing, span: KvSpan, node: &Node, from: &BlockLease) -> Vec<u8> {
     let (mut digests, mut payload) = (Vec::new(), Vec::new());
     for page in PageAt::all(&span) {

@@ -12,11 +12,11 @@ use tokio::sync::OwnedSemaphorePermit;
 use super::kv_path::KvPath;
 use crate::error::TransferError;
 
-/// An accepted stream.
+/// An accepted stream, after the wire's own handshake.
 #[derive(Debug)]
 pub(in crate::connectors) struct Incoming {
     pub(in crate::connectors) stream: Stream,
-    /// Receives the link's KV. Set by the first stream of a link.
+    /// The receiver's end of the link's KV. Only the first stream of a link has one.
     pub(in crate::connectors) kv_path: Option<Arc<dyn KvPath>>,
     /// Bounds the peers that have not sent their hello yet. The receiver drops it after the hello.
     pub(in crate::connectors) handshake_permit: Option<OwnedSemaphorePermit>,

@@ -14,7 +14,7 @@ use crate::error::TransferError;
 use crate::landing::OpenLanding;
 use crate::lanes::LaneSpan;
 
-/// One KV frame.
+/// One KV frame, without its KV.
 #[derive(Debug)]
 pub(in crate::connectors) struct KvFrame {
     pub(in crate::connectors) span: LaneSpan,
@@ -24,17 +24,17 @@ pub(in crate::connectors) struct KvFrame {
     pub(in crate::connectors) payload_bytes: usize,
 }
 
-/// The result for a frame's KV. Both variants end with the pages that failed verification, which the receiver
-/// requests again.
+/// The result of receiving a frame's KV. Both variants end with the pages that failed verification, which the
+/// receiver requests again.
 pub(in crate::connectors) enum Receipt {
     /// The KV is verified, or dropped.
     Done(Vec<KvSpan>),
-    /// The KV is on its way. A task waits for it while the receiver reads the next frames.
+    /// The KV is on its way. A task awaits the future while the receiver reads the next frames.
     Pending(BoxFuture<'static, Result<Vec<KvSpan>, TransferError>>),
 }
 
 impl Receipt {
-    /// The KV is no longer wanted.
+    /// Returns the receipt of KV that is no longer wanted.
     pub(in crate::connectors) fn dropped() -> Self {
         Self::Done(Vec::new())
     }
@@ -62,19 +62,21 @@ pub(in crate::connectors) trait KvPath: Debug + Send + Sync + 'static {
         reader: &mut FrameReader,
     ) -> Result<Receipt, TransferError>;
 
-    /// Pairs of ranks that move KV independently. Each may have some frames pending.
+    /// Returns the number of pairs of ranks that move KV independently. Each pair may have some frames
+    /// pending.
     fn n_lanes(&self) -> usize {
         1
     }
 
-    /// Called when a sender was admitted to this landing. Never waits.
+    /// Called when a sender was admitted to `landing`. Never waits.
     fn opened(&self, _landing: &OpenLanding) {}
 
-    /// Called when the sender's device no longer writes pages of this transfer: the sender has reported it, or all KV
-    /// has arrived.
+    /// Called when the sender's device no longer writes pages of `transfer`: the sender has reported it, or
+    /// all KV has arrived.
     fn sender_is_quiet(&self, _transfer: TransferId) {}
 
-    /// Called when the link has ended. When it returns, the sender's device can no longer write here.
+    /// Called when the link has ended. Revokes the access of the sender's device: when the call returns, it
+    /// can no longer write.
     fn revoke(&self) {}
 }
 

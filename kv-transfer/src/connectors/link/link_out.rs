@@ -41,7 +41,7 @@ pub(super) const STREAMS_MAX: u16 = 64;
 const CONTROL_QUEUED_MAX: usize = 1024;
 /// The number of heartbeats within the time after which a silent side is considered dead.
 const ALIVE_PER_STALL: u32 = 4;
-/// The longest time between two heartbeats of this side. A peer may have a shorter stall time than this side.
+/// The longest time between two heartbeats of this side: short, because a peer may have a shorter stall time.
 const SILENT_MAX: Duration = Duration::from_millis(200);
 
 /// The node at the other end of a link, and its epoch.
@@ -51,7 +51,7 @@ pub(super) struct Peer {
     pub(super) epoch: Epoch,
 }
 
-/// See the module. Dropping it closes its streams.
+/// All streams to one receiver, and the transfers that share them. Dropping the link closes its streams.
 #[derive(Debug)]
 pub(super) struct Link {
     pub(super) peer: Peer,
@@ -73,7 +73,7 @@ struct Shared {
     endpoint: String,
     /// The receiving end of the queue of KV frames, shared by all streams.
     spans: async_channel::Receiver<SpanOut>,
-    /// Held for a look-up, never across an await.
+    /// The transfers in progress, by id. Held for a look-up, never across an await.
     transfers: Mutex<BTreeMap<TransferId, Transfer>>,
     /// Sends control frames later, if the link still exists then.
     control: mpsc::WeakSender<Frame>,
@@ -84,14 +84,14 @@ struct Shared {
 #[derive(Debug)]
 struct Transfer {
     out: Arc<Outgoing>,
-    /// Set until the receiver has answered the `Open`.
+    /// The channel for the answer to the `Open`; `None` once the receiver has answered.
     answer: Option<oneshot::Sender<Result<(), TransferError>>>,
 }
 
 // === impl Link ===
 
 impl Link {
-    /// Makes all streams. Takes at most the stall time for each.
+    /// Makes all streams of a link. Takes at most the stall time for each.
     pub(super) async fn connect(
         endpoint: &str,
         parts: &ConnectorParts,
@@ -176,7 +176,8 @@ impl Wire for Link {
 
     async fn hand_off(&self, out: &Arc<Outgoing>, handoff: Handoff) -> Result<(), TransferError> {
         if self.shared.send_path.writes() {
-            // The handoff also reports that this side's device no longer writes the receiver's pages.
+            // The handoff also reports that this side's device no longer writes the receiver's pages, so it
+            // waits for that.
             out.pending_copies.proven().await;
         }
         self.say(Frame::new(out.transfer(), Body::Handoff(handoff))).await
@@ -208,7 +209,8 @@ impl Shared {
             Entry::Occupied(_) => return Err(TransferError::AlreadyOpened),
             Entry::Vacant(free) => free.insert(transfer),
         };
-        // Checked after the insertion: either this call sees the loss, or `lose` sees the transfer.
+        // Checked after the insertion, so that no transfer is missed: either this call sees the loss, or
+        // `lose` sees the transfer.
         if self.closed.is_cancelled() { Err(self.why_lost()) } else { Ok(()) }
     }
 
@@ -255,7 +257,8 @@ impl Shared {
         let say = async move {
             pending_copies.proven().await;
             if let Some(control) = control.upgrade() {
-                // On a lost link this fails, and the end of the link is the notification.
+                // On a lost link this fails, so the error is ignored: there the end of the link is the
+                // notification.
                 let _ = control.send(Frame::new(transfer, Body::Quiet)).await;
             }
         };
@@ -278,8 +281,8 @@ impl Shared {
         let shared = Arc::clone(self);
         spawn_guarded(&self.parts.gate, "kv stream out", async move {
             let is_first = control.is_some();
-            // Both futures live until the reason of the loss is set, because a task that finds its queue closed reads
-            // the reason.
+            // Both futures live until the reason of the loss is set, because a task that finds its queue
+            // closed reads the reason.
             let (writing, reading) = (shared.write_all(writer, control), shared.read_all(reader, is_first));
             tokio::pin!(writing, reading);
             let ended = tokio::select! {
@@ -309,7 +312,7 @@ impl Shared {
         }
     }
 
-    /// Stream 0: control frames go before KV, and heartbeats are sent.
+    /// Writes stream 0: control frames go before KV, and heartbeats are sent.
     async fn write_first(
         &self,
         writer: &mut FrameWriter,
@@ -333,7 +336,8 @@ impl Shared {
         if self.spans.is_empty() { self.send_path.write_rest(writer).await } else { Ok(()) }
     }
 
-    /// Answers come on stream 0. On the other streams only the end of the stream can come.
+    /// Reads a stream until it ends. Answers come on stream 0 only; the other streams carry nothing from the
+    /// receiver.
     async fn read_all(&self, mut reader: FrameReader, is_first: bool) -> Result<(), TransferError> {
         loop {
             let next = if is_first { reader.next_in_time().await? } else { reader.next().await? };
@@ -358,11 +362,11 @@ impl Shared {
         Ok(())
     }
 
-    /// Handles an answer to the `Open`, or a later failure.
+    /// Handles an answer to the `Open`, or a later failure of the transfer.
     fn answer(&self, id: TransferId, answer: Result<(), TransferError>) {
         self.with(id, |transfer| match (transfer.answer.take(), answer) {
             (Some(waiting), answer) => {
-                // The caller of `open` may have been cancelled.
+                // The caller of `open` may have been cancelled, so a failed send is ignored.
                 let _ = waiting.send(answer);
             }
             (None, Err(error)) => {
@@ -373,7 +377,8 @@ impl Shared {
         });
     }
 
-    /// Calls `act` for a transfer of this link. An answer to a transfer that is over is late, not wrong.
+    /// Calls `act` for a transfer of this link. Does nothing for a transfer that is over, because its answer
+    /// is late, not wrong.
     fn with(&self, id: TransferId, act: impl FnOnce(&mut Transfer)) {
         match self.transfers().get_mut(&id) {
             Some(transfer) => act(transfer),
@@ -391,7 +396,7 @@ pub(super) fn alive_interval(stall: Duration) -> tokio::time::Interval {
 
 // === making a stream ===
 
-/// The parameters of all streams of one link.
+/// The parameters that all streams of one link have in common.
 struct Maker<'a> {
     endpoint: &'a str,
     parts: &'a ConnectorParts,

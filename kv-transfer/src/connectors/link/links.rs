@@ -20,17 +20,17 @@ const PEERS_MAX: usize = 4096;
 pub(in crate::connectors) type MakeSendPath =
     dyn Fn(&ConnectorParts) -> Result<Arc<dyn KvSendPath>, TransferError> + Send + Sync;
 
-/// A peer's link, if there is one. The lock is async: the task that makes the link holds it, and the others wait for
-/// it instead of making their own.
+/// A peer's link, if there is one. The lock is async: the task that makes the link holds it, and other tasks
+/// wait for that link instead of making their own.
 type LinkSlot = Arc<tokio::sync::Mutex<Option<Arc<Link>>>>;
 
-/// See the module.
+/// A connector's links, one to each peer.
 pub(in crate::connectors) struct Links {
     parts: ConnectorParts,
     wire_threads: WireThreads,
     send_path: Box<MakeSendPath>,
-    /// By endpoint. The table is locked for a look-up, never across an await. The locks of its entries are held
-    /// across awaits.
+    /// The links, by the peer's endpoint. The table is locked for a look-up, never across an await. The locks
+    /// of its entries are held across awaits.
     links: Mutex<HashMap<String, LinkSlot>>,
 }
 

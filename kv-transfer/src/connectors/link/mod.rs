@@ -1,9 +1,9 @@
 //! Links of frames between two nodes: the code that all wires over streams share.
 //!
-//! Suggested reading order: frames ([`frame`]), their reading and writing (`stream`), the traits that each wire
-//! implements (`send_path` for the sender's end, `kv_path` for the receiver's), the connector ([`connector`]), the
-//! sender's end (`links`, `link_out`, `span_out`) and the receiver's end (`accept`, `receiver`, `span_in`). Neither
-//! end depends on the wire.
+//! Suggested reading order: frames ([`frame`]), their reading and writing (`stream`), the traits that each
+//! wire implements (`send_path` for the sender's end, `kv_path` for the receiver's), the connector
+//! ([`connector`]), the sender's end (`links`, `link_out`, `span_out`) and the receiver's end (`accept`,
+//! `receiver`, `span_in`). The code of both ends is the same for all wires.
 //!
 //! If the receiver writes, it can prove by itself that the wire is quiet: see
 //! [`OpenLanding::while_open`](crate::landing::OpenLanding). If the sender's device writes, the proof is the sender's

@@ -1,4 +1,4 @@
-//! The pieces of a frame's KV, read from the front.
+//! The memory pieces that hold a frame's KV, read from the front.
 
 use super::frame::Piece;
 

@@ -1,6 +1,6 @@
 //! The receiver's end of links: accepts streams, lets senders open landings, and fills them.
 //!
-//! It does not depend on the wire: each link has a [`KvPath`], which receives the KV of its frames.
+//! The receiver does not depend on the wire: each link has a [`KvPath`], which receives the KV of its frames.
 //!
 //! No input from a peer makes this side allocate more than a frame's limits, or wait longer than the stall time. A
 //! peer that breaks the protocol loses its link and causes one log line. Other links are not affected.
@@ -34,7 +34,7 @@ use crate::lanes::LaneSpan;
 use crate::reshard::Lane;
 use crate::wire_threads::WireThreads;
 
-/// Limit of streams, all peers together.
+/// Limit of accepted streams of all peers together.
 const STREAMS_OF_ALL_MAX: usize = 4096;
 /// Limit of queued answers per link. A peer that does not read them loses its link.
 const ANSWERS_QUEUED_MAX: usize = 4096;
@@ -46,9 +46,9 @@ pub(in crate::connectors) struct Receiver {
     wire_threads: WireThreads,
     landings: Landings,
     closed: CancellationToken,
-    /// Held for a look-up, never across an await.
+    /// The links of all peers, by the number in their hello. Held for a look-up, never across an await.
     links: Mutex<HashMap<u64, Arc<LinkIn>>>,
-    /// Streams accepted so far: the threads take them in turn.
+    /// The number of streams accepted so far. Each stream gets the next thread.
     n_streams: AtomicUsize,
     room: Arc<Semaphore>,
 }
@@ -56,13 +56,13 @@ pub(in crate::connectors) struct Receiver {
 /// Limit of frames of one link whose KV is on its way, for each lane that moves KV independently.
 const FETCHES_MAX: usize = 8;
 
-/// One peer's link. It lives as long as its stream 0.
+/// One peer's link. The link exists as long as its stream 0.
 #[derive(Debug)]
 struct LinkIn {
     gate: Gate,
     wire_threads: WireThreads,
     fetches: Arc<Semaphore>,
-    /// Fetches started so far: the threads take them in turn.
+    /// The number of fetches started so far. Each fetch gets the next thread.
     n_fetches: AtomicUsize,
     peer: NodeId,
     kv_path: Arc<dyn KvPath>,
@@ -95,7 +95,8 @@ impl Receiver {
 
     /// Fails all landings and ends all streams.
     pub(in crate::connectors) fn close(&self) {
-        // The landings are closed first, so that their error is `Closed` and not the end of a stream.
+        // The landings are closed before the streams, so that their error is `Closed` and not the end of a
+        // stream.
         self.landings.close();
         self.closed.cancel();
     }
@@ -162,7 +163,7 @@ impl Receiver {
         }
     }
 
-    /// Stream 0 makes the link and carries its answers. When it ends, the link ends.
+    /// Serves stream 0, which makes the link and carries its answers. When stream 0 ends, the link ends.
     async fn serve_first(
         &self,
         hello: &Hello,
@@ -201,13 +202,14 @@ impl Receiver {
         mut reader: FrameReader,
         mut writer: FrameWriter,
     ) -> Result<(), TransferError> {
-        // A link can end while the sender still makes its other streams. That is no protocol error.
+        // A link can end while the sender still makes its other streams, so this is not reported as a
+        // protocol error.
         let link = self.links().get(&hello.link).cloned();
         let link = link.ok_or_else(|| TransferError::lost_because("its link has ended or never existed"))?;
         if link.peer != hello.node || hello.stream >= STREAMS_MAX {
             return Err(FrameError::Unexpected("a stream that its link does not have").into());
         }
-        // When this stream ends for any reason, its link ends too.
+        // When this stream ends for any reason, the guard ends its link.
         let _gone = link.gone.clone().drop_guard();
         writer.write(&welcome).await?;
         tokio::select! {
@@ -325,7 +327,7 @@ impl LinkIn {
                 self.kv_path.opened(&landing);
                 self.answer(transfer, Body::Accepted);
                 self.landings().insert(transfer, Arc::clone(&landing));
-                // The landing may have ended before the insertion. If so, it is removed here.
+                // The landing may have ended before the insertion, so it is removed here.
                 if landing.is_over() {
                     self.landings().remove(&transfer);
                 }
@@ -451,12 +453,12 @@ impl Opener for LinkIn {
     }
 }
 
-/// The fields of a KV frame that its answers need.
+/// The fields of a received KV frame that its answers need.
 #[derive(Clone, Copy, Debug)]
 struct Taken {
     transfer: TransferId,
     lane: Lane,
-    /// The slot of the sender's stage.
+    /// The slot of the sender's stage that held the KV; `None` if the KV was elsewhere.
     slot: Option<u16>,
 }
 

@@ -12,10 +12,11 @@ use super::stream::FrameWriter;
 use crate::connector::ConnectorParts;
 use crate::error::TransferError;
 
-/// The sender's side of one link.
+/// The sender's end of one wire, one value for each link. The link calls it from the tasks of all its
+/// streams.
 #[async_trait]
 pub(in crate::connectors) trait KvSendPath: Debug + Send + Sync + 'static {
-    /// Makes one stream. The caller gives it a deadline.
+    /// Connects stream number `stream` of a link. The caller gives the call a deadline.
     async fn connect(&self, endpoint: &str, stream: u16) -> io::Result<Stream>;
 
     /// Writes one KV frame, unless its transfer is already over. A wire may start the frame here and write it in a

@@ -44,7 +44,7 @@ struct SpanIn<'a> {
     landing: &'a OpenLanding,
     runs: Runs,
     checker: Checker<'a>,
-    /// Bytes that are in place.
+    /// The number of bytes that are in place.
     offset: usize,
 }
 
@@ -58,7 +58,7 @@ impl SpanIn<'_> {
                 return Ok(Vec::new());
             }
         }
-        // A landing that has just failed requests nothing again.
+        // The pages of a landing that has just failed are not requested again.
         let wrong = self.checker.wrong;
         Ok(self.landing.arrived(span, self.offset, &wrong).map(|()| wrong).unwrap_or_default())
     }
@@ -98,13 +98,13 @@ pub(in crate::connectors) fn busy(busy: kv_cache::PageBusy) -> TransferError {
 pub(in crate::connectors) struct Checker<'a> {
     span: &'a LaneSpan,
     digests: &'a [Digest],
-    /// The number of checked pages, and of the bytes up to the end of the last one.
+    /// The number of checked pages, and the number of bytes up to the end of the last of them.
     n_checked: usize,
     bytes_checked: usize,
     /// The hashes of the parts of heads of the next pages, in the wire's order, for data that was hashed during its
     /// copy.
     hashed: VecDeque<Option<u64>>,
-    /// The hashes of one page.
+    /// The hashes of the parts of the next page, reused for each page.
     of_page: Vec<u64>,
     pub(in crate::connectors) wrong: Vec<KvSpan>,
 }
@@ -124,7 +124,7 @@ impl<'a> Checker<'a> {
     /// of a span, or for none.
     pub(in crate::connectors) fn hashed(&mut self, hash: Option<u64>) {
         if self.hashed.is_empty() {
-            // K and V of every head at most, so one allocation is enough.
+            // A span has K and V of each head at most, so one allocation is enough.
             self.hashed.reserve(2 * self.digests.len());
         }
         self.hashed.push_back(hash);

@@ -23,7 +23,7 @@ pub(in crate::connectors) struct SpanOut {
     pub(in crate::connectors) out: Arc<Outgoing>,
     pub(in crate::connectors) piece: LaneSpan,
     pub(in crate::connectors) from: Arc<BlockLease>,
-    /// The transfer may be written to until this is dropped.
+    /// Counts the frame as being written, until the drop.
     #[expect(dead_code, reason = "held for its Drop")]
     pub(in crate::connectors) pending_copy: PendingCopy,
 }
@@ -54,7 +54,7 @@ impl SpanOut {
         Runs::sent(parts.memory.layout(), &self.out.lanes, table, &self.piece)
     }
 
-    /// Returns one page of the span, or a part within the span.
+    /// Makes the frame of a part of this span, such as one page.
     pub(in crate::connectors) fn page(&self, span: KvSpan) -> Self {
         let piece = LaneSpan { lane: self.piece.lane, span };
         let (out, from) = (Arc::clone(&self.out), Arc::clone(&self.from));
@@ -145,7 +145,7 @@ fn copied(memory: &KvMemory, runs: &Runs) -> Result<Vec<u8>, TransferError> {
     Ok(copy)
 }
 
-/// Copies the KV out of its pages.
+/// Copies the KV out of its pages into `copy`.
 pub(in crate::connectors) fn copy_out(
     memory: &KvMemory,
     runs: &Runs,

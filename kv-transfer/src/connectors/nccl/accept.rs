@@ -21,18 +21,18 @@ use crate::connectors::link::frame::FrameError;
 use crate::error::TransferError;
 use crate::lanes::Lanes;
 
-/// The first byte of a stream. The sender's number of ranks and its limit of queues for a pair follow. The receiver
-/// answers with its number of ranks and the number of queues of a pair, which is not above that limit. Then the
+/// The first byte of a stream. After it the sender names its number of ranks and its limit of queues for a
+/// pair. The receiver answers with its number of ranks and a number of queues within that limit. Then the
 /// sender sends the ids of all queues, for one pair per lane, in the order of the lanes.
 const GREETING: u8 = b'Q';
 const GREETING_BYTES: usize = 4;
 const ANSWER_BYTES: usize = 3;
 
-/// Limit of unfinished handshakes that hold slots on a GPU and a thread of NCCL, because a greeting is enough to get
-/// them.
+/// Limit of unfinished handshakes. Each holds slots on a GPU and a thread of NCCL, and a peer gets them with
+/// a greeting.
 const HANDSHAKES_MAX: usize = 8;
 
-/// Determines the lanes, takes their slots, and sends the ids of their queues.
+/// Runs the sender's handshake: determines the lanes, takes their slots, and sends the ids of their queues.
 pub(super) async fn greet(
     stream: &mut Stream,
     layout: &KvLayout,
@@ -56,7 +56,7 @@ pub(super) async fn greet(
     Ok((stages, ids))
 }
 
-/// Accepts the streams of this wire.
+/// Accepts the streams of nccl links.
 #[derive(Debug)]
 pub(super) struct PairAcceptor {
     listener: Box<dyn Listener>,
@@ -143,7 +143,7 @@ mod tests {
     use super::super::double::Double;
     use super::*;
 
-    /// A node without memory for slots. It counts the ids that it made.
+    /// The backend of a node without memory for slots. It counts the ids that it made.
     #[derive(Debug, Default)]
     struct Full {
         n_ids: AtomicUsize,
@@ -208,7 +208,7 @@ mod tests {
             );
             (near, Box::pin(greeted))
         };
-        // Each sends its first bytes only.
+        // Each stranger sends its first bytes only, so its handshake stays unfinished.
         let ((mut near, mut first), (mut other, mut second)) = (stranger(), stranger());
         for near in [&mut near, &mut other] {
             near.write_all(&[GREETING, 1, 0, 1]).await.expect("the other end is here");

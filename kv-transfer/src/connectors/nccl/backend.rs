@@ -23,7 +23,7 @@ pub(super) type QueueId = [u8; ID_BYTES];
 /// The ids of a pair's queues, at least one. The receiver gets them in the handshake.
 pub(super) type PairId = Vec<QueueId>;
 
-/// The end of a pair that this node is.
+/// The role of this node in a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum End {
     Sender,
@@ -38,7 +38,7 @@ pub(super) trait NcclBackend: Debug + Send + Sync {
     /// Returns a new id, for one queue of a pair whose sender is this node.
     fn id(&self) -> Result<QueueId, TransferError>;
 
-    /// Slots for one pair, in the memory that holds this rank's KV.
+    /// Allocates the slots of one pair, in the memory that holds this rank's KV.
     fn stage(&self, rank: u16) -> Result<Arc<dyn Stage>, TransferError>;
 }
 

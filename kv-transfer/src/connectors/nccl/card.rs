@@ -1,4 +1,4 @@
-//! Hot path. NCCL between GPUs.
+//! Hot path. The nccl backend on real GPUs.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -20,26 +20,28 @@ use crate::error::TransferError;
 use crate::landing::OpenLanding;
 use crate::lanes::LaneSpan;
 
-/// One message is in transfer, the next two are being gathered, one is ready, and the last one is being scattered.
+/// The number of slots of a pair: one message is in transfer, the next two are being gathered, one is ready,
+/// and the last one is being scattered.
 const N_SLOTS: usize = 5;
 
-/// Multiprocessors that gather and scatter a message. With 16, this takes longer than the transfer.
+/// Multiprocessors that gather and scatter a message. With 16, a message takes longer to gather than to
+/// transfer.
 const MULTIPROCESSORS: u32 = 32;
 
 /// Limit of a GPU's pairs with more than one queue. An NCCL message that waits for its peer occupies some 16
-/// multiprocessors. If those of all pairs did not fit on a GPU, GPUs could wait for each other in a circle until a
-/// pair is aborted.
+/// multiprocessors. If the waiting messages of all pairs did not fit on a GPU, GPUs could wait for each other
+/// in a circle until a pair is aborted.
 const PAIRS_OF_SEVERAL: usize = 4;
 
-/// The GPUs of one node.
+/// The nccl backend of one node's GPUs.
 #[derive(Debug)]
 pub(super) struct GpuBackend {
     memory: KvMemory,
     copy_threads: CopyThreads,
     slot_bytes: usize,
-    /// Queues of a pair, while there are few pairs.
+    /// The number of queues of a pair, while there are few pairs.
     n_queues: usize,
-    /// Each pair holds a clone, so the reference count is the number of pairs.
+    /// Counts the pairs: each pair holds a clone, so the reference count is their number.
     pairs: Arc<()>,
 }
 
@@ -79,7 +81,7 @@ impl NcclBackend for GpuBackend {
 struct CardStage {
     memory: KvMemory,
     copy_threads: CopyThreads,
-    /// The rank of the GPU.
+    /// The rank whose GPU has the slots.
     rank: u16,
     slots: Arc<Slots>,
     /// Held so that this pair is counted.
@@ -154,7 +156,7 @@ impl Stage for CardStage {
 struct OverNccl {
     inner: nccl::Communicator,
     end: End,
-    /// The last message was queued, but its call had not settled at the last check.
+    /// Whether the call of the last message had not settled at the last check.
     is_unmarked: bool,
     messages: VecDeque<Message>,
 }
@@ -184,7 +186,8 @@ impl Communicator for OverNccl {
     }
 
     fn n_done(&mut self) -> Result<usize, TransferError> {
-        // The check fails if the peer has failed, before any of its messages is reported.
+        // The check comes first: it fails if the peer has failed, before any of the peer's messages is
+        // reported.
         self.is_settled()?;
         let mut n_done = 0;
         while let Some(first) = self.messages.front_mut() {
@@ -202,7 +205,7 @@ impl Communicator for OverNccl {
     }
 
     fn destroy(self: Box<Self>) {
-        // If it fails, the resources are released by the drop.
+        // A failure is ignored, because the drop then releases the resources.
         let _ = self.inner.destroy();
     }
 }

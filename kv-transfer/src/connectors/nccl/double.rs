@@ -1,8 +1,8 @@
-//! A test double of NCCL and of a GPU: slots and messages are in this process's host memory.
+//! A test double of NCCL and of a GPU. Its slots and messages are in this process's host memory.
 //!
-//! It keeps the properties that the connector relies on: messages are delivered in the order in which both ends ask
-//! for them, an unrequested message waits, and a message whose other end is gone never comes. Tests can make it
-//! stall.
+//! The double keeps the properties that the connector relies on: messages are delivered in the order in which
+//! both ends ask for them, an unrequested message waits, and a message whose other end is gone never comes.
+//! Tests can make it stall.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -32,7 +32,7 @@ pub struct Double {
 #[derive(Debug, Default)]
 struct Inner {
     n_ids: AtomicU64,
-    /// Held for a look-up.
+    /// The queues by id. Held for a look-up.
     queues: Mutex<HashMap<QueueId, Arc<Mutex<Queue>>>>,
     stands_still: AtomicBool,
     n_given_up: AtomicUsize,
@@ -44,7 +44,7 @@ struct Inner {
 struct Queue {
     n_joined: usize,
     messages: VecDeque<Vec<u8>>,
-    /// Messages that were sent or received, and not yet reported to that end.
+    /// The number of sent messages that are not yet reported to the sender.
     n_sent: usize,
     n_received: usize,
 }
@@ -59,17 +59,17 @@ impl Double {
         self.inner.stands_still.store(stands_still, Ordering::Release);
     }
 
-    /// Ends of queues that were aborted.
+    /// Returns the number of ends of queues that were aborted.
     pub fn n_given_up(&self) -> usize {
         self.inner.n_given_up.load(Ordering::Acquire)
     }
 
-    /// Ends of queues that ended in good order.
+    /// Returns the number of ends of queues that ended in good order.
     pub fn n_ended(&self) -> usize {
         self.inner.n_ended.load(Ordering::Acquire)
     }
 
-    /// Queues that were ever created.
+    /// Returns the number of queues that were ever created.
     pub fn n_queues(&self) -> usize {
         locked(&self.inner.queues).len()
     }
@@ -202,9 +202,9 @@ struct HostCommunicator {
     stage: Arc<HostStage>,
     queue: Arc<Mutex<Queue>>,
     end: End,
-    /// The slots and lengths of the next messages.
+    /// The slots and lengths of the messages that this end waits for.
     wanted: VecDeque<(usize, usize)>,
-    /// A call settles at the second check.
+    /// Whether a call is in progress. It settles at the second check.
     is_called: bool,
     is_over: bool,
 }

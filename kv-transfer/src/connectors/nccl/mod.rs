@@ -53,15 +53,17 @@ pub(super) const WIRE: WireKind = WireKind {
     auto: Auto::IfOnGpus,
 };
 
-/// The factor by which a message is larger than the frame setting. NCCL needs some microseconds to start one.
+/// The factor by which a message is larger than the frame setting. Messages are large because NCCL needs some
+/// microseconds to start one.
 const MESSAGES_LARGER: usize = 128;
 
-/// Each message costs NCCL some microseconds, so only the last ones are small: they are scattered after everything
-/// has come. The first one is gathered while NCCL launches it.
+/// The sizes of consecutive messages. Only the last ones are small, because each message costs NCCL some
+/// microseconds. They are scattered after everything has come. The first one is gathered while NCCL launches
+/// it.
 const TAPER: Taper = Taper { first_part: 1, least_part: 4, share: 2 };
 
-/// Listens beside `tcp`. Fails if the KV is not on a GPU, if it cannot be moved 16 bytes at a time, or if there is no
-/// NCCL.
+/// Listens on a port beside that of `tcp`. Fails if the KV is not on a GPU, if it cannot be moved 16 bytes at
+/// a time, or if there is no NCCL.
 pub async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
     super::gpu::pages::check(&parts.memory)?;
     let bytes = slot_bytes(&parts)?;
@@ -86,12 +88,12 @@ async fn listen_over(
     parts.settings.frame_bytes = parts.settings.frame_bytes.saturating_mul(MESSAGES_LARGER);
     parts.settings.tall_frames = true;
     parts.settings.taper = parts.settings.taper.or(Some(TAPER));
-    // The order of frames is the order of messages.
+    // There is one stream, because the order of frames is the order of messages.
     parts.settings.streams = 1;
     let host = host(&parts.settings.listen).to_owned();
     let wire_threads = WireThreads::start(parts.memory.n_ranks(), parts.settings.awake(), &parts.gate)?;
     let refused = |source| TransferError::Listen { addr: host.clone(), source: Arc::new(source) };
-    // The port in the setting belongs to the tcp connector.
+    // The port in the setting belongs to the tcp connector, so this connector takes a free one.
     let (net, addr) = (Arc::clone(parts.world.net()), format!("{host}:0"));
     let listen = async move { Ok(net.listen(&addr).await) };
     let listener = wire_threads.run(&parts.gate, "kv port", listen).await?.map_err(refused)?;
@@ -115,7 +117,7 @@ fn slot_bytes(parts: &ConnectorParts) -> Result<usize, TransferError> {
     Ok(parts.settings.frame_bytes.saturating_mul(MESSAGES_LARGER).max(largest).next_multiple_of(SLOT_ALIGN))
 }
 
-/// Queues of a pair, if NCCL supports more than one.
+/// Returns the limit of queues of a pair, if NCCL supports more than one.
 fn n_queues(parts: &ConnectorParts) -> usize {
     parts.settings.nccl_queues.clamp(1, QUEUES_MAX)
 }

@@ -13,10 +13,10 @@ use crate::connector::ConnectorParts;
 use crate::connectors::link::stream::within;
 use crate::error::TransferError;
 
-/// Limit of queued messages. Each has a slot, so there are never more.
+/// Limit of queued messages. Each message has a slot, so there are never more.
 const JOBS_MAX: usize = 16;
 
-/// The settings of the threads of a connector's pairs.
+/// The settings of the thread of each pair.
 #[derive(Clone, Debug)]
 pub(super) struct PairSettings {
     /// The time without progress after which a message has stalled.
@@ -37,7 +37,7 @@ impl PairSettings {
     }
 }
 
-/// The state of a pair.
+/// The state of a pair of queue ends.
 #[derive(Clone, Debug)]
 pub(super) enum PairState {
     Joining,
@@ -45,7 +45,7 @@ pub(super) enum PairState {
     Lost(TransferError),
 }
 
-/// See the module. The drop ends its communicators: in good order if nothing is in progress.
+/// One end of a pair's queue. The drop ends its communicators: in good order if nothing is in progress.
 #[derive(Debug)]
 pub struct PairQueue {
     stage: Arc<dyn Stage>,
@@ -65,7 +65,8 @@ pub(super) struct Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        // The channel has room for all slots. If it is closed, the slots are no longer needed.
+        // The channel has room for all slots. If it is closed, the slots are no longer needed, so the error
+        // is ignored.
         let _ = self.give_back.try_send(self.nth);
     }
 }
@@ -107,7 +108,7 @@ impl PairQueue {
 
     /// Wakes up the thread, because a message follows soon.
     pub(super) fn expect(&self) {
-        // If the queue is full, the thread is already awake.
+        // If the queue is full, the thread is already awake, so the error is ignored.
         let _ = self.jobs.try_send(Job::Wake);
     }
 

@@ -12,11 +12,11 @@ use crate::error::TransferError;
 use crate::lanes::Lanes;
 use crate::reshard::Lane;
 
-/// See the module.
+/// The queues of one link, one for each lane.
 #[derive(Debug)]
 pub(super) struct PairQueues(Vec<LaneQueue>);
 
-/// The queue of one lane, and the number of its numbered messages.
+/// The queue of one lane, and the number of messages that have got a number.
 #[derive(Debug)]
 pub(super) struct LaneQueue {
     lane: Lane,
@@ -91,7 +91,7 @@ impl PairQueues {
 }
 
 impl LaneQueue {
-    /// Returns the number of the next message.
+    /// Returns the number of the lane's next message.
     pub(super) fn number(&self) -> u64 {
         self.n_messages.fetch_add(1, Ordering::Relaxed)
     }

@@ -19,11 +19,12 @@ use crate::landing::{Claim, OpenLanding};
 use crate::lanes::LaneSpan;
 use crate::reshard::Lane;
 
-/// See the module.
+/// The receiver's end of one link.
 #[derive(Debug)]
 pub(super) struct NcclPath(pub(super) PairQueues);
 
-/// A message that was asked for. If this is dropped, the message is still received, and then dropped.
+/// A message that was requested from NCCL. If it is dropped, the message is still received, and then
+/// discarded.
 #[derive(Debug)]
 struct Posted {
     pair_queue: Arc<PairQueue>,
@@ -33,7 +34,8 @@ struct Posted {
 }
 
 impl NcclPath {
-    /// Asks for a message of `bytes`; `number` must be the next one of the lane. Waits for room, not for the message.
+    /// Requests a message of `bytes` bytes; `number` must be the lane's next one. Waits for room, not for the
+    /// message.
     async fn post(&self, lane: Lane, number: u64, bytes: u32) -> Result<Posted, TransferError> {
         let (line, bytes) = (self.0.of(lane)?, bytes as usize);
         if line.number() != number {
@@ -101,7 +103,7 @@ impl Posted {
         let Some(said) = digests.wait().await else { return Ok(Vec::new()) };
         check_count(&said, &here)?;
         let wrong = differing(landing, span, &said, &here);
-        // A landing that has just failed requests nothing again.
+        // The pages of a landing that has just failed are not requested again.
         Ok(landing.arrived(span, self.bytes, &wrong).map(|()| wrong).unwrap_or_default())
     }
 }

@@ -12,7 +12,7 @@ use device::cuda::CopyDone;
 use super::backend::Communicator;
 use crate::error::TransferError;
 
-/// See the module. Its methods correspond to those of one queue.
+/// The queues of one end of a pair. The methods correspond to those of one queue.
 #[derive(Debug)]
 pub(super) struct RoundRobin {
     queues: Vec<QueueState>,
@@ -30,6 +30,8 @@ struct QueueState {
 }
 
 impl RoundRobin {
+    /// Uses `queues` in turn, beginning with the first.
+    ///
     /// # Panics
     /// If `queues` is empty.
     pub(super) fn new(queues: Vec<Box<dyn Communicator>>) -> Self {
@@ -103,7 +105,7 @@ impl Drop for RoundRobin {
         std::thread::scope(|scope| {
             for turn in self.queues.drain(..) {
                 let dropped = Builder::new().name("kv pair ends".to_owned());
-                // If no thread can be started, the queue is dropped here, one after the other.
+                // If no thread can be started, this thread drops the queue, one after the other.
                 let _ = dropped.spawn_scoped(scope, move || drop(turn));
             }
         });
@@ -117,7 +119,7 @@ mod tests {
 
     use super::*;
 
-    /// The calls to each queue, and the state of both.
+    /// The calls to the two queues, and the state of both.
     #[derive(Debug, Default)]
     struct Log {
         calls: Vec<(usize, usize)>,
@@ -130,7 +132,7 @@ mod tests {
     struct PairState {
         unsettled: bool,
         fails: bool,
-        /// Messages that are done and not yet counted.
+        /// The number of messages that are done and not yet counted.
         n_done: usize,
     }
 
@@ -178,7 +180,7 @@ mod tests {
     }
 
     impl Drop for Fake {
-        /// Waits until the other queue is dropped as well.
+        /// Waits until the pair's second queue is dropped as well.
         fn drop(&mut self) {
             let (log, changed) = &*self.log;
             let mut log = log.lock().unwrap();

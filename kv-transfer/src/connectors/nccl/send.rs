@@ -1,7 +1,7 @@
-//! Hot path. The sender's end of a pair. Its frames name their KV by the number of a message.
+//! Hot path. The sender's end of a pair. Each frame names its KV by the number of a message.
 //!
-//! A frame and its message are sent while the slot is still being filled: the GPU sends the message after that. The
-//! digests of the pages follow.
+//! A frame and its message are sent while the GPU still fills the slot: the GPU sends the message after that.
+//! The digests of the pages follow.
 
 use std::collections::VecDeque;
 use std::io;
@@ -26,14 +26,14 @@ use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::faults::FaultKind;
 
-/// See the module.
+/// The sender's end of one link.
 #[derive(Debug)]
 pub(super) struct NcclSendPath {
     world: World,
     layout: KvLayout,
     backend: Arc<dyn NcclBackend>,
     pair_settings: PairSettings,
-    /// Set by the first stream.
+    /// The queues to the receiver. Set by the first stream.
     pair_queues: OnceLock<PairQueues>,
     /// Frames being gathered whose digests are not yet sent, in order; `None` once the link is closed. Held for one
     /// read or write, never across an await.
@@ -166,7 +166,8 @@ impl NcclSendPath {
 
 #[async_trait]
 impl KvSendPath for NcclSendPath {
-    /// The pairs are joined before the link exists, so that the first transfer does not wait for that.
+    /// Connects the link's only stream and joins the pairs, so that the first transfer does not wait for the
+    /// joining.
     async fn connect(&self, endpoint: &str, _stream: u16) -> io::Result<Stream> {
         let mut stream = link::dial(&self.world, endpoint).await?;
         let (stages, ids) = accept::greet(&mut stream, &self.layout, &*self.backend).await?;
@@ -192,7 +193,7 @@ impl KvSendPath for NcclSendPath {
         }
         let (gathered, slot) = self.gather(parts, span).await?;
         if gathered.span.out.is_over() {
-            // The slot is not reused before the gathering is done.
+            // Waits for the gathering before the slot is released, so that the slot is not reused earlier.
             return gathered.done().await.map(|_| drop(slot));
         }
         let bare = (!parts.settings.digests).then(Vec::new);
@@ -213,7 +214,8 @@ impl KvSendPath for NcclSendPath {
         }
     }
 
-    /// The pair queues are dropped with this; their threads end the communicators.
+    /// Drops the frames in progress. The pair queues are dropped with this value; their threads end the
+    /// communicators.
     fn close(&self) {
         let left = self.gathering().take();
         drop(left);

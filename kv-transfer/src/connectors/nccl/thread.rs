@@ -1,4 +1,4 @@
-//! Hot path. The thread of a pair's communicators, which need one call at a time and must be polled.
+//! Hot path. The thread of a pair's communicators, which accept one call at a time and must be polled.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,12 +16,13 @@ use super::pair_queue::{PairState, Slot};
 use super::round_robin::RoundRobin;
 use crate::error::TransferError;
 
-/// The deadline for joining, which takes the library some seconds the first time. Callers have their own deadlines
-/// and may wait again.
+/// The deadline for joining a pair. The library takes some seconds the first time. Callers have their own
+/// deadlines and may wait again.
 const JOIN_WITHIN: Duration = Duration::from_secs(60);
-/// The deadline for an orderly end. A peer that is gone does not take part in it.
+/// The deadline for an orderly end, in which a peer that is gone does not take part.
 const END_WITHIN: Duration = Duration::from_millis(500);
-/// The size of the first message of every queue. NCCL makes the connection when it is first needed.
+/// The size of the first message of every queue. It is sent because NCCL connects only when a message needs
+/// it.
 const GREETING_BYTES: usize = 16;
 /// The time for which the thread polls messages in progress without a pause: longer than the time between two
 /// messages.
@@ -30,7 +31,7 @@ const PAUSE: Duration = Duration::from_micros(50);
 
 #[derive(Debug)]
 pub(super) enum Job {
-    /// A message follows soon.
+    /// Tells the thread to spin, because a message follows soon.
     Wake,
     Message(Message),
 }
@@ -45,7 +46,7 @@ pub(super) struct Message {
     pub(super) done: oneshot::Sender<Result<(), TransferError>>,
 }
 
-/// The parameters of the thread.
+/// The thread of one pair's end, before it runs.
 #[derive(Debug)]
 pub(super) struct PairThread {
     pub(super) stage: Arc<dyn Stage>,
@@ -74,7 +75,8 @@ struct Pair {
 }
 
 impl PairThread {
-    /// Runs until the pair queue is dropped or the pair is lost. Tasks that wait for a message then get the error.
+    /// Runs until the pair queue is dropped or the pair is lost. Tasks that wait for a message then get the
+    /// error.
     pub(super) fn run(self, tell: &watch::Sender<PairState>) {
         let end = self.end;
         let ended = self.joined().and_then(|mut pair| {
@@ -115,8 +117,8 @@ impl PairThread {
 }
 
 impl Pair {
-    /// Sends a first message on each queue. It may use slot 0, because no other message does before the pair is
-    /// ready.
+    /// Sends a first message on each queue, through slot 0. The slot is free, because no other message uses
+    /// it before the pair is ready.
     fn greet(&mut self) -> Result<(), TransferError> {
         for _ in 0..self.round_robin.n_queues() {
             self.begin(0, GREETING_BYTES, &[])?;
@@ -192,7 +194,8 @@ impl Pair {
             }
         }
         if self.queue.is_closed() && self.queue.is_empty() {
-            // The peer may have learned the end of the last message a moment earlier, so this end waits briefly.
+            // This end waits briefly, because the peer may have learned the end of the last message a moment
+            // earlier.
             let since = *self.closed_since.get_or_insert_with(Instant::now);
             if since.elapsed() > END_WITHIN {
                 return Err(TransferError::Closed);

@@ -1,4 +1,4 @@
-//! Accepts streams. The first stream of a link exchanges the two sides' queue pairs.
+//! Accepts streams of rdma links. The first stream of a link exchanges the two sides' queue pairs.
 
 use std::io;
 use std::sync::Arc;

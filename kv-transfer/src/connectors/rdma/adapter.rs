@@ -13,7 +13,8 @@ use crate::connector::ConnectorParts;
 use crate::error::TransferError;
 use crate::landing::bad_request;
 
-/// A lost packet is sent again after 134 ms at most, or earlier if later packets reveal the loss.
+/// The longest time after which a lost packet is sent again, as an exponent: 134 ms. Later packets may reveal
+/// the loss earlier.
 const TIMEOUT_MAX: u8 = 15;
 /// The number of times that a packet is sent again: the maximum of the device.
 pub(super) const RETRIES: u8 = 7;
@@ -24,20 +25,20 @@ pub(super) struct Adapter {
     pub(super) device: Device,
     pub(super) domain: Domain,
     pub(super) ranks: Vec<RankHere>,
-    /// Computes digests on the GPU, if the memory is on a GPU.
+    /// Computes digests on the GPU; `None` if the memory is on the host.
     pub(super) card: Option<CardLook>,
     pub(super) gid: [u8; 16],
     pub(super) lid: u16,
     pub(super) mtu: u32,
-    /// See [`device::verbs::PathTo`].
+    /// The exponent of the time after which a packet is sent again: see [`device::verbs::PathTo`].
     pub(super) timeout: u8,
 }
 
-/// One rank's memory, registered.
+/// One rank's memory, registered with the device.
 #[derive(Debug)]
 pub(super) struct RankHere {
     pub(super) region: Region,
-    /// The start addresses of its regions, as a peer's device uses them.
+    /// The start addresses of the memory's regions, as a peer's device uses them.
     pub(super) starts: Vec<u64>,
 }
 
@@ -47,7 +48,7 @@ impl Adapter {
         if folders(Path::new(DEVICES)).is_empty() {
             return Err(TransferError::rdma(VerbsError::NoDevice));
         }
-        // Checked before a port is chosen, so that a missing library is reported as such.
+        // The library is checked before a port is chosen, so that a missing library is reported as such.
         Device::names().map_err(TransferError::rdma)?;
         let port = wanted.find(Path::new(DEVICES))?;
         let device = Device::open(&port.device).map_err(TransferError::rdma)?;
@@ -62,7 +63,7 @@ impl Adapter {
         Ok(Self { port, device, domain, ranks, card, gid, lid: state.lid, mtu: state.mtu, timeout })
     }
 
-    /// Returns the memory that a peer may write into.
+    /// Returns the memory of each rank that a peer may write into.
     pub(super) fn ranks(&self) -> Vec<RankThere> {
         let rank = |rank: &RankHere| RankThere { key: rank.region.key(), starts: rank.starts.clone() };
         self.ranks.iter().map(rank).collect()

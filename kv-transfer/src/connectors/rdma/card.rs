@@ -12,7 +12,7 @@ use crate::error::TransferError;
 use crate::landing::{OpenLanding, bad_request};
 use crate::lanes::LaneSpan;
 
-/// Computes digests of one GPU's pages.
+/// Computes digests of one GPU's pages, for KV that the RDMA device moves.
 #[derive(Debug)]
 pub(super) struct CardLook {
     memory: KvMemory,
@@ -20,7 +20,7 @@ pub(super) struct CardLook {
 }
 
 impl CardLook {
-    /// Fails if the GPU cannot digest pages of this layout.
+    /// Starts the copy thread of this memory's GPU. Fails if the GPU cannot digest pages of this layout.
     pub(super) fn at(memory: &KvMemory, gate: &Gate) -> Result<Self, TransferError> {
         pages::check(memory)?;
         let copy_thread = CopyThread::start(memory, 0, PageCopierSize::default(), gate)?;

@@ -22,7 +22,7 @@ pub(super) const PAIRS_MAX: u16 = 8;
 /// Limit of regions of one rank's memory. A model has fewer layers.
 const REGIONS_MAX: u16 = 8192;
 
-/// The first bytes of a stream.
+/// The first line of a stream's greeting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct First {
     /// The stream's number; in an answer, the number of ranks.
@@ -30,12 +30,12 @@ pub(super) struct First {
     pub(super) pairs: u16,
 }
 
-/// One end of the queue pairs.
+/// One end's description of its queue pairs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct End {
     pub(super) pairs: Vec<Address>,
     pub(super) mtu: u32,
-    /// The memory that the other end may write into. Only a receiver has it.
+    /// The memory that the end that reads this may write into. Only a receiver sends it.
     pub(super) ranks: Vec<RankThere>,
 }
 
@@ -43,7 +43,7 @@ pub(super) struct End {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct RankThere {
     pub(super) key: u32,
-    /// The start addresses of its regions, as the other end's device uses them.
+    /// The start addresses of the memory's regions, as the other end's device uses them.
     pub(super) starts: Vec<u64>,
 }
 
@@ -60,7 +60,7 @@ pub(super) async fn write_first(to: &mut (impl AsyncWrite + Unpin), first: First
     to.write_all(&bytes).await
 }
 
-/// Reads the rest of a sender's greeting.
+/// Reads the rest of a sender's greeting, after its first line.
 pub(super) async fn read_end(from: &mut (impl AsyncRead + Unpin), pairs: u16) -> io::Result<End> {
     let mut gid = [0; 16];
     from.read_exact(&mut gid).await?;

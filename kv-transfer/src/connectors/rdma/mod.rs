@@ -47,7 +47,8 @@ pub(super) const WIRE: WireKind = WireKind {
     auto: Auto::IfItWorks,
 };
 
-/// Opens a device and listens as the settings say. Fails with the reason if there is no device or no library.
+/// Opens a device and listens for streams, as the settings say. Fails with the reason if there is no device
+/// or no library.
 pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
     check_pages(&parts)?;
     let adapter = Arc::new(Adapter::open(&parts)?);
@@ -73,7 +74,7 @@ pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<LinkConnector>, Tra
     ))
 }
 
-/// Returns the listening address: the setting, or the host of the node's other listener with any port.
+/// Returns the listening address: the setting, or the host of the tcp listener with any port.
 fn listen_on(settings: &TransferSettings) -> String {
     if !settings.rdma_listen.is_empty() {
         return settings.rdma_listen.clone();

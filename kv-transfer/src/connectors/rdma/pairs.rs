@@ -9,7 +9,7 @@ use crate::error::TransferError;
 /// The number of retries when a peer has no room for a number: without limit. A peer that is gone is detected by its
 /// silence on the link.
 const FOR_EVER: u8 = 7;
-/// Packet numbers have 24 bits.
+/// The bits of a packet number: packet numbers have 24 bits.
 const PACKET_BITS: u64 = (1 << 24) - 1;
 
 /// One end of a link's queue pairs, created and not yet connected.
@@ -21,22 +21,24 @@ pub(super) struct Pairs {
 }
 
 impl Pairs {
-    /// `draw` returns the first packet numbers. They are random, so that an old packet is not accepted by this
-    /// connection.
+    /// Creates `n` queue pairs. `draw` returns their first packet numbers, which are random, so that an old
+    /// packet is not accepted by this connection.
     pub(super) fn new(
         adapter: &Adapter,
         n: u16,
         room: Room,
         draw: impl Fn() -> u64,
     ) -> Result<Self, TransferError> {
-        // After an error, every request has its own completion.
+        // The completion queue has room for all requests, because after an error every request has its own
+        // completion.
         let completions = adapter.completions(u32::from(n) * (room.writes + room.receives))?;
         let pairs = (0..n).map(|_| adapter.queue_pair(&completions, room)).collect::<Result<Vec<_>, _>>()?;
         let first_packets = (0..n).map(|_| (draw() & PACKET_BITS) as u32).collect();
         Ok(Self { pairs, completions, first_packets })
     }
 
-    /// Returns the description for the other end. `ranks`: the memory that it may write into.
+    /// Describes this side's queue pairs for the other end. `ranks` is the memory that the other end may
+    /// write into.
     pub(super) fn end(&self, adapter: &Adapter, ranks: Vec<RankThere>) -> End {
         let address = |(pair, first_packet): (&QueuePair, &u32)| Address {
             gid: adapter.gid,

@@ -17,7 +17,7 @@ pub const DEVICES: &str = "/sys/class/infiniband";
 pub struct PortAt {
     pub device: String,
     pub port: u8,
-    /// The address: an index into the port's table of GIDs.
+    /// The address of the port: an index into its table of GIDs.
     pub gid_index: u8,
 }
 
@@ -26,7 +26,7 @@ pub struct PortAt {
 pub struct Gid {
     pub index: u8,
     pub text: String,
-    /// `RoCE v2`, `IB/RoCE v1`.
+    /// The kind of address: `RoCE v2`, `IB/RoCE v1`.
     pub kind: String,
 }
 
@@ -39,7 +39,7 @@ pub struct Wanted {
 }
 
 impl Wanted {
-    /// `device`, `device:port` or `device:port:gid`; empty for any.
+    /// Parses `device`, `device:port` or `device:port:gid`; an empty text is any port.
     pub fn parse(text: &str) -> Result<Self, TransferError> {
         let wrong = || bad_request(&format!("{text:?} is not device:port:gid, as in mlx5_0:1:3"));
         let mut parts = text.split(':');
@@ -129,7 +129,7 @@ pub fn state(port: &Path) -> String {
     read(&port.join("state"))
 }
 
-/// `Ethernet` or `InfiniBand`.
+/// Returns the link layer of a port: `Ethernet` or `InfiniBand`.
 pub fn link_layer(port: &Path) -> String {
     read(&port.join("link_layer"))
 }
@@ -164,7 +164,7 @@ mod tests {
         wanted.find(devices).map(|port| port.to_string()).map_err(|error| error.to_string())
     }
 
-    /// Two devices: the first one is down on its first port.
+    /// Writes the files of two devices: the first device is down on its first port.
     fn machine(devices: &Path) {
         for (port, state) in
             [("mlx5_0/ports/1", "1: DOWN"), ("mlx5_0/ports/2", "4: ACTIVE"), ("mlx5_1/ports/1", "4: ACTIVE")]

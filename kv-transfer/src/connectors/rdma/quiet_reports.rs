@@ -19,11 +19,11 @@ pub(super) struct QuietReports {
     state: Mutex<State>,
 }
 
-/// Held for a look-up, never across an await.
+/// The landings without a report. Held for a look-up, never across an await.
 #[derive(Debug, Default)]
 struct State {
     outstanding: BTreeMap<TransferId, Arc<QuietReport>>,
-    /// The sender has no right to write any more: no report is needed.
+    /// Set once the sender has no right to write any more: no report is needed.
     close: bool,
 }
 
@@ -54,7 +54,7 @@ impl QuietReports {
         }
     }
 
-    /// The sender can no longer write: all reports count as received.
+    /// Marks all reports as received, because the sender can no longer write.
     pub(super) fn close(&self) {
         let outstanding = {
             let mut state = self.state();
@@ -82,8 +82,8 @@ impl Quiet for QuietReport {
         "the sender's report that its device is done"
     }
 
-    /// Access of one transfer cannot be revoked without that of all others of its link, so this only checks for the
-    /// report.
+    /// Returns whether the report has come. Access of one transfer cannot be revoked without that of all
+    /// others of its link.
     fn revoke(&self) -> bool {
         self.said.load(Ordering::Acquire)
     }

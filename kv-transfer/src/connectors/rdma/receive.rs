@@ -24,15 +24,16 @@ use crate::landing::OpenLanding;
 
 /// Limit of numbers that one queue pair receives before this side polls it.
 const RECEIVES: u32 = 256;
-/// Limit of numbers whose frames have not come. A sender is never so far ahead of its own frames.
+/// Limit of numbers whose frames have not come. A sender is never that far ahead of its own frames.
 const NUMBERS_MAX: usize = 64 << 10;
 
-/// The memory that a sender may write into, and the numbers that it has written.
+/// The receiver's end of one link: the memory that the sender may write into, and the numbers that it has
+/// written.
 #[derive(Debug)]
 pub(super) struct RdmaPath {
     adapter: Arc<Adapter>,
     numbers: Arc<Numbers>,
-    /// Empty once the queue pairs are destroyed. Held for a look-up, never across an await.
+    /// The queue pairs; empty once they are destroyed. Held for a look-up, never across an await.
     pairs: Arc<Mutex<Vec<QueuePair>>>,
     /// The outstanding reports of landings that the sender's device writes into.
     reports: QuietReports,
@@ -130,7 +131,8 @@ impl Taking {
             Ok(Done::Written) => return Ok(()),
             Ok(Done::Received { number }) => self.numbers.come(number)?,
         }
-        // Makes room for the next number. Without queue pairs there will be none.
+        // The completed request made room for the next number, so another receive is posted. Without queue
+        // pairs there will be none.
         match locked(&self.pairs).get(completion.id as usize) {
             Some(pair) => pair.receive(completion.id).map_err(TransferError::rdma),
             None => Ok(()),

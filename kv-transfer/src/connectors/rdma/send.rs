@@ -39,7 +39,7 @@ const WRITES_MAX: u32 = 2 * FRAME_PAGES_MAX as u32;
 pub(super) struct RdmaSendPath {
     parts: ConnectorParts,
     adapter: Arc<Adapter>,
-    /// Set when the first stream has connected to the receiver.
+    /// The queue pairs. Set when the first stream has connected to the receiver.
     connected: OnceLock<Connected>,
     under_way: Arc<UnderWay>,
     next: AtomicU32,
@@ -68,7 +68,8 @@ impl RdmaSendPath {
     /// Creates queue pairs, one for each stream, and connects them to the receiver's.
     async fn meet(&self, stream: &mut Stream) -> Result<(), TransferError> {
         let (world, adapter) = (&self.parts.world, &*self.adapter);
-        // Nothing is received here, but some devices do not create an empty receive queue.
+        // Nothing is received here, but some devices do not create an empty receive queue, so there is room
+        // for one.
         let room = Room { writes: WRITES_MAX, receives: 1 };
         let n = self.parts.settings.streams.clamp(1, PAIRS_MAX);
         let made = Pairs::new(adapter, n, room, || world.draw())?;
@@ -95,8 +96,8 @@ impl RdmaSendPath {
         self.connected.get().ok_or_else(|| TransferError::lost_because("the link has no queue pairs"))
     }
 
-    /// Starts the device's writes of a span's pages. Returns the number that announces their completion; `done` is
-    /// notified at that time.
+    /// Starts the device's writes of a span's pages. Returns the number that announces their completion.
+    /// `done` is notified when the writes are complete.
     ///
     /// Waits for room in the queue. If it is dropped while it waits, nothing is written.
     async fn write(&self, span: SpanOut, done: Option<oneshot::Sender<()>>) -> Result<u32, TransferError> {
@@ -192,7 +193,8 @@ impl RdmaSendPath {
         within(self.parts.settings.stall(), "a fault", flip).await
     }
 
-    /// The device reads the KV from the pages, so the bit is flipped there, and flipped back after the read.
+    /// Sends KV with one flipped bit. The device reads the KV from the pages, so the bit is flipped there,
+    /// and flipped back after the read.
     async fn send_flipped(
         &self,
         bit: u64,
@@ -205,7 +207,8 @@ impl RdmaSendPath {
         self.flip(&runs, bit).await?;
         let (done, is_done) = oneshot::channel();
         let number = self.write(span, Some(done)).await;
-        // This runs even if the write failed, because the pages must be right for other readers.
+        // The bit is flipped back even if the write failed, because the pages must be right for other
+        // readers.
         let _ = is_done.await;
         self.flip(&runs, bit).await?;
         writer.write(&frame(transfer, piece, number?, digests)).await
@@ -218,7 +221,8 @@ fn frame(transfer: TransferId, piece: LaneSpan, number: u32, digests: Vec<Digest
         .on(lane)
 }
 
-/// Joins two lists of pieces of the same bytes, and cuts at the end of every piece of either list.
+/// Matches two lists of pieces that name the same bytes here and there, and cuts at the end of every piece of
+/// either list.
 fn joined(here: &[Piece], there: &[Piece]) -> Vec<Copy> {
     let (mut here, mut there) = (Pieces::new(here), Pieces::new(there));
     let mut copies = Vec::new();
@@ -248,7 +252,8 @@ impl KvSendPath for RdmaSendPath {
         parts: &ConnectorParts,
         span: SpanOut,
     ) -> Result<(), TransferError> {
-        // The span's pending copy has begun: this transfer is not reported quiet before it ends.
+        // Checked after the span's pending copy has begun, so that an ended transfer is not reported quiet
+        // while this call writes.
         if span.out.is_over() {
             return Ok(());
         }
@@ -267,8 +272,8 @@ impl KvSendPath for RdmaSendPath {
         self.under_way.broken().await
     }
 
-    /// The queue pairs are destroyed before the frames in progress are released, because the device reads their pages
-    /// as long as a queue pair exists.
+    /// Destroys the queue pairs before the frames in progress are released, because the device reads their
+    /// pages as long as a queue pair exists.
     fn close(&self) {
         self.under_way.lose(TransferError::Closed);
         self.connected.get().into_iter().flat_map(|connected| &connected.pairs).for_each(Pair::destroy);

@@ -13,16 +13,16 @@ use crate::error::TransferError;
 /// One queue pair, until it is destroyed.
 #[derive(Debug)]
 pub(super) struct Pair {
-    /// Held for one call, never across an await.
+    /// The queue pair; `None` once it is destroyed. Held for one call, never across an await.
     pair: Mutex<Option<QueuePair>>,
-    /// Requests that its queue has room for.
+    /// Permits for the requests that the pair's queue has room for.
     room: Arc<Semaphore>,
 }
 
 /// The frames whose KV is being written, and whether more may follow.
 #[derive(Debug, Default)]
 pub(super) struct UnderWay {
-    /// By number. Held for a look-up, never across an await.
+    /// The frames by number. Held for a look-up, never across an await.
     frames: Mutex<HashMap<u64, FrameOut>>,
     lost: OnceLock<TransferError>,
     broken: CancellationToken,
@@ -60,7 +60,7 @@ impl Pair {
         call(self.pair().as_ref().ok_or_else(destroyed)?).map_err(TransferError::rdma)
     }
 
-    /// After this call the device reads no page for this queue pair.
+    /// Destroys the queue pair. After this call the device reads no page for it.
     pub(super) fn destroy(&self) {
         self.room.close();
         drop(self.pair().take());
@@ -81,7 +81,7 @@ impl UnderWay {
     /// Registers a frame, before the request goes to the device.
     pub(super) fn enter(&self, number: u32, frame: FrameOut) -> Result<(), TransferError> {
         let mut frames = self.frames();
-        // Checked under the lock: either this call sees the loss, or `give_up` sees the frame.
+        // The loss is checked under the lock: either this call sees it, or `give_up` sees the frame.
         match self.lost.get() {
             Some(error) => Err(error.clone()),
             None => {
@@ -104,7 +104,7 @@ impl UnderWay {
         }
         let frame = self.frames().remove(&completion.id);
         if let Some(done) = frame.and_then(|frame| frame.done) {
-            // The waiting task may be gone.
+            // The waiting task may be gone, so a failed send is ignored.
             let _ = done.send(());
         }
         Ok(())

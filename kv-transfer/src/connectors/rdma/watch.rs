@@ -20,7 +20,8 @@ pub(super) async fn watch(
         let mut ready = fd.readable().await.map_err(TransferError::lost)?;
         while completions.take_word().map_err(TransferError::rdma)? {}
         ready.clear_ready();
-        // Arming comes first: later completions then notify the descriptor, and earlier ones are taken now.
+        // Arming comes first, so that no completion is missed: later ones notify the descriptor, and earlier
+        // ones are taken now.
         completions.arm().map_err(TransferError::rdma)?;
         while completions.take(&mut some).map_err(TransferError::rdma)? > 0 {
             some.drain(..).try_for_each(&mut take)?;

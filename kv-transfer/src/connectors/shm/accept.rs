@@ -20,19 +20,18 @@ use crate::error::TransferError;
 
 /// The first byte of each stream.
 const GREETING: [u8; 1] = *b"B";
-/// The send buffer of a stream: room for a few frames, because they carry no KV.
-///
-/// So no sender is far ahead of its receiver. KV that was digested is still in a cache when it is copied, and frames
-/// are spread over the streams as their receivers finish them.
+/// The size of a stream's send buffer: room for a few frames, because they carry no KV. The buffer is small,
+/// so no sender is far ahead of its receiver. KV that was digested is still in a cache when it is copied, and
+/// frames are spread over the streams as their receivers finish them.
 const UNREAD_BYTES_MAX: usize = 4096;
-/// Connects, and passes `files` to the receiver.
+/// Connects a stream, and passes `files` to the receiver.
 pub(super) async fn connect(path: &str, files: &[BorrowedFd<'_>]) -> io::Result<Stream> {
     let stream = UnixStream::connect(path).await?;
     rustix::net::sockopt::set_socket_send_buffer_size(&stream, UNREAD_BYTES_MAX)?;
     greeted_by(stream, &GREETING, files).await
 }
 
-/// Accepts the streams of this wire.
+/// Accepts the streams of shm links.
 #[derive(Debug)]
 pub(super) struct ShmAcceptor {
     pub(super) listener: UnixListener,

@@ -15,7 +15,7 @@ use crate::lanes::LaneSpan;
 use crate::metrics::wanted_bytes;
 use crate::runs::Runs;
 
-/// A landing of up to this many bytes stays in the CPU caches until it is read.
+/// The largest landing that stays in the CPU caches until it is read, in bytes.
 const CACHED_MAX: u64 = 8 << 20;
 
 /// The pieces of a sender's shared memory that hold a frame's KV.
@@ -63,7 +63,7 @@ pub(super) fn copy_span(
     .all(span)
 }
 
-/// The heads of one page. K and V of each head are one part each.
+/// The heads of one page, as parts: K and V of each head are one part each.
 #[derive(Clone, Copy, Debug)]
 struct Page {
     parts: Parts,
@@ -85,15 +85,15 @@ struct Copying<'a, P> {
     from: &'a PeerMemory,
     runs: Runs,
     pieces: Pieces<'a>,
-    /// The pages that are not yet started; none if nothing is verified.
+    /// The pages whose copy has not started; none if nothing is verified.
     pages: P,
     /// The rest of the page that is being copied.
     page: Option<Page>,
-    /// Bytes of its next part that are in place.
+    /// The number of bytes of the page's next part that are in place.
     in_part: usize,
     stores: Stores,
     checker: Checker<'a>,
-    /// Bytes that are in place.
+    /// The number of the span's bytes that are in place.
     offset: usize,
 }
 
@@ -106,7 +106,7 @@ impl<P: Iterator<Item = Page>> Copying<'_, P> {
                 Some(copied) => copied?,
             }
         }
-        // A landing that has just failed requests nothing again.
+        // The pages of a landing that has just failed are not requested again.
         let wrong = self.checker.wrong;
         Ok(self.landing.arrived(span, self.offset, &wrong).map(|()| wrong).unwrap_or_default())
     }
@@ -152,7 +152,7 @@ impl<P: Iterator<Item = Page>> Copying<'_, P> {
         self.from.copy(offset, into).map_err(outside)
     }
 
-    /// Copies and hashes whole parts.
+    /// Copies and hashes whole parts of a page.
     fn copy_hashed(&mut self, page: Page, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
         let n = into.len() / page.parts.bytes;
         let each = &mut |hash| self.checker.hashed(Some(hash));

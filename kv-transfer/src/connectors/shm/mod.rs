@@ -39,14 +39,15 @@ pub(super) const WIRE: WireKind = WireKind {
     auto: Auto::IfItWorks,
 };
 
-/// The folder of the sockets. All processes that may share memory see it. Nothing else is put there.
+/// The folder of the sockets, which all processes that may share memory see. Nothing else is put there.
 pub const FOLDER: &str = "/dev/shm";
 
-/// The factor by which frames are larger than on other wires. A frame carries no KV, so its cost is a short message
-/// and a wake-up. The KV of a few such frames still stays in a core's cache from digest to copy.
+/// The factor by which frames are larger than on other wires. Frames are larger because a frame carries no
+/// KV, and costs a short message and a wake-up. The KV of a few such frames still stays in a core's cache
+/// from digest to copy.
 const FRAMES_LARGER: usize = 2;
 
-/// Listens in [`FOLDER`].
+/// Listens on a socket in [`FOLDER`].
 pub async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
     let in_place = parts.memory.has_files();
     info!(in_place, "shm connector listens");

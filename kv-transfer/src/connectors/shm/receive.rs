@@ -1,4 +1,4 @@
-//! Hot path. The receiver's view of a sender: its stage, and its ranks' pages if they are shared.
+//! Hot path. The receiver's end of a shm link: the sender's stage, and its ranks' pages if they are shared.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -16,12 +16,13 @@ use crate::landing::OpenLanding;
 #[derive(Debug)]
 pub(super) struct ShmPath {
     stage: PeerMemory,
-    /// One per rank, or empty if the pages are not shared.
+    /// The sender's pages, one memory per rank; empty if they are not shared.
     pages: Vec<PeerMemory>,
 }
 
 impl ShmPath {
-    /// Maps the files of a greeting. All streams of a link but the first carry none.
+    /// Maps the files of a stream's greeting. Returns `None` for all streams but the first, which carry no
+    /// files.
     pub(super) fn of(files: Vec<OwnedFd>) -> Result<Option<Self>, TransferError> {
         let mut mapped = Vec::new();
         for file in files {

@@ -22,23 +22,23 @@ use crate::faults::{FaultKind, flip};
 use crate::lanes::LaneSpan;
 use crate::runs::Runs;
 
-/// The sender's side of one link.
+/// The sender's end of one link.
 #[derive(Debug)]
 pub(super) struct ShmSendPath {
     world: World,
     memory: KvMemory,
-    /// Whether the receiver can read the pages themselves.
+    /// Whether the receiver reads the pages themselves, and not copies in the stage.
     in_place: bool,
     stage: Stage,
 }
 
 impl ShmSendPath {
-    /// Shares the pages if the system lets other processes map them.
+    /// Makes a send path that shares the pages, if the system lets other processes map them.
     pub(super) fn in_place(parts: &ConnectorParts) -> Result<Arc<dyn KvSendPath>, TransferError> {
         Self::showing(parts, parts.memory.has_files())
     }
 
-    /// Shares copies only, as a node on a GPU must.
+    /// Makes a send path that shares copies only, as a node on a GPU must.
     pub(super) fn staged(parts: &ConnectorParts) -> Result<Arc<dyn KvSendPath>, TransferError> {
         Self::showing(parts, false)
     }
@@ -53,7 +53,7 @@ impl ShmSendPath {
 
 #[async_trait]
 impl KvSendPath for ShmSendPath {
-    /// The first stream carries the files.
+    /// Connects stream number `stream`. The first stream carries the files of the stage and the pages.
     async fn connect(&self, endpoint: &str, stream: u16) -> io::Result<Stream> {
         let n_shown = if self.in_place { self.memory.n_ranks() } else { 0 };
         let pages = (0..n_shown).filter_map(|tp_rank| self.memory.rank(tp_rank).file());
@@ -103,7 +103,7 @@ impl Pointing<'_> {
         }
     }
 
-    /// Returns the frame for a copy of its KV, after `change`.
+    /// Copies the KV into a slot, applies `change` to the copy, and returns the frame for it.
     async fn staged(&self, change: impl FnOnce(&mut [u8])) -> Result<Frame, TransferError> {
         let wait = async { Ok(self.shown.stage.slot().await) };
         let slot = within(self.parts.settings.stall(), "waiting for a slot of the stage", wait).await?;
@@ -128,7 +128,7 @@ impl Pointing<'_> {
             FaultKind::Delay(by) => tokio::time::sleep(by).await,
             FaultKind::Duplicate => writer.write(&self.frame().await?).await?,
             FaultKind::WrongDigest => corrupt_first(&mut self.digests),
-            // The sender's own pages stay intact: the fault changes a copy.
+            // The fault changes a copy, so that the sender's own pages stay intact.
             FaultKind::FlipBit(bit) => {
                 return writer.write(&self.staged(|copy| flip(copy, bit)).await?).await;
             }

@@ -1,7 +1,7 @@
-//! A few shared slots, for KV that must be copied to be shared.
+//! A few slots of shared memory, for KV that other processes cannot map where it is.
 //!
-//! This is KV on a GPU, or in memory that the system cannot share. It costs one additional copy. The slots belong to
-//! one link. A slot is free again when the receiver reports that it has copied it.
+//! Such KV is on a GPU, or in memory that the system cannot share. A slot costs one additional copy. The
+//! slots belong to one link. A slot is free again when the receiver reports that it has copied it.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,7 +22,7 @@ pub(super) struct Stage {
 }
 
 impl Stage {
-    /// A slot takes memory when it is first used.
+    /// Creates the slots. A slot takes memory when it is first used.
     pub(super) fn new(slot_bytes: usize) -> Result<Self, MemoryError> {
         let memory = HostMemory::shared(&[RegionShape { page_bytes: slot_bytes, n_pages: N_SLOTS.into() }])?;
         let (freed, free) = async_channel::bounded(N_SLOTS.into());
@@ -52,7 +52,7 @@ impl Stage {
         self.memory.file_offset(0, slot.into()) as u64
     }
 
-    /// The receiver has copied the slot.
+    /// Frees a slot that the receiver has copied.
     pub(super) fn taken(&self, slot: u16) -> Result<(), FrameError> {
         let lent = self.lent.get(usize::from(slot));
         if !lent.is_some_and(|lent| lent.swap(false, Ordering::Relaxed)) {
