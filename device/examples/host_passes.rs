@@ -1,5 +1,5 @@
 //! Measures each pass over host memory in a shared-memory transfer: two threads, 1 GiB in pages of 64 KiB,
-//! medians of seven. Prints one line for each, with its rate and its ratio to a plain copy.
+//! medians of seven. Prints one line for each pass, with its rate and its ratio to a plain copy.
 
 use std::error::Error;
 use std::hint::black_box;
@@ -17,7 +17,7 @@ const N_PAGES: u32 = (BYTES / PAGE_BYTES) as u32 / N_LAYERS;
 const N_TIMES: usize = 7;
 
 type Outcome<T> = Result<T, Box<dyn Error + Send + Sync>>;
-/// A layer, and some neighbouring pages in it.
+/// A layer and a range of neighbouring pages in it.
 type Piece = (u32, Range<u32>);
 
 fn main() -> Outcome<()> {
@@ -42,7 +42,7 @@ fn main() -> Outcome<()> {
     Ok(())
 }
 
-/// Returns the time of one pass over all pages in seconds, with `n_pages` at once.
+/// Returns the median time in seconds of a pass over all pages, in pieces of `n_pages`.
 fn median(n_pages: u32, pass: impl Fn(Piece) -> Outcome<()> + Sync) -> Outcome<f64> {
     let mut times = Vec::new();
     for _ in 0..N_TIMES {
@@ -65,7 +65,7 @@ fn once(n_pages: u32, pass: &(impl Fn(Piece) -> Outcome<()> + Sync)) -> Outcome<
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// The memory of two nodes, and the first one's memory as mapped by the second.
+/// The memory of two nodes. The second node has mapped the first one's memory.
 struct Ends {
     near: HostMemory,
     far: HostMemory,
@@ -85,7 +85,7 @@ impl Ends {
                 word.copy_from_slice(&nth.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
             }
         }
-        // All pages are allocated and mapped before the measurement starts.
+        // A first copy allocates and maps all pages before the measurement starts.
         median(N_PAGES, |some| ends.copy_hashed(some, Stores::Cached))?;
         Ok(ends)
     }

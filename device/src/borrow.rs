@@ -11,10 +11,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 const IDLE: u32 = 0;
 /// The page is being written.
 const WRITTEN: u32 = u32::MAX;
-/// There is no memory behind the page. Smaller values are numbers of readers.
+/// The page has no memory at present. Smaller values are numbers of readers.
 const AWAY: u32 = WRITTEN - 1;
 
-/// A page of the run has a borrow that excludes this one.
+/// The error of a borrow: another borrow of a page of the run excludes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{wanted} page {page} of region {region}, which {held}")]
 pub struct PageBusy {
@@ -38,7 +38,7 @@ pub enum Held {
     ByReaders(u32),
     /// The page's GPU is lost.
     OnLostCard,
-    /// The page's memory is given back.
+    /// The page's memory is given back at present.
     Away,
 }
 
@@ -67,7 +67,7 @@ pub(crate) fn idle(n_pages: u32) -> Box<[AtomicU32]> {
     (0..n_pages).map(|_| AtomicU32::new(IDLE)).collect()
 }
 
-/// Page `nth` of a run could not be borrowed.
+/// The error for page `nth` of a run, with the state that prevented the borrow.
 pub(crate) struct Refused {
     nth: usize,
     wanted: Access,
@@ -127,7 +127,7 @@ pub(crate) fn take_away(pages: &[AtomicU32]) -> Result<(), Refused> {
     Ok(())
 }
 
-/// The counterpart of [`take_away`].
+/// Allows borrows of these pages again, after [`take_away`].
 pub(crate) fn bring_back(pages: &[AtomicU32]) {
     for page in pages {
         page.store(IDLE, Ordering::Release);

@@ -1,8 +1,8 @@
 //! Hot path.
 //! Host memory for KV: regions of equal pages whose aliasing is checked at run time.
 //!
-//! A compute thread writes pages while tasks of a connector read others. The thread that uses a page changes
-//! with every sequence, which the compiler cannot check. So every page has a borrow state.
+//! A compute thread writes pages while tasks of a connector read other pages. The thread that uses a page
+//! changes with every sequence, which the compiler cannot check. So every page has a borrow state.
 //!
 //! Cost: one compare-and-swap for each page to borrow and one to return it. Pages have 4 KiB to 64 KiB, so
 //! this takes under a thousandth of the time to copy them.
@@ -26,9 +26,9 @@ use crate::regions::{RegionShape, Regions};
 
 /// Memory of this process: zero at first, mapped once and never moved.
 pub struct HostMemory {
-    /// Shared with devices that access the memory directly. The last user unmaps it.
+    /// The mapping, shared with devices that access the memory directly. The last user unmaps it.
     mapping: Arc<MmapRaw>,
-    /// The file that other processes map to read the memory. Anonymous memory has none.
+    /// The file that other processes map to read the memory; `None` for anonymous memory.
     file: Option<OwnedFd>,
     regions: Regions,
 }
@@ -102,7 +102,7 @@ impl HostMemory {
         self.regions.places().run(region, &(page..page + 1)).0
     }
 
-    /// Borrows a run of pages for reading. It gets all of them or none.
+    /// Borrows a run of pages for reading. Borrows all pages of the run or none.
     ///
     /// # Panics
     /// If the region or the page does not exist.
@@ -116,7 +116,7 @@ impl HostMemory {
         Ok(unsafe { PageRef::new(self.at(run.offset), run.len, borrow, None) })
     }
 
-    /// Borrows a run of pages for writing. It gets all of them or none.
+    /// Borrows a run of pages for writing. Borrows all pages of the run or none.
     ///
     /// # Panics
     /// If the region or the page does not exist.
@@ -137,12 +137,12 @@ impl HostMemory {
         self.regions.places().len() as u32
     }
 
-    /// Returns the bytes of all pages.
+    /// Returns the total bytes of all pages.
     pub fn bytes(&self) -> usize {
         self.regions.places().bytes()
     }
 
-    /// For devices that access the memory directly.
+    /// Returns the mapping, for devices that access the memory directly.
     pub(crate) fn mapping(&self) -> &Arc<MmapRaw> {
         &self.mapping
     }

@@ -1,6 +1,6 @@
 //! Conversions between f32 and bf16, the number format of weights and KV.
 
-/// Widening is exact: bf16 is the upper half of an f32.
+/// Widens a bf16, which is exact: bf16 is the upper half of an f32.
 #[inline(always)]
 pub fn bf16_to_f32(narrow: u16) -> f32 {
     f32::from_bits(u32::from(narrow) << 16)

@@ -9,8 +9,8 @@ use std::ptr::NonNull;
 use crate::borrow::{ReadBorrow, WriteBorrow};
 use crate::cuda::staging::{Staged, WriteBack};
 
-/// A run of pages that cannot be written while this value lives. The bytes of all pages, one page after the
-/// other.
+/// A run of pages that cannot be written while this value lives. It dereferences to the bytes of all pages,
+/// one page after the other.
 ///
 /// On a GPU, it is a copy in host memory, made at the time of the borrow.
 //
@@ -28,7 +28,7 @@ pub struct PageRef<'a> {
 
 /// A run of pages that no other code can read or write while this value lives.
 ///
-/// On a GPU, it is a copy in host memory, which is written to the GPU when this is dropped.
+/// On a GPU, it is a copy in host memory, which is written to the GPU when the guard is dropped.
 pub struct PageMut<'a> {
     start: NonNull<u8>,
     len: usize,
@@ -41,6 +41,8 @@ pub struct PageMut<'a> {
 }
 
 impl<'a> PageRef<'a> {
+    /// Makes the guard of a run of `len` bytes.
+    ///
     /// # Safety
     /// `len` bytes from `start` are initialised, live for 'a (or as long as `copy`), and are not written
     /// during the borrow.
@@ -55,6 +57,8 @@ impl<'a> PageRef<'a> {
 }
 
 impl<'a> PageMut<'a> {
+    /// Makes the guard of a run of `len` bytes.
+    ///
     /// # Safety
     /// `len` bytes from `start` are initialised, live for 'a (or as long as `copy`), and are used by no other
     /// code during the borrow.

@@ -1,7 +1,7 @@
 //! The layout of regions of equal pages in one piece of memory, and the position of a run of pages.
 //!
-//! It has offsets and borrow states, but no addresses. Host memory and GPU memory have the same layout, and a
-//! peer that has mapped the memory finds pages by the same arithmetic.
+//! This module has offsets and borrow states, but no addresses. Host memory and GPU memory have the same
+//! layout, and a peer that has mapped the memory finds pages by the same arithmetic.
 
 use std::ops::Range;
 use std::sync::atomic::AtomicU32;
@@ -25,7 +25,7 @@ pub(crate) struct Places {
     places: Box<[(RegionShape, usize)]>,
     /// The end of the last region.
     end: usize,
-    /// The bytes of all pages, without the gaps between regions.
+    /// The total bytes of all pages, without the gaps between regions.
     bytes: usize,
 }
 
@@ -112,6 +112,8 @@ impl Regions {
         &self.places
     }
 
+    /// Returns a run of pages, with their borrow states.
+    ///
     /// # Panics
     /// If the region or the page does not exist.
     pub(crate) fn run(&self, region: u32, pages: &Range<u32>) -> Run<'_> {

@@ -19,7 +19,7 @@ const RETRIES: u8 = 3;
 const GID_INDEX: u8 = 1;
 const WITHIN: Duration = Duration::from_secs(30);
 
-/// One side: its memory and one queue pair.
+/// One side of a connection: its memory and one queue pair.
 struct Side {
     memory: HostMemory,
     region: Region,
@@ -41,7 +41,7 @@ fn side(port: &str) -> Side {
     Side { memory, region, completions, pair, address }
 }
 
-/// Two connected sides.
+/// Makes two connected sides, on the ports of `TEST_RDMA_PORTS`.
 fn sides() -> (Side, Side) {
     let named = std::env::var("TEST_RDMA_PORTS").expect("tests/rdma-vm names the ports in TEST_RDMA_PORTS");
     let ports: Vec<_> = named.split(' ').collect();
@@ -63,7 +63,7 @@ fn sides() -> (Side, Side) {
 }
 
 impl Side {
-    /// Waits for the descriptor, like a connector.
+    /// Waits for the descriptor like a connector, and returns the next completion.
     fn next(&self) -> Completion {
         let mut seen = Vec::new();
         while seen.is_empty() {
@@ -74,7 +74,7 @@ impl Side {
         seen[0]
     }
 
-    /// Waits until `n` requests are done or one has failed. A failure also fails all later requests.
+    /// Waits until `n` requests are done or one has failed. A failed request also fails all later ones.
     fn wait_for(&self, n: usize) {
         let mut seen: Vec<Completion> = Vec::new();
         while seen.len() < n && seen.iter().all(|completion| completion.outcome.is_ok()) {
@@ -83,7 +83,7 @@ impl Side {
         }
     }
 
-    /// Waits until there is a completion that came after arming.
+    /// Waits until the descriptor reports a completion that came after arming.
     fn wait(&self) {
         let within = Timespec::try_from(WITHIN).expect("a short time");
         // JUSTIFICATION: a test waits for the descriptor without a runtime.
@@ -211,8 +211,8 @@ fn a_device_that_is_not_there_is_named_with_those_that_are() {
     assert!(matches!(&error, VerbsError::UnknownDevice { known, .. } if known.contains("rxe")), "{error}");
 }
 
-/// Soft-RoCE does not support memory of other devices, and its library reports that. Nothing beyond this
-/// error is tested.
+/// Soft-RoCE does not support memory of other devices, and its library reports that. This test reaches no
+/// further than this error.
 #[test]
 #[ignore = "wants RDMA devices: tests/rdma-vm/run.sh runs it in a VM"]
 fn memory_by_dmabuf_is_refused_by_a_driver_that_does_not_take_it() {

@@ -1,8 +1,8 @@
 //! Memory of a GPU that can be given back all at once and taken again later at the same addresses.
 //!
-//! The content is lost meanwhile, and the caller writes it again. The caller asks for the same buffers in the
-//! same order and gets the same addresses. Recorded graphs and tensor descriptors, which contain addresses,
-//! therefore stay valid.
+//! The content is lost meanwhile, and the caller writes it again. The caller requests the same buffers in the
+//! same order and gets the same addresses, so recorded graphs and tensor descriptors, which contain
+//! addresses, stay valid.
 
 use std::fmt;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ pub struct Arena {
 // === impl Arena ===
 
 impl Card {
-    /// Returns an empty arena.
+    /// Makes an arena without buffers.
     pub fn arena(&self) -> Arena {
         Arena { context: Arc::clone(self.context()), pieces: Vec::new(), places: Places::default() }
     }
@@ -66,7 +66,7 @@ impl Arena {
     /// order, from the first.
     pub fn refill(&mut self) -> Result<(), CudaError> {
         if let Err(refused) = self.pieces.iter().try_for_each(|piece| piece.take_again()) {
-            // The first error is reported: it has the cause.
+            // The error of the refill is reported, because it has the cause.
             let _ = self.give_back();
             return Err(refused);
         }
@@ -74,7 +74,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Bytes of GPU memory that the arena holds, or holds again after a refill.
+    /// Returns the bytes of GPU memory that the arena holds, or holds again after a refill.
     pub fn bytes(&self) -> usize {
         self.pieces.iter().map(|piece| piece.bytes()).sum()
     }
@@ -88,18 +88,18 @@ impl fmt::Debug for Arena {
 
 // === places ===
 
-/// The places of all buffers.
+/// The places of all buffers in the arena's pieces.
 #[derive(Debug, Default)]
 struct Places {
     places: Vec<Place>,
     /// The number of places given out since the start or the last rewind.
     n_given: usize,
     n_pieces: usize,
-    /// The piece for small buffers, and the bytes of it in use.
+    /// The piece that small buffers share at present, and its bytes in use.
     shared: Option<(usize, usize)>,
 }
 
-/// A buffer's place.
+/// A buffer's place: its piece, and its range there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Place {
     piece: usize,
@@ -108,7 +108,7 @@ struct Place {
 }
 
 impl Place {
-    /// Returns the size of the piece, if this buffer is the first in it.
+    /// Returns the size of the buffer's piece, if this buffer is the first in it.
     fn piece_bytes(self) -> usize {
         self.bytes.max(SHARED_PIECE_BYTES)
     }

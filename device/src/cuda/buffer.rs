@@ -42,7 +42,7 @@ pub struct Buffer<T: Element> {
 /// The owner of a buffer's memory.
 enum Memory {
     Own(Allocated),
-    /// Part of a larger piece.
+    /// The memory is a part of a larger piece.
     Part {
         piece: Arc<Mapped>,
         offset: usize,
@@ -95,7 +95,7 @@ impl<T: Element> Buffer<T> {
         Ok(Self { memory, len, element: PhantomData })
     }
 
-    /// `len` numbers of a piece. The caller gives no other buffer the same range.
+    /// Makes a buffer of `len` numbers in a piece. The caller gives no other buffer the same range.
     ///
     /// # Panics
     /// If the range is not within the piece, or its start is not aligned.
@@ -122,6 +122,8 @@ impl<T: Element> Buffer<T> {
         ViewMut::over(self.memory.address(), self.len, self.memory.ordinal())
     }
 
+    /// Returns a view of some of the numbers.
+    ///
     /// # Panics
     /// If the range does not lie within the buffer.
     pub fn slice(&self, range: Range<usize>) -> View<'_, T> {
@@ -188,7 +190,7 @@ macro_rules! views {
                 self.len == 0
             }
 
-            /// Returns the address in GPU memory of its first number. Only `unsafe` code can use it.
+            /// Returns the address of the view's first number in GPU memory. Only `unsafe` code can use it.
             pub fn address(&self) -> u64 {
                 self.address
             }
@@ -198,12 +200,12 @@ macro_rules! views {
                 self.ordinal
             }
 
-            /// Returns whether a 16-byte load may start here.
+            /// Returns whether the view's address permits a 16-byte load.
             pub fn is_aligned(&self) -> bool {
                 self.address.is_multiple_of(16)
             }
 
-            /// `len` numbers that start at `address`. The caller guarantees that they exist.
+            /// Makes a view of `len` numbers from `address` on. The caller guarantees that they exist.
             pub(super) fn over(address: u64, len: usize, ordinal: usize) -> Self {
                 Self { address, len, ordinal, buffer: PhantomData }
             }
@@ -224,6 +226,8 @@ macro_rules! views {
 views!(View, ViewMut);
 
 impl<'a, T: Element> View<'a, T> {
+    /// Returns a view of some of the numbers.
+    ///
     /// # Panics
     /// If the range does not lie within the view.
     pub fn slice(self, range: Range<usize>) -> View<'a, T> {
@@ -260,6 +264,8 @@ impl<'a> View<'a, u32> {
 }
 
 impl<'a, T: Element> ViewMut<'a, T> {
+    /// Returns a view of some of the numbers.
+    ///
     /// # Panics
     /// If the range does not lie within the view.
     pub fn slice(self, range: Range<usize>) -> ViewMut<'a, T> {

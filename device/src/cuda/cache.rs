@@ -51,7 +51,7 @@ impl Cache {
         }
         let cubin = nvrtc.compile(source, arch)?.cubin;
         if let Some(file) = file {
-            // On a full or read-only disk, only the next start takes longer.
+            // A failure is ignored: on a full or read-only disk, the next start compiles again.
             let _ = write(&file, &cubin);
         }
         Ok(Fetched { cubin, was_compiled: true })

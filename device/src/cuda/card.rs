@@ -40,7 +40,7 @@ pub struct Grid {
     pub threads: u32,
     /// Dynamic shared memory of each block.
     pub shared_bytes: u32,
-    /// Whether it starts only after the previous kernel has ended.
+    /// Whether the kernel starts only after the previous kernel has ended.
     pub waits: bool,
 }
 
@@ -50,14 +50,14 @@ impl Grid {
     }
 }
 
-/// A point in the stream. Two of them measure the time between them.
+/// A point in the GPU's stream. Two markers measure the time between them.
 #[derive(Debug)]
 pub struct Marker(pub(super) CudaEvent);
 
 // === impl Card ===
 
 impl Card {
-    /// Returns the number of GPUs. Zero is an error.
+    /// Returns the number of GPUs. No GPU is an error.
     pub fn count() -> Result<usize, CudaError> {
         library::driver()
     }
@@ -120,7 +120,7 @@ impl Card {
         self.n_compiled
     }
 
-    /// Free and total bytes of GPU memory.
+    /// Returns the free and the total bytes of GPU memory.
     pub fn memory(&self) -> Result<(usize, usize), CudaError> {
         self.context.mem_get_info().map_err(CudaError::during("ask for the GPU's memory"))
     }
@@ -130,7 +130,7 @@ impl Card {
         Buffer::new(&self.context, len)
     }
 
-    /// Allocates memory and fills it.
+    /// Allocates GPU memory and fills it with `numbers`.
     pub fn upload<T: Element>(&self, numbers: &[T]) -> Result<Buffer<T>, CudaError> {
         let mut buffer = self.buffer(numbers.len())?;
         self.write(buffer.view_mut(), numbers)?;
@@ -252,7 +252,8 @@ impl Card {
                 clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster as u32, y: 1, z: 1 },
             },
         };
-        // Without this, some multiprocessors get two blocks while others get none.
+        // Sets a balanced policy, because otherwise some multiprocessors get two blocks while others get
+        // none.
         let balanced = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE,
             pad: [0; 4],
@@ -313,7 +314,7 @@ impl fmt::Debug for Card {
 // === impl Marker ===
 
 impl Marker {
-    /// Milliseconds of GPU time between two points. Waits until both are reached.
+    /// Returns the milliseconds of GPU time between two points. Waits until both are reached.
     pub fn ms_until(&self, later: &Marker) -> Result<f32, CudaError> {
         self.0.elapsed_ms(&later.0).map_err(CudaError::during("measure between two events"))
     }
@@ -334,7 +335,7 @@ fn arch((major, minor): (i32, i32)) -> Option<String> {
     }
 }
 
-/// Returns the compiler. Fails if the driver is too old for its code.
+/// Loads the compiler. Fails if the driver is too old for its code.
 fn nvrtc(folder: Option<&Path>) -> Result<Nvrtc, CudaError> {
     let nvrtc = Nvrtc::load(folder)?;
     let driver = library::driver_version()?;

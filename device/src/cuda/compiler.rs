@@ -8,7 +8,7 @@ use cudarc::nvrtc::sys;
 
 use super::{CudaError, library, source::Source};
 
-/// The options of every compilation. With them the log lists each kernel's registers and spills.
+/// The options of every compilation. They make the log list each kernel's registers and spills.
 const OPTIONS: &[&str] = &["--std=c++17", "--generate-line-info", "--ptxas-options=-v"];
 
 /// The loaded compiler.
@@ -25,7 +25,7 @@ pub struct Compiled {
     pub log: String,
 }
 
-/// One program in the compiler. Dropping it destroys it.
+/// One program in the compiler. Dropping it destroys the compiler's object.
 struct Program(sys::nvrtcProgram);
 
 // === impl Nvrtc ===
@@ -41,7 +41,7 @@ impl Nvrtc {
         Ok(Self { version: (major, minor) })
     }
 
-    /// Returns the CUDA version that it compiles for.
+    /// Returns the CUDA version that the compiler targets.
     pub fn version(&self) -> (i32, i32) {
         self.version
     }

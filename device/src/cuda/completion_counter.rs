@@ -10,11 +10,11 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
 use super::CudaError;
 use super::staging::Pinned;
 
-/// The number of reads between two queries of the driver, which alone knows that a GPU has failed. They take
-/// some hundred microseconds.
+/// The number of reads of the word between two queries of the driver. The driver alone knows that a GPU has
+/// failed, but a query takes some hundred microseconds.
 const READS_PER_QUERY: u32 = 4096;
 
-/// Counts work that ends in order. See the module.
+/// Counts work of a stream that ends in order, by a word that the GPU sets.
 pub(super) struct CompletionCounter {
     word: Pinned,
 }
@@ -30,13 +30,13 @@ impl CompletionCounter {
         Ok(Self { word: Pinned::new(context, size_of::<u32>())? })
     }
 
-    /// The GPU sets the word to `count` when all earlier work of the stream is done.
+    /// Queues a write: the GPU sets the word to `count` when all earlier work of the stream is done.
     pub(super) fn count_behind(&self, stream: &CudaStream, count: u32) -> Result<(), CudaError> {
         // JUSTIFICATION: cudarc has no safe call for this.
         // SAFETY: the GPU may write the word while this value lives, and the drop waits for the GPU.
         let told = unsafe { sys::cuStreamWriteValue32_v2(stream.cu_stream(), self.word.address(), count, 0) };
         match told {
-            // Without this feature only the driver is queried, which is less frequent.
+            // Without this feature the word is never set, and only the driver is queried, less often.
             CUresult::CUDA_ERROR_NOT_SUPPORTED => Ok(()),
             told => told.result().map_err(CudaError::during("count what a GPU has done")),
         }

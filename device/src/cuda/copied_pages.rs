@@ -13,18 +13,18 @@ pub(super) const VECTOR_BYTES: usize = 16;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRuns {
     pub n_parts: usize,
-    /// The number of heads to move: consecutive, from `first_head`.
+    /// The number of heads to move: neighbours from `first_head` on.
     pub n_heads: usize,
     pub run_bytes: usize,
     pub first_head: usize,
-    /// All heads of the page.
+    /// The number of all heads of the page.
     pub page_heads: usize,
 }
 
 /// Pages of equal layout, and the part of them to move.
 #[derive(Clone, Copy, Debug)]
 pub struct SomePages<'a> {
-    /// The region and page of each, layer by layer.
+    /// The region and the page of each page to move, layer by layer.
     pub places: &'a [(u32, u32)],
     /// The number of pages in each layer.
     pub n_of_layer: usize,
@@ -34,7 +34,7 @@ pub struct SomePages<'a> {
     pub partial: Option<(usize, usize)>,
 }
 
-/// Pages in a peer GPU's memory, at these offsets. There are as many as local pages.
+/// Pages in a peer GPU's memory, at these offsets: one for each local page.
 #[derive(Clone, Copy, Debug)]
 pub struct RemotePages<'a> {
     pub memory: &'a RemoteMemory,
@@ -51,7 +51,7 @@ impl RemotePages<'_> {
     }
 }
 
-/// An offset in a slot.
+/// A place in a slot: an offset from the slot's start.
 #[derive(Clone, Copy, Debug)]
 pub struct SlotAt<'a> {
     pub slots: &'a Slots,
@@ -74,7 +74,7 @@ impl SlotAt<'_> {
 // === impl PageRuns ===
 
 impl PageRuns {
-    /// Returns all heads of a page.
+    /// Makes the layout of pages whose heads are all moved.
     pub const fn whole(n_parts: usize, n_heads: usize, run_bytes: usize) -> Self {
         Self { n_parts, n_heads, run_bytes, first_head: 0, page_heads: n_heads }
     }
@@ -83,7 +83,7 @@ impl PageRuns {
         self.n_parts * self.part_bytes()
     }
 
-    /// Bytes of the heads to move.
+    /// Returns the bytes of the heads to move in one page.
     pub fn moved_bytes(&self) -> usize {
         self.n_parts * self.n_heads * self.run_bytes
     }

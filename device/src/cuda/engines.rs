@@ -8,7 +8,7 @@ use cudarc::driver::{CudaStream, result};
 use super::CudaError;
 use super::rectangles::Rectangle;
 
-/// Streams of one GPU that carry only copies. Each keeps one copy engine busy.
+/// The streams of one GPU that carry only copies. Each stream keeps one copy engine busy.
 pub(super) struct Engines {
     streams: Vec<Arc<CudaStream>>,
 }
@@ -19,7 +19,7 @@ impl Engines {
         Self { streams }
     }
 
-    /// Starts all copies. Later work on `behind` waits for all of them.
+    /// Starts all copies. Later work on `behind` waits for all copies.
     ///
     /// One large copy uses the whole link, and the next one waits for it. Several small copies are
     /// distributed over the streams.
@@ -52,6 +52,8 @@ impl Engines {
     }
 }
 
+/// Starts one copy on `stream`.
+///
 /// # Safety
 /// The requirements of [`Engines::start`].
 unsafe fn copy(rectangle: &Rectangle, stream: &CudaStream) -> Result<(), result::DriverError> {

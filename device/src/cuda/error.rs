@@ -66,7 +66,7 @@ pub enum CudaError {
 }
 
 impl CudaError {
-    /// The GPU had too little memory. It still works.
+    /// Returns whether the GPU had too little memory. It still works then.
     pub fn is_out_of_memory(&self) -> bool {
         matches!(self, Self::Driver { source: DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY), .. })
     }

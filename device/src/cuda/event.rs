@@ -15,7 +15,7 @@ impl Event {
         self.0.synchronize().map_err(CudaError::during("wait for the GPU"))
     }
 
-    /// Milliseconds of GPU time since `marker`, after this event is reached.
+    /// Returns the milliseconds of GPU time from `marker` to this event, which must be reached.
     pub fn ms_since(&self, marker: &Marker) -> Result<f32, CudaError> {
         marker.0.elapsed_ms(&self.0).map_err(CudaError::during("measure between two events"))
     }
@@ -29,7 +29,8 @@ impl Event {
 impl Card {
     /// Records an event after all earlier work.
     pub fn event(&self) -> Result<Event, CudaError> {
-        // The waiting thread sleeps: steps take milliseconds, and other threads need the CPU core.
+        // The waiting thread sleeps and does not spin, because steps take milliseconds and other threads need
+        // the CPU core.
         let flags = Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC);
         self.stream().record_event(flags).map(Event).map_err(CudaError::during("record an event"))
     }

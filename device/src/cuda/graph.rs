@@ -26,7 +26,7 @@ impl Card {
             .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
             .map_err(CudaError::during(failed))?;
         let worked = work();
-        // The capture also ends after an error; otherwise the stream would stay in capture mode.
+        // The capture is also ended after an error, because otherwise the stream would stay in capture mode.
         let flags = CUgraphInstantiate_flags(0);
         let graph = self.stream().end_capture(flags);
         worked?;

@@ -8,7 +8,7 @@ use super::CudaError;
 use super::completion_counter::CompletionCounter;
 use super::staging::Pinned;
 
-/// Host memory that the GPU reads and writes directly.
+/// The input and the results of one copy job, in host memory that the GPU reads and writes directly.
 pub(super) struct JobBuffers {
     context: Arc<CudaContext>,
     pub(super) told: Pinned,
@@ -40,7 +40,8 @@ impl JobBuffers {
 
 impl Drop for JobBuffers {
     fn drop(&mut self) {
-        // The GPU may still use the memory. If waiting fails, the context is lost and uses nothing.
+        // Waits, because the GPU may still use the memory. If waiting fails, the context is lost and uses
+        // nothing.
         let _ = self.context.synchronize();
     }
 }

@@ -13,17 +13,19 @@ pub(super) struct Lanes {
     loads: Arc<Mutex<Loads>>,
 }
 
-/// The lock is held briefly.
+/// The bytes on each stream, which all its copy jobs share. The lock is held briefly.
 struct Loads {
-    /// Bytes given to each stream since all streams were last idle.
+    /// The bytes given to each stream since all streams were last idle.
     given: Vec<usize>,
     n_under_way: usize,
 }
 
-/// A copy job on a stream. It is dropped when the job is done.
+/// The bytes of one copy job on a stream. The drop counts the job as done.
 pub(super) struct Load(Arc<Mutex<Loads>>);
 
 impl Lanes {
+    /// Distributes copy jobs over `streams`.
+    ///
     /// # Panics
     /// If there are no streams.
     pub(super) fn over(streams: Vec<Arc<CudaStream>>) -> Self {
@@ -48,7 +50,7 @@ impl Loads {
         Self { given: vec![0; n_lanes], n_under_way: 0 }
     }
 
-    /// The stream that gets it.
+    /// Adds a copy job of `bytes` to the stream with the fewest bytes, and returns the stream's index.
     fn give(&mut self, bytes: usize) -> usize {
         let least = (0..self.given.len()).min_by_key(|nth| self.given[*nth]).unwrap_or(0);
         self.given[least] += bytes;
@@ -85,7 +87,7 @@ mod tests {
         for bytes in &frames {
             loads.give(*bytes);
         }
-        // A round-robin choice would give 129, 125, 126 and 132.
+        // The loads are nearly even; a round-robin choice would give 129, 125, 126 and 132.
         assert_eq!(loads.given, [129, 129, 126, 128]);
     }
 

@@ -11,7 +11,8 @@ use super::CudaError;
 const USUAL_FOLDERS: &[&str] =
     &["/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/wsl/lib"];
 
-/// The builtins are loaded first: libnvrtc opens them by name alone, and only when it compiles.
+/// The files of NVRTC. The builtins are first, because libnvrtc opens them by name alone, and only when it
+/// compiles.
 const NVRTC: &[&str] = &["libnvrtc-builtins.so.", "libnvrtc.so."];
 const CUBLASLT: &[&str] = &["libcublasLt.so."];
 
@@ -52,7 +53,7 @@ pub(super) fn load_nvrtc(folder: Option<&Path>) -> Result<(), CudaError> {
     if nvrtc_is_present() { Ok(()) } else { Err(CudaError::NoNvrtc { place }) }
 }
 
-/// Loads cuBLASLt in the same way.
+/// Loads cuBLASLt, from the same places as NVRTC.
 pub fn load_cublaslt(folder: Option<&Path>) -> Result<(), CudaError> {
     match folder {
         Some(folder) => preload(CUBLASLT, folder),

@@ -3,7 +3,7 @@
 //! Three values hold three resources, and each drop frees one: an address range ([`Reserved`]), memory
 //! ([`Physical`]) and the mapping of memory at an address ([`Mapped`]). Memory can therefore be [given
 //! back](Mapped::give_back), and other memory [taken](Mapped::take_again) later at the same address, which
-//! graphs have recorded. A peer can map the memory too; it then lives until the peer unmaps it.
+//! graphs have recorded. A peer can map the memory too, and then the memory lives until the peer unmaps it.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -67,7 +67,7 @@ impl Mapped {
         Ok(mapped)
     }
 
-    /// Maps this memory at the address, which has none.
+    /// Maps `physical` at this value's address, where nothing is mapped yet.
     fn back_by(&self, physical: Physical) -> Result<(), CudaError> {
         let mut here = self.physical();
         assert!(
@@ -94,7 +94,7 @@ impl Mapped {
     pub(super) fn give_back(&self) -> Result<(), CudaError> {
         bind(&self.reserved.context)?;
         let mut here = self.physical();
-        // The GPU may still use the memory.
+        // Waits first, because the GPU may still use the memory.
         self.reserved.context.synchronize().map_err(CudaError::during("wait for the GPU"))?;
         if let Some(physical) = here.take() {
             self.unmap();
@@ -161,7 +161,7 @@ impl Mapped {
         let context = &self.reserved.context;
         bind(context)?;
         let supported = Attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED;
-        // An older driver supports neither the attribute nor the call.
+        // The attribute is checked, because an older driver supports neither the attribute nor the call.
         if context.attribute(supported).is_ok_and(|supported| supported != 0) {
             self.exported_as_dmabuf()
         } else {
@@ -213,12 +213,12 @@ impl Mapped {
         self.reserved.address
     }
 
-    /// Returns the GPU whose kernels can access it.
+    /// Returns the GPU whose kernels can access the memory.
     pub(super) fn ordinal(&self) -> usize {
         self.reserved.context.ordinal()
     }
 
-    /// Returns the mapped bytes: the requested size, rounded up to whole units.
+    /// Returns the number of mapped bytes: the requested size, rounded up to whole units.
     pub(super) fn bytes(&self) -> usize {
         self.reserved.bytes
     }
@@ -227,7 +227,8 @@ impl Mapped {
 impl Drop for Mapped {
     fn drop(&mut self) {
         let context = &self.reserved.context;
-        // The GPU may still use the memory. If waiting fails, the context and all its memory are lost.
+        // Waits, because the GPU may still use the memory. If waiting fails, the context and all its memory
+        // are lost.
         let _ = context.synchronize();
         if self.is_backed() {
             self.unmap();
@@ -296,7 +297,7 @@ impl Physical {
 
     fn import(context: &Arc<CudaContext>, fd: &OwnedFd, bytes: usize) -> Result<Self, CudaError> {
         let mut handle = 0;
-        // The driver takes the descriptor number in place of a pointer.
+        // The driver takes the descriptor's number in place of a pointer.
         let number = fd.as_raw_fd() as usize as *mut c_void;
         // JUSTIFICATION: cudarc has no safe calls for virtual memory.
         // SAFETY: the descriptor is open. The driver rejects a descriptor that is not GPU memory.
@@ -324,14 +325,14 @@ fn on(context: &CudaContext) -> CUmemLocation {
     CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: context.ordinal() as i32 }
 }
 
-/// Returns whether memory can be allocated for RDMA. It must be requested at allocation, which fails if it is
-/// not supported.
+/// Returns whether memory for RDMA can be allocated on this GPU. RDMA must be requested at allocation, which
+/// fails if it is not supported.
 fn can_be_read_by_network_cards(context: &CudaContext) -> bool {
     let attribute = Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED;
     context.attribute(attribute).is_ok_and(|supported| supported != 0)
 }
 
-/// Returns the allocation unit.
+/// Returns the unit of GPU memory allocation, in bytes.
 fn granularity(wanted: &CUmemAllocationProp) -> Result<usize, CudaError> {
     let mut unit = 0;
     let recommended = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
@@ -343,12 +344,13 @@ fn granularity(wanted: &CUmemAllocationProp) -> Result<usize, CudaError> {
     Ok(unit)
 }
 
-/// Rounds up to whole units. At least one unit, because an empty range cannot be mapped.
+/// Rounds up to whole units. Returns at least one unit, because an empty range cannot be mapped.
 fn whole_units(bytes: usize, unit: usize) -> usize {
     bytes.max(1).next_multiple_of(unit.max(1))
 }
 
-/// Reads the free memory, so that the error says how much is missing.
+/// Makes the error for a failed allocation of `bytes`. Reads the free memory, so that the error says how much
+/// is missing.
 pub(super) fn no_room(bytes: usize, source: DriverError) -> CudaError {
     match result::mem_get_info() {
         Ok((free_bytes, total_bytes)) if bytes > free_bytes => {

@@ -1,7 +1,7 @@
 //! GPU memory for KV: regions of equal pages, like [`HostMemory`](crate::HostMemory).
 //!
-//! It is allocated at once by the virtual-memory API, so that it can be exported to a peer on this host,
-//! which writes into it.
+//! The memory is allocated at once by the virtual-memory API, so that it can be exported to a peer on this
+//! host, which writes into it.
 //!
 //! There are two kinds of users. CPU code borrows pages as in host memory and gets copies; tcp, checks and
 //! tests thus work unchanged on a GPU node. Kernels get a whole region ([`DeviceMemory::region`]). Leases
@@ -89,7 +89,7 @@ impl DeviceMemory {
         // JUSTIFICATION: fresh KV memory must not contain another process's data.
         // SAFETY: the whole range is mapped, and no page of it can be borrowed yet.
         let cleared = unsafe { self.staging.clear(self.mapped.address(), self.mapped.bytes()) };
-        // The first error is reported: it has the cause.
+        // The error of the clearing is reported, because it has the cause.
         cleared.inspect_err(|_| drop(self.mapped.give_back()))
     }
 
@@ -98,12 +98,12 @@ impl DeviceMemory {
         Arc::strong_count(&self.mapped) > 1
     }
 
-    /// Bytes of GPU memory that it holds, or holds again when taken.
+    /// Returns the bytes of GPU memory that this value holds, or holds again when taken.
     pub fn mapped_bytes(&self) -> usize {
         self.mapped.bytes()
     }
 
-    /// Borrows a run of pages and copies them from the GPU. It gets all of them or none.
+    /// Borrows a run of pages and copies them from the GPU. Borrows all pages of the run or none.
     ///
     /// # Panics
     /// If the region or the page does not exist.
@@ -118,8 +118,8 @@ impl DeviceMemory {
         Ok(unsafe { PageRef::new(copy.start(), run.len, borrow, Some(copy)) })
     }
 
-    /// Borrows a run of pages and copies them from the GPU. When the borrow ends, they are copied back. It
-    /// gets all pages or none.
+    /// Borrows a run of pages and copies them from the GPU. When the borrow ends, they are copied back.
+    /// Borrows all pages of the run or none.
     ///
     /// # Panics
     /// If the region or the page does not exist.
@@ -185,12 +185,12 @@ impl DeviceMemory {
         self.regions.places().len() as u32
     }
 
-    /// Returns the bytes of all pages.
+    /// Returns the total bytes of all pages.
     pub fn bytes(&self) -> usize {
         self.regions.places().bytes()
     }
 
-    /// Bytes in use on the GPU, by all processes.
+    /// Returns the bytes in use on the GPU, by all processes.
     pub fn used_bytes(&self) -> Result<u64, CudaError> {
         let counted = self.context.mem_get_info().map_err(CudaError::during("ask for the GPU's memory"))?;
         Ok((counted.1 - counted.0) as u64)
@@ -213,7 +213,7 @@ impl DeviceMemory {
         self.mapped.address() + self.offset(region, page)
     }
 
-    /// For devices that access the memory directly.
+    /// Returns the mapping, for devices that access the memory directly.
     pub(crate) fn mapped(&self) -> &Arc<Mapped> {
         &self.mapped
     }

@@ -3,9 +3,9 @@
 //! A page copier has its own streams of high priority and uses few multiprocessors, so it hardly slows other
 //! kernels. Copy jobs overlap: the next one runs while one ends.
 //!
-//! There are two ways to move pages between GPUs. If the pages form large rectangles, the copy engines move
-//! them at the full link rate, and a kernel digests them afterwards. Otherwise one kernel moves and digests
-//! them in one pass.
+//! There are two methods to move pages between GPUs. If the pages form large rectangles, the copy engines
+//! move them at the full link rate, and a kernel digests them afterwards. Otherwise one kernel moves and
+//! digests them in one pass.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -35,10 +35,10 @@ pub const PAGES_MAX: usize = 1024;
 /// of 8 heads.
 const TOLD_MAX: usize = 2 * PAGES_MAX;
 const ANSWERS_USUAL: usize = 8 * PAGES_MAX;
-/// Job buffers that a page copier allocates at the start.
+/// The number of job buffers that a page copier allocates at the start.
 const BUFFERS_AT_START: usize = 8;
 
-/// See the module.
+/// Moves pages between GPUs and digests them. One value serves one GPU.
 pub struct PageCopier {
     context: Arc<CudaContext>,
     kernels: WireKernels,
@@ -61,7 +61,7 @@ pub struct CopyJob {
     buffers: JobBuffers,
     done: Arc<CudaEvent>,
     n_digests: usize,
-    /// The load that this work adds to its stream, until it is dropped.
+    /// The bytes that this work adds to its stream, until the job is dropped.
     _load: Option<Load>,
 }
 
@@ -69,7 +69,7 @@ pub struct CopyJob {
 #[derive(Clone, Debug)]
 pub struct CopyDone(pub(super) Arc<CudaEvent>);
 
-/// The fields of `WirePages` in wire.cu, in the same order. It is copied as bytes.
+/// The fields of `WirePages` in wire.cu, in the same order. The struct is copied to the GPU as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Shape {
@@ -87,7 +87,7 @@ struct Shape {
 }
 
 impl Shape {
-    /// For pages whose other heads differ between the two sides.
+    /// Sets the distances from K to V, for pages whose other heads differ between the two sides.
     fn between(self, from: PageRuns, to: PageRuns) -> Self {
         let part = |runs: PageRuns| u32::try_from(runs.part_bytes()).unwrap_or(u32::MAX);
         Self { from_part: part(from), to_part: part(to), ..self }
@@ -133,7 +133,7 @@ impl PageCopier {
         self.start(Kind::Digest, shape, to_look_at(memory, &some), n_digests(&some))
     }
 
-    /// Copies pages from a peer's GPU in the faster of the two ways. Digests them if `digests`.
+    /// Copies pages from a peer's GPU by the faster of the two methods. Digests them if `digests`.
     ///
     /// The peer must not write the pages meanwhile. If it does, the copy is a mixture, which the digests
     /// reveal.
@@ -362,8 +362,8 @@ impl PageCopier {
         self.copy_job(buffers, n_digests, (lane, load))
     }
 
-    /// Returns the stream to use. Digests share one stream behind the copy engines' work; moves are
-    /// distributed over the others.
+    /// Returns the stream for a job of this kind. Digests share one stream behind the copy engines' work;
+    /// moves are distributed over the other streams.
     fn lane(&self, kind: Kind, shape: Shape) -> (&CudaStream, Option<Load>) {
         match kind {
             Kind::Digest => (&self.verifier, None),
@@ -374,7 +374,7 @@ impl PageCopier {
         }
     }
 
-    /// Returns a copy job that covers all work queued on the stream so far.
+    /// Makes a copy job that covers all work queued on the stream so far.
     fn copy_job(
         &self,
         mut buffers: JobBuffers,
@@ -466,7 +466,7 @@ fn addresses<'a>(memory: &'a DeviceMemory, some: &SomePages<'a>) -> impl Iterato
     some.places.iter().map(move |(region, page)| memory.page_address(*region, *page) + start)
 }
 
-/// Returns the page table of the digest kernel. It moves nothing, so the second address is zero.
+/// Makes the page table of the digest kernel. The kernel moves nothing, so the second address is zero.
 fn to_look_at<'a>(
     memory: &'a DeviceMemory,
     some: &SomePages<'a>,
@@ -491,7 +491,7 @@ impl CopyJob {
         CopyDone(Arc::clone(&self.done))
     }
 
-    /// Polls, because a copy job takes less time than waking a sleeping thread.
+    /// Waits for the job by polling, because a copy job takes less time than waking a sleeping thread.
     fn wait(&self) -> Result<(), CudaError> {
         let mut reader = CounterReader::default();
         while !reader.sees(&self.buffers.counter, self.buffers.n_jobs, &self.done)? {

@@ -15,7 +15,7 @@ pub struct Pinned<T: Element> {
     context: Arc<CudaContext>,
     start: NonNull<T>,
     len: usize,
-    /// Reached when the last copy is done.
+    /// The event of the last copy's end; `None` before the first copy.
     busy: Option<CudaEvent>,
 }
 
@@ -68,7 +68,7 @@ impl<T: Element> Pinned<T> {
 
 impl<T: Element> Drop for Pinned<T> {
     fn drop(&mut self) {
-        // If waiting fails, the context is lost and copies nothing more.
+        // Waits for the running copy. If waiting fails, the context is lost and copies nothing more.
         let _ = self.wait();
         let _ = self.context.bind_to_thread();
         // JUSTIFICATION: the counterpart of `new`.

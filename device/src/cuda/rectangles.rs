@@ -81,7 +81,7 @@ mod tests {
     const PAGE: usize = 64 << 10;
     const LAYER: (u64, u64) = (1 << 30, 1 << 28);
 
-    /// Pages of `n_layers` layers. Each block is given as its source and destination index.
+    /// Makes the pages of `n_layers` layers. Each block is given as its source and destination index.
     fn pages(n_layers: u64, blocks: &[(u64, u64)]) -> Vec<Moved> {
         let at = |layer: u64, (from, to): &(u64, u64)| Moved {
             from: layer * LAYER.0 + from * PAGE as u64,

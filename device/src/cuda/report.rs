@@ -5,7 +5,7 @@
 pub struct Usage {
     pub kernel: String,
     pub registers: u32,
-    /// Bytes written to memory because registers ran out.
+    /// Bytes written to memory because the registers were not enough.
     pub spill_bytes: u32,
 }
 

@@ -10,7 +10,7 @@ use super::error::ensure;
 use super::mapped::no_room;
 use super::memory::DeviceMemory;
 
-/// `n_slots` slots of `slot_bytes` on one GPU.
+/// Equal slots on one GPU: `n_slots` slots of `slot_bytes` each.
 pub struct Slots {
     context: Arc<CudaContext>,
     start: u64,
@@ -43,7 +43,7 @@ impl Slots {
         self.n_slots == 0
     }
 
-    /// Flips one bit of a slot and waits. Tests use this fault.
+    /// Flips one bit of a slot and waits. Tests inject this fault.
     pub fn flip(&self, slot: usize, bit: usize) -> Result<(), CudaError> {
         let address = self.address(slot, bit / 8, 1)?;
         self.context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
@@ -60,7 +60,7 @@ impl Slots {
             .map_err(CudaError::during("copy a byte of the GPU"))
     }
 
-    /// Returns the address of `bytes` bytes at an offset of a slot.
+    /// Returns the address of a range of `bytes` bytes in a slot. A range outside of the slot is an error.
     pub(super) fn address(&self, slot: usize, offset: usize, bytes: usize) -> Result<u64, CudaError> {
         let fits = slot < self.n_slots && offset.checked_add(bytes).is_some_and(|end| end <= self.slot_bytes);
         ensure("a slot", fits, "a range outside of the slot")?;
@@ -74,7 +74,8 @@ impl Slots {
 
 impl Drop for Slots {
     fn drop(&mut self) {
-        // The GPU may still use the memory. If waiting fails, the context and all its memory are lost.
+        // Waits, because the GPU may still use the memory. If waiting fails, the context and all its memory
+        // are lost.
         let _ = self.context.synchronize();
         // JUSTIFICATION: the counterpart of `new`.
         // SAFETY: the memory came from `malloc_sync`, belongs to this value alone, and nothing uses it any

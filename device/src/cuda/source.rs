@@ -9,7 +9,7 @@ pub struct Source {
     pub text: &'static str,
     /// The kernels that can be launched.
     pub kernels: &'static [&'static str],
-    /// The one architecture that it is for. `None` means all.
+    /// The one architecture that the program is for; `None` means all.
     pub only_on: Option<&'static str>,
 }
 
@@ -17,7 +17,7 @@ pub struct Source {
 #[derive(Clone, Copy, Debug)]
 pub struct Programs {
     pub sources: &'static [Source],
-    /// The dynamic shared memory of a kernel, if it exceeds the default limit.
+    /// Returns the dynamic shared memory of a kernel, if it exceeds the default limit.
     pub shared_bytes: fn(&str) -> Option<u32>,
 }
 
@@ -34,7 +34,7 @@ pub const WIRE: Source = Source {
 };
 
 impl Source {
-    /// For Hopper only, because it uses Hopper's own instructions.
+    /// Restricts the program to Hopper, because it uses Hopper's own instructions.
     pub const fn on_hopper(self) -> Self {
         Self { only_on: Some("sm_90a"), ..self }
     }

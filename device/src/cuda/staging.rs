@@ -12,13 +12,13 @@ use super::CudaError;
 
 /// The number of copies kept for reuse, because pinning memory takes longer than copying into it.
 const KEPT_MAX: usize = 16;
-/// Larger copies are rare and are not kept.
+/// The largest copy that is kept, in bytes. Larger copies are rare.
 const KEPT_BYTES_MAX: usize = 64 << 20;
 
 /// Copies bytes between the GPU and pinned host memory, on its own stream.
 pub(crate) struct Staging {
     stream: Arc<CudaStream>,
-    /// The lock is held briefly, never during a copy.
+    /// Memory of earlier copies, for reuse. The lock is held briefly, never during a copy.
     kept: Mutex<Vec<Pinned>>,
     /// Set after a copy failed: the GPU is lost, with all its data.
     lost: std::sync::atomic::AtomicBool,
@@ -184,7 +184,7 @@ impl WriteBack<'_> {
 impl Drop for WriteBack<'_> {
     fn drop(&mut self) {
         let Some(pinned) = &self.staged.bytes else { return };
-        // The failure is stored: this GPU is not read again, so old bytes are never taken for new ones.
+        // The failure is stored and this GPU is not read again, so old bytes are never taken for new ones.
         let _ = self.staged.staging.put_back(pinned, self.staged.len, self.address);
     }
 }
@@ -209,7 +209,7 @@ impl Pinned {
 }
 
 impl Pinned {
-    /// Returns the address for the GPU. The host and all GPUs share one address space.
+    /// Returns the address for the GPU, which is that of the host: both share one address space.
     pub(super) fn address(&self) -> u64 {
         self.start.as_ptr() as u64
     }

@@ -18,7 +18,7 @@ pub(super) struct WireKernels {
     pub(super) pull: CudaFunction,
     pub(super) digest: CudaFunction,
     pub(super) copy: CudaFunction,
-    /// Pipeline stages of a warp.
+    /// The number of pipeline stages of a warp.
     pub(super) n_stages: usize,
 }
 
@@ -38,7 +38,8 @@ impl WireKernels {
     }
 }
 
-/// Returns the stages that fit into shared memory. Zero before Hopper, whose kernels alone have stages.
+/// Returns the number of stages that fit into shared memory: zero before Hopper, because only Hopper's
+/// kernels have stages.
 fn n_stages(context: &CudaContext) -> Result<usize, CudaError> {
     let attribute = |attribute| {
         context.attribute(attribute).map_err(CudaError::during("ask for the GPU's shared memory"))

@@ -5,14 +5,14 @@ use std::path::{Path, PathBuf};
 
 use super::MemoryError;
 
-/// Bytes that can be allocated now without swapping or exceeding a cgroup's limit. `None` if the system does
-/// not report it.
+/// Returns the bytes that can be allocated now without swapping or exceeding a cgroup's limit; `None` if the
+/// system does not report it.
 pub fn available_bytes() -> Option<u64> {
     available_under(Path::new("/"))
 }
 
-/// Returns an error if the machine or this process's container has too little memory. Otherwise the kernel
-/// would kill the process when it uses the memory. If the system does not report it, the check passes.
+/// Fails if the machine or this process's container has less available memory than `asked`. Otherwise the
+/// kernel would kill the process when it uses the memory. If the system does not report it, the check passes.
 pub fn check(asked: u64) -> Result<(), MemoryError> {
     match available_bytes() {
         Some(available) if asked > available => Err(MemoryError::TooMuch { asked, available }),
@@ -40,7 +40,7 @@ fn value(text: &str, name: &str) -> Option<u64> {
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// A cgroup's folder, and its file names.
+/// A cgroup's folder, and the file names of its version.
 struct Cgroup {
     folder: PathBuf,
     files: &'static Files,
@@ -78,7 +78,7 @@ fn cgroups(root: &Path, line: &str) -> Vec<Cgroup> {
 }
 
 impl Cgroup {
-    /// `None` if there is no limit, or the cgroup is not visible.
+    /// Returns the bytes left in the cgroup; `None` if it has no limit or is not visible.
     fn left(&self) -> Option<u64> {
         let read = |file: &str| fs::read_to_string(self.folder.join(file)).ok();
         let number = |file: &str| read(file)?.trim().parse::<u64>().ok();
@@ -95,7 +95,7 @@ mod tests {
 
     const MEMINFO: &str = "MemTotal:  9000 kB\nMemAvailable:   4096 kB\n";
 
-    /// Returns a system with these files.
+    /// Makes a folder with these files, in place of the system's root.
     fn system(files: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().expect("a folder");
         for (file, text) in files {

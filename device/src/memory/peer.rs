@@ -1,8 +1,8 @@
 //! Hot path.
 //! Another process's memory, mapped for reading.
 //!
-//! Its owner may write while it is read here, so no slice of it ever exists. Bytes are copied out, and the
-//! caller then verifies the copy.
+//! The owner may write while this process reads, so no slice of the memory ever exists. Bytes are copied out,
+//! and the caller then verifies the copy.
 
 use std::fmt;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -17,7 +17,7 @@ pub struct PeerMemory {
     mapping: MmapRaw,
 }
 
-/// The offered memory cannot be used.
+/// The reason why a peer's memory cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum PeerMemoryError {
     #[error("read the seals of the offered memory")]
@@ -32,7 +32,7 @@ pub enum PeerMemoryError {
     },
 }
 
-/// A range outside of the memory.
+/// The error for a range outside of the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{len} bytes at offset {offset} are outside of the memory of {bytes} bytes")]
 pub struct OutsidePeer {
@@ -89,7 +89,7 @@ impl PeerMemory {
         Ok(())
     }
 
-    /// Returns the address of `len` bytes at `offset`.
+    /// Returns the address of `len` bytes at `offset`. A range outside of the memory is an error.
     fn at(&self, offset: u64, len: usize) -> Result<*const u8, OutsidePeer> {
         let outside = OutsidePeer { offset, len, bytes: self.bytes() };
         let start = usize::try_from(offset).map_err(|_| outside)?;

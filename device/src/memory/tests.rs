@@ -31,7 +31,7 @@ fn pages_do_not_overlap_between_regions() {
     assert_eq!(memory.bytes(), 8 * 64 + 300);
 }
 
-/// The result of a second borrow of 3..6 while a first one is held.
+/// Checks the result of a second borrow of pages 3..6 while a first borrow is held.
 #[test]
 fn aliasing_table() {
     use Access::{Read, Write};
@@ -100,7 +100,8 @@ fn no_regions_is_a_memory_too() {
     assert_eq!(HostMemory::new(&[]).expect("one byte can be mapped").bytes(), 0);
 }
 
-/// Writers fill overlapping runs with one number each. No reader may see two numbers within one run of pages.
+/// Writers fill overlapping runs with one number each, and no reader sees two numbers within one run of
+/// pages.
 #[test]
 fn threads_never_see_half_a_write() {
     let memory = memory();

@@ -14,7 +14,7 @@ use super::sys::{Channel, Wc};
 
 /// The maximum number of completions in one batch.
 const BATCH: usize = 32;
-/// `IBV_WC_RECV_RDMA_WITH_IMM`.
+/// The operation code of a received number: `IBV_WC_RECV_RDMA_WITH_IMM`.
 const RECEIVED_WITH_NUMBER: u32 = 129;
 
 /// The completion queue of some queue pairs. Clones share the queue.
@@ -35,12 +35,12 @@ unsafe impl Send for Queue {}
 // SAFETY: the library takes its own locks, as for `Device`.
 unsafe impl Sync for Queue {}
 
-/// The outcome of one request.
+/// The end of one request, as the device reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
-    /// The id that the request was given.
+    /// The id that the caller gave the request.
     pub id: u64,
-    /// The number of its queue pair.
+    /// The number of the request's queue pair.
     pub queue_pair: u32,
     pub outcome: Result<Done, Failure>,
 }
@@ -55,7 +55,7 @@ pub enum Done {
 }
 
 impl Completions {
-    /// Returns a queue for `n` completions. It must have room for all requests that its queue pairs can have
+    /// Creates a queue for `n` completions. It must have room for all requests that its queue pairs can have
     /// in flight.
     pub fn new(device: &Device, n: u32) -> Result<Self, VerbsError> {
         let (functions, context) = device.parts();
@@ -99,7 +99,7 @@ impl Completions {
         VerbsError::check("ask for the next completion", errno)
     }
 
-    /// Takes a notification from the descriptor. Returns false if there was none.
+    /// Takes a notification from the descriptor. Returns false if there is none.
     pub fn take_word(&self) -> Result<bool, VerbsError> {
         let (functions, _) = self.inner.device.parts();
         let (mut cq, mut context) = (std::ptr::null_mut(), std::ptr::null_mut());

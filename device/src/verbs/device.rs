@@ -33,7 +33,7 @@ pub struct PortState {
     pub is_active: bool,
     /// The largest packet that it can send now, as the interface's code: 1 is 256 bytes, 5 is 4096.
     pub mtu: u32,
-    /// Its address within an InfiniBand subnet; zero on Ethernet.
+    /// The port's address within an InfiniBand subnet; zero on Ethernet.
     pub lid: u16,
 }
 
@@ -63,7 +63,7 @@ impl Device {
     }
 
     pub fn port(&self, port: u8) -> Result<PortState, VerbsError> {
-        /// `IBV_PORT_ACTIVE`.
+        /// The state of an active port: `IBV_PORT_ACTIVE`.
         const ACTIVE: u32 = 4;
         let mut attr = PortAttr::ZERO;
         let (functions, context) = self.parts();
@@ -129,7 +129,7 @@ impl List {
         // JUSTIFICATION: a call into C.
         // SAFETY: the pointer is to a number that outlives the call.
         let first = unsafe { (functions.ibv_get_device_list)(&mut n) };
-        // Without the kernel's RDMA modules there is no list.
+        // A missing list means no device: without the kernel's RDMA modules there is no list.
         let first = NonNull::new(first).ok_or(VerbsError::NoDevice)?;
         let list = Self { functions, first, n: usize::try_from(n).unwrap_or(0) };
         if list.n == 0 { Err(VerbsError::NoDevice) } else { Ok(list) }

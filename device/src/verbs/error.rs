@@ -84,12 +84,12 @@ impl Failure {
 }
 
 impl VerbsError {
-    /// For calls that set `errno`.
+    /// Makes the error of a call that sets `errno`.
     pub(super) fn last(what: &'static str) -> Self {
         Self::System { what, source: io::Error::last_os_error() }
     }
 
-    /// For calls that return an error number.
+    /// Makes the result of a call that returns an error number.
     pub(super) fn check(what: &'static str, errno: i32) -> Result<(), Self> {
         match errno {
             0 => Ok(()),

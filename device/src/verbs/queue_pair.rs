@@ -9,14 +9,14 @@ use super::error::VerbsError;
 use super::region::{Domain, Region};
 use super::sys::{AhAttr, Qp, QpAttr, QpCap, QpInit, RecvWr, SendWr, Sge};
 
-/// `IBV_QPT_RC`.
+/// The type of a reliable connection: `IBV_QPT_RC`.
 const RELIABLE: u32 = 2;
-/// `IBV_ACCESS_REMOTE_WRITE`.
+/// The right of the peer to write: `IBV_ACCESS_REMOTE_WRITE`.
 const REMOTE_WRITE: u32 = 2;
-/// `enum ibv_wr_opcode`.
+/// The operation codes of writes, from `enum ibv_wr_opcode`.
 const WRITE: u32 = 0;
 const WRITE_WITH_NUMBER: u32 = 1;
-/// `IBV_SEND_SIGNALED`.
+/// The flag of a request that gets a completion: `IBV_SEND_SIGNALED`.
 const SIGNALED: u32 = 2;
 
 /// One end of a connection. Dropping it destroys the queue pair. Afterwards the peer writes nothing here,
@@ -39,11 +39,11 @@ unsafe impl Sync for QueuePair {}
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
     pub writes: u32,
-    /// Receives for numbers from the peer.
+    /// The number of receives for numbers from the peer.
     pub receives: u32,
 }
 
-/// The address of one end.
+/// The address of one end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Address {
     pub gid: [u8; 16],
@@ -64,7 +64,8 @@ pub struct PathTo {
     pub mtu: u32,
     /// The number of this end's first packet.
     pub first_packet: u32,
-    /// A packet without an answer is sent again after 4.096 µs times two to the power of this.
+    /// The exponent of the time after which a packet without an answer is sent again: 4.096 µs times two to
+    /// the power of this.
     pub timeout: u8,
     /// The maximum number of retries, at most 7.
     pub retries: u8,
@@ -115,12 +116,12 @@ impl QueuePair {
         unsafe { self.qp.as_ref().qp_num }
     }
 
-    /// Returns the granted room.
+    /// Returns the room that the device has granted.
     pub fn room(&self) -> Room {
         self.room
     }
 
-    /// Connects it to the other end. Afterwards it receives and sends.
+    /// Connects the queue pair to the other end. Afterwards it receives and sends.
     pub fn connect(&self, path: &PathTo) -> Result<(), VerbsError> {
         self.modify("prepare a queue pair", step::initial(path))?;
         self.modify("let a queue pair receive", step::receiving(path))?;
@@ -134,8 +135,8 @@ impl QueuePair {
         VerbsError::check(what, errno)
     }
 
-    /// Queues the copies in this order. The peer then receives `number`. One completion with this `id`
-    /// reports that all is done.
+    /// Queues the copies in this order, and then `number` for the peer. One completion with this `id` reports
+    /// that all is done.
     ///
     /// The ranges in `region` must not change until then, because the device reads them at any time.
     ///

@@ -35,7 +35,7 @@ unsafe impl Sync for Allocated {}
 /// The access rights to a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rights {
-    /// This side sends from it.
+    /// This side alone uses the memory, to send from it.
     Own,
     /// Peers with the region's key may write anywhere in it.
     PeersWrite,
@@ -58,7 +58,7 @@ enum Held {
     Host(Arc<MmapRaw>),
     #[expect(dead_code, reason = "held for its Drop")]
     Card(Arc<Mapped>),
-    /// The kernel holds the memory through the file.
+    /// The kernel holds the memory through its file.
     File,
 }
 
@@ -102,7 +102,7 @@ impl Domain {
     /// Registers all of a GPU's `memory`, which the device accesses without the CPU. Written bytes are for
     /// the GPU to read, after [`settle_writes`](DeviceMemory::settle_writes).
     pub fn register_card(&self, memory: &DeviceMemory, rights: Rights) -> Result<Region, VerbsError> {
-        // This check comes before the driver call, so that its error is reported first.
+        // Checked before the driver call, so that a missing function is reported first.
         register_dmabuf()?;
         let (file, start, bytes) = memory.dmabuf().map_err(VerbsError::Export)?;
         let mut region = self.register_dmabuf(file.as_fd(), start, bytes, rights)?;
@@ -140,9 +140,9 @@ pub fn knows_dmabuf() -> Result<(), VerbsError> {
 
 impl Rights {
     fn as_access(self) -> i32 {
-        /// `IBV_ACCESS_LOCAL_WRITE`, which remote writes require.
+        /// Here the last stripe is not aligned to vectors, or all stores go through the caches.
         const LOCAL_WRITE: i32 = 1;
-        /// `IBV_ACCESS_REMOTE_WRITE`.
+        /// The right of peers to write: `IBV_ACCESS_REMOTE_WRITE`.
         const REMOTE_WRITE: i32 = 2;
         match self {
             Self::Own => LOCAL_WRITE,

@@ -80,7 +80,8 @@ pub(super) fn functions() -> Result<&'static Functions, VerbsError> {
 /// Registers memory of another device: domain, offset in the file, bytes, address, file, rights.
 pub(super) type RegisterDmabuf = unsafe extern "C" fn(*mut c_void, u64, usize, u64, c_int, c_int) -> *mut Mr;
 
-/// Returns the one function that an older library may lack: it came with rdma-core 34.
+/// Returns the function that registers dmabuf memory. An older library may lack it: it came with rdma-core
+/// 34.
 pub(super) fn register_dmabuf() -> Result<RegisterDmabuf, VerbsError> {
     static FUNCTION: OnceLock<RegisterDmabuf> = OnceLock::new();
     if let Some(function) = FUNCTION.get() {
@@ -132,7 +133,7 @@ pub(super) struct Mr {
     pub(super) rkey: u32,
 }
 
-/// The first fields of `ibv_qp`.
+/// The first fields of `ibv_qp`, which are all that this code reads.
 #[repr(C)]
 pub(super) struct Qp {
     context: *mut Context,
@@ -261,7 +262,7 @@ pub(super) struct QpAttr {
     pub(super) rate_limit: u32,
 }
 
-/// The first fields, and room for those of later versions.
+/// The first fields of `ibv_port_attr`, and room for those of later versions.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct PortAttr {
@@ -300,7 +301,7 @@ impl PortAttr {
     };
 }
 
-/// The first fields, and room for the others.
+/// The fields of `ibv_device_attr` that are in use, and room for the others.
 #[repr(C, align(8))]
 #[derive(Clone, Copy)]
 pub(super) struct DeviceAttr {
@@ -313,7 +314,7 @@ impl DeviceAttr {
     pub(super) const ZERO: Self = Self { _before: [0; 112], max_qp_wr: 0, _rest: [0; 396] };
 }
 
-/// The layouts of C compilers on x86_64 and aarch64.
+/// The layouts equal those of C compilers on x86_64 and aarch64.
 const _: () = {
     assert!(std::mem::size_of::<usize>() == 8, "the layouts are those of 64-bit machines");
     assert!(std::mem::offset_of!(Context, poll_cq) == 96);

@@ -33,7 +33,7 @@ const PRIME64: [u64; 5] = [
 const FIRST_SUMS: [u64; 8] =
     [PRIME32[2], PRIME64[0], PRIME64[1], PRIME64[2], PRIME64[3], PRIME32[1], PRIME64[4], PRIME32[0]];
 
-/// The default secret.
+/// The default secret of XXH3.
 #[rustfmt::skip]
 const SECRET: [u8; 192] = [
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
@@ -60,12 +60,12 @@ const LAST_KEYS: [u64; 8] = {
     keys
 };
 
-/// The use of the hashed bytes: no copy, a copy through the caches, or a copy past them.
+/// The use of the hashed bytes: no copy, a copy through the caches, or a copy that bypasses them.
 const STAY: u8 = 0;
 const CACHED: u8 = 1;
 const STREAMED: u8 = 2;
 
-/// Returns `None` if this module does not support the length or the processor.
+/// Hashes `bytes`. Returns `None` if this module does not support the length or the processor.
 pub(super) fn hash(bytes: &[u8]) -> Option<u64> {
     if bytes.len() <= SHORT_MAX || !is_x86_feature_detected!("avx2") {
         return None;
@@ -75,7 +75,8 @@ pub(super) fn hash(bytes: &[u8]) -> Option<u64> {
     Some(unsafe { long::<STAY>(bytes.as_ptr(), std::ptr::null_mut(), bytes.len()) })
 }
 
-/// Returns `None` and copies nothing if this module does not support the length or the processor.
+/// Copies and hashes. Returns `None` and copies nothing if this module does not support the length or the
+/// processor.
 ///
 /// # Safety
 /// The requirements of [`copy`](super::copy).
@@ -104,8 +105,8 @@ pub(super) fn settle() {
     unsafe { _mm_sfence() };
 }
 
-/// Hashes `n` bytes and stores each as it was hashed. Bytes are loaded once, except some of the last 64: if
-/// `n` is not a multiple of 64, these are loaded, hashed and stored twice.
+/// Hashes `n` bytes and stores each byte as it was hashed. Bytes are loaded once, except some of the last 64:
+/// if `n` is not a multiple of 64, some are loaded, hashed and stored twice.
 ///
 /// # Safety
 /// The processor has AVX2. `n` is more than 240, and `n` bytes can be read at `from`. Unless `STORES` is
@@ -135,18 +136,20 @@ unsafe fn long<const STORES: u8>(from: *const u8, to: *mut u8, n: usize) -> u64 
         let (at, secret) = (n - STRIPE, SECRET.as_ptr().add(SECRET.len() - STRIPE - 7));
         match STORES {
             STAY => stripe::<STAY>(from.add(at), to, secret, &mut sums),
-            // A single line through the caches would have to be fetched, and all later stores would wait for
-            // it.
+            // The last stripe is streamed too: a single line through the caches would have to be fetched, and
+            // all later stores would wait for it.
             STREAMED if at.is_multiple_of(STRIPE) => {
                 stripe::<STREAMED>(from.add(at), to.add(at), secret, &mut sums);
             }
-            // This target is not aligned to vectors.
+            // Here the last stripe is not aligned to vectors, or all stores go through the caches.
             _ => stripe::<CACHED>(from.add(at), to.add(at), secret, &mut sums),
         }
         merged(&sums, n)
     }
 }
 
+/// Hashes one stripe into `sums`, and stores it.
+///
 /// # Safety
 /// The requirements of [`long`], with 64 bytes for each pointer.
 #[target_feature(enable = "avx2")]
@@ -167,7 +170,7 @@ unsafe fn stripe<const STORES: u8>(from: *const u8, to: *mut u8, secret: *const 
         }
         let keyed = _mm256_xor_si256(value, key);
         let product = _mm256_mul_epu32(keyed, _mm256_srli_epi64::<32>(keyed));
-        // Each value is added to its neighbour's sum.
+        // Each value is added to its neighbour's sum, as XXH3 specifies.
         let neighbour = _mm256_shuffle_epi32::<0b01_00_11_10>(value);
         *sum = _mm256_add_epi64(*sum, _mm256_add_epi64(product, neighbour));
     }
@@ -182,7 +185,7 @@ fn scramble(sums: &mut [__m256i; 2]) {
         // SAFETY: the secret's last 64 bytes are two vectors.
         let key = unsafe { load(SECRET.as_ptr().add(SECRET.len() - STRIPE + half * size_of::<__m256i>())) };
         let mixed = _mm256_xor_si256(_mm256_xor_si256(*sum, _mm256_srli_epi64::<47>(*sum)), key);
-        // The product of a 64-bit number and a 32-bit number.
+        // Multiplies a 64-bit number by a 32-bit number, in two halves.
         let (low, high) =
             (_mm256_mul_epu32(mixed, prime), _mm256_mul_epu32(_mm256_srli_epi64::<32>(mixed), prime));
         *sum = _mm256_add_epi64(low, _mm256_slli_epi64::<32>(high));
@@ -208,6 +211,8 @@ fn merged(sums: &[__m256i; 2], n: usize) -> u64 {
     hash ^ (hash >> 32)
 }
 
+/// Loads 32 bytes.
+///
 /// # Safety
 /// 32 bytes can be read at `from`.
 #[target_feature(enable = "avx2")]

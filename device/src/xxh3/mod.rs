@@ -1,8 +1,9 @@
 //! Hot path.
 //! XXH3-64 of bytes in place, or while they are copied: one pass over memory instead of two.
 //!
-//! On processors with AVX2, this module has its own implementation of the long form. Other implementations do
-//! not copy while they hash, and do not prefetch. Everything else is computed by the `twox-hash` crate.
+//! On processors with AVX2, this module has its own implementation of the long form, because other
+//! implementations do not copy while they hash, and do not prefetch. Everything else is computed by the
+//! `twox-hash` crate.
 
 use twox_hash::XxHash3_64;
 
@@ -27,7 +28,7 @@ pub fn hash(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
 }
 
-/// Consecutive parts of memory. Each part is hashed separately.
+/// The division of memory into consecutive parts. Each part is hashed separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Parts {
     pub bytes: usize,
@@ -96,7 +97,7 @@ mod tests {
         (0..n).map(step).collect()
     }
 
-    /// Lengths around every limit at which the hash uses another form.
+    /// Returns lengths around every limit at which the hash uses another form.
     fn lengths() -> impl Iterator<Item = usize> {
         let edges = [0, 16, 128, 240, 256, 1024, 1088, 2048, 4096, 8192, 65_536];
         edges.into_iter().flat_map(|edge: usize| edge.saturating_sub(3)..edge + 67)
@@ -116,7 +117,7 @@ mod tests {
             let from = bytes(n + 1);
             for (stores, at) in [(Stores::Cached, 0), (Stores::Streamed, 0), (Stores::Streamed, 1)] {
                 let mut into = vec![0xee; n + 66];
-                // One target that is aligned to vectors, and one that is not.
+                // The first target is aligned to vectors, and the second one is not.
                 let at = into.as_ptr().align_offset(64) + at;
                 let (parts, mut hashes) = (Parts { bytes: n, hashed: n }, Vec::new());
                 let each = |hash| hashes.push(hash);

@@ -1,6 +1,6 @@
 //! One end of a pair of NCCL ranks. Both ends must queue the same messages in the same order.
 //!
-//! Nothing here blocks. One thread owns the communicator, because NCCL allows one call at a time. Between two
+//! No method blocks. One thread owns the communicator, because NCCL allows one call at a time. Between two
 //! calls the thread polls [`is_settled`](Communicator::is_settled).
 
 use std::ffi::c_int;
@@ -18,22 +18,22 @@ use super::library::{BYTES, CommHandle, Config, Nccl, UniqueId};
 
 const N_RANKS: c_int = 2;
 
-/// The end of the pair.
+/// The role of this process in the pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rank {
     Sender = 0,
     Receiver = 1,
 }
 
-/// See the module. Dropping it aborts it and waits until its stream is empty. Afterwards no message is
-/// written.
+/// One end of a pair. Dropping it aborts the communicator and waits until its stream is empty. Afterwards no
+/// message is written.
 pub struct Communicator {
     nccl: &'static Nccl,
     handle: Option<CommHandle>,
     rank: Rank,
     slots: Arc<Slots>,
     stream: Arc<CudaStream>,
-    /// Counts the messages so far.
+    /// Counts the messages so far, on the GPU.
     counter: Arc<CompletionCounter>,
     n_messages: u32,
 }
@@ -69,7 +69,7 @@ impl Communicator {
         Ok(this)
     }
 
-    /// Returns whether the last call has ended. Only then the next call may be made.
+    /// Returns whether the last call has ended. The next call may be made only after that.
     pub fn is_settled(&mut self) -> Result<bool, CudaError> {
         let mut status = 0;
         // JUSTIFICATION: NCCL is a C library.
@@ -109,7 +109,7 @@ impl Communicator {
         self.nccl.checked("ncclRecv", status).map(|_| ())
     }
 
-    /// Returns the message of the last call, after it has settled.
+    /// Returns a handle on the message of the last call, after the call has settled.
     pub fn message(&mut self) -> Result<Message, CudaError> {
         self.n_messages = self.n_messages.wrapping_add(1);
         self.counter.count_behind(&self.stream, self.n_messages)?;
@@ -123,8 +123,8 @@ impl Communicator {
         })
     }
 
-    /// Starts an orderly end. Both ends call this while no message is in flight. Afterwards it must settle
-    /// once more.
+    /// Starts an orderly end. Both ends call this while no message is in flight. Then they poll
+    /// [`is_settled`](Self::is_settled) once more.
     pub fn finalize(&mut self) -> Result<(), CudaError> {
         // JUSTIFICATION: NCCL is a C library.
         // SAFETY: the handle is alive.
@@ -132,7 +132,7 @@ impl Communicator {
         self.nccl.checked("ncclCommFinalize", status).map(|_| ())
     }
 
-    /// Ends it, after it has been finalized and has settled.
+    /// Destroys the communicator, after `finalize` has settled.
     pub fn destroy(mut self) -> Result<(), CudaError> {
         let Some(handle) = self.handle.take() else { return Ok(()) };
         // JUSTIFICATION: NCCL is a C library.
@@ -158,7 +158,7 @@ impl Drop for Communicator {
             // SAFETY: the handle is alive, and has no other owner.
             let _ = unsafe { (self.nccl.abort)(handle) };
         }
-        // An aborted operation leaves the GPU some time later.
+        // The drop waits, because an aborted operation leaves the GPU some time later.
         let _ = self.stream.synchronize();
     }
 }

@@ -1,6 +1,6 @@
 //! The dozen NCCL functions in use, from a library that is loaded at run time.
 //!
-//! These are our own bindings, because existing ones look for file names of development packages. Users have
+//! These bindings are our own, because existing ones look for file names of development packages. Users have
 //! `libnccl.so.2`.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -13,7 +13,7 @@ use super::super::CudaError;
 
 /// The library's name in every release since 2015, and its name in development packages.
 const NAMES: &[&str] = &["libnccl.so.2", "libnccl.so"];
-/// The folders where packages install it, if the loader does not find it.
+/// The folders where packages install the library, if the loader does not find it.
 const USUAL_FOLDERS: &[&str] = &["/usr/lib/x86_64-linux-gnu", "/usr/local/cuda/lib64"];
 /// The first release whose communicators can be created without blocking and aborted by the user.
 const VERSION_MIN: c_int = 21_800;
@@ -107,7 +107,7 @@ functions! {
 }
 
 impl Nccl {
-    /// Loads the library, once for this process.
+    /// Loads the library, once in this process.
     pub fn load() -> Result<&'static Self, CudaError> {
         static LOADED: OnceLock<Option<Nccl>> = OnceLock::new();
         let nccl = LOADED.get_or_init(found).as_ref().ok_or(CudaError::NoNccl)?;
@@ -117,7 +117,7 @@ impl Nccl {
         }
     }
 
-    /// Returns the version number of its header: 22803 is 2.28.3.
+    /// Returns the version number of the library: 22803 is 2.28.3.
     pub fn version(&self) -> i32 {
         self.version
     }
