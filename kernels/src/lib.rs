@@ -1,6 +1,6 @@
 //! Arithmetic on CPUs and GPUs.
 //!
-//! The `device` crate has the memory that it works on (docs/decisions/0025).
+//! The `device` crate has the memory that this crate works on (docs/decisions/0025).
 #![allow(unsafe_code)]
 
 pub mod cpu;

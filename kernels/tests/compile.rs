@@ -1,5 +1,5 @@
-//! Every kernel compiles for every architecture, without a GPU. Registers and spills equal those in
-//! `cu/registers.txt`.
+//! Checks that every kernel compiles for every architecture, without a GPU, and that registers and spills
+//! equal those in `cu/registers.txt`.
 //!
 //! The compiler is in `.cache/nvrtc`, where `./test.sh` installs it, or in the folder named by `TEST_NVRTC`.
 //! Without a compiler these tests fail.
@@ -11,9 +11,9 @@ use baton_kernels::cuda::source::SOURCES;
 use device::cuda::source::{Source, WIRE};
 use device::cuda::{Cache, Nvrtc, report};
 
-/// The oldest supported architecture, Hopper without its own instructions, and Hopper with them.
+/// The architectures: the oldest supported one, Hopper without its own instructions, and Hopper with them.
 const ARCHS: &[&str] = &["sm_80", "sm_90", "sm_90a"];
-/// The compiler version of the table. Other versions allocate registers differently.
+/// The version of the compiler that made the table. Other versions allocate registers differently.
 const TABLE_OF: (i32, i32) = (13, 0);
 
 fn nvrtc() -> Nvrtc {
@@ -36,7 +36,7 @@ fn sources() -> impl Iterator<Item = &'static Source> {
     SOURCES[..n_before].iter().chain([&WIRE]).chain(&SOURCES[n_before..])
 }
 
-/// Returns one line for each kernel: architecture, kernel, registers, bytes spilled.
+/// Makes one line for each kernel: architecture, kernel, registers, bytes spilled.
 fn table(nvrtc: &Nvrtc, source: &Source) -> String {
     let mut table = String::new();
     for arch in ARCHS.iter().filter(|arch| source.is_for(arch)) {

@@ -19,7 +19,8 @@ struct Scene {
     lengths: Vec<usize>,
     table_stride: usize,
     tables: Vec<u32>,
-    /// The numbers as the kernels read them. With 8-bit KV, only numbers that 8 bits can represent.
+    /// The pages' numbers, as the kernels read them. With 8-bit KV, these are numbers that 8 bits can
+    /// represent.
     pages: Vec<Bf16>,
     scale: f32,
 }
@@ -78,7 +79,7 @@ impl Scene {
         &pages[(page * BLOCK_TOKENS + token % BLOCK_TOKENS) * self.kv.head_dim..][..self.kv.head_dim]
     }
 
-    /// Returns the reference output of one head's query at `position`, over the last `window` tokens.
+    /// Computes the reference output of one head's query at `position`, over the last `window` tokens.
     fn attend(
         &self,
         pages: &[f64],
@@ -136,14 +137,15 @@ pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -
     }
     for heads in extent.of(&[(64, 2, 1), (128, 4, 1), (128, 3, 3)], 2) {
         let scene = Scene::new(7, *heads, &[1, 5, 64, 130, 300, 257]);
-        // Whole prompts; tails after a cached prefix; one token each; and sequences without a query.
+        // The queries are whole prompts, tails after a cached prefix, one token each, and none for some
+        // sequences.
         for queries in [[1, 5, 64, 130, 300, 257], [1, 2, 33, 129, 70, 1], [1; 6], [0, 0, 1, 0, 299, 256]] {
             prefill(card, verdicts, &scene, &queries, usize::MAX)?;
         }
         prefill(card, verdicts, &scene, &[1, 5, 64, 130, 300, 257], 70)?;
         prefill(card, verdicts, &scene, &[1, 5, 64, 130, 300, 100], 1)?;
     }
-    // Many tiles of tokens, and windows that end within a tile.
+    // Checks many tiles of tokens, and windows that end within a tile.
     let scene = Scene::new(12, (128, 4, 2), &[1300, 640, 769, 1151, 128, 1024]);
     for window in extent.of(&[usize::MAX, 500, 128], 0) {
         prefill(card, verdicts, &scene, &[200, 640, 129, 30, 128, 1], *window)?;
@@ -209,8 +211,8 @@ fn decode(
     Ok(())
 }
 
-/// Checks tokens of one sequence with a common table. Each must give the same bits as in a step of one row
-/// that ends with it.
+/// Checks tokens of one sequence with a common table. Each token must give the same bits as in a step of one
+/// row that ends with it.
 fn rows_do_not_depend_on_others(
     card: &ComputeCard,
     verdicts: &mut Verdicts,

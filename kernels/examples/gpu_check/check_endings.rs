@@ -29,7 +29,7 @@ struct Rows {
     squares_there: Buffer<f32>,
 }
 
-/// Partial sums of squares of a row: more than a warp has lanes.
+/// The number of partial sums of squares of a row: more than a warp has lanes.
 const N_PARTS: usize = 37;
 
 pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
@@ -37,7 +37,7 @@ pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -
         for n_rows in extent.of(&[3, 128, 8, 1, 17, 33, 64], 2) {
             let forms = forms(card, is_fp8, *n_rows);
             for (nth, form) in forms.iter().enumerate() {
-                // Every form with and without a pending norm, over the numbers of rows.
+                // Every form is checked with and without a pending norm, over the numbers of rows.
                 let is_pending = (nth + n_rows) % 2 == 0;
                 for (width, k) in extent.of(&[(200, 264), (8, 40), (1096, 4096)], 2) {
                     gated(
@@ -215,8 +215,7 @@ fn added(
         sums.concat().iter().zip(wide(&before)).map(|(sum, before)| sum + before).collect();
     let found = wide(&card.download(residual.view())?);
     verdicts.compare(format!("{name}, residual"), &found, &reference, BF16_ERROR);
-    // The reference uses the stored numbers, because the norm must be that of the numbers which later readers
-    // see.
+    // The reference uses the stored numbers, because later readers see those, and the norm must be theirs.
     let weight = wide(&weight);
     let times: Vec<f64> = found.iter().enumerate().map(|(at, number)| number * weight[at % n]).collect();
     verdicts.compare(format!("{name}, out"), &wide(&card.download(out.view())?), &times, BF16_ERROR);

@@ -1,7 +1,7 @@
 //! Checks products whose sums are spread over ranks and are added up by the kernels that multiply. The result
 //! must equal the sum of all parts in f32 on the CPU, bit by bit; for FP8, which has no such parts, it must
-//! be as near as bf16 allows. Then thousands of them run in turn with products and sums by separate kernels.
-//! Times are measured too.
+//! be as near as bf16 allows. Then thousands of such products run in turn with products whose sums a separate
+//! kernel adds. Times are measured too.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ use super::fp8::Matrix;
 use super::measure::BEYOND_CACHES;
 use super::verdict::{BF16_ERROR, Verdicts};
 
-/// The inputs of one rank's product. They differ between ranks.
+/// The inputs of one rank's product. They differ from rank to rank.
 struct Inputs {
     matrix: Matrices,
     k: usize,
@@ -28,7 +28,7 @@ struct Inputs {
 }
 
 enum Matrices {
-    /// A matrix with this number of numbers, one or several copies.
+    /// A matrix of `len` numbers, in one or several copies.
     Bf16 {
         numbers: Buffer<Bf16>,
         len: usize,
@@ -53,10 +53,11 @@ enum Way {
     Joined,
 }
 
-/// The part of the matrix on one GPU: rows, columns, and whether it is in FP8.
+/// The part of the matrix on one GPU: the numbers of rows and columns, and whether it is in FP8.
 type Shape = (usize, usize, bool);
 
-/// Rows of a matrix, and their width. The last one has as many blocks of threads as a GPU runs at once.
+/// The numbers of rows of a matrix, and their widths. The last one has as many blocks of threads as a GPU
+/// runs at once.
 pub(crate) const SHAPES: &[(usize, usize)] = &[(200, 264), (8, 40), (4096, 1024)];
 
 pub(crate) fn all(
@@ -119,7 +120,7 @@ impl Stream {
             residual: card.upload(&draw.narrow(n, 2.0))?,
             out: card.buffer(n)?,
             norm: card.upload(&draw.narrow(width, 1.5))?,
-            // The maximum number of parts of all forms, for rows that may end within a part.
+            // The buffer has room for the parts of all forms, for rows that may end within a part.
             squares: card.buffer(n_rows * width.div_ceil(16))?,
         };
         card.fill(stream.part.view_mut(), POISON)?;
@@ -138,7 +139,7 @@ impl Stream {
         card.multiply_own(form, product, Ending::Sums(self.part.view_mut().slice(0..n)))
     }
 
-    /// Returns one GPU's partial sums. They are in bf16 if a separate kernel pushes them or if there is
+    /// Computes one GPU's partial sums. They are in bf16 if a separate kernel pushes them or if there is
     /// nothing finer, otherwise in f32.
     fn parts(
         &mut self,
@@ -260,7 +261,7 @@ fn all_ranks_agree(
     Ok(())
 }
 
-/// Checks thousands of accumulated sums: by every form, with both methods, of all rows and of one.
+/// Checks thousands of accumulated sums: by every form, with both methods, of all rows and of one row.
 fn rounds(sides: &[Side], verdicts: &mut Verdicts, n_rows: usize) -> Result<(), CudaError> {
     let shape @ (width, ..) = (256, 512, false);
     let forms = forms(&sides[0].card, false, n_rows);
@@ -274,7 +275,7 @@ fn rounds(sides: &[Side], verdicts: &mut Verdicts, n_rows: usize) -> Result<(), 
         let drawn = |of: usize| Inputs::new(card, shape, n_rows, (N_INPUTS * nth + of, 1));
         let of_side = (0..N_INPUTS).map(drawn).collect::<Result<Vec<_>, _>>()?;
         let mut stream = Stream::new(card, width, n_rows)?;
-        // The result of each form for each input, to be added up by each method.
+        // The results of each form for each input. Each method then adds them up.
         let mut of_forms = vec![];
         for form in &forms {
             for input in &of_side {
@@ -286,7 +287,7 @@ fn rounds(sides: &[Side], verdicts: &mut Verdicts, n_rows: usize) -> Result<(), 
         inputs.push(of_side);
         parts.push(of_forms);
     }
-    // The first launches load code, which cannot be recorded.
+    // The first launches load code, which cannot be recorded, so they run before the graph.
     for form in &forms {
         for way in [Way::InTwo, Way::Joined] {
             for (nth, Side { card, .. }) in sides.iter().enumerate() {
@@ -342,7 +343,7 @@ pub(crate) fn lost(sides: &[Side], verdicts: &mut Verdicts) -> Result<(), CudaEr
     Ok(())
 }
 
-/// Returns the times of both methods for every form, with two ranks' parts of an 8B model's matrices.
+/// Measures both methods for every form, with two ranks' parts of an 8B model's matrices.
 pub(crate) fn times(sides: &[Side], lines: &mut Vec<Value>) -> Result<(), CudaError> {
     let width = 4096;
     for (name, k) in [("o", 2048), ("down", 7168)] {

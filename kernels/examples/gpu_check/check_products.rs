@@ -11,7 +11,7 @@ use super::draw::{Draw, wide};
 use super::extent::Extent;
 use super::verdict::{BF16_ERROR, Verdicts};
 
-/// Rows of the matrix, and their width: odd sizes, and one like a model's.
+/// The numbers of rows of the matrix, and their widths: odd sizes, and one like a model's.
 pub(crate) const SHAPES: &[(usize, usize)] =
     &[(1, 8), (17, 40), (130, 1032), (50, 264), (512, 4096), (33, 14336)];
 
@@ -37,7 +37,7 @@ pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -
     Ok(())
 }
 
-/// Returns the product of every row of `x` with every row of `w`.
+/// Computes the product of every row of `x` with every row of `w`.
 pub(crate) fn product(w: &[Bf16], x: &[Bf16], k: usize) -> Vec<f64> {
     let (w, x) = (wide(w), wide(x));
     let dot = |row: &[f64], of: &[f64]| row.iter().zip(of).map(|(a, b)| a * b).sum::<f64>();
@@ -70,7 +70,7 @@ fn few_rows(
 }
 
 /// Checks matrices of real sizes, divided evenly, one after the other, repeatedly. The results equal those of
-/// clusters except for the order of sums. They have the same bits each time, whichever block finishes last.
+/// clusters except for the order of sums, and have the same bits each time, whichever block finishes last.
 fn even(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let mut draw = Draw::new(32);
     let shapes = [(4096, 4096), (28_672, 4096), (4096, 14_336), (6144, 4096), (1160, 4160)];

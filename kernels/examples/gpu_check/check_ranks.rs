@@ -18,13 +18,13 @@ use super::verdict::{BF16_ERROR, Verdicts};
 pub(crate) const EPSILON: f32 = 1e-5;
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 const FEW_ROWS: usize = 256;
-/// Different inputs that rounds use in turn, so that an inbox's content of one or two rounds ago is never the
-/// expected one.
+/// The number of different inputs that rounds use in turn, so that an inbox's content of one or two rounds
+/// ago is never the expected one.
 pub(crate) const N_INPUTS: usize = 3;
 pub(crate) const ROUNDS_OF_GRAPH: usize = 96;
 pub(crate) const GRAPHS: usize = 40;
 
-/// One GPU, with the memory that it shares.
+/// One GPU, with the memory that other GPUs access.
 pub(crate) struct Side {
     pub(crate) card: ComputeCard,
     part: Buffer<Bf16>,
@@ -73,10 +73,11 @@ pub(crate) fn all(
     ] {
         rounds(&mut sides, verdicts, rows, is_many)?;
     }
-    // Lazy code loading waits for the running kernels of the GPU, and so for the other rank.
+    // Ranks can share a GPU only with EAGER loading: lazy code loading waits for the GPU's kernels, and so
+    // for the other rank.
     if std::env::var("CUDA_MODULE_LOADING").is_ok_and(|how| how == "EAGER") {
-        // Few blocks of threads: those of both ranks on a GPU must run at the same time, each with its next
-        // kernel.
+        // Few blocks of threads are used, because those of both ranks on a GPU must run at the same time,
+        // each with its next kernel.
         let mut four = open(&[0, 1, 0, 1], 1032 * 16_384)?;
         sums_and_gathers(&mut four, (&[40, 4096, 16_384], &[3, 17, 1]), extent, verdicts)?;
         check_joined::all(&four, &check_joined::SHAPES[..2], extent, verdicts)?;
@@ -119,7 +120,7 @@ pub(crate) fn peers(sides: &[Side], width: usize, patience: Duration) -> Result<
     Peers::all(&cards, &shown, together)
 }
 
-/// Returns the name of a rank in messages.
+/// Returns the name of a rank for messages.
 pub(crate) fn rank_of(nth: usize, sides: &[Side]) -> String {
     format!("rank {nth} of {}", sides.len())
 }
@@ -141,7 +142,7 @@ fn sum(
     if is_many { side.card.sum_many_rows(peers, sum) } else { side.card.sum_few_rows(peers, sum) }
 }
 
-/// Returns the reference sum: the GPUs' order, and the bits of a part that are pushed.
+/// Computes the reference sum, in the order of the GPUs, with only the bits of a part that are pushed.
 pub(crate) fn added(old: Bf16, parts: impl IntoIterator<Item = f32>) -> Bf16 {
     let thrown = parts.into_iter().map(|part| f32::from_bits(part.to_bits() & 0xffff_ff00));
     Bf16::from(thrown.fold(0.0, |sum, part| sum + part) + f32::from(old))
@@ -157,7 +158,7 @@ fn normed(rows: &[Bf16], weight: &[Bf16]) -> Vec<f64> {
     wide(rows).chunks(weight.len()).flat_map(of_row).collect()
 }
 
-/// Checks one sum. The row after the summed ones stays poisoned, and so does everything else.
+/// Checks one sum, and that everything outside of the summed rows stays poisoned.
 fn sums(
     sides: &mut [Side],
     peers: &mut [Peers],
@@ -233,7 +234,7 @@ fn gathered(
     Ok(())
 }
 
-/// Checks thousands of accumulated sums. Each has other parts than the two before it.
+/// Checks thousands of accumulated sums. Each sum has other parts than the two before it.
 fn rounds(
     sides: &mut [Side],
     verdicts: &mut Verdicts,
@@ -251,7 +252,7 @@ fn rounds(
         let on_card = inputs.iter().map(|input| side.card.upload(input)).collect::<Result<Vec<_>, _>>()?;
         let (by, ones) = (side.card.upload(&weight)?, side.card.upload(&ones)?);
         let mut residual = side.card.upload(&vec![Bf16::default(); n])?;
-        // Parts are the norms of the inputs: the GPU writes them in stream order.
+        // The parts are the norms of the inputs, because the GPU then writes them in stream order.
         let mut of_side = Vec::new();
         for input in &on_card {
             side.card.rms_norm(side.part.view_mut().slice(0..n), input.view(), ones.view(), EPSILON)?;
@@ -281,7 +282,7 @@ fn rounds(
         card.synchronize()?;
         residuals.push(residual);
         parts.push(of_side);
-        // Keeps the memory of the graphs alive.
+        // The memory of the graphs is kept until they have run.
         kept.push((on_card, by, ones));
     }
     for _ in 0..GRAPHS {
@@ -374,7 +375,7 @@ fn time(sides: &mut [Side], peers: &mut [Peers], n: usize, is_many: bool) -> Res
             side.card.upload(&vec![Bf16::from(1.0); 4096])?,
         ));
     }
-    // The first launches load code, which cannot be recorded.
+    // The first launches load code, which cannot be recorded, so they run before the graph.
     for ((nth, side), (residual, weight)) in sides.iter_mut().enumerate().zip(&mut kept) {
         sum(side, &mut peers[nth], (residual, weight), n, is_many)?;
     }
@@ -400,7 +401,7 @@ fn time(sides: &mut [Side], peers: &mut [Peers], n: usize, is_many: bool) -> Res
     Ok(time)
 }
 
-/// The same operation with a single rank.
+/// Measures the sum of rows with a single rank, in microseconds.
 fn alone(side: &mut Side, n: usize) -> Result<f64, CudaError> {
     let Side { card, part, out, .. } = side;
     let mut residual = card.upload(&vec![Bf16::default(); n])?;

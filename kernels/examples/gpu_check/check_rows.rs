@@ -8,7 +8,7 @@ use super::extent::Extent;
 use super::rotation::Rotation;
 use super::verdict::{BF16_ERROR, Verdicts};
 
-/// A byte that makes every number it fills NaN.
+/// A byte that makes NaN of every number that it fills.
 pub(crate) const POISON: u8 = 0xFF;
 pub(crate) const EPSILON: f32 = 1e-5;
 
@@ -92,7 +92,7 @@ fn norms(card: &ComputeCard, verdicts: &mut Verdicts, n_rows: usize, width: usiz
     Ok(())
 }
 
-/// `silu(gate) * up` of a row that has gate, then up.
+/// Computes `silu(gate) * up` of a row that has gate, then up.
 pub(crate) fn let_through(row: &[f64]) -> Vec<f64> {
     let (gate, up) = row.split_at(row.len() / 2);
     gate.iter().zip(up).map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up).collect()
@@ -135,7 +135,8 @@ fn rope(
 
 fn argmax(card: &ComputeCard, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> Result<(), CudaError> {
     let mut draw = Draw::new(5);
-    // Few different values: most rows have several greatest ones, and the first one must win.
+    // The logits have few different values, so most rows have several greatest ones, and the first one must
+    // win.
     let mut logits: Vec<f32> = (0..n_rows * width).map(|_| draw.below(1000) as f32 - 500.0).collect();
     logits[..width].iter_mut().for_each(|number| *number = -*number - 1e6);
     let reference: Vec<u32> = logits
@@ -151,8 +152,8 @@ fn argmax(card: &ComputeCard, verdicts: &mut Verdicts, n_rows: usize, width: usi
     Ok(())
 }
 
-/// Checks that a NaN of either sign wins its row and gives no token. An infinite best logit gives no token
-/// either.
+/// Checks that a NaN of either sign wins its row and gives no token. An infinite best logit must give no
+/// token either.
 fn no_number(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let width = 5000;
     let mut logits = {

@@ -9,7 +9,7 @@ use super::verdict::Verdicts;
 
 /// The tolerance at the edge of a token's share of the total weight.
 const EDGE: f64 = 1e-5;
-/// Positions that are sampled with each set of rules.
+/// The number of positions that are sampled with each set of rules.
 const N_ROWS: usize = 40;
 
 /// The sampling rules of a draw.
@@ -55,7 +55,7 @@ struct Case {
 }
 
 fn case(source: &mut Draw, row: usize, width: usize, rules: Rules, first_edit: usize) -> Case {
-    // Every fourth row has few different values, so many tokens are equal.
+    // Every fourth row has few different values, so that many of its tokens are equal.
     let raw = (0..width)
         .map(|_| if row % 4 == 3 { source.below(30) as f32 - 20.0 } else { source.number() * 12.0 })
         .collect();
@@ -180,7 +180,7 @@ impl Case {
     }
 }
 
-/// Returns the same numbers as on the CPU (`engine/src/sampler/draw.rs`).
+/// Draws the same numbers as the CPU does (`engine/src/sampler/draw.rs`).
 fn uniform(seed: u64, position: u64) -> f64 {
     let (low, high) = (|wide: u64| wide as u32, |wide: u64| (wide >> 32) as u32);
     let (mut counter, mut key) = ([low(position), high(position), 0, 0], [low(seed), high(seed)]);
@@ -210,7 +210,7 @@ fn check(card: &ComputeCard, verdicts: &mut Verdicts, width: usize, rules: Rules
     verdicts.holds(format!("sample_tokens {width}, {rules:?}"), is_drawn);
     let are_told = cases.iter().zip(&outcomes).all(|(case, outcome)| case.has_right_thoughts(outcome));
     verdicts.holds(format!("log-probabilities {width}, {rules:?}"), are_told);
-    // The result alone must equal that with the other rows.
+    // The result of a case alone must equal its result with the other rows.
     let alone = run(card, width, &cases[N_ROWS - 1..])?;
     if alone.last() != outcomes.last() {
         eprintln!("{:?}\n{:?}", alone.last(), outcomes.last());
@@ -219,7 +219,7 @@ fn check(card: &ComputeCard, verdicts: &mut Verdicts, width: usize, rules: Rules
     Ok(())
 }
 
-/// Rows without a draw are between rows with one, and must not change.
+/// Samples the cases on the GPU. Rows without a draw are between rows with one, and must not change.
 fn run(card: &ComputeCard, width: usize, cases: &[Case]) -> Result<Vec<Outcome>, CudaError> {
     let n_rows = N_ROWS;
     let mut logits = vec![f32::NAN; n_rows * width];
@@ -262,7 +262,7 @@ fn nothing_to_draw(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), Cu
         let token = run(card, 100, &[case])?[0].token;
         verdicts.holds(format!("sample_tokens of {logit}"), token == NOWHERE);
     }
-    // One invalid logit among many, of a forbidden token, must still make the row fail.
+    // One invalid logit among many, even of a forbidden token, must make the row fail.
     for logit in [f32::NAN, -f32::NAN, f32::INFINITY] {
         let mut case = case(&mut Draw::new(7), 0, 100, Rules { edits: true, ..ALL }, 0);
         let forbidden = case.edits.iter().find(|edit| edit.is_forbidden).expect("one is").token;

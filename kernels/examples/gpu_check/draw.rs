@@ -23,7 +23,7 @@ impl Draw {
         (self.bits() % n as u64) as usize
     }
 
-    /// Between -1 and 1.
+    /// Draws a number between -1 and 1.
     pub(crate) fn number(&mut self) -> f32 {
         (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
@@ -32,13 +32,13 @@ impl Draw {
         (0..n).map(|_| Bf16::from(self.number() * scale)).collect()
     }
 
-    /// Many numbers for measurements: a repeated random run.
+    /// Draws many numbers for measurements: a random run, repeated.
     pub(crate) fn many(&mut self, n: usize, scale: f32) -> Vec<Bf16> {
         let run = self.narrow(n.min(1 << 20), scale);
         run.iter().copied().cycle().take(n).collect()
     }
 
-    /// Returns all of 0..n in random order.
+    /// Returns all numbers of 0..n in random order.
     pub(crate) fn order(&mut self, n: usize) -> Vec<u32> {
         let mut order: Vec<u32> = (0..n as u32).collect();
         for i in (1..n).rev() {

@@ -1,4 +1,4 @@
-//! The extent of the checks.
+//! Which cases are checked.
 
 /// All checks, or those that take a minute under a tool that slows every access down a hundredfold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -24,7 +24,7 @@ pub(crate) struct Matrix {
 }
 
 impl Matrix {
-    /// Random 8-bit numbers of all sizes, without NaN.
+    /// Draws 8-bit numbers of all sizes, without NaN.
     pub(crate) fn drawn(card: &ComputeCard, draw: &mut Draw, n: usize, k: usize) -> Result<Self, CudaError> {
         let byte = |bits: u64| if bits & 0x7F == 0x7F { 0 } else { bits as u8 };
         let bytes: Vec<u8> = (0..n * k).map(|_| byte(draw.bits())).collect();
@@ -80,7 +80,7 @@ pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent)
     Ok(())
 }
 
-/// Checks the conversion to the last bit.
+/// Checks the conversion of the matrix to bf16, to the last bit.
 fn widened(card: &ComputeCard, verdicts: &mut Verdicts, matrix: &Matrix) -> Result<(), CudaError> {
     let Matrix { n, k, .. } = *matrix;
     let mut out = card.buffer::<Bf16>(n * k)?;
@@ -139,7 +139,7 @@ fn company(card: &ComputeCard, verdicts: &mut Verdicts, matrix: &Matrix) -> Resu
 fn every_way(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let (n, k) = (1032, 520);
     let matrix = Matrix::drawn(card, &mut Draw::new(41), n, k)?;
-    // The matrix that is widened into the same memory right before.
+    // A second matrix is widened into the same memory right before, so that its numbers must be overwritten.
     let before = Matrix::drawn(card, &mut Draw::new(43), n, k)?;
     let (mut guessed, mut fixed) = (Products::open(card, None)?, Products::open_deterministic(card, None)?);
     guessed.make_room(card, n * k)?;

@@ -1,4 +1,4 @@
-//! Checks every kernel on a GPU against plain Rust, then measures each against the GPU's limits.
+//! Checks every kernel on a GPU against plain Rust, then measures each kernel against the GPU's limits.
 //!
 //! Writes JSON to a file and a summary to stderr. Fails if a kernel is wrong, or if there is no GPU.
 #![allow(clippy::print_stdout)]

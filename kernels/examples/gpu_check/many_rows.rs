@@ -12,9 +12,9 @@ use super::extent::Extent;
 use super::measure::{MATRICES, seconds};
 use super::verdict::{BF16_ERROR, Verdicts};
 
-/// Rows of the matrix, and their width: odd sizes, with one tile and with many.
+/// The numbers of rows of the matrix, and their widths: odd sizes, with one tile and with many.
 const SHAPES: &[(usize, usize)] = &[(16, 8), (272, 72), (1040, 264), (528, 4096), (4624, 1032)];
-/// Numbers of rows around the limits of a block and of a pair, and more pairs than are grouped.
+/// The numbers of rows of x: around the limits of a block and of a pair, and more pairs than are grouped.
 const ROWS: &[usize] = &[3, 300, 128, 129, 256, 1, 2309];
 /// The maximum number of sums that the CPU also computes.
 const SUMS_MAX: usize = 2 << 20;
@@ -52,7 +52,7 @@ fn one(
     let (w, x) = (card.upload(&w)?, card.upload(&x)?);
     let name = format!("many_rows {n_rows}x{n}x{k}");
     let before = draw.narrow(n_rows * n, 1.0);
-    // Numbers after the output, which must not change.
+    // The numbers after the output, which must not change.
     let behind = 64 * n;
     let poison = Bf16(u16::from_le_bytes([POISON; 2]));
     let mut found = |what: &str, into: &[Bf16]| {
@@ -67,7 +67,7 @@ fn one(
     let added = found("added", &before)?;
     let gated = found("gated", &vec![poison; n_rows * n / 2])?;
     verdicts.compare(name.clone(), &wide(&plain), &sums, BF16_ERROR);
-    // Equal to the last bit to the result of a separate kernel.
+    // The result must equal that of a separate kernel, to the last bit.
     let mut all = plain.iter().zip(&before).zip(&added);
     let is_sum =
         |((a, b), sum): ((&Bf16, &Bf16), &Bf16)| Bf16::from(f32::from(*a) + f32::from(*b)).0 == sum.0;
@@ -77,7 +77,7 @@ fn one(
     Ok(())
 }
 
-/// Products in sequence, enough for the GPU to reach its power limit.
+/// The number of products in sequence, enough for the GPU to reach its power limit.
 const N_LAUNCHES: usize = 40;
 
 pub(crate) fn measure(card: &ComputeCard) -> Result<Vec<Value>, CudaError> {

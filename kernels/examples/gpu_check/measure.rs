@@ -14,14 +14,15 @@ use super::fp8;
 use super::many_rows;
 use super::measure_endings;
 
-/// Timed repetitions; the median counts.
+/// The number of timed repetitions. The result is their median.
 const N_TIMES: usize = 21;
-/// Launches in one repetition. The gaps between them count, as in a step.
+/// The number of launches in one repetition. The gaps between launches count, as in a step.
 pub(crate) const N_LAUNCHES: usize = 8;
-/// More bytes than any cache holds, so that no data is read twice from a cache.
+/// More bytes than any cache holds. Kernels get memory of this size, so that no data is read twice from a
+/// cache.
 pub(crate) const BEYOND_CACHES: usize = 400 << 20;
 
-/// The matrices of a layer of an 8B model, and its output layer: rows, and their width.
+/// The matrices of a layer of an 8B model, and its output layer: the numbers of rows, and their widths.
 pub(crate) const MATRICES: &[(&str, usize, usize)] = &[
     ("qkv", 6144, 4096),
     ("o", 4096, 4096),
@@ -55,8 +56,8 @@ pub(crate) fn all(card: &ComputeCard, is_wanted: impl Fn(Part) -> bool) -> Resul
     Ok(value)
 }
 
-/// Returns the median time of one call in seconds. `call` gets its number, so that it can use other memory
-/// each time.
+/// Returns the median time of one call in seconds. Passes the call's number, so that each call can use other
+/// memory.
 pub(crate) fn seconds(
     card: &ComputeCard,
     n_launches: usize,
@@ -175,7 +176,7 @@ fn rope(card: &ComputeCard, limits: &Limits, n_rows: usize) -> Result<Value, Cud
 fn products_all(card: &ComputeCard, limits: &Limits) -> Result<Vec<Value>, CudaError> {
     let mut lines = vec![];
     for (name, n, k) in MATRICES {
-        // More copies than any cache holds, read in turn.
+        // There are more copies than any cache holds, and they are read in turn.
         let n_copies = (BEYOND_CACHES / (n * k * 2)).max(1) + 1;
         let weights = card.upload(&Draw::new(27).many(n_copies * n * k, 0.02))?;
         for n_rows in [1, 8] {
@@ -306,7 +307,7 @@ fn decode(
     ))
 }
 
-/// 8-bit numbers, two in each 16-bit number, without NaN patterns.
+/// Replaces NaN patterns in 8-bit numbers, two of which are in each 16-bit number.
 fn pages_of(halves: Vec<Bf16>, number: KvNumber) -> Vec<Bf16> {
     match number {
         KvNumber::Bf16 => halves,

@@ -1,4 +1,4 @@
-//! Measures products with the work after them, alone and in sequence.
+//! Measures products with the work after them: each product alone, and several in sequence.
 
 use baton_kernels::cuda::ops::FEW_ROWS_SHARES;
 use baton_kernels::cuda::{
@@ -10,14 +10,14 @@ use serde_json::Value;
 use super::draw::Draw;
 use super::measure::{BEYOND_CACHES, Limits, N_LAUNCHES, line, seconds};
 
-/// The sizes of an 8B model.
+/// The widths of an 8B model: of its residual, and of its feed-forward layer.
 const HIDDEN: usize = 4096;
 const WIDTH: usize = 14_336;
 
 /// The inputs and outputs of products with one number of rows.
 struct Bench {
     n_rows: usize,
-    /// Matrices, with enough copies to exceed the caches.
+    /// The matrices. Each has enough copies to exceed the caches.
     gate_up: Buffer<Bf16>,
     o: Buffer<Bf16>,
     down: Buffer<Bf16>,
@@ -109,7 +109,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Measures o, without and with the work after it.
+    /// Measures product o, without and with the work after it.
     fn added(
         &mut self,
         card: &ComputeCard,
@@ -136,7 +136,8 @@ impl Bench {
         Ok(())
     }
 
-    /// Measures the work after attention in a layer, in sequence: the first two products, the last two, all.
+    /// Measures the work after attention in a layer, in sequence: the first two products, the last two, and
+    /// all.
     fn chains(
         &mut self,
         card: &ComputeCard,
@@ -201,7 +202,7 @@ impl Stream {
     }
 }
 
-/// Returns the next copy of a matrix, which is in no cache.
+/// Returns the next copy of a matrix, which no cache holds.
 fn copy(of: &Buffer<Bf16>, nth: usize, n: usize) -> View<'_, Bf16> {
     let from = nth % (of.len() / n) * n;
     of.slice(from..from + n)

@@ -25,12 +25,12 @@ pub(crate) struct Rotation {
     heads: Heads,
     turns: Vec<[f32; 2]>,
     positions: Vec<u32>,
-    /// One slot is invalid: its k and v are not written.
+    /// The slot of each row. One slot is invalid, so its k and v are not written.
     slots: Vec<u32>,
     norms: [Vec<Bf16>; 2],
 }
 
-/// The same in GPU memory.
+/// A [`Rotation`] in GPU memory.
 pub(crate) struct RotationThere {
     heads: Heads,
     turns: Buffer<[f32; 2]>,
@@ -67,8 +67,8 @@ impl Rotation {
         })
     }
 
-    /// Compares the rows of all heads before the kernel with q and the pages after it. The pages were
-    /// poisoned before.
+    /// Compares, after the kernel, q and the pages with the expected ones, computed from the rows before the
+    /// kernel. The pages were poisoned before.
     pub(crate) fn compare<'a>(
         &self,
         verdicts: &mut Verdicts,
@@ -142,7 +142,7 @@ fn turned(head: &[f64], turns: &[[f32; 2]]) -> Vec<f64> {
     (0..head.len()).map(turn).collect()
 }
 
-/// Returns the numbers in pages of either format.
+/// Returns the numbers of pages in either format.
 fn numbers_of(halves: &[Bf16], number: KvNumber) -> Vec<f64> {
     match number {
         KvNumber::Bf16 => wide(halves),

@@ -32,12 +32,12 @@ impl Verdicts {
         self.push(name.into(), error, bound);
     }
 
-    /// Records a condition.
+    /// Records whether a condition holds.
     pub(crate) fn holds(&mut self, name: impl Into<String>, holds: bool) {
         self.push(name.into(), if holds { 0.0 } else { f64::INFINITY }, 0.0);
     }
 
-    /// Without any check, the result is a failure.
+    /// Returns whether all checks passed. Without any check, the result is a failure.
     pub(crate) fn are_all_right(&self) -> bool {
         !self.0.is_empty() && self.0.iter().all(Verdict::is_right)
     }

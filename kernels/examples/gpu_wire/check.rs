@@ -1,4 +1,4 @@
-//! Checks bytes and digests against the CPU's.
+//! Checks moves of pages between two GPUs: bytes and digests must equal the CPU's.
 
 use baton_kernels::cuda::ComputeCard;
 use device::RegionShape;
@@ -22,7 +22,7 @@ const SHAPES: &[(usize, usize, usize)] = &[
 ];
 const N_PAGES: u32 = 64;
 
-/// The number of shapes for slow instrumented runs.
+/// The number of shapes that are checked in slow instrumented runs.
 const N_SMALL: usize = 5;
 
 pub(crate) fn all(cards: &[ComputeCard; 2], is_small: bool) -> Outcome<usize> {
@@ -76,7 +76,7 @@ fn fill(two: &Two, seed: u64) -> Outcome<()> {
     Ok(())
 }
 
-/// Returns the pages, all in the same region.
+/// Returns the region and the number of each page; all are in region 0.
 fn places(pages: &[u32]) -> Vec<(u32, u32)> {
     pages.iter().map(|page| (0, *page)).collect()
 }
@@ -144,7 +144,7 @@ fn pages(cards: &[ComputeCard; 2], runs: PageRuns) -> Outcome<usize> {
 }
 
 /// Checks moves of some heads: the sender's last heads are the receiver's first ones, and the other way
-/// round. Both have other heads, which are not moved or written.
+/// round. Pages on both sides have other heads, which are not moved or written.
 fn some_heads(
     cards: &[ComputeCard; 2],
     (n_parts, n_heads, run_bytes): (usize, usize, usize),
@@ -189,7 +189,7 @@ fn some_heads(
     Ok(n_checks)
 }
 
-/// Returns whether each remote page has arrived.
+/// Returns whether each page in `from` equals the page in `to` on the other GPU.
 fn arrived(two: &Two, runs: PageRuns, from: &[u32], to: &[u32]) -> Outcome<bool> {
     let (source, target) = (two.near.read(0, 0..N_PAGES)?, two.far.read(0, 0..N_PAGES)?);
     let (source, target): (Vec<_>, Vec<_>) =

@@ -15,11 +15,11 @@ use crate::measure::{N_LAYERS, N_PAGES, N_SENT, RUNS, What, start};
 use crate::{Outcome, Two};
 
 const N_TOKENS: usize = 8192;
-/// Rows and columns of an 8B model's matrices, in the order of a layer.
+/// The rows and columns of an 8B model's matrices, in the order of a layer.
 const MATRICES: [(usize, usize); 4] = [(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)];
 const WIDEST: usize = 14_336;
 const N_ROUNDS: usize = 10;
-/// A GPU that has just computed is slowed down by its power limit.
+/// The pause between rounds: a GPU that has just computed is slowed down by its power limit.
 const REST: Duration = Duration::from_millis(150);
 
 /// The concurrent load for each layer's KV.
@@ -55,7 +55,8 @@ pub(crate) fn all(cards: &[ComputeCard; 2]) -> Outcome<Value> {
     let copiers = disturbances.iter().map(|disturbance| disturbance.copiers(&two));
     let copiers = copiers.collect::<Outcome<Vec<_>>>()?;
     let mut prompt = Prompt::new(&cards[0])?;
-    // The first run starts on an idle GPU. The second one's time gives the interval between layers.
+    // The first run starts on an idle GPU, so it is discarded. The second run's time gives the interval
+    // between layers.
     prompt.ms(&cards[0], || Ok(()))?;
     let between = Duration::from_secs_f64(prompt.ms(&cards[0], || Ok(()))? / 1e3 / f64::from(N_LAYERS + 1));
     let mut times = vec![vec![]; disturbances.len()];
@@ -75,12 +76,12 @@ pub(crate) fn all(cards: &[ComputeCard; 2]) -> Outcome<Value> {
 }
 
 impl Disturbance {
-    /// Page copiers for the GPU that computes and for the other one.
+    /// Makes page copiers for the GPU that computes and for the other GPU.
     fn copiers(&self, two: &Two) -> Outcome<[PageCopier; 2]> {
         Ok([PageCopier::new(&two.near, self.size)?, PageCopier::new(&two.far, self.size)?])
     }
 
-    /// Runs layer by layer, at the interval of the layers.
+    /// Runs the load layer by layer, at the interval of the layers.
     fn go(&self, two: &Two, [near, far]: &[PageCopier; 2], between: Duration) -> Outcome<()> {
         let mut under_way = vec![];
         for layer in 0..N_LAYERS {
@@ -102,7 +103,7 @@ impl Disturbance {
 /// The products of all layers, as one graph.
 struct Prompt {
     graph: Graph,
-    // The memory and libraries that the graph uses.
+    // Kept alive, because the graph uses this memory and these libraries.
     _rooms: Vec<Buffer<Bf16>>,
     _products: Products,
 }
@@ -124,14 +125,14 @@ impl Prompt {
                 products.multiply(card, y, Weights::Bf16(w.view()), x.slice(0..N_TOKENS * k), *k)
             })
         };
-        // Code is loaded at its first run, which cannot be recorded.
+        // The first run loads code, which cannot be recorded.
         layer()?;
         card.synchronize()?;
         let graph = card.record(|| (0..N_LAYERS).try_for_each(|_| layer()))?;
         Ok(Self { graph, _rooms: matrices.into_iter().chain([x, y]).collect(), _products: products })
     }
 
-    /// Returns the time of the products while `meanwhile` runs.
+    /// Returns the time of the products in milliseconds, while `meanwhile` runs.
     fn ms(&mut self, card: &ComputeCard, meanwhile: impl FnOnce() -> Outcome<()>) -> Outcome<f64> {
         let start = card.mark()?;
         self.graph.launch()?;

@@ -12,12 +12,12 @@ use crate::{Outcome, Two};
 
 pub(crate) const RUNS: PageRuns = PageRuns::whole(2, 8, 4096);
 pub(crate) const N_LAYERS: u32 = 32;
-/// Pages of each layer: twice the number that is sent, so that the KV is scattered.
+/// The number of pages of each layer: twice the number that is sent, so that the KV is scattered.
 pub(crate) const N_PAGES: u32 = 1024;
 pub(crate) const N_SENT: u32 = 512;
 const GIGABYTE: f64 = 1e9;
 const ROUNDS: usize = 15;
-/// Copy jobs that are queued on the GPU, so that it never waits for the host.
+/// The number of copy jobs that are queued on the GPU, so that it never waits for the host.
 const AHEAD: usize = 6;
 
 #[derive(Clone, Copy, PartialEq)]
@@ -26,7 +26,7 @@ pub(crate) enum What {
     Copy,
     Pull,
     Digest,
-    /// The connector's method.
+    /// Fetches pages as the connector does.
     Fetch {
         digests: bool,
     },
@@ -46,7 +46,7 @@ struct CopyJobs {
     n_blocks: u32,
 }
 
-/// Two layers of all blocks.
+/// A division in which each copy job has two layers of all blocks.
 const FLAT: CopyJobs = CopyJobs { n_layers: 2, n_blocks: N_SENT };
 
 pub(crate) fn all(cards: &[ComputeCard; 2]) -> Outcome<Value> {
@@ -116,7 +116,7 @@ fn median_of(
     median(|| whole(two, &copier, what, pages, copy_jobs))
 }
 
-/// Copies all layers, some in each copy job, like a sequence that is computed already.
+/// Moves all layers, some in each copy job, like a sequence that is computed already.
 fn whole(two: &Two, copier: &PageCopier, what: What, pages: &[u32], copy_jobs: CopyJobs) -> Outcome<()> {
     let is_scattered = pages[2] != pages[1] + 1;
     let mut under_way = VecDeque::new();
@@ -148,7 +148,7 @@ pub(crate) fn start(
     let some = SomePages { places, n_of_layer, runs: RUNS, partial: None };
     let mut offsets: Vec<u64> = places.iter().map(|(region, page)| two.near.offset(*region, *page)).collect();
     if is_scattered {
-        // Each layer's pages arrive in another order than here.
+        // Each layer's pages arrive in another order than on this side, so their offsets are reversed.
         offsets.chunks_mut(n_of_layer).for_each(<[u64]>::reverse);
     }
     let at = |memory| RemotePages { memory, offsets: &offsets, runs: RUNS };

@@ -17,7 +17,7 @@ use super::scratch;
 use super::simd::{Kernel, LANES, Simd, Tiles};
 use super::tile::{self, F32Row, Start, Sums};
 
-/// Queries in one part of the work, all with the same KV head.
+/// Limit of queries in one part of the work, all with the same KV head.
 const QUERIES: usize = 32;
 
 /// The layout of one layer's KV in a page: `[K|V][kv_head][token][dim]`.
@@ -26,7 +26,7 @@ pub struct KvShape {
     pub block_tokens: usize,
     pub n_kv_heads: usize,
     pub head_dim: usize,
-    /// `F32`, `Bf16` or `Fp8`.
+    /// The number format of K and V: `F32`, `Bf16` or `Fp8`.
     pub format: Format,
 }
 
@@ -34,7 +34,7 @@ pub struct KvShape {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Attention {
     pub kv: KvShape,
-    /// A multiple of the number of KV heads.
+    /// The number of query heads, a multiple of the number of KV heads.
     pub n_heads: usize,
     /// The factor for scores.
     pub scale: f32,
@@ -45,7 +45,7 @@ pub struct Attention {
 /// Neighbouring tokens of one sequence, and the pages of all tokens that they see.
 #[derive(Clone, Debug)]
 pub struct Stretch<'a> {
-    /// Their rows in the activations.
+    /// The tokens' rows in the activations.
     pub rows: Range<usize>,
     /// The position of the first token.
     pub start: usize,
@@ -55,7 +55,7 @@ pub struct Stretch<'a> {
 }
 
 impl KvShape {
-    /// Bytes of a page.
+    /// Returns the bytes of a page.
     ///
     /// # Panics
     /// If KV cannot have this format.
@@ -90,11 +90,11 @@ impl Attention {
 }
 
 impl Processor {
-    /// Writes keys and values of neighbouring tokens into a page, from `slot` on. They are rows of
+    /// Writes keys and values of neighbouring tokens into a page, from `slot` on. Both are rows of
     /// `n_kv_heads * head_dim`.
     ///
     /// # Panics
-    /// If the page does not have this shape, or they do not fit into it.
+    /// If the page does not have this shape, or the tokens do not fit into it.
     pub fn write_kv(&self, shape: &KvShape, page: &mut [u8], slot: usize, keys: &[f32], values: &[f32]) {
         assert_eq!(page.len(), shape.page_bytes(), "page");
         assert_eq!(keys.len(), values.len());
@@ -147,7 +147,7 @@ impl Processor {
 #[derive(Clone, Debug)]
 struct Part<'a> {
     stretch: &'a Stretch<'a>,
-    /// Relative to the stretch.
+    /// The part's rows, counted from the start of the stretch.
     rows: Range<usize>,
     kv_head: usize,
 }
@@ -168,7 +168,7 @@ fn parts<'a>(attention: &Attention, stretch: &'a Stretch<'a>) -> impl Iterator<I
 struct Work<'a> {
     attention: &'a Attention,
     part: &'a Part<'a>,
-    /// Query heads per KV head.
+    /// The number of query heads per KV head.
     group: usize,
     /// The size of a head, padded to whole vectors.
     padded: usize,
@@ -188,7 +188,7 @@ impl<'a> Work<'a> {
         (2 * self.n_queries() + 2 * LANES) * self.padded + (LANES + 3) * self.n_queries()
     }
 
-    /// Returns the row in the activations, and the first column of the head.
+    /// Returns the query's row in the activations, and the first column of its head.
     fn place(&self, query: usize) -> (usize, usize) {
         let row = self.part.stretch.rows.start + self.part.rows.start + query / self.group;
         let head = self.part.kv_head * self.group + query % self.group;
@@ -199,19 +199,19 @@ impl<'a> Work<'a> {
         self.part.stretch.start + self.part.rows.start + query / self.group
     }
 
-    /// Returns the positions that at least one query sees.
+    /// Returns the range of positions that at least one query sees.
     fn seen(&self) -> Range<usize> {
         let last = self.position(self.n_queries() - 1);
         self.attention.first_seen(self.position(0))..last + 1
     }
 }
 
-/// The buffers of a part. Rows have `padded` numbers; the padding is zero.
+/// The buffers of a part. Each row has `padded` numbers; the padding is zero.
 struct Scratch<'a> {
     queries: &'a mut [f32],
     /// The weighted sum of values for each query.
     outputs: &'a mut [f32],
-    /// Sixteen keys.
+    /// The current sixteen keys, widened.
     keys: &'a mut [f32],
     values: &'a mut [f32],
     /// The greatest score so far for each query.
@@ -308,7 +308,7 @@ impl Attend<'_> {
         self.work.attention.n_heads * self.work.attention.kv.head_dim
     }
 
-    /// Updates all queries with some keys.
+    /// Updates all queries with up to sixteen keys and their values.
     #[inline(always)]
     fn look_at<S: Simd>(&mut self, simd: S, keys: Keys<'_>) {
         if keys.position >= self.work.seen().end {
@@ -396,7 +396,8 @@ impl Attend<'_> {
         let greatest = before.max(simd.greatest(simd.load(weights)));
         simd.store(exp(simd, simd.sub(simd.load(weights), simd.splat(greatest))), weights);
         hide(weights, &seen, 0.0);
-        // Earlier sums are relative to a smaller maximum. If the maximum did not change, they need no factor.
+        // Earlier sums are relative to a smaller maximum, so they are scaled. If the maximum did not change,
+        // they need no factor.
         let shrink =
             if greatest > before { first_lane(simd, exp(simd, simd.splat(before - greatest))) } else { 1.0 };
         self.scratch.shrink[nth] = shrink;
@@ -447,7 +448,7 @@ struct Weighted<'a> {
 }
 
 impl Weighted<'_> {
-    /// Adds for `Q` queries, with the number of vectors at a time that the registers allow.
+    /// Adds values to `Q` outputs, with the number of vectors at a time that the registers allow.
     #[inline(always)]
     fn add_all<S: Simd, const Q: usize>(mut self, simd: S) {
         let mut at = 0;

@@ -30,16 +30,19 @@ impl SharedBytes {
         Ok(Self::whole(mapping))
     }
 
-    /// Page-aligned anonymous memory, zero at first, which `fill` writes once.
+    /// Makes page-aligned anonymous memory, zero at first, which `fill` writes once.
     pub fn filled(len: usize, fill: impl FnOnce(&mut [u8])) -> io::Result<Self> {
         let mut mapping = MmapMut::map_anon(len.max(1))?;
-        // Huge pages save page faults and TLB misses. Without them, this works more slowly.
+        // Huge pages save page faults and TLB misses. An error is ignored: without them, this works more
+        // slowly.
         #[cfg(target_os = "linux")]
         let _ = mapping.advise(memmap2::Advice::HugePage);
         fill(&mut mapping[..len]);
         Ok(Self::whole(mapping.make_read_only()?).slice(0..len))
     }
 
+    /// Returns a part of these bytes, which shares the mapping.
+    ///
     /// # Panics
     /// If the range is not within these bytes.
     pub fn slice(&self, range: Range<usize>) -> Self {

@@ -6,8 +6,8 @@ use std::ops::Range;
 
 /// An output in which every thread writes its own columns of some rows.
 ///
-/// The code that creates one ensures that no number is written by two threads: parts of a product have disjoint ranges of
-/// columns, and parts of attention have disjoint heads or rows.
+/// The code that creates a `Columns` ensures that no number is written by two threads: parts of a product
+/// have disjoint ranges of columns, and parts of attention have disjoint heads or rows.
 pub(super) struct Columns<'a> {
     start: *mut f32,
     /// The number of the first column in the output, which may have only some of a matrix's columns.

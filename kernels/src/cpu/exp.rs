@@ -3,14 +3,14 @@
 
 use super::simd::Simd;
 
-/// e to the power of each lane, within two units in the last place. Below -87 the result is 1.6e-38, and
-/// above 88 it is 1.7e38.
+/// Computes e to the power of each lane, within two units in the last place. Below -87 the result is 1.6e-38,
+/// and above 88 it is 1.7e38.
 ///
 /// `x = n ln 2 + r` with an integer n and r within ±0.35. So `e^x = 2^n e^r`, and `e^r` is a polynomial of
 /// degree seven.
 #[inline(always)]
 pub(super) fn exp<S: Simd>(simd: S, x: S::F) -> S::F {
-    // ln 2 in two parts. The first part has so few bits that its product with n is exact.
+    // The number ln 2 in two parts. The first part has so few bits that its product with n is exact.
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
     const COEFFICIENTS: [f32; 7] = [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0];

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::bytes::SharedBytes;
 use super::number::{self, bf16_to_f32, f8_to_f32, f16_to_f32};
 
-/// Weights that share one scale in [`Format::Q8`].
+/// The number of weights that share one scale in [`Format::Q8`].
 pub const Q8_BLOCK: usize = 32;
 
 /// The number format of a matrix.
@@ -29,11 +29,11 @@ pub struct Matrix {
     rows: usize,
     cols: usize,
     format: Format,
-    /// One for each row in [`Format::Fp8`]; otherwise empty.
+    /// The scales: one for each row in [`Format::Fp8`]; otherwise empty.
     scales: Arc<[f32]>,
 }
 
-/// The bytes have the wrong length for such a matrix.
+/// The error for bytes that have the wrong length for a matrix.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{rows} x {cols} numbers of {format:?} take {expected} bytes, not {found}")]
 pub struct WrongSize {
@@ -55,7 +55,7 @@ impl Format {
         }
     }
 
-    /// Bytes of a matrix, without separate scales. `None` if the size overflows.
+    /// Returns the bytes of a matrix, without separate scales; `None` if the size overflows.
     pub fn bytes(self, rows: usize, cols: usize) -> Option<usize> {
         let numbers = rows.checked_mul(cols)?;
         match self {
@@ -133,12 +133,12 @@ impl Matrix {
         &self.bytes
     }
 
-    /// One for each row in [`Format::Fp8`]; otherwise empty.
+    /// Returns the scales: one for each row in [`Format::Fp8`]; otherwise none.
     pub fn scales(&self) -> &[f32] {
         &self.scales
     }
 
-    /// One row, widened.
+    /// Widens one row into `to`.
     ///
     /// # Panics
     /// If the row does not exist, or `to` has another length.
@@ -174,7 +174,7 @@ impl Matrix {
         number::u16s(&self.bytes).expect("`aligned` was called, and `new` checked the length")
     }
 
-    /// Numbers and scales.
+    /// Returns the numbers and the scales of a [`Format::Q8`] matrix.
     pub(super) fn q8(&self) -> (&[i8], &[f32]) {
         let numbers = self.rows * self.cols;
         let (values, scales) = self.bytes.split_at(numbers.next_multiple_of(4));

@@ -5,8 +5,8 @@
 //! ([`rows`], [`attention`]).
 //! See `docs/decisions/0003-own-cpu-kernels.md`.
 
-// Loops over constant ranges are unrolled, and the indexed values stay in registers. Iterators do not
-// guarantee that.
+// Index loops are allowed here: loops over constant ranges are unrolled, and the indexed values stay in
+// registers. Iterators do not guarantee that.
 #![allow(clippy::needless_range_loop)]
 
 pub mod processor;

@@ -2,7 +2,7 @@
 
 pub use device::number::{bf16_to_f32, f32_to_bf16};
 
-/// Widening is exact: every f16, also a subnormal, is an f32.
+/// Widens an f16, which is exact: every f16, also a subnormal, is an f32.
 #[inline(always)]
 pub fn f16_to_f32(narrow: u16) -> f32 {
     let sign = u32::from(narrow & 0x8000) << 16;
@@ -10,7 +10,8 @@ pub fn f16_to_f32(narrow: u16) -> f32 {
     let bits = if magnitude >= 0x7C00 {
         0x7F80_0000 | (magnitude << 13)
     } else {
-        // Read with f32's exponent bias, then scaled by the difference of the two biases: 2^(127 - 15).
+        // The bits are read with f32's exponent bias, then scaled by the difference of the two biases: 2^(127
+        // - 15).
         let scaled = f32::from_bits(magnitude << 13) * f32::from_bits((127 + 112) << 23);
         scaled.to_bits()
     };
@@ -28,7 +29,7 @@ pub fn f32_to_f16(wide: f32) -> u16 {
         return sign | 0x7C00;
     }
     if magnitude < 6.103_515_6e-5 {
-        // A subnormal is a multiple of 2^-24.
+        // A subnormal is a multiple of 2^-24, so the multiple is the magnitude's bits.
         return sign | (magnitude * 16_777_216.0).round_ties_even() as u16;
     }
     let bits = magnitude.to_bits();
@@ -39,7 +40,7 @@ pub fn f32_to_f16(wide: f32) -> u16 {
 /// The largest finite 8-bit number (e4m3). There is no infinity.
 pub const F8_MAX: f32 = 448.0;
 
-/// Widening is exact: every 8-bit number (e4m3) is an f16 that is 256 times smaller. NaN stays NaN.
+/// Converts an 8-bit number (e4m3) to the f16 that is 256 times smaller, which is exact. NaN stays NaN.
 #[inline(always)]
 pub fn f8_to_f16_256th(narrow: u8) -> u16 {
     let (sign, magnitude) = (u16::from(narrow & 0x80) << 8, u16::from(narrow & 0x7F));
@@ -47,7 +48,7 @@ pub fn f8_to_f16_256th(narrow: u8) -> u16 {
     sign | if magnitude == 0x7F { 0x7E00 } else { magnitude << 7 }
 }
 
-/// Widening is exact. NaN stays NaN.
+/// Widens an 8-bit number (e4m3), which is exact. NaN stays NaN.
 #[inline(always)]
 pub fn f8_to_f32(narrow: u8) -> f32 {
     f16_to_f32(f8_to_f16_256th(narrow)) * 256.0
@@ -93,11 +94,11 @@ macro_rules! views {
 }
 
 views! {
-    /// `None` unless address and length are multiples of 4.
+    /// Returns `None` unless address and length are multiples of 4.
     f32s, f32s_mut: f32;
-    /// `None` unless address and length are multiples of 2.
+    /// Returns `None` unless address and length are multiples of 2.
     u16s, u16s_mut: u16;
-    /// Never `None`.
+    /// Returns numbers for all bytes: one byte needs no alignment.
     i8s, i8s_mut: i8;
 }
 

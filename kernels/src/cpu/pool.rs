@@ -17,7 +17,7 @@ use std::thread;
 
 /// The number of polls, with yields between them, before a thread sleeps: some tens of microseconds.
 const LOOKS: usize = 40;
-/// Spin hints between two polls.
+/// The number of spin hints between two polls.
 const PAUSES_PER_LOOK: usize = 32;
 
 /// Threads for [`Pool::run`]. Dropping it ends them.
@@ -32,7 +32,7 @@ struct Shared {
     work: Condvar,
     /// Signalled when the last helper leaves a job.
     left: Condvar,
-    /// Lets helpers poll without the lock: it changes with every job.
+    /// The number of jobs so far. Helpers poll it without the lock, because it changes with every job.
     n_jobs: AtomicUsize,
 }
 
@@ -63,7 +63,7 @@ struct Job<'a> {
 // === impl Pool ===
 
 impl Pool {
-    /// `threads` includes the caller of [`Pool::run`], so one thread fewer is started.
+    /// Starts the helpers. `threads` includes the caller of [`Pool::run`], so one thread fewer is started.
     pub fn new(threads: NonZero<usize>) -> io::Result<Self> {
         let state = State { job: None, n_jobs: 0, joined: 0, ended: false };
         let shared = Arc::new(Shared {
@@ -117,7 +117,7 @@ impl Drop for Pool {
         self.shared.n_jobs.fetch_add(1, Ordering::Release);
         self.shared.work.notify_all();
         for helper in self.helpers.drain(..) {
-            // A helper catches the panics of its parts, so this result has no information.
+            // A helper catches the panics of its parts, so this result is ignored.
             let _ = helper.join();
         }
     }
@@ -136,7 +136,7 @@ struct Shown<'a>(&'a Shared);
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // No code panics while it holds this lock, so a poisoned lock is still valid.
+        // No code panics while it holds this lock, so the state is valid even if the lock is poisoned.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -157,7 +157,7 @@ impl Shared {
         Some(Shown(self))
     }
 
-    /// The loop of a helper thread.
+    /// Runs a helper thread: works on jobs until the pool ends.
     fn help(&self) {
         let mut seen = 0;
         while let Some(job) = self.join(&mut seen) {
@@ -217,7 +217,7 @@ impl Drop for Shown<'_> {
 }
 
 impl Job<'_> {
-    /// Does parts until none is left.
+    /// Calls the job's parts until none is left.
     fn work(&self) {
         loop {
             let nth = self.next.fetch_add(1, Ordering::Relaxed);
@@ -229,7 +229,7 @@ impl Job<'_> {
     }
 }
 
-/// Polls a few times, then returns.
+/// Polls `found` a few times. Returns when it is true, and also if it stays false.
 fn look_for(found: impl Fn() -> bool) {
     for _ in 0..LOOKS {
         if found() {

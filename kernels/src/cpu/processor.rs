@@ -27,7 +27,7 @@ pub enum Arithmetic {
 }
 
 impl Processor {
-    /// Uses the best instruction set of this CPU. `threads` includes the calling thread.
+    /// Makes a processor with the best instruction set of this CPU. `threads` includes the calling thread.
     pub fn new(arithmetic: Arithmetic, threads: NonZero<usize>) -> io::Result<Self> {
         Self::with_isa(Isa::best(), arithmetic, threads)
     }

@@ -24,7 +24,7 @@ mod paired;
 /// even shares.
 const PART_BYTES: usize = 128 << 10;
 
-/// Numbers that one part of the rounding of activations handles.
+/// The number of activations that one part of the rounding to bf16 handles.
 const NARROW_NUMBERS: usize = 32 << 10;
 
 /// `out = x × matrixᵀ + bias`, for the rows that `out` has room for, or for some columns.
@@ -33,11 +33,11 @@ const NARROW_NUMBERS: usize = 32 << 10;
 #[derive(Debug)]
 pub struct Product<'a> {
     pub matrix: &'a Matrix,
-    /// One number for each row of the matrix, also if only some columns are computed.
+    /// The bias: one number for each row of the matrix, even if only some columns are computed.
     pub bias: Option<&'a [f32]>,
     /// The columns to compute: a range of the matrix's outputs.
     pub columns: Range<usize>,
-    /// Row by row, one number for each of the columns.
+    /// The output, row by row, with one number for each of the computed columns.
     pub out: &'a mut [f32],
 }
 
@@ -93,8 +93,8 @@ impl Processor {
     }
 }
 
-/// Returns the distance between rows in our own buffers: whole cache lines, plus one. Otherwise the same
-/// column of all rows would map to the same few cache sets.
+/// Returns the distance between rows in our own buffers: whole cache lines, plus one. Without the extra line
+/// the same column of all rows would map to the same few cache sets.
 fn spacing(cols: usize) -> usize {
     cols.next_multiple_of(32) + 32
 }
@@ -102,7 +102,7 @@ fn spacing(cols: usize) -> usize {
 /// The activations that the weights multiply.
 struct Activations<'a> {
     wide: &'a [f32],
-    /// The same in bf16, [`spacing`] apart, if the CPU's bf16 instruction is used.
+    /// The activations in bf16, [`spacing`] apart, if the CPU's bf16 instruction is used.
     bf16: Option<&'a [u16]>,
     n_rows: usize,
 }
@@ -132,7 +132,7 @@ impl<'a> Job<'a> {
         self.bias.map(|bias| &bias[columns.clone()])
     }
 
-    /// Returns the columns of each part.
+    /// Returns the range of columns of each part of the work.
     fn parts(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let row_bytes = (self.matrix.bytes().len() / self.matrix.rows().max(1)).max(1);
         let by_bytes = (PART_BYTES / row_bytes).next_multiple_of(STRIP).max(STRIP);
@@ -157,7 +157,7 @@ impl<'a> Job<'a> {
 struct Part<'a> {
     job: &'a Job<'a>,
     columns: Range<usize>,
-    /// Sums of one block of rows by one strip of columns.
+    /// The sums of one block of rows by one strip of columns.
     sums: &'a mut [Sums],
 }
 

@@ -1,4 +1,4 @@
-//! Quantization of weights to 8 bits, with half the memory traffic of bf16.
+//! Quantization of weights to 8 bits, which halves the memory traffic of bf16.
 
 use std::io;
 
@@ -111,7 +111,7 @@ impl Kernel for QuantizeRowFp8<'_> {
             greatest = greatest.max(number.abs());
         }
         *self.scale = greatest / F8_MAX;
-        // The bound keeps the factor finite, so that zeroes stay zeroes.
+        // The factor is bounded, so that it stays finite and zeroes stay zeroes.
         let per_number = (F8_MAX / greatest).min(f32::MAX);
         for (number, value) in self.row.iter().zip(self.values) {
             *value = f32_to_f8(number * per_number);
@@ -142,7 +142,7 @@ mod tests {
         }
     }
 
-    /// The error is at most half a unit of the last of 3 bits, or half of the smallest subnormal.
+    /// The error of a number is at most half a unit of the last of 3 bits, or half of the smallest subnormal.
     #[test]
     fn rows_in_fp8_are_near() {
         let values: Vec<f32> = (0..300 * 1070).map(|i| ((i * 37 % 101) as f32 - 50.0) / 25.0).collect();

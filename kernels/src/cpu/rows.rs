@@ -6,11 +6,11 @@ use super::processor::Processor;
 use super::simd::{Kernel, LANES, Simd};
 use super::tile::{self, F32Row, Row};
 
-/// Numbers in one part of such work: enough to justify a claim.
+/// The number of activations in one part of such work: enough to justify a claim.
 const PART_NUMBERS: usize = 16 << 10;
 
 impl Processor {
-    /// Root-mean-square norm of every row of `x`, scaled by `weight`, which has a row's length.
+    /// Computes the root-mean-square norm of every row of `x`, scaled by `weight`, which has a row's length.
     pub fn rms_norm(&self, x: &[f32], weight: &[f32], epsilon: f32, out: &mut [f32]) {
         assert_eq!(x.len(), out.len());
         self.by_rows(out, weight.len(), |first, out| {
@@ -19,18 +19,18 @@ impl Processor {
         });
     }
 
-    /// [`Processor::rms_norm`] in place.
+    /// Computes [`Processor::rms_norm`] in place.
     pub fn rms_norm_in_place(&self, x: &mut [f32], weight: &[f32], epsilon: f32) {
         self.by_rows(x, weight.len(), |_, x| self.isa().run(RmsNormInPlace { x, weight, epsilon }));
     }
 
-    /// `x += y`.
+    /// Computes `x += y`.
     pub fn add(&self, x: &mut [f32], y: &[f32]) {
         assert_eq!(x.len(), y.len());
         self.by_rows(x, 1, |first, x| self.isa().run(Add { y: &y[first..first + x.len()], x }));
     }
 
-    /// `gate = silu(gate) * up`, with `silu(x) = x / (1 + e^-x)`.
+    /// Computes `gate = silu(gate) * up`, with `silu(x) = x / (1 + e^-x)`.
     pub fn silu_mul(&self, gate: &mut [f32], up: &[f32]) {
         assert_eq!(gate.len(), up.len());
         self.by_rows(gate, 1, |first, gate| {
@@ -38,7 +38,7 @@ impl Processor {
         });
     }
 
-    /// `x = e^((x - greatest) * scale)`: the numerators of softmax.
+    /// Computes `x = e^((x - greatest) * scale)`: the numerators of softmax.
     pub fn exponentials(&self, x: &mut [f32], greatest: f32, scale: f32) {
         self.by_rows(x, LANES, |_, x| self.isa().run(Exponentials { x, greatest, scale }));
     }
@@ -76,7 +76,8 @@ pub struct Angles {
 }
 
 impl Angles {
-    /// `frequencies` has half a head's length. The angle is one f32 product, as in `transformers`.
+    /// Computes the angles of these positions. `frequencies` has half a head's length. The angle is one f32
+    /// product, as in `transformers`.
     pub fn new(frequencies: &[f32], positions: impl Iterator<Item = usize>) -> Self {
         let mut angles = Self { half: frequencies.len(), ..Self::default() };
         for position in positions {
@@ -273,7 +274,8 @@ mod tests {
         (0..n).map(|i| (i as f32 * 0.71 + seed).sin() * 3.0).collect()
     }
 
-    /// Returns the result of `f` on `n` numbers, which must be equal on all instruction sets.
+    /// Runs `f` on `n` numbers with every instruction set. Checks that all give the same result, and returns
+    /// it.
     fn all_agree(n: usize, f: impl Fn(&Processor, &mut Vec<f32>)) -> Vec<f32> {
         let mut results = cpus().into_iter().map(|cpu| {
             let mut x = numbers(n, 0.3);

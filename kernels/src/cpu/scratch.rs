@@ -1,7 +1,7 @@
 //! Hot path.
 //! A thread's own buffers. They are reused by all parts of the work, so that parts allocate nothing.
 //!
-//! They are aligned to cache lines: a vector across two lines takes two loads.
+//! The buffers are aligned to cache lines, because a vector across two lines takes two loads.
 
 use std::cell::Cell;
 

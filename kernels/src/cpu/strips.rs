@@ -1,8 +1,8 @@
 //! Hot path.
 //! The order of a product's tiles, chosen so that their operands are in a near cache.
 //!
-//! A strip of columns is computed for one block of rows at a time, and within that for some steps of all rows
-//! at a time. The order of tiles does not change the result, because each dot product continues its own sums.
+//! A strip of columns is computed for one block of rows at a time, and within a block for some steps of all
+//! rows at a time. The order of tiles does not change the result, because each dot product continues its own sums.
 
 use std::ops::Range;
 
@@ -10,35 +10,36 @@ use super::columns::Columns;
 use super::simd::{Accumulate, LANES, Simd, Tiles};
 use super::tile::{self, Row, Rows, Start, Sums};
 
-/// Columns in progress at one time: whole vectors of output, and whole tiles of any width.
+/// The number of columns in progress at one time: whole vectors of output, and whole tiles of any width.
 pub(super) const STRIP: usize = 48;
-/// Rows in progress at one time. With [`STRIP`], their sums take 192 KiB.
+/// The number of rows in progress at one time. With [`STRIP`], their sums take 192 KiB.
 pub(super) const BLOCK: usize = 64;
-/// Up to this number of rows, weights are read once, fastest in the order in which they are stored.
+/// The largest number of rows for which weights are read once, fastest in the order in which they are stored.
 pub(super) const FEW_ROWS: usize = 16;
-/// Vectors of each row that are multiplied before the next rows. A tile's weights, up to 24 KiB, stay in the
-/// L1 cache for all rows. A block's activations, 256 KiB, stay in the L2 cache for all columns.
+/// The number of vectors of each row that are multiplied before the next rows. A tile's weights, up to 24
+/// KiB, stay in the L1 cache for all rows. A block's activations, 256 KiB, stay in the L2 cache for all
+/// columns.
 const STEPS: usize = 64;
-/// The maximum prefetch distance for weights: what the L1 cache can hold beside the current tile.
+/// The maximum prefetch distance for weights, in bytes: what the L1 cache can hold beside the current tile.
 const AHEAD_BYTES_MAX: usize = 64 << 10;
 
-/// The operands and the output.
+/// The operands and the output of one part of a product.
 pub(super) struct Strips<'a, A, S, X, W> {
     /// Sums the products.
     pub(super) adder: A,
     /// Turns sums into totals.
     pub(super) simd: S,
     pub(super) x: X,
-    /// Rows are numbered from the first column of the part.
+    /// The rows of the weights, numbered from the first column of the part.
     pub(super) weights: W,
-    /// The bias of this part.
+    /// The bias of this part's columns.
     pub(super) bias: Option<&'a [f32]>,
     pub(super) out: &'a Columns<'a>,
     /// The first column of the part in the output.
     pub(super) first: usize,
 }
 
-/// Some steps of some rows by some columns.
+/// One unit of the work: some steps of some rows by some columns.
 #[derive(Clone)]
 struct Work {
     rows: Range<usize>,
@@ -48,7 +49,7 @@ struct Work {
 }
 
 impl<A: Accumulate, S: Simd, X: Rows<A>, W: Rows<A>> Strips<'_, A, S, X, W> {
-    /// `sums` has room for a block by a strip, or for fewer rows if there are fewer.
+    /// Computes the part. `sums` has room for a block by a strip, or for fewer rows if there are fewer.
     #[inline(always)]
     pub(super) fn run(&self, n_rows: usize, n_columns: usize, sums: &mut [Sums]) {
         let mut left = 0..n_columns;

@@ -32,7 +32,7 @@ pub(super) trait Row<S: Accumulate>: Copy {
 
     /// Returns the number of whole vectors.
     fn n_steps(self) -> usize;
-    /// Returns a range of whole vectors.
+    /// Returns the row of a range of whole vectors.
     fn part(self, steps: Range<usize>) -> Self;
     fn step(self, simd: S, nth: usize) -> S::F;
     /// Returns the numbers after the last whole vector, padded with zeroes.
@@ -49,7 +49,7 @@ pub(super) trait Rows<S: Accumulate>: Copy + Send + Sync {
     fn row_bytes(self) -> usize;
 }
 
-/// The use of the existing sums.
+/// What to do with the existing sums.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Start {
     Fresh,
@@ -108,7 +108,7 @@ fn steps<S: Accumulate, X: Row<S>, W: Row<S>, const R: usize, const C: usize, co
     mut running: [[S::F; C]; R],
     ahead: usize,
 ) -> [[S::F; C]; R] {
-    // These checks remove the bounds checks in every step.
+    // Checked once, because this removes the bounds checks in every step.
     let n_steps = x[0].n_steps();
     for r in 0..R {
         assert_eq!(x[r].n_steps(), n_steps);
@@ -144,7 +144,7 @@ pub(super) fn add_tail<S: Accumulate>(simd: S, x: impl Row<S>, w: impl Row<S>, s
 
 // === impl f32, bf16, f16 ===
 
-/// Rows of numbers that only need widening.
+/// Defines the type of rows of numbers that only need widening.
 macro_rules! plain_rows {
     ($rows:ident, $row:ident, $number:ty, $load:ident, $widen:expr) => {
         #[derive(Clone, Copy)]
@@ -165,7 +165,7 @@ macro_rules! plain_rows {
                 Self::spaced(numbers, cols, cols)
             }
 
-            /// Rows whose starts are `stride` numbers apart.
+            /// Returns rows whose starts are `stride` numbers apart.
             pub(super) fn spaced(numbers: &'a [$number], cols: usize, stride: usize) -> Self {
                 Self { numbers, cols, stride }
             }
@@ -282,7 +282,7 @@ impl<S: Simd> Row<S> for Q8Row<'_> {
         self.steps.len()
     }
 
-    /// The start must be a multiple of a scale's steps.
+    /// Returns the row of a range of vectors, which must start with a whole scale.
     #[inline(always)]
     fn part(self, steps: Range<usize>) -> Self {
         let scales = &self.scales[steps.start / STEPS_PER_SCALE..];
@@ -329,7 +329,7 @@ pub(super) struct F8Row<'a> {
 }
 
 impl<'a> F8Rows<'a> {
-    /// There is one row for each scale.
+    /// Returns the rows of `numbers`: one row for each scale.
     pub(super) fn new(numbers: &'a [u8], scales: &'a [f32], cols: usize) -> Self {
         Self { numbers, scales, cols }
     }
@@ -403,7 +403,7 @@ pub(super) struct Bf16PairRow<'a> {
 
 #[cfg(target_arch = "x86_64")]
 impl<'a> Bf16PairRows<'a> {
-    /// Rows whose starts are `stride` numbers apart.
+    /// Returns rows whose starts are `stride` numbers apart.
     pub(super) fn spaced(numbers: &'a [u16], cols: usize, stride: usize) -> Self {
         Self { numbers, cols, stride }
     }
@@ -505,7 +505,8 @@ impl Row<Avx512Bf16> for Q8PairRow<'_> {
         self.steps.len()
     }
 
-    /// A step is a block, so each has a scale, and the tail has one more.
+    /// Returns the row of a range of vectors. Each vector is a block and so has a scale, and the tail has one
+    /// more.
     #[inline(always)]
     fn part(self, steps: Range<usize>) -> Self {
         Self { scales: &self.scales[steps.clone()], steps: &self.steps[steps], tail: self.tail }

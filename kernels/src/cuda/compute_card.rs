@@ -75,7 +75,7 @@ impl fmt::Debug for ComputeCard {
     }
 }
 
-/// Counters that start at zero.
+/// Allocates counters that start at zero.
 fn zeroed(card: &Card, n: usize) -> Result<Buffer<u32>, CudaError> {
     let mut counters = card.buffer(n)?;
     card.fill(counters.view_mut(), 0)?;

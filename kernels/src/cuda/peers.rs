@@ -2,7 +2,7 @@
 //! others.
 //!
 //! GPUs access each other's memory by address. The kernels (`kernels/cu/ranks.cuh`) synchronize and decide
-//! which rank computes which rows. A rank that misses their time limit is lost, which [`LostFlag`] reports.
+//! which rank computes which rows. A rank that misses their time limit is lost, and [`LostFlag`] reports it.
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -19,23 +19,23 @@ use super::ops::{number, two_in_one};
 
 /// The maximum number of GPUs, as in `ranks.cuh`.
 pub const PEERS_MAX: usize = 8;
-/// Words of flags: two kinds for each sender.
+/// The number of words of flags: two kinds for each sender.
 const FLAGS: usize = 2 * PEERS_MAX;
 /// The size of `Inboxes` in `ranks.cuh`, in words of 8 bytes.
 pub(super) const INBOXES_WORDS: usize = PEERS_MAX + 6;
-/// Words of `Turn` in `ranks.cu`.
+/// The number of words of `Turn` in `ranks.cu`.
 const TURN: usize = 2;
-/// Words of a packet of 4 numbers.
+/// The number of words of a packet of 4 numbers.
 const PACKET_WORDS: usize = 4;
 
-/// An address of the same object on each rank's GPU, as `OfRanks` in `ranks.cuh`.
+/// The addresses of the same object on all ranks' GPUs, as `OfRanks` in `ranks.cuh`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(super) struct OfRanks {
     pub(super) at: [u64; PEERS_MAX],
 }
 
-/// The same as `Ranks` in `ranks.cuh`.
+/// The fields of `Ranks` in `ranks.cuh`, in the same order.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct Ranks {
@@ -53,7 +53,7 @@ pub struct Shown<'a> {
     pub part: View<'a, Bf16>,
     /// The complete sums, written by all ranks.
     pub out: View<'a, Bf16>,
-    /// Rows in which each rank writes some columns.
+    /// Rows in which each rank writes its columns.
     pub whole: View<'a, f32>,
 }
 
@@ -64,7 +64,7 @@ pub struct Together {
     pub few_rows: usize,
     /// The width of a row of a sum.
     pub width: usize,
-    /// The time that a GPU waits for the others.
+    /// The time for which a GPU waits for the others.
     pub patience: Duration,
 }
 
@@ -77,7 +77,7 @@ pub struct Peers {
     pub(super) together: Together,
     /// The number of pushes of each packet, counted by the GPU.
     rounds: Buffer<u32>,
-    /// The round of the flags, and whether the GPU knows of a lost rank.
+    /// The current round of the flags, and whether the GPU knows of a lost rank.
     pub(super) turn: Buffer<u32>,
     inboxes: OfRanks,
     pub(super) flags: OfRanks,
@@ -87,11 +87,11 @@ pub struct Peers {
     /// The lengths of the three shared buffers, equal on all ranks.
     pub(super) shown: [usize; 3],
     lost: Arc<Lost>,
-    /// Keeps the memory behind the addresses above until the last rank is dropped.
+    /// Keeps the memory of all ranks' inboxes until the last rank is dropped.
     _all: Arc<[Inbox]>,
 }
 
-/// Set after a GPU has waited for another until the time limit. Cheap to clone.
+/// Tells whether a GPU has waited for another one until the time limit. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct LostFlag(Arc<Lost>);
 
@@ -122,12 +122,12 @@ impl Together {
         (self.inbox_words(n_ranks) + self.n_packets()) * size_of::<u32>()
     }
 
-    /// Two rounds for each sender.
+    /// Returns the words of packets in an inbox: two rounds for each sender.
     fn inbox_words(&self, n_ranks: usize) -> usize {
         2 * n_ranks * self.n_packets() * PACKET_WORDS
     }
 
-    /// Returns the packets of all rows. Each has a round counter.
+    /// Returns the number of packets of all rows. Each packet has a round counter.
     fn n_packets(&self) -> usize {
         self.few_rows * (self.width / 4)
     }
@@ -215,7 +215,7 @@ impl Peers {
         ensure(kernel, self.rounds.view().ordinal() == card.ordinal(), "the place of another GPU")
     }
 
-    /// Checks that the rows which this GPU pushes fit into the others' inboxes.
+    /// Checks that the rows that this GPU pushes fit into the others' inboxes.
     pub(super) fn check_thrown(
         &self,
         card: &ComputeCard,
@@ -255,7 +255,7 @@ impl fmt::Debug for Peers {
 }
 
 impl Inbox {
-    /// All words are zero, because no round has the number zero.
+    /// Allocates an inbox. All its words are zero, because no round has the number zero.
     fn new(card: &ComputeCard, n_words: usize) -> Result<Self, CudaError> {
         Ok(Self { packets: zeroed(card, n_words)?, flags: zeroed(card, FLAGS)? })
     }
@@ -361,7 +361,7 @@ mod tests {
     #[test]
     fn an_inbox_has_room_for_two_rounds_of_every_sender() {
         let together = Together { few_rows: 256, width: 4096, patience: Duration::from_secs(10) };
-        // Each packet of 16 bytes carries 8 bytes of numbers and has a 4-byte counter.
+        // Each packet of 16 bytes carries 8 bytes of numbers and has a 4-byte counter, so this is the size.
         assert_eq!(together.inbox_bytes(2), 2 * 2 * 256 * 4096 * 2 * 2 + 256 * 4096);
         assert_eq!(Together { few_rows: 0, ..together }.inbox_bytes(4), 0);
     }

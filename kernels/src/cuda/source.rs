@@ -2,7 +2,7 @@
 
 use device::cuda::source::Source;
 
-/// Letters of a digest; enough to distinguish releases.
+/// The number of letters of a digest; enough to distinguish releases.
 const DIGEST_LETTERS: usize = 16;
 
 /// Returns a digest that identifies this version of the kernels. Measurements of one version are not valid

@@ -1,11 +1,11 @@
-//! The description of a matrix for Hopper's copy engine, which copies boxes of it into shared memory
+//! The description of a matrix for Hopper's copy engine, which copies boxes of the matrix into shared memory
 //! (`hopper.cuh`).
 
 use cudarc::driver::sys;
 
 use device::cuda::{Bf16, CudaError};
 
-/// Columns of a box: 128 bytes, the width of the swizzle.
+/// The number of columns of a box: 128 bytes, the width of the swizzle.
 const BOX_COLUMNS: u32 = 64;
 
 /// The map, a kernel argument that is passed by value.
@@ -21,7 +21,7 @@ pub(super) struct Matrix {
     pub(super) stride: usize,
 }
 
-/// The arguments in the driver's form.
+/// The arguments of the driver's call that makes a map.
 struct Encoded {
     dtype: sys::CUtensorMapDataType,
     address: u64,
@@ -32,7 +32,7 @@ struct Encoded {
 }
 
 impl TensorMap {
-    /// Boxes of `box_rows` rows and 64 columns. Numbers outside of the matrix are read as zeroes.
+    /// Describes boxes of `box_rows` rows and 64 columns. Numbers outside of the matrix are read as zeroes.
     pub(super) fn of(matrix: Matrix, box_rows: usize) -> Result<Self, CudaError> {
         Self::encode(Encoded {
             dtype: sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -44,7 +44,7 @@ impl TensorMap {
         })
     }
 
-    /// Boxes of a matrix of bytes, copied without a swizzle.
+    /// Describes boxes of a matrix of bytes, copied without a swizzle.
     pub(super) fn of_bytes(
         address: u64,
         n_rows: usize,

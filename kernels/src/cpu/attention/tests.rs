@@ -19,7 +19,7 @@ struct Sequence {
     q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
-    /// Aligned to 4 bytes, like KV memory.
+    /// The pages of the sequence, aligned to 4 bytes like KV memory.
     pages: Vec<Vec<u32>>,
 }
 
@@ -52,7 +52,7 @@ impl Sequence {
         self.attention.n_heads * self.attention.kv.head_dim
     }
 
-    /// Returns the positions of `range`, computed in one call.
+    /// Computes the outputs of the positions of `range` in one call.
     fn attended(&self, cpu: &Processor, range: Range<usize>) -> Vec<f32> {
         let q = &self.q[range.start * self.width()..range.end * self.width()];
         let mut out = vec![f32::NAN; q.len()];
@@ -66,7 +66,7 @@ impl Sequence {
         Stretch { rows, start, first_block, pages }
     }
 
-    /// Returns the reference: attention in f64.
+    /// Computes the reference output of one position: attention in f64.
     fn truth(&self, position: usize) -> Vec<f64> {
         let Attention { kv, n_heads, scale, .. } = self.attention;
         let kv_width = kv.n_kv_heads * kv.head_dim;
@@ -114,7 +114,7 @@ proptest! {
         window in proptest::option::of(1usize..60),
         format in proptest::sample::select(&[Format::F32, Format::Bf16, Format::Fp8]),
     ) {
-        // Pages are whole numbers of 32-bit words in this test.
+        // The width is even, because pages are whole numbers of 32-bit words in this test.
         let head_dim = head_dim + head_dim % 2;
         let attention = Attention { window, ..attention(2, group, head_dim, block_tokens, format) };
         let sequence = Sequence::new(attention, n, 3);

@@ -8,14 +8,14 @@ use crate::cpu::simd::{Isa, Kernel, LANES, Simd};
 use crate::cpu::strips::Strips;
 use crate::cpu::tile::{Bf16Rows, F8Rows, F16Rows, F32Rows, Q8Rows, Row, Rows};
 
-/// From this number of rows on, an f32 copy of the weights costs less than widening them repeatedly.
+/// The number of rows from which an f32 copy of the weights costs less than widening them repeatedly.
 const PANEL_FROM_ROWS: usize = 17;
 
 pub(super) fn multiply(isa: Isa, part: Part<'_>) {
     let (matrix, cols, first) = (part.job.matrix, part.cols(), part.first_number());
     match matrix.format() {
         Format::F32 => multiply_by(isa, part, F32Rows::new(&matrix.f32s()[first..], cols)),
-        // Widening bf16 takes two operations, which costs less than a copy.
+        // Bf16 weights are not copied, because widening takes two operations, which costs less than a copy.
         Format::Bf16 => multiply_by(isa, part, Bf16Rows::new(&matrix.u16s()[first..], cols)),
         Format::F16 => by_panel(isa, part, F16Rows::new(&matrix.u16s()[first..], cols)),
         Format::Fp8 => {
@@ -49,7 +49,7 @@ fn multiply_by(isa: Isa, part: Part<'_>, weights: impl AnyRows) {
 
 struct Multiply<'a, W> {
     part: Part<'a>,
-    /// The rows of this part's columns only.
+    /// The matrix rows of this part's columns, numbered from the first column.
     weights: W,
 }
 

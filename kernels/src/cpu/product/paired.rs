@@ -8,19 +8,19 @@ use crate::cpu::simd::{Avx512Bf16, Bf16Kernel, LANES};
 use crate::cpu::strips::Strips;
 use crate::cpu::tile::{Bf16PairRows, Q8PairRows, Row, Rows};
 
-/// Numbers in one vector of pairs.
+/// The number of bf16 numbers in one vector of pairs.
 const PAIRED: usize = 2 * LANES;
 
-/// From this number of rows on, weights are copied so that no vector crosses a cache line.
+/// The number of rows from which weights are copied so that no vector crosses a cache line.
 const PANEL_FROM_ROWS: usize = 17;
-/// From this number of rows on, 8-bit weights are converted to bf16 once for all of them.
+/// The number of rows from which 8-bit weights are converted to bf16 once for all rows.
 const Q8_PANEL_FROM_ROWS: usize = 5;
 
 /// The prefetch distance for weights that are copied: a few rows follow one another.
 const COPY_AHEAD_BYTES: usize = 4096;
 
-/// `x` is the part's activations in bf16, [`spacing`] apart. Weights that bf16 would round much are
-/// multiplied exactly.
+/// Multiplies by the bf16 instruction. `x` is the part's activations in bf16, [`spacing`] apart. Weights that
+/// bf16 would round much are multiplied exactly.
 pub(super) fn multiply(bf16: Avx512Bf16, part: Part<'_>, x: &[u16]) {
     let (matrix, cols, first) = (part.job.matrix, part.cols(), part.first_number());
     match matrix.format() {
@@ -36,7 +36,8 @@ pub(super) fn multiply(bf16: Avx512Bf16, part: Part<'_>, x: &[u16]) {
     }
 }
 
-/// From `PANEL_FROM_ROWS` rows on, multiplies by copies of the weights that start on cache lines.
+/// Multiplies by these weights. From `PANEL_FROM_ROWS` rows on, copies the weights first, so that they start
+/// on cache lines.
 fn multiply_by(
     bf16: Avx512Bf16,
     part: Part<'_>,
@@ -59,7 +60,7 @@ fn multiply_by(
 struct Multiply<'a, W> {
     part: Part<'a>,
     x: &'a [u16],
-    /// The rows of this part's columns only.
+    /// The matrix rows of this part's columns, numbered from the first column.
     weights: W,
 }
 

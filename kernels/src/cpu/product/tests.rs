@@ -11,7 +11,7 @@ fn cpu(isa: Isa, threads: usize, arithmetic: Arithmetic) -> Processor {
     Processor::with_isa(isa, arithmetic, NonZero::new(threads).unwrap()).unwrap()
 }
 
-/// Numbers that no format represents exactly.
+/// Makes numbers that no format represents exactly.
 fn numbers(n: usize, seed: u64) -> Vec<f32> {
     (0..n as u64).map(|i| (((i + seed) * 2_654_435_761 % 1_000_003) as f32 / 500_001.5 - 1.0) * 1.7).collect()
 }
@@ -41,7 +41,7 @@ fn multiplied(cpu: &Processor, x: &[f32], n_rows: usize, matrix: &Matrix, bias: 
     out
 }
 
-/// Returns the dot product that `tile` specifies, one number at a time.
+/// Computes the dot product that `tile` specifies, one number at a time.
 fn dot(x: &[f32], w: &[f32]) -> f32 {
     let mut sums = [0f32; LANES];
     for (i, (x, w)) in x.iter().zip(w).enumerate() {
@@ -81,7 +81,7 @@ proptest! {
         }
     }
 
-    /// Some columns computed alone have the same bits as among all columns.
+    /// Columns that are computed alone have the same bits as among all columns.
     #[test]
     fn columns_stand_alone(
         n_rows in 1usize..40, rows in 2usize..120, cols in 1usize..600, cut in 0.0..1.0,
@@ -103,7 +103,8 @@ proptest! {
         }
     }
 
-    /// With bf16 products too, a row's result does not depend on its neighbours and is near the exact result.
+    /// With bf16 products too, a row's result does not depend on its neighbours, and is near the exact
+    /// result.
     #[test]
     fn bf16_rows_stand_alone(
         n_rows in 2usize..70, rows in 1usize..120, cols in 1usize..1200,

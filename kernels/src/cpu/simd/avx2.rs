@@ -9,7 +9,7 @@ use super::{Accumulate, Kernel, LANES, Simd, Tiles};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::cpu) struct Avx2(());
 
-/// Lanes 0 to 7, and 8 to 15.
+/// A vector as two registers: lanes 0 to 7, and 8 to 15.
 type Halves = [__m256; 2];
 
 impl Avx2 {
@@ -36,8 +36,8 @@ fn half<T>(from: &[T; LANES], nth: usize) -> *const T {
     from[nth * 8..].as_ptr()
 }
 
-/// One expression for each half. This is a macro, because a closure is not always inlined, and alone it would
-/// be compiled without the instruction set.
+/// Evaluates one expression for each half. This is a macro, because a closure is not always inlined, and
+/// alone it would be compiled without the instruction set.
 macro_rules! halves {
     ($h:ident => $value:expr) => {
         // SAFETY: `self` proves that the processor has AVX2, FMA and F16C. Each load covers one half of an
@@ -187,6 +187,8 @@ impl Simd for Avx2 {
     }
 }
 
+/// Returns the greatest of eight lanes.
+///
 /// # Safety
 /// The processor must have AVX2.
 #[inline(always)]
@@ -199,7 +201,7 @@ pub(super) unsafe fn greatest_of_8(a: __m256) -> f32 {
     }
 }
 
-/// Returns the lower three levels of the tree: lane i is added to i + 4, i + 2, i + 1.
+/// Adds eight lanes, as the lower three levels of the tree: lane i is added to i + 4, i + 2, i + 1.
 ///
 /// # Safety
 /// The processor must have AVX2.

@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 
 use super::{Accumulate, Isa, Kernel, Kind, LANES, Simd, Tiles, avx2};
 
-/// Proof that the processor has F, BW, DQ and VL of AVX-512, like every server since 2017.
+/// Proof that the processor has the F, BW, DQ and VL parts of AVX-512, like every server since 2017.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::cpu) struct Avx512(());
 
@@ -191,7 +191,7 @@ impl Simd for Avx512 {
     }
 }
 
-/// Lane i of the result is the sum of `a[i]`.
+/// Adds up sixteen vectors: lane i of the result is the sum of `a[i]`.
 ///
 /// Each level adds the two halves of two vectors and keeps both results in one. Let a, b, c and d be the
 /// vectors. Their quarters of 4 lanes are `[a | a | b | b]` after the first level and `[a | b | c | d]` after
@@ -208,12 +208,13 @@ unsafe fn sums_of_16(a: [__m512; LANES]) -> __m512 {
         let q2 = quarters(a[2], a[6], a[10], a[14]);
         let q3 = quarters(a[3], a[7], a[11], a[15]);
         let (q01, q23) = (lanes_by_2(q0, q1), lanes_by_2(q2, q3));
-        // Each quarter has one lane of each of four vectors: quarter j has vectors 4j to 4j + 3.
+        // Each quarter has one lane of each of four vectors, so quarter j of the result has vectors 4j to 4j
+        // + 3.
         _mm512_add_ps(_mm512_shuffle_ps::<0x88>(q01, q23), _mm512_shuffle_ps::<0xDD>(q01, q23))
     }
 }
 
-/// `[a | b | c | d]`, four lanes each: the sums of lanes i, i + 8, i + 4 and i + 12 of each vector.
+/// Returns `[a | b | c | d]`, four lanes each: the sums of lanes i, i + 8, i + 4 and i + 12 of each vector.
 ///
 /// # Safety
 /// The processor must have AVX-512.
@@ -227,7 +228,7 @@ unsafe fn quarters(a: __m512, b: __m512, c: __m512, d: __m512) -> __m512 {
     }
 }
 
-/// In each quarter, two lanes of `a`, then two of `b`: the sums of lanes i and i + 2.
+/// Returns, in each quarter, two lanes of `a`, then two of `b`: the sums of lanes i and i + 2.
 ///
 /// # Safety
 /// The processor must have AVX-512.
@@ -244,7 +245,7 @@ impl Avx512Bf16 {
         is_x86_feature_detected!("avx512bf16").then_some(Self(simd))
     }
 
-    /// Returns the same processor's f32 vectors.
+    /// Returns the same processor without its bf16 instructions.
     pub(in crate::cpu) fn simd(self) -> Avx512 {
         self.0
     }
@@ -260,7 +261,7 @@ impl Avx512Bf16 {
         unsafe { compiled(self, kernel) }
     }
 
-    /// Returns the instruction set that this one extends.
+    /// Returns the instruction set that bf16 products extend.
     pub(in crate::cpu) fn isa(self) -> Isa {
         Isa(Kind::Avx512(self.0))
     }
@@ -280,7 +281,7 @@ impl Avx512Bf16 {
         unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), _mm512_castps_si512(pairs)) }
     }
 
-    /// Thirty-two integers, scaled and rounded to bf16.
+    /// Scales thirty-two integers and rounds them to bf16.
     #[inline(always)]
     pub(in crate::cpu) fn scaled_pairs(self, values: &[i8; 2 * LANES], scale: f32) -> __m512 {
         let (low, high) = values.split_at(LANES);

@@ -19,20 +19,20 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 pub(super) use avx512::{Avx512Bf16, Bf16Kernel};
 
-/// The number of lanes.
+/// The number of lanes of a vector.
 pub(super) const LANES: usize = 16;
 
 /// Sums products in sixteen lanes, as a dot product needs.
 pub(super) trait Accumulate: Copy + Send + Sync {
-    /// Sixteen running sums, or sixteen factors.
+    /// A vector of sixteen running sums, or of sixteen factors.
     type F: Copy;
-    /// The tile size for the registers and loads.
+    /// The size of tiles that suits the registers.
     const TILES: Tiles;
 
     fn zero(self) -> Self::F;
     fn load_sums(self, from: &[f32; LANES]) -> Self::F;
     fn store_sums(self, sums: Self::F, to: &mut [f32; LANES]);
-    /// `a * b + sums`.
+    /// Computes `a * b + sums`.
     fn accumulate(self, a: Self::F, b: Self::F, sums: Self::F) -> Self::F;
 
     /// Prefetches the memory at `from`. Never faults, and changes nothing.
@@ -55,9 +55,9 @@ pub(super) enum Tiles {
 pub(super) trait Simd: Accumulate {
     fn splat(self, value: f32) -> Self::F;
     fn load(self, from: &[f32; LANES]) -> Self::F;
-    /// Widens sixteen bf16.
+    /// Widens sixteen bf16 numbers.
     fn load_bf16(self, from: &[u16; LANES]) -> Self::F;
-    /// Widens sixteen f16.
+    /// Widens sixteen f16 numbers.
     fn load_f16(self, from: &[u16; LANES]) -> Self::F;
     /// Widens sixteen 8-bit integers.
     fn load_i8(self, from: &[i8; LANES]) -> Self::F;
@@ -78,16 +78,17 @@ pub(super) trait Simd: Accumulate {
     fn div(self, a: Self::F, b: Self::F) -> Self::F;
     fn min(self, a: Self::F, b: Self::F) -> Self::F;
     fn max(self, a: Self::F, b: Self::F) -> Self::F;
-    /// `a * b + c`, rounded once.
+    /// Computes `a * b + c`, rounded once.
     fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// Rounds to the nearest integer, ties to even.
     fn round(self, a: Self::F) -> Self::F;
-    /// 2 to the power of `a`, which is an integer between -126 and 127.
+    /// Computes 2 to the power of `a`, which is an integer between -126 and 127.
     fn exp2_whole(self, a: Self::F) -> Self::F;
-    /// Returns the sum of all lanes, added as a tree: lane i to lane i + 8, then to i + 4, i + 2, i + 1.
+    /// Adds all lanes as a tree: lane i to lane i + 8, then to i + 4, i + 2, i + 1.
     fn sum(self, a: Self::F) -> f32;
 
-    /// Returns the sum of each vector, by the same tree as [`Simd::sum`].
+    /// Adds the lanes of each vector, by the same tree as [`Simd::sum`]. Lane i of the result belongs to
+    /// vector i.
     #[inline(always)]
     fn sums(self, vectors: &[[f32; LANES]; LANES]) -> Self::F {
         let mut sums = [0.0; LANES];

@@ -13,11 +13,11 @@ use device::cuda::{Bf16, Buffer, CudaError, View, library};
 use super::super::ComputeCard;
 use super::{Answer, ProductShape};
 
-/// The workspace of an algorithm: the size that NVIDIA recommends for Hopper.
+/// The size of an algorithm's workspace, as NVIDIA recommends for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
 /// The number of algorithms that are requested, best guess first.
 const ALGORITHMS_MAX: usize = 12;
-/// `CUBLAS_OP_T` of the library's headers.
+/// The library's constant for a transposed matrix: `CUBLAS_OP_T`.
 const TRANSPOSED: i32 = 1;
 const DTYPE: sys::cudaDataType = sys::cudaDataType_t::CUDA_R_16BF;
 const WIDE: sys::cudaDataType = sys::cudaDataType_t::CUDA_R_32F;
@@ -91,7 +91,7 @@ impl Preference {
 }
 
 impl Operation {
-    /// The first matrix is transposed; sums are in f32.
+    /// Describes a product whose first matrix is transposed and whose sums are in f32.
     fn new() -> Result<Self, CudaError> {
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         let operation =
@@ -113,7 +113,7 @@ impl Operation {
 }
 
 impl Layout {
-    /// `n_columns` columns of `height` numbers; a column is one of our rows.
+    /// Describes a matrix of `n_columns` columns of `height` numbers; a column is one of our rows.
     fn new(dtype: sys::cudaDataType, height: usize, n_columns: usize) -> Result<Self, CudaError> {
         let layout = result::create_matrix_layout(dtype, height as u64, n_columns as u64, height as i64);
         layout.map(Self).map_err(failed("cublasLtMatrixLayoutCreate"))
@@ -136,7 +136,7 @@ impl Lt {
         unsafe { sys::cublasLtGetVersion() }
     }
 
-    /// Returns a plan with the library's first suggestion.
+    /// Makes a plan with the library's first suggestion.
     pub(super) fn plan(&self, shape: ProductShape) -> Result<Plan, CudaError> {
         let described = Plan::described(shape, Algorithm::of([0; 8]))?;
         let algorithm = self.guesses(&described)?.into_iter().next();
@@ -145,8 +145,8 @@ impl Lt {
         Ok(Plan { algorithm, ..described })
     }
 
-    /// Returns a plan with this algorithm, measured for a similar shape. If it does not support this shape,
-    /// the library's first suggestion is used.
+    /// Makes a plan with this algorithm, measured for a similar shape. If it does not support this shape, the
+    /// library's first suggestion is used.
     pub(super) fn plan_with(&self, shape: ProductShape, algorithm: Algorithm) -> Result<Plan, CudaError> {
         let plan = Plan::described(shape, algorithm)?;
         if self.can(&plan) { Ok(plan) } else { self.plan(shape) }
@@ -203,7 +203,7 @@ impl Lt {
         outcome.result().is_ok() && found.state.result().is_ok() && fits(&found)
     }
 
-    /// The caller has checked that the views have the plan's shape.
+    /// Runs a planned product. The caller has checked that the views have the plan's shape.
     pub(super) fn run(
         &self,
         card: &ComputeCard,

@@ -35,9 +35,9 @@ pub struct ProductShape {
     pub n: usize,
     pub k: usize,
     pub n_rows: usize,
-    /// The output is in f32.
+    /// Whether the output is in f32.
     pub is_wide: bool,
-    /// The matrix is in FP8. Then the output is not in f32.
+    /// Whether the matrix is in FP8. Then the output is not in f32.
     pub is_fp8: bool,
 }
 
@@ -47,13 +47,12 @@ pub enum Choice {
     /// By [`ComputeCard::multiply_own`]: up to 8 rows, or up to 128 on Hopper. With an FP8 matrix, more rows
     /// take several passes.
     Own(OwnForm),
-    /// By [`ComputeCard::multiply_many`]: on Hopper, for more rows. An FP8 matrix is widened first, here and
-    /// below.
+    /// By [`ComputeCard::multiply_many`]: on Hopper, for more rows. An FP8 matrix is widened to bf16 first.
     Many,
     Lt(Algorithm),
 }
 
-/// The result of [`Products::tune`].
+/// The result of [`Products::tune`] for one shape.
 #[derive(Debug)]
 pub struct Measured {
     /// The fastest methods and their times, the fastest first.
@@ -95,11 +94,11 @@ pub struct Products {
     are_alike: bool,
     /// The prepared method for each exact shape, made at the first use of the shape.
     ways: HashMap<ProductShape, Way>,
-    /// Memory for an FP8 matrix that is widened to bf16.
+    /// Memory for an FP8 matrix that is widened to bf16; `None` before [`Products::make_room`].
     widened: Option<Buffer<Bf16>>,
 }
 
-/// A method, prepared for one exact shape.
+/// A method for one exact shape, ready to run.
 #[derive(Debug)]
 enum Way {
     Own(OwnForm),
@@ -110,7 +109,7 @@ enum Way {
 /// The number of methods of each kind that [`Products::tune`] returns.
 const BEST_OF_KIND: usize = 2;
 
-/// The bound of the table of shapes. At the bound, all entries are dropped and made again.
+/// Limit of entries in the table of shapes. When it is reached, all entries are dropped and made again.
 const WAYS_MAX: usize = 4096;
 
 /// The largest number of rows for which reading an FP8 matrix again for every 128 rows may be faster than
@@ -222,7 +221,8 @@ impl Products {
         &self.choices
     }
 
-    /// `y = x * transpose(w)`. `x` and `w` have rows of `k` numbers; `y` has a number for each pair of rows.
+    /// Computes `y = x * transpose(w)`. `x` and `w` have rows of `k` numbers; `y` has a number for each pair
+    /// of rows.
     pub fn multiply(
         &mut self,
         card: &ComputeCard,
@@ -244,7 +244,7 @@ impl Products {
         lt.run_way(card, way, y, readied(card, way, w, widened.as_mut(), k)?, x, k)
     }
 
-    /// A product and the work after it. `room` holds the product, unless one kernel does both.
+    /// Computes a product and the work after it. `room` holds the product, unless one kernel does both.
     pub fn multiply_then(
         &mut self,
         card: &ComputeCard,
@@ -306,7 +306,7 @@ impl Products {
     /// chosen. `None` if results must not depend on other rows, because larger numbers of rows use other
     /// kernels for that work.
     pub fn own_form(&self, card: &ComputeCard, shape: ProductShape) -> Option<OwnForm> {
-        // Most steps with prompts return here without a lookup.
+        // Most steps with prompts return here, before the lookup.
         if self.are_alike || shape.n_rows > FEW_ROWS_MAX {
             return None;
         }
@@ -363,8 +363,8 @@ impl Products {
             });
             match time {
                 Ok(time) => timed.push((time, choice)),
-                // An algorithm that the library suggests but cannot run, or clusters that a partial GPU (MIG)
-                // cannot hold.
+                // A method can fail: the library may suggest an algorithm that it cannot run, or a partial
+                // GPU (MIG) cannot hold the clusters. The failure is noted.
                 Err(error) => {
                     card.synchronize()?;
                     refused.push((choice, error));
@@ -466,7 +466,7 @@ impl Lt {
     }
 }
 
-/// Returns the method without measurements. It is fast for most matrices.
+/// Returns the method to use without measurements. It is fast for most matrices.
 fn guess(card: &ComputeCard, shape: ProductShape) -> Option<OwnForm> {
     let ProductShape { n, k, n_rows, is_fp8, .. } = shape;
     if card.has_few_rows() && n_rows <= FEW_ROWS_MAX {

@@ -17,13 +17,13 @@ pub const TUNED_ROWS: &[usize] = &[
     1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096,
     6144, 8192,
 ];
-/// Timed runs over the matrices. The fastest one counts, because other work on the GPU can only slow a run
-/// down.
+/// The number of timed runs over the matrices. The fastest one counts, because other work on the GPU can only
+/// slow a run down.
 const N_TIMES: usize = 3;
-/// Products in one timed run, and in one that is recorded as a graph.
+/// The numbers of products in one timed run, and in one that is recorded as a graph.
 const N_LAUNCHES: usize = 4;
 const N_LAUNCHES_RECORDED: usize = 32;
-/// Decode steps have no more rows than this.
+/// The largest number of rows for which runs are recorded: decode steps have no more rows.
 const ROWS_RECORDED_MAX: usize = 256;
 
 /// Returns the entry of [`TUNED_ROWS`] that is used for `n_rows` rows.
@@ -78,8 +78,8 @@ impl Choices {
     }
 }
 
-/// Returns the fastest of some runs, in milliseconds of GPU time. Products of few rows are recorded as a
-/// graph, like decode steps. Launched one by one, they would measure the host's launch time.
+/// Measures some runs and returns the fastest, in milliseconds of GPU time. Products of few rows are recorded
+/// as a graph, like decode steps. Launched one by one, they would measure the host's launch time.
 pub(super) fn time(
     card: &ComputeCard,
     n_matrices: usize,
@@ -91,7 +91,7 @@ pub(super) fn time(
         nth += 1;
         product(nth % n_matrices.max(1))
     };
-    // The first run loads code, which cannot be recorded.
+    // The first run loads code, which cannot be recorded, so it is not timed.
     next()?;
     if n_rows > ROWS_RECORDED_MAX {
         return least(card, || (0..N_LAUNCHES).try_for_each(|_| next()));
@@ -111,7 +111,8 @@ fn least(card: &ComputeCard, mut run: impl FnMut() -> Result<(), CudaError>) -> 
     Ok(least)
 }
 
-/// `n k rows narrow|wide|fp8 skinny NAME`, `… few SHARES`, `… many`, or `… lt` and the algorithm's words.
+/// Formats one line of the file: `n k rows narrow|wide|fp8 skinny NAME`, `… few SHARES`, `… many`, or `… lt`
+/// and the algorithm's words.
 fn line(shape: ProductShape, choice: Choice) -> String {
     let ProductShape { n, k, n_rows, is_wide, is_fp8 } = shape;
     let kind = match (is_fp8, is_wide) {

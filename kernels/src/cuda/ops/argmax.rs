@@ -3,8 +3,8 @@
 use super::{ComputeCard, CudaError, GRID_SIDE_MAX, View, ViewMut, ensure, launch, number, rows_of};
 use device::cuda::card::grid;
 
-/// Threads of both kernels, the same as in `argmax.cu`. It is also the maximum number of parts in the final
-/// merge.
+/// The number of threads of both kernels, as in `argmax.cu`. It is also the maximum number of parts in the
+/// final merge.
 const THREADS: usize = 256;
 
 impl ComputeCard {
@@ -13,8 +13,8 @@ impl ComputeCard {
         n_rows * self.argmax_parts(n_rows, width)
     }
 
-    /// `out[row]` is the index of the greatest number of the row; the lowest index if several are equal. NaN
-    /// is the greatest.
+    /// Computes `out[row]`, the index of the greatest number of the row; the lowest index if several are
+    /// equal. NaN is the greatest.
     ///
     /// `keys` is a scratch buffer of at least [`ComputeCard::argmax_keys`] keys.
     pub fn argmax(
@@ -42,7 +42,8 @@ impl ComputeCard {
         launch!(self, "argmax_rows", config, &out.address(), &keys.address(), &parts)
     }
 
-    /// Enough blocks of threads to fill the GPU, with at least a few numbers for each thread.
+    /// Returns the number of parts of a row: enough to fill the GPU, with at least a few numbers for each
+    /// thread.
     fn argmax_parts(&self, n_rows: usize, width: usize) -> usize {
         let wanted = (4 * self.n_multiprocessors() as usize).div_ceil(n_rows.max(1));
         wanted.min(width.div_ceil(4 * THREADS)).clamp(1, THREADS)

@@ -6,7 +6,7 @@ use device::cuda::card::grid;
 const THREADS: usize = 256;
 
 impl ComputeCard {
-    /// `x[row] += bias`, for every row.
+    /// Computes `x[row] += bias`, for every row.
     pub fn add_bias(&self, x: ViewMut<'_, Bf16>, bias: View<'_, Bf16>) -> Result<(), CudaError> {
         let kernel = "add_bias";
         self.check_places(kernel, &[&x, &bias], &[])?;

@@ -7,39 +7,42 @@ use super::{
 use crate::cuda::tensor_map::TensorMap;
 use device::cuda::card::{Grid, grid};
 
-/// Threads of a block, as in `decode_attention.cu`.
+/// The number of threads of a block, as in `decode_attention.cu`.
 const THREADS: u32 = 128;
-/// Warps of a block. They share its pages.
+/// The number of warps of a block. They share its pages.
 const WARPS: usize = THREADS as usize / 32;
-/// Query heads that one pass over a KV head computes.
+/// The number of query heads that one pass over a KV head computes.
 const HEADS_AT_ONCE: usize = 8;
 
-/// Threads of a head's merge, as in `decode_attention.cu`.
+/// The number of threads of a head's merge, as in `decode_attention.cu`.
 const MERGE_THREADS: u32 = 256;
-/// Tiles of queries of one sequence that are computed together, as in `decode_attention_hopper.cu`.
+/// The number of tiles of queries of one sequence that are computed together, as in
+/// `decode_attention_hopper.cu`.
 const TILES_AT_ONCE: usize = 3;
-/// Pages in a block's shared memory, as in `decode_attention_hopper.cu`.
+/// The number of pages in a block's shared memory, as in `decode_attention_hopper.cu`.
 const PAGES_AT_ONCE: usize = 4 * 3;
 
-/// Blocks of threads that a multiprocessor runs at the same time. Registers limit `decode_attention.cu`;
-/// shared memory limits the kernel for Hopper.
+/// The number of blocks of threads that a multiprocessor runs at the same time. Registers limit
+/// `decode_attention.cu`; shared memory limits the kernel for Hopper.
 const BLOCKS_AT_ONCE: usize = 3;
 const BLOCKS_AT_ONCE_ON_HOPPER: usize = 2;
 /// The maximum number of chunks of a sequence. More chunks take longer to merge than they save.
 const CHUNKS_MAX: usize = 64;
-/// The costs of starting and of merging a chunk, in tokens that a block of threads computes in the same time.
+/// The costs of starting and of merging a chunk, as the number of tokens that a block of threads computes in
+/// that time.
 const START_TOKENS: usize = 128;
 const MERGE_TOKENS: usize = 4;
 
 /// The arguments of [`ComputeCard::decode_attention`], for one layer.
 #[derive(Debug)]
 pub struct DecodeAttention<'a> {
-    /// A row of `n_q_heads * head_dim` numbers for each sequence.
+    /// The output: a row of `n_q_heads * head_dim` numbers for each sequence.
     pub out: ViewMut<'a, Bf16>,
-    /// Scratch buffers of at least [`DecodeAttention::parts_numbers`] and [`DecodeAttention::n_parts`].
+    /// Scratch buffers of at least [`DecodeAttention::parts_numbers`] and [`DecodeAttention::n_parts`]
+    /// numbers.
     pub parts: ViewMut<'a, f32>,
     pub part_sums: ViewMut<'a, [f32; 2]>,
-    /// Rows of at least `n_q_heads * head_dim`, `q_stride` apart.
+    /// The queries: rows of at least `n_q_heads * head_dim` numbers, `q_stride` apart.
     pub q: View<'a, Bf16>,
     pub q_stride: usize,
     pub n_q_heads: usize,
@@ -50,25 +53,27 @@ pub struct DecodeAttention<'a> {
     /// The number of consecutive rows that are queries of one sequence and use its table; 1 if each row is a
     /// sequence.
     pub rows_of_table: usize,
-    /// Since the last wait for the GPU, only the last page of each sequence may have been written. The other
-    /// pages may be read while the previous kernel still runs.
+    /// Whether only the last page of each sequence may have been written since the last wait for the GPU. If
+    /// so, the other pages may be read while the previous kernel still runs.
     pub last_is_new: bool,
     /// Tokens of each sequence, with the new one. If a length exceeds the table, the kernel reads other rows;
     /// the caller must prevent this.
     pub lengths: View<'a, u32>,
     /// The greatest of the lengths. Tokens beyond it are ignored.
     pub length_max: usize,
-    /// Tokens for one block of threads: a multiple of 16. The order of the sums depends on this number only.
+    /// The number of tokens for one block of threads: a multiple of 16. The order of the sums depends on this
+    /// number only.
     pub chunk_tokens: usize,
     /// The number of last tokens that a query sees.
     pub window: usize,
     pub scale: f32,
-    /// Loads into registers even if there is a copy engine. Then shared memory stays available as L1 cache
-    /// for concurrent kernels that also load into registers ([`SkinnyForm`](super::SkinnyForm)).
+    /// Whether KV is loaded into registers even if there is a copy engine. Then shared memory stays available
+    /// as L1 cache for concurrent kernels that also load into registers ([`SkinnyForm`](super::SkinnyForm)).
     pub leaves_cache: bool,
 }
 
-/// The fields of DecodeShape in decode_attention.cu, in the same order. It is copied as bytes.
+/// The fields of DecodeShape in decode_attention.cu, in the same order. The struct is copied to the GPU as
+/// bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Shape {
@@ -117,7 +122,7 @@ impl DecodeAttention<'_> {
         chunk(n_chunks)
     }
 
-    /// Returns the numbers in all partial results.
+    /// Returns the number of numbers in all partial results.
     pub fn parts_numbers(n_parts: usize, head_dim: usize) -> usize {
         n_parts * head_dim
     }
@@ -126,8 +131,9 @@ impl DecodeAttention<'_> {
         self.length_max.div_ceil(self.chunk_tokens).max(1)
     }
 
-    /// Queries of one sequence that are computed together, if there are any. With a window each query starts
-    /// at another token, and the sums of its warps would depend on the other queries.
+    /// Returns the number of queries of one sequence that are computed together; `None` if each is computed
+    /// alone. With a window each query starts at another token, and the sums of its warps would depend on the
+    /// other queries.
     fn queries_at_once(&self) -> Option<usize> {
         let n_rows = self.lengths.len();
         let are_of_one = n_rows > 1 && self.rows_of_table >= n_rows && self.window >= self.length_max;
@@ -167,7 +173,7 @@ impl DecodeAttention<'_> {
 }
 
 impl ComputeCard {
-    /// `out = softmax(q * K * scale) * V` for one query of each sequence, over its pages.
+    /// Computes `out = softmax(q * K * scale) * V` for one query of each sequence, over its pages.
     ///
     /// Query heads share KV heads in order. A sequence without tokens gives zeroes.
     pub fn decode_attention(&self, attention: DecodeAttention<'_>) -> Result<(), CudaError> {
@@ -218,7 +224,8 @@ impl ComputeCard {
         )
     }
 
-    /// Uses the copy engine if the GPU has one, the caller allows it and KV is in bf16.
+    /// Launches the kernel that uses the copy engine, if the GPU has one, the caller allows it and KV is in
+    /// bf16; else the other one.
     fn launch_decode(
         &self,
         kernel: &'static str,
@@ -298,7 +305,7 @@ const HOPPER: [Hopper; 2] = [
     Hopper { one: "decode_attention_hopper_128", many: "decode_attention_hopper_many_128", head_dim: 128 },
 ];
 
-/// Returns the rings of pages, and padding to align them to 1,024 bytes.
+/// Returns the bytes of the rings of pages, with padding to align them to 1,024 bytes.
 fn shared_bytes(head_dim: usize) -> u32 {
     (PAGES_AT_ONCE * 2 * BLOCK_TOKENS * head_dim * size_of::<Bf16>() + 1024) as u32
 }

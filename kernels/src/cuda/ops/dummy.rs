@@ -4,11 +4,11 @@ use super::{Bf16, ComputeCard, CudaError, ViewMut, ensure, launch};
 use device::cuda::card::grid;
 
 const THREADS: u32 = 256;
-/// Blocks of threads for each multiprocessor: enough to fill it.
+/// The number of blocks of threads for each multiprocessor: enough to fill it.
 const BLOCKS_AT_ONCE: usize = 8;
 
-/// A part of a larger matrix, in rows of `width` numbers. A row starts with `n_real` numbers of the matrix,
-/// from `first`, and `stride` further in each next row; the others are zero.
+/// A part of a larger matrix, in rows of `width` numbers. A row starts with `n_real` numbers of the matrix
+/// and is filled with zeroes. The first row starts at number `first`, and each next row `stride` further.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DummyPart {
     pub first: usize,
@@ -18,8 +18,8 @@ pub struct DummyPart {
 }
 
 impl ComputeCard {
-    /// Random numbers between plus and minus `32768 * scale`, the same for the same key on every machine: number `i` is
-    /// 16 bits of the draw for `key + i`, rounded down to a multiple of four.
+    /// Writes random numbers between plus and minus `32768 * scale`, the same for the same key on every
+    /// machine: number `i` is 16 bits of the draw for `key + i`, rounded down to a multiple of four.
     pub fn dummy_weights(&self, out: ViewMut<'_, Bf16>, key: u64, scale: f32) -> Result<(), CudaError> {
         let n = out.len();
         let padded = n.next_multiple_of(4);
@@ -31,7 +31,8 @@ impl ComputeCard {
         )
     }
 
-    /// Returns a part of such a matrix. All fields of `part` are multiples of 4.
+    /// Writes a part of the matrix that [`dummy_weights`](Self::dummy_weights) would write. All fields of
+    /// `part` are multiples of 4.
     pub fn dummy_part(
         &self,
         out: ViewMut<'_, Bf16>,

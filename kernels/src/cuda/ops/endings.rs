@@ -17,12 +17,12 @@ pub enum OwnForm {
     Few(FewRowsForm),
 }
 
-/// A weight matrix.
+/// A weight matrix, in one of the formats that kernels read.
 #[derive(Clone, Copy, Debug)]
 pub enum Weights<'a> {
     Bf16(View<'a, Bf16>),
     Fp8(Fp8Rows<'a>),
-    /// Like bf16, but written by the previous kernel: it must not be read before that kernel has ended.
+    /// A bf16 matrix that the previous kernel writes: it must not be read before that kernel has ended.
     Widened(View<'a, Bf16>),
 }
 
@@ -39,15 +39,15 @@ pub struct OwnProduct<'a> {
 /// The work after a product.
 #[derive(Debug)]
 pub enum Ending<'a> {
-    /// No further work: a number for each pair of rows.
+    /// No further work: the output is a number for each pair of rows.
     Sums(ViewMut<'a, Bf16>),
-    /// The same in f32, for logits: comparing them needs the precision.
+    /// No further work, with the output in f32, for logits: comparing them needs the precision.
     Wide(ViewMut<'a, f32>),
     /// The matrix has the rows of gate, then of up: `silu(gate) * up`.
     Gated(ViewMut<'a, Bf16>),
     Added(AddedRows<'a>),
-    /// The same on several ranks, each with a part of every sum. All ranks run this product with the same
-    /// sizes and form.
+    /// Adds up the sums of several ranks, each of which has a part, and then does the work of `Added`. All
+    /// ranks run this product with the same sizes and form.
     Joined(AddedRows<'a>, &'a mut Peers),
     Heads(HeadsRows<'a>),
 }
@@ -59,13 +59,13 @@ pub struct AddedRows<'a> {
     /// The residual times the norm's weights.
     pub out: ViewMut<'a, Bf16>,
     pub weight: View<'a, Bf16>,
-    /// Partial sums of squares of a row: [`OwnForm::parts`] for each row.
+    /// The partial sums of squares of each row: [`OwnForm::parts`] for each row.
     pub squares: ViewMut<'a, f32>,
 }
 
-/// The sums are all heads of q, k and v. The kernel adds the bias, applies norms and rotation, and writes K
-/// and V into pages, like [`ComputeCard::rope_write_kv`]. That method reads them from `qkv`; here only q is
-/// written to `qkv`.
+/// The work after the product of q, k and v, whose sums are all heads. The kernel adds the bias, applies
+/// norms and rotation, and writes K and V into pages, like [`ComputeCard::rope_write_kv`]. That method reads
+/// k and v from `qkv`; this ending writes only q to `qkv`.
 #[derive(Debug)]
 pub struct HeadsRows<'a> {
     pub rope: RopeWriteKv<'a>,
@@ -76,7 +76,7 @@ pub struct HeadsRows<'a> {
 /// product are multiplied.
 #[derive(Clone, Copy, Debug)]
 pub struct PendingNorm<'a> {
-    /// Partial sums, the same number for each row.
+    /// The partial sums of squares, the same number for each row.
     pub squares: View<'a, f32>,
     pub epsilon: f32,
 }
@@ -86,11 +86,11 @@ pub(super) struct Checked {
     pub(super) sizes: Sizes,
     pub(super) pending_norm: PendingNormArgs,
     pub(super) ending: EndingWords,
-    /// Parts of the matrix, each summed by one block or cluster.
+    /// The number of parts of the matrix, each summed by one block or cluster.
     pub(super) n_parts: usize,
 }
 
-/// The fields of ProductShape in endings.cuh, in the same order. It is copied as bytes.
+/// The fields of ProductShape in endings.cuh, in the same order. The struct is copied to the GPU as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct Sizes {
@@ -99,7 +99,7 @@ pub(super) struct Sizes {
     pub(super) n_rows: u32,
 }
 
-/// The fields of PendingNormArgs in endings.cuh.
+/// The fields of PendingNormArgs in endings.cuh, in the same order.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub(super) struct PendingNormArgs {
@@ -109,16 +109,16 @@ pub(super) struct PendingNormArgs {
     epsilon: f32,
 }
 
-/// The fields of an ending in endings.cuh, in words of 8 bytes. A kernel takes the number of words that its
-/// ending has.
+/// The fields of an ending in endings.cuh, in words of 8 bytes. A kernel takes as many words as its ending
+/// has.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub(super) struct EndingWords([u64; ADDED_WORDS + INBOXES_WORDS]);
 
-/// Words of the `Added` ending.
+/// The number of words of the `Added` ending.
 const ADDED_WORDS: usize = 5;
 
-/// Kernel names by ending.
+/// The names of a kernel by its ending.
 pub(super) struct KernelNames {
     pub(super) sums: &'static str,
     pub(super) wide: &'static str,
@@ -128,7 +128,7 @@ pub(super) struct KernelNames {
     pub(super) heads: &'static str,
 }
 
-/// The names of a kernel family, for one form.
+/// Makes the names of a kernel family for one form.
 macro_rules! kernel_names {
     ($family:literal, $form:literal) => {
         KernelNames {
@@ -154,7 +154,7 @@ impl OwnForm {
         matches!(self, Self::Few(_))
     }
 
-    /// Half of the matrix rows in a part.
+    /// Returns half the number of matrix rows in a part.
     fn unit(self) -> usize {
         match self {
             Self::Skinny(_) => super::skinny::UNIT,
@@ -172,7 +172,7 @@ impl<'a> Weights<'a> {
         }
     }
 
-    /// Its numbers, if they are in bf16.
+    /// Returns the matrix's numbers; `None` if they are not in bf16.
     pub(in crate::cuda) fn in_bf16(self) -> Option<View<'a, Bf16>> {
         match self {
             Self::Bf16(numbers) | Self::Widened(numbers) => Some(numbers),
@@ -190,13 +190,13 @@ impl<'a> Weights<'a> {
 }
 
 impl<'a> OwnProduct<'a> {
-    /// Returns a product of rows without a pending norm.
+    /// Makes a product of rows without a pending norm.
     pub fn plain(w: Weights<'a>, x: View<'a, Bf16>, k: usize) -> Self {
         Self { w, x, k, pending_norm: None }
     }
 
-    /// Returns whether the previous kernel writes the weights. Otherwise weights are loaded before that
-    /// kernel has ended.
+    /// Returns whether the previous kernel writes the weights. If not, weights are loaded before that kernel
+    /// has ended.
     pub(super) fn is_widened(&self) -> bool {
         matches!(self.w, Weights::Widened(_))
     }
@@ -396,7 +396,7 @@ impl KernelNames {
 }
 
 impl ComputeCard {
-    /// `x * transpose(w)`, a number for each pair of rows, and the work after the product.
+    /// Computes `x * transpose(w)`, a number for each pair of rows, and the work after the product.
     pub fn multiply_own(
         &self,
         form: OwnForm,

@@ -6,7 +6,7 @@ use device::cuda::card::grid;
 /// Marks a missing token or a missing index.
 pub const NOWHERE: u32 = u32::MAX;
 
-/// Threads of both kernels, as in `feed.cu`.
+/// The number of threads of both kernels, as in `feed.cu`.
 const THREADS: usize = 256;
 
 /// The arguments of [`ComputeCard::feed_tokens`].
@@ -49,7 +49,7 @@ impl ComputeCard {
         )
     }
 
-    /// `drawn[row] = best[row]`, or [`NOWHERE`] if that token's logit is infinite or NaN.
+    /// Computes `drawn[row] = best[row]`, or [`NOWHERE`] if that token's logit is infinite or NaN.
     pub fn keep_tokens(
         &self,
         drawn: ViewMut<'_, u32>,

@@ -7,13 +7,13 @@ use device::cuda::card::Grid;
 
 /// The maximum number of rows in one pass over the matrix.
 pub const FEW_ROWS_MAX: usize = 128;
-/// The cluster sizes: blocks of threads that share a pass along `k`.
+/// The possible cluster sizes. The blocks of threads of a cluster share a pass along `k`.
 pub const FEW_ROWS_SHARES: &[usize] = &[1, 2, 4, 8];
 
 /// The maximum number of rows of [`FewRowsForm::Even`].
 const EVEN_ROWS_MAX: usize = 64;
 
-/// The division of the work.
+/// How a product is divided among blocks of threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FewRowsForm {
     /// A cluster of blocks of threads for every 128 rows of the matrix. The blocks share a pass along `k`;
@@ -25,7 +25,7 @@ pub enum FewRowsForm {
     Even,
 }
 
-/// Every form.
+/// Every form, for tuning and checks.
 pub const FEW_ROWS_FORMS: &[FewRowsForm] = &[
     FewRowsForm::Clusters { shares: 1 },
     FewRowsForm::Clusters { shares: 2 },
@@ -64,14 +64,14 @@ impl FewRowsForm {
     }
 }
 
-/// Blocks of threads that keep a Hopper GPU busy: 90 % of an H200's multiprocessors.
+/// The number of blocks of threads that keep a Hopper GPU busy: 90 % of an H200's multiprocessors.
 const BLOCKS_ENOUGH: usize = 118;
-/// Rows of the matrix for a cluster, and the threads of each of its blocks, as in `few_rows.cuh`. The copy
-/// engine loads the rows in two halves, which may be at any distance.
+/// The number of rows of the matrix for a cluster, and of threads of each of its blocks, as in
+/// `few_rows.cuh`. The copy engine loads the rows in two halves, which may be at any distance.
 pub(super) const UNIT: usize = 64;
 const W_ROWS: usize = 2 * UNIT;
 const THREADS: u32 = 288;
-/// Columns that are loaded at once: one tile, or two tiles of 8-bit numbers.
+/// The number of columns that are loaded at once: one tile, or two tiles of 8-bit numbers.
 const TILE_COLUMNS: usize = 64;
 const STEP_COLUMNS: usize = 2 * TILE_COLUMNS;
 
@@ -117,7 +117,7 @@ const PART_STRIDE: usize = W_ROWS + 4;
 /// The numbers in all parts that a block of threads leaves: two parts of the maximum number of rows.
 pub(in crate::cuda) const MEETING_PARTS: usize = 2 * EVEN_ROWS_MAX * W_ROWS;
 
-/// The fields of Meeting in few_rows_even.cu. It is copied as bytes.
+/// The fields of Meeting in few_rows_even.cu, in the same order. The struct is copied to the GPU as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Meeting {
@@ -132,7 +132,7 @@ impl ComputeCard {
         self.has(SIZES[0].names.sums)
     }
 
-    /// [`ComputeCard::multiply_own`] for up to 128 rows.
+    /// Computes [`ComputeCard::multiply_own`] for up to 128 rows.
     pub(super) fn few_rows(
         &self,
         form: FewRowsForm,
@@ -240,7 +240,7 @@ impl ComputeCard {
     }
 }
 
-/// Returns a ring of tiles, and padding to align it to 1,024 bytes.
+/// Returns the bytes of a ring of tiles, with padding to align it to 1,024 bytes.
 fn shared_bytes(size: &Size) -> u32 {
     let ring = size.stages * (W_ROWS + size.rows_max) * TILE_COLUMNS * size_of::<Bf16>();
     (ring + 1024) as u32
@@ -251,7 +251,7 @@ fn shared_bytes_fp8(size: &Size) -> u32 {
     (ring + 1024) as u32
 }
 
-/// Returns the ring, and one part beside it.
+/// Returns the bytes of the ring, and of one part beside it.
 fn shared_bytes_even(size: &Size) -> u32 {
     shared_bytes(size) + (size.rows_max * PART_STRIDE * size_of::<f32>()) as u32
 }
@@ -269,8 +269,8 @@ mod tests {
 
     #[test]
     fn a_matrix_has_as_many_shares_as_keep_a_card_busy() {
-        // Matrices of an 8B model: o, down, qkv, gate with up, the output; and one that is too narrow to be
-        // shared.
+        // The matrices are those of an 8B model (o, down, qkv, gate with up, the output), and one that is too
+        // narrow to be shared.
         for (n, k, shares) in [
             (4096, 4096, 4),
             (4096, 14_336, 4),

@@ -3,9 +3,9 @@
 use super::{Bf16, ComputeCard, CudaError, View, ViewMut, ensure, launch, number, rows_of};
 use device::cuda::card::grid;
 
-/// Numbers in a group of a row. Numbers are reordered within a group.
+/// The number of numbers in a group of a row. Numbers are reordered within a group.
 const GROUP: usize = 64;
-/// Blocks of threads for each multiprocessor, and their threads, in the conversion.
+/// The number of blocks of threads for each multiprocessor, and of their threads, in the conversion.
 const BLOCKS_AT_ONCE: usize = 8;
 const WIDEN_THREADS: u32 = 256;
 
@@ -20,7 +20,7 @@ pub struct Fp8Rows<'a> {
 }
 
 impl Fp8Rows<'_> {
-    /// Bytes of a row of `k` numbers.
+    /// Returns the bytes of a row of `k` numbers.
     pub fn width(k: usize) -> usize {
         k.next_multiple_of(GROUP)
     }
@@ -80,7 +80,7 @@ mod tests {
     #[test]
     fn every_number_has_a_place_and_lanes_hold_pairs_of_both_halves() {
         let mut places: Vec<usize> = (0..192).map(Fp8Rows::place).collect();
-        // Lane 1 has numbers 18, 19, 26 and 27 of 16 to 31.
+        // Lane 1 has numbers 18, 19, 26 and 27 of the numbers 16 to 31.
         let of_lane: Vec<usize> =
             (20..24).map(|place| places.iter().position(|one| *one == place).unwrap()).collect();
         assert_eq!(of_lane, [18, 26, 19, 27]);

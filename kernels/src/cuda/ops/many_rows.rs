@@ -5,7 +5,7 @@ use super::{Bf16, ComputeCard, CudaError, View, ViewMut, ensure, launch, number,
 use crate::cuda::tensor_map::{Matrix, TensorMap};
 use device::cuda::card::Grid;
 
-/// The blocks of threads in a cluster, which share loads of the matrix, and their threads, as in
+/// The number of blocks of threads in a cluster, which share loads of the matrix, and of their threads, as in
 /// `many_rows.cu`.
 const CLUSTER: usize = 2;
 const THREADS: u32 = 384;
@@ -21,18 +21,18 @@ const SUMS: &str = "many_rows";
 const ADDED: &str = "many_rows_added";
 const GATED: &str = "many_rows_gated";
 
-/// The use of the sums.
+/// What is done with the sums of a product.
 #[derive(Debug)]
 pub enum ManyRows<'a> {
-    /// A number for each pair of rows.
+    /// The output is a number for each pair of rows.
     Sums(ViewMut<'a, Bf16>),
-    /// The sums are rounded to bf16 and added to the existing numbers.
+    /// The sums are rounded to bf16 and added to the existing numbers of the output.
     Added(ViewMut<'a, Bf16>),
     /// The matrix has the rows of gate, then of up: `silu(gate) * up`.
     Gated(ViewMut<'a, Bf16>),
 }
 
-/// The fields of ManyShape in many_rows.cu, in the same order. It is copied as bytes.
+/// The fields of ManyShape in many_rows.cu, in the same order. The struct is copied to the GPU as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Shape {
@@ -49,7 +49,7 @@ impl ComputeCard {
         self.has(SUMS)
     }
 
-    /// `x * transpose(w)` for any number of rows of `k` numbers, and the work after it.
+    /// Computes `x * transpose(w)` for any number of rows of `k` numbers, and the work after it.
     pub fn multiply_many(
         &self,
         w: View<'_, Bf16>,
@@ -66,7 +66,7 @@ impl ComputeCard {
         ensure(kernel, k.is_multiple_of(8), "rows whose width is not a multiple of 8")?;
         self.check_places(kernel, &[&w, &x, &y], &[])?;
         let (n, n_rows) = (rows_of(kernel, w.len(), k)?, rows_of(kernel, x.len(), k)?);
-        // The width of y, and the distances of tiles and of halves of tiles in w.
+        // The numbers are the width of y, and the distances in w of tiles and of the halves of a tile.
         let (width, tile_rows, half_rows) =
             if kernel == GATED { (n / 2, HALF, n / 2) } else { (n, 2 * HALF, HALF) };
         ensure(
@@ -96,7 +96,7 @@ impl ComputeCard {
     }
 }
 
-/// The ring, the output buffer, and padding to align them to 1,024 bytes.
+/// The bytes of the ring and of the output buffer, with padding to align them to 1,024 bytes.
 const SHARED_BYTES: u32 = {
     let ring = STAGES * (ROWS + 2 * HALF) * TILE_COLUMNS;
     ((ring + ROWS * HALF) * size_of::<Bf16>() + 1024) as u32

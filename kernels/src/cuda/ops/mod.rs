@@ -1,7 +1,7 @@
 //! Computation on a GPU: one method for each kernel, which checks its arguments before the launch.
 //!
-//! Numbers in GPU memory (tokens, positions, lengths, block tables) cannot be checked here. The kernels check
-//! them: for an index out of bounds they write NaN, or nothing.
+//! The methods cannot check numbers in GPU memory (tokens, positions, lengths, block tables). The kernels
+//! check them: for an index out of bounds they write NaN, or nothing.
 
 mod rows;
 mod rope;
@@ -40,7 +40,7 @@ use device::cuda::{Bf16, CudaError, Element, View, ViewMut};
 use super::ComputeCard;
 use super::tensor_map::Matrix;
 
-/// Tokens of a KV page, here and in `kernels/cu/pages.cuh`.
+/// The number of tokens of a KV page, also in `kernels/cu/pages.cuh`.
 pub const BLOCK_TOKENS: usize = 16;
 /// The largest second and third dimension of a grid.
 const GRID_SIDE_MAX: usize = 65_535;
@@ -71,7 +71,7 @@ impl KvPages {
         }
     }
 
-    /// Returns the numbers in one page.
+    /// Returns the number of numbers in one page.
     pub fn page_numbers(&self) -> usize {
         2 * self.n_kv_heads * BLOCK_TOKENS * self.head_dim
     }
@@ -83,7 +83,7 @@ impl KvPages {
     }
 }
 
-/// The checked properties of a view, for any element type.
+/// The properties of a view that launches check, for any element type.
 trait Placed {
     fn lies_on(&self, card: &ComputeCard) -> bool;
     fn is_vector(&self) -> bool;
@@ -126,12 +126,13 @@ impl ComputeCard {
     }
 }
 
-/// Returns a size as a kernel argument. Larger sizes do not fit into GPU memory.
+/// Returns a size as a kernel argument. A size of more than 32 bits is an error: it does not fit into GPU
+/// memory.
 pub(super) fn number(kernel: &'static str, size: usize) -> Result<u32, CudaError> {
     u32::try_from(size).map_err(|_| CudaError::Argument { kernel, wrong: "a size of more than 32 bits" })
 }
 
-/// Two neighbouring 32-bit fields as one word. GPU and host are little-endian.
+/// Packs two neighbouring 32-bit fields into one word. GPU and host are little-endian.
 pub(super) fn two_in_one(first: u32, second: u32) -> u64 {
     u64::from(first) | u64::from(second) << 32
 }

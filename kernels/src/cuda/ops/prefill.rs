@@ -8,7 +8,7 @@ use crate::cuda::tensor_map::{Matrix, TensorMap};
 use device::cuda::Buffer;
 use device::cuda::card::Grid;
 
-/// Threads, queries and tokens of a tile, as in `prefill_attention.cu`.
+/// The numbers of threads, queries and tokens of a tile, as in `prefill_attention.cu`.
 const THREADS: u32 = 128;
 const TILE_QUERIES: usize = 128;
 const TILE_TOKENS: usize = 64;
@@ -20,21 +20,21 @@ const HOPPER_THREADS: u32 = 384;
 const HOPPER_HEAD: usize = 128;
 const HOPPER_TILES: usize = 6;
 
-/// The rows of q of a sequence, and its length with them.
+/// One sequence of a step: its rows of q, and its length with them.
 #[derive(Clone, Copy, Debug)]
 pub struct PrefillSequence {
     pub first_row: usize,
     pub n_queries: usize,
-    /// Tokens of the sequence. The queries are the last ones.
+    /// The number of tokens of the sequence. The queries are the last ones.
     pub length: usize,
 }
 
 /// The arguments of [`ComputeCard::prefill_attention`], for one layer.
 #[derive(Debug)]
 pub struct PrefillAttention<'a> {
-    /// Rows of `n_q_heads * head_dim` numbers, one for each row of q.
+    /// The output: rows of `n_q_heads * head_dim` numbers, one for each row of q.
     pub out: ViewMut<'a, Bf16>,
-    /// Rows of at least `n_q_heads * head_dim`, `q_stride` apart.
+    /// The queries: rows of at least `n_q_heads * head_dim` numbers, `q_stride` apart.
     pub q: View<'a, Bf16>,
     pub q_stride: usize,
     pub n_q_heads: usize,
@@ -43,14 +43,15 @@ pub struct PrefillAttention<'a> {
     /// A row of block numbers for each sequence. All rows have the same length.
     pub tables: View<'a, u32>,
     pub sequences: &'a [PrefillSequence],
-    /// The sequences in GPU memory: [`ComputeCard::prefill_sequences`].
+    /// The sequences in GPU memory, from [`ComputeCard::prefill_sequences`].
     pub on_card: View<'a, [u32; 3]>,
     /// The number of last tokens that a query sees, with itself.
     pub window: usize,
     pub scale: f32,
 }
 
-/// The fields of PrefillShape in prefill_attention.cu, in the same order. It is copied as bytes.
+/// The fields of PrefillShape in prefill_attention.cu, in the same order. The struct is copied to the GPU as
+/// bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Shape {
@@ -61,7 +62,8 @@ struct Shape {
     n_blocks: u32,
     window: u32,
     scale: f32,
-    /// For Hopper's kernel only, which draws pieces: a tile of queries of one head of one sequence.
+    /// The number of sequences, for Hopper's kernel only, which draws pieces: a tile of queries of one head
+    /// of one sequence.
     n_sequences: u32,
     n_pieces: u32,
 }
@@ -117,7 +119,8 @@ impl ComputeCard {
         self.upload(&on_card.collect::<Result<Vec<_>, CudaError>>()?)
     }
 
-    /// `out = softmax(q * K * scale) * V` for the last queries of each sequence; each query sees the tokens up to itself.
+    /// Computes `out = softmax(q * K * scale) * V` for the last queries of each sequence; each query sees the
+    /// tokens up to itself.
     pub fn prefill_attention(&self, attention: PrefillAttention<'_>) -> Result<(), CudaError> {
         let kernel = match (attention.kv.number, attention.kv.head_dim) {
             (KvNumber::Bf16, 64) => "prefill_attention_64",
@@ -191,8 +194,8 @@ impl ComputeCard {
     }
 }
 
-/// Shared memory of one block of threads: a tile of q, of K and of V. For Hopper's kernel: its tiles, and
-/// padding to align them to 1,024 bytes.
+/// Returns the shared memory of one block of threads: a tile of q, of K and of V. For Hopper's kernel: its
+/// tiles, with padding to align them to 1,024 bytes.
 pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
     let of_rows = |n_rows: usize, head_dim: usize| (n_rows * head_dim * size_of::<Bf16>()) as u32;
     match kernel {

@@ -3,7 +3,7 @@
 use super::{Bf16, ComputeCard, CudaError, View, ViewMut, ensure, launch};
 use device::cuda::card::grid;
 
-/// Threads of a probe's block.
+/// The number of threads of a probe's block.
 const THREADS: u32 = 512;
 
 impl ComputeCard {

@@ -5,16 +5,17 @@ use super::{Bf16, ComputeCard, CudaError, View, ViewMut, ensure, launch, number,
 use crate::cuda::peers::Peers;
 use device::cuda::card::grid;
 
-/// Threads of a row that is pushed, as in `ranks.cu`.
+/// The number of threads for a row that is pushed, as in `ranks.cu`.
 const FEW_THREADS: u32 = 1024;
-/// Threads of a row that is fetched, and for columns, as in `ranks.cu`.
+/// The number of threads for a row that is fetched, and for columns, as in `ranks.cu`.
 const MANY_THREADS: u32 = 256;
 /// The widest row that both kernels can keep in registers.
 const WIDTH_MAX: usize = 16_384;
 /// The maximum number of blocks of threads that gather columns: enough to fill the link.
 const GATHER_BLOCKS_MAX: usize = 264;
 
-/// `residual += ` the sum of all ranks' parts, then `out = norm(residual) * weight`, row by row.
+/// The arguments of a sum over ranks: `residual += ` the sum of all ranks' parts, then `out = norm(residual)
+/// * weight`, row by row.
 #[derive(Debug)]
 pub struct SumRows<'a> {
     pub out: ViewMut<'a, Bf16>,
@@ -45,8 +46,8 @@ impl SumRows<'_> {
 }
 
 impl ComputeCard {
-    /// Sums rows by the method with the shortest wait, for at most the number of rows that fits into the
-    /// inboxes. Every rank has the whole residual.
+    /// Sums rows by the method with the shortest wait, for at most as many rows as fit into the inboxes.
+    /// Every rank has the whole residual.
     pub fn sum_few_rows(&self, peers: &mut Peers, sum: SumRows<'_>) -> Result<(), CudaError> {
         let kernel = "sum_few_rows";
         let (n_rows, width) = sum.check(self, kernel, peers)?;
@@ -106,7 +107,7 @@ impl ComputeCard {
     }
 
     /// Gives every rank all columns of some rows. Each rank has the same number of columns in `part`. `whole`
-    /// starts at the start of the shared buffer. Columns beyond its rows' width are left out.
+    /// starts at the start of the shared buffer. Columns beyond the rows' width are left out.
     pub fn gather_columns(
         &self,
         peers: &mut Peers,

@@ -13,7 +13,7 @@ const DIMS_OF_THREAD: usize = 16;
 /// The arguments of [`ComputeCard::rope_write_kv`], for rows of one layer.
 #[derive(Debug)]
 pub struct RopeWriteKv<'a> {
-    /// Rows of all heads of q, then of k, then of v. q is rotated in place; k and v are read.
+    /// The rows: all heads of q, then of k, then of v. q is rotated in place; k and v are read.
     pub qkv: ViewMut<'a, Bf16>,
     pub n_q_heads: usize,
     pub pages: ViewMut<'a, Bf16>,
@@ -28,7 +28,7 @@ pub struct RopeWriteKv<'a> {
     pub epsilon: f32,
 }
 
-/// The fields of RopeShape in rope.cu, in the same order. It is copied as bytes.
+/// The fields of RopeShape in rope.cu, in the same order. The struct is copied to the GPU as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Shape {

@@ -3,13 +3,13 @@
 use super::{Bf16, ComputeCard, CudaError, GRID_SIDE_MAX, View, ViewMut, ensure, launch, number, rows_of};
 use device::cuda::card::grid;
 
-/// Threads of a row in the norm, as in `norm.cu`.
+/// The number of threads for a row in the norm, as in `norm.cu`.
 const NORM_THREADS: u32 = 256;
 /// The widest row that a block of threads can keep in registers, as in `norm.cu`.
 const NORM_WIDTH_MAX: usize = 16_384;
 
 impl ComputeCard {
-    /// `out[row] = table[tokens[row]]`. An invalid token gives a row of NaN.
+    /// Computes `out[row] = table[tokens[row]]`. An invalid token gives a row of NaN.
     pub fn embedding(
         &self,
         out: ViewMut<'_, Bf16>,
@@ -29,7 +29,7 @@ impl ComputeCard {
         launch!(self, kernel, config, &out.address(), &table.address(), &tokens.address(), &width, &n_tokens)
     }
 
-    /// `out = norm(x) * weight`, row by row.
+    /// Computes `out = norm(x) * weight`, row by row.
     pub fn rms_norm(
         &self,
         out: ViewMut<'_, Bf16>,
@@ -49,7 +49,7 @@ impl ComputeCard {
         launch!(self, kernel, config, &out.address(), &x.address(), &weight.address(), &width, &epsilon)
     }
 
-    /// `residual += x`, then `out = norm(residual) * weight`, row by row.
+    /// Computes `residual += x`, then `out = norm(residual) * weight`, row by row.
     pub fn add_rms_norm(
         &self,
         out: ViewMut<'_, Bf16>,
@@ -81,7 +81,8 @@ impl ComputeCard {
         )
     }
 
-    /// `out = silu(gate) * up`, where each row of `gate_up` is gate, then up, of `width` numbers each.
+    /// Computes `out = silu(gate) * up`, where each row of `gate_up` is gate, then up, of `width` numbers
+    /// each.
     pub fn silu_mul(
         &self,
         out: ViewMut<'_, Bf16>,

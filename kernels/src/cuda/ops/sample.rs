@@ -3,23 +3,23 @@
 use super::{ComputeCard, CudaError, GRID_SIDE_MAX, NOWHERE, View, ViewMut, ensure, launch, number, rows_of};
 use device::cuda::card::grid;
 
-/// Threads of a row, as in `sample.cu`.
+/// The number of threads for a row, as in `sample.cu`.
 const THREADS: u32 = 1024;
 /// The maximum number of likeliest tokens in a row's outcome.
 pub const TOP_MAX: usize = 20;
-/// Words of an edit.
+/// The number of 32-bit words of an edit.
 pub const EDIT_WORDS: usize = 4;
 
 /// The sampling parameters of one row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DrawRow {
-    /// The row of the logits, and of the sampled token.
+    /// The index of the row in the logits and in the sampled tokens.
     pub row: u32,
     /// The index of the previous step's token, which belongs to the history but is not known to the host.
     pub in_flight: Option<u32>,
-    /// 0 takes the likeliest token.
+    /// The temperature; 0 takes the likeliest token.
     pub temperature: f32,
-    /// 0 keeps all tokens.
+    /// The number of likeliest tokens that are kept; 0 keeps all tokens.
     pub top_k: u32,
     pub top_p: f32,
     pub min_p: f32,
@@ -27,7 +27,7 @@ pub struct DrawRow {
     pub position: u64,
     /// The number of likeliest tokens to return with log-probabilities. `None` means no log-probabilities.
     pub n_top: Option<u32>,
-    /// The range of this row's edits.
+    /// The index of this row's first edit.
     pub first_edit: u32,
     pub n_edits: u32,
     pub repetition: f32,
@@ -42,9 +42,9 @@ pub struct Edit {
     pub bias: f32,
     /// The number of times that the model has generated the token.
     pub n_said: u32,
-    /// The token must not be sampled yet.
+    /// Whether the token must not be sampled yet.
     pub is_forbidden: bool,
-    /// The token was generated, or is in the prompt.
+    /// Whether the token was generated, or is in the prompt.
     pub is_seen: bool,
 }
 
@@ -65,19 +65,19 @@ pub struct Outcome {
 /// The arguments of [`ComputeCard::sample_tokens`].
 #[derive(Debug)]
 pub struct SampleTokens<'a> {
-    /// One for each row of logits. Only rows with a draw are overwritten.
+    /// The sampled tokens, one for each row of logits. Only rows with a draw are overwritten.
     pub drawn: ViewMut<'a, u32>,
-    /// [`Outcome::WORDS`] for each draw. Complete only for draws with log-probabilities.
+    /// The outcomes: [`Outcome::WORDS`] words for each draw, complete only for draws with log-probabilities.
     pub outcomes: ViewMut<'a, u32>,
-    /// Overwritten if a row has edits.
+    /// The logits. A row with edits is overwritten.
     pub logits: ViewMut<'a, f32>,
     /// The likeliest token of each row.
     pub best: View<'a, u32>,
     /// The step's input tokens.
     pub tokens: View<'a, u32>,
-    /// [`DrawRow::WORDS`] for each draw. Each draw has its own row.
+    /// The draws: [`DrawRow::WORDS`] words for each. Each draw has its own row.
     pub draws: View<'a, u32>,
-    /// [`EDIT_WORDS`] for each edit.
+    /// The edits: [`EDIT_WORDS`] words for each.
     pub edits: ViewMut<'a, u32>,
 }
 
@@ -126,7 +126,7 @@ impl ComputeCard {
 }
 
 impl DrawRow {
-    /// Words of `DrawRow` in `sample.cu`.
+    /// The number of 32-bit words of `DrawRow` in `sample.cu`.
     pub const WORDS: usize = 16;
 
     pub fn to_words(self) -> [u32; Self::WORDS] {
@@ -160,11 +160,13 @@ impl Edit {
 }
 
 impl Outcome {
-    /// Words of `Outcome` in `sample.cu`.
+    /// The number of 32-bit words of `Outcome` in `sample.cu`.
     pub const WORDS: usize = 6 + 2 * TOP_MAX;
     /// The integer weight of the best token in `sample.cu`.
     const WEIGHT_OF_BEST: f64 = (1_u64 << 40) as f64;
 
+    /// Reads an outcome from the words that the kernel wrote.
+    ///
     /// # Panics
     /// If `words` has fewer than [`Self::WORDS`].
     pub fn of_words(words: &[u32]) -> Self {
@@ -183,7 +185,7 @@ impl Outcome {
         }
     }
 
-    /// Returns the log-probability of a token with this unedited logit.
+    /// Returns the log-probability of a token whose unedited logit is `logit`.
     pub fn logprob(&self, logit: f32) -> f32 {
         (f64::from(logit) - f64::from(self.best) - self.total.ln()) as f32
     }

@@ -12,7 +12,8 @@ pub(super) const UNIT: usize = 8;
 /// A division of the work. The fastest one depends on the matrix and the GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SkinnyForm {
-    /// The form's name in the kernel names: the number of warps that multiply, and of loads in flight.
+    /// The form's name in the kernel names: the number of warps that multiply, and the number of loads in
+    /// flight.
     pub name: &'static str,
     warps: u32,
 }
@@ -24,7 +25,7 @@ pub const SKINNY_FORMS: &[SkinnyForm] = &[
     SkinnyForm { name: "4x4", warps: 4 },
     SkinnyForm { name: "8x2", warps: 8 },
 ];
-/// The kernel names, in the same order.
+/// The kernel names, in the order of [`SKINNY_FORMS`].
 const NAMES: [KernelNames; 4] = [
     kernel_names!("skinny", "16x2"),
     kernel_names!("skinny", "8x4"),
@@ -33,7 +34,7 @@ const NAMES: [KernelNames; 4] = [
 ];
 
 impl ComputeCard {
-    /// [`ComputeCard::multiply_own`] for up to 8 rows with a bf16 matrix.
+    /// Computes [`ComputeCard::multiply_own`] for up to 8 rows with a bf16 matrix.
     pub(super) fn skinny(
         &self,
         form: SkinnyForm,
@@ -51,7 +52,7 @@ impl ComputeCard {
         if sizes.n == 0 || sizes.n_rows == 0 {
             return Ok(());
         }
-        // One more warp does the work after the product.
+        // There is one more warp, which does the work after the product.
         let config = Grid { waits: product.is_widened(), ..grid(n_parts, 1, (form.warps + 1) * 32) };
         launch!(self, kernel, config, &ending, &pending_norm, &w.address(), &product.x.address(), &sizes)
     }
