@@ -26,7 +26,7 @@ use types::{BlockIdx, Sampling, StopRules, TokenId};
 
 const N_PROMPT: usize = 512;
 const KV_BYTES: usize = 256 << 20;
-/// Outputs and inputs of the products in a Qwen3-0.6B layer.
+/// The numbers of outputs and inputs of the products in a Qwen3-0.6B layer.
 const SHAPES: [(usize, usize); 3] = [(3072, 1024), (1024, 3072), (2048, 1024)];
 
 fn main() {
@@ -73,7 +73,7 @@ fn products(criterion: &mut Criterion) {
 }
 
 fn matrix(rows: usize, cols: usize) -> Matrix {
-    // Weights start eight bytes after a cache line, as in most files.
+    // The weights start eight bytes after a cache line, because they do so in most files.
     let bytes = SharedBytes::filled(rows * cols * 2 + 8, |bytes| bytes.fill(0x3C)).expect("memory");
     Matrix::new(bytes.slice(8..rows * cols * 2 + 8), rows, cols, Format::Bf16).expect("the right size")
 }
@@ -105,7 +105,7 @@ fn steps(criterion: &mut Criterion, name: &str, arithmetic: Arithmetic, quantize
     share(name, &memory, || step(&mut backend, &prompt[..1], 0));
 }
 
-/// Reads the same number of bytes as the weights with the same number of threads: the maximum memory rate.
+/// The maximum memory rate: reads as many bytes as the weights have, with the same number of threads.
 struct PlainMemory {
     processor: Processor,
     bytes: SharedBytes,
@@ -131,7 +131,7 @@ impl PlainMemory {
     }
 }
 
-/// Alternates reads and decode steps, so that other load affects both equally. Prints the ratio of their
+/// Alternates reads and decode steps, so that other load affects both equally, and prints the ratio of their
 /// rates.
 fn share(name: &str, memory: &PlainMemory, mut decode: impl FnMut()) {
     const ROUNDS: usize = 30;
@@ -147,8 +147,8 @@ fn share(name: &str, memory: &PlainMemory, mut decode: impl FnMut()) {
     eprintln!("{name}: decode reads at {median:.0} % of a plain read's rate ({low:.0} % to {high:.0} %)");
 }
 
-/// A multiply and an add for each weight and token. The output layer is left out, because only the last token
-/// passes it. Attention, about 7 %, is left out too.
+/// Returns the number of operations per token of a prompt: a multiply and an add for each weight. The output
+/// layer is left out, because only the last token passes it. Attention, about 7 %, is left out too.
 fn prompt_operations(weight_bytes: usize, quantize: Quantize) -> u64 {
     let vocabulary = if std::env::var("SHAPE").is_ok() { 0 } else { 151_936 * 1024 };
     let weights = match quantize {

@@ -1,4 +1,4 @@
-//! The errors of this crate, and their verdicts.
+//! The errors of this crate, and the caller's next step after each.
 
 use std::path::PathBuf;
 
@@ -7,8 +7,8 @@ use types::Verdict;
 
 use crate::model::config::ConfigProblem;
 
-/// A whole step failed. None of its rows has a token, and the KV that it should have written must not be
-/// read.
+/// The error of a whole step. None of its rows has a token, and the KV that it should have written must not
+/// be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BackendError {
     #[error("launch step: {0}")]
@@ -40,7 +40,7 @@ impl BackendError {
     }
 }
 
-/// One row of a step failed. It has no effect on the other rows.
+/// The error of one row of a step. It has no effect on the other rows.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RowError {
     /// The KV that the row read is not its sequence's KV.
@@ -52,7 +52,7 @@ pub enum RowError {
     /// The row continues a token in flight, but there is none.
     #[error("no token in flight for this slot")]
     NoTokenInFlight,
-    /// A token without an embedding in the model.
+    /// The row has a token without an embedding in the model.
     #[error("token {token} is not in a vocabulary of {vocab}")]
     UnknownToken { token: u32, vocab: usize },
     /// No token can be sampled: every token is forbidden, or no logit is finite.
@@ -61,7 +61,7 @@ pub enum RowError {
 }
 
 impl RowError {
-    /// A failed sequence can be recomputed on another node from its tokens.
+    /// Returns the caller's next step. A failed sequence can be recomputed on another node from its tokens.
     pub fn verdict(&self) -> Verdict {
         match self {
             Self::KvMismatch { .. } | Self::Sample(_) => Verdict::RetryElsewhere,
@@ -71,7 +71,7 @@ impl RowError {
     }
 }
 
-/// The model could not be opened.
+/// The reason why a model could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     #[error("no model {name:?}: known are {known}")]
@@ -145,7 +145,7 @@ impl OpenError {
     }
 }
 
-/// A model's weights could not be read.
+/// The reason why a model's weights could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     #[error("write {path}")]
@@ -176,7 +176,7 @@ pub enum LoadError {
     Header { path: PathBuf, reason: String },
     #[error("no tensor {tensor} in {path}")]
     MissingTensor { tensor: String, path: PathBuf },
-    /// The model would be computed without this tensor.
+    /// The checkpoint has a tensor that the model would be computed without.
     #[error("tensor {tensor} in {path} is not read by {architecture}{}", and_others(*.n_others))]
     UnreadTensor { tensor: String, path: PathBuf, architecture: &'static str, n_others: usize },
     #[error("tensor {tensor} in {path} has shape {found:?}, not {expected:?}")]

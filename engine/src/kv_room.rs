@@ -6,11 +6,11 @@ use types::{KvLayout, in_full};
 
 use crate::error::OpenError;
 
-/// The memory for KV of all ranks together. The sum of the regions never exceeds it.
+/// The size of KV memory of all ranks together, in bytes. The sum of the regions never exceeds it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvRoom {
     Bytes(usize),
-    /// Bytes computed from host memory. They do not apply to a GPU.
+    /// A size that was computed from host memory. It does not apply to a GPU.
     OnHost(usize),
     Auto(AutoRoom),
 }
@@ -18,18 +18,18 @@ pub enum KvRoom {
 /// Bounds for a size that depends on the model and the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AutoRoom {
-    /// The maximum number of bytes in host memory.
+    /// Limit of the bytes in host memory.
     pub host_bytes: usize,
-    /// The part of each GPU's memory for weights, KV and everything else together.
+    /// The percentage of each GPU's memory for weights, KV and everything else together.
     pub gpu_percent: usize,
 }
 
-/// Enough for any mock and for small models.
+/// The smallest computed size: enough for any mock and for small models.
 const LEAST_BYTES: usize = 64 << 20;
-/// The number of sequences of the longest length: a CPU computes few at a time.
+/// The number of sequences of the longest length for which memory is computed. A CPU computes few at a time.
 const SEQUENCES: usize = 4;
-/// The usable part of a GPU's free memory. The free memory is measured before CUDA's libraries are opened,
-/// which need some of it.
+/// The usable percentage of a GPU's free memory. The rest is for CUDA's libraries, which are opened after the
+/// free memory is measured.
 const FREE_PERCENT: usize = 95;
 
 impl KvRoom {
@@ -43,7 +43,7 @@ impl KvRoom {
         }
     }
 
-    /// Returns the size for a mock.
+    /// Returns the bytes for a mock.
     pub(crate) fn of_mock(self) -> usize {
         match self {
             Self::Bytes(bytes) | Self::OnHost(bytes) => bytes,
@@ -51,7 +51,7 @@ impl KvRoom {
         }
     }
 
-    /// Returns the size for a model in host memory. `context_tokens` is the length of its longest sequence.
+    /// Returns the bytes for a model in host memory. `context_tokens` is the length of its longest sequence.
     pub(crate) fn on_host(self, layout: &KvLayout, context_tokens: usize) -> usize {
         match self {
             Self::Bytes(bytes) | Self::OnHost(bytes) => bytes,
@@ -65,9 +65,9 @@ impl KvRoom {
 }
 
 impl AutoRoom {
-    /// Returns the size for a model on GPUs. The GPU with the least free memory has `free` of `total` bytes
+    /// Returns the bytes for a model on GPUs. The GPU with the least free memory has `free` of `total` bytes
     /// free, and everything else needs `taken` bytes. A size that does not fit is rejected later, with an
-    /// error that lists the parts.
+    /// error that lists the bytes by purpose.
     pub(crate) fn on_gpus(self, n_gpus: usize, (free, total): (usize, usize), taken: usize) -> usize {
         let ours = (total / 100 * self.gpu_percent).min(free / 100 * FREE_PERCENT);
         ours.saturating_sub(taken).saturating_mul(n_gpus).max(LEAST_BYTES)
@@ -85,7 +85,7 @@ pub(crate) fn n_blocks(layout: &KvLayout, kv_bytes: usize) -> Result<u32, OpenEr
     }
 }
 
-/// Returns the error for KV memory that could not be allocated on the host.
+/// Makes the error for KV memory that could not be allocated on the host.
 pub(crate) fn not_taken(error: &MemoryError) -> OpenError {
     OpenError::KvMemory(match error {
         MemoryError::TooMuch { .. } => format!("{error}: set model.kv_memory lower, or to \"auto\""),
@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn a_host_has_room_for_four_of_the_longest_within_bounds() {
-        // 2 × 4 heads × 64 numbers of 2 bytes in each of 16 layers: 16 KiB for each token.
+        // A token takes 16 KiB: 2 × 4 heads × 64 numbers of 2 bytes in each of 16 layers.
         let layout = KvLayout::uniform(16, KvDtype::Bf16, 16, 4, 64);
         let bytes = |context_tokens| KvRoom::Auto(AUTO).on_host(&layout, context_tokens);
         assert_eq!(bytes(512), LEAST_BYTES, "32 MiB would do");

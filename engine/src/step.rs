@@ -29,7 +29,8 @@ pub struct Row<'a> {
     /// The sequence's blocks, one table for each layer group, up to the input's last position. Blocks before
     /// a sliding window may be [`BlockIdx::GONE`].
     pub tables: &'a [&'a [BlockIdx]],
-    /// `None` if the row samples no token, because this chunk is not the prompt's last.
+    /// How to sample the next token; `None` if the row samples none, because this chunk is not the prompt's
+    /// last.
     pub sample: Option<SampleSpec<'a>>,
 }
 
@@ -60,7 +61,7 @@ pub struct SampleSpec<'a> {
     pub history: &'a [TokenId],
     /// The number of prompt tokens in `history`. The rest was generated.
     pub n_prompt: usize,
-    /// The index of the sampled output token: `Step::index`.
+    /// The index of the sampled token in the sequence's output, as in `Step::index`.
     pub index: u32,
 }
 
@@ -83,7 +84,8 @@ pub struct Launched {
 }
 
 impl Launched {
-    /// Called by backends. `step` is the backend's own identifier of the step.
+    /// Makes the handle of a launched step. Only backends call it. `step` is the backend's own identifier of
+    /// the step.
     pub fn new(step: u64, fence: LayerFence, modelled_cost: Option<Duration>) -> Self {
         Self { step, fence, modelled_cost }
     }
@@ -109,7 +111,7 @@ pub struct StepOutput {
     pub rows: Vec<Result<Option<Sampled>, RowError>>,
 }
 
-/// A sampled token.
+/// A sampled token, and its log-probabilities if they were requested.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampled {
     pub token: TokenId,

@@ -1,4 +1,4 @@
-//! FP8 checkpoints: the CPU computes with exactly the numbers that they represent.
+//! Tests of FP8 checkpoints: the CPU computes with exactly the numbers that they represent.
 
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ fn opened(folder: &Path, quantize: Quantize, ranks: u16) -> CpuBackend {
     CpuBackend::open(folder, 4 << 20, &settings).expect("it opens")
 }
 
-/// Returns the model's weights in another format, in a temporary folder.
+/// Writes the model's weights in another format into a temporary folder.
 fn in_form(from: &Path, form: Form) -> TempDir {
     let to = TempDir::new().expect("a folder");
     rewrite(from, to.path(), form).expect("it is written");
@@ -62,7 +62,8 @@ fn a_checkpoint_in_fp8_is_the_one_that_it_stands_for() {
 #[test]
 fn quantizing_at_load_is_as_good_as_before() {
     for model in MODELS {
-        // Weights that are not quantized are in bf16 there. Not all weights of these models are.
+        // The reference is made from bf16 weights, because weights that are not quantized are in bf16 there.
+        // Not all weights of these models are.
         let plain = in_form(&folder(model), Form::Bf16);
         let narrow = in_form(plain.path(), Form::Fbgemm);
         let mut reference = opened(narrow.path(), Quantize::No, 1);

@@ -1,4 +1,4 @@
-//! Real models against `transformers`: the demo model, and a tiny random one of every architecture.
+//! Compares real models with `transformers`: the demo model, and a tiny random one of every architecture.
 
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use baton_engine::{Backend, CpuBackend, CpuSettings, Row, RowInput, SampleSpec, 
 use serde::Deserialize;
 use types::{BlockIdx, KvDtype, Sampling, StopRules, TokenId};
 
-/// Results of `transformers`, in float32.
+/// Results of `transformers` in float32, from a file.
 #[derive(Deserialize)]
 struct Golden {
     prompt: Vec<u32>,
@@ -78,7 +78,7 @@ fn step(
     (sampled.token, sampled.logprobs.expect("they were asked for").top)
 }
 
-/// Greedy decoding. Returns the tokens, and each step's log-probabilities.
+/// Continues a prompt greedily. Returns the tokens, and each step's log-probabilities.
 fn continued(
     backend: &mut CpuBackend,
     prompt: &[u32],
@@ -96,7 +96,7 @@ fn continued(
     (tokens, logprobs)
 }
 
-/// Log-probabilities differ from logits by a constant, so the differences to the best token are compared.
+/// Checks the differences to the best token, because log-probabilities differ from logits by a constant.
 fn check_logits(what: &str, found: &[(TokenId, f32)], expected: impl Fn(u32) -> Option<f32>, tolerance: f32) {
     let best = found[0];
     let expected_best =
@@ -169,8 +169,8 @@ fn ranks_give_the_bits_that_one_gives() {
     }
 }
 
-/// With KV in f32, results are exact. With KV in bf16, the demo model's leads are large enough for the same
-/// tokens.
+/// Checks the demo model. With KV in f32, results are exact. With KV in bf16, its leads are large enough for
+/// the same tokens.
 fn check_demo(kv_dtype: KvDtype, tolerance: f32) {
     let folder = root().join("../models/demo");
     let golden: DemoGolden = read(&folder.join("golden.json"));

@@ -42,26 +42,27 @@ struct Sequence {
     node: usize,
 }
 
-/// The action on a sequence in one step.
+/// What happens to a sequence in one step.
 #[derive(Clone, Copy, Debug)]
 enum Action {
-    /// Computes at most this number of tokens.
+    /// The sequence computes at most this number of tokens.
     Chunk(usize),
-    /// Skips this step.
+    /// The sequence skips this step.
     Wait,
-    /// Loses its blocks.
+    /// The sequence loses its blocks.
     Preempted,
-    /// Continues on another node, with its KV.
+    /// The sequence continues on another node, with its KV.
     Moved,
 }
 
 impl Node {
     fn new(model: &str, threads: usize) -> Self {
-        // Tables start at different blocks on each node, and not at the first one.
+        // Tables start at different blocks on each node, and not at the first block, so that block numbers
+        // matter.
         Self { backend: opened(model, threads), next_block: threads as u32 }
     }
 
-    /// Unused blocks. They are not returned, because a test case needs few.
+    /// Takes unused blocks. They are not returned, because a test case needs few.
     fn blocks(&mut self, n: usize) -> Vec<BlockIdx> {
         let first = self.next_block;
         self.next_block += n as u32;
@@ -97,7 +98,7 @@ impl Sequence {
     fn restart(&mut self, others: &[Self], nodes: &mut [Node]) {
         let shared = |other: &&Self| {
             let same = self.tokens.iter().zip(&other.tokens).take_while(|(a, b)| a == b).count();
-            // The last token is always recomputed, because the next one is sampled from it.
+            // The last token is never shared, because the next token is sampled from its computation.
             same.min(other.n_computed).min(self.tokens.len() - 1) / BLOCK_TOKENS
         };
         let donor = others
@@ -126,7 +127,7 @@ impl Sequence {
     }
 }
 
-/// One step of a node: `n` tokens of each of these sequences.
+/// Runs one step of a node: `n` tokens of each of these sequences.
 fn step(node: &mut Node, sequences: &mut [(&mut Sequence, usize)]) {
     let stop = StopRules { ignore_eos: true, ..StopRules::default() };
     let tables: Vec<[&[BlockIdx]; 1]> =
@@ -160,7 +161,7 @@ fn step(node: &mut Node, sequences: &mut [(&mut Sequence, usize)]) {
     }
 }
 
-/// Returns the tokens of a sequence that is alone on its node and computed in one chunk.
+/// Computes a sequence that is alone on its node, with its prompt in one chunk. Returns its tokens.
 fn alone(model: &str, prompt: &[TokenId], sampling: &Sampling) -> Vec<TokenId> {
     let mut nodes = [Node::new(model, 1)];
     let mut sequence = Sequence::new(1, prompt, sampling.clone(), 0, &mut nodes);
@@ -219,7 +220,7 @@ fn fate() -> impl Strategy<Value = Action> {
     ]
 }
 
-/// Prompts, many with the same first tokens.
+/// Makes prompts, many with the same first tokens.
 fn prompt() -> impl Strategy<Value = (Vec<TokenId>, Sampling)> {
     let tokens = (0usize..40, proptest::collection::vec(2u32..96, 1..20));
     (tokens, any::<bool>(), any::<u64>()).prop_map(|((n_alike, rest), at_random, seed)| {

@@ -1,4 +1,4 @@
-//! A backend that has returned its memory, and how it wakes.
+//! A backend that has returned its memory, and its waking.
 
 use std::fmt::{self, Debug};
 use std::fs;
@@ -13,17 +13,18 @@ use crate::error::{BackendError, OpenError};
 /// **Who calls it.** The owner of the backend: [`Backend::sleep`] turns the backend into this value. Dropping it ends the
 /// backend.
 ///
-/// **What it promises.** After it wakes it is the same model, with weights from the same files and empty KV. If waking
-/// fails, it stays asleep and may be woken later.
+/// **What it promises.** The backend that wakes is the same model, with weights from the same files and empty
+/// KV. If waking fails, the value stays asleep and may be woken later.
 pub trait Asleep: Debug + Send + 'static {
     /// Allocates memory, loads the weights, and returns the backend. Takes seconds.
     fn wake(self: Box<Self>) -> Result<Box<dyn Backend>, WakeFailed>;
 
-    /// See [`Backend::used_bytes`].
+    /// Returns the bytes in use, like [`Backend::used_bytes`].
     fn used_bytes(&self) -> Option<u64>;
 }
 
-/// A backend that could not be put to sleep. It works as before unless its device is lost.
+/// The error of a backend that could not be put to sleep. The backend works as before unless its device is
+/// lost.
 #[derive(Debug, thiserror::Error)]
 #[error("{why}")]
 pub struct SleepFailed {
@@ -32,7 +33,7 @@ pub struct SleepFailed {
     pub why: BackendError,
 }
 
-/// A backend that could not be woken and is still asleep.
+/// The error of a backend that could not be woken. The backend is still asleep.
 #[derive(Debug, thiserror::Error)]
 #[error("{why}")]
 pub struct WakeFailed {
@@ -43,7 +44,7 @@ pub struct WakeFailed {
 
 type Opening = Box<dyn Fn() -> Result<Box<dyn Backend>, OpenError> + Send>;
 
-/// A backend that is closed while it sleeps; waking opens it again.
+/// A backend that is closed while it sleeps. Waking opens the model again.
 pub(super) struct ClosedBackend {
     model: ModelInfo,
     open: Opening,
@@ -85,7 +86,7 @@ fn same_model(before: &ModelInfo, backend: Box<dyn Backend>) -> Result<Box<dyn B
     Ok(backend)
 }
 
-/// Rejects a model whose files have changed: it would be another model with the same name.
+/// Rejects a model whose files have changed, because it would be another model with the same name.
 pub(super) fn check_same(before: &ModelInfo, now: &ModelInfo) -> Result<(), OpenError> {
     before.fingerprint.agree(&now.fingerprint).map_err(OpenError::Changed)?;
     if before == now { Ok(()) } else { Err(OpenError::ConfigChanged) }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// Written as `auto`, `cpu`, `cuda` or `cuda:1`.
+/// The device to compute on, written as `auto`, `cpu`, `cuda` or `cuda:1`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Device {
     /// The first usable GPU, else the CPU.
@@ -14,7 +14,7 @@ pub enum Device {
     Cuda(usize),
 }
 
-/// The text does not name a device.
+/// The error for a text that does not name a device.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a device: use auto, cpu, cuda or cuda:N with the number of a GPU")]
 pub struct UnknownDevice(String);

@@ -22,15 +22,15 @@ pub struct Flaky<B> {
 /// The steps that fail, and their kind of failure.
 #[derive(Clone, Debug, Default)]
 pub struct Failures {
-    /// These launches fail: the step does not start.
+    /// The launches that fail: their steps do not start.
     pub launch: BTreeSet<u64>,
-    /// These steps run, but their results are lost. Counted by calls of `collect`.
+    /// The steps whose results are lost after they have run, counted by calls of `collect`.
     pub collect: BTreeSet<u64>,
-    /// The device is lost from this `collect` on.
+    /// The call of `collect` from which on the device is lost.
     pub lost_from: Option<u64>,
-    /// This `collect` panics.
+    /// The call of `collect` that panics.
     pub panic_at: Option<u64>,
-    /// These calls of `collect` return late by this time.
+    /// The calls of `collect` that return late, and by how much.
     pub hang: BTreeMap<u64, Duration>,
 }
 
@@ -79,7 +79,8 @@ impl<B: Backend> Backend for Flaky<B> {
         self.inner.runs_by_itself()
     }
 
-    /// The faults do not apply after waking, because they are counted in steps.
+    /// Puts the wrapped backend to sleep. Faults do not apply after waking, because they are counted in
+    /// steps.
     fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, SleepFailed> {
         Box::new(self.inner).sleep()
     }

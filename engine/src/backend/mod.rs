@@ -63,7 +63,7 @@ pub const STEPS_IN_FLIGHT_MAX: usize = 2;
 pub trait Backend: Debug + Send + 'static {
     fn model(&self) -> &ModelInfo;
 
-    /// Returns the memory of all block tables.
+    /// Returns the KV memory, in which all block tables name blocks.
     fn memory(&self) -> &KvMemory;
 
     /// Starts one step and does not wait for it. After an error, nothing has started.
@@ -86,38 +86,40 @@ pub trait Backend: Debug + Send + 'static {
     /// [`memory`](Self::memory) exists.
     fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, SleepFailed>;
 
-    /// Bytes in use on its GPUs, by all processes; without GPUs, this process's resident memory. `None` if
-    /// unknown.
+    /// Returns the bytes in use on the backend's GPUs, by all processes; without GPUs, this process's
+    /// resident memory. `None` if unknown.
     fn used_bytes(&self) -> Option<u64>;
 }
 
 /// The settings that a backend is opened with.
 #[derive(Clone, Debug)]
 pub struct EngineSettings {
-    /// `mock`, `mock:NAME` or `mock:FILE.toml`; `cpu:FOLDER`, `cuda:FOLDER`, or a folder's path alone.
+    /// The model: `mock`, `mock:NAME` or `mock:FILE.toml`; `cpu:FOLDER`, `cuda:FOLDER`, or a folder's path
+    /// alone.
     pub model: String,
     /// The device for a model that is given by its folder alone.
     pub device: Device,
-    /// See [`CudaSettings::arch`](cuda::CudaSettings::arch).
+    /// The architecture of GPU kernels: see [`CudaSettings::arch`](cuda::CudaSettings::arch).
     pub gpu_arch: Option<String>,
-    /// See [`CudaSettings::deterministic`](cuda::CudaSettings::deterministic). The other backends are always
+    /// Whether a row's results do not depend on other rows: see
+    /// [`CudaSettings::deterministic`](cuda::CudaSettings::deterministic). The other backends are always
     /// deterministic.
     pub deterministic: bool,
-    /// The largest step. A GPU backend allocates memory for it at the start.
+    /// Limits of a step. A GPU backend allocates memory for the largest step at the start.
     pub limits: StepLimits,
-    /// Tensor-parallel ranks, which divide the heads: groups of threads, or GPUs.
+    /// The number of tensor-parallel ranks, which divide the heads: groups of threads, or GPUs.
     pub ranks: NonZero<u16>,
     pub kv: KvRoom,
-    /// The way in which a mock's simulated costs pass. Real models ignore it.
+    /// How a mock's simulated costs pass. Real models ignore it.
     pub pace: mock::Pace,
     /// The settings for a real model on the CPU.
     pub cpu: cpu::CpuSettings,
 }
 
-/// The largest step.
+/// Limits of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepLimits {
-    /// Tokens of all rows together.
+    /// The most tokens of all rows together.
     pub tokens: usize,
     pub rows: usize,
 }
@@ -129,7 +131,7 @@ impl Default for StepLimits {
 }
 
 impl EngineSettings {
-    /// Returns the settings of a GPU backend.
+    /// Returns the part of the settings that a GPU backend takes.
     pub fn cuda(&self) -> cuda::CudaSettings {
         cuda::CudaSettings {
             ordinal: if let Device::Cuda(ordinal) = self.device { ordinal } else { 0 },
@@ -147,7 +149,7 @@ impl EngineSettings {
 
 type Constructor = fn(&EngineSettings, Option<&str>) -> Result<Box<dyn Backend>, OpenError>;
 
-/// Backends by the word before the colon. A new backend is one file and one line in this table.
+/// The backends by the word before the colon. A new backend is one file and one line in this table.
 const BACKENDS: &[(&str, Constructor)] = &[("mock", mock::open), ("cpu", cpu::open), ("cuda", cuda::open)];
 
 /// Opens the model that the settings name.

@@ -6,7 +6,7 @@ use types::{BlockIdx, GroupIdx, ModelInfo, Sampling, StopRules, TokenId};
 use crate::backend::Backend;
 use crate::step::{Launched, Row, RowInput, SampleSpec, SlotId, StepBatch, StepOutput};
 
-/// Assigns blocks in order, and slots.
+/// Assigns blocks in ascending order, and slots.
 #[derive(Debug, Default)]
 pub(super) struct Blocks {
     next: u32,
@@ -44,7 +44,7 @@ pub(super) struct Lane {
 /// The part of a lane that a step computes.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum LaneInput {
-    /// This number of known tokens. If they are the last ones, the next token is sampled.
+    /// This number of known tokens. If they are the last known ones, the next token is sampled.
     Known(usize),
     /// The token that the step in flight samples.
     InFlight,
@@ -80,7 +80,7 @@ impl Lane {
         &self.tokens[self.n_prompt..]
     }
 
-    /// Returns the blocks, group by group.
+    /// Returns the lane's blocks, group by group.
     pub(super) fn tables(&self) -> &[Vec<BlockIdx>] {
         &self.tables
     }
@@ -135,7 +135,7 @@ pub(super) fn collect(backend: &mut dyn Backend, step: Launched) -> StepOutput {
     backend.collect(step).expect("a step is collected")
 }
 
-/// One step in which every lane computes all its remaining tokens.
+/// Runs one step in which every lane computes all its remaining tokens.
 pub(super) fn step_together(backend: &mut dyn Backend, lanes: &mut [Lane]) {
     let parts: Vec<(&Lane, LaneInput)> =
         lanes.iter().map(|lane| (lane, LaneInput::Known(lane.remaining()))).collect();

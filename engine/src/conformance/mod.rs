@@ -90,7 +90,7 @@ pub fn recomputed_is_as_decoded(open: Open<'_>) {
     assert_eq!(lane.generated(), expected);
 }
 
-/// "With KV from another node": another backend's memory, other blocks.
+/// "With KV from another node": KV is copied into another backend's memory, into other blocks.
 pub fn moved_kv_is_as_good(open: Open<'_>) {
     let prompt = prompt(41, 7);
     let expected = generate_alone(open, &prompt, prompt.len());
@@ -160,7 +160,7 @@ pub fn no_third_step_is_launched(open: Open<'_>) {
     collect(backend.as_mut(), second);
 }
 
-/// Returns the tokens after `prompt`, computed alone in chunks.
+/// Returns the tokens after `prompt`, computed alone in chunks of `chunk` tokens.
 fn generate_alone(open: Open<'_>, prompt: &[TokenId], chunk: usize) -> Vec<TokenId> {
     let mut backend = open();
     let mut lane = Lane::new(prompt, &mut Blocks::default(), backend.model(), N_STEPS);
@@ -173,13 +173,13 @@ fn generate_alone(open: Open<'_>, prompt: &[TokenId], chunk: usize) -> Vec<Token
     lane.generated().to_vec()
 }
 
-/// Returns a lane that has `generated` after `prompt`, with nothing computed.
+/// Makes a lane that has `generated` after `prompt`, with nothing computed.
 fn continued(prompt: &[TokenId], generated: &[TokenId], backend: &dyn Backend) -> Lane {
     let tokens: Vec<TokenId> = prompt.iter().chain(generated).copied().collect();
     Lane::new(&tokens, &mut Blocks::default(), backend.model(), N_STEPS).continuing(prompt.len())
 }
 
-/// Letters that differ between prompts.
+/// Makes a prompt of letters that differ between prompts.
 fn prompt(n_tokens: u32, which: u32) -> Vec<TokenId> {
     (0..n_tokens).map(|nth| TokenId(65 + (nth * 7 + which * 11) % 26)).collect()
 }

@@ -75,7 +75,7 @@ fn memory_that_others_hold_keeps_it_awake(open: Open<'_>) {
     assert_eq!(generate(backend.as_mut()).generated(), before.generated());
 }
 
-/// Returns the number of pages of a lane's blocks in which at least one byte passes the test.
+/// Counts the pages of a lane's blocks in which at least one byte satisfies `is_such`.
 fn n_pages(memory: &KvMemory, lane: &Lane, is_such: impl Fn(u8) -> bool) -> usize {
     let layers = |group: GroupIdx| 0..memory.layout().group(group).layers.len() as u16;
     let mut n_pages = 0;

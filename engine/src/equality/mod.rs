@@ -1,9 +1,9 @@
 //! Compares a backend with the reference, by the rule for rounded numbers in `docs/specification.md`.
 //!
-//! Both compute the reference's tokens, so that one difference does not cause others. At each position the
-//! backend must sample the reference's token, unless the reference's best token led the next one by less than
-//! ε. Log-probabilities must agree within bounds. A row is computed alone, in a batch, in chunks, over a
-//! cached prefix, again after preemption, and with the token in flight.
+//! Both backends compute the reference's tokens, so that one difference does not cause others. At each
+//! position the backend must sample the reference's token, unless the reference's best token led the next one
+//! by less than ε. Log-probabilities must agree within bounds. A row is computed alone, in a batch, in
+//! chunks, over a cached prefix, again after preemption, and with the token in flight.
 //!
 //! A deterministic backend is compared with itself, and no bit may differ ([`compare_with_itself`]).
 
@@ -21,14 +21,15 @@ use script::Script;
 pub struct Tolerance {
     /// The lead of the best token over the second, in logits, below which another token may be sampled.
     pub epsilon: f32,
-    /// The largest difference of log-probabilities of a token that is certain.
+    /// The largest difference of log-probabilities for a token that is certain.
     pub logprob: f32,
-    /// Added for each unit of the log-probability: unlikely tokens have larger rounding errors.
+    /// The addition to that bound for each unit of the log-probability: unlikely tokens have larger rounding
+    /// errors.
     pub logprob_share: f32,
 }
 
 impl Tolerance {
-    /// Equal to the last bit.
+    /// Bounds that only equal bits meet.
     pub const NONE: Self = Self { epsilon: 0.0, logprob: 0.0, logprob_share: 0.0 };
 }
 
@@ -36,7 +37,7 @@ impl Tolerance {
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Comparison {
     pub n_tokens: usize,
-    /// Different tokens at positions where the reference was near a tie.
+    /// The number of different tokens at positions where the reference was near a tie.
     pub n_near_ties: usize,
     pub worst_logprob: f32,
     /// The largest lead despite which another token was sampled.

@@ -6,14 +6,14 @@ use super::{CompareError, Comparison, Tolerance, Truth, TruthStep};
 use crate::backend::Backend;
 use crate::step::{Launched, Row, RowInput, SampleSpec, Sampled, SlotId, StepBatch};
 
-/// Log-probabilities that are compared at each position.
+/// The number of log-probabilities that are compared at each position.
 const N_TOP: u8 = 20;
-/// Rows of a large batch: more than kernels for few rows support, and not a multiple of a tile.
+/// The number of rows of a large batch: more than kernels for few rows support, and not a multiple of a tile.
 const CROWD: usize = 141;
-/// Tokens at a prompt's end that every second lane of a crowd computes one by one.
+/// The number of tokens at a prompt's end that every second lane of a crowd computes one by one.
 const ONE_BY_ONE: usize = 40;
 
-/// The backend under comparison.
+/// The backend under comparison, with the bounds.
 #[derive(Debug)]
 pub(super) struct Script<'a> {
     pub(super) backend: &'a mut dyn Backend,
@@ -27,11 +27,11 @@ struct Piece<'a> {
     lane: usize,
     input: RowInput<'a>,
     start: usize,
-    /// `None` if no token is sampled; else whether alternatives are compared.
+    /// `None` if the row samples no token; else whether its alternatives are compared.
     draws: Option<bool>,
 }
 
-/// Returns the reference's continuation of `prompt`, token by token.
+/// Computes the reference's continuation of `prompt`, token by token.
 pub(super) fn truth(
     reference: &mut dyn Backend,
     prompt: &[TokenId],
@@ -52,7 +52,7 @@ pub(super) fn truth(
 }
 
 impl Truth {
-    /// Returns the prompt and its continuation.
+    /// Returns the prompt and its continuation as one list.
     fn tokens(&self) -> Vec<TokenId> {
         let drawn = self.steps.iter().map(TruthStep::token);
         self.prompt.iter().copied().chain(drawn).collect()
@@ -92,7 +92,7 @@ impl Script<'_> {
         self.go_on(company, truth, 1)
     }
 
-    /// Preempts half-way and recomputes, over blocks with other contents.
+    /// Preempts the sequence half-way and recomputes it, over blocks with other contents.
     fn recomputed(&mut self, truth: &Truth) -> Result<(), CompareError> {
         let (company, tokens) = ("recomputed", truth.tokens());
         let half = truth.steps.len() / 2;
@@ -106,7 +106,7 @@ impl Script<'_> {
         self.go_on(company, truth, half + 1)
     }
 
-    /// Compares sampled tokens only. The GPU samples, and each token is the input of the next step before the
+    /// Compares sampled tokens only: the GPU samples, and each token is the input of the next step before the
     /// host knows it. After the first token that differs near a tie, the two continuations diverge.
     fn unseen(&mut self, truth: &Truth) -> Result<(), CompareError> {
         let company = "in flight";
@@ -141,7 +141,8 @@ impl Script<'_> {
         for turn in 0.. {
             let mut pieces = Vec::new();
             for (lane, truth) in truths.iter().enumerate() {
-                // Each sequence starts one turn after the previous one, with another chunk size.
+                // Each sequence starts one turn after the previous one, with another chunk size, so that
+                // steps mix chunks and single tokens.
                 if turn < lane || n_computed[lane] >= last(truth) {
                     continue;
                 }
@@ -206,11 +207,11 @@ impl Script<'_> {
         }
     }
 
-    /// Returns the number of lanes of a crowd, limited by the number of blocks.
+    /// Returns the number of lanes of a crowd, bounded by the number of blocks.
     fn crowd(&self, tokens: &[Vec<TokenId>]) -> usize {
         let longest = tokens.iter().map(Vec::len).max().unwrap_or(0);
         let layout = &self.backend.model().layout;
-        // Blocks of a lane are taken in pairs.
+        // Two blocks more are counted, because blocks of a lane are taken in pairs.
         let of_lane = layout.groups.len() * (layout.blocks_for(longest) + 2);
         CROWD.min(self.backend.memory().n_blocks() as usize / of_lane)
     }
@@ -261,7 +262,7 @@ fn place(company: &str, truth: &Truth, nth: usize) -> String {
     format!("{company}, token {nth} after a prompt of {}", truth.prompt.len())
 }
 
-/// Returns the alternatives, including the sampled token.
+/// Returns the sampled token's alternatives, itself included, with their log-probabilities.
 fn best(drawn: Option<Sampled>) -> Vec<(TokenId, f32)> {
     let Some(Sampled { token, logprobs }) = drawn else { return Vec::new() };
     match logprobs {
@@ -283,7 +284,7 @@ fn step(
 
 fn launch(backend: &mut dyn Backend, n_lanes: usize, pieces: &[Piece<'_>]) -> Result<Launched, CompareError> {
     let n_groups = backend.model().layout.groups.len();
-    // Blocks with the largest possible distances, and not in order.
+    // The blocks have the largest possible distances, and are not in order.
     let stride = backend.memory().n_blocks() as usize / (n_lanes * n_groups).max(1);
     let table = |lane: usize, group: usize| -> Vec<BlockIdx> {
         let first = (lane * n_groups + group) * stride;

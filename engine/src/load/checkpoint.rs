@@ -69,7 +69,7 @@ impl Checkpoint {
         &self.files
     }
 
-    /// Returns the file that contains a tensor, or should contain it.
+    /// Returns the file that should contain a tensor; `None` if the index does not name the tensor.
     fn file(&self, tensor: &str) -> Option<&TensorFile> {
         match self.index.is_empty() {
             true => self.files.first(),
@@ -87,7 +87,7 @@ impl Checkpoint {
 }
 
 impl Checkpoint {
-    /// Returns the scales of an FP8 matrix: one for each row, or one for all rows.
+    /// Reads the scales of an FP8 matrix: one for each row, or one for all rows.
     fn scales(&self, name: &str, file: &TensorFile, rows: usize) -> Result<Arc<[f32]>, LoadError> {
         let scale = format!("{name}_scale");
         let wrong = |wrong: String| LoadError::Scales {
@@ -150,7 +150,7 @@ fn numbers(name: &str, file: &TensorFile, tensor: TensorBytes, len: usize) -> Re
     Ok(numbers)
 }
 
-/// A vector is a matrix with one row.
+/// Makes a matrix of a tensor's bytes. A vector becomes a matrix with one row.
 fn matrix(name: &str, file: &TensorFile, tensor: TensorBytes, shape: &[usize]) -> Result<Matrix, LoadError> {
     check_shape(name, file, &tensor, shape)?;
     let (rows, cols) = if let [rows, cols] = *shape { (rows, cols) } else { (1, shape.iter().product()) };

@@ -6,7 +6,7 @@ use kernels::cpu::{Format, Matrix, Processor, SharedBytes};
 use super::weights::TensorSource;
 use crate::error::LoadError;
 
-/// Numbers in one part of the work.
+/// The number of numbers in one part of the work.
 const PART_NUMBERS: usize = 1 << 18;
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
@@ -41,7 +41,7 @@ impl TensorSource for Dummy<'_> {
     }
 }
 
-/// Norms are ones, biases zeroes.
+/// Returns a vector of random weights: norms are ones, and biases are zeroes.
 pub fn vector(name: &str, len: usize) -> Vec<f32> {
     vec![if name.ends_with("bias") { 0.0 } else { 1.0 }; len]
 }
@@ -58,7 +58,7 @@ pub fn scale(cols: usize) -> f32 {
     (3.0 / cols as f32).sqrt() / 32768.0
 }
 
-/// Fills four numbers from each draw.
+/// Fills `numbers`, four numbers from each draw.
 fn fill(numbers: &mut [u16], key: u64, scale: f32) {
     for (nth, four) in numbers.chunks_mut(4).enumerate() {
         let mut draw = mix(key.wrapping_add(4 * nth as u64));
@@ -69,7 +69,7 @@ fn fill(numbers: &mut [u16], key: u64, scale: f32) {
     }
 }
 
-/// The finalizer of SplitMix64: every input bit changes about half of the output bits.
+/// Applies the finalizer of SplitMix64: every input bit changes about half of the output bits.
 fn mix(key: u64) -> u64 {
     let mut x = key.wrapping_add(1).wrapping_mul(GOLDEN);
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -14,7 +14,7 @@ const WHOLE_BYTES_MAX: usize = 64 << 20;
 const N_SAMPLES: usize = 4096;
 const SAMPLE_BYTES: usize = 1024;
 
-/// Returns all parts of a model's fingerprint.
+/// Makes a model's fingerprint: the parts of the layout, and the other `parts`.
 pub fn fingerprint(
     layout: &KvLayout,
     parts: impl IntoIterator<Item = (&'static str, String)>,
@@ -52,7 +52,7 @@ fn hash_data(hasher: &mut XxHash3_64, file: &TensorFile, bytes_in_all: usize) {
 }
 
 /// Returns the fingerprint of a `tokenizer.json`: the first half of its BLAKE3 hash, in hexadecimal. A router
-/// computes the same for its own copy.
+/// computes the same for its own copy of the file.
 pub fn of_tokenizer(tokenizer: Option<&[u8]>) -> String {
     match tokenizer {
         Some(bytes) => format!("blake3:{}", &blake3::hash(bytes).to_hex()[..32]),

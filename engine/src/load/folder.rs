@@ -14,7 +14,7 @@ pub struct ModelFolder {
 }
 
 impl ModelFolder {
-    /// Reads the configs. [`Checkpoint`](super::Checkpoint) opens the weights.
+    /// Reads the configs of a folder. [`Checkpoint`](super::Checkpoint) opens the weights.
     pub fn open(path: &Path) -> Result<Self, LoadError> {
         let file = path.join("config.json");
         let config = std::fs::read(&file).map_err(|source| LoadError::Read { path: file.clone(), source })?;
@@ -33,7 +33,7 @@ impl ModelFolder {
         whole.file_name().unwrap_or(whole.as_os_str()).to_string_lossy().into_owned()
     }
 
-    /// `None` if the folder has no tokenizer.
+    /// Reads the folder's tokenizer; `None` if it has none.
     pub fn tokenizer(&self) -> Result<Option<Vec<u8>>, LoadError> {
         read_if_there(&self.path.join("tokenizer.json"))
     }

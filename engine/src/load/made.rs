@@ -17,7 +17,7 @@ use super::tensors::{TensorSpec, tensors};
 use super::weights::TensorSource;
 use crate::error::LoadError;
 
-/// The largest size of one file, as in published checkpoints.
+/// The largest size of one file in bytes, as in published checkpoints.
 const FILE_BYTES_MAX: usize = 5 << 30;
 
 /// The format of the written weights.
@@ -27,7 +27,7 @@ pub enum Form {
     F32,
     /// The layers' matrices in FP8 with a bf16 scale for each row, as `compressed-tensors` writes them.
     CompressedTensors,
-    /// The same with f32 scales, as `fbgemm_fp8` writes them.
+    /// The layers' matrices in FP8 with f32 scales, as `fbgemm_fp8` writes them.
     Fbgemm,
 }
 
@@ -98,7 +98,7 @@ fn divided(tensors: Vec<TensorSpec>, form: Form) -> Vec<Vec<TensorSpec>> {
     files
 }
 
-/// A tensor's entry in a file.
+/// A tensor's entry in a file's header.
 struct Entry {
     name: String,
     dtype: &'static str,
@@ -165,7 +165,7 @@ impl Form {
         if self == Self::F32 { bytes_f32(numbers) } else { bytes_bf16(numbers) }
     }
 
-    /// Returns the other folder's config, changed for this format.
+    /// Returns the config of the folder `from`, changed for this format.
     fn config(self, from: &Path) -> Result<String, LoadError> {
         let path = from.join("config.json");
         let bytes = std::fs::read(&path).map_err(|source| LoadError::Read { path: path.clone(), source })?;
@@ -233,7 +233,8 @@ fn write_file(
         end = offsets[1];
     }
     let mut header = Value::Object(header).to_string();
-    // Tensors start at multiples of 8 bytes, as in files by the format's own writers.
+    // The header is padded, because tensors start at multiples of 8 bytes in files by the format's own
+    // writers.
     header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
     let mut file = BufWriter::new(File::create(path)?);
     file.write_all(&(header.len() as u64).to_le_bytes())?;

@@ -6,7 +6,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use tracing::info;
 
 const BAR: &str = "{msg} {bar:30} {bytes:>11} of {total_bytes:>11}  {bytes_per_sec:>12}  {eta:>4}";
-/// Log lines for one load.
+/// The number of log lines for one load.
 const LINES: usize = 10;
 
 /// Counts the loaded bytes. Dropping it removes its bar.
@@ -27,7 +27,7 @@ enum ProgressDisplay {
 }
 
 impl Meter {
-    /// Shows a bar if standard error is a terminal, otherwise log lines.
+    /// Makes a meter that shows a bar if standard error is a terminal, and otherwise log lines.
     pub(crate) fn new(total: usize) -> Self {
         let is_terminal = std::io::stderr().is_terminal();
         Self::with_display(
@@ -65,7 +65,7 @@ impl Meter {
         }
     }
 
-    /// Returns whether another tenth was loaded since the last line.
+    /// Returns whether another tenth was loaded since the last log line.
     fn is_due(&mut self) -> bool {
         let tenths = LINES * self.done / self.total.max(1);
         let is_due = tenths > self.n_logged;
@@ -98,7 +98,7 @@ mod tests {
         for (total, pieces, expected) in [
             (100, vec![5, 5, 1, 20, 69], [false, true, false, true, true]),
             (3, vec![1, 0, 1, 1, 0], [true, false, true, true, false]),
-            // Norms are not part of the expected total.
+            // The parts exceed the total, because norms are not part of the expected total.
             (10, vec![10, 1, 1, 1, 1], [true, true, true, true, true]),
         ] {
             let mut meter = Meter::with_display(total, ProgressDisplay::Lines);

@@ -14,7 +14,7 @@ use serde::Deserialize;
 
 use crate::error::LoadError;
 
-/// Longer headers are rejected. The largest models need a few megabytes.
+/// The longest accepted header. The largest models need a few megabytes.
 const HEADER_BYTES_MAX: usize = 100 << 20;
 const LENGTH_BYTES: usize = 8;
 
@@ -27,7 +27,7 @@ pub struct TensorFile {
     entries: HashMap<String, Entry>,
 }
 
-/// A tensor's entry in the header.
+/// A tensor's entry in the header of the file.
 #[derive(Clone, Debug, Deserialize)]
 struct Entry {
     dtype: String,
@@ -72,7 +72,7 @@ impl TensorFile {
         self.entries.keys().map(String::as_str)
     }
 
-    /// `None` if there is no tensor with that name.
+    /// Returns the tensor with that name; `None` if there is none.
     pub fn tensor(&self, name: &str) -> Option<Result<TensorBytes, LoadError>> {
         self.entries.get(name).map(|entry| self.cut_out(name, entry))
     }

@@ -7,11 +7,11 @@ use super::weights::TensorSource as _;
 use crate::error::LoadError;
 use crate::model::{ModelConfig, OptionalTensors};
 
-/// A tensor that a model has.
+/// A tensor that a model reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorSpec {
     pub name: String,
-    /// `None` for a vector.
+    /// The number of rows; `None` for a vector.
     pub rows: Option<usize>,
     pub cols: usize,
 }
@@ -21,7 +21,7 @@ impl TensorSpec {
         self.rows.into_iter().chain([self.cols]).collect()
     }
 
-    /// Returns whether it is a layer's matrix, which may be quantized.
+    /// Returns whether the tensor is a layer's matrix, which may be quantized.
     pub(super) fn is_linear(&self) -> bool {
         self.rows.is_some() && self.name.starts_with("model.layers.")
     }
@@ -91,9 +91,9 @@ pub fn check_all_read(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<(
     }
 }
 
-/// Tensors that some checkpoints have and the model does not need.
+/// Returns whether some checkpoints have this tensor and the model does not need it.
 fn may_be_unread(config: &ModelConfig, name: &str) -> bool {
-    // Older tools stored the rotary frequencies, which follow from the config.
+    // Older tools stored the rotary frequencies, which follow from the config and so need not be read.
     let is_frequencies = name.ends_with(".rotary_emb.inv_freq");
     is_frequencies || (config.tied && name == "lm_head.weight")
 }

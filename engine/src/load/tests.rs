@@ -35,7 +35,8 @@ fn opened(write: impl Fn(&Path)) -> (TempDir, Result<Checkpoint, LoadError>) {
     (folder, checkpoint)
 }
 
-/// Returns the error for tensor `a`, 2 x 3, in a file that `write` makes. The folder is replaced by F.
+/// Returns the error for tensor `a`, 2 x 3, in a file that `write` makes. In the error, F stands for the
+/// folder.
 fn problem(write: impl Fn(&Path)) -> String {
     let (folder, checkpoint) = opened(write);
     let error = match checkpoint {
@@ -51,7 +52,7 @@ fn a_tensor_is_read_whatever_its_type_and_place() {
         [1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0].iter().flat_map(|value| value.to_le_bytes()).collect();
     let bf16s: Vec<u8> = [0x3F80u16, 0x4000, 0x4040].iter().flat_map(|value| value.to_le_bytes()).collect();
     let (_folder, checkpoint) = opened(|folder| {
-        // The odd byte misaligns everything after it.
+        // The odd byte comes first, so that it misaligns everything after it.
         let tensors: [(&str, &str, &[usize], &[u8]); 3] =
             [("odd", "U8", &[1], &[0]), ("a", "F32", &[2, 3], &f32s), ("b", "BF16", &[3], &bf16s)];
         write_tensors(&folder.join("model.safetensors"), &tensors);
@@ -269,7 +270,7 @@ fn a_tensor_that_nothing_reads_is_refused_by_name() {
         "model.layers.0.self_attn.sinks",
         "model.layers.0.self_attn.q_norm.weight",
         "model.layers.7.input_layernorm.weight",
-        // The scale of a matrix that is not in FP8.
+        // The next name is the scale of a matrix that is not in FP8, so it is not read.
         "model.layers.0.mlp.up_proj.weight_scale",
         "lm_head.bias",
     ] {

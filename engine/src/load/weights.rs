@@ -7,12 +7,12 @@ use kernels::cpu::{Format, Matrix, Processor};
 
 use crate::error::LoadError;
 
-/// A source of tensors.
+/// A source of tensors by name.
 pub trait TensorSource: Debug {
-    /// Returns a matrix in the number type of its source.
+    /// Reads a matrix in the number type of its source.
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError>;
 
-    /// Returns a vector in f32: norms and biases, which are small.
+    /// Reads a vector in f32: norms and biases, which are small.
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LoadError>;
 
     /// Returns whether the source has the matrix in FP8.
@@ -22,7 +22,7 @@ pub trait TensorSource: Debug {
 /// The quantization of matrices during loading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Quantize {
-    /// None: matrices stay in the file's mapped pages.
+    /// No quantization: matrices stay in the file's mapped pages.
     #[default]
     No,
     /// 8 bits for each weight: half the memory traffic of bf16, with a loss of accuracy.
@@ -71,12 +71,12 @@ impl<'a> Weights<'a> {
         Self { prefix: self.name(name), ..self.clone() }
     }
 
-    /// Returns a layer's matrix.
+    /// Loads a layer's matrix, in the wanted quantization.
     pub fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError> {
         self.quantized(self.quantize, name, rows, cols)
     }
 
-    /// Returns the embedding or the output layer, with one row for each token.
+    /// Loads the embedding or the output layer, with one row for each token.
     pub fn vocabulary(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError> {
         let quantize = match self.quantize {
             Quantize::No | Quantize::Fp8 => Quantize::No,
@@ -113,12 +113,12 @@ impl<'a> Weights<'a> {
 }
 
 impl LoadedFormats {
-    /// Bytes of all matrices.
+    /// Returns the bytes of all loaded matrices.
     pub fn bytes(&self) -> usize {
         self.0.borrow().iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Returns the number format of most of the bytes.
+    /// Returns the number format of most of the loaded bytes.
     pub fn main_format(&self) -> Option<Format> {
         let seen = self.0.borrow();
         let bytes_of =

@@ -8,7 +8,7 @@ use super::lanes::{LaneInput, Lanes, collect};
 use super::{DecodeTimes, MeasureError, Times, Workload, prompts};
 use crate::backend::Backend;
 
-/// Steps that are not timed: the first steps of a size may record graphs.
+/// The number of steps that are not timed, because the first steps of a size may record graphs.
 const N_WARM: usize = 6;
 const N_TIMED: usize = 40;
 
@@ -41,7 +41,7 @@ pub(super) fn measure(
     Ok(all)
 }
 
-/// Each step is launched before the previous one is collected. The measured time is that between tokens.
+/// Measures the times between tokens. Each step is launched before the previous one is collected.
 fn steps(
     backend: &mut dyn Backend,
     lanes: &Lanes,

@@ -25,7 +25,7 @@ struct Lane {
 pub(super) enum LaneInput {
     /// A range of the prompt's tokens. The last range also samples a token.
     Prompt { start: usize, end: usize },
-    /// The token in flight, or any token if there is none.
+    /// The token in flight, or any token if none is in flight.
     Next { position: usize, is_in_flight: bool },
 }
 
@@ -42,7 +42,7 @@ pub(super) fn ensure_room(
 }
 
 impl Lanes {
-    /// Each sequence ends with `n_tokens` tokens and has a different prompt of `prompt_tokens`.
+    /// Makes sequences that end with `n_tokens` tokens. Each has a different prompt of `prompt_tokens`.
     pub(super) fn new(
         backend: &dyn Backend,
         n_lanes: usize,
@@ -109,7 +109,7 @@ impl Lanes {
     }
 }
 
-/// Tokens in a block of all layouts in this module.
+/// The number of tokens in a block, in all layouts of this module.
 const BLOCK_TOKENS: usize = 16;
 
 impl LaneInput {

@@ -1,6 +1,6 @@
 //! Measures a backend alone: decode steps, first tokens, and many concurrent requests.
 //!
-//! It uses the [`Backend`] like a scheduler. It launches the next step before it collects the last one, and
+//! It uses the [`Backend`] like a scheduler: it launches the next step before it collects the last one, and
 //! each token is the input of the next step before the host has read it.
 
 mod decode;
@@ -21,11 +21,11 @@ use crate::error::{BackendError, RowError};
 /// The measurements to make.
 #[derive(Clone, Debug)]
 pub struct Workload {
-    /// Rows of decode steps.
+    /// The numbers of rows of the decode steps.
     pub batches: Vec<usize>,
-    /// The sampling modes of these steps.
+    /// The sampling modes of the decode steps.
     pub draws: Vec<SamplingMode>,
-    /// Tokens of each sequence before the first decode step.
+    /// The number of tokens of each sequence before the first decode step.
     pub context_tokens: usize,
     /// Prompt lengths, measured with one request at a time.
     pub prompts: Vec<usize>,
@@ -40,9 +40,9 @@ pub struct Workload {
 pub enum SamplingMode {
     /// The likeliest token.
     Greedy,
-    /// With a temperature and top-p 0.9.
+    /// A draw with a temperature and top-p 0.9.
     TopP,
-    /// The same with penalties for earlier tokens, including the prompt's.
+    /// A draw like `TopP`, with penalties for earlier tokens, including the prompt's.
     Penalties,
 }
 
@@ -80,7 +80,7 @@ pub struct Offline {
 }
 
 impl Offline {
-    /// Returns the highest number of concurrent sequences.
+    /// Returns the largest number of concurrent sequences.
     fn rows(&self) -> usize {
         self.rows_max.min(self.n_requests)
     }
@@ -101,7 +101,7 @@ impl Workload {
     }
 }
 
-/// The results.
+/// The results of all measurements.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Measured {
     pub decode: Vec<DecodeTimes>,
@@ -109,7 +109,7 @@ pub struct Measured {
     pub offline: Option<OfflineTimes>,
 }
 
-/// Steps with one number of rows.
+/// The times of steps with one number of rows.
 #[derive(Clone, Debug, Serialize)]
 pub struct DecodeTimes {
     pub rows: usize,
@@ -118,7 +118,7 @@ pub struct DecodeTimes {
     pub step_ms: Times,
 }
 
-/// Prompts of one length: the time from launch to the collected first token.
+/// The times of prompts of one length, from launch to the collected first token.
 #[derive(Clone, Debug, Serialize)]
 pub struct PromptTimes {
     pub prompt_tokens: usize,
@@ -133,7 +133,7 @@ pub struct OfflineTimes {
     pub steps: usize,
 }
 
-/// Times of one measurement, in milliseconds.
+/// The times of one measurement, in milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Times {
     pub median: f64,
@@ -154,6 +154,8 @@ pub enum MeasureError {
 }
 
 impl Times {
+    /// Summarizes these times.
+    ///
     /// # Panics
     /// If there are no times.
     fn of(mut times: Vec<Duration>) -> Self {

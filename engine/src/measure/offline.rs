@@ -10,7 +10,7 @@ use super::{MeasureError, Offline, OfflineTimes};
 use crate::backend::Backend;
 use crate::step::Launched;
 
-/// A request with a lane.
+/// A request that has a lane.
 #[derive(Clone, Copy, Debug)]
 struct Running {
     lane: usize,
@@ -58,12 +58,12 @@ pub(super) fn measure(backend: &mut dyn Backend, of: Offline) -> Result<OfflineT
 }
 
 impl Queue {
-    /// Returns the rows of the next step. Lengths are fixed, so the host reads no tokens between steps.
+    /// Returns the rows of the next step. Lengths are fixed, so the host need not read tokens between steps.
     fn next_step(&mut self) -> Vec<(usize, LaneInput)> {
         let mut tokens_left = self.of.step_tokens;
         let mut parts = Vec::with_capacity(self.running.len());
         self.admit();
-        // Sequences with a token in flight continue at once, because the token is kept for one step only.
+        // Sequences with a token in flight are in every step, because the token is kept for one step only.
         let (decoding, computing): (Vec<_>, Vec<_>) =
             self.running.iter_mut().partition(|request| request.n_computed >= self.of.prompt_tokens);
         for request in decoding.into_iter().chain(computing) {

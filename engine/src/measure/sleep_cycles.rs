@@ -11,7 +11,7 @@ use crate::backend::Backend;
 use crate::error::{BackendError, OpenError};
 use crate::step::Launched;
 
-/// Sequences that are computed before and after each sleep.
+/// The number of sequences that are computed before and after each sleep.
 const N_LANES: usize = 4;
 const PROMPT_TOKENS: usize = 100;
 const N_STEPS: usize = 32;
@@ -21,9 +21,9 @@ const N_STEPS: usize = 32;
 pub struct SleepCycle {
     pub sleep_s: f64,
     pub wake_s: f64,
-    /// [`Backend::used_bytes`] before the sleep, during it, and after waking.
+    /// The [`Backend::used_bytes`] before the sleep, during it, and after waking.
     pub used_bytes: [Option<u64>; 3],
-    /// Tokens that were compared with those before the first sleep.
+    /// The number of tokens that were compared with those before the first sleep.
     pub n_tokens: usize,
     pub are_equal: bool,
 }
@@ -65,7 +65,7 @@ pub fn measure(
     Ok(cycles)
 }
 
-/// Returns the tokens for some prompts, which are computed one by one and continued together.
+/// Computes some prompts one by one and continues them together. Returns the tokens.
 fn tokens(backend: &mut dyn Backend) -> Result<Vec<TokenId>, MeasureError> {
     let lanes = Lanes::new(backend, N_LANES, PROMPT_TOKENS, PROMPT_TOKENS + N_STEPS)?;
     for nth in 0..N_LANES {
@@ -73,7 +73,7 @@ fn tokens(backend: &mut dyn Backend) -> Result<Vec<TokenId>, MeasureError> {
     }
     let mut tokens = Vec::with_capacity(N_LANES * N_STEPS);
     for nth in 0..N_STEPS {
-        // The first step has no token in flight for all sequences.
+        // The first step names no token in flight, because the prompts were computed in steps of their own.
         let part = LaneInput::Next { position: PROMPT_TOKENS + nth, is_in_flight: nth > 0 };
         let parts: Vec<(usize, LaneInput)> = (0..N_LANES).map(|lane| (lane, part)).collect();
         let launched = lanes.launch(backend, &parts)?;

@@ -27,7 +27,8 @@ fn everything_that_is_asked_for_is_measured() {
     assert_eq!(measured.decode.iter().map(|times| times.rows).collect::<Vec<_>>(), [1, 3, 1, 3]);
     assert_eq!(measured.prompts.iter().map(|times| times.prompt_tokens).collect::<Vec<_>>(), [30, 100]);
     let offline = measured.offline.expect("it was asked for");
-    // Three lanes of 24 tokens each, two and a third turns, at most 16 tokens a step.
+    // The bounds follow from three lanes of 24 tokens each, two and a third turns, and at most 16 tokens a
+    // step.
     assert!(offline.steps >= 7 * 24 / 16 && offline.steps < 100, "{}", offline.steps);
 }
 
@@ -53,7 +54,7 @@ fn too_little_memory_is_said_in_blocks() {
     };
     let error = measure(&mut mock(), &workload, &mut |_| {}).expect_err("a million rows");
     assert!(error.to_string().contains("blocks of KV are needed"), "{error}");
-    // The last measurement is known to need too much before any measurement starts.
+    // The last measurement needs too much memory, which must be found before any measurement starts.
     let of = Offline { n_requests: 900, prompt_tokens: 20, output_tokens: 5, rows_max: 800, step_tokens: 16 };
     let workload = Workload { batches: vec![1], prompts: vec![30], offline: Some(of), ..workload };
     let mut lines = 0;

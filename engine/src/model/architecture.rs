@@ -1,10 +1,10 @@
 //! The supported architectures, and their tensors beside the matrices that all of them share.
 
-/// An entry of the table below. One [`Decoder`](super::decoder::Decoder) computes all architectures on a CPU,
+/// One supported architecture. One [`Decoder`](super::decoder::Decoder) computes all architectures on a CPU,
 /// and one plan computes them on GPUs.
 #[derive(Debug)]
 pub struct Architecture {
-    /// The name in `architectures` of a `config.json`.
+    /// The architecture's name in `architectures` of a `config.json`.
     pub name: &'static str,
     /// The biases of the projections to q, k and v.
     pub qkv_bias: Bias,
@@ -15,18 +15,18 @@ pub struct Architecture {
     /// Whether each head of q and k has its own norm.
     pub head_norms: bool,
     pub windows: Windows,
-    /// Keys of a `config.json` that only some architectures read.
+    /// The keys of a `config.json` that this architecture reads and others may not.
     pub keys: &'static [&'static str],
     /// The defaults of the class in `transformers` for keys that a `config.json` lacks, as JSON.
     pub defaults: &'static str,
 }
 
-/// Whether matrices have biases.
+/// When matrices have biases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bias {
     Never,
     Always,
-    /// If `attention_bias` or, for a feed-forward layer, `mlp_bias` is set.
+    /// Matrices have biases if `attention_bias` or, for a feed-forward layer, `mlp_bias` is set.
     AsConfigured,
 }
 
@@ -35,8 +35,8 @@ pub enum Bias {
 pub enum Windows {
     Never,
     AllLayers,
-    /// If `use_sliding_window` is set: the layers that `layer_types` lists, or without it those from
-    /// `max_window_layers` on.
+    /// The layers that `layer_types` lists, or without it those from `max_window_layers` on, if
+    /// `use_sliding_window` is set.
     UpperLayers,
 }
 
@@ -46,14 +46,14 @@ pub struct OptionalTensors {
     pub qkv_bias: bool,
     pub o_bias: bool,
     pub mlp_bias: bool,
-    /// `q_norm` and `k_norm` of each layer.
+    /// Whether each layer has `q_norm` and `k_norm`.
     pub head_norms: bool,
 }
 
-/// A new architecture is one entry here, if the decoders support it.
+/// All supported architectures. A new one is one entry here, if the decoders support it.
 pub const ARCHITECTURES: &[Architecture] = &[LLAMA, MISTRAL, QWEN2, QWEN3];
 
-/// Llama 2, 3, 3.1 and 3.2.
+/// The architecture of Llama 2, 3, 3.1 and 3.2.
 const LLAMA: Architecture = Architecture {
     name: "LlamaForCausalLM",
     qkv_bias: Bias::AsConfigured,
@@ -79,7 +79,7 @@ const MISTRAL: Architecture = Architecture {
         "eos_token_id": 2}"#,
 };
 
-/// Qwen2 and Qwen2.5.
+/// The architecture of Qwen2 and Qwen2.5.
 const QWEN2: Architecture = Architecture {
     name: "Qwen2ForCausalLM",
     qkv_bias: Bias::Always,
@@ -113,7 +113,7 @@ impl Architecture {
         found.ok_or_else(|| ARCHITECTURES.iter().map(|known| known.name).collect::<Vec<_>>().join(", "))
     }
 
-    /// `attention_bias` and `mlp_bias` are the config's settings.
+    /// Returns the optional tensors of a model. `attention_bias` and `mlp_bias` are its config's settings.
     pub(super) fn optional_tensors(&self, attention_bias: bool, mlp_bias: bool) -> OptionalTensors {
         OptionalTensors {
             qkv_bias: self.qkv_bias.is_there(attention_bias),

@@ -46,7 +46,7 @@ impl Attention {
         })
     }
 
-    /// (tokens, hidden) to (tokens, hidden).
+    /// Computes attention: (tokens, hidden) to (tokens, hidden).
     pub(super) fn forward(&self, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
         let [mut q, mut k, v] = pass.heads(x, [&self.q, &self.k, &self.v], self.head_dim); // (tokens, heads * head_dim)
         if let Some(norms) = &self.head_norms {

@@ -9,7 +9,7 @@ use super::architecture::{Architecture, OptionalTensors, Windows};
 use super::rope::{RawRope, Rope};
 use super::{keys, quantization};
 
-/// A model's checked shape.
+/// A model's description, resolved and checked.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     /// The architecture's name.
@@ -21,7 +21,7 @@ pub struct ModelConfig {
     pub n_heads: usize,
     pub n_kv_heads: usize,
     pub head_dim: usize,
-    /// The longest sequence, prompt and output together.
+    /// The number of tokens of the longest sequence, prompt and output together.
     pub context_tokens: usize,
     pub norm_epsilon: f32,
     pub rope: Rope,
@@ -31,7 +31,7 @@ pub struct ModelConfig {
     /// The number of last tokens that each layer sees, with the current one. `None` means all tokens.
     pub windows: Vec<Option<u32>>,
     pub eos_tokens: Vec<TokenId>,
-    /// Config keys that are not read and are not known to change results.
+    /// Keys of the config that are not read and are not known to change results.
     pub unread_keys: Vec<String>,
 }
 
@@ -68,7 +68,7 @@ struct RawGeneration {
     eos_token_id: Option<TokenIds>,
 }
 
-/// One id or several.
+/// The value of a key that has one token id or several.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(untagged)]
 enum TokenIds {
@@ -96,8 +96,8 @@ pub enum ConfigProblem {
     Architecture { name: String, known: String },
 }
 
-/// Returns the architecture named in a `config.json`. It is read first, because other architectures have
-/// other keys.
+/// Reads the architecture named in a `config.json`. It is read before the other keys, because they depend on
+/// it.
 fn architecture(config: &[u8]) -> Result<&'static Architecture, ConfigProblem> {
     #[derive(Deserialize)]
     struct Named {
@@ -168,7 +168,7 @@ impl ModelConfig {
 
     /// Returns all settings that results depend on, beside weights, rotation and the layout of KV.
     pub fn fingerprint_parts(&self) -> Vec<(&'static str, String)> {
-        // Without `..`, so that a new field must be added to the parts or listed as excluded.
+        // The pattern has no `..`, so that a new field must be added to the parts or listed as excluded.
         let Self {
             architecture,
             vocab,
@@ -228,7 +228,7 @@ impl ModelConfig {
                 return Err(format!("{name} is {count}"));
             }
         }
-        // Later code stores these in 16 bits.
+        // Larger numbers are rejected, because later code stores them in 16 bits.
         let widest = self.n_layers.max(self.n_heads).max(self.head_dim);
         if widest > usize::from(u16::MAX) {
             return Err(format!("{widest} layers, heads or numbers of a head are too many"));
@@ -243,7 +243,8 @@ impl ModelConfig {
     }
 }
 
-/// Newer configs have `rope_parameters`; older ones have `rope_theta` and `rope_scaling`.
+/// Reads the rotary settings. Newer configs have `rope_parameters`; older ones have `rope_theta` and
+/// `rope_scaling`.
 fn rope(raw: &RawConfig) -> Result<Rope, String> {
     let resolved = |rope: &Option<RawRope>| Rope::resolve(raw.rope_theta, rope.as_ref());
     match (&raw.rope_parameters, &raw.rope_scaling) {
@@ -284,7 +285,7 @@ fn windows(architecture: &Architecture, raw: &RawConfig) -> Result<Vec<Option<u3
     }
 }
 
-/// Returns whether `layer_types` gives each layer a window. Empty without `layer_types`.
+/// Returns whether each layer has a window, by `layer_types`; empty without `layer_types`.
 fn listed_windows(raw: &RawConfig) -> Result<Vec<bool>, String> {
     let kinds = raw.layer_types.as_deref().unwrap_or_default();
     if raw.layer_types.is_some() && kinds.len() != raw.num_hidden_layers {
@@ -360,7 +361,7 @@ mod tests {
         }
     }
 
-    /// Returns a config of another architecture, with changes.
+    /// Parses a config of another architecture, with changes.
     fn config_of(name: &str, changes: &str) -> Result<ModelConfig, String> {
         let first = format!(r#"{{"architectures": ["{name}"], "num_key_value_heads": 4, "#);
         config(&changes.replacen('{', &first, 1))
@@ -419,7 +420,7 @@ mod tests {
         assert_eq!(config.unread_keys, ["some_new_key"]);
     }
 
-    /// The values are those of the classes in `transformers` 5.
+    /// The expected values are those of the classes in `transformers` 5.
     #[test]
     fn what_a_config_lacks_is_what_transformers_takes() {
         let bare = |name: &str| {

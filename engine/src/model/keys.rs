@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-/// Keys that are read for every architecture.
+/// The keys that are read for every architecture.
 const READ: &[&str] = &[
     "architectures",
     "eos_token_id",
@@ -24,7 +24,7 @@ const READ: &[&str] = &[
     "vocab_size",
 ];
 
-/// Common keys without effect on results. They are not logged.
+/// Common keys without effect on results, which are not logged.
 const WITHOUT_EFFECT: &[&str] = &[
     "_name_or_path",
     "attention_dropout",
@@ -67,12 +67,12 @@ const CHANGES_NUMBERS: &[&str] = &[
     "window",
 ];
 
-/// Parts of the names of keys that have no effect if their value is 1. All other keys have no effect if it is
-/// 0.
+/// Parts of the names of keys that have no effect if their value is 1. Every other key has no effect if its
+/// value is 0.
 const MULTIPLIES: &[&str] = &["factor", "multiplier", "scal"];
 
-/// Returns the keys that are not read, for the log. Rejects a key that changes results. `known` are the keys
-/// that only some architectures read.
+/// Checks the keys of a config. Returns those that are not read, for the log. Rejects a key that changes
+/// results. `known` are the keys that only some architectures read.
 pub(super) fn check(
     config: &Map<String, Value>,
     architecture: &str,

@@ -7,7 +7,7 @@ use super::tensor::Tensor;
 use crate::error::LoadError;
 use crate::load::Weights;
 
-/// `down(silu(gate(x)) * up(x))`
+/// The feed-forward part: `down(silu(gate(x)) * up(x))`.
 #[derive(Debug)]
 pub(super) struct Mlp {
     gate: Linear,

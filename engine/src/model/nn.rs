@@ -10,14 +10,14 @@ use crate::load::Weights;
 #[derive(Clone, Debug)]
 pub struct Embedding(pub(super) Matrix);
 
-/// `y = x × weightᵀ + bias`
+/// A linear layer: `y = x × weightᵀ + bias`.
 #[derive(Clone, Debug)]
 pub struct Linear {
     pub(super) weight: Matrix,
     pub(super) bias: Option<Vec<f32>>,
 }
 
-/// Root-mean-square norm.
+/// A root-mean-square norm.
 #[derive(Clone, Debug)]
 pub struct RmsNorm {
     pub(super) weight: Vec<f32>,
@@ -32,7 +32,7 @@ pub struct Vocabulary {
 }
 
 impl Linear {
-    /// Returns a layer with `cols` inputs and `rows` outputs.
+    /// Loads a layer with `cols` inputs and `rows` outputs.
     pub fn load(
         weights: &Weights<'_>,
         rows: usize,

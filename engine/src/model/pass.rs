@@ -53,7 +53,7 @@ pub struct PassParts<'a> {
     pub memory: &'a KvMemory,
     pub written: &'a RankFence,
     pub rank: &'a RankHandle,
-    /// Radians for each position, for each pair of a head.
+    /// The rotary frequencies: radians for each position, for each pair of a head.
     pub frequencies: &'a [f32],
 }
 
@@ -72,7 +72,7 @@ impl<'a> Pass<'a> {
         self.rows.into_iter().map(|row| row.outcome)
     }
 
-    /// (tokens, hidden)
+    /// Looks up the embedding of each token: (tokens, hidden).
     pub fn embed(&self, table: &Embedding) -> Tensor {
         let mut out = self.scratch.tensor(self.n_tokens, table.0.cols());
         let tokens = self.rows.iter().flat_map(|row| row.tokens);
@@ -126,13 +126,13 @@ impl<'a> Pass<'a> {
         outs
     }
 
-    /// `x += y`
+    /// Computes `x += y`.
     pub fn add(&self, x: &mut Tensor, y: &Tensor) {
         let gathered = self.gathered(y, x.width());
         self.processor.add(x, gathered.as_ref().unwrap_or(y));
     }
 
-    /// Returns all columns of `x`. If `x` has all columns, it is returned.
+    /// Returns all columns of `x`: gathered from all ranks, or `x` itself if it has all columns.
     pub fn whole(&self, x: Tensor, width: usize) -> Tensor {
         self.gathered(&x, width).unwrap_or(x)
     }
@@ -146,7 +146,7 @@ impl<'a> Pass<'a> {
         })
     }
 
-    /// `silu(gate) * up`
+    /// Computes `silu(gate) * up`.
     pub fn gated(&self, mut gate: Tensor, up: &Tensor) -> Tensor {
         self.processor.silu_mul(&mut gate, up);
         gate
@@ -214,8 +214,8 @@ impl<'a> Pass<'a> {
         });
     }
 
-    /// Returns the pages that each row reads, except failed rows. They are borrowed until the runs are
-    /// dropped.
+    /// Borrows the pages that each row reads, except those of failed rows. They are borrowed until the result
+    /// is dropped.
     fn visible_pages(&mut self, place: &LayerKv, attention: &Attention) -> Vec<VisiblePages<'a>> {
         let mut runs = Vec::with_capacity(self.rows.len());
         let mut first = 0;
@@ -293,7 +293,8 @@ struct KvSlice<'a> {
 }
 
 impl<'a> KvSlice<'a> {
-    /// Yields the slices block by block. `kv_rows`, keys and values, start with those of the row's tokens.
+    /// Yields a row's slices block by block. `kv_rows`, keys and values, start with those of the row's
+    /// tokens.
     fn all_of(
         row: &PassRow<'_>,
         memory: RankMemory<'a>,

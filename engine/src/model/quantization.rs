@@ -6,7 +6,7 @@
 
 use serde_json::{Map, Value};
 
-/// Rejects settings that are not implemented, with their names.
+/// Rejects quantization settings that are not implemented, with their names.
 pub fn check(config: &Value) -> Result<(), String> {
     match config.get("quant_method").and_then(Value::as_str) {
         Some("compressed-tensors") => check_compressed_tensors(config),
@@ -93,7 +93,7 @@ mod tests {
         })
     }
 
-    /// Returns the config with one value replaced, at a JSON pointer.
+    /// Returns the test config with one value replaced, at a JSON pointer.
     fn with(path: &str, value: Value) -> Value {
         let mut config = channels();
         let at = config.pointer_mut(path).unwrap_or_else(|| panic!("{path}"));

@@ -1,6 +1,6 @@
 //! Hot path.
-//! Ranks: threads that compute one step together. Each computes some outputs of every layer and the KV of
-//! some heads.
+//! Ranks: threads that compute one step together. Each rank computes some outputs of every layer and the KV
+//! of some heads.
 //!
 //! Ranks divide a layer's outputs, never its inputs: one rank sums each dot product, always in the same
 //! order. So several ranks give the same bits as one. Before a layer runs, ranks gather the outputs that it
@@ -17,15 +17,15 @@ use kv_cache::FenceSignal;
 
 use super::tensor::Tensor;
 
-/// The time that a rank waits for the others. Ranks have equal work, so a rank that is later has failed: the
-/// step fails, and the device counts as lost.
+/// The time for which a rank waits for the others. Ranks have equal work, so a rank that is later has failed:
+/// the step fails, and the device counts as lost.
 const MEET_WITHIN: Duration = Duration::from_secs(60);
 
 /// The state that the ranks of one model share.
 #[derive(Debug)]
 struct RankGroup {
     n_ranks: usize,
-    /// The columns that each rank publishes for the others. There are two sets, used in turn. Ranks write to
+    /// The columns that each rank publishes for the others. There are two sets, used in turn: ranks write to
     /// a set only after they have met at the other one, so all ranks have read the set's old content.
     published: [Box<[RwLock<Vec<f32>>]>; 2],
     /// Locked for short accesses, and passed to the condition variable.
@@ -39,7 +39,7 @@ struct Barrier {
     n_there: usize,
     /// The number of gathers so far.
     n_met: usize,
-    /// Set after a rank was dropped or timed out.
+    /// Set after a rank was dropped or has timed out.
     is_over: bool,
 }
 
@@ -52,7 +52,7 @@ pub struct RankHandle {
 }
 
 impl RankHandle {
-    /// Returns one handle for each rank of a model.
+    /// Makes one handle for each rank of a model.
     pub fn all(n_ranks: u16) -> Vec<Self> {
         Self::all_within(n_ranks, MEET_WITHIN)
     }
@@ -70,7 +70,7 @@ impl RankHandle {
         self.nth as u16
     }
 
-    /// This rank's part of `n` outputs, in the order of the ranks.
+    /// Returns this rank's part of `n` outputs. The parts are in the order of the ranks.
     pub fn share(&self, n: usize) -> Range<usize> {
         self.table.share(self.nth, n)
     }
@@ -124,7 +124,7 @@ impl RankGroup {
     fn meet(&self) {
         let mut meeting = self.meeting();
         meeting.n_there += 1;
-        // A rank that arrived earlier may have left, so a late arrival is a failure.
+        // A late arrival is a failure, because a rank that arrived earlier may have left.
         if meeting.n_there == self.n_ranks && !meeting.is_over {
             (meeting.n_there, meeting.n_met) = (0, meeting.n_met + 1);
             self.all_there.notify_all();
@@ -152,7 +152,7 @@ impl RankGroup {
     }
 }
 
-/// A step's fence. It opens for a layer after all ranks have written their share of it.
+/// A step's fence. It opens for a layer after all ranks have written their share of the layer.
 #[derive(Debug)]
 pub struct RankFence {
     signal: FenceSignal,
@@ -167,7 +167,8 @@ impl RankFence {
 
     /// Records that a rank has written its share of all layers below `n`.
     pub fn layers_done(&self, rank: &RankHandle, n: u16) {
-        // Sequentially consistent order: if two ranks finish last at the same time, at least one sees both.
+        // The order is sequentially consistent: if two ranks finish last at the same time, at least one sees
+        // both numbers.
         self.n_layers[rank.nth].store(n, Ordering::SeqCst);
         let by_all = self.n_layers.iter().map(|n_layers| n_layers.load(Ordering::SeqCst)).min();
         self.signal.layers_done(by_all.unwrap_or(n));
@@ -181,7 +182,7 @@ mod tests {
     use super::*;
     use crate::model::Scratch;
 
-    /// Returns a number that identifies its row and column.
+    /// Returns a number that identifies its round, row and column.
     fn number(round: usize, row: usize, column: usize) -> f32 {
         (round * 10_000 + row * 100 + column) as f32
     }
@@ -248,7 +249,7 @@ mod tests {
         let waiting = thread::spawn(move || gathers(&rank, 1));
         let panicked = waiting.join().expect_err("the other rank is absent");
         assert_eq!(panicked.downcast_ref::<String>().map(String::as_str), Some("another rank timed out"));
-        // The late rank finds that the meeting is over.
+        // The late rank panics, because it finds that the meeting is over.
         let late = ranks.remove(0);
         let late = thread::spawn(move || gathers(&late, 1)).join().expect_err("the other rank has left");
         assert_eq!(late.downcast_ref::<String>().map(String::as_str), Some("another rank has ended"));

@@ -30,11 +30,12 @@ pub enum Scaling {
     },
 }
 
-/// `rope_parameters` in newer configs, `rope_scaling` in older ones, which have theta at the top level.
+/// The rotary settings as written: `rope_parameters` in newer configs, `rope_scaling` in older ones, which
+/// have theta at the top level.
 #[derive(Clone, Debug, Deserialize)]
 pub(super) struct RawRope {
     rope_type: Option<String>,
-    /// The name of `rope_type` in older configs. Some have both.
+    /// The name of `rope_type` in older configs. Some configs have both names.
     #[serde(rename = "type")]
     older_type: Option<String>,
     rope_theta: Option<f32>,
@@ -53,7 +54,8 @@ impl Rope {
         Ok(Self { theta, scaling })
     }
 
-    /// Radians for each position, for each pair of a head. Computed in f32, as in `transformers`.
+    /// Computes radians for each position, for each pair of a head. The arithmetic is in f32, as in
+    /// `transformers`.
     pub fn frequencies(&self, head_dim: usize) -> Vec<f32> {
         let plain = (0..head_dim / 2).map(|pair| 1.0 / self.theta.powf((2 * pair) as f32 / head_dim as f32));
         plain.map(|frequency| self.scaling.scaled(frequency)).collect()
@@ -70,7 +72,7 @@ impl RawRope {
         self.rope_type.as_deref().or(self.older_type.as_deref())
     }
 
-    /// Rejects settings that would be ignored: those of another type, and those without a type.
+    /// Rejects settings that would be ignored: those of another type, and all settings without a type.
     fn check(&self) -> Result<(), String> {
         let scaling = [
             ("factor", self.factor),

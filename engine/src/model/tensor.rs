@@ -6,13 +6,13 @@ use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::rc::Rc;
 
-/// Buffers for reuse. Their number is the highest number of tensors at one time; a pass has few.
+/// Buffers for reuse. Their number is the largest number of tensors at one time; a pass has few.
 #[derive(Clone, Default)]
 pub struct Scratch {
     free: Rc<RefCell<Vec<Vec<f32>>>>,
 }
 
-/// `n_rows` rows of `width` numbers. Dropping it returns the buffer.
+/// Rows of activations: `n_rows` rows of `width` numbers. Dropping it returns the buffer.
 pub struct Tensor {
     buffer: Vec<f32>,
     n_rows: usize,
@@ -21,14 +21,15 @@ pub struct Tensor {
 }
 
 impl Scratch {
-    /// Returns a tensor with undefined content. A running engine neither allocates nor clears memory here.
+    /// Returns a tensor with undefined content. A running engine neither allocates nor clears memory in this
+    /// call.
     pub fn tensor(&self, n_rows: usize, width: usize) -> Tensor {
         let mut buffer = self.take(n_rows * width);
         buffer.resize(n_rows * width, 0.0);
         Tensor { buffer, n_rows, width, home: self.clone() }
     }
 
-    /// Returns the smallest buffer that is large enough, else the largest one, which then grows.
+    /// Takes the smallest buffer that is large enough, else the largest one, which then grows.
     fn take(&self, len: usize) -> Vec<f32> {
         let mut free = self.free.borrow_mut();
         let fits = |buffer: &Vec<f32>| (buffer.capacity() < len, buffer.capacity().abs_diff(len));
@@ -36,7 +37,7 @@ impl Scratch {
         best.map(|nth| free.swap_remove(nth)).unwrap_or_default()
     }
 
-    /// Bytes of the unused buffers.
+    /// Returns the bytes of the unused buffers.
     pub fn idle_bytes(&self) -> usize {
         self.free.borrow().iter().map(|buffer| buffer.capacity() * size_of::<f32>()).sum()
     }

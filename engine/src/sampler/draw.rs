@@ -8,7 +8,7 @@ const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const KEY_STEPS: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 const ROUNDS: usize = 10;
 
-/// Returns a number in [0, 1), with 53 random bits.
+/// Returns the number of a position: in [0, 1), with 53 random bits.
 pub fn uniform(seed: u64, position: u64) -> f64 {
     let [a, b, ..] = philox([low(position), high(position), 0, 0], [low(seed), high(seed)]);
     let bits = (u64::from(a) << 32 | u64::from(b)) >> 11;
@@ -38,7 +38,7 @@ fn high(wide: u64) -> u32 {
 mod tests {
     use super::*;
 
-    /// The known answers that the authors publish with their code.
+    /// The expected numbers are those that the authors publish with their code.
     #[test]
     fn it_is_philox() {
         assert_eq!(philox([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);

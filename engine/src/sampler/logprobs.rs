@@ -6,11 +6,11 @@ use types::step::Logprobs;
 
 use super::{Candidate, better_first};
 
-/// The logits before any rule is applied.
+/// The logits before any rule is applied, for log-probabilities.
 #[derive(Debug)]
 pub(super) struct RawLogits {
     logits: Vec<f32>,
-    /// The logarithm of the sum of all exponentials.
+    /// The logarithm of the sum of all logits' exponentials.
     log_sum: f64,
     n_top: usize,
 }

@@ -28,7 +28,7 @@ pub(crate) use rules::looks_back;
 pub struct OwnedSampleSpec {
     sampling: Sampling,
     stop: StopRules,
-    /// Empty if there are no penalties.
+    /// The known tokens, for penalties; empty if there are none.
     history: Vec<TokenId>,
     n_prompt: usize,
     index: u32,
@@ -68,8 +68,8 @@ impl OwnedSampleSpec {
         position: usize,
         eos_tokens: &[TokenId],
     ) -> Result<Sampled, RowError> {
-        // The unedited logits must be valid, whatever the rules change. The GPU also checks them before the
-        // rules.
+        // The unedited logits are checked, because they must be valid whatever the rules change. The GPU also
+        // checks them first.
         best(logits)?;
         let raw_logits =
             self.sampling.logprobs.map(|n_top| logprobs::RawLogits::of(processor, logits, n_top));
@@ -121,7 +121,8 @@ impl OwnedSampleSpec {
 fn keep_top_p(kept: &mut Vec<Candidate>, top_p: f32) {
     let total: f64 = kept.iter().map(|one| f64::from(one.weight)).sum();
     let wanted = total * f64::from(top_p);
-    // All candidates lighter than this together weigh less than the remaining share, so they need no sorting.
+    // All candidates lighter than this together weigh less than the remaining share, so they are dropped
+    // before the sort.
     let least = (total - wanted) / kept.len() as f64;
     kept.retain(|one| f64::from(one.weight) >= least);
     kept.sort_unstable_by(better_first);
@@ -133,7 +134,7 @@ fn keep_top_p(kept: &mut Vec<Candidate>, top_p: f32) {
     kept.truncate(enough.map_or(kept.len(), |nth| nth + 1));
 }
 
-/// Orders by larger weight; of two equal weights, the lower token comes first.
+/// Orders candidates by weight, the largest first; of two equal weights, the lower token comes first.
 fn better_first(a: &Candidate, b: &Candidate) -> Ordering {
     b.weight.total_cmp(&a.weight).then(a.token.cmp(&b.token))
 }

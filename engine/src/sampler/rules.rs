@@ -9,7 +9,7 @@ use super::OwnedSampleSpec;
 /// The counts of a token in the history.
 #[derive(Clone, Copy, Debug, Default)]
 struct Counts {
-    /// The number of times that the model generated it.
+    /// The number of times that the model generated the token.
     generated: u32,
 }
 
@@ -37,8 +37,8 @@ pub(super) fn apply(spec: &OwnedSampleSpec, logits: &mut [f32], eos_tokens: &[To
     }
 }
 
-/// The repetition penalty counts the prompt's tokens. Presence and frequency penalties do not, as in other
-/// engines.
+/// Applies the penalties. The repetition penalty counts the prompt's tokens; presence and frequency penalties
+/// do not, as in other engines.
 fn penalize(spec: &OwnedSampleSpec, logits: &mut [f32]) {
     let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = spec.sampling;
     for (token, counts) in counted(&spec.history, spec.n_prompt) {

@@ -18,7 +18,7 @@ fn drawn(spec: &OwnedSampleSpec, logits: &[f32], position: usize) -> u32 {
     spec.draw(&processor(), &mut logits.to_vec(), position, &[EOS]).expect("a token").token.0
 }
 
-/// Returns the share of each token in many draws.
+/// Returns the share of each token in 4000 draws.
 fn shares(sampling: &Sampling, logits: &[f32]) -> Vec<f32> {
     let (spec, mut counts) = (spec(sampling.clone()), vec![0; logits.len()]);
     for position in 0..4000 {
@@ -37,7 +37,7 @@ fn at_random() -> Sampling {
     Sampling { temperature: 1.0, seed: 3, ..Sampling::default() }
 }
 
-/// Logits whose softmax has these shares.
+/// Returns logits whose softmax has these shares.
 fn logits(shares: &[f32]) -> Vec<f32> {
     shares.iter().map(|share| share.ln() + 5.0).collect()
 }
@@ -117,7 +117,7 @@ fn penalties_count_what_was_said() {
         (Sampling { repetition_penalty: 2.0, ..Sampling::default() }, [-1.0, -1.5, -1.9], 2),
         (Sampling { presence_penalty: 0.5, ..Sampling::default() }, [2.0, 2.4, 1.0], 0),
         (Sampling { frequency_penalty: 0.5, ..Sampling::default() }, [2.0, 3.4, 1.0], 0),
-        // Token 0 is only in the prompt.
+        // Token 0 is only in the prompt, so the presence penalty does not apply to it.
         (Sampling { presence_penalty: 5.0, ..Sampling::default() }, [2.0, 1.0, 1.5], 0),
     ] {
         let spec = OwnedSampleSpec { history: history.clone(), n_prompt: 1, ..spec(sampling.clone()) };

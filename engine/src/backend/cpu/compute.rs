@@ -18,18 +18,19 @@ use crate::step::{Sampled, SlotId, StepOutput};
 /// The state of the thread.
 #[derive(Debug)]
 pub(super) struct Compute {
-    // Fields are dropped in this order: helpers that wait for this rank see that it has ended before they are
-    // waited for.
+    // Fields are dropped in this order, so that helpers that wait for this rank see that it has ended before
+    // they are waited for.
     rank: Rank,
     helpers: Vec<Helper>,
     vocab: usize,
     eos_tokens: Vec<TokenId>,
-    /// The tokens that the previous step sampled, for [`crate::step::RowInput::Previous`].
+    /// The tokens that the previous step sampled, by slot, for [`crate::step::RowInput::Previous`].
     previous: HashMap<SlotId, TokenId>,
 }
 
 impl Compute {
-    /// `ranks` are all ranks of the model. All except the first get their own threads.
+    /// Makes the thread's state. `ranks` are all ranks of the model; all except the first get their own
+    /// threads.
     pub(super) fn new(ranks: Vec<Rank>, config: &ModelConfig) -> io::Result<Self> {
         let mut ranks = ranks.into_iter();
         let rank = ranks.next().expect("a model has a rank");
@@ -66,7 +67,7 @@ impl Compute {
         Step { rows, resolved, written: RankFence::new(signal, 1 + self.helpers.len()) }
     }
 
-    /// Returns `None` if a rank has ended.
+    /// Runs a step on all ranks, and returns the outcomes of its rows; `None` if a rank has ended.
     fn outcomes(
         &self,
         step: &Arc<Step>,
@@ -87,7 +88,7 @@ impl Compute {
     }
 }
 
-/// A row fails if it fails on any rank.
+/// Merges the outcomes of two ranks: a row fails if it fails on any rank.
 fn first_errors(ours: Outcomes, theirs: Outcomes) -> Outcomes {
     ours.into_iter().zip(theirs).map(|(ours, theirs)| ours.and(theirs)).collect()
 }

@@ -9,7 +9,7 @@ use crate::error::RowError;
 use crate::sampler::OwnedSampleSpec;
 use crate::step::{Row, RowInput, SlotId};
 
-/// A step.
+/// A step, as `launch` passes it to the compute thread.
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) rows: Vec<JobRow>,

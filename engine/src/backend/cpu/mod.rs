@@ -38,15 +38,15 @@ use compute::Compute;
 use job::{Job, JobRow};
 use rank::Rank;
 
-/// A model in memory, and its compute thread.
+/// The CPU backend: a model in memory, and its compute thread.
 #[derive(Debug)]
 pub struct CpuBackend {
     model: ModelInfo,
     memory: KvMemory,
-    /// Clones of the memory that the backend itself holds.
+    /// The number of clones of the memory that the backend itself holds.
     n_holders: usize,
     opened: Opened,
-    /// `None` after the thread was told to end.
+    /// The queue to the compute thread; `None` after the thread was told to end.
     jobs: Option<SyncSender<Job>>,
     results: Receiver<StepOutput>,
     in_flight: VecDeque<u64>,
@@ -55,7 +55,7 @@ pub struct CpuBackend {
     weight_bytes: usize,
 }
 
-/// The parameters of `open`, kept for waking.
+/// The parameters of `open`, kept so that waking opens the same model.
 #[derive(Clone, Debug)]
 struct Opened {
     folder: PathBuf,
@@ -83,7 +83,8 @@ impl CpuBackend {
         let layout = layout(&folder.config, settings)?;
         let kv_bytes = kv.on_host(&layout, folder.config.context_tokens);
         let memory = memory(&layout, kv_bytes)?;
-        // It allocates the same amount when it wakes, whatever the free memory is then.
+        // The number of bytes is kept, so that waking allocates the same amount, whatever the free memory is
+        // then.
         let opened = Opened { folder: folder.path().to_owned(), kv_bytes, settings: settings.clone() };
         let model = ModelInfo {
             name: folder.name(),
@@ -99,7 +100,7 @@ impl CpuBackend {
         Self::start(model, memory, compute, loaded.weight_bytes, opened)
     }
 
-    /// Bytes of all weight matrices, which every decode step reads.
+    /// Returns the bytes of all weight matrices, which every decode step reads.
     pub fn weight_bytes(&self) -> usize {
         self.weight_bytes
     }
@@ -189,7 +190,7 @@ impl Drop for CpuBackend {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
             // If the thread panicked, the panic is logged, and `collect` has returned that the device is
-            // lost.
+            // lost, so the result is ignored.
             let _ = thread.join();
         }
     }

@@ -15,14 +15,14 @@ use crate::model::pass::PassParts;
 use crate::model::ranks::{RankFence, RankHandle};
 use crate::model::{Decoder, ModelConfig, Pass, PassRow, Scratch, Tensor};
 
-/// The outcome of each row that takes part.
+/// The outcomes of the rows that take part in a step.
 pub(super) type Outcomes = Vec<Result<(), RowError>>;
 
 /// A step that all ranks compute.
 #[derive(Debug)]
 pub(super) struct Step {
     pub(super) rows: Vec<JobRow>,
-    /// The rows that take part, and errors of the others.
+    /// The outcome of each row so far: an error for a row that takes no part.
     pub(super) resolved: Outcomes,
     pub(super) written: RankFence,
 }
@@ -41,7 +41,7 @@ pub(super) struct Rank {
 /// A rank with its own thread. Dropping it waits for the thread, which finishes its current step.
 #[derive(Debug)]
 pub(super) struct Helper {
-    /// `None` after the thread was told to end.
+    /// The queue to the rank's thread; `None` after the thread was told to end.
     steps: Option<SyncSender<Arc<Step>>>,
     outcomes: Receiver<Outcomes>,
     thread: Option<thread::JoinHandle<()>>,
@@ -96,7 +96,7 @@ impl Rank {
         let scratch = Scratch::default();
         while let Ok(step) = steps.recv() {
             let (_, of_rows) = self.forward(&step, &scratch);
-            // This comes before the answer: the last holder drops the step's fence, and that must be the
+            // Dropped before the answer, because the last holder drops the step's fence, and that must be the
             // caller of `collect`.
             drop(step);
             if outcomes.send(of_rows).is_err() {
@@ -142,7 +142,8 @@ impl Drop for Helper {
     fn drop(&mut self) {
         self.steps = None;
         if let Some(thread) = self.thread.take() {
-            // If the thread panicked, the panic is logged, and the other ranks failed.
+            // If the thread panicked, the panic is logged and the other ranks have failed, so the result is
+            // ignored.
             let _ = thread.join();
         }
     }

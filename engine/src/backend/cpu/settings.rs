@@ -7,7 +7,7 @@ use types::KvDtype;
 
 use crate::load::Quantize;
 
-/// The settings of the CPU backend beside the model and its KV memory.
+/// The settings of the CPU backend, without the model and the size of KV memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CpuSettings {
     /// Compute threads of all ranks together. `None` means one for each core.
@@ -37,7 +37,8 @@ impl Default for CpuSettings {
             threads: None,
             ranks: NonZero::<u16>::MIN,
             arithmetic: Arithmetic::F32,
-            // Most models were trained with bf16. f32 is for comparisons with a reference.
+            // The default is bf16, because most models were trained with it. f32 is for comparisons with a
+            // reference.
             kv_dtype: KvDtype::Bf16,
             block_tokens: 16,
             quantize: Quantize::No,

@@ -112,7 +112,7 @@ fn what_makes_kv_differ_is_in_the_fingerprint() {
     assert!(error.to_string().contains("weights: "), "{error}");
 }
 
-/// Returns a copy of the `llama` test model whose configuration has `new` instead of `old`.
+/// Copies the `llama` test model, with `new` instead of `old` in its configuration.
 fn changed(old: &str, new: &str) -> TempDir {
     let copy = TempDir::new().expect("a folder");
     for entry in std::fs::read_dir(folder("tests/models/llama")).expect("a folder").flatten() {
@@ -125,7 +125,8 @@ fn changed(old: &str, new: &str) -> TempDir {
     copy
 }
 
-/// Rotation, epsilon, tokenizer and block size are not in the weights' files.
+/// Rotation, epsilon, tokenizer and block size are not in the weights' files, so the fingerprint must name
+/// them.
 #[test]
 fn a_folder_that_differs_in_one_thing_is_another_model_and_the_thing_is_named() {
     let fingerprint = |folder: &Path, settings: &CpuSettings| {

@@ -1,8 +1,8 @@
-//! GPU backends that sleep. They return the memory of weights and KV, and keep code, graphs and workspace.
+//! A GPU backend that sleeps. It returns the memory of weights and KV, and keeps code, graphs and workspace.
 //!
 //! Graphs and TMA descriptors contain the addresses of weights and KV, so both are mapped at the same
-//! addresses again. All ranks sleep and wake together, each on its own thread. If one cannot wake, all sleep
-//! again.
+//! addresses again. All ranks sleep and wake together, each on its own thread. If one rank cannot wake, all
+//! ranks sleep again.
 
 use std::sync::Arc;
 
@@ -34,7 +34,8 @@ impl CudaAsleep {
         }
         match backend.give_back() {
             Ok(()) => Ok(Box::new(Self(backend))),
-            // The backend cannot know which GPUs have returned their memory.
+            // The device counts as lost, because the backend cannot know which GPUs have returned their
+            // memory.
             Err(error) => Err(SleepFailed { why: BackendError::DeviceLost(in_full(&error)), backend }),
         }
     }
@@ -65,7 +66,7 @@ impl CudaBackend {
         }
     }
 
-    /// Returns the KV memory of all ranks.
+    /// Returns the KV memory of each rank.
     fn on_cards(&self) -> impl Iterator<Item = &DeviceMemory> {
         let ranks = (0..self.memory.n_ranks()).map(|nth| self.memory.rank(nth).on_card());
         ranks.flatten().map(|on_card| on_card.memory())
@@ -104,13 +105,13 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Bytes in use on all GPUs of the model, by all processes.
+    /// Returns the bytes in use on all GPUs of the model, by all processes.
     pub(super) fn used_on_cards(&self) -> Option<u64> {
         self.on_cards().map(|memory| memory.used_bytes().ok()).sum()
     }
 }
 
-/// Returns the first rank's error, else the first error of the others.
+/// Returns the first rank's error, or the first error of the other ranks.
 fn first_refusal(own: RankResult, others: impl Iterator<Item = Option<OpenError>>) -> RankResult {
     own?;
     match (1..).zip(others).find_map(|(nth, refused)| refused.map(|refused| (nth, refused))) {

@@ -11,27 +11,27 @@ use super::layer::reads_by_registers;
 use super::plan::BLOCK_TOKENS;
 use super::workspace::Workspace;
 
-/// Queries, and the KV blocks of the tokens that they see.
+/// Queries of one kind, and the KV blocks of the tokens that they see.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Queries {
-    /// Rows of activations.
+    /// The queries' rows of activations.
     rows: Range<usize>,
     tables: Tables,
     /// An upper bound of the tokens that the last query sees.
     length_max: usize,
 }
 
-/// Block tables.
+/// Where the queries' block tables are in the step's words.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Tables {
-    /// A table for each query, all of the same length.
+    /// The queries have a table each, all of the same length.
     Each(Range<usize>),
-    /// One table: the queries are consecutive tokens of one sequence.
+    /// The queries are consecutive tokens of one sequence and share its table.
     One(Range<usize>),
 }
 
 impl Queries {
-    /// Returns a range of the queries.
+    /// Returns some of the queries, by their index.
     fn part(&self, of: Range<usize>) -> Self {
         let rows = self.rows.start + of.start..self.rows.start + of.end;
         match &self.tables {
@@ -49,7 +49,7 @@ impl Queries {
 }
 
 impl Decoder {
-    /// Attention of rows with one token each.
+    /// Computes attention of rows with one token each.
     pub(super) fn attend_decodes(&self, pass: &mut Pass<'_>, place: LayerPlace) -> Result<(), CudaError> {
         let tables = pass.sections.decode_tables(usize::from(place.group.0));
         let queries = Queries {
@@ -60,7 +60,7 @@ impl Decoder {
         self.attend_one_by_one(pass, place, &queries)
     }
 
-    /// Attention of queries with one token each. The memory for partial results limits the number of
+    /// Computes attention of queries with one token each. The memory for partial results limits the number of
     /// concurrent queries.
     fn attend_one_by_one(
         &self,
@@ -94,7 +94,8 @@ impl Decoder {
         let Workspace { qkv, attended, parts, part_sums, words, .. } = &mut *pass.space;
         let chunk_tokens = self.chunk_tokens(pass.card, rows.len(), length_max, part_sums.len());
         let lengths = pass.sections.lengths.start;
-        // Tokens of a chunk see the chunk's earlier tokens, which were just written.
+        // Tokens of a chunk see the chunk's earlier tokens, which were just written, so more than the last
+        // page is new.
         let (tables, rows_of_table, last_is_new) = match tables {
             Tables::Each(tables) => (tables, 1, true),
             Tables::One(table) => (table, rows.len(), false),
@@ -143,8 +144,8 @@ impl Decoder {
         })
     }
 
-    /// Attention of a chunk in which each token is a row of its own, so that results do not depend on the
-    /// chunk.
+    /// Computes attention of a chunk in which each token is a row of its own, so that results do not depend
+    /// on the chunk.
     fn attend_chunks_alike(&self, pass: &mut Pass<'_>, place: LayerPlace) -> Result<(), CudaError> {
         let tables = pass.sections.chunk_tables(usize::from(place.group.0));
         let n_blocks = pass.dims.chunk_blocks;
@@ -158,8 +159,8 @@ impl Decoder {
         Ok(())
     }
 
-    /// Returns the tokens of a chunk: the fastest number, or more if the memory for partial results is too
-    /// small.
+    /// Returns the number of tokens of a chunk: the fastest number, or more if the memory for partial results
+    /// is too small.
     fn chunk_tokens(
         &self,
         card: &ComputeCard,

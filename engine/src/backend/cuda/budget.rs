@@ -8,22 +8,22 @@ use super::fp8::InFp8;
 use super::weights::Sizes;
 use crate::error::OpenError;
 
-/// Reserved for the driver, for code that is loaded late, and for graphs.
+/// The bytes reserved for the driver, for code that is loaded late, and for graphs.
 const SPARE_BYTES: usize = 1 << 30;
 
-/// Bytes on one rank's GPU, by purpose.
+/// The bytes that one rank's GPU needs, by purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Budget {
-    /// The number of GPUs that share the model. All need the same bytes.
+    /// The number of GPUs that share the model. All need the same number of bytes.
     pub(super) n_ranks: usize,
     pub(super) weights: usize,
-    /// The workspace of a step, and the table of rotations.
+    /// The bytes of a step's workspace, and of the table of rotations.
     pub(super) workspace: usize,
     pub(super) kv: usize,
 }
 
 impl Budget {
-    /// `kv` is for all ranks together.
+    /// Computes the budget. `kv` is for all ranks together.
     pub(super) fn of(sizes: Sizes, in_fp8: &[InFp8], workspace: usize, kv: usize) -> Self {
         let n_ranks = sizes.share.n_ranks;
         let workspace = workspace + sizes.widened(in_fp8) * size_of::<Bf16>();
@@ -34,7 +34,7 @@ impl Budget {
         self.weights + self.workspace + SPARE_BYTES
     }
 
-    /// Rejects a model that does not fit. The error lists the parts.
+    /// Rejects a model that does not fit. The error lists the bytes by purpose.
     pub(super) fn check(self, free_bytes: usize) -> Result<(), OpenError> {
         if self.without_kv() + self.kv <= free_bytes {
             return Ok(());

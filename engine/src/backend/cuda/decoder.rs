@@ -21,17 +21,17 @@ pub(super) struct Decoder {
     pub(super) sizes: Sizes,
     pub(super) heads: Heads,
     pub(super) epsilon: f32,
-    /// Cosine and sine for each position.
+    /// Cosine and sine of the rotation, for each position.
     pub(super) turns: Buffer<[f32; 2]>,
-    /// One entry for each layer.
+    /// Where each layer's KV is, one entry for each layer.
     pub(super) places: Vec<LayerPlace>,
     pub(super) n_blocks: usize,
     pub(super) kv_number: KvNumber,
-    /// Tokens of a chunk of attention. It is set if results must not depend on the batch.
+    /// The tokens of a chunk of attention, if results must not depend on the batch; otherwise `None`.
     pub(super) chunk_tokens: Option<usize>,
 }
 
-/// The location of a layer's KV, and the layer's window.
+/// The location of one layer's KV, and the layer's window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LayerPlace {
     pub(super) group: GroupIdx,
@@ -45,7 +45,7 @@ pub(super) struct LayerPlace {
 pub(super) struct Pass<'a> {
     pub(super) card: &'a ComputeCard,
     pub(super) products: &'a mut Products,
-    /// The GPUs of the other ranks, or `None` with one rank.
+    /// The other ranks' GPUs; `None` with one rank.
     pub(super) peers: Option<&'a mut Peers>,
     pub(super) space: &'a mut Workspace,
     pub(super) kv: OnCard<'a>,

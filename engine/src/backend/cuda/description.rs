@@ -31,7 +31,7 @@ use crate::kv_room::n_blocks;
 use crate::load::meter::Meter;
 use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, fingerprint, tensors};
 
-/// Threads that read weights. A few threads read a file faster than one. More threads do not help.
+/// The number of threads that read weights. A few threads read a file faster than one; more do not help.
 const LOADER_THREADS: usize = 8;
 
 /// The time limit for the other ranks to load their weights after the first one has finished.
@@ -41,20 +41,20 @@ pub(super) const LOAD_WITHIN: Duration = Duration::from_secs(1800);
 #[derive(Debug)]
 pub(super) struct ModelDescription {
     pub(super) folder: ModelFolder,
-    /// KV bytes of all ranks together.
+    /// The bytes of KV of all ranks together.
     pub(super) kv_bytes: usize,
     pub(super) heads: Heads,
     pub(super) layout: KvLayout,
-    /// One entry for each layer.
+    /// Which matrices are in FP8, one entry for each layer.
     pub(super) in_fp8: Vec<InFp8>,
     pub(super) n_blocks: u32,
-    /// Tokens of the longest sequence.
+    /// The number of tokens of the longest sequence.
     pub(super) tokens_max: usize,
     pub(super) settings: CudaSettings,
 }
 
 impl ModelDescription {
-    /// `kv_bytes` are for all ranks together.
+    /// Reads the folder's description. `kv_bytes` is for all ranks together.
     pub(super) fn of(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Result<Self, OpenError> {
         let folder = ModelFolder::open(folder)?;
         let config = &folder.config;
@@ -94,7 +94,7 @@ impl ModelDescription {
         Ok(Self { heads, layout, in_fp8, n_blocks, tokens_max, settings, folder, kv_bytes })
     }
 
-    /// Returns the folder's current description.
+    /// Reads the folder's description again.
     pub(super) fn again(&self) -> Result<Self, OpenError> {
         Self::of(self.folder.path(), self.kv_bytes, &self.settings)
     }
@@ -158,7 +158,7 @@ impl ModelDescription {
                 checkpoint = Checkpoint::open(self.folder.path())?;
                 Origin::Host(&checkpoint as &dyn crate::load::TensorSource)
             }
-            // Narrow heads are padded and weights are quantized on the host.
+            // Only the host can pad narrow heads and quantize weights, so it generates these weights.
             LoadFormat::Dummy { seed } if self.heads.are_padded() || self.is_in_fp8() => {
                 dummy = Dummy { seed, processor: &host };
                 Origin::Host(&dummy)
@@ -167,13 +167,13 @@ impl ModelDescription {
         };
         let heads = self.heads;
         let bytes = sizes.bytes(&self.in_fp8);
-        // Ranks load at the same time; only the first one reports progress.
+        // All ranks load at the same time, so only the first one reports progress.
         let meter = if sizes.share.is_first() { Meter::new(bytes) } else { Meter::silent(bytes) };
         let upload = Upload::new(card, &host, meter)?;
         Loader { origin, config, heads, sizes, in_fp8: &self.in_fp8, arena, upload }.load()
     }
 
-    /// Returns whether any of its weights are in FP8.
+    /// Returns whether any of the model's weights are in FP8.
     fn is_in_fp8(&self) -> bool {
         self.in_fp8.iter().any(|layer| layer.any())
     }
@@ -211,7 +211,7 @@ impl ModelDescription {
     }
 }
 
-/// Returns a processor with at most `threads` threads, and at most one per core.
+/// Makes a processor with at most `threads` threads, and at most one per core.
 pub(super) fn host(threads: usize) -> Result<Processor, LoadError> {
     let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
     let threads = NonZero::new(cores.min(threads)).unwrap_or(NonZero::<usize>::MIN);
@@ -234,9 +234,9 @@ fn places(layout: &KvLayout) -> Vec<LayerPlace> {
     places.into_iter().map(|(_, place)| place).collect()
 }
 
-/// Words of the largest plan: the most rows, with tables for the longest sequence. All tables of a step are
-/// as long as the longest one. The number of blocks therefore is no bound: one row may be long and the others
-/// short.
+/// Returns the number of words of the largest plan: the most rows, with tables for the longest sequence. All
+/// tables of a step are as long as the longest one, so the number of blocks is no bound: one row may be long
+/// and the others short.
 fn words_max(limits: StepLimits, n_groups: usize, tokens_max: usize) -> usize {
     let of_tables = limits.rows * tokens_max.div_ceil(BLOCK_TOKENS);
     let of_tokens = (3 + n_groups) * limits.tokens;

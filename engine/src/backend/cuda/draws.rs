@@ -8,23 +8,23 @@ use crate::error::RowError;
 use crate::sampler::{looks_back, no_token};
 use crate::step::{Row, RowInput, SampleSpec};
 
-/// The maximum number of edits of a row on the GPU. The host samples rows with more edits. So the choice does
-/// not depend on the other rows.
+/// Limit of edits of a row on the GPU. The host samples a row with more edits, so the choice does not depend
+/// on the other rows.
 pub(super) const EDITS_OF_ROW: usize = 4096;
 
-/// The draws of one step, as words.
+/// The draws of one step, as words for the GPU.
 #[derive(Debug, Default)]
 pub(super) struct Draws {
     pub(super) rows: Vec<u32>,
     pub(super) edits: Vec<u32>,
 }
 
-/// The sampler of a row's token.
+/// What samples a row's token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SampledBy {
     /// The GPU, which always computes the likeliest token.
     Likeliest,
-    /// The GPU, as draw number `nth`. `is_told` is set if log-probabilities are requested.
+    /// The GPU, as draw number `nth`. `is_told` says whether log-probabilities are requested.
     Card { nth: usize, is_told: bool },
     /// The host, because the GPU does not support the request.
     Host,
@@ -44,7 +44,7 @@ impl Draws {
         let mut n_decodes = 0;
         let mut sampled_by = Vec::with_capacity(rows.len());
         for (row, place) in rows.iter().zip(places) {
-            // Rows with one token come first among a step's tokens, in order.
+            // Rows with one token are counted, because they come first among a step's tokens, in order.
             let nth = n_decodes;
             n_decodes += u32::from(place.is_ok() && row.input.n_tokens() == 1);
             sampled_by.push(match (&row.sample, place) {
@@ -67,8 +67,8 @@ impl Draws {
         self.rows.len() / DrawRow::WORDS
     }
 
-    /// `place` is the index of the token among the sampled ones. `nth` is the index of the row among rows
-    /// with one token.
+    /// Adds a draw for a row. `place` is the index of its token among the sampled ones. `nth` is its index
+    /// among rows with one token.
     fn add(
         &mut self,
         row: &Row<'_>,
@@ -114,8 +114,8 @@ fn is_likeliest(spec: &SampleSpec<'_>) -> bool {
     is_plain && !looks_back(spec.sampling) && spec.index >= spec.stop.min_tokens
 }
 
-/// Returns the changes of logits before the draw, one edit for each token. `sampler/rules.rs` does the same
-/// on the CPU.
+/// Returns the changes of logits before the draw, one edit for each token, like `sampler/rules.rs` on the
+/// CPU.
 fn edits(spec: &SampleSpec<'_>, eos_tokens: &[TokenId]) -> Vec<Edit> {
     let of = |token: &TokenId| Edit { token: token.0, ..Edit::default() };
     let biased = |(token, bias): &(TokenId, f32)| Edit { bias: *bias, ..of(token) };
@@ -129,7 +129,7 @@ fn edits(spec: &SampleSpec<'_>, eos_tokens: &[TokenId]) -> Vec<Edit> {
         let history = spec.history.iter().enumerate();
         edits.extend(history.map(|(nth, token)| Edit { is_seen: true, n_said: said(nth), ..of(token) }));
     }
-    // The sort is stable, so biases of a token are summed in the order of the request.
+    // The sort is stable, so that biases of a token are summed in the order of the request.
     edits.sort_by_key(|edit| edit.token);
     edits.dedup_by(|next, kept| {
         let is_same = next.token == kept.token;
@@ -235,7 +235,7 @@ mod tests {
         assert_eq!((words[1][0], words[1][1], words[1][8]), (0, 0, 9));
         assert_eq!((words[1][11], words[1][12]), (3, 3), "three edits after the first row's three");
         let edits: Vec<&[u32]> = draws.edits.chunks(EDIT_WORDS).take(3).collect();
-        // Tokens 1 and 2 are in the prompt; 2 was generated once more, 3 once.
+        // Tokens 1 and 2 are in the prompt. Token 2 was generated once more, and token 3 once.
         assert_eq!(
             edits.iter().map(|edit| (edit[0], edit[2], edit[3])).collect::<Vec<_>>(),
             [(1, 0, 2), (2, 1, 2), (3, 1, 2)]

@@ -59,13 +59,14 @@ impl Decoder {
         let rows = if n == pass.dims.n_tokens {
             normed.slice(0..n * hidden)
         } else {
-            // The embedding kernel also gathers rows.
+            // The embedding kernel copies rows by index, so it also gathers the wanted rows.
             let from = normed.slice(0..pass.dims.n_tokens * hidden);
             let indices = words.slice(pass.sections.wanted.clone());
             pass.card.embedding(wanted.view_mut().slice(0..n * hidden), from, indices)?;
             wanted.slice(0..n * hidden)
         };
-        // Each rank has the logits of some tokens. All ranks sample from all logits.
+        // With several ranks each rank computes the logits of some tokens. All ranks then sample from all
+        // logits.
         let own = if pass.peers.is_some() { &mut *own_logits } else { &mut *logits };
         let answer = Answer::Wide(own.view_mut().slice(0..n * head_rows));
         pass.products.multiply(pass.card, answer, Weights::Bf16(self.weights.head()), rows, hidden)?;

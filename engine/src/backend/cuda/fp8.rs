@@ -8,7 +8,7 @@ use kernels::cuda::Fp8Rows;
 
 use crate::load::{Quantize, TensorSource};
 
-/// The FP8 matrices of a layer. A matrix on the GPU is in FP8 as a whole.
+/// Which matrices of a layer are in FP8. A matrix on the GPU is in FP8 as a whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct InFp8 {
     pub(super) qkv: bool,
@@ -17,7 +17,8 @@ pub(super) struct InFp8 {
     pub(super) down: bool,
 }
 
-/// Returns the format of the weights, for the fingerprint. A different set of FP8 matrices is another model.
+/// Describes the format of the weights, for the fingerprint. A different set of FP8 matrices is another
+/// model.
 pub(super) fn dtype(layers: &[InFp8]) -> String {
     let of_layer = |layer: &InFp8| {
         let InFp8 { qkv, o, gate_up, down } = *layer;
@@ -34,7 +35,7 @@ pub(super) fn dtype(layers: &[InFp8]) -> String {
 impl InFp8 {
     pub(super) const ALL: Self = Self { qkv: true, o: true, gate_up: true, down: true };
 
-    /// Returns one entry for each layer. All matrices are in FP8 if they are quantized during loading; else
+    /// Returns one entry for each layer. If matrices are quantized during loading, all are in FP8; otherwise
     /// those whose parts are all in FP8.
     pub(super) fn of_layers(n_layers: usize, quantize: Quantize, source: &dyn TensorSource) -> Vec<Self> {
         let of_layer = |nth: usize| {
@@ -64,15 +65,16 @@ impl InFp8 {
 #[derive(Debug)]
 pub(super) struct Packed<'a> {
     matrix: &'a Matrix,
-    /// The source of each row. `None` means zeroes.
+    /// The matrix's row for each row on the GPU; `None` means zeroes.
     rows: Vec<Option<usize>>,
-    /// The source of each byte of a row.
+    /// The matrix's column for each byte of a row on the GPU; `None` means zero.
     columns: Vec<Option<usize>>,
     has_nan: AtomicBool,
 }
 
 impl<'a> Packed<'a> {
-    /// `columns` are the columns of a row before they are reordered for the GPU.
+    /// Describes a part of `matrix`. `columns` are the columns of a row before they are reordered for the
+    /// GPU.
     pub(super) fn new(matrix: &'a Matrix, rows: Vec<Option<usize>>, columns: &[Option<usize>]) -> Self {
         let mut places = vec![None; Fp8Rows::width(columns.len())];
         for (nth, column) in columns.iter().enumerate() {
@@ -111,7 +113,7 @@ impl<'a> Packed<'a> {
         }
     }
 
-    /// Returns whether any byte was NaN.
+    /// Returns whether any byte that `fill` has written was NaN.
     pub(super) fn has_nan(&self) -> bool {
         self.has_nan.load(Ordering::Relaxed)
     }
@@ -176,14 +178,14 @@ mod tests {
     #[test]
     fn bytes_go_where_the_card_looks_for_them() {
         let matrix = matrix(3, 90);
-        // The second row, zeroes, the first row. Each has the columns from 5 on, with two zero columns in
-        // between.
+        // The rows are the second row, zeroes, and the first row. Each has the columns from 5 on, with two
+        // zero columns in between.
         let columns: Vec<Option<usize>> =
             (5..40).map(Some).chain([None, None]).chain((40..83).map(Some)).collect();
         let packed = Packed::new(&matrix, vec![Some(1), None, Some(0)], &columns);
         assert_eq!(packed.scales(), [1.5, 0.0, 0.5]);
         let mut pairs = vec![Bf16(9); 3 * 64];
-        // The parts start in the middle of rows.
+        // The two parts meet in the middle of a row.
         let (head, tail) = pairs.split_at_mut(50);
         packed.fill(0, head);
         packed.fill(50, tail);

@@ -1,10 +1,10 @@
 //! Sizes of recorded steps. A step uses the next larger size.
 
-/// Numbers of rows of recorded steps. Small numbers are closer together, because padding costs a larger share
-/// there.
+/// The numbers of rows of recorded steps. Small numbers are closer together, because for them padding costs a
+/// larger share.
 const ROWS: &[usize] =
     &[1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256];
-/// The shortest recorded length.
+/// The shortest recorded length, in tokens.
 const LENGTH_MIN: usize = 256;
 const STEPS_OF_OCTAVE: usize = 8;
 
@@ -23,7 +23,7 @@ pub(super) struct GraphSize {
 }
 
 impl GraphSizes {
-    /// For steps of up to `rows` sequences of up to `tokens` tokens.
+    /// Chooses the sizes for steps of up to `rows` sequences of up to `tokens` tokens.
     pub(super) fn new(rows: usize, tokens: usize) -> Self {
         let below = ROWS.iter().copied().filter(|graph_size| *graph_size < rows);
         let last = rows.min(ROWS[ROWS.len() - 1]);
@@ -31,8 +31,8 @@ impl GraphSizes {
         Self { rows, lengths: Self::lengths(tokens) }
     }
 
-    /// Eight lengths in each doubling, all in whole blocks. Positions after a sequence's end cost nothing,
-    /// but every sequence is computed in as many parts as the longest one needs.
+    /// Returns the recorded lengths: eight in each doubling, all in whole blocks. Positions after a
+    /// sequence's end cost nothing, but every sequence is computed in as many parts as the longest one needs.
     pub(super) fn lengths(tokens: usize) -> Vec<usize> {
         let mut lengths = vec![];
         let mut octave = LENGTH_MIN;
@@ -56,7 +56,7 @@ impl GraphSizes {
         &self.rows
     }
 
-    /// Returns the smallest size that fits the step. `None` if there is none.
+    /// Returns the smallest size that fits the step; `None` if no size does.
     pub(super) fn graph_size(&self, rows: usize, length: usize) -> Option<GraphSize> {
         let rows = self.rows.iter().copied().find(|graph_size| *graph_size >= rows)?;
         Some(GraphSize { rows, length: Self::length(&self.lengths, length)? })

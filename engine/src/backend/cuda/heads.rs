@@ -30,7 +30,7 @@ impl Heads {
         self.real != self.padded
     }
 
-    /// Returns the index on the GPU of number `nth` of all heads.
+    /// Returns the index on the GPU of number `nth` of the unpadded heads.
     pub(super) fn place(self, nth: usize) -> usize {
         let (head, dim) = (nth / self.real, nth % self.real);
         let (half, padded_half) = (self.real / 2, self.padded / 2);
@@ -53,7 +53,7 @@ impl Heads {
         n_positions * self.padded / 2 * size_of::<[f32; 2]>()
     }
 
-    /// Cosine and sine for each position and each number of half a head, computed as on the CPU.
+    /// Computes cosine and sine for each position and each number of half a head, as on the CPU.
     pub(super) fn turns(self, frequencies: &[f32], n_positions: usize) -> Vec<[f32; 2]> {
         let half = self.padded / 2;
         let mut turns = vec![[1.0, 0.0]; n_positions * half];

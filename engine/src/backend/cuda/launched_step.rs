@@ -15,7 +15,7 @@ use crate::error::RowError;
 use crate::sampler::OwnedSampleSpec;
 use crate::step::{Row, RowInput, Sampled, SlotId, StepOutput};
 
-/// A launched step.
+/// A step that was launched and is not collected yet.
 #[derive(Debug)]
 pub(super) struct LaunchedStep {
     pub(super) number: u64,
@@ -29,11 +29,11 @@ pub(super) struct LaunchedStep {
 #[derive(Debug)]
 pub(super) struct Readback {
     pub(super) drawn: Pinned<u32>,
-    /// Set if log-probabilities are requested.
+    /// The outcomes of draws; `None` if no log-probabilities are requested.
     pub(super) outcomes: Option<Pinned<u32>>,
-    /// Reached when both buffers are copied.
+    /// The event at which both buffers are copied.
     pub(super) end: Event,
-    /// Reached when the other ranks have finished.
+    /// The events at which the other ranks have finished.
     pub(super) others: Vec<Event>,
 }
 
@@ -57,9 +57,9 @@ struct LaunchedRow {
     slot: SlotId,
     /// The index of the row's token among the sampled ones.
     place: Result<Option<u32>, RowError>,
-    /// The index of the row's outcome, if log-probabilities are requested.
+    /// The index of the row's outcome; `None` if no log-probabilities are requested.
     outcome: Option<usize>,
-    /// Set if the host samples the row, because the GPU does not support the request.
+    /// The parameters of the host's draw, if the GPU does not support the request.
     by_host: Option<HostDraw>,
 }
 
@@ -67,7 +67,7 @@ struct LaunchedRow {
 struct HostDraw {
     spec: OwnedSampleSpec,
     follows_previous: bool,
-    /// The position of the token.
+    /// The position of the token in its sequence.
     position: usize,
 }
 
@@ -169,14 +169,14 @@ impl LaunchedStep {
         Ok(StepOutput { rows })
     }
 
-    /// Returns its buffers for reuse.
+    /// Returns the step's buffers for reuse.
     pub(super) fn into_readback(self) -> Readback {
         self.readback
     }
 }
 
 impl Source<'_> {
-    /// Rejects results that were computed after a rank was lost.
+    /// Rejects the results if a rank was lost before they were computed.
     fn check(&self) -> Result<(), CudaError> {
         match self.lost {
             Some(lost) if lost.is_raised() => Err(peer_lost()),
@@ -185,7 +185,7 @@ impl Source<'_> {
     }
 }
 
-/// Returns the error for a raised [`LostFlag`].
+/// Makes the error for a raised [`LostFlag`].
 pub(super) fn peer_lost() -> CudaError {
     let why = format!("a GPU waited {} s for another GPU, which did not respond", PATIENCE.as_secs());
     CudaError::PeerLost { why }

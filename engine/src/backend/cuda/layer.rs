@@ -15,13 +15,13 @@ use super::decoder::{Decoder, LayerPlace, Pass};
 use super::weights::{LayerWeights, Linear};
 use super::workspace::Workspace;
 
-/// The state of the workspace's `normed`.
+/// What the rows in the workspace's `normed` are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Normed {
-    /// Normed rows.
+    /// The rows are normed.
     Whole,
-    /// Rows times the norm's weights, not yet divided by the norm. Each row has `n_parts` partial sums of
-    /// squares.
+    /// The rows are multiplied by the norm's weights, and not yet divided by the norm. Each row has `n_parts`
+    /// partial sums of squares.
     Pending { n_parts: usize },
 }
 
@@ -73,7 +73,7 @@ impl Decoder {
         pass.card.rope_write_kv(rope)
     }
 
-    /// The feed-forward part between its two matrices.
+    /// Computes the feed-forward part between its two matrices.
     pub(super) fn gate(
         &self,
         pass: &mut Pass<'_>,
@@ -170,7 +170,8 @@ impl Decoder {
         Ok(Normed::Whole)
     }
 
-    /// Adds the output of a layer's part to the residual and norms the sum. Each rank has a partial sum of that output.
+    /// Adds the output of a layer's part to the residual and norms the sum. Each rank has a partial sum of
+    /// that output.
     fn add_given(&self, pass: &mut Pass<'_>, norm: &Buffer<Bf16>) -> Result<(), CudaError> {
         let numbers = 0..pass.dims.n_tokens * self.sizes.hidden;
         let Workspace { given, normed, residual, .. } = &mut *pass.space;
@@ -189,14 +190,13 @@ impl Decoder {
         }
     }
 
-    /// Returns whether ranks push their partial sums into each other's memory. This is one of two methods for
-    /// the sum. They sum a row's squares in different orders, so a deterministic backend always uses the same
-    /// one.
+    /// Returns whether ranks sum these rows by pushing partial sums into each other's memory. The other
+    /// method sums a row's squares in another order, so a deterministic backend never pushes.
     fn throws(&self, peers: &Peers, n_rows: usize) -> bool {
         self.chunk_tokens.is_none() && n_rows <= peers.few_rows()
     }
 
-    /// Returns the pending norm that a product has to apply.
+    /// Returns the pending norm that a product has to apply, if any.
     fn pending_norm<'a>(
         &self,
         squares: &'a Buffer<f32>,
@@ -213,8 +213,8 @@ impl Decoder {
 }
 
 impl Normed {
-    /// Rejects rows with a pending norm. The caller already knows the product's kernel, so this does not
-    /// fail.
+    /// Rejects rows with a pending norm. It never fails, because the caller knows which kernel computes the
+    /// product.
     fn ensure_whole(self) -> Result<(), CudaError> {
         match self {
             Self::Whole => Ok(()),
@@ -238,7 +238,7 @@ fn linear(
     }
 }
 
-/// Returns the form in which our kernel computes this product, or `None` if another method does in this pass.
+/// Returns the form in which our kernel computes this product; `None` if another method does in this pass.
 pub(super) fn form(pass: &Pass<'_>, linear: &Linear) -> Option<OwnForm> {
     let (w, k) = (linear.weight.view(), linear.columns);
     let is_fp8 = matches!(w, Weights::Fp8(_));
@@ -256,7 +256,7 @@ pub(super) fn heads_form(pass: &Pass<'_>, layer: &LayerWeights) -> Option<OwnFor
     form(pass, &layer.qkv).filter(|form| layer.head_norms.is_none() || form.norms_heads())
 }
 
-/// Returns whether concurrent products load into registers. Their loads need the L1 cache of a
+/// Returns whether both concurrent products load into registers. Such loads need the L1 cache of a
 /// multiprocessor, and kernels that use the copy engine leave almost no memory for it.
 pub(super) fn reads_by_registers(pass: &Pass<'_>, layer: &LayerWeights) -> bool {
     [&layer.qkv, &layer.o].iter().all(|linear| matches!(form(pass, linear), Some(OwnForm::Skinny(_))))

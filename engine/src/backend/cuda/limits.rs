@@ -17,14 +17,14 @@ use super::workspace::Workspace;
 /// The numbers of rows for which products are measured.
 const PRODUCT_ROWS: [usize; 8] = [1, 8, 32, 64, 128, 256, 2048, 8192];
 
-/// Measured with the model's own weights.
+/// The GPU's limits, measured with the model's own weights.
 #[derive(Clone, Debug, Serialize)]
 pub struct CudaLimits {
     pub gpu: String,
     pub weight_bytes: usize,
     /// The rate of reading all matrices without computing.
     pub read_bytes_per_s: f64,
-    /// All products of all layers in sequence, recorded like steps, without the output layer.
+    /// The rates of all products of all layers in sequence, recorded like steps, without the output layer.
     pub products: Vec<ProductRate>,
 }
 
@@ -37,7 +37,7 @@ pub struct ProductRate {
 }
 
 impl CudaBackend {
-    /// Measures on the first rank's GPU, with its share of the weights.
+    /// Measures the limits of the first rank's GPU, with its share of the weights.
     pub fn limits(&mut self) -> Result<CudaLimits, CudaError> {
         let tools = &mut self.rank.tools;
         let read_bytes_per_s = read_rate(tools)?;
@@ -102,7 +102,7 @@ fn product_rate(tools: &mut Tools, rows: usize) -> Result<ProductRate, CudaError
     })
 }
 
-/// The matrices of a layer.
+/// The kinds of matrices of a layer.
 const KINDS: &[fn(&LayerWeights) -> &Linear] =
     &[|layer| &layer.qkv, |layer| &layer.o, |layer| &layer.gate_up, |layer| &layer.down];
 

@@ -17,7 +17,7 @@ use tracing::error;
 /// The time limit for a rank to end. A rank that takes longer is abandoned, and its resources are leaked.
 const END_WITHIN: Duration = Duration::from_secs(30);
 
-/// A rank on its thread.
+/// A rank that executes orders on its own thread.
 pub(super) trait Performer: Send + Sized + 'static {
     type Order: Clone + Send + 'static;
     type Answer: Send + 'static;
@@ -28,13 +28,13 @@ pub(super) trait Performer: Send + Sized + 'static {
 /// All ranks but the first.
 pub(super) struct Helpers<P: Performer> {
     helpers: Vec<Helper<P>>,
-    /// Set after a rank was lost.
+    /// Set after a rank was lost: then no further order is sent.
     is_over: bool,
 }
 
 /// The handle of one rank's thread.
 struct Helper<P: Performer> {
-    /// `None` after the thread was told to end.
+    /// The queue of orders; `None` after the thread was told to end.
     orders: Option<SyncSender<P::Order>>,
     answers: Receiver<Result<P::Answer, CudaError>>,
     /// Returns the thread's performer if the thread ends without a panic.
@@ -45,7 +45,7 @@ struct Helper<P: Performer> {
 pub(super) type Opened<E> = Receiver<Result<(), E>>;
 
 impl<P: Performer> Helpers<P> {
-    /// No other ranks.
+    /// Makes a value without other ranks.
     pub(super) fn none() -> Self {
         Self { helpers: Vec::new(), is_over: false }
     }
@@ -64,7 +64,7 @@ impl<P: Performer> Helpers<P> {
                 Ok(performer) => performer,
                 Err(error) => {
                     let _ = opened_out.send(Err(error));
-                    // A rank that failed to open receives no orders.
+                    // A rank that failed to open gets no orders, so this is a bug.
                     panic!("rank {nth} was not opened");
                 }
             };
@@ -130,7 +130,7 @@ impl<P: Performer> Helpers<P> {
 impl<P: Performer> Helper<P> {
     fn end(mut self, nth: usize) -> Option<P> {
         loop {
-            // Answers to orders that were not waited for come first.
+            // Answers to orders that were not waited for come first, and are dropped.
             match self.answers.recv_timeout(END_WITHIN) {
                 Ok(_) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
@@ -140,7 +140,7 @@ impl<P: Performer> Helper<P> {
                 }
             }
         }
-        // If the thread panicked, the panic is logged.
+        // If the thread panicked, the panic is logged, and there is no performer to return.
         self.thread.take()?.join().ok()
     }
 }
@@ -181,12 +181,12 @@ mod tests {
 
     const SOON: Duration = Duration::from_secs(20);
 
-    /// Records its orders, and fails at some of them.
+    /// A rank that records its orders, and fails at some of them.
     #[derive(Debug)]
     struct FakeRank {
         nth: usize,
         orders: Vec<u32>,
-        /// Blocks the rank until a test opens it.
+        /// Blocks the rank's thread until a test sets it.
         door: Arc<(Mutex<bool>, Condvar)>,
     }
 
@@ -199,7 +199,7 @@ mod tests {
         type Answer = (usize, u32);
 
         fn perform(&mut self, order: u32) -> Result<(usize, u32), CudaError> {
-            // Only the last rank fails.
+            // Only the last rank fails, so that the others must be ended by the first one.
             match order {
                 FAIL if self.nth == 2 => return Err(CudaError::NoDevice),
                 DIE if self.nth == 2 => panic!("the test makes this rank panic"),

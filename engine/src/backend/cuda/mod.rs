@@ -1,10 +1,11 @@
-//! The GPU backend, on one GPU or several: weights and KV are on the GPUs, and whole steps are launched ahead of their work.
+//! The GPU backend, on one GPU or several: weights and KV are on the GPUs, and whole steps are launched ahead
+//! of their work.
 //!
-//! Suggested reading order: settings ([`settings`]), opening (`description`, `opening`), GPU memory (`heads`, `share`,
-//! `weights`, `loader`, `fp8`, `upload`, `budget`, `workspace`), the description of a step (`plan`), its execution (`tools`,
-//! `decoder`, `forward`, `layer`, `attention`), recorded steps (`graph_sizes`, `recorded`), sampling (`draws`), several GPUs
-//! (`rank`, `lockstep`), results of a step (`launched_step`, `watch`), sleep (`asleep`), measurements (`timing`, `tuning`,
-//! `limits`, `profile`).
+//! Suggested reading order: settings ([`settings`]), opening (`description`, `opening`), GPU memory (`heads`,
+//! `share`, `weights`, `loader`, `fp8`, `upload`, `budget`, `workspace`), the description of a step (`plan`),
+//! its execution (`tools`, `decoder`, `forward`, `layer`, `attention`), recorded steps (`graph_sizes`,
+//! `recorded`), sampling (`draws`), several GPUs (`rank`, `lockstep`), results of a step (`launched_step`,
+//! `watch`), sleep (`asleep`), measurements (`timing`, `tuning`, `limits`, `profile`).
 //!
 //! Sums in bf16 depend on the number of rows that are multiplied together. So a row's numbers differ in their
 //! last bits from one batch to another. `docs/specification.md` bounds the difference and says what is
@@ -70,14 +71,14 @@ use rank::{LAUNCH_WITHIN, Order, OrderResult, Rank, Step};
 use watch::{Watch, WatchedStep};
 
 /// A model on one GPU, or divided over several GPUs. The first rank works on the caller's thread.
-// Fields are dropped in this order: users of the memory before the memory.
+// Fields are dropped in this order: values that use the memory before the memory.
 #[derive(Debug)]
 pub struct CudaBackend {
     model: ModelInfo,
     limits: StepLimits,
     watch: Watch,
     flights: VecDeque<LaunchedStep>,
-    /// The tokens of the step that finished last.
+    /// The sampled tokens of the step that finished last, by slot.
     previous: HashMap<SlotId, TokenId>,
     n_launched: u64,
     sampler: HostSampler,
@@ -86,21 +87,21 @@ pub struct CudaBackend {
     lost: Option<LostFlag>,
     rank: Rank,
     memory: KvMemory,
-    /// Clones of the memory that the backend and its ranks hold.
+    /// The number of clones of the memory that the backend and its ranks hold.
     n_holders: usize,
     loaded: Loaded,
-    /// The settings and sizes that it was opened with.
+    /// The settings and sizes that the backend was opened with.
     described: Arc<ModelDescription>,
 }
 
-/// Bytes of the weights on one GPU, and the loading time.
+/// The size of the weights on one GPU, and the loading time.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Loaded {
     pub bytes: usize,
     pub seconds: f64,
 }
 
-/// Pinned buffers for results, used by steps in turn.
+/// Pinned buffers for results, which steps use in turn.
 #[derive(Debug)]
 struct SpareReadbacks {
     drawn: Vec<Pinned<u32>>,
@@ -114,7 +115,7 @@ pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dy
 }
 
 impl CudaBackend {
-    /// Bytes of all weight matrices on one GPU, which every decode step reads.
+    /// Returns the bytes of all weight matrices on one GPU, which every decode step reads.
     pub fn weight_bytes(&self) -> usize {
         self.loaded.bytes
     }
@@ -139,7 +140,7 @@ impl CudaBackend {
         self.rank.recorded.counts()
     }
 
-    /// Returns the source of a slot's last token, for the next step.
+    /// Returns where the next step finds a slot's last token.
     fn previous_of(&self, slot: SlotId) -> Result<InputToken, RowError> {
         match self.flights.back() {
             Some(launched_step) if !launched_step.is_done() => {
@@ -153,7 +154,7 @@ impl CudaBackend {
         }
     }
 
-    /// Finishes steps with rows that the host samples, before the next step overwrites their logits.
+    /// Finishes the steps with rows that the host samples, because the next step overwrites their logits.
     fn finish_what_needs_the_host(&mut self) {
         let Self { rank, lost, sampler, previous, flights, .. } = self;
         if flights.iter().any(|launched_step| !launched_step.is_done() && launched_step.needs_host()) {
@@ -213,7 +214,7 @@ impl CudaBackend {
         Ok(LaunchedStep::new(self.n_launched, rows, places, &sampled_by, readback, signal))
     }
 
-    /// Launches on this rank's GPU while the other ranks launch on theirs. This rank's events come first.
+    /// Launches a step on all ranks' GPUs at the same time. Returns the ranks' results, this rank's first.
     fn launch_on_all(&mut self, step: &Arc<Step>, plan: &Plan<'_>) -> Result<Vec<OrderResult>, CudaError> {
         self.helpers.begin(&Order::Step(Arc::clone(step)))?;
         let written = self.rank.launch(step, |words| plan.write(words))?;
@@ -240,9 +241,9 @@ impl CudaBackend {
         Ok(Some(outcomes))
     }
 
-    /// Returns the verdict on a failed launch. An invalid step fails alone; any other error means that the
-    /// GPU accepts no more work. With several ranks, the others may have started what this one could not, so
-    /// the device is lost.
+    /// Returns the error of a failed launch. An invalid step fails alone; after any other error the GPU
+    /// accepts no more work. With several ranks, others may have started what this one could not, so the
+    /// device is lost.
     fn launch_failed(&self, error: &CudaError) -> BackendError {
         match (&self.lost, error) {
             (None, CudaError::Argument { .. } | CudaError::NoProduct { .. }) => {
@@ -345,8 +346,9 @@ impl Backend for CudaBackend {
 
 impl Drop for CudaBackend {
     fn drop(&mut self) {
-        // GPUs write into each other's memory, so none returns its memory before all have finished. Steps
-        // that were not collected may still write. If waiting fails, the GPU writes nothing more.
+        // Waits for all GPUs before any of them returns its memory, because they write into each other's
+        // memory. Steps that were not collected may still write. If waiting fails, the GPU writes nothing
+        // more.
         let others = self.helpers.end();
         for rank in others.iter().chain([&self.rank]) {
             let _ = rank.tools.card.synchronize();

@@ -25,13 +25,13 @@ use crate::error::{LoadError, OpenError};
 use crate::kv_room::{AutoRoom, KvRoom};
 use crate::model::ModelConfig;
 
-/// Steps with sequences up to this length are recorded at the start. Longer ones are recorded at their first
+/// The longest sequences of steps that are recorded at the start. Longer steps are recorded at their first
 /// use, which takes some milliseconds.
 const RECORDED_TOKENS: usize = 9216;
-/// Threads for sampling that the GPU does not support.
+/// The number of threads for sampling that the GPU does not support.
 const SAMPLER_THREADS: usize = 4;
 
-/// A GPU with all its memory allocated, before weights are loaded.
+/// A GPU whose memory is allocated, except that of weights.
 #[derive(Debug)]
 struct AllocatedRank {
     sizes: Sizes,
@@ -43,8 +43,8 @@ struct AllocatedRank {
 }
 
 impl CudaBackend {
-    /// Opens a folder's model on one GPU or several. Allocates all memory. Rejects a model that does not fit;
-    /// the error lists the parts.
+    /// Opens a folder's model on one GPU or several, and allocates all memory. Rejects a model that does not
+    /// fit; the error lists the bytes by purpose.
     pub fn open(folder: &Path, kv: impl Into<KvRoom>, settings: &CudaSettings) -> Result<Self, OpenError> {
         let cards = open_cards(settings)?;
         let kv_bytes = match kv.into() {
@@ -91,7 +91,7 @@ impl CudaBackend {
     }
 }
 
-/// Returns the GPUs, one for each rank, with kernels for their own architecture unless another is set.
+/// Opens the GPUs, one for each rank, with kernels for their own architecture unless another is set.
 fn open_cards(settings: &CudaSettings) -> Result<Vec<ComputeCard>, CudaError> {
     let (first, n_ranks, n_cards) = (settings.ordinal, usize::from(settings.ranks.get()), Card::count()?);
     if n_ranks > 1 && first + n_ranks > n_cards {
@@ -102,7 +102,7 @@ fn open_cards(settings: &CudaSettings) -> Result<Vec<ComputeCard>, CudaError> {
     (first..first + n_ranks).map(open).collect()
 }
 
-/// Returns the size of KV memory that the GPU with the least free memory allows.
+/// Returns the bytes of KV memory that the GPU with the least free memory allows.
 fn room_on(
     cards: &[ComputeCard],
     auto: AutoRoom,
@@ -110,7 +110,8 @@ fn room_on(
     settings: &CudaSettings,
 ) -> Result<usize, OpenError> {
     let memories = cards.iter().map(|card| card.memory()).collect::<Result<Vec<_>, _>>()?;
-    // All memory counts as KV here, so that sizes that depend on the longest sequence reach their maximum.
+    // All memory counts as KV in this description, so that sizes that depend on the longest sequence reach
+    // their maximum.
     let described = ModelDescription::of(folder, memories.iter().map(|(_, total)| total).sum(), settings)?;
     let mut least = usize::MAX;
     for ((share, card), memory) in Share::of_all(cards.len()).zip(cards).zip(memories) {
@@ -185,7 +186,8 @@ impl ModelDescription {
         Ok((taken.into_iter().map(allocated).collect(), weight_bytes))
     }
 
-    /// Loads the weights of all ranks at the same time: the first rank's here, the others' on their threads.
+    /// Loads the weights of all ranks at the same time: the first rank's on this thread, the others' on their
+    /// threads.
     fn load_all(self: &Arc<Self>, allocated: Vec<AllocatedRank>) -> Result<(Rank, Helpers<Rank>), OpenError> {
         let mut allocated = allocated.into_iter();
         let first = allocated.next().expect("there is a first rank");
@@ -211,7 +213,7 @@ impl ModelDescription {
         Ok(Rank::new(Tools { products, peers, space, decoder, memory, card }, recorded)?)
     }
 
-    /// Measures the fastest products and records steps. All ranks do the same at the same time.
+    /// Measures the fastest products and records steps, on all ranks at the same time.
     fn prepare(&self, rank: &mut Rank, helpers: &mut Helpers<Rank>) -> Result<(), OpenError> {
         let Rank { recorded, tools, .. } = rank;
         if !self.settings.deterministic {

@@ -23,22 +23,22 @@ use types::BlockIdx;
 use crate::error::RowError;
 use crate::step::{Row, RowInput, SlotId};
 
-/// The tokens of a block, as in the kernels.
+/// The number of tokens of a block, as in the kernels.
 pub(super) const BLOCK_TOKENS: usize = kernels::cuda::ops::BLOCK_TOKENS;
 
 /// The numbers of rows, tokens and blocks of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub(super) struct Dims {
     pub(super) n_groups: usize,
-    /// Rows of one token, with padding rows.
+    /// The number of rows of one token, with padding rows.
     pub(super) n_decodes: usize,
     pub(super) n_tokens: usize,
-    /// Sampled tokens.
+    /// The number of sampled tokens.
     pub(super) n_wanted: usize,
     pub(super) n_chunks: usize,
-    /// Blocks of the longest sequence among rows of one token.
+    /// The number of blocks of the longest sequence among rows of one token.
     pub(super) decode_blocks: usize,
-    /// Blocks of the longest sequence among chunks.
+    /// The number of blocks of the longest sequence among chunks.
     pub(super) chunk_blocks: usize,
 }
 
@@ -58,7 +58,7 @@ pub(super) struct Sections {
 }
 
 impl Dims {
-    /// Returns a step of rows with one token each; each row samples a token.
+    /// Describes a step of rows with one token each; each row samples a token.
     pub(super) fn of_decodes(n_groups: usize, n_rows: usize, length: usize) -> Self {
         Self {
             n_groups,
@@ -95,8 +95,8 @@ impl Dims {
         self.sections().chunk_tables.end
     }
 
-    /// Returns a step for measurements only: sequences of that length, with blocks from all parts of the
-    /// memory.
+    /// Makes the words of a step for measurements only: sequences of that length, with blocks from all parts
+    /// of the memory.
     pub(super) fn measured_words(&self, length: usize, n_blocks: u32) -> Vec<u32> {
         let sections = self.sections();
         let mut words = vec![0_u32; self.n_words()];
@@ -135,12 +135,12 @@ fn part(all: &Range<usize>, n_parts: usize, nth: usize) -> Range<usize> {
     all.start + nth * len..all.start + (nth + 1) * len
 }
 
-/// The replacement of [`RowInput::Previous`].
+/// The token that replaces [`RowInput::Previous`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum InputToken {
-    /// A token that the host knows.
+    /// The token, which the host knows.
     Token(u32),
-    /// The index among the tokens that the step in flight samples.
+    /// The token's index among the tokens that the step in flight samples.
     Drawn(u32),
 }
 
@@ -188,7 +188,7 @@ impl<'a> Plan<'a> {
         self.chunks.is_empty() && !self.decodes.is_empty()
     }
 
-    /// Tokens of the longest sequence among rows of one token.
+    /// Returns the tokens of the longest sequence among rows of one token.
     pub(super) fn length_max(&self) -> usize {
         self.decodes.iter().map(|(row, _)| row.start + 1).max().unwrap_or(0)
     }
@@ -240,7 +240,7 @@ impl<'a> Plan<'a> {
         rows.iter().zip(fed).map(place).collect()
     }
 
-    /// Returns the chunks, in the form that attention takes.
+    /// Returns the chunks in the form that attention takes.
     pub(super) fn sequences(&self) -> Vec<PrefillSequence> {
         let mut first_row = self.dims.n_decodes;
         let sequence = |row: &&Row<'_>| {
@@ -329,7 +329,7 @@ impl<'a> Plan<'a> {
 
     fn write_wanted(&self, sections: &Sections, words: &mut [u32]) {
         if self.dims.n_wanted == self.dims.n_tokens {
-            // Each row samples at its own index, so nothing is gathered.
+            // Each row samples at its own index, so no rows are gathered.
             return (0..self.dims.n_wanted).for_each(|nth| words[sections.wanted.start + nth] = nth as u32);
         }
         let of_decodes = self.decodes.iter().enumerate().map(|(nth, (row, _))| (*row, nth));
@@ -342,7 +342,7 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// Returns the input of a row of one token. `None` for a chunk.
+/// Returns the input token of a row of one token; `None` for a chunk.
 fn fed(
     row: &Row<'_>,
     vocab: usize,
@@ -360,7 +360,7 @@ fn fed(
     }
 }
 
-/// Returns the slot of a token's KV in the pages. A token without a block has no slot.
+/// Returns the slot of a token's KV in the pages; NOWHERE for a token without a block.
 fn slot(table: Option<&[BlockIdx]>, position: usize) -> u32 {
     let block = table.and_then(|table| table.get(position / BLOCK_TOKENS));
     block.map_or(NOWHERE, |block| block.0 * BLOCK_TOKENS as u32 + (position % BLOCK_TOKENS) as u32)

@@ -16,7 +16,7 @@ use super::weights::Linear;
 pub struct DecodeProfile {
     pub rows: usize,
     pub length: usize,
-    /// The names of the parts, and their milliseconds.
+    /// The names of the parts, and their times in milliseconds.
     pub parts: Vec<(&'static str, f64)>,
     pub step_ms: f64,
 }
@@ -76,7 +76,7 @@ impl Decoder {
         nth.try_for_each(|nth| self.add_feed_forward(pass, &layers[nth], layers.get(nth + 1)).map(drop))
     }
 
-    /// Returns the state of the normed rows when such a product follows another one.
+    /// Returns the state of the normed rows before `product`, if the product `before` wrote them.
     fn normed_for(&self, pass: &Pass<'_>, before: &Linear, product: Option<OwnForm>) -> Normed {
         match (form(pass, before), product) {
             (Some(form), Some(_)) if pass.peers.is_none() => {

@@ -22,13 +22,13 @@ use super::tools::Tools;
 use super::{profile, timing};
 use crate::error::OpenError;
 
-/// The time limit for a rank's preparations. The longest one is recording all steps.
+/// The time limit for a rank's preparations. The longest preparation is recording all steps.
 pub(super) const PREPARE_WITHIN: Duration = Duration::from_secs(120);
 /// The time limit for a rank to launch a step.
 pub(super) const LAUNCH_WITHIN: Duration = Duration::from_secs(30);
 
-/// A GPU with all its data.
-// Fields are dropped in this order: users of the memory before the memory.
+/// One GPU of a model, with all its data.
+// Fields are dropped in this order: values that use the memory before the memory.
 #[derive(Debug)]
 pub(super) struct Rank {
     pub(super) recorded: Recorded,
@@ -36,7 +36,7 @@ pub(super) struct Rank {
     pub(super) tools: Tools,
 }
 
-/// Pinned buffers for uploads, used by steps in turn.
+/// Pinned buffers for uploads, which steps use in turn.
 #[derive(Debug)]
 struct Staging {
     words: VecDeque<Pinned<u32>>,
@@ -48,7 +48,7 @@ struct Staging {
 #[derive(Debug)]
 pub(super) struct Step {
     pub(super) dims: Dims,
-    /// Its size, if it uses a recorded graph.
+    /// The size of the recorded graph that the step uses, if any.
     pub(super) graph_size: Option<GraphSize>,
     pub(super) sequences: Vec<PrefillSequence>,
     pub(super) draws: Draws,
@@ -60,32 +60,32 @@ pub(super) struct Step {
 #[derive(Clone, Debug)]
 pub(super) enum Order {
     Step(Arc<Step>),
-    /// Use these methods for products from now on.
+    /// Uses these methods for products from now on.
     SetChoices(Choices),
-    /// Write the words of a step for measurements.
+    /// Writes the words of a step for measurements.
     WriteWords(Arc<[u32]>),
     TimeStep(Dims),
     WarmUp(GraphSizes),
-    /// Record steps with sequences of up to this number of tokens.
+    /// Records steps with sequences of up to this number of tokens.
     Record(usize),
     Profile {
         rows: usize,
         length: usize,
     },
-    /// Return memory, for sleep.
+    /// Returns memory, for sleep.
     GiveBack,
-    /// Wake: allocate memory and load the weights again.
+    /// Allocates memory and loads the weights again, to wake.
     Refill(Arc<ModelDescription>),
 }
 
-/// The result of an order: events of a step, or an error.
+/// The result of an order on one rank: events of a step, or an error.
 #[derive(Debug, Default)]
 pub(super) struct OrderResult {
-    /// Reached when each layer's KV is written. Empty if the step uses a recorded graph.
+    /// The events at which each layer's KV is written. Empty if the step uses a recorded graph.
     pub(super) written: Vec<Event>,
-    /// Reached when the whole step is done.
+    /// The event at which the whole step is done; `None` for other orders.
     pub(super) end: Option<Event>,
-    /// The error of a rejected sleep or wake. The GPU still works.
+    /// The error of a rejected sleep or wake, after which the GPU still works.
     pub(super) refused: Option<OpenError>,
 }
 
@@ -117,7 +117,8 @@ impl Rank {
 
     fn run(&mut self, step: &Step, write: impl FnOnce(&mut [u32])) -> Result<Vec<Event>, CudaError> {
         let Self { recorded, staging, tools } = self;
-        // The step's words use the buffer whose last use is the oldest.
+        // The words go through the buffer whose last use is the oldest, because its copy is the most likely
+        // to be done.
         send(&tools.card, &mut staging.words, step.dims.n_words(), write, &mut tools.space.words)?;
         if let Some(graph_size) = step.graph_size {
             recorded.launch(graph_size, tools)?;
@@ -131,8 +132,8 @@ impl Rank {
         Ok(events)
     }
 
-    /// Samples tokens for rows that do not take the likeliest one. The next step reads them on the GPU like
-    /// the others.
+    /// Samples tokens for rows that do not take the likeliest one, into the memory from which the next step
+    /// reads its tokens.
     fn draw(&mut self, draws: &Draws, dims: Dims) -> Result<(), CudaError> {
         if draws.n_rows() == 0 {
             return Ok(());

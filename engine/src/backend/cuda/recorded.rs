@@ -9,24 +9,25 @@ use super::graph_sizes::{GraphSize, GraphSizes};
 use super::plan::Dims;
 use super::tools::Tools;
 
-/// The maximum number of graphs.
+/// Limit of recorded graphs.
 const GRAPHS_MAX: usize = 2048;
 
-/// Graphs by size. Sizes up to a length are recorded at the start, longer ones at their first use.
+/// The recorded graphs, by size. Sizes up to a length are recorded at the start, longer ones at their first
+/// use.
 #[derive(Debug)]
 pub(super) struct Recorded {
     graph_sizes: Option<GraphSizes>,
     n_groups: usize,
-    /// The maximum number of words of a recorded step. A step with more words is not recorded.
+    /// Limit of the words of a recorded step. A step with more words is not recorded.
     n_words_max: usize,
     graphs: BTreeMap<GraphSize, Graph>,
-    /// Sizes for which there was not enough memory.
+    /// The sizes for which the GPU had not enough memory.
     unrecorded: BTreeSet<GraphSize>,
     n_at_start: usize,
 }
 
 impl Recorded {
-    /// If `graph_sizes` is `None`, nothing is recorded.
+    /// Starts without graphs. If `graph_sizes` is `None`, nothing is ever recorded.
     pub(super) fn new(graph_sizes: Option<GraphSizes>, n_groups: usize, n_words_max: usize) -> Self {
         let (graphs, unrecorded) = (BTreeMap::new(), BTreeSet::new());
         Self { graph_sizes, n_groups, n_words_max, graphs, unrecorded, n_at_start: 0 }
@@ -37,7 +38,7 @@ impl Recorded {
         (self.n_at_start, self.graphs.len() - self.n_at_start)
     }
 
-    /// Returns the size that a step of rows with one token uses.
+    /// Returns the size that a step of rows with one token uses; `None` if it is not recorded.
     pub(super) fn graph_size(&self, rows: usize, length: usize) -> Option<GraphSize> {
         self.graph_sizes.as_ref()?.graph_size(rows, length).filter(|graph_size| self.has_room(*graph_size))
     }
@@ -96,7 +97,7 @@ impl Recorded {
 
     fn record(&mut self, graph_size: GraphSize, tools: &mut Tools) -> Result<(), CudaError> {
         if self.graphs.len() >= GRAPHS_MAX {
-            // Long sequences in the largest batches are the rarest.
+            // The largest size is dropped, because long sequences in the largest batches are the rarest.
             self.graphs.pop_last();
         }
         let dims = self.dims(graph_size);

@@ -59,13 +59,14 @@ impl Default for CudaSettings {
 const CHUNK_TOKENS: usize = 512;
 
 impl CudaSettings {
-    /// Tokens of a sequence for each block of threads. `None` means that it depends on the batch.
+    /// Returns the number of tokens of a sequence for each block of threads; `None` if it depends on the
+    /// batch.
     pub(super) fn chunk_tokens(&self) -> Option<usize> {
         self.deterministic.then_some(CHUNK_TOKENS)
     }
 
-    /// Returns the fingerprint of the arithmetic. A deterministic backend gives the same results on the same
-    /// number of GPUs with the same kernels.
+    /// Describes the arithmetic, for the fingerprint. A deterministic backend gives the same results on the
+    /// same number of GPUs with the same kernels.
     pub(super) fn arithmetic(&self, arch: &str) -> String {
         match (self.deterministic, self.ranks.get()) {
             (true, 1) => format!("bf16 on a GPU, {arch}, the same in any company"),
@@ -78,14 +79,14 @@ impl CudaSettings {
         self.cache.as_ref().map_or_else(Cache::none, |folder| Cache::at(&folder.join("kernels")))
     }
 
-    /// Returns the file with the chosen product methods for such a GPU.
+    /// Returns the file with the chosen product methods for the GPU that `about` describes.
     pub(super) fn choices_file(&self, about: &str) -> Option<PathBuf> {
         let name: String = about.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
         self.cache.as_ref().map(|folder| folder.join("products").join(format!("{name}.txt")))
     }
 }
 
-/// Returns the XDG cache folder: `$XDG_CACHE_HOME`, else `$HOME/.cache`, else none.
+/// Returns the XDG cache folder: `$XDG_CACHE_HOME`, else `$HOME/.cache`; `None` if neither is set.
 fn user_cache(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
     let named = |name| variable(name).filter(|path| path.is_absolute());
     let base = named("XDG_CACHE_HOME").or_else(|| named("HOME").map(|home| home.join(Path::new(".cache"))));

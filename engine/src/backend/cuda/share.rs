@@ -5,10 +5,10 @@ use std::ops::Range;
 use crate::error::LoadError;
 use crate::model::ModelConfig;
 
-/// Numbers that kernels move at a time.
+/// The number of numbers that kernels move at a time.
 const NUMBERS_AT_ONCE: usize = 8;
 
-/// One of the ranks that share a model.
+/// The share of one of the ranks of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Share {
     pub(super) nth: usize,
@@ -40,7 +40,7 @@ impl Share {
         }
     }
 
-    /// Returns the rank's heads. With fewer heads than ranks, several ranks hold the same head.
+    /// Returns the range of the rank's heads. With fewer heads than ranks, several ranks hold the same head.
     pub(super) fn heads(self, n_heads: usize) -> Range<usize> {
         match self.n_ranks / n_heads.max(1) {
             0 | 1 => n_heads * self.nth / self.n_ranks..n_heads * (self.nth + 1) / self.n_ranks,

@@ -16,11 +16,11 @@ use super::plan::{BLOCK_TOKENS, Dims};
 use super::workspace::Workspace;
 use crate::error::OpenError;
 
-/// The parts of a forward pass.
+/// The objects of a rank that a forward pass needs.
 #[derive(Debug)]
 pub(super) struct Tools {
     pub(super) products: Products,
-    /// The GPUs of the other ranks, or `None` with one rank.
+    /// The other ranks' GPUs; `None` with one rank.
     pub(super) peers: Option<Peers>,
     pub(super) space: Workspace,
     pub(super) decoder: Decoder,
@@ -31,7 +31,7 @@ pub(super) struct Tools {
 // === impl Tools ===
 
 impl Tools {
-    /// Calls `written` after each layer's KV writes are launched.
+    /// Runs a step. Calls `written` after each layer's KV writes are launched.
     pub(super) fn forward(
         &mut self,
         dims: Dims,
@@ -56,7 +56,7 @@ impl Tools {
         work(decoder, &mut Pass { card, products, peers, space, kv, dims, sections, sequences })
     }
 
-    /// Returns the logits, for sampling by the host.
+    /// Returns the step's logits, for sampling by the host.
     pub(super) fn source<'a>(&'a self, lost: Option<&'a LostFlag>) -> Source<'a> {
         Source { card: &self.card, logits: self.space.logits.view(), lost }
     }
@@ -66,10 +66,11 @@ impl Tools {
         self.card.write(self.space.words.view_mut().slice(0..words.len()), words)
     }
 
-    /// Runs each number of rows once: code is loaded when it first runs, which cannot be recorded.
+    /// Runs each number of rows once, because the first run loads code, which cannot be recorded.
     pub(super) fn warm_up(&mut self, graph_sizes: &GraphSizes) -> Result<(), CudaError> {
         let n_groups = self.memory.layout().groups.len();
-        // All words are invalid: tokens and slots that do not exist, and sequences without tokens.
+        // All words are invalid, so nothing is written: tokens and slots that do not exist, and sequences
+        // without tokens.
         self.card.fill(self.space.words.view_mut(), 0xff)?;
         for rows in graph_sizes.rows() {
             let dims = Dims::of_decodes(n_groups, *rows, BLOCK_TOKENS);
@@ -83,7 +84,7 @@ impl Tools {
 
     // === sleep ===
 
-    /// Waits for the GPU, then returns memory. Memory that is already returned stays so.
+    /// Waits for the GPU, then returns memory. Does nothing if the memory is already returned.
     pub(super) fn give_back(&mut self) -> Result<(), OpenError> {
         self.card.synchronize()?;
         self.kv().give_back().map_err(kv_memory)?;
@@ -110,7 +111,8 @@ impl Tools {
         Ok(())
     }
 
-    /// Checks that the free memory is large enough, before any of it is allocated. The error lists the parts.
+    /// Checks that the free memory is large enough, before any of it is allocated. The error lists the bytes
+    /// by purpose.
     fn check_room(&self) -> Result<(), OpenError> {
         let (weights, kv) = (self.decoder.arena.bytes(), self.kv().mapped_bytes());
         let free = self.card.memory()?.0;
@@ -140,7 +142,8 @@ fn kv_memory(error: MemoryError) -> OpenError {
 
 impl Drop for Tools {
     fn drop(&mut self) {
-        // Steps that were not waited for may still run. If waiting fails, the GPU writes nothing more.
+        // Waits, because steps that were not collected may still run. If waiting fails, the GPU writes
+        // nothing more.
         let _ = self.card.synchronize();
     }
 }

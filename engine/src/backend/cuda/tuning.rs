@@ -1,7 +1,7 @@
 //! Measures the fastest product methods for the shapes of a model, once for each kind of GPU.
 //!
 //! Each shape is measured alone first. For few rows, the fastest methods are then tried in whole decode
-//! steps. Kernels overlap there, and two that are fast alone may slow each other down.
+//! steps, in which kernels overlap, and two that are fast alone may slow each other down.
 
 use std::collections::BTreeMap;
 
@@ -24,13 +24,13 @@ use super::weights::all_of;
 use super::workspace::Workspace;
 use crate::backend::StepLimits;
 
-/// The maximum number of rows for measurements in whole steps. Larger products take long, so kernels before
-/// and after them matter little.
+/// The largest number of rows that is measured in whole steps. Larger products take long, so the kernels
+/// before and after them matter little.
 const STEP_ROWS_MAX: usize = 128;
-/// Tokens of each sequence in the measured steps.
+/// The number of tokens of each sequence in the measured steps.
 const STEP_TOKENS: usize = 1024;
-/// The maximum number of rounds over all products. The fastest method of one product may change with the
-/// methods of the others.
+/// The maximum number of rounds over all products. There are several, because the fastest method of one
+/// product may change with the methods of the others.
 const ROUNDS_MAX: usize = 2;
 /// The search runs from each start whose step takes at most this multiple of the shortest step.
 const START_MAX: f64 = 1.05;
@@ -152,7 +152,7 @@ fn tune_in_steps(
 }
 
 fn kinds(decoder: &Decoder, limits: StepLimits, shares: bool) -> Vec<Kind<'_>> {
-    // Ranks add up their partial sums before the norm.
+    // Ranks add up their partial sums before the norm, so the norm is not part of the product's work.
     let norm = if shares { JoinedWork::Other } else { JoinedWork::Norm };
     let (layers, sizes) = (&decoder.weights.layers, decoder.sizes);
     let of_layers = [
@@ -163,7 +163,7 @@ fn kinds(decoder: &Decoder, limits: StepLimits, shares: bool) -> Vec<Kind<'_>> {
     ];
     let mut kinds = Vec::new();
     for (matrices, k, after) in of_layers {
-        // A checkpoint may have only some layers in FP8.
+        // A checkpoint may have only some layers in FP8, so a kind of matrix may have two shapes.
         let (in_fp8, in_bf16): (Vec<_>, Vec<_>) =
             matrices.into_iter().partition(|matrix| matches!(matrix, Weights::Fp8(_)));
         for (matrices, is_fp8) in [(in_bf16, false), (in_fp8, true)] {
@@ -200,7 +200,7 @@ fn measure(
     space: &mut Workspace,
     norm: View<'_, Bf16>,
 ) -> Result<Vec<Choice>, CudaError> {
-    // For few rows, the work after the product is measured in whole steps.
+    // For few rows, the work after the product is measured in whole steps, so it is left out here.
     let after = if shape.n_rows > STEP_ROWS_MAX { kind.after } else { JoinedWork::Other };
     let (y, x) = match after {
         JoinedWork::Other => rooms(shape, space),
@@ -252,7 +252,7 @@ fn norm_rooms<'a>(
 fn rooms(shape: ProductShape, space: &mut Workspace) -> (ProductOutput<'_>, View<'_, Bf16>) {
     let ProductShape { n, k, n_rows, is_wide, .. } = shape;
     let Workspace { normed, gated, attended, qkv, gate_up, given, logits, .. } = space;
-    // An input buffer that is large enough, and an output in another buffer.
+    // Finds an input buffer that is large enough, and an output in another buffer.
     let x = [&*normed, &*gated, &*attended].into_iter().find(|x| x.len() >= n_rows * k);
     let x = x.expect("a buffer fits the input of each product").slice(0..n_rows * k);
     let y = if is_wide {
@@ -289,10 +289,10 @@ fn tune_one_step(
     Ok(())
 }
 
-/// Returns the starts of the search, with their step times. The kernels interact. Our kernels also do the
-/// work after a product, and a norm only if the next product uses one of our kernels too. Kernels that load
-/// into registers slow down those that use the copy engine. So changing one product at a time does not show
-/// the gain of changing all. The starts are: the methods that are fastest alone, our kernels for all products
+/// Returns the starts of the search, with their step times. There are several, because changing one product
+/// at a time does not show the gain of changing all: our kernels also do the work after a product, and a norm
+/// only if the next product uses one of our kernels too, and kernels that load into registers slow down those
+/// that use the copy engine. The starts are the methods that are fastest alone, our kernels for all products
 /// of a layer, and those of our kernels that load into registers.
 fn starts(
     tools: &mut Tools,
@@ -321,7 +321,7 @@ fn starts(
     Ok(starts)
 }
 
-/// Starts from the current methods of the products and the current step time. Returns the final step time.
+/// Searches from the current methods of the products and the current step time. Returns the final step time.
 fn search(
     tools: &mut Tools,
     helpers: &mut Helpers<Rank>,
@@ -360,7 +360,7 @@ fn search(
     Ok(shortest)
 }
 
-/// Like [`time_step`], on all ranks at once.
+/// Measures [`time_step`] on all ranks at once.
 fn time_together(tools: &mut Tools, helpers: &mut Helpers<Rank>, dims: Dims) -> Result<f64, CudaError> {
     choose(tools, helpers)?;
     helpers.begin(&Order::TimeStep(dims))?;

@@ -11,12 +11,12 @@ use kernels::cuda::ComputeCard;
 
 use crate::load::meter::Meter;
 
-/// Numbers of one piece: enough for a copy at full speed.
+/// The number of numbers of one piece: enough for a copy at full speed.
 const PIECE_NUMBERS: usize = 32 << 20;
-/// Numbers of a part of a piece, which one thread reads.
+/// The number of numbers that one thread reads at a time, a part of a piece.
 const PART_NUMBERS: usize = 1 << 20;
 
-/// Two pieces, used in turn.
+/// Uploads weights through two pinned pieces, used in turn.
 #[derive(Debug)]
 pub(super) struct Upload<'a> {
     card: &'a ComputeCard,
@@ -27,7 +27,7 @@ pub(super) struct Upload<'a> {
 }
 
 impl<'a> Upload<'a> {
-    /// `meter` shows the progress. The threads of `host` read.
+    /// Allocates the pieces. `meter` shows the progress. The threads of `host` read.
     pub(super) fn new(card: &'a ComputeCard, host: &'a Processor, meter: Meter) -> Result<Self, CudaError> {
         let numbers = PIECE_NUMBERS.min(meter.total() / size_of::<Bf16>() + 1);
         let pieces = [card.pinned(numbers)?, card.pinned(numbers)?];
@@ -86,7 +86,7 @@ impl<'a> Upload<'a> {
         self.put_with(to, |start, piece| piece.copy_from_slice(&numbers[start..start + piece.len()]))
     }
 
-    /// Counts numbers that reached the GPU in another way.
+    /// Counts numbers that reached the GPU without this upload.
     pub(super) fn count(&mut self, n_numbers: usize) {
         self.meter.add(n_numbers * size_of::<Bf16>());
     }

@@ -11,10 +11,10 @@ use tracing::trace;
 
 use crate::backend::STEPS_IN_FLIGHT_MAX;
 
-/// The thread and its queue. The thread ends when this is dropped.
+/// The thread and its queue. The thread ends when this value is dropped.
 #[derive(Debug)]
 pub(super) struct Watch {
-    /// `None` after the thread was told to end.
+    /// The queue of steps; `None` after the thread was told to end.
     steps: Option<SyncSender<WatchedStep>>,
     thread: Option<thread::JoinHandle<()>>,
 }
@@ -25,7 +25,7 @@ pub(super) struct Watch {
 pub(super) struct WatchedStep {
     pub(super) began: Option<Marker>,
     pub(super) written: Vec<Vec<Event>>,
-    /// Raised if a rank was lost, which makes the results invalid.
+    /// The flag of a lost rank, which makes the results invalid; `None` with one rank.
     pub(super) lost: Option<LostFlag>,
     pub(super) signal: Arc<FenceSignal>,
 }
@@ -37,7 +37,8 @@ impl Watch {
         Ok(Self { steps: Some(steps), thread: Some(thread) })
     }
 
-    /// Does not wait. If the thread is too far behind, the fence opens when the step is collected.
+    /// Queues a step and does not wait. If the thread is too far behind, the fence opens when the step is
+    /// collected.
     pub(super) fn watch(&self, step: WatchedStep) {
         if let Some(steps) = &self.steps {
             let _ = steps.try_send(step);
@@ -49,7 +50,8 @@ impl Drop for Watch {
     fn drop(&mut self) {
         self.steps = None;
         if let Some(thread) = self.thread.take() {
-            // If the thread panicked, the panic is logged, and fences opened when their steps were collected.
+            // If the thread panicked, the panic is logged, and fences opened when their steps were collected,
+            // so the result is ignored.
             let _ = thread.join();
         }
     }

@@ -14,11 +14,11 @@ use crate::model::ModelConfig;
 /// All weights, in the order of a pass.
 #[derive(Debug)]
 pub(super) struct CudaWeights {
-    /// Every rank has the whole embedding. A step reads only the rows of its tokens.
+    /// The embedding. Every rank has all of it, and a step reads only the rows of its tokens.
     pub(super) embed: Buffer<Bf16>,
     pub(super) layers: Vec<LayerWeights>,
     pub(super) norm: Buffer<Bf16>,
-    /// `None` if the embedding is also the output layer.
+    /// The output layer; `None` if the embedding is also the output layer.
     pub(super) head: Option<Buffer<Bf16>>,
     pub(super) sizes: Sizes,
 }
@@ -26,17 +26,17 @@ pub(super) struct CudaWeights {
 #[derive(Debug)]
 pub(super) struct LayerWeights {
     pub(super) attention_norm: Buffer<Bf16>,
-    /// Rows of q, then of k, then of v.
+    /// The rows of q, then of k, then of v.
     pub(super) qkv: Linear,
     pub(super) head_norms: Option<[Buffer<Bf16>; 2]>,
     pub(super) o: Linear,
     pub(super) mlp_norm: Buffer<Bf16>,
-    /// Rows of gate, then of up.
+    /// The rows of gate, then of up.
     pub(super) gate_up: Linear,
     pub(super) down: Linear,
 }
 
-/// `y = x × weightᵀ + bias`
+/// A linear layer: `y = x × weightᵀ + bias`.
 #[derive(Debug)]
 pub(super) struct Linear {
     pub(super) weight: Weight,
@@ -84,11 +84,11 @@ impl Weight {
 pub(super) struct Sizes {
     pub(super) share: Share,
     pub(super) hidden: usize,
-    /// The rank's share.
+    /// The rank's share of the width of the feed-forward part.
     pub(super) intermediate: usize,
-    /// The whole vocabulary of the model.
+    /// The number of tokens of the model's whole vocabulary.
     pub(super) vocab: usize,
-    /// The rank's rows of the output layer.
+    /// The number of the rank's rows of the output layer.
     pub(super) head_rows: usize,
     pub(super) n_layers: usize,
     /// The size of the rank's heads of q, padded as on the GPU.
@@ -134,7 +134,7 @@ impl Sizes {
         self.q_width + 2 * self.kv_width
     }
 
-    /// Rows and columns of a layer's matrices, and whether each is in FP8.
+    /// Returns the rows and columns of a layer's matrices, and whether each is in FP8.
     fn matrices(self, in_fp8: InFp8) -> [(usize, usize, bool); 4] {
         let Self { hidden, intermediate, q_width, .. } = self;
         [
@@ -145,13 +145,13 @@ impl Sizes {
         ]
     }
 
-    /// Rows of the embedding. If it is also the output layer, zeroes follow up to the end of the last rank's
-    /// share.
+    /// Returns the number of rows of the embedding. If it is also the output layer, zeroes follow up to the
+    /// end of the last rank's share.
     pub(super) fn embed_rows(self) -> usize {
         if self.is_tied { self.head_rows * self.share.n_ranks } else { self.vocab }
     }
 
-    /// Bytes of all matrices. Norms and biases are too small to count.
+    /// Returns the bytes of all matrices. Norms and biases are too small to count.
     pub(super) fn bytes(self, in_fp8: &[InFp8]) -> usize {
         let bytes = |(rows, columns, is_fp8)| match is_fp8 {
             true => rows * (Fp8Rows::width(columns) + size_of::<f32>()),
@@ -162,7 +162,8 @@ impl Sizes {
         layers + (self.embed_rows() + head_rows) * self.hidden * size_of::<Bf16>()
     }
 
-    /// Numbers of the largest FP8 matrix: the memory for widening one.
+    /// Returns the number of numbers of the largest FP8 matrix, for the memory that widens one matrix at a
+    /// time.
     pub(super) fn widened(self, in_fp8: &[InFp8]) -> usize {
         let matrices = in_fp8.iter().flat_map(|layer| self.matrices(*layer));
         matrices.filter(|(.., is_fp8)| *is_fp8).map(|(rows, columns, _)| rows * columns).max().unwrap_or(0)
@@ -208,14 +209,14 @@ mod tests {
         let (plain, in_fp8) = (vec![InFp8::default(); 32], vec![InFp8::ALL; 32]);
         assert_eq!(sizes(Share::WHOLE).bytes(&plain), 2 * (8_030_261_248 - norms), "all but the norms");
         assert_eq!(sizes(Share::WHOLE).widened(&plain), 0);
-        // A byte for each number of the layers, and 4 for each row.
+        // A matrix in FP8 has a byte for each number, and 4 bytes for each row.
         let (vocabulary, rows) = (2 * 128_256 * 4096, 6144 + 4096 + 2 * 14_336 + 4096);
         let numbers = 8_030_261_248 - norms - vocabulary;
         assert_eq!(sizes(Share::WHOLE).bytes(&in_fp8), numbers + 2 * vocabulary + 4 * 32 * rows);
         assert_eq!(sizes(Share::WHOLE).widened(&in_fp8), 2 * 14_336 * 4096);
         let embedding = 128_256 * 4096;
         for share in Share::of_all(2) {
-            // Both ranks have the whole embedding.
+            // The embedding counts in full, because both ranks have all of it.
             assert_eq!(sizes(share).bytes(&plain), 8_030_261_248 - norms + embedding);
         }
     }

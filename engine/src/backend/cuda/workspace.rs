@@ -14,10 +14,10 @@ use crate::backend::StepLimits;
 /// The time that a GPU waits for the other GPUs of its model. All have equal work, so a GPU that is later has
 /// failed, and the device counts as lost.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
-/// Up to this size, ranks sum rows by the method with the shortest wait; above it, by the method that sends
-/// the fewest bytes. At this size both are equally fast on two H200s.
+/// The largest size in bytes for which ranks sum rows by the method with the shortest wait. Larger sums use
+/// the method that sends the fewest bytes. At this size both are equally fast on two H200s.
 const FEW_BYTES_MAX: usize = 1 << 20;
-/// The maximum number of partial attention results of a deterministic backend: 256 MiB, with heads of 128.
+/// Limit of partial attention results of a deterministic backend: 256 MiB, with heads of 128.
 const PARTS_ALIKE_MAX: usize = 1 << 19;
 
 /// The sizes of a [`Workspace`].
@@ -25,7 +25,7 @@ const PARTS_ALIKE_MAX: usize = 1 << 19;
 pub(super) struct WorkspaceShape {
     sizes: Sizes,
     limits: StepLimits,
-    /// Numbers in the parts of decode attention.
+    /// The number of numbers in the partial results of decode attention.
     part_numbers: usize,
     n_parts: usize,
     n_keys: usize,
@@ -35,11 +35,11 @@ pub(super) struct WorkspaceShape {
 /// The largest sizes of steps.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StepSizes {
-    /// Tokens of the longest sequence.
+    /// The number of tokens of the longest sequence.
     pub(super) tokens_max: usize,
-    /// Words of the largest plan.
+    /// The number of words of the largest plan.
     pub(super) n_words: usize,
-    /// See [`Decoder`](super::decoder::Decoder).
+    /// The tokens of a chunk of attention: see [`Decoder`](super::decoder::Decoder).
     pub(super) chunk_tokens: Option<usize>,
 }
 
@@ -130,7 +130,7 @@ impl WorkspaceShape {
             + of_ranks
     }
 
-    /// Returns the sizes that are equal on all ranks. `None` with one rank.
+    /// Returns the sizes that are equal on all ranks; `None` with one rank.
     pub(super) fn together(&self) -> Option<Together> {
         let width = self.sizes.hidden;
         let few_rows = (FEW_BYTES_MAX / (width * size_of::<Bf16>())).clamp(1, self.limits.rows);
@@ -185,7 +185,7 @@ fn n_squares(hidden: usize) -> usize {
     few.max(OwnForm::Skinny(SKINNY_FORMS[0]).parts(hidden) * SKINNY_ROWS_MAX)
 }
 
-/// Returns the number of partial results for the most tokens with the longest sequences. It is bounded by the
+/// Returns the number of partial results for the most tokens with the longest sequences, bounded by the
 /// number that keeps a GPU busy; further tokens are computed afterwards. It is always enough for one token.
 fn parts_alike(n_q_heads: usize, limits: StepLimits, n_chunks: usize) -> usize {
     let of_token = n_q_heads * n_chunks;

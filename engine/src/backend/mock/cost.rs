@@ -32,7 +32,7 @@ use types::{KvDtype, KvLayout};
 use super::kv;
 use crate::error::OpenError;
 
-/// Named costs in the executable, for `mock:NAME`.
+/// The costs in the executable, by their name in `mock:NAME`.
 const NAMED: &[(&str, &str)] =
     &[("llama-8b", include_str!("costs/llama-8b.toml")), ("slow", include_str!("costs/slow.toml"))];
 
@@ -48,13 +48,14 @@ pub struct MockSettings {
     pub layout: LayoutSettings,
 }
 
-/// The part of the KV read by a row that is verified.
+/// How much of the KV that a row reads is verified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verify {
-    /// All KV back to the first token. The time of a step grows with the context.
+    /// All KV back to the first token is verified. The time of a step grows with the context.
     All,
-    /// Only the block that the row continues; the KV before it is trusted. For load tests with long contexts.
+    /// Only the block that the row continues is verified; the KV before it is trusted. For load tests with
+    /// long contexts.
     LastBlock,
 }
 
@@ -110,7 +111,7 @@ impl Default for LayoutSettings {
 // === impl MockSettings ===
 
 impl MockSettings {
-    /// Returns the settings of `mock:NAME`: built-in ones, or those of a file.
+    /// Returns the settings of `mock:NAME`: built-in ones, or those of the file NAME.
     pub fn named(name: Option<&str>) -> Result<Self, OpenError> {
         let Some(name) = name else { return Ok(Self::default()) };
         if Path::new(name).extension().is_some_and(|extension| extension == "toml") {
@@ -130,7 +131,7 @@ impl MockSettings {
         Self::parse(&path.display().to_string(), &text)
     }
 
-    /// Reads and checks settings. `name` is for the error.
+    /// Reads and checks settings. `name` is for errors.
     pub fn parse(name: &str, text: &str) -> Result<Self, OpenError> {
         let settings: Self = toml::from_str(text)
             .map_err(|source| OpenError::ParseCosts { name: name.to_owned(), source: Box::new(source) })?;
@@ -174,7 +175,7 @@ impl Costs {
     }
 }
 
-/// Returns the cost of sending on the simulated wire of `model`. `None` if the wire is not simulated.
+/// Returns the cost of sending on the simulated wire of `model`; `None` if the wire is not simulated.
 pub fn wire_costs(model: &str) -> Result<Option<Costs>, OpenError> {
     let name = match model.split_once(':') {
         None if model == "mock" => None,

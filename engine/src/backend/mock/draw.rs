@@ -13,11 +13,11 @@ use crate::step::{SampleSpec, Sampled};
 
 /// The token that ends a sequence. Tokens 0 to 255 are bytes.
 pub(super) const END: TokenId = TokenId(256);
-/// Bytes, the end token, and room for a router's special tokens.
+/// The size of the vocabulary: bytes, the end token, and room for a router's special tokens.
 pub(super) const VOCAB: u32 = 320;
-/// The maximum number of forbidden draws. Afterwards the first allowed token is taken.
+/// Limit of forbidden draws. Afterwards the first allowed token is taken.
 const DRAWS_MAX: u64 = 64;
-/// The printable part of ASCII.
+/// The tokens of printable ASCII characters.
 const PRINTABLE: std::ops::Range<u64> = 32..127;
 const GREEDY: u64 = 0x6772_6565_6479;
 
@@ -34,7 +34,7 @@ impl MockSampleSpec {
         Self { sampling: spec.sampling.clone(), stop: spec.stop.clone(), index: spec.index }
     }
 
-    /// Returns the token at `position`, after the tokens of `chain`.
+    /// Draws the token at `position`, after the tokens of `chain`.
     pub(super) fn draw(
         &self,
         chain: Chain,
@@ -71,7 +71,7 @@ fn candidate(hash: u64, eos_one_in: u64) -> TokenId {
     TokenId((PRINTABLE.start + (hash >> 32) % n_printable) as u32)
 }
 
-/// Returns the chosen token first, then made-up ones with decreasing probability.
+/// Makes log-probabilities: the chosen token first, then others with decreasing probability.
 fn logprobs(token: TokenId, base: u64, n_top: u8) -> Logprobs {
     let chosen = -((base % 1000) as f32) / 1000.0;
     let others = (0..).map(TokenId).filter(|other| *other != token);

@@ -15,7 +15,7 @@
 
 use types::TokenId;
 
-/// The chain, the token, and at least one word of the seal.
+/// The smallest cell: room for the chain, the token, and at least one word of the seal.
 pub(super) const CELL_BYTES_MIN: usize = 16;
 
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -39,13 +39,13 @@ impl Chain {
 pub(super) struct CellKey(u64);
 
 impl CellKey {
-    /// `part` is 0 for K and 1 for V.
+    /// Returns the key of a cell. `part` is 0 for K and 1 for V.
     pub(super) fn new(layer: u16, part: usize, head: usize) -> Self {
         Self(mix(u64::from(layer) << 32 | (part as u64) << 16 | head as u64))
     }
 }
 
-/// One position: its token, and the chain up to and including it.
+/// What a cell says about its position: the token, and the chain up to and including it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Link {
     pub(super) token: TokenId,

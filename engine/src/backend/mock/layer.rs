@@ -14,11 +14,11 @@ pub(super) struct Layer {
     pub(super) number: u16,
     pub(super) rank: u16,
     pub(super) group: GroupIdx,
-    /// The layer's position in the group.
+    /// The layer's position in its group.
     pub(super) pos: u16,
     block_tokens: usize,
     token_bytes: usize,
-    /// One key for each head and part, in the page's order.
+    /// The keys of a token's cells, one for each head and part, in the page's order.
     keys: Vec<CellKey>,
 }
 
@@ -39,7 +39,8 @@ impl Layer {
     fn new(layout: &KvLayout, (group, pos): (GroupIdx, u16), rank: u16, shape: LayerShape) -> Self {
         let n_parts = if layout.group(group).attention == Attention::Latent { 1 } else { 2 };
         let n_heads = usize::from(layout.rank_heads(shape));
-        // With fewer heads than ranks, neighbouring ranks hold the same head.
+        // The key has the head's number in the model: with fewer heads than ranks, neighbouring ranks hold
+        // the same head.
         let first = usize::from(rank) * usize::from(shape.n_kv_heads) / usize::from(layout.shard.tp_size);
         let key = |nth: usize| CellKey::new(shape.layer, nth / n_heads, first + nth % n_heads);
         Self {
@@ -75,7 +76,7 @@ mod tests {
     use super::*;
     use types::KvDtype;
 
-    /// Several ranks write the same cells as one rank, at other positions.
+    /// Several ranks together write the same cells as one rank, at other positions.
     #[test]
     fn ranks_have_their_heads_and_no_others() {
         let whole = KvLayout::uniform(4, KvDtype::F32, 1, 2, 4);

@@ -30,7 +30,7 @@ use crate::step::{Launched, SlotId, StepBatch, StepOutput};
 use layer::Layer;
 use row::{QueuedRow, RunningRow};
 
-/// The way in which the costs of a step pass.
+/// How the costs of a step pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pace {
     /// `collect` sleeps layer by layer, like a real device.
@@ -49,7 +49,7 @@ pub struct Mock {
     pace: Pace,
     queue: VecDeque<QueuedStep>,
     n_launched: u64,
-    /// The tokens of the last collected step, for [`RowInput::Previous`](crate::RowInput::Previous).
+    /// The tokens of the last collected step, by slot, for [`RowInput::Previous`](crate::RowInput::Previous).
     previous: HashMap<SlotId, TokenId>,
 }
 
@@ -66,7 +66,7 @@ pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dy
     let settings = MockSettings::named(name)?;
     let layout = spread(&settings, engine.ranks)?;
     let n_blocks = n_blocks(&layout, engine.kv.of_mock())?;
-    // The file's name is not part of the model's name: clients request `mock`, whatever its costs.
+    // The model is named by the settings and not by their file: clients request `mock`, whatever its costs.
     let name = settings.name.clone();
     Ok(Box::new(Mock::over_ranks(&name, settings, engine.ranks, n_blocks, engine.pace)?))
 }
@@ -77,12 +77,12 @@ fn spread(settings: &MockSettings, ranks: NonZero<u16>) -> Result<KvLayout, Open
 }
 
 impl Mock {
-    /// Returns a mock with memory for `n_blocks` blocks.
+    /// Makes a mock with memory for `n_blocks` blocks.
     pub fn new(name: &str, settings: MockSettings, n_blocks: u32, pace: Pace) -> Result<Self, OpenError> {
         Self::over_ranks(name, settings, NonZero::<u16>::MIN, n_blocks, pace)
     }
 
-    /// Returns a mock whose KV is divided over `n_ranks` ranks, which are computed one after the other.
+    /// Makes a mock whose KV is divided over `n_ranks` ranks, which are computed one after the other.
     pub fn over_ranks(
         name: &str,
         settings: MockSettings,
@@ -105,7 +105,7 @@ impl Mock {
         })
     }
 
-    /// Returns the costs of its steps and of the bytes that it sends.
+    /// Returns the costs of the mock's steps and of the bytes that it sends.
     pub fn costs(&self) -> &Costs {
         &self.settings.cost
     }
@@ -117,7 +117,7 @@ impl Mock {
         for (nth, layer) in self.layers.iter().enumerate() {
             rows.iter_mut().for_each(|row| row.run_layer(&self.memory, layer));
             self.wait_until(started, step.cost, nth + 1);
-            // A layer is done after the last rank has written its share.
+            // The layer counts as done only after the last rank has written its share.
             step.signal.layers_done(layer.number + u16::from(layer.rank + 1 == self.memory.n_ranks()));
         }
         self.finish(rows)
@@ -182,7 +182,8 @@ impl Backend for Mock {
         }
     }
 
-    /// A modelled step ends at its time. A sleeping one ends in `collect`.
+    /// Returns whether steps run without the host. A modelled step ends at its time; a sleeping one ends in
+    /// `collect`.
     fn runs_by_itself(&self) -> bool {
         self.pace == Pace::Modelled
     }
@@ -205,7 +206,7 @@ impl Backend for Mock {
     }
 }
 
-/// Returns a mock's description. Mocks with the same layout can read each other's KV, whatever their costs.
+/// Describes a mock. Mocks with the same layout can read each other's KV, whatever their costs.
 fn model(name: &str, settings: &MockSettings, memory: &KvMemory) -> ModelInfo {
     let layout = memory.layout().clone();
     let mut parts = layout.fingerprint_parts();

@@ -20,9 +20,9 @@ pub(super) struct QueuedRow {
     input: Input,
     start: usize,
     tables: Vec<Vec<BlockIdx>>,
-    /// The first position whose KV is verified.
+    /// The first position whose KV the row verifies.
     verify_from: usize,
-    /// The tokens of the verified positions, if the caller provides them.
+    /// The tokens of the verified positions; empty if the caller does not provide them.
     history: Vec<TokenId>,
     spec: Option<MockSampleSpec>,
 }
@@ -38,7 +38,7 @@ enum Input {
 pub(super) struct RunningRow {
     row: QueuedRow,
     block_tokens: usize,
-    /// The positions from `verify_from` to the end of the input.
+    /// The tokens and chains of the positions from `verify_from` to the end of the input.
     links: Vec<Link>,
     outcome: Result<(), RowError>,
 }
@@ -121,14 +121,14 @@ impl RunningRow {
         self.compare_with_history()
     }
 
-    /// Returns the chain before the first verified position. At position 0 it is known; otherwise it is read
-    /// without verification.
+    /// Returns the chain before the first verified position. At position 0 it is a constant; otherwise it is
+    /// read without verification.
     fn chain_before(&self, memory: &KvMemory, layer: &Layer) -> Result<Chain, RowError> {
         let Some(before) = self.row.verify_from.checked_sub(1) else { return Ok(Chain::START) };
         Ok(self.claims(memory, layer, before..before + 1)?[0].chain)
     }
 
-    /// Returns the tokens that the KV to be verified claims.
+    /// Returns the tokens that the KV names, for the positions to be verified.
     fn tokens_held(&self, memory: &KvMemory, layer: &Layer) -> Result<Vec<TokenId>, RowError> {
         let claims = self.claims(memory, layer, self.row.verify_from..self.row.start)?;
         Ok(claims.into_iter().map(|link| link.token).collect())

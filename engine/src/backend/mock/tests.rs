@@ -47,7 +47,7 @@ fn prompt() -> Vec<u32> {
     (0..PROMPT as u32).map(|nth| 65 + nth).collect()
 }
 
-/// Returns the prompt and the next token, whose KV is not computed yet.
+/// Computes a prompt. Returns the prompt and the next token, whose KV is not computed yet.
 fn prefilled(mock: &mut Mock) -> Vec<u32> {
     let mut tokens = prompt();
     tokens.push(step(mock, &tokens, 0).expect("prefill").0);

@@ -5,7 +5,8 @@ use crate::step::SampleSpec;
 
 const BOUNDS: Bounds = Bounds { vocab: 100, n_groups: 2 };
 
-/// A row under construction: slot, tokens (`None`: the one in flight), start, and whether it samples a token.
+/// A row under construction: its slot, its tokens (`None` is the token in flight), its start, and whether it
+/// samples.
 struct Made {
     slot: u64,
     tokens: Option<Vec<TokenId>>,
@@ -18,8 +19,8 @@ fn made(slot: u64, tokens: Option<&[u32]>, start: usize, is_drawn: bool) -> Made
     Made { slot, tokens, start, is_drawn }
 }
 
-/// Calls `look` with the rows. Tables have blocks 10, 11, … in the first group and 20, 21, … in the second,
-/// plus a hundred for each slot.
+/// Calls `look` with the rows. The tables of a slot have blocks 10, 11, … in the first group and 20, 21, … in
+/// the second, plus a hundred times the slot's number.
 fn with_rows<T>(made: &[Made], look: impl FnOnce(&[Row<'_>]) -> T) -> T {
     let (sampling, stop) = (Sampling::default(), StopRules::default());
     let block = |slot: u64, group: u32, nth: u32| BlockIdx(slot as u32 * 100 + 10 * (group + 1) + nth);
