@@ -1,8 +1,8 @@
-//! Mixed load on real processes, with a fault every few seconds, for a given time.
+//! Runs mixed load on real processes, with a fault every few seconds, for a given time.
 //!
-//! `cargo run --release -p baton-tests --example soak -- [MINUTES]` (24 by default). Every answer is compared with
-//! that of an undisturbed cluster. Every request must end by its deadline with tokens or a typed error. At the end
-//! every block must be back, and memory must not have grown. Otherwise it ends with 1.
+//! `cargo run --release -p baton-tests --example soak -- [MINUTES]` (24 by default). Every answer is compared
+//! with that of an undisturbed cluster. Every request must end by its deadline with tokens or a typed error.
+//! At the end every block must be back, and memory must not have grown; otherwise the exit code is 1.
 #![allow(clippy::large_futures, reason = "one loop that is awaited once")]
 
 use std::collections::BTreeMap;
@@ -22,17 +22,17 @@ use rustix::process::Signal;
 use tokio::time::{Instant, sleep, timeout};
 
 const MINUTES: u64 = 24;
-/// Clients at one time.
+/// The number of clients that send requests at one time.
 const CLIENTS: usize = 12;
-/// The deadline of a request, and how much later it may end.
+/// The deadline of a request, and how much later than its deadline it may end.
 const DEADLINE: Duration = Duration::from_secs(30);
 const LATE: Duration = Duration::from_secs(1);
-/// The time of the first memory sample: caches are full by then.
+/// The time of the first memory sample, when caches are full.
 const WARM: Duration = Duration::from_secs(240);
-/// How much the memory of processes that were never restarted may grow after that.
+/// How much the memory of processes that were never restarted may grow after the first sample.
 const GROWTH_MAX: f64 = 0.10;
 const GROWTH_SLACK_KIB: u64 = 8 << 10;
-/// Errors that a fault explains. A broken connection is not among them.
+/// The codes of errors that a fault explains. A broken connection is not among them.
 const TYPED: &[&str] =
     &["no_nodes", "deadline", "failed", "wire", "full", "queue", "draining", "overloaded", "landing"];
 
@@ -46,7 +46,7 @@ struct Known {
 struct RequestCounts {
     whole: AtomicUsize,
     left: AtomicUsize,
-    /// By their code.
+    /// The number of refused requests by their error code.
     refused: Mutex<BTreeMap<String, usize>>,
     wrong: Mutex<Vec<String>>,
     faults: AtomicU64,
@@ -130,8 +130,8 @@ async fn ask(client: &Client, one: &Known, tally: &RequestCounts) {
 
 // === faults ===
 
-/// One fault on one node. The first of each kind is killed and restarted. The second is only stopped, so that its
-/// memory can be measured all the time.
+/// Injects one fault on one node and describes it. The first node of each kind is killed and restarted. The
+/// second is only stopped, so that its memory can be measured all the time.
 async fn fault(fleet: &mut Fleet, chance: &mut Chance) -> String {
     let nth = chance.below(fleet.nodes.len() as u64) as usize;
     let pause = chance.millis(100..=7_000);
@@ -186,7 +186,7 @@ fn sizes(fleet: &Fleet) -> String {
     fleet.processes().into_iter().map(size).collect::<Vec<_>>().join(", ")
 }
 
-/// The memory of processes that were never restarted has not grown.
+/// Checks that the memory of processes that were never restarted has not grown.
 fn judge_memory(warm: &BTreeMap<String, u64>, now: &BTreeMap<String, u64>, tally: &RequestCounts) {
     for (name, before) in warm.iter().filter(|(name, _)| !name.ends_with("-0")) {
         let after = now[name];

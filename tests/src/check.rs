@@ -1,6 +1,6 @@
-//! Prompts for tests: many different ones, always the same.
+//! Prompts for tests: many different ones, the same in each run.
 
-/// `n` prompts of mixed lengths, the same for the same seed. Some share a beginning.
+/// Returns `n` prompts of mixed lengths, the same for the same seed. Some prompts share a beginning.
 pub fn prompts(seed: u64, n: usize, longest: usize) -> Vec<Vec<u32>> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = move || {

@@ -1,4 +1,5 @@
-//! A client that sees every token. Each request has its own connection, so dropping it closes the connection.
+//! An HTTP client that sees every token. Each request has its own connection, so dropping it closes the
+//! connection.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -15,7 +16,7 @@ use tokio::task::JoinHandle;
 
 use crate::in_time;
 
-/// A client of one endpoint.
+/// A client of one HTTP endpoint.
 #[derive(Clone, Debug)]
 pub struct Client {
     addr: SocketAddr,
@@ -41,7 +42,7 @@ pub struct Answer {
 /// An error as the client sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failed {
-    /// `None`: in mid-stream.
+    /// The HTTP status; `None` if the error came in mid-stream.
     pub status: Option<u16>,
     pub code: String,
     pub message: String,
@@ -114,7 +115,7 @@ impl Client {
         page.lines().find_map(of).unwrap_or(0)
     }
 
-    /// Bytes of KV that have arrived over a connector, by the router's count.
+    /// Returns the bytes of KV that have arrived over a connector, by the router's count.
     pub async fn kv_arrived(&self, connector: &str) -> u64 {
         self.counter(&format!("baton_router_kv_arrived_bytes_total{{connector=\"{connector}\"}}")).await
     }
@@ -124,7 +125,7 @@ impl Client {
         self.post_with(path, &[], body).await
     }
 
-    /// The same, with these headers.
+    /// Posts any body with these headers.
     pub async fn post_with(
         &self,
         path: &str,
@@ -140,11 +141,11 @@ impl Client {
         (status, headers, String::from_utf8_lossy(&body).into_owned())
     }
 
-    /// `n_askers` tasks send these requests in turn, repeatedly, while `happens` runs. Each answer must equal the
-    /// expected one. `happens` gets the number of requests so far.
+    /// Lets `n_askers` tasks send these requests in turn, repeatedly, while `happens` runs. Each answer must
+    /// equal the expected one. `happens` gets the number of requests so far.
     ///
     /// # Panics
-    /// If an answer differs, or there is none.
+    /// If an answer differs, or a request gets none.
     pub async fn ask_while<T>(
         &self,
         n_askers: usize,
@@ -207,7 +208,7 @@ impl Client {
     }
 }
 
-/// The connection behind a request; dropped, it is closed.
+/// The connection behind a request. Dropping it closes the connection.
 #[derive(Debug)]
 struct Connection(JoinHandle<()>);
 
@@ -226,8 +227,8 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Returns the next event; `None` after `[DONE]`. A stream that ends without it, or with an error, has
-    /// failed.
+    /// Returns the next event; `None` after `[DONE]`. A stream that ends without `[DONE]`, or with an error,
+    /// has failed.
     pub async fn next(&mut self) -> Result<Option<Value>, Failed> {
         loop {
             if let Some(event) = self.take_event() {

@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 
 use tempfile::TempDir;
 
-/// An etcd with a folder for each member. Both end with the value.
+/// An etcd with a folder for each member. Dropping it ends the processes and removes the folders.
 #[derive(Debug)]
 pub struct Etcd {
     members: Vec<Member>,
@@ -17,17 +17,17 @@ struct Member {
     client: u16,
     peer: u16,
     data: TempDir,
-    /// `None` while it is stopped.
+    /// The process; `None` while it is stopped.
     child: Option<Child>,
 }
 
 impl Etcd {
-    /// One process.
+    /// Starts one process.
     pub fn start() -> Self {
         Self::of(1)
     }
 
-    /// A cluster of `n_members` processes.
+    /// Starts a cluster of `n_members` processes.
     pub fn of(n_members: usize) -> Self {
         let members = (0..n_members).map(|nth| Member::new(format!("etcd-{nth}"))).collect();
         let mut etcd = Self { members };
@@ -40,12 +40,12 @@ impl Etcd {
         format!("etcd://{}/{cluster}", self.endpoints().join(","))
     }
 
-    /// `host:port` of every member, for clients.
+    /// Returns the `host:port` of every member, for clients.
     pub fn endpoints(&self) -> Vec<String> {
         self.members.iter().map(|member| format!("127.0.0.1:{}", member.client)).collect()
     }
 
-    /// Kills all members. Their data stay.
+    /// Kills all members and keeps their data.
     pub fn kill(&mut self) {
         (0..self.members.len()).for_each(|nth| self.kill_one(nth));
     }
@@ -54,13 +54,13 @@ impl Etcd {
         self.members[nth].kill();
     }
 
-    /// Starts again with the old data.
+    /// Kills all members and starts them again with the old data.
     pub fn restart(&mut self) {
         self.kill();
         (0..self.members.len()).for_each(|nth| self.spawn(nth));
     }
 
-    /// Starts again without data.
+    /// Kills all members and starts them again without data.
     pub fn restart_empty(&mut self) {
         self.kill();
         for member in &mut self.members {

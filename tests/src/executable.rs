@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// `TEST_EXECUTABLE`, or the executable that cargo builds now.
+/// Returns the executable to test: `TEST_EXECUTABLE`, or the one that cargo builds now.
 pub fn baton() -> PathBuf {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| std::env::var_os("TEST_EXECUTABLE").map_or_else(build, PathBuf::from)).clone()
@@ -18,7 +18,7 @@ fn build() -> PathBuf {
         .status()
         .expect("cargo runs");
     assert!(status.success(), "baton does not build");
-    // This test is target/<profile>/deps/<test>.
+    // The path of this test is target/<profile>/deps/<test>, and the executable is two folders up.
     let test = std::env::current_exe().expect("this test has a path");
     test.parent().and_then(|deps| deps.parent()).expect("a test lies in target/<profile>/deps").join("baton")
 }

@@ -1,4 +1,5 @@
-//! A router with its registry, and nodes. Each is a process with known ports, so that a test can stop them one by one.
+//! A cluster of separate processes: a router with its registry, and nodes. Each has known ports, so that a
+//! test can stop them one by one.
 
 use std::net::SocketAddr;
 
@@ -10,13 +11,13 @@ use crate::probe::Probed;
 use crate::process::Process;
 use crate::{eventually, free_addr, in_time};
 
-/// A mock whose steps take time, so that there are always unfinished streams.
+/// A model for tests: a mock whose steps take time, so that there are always unfinished streams.
 pub const PACED: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/paced.toml");
 
-/// Variables of a process's environment.
+/// Variables of a process's environment, with their values.
 pub type Settings = Vec<(&'static str, String)>;
 
-/// All processes of a cluster. They end with the value.
+/// All processes of a cluster. Dropping it ends them.
 #[derive(Debug)]
 pub struct Fleet {
     pub router: Process,
@@ -29,7 +30,7 @@ pub struct Fleet {
     folder: TempDir,
 }
 
-/// One node, and where it listens.
+/// One node: its process and its ports.
 #[derive(Debug)]
 pub struct FleetNode {
     pub name: String,
@@ -46,12 +47,12 @@ impl Fleet {
         Self::start_with(model, n_prefill, n_decode, Vec::new()).await
     }
 
-    /// The same, with settings of the nodes.
+    /// Starts nodes like [`start`](Self::start), with settings of the nodes.
     pub async fn start_narrow(model: &str, n_prefill: usize, n_decode: usize, of_nodes: Settings) -> Self {
         Self::start_each(model, n_prefill, n_decode, Vec::new(), |_| of_nodes.clone()).await
     }
 
-    /// The same, with settings of the router, and of the nodes by their role.
+    /// Starts nodes like [`start`](Self::start), with settings of the router, and of the nodes by their role.
     pub async fn start_each(
         model: &str,
         n_prefill: usize,
@@ -63,19 +64,19 @@ impl Fleet {
         Self::start_all(model, &roles, of_router, of_role).await
     }
 
-    /// The same, with settings of the router.
+    /// Starts nodes like [`start`](Self::start), with settings of the router.
     pub async fn start_with(model: &str, n_prefill: usize, n_decode: usize, of_router: Settings) -> Self {
         Self::start_each(model, n_prefill, n_decode, of_router, |_| Vec::new()).await
     }
 
-    /// The same, with `n_pool` pool nodes too.
+    /// Starts nodes like [`start`](Self::start), and `n_pool` pool nodes.
     pub async fn start_pooled(model: &str, n_prefill: usize, n_decode: usize, n_pool: usize) -> Self {
         let roles = [("prefill", n_prefill), ("decode", n_decode), ("pool", n_pool)];
         let prefill_first = vec![("BATON_ROUTER__ORDER", "prefill-first".to_owned())];
         Self::start_all(model, &roles, prefill_first, |_| Vec::new()).await
     }
 
-    /// The same, with these numbers of nodes of each role.
+    /// Starts these numbers of nodes of each role. Returns when all of them are usable.
     pub async fn start_all(
         model: &str,
         roles: &[(&'static str, usize)],
@@ -105,7 +106,7 @@ impl Fleet {
         self.add_with(role, nth, model, Vec::new());
     }
 
-    /// The same, with settings.
+    /// Starts another node with these settings and does not wait for it.
     pub fn add_with(&mut self, role: &'static str, nth: usize, model: &str, settings: Settings) {
         self.nodes.push(FleetNode::start(&self.folder, role, nth, model, self.grpc, settings));
     }
@@ -114,7 +115,7 @@ impl Fleet {
         Client::new(self.http)
     }
 
-    /// Returns the ports with the health of each process: the router has two.
+    /// Returns the ports that serve health, with their processes: the router has two such ports.
     pub fn health_ports(&self) -> Vec<Probed> {
         let nodes = self.nodes.iter().map(|node| (node.admin, node.process.pid()));
         let ports = [self.http, self.admin].map(|port| (port, self.router.pid())).into_iter().chain(nodes);
@@ -127,7 +128,7 @@ impl Fleet {
         [self.http, self.grpc, self.admin].into_iter().chain(nodes).collect()
     }
 
-    /// Waits until every node is usable, in the life that it is in.
+    /// Waits until the router finds every node's current life usable.
     pub async fn all_ready(&self) {
         let connect = async || tokio::net::TcpStream::connect(self.http).await.ok();
         eventually("the router to listen", connect).await;
@@ -158,7 +159,7 @@ impl Fleet {
         .await;
     }
 
-    /// Parts of warnings that the test is about to cause in any process. Other warnings fail the test.
+    /// Names parts of warnings that the test is about to cause in any process. Other warnings fail the test.
     pub fn expect_log(&self, parts: &[&'static str]) {
         self.processes().into_iter().for_each(|(_, process)| process.expect_log(parts));
     }
@@ -202,7 +203,7 @@ impl FleetNode {
         Self { name, role, process, grpc, admin, kv }
     }
 
-    /// Returns the readiness on its admin port: the status, and the reason if there is one.
+    /// Returns the answer of `/ready` on the node's admin port: the status, and the reason if it gives one.
     pub async fn readiness(&self) -> (u16, String) {
         let (status, body) = in_time("an admin page", Client::new(self.admin).get("/ready")).await;
         (status.as_u16(), body)

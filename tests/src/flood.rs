@@ -12,19 +12,20 @@ use crate::{PATIENCE, executable};
 /// What the connections of a flood send.
 #[derive(Clone, Copy, Debug)]
 pub enum Flooding {
-    /// Nothing.
+    /// The connections send nothing.
     Silent,
-    /// A request's head, one byte each second.
+    /// The connections send a request's head, one byte each second.
     Head,
-    /// A request's head, and then its body, one byte each second.
+    /// The connections send a request's head, and then its body, one byte each second.
     Body,
-    /// A request with a body of 8 MiB, but for the last byte.
+    /// The connections send a request with a body of 8 MiB, without the last byte.
     Unfinished,
 }
 
 /// A process that holds connections open. It is killed on drop.
 ///
-/// It has the lowest priority: a probe waits for the servers, not for the flood's processor time.
+/// The process has the lowest priority, so that a probe waits for the servers and not for the flood's
+/// processor time.
 #[derive(Debug)]
 pub struct Flood {
     child: Child,
@@ -32,7 +33,7 @@ pub struct Flood {
 }
 
 impl Flood {
-    /// Opens `n` connections at each of `ports`, `per_second` in a second.
+    /// Opens `n` connections at each of `ports`, `per_second` of them in a second.
     pub fn start(ports: &[SocketAddr], flooding: Flooding, n: usize, per_second: usize) -> Self {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("python/flood.py");
         let kind = match flooding {
@@ -52,7 +53,7 @@ impl Flood {
     /// Waits until every connection has been open once.
     ///
     /// # Panics
-    /// If the process ends before.
+    /// If the process ends earlier.
     pub async fn full(&mut self) {
         let mut stdout = self.stdout.take().expect("it is waited for once");
         let line = tokio::task::spawn_blocking(move || {

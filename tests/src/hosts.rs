@@ -1,6 +1,6 @@
-//! Hosts on one machine: network namespaces on one switch. Each can be disconnected and connected again.
+//! Hosts on one machine: network namespaces on one switch. Each host can be disconnected and connected again.
 //!
-//! It needs root. The value removes everything on drop, also when a test fails.
+//! Creating hosts needs root. Dropping [`Hosts`] removes everything, also when a test fails.
 
 use std::io::{BufRead as _, BufReader};
 use std::net::Ipv4Addr;
@@ -22,7 +22,7 @@ pub fn possible() -> bool {
 }
 
 impl Hosts {
-    /// Returns one host for each name; all reach each other.
+    /// Creates one host for each name; all reach each other.
     pub fn new(names: &[&str]) -> Self {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let hosts = Self { prefix: format!("b{}", std::process::id()), names };
@@ -91,7 +91,8 @@ impl Hosts {
         FaultyLink { carrier: self.carry(idx, flaw), idx, hosts: self }
     }
 
-    /// Frames must be complete before a program can forward them.
+    /// Turns off the network cards' offloading, because frames must be complete before a program can forward
+    /// them.
     fn leave_nothing_to_the_network_card(&self) {
         for idx in 0..self.names.len() {
             run(Command::new("ip")
@@ -143,13 +144,13 @@ pub struct Flaw {
     pub delay_ms: u32,
     /// The share of frames that are lost, from 0 to 1.
     pub loss: f64,
-    /// Zero is no limit.
+    /// The bandwidth; zero means no limit.
     pub bytes_per_second: u32,
-    /// The host sends but receives nothing: its connections are half open.
+    /// Whether the host sends but receives nothing, so that its connections are half open.
     pub deaf: bool,
 }
 
-/// On drop the host is on the switch again without faults.
+/// A host behind a faulty cable. Dropping it puts the host on the switch again without faults.
 #[derive(Debug)]
 pub struct FaultyLink<'a> {
     hosts: &'a Hosts,
@@ -158,7 +159,7 @@ pub struct FaultyLink<'a> {
 }
 
 impl FaultyLink<'_> {
-    /// Frames that have reached the switch from the host.
+    /// Returns the number of frames that have reached the switch from the host.
     pub fn n_carried(&self) -> u64 {
         let output = Command::new("ip")
             .args(["-json", "-statistics", "-n", &self.hosts.switch(), "link", "show"])
@@ -186,7 +187,7 @@ fn cable() -> PathBuf {
 
 impl Drop for Hosts {
     fn drop(&mut self) {
-        // Deleting the switch also deletes the test's end of a pair.
+        // Deleting the switch also deletes the test's own end of the link to it.
         let namespaces = (0..self.names.len()).map(|idx| self.namespace(idx));
         for namespace in namespaces.chain([self.switch()]) {
             let _ = Command::new("ip").args(["netns", "del", &namespace]).output();
@@ -194,7 +195,7 @@ impl Drop for Hosts {
     }
 }
 
-/// From the address range reserved for network tests.
+/// Returns the address of a host, from the range reserved for network tests.
 fn addr(idx: usize) -> Ipv4Addr {
     Ipv4Addr::new(198, 18, 77, 10 + idx as u8)
 }

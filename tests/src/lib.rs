@@ -28,10 +28,10 @@ pub use wire::Wire;
 
 use std::time::Duration;
 
-/// The longest wait of a test.
+/// The time limit of each wait of a test.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Ends `work` after [`PATIENCE`] with a panic that names the wait.
+/// Runs `work` for at most [`PATIENCE`]. Afterwards panics with a message that names the wait.
 pub async fn in_time<T>(what: &str, work: impl Future<Output = T>) -> T {
     match tokio::time::timeout(PATIENCE, work).await {
         Ok(done) => done,

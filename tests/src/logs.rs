@@ -13,7 +13,7 @@ const WHEN_STOPPED: &[&str] = &[
     "client connection closed with unfinished requests",
     "router tasks are still running",
 ];
-/// Warnings about a killed node, from others and from `baton up`.
+/// Warnings about a killed node, from other processes and from `baton up`.
 ///
 /// A request that was routed just before may find the node's shared memory gone, and use another connector.
 pub const A_NODE_DIES: &[&str] = &[
@@ -48,7 +48,7 @@ pub const THE_REGISTRY_IS_AWAY: &[&str] = &[
 /// A router's warning about a model folder without a tokenizer.
 pub const NO_TOKENIZER: &[&str] = &["model has no tokenizer.json"];
 
-/// The warnings that one test expects, as parts of lines. Empty at first.
+/// The warnings that one test expects, as parts of lines.
 #[derive(Debug, Default)]
 pub struct Expected {
     parts: Mutex<Vec<&'static str>>,
@@ -59,10 +59,10 @@ impl Expected {
         self.parts.lock().unwrap_or_else(PoisonError::into_inner).extend(parts);
     }
 
-    /// Fails the test, unless it is failing already, if `log` has an unexpected warning or error.
+    /// Fails the test if `log` has an unexpected warning or error, unless the test is failing already.
     ///
     /// # Panics
-    /// With the lines.
+    /// If `log` has such lines. The panic lists them.
     pub fn check(&self, log: &str) {
         if std::thread::panicking() {
             return;
@@ -82,7 +82,7 @@ impl Expected {
 
 /// Returns whether a line, in either format, is a warning or an error.
 fn is_alarm(line: &str) -> bool {
-    // `process time LEVEL target: message`
+    // A text line has the form `process time LEVEL target: message`.
     let level = line.split_whitespace().nth(2);
     let in_text = matches!(level, Some("WARN" | "ERROR"));
     in_text || line.contains("\"level\":\"WARN\"") || line.contains("\"level\":\"ERROR\"")

@@ -1,9 +1,10 @@
-//! Ports for processes that need fixed ones.
+//! Free ports, for processes that need fixed ones.
 
 use std::net::{SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicU16, Ordering};
 
-/// Below the range from which the kernel takes ports for connections, so a free port stays free until it is bound.
+/// Returns an address with a free port. It is below the range from which the kernel takes ports for
+/// connections, so it stays free until it is bound.
 pub fn free_addr() -> SocketAddr {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let first = 12_000 + (std::process::id() % 1_000) as u16 * 16;

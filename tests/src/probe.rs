@@ -1,4 +1,5 @@
-//! A prober that asks every process for its health while something happens, and a judge of how long the answers took.
+//! Probes the health of every process while a test disturbs the cluster, and checks how long the answers
+//! took.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -8,31 +9,33 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use crate::{Ask, Client, in_time};
 
-/// What a probe may take on a machine with a free processor.
+/// The time limit of a probe on a machine with a free processor.
 pub const PROBE_MAX: Duration = Duration::from_millis(100);
-/// What one probe in [`ONE_IN`] may take: the kernel sends a lost packet again after 200 ms, and then after 400 ms.
+/// The time limit of one probe in [`ONE_IN`]: the kernel sends a lost packet again after 200 ms, and then
+/// after 400 ms.
 const RETRANSMITTED_MAX: Duration = Duration::from_secs(1);
 const ONE_IN: usize = 50;
 const PROBE_EVERY: Duration = Duration::from_millis(50);
-/// The unit of `/proc/stat`.
+/// The unit of times in `/proc/stat`.
 const TICK: Duration = Duration::from_millis(10);
 const PAGES: [&str; 2] = ["/live", "/ready"];
 
-/// A port with the health of a process, and the process.
+/// A port that serves the health of a process, and the process.
 #[derive(Clone, Debug)]
 pub struct Probed {
     pub client: Client,
     pub pid: u32,
 }
 
-/// One answer: its time, and the part of it that the machine explains.
+/// One answer: the time that it took, and the part of that time that the machine explains.
 #[derive(Debug)]
 struct Probe {
     took: Duration,
     waited: Duration,
 }
 
-/// Runs `happens` while `/live` and `/ready` of each process are asked every 50 ms, by a new connection each time.
+/// Runs `happens` while `/live` and `/ready` of each process are requested every 50 ms, by a new connection
+/// each time.
 ///
 /// Other work of the machine delays every process. So the time in which threads of the process, or of this test, were
 /// ready and got no processor is not counted.
@@ -69,7 +72,7 @@ fn summary<'a>(probes: impl Iterator<Item = &'a Probe>) -> String {
     format!("{n} probes, median {:?}, at most {max:?}, {slow} over {PROBE_MAX:?}", times[n / 2])
 }
 
-/// Asks for one page of one process until it is over.
+/// Requests one page of one process repeatedly until `over` is set.
 async fn probe(Probed { client, pid }: &Probed, page: &str, over: &AtomicBool) -> Vec<Probe> {
     let mut ticks = interval(PROBE_EVERY);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -86,8 +89,8 @@ async fn probe(Probed { client, pid }: &Probed, page: &str, over: &AtomicBool) -
     probes
 }
 
-/// Returns the time that the threads of a process, and of this one, have spent in the kernel's queues of
-/// ready threads, and that the machine below this one has taken from the processors.
+/// Returns the time that threads of a process, and of this one, have spent in the kernel's queues of ready
+/// threads, plus the time that the hypervisor has taken from the processors.
 fn waited_for_processor(pid: u32) -> Duration {
     let of_thread = |thread: std::io::Result<std::fs::DirEntry>| {
         let times = std::fs::read_to_string(thread.ok()?.path().join("schedstat")).ok()?;
@@ -100,10 +103,10 @@ fn waited_for_processor(pid: u32) -> Duration {
     Duration::from_nanos(queued) + TICK * stolen
 }
 
-/// Asks for a short answer.
+/// Requests a short answer.
 ///
 /// # Panics
-/// If there is none.
+/// If the client gets no answer.
 pub async fn serves_another(client: &Client) {
     let answer = client.ask(&Ask::new(vec![3; 100], 4)).await;
     assert!(!answer.expect("another client is served").tokens.is_empty());

@@ -9,7 +9,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::logs::Expected;
 use crate::{eventually, executable, free_addr};
 
-/// A process. Drop kills it; a failing test prints its log.
+/// A process of a cluster. Dropping it kills the process; a failing test prints its log.
 #[derive(Debug)]
 pub struct Process {
     role: &'static str,
@@ -17,7 +17,7 @@ pub struct Process {
     child: Child,
     log: PathBuf,
     expected: Expected,
-    /// The end of the checked part of the log, if it is before the end of the log.
+    /// The part of the log that is checked; `None` if all of it is.
     judged: Option<String>,
 }
 
@@ -41,13 +41,13 @@ impl Process {
         Self { role, settings, child, log, expected: Expected::default(), judged: None }
     }
 
-    /// Stops it, waits for its end, and starts it again on the same ports.
+    /// Stops the process, waits for its end, and starts it again on the same ports.
     pub async fn restart(&mut self) {
         self.stop().await;
         self.child = spawn(self.role, &self.settings, &self.log);
     }
 
-    /// Asks it to stop, and waits until it has.
+    /// Asks the process to stop, and waits until it has ended.
     pub async fn stop(&mut self) {
         self.signal(Signal::TERM);
         let status =
@@ -55,7 +55,7 @@ impl Process {
         assert!(status.success(), "{} ended with {status}:\n{}", self.role, self.log());
     }
 
-    /// Kills it without a drain.
+    /// Kills the process without a drain.
     pub fn kill(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -76,22 +76,22 @@ impl Process {
         self.child.id()
     }
 
-    /// Returns whether it is still running.
+    /// Returns whether the process is running.
     pub fn is_alive(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// Parts of warnings that the test is about to cause. Other warnings fail it.
+    /// Names parts of warnings that the test is about to cause. Other warnings fail the test.
     pub fn expect_log(&self, parts: &[&'static str]) {
         self.expected.add(parts);
     }
 
-    /// Ends the check of its log, because the processes that it is connected to are about to end.
+    /// Ends the check of the process's log, because the processes that it is connected to are about to end.
     pub fn judge_until_now(&mut self) {
         self.judged = Some(self.log());
     }
 
-    /// Returns the log of all its lives.
+    /// Returns the log of the process, restarts included.
     pub fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
@@ -108,14 +108,14 @@ impl Drop for Process {
     }
 }
 
-/// Memory that a process has in use, in KiB; `None` once it has ended.
+/// Returns the memory that a process has in use, in KiB; `None` once it has ended.
 pub fn resident_kib(pid: u32) -> Option<u64> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// Files and sockets that a process has open.
+/// Returns the number of files and sockets that a process has open.
 pub fn open_files(pid: u32) -> usize {
     std::fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
 }

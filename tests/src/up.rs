@@ -14,7 +14,7 @@ use crate::client::Client;
 use crate::logs::Expected;
 use crate::{eventually, executable};
 
-/// A running cluster. Dropping it stops every process; a failing test prints their logs.
+/// A running cluster of `baton up`. Dropping it stops every process; a failing test prints their logs.
 #[derive(Debug)]
 pub struct Up {
     child: Child,
@@ -25,7 +25,7 @@ pub struct Up {
     expected: Expected,
 }
 
-/// A node in `/debug/cluster`.
+/// A node as `/debug/cluster` shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Node {
     pub id: String,
@@ -43,12 +43,13 @@ impl Up {
         Self::start_with(args, &[]).await
     }
 
-    /// The same, with only this connector.
+    /// Starts `baton up` like [`start`](Self::start), with only this connector.
     pub async fn start_over(connector: &str, args: &[&str]) -> Self {
         Self::start(&[args, &["--connector", connector]].concat()).await
     }
 
-    /// The same, with environment variables. Without `--model` it serves the mock, which detects wrong KV.
+    /// Starts `baton up` like [`start`](Self::start), with environment variables. Without `--model` it serves
+    /// the mock, which detects wrong KV.
     pub async fn start_with(args: &[&str], env: &[(&str, &str)]) -> Self {
         let model: &[&str] = if args.contains(&"--model") { &[] } else { &["--model", "mock"] };
         let http: &[&str] = if args.contains(&"--http") { &[] } else { &["--http", "127.0.0.1:0"] };
@@ -99,13 +100,13 @@ impl Up {
         self.nodes().await.into_iter().filter(|node| node.role == role).collect()
     }
 
-    /// Block counts of all nodes that answer: id, free + cached, total.
+    /// Returns the block counts of all nodes that answer: id, free + cached, total.
     pub async fn kv(&self) -> Vec<Value> {
         let kv = self.client().get_json("/debug/kv").await;
         kv["nodes"].as_array().expect("a list of nodes").clone()
     }
 
-    /// Waits until no block is leased or quarantined anywhere.
+    /// Waits until no block of any node is leased or quarantined.
     pub async fn baseline(&self) {
         let mut last = Vec::new();
         let quiet = eventually("the pools' baseline", async || {
@@ -126,34 +127,34 @@ impl Up {
         kill_process(pid_of(pid), signal).expect("the process is there");
     }
 
-    /// Parts of warnings that the test is about to cause. Other warnings fail it.
+    /// Names parts of warnings that the test is about to cause. Other warnings fail the test.
     pub fn expect_log(&self, parts: &[&'static str]) {
         self.expected.add(parts);
     }
 
-    /// Returns the log of all its processes so far.
+    /// Returns the log of all processes so far.
     pub fn log(&self) -> String {
         text_of(self.log.as_file())
     }
 
-    /// Stops it and waits for its end: the exit code.
+    /// Stops the cluster and waits for its end. Returns the exit code.
     pub async fn stop(&mut self) -> Option<i32> {
         self.signal(self.child.id(), Signal::TERM);
         eventually("baton up to stop", async || self.child.try_wait().expect("it is our child")).await.code()
     }
 
-    /// Returns the exit code, after it has ended by itself.
+    /// Waits until `baton up` has ended by itself, and returns the exit code.
     pub fn stop_code(&mut self) -> Option<i32> {
         self.child.wait().ok().and_then(|status| status.code())
     }
 
-    /// Returns the nodes' processes that are alive.
+    /// Returns the process ids of the nodes that are alive.
     pub fn alive(&self) -> Vec<u32> {
         self.pids.iter().copied().filter(|pid| is_alive(*pid)).collect()
     }
 }
 
-/// Neither a zombie nor an unknown pid is alive.
+/// Returns whether a process is alive. A zombie is not.
 pub fn is_alive(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let state = stat.rsplit(") ").next().and_then(|rest| rest.chars().next());

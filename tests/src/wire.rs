@@ -1,4 +1,4 @@
-//! A TCP proxy in front of a server that counts bytes, and can be cut.
+//! A TCP proxy that counts the bytes to and from a server, and can break connections.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::broadcast;
 use tokio::task::JoinHandle;
 
-/// Forwards connections to one address. It ends with the value.
+/// Forwards connections to one address until it is dropped.
 #[derive(Debug)]
 pub struct Wire {
     pub addr: SocketAddr,
@@ -21,9 +21,9 @@ pub struct Wire {
 /// The counts of a wire so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Traffic {
-    /// Attempted connections, whether the server is there or not.
+    /// The number of attempted connections, whether the server answers or not.
     pub connections: u64,
-    /// Bytes in both directions.
+    /// The number of bytes in both directions.
     pub bytes: u64,
 }
 
@@ -49,7 +49,7 @@ impl Wire {
 
     /// Breaks every connection that is open now.
     pub fn cut(&self) {
-        // The send fails when no connection is open.
+        // The send fails when no connection is open, so the error is ignored.
         let _ = self.cut.send(());
     }
 }

@@ -1,4 +1,5 @@
-//! A tiny random model of every architecture, through prefill → tcp → decode, compared with `transformers` in float32.
+//! Serves a tiny random model of every architecture, through prefill → tcp → decode, and compares it with
+//! `transformers` in float32.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +7,7 @@ use baton_tests::logs::NO_TOKENIZER;
 use baton_tests::{Client, Up};
 use serde_json::{Value, json};
 
-/// The relative error of a logit from sums in another order.
+/// The largest relative error of a logit that sums in another order explain.
 const TOLERANCE: f64 = 1e-4;
 
 fn folder(model: &str) -> PathBuf {
@@ -31,7 +32,7 @@ async fn completion(client: &Client, model: &str, golden: &Value) -> Value {
     answer["choices"][0].clone()
 }
 
-/// Log-probabilities differ from logits by a constant, so the differences to the best one are compared.
+/// Checks the differences to the best token, because log-probabilities differ from logits by a constant.
 fn check_logits(what: &str, found: &Value, expected: &Value) {
     let found: Vec<(usize, f64)> = found.as_object().expect("alternatives").iter().map(alternative).collect();
     assert_eq!(found.len(), 20, "{what}");
@@ -58,7 +59,7 @@ async fn check(model: &str) {
     let up = Up::start_with(&args, &[("BATON_MODEL__KV_DTYPE", "f32")]).await;
     up.expect_log(NO_TOKENIZER);
     let golden = golden(model);
-    // The second time, prefixes are cached on both nodes.
+    // The requests are sent twice, because the second time prefixes are cached on both nodes.
     for time in ["first", "second"] {
         let choice = completion(&up.client(), model, &golden).await;
         assert_eq!(choice["token_ids"], golden["continuation"], "{model}, the {time} time");

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 const CHAT: &str = "/v1/chat/completions";
 
-/// Returns a valid request. Each case changes one field.
+/// Returns a valid request. Each case changes one field of it.
 fn good() -> Value {
     json!({"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": "Hi"}]})
 }
@@ -20,7 +20,7 @@ fn message(role: &str, content: &str) -> Vec<u8> {
     with("messages", json!([{"role": role, "content": content}]))
 }
 
-/// Returns the body, the wrong field, the code, and a part of the message.
+/// Returns the name, the body, the wrong field, the code, and a part of the message of each case.
 fn cases() -> Vec<(&'static str, Vec<u8>, &'static str, &'static str, &'static str)> {
     let long = message("user", &"to be or not to be ".repeat(2000));
     let huge = message("user", &"x".repeat(10_000_000));

@@ -11,7 +11,7 @@ use futures::future::join_all;
 
 /// The number of lives that end by a kill.
 const KILLS: usize = 50;
-/// Streams at one time.
+/// The number of streams at one time.
 const CLIENTS: usize = 6;
 
 async fn answers(client: &Client, asks: &[Ask]) -> Vec<Answer> {
@@ -25,7 +25,7 @@ async fn churn(fleet: &mut Fleet) {
         let victim = 1 + 2 * (nth % 2);
         fleet.nodes[victim].process.kill();
         if nth % 3 == 0 {
-            // In some rounds the router notices the end first.
+            // In some rounds the kill comes later, so that the router notices the end first.
             tokio::time::sleep(Duration::from_millis(300)).await;
         }
         fleet.nodes[victim].process.revive();

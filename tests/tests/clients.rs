@@ -14,7 +14,8 @@ use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
 async fn the_official_openai_client_works_unmodified() {
     let python = executable::python();
     let up = Up::start(&[]).await;
-    // A router that has just started answers 503 to an unknown model: its nodes may not have announced themselves yet.
+    // The test waits first: a router that has just started answers 503 to an unknown model, because its nodes
+    // may not have announced themselves yet.
     let client = Client::new(up.http);
     baton_tests::eventually("the router to know its nodes", async || {
         let (status, _) = client.get("/v1/models/no-such-model").await;

@@ -1,4 +1,4 @@
-//! The command line: short addresses, pipes that close early, Ctrl-C, and too much memory.
+//! Tests of the command line: short addresses, pipes that close early, Ctrl-C, and too much memory.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener};
@@ -24,7 +24,7 @@ fn interrupt(child: &Child) {
     kill_process(Pid::from_raw(child.id() as i32).expect("a pid"), Signal::INT).expect("it runs");
 }
 
-/// Waits for the end of a child: its exit code and standard error.
+/// Waits for the end of a child. Returns its exit code and standard error.
 async fn ended(mut child: Child) -> (Option<i32>, String) {
     let status = eventually("the command to end", async || child.try_wait().expect("our child")).await;
     let mut text = String::new();
@@ -32,7 +32,7 @@ async fn ended(mut child: Child) -> (Option<i32>, String) {
     (status.code(), text)
 }
 
-/// Answers every connection with 200, and returns the requested path.
+/// Serves a page that answers every connection with 200, and returns the requested path.
 fn page() -> (SocketAddr, std::sync::mpsc::Receiver<String>) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let addr = listener.local_addr().expect("bound");
@@ -146,7 +146,8 @@ async fn ctrl_c_in_a_conversation_says_so() {
     assert!(text.contains("interrupted"), "{text}");
 }
 
-/// A hub that accepts and never answers: every process that fetches a model logs that it was stopped.
+/// The hub accepts and never answers, so that every process that fetches a model must log that it was
+/// stopped.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ctrl_c_while_a_model_is_fetched_says_so() {
     let hub = TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -198,7 +199,7 @@ fn more_kv_memory_than_there_is_is_refused_at_the_start() {
     assert!(text.contains("all nodes together ask for") && text.contains("--kv-memory"), "{text}");
 }
 
-/// Each of two nodes has enough memory alone, but not both together.
+/// There is enough memory for each of two nodes alone, but not for both, so `up` must refuse.
 #[test]
 fn kv_memory_of_all_nodes_of_up_is_added() {
     let ports = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"];
@@ -241,7 +242,7 @@ fn what_is_no_model_is_refused_with_a_sentence_of_its_own() {
     }
 }
 
-/// Returns the bundled model without its tokenizer, and without its chat template.
+/// Copies the bundled model without its tokenizer, or without its chat template.
 fn without(what: &str) -> TempDir {
     let (from, folder) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo"), tempfile::tempdir());
     let folder = folder.expect("a folder");
@@ -293,10 +294,10 @@ async fn a_missing_tokenizer_and_a_missing_chat_template_are_named() {
     }
 }
 
-/// What Rust's own formatting leaves in a text.
+/// What Rust's `Debug` formatting leaves in a text.
 const RUST_NAMES: [&str; 5] = ["Some(", "None", "Duration", "::", "Ok("];
 
-/// Tables on a terminal and on a page, and sentences about differences.
+/// Checks tables on a terminal and on a page, and sentences about differences.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_measurement_reads_without_names_of_the_source() {
     let (up, folder) = (Up::start(&[]).await, tempfile::tempdir().expect("a folder"));

@@ -10,7 +10,7 @@ use chassis::config::parse;
 use chassis::error::Origin;
 use serde_json::Value;
 
-/// The files that declare settings.
+/// The files that declare settings, of all processes.
 const SOURCES: &[&str] = &[
     "node/src/config.rs",
     "router/src/config.rs",
@@ -37,7 +37,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the workspace").to_owned()
 }
 
-/// A field with its doc comment.
+/// A field of a struct, with its doc comment.
 struct Field {
     name: String,
     of_type: String,
@@ -76,7 +76,7 @@ fn as_field(line: &str) -> Option<(String, String)> {
 /// The sections that are on the page already, each with the process that it belongs to.
 type Written = BTreeMap<String, &'static str>;
 
-/// Returns one process's sections: its raw configuration's fields, each a struct of settings. A section that
+/// Writes one process's sections: its raw configuration's fields, each a struct of settings. A section that
 /// an earlier process has with the same settings and defaults is on the page once.
 fn process(
     written: &mut Written,
@@ -140,7 +140,7 @@ fn table(section: &Field, structs: &Structs, defaults: &Value) -> String {
     table
 }
 
-/// Returns a title in the middle of a sentence: `a router`.
+/// Returns a title in lower case, for the middle of a sentence: `a router`.
 fn lower(title: &str) -> String {
     let title = title.split(':').next().unwrap_or(title);
     title[..1].to_lowercase() + &title[1..]
@@ -171,7 +171,7 @@ fn of_node() -> Structs {
     declared(&[SOURCES[0], SOURCES[5], SOURCES[2], SOURCES[4], SOURCES[6]])
 }
 
-/// Settings that pool nodes share with other nodes are declared there.
+/// Returns the structs of a pool node. Settings that it shares with other nodes are declared in their files.
 fn of_pool() -> Structs {
     declared(&[SOURCES[0], SOURCES[5], SOURCES[3], SOURCES[2], SOURCES[4], SOURCES[6]])
 }
@@ -217,7 +217,7 @@ fn few_settings_are_outside_expert() {
     }
 }
 
-/// The page names exactly the settings that a process reads.
+/// Checks that the page names exactly the settings that a process reads.
 #[test]
 fn every_setting_is_on_the_page() {
     fn leaves(name: &str, value: &Value, found: &mut BTreeSet<String>) {
@@ -238,7 +238,7 @@ fn every_setting_is_on_the_page() {
     }
 }
 
-/// The settings that were outside `[expert]` before, by process.
+/// The settings that were outside of `[expert]` in an earlier version, by process.
 const MOVED: [(&str, &[&str]); 3] = [
     (
         "router",

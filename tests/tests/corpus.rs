@@ -21,7 +21,7 @@ use types::{
     StopRules, TenantId, TokenId, TransferId, WireAddress,
 };
 
-/// The time for the mutations of one entry.
+/// The time for which mutations of one entry's inputs are tried.
 const BENT_FOR: Duration = Duration::from_secs(2);
 
 fn corpus(entry: &str) -> PathBuf {
@@ -37,7 +37,7 @@ fn words(entry: &str) -> Vec<Vec<u8>> {
     files.iter().map(|file| std::fs::read(file).expect("a file")).collect()
 }
 
-/// Returns a generator of mutations, the same in every run.
+/// Draws a number for mutations, the same in every run.
 fn draw(state: &mut u64) -> usize {
     *state ^= *state << 13;
     *state ^= *state >> 7;
@@ -45,7 +45,7 @@ fn draw(state: &mut u64) -> usize {
     *state as usize
 }
 
-/// Truncates, flips a bit, repeats a piece, or inserts a piece of another input.
+/// Mutates an input: truncates it, flips a bit, repeats a piece, or inserts a piece of another input.
 fn bend(word: &[u8], other: &[u8], state: &mut u64) -> Vec<u8> {
     let mut bent = word.to_vec();
     if bent.is_empty() {

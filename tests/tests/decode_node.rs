@@ -24,7 +24,7 @@ use types::{
 
 const PROMPT_TOKENS: u32 = 40;
 
-/// A node that lives until it is dropped.
+/// A node in this process, which runs until the value is dropped.
 struct Node {
     parts: NodeParts,
     config: NodeConfig,
@@ -96,7 +96,8 @@ async fn send(sender: &NodeParts, landing: Landing, index: u32) {
     to.finish(Handoff { transfer, n_tokens: PROMPT_TOKENS, first }).await.expect("it is delivered");
 }
 
-/// The token after a prompt of 40 tokens is step 0. A first token with another index would continue the wrong text.
+/// The token after a prompt of 40 tokens is step 0. A first token with another index would continue the wrong
+/// text, so it is refused.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_first_token_for_another_position_is_refused() {
     let world = World::real();

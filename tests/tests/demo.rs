@@ -4,7 +4,8 @@ use baton_tests::{Ask, Client, Up, in_time};
 use futures::future::join_all;
 use serde_json::{Value, json};
 
-/// With a smaller lead between the two best tokens, KV in bf16 may choose another token than the reference in f32.
+/// The smallest lead of the best token for which tokens are compared: with less, KV in bf16 may choose
+/// another token than the reference in f32.
 const LEAD_MIN: f64 = 0.05;
 
 fn golden() -> Vec<Value> {
@@ -21,7 +22,8 @@ fn ask(prompt: &Value) -> Ask {
     Ask::new(ids(&prompt["prompt_ids"]), 48).with("model", json!("demo"))
 }
 
-/// Returns the tokens of all answers. The number of cached tokens depends on which request came first.
+/// Returns the tokens of all answers. The number of cached tokens is left out, because it depends on which
+/// request came first.
 async fn tokens(up: &Up, asks: &[Ask]) -> Vec<Vec<u32>> {
     let client = up.client();
     let all = join_all(asks.iter().map(|ask| client.ask(ask)));
@@ -51,7 +53,7 @@ async fn the_demo_model_answers_alike_from_one_node_and_from_two() {
     let alone = tokens(&Up::start(&["--model", "demo", "--colocated"]).await, &asks).await;
     let up = Up::start(&["--model", "demo", "--prefill", "1", "--decode", "1"]).await;
     assert_eq!(tokens(&up, &asks).await, alone);
-    // Again, now that prefixes are cached on both nodes.
+    // The requests are sent again, because prefixes are now cached on both nodes.
     assert_eq!(tokens(&up, &asks).await, alone);
     for (prompt, tokens) in golden.iter().zip(&alone) {
         if prompt["smallest_lead"].as_f64().expect("a number") > LEAD_MIN {
@@ -80,11 +82,11 @@ async fn several_answers_to_one_prompt_cost_one_prefill() {
         choices.iter().any(|choice| choice["token_ids"] != choices[0]["token_ids"]),
         "each draws its own"
     );
-    // The others compute only the rest of the prompt's last block.
+    // Only one choice computes the whole prompt; the others compute only the rest of its last block.
     let computed = computed_tokens(&up).await;
     assert!(prompt.len() >= 512, "{} tokens would show little", prompt.len());
     assert!((prompt.len()..=prompt.len() + 3 * 16).contains(&computed), "{computed} of {}", prompt.len());
-    // Each answer equals the answer to a request for it alone.
+    // Each choice must equal the answer to a request for it alone.
     for (nth, choice) in choices.iter().enumerate() {
         let mut alone = body.clone();
         (alone["n"], alone["seed"]) = (json!(1), json!(5 + nth));
@@ -95,7 +97,7 @@ async fn several_answers_to_one_prompt_cost_one_prefill() {
     up.baseline().await;
 }
 
-/// Prompt tokens that all nodes have computed so far.
+/// Returns the number of prompt tokens that all nodes have computed so far.
 async fn computed_tokens(up: &Up) -> usize {
     let cluster = up.client().get_json("/debug/cluster").await;
     let mut sum = 0;

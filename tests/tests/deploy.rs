@@ -1,5 +1,5 @@
-//! The files in `deploy/` fit the Kubernetes API and the executable. `tests/python/deploy/check.py` checks the files,
-//! this test the pages that they name.
+//! Checks that the files in `deploy/` fit the Kubernetes API and the executable.
+//! `tests/python/deploy/check.py` checks the files, and this test the pages that they name.
 
 use std::path::Path;
 use std::process::Command;

@@ -8,7 +8,7 @@ use baton_tests::{Up, executable};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Runs `baton` without variables of ours in its environment.
+/// Runs `baton` without any `BATON_` variable in its environment.
 fn baton(args: &[&str]) -> Output {
     let ours = std::env::vars().map(|(name, _)| name).filter(|name| name.starts_with("BATON_"));
     let mut command = Command::new(executable::baton());
@@ -144,8 +144,8 @@ fn why<'a>(out: &'a Value, connector: &str) -> Option<&'a str> {
     out.iter().find(|out| out["connector"] == connector)?["why"].as_str()
 }
 
-/// A node that is told to use tcp uses no shared memory, and none of these has a GPU. `doctor` reports it beforehand,
-/// and the router for each running node and each pair.
+/// A node that is configured for tcp uses no shared memory, and no node of the test has a GPU. `doctor`
+/// reports it beforehand, and the router for each running node and each pair.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn connectors_that_are_out_are_named_with_their_reason() {
     let folder = tempfile::tempdir().expect("a folder");

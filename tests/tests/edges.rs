@@ -8,11 +8,11 @@ use futures::future::join_all;
 
 /// A fast mock with room for a very long stream.
 const ENDLESS: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/endless.toml");
-/// More than 32k.
+/// The number of tokens of a very long stream: more than 32k.
 const LONG: u32 = 33_000;
-/// Tokens of a block.
+/// The number of tokens of a block.
 const BLOCK: usize = 16;
-/// The mock's context.
+/// The number of tokens of the mock's context.
 const CONTEXT: usize = 32_768;
 
 async fn answers(client: &Client, asks: &[Ask]) -> Vec<Answer> {
@@ -34,7 +34,7 @@ async fn prompts_at_the_edges_of_blocks_are_answered_alike() {
     drop(alone);
     for order in ["decode-first", "prefill-first"] {
         let up = Up::start(&["--order", order]).await;
-        // The second time everything is cached, and nothing has to be sent.
+        // The requests are sent twice. The second time everything is cached, and nothing has to be sent.
         for round in ["fresh", "cached"] {
             let seen = answers(&up.client(), &asks).await;
             for (nth, (seen, expected)) in seen.iter().zip(&expected).enumerate() {
@@ -52,7 +52,7 @@ async fn prompts_at_the_edges_of_blocks_are_answered_alike() {
     }
 }
 
-/// Twice as many requests as landings, and more than the pool holds: some wait, none is lost.
+/// There are twice as many requests as landings, and more than the pool holds, so some wait. None is lost.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_burst_wider_than_the_decode_node_is_answered() {
     let ask = |prompt| Ask::new(prompt, 30).with("ignore_eos", true.into());
@@ -81,7 +81,8 @@ async fn a_very_long_stream_stays_tracked() {
     while let Some(event) = in_time("an event", stream.next()).await.expect("the stream goes on") {
         let ids = event["choices"].get(0).and_then(|choice| choice["token_ids"].as_array().map(Vec::len));
         n_tokens += ids.unwrap_or(0);
-        // Generated steps are ahead of read ones by the contents of all buffers.
+        // The number of leased blocks shows that decoding is held back: generated steps are ahead of read
+        // ones only by the contents of all buffers.
         if n_tokens > LONG as usize / 10 && !was_held {
             let kv = up.kv().await;
             was_held = kv.iter().any(|node| node["leased"].as_u64() > Some(n_tokens as u64 / 32));

@@ -1,4 +1,5 @@
-//! The table of endpoints in `docs/api.md`: a cluster serves every row, and every route in the code is in a row.
+//! Tests of the table of endpoints in `docs/api.md`: a cluster serves every row, and every route in the code
+//! is in a row.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -15,7 +16,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// Ports, and the endpoints that the page says they have.
+/// Returns the ports of the page's table, each with its endpoints.
 fn rows() -> Vec<(String, Vec<String>)> {
     let page = std::fs::read_to_string(root().join("docs/api.md")).expect("the page");
     let section =
@@ -29,13 +30,14 @@ fn rows() -> Vec<(String, Vec<String>)> {
     cells.map(row).collect()
 }
 
-/// The status of an endpoint that exists. A POST is sent without a request in it, except to sleep and to wake.
+/// Checks the status of an endpoint that exists. A POST is sent without a request in it, except to sleep and
+/// to wake.
 async fn check(port: SocketAddr, endpoint: &str) {
     let (method, path) = endpoint.split_once(' ').expect("a method and a path");
     let path = path.replace("NAME", "mock");
     let client = Client::new(port);
     let expected = if path.starts_with("/v1/") && method == "POST" { 400 } else { 200 };
-    // A node hears a moment after its start that it may serve.
+    // The check is repeated, because a node learns a moment after its start that it may serve.
     eventually(&format!("{endpoint} at {port} to answer {expected}"), async || {
         let status = match method {
             "GET" => client.get(&path).await.0,
@@ -100,7 +102,7 @@ async fn every_endpoint_of_the_page_is_served() {
     }
 }
 
-/// Paths of `.route("…")` in the sources of a crate, without its tests.
+/// Returns the paths of `.route("…")` in the sources of a crate, without its tests.
 fn routes(of_crate: &str) -> BTreeSet<String> {
     let mut folders = vec![root().join(of_crate).join("src")];
     let mut paths = BTreeSet::new();

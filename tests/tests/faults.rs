@@ -1,4 +1,5 @@
-//! Nodes die, stop and come back while streams run. No request hangs, and no token is lost, doubled or changed.
+//! Nodes die, stop and come back while streams run. No request hangs, and no token is lost, doubled or
+//! changed.
 
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use futures::future::join_all;
 use rustix::process::Signal;
 use tokio::time::Instant;
 
-/// Long enough to be unfinished when a node is killed.
+/// The length of an answer, in tokens: long enough to be unfinished when a node is killed.
 const TOKENS: u32 = 300;
 
 /// A mock whose steps take time, so that a stream lasts for seconds.
@@ -27,7 +28,7 @@ async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
     in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
-/// Runs `asks` on `up`, and `disturb` once a third of the streams have tokens.
+/// Runs `asks` on `up`, and `disturb` once a third of the streams have tokens. Returns the answers.
 async fn disturbed(up: &Up, asks: &[Ask], disturb: impl AsyncFnOnce()) -> Vec<Result<Answer, Failed>> {
     let client = up.client();
     let run = join_all(asks.iter().map(|ask| client.ask(ask)));
@@ -73,7 +74,7 @@ async fn clients_do_not_notice_a_dead_prefill_node() {
         let up = Up::start_over(connector, &args).await;
         let victim = up.of_role("prefill").await.swap_remove(0);
         up.expect_log(A_NODE_DIES);
-        // At once: prompts are being computed and their KV is being sent.
+        // The kill comes at once, while prompts are being computed and their KV is being sent.
         let client = up.client();
         let run = join_all(asks.iter().map(|ask| client.ask(ask)));
         let kill = async {
@@ -115,7 +116,7 @@ async fn a_stopped_pair_ends_requests_by_their_deadline() {
         let seen = in_time("typed outcomes", join_all(asks.iter().map(|ask| client.ask(ask)))).await;
         assert!(began.elapsed() < deadline + Duration::from_secs(1), "{role}: took {:?}", began.elapsed());
         for seen in seen {
-            // Without its prefill node, the decode node may still answer alone.
+            // An answer may succeed: without its prefill node, the decode node may still answer alone.
             if let Err(failed) = seen {
                 assert!(
                     ["deadline", "failed", "no_nodes", "wire"].contains(&failed.code.as_str()),
@@ -144,7 +145,7 @@ async fn cancel_storm(up: &Up) {
     for round in 0..2u64 {
         let storm = join_all(asks.iter().enumerate().map(|(idx, ask)| {
             let client = client.clone();
-            // At every stage, from before the answer's head to the middle of the stream.
+            // Clients leave at every stage, from before the answer's head to the middle of the stream.
             let patience = Duration::from_millis((idx as u64 * 7 + round * 13) % 1500);
             async move {
                 let _ = tokio::time::timeout(patience, async {

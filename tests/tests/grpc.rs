@@ -45,7 +45,7 @@ async fn both_doors_give_the_same_tokens() {
     assert!(refused.message().contains("tokens"), "{refused}");
 }
 
-/// Returns a node that only announces itself.
+/// Describes a node that only announces itself, with a range of protocol versions.
 fn puppet(id: &str, min: u16, max: u16) -> NodeInfo {
     NodeInfo {
         id: NodeId::new(id),
@@ -85,7 +85,8 @@ async fn a_node_of_another_protocol_is_refused_with_both_ranges_named() {
     let old = eventually("the old node to be seen", async || node("old").await).await;
     assert_eq!(old["state"], "refused");
     assert_eq!(old["reason"], "no common protocol version: this side speaks 3..3, the peer 0..0");
-    // One common version is enough: the router tries to connect, and no server listens there.
+    // The node's state is `connecting`: one common version is enough for the router to try, and no server
+    // listens there.
     let newer = eventually("the newer node to be seen", async || node("newer").await).await;
     assert_eq!(newer["state"], "connecting");
 }

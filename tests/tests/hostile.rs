@@ -1,5 +1,5 @@
-//! Invalid input at every port of every process: garbage, pieces, huge and repeated messages, and slow bytes. It is
-//! refused, costs little memory and one log line each, and the cluster serves on.
+//! Sends invalid input to every port of every process: garbage, pieces, huge and repeated messages, and slow
+//! bytes. All of it is refused and costs little memory and one log line each, and the cluster serves on.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -29,12 +29,12 @@ use types::{
     Deadline, Epoch, Grant, NodeId, Prompt, RequestId, Sampling, StopRules, TenantId, TokenId, TransferId,
 };
 
-/// Attackers of each kind at each port.
+/// The number of attackers of each kind at each port.
 const STRANGERS: usize = 5;
-/// The memory that all attackers together may cost one process.
+/// The memory in KiB that all attackers together may cost one process.
 const GROWTH_KIB_MAX: u64 = 48 << 10;
 
-/// Random bytes, always the same.
+/// Returns random bytes, the same in every run.
 fn garbage(n: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let step = |_| {
@@ -72,11 +72,11 @@ fn http_giants() -> Vec<Vec<u8>> {
     vec![long_path.into_bytes(), many_headers.into_bytes(), long_body, nested.into_bytes()]
 }
 
-/// HTTP/2 up to a message that claims four gigabytes.
+/// Returns HTTP/2 bytes up to a message that claims four gigabytes.
 fn grpc_giant() -> Vec<u8> {
     let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
     bytes.extend([0, 0, 0, 4, 0, 0, 0, 0, 0]);
-    // HEADERS with a block that is no valid HPACK, then DATA.
+    // The frames are HEADERS with a block that is no valid HPACK, then DATA.
     bytes.extend([0, 0, 4, 1, 4, 0, 0, 0, 1, 0xff, 0xff, 0xff, 0xff]);
     bytes.extend([0, 0, 5, 0, 0, 0, 0, 0, 1, 0, 0xff, 0xff, 0xff, 0xff]);
     bytes.extend(garbage(1 << 20));
@@ -100,7 +100,7 @@ fn hello(link: u64) -> Vec<u8> {
     })))
 }
 
-/// Requests a landing without a grant.
+/// Returns a frame that requests a landing with a made-up grant.
 fn open(link: u64) -> Vec<u8> {
     let shown = Credentials {
         grant: Grant::from_bytes([7; 16]),
@@ -116,7 +116,7 @@ fn open(link: u64) -> Vec<u8> {
 
 fn kv_words(link: u64) -> Vec<Vec<u8>> {
     let mut giant = hello(link);
-    // A header that claims a body of four gigabytes.
+    // The header claims a body of four gigabytes.
     giant[8..12].copy_from_slice(&u32::MAX.to_le_bytes());
     let whole = hello(link + 1);
     let half = whole[..whole.len() / 2].to_vec();
@@ -131,13 +131,14 @@ fn kv_words(link: u64) -> Vec<Vec<u8>> {
 
 // === the cost ===
 
-/// Memory and log lines of the processes before the attack.
+/// The memory and the log lines of the processes before the attack.
 struct Before {
     resident: Vec<u64>,
     lines: Vec<usize>,
 }
 
-/// A link that is accepted and then refused has a line for each. The refused ones count.
+/// Counts the log lines that an attack causes. A link that is accepted and then refused has a line for each;
+/// only the refusal counts.
 fn lines(process: &Process) -> usize {
     process.log().lines().filter(|line| !line.contains("KV link from peer accepted")).count()
 }
@@ -188,7 +189,7 @@ async fn strangers_are_refused_at_every_port() {
     let fleet = Fleet::start_pooled(PACED, 1, 1, 1).await;
     fleet.expect_log(&["KV stream from peer refused"]);
     let expected = fleet.client().ask(&ask()).await.expect("an answer").tokens;
-    // A request's own log lines do not count.
+    // No request is complete here, because a request's own log lines would not be expected.
     let (garbage, pieces) =
         (vec![garbage(64 << 10)], vec![b"POST /v1/compl".to_vec(), b"PRI * HTT".to_vec()]);
     let mut http = vec![("the router's http", fleet.http), ("the router's admin", fleet.admin)];
@@ -267,7 +268,7 @@ fn prompt() -> Prompt {
     }
 }
 
-/// Neither a landing of an ended request nor one of another life accepts KV.
+/// A landing of an ended request, or of another life of the node, accepts no KV.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_landing_is_good_once() {
     let mut fleet = Fleet::start(PACED, 1, 1).await;
@@ -294,18 +295,18 @@ async fn a_landing_is_good_once() {
     let request = v1::PrefillRequest { prompt: Some(prompt), destination };
     let at_prefill = format!("http://{}", prefill.grpc);
     let mut at_prefill = PrefillClient::connect(at_prefill).await.expect("it listens");
-    // Once correctly.
+    // The first request is correct, and is answered.
     let mut answers = at_prefill.run(request.clone()).await.expect("accepted").into_inner();
     let first = in_time("an answer", answers.message()).await.expect("a stream").and_then(|one| one.answer);
     assert!(matches!(first, Some(Answer::Prefilled(_))), "{first:?}");
     while let Some(event) = in_time("an event", events.message()).await.expect("a stream") {
         assert!(!matches!(event.event, Some(Event::Refused(_))), "{event:?}");
     }
-    // Again after the end of the request, and again after the node has begun another life.
+    // The request is repeated after its end, and again after the node has begun another life.
     for _ in 0..2 {
         let answers = at_prefill.run(request.clone()).await.map(tonic::Response::into_inner);
         if let Ok(mut answers) = answers {
-            // It may compute, because it asks for the landing meanwhile. But nothing is delivered.
+            // The node may compute, because it opens the landing at the same time. But nothing is delivered.
             while let Ok(Some(_)) = in_time("an answer", answers.message()).await {}
         }
         fleet.baseline().await;

@@ -1,5 +1,5 @@
-//! The processes of `deploy/compose.yaml`, each on its own host with a real etcd, as an unprivileged user, on a
-//! read-only root file system. Hosts are disconnected and come back; nothing is restarted.
+//! Runs the processes of `deploy/compose.yaml`, each on its own host with a real etcd, as an unprivileged
+//! user, on a read-only root file system. Hosts are disconnected and come back; nothing is restarted.
 //!
 //! A program that forwards the frames (`tests/hosts/cable.py`) causes delay, loss, low bandwidth and half-open
 //! connections, because not every kernel has netem.
@@ -17,11 +17,12 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 const NAMES: &[&str] = &["etcd", "router", "prefill-0", "prefill-1", "decode-0", "decode-1", "pool-0"];
-/// The nodes among them.
+/// The number of nodes among the processes.
 const N_NODES: usize = 5;
-/// Long enough that a stream's host can be disconnected in the middle.
+/// The length of an answer, in tokens: long enough that a stream's host can be disconnected in the middle.
 const TOKENS: u32 = 300;
-/// A tenth of the traffic of a host with half of the load on a good cable.
+/// The bandwidth of a slow cable in bytes per second: a tenth of a host's traffic with half of the load on a
+/// good cable.
 const SLOW: u32 = 60_000;
 
 fn root() -> PathBuf {
@@ -37,7 +38,7 @@ fn compose() -> Value {
     serde_json::from_slice(&output.stdout).expect("JSON")
 }
 
-/// Returns the contents of the image: the executable and its libraries. Configuration files are beside it,
+/// Makes the contents of the image: the executable and its libraries. Configuration files are beside it,
 /// because they are mounted by name.
 fn image(hosts: &Hosts) -> TempDir {
     let image = tempfile::tempdir().expect("a folder");
@@ -61,7 +62,8 @@ fn image(hosts: &Hosts) -> TempDir {
     for folder in ["proc", "dev/shm", "tmp"] {
         std::fs::create_dir_all(image.path().join(folder)).expect("made");
     }
-    // A temporary folder is readable only by its owner, but an image by all users.
+    // The folder is made readable for all users, as an image is, because a temporary folder is readable only
+    // by its owner.
     let everybody = std::os::unix::fs::PermissionsExt::from_mode(0o755);
     std::fs::set_permissions(image.path(), everybody).expect("it is ours");
     image
@@ -74,7 +76,7 @@ fn libraries(executable: &Path) -> Vec<String> {
     text.split_whitespace().filter(|word| word.starts_with('/')).map(str::to_owned).collect()
 }
 
-/// The running processes; dropped before the hosts.
+/// The running processes of the cluster. They must be dropped before the hosts.
 struct Cluster {
     processes: Vec<(String, Child)>,
     logs: TempDir,
@@ -84,7 +86,7 @@ struct Cluster {
 }
 
 impl Cluster {
-    /// Returns a model whose KV is checked and whose speed is known.
+    /// Starts a cluster with a model whose KV is checked and whose speed is known.
     async fn start_paced() -> Self {
         Self::start(&[("BATON_MODEL__PATH", "mock:/etc/baton/paced.toml")]).await
     }
@@ -107,7 +109,7 @@ impl Cluster {
         cluster
     }
 
-    /// Starts etcd from its executable, because there is no image of it: with its flags, in its namespace.
+    /// Starts etcd from its executable, with the flags of the compose file, because there is no image of it.
     fn start_etcd(&mut self, service: &Value) {
         let flags = texts(&service["command"]);
         let data = self.logs.path().join("etcd");
@@ -128,10 +130,10 @@ impl Cluster {
         for (variable, value) in service["environment"].as_object().into_iter().flatten() {
             command.env(variable, value.as_str().expect("a text"));
         }
-        // A pool node has no model.
+        // The model's variables are left out for a pool node, because it has no model.
         let is_known = |variable: &str| !(name.starts_with("pool") && variable.starts_with("BATON_MODEL__"));
         command.envs(env.iter().copied().filter(|(variable, _)| is_known(variable)));
-        // The test reads /debug without a key.
+        // The admin key is turned off, because the test reads /debug without a key.
         command.env("BATON_CLUSTER__ADMIN_KEY_FILE", "").env("BATON_CLUSTER__INSECURE", "true");
         self.run(name, command);
     }
@@ -186,7 +188,8 @@ async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
     in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
-/// Sends all requests at once, calls `disturb` in the middle, and compares.
+/// Sends all requests at once, calls `disturb` in the middle, and compares the answers with the expected
+/// ones.
 async fn disturbed(cluster: &Cluster, asks: &[Ask], expected: &[Answer], disturb: impl FnOnce()) {
     let run = join_all(asks.iter().map(|ask| cluster.client.ask(ask)));
     let disturb = async {
@@ -215,7 +218,7 @@ async fn hosts_are_cut_off_and_come_back() {
     disturbed(&cluster, &asks, &expected, || {}).await;
     for host in ["decode-0", "prefill-0", "pool-0", "etcd"] {
         disturbed(&cluster, &asks, &expected, || cluster.hosts.cut(host)).await;
-        // While it is away, other nodes do its work.
+        // The host is away, so other nodes do its work.
         disturbed(&cluster, &asks, &expected, || {}).await;
         cluster.hosts.mend(host);
         cluster.all_ready().await;
@@ -271,7 +274,7 @@ async fn compose_serves_the_demo_model() {
     assert_eq!(status, 200, "{answer}");
     let said = answer["choices"][0]["message"]["content"].as_str().expect("a text");
     assert!(said.contains("prompt"), "{said}");
-    // Longer than a block, so its KV goes through the pool.
+    // The prompt is longer than a block, so its KV goes through the pool.
     let ask =
         serde_json::json!({ "model": "demo", "max_tokens": 4, "prompt": (100..140).collect::<Vec<u32>>() });
     let (status, _, body) =
@@ -281,7 +284,7 @@ async fn compose_serves_the_demo_model() {
     assert!(pool.contains("baton_pool_deliveries_total{outcome=\"delivered\"} 1"), "{pool}");
 }
 
-/// Not root, without capabilities or a way to get them, on a read-only root.
+/// Checks that a process is not root, has no capabilities or way to get them, and has a read-only root.
 fn confined(pid: u32) {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs");
     let line = |name: &str| {

@@ -1,4 +1,4 @@
-//! Names that requests choose become no metric labels, and stay in no process's memory.
+//! Names in requests become no metric labels, and stay in no process's memory.
 
 use std::collections::BTreeSet;
 
@@ -8,12 +8,13 @@ use futures::future::join_all;
 
 /// The number of requests, each with different names.
 const REQUESTS: usize = 4_000;
-/// The number of requests at one time.
+/// The number of concurrent requests.
 const AT_ONCE: usize = 50;
-/// The allowed growth of the router's memory in KiB. If the names of requests were kept, it would be 16 MiB and more.
+/// The largest growth of the router's memory in KiB. If the names of requests were kept, it would be 16 MiB
+/// and more.
 const GROWTH_KIB: u64 = 8 << 10;
 
-/// Returns a request with new names only, of 4 KiB together.
+/// Makes a request with new names only, of 4 KiB together.
 fn ask(nth: usize) -> Ask {
     let long = |name: &str| format!("{name}-{nth}-{}", "x".repeat(1_000));
     let tenant = format!("tenant-{nth}");
@@ -64,11 +65,11 @@ async fn names_that_requests_choose_make_no_series_and_no_memory() {
     assert!(after.1 < before.1 + GROWTH_KIB, "{} KiB, and {} KiB before", after.1, before.1);
 }
 
-/// Models that are served one after the other, each by a node that comes and goes: first a few, so that every buffer has
-/// its size, then the others.
+/// The numbers of models, each served by a node that comes and goes: first a few, so that every buffer has
+/// its size, then the rest.
 const MODELS: (usize, usize) = (5, 45);
 
-/// Serves a model by a node that comes and goes, and asks it.
+/// Starts a node that serves a new model, sends it a request, and stops it.
 async fn serve_for_a_moment(fleet: &mut Fleet, nth: usize) {
     let model = format!("model-{nth}-{}", "x".repeat(200));
     fleet.add_with("decode", nth, "mock", vec![("BATON_MODEL__NAME", model.clone())]);
@@ -85,7 +86,7 @@ async fn serve_for_a_moment(fleet: &mut Fleet, nth: usize) {
     .await;
 }
 
-/// F31: names of models are on pages while nodes serve them, and in no series and no memory afterwards.
+/// F31: names of models are on pages while nodes serve them, and afterwards in no series and in no memory.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn models_that_come_and_go_leave_no_memory() {
     let mut fleet = Fleet::start("mock", 0, 0).await;

@@ -1,4 +1,4 @@
-//! The reader of the log stops: requests are served, probes are answered, and lost lines are counted.
+//! If the reader of the log stops, requests are served, probes are answered, and lost lines are counted.
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -11,7 +11,7 @@ use futures::future::join_all;
 use serde_json::Value;
 use tokio::time::Instant;
 
-/// A cluster whose standard error is a pipe that no one reads.
+/// A cluster whose standard error is a pipe without a reader.
 struct Unread {
     child: Child,
     client: Client,
@@ -54,7 +54,7 @@ impl Drop for Unread {
     }
 }
 
-/// Time that the processes are probed after the first line was lost.
+/// The time for which the processes are probed after the first lost line.
 const AFTER: Duration = Duration::from_secs(2);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

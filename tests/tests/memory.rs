@@ -1,4 +1,4 @@
-//! The memory of a node: its weights once, its KV, and little more.
+//! Checks the memory of a node: its weights once, its KV, and little more.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use baton_tests::logs::NO_TOKENIZER;
 use baton_tests::{Ask, Client, Up, eventually};
 use serde_json::json;
 
-/// All numbers of Qwen3-0.6B, two bytes each; its output layer is its embedding.
+/// The bytes of Qwen3-0.6B's weights: two for each number. Its output layer is its embedding.
 const WEIGHT_BYTES: usize = 2 * 596_049_920;
 const KV_BYTES: usize = 64 << 20;
 const REST_BYTES: usize = 300_000_000;
@@ -25,7 +25,7 @@ async fn a_node_holds_one_copy_of_its_weights() {
     let env = [
         ("BATON_EXPERT__MODEL__LOAD_FORMAT", "dummy"),
         ("BATON_MODEL__KV_MEMORY", "64MiB"),
-        // Longer than the prompt's step takes on a processor with short vectors.
+        // The limit is longer than the prompt's step takes on a processor with short vectors.
         ("BATON_EXPERT__NODE__STUCK_MS", "60000"),
         ("BATON_EXPERT__ROUTER__STUCK_MS", "60000"),
     ];
@@ -39,7 +39,7 @@ async fn a_node_holds_one_copy_of_its_weights() {
     assert!(peak > WEIGHT_BYTES, "{peak} bytes are less than the weights: this measures something else");
     assert!(peak <= most, "{peak} bytes, {most} at most");
 
-    // Asleep it uses little memory, and awake as much as before.
+    // The node must use little memory while asleep, and as much as before when awake.
     let admin = Client::new(node.admin.parse().expect("an address"));
     let answer = up.client().ask(&ask).await.expect("an answer");
     let asleep = admin.post("/sleep", "").await;

@@ -1,4 +1,4 @@
-//! Real models: their folders, their names in requests, and their text.
+//! Tests of real models: their folders, their names in requests, and their text.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -24,7 +24,7 @@ async fn served(client: &Client) -> Vec<String> {
     models.iter().map(|model| model["id"].as_str().expect("a name").to_owned()).collect()
 }
 
-/// Asks the model under this name what prefill is.
+/// Sends the question what prefill is under this model name, and checks the answer.
 async fn check_answer(client: &Client, model: &str) {
     let body = json!({"model": model, "messages": [{"role": "user", "content": "What is prefill?"}]});
     let (status, _, body) = client.post("/v1/chat/completions", body.to_string()).await;
@@ -45,8 +45,8 @@ async fn the_bundled_model_answers_without_a_checkout() {
     assert_eq!(std::fs::read_dir(cache.path().join("baton")).expect("a folder").count(), 1);
 }
 
-/// Weights quantized at load on both nodes, and KV in FP8 between them. The model is trained well enough to give the
-/// same text.
+/// Weights are quantized at load on both nodes, and KV in FP8 goes between them. The model is trained well
+/// enough to give the same text.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_model_in_8_bits_answers_alike() {
     let env = [("BATON_MODEL__QUANTIZE", "fp8"), ("BATON_MODEL__KV_DTYPE", "fp8")];
@@ -79,7 +79,7 @@ async fn a_model_on_a_hub_is_fetched_and_served() {
     assert!(snapshot.join("model.safetensors").is_symlink());
 }
 
-/// Returns a hub with one model, `org/small`: the demo.
+/// Starts a hub with one model, `org/small`: the demo.
 async fn start_hub() -> SocketAddr {
     let routes = Router::new()
         .route("/api/models/org/small/revision/main", get(revision))
@@ -145,7 +145,8 @@ async fn a_node_with_another_tokenizer_is_refused() {
     assert!(body.contains("other is refused"), "{body}");
 }
 
-/// The demo model with one more line end in its `tokenizer.json`. The effect of such a change is not known.
+/// Copies the demo model with one more line end in its `tokenizer.json`. Such a change could have any effect,
+/// so it makes another model.
 fn copy_with_other_tokenizer(folder: &Path) {
     std::fs::create_dir(folder).expect("made");
     for entry in std::fs::read_dir(demo()).expect("the demo model").flatten() {

@@ -7,7 +7,7 @@ use chassis::guards::{Guard, remove};
 /// The number of seeds within which a missing guard must be noticed.
 const SEEDS: u64 = 400;
 
-/// Returns the first seed at which the simulation fails without `guard`, with its message.
+/// Returns the first seed at which the simulation fails without `guard`, with the failure's message.
 fn noticed(guard: Guard) -> Option<(u64, String)> {
     let _removed = remove(guard);
     let first: u64 = std::env::var("FIRST").map_or(0, |text| text.parse().expect("a number"));

@@ -1,4 +1,4 @@
-//! Spans reach a collector. Those of one request are one trace through all processes.
+//! Spans reach a collector. Those of one request form one trace through all processes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -15,12 +15,12 @@ use opentelemetry_proto::tonic::common::v1::any_value::Value;
 use opentelemetry_proto::tonic::trace::v1::Span;
 use prost::Message as _;
 
-/// A collector: every received span, with the service that sent it.
+/// A collector that keeps every received span, with the service that sent it.
 #[derive(Clone, Debug, Default)]
 struct Collector(Arc<Mutex<Vec<(String, Span)>>>);
 
 impl Collector {
-    /// Starts listening.
+    /// Starts the collector, and returns its address.
     async fn start(&self) -> SocketAddr {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let addr = listener.local_addr().expect("bound");
@@ -74,7 +74,8 @@ async fn one_trace_goes_through_all_processes_to_a_collector() {
     let ask = Ask::new((0..100).collect(), 8).header("x-request-id", "follow-me");
     up.client().ask(&ask).await.expect("an answer");
 
-    // Router, decode node, its wait for the KV, prefill node, its sequence, and its transfer.
+    // The spans are those of the router, the decode node, its wait for the KV, the prefill node, its
+    // sequence, and its transfer.
     let wanted: BTreeSet<&str> = [
         "/v1/completions",
         "/baton.v1.Decode/Run",

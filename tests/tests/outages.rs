@@ -1,5 +1,6 @@
-//! etcd is away for a second and for ten, comes back with and without its data, loses leases or its history, or one of
-//! its members. Requests continue, no node is forgotten, and every node announces itself again.
+//! Tests of outages of etcd: it is away for a second and for ten, comes back with and without its data, or
+//! loses leases, its history, or one of its members. Requests continue, no node is forgotten, and every node
+//! announces itself again.
 
 #![allow(clippy::large_futures, reason = "a test awaits them a few times")]
 
@@ -17,9 +18,9 @@ use tokio::time::{Instant, sleep};
 /// A mock whose steps take time, so that there is always a stream in the middle.
 const PACED: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/paced.toml");
 const CLUSTER: &str = "outages";
-/// Streams at one time.
+/// The number of streams at one time.
 const CLIENTS: usize = 4;
-/// The longest outage; `TEST_OUTAGE_S` asks for a longer one.
+/// The longest outage in seconds; `TEST_OUTAGE_S` sets a longer one.
 const OUTAGE_S: u64 = 10;
 
 fn outage() -> Duration {
@@ -31,7 +32,7 @@ fn url(endpoint: impl std::fmt::Display) -> String {
     format!("etcd://{endpoint}/{CLUSTER}")
 }
 
-/// Two nodes of each kind that find each other at `url`.
+/// Starts two nodes of each kind that find each other at `url`.
 async fn cluster(url: &str) -> Up {
     let up = Up::start(&["--model", PACED, "--prefill", "2", "--decode", "2", "--registry", url]).await;
     up.expect_log(THE_REGISTRY_IS_AWAY);
@@ -45,7 +46,7 @@ fn asks() -> Vec<Ask> {
         .collect()
 }
 
-/// Returns the answers without faults.
+/// Returns the answers of a cluster without faults.
 async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
     let up = Up::start(&["--colocated"]).await;
     let client = up.client();
@@ -53,8 +54,8 @@ async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
     in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
-/// Sends requests while `trouble` runs. A wrong answer panics, and so does a change of the cluster's state as seen
-/// from outside.
+/// Sends requests while `trouble` runs. A wrong answer fails the test, and so does a change of the cluster's
+/// state as seen from outside.
 async fn through(up: &Up, trouble: impl Future<Output = ()>) {
     let asks = asks();
     let expected = undisturbed(&asks).await;
@@ -90,7 +91,7 @@ async fn etcd_client(etcd: &Etcd) -> EtcdClient {
     .await
 }
 
-/// Returns the keys of the members, and etcd's revision. None if the asked member is away.
+/// Returns the keys of the members, and etcd's revision; `None` if the requested etcd member is away.
 async fn announced(client: &EtcdClient) -> Option<(Vec<Vec<u8>>, i64)> {
     let prefix = format!("/baton/{CLUSTER}/nodes/");
     let range_end = prefix_end(&prefix);
@@ -168,7 +169,7 @@ async fn lost_leases_and_a_forgotten_history_change_nothing() {
     for v3::LeaseStatus { id } in leases {
         client.lease().lease_revoke(v3::LeaseRevokeRequest { id }).await.expect("it is there");
     }
-    // Known nodes are gone until they are announced again, because etcd itself has removed them.
+    // The nodes must announce themselves again, because etcd itself has removed them.
     all_announced(&etcd, &nodes).await;
     eventually("everybody to be usable", async || {
         let now = up.nodes().await;
@@ -209,7 +210,8 @@ async fn two_of_three_members_are_enough() {
     }
 }
 
-/// The calls that one node may make to its registry: keep-alives, and attempts while it is away.
+/// The bytes and the connections that one node may use for its registry per second: keep-alives, and attempts
+/// while etcd is away.
 const BYTES_PER_SECOND_MAX: f64 = 2_000.0;
 const CONNECTIONS_PER_SECOND_MAX: f64 = 4.0;
 
@@ -226,7 +228,7 @@ async fn traffic_with_the_registry_is_bounded() {
         let per_peer = |before: u64, after: u64| (after - before) as f64 / took / n_peers;
         (per_peer(before.connections, after.connections), per_peer(before.bytes, after.bytes))
     };
-    // Under load: requests make no calls to the registry.
+    // The traffic is measured under load, because requests must make no calls to the registry.
     let client = up.client();
     let asks = asks();
     let load = join_all(asks.iter().map(|ask| client.ask(ask)));

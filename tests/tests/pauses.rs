@@ -1,4 +1,5 @@
-//! A process is stopped, or all nodes of a kind restart at once, with unfinished streams. All streams continue.
+//! A process is stopped, or all nodes of a kind restart at once, while streams are unfinished. All streams
+//! continue.
 
 use std::time::Duration;
 
@@ -9,9 +10,9 @@ use baton_tests::{Answer, Ask, Etcd, Fleet, Up, in_time};
 use futures::future::join_all;
 use rustix::process::Signal;
 
-/// Streams at one time.
+/// The number of streams at one time.
 const STREAMS: usize = 32;
-/// Long enough to be in mid-stream when something happens.
+/// The length of an answer, in tokens: long enough to be in mid-stream when a fault occurs.
 const TOKENS: u32 = 200;
 
 fn asks() -> Vec<Ask> {
@@ -26,7 +27,7 @@ async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
     in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
-/// Runs all streams, and `trouble` meanwhile. All end as they do without it.
+/// Runs all streams, and `trouble` meanwhile. Each must end as it does without the trouble.
 async fn go_on(fleet: &mut Fleet, asks: &[Ask], expected: &[Answer], trouble: impl AsyncFnOnce(&mut Fleet)) {
     let client = fleet.client();
     let streams = join_all(asks.iter().map(|ask| client.ask(ask)));
@@ -43,7 +44,8 @@ async fn go_on(fleet: &mut Fleet, asks: &[Ask], expected: &[Answer], trouble: im
     fleet.baseline().await;
 }
 
-/// The router is stopped for 4, 6, 10 and 15 s: its peers close their connections to it, or it takes them for dead.
+/// Stops the router for 4, 6, 10 and 15 s: its peers close their connections to it, or it takes them for
+/// dead.
 async fn router_stands_still(registry: Settings) {
     let asks = asks();
     let expected = undisturbed(&asks).await;

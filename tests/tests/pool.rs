@@ -13,7 +13,7 @@ use futures::future::join_all;
 use rustix::process::Signal;
 use tokio::time::Instant;
 
-/// Long enough for streams to be unfinished when a fault occurs.
+/// The length of an answer, in tokens: long enough to be unfinished when a fault occurs.
 const TOKENS: u32 = 200;
 /// A mock whose steps take time.
 const PACED: &str = baton_tests::fleet::PACED;
@@ -39,7 +39,7 @@ fn all_equal(seen: Vec<Result<Answer, Failed>>, expected: &[Answer]) {
     }
 }
 
-/// Sends all requests at once, and disturbs after a while.
+/// Sends all requests at once, and calls `disturb` after a while. Returns the answers.
 async fn disturbed(
     client: &Client,
     asks: &[Ask],
@@ -53,7 +53,7 @@ async fn disturbed(
     tokio::join!(answers(client, asks), disturb).0
 }
 
-/// Returns the sum of a counter over all processes.
+/// Returns the sum of a counter over all processes of a role.
 async fn sum(up: &Up, role: &str, metric: &str) -> u64 {
     let mut sum = 0;
     let cluster = up.client().get_json("/debug/cluster").await;
@@ -151,7 +151,7 @@ async fn a_request_through_the_pool_can_be_drawn() {
 async fn streams_outlive_a_pool_node() {
     let asks = asks(40);
     let expected = undisturbed(&asks).await;
-    // While prompts are put, while they are fetched, and while all of them run.
+    // The kill comes while prompts are put, while they are fetched, and while all of them run.
     for after in [20, 120, 600] {
         let args = ["--model", PACED, "--prefill", "1", "--decode", "2", "--pool", "2"];
         let up = Up::start_over("tcp", &args).await;
@@ -177,7 +177,7 @@ async fn streams_outlive_a_stopped_pool_node() {
         up.expect_log(THE_POOL_FAILS);
         let stop = || up.signal(victim.pid, Signal::STOP);
         all_equal(disturbed(&up.client(), &asks, Duration::from_millis(60), stop).await, &expected);
-        // The router knows that it is gone, so no request waits for it.
+        // The answers come soon, because the router knows that the node is gone and no request waits for it.
         let began = Instant::now();
         all_equal(answers(&up.client(), &asks[..8]).await, &expected);
         assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
@@ -213,8 +213,8 @@ async fn a_stopped_pool_ends_requests_by_their_deadline() {
     up.baseline().await;
 }
 
-/// The pool has room for two or three of forty prompts. The others wait on their prefill nodes, and blocks that are
-/// being read are not evicted.
+/// The pool has room for two or three of forty prompts. The other prompts wait on their prefill nodes, and
+/// blocks that are being read are not evicted.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_full_pool_is_done_without() {
     let asks = asks(40);
@@ -248,13 +248,13 @@ async fn a_cancel_storm_leaves_the_pool_at_its_baseline() {
     let args = ["--model", PACED, "--prefill", "1", "--decode", "1", "--pool", "2"];
     let up = Up::start_over("tcp", &args).await;
     let asks = asks(400);
-    // All links are open before the storm. A request that is cancelled while its link is opened leaves a stream of it,
-    // which the peer refuses with a warning.
+    // All links are opened before the storm: a request that is cancelled while its link is opened leaves a
+    // stream of it, which the peer refuses with a warning.
     let met = answers(&up.client(), &asks[..20]).await;
     assert!(met.iter().all(Result::is_ok), "{met:?}");
     let storm = join_all(asks.iter().enumerate().map(|(idx, ask)| {
         let client = up.client();
-        // At every stage, from before the answer's head to the middle of the stream.
+        // Clients leave at every stage, from before the answer's head to the middle of the stream.
         let patience = Duration::from_millis((idx as u64 * 7) % 900);
         async move {
             let _ = tokio::time::timeout(patience, client.ask(ask)).await;
@@ -266,7 +266,8 @@ async fn a_cancel_storm_leaves_the_pool_at_its_baseline() {
     up.baseline().await;
 }
 
-/// Killed and started at once, on the same ports and under the same name. The KV of the old life is gone.
+/// The node is killed and started at once, on the same ports and under the same name. The KV of the old life
+/// is gone.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_pool_node_comes_back_at_the_same_address() {
     let asks = asks(30);
@@ -285,7 +286,7 @@ async fn a_pool_node_comes_back_at_the_same_address() {
     assert!(counted(&page, "baton_pool_puts_total{outcome=\"stored\"}") > 0, "it keeps again:\n{page}");
 }
 
-/// While it drains, its KV can still be fetched.
+/// While the node drains, its KV can still be fetched.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_pool_node_drains() {
     let asks = asks(30);

@@ -1,5 +1,5 @@
-//! Nodes with several tensor-parallel ranks, with equal or different numbers on both sides. The tokens are those of
-//! one rank.
+//! Tests of nodes with several tensor-parallel ranks, with equal or different numbers on the two sides. The
+//! tokens are those of one rank.
 
 use std::path::Path;
 use std::process::Command;
@@ -12,7 +12,7 @@ use futures::future::join_all;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-/// Ranks of prefill nodes, and of decode nodes.
+/// The numbers of ranks of prefill nodes and of decode nodes.
 const SIZES: &[(&str, &str)] = &[("2", "1"), ("1", "2"), ("2", "2"), ("4", "2"), ("2", "4")];
 /// A mock with eight heads, whose steps take time.
 const PACED: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/paced-heads.toml");
@@ -27,7 +27,7 @@ async fn up(connector: &str, model: &str, (prefill_tp, decode_tp): (&str, &str),
     Up::start_over(connector, &[&ranks[..], more].concat()).await
 }
 
-/// Whole answers of a real model: tokens, and the log-probabilities of the best few of each step.
+/// Returns whole answers of a real model: tokens, and the log-probabilities of the best few of each step.
 async fn completions(client: &Client, model: &str) -> Vec<Value> {
     let prompts = prompts(5, 8, 90);
     let answers = prompts.iter().map(|prompt| {
@@ -48,7 +48,7 @@ async fn completion(client: &Client, mut body: Value) -> Value {
     answer["choices"][0].clone()
 }
 
-/// Every bit of every log-probability, and therefore every token.
+/// Checks that every bit of every log-probability, and therefore every token, is that of one rank.
 async fn answers_as_one_rank_does(model: &str, connector: &str, sizes: &[(&str, &str)]) {
     let path = folder(model);
     let one = up(connector, &path, ("1", "1"), &[]).await;
@@ -74,13 +74,13 @@ async fn ranks_answer_as_one_does_over_shm() {
     answers_as_one_rank_does("llama", "shm", SIZES).await;
 }
 
-/// Two KV heads and two groups of layers: of four ranks, two hold each head.
+/// The model has two KV heads and two groups of layers, so two of four ranks hold each head.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ranks_may_outnumber_the_heads() {
     answers_as_one_rank_does("qwen2-window", "tcp", &[("4", "1"), ("1", "4")]).await;
 }
 
-/// The mock checks each head's KV, every bit of it.
+/// The mock checks every bit of each head's KV.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_head_of_a_mock_finds_its_rank() {
     let asks: Vec<Ask> = prompts(3, 24, 120).into_iter().map(|prompt| Ask::new(prompt, 30)).collect();
@@ -96,7 +96,7 @@ async fn every_head_of_a_mock_finds_its_rank() {
     }
 }
 
-/// A pool node keeps KV in the layout of one rank, whatever the layouts of others.
+/// A pool node keeps KV in the layout of one rank, whatever the layouts of the other nodes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unequal_ranks_share_a_pool() {
     let asks: Vec<Ask> = prompts(9, 16, 120).into_iter().map(|prompt| Ask::new(prompt, 20)).collect();
@@ -113,7 +113,8 @@ async fn all(client: &Client, asks: &[Ask]) -> Vec<Result<Vec<u32>, Failed>> {
     in_time("all answers", join_all(asks.iter().map(tokens))).await
 }
 
-/// 128 requests at once between nodes of four ranks and of two. One node of each kind is killed meanwhile.
+/// The load is 128 requests at once between nodes of four ranks and of two. One node of each kind is killed
+/// meanwhile.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unequal_ranks_stand_load_and_a_kill() {
     let ask = |prompt| Ask::new(prompt, 80).with("ignore_eos", true.into());

@@ -1,4 +1,5 @@
-//! The walk over rdma: real processes and real verbs, in the VM of `tests/rdma-vm`, over Soft-RoCE.
+//! Tests of whole requests over rdma: real processes and real verbs, in the VM of `tests/rdma-vm`, over
+//! Soft-RoCE.
 //!
 //! Prefill nodes have the device on one end of a cable, decode nodes the device on the other end. Only KV goes over
 //! that cable. `TEST_RDMA_PORTS` names the devices, as `rxe1 rxe2`; the ends of the cable are the network devices
@@ -21,9 +22,9 @@ use tokio::time::{Instant, sleep};
 use types::prompt::Priority;
 use types::{Deadline, Prompt, RequestId, Sampling, StopRules, TenantId, TokenId};
 
-/// The allowed silence of a wire: longer than any pause of an emulated processor.
+/// The stall time of a wire: longer than any pause of an emulated processor.
 const STALL: Duration = Duration::from_secs(5);
-/// Long enough that a stream is unfinished when a fault occurs.
+/// The length of an answer, in tokens: long enough to be unfinished when a fault occurs.
 const TOKENS: u32 = 40;
 
 /// Returns the devices of prefill nodes and of decode nodes.
@@ -33,7 +34,7 @@ fn ports() -> [String; 2] {
     [first.to_owned(), second.to_owned()]
 }
 
-/// Nodes of each kind with rdma as their only connector. `more`: further settings of one role.
+/// Starts nodes of each kind with rdma as their only connector. `more` returns further settings of a role.
 async fn fleet(
     ports: &[String; 2],
     model: &str,
@@ -54,19 +55,19 @@ async fn fleet(
     let of_router = vec![("BATON_ROUTER__ORDER", order.to_owned())];
     let fleet = Fleet::start_each(model, n_prefill, n_decode, of_router, of_role).await;
     fleet.expect_log(A_NODE_DIES);
-    // A busy emulated processor looks like a stopped one.
+    // These warnings are expected, because a busy emulated processor looks like a stopped one.
     fleet.expect_log(A_NODE_STANDS_STILL);
     fleet
 }
 
-/// Prompts that no node has seen, so their KV must be sent.
+/// Returns requests whose prompts no node has seen, so their KV must be sent.
 fn asks() -> Vec<Ask> {
     static ROUND: AtomicU64 = AtomicU64::new(0);
     let ask = |prompt| Ask::new(prompt, TOKENS).with("ignore_eos", true.into());
     prompts(31 + ROUND.fetch_add(1, Ordering::Relaxed), 16, 150).into_iter().map(ask).collect()
 }
 
-/// Returns the answers of the model alone.
+/// Computes the answers of the model alone.
 fn alone(asks: &[Ask]) -> Vec<Vec<u32>> {
     let settings = MockSettings::named(PACED.strip_prefix("mock:")).expect("right settings");
     let mut alone = Alone::new("mock", settings, 64);
@@ -92,10 +93,11 @@ async fn all(client: &Client, asks: &[Ask]) -> Vec<Result<Answer, Failed>> {
     in_time("all answers", join_all(asks.iter().map(|ask| client.ask(ask)))).await
 }
 
-/// Sends all requests at once, calls `disturb` when KV moves, and compares with the answers of the model alone.
+/// Sends all requests at once, calls `disturb` when KV moves, and compares the answers with those of the
+/// model alone.
 ///
-/// If the machine has no time for the VM, its router may find that all nodes have stopped, and refuse requests. Those
-/// are sent again, but at most a few.
+/// If the machine has no time for the VM, its router may find that all nodes have stopped, and refuse
+/// requests. Refused requests are sent again, but at most a few.
 async fn equal(fleet: &Fleet, disturb: impl AsyncFnOnce()) {
     let (asks, client) = (asks(), fleet.client());
     let expected = alone(&asks);
@@ -123,7 +125,7 @@ async fn arrived(fleet: &Fleet) -> u64 {
     fleet.client().kv_arrived("rdma").await
 }
 
-/// KV is still sent this way, or again.
+/// Waits until more KV has arrived over rdma. Sends requests meanwhile.
 async fn carries(fleet: &Fleet) {
     let before = arrived(fleet).await;
     eventually("KV by rdma", async || {
@@ -133,7 +135,7 @@ async fn carries(fleet: &Fleet) {
     .await;
 }
 
-/// One cluster for all tests, because an emulated processor starts one slowly.
+/// All tests share one cluster, because an emulated processor starts one slowly.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "wants RDMA devices: tests/rdma-vm/run.sh runs it in a VM"]
 async fn two_and_two_answer_as_the_model_alone_over_rdma() {
@@ -164,13 +166,13 @@ async fn a_cancel_storm(fleet: &Fleet) {
 
 // === killed and stopped nodes ===
 
-/// Longer than the allowed silence.
+/// Stops a node for longer than the stall time.
 async fn a_node_stands_still(fleet: &Fleet, name: &str) {
     eprintln!("{name} stands still");
     let signal = |signal| node(fleet, name).process.signal(signal);
     equal(fleet, async || signal(Signal::STOP)).await;
-    // Its device is not stopped. Blocks that it may still write to are reused only after its right to them has ended,
-    // which does not wait for its process.
+    // The node's device is not stopped. Blocks that it may still write to are reused only after its right to
+    // write has ended, which does not wait for its process.
     sleep(STALL).await;
     others_at_baseline(fleet, name).await;
     signal(Signal::CONT);
@@ -194,7 +196,7 @@ fn node<'a>(fleet: &'a Fleet, name: &str) -> &'a FleetNode {
     fleet.nodes.iter().find(|node| node.name == name).expect("a node of this name")
 }
 
-/// All nodes but this one have all their blocks back.
+/// Waits until all other nodes have all their blocks back.
 async fn others_at_baseline(fleet: &Fleet, but: &str) {
     eventually("the others' baseline", async || {
         let kv = fleet.client().get_json("/debug/kv").await;
@@ -206,7 +208,7 @@ async fn others_at_baseline(fleet: &Fleet, but: &str) {
     .await;
 }
 
-/// No node has another one to send to.
+/// The cluster has one node of each kind, so no other node can take over.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "wants RDMA devices: tests/rdma-vm/run.sh runs it in a VM"]
 async fn a_stopped_pair_ends_requests_by_their_deadline_over_rdma() {
@@ -221,7 +223,7 @@ async fn a_stopped_pair_ends_requests_by_their_deadline_over_rdma() {
         node.process.signal(Signal::STOP);
         let began = Instant::now();
         let seen = all(&fleet.client(), &asks).await;
-        // One second if the processor is not emulated.
+        // The limit would be one second more if the processor were not emulated.
         assert!(began.elapsed() < deadline + Duration::from_secs(4), "{}: {:?}", node.name, began.elapsed());
         for (seen, expected) in seen.into_iter().zip(&expected) {
             match seen {
@@ -243,7 +245,7 @@ async fn a_stopped_pair_ends_requests_by_their_deadline_over_rdma() {
 // === the cable ===
 
 async fn a_bad_cable_changes_no_token(fleet: &Fleet, cable: &DevicePair) {
-    // A packet with a wrong byte is a lost packet, because its checksum is wrong.
+    // A corrupted packet counts as lost, because its checksum is wrong.
     for (flaw, loses) in
         [(Flaw::Netem("loss 10%"), true), (Flaw::Netem("delay 20ms"), false), (Flaw::Corrupts, true)]
     {
@@ -267,7 +269,7 @@ async fn a_bad_cable_changes_no_token(fleet: &Fleet, cable: &DevicePair) {
 enum Flaw {
     /// A fault that netem makes, in netem's syntax.
     Netem(&'static str),
-    /// One RDMA packet in ten has a wrong byte: in the address of a write, its data, or the checksum of an
+    /// A wrong byte in one RDMA packet of ten: in the address of a write, its data, or the checksum of an
     /// acknowledgement.
     Corrupts,
 }
@@ -278,9 +280,9 @@ enum Flaw {
 const CORRUPTION: &str =
     "u32 match ip dport 4791 0xffff action ok random netrand pipe 10 action pedit munge offset 44 u8 invert";
 
-/// The cable between the two devices.
+/// The cable between the two RDMA devices.
 struct DevicePair {
-    /// The network devices below the RDMA devices.
+    /// The network devices below the two RDMA devices.
     ends: [String; 2],
     devices: [String; 2],
 }
@@ -294,7 +296,7 @@ impl DevicePair {
         Self { ends: [end(&devices[0]), end(&devices[1])], devices: devices.clone() }
     }
 
-    /// In both directions, until the value is dropped.
+    /// Adds a fault in both directions, until the value is dropped.
     fn with(&self, flaw: Flaw) -> Flawed<'_> {
         for end in &self.ends {
             match flaw {
@@ -318,7 +320,7 @@ impl DevicePair {
         run("/bin/ip", &format!("link set {} up", self.ends[0]));
     }
 
-    /// Packets out of order, because an earlier one was lost.
+    /// Returns the number of packets that came out of order, because an earlier one was lost.
     fn n_sent_again(&self) -> u64 {
         let of = |device: &String| {
             let counter = format!("/sys/class/infiniband/{device}/ports/1/hw_counters/out_of_seq_request");
@@ -353,7 +355,7 @@ fn run(program: &str, args: &str) {
 
 // === unequal ranks ===
 
-/// Every bit of every log-probability, and therefore every token.
+/// Every bit of every log-probability, and therefore every token, is that of one rank.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "wants RDMA devices: tests/rdma-vm/run.sh runs it in a VM"]
 async fn ranks_answer_as_one_does_over_rdma() {
@@ -377,7 +379,7 @@ async fn ranks_answer_as_one_does_over_rdma() {
     }
 }
 
-/// Tokens, and the log-probabilities of the best few of each step.
+/// Returns the tokens, and the log-probabilities of the best few of each step.
 async fn completions(client: &Client) -> Vec<Value> {
     let ask = async |prompt: Vec<u32>| {
         let prompt: Vec<u32> = prompt.iter().map(|token| 2 + token % 90).collect();

@@ -13,7 +13,7 @@ use tokio::sync::RwLock;
 /// A mock whose steps take time, so that there is always a stream in the middle.
 const MODEL: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/paced.toml");
 const TOKENS: u32 = 60;
-/// Requests at one time.
+/// The number of requests at one time.
 const CLIENTS: usize = 8;
 
 /// An etcd, two routers, and two nodes of each kind.
@@ -58,7 +58,7 @@ impl Cluster {
         cluster
     }
 
-    /// Waits until both routers are there and find every node usable.
+    /// Waits until both routers listen and find every node usable.
     async fn all_ready(&self) {
         for http in self.http {
             eventually("the router to listen", async || tokio::net::TcpStream::connect(http).await.ok())
@@ -76,13 +76,14 @@ impl Cluster {
 
 /// A load balancer that knows which routers take requests.
 struct Balancer {
-    /// Read-locked while a request is being sent, write-locked to take a router out: the wait of a router's `preStop`.
+    /// The routers that take requests. Read-locked while a request is sent, write-locked to take a router
+    /// out, like the wait of a router's `preStop`.
     open: RwLock<Vec<SocketAddr>>,
     turn: AtomicUsize,
 }
 
 impl Balancer {
-    /// Sends a request to the next router. After the head that router must finish the answer.
+    /// Sends a request to the next router. Once that router has sent the head, it must finish the answer.
     async fn ask(&self, ask: &Ask) -> Vec<u32> {
         let mut stream = {
             let open = self.open.read().await;
@@ -114,7 +115,7 @@ async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
     in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
-/// Sends requests until `enough`, and counts the answers. A wrong answer panics.
+/// Sends requests until `enough` is set, and counts the answers. A wrong answer fails the test.
 async fn load(balancer: &Balancer, asks: &[Ask], expected: &[Answer], enough: &AtomicBool) -> usize {
     let next = AtomicUsize::new(0);
     let one = async || {
@@ -127,7 +128,7 @@ async fn load(balancer: &Balancer, asks: &[Ask], expected: &[Answer], enough: &A
     next.into_inner()
 }
 
-/// Restarts nodes, then routers, then etcd, each when the cluster is well after the one before.
+/// Restarts nodes, then routers, then etcd, each when the cluster has recovered from the previous restart.
 async fn roll(cluster: &mut Cluster, balancer: &Balancer) {
     for at in 0..cluster.nodes.len() {
         cluster.nodes[at].restart().await;
@@ -141,7 +142,8 @@ async fn roll(cluster: &mut Cluster, balancer: &Balancer) {
     }
     cluster.etcd.restart();
     cluster.all_ready().await;
-    // With the new etcd nodes still find the routers, and routers the nodes.
+    // A node is restarted again, because with the new etcd nodes must still find the routers, and routers the
+    // nodes.
     cluster.nodes[0].restart().await;
     cluster.all_ready().await;
 }

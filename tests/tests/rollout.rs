@@ -1,5 +1,6 @@
-//! Weights of a model change while it serves, beside nodes with wrong weights. No answer mixes weights or comes from
-//! the wrong ones, and every node reports correctly whether it gets work. Two models share a cluster.
+//! Weights of a model change while it serves, beside nodes with wrong weights. No answer mixes weights or
+//! comes from the wrong ones, and every node reports correctly whether it gets work. Two models share a
+//! cluster.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -15,13 +16,13 @@ use tempfile::TempDir;
 use tokio::time::Instant;
 
 const TOKENS: u32 = 40;
-/// Requests at one time.
+/// The number of requests at one time.
 const CLIENTS: usize = 6;
 /// The number of router restarts, and the number of clusters that share them.
 const RESTARTS: usize = 20;
 const CLUSTERS: usize = 4;
 
-/// A router and nodes whose model can change between two lives.
+/// A cluster whose nodes can change their model between two lives.
 struct Cluster {
     folder: TempDir,
     router: Process,
@@ -39,7 +40,7 @@ struct Node {
 }
 
 impl Cluster {
-    /// A router alone, whose registry is embedded or in an etcd.
+    /// Starts a router without nodes. Its registry is embedded or in an etcd.
     async fn start(etcd: Option<Etcd>) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let (http, grpc) = (free_addr(), free_addr());
@@ -93,7 +94,7 @@ impl Cluster {
         Client::new(self.http)
     }
 
-    /// Waits until the router shows this life of a node in one of these states.
+    /// Waits until the router shows the current life of a node in one of these states.
     async fn state(&self, node: &Node, states: &[&str]) {
         let what = format!("{} to be {states:?}", node.name);
         eventually(&what, async || {
@@ -116,7 +117,7 @@ impl Cluster {
         eventually("all nodes to be used", used).await;
     }
 
-    /// Steps that each node's model has run.
+    /// Returns the number of steps that each node's model has run.
     async fn steps(&self) -> Vec<u64> {
         join_all(self.nodes.iter().map(async |node| {
             let role = node.name.split('-').next().expect("a role");
@@ -143,7 +144,7 @@ impl Node {
     }
 }
 
-/// Returns a paced mock with this name and these weights: `name weights`.
+/// Returns the settings of a paced mock. `model` is its name and its weights: `name weights`.
 fn mock(model: &str) -> String {
     let (name, weights) = model.split_once(' ').expect("a name and weights");
     format!(
@@ -164,7 +165,8 @@ async fn answers(client: &Client, asks: &[Ask]) -> Vec<Answer> {
     in_time("all answers", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
-/// Sends requests until `enough`. Returns every answer with the number of its question. A failed request panics.
+/// Sends requests until `enough` is set. Returns every answer with the number of its question. A failed
+/// request fails the test.
 async fn load(client: &Client, asks: &[Ask], enough: &AtomicBool) -> Vec<(usize, Vec<u32>)> {
     let next = AtomicUsize::new(0);
     let one = async || {
@@ -178,7 +180,7 @@ async fn load(client: &Client, asks: &[Ask], enough: &AtomicBool) -> Vec<(usize,
     join_all((0..CLIENTS).map(|_| one())).await.concat()
 }
 
-/// `/ready` of the router is true until `enough`.
+/// Checks until `enough` is set that `/ready` of the router is 200.
 async fn stays_ready(client: &Client, enough: &AtomicBool) {
     while !enough.load(Ordering::Relaxed) {
         let (status, body) = client.get("/ready").await;
@@ -187,7 +189,7 @@ async fn stays_ready(client: &Client, enough: &AtomicBool) {
     }
 }
 
-/// The nodes of two and two get new weights one after the other, under load.
+/// Gives the nodes of two prefill and two decode nodes new weights, one after the other, under load.
 async fn roll(etcd: Option<Etcd>, order: [usize; 4]) {
     let mut cluster = Cluster::start(etcd).await;
     for (role, name) in
@@ -232,8 +234,8 @@ async fn a_rolling_change_of_weights_in_etcd_loses_and_mixes_no_request() {
     roll(Some(Etcd::start()), [2, 0, 3, 1]).await;
 }
 
-/// The steps of two Deployments with `maxSurge: 1` and `maxUnavailable: 0`: one new node of each kind at a time. One
-/// old node of that kind is stopped when `/rollout` of the new one says yes.
+/// Plays the steps of two Deployments with `maxSurge: 1` and `maxUnavailable: 0`: one new node of each kind
+/// at a time. One old node of that kind is stopped when `/rollout` of the new one says yes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn deployments_that_wait_for_the_rollout_page_lose_no_request() {
     let mut cluster = Cluster::start(None).await;
@@ -263,7 +265,8 @@ async fn deployments_that_wait_for_the_rollout_page_lose_no_request() {
                 cluster.node(&format!("{role}-new-{nth}")).page("/rollout", 200, "").await;
             }
             if nth == 0 {
-                // The old nodes still serve. A rollout that waits for `/ready` never ends.
+                // The new node is not ready, because the old nodes still serve. A rollout that waits for
+                // `/ready` never ends.
                 cluster.node("decode-new-0").page("/ready", 503, "is served by 4 nodes").await;
             }
             for role in ["prefill", "decode"] {
@@ -286,13 +289,14 @@ async fn deployments_that_wait_for_the_rollout_page_lose_no_request() {
     }
 }
 
-/// Restarts the router. Returns the number of answers afterwards. Every one equals the expected one.
+/// Restarts the router and sends requests. Returns the number of answers, each of which equals the expected
+/// one.
 async fn restarted(cluster: &mut Cluster, (asks, expected): (&[Ask], &[Answer])) -> usize {
     cluster.router.revive();
     let http = cluster.http;
     eventually("the router to listen", async || tokio::net::TcpStream::connect(http).await.ok()).await;
     let (client, mut n_answers) = (cluster.client(), 0);
-    // During the first decision and the time in which further nodes come back.
+    // Requests run during the router's first decision, and while further nodes come back.
     let until = Instant::now() + Duration::from_secs(5);
     while Instant::now() < until || n_answers == 0 {
         assert!(until.elapsed() < Duration::from_secs(30), "the router serves nothing");
@@ -308,8 +312,8 @@ async fn restarted(cluster: &mut Cluster, (asks, expected): (&[Ask], &[Answer]))
     n_answers
 }
 
-/// The wrong node comes first. With the right ones present no router ever serves its answers, whichever node it sees
-/// first.
+/// The node with wrong weights comes first. If the right nodes are present, no router ever serves its
+/// answers, whichever node it sees first.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_restarted_router_never_serves_a_minority() {
     let asks: Vec<Ask> = asks("mock").into_iter().take(3).map(|ask| Ask { max_tokens: 4, ..ask }).collect();
@@ -339,7 +343,7 @@ async fn right_nodes_are_used_within_seconds_of_the_wrong_ones_end() {
         let mut cluster = Cluster::start(None).await;
         cluster.add("decode", "decode-wrong", "mock 9").await;
         cluster.add("decode", "decode-0", "mock 1").await;
-        // A node that still starts is not ready either.
+        // The reason is checked too, because a node that still starts is not ready either.
         eventually("decode-0 learns that it is superseded", async || {
             let reason = cluster.node("decode-0").readiness(503).await;
             reason.contains("is served by 1 nodes").then_some(())

@@ -9,18 +9,18 @@ use baton_tests::{Answer, Ask, Client, eventually, in_time};
 use futures::future::join_all;
 use tokio::time::{Instant, sleep};
 
-/// Memory of each node: 64 blocks of 16 tokens.
+/// The KV memory of each node: 64 blocks of 16 tokens.
 const KV_MEMORY: &str = "512KiB";
-/// A prompt of 80 % of a pool.
+/// The length of a prompt that takes 80 % of a pool, in tokens.
 const LARGE_TOKENS: usize = 64 * 16 * 8 / 10;
 /// The time within which the large prompt must be answered.
 const SERVED_WITHIN: Duration = Duration::from_secs(10);
-/// The number of clients that send small requests meanwhile.
+/// The number of clients that send small requests beside it.
 const LOOPS: usize = 24;
-/// The number of requests that come at once.
+/// The number of requests in a burst.
 const BURST: usize = 80;
 
-/// A prefill node and a decode node of 64 blocks each.
+/// Starts a prefill node and a decode node of 64 blocks each.
 async fn narrow(order: &str) -> Fleet {
     let of_router: Settings = vec![("BATON_ROUTER__ORDER", order.to_owned())];
     let of_nodes = |_| vec![("BATON_MODEL__KV_MEMORY", KV_MEMORY.to_owned())];
@@ -35,7 +35,7 @@ fn ask(prompt: Vec<u32>, max_tokens: u32) -> Ask {
     Ask::new(prompt, max_tokens).with("ignore_eos", true.into())
 }
 
-/// Attempts that a node refused because it was full, by the router's count.
+/// Returns the number of attempts that a node refused because it was full, by the router's count.
 async fn n_refused(client: &Client) -> u64 {
     let of =
         async |reason| client.counter(&format!("baton_router_retries_total{{reason=\"{reason}\"}}")).await;
@@ -86,7 +86,7 @@ async fn a_large_prompt_is_served_beside_small_ones_prefill_first() {
     a_large_prompt_is_served("prefill-first").await;
 }
 
-/// A request waits in a node's line without repeated attempts.
+/// A request waits in a node's line, so few attempts are refused.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_burst_for_full_nodes_is_refused_seldom() {
     for order in ["decode-first", "prefill-first"] {
@@ -106,12 +106,12 @@ async fn a_burst_for_full_nodes_is_refused_seldom() {
     }
 }
 
-/// A stopping prefill node keeps KV without room on a decode node until it is fetched.
+/// A stopping prefill node keeps KV that has no room on a decode node until the KV is fetched.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_prefill_node_stops_after_its_last_kv_was_fetched() {
     let mut fleet = narrow("prefill-first").await;
     let client = fleet.client();
-    // It needs up to 56 blocks of 64, and runs for some seconds.
+    // The running request needs up to 56 blocks of 64, and runs for some seconds.
     let running = ask((0..96).collect(), 800);
     let waiting = ask((0..400).map(|at| at % 250).collect(), 40);
     let mut stream = client.stream(&running).await.expect("there is room");

@@ -1,5 +1,6 @@
-//! Prefill and decode nodes are added and removed with the load, by the rules of the chart's autoscaling and only by
-//! the metrics of nodes. No request is lost, and a constant load changes nothing.
+//! Tests of scaling: prefill and decode nodes are added and removed with the load, by the rules of the
+//! chart's autoscaling and only by the metrics of nodes. No request is lost, and a constant load changes
+//! nothing.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -30,9 +31,9 @@ const TOLERANCE: f64 = 0.1;
 struct Pool {
     role: &'static str,
     next: usize,
-    /// Seconds of computing by all nodes, at each sample.
+    /// The seconds of computing by all nodes, at each sample.
     computed: VecDeque<(Instant, f64)>,
-    /// The wanted numbers of the last samples.
+    /// The wanted numbers of nodes of the last samples.
     wanted: VecDeque<usize>,
     /// The number of nodes at each change.
     changes: Vec<usize>,
@@ -76,7 +77,7 @@ impl Pool {
                 self.computed.pop_front();
             }
             let before = self.computed[0];
-            // The sum decreases when a node is gone. PromQL's `rate` ignores such a decrease too.
+            // A decrease counts as zero, as in PromQL's `rate`: the sum decreases when a node is gone.
             let computed = (now.1 - before.1).max(0.0);
             let took = (now.0 - before.0).as_secs_f64().max(PERIOD.as_secs_f64());
             [sum("queued_tokens", "") / QUEUED_TOKENS, computed / took / BUSY]
@@ -121,7 +122,7 @@ impl Pool {
             eventually("its admin port", async || tokio::net::TcpStream::connect(added.admin).await.ok())
                 .await;
         } else if decided < n_nodes {
-            // The node with the fewest sequences.
+            // The node with the fewest sequences is removed.
             let running = |page: &Page| page.sum(&format!("baton_{}_running", self.role), "");
             let least = (0..n_nodes).min_by(|a, b| running(&pages[*a]).total_cmp(&running(&pages[*b])));
             let name = ours[least.expect("a node")].name.clone();
@@ -149,7 +150,7 @@ async fn scale_for(time: Duration, fleet: &mut Fleet, pools: &mut [Pool], leavin
     }
 }
 
-/// Room for 13 of the prompts: fewer than all, so that no prompt is found in a cache.
+/// Returns settings with room for 13 of the prompts: fewer than all, so that no prompt is found in a cache.
 fn narrow() -> Settings {
     vec![("BATON_MODEL__KV_MEMORY", "2MiB".to_owned())]
 }

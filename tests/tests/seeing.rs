@@ -1,4 +1,4 @@
-//! Observability: one tree of spans per request, and metrics that the code increments.
+//! Tests of observability: one tree of spans per request, and metrics that the code increments.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -55,7 +55,7 @@ async fn one_tree_of_spans_goes_through_all_processes() {
     assert_eq!(processes.into_iter().collect::<Vec<_>>(), ["decode", "prefill", "router"]);
 }
 
-/// Returns the metrics of a page, without the labels.
+/// Returns the names of the metrics on a page.
 fn names(page: &str) -> BTreeSet<String> {
     page.lines()
         .filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next().map(str::to_owned))
@@ -95,7 +95,7 @@ async fn every_stage_is_measured_and_every_metric_documented() {
     }
 }
 
-/// Returns the metrics of all nodes.
+/// Returns the names of the metrics of all nodes.
 async fn of_nodes(up: &Up) -> BTreeSet<String> {
     let mut seen = BTreeSet::new();
     for node in up.client().get_json("/debug/cluster").await["nodes"].as_array().expect("nodes") {

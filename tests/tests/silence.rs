@@ -1,5 +1,5 @@
-//! Thousands of silent connections at every port, bodies that do not end, and a head of one byte a second: probes and
-//! requests are answered.
+//! Probes and requests are answered during thousands of silent connections at every port, bodies that do not
+//! end, and heads of one byte a second.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -12,12 +12,13 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep};
 
-/// Silent connections at one port.
+/// The number of silent connections at one port.
 const SILENT: usize = 5_000;
-/// How many are opened in one second: less than the kernel's queue of a port holds, which is 4,096.
+/// The number of connections opened in one second: less than the kernel's queue of a port holds, which is
+/// 4,096.
 const SILENT_PER_SECOND: usize = 2_500;
 
-/// One node of each kind. Ports for operators and for KV may log that they refused strangers.
+/// Starts one node of each kind. Ports for operators and for KV may log that they refused strangers.
 async fn fleet() -> Fleet {
     let fleet = Fleet::start_pooled("mock", 1, 1, 1).await;
     fleet.router.expect_log(&["connection"]);
@@ -40,7 +41,7 @@ async fn silent_connections_at_any_port_delay_no_probe() {
     }
 }
 
-/// The variable with the seconds that the flood at all ports stays. `./test.sh long` sets it to minutes.
+/// The variable with the seconds for which the flood at all ports stays. `./test.sh long` sets it to minutes.
 const FLOOD_S: &str = "TEST_FLOOD_S";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -89,7 +90,7 @@ async fn bodies_that_do_not_end_cost_bounded_memory() {
     assert!(most < ROUTER_MIB_MAX, "the router had {most} MiB");
 }
 
-/// Connections of each kind at each port, and how long they stay.
+/// The number of connections of each kind at each port, and the seconds for which they stay.
 const SLOW: usize = 50;
 const SLOW_S: u64 = 12;
 

@@ -1,4 +1,5 @@
-//! Many seeds, each a cluster with its clients and its faults: see `docs/simulation.md`.
+//! Runs the simulation with many seeds. Each seed is a cluster with its clients and its faults: see
+//! `docs/simulation.md`.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -19,20 +20,21 @@ use router::error::AcceptError;
 use router::serve::{Generation, Serve, ServeError};
 use types::{FinishReason, ModelInfo, Prompt, RefusalKind, Role};
 
-/// Seeds in a test run; `SEEDS` overrides it.
+/// The number of seeds in a test run; `SEEDS` overrides it.
 const SEEDS: u64 = 1_000;
 /// The first seed; `FIRST` overrides it.
 const FIRST: u64 = 0;
-/// Requests in a hundred that may end refused, over many seeds. Sieges and short deadlines refuse most of them.
+/// The percentage of requests that may end refused, over many seeds. Sieges and short deadlines refuse most
+/// of them.
 const REFUSED_PERCENT_MAX: u32 = 25;
-/// Failures after which the search is over.
+/// The number of failures after which the search is over.
 const FAILURES_MAX: usize = 5;
 
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is not a number")))
 }
 
-/// Returns the report of a failing seed.
+/// Formats the report of a failing seed.
 fn told(report: &Report) -> String {
     format!(
         "{}\nseed {} is wrong:\n  {}\nrepeat it: SEED={} cargo test -p baton-tests --test simulation -- one_seed",
@@ -64,7 +66,8 @@ fn one_seed() {
 
 #[test]
 fn the_same_seed_twice_is_the_same_run() {
-    // Two routers wait for the load of the same nodes: tokio wakes them in either order (docs/simulation.md).
+    // Only clusters with one router are compared: two routers wait for the load of the same nodes, and tokio
+    // wakes them in either order (docs/simulation.md).
     for seed in (100..120).filter(|seed| Plan::draw(*seed).cluster.n_routers == 1) {
         let (one, other) = (played(seed), played(seed));
         if one.hash != other.hash {
@@ -131,7 +134,7 @@ fn node(name: &str, role: Role, model: &'static str) -> NodeShape {
     }
 }
 
-/// Returns a request at the second second, of 100 tokens and 40 more.
+/// Makes a request after two seconds, with 100 tokens and an answer of 40.
 fn ask(model: &'static str) -> Ask {
     Ask {
         at: secs(2.0),
@@ -150,7 +153,7 @@ fn ask(model: &'static str) -> Ask {
     }
 }
 
-/// Two models with a pair of nodes each, and one request.
+/// Makes a plan of two models with a pair of nodes each, and one request.
 fn planted(faults: Vec<(f64, Break)>) -> Plan {
     let [one, other] = MODELS;
     let nodes = vec![
@@ -196,7 +199,8 @@ fn a_plan_explains_only_what_it_breaks() {
     let release = |one: &str, other: &str| Break::Release(one.to_owned(), other.to_owned());
     let decode_is_gone = vec![(1.0, crash("decode-0")), (7.0, start("decode-0"))];
     let is_cut_off = vec![(1.0, hold("router", "decode-0")), (7.0, release("router", "decode-0"))];
-    // The plan, the error and when it comes, for a request that is asked after two seconds.
+    // Each row has the faults, the error and its time, for a request that is sent after two seconds, and
+    // whether they explain it.
     type Row<'a> = (&'a str, Vec<(f64, Break)>, &'a ServeError, f64, bool);
     let table: Vec<Row<'_>> = vec![
         ("calm", vec![], &no_nodes, 4.5, false),
@@ -247,7 +251,7 @@ fn room_is_short_only_for_more_than_there_is() {
         let end = End { asked: secs(2.0), at: secs(at), n_steps: 0, beside, error: &full };
         plan.explains(&plan.asks[0], end)
     };
-    // One request takes 37 of 64 blocks, and two do not fit; those of the other model are elsewhere.
+    // One request takes 37 of 64 blocks, and two do not fit. Requests of the other model are on other nodes.
     let [same, other] = [[ask(MODELS[0])], [ask(MODELS[1])]];
     assert!(!explained(&plan, 6.0, &[]));
     assert!(!explained(&plan, 6.0, &other));
@@ -259,9 +263,10 @@ fn room_is_short_only_for_more_than_there_is() {
     assert!(explained(&plan, 6.0, &same));
 }
 
-/// A judge that excuses everything finds nothing. The limits, in percent of requests with enough time in plans with
-/// faults: those that may miss their deadlines, may find no node, and may fail after two seconds. It was 83, 18 and 84 when this was written;
-/// a fault anywhere explained all three for nearly each request before.
+/// Limits, in percent of the requests with enough time in plans with faults: those that may miss their
+/// deadlines, those that may find no node, and those that may fail after two seconds. A check that excuses
+/// everything finds nothing. The values were 83, 18 and 84 when this was written; earlier a fault anywhere
+/// explained all three for nearly each request.
 const EXCUSED_PERCENT_MAX: [u32; 3] = [86, 21, 87];
 
 #[test]
@@ -285,7 +290,7 @@ fn not_every_refusal_is_explained() {
     assert!(is_bounded, "{percent:?} percent of {n_asks} requests are excused");
 }
 
-/// A router that does not look for nodes.
+/// A router that refuses every request at once, without looking for nodes.
 #[derive(Debug)]
 struct RefusesAtOnce;
 

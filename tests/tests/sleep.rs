@@ -1,4 +1,5 @@
-//! Nodes that sleep and wake: under load, in the wrong state, as the last of their kind, and killed while asleep.
+//! Tests of nodes that sleep and wake: under load, in the wrong state, as the last of their kind, and killed
+//! while asleep.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -13,10 +14,10 @@ use futures::future::join_all;
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
-/// Streams at one time.
+/// The number of streams at one time.
 const CLIENTS: usize = 6;
 
-/// Posts to a node. Returns the status and the body.
+/// Posts `/sleep` or `/wake` to a node. Returns the status and the body.
 async fn tell(node: &FleetNode, what: &str) -> (u16, Value) {
     let (status, _, body) = in_time(what, Client::new(node.admin).post(&format!("/{what}"), "")).await;
     (status.as_u16(), serde_json::from_str(&body).unwrap_or(Value::Null))
@@ -28,7 +29,7 @@ async fn told(node: &FleetNode, what: &str) -> Value {
     body
 }
 
-/// Returns a node in the router's view: its life and its state.
+/// Returns a node as the router sees it: its life and its state.
 async fn seen(fleet: &Fleet, node: &FleetNode) -> Option<(String, String)> {
     let cluster = fleet.client().get_json("/debug/cluster").await;
     let nodes = cluster["nodes"].as_array().expect("a list of nodes");
@@ -70,13 +71,14 @@ async fn nap(fleet: &Fleet, n_answered: &AtomicUsize) {
     }
 }
 
-/// Streams over these connectors while each node sleeps and wakes.
+/// Runs streams over these connectors while each node sleeps and wakes.
 async fn nodes_nap_over(connectors: &[&str]) {
     let ask = |prompt| Ask::new(prompt, 60).with("ignore_eos", true.into());
     let asks: Vec<Ask> = prompts(47, 20, 300).into_iter().map(ask).collect();
     let expected = undisturbed(&asks).await;
     let wires = ("BATON_TRANSFER__CONNECTORS", format!("{connectors:?}"));
-    // Running work of a decode node continues elsewhere when it is asked to sleep.
+    // Decode nodes get a short drain, so that their running work continues on other nodes when they are asked
+    // to sleep.
     let hasty = |role| match role {
         "decode" => vec![wires.clone(), ("BATON_NODE__DRAIN_MS", "40".to_owned())],
         _ => vec![wires.clone()],
@@ -100,7 +102,7 @@ async fn nodes_sleep_under_load_and_no_request_is_lost() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nodes_sleep_whose_memory_others_have_mapped() {
-    // Shared memory may be gone a moment before its node.
+    // Both connectors are enabled, because shared memory may be gone a moment before its node.
     nodes_nap_over(&["shm", "tcp"]).await;
 }
 
@@ -161,7 +163,7 @@ async fn a_node_says_what_it_cannot_do_in_the_state_that_it_is_in() {
     assert_eq!(fleet.client().ask(&ask).await.expect("it serves").tokens.len(), 5);
 }
 
-/// Returns the answer of the node to a call.
+/// Returns the status of a call to the node's gRPC port.
 async fn called(node: &FleetNode) -> tonic::Status {
     let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", node.grpc)).expect("a URL");
     let channel = channel.connect().await.expect("it listens");
@@ -184,7 +186,7 @@ async fn the_last_of_its_kind_may_sleep_too() {
         let answer = client.ask(&ask(2).header("x-baton-timeout-ms", 3_000)).await;
         assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
         match (node.role, answer) {
-            // A decode node computes prompts too.
+            // The request is served without a prefill node, because a decode node computes prompts too.
             ("prefill", answer) => assert_eq!(answer.expect("it is served").tokens.len(), 5),
             (_, Err(refused)) => assert_eq!((refused.status, &*refused.code), (Some(503), "no_nodes")),
             (_, Ok(answer)) => panic!("no node was there: {answer:?}"),
@@ -235,14 +237,15 @@ async fn a_node_may_wake_in_another_role() {
     let nodes = fleet.client().get_json("/debug/cluster").await["nodes"].clone();
     let node = nodes.as_array().expect("a list").iter().find(|node| node["id"] == "decode-1").cloned();
     assert_eq!(node.expect("it is there")["role"], "prefill");
-    // It is the only node of its new kind. Prompts are computed there, and decoded by the node that still decodes.
+    // The other node of its kind is killed, so prompts are computed on it, and decoded by the node that still
+    // decodes.
     fleet.nodes[0].process.kill();
     let prefilled =
         async || Client::new(fleet.nodes[2].admin).counter("baton_decode_prefill_tokens_total").await;
     let (before, mut nth) = (prefilled().await, 0);
     eventually("a prompt to be computed there", async || {
         nth += 1;
-        // The mock detects foreign KV.
+        // The answer proves that the KV is right, because the mock detects foreign KV.
         let ask = Ask::new((nth..nth + 200).collect(), 20).with("ignore_eos", true.into());
         assert_eq!(fleet.client().ask(&ask).await.expect("an answer").tokens.len(), 20);
         (prefilled().await >= before + 200).then_some(())
@@ -271,7 +274,7 @@ async fn files_that_have_changed_are_another_model() {
     let original = std::fs::read(&weights).expect("the weights");
     let mut other = original.clone();
     *other.last_mut().expect("some bytes") ^= 1;
-    // Writes another file under the name, because the other node has the old one mapped.
+    // Another file is written and renamed over the old one, because the other node has the old one mapped.
     let replace = |bytes: &[u8]| {
         std::fs::write(model.join("new"), bytes).expect("written");
         std::fs::rename(model.join("new"), &weights).expect("renamed");

@@ -1,4 +1,4 @@
-//! The start and the stop of a router: before it knows a node, and after it was asked to stop.
+//! Tests of the start and the stop of a router: before it knows a node, and after it was asked to stop.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
-/// Longer than any drain here: 2,000 steps of 4 ms.
+/// The length of an answer that outlasts any drain of these tests: 2,000 steps of 4 ms.
 const TOKENS: u32 = 2_000;
 
 fn ask(tokens: u32) -> Ask {
@@ -19,7 +19,7 @@ fn ask(tokens: u32) -> Ask {
     Ask::new(prompt, tokens).with("ignore_eos", true.into())
 }
 
-/// Status, error code, and whether there is a `Retry-After`.
+/// Sends a request that is refused. Returns the status, the error code, and whether there is a `Retry-After`.
 async fn refused(client: &Client, path: &str, body: Value) -> (u16, String, bool) {
     let (status, headers, body) = client.post(path, body.to_string()).await;
     let body: Value = serde_json::from_str(&body).expect("JSON");
@@ -166,7 +166,8 @@ async fn a_router_that_starts_without_etcd_serves_with_the_members_of_before() {
 
     etcd.kill();
     fleet.router.kill();
-    // One node ends while there is neither a router nor a registry. It is in the file, and must not be used.
+    // A node ends while neither the router nor the registry runs. It is in the members file, and must not be
+    // used.
     fleet.nodes[2].process.kill();
     fleet.router.revive();
     eventually("the router to listen", async || tokio::net::TcpStream::connect(fleet.http).await.ok()).await;

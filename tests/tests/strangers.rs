@@ -1,5 +1,5 @@
-//! A stranger that speaks the protocol without credentials, or with those of another cluster. All its attempts are
-//! refused and counted, nothing is sent to it, and answers do not change.
+//! Tests of a stranger that speaks the protocol without credentials, or with those of another cluster. All
+//! its attempts are refused and counted, nothing is sent to it, and answers do not change.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -85,13 +85,13 @@ impl Guarded {
     }
 }
 
-/// Returns a stranger without a secret, and one with another cluster's secret.
+/// Makes a stranger without a secret, and one with another cluster's secret.
 fn strangers() -> [World; 2] {
     let other = Identity::of_cluster(ClusterSecret::new(b"the secret of another cluster"));
     [World::real(), World::real().with_identity(other)]
 }
 
-/// Every call that a process of the cluster serves.
+/// Makes every call that a process of the cluster serves. Returns their names and results.
 async fn every_call(channel: RpcChannel) -> Vec<(&'static str, Result<(), Status>)> {
     let mut prefill = PrefillClient::new(channel.clone());
     let mut decode = DecodeClient::new(channel.clone());
@@ -114,7 +114,7 @@ async fn every_call(channel: RpcChannel) -> Vec<(&'static str, Result<(), Status
     ]
 }
 
-/// Calls, KV links and admin pages of every process, as each stranger.
+/// Tries calls, KV links and admin pages of every process, as each stranger.
 async fn tries_everything(guarded: &Guarded) {
     let fleet = &guarded.fleet;
     let mut ports = vec![(fleet.http, fleet.grpc, None)];
@@ -143,7 +143,8 @@ async fn knocks_at_a_kv_port(guarded: &Guarded, metrics: &Client, kv: std::net::
     let mut stream = TcpStream::connect(kv).await.expect("it listens");
     stream.write_all(&[7; 256]).await.expect("a socket has room");
     let mut heard = Vec::new();
-    // The end may be a reset, because some of our bytes were not read.
+    // The link may end with a reset, because some of the test's bytes were not read, so the result is
+    // ignored.
     let _ = in_time("the end of the link", stream.read_to_end(&mut heard)).await;
     assert!(heard.len() <= 36, "a stranger hears the challenge and nothing else: {} bytes", heard.len());
     eventually("the refusal to be counted", async || {
@@ -157,7 +158,7 @@ async fn tries_the_admin_port(guarded: &Guarded, admin: &Client) {
     let mut tried = 0;
     for page in ["/sleep", "/wake"] {
         let (status, _, body) = admin.post(page, "").await;
-        // A pool node does not sleep.
+        // The page of a pool node may be missing, because a pool node does not sleep.
         if status.as_u16() != 404 {
             assert_eq!(status.as_u16(), 401, "{page}: {body}");
             assert!(body.contains("admin_key"), "{page}: {body}");
@@ -168,14 +169,14 @@ async fn tries_the_admin_port(guarded: &Guarded, admin: &Client) {
     assert_eq!(admin.get("/live").await.0.as_u16(), 200, "probes need no key");
 }
 
-/// A node that does not exist, and the number of connections to its address.
+/// An announced node that does not exist. Counts the connections to its address.
 struct Invented {
     info: v1::NodeInfo,
     connections: Arc<AtomicUsize>,
 }
 
 impl Invented {
-    /// It claims all properties of a node of the cluster, but its name and address.
+    /// Makes a node that claims all properties of a node of the cluster, except its name and address.
     async fn like(id: &str, epoch: u64) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound").to_string();
@@ -253,7 +254,8 @@ async fn strangers_are_refused_with_etcd() {
     assert!(!ids.contains(&"invented".into()), "{ids:?}");
 }
 
-/// A router of the cluster that confuses two prompts: it names the landing of one for the KV of the other.
+/// A router of the cluster confuses two prompts: it names the landing of one for the KV of the other. That KV
+/// is refused.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kv_of_one_prompt_does_not_land_for_another() {
     let mut fleet = Fleet::start(PACED, 1, 1).await;

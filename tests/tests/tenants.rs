@@ -1,4 +1,4 @@
-//! Tenants at the router, over real processes: keys, limits, and the contents of logs and pages.
+//! Tests of tenants at the router, over real processes: keys, limits, and the contents of logs and pages.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -18,7 +18,7 @@ struct Keyed {
     _folder: TempDir,
 }
 
-/// Returns a key, and its line for the tenants file: what `baton keys new` prints.
+/// Makes a key. Returns it with its line for the tenants file, as `baton keys new` prints them.
 fn new_key(tenant: &str) -> (String, String) {
     let made = std::process::Command::new(executable::baton()).args(["keys", "new", tenant]).output();
     let said = String::from_utf8(made.expect("baton runs").stdout).expect("text");
@@ -29,7 +29,7 @@ fn new_key(tenant: &str) -> (String, String) {
     (after("key (for the client):"), after("line (under [keys]):"))
 }
 
-/// Returns a tenants file of these sections and lines of keys.
+/// Returns the text of a tenants file with these sections and lines of keys.
 fn file(sections: &str, lines: &[&str]) -> String {
     format!("{sections}\n[keys]\n{}\n", lines.join("\n"))
 }
@@ -93,7 +93,7 @@ async fn strangers_get_401_and_headers_choose_no_tenant() {
     }
     grpc.generate(call(Some(&acme))).await.expect("accepted");
 
-    // The prompt of acme is cached for acme. A header does not give another client access.
+    // The prompt of tenant acme is cached for acme. A header does not give another client access to it.
     let first = client.ask(&with_key(ask.clone(), &acme)).await.expect("an answer");
     assert_eq!(first.cached_tokens, 0);
     let again = client.ask(&with_key(ask.clone(), &acme)).await.expect("an answer");
@@ -126,7 +126,7 @@ async fn every_limit_is_hit_and_released() {
     let keyed = Keyed::start(baton_tests::fleet::PACED, &text, &[]).await;
     let client = keyed.client();
 
-    // Two requests at one time, not three. The end of one makes room.
+    // The tenant may have two requests at one time, not three. The end of one makes room.
     let long = with_key(Ask::new(vec![1, 2, 3], 200), &few);
     let running = [client.stream(&long).await, client.stream(&long).await].map(|one| one.expect("begun"));
     let third = with_key(Ask::new(vec![1, 2, 3], 1), &few);
@@ -135,7 +135,8 @@ async fn every_limit_is_hit_and_released() {
     let again = async || client.ask(&third).await.ok();
     baton_tests::eventually("the places to be given back", again).await;
 
-    // Six hundred tokens a minute: the first request uses more, and the next one waits until the excess has passed.
+    // The tenant has six hundred tokens a minute: the first request uses more, and the next one waits until
+    // the excess has passed.
     let ask = with_key(Ask::new(vec![7; 610], 1), &slow);
     client.ask(&ask).await.expect("nothing was used before it");
     let next = with_key(Ask::new(vec![7; 10], 1), &slow);
@@ -149,7 +150,7 @@ async fn every_limit_is_hit_and_released() {
     tokio::time::sleep(Duration::from_secs(after)).await;
     client.ask(&next).await.expect("after the time that was said");
 
-    // Forty tokens in all.
+    // A request of the tenant may have forty tokens in all.
     let long = with_key(Ask::new(vec![7; 30], 11), &short);
     assert_eq!(refused(client.ask(&long).await), (Some(400), "context_length_exceeded".to_owned()));
     client.ask(&with_key(Ask::new(vec![7; 30], 10), &short)).await.expect("it fits");
@@ -176,7 +177,7 @@ async fn a_changed_tenants_file_is_in_force_within_5_s() {
     baton_tests::eventually("the new key to be in force", in_force).await;
     assert!(changed.elapsed() < Duration::from_secs(5), "{:?}", changed.elapsed());
 
-    // A file with an error changes nothing, and is counted.
+    // A file with an error changes nothing, and the error is counted.
     std::fs::write(&keyed.file, file("[tenants.acme]", &[&old_line, "broken"])).expect("written");
     let refused = "baton_router_tenants_file_reloads_total{outcome=\"refused\"}";
     let counted = async || (client.counter(refused).await == 1).then_some(());

@@ -1,5 +1,5 @@
-//! The rules of the tree that no compiler checks: dependencies between crates, documents that name existing things, and
-//! habits of the code.
+//! Checks the rules of the tree that no compiler checks: dependencies between crates, documents that name
+//! existing things, and habits of the code.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -13,7 +13,8 @@ mod sizes;
 #[path = "tidy/words.rs"]
 mod words;
 
-/// Which of our crates each may depend on. A new arrow is a design decision: `docs/decisions/`.
+/// The crates of this tree that each crate may depend on. A new arrow is a design decision:
+/// `docs/decisions/`.
 const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("types", &[]),
     ("device", &[]),
@@ -53,7 +54,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
 /// Crates in which `unsafe` may stand, each block with its reason.
 const MAY_BE_UNSAFE: &[&str] = &["device", "kernels"];
 
-/// The most folders in the root.
+/// The largest number of folders in the root.
 const FOLDERS_MAX: usize = 22;
 
 fn root() -> PathBuf {
@@ -109,7 +110,8 @@ fn crates_depend_only_on_what_the_table_allows() {
     }
 }
 
-/// Modules that only tests use. `engine/src/conformance` is not one: `baton bench engine --check` runs it on a GPU.
+/// Modules that only tests use. `engine/src/conformance` is not among them: `baton bench engine --check` runs
+/// it on a GPU.
 const ONLY_FOR_TESTS: &[(&str, &str)] = &[
     ("chassis/src/net/mod.rs", "mod memory;"),
     ("engine/src/backend/mod.rs", "pub mod flaky;"),
@@ -258,7 +260,7 @@ fn the_engine_sees_no_request_and_no_socket() {
     }
 }
 
-/// FNV-1a: enough to notice a change, and the same everywhere.
+/// Computes FNV-1a: enough to notice a change, and the same on every machine.
 fn hash(text: &str) -> String {
     let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
@@ -278,7 +280,7 @@ fn the_protocol_page_knows_the_protocol() {
     );
 }
 
-/// Texts between backticks that look like a path of this tree.
+/// Returns the texts between backticks that look like a path of this tree.
 fn paths_in(page: &str) -> BTreeSet<String> {
     let looks_like_a_path = |word: &&str| {
         word.contains('/') && word.ends_with(".rs") && !word.contains([' ', '*', '{', '<', '…'])
@@ -341,7 +343,7 @@ fn every_decision_has_a_number_of_its_own() {
     assert_eq!(numbers, expected);
 }
 
-/// Functions, and tests that a macro makes: `name => What,`.
+/// Returns the functions of a text, and the tests that a macro makes: `name => What,`.
 fn named_in(text: &str) -> Vec<String> {
     let functions = text.split("fn ").skip(1).filter_map(|rest| rest.split(['(', '<']).next());
     let made = text.lines().filter_map(|line| line.trim().strip_suffix(',')?.split_once(" => "));
@@ -388,7 +390,7 @@ fn kept_from_running(lines: &[&str], line: usize, script: &str) -> Option<String
         let argument = attribute.split('"').nth(1).unwrap_or_default();
         let text = attribute.trim_start();
         if text.starts_with("#[ignore") {
-            // Its reason names the script that runs it: `#[ignore = "wants DEVICES: PATH runs it"]`.
+            // The reason names the script that runs the test: `#[ignore = "wants DEVICES: PATH runs it"]`.
             let runner = argument.split(' ').find(|word| word.ends_with(".sh"));
             if !runner.is_some_and(|runner| script.contains(runner)) {
                 return Some(format!("{text}, and test.sh calls nothing that runs it"));
@@ -403,7 +405,8 @@ fn kept_from_running(lines: &[&str], line: usize, script: &str) -> Option<String
 #[test]
 fn every_test_named_as_a_proof_is_run() {
     let script = read("test.sh");
-    // The commands that run tests by default. Lints enable features too, and CI does not run `long`.
+    // These commands run tests by default. The rest is cut off: lints enable features too, and CI does not
+    // run `long`.
     let (_, tests) = script.split_once("run_test()").expect("it tests");
     let (script, _) = tests.split_once("run_long()").expect("`long` follows");
     let mut kept: BTreeMap<String, Option<String>> = BTreeMap::new();
@@ -412,7 +415,7 @@ fn every_test_named_as_a_proof_is_run() {
         for (nth, line) in lines.iter().enumerate() {
             for name in named_in(line) {
                 let reason = kept_from_running(&lines, nth, script);
-                // It is enough if one definition of the name is run.
+                // A name counts as run if one of its definitions is run.
                 kept.entry(name)
                     .and_modify(|known| *known = known.take().and(reason.clone()))
                     .or_insert(reason);

@@ -1,6 +1,6 @@
 //! Runs the commands of `docs/deploy.md` for one machine, and checks their results.
 //!
-//! They run on a separate host, where the ports of the page are free.
+//! The commands run on a separate host, where the ports of the page are free.
 
 use std::fs;
 use std::os::unix::process::CommandExt as _;
@@ -18,7 +18,7 @@ struct Block {
     text: String,
 }
 
-/// Returns the blocks of one section.
+/// Returns the fenced blocks of one section of the page.
 fn blocks(section: &str) -> Vec<Block> {
     let page =
         fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/deploy.md")).expect("the page");

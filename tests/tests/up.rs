@@ -1,4 +1,4 @@
-//! `baton up` starts a cluster with one command, and leaves no process behind.
+//! Tests of `baton up`: it starts a cluster with one command, and leaves no process behind.
 
 use std::process::Command;
 use std::time::Duration;
@@ -59,7 +59,7 @@ async fn health_tells_the_truth() {
     up.signal(victim.pid, Signal::KILL);
     eventually("unreadiness", async || (client.get("/ready").await.0 == 503).then_some(())).await;
     assert_eq!(client.get("/live").await.0, 200);
-    // `up` restarts the node.
+    // The cluster becomes ready again, because `up` restarts the node.
     eventually("readiness", async || (client.get("/ready").await.0 == 200).then_some(())).await;
 }
 
@@ -83,7 +83,7 @@ async fn a_node_that_is_lost_comes_back() {
     assert!(!is_alive(back.pid), "the new process is stopped too");
 }
 
-/// A model file is damaged while the cluster runs: the node fails at each start.
+/// A model file is damaged while the cluster runs, so that the node fails at each start.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_node_that_fails_again_and_again_waits_longer_each_time() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -103,7 +103,7 @@ async fn a_node_that_fails_again_and_again_waits_longer_each_time() {
     let last_lines = log.split("it starts again in 2 s\n").nth(1).expect("it was said");
     let last_line = last_lines.lines().next().expect("a line");
     assert!(last_line.starts_with("  ") && last_line.contains("mock.toml"), "{log}");
-    // It stops in the middle of a pause.
+    // `up` must stop even in the middle of a pause.
     assert_eq!(up.stop().await, Some(0), "{}", up.log());
     assert!(up.alive().is_empty());
 }
@@ -165,13 +165,13 @@ async fn memory_for_kv_is_what_is_asked_for() {
         let up = Up::start(&["--colocated", "--kv-memory", size]).await;
         up.kv().await[0]["total"].as_u64().expect("a number")
     };
-    // The mock's blocks are 8 KiB.
+    // The sizes follow from the mock's blocks of 8 KiB.
     assert_eq!(blocks("4MiB").await, 512);
     assert!(blocks("2%").await > 512, "of what is free here");
 }
 
-/// Memory for 512 tokens of a model with a context of 2,048. A request without a number of tokens gets as many as
-/// there is room for. A request for too many gets an error that names the setting.
+/// The node has memory for 512 tokens of a model with a context of 2,048. A request without a number of
+/// tokens gets as many as there is room for. A request for too many gets an error that names the setting.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn little_memory_makes_sequences_shorter() {
     let up = Up::start(&["--model", "demo", "--kv-memory", "768KiB"]).await;

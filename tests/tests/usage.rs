@@ -3,10 +3,10 @@
 use baton_tests::{Client, Up};
 use serde_json::{Value, json};
 
-/// Lengths of the prompts in tokens. A block has 16.
+/// The lengths of the prompts in tokens. A block has 16 tokens.
 const LENGTHS: [usize; 8] = [1, 15, 16, 17, 80, 81, 400, 1_024];
 
-/// Returns the usage of one answer. Whole and streamed answers must say the same.
+/// Returns the usage of one answer. Whole and streamed answers must report the same.
 async fn usage(client: &Client, nth: usize, length: usize, is_streamed: bool) -> Value {
     let prompt: Vec<usize> = (0..length).map(|at| (at * 7 + nth * 31 + 1) % 256).collect();
     let mut body = json!({
@@ -24,7 +24,7 @@ async fn usage(client: &Client, nth: usize, length: usize, is_streamed: bool) ->
     usages.into_iter().last().expect("a usage")
 }
 
-/// Two answers to each prompt: a computed one, and a streamed one from the cache.
+/// Returns the usages of two answers to each prompt: a computed one, and a streamed one from the cache.
 async fn usages(args: &[&str]) -> Vec<[Value; 2]> {
     let up = Up::start(args).await;
     let mut all = Vec::new();

@@ -4,7 +4,7 @@ use baton_tests::check::prompts;
 use baton_tests::{Answer, Ask, Up, in_time};
 use futures::future::join_all;
 
-/// 200 requests of mixed lengths.
+/// Returns 200 requests of mixed lengths.
 fn asks() -> Vec<Ask> {
     let lengths = [1, 2, 5, 16, 33, 64, 100];
     prompts(7, 200, 600)
@@ -20,7 +20,7 @@ async fn answers(up: &Up, asks: &[Ask]) -> Vec<Answer> {
     in_time("all answers", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
-/// Each of these connectors, and no other, carries the KV.
+/// Checks that the answers equal those of one node, and that exactly these connectors carry the KV.
 async fn equals_colocated(args: &[&str], connectors: &[&str]) {
     let asks = asks();
     let colocated = Up::start(&["--colocated"]).await;
@@ -57,7 +57,7 @@ async fn prefill_first_equals_one_node() {
     equals_colocated(&args, &["tcp", "shm"]).await;
 }
 
-/// No connector is configured: on one host the nodes use shared memory.
+/// No connector is configured, so the nodes choose. On one host they use shared memory.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn auto_is_the_fastest_that_both_ends_have() {
     let up = Up::start(&["--prefill", "1", "--decode", "1"]).await;

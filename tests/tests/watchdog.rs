@@ -1,4 +1,5 @@
-//! When tokens stop, `/ready` says so within five seconds and names the stage. When they move again, it says yes.
+//! When tokens stop, `/ready` fails within five seconds and names the stage. When they move again, it
+//! succeeds.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,12 +20,12 @@ use tokio::time::{Instant, sleep};
 use tonic::service::Routes;
 use types::{NodeId, Role};
 
-/// The longest time until the report.
+/// The time within which `/ready` must change.
 const SAID_WITHIN: Duration = Duration::from_secs(5);
-/// How long the engine hangs.
+/// The time for which the engine hangs.
 const HANGS_FOR: Duration = Duration::from_secs(9);
 
-/// A router in this process.
+/// Starts a router in this process.
 async fn router() -> (Client, String, Task<()>, Shutdown) {
     let mut raw = RawRouterConfig::default();
     (raw.router.http, raw.router.grpc) = ("127.0.0.1:0".to_owned(), "127.0.0.1:0".to_owned());
@@ -37,7 +38,7 @@ async fn router() -> (Client, String, Task<()>, Shutdown) {
     (client, registry, serving, shutdown)
 }
 
-/// A node that does both, in this process, with a mock whose third step is late.
+/// Starts a node for prefill and decode in this process, with a mock whose third step is late.
 async fn node_that_hangs(registry: String) -> (Client, Task<()>, Shutdown) {
     let mut raw = RawNodeConfig::default();
     raw.registry.url.clone_from(&registry);
@@ -78,7 +79,7 @@ async fn node_that_hangs(registry: String) -> (Client, Task<()>, Shutdown) {
     (client, living, shutdown)
 }
 
-/// Waits until `/ready` has this status. Returns the time and the text.
+/// Waits until `/ready` has this status. Returns the time that it took, and the text.
 async fn says(client: &Client, status: u16) -> (Duration, String) {
     let began = Instant::now();
     let body = eventually("health to change", async || {
@@ -127,7 +128,8 @@ async fn an_engine_that_hangs_is_named_and_left_out() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn stopped_peers_are_named_within_five_seconds() {
     for role in ["decode", "prefill"] {
-        // Sooner than the router takes a silent peer for dead, possibly after three seconds.
+        // The limit is shorter than the time after which the router takes a silent peer for dead, possibly
+        // three seconds.
         let sooner = vec![("BATON_EXPERT__ROUTER__STUCK_MS", "2000".to_owned())];
         let fleet = Fleet::start_with(PACED, 1, 1, sooner).await;
         let client = fleet.client();
@@ -139,7 +141,7 @@ async fn stopped_peers_are_named_within_five_seconds() {
         let watched = async {
             let (took, reason) = says(&client, 503).await;
             assert!(took < SAID_WITHIN, "{role}: it took {took:?}");
-            // The stage where requests wait, or the missing node.
+            // The reason is the stage where requests wait, or the missing node.
             let places = ["wait at reserve", "wait at prefill", "wait at decode", "is unreachable"];
             assert!(places.iter().any(|place| reason.contains(place)), "{role}: {reason}");
         };
@@ -155,7 +157,7 @@ async fn stopped_peers_are_named_within_five_seconds() {
     }
 }
 
-/// A client that does not read does not make a node stuck.
+/// A client that does not read does not make a node stuck, so `/ready` stays 200.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reader_that_sleeps_is_no_standstill() {
     let fleet = Fleet::start(PACED, 1, 1).await;

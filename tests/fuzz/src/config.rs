@@ -5,7 +5,8 @@ use chassis::error::Origin;
 use node::{NodeConfig, RawNodeConfig};
 use router::{RawRouterConfig, RouterConfig};
 
-/// The first byte chooses the process. Lines with a `=` before the first empty line are variables.
+/// Parses the configuration of a process. The first byte chooses the process. Lines with a `=` before the
+/// first empty line are variables.
 pub fn config(bytes: &[u8]) {
     let Some((whose, text)) = bytes.split_first() else { return };
     let Ok(text) = std::str::from_utf8(text) else { return };

@@ -3,7 +3,8 @@
 use kv_transfer::connectors::tcp::frame::{Frame, FrameError, HEADER_BYTES, parse};
 use twox_hash::XxHash3_64;
 
-/// Parses the bytes unchanged, and once more with a valid checksum, so that the code behind the checksum runs too.
+/// Parses the bytes unchanged, and once more with a valid checksum, so that the code behind the checksum runs
+/// too.
 pub fn kv_frame(bytes: &[u8]) {
     check(bytes, parse(bytes));
     let mut sealed = bytes.to_vec();
@@ -15,7 +16,7 @@ fn check(bytes: &[u8], parsed: Result<Frame, FrameError>) {
     let Ok(frame) = parsed else { return };
     let mut again = Vec::new();
     frame.encode(&mut again);
-    // NaN is not equal to itself, so the encoded bytes are compared.
+    // The printed frames are compared, because NaN is not equal to itself.
     let (said, understood) =
         (format!("{frame:?}"), format!("{:?}", parse(&again).expect("it was understood")));
     assert_eq!(said, understood, "{bytes:?}");

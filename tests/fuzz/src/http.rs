@@ -28,7 +28,7 @@ const CONTEXT: u32 = 512;
 const VOCAB: u32 = 261;
 const PATIENCE: Duration = Duration::from_secs(1_000);
 
-/// Every input gets a complete answer, never an internal error.
+/// Sends the bytes to the endpoint. Every input must get a complete answer, never an internal error.
 pub fn http(bytes: &[u8]) {
     let mut script = Script(bytes);
     let how = script.byte();
@@ -54,7 +54,7 @@ fn app(said: &[u8]) -> axum::Router {
     stack(api(http_api.clone()).merge(health(http_api)), acceptor)
 }
 
-/// Bytes on a connection, as they come.
+/// Sends bytes on a connection, as they come.
 async fn connection(said: &[u8], bytes: &[u8]) {
     let net = MemoryNet::new();
     let listener = net.listen("door").await.expect("a name of its own");
@@ -77,7 +77,7 @@ async fn connection(said: &[u8], bytes: &[u8]) {
     drop(served.expect("the server did not panic"));
 }
 
-/// A body for one of the two endpoints.
+/// Sends a body to one of the two endpoints.
 async fn request(path: &str, said: &[u8], body: &[u8]) {
     let request = Request::post(path).header("content-type", "application/json");
     let request = request.body(Body::from(body.to_vec())).expect("a request");
@@ -96,7 +96,7 @@ async fn request(path: &str, said: &[u8], body: &[u8]) {
     assert_eq!(json.get("error").is_some(), status != 200, "{text}");
 }
 
-/// Every event is JSON, and the stream ends with `[DONE]`.
+/// Checks that every event is JSON, and that the stream ends with `[DONE]`.
 fn check_events(text: &str) {
     let events: Vec<&str> = text.split("\n\n").filter(|event| !event.is_empty()).collect();
     let (last, others) = events.split_last().expect("at least one event");
@@ -107,7 +107,7 @@ fn check_events(text: &str) {
     }
 }
 
-/// Any path, with any headers.
+/// Requests any path, with any headers.
 async fn path(said: &[u8], bytes: &[u8]) {
     let mut lines = bytes.split(|byte| *byte == b'\n');
     let uri = lines.next().unwrap_or_default();

@@ -1,8 +1,8 @@
 //! Entry points for bytes from outside, as functions of bytes. The fuzzer calls them, and tests call them over the
 //! corpus.
 //!
-//! Each panics if a check fails, and otherwise returns. The checks are more than the absence of panics: a parsed value
-//! encodes and parses to itself, blocks come back, answers are complete.
+//! Each function panics if a check fails, and otherwise returns. The checks are more than the absence of
+//! panics: a parsed value encodes and parses to itself, blocks come back, answers are complete.
 //!
 //! The tests include this file by its path, so that both run the same code.
 
@@ -18,7 +18,7 @@ pub use self::http::http;
 pub use self::receiver::kv_receiver;
 pub use self::wire::{landing, proto};
 
-/// A runtime with a paused clock: timers fire without waiting.
+/// Runs `work` with a paused clock: timers fire without waiting.
 fn in_paused_time<T>(work: impl Future<Output = T>) -> T {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     runtime.expect("a runtime without sockets").block_on(work)

@@ -22,12 +22,13 @@ use super::frames::seal;
 
 const BLOCKS: u32 = 8;
 const TOKENS: u32 = 14;
-/// The longest silence of a peer, on a paused clock.
+/// The stall time of the receiver, on a paused clock.
 const STALL_MS: u64 = 500;
-/// Longer than any wait of the receiver.
+/// The time limit of the test, longer than any wait of the receiver.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// For all bytes: no panic, KV arrives only after the right grant, and every block comes back.
+/// Lets a client send what the bytes describe. For all bytes there is no panic, KV arrives only after the
+/// right grant, and every block comes back.
 pub fn kv_receiver(bytes: &[u8]) {
     super::in_paused_time(async {
         let parts = parts();
@@ -88,7 +89,7 @@ struct Visitor {
 }
 
 impl Visitor {
-    /// Ends when the script ends or the receiver closes the stream.
+    /// Follows the script until it ends or the receiver closes the stream.
     async fn speak(&mut self, stream: &mut Stream, mut script: Script<'_>) {
         let mut words = Vec::new();
         if !script.byte().is_multiple_of(8) {
@@ -112,7 +113,7 @@ impl Visitor {
             1 => self.open(script).encode(&mut words),
             2 => self.hello().encode(&mut words),
             3 => {
-                // KV bytes, as the span before has announced.
+                // Sends KV bytes, as the last span has announced.
                 let n = usize::from(script.byte()) * 16;
                 words.resize(n, script.byte());
             }
@@ -126,7 +127,7 @@ impl Visitor {
         Frame::of_link(Body::Hello(Hello { protocol: PROTOCOL, node, epoch: Epoch(1), link: 7, stream: 0 }))
     }
 
-    /// The credential of the landing's owner, unless the script changes it.
+    /// Makes the frame that opens the landing, with its owner's credential, unless the script changes that.
     fn open(&mut self, script: &mut Script<'_>) -> Frame {
         let mut shown = Credentials::new(&self.landing, self.parts.memory.layout(), &self.parts.fingerprint);
         match script.byte() % 8 {
@@ -141,7 +142,8 @@ impl Visitor {
         Frame::new(self.landing.transfer, Body::Open(shown))
     }
 
-    /// A frame of the landing's transfer, of any kind and with any body, with correct lengths and checksum.
+    /// Writes a frame of the landing's transfer, of any kind and with any body, with correct lengths and
+    /// checksum.
     fn sealed(&self, script: &mut Script<'_>, words: &mut Vec<u8>) {
         let (kind, payload, n_body) = (script.byte() % 21, script.byte(), usize::from(script.byte()));
         Frame::new(self.landing.transfer, Body::Alive).encode(words);

@@ -9,7 +9,7 @@ use types::{
     Refusal, Sampling, Step, StopRules,
 };
 
-/// A landing from a router. The accepted values are valid.
+/// Parses a landing from a router. The values that are accepted must be valid.
 pub fn landing(bytes: &[u8]) {
     let Some(landing) = again::<v1::Landing, Landing>(bytes, |landing| landing.into()) else { return };
     let wanted = landing.wanted_blocks();
@@ -22,7 +22,7 @@ pub fn landing(bytes: &[u8]) {
     }
 }
 
-/// Any other message, chosen by the first byte.
+/// Parses a message of another kind, which the first byte chooses.
 pub fn proto(bytes: &[u8]) {
     let Some((which, bytes)) = bytes.split_first() else { return };
     match which % 13 {
@@ -42,7 +42,7 @@ pub fn proto(bytes: &[u8]) {
     }
 }
 
-/// Returns the parsed value, if there is one. Encoded and parsed again it is equal.
+/// Returns the parsed value, if there is one. Checks that it is equal after it is encoded and parsed again.
 fn again<W, T>(bytes: &[u8], say: impl Fn(&T) -> W) -> Option<T>
 where
     W: Message + Default,
@@ -51,7 +51,7 @@ where
     let understood = T::try_from(W::decode(bytes).ok()?).ok()?;
     let said = say(&understood).encode_to_vec();
     let repeated = T::try_from(W::decode(&*said).expect("our own words")).expect("it was understood");
-    // NaN is not equal to itself, so the encoded bytes are compared.
+    // The printed values are compared, because NaN is not equal to itself.
     assert_eq!(format!("{understood:?}"), format!("{repeated:?}"));
     Some(understood)
 }

@@ -3,7 +3,8 @@
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-/// A separate generator for each user, so that one that draws more does not change the others. SplitMix64.
+/// A random generator (SplitMix64). Each part of a run has its own, so that a part that draws more does not
+/// change the others.
 #[derive(Clone, Debug)]
 pub struct Chance(u64);
 
@@ -12,7 +13,7 @@ impl Chance {
         Self(seed)
     }
 
-    /// Returns a generator for a named part.
+    /// Makes the generator of a named part.
     pub fn named(seed: u64, name: &str) -> Self {
         let fold = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
         Self(name.bytes().fold(seed ^ 0xcbf2_9ce4_8422_2325, fold))
@@ -26,7 +27,7 @@ impl Chance {
         mixed ^ (mixed >> 31)
     }
 
-    /// Less than `bound`; zero if that is zero.
+    /// Draws a number below `bound`; zero if `bound` is zero.
     pub fn below(&mut self, bound: u64) -> u64 {
         self.draw() % bound.max(1)
     }
@@ -39,7 +40,7 @@ impl Chance {
         Duration::from_millis(self.within(range))
     }
 
-    /// True once in `n` times.
+    /// Returns true once in `n` times.
     pub fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }

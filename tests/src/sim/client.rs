@@ -17,28 +17,28 @@ use super::reference::Reference;
 
 /// How much later than its deadline a request may end.
 pub const LATE: Duration = Duration::from_secs(1);
-/// How much of a deadline the delay of two connections may take.
+/// The part of a request's time that the delay of two connections may take.
 const EARLY: Duration = Duration::from_millis(5);
 
-/// One running request.
+/// The client of one running request.
 #[derive(Debug)]
 pub struct Client {
     pub name: String,
     pub ask: Ask,
     pub reference: Reference,
     pub log: EventLog,
-    /// What is broken, and when.
+    /// The plan of the run: which faults occur, and when.
     pub plan: Arc<Plan>,
-    /// When it asks, since the run began.
+    /// The time at which the client sends the request, since the run began.
     pub asked: Duration,
     pub flights: ActiveRequests,
-    /// The router's process: while it is stopped, its part of the request is too.
+    /// The router's process. While it is stopped, its part of the request is stopped too.
     pub router: Standstill,
     /// How much later than its deadline a request may end.
     pub late: Duration,
 }
 
-/// The requests of a run, each from when it is asked until it ends. Clones share them.
+/// All requests of a run, each with the time at which it began and ended. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct ActiveRequests(Arc<Mutex<Vec<ActiveRequest>>>);
 
@@ -50,7 +50,7 @@ struct ActiveRequest {
 }
 
 impl ActiveRequests {
-    /// The number of a request that begins.
+    /// Adds a request that begins, and returns its number.
     fn begin(&self, ask: &Ask, asked: Duration) -> usize {
         let mut flights = self.locked();
         flights.push(ActiveRequest { ask: ask.clone(), asked, ended: None });
@@ -61,7 +61,7 @@ impl ActiveRequests {
         self.locked()[nth].ended = Some(at);
     }
 
-    /// Returns the requests beside one that may have had something on a node since it was asked.
+    /// Returns the other requests that may have had blocks on a node since request `nth` began.
     fn beside(&self, nth: usize, lingers: Duration) -> Vec<Ask> {
         let flights = self.locked();
         let asked = flights[nth].asked;
@@ -80,13 +80,13 @@ impl ActiveRequests {
 pub enum Ended {
     Whole,
     Refused(ServeError),
-    /// The client went away.
+    /// The client left before the end.
     Left,
-    /// Longer than the longest request.
+    /// The request ran longer than the longest request may.
     Hanging,
 }
 
-/// Returns the prompt of a request that is made now.
+/// Returns the prompt of a request that begins now.
 pub fn prompt(name: &str, ask: &Ask) -> Prompt {
     Prompt {
         id: RequestId::new(name),
@@ -106,7 +106,7 @@ pub fn prompt(name: &str, ask: &Ask) -> Prompt {
 }
 
 impl Client {
-    /// Asks, and says how it ended and after how many steps.
+    /// Sends the request. Returns how it ended and after how many steps.
     pub async fn run<S: Serve>(self, router: S) -> (Ended, u32) {
         let prompt = prompt(&self.name, &self.ask);
         let flight = self.flights.begin(&self.ask, self.asked);
@@ -187,13 +187,14 @@ impl Client {
 
     /// Returns whether the plan explains an error after `n_steps` steps.
     fn may_end_with(&self, error: &ServeError, due: Instant, n_steps: u32, flight: usize) -> bool {
-        // A held message may deliver a cancellation late, by as long as anything may be held.
+        // A held message may deliver a cancellation late, so requests that ended within the longest hold
+        // count as active.
         let beside = self.flights.beside(flight, SLACK + self.plan.held_for());
         let (asked, at) = (self.asked, self.now(due));
         self.plan.explains(&self.ask, End { asked, at, n_steps, beside: &beside, error })
     }
 
-    /// Since the run began, for a request that is due then.
+    /// Returns the current time since the run began, from the time left until `due`.
     fn now(&self, due: Instant) -> Duration {
         (self.asked + self.ask.within + due.elapsed()).saturating_sub(due - Instant::now())
     }

@@ -1,8 +1,10 @@
-//! Whether a plan explains that a request was refused: a pure function of the plan, the request and its end.
+//! Decides whether a plan explains that a request was refused: a pure function of the plan, the request and
+//! its end.
 //!
-//! Each fault breaks something from its time until it is mended, and a bounded time after that, which follows from the
-//! settings of the product. A refusal is explained only by an overlap with such an interval on the request's own path:
-//! its router, the nodes of its model, and what lies between them. `docs/simulation.md` has the rules in a table.
+//! Each fault breaks something from its time until it is mended, and for a bounded time after that, which
+//! follows from the settings of the product. A refusal is explained only by an overlap with such an interval
+//! on the request's own path: its router, the nodes of its model, and the network between them.
+//! `docs/simulation.md` has the rules in a table.
 
 use std::time::Duration;
 
@@ -13,49 +15,54 @@ use super::host::{DRAIN_MS, NODES_WAIT_NEW};
 use super::net::Crash;
 use super::plan::{Ask, Break, Fault, MODELS, NodeShape, POOL, Plan, ROUTERS, TROUBLE};
 
-/// The router's words if every node has left the cluster.
+/// The router's message if every node has left the cluster.
 const NONE_KNOWN: &str = "no node is known";
-/// A router opens a broken status stream again after at most 2 s, and the call takes at most 2 s.
+/// The time until a router has a broken status stream again: it waits at most 2 s, and the call takes at most
+/// 2 s.
 const RECONNECT: Duration = Duration::from_secs(4);
-/// A connection that was usable is made again after 50 ms, and needs a few round trips.
+/// The time until a connection that was usable is made again: it starts after 50 ms, and needs a few round
+/// trips.
 const RESET: Duration = Duration::from_secs(1);
-/// A node asks the registry again after at most 1 s, and the call takes at most 3 s.
+/// The time until a node announces itself again: it tries after at most 1 s, and the call takes at most 3 s.
 const REJOIN: Duration = Duration::from_secs(4);
-/// A router that has just started waits for nodes that were there before it.
+/// The time for which a router that has just started waits for nodes that were there before it.
 const SETTLE: Duration = Duration::from_secs(3);
-/// A peer that answers no ping is given up: an interval of 2 s, and 3 s for the answer.
+/// The time until a peer that answers no ping is given up: an interval of 2 s, and 3 s for the answer.
 const KEEPALIVE: Duration = Duration::from_secs(5);
-/// A node says that it lives every second, and is a member for 10 s without it.
+/// The time for which a silent node stays a member. It renews its lease of 10 s every second.
 const LEASE: Duration = Duration::from_secs(9);
-/// A router waits this long for KV whose sender cannot be heard any more.
+/// The time for which a router waits for KV after it has lost the connection to the sender.
 const ARRIVAL_GRACE: Duration = Duration::from_secs(1);
-/// The longest pause of a request that waits for a usable node. It may miss a node that is usable between two looks.
+/// The longest pause of a request that waits for a usable node, in which it may miss a node that is usable
+/// for a moment.
 const LOOK_PAUSE: Duration = Duration::from_millis(200);
-/// Messages, one after the other, that a new connection and its first answer need.
+/// The number of messages, one after the other, that a new connection and its first answer need.
 const ROUND_TRIPS: u32 = 4;
-/// The operator repeats the word to wake this long after the end of the trouble.
+/// The time after the end of all faults at which the operator repeats the request to wake.
 const WAKE_AGAIN: Duration = Duration::from_secs(2);
-/// Tokens of a prompt that a step computes at least, and steps of a request that compute neither prompt nor answer.
+/// The least tokens of a prompt that a step computes, and the steps of a request that compute neither prompt
+/// nor answer.
 const STEP_TOKENS_MIN: f64 = 16.0;
 const STEPS_BESIDE: f64 = 10.0;
-/// How much longer than by the sums a request may take beside others: rooms that do not fit, and sequences that give way.
+/// The factor by which a request beside others may exceed its computed time: blocks do not always fit, and
+/// sequences are preempted.
 const CROWDED: f64 = 2.0;
-/// How much later than its end a node may still have what belongs to a request.
+/// The time after a request's end for which a node may still hold its blocks.
 pub const SLACK: Duration = Duration::from_secs(1);
 
-/// How a request ended that got no whole answer. Times count from the begin of the run.
+/// The end of a request that got no whole answer. Times count from the start of the run.
 #[derive(Clone, Copy, Debug)]
 pub struct End<'a> {
     pub asked: Duration,
     pub at: Duration,
-    /// Steps that its client had.
+    /// The number of steps that the client has received.
     pub n_steps: u32,
-    /// Requests that were under way meanwhile.
+    /// The requests that were active in the meantime.
     pub beside: &'a [Ask],
     pub error: &'a ServeError,
 }
 
-/// A time in which something is broken, or not yet as it was before.
+/// A time in which something is broken, or has not recovered yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Interval {
     pub from: Duration,
@@ -72,16 +79,16 @@ impl Interval {
     }
 }
 
-/// What a fault breaks on a request's path.
+/// The times in which a fault affects a request's path.
 #[derive(Clone, Copy, Debug)]
 struct Broken {
     all: Interval,
-    /// When those who wait for it know.
+    /// The time at which processes that wait for the broken part know that it is broken.
     noticed: Duration,
 }
 
 impl Break {
-    /// Returns whether it takes a node away from a router.
+    /// Returns whether the fault takes a node away from a router.
     fn stops(&self, node: &str, router: &str) -> bool {
         match self {
             Self::Hold(one, other) | Self::Reset(one, other) => {
@@ -99,9 +106,10 @@ impl Plan {
         use RefusalKind as Kind;
         match end.error {
             ServeError::DeadlinePassed { .. } => self.makes_late(ask, end),
-            // A stream that has begun waits for longer than any trouble lasts.
+            // Only a request without steps can end this way: a stream that has begun waits for longer than
+            // any fault lasts.
             ServeError::NoNodes { reason } => {
-                // A router does not wait if all nodes have left.
+                // A router does not wait if all nodes have left, so the wait is zero then.
                 let wait = if reason.contains(NONE_KNOWN) { Duration::ZERO } else { NODES_WAIT_NEW };
                 end.n_steps == 0 && self.has_no_node(ask, end, wait)
             }
@@ -120,8 +128,9 @@ impl Plan {
         }
     }
 
-    /// It has waited for a usable node as long as it had to, and each decode node may have been unusable all that time.
-    /// A router that has just started may know no node, for which a request does not wait.
+    /// Returns whether the request has waited for a usable node as long as it had to, and each decode node
+    /// may have been unusable all that time. A router that has just started may know no node, for which a
+    /// request does not wait.
     fn has_no_node(&self, ask: &Ask, end: End<'_>, wait: Duration) -> bool {
         let router = ROUTERS[ask.router];
         if self.starts_of(router).iter().any(|start| start.overlaps(end.at, end.at)) {
@@ -137,10 +146,12 @@ impl Plan {
             })
     }
 
-    /// It has waited for room as long as it may, and the requests under way may need more than the smallest node has.
+    /// Returns whether the request has waited for room as long as it may, and the active requests may need
+    /// more blocks than the smallest node has.
     fn has_no_room(&self, ask: &Ask, end: End<'_>) -> bool {
         let all = of_its_model(ask, end.beside);
-        // A node that did not hear of a cancellation keeps the request's first room beside its second.
+        // There may be two copies of a request's blocks: a node that did not get a cancellation keeps the
+        // first while the second is reserved.
         let copies =
             if self.broken(ask).iter().any(|broken| broken.overlaps(end.asked, end.at)) { 2 } else { 1 };
         let queued_ms: f64 =
@@ -155,7 +166,7 @@ impl Plan {
         is_patient && self.nodes_of(ask.model).any(may_be_full)
     }
 
-    /// Nowhere in its life was a stretch in which nothing on its path was broken, and that was long enough to serve it from
+    /// Returns whether the request had no undisturbed stretch of time that was long enough to serve it from
     /// the start beside the others.
     fn makes_late(&self, ask: &Ask, end: End<'_>) -> bool {
         let all = of_its_model(ask, end.beside);
@@ -165,14 +176,15 @@ impl Plan {
         longest_gap(self.delays(ask), end.asked, end.asked + ask.within) < needed
     }
 
-    /// What the request needs if it gets room at once: all prompts may be computed before it, and its answer beside all
-    /// others.
+    /// Returns the time that the request needs if it gets room at once: all prompts may be computed before
+    /// it, and its answer beside all others.
     fn undisturbed_ms(&self, ask: &Ask, all: &[&Ask]) -> f64 {
         let prompts_ms: f64 = all.iter().map(|ask| self.prefill_ms(ask)).sum();
         prompts_ms + self.decode_ms(ask, all.len())
     }
 
-    /// What it needs with the wait for room: blocks that others have, for as long as they have them.
+    /// Returns the time that the request needs with the wait for room: until other requests have released
+    /// their blocks.
     fn crowded_ms(&self, ask: &Ask, all: &[&Ask]) -> f64 {
         let one_ms = |ask: &&Ask| self.prefill_ms(ask) + self.decode_ms(ask, all.len());
         let held = |node: &NodeShape| {
@@ -188,7 +200,8 @@ impl Plan {
         (1.0 + prompt / STEP_TOKENS_MIN) * self.slowest(ask.model, |node| node.step_ms) + prompt * token_ms
     }
 
-    /// In a step, each sequence beside it costs a twentieth of the step.
+    /// Returns the time of the request's decode steps. In a step, each sequence beside it costs a twentieth
+    /// of the step.
     fn decode_ms(&self, ask: &Ask, n_beside: usize) -> f64 {
         let step_ms = self.slowest(ask.model, |node| node.step_ms) * (1.0 + n_beside as f64 / 20.0);
         (f64::from(ask.max_tokens) + STEPS_BESIDE) * step_ms
@@ -198,7 +211,7 @@ impl Plan {
         self.nodes_of(model).map(cost).fold(0.0, f64::max)
     }
 
-    /// How much longer one attempt takes on slow paths.
+    /// Returns how much longer one attempt takes on slow paths.
     fn slowness_of(&self, ask: &Ask) -> Duration {
         let hosts = || self.nodes_of(ask.model).map(|node| &*node.name).chain([ROUTERS[ask.router], POOL]);
         hosts()
@@ -220,15 +233,16 @@ impl Plan {
 
     // === what is broken, and when ===
 
-    /// When an attempt to serve a request may fail: its router, nodes of its model, the pool, and the paths between them.
+    /// Returns when an attempt to serve a request may fail, because of its router, nodes of its model, the
+    /// pool, or the paths between them.
     pub fn broken(&self, ask: &Ask) -> Vec<Interval> {
         let faults = self.faults.iter().filter_map(|fault| self.breaks(ask, fault).map(|broken| broken.all));
         let absences = self.nodes_of(ask.model).flat_map(|node| self.lapses(node));
         faults.chain(absences).chain(self.starts_of(ROUTERS[ask.router])).collect()
     }
 
-    /// When a request may make no progress. A node that has failed holds a request up only until that is noticed, if another
-    /// one can do its work.
+    /// Returns when a request may make no progress. A node that has failed delays a request only until that
+    /// is noticed, if another one can do its work.
     fn delays(&self, ask: &Ask) -> Vec<Interval> {
         let router = ROUTERS[ask.router];
         let delay = |fault: &Fault| {
@@ -250,7 +264,7 @@ impl Plan {
         !node.role.decodes() || others.any(|other| other.role.decodes() && is_usable(other))
     }
 
-    /// When a fault may fail an attempt to serve this request. `None`: it is not on its path.
+    /// Returns when a fault may fail an attempt to serve this request; `None` if it is not on its path.
     fn breaks(&self, ask: &Ask, fault: &Fault) -> Option<Broken> {
         let router = ROUTERS[ask.router];
         let stall = self.nodes_of(ask.model).map(|node| node.stall_ms).max().unwrap_or_default();
@@ -285,7 +299,7 @@ impl Plan {
         Some(Broken { all, noticed: at + after + grace })
     }
 
-    /// When a router may see a node as unusable.
+    /// Returns when a router may see a node as unusable.
     pub fn unusable(&self, router: &str, node: &NodeShape) -> Vec<Interval> {
         let name = &*node.name;
         let slowness = self.slowness(router, name).max(self.slowness(ROUTERS[0], name));
@@ -310,7 +324,8 @@ impl Plan {
         faults.chain(self.lapses(node)).chain(self.starts_of(router)).collect()
     }
 
-    /// When a node may be no member although it runs: the registry heard nothing of it for a lease.
+    /// Returns when a node may be no member although it runs, because the registry heard nothing from it for
+    /// a lease.
     fn lapses(&self, node: &NodeShape) -> Vec<Interval> {
         let registry = ROUTERS[0];
         let interval = |fault: &Fault| {
@@ -327,7 +342,7 @@ impl Plan {
         self.faults.iter().filter_map(interval).collect()
     }
 
-    /// When a router may know no node because it has crashed, and has to hear of them again.
+    /// Returns when a router may know no node because it has crashed, and has to learn its nodes again.
     fn starts_of(&self, router: &str) -> Vec<Interval> {
         let slowest = self.nodes_with_slowness(router);
         let interval = |fault: &Fault| match &fault.what {
@@ -343,7 +358,7 @@ impl Plan {
         self.cluster.nodes.iter().map(|node| self.slowness(router, &node.name)).max().unwrap_or_default()
     }
 
-    /// How much longer a new connection between two hosts takes.
+    /// Returns how much longer a new connection between two hosts takes.
     fn slowness(&self, one: &str, other: &str) -> Duration {
         let one_way = |from: &str, to: &str| {
             let delays = self.faults.iter().filter_map(|fault| match &fault.what {
@@ -355,7 +370,7 @@ impl Plan {
         (one_way(one, other) + one_way(other, one)) * ROUND_TRIPS
     }
 
-    /// When the plan itself ends what a fault began. The end of all trouble ends everything.
+    /// Returns when the plan itself ends a fault. The end of all faults ends every one.
     fn mended(&self, fault: &Fault) -> Duration {
         let ends = |later: &Break| match (&fault.what, later) {
             (Break::Hold(a, b), Break::Release(c, d)) => (a, b) == (c, d),
@@ -366,7 +381,8 @@ impl Plan {
         };
         match &fault.what {
             Break::Reset(..) | Break::Replace(_) | Break::Jump(..) => return fault.at,
-            // An operator's words to a node that is away may arrive late, and in another order.
+            // Requests of an operator to a node that is away may arrive late, and in another order, so the
+            // wake may come after all faults.
             Break::Sleep(node) if self.is_away(node) => return TROUBLE + WAKE_AGAIN,
             _ => {}
         }
@@ -393,12 +409,13 @@ fn is_told_to_fail(reason: &str) -> bool {
     reason.contains("told to fail")
 }
 
-/// Blocks that a request may need on a node, with those that it may grow into.
+/// Returns the number of blocks that a request may need on a node, with those that it may grow into.
 fn blocks_of(ask: &Ask, node: &NodeShape) -> usize {
     (ask.tokens.len() + ask.max_tokens as usize).div_ceil(super::host::BLOCK_TOKENS) + 1 + node.growth_blocks
 }
 
-/// Returns whether the intervals leave no gap between two times in which a request would see a usable node.
+/// Returns whether the intervals leave no gap between `from` and `to` in which a request would find a usable
+/// node.
 fn cover(mut intervals: Vec<Interval>, from: Duration, to: Duration) -> bool {
     intervals.sort_by_key(|interval| interval.from);
     let mut covered = from;

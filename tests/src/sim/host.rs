@@ -32,14 +32,14 @@ use super::plan::{MODELS, NodeShape, POOL, ROUTERS, Shape};
 use super::pool::PoolHost;
 
 pub const REGISTRY_URL: &str = "embedded://router:50051";
-/// How long a node that is asked to stop may take.
+/// The time limit of a node's drain.
 pub const DRAIN_MS: u64 = 3_000;
-/// How long a new request waits for a usable node.
+/// The time for which a new request waits for a usable node.
 pub const NODES_WAIT_NEW: Duration = Duration::from_secs(2);
-/// Tokens in a block of every model.
+/// The number of tokens in a block, in every model.
 pub const BLOCK_TOKENS: usize = 4;
 
-/// Returns a model without its step costs. The second model gives other answers.
+/// Returns a model's settings, without the costs of its steps. The second model gives other answers.
 pub fn model(name: &str) -> MockSettings {
     let toml = "
         context_tokens = 1024
@@ -57,25 +57,25 @@ pub fn model(name: &str) -> MockSettings {
 
 // === a node ===
 
-/// One node: its processes, one after the other, each with one life after another.
+/// One node: its processes, one after the other, with all lives of each.
 #[derive(Debug)]
 pub struct NodeHost {
     pub shape: NodeShape,
     net: SimNet,
-    /// Its calendar continues from one process to the next.
+    /// The node's clock, which continues from one process to the next.
     world: World,
     pub jumps: Jumps,
     n_processes: u32,
     running: Option<Process>,
     lives: Lived,
-    /// The time at which it last continued after a stop.
+    /// The time at which the process last continued after a stop.
     went_on: Option<Instant>,
 }
 
-/// All lives, in order. Never held across an await.
+/// All lives of a node, in order. Never held across an await.
 type Lived = Arc<Mutex<Vec<LifeSeen>>>;
 
-/// A view of a life. It keeps nothing alive.
+/// A view of one life of a node. It keeps nothing alive.
 #[derive(Clone, Debug)]
 pub struct LifeSeen {
     pub name: String,
@@ -88,7 +88,7 @@ pub struct LifeSeen {
 
 #[derive(Debug)]
 struct Process {
-    /// The number of lives before its first one.
+    /// The number of the node's lives before the process's first one.
     n_lives_before: usize,
     shutdown: Shutdown,
     standstill: Standstill,
@@ -106,12 +106,12 @@ impl NodeHost {
         self.running.as_ref().is_some_and(|process| !process.living.is_finished())
     }
 
-    /// All lives. Each must have released everything at the end.
+    /// Returns all lives of the node. Each must have released everything at the end.
     pub fn lives(&self) -> Vec<LifeSeen> {
         locked(&self.lives).clone()
     }
 
-    /// Returns the life of its process, or the life in which it fell asleep.
+    /// Returns the current life of the process, or the life in which it fell asleep.
     pub fn life(&self) -> Option<LifeSeen> {
         let process = self.running.as_ref()?;
         locked(&self.lives).get(process.n_lives_before..)?.last().cloned()
@@ -151,16 +151,16 @@ impl NodeHost {
         Failures { launch, collect, ..Failures::default() }
     }
 
-    /// Ends its process without a drain. Its tasks may linger, but none of their messages arrives.
+    /// Ends the process without a drain. Its tasks may linger, but none of their messages arrives.
     pub fn crash(&mut self, how: Crash) {
         if let Some(process) = self.running.take() {
             self.net.crash(&self.shape.name, how);
-            // Lingering tasks must still release what they hold.
+            // The tasks continue, because lingering tasks must still release what they hold.
             process.standstill.go_on();
         }
     }
 
-    /// Stops its process with its timers and its traffic.
+    /// Stops the process, with its timers and its traffic.
     pub fn stop(&mut self) {
         if let Some(process) = &self.running {
             process.standstill.stop();
@@ -176,13 +176,13 @@ impl NodeHost {
         self.net.release_host(&self.shape.name);
     }
 
-    /// Returns whether its process has been running for `at_least`, so that its timers have fired.
+    /// Returns whether the process has been running for `at_least`, so that its timers have fired.
     pub fn keeps_time(&self, at_least: Duration) -> bool {
         let is_stopped = self.running.as_ref().is_some_and(|process| process.standstill.is_stopped());
         !is_stopped && self.went_on.is_none_or(|at| at.elapsed() >= at_least)
     }
 
-    /// Asks it to drain and end.
+    /// Asks the process to drain and end.
     pub fn drain(&mut self) {
         if let Some(process) = &self.running {
             process.shutdown.trigger();
@@ -194,7 +194,7 @@ fn locked(lives: &Lived) -> MutexGuard<'_, Vec<LifeSeen>> {
     lives.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A node's process, until it is asked to end.
+/// Runs a node's process until it is asked to end.
 async fn run_here(
     shape: NodeShape,
     world: World,
@@ -206,7 +206,7 @@ async fn run_here(
     let config = config(&shape);
     let bind = async |addr: &str| world.net().listen(addr).await;
     let (Ok(grpc), Ok(admin)) = (bind(&config.listen).await, bind(&config.admin).await) else {
-        // It was killed before it had its ports.
+        // The process was killed before it had its ports, so it ends.
         return;
     };
     let registry_parts = RegistryParts { world: world.clone(), gate: Gate::new("registry") };
@@ -232,7 +232,7 @@ async fn run_here(
     };
     match node::lives::run(lives, backend).await {
         Ok(()) => {}
-        // The plan gives drains less time than a request may take.
+        // This is no failure of the run: the plan gives drains less time than a request may take.
         Err(error @ (NodeError::Drain(_) | NodeError::WorkerLate(_))) => {
             log.say(format_args!("{} is cut short: {error}", shape.name));
         }
@@ -280,7 +280,7 @@ fn config(shape: &NodeShape) -> NodeConfig {
 
 // === the router ===
 
-/// The lives of a router. The registry is in the first router.
+/// A router: its lives, one after the other. The registry is in the first router.
 #[derive(Debug)]
 pub struct RouterHost {
     pub name: &'static str,
@@ -289,7 +289,7 @@ pub struct RouterHost {
     world: World,
     n_lives: u32,
     running: Option<RouterLife>,
-    /// Routes that were tried in all lives but this one.
+    /// The number of failed attempts in all earlier lives.
     n_failed_before: u64,
 }
 
@@ -298,7 +298,7 @@ struct RouterLife {
     dispatch: Dispatch,
     cluster: Cluster,
     metrics: RouterMetrics,
-    /// `None`: it uses the first router's registry.
+    /// The registry in this router; `None` if it uses the first router's.
     registry: Option<MemoryRegistry>,
     standstill: Standstill,
     _following: Task<()>,
@@ -311,12 +311,12 @@ impl RouterHost {
         Self { name, shape, net, world, n_lives: 0, running: None, n_failed_before: 0 }
     }
 
-    /// Returns the endpoint and the process behind it, while it lives.
+    /// Returns the router's endpoint and the process behind it, while it runs.
     pub fn dispatch(&self) -> Option<(Dispatch, Standstill)> {
         self.running.as_ref().map(|life| (life.dispatch.clone(), life.standstill.clone()))
     }
 
-    /// Stops its process with its timers and its traffic.
+    /// Stops the process, with its timers and its traffic.
     pub fn stop(&self) {
         if let Some(life) = &self.running {
             life.standstill.stop();
@@ -333,17 +333,17 @@ impl RouterHost {
         self.running.as_ref().map(|life| &life.cluster)
     }
 
-    /// Attempts in all lives that failed for another reason than a full node.
+    /// Returns the number of attempts, in all lives, that failed for another reason than a full node.
     pub fn n_failed_attempts(&self) -> u64 {
         self.n_failed_before + self.running.as_ref().map_or(0, |life| failed_attempts(&life.metrics))
     }
 
-    /// Streams that were continued on another node, in this life.
+    /// Returns the number of streams that were continued on another node, in this life.
     pub fn n_continuations(&self) -> u64 {
         self.running.as_ref().map_or(0, |life| life.metrics.continuations.get())
     }
 
-    /// Returns the members of the cluster in its registry.
+    /// Returns the members of the cluster in this router's registry.
     pub fn members(&self) -> Vec<NodeInfo> {
         let registry = self.running.as_ref().and_then(|life| life.registry.as_ref());
         registry.map(MemoryRegistry::members).unwrap_or_default()
@@ -431,10 +431,10 @@ fn failed_attempts(metrics: &RouterMetrics) -> u64 {
 
 // === all of them ===
 
-/// The cluster of one run.
+/// All processes of one run's cluster.
 #[derive(Debug)]
 pub struct Hosts {
-    /// The first has the registry.
+    /// The routers. The first one has the registry.
     pub routers: Vec<RouterHost>,
     pub nodes: Vec<NodeHost>,
     pub pool: Option<PoolHost>,
@@ -532,5 +532,5 @@ impl Hosts {
     }
 }
 
-/// How long a new cluster may need until every router knows every node.
+/// The time within which every router of a new cluster must know every node.
 pub const WHOLE_WITHIN: Duration = Duration::from_secs(5);

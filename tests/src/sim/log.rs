@@ -5,16 +5,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::time::Instant;
 
-/// The number of lines in the report of a failed run.
+/// Limit of lines in the report of a failed run.
 const LINES_MAX: usize = 100_000;
-/// If set, the log has a line for every write.
+/// The variable that, if set, makes the log have a line for every write.
 const TRACE: &str = "SIM_TRACE";
 
 /// A run's events, each with its time on the virtual clock. Clones write into the same log.
 #[derive(Clone)]
 pub struct EventLog {
     start: Instant,
-    /// Keeps every event as a line, to compare two runs of one seed.
+    /// Whether every event is kept as a line, to compare two runs of one seed.
     is_loud: bool,
     state: Arc<Mutex<State>>,
 }
@@ -26,14 +26,14 @@ struct State {
 }
 
 impl EventLog {
-    /// Must be called inside the run, so that the clock is the run's.
+    /// Makes a log. Must be called inside the run, so that the clock is the run's.
     pub fn new() -> Self {
         let state = State { hash: 0xcbf2_9ce4_8422_2325, lines: Vec::new(), faults: Vec::new() };
         let is_loud = std::env::var_os(TRACE).is_some();
         Self { start: Instant::now(), is_loud, state: Arc::new(Mutex::new(state)) }
     }
 
-    /// An event for readers.
+    /// Adds an event as a line for readers, and to the hash.
     pub fn say(&self, line: impl fmt::Display) {
         let line = format!("{:>9.3} {line}", self.start.elapsed().as_secs_f64());
         let mut state = self.state();
@@ -43,7 +43,7 @@ impl EventLog {
         }
     }
 
-    /// An event that is only hashed.
+    /// Adds an event to the hash only.
     pub fn trace(&self, what: &str, which: &str) {
         if self.is_loud {
             return self.say(format_args!("{what} {which} at {} ns", self.start.elapsed().as_nanos()));
@@ -66,7 +66,7 @@ impl EventLog {
         state.mix(&which.to_le_bytes());
     }
 
-    /// An oracle was violated.
+    /// Records that a check of the run has failed.
     pub fn accuse(&self, what: impl fmt::Display) {
         let what = what.to_string();
         self.say(format_args!("WRONG: {what}"));

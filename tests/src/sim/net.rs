@@ -1,9 +1,9 @@
 //! A network inside one process with faults: every path has a delay, can be held, cut and mended.
 //!
-//! It behaves as TCP does: bytes arrive in order or not at all, a held path loses nothing (kernels retransmit), a
-//! killed process resets its connections, and a dead machine is silent until it is back. All randomness comes from the
-//! seed, and nothing depends on the number of bytes in a message, so that a date in a header changes no run. See
-//! `docs/decisions/0006-simulated-network.md`.
+//! It behaves as TCP does: bytes arrive in order or not at all, a held path loses nothing (kernels
+//! retransmit), a killed process resets its connections, and a dead machine is silent until it is back. All
+//! randomness comes from the seed, and nothing depends on the number of bytes in a message, so that a date in
+//! a header changes no run. See `docs/decisions/0006-simulated-network.md`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -22,17 +22,17 @@ use super::chance::Chance;
 use super::log::EventLog;
 use super::pipe::{Connection, SimStream, Wires};
 
-/// The port of every node's KV. Only KV has checksums of its own.
+/// The port of every node's KV. Bits are flipped only there, because only KV has checksums of its own.
 pub const KV_PORT: &str = ":7002";
-/// Pieces that a tap keeps until they are read.
+/// Limit of pieces that a tap keeps until they are read.
 const HEARD_MAX: usize = 4096;
-/// The number of connections that wait to be accepted.
+/// Limit of connections that wait to be accepted.
 const BACKLOG: usize = 128;
 /// The delay of a path without faults: a minimum, and a random addition.
 const DELAY: Duration = Duration::from_micros(200);
 const JITTER: Duration = Duration::from_millis(2);
 
-/// The network. Clones are handles to the same one.
+/// The simulated network. Clones are handles to the same one.
 #[derive(Clone)]
 pub struct SimNet {
     shared: Arc<Shared>,
@@ -40,7 +40,7 @@ pub struct SimNet {
 
 struct Shared {
     log: EventLog,
-    /// Never held across an await.
+    /// The hosts, paths and connections. Never held across an await.
     state: Mutex<State>,
     /// Notified whenever a path is held or released.
     changed: Notify,
@@ -60,7 +60,7 @@ struct State {
 struct Host {
     number: u8,
     life: Arc<Life>,
-    /// Its machine is up, and refuses connections to closed ports.
+    /// Whether the machine is up, and so refuses connections to closed ports.
     is_up: bool,
 }
 
@@ -89,11 +89,11 @@ pub struct Path {
 struct PathState {
     is_held: bool,
     delay: Duration,
-    /// The least time between the arrivals of two writes.
+    /// The shortest time between the arrivals of two writes.
     gap: Duration,
-    /// On the KV port, one write in this number arrives with a flipped bit.
+    /// Of this number of writes on the KV port, one arrives with a flipped bit; `None` without the fault.
     corrupts_one_in: Option<u64>,
-    /// Every connection made from now on is reset after this number of writes.
+    /// The number of writes after which every connection made from now on is reset; `None` without the fault.
     cut_after: Option<u32>,
 }
 
@@ -118,13 +118,13 @@ impl Path {
         self.state().corrupts_one_in.is_some_and(|n| chance.one_in(n))
     }
 
-    /// Returns the arrival time of a byte that is sent now.
+    /// Draws the arrival time of a byte that is sent now.
     pub fn due(&self, chance: &mut Chance) -> Instant {
         let jitter = Duration::from_micros(chance.below(JITTER.as_micros() as u64));
         Instant::now() + self.state().delay + jitter
     }
 
-    /// Returns the least time between the arrivals of two writes.
+    /// Returns the shortest time between the arrivals of two writes.
     pub fn gap(&self) -> Duration {
         self.state().gap
     }
@@ -134,7 +134,7 @@ impl Path {
     }
 }
 
-/// Copied traffic: the connection, its server, and the client's bytes.
+/// Copied traffic: the connection, its server, and some of the client's bytes.
 #[derive(Clone, Debug)]
 pub struct Heard {
     pub connection: u64,
@@ -144,12 +144,12 @@ pub struct Heard {
 
 pub type Tap = mpsc::Sender<Heard>;
 
-/// The kinds of unexpected ends of a process.
+/// How a process ends unexpectedly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Crash {
     /// The process is killed, and its kernel resets its connections.
     Process,
-    /// The machine is gone and sends nothing.
+    /// The machine is gone: it sends nothing, not even a reset.
     Machine,
 }
 
@@ -169,7 +169,7 @@ impl SimNet {
         Self { shared: Arc::new(Shared { log, state: Mutex::new(state), changed: Notify::new() }) }
     }
 
-    /// Starts a life at `host` and returns its network. The rest of the life before is reset.
+    /// Starts a life at `host` and returns its network. Connections of the previous life are reset.
     pub fn host(&self, host: &str) -> Arc<HostNet> {
         let mut state = self.state();
         let number = state.hosts.get(host).map_or(state.hosts.len() as u8 + 1, |known| known.number);
@@ -213,7 +213,7 @@ impl SimNet {
         self.wake();
     }
 
-    /// Holds all bytes to and from `host` until it is released.
+    /// Holds all bytes to and from `host` until the host is released.
     pub fn hold_host(&self, host: &str) {
         self.each_path_of(host, |net, from, to| net.path(from, to).state().is_held = true);
     }
@@ -236,29 +236,29 @@ impl SimNet {
         self.path(from, to).state().delay = delay;
     }
 
-    /// From now on two writes arrive at least this far apart.
+    /// Makes any two later writes arrive at least `gap` apart.
     pub fn trickle(&self, from: &str, to: &str, gap: Duration) {
         self.path(from, to).state().gap = gap;
     }
 
-    /// On the KV port, one write in `one_in` arrives with a flipped bit.
+    /// Flips a bit in one of `one_in` writes on the KV port.
     pub fn corrupt(&self, from: &str, to: &str, one_in: u64) {
         self.path(from, to).state().corrupts_one_in = Some(one_in);
     }
 
-    /// Breaks every connection made between the two from now on after `writes` writes in this direction.
+    /// Resets every connection made from now on between two hosts after `writes` writes in this direction.
     pub fn cut_after(&self, from: &str, to: &str, writes: u32) {
         self.path(from, to).state().cut_after = Some(writes);
     }
 
-    /// Breaks every connection between two hosts.
+    /// Resets every connection between two hosts.
     pub fn reset(&self, one: &str, other: &str) {
         let both = |connection: &Connection| connection.has_host(one) && connection.has_host(other);
         let broken = self.state().connections_of(both);
         broken.iter().for_each(|connection| connection.reset());
     }
 
-    /// Copies the KV traffic of connections that others make from now on to a host.
+    /// Copies the KV traffic of other hosts' connections, made from now on, to the host `by`.
     pub fn tap(&self, by: &str) -> mpsc::Receiver<Heard> {
         let (tap, heard) = mpsc::channel(HEARD_MAX);
         self.state().tap = Some((by.to_owned(), tap));
@@ -338,7 +338,7 @@ impl HostNet {
         if self.life.is_over() { Err(io::ErrorKind::ConnectionAborted.into()) } else { Ok(()) }
     }
 
-    /// Waits while no answer can come: a path is held, or the machine is gone.
+    /// Waits while no answer can come, because a path is held or the machine is gone.
     async fn reach(&self, to: &str) -> io::Result<()> {
         loop {
             let changed = self.net.shared.changed.notified();
@@ -358,7 +358,7 @@ impl HostNet {
         is_up && !state.path(&self.host, to).is_held() && !state.path(to, &self.host).is_held()
     }
 
-    /// A round trip.
+    /// Waits for a round trip.
     async fn shake_hands(&self, to: &str) {
         let due = {
             let mut state = self.net.state();

@@ -12,11 +12,11 @@ use super::plan::Plan;
 use super::run::RequestCounts;
 use super::watcher::Watcher;
 
-/// How long after the last request blocks may take to come back. An ended life may keep blocks for its requests until
-/// their deadlines.
+/// The time within which blocks must come back after the last request. An ended life may keep blocks for its
+/// requests until their deadlines.
 const GIVEN_BACK_WITHIN: Duration = Duration::from_secs(20);
 
-/// Every block of every life is back, and no node has work.
+/// Checks that every block of every life is back, and that no node has work.
 pub async fn everything_is_given_back(hosts: &Hosts, log: &EventLog) {
     let give_up = Instant::now() + GIVEN_BACK_WITHIN;
     loop {
@@ -60,12 +60,12 @@ fn work_left(life: &LifeSeen) -> Option<String> {
     (!is_idle || !holders.is_empty()).then(left)
 }
 
-/// No router exceeds its retry budget. The budget bounds the failed attempts between two steps, for the step itself
-/// and for finding a decode node for held KV.
+/// Checks that no router exceeds its retry budget. The budget bounds the failed attempts between two steps,
+/// for the step itself and for finding a decode node for held KV.
 pub fn attempts(routers: &[RouterHost], plan: &Plan, tally: RequestCounts, n_probes: u64, log: &EventLog) {
     let n_requests = u64::from(tally.n_requests()) + n_probes;
-    // A step that arrives gives its request a new budget. But only failures use it, and most steps come without a
-    // failure.
+    // Steps count at most once per request: a step that arrives gives its request a new budget, but only
+    // failures use it, and most steps come without a failure.
     let chances = u64::from(tally.steps).min(n_requests) + n_requests;
     let (failed, bound) = (
         routers.iter().map(RouterHost::n_failed_attempts).sum::<u64>(),
@@ -82,10 +82,10 @@ pub fn attempts(routers: &[RouterHost], plan: &Plan, tally: RequestCounts, n_pro
     }
 }
 
-/// How long after a request's deadline its blocks must be back, whatever the faults.
+/// The time within which a request's blocks must be back after its deadline, whatever the faults.
 const OUTLIVES_BY: Duration = Duration::from_secs(1);
 
-/// A client's request to a router.
+/// A request that a client has sent to a router.
 #[derive(Debug)]
 pub struct Asked {
     pub router: &'static str,
@@ -94,16 +94,16 @@ pub struct Asked {
     pub within: Duration,
 }
 
-/// The deadlines of requests, and the times since which nodes hold blocks for them.
+/// The deadlines of requests, and the times since when nodes hold blocks for them.
 #[derive(Debug, Default)]
 pub struct Lifetimes {
     pub asked: BTreeMap<String, Asked>,
-    /// By node life and holder: the time at which it was first seen.
+    /// The time at which a holder was first seen, by node life and holder.
     held_since: BTreeMap<(String, String), Duration>,
 }
 
 impl Lifetimes {
-    /// No node keeps blocks for a request past its end, nor needs new work to notice the end.
+    /// Checks that no node keeps blocks for a request past its end, or needs new work to notice the end.
     pub fn check(&mut self, hosts: &Hosts, plan: &Plan, now: Duration, log: &EventLog) {
         let mut held_since = BTreeMap::new();
         for node in &hosts.nodes {
@@ -123,7 +123,7 @@ impl Lifetimes {
         self.held_since = held_since;
     }
 
-    /// Returns the time by which a node must have released blocks that it holds since then.
+    /// Returns the time by which a node must have released blocks that it holds since `since`.
     fn must_be_over(&self, plan: &Plan, node: &str, holder: &str, since: Duration) -> Option<Duration> {
         let name = holder.find("request ").or_else(|| holder.find("probe ")).map(|at| &holder[at..])?;
         let Asked { router, at, within } = self.asked.get(name)?;
@@ -131,7 +131,7 @@ impl Lifetimes {
     }
 }
 
-/// The holders of blocks in a node's life.
+/// Returns the holders of blocks in a node's life.
 fn holders(life: &LifeSeen) -> BTreeSet<String> {
     if life.pool.counts().leased == 0 {
         return BTreeSet::new();
@@ -139,10 +139,10 @@ fn holders(life: &LifeSeen) -> BTreeSet<String> {
     life.pool.ledger().into_iter().filter_map(|entry| entry.holder).collect()
 }
 
-/// How long a watcher may be wrong: a lease, for members that a new registry does not know yet.
+/// The time for which a watcher may be wrong: a lease, for members that a new registry does not know yet.
 const WATCHED_WITHIN: Duration = Duration::from_secs(15);
 
-/// A remote watcher knows the same members as the registry.
+/// Checks that a remote watcher knows the same members as the registry.
 pub async fn watched(router: &RouterHost, watcher: &Watcher, log: &EventLog) {
     let give_up = Instant::now() + WATCHED_WITHIN;
     loop {
@@ -159,10 +159,11 @@ pub async fn watched(router: &RouterHost, watcher: &Watcher, log: &EventLog) {
     }
 }
 
-/// How long the router may be wrong about cached blocks: a broken status stream is opened again within this time.
+/// The time for which the router may be wrong about cached blocks: within it a broken status stream is opened
+/// again.
 const MIRRORED_WITHIN: Duration = Duration::from_secs(10);
 
-/// The router's copy of every prefix cache equals the cache.
+/// Checks that the router's copy of every prefix cache equals the cache.
 pub async fn mirrored(hosts: &Hosts, log: &EventLog) {
     let give_up = Instant::now() + MIRRORED_WITHIN;
     loop {
@@ -192,7 +193,7 @@ fn unlike(router: &RouterHost, node: &NodeHost) -> Option<String> {
     Some(format!("{}: the router knows {known:?} cached blocks of {}", node.shape.name, held.len()))
 }
 
-/// A node that was silent for a whole lease is not a member.
+/// Checks that a node that was silent for a whole lease is not a member.
 pub fn is_gone(router: &RouterHost, name: &str, log: &EventLog) {
     let is_it = |node: &types::NodeInfo| node.id.as_str() == name;
     let followed = router.cluster().map(router::Cluster::everyone).unwrap_or_default();

@@ -16,7 +16,7 @@ use super::net::{Heard, Life, Path, Tap};
 /// The capacity of a pipe. A write waits when it is full.
 const PIPE_BYTES_MAX: usize = 64 << 10;
 
-/// Both directions: the client writes pipe 0.
+/// One connection: a pipe for each direction. The client writes pipe 0.
 #[derive(Debug)]
 pub struct Connection {
     id: u64,
@@ -26,10 +26,10 @@ pub struct Connection {
     wires: Wires,
 }
 
-/// The faults of a connection.
+/// What a connection's faults depend on.
 #[derive(Debug)]
 pub struct Wires {
-    /// A bit may be flipped.
+    /// Whether this is a connection for KV, on which a bit may be flipped.
     pub is_kv: bool,
     pub tap: Option<Tap>,
 }
@@ -37,7 +37,7 @@ pub struct Wires {
 #[derive(Debug)]
 struct Pipe {
     path: Arc<Path>,
-    /// Never held across an await.
+    /// The bytes on the way. Never held across an await.
     state: Mutex<PipeState>,
 }
 
@@ -47,9 +47,9 @@ struct PipeState {
     chunks: VecDeque<Chunk>,
     bytes: usize,
     last_due: Option<Instant>,
-    /// The connection is broken, and the reader sees it at this time.
+    /// The time at which the reader sees that the connection is broken; `None` if it is not.
     reset: Option<Instant>,
-    /// The reader has closed its end.
+    /// Whether the reader has closed its end.
     is_abandoned: bool,
     is_finished: bool,
     cut_after: Option<u32>,
@@ -60,7 +60,7 @@ struct PipeState {
 #[derive(Debug)]
 struct Chunk {
     due: Instant,
-    /// `None` is the end of the stream.
+    /// The bytes of a write; `None` is the end of the stream.
     bytes: Option<Vec<u8>>,
     n_read: usize,
 }
@@ -95,7 +95,7 @@ impl Connection {
         self.hosts.iter().any(|known| known == host)
     }
 
-    /// Breaks both ends. Bytes on the way are lost.
+    /// Breaks both ends of the connection. Bytes on the way are lost.
     pub fn reset(&self) {
         for pipe in &self.pipes {
             let mut state = pipe.state();
@@ -106,12 +106,12 @@ impl Connection {
         self.log.trace_number("reset", self.id);
     }
 
-    /// Cancels a planned break.
+    /// Cancels a planned break of the connection.
     pub fn mend(&self) {
         self.pipes.iter().for_each(|pipe| pipe.state().cut_after = None);
     }
 
-    /// Wakes both ends.
+    /// Wakes the tasks at both ends.
     pub fn wake(&self) {
         self.pipes.iter().for_each(|pipe| pipe.state().wake());
     }
@@ -143,7 +143,7 @@ impl PipeState {
         self.reader.take().into_iter().chain(self.writer.take()).for_each(Waker::wake);
     }
 
-    /// The arrival time of a write. No write overtakes an earlier one.
+    /// Adds a write and decides when it arrives. No write overtakes an earlier one.
     fn push(&mut self, path: &Path, bytes: Option<Vec<u8>>) {
         let last_due = self.last_due.map_or_else(Instant::now, |last| last + path.gap());
         let due = path.due(&mut self.chance).max(last_due);
@@ -197,7 +197,7 @@ impl SimStream {
         }
     }
 
-    /// Returns the bytes that can be read now, or the time of the next ones.
+    /// Reads the bytes that have arrived, or returns the time of the next ones.
     fn read_now(&self, cx: &Context<'_>, buf: &mut ReadBuf<'_>) -> Result<Read, io::Error> {
         self.alive()?;
         let pipe = self.incoming();
@@ -230,7 +230,7 @@ impl SimStream {
 
     fn write_now(&self, cx: &Context<'_>, bufs: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
         self.alive()?;
-        // A reset reaches the writer on the path of the answers.
+        // A reset reaches the writer on the path of the answers, so that path must not be held.
         let incoming = self.incoming();
         let knows = |due: Option<Instant>| due.is_some_and(|due| due <= Instant::now());
         if knows(incoming.state().reset) && !incoming.path.is_held() {
@@ -246,7 +246,7 @@ impl SimStream {
             state.writer = Some(cx.waker().clone());
             return Poll::Pending;
         }
-        // On KV connections a full kernel buffer takes a part, so frames arrive in pieces.
+        // On KV connections a full kernel buffer takes a part of a write, so that frames arrive in pieces.
         let room = if self.connection.wires.is_kv {
             room.min(state.chance.within(64..=2_048) as usize)
         } else {

@@ -13,19 +13,19 @@ use super::chance::Chance;
 use super::net::Crash;
 use super::watcher::WATCHER;
 
-/// Faults begin within this time, and all are mended at its end.
+/// The time within which faults begin. At its end all of them are mended.
 pub const TROUBLE: Duration = Duration::from_secs(8);
-/// The largest prompt and answer, which fit into the smallest pool.
+/// The longest prompt and the longest answer, in tokens. Together they fit into the smallest pool.
 pub const PROMPT_TOKENS_MAX: u64 = 200;
 pub const ANSWER_TOKENS_MAX: u64 = 40;
-/// A prompt that does not fit into the queue between a prefill node and its wire.
+/// The length of a long prompt, which does not fit into the queue between a prefill node and its wire.
 pub(super) const LONG_PROMPT_TOKENS: RangeInclusive<u64> = 600..=900;
 /// The two models that a cluster may serve.
 pub const MODELS: [&str; 2] = ["mock", "other"];
 /// The routers of a cluster. The first one has the registry.
 pub const ROUTERS: [&str; 2] = ["router", "router-1"];
 pub const POOL: &str = "pool-0";
-/// Blocks of the smallest pool: one of the largest sequences and a little more.
+/// The number of blocks of the smallest pool: one of the largest sequences and a little more.
 pub(super) const BLOCKS_MIN: u32 = 64;
 
 #[derive(Clone, Debug)]
@@ -33,7 +33,7 @@ pub struct Plan {
     pub seed: u64,
     pub cluster: Shape,
     pub asks: Vec<Ask>,
-    /// In order of time.
+    /// The faults, in order of time.
     pub faults: Vec<Fault>,
     /// Whether an attempt to serve a request may fail, so that another attempt must serve it.
     pub attempts_may_fail: bool,
@@ -46,21 +46,21 @@ pub struct Shape {
     pub policy: &'static str,
     pub attempts_max: u32,
     pub wait_max: Duration,
-    /// One, or two that share the registry in the first of them.
+    /// The number of routers: one, or two that share the registry in the first of them.
     pub n_routers: usize,
     /// Whether a pool node keeps KV of the first model.
     pub has_pool: bool,
     pub nodes: Vec<NodeShape>,
 }
 
-/// What one node is.
+/// The properties of one node.
 #[derive(Clone, Debug)]
 pub struct NodeShape {
     pub name: String,
     pub role: Role,
     pub model: &'static str,
     pub n_blocks: u32,
-    /// Tensor-parallel ranks.
+    /// The number of tensor-parallel ranks.
     pub ranks: NonZero<u16>,
     pub step_ms: f64,
     pub step_tokens_max: usize,
@@ -71,23 +71,23 @@ pub struct NodeShape {
     pub queue_ms_max: f64,
     pub streams: u16,
     pub stall_ms: u64,
-    /// The most KV in one frame.
+    /// The largest number of KV bytes in one frame.
     pub frame_bytes: usize,
-    /// Steps that fail, counted from the node's first one.
+    /// The steps that fail, counted from the node's first one.
     pub failing_steps: Vec<u64>,
 }
 
-/// One request.
+/// One request of a client.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Ask {
     pub at: Duration,
     pub model: &'static str,
-    /// The router of the request. It is the only one if there is no other.
+    /// The index of the request's router. If there is only one router, that one gets the request.
     pub router: usize,
     pub tokens: Vec<u32>,
     pub max_tokens: u32,
     pub ignore_eos: bool,
-    /// `None` is greedy.
+    /// The seed of sampling; `None` is greedy.
     pub sampling_seed: Option<u64>,
     /// The temperature of sampling that is not greedy.
     pub temperature: f32,
@@ -95,15 +95,15 @@ pub struct Ask {
     pub tenant: &'static str,
     pub within: Duration,
     pub patience: Patience,
-    /// No planned fault affects it: it must be answered.
+    /// Whether the request must be answered, because no planned fault affects it.
     pub must_be_answered: bool,
 }
 
-/// The time at which a client leaves.
+/// When a client leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Patience {
     Endless,
-    /// Counted from the request.
+    /// After this time, counted from the request.
     Until(Duration),
     /// After this number of steps.
     Steps(u32),
@@ -115,36 +115,36 @@ pub struct Fault {
     pub what: Break,
 }
 
-/// A change to the cluster.
+/// A change to the cluster: a fault or its end.
 #[derive(Clone, Debug)]
 pub enum Break {
     Hold(String, String),
     Release(String, String),
     Slow(String, String, Duration),
-    /// From now on two writes arrive at least this far apart: low bandwidth.
+    /// Two writes from one host to the other arrive at least this far apart from now on: low bandwidth.
     Trickle(String, String, Duration),
     /// Connections made from now on break after this number of writes.
     Cut(String, String, u32),
-    /// On the KV port, one write in this number arrives with a flipped bit.
+    /// One write in this number arrives with a flipped bit on the KV port.
     Corrupt(String, String, u64),
-    /// Connections break now.
+    /// Connections between the two hosts break now.
     Reset(String, String),
     Crash(String, Crash),
-    /// Drain and end.
+    /// The process drains and ends.
     Drain(String),
-    /// A new life at the same address.
+    /// A new life starts at the same address.
     Start(String),
-    /// A new life, with an engine that does not fail.
+    /// A new life starts, with an engine that does not fail.
     Replace(String),
-    /// Asked to sleep.
+    /// The node is asked to sleep.
     Sleep(String),
-    /// Woken, in another role or in its own.
+    /// The node is woken, in another role or in its own.
     Wake(String, Option<Role>),
-    /// The machine's calendar, in seconds.
+    /// The machine's calendar jumps by this number of seconds.
     Jump(String, i64),
     /// The process is stopped, with its timers.
     Stop(String),
-    /// The process continues.
+    /// The stopped process continues.
     GoOn(String),
 }
 
@@ -188,14 +188,15 @@ impl Plan {
         Self { seed, cluster, asks, faults, attempts_may_fail: true }.besieged().unhurried()
     }
 
-    /// How late a message of the router from `asked` may have been when the node received it at `heard`.
+    /// Returns how late a message of the router from `asked` may have been when the node received it at
+    /// `heard`.
     ///
     /// A deadline travels as the remaining time, because clocks need not agree. If the link was held or the node
     /// stopped, the node receives the request later and also lets it live longer.
     pub fn late_by(&self, (router, node): (&str, &str), asked: Duration, heard: Duration) -> Duration {
         let end = |from: Duration, ends: &dyn Fn(&Break) -> bool| {
             let mut after = self.faults.iter().filter(|fault| fault.at > from && ends(&fault.what));
-            // The end of all faults releases everything.
+            // The end of all faults releases everything, so it bounds the time.
             after.next().map_or(TROUBLE, |fault| fault.at)
         };
         let late = |fault: &Fault| {
@@ -214,7 +215,7 @@ impl Plan {
         self.faults.iter().map(late).sum()
     }
 
-    /// How long a host is stopped in total.
+    /// Returns how long a host is stopped in total.
     pub fn stands_still(&self, host: &str) -> Duration {
         let mut stopped = None;
         let mut total = Duration::ZERO;
@@ -227,17 +228,18 @@ impl Plan {
                 _ => {}
             }
         }
-        // The end of all faults continues it.
+        // A host that is still stopped continues at the end of all faults.
         total + stopped.map_or(Duration::ZERO, |at| TROUBLE.saturating_sub(at))
     }
 
-    /// No fault occurs until `at`.
+    /// Returns whether no fault occurs until `at`.
     pub fn is_calm_until(&self, at: Duration) -> bool {
         self.faults.iter().all(|fault| fault.at > at)
             && self.cluster.nodes.iter().all(|node| node.failing_steps.is_empty())
     }
 
-    /// Without faults every request has the time that all of them take one after the other, and must be answered.
+    /// Gives every request of a plan without faults the time that all of them take one after the other. Then
+    /// each must be answered.
     fn unhurried(mut self) -> Self {
         if self.is_calm_until(Duration::MAX) {
             let enough = self.one_after_the_other();
@@ -247,13 +249,14 @@ impl Plan {
         self
     }
 
-    /// More time than the slowest nodes need for all requests, if they run one at a time.
+    /// Returns more time than the slowest nodes need for all requests, if they run one at a time.
     pub fn one_after_the_other(&self) -> Duration {
         let slowest = |cost: fn(&NodeShape) -> f64| self.cluster.nodes.iter().map(cost).fold(0.0, f64::max);
         let (step_ms, token_ms) = (slowest(|node| node.step_ms), slowest(|node| node.prefill_token_ms));
         let ms = |ask: &Ask| {
             let (prompt, answer) = (ask.tokens.len() as f64, f64::from(ask.max_tokens));
-            // A chunk has at least eight tokens. A preempted sequence is computed again.
+            // The factors are upper bounds: a chunk has at least eight tokens, and a preempted sequence is
+            // computed again.
             2.0 * ((prompt / 8.0 + answer + 10.0) * step_ms + prompt * token_ms)
         };
         Duration::from_secs_f64(1.0 + self.asks.iter().map(ms).sum::<f64>() / 1000.0)
@@ -284,7 +287,7 @@ fn shape(chance: &mut Chance) -> Shape {
     }
 }
 
-/// Some clusters have a second router, a pool node, or a second model with its own nodes.
+/// Gives some clusters a second router, a pool node, or a second model with its own nodes.
 fn more_hosts(chance: &mut Chance, cluster: &mut Shape, asks: &mut [Ask]) {
     if chance.one_in(4) {
         cluster.n_routers = ROUTERS.len();
@@ -301,7 +304,8 @@ fn more_hosts(chance: &mut Chance, cluster: &mut Shape, asks: &mut [Ask]) {
     }
 }
 
-/// In half of the clusters nodes have ranks, each node its own number: with four, two ranks hold the same head.
+/// Gives nodes ranks in half of the clusters, each node its own number: with four, two ranks hold the same
+/// head.
 fn spread(chance: &mut Chance, nodes: &mut [NodeShape]) {
     if chance.one_in(2) {
         for node in nodes {
@@ -351,7 +355,7 @@ fn asks(chance: &mut Chance) -> Vec<Ask> {
     asks
 }
 
-/// In half of the runs requests come from several tenants, with priorities.
+/// Gives requests several tenants and priorities, in half of the runs.
 fn callers(chance: &mut Chance, asks: &mut [Ask]) {
     if chance.one_in(2) {
         for ask in asks {
@@ -361,13 +365,13 @@ fn callers(chance: &mut Chance, asks: &mut [Ask]) {
     }
 }
 
-/// Requests that are drawn from are so from flat and from steep distributions.
+/// Draws a temperature for each request, so that some distributions are flat and some steep.
 fn temperatures(chance: &mut Chance, asks: &mut [Ask]) {
     asks.iter_mut().for_each(|ask| ask.temperature = *chance.pick(&[0.2, 0.7, 1.0, 1.6]));
 }
 
-/// In some runs one request wants several answers to its prompt: others begin with the same prompt, drawn with other
-/// seeds.
+/// Makes one request want several answers to its prompt, in some runs: further requests have the same prompt
+/// and other seeds.
 fn several_answers(chance: &mut Chance, asks: &mut Vec<Ask>) {
     if !chance.one_in(4) || asks.is_empty() {
         return;
@@ -416,7 +420,7 @@ fn ask(chance: &mut Chance, at: Duration, shared: &[Vec<u32>]) -> Ask {
     }
 }
 
-/// Letters.
+/// Draws a prompt of letters.
 pub fn tokens(chance: &mut Chance, length: u64) -> Vec<u32> {
     (0..length).map(|_| 97 + chance.below(26) as u32).collect()
 }
@@ -435,7 +439,7 @@ fn faults(chance: &mut Chance, cluster: &Shape) -> Vec<Fault> {
     faults
 }
 
-/// In a quarter of the clusters nodes sleep, with any other faults.
+/// Adds sleep of nodes to a quarter of the plans, whatever other faults they have.
 fn naps(chance: &mut Chance, cluster: &Shape, faults: &mut Vec<Fault>) {
     if !chance.one_in(4) {
         return;
@@ -448,7 +452,7 @@ fn naps(chance: &mut Chance, cluster: &Shape, faults: &mut Vec<Fault>) {
     faults.sort_by_key(|fault| fault.at);
 }
 
-/// One node sleeps. One in three wakes in another role.
+/// Plans that one node sleeps and wakes again. One in three wakes in another role.
 pub(super) fn nap(chance: &mut Chance, nodes: &[NodeShape], at: Duration, until: Duration) -> [Fault; 2] {
     let node = chance.pick(nodes).name.clone();
     let role = chance.one_in(3).then_some(Role::Both);
@@ -514,7 +518,7 @@ fn one_fault(chance: &mut Chance, cluster: &Shape, at: Duration, until: Duration
     }
 }
 
-/// Two hosts that communicate.
+/// Draws two hosts that communicate.
 fn pair(chance: &mut Chance, cluster: &Shape) -> (String, String) {
     if chance.one_in(10) {
         return ("router".to_owned(), WATCHER.to_owned());

@@ -14,7 +14,7 @@ use super::log::EventLog;
 use super::net::{Crash, SimNet};
 use super::plan::{MODELS, POOL};
 
-/// Room for a few hundred tokens of the mock's KV.
+/// The memory of the pool node: room for a few hundred tokens of the mock's KV.
 const MEMORY: ByteSize = ByteSize(256 << 10);
 
 /// The pool node's processes, one after the other.
@@ -55,7 +55,7 @@ impl PoolHost {
         self.running = Some(Process { shutdown, standstill, living });
     }
 
-    /// Ends its process without a drain.
+    /// Ends the process without a drain.
     pub fn crash(&mut self, how: Crash) {
         if let Some(process) = self.running.take() {
             self.net.crash(POOL, how);
@@ -63,7 +63,7 @@ impl PoolHost {
         }
     }
 
-    /// Stops its process, timers and all, and what goes to it and comes from it.
+    /// Stops the process, with its timers and its traffic.
     pub fn stop(&self) {
         if let Some(process) = &self.running {
             process.standstill.stop();
@@ -76,7 +76,7 @@ impl PoolHost {
         self.net.release_host(POOL);
     }
 
-    /// Asks it to stop.
+    /// Asks the process to stop.
     pub fn drain(&self) {
         self.running.iter().for_each(|process| process.shutdown.trigger());
     }
@@ -86,7 +86,7 @@ async fn run_here(world: World, shutdown: Shutdown, log: EventLog) {
     let config = config();
     let bind = async |addr: &str| world.net().listen(addr).await;
     let (Ok(grpc), Ok(admin)) = (bind(&config.listen).await, bind(&config.admin).await) else {
-        // It was killed before it had its ports.
+        // The process was killed before it had its ports, so it ends.
         return;
     };
     let registry_parts = RegistryParts { world: world.clone(), gate: Gate::new("registry") };

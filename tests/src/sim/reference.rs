@@ -19,7 +19,7 @@ pub struct Alone {
 }
 
 impl Alone {
-    /// `n_blocks` hold the longest sequence.
+    /// Makes a mock. `n_blocks` blocks must hold the longest sequence.
     pub fn new(name: &str, settings: MockSettings, n_blocks: u32) -> Self {
         let mock = Mock::new(name, settings, n_blocks, Pace::Modelled).expect("memory for a few blocks");
         Self { mock, table: (0..n_blocks).map(BlockIdx).collect(), n_prompts: 0 }

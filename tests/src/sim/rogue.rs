@@ -16,19 +16,19 @@ use super::log::EventLog;
 use super::net::{HostNet, KV_PORT, SimNet};
 
 const ROGUE: &str = "rogue";
-/// How long it waits for an answer.
+/// The time for which the attacker waits for an answer.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// The number of landings that it tries.
+/// Limit of landings that the attacker tries.
 const TRIES_MAX: usize = 4;
 
-/// The wrong part of the credential.
+/// The part of the credential that is wrong.
 #[derive(Clone, Copy, Debug)]
 enum Lie {
     Grant,
     Epoch,
 }
 
-/// Tries every landing in the traffic, until there is no more traffic.
+/// Tries landings that the traffic names, until there is no more traffic.
 pub async fn intrude(net: SimNet, log: EventLog) {
     let (host, mut tap) = (net.host(ROGUE), net.tap(ROGUE));
     let mut ears: BTreeMap<u64, Vec<u8>> = BTreeMap::new();
@@ -49,7 +49,7 @@ pub async fn intrude(net: SimNet, log: EventLog) {
     }
 }
 
-/// Returns the next whole frame in the traffic; the bytes after it are skipped. `None` also if the bytes are
+/// Returns the next whole frame in the traffic and skips the bytes after it; `None` also if the bytes are
 /// corrupt.
 fn next_frame(bytes: &mut Vec<u8>) -> Option<Frame> {
     let header = Header::parse(bytes.get(..HEADER_BYTES)?).ok()?;
@@ -85,7 +85,8 @@ async fn try_it(
     }
 }
 
-/// The landing may have ended. But for an open one the attacker gets the refusal of its credential, and nothing else.
+/// Returns whether the attacker was refused. The landing may have ended; for an open one the answer is the
+/// refusal of its credential, and nothing else.
 fn is_kept_out(answer: &Body) -> bool {
     let Body::Failed { detail, .. } = answer else { return false };
     ["the grant does not match the landing", "another life of the node", "no such landing"]

@@ -1,4 +1,4 @@
-//! One run: executes a plan and checks it.
+//! One run of the simulation: executes a plan and checks it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use super::witness::Witness;
 #[derive(Clone, Debug)]
 pub struct Report {
     pub seed: u64,
-    /// Hash of all events and their times. The same seed must give the same hash.
+    /// The hash of all events and their times. The same seed must give the same hash.
     pub hash: u64,
     pub lines: Vec<String>,
     /// The failed checks. A good run has none.
@@ -39,22 +39,22 @@ pub struct Report {
 pub struct RequestCounts {
     pub whole: u32,
     pub refused: u32,
-    /// Refused requests without a usable node,
+    /// Requests that were refused because no node was usable.
     pub without_node: u32,
-    /// without room,
+    /// Requests that were refused because no node had room.
     pub without_room: u32,
-    /// and later than their deadlines. The others failed.
+    /// Requests that ended because of their deadline.
     pub late: u32,
     pub left: u32,
     pub steps: u32,
 }
 
-/// Runs the plan of `seed` on a virtual clock.
+/// Runs the plan of `seed` on a virtual clock, and returns the results.
 pub fn run(seed: u64) -> Report {
     play(Plan::draw(seed))
 }
 
-/// Runs a plan.
+/// Runs a plan on a virtual clock, and returns the results.
 pub fn play(plan: Plan) -> Report {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     let runtime = runtime.expect("a runtime without sockets");
@@ -71,7 +71,7 @@ struct Run {
     log: EventLog,
     net: SimNet,
     hosts: Hosts,
-    /// The reference of each model.
+    /// The reference of each model, by the model's name.
     alone: BTreeMap<&'static str, Alone>,
     began: Instant,
     clients: Vec<Task<(Ended, u32)>>,
@@ -84,20 +84,22 @@ struct Run {
     gate: Gate,
 }
 
-/// Blocks for the longest prompt and its answer.
+/// The number of blocks of the reference, for the longest prompt and its answer.
 const N_BLOCKS: u32 = 256;
-/// The number of requests that must be answered when all is mended, and the time for each.
+/// The number of requests that must be answered after all faults are mended, and the time for each.
 const PROBES: u64 = 4;
-/// How long the operator waits for a node before it asks it to wake again.
+/// The time for which the operator waits for a node before it repeats the request to wake.
 const WAKE_AGAIN_AFTER: Duration = Duration::from_secs(2);
 const PROBE_WITHIN: Duration = Duration::from_secs(30);
-/// Steps that an engine may still have to fail after the other faults are mended.
+/// The most steps that an engine may still fail after the other faults are mended.
 const ENGINE_FAILURES_MAX: u32 = 3;
-/// A lease, and the tenth of it by which its end may be noticed late.
+/// The time within which a silent node is no member: a lease, and the tenth of it by which its end may be
+/// noticed late.
 const LAPSED_WITHIN: Duration = Duration::from_millis(12_500);
-/// The time between two checks of what must have ended.
+/// The time between two checks that expired requests hold nothing.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
-/// How long a mended cluster may need until all processes know each other: a lease, and the pauses between attempts.
+/// The time within which all processes of a mended cluster must know each other: a lease, and the pauses
+/// between attempts.
 const MENDED_WITHIN: Duration = Duration::from_secs(20);
 
 impl Run {
@@ -160,7 +162,8 @@ impl Run {
         self.wake_all();
         self.log.say("mended");
         if self.plan.faults.iter().any(|fault| matches!(fault.what, Break::Sleep(_))) {
-            // A delayed request to sleep arrives now: only later requests count.
+            // Requests to wake are repeated after a wait, in which delayed requests to sleep arrive: only
+            // later requests count.
             self.look_until(Instant::now() + WAKE_AGAIN_AFTER).await;
             self.wake_all();
         }
@@ -204,7 +207,7 @@ impl Run {
         self.look_until(self.began + TROUBLE).await;
     }
 
-    /// Waits, and checks meanwhile that nothing lives too long.
+    /// Waits until `until`, and checks meanwhile that no node keeps blocks of ended requests.
     async fn look_until(&mut self, until: Instant) {
         while Instant::now() < until {
             sleep_until(until.min(Instant::now() + LOOK_EVERY)).await;
@@ -212,7 +215,7 @@ impl Run {
         }
     }
 
-    /// A node that is gone for a whole lease is gone for all processes.
+    /// Crashes a machine for good, and checks that it is no member after a whole lease.
     async fn one_dies_for_good(&mut self) {
         let name = self.plan.cluster.nodes[0].name.clone();
         self.break_it(Break::Crash(name.clone(), Crash::Machine)).await;
@@ -221,7 +224,7 @@ impl Run {
         oracle::watched(&self.hosts.routers[0], &self.watcher, &self.log).await;
     }
 
-    /// Wakes every node that was asked to sleep: the planned request to wake may have been lost.
+    /// Wakes every node that was asked to sleep, because the planned request to wake may have been lost.
     fn wake_all(&self) {
         let asked = |fault: &Fault| match &fault.what {
             Break::Sleep(node) => Some(node.clone()),
@@ -281,8 +284,8 @@ impl Run {
         Client { name, ask, reference, log, plan, asked, flights, router, late }
     }
 
-    /// The cluster serves the next requests, and one of them again: its prompt fills whole blocks, so all of it is
-    /// cached.
+    /// Checks that the cluster serves the next requests, and one of them again: its prompt fills whole
+    /// blocks, so all of it is cached.
     async fn probe(&mut self) {
         let mut chance = Chance::named(self.plan.seed, "probes");
         let asks: Vec<(String, Ask)> =
@@ -295,7 +298,7 @@ impl Run {
         self.served(vec![(format!("{name} cached"), ask)]).await;
     }
 
-    /// Every router is asked, and for every model.
+    /// Draws the request of a probe. Probes go to every router and to every model.
     fn a_probe(&self, chance: &mut Chance, nth: u64) -> Ask {
         let cluster = &self.plan.cluster;
         let is_served = |name: &&&'static str| cluster.nodes.iter().any(|node| node.model == **name);
@@ -318,7 +321,7 @@ impl Run {
         }
     }
 
-    /// Every one of these requests must be answered.
+    /// Sends these requests, each of which must be answered.
     async fn served(&mut self, mut asks: Vec<(String, Ask)>) {
         for round in 0..=ENGINE_FAILURES_MAX {
             let asked = std::mem::take(&mut asks);
@@ -329,7 +332,8 @@ impl Run {
             for (probe, (name, ask)) in std::mem::take(&mut self.clients).into_iter().zip(asked) {
                 match probe.await {
                     Ok((Ended::Whole, _)) => {}
-                    // An engine is mended after it has failed all its planned steps, not sooner.
+                    // A refusal by an engine is tried again, because an engine is mended only after it has
+                    // failed all its planned steps.
                     Ok((Ended::Refused(error), _)) if is_told(&error) && round < ENGINE_FAILURES_MAX => {
                         asks.push((name, ask));
                     }
@@ -368,7 +372,7 @@ impl RequestCounts {
         }
     }
 
-    /// Adds another run's.
+    /// Adds the counts of another run.
     pub fn merge(&mut self, other: Self) {
         self.whole += other.whole;
         self.refused += other.refused;

@@ -11,7 +11,7 @@ use super::plan::{
     PROMPT_TOKENS_MAX, Patience, Plan, TROUBLE, nap, tokens,
 };
 
-/// More steps than a node runs before it is mended.
+/// The number of planned failures of an engine: more steps than a node runs before it is mended.
 const STEPS_OF_A_RUN: u64 = 4_000;
 
 impl Plan {
@@ -30,7 +30,7 @@ impl Plan {
         }
     }
 
-    /// No transfer succeeds until the faults end, and each fails at once.
+    /// Makes every transfer fail at once until the faults end.
     fn with_wires_that_break(mut self, chance: &mut Chance) -> Self {
         let names: Vec<String> = self.cluster.nodes.iter().map(|node| node.name.clone()).collect();
         let pairs = names.iter().flat_map(|one| names.iter().map(move |other| (one, other)));
@@ -44,7 +44,7 @@ impl Plan {
         self
     }
 
-    /// No engine computes a step until it is replaced. Each step fails at once.
+    /// Makes every step of every engine fail at once until the engine is replaced.
     fn with_engines_that_fail(mut self) -> Self {
         for node in &mut self.cluster.nodes {
             node.failing_steps = (0..STEPS_OF_A_RUN).collect();
@@ -55,7 +55,8 @@ impl Plan {
         self
     }
 
-    /// Slow nodes, impatient clients, and a router whose messages do not arrive: the nodes do not learn of the cancellations.
+    /// Makes nodes slow and clients impatient, and holds the router's messages, so that nodes do not learn of
+    /// cancellations.
     fn with_deaf_nodes(mut self, chance: &mut Chance) -> Self {
         for node in &mut self.cluster.nodes {
             node.step_ms = 150.0;
@@ -78,8 +79,8 @@ impl Plan {
         self
     }
 
-    /// One request decodes and needs more blocks. Then the landings of other requests take all blocks, and their KV
-    /// does not come. The first one must be answered: a waiting request must not starve a running one.
+    /// Makes landings of other requests take all blocks while one request decodes and needs more, and their
+    /// KV does not come. The first request must be answered: a waiting request must not starve a running one.
     fn with_a_crowd(mut self, chance: &mut Chance) -> Self {
         self.be_one_pair();
         let decode = &mut self.cluster.nodes[1];
@@ -102,7 +103,8 @@ impl Plan {
         self
     }
 
-    /// KV comes so slowly that clients leave in the middle of a frame. Others get the blocks at once.
+    /// Makes KV come so slowly that clients leave in the middle of a frame. Other requests get the blocks at
+    /// once.
     fn with_kv_that_trickles(mut self, chance: &mut Chance) -> Self {
         self.be_one_pair();
         let mut second = self.cluster.nodes[0].clone();
@@ -126,7 +128,7 @@ impl Plan {
         self
     }
 
-    /// Every node sleeps for a while, and one of each kind is always awake. No request may be lost.
+    /// Makes every node sleep for a while, so that one of each kind is always awake. No request may be lost.
     fn with_naps_by_turns(mut self, chance: &mut Chance) -> Self {
         self.be_one_pair();
         let second = |node: &NodeShape| NodeShape { name: format!("{}-1", node.role), ..node.clone() };
@@ -150,8 +152,9 @@ impl Plan {
         self
     }
 
-    /// Prompts are longer than the queue to the wire, and the wire is slow. The prefill node must stop computing them
-    /// until there is room. The first attempt must succeed, because a second one would find the KV cached.
+    /// Makes prompts longer than the queue to the wire, and the wire slow. The prefill node must stop
+    /// computing them until there is room. The first attempt must succeed, because a second one would find
+    /// the KV cached.
     fn with_long_prompts(mut self, chance: &mut Chance) -> Self {
         self.be_one_pair();
         self.attempts_may_fail = false;
@@ -172,7 +175,7 @@ impl Plan {
         self
     }
 
-    /// A prefill node and a decode node without faults, which share all work.
+    /// Reduces the cluster to a prefill node and a decode node without faults, which share all work.
     fn be_one_pair(&mut self) {
         self.cluster.order = Order::DecodeFirst;
         (self.cluster.n_routers, self.cluster.has_pool) = (1, false);
@@ -191,7 +194,7 @@ impl Plan {
     }
 }
 
-/// Returns a request with the longest answer and a patient client.
+/// Makes a request with the longest answer and a patient client.
 fn long_ask(chance: &mut Chance, at: Duration, length: u64, within: Duration) -> Ask {
     Ask {
         at,

@@ -12,10 +12,10 @@ use super::net::SimNet;
 
 pub const WATCHER: &str = "watcher";
 
-/// Its view of the registry. Dropping it ends the watch.
+/// The watcher's view of the registry. Dropping it ends the watch.
 #[derive(Debug)]
 pub struct Watcher {
-    /// Never held across an await.
+    /// The members that the watcher knows. Never held across an await.
     members: Arc<Mutex<Members>>,
     _watching: Task<()>,
 }

@@ -13,18 +13,18 @@ use tracing_subscriber::registry::LookupSpan;
 use super::log::EventLog;
 
 thread_local! {
-    /// The log of the run on this thread.
+    /// The log of the run on this thread; `None` outside of a run.
     static LISTENING: RefCell<Option<EventLog>> = const { RefCell::new(None) };
 }
 
-/// If set, the whole log goes to stderr.
+/// The variable that, if set, makes the whole log go to stderr.
 pub const LOUD: &str = "SIM_LOG";
 
 /// A worker's log line if a sequence's KV is not the KV that was written or received. Every transfer is verified, so
 /// no network fault explains it.
 const WRONG_KV: &str = "message=sequence failed in an engine step";
 
-/// While it lives, panics and errors on this thread fail the run.
+/// Makes panics and errors on this thread fail the run, until it is dropped.
 #[derive(Debug)]
 pub struct Witness(());
 

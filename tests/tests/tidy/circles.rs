@@ -1,7 +1,7 @@
-//! Circles of files: within a crate no file uses a file that uses it, directly or through others.
+//! Finds circles of files: within a crate no file uses a file that uses it, directly or through others.
 //!
-//! `lib.rs`, `main.rs` and `mod.rs` do not count, because they name their children, and these use their declarations.
-//! Test modules do not count either.
+//! `lib.rs`, `main.rs` and `mod.rs` do not count, because they name their children, and the children use
+//! their declarations. Test modules do not count either.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -89,7 +89,7 @@ fn module(name: &str) -> Module {
     name.split("::").map(str::to_owned).collect()
 }
 
-/// For each file below `source`, the files that it names.
+/// Returns, for each file below `source`, the files that it names.
 fn uses(source: &Path) -> BTreeMap<Module, BTreeSet<Module>> {
     let mut texts = BTreeMap::new();
     let mut modules = BTreeSet::new();
@@ -155,7 +155,7 @@ fn read_paths<'a>(mut text: &'a str, prefix: &mut Vec<String>, paths: &mut Vec<V
             Some(rest) => text = rest,
             None => {
                 paths.push(prefix.clone());
-                // An `as` name.
+                // The path is followed by an `as` name, which is skipped.
                 if let Some(rest) = text.strip_prefix(" as ") {
                     text = rest.trim_start_matches(|c: char| c.is_alphanumeric() || c == '_');
                 }
@@ -167,7 +167,7 @@ fn read_paths<'a>(mut text: &'a str, prefix: &mut Vec<String>, paths: &mut Vec<V
     text
 }
 
-/// Returns the file of a path: the deepest module that it names.
+/// Resolves a path to its file: the deepest module that it names.
 fn resolve(from: &Module, path: &[String], modules: &BTreeSet<Module>) -> Option<Module> {
     let n_supers = path.iter().take_while(|part| *part == "super").count();
     let (mut at, rest) = match path.first()?.as_str() {

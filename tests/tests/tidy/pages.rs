@@ -6,7 +6,7 @@ use std::process::Command;
 
 use super::{files, read, root};
 
-/// The pages are short: each fact stands once. The list of changes does not count.
+/// Limit of the words of all pages together, without the list of changes: each fact stands once.
 const WORDS_MAX: usize = 26_800;
 
 #[test]
@@ -16,7 +16,7 @@ fn the_drawings_are_what_the_script_makes() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// Numbers of decisions that a text names: `docs/decisions/0007`.
+/// Returns the numbers of decisions that a text names, as in `docs/decisions/0007`.
 fn decisions_in(text: &str) -> impl Iterator<Item = &str> {
     text.split("docs/decisions/").skip(1).filter_map(|rest| rest.get(..4))
 }

@@ -1,11 +1,11 @@
-//! Sizes: a file has at most 600 lines, and a function at most 80.
+//! Checks sizes: a file has at most 600 lines, and a function at most 80.
 
 use super::{files, read, root};
 
 const FILE_LINES_MAX: usize = 600;
 const FUNCTION_LINES_MAX: usize = 80;
 
-/// A function's name, and its lines from `fn` to the closing brace.
+/// A function's name, and the number of its lines from `fn` to the closing brace.
 type Function<'a> = (&'a str, usize);
 
 /// Returns the functions of a Rust source, by the depth of braces. Braces in comments, strings and characters
@@ -35,7 +35,7 @@ fn functions(text: &str) -> Vec<Function<'_>> {
                         found.push((ended.name, nth - ended.line + 1));
                     }
                 }
-                // A function of a trait without a body.
+                // The semicolon ends a function of a trait without a body.
                 _ => drop(open.pop_if(|function| !function.has_body && function.depth == depth)),
             }
         }
@@ -64,7 +64,7 @@ fn function_name(line: &str) -> Option<&str> {
     (is_item && !name.is_empty()).then_some(name)
 }
 
-/// Whether the last line ended inside a string, and how many `#` close it.
+/// Whether the last line ended inside a string, and with how many `#` that string closes.
 enum Quoted {
     No,
     Plain,
@@ -106,7 +106,7 @@ fn braces(line: &str, quoted: &mut Quoted) -> Vec<char> {
     found
 }
 
-/// Returns the length of a character literal, or 1 for the mark of a lifetime.
+/// Returns the length of a character literal, or 1 for the quote of a lifetime.
 fn character(text: &str) -> usize {
     let inner = text[1..].chars().next().map_or(0, char::len_utf8);
     if text[1..].starts_with('\\') {
@@ -138,7 +138,7 @@ fn functions_are_short() {
             );
         }
     }
-    // The others are declared in traits, without a body.
+    // Nearly all functions must be measured. The rest are declared in traits, without a body.
     assert!(n_measured * 20 > n_declared * 19, "{n_measured} of {n_declared} functions were measured");
 }
 

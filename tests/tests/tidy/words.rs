@@ -1,5 +1,5 @@
-//! Plain words: constructions that comments, log lines and pages avoid, and metaphors that need a line in the
-//! glossary.
+//! Checks for plain words: constructions that comments, log lines and pages avoid, and metaphors that need a
+//! line in the glossary.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ const FORBIDDEN: &[(&str, &[&str], usize)] = &[
     ("so many", &["so many", "so long"], 3),
 ];
 
-/// How many sentences may begin with "Of" or "As".
+/// The largest number of sentences that may begin with "Of" or "As".
 const BEGIN_WITH_OF_OR_AS: usize = 3;
 
 /// Words that are metaphors. Type names use one only if the glossary explains it.
@@ -93,8 +93,8 @@ const METAPHORS: &[&str] = &[
     "world",
 ];
 
-/// Types whose names have a metaphor that the glossary does not explain. Lower the number when some are renamed.
-/// The texts in a file that a reader sees: comments, log lines and error texts of a source file, or a whole page.
+/// Returns the texts in a file that a reader sees: comments, log lines and error texts of a source file, or a
+/// whole page.
 fn prose(file: &Path) -> Vec<String> {
     let text = read(file);
     let ending = file.extension().and_then(|ending| ending.to_str()).unwrap_or_default();
@@ -120,7 +120,7 @@ fn is_prose(line: &str) -> bool {
     line.starts_with("//") || line.starts_with('"') || macros.iter().any(|name| line.contains(name))
 }
 
-/// Returns the comment of a line: its text after a marker at the beginning or after a space.
+/// Returns the comment of a line: its text after a marker that is at the beginning or after a space.
 fn after<'a>(line: &'a str, marker: &str) -> Option<&'a str> {
     let begins = |at: &usize| line[..*at].chars().next_back().is_none_or(char::is_whitespace);
     let at = line.match_indices(marker).map(|(at, _)| at).find(begins)?;
@@ -137,7 +137,7 @@ struct Line {
     text: String,
 }
 
-/// Returns all prose of the tree, but for this list of forbidden words.
+/// Returns all prose of the tree, without this list of forbidden words.
 fn all_prose() -> Vec<Line> {
     let this = root().join("tests/tests/tidy/words.rs");
     let endings = [".rs", ".md", ".cu", ".cuh", ".py", ".sh", ".yaml", ".toml"];
@@ -172,7 +172,7 @@ fn hold(what: &str, found: usize, allowed: usize, lines: &[&Line]) {
 #[test]
 fn comments_logs_and_pages_avoid_forbidden_constructions() {
     let prose = all_prose();
-    // In one text, because a construction may continue on the next line.
+    // All lines are joined to one text, because a construction may continue on the next line.
     let text = prose.iter().map(|line| line.text.as_str()).collect::<Vec<_>>().join(" ");
     for (what, forms, allowed) in FORBIDDEN {
         let lines: Vec<&Line> = prose.iter().filter(|line| count_words(&line.text, forms) > 0).collect();
