@@ -9,7 +9,7 @@ use types::BlockIdx;
 pub(crate) struct FreeRuns {
     /// The runs: start → length.
     by_start: BTreeMap<u32, u32>,
-    /// The same runs as (length, start), to find the best fit.
+    /// The runs as (length, start), to find the best fit.
     by_len: BTreeSet<(u32, u32)>,
     n_blocks: u32,
 }

@@ -58,10 +58,10 @@ pub enum TransferError {
     #[error("the peer refuses: {0}")]
     Mismatch(String),
 
-    /// The other side cancelled the transfer.
+    /// The peer cancelled the transfer.
     #[error("the peer cancelled the transfer")]
     Cancelled,
-    /// The other side failed with an error that has no variant here.
+    /// The peer failed with an error that has no variant in this type.
     #[error("the peer failed: {0}")]
     Peer(String),
     /// The step that computes the layers failed.

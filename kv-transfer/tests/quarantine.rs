@@ -13,7 +13,7 @@ const N_TOKENS: u32 = 4 * BLOCK_TOKENS;
 /// The blocks of each node, of both layer groups together.
 const N_BLOCKS: u32 = 8;
 
-/// Two nodes whose wires cannot prove that they are quiet before `until`.
+/// Makes two nodes whose wires cannot prove that they are quiet before `until`.
 async fn unproven_pair(until: CancellationToken) -> Pair {
     let make: Make = Arc::new(move |parts| {
         let until = until.clone();

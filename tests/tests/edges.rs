@@ -81,8 +81,8 @@ async fn a_very_long_stream_stays_tracked() {
     while let Some(event) = in_time("an event", stream.next()).await.expect("the stream goes on") {
         let ids = event["choices"].get(0).and_then(|choice| choice["token_ids"].as_array().map(Vec::len));
         n_tokens += ids.unwrap_or(0);
-        // The number of leased blocks shows that decoding is held back: generated steps are ahead of read
-        // ones only by the contents of all buffers.
+        // The stream must hold blocks for at least half of the tokens that were read. Generated steps are
+        // ahead of read ones by the contents of all buffers.
         if n_tokens > LONG as usize / 10 && !was_held {
             let kv = up.kv().await;
             was_held = kv.iter().any(|node| node["leased"].as_u64() > Some(n_tokens as u64 / 32));

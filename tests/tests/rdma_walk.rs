@@ -55,7 +55,7 @@ async fn fleet(
     let of_router = vec![("BATON_ROUTER__ORDER", order.to_owned())];
     let fleet = Fleet::start_each(model, n_prefill, n_decode, of_router, of_role).await;
     fleet.expect_log(A_NODE_DIES);
-    // These warnings are expected, because a busy emulated processor looks like a stopped one.
+    // Warnings about a stopped node are expected, because a busy emulated processor looks like a stopped one.
     fleet.expect_log(A_NODE_STANDS_STILL);
     fleet
 }
@@ -223,7 +223,7 @@ async fn a_stopped_pair_ends_requests_by_their_deadline_over_rdma() {
         node.process.signal(Signal::STOP);
         let began = Instant::now();
         let seen = all(&fleet.client(), &asks).await;
-        // The limit would be one second more if the processor were not emulated.
+        // Without an emulated processor the margin could be one second.
         assert!(began.elapsed() < deadline + Duration::from_secs(4), "{}: {:?}", node.name, began.elapsed());
         for (seen, expected) in seen.into_iter().zip(&expected) {
             match seen {

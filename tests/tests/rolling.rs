@@ -142,8 +142,7 @@ async fn roll(cluster: &mut Cluster, balancer: &Balancer) {
     }
     cluster.etcd.restart();
     cluster.all_ready().await;
-    // A node is restarted again, because with the new etcd nodes must still find the routers, and routers the
-    // nodes.
+    // The restart checks that with the new etcd nodes still find the routers, and routers the nodes.
     cluster.nodes[0].restart().await;
     cluster.all_ready().await;
 }

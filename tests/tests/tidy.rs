@@ -405,8 +405,8 @@ fn kept_from_running(lines: &[&str], line: usize, script: &str) -> Option<String
 #[test]
 fn every_test_named_as_a_proof_is_run() {
     let script = read("test.sh");
-    // These commands run tests by default. The rest is cut off: lints enable features too, and CI does not
-    // run `long`.
+    // The text between `run_test()` and `run_long()` runs tests by default. The rest is cut off: lints enable
+    // features too, and CI does not run `long`.
     let (_, tests) = script.split_once("run_test()").expect("it tests");
     let (script, _) = tests.split_once("run_long()").expect("`long` follows");
     let mut kept: BTreeMap<String, Option<String>> = BTreeMap::new();

@@ -25,7 +25,7 @@ const SHARED_AS: HandleType = HandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPT
 
 /// Memory of this GPU or a peer GPU, mapped for this GPU's kernels.
 pub(crate) struct Mapped {
-    // These fields are dropped in this order, after `drop` has unmapped the memory.
+    // The fields `reserved` and `physical` are dropped in this order, after `drop` has unmapped the memory.
     reserved: Reserved,
     /// `None` while the memory is given back. The lock is held during driver calls.
     physical: Mutex<Option<Physical>>,

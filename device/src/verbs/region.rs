@@ -140,7 +140,7 @@ pub fn knows_dmabuf() -> Result<(), VerbsError> {
 
 impl Rights {
     fn as_access(self) -> i32 {
-        /// Here the last stripe is not aligned to vectors, or all stores go through the caches.
+        /// The right that remote writes require: `IBV_ACCESS_LOCAL_WRITE`.
         const LOCAL_WRITE: i32 = 1;
         /// The right of peers to write: `IBV_ACCESS_REMOTE_WRITE`.
         const REMOTE_WRITE: i32 = 2;

@@ -59,7 +59,7 @@ pub const STEPS_IN_FLIGHT_MAX: usize = 2;
 ///
 /// **What it never does.** It does not stop a sequence. It does not sample forbidden tokens
 /// ([`SampleSpec::forbids`](crate::SampleSpec::forbids)), but the caller decides what a sampled token means.
-/// It waits only for its device.
+/// A backend waits only for its device.
 pub trait Backend: Debug + Send + 'static {
     fn model(&self) -> &ModelInfo;
 

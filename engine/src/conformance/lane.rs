@@ -44,7 +44,7 @@ pub(super) struct Lane {
 /// The part of a lane that a step computes.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum LaneInput {
-    /// This number of known tokens. If they are the last known ones, the next token is sampled.
+    /// A number of known tokens. If they are the last known ones, the next token is sampled.
     Known(usize),
     /// The token that the step in flight samples.
     InFlight,

@@ -33,7 +33,7 @@ pub fn suite(open: Open<'_>) {
     sleep::suite(open);
 }
 
-/// "A row's token and KV depend on that row's tokens, sampling and positions alone."
+/// Checks "a row's token and KV depend on that row's tokens, sampling and positions alone".
 pub fn tokens_do_not_depend_on_the_batch(open: Open<'_>) {
     let prompts = [prompt(5, 1), prompt(33, 2), prompt(16, 3)];
     let alone: Vec<_> = prompts.iter().map(|prompt| generate_alone(open, prompt, prompt.len())).collect();
@@ -49,7 +49,7 @@ pub fn tokens_do_not_depend_on_the_batch(open: Open<'_>) {
     }
 }
 
-/// "In chunks."
+/// Checks "the same alone, batched, in chunks": a prompt gets the same tokens however it is cut.
 pub fn tokens_do_not_depend_on_chunks(open: Open<'_>) {
     let prompt = prompt(57, 4);
     let whole = generate_alone(open, &prompt, prompt.len());
@@ -59,7 +59,7 @@ pub fn tokens_do_not_depend_on_chunks(open: Open<'_>) {
     }
 }
 
-/// "A row may build on KV that the step in flight writes, and on the token that it samples."
+/// Checks "a row may use KV that the step in flight writes, and the token that it samples".
 pub fn previous_is_the_token_in_flight(open: Open<'_>) {
     let prompt = prompt(19, 5);
     let expected = generate_alone(open, &prompt, prompt.len());
@@ -77,7 +77,7 @@ pub fn previous_is_the_token_in_flight(open: Open<'_>) {
     assert_eq!(lane.generated(), expected);
 }
 
-/// "Recomputed": KV of tokens that were decoded one by one, recomputed as a prompt.
+/// Checks "recomputed": KV of tokens that were decoded one by one is recomputed as a prompt.
 pub fn recomputed_is_as_decoded(open: Open<'_>) {
     let prompt = prompt(11, 6);
     let expected = generate_alone(open, &prompt, prompt.len());
@@ -90,7 +90,7 @@ pub fn recomputed_is_as_decoded(open: Open<'_>) {
     assert_eq!(lane.generated(), expected);
 }
 
-/// "With KV from another node": KV is copied into another backend's memory, into other blocks.
+/// Checks "with KV from another node": KV is copied into another backend's memory, into other blocks.
 pub fn moved_kv_is_as_good(open: Open<'_>) {
     let prompt = prompt(41, 7);
     let expected = generate_alone(open, &prompt, prompt.len());
@@ -106,7 +106,7 @@ pub fn moved_kv_is_as_good(open: Open<'_>) {
     assert_eq!(receiver.generated(), expected);
 }
 
-/// A sequence that is continued on another backend draws the same numbers.
+/// Checks that a sequence that is continued on another backend draws the same numbers.
 pub fn draws_are_keyed_by_seed_and_position(open: Open<'_>) {
     let once = draw_with_seed(open, 1, &[]);
     assert_eq!(draw_with_seed(open, 1, &[]), once, "the same seed");
@@ -124,7 +124,7 @@ fn draw_with_seed(open: Open<'_>, seed: u64, known: &[TokenId]) -> Vec<TokenId> 
     lane.generated().to_vec()
 }
 
-/// "It does not sample forbidden tokens."
+/// Checks "it does not sample forbidden tokens".
 pub fn forbidden_tokens_are_not_drawn(open: Open<'_>) {
     let prompt = prompt(6, 9);
     let usual = generate_alone(open, &prompt, prompt.len());
@@ -135,7 +135,7 @@ pub fn forbidden_tokens_are_not_drawn(open: Open<'_>) {
     assert_ne!(lane.generated()[0], usual[0], "a stop token before min_tokens");
 }
 
-/// "The step's fence opens for a layer when that layer's KV of all rows is written."
+/// Checks "the step's fence opens for a layer when that layer's KV of all rows is written".
 pub fn fences_open_for_every_layer(open: Open<'_>) {
     let mut backend = open();
     let lane = Lane::new(&prompt(20, 10), &mut Blocks::default(), backend.model(), N_STEPS);
@@ -149,7 +149,7 @@ pub fn fences_open_for_every_layer(open: Open<'_>) {
     }
 }
 
-/// "At most `STEPS_IN_FLIGHT_MAX` are in flight."
+/// Checks "at most `STEPS_IN_FLIGHT_MAX` are in flight".
 pub fn no_third_step_is_launched(open: Open<'_>) {
     let mut backend = open();
     let lane = Lane::new(&prompt(4, 11), &mut Blocks::default(), backend.model(), N_STEPS);

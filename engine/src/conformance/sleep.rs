@@ -29,7 +29,7 @@ fn slept(backend: Box<dyn Backend>) -> Box<dyn Backend> {
     asleep.wake().expect("there is as much memory as before")
 }
 
-/// "After it wakes it is the same model."
+/// Checks "the backend that wakes is the same model".
 fn tokens_are_the_same_after_sleep(open: Open<'_>) {
     let mut backend = open();
     let (model, n_blocks) = (backend.model().clone(), backend.memory().n_blocks());
@@ -41,7 +41,7 @@ fn tokens_are_the_same_after_sleep(open: Open<'_>) {
     }
 }
 
-/// "With empty KV": the pages are zero.
+/// Checks "with empty KV": the pages are zero.
 fn kv_is_gone_after_sleep(open: Open<'_>) {
     let mut backend = open();
     let lane = generate(backend.as_mut());
@@ -50,7 +50,7 @@ fn kv_is_gone_after_sleep(open: Open<'_>) {
     assert_eq!(n_pages(backend.memory(), &lane, |byte| byte != 0), 0, "pages that are not empty");
 }
 
-/// "Fails without effect while a launched step is not collected."
+/// Checks that sleep "fails without effect while a launched step is not collected".
 fn a_step_in_flight_keeps_it_awake(open: Open<'_>) {
     let mut backend = open();
     let lane = Lane::new(&prompt(8, 13), &mut Blocks::default(), backend.model(), N_STEPS);
@@ -62,7 +62,7 @@ fn a_step_in_flight_keeps_it_awake(open: Open<'_>) {
     drop(slept(backend));
 }
 
-/// "Fails without effect while another clone of the memory exists."
+/// Checks that sleep fails without effect while another clone of the memory exists.
 fn memory_that_others_hold_keeps_it_awake(open: Open<'_>) {
     let backend = open();
     let held = backend.memory().clone();

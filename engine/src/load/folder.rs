@@ -41,7 +41,7 @@ impl ModelFolder {
 
 /// Checks that a `config.json` describes a supported model. `path` is for errors.
 ///
-/// It is called before the weights are downloaded.
+/// Called before the weights are downloaded.
 pub fn check_config(path: &Path, config: &[u8]) -> Result<(), LoadError> {
     read_config(path, config, None).map(drop)
 }

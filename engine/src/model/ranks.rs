@@ -75,8 +75,8 @@ impl RankHandle {
         self.table.share(self.nth, n)
     }
 
-    /// This rank's part of the outputs of `n_heads` heads of `head_dim`. With fewer heads than ranks, several
-    /// ranks hold the same head.
+    /// Returns this rank's part of the outputs of `n_heads` heads of `head_dim`. With fewer heads than ranks,
+    /// several ranks hold the same head.
     pub fn share_of_heads(&self, n_heads: usize, head_dim: usize) -> Range<usize> {
         let heads = match self.table.n_ranks / n_heads.max(1) {
             0 | 1 => self.share(n_heads),

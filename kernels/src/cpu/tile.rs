@@ -58,7 +58,7 @@ pub(super) enum Start {
 
 /// Sums `R` rows by `C` columns. The sums of row r and column c are at `r * STRIDE + c` of `sums`.
 ///
-/// It also prefetches the memory of the next tile, line by line: the size of the columns, from `ahead` bytes
+/// Also prefetches the memory of the next tile, line by line: the size of the columns, from `ahead` bytes
 /// after their start. 0 prefetches nothing.
 // All indices are constants after loops are unrolled, so the running sums stay in registers. One access
 // through a variable would make the compiler keep them in memory. They are therefore stored at the end and

@@ -117,7 +117,7 @@ unsafe impl Sync for Lost {}
 // === impl Together ===
 
 impl Together {
-    /// Bytes that each GPU reserves for packets from the others.
+    /// Returns the bytes that each GPU reserves for packets from the others.
     pub fn inbox_bytes(&self, n_ranks: usize) -> usize {
         (self.inbox_words(n_ranks) + self.n_packets()) * size_of::<u32>()
     }

@@ -177,7 +177,7 @@ pub async fn handoff_arrives_last_and_whole(pair: Arc<Pair>) {
     assert_eq!(arrived.expect("arrived").handoff, handoff(&landing));
 }
 
-/// 64 transfers at once; one side or the other cancels every third of them.
+/// There are 64 transfers at once, and one side or the other cancels every third of them.
 pub async fn interleaved_transfers_do_not_mix(pair: Arc<Pair>) {
     join_all((0..64).map(|nth| one_of_many(Arc::clone(&pair), nth))).await;
 }

@@ -26,7 +26,7 @@ pub fn make_tcp() -> Make {
     Arc::new(|parts| Box::pin(async { build("tcp", parts).await.expect("a free port") }))
 }
 
-/// Two nodes whose wires have the stall time `stall_ms`.
+/// Makes tcp connectors with the stall time `stall_ms`.
 pub fn make_tcp_with_stall(stall_ms: u64) -> Make {
     Arc::new(move |parts: ConnectorParts| {
         let settings = TransferSettings { stall_ms, ..parts.settings.clone() };

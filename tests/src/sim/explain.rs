@@ -29,7 +29,7 @@ const REJOIN: Duration = Duration::from_secs(4);
 const SETTLE: Duration = Duration::from_secs(3);
 /// The time until a peer that answers no ping is given up: an interval of 2 s, and 3 s for the answer.
 const KEEPALIVE: Duration = Duration::from_secs(5);
-/// The time for which a silent node stays a member. It renews its lease of 10 s every second.
+/// The least time for which a silent node stays a member: a node renews its lease of 10 s every second.
 const LEASE: Duration = Duration::from_secs(9);
 /// The time for which a router waits for KV after it has lost the connection to the sender.
 const ARRIVAL_GRACE: Duration = Duration::from_secs(1);

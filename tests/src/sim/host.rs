@@ -232,7 +232,7 @@ async fn run_here(
     };
     match node::lives::run(lives, backend).await {
         Ok(()) => {}
-        // This is no failure of the run: the plan gives drains less time than a request may take.
+        // A cut drain is no failure of the run: the plan gives drains less time than a request may take.
         Err(error @ (NodeError::Drain(_) | NodeError::WorkerLate(_))) => {
             log.say(format_args!("{} is cut short: {error}", shape.name));
         }

@@ -275,7 +275,7 @@ impl SimNet {
         self.wake();
     }
 
-    /// Open connections, to find leaks.
+    /// Returns the log of the run.
     pub fn log(&self) -> &EventLog {
         &self.shared.log
     }

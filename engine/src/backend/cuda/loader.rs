@@ -452,7 +452,7 @@ mod tests {
                 let row = range.start + at / cols;
                 assert_eq!(number, (row < range.end).then_some(row * cols + at % cols), "{share:?}");
             }
-            // The same is checked for columns, with the transposed matrix.
+            // Parts of columns are checked too, with the transposed matrix.
             let of_columns = made_up(&ShardRange::Columns(range.clone()), (cols, rows), cols * width);
             for (at, number) in of_columns.into_iter().enumerate() {
                 let (row, column) = (at / width, range.start + at % width);

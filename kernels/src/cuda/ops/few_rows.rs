@@ -38,7 +38,7 @@ impl FewRowsForm {
     /// Returns a good form for a matrix: the fewest shares that give nearly every multiprocessor a block of
     /// threads.
     ///
-    /// It depends on the matrix only, not on the number of rows or of multiprocessors.
+    /// The form depends on the matrix only, not on the number of rows or of multiprocessors.
     pub fn of(n: usize, k: usize) -> Self {
         let is_enough = |shares: &&usize| n.div_ceil(W_ROWS) * **shares >= BLOCKS_ENOUGH;
         let mut useful = FEW_ROWS_SHARES.iter().filter(|shares| k >= **shares * 4 * TILE_COLUMNS);

@@ -37,6 +37,8 @@ impl CopyThreads {
         Ok(Self(all.collect::<Result<_, _>>()?))
     }
 
+    /// Returns the copy thread of a rank's GPU.
+    ///
     /// # Panics
     /// If there is no such rank.
     pub(in crate::connectors) fn of(&self, rank: u16) -> &CopyThread {

@@ -20,7 +20,7 @@ const VECTOR_BYTES: usize = 16;
 pub(in crate::connectors) struct UniformPages {
     /// The part of each page on this side that the span's lane carries.
     here: PageRuns,
-    /// The same part of each page on the other side.
+    /// The part of each page on the other side that the span's lane carries.
     there: PageRuns,
     /// Region and page of each block, layer by layer.
     pub(in crate::connectors) places: Vec<(u32, u32)>,

@@ -45,7 +45,7 @@ impl Receipt {
 /// There is one value for each link, made by the link's first stream. The receiver calls [`receive`](Self::receive)
 /// for each KV frame, from the tasks of all streams of the link. An error ends the link.
 ///
-/// The other methods have defaults for wires where the receiver copies: a closed landing is then quiet. If the
+/// All methods but `receive` have defaults for wires where the receiver copies: a closed landing is then quiet. If the
 /// sender's device writes, [`opened`](Self::opened) gives the landing a proof of quiet, and `sender_is_quiet` and
 /// `revoke` fulfil it.
 #[async_trait]
