@@ -18,7 +18,7 @@ fn build() -> PathBuf {
         .status()
         .expect("cargo runs");
     assert!(status.success(), "baton does not build");
-    // The path of this test is target/<profile>/deps/<test>, and the executable is two folders up.
+    // The path of this test is target/<profile>/deps/<test>, and the executable is in target/<profile>.
     let test = std::env::current_exe().expect("this test has a path");
     test.parent().and_then(|deps| deps.parent()).expect("a test lies in target/<profile>/deps").join("baton")
 }

@@ -125,7 +125,7 @@ impl Prompt {
                 products.multiply(card, y, Weights::Bf16(w.view()), x.slice(0..N_TOKENS * k), *k)
             })
         };
-        // The first run loads code, which cannot be recorded.
+        // The first run loads code, which cannot be recorded, so it comes before the recording.
         layer()?;
         card.synchronize()?;
         let graph = card.record(|| (0..N_LAYERS).try_for_each(|_| layer()))?;

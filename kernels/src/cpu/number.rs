@@ -44,7 +44,7 @@ pub const F8_MAX: f32 = 448.0;
 #[inline(always)]
 pub fn f8_to_f16_256th(narrow: u8) -> u16 {
     let (sign, magnitude) = (u16::from(narrow & 0x80) << 8, u16::from(narrow & 0x7F));
-    // Numbers with the largest exponent are ordinary; only the last bit pattern is NaN.
+    // Numbers with the largest exponent are ordinary, so only the last bit pattern is NaN.
     sign | if magnitude == 0x7F { 0x7E00 } else { magnitude << 7 }
 }
 

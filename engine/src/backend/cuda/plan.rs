@@ -42,7 +42,7 @@ pub(super) struct Dims {
     pub(super) chunk_blocks: usize,
 }
 
-/// The range of each section.
+/// The range of words of each section of a plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Sections {
     pub(super) known: Range<usize>,

@@ -52,7 +52,7 @@ pub(super) struct Step {
     pub(super) graph_size: Option<GraphSize>,
     pub(super) sequences: Vec<PrefillSequence>,
     pub(super) draws: Draws,
-    /// The plan, for the other ranks.
+    /// The words of the plan, for the other ranks.
     pub(super) words: Vec<u32>,
 }
 

@@ -12,7 +12,7 @@ const N_TIMES: usize = 5;
 /// Returns the time of a whole decode step in milliseconds, recorded like served steps.
 pub(super) fn time_step(tools: &mut Tools, dims: Dims) -> Result<f64, CudaError> {
     tools.pass(dims, &[], |decoder, pass| {
-        // The first run loads code, which cannot be recorded.
+        // The first run loads code, which cannot be recorded, so it comes before the recording.
         decoder.forward(pass, |_| Ok(()))?;
         let card = pass.card;
         let mut graph = card.record(|| decoder.forward(pass, |_| Ok(())))?;

@@ -32,7 +32,7 @@ pub(super) struct WorkspaceShape {
     n_words: usize,
 }
 
-/// The largest sizes of steps.
+/// Limits of all steps, from which the size of the workspace follows.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StepSizes {
     /// The number of tokens of the longest sequence.
@@ -46,27 +46,27 @@ pub(super) struct StepSizes {
 /// Activations of a step, one row for each token.
 #[derive(Debug)]
 pub(super) struct Workspace {
-    /// (tokens, hidden): each layer adds to it.
+    /// The residual, to which each layer adds: (tokens, hidden).
     pub(super) residual: Buffer<Bf16>,
-    /// (tokens, hidden)
+    /// The normed residual, the input of a product: (tokens, hidden).
     pub(super) normed: Buffer<Bf16>,
-    /// (tokens of a product of few rows, parts of hidden): partial sums of squares of pending norms.
+    /// Partial sums of squares of pending norms: (tokens of a product of few rows, parts of hidden).
     pub(super) squares: Buffer<f32>,
-    /// (tokens, heads of q, k and v)
+    /// The heads of q, k and v: (tokens, heads).
     pub(super) qkv: Buffer<Bf16>,
-    /// (tokens, heads of q)
+    /// The output of attention: (tokens, heads of q).
     pub(super) attended: Buffer<Bf16>,
-    /// (tokens, hidden): the output of a layer's part.
+    /// The output of a layer's part, to be added to the residual: (tokens, hidden).
     pub(super) given: Buffer<Bf16>,
-    /// (tokens, 2 × intermediate)
+    /// The first product of the feed-forward part: (tokens, 2 × intermediate).
     pub(super) gate_up: Buffer<Bf16>,
-    /// (tokens, intermediate)
+    /// The gated product of the feed-forward part: (tokens, intermediate).
     pub(super) gated: Buffer<Bf16>,
-    /// (wanted, hidden)
+    /// The normed rows whose logits are needed: (wanted, hidden).
     pub(super) wanted: Buffer<Bf16>,
-    /// (wanted, vocab)
+    /// The logits: (wanted, vocab).
     pub(super) logits: Buffer<f32>,
-    /// (wanted, the rank's tokens), if there are several ranks.
+    /// The rank's part of the logits, if there are several ranks: (wanted, the rank's tokens).
     pub(super) own_logits: Buffer<f32>,
     pub(super) keys: Buffer<u64>,
     pub(super) best: Buffer<u32>,

@@ -72,19 +72,19 @@ impl Accumulate for Avx512 {
 impl Simd for Avx512 {
     #[inline(always)]
     fn splat(self, value: f32) -> __m512 {
-        // SAFETY: see above.
+        // SAFETY: as stated at this `impl`.
         unsafe { _mm512_set1_ps(value) }
     }
 
     #[inline(always)]
     fn load(self, from: &[f32; LANES]) -> __m512 {
-        // SAFETY: see above.
+        // SAFETY: as stated at this `impl`.
         unsafe { _mm512_loadu_ps(from.as_ptr()) }
     }
 
     #[inline(always)]
     fn load_bf16(self, from: &[u16; LANES]) -> __m512 {
-        // SAFETY: see above.
+        // SAFETY: as stated at this `impl`.
         unsafe {
             let narrow = _mm256_loadu_si256(from.as_ptr().cast());
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(narrow)))
@@ -93,73 +93,73 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     fn load_f16(self, from: &[u16; LANES]) -> __m512 {
-        // SAFETY: see above.
+        // SAFETY: as stated at this `impl`.
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.as_ptr().cast())) }
     }
 
     #[inline(always)]
     fn load_i8(self, from: &[i8; LANES]) -> __m512 {
-        // SAFETY: see above.
+        // SAFETY: as stated at this `impl`.
         unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.as_ptr().cast()))) }
     }
 
     #[inline(always)]
     fn store(self, value: __m512, to: &mut [f32; LANES]) {
-        // SAFETY: see above.
+        // SAFETY: as stated at this `impl`.
         unsafe { _mm512_storeu_ps(to.as_mut_ptr(), value) }
     }
 
     #[inline(always)]
     fn add(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: see above.
+        // SAFETY: as stated at this `impl`.
         unsafe { _mm512_add_ps(a, b) }
     }
 
     #[inline(always)]
     fn sub(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: see above.
+        // SAFETY: as stated at this `impl`.
         unsafe { _mm512_sub_ps(a, b) }
     }
 
     #[inline(always)]
     fn mul(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: see above.
+        // SAFETY: as stated at this `impl`.
         unsafe { _mm512_mul_ps(a, b) }
     }
 
     #[inline(always)]
     fn div(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: see above.
+        // SAFETY: as stated at this `impl`.
         unsafe { _mm512_div_ps(a, b) }
     }
 
     #[inline(always)]
     fn min(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: see above.
+        // SAFETY: as stated at this `impl`.
         unsafe { _mm512_min_ps(a, b) }
     }
 
     #[inline(always)]
     fn max(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: see above.
+        // SAFETY: as stated at this `impl`.
         unsafe { _mm512_max_ps(a, b) }
     }
 
     #[inline(always)]
     fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        // SAFETY: see above.
+        // SAFETY: as stated at this `impl`.
         unsafe { _mm512_fmadd_ps(a, b, c) }
     }
 
     #[inline(always)]
     fn round(self, a: __m512) -> __m512 {
-        // SAFETY: see above.
+        // SAFETY: as stated at this `impl`.
         unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT }>(a) }
     }
 
     #[inline(always)]
     fn exp2_whole(self, a: __m512) -> __m512 {
-        // SAFETY: see above.
+        // SAFETY: as stated at this `impl`.
         unsafe {
             let biased = _mm512_add_epi32(_mm512_cvttps_epi32(a), _mm512_set1_epi32(127));
             _mm512_castsi512_ps(_mm512_slli_epi32::<23>(biased))
@@ -168,13 +168,13 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     fn sum(self, a: __m512) -> f32 {
-        // SAFETY: see above.
+        // SAFETY: as stated at this `impl`.
         unsafe { avx2::sum_of_8(_mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a))) }
     }
 
     #[inline(always)]
     fn greatest(self, a: __m512) -> f32 {
-        // SAFETY: see above.
+        // SAFETY: as stated at this `impl`.
         unsafe {
             avx2::greatest_of_8(_mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a)))
         }
@@ -186,7 +186,7 @@ impl Simd for Avx512 {
         for i in 0..LANES {
             a[i] = self.load(&vectors[i]);
         }
-        // SAFETY: see above.
+        // SAFETY: as stated at this `impl`.
         unsafe { sums_of_16(a) }
     }
 }

@@ -36,7 +36,7 @@ const MAGIC: [u8; 4] = *b"BTKV";
 
 /// The longest body of KV: its span, its place, and 8 bytes per digest. A body of digests may have the same length.
 pub const KV_BODY_BYTES_MAX: usize = (64 << 10) + (16 << 10) + 64;
-/// The longest body of any other frame.
+/// The longest body of a frame without KV and digests.
 pub const SMALL_BODY_BYTES_MAX: usize = 16 << 10;
 /// The longest payload. A page must fit into it.
 pub const PAYLOAD_BYTES_MAX: usize = 16 << 20;

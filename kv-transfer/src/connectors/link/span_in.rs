@@ -58,7 +58,7 @@ impl SpanIn<'_> {
                 return Ok(Vec::new());
             }
         }
-        // The pages of a landing that has just failed are not requested again.
+        // A landing that has just failed requests no page again, so the list is empty then.
         let wrong = self.checker.wrong;
         Ok(self.landing.arrived(span, self.offset, &wrong).map(|()| wrong).unwrap_or_default())
     }

@@ -103,7 +103,7 @@ impl Posted {
         let Some(said) = digests.wait().await else { return Ok(Vec::new()) };
         check_count(&said, &here)?;
         let wrong = differing(landing, span, &said, &here);
-        // The pages of a landing that has just failed are not requested again.
+        // A landing that has just failed requests no page again, so the list is empty then.
         Ok(landing.arrived(span, self.bytes, &wrong).map(|()| wrong).unwrap_or_default())
     }
 }

@@ -42,7 +42,7 @@ pub(super) async fn take_written(
         }
         tokio::task::yield_now().await;
     }
-    // The pages of a landing that has just failed are not requested again.
+    // A landing that has just failed requests no page again, so the list is empty then.
     let wrong = checker.wrong;
     Ok(landing.arrived(span, bytes, &wrong).map(|()| wrong).unwrap_or_default())
 }
@@ -59,6 +59,6 @@ fn compared(
         return Vec::new();
     }
     let wrong = differing(landing, span, said, seen);
-    // The pages of a landing that has just failed are not requested again.
+    // A landing that has just failed requests no page again, so the list is empty then.
     landing.arrived(span, bytes, &wrong).map(|()| wrong).unwrap_or_default()
 }
