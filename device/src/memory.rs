@@ -33,7 +33,7 @@ pub struct HostMemory {
     regions: Regions,
 }
 
-/// An error of KV memory.
+/// The error of an operation on KV memory.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
     #[error("the regions are larger than the address space")]

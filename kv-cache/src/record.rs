@@ -5,7 +5,7 @@ use std::fmt;
 use tokio::time::Instant;
 use types::BlockHash;
 
-/// The state of a block.
+/// The state of a block, which follows from its record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BlockState {
     Free,
@@ -34,7 +34,7 @@ impl fmt::Display for BlockState {
     }
 }
 
-/// The record of one block.
+/// The record of one block: its holders, its hash, and when its state last changed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Record {
     pub(crate) leases: u32,

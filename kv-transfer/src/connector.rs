@@ -148,12 +148,12 @@ pub struct WireKind {
 /// Whether the setting `auto` includes a connector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Auto {
-    /// Never: it is used only if it is named.
+    /// `auto` never includes it: it is used only if a setting names it.
     No,
-    /// If it works on this machine.
+    /// `auto` includes it if it works on this machine.
     IfItWorks,
-    /// If the node's KV is on GPUs and the connector works.
+    /// `auto` includes it if the node's KV is on GPUs and the connector works.
     IfOnGpus,
-    /// Always: a node does not start without it.
+    /// `auto` always includes it: a node does not start without it.
     Needed,
 }

@@ -34,11 +34,11 @@ impl Digest {
 pub struct PageShape {
     /// 2 for K and V, 1 for a latent vector.
     pub n_parts: usize,
-    /// Heads on this rank.
+    /// The number of KV heads on this rank.
     pub n_heads: usize,
-    /// Bytes of one head's K or V in one block, with all tokens.
+    /// The bytes of one head's K or V in one block, for all its tokens.
     pub head_bytes: usize,
-    /// Bytes of one token in one head's K or V.
+    /// The bytes of one token in one head's K or V.
     pub token_bytes: usize,
 }
 

@@ -11,11 +11,11 @@ use crate::connector::{ConnectorParts, LandRequest};
 use crate::error::TransferError;
 use crate::landing::{Credentials, OpenLanding, Opener, bad_request};
 
-/// Limit of landings of one connector. A decode node runs hundreds of sequences, so the limit is far above
-/// normal use.
+/// The most open landings of one connector. A decode node runs hundreds of sequences, so the limit is far
+/// above normal use.
 const LANDINGS_MAX: usize = 16 << 10;
 
-/// One connector's landings.
+/// The table of one connector's open landings.
 #[derive(Clone, Debug)]
 pub struct Landings {
     table: Arc<Table>,

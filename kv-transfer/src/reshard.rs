@@ -20,10 +20,10 @@ use types::layout::RANKS_MAX;
 /// The distribution of a model over the ranks of one side.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sharding {
-    /// KV heads of the whole model.
+    /// The number of KV heads of the whole model.
     pub n_heads: u16,
-    /// Ranks of each stage. It divides the number of heads, or is a multiple of it: then several ranks hold the same
-    /// head.
+    /// The number of ranks of each stage. It divides the number of heads, or is a multiple of it: then several
+    /// ranks hold the same head.
     pub tp_size: u16,
     /// The layers of the model that each pipeline stage holds.
     pub stages: Vec<Range<u16>>,

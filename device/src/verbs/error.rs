@@ -4,7 +4,7 @@ use std::io;
 
 use crate::cuda::CudaError;
 
-/// An error of RDMA.
+/// The error of an operation on an RDMA device.
 #[derive(Debug, thiserror::Error)]
 pub enum VerbsError {
     #[error("libibverbs is not installed (package libibverbs1 or rdma-core)")]

@@ -105,7 +105,7 @@ pub struct EngineSettings {
     /// [`CudaSettings::deterministic`](cuda::CudaSettings::deterministic). The other backends are always
     /// deterministic.
     pub deterministic: bool,
-    /// Limits of a step. A GPU backend allocates memory for the largest step at the start.
+    /// The size limits of one step. A GPU backend allocates memory for the largest step at the start.
     pub limits: StepLimits,
     /// The number of tensor-parallel ranks, which divide the heads: groups of threads, or GPUs.
     pub ranks: NonZero<u16>,
@@ -116,7 +116,7 @@ pub struct EngineSettings {
     pub cpu: cpu::CpuSettings,
 }
 
-/// Limits of a step.
+/// The size limits of one step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepLimits {
     /// The most tokens of all rows together.

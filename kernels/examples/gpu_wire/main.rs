@@ -79,7 +79,7 @@ enum YesNo {
 enum Part {
     Check,
     Measure,
-    /// The slowdown of concurrent products.
+    /// Measures how much KV reads and digests slow down concurrent matrix products.
     Disturb,
 }
 

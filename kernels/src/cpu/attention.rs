@@ -30,7 +30,7 @@ pub struct KvShape {
     pub format: Format,
 }
 
-/// One layer's attention.
+/// The parameters of one layer's attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Attention {
     pub kv: KvShape,

@@ -15,7 +15,7 @@ use crate::model::ranks::RankFence;
 use crate::model::{ModelConfig, Scratch, Tensor};
 use crate::step::{Sampled, SlotId, StepOutput};
 
-/// The state of the thread.
+/// The state of the compute thread, with the helper threads of the other ranks.
 #[derive(Debug)]
 pub(super) struct Compute {
     // Fields are dropped in this order, so that helpers that wait for this rank see that it has ended before
@@ -29,8 +29,8 @@ pub(super) struct Compute {
 }
 
 impl Compute {
-    /// Makes the thread's state. `ranks` are all ranks of the model; all except the first get their own
-    /// threads.
+    /// Makes the compute thread's state. `ranks` are all ranks of the model; all except the first get their
+    /// own threads.
     pub(super) fn new(ranks: Vec<Rank>, config: &ModelConfig) -> io::Result<Self> {
         let mut ranks = ranks.into_iter();
         let rank = ranks.next().expect("a model has a rank");

@@ -26,7 +26,7 @@ const WIDE: sys::cudaDataType = sys::cudaDataType_t::CUDA_R_32F;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Algorithm(sys::cublasLtMatmulAlgo_t);
 
-/// The library, ready for one GPU.
+/// The cuBLASLt library, ready for one GPU.
 #[derive(Debug)]
 pub(super) struct Lt {
     handle: Handle,

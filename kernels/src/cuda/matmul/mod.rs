@@ -41,7 +41,7 @@ pub struct ProductShape {
     pub is_fp8: bool,
 }
 
-/// The method for a product.
+/// The method that computes a matrix product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Choice {
     /// By [`ComputeCard::multiply_own`]: up to 8 rows, or up to 128 on Hopper. With an FP8 matrix, more rows

@@ -39,7 +39,7 @@ pub(super) struct End {
     pub(super) ranks: Vec<RankThere>,
 }
 
-/// One rank's memory.
+/// The memory of one rank of the receiver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct RankThere {
     pub(super) key: u32,

@@ -44,7 +44,7 @@ pub(super) struct RdmaPath {
 /// The numbers that came before their frames.
 #[derive(Debug, Default)]
 struct Numbers {
-    /// Held for one read or write, never across an await.
+    /// The numbers and the failure. The lock is held for one read or write, never across an await.
     state: Mutex<State>,
     changed: Notify,
 }
