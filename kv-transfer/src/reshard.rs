@@ -22,8 +22,8 @@ use types::layout::RANKS_MAX;
 pub struct Sharding {
     /// The number of KV heads of the whole model.
     pub n_heads: u16,
-    /// The number of ranks of each stage. It divides the number of heads, or is a multiple of it: then several
-    /// ranks hold the same head.
+    /// The number of ranks of each stage. It divides the number of heads, or is a multiple of it: then
+    /// several ranks hold the same head.
     pub tp_size: u16,
     /// The layers of the model that each pipeline stage holds.
     pub stages: Vec<Range<u16>>,

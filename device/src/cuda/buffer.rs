@@ -169,7 +169,8 @@ impl Allocated {
 
 impl Drop for Allocated {
     fn drop(&mut self) {
-        // Waits, because the GPU may still use the memory. If waiting fails, the context and all its memory are lost.
+        // Waits, because the GPU may still use the memory. If waiting fails, the context and all its memory
+        // are lost.
         let _ = self.context.synchronize();
         // JUSTIFICATION: the counterpart of `new`.
         // SAFETY: the address came from `malloc_sync` and no view outlives the buffer.

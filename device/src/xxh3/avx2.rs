@@ -141,7 +141,8 @@ unsafe fn long<const STORES: u8>(from: *const u8, to: *mut u8, n: usize) -> u64 
             STREAMED if at.is_multiple_of(STRIPE) => {
                 stripe::<STREAMED>(from.add(at), to.add(at), secret, &mut sums);
             }
-            // In all other cases the last stripe is not aligned to vectors, or all stores go through the caches.
+            // In all other cases the last stripe is not aligned to vectors, or all stores go through the
+            // caches.
             _ => stripe::<CACHED>(from.add(at), to.add(at), secret, &mut sums),
         }
         merged(&sums, n)

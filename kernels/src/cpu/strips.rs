@@ -2,7 +2,8 @@
 //! The order of a product's tiles, chosen so that their operands are in a near cache.
 //!
 //! A strip of columns is computed for one block of rows at a time, and within a block for some steps of all
-//! rows at a time. The order of tiles does not change the result, because each dot product continues its own sums.
+//! rows at a time. The order of tiles does not change the result, because each dot product continues its own
+//! sums.
 
 use std::ops::Range;
 

@@ -97,8 +97,8 @@ impl DecodeAttention<'_> {
 
     /// Returns a good chunk size for one block of threads: chunks that fill the GPU's multiprocessors evenly.
     ///
-    /// The size depends on the batch, and with it the order of sums. A caller whose results must not depend on the
-    /// batch uses a fixed number.
+    /// The size depends on the batch, and with it the order of sums. A caller whose results must not depend
+    /// on the batch uses a fixed number.
     pub fn chunk_tokens_for(
         card: &ComputeCard,
         n_rows: usize,

@@ -45,9 +45,9 @@ impl Receipt {
 /// There is one value for each link, made by the link's first stream. The receiver calls [`receive`](Self::receive)
 /// for each KV frame, from the tasks of all streams of the link. An error ends the link.
 ///
-/// All methods but `receive` have defaults for wires where the receiver copies: a closed landing is then quiet. If the
-/// sender's device writes, [`opened`](Self::opened) gives the landing a proof of quiet, and `sender_is_quiet` and
-/// `revoke` fulfil it.
+/// All methods but `receive` have defaults for wires where the receiver copies: a closed landing is then
+/// quiet. If the sender's device writes, [`opened`](Self::opened) gives the landing a proof of quiet, and
+/// `sender_is_quiet` and `revoke` fulfil it.
 #[async_trait]
 pub(in crate::connectors) trait KvPath: Debug + Send + Sync + 'static {
     /// Takes one frame's KV into the landing. If `landing` is `None`, the landing is over or unknown, and the KV is

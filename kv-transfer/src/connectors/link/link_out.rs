@@ -281,8 +281,8 @@ impl Shared {
         let shared = Arc::clone(self);
         spawn_guarded(&self.parts.gate, "kv stream out", async move {
             let is_first = control.is_some();
-            // The futures `writing` and `reading` live until the reason of the loss is set, because a task that finds its queue
-            // closed reads the reason.
+            // The futures `writing` and `reading` live until the reason of the loss is set, because a task
+            // that finds its queue closed reads the reason.
             let (writing, reading) = (shared.write_all(writer, control), shared.read_all(reader, is_first));
             tokio::pin!(writing, reading);
             let ended = tokio::select! {
