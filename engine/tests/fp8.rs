@@ -62,8 +62,8 @@ fn a_checkpoint_in_fp8_is_the_one_that_it_stands_for() {
 #[test]
 fn quantizing_at_load_is_as_good_as_before() {
     for model in MODELS {
-        // The reference is made from bf16 weights, because weights that are not quantized are in bf16 there.
-        // Not all weights of these models are.
+        // The reference is made from bf16 weights, because weights that are not quantized are in bf16 there,
+        // and not all weights of these models are in bf16.
         let plain = in_form(&folder(model), Form::Bf16);
         let narrow = in_form(plain.path(), Form::Fbgemm);
         let mut reference = opened(narrow.path(), Quantize::No, 1);

@@ -46,8 +46,8 @@ pub struct PageCopier {
     engines: Engines,
     verifier: Arc<CudaStream>,
     size: PageCopierSize,
-    /// Held while the copies of one job and the kernel behind them are queued, so that the kernel waits for
-    /// its own copies only.
+    /// The lock is held while the copies of one job and the kernel behind them are queued, so that the kernel
+    /// waits for its own copies only.
     order: Mutex<()>,
     /// Buffers of finished copy jobs, for reuse.
     ///

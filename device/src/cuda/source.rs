@@ -46,6 +46,6 @@ impl Source {
 }
 
 impl Programs {
-    /// Only [`WIRE`], without further programs.
+    /// No further programs: only [`WIRE`] is compiled.
     pub const NONE: Self = Self { sources: &[], shared_bytes: |_| None };
 }

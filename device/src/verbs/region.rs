@@ -102,7 +102,7 @@ impl Domain {
     /// Registers all of a GPU's `memory`, which the device accesses without the CPU. Written bytes are for
     /// the GPU to read, after [`settle_writes`](DeviceMemory::settle_writes).
     pub fn register_card(&self, memory: &DeviceMemory, rights: Rights) -> Result<Region, VerbsError> {
-        // Checked before the driver call, so that a missing function is reported first.
+        // This check comes before the driver call, so that a missing function is reported first.
         register_dmabuf()?;
         let (file, start, bytes) = memory.dmabuf().map_err(VerbsError::Export)?;
         let mut region = self.register_dmabuf(file.as_fd(), start, bytes, rights)?;

@@ -103,7 +103,7 @@ impl Disturbance {
 /// The products of all layers, as one graph.
 struct Prompt {
     graph: Graph,
-    // Kept alive, because the graph uses this memory and these libraries.
+    // These two fields are kept alive, because the graph uses their memory and libraries.
     _rooms: Vec<Buffer<Bf16>>,
     _products: Products,
 }

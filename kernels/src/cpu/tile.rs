@@ -108,7 +108,7 @@ fn steps<S: Accumulate, X: Row<S>, W: Row<S>, const R: usize, const C: usize, co
     mut running: [[S::F; C]; R],
     ahead: usize,
 ) -> [[S::F; C]; R] {
-    // Checked once, because this removes the bounds checks in every step.
+    // The lengths are checked once, because this removes the bounds checks in every step.
     let n_steps = x[0].n_steps();
     for r in 0..R {
         assert_eq!(x[r].n_steps(), n_steps);

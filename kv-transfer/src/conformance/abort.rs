@@ -33,7 +33,7 @@ struct Transfer {
     landing: Landing,
     arrival: Arrival,
     sender: Box<dyn KvSender>,
-    /// Kept so that a closed fence stays closed and does not break.
+    /// The fence's signal, kept so that a closed fence stays closed and does not break.
     _signal: FenceSignal,
 }
 

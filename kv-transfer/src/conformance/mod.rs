@@ -41,7 +41,7 @@ macro_rules! cases {
 /// Runs every case on connectors that `make` builds.
 ///
 /// # Panics
-/// With the case's name, if the connector breaks the contract.
+/// Panics with the case's name if the connector breaks the contract.
 pub async fn conformance<F>(make: impl Fn(ConnectorParts) -> F + Send + Sync + 'static)
 where
     F: Future<Output = Arc<dyn KvConnector>> + Send + 'static,

@@ -15,10 +15,10 @@ use crate::quiet::Quiet;
 #[derive(Debug)]
 pub(super) struct LeaseGate {
     /// Writers hold it shared, and check that the lease is in it. The code that ends the landing takes the lease out.
-    /// Held for one attempt to copy, never across an await.
+    /// The lock is held for one attempt to copy, never across an await.
     lease: RwLock<Option<BlockLease>>,
-    /// Held for one attempt to copy if several lanes write into the same pages, because a page is borrowed as
-    /// a whole.
+    /// The lock is held for one attempt to copy if several lanes write into the same pages, because a page is
+    /// borrowed as a whole.
     turn: Mutex<()>,
     /// Counts the copies that a GPU of this node makes outside of the lock.
     pending_copies: Arc<PendingCopies>,

@@ -99,13 +99,13 @@ pub struct Ask {
     pub must_be_answered: bool,
 }
 
-/// When a client leaves.
+/// The time at which a client leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Patience {
     Endless,
-    /// After this time, counted from the request.
+    /// The client leaves after this time, counted from the request.
     Until(Duration),
-    /// After this number of steps.
+    /// The client leaves after this number of steps.
     Steps(u32),
 }
 

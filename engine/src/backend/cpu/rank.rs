@@ -96,8 +96,8 @@ impl Rank {
         let scratch = Scratch::default();
         while let Ok(step) = steps.recv() {
             let (_, of_rows) = self.forward(&step, &scratch);
-            // Dropped before the answer, because the last holder drops the step's fence, and that must be the
-            // caller of `collect`.
+            // `step` is dropped before the answer, because its last holder drops the fence, and that must be
+            // the caller of `collect`.
             drop(step);
             if outcomes.send(of_rows).is_err() {
                 return;

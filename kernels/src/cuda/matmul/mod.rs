@@ -44,10 +44,11 @@ pub struct ProductShape {
 /// The method that computes a matrix product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Choice {
-    /// By [`ComputeCard::multiply_own`]: up to 8 rows, or up to 128 on Hopper. With an FP8 matrix, more rows
-    /// take several passes.
+    /// The product is computed by [`ComputeCard::multiply_own`]: up to 8 rows, or up to 128 on Hopper. With
+    /// an FP8 matrix, more rows take several passes.
     Own(OwnForm),
-    /// By [`ComputeCard::multiply_many`]: on Hopper, for more rows. An FP8 matrix is widened to bf16 first.
+    /// The product is computed by [`ComputeCard::multiply_many`]: on Hopper, for more rows. An FP8 matrix is
+    /// widened to bf16 first.
     Many,
     Lt(Algorithm),
 }

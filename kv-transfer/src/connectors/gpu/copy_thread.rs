@@ -52,7 +52,7 @@ enum Job {
     Take {
         copy_job: CopyJob,
         answer: oneshot::Sender<Result<Vec<u64>, CudaError>>,
-        /// Dropped when the copy job is done, even if the answer is no longer awaited.
+        /// The guard, dropped when the copy job is done, even if the answer is no longer awaited.
         pending_copy: Option<PendingCopy>,
     },
     Unmap(Arc<RemoteMemory>),

@@ -91,16 +91,17 @@ pub enum Body {
 /// The location of a frame's KV.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KvPlace {
-    /// On the stream, after the frame.
+    /// The KV is on the stream, after the frame.
     Inline,
-    /// In pieces of the memory that the sender's rank shares with the receiver.
+    /// The KV is in pieces of the memory that the sender's rank shares with the receiver.
     Pieces(Vec<Piece>),
-    /// In a slot of the sender's stage. The sender reuses the slot after a [`Body::Taken`].
+    /// The KV is in a slot of the sender's stage. The sender reuses the slot after a [`Body::Taken`].
     Slot { slot: u16, piece: Piece },
-    /// In a message of the queue between the two ranks. The messages of a queue are numbered from 0 without gaps.
+    /// The KV is in a message of the queue between the two ranks. The messages of a queue are numbered from 0
+    /// without gaps.
     Message { number: u64, bytes: u32 },
-    /// In the receiver's pages, written by the sender's device. The last write carries `number`; once the
-    /// receiver's device has received it, the KV is in place.
+    /// The KV is in the receiver's pages, written by the sender's device. The last write carries `number`;
+    /// once the receiver's device has received it, the KV is in place.
     Written { number: u32 },
 }
 

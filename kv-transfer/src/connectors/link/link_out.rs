@@ -209,8 +209,8 @@ impl Shared {
             Entry::Occupied(_) => return Err(TransferError::AlreadyOpened),
             Entry::Vacant(free) => free.insert(transfer),
         };
-        // Checked after the insertion, so that no transfer is missed: either this call sees the loss, or
-        // `lose` sees the transfer.
+        // This check comes after the insertion, so that no transfer is missed: either this call sees the
+        // loss, or `lose` sees the transfer.
         if self.closed.is_cancelled() { Err(self.why_lost()) } else { Ok(()) }
     }
 

@@ -84,7 +84,7 @@ struct CardStage {
     /// The rank whose GPU has the slots.
     rank: u16,
     slots: Arc<Slots>,
-    /// Held so that this pair is counted.
+    /// The counter of pairs, held so that this pair is counted.
     #[expect(dead_code, reason = "held to be counted")]
     pair: Arc<()>,
 }

@@ -252,8 +252,8 @@ impl KvSendPath for RdmaSendPath {
         parts: &ConnectorParts,
         span: SpanOut,
     ) -> Result<(), TransferError> {
-        // Checked after the span's pending copy has begun, so that an ended transfer is not reported quiet
-        // while this call writes.
+        // This check comes after the span's pending copy has begun, so that an ended transfer is not reported
+        // quiet while this call writes.
         if span.out.is_over() {
             return Ok(());
         }
