@@ -17,7 +17,7 @@ pub struct NumberedEvent {
     pub event: BlockEvent,
 }
 
-/// What [`EventLog::read`] returns.
+/// The result of [`EventLog::read`].
 #[derive(Debug)]
 pub(crate) enum Reading {
     UpToDate,

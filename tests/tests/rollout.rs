@@ -289,8 +289,7 @@ async fn deployments_that_wait_for_the_rollout_page_lose_no_request() {
     }
 }
 
-/// Restarts the router and sends requests. Returns the number of answers, each of which equals the expected
-/// one.
+/// Restarts the router and sends requests. Returns the number of answers. Each must equal the expected one.
 async fn restarted(cluster: &mut Cluster, (asks, expected): (&[Ask], &[Answer])) -> usize {
     cluster.router.revive();
     let http = cluster.http;

@@ -307,7 +307,7 @@ fn decode(
     ))
 }
 
-/// Replaces NaN patterns in 8-bit numbers, two of which are in each 16-bit number.
+/// Replaces NaN patterns in 8-bit numbers. Each 16-bit number holds two of them.
 fn pages_of(halves: Vec<Bf16>, number: KvNumber) -> Vec<Bf16> {
     match number {
         KvNumber::Bf16 => halves,

@@ -91,7 +91,7 @@ struct PathState {
     delay: Duration,
     /// The shortest time between the arrivals of two writes.
     gap: Duration,
-    /// Of this number of writes on the KV port, one arrives with a flipped bit; `None` without the fault.
+    /// One in this number of writes on the KV port arrives with a flipped bit; `None` without the fault.
     corrupts_one_in: Option<u64>,
     /// The number of writes after which every connection made from now on is reset; `None` without the fault.
     cut_after: Option<u32>,

@@ -321,7 +321,7 @@ impl Run {
         }
     }
 
-    /// Sends these requests, each of which must be answered.
+    /// Sends these requests. Every one must be answered.
     async fn served(&mut self, mut asks: Vec<(String, Ask)>) {
         for round in 0..=ENGINE_FAILURES_MAX {
             let asked = std::mem::take(&mut asks);

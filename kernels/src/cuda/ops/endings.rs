@@ -46,8 +46,8 @@ pub enum Ending<'a> {
     /// The matrix has the rows of gate, then of up: `silu(gate) * up`.
     Gated(ViewMut<'a, Bf16>),
     Added(AddedRows<'a>),
-    /// Adds up the sums of several ranks, each of which has a part, and then does the work of `Added`. All
-    /// ranks run this product with the same sizes and form.
+    /// Adds up the partial sums of several ranks, and then does the work of `Added`. All ranks run this
+    /// product with the same sizes and form.
     Joined(AddedRows<'a>, &'a mut Peers),
     Heads(HeadsRows<'a>),
 }
