@@ -14,8 +14,8 @@ const WIDTH_MAX: usize = 16_384;
 /// The maximum number of blocks of threads that gather columns: enough to fill the link.
 const GATHER_BLOCKS_MAX: usize = 264;
 
-/// The arguments of a sum over ranks: `residual += ` the sum of all ranks' parts, then `out = norm(residual)
-/// * weight`, row by row.
+/// The arguments of a sum over ranks: the sum of all ranks' parts is added to `residual`, then
+/// `out = norm(residual) * weight`, row by row.
 #[derive(Debug)]
 pub struct SumRows<'a> {
     pub out: ViewMut<'a, Bf16>,
