@@ -5,7 +5,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-/// Warnings about machines on which tests run.
+/// Warnings that come from the machines on which tests run.
 const OF_THIS_MACHINE: &[&str] = &["no GPU can be used, the CPU computes the model"];
 /// Warnings of a process that is stopped while it works, as at the end of every test.
 const WHEN_STOPPED: &[&str] = &[
@@ -24,7 +24,7 @@ pub const A_NODE_DIES: &[&str] = &[
 ];
 /// Warnings of a router about a pool node that fails, and of that node about a link that was just being opened.
 pub const THE_POOL_FAILS: &[&str] = &["pool node failed", "KV stream from peer refused"];
-/// Warnings about a process that is stopped with open connections, from it and from others.
+/// Warnings about a process that is stopped with open connections, from that process and from others.
 pub const A_NODE_STANDS_STILL: &[&str] = &[
     "status stream from node lost",
     "leases expired: members sent no keep-alive",

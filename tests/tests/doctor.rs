@@ -108,7 +108,8 @@ fn every_file_is_checked_and_every_wrong_one_named() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kv_is_sent_to_a_peer_for_real() {
     let up = Up::start(&[]).await;
-    // `doctor` is no process of the cluster, and shares no memory with it.
+    // The warning about the fallback is expected: `doctor` is no process of the cluster, and shares no memory
+    // with it.
     up.expect_log(&["connector cannot be used with the peer, falling back"]);
     let cluster = up.client().get_json("/debug/cluster").await;
     let node = |role: &str| {

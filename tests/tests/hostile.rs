@@ -244,7 +244,7 @@ async fn slow_senders_delay_no_other_request() {
     };
     tokio::join!(dripping, serving);
     for node in &fleet.nodes {
-        // A KV stream this slow is closed after the stall time.
+        // The receiver closes KV streams this slow after the stall time.
         let stalled = "KV stream from peer lost";
         eventually("the streams to be closed", async || {
             (node.process.log().matches(stalled).count() >= 10).then_some(())

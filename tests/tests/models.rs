@@ -119,7 +119,8 @@ async fn a_node_with_another_tokenizer_is_refused() {
     ];
     let router = Process::start(folder.path(), "router", "router", router);
     router.expect_log(&["node refused by the router"]);
-    // At the end of the test the node is stopped before the router.
+    // The warnings of a dying node are expected: at the end of the test the node is stopped before the
+    // router.
     router.expect_log(baton_tests::logs::A_NODE_DIES);
     let node = vec![
         ("BATON_NODE__ID", "other".to_owned()),

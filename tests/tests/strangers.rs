@@ -26,7 +26,8 @@ use tonic::{Code, Status};
 
 const CLUSTER: &str = "strangers";
 const EXPECTED: &[&str] = &["incoming gRPC call refused", "member ignored: its record is refused"];
-/// A node whose entry is overwritten announces itself again. Processes may start before etcd answers.
+/// The expected warnings: a node whose entry is overwritten announces itself again, and processes may start
+/// before etcd answers.
 const ETCD_IS_ABUSED: &[&str] =
     &["registry watch failed", "announcement in the registry failed, trying again"];
 const REASONS: [&str; 2] = ["unsigned", "signature"];

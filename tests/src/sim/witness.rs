@@ -20,8 +20,8 @@ thread_local! {
 /// The variable that, if set, makes the whole log go to stderr.
 pub const LOUD: &str = "SIM_LOG";
 
-/// A worker's log line if a sequence's KV is not the KV that was written or received. Every transfer is verified, so
-/// no network fault explains it.
+/// A worker's log line if a sequence's KV is not the KV that was written or received. It always fails the
+/// run: every transfer is verified, so no network fault explains it.
 const WRONG_KV: &str = "message=sequence failed in an engine step";
 
 /// Makes panics and errors on this thread fail the run, until it is dropped.

@@ -109,7 +109,8 @@ impl Receiver {
                 match door.accept().await {
                     Ok((from, arriving)) => self.start(from, arriving),
                     Err(error) => {
-                        // Most likely the process is out of file descriptors. Others are closed in time.
+                        // Most likely the process is out of file descriptors. It waits, because other
+                        // descriptors are closed in time.
                         warn!(%error, "KV stream from peer cannot be accepted, trying again");
                         tokio::time::sleep(self.parts.settings.stall() / 10).await;
                     }

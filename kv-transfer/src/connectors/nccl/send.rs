@@ -131,7 +131,7 @@ impl NcclSendPath {
         let body = Body::Kv { span: span.piece.span.clone(), digests, place };
         writer.write(&Frame::new(span.out.transfer(), body).on(span.piece.lane)).await?;
         trace!(target: "walk", transfer = %span.out.transfer(), blocks = ?span.piece.blocks, "KV frame sent to the peer");
-        // The answer is not awaited: the receiver reports the outcome of the transfer.
+        // The result of the message is not awaited, because the receiver reports the outcome of the transfer.
         let put = line.pair_queue.put(Arc::new(slot), bytes as usize, gathering.before()).await;
         put.map(|_| ())
     }

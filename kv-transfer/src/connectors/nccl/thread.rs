@@ -85,7 +85,7 @@ impl PairThread {
         });
         match &ended {
             Ok(()) => debug!(?end, "NCCL connection to peer ended without error"),
-            // The pair queue is dropped, so its users do not need the reason.
+            // The pair queue is dropped, so its users do not need the reason, and the log level is debug.
             Err(error) if tell.is_closed() => {
                 debug!(?end, error = in_full(error), "NCCL connection to peer aborted: it is no longer used")
             }
@@ -185,7 +185,7 @@ impl Pair {
             let n_done = self.round_robin.n_done()?;
             for job in self.under_way.drain(..n_done) {
                 trace!(target: "walk", end = ?self.end, "NCCL message finished");
-                // The receiver of the report may have ended with the landing.
+                // The receiver of the report may have ended with the landing, so a failed send is ignored.
                 let _ = job.done.send(Ok(()));
             }
             if n_done > 0 {
