@@ -11,7 +11,6 @@ use super::columns::Columns;
 use super::matrix::{Format, Matrix};
 use super::processor::Processor;
 use super::scratch;
-#[cfg(target_arch = "x86_64")]
 use super::simd::Isa;
 use super::strips::{BLOCK, FEW_ROWS, STRIP};
 use super::tile::Sums;

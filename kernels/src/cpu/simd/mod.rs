@@ -134,6 +134,10 @@ impl Isa {
     /// Returns all instruction sets of this processor, the best one last. They give the same results and
     /// differ in speed.
     pub fn all() -> Vec<Self> {
+        #[cfg_attr(
+            not(target_arch = "x86_64"),
+            expect(unused_mut, reason = "other processors have no more kinds")
+        )]
         let mut found = vec![Kind::Portable(portable::Portable)];
         #[cfg(target_arch = "x86_64")]
         {
