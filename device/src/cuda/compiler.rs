@@ -81,7 +81,8 @@ impl Program {
         // JUSTIFICATION: the compiler is a C library.
         // SAFETY: the program is alive, and the call allocates as much as the library reports.
         let log = unsafe { result::get_program_log(self.0) }.map_err(failed("nvrtcGetProgramLog"))?;
-        let bytes: Vec<u8> = log.iter().map(|byte| *byte as u8).take_while(|byte| *byte != 0).collect();
+        let bytes: Vec<u8> =
+            log.iter().flat_map(|byte| byte.to_ne_bytes()).take_while(|byte| *byte != 0).collect();
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 

@@ -102,6 +102,7 @@ fn spacing(cols: usize) -> usize {
 struct Activations<'a> {
     wide: &'a [f32],
     /// The activations in bf16, [`spacing`] apart, if the CPU's bf16 instruction is used.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "read by AVX-512's bf16 products"))]
     bf16: Option<&'a [u16]>,
     n_rows: usize,
 }

@@ -28,6 +28,7 @@ pub(super) fn with_narrow<R>(len: usize, f: impl FnOnce(&mut [u16]) -> R) -> R {
 }
 
 /// Lends `len` narrow numbers with undefined content, for the weights of one part.
+#[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "used by AVX-512's bf16 products"))]
 pub(super) fn with_panel<R>(len: usize, f: impl FnOnce(&mut [u16]) -> R) -> R {
     PANEL.with(|kept| lend(kept, len, f))
 }

@@ -48,6 +48,7 @@ pub(super) enum Tiles {
     /// Sixteen registers of eight lanes: 2 by 3.
     Small,
     /// Thirty-two registers of sixteen: 4 by 6.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "used by AVX-512"))]
     Large,
 }
 
