@@ -1,5 +1,6 @@
 //! The size of KV memory, set or computed.
 
+use device::cuda::MemoryBytes;
 use device::memory::available;
 use kv_cache::{KvMemory, MemoryError};
 use types::{KvLayout, in_full};
@@ -65,10 +66,11 @@ impl KvRoom {
 }
 
 impl AutoRoom {
-    /// Returns the bytes for a model on GPUs. The GPU with the least free memory has `free` of `total` bytes
-    /// free, and everything else needs `taken` bytes. A size that does not fit is rejected later, with an
-    /// error that lists the bytes by purpose.
-    pub(crate) fn on_gpus(self, n_gpus: usize, (free, total): (usize, usize), taken: usize) -> usize {
+    /// Returns the bytes for a model on GPUs. `memory` is that of the GPU with the least free memory, and
+    /// everything else needs `taken` bytes. A size that does not fit is rejected later, with an error that
+    /// lists the bytes by purpose.
+    pub(crate) fn on_gpus(self, n_gpus: usize, memory: MemoryBytes, taken: usize) -> usize {
+        let MemoryBytes { free, total } = memory;
         let ours = (total / 100 * self.gpu_percent).min(free / 100 * FREE_PERCENT);
         ours.saturating_sub(taken).saturating_mul(n_gpus).max(LEAST_BYTES)
     }
@@ -128,10 +130,11 @@ mod tests {
     fn a_gpu_gives_what_its_share_leaves_and_never_all_that_is_free() {
         let gib = 1 << 30;
         let (total, taken) = (100 * gib, 17 * gib);
-        let left = |free| AUTO.on_gpus(1, (free, total), taken).div_ceil(gib);
+        let left = |free| AUTO.on_gpus(1, MemoryBytes { free, total }, taken).div_ceil(gib);
         assert_eq!(left(total), 28, "45 of 100, less 17");
         assert_eq!(left(40 * gib), 21, "38 of 40, less 17: another program is on the card");
-        assert_eq!(AUTO.on_gpus(2, (total, total), taken).div_ceil(gib), 56, "two cards, each with as much");
-        assert_eq!(AUTO.on_gpus(1, (total, total), 60 * gib), LEAST_BYTES, "refused later, with the sum");
+        let empty = MemoryBytes { free: total, total };
+        assert_eq!(AUTO.on_gpus(2, empty, taken).div_ceil(gib), 56, "two cards, each with as much");
+        assert_eq!(AUTO.on_gpus(1, empty, 60 * gib), LEAST_BYTES, "refused later, with the sum");
     }
 }

@@ -3,12 +3,12 @@
 use std::fmt;
 use std::sync::Arc;
 
-use chassis::Task;
-use types::TransferId;
+use types::{Landing, TransferId};
 
 use crate::arrived::ArrivedKv;
 use crate::error::TransferError;
 use crate::landing::{OpenLanding, Outcome};
+use crate::landings::{GrantedLanding, LandRequest, Landings};
 use crate::quiet::Quiet;
 
 /// The receiver's handle on one landing, on the node that granted it. Dropping it before the KV has arrived cancels
@@ -18,10 +18,7 @@ use crate::quiet::Quiet;
 /// are back in the pool. If the wire cannot prove that no write is left, the blocks are in quarantine
 /// instead.
 pub struct Arrival {
-    landing: Arc<OpenLanding>,
-    /// The task that fails the landing at its deadline. It ends when the arrival is dropped.
-    #[expect(dead_code, reason = "held for its Drop")]
-    deadline: Task<()>,
+    granted: GrantedLanding,
 }
 
 /// The state of a landing, as a decode loop polls it.
@@ -36,19 +33,25 @@ pub enum ArrivalStatus {
 }
 
 impl Arrival {
-    pub(crate) fn new(landing: Arc<OpenLanding>, deadline: Task<()>) -> Self {
-        Self { landing, deadline }
+    /// Grants a landing, for [`KvConnector::land`](crate::KvConnector::land).
+    pub(crate) fn of(landings: &Landings, request: LandRequest) -> Result<(Landing, Self), TransferError> {
+        let granted = landings.grant(request)?;
+        Ok((granted.open.landing().clone(), Self { granted }))
+    }
+
+    fn landing(&self) -> &OpenLanding {
+        &self.granted.open
     }
 
     pub fn transfer(&self) -> TransferId {
-        self.landing.landing().transfer
+        self.landing().landing().transfer
     }
 
     /// Returns the state of the transfer and never waits. Calls after `Arrived` return `Failed(Closed)`.
     pub fn poll(&mut self) -> ArrivalStatus {
-        match self.landing.take_outcome() {
+        match self.landing().take_outcome() {
             None => {
-                let (received, total) = self.landing.received();
+                let (received, total) = self.landing().received();
                 ArrivalStatus::Waiting { received, total }
             }
             Some(Outcome::Arrived(kv)) => ArrivalStatus::Arrived(kv),
@@ -61,12 +64,12 @@ impl Arrival {
     ///
     /// The wait is bounded by the landing's deadline.
     pub async fn ended(&self) {
-        self.landing.changed_since(OpenLanding::is_over).await;
+        self.landing().changed_since(OpenLanding::is_over).await;
     }
 
     /// Waits until more than `seen` pages are in place, or the landing has ended. Cancel-safe.
     pub async fn progress(&self, seen: usize) {
-        self.landing.changed_since(|landing| landing.is_over() || landing.received().0 > seen).await;
+        self.landing().changed_since(|landing| landing.is_over() || landing.received().0 > seen).await;
     }
 
     /// Waits for the end of the landing and returns the result. Dropping the future cancels the transfer.
@@ -85,19 +88,19 @@ impl Arrival {
     /// # Panics
     /// If it was called before: a landing has one wire.
     pub fn needs_proof(&self, quiet: Arc<dyn Quiet>) {
-        self.landing.needs_proof(quiet);
+        self.landing().needs_proof(quiet);
     }
 }
 
 impl Drop for Arrival {
     fn drop(&mut self) {
-        self.landing.leave();
+        self.landing().leave();
     }
 }
 
 impl fmt::Debug for Arrival {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (received, total) = self.landing.received();
+        let (received, total) = self.landing().received();
         f.debug_struct("Arrival")
             .field("transfer", &self.transfer())
             .field("received", &received)

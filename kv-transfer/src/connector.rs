@@ -5,20 +5,15 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use chassis::{Gate, World};
 use futures::future::BoxFuture;
-use kv_cache::{BlockLease, KvMemory, LayerFence};
-use types::{
-    Deadline, Destination, Epoch, Fingerprint, Handoff, KvSpan, Landing, NodeId, Scheme, TransferId,
-    WireAddress,
-};
+use kv_cache::{BlockLease, LayerFence};
+use types::{Destination, Handoff, KvSpan, Landing, Scheme, WireAddress};
 
 use crate::arrival::Arrival;
 use crate::chunk_queue::{Chunk, ChunkQueue};
+use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
-use crate::faults::Faults;
-use crate::metrics::TransferMetrics;
-use crate::settings::TransferSettings;
+use crate::landings::LandRequest;
 
 /// KV transfer over one kind of transport.
 ///
@@ -102,35 +97,6 @@ pub trait KvSender: Debug + Send {
         }
         Err(TransferError::Unfinished)
     }
-}
-
-/// A request for a landing: the leased blocks of one sequence, and its lengths.
-#[derive(Debug)]
-pub struct LandRequest {
-    pub transfer: TransferId,
-    /// Covers the whole sequence, with the held blocks first. It may be longer: blocks for further tokens are not
-    /// sent to.
-    pub lease: BlockLease,
-    pub n_tokens: u32,
-    /// Tokens at the start of the sequence whose KV this node already holds: a whole number of blocks.
-    pub held_tokens: u32,
-    /// The time at which the landing fails by itself.
-    pub deadline: Deadline,
-}
-
-/// The parts of the node that a connector is built from.
-#[derive(Clone, Debug)]
-pub struct ConnectorParts {
-    pub node: NodeId,
-    pub epoch: Epoch,
-    pub memory: KvMemory,
-    pub fingerprint: Fingerprint,
-    pub world: World,
-    pub gate: Gate,
-    pub settings: TransferSettings,
-    pub metrics: TransferMetrics,
-    /// Faults that a test injects. Empty in production.
-    pub faults: Faults,
 }
 
 /// Builds one connector. Binding a socket or opening a device may take time and may fail.

@@ -11,7 +11,7 @@ mod lease_gate;
 mod progress;
 mod summary;
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use chassis::{Gate, spawn_guarded};
@@ -29,10 +29,9 @@ pub(crate) use self::progress::Outcome;
 use self::progress::Progress;
 pub use self::progress::{Claim, Opener};
 use crate::arrived::ArrivedKv;
-use crate::connector::ConnectorParts;
+use crate::connector_parts::ConnectorParts;
 use crate::digest::{Digest, PageShape};
 use crate::error::TransferError;
-use crate::landings::Table;
 use crate::lanes::{LaneSpan, Lanes};
 use crate::metrics::TransferMetrics;
 use crate::pages::Pages;
@@ -64,7 +63,6 @@ pub struct OpenLanding {
     gate: Gate,
     runtime: Handle,
     metrics: TransferMetrics,
-    table: Weak<Table>,
 }
 
 fn shapes(landing: &Landing) -> Vec<Vec<PageShape>> {
@@ -82,13 +80,8 @@ pub(crate) fn bad_request(why: &str) -> TransferError {
 // === impl OpenLanding ===
 
 impl OpenLanding {
-    /// Makes a landing that `table` removes when its arrival is gone. Must be called within a runtime.
-    pub(crate) fn new(
-        landing: Landing,
-        lease: BlockLease,
-        parts: &ConnectorParts,
-        table: Weak<Table>,
-    ) -> Self {
+    /// Makes a landing over leased blocks. Must be called within a runtime.
+    pub(crate) fn new(landing: Landing, lease: BlockLease, parts: &ConnectorParts) -> Self {
         let pages = Pages::of(&landing, Lanes::only());
         Self {
             demands: Demands::of(&landing),
@@ -104,7 +97,6 @@ impl OpenLanding {
             gate: parts.gate.clone(),
             runtime: Handle::current(),
             metrics: parts.metrics.clone(),
-            table,
         }
     }
 
@@ -343,9 +335,6 @@ impl OpenLanding {
         // KV that arrived but was not taken is released now, so that it does not wait for the last wire's
         // reference.
         drop(self.take_outcome());
-        if let Some(table) = self.table.upgrade() {
-            table.forget(self.landing.transfer);
-        }
     }
 
     fn progress(&self) -> MutexGuard<'_, Progress> {

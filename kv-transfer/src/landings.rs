@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use chassis::spawn_guarded;
-use types::{BlockIdx, GroupIdx, Landing, TransferId, WireAddress};
+use chassis::{Task, spawn_guarded};
+use kv_cache::BlockLease;
+use types::{BlockIdx, Deadline, GroupIdx, Landing, TransferId, WireAddress};
 
-use crate::arrival::Arrival;
-use crate::connector::{ConnectorParts, LandRequest};
+use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
 use crate::landing::{Credentials, OpenLanding, Opener, bad_request};
 
@@ -15,14 +15,46 @@ use crate::landing::{Credentials, OpenLanding, Opener, bad_request};
 /// above normal use.
 const LANDINGS_MAX: usize = 16 << 10;
 
+/// A request for a landing: the leased blocks of one sequence, and its lengths.
+#[derive(Debug)]
+pub struct LandRequest {
+    pub transfer: TransferId,
+    /// Covers the whole sequence, with the held blocks first. It may be longer: blocks for further tokens are not
+    /// sent to.
+    pub lease: BlockLease,
+    pub n_tokens: u32,
+    /// Tokens at the start of the sequence whose KV this node already holds: a whole number of blocks.
+    pub held_tokens: u32,
+    /// The time at which the landing fails by itself.
+    pub deadline: Deadline,
+}
+
 /// The table of one connector's open landings.
 #[derive(Clone, Debug)]
 pub struct Landings {
     table: Arc<Table>,
 }
 
+/// A landing that was just granted.
 #[derive(Debug)]
-pub(crate) struct Table {
+pub(crate) struct GrantedLanding {
+    #[expect(dead_code, reason = "held for its Drop")]
+    entry: TableEntry,
+    pub(crate) open: Arc<OpenLanding>,
+    /// Fails the landing when its deadline passes.
+    #[expect(dead_code, reason = "held for its Drop")]
+    timer: Task<()>,
+}
+
+/// A landing's entry in its connector's table. The drop removes it.
+#[derive(Debug)]
+pub(crate) struct TableEntry {
+    table: Weak<Table>,
+    transfer: TransferId,
+}
+
+#[derive(Debug)]
+struct Table {
     parts: ConnectorParts,
     wire: WireAddress,
     /// The landings by transfer. An entry exists as long as its arrival. Held for a look-up, never across an
@@ -35,17 +67,12 @@ impl Landings {
         Self { table: Arc::new(Table { parts, wire, open: Mutex::default() }) }
     }
 
-    /// Grants a landing. See [`KvConnector::land`](crate::KvConnector::land).
-    pub(crate) fn land(&self, request: LandRequest) -> Result<(Landing, Arrival), TransferError> {
+    /// Grants a landing.
+    pub(crate) fn grant(&self, request: LandRequest) -> Result<GrantedLanding, TransferError> {
         let landing = self.landing(&request)?;
         let deadline = request.deadline;
-        let open = Arc::new(OpenLanding::new(
-            landing.clone(),
-            request.lease,
-            &self.table.parts,
-            Arc::downgrade(&self.table),
-        ));
-        self.enter(&open)?;
+        let open = Arc::new(OpenLanding::new(landing, request.lease, &self.table.parts));
+        let entry = self.enter(&open)?;
         let timer = spawn_guarded(&self.table.parts.gate, "landing deadline", {
             let (open, world) = (Arc::downgrade(&open), self.table.parts.world.clone());
             async move {
@@ -55,7 +82,7 @@ impl Landings {
                 }
             }
         });
-        Ok((landing, Arrival::new(open, timer)))
+        Ok(GrantedLanding { entry, open, timer })
     }
 
     fn landing(&self, request: &LandRequest) -> Result<Landing, TransferError> {
@@ -83,7 +110,7 @@ impl Landings {
         })
     }
 
-    fn enter(&self, open: &Arc<OpenLanding>) -> Result<(), TransferError> {
+    fn enter(&self, open: &Arc<OpenLanding>) -> Result<TableEntry, TransferError> {
         let mut table = self.table.open();
         if table.len() >= LANDINGS_MAX {
             return Err(TransferError::TooMany);
@@ -91,8 +118,9 @@ impl Landings {
         if table.contains_key(&open.landing().transfer) {
             return Err(bad_request("this transfer has a landing already"));
         }
-        table.insert(open.landing().transfer, Arc::downgrade(open));
-        Ok(())
+        let transfer = open.landing().transfer;
+        table.insert(transfer, Arc::downgrade(open));
+        Ok(TableEntry { table: Arc::downgrade(&self.table), transfer })
     }
 
     /// Admits one sender to its landing. All checks come before any KV moves. A sender learns nothing about a landing
@@ -119,13 +147,16 @@ impl Landings {
 }
 
 impl Table {
-    /// Removes a landing whose arrival is gone.
-    pub(crate) fn forget(&self, transfer: TransferId) {
-        self.open().remove(&transfer);
-    }
-
     fn open(&self) -> MutexGuard<'_, BTreeMap<TransferId, Weak<OpenLanding>>> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for TableEntry {
+    fn drop(&mut self) {
+        if let Some(table) = self.table.upgrade() {
+            table.open().remove(&self.transfer);
+        }
     }
 }
 

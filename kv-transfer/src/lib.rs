@@ -15,6 +15,7 @@
 #![forbid(unsafe_code)]
 
 pub mod connector;
+mod connector_parts;
 pub mod settings;
 pub mod arrival;
 mod arrived;
@@ -40,10 +41,12 @@ pub mod error;
 pub use arrival::{Arrival, ArrivalStatus};
 pub use arrived::ArrivedKv;
 pub use chunk_queue::{Chunk, ChunkQueue};
-pub use connector::{Auto, ConnectorParts, KvConnector, KvSender, LandRequest, WireKind};
+pub use connector::{Auto, KvConnector, KvSender, WireKind};
+pub use connector_parts::ConnectorParts;
 pub use connectors::{build, connectors};
 pub use error::TransferError;
 pub use faults::{Fault, FaultKind, Faults};
+pub use landings::LandRequest;
 pub use metrics::TransferMetrics;
 pub use quiet::Quiet;
 pub use settings::{Taper, TransferSettings};

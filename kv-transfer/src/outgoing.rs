@@ -15,13 +15,14 @@ use tracing::trace;
 use types::{Destination, Handoff, KvLayout, KvSpan, Landing, Scheme, TransferId};
 
 use crate::chunk_queue::{Chunk, ChunkQueue};
-use crate::connector::{ConnectorParts, KvSender};
+use crate::connector::KvSender;
+use crate::connector_parts::ConnectorParts;
 use crate::digest::PageShape;
 use crate::error::TransferError;
 use crate::landing::{Opener, bad_request};
 use crate::lanes::{LaneSpan, Lanes};
 use crate::metrics::TransferMetrics;
-use crate::pages::{Pages, cut, cut_tall, wanted_part};
+use crate::pages::{Pages, PieceMax, cut, cut_tall, wanted_part};
 use crate::pending_copies::PendingCopies;
 use crate::reshard::Lane;
 use crate::settings::{Taper, TransferSettings};
@@ -167,7 +168,7 @@ fn agree(ours: &KvLayout, theirs: &KvLayout) -> Result<Lanes, TransferError> {
 // === the sender ===
 
 #[derive(Debug)]
-enum Job {
+enum PumpJob {
     Span(SpanJob),
     Handoff(Handoff),
     /// All further jobs of this transfer come from this queue.
@@ -189,20 +190,21 @@ struct SpanJob {
 }
 
 /// Checks that each page of a transfer is sent once, and no other page.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct SpanCheck {
-    landing: Landing,
+    out: Arc<Outgoing>,
     pages: Pages,
 }
 
 impl SpanCheck {
-    fn of(landing: &Landing) -> Self {
-        Self { landing: landing.clone(), pages: Pages::of(landing, Lanes::only()) }
+    fn of(out: Arc<Outgoing>) -> Self {
+        let pages = Pages::of(&out.landing, Lanes::only());
+        Self { out, pages }
     }
 
     /// Returns the part of a span that the receiver wants; `None` if it holds all of it.
     fn wanted(&self, span: KvSpan, from: &BlockLease) -> Result<Option<LaneSpan>, TransferError> {
-        let Some(span) = wanted_part(span, &self.landing) else { return Ok(None) };
+        let Some(span) = wanted_part(span, &self.out.landing) else { return Ok(None) };
         // The caller does not know of ranks and sends whole pages, so the check uses one lane.
         let span = LaneSpan { lane: Lane::ONLY, span };
         if !self.pages.contains(&span) {
@@ -224,7 +226,8 @@ impl SpanCheck {
         if sent < wanted {
             return Err(TransferError::Incomplete { sent, wanted });
         }
-        if (handoff.transfer, handoff.n_tokens) != (self.landing.transfer, self.landing.n_tokens) {
+        let landing = &self.out.landing;
+        if (handoff.transfer, handoff.n_tokens) != (landing.transfer, landing.n_tokens) {
             return Err(bad_request("the handoff is of another sequence"));
         }
         Ok(())
@@ -234,14 +237,19 @@ impl SpanCheck {
 /// The [`KvSender`] of every wire.
 #[derive(Debug)]
 pub(crate) struct Sender {
+    transfer: SenderEnd,
+    jobs: mpsc::Sender<PumpJob>,
+    check: SpanCheck,
+    /// Dropping the sender ends it, and releases every lease that waits in the queue.
+    pump: Task<()>,
+}
+
+/// The sender's share in its transfer. The drop aborts a transfer without an outcome, and notifies the peer.
+#[derive(Debug)]
+struct SenderEnd {
     out: Arc<Outgoing>,
     wire: Arc<dyn Wire>,
-    jobs: mpsc::Sender<Job>,
-    check: SpanCheck,
     metrics: TransferMetrics,
-    /// Dropping the sender ends it, and releases every lease that waits in the queue.
-    #[expect(dead_code, reason = "held for its Drop")]
-    pump: Task<()>,
 }
 
 impl Sender {
@@ -252,19 +260,20 @@ impl Sender {
         parts: &ConnectorParts,
     ) -> Box<dyn KvSender> {
         let (jobs, queue) = mpsc::channel(SPANS_QUEUED_MAX);
-        let check = SpanCheck::of(&out.landing);
+        let check = SpanCheck::of(Arc::clone(&out));
         let TransferSettings { frame_bytes, tall_frames, taper, .. } = parts.settings;
         let (of_pump, sent) = (Arc::clone(&out), Vec::new());
         let pump = Pump { out: of_pump, wire: Arc::clone(&wire), frame_bytes, tall_frames, taper, sent };
         let pump = pump.start(&parts.gate, queue, refetches);
-        Box::new(Self { out, wire, jobs, check, metrics: parts.metrics.clone(), pump })
+        let transfer = SenderEnd { out, wire, metrics: parts.metrics.clone() };
+        Box::new(Self { transfer, jobs, check, pump })
     }
 
     /// Waits for room in the queue, or for the end of the transfer.
-    async fn room(&self) -> Result<mpsc::OwnedPermit<Job>, TransferError> {
+    async fn room(&self) -> Result<mpsc::OwnedPermit<PumpJob>, TransferError> {
         tokio::select! {
             biased;
-            _ = self.out.settled() => Err(self.why_over()),
+            _ = self.transfer.out.settled() => Err(self.why_over()),
             // The pump closes its end of the queue when there is an outcome, so this fails even if the
             // outcome comes between the two checks.
             room = self.jobs.clone().reserve_owned() => room.map_err(|_| self.why_over()),
@@ -272,7 +281,7 @@ impl Sender {
     }
 
     fn why_over(&self) -> TransferError {
-        self.out.outcome().and_then(Result::err).unwrap_or(TransferError::Closed)
+        self.transfer.out.outcome().and_then(Result::err).unwrap_or(TransferError::Closed)
     }
 }
 
@@ -287,24 +296,26 @@ impl KvSender for Sender {
         let Some(span) = self.check.wanted(span, &from)? else { return Ok(()) };
         let room = self.room().await?;
         self.check.claim(&span)?;
-        room.send(Job::Span(SpanJob { span: span.span, from, ready }));
+        room.send(PumpJob::Span(SpanJob { span: span.span, from, ready }));
         Ok(())
     }
 
     async fn finish(self: Box<Self>, handoff: Handoff) -> Result<(), TransferError> {
         self.check.complete(&handoff)?;
-        self.room().await?.send(Job::Handoff(handoff));
-        self.out.settled().await
+        self.room().await?.send(PumpJob::Handoff(handoff));
+        self.transfer.out.settled().await
     }
 
     async fn feed(self: Box<Self>, queue: ChunkQueue) -> Result<(), TransferError> {
-        let feed = Feed { queue, check: self.check.clone() };
-        self.room().await?.send(Job::Feed(Box::new(feed)));
-        self.out.settled().await
+        let room = self.room().await?;
+        // The pump is dropped after the transfer, as in a drop of the sender.
+        let Self { pump: _pump, transfer, check, .. } = *self;
+        room.send(PumpJob::Feed(Box::new(Feed { queue, check })));
+        transfer.out.settled().await
     }
 }
 
-impl Drop for Sender {
+impl Drop for SenderEnd {
     fn drop(&mut self) {
         self.out.settle(Err(TransferError::Cancelled));
         let unfinished = self.out.outcome().and_then(Result::err);
@@ -329,7 +340,12 @@ struct Pump {
 }
 
 impl Pump {
-    fn start(mut self, gate: &Gate, mut queue: mpsc::Receiver<Job>, mut refetches: Refetches) -> Task<()> {
+    fn start(
+        mut self,
+        gate: &Gate,
+        mut queue: mpsc::Receiver<PumpJob>,
+        mut refetches: Refetches,
+    ) -> Task<()> {
         spawn_guarded(gate, "outgoing transfer", async move {
             if let Err(error) = self.run(&mut queue, &mut refetches).await {
                 self.out.settle(Err(error));
@@ -339,7 +355,7 @@ impl Pump {
 
     async fn run(
         &mut self,
-        queue: &mut mpsc::Receiver<Job>,
+        queue: &mut mpsc::Receiver<PumpJob>,
         refetches: &mut Refetches,
     ) -> Result<(), TransferError> {
         let out = Arc::clone(&self.out);
@@ -350,9 +366,9 @@ impl Pump {
                 _ = out.settled() => return Ok(()),
                 Some(spans) = refetches.0.recv() => self.put_again(spans).await?,
                 Some(job) = queue.recv() => match job {
-                    Job::Span(job) => self.put_when_ready(job).await?,
-                    Job::Handoff(handoff) => self.wire.hand_off(&self.out, handoff).await?,
-                    Job::Feed(of_caller) => feed = Some(of_caller),
+                    PumpJob::Span(job) => self.put_when_ready(job).await?,
+                    PumpJob::Handoff(handoff) => self.wire.hand_off(&self.out, handoff).await?,
+                    PumpJob::Feed(of_caller) => feed = Some(of_caller),
                 },
                 chunk = next_chunk(&mut feed) => {
                     let Some(check) = feed.as_mut().map(|feed| &mut feed.check) else { continue };
@@ -433,10 +449,10 @@ impl Pump {
             page.n_parts * heads(pos) * page.head_bytes
         };
         let heads_max = span.layers.clone().map(heads).max().unwrap_or(1);
-        let pages_max = frame_pages(heads_max, lanes.len());
+        let max = PieceMax { bytes: self.frame_bytes, pages: frame_pages(heads_max, lanes.len()) };
         match self.tall_frames {
-            true => cut_tall(page_bytes, span, (self.frame_bytes, pages_max), self.taper),
-            false => cut(page_bytes, span, self.frame_bytes, pages_max),
+            true => cut_tall(page_bytes, span, max, self.taper),
+            false => cut(page_bytes, span, max),
         }
     }
 

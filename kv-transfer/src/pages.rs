@@ -162,7 +162,14 @@ pub(crate) fn wanted_part(span: KvSpan, landing: &Landing) -> Option<KvSpan> {
     (!blocks.is_empty() && !span.layers.is_empty()).then_some(KvSpan { blocks, ..span })
 }
 
-/// Cuts a span into pieces of at most `bytes_max` bytes and `pages_max` pages, but at least one page each.
+/// The limits of a piece of a span.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PieceMax {
+    pub(crate) bytes: usize,
+    pub(crate) pages: usize,
+}
+
+/// Cuts a span into pieces within `max`, but of at least one page each.
 /// `page_bytes` returns the page size of a layer.
 ///
 /// Pieces keep the order of layers. If a layer's part is small, one piece holds several layers.
@@ -172,21 +179,16 @@ pub(crate) fn wanted_part(span: KvSpan, landing: &Landing) -> Option<KvSpan> {
 /// | 1 × 10 | 1 × 4, 1 × 4, 1 × 2 |
 /// | 5 × 2  | 2 × 2, 2 × 2, 1 × 2 |
 /// | 2 × 5  | 1 × 4, 1 × 1, 1 × 4, 1 × 1 |
-pub(crate) fn cut(
-    page_bytes: impl Fn(u16) -> usize,
-    span: &KvSpan,
-    bytes_max: usize,
-    pages_max: usize,
-) -> Vec<KvSpan> {
+pub(crate) fn cut(page_bytes: impl Fn(u16) -> usize, span: &KvSpan, max: PieceMax) -> Vec<KvSpan> {
     let mut pieces = Vec::new();
     let mut layer = span.layers.start;
     while layer < span.layers.end {
-        let n_blocks = (bytes_max / page_bytes(layer).max(1)).min(pages_max).max(1);
+        let n_blocks = (max.bytes / page_bytes(layer).max(1)).min(max.pages).max(1);
         if n_blocks < span.blocks.len() {
             pieces.extend(one_layer(span, layer, n_blocks));
             layer += 1;
         } else {
-            let layers = layer..last_layer(&page_bytes, span, layer, bytes_max, pages_max);
+            let layers = layer..last_layer(&page_bytes, span, layer, max);
             layer = layers.end;
             pieces.push(KvSpan { layers, ..span.clone() });
         }
@@ -204,13 +206,13 @@ pub(crate) fn cut(
 pub(crate) fn cut_tall(
     page_bytes: impl Fn(u16) -> usize,
     span: &KvSpan,
-    (bytes_max, pages_max): (usize, usize),
+    max: PieceMax,
     taper: Option<Taper>,
 ) -> Vec<KvSpan> {
     let column: usize = span.layers.clone().map(&page_bytes).sum();
-    let blocks_max = (bytes_max / column.max(1)).min(pages_max / span.layers.len().max(1));
+    let blocks_max = (max.bytes / column.max(1)).min(max.pages / span.layers.len().max(1));
     if blocks_max == 0 {
-        return cut(page_bytes, span, bytes_max, pages_max);
+        return cut(page_bytes, span, max);
     }
     let mut sizes = Sizes::new(blocks_max as u32, span.blocks.len() as u32, taper);
     let (mut pieces, mut start) = (Vec::new(), span.blocks.start);
@@ -261,18 +263,12 @@ fn one_layer(span: &KvSpan, layer: u16, n_blocks: usize) -> impl Iterator<Item =
 }
 
 /// Returns the end of the longest run of layers from `first` that fits into one piece.
-fn last_layer(
-    page_bytes: impl Fn(u16) -> usize,
-    span: &KvSpan,
-    first: u16,
-    bytes_max: usize,
-    pages_max: usize,
-) -> u16 {
+fn last_layer(page_bytes: impl Fn(u16) -> usize, span: &KvSpan, first: u16, max: PieceMax) -> u16 {
     let (mut bytes, mut pages) = (0, 0);
     for layer in first..span.layers.end {
         bytes += page_bytes(layer) * span.blocks.len();
         pages += span.blocks.len();
-        if layer > first && (bytes > bytes_max || pages > pages_max) {
+        if layer > first && (bytes > max.bytes || pages > max.pages) {
             return layer;
         }
     }

@@ -99,6 +99,10 @@ fn a_page_is_whole_when_all_lanes_have_brought_their_part() {
     assert!(!pages.contains(&on(2, span(0..1, 0..1))), "there is no such lane");
 }
 
+fn max(bytes: usize, pages: usize) -> PieceMax {
+    PieceMax { bytes, pages }
+}
+
 #[test]
 fn cutting_table() {
     let page_bytes = |_| 512;
@@ -107,10 +111,10 @@ fn cutting_table() {
         (span(0..3, 0..2), vec![span(0..2, 0..2), span(2..3, 0..2)]),
         (span(1..3, 3..8), vec![span(1..2, 3..7), span(1..2, 7..8), span(2..3, 3..7), span(2..3, 7..8)]),
     ] {
-        assert_eq!(cut(page_bytes, &whole, 4 * 512, 100), pieces, "by bytes");
-        assert_eq!(cut(page_bytes, &whole, 1 << 20, 4), pieces, "by pages");
+        assert_eq!(cut(page_bytes, &whole, max(4 * 512, 100)), pieces, "by bytes");
+        assert_eq!(cut(page_bytes, &whole, max(1 << 20, 4)), pieces, "by pages");
     }
-    assert_eq!(cut(page_bytes, &span(0..1, 0..2), 1, 100).len(), 2, "one page at least");
+    assert_eq!(cut(page_bytes, &span(0..1, 0..2), max(1, 100)).len(), 2, "one page at least");
 }
 
 proptest! {
@@ -119,7 +123,7 @@ proptest! {
         let landing = landing(40 * 16, 0);
         let whole = span(layers..3, 0..n_blocks);
         let mut pages = Pages::of(&landing, Lanes::only());
-        for piece in cut(|_| 512, &whole, bytes, n_pages).into_iter().map(only) {
+        for piece in cut(|_| 512, &whole, max(bytes, n_pages)).into_iter().map(only) {
             prop_assert!(pages.contains(&piece));
             prop_assert!(pages.claim(&piece), "twice: {piece:?}");
         }
@@ -133,7 +137,7 @@ fn tall_pieces_have_all_layers_of_few_blocks() {
     for (n_blocks, blocks_max, expected) in
         [(37, 16, &[16, 16, 5][..]), (8, 16, &[8]), (3, 1, &[1, 1, 1]), (1, 100, &[1])]
     {
-        let pieces = cut_tall(|_| 512, &span(0..3, 2..2 + n_blocks), (blocks_max * column, 1000), None);
+        let pieces = cut_tall(|_| 512, &span(0..3, 2..2 + n_blocks), max(blocks_max * column, 1000), None);
         let lengths: Vec<usize> = pieces.iter().map(|piece| piece.blocks.len()).collect();
         assert_eq!(lengths, expected, "{n_blocks} blocks, {blocks_max} a piece");
         let mut next = 2;
@@ -142,12 +146,12 @@ fn tall_pieces_have_all_layers_of_few_blocks() {
             next = piece.blocks.end;
         }
     }
-    let few_pages = cut_tall(|_| 512, &span(0..3, 2..4), (1 << 20, 4), None);
+    let few_pages = cut_tall(|_| 512, &span(0..3, 2..4), max(1 << 20, 4), None);
     assert_eq!(few_pages, [span(0..3, 2..3), span(0..3, 3..4)]);
     // One block of all layers does not fit, so the span is cut as in `cut`.
     assert_eq!(
-        cut_tall(|_| 512, &span(0..2, 2..4), (512, 100), None),
-        cut(|_| 512, &span(0..2, 2..4), 512, 100)
+        cut_tall(|_| 512, &span(0..2, 2..4), max(512, 100), None),
+        cut(|_| 512, &span(0..2, 2..4), max(512, 100))
     );
 }
 
@@ -155,7 +159,7 @@ fn tall_pieces_have_all_layers_of_few_blocks() {
 fn of_many_pieces_the_first_and_the_last_are_small() {
     let tapered = |n_blocks: u32, taper: Taper| -> Vec<usize> {
         let taper = Some(taper);
-        let pieces = cut_tall(|_| 512, &span(0..3, 7..7 + n_blocks), (8 * 3 * 512, 1000), taper);
+        let pieces = cut_tall(|_| 512, &span(0..3, 7..7 + n_blocks), max(8 * 3 * 512, 1000), taper);
         let starts: Vec<u32> = pieces.iter().map(|piece| piece.blocks.start).collect();
         let ends = std::iter::once(7).chain(pieces.iter().map(|piece| piece.blocks.end));
         assert_eq!(starts, ends.take(pieces.len()).collect::<Vec<_>>(), "without a gap");

@@ -134,7 +134,7 @@ pub fn reshard(
             let from_rank = RankIdx { stage: from_stage, tp_rank: heads.lane.from };
             let to_rank = RankIdx { stage: to_stage, tp_rank: heads.lane.to };
             let way = Way { shape, layer, from: from_rank, to: to_rank, heads: *heads };
-            way.copy(&blocks, (from.table, to.table), &mut copies);
+            way.copy(&blocks, from.table, to.table, &mut copies);
         }
     }
     Ok(copies)
@@ -274,7 +274,8 @@ impl Way {
     fn copy(
         &self,
         blocks: &Range<u32>,
-        (from_table, to_table): (&[BlockIdx], &[BlockIdx]),
+        from_table: &[BlockIdx],
+        to_table: &[BlockIdx],
         copies: &mut Vec<Copy>,
     ) {
         let Self { shape, layer, from, to, heads } = *self;

@@ -103,7 +103,7 @@ async fn a_message_that_stands_still_costs_the_pair_and_the_next_transfer_has_a_
         let (landing, arrival) = pair.land(N_TOKENS);
         opened.push((pair.open(&landing).await.expect("granted"), landing, arrival));
     }
-    double.stand_still(true);
+    double.stall();
     let began = tokio::time::Instant::now();
     let all = opened.into_iter().map(|(sender, landing, arrival)| {
         let (pair, from) = (&pair, &from);
@@ -119,7 +119,7 @@ async fn a_message_that_stands_still_costs_the_pair_and_the_next_transfer_has_a_
     pair.at_baseline().await;
     until(|| double.n_given_up() + double.n_ended() == 2 * QUEUES).await;
     assert!(double.n_given_up() > 0);
-    double.stand_still(false);
+    double.resume();
     pair.transfer(N_TOKENS, 3).await;
     assert_eq!(double.n_queues(), 2 * QUEUES);
 }
@@ -130,7 +130,7 @@ async fn blocks_are_free_at_once_although_messages_stand_still() {
     let double = Double::default();
     let pair = pair_over(&double).await;
     pair.transfer(N_TOKENS, 1).await;
-    double.stand_still(true);
+    double.stall();
     let from = pair.prefill.computed(N_TOKENS, 2);
     let (landing, arrival) = pair.land(N_TOKENS);
     let mut sender = pair.open(&landing).await.expect("granted");
@@ -139,7 +139,7 @@ async fn blocks_are_free_at_once_although_messages_stand_still() {
     }
     drop(arrival);
     assert!(pair.decode.is_at_baseline());
-    double.stand_still(false);
+    double.resume();
     drop(sender);
     pair.transfer(N_TOKENS, 3).await;
     assert_eq!((double.n_queues(), double.n_given_up()), (QUEUES, 0));

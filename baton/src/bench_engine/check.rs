@@ -76,7 +76,7 @@ pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<Checked, Failed>
     let prompts = prompts(folder, vocab)?;
     let settings = CudaSettings { load_format: LoadFormat::Safetensors, limits: LIMITS, ..args.cuda() };
     let mut compared = |graphs: bool| -> Result<Comparison, Failed> {
-        let mut subject = opened(folder, KV_BYTES, &settings, graphs)?;
+        let mut subject = opened(folder, KV_BYTES, &CudaSettings { graphs, ..settings.clone() })?;
         compare(&mut reference, &mut subject, &prompts, N_STEPS, tolerance).map_err(Failed::work)
     };
     let (recorded, launched) = (compared(true)?, compared(false)?);
@@ -106,7 +106,7 @@ pub(super) fn check_alike(folder: &Path, args: &EngineArgs) -> Result<Checked, F
         }
     };
     let compared = |graphs: bool| -> Result<Comparison, Failed> {
-        let mut subject = opened(folder, kv_bytes, &settings, graphs)?;
+        let mut subject = opened(folder, kv_bytes, &CudaSettings { graphs, ..settings.clone() })?;
         let vocab = engine::Backend::model(&subject).vocab;
         let prompts = match args.deterministic {
             true => ALIKE_PROMPTS.map(|len| any(len, vocab)).to_vec(),
@@ -119,13 +119,8 @@ pub(super) fn check_alike(folder: &Path, args: &EngineArgs) -> Result<Checked, F
     Ok(Checked { model, with: "itself, to the last bit", tolerance: Tolerance::NONE, recorded, launched })
 }
 
-fn opened(
-    folder: &Path,
-    kv_bytes: usize,
-    settings: &CudaSettings,
-    graphs: bool,
-) -> Result<CudaBackend, Failed> {
-    CudaBackend::open(folder, kv_bytes, &CudaSettings { graphs, ..settings.clone() }).map_err(Failed::start)
+fn opened(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Result<CudaBackend, Failed> {
+    CudaBackend::open(folder, kv_bytes, settings).map_err(Failed::start)
 }
 
 #[derive(Deserialize)]

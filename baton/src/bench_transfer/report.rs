@@ -147,10 +147,10 @@ impl TransferReports {
             }
             let mib = case.bytes as f64 / f64::from(1 << 20);
             let name = format!("{}, digests {}", case.connector, word(&case.digests));
-            add(&mut curves, name, Style::Dots, (mib, measured.rate / 1e9));
+            add(&mut curves, name, Style::Dots, mib, measured.rate / 1e9);
             if case.digests == Digests::On {
                 let plain = format!("plain ({})", case.connector);
-                add(&mut curves, plain, Style::Dashed, (mib, measured.plain_rate / 1e9));
+                add(&mut curves, plain, Style::Dashed, mib, measured.plain_rate / 1e9);
             }
         }
         for curve in &mut curves {
@@ -176,7 +176,8 @@ impl TransferReports {
     }
 }
 
-fn add(curves: &mut Vec<Curve>, name: String, style: Style, point: (f64, f64)) {
+fn add(curves: &mut Vec<Curve>, name: String, style: Style, x: f64, y: f64) {
+    let point = (x, y);
     match curves.iter_mut().find(|curve| curve.name == name) {
         Some(curve) => curve.points.push(point),
         None => curves.push(Curve { name, colour: curves.len(), points: vec![point], style }),

@@ -50,6 +50,13 @@ impl Grid {
     }
 }
 
+/// Bytes of GPU memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryBytes {
+    pub free: usize,
+    pub total: usize,
+}
+
 /// A point in the GPU's stream. Two markers measure the time between them.
 #[derive(Debug)]
 pub struct Marker(pub(super) CudaEvent);
@@ -88,8 +95,8 @@ impl Card {
         let name = context.name().map_err(CudaError::during("ask for the GPU's name"))?;
         let capability =
             context.compute_capability().map_err(CudaError::during("ask for the compute capability"))?;
-        let arch =
-            arch(capability).ok_or_else(|| CudaError::CardTooOld { name: name.clone(), capability })?;
+        let arch = arch(capability.0, capability.1)
+            .ok_or_else(|| CudaError::CardTooOld { name: name.clone(), capability })?;
         let arch = arch_instead.map_or(arch, str::to_owned);
         let nvrtc = nvrtc(nvrtc_folder)?;
         let n_multiprocessors = context
@@ -121,8 +128,10 @@ impl Card {
     }
 
     /// Returns the free and the total bytes of GPU memory.
-    pub fn memory(&self) -> Result<(usize, usize), CudaError> {
-        self.context.mem_get_info().map_err(CudaError::during("ask for the GPU's memory"))
+    pub fn memory(&self) -> Result<MemoryBytes, CudaError> {
+        let (free, total) =
+            self.context.mem_get_info().map_err(CudaError::during("ask for the GPU's memory"))?;
+        Ok(MemoryBytes { free, total })
     }
 
     /// Allocates memory with undefined content.
@@ -327,7 +336,7 @@ pub fn grid(x: usize, y: usize, threads: u32) -> Grid {
 
 /// Returns the architecture to compile for. Hopper's own instructions need `sm_90a`; that code runs on no
 /// other architecture.
-fn arch((major, minor): (i32, i32)) -> Option<String> {
+fn arch(major: i32, minor: i32) -> Option<String> {
     match (major, minor) {
         (9, 0) => Some("sm_90a".to_owned()),
         (8.., _) => Some(format!("sm_{major}{minor}")),
@@ -389,10 +398,10 @@ mod tests {
 
     #[test]
     fn each_card_has_its_code() {
-        assert_eq!(arch((9, 0)).as_deref(), Some("sm_90a"));
-        assert_eq!(arch((8, 6)).as_deref(), Some("sm_86"));
-        assert_eq!(arch((12, 0)).as_deref(), Some("sm_120"));
-        assert_eq!(arch((7, 5)), None);
+        assert_eq!(arch(9, 0).as_deref(), Some("sm_90a"));
+        assert_eq!(arch(8, 6).as_deref(), Some("sm_86"));
+        assert_eq!(arch(12, 0).as_deref(), Some("sm_120"));
+        assert_eq!(arch(7, 5), None);
     }
 
     #[test]

@@ -55,6 +55,13 @@ pub struct PageCopier {
     free_buffers: Mutex<Vec<JobBuffers>>,
 }
 
+/// Whether a copy job makes a digest of each head of each page that it moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PageDigests {
+    Make,
+    Skip,
+}
+
 /// A copy job in progress on the GPU. [`PageCopier::take`] waits for it.
 #[must_use = "the end of a copy job is known only once it is taken"]
 pub struct CopyJob {
@@ -72,7 +79,7 @@ pub struct CopyDone(pub(super) Arc<CudaEvent>);
 /// The fields of `WirePages` in wire.cu, in the same order. The struct is copied to the GPU as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Shape {
+struct WirePages {
     n_pages: u32,
     n_heads: u32,
     n_parts: u32,
@@ -86,7 +93,7 @@ struct Shape {
     to_part: u32,
 }
 
-impl Shape {
+impl WirePages {
     /// Sets the distances from K to V, for pages whose other heads differ between the two sides.
     fn between(self, from: PageRuns, to: PageRuns) -> Self {
         let part = |runs: PageRuns| u32::try_from(runs.part_bytes()).unwrap_or(u32::MAX);
@@ -133,7 +140,7 @@ impl PageCopier {
         self.start(Kind::Digest, shape, to_look_at(memory, &some), n_digests(&some))
     }
 
-    /// Copies pages from a peer's GPU by the faster of the two methods. Digests them if `digests`.
+    /// Copies pages from a peer's GPU by the faster of the two methods.
     ///
     /// The peer must not write the pages meanwhile. If it does, the copy is a mixture, which the digests
     /// reveal.
@@ -142,7 +149,7 @@ impl PageCopier {
         from: RemotePages<'_>,
         memory: &DeviceMemory,
         to: SomePages<'_>,
-        digests: bool,
+        digests: PageDigests,
     ) -> Result<CopyJob, CudaError> {
         let shape = self.checked(from, memory, &to)?;
         let pages = from.addresses().zip(addresses(memory, &to));
@@ -151,8 +158,8 @@ impl PageCopier {
         let rectangles = rectangles(&pages, to.n_of_layer, to.runs.page_bytes());
         if !are_whole || mean_bytes(&rectangles) < self.size.engine_bytes_min {
             return match digests {
-                true => self.pull(from, memory, to),
-                false => self.copy(from, memory, to),
+                PageDigests::Make => self.pull(from, memory, to),
+                PageDigests::Skip => self.copy(from, memory, to),
             };
         }
         self.bind()?;
@@ -163,8 +170,8 @@ impl PageCopier {
         // have no other user, as for kernels.
         let started = unsafe { self.engines.start(&rectangles, &self.verifier) };
         let copy_job = started.and_then(|()| match digests {
-            true => self.start(Kind::Digest, shape, to_look_at(memory, &to), n_digests(&to)),
-            false => self.copy_job(self.take_buffers(0, 0)?, 0, (&self.verifier, None)),
+            PageDigests::Make => self.start(Kind::Digest, shape, to_look_at(memory, &to), n_digests(&to)),
+            PageDigests::Skip => self.copy_job(self.take_buffers(0, 0)?, 0, &self.verifier, None),
         });
         // On an error no later wait covers the copies that have started, so they end here, before the pages
         // get another user.
@@ -193,14 +200,13 @@ impl PageCopier {
         self.start(Kind::Pull, shape, addresses(memory, &from).zip(to.addresses()), n_digests(&from))
     }
 
-    /// Packs pages one after the other into a slot, from an offset. Digests them in the same pass if
-    /// `digests`.
+    /// Packs pages one after the other into a slot, from an offset. Digests are made in the same pass.
     pub fn gather(
         &self,
         memory: &DeviceMemory,
         from: SomePages<'_>,
         to: SlotAt<'_>,
-        digests: bool,
+        digests: PageDigests,
     ) -> Result<CopyJob, CudaError> {
         let shape = self.shape(&from, memory)?.between(from.runs, from.runs.packed());
         let there = to.pages(&from)?;
@@ -213,7 +219,7 @@ impl PageCopier {
         from: SlotAt<'_>,
         memory: &DeviceMemory,
         to: SomePages<'_>,
-        digests: bool,
+        digests: PageDigests,
     ) -> Result<CopyJob, CudaError> {
         let shape = self.shape(&to, memory)?.between(to.runs.packed(), to.runs);
         let there = from.pages(&to)?;
@@ -222,14 +228,14 @@ impl PageCopier {
 
     fn start_moving(
         &self,
-        shape: Shape,
+        shape: WirePages,
         pages: impl Iterator<Item = (u64, u64)>,
         some: &SomePages<'_>,
-        digests: bool,
+        digests: PageDigests,
     ) -> Result<CopyJob, CudaError> {
         match digests {
-            true => self.start(Kind::Pull, shape, pages, n_digests(some)),
-            false => self.start(Kind::Copy, shape, pages, 0),
+            PageDigests::Make => self.start(Kind::Pull, shape, pages, n_digests(some)),
+            PageDigests::Skip => self.start(Kind::Copy, shape, pages, 0),
         }
     }
 
@@ -271,7 +277,7 @@ impl PageCopier {
         there: RemotePages<'_>,
         memory: &DeviceMemory,
         here: &SomePages<'_>,
-    ) -> Result<Shape, CudaError> {
+    ) -> Result<WirePages, CudaError> {
         let (kernel, RemotePages { memory: remote, offsets, runs }) = ("wire_pull", there);
         ensure(kernel, offsets.len() == here.places.len(), "the numbers of local and remote pages differ")?;
         let are_alike = runs.packed() == here.runs.packed();
@@ -295,7 +301,7 @@ impl PageCopier {
     }
 
     /// Checks that the kernels can move the pages, and describes the pages for them.
-    fn shape(&self, some: &SomePages<'_>, memory: &DeviceMemory) -> Result<Shape, CudaError> {
+    fn shape(&self, some: &SomePages<'_>, memory: &DeviceMemory) -> Result<WirePages, CudaError> {
         let (kernel, runs) = ("wire_pull", some.runs);
         ensure(kernel, some.places.len() <= PAGES_MAX, "more pages than one copy job takes")?;
         ensure(kernel, memory.ordinal() == self.context.ordinal(), "memory of another GPU")?;
@@ -321,7 +327,7 @@ impl PageCopier {
             "a partial page that is not whole vectors of 16 bytes",
         )?;
         let number = |size: usize| u32::try_from(size).unwrap_or(u32::MAX);
-        Ok(Shape {
+        Ok(WirePages {
             n_pages: number(some.places.len()),
             n_heads: number(runs.n_heads),
             n_parts: number(runs.n_parts),
@@ -347,7 +353,7 @@ impl PageCopier {
     fn start(
         &self,
         kind: Kind,
-        shape: Shape,
+        shape: WirePages,
         pages: impl Iterator<Item = (u64, u64)>,
         n_digests: usize,
     ) -> Result<CopyJob, CudaError> {
@@ -359,12 +365,12 @@ impl PageCopier {
             words.copy_from_slice(&[from, to]);
         }
         self.launch(kind, shape, &buffers, lane)?;
-        self.copy_job(buffers, n_digests, (lane, load))
+        self.copy_job(buffers, n_digests, lane, load)
     }
 
     /// Returns the stream for a job of this kind. Digests share one stream behind the copy engines' work;
     /// moves are distributed over the other streams.
-    fn lane(&self, kind: Kind, shape: Shape) -> (&CudaStream, Option<Load>) {
+    fn lane(&self, kind: Kind, shape: WirePages) -> (&CudaStream, Option<Load>) {
         match kind {
             Kind::Digest => (&self.verifier, None),
             Kind::Pull | Kind::Copy => {
@@ -379,7 +385,8 @@ impl PageCopier {
         &self,
         mut buffers: JobBuffers,
         n_digests: usize,
-        (lane, load): (&CudaStream, Option<Load>),
+        lane: &CudaStream,
+        load: Option<Load>,
     ) -> Result<CopyJob, CudaError> {
         buffers.n_jobs = buffers.n_jobs.wrapping_add(1);
         buffers.counter.count_behind(lane, buffers.n_jobs)?;
@@ -395,7 +402,7 @@ impl PageCopier {
     fn launch(
         &self,
         kind: Kind,
-        shape: Shape,
+        shape: WirePages,
         buffers: &JobBuffers,
         lane: &CudaStream,
     ) -> Result<(), CudaError> {

@@ -128,7 +128,8 @@ impl QueuePair {
         self.modify("let a queue pair send", step::sending(path))
     }
 
-    fn modify(&self, what: &'static str, (mut attr, mask): (QpAttr, i32)) -> Result<(), VerbsError> {
+    fn modify(&self, what: &'static str, step: step::PairStep) -> Result<(), VerbsError> {
+        let step::PairStep { mut attr, mask } = step;
         // JUSTIFICATION: a call into C.
         // SAFETY: the queue pair lives, and the structure is as large as the library's.
         let errno = unsafe { (self.functions().ibv_modify_qp)(self.qp.as_ptr(), &mut attr, mask) };
@@ -214,7 +215,7 @@ fn request(piece: &mut Sge, remote_addr: u64, rkey: u32) -> SendWr {
     }
 }
 
-/// The attributes of each step to a connection, and their mask bits.
+/// The steps to a connection, each with its attributes and their mask bits.
 mod step {
     use super::{AhAttr, PathTo, QpAttr, REMOTE_WRITE};
 
@@ -237,13 +238,18 @@ mod step {
     const NOT_READY_2_56_MS: u8 = 16;
     const HOPS_MAX: u8 = 64;
 
-    pub(super) fn initial(path: &PathTo) -> (QpAttr, i32) {
-        let attr =
-            QpAttr { qp_state: 1, port_num: path.port, qp_access_flags: REMOTE_WRITE, ..QpAttr::default() };
-        (attr, STATE | ACCESS | PKEY | PORT)
+    pub(super) struct PairStep {
+        pub(super) attr: QpAttr,
+        pub(super) mask: i32,
     }
 
-    pub(super) fn receiving(path: &PathTo) -> (QpAttr, i32) {
+    pub(super) fn initial(path: &PathTo) -> PairStep {
+        let attr =
+            QpAttr { qp_state: 1, port_num: path.port, qp_access_flags: REMOTE_WRITE, ..QpAttr::default() };
+        PairStep { attr, mask: STATE | ACCESS | PKEY | PORT }
+    }
+
+    pub(super) fn receiving(path: &PathTo) -> PairStep {
         let attr = QpAttr {
             qp_state: 2,
             path_mtu: path.mtu,
@@ -254,10 +260,11 @@ mod step {
             ah_attr: to(path),
             ..QpAttr::default()
         };
-        (attr, STATE | PATH | MTU | THEIR_NUMBER | THEIR_FIRST_PACKET | READS_THERE | NOT_READY_TIMER)
+        let mask = STATE | PATH | MTU | THEIR_NUMBER | THEIR_FIRST_PACKET | READS_THERE | NOT_READY_TIMER;
+        PairStep { attr, mask }
     }
 
-    pub(super) fn sending(path: &PathTo) -> (QpAttr, i32) {
+    pub(super) fn sending(path: &PathTo) -> PairStep {
         let attr = QpAttr {
             qp_state: 3,
             timeout: path.timeout,
@@ -267,7 +274,7 @@ mod step {
             max_rd_atomic: 1,
             ..QpAttr::default()
         };
-        (attr, STATE | TIMEOUT | RETRIES | RETRIES_NOT_READY | OUR_FIRST_PACKET | READS)
+        PairStep { attr, mask: STATE | TIMEOUT | RETRIES | RETRIES_NOT_READY | OUR_FIRST_PACKET | READS }
     }
 
     fn to(path: &PathTo) -> AhAttr {

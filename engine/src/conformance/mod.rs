@@ -3,14 +3,14 @@
 //! A check panics if the contract is broken. It compares tokens with each other, not with expected ones,
 //! because a model may sample any token.
 
-mod lane;
+mod sequence;
 pub mod sleep;
 
 use types::{Sampling, StopRules, TokenId};
 
 use crate::backend::Backend;
 use crate::step::StepBatch;
-use lane::{Blocks, Lane, LaneInput, collect, launch, step_together};
+use sequence::{Blocks, Sequence, SequenceInput, SequenceKv, collect, launch, step_together};
 
 /// The number of blocks that a backend under test needs.
 pub const BLOCKS_MIN: u32 = 64;
@@ -39,13 +39,13 @@ pub fn tokens_do_not_depend_on_the_batch(open: Open<'_>) {
     let alone: Vec<_> = prompts.iter().map(|prompt| generate_alone(open, prompt, prompt.len())).collect();
     let mut backend = open();
     let mut blocks = Blocks::default();
-    let mut lanes: Vec<Lane> =
-        prompts.iter().map(|prompt| Lane::new(prompt, &mut blocks, backend.model(), N_STEPS)).collect();
+    let mut sequences: Vec<Sequence> =
+        prompts.iter().map(|prompt| Sequence::new(prompt, &mut blocks, backend.model(), N_STEPS)).collect();
     for _ in 0..N_STEPS {
-        step_together(backend.as_mut(), &mut lanes);
+        step_together(backend.as_mut(), &mut sequences);
     }
-    for (lane, alone) in lanes.iter().zip(alone) {
-        assert_eq!(lane.generated(), alone, "batched against alone");
+    for (sequence, alone) in sequences.iter().zip(alone) {
+        assert_eq!(sequence.generated(), alone, "batched against alone");
     }
 }
 
@@ -64,17 +64,17 @@ pub fn previous_is_the_token_in_flight(open: Open<'_>) {
     let prompt = prompt(19, 5);
     let expected = generate_alone(open, &prompt, prompt.len());
     let mut backend = open();
-    let mut lane = Lane::new(&prompt, &mut Blocks::default(), backend.model(), N_STEPS);
-    let mut in_flight = launch(backend.as_mut(), &[(&lane, LaneInput::Known(lane.remaining()))]);
+    let mut sequence = Sequence::new(&prompt, &mut Blocks::default(), backend.model(), N_STEPS);
+    let mut in_flight = launch(backend.as_mut(), &[(&sequence, SequenceInput::Known(sequence.remaining()))]);
     for _ in 1..N_STEPS {
-        let next = launch(backend.as_mut(), &[(&lane, LaneInput::InFlight)]);
+        let next = launch(backend.as_mut(), &[(&sequence, SequenceInput::InFlight)]);
         let output = collect(backend.as_mut(), in_flight);
-        lane.accept(lane.remaining(), &output, 0);
+        sequence.accept(sequence.remaining(), &output, 0);
         in_flight = next;
     }
     let output = collect(backend.as_mut(), in_flight);
-    lane.accept(lane.remaining(), &output, 0);
-    assert_eq!(lane.generated(), expected);
+    sequence.accept(sequence.remaining(), &output, 0);
+    assert_eq!(sequence.generated(), expected);
 }
 
 /// Checks "recomputed": KV of tokens that were decoded one by one is recomputed as a prompt.
@@ -83,11 +83,11 @@ pub fn recomputed_is_as_decoded(open: Open<'_>) {
     let expected = generate_alone(open, &prompt, prompt.len());
     let half = N_STEPS / 2;
     let mut backend = open();
-    let mut lane = continued(&prompt, &expected[..half], backend.as_ref());
+    let mut sequence = continued(&prompt, &expected[..half], backend.as_ref());
     for _ in half..N_STEPS {
-        step_together(backend.as_mut(), std::slice::from_mut(&mut lane));
+        step_together(backend.as_mut(), std::slice::from_mut(&mut sequence));
     }
-    assert_eq!(lane.generated(), expected);
+    assert_eq!(sequence.generated(), expected);
 }
 
 /// Checks "with KV from another node": KV is copied into another backend's memory, into other blocks.
@@ -95,10 +95,11 @@ pub fn moved_kv_is_as_good(open: Open<'_>) {
     let prompt = prompt(41, 7);
     let expected = generate_alone(open, &prompt, prompt.len());
     let (mut from, mut to) = (open(), open());
-    let mut sender = Lane::new(&prompt, &mut Blocks::default(), from.model(), N_STEPS);
+    let mut sender = Sequence::new(&prompt, &mut Blocks::default(), from.model(), N_STEPS);
     step_together(from.as_mut(), std::slice::from_mut(&mut sender));
-    let mut receiver = Lane::new(&prompt, &mut Blocks::starting_at(7), to.model(), N_STEPS);
-    lane::copy_kv((from.memory(), &sender), (to.memory(), &receiver));
+    let mut receiver = Sequence::new(&prompt, &mut Blocks::starting_at(7), to.model(), N_STEPS);
+    let sent = SequenceKv { memory: from.memory(), sequence: &sender };
+    sequence::copy_kv(sent, SequenceKv { memory: to.memory(), sequence: &receiver });
     receiver.take_over(&sender);
     for _ in 1..N_STEPS {
         step_together(to.as_mut(), std::slice::from_mut(&mut receiver));
@@ -116,12 +117,12 @@ pub fn draws_are_keyed_by_seed_and_position(open: Open<'_>) {
 
 fn draw_with_seed(open: Open<'_>, seed: u64, known: &[TokenId]) -> Vec<TokenId> {
     let mut backend = open();
-    let mut lane = continued(&prompt(9, 8), known, backend.as_ref());
-    lane.sampling = Sampling { temperature: 1.0, seed, ..Sampling::default() };
+    let mut sequence = continued(&prompt(9, 8), known, backend.as_ref());
+    sequence.sampling = Sampling { temperature: 1.0, seed, ..Sampling::default() };
     for _ in known.len()..N_STEPS {
-        step_together(backend.as_mut(), std::slice::from_mut(&mut lane));
+        step_together(backend.as_mut(), std::slice::from_mut(&mut sequence));
     }
-    lane.generated().to_vec()
+    sequence.generated().to_vec()
 }
 
 /// Checks "it does not sample forbidden tokens".
@@ -129,17 +130,17 @@ pub fn forbidden_tokens_are_not_drawn(open: Open<'_>) {
     let prompt = prompt(6, 9);
     let usual = generate_alone(open, &prompt, prompt.len());
     let mut backend = open();
-    let mut lane = Lane::new(&prompt, &mut Blocks::default(), backend.model(), N_STEPS);
-    lane.stop = StopRules { min_tokens: 1, stop_tokens: vec![usual[0]], ..lane.stop.clone() };
-    step_together(backend.as_mut(), std::slice::from_mut(&mut lane));
-    assert_ne!(lane.generated()[0], usual[0], "a stop token before min_tokens");
+    let mut sequence = Sequence::new(&prompt, &mut Blocks::default(), backend.model(), N_STEPS);
+    sequence.stop = StopRules { min_tokens: 1, stop_tokens: vec![usual[0]], ..sequence.stop.clone() };
+    step_together(backend.as_mut(), std::slice::from_mut(&mut sequence));
+    assert_ne!(sequence.generated()[0], usual[0], "a stop token before min_tokens");
 }
 
 /// Checks "the step's fence opens for a layer when that layer's KV of all rows is written".
 pub fn fences_open_for_every_layer(open: Open<'_>) {
     let mut backend = open();
-    let lane = Lane::new(&prompt(20, 10), &mut Blocks::default(), backend.model(), N_STEPS);
-    let launched = launch(backend.as_mut(), &[(&lane, LaneInput::Known(lane.remaining()))]);
+    let sequence = Sequence::new(&prompt(20, 10), &mut Blocks::default(), backend.model(), N_STEPS);
+    let launched = launch(backend.as_mut(), &[(&sequence, SequenceInput::Known(sequence.remaining()))]);
     let fence = launched.fence().clone();
     collect(backend.as_mut(), launched);
     let layers = backend.model().layout.groups.iter().flat_map(|group| &group.layers);
@@ -152,9 +153,9 @@ pub fn fences_open_for_every_layer(open: Open<'_>) {
 /// Checks "at most `STEPS_IN_FLIGHT_MAX` are in flight".
 pub fn no_third_step_is_launched(open: Open<'_>) {
     let mut backend = open();
-    let lane = Lane::new(&prompt(4, 11), &mut Blocks::default(), backend.model(), N_STEPS);
-    let first = launch(backend.as_mut(), &[(&lane, LaneInput::Known(lane.remaining()))]);
-    let second = launch(backend.as_mut(), &[(&lane, LaneInput::InFlight)]);
+    let sequence = Sequence::new(&prompt(4, 11), &mut Blocks::default(), backend.model(), N_STEPS);
+    let first = launch(backend.as_mut(), &[(&sequence, SequenceInput::Known(sequence.remaining()))]);
+    let second = launch(backend.as_mut(), &[(&sequence, SequenceInput::InFlight)]);
     assert!(backend.launch(StepBatch { rows: &[] }).is_err(), "a third step in flight");
     collect(backend.as_mut(), first);
     collect(backend.as_mut(), second);
@@ -163,20 +164,20 @@ pub fn no_third_step_is_launched(open: Open<'_>) {
 /// Returns the tokens after `prompt`, computed alone in chunks of `chunk` tokens.
 fn generate_alone(open: Open<'_>, prompt: &[TokenId], chunk: usize) -> Vec<TokenId> {
     let mut backend = open();
-    let mut lane = Lane::new(prompt, &mut Blocks::default(), backend.model(), N_STEPS);
-    while lane.generated().len() < N_STEPS {
-        let n_tokens = lane.remaining().min(chunk);
-        let launched = launch(backend.as_mut(), &[(&lane, LaneInput::Known(n_tokens))]);
+    let mut sequence = Sequence::new(prompt, &mut Blocks::default(), backend.model(), N_STEPS);
+    while sequence.generated().len() < N_STEPS {
+        let n_tokens = sequence.remaining().min(chunk);
+        let launched = launch(backend.as_mut(), &[(&sequence, SequenceInput::Known(n_tokens))]);
         let output = collect(backend.as_mut(), launched);
-        lane.accept(n_tokens, &output, 0);
+        sequence.accept(n_tokens, &output, 0);
     }
-    lane.generated().to_vec()
+    sequence.generated().to_vec()
 }
 
-/// Makes a lane that has `generated` after `prompt`, with nothing computed.
-fn continued(prompt: &[TokenId], generated: &[TokenId], backend: &dyn Backend) -> Lane {
+/// Makes a sequence that has `generated` after `prompt`, with nothing computed.
+fn continued(prompt: &[TokenId], generated: &[TokenId], backend: &dyn Backend) -> Sequence {
     let tokens: Vec<TokenId> = prompt.iter().chain(generated).copied().collect();
-    Lane::new(&tokens, &mut Blocks::default(), backend.model(), N_STEPS).continuing(prompt.len())
+    Sequence::new(&tokens, &mut Blocks::default(), backend.model(), N_STEPS).continuing(prompt.len())
 }
 
 /// Makes a prompt of letters that differ between prompts.

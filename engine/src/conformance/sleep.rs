@@ -3,7 +3,7 @@
 use kv_cache::KvMemory;
 use types::GroupIdx;
 
-use super::lane::{Blocks, Lane, LaneInput, collect, launch, step_together};
+use super::sequence::{Blocks, Sequence, SequenceInput, collect, launch, step_together};
 use super::{N_STEPS, Open, prompt};
 use crate::backend::Backend;
 use crate::error::BackendError;
@@ -16,12 +16,12 @@ pub fn suite(open: Open<'_>) {
     memory_that_others_hold_keeps_it_awake(open);
 }
 
-fn generate(backend: &mut dyn Backend) -> Lane {
-    let mut lane = Lane::new(&prompt(37, 12), &mut Blocks::default(), backend.model(), N_STEPS);
+fn generate(backend: &mut dyn Backend) -> Sequence {
+    let mut sequence = Sequence::new(&prompt(37, 12), &mut Blocks::default(), backend.model(), N_STEPS);
     for _ in 0..N_STEPS {
-        step_together(backend, std::slice::from_mut(&mut lane));
+        step_together(backend, std::slice::from_mut(&mut sequence));
     }
-    lane
+    sequence
 }
 
 fn slept(backend: Box<dyn Backend>) -> Box<dyn Backend> {
@@ -44,17 +44,17 @@ fn tokens_are_the_same_after_sleep(open: Open<'_>) {
 /// Checks "with empty KV": the pages are zero.
 fn kv_is_gone_after_sleep(open: Open<'_>) {
     let mut backend = open();
-    let lane = generate(backend.as_mut());
-    assert!(n_pages(backend.memory(), &lane, |byte| byte != 0) > 0, "KV was written");
+    let sequence = generate(backend.as_mut());
+    assert!(n_pages(backend.memory(), &sequence, |byte| byte != 0) > 0, "KV was written");
     let backend = slept(backend);
-    assert_eq!(n_pages(backend.memory(), &lane, |byte| byte != 0), 0, "pages that are not empty");
+    assert_eq!(n_pages(backend.memory(), &sequence, |byte| byte != 0), 0, "pages that are not empty");
 }
 
 /// Checks that sleep "fails without effect while a launched step is not collected".
 fn a_step_in_flight_keeps_it_awake(open: Open<'_>) {
     let mut backend = open();
-    let lane = Lane::new(&prompt(8, 13), &mut Blocks::default(), backend.model(), N_STEPS);
-    let launched = launch(backend.as_mut(), &[(&lane, LaneInput::Known(lane.remaining()))]);
+    let sequence = Sequence::new(&prompt(8, 13), &mut Blocks::default(), backend.model(), N_STEPS);
+    let launched = launch(backend.as_mut(), &[(&sequence, SequenceInput::Known(sequence.remaining()))]);
     let refused = backend.sleep().expect_err("a step is in flight");
     assert!(matches!(refused.why, BackendError::Order(_)), "{refused}");
     let mut backend = refused.backend;
@@ -75,11 +75,11 @@ fn memory_that_others_hold_keeps_it_awake(open: Open<'_>) {
     assert_eq!(generate(backend.as_mut()).generated(), before.generated());
 }
 
-/// Counts the pages of a lane's blocks in which at least one byte satisfies `is_such`.
-fn n_pages(memory: &KvMemory, lane: &Lane, is_such: impl Fn(u8) -> bool) -> usize {
+/// Counts the pages of a sequence's blocks in which at least one byte satisfies `is_such`.
+fn n_pages(memory: &KvMemory, sequence: &Sequence, is_such: impl Fn(u8) -> bool) -> usize {
     let layers = |group: GroupIdx| 0..memory.layout().group(group).layers.len() as u16;
     let mut n_pages = 0;
-    for (group, blocks) in memory.layout().group_indices().zip(lane.tables()) {
+    for (group, blocks) in memory.layout().group_indices().zip(sequence.tables()) {
         for (rank, layer_pos) in
             (0..memory.n_ranks()).flat_map(|rank| layers(group).map(move |pos| (rank, pos)))
         {

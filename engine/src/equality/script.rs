@@ -10,7 +10,7 @@ use crate::step::{Launched, Row, RowInput, SampleSpec, Sampled, SlotId, StepBatc
 const N_TOP: u8 = 20;
 /// The number of rows of a large batch: more than kernels for few rows support, and not a multiple of a tile.
 const CROWD: usize = 141;
-/// The number of tokens at a prompt's end that every second lane of a crowd computes one by one.
+/// The number of tokens at a prompt's end that every second sequence of a crowd computes one by one.
 const ONE_BY_ONE: usize = 40;
 
 /// The backend under comparison, with the bounds.
@@ -24,7 +24,7 @@ pub(super) struct Script<'a> {
 /// One row of a step.
 #[derive(Clone, Copy, Debug)]
 struct Piece<'a> {
-    lane: usize,
+    sequence: usize,
     input: RowInput<'a>,
     start: usize,
     /// `None` if the row samples no token; else whether its alternatives are compared.
@@ -41,7 +41,8 @@ pub(super) fn truth(
     let mut steps = Vec::with_capacity(n_steps);
     let mut start = 0;
     for _ in 0..n_steps {
-        let piece = Piece { lane: 0, input: RowInput::Tokens(&tokens[start..]), start, draws: Some(true) };
+        let piece =
+            Piece { sequence: 0, input: RowInput::Tokens(&tokens[start..]), start, draws: Some(true) };
         let drawn = step(reference, "the reference", 1, &[piece])?;
         let best = best(drawn.into_iter().next().flatten());
         start = tokens.len();
@@ -98,9 +99,9 @@ impl Script<'_> {
         let half = truth.steps.len() / 2;
         let n_known = truth.prompt.len() + half;
         let other: Vec<TokenId> = tokens[..n_known].iter().rev().copied().collect();
-        self.one(company, Piece { lane: 0, input: RowInput::Tokens(&other), start: 0, draws: None })?;
+        self.one(company, Piece { sequence: 0, input: RowInput::Tokens(&other), start: 0, draws: None })?;
         let again =
-            Piece { lane: 0, input: RowInput::Tokens(&tokens[..n_known]), start: 0, draws: Some(true) };
+            Piece { sequence: 0, input: RowInput::Tokens(&tokens[..n_known]), start: 0, draws: Some(true) };
         let drawn = self.one(company, again)?;
         self.see(company, truth, half, drawn);
         self.go_on(company, truth, half + 1)
@@ -110,11 +111,12 @@ impl Script<'_> {
     /// host knows it. After the first token that differs near a tie, the two continuations diverge.
     fn unseen(&mut self, truth: &Truth) -> Result<(), CompareError> {
         let company = "in flight";
-        let prompt = Piece { lane: 0, input: RowInput::Tokens(&truth.prompt), start: 0, draws: Some(false) };
+        let prompt =
+            Piece { sequence: 0, input: RowInput::Tokens(&truth.prompt), start: 0, draws: Some(false) };
         let mut in_flight = launch(self.backend, 1, &[prompt])?;
         for (nth, expected) in truth.steps.iter().enumerate() {
             let position = truth.prompt.len() + nth;
-            let piece = Piece { lane: 0, input: RowInput::Previous, start: position, draws: Some(false) };
+            let piece = Piece { sequence: 0, input: RowInput::Previous, start: position, draws: Some(false) };
             let is_last = nth + 1 == truth.steps.len();
             let next = if is_last { None } else { Some(launch(self.backend, 1, &[piece])?) };
             let drawn = collect(self.backend, company, in_flight)?.into_iter().next().flatten();
@@ -140,26 +142,31 @@ impl Script<'_> {
         let last = |truth: &Truth| truth.prompt.len() + truth.steps.len() - 1;
         for turn in 0.. {
             let mut pieces = Vec::new();
-            for (lane, truth) in truths.iter().enumerate() {
+            for (sequence, truth) in truths.iter().enumerate() {
                 // Each sequence starts one turn after the previous one, with another chunk size, so that
                 // steps mix chunks and single tokens.
-                if turn < lane || n_computed[lane] >= last(truth) {
+                if turn < sequence || n_computed[sequence] >= last(truth) {
                     continue;
                 }
-                let start = n_computed[lane];
-                let end = (start + 5 + 9 * lane).min(truth.prompt.len()).max(start + 1);
+                let start = n_computed[sequence];
+                let end = (start + 5 + 9 * sequence).min(truth.prompt.len()).max(start + 1);
                 let draws = (end >= truth.prompt.len()).then_some(true);
-                pieces.push(Piece { lane, input: RowInput::Tokens(&tokens[lane][start..end]), start, draws });
-                n_computed[lane] = end;
+                pieces.push(Piece {
+                    sequence,
+                    input: RowInput::Tokens(&tokens[sequence][start..end]),
+                    start,
+                    draws,
+                });
+                n_computed[sequence] = end;
             }
             if pieces.is_empty() && turn >= truths.len() {
                 return Ok(());
             }
             let drawn = step(self.backend, company, truths.len(), &pieces)?;
             for (piece, drawn) in pieces.iter().zip(drawn) {
-                let truth = &truths[piece.lane];
+                let truth = &truths[piece.sequence];
                 if piece.draws.is_some() {
-                    self.see(company, truth, n_computed[piece.lane] - truth.prompt.len(), drawn);
+                    self.see(company, truth, n_computed[piece.sequence] - truth.prompt.len(), drawn);
                 }
             }
         }
@@ -167,59 +174,65 @@ impl Script<'_> {
     }
 
     /// Runs each prompt many times, with all single tokens in one step: more rows than one kernel call
-    /// supports. Every second lane also computes the end of the prompt token by token.
+    /// supports. Every second sequence also computes the end of the prompt token by token.
     pub(super) fn in_a_crowd(&mut self, truths: &[Truth]) -> Result<(), CompareError> {
         let company = "in a crowd";
         let tokens: Vec<Vec<TokenId>> = truths.iter().map(Truth::tokens).collect();
-        let n_lanes = self.crowd(&tokens);
-        let nth = |lane: usize| lane % truths.len();
-        let mut n_computed = Vec::with_capacity(n_lanes);
-        for lane in 0..n_lanes {
-            let one_by_one = if lane % 2 == 0 { 1 } else { ONE_BY_ONE };
-            let at_once = truths[nth(lane)].prompt.len().saturating_sub(one_by_one);
-            let input = RowInput::Tokens(&tokens[nth(lane)][..at_once]);
+        let n_sequences = self.crowd(&tokens);
+        let nth = |sequence: usize| sequence % truths.len();
+        let mut n_computed = Vec::with_capacity(n_sequences);
+        for sequence in 0..n_sequences {
+            let one_by_one = if sequence % 2 == 0 { 1 } else { ONE_BY_ONE };
+            let at_once = truths[nth(sequence)].prompt.len().saturating_sub(one_by_one);
+            let input = RowInput::Tokens(&tokens[nth(sequence)][..at_once]);
             if at_once > 0 {
-                step(self.backend, company, n_lanes, &[Piece { lane, input, start: 0, draws: None }])?;
+                step(
+                    self.backend,
+                    company,
+                    n_sequences,
+                    &[Piece { sequence, input, start: 0, draws: None }],
+                )?;
             }
             n_computed.push(at_once);
         }
         loop {
-            let going = (0..n_lanes).filter(|lane| n_computed[*lane] + 1 < tokens[nth(*lane)].len());
+            let going =
+                (0..n_sequences).filter(|sequence| n_computed[*sequence] + 1 < tokens[nth(*sequence)].len());
             let pieces: Vec<Piece<'_>> = going
-                .map(|lane| {
-                    let start = n_computed[lane];
-                    let draws = (start + 1 >= truths[nth(lane)].prompt.len()).then_some(true);
-                    let input = RowInput::Tokens(&tokens[nth(lane)][start..=start]);
-                    Piece { lane, input, start, draws }
+                .map(|sequence| {
+                    let start = n_computed[sequence];
+                    let draws = (start + 1 >= truths[nth(sequence)].prompt.len()).then_some(true);
+                    let input = RowInput::Tokens(&tokens[nth(sequence)][start..=start]);
+                    Piece { sequence, input, start, draws }
                 })
                 .collect();
             if pieces.is_empty() {
                 return Ok(());
             }
-            let drawn = step(self.backend, company, n_lanes, &pieces)?;
+            let drawn = step(self.backend, company, n_sequences, &pieces)?;
             for (piece, drawn) in pieces.iter().zip(drawn) {
-                n_computed[piece.lane] += 1;
-                let truth = &truths[nth(piece.lane)];
+                n_computed[piece.sequence] += 1;
+                let truth = &truths[nth(piece.sequence)];
                 if piece.draws.is_some() {
-                    self.see(company, truth, n_computed[piece.lane] - truth.prompt.len(), drawn);
+                    self.see(company, truth, n_computed[piece.sequence] - truth.prompt.len(), drawn);
                 }
             }
         }
     }
 
-    /// Returns the number of lanes of a crowd, bounded by the number of blocks.
+    /// Returns the number of sequences of a crowd, bounded by the number of blocks.
     fn crowd(&self, tokens: &[Vec<TokenId>]) -> usize {
         let longest = tokens.iter().map(Vec::len).max().unwrap_or(0);
         let layout = &self.backend.model().layout;
-        // Two blocks more are counted, because blocks of a lane are taken in pairs.
-        let of_lane = layout.groups.len() * (layout.blocks_for(longest) + 2);
-        CROWD.min(self.backend.memory().n_blocks() as usize / of_lane)
+        // Two blocks more are counted, because blocks of a sequence are taken in pairs.
+        let of_sequence = layout.groups.len() * (layout.blocks_for(longest) + 2);
+        CROWD.min(self.backend.memory().n_blocks() as usize / of_sequence)
     }
 
     fn prefill(
         &mut self,
         company: &'static str,
-        lane: usize,
+        sequence: usize,
         truth: &Truth,
         first: usize,
         chunk: usize,
@@ -227,7 +240,7 @@ impl Script<'_> {
         for start in (first..truth.prompt.len()).step_by(chunk.max(1)) {
             let end = (start + chunk).min(truth.prompt.len());
             let draws = (end == truth.prompt.len()).then_some(true);
-            let piece = Piece { lane, input: RowInput::Tokens(&truth.prompt[start..end]), start, draws };
+            let piece = Piece { sequence, input: RowInput::Tokens(&truth.prompt[start..end]), start, draws };
             let drawn = self.one(company, piece)?;
             if draws.is_some() {
                 self.see(company, truth, 0, drawn);
@@ -241,7 +254,7 @@ impl Script<'_> {
         for nth in first..truth.steps.len() {
             let token = [truth.steps[nth - 1].token()];
             let start = truth.prompt.len() + nth - 1;
-            let piece = Piece { lane: 0, input: RowInput::Tokens(&token), start, draws: Some(true) };
+            let piece = Piece { sequence: 0, input: RowInput::Tokens(&token), start, draws: Some(true) };
             let drawn = self.one(company, piece)?;
             self.see(company, truth, nth, drawn);
         }
@@ -275,23 +288,29 @@ fn best(drawn: Option<Sampled>) -> Vec<(TokenId, f32)> {
 fn step(
     backend: &mut dyn Backend,
     company: &'static str,
-    n_lanes: usize,
+    n_sequences: usize,
     pieces: &[Piece<'_>],
 ) -> Result<Vec<Option<Sampled>>, CompareError> {
-    let launched = launch(backend, n_lanes, pieces)?;
+    let launched = launch(backend, n_sequences, pieces)?;
     collect(backend, company, launched)
 }
 
-fn launch(backend: &mut dyn Backend, n_lanes: usize, pieces: &[Piece<'_>]) -> Result<Launched, CompareError> {
+fn launch(
+    backend: &mut dyn Backend,
+    n_sequences: usize,
+    pieces: &[Piece<'_>],
+) -> Result<Launched, CompareError> {
     let n_groups = backend.model().layout.groups.len();
     // The blocks have the largest possible distances, and are not in order.
-    let stride = backend.memory().n_blocks() as usize / (n_lanes * n_groups).max(1);
-    let table = |lane: usize, group: usize| -> Vec<BlockIdx> {
-        let first = (lane * n_groups + group) * stride;
+    let stride = backend.memory().n_blocks() as usize / (n_sequences * n_groups).max(1);
+    let table = |sequence: usize, group: usize| -> Vec<BlockIdx> {
+        let first = (sequence * n_groups + group) * stride;
         (0..stride).map(|nth| BlockIdx((first + (nth ^ 1).min(stride - 1)) as u32)).collect()
     };
-    let tables: Vec<Vec<Vec<BlockIdx>>> =
-        pieces.iter().map(|piece| (0..n_groups).map(|group| table(piece.lane, group)).collect()).collect();
+    let tables: Vec<Vec<Vec<BlockIdx>>> = pieces
+        .iter()
+        .map(|piece| (0..n_groups).map(|group| table(piece.sequence, group)).collect())
+        .collect();
     let tables: Vec<Vec<&[BlockIdx]>> =
         tables.iter().map(|groups| groups.iter().map(Vec::as_slice).collect()).collect();
     let seen = Sampling { logprobs: Some(N_TOP), ..Sampling::default() };
@@ -307,7 +326,7 @@ fn launch(backend: &mut dyn Backend, n_lanes: usize, pieces: &[Piece<'_>]) -> Re
         .iter()
         .zip(&tables)
         .map(|(piece, tables)| Row {
-            slot: SlotId(piece.lane as u64),
+            slot: SlotId(piece.sequence as u64),
             input: piece.input,
             start: piece.start,
             tables,

@@ -32,7 +32,7 @@ fn the_processor_gives_equal_results_in_large_batches() {
     let comparison =
         compare_with_itself(&mut opened("qwen2", KvDtype::Bf16), &prompts(), 3).expect("it is compared");
     assert!(comparison.is_equal(), "{:?}", comparison.wrong);
-    // The rest after the comparisons with the reference is the crowd's: each of its lanes samples three
+    // The rest after the comparisons with the reference is the crowd's: each of its sequences samples three
     // tokens.
     let of_crowd = comparison.n_tokens - (3 * (3 * 4 + 2 + 3) + 3 * 3);
     assert!(of_crowd.is_multiple_of(3) && of_crowd >= 3 * 100, "{of_crowd}");

@@ -4,7 +4,7 @@
 //! each token is the input of the next step before the host has read it.
 
 mod decode;
-mod lanes;
+mod sequences;
 pub mod sleep_cycles;
 mod offline;
 mod prompts;
@@ -85,7 +85,7 @@ impl Offline {
         self.rows_max.min(self.n_requests)
     }
 
-    fn tokens_of_lane(&self) -> usize {
+    fn tokens_of_sequence(&self) -> usize {
         self.prompt_tokens + self.output_tokens
     }
 }
@@ -94,10 +94,10 @@ impl Workload {
     /// Rejects measurements that need more KV memory, before they start.
     pub fn ensure_room(&self, backend: &dyn Backend) -> Result<(), MeasureError> {
         let prompts = self.prompts.iter().map(|prompt_tokens| (1, *prompt_tokens));
-        let steps = self.batches.iter().map(|rows| (*rows, decode::tokens_of_lane(self.context_tokens)));
-        let offline = self.offline.iter().map(|offline| (offline.rows(), offline.tokens_of_lane()));
+        let steps = self.batches.iter().map(|rows| (*rows, decode::tokens_of_sequence(self.context_tokens)));
+        let offline = self.offline.iter().map(|offline| (offline.rows(), offline.tokens_of_sequence()));
         let mut all = prompts.chain(steps).chain(offline);
-        all.try_for_each(|(n_lanes, n_tokens)| lanes::ensure_room(backend, n_lanes, n_tokens))
+        all.try_for_each(|(n_sequences, n_tokens)| sequences::ensure_room(backend, n_sequences, n_tokens))
     }
 }
 

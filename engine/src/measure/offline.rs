@@ -5,15 +5,15 @@ use std::collections::VecDeque;
 
 use tokio::time::Instant;
 
-use super::lanes::{LaneInput, Lanes, collect};
+use super::sequences::{SequenceInput, Sequences, collect};
 use super::{MeasureError, Offline, OfflineTimes};
 use crate::backend::Backend;
 use crate::step::Launched;
 
-/// A request that has a lane.
+/// A request that has a sequence.
 #[derive(Clone, Copy, Debug)]
 struct Running {
-    lane: usize,
+    sequence: usize,
     n_computed: usize,
     /// Whether the last launched step samples its last token.
     is_in_flight: bool,
@@ -24,18 +24,18 @@ struct Running {
 struct Queue {
     of: Offline,
     n_waiting: usize,
-    free_lanes: Vec<usize>,
+    free_sequences: Vec<usize>,
     running: VecDeque<Running>,
     n_done: usize,
 }
 
 pub(super) fn measure(backend: &mut dyn Backend, of: Offline) -> Result<OfflineTimes, MeasureError> {
-    let (rows, n_tokens) = (of.rows(), of.tokens_of_lane());
-    let lanes = Lanes::new(backend, rows, of.prompt_tokens, n_tokens)?;
+    let (rows, n_tokens) = (of.rows(), of.tokens_of_sequence());
+    let sequences = Sequences::new(backend, rows, of.prompt_tokens, n_tokens)?;
     let mut queue = Queue {
         of,
         n_waiting: of.n_requests,
-        free_lanes: (0..rows).rev().collect(),
+        free_sequences: (0..rows).rev().collect(),
         running: VecDeque::with_capacity(rows),
         n_done: 0,
     };
@@ -44,7 +44,7 @@ pub(super) fn measure(backend: &mut dyn Backend, of: Offline) -> Result<OfflineT
     let mut steps = 0;
     while queue.n_done < of.n_requests {
         let parts = queue.next_step();
-        let next = if parts.is_empty() { None } else { Some(lanes.launch(backend, &parts)?) };
+        let next = if parts.is_empty() { None } else { Some(sequences.launch(backend, &parts)?) };
         steps += usize::from(next.is_some());
         if let Some(step) = std::mem::replace(&mut in_flight, next) {
             collect(backend, step)?;
@@ -59,7 +59,7 @@ pub(super) fn measure(backend: &mut dyn Backend, of: Offline) -> Result<OfflineT
 
 impl Queue {
     /// Returns the rows of the next step. Lengths are fixed, so the host need not read tokens between steps.
-    fn next_step(&mut self) -> Vec<(usize, LaneInput)> {
+    fn next_step(&mut self) -> Vec<(usize, SequenceInput)> {
         let mut tokens_left = self.of.step_tokens;
         let mut parts = Vec::with_capacity(self.running.len());
         self.admit();
@@ -69,30 +69,30 @@ impl Queue {
         for request in decoding.into_iter().chain(computing) {
             if let Some(part) = request.next(self.of, tokens_left) {
                 tokens_left -= part.n_tokens();
-                parts.push((request.lane, part));
+                parts.push((request.sequence, part));
             }
         }
         let end = self.of.prompt_tokens + self.of.output_tokens - 1;
         let (done, going): (VecDeque<_>, VecDeque<_>) =
             self.running.drain(..).partition(|request| request.n_computed == end);
         self.n_done += done.len();
-        self.free_lanes.extend(done.iter().map(|request| request.lane));
+        self.free_sequences.extend(done.iter().map(|request| request.sequence));
         self.running = going;
         parts
     }
 
     fn admit(&mut self) {
         while self.n_waiting > 0
-            && let Some(lane) = self.free_lanes.pop()
+            && let Some(sequence) = self.free_sequences.pop()
         {
             self.n_waiting -= 1;
-            self.running.push_back(Running { lane, n_computed: 0, is_in_flight: false });
+            self.running.push_back(Running { sequence, n_computed: 0, is_in_flight: false });
         }
     }
 }
 
 impl Running {
-    fn next(&mut self, of: Offline, tokens_left: usize) -> Option<LaneInput> {
+    fn next(&mut self, of: Offline, tokens_left: usize) -> Option<SequenceInput> {
         if tokens_left == 0 {
             return None;
         }
@@ -100,11 +100,11 @@ impl Running {
         if start >= of.prompt_tokens {
             let is_in_flight = std::mem::replace(&mut self.is_in_flight, true);
             self.n_computed += 1;
-            return Some(LaneInput::Next { position: start, is_in_flight });
+            return Some(SequenceInput::Next { position: start, is_in_flight });
         }
         let end = (start + tokens_left).min(of.prompt_tokens);
         self.n_computed = end;
         self.is_in_flight = end == of.prompt_tokens;
-        Some(LaneInput::Prompt { start, end })
+        Some(SequenceInput::Prompt { start, end })
     }
 }

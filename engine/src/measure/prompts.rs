@@ -2,7 +2,7 @@
 
 use tokio::time::Instant;
 
-use super::lanes::{LaneInput, Lanes, collect};
+use super::sequences::{SequenceInput, Sequences, collect};
 use super::{MeasureError, PromptTimes, Times};
 use crate::backend::Backend;
 
@@ -14,11 +14,11 @@ pub(super) fn measure(
     prompt_tokens: usize,
     step_tokens: usize,
 ) -> Result<PromptTimes, MeasureError> {
-    let lanes = Lanes::new(backend, 1, prompt_tokens, prompt_tokens)?;
+    let sequences = Sequences::new(backend, 1, prompt_tokens, prompt_tokens)?;
     let mut times = Vec::with_capacity(N_TIMES);
     for nth in 0..N_WARM + N_TIMES {
         let started = Instant::now();
-        compute(backend, &lanes, 0, prompt_tokens, step_tokens)?;
+        compute(backend, &sequences, 0, prompt_tokens, step_tokens)?;
         if nth >= N_WARM {
             times.push(started.elapsed());
         }
@@ -29,15 +29,15 @@ pub(super) fn measure(
 /// Computes a whole prompt, in overlapping steps.
 pub(super) fn compute(
     backend: &mut dyn Backend,
-    lanes: &Lanes,
-    lane: usize,
+    sequences: &Sequences,
+    sequence: usize,
     prompt_tokens: usize,
     step_tokens: usize,
 ) -> Result<(), MeasureError> {
     let mut in_flight = None;
     for start in (0..prompt_tokens).step_by(step_tokens.max(1)) {
         let end = (start + step_tokens).min(prompt_tokens);
-        let next = lanes.launch(backend, &[(lane, LaneInput::Prompt { start, end })])?;
+        let next = sequences.launch(backend, &[(sequence, SequenceInput::Prompt { start, end })])?;
         if let Some(step) = in_flight.replace(next) {
             collect(backend, step)?;
         }

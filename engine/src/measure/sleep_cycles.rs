@@ -5,14 +5,14 @@ use serde::Serialize;
 use tokio::time::Instant;
 use types::TokenId;
 
-use super::lanes::{LaneInput, Lanes};
+use super::sequences::{SequenceInput, Sequences};
 use super::{MeasureError, prompts};
 use crate::backend::Backend;
 use crate::error::{BackendError, OpenError};
 use crate::step::Launched;
 
 /// The number of sequences that are computed before and after each sleep.
-const N_LANES: usize = 4;
+const N_SEQUENCES: usize = 4;
 const PROMPT_TOKENS: usize = 100;
 const N_STEPS: usize = 32;
 
@@ -67,16 +67,16 @@ pub fn measure(
 
 /// Computes some prompts one by one and continues them together. Returns the tokens.
 fn tokens(backend: &mut dyn Backend) -> Result<Vec<TokenId>, MeasureError> {
-    let lanes = Lanes::new(backend, N_LANES, PROMPT_TOKENS, PROMPT_TOKENS + N_STEPS)?;
-    for nth in 0..N_LANES {
-        prompts::compute(backend, &lanes, nth, PROMPT_TOKENS, PROMPT_TOKENS)?;
+    let sequences = Sequences::new(backend, N_SEQUENCES, PROMPT_TOKENS, PROMPT_TOKENS + N_STEPS)?;
+    for nth in 0..N_SEQUENCES {
+        prompts::compute(backend, &sequences, nth, PROMPT_TOKENS, PROMPT_TOKENS)?;
     }
-    let mut tokens = Vec::with_capacity(N_LANES * N_STEPS);
+    let mut tokens = Vec::with_capacity(N_SEQUENCES * N_STEPS);
     for nth in 0..N_STEPS {
         // The first step names no token in flight, because the prompts were computed in steps of their own.
-        let part = LaneInput::Next { position: PROMPT_TOKENS + nth, is_in_flight: nth > 0 };
-        let parts: Vec<(usize, LaneInput)> = (0..N_LANES).map(|lane| (lane, part)).collect();
-        let launched = lanes.launch(backend, &parts)?;
+        let part = SequenceInput::Next { position: PROMPT_TOKENS + nth, is_in_flight: nth > 0 };
+        let parts: Vec<(usize, SequenceInput)> = (0..N_SEQUENCES).map(|sequence| (sequence, part)).collect();
+        let launched = sequences.launch(backend, &parts)?;
         tokens.extend(drawn(backend, launched)?);
     }
     Ok(tokens)

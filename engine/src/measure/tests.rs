@@ -27,8 +27,8 @@ fn everything_that_is_asked_for_is_measured() {
     assert_eq!(measured.decode.iter().map(|times| times.rows).collect::<Vec<_>>(), [1, 3, 1, 3]);
     assert_eq!(measured.prompts.iter().map(|times| times.prompt_tokens).collect::<Vec<_>>(), [30, 100]);
     let offline = measured.offline.expect("it was asked for");
-    // The bounds follow from three lanes of 24 tokens each, two and a third turns, and at most 16 tokens a
-    // step.
+    // The bounds follow from three sequences of 24 tokens each, two and a third turns, and at most 16 tokens
+    // a step.
     assert!(offline.steps >= 7 * 24 / 16 && offline.steps < 100, "{}", offline.steps);
 }
 

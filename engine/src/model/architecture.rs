@@ -106,6 +106,13 @@ const QWEN3: Architecture = Architecture {
         "sliding_window": 4096, "max_window_layers": 28}"#,
 };
 
+/// The biases that a config asks for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct BiasSettings {
+    pub(super) attention: bool,
+    pub(super) mlp: bool,
+}
+
 impl Architecture {
     /// Returns the architecture with that name, or the names of the supported ones.
     pub fn named(name: &str) -> Result<&'static Self, String> {
@@ -113,12 +120,12 @@ impl Architecture {
         found.ok_or_else(|| ARCHITECTURES.iter().map(|known| known.name).collect::<Vec<_>>().join(", "))
     }
 
-    /// Returns the optional tensors of a model. `attention_bias` and `mlp_bias` are its config's settings.
-    pub(super) fn optional_tensors(&self, attention_bias: bool, mlp_bias: bool) -> OptionalTensors {
+    /// Returns the optional tensors of a model.
+    pub(super) fn optional_tensors(&self, biases: BiasSettings) -> OptionalTensors {
         OptionalTensors {
-            qkv_bias: self.qkv_bias.is_there(attention_bias),
-            o_bias: self.o_bias.is_there(attention_bias),
-            mlp_bias: self.mlp_bias.is_there(mlp_bias),
+            qkv_bias: self.qkv_bias.is_there(biases.attention),
+            o_bias: self.o_bias.is_there(biases.attention),
+            mlp_bias: self.mlp_bias.is_there(biases.mlp),
             head_norms: self.head_norms,
         }
     }

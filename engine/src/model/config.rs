@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 use tracing::info;
 use types::TokenId;
 
-use super::architecture::{Architecture, OptionalTensors, Windows};
+use super::architecture::{Architecture, BiasSettings, OptionalTensors, Windows};
 use super::rope::{RawRope, Rope};
 use super::{keys, quantization};
 
@@ -156,8 +156,10 @@ impl ModelConfig {
             norm_epsilon: raw.rms_norm_eps.unwrap_or(1e-6),
             rope: rope(&raw)?,
             tied: raw.tie_word_embeddings.unwrap_or(false),
-            optional: architecture
-                .optional_tensors(raw.attention_bias.unwrap_or(false), raw.mlp_bias.unwrap_or(false)),
+            optional: architecture.optional_tensors(BiasSettings {
+                attention: raw.attention_bias.unwrap_or(false),
+                mlp: raw.mlp_bias.unwrap_or(false),
+            }),
             windows: windows(architecture, &raw)?,
             eos_tokens: eos.map(TokenIds::tokens).unwrap_or_default(),
             unread_keys: Vec::new(),

@@ -201,7 +201,7 @@ impl<'a> Pass<'a> {
             let (keys, values) = (&k[first * k.width()..], &v[first * v.width()..]);
             first += row.tokens.len();
             if row.outcome.is_ok() {
-                match KvSlice::all_of(row, self.memory, place, kv, (keys, values)) {
+                match KvSlice::all_of(row, self.memory, place, kv, KvRows { keys, values }) {
                     Ok(of_row) => slices.extend(of_row),
                     Err(error) => row.outcome = Err(error),
                 }
@@ -292,15 +292,20 @@ struct KvSlice<'a> {
     values: &'a [f32],
 }
 
+/// Keys and values of tokens, one row for each.
+struct KvRows<'a> {
+    keys: &'a [f32],
+    values: &'a [f32],
+}
+
 impl<'a> KvSlice<'a> {
-    /// Yields a row's slices block by block. `kv_rows`, keys and values, start with those of the row's
-    /// tokens.
+    /// Yields a row's slices block by block. `kv_rows` start with those of the row's tokens.
     fn all_of(
         row: &PassRow<'_>,
         memory: RankMemory<'a>,
         place: &LayerKv,
         kv: &KvShape,
-        kv_rows: (&'a [f32], &'a [f32]),
+        kv_rows: KvRows<'a>,
     ) -> Result<Vec<Self>, RowError> {
         let (block_tokens, width) = (kv.block_tokens, kv.n_kv_heads * kv.head_dim);
         let table = &row.tables[usize::from(place.group.0)];
@@ -314,7 +319,7 @@ impl<'a> KvSlice<'a> {
             let block = table[position / block_tokens].0;
             let page = memory.write(place.group, place.layer_pos, block..block + 1);
             let page = page.map_err(|busy| place.busy(position, &busy))?;
-            let (keys, values) = (&kv_rows.0[numbers.clone()], &kv_rows.1[numbers]);
+            let (keys, values) = (&kv_rows.keys[numbers.clone()], &kv_rows.values[numbers]);
             slices.push(Self { page, slot, keys, values });
             position = next;
         }

@@ -89,8 +89,9 @@ const HEADS: &[((usize, usize, usize), Extras)] = &[
 pub(crate) fn forms(card: &ComputeCard, is_fp8: bool, n_rows: usize) -> Vec<OwnForm> {
     let is_skinny = !is_fp8 && n_rows <= SKINNY_ROWS_MAX;
     let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(OwnForm::Skinny);
-    let serves = |form: &&FewRowsForm| card.has_few_rows() && form.serves(n_rows, is_fp8);
-    skinny.chain(FEW_ROWS_FORMS.iter().filter(serves).copied().map(OwnForm::Few)).collect()
+    let serves = |form: &&FewRowsForm| form.serves(n_rows) && (form.takes_fp8() || !is_fp8);
+    let few = FEW_ROWS_FORMS.iter().filter(|_| card.has_few_rows()).filter(serves).copied();
+    skinny.chain(few.map(OwnForm::Few)).collect()
 }
 
 impl Drawn {

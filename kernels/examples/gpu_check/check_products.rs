@@ -55,7 +55,7 @@ fn few_rows(
     let (w, x) = (card.upload(&w)?, card.upload(&x)?);
     let mut narrow = card.buffer::<Bf16>(n * n_rows)?;
     let mut whole = card.buffer::<f32>(n * n_rows)?;
-    for form in FEW_ROWS_FORMS.iter().copied().filter(|form| form.serves(n_rows, false)) {
+    for form in FEW_ROWS_FORMS.iter().copied().filter(|form| form.serves(n_rows)) {
         card.fill(narrow.view_mut(), POISON)?;
         card.fill(whole.view_mut(), POISON)?;
         let product = OwnProduct::plain(Weights::Bf16(w.view()), x.view(), k);

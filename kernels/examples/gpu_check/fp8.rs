@@ -2,7 +2,9 @@
 
 use baton_kernels::cpu::number::{f8_to_f32, f32_to_bf16};
 use baton_kernels::cuda::ops::{FEW_ROWS_SHARES, FewRowsForm};
-use baton_kernels::cuda::{Answer, ComputeCard, Ending, Fp8Rows, OwnForm, OwnProduct, Products, Weights};
+use baton_kernels::cuda::{
+    ComputeCard, Ending, Factors, Fp8Rows, OutputRows, OwnForm, OwnProduct, Products, Weights,
+};
 use device::cuda::{Bf16, Buffer, CudaError};
 use serde_json::Value;
 
@@ -152,7 +154,8 @@ fn every_way(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaErro
         for (name, products) in [("guessed", &mut guessed), ("fixed", &mut fixed)] {
             card.fill(y.view_mut(), POISON)?;
             for one in [&before, &matrix] {
-                products.multiply(card, Answer::Narrow(y.view_mut()), one.weights(), x.view(), k)?;
+                let factors = Factors { w: one.weights(), x: x.view(), k };
+                products.multiply(card, OutputRows::Narrow(y.view_mut()), factors)?;
             }
             let name = format!("product in FP8 {n_rows}x{n}x{k}, {name}");
             verdicts.compare(name, &wide(&card.download(y.view())?), &reference, BF16_ERROR);

@@ -186,7 +186,7 @@ fn products_all(card: &ComputeCard, limits: &Limits) -> Result<Vec<Value>, CudaE
         }
         if card.has_few_rows() {
             for n_rows in [1, 8, 16, 32, 64, 128] {
-                for form in FEW_ROWS_FORMS.iter().copied().filter(|form| form.serves(n_rows, false)) {
+                for form in FEW_ROWS_FORMS.iter().copied().filter(|form| form.serves(n_rows)) {
                     lines.push(few_rows(card, limits, (name, form), &weights, (*n, *k, n_rows))?);
                 }
             }

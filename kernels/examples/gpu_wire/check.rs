@@ -2,7 +2,7 @@
 
 use baton_kernels::cuda::ComputeCard;
 use device::RegionShape;
-use device::cuda::{PageCopier, PageCopierSize, PageRuns, RemotePages, SomePages};
+use device::cuda::{PageCopier, PageCopierSize, PageDigests, PageRuns, RemotePages, SomePages};
 use twox_hash::XxHash3_64;
 
 use crate::{Outcome, Two};
@@ -119,7 +119,7 @@ fn pages(cards: &[ComputeCard; 2], runs: PageRuns) -> Outcome<usize> {
         let here = far.take(copy_job)?;
         n_checks += ensure(arrived(&two, runs, &from, &to)?, "pages arrive as they are, by a kernel")?;
         two.far.write(0, 0..N_PAGES)?.fill(0xee);
-        let copy_job = by_engines.fetch(there_of(&offsets), &two.far, some(&to_places), true)?;
+        let copy_job = by_engines.fetch(there_of(&offsets), &two.far, some(&to_places), PageDigests::Make)?;
         let engines = by_engines.take(copy_job)?;
         let source = two.near.read(0, 0..N_PAGES)?;
         let target = two.far.read(0, 0..N_PAGES)?;
@@ -169,7 +169,7 @@ fn some_heads(
         let offsets: Vec<u64> = pages.iter().map(|(region, page)| two.near.offset(*region, *page)).collect();
         let said = near.take(near.digest(&two.near, some(there))?)?;
         let from = RemotePages { memory: &two.near_from_far, offsets: &offsets, runs: there };
-        let seen = far.take(far.fetch(from, &two.far, some(here), true)?)?;
+        let seen = far.take(far.fetch(from, &two.far, some(here), PageDigests::Make)?)?;
         n_checks += ensure(said == seen, "digests of some heads of pages")?;
         let (source, target) = (two.near.read(0, 0..N_PAGES)?, two.far.read(0, 0..N_PAGES)?);
         for (source, target) in source.chunks(there.page_bytes()).zip(target.chunks(here.page_bytes())) {
@@ -224,7 +224,7 @@ fn rectangles(cards: &[ComputeCard; 2]) -> Outcome<usize> {
     let offsets: Vec<u64> = there.iter().map(|(layer, page)| two.near.offset(*layer, *page)).collect();
     let said = near.take(near.digest(&two.near, some(&there))?)?;
     let there = RemotePages { memory: &two.near_from_far, offsets: &offsets, runs };
-    let seen = far.take(far.fetch(there, &two.far, some(&here), true)?)?;
+    let seen = far.take(far.fetch(there, &two.far, some(&here), PageDigests::Make)?)?;
     let mut n_checks = ensure(said == seen, "digests of rectangles")?;
     for layer in 0..N_LAYERS {
         let (source, target) = (two.near.read(layer, 0..N_PAGES)?, two.far.read(layer, 0..N_PAGES)?);

@@ -6,9 +6,9 @@
 use std::thread;
 use std::time::Duration;
 
-use baton_kernels::cuda::{Answer, ComputeCard, Products, Weights};
+use baton_kernels::cuda::{ComputeCard, Factors, OutputRows, Products, Weights};
 use device::RegionShape;
-use device::cuda::{Bf16, Buffer, CudaError, Graph, PageCopier, PageCopierSize};
+use device::cuda::{Bf16, Buffer, CudaError, Graph, PageCopier, PageCopierSize, PageDigests};
 use serde_json::{Value, json};
 
 use crate::measure::{N_LAYERS, N_PAGES, N_SENT, RUNS, What, start};
@@ -31,8 +31,8 @@ struct Disturbance {
 
 fn disturbances() -> Vec<Disturbance> {
     let usual = PageCopierSize::default();
-    let by_engines: &[What] = &[What::Fetch { digests: false }];
-    let all_of_it: &[What] = &[What::Digest, What::Fetch { digests: true }];
+    let by_engines: &[What] = &[What::Fetch { digests: PageDigests::Skip }];
+    let all_of_it: &[What] = &[What::Digest, What::Fetch { digests: PageDigests::Make }];
     let all: [(_, &[What], _); _] = [
         ("nothing", &[], usual),
         ("nothing again", &[], usual),
@@ -121,8 +121,9 @@ impl Prompt {
         let mut products = Products::open(card, None)?;
         let mut layer = || {
             MATRICES.iter().zip(&matrices).try_for_each(|((n, k), w)| {
-                let y = Answer::Narrow(y.view_mut().slice(0..N_TOKENS * n));
-                products.multiply(card, y, Weights::Bf16(w.view()), x.slice(0..N_TOKENS * k), *k)
+                let y = OutputRows::Narrow(y.view_mut().slice(0..N_TOKENS * n));
+                let (w, x) = (Weights::Bf16(w.view()), x.slice(0..N_TOKENS * k));
+                products.multiply(card, y, Factors { w, x, k: *k })
             })
         };
         // The first run loads code, which cannot be recorded, so it comes before the recording.

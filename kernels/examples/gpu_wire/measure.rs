@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use baton_kernels::cuda::ComputeCard;
 use device::RegionShape;
-use device::cuda::{CopyJob, PageCopier, PageCopierSize, PageRuns, RemotePages, SomePages};
+use device::cuda::{CopyJob, PageCopier, PageCopierSize, PageDigests, PageRuns, RemotePages, SomePages};
 use serde_json::{Value, json};
 
 use crate::{Outcome, Two};
@@ -28,7 +28,7 @@ pub(crate) enum What {
     Digest,
     /// Fetches pages as the connector does.
     Fetch {
-        digests: bool,
+        digests: PageDigests,
     },
 }
 
@@ -91,7 +91,9 @@ pub(crate) fn all(cards: &[ComputeCard; 2]) -> Outcome<Value> {
         for (n_layers, n_blocks) in [(32, 8), (32, 16), (32, 32), (8, 64), (2, 256), (1, 512)] {
             let copy_jobs = CopyJobs { n_layers, n_blocks };
             for (blocks, pages) in both {
-                for (name, digests) in [("fetch", true), ("fetch, no digests", false)] {
+                for (name, digests) in
+                    [("fetch", PageDigests::Make), ("fetch, no digests", PageDigests::Skip)]
+                {
                     if blocks == "neighbours" && n_layers < 32 && n_blocks < N_SENT {
                         continue;
                     }

@@ -73,6 +73,13 @@ pub(super) fn scales_offset(numbers: usize) -> Option<usize> {
     numbers.checked_next_multiple_of(4)
 }
 
+/// Numbers of a matrix in [`Format::Q8`], and a scale for each block of them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Q8Numbers<'a> {
+    pub(super) values: &'a [i8],
+    pub(super) scales: &'a [f32],
+}
+
 impl Matrix {
     /// Takes the bytes without a copy. [`aligned`](Self::aligned) copies them if they are not aligned.
     ///
@@ -156,7 +163,7 @@ impl Matrix {
                 }
             }
             Format::Q8 => {
-                let (values, scales) = self.q8();
+                let Q8Numbers { values, scales } = self.q8();
                 let n_blocks = self.cols.div_ceil(Q8_BLOCK);
                 let scales = &scales[row * n_blocks..(row + 1) * n_blocks];
                 for (nth, (value, to)) in values[numbers].iter().zip(to).enumerate() {
@@ -175,12 +182,13 @@ impl Matrix {
     }
 
     /// Returns the numbers and the scales of a [`Format::Q8`] matrix.
-    pub(super) fn q8(&self) -> (&[i8], &[f32]) {
+    pub(super) fn q8(&self) -> Q8Numbers<'_> {
         let numbers = self.rows * self.cols;
         let (values, scales) = self.bytes.split_at(numbers.next_multiple_of(4));
         let scales =
             number::f32s(scales).expect("`aligned` was called, and the numbers are padded to 4 bytes");
-        (&number::i8s(values).expect("bytes are always aligned")[..numbers], scales)
+        let values = &number::i8s(values).expect("bytes are always aligned")[..numbers];
+        Q8Numbers { values, scales }
     }
 }
 

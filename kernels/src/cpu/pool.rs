@@ -48,12 +48,12 @@ struct State {
 }
 
 #[derive(Clone, Copy)]
-struct JobRef(*const Job<'static>);
+struct JobRef(*const PoolJob<'static>);
 
-// SAFETY: a `Job` is Sync (see its fields). `Pool::run` keeps it alive while any thread can access it.
+// SAFETY: a `PoolJob` is Sync (see its fields). `Pool::run` keeps it alive while any thread can access it.
 unsafe impl Send for JobRef {}
 
-struct Job<'a> {
+struct PoolJob<'a> {
     part: &'a (dyn Fn(usize) + Sync),
     n_parts: usize,
     next: AtomicUsize,
@@ -94,7 +94,7 @@ impl Pool {
     /// # Panics
     /// If a part panics.
     pub fn run(&self, n_parts: usize, part: &(dyn Fn(usize) + Sync)) {
-        let job = Job { part, n_parts, next: AtomicUsize::new(0), panicked: AtomicBool::new(false) };
+        let job = PoolJob { part, n_parts, next: AtomicUsize::new(0), panicked: AtomicBool::new(false) };
         let shown = (n_parts > 1 && !self.helpers.is_empty()).then(|| self.shared.show(&job)).flatten();
         job.work();
         drop(shown);
@@ -141,7 +141,7 @@ impl Shared {
     }
 
     /// Shows `job` to helpers. Returns `None` if they are busy with another job.
-    fn show(&self, job: &Job<'_>) -> Option<Shown<'_>> {
+    fn show(&self, job: &PoolJob<'_>) -> Option<Shown<'_>> {
         let mut state = self.lock();
         if state.job.is_some() || state.joined > 0 {
             return None;
@@ -216,7 +216,7 @@ impl Drop for Shown<'_> {
     }
 }
 
-impl Job<'_> {
+impl PoolJob<'_> {
     /// Calls the job's parts until none is left.
     fn work(&self) {
         loop {

@@ -62,7 +62,8 @@ impl Processor {
         scratch::with_narrow(if narrow { n_rows * spacing(cols) } else { 0 }, |x_bf16| {
             self.narrow_rows(x, cols, x_bf16);
             let x = Activations { wide: x, bf16: narrow.then_some(&*x_bf16), n_rows };
-            let jobs: Vec<Job<'_>> = products.iter_mut().map(|product| Job::new(&x, product)).collect();
+            let jobs: Vec<ProductJob<'_>> =
+                products.iter_mut().map(|product| ProductJob::new(&x, product)).collect();
             self.run_all(&jobs);
         });
     }
@@ -79,7 +80,7 @@ impl Processor {
         });
     }
 
-    fn run_all(&self, jobs: &[Job<'_>]) {
+    fn run_all(&self, jobs: &[ProductJob<'_>]) {
         let parts: Vec<(usize, Range<usize>)> = jobs
             .iter()
             .enumerate()
@@ -108,7 +109,7 @@ struct Activations<'a> {
 }
 
 /// One product, prepared so that several threads can write columns of its output.
-struct Job<'a> {
+struct ProductJob<'a> {
     x: &'a Activations<'a>,
     matrix: &'a Matrix,
     bias: Option<&'a [f32]>,
@@ -116,7 +117,7 @@ struct Job<'a> {
     out: Columns<'a>,
 }
 
-impl<'a> Job<'a> {
+impl<'a> ProductJob<'a> {
     fn new(x: &'a Activations<'a>, product: &'a mut Product<'_>) -> Self {
         let matrix = product.matrix;
         assert_eq!(x.wide.len(), x.n_rows * matrix.cols(), "activations");
@@ -155,7 +156,7 @@ impl<'a> Job<'a> {
 
 /// Some columns of one product.
 struct Part<'a> {
-    job: &'a Job<'a>,
+    job: &'a ProductJob<'a>,
     columns: Range<usize>,
     /// The sums of one block of rows by one strip of columns.
     sums: &'a mut [Sums],

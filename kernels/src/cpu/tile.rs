@@ -13,7 +13,7 @@
 
 use std::ops::Range;
 
-use super::matrix::Q8_BLOCK;
+use super::matrix::{Q8_BLOCK, Q8Numbers};
 use super::number::{bf16_to_f32, f8_to_f32, f16_to_f32};
 #[cfg(target_arch = "x86_64")]
 use super::simd::Avx512Bf16;
@@ -253,7 +253,8 @@ const STEPS_PER_SCALE: usize = Q8_BLOCK / LANES;
 
 impl<'a> Q8Rows<'a> {
     /// Returns the rows from `row` on.
-    pub(super) fn starting_at((values, scales): (&'a [i8], &'a [f32]), cols: usize, row: usize) -> Self {
+    pub(super) fn starting_at(numbers: Q8Numbers<'a>, cols: usize, row: usize) -> Self {
+        let Q8Numbers { values, scales } = numbers;
         Self { values: &values[row * cols..], scales: &scales[row * cols.div_ceil(Q8_BLOCK)..], cols }
     }
 }
@@ -473,7 +474,7 @@ pub(super) struct Q8PairRow<'a> {
 #[cfg(target_arch = "x86_64")]
 impl<'a> Q8PairRows<'a> {
     /// Returns the rows from `row` on.
-    pub(super) fn starting_at(numbers: (&'a [i8], &'a [f32]), cols: usize, row: usize) -> Self {
+    pub(super) fn starting_at(numbers: Q8Numbers<'a>, cols: usize, row: usize) -> Self {
         Self(Q8Rows::starting_at(numbers, cols, row))
     }
 }

@@ -12,7 +12,7 @@ pub mod ops;
 pub mod matmul;
 
 pub use compute_card::ComputeCard;
-pub use matmul::{Answer, Next, NormedRows, ProductShape, Products};
+pub use matmul::{Factors, Next, NormedRows, OutputRows, ProductOutput, ProductShape, Products};
 pub use ops::{
     AddedRows, DecodeAttention, DrawRow, DummyPart, EDIT_WORDS, Edit, Ending, FeedTokens, FewRowsForm,
     Fp8Rows, HeadsRows, KvNumber, KvPages, ManyRows, NOWHERE, Outcome, OwnForm, OwnProduct, PendingNorm,

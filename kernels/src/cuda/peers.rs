@@ -220,7 +220,8 @@ impl Peers {
         &self,
         card: &ComputeCard,
         kernel: &'static str,
-        (n_rows, width): (usize, usize),
+        n_rows: usize,
+        width: usize,
     ) -> Result<(), CudaError> {
         self.check_place(card, kernel)?;
         ensure(kernel, width == self.together.width, "rows of another width than inboxes have")?;

@@ -21,6 +21,13 @@ pub(super) struct Matrix {
     pub(super) stride: usize,
 }
 
+/// The part of a matrix of bytes that one load copies.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct BoxSize {
+    pub(super) columns: usize,
+    pub(super) rows: usize,
+}
+
 /// The arguments of the driver's call that makes a map.
 struct Encoded {
     dtype: sys::CUtensorMapDataType,
@@ -49,14 +56,14 @@ impl TensorMap {
         address: u64,
         n_rows: usize,
         width: usize,
-        (box_columns, box_rows): (usize, usize),
+        boxes: BoxSize,
     ) -> Result<Self, CudaError> {
         Self::encode(Encoded {
             dtype: sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
             address,
             dims: [width as u64, n_rows as u64],
             stride_bytes: width as u64,
-            box_dims: [box_columns as u32, box_rows as u32],
+            box_dims: [boxes.columns as u32, boxes.rows as u32],
             swizzle: sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
         })
     }

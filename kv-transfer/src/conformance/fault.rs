@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::node::{BLOCK_TOKENS, Node, Pair, here, layout};
-use crate::connector::{ConnectorParts, LandRequest};
+use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
 use crate::faults::{Fault, FaultKind};
+use crate::landings::LandRequest;
 
 const N_TOKENS: u32 = 20 * BLOCK_TOKENS;
 

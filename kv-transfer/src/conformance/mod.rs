@@ -15,7 +15,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use self::node::{Make, Pair};
-use crate::connector::{ConnectorParts, KvConnector};
+use crate::connector::KvConnector;
+use crate::connector_parts::ConnectorParts;
 
 /// The deadline of one case, with a margin for slow machines.
 pub const CASE_WITHIN: Duration = Duration::from_secs(60);

@@ -18,10 +18,12 @@ use types::{
 
 use crate::arrival::Arrival;
 use crate::arrived::ArrivedKv;
-use crate::connector::{ConnectorParts, KvConnector, KvSender, LandRequest};
+use crate::connector::{KvConnector, KvSender};
+use crate::connector_parts::ConnectorParts;
 use crate::digest::PageShape;
 use crate::error::TransferError;
 use crate::faults::Faults;
+use crate::landings::LandRequest;
 use crate::metrics::TransferMetrics;
 use crate::reshard::Spread;
 use crate::settings::TransferSettings;

@@ -10,8 +10,9 @@ use types::{
 
 use super::node::{BLOCK_TOKENS, Node, Pair, handoff, handoff_of, layout, pages, whole};
 use crate::arrival::{Arrival, ArrivalStatus};
-use crate::connector::{ConnectorParts, LandRequest};
+use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
+use crate::landings::LandRequest;
 
 const N_TOKENS: u32 = 3 * BLOCK_TOKENS;
 

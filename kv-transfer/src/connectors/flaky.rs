@@ -7,10 +7,12 @@ use tokio_util::sync::CancellationToken;
 use types::{Destination, Landing, Scheme, WireAddress};
 
 use crate::arrival::Arrival;
-use crate::connector::{ConnectorParts, KvConnector, KvSender, LandRequest};
+use crate::connector::{KvConnector, KvSender};
+use crate::connector_parts::ConnectorParts;
 use crate::connectors;
 use crate::error::TransferError;
 use crate::faults::{Fault, Faults};
+use crate::landings::LandRequest;
 use crate::quiet::Quiet;
 
 /// A connector that works normally until a test injects faults.

@@ -12,12 +12,13 @@ use types::{Destination, Handoff, KvSpan, Landing, Scheme, WireAddress};
 
 use super::link::span_out::{SpanOut, copy_out, corrupt_first};
 use crate::arrival::Arrival;
-use crate::connector::{Auto, ConnectorParts, KvConnector, KvSender, LandRequest, WireKind};
+use crate::connector::{Auto, KvConnector, KvSender, WireKind};
+use crate::connector_parts::ConnectorParts;
 use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::faults::{FaultKind, flip};
 use crate::landing::{Claim, Credentials, OpenLanding, PageAt};
-use crate::landings::Landings;
+use crate::landings::{LandRequest, Landings};
 use crate::lanes::LaneSpan;
 use crate::outgoing::{Outgoing, Sender, Wire, landing_of};
 use crate::runs::Runs;
@@ -80,7 +81,7 @@ impl KvConnector for Loopback {
     }
 
     fn land(&self, request: LandRequest) -> Result<(Landing, Arrival), TransferError> {
-        self.landings.land(request)
+        Arrival::of(&self.landings, request)
     }
 
     async fn open(&self, to: &Destination) -> Result<Box<dyn KvSender>, TransferError> {

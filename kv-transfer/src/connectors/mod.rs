@@ -17,7 +17,8 @@ mod unix;
 
 use std::sync::Arc;
 
-use crate::connector::{ConnectorParts, KvConnector, WireKind};
+use crate::connector::{KvConnector, WireKind};
+use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
 
 /// All wires of this crate, the fastest first.

@@ -13,7 +13,7 @@ use types::{Scheme, WireAddress};
 
 use super::link::accept::{Handshake, Incoming, StreamAcceptor};
 use super::link::check_pages;
-use super::link::connector::LinkConnector;
+use super::link::connector::{LinkAddress, LinkConnector};
 pub use super::link::frame;
 use super::link::frame::KvPlace;
 use super::link::kv_path::{KvFrame, KvPath, Receipt, wrong_place};
@@ -21,7 +21,8 @@ use super::link::send_path::KvSendPath;
 use super::link::span_in::read_span;
 use super::link::span_out::{SpanOut, write_span};
 use super::link::stream::{FrameReader, FrameWriter};
-use crate::connector::{Auto, ConnectorParts, KvConnector, WireKind};
+use crate::connector::{Auto, KvConnector, WireKind};
+use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
 use crate::landing::OpenLanding;
 use crate::wire_threads::WireThreads;
@@ -58,7 +59,7 @@ fn over(
     Ok(LinkConnector::start(
         parts,
         WireThreads::shared(),
-        (address, None),
+        LinkAddress { wire: address, socket: None },
         Box::new(port),
         Box::new(send_path),
     ))

@@ -13,14 +13,15 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use types::{KvSpan, Scheme, WireAddress};
 
 use super::link::accept::{Handshake, Incoming, StreamAcceptor};
-use super::link::connector::LinkConnector;
+use super::link::connector::{LinkAddress, LinkConnector};
 use super::link::frame::{Body, Frame, FrameError, KvPlace};
 use super::link::kv_path::{KvFrame, KvPath, Receipt, wrong_place};
 use super::link::send_path::KvSendPath;
 use super::link::span_in::{Checker, busy};
 use super::link::span_out::{SpanOut, copy_out, corrupt_first};
 use super::link::stream::{FrameReader, FrameWriter};
-use crate::connector::{Auto, ConnectorParts, KvConnector, WireKind};
+use crate::connector::{Auto, KvConnector, WireKind};
+use crate::connector_parts::ConnectorParts;
 use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::faults::{FaultKind, flip};
@@ -46,7 +47,7 @@ async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferErr
     Ok(LinkConnector::start(
         parts,
         WireThreads::shared(),
-        (address, None),
+        LinkAddress { wire: address, socket: None },
         Box::new(Port(listener)),
         Box::new(|parts| Ok(Arc::new(ToySendPath::new(parts)) as _)),
     ))

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, SyncSender};
 
 use types::TokenId;
 
-use super::job::{Job, JobRow};
+use super::job::{JobRow, StepJob};
 use super::rank::{Helper, Outcomes, Rank, Step};
 use crate::error::RowError;
 use crate::model::ranks::RankFence;
@@ -40,7 +40,7 @@ impl Compute {
     }
 
     /// Runs until the sender of jobs is dropped or a rank has ended. Waits for jobs and for the other ranks.
-    pub(super) fn run(mut self, jobs: &Receiver<Job>, results: &SyncSender<StepOutput>) {
+    pub(super) fn run(mut self, jobs: &Receiver<StepJob>, results: &SyncSender<StepOutput>) {
         let scratch = Scratch::default();
         while let Ok(job) = jobs.recv() {
             let Some(output) = self.step(job, &scratch) else { return };
@@ -50,7 +50,7 @@ impl Compute {
         }
     }
 
-    fn step(&mut self, job: Job, scratch: &Scratch) -> Option<StepOutput> {
+    fn step(&mut self, job: StepJob, scratch: &Scratch) -> Option<StepOutput> {
         let step = Arc::new(self.resolved(job));
         let rows = self.outcomes(&step, scratch)?;
         self.previous.clear();
@@ -62,7 +62,7 @@ impl Compute {
         Some(StepOutput { rows })
     }
 
-    fn resolved(&self, Job { mut rows, signal }: Job) -> Step {
+    fn resolved(&self, StepJob { mut rows, signal }: StepJob) -> Step {
         let resolved = rows.iter_mut().map(|row| row.resolve(&self.previous, self.vocab)).collect();
         Step { rows, resolved, written: RankFence::new(signal, 1 + self.helpers.len()) }
     }

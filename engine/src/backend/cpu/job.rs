@@ -11,7 +11,7 @@ use crate::step::{Row, RowInput, SlotId};
 
 /// A step, as `launch` passes it to the compute thread.
 #[derive(Debug)]
-pub(super) struct Job {
+pub(super) struct StepJob {
     pub(super) rows: Vec<JobRow>,
     pub(super) signal: FenceSignal,
 }

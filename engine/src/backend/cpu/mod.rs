@@ -35,7 +35,7 @@ use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, Weights, fingerprint
 use crate::model::{Decoder, ModelConfig};
 use crate::step::{Launched, StepBatch, StepOutput};
 use compute::Compute;
-use job::{Job, JobRow};
+use job::{JobRow, StepJob};
 use rank::Rank;
 
 /// The CPU backend: a model in memory, and its compute thread.
@@ -47,7 +47,7 @@ pub struct CpuBackend {
     n_holders: usize,
     opened: Opened,
     /// The queue to the compute thread; `None` after the thread was told to end.
-    jobs: Option<SyncSender<Job>>,
+    jobs: Option<SyncSender<StepJob>>,
     results: Receiver<StepOutput>,
     in_flight: VecDeque<u64>,
     n_launched: u64,
@@ -145,7 +145,7 @@ impl Backend for CpuBackend {
             return Err(BackendError::Order(format!("{STEPS_IN_FLIGHT_MAX} steps are in flight already")));
         }
         let (signal, fence) = FenceSignal::new();
-        let job = Job { rows: batch.rows.iter().map(JobRow::of).collect(), signal };
+        let job = StepJob { rows: batch.rows.iter().map(JobRow::of).collect(), signal };
         // The channel has room for all steps that may be in flight, so this does not wait.
         let sent = self.jobs.as_ref().map(|jobs| jobs.send(job).is_ok());
         if sent != Some(true) {

@@ -4,7 +4,7 @@ use std::fmt;
 
 use device::cuda::Bf16;
 
-use super::fp8::InFp8;
+use super::fp8::LayerFormats;
 use super::weights::Sizes;
 use crate::error::OpenError;
 
@@ -24,10 +24,10 @@ pub(super) struct Budget {
 
 impl Budget {
     /// Computes the budget. `kv` is for all ranks together.
-    pub(super) fn of(sizes: Sizes, in_fp8: &[InFp8], workspace: usize, kv: usize) -> Self {
+    pub(super) fn of(sizes: Sizes, formats: &[LayerFormats], workspace: usize, kv: usize) -> Self {
         let n_ranks = sizes.share.n_ranks;
-        let workspace = workspace + sizes.widened(in_fp8) * size_of::<Bf16>();
-        Self { n_ranks, weights: sizes.bytes(in_fp8), workspace, kv: kv.div_ceil(n_ranks) }
+        let workspace = workspace + sizes.widened(formats) * size_of::<Bf16>();
+        Self { n_ranks, weights: sizes.bytes(formats), workspace, kv: kv.div_ceil(n_ranks) }
     }
 
     pub(super) fn without_kv(self) -> usize {

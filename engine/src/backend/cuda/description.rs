@@ -15,7 +15,7 @@ use types::{Fingerprint, KvDtype, KvLayout, ModelInfo};
 use super::CudaSettings;
 use super::budget::Budget;
 use super::decoder::{Decoder, LayerPlace};
-use super::fp8::{self, InFp8};
+use super::fp8::{self, LayerFormats};
 use super::graph_sizes::GraphSizes;
 use super::heads::Heads;
 use super::loader::{Loader, Origin};
@@ -46,7 +46,7 @@ pub(super) struct ModelDescription {
     pub(super) heads: Heads,
     pub(super) layout: KvLayout,
     /// Which matrices are in FP8, one entry for each layer.
-    pub(super) in_fp8: Vec<InFp8>,
+    pub(super) formats: Vec<LayerFormats>,
     pub(super) n_blocks: u32,
     /// The number of tokens of the longest sequence.
     pub(super) tokens_max: usize,
@@ -79,19 +79,19 @@ impl ModelDescription {
         let layout = layout.map_err(|uneven| LoadError::Ranks(uneven.to_string()))?;
         let n_blocks = n_blocks(&layout, kv_bytes)?;
         let tokens_max = KvMemory::longest(&layout, n_blocks, config.context_tokens);
-        let in_fp8 = match settings.load_format {
+        let formats = match settings.load_format {
             LoadFormat::Safetensors => {
                 let checkpoint = Checkpoint::open(folder.path())?;
                 tensors::check_all_read(config, &checkpoint)?;
-                InFp8::of_layers(config.n_layers, settings.quantize, &checkpoint)
+                LayerFormats::of_layers(config.n_layers, settings.quantize, &checkpoint)
             }
             LoadFormat::Dummy { .. } if settings.quantize == Quantize::Fp8 => {
-                vec![InFp8::ALL; config.n_layers]
+                vec![LayerFormats::FP8; config.n_layers]
             }
-            LoadFormat::Dummy { .. } => vec![InFp8::default(); config.n_layers],
+            LoadFormat::Dummy { .. } => vec![LayerFormats::default(); config.n_layers],
         };
         let settings = settings.clone();
-        Ok(Self { heads, layout, in_fp8, n_blocks, tokens_max, settings, folder, kv_bytes })
+        Ok(Self { heads, layout, formats, n_blocks, tokens_max, settings, folder, kv_bytes })
     }
 
     /// Reads the folder's description again.
@@ -114,7 +114,7 @@ impl ModelDescription {
     /// Returns the GPU memory that the model needs. `kv` is for all ranks together.
     pub(super) fn budget(&self, sizes: Sizes, shape: &WorkspaceShape, kv: usize) -> Budget {
         let turns = self.heads.turns_bytes(self.tokens_max);
-        Budget::of(sizes, &self.in_fp8, shape.bytes() + turns, kv)
+        Budget::of(sizes, &self.formats, shape.bytes() + turns, kv)
     }
 
     pub(super) fn graph_sizes(&self) -> Option<GraphSizes> {
@@ -166,16 +166,16 @@ impl ModelDescription {
             LoadFormat::Dummy { seed } => Origin::Card { seed },
         };
         let heads = self.heads;
-        let bytes = sizes.bytes(&self.in_fp8);
+        let bytes = sizes.bytes(&self.formats);
         // All ranks load at the same time, so only the first one reports progress.
         let meter = if sizes.share.is_first() { Meter::new(bytes) } else { Meter::silent(bytes) };
         let upload = Upload::new(card, &host, meter)?;
-        Loader { origin, config, heads, sizes, in_fp8: &self.in_fp8, arena, upload }.load()
+        Loader { origin, config, heads, sizes, formats: &self.formats, arena, upload }.load()
     }
 
     /// Returns whether any of the model's weights are in FP8.
     fn is_in_fp8(&self) -> bool {
-        self.in_fp8.iter().any(|layer| layer.any())
+        self.formats.iter().any(|layer| layer.has_fp8())
     }
 
     /// Returns the fingerprint of the weights.
@@ -202,7 +202,7 @@ impl ModelDescription {
         let tokenizer = self.folder.tokenizer()?;
         let parts = [
             ("weights", self.weights()?),
-            ("dtype", fp8::dtype(&self.in_fp8)),
+            ("dtype", fp8::dtype(&self.formats)),
             ("arithmetic", arithmetic.to_owned()),
             ("tokenizer", fingerprint::of_tokenizer(tokenizer.as_deref())),
         ];

@@ -32,6 +32,15 @@ pub(super) enum SampledBy {
     None,
 }
 
+/// The position of a row's token in a step.
+#[derive(Clone, Copy)]
+struct DrawPlace {
+    /// Among the sampled tokens.
+    sampled: u32,
+    /// Among the tokens of rows with one token.
+    decode: u32,
+}
+
 impl Draws {
     /// Chooses a sampler for each row of a step. `places` holds the index of each row's token among the
     /// sampled tokens.
@@ -54,7 +63,7 @@ impl Draws {
                     if edits.len() > EDITS_OF_ROW || wants_much_told(spec) {
                         SampledBy::Host
                     } else {
-                        draws.add(row, spec, (*place, nth), &edits)
+                        draws.add(row, spec, DrawPlace { sampled: *place, decode: nth }, &edits)
                     }
                 }
                 _ => SampledBy::None,
@@ -67,23 +76,16 @@ impl Draws {
         self.rows.len() / DrawRow::WORDS
     }
 
-    /// Adds a draw for a row. `place` is the index of its token among the sampled ones. `nth` is its index
-    /// among rows with one token.
-    fn add(
-        &mut self,
-        row: &Row<'_>,
-        spec: &SampleSpec<'_>,
-        (place, nth): (u32, u32),
-        edits: &[Edit],
-    ) -> SampledBy {
+    /// Adds a draw for a row.
+    fn add(&mut self, row: &Row<'_>, spec: &SampleSpec<'_>, place: DrawPlace, edits: &[Edit]) -> SampledBy {
         let Sampling { temperature, top_k, top_p, min_p, seed, logprobs, .. } = *spec.sampling;
         let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = *spec.sampling;
         let first_edit = self.edits.len() / EDIT_WORDS;
         self.edits.extend(edits.iter().flat_map(|edit| edit.to_words()));
         let follows_previous = row.input == RowInput::Previous && looks_back(spec.sampling);
         let draw = DrawRow {
-            row: place,
-            in_flight: follows_previous.then_some(nth),
+            row: place.sampled,
+            in_flight: follows_previous.then_some(place.decode),
             temperature,
             top_k,
             top_p,

@@ -2,7 +2,7 @@
 //! A step's forward pass through a decoder.
 
 use device::cuda::CudaError;
-use kernels::cuda::{Answer, FeedTokens, Weights};
+use kernels::cuda::{Factors, FeedTokens, OutputRows, Weights};
 
 use super::decoder::{Decoder, Pass};
 use super::layer::Normed;
@@ -68,8 +68,9 @@ impl Decoder {
         // With several ranks each rank computes the logits of some tokens. All ranks then sample from all
         // logits.
         let own = if pass.peers.is_some() { &mut *own_logits } else { &mut *logits };
-        let answer = Answer::Wide(own.view_mut().slice(0..n * head_rows));
-        pass.products.multiply(pass.card, answer, Weights::Bf16(self.weights.head()), rows, hidden)?;
+        let answer = OutputRows::Wide(own.view_mut().slice(0..n * head_rows));
+        let factors = Factors { w: Weights::Bf16(self.weights.head()), x: rows, k: hidden };
+        pass.products.multiply(pass.card, answer, factors)?;
         if let Some(peers) = pass.peers.as_deref_mut() {
             let (whole, part) = (logits.view_mut().slice(0..n * vocab), own_logits.slice(0..n * head_rows));
             pass.card.gather_columns(peers, whole, part, n)?;

@@ -8,55 +8,70 @@ use kernels::cuda::Fp8Rows;
 
 use crate::load::{Quantize, TensorSource};
 
-/// Which matrices of a layer are in FP8. A matrix on the GPU is in FP8 as a whole.
+/// The format of a matrix on the GPU. A matrix is in FP8 as a whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct InFp8 {
-    pub(super) qkv: bool,
-    pub(super) o: bool,
-    pub(super) gate_up: bool,
-    pub(super) down: bool,
+pub(super) enum WeightFormat {
+    #[default]
+    Bf16,
+    Fp8,
+}
+
+/// The formats of a layer's matrices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct LayerFormats {
+    pub(super) qkv: WeightFormat,
+    pub(super) o: WeightFormat,
+    pub(super) gate_up: WeightFormat,
+    pub(super) down: WeightFormat,
 }
 
 /// Describes the format of the weights, for the fingerprint. A different set of FP8 matrices is another
 /// model.
-pub(super) fn dtype(layers: &[InFp8]) -> String {
-    let of_layer = |layer: &InFp8| {
-        let InFp8 { qkv, o, gate_up, down } = *layer;
-        [qkv, o, gate_up, down].iter().fold(0_u8, |bits, is_fp8| bits << 1 | u8::from(*is_fp8))
+pub(super) fn dtype(layers: &[LayerFormats]) -> String {
+    let of_layer = |layer: &LayerFormats| {
+        let LayerFormats { qkv, o, gate_up, down } = *layer;
+        let is_fp8 = [qkv, o, gate_up, down].map(|format| format == WeightFormat::Fp8);
+        is_fp8.into_iter().fold(0_u8, |bits, is_fp8| bits << 1 | u8::from(is_fp8))
     };
     let bits: String = layers.iter().map(|layer| format!("{:x}", of_layer(layer))).collect();
     match () {
-        () if layers.iter().all(|layer| *layer == InFp8::ALL) => "fp8".to_owned(),
-        () if layers.iter().any(|layer| layer.any()) => format!("fp8 in {bits}"),
+        () if layers.iter().all(|layer| *layer == LayerFormats::FP8) => "fp8".to_owned(),
+        () if layers.iter().any(|layer| layer.has_fp8()) => format!("fp8 in {bits}"),
         () => "bf16".to_owned(),
     }
 }
 
-impl InFp8 {
-    pub(super) const ALL: Self = Self { qkv: true, o: true, gate_up: true, down: true };
+impl LayerFormats {
+    pub(super) const FP8: Self = Self {
+        qkv: WeightFormat::Fp8,
+        o: WeightFormat::Fp8,
+        gate_up: WeightFormat::Fp8,
+        down: WeightFormat::Fp8,
+    };
 
     /// Returns one entry for each layer. If matrices are quantized during loading, all are in FP8; otherwise
     /// those whose parts are all in FP8.
     pub(super) fn of_layers(n_layers: usize, quantize: Quantize, source: &dyn TensorSource) -> Vec<Self> {
         let of_layer = |nth: usize| {
-            let are = |parts: &[&str]| {
-                parts.iter().all(|part| source.is_fp8(&format!("model.layers.{nth}.{part}.weight")))
+            let of = |parts: &[&str]| {
+                let is_fp8 = |part: &&str| source.is_fp8(&format!("model.layers.{nth}.{part}.weight"));
+                if parts.iter().all(is_fp8) { WeightFormat::Fp8 } else { WeightFormat::Bf16 }
             };
             Self {
-                qkv: are(&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
-                o: are(&["self_attn.o_proj"]),
-                gate_up: are(&["mlp.gate_proj", "mlp.up_proj"]),
-                down: are(&["mlp.down_proj"]),
+                qkv: of(&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+                o: of(&["self_attn.o_proj"]),
+                gate_up: of(&["mlp.gate_proj", "mlp.up_proj"]),
+                down: of(&["mlp.down_proj"]),
             }
         };
         match quantize {
-            Quantize::Fp8 => vec![Self::ALL; n_layers],
+            Quantize::Fp8 => vec![Self::FP8; n_layers],
             Quantize::No | Quantize::Q8 => (0..n_layers).map(of_layer).collect(),
         }
     }
 
     /// Returns whether any matrix of the layer is in FP8.
-    pub(super) fn any(self) -> bool {
+    pub(super) fn has_fp8(self) -> bool {
         self != Self::default()
     }
 }
@@ -157,14 +172,16 @@ mod tests {
             "1.self_attn.v_proj",
             "1.self_attn.o_proj",
         ]);
-        let none = InFp8::default();
-        let of_file = InFp8::of_layers(3, Quantize::No, &source);
-        let first = InFp8 { gate_up: true, down: true, ..none };
-        assert_eq!(of_file, [first, InFp8 { qkv: true, o: true, ..none }, none]);
+        let none = LayerFormats::default();
+        let of_file = LayerFormats::of_layers(3, Quantize::No, &source);
+        let first = LayerFormats { gate_up: WeightFormat::Fp8, down: WeightFormat::Fp8, ..none };
+        let second = LayerFormats { qkv: WeightFormat::Fp8, o: WeightFormat::Fp8, ..none };
+        assert_eq!(of_file, [first, second, none]);
         assert_eq!(dtype(&of_file), "fp8 in 3c0", "another choice of matrices is another model");
-        assert_eq!((dtype(&[InFp8::ALL; 3]).as_str(), dtype(&[none; 3]).as_str()), ("fp8", "bf16"));
-        assert!(first.any() && !none.any());
-        assert_eq!(InFp8::of_layers(3, Quantize::Fp8, &source), [InFp8::ALL; 3], "the rest is quantized");
+        assert_eq!((dtype(&[LayerFormats::FP8; 3]).as_str(), dtype(&[none; 3]).as_str()), ("fp8", "bf16"));
+        assert!(first.has_fp8() && !none.has_fp8());
+        let quantized = LayerFormats::of_layers(3, Quantize::Fp8, &source);
+        assert_eq!(quantized, [LayerFormats::FP8; 3], "the rest is quantized");
     }
 
     fn matrix(rows: usize, cols: usize) -> Matrix {

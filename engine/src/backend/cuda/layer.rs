@@ -7,7 +7,7 @@
 
 use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
 use kernels::cuda::{
-    AddedRows, Answer, ComputeCard, Ending, HeadsRows, Next, NormedRows, OwnForm, OwnProduct, Peers,
+    AddedRows, ComputeCard, Ending, HeadsRows, Next, NormedRows, OutputRows, OwnForm, OwnProduct, Peers,
     PendingNorm, ProductShape, Products, RopeWriteKv, SumRows, Weights,
 };
 
@@ -69,7 +69,7 @@ impl Decoder {
             return pass.card.multiply_own(form, product, Ending::Heads(HeadsRows { rope, bias }));
         }
         normed.ensure_whole()?;
-        linear((pass.card, pass.products), &mut rope.qkv, &layer.qkv, x)?;
+        linear(pass.card, pass.products, &mut rope.qkv, &layer.qkv, x)?;
         pass.card.rope_write_kv(rope)
     }
 
@@ -92,10 +92,10 @@ impl Decoder {
         normed.ensure_whole()?;
         let mut both = gate_up.view_mut().slice(0..n * 2 * width);
         if layer.gate_up.bias.is_none() {
-            let w = layer.gate_up.weight.view();
-            return pass.products.multiply_then(pass.card, Next::Gate(gated), both, (w, x), hidden);
+            let factors = layer.gate_up.factors(x);
+            return pass.products.multiply_then(pass.card, Next::Gate(gated), both, factors);
         }
-        linear((pass.card, pass.products), &mut both, &layer.gate_up, x)?;
+        linear(pass.card, pass.products, &mut both, &layer.gate_up, x)?;
         pass.card.silu_mul(gated, both.view(), width)
     }
 
@@ -162,10 +162,10 @@ impl Decoder {
                 weight: after.norm.view(),
                 epsilon: self.epsilon,
             });
-            pass.products.multiply_then(pass.card, next, given, (matrix.weight.view(), x), k)?;
+            pass.products.multiply_then(pass.card, next, given, matrix.factors(x))?;
             return Ok(Normed::Whole);
         }
-        linear((pass.card, pass.products), &mut given, matrix, x)?;
+        linear(pass.card, pass.products, &mut given, matrix, x)?;
         self.add_given(pass, after.norm)?;
         Ok(Normed::Whole)
     }
@@ -226,12 +226,13 @@ impl Normed {
 }
 
 fn linear(
-    (card, products): (&ComputeCard, &mut Products),
+    card: &ComputeCard,
+    products: &mut Products,
     y: &mut ViewMut<'_, Bf16>,
     linear: &Linear,
     x: View<'_, Bf16>,
 ) -> Result<(), CudaError> {
-    products.multiply(card, Answer::Narrow(y.reborrow()), linear.weight.view(), x, linear.columns)?;
+    products.multiply(card, OutputRows::Narrow(y.reborrow()), linear.factors(x))?;
     match &linear.bias {
         Some(bias) => card.add_bias(y.reborrow(), bias.view()),
         None => Ok(()),

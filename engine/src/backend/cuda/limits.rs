@@ -1,7 +1,7 @@
 //! Measurements of the GPU's limits. Not used while serving.
 
 use device::cuda::{CudaError, View};
-use kernels::cuda::{Answer, Weights};
+use kernels::cuda::{OutputRows, Weights};
 use serde::Serialize;
 
 use super::CudaBackend;
@@ -116,11 +116,10 @@ impl Decoder {
             let k = linear.columns;
             let x = [&*normed, &*attended, &*gated].into_iter().find(|x| x.len() >= n * k);
             let x = x.expect("a buffer fits the input of each product").slice(0..n * k);
-            let weights = linear.weight.view();
-            let len = n * weights.n_rows(k);
+            let len = n * linear.weight.view().n_rows(k);
             let y = [&mut *given, &mut *qkv, &mut *gate_up].into_iter().find(|y| y.len() >= len);
             let y = y.expect("a buffer fits the output of each product").view_mut().slice(0..len);
-            pass.products.multiply(pass.card, Answer::Narrow(y), weights, x, k)?;
+            pass.products.multiply(pass.card, OutputRows::Narrow(y), linear.factors(x))?;
         }
         Ok(())
     }

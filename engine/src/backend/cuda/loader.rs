@@ -6,10 +6,10 @@ use device::cuda::{Arena, Bf16, Buffer, ViewMut};
 use kernels::cpu::{Format, Matrix};
 use kernels::cuda::{ComputeCard, DummyPart, Fp8Rows};
 
-use super::fp8::{InFp8, Packed};
+use super::fp8::{LayerFormats, Packed, WeightFormat};
 use super::heads::Heads;
 use super::upload::Upload;
-use super::weights::{CudaWeights, LayerWeights, Linear, Rows, Sizes, Weight};
+use super::weights::{CudaWeights, Fp8RowsMut, LayerWeights, Linear, Rows, Sizes, Weight};
 use crate::error::{LoadError, OpenError};
 use crate::load::{TensorSource, dummy};
 use crate::model::ModelConfig;
@@ -31,7 +31,7 @@ pub(super) struct Loader<'a> {
     pub(super) heads: Heads,
     pub(super) sizes: Sizes,
     /// Which matrices are in FP8, one entry for each layer.
-    pub(super) in_fp8: &'a [InFp8],
+    pub(super) formats: &'a [LayerFormats],
     /// The memory of the weights. Every load takes buffers from it in the same order.
     pub(super) arena: &'a mut Arena,
     pub(super) upload: Upload<'a>,
@@ -43,6 +43,20 @@ enum Padded {
     Neither,
     Rows,
     Columns,
+}
+
+/// The size of a whole matrix.
+#[derive(Clone, Copy, Debug)]
+struct MatrixShape {
+    rows: usize,
+    cols: usize,
+}
+
+/// The rank's part of a matrix, and where it is padded on the GPU.
+#[derive(Clone, Debug)]
+struct MatrixPart {
+    range: ShardRange,
+    padded: Padded,
 }
 
 /// The rank's part of a matrix, in the checkpoint's row or column numbers.
@@ -58,7 +72,7 @@ impl Loader<'_> {
         let layers = 0..self.config.n_layers;
         let embed = self.vocabulary("model.embed_tokens.weight", sizes.embed_rows(), 0..sizes.vocab)?;
         let layers = layers
-            .map(|nth| self.layer(&format!("model.layers.{nth}"), self.in_fp8[nth]))
+            .map(|nth| self.layer(&format!("model.layers.{nth}"), self.formats[nth]))
             .collect::<Result<_, _>>()?;
         let norm = self.vector("model.norm.weight", sizes.hidden)?;
         let head = match self.config.tied {
@@ -71,29 +85,30 @@ impl Loader<'_> {
         Ok(CudaWeights { embed, layers, norm, head, sizes })
     }
 
-    fn layer(&mut self, layer: &str, in_fp8: InFp8) -> Result<LayerWeights, OpenError> {
+    fn layer(&mut self, layer: &str, formats: LayerFormats) -> Result<LayerWeights, OpenError> {
         let hidden = self.sizes.hidden;
         let (attention, mlp) = (format!("{layer}.self_attn"), format!("{layer}.mlp"));
         Ok(LayerWeights {
             attention_norm: self.vector(&format!("{layer}.input_layernorm.weight"), hidden)?,
-            qkv: self.qkv(&attention, in_fp8.qkv)?,
+            qkv: self.qkv(&attention, formats.qkv)?,
             head_norms: if self.config.optional.head_norms {
                 Some(self.head_norms(&attention)?)
             } else {
                 None
             },
-            o: self.o(&attention, in_fp8.o)?,
+            o: self.o(&attention, formats.o)?,
             mlp_norm: self.vector(&format!("{layer}.post_attention_layernorm.weight"), hidden)?,
-            gate_up: self.gate_up(&mlp, in_fp8.gate_up)?,
-            down: self.down(&mlp, in_fp8.down)?,
+            gate_up: self.gate_up(&mlp, formats.gate_up)?,
+            down: self.down(&mlp, formats.down)?,
         })
     }
 
-    fn qkv(&mut self, attention: &str, is_fp8: bool) -> Result<Linear, OpenError> {
+    fn qkv(&mut self, attention: &str, format: WeightFormat) -> Result<Linear, OpenError> {
         let Sizes { hidden, q_width, kv_width, .. } = self.sizes;
         let (n_heads, n_kv_heads) = (self.config.n_heads, self.config.n_kv_heads);
-        let mut weight = self.weight(self.sizes.qkv_width(), hidden, is_fp8)?;
-        let mut bias = self.biases(self.config.optional.qkv_bias, self.sizes.qkv_width())?;
+        let mut weight = self.weight(self.sizes.qkv_width(), hidden, format)?;
+        let n_rows = self.sizes.qkv_width();
+        let mut bias = self.config.optional.qkv_bias.then(|| self.arena.buffer(n_rows)).transpose()?;
         let parts = [
             ("q_proj", n_heads, q_width),
             ("k_proj", n_kv_heads, kv_width),
@@ -104,8 +119,9 @@ impl Loader<'_> {
             let (name, n_rows, rows) =
                 (format!("{attention}.{name}"), self.of_heads(n_heads), self.heads_here(n_heads));
             let to = weight.rows_mut(first..first + n_padded, hidden);
-            let part = ShardRange::Rows(rows.clone());
-            self.put_matrix(to, &format!("{name}.weight"), (n_rows, hidden), (Padded::Rows, part))?;
+            let part = MatrixPart { range: ShardRange::Rows(rows.clone()), padded: Padded::Rows };
+            let shape = MatrixShape { rows: n_rows, cols: hidden };
+            self.put_matrix(to, &format!("{name}.weight"), shape, part)?;
             if let Some(bias) = &mut bias {
                 let to = bias.view_mut().slice(first..first + n_padded);
                 let numbers = &self.numbers_of(&format!("{name}.bias"), n_rows)?[rows];
@@ -116,29 +132,32 @@ impl Loader<'_> {
         Ok(Linear { weight, columns: hidden, bias })
     }
 
-    fn o(&mut self, attention: &str, is_fp8: bool) -> Result<Linear, OpenError> {
+    fn o(&mut self, attention: &str, format: WeightFormat) -> Result<Linear, OpenError> {
         let Sizes { hidden, q_width, .. } = self.sizes;
-        let mut weight = self.weight(hidden, q_width, is_fp8)?;
+        let mut weight = self.weight(hidden, q_width, format)?;
         let n_heads = self.config.n_heads;
-        let (shape, part) = ((hidden, self.of_heads(n_heads)), ShardRange::Columns(self.heads_here(n_heads)));
+        let shape = MatrixShape { rows: hidden, cols: self.of_heads(n_heads) };
+        let range = ShardRange::Columns(self.heads_here(n_heads));
         let name = format!("{attention}.o_proj");
         let to = weight.rows_mut(0..hidden, q_width);
-        self.put_matrix(to, &format!("{name}.weight"), shape, (Padded::Columns, part))?;
-        let bias = self.bias(self.config.optional.o_bias, &name, hidden)?;
+        self.put_matrix(to, &format!("{name}.weight"), shape, MatrixPart { range, padded: Padded::Columns })?;
+        let bias = if self.config.optional.o_bias { self.shared_bias(&name, hidden)? } else { None };
         Ok(Linear { weight, columns: q_width, bias })
     }
 
-    fn gate_up(&mut self, mlp: &str, is_fp8: bool) -> Result<Linear, OpenError> {
+    fn gate_up(&mut self, mlp: &str, format: WeightFormat) -> Result<Linear, OpenError> {
         let Sizes { hidden, intermediate, share, .. } = self.sizes;
         let (n_rows, rows) = (self.config.intermediate, share.range(self.config.intermediate));
-        let mut weight = self.weight(2 * intermediate, hidden, is_fp8)?;
-        let mut bias = self.biases(self.config.optional.mlp_bias, 2 * intermediate)?;
+        let mut weight = self.weight(2 * intermediate, hidden, format)?;
+        let has_bias = self.config.optional.mlp_bias;
+        let mut bias = has_bias.then(|| self.arena.buffer(2 * intermediate)).transpose()?;
         for (nth, name) in ["gate_proj", "up_proj"].into_iter().enumerate() {
             let name = format!("{mlp}.{name}");
             let here = nth * intermediate..(nth + 1) * intermediate;
             let to = weight.rows_mut(here.clone(), hidden);
-            let part = ShardRange::Rows(rows.clone());
-            self.put_matrix(to, &format!("{name}.weight"), (n_rows, hidden), (Padded::Neither, part))?;
+            let part = MatrixPart { range: ShardRange::Rows(rows.clone()), padded: Padded::Neither };
+            let shape = MatrixShape { rows: n_rows, cols: hidden };
+            self.put_matrix(to, &format!("{name}.weight"), shape, part)?;
             if let Some(bias) = &mut bias {
                 let mut numbers = self.numbers_of(&format!("{name}.bias"), n_rows)?[rows.clone()].to_vec();
                 numbers.resize(intermediate, 0.0);
@@ -148,15 +167,15 @@ impl Loader<'_> {
         Ok(Linear { weight, columns: hidden, bias })
     }
 
-    fn down(&mut self, mlp: &str, is_fp8: bool) -> Result<Linear, OpenError> {
+    fn down(&mut self, mlp: &str, format: WeightFormat) -> Result<Linear, OpenError> {
         let Sizes { hidden, intermediate, share, .. } = self.sizes;
         let name = format!("{mlp}.down_proj");
-        let mut weight = self.weight(hidden, intermediate, is_fp8)?;
+        let mut weight = self.weight(hidden, intermediate, format)?;
         let n_columns = self.config.intermediate;
-        let part = ShardRange::Columns(share.range(n_columns));
+        let part = MatrixPart { range: ShardRange::Columns(share.range(n_columns)), padded: Padded::Neither };
         let to = weight.rows_mut(0..hidden, intermediate);
-        self.put_matrix(to, &format!("{name}.weight"), (hidden, n_columns), (Padded::Neither, part))?;
-        let bias = self.bias(self.config.optional.mlp_bias, &name, hidden)?;
+        self.put_matrix(to, &format!("{name}.weight"), MatrixShape { rows: hidden, cols: n_columns }, part)?;
+        let bias = if self.config.optional.mlp_bias { self.shared_bias(&name, hidden)? } else { None };
         Ok(Linear { weight, columns: intermediate, bias })
     }
 
@@ -177,10 +196,10 @@ impl Loader<'_> {
         self.upload.card()
     }
 
-    fn weight(&mut self, rows: usize, columns: usize, is_fp8: bool) -> Result<Weight, OpenError> {
-        Ok(match is_fp8 {
-            false => Weight::Bf16(self.arena.buffer(rows * columns)?),
-            true => Weight::Fp8 {
+    fn weight(&mut self, rows: usize, columns: usize, format: WeightFormat) -> Result<Weight, OpenError> {
+        Ok(match format {
+            WeightFormat::Bf16 => Weight::Bf16(self.arena.buffer(rows * columns)?),
+            WeightFormat::Fp8 => Weight::Fp8 {
                 numbers: self.arena.buffer(rows * Fp8Rows::width(columns))?,
                 scales: self.arena.buffer(rows)?,
             },
@@ -208,7 +227,8 @@ impl Loader<'_> {
         let Sizes { hidden, vocab, .. } = self.sizes;
         let mut to = self.arena.buffer(n_rows * hidden)?;
         let rows = Rows::Bf16(to.view_mut());
-        self.put_matrix(rows, name, (vocab, hidden), (Padded::Neither, ShardRange::Rows(tokens)))?;
+        let part = MatrixPart { range: ShardRange::Rows(tokens), padded: Padded::Neither };
+        self.put_matrix(rows, name, MatrixShape { rows: vocab, cols: hidden }, part)?;
         Ok(to)
     }
 
@@ -219,13 +239,9 @@ impl Loader<'_> {
         Ok(to)
     }
 
-    fn biases(&mut self, are_there: bool, len: usize) -> Result<Option<Buffer<Bf16>>, OpenError> {
-        if are_there { Ok(Some(self.arena.buffer(len)?)) } else { Ok(None) }
-    }
-
     /// Loads a bias of a sum over all ranks. Only the first rank loads and adds it, so that it is added once.
-    fn bias(&mut self, is_there: bool, name: &str, len: usize) -> Result<Option<Buffer<Bf16>>, OpenError> {
-        let is_here = is_there && self.sizes.share.is_first();
+    fn shared_bias(&mut self, name: &str, len: usize) -> Result<Option<Buffer<Bf16>>, OpenError> {
+        let is_here = self.sizes.share.is_first();
         if is_here { self.vector(&format!("{name}.bias"), len).map(Some) } else { Ok(None) }
     }
 
@@ -255,29 +271,27 @@ impl Loader<'_> {
         &mut self,
         to: Rows<'_>,
         name: &str,
-        shape: (usize, usize),
-        (padded, part): (Padded, ShardRange),
+        shape: MatrixShape,
+        part: MatrixPart,
     ) -> Result<(), OpenError> {
-        let padded = if self.heads.are_padded() { padded } else { Padded::Neither };
+        let padded = if self.heads.are_padded() { part.padded } else { Padded::Neither };
         let to = match to {
             Rows::Bf16(to) => to,
-            Rows::Fp8 { numbers, scales, k } => {
-                return self.put_fp8((numbers, scales, k), name, shape, (padded, part));
-            }
+            Rows::Fp8(to) => return self.put_fp8(to, name, shape, MatrixPart { padded, ..part }),
         };
-        let (rows, cols) = shape;
+        let MatrixShape { rows, cols } = shape;
         let source = match self.origin {
             Origin::Host(source) => source,
             Origin::Card { seed } => {
                 let (n_numbers, key) = (to.len(), dummy::key(seed, name));
-                self.card().dummy_part(to, key, dummy::scale(cols), part.made_up(shape, n_numbers))?;
+                self.card().dummy_part(to, key, dummy::scale(cols), part.range.made_up(shape, n_numbers))?;
                 self.upload.count(n_numbers);
                 return Ok(());
             }
         };
         let matrix = source.matrix(name, rows, cols)?;
         if padded == Padded::Neither && matrix.format() == Format::Bf16 {
-            match part {
+            match part.range {
                 ShardRange::Rows(rows) => {
                     self.upload.put_bytes(to, &matrix.bytes()[2 * rows.start * cols..2 * rows.end * cols])?;
                 }
@@ -288,7 +302,7 @@ impl Loader<'_> {
             }
             return Ok(());
         }
-        let numbers = self.spread(&matrix, to.len(), padded, &part);
+        let numbers = self.spread(&matrix, to.len(), padded, &part.range);
         Ok(self.upload.put(to, &numbers)?)
     }
 
@@ -296,11 +310,13 @@ impl Loader<'_> {
     /// that the scales do not depend on the rank.
     fn put_fp8(
         &mut self,
-        (numbers, scales, k): (ViewMut<'_, u8>, ViewMut<'_, f32>, usize),
+        to: Fp8RowsMut<'_>,
         name: &str,
-        (rows, cols): (usize, usize),
-        (padded, part): (Padded, ShardRange),
+        shape: MatrixShape,
+        part: MatrixPart,
     ) -> Result<(), OpenError> {
+        let Fp8RowsMut { numbers, scales, k } = to;
+        let (MatrixShape { rows, cols }, MatrixPart { range, padded }) = (shape, part);
         let Origin::Host(source) = self.origin else { unreachable!("generated weights are in bf16") };
         let matrix = source.matrix(name, rows, cols)?;
         let matrix = match matrix.format() {
@@ -308,7 +324,7 @@ impl Loader<'_> {
             _ => self.upload.host().quantize_fp8(&matrix).map_err(LoadError::Memory)?,
         };
         let (mut from_rows, mut from_columns) = (vec![None; scales.len()], vec![None; k]);
-        let (here_rows, here_columns) = match part {
+        let (here_rows, here_columns) = match range {
             ShardRange::Rows(rows) => (rows, 0..cols),
             ShardRange::Columns(columns) => (0..rows, columns),
         };
@@ -329,8 +345,8 @@ impl Loader<'_> {
     }
 
     /// Copies a part of a bf16 matrix into padded heads: `n_numbers` numbers in all.
-    fn spread(&self, matrix: &Matrix, n_numbers: usize, padded: Padded, part: &ShardRange) -> Vec<Bf16> {
-        let (rows, columns, width) = match part {
+    fn spread(&self, matrix: &Matrix, n_numbers: usize, padded: Padded, range: &ShardRange) -> Vec<Bf16> {
+        let (rows, columns, width) = match range {
             ShardRange::Rows(rows) => (rows.clone(), 0..matrix.cols(), matrix.cols()),
             ShardRange::Columns(columns) => (0..matrix.rows(), columns.clone(), n_numbers / matrix.rows()),
         };
@@ -350,7 +366,8 @@ impl Loader<'_> {
 
 impl ShardRange {
     /// Returns the same part of a matrix that the GPU generates.
-    fn made_up(&self, (rows, cols): (usize, usize), n_numbers: usize) -> DummyPart {
+    fn made_up(&self, shape: MatrixShape, n_numbers: usize) -> DummyPart {
+        let MatrixShape { rows, cols } = shape;
         match self {
             Self::Rows(range) => DummyPart {
                 first: range.start * cols,
@@ -436,7 +453,7 @@ mod tests {
 
     /// Returns the index in the whole matrix of each number that the GPU generates, as `dummy.cu` counts.
     /// `None` means zero.
-    fn made_up(part: &ShardRange, shape: (usize, usize), n_numbers: usize) -> Vec<Option<usize>> {
+    fn made_up(part: &ShardRange, shape: MatrixShape, n_numbers: usize) -> Vec<Option<usize>> {
         let DummyPart { first, width, n_real, stride } = part.made_up(shape, n_numbers);
         let number = |at: usize| (at % width < n_real).then(|| first + at / width * stride + at % width);
         (0..n_numbers).map(number).collect()
@@ -447,13 +464,14 @@ mod tests {
         let (rows, cols) = (40, 16);
         for share in Share::of_all(2) {
             let (range, width) = (share.range(40), share.width(40));
-            let of_rows = made_up(&ShardRange::Rows(range.clone()), (rows, cols), width * cols);
+            let of_rows = made_up(&ShardRange::Rows(range.clone()), MatrixShape { rows, cols }, width * cols);
             for (at, number) in of_rows.into_iter().enumerate() {
                 let row = range.start + at / cols;
                 assert_eq!(number, (row < range.end).then_some(row * cols + at % cols), "{share:?}");
             }
             // Parts of columns are checked too, with the transposed matrix.
-            let of_columns = made_up(&ShardRange::Columns(range.clone()), (cols, rows), cols * width);
+            let transposed = MatrixShape { rows: cols, cols: rows };
+            let of_columns = made_up(&ShardRange::Columns(range.clone()), transposed, cols * width);
             for (at, number) in of_columns.into_iter().enumerate() {
                 let (row, column) = (at / width, range.start + at % width);
                 assert_eq!(number, (column < range.end).then_some(row * rows + column), "{share:?}");

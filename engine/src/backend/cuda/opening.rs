@@ -112,7 +112,7 @@ fn room_on(
     let memories = cards.iter().map(|card| card.memory()).collect::<Result<Vec<_>, _>>()?;
     // All memory counts as KV in this description, so that sizes that depend on the longest sequence reach
     // their maximum.
-    let described = ModelDescription::of(folder, memories.iter().map(|(_, total)| total).sum(), settings)?;
+    let described = ModelDescription::of(folder, memories.iter().map(|memory| memory.total).sum(), settings)?;
     let mut least = usize::MAX;
     for ((share, card), memory) in Share::of_all(cards.len()).zip(cards).zip(memories) {
         let sizes = Sizes::of(&described.folder.config, described.heads, share)?;
@@ -162,8 +162,8 @@ impl ModelDescription {
             let sizes = Sizes::of(&self.folder.config, self.heads, share)?;
             let shape = self.workspace(&card, sizes);
             let budget = self.budget(sizes, &shape, kv_bytes);
-            budget.check(card.memory()?.0)?;
-            products.make_room(&card, sizes.widened(&self.in_fp8))?;
+            budget.check(card.memory()?.free)?;
+            products.make_room(&card, sizes.widened(&self.formats))?;
             (weight_bytes, together) = (budget.weights, shape.together());
             let space = shape.take(&card)?;
             taken.push((sizes, products, space, card));

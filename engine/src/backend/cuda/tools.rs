@@ -115,7 +115,7 @@ impl Tools {
     /// by purpose.
     fn check_room(&self) -> Result<(), OpenError> {
         let (weights, kv) = (self.decoder.arena.bytes(), self.kv().mapped_bytes());
-        let free = self.card.memory()?.0;
+        let free = self.card.memory()?.free;
         if weights + kv <= free {
             return Ok(());
         }

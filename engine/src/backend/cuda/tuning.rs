@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 use device::cuda::{Bf16, CudaError, View};
 use kernels::cuda::matmul::{Choice, Choices, Measured, TUNED_ROWS};
 use kernels::cuda::{
-    Answer, ComputeCard, Next, NormedRows, OwnForm, ProductShape, Products, Weights, source,
+    ComputeCard, Next, NormedRows, OutputRows, OwnForm, ProductOutput, ProductShape, Products, Weights,
+    source,
 };
 use tracing::{debug, info, warn};
 use types::in_full;
@@ -92,7 +93,9 @@ pub(super) fn tune(
     if let Some(file) = &file {
         products.adopt(Choices::read(file, &about));
     }
-    let kinds = kinds(decoder, limits, helpers.are_there());
+    // Ranks add up their partial sums before the norm, so the norm is not part of the product's work.
+    let norm = if helpers.are_there() { JoinedWork::Other } else { JoinedWork::Norm };
+    let kinds = kinds(decoder, limits, norm);
     let missing: Vec<(&Kind<'_>, ProductShape)> = kinds
         .iter()
         .flat_map(|kind| kind.shapes().map(move |shape| (kind, shape)))
@@ -151,9 +154,8 @@ fn tune_in_steps(
     Ok(())
 }
 
-fn kinds(decoder: &Decoder, limits: StepLimits, shares: bool) -> Vec<Kind<'_>> {
-    // Ranks add up their partial sums before the norm, so the norm is not part of the product's work.
-    let norm = if shares { JoinedWork::Other } else { JoinedWork::Norm };
+/// Returns the products of the model. `norm` is the work after a product that a norm follows.
+fn kinds(decoder: &Decoder, limits: StepLimits, norm: JoinedWork) -> Vec<Kind<'_>> {
     let (layers, sizes) = (&decoder.weights.layers, decoder.sizes);
     let of_layers = [
         (all_of(layers, |layer| &layer.qkv), sizes.hidden, JoinedWork::Other),
@@ -202,12 +204,12 @@ fn measure(
 ) -> Result<Vec<Choice>, CudaError> {
     // For few rows, the work after the product is measured in whole steps, so it is left out here.
     let after = if shape.n_rows > STEP_ROWS_MAX { kind.after } else { JoinedWork::Other };
-    let (y, x) = match after {
+    let (output, x) = match after {
         JoinedWork::Other => rooms(shape, space),
         JoinedWork::Gate => gate_rooms(shape, space),
         JoinedWork::Norm => norm_rooms(shape, space, norm),
     };
-    let Measured { best, refused } = products.tune(card, shape, y, &kind.matrices, x)?;
+    let Measured { best, refused } = products.tune(card, shape, output, &kind.matrices, x)?;
     for (choice, ms) in &best {
         debug!(?shape, ?choice, ms, "GEMM kernel was timed alone");
     }
@@ -217,16 +219,13 @@ fn measure(
     Ok(best.into_iter().map(|(choice, _)| choice).collect())
 }
 
-/// The output of a product, and the work after it.
-type ProductOutput<'a> = (Answer<'a>, Option<Next<'a>>);
-
 /// Like [`rooms`], with the gate as the work after the product.
 fn gate_rooms(shape: ProductShape, space: &mut Workspace) -> (ProductOutput<'_>, View<'_, Bf16>) {
     let ProductShape { n, k, n_rows, .. } = shape;
     let Workspace { normed, gated, gate_up, .. } = space;
     let gated = Next::Gate(gated.view_mut().slice(0..n_rows * n / 2));
-    let both = Answer::Narrow(gate_up.view_mut().slice(0..n_rows * n));
-    ((both, Some(gated)), normed.slice(0..n_rows * k))
+    let both = OutputRows::Narrow(gate_up.view_mut().slice(0..n_rows * n));
+    (ProductOutput { y: both, next: Some(gated) }, normed.slice(0..n_rows * k))
 }
 
 /// Like [`rooms`], with the residual and its norm as the work after the product.
@@ -245,7 +244,8 @@ fn norm_rooms<'a>(
         weight,
         epsilon: 1e-5,
     });
-    ((Answer::Narrow(given.view_mut().slice(0..n_rows * n)), Some(next)), x)
+    let y = OutputRows::Narrow(given.view_mut().slice(0..n_rows * n));
+    (ProductOutput { y, next: Some(next) }, x)
 }
 
 /// Returns the input and the output of a product of this shape.
@@ -256,13 +256,13 @@ fn rooms(shape: ProductShape, space: &mut Workspace) -> (ProductOutput<'_>, View
     let x = [&*normed, &*gated, &*attended].into_iter().find(|x| x.len() >= n_rows * k);
     let x = x.expect("a buffer fits the input of each product").slice(0..n_rows * k);
     let y = if is_wide {
-        Answer::Wide(logits.view_mut().slice(0..n_rows * n))
+        OutputRows::Wide(logits.view_mut().slice(0..n_rows * n))
     } else {
         let room = [given, qkv, gate_up].into_iter().find(|room| room.len() >= n_rows * n);
         let room = room.expect("a buffer fits the output of each product of a layer");
-        Answer::Narrow(room.view_mut().slice(0..n_rows * n))
+        OutputRows::Narrow(room.view_mut().slice(0..n_rows * n))
     };
-    ((y, None), x)
+    (ProductOutput { y, next: None }, x)
 }
 
 /// Tries the fastest methods of each product in whole decode steps, and keeps those with the shortest steps.
@@ -275,10 +275,12 @@ fn tune_one_step(
 ) -> Result<(), CudaError> {
     let starts = starts(tools, helpers, shapes, dims, best)?;
     let least = starts.iter().map(|(time, _)| *time).fold(f64::INFINITY, f64::min);
+    let ways: Vec<(ProductShape, &[Choice])> =
+        shapes.iter().filter_map(|shape| Some((*shape, best.get(shape)?.as_slice()))).collect();
     let mut found: Option<(f64, Choices)> = None;
     for (time, choices) in starts.into_iter().filter(|(time, _)| *time <= least * START_MAX) {
         tools.products.adopt(choices);
-        let time = search(tools, helpers, shapes, dims, (best, time))?;
+        let time = search(tools, helpers, &ways, dims, time)?;
         if found.as_ref().is_none_or(|(shortest, _)| time < *shortest) {
             found = Some((time, tools.products.choices().clone()));
         }
@@ -321,18 +323,18 @@ fn starts(
     Ok(starts)
 }
 
-/// Searches from the current methods of the products and the current step time. Returns the final step time.
+/// Searches from the current methods of the products and the current step time, `shortest`, among `ways`.
+/// Returns the final step time.
 fn search(
     tools: &mut Tools,
     helpers: &mut Helpers<Rank>,
-    shapes: &[ProductShape],
+    ways: &[(ProductShape, &[Choice])],
     dims: Dims,
-    (best, mut shortest): (&BTreeMap<ProductShape, Vec<Choice>>, f64),
+    mut shortest: f64,
 ) -> Result<f64, CudaError> {
     for _ in 0..ROUNDS_MAX {
         let mut is_changed = false;
-        for shape in shapes {
-            let Some(ways) = best.get(shape) else { continue };
+        for (shape, ways) in ways {
             let before = tools.products.choices().get(*shape);
             let mut kept = before;
             for choice in ways.iter().filter(|choice| Some(**choice) != before) {

@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use device::cuda::{Bf16, Buffer, View, ViewMut};
-use kernels::cuda::{Fp8Rows, Weights};
+use kernels::cuda::{Factors, Fp8Rows, Weights};
 
-use super::fp8::InFp8;
+use super::fp8::{LayerFormats, WeightFormat};
 use super::heads::Heads;
 use super::share::Share;
 use crate::error::OpenError;
@@ -44,6 +44,13 @@ pub(super) struct Linear {
     pub(super) bias: Option<Buffer<Bf16>>,
 }
 
+impl Linear {
+    /// The matrix, and rows that it multiplies.
+    pub(super) fn factors<'a>(&'a self, x: View<'a, Bf16>) -> Factors<'a> {
+        Factors { w: self.weight.view(), x, k: self.columns }
+    }
+}
+
 #[derive(Debug)]
 pub(super) enum Weight {
     Bf16(Buffer<Bf16>),
@@ -54,7 +61,14 @@ pub(super) enum Weight {
 #[derive(Debug)]
 pub(super) enum Rows<'a> {
     Bf16(ViewMut<'a, Bf16>),
-    Fp8 { numbers: ViewMut<'a, u8>, scales: ViewMut<'a, f32>, k: usize },
+    Fp8(Fp8RowsMut<'a>),
+}
+
+#[derive(Debug)]
+pub(super) struct Fp8RowsMut<'a> {
+    pub(super) numbers: ViewMut<'a, u8>,
+    pub(super) scales: ViewMut<'a, f32>,
+    pub(super) k: usize,
 }
 
 impl Weight {
@@ -73,7 +87,7 @@ impl Weight {
             Self::Fp8 { numbers, scales } => {
                 let width = Fp8Rows::width(k);
                 let numbers = numbers.view_mut().slice(rows.start * width..rows.end * width);
-                Rows::Fp8 { numbers, scales: scales.view_mut().slice(rows), k }
+                Rows::Fp8(Fp8RowsMut { numbers, scales: scales.view_mut().slice(rows), k })
             }
         }
     }
@@ -134,14 +148,14 @@ impl Sizes {
         self.q_width + 2 * self.kv_width
     }
 
-    /// Returns the rows and columns of a layer's matrices, and whether each is in FP8.
-    fn matrices(self, in_fp8: InFp8) -> [(usize, usize, bool); 4] {
+    /// Returns the rows, the columns and the format of a layer's matrices.
+    fn matrices(self, formats: LayerFormats) -> [(usize, usize, WeightFormat); 4] {
         let Self { hidden, intermediate, q_width, .. } = self;
         [
-            (self.qkv_width(), hidden, in_fp8.qkv),
-            (hidden, q_width, in_fp8.o),
-            (2 * intermediate, hidden, in_fp8.gate_up),
-            (hidden, intermediate, in_fp8.down),
+            (self.qkv_width(), hidden, formats.qkv),
+            (hidden, q_width, formats.o),
+            (2 * intermediate, hidden, formats.gate_up),
+            (hidden, intermediate, formats.down),
         ]
     }
 
@@ -152,21 +166,22 @@ impl Sizes {
     }
 
     /// Returns the bytes of all matrices. Norms and biases are too small to count.
-    pub(super) fn bytes(self, in_fp8: &[InFp8]) -> usize {
-        let bytes = |(rows, columns, is_fp8)| match is_fp8 {
-            true => rows * (Fp8Rows::width(columns) + size_of::<f32>()),
-            false => rows * columns * size_of::<Bf16>(),
+    pub(super) fn bytes(self, formats: &[LayerFormats]) -> usize {
+        let bytes = |(rows, columns, format)| match format {
+            WeightFormat::Fp8 => rows * (Fp8Rows::width(columns) + size_of::<f32>()),
+            WeightFormat::Bf16 => rows * columns * size_of::<Bf16>(),
         };
-        let layers: usize = in_fp8.iter().flat_map(|layer| self.matrices(*layer)).map(bytes).sum();
+        let layers: usize = formats.iter().flat_map(|layer| self.matrices(*layer)).map(bytes).sum();
         let head_rows = if self.is_tied { 0 } else { self.head_rows };
         layers + (self.embed_rows() + head_rows) * self.hidden * size_of::<Bf16>()
     }
 
     /// Returns the number of numbers of the largest FP8 matrix, for the memory that widens one matrix at a
     /// time.
-    pub(super) fn widened(self, in_fp8: &[InFp8]) -> usize {
-        let matrices = in_fp8.iter().flat_map(|layer| self.matrices(*layer));
-        matrices.filter(|(.., is_fp8)| *is_fp8).map(|(rows, columns, _)| rows * columns).max().unwrap_or(0)
+    pub(super) fn widened(self, formats: &[LayerFormats]) -> usize {
+        let matrices = formats.iter().flat_map(|layer| self.matrices(*layer));
+        let in_fp8 = matrices.filter(|(.., format)| *format == WeightFormat::Fp8);
+        in_fp8.map(|(rows, columns, _)| rows * columns).max().unwrap_or(0)
     }
 }
 
@@ -206,7 +221,7 @@ mod tests {
             Sizes::of(&config, Heads::of(config.head_dim).expect("128"), share).expect("multiples of 8")
         };
         let norms = (2 * 32 + 1) * 4096;
-        let (plain, in_fp8) = (vec![InFp8::default(); 32], vec![InFp8::ALL; 32]);
+        let (plain, in_fp8) = (vec![LayerFormats::default(); 32], vec![LayerFormats::FP8; 32]);
         assert_eq!(sizes(Share::WHOLE).bytes(&plain), 2 * (8_030_261_248 - norms), "all but the norms");
         assert_eq!(sizes(Share::WHOLE).widened(&plain), 0);
         // A matrix in FP8 has a byte for each number, and 4 bytes for each row.

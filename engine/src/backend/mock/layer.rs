@@ -28,7 +28,7 @@ impl Layer {
         let mut layers = Vec::new();
         for group in layout.group_indices() {
             for (shape, pos) in layout.group(group).layers.iter().zip(0u16..) {
-                let of_rank = |rank| Self::new(layout, (group, pos), rank, *shape);
+                let of_rank = |rank| Self::new(layout, group, pos, rank, *shape);
                 layers.extend((0..layout.shard.tp_size).map(of_rank));
             }
         }
@@ -36,7 +36,7 @@ impl Layer {
         layers
     }
 
-    fn new(layout: &KvLayout, (group, pos): (GroupIdx, u16), rank: u16, shape: LayerShape) -> Self {
+    fn new(layout: &KvLayout, group: GroupIdx, pos: u16, rank: u16, shape: LayerShape) -> Self {
         let n_parts = if layout.group(group).attention == Attention::Latent { 1 } else { 2 };
         let n_heads = usize::from(layout.rank_heads(shape));
         // The key has the head's number in the model: with fewer heads than ranks, neighbouring ranks hold

@@ -11,7 +11,7 @@ use cudarc::cublaslt::{result, sys};
 use device::cuda::{Bf16, Buffer, CudaError, View, library};
 
 use super::super::ComputeCard;
-use super::{Answer, ProductShape};
+use super::{OutputRows, ProductShape};
 
 /// The size of an algorithm's workspace, as NVIDIA recommends for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
@@ -208,7 +208,7 @@ impl Lt {
         &self,
         card: &ComputeCard,
         plan: &Plan,
-        y: Answer<'_>,
+        y: OutputRows<'_>,
         w: View<'_, Bf16>,
         x: View<'_, Bf16>,
     ) -> Result<(), CudaError> {

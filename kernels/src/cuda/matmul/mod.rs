@@ -62,9 +62,24 @@ pub struct Measured {
     pub refused: Vec<(Choice, CudaError)>,
 }
 
+/// The two sides of a product: a matrix and the rows that it multiplies, both with rows of `k` numbers.
+#[derive(Clone, Copy, Debug)]
+pub struct Factors<'a> {
+    pub w: Weights<'a>,
+    pub x: View<'a, Bf16>,
+    pub k: usize,
+}
+
+/// The output of a product, and the work after it.
+#[derive(Debug)]
+pub struct ProductOutput<'a> {
+    pub y: OutputRows<'a>,
+    pub next: Option<Next<'a>>,
+}
+
 /// The output of a product.
 #[derive(Debug)]
-pub enum Answer<'a> {
+pub enum OutputRows<'a> {
     Narrow(ViewMut<'a, Bf16>),
     Wide(ViewMut<'a, f32>),
 }
@@ -117,7 +132,7 @@ const WAYS_MAX: usize = 4096;
 /// widening it.
 const PASSES_ROWS_MAX: usize = 512;
 
-impl Answer<'_> {
+impl OutputRows<'_> {
     fn len(&self) -> usize {
         match self {
             Self::Narrow(view) => view.len(),
@@ -129,17 +144,17 @@ impl Answer<'_> {
         matches!(self, Self::Wide(_))
     }
 
-    fn reborrow(&mut self) -> Answer<'_> {
+    fn reborrow(&mut self) -> OutputRows<'_> {
         match self {
-            Self::Narrow(view) => Answer::Narrow(view.reborrow()),
-            Self::Wide(view) => Answer::Wide(view.reborrow()),
+            Self::Narrow(view) => OutputRows::Narrow(view.reborrow()),
+            Self::Wide(view) => OutputRows::Wide(view.reborrow()),
         }
     }
 
-    fn slice(&mut self, range: Range<usize>) -> Answer<'_> {
+    fn slice(&mut self, range: Range<usize>) -> OutputRows<'_> {
         match self {
-            Self::Narrow(view) => Answer::Narrow(view.reborrow().slice(range)),
-            Self::Wide(view) => Answer::Wide(view.reborrow().slice(range)),
+            Self::Narrow(view) => OutputRows::Narrow(view.reborrow().slice(range)),
+            Self::Wide(view) => OutputRows::Wide(view.reborrow().slice(range)),
         }
     }
 
@@ -151,11 +166,11 @@ impl Answer<'_> {
     }
 }
 
-impl<'a> From<Answer<'a>> for Ending<'a> {
-    fn from(answer: Answer<'a>) -> Self {
-        match answer {
-            Answer::Narrow(y) => Self::Sums(y),
-            Answer::Wide(y) => Self::Wide(y),
+impl<'a> From<OutputRows<'a>> for Ending<'a> {
+    fn from(rows: OutputRows<'a>) -> Self {
+        match rows {
+            OutputRows::Narrow(y) => Self::Sums(y),
+            OutputRows::Wide(y) => Self::Wide(y),
         }
     }
 }
@@ -227,22 +242,20 @@ impl Products {
     pub fn multiply(
         &mut self,
         card: &ComputeCard,
-        y: Answer<'_>,
-        w: Weights<'_>,
-        x: View<'_, Bf16>,
-        k: usize,
+        y: OutputRows<'_>,
+        factors: Factors<'_>,
     ) -> Result<(), CudaError> {
-        let shape = checked(&y, w, x, k)?;
+        let shape = checked(&y, factors)?;
         if shape.n_rows == 0 || shape.n == 0 {
             return Ok(());
         }
         if self.are_alike {
-            return self.multiply_alike(card, shape, y, w, x);
+            return self.multiply_alike(card, shape, y, factors);
         }
         self.find_way(card, shape)?;
         let Self { lt, ways, widened, .. } = self;
         let way = &ways[&shape];
-        lt.run_way(card, way, y, readied(card, way, w, widened.as_mut(), k)?, x, k)
+        lt.run_way(card, way, y, readied(card, way, factors, widened.as_mut())?)
     }
 
     /// Computes a product and the work after it. `room` holds the product, unless one kernel does both.
@@ -251,18 +264,17 @@ impl Products {
         card: &ComputeCard,
         next: Next<'_>,
         mut room: ViewMut<'_, Bf16>,
-        (w, x): (Weights<'_>, View<'_, Bf16>),
-        k: usize,
+        factors: Factors<'_>,
     ) -> Result<(), CudaError> {
-        let shape = checked(&Answer::Narrow(room.reborrow()), w, x, k)?;
+        let shape = checked(&OutputRows::Narrow(room.reborrow()), factors)?;
         if self.are_alike || shape.n_rows == 0 || shape.n == 0 {
-            self.multiply(card, Answer::Narrow(room.reborrow()), w, x, k)?;
+            self.multiply(card, OutputRows::Narrow(room.reborrow()), factors)?;
             return next.follow(card, room.view(), shape.n);
         }
         self.find_way(card, shape)?;
         let Self { lt, ways, widened, .. } = self;
         let way = &ways[&shape];
-        lt.run_then(card, way, next, room, (readied(card, way, w, widened.as_mut(), k)?, x), k)
+        lt.run_then(card, way, next, room, readied(card, way, factors, widened.as_mut())?)
     }
 
     /// Prepares the method for this shape, if it is not prepared.
@@ -282,9 +294,8 @@ impl Products {
         &mut self,
         card: &ComputeCard,
         shape: ProductShape,
-        mut y: Answer<'_>,
-        w: Weights<'_>,
-        x: View<'_, Bf16>,
+        mut y: OutputRows<'_>,
+        factors: Factors<'_>,
     ) -> Result<(), CudaError> {
         let ProductShape { n, k, n_rows, .. } = shape;
         let Self { lt, widened, .. } = self;
@@ -294,11 +305,11 @@ impl Products {
             (OwnForm::Skinny(SKINNY_FORMS[0]), SKINNY_ROWS_MAX)
         };
         let way = Way::Own(way);
-        let w = readied(card, &way, w, widened.as_mut(), k)?;
+        let factors = readied(card, &way, factors, widened.as_mut())?;
         for first in (0..n_rows).step_by(rows_max) {
             let end = (first + rows_max).min(n_rows);
-            let (y, x) = (y.slice(first * n..end * n), x.slice(first * k..end * k));
-            lt.run_way(card, &way, y, w, x, k)?;
+            let some = Factors { x: factors.x.slice(first * k..end * k), ..factors };
+            lt.run_way(card, &way, y.slice(first * n..end * n), some)?;
         }
         Ok(())
     }
@@ -340,10 +351,11 @@ impl Products {
         &mut self,
         card: &ComputeCard,
         shape: ProductShape,
-        (mut y, mut next): (Answer<'_>, Option<Next<'_>>),
+        output: ProductOutput<'_>,
         matrices: &[Weights<'_>],
         x: View<'_, Bf16>,
     ) -> Result<Measured, CudaError> {
+        let ProductOutput { mut y, mut next } = output;
         let mut timed: Vec<(f32, Choice)> = Vec::new();
         let mut refused = Vec::new();
         for choice in self.candidates(card, shape)? {
@@ -354,12 +366,13 @@ impl Products {
             };
             let Self { lt, widened, .. } = self;
             let time = tuning::time(card, matrices.len(), shape.n_rows, |nth| {
-                let w = readied(card, &way, matrices[nth], widened.as_mut(), shape.k)?;
+                let factors = Factors { w: matrices[nth], x, k: shape.k };
+                let factors = readied(card, &way, factors, widened.as_mut())?;
                 match (y.reborrow(), &mut next) {
-                    (Answer::Narrow(room), Some(next)) => {
-                        lt.run_then(card, &way, next.reborrow(), room, (w, x), shape.k)
+                    (OutputRows::Narrow(room), Some(next)) => {
+                        lt.run_then(card, &way, next.reborrow(), room, factors)
                     }
-                    (y, _) => lt.run_way(card, &way, y, w, x, shape.k),
+                    (y, _) => lt.run_way(card, &way, y, factors),
                 }
             });
             match time {
@@ -409,9 +422,9 @@ impl Products {
         let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(OwnForm::Skinny);
         let few_max = if shape.is_fp8 { PASSES_ROWS_MAX } else { FEW_ROWS_MAX };
         let is_few = card.has_few_rows() && shape.n_rows <= few_max;
-        let serves =
-            |form: &&FewRowsForm| is_few && form.serves(shape.n_rows.min(FEW_ROWS_MAX), shape.is_fp8);
-        let few = FEW_ROWS_FORMS.iter().filter(serves).copied();
+        let serves = |form: &&FewRowsForm| is_few && form.serves(shape.n_rows.min(FEW_ROWS_MAX));
+        let takes = |form: &&FewRowsForm| form.takes_fp8() || !shape.is_fp8;
+        let few = FEW_ROWS_FORMS.iter().filter(serves).filter(takes).copied();
         let is_many = card.has_many_rows() && shape.n_rows > FEW_ROWS_MAX && !shape.is_wide;
         let many = is_many.then_some(Choice::Many);
         Ok(skinny.chain(few.map(OwnForm::Few)).map(Choice::Own).chain(many).chain(algorithms).collect())
@@ -423,11 +436,10 @@ impl Lt {
         &self,
         card: &ComputeCard,
         way: &Way,
-        y: Answer<'_>,
-        w: Weights<'_>,
-        x: View<'_, Bf16>,
-        k: usize,
+        y: OutputRows<'_>,
+        factors: Factors<'_>,
     ) -> Result<(), CudaError> {
+        let Factors { w, x, k } = factors;
         if let (Weights::Fp8(rows), Way::Own(form @ OwnForm::Few(_))) = (w, way) {
             return in_passes(card, *form, y, rows, x, k);
         }
@@ -436,8 +448,8 @@ impl Lt {
         };
         match (way, y) {
             (Way::Own(form), y) => card.multiply_own(*form, OwnProduct::plain(w, x, k), y.into()),
-            (Way::Many, Answer::Narrow(y)) => card.multiply_many(numbers, x, k, ManyRows::Sums(y)),
-            (Way::Many, Answer::Wide(_)) => ensure("product", false, "an f32 output of many rows"),
+            (Way::Many, OutputRows::Narrow(y)) => card.multiply_many(numbers, x, k, ManyRows::Sums(y)),
+            (Way::Many, OutputRows::Wide(_)) => ensure("product", false, "an f32 output of many rows"),
             (Way::Lt(plan), y) => self.run(card, plan, y, numbers, x),
         }
     }
@@ -448,9 +460,9 @@ impl Lt {
         way: &Way,
         next: Next<'_>,
         mut room: ViewMut<'_, Bf16>,
-        (w, x): (Weights<'_>, View<'_, Bf16>),
-        k: usize,
+        factors: Factors<'_>,
     ) -> Result<(), CudaError> {
+        let Factors { w, x, k } = factors;
         match (way, w, next) {
             (Way::Many, Weights::Bf16(w) | Weights::Widened(w), Next::Gate(gated)) => {
                 card.multiply_many(w, x, k, ManyRows::Gated(gated))
@@ -460,7 +472,7 @@ impl Lt {
                 card.rms_norm(rows.out, rows.residual.view(), rows.weight, rows.epsilon)
             }
             (_, w, next) => {
-                self.run_way(card, way, Answer::Narrow(room.reborrow()), w, x, k)?;
+                self.run_way(card, way, OutputRows::Narrow(room.reborrow()), factors)?;
                 next.follow(card, room.view(), w.n_rows(k))
             }
         }
@@ -493,12 +505,12 @@ fn own_rows_max(form: OwnForm) -> usize {
 fn in_passes(
     card: &ComputeCard,
     form: OwnForm,
-    y: Answer<'_>,
+    y: OutputRows<'_>,
     w: Fp8Rows<'_>,
     x: View<'_, Bf16>,
     k: usize,
 ) -> Result<(), CudaError> {
-    let Answer::Narrow(mut y) = y else {
+    let OutputRows::Narrow(mut y) = y else {
         return ensure("product", false, "an f32 output with an FP8 matrix");
     };
     let (n, n_rows) = (w.scales.len(), x.len() / k);
@@ -510,19 +522,19 @@ fn in_passes(
     Ok(())
 }
 
-/// Returns the matrix in the format that this method takes.
+/// Returns the factors with the matrix in the format that this method takes.
 fn readied<'a>(
     card: &ComputeCard,
     way: &Way,
-    w: Weights<'a>,
+    factors: Factors<'a>,
     room: Option<&'a mut Buffer<Bf16>>,
-    k: usize,
-) -> Result<Weights<'a>, CudaError> {
-    match (w, way) {
+) -> Result<Factors<'a>, CudaError> {
+    match (factors.w, way) {
         (Weights::Fp8(rows), Way::Own(OwnForm::Skinny(_)) | Way::Many | Way::Lt(_)) => {
-            widen(card, room, rows, k).map(Weights::Widened)
+            let w = Weights::Widened(widen(card, room, rows, factors.k)?);
+            Ok(Factors { w, ..factors })
         }
-        _ => Ok(w),
+        _ => Ok(factors),
     }
 }
 
@@ -541,7 +553,8 @@ fn widen<'a>(
     Ok(room.slice(0..n_numbers))
 }
 
-fn checked(y: &Answer<'_>, w: Weights<'_>, x: View<'_, Bf16>, k: usize) -> Result<ProductShape, CudaError> {
+fn checked(y: &OutputRows<'_>, factors: Factors<'_>) -> Result<ProductShape, CudaError> {
+    let Factors { w, x, k } = factors;
     let kernel = "product";
     let is_fp8 = matches!(w, Weights::Fp8(_));
     let n = w.n_rows(k);

@@ -152,7 +152,7 @@ fn parsed(line: &str) -> Option<(ProductShape, Choice)> {
             let form = SKINNY_FORMS.iter().find(|form| form.name == *name).copied()?;
             Choice::Own(OwnForm::Skinny(form))
         }
-        ("few", ["even"]) if FewRowsForm::Even.serves(shape.n_rows, is_fp8) => {
+        ("few", ["even"]) if FewRowsForm::Even.serves(n_rows) && !is_fp8 => {
             Choice::Own(OwnForm::Few(FewRowsForm::Even))
         }
         ("few", [shares]) => {

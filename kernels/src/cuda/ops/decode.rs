@@ -76,7 +76,7 @@ pub struct DecodeAttention<'a> {
 /// bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Shape {
+struct DecodeShape {
     n_q_heads: u32,
     n_kv_heads: u32,
     q_stride: u32,
@@ -190,7 +190,7 @@ impl ComputeCard {
             return Ok(());
         }
         let kv = attention.kv;
-        let shape = Shape {
+        let shape = DecodeShape {
             n_q_heads: number(kernel, attention.n_q_heads)?,
             n_kv_heads: number(kernel, kv.n_kv_heads)?,
             q_stride: number(kernel, attention.q_stride)?,
@@ -231,7 +231,7 @@ impl ComputeCard {
         kernel: &'static str,
         attention: &DecodeAttention<'_>,
         blocks: (usize, usize, usize),
-        shape: Shape,
+        shape: DecodeShape,
     ) -> Result<(), CudaError> {
         let DecodeAttention { out, parts, part_sums, q, pages, tables, lengths, kv, .. } = attention;
         let of_heads = |hopper: &&Hopper| {

@@ -81,6 +81,13 @@ pub struct PendingNorm<'a> {
     pub epsilon: f32,
 }
 
+/// The size of a product: `n_rows` rows, each with a number for each of the matrix's `n` rows.
+#[derive(Clone, Copy, Debug)]
+struct OutputSize {
+    n: usize,
+    n_rows: usize,
+}
+
 /// A product with checked arguments, in the form that kernels take.
 pub(super) struct Checked {
     pub(super) sizes: Sizes,
@@ -221,10 +228,10 @@ impl<'a> OwnProduct<'a> {
             }
         };
         let n_rows = rows_of(kernel, x.len(), k)?;
-        ending.check(card, kernel, form, (n, n_rows))?;
+        ending.check(card, kernel, form, OutputSize { n, n_rows })?;
         let pending_norm = match pending_norm {
             None => PendingNormArgs::default(),
-            Some(pending_norm) => pending_norm.check(card, kernel, (k, n_rows))?,
+            Some(pending_norm) => pending_norm.check(card, kernel, k, n_rows)?,
         };
         let sizes = Sizes { n: number(kernel, n)?, k: number(kernel, k)?, n_rows: number(kernel, n_rows)? };
         let n_parts = match ending {
@@ -242,7 +249,8 @@ impl PendingNorm<'_> {
         &self,
         card: &ComputeCard,
         kernel: &'static str,
-        (k, n_rows): (usize, usize),
+        k: usize,
+        n_rows: usize,
     ) -> Result<PendingNormArgs, CudaError> {
         card.check_places(kernel, &[], &[&self.squares])?;
         let is_whole = n_rows == 0 || (!self.squares.is_empty() && self.squares.len().is_multiple_of(n_rows));
@@ -254,14 +262,14 @@ impl PendingNorm<'_> {
 }
 
 impl Ending<'_> {
-    /// Checks the sizes for a product of `n_rows` rows with a matrix of `n` rows.
     fn check(
         &self,
         card: &ComputeCard,
         kernel: &'static str,
         form: OwnForm,
-        (n, n_rows): (usize, usize),
+        size: OutputSize,
     ) -> Result<(), CudaError> {
+        let OutputSize { n, n_rows } = size;
         match self {
             Self::Sums(y) => check_sums(card, kernel, y, n * n_rows),
             Self::Wide(y) => check_sums(card, kernel, y, n * n_rows),
@@ -270,12 +278,12 @@ impl Ending<'_> {
                 ensure(kernel, n.is_multiple_of(16), "a gate whose width is not a multiple of 8")?;
                 ensure(kernel, y.len() == n / 2 * n_rows, "an output of the wrong size")
             }
-            Self::Added(added) => added.check(card, kernel, (n, n_rows), form.parts(n)),
+            Self::Added(added) => added.check(card, kernel, size, form.parts(n)),
             Self::Joined(added, peers) => {
-                peers.check_thrown(card, kernel, (n_rows, n))?;
-                added.check(card, kernel, (n, n_rows), form.parts(n))
+                peers.check_thrown(card, kernel, size.n_rows, size.n)?;
+                added.check(card, kernel, size, form.parts(n))
             }
-            Self::Heads(heads) => heads.check(card, kernel, (n, n_rows), form),
+            Self::Heads(heads) => heads.check(card, kernel, size, form),
         }
     }
 
@@ -316,9 +324,10 @@ impl AddedRows<'_> {
         &self,
         card: &ComputeCard,
         kernel: &'static str,
-        (n, n_rows): (usize, usize),
+        size: OutputSize,
         n_parts: usize,
     ) -> Result<(), CudaError> {
+        let OutputSize { n, n_rows } = size;
         let Self { residual, out, weight, squares } = self;
         card.check_places(kernel, &[residual, out, weight], &[squares])?;
         ensure(kernel, n.is_multiple_of(8), "a residual whose width is not a multiple of 8")?;
@@ -340,9 +349,10 @@ impl HeadsRows<'_> {
         &self,
         card: &ComputeCard,
         kernel: &'static str,
-        (n, n_rows): (usize, usize),
+        size: OutputSize,
         form: OwnForm,
     ) -> Result<(), CudaError> {
+        let OutputSize { n, n_rows } = size;
         let width = self.rope.check(card, kernel, n_rows)?;
         ensure(kernel, width == n, "a matrix whose rows are not those of all heads")?;
         ensure(

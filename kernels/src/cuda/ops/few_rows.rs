@@ -2,7 +2,7 @@
 
 use super::endings::{Checked, Ending, KernelNames, OwnForm, OwnProduct, Weights, kernel_names};
 use super::{Bf16, ComputeCard, CudaError, Fp8Rows, GRID_SIDE_MAX, ensure, launch, number};
-use crate::cuda::tensor_map::{Matrix, TensorMap};
+use crate::cuda::tensor_map::{BoxSize, Matrix, TensorMap};
 use device::cuda::card::Grid;
 
 /// The maximum number of rows in one pass over the matrix.
@@ -55,12 +55,17 @@ impl FewRowsForm {
         }
     }
 
-    /// Returns whether this form multiplies `n_rows` rows by such a matrix.
-    pub fn serves(self, n_rows: usize, is_fp8: bool) -> bool {
+    /// Returns whether this form multiplies `n_rows` rows.
+    pub fn serves(self, n_rows: usize) -> bool {
         match self {
             Self::Clusters { .. } => n_rows <= FEW_ROWS_MAX,
-            Self::Even => n_rows <= EVEN_ROWS_MAX && !is_fp8,
+            Self::Even => n_rows <= EVEN_ROWS_MAX,
         }
+    }
+
+    /// Returns whether this form also multiplies by a matrix in FP8.
+    pub fn takes_fp8(self) -> bool {
+        matches!(self, Self::Clusters { .. })
     }
 }
 
@@ -185,7 +190,7 @@ impl ComputeCard {
                 launch!(self, kernel, config, shares, &words, &pending_norm, &of_w, &of_tiles, &sizes)
             }
             Weights::Fp8(w) => {
-                let boxes = (TILE_COLUMNS, UNIT);
+                let boxes = BoxSize { columns: TILE_COLUMNS, rows: UNIT };
                 let of_w = TensorMap::of_bytes(w.numbers.address(), n, Fp8Rows::width(k), boxes)?;
                 let config = Grid::of(blocks, THREADS, shared_bytes_fp8(size));
                 let scales = w.scales.address();
@@ -295,12 +300,12 @@ mod tests {
 
     #[test]
     fn even_division_is_for_few_rows_in_bf16() {
-        for (n_rows, is_fp8, even) in
-            [(1, false, true), (64, false, true), (65, false, false), (8, true, false)]
-        {
-            assert_eq!(FewRowsForm::Even.serves(n_rows, is_fp8), even, "{n_rows} rows");
-            assert!(FewRowsForm::of(4096, 4096).serves(n_rows, is_fp8));
+        let clusters = FewRowsForm::of(4096, 4096);
+        for (n_rows, even) in [(1, true), (64, true), (65, false)] {
+            assert_eq!(FewRowsForm::Even.serves(n_rows), even, "{n_rows} rows");
+            assert!(clusters.serves(n_rows));
         }
-        assert!(!FewRowsForm::of(4096, 4096).serves(129, false));
+        assert!(!clusters.serves(129));
+        assert!(clusters.takes_fp8() && !FewRowsForm::Even.takes_fp8());
     }
 }

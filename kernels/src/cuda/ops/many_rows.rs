@@ -35,7 +35,7 @@ pub enum ManyRows<'a> {
 /// The fields of ManyShape in many_rows.cu, in the same order. The struct is copied to the GPU as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Shape {
+struct ManyShape {
     k: u32,
     n_pairs: u32,
     n_columns: u32,
@@ -79,7 +79,7 @@ impl ComputeCard {
             return Ok(());
         }
         let (n_pairs, n_columns) = (n_rows.div_ceil(CLUSTER * ROWS), width.div_ceil(tile_rows));
-        let shape = Shape {
+        let shape = ManyShape {
             k: number(kernel, k)?,
             n_pairs: number(kernel, n_pairs)?,
             n_columns: number(kernel, n_columns)?,

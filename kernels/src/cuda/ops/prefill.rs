@@ -54,7 +54,7 @@ pub struct PrefillAttention<'a> {
 /// bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Shape {
+struct PrefillShape {
     n_q_heads: u32,
     n_kv_heads: u32,
     q_stride: u32,
@@ -135,7 +135,7 @@ impl ComputeCard {
         if n_queries == 0 {
             return Ok(());
         }
-        let shape = Shape {
+        let shape = PrefillShape {
             n_q_heads: number(kernel, attention.n_q_heads)?,
             n_kv_heads: number(kernel, kv.n_kv_heads)?,
             q_stride: number(kernel, attention.q_stride)?,
@@ -168,7 +168,11 @@ impl ComputeCard {
         )
     }
 
-    fn launch_prefill_hopper(&self, attention: &PrefillAttention<'_>, shape: Shape) -> Result<(), CudaError> {
+    fn launch_prefill_hopper(
+        &self,
+        attention: &PrefillAttention<'_>,
+        shape: PrefillShape,
+    ) -> Result<(), CudaError> {
         let PrefillAttention { out, q, q_stride, pages, tables, on_card, kv, .. } = attention;
         let width = attention.n_q_heads * kv.head_dim;
         let n_rows = (q.len() - width) / q_stride + 1;

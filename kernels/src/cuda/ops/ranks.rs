@@ -51,7 +51,7 @@ impl ComputeCard {
     pub fn sum_few_rows(&self, peers: &mut Peers, sum: SumRows<'_>) -> Result<(), CudaError> {
         let kernel = "sum_few_rows";
         let (n_rows, width) = sum.check(self, kernel, peers)?;
-        peers.check_thrown(self, kernel, (n_rows, width))?;
+        peers.check_thrown(self, kernel, n_rows, width)?;
         if n_rows == 0 {
             return Ok(());
         }

@@ -31,7 +31,7 @@ pub struct RopeWriteKv<'a> {
 /// The fields of RopeShape in rope.cu, in the same order. The struct is copied to the GPU as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Shape {
+struct RopeShape {
     n_q_heads: u32,
     n_kv_heads: u32,
     n_slots: u32,
@@ -59,7 +59,7 @@ impl ComputeCard {
         if n_rows == 0 {
             return Ok(());
         }
-        let shape = Shape {
+        let shape = RopeShape {
             n_q_heads: number(kernel, rope.n_q_heads)?,
             n_kv_heads: number(kernel, kv.n_kv_heads)?,
             n_slots: number(kernel, kv.n_blocks * BLOCK_TOKENS)?,

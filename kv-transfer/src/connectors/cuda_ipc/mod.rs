@@ -26,10 +26,11 @@ use self::accept::GpuAcceptor;
 use self::send::CudaIpcSendPath;
 use super::gpu::copy_thread::CopyThreads;
 use super::link::check_pages;
-use super::link::connector::LinkConnector;
+use super::link::connector::{LinkAddress, LinkConnector};
 use super::shm;
 use super::unix;
-use crate::connector::{Auto, ConnectorParts, KvConnector, WireKind};
+use crate::connector::{Auto, KvConnector, WireKind};
+use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
 use crate::settings::Taper;
 use crate::wire_threads::WireThreads;
@@ -77,7 +78,7 @@ pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<LinkConnector>, Tra
     Ok(LinkConnector::start(
         parts,
         wire_threads,
-        (address, Some(socket)),
+        LinkAddress { wire: address, socket: Some(socket) },
         Box::new(door),
         Box::new(send_path),
     ))

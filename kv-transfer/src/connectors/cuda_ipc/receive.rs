@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use device::cuda::{RemoteMemory, RemotePages};
+use device::cuda::{PageDigests, RemoteMemory, RemotePages};
 use kv_cache::KvMemory;
 use tracing::trace;
 use types::KvSpan;
@@ -43,15 +43,16 @@ impl CudaIpcPath {
         &self,
         landing: &OpenLanding,
         lane: Lane,
-        (pages, offsets): (&UniformPages, &[u64]),
-        verifies: bool,
+        job: &PullJob,
+        digests: PageDigests,
     ) -> Result<Option<Vec<u64>>, TransferError> {
         let (remote, copy_thread) = (self.remote(lane)?, self.copy_threads.of(lane.to));
         let room = copy_thread.room().await?;
+        let PullJob { pages, offsets } = job;
         let from = RemotePages { memory: remote, offsets, runs: pages.there() };
         let start = |memory: &KvMemory| {
             let memory = card_of(memory, lane.to)?.memory();
-            copy_thread.copier().fetch(from, memory, pages.some(), verifies).map_err(TransferError::device)
+            copy_thread.copier().fetch(from, memory, pages.some(), digests).map_err(TransferError::device)
         };
         let Some((copy_job, pending_copy)) = landing.begin_copy(start) else { return Ok(None) };
         trace!(target: "walk", transfer = %landing.landing().transfer, "copy of KV pages launched on the GPU");
@@ -79,19 +80,19 @@ impl CudaIpcPath {
         pieces: &[Piece],
     ) -> Result<Vec<KvSpan>, TransferError> {
         let claim = landing.claim_frame(span, &digests)?;
-        let copy_jobs = copy_jobs(landing, span, pieces)?;
+        let jobs = pull_jobs(landing, span, pieces)?;
         if claim == Claim::Skip {
             return Ok(Vec::new());
         }
         let (transfer, blocks) = (landing.landing().transfer, &span.blocks);
         trace!(target: "walk", %transfer, ?blocks, "copy of a KV frame's pages begins");
         let (mut bytes, mut here) = (0, Vec::new());
-        for (pages, offsets) in &copy_jobs {
-            match self.pull(landing, span.lane, (pages, offsets), digests.are_expected()).await? {
+        for job in &jobs {
+            match self.pull(landing, span.lane, job, digests.wanted_here()).await? {
                 Some(copied) => here.extend(copied.into_iter().map(Digest)),
                 None => return Ok(Vec::new()),
             }
-            bytes += pages.bytes();
+            bytes += job.pages.bytes();
         }
         trace!(target: "walk", %transfer, ?blocks, "copy of a KV frame's pages finished");
         let Some(said) = digests.wait().await else { return Ok(Vec::new()) };
@@ -119,21 +120,29 @@ impl KvPath for CudaIpcPath {
     }
 }
 
-/// Returns the copy jobs of a frame: the pages on this side, and the location of each at the sender.
-fn copy_jobs(
+/// Pages on this side, all of one shape, and the location of each at the sender.
+#[derive(Debug)]
+struct PullJob {
+    pages: UniformPages,
+    offsets: Vec<u64>,
+}
+
+/// Returns the copies that a frame needs.
+fn pull_jobs(
     landing: &OpenLanding,
     span: &LaneSpan,
     pieces: &[Piece],
-) -> Result<Vec<(UniformPages, Vec<u64>)>, TransferError> {
+) -> Result<Vec<PullJob>, TransferError> {
     let mut offsets = Offsets::new(pieces);
-    let mut copy_jobs = Vec::new();
+    let mut jobs = Vec::new();
     for pages in wanted(landing, span)? {
         let page_bytes = pages.there().page_bytes();
         let there: Option<Vec<u64>> = pages.places.iter().map(|_| offsets.next(page_bytes)).collect();
-        copy_jobs.push((pages, there.ok_or(FrameError::Body("a page is not whole in one piece"))?));
+        let offsets = there.ok_or(FrameError::Body("a page is not whole in one piece"))?;
+        jobs.push(PullJob { pages, offsets });
     }
     if !offsets.is_empty() {
         return Err(FrameError::Body("the pieces are longer than their span").into());
     }
-    Ok(copy_jobs)
+    Ok(jobs)
 }

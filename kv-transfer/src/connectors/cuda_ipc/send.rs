@@ -11,7 +11,7 @@ use tracing::trace;
 use types::GroupIdx;
 
 use super::accept;
-use crate::connector::ConnectorParts;
+use crate::connector_parts::ConnectorParts;
 use crate::connectors::gpu::copy_thread::CopyThreads;
 use crate::connectors::gpu::pages::{UniformPages, card_of, page_of_bit, sent};
 use crate::connectors::link::frame::{Body, Frame, KvPlace, Piece};

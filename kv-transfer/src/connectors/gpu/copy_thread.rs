@@ -20,7 +20,7 @@ const COPY_JOBS_MAX: usize = 64;
 #[derive(Debug)]
 pub(in crate::connectors) struct CopyThread {
     copier: Arc<PageCopier>,
-    waiting: mpsc::Sender<Job>,
+    waiting: mpsc::Sender<ThreadJob>,
 }
 
 /// One copy thread for each GPU of the node. Cheap to clone.
@@ -48,7 +48,7 @@ impl CopyThreads {
 
 /// A job of the copy thread.
 #[derive(Debug)]
-enum Job {
+enum ThreadJob {
     Take {
         copy_job: CopyJob,
         answer: oneshot::Sender<Result<Vec<u64>, CudaError>>,
@@ -64,7 +64,7 @@ pub(in crate::connectors) struct UnderWay(oneshot::Receiver<Result<Vec<u64>, Cud
 
 /// The right to start one copy job.
 #[derive(Debug)]
-pub(in crate::connectors) struct Room<'a>(mpsc::Permit<'a, Job>);
+pub(in crate::connectors) struct Room<'a>(mpsc::Permit<'a, ThreadJob>);
 
 impl CopyThread {
     /// Starts the thread for the GPU of one rank. The thread holds the gate.
@@ -101,7 +101,7 @@ impl CopyThread {
     /// Releases a peer's memory on the thread, because that waits until the GPU no longer uses it.
     pub(in crate::connectors) fn unmap(&self, remote: Arc<RemoteMemory>) {
         // If the queue is full, the memory is released here, when this call drops it.
-        let _ = self.waiting.try_send(Job::Unmap(remote));
+        let _ = self.waiting.try_send(ThreadJob::Unmap(remote));
     }
 }
 
@@ -122,7 +122,7 @@ impl Room<'_> {
         pending_copy: Option<PendingCopy>,
     ) -> UnderWay {
         let (answer, answered) = oneshot::channel();
-        self.0.send(Job::Take { copy_job, answer, pending_copy });
+        self.0.send(ThreadJob::Take { copy_job, answer, pending_copy });
         UnderWay(answered)
     }
 }
@@ -133,11 +133,11 @@ impl UnderWay {
     }
 }
 
-fn wait_for_all(copier: &PageCopier, mut jobs: mpsc::Receiver<Job>) {
+fn wait_for_all(copier: &PageCopier, mut jobs: mpsc::Receiver<ThreadJob>) {
     while let Some(job) = jobs.blocking_recv() {
         match job {
-            Job::Unmap(remote) => drop(remote),
-            Job::Take { copy_job, answer, pending_copy } => {
+            ThreadJob::Unmap(remote) => drop(remote),
+            ThreadJob::Take { copy_job, answer, pending_copy } => {
                 let digests = copier.take(copy_job);
                 trace!(target: "walk", writes = pending_copy.is_some(), "GPU copy job finished");
                 drop(pending_copy);

@@ -90,7 +90,7 @@ fn uniform_pages(side: Side<'_>, lanes: &Lanes, landing: &Landing, span: &LaneSp
         let (here, there) = (side.heads)(lanes.heads(layer.n_kv_heads, span.lane));
         let (here, there) = (runs(shape, here), runs(shape, there));
         if all.last().is_none_or(|last| (last.here, last.there) != (here, there)) {
-            all.push(UniformPages::new((here, there), shape, landing, span));
+            all.push(UniformPages::new(here, there, shape, landing, span));
         }
         let blocks = &side.table[span.blocks.start as usize..span.blocks.end as usize];
         let region = side.card.region(span.group, layer_pos);
@@ -113,7 +113,7 @@ fn runs(shape: PageShape, heads: Heads) -> PageRuns {
 }
 
 impl UniformPages {
-    fn new((here, there): (PageRuns, PageRuns), shape: PageShape, landing: &Landing, span: &KvSpan) -> Self {
+    fn new(here: PageRuns, there: PageRuns, shape: PageShape, landing: &Landing, span: &KvSpan) -> Self {
         let last = span.blocks.end - 1;
         let valid = landing.valid_tokens(last);
         let is_partial = valid < landing.layout.block_tokens;

@@ -11,22 +11,29 @@ use super::accept::StreamAcceptor;
 use super::links::{Links, MakeSendPath};
 use super::receiver::Receiver;
 use crate::arrival::Arrival;
-use crate::connector::{ConnectorParts, KvConnector, KvSender, LandRequest};
+use crate::connector::{KvConnector, KvSender};
+use crate::connector_parts::ConnectorParts;
 use crate::connectors::unix::Socket;
 use crate::error::TransferError;
-use crate::landings::Landings;
+use crate::landings::{LandRequest, Landings};
 use crate::wire_threads::WireThreads;
 
 /// The connector of every wire that uses links. Wires differ in their acceptors and in their send paths.
 #[derive(Debug)]
 pub struct LinkConnector {
-    address: WireAddress,
     receiver: Arc<Receiver>,
     links: Links,
     #[expect(dead_code, reason = "held for its Drop")]
     accepting: Task<()>,
+    address: LinkAddress,
+}
+
+/// The address of a connector.
+#[derive(Debug)]
+pub(in crate::connectors) struct LinkAddress {
+    pub(in crate::connectors) wire: WireAddress,
     /// The Unix socket of a wire within one machine; `None` for other wires.
-    socket: Option<Socket>,
+    pub(in crate::connectors) socket: Option<Socket>,
 }
 
 impl LinkConnector {
@@ -34,47 +41,41 @@ impl LinkConnector {
     pub(in crate::connectors) fn start(
         parts: ConnectorParts,
         wire_threads: WireThreads,
-        (address, socket): (WireAddress, Option<Socket>),
+        address: LinkAddress,
         door: Box<dyn StreamAcceptor>,
         send_path: Box<MakeSendPath>,
     ) -> Arc<Self> {
-        let landings = Landings::new(parts.clone(), address.clone());
+        let landings = Landings::new(parts.clone(), address.wire.clone());
         let receiver = Receiver::new(parts.clone(), wire_threads.clone(), landings);
         let accepting = Arc::clone(&receiver).accept_all(door);
         let accepting = wire_threads.at(|| spawn_guarded(&parts.gate, "kv listener", accepting));
-        Arc::new(Self {
-            address,
-            receiver,
-            links: Links::new(parts, wire_threads, send_path),
-            accepting,
-            socket,
-        })
+        Arc::new(Self { receiver, links: Links::new(parts, wire_threads, send_path), accepting, address })
     }
 }
 
 #[async_trait]
 impl KvConnector for LinkConnector {
     fn scheme(&self) -> Scheme {
-        self.address.scheme.clone()
+        self.address.wire.scheme.clone()
     }
 
     fn address(&self) -> WireAddress {
-        self.address.clone()
+        self.address.wire.clone()
     }
 
     /// Checks the scheme. For a wire within one machine, also checks that this process sees the peer's socket
     /// and may connect to it.
     fn reaches(&self, wire: &WireAddress) -> bool {
         let is_seen = || rustix::fs::access(&wire.endpoint, Access::WRITE_OK).is_ok();
-        wire.scheme == self.address.scheme && (self.socket.is_none() || is_seen())
+        wire.scheme == self.address.wire.scheme && (self.address.socket.is_none() || is_seen())
     }
 
     fn land(&self, request: LandRequest) -> Result<(Landing, Arrival), TransferError> {
-        self.receiver.landings().land(request)
+        Arrival::of(self.receiver.landings(), request)
     }
 
     async fn open(&self, to: &Destination) -> Result<Box<dyn KvSender>, TransferError> {
-        self.links.open(to, &self.address.scheme).await
+        self.links.open(to, &self.address.wire.scheme).await
     }
 }
 

@@ -1,5 +1,6 @@
 //! The digests of a frame, which come with it or later, and their comparison with the pages.
 
+use device::cuda::PageDigests;
 use tokio::sync::oneshot;
 use types::layout::RANKS_MAX;
 use types::{KvSpan, TransferId};
@@ -20,9 +21,12 @@ pub(in crate::connectors) enum FrameDigests {
 }
 
 impl FrameDigests {
-    /// Returns whether the pages have to be verified.
-    pub(in crate::connectors) fn are_expected(&self) -> bool {
-        !matches!(self, Self::Here(digests) if digests.is_empty())
+    /// Returns whether the receiver has to make digests too, to verify its pages.
+    pub(in crate::connectors) fn wanted_here(&self) -> PageDigests {
+        match self {
+            Self::Here(digests) if digests.is_empty() => PageDigests::Skip,
+            Self::Here(_) | Self::Later(_) => PageDigests::Make,
+        }
     }
 
     /// Returns the digests; an error if they come later.
@@ -141,7 +145,7 @@ mod tests {
             (TransferId(1), pages(0), false),
         ] {
             let (pending, promised) = PendingDigests::of(TransferId(1), &pages(1));
-            assert!(promised.are_expected());
+            assert_eq!(promised.wanted_here(), PageDigests::Make);
             assert_eq!(
                 pending.deliver(transfer, &of, said.clone()).is_ok(),
                 is_delivered,

@@ -24,8 +24,8 @@ use super::code;
 use super::frame::{Body, Frame, FrameError, Hello};
 use super::send_path::KvSendPath;
 use super::span_out::SpanOut;
-use super::stream::{FrameReader, FrameWriter, within};
-use crate::connector::ConnectorParts;
+use super::stream::{FrameHalves, FrameReader, FrameWriter, within};
+use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
 use crate::landing::Credentials;
 use crate::lanes::LaneSpan;
@@ -62,7 +62,14 @@ pub(super) struct Link {
     streams: Vec<Task<()>>,
 }
 
-type Halves = (FrameReader, FrameWriter);
+/// The streams of a link differ in what the receiver sends on them.
+#[derive(Clone, Copy, Debug)]
+enum StreamKind {
+    /// Stream 0: answers and heartbeats.
+    First,
+    /// Only the end of the stream.
+    Other,
+}
 
 /// The state that the link's tasks share.
 #[derive(Debug)]
@@ -110,23 +117,23 @@ impl Link {
             made.push(next);
         }
         info!(peer = %met.node, endpoint, streams = n_streams, "KV link to peer opened");
-        Ok(Self::over(made, met, endpoint, (parts, wire_threads), send_path))
+        Ok(Self::over(&maker, made, met, wire_threads, Arc::clone(&send_path)))
     }
 
     fn over(
-        made: Vec<Halves>,
+        maker: &Maker<'_>,
+        made: Vec<FrameHalves>,
         peer: Peer,
-        endpoint: &str,
-        (parts, wire_threads): (&ConnectorParts, WireThreads),
+        wire_threads: WireThreads,
         send_path: Arc<dyn KvSendPath>,
     ) -> Self {
         let (kv, spans) = async_channel::bounded(FRAMES_QUEUED_PER_STREAM * made.len());
         let (control, frames) = mpsc::channel(CONTROL_QUEUED_MAX);
         let shared = Arc::new(Shared {
-            parts: parts.clone(),
+            parts: maker.parts.clone(),
             wire_threads,
             send_path,
-            endpoint: endpoint.to_owned(),
+            endpoint: maker.endpoint.to_owned(),
             spans,
             transfers: Mutex::default(),
             control: control.downgrade(),
@@ -275,15 +282,16 @@ impl Shared {
 
     fn start_stream(
         self: &Arc<Self>,
-        (reader, writer): Halves,
+        halves: FrameHalves,
         control: Option<mpsc::Receiver<Frame>>,
     ) -> Task<()> {
         let shared = Arc::clone(self);
         spawn_guarded(&self.parts.gate, "kv stream out", async move {
-            let is_first = control.is_some();
+            let FrameHalves { reader, writer } = halves;
+            let kind = if control.is_some() { StreamKind::First } else { StreamKind::Other };
             // The futures `writing` and `reading` live until the reason of the loss is set, because a task
             // that finds its queue closed reads the reason.
-            let (writing, reading) = (shared.write_all(writer, control), shared.read_all(reader, is_first));
+            let (writing, reading) = (shared.write_all(writer, control), shared.read_all(reader, kind));
             tokio::pin!(writing, reading);
             let ended = tokio::select! {
                 biased;
@@ -336,11 +344,13 @@ impl Shared {
         if self.spans.is_empty() { self.send_path.write_rest(writer).await } else { Ok(()) }
     }
 
-    /// Reads a stream until it ends. Answers come on stream 0 only; the other streams carry nothing from the
-    /// receiver.
-    async fn read_all(&self, mut reader: FrameReader, is_first: bool) -> Result<(), TransferError> {
+    /// Reads a stream until it ends.
+    async fn read_all(&self, mut reader: FrameReader, kind: StreamKind) -> Result<(), TransferError> {
         loop {
-            let next = if is_first { reader.next_in_time().await? } else { reader.next().await? };
+            let next = match kind {
+                StreamKind::First => reader.next_in_time().await?,
+                StreamKind::Other => reader.next().await?,
+            };
             let Some(frame) = next else { return Ok(()) };
             self.take_answer(frame)?;
         }
@@ -406,7 +416,7 @@ struct Maker<'a> {
 
 impl Maker<'_> {
     /// Makes one stream, and returns the peer that answered.
-    async fn stream(&self, stream: u16) -> Result<(Peer, Halves), TransferError> {
+    async fn stream(&self, stream: u16) -> Result<(Peer, FrameHalves), TransferError> {
         let (parts, stall) = (self.parts, self.parts.settings.stall());
         let refused =
             |source| TransferError::Connect { addr: self.endpoint.to_owned(), source: Arc::new(source) };
@@ -417,7 +427,7 @@ impl Maker<'_> {
         let hello = Hello { protocol: PROTOCOL, node, epoch, link, stream };
         writer.write(&Frame::of_link(Body::Hello(hello))).await?;
         let peer = welcomed(reader.next_in_time().await?)?;
-        Ok((peer, (reader, writer)))
+        Ok((peer, FrameHalves { reader, writer }))
     }
 }
 

@@ -8,7 +8,8 @@ use types::{Destination, Landing, Scheme};
 
 use super::link_out::{Link, Peer};
 use super::send_path::KvSendPath;
-use crate::connector::{ConnectorParts, KvSender};
+use crate::connector::KvSender;
+use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
 use crate::outgoing::{Outgoing, Sender, landing_of};
 use crate::wire_threads::WireThreads;

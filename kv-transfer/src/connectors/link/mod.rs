@@ -26,7 +26,7 @@ pub(super) mod span_in;
 pub mod connector;
 
 use self::frame::PAYLOAD_BYTES_MAX;
-use crate::connector::ConnectorParts;
+use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
 use crate::landing::bad_request;
 

@@ -24,8 +24,8 @@ use super::frame::{Body, Frame, FrameError, Hello, KvPlace, REFETCH_SPANS_MAX};
 use super::frame_digests::{FrameDigests, PENDING_DIGESTS_MAX, PendingDigests};
 use super::kv_path::{KvFrame, KvPath, Receipt};
 use super::link_out::{STREAMS_MAX, alive_interval};
-use super::stream::{FrameReader, FrameWriter, within};
-use crate::connector::ConnectorParts;
+use super::stream::{FrameHalves, FrameReader, FrameWriter, within};
+use crate::connector_parts::ConnectorParts;
 use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::landing::{Credentials, OpenLanding, Opener};
@@ -159,7 +159,7 @@ impl Receiver {
         let (node, epoch) = (self.parts.node.clone(), self.parts.epoch);
         let welcome = Frame::of_link(Body::Welcome { version, node, epoch });
         match hello.stream {
-            0 => self.serve_first(&hello, welcome, (reader, writer), kv_path).await,
+            0 => self.serve_first(&hello, welcome, FrameHalves { reader, writer }, kv_path).await,
             _ => self.serve_other(&hello, welcome, reader, writer).await,
         }
     }
@@ -169,9 +169,10 @@ impl Receiver {
         &self,
         hello: &Hello,
         welcome: Frame,
-        (mut reader, mut writer): (FrameReader, FrameWriter),
+        halves: FrameHalves,
         kv_path: Option<Arc<dyn KvPath>>,
     ) -> Result<(), TransferError> {
+        let FrameHalves { mut reader, mut writer } = halves;
         let kv_path = kv_path.ok_or(FrameError::Unexpected("a first stream without the link's KV path"))?;
         let (answers, to_write) = mpsc::channel(ANSWERS_QUEUED_MAX);
         let link = Arc::new(LinkIn {

@@ -9,7 +9,7 @@ use chassis::Stream;
 use super::frame::FrameError;
 use super::span_out::SpanOut;
 use super::stream::FrameWriter;
-use crate::connector::ConnectorParts;
+use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
 
 /// The sender's end of one wire, one value for each link. The link calls it from the tasks of all its

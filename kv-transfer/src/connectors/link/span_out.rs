@@ -7,7 +7,7 @@ use types::KvSpan;
 
 use super::frame::{Body, Frame, KvPlace};
 use super::stream::FrameWriter;
-use crate::connector::ConnectorParts;
+use crate::connector_parts::ConnectorParts;
 use crate::digest::{Digest, PageShape};
 use crate::error::TransferError;
 use crate::faults::{FaultKind, flip};

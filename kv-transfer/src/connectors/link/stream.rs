@@ -29,6 +29,13 @@ pub(in crate::connectors) async fn within<T>(
     }
 }
 
+/// Both halves of one stream.
+#[derive(Debug)]
+pub(super) struct FrameHalves {
+    pub(super) reader: FrameReader,
+    pub(super) writer: FrameWriter,
+}
+
 /// The reading half of a stream.
 #[derive(Debug)]
 pub(in crate::connectors) struct FrameReader {

@@ -15,7 +15,7 @@ use super::backend::{End, ID_BYTES, NcclBackend, PairId};
 use super::pair_queue::PairSettings;
 use super::pair_queues::{PairQueues, Stages};
 use super::receive::NcclPath;
-use crate::connector::ConnectorParts;
+use crate::connector_parts::ConnectorParts;
 use crate::connectors::link::accept::{Handshake, Incoming, StreamAcceptor};
 use crate::connectors::link::frame::FrameError;
 use crate::error::TransferError;

@@ -4,7 +4,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use device::cuda::CopyDone;
+use device::cuda::{CopyDone, PageDigests};
 
 use crate::connectors::gpu::copy_thread::UnderWay;
 use crate::connectors::link::span_out::SpanOut;
@@ -49,16 +49,21 @@ pub(super) trait Stage: Debug + Send + Sync {
     fn slot_bytes(&self) -> usize;
 
     /// Starts to gather a span's pages into a slot, one after the other.
-    async fn gather(&self, slot: usize, span: &SpanOut, digests: bool) -> Result<Gathering, TransferError>;
+    async fn gather(
+        &self,
+        slot: usize,
+        span: &SpanOut,
+        digests: PageDigests,
+    ) -> Result<Gathering, TransferError>;
 
-    /// Scatters a slot into a landing's pages, and returns their digests. Returns `None`, without touching a page, if
+    /// Scatters a slot into a landing's pages, and returns the digests that it made. Returns `None`, without touching a page, if
     /// the landing is closed.
     async fn scatter(
         &self,
         slot: usize,
         landing: &OpenLanding,
         span: &LaneSpan,
-        digests: bool,
+        digests: PageDigests,
     ) -> Result<Option<Vec<Digest>>, TransferError>;
 
     /// Flips one bit of a slot, for a fault that a test injects.

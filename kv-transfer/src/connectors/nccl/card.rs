@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use device::cuda::nccl::{self, Message, Nccl, Rank, UniqueId};
-use device::cuda::{CopyDone, PageCopierSize, SlotAt, Slots};
+use device::cuda::{CopyDone, PageCopierSize, PageDigests, SlotAt, Slots};
 use kv_cache::KvMemory;
 use tracing::trace;
 
 use super::backend::{Communicator, End, Gathering, NcclBackend, QueueId, Stage};
 use super::n_queues;
-use crate::connector::ConnectorParts;
+use crate::connector_parts::ConnectorParts;
 use crate::connectors::gpu::copy_thread::CopyThreads;
 use crate::connectors::gpu::pages::{card_of, sent, wanted};
 use crate::connectors::link::span_out::SpanOut;
@@ -99,7 +99,12 @@ impl Stage for CardStage {
         self.slots.slot_bytes()
     }
 
-    async fn gather(&self, slot: usize, span: &SpanOut, digests: bool) -> Result<Gathering, TransferError> {
+    async fn gather(
+        &self,
+        slot: usize,
+        span: &SpanOut,
+        digests: PageDigests,
+    ) -> Result<Gathering, TransferError> {
         let (card, copy_thread) = (card_of(&self.memory, self.rank)?, self.copy_threads.of(self.rank));
         let (mut offset, mut parts) = (0, Vec::new());
         for pages in sent(&self.memory, span)? {
@@ -119,7 +124,7 @@ impl Stage for CardStage {
         slot: usize,
         landing: &OpenLanding,
         span: &LaneSpan,
-        digests: bool,
+        digests: PageDigests,
     ) -> Result<Option<Vec<Digest>>, TransferError> {
         let (copy_thread, mut offset, mut here) = (self.copy_threads.of(self.rank), 0, Vec::new());
         for pages in wanted(landing, span)? {

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
-use device::cuda::CopyDone;
+use device::cuda::{CopyDone, PageDigests};
 use kv_cache::KvMemory;
 
 use super::backend::{Communicator, End, Gathering, ID_BYTES, NcclBackend, QueueId, Stage};
@@ -34,7 +34,7 @@ struct Inner {
     n_ids: AtomicU64,
     /// The queues by id. Held for a look-up.
     queues: Mutex<HashMap<QueueId, Arc<Mutex<Queue>>>>,
-    stands_still: AtomicBool,
+    is_stalled: AtomicBool,
     n_given_up: AtomicUsize,
     n_ended: AtomicUsize,
 }
@@ -54,9 +54,14 @@ impl Double {
         HostBackend { double: self.clone(), memory: memory.clone(), slot_bytes, n_queues }
     }
 
-    /// Stalls all messages, or lets all waiting ones finish.
-    pub fn stand_still(&self, stands_still: bool) {
-        self.inner.stands_still.store(stands_still, Ordering::Release);
+    /// Stalls all messages.
+    pub fn stall(&self) {
+        self.inner.is_stalled.store(true, Ordering::Release);
+    }
+
+    /// Lets all messages finish that wait since [`stall`](Self::stall).
+    pub fn resume(&self) {
+        self.inner.is_stalled.store(false, Ordering::Release);
     }
 
     /// Returns the number of ends of queues that were aborted.
@@ -146,11 +151,19 @@ impl Stage for HostStage {
         self.slot_bytes
     }
 
-    async fn gather(&self, slot: usize, span: &SpanOut, digests: bool) -> Result<Gathering, TransferError> {
+    async fn gather(
+        &self,
+        slot: usize,
+        span: &SpanOut,
+        digests: PageDigests,
+    ) -> Result<Gathering, TransferError> {
         let table = span.from.table(span.piece.group);
         let runs = Runs::sent(self.memory.layout(), &span.out.lanes, table, &span.piece);
         copy_out(&self.memory, &runs, &mut locked(&self.slots[slot])[..runs.bytes()])?;
-        Ok(Gathering::Done(if digests { span.digests_of(&self.memory)? } else { Vec::new() }))
+        Ok(Gathering::Done(match digests {
+            PageDigests::Make => span.digests_of(&self.memory)?,
+            PageDigests::Skip => Vec::new(),
+        }))
     }
 
     async fn scatter(
@@ -158,14 +171,14 @@ impl Stage for HostStage {
         slot: usize,
         landing: &OpenLanding,
         span: &LaneSpan,
-        digests: bool,
+        digests: PageDigests,
     ) -> Result<Option<Vec<Digest>>, TransferError> {
         let table = &landing.landing().tables[usize::from(span.group.0)];
         let runs = landing.runs(span);
         let mut here = Vec::new();
         let laid = landing.while_open(|memory| {
             self.lay(slot, memory, &runs)?;
-            for at in PageAt::all(span).filter(|_| digests) {
+            for at in PageAt::all(span).filter(|_| digests == PageDigests::Make) {
                 let place = table[at.block as usize].0;
                 let memory = memory.rank(span.lane.to);
                 let page = memory.read(at.group, at.layer_pos, place..place + 1).map_err(busy)?;
@@ -244,7 +257,7 @@ impl Communicator for HostCommunicator {
     }
 
     fn n_done(&mut self) -> Result<usize, TransferError> {
-        if self.stage.double.inner.stands_still.load(Ordering::Acquire) {
+        if self.stage.double.inner.is_stalled.load(Ordering::Acquire) {
             return Ok(0);
         }
         let queue = Arc::clone(&self.queue);

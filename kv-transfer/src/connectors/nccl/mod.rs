@@ -39,8 +39,9 @@ use self::card::GpuBackend;
 use self::double::Double;
 use self::send::NcclSendPath;
 use super::link::check_pages;
-use super::link::connector::LinkConnector;
-use crate::connector::{Auto, ConnectorParts, KvConnector, WireKind};
+use super::link::connector::{LinkAddress, LinkConnector};
+use crate::connector::{Auto, KvConnector, WireKind};
+use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
 use crate::settings::Taper;
 use crate::wire_threads::WireThreads;
@@ -108,7 +109,13 @@ async fn listen_over(
     let door = PairAcceptor::new(listener, Arc::clone(&backend), &parts);
     let send_path =
         move |parts: &ConnectorParts| Ok(Arc::new(NcclSendPath::new(parts, Arc::clone(&backend))) as _);
-    Ok(LinkConnector::start(parts, wire_threads, (address, None), Box::new(door), Box::new(send_path)))
+    Ok(LinkConnector::start(
+        parts,
+        wire_threads,
+        LinkAddress { wire: address, socket: None },
+        Box::new(door),
+        Box::new(send_path),
+    ))
 }
 
 /// Returns the size of a slot: a frame's KV, or the largest page.

@@ -8,8 +8,8 @@ use device::cuda::CopyDone;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::backend::{End, PairId, Stage};
-use super::thread::{Job, Message, PairThread};
-use crate::connector::ConnectorParts;
+use super::thread::{Message, PairJob, PairThread};
+use crate::connector_parts::ConnectorParts;
 use crate::connectors::link::stream::within;
 use crate::error::TransferError;
 
@@ -49,7 +49,7 @@ pub(super) enum PairState {
 #[derive(Debug)]
 pub struct PairQueue {
     stage: Arc<dyn Stage>,
-    jobs: mpsc::Sender<Job>,
+    jobs: mpsc::Sender<PairJob>,
     free: async_channel::Receiver<usize>,
     give_back: async_channel::Sender<usize>,
     pair_state: watch::Receiver<PairState>,
@@ -109,7 +109,7 @@ impl PairQueue {
     /// Wakes up the thread, because a message follows soon.
     pub(super) fn expect(&self) {
         // If the queue is full, the thread is already awake, so the error is ignored.
-        let _ = self.jobs.try_send(Job::Wake);
+        let _ = self.jobs.try_send(PairJob::Wake);
     }
 
     /// Waits for a free slot, at most for the stall time.
@@ -135,7 +135,7 @@ impl PairQueue {
         before: Vec<CopyDone>,
     ) -> Result<oneshot::Receiver<Result<(), TransferError>>, TransferError> {
         let (done, answer) = oneshot::channel();
-        let job = Job::Message(Message { slot, bytes, before, done });
+        let job = PairJob::Message(Message { slot, bytes, before, done });
         let put = async { self.jobs.send(job).await.map_err(|_| self.why_lost()) };
         within(self.stall, "the queue of the pair", put).await?;
         Ok(answer)

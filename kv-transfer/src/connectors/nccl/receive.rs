@@ -97,7 +97,7 @@ impl Posted {
         let (transfer, blocks) = (landing.landing().transfer, &span.blocks);
         trace!(target: "walk", %transfer, ?blocks, "NCCL message received");
         let stage = self.pair_queue.stage();
-        let here = stage.scatter(self.slot.nth, landing, span, digests.are_expected()).await?;
+        let here = stage.scatter(self.slot.nth, landing, span, digests.wanted_here()).await?;
         let Some(here) = here else { return Ok(Vec::new()) };
         trace!(target: "walk", %transfer, ?blocks, "KV of an NCCL message scattered into pages");
         let Some(said) = digests.wait().await else { return Ok(Vec::new()) };

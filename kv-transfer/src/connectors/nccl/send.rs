@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use async_trait::async_trait;
 use chassis::identity::link;
 use chassis::{Stream, World};
+use device::cuda::PageDigests;
 use tracing::trace;
 use types::KvLayout;
 
@@ -17,7 +18,7 @@ use super::accept;
 use super::backend::{Gathering, NcclBackend};
 use super::pair_queue::{PairSettings, Slot};
 use super::pair_queues::{LaneQueue, PairQueues};
-use crate::connector::ConnectorParts;
+use crate::connector_parts::ConnectorParts;
 use crate::connectors::link::frame::{Body, Frame, KvPlace};
 use crate::connectors::link::send_path::KvSendPath;
 use crate::connectors::link::span_out::{SpanOut, corrupt_first};
@@ -84,7 +85,8 @@ impl NcclSendPath {
         let (pair_queue, bytes) = (&self.line(&span)?.pair_queue, span.bytes(parts));
         pair_queue.expect();
         let slot = pair_queue.slot().await?;
-        let gathering = pair_queue.stage().gather(slot.nth, &span, parts.settings.digests).await?;
+        let digests = if parts.settings.digests { PageDigests::Make } else { PageDigests::Skip };
+        let gathering = pair_queue.stage().gather(slot.nth, &span, digests).await?;
         trace!(target: "walk", transfer = %span.out.transfer(), blocks = ?span.piece.blocks, "gathering of KV pages begins");
         Ok((Gathered { span, bytes, gathering }, slot))
     }
@@ -140,7 +142,8 @@ impl NcclSendPath {
         &self,
         fault: FaultKind,
         writer: &mut FrameWriter,
-        (parts, span): (&ConnectorParts, SpanOut),
+        parts: &ConnectorParts,
+        span: SpanOut,
     ) -> Result<(), TransferError> {
         let again = span.page(span.piece.span.clone());
         let (gathered, slot) = self.gather(parts, span).await?;
@@ -189,7 +192,7 @@ impl KvSendPath for NcclSendPath {
         }
         if let Some(fault) = parts.faults.next(span.bytes(parts)) {
             self.send_digests_but(0, writer).await?;
-            return self.write_with(fault, writer, (parts, span)).await;
+            return self.write_with(fault, writer, parts, span).await;
         }
         let (gathered, slot) = self.gather(parts, span).await?;
         if gathered.span.out.is_over() {

@@ -30,7 +30,7 @@ const LOOKS_FOR: Duration = Duration::from_micros(500);
 const PAUSE: Duration = Duration::from_micros(50);
 
 #[derive(Debug)]
-pub(super) enum Job {
+pub(super) enum PairJob {
     /// Tells the thread to spin, because a message follows soon.
     Wake,
     Message(Message),
@@ -55,7 +55,7 @@ pub(super) struct PairThread {
     pub(super) stall: Duration,
     /// The time for which the thread spins for the next message before it sleeps.
     pub(super) awake: Duration,
-    pub(super) queue: mpsc::Receiver<Job>,
+    pub(super) queue: mpsc::Receiver<PairJob>,
 }
 
 /// The queues of a pair, and their messages in progress.
@@ -64,7 +64,7 @@ struct Pair {
     end: End,
     stall: Duration,
     awake: Duration,
-    queue: mpsc::Receiver<Job>,
+    queue: mpsc::Receiver<PairJob>,
     under_way: VecDeque<Message>,
     /// The last time at which a message was done, or was started while no other was in progress.
     moved: Instant,
@@ -147,14 +147,14 @@ impl Pair {
     fn next(&mut self) -> Result<Option<Message>, TransferError> {
         loop {
             match self.queue.try_recv() {
-                Ok(Job::Message(message)) => return Ok(Some(message)),
-                Ok(Job::Wake) => self.roused = Instant::now(),
+                Ok(PairJob::Message(message)) => return Ok(Some(message)),
+                Ok(PairJob::Wake) => self.roused = Instant::now(),
                 Err(_) if !self.under_way.is_empty() => self.look_again()?,
                 Err(TryRecvError::Empty) if self.is_awake() => std::thread::yield_now(),
                 Err(_) => match self.queue.blocking_recv() {
                     None => return Ok(None),
-                    Some(Job::Message(message)) => return Ok(Some(message)),
-                    Some(Job::Wake) => self.roused = Instant::now(),
+                    Some(PairJob::Message(message)) => return Ok(Some(message)),
+                    Some(PairJob::Wake) => self.roused = Instant::now(),
                 },
             }
         }

@@ -10,7 +10,7 @@ use chassis::{Listener, Stream};
 use super::adapter::Adapter;
 use super::greeting::{read_end, read_first, write_end};
 use super::receive::RdmaPath;
-use crate::connector::ConnectorParts;
+use crate::connector_parts::ConnectorParts;
 use crate::connectors::link::accept::{Handshake, Incoming, StreamAcceptor};
 use crate::connectors::link::frame::FrameError;
 use crate::error::TransferError;

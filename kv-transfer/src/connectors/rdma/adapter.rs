@@ -9,7 +9,7 @@ use kv_cache::KvMemory;
 use super::card::CardLook;
 use super::greeting::RankThere;
 use super::port::{DEVICES, PortAt, Wanted, folders};
-use crate::connector::ConnectorParts;
+use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
 use crate::landing::bad_request;
 

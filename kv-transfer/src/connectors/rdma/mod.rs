@@ -32,9 +32,10 @@ use self::accept::Port;
 use self::adapter::Adapter;
 use self::send::RdmaSendPath;
 use super::link::check_pages;
-use super::link::connector::LinkConnector;
+use super::link::connector::{LinkAddress, LinkConnector};
 use super::tcp::advertised_host;
-use crate::connector::{Auto, ConnectorParts, KvConnector, WireKind};
+use crate::connector::{Auto, KvConnector, WireKind};
+use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
 use crate::settings::TransferSettings;
 use crate::wire_threads::WireThreads;
@@ -68,7 +69,7 @@ pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<LinkConnector>, Tra
     Ok(LinkConnector::start(
         parts,
         WireThreads::shared(),
-        (address, None),
+        LinkAddress { wire: address, socket: None },
         Box::new(door),
         Box::new(send_path),
     ))

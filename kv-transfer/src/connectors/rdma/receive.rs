@@ -15,7 +15,7 @@ use super::pairs::Pairs;
 use super::quiet_reports::QuietReports;
 use super::verify::take_written;
 use super::watch::watch;
-use crate::connector::ConnectorParts;
+use crate::connector_parts::ConnectorParts;
 use crate::connectors::link::frame::{FrameError, KvPlace};
 use crate::connectors::link::kv_path::{KvFrame, KvPath, Receipt, wrong_place};
 use crate::connectors::link::stream::FrameReader;

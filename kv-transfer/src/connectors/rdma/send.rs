@@ -16,7 +16,7 @@ use super::greeting::{End, First, PAIRS_MAX, read_answer, write_end, write_first
 use super::pairs::Pairs;
 use super::under_way::{FrameOut, Pair, UnderWay};
 use super::watch::watch;
-use crate::connector::ConnectorParts;
+use crate::connector_parts::ConnectorParts;
 use crate::connectors::link::frame::{Body, Frame, FrameError, KvPlace, Piece};
 use crate::connectors::link::pieces::Pieces;
 use crate::connectors::link::send_path::KvSendPath;

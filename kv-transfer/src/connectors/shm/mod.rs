@@ -24,10 +24,11 @@ use types::{Scheme, WireAddress};
 use self::accept::ShmAcceptor;
 use self::send::ShmSendPath;
 use super::link::check_pages;
-use super::link::connector::LinkConnector;
+use super::link::connector::{LinkAddress, LinkConnector};
 use super::link::frame::PAYLOAD_BYTES_MAX;
 use super::link::links::MakeSendPath;
-use crate::connector::{Auto, ConnectorParts, KvConnector, WireKind};
+use crate::connector::{Auto, KvConnector, WireKind};
+use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
 use crate::wire_threads::WireThreads;
 
@@ -73,7 +74,7 @@ fn over(
     Ok(LinkConnector::start(
         parts,
         WireThreads::shared(),
-        (address, Some(socket)),
+        LinkAddress { wire: address, socket: Some(socket) },
         Box::new(acceptor),
         send_path,
     ))

@@ -10,7 +10,7 @@ use kv_cache::KvMemory;
 
 use super::accept;
 use super::stage::Stage;
-use crate::connector::ConnectorParts;
+use crate::connector_parts::ConnectorParts;
 use crate::connectors::link::check_pages;
 use crate::connectors::link::frame::{Body, Frame, FrameError, KvPlace, Piece};
 use crate::connectors::link::send_path::KvSendPath;
@@ -35,19 +35,20 @@ pub(super) struct ShmSendPath {
 impl ShmSendPath {
     /// Makes a send path that shares the pages, if the system lets other processes map them.
     pub(super) fn in_place(parts: &ConnectorParts) -> Result<Arc<dyn KvSendPath>, TransferError> {
-        Self::showing(parts, parts.memory.has_files())
+        let in_place = parts.memory.has_files();
+        Ok(Arc::new(Self { in_place, ..Self::copying(parts)? }))
     }
 
     /// Makes a send path that shares copies only, as a node on a GPU must.
     pub(super) fn staged(parts: &ConnectorParts) -> Result<Arc<dyn KvSendPath>, TransferError> {
-        Self::showing(parts, false)
+        Ok(Arc::new(Self::copying(parts)?))
     }
 
-    fn showing(parts: &ConnectorParts, in_place: bool) -> Result<Arc<dyn KvSendPath>, TransferError> {
+    fn copying(parts: &ConnectorParts) -> Result<Self, TransferError> {
         let slot_bytes = parts.settings.frame_bytes.max(check_pages(parts)?);
         let stage =
             Stage::new(slot_bytes).map_err(|source| TransferError::Share { source: Arc::new(source) })?;
-        Ok(Arc::new(Self { world: parts.world.clone(), memory: parts.memory.clone(), in_place, stage }))
+        Ok(Self { world: parts.world.clone(), memory: parts.memory.clone(), in_place: false, stage })
     }
 }
 

@@ -8,21 +8,21 @@ use crate::step::{Launched, Row, RowInput, SampleSpec, SlotId, StepBatch};
 
 /// Sequences with the same largest length.
 #[derive(Debug)]
-pub(super) struct Lanes {
-    lanes: Vec<Lane>,
+pub(super) struct Sequences {
+    sequences: Vec<Sequence>,
     sampling: Sampling,
     stop: StopRules,
 }
 
 #[derive(Debug)]
-struct Lane {
+struct Sequence {
     prompt: Vec<TokenId>,
     tables: Vec<Vec<BlockIdx>>,
 }
 
 /// The part of a sequence that a step computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LaneInput {
+pub(super) enum SequenceInput {
     /// A range of the prompt's tokens. The last range also samples a token.
     Prompt { start: usize, end: usize },
     /// The token in flight, or any token if none is in flight.
@@ -32,38 +32,38 @@ pub(super) enum LaneInput {
 /// Rejects a workload whose sequences need more blocks than there are.
 pub(super) fn ensure_room(
     backend: &dyn Backend,
-    n_lanes: usize,
+    n_sequences: usize,
     n_tokens: usize,
 ) -> Result<(), MeasureError> {
     let layout = &backend.model().layout;
-    let needed = n_lanes * layout.groups.len() * layout.blocks_for(n_tokens);
+    let needed = n_sequences * layout.groups.len() * layout.blocks_for(n_tokens);
     let found = backend.memory().n_blocks() as usize;
     if needed > found { Err(MeasureError::Blocks { needed, found }) } else { Ok(()) }
 }
 
-impl Lanes {
+impl Sequences {
     /// Makes sequences that end with `n_tokens` tokens. Each has a different prompt of `prompt_tokens`.
     pub(super) fn new(
         backend: &dyn Backend,
-        n_lanes: usize,
+        n_sequences: usize,
         prompt_tokens: usize,
         n_tokens: usize,
     ) -> Result<Self, MeasureError> {
-        ensure_room(backend, n_lanes, n_tokens)?;
+        ensure_room(backend, n_sequences, n_tokens)?;
         let layout = &backend.model().layout;
-        let (n_groups, of_lane) = (layout.groups.len(), layout.blocks_for(n_tokens));
+        let (n_groups, of_sequence) = (layout.groups.len(), layout.blocks_for(n_tokens));
         let vocab = backend.model().vocab;
-        let lane = |nth: usize| Lane {
+        let sequence = |nth: usize| Sequence {
             prompt: (0..prompt_tokens).map(|at| token(vocab, nth, at)).collect(),
             tables: (0..n_groups)
                 .map(|group| {
-                    let first = (nth * n_groups + group) * of_lane;
-                    (first..first + of_lane).map(|block| BlockIdx(block as u32)).collect()
+                    let first = (nth * n_groups + group) * of_sequence;
+                    (first..first + of_sequence).map(|block| BlockIdx(block as u32)).collect()
                 })
                 .collect(),
         };
         let stop = StopRules { ignore_eos: true, ..StopRules::default() };
-        Ok(Self { lanes: (0..n_lanes).map(lane).collect(), sampling: Sampling::default(), stop })
+        Ok(Self { sequences: (0..n_sequences).map(sequence).collect(), sampling: Sampling::default(), stop })
     }
 
     /// Sets the sampling mode. The default is greedy.
@@ -74,7 +74,7 @@ impl Lanes {
     pub(super) fn launch(
         &self,
         backend: &mut dyn Backend,
-        parts: &[(usize, LaneInput)],
+        parts: &[(usize, SequenceInput)],
     ) -> Result<Launched, MeasureError> {
         let tables: Vec<Vec<&[BlockIdx]>> =
             parts.iter().map(|(nth, part)| self.tables(*nth, part.end())).collect();
@@ -86,23 +86,23 @@ impl Lanes {
     /// Returns the blocks of the sequence's tokens, as a scheduler passes them.
     fn tables(&self, nth: usize, end: usize) -> Vec<&[BlockIdx]> {
         let n_blocks = end.div_ceil(BLOCK_TOKENS);
-        self.lanes[nth].tables.iter().map(|table| &table[..n_blocks.min(table.len())]).collect()
+        self.sequences[nth].tables.iter().map(|table| &table[..n_blocks.min(table.len())]).collect()
     }
 
-    fn row<'a>(&'a self, nth: usize, part: LaneInput, tables: &'a [&'a [BlockIdx]]) -> Row<'a> {
-        let lane = &self.lanes[nth];
+    fn row<'a>(&'a self, nth: usize, part: SequenceInput, tables: &'a [&'a [BlockIdx]]) -> Row<'a> {
+        let sequence = &self.sequences[nth];
         let (input, start, is_drawn) = match part {
-            LaneInput::Prompt { start, end } => {
-                (RowInput::Tokens(&lane.prompt[start..end]), start, end == lane.prompt.len())
+            SequenceInput::Prompt { start, end } => {
+                (RowInput::Tokens(&sequence.prompt[start..end]), start, end == sequence.prompt.len())
             }
-            LaneInput::Next { position, is_in_flight: true } => (RowInput::Previous, position, true),
-            LaneInput::Next { position, .. } => (RowInput::Tokens(&lane.prompt[..1]), position, true),
+            SequenceInput::Next { position, is_in_flight: true } => (RowInput::Previous, position, true),
+            SequenceInput::Next { position, .. } => (RowInput::Tokens(&sequence.prompt[..1]), position, true),
         };
         let spec = SampleSpec {
             sampling: &self.sampling,
             stop: &self.stop,
-            history: &lane.prompt,
-            n_prompt: lane.prompt.len(),
+            history: &sequence.prompt,
+            n_prompt: sequence.prompt.len(),
             index: 0,
         };
         Row { slot: SlotId(nth as u64), input, start, tables, sample: is_drawn.then_some(spec) }
@@ -112,7 +112,7 @@ impl Lanes {
 /// The number of tokens in a block, in all layouts of this module.
 const BLOCK_TOKENS: usize = 16;
 
-impl LaneInput {
+impl SequenceInput {
     fn end(self) -> usize {
         match self {
             Self::Prompt { end, .. } => end,
@@ -129,8 +129,8 @@ impl LaneInput {
 }
 
 /// Returns a token of a sequence's made-up text.
-fn token(vocab: u32, lane: usize, at: usize) -> TokenId {
-    let mixed = (lane as u64 * 0x9e37_79b9 + at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+fn token(vocab: u32, sequence: usize, at: usize) -> TokenId {
+    let mixed = (sequence as u64 * 0x9e37_79b9 + at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     TokenId((mixed >> 33) as u32 % vocab)
 }
 

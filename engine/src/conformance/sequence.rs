@@ -31,7 +31,7 @@ impl Blocks {
 }
 
 #[derive(Debug)]
-pub(super) struct Lane {
+pub(super) struct Sequence {
     slot: SlotId,
     tokens: Vec<TokenId>,
     n_prompt: usize,
@@ -41,16 +41,16 @@ pub(super) struct Lane {
     pub(super) stop: StopRules,
 }
 
-/// The part of a lane that a step computes.
+/// The part of a sequence that a step computes.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum LaneInput {
+pub(super) enum SequenceInput {
     /// A number of known tokens. If they are the last known ones, the next token is sampled.
     Known(usize),
     /// The token that the step in flight samples.
     InFlight,
 }
 
-impl Lane {
+impl Sequence {
     pub(super) fn new(prompt: &[TokenId], blocks: &mut Blocks, model: &ModelInfo, n_steps: usize) -> Self {
         let n_blocks = model.layout.blocks_for(prompt.len() + n_steps);
         Self {
@@ -70,7 +70,7 @@ impl Lane {
         self
     }
 
-    /// Continues `sender`, whose KV was copied to this lane.
+    /// Continues `sender`, whose KV was copied to this sequence.
     pub(super) fn take_over(&mut self, sender: &Self) {
         self.tokens.clone_from(&sender.tokens);
         self.n_computed = sender.n_computed;
@@ -99,10 +99,10 @@ impl Lane {
         self.tokens.extend(sampled.map(|sampled| sampled.token));
     }
 
-    fn row<'a>(&'a self, part: LaneInput, tables: &'a [&'a [BlockIdx]]) -> Row<'a> {
+    fn row<'a>(&'a self, part: SequenceInput, tables: &'a [&'a [BlockIdx]]) -> Row<'a> {
         let (input, start, sample) = match part {
-            LaneInput::InFlight => (RowInput::Previous, self.tokens.len(), Some(self.spec(1))),
-            LaneInput::Known(n_tokens) => {
+            SequenceInput::InFlight => (RowInput::Previous, self.tokens.len(), Some(self.spec(1))),
+            SequenceInput::Known(n_tokens) => {
                 let end = self.n_computed + n_tokens;
                 let tokens = &self.tokens[self.n_computed..end];
                 (RowInput::Tokens(tokens), self.n_computed, (end == self.tokens.len()).then(|| self.spec(0)))
@@ -122,12 +122,12 @@ impl Lane {
     }
 }
 
-/// Launches one step over parts of some lanes.
-pub(super) fn launch(backend: &mut dyn Backend, parts: &[(&Lane, LaneInput)]) -> Launched {
+/// Launches one step over parts of some sequences.
+pub(super) fn launch(backend: &mut dyn Backend, parts: &[(&Sequence, SequenceInput)]) -> Launched {
     let tables: Vec<Vec<&[BlockIdx]>> =
-        parts.iter().map(|(lane, _)| lane.tables.iter().map(Vec::as_slice).collect()).collect();
+        parts.iter().map(|(sequence, _)| sequence.tables.iter().map(Vec::as_slice).collect()).collect();
     let rows: Vec<Row<'_>> =
-        parts.iter().zip(&tables).map(|((lane, part), tables)| lane.row(*part, tables)).collect();
+        parts.iter().zip(&tables).map(|((sequence, part), tables)| sequence.row(*part, tables)).collect();
     backend.launch(StepBatch { rows: &rows }).expect("a step is launched")
 }
 
@@ -135,24 +135,33 @@ pub(super) fn collect(backend: &mut dyn Backend, step: Launched) -> StepOutput {
     backend.collect(step).expect("a step is collected")
 }
 
-/// Runs one step in which every lane computes all its remaining tokens.
-pub(super) fn step_together(backend: &mut dyn Backend, lanes: &mut [Lane]) {
-    let parts: Vec<(&Lane, LaneInput)> =
-        lanes.iter().map(|lane| (lane, LaneInput::Known(lane.remaining()))).collect();
+/// Runs one step in which every sequence computes all its remaining tokens.
+pub(super) fn step_together(backend: &mut dyn Backend, sequences: &mut [Sequence]) {
+    let parts: Vec<(&Sequence, SequenceInput)> =
+        sequences.iter().map(|sequence| (sequence, SequenceInput::Known(sequence.remaining()))).collect();
     let launched = launch(backend, &parts);
     let output = collect(backend, launched);
-    for (nth, lane) in lanes.iter_mut().enumerate() {
-        lane.accept(lane.remaining(), &output, nth);
+    for (nth, sequence) in sequences.iter_mut().enumerate() {
+        sequence.accept(sequence.remaining(), &output, nth);
     }
 }
 
-/// Copies all blocks of one lane to the blocks of another, layer by layer.
-pub(super) fn copy_kv((from, sender): (&KvMemory, &Lane), (to, receiver): (&KvMemory, &Lane)) {
+/// A sequence, and the memory that has its KV.
+#[derive(Clone, Copy)]
+pub(super) struct SequenceKv<'a> {
+    pub(super) memory: &'a KvMemory,
+    pub(super) sequence: &'a Sequence,
+}
+
+/// Copies all blocks of one sequence to the blocks of another, layer by layer.
+pub(super) fn copy_kv(sender: SequenceKv<'_>, receiver: SequenceKv<'_>) {
+    let (from, to) = (sender.memory, receiver.memory);
+    let (from_tables, to_tables) = (&sender.sequence.tables, &receiver.sequence.tables);
     for (group, rank) in from.layout().group_indices().flat_map(|group| of_ranks(from, group)) {
-        let tables = (&sender.tables[usize::from(group.0)], &receiver.tables[usize::from(group.0)]);
+        let tables = from_tables[usize::from(group.0)].iter().zip(&to_tables[usize::from(group.0)]);
         let (near, far) = (from.rank(rank), to.rank(rank));
         for layer_pos in 0..from.layout().group(group).layers.len() as u16 {
-            for (source, target) in tables.0.iter().zip(tables.1) {
+            for (source, target) in tables.clone() {
                 let page =
                     near.read(group, layer_pos, source.0..source.0 + 1).expect("the page has no writer");
                 let mut place =

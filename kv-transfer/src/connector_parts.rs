@@ -1,0 +1,24 @@
+//! What a connector is built from.
+
+use chassis::{Gate, World};
+use kv_cache::KvMemory;
+use types::{Epoch, Fingerprint, NodeId};
+
+use crate::faults::Faults;
+use crate::metrics::TransferMetrics;
+use crate::settings::TransferSettings;
+
+/// The parts of the node that a connector is built from.
+#[derive(Clone, Debug)]
+pub struct ConnectorParts {
+    pub node: NodeId,
+    pub epoch: Epoch,
+    pub memory: KvMemory,
+    pub fingerprint: Fingerprint,
+    pub world: World,
+    pub gate: Gate,
+    pub settings: TransferSettings,
+    pub metrics: TransferMetrics,
+    /// Faults that a test injects. Empty in production.
+    pub faults: Faults,
+}
