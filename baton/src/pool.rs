@@ -30,11 +30,14 @@ pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {
     }
     let _telemetry = telemetry::init(Role::Pool.as_str(), &config.log).map_err(Failed::start)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
-    runtime.block_on(serve(&config, args.stop_with_stdin))
+    runtime.block_on(serve(&config, args))
 }
 
-async fn serve(config: &PoolConfig, with_stdin: bool) -> Result<ExitCode, Failed> {
-    let shutdown = if with_stdin { Shutdown::from_signals_and_stdin() } else { Shutdown::from_signals() };
+async fn serve(config: &PoolConfig, args: &ProcessArgs) -> Result<ExitCode, Failed> {
+    let shutdown = match args.stop_with_stdin {
+        true => Shutdown::from_signals_and_stdin(),
+        false => Shutdown::from_signals(),
+    };
     let shutdown = shutdown.map_err(Failed::start)?;
     let world = identity::world(&config.cluster)?;
     let grpc = bind(&world, &config.listen).await?;

@@ -89,7 +89,7 @@ impl Hub {
         let revision = self.revision(id).await?;
         let there: BTreeSet<String> =
             revision.siblings.into_iter().map(|sibling| sibling.rfilename).collect();
-        let job = Job { hub: self, id, cache, commit: &revision.sha, progress: Progress::new() };
+        let job = Download { hub: self, id, cache, commit: &revision.sha, progress: Progress::new() };
         let snapshot = cache.snapshot(&revision.sha);
         needed::check_names(&id.to_string(), &there)?;
         job.files(std::iter::once(needed::CONFIG)).await?;
@@ -138,7 +138,7 @@ impl Hub {
 }
 
 /// The download of one commit's files.
-struct Job<'a> {
+struct Download<'a> {
     hub: &'a Hub,
     id: &'a ModelId,
     cache: &'a ModelCache,
@@ -146,7 +146,7 @@ struct Job<'a> {
     progress: Progress,
 }
 
-impl Job<'_> {
+impl Download<'_> {
     async fn files<'n>(&self, names: impl Iterator<Item = &'n str>) -> Result<(), HubError> {
         let snapshot = self.cache.snapshot(self.commit);
         let missing: Vec<&str> = names.filter(|name| !is_there(&snapshot, name)).collect();

@@ -26,7 +26,7 @@ use crate::config::NodeConfig;
 use crate::error::NodeError;
 use crate::life::{Life, live};
 use crate::metrics::ProcessMetrics;
-use crate::parts::{Drive, NodeParts, Wired, WorkerRun};
+use crate::parts::{BackendParts, Drive, NodeParts, Wired, WorkerRun};
 use crate::ports::{KeptListener, Ports, advertised};
 use crate::switch::{Asked, Change, SwitchRequest, SwitchRequests, Unchanged, switch};
 
@@ -156,7 +156,7 @@ impl Node<'_> {
         mut waiting: Option<Waiting>,
     ) -> Result<End, NodeError> {
         let (used_bytes, world, metrics) = (backend.used_bytes(), self.world.clone(), &self.metrics);
-        let of_backend = (backend.model(), backend.memory().clone());
+        let of_backend = BackendParts { model: backend.model(), memory: backend.memory().clone() };
         let wired = match Wired::bind(&self.id, self.config, of_backend, &world, metrics).await {
             Ok(wired) => wired,
             Err(why) => match waiting.take() {
@@ -255,7 +255,7 @@ impl Node<'_> {
     fn say_asleep(&self) {
         // A sleeping node is not ready, but blocks no rollout: an operator put it to sleep.
         self.readiness.set(Some("asleep".to_owned()), None);
-        self.metrics.is_asleep(true);
+        self.metrics.sleeps();
     }
 
     /// Sleeps until the node is woken. If the process is asked to stop, drops the backend and returns `None`.
@@ -291,7 +291,7 @@ impl Node<'_> {
             }
         };
         refusing.close().await;
-        self.metrics.is_asleep(false);
+        self.metrics.wakes();
         self.readiness.set_unready("starting");
         Ok(woken)
     }

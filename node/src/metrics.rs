@@ -40,8 +40,13 @@ impl ProcessMetrics {
         }
     }
 
-    pub(crate) fn is_asleep(&self, is_asleep: bool) {
-        self.asleep.set(i64::from(is_asleep));
+    pub(crate) fn sleeps(&self) {
+        self.asleep.set(1);
+        self.node.nothing();
+    }
+
+    pub(crate) fn wakes(&self) {
+        self.asleep.set(0);
         self.node.nothing();
     }
 }

@@ -72,16 +72,24 @@ pub(crate) struct Wired {
     wires: Gate,
 }
 
+/// The parts of a backend that connectors need.
+#[derive(Debug)]
+pub(crate) struct BackendParts<'a> {
+    pub(crate) model: &'a ModelInfo,
+    pub(crate) memory: KvMemory,
+}
+
 impl Wired {
     /// Makes an epoch and starts the connectors. Errors may be temporary, such as a port that another process
     /// uses.
     pub(crate) async fn bind(
         id: &NodeId,
         config: &NodeConfig,
-        (model, memory): (&ModelInfo, KvMemory),
+        backend: BackendParts<'_>,
         world: &World,
         metrics: &ProcessMetrics,
     ) -> Result<Self, NodeError> {
+        let BackendParts { model, memory } = backend;
         let model = Arc::new(named(model, config));
         let (epoch, host, wires) = (world.epoch(), Arc::<str>::from(host_id()), Gate::new("wires"));
         let parts = ConnectorParts {

@@ -13,7 +13,7 @@ use crate::announcement::{self, Announcement, LeaseTerms, Presence, Standing};
 use crate::error::RegistryError;
 use crate::memory;
 use crate::open::RegistryParts;
-use crate::watch::{Feed, News, follow};
+use crate::watch::{AllNodes, Feed, News, follow};
 use crate::{MembershipEvent, Registry};
 
 /// A registry that forwards all calls to an inner one, except during a fault set by its [`FaultSwitch`]. It
@@ -172,7 +172,7 @@ fn interrupted() -> RegistryError {
 
 fn news(event: MembershipEvent) -> News {
     match event {
-        MembershipEvent::Snapshot(nodes) => News::All { nodes, forgot: false },
+        MembershipEvent::Snapshot(nodes) => News::All(AllNodes { nodes, forgot: false }),
         MembershipEvent::Joined(node) => News::Is(node),
         MembershipEvent::Left { id, .. } => News::Gone(id),
     }

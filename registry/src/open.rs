@@ -52,7 +52,7 @@ pub fn open(url: &str, parts: RegistryParts) -> Result<Arc<dyn Registry>, Regist
 pub async fn ask_once(url: &str, parts: RegistryParts) -> Result<Vec<NodeInfo>, RegistryError> {
     let news = opened(url, parts)?.feed.next().await?;
     let members = news.into_iter().flat_map(|news| match news {
-        News::All { nodes, .. } => nodes,
+        News::All(all) => all.nodes,
         News::Is(node) => vec![node],
         News::Gone(_) => Vec::new(),
     });

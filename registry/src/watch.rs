@@ -33,14 +33,17 @@ pub(crate) trait Feed: Send + 'static {
 #[allow(clippy::large_enum_variant)]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum News {
-    /// The complete list of members. `forgot` is true if the registry has lost its data since this watch's
-    /// last news.
-    All {
-        nodes: Vec<NodeInfo>,
-        forgot: bool,
-    },
+    All(AllNodes),
     Is(NodeInfo),
     Gone(NodeId),
+}
+
+/// The complete list of members.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct AllNodes {
+    pub(crate) nodes: Vec<NodeInfo>,
+    /// Whether the registry has lost its data since this watch's last news.
+    pub(crate) forgot: bool,
 }
 
 /// A lost connection counts as an outage after `ttl` divided by this number. After an outage departures are
@@ -103,13 +106,14 @@ impl<F: Feed> Follower<F> {
     fn take(&mut self, news: News) {
         self.backoff.reset();
         match news {
-            News::All { nodes, forgot } => self.take_all(nodes, forgot),
+            News::All(all) => self.take_all(all),
             News::Is(node) => self.ready.extend(self.known.joined(node)),
             News::Gone(id) => self.ready.extend(self.known.left(id)),
         }
     }
 
-    fn take_all(&mut self, nodes: Vec<NodeInfo>, forgot: bool) {
+    fn take_all(&mut self, all: AllNodes) {
+        let AllNodes { nodes, forgot } = all;
         if self.away_since.is_some() && !stands(Guard::Resync) {
             self.away_since = None;
             return;

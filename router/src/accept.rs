@@ -496,7 +496,12 @@ fn fanned_out(prompts: Vec<Prompt>, n: u32) -> Vec<Prompt> {
         return prompts;
     }
     let answers = |prompt: Prompt| (0..n).map(move |answer| with_seed(&prompt, answer));
-    prompts.into_iter().flat_map(answers).enumerate().map(with_choice).collect()
+    prompts
+        .into_iter()
+        .flat_map(answers)
+        .enumerate()
+        .map(|(choice, prompt)| with_choice(prompt, choice))
+        .collect()
 }
 
 fn with_seed(prompt: &Prompt, answer: u32) -> Prompt {
@@ -505,7 +510,7 @@ fn with_seed(prompt: &Prompt, answer: u32) -> Prompt {
     prompt
 }
 
-fn with_choice((choice, prompt): (usize, Prompt)) -> Prompt {
+fn with_choice(prompt: Prompt, choice: usize) -> Prompt {
     Prompt { id: RequestId::new(format!("{}-{choice}", prompt.id)), ..prompt }
 }
 

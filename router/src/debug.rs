@@ -17,6 +17,7 @@ use types::{BlockCounts, MissingWire, NodeId, NodeInfo};
 
 use crate::cluster::{Cluster, Group, ModelGroups, NodeState};
 use crate::pairs::pairs;
+use crate::rpc::LedgerDetail;
 
 /// Serves `/debug/cluster` and `/debug/kv`, which require the admin key, and `/metrics`.
 pub fn router(cluster: Cluster, metrics: Metrics, key: AdminKey, refusals: Refusals) -> Router {
@@ -99,21 +100,21 @@ struct KvQuery {
 /// Requests the block list of every node now, because an operator who looks for a leak needs the current
 /// state.
 async fn kv(State(cluster): State<Cluster>, Query(query): Query<KvQuery>) -> Json<Value> {
-    let asked =
-        cluster.everyone().into_iter().map(|(info, _)| ledger(cluster.clone(), info, query.blocks != 0));
+    let detail = if query.blocks == 0 { LedgerDetail::Counts } else { LedgerDetail::Blocks };
+    let asked = cluster.everyone().into_iter().map(|(info, _)| ledger(cluster.clone(), info, detail));
     Json(json!({ "nodes": join_all(asked).await }))
 }
 
-async fn ledger(cluster: Cluster, info: Arc<NodeInfo>, blocks: bool) -> Value {
+async fn ledger(cluster: Cluster, info: Arc<NodeInfo>, detail: LedgerDetail) -> Value {
     let mut node = json!({ "id": info.id.as_str(), "role": info.role.as_str() });
     let Some(client) = cluster.client(&info.id) else {
         node["error"] = json!("the node has left");
         return node;
     };
-    match client.ledger(blocks).await {
+    match client.ledger(detail).await {
         Ok((counts, listed)) => {
             add_counts(&mut node, counts);
-            if blocks {
+            if detail == LedgerDetail::Blocks {
                 node["blocks"] = listed.iter().map(block).collect();
             }
         }

@@ -156,10 +156,7 @@ impl Dispatch {
                 waiting.set_stage(WaitStage::Prefill);
                 self.prefill_first(prompt, prefill).await
             }
-            (prefill, _) => {
-                let nodes = (prefill.as_deref(), &*route.decode);
-                self.decode_first(prompt, nodes, room_by, waiting).await
-            }
+            _ => self.decode_first(prompt, route, room_by, waiting).await,
         }
     }
 
@@ -168,14 +165,15 @@ impl Dispatch {
     async fn decode_first(
         &self,
         prompt: &Prompt,
-        (prefill, decode): (Option<&NodeInfo>, &NodeInfo),
+        route: &Route,
         room_by: Instant,
         waiting: &TrackedRequest,
     ) -> Result<Started, Failure> {
         waiting.set_stage(WaitStage::Reserve);
         let asked = self.parts.world.now();
+        let prefill = route.prefill.as_deref();
         let offer = prefill.map_or(PrefillOffer::None, PrefillOffer::Offered);
-        let mut decode = self.client(decode)?.decode(prompt, offer).await?;
+        let mut decode = self.client(&route.decode)?.decode(prompt, offer).await?;
         let opening = decode.opening(room_by).await?;
         self.parts.metrics.stage(Stage::Reserve, asked.elapsed());
         trace!(target: "walk", request = %prompt.id, "KV room reserved on the decode node");

@@ -47,6 +47,14 @@ pub enum StatusUpdate {
     Draining,
 }
 
+/// What a node's ledger lists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LedgerDetail {
+    Counts,
+    /// Counts, and every block.
+    Blocks,
+}
+
 /// The router's report to a node about the node.
 #[derive(Clone, Debug)]
 pub struct Standing {
@@ -136,7 +144,8 @@ impl NodeClient {
         Ok(())
     }
 
-    pub async fn ledger(&self, blocks: bool) -> Result<(BlockCounts, Vec<v1::LedgerBlock>), Failure> {
+    pub async fn ledger(&self, detail: LedgerDetail) -> Result<(BlockCounts, Vec<v1::LedgerBlock>), Failure> {
+        let blocks = detail == LedgerDetail::Blocks;
         let mut client =
             NodeStatusClient::new(self.channel.clone()).max_decoding_message_size(MESSAGE_BYTES_MAX);
         let call = tokio::time::timeout(QUESTION_TIMEOUT, client.ledger(v1::LedgerRequest { blocks }));

@@ -2,7 +2,7 @@
 //!
 //! Cost: one sort of the candidates, at most a few hundred, per step.
 
-use crate::rank::{Rank, SequenceId};
+use crate::precedence::{Precedence, SequenceId};
 
 /// The limits of one step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,7 +19,7 @@ pub struct Budget {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Candidate {
     pub id: SequenceId,
-    pub rank: Rank,
+    pub precedence: Precedence,
     /// The first position that is not computed yet.
     pub start: usize,
     /// The position after the last token that is known or being sampled.
@@ -57,12 +57,12 @@ impl Candidate {
 
 /// Fills a step: running sequences first, one token each, then prompts in chunks until the budget is used up.
 ///
-/// Sequences of each kind are in order of rank. If less than a block of the budget is left for a prompt,
-/// neither this prompt nor any later one gets tokens. So short prompts do not overtake a long one in step
-/// after step.
+/// Sequences of each kind are in order of precedence. If less than a block of the budget is left for a
+/// prompt, neither this prompt nor any later one gets tokens. So short prompts do not overtake a long one in
+/// step after step.
 pub fn plan(candidates: &[Candidate], budget: Budget) -> Vec<Share> {
     let mut in_line: Vec<&Candidate> = candidates.iter().filter(|one| one.n_tokens() > 0).collect();
-    in_line.sort_unstable_by_key(|candidate| (!candidate.is_running(), candidate.rank));
+    in_line.sort_unstable_by_key(|candidate| (!candidate.is_running(), candidate.precedence));
     let mut shares = Vec::with_capacity(in_line.len().min(budget.rows_max));
     let mut tokens_left = budget.step_tokens_max;
     for candidate in in_line.into_iter().take(budget.rows_max) {
@@ -91,8 +91,8 @@ mod tests {
 
     fn candidate((id, priority, start, end): Row) -> Candidate {
         let id = SequenceId(id);
-        let rank = Rank::new(Priority(priority), id, Duration::ZERO, Duration::MAX);
-        Candidate { id, rank, start, end }
+        let precedence = Precedence::new(Priority(priority), id, Duration::ZERO, Duration::MAX);
+        Candidate { id, precedence, start, end }
     }
 
     fn shares(rows: &[Row], step_tokens_max: usize, rows_max: usize) -> Vec<(u64, usize)> {

@@ -11,13 +11,13 @@
 
 use chassis::guards::{Guard, stands};
 
-use crate::rank::{Rank, SequenceId};
+use crate::precedence::{Precedence, SequenceId};
 
 /// What growth decisions need to know about a sequence that has blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grower {
     pub id: SequenceId,
-    pub rank: Rank,
+    pub precedence: Precedence,
     /// Blocks per group that the sequence may still need until it ends.
     pub blocks_left: usize,
     /// Whether a connector still reads the sequence's blocks, so that preempting the sequence would free none
@@ -36,15 +36,16 @@ pub fn reserve(growers: &[Grower], each: usize) -> usize {
 /// Returns the blocks per group that leases for landings leave free: all that the first sequence in rank can
 /// still need, and at most `each` for each other sequence.
 pub fn lasting_reserve(growers: &[Grower], each: usize) -> usize {
-    let first = growers.iter().min_by_key(|grower| grower.rank).filter(|_| stands(Guard::GrowthReserve));
+    let first =
+        growers.iter().min_by_key(|grower| grower.precedence).filter(|_| stands(Guard::GrowthReserve));
     reserve(growers, each) + first.map_or(0, |first| first.blocks_left.saturating_sub(each))
 }
 
 /// Returns the sequence to preempt for `needy`: that of the lowest rank behind it whose blocks would become
 /// free.
-pub fn victim(growers: &[Grower], needy: Rank) -> Option<SequenceId> {
-    let behind = growers.iter().filter(|grower| grower.rank > needy && !grower.is_shared);
-    behind.max_by_key(|grower| grower.rank).map(|grower| grower.id)
+pub fn victim(growers: &[Grower], needy: Precedence) -> Option<SequenceId> {
+    let behind = growers.iter().filter(|grower| grower.precedence > needy && !grower.is_shared);
+    behind.max_by_key(|grower| grower.precedence).map(|grower| grower.id)
 }
 
 #[cfg(test)]
@@ -59,7 +60,7 @@ mod tests {
         let id = SequenceId(id);
         Grower {
             id,
-            rank: Rank::new(Priority(priority), id, Duration::ZERO, Duration::MAX),
+            precedence: Precedence::new(Priority(priority), id, Duration::ZERO, Duration::MAX),
             blocks_left,
             is_shared,
         }
@@ -96,7 +97,7 @@ mod tests {
             (vec![first, last, shared], first, Some(3), "the next one whose blocks come back"),
             (vec![last], last, None, "never itself"),
         ] {
-            assert_eq!(victim(&growers, needy.rank).map(|id| id.0), expected, "{why}");
+            assert_eq!(victim(&growers, needy.precedence).map(|id| id.0), expected, "{why}");
         }
     }
 }

@@ -8,7 +8,7 @@ use types::{Refusal, RefusalKind};
 use crate::inbox::{Inbox, RoomAnswer, WorkerState};
 use crate::landing_room::{GrantedRoom, RoomRequest};
 use crate::load::WorkerLoad;
-use crate::rank::SequenceId;
+use crate::precedence::SequenceId;
 use crate::submission::NewSequence;
 
 /// Submits work to a worker. Cheap to clone. When the last clone is dropped, the worker finishes its

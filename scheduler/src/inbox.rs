@@ -16,7 +16,7 @@ use types::{Deadline, ModelInfo, Refusal, RefusalKind};
 
 use crate::landing_room::{GrantedRoom, RoomRequest, RoomWaiter, line_is_full};
 use crate::load::{StepCosts, WorkerLoad};
-use crate::rank::SequenceId;
+use crate::precedence::SequenceId;
 use crate::settings::SchedulerSettings;
 use crate::sink::SinkGuard;
 use crate::submission::{NewSequence, SequenceLimits, Submission};

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use types::prompt::Priority;
 use types::{BlockHash, Deadline, Refusal, RefusalKind};
 
-use crate::rank::{Rank, SequenceId};
+use crate::precedence::{Precedence, SequenceId};
 use crate::settings::SchedulerSettings;
 
 /// A request for the room of a prompt, before its KV can be sent here.
@@ -62,9 +62,9 @@ impl RoomRequest {
 }
 
 impl RoomWaiter {
-    pub(crate) fn rank(&self, now: Instant, settings: &SchedulerSettings) -> Rank {
+    pub(crate) fn precedence(&self, now: Instant, settings: &SchedulerSettings) -> Precedence {
         let age = now.saturating_duration_since(self.submitted);
-        Rank::new(self.request.priority, self.id, age, settings.age_bound)
+        Precedence::new(self.request.priority, self.id, age, settings.age_bound)
     }
 
     pub(crate) fn deadline(&self) -> Instant {

@@ -3,7 +3,7 @@
 use engine::Launched;
 use tokio::time::Instant;
 
-use crate::rank::SequenceId;
+use crate::precedence::SequenceId;
 use crate::room::Room;
 
 #[derive(Debug)]
@@ -14,12 +14,18 @@ pub(crate) struct LaunchedStep {
     pub(crate) launched_at: Instant,
     /// The time at which a step ends whose duration is only modelled.
     pub(crate) due: Option<Instant>,
-    /// Whether the launch was delayed until shortly before the end of the previous step. That end then shows
-    /// the remaining margin.
-    pub(crate) is_late: bool,
+    pub(crate) timing: LaunchTiming,
     /// The blocks of sequences that ended or were preempted while this step was running. The step may still
     /// write into them, so they are released when it is collected.
     pub(crate) held: Vec<Room>,
+}
+
+/// When a step is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LaunchTiming {
+    AtOnce,
+    /// Delayed until shortly before the end of the previous step. That end then shows the remaining margin.
+    Late,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,10 +41,10 @@ impl LaunchedStep {
         rows: Vec<StepRow>,
         now: Instant,
         before: Option<&Self>,
-        is_late: bool,
+        timing: LaunchTiming,
     ) -> Self {
         let starts_at = before.and_then(|before| before.due).map_or(now, |free| free.max(now));
         let due = launched.modelled_cost().map(|cost| starts_at + cost);
-        Self { launched, rows, launched_at: now, due, is_late, held: Vec::new() }
+        Self { launched, rows, launched_at: now, due, timing, held: Vec::new() }
     }
 }

@@ -3,7 +3,7 @@
 //! Suggested reading order:
 //!
 //! - submissions ([`submission`], [`landing_room`], [`handle`]) and results ([`sink`])
-//! - pure functions: order ([`rank`]), batching ([`batcher`]), preemption ([`growth`]), predictions ([`load`])
+//! - pure functions: order ([`precedence`]), batching ([`batcher`]), preemption ([`growth`]), predictions ([`load`])
 //! - the state of a sequence (`sequence`, `room`) and of a step (`launched_step`, `lead`)
 //! - the state machine ([`worker`]) and the loop that runs it ([`driver`])
 #![forbid(unsafe_code)]
@@ -13,7 +13,7 @@ pub mod handle;
 pub mod landing_room;
 mod inbox;
 pub mod sink;
-pub mod rank;
+pub mod precedence;
 pub mod batcher;
 pub mod growth;
 pub mod load;

@@ -14,7 +14,7 @@ use types::{
 
 use crate::batcher::Candidate;
 use crate::growth::Grower;
-use crate::rank::{Rank, SequenceId};
+use crate::precedence::{Precedence, SequenceId};
 use crate::room::Room;
 use crate::sink::{SequenceEnd, SinkGuard, StepTiming};
 use crate::submission::{SequenceLimits, Source, Submission};
@@ -152,8 +152,8 @@ impl Sequence {
 // === impl Sequence: its needs ===
 
 impl Sequence {
-    pub(crate) fn rank(&self, now: Instant, bound: Duration) -> Rank {
-        Rank::new(self.prompt.priority, self.id, self.age(now), bound)
+    pub(crate) fn precedence(&self, now: Instant, bound: Duration) -> Precedence {
+        Precedence::new(self.prompt.priority, self.id, self.age(now), bound)
     }
 
     /// Returns the end of a sequence whose first token, which arrived with its KV, was the last one.
@@ -192,9 +192,9 @@ impl Sequence {
     }
 
     /// Returns the sequence as a candidate for the next step, if it could be in it.
-    pub(crate) fn candidate(&self, rank: Rank) -> Option<Candidate> {
+    pub(crate) fn candidate(&self, precedence: Precedence) -> Option<Candidate> {
         let (id, start, end) = (self.id, self.n_computed, self.n_known());
-        self.is_runnable().then_some(Candidate { id, rank, start, end })
+        self.is_runnable().then_some(Candidate { id, precedence, start, end })
     }
 
     /// Returns the blocks per group that are missing for the tokens that are known or being sampled.
@@ -203,11 +203,11 @@ impl Sequence {
     }
 
     /// Returns what decisions about block growth need, if the sequence has blocks.
-    pub(crate) fn grower(&self, rank: Rank, layout: &KvLayout) -> Option<Grower> {
+    pub(crate) fn grower(&self, precedence: Precedence, layout: &KvLayout) -> Option<Grower> {
         let at_most = layout.blocks_held_at_most().unwrap_or(usize::MAX);
         self.room.as_ref().map(|room| Grower {
             id: self.id,
-            rank,
+            precedence,
             blocks_left: layout
                 .blocks_for(self.sequence_limits.tokens_max)
                 .saturating_sub(room.n_blocks())

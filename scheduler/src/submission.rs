@@ -5,7 +5,7 @@ use tokio::time::Instant;
 use tracing::Span;
 use types::{FinishReason, ModelInfo, Prompt, Refusal, RefusalKind, Step};
 
-use crate::rank::SequenceId;
+use crate::precedence::SequenceId;
 use crate::sink::{Sink, SinkGuard};
 
 /// A sequence to run. Its source and its sink depend on its purpose: an outbox, or a stream.

@@ -15,7 +15,7 @@ use types::{
 };
 
 use crate::metrics::SchedulerMetrics;
-use crate::rank::SequenceId;
+use crate::precedence::SequenceId;
 use crate::settings::SchedulerSettings;
 use crate::sink::{SequenceEnd, Sink, SinkGuard, StepTiming};
 use crate::submission::{NewSequence, SequenceLimits, Source, Submission};

@@ -29,7 +29,7 @@ use crate::launched_step::LaunchedStep;
 use crate::lead::LaunchLead;
 use crate::load::{StepCosts, StepShape, WorkerLoad};
 use crate::metrics::SchedulerMetrics;
-use crate::rank::SequenceId;
+use crate::precedence::SequenceId;
 use crate::sequence::{self, Sequence};
 use crate::settings::SchedulerSettings;
 use crate::sink::SequenceEnd;
@@ -330,7 +330,7 @@ impl Worker {
     /// Returns what growth decisions need, for all sequences that hold blocks.
     fn growers(&self, now: Instant) -> Vec<Grower> {
         let grower = |sequence: &Sequence| {
-            sequence.grower(sequence.rank(now, self.settings.age_bound), &self.model.layout)
+            sequence.grower(sequence.precedence(now, self.settings.age_bound), &self.model.layout)
         };
         self.sequences.values().filter_map(grower).collect()
     }

@@ -34,13 +34,18 @@ pub struct Connection {
 #[derive(Debug)]
 pub struct Connections {
     idle: Mutex<Vec<Stream>>,
-    keeps: bool,
+    n_idle_max: usize,
 }
 
 impl Connections {
-    /// Makes an empty store. If `keeps` is false, every request gets a new connection.
-    pub fn new(keeps: bool) -> Self {
-        Self { idle: Mutex::new(Vec::new()), keeps }
+    /// Makes an empty store that keeps connections after their requests.
+    pub fn kept() -> Self {
+        Self { idle: Mutex::default(), n_idle_max: N_IDLE_MAX }
+    }
+
+    /// Makes a store that keeps nothing: every request gets a new connection.
+    pub fn fresh() -> Self {
+        Self { idle: Mutex::default(), n_idle_max: 0 }
     }
 
     pub async fn take(&self, target: &Target) -> io::Result<Connection> {
@@ -59,7 +64,7 @@ impl Connections {
 
     pub fn give_back(&self, connection: Connection) {
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.keeps && idle.len() < N_IDLE_MAX {
+        if idle.len() < self.n_idle_max {
             idle.push(connection.stream);
         }
     }

@@ -9,7 +9,7 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::client::connection::{Connection, Connections};
 use crate::client::reception::{Reception, ReceptionState, Timing};
-use crate::client::recorder::Answer;
+use crate::client::recorder::{Answer, AnswerText};
 use crate::client::target::Target;
 use crate::load::live::Live;
 use crate::record::{Failure, FailureKind, Outcome, RequestRecord};
@@ -25,7 +25,7 @@ pub struct Assignment {
     pub prompt_tokens: u32,
     pub wanted_tokens: u32,
     pub cancel_after: Option<Duration>,
-    pub keeps_answer: bool,
+    pub text: AnswerText,
 }
 
 /// Sends requests to one target. Cheap to clone.
@@ -50,7 +50,8 @@ struct Exchange<'a> {
 
 impl Client {
     pub fn new(target: Arc<Target>, live: Arc<Live>, epoch: Instant, options: ClientOptions) -> Self {
-        let connections = Arc::new(Connections::new(options.keeps_connections));
+        let connections = if options.keeps_connections { Connections::kept() } else { Connections::fresh() };
+        let connections = Arc::new(connections);
         Self { target, connections, live, epoch, timeout: options.timeout }
     }
 
@@ -61,7 +62,7 @@ impl Client {
             client: self,
             intended: assignment.intended,
             sent_us: 0,
-            reception: Reception::new(assignment.wanted_tokens, assignment.keeps_answer),
+            reception: Reception::new(assignment.wanted_tokens, assignment.text),
             n_seen: 0,
         };
         self.live.begin();

@@ -3,7 +3,7 @@
 
 use crate::client::exchange::Assignment;
 use crate::client::http::{Progress, ResponseReader};
-use crate::client::recorder::{Recorder, StreamEnd};
+use crate::client::recorder::{AnswerText, Recorder, StreamEnd};
 use crate::record::{Failure, FailureKind, Outcome, RequestRecord};
 
 /// The parser and the recorder of one response.
@@ -30,8 +30,8 @@ pub enum ReceptionState {
 }
 
 impl Reception {
-    pub fn new(n_expected: u32, keeps_answer: bool) -> Self {
-        Self { reader: ResponseReader::new(), recorder: Recorder::new(n_expected, keeps_answer) }
+    pub fn new(n_expected: u32, text: AnswerText) -> Self {
+        Self { reader: ResponseReader::new(), recorder: Recorder::new(n_expected, text) }
     }
 
     /// Returns whether a byte of the response has been parsed. Before the first byte, a request may be sent

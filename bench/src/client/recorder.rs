@@ -30,6 +30,13 @@ pub struct Answer {
     pub text: String,
 }
 
+/// Whether an answer is kept, for the next turn of a conversation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AnswerText {
+    Keep,
+    Discard,
+}
+
 /// How the stream of an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StreamEnd {
@@ -40,7 +47,7 @@ pub enum StreamEnd {
 
 impl Recorder {
     /// Makes a recorder with room for `n_expected` chunks, so that nothing is allocated while tokens arrive.
-    pub fn new(n_expected: u32, keeps_answer: bool) -> Self {
+    pub fn new(n_expected: u32, text: AnswerText) -> Self {
         Self {
             chunks: Vec::with_capacity(n_expected as usize + 2),
             counted_by: CountedBy::Chunks,
@@ -48,7 +55,7 @@ impl Recorder {
             usage_tokens: None,
             prompt_tokens: None,
             cached_tokens: 0,
-            answer: keeps_answer.then(Answer::default),
+            answer: (text == AnswerText::Keep).then(Answer::default),
             n_tokens: 0,
             is_counting: false,
             has_finished: false,
@@ -163,7 +170,7 @@ mod tests {
     use super::*;
 
     fn record(events: &[&str]) -> Recorder {
-        let mut recorder = Recorder::new(4, true);
+        let mut recorder = Recorder::new(4, AnswerText::Keep);
         for (nth, event) in events.iter().enumerate() {
             recorder.on_data(nth as u32 * 10, event.as_bytes());
         }

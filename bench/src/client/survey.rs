@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use tokio::time::Instant;
 
 use crate::client::exchange::{Assignment, Client, ClientOptions};
+use crate::client::recorder::AnswerText;
 use crate::client::request::{Endpoint, Extras, Prompt, RequestShape, ShapeParts};
 use crate::client::target::Target;
 use crate::error::{BenchError, Result};
@@ -55,7 +56,7 @@ pub async fn survey(target: &Arc<Target>, request: &SurveyRequest<'_>) -> Result
             .ok_or_else(|| BenchError::target(&target.url, "GET /v1/models names no model: give --model"))?,
     };
     let mut refusal = String::new();
-    for extras in attempts(request.ignore_eos) {
+    for extras in attempts(request) {
         let parts = ShapeParts {
             target,
             endpoint: request.endpoint,
@@ -77,7 +78,8 @@ pub async fn survey(target: &Arc<Target>, request: &SurveyRequest<'_>) -> Result
 
 /// Returns the combinations of optional fields to try, from all to none: a server that refuses unknown fields
 /// gets fewer.
-fn attempts(ignore_eos: bool) -> impl Iterator<Item = Extras> {
+fn attempts(request: &SurveyRequest<'_>) -> impl Iterator<Item = Extras> + use<> {
+    let ignore_eos = request.ignore_eos;
     let counting = [(true, true), (true, false), (false, true), (false, false)];
     let with = move |eos: bool| {
         counting.map(|(return_token_ids, continuous_usage)| Extras {
@@ -124,7 +126,7 @@ async fn first_contact(target: &Arc<Target>, shape: &RequestShape, probe: &Promp
         prompt_tokens: 0,
         wanted_tokens: 3,
         cancel_after: None,
-        keeps_answer: false,
+        text: AnswerText::Discard,
     };
     client.exchange(assignment, wire).await.0
 }

@@ -150,7 +150,8 @@ impl Side {
             salt_step: 1 + 2 * pair as u64 + nth as u64,
             slice: pair as u32,
             epoch: begun.checked_sub(self.elapsed),
-            ..RunSpec::new(self.load.clone(), &self.label, args.output.quiet)
+            is_quiet: args.output.quiet,
+            ..RunSpec::new(self.load.clone(), &self.label)
         };
         let seen = self.bench.run(&spec).await?;
         let starts_us = self.elapsed.as_micros() as u64;
@@ -224,11 +225,8 @@ fn compare(args: &AbArgs, sides: &[Side; 2], n_pairs: usize) -> Vec<Contrast> {
 
 /// Makes the report of one side, including the comparison.
 fn side_report(args: &AbArgs, side: &Side, found: &[Contrast]) -> RunReport {
-    let spec = RunSpec::new(
-        LoadArgs { ramp: Duration::ZERO, warmup: Duration::ZERO, ..side.load.clone() },
-        &side.label,
-        true,
-    );
+    let load = LoadArgs { ramp: Duration::ZERO, warmup: Duration::ZERO, ..side.load.clone() };
+    let spec = RunSpec { is_quiet: true, ..RunSpec::new(load, &side.label) };
     let mut report = side.bench.report(&spec, &args.output.slo, &side.records, side.lag.clone());
     let compared = serde_json::to_value(found).unwrap_or_default();
     report.shared.insert("ab".to_owned(), compared);

@@ -43,7 +43,7 @@ pub async fn run(args: FaultsArgs) -> Result<Ended> {
     let bench = Bench::prepare(&args.url, &args.requests, &args.workload).await?;
     let target = Target::resolve(&args.url).await?;
     let label = args.output.label.as_deref().unwrap_or("faults");
-    let spec = RunSpec::new(args.load.clone(), label, args.output.quiet);
+    let spec = RunSpec { is_quiet: args.output.quiet, ..RunSpec::new(args.load.clone(), label) };
     let mut injected = Vec::with_capacity(schedule.faults.len());
     let strikes = inject_all(&schedule, &target, Instant::now(), &mut injected);
     let (seen, strikes) = tokio::join!(bench.run(&spec), strikes);

@@ -105,8 +105,16 @@ pub struct RunSpec {
 }
 
 impl RunSpec {
-    pub fn new(load: LoadArgs, label: &str, is_quiet: bool) -> Self {
-        Self { load, label: label.to_owned(), is_quiet, seed_step: 0, salt_step: 0, slice: 0, epoch: None }
+    pub fn new(load: LoadArgs, label: &str) -> Self {
+        Self {
+            load,
+            label: label.to_owned(),
+            is_quiet: false,
+            seed_step: 0,
+            salt_step: 0,
+            slice: 0,
+            epoch: None,
+        }
     }
 }
 

@@ -107,13 +107,13 @@ impl Scenario {
 
     /// Returns the arguments of `baton` for each server. If `is_ablated`, the first server's include those of
     /// the ablation.
-    pub fn server_words(&self, file: &Path, is_ablated: bool) -> Vec<Vec<String>> {
+    pub fn server_words(&self, args: &ScenarioArgs) -> Vec<Vec<String>> {
         let mut all: Vec<_> = self.server.iter().map(|server| server.start.clone()).collect();
-        if let (true, Some(first)) = (is_ablated, all.first_mut()) {
+        if let (true, Some(first)) = (args.ablate, all.first_mut()) {
             first.extend(self.ablation.server.iter().cloned());
         }
         let place =
-            |words: Vec<String>| words.iter().map(|word| word.replace("{here}", &here(file))).collect();
+            |words: Vec<String>| words.iter().map(|word| word.replace("{here}", &here(&args.file))).collect();
         all.into_iter().map(place).collect()
     }
 }
@@ -160,7 +160,7 @@ impl Drop for Running {
 async fn start_all(scenario: &Scenario, args: &ScenarioArgs) -> Result<Vec<Running>> {
     let baton = std::env::current_exe().map_err(BenchError::Prepare)?;
     let mut running = Vec::new();
-    for (words, server) in scenario.server_words(&args.file, args.ablate).iter().zip(&scenario.server) {
+    for (words, server) in scenario.server_words(&args).iter().zip(&scenario.server) {
         let child = Command::new(&baton).args(words).stdin(Stdio::null()).stdout(Stdio::null()).spawn();
         let child = child.map_err(|source| BenchError::Start { program: words.join(" "), source })?;
         let mut child = Running(child);

@@ -32,13 +32,14 @@ impl Search {
         }
     }
 
-    pub fn note(&mut self, rate: f64, held: bool) {
+    pub fn note_held(&mut self, rate: f64) {
         self.n_probes += 1;
-        if held {
-            self.held = Some(self.held.map_or(rate, |known| known.max(rate)));
-        } else {
-            self.broke = Some(self.broke.map_or(rate, |known| known.min(rate)));
-        }
+        self.held = Some(self.held.map_or(rate, |known| known.max(rate)));
+    }
+
+    pub fn note_broke(&mut self, rate: f64) {
+        self.n_probes += 1;
+        self.broke = Some(self.broke.map_or(rate, |known| known.min(rate)));
     }
 
     /// Returns the highest rate that held; `None` if none did.
@@ -54,7 +55,11 @@ mod tests {
     fn search(first: f64, limit: f64) -> (Option<f64>, usize) {
         let mut search = Search::from(first);
         while let Some(rate) = search.next() {
-            search.note(rate, rate <= limit);
+            if rate <= limit {
+                search.note_held(rate);
+            } else {
+                search.note_broke(rate);
+            }
         }
         (search.answer(), search.n_probes)
     }

@@ -124,7 +124,7 @@ async fn measure(args: &ServeArgs, bench: &Bench, name: &str, load: LoadArgs, nt
         (None, "") => "serve".to_owned(),
         (None, name) => name.to_owned(),
     };
-    let spec = RunSpec { salt_step: nth, ..RunSpec::new(load, &label, args.output.quiet) };
+    let spec = RunSpec { salt_step: nth, is_quiet: args.output.quiet, ..RunSpec::new(load, &label) };
     let seen = bench.run(&spec).await?;
     let report = bench.report(&spec, &args.output.slo, &seen.records, seen.lag);
     args.output.write(&report, name)?;
@@ -144,7 +144,11 @@ async fn search(args: &ServeArgs, bench: &Bench, share: f64) -> Result<Vec<RunRe
             attained * 100.0,
             report.attainment.sent
         ));
-        search.note(rate, attained >= share);
+        if attained >= share {
+            search.note_held(rate);
+        } else {
+            search.note_broke(rate);
+        }
         reports.push(report);
         if !is_valid {
             tell("the harness was the bottleneck: the search ends here");

@@ -15,7 +15,7 @@ use crate::client::target::Target;
 use crate::clock::PreciseTimer;
 use crate::load::compose::{Composer, Prepared};
 use crate::load::live::Live;
-use crate::load::probe::Probe;
+use crate::load::probe::{Probe, RunEnd};
 use crate::load::session_runner::SessionRunner;
 use crate::metrics::LagSamples;
 use crate::record::RequestRecord;
@@ -110,19 +110,19 @@ pub async fn drive(job: Drive, live: Arc<Live>) -> io::Result<Observed> {
         records: Vec::new(),
     };
     let probe = Probe::start()?;
-    let interrupted = state.run().await;
+    let end = state.run().await;
     state.records.sort_by_key(|record| (record.intended_us, record.index));
-    let lag = probe.read(&state.records, interrupted);
+    let lag = probe.read(&state.records, end);
     Ok(Observed { records: state.records, lag, epoch })
 }
 
 impl Loop {
-    /// Runs the load loop. Returns whether the user has interrupted it.
-    async fn run(&mut self) -> bool {
+    /// Runs the load loop.
+    async fn run(&mut self) -> RunEnd {
         loop {
             match self.next_event().await {
-                Event::Over => return false,
-                Event::Interrupted => return true,
+                Event::Over => return RunEnd::Over,
+                Event::Interrupted => return RunEnd::Interrupted,
                 event => self.apply(event),
             }
         }

@@ -23,6 +23,14 @@ pub struct Probe {
     cpu: CpuTimes,
 }
 
+/// How a run ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RunEnd {
+    Over,
+    /// By the user.
+    Interrupted,
+}
+
 /// CPU times of a thread in nanoseconds: running, and waiting for a processor.
 #[derive(Clone, Copy, Debug, Default)]
 struct CpuTimes {
@@ -40,7 +48,7 @@ impl Probe {
     }
 
     /// Ends the measurement. Returns its samples.
-    pub fn read(mut self, records: &[RequestRecord], interrupted: bool) -> LagSamples {
+    pub fn read(mut self, records: &[RequestRecord], end: RunEnd) -> LagSamples {
         self.ticker.abort_all();
         let now = CpuTimes::of_this_thread();
         let ours = |record: &&RequestRecord| record.failure().is_some_and(|f| f.kind == FailureKind::Harness);
@@ -51,7 +59,7 @@ impl Probe {
             waiting: Duration::from_nanos(now.waiting.saturating_sub(self.cpu.waiting)),
             elapsed: self.started.elapsed(),
             harness_failures: records.iter().filter(ours).count(),
-            interrupted,
+            interrupted: end == RunEnd::Interrupted,
         }
     }
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use tokio::time::Instant;
 
 use crate::client::exchange::{Assignment, Client};
-use crate::client::recorder::Answer;
+use crate::client::recorder::{Answer, AnswerText};
 use crate::clock::PreciseTimer;
 use crate::load::compose::{ComposedRequest, Composer, Prepared, Transcript};
 use crate::record::RequestRecord;
@@ -31,7 +31,8 @@ impl SessionRunner {
         let (mut due, mut wire) = (intended, first);
         while let Some((nth, turn)) = turns.next() {
             let next = turns.peek().map(|(_, turn)| turn.clone());
-            let assignment = self.assign(&transcript, nth, &turn, &wire, due, next.is_some());
+            let text = if next.is_some() { AnswerText::Keep } else { AnswerText::Discard };
+            let assignment = self.assign(&transcript, nth, &turn, &wire, due, text);
             let (record, answer) = self.client.exchange(assignment, wire.bytes).await;
             let goes_on = record.is_finished();
             let n_tokens = record.output_tokens();
@@ -52,7 +53,7 @@ impl SessionRunner {
         turn: &Turn,
         wire: &ComposedRequest,
         due: Instant,
-        keeps: bool,
+        text: AnswerText,
     ) -> Assignment {
         Assignment {
             index: self.n_begun.fetch_add(1, Ordering::Relaxed),
@@ -63,7 +64,7 @@ impl SessionRunner {
             prompt_tokens: wire.prompt_tokens,
             wanted_tokens: turn.output_tokens,
             cancel_after: turn.cancel_after,
-            keeps_answer: keeps,
+            text,
         }
     }
 

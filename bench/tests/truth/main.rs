@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use bench::client::exchange::Assignment;
 use bench::client::reception::{Reception, ReceptionState, Timing};
+use bench::client::recorder::AnswerText;
 use bench::puppet::Script;
 use bench::record::{Outcome, RequestRecord};
 use tokio::time::Instant;
@@ -27,7 +28,7 @@ fn assignment(index: u32, wanted_tokens: u32) -> Assignment {
         prompt_tokens: 5,
         wanted_tokens,
         cancel_after: None,
-        keeps_answer: false,
+        text: AnswerText::Discard,
     }
 }
 
@@ -35,7 +36,7 @@ fn assignment(index: u32, wanted_tokens: u32) -> Assignment {
 /// clock. The bytes come in pieces of `piece` bytes, as a network may cut them.
 fn recorded(index: u32, intended_us: u64, script: &Script, piece: usize) -> RequestRecord {
     let wanted = script.steps.iter().map(|step| step.act.n_tokens()).sum();
-    let mut reception = Reception::new(wanted, false);
+    let mut reception = Reception::new(wanted, AnswerText::Discard);
     let (mut outcome, mut end_us) = (None, 0);
     for write in script.writes() {
         end_us = us(write.at);

@@ -23,16 +23,14 @@ fn name(path: &Path) -> String {
     path.file_name().expect("a file").to_string_lossy().into_owned()
 }
 
+fn args(file: &Path, ablate: bool) -> ScenarioArgs {
+    ScenarioArgs { file: file.to_owned(), url: None, ablate, data: Some("trace.jsonl".into()), more: vec![] }
+}
+
 fn command(file: &Path, ablate: bool) -> BenchCommand {
     let scenario = Scenario::read(file).expect("it parses");
-    let args = ScenarioArgs {
-        file: file.to_owned(),
-        url: None,
-        ablate,
-        data: Some("trace.jsonl".into()),
-        more: vec![],
-    };
-    scenario.command(&args).unwrap_or_else(|error| panic!("{}: {}", file.display(), error.in_full()))
+    let command = scenario.command(&args(file, ablate));
+    command.unwrap_or_else(|error| panic!("{}: {}", file.display(), error.in_full()))
 }
 
 #[test]
@@ -44,7 +42,8 @@ fn every_scenario_is_one_command_with_its_ablation() {
         assert!(scenario.question.ends_with('?') && !scenario.ablation.off.is_empty(), "{}", file.display());
         let (plain, ablated) =
             (format!("{:?}", command(&file, false)), format!("{:?}", command(&file, true)));
-        let servers_differ = scenario.server_words(&file, true) != scenario.server_words(&file, false);
+        let servers_differ =
+            scenario.server_words(&args(&file, true)) != scenario.server_words(&args(&file, false));
         assert!(plain != ablated || servers_differ, "{}: the ablation changes nothing", file.display());
     }
 }

@@ -57,31 +57,40 @@ impl CallRefused {
 /// The parsed [`SIGNATURE_HEADER`] of an incoming call.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shown {
+    stamp: Stamp,
+    mac: Mac,
+}
+
+/// The parts of a signature that make a repeated call another call.
+#[derive(Clone, Copy, Debug)]
+struct Stamp {
     sent_ms: u64,
     nonce: Nonce,
-    mac: Mac,
+}
+
+/// The parts of a call that are signed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SignedCall<'a> {
+    pub(crate) path: &'a str,
+    pub(crate) headers: &'a HeaderMap,
+    pub(crate) body: &'a [u8],
 }
 
 /// Signs an outgoing call. `headers` must already contain Baton's other headers.
 pub(crate) fn sign(world: &World, secret: &ClusterSecret, path: &str, headers: &mut HeaderMap, body: &[u8]) {
-    let sent_ms = world.unix_time().as_millis() as u64;
-    let nonce = world.nonce();
-    let mac = mac(secret, path, headers, body, (sent_ms, &nonce));
+    let stamp = Stamp { sent_ms: world.unix_time().as_millis() as u64, nonce: world.nonce() };
+    let mac = mac(secret, SignedCall { path, headers, body }, stamp);
+    let Stamp { sent_ms, nonce } = stamp;
     let signature = format!("{sent_ms:x}-{:032x}-{}", u128::from_be_bytes(nonce), mac.to_hex());
     headers
         .insert(SIGNATURE_HEADER, HeaderValue::try_from(signature).expect("digits are a valid header value"));
 }
 
-fn mac(
-    secret: &ClusterSecret,
-    path: &str,
-    headers: &HeaderMap,
-    body: &[u8],
-    (sent_ms, nonce): (u64, &Nonce),
-) -> Mac {
+fn mac(secret: &ClusterSecret, call: SignedCall<'_>, stamp: Stamp) -> Mac {
+    let (SignedCall { path, headers, body }, Stamp { sent_ms, nonce }) = (call, stamp);
     let header = |name| headers.get(name).map_or(&b""[..], HeaderValue::as_bytes);
     let (protocol, id) = (header(PROTOCOL_HEADER), header(REQUEST_ID_HEADER));
-    let fields = [path.as_bytes(), header(TARGET_HEADER), protocol, id, &sent_ms.to_le_bytes(), nonce, body];
+    let fields = [path.as_bytes(), header(TARGET_HEADER), protocol, id, &sent_ms.to_le_bytes(), &nonce, body];
     secret.mac(Use::Call, &fields)
 }
 
@@ -89,8 +98,10 @@ fn parse(header: &HeaderValue) -> Option<Shown> {
     let mut parts = header.to_str().ok()?.split('-');
     let (sent, nonce, mac) = (parts.next()?, parts.next()?, parts.next()?);
     Some(Shown {
-        sent_ms: u64::from_str_radix(sent, 16).ok()?,
-        nonce: u128::from_str_radix(nonce, 16).ok()?.to_be_bytes(),
+        stamp: Stamp {
+            sent_ms: u64::from_str_radix(sent, 16).ok()?,
+            nonce: u128::from_str_radix(nonce, 16).ok()?.to_be_bytes(),
+        },
         mac: Mac::from_hex(mac).ok()?,
     })
 }
@@ -103,7 +114,8 @@ impl Identity {
             Some(header) => parse(header).ok_or(CallRefused::Malformed),
         };
         let shown = shown.and_then(|shown| {
-            let skew = Duration::from_millis((world.unix_time().as_millis() as u64).abs_diff(shown.sent_ms));
+            let skew =
+                Duration::from_millis((world.unix_time().as_millis() as u64).abs_diff(shown.stamp.sent_ms));
             if skew > CLOCK_SKEW_MAX { Err(CallRefused::Clock { skew }) } else { Ok(shown) }
         });
         shown.map_err(|refused| self.counted(refused))
@@ -115,13 +127,12 @@ impl Identity {
         &self,
         world: &World,
         shown: Shown,
-        (path, headers): (&str, &HeaderMap),
-        body: &[u8],
+        call: SignedCall<'_>,
         address: Option<&str>,
     ) -> Result<(), CallRefused> {
         let Some(secret) = self.secret() else { return Ok(()) };
-        let signed = mac(secret, path, headers, body, (shown.sent_ms, &shown.nonce));
-        let target = headers.get(TARGET_HEADER).map(|target| String::from_utf8_lossy(target.as_bytes()));
+        let signed = mac(secret, call, shown.stamp);
+        let target = call.headers.get(TARGET_HEADER).map(|target| String::from_utf8_lossy(target.as_bytes()));
         let target = target.unwrap_or_default();
         let now_ms = world.unix_time().as_millis() as u64;
         let refused = match address {
@@ -130,7 +141,7 @@ impl Identity {
             Some(own) if own != target => {
                 CallRefused::Target { signed: target.into_owned(), own: own.to_owned() }
             }
-            _ if !self.seen.is_new(shown.sent_ms, shown.nonce, now_ms) => CallRefused::Replayed,
+            _ if !self.seen.is_new(shown.stamp.sent_ms, shown.stamp.nonce, now_ms) => CallRefused::Replayed,
             _ => return Ok(()),
         };
         Err(self.counted(refused))

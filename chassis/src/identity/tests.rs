@@ -9,7 +9,7 @@ use http::{HeaderMap, HeaderValue};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tower::ServiceExt as _;
 
-use super::call::{CallRefused, SIGNATURE_HEADER, TARGET_HEADER, sign};
+use super::call::{CallRefused, SIGNATURE_HEADER, SignedCall, TARGET_HEADER, sign};
 use super::entry::EntryRefused;
 use super::refusals::{Reason, Refused};
 use super::replay::SeenNonces;
@@ -34,7 +34,7 @@ fn signed(caller: &World, target: &str, body: &[u8]) -> HeaderMap {
 
 fn check(node: &World, headers: &HeaderMap, path: &str, body: &[u8]) -> Result<(), CallRefused> {
     let shown = node.identity().check_head(node, headers)?;
-    node.identity().check_call(node, shown, (path, headers), body, Some("node:1"))
+    node.identity().check_call(node, shown, SignedCall { path, headers, body }, Some("node:1"))
 }
 
 #[tokio::test(start_paused = true)]

@@ -15,6 +15,7 @@ use tracing::{Instrument, Span, warn};
 use types::node::{MESSAGE_BYTES_MAX, PROTOCOL};
 
 use super::headers;
+use crate::identity::call::SignedCall;
 use crate::telemetry::request_span;
 use crate::world::World;
 
@@ -59,7 +60,8 @@ impl Callers {
         let body = body.map_err(|_| refused(&"the call's message did not arrive in time"))?;
         let body = body.map_err(|error| refused(&error))?.to_bytes();
         let address = self.address.as_deref();
-        let checked = identity.check_call(&self.world, shown, (&path, &head.headers), &body, address);
+        let call = SignedCall { path: &path, headers: &head.headers, body: &body };
+        let checked = identity.check_call(&self.world, shown, call, address);
         checked.map_err(|error| refused(&error))?;
         Ok(Request::from_parts(head, Body::from(body)))
     }

@@ -18,7 +18,7 @@ use crate::error::RegistryError;
 use crate::memory::{TTL, terms};
 use crate::open::RegistryParts;
 use crate::url::{RegistryUrl, port_of};
-use crate::watch::{Feed, News, follow};
+use crate::watch::{AllNodes, Feed, News, follow};
 use crate::{MembershipEvent, Registry};
 
 /// The registry that the router at an address serves. A restarted router has lost its members; each member
@@ -187,7 +187,8 @@ impl GrpcFeed {
         let forgot = self.life.is_some_and(|life| life != snapshot.life);
         self.life = Some(snapshot.life);
         self.ttl = Duration::from_millis(snapshot.ttl_ms);
-        News::All { nodes: snapshot.nodes.into_iter().filter_map(read_node).collect(), forgot }
+        let nodes = snapshot.nodes.into_iter().filter_map(read_node).collect();
+        News::All(AllNodes { nodes, forgot })
     }
 }
 

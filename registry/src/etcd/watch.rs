@@ -22,7 +22,7 @@ use super::keys::{Key, Keys};
 use super::settings::EtcdSettings;
 use crate::announcement::within;
 use crate::error::RegistryError;
-use crate::watch::{Feed, News};
+use crate::watch::{AllNodes, Feed, News};
 
 pub(crate) struct EtcdFeed {
     settings: EtcdSettings,
@@ -102,7 +102,7 @@ impl EtcdFeed {
         let now = Heard { revision, life };
         let forgot = self.heard.as_ref().is_some_and(|before| now.forgot(before));
         self.heard = Some(now);
-        News::All { nodes, forgot }
+        News::All(AllNodes { nodes, forgot })
     }
 
     fn read(&mut self, heard: Option<WatchResponse>) -> Result<Vec<News>, RegistryError> {

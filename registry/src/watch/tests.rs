@@ -47,7 +47,7 @@ impl Feed for Script {
 }
 
 fn all(nodes: &[NodeInfo], forgot: bool) -> Line {
-    Line::Says(vec![News::All { nodes: nodes.to_vec(), forgot }])
+    Line::Says(vec![News::All(AllNodes { nodes: nodes.to_vec(), forgot })])
 }
 
 fn watcher(script: impl IntoIterator<Item = Line>) -> Watcher {

@@ -88,9 +88,9 @@ impl fmt::Display for Reason {
     }
 }
 
-/// The rank of a group: by its number of nodes, then whether it serves now, then by the age of its oldest
-/// node.
-type Rank = (usize, bool, Reverse<u64>);
+/// The preference for a group: by its number of nodes, then whether it serves now, then by the age of its
+/// oldest node.
+type Preference = (usize, bool, Reverse<u64>);
 
 /// The counts and roles of one group, from which the decision is made.
 #[derive(Clone, Copy, Debug)]
@@ -111,8 +111,8 @@ struct RoleSet {
 }
 
 impl RoleSet {
-    fn are_complete(self, needs_prefill: bool) -> bool {
-        self.decodes && (self.prefills || !needs_prefill)
+    fn covers(self, needed: Self) -> bool {
+        (self.decodes || !needed.decodes) && (self.prefills || !needed.prefills)
     }
 
     fn add(&mut self, role: Role) {
@@ -122,7 +122,7 @@ impl RoleSet {
 }
 
 impl GroupSummary {
-    fn rank(&self, in_force: Option<FingerprintDigest>) -> Rank {
+    fn preference(&self, in_force: Option<FingerprintDigest>) -> Preference {
         (self.n_staying, in_force == Some(self.fingerprint), Reverse(self.oldest.0))
     }
 
@@ -166,16 +166,18 @@ pub(super) fn missing(nodes: &[GroupNode], group: FingerprintDigest) -> Option<R
     let usable = usable.unwrap_or_default();
     if !usable.decodes {
         Some(Role::Decode)
-    } else if !usable.are_complete(needs_prefill(nodes)) {
+    } else if !usable.covers(needed_roles(nodes)) {
         Some(Role::Prefill)
     } else {
         None
     }
 }
 
-/// Returns whether the model has prefill nodes, so that a group needs one.
-fn needs_prefill(nodes: &[GroupNode]) -> bool {
-    nodes.iter().any(|node| node.link != Usability::Leaving && node.role.prefills() && !node.role.decodes())
+/// Returns the roles that a group needs: a prefill node only if the model has prefill nodes.
+fn needed_roles(nodes: &[GroupNode]) -> RoleSet {
+    let is_prefill = |node: &GroupNode| node.role.prefills() && !node.role.decodes();
+    let prefills = nodes.iter().any(|node| node.link != Usability::Leaving && is_prefill(node));
+    RoleSet { prefills, decodes: true }
 }
 
 /// Chooses the group that serves a model.
@@ -189,18 +191,18 @@ pub(super) fn decide(nodes: &[GroupNode], known: DecisionContext) -> Decision {
     if in_force.is_none() && is_settling {
         return Decision { in_force: None, reason: Reason::SettlePeriod };
     }
-    let groups = summarize(nodes);
-    let Some(best) = best_of(&groups, in_force, |group| group.usable, needs_prefill(nodes)) else {
+    let (groups, needed) = (summarize(nodes), needed_roles(nodes));
+    let Some(best) = best_of(&groups, in_force, |group| group.usable, needed) else {
         let kept = in_force.filter(|digest| groups.iter().any(|group| group.fingerprint == *digest));
         return Decision { in_force: kept, reason: Reason::NoneServes };
     };
     if in_force != Some(best.fingerprint) && !postponed_too_long {
-        let expected = best_of(&groups, in_force, |group| group.possible, needs_prefill(nodes));
+        let expected = best_of(&groups, in_force, |group| group.possible, needed);
         if expected.is_some_and(|expected| expected.fingerprint != best.fingerprint) {
             return Decision { in_force, reason: Reason::Expecting };
         }
     }
-    Decision { in_force: Some(best.fingerprint), reason: reason(best, &groups, needs_prefill(nodes)) }
+    Decision { in_force: Some(best.fingerprint), reason: reason(best, &groups, needed) }
 }
 
 /// Returns the best group by the roles that `kinds` returns: the usable ones, or also the possible ones.
@@ -208,18 +210,18 @@ fn best_of(
     groups: &[GroupSummary],
     in_force: Option<FingerprintDigest>,
     kinds: fn(&GroupSummary) -> RoleSet,
-    needs_prefill: bool,
+    needed: RoleSet,
 ) -> Option<GroupSummary> {
-    let complete = groups.iter().filter(|group| kinds(group).are_complete(needs_prefill));
+    let complete = groups.iter().filter(|group| kinds(group).covers(needed));
     let decoding = || groups.iter().filter(|group| kinds(group).decodes);
     let kept = || decoding().find(|group| in_force == Some(group.fingerprint));
-    let best = complete.max_by_key(|group| group.rank(in_force)).or_else(kept);
-    best.or_else(|| decoding().max_by_key(|group| group.rank(in_force))).copied()
+    let best = complete.max_by_key(|group| group.preference(in_force)).or_else(kept);
+    best.or_else(|| decoding().max_by_key(|group| group.preference(in_force))).copied()
 }
 
-fn reason(best: GroupSummary, groups: &[GroupSummary], needs_prefill: bool) -> Reason {
+fn reason(best: GroupSummary, groups: &[GroupSummary], needed: RoleSet) -> Reason {
     let others = || groups.iter().filter(|group| group.fingerprint != best.fingerprint);
-    let complete = |group: &GroupSummary| group.usable.are_complete(needs_prefill);
+    let complete = |group: &GroupSummary| group.usable.covers(needed);
     if others().next().is_none() {
         Reason::OnlyGroup
     } else if !complete(&best) {

@@ -34,6 +34,14 @@ pub struct HttpApi {
     pub body: BodyLimits,
 }
 
+/// A request without its body.
+#[derive(Debug)]
+pub(crate) struct RequestHead {
+    pub(crate) id: RequestId,
+    pub(crate) client: Client,
+    pub(crate) headers: HeaderMap,
+}
+
 /// A parsed request that is not accepted yet.
 #[derive(Debug)]
 pub(crate) struct ParsedRequest<S> {
@@ -60,11 +68,11 @@ impl FromRequestParts<HttpApi> for Client {
 impl HttpApi {
     pub(crate) async fn answer<S: AnswerFormat>(
         self,
-        (id, client): (RequestId, Client),
-        headers: HeaderMap,
+        head: RequestHead,
         body: Body,
         parse_request: RequestParser<S>,
     ) -> Result<Response, HttpError> {
+        let RequestHead { id, client, headers } = head;
         let caller = caller::caller(&self.acceptor, id, client, &headers)?;
         let within = self.body.within.min(self.world.left(caller.deadline));
         let body = body::read(body, BodyLimits { within, ..self.body }).await?;

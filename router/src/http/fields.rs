@@ -94,7 +94,12 @@ impl CommonFields {
             repetition_penalty: self.repetition_penalty,
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
-            logit_bias: self.logit_bias.into_iter().flatten().map(biased).collect::<Result<_, _>>()?,
+            logit_bias: self
+                .logit_bias
+                .into_iter()
+                .flatten()
+                .map(|(id, bias)| biased(&id, bias))
+                .collect::<Result<_, _>>()?,
             // The cast keeps all 64 bits of the seed, including the sign bit.
             seed: self.seed.map(i64::cast_unsigned),
             logprobs: None,
@@ -126,7 +131,7 @@ fn asks(value: &serde_json::Value) -> bool {
     !matches!(value, serde_json::Value::Null | serde_json::Value::Bool(false))
 }
 
-fn biased((id, bias): (String, f32)) -> Result<(TokenId, f32), AcceptError> {
+fn biased(id: &str, bias: f32) -> Result<(TokenId, f32), AcceptError> {
     let id = id.parse().map_err(|_| AcceptError::invalid("logit_bias", format!("`{id}` is no token id")))?;
     Ok((TokenId(id), bias))
 }

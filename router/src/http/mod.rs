@@ -30,6 +30,7 @@ use http::HeaderMap;
 use types::RequestId;
 
 pub use api::HttpApi;
+use api::RequestHead;
 pub use body::BodyLimits;
 pub use error::{Code, HttpError};
 pub use stall::WriteTimeoutListener;
@@ -71,7 +72,7 @@ async fn chat_completions(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, HttpError> {
-    api.answer((id, client), headers, body, chat::parse_request).await
+    api.answer(RequestHead { id, client, headers }, body, chat::parse_request).await
 }
 
 async fn completions(
@@ -81,7 +82,7 @@ async fn completions(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, HttpError> {
-    api.answer((id, client), headers, body, completions::parse_request).await
+    api.answer(RequestHead { id, client, headers }, body, completions::parse_request).await
 }
 
 async fn not_found(uri: http::Uri) -> HttpError {

@@ -8,7 +8,7 @@ use tracing::{error, trace, warn};
 use types::Verdict;
 
 use super::{Worker, failed};
-use crate::launched_step::{LaunchedStep, StepRow};
+use crate::launched_step::{LaunchTiming, LaunchedStep, StepRow};
 use crate::load::StepShape;
 use crate::sequence::After;
 
@@ -39,7 +39,9 @@ impl Worker {
     /// Records how much of a step was left when the next one was launched: the time until it was `due`, or
     /// the time that the worker `waited` for it.
     fn note_launch_behind(&mut self, due: Option<Instant>, waited: Duration) {
-        let Some(next) = self.flights.front().filter(|next| next.is_late) else { return };
+        let Some(next) = self.flights.front().filter(|next| next.timing == LaunchTiming::Late) else {
+            return;
+        };
         let spare = due.map_or(waited, |due| due.saturating_duration_since(next.launched_at));
         if self.lead.learn(spare) {
             self.metrics.tight_launches.inc();

@@ -12,8 +12,8 @@ use types::BlockIdx;
 use super::Worker;
 use crate::batcher::{self, Budget, Candidate, Share};
 use crate::growth;
-use crate::launched_step::{LaunchedStep, StepRow};
-use crate::rank::{Rank, SequenceId, Turn};
+use crate::launched_step::{LaunchTiming, LaunchedStep, StepRow};
+use crate::precedence::{Precedence, SequenceId, Turn};
 use crate::sequence::Sequence;
 
 impl Worker {
@@ -33,14 +33,14 @@ impl Worker {
         }
     }
 
-    fn rank(&self, sequence: &Sequence, now: Instant) -> Rank {
-        sequence.rank(now, self.settings.age_bound)
+    fn precedence(&self, sequence: &Sequence, now: Instant) -> Precedence {
+        sequence.precedence(now, self.settings.age_bound)
     }
 
-    /// Returns the sequences for which `wanted` is true, in order of rank.
-    fn line(&self, now: Instant, wanted: impl Fn(&Sequence) -> bool) -> Vec<(Rank, SequenceId)> {
+    /// Returns the sequences for which `wanted` is true, in order of precedence.
+    fn line(&self, now: Instant, wanted: impl Fn(&Sequence) -> bool) -> Vec<(Precedence, SequenceId)> {
         let picked = self.sequences.values().filter(|sequence| wanted(sequence));
-        let mut line: Vec<_> = picked.map(|sequence| (self.rank(sequence, now), sequence.id)).collect();
+        let mut line: Vec<_> = picked.map(|sequence| (self.precedence(sequence, now), sequence.id)).collect();
         line.sort_unstable();
         line
     }
@@ -55,8 +55,8 @@ impl Worker {
             |sequence: &Sequence| sequence.is_runnable() && sequence.blocks_missing(self.layout()) > 0;
         let line = self.line(now, lacks_room);
         let mut stalled = Vec::new();
-        for (rank, id) in line {
-            if !self.make_room(id, rank, now) {
+        for (precedence, id) in line {
+            if !self.make_room(id, precedence, now) {
                 stalled.push(id);
             }
         }
@@ -65,7 +65,7 @@ impl Worker {
 
     /// Gets blocks for one sequence. Preempts other sequences until it has them; returns false if none can be
     /// preempted.
-    fn make_room(&mut self, id: SequenceId, rank: Rank, now: Instant) -> bool {
+    fn make_room(&mut self, id: SequenceId, precedence: Precedence, now: Instant) -> bool {
         loop {
             match self.grow_one(id) {
                 GrowthResult::Enough => return true,
@@ -74,7 +74,7 @@ impl Worker {
                 GrowthResult::NoRoom if self.flights.iter().any(|flight| !flight.held.is_empty()) => {
                     return false;
                 }
-                GrowthResult::NoRoom => match growth::victim(&self.growers(now), rank) {
+                GrowthResult::NoRoom => match growth::victim(&self.growers(now), precedence) {
                     Some(victim) => self.preempt(victim),
                     None => return false,
                 },
@@ -143,13 +143,13 @@ impl Worker {
     fn admission_line(&self, now: Instant) -> Vec<(Turn, SequenceId)> {
         let unplaced = self.sequences.values().filter(|sequence| !sequence.is_placed());
         let of_sequences = unplaced.map(|sequence| {
-            let turn = Turn::new(sequence.has_run(), self.rank(sequence, now));
-            (turn, sequence.id)
+            let turn = if sequence.has_run() { Turn::of_preempted } else { Turn::of_new };
+            (turn(self.precedence(sequence, now)), sequence.id)
         });
         let of_waiters = self
             .waiters
             .values()
-            .map(|waiter| (Turn::new(false, waiter.rank(now, &self.settings)), waiter.id));
+            .map(|waiter| (Turn::of_new(waiter.precedence(now, &self.settings)), waiter.id));
         let mut line: Vec<_> = of_sequences.chain(of_waiters).collect();
         line.sort_unstable();
         line
@@ -214,7 +214,7 @@ impl Worker {
 
 impl Worker {
     fn plan(&self, now: Instant, stalled: &[SequenceId]) -> Vec<Share> {
-        let candidate = |sequence: &Sequence| sequence.candidate(self.rank(sequence, now));
+        let candidate = |sequence: &Sequence| sequence.candidate(self.precedence(sequence, now));
         let candidates: Vec<Candidate> = self
             .sequences
             .values()
@@ -262,8 +262,8 @@ impl Worker {
                 self.metrics.queue_seconds.observe(queued.as_secs_f64());
             }
         }
-        let is_late = self.launch_at().is_some();
-        self.flights.push_back(LaunchedStep::new(launched, rows, now, self.flights.back(), is_late));
+        let timing = if self.launch_at().is_some() { LaunchTiming::Late } else { LaunchTiming::AtOnce };
+        self.flights.push_back(LaunchedStep::new(launched, rows, now, self.flights.back(), timing));
         self.has_just_launched = true;
     }
 }

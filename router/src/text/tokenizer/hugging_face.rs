@@ -29,6 +29,13 @@ pub enum Bos {
     Token(TokenId),
 }
 
+/// Whether the post-processor in `tokenizer.json` adds its tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PostProcessor {
+    On,
+    Off,
+}
+
 /// The reason why a `tokenizer.json` cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizerError {
@@ -81,15 +88,15 @@ impl HuggingFace {
     }
 
     pub fn encode(&self, text: &str) -> Result<Vec<TokenId>, EncodeError> {
-        self.encode_after(Vec::new(), text, false)
+        self.encode_after(Vec::new(), text, PostProcessor::Off)
     }
 
     /// Tokenizes a plain text, with the beginning-of-sequence token that the model expects.
     pub fn encode_plain(&self, text: &str) -> Result<Vec<TokenId>, EncodeError> {
         match self.bos {
-            Bos::PostProcessor => self.encode_after(Vec::new(), text, true),
+            Bos::PostProcessor => self.encode_after(Vec::new(), text, PostProcessor::On),
             Bos::Nothing => self.encode(text),
-            Bos::Token(token) => self.encode_after(vec![token], text, false),
+            Bos::Token(token) => self.encode_after(vec![token], text, PostProcessor::Off),
         }
     }
 
@@ -97,10 +104,10 @@ impl HuggingFace {
         &self,
         mut tokens: Vec<TokenId>,
         text: &str,
-        post_process: bool,
+        post_processor: PostProcessor,
     ) -> Result<Vec<TokenId>, EncodeError> {
         let refused = |error: tokenizers::Error| EncodeError::Refused { reason: error.to_string() };
-        let encoding = self.inner.encode_fast(text, post_process).map_err(refused)?;
+        let encoding = self.inner.encode_fast(text, post_processor == PostProcessor::On).map_err(refused)?;
         tokens.extend(encoding.get_ids().iter().copied().map(TokenId));
         Ok(tokens)
     }

@@ -9,7 +9,7 @@ use types::Refusal;
 
 use super::*;
 use crate::landing_room::{GrantedRoom, RoomRequest, RoomWaiter};
-use crate::rank::SequenceId;
+use crate::precedence::SequenceId;
 use crate::testing::holder;
 use crate::worker::Event;
 

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use types::prompt::Priority;
 use types::{Prompt, Sampling, TokenId};
 
-use crate::rank::SequenceId;
+use crate::precedence::SequenceId;
 use crate::settings::SchedulerSettings;
 use crate::sink::SINK_SLACK;
 use crate::submission::{NewSequence, Source};
