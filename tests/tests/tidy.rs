@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 mod circles;
 #[path = "tidy/pages.rs"]
 mod pages;
+#[path = "tidy/parameters.rs"]
+mod parameters;
 #[path = "tidy/sizes.rs"]
 mod sizes;
 #[path = "tidy/words.rs"]

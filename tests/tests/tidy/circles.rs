@@ -33,11 +33,6 @@ const MAY_STAY: &[(&str, &[&str], &str)] = &[
     ),
     (
         "kv-transfer",
-        &["arrival", "connector", "landing", "landings"],
-        "a landing ends in an arrival, which holds the landing",
-    ),
-    (
-        "kv-transfer",
         &["connectors::nccl::pair_queue", "connectors::nccl::thread"],
         "a queue and the thread that empties it",
     ),
