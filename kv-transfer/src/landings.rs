@@ -19,8 +19,8 @@ const LANDINGS_MAX: usize = 16 << 10;
 #[derive(Debug)]
 pub struct LandRequest {
     pub transfer: TransferId,
-    /// Covers the whole sequence, with the held blocks first. It may be longer: blocks for further tokens are not
-    /// sent to.
+    /// The blocks of the whole sequence, with the held blocks first. The lease may be longer: blocks for
+    /// further tokens are not sent to.
     pub lease: BlockLease,
     pub n_tokens: u32,
     /// Tokens at the start of the sequence whose KV this node already holds: a whole number of blocks.
@@ -41,7 +41,7 @@ pub(crate) struct GrantedLanding {
     #[expect(dead_code, reason = "held for its Drop")]
     entry: TableEntry,
     pub(crate) open: Arc<OpenLanding>,
-    /// Fails the landing when its deadline passes.
+    /// The task that fails the landing at its deadline.
     #[expect(dead_code, reason = "held for its Drop")]
     timer: Task<()>,
 }

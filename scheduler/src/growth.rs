@@ -2,12 +2,12 @@
 //! none.
 //!
 //! A running sequence needs one more block every `block_tokens` steps. Admission keeps a reserve so that this
-//! rarely fails. If it fails, the sequence of the lowest rank is preempted: it releases its blocks and is
-//! computed again later. A sequence can preempt only sequences of lower rank. So the first one in rank can
-//! get all blocks that this worker's sequences hold.
+//! rarely fails. If it fails, the sequence of the lowest precedence is preempted: it releases its blocks
+//! and is computed again later. A sequence can preempt only sequences of lower precedence. So the first one
+//! in line can get all blocks that this worker's sequences hold.
 //!
 //! Blocks of other holders (landings, connectors that still read) cannot be taken away. So reservations for
-//! landings leave free all blocks that the first sequence in rank can still need.
+//! landings leave free all blocks that the first sequence in line can still need.
 
 use chassis::guards::{Guard, stands};
 
@@ -33,7 +33,7 @@ pub fn reserve(growers: &[Grower], each: usize) -> usize {
     growers.iter().map(|grower| grower.blocks_left.min(each)).sum()
 }
 
-/// Returns the blocks per group that leases for landings leave free: all that the first sequence in rank can
+/// Returns the blocks per group that leases for landings leave free: all that the first sequence in line can
 /// still need, and at most `each` for each other sequence.
 pub fn lasting_reserve(growers: &[Grower], each: usize) -> usize {
     let first =
@@ -41,8 +41,8 @@ pub fn lasting_reserve(growers: &[Grower], each: usize) -> usize {
     reserve(growers, each) + first.map_or(0, |first| first.blocks_left.saturating_sub(each))
 }
 
-/// Returns the sequence to preempt for `needy`: that of the lowest rank behind it whose blocks would become
-/// free.
+/// Returns the sequence to preempt for `needy`: that of the lowest precedence behind it whose blocks would
+/// become free.
 pub fn victim(growers: &[Grower], needy: Precedence) -> Option<SequenceId> {
     let behind = growers.iter().filter(|grower| grower.precedence > needy && !grower.is_shared);
     behind.max_by_key(|grower| grower.precedence).map(|grower| grower.id)

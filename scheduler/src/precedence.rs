@@ -38,11 +38,12 @@ pub struct Turn {
 }
 
 impl Turn {
-    /// For a sequence or a request that has not run yet.
+    /// Makes the turn of a sequence or a request that has not run yet.
     pub fn of_new(precedence: Precedence) -> Self {
         Self { is_new: true, precedence }
     }
 
+    /// Makes the turn of a preempted sequence.
     pub fn of_preempted(precedence: Precedence) -> Self {
         Self { is_new: false, precedence }
     }

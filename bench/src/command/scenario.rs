@@ -160,7 +160,7 @@ impl Drop for Running {
 async fn start_all(scenario: &Scenario, args: &ScenarioArgs) -> Result<Vec<Running>> {
     let baton = std::env::current_exe().map_err(BenchError::Prepare)?;
     let mut running = Vec::new();
-    for (words, server) in scenario.server_words(&args).iter().zip(&scenario.server) {
+    for (words, server) in scenario.server_words(args).iter().zip(&scenario.server) {
         let child = Command::new(&baton).args(words).stdin(Stdio::null()).stdout(Stdio::null()).spawn();
         let child = child.map_err(|source| BenchError::Start { program: words.join(" "), source })?;
         let mut child = Running(child);

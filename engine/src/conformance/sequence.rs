@@ -80,7 +80,7 @@ impl Sequence {
         &self.tokens[self.n_prompt..]
     }
 
-    /// Returns the lane's blocks, group by group.
+    /// Returns the sequence's blocks, group by group.
     pub(super) fn tables(&self) -> &[Vec<BlockIdx>] {
         &self.tables
     }

@@ -96,7 +96,7 @@ impl Worker {
         }
     }
 
-    /// Releases a sequence's blocks. The sequence waits for room with its old rank, and is computed again.
+    /// Releases a sequence's blocks. The sequence waits for room with its old precedence, and is computed again.
     fn preempt(&mut self, id: SequenceId) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
         self.metrics.preemptions.inc();

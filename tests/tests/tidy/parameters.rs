@@ -1,5 +1,5 @@
-//! Parameters: no function takes a `bool` or a tuple, because a call does not show what they mean. It takes an enum or
-//! a struct, or there are two functions.
+//! Checks for parameters: no function takes a `bool` or a tuple, because a call does not show what they mean.
+//! The function takes an enum or a struct, or there are two functions.
 //!
 //! Closures, tests, benches and examples do not count.
 
@@ -70,7 +70,7 @@ fn is_for_tests(file: &Path) -> bool {
         || file.file_stem().is_some_and(|stem| stem.to_string_lossy().ends_with("tests"))
 }
 
-/// The parameters that are booleans or tuples, each with the name of its function.
+/// Returns the parameters that are booleans or tuples, each with the name of its function.
 fn nameless(text: &str) -> Vec<(String, String)> {
     let code = code(text);
     let mut found = Vec::new();
@@ -106,7 +106,7 @@ fn is_nameless(parameter: &str) -> bool {
     kind == "bool" || pattern.starts_with('(') || (kind.starts_with('(') && kind != "()" && !is_bounds)
 }
 
-/// The text between the first bracket and the one that closes it.
+/// Returns the text between the first bracket and the one that closes it.
 fn inside(text: &str) -> &str {
     let mut depth = 0_usize;
     for (at, c) in text.char_indices() {
@@ -118,7 +118,7 @@ fn inside(text: &str) -> &str {
     ""
 }
 
-/// The parts between separators that stand in no bracket. A `::` separates nothing.
+/// Returns the parts between separators that stand in no bracket. A `::` separates nothing.
 fn split(text: &str, separator: char) -> Vec<&str> {
     let (mut parts, mut start, mut depth) = (Vec::new(), 0, 0);
     for (at, c) in text.char_indices() {
@@ -142,7 +142,7 @@ fn depth_after(depth: usize, before: &str, c: char) -> usize {
     }
 }
 
-/// The text without comments, strings and characters, and with one space between words.
+/// Returns the text without comments, strings and characters, and with one space between words.
 fn code(text: &str) -> String {
     let (mut code, mut rest) = (String::with_capacity(text.len()), text);
     while let Some(next) = rest.chars().next() {
@@ -173,13 +173,13 @@ fn code(text: &str) -> String {
     code
 }
 
-/// Whether a quote begins a character, not a lifetime.
+/// Returns whether a quote begins a character, not a lifetime.
 fn is_character(text: &str) -> bool {
     let mut after = text.chars().skip(1);
     after.next() == Some('\\') || after.next() == Some('\'')
 }
 
-/// The length of a string or a character with its quotes.
+/// Returns the length of a string or a character with its quotes.
 fn quoted(text: &str, quote: char) -> usize {
     let mut is_escaped = false;
     for (at, c) in text.char_indices().skip(1) {

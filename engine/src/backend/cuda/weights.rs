@@ -45,7 +45,7 @@ pub(super) struct Linear {
 }
 
 impl Linear {
-    /// The matrix, and rows that it multiplies.
+    /// Returns the matrix with rows that it multiplies.
     pub(super) fn factors<'a>(&'a self, x: View<'a, Bf16>) -> Factors<'a> {
         Factors { w: self.weight.view(), x, k: self.columns }
     }

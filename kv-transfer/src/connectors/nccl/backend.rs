@@ -56,8 +56,8 @@ pub(super) trait Stage: Debug + Send + Sync {
         digests: PageDigests,
     ) -> Result<Gathering, TransferError>;
 
-    /// Scatters a slot into a landing's pages, and returns the digests that it made. Returns `None`, without touching a page, if
-    /// the landing is closed.
+    /// Scatters a slot into a landing's pages, and returns the digests that it made. Returns `None`, without
+    /// touching a page, if the landing is closed.
     async fn scatter(
         &self,
         slot: usize,
