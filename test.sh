@@ -128,6 +128,9 @@ run_long() {
     TEST_OUTAGE_S=60 cargo test --release --package baton-tests --test outages -- etcd_may_be_away
     say "long: 60,000 silent connections at all ports for three minutes"
     TEST_FLOOD_S=180 cargo test --release --package baton-tests --test silence -- silent_connections_at_all_ports
+    say "long: first-token times of two tenants over 1,000 rounds"
+    TEST_TIMING_ROUNDS=1000 cargo test --release --package baton-tests --test tenants -- \
+        another_tenants_cache a_cache_salt --test-threads=1
     say "long: ${SEEDS:=50000} seeds of the simulation"
     SEEDS="$SEEDS" FIRST="${FIRST:-1000}" cargo test --release --package baton-tests --test simulation -- many_seeds
     say "long: 12 minutes of mixed load and faults on real processes"

@@ -7,7 +7,7 @@ use kv_transfer::{Arrival, KvConnector, LandRequest};
 use node::{Counted, DecodeExpert, NodeParts, PeerWires};
 use scheduler::{GrantedRoom, RoomRequest};
 use tracing::warn;
-use types::{BlockHasher, Landing, Prompt, Refusal, RefusalKind};
+use types::{Landing, Prompt, Refusal, RefusalKind};
 
 /// What the router says about the source of a prompt's KV.
 #[derive(Clone, Debug)]
@@ -112,7 +112,8 @@ impl Reservations {
     /// The last token must be computed, because sampling the first output token needs its logits.
     fn hashes(&self, prompt: &Prompt) -> Vec<types::BlockHash> {
         let reusable = &prompt.tokens[..prompt.tokens.len() - 1];
-        BlockHasher::hashes(&prompt.tenant, usize::from(self.node.model.layout.block_tokens), reusable)
+        let key = self.node.world.identity().block_hash_key();
+        prompt.hasher(&key, usize::from(self.node.model.layout.block_tokens)).hashes(reusable)
     }
 
     fn holder(&self, prompt: &Prompt) -> Holder {

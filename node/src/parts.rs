@@ -56,10 +56,12 @@ pub enum WorkerRun {
     Task(oneshot::Receiver<Box<dyn Backend>>),
 }
 
-/// Returns the model's description, with the configured name if there is one.
-fn named(model: &ModelInfo, config: &NodeConfig) -> ModelInfo {
+/// Returns the model as other processes see it: with the configured name if there is one, and the key of
+/// block hashes.
+fn described(model: &ModelInfo, config: &NodeConfig, world: &World) -> ModelInfo {
     let name = config.model_name.clone().unwrap_or_else(|| model.name.clone());
-    ModelInfo { name, ..model.clone() }
+    let fingerprint = model.fingerprint.clone().hashed_with(&world.identity().block_hash_key());
+    ModelInfo { name, fingerprint, ..model.clone() }
 }
 
 /// The parts of a life that are made before the worker: an epoch, and connectors over the backend's memory.
@@ -90,7 +92,7 @@ impl Wired {
         metrics: &ProcessMetrics,
     ) -> Result<Self, NodeError> {
         let BackendParts { model, memory } = backend;
-        let model = Arc::new(named(model, config));
+        let model = Arc::new(described(model, config, world));
         let (epoch, host, wires) = (world.epoch(), Arc::<str>::from(host_id()), Gate::new("wires"));
         let parts = ConnectorParts {
             node: id.clone(),

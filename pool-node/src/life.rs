@@ -49,13 +49,14 @@ pub async fn live(life: Life<'_>) -> Result<(), PoolNodeError> {
     let readiness = Readiness::unready("waiting for a node whose KV can be kept");
     let mut ports =
         Ports::admin(admin, chassis::admin::router(readiness.clone(), metrics.clone()), config.connections);
+    let key = world.identity().block_hash_key();
     let model = tokio::select! {
         biased;
         () = shutdown.wait() => {
             ports.close().await;
             return Ok(());
         }
-        model = kept_model(registry, config.model.as_deref()) => model.map_err(PoolNodeError::Watch)?,
+        model = kept_model(registry, config.model.as_deref(), &key) => model.map_err(PoolNodeError::Watch)?,
     };
     let parts = PoolParts::build(&id, config, model, world, &metrics).await?;
 

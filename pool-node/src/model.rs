@@ -3,13 +3,14 @@
 use futures::StreamExt as _;
 use registry::{MembershipEvent, Registry, RegistryError};
 use types::layout::Shard;
-use types::{KvLayout, ModelInfo, NodeInfo};
+use types::{BlockHashKey, KvLayout, ModelInfo, NodeInfo};
 
-/// Waits for a node that computes KV of the model `name`, or of any model if it is `None`. Returns the node's
-/// model. Cancel-safe.
+/// Waits for a node that computes KV of the model `name`, or of any model if it is `None`, and hashes blocks
+/// with `key`. Returns the node's model. Cancel-safe.
 pub(crate) async fn kept_model(
     registry: &dyn Registry,
     name: Option<&str>,
+    key: &BlockHashKey,
 ) -> Result<ModelInfo, RegistryError> {
     let mut events = registry.watch().await?;
     while let Some(event) = events.next().await {
@@ -18,7 +19,7 @@ pub(crate) async fn kept_model(
             MembershipEvent::Joined(node) => vec![node],
             MembershipEvent::Left { .. } => continue,
         };
-        if let Some(node) = nodes.into_iter().find(|node| makes_kv(node, name)) {
+        if let Some(node) = nodes.into_iter().find(|node| makes_kv(node, name, key)) {
             return Ok(ModelInfo { layout: whole(node.model.layout), ..node.model });
         }
     }
@@ -26,8 +27,10 @@ pub(crate) async fn kept_model(
     std::future::pending().await
 }
 
-fn makes_kv(node: &NodeInfo, name: Option<&str>) -> bool {
-    !node.role.pools() && name.is_none_or(|name| node.model.name == name)
+fn makes_kv(node: &NodeInfo, name: Option<&str>, key: &BlockHashKey) -> bool {
+    let model = &node.model;
+    let is_wanted = name.is_none_or(|name| model.name == name);
+    !node.role.pools() && is_wanted && model.fingerprint.agree_on_key(key).is_ok()
 }
 
 /// Returns the layout with all heads in one memory, whatever the number of ranks of the nodes that compute.
@@ -64,7 +67,7 @@ mod tests {
                 vocab: 8,
                 eos_tokens: vec![],
                 layout: KvLayout::uniform(16, KvDtype::F32, 2, 2, 4),
-                fingerprint: Fingerprint::default(),
+                fingerprint: Fingerprint::default().hashed_with(&BlockHashKey::default()),
             },
             protocol: PROTOCOL,
         }
@@ -73,10 +76,14 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_first_node_that_makes_kv_says_whose() {
         let registry = MemoryRegistry::new(TTL, World::seeded(1), Gate::new("test"));
-        let mut waiting = Box::pin(kept_model(&registry, Some("wanted")));
+        let key = BlockHashKey::default();
+        let mut waiting = Box::pin(kept_model(&registry, Some("wanted"), &key));
         let none = tokio::time::timeout(Duration::from_secs(60), &mut waiting).await;
         assert!(none.is_err(), "no node is there");
         let mut announced = Vec::new();
+        let mut other_key = node("prefill-1", Role::Prefill, "wanted");
+        other_key.model.fingerprint = Fingerprint::default().hashed_with(&BlockHashKey::new([1; 32]));
+        announced.push(registry.announce(other_key).await.expect("announced"));
         for (id, role, model) in [
             ("pool-0", Role::Pool, "wanted"),
             ("decode-0", Role::Decode, "other"),
@@ -84,7 +91,8 @@ mod tests {
         ] {
             announced.push(registry.announce(node(id, role, model)).await.expect("announced"));
         }
-        assert_eq!(waiting.await.expect("found").name, "wanted");
+        let found = waiting.await.expect("found");
+        assert_eq!((found.name.as_str(), found.fingerprint.agree_on_key(&key)), ("wanted", Ok(())));
     }
 
     #[test]

@@ -2,7 +2,6 @@
 //! Only this file of the crate uses gRPC. See `docs/decisions/0022-a-pool-node-lands-and-delivers.md`.
 
 use std::pin::Pin;
-use std::time::Duration;
 
 use chassis::{Task, spawn_guarded};
 use futures::{Stream, StreamExt as _};
@@ -14,7 +13,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 use tracing::{Instrument as _, info, info_span};
-use types::{Deadline, Landing, PromptDigest, Refusal, RefusalKind, RequestId, TransferId};
+use types::{Landing, Prompt, Refusal, RefusalKind, TransferId};
 
 use crate::metrics::Outcome;
 use crate::parts::PoolParts;
@@ -40,27 +39,19 @@ impl PoolService {
         PoolServer::new(self).max_decoding_message_size(proto::MESSAGE_BYTES_MAX)
     }
 
-    fn parse(&self, request: v1::PutRequest) -> Result<(PutRequest, PeerWires), Status> {
+    fn parse(&self, request: v1::PutRequest) -> Result<(Prompt, PeerWires), Status> {
         let peer = request.prefill.ok_or_else(|| Status::invalid_argument("prefill is missing"))?;
-        let hashes = request.hashes.ok_or_else(|| Status::invalid_argument("hashes are missing"))?;
-        let left = Duration::from_millis(request.timeout_ms);
-        let deadline = self.node.world.now().into_std().checked_add(left);
-        let put = PutRequest {
-            transfer: self.node.world.transfer_id(),
-            request: RequestId::new(request.request_id),
-            hashes: proto::hashes_from_wire(&hashes)?,
-            n_tokens: request.n_tokens,
-            // The connector is chosen later, when the peer's connectors are known.
-            connector: types::Scheme::new(""),
-            deadline: Deadline::at(
-                deadline.ok_or_else(|| Status::invalid_argument("timeout_ms is too long"))?,
-            ),
-        };
-        Ok((put, PeerWires::from(peer)))
+        let prompt = request.prompt.ok_or_else(|| Status::invalid_argument("prompt is missing"))?;
+        let prompt = proto::prompt_from_wire(prompt, self.node.world.now().into_std())?;
+        Ok((prompt, PeerWires::from(peer)))
     }
 
     /// Reserves room for a sequence, over the best connector that this node and the sender have in common.
-    fn open(&self, mut put: PutRequest, peer: &PeerWires) -> Result<(Landing, Incoming, Counted), Refusal> {
+    ///
+    /// Cached blocks are found by hashes that this node computes. So a caller gets the blocks of a prompt
+    /// only if it knows the prompt: its tenant, its cache salt and its tokens.
+    fn open(&self, prompt: &Prompt, peer: &PeerWires) -> Result<(Landing, Incoming, Counted), Refusal> {
+        prompt.model.check(&self.node.model)?;
         let counted = self.node.sequences.enter(self.node.sequences_max).ok_or_else(|| {
             Refusal::new(
                 RefusalKind::Full,
@@ -69,7 +60,17 @@ impl PoolService {
         })?;
         let no_wire =
             || Refusal::new(RefusalKind::Mismatch, format!("no connector in common with {}", peer.node));
-        put.connector = self.node.connectors.shared_with(peer).ok_or_else(no_wire)?.scheme();
+        let connector = self.node.connectors.shared_with(peer).ok_or_else(no_wire)?.scheme();
+        let key = self.node.world.identity().block_hash_key();
+        let block_tokens = usize::from(self.node.model.layout.block_tokens);
+        let put = PutRequest {
+            transfer: self.node.world.transfer_id(),
+            request: prompt.id.clone(),
+            hashes: prompt.hasher(&key, block_tokens).hashes(&prompt.tokens),
+            n_tokens: prompt.tokens.len() as u32,
+            connector,
+            deadline: prompt.deadline,
+        };
         let (landing, incoming) = self.node.store.put(put).map_err(|error| Refusal::from(&error))?;
         self.node.metrics.tokens.inc_by(landing.n_tokens.into());
         self.node.metrics.held_tokens.inc_by(landing.held_tokens.into());
@@ -87,22 +88,23 @@ impl PoolService {
 #[derive(Debug)]
 struct Life {
     service: PoolService,
-    /// The prompt's digest. This landing is bound to it, and it decrypts the grants of decode nodes'
+    /// This landing is bound to the prompt's digest. The digest decrypts the grants of decode nodes'
     /// landings.
-    prompt: PromptDigest,
+    prompt: Prompt,
+    peer: PeerWires,
     events: mpsc::Sender<Event>,
 }
 
 impl Life {
     /// Receives and keeps the sequence until its stream ends or its deadline passes.
-    async fn live(self, put: PutRequest, peer: PeerWires) {
-        let deadline = put.deadline.instant().into();
-        let _ = tokio::time::timeout_at(deadline, self.until_late(put, peer)).await;
+    async fn live(self) {
+        let deadline = self.prompt.deadline.instant().into();
+        let _ = tokio::time::timeout_at(deadline, self.until_late()).await;
     }
 
-    async fn until_late(&self, put: PutRequest, peer: PeerWires) {
+    async fn until_late(&self) {
         let mut outcome = Outcome::new(&self.service.node.metrics.puts);
-        if let Err(refusal) = self.run(put, &peer, &mut outcome).await {
+        if let Err(refusal) = self.run(&mut outcome).await {
             info!(refusal = %refusal, "sequence was not stored on the pool node");
             outcome.is(refusal.kind.code());
             self.say(Event::Refused((&refusal).into())).await;
@@ -110,13 +112,13 @@ impl Life {
     }
 
     /// Receives the sequence and keeps it until its stream ends.
-    async fn run(&self, put: PutRequest, peer: &PeerWires, outcome: &mut Outcome<'_>) -> Result<(), Refusal> {
-        let (landing, incoming, _counted) = self.service.open(put, peer)?;
-        let transfer = landing.transfer;
-        self.say(Event::Landing((&landing.bound_to(self.prompt)).into())).await;
+    async fn run(&self, outcome: &mut Outcome<'_>) -> Result<(), Refusal> {
+        let (landing, incoming, _counted) = self.service.open(&self.prompt, &self.peer)?;
+        let (transfer, digest) = (landing.transfer, self.prompt.digest());
+        self.say(Event::Landing((&landing.bound_to(digest)).into())).await;
         let sequence = incoming.stored().await.map_err(|error| Refusal::from(&error))?;
         let stored = v1::Stored { bytes: sequence.bytes() };
-        let _entry = self.service.stored.put(transfer, sequence, self.prompt);
+        let _entry = self.service.stored.put(transfer, sequence, digest);
         outcome.is("stored");
         self.say(Event::Stored(stored)).await;
         self.events.closed().await;
@@ -154,13 +156,11 @@ impl Pool for PoolService {
     type PutStream = Pin<Box<dyn Stream<Item = Result<v1::PutEvent, Status>> + Send>>;
 
     async fn put(&self, request: Request<v1::PutRequest>) -> Result<Response<Self::PutStream>, Status> {
-        let request = request.into_inner();
-        let prompt = proto::prompt_digest_from_wire(&request.prompt_digest)?;
-        let (put, peer) = self.parse(request)?;
-        let span = info_span!("keep", request_id = %put.request, n_tokens = put.n_tokens);
+        let (prompt, peer) = self.parse(request.into_inner())?;
+        let span = info_span!("keep", request_id = %prompt.id, n_tokens = prompt.tokens.len());
         let (events, received) = mpsc::channel(EVENTS_MAX);
-        let life = Life { service: self.clone(), prompt, events };
-        let life = spawn_guarded(&self.node.gate, "keep", life.live(put, peer).instrument(span));
+        let life = Life { service: self.clone(), prompt, peer, events };
+        let life = spawn_guarded(&self.node.gate, "keep", life.live().instrument(span));
         if life.is_finished() && self.node.gate.is_closed() {
             return Err(Status::unavailable("the node is stopping"));
         }

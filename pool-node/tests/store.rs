@@ -10,7 +10,9 @@ use kv_transfer::conformance::node::{BLOCK_TOKENS, Make, Node, handoff, layout, 
 use kv_transfer::{
     Arrival, ArrivedKv, ConnectorParts, Fault, FaultKind, KvConnector, LandRequest, TransferError, build,
 };
-use types::{BlockHash, BlockHasher, Destination, GroupIdx, Landing, RequestId, Scheme, TenantId, TokenId};
+use types::{
+    BlockHash, BlockHashKey, CacheSalt, Destination, GroupIdx, Landing, RequestId, Scheme, TenantId, TokenId,
+};
 
 const WITHIN: Duration = Duration::from_secs(20);
 /// The number of blocks of the pool, small so that it fills quickly: eight blocks of a sequence, which has
@@ -124,7 +126,8 @@ async fn in_time<T>(what: impl Future<Output = T>) -> T {
 /// Returns the hashes of a sequence's full blocks.
 fn hashes(sequence: u32, n_tokens: u32) -> Vec<BlockHash> {
     let tokens: Vec<TokenId> = (0..n_tokens).map(|nth| TokenId(sequence * 1000 + nth)).collect();
-    BlockHasher::hashes(&TenantId::new("tenant"), BLOCK_TOKENS as usize, &tokens)
+    let (tenant, salt) = (TenantId::new("tenant"), CacheSalt::default());
+    BlockHashKey::default().hasher(&tenant, &salt, BLOCK_TOKENS as usize).hashes(&tokens)
 }
 
 #[tokio::test]

@@ -6,9 +6,8 @@
 mod convert;
 mod error;
 
-pub use convert::load::{hashes_from_wire, hashes_to_wire};
 pub use convert::prompt::{prompt_from_wire, prompt_to_wire};
-pub use convert::transfer::{prompt_digest_from_wire, transfer_from_wire, transfer_to_wire};
+pub use convert::transfer::{transfer_from_wire, transfer_to_wire};
 pub use error::ConvertError;
 
 /// The generated code. Documentation is in the .proto files.

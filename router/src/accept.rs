@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use chassis::World;
-use types::{Deadline, Prompt, PromptModel, RequestId, Sampling, StopRules, TenantId, TokenId};
+use types::prompt::CACHE_SALT_BYTES_MAX;
+use types::{CacheSalt, Deadline, Prompt, PromptModel, RequestId, Sampling, StopRules, TenantId, TokenId};
 
 use crate::error::AcceptError;
 use crate::tenants::{Claims, Client, TenantPermit, Tenants};
@@ -60,7 +61,7 @@ pub struct Inputs {
     pub tokens: Vec<Vec<TokenId>>,
 }
 
-/// A request's sampling fields, unchecked. `None` means the model's default.
+/// A request's sampling fields and its cache salt, unchecked. `None` means the model's default.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
     /// The number of answers to each prompt.
@@ -83,6 +84,8 @@ pub struct SamplingParams {
     pub stop: Vec<String>,
     pub stop_tokens: Vec<TokenId>,
     pub ignore_eos: bool,
+    /// `None`: cached KV is shared with the tenant's other prompts without a salt.
+    pub cache_salt: Option<String>,
 }
 
 /// The limit of an answer's length.
@@ -134,6 +137,7 @@ impl Default for SamplingParams {
             stop: Vec::new(),
             stop_tokens: Vec::new(),
             ignore_eos: false,
+            cache_salt: None,
         }
     }
 }
@@ -196,12 +200,14 @@ impl Acceptor {
         check_counts(&inputs, params)?;
         let context = Context::of(model, &caller.client);
         let sampling = self.sampling(model, params)?;
+        let cache_salt = cache_salt(params.cache_salt.as_deref())?;
         let stop = StopStrings::new(params.stop.clone())?;
         let mut prompts = Vec::with_capacity(inputs.tokens.len());
         for tokens in inputs.tokens {
             check_tokens(model, &context, inputs.param, &tokens)?;
             let stop = stop_rules(model, &context, tokens.len(), params)?;
-            prompts.push(prompt(model, tokens, sampling.clone(), stop, caller.clone()));
+            let rules = PromptRules { sampling: sampling.clone(), stop, cache_salt: cache_salt.clone() };
+            prompts.push(prompt(model, tokens, rules, caller.clone()));
         }
         let prompt_tokens = prompts.iter().map(|prompt| prompt.tokens.len()).sum();
         let prompts = fanned_out(prompts, params.n);
@@ -260,16 +266,41 @@ impl Acceptor {
     }
 }
 
-fn prompt(
-    model: &RouterModel,
-    tokens: Vec<TokenId>,
+/// The checked parameters of one prompt.
+struct PromptRules {
     sampling: Sampling,
     stop: StopRules,
-    caller: Caller,
-) -> Prompt {
+    cache_salt: CacheSalt,
+}
+
+fn prompt(model: &RouterModel, tokens: Vec<TokenId>, rules: PromptRules, caller: Caller) -> Prompt {
     let Caller { id, client: Client { tenant, priority, .. }, deadline } = caller;
+    let PromptRules { sampling, stop, cache_salt } = rules;
     let model = PromptModel::named(model.name.as_str());
-    Prompt { id, tenant, model, tokens: tokens.into(), n_generated: 0, sampling, stop, priority, deadline }
+    Prompt {
+        id,
+        tenant,
+        cache_salt,
+        model,
+        tokens: tokens.into(),
+        n_generated: 0,
+        sampling,
+        stop,
+        priority,
+        deadline,
+    }
+}
+
+/// Returns the salt of a request.
+fn cache_salt(asked: Option<&str>) -> Result<CacheSalt, AcceptError> {
+    match asked {
+        None => Ok(CacheSalt::default()),
+        Some(salt) if (1..=CACHE_SALT_BYTES_MAX).contains(&salt.len()) => Ok(CacheSalt::new(salt)),
+        Some(salt) => {
+            let reason = format!("from 1 to {CACHE_SALT_BYTES_MAX} bytes, not {}", salt.len());
+            Err(AcceptError::invalid("cache_salt", reason))
+        }
+    }
 }
 
 // === the caller ===

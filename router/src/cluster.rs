@@ -71,7 +71,7 @@ impl Cluster {
     /// any.
     pub fn new(world: World, gate: Gate, models: RouterModels, wanted: Option<WantedFingerprint>) -> Self {
         let epoch: Epoch = world.epoch();
-        let members = Mutex::new(Members::new(epoch, wanted));
+        let members = Mutex::new(Members::new(epoch, wanted, world.identity().block_hash_key()));
         let (decided, router) = (watch::Sender::new(0), format!("router-{epoch}"));
         let started = world.now();
         Self { shared: Arc::new(Shared { world, gate, models, members, decided, router, started }) }

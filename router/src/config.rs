@@ -144,8 +144,8 @@ pub struct ModelSection {
     /// The model's name in requests. Empty: the folder's name.
     pub name: String,
     /// The weights that may serve: a `fingerprint` of `/debug/cluster`, 16 hexadecimal digits; other nodes
-    /// are refused. Empty: the larger group of agreeing nodes. Without `name` and `path` the setting holds
-    /// for every model.
+    /// are refused. The fingerprint changes with the cluster's secret. Empty: the larger group of agreeing
+    /// nodes. Without `name` and `path` the setting holds for every model.
     pub fingerprint: String,
 }
 

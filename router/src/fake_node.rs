@@ -20,9 +20,9 @@ use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 use types::layout::KvDtype;
 use types::{
-    BlockCounts, BlockEvent, Epoch, Fingerprint, Grant, KvLayout, Landing, ModelInfo, NodeId, NodeInfo,
-    NodeLoad, Prefilled, Prompt, Refusal, RefusalKind, Role, Scheme, Step, TokenId, TransferId, Usage,
-    WireAddress,
+    BlockCounts, BlockEvent, BlockHashKey, Epoch, Fingerprint, Grant, KvLayout, Landing, ModelInfo, NodeId,
+    NodeInfo, NodeLoad, Prefilled, Prompt, Refusal, RefusalKind, Role, Scheme, Step, TokenId, TransferId,
+    Usage, WireAddress,
 };
 
 /// What a fake node does with a prompt.
@@ -162,7 +162,8 @@ pub(crate) fn info(id: &str, role: Role) -> NodeInfo {
             vocab: 261,
             eos_tokens: vec![],
             layout: KvLayout::uniform(16, KvDtype::F32, 1, 1, 4),
-            fingerprint: Fingerprint::new([("tokenizer".to_owned(), "bytes".to_owned())]),
+            fingerprint: Fingerprint::new([("tokenizer".to_owned(), "bytes".to_owned())])
+                .hashed_with(&BlockHashKey::default()),
         },
         protocol: types::node::PROTOCOL,
     }
@@ -304,12 +305,11 @@ impl Pool for FakeNode {
     type PutStream = Streamed<v1::PutEvent>;
 
     async fn put(&self, request: Request<v1::PutRequest>) -> Result<Response<Self::PutStream>, Status> {
-        let request = request.into_inner();
+        let n_tokens = parse(request.into_inner().prompt).tokens.len();
         let act = self.act();
-        let hashes = proto::hashes_from_wire(&request.hashes.expect("hashes")).expect("good hashes");
-        self.hear(format!("put {} tokens, {} hashes, {act:?}", request.n_tokens, hashes.len()));
+        self.hear(format!("put {n_tokens} tokens, {act:?}"));
         let event = |event| Ok(v1::PutEvent { event: Some(event) });
-        let landing = event(PutEvent::Landing((&self.landing(request.n_tokens as usize)).into()));
+        let landing = event(PutEvent::Landing((&self.landing(n_tokens)).into()));
         match act {
             FakeResponse::Refuse(kind) => {
                 Ok(Response::new(said(vec![event(PutEvent::Refused(refusal(kind)))])))

@@ -109,6 +109,7 @@ fn params(request: &v1::GenerateRequest) -> SamplingParams {
         stop: request.stop_strings.clone(),
         stop_tokens: stop.stop_tokens.into_iter().map(TokenId).collect(),
         ignore_eos: stop.ignore_eos,
+        cache_salt: (!request.cache_salt.is_empty()).then(|| request.cache_salt.clone()),
         temperature: Some(0.0),
         ..SamplingParams::default()
     };

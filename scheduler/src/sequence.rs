@@ -8,8 +8,8 @@ use kv_cache::{BlockLease, Holder, Holding, LayerFence};
 use tokio::time::Instant;
 use tracing::{Span, trace};
 use types::{
-    BlockHash, BlockHasher, BlockIdx, FinishReason, KvLayout, KvSpan, ModelInfo, Prompt, Refusal,
-    RefusalKind, Step, TokenId, Usage,
+    BlockHash, BlockHashKey, BlockHasher, BlockIdx, FinishReason, KvLayout, KvSpan, ModelInfo, Prompt,
+    Refusal, RefusalKind, Step, TokenId, Usage,
 };
 
 use crate::batcher::Candidate;
@@ -77,14 +77,14 @@ pub(crate) enum After {
 
 impl Sequence {
     /// Makes a sequence from a submission. If its KV has arrived, the sequence is placed at once.
-    pub(crate) fn new(submission: Submission, layout: &KvLayout) -> Self {
+    pub(crate) fn new(submission: Submission, layout: &KvLayout, key: &BlockHashKey) -> Self {
         let Submission { id, prompt, source, sink_guard, sequence_limits, span, submitted } = submission;
         let mut sequence = Self {
             id,
             span,
             sink_guard,
             tokens: prompt.tokens.to_vec(),
-            hashes: Hashes::new(&prompt, usize::from(layout.block_tokens)),
+            hashes: Hashes::new(&prompt, key, usize::from(layout.block_tokens)),
             publish_max: layout.blocks_seen_by_all().unwrap_or(usize::MAX),
             room: None,
             n_computed: 0,
@@ -427,8 +427,8 @@ pub(crate) fn deadline_passed() -> SequenceEnd {
 // === impl Hashes ===
 
 impl Hashes {
-    fn new(prompt: &Prompt, block_tokens: usize) -> Self {
-        Self { hasher: BlockHasher::new(&prompt.tenant, block_tokens), block_tokens, hashes: Vec::new() }
+    fn new(prompt: &Prompt, key: &BlockHashKey, block_tokens: usize) -> Self {
+        Self { hasher: prompt.hasher(key, block_tokens), block_tokens, hashes: Vec::new() }
     }
 
     /// Returns the hashes of all full blocks of `tokens`. `tokens` must begin with the tokens of the last

@@ -69,6 +69,7 @@ pub(crate) fn prompt(id: &str, n_tokens: usize, max_tokens: u32) -> Prompt {
     Prompt {
         id: RequestId::new(id),
         tenant: TenantId::default(),
+        cache_salt: types::CacheSalt::default(),
         model: types::PromptModel::default(),
         tokens,
         n_generated: 0,

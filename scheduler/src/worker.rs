@@ -214,7 +214,8 @@ impl Worker {
 impl Worker {
     fn submit(&mut self, submission: Submission) {
         self.is_checked = false;
-        let sequence = Sequence::new(submission, &self.model.layout);
+        let key = self.world.identity().block_hash_key();
+        let sequence = Sequence::new(submission, &self.model.layout, &key);
         let (id, ended) = (sequence.id, sequence.ended_on_arrival());
         self.sequences.insert(id, sequence);
         if let Some(end) = ended {

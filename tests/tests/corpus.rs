@@ -168,6 +168,7 @@ fn a_prompt(now: Instant) -> Prompt {
     Prompt {
         id: RequestId::new("r"),
         tenant: TenantId::default(),
+        cache_salt: types::CacheSalt::default(),
         model: types::PromptModel::default(),
         tokens: (0..9).map(TokenId).collect(),
         n_generated: 1,

@@ -70,6 +70,7 @@ fn prompt(world: &World) -> Prompt {
     Prompt {
         id: world.request_id(),
         tenant: TenantId::default(),
+        cache_salt: types::CacheSalt::default(),
         model: PromptModel::named("mock"),
         tokens: (0..PROMPT_TOKENS).map(TokenId).collect(),
         n_generated: 0,

@@ -10,7 +10,7 @@ use proto::v1::generate_request::Input;
 use proto::v1::inference_client::InferenceClient;
 use tonic::metadata::MetadataValue;
 use types::layout::KvDtype;
-use types::{Epoch, Fingerprint, KvLayout, ModelInfo, NodeId, NodeInfo, ProtocolRange, Role};
+use types::{BlockHashKey, Epoch, Fingerprint, KvLayout, ModelInfo, NodeId, NodeInfo, ProtocolRange, Role};
 
 fn request(tokens: &[u32], max_tokens: u32) -> v1::GenerateRequest {
     v1::GenerateRequest {
@@ -63,7 +63,8 @@ fn puppet(id: &str, min: u16, max: u16) -> NodeInfo {
             vocab: 300,
             eos_tokens: vec![],
             layout: KvLayout::uniform(16, KvDtype::F32, 1, 1, 4),
-            fingerprint: Fingerprint::new([("tokenizer".to_owned(), "bytes".to_owned())]),
+            fingerprint: Fingerprint::new([("tokenizer".to_owned(), "bytes".to_owned())])
+                .hashed_with(&BlockHashKey::default()),
         },
         protocol: ProtocolRange { min, max },
     }

@@ -258,6 +258,7 @@ fn prompt() -> Prompt {
     Prompt {
         id: RequestId::new("replayed"),
         tenant: TenantId::default(),
+        cache_salt: types::CacheSalt::default(),
         model: types::PromptModel::default(),
         tokens: (100..170).map(TokenId).collect(),
         n_generated: 0,

@@ -79,6 +79,7 @@ fn prompt(ask: &Ask) -> Prompt {
     Prompt {
         id: RequestId::new("alone"),
         tenant: TenantId::default(),
+        cache_salt: types::CacheSalt::default(),
         model: types::PromptModel::default(),
         tokens: ask.prompt.iter().copied().map(TokenId).collect(),
         n_generated: 0,

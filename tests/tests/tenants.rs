@@ -1,5 +1,8 @@
 //! Tests of tenants at the router, over real processes: keys, limits, and the contents of logs and pages.
 
+#[path = "tenants/sharing.rs"]
+mod sharing;
+
 use std::path::PathBuf;
 use std::time::Duration;
 

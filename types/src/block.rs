@@ -3,14 +3,15 @@
 use std::fmt;
 
 use crate::ids::TenantId;
-use crate::prompt::TokenId;
+use crate::prompt::{CacheSalt, TokenId};
 
 /// The index of a KV block in one node's block pool.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockIdx(pub u32);
 
 impl BlockIdx {
-    /// Marks a table entry whose block was freed after a sliding window passed it. No real block has this index.
+    /// Marks a table entry whose block was freed after a sliding window passed it. No real block has this
+    /// index.
     pub const GONE: Self = Self(u32::MAX);
 }
 
@@ -20,7 +21,8 @@ impl fmt::Debug for BlockIdx {
     }
 }
 
-/// The hash of a full block's tokens, of all tokens before them, and of the tenant.
+/// The hash of a full block's tokens, of all tokens before them, of the tenant and of the cache salt, with
+/// the cluster's key.
 ///
 /// The hash is 128 bits of BLAKE3, so that a collision between tenants or prompts cannot be made on purpose.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -32,23 +34,66 @@ impl fmt::Debug for BlockHash {
     }
 }
 
+/// The key of a cluster's block hashes. Without it, a hash does not tell whether a guessed prompt is right.
+///
+/// Routers and nodes derive the key from the cluster's secret. The default is a public key, for clusters
+/// without a secret.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct BlockHashKey([u8; blake3::KEY_LEN]);
+
+impl BlockHashKey {
+    pub fn new(key: [u8; blake3::KEY_LEN]) -> Self {
+        Self(key)
+    }
+
+    /// Returns a short hash of the key. The hash is public: each node's fingerprint contains it.
+    pub fn id(&self) -> String {
+        let id = blake3::derive_key("baton 2026 id of a block hash key", &self.0);
+        blake3::Hash::from(id).to_hex()[..16].to_owned()
+    }
+
+    /// Returns the hasher for the prompts of one tenant with one salt.
+    pub fn hasher(&self, tenant: &TenantId, salt: &CacheSalt, block_tokens: usize) -> BlockHasher {
+        assert!(block_tokens > 0, "a block holds at least one token");
+        BlockHasher { key: *self, parent: self.root(tenant, salt), block_tokens }
+    }
+
+    /// Returns the parent hash of the first blocks of a tenant's prompts with this salt.
+    fn root(&self, tenant: &TenantId, salt: &CacheSalt) -> BlockHash {
+        let mut hasher = blake3::Hasher::new_derive_key("baton 2026 root of block hashes");
+        hasher.update(&self.0);
+        for text in [tenant.as_str(), salt.as_str()] {
+            hasher.update(&(text.len() as u64).to_le_bytes()).update(text.as_bytes());
+        }
+        truncated(&hasher.finalize())
+    }
+}
+
+impl Default for BlockHashKey {
+    fn default() -> Self {
+        Self(blake3::derive_key("baton 2026 public block hash key", b""))
+    }
+}
+
+impl fmt::Debug for BlockHashKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "BlockHashKey({})", self.id())
+    }
+}
+
 /// Computes the hashes of a sequence's blocks. Each hash covers the hash of the block before it.
 #[derive(Clone, Debug)]
 pub struct BlockHasher {
+    key: BlockHashKey,
     parent: BlockHash,
     block_tokens: usize,
 }
 
 impl BlockHasher {
-    pub fn new(tenant: &TenantId, block_tokens: usize) -> Self {
-        assert!(block_tokens > 0, "a block holds at least one token");
-        Self { parent: root(tenant), block_tokens }
-    }
-
     /// Returns the hash of the next block. `tokens` must fill a block exactly.
     pub fn next(&mut self, tokens: &[TokenId]) -> BlockHash {
         assert_eq!(tokens.len(), self.block_tokens, "only full blocks are hashed");
-        let mut hasher = blake3::Hasher::new();
+        let mut hasher = blake3::Hasher::new_keyed(&self.key.0);
         hasher.update(&self.parent.0.to_le_bytes());
         for token in tokens {
             hasher.update(&token.0.to_le_bytes());
@@ -58,17 +103,9 @@ impl BlockHasher {
     }
 
     /// Returns the hashes of all full blocks in `tokens`.
-    pub fn hashes(tenant: &TenantId, block_tokens: usize, tokens: &[TokenId]) -> Vec<BlockHash> {
-        let mut hasher = Self::new(tenant, block_tokens);
-        tokens.chunks_exact(block_tokens).map(|block| hasher.next(block)).collect()
+    pub fn hashes(mut self, tokens: &[TokenId]) -> Vec<BlockHash> {
+        tokens.chunks_exact(self.block_tokens).map(|block| self.next(block)).collect()
     }
-}
-
-/// Returns the parent hash of a tenant's first blocks.
-fn root(tenant: &TenantId) -> BlockHash {
-    truncated(
-        &blake3::Hasher::new_derive_key("baton block hash v1").update(tenant.as_str().as_bytes()).finalize(),
-    )
 }
 
 fn truncated(hash: &blake3::Hash) -> BlockHash {
@@ -81,9 +118,13 @@ fn truncated(hash: &blake3::Hash) -> BlockHash {
 mod tests {
     use super::*;
 
-    fn hashes(tenant: &str, tokens: &[u32]) -> Vec<BlockHash> {
+    fn keyed(key: BlockHashKey, tenant: &str, salt: &str, tokens: &[u32]) -> Vec<BlockHash> {
         let tokens: Vec<TokenId> = tokens.iter().copied().map(TokenId).collect();
-        BlockHasher::hashes(&TenantId::new(tenant), 2, &tokens)
+        key.hasher(&TenantId::new(tenant), &CacheSalt::new(salt), 2).hashes(&tokens)
+    }
+
+    fn hashes(tenant: &str, tokens: &[u32]) -> Vec<BlockHash> {
+        keyed(BlockHashKey::default(), tenant, "", tokens)
     }
 
     #[test]
@@ -101,7 +142,38 @@ mod tests {
     }
 
     #[test]
-    fn tenants_never_share() {
-        assert_ne!(hashes("a", &[1, 2]), hashes("b", &[1, 2]));
+    fn keys_tenants_and_salts_never_share() {
+        let key = |byte| BlockHashKey::new([byte; blake3::KEY_LEN]);
+        let all = [
+            keyed(key(1), "a", "", &[1, 2]),
+            keyed(key(2), "a", "", &[1, 2]),
+            keyed(BlockHashKey::default(), "a", "", &[1, 2]),
+            keyed(key(1), "b", "", &[1, 2]),
+            keyed(key(1), "a", "b", &[1, 2]),
+            keyed(key(1), "ab", "", &[1, 2]),
+            keyed(key(1), "", "ab", &[1, 2]),
+        ];
+        for (nth, one) in all.iter().enumerate() {
+            all[..nth].iter().for_each(|other| assert_ne!(one, other));
+        }
+    }
+
+    /// A hash that is shown does not allow tests of guesses of the next block: each block needs the key.
+    #[test]
+    fn the_next_block_cannot_be_guessed_from_the_one_before() {
+        let tokens = [1, 2, 3, 4];
+        let [first, second] = keyed(BlockHashKey::new([7; blake3::KEY_LEN]), "a", "", &tokens)[..] else {
+            panic!("two blocks")
+        };
+        let mut guess = BlockHasher { key: BlockHashKey::default(), parent: first, block_tokens: 2 };
+        assert_ne!(guess.next(&[TokenId(3), TokenId(4)]), second);
+    }
+
+    #[test]
+    fn an_id_tells_keys_apart_and_does_not_show_them() {
+        let (one, other) = (BlockHashKey::new([1; blake3::KEY_LEN]), BlockHashKey::new([2; blake3::KEY_LEN]));
+        assert_ne!(one.id(), other.id());
+        assert_eq!(one.id().len(), 16);
+        assert_eq!(format!("{one:?}"), format!("BlockHashKey({})", one.id()));
     }
 }

@@ -16,12 +16,12 @@ pub mod text;
 pub mod transfer;
 pub mod verdict;
 
-pub use block::{BlockHash, BlockHasher, BlockIdx};
+pub use block::{BlockHash, BlockHashKey, BlockHasher, BlockIdx};
 pub use ids::{Epoch, Grant, NodeId, RequestId, TenantId, TransferId};
 pub use layout::{GroupIdx, KvDtype, KvLayout};
 pub use load::{BlockCounts, BlockEvent, NodeLoad};
 pub use node::{Fingerprint, FingerprintDigest, MissingWire, ModelInfo, NodeInfo, ProtocolRange, Role};
-pub use prompt::{Deadline, Prompt, PromptDigest, PromptModel, Sampling, StopRules, TokenId};
+pub use prompt::{CacheSalt, Deadline, Prompt, PromptDigest, PromptModel, Sampling, StopRules, TokenId};
 pub use step::{FinishReason, Prefilled, Step, Usage};
 pub use text::in_full;
 pub use transfer::{Destination, Handoff, KvSpan, Landing, Scheme, WireAddress};

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use crate::block::BlockHashKey;
 use crate::ids::{Epoch, NodeId};
 use crate::layout::KvLayout;
 use crate::transfer::{Scheme, WireAddress};
@@ -94,7 +95,8 @@ pub struct ModelInfo {
     pub fingerprint: Fingerprint,
 }
 
-/// The properties that two nodes must share to use each other's KV: weights, layout, dtype, rope, tokenizer.
+/// The properties that two nodes must share to use each other's KV: weights, layout, dtype, rope, tokenizer
+/// and the key of block hashes.
 ///
 /// A fingerprint keeps named parts instead of one hash, so that a refusal can list the differences.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -107,6 +109,27 @@ impl Fingerprint {
 
     pub fn parts(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().map(|(name, value)| (name.as_str(), value.as_str()))
+    }
+
+    /// Returns the value of one part.
+    pub fn part(&self, name: &str) -> Option<&str> {
+        self.0.get(name).map(String::as_str)
+    }
+
+    /// Returns the same fingerprint with this key of block hashes.
+    #[must_use]
+    pub fn hashed_with(mut self, key: &BlockHashKey) -> Self {
+        self.0.insert(BLOCK_HASH_KEY.to_owned(), key.id());
+        self
+    }
+
+    /// Refuses a model whose blocks are hashed with another key.
+    pub fn agree_on_key(&self, own: &BlockHashKey) -> Result<(), FingerprintMismatch> {
+        let (ours, theirs) = (own.id(), self.0.get(BLOCK_HASH_KEY));
+        if theirs == Some(&ours) {
+            return Ok(());
+        }
+        Err(FingerprintMismatch(vec![format!("{BLOCK_HASH_KEY}: {ours} here, {} there", shown(theirs))]))
     }
 
     /// Returns a short hash of all parts. Equal digests mean equal fingerprints.
@@ -159,8 +182,12 @@ fn shown(value: Option<&String>) -> &str {
     value.map_or("absent", String::as_str)
 }
 
-/// The name of the [`Fingerprint`] part that identifies the tokenizer. Nodes see no text, but router and nodes must
-/// give each token the same number.
+/// The name of the [`Fingerprint`] part with the [id](BlockHashKey::id) of the key of block hashes. Routers
+/// and nodes with different keys would not find each other's blocks.
+pub const BLOCK_HASH_KEY: &str = "block_hash_key";
+
+/// The name of the [`Fingerprint`] part that identifies the tokenizer. Nodes see no text, but router and
+/// nodes must give each token the same number.
 pub const TOKENIZER: &str = "tokenizer";
 
 /// The value of [`TOKENIZER`] for the mock, where a token is a byte.
@@ -260,6 +287,18 @@ mod tests {
         assert_eq!(FingerprintDigest::parse(&digest.to_string()), Some(digest));
         assert_eq!(FingerprintDigest::parse("+23456789abcdef0"), None);
         assert_eq!(FingerprintDigest::parse("0"), None);
+    }
+
+    #[test]
+    fn a_fingerprint_names_the_key_of_block_hashes() {
+        let (key, other) = (BlockHashKey::default(), BlockHashKey::new([1; 32]));
+        let hashed = Fingerprint::default().hashed_with(&key);
+        assert_eq!(hashed.agree_on_key(&key), Ok(()));
+        assert_ne!(hashed.digest(), Fingerprint::default().hashed_with(&other).digest());
+        let error = hashed.agree_on_key(&other).expect_err("another key").to_string();
+        let expected = format!("models differ: block_hash_key: {} here, {} there", other.id(), key.id());
+        assert_eq!(error, expected);
+        Fingerprint::default().agree_on_key(&key).expect_err("no key");
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::block::{BlockHashKey, BlockHasher};
 use crate::ids::{RequestId, TenantId};
 use crate::node::{FingerprintDigest, ModelInfo};
 use crate::verdict::{Refusal, RefusalKind};
@@ -43,6 +44,31 @@ impl Deadline {
 /// The priority of a prompt. Higher values run first; prompts with equal values run in order of arrival.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
 pub struct Priority(pub i8);
+
+/// The longest [`CacheSalt`].
+pub const CACHE_SALT_BYTES_MAX: usize = 256;
+
+/// A text that a client chooses. Cached KV is shared only between prompts with the same salt. Empty: no salt.
+///
+/// It may be a secret of the client's, so it has no `Display`, and `Debug` hides it.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct CacheSalt(Arc<str>);
+
+impl CacheSalt {
+    pub fn new(text: impl Into<Arc<str>>) -> Self {
+        Self(text.into())
+    }
+
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for CacheSalt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_empty() { "CacheSalt(none)" } else { "CacheSalt(hidden)" })
+    }
+}
 
 /// The model that a prompt is for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -84,6 +110,7 @@ impl PromptModel {
 pub struct Prompt {
     pub id: RequestId,
     pub tenant: TenantId,
+    pub cache_salt: CacheSalt,
     pub model: PromptModel,
     /// The prompt's tokens. If the sequence is continued, the tokens that were generated before follow them.
     pub tokens: Arc<[TokenId]>,
@@ -109,6 +136,11 @@ impl Prompt {
         let mut digest = [0; 16];
         digest.copy_from_slice(&hasher.update(&tokens).finalize().as_bytes()[..16]);
         PromptDigest(digest)
+    }
+
+    /// Returns the hasher of this prompt's blocks.
+    pub fn hasher(&self, key: &BlockHashKey, block_tokens: usize) -> BlockHasher {
+        key.hasher(&self.tenant, &self.cache_salt, block_tokens)
     }
 
     /// Returns the number of tokens that may still be generated.

@@ -24,6 +24,7 @@ use std::time::Duration;
 pub use refusals::Refusals;
 use replay::SeenNonces;
 pub use secret::{ClusterSecret, SecretError};
+use types::BlockHashKey;
 
 /// The largest allowed difference between two processes' clocks. Nonces are remembered for this time.
 pub const CLOCK_SKEW_MAX: Duration = Duration::from_secs(30);
@@ -44,6 +45,11 @@ impl Identity {
 
     pub fn secret(&self) -> Option<&ClusterSecret> {
         self.secret.as_deref()
+    }
+
+    /// Returns the key of the cluster's block hashes. Without a secret the key is public.
+    pub fn block_hash_key(&self) -> BlockHashKey {
+        self.secret().map(ClusterSecret::block_hash_key).unwrap_or_default()
     }
 
     /// Returns the counts of refused callers, for the metrics page.

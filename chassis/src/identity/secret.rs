@@ -4,6 +4,8 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use types::BlockHashKey;
+
 /// A message authentication code.
 pub(super) type Mac = blake3::Hash;
 
@@ -15,6 +17,7 @@ pub struct ClusterSecret {
     call: [u8; 32],
     link: [u8; 32],
     entry: [u8; 32],
+    block_hashes: BlockHashKey,
 }
 
 /// The reason why a secret cannot be used.
@@ -55,10 +58,17 @@ impl ClusterSecret {
             call: blake3::derive_key("baton 2026 grpc calls", secret),
             link: blake3::derive_key("baton 2026 kv links", secret),
             entry: blake3::derive_key("baton 2026 registry entries", secret),
+            block_hashes: BlockHashKey::new(blake3::derive_key("baton 2026 block hashes", secret)),
         }
     }
 
-    /// Computes the MAC over `fields`. Each field is preceded by its length, so different lists never give equal bytes.
+    /// Returns the key of the cluster's block hashes.
+    pub(super) fn block_hash_key(&self) -> BlockHashKey {
+        self.block_hashes
+    }
+
+    /// Computes the MAC over `fields`. Each field is preceded by its length, so different lists never give
+    /// equal bytes.
     pub(super) fn mac(&self, used_for: Use, fields: &[&[u8]]) -> Mac {
         let key = match used_for {
             Use::Call => &self.call,

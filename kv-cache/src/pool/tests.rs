@@ -4,7 +4,7 @@ mod model;
 use std::time::Duration;
 
 use types::layout::{LayerGroup, LayerShape};
-use types::{BlockHasher, BlockIdx, GroupIdx, KvDtype, RequestId, TenantId, TokenId};
+use types::{BlockHashKey, BlockIdx, CacheSalt, GroupIdx, KvDtype, RequestId, TenantId, TokenId};
 
 use super::*;
 use crate::holder::Holding;
@@ -33,7 +33,7 @@ fn prompt(tokens: &str) -> Vec<BlockHash> {
 
 fn prompt_of(tenant: &str, tokens: &str) -> Vec<BlockHash> {
     let tokens: Vec<TokenId> = tokens.bytes().map(|byte| TokenId(byte.into())).collect();
-    BlockHasher::hashes(&TenantId::new(tenant), 1, &tokens)
+    BlockHashKey::default().hasher(&TenantId::new(tenant), &CacheSalt::default(), 1).hashes(&tokens)
 }
 
 /// Leases a whole sequence, the cached blocks first, and publishes all of it.

@@ -84,7 +84,7 @@ impl TryFrom<v1::BlockEvents> for (u64, BlockEvent) {
 }
 
 /// Encodes block hashes: 16 bytes each, concatenated.
-pub fn hashes_to_wire(hashes: &[BlockHash]) -> v1::BlockHashes {
+fn hashes_to_wire(hashes: &[BlockHash]) -> v1::BlockHashes {
     let mut bytes = BytesMut::with_capacity(hashes.len() * 16);
     for hash in hashes {
         bytes.put_u128(hash.0);
@@ -93,7 +93,7 @@ pub fn hashes_to_wire(hashes: &[BlockHash]) -> v1::BlockHashes {
 }
 
 /// Decodes block hashes of 16 bytes each. Refuses a length that is no multiple of 16.
-pub fn hashes_from_wire(wire: &v1::BlockHashes) -> Result<Vec<BlockHash>, ConvertError> {
+fn hashes_from_wire(wire: &v1::BlockHashes) -> Result<Vec<BlockHash>, ConvertError> {
     let (whole, rest) = wire.hashes.as_chunks::<16>();
     if !rest.is_empty() {
         return Err(ConvertError::Length { field: "blocks.hashes", wanted: 16, found: rest.len() });

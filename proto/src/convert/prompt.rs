@@ -2,8 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use types::prompt::{Priority, PromptModel};
-use types::{Deadline, FingerprintDigest, Prompt, RequestId, Sampling, StopRules, TenantId, TokenId};
+use types::prompt::{CACHE_SALT_BYTES_MAX, Priority, PromptModel};
+use types::{
+    CacheSalt, Deadline, FingerprintDigest, Prompt, RequestId, Sampling, StopRules, TenantId, TokenId,
+};
 
 use super::{narrow, present};
 use crate::error::ConvertError;
@@ -19,6 +21,7 @@ pub fn prompt_to_wire(prompt: &Prompt, now: Instant) -> v1::Prompt {
     v1::Prompt {
         request_id: prompt.id.to_string(),
         tenant: prompt.tenant.to_string(),
+        cache_salt: prompt.cache_salt.as_str().to_owned(),
         tokens: prompt.tokens.iter().map(|token| token.0).collect(),
         n_generated: prompt.n_generated as u32,
         sampling: Some((&prompt.sampling).into()),
@@ -45,11 +48,15 @@ pub fn prompt_from_wire(wire: v1::Prompt, now: Instant) -> Result<Prompt, Conver
     if wire.model.len() > ID_BYTES_MAX {
         return Err(ConvertError::range("prompt.model", format!("{} bytes", wire.model.len())));
     }
+    if wire.cache_salt.len() > CACHE_SALT_BYTES_MAX {
+        return Err(ConvertError::range("prompt.cache_salt", format!("{} bytes", wire.cache_salt.len())));
+    }
     let fingerprint = wire.fingerprint.map(FingerprintDigest);
     Ok(Prompt {
         model: PromptModel { name: wire.model.into(), fingerprint },
         id: RequestId::new(short(wire.request_id, "prompt.request_id")?),
         tenant: TenantId::new(short(wire.tenant, "prompt.tenant")?),
+        cache_salt: CacheSalt::new(wire.cache_salt),
         tokens: wire.tokens.into_iter().map(TokenId).collect(),
         n_generated,
         sampling: present(wire.sampling, "prompt.sampling")?.try_into()?,

@@ -18,6 +18,7 @@ fn prompt(now: Instant) -> Prompt {
     Prompt {
         id: RequestId::new("r-1"),
         tenant: TenantId::new("t"),
+        cache_salt: types::CacheSalt::new("salt"),
         model: PromptModel { name: "m".into(), fingerprint: Some(FingerprintDigest(u64::MAX)) },
         tokens: vec![TokenId(1), TokenId(2), TokenId(3)].into(),
         n_generated: 1,

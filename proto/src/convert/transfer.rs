@@ -3,8 +3,8 @@
 use bytes::Bytes;
 use types::layout::{Attention, KvDtype, LayerGroup, LayerShape, RANKS_MAX, Shard};
 use types::{
-    BlockIdx, Destination, Epoch, Fingerprint, Grant, KvLayout, Landing, NodeId, PromptDigest, Scheme,
-    TransferId, WireAddress,
+    BlockIdx, Destination, Epoch, Fingerprint, Grant, KvLayout, Landing, NodeId, Scheme, TransferId,
+    WireAddress,
 };
 
 use super::{narrow, present, sixteen};
@@ -66,11 +66,6 @@ pub fn transfer_to_wire(transfer: TransferId) -> Bytes {
 
 pub fn transfer_from_wire(wire: &[u8], field: &'static str) -> Result<TransferId, ConvertError> {
     Ok(TransferId(u128::from_be_bytes(sixteen(wire, field)?)))
-}
-
-/// Decodes the digest of the prompt that a pool node's landing is bound to.
-pub fn prompt_digest_from_wire(wire: &[u8]) -> Result<PromptDigest, ConvertError> {
-    sixteen(wire, "put.prompt_digest").map(PromptDigest)
 }
 
 fn block_table(wire: v1::BlockTable) -> Vec<BlockIdx> {

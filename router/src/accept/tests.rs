@@ -68,6 +68,17 @@ async fn sampling_fields_are_used() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_cache_salt_is_used_and_bounded() {
+    let with = |salt: String| SamplingParams { cache_salt: Some(salt), ..SamplingParams::default() };
+    assert_eq!(one(&SamplingParams::default()).cache_salt, CacheSalt::default());
+    assert_eq!(one(&with("s".repeat(CACHE_SALT_BYTES_MAX))).cache_salt.as_str().len(), CACHE_SALT_BYTES_MAX);
+    for (n_bytes, reason) in [(0, "from 1 to 256 bytes, not 0"), (257, "from 1 to 256 bytes, not 257")] {
+        let refused = accept(vec![tokens(10)], &with("s".repeat(n_bytes))).expect_err("its length is wrong");
+        assert_eq!(refused.to_string(), format!("cache_salt: {reason}"));
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_default_token_limit_shrinks_to_the_context() {
     let params = SamplingParams { max_tokens: MaxTokens::AtMost(16), ..SamplingParams::default() };
     let accepted = accept(vec![tokens(10), tokens(95)], &params).expect("accepted");

@@ -9,7 +9,9 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::{info, warn};
 use types::place::keepers;
-use types::{BlockHash, Epoch, FingerprintDigest, ModelInfo, NodeId, NodeInfo, NodeLoad, PromptModel};
+use types::{
+    BlockHash, BlockHashKey, Epoch, FingerprintDigest, ModelInfo, NodeId, NodeInfo, NodeLoad, PromptModel,
+};
 
 use super::cached::{CachedBlocks, Gap};
 use super::groups::{self, DecisionContext, GroupNode, Reason, Usability};
@@ -137,6 +139,8 @@ pub(super) struct Members {
     pub(super) by_id: BTreeMap<NodeId, Member>,
     by_model: BTreeMap<String, ModelRecord>,
     wanted: Option<WantedFingerprint>,
+    /// The router's key of block hashes. A node must have the same.
+    block_hash_key: BlockHashKey,
     /// The router's epoch. Nodes with an earlier epoch existed before the router.
     started: Epoch,
     /// A counter of routes. It orders the last uses of nodes.
@@ -226,8 +230,13 @@ impl Member {
 }
 
 impl Members {
-    pub(super) fn new(started: Epoch, wanted: Option<WantedFingerprint>) -> Self {
-        Self { by_id: BTreeMap::new(), by_model: BTreeMap::new(), wanted, started, turns: 0 }
+    pub(super) fn new(
+        started: Epoch,
+        wanted: Option<WantedFingerprint>,
+        block_hash_key: BlockHashKey,
+    ) -> Self {
+        let (by_id, by_model) = (BTreeMap::new(), BTreeMap::new());
+        Self { by_id, by_model, wanted, block_hash_key, started, turns: 0 }
     }
 
     /// Returns the usable nodes for a prompt of this model, except `without`. They have the weights that the
@@ -284,10 +293,16 @@ impl Members {
     }
 
     /// Returns the reason why a node cannot be used, independent of other nodes: it speaks another protocol,
-    /// its tokenizer differs from the router's, or it does not have the weights that the operator requires.
+    /// its key of block hashes or its tokenizer differs from the router's, or it does not have the weights
+    /// that the operator requires.
     pub(super) fn refusal(&self, node: &NodeInfo, models: &RouterModels) -> Option<String> {
         if let Err(mismatch) = types::node::PROTOCOL.agree(node.protocol) {
             return Some(mismatch.to_string());
+        }
+        if let Err(mismatch) = node.model.fingerprint.agree_on_key(&self.block_hash_key) {
+            return Some(format!(
+                "{mismatch}: set the same `cluster.secret_file` on the router and on the node"
+            ));
         }
         let digest = node.model.fingerprint.digest();
         let wanted = self.wanted.as_ref();

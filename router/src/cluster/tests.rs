@@ -7,7 +7,7 @@ use chassis::net::MemoryNet;
 use chassis::{Gate, World};
 use registry::{MemoryRegistry, Registry as _};
 use types::node::TOKENIZER;
-use types::{BlockEvent, BlockHash, Epoch, Fingerprint, NodeInfo, ProtocolRange, Role};
+use types::{BlockEvent, BlockHash, BlockHashKey, Epoch, Fingerprint, NodeInfo, ProtocolRange, Role};
 
 use super::*;
 use crate::fake_node::{FakeNode, FakeResponse, info};
@@ -107,11 +107,26 @@ async fn another_protocol_or_another_model_under_the_same_name_is_refused() {
     assert!(state.ends_with(": models differ: tokenizer: bytes here, none there"), "{state}");
 }
 
+/// The node would hash blocks with another key, so that neither side would find the other's blocks.
+#[tokio::test(start_paused = true)]
+async fn a_node_with_another_key_of_block_hashes_is_refused() {
+    let test_cluster = test_cluster().await;
+    let mut fake_node = FakeNode::new("d", Role::Decode, &[FakeResponse::Serve]);
+    let key = BlockHashKey::new([1; 32]);
+    fake_node.info.model.fingerprint = fake_node.info.model.fingerprint.clone().hashed_with(&key);
+    let _running = announced(&test_cluster, &[&fake_node]).await;
+    let reason = test_cluster.refused("d").await;
+    assert!(reason.contains(&format!("{} there", key.id())), "{reason}");
+    assert!(reason.contains("`cluster.secret_file`"), "{reason}");
+    assert!(test_cluster.cluster.ready().is_err());
+}
+
 /// Returns a fake node with a fingerprint of its own.
 fn other(id: &str, role: Role) -> FakeNode {
     let mut fake_node = FakeNode::new(id, role, &[FakeResponse::Serve]);
     fake_node.info.model.fingerprint =
-        Fingerprint::new([(TOKENIZER.to_owned(), types::node::TOKENIZER_NONE.to_owned())]);
+        Fingerprint::new([(TOKENIZER.to_owned(), types::node::TOKENIZER_NONE.to_owned())])
+            .hashed_with(&BlockHashKey::default());
     fake_node
 }
 
@@ -261,7 +276,8 @@ async fn a_node_whose_tokens_mean_something_else_to_the_router_is_refused() {
     let with_tokenizer = |id, model: &str, tokenizer: &str| {
         let mut node = info(id, Role::Decode);
         node.model.name = model.to_owned();
-        node.model.fingerprint = Fingerprint::new([(TOKENIZER.to_owned(), tokenizer.to_owned())]);
+        node.model.fingerprint = Fingerprint::new([(TOKENIZER.to_owned(), tokenizer.to_owned())])
+            .hashed_with(&BlockHashKey::default());
         node
     };
     let _other =

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 use tracing::{info, warn};
-use types::{BlockHash, BlockHasher, Destination, Landing, NodeInfo, Prompt, RefusalKind, TransferId};
+use types::{Destination, Landing, NodeInfo, Prompt, RefusalKind, TransferId};
 
 use super::{Attempts, Dispatch, Progress, Started, StepSource};
 use crate::error::ServeError;
@@ -48,12 +48,6 @@ impl HeldKv {
     }
 }
 
-/// The pool node that is to keep a prompt's KV, and the hashes of the prompt's blocks.
-struct PoolTarget {
-    node: Arc<NodeInfo>,
-    hashes: Vec<BlockHash>,
-}
-
 impl Dispatch {
     /// Computes a prompt and keeps its KV. [`Self::deliver`] chooses a decode node afterwards.
     pub(super) async fn prefill_first(
@@ -63,7 +57,7 @@ impl Dispatch {
     ) -> Result<Started, Failure> {
         if let Some(keeper) = self.keeper(prompt, prefill) {
             match self.store(prompt, prefill, &keeper).await {
-                Err(failure) if failure.node.id == keeper.node.id => self.fall_back(&failure),
+                Err(failure) if failure.node.id == keeper.id => self.fall_back(&failure),
                 started => return started,
             }
         }
@@ -71,12 +65,11 @@ impl Dispatch {
     }
 
     /// Returns the pool node for a prompt; `None` for a prompt that fills no block, because it has no hash.
-    fn keeper(&self, prompt: &Prompt, prefill: &NodeInfo) -> Option<PoolTarget> {
+    fn keeper(&self, prompt: &Prompt, prefill: &NodeInfo) -> Option<Arc<NodeInfo>> {
         let block_tokens = usize::from(prefill.model.layout.block_tokens);
-        let hashes_of = |tokens| BlockHasher::hashes(&prompt.tenant, block_tokens, tokens);
-        let first = hashes_of(prompt.tokens.get(..block_tokens)?)[0];
-        let node = self.parts.cluster.keeper(first, &prefill.model)?;
-        Some(PoolTarget { node, hashes: hashes_of(&prompt.tokens) })
+        let key = self.parts.world.identity().block_hash_key();
+        let first = prompt.hasher(&key, block_tokens).next(prompt.tokens.get(..block_tokens)?);
+        self.parts.cluster.keeper(first, &prefill.model)
     }
 
     /// Reserves room on a pool node and computes the prompt; the prefill node sends its KV there layer by
@@ -85,21 +78,21 @@ impl Dispatch {
         &self,
         prompt: &Prompt,
         prefill: &NodeInfo,
-        keeper: &PoolTarget,
+        keeper: &Arc<NodeInfo>,
     ) -> Result<Started, Failure> {
-        let client = self.client(&keeper.node)?;
-        let mut put = client.put(prompt, &keeper.hashes, prefill).await?;
+        let client = self.client(keeper)?;
+        let mut put = client.put(prompt, prefill).await?;
         let landing = put.opening().await?;
         let (transfer, to) = (landing.transfer, Destination::Landing(landing));
         let computing = self.client(prefill)?;
         let (prefilled, sender) = tokio::select! {
             biased;
             prefilled = computing.prefill(prompt, &to) => {
-                prefilled.map_err(|failure| blame_receiver(failure, &keeper.node))?
+                prefilled.map_err(|failure| blame_receiver(failure, keeper))?
             }
             failure = put.failure() => return Err(failure),
         };
-        let (by, how) = (keeper.node.clone(), KvHolder::InPool { put: Box::new(put), sender });
+        let (by, how) = (keeper.clone(), KvHolder::InPool { put: Box::new(put), sender });
         let held = HeldKv { by, client, transfer, prompt: prompt.clone(), how };
         Ok(self.started(prompt, prefilled, StepSource::Held(Box::new(held))))
     }

@@ -65,6 +65,7 @@ impl TestCluster {
         Prompt {
             id: self.world.request_id(),
             tenant: TenantId::default(),
+            cache_salt: types::CacheSalt::default(),
             model: types::PromptModel::named("mock"),
             tokens: (0..20).map(TokenId).collect(),
             n_generated: 0,

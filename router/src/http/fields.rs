@@ -32,6 +32,7 @@ pub(crate) struct CommonFields {
     stop: Option<Stop>,
     stop_token_ids: Option<Vec<u32>>,
     ignore_eos: Option<bool>,
+    cache_salt: Option<String>,
     response_format: Option<ResponseFormat>,
     best_of: Option<u32>,
 }
@@ -106,6 +107,7 @@ impl CommonFields {
             stop: self.stop.map(Stop::into_strings).unwrap_or_default(),
             stop_tokens: self.stop_token_ids.into_iter().flatten().map(TokenId).collect(),
             ignore_eos: self.ignore_eos.unwrap_or(false),
+            cache_salt: self.cache_salt,
         })
     }
 

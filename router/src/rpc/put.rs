@@ -7,28 +7,21 @@ use proto::v1;
 use proto::v1::pool_client::PoolClient;
 use proto::v1::put_event;
 use tokio::time::Instant;
-use types::{BlockHash, Landing, NodeInfo, Prompt, TransferId};
+use types::{Landing, NodeInfo, Prompt, TransferId};
 
 use super::{Failure, NodeClient, QUESTION_TIMEOUT, peer_to_wire};
 
 impl NodeClient {
     /// Reserves room on a pool node for the prompt's KV, which `prefill` will send. Dropping the returned
     /// call releases the room.
-    pub async fn put(
-        &self,
-        prompt: &Prompt,
-        hashes: &[BlockHash],
-        prefill: &NodeInfo,
-    ) -> Result<PutCall, Failure> {
+    pub async fn put(&self, prompt: &Prompt, prefill: &NodeInfo) -> Result<PutCall, Failure> {
         let request = v1::PutRequest {
-            request_id: prompt.id.to_string(),
-            hashes: Some(proto::hashes_to_wire(hashes)),
-            n_tokens: prompt.tokens.len() as u32,
-            prompt_digest: prompt.digest().0.to_vec().into(),
+            prompt: Some(proto::prompt_to_wire(prompt, self.world.now().into_std())),
             prefill: Some(peer_to_wire(prefill)),
-            timeout_ms: prompt.deadline.left(self.world.now().into_std()).as_millis() as u64,
         };
-        let mut client = PoolClient::new(self.channel.clone()).max_decoding_message_size(MESSAGE_BYTES_MAX);
+        let mut client = PoolClient::new(self.channel.clone())
+            .max_decoding_message_size(MESSAGE_BYTES_MAX)
+            .max_encoding_message_size(MESSAGE_BYTES_MAX);
         let asked = self.world.now();
         let opened = tokio::time::timeout(QUESTION_TIMEOUT, client.put(call(&prompt.id, request)));
         let opened = opened.await.map_err(|_| self.silent())?;

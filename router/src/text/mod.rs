@@ -106,7 +106,7 @@ impl RouterModel {
 }
 
 fn tokenizer_of(info: &ModelInfo) -> &str {
-    info.fingerprint.parts().find(|(name, _)| *name == TOKENIZER).map_or("absent", |(_, value)| value)
+    info.fingerprint.part(TOKENIZER).unwrap_or("absent")
 }
 
 /// The reason why the router cannot serve the model of a node.

@@ -133,6 +133,7 @@ impl Peer {
         Prompt {
             id: self.world.request_id(),
             tenant: TenantId::new(format!("doctor-{:016x}", self.world.draw())),
+            cache_salt: types::CacheSalt::default(),
             model: types::PromptModel::default(),
             tokens: vec![TokenId(1); n_tokens as usize].into(),
             n_generated: 0,

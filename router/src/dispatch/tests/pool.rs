@@ -16,7 +16,7 @@ async fn the_pool_keeps_kv_until_a_decode_node_is_chosen() {
     );
     let test_cluster = test_cluster(Order::PrefillFirst, &[&p, &d, &k]).await;
     test_cluster.serves(6).await;
-    assert_eq!(k.received(), ["put 20 tokens, 1 hashes, Serve", "fetch, Serve"]);
+    assert_eq!(k.received(), ["put 20 tokens, Serve", "fetch, Serve"]);
     assert_eq!((p.received(), d.received().len()), (vec!["prefill 20 tokens, Serve".to_owned()], 1));
     assert_eq!(test_cluster.dispatch.parts().metrics.continuations.get(), 0);
 }
