@@ -46,6 +46,8 @@ pub(crate) enum Command {
     Sleep(SwitchArgs),
     /// Make a sleeping node load its weights again and rejoin the cluster.
     Wake(WakeArgs),
+    /// Create a CA and certificates for the `[tls]` sections of a cluster, for first steps. Overwrites nothing.
+    Certs(CertsArgs),
     /// Create an API key for a tenant. Print the key for the client, and the line for the router's tenants
     /// file.
     Keys(KeysArgs),
@@ -241,6 +243,26 @@ pub(crate) struct WakeArgs {
     /// The role after the wake; the default is the role before the sleep.
     #[arg(long, value_name = "ROLE", value_parser = ["prefill", "decode", "both"])]
     pub(crate) role: Option<String>,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct CertsArgs {
+    /// The folder. Its `ca.pem` and `ca.key` are used if they are there, otherwise made.
+    #[arg(value_name = "DIR")]
+    pub(crate) dir: PathBuf,
+    /// The processes that get a certificate: router, prefill, decode, both, pool, registry (an etcd) or operator. With
+    /// a role alone every process of that role may use it. Without any: one for each role but `both`.
+    #[arg(value_name = "ROLE[/NODE]")]
+    pub(crate) processes: Vec<String>,
+    /// The cluster's name. Processes refuse certificates of other clusters.
+    #[arg(long, default_value = "baton", value_name = "NAME")]
+    pub(crate) cluster: String,
+    /// A host name or address for gRPC clients other than Baton's, which compare it. May be repeated.
+    #[arg(long = "host", value_name = "HOST")]
+    pub(crate) hosts: Vec<String>,
+    /// Days until the certificates expire.
+    #[arg(long, default_value_t = 365, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=3650))]
+    pub(crate) days: u32,
 }
 
 #[derive(Args, Clone, Debug)]

@@ -1,17 +1,71 @@
 //! The identity of a process in its cluster, and whether it may listen on its configured addresses.
 
-use chassis::World;
-use chassis::identity::settings::{ClusterSection, IdentityError};
+use chassis::identity::settings::{ClusterSection, IdentityError, TlsSection};
+use chassis::identity::{CertRole, Identity, TlsFileError};
+use chassis::{Gate, Task, World, spawn_guarded};
 use node::NodeConfig;
 use pool_node::PoolConfig;
 use router::RouterConfig;
+use types::{NodeId, Role};
 
 use crate::exit::Failed;
 use crate::process_file::ProcessFile;
 
-/// Makes the world of a process, with the cluster's secret if one is set.
-pub(crate) fn world(cluster: &ClusterSection) -> Result<World, Failed> {
-    Ok(World::real().with_identity(cluster.identity().map_err(Failed::start)?))
+/// The world of a router of this cluster, with the cluster's secret and the router's certificate, as far as they are set.
+pub(crate) fn of_router(cluster: &ClusterSection, tls: &TlsSection) -> Result<World, Failed> {
+    let world = world(cluster, tls)?;
+    check_router_certificate(world.identity()).map_err(Failed::start)?;
+    Ok(world)
+}
+
+/// The same for a node. Returns also its name: `node.id`, or the one in the certificate; `None`: neither names it.
+pub(crate) fn of_node(
+    (cluster, tls): (&ClusterSection, &TlsSection),
+    role: Role,
+    id: Option<&NodeId>,
+) -> Result<(World, Option<NodeId>), Failed> {
+    let world = world(cluster, tls)?;
+    let named = check_node_certificate(world.identity(), role, id).map_err(Failed::start)?;
+    Ok((world, named))
+}
+
+fn world(cluster: &ClusterSection, tls: &TlsSection) -> Result<World, Failed> {
+    let world = World::real().with_identity(cluster.identity(tls).map_err(Failed::start)?);
+    if let Some(tls) = world.identity().tls() {
+        tls.check(world.unix_time()).map_err(Failed::start)?;
+    }
+    Ok(world)
+}
+
+/// Takes over changed certificates for as long as the task is held.
+pub(crate) fn follow_certificates(world: &World) -> Option<Task<()>> {
+    let tls = world.identity().tls()?.clone();
+    Some(spawn_guarded(&Gate::new("certificates"), "certificates", tls.follow(world.clone())))
+}
+
+/// Refuses a certificate of another role.
+pub(crate) fn check_router_certificate(identity: &Identity) -> Result<(), TlsFileError> {
+    match identity.tls().map(|tls| tls.name()) {
+        Some(name) if name.role != CertRole::Router => Err(TlsFileError::Role { name, role: "router" }),
+        _ => Ok(()),
+    }
+}
+
+/// Refuses a certificate of another role, or of another node than `id`. Returns the node's name.
+pub(crate) fn check_node_certificate(
+    identity: &Identity,
+    role: Role,
+    id: Option<&NodeId>,
+) -> Result<Option<NodeId>, TlsFileError> {
+    let Some(name) = identity.tls().map(|tls| tls.name()) else { return Ok(id.cloned()) };
+    if !name.role.covers(role) {
+        return Err(TlsFileError::Role { name, role: role.as_str() });
+    }
+    match id {
+        Some(id) if !name.is_for(role, id) => Err(TlsFileError::Node { name, id: id.to_string() }),
+        Some(id) => Ok(Some(id.clone())),
+        None => Ok(name.node().map(NodeId::new)),
+    }
 }
 
 /// Refuses a process that other machines can reach and that does not authenticate callers.
@@ -26,25 +80,28 @@ pub(crate) fn check(process: &ProcessFile) -> Result<(), IdentityError> {
 /// Refuses a node that other machines can reach and that does not authenticate callers.
 pub(crate) fn check_node(config: &NodeConfig) -> Result<(), IdentityError> {
     let transfer = &config.transfer;
-    config.cluster.check(&[
-        ("node.listen", &config.listen),
+    let listening = [
+        ("node.listen", &*config.listen),
         ("transfer.listen", &transfer.listen),
         ("transfer.rdma_listen", &transfer.rdma_listen),
-    ])
+    ];
+    config.cluster.check(&config.tls, Some(&config.registry_url), &listening)
 }
 
 /// Refuses a pool node that other machines can reach and that does not authenticate callers.
 pub(crate) fn check_pool(config: &PoolConfig) -> Result<(), IdentityError> {
     let transfer = &config.transfer;
-    config.cluster.check(&[
-        ("node.listen", &config.listen),
+    let listening = [
+        ("node.listen", &*config.listen),
         ("transfer.listen", &transfer.listen),
         ("transfer.rdma_listen", &transfer.rdma_listen),
-    ])
+    ];
+    config.cluster.check(&config.tls, Some(&config.registry_url), &listening)
 }
 
 /// Refuses a router that other machines can reach and that does not authenticate nodes. Its HTTP port is not
 /// checked, because it is for clients.
 pub(crate) fn check_router(config: &RouterConfig) -> Result<(), IdentityError> {
-    config.cluster.check(&[("router.grpc", &config.grpc)])
+    let listening = [("router.grpc", &*config.grpc)];
+    config.cluster.check(&config.tls, config.registry_url.as_deref(), &listening)
 }

@@ -3,6 +3,7 @@
 
 mod bench_engine;
 mod bench_transfer;
+mod certs;
 mod chat;
 mod children;
 mod cli;
@@ -54,6 +55,7 @@ fn run(cli: Cli) -> Result<ExitCode, Failed> {
         Command::Health(args) => health::run(&args),
         Command::Sleep(args) => switch::sleep(&args),
         Command::Wake(args) => switch::wake(&args),
+        Command::Certs(args) => certs::run(&args),
         Command::Keys(args) => keys::run(&args),
         Command::Bench(args) => match args.command {
             BenchCommand::Server(command) => Ok(bench::run(bench::BenchArgs { command })),

@@ -49,11 +49,13 @@ async fn with_model(mut raw: RawNodeConfig, shutdown: &Shutdown) -> Result<NodeC
 }
 
 async fn serve(role: Role, config: &NodeConfig, shutdown: Shutdown) -> Result<ExitCode, Failed> {
-    let world = identity::world(&config.cluster)?;
+    let own = (&config.cluster, &config.tls);
+    let (world, named) = identity::of_node(own, role, config.id.as_ref())?;
+    let _certificates = identity::follow_certificates(&world);
     let grpc = bind(&world, &config.listen).await?;
     let admin = bind(&world, &config.admin).await?;
     let bound = grpc.local_addr().map_err(Failed::start)?;
-    let id = config.id.clone().unwrap_or_else(|| node::host::default_id(role, bound));
+    let id = named.unwrap_or_else(|| node::host::default_id(role, bound));
     let backend = engine::open(&config.engine).map_err(NodeError::Model).map_err(Failed::start)?;
     let metrics = Metrics::of_process(role.as_str());
     let announcing = Gate::new("registry");

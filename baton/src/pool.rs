@@ -39,11 +39,13 @@ async fn serve(config: &PoolConfig, args: &ProcessArgs) -> Result<ExitCode, Fail
         false => Shutdown::from_signals(),
     };
     let shutdown = shutdown.map_err(Failed::start)?;
-    let world = identity::world(&config.cluster)?;
+    let own = (&config.cluster, &config.tls);
+    let (world, named) = identity::of_node(own, Role::Pool, config.id.as_ref())?;
+    let _certificates = identity::follow_certificates(&world);
     let grpc = bind(&world, &config.listen).await?;
     let admin = bind(&world, &config.admin).await?;
     let bound = grpc.local_addr().map_err(Failed::start)?;
-    let id = config.id.clone().unwrap_or_else(|| node::host::default_id(Role::Pool, bound));
+    let id = named.unwrap_or_else(|| node::host::default_id(Role::Pool, bound));
     let announcing = Gate::new("registry");
     let parts = RegistryParts { world: world.clone(), gate: announcing.clone() };
     let registry = registry::open(&config.registry_url, parts).map_err(Failed::usage)?;

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use chassis::identity::settings::ClusterSection;
+use chassis::identity::settings::{ClusterSection, TlsSection};
 use chassis::{Gate, World};
 use node::{NodeConfig, RawNodeConfig};
 use pool_node::{PoolConfig, RawPoolConfig};
@@ -94,6 +94,14 @@ impl ProcessFile {
             Self::Router(config) => &config.cluster,
             Self::Node(config) => &config.cluster,
             Self::Pool(config) => &config.cluster,
+        }
+    }
+
+    pub(crate) fn tls(&self) -> &TlsSection {
+        match self {
+            Self::Router(config) => &config.tls,
+            Self::Node(config) => &config.tls,
+            Self::Pool(config) => &config.tls,
         }
     }
 

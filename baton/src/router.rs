@@ -26,7 +26,9 @@ pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {
             if args.stop_with_stdin { Shutdown::from_signals_and_stdin() } else { Shutdown::from_signals() };
         let shutdown = shutdown.map_err(Failed::start)?;
         let config = with_model(raw, &shutdown).await?;
-        let router = Router::bind(identity::world(&config.cluster)?, config).await.map_err(Failed::start)?;
+        let world = identity::of_router(&config.cluster, &config.tls)?;
+        let _certificates = identity::follow_certificates(&world);
+        let router = Router::bind(world, config).await.map_err(Failed::start)?;
         router.serve(shutdown, std::future::ready(())).await.map_err(Failed::drain)?;
         Ok(ExitCode::SUCCESS)
     })

@@ -32,6 +32,11 @@ const QUIET: &str = "warn";
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 pub(crate) fn run(args: UpArgs) -> Result<ExitCode, Failed> {
+    if let Some((name, _)) = std::env::vars().find(|(name, _)| name.starts_with("BATON_TLS__")) {
+        return Err(Failed::usage(format!(
+            "{name} is set, and `baton up` uses no certificates: its processes are on one machine"
+        )));
+    }
     let raw = router_config(&args, std::env::vars())?;
     let config = RouterConfig::resolve(raw.clone()).map_err(Failed::usage)?;
     let _telemetry = telemetry::init("router", &config.log).map_err(Failed::start)?;
@@ -54,7 +59,8 @@ async fn up(
     let config = RouterConfig::resolve(raw).map_err(Failed::usage)?;
     identity::check_router(&config).map_err(Failed::usage)?;
     check_host_memory(args)?;
-    let router = Router::bind(identity::world(&config.cluster)?, config).await.map_err(Failed::start)?;
+    let world = identity::of_router(&config.cluster, &config.tls)?;
+    let router = Router::bind(world, config).await.map_err(Failed::start)?;
     let mut nodes = start_nodes(args, model, &router)?;
     let (http, grpc) = (router.http_addr(), router.grpc_addr());
     let cluster = router.cluster();

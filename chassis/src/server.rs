@@ -25,6 +25,8 @@ use self::bodies::Bodies;
 pub use self::bodies::BodyBudgetSpent;
 use crate::connections::{ConnectionLimits, ConnectionPermit, Connections, TooManyFromAddress};
 use crate::gate::{Gate, StillHeld};
+use crate::identity::refusals::Refused;
+use crate::identity::{CertName, Identity, TlsRefused};
 use crate::net::{Listener, Stream};
 use crate::shutdown::Shutdown;
 use crate::task::spawn_guarded;
@@ -55,18 +57,32 @@ impl Default for ServerLimits {
     }
 }
 
-/// Serves `router` until shutdown is requested, then lets running requests end within [`ServerLimits::drain`].
+/// Serves `router` in plaintext until shutdown is requested, then lets running requests end within
+/// [`ServerLimits::drain`].
 ///
 /// The request's extensions contain the peer's address as [`ConnectInfo<SocketAddr>`].
 /// The error names work that still runs a second after its connection was closed. Dropping the future stops accepting;
 /// open connections then end with the shutdown.
 pub async fn serve(
+    listener: Box<dyn Listener>,
+    router: Router,
+    shutdown: Shutdown,
+    limits: ServerLimits,
+) -> Result<(), StillHeld> {
+    serve_as(Identity::default(), listener, router, shutdown, limits).await
+}
+
+/// The same over TLS, if `identity` has certificates. The request's extensions contain the [`CertName`] of a caller
+/// that shows a certificate.
+pub(crate) async fn serve_as(
+    identity: Identity,
     mut listener: Box<dyn Listener>,
     router: Router,
     shutdown: Shutdown,
     limits: ServerLimits,
 ) -> Result<(), StillHeld> {
     let server = Server {
+        identity,
         connections: Gate::new("connections"),
         streams: Gate::new("http streams"),
         router,
@@ -87,6 +103,7 @@ struct Server {
     /// The tasks of HTTP/2, one per request. They have their own gate, because a draining connection may still start
     /// one.
     streams: Gate,
+    identity: Identity,
     router: Router,
     shutdown: Shutdown,
     limits: ServerLimits,
@@ -120,6 +137,7 @@ impl Server {
 
     fn spawn_connection(&self, stream: Stream, peer: SocketAddr, place: ConnectionPermit, bodies: Bodies) {
         let connection = Connection {
+            identity: self.identity.clone(),
             protocol: self.protocol(),
             router: self.router.clone(),
             shutdown: self.shutdown.clone(),
@@ -128,7 +146,7 @@ impl Server {
             place,
             bodies,
         };
-        spawn_guarded(&self.connections, "connection", connection.serve(stream)).detach();
+        spawn_guarded(&self.connections, "connection", connection.run(stream)).detach();
     }
 
     fn protocol(&self) -> Builder<GuardedExecutor> {
@@ -157,6 +175,7 @@ impl Server {
 
 /// One accepted connection, with what its task needs to serve it.
 struct Connection {
+    identity: Identity,
     protocol: Builder<GuardedExecutor>,
     router: Router,
     shutdown: Shutdown,
@@ -167,11 +186,32 @@ struct Connection {
 }
 
 impl Connection {
-    async fn serve(self, stream: Stream) {
-        let Self { protocol, router, shutdown, drain, peer, place, bodies } = self;
+    async fn run(self, stream: Stream) {
+        let peer = self.peer;
+        let secured = tokio::select! {
+            secured = secured(&self.identity, stream) => secured,
+            () = self.shutdown.wait() => return,
+            reason = self.place.must_close() => return debug!(%peer, reason, "connection closed"),
+        };
+        match secured {
+            Ok((stream, caller)) => self.serve(stream, caller).await,
+            // A port scan, or a check whether the port is open.
+            Err(refused @ TlsRefused::Closed) => debug!(%peer, reason = %refused, "tls connection refused"),
+            Err(refused) => {
+                warn!(%peer, reason = %refused, "tls connection refused");
+                self.identity.tls_refused(Refused::Connection, refused);
+            }
+        }
+    }
+
+    async fn serve(self, stream: Stream, caller: Option<CertName>) {
+        let Self { identity: _, protocol, router, shutdown, drain, peer, place, bodies } = self;
         let activity = place.activity.clone();
         let router = router.map_request(move |mut request: http::Request<Incoming>| {
             request.extensions_mut().insert(ConnectInfo(peer));
+            if let Some(caller) = &caller {
+                request.extensions_mut().insert(caller.clone());
+            }
             request.map(|body| bodies.body(body))
         });
         let service = tower::service_fn(move |request: http::Request<Incoming>| {
@@ -200,6 +240,14 @@ impl Connection {
             Some(Err(error)) => debug!(%peer, error, "client connection failed"),
             None => warn!(%peer, "client connection closed with unfinished requests"),
         }
+    }
+}
+
+/// Runs the TLS handshake if there are certificates. Returns the caller's name if it shows a certificate.
+async fn secured(identity: &Identity, stream: Stream) -> Result<(Stream, Option<CertName>), TlsRefused> {
+    match identity.tls() {
+        None => Ok((stream, None)),
+        Some(tls) => tls.accept_calls(stream).await,
     }
 }
 

@@ -6,7 +6,7 @@ use std::num::NonZero;
 use std::time::Duration;
 
 use chassis::connections::ConnectionLimits;
-use chassis::identity::settings::ClusterSection;
+use chassis::identity::settings::{ClusterSection, TlsSection};
 use chassis::telemetry::{LogSection, LogSettings};
 use engine::load::Quantize;
 use engine::{CpuSettings, Device, EngineSettings, KvRoom, LoadFormat, Pace, StepLimits};
@@ -29,6 +29,7 @@ pub struct RawNodeConfig {
     pub model: ModelSection,
     pub transfer: TransferSection,
     pub cluster: ClusterSection,
+    pub tls: TlsSection,
     pub log: LogSection,
     pub expert: NodeExpert,
 }
@@ -245,13 +246,14 @@ pub struct NodeConfig {
     pub transfer: TransferSettings,
     pub decode: DecodeExpert,
     pub cluster: ClusterSection,
+    pub tls: TlsSection,
     pub connections: ConnectionLimits,
     pub log: LogSettings,
 }
 
 impl NodeConfig {
     pub fn resolve(raw: RawNodeConfig) -> Result<Self, NodeError> {
-        let RawNodeConfig { node, registry, model, transfer, cluster, log, expert } = raw;
+        let RawNodeConfig { node, registry, model, transfer, cluster, tls, log, expert } = raw;
         if transfer.connectors.is_empty() {
             return Err(NodeError::Config("transfer.connectors names no connector".to_owned()));
         }
@@ -271,6 +273,7 @@ impl NodeConfig {
             connectors: transfer.connectors,
             decode: expert.decode,
             cluster,
+            tls,
             connections: expert.connections,
             log: log.settings(&expert.log),
         })

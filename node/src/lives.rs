@@ -252,6 +252,16 @@ impl Node<'_> {
         Ok(asleep)
     }
 
+    /// Refuses a role that the node's certificate is not for, because peers would refuse it.
+    fn certified(&self, role: Role) -> Result<(), String> {
+        match self.world.identity().tls().map(|tls| tls.name()) {
+            Some(name) if !name.is_for(role, &self.id) => {
+                Err(format!("`tls.cert` names {name}, and the {role} node {} needs another one", self.id))
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn say_asleep(&self) {
         // A sleeping node is not ready, but blocks no rollout: an operator put it to sleep.
         self.readiness.set(Some("asleep".to_owned()), None);
@@ -276,6 +286,10 @@ impl Node<'_> {
                 asked.answer(Err(Unchanged::AsleepAlready));
                 continue;
             };
+            if let Err(why) = self.certified(role.unwrap_or(self.role)) {
+                asked.answer(Err(Unchanged::CannotWake(why)));
+                continue;
+            }
             let waiting = Waiting { asked, since: Instant::now(), used_bytes: asleep.used_bytes() };
             match aside(self.drive, move || asleep.wake()).await? {
                 // A stop request that came during the wake prevents the next life.

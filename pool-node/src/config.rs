@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use chassis::byte_size::ByteSize;
 use chassis::connections::ConnectionLimits;
-use chassis::identity::settings::ClusterSection;
+use chassis::identity::settings::{ClusterSection, TlsSection};
 use chassis::telemetry::{LogExpert, LogSection, LogSettings};
 use kv_transfer::TransferSettings;
 use node::KvMemorySize;
@@ -23,6 +23,7 @@ pub struct RawPoolConfig {
     pub registry: RegistrySection,
     pub transfer: TransferSection,
     pub cluster: ClusterSection,
+    pub tls: TlsSection,
     pub log: LogSection,
     pub expert: PoolExpert,
 }
@@ -73,13 +74,14 @@ pub struct PoolConfig {
     pub connectors: Vec<String>,
     pub transfer: TransferSettings,
     pub cluster: ClusterSection,
+    pub tls: TlsSection,
     pub connections: ConnectionLimits,
     pub log: LogSettings,
 }
 
 impl PoolConfig {
     pub fn resolve(raw: RawPoolConfig) -> Result<Self, PoolNodeError> {
-        let RawPoolConfig { pool, node, registry, transfer, cluster, log, expert } = raw;
+        let RawPoolConfig { pool, node, registry, transfer, cluster, tls, log, expert } = raw;
         if transfer.connectors.is_empty() {
             return Err(PoolNodeError::Config("transfer.connectors names no connector".to_owned()));
         }
@@ -99,6 +101,7 @@ impl PoolConfig {
             registry_url: registry.url,
             connectors: transfer.connectors,
             cluster,
+            tls,
             connections: expert.connections,
             log: log.settings(&expert.log),
         })

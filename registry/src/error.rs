@@ -70,6 +70,7 @@ impl RegistryError {
         match self {
             Self::Url { .. } | Self::ReadFile { .. } => Trouble::Address,
             Self::Denied { .. } if says(&["user name is empty", "user id or password"]) => Trouble::Password,
+            Self::Denied { .. } if says(&["certificate"]) => Trouble::Certificate,
             Self::Denied { .. } if says(&["permission denied"]) => Trouble::Permission,
             Self::Denied { .. } if says(&["cluster's secret", "cluster secret", "clock"]) => Trouble::Secret,
             // Some layers above TLS keep only the text of its errors, or only the fact that the peer

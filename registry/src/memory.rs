@@ -68,6 +68,10 @@ impl MemoryRegistry {
         self.shared.life
     }
 
+    pub(crate) fn world(&self) -> &World {
+        &self.world
+    }
+
     pub fn ttl(&self) -> Duration {
         self.shared.state().table.ttl()
     }

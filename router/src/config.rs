@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use chassis::connections::ConnectionLimits;
-use chassis::identity::settings::ClusterSection;
+use chassis::identity::settings::{ClusterSection, TlsSection};
 use chassis::telemetry::{LogExpert, LogSection, LogSettings};
 use serde::{Deserialize, Serialize};
 
@@ -25,6 +25,7 @@ pub struct RawRouterConfig {
     pub registry: RegistrySection,
     pub model: ModelSection,
     pub cluster: ClusterSection,
+    pub tls: TlsSection,
     pub log: LogSection,
     pub expert: RouterExpert,
 }
@@ -182,6 +183,7 @@ pub struct RouterConfig {
     /// The fingerprint that nodes must have; `None`: the largest group of nodes is used.
     pub wanted: Option<WantedFingerprint>,
     pub cluster: ClusterSection,
+    pub tls: TlsSection,
     pub connections: ConnectionLimits,
     pub log: LogSettings,
 }
@@ -197,7 +199,7 @@ pub struct UnknownChoice {
 
 impl RouterConfig {
     pub fn resolve(raw: RawRouterConfig) -> Result<Self, UnknownChoice> {
-        let RawRouterConfig { router, registry, model, cluster, log, expert } = raw;
+        let RawRouterConfig { router, registry, model, cluster, tls, log, expert } = raw;
         if policy::by_name(&router.policy).is_none() {
             return Err(unknown("router.policy", router.policy, policy::NAMES));
         }
@@ -230,6 +232,7 @@ impl RouterConfig {
             wanted: wanted(&model)?,
             model: model_folder(model),
             cluster,
+            tls,
             connections: expert.connections,
             log: log.settings(&expert.log),
         })

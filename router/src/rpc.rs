@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use chassis::World;
+use chassis::identity::Expected;
 use chassis::rpc::{MESSAGE_BYTES_MAX, RpcChannel, RpcLimits, call, channel};
 use proto::v1;
 use proto::v1::decode_client::DecodeClient;
@@ -71,7 +72,8 @@ pub struct Standing {
 impl NodeClient {
     /// Makes a client. The connection is opened at the first call.
     pub fn new(world: &World, info: &Arc<NodeInfo>) -> Self {
-        let channel = channel(world, &info.address, RpcLimits::default());
+        let expected = Expected::Node { id: info.id.clone(), role: info.role };
+        let channel = channel(world, &info.address, expected, RpcLimits::default());
         Self { world: world.clone(), info: info.clone(), channel }
     }
 

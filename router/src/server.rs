@@ -171,7 +171,8 @@ impl Router {
             routes,
             grpc_close.clone(),
             limits,
-            Callers::known_to(&self.world),
+            // Nodes know a router by several names.
+            Callers::known_to(&self.world).calling_this_instance(),
         );
         let admin = chassis::admin::serve(self.admin.0, operators, grpc_close.clone(), connections);
         info!(http = %self.http.1, grpc = %self.grpc.1, admin = %self.admin.1, "router is up");

@@ -32,6 +32,9 @@ pub(crate) struct TransferArgs {
     /// The memory that holds the KV. Connectors between GPUs always use the first and the second GPU
     #[arg(long, value_enum, default_value = "host")]
     pub(crate) memory: Memory,
+    /// Also measure tcp over TLS, next to tcp without it
+    #[arg(long)]
+    pub(crate) tls: bool,
     /// Number of streams of the connector, and of the plain copy
     #[arg(long, default_value_t = 2)]
     pub(crate) streams: u16,

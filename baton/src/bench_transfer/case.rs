@@ -60,6 +60,16 @@ pub struct Case {
     pub streams: u16,
     #[serde(default)]
     pub memory: Memory,
+    /// The streams are encrypted, with certificates on both sides.
+    #[serde(default)]
+    pub tls: bool,
+}
+
+impl Case {
+    /// The connector's name in tables and plots.
+    pub fn wire(&self) -> String {
+        if self.tls { format!("{} over TLS", self.connector) } else { self.connector.clone() }
+    }
 }
 
 /// The layout and number of blocks of a message.

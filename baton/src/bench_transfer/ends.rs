@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use chassis::identity::{CertName, Identity, Tls};
 use chassis::{Gate, World};
 use kv_cache::{BlockLease, BlockPool, Holder, Holding, KvMemory, LayerFence};
 use kv_transfer::{ConnectorParts, Faults, KvConnector, LandRequest, TransferMetrics, TransferSettings};
@@ -14,6 +15,7 @@ use types::{Destination, Fingerprint, GroupIdx, Handoff, KvSpan, NodeId, Request
 use crate::bench_transfer::cards::{self, Side};
 use crate::bench_transfer::case::{Blocks, Case, Digests, Layers, Memory, Shape};
 use crate::bench_transfer::contents;
+use crate::certs::Authority;
 use crate::exit::Failed;
 
 /// The only layer group: all layers have the same shape.
@@ -58,8 +60,9 @@ impl Ends {
             .ok_or_else(|| Failed::usage(format!("{} bytes are no whole number of pages", case.bytes)))?;
         let world = World::real();
         let gate = Gate::new("bench");
-        let near = End::new(Side::Near, case, &shape, &world, &gate).await?;
-        let far = End::new(Side::Far, case, &shape, &world, &gate).await?;
+        let [of_near, of_far] = if case.tls { secured(&world)? } else { [world.clone(), world.clone()] };
+        let near = End::new(Side::Near, case, &shape, &of_near, &gate).await?;
+        let far = End::new(Side::Far, case, &shape, &of_far, &gate).await?;
         let from = Arc::new(near.room(shape.n_blocks)?);
         Ok(Self { shape, layers: case.layers, world, gate, near, far, from })
     }
@@ -184,6 +187,18 @@ impl End {
     fn room(&self, n_blocks: u32) -> Result<BlockLease, Failed> {
         room(&self.pool, n_blocks)
     }
+}
+
+/// The worlds of a prefill and a decode node with certificates of one CA.
+fn secured(world: &World) -> Result<[World; 2], Failed> {
+    let authority = Authority::new("bench", world.unix_time()).map_err(failed)?;
+    let with_role = |role| {
+        let name = CertName::parse(role).ok_or_else(|| not_moved("a wrong name"))?;
+        let pem = authority.issue(&name, &[], 1).map_err(failed)?;
+        let tls = Tls::of_pem(&pem).map_err(failed)?;
+        Ok(World::real().with_identity(Identity::default().with_tls(tls)))
+    };
+    Ok([with_role("baton://bench/prefill/near")?, with_role("baton://bench/decode/far")?])
 }
 
 /// Leases every second block of the pool, so that no two of the remaining blocks are neighbours.

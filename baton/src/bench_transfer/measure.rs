@@ -155,7 +155,7 @@ mod tests {
 
     fn case(connector: &str, blocks: Blocks, layers: Layers, digests: Digests) -> Case {
         let (connector, memory) = (connector.to_owned(), Memory::Host);
-        Case { connector, bytes: 4 << 20, blocks, layers, digests, streams: 2, memory }
+        Case { connector, bytes: 4 << 20, blocks, layers, digests, streams: 2, memory, tls: false }
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -177,6 +177,14 @@ mod tests {
                 assert!(ours > 0.0 && plain > 0.0, "{measured:?}");
             }
         }
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn tcp_is_measured_over_tls() {
+        let plain = case("tcp", Blocks::Scattered, Layers::Streamed, Digests::On);
+        let case = Case { tls: true, ..plain };
+        let measured = measure(&case, Duration::ZERO).await.expect("it arrives");
+        assert_eq!((measured.n_pairs, measured.case.wire().as_str()), (N_PAIRS_MIN, "tcp over TLS"));
     }
 
     #[test]

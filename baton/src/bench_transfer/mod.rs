@@ -49,12 +49,15 @@ pub(crate) fn run(args: &TransferArgs) -> Result<ExitCode, Failed> {
 fn measured(args: &TransferArgs) -> Result<TransferReport, Failed> {
     let within =
         Duration::try_from_secs_f64(args.seconds).map_err(|_| Failed::usage("--seconds is not a time"))?;
+    if args.tls && !args.connectors.iter().any(|connector| connector == WITH_TLS) {
+        return Err(Failed::usage("--tls measures tcp, and --connectors does not name it"));
+    }
     let mut measured = Vec::new();
     for case in cases(args) {
         let one = on_threads(case, within)?;
         tell(&format!(
             "{} {} bytes: {:.2} GB/s, {:.2} of plain",
-            one.case.connector,
+            one.case.wire(),
             one.case.bytes,
             one.rate / 1e9,
             one.ratio
@@ -71,21 +74,33 @@ fn cases(args: &TransferArgs) -> Vec<Case> {
         for blocks in &args.blocks {
             for layers in &args.layers {
                 for digests in &args.digests {
-                    cases.extend(args.sizes.iter().map(|size| Case {
+                    let case = |bytes, tls| Case {
                         connector: connector.clone(),
-                        bytes: size.0,
+                        bytes,
                         blocks: *blocks,
                         layers: *layers,
                         digests: *digests,
                         streams: args.streams,
                         memory: memory_of(connector, args.memory),
-                    }));
+                        tls,
+                    };
+                    let with_tls = args.tls && connector == WITH_TLS;
+                    let kinds = if with_tls { &[false, true][..] } else { &[false] };
+                    let sizes = args.sizes.iter().map(|size| size.0);
+                    cases.extend(
+                        sizes
+                            .flat_map(|bytes| kinds.iter().map(move |tls| (bytes, *tls)))
+                            .map(|(bytes, tls)| case(bytes, tls)),
+                    );
                 }
             }
         }
     }
     cases
 }
+
+/// The connector whose streams carry the KV, so that TLS encrypts it.
+const WITH_TLS: &str = "tcp";
 
 /// The connectors that do not work with host memory.
 const BETWEEN_GPUS: &[&str] = &["cuda-ipc", "nccl"];

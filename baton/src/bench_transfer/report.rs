@@ -146,9 +146,9 @@ impl TransferReports {
                 continue;
             }
             let mib = case.bytes as f64 / f64::from(1 << 20);
-            let name = format!("{}, digests {}", case.connector, word(&case.digests));
+            let name = format!("{}, digests {}", case.wire(), word(&case.digests));
             add(&mut curves, name, Style::Dots, mib, measured.rate / 1e9);
-            if case.digests == Digests::On {
+            if case.digests == Digests::On && !case.tls {
                 let plain = format!("plain ({})", case.connector);
                 add(&mut curves, plain, Style::Dashed, mib, measured.plain_rate / 1e9);
             }
@@ -187,7 +187,7 @@ fn add(curves: &mut Vec<Curve>, name: String, style: Style, x: f64, y: f64) {
 fn row(measured: &Measured) -> Vec<String> {
     let case = &measured.case;
     vec![
-        case.connector.clone(),
+        case.wire(),
         size(case.bytes),
         word(&case.blocks),
         word(&case.layers),
@@ -231,6 +231,7 @@ mod tests {
                 digests,
                 streams: 2,
                 memory: crate::bench_transfer::case::Memory::Host,
+                tls: false,
             },
             n_pairs: 5,
             rate: 8e9,

@@ -6,6 +6,7 @@ mod finding;
 mod report;
 mod identity;
 mod address;
+mod certificate;
 mod clock;
 mod connectors;
 mod gpu;

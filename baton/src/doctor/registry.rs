@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use chassis::{Gate, World};
 use registry::{RegistryError, RegistryParts, Trouble};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
 use types::{MissingWire, NodeInfo, Role, in_full};
 
 use crate::process_file::ProcessFile;
@@ -24,7 +26,11 @@ pub(super) async fn look(process: &ProcessFile, world: &World) -> Vec<Finding> {
             let answers = Finding::ok(GROUP, format!("{shown}: answers; {}", who(&members)));
             std::iter::once(answers).chain(members.iter().flat_map(goes_without)).collect()
         }
-        Ok(Err(error)) => vec![refused(&shown, url, &error)],
+        Ok(Err(_)) if !process.tls().is_set() && expects_tls(url).await => {
+            let found = format!("{shown}: the router expects TLS, and this process speaks plaintext");
+            vec![Finding::bad(GROUP, found, "set the files of [tls]")]
+        }
+        Ok(Err(error)) => vec![refused(&shown, process, &error)],
         Err(_) => {
             let found = format!("{shown}: unreachable: no answer within {ANSWER_WITHIN:?}");
             vec![Finding::bad(GROUP, found, advice(url, Trouble::Unreachable))]
@@ -36,10 +42,11 @@ async fn members(url: &str, world: &World) -> Result<Vec<NodeInfo>, RegistryErro
     registry::ask_once(url, RegistryParts { world: world.clone(), gate: Gate::new("doctor") }).await
 }
 
-fn refused(shown: &str, url: &str, error: &RegistryError) -> Finding {
+fn refused(shown: &str, process: &ProcessFile, error: &RegistryError) -> Finding {
+    let url = process.registry_url().unwrap_or_default();
     let trouble = match error.trouble() {
-        // The embedded registry has no certificates, so an error of this kind means that it is unreachable.
-        Trouble::Certificate if !url.starts_with("etcd") => Trouble::Unreachable,
+        // Without certificates the embedded registry has none either.
+        Trouble::Certificate if !url.starts_with("etcd") && !process.tls().is_set() => Trouble::Unreachable,
         trouble => trouble,
     };
     let what = match trouble {
@@ -51,6 +58,18 @@ fn refused(shown: &str, url: &str, error: &RegistryError) -> Finding {
         Trouble::Unreachable => "unreachable",
     };
     Finding::bad(GROUP, format!("{shown}: {what}: {}", in_full(error)), advice(url, trouble))
+}
+
+/// Whether an embedded registry answers plaintext with a TLS alert.
+async fn expects_tls(url: &str) -> bool {
+    const ALERT: u8 = 21;
+    let Some(addr) = url.strip_prefix("embedded://") else { return false };
+    let asked = async {
+        let mut stream = TcpStream::connect(addr).await.ok()?;
+        stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.ok()?;
+        stream.read_u8().await.ok()
+    };
+    matches!(tokio::time::timeout(ANSWER_WITHIN, asked).await, Ok(Some(ALERT)))
 }
 
 fn who(members: &[NodeInfo]) -> String {
@@ -89,6 +108,10 @@ fn advice(url: &str, trouble: Trouble) -> String {
         }
         Trouble::Secret => {
             "give this process the same cluster.secret_file as the router, and synchronize the clocks".to_owned()
+        }
+        Trouble::Certificate if !is_etcd => {
+            "give both processes certificates of one CA for one cluster, each for its role, and set [tls] on both"
+                .to_owned()
         }
         Trouble::Certificate => {
             "set ca= to the CA of etcd's certificate, cert= and key= to the client certificate that etcd requires, server_name= to the name in etcd's certificate; without ca= there is no TLS"

@@ -5,7 +5,9 @@
 use std::time::Duration;
 
 use http::{HeaderMap, HeaderValue};
+use types::{NodeId, Role};
 
+use super::certificate::CertName;
 use super::refusals::{Reason, Refused};
 use super::replay::Nonce;
 use super::secret::{ClusterSecret, Mac, Use};
@@ -17,6 +19,20 @@ use crate::world::World;
 pub const SIGNATURE_HEADER: &str = "baton-signature";
 /// The header with the address that the caller has dialled. A node accepts only calls to its own address.
 pub const TARGET_HEADER: &str = "baton-target";
+
+/// The header of an answer to a call for another target: the target that the caller must sign for.
+pub const INSTANCE_HEADER: &str = "baton-instance";
+
+/// The targets of the calls that a process accepts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Accepts {
+    Every,
+    /// Calls to this address.
+    Address(String),
+    /// Calls signed for this random name, which callers learn from the first answer. For a process that does not know
+    /// the names by which callers dial it.
+    Instance(String),
+}
 
 /// The reason why a call is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -40,16 +56,26 @@ pub enum CallRefused {
     Replayed,
     #[error("the call was signed for {signed}, this process is {own}")]
     Target { signed: String, own: String },
+    /// Not counted: every caller's first call is one.
+    #[error("the call was not signed for this instance: sign it for {own}")]
+    Instance { own: String },
+    #[error("the caller shows no certificate: set `[tls]` in its configuration")]
+    NoCertificate,
+    #[error("the caller's certificate names {caller}, and its role does not make this call")]
+    Role { caller: CertName },
+    #[error("the caller's certificate names {caller}, and it announces the {role} node {id}")]
+    Node { caller: CertName, role: Role, id: NodeId },
 }
 
 impl CallRefused {
     fn reason(&self) -> Reason {
         match self {
-            Self::Unsigned => Reason::Unsigned,
+            Self::Unsigned | Self::NoCertificate => Reason::Unsigned,
+            Self::Role { .. } | Self::Node { .. } => Reason::Role,
             Self::Malformed | Self::Signature => Reason::Signature,
             Self::Clock { .. } => Reason::Clock,
             Self::Replayed => Reason::Replayed,
-            Self::Target { .. } => Reason::Target,
+            Self::Target { .. } | Self::Instance { .. } => Reason::Target,
         }
     }
 }
@@ -118,36 +144,39 @@ impl Identity {
                 Duration::from_millis((world.unix_time().as_millis() as u64).abs_diff(shown.stamp.sent_ms));
             if skew > CLOCK_SKEW_MAX { Err(CallRefused::Clock { skew }) } else { Ok(shown) }
         });
-        shown.map_err(|refused| self.counted(refused))
+        shown.map_err(|refused| self.call_refused(refused))
     }
 
-    /// Checks the call's signature, target, time and nonce. `address` is the address of this process, if it
-    /// knows it.
+    /// Checks the call's signature, target, time and nonce.
     pub(crate) fn check_call(
         &self,
         world: &World,
         shown: Shown,
         call: SignedCall<'_>,
-        address: Option<&str>,
+        accepts: &Accepts,
     ) -> Result<(), CallRefused> {
         let Some(secret) = self.secret() else { return Ok(()) };
         let signed = mac(secret, call, shown.stamp);
         let target = call.headers.get(TARGET_HEADER).map(|target| String::from_utf8_lossy(target.as_bytes()));
         let target = target.unwrap_or_default();
         let now_ms = world.unix_time().as_millis() as u64;
-        let refused = match address {
+        let refused = match accepts {
             // blake3 compares hashes in constant time, so `!=` reveals nothing about the MAC.
             _ if signed != shown.mac => CallRefused::Signature,
-            Some(own) if own != target => {
-                CallRefused::Target { signed: target.into_owned(), own: own.to_owned() }
+            Accepts::Instance(own) if *own != target => {
+                return Err(CallRefused::Instance { own: own.clone() });
+            }
+            Accepts::Address(own) if *own != target => {
+                CallRefused::Target { signed: target.into_owned(), own: own.clone() }
             }
             _ if !self.seen.is_new(shown.stamp.sent_ms, shown.stamp.nonce, now_ms) => CallRefused::Replayed,
             _ => return Ok(()),
         };
-        Err(self.counted(refused))
+        Err(self.call_refused(refused))
     }
 
-    fn counted(&self, refused: CallRefused) -> CallRefused {
+    /// Counts a refused call.
+    pub fn call_refused(&self, refused: CallRefused) -> CallRefused {
         self.refusals().count(Refused::Call, refused.reason());
         refused
     }

@@ -1,4 +1,5 @@
-//! The first bytes of a KV link: each end proves that it has the cluster's secret.
+//! The first bytes of a KV link: TLS if the process has certificates, and then each end proves that it has the cluster's
+//! secret.
 //!
 //! | from | bytes |
 //! |---|---|
@@ -13,6 +14,7 @@ use std::io;
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
+use super::certificate::Expected;
 use super::refusals::{Reason, Refused};
 use super::secret::{ClusterSecret, Mac, Use};
 use crate::net::Stream;
@@ -25,15 +27,20 @@ type Challenge = [u8; CHALLENGE_BYTES];
 
 /// Connects to `addr` and proves this side's identity. Fails if the peer cannot prove its own.
 pub async fn dial(world: &World, addr: &str) -> io::Result<Stream> {
-    let mut stream = world.net().connect(addr).await?;
-    prove(world, &mut stream).await?;
-    Ok(stream)
+    prove(world, world.net().connect(addr).await?).await
 }
 
-/// Runs the dialer's side of the exchange on a connected stream.
-pub async fn prove(world: &World, stream: &mut Stream) -> io::Result<()> {
+/// Runs the dialer's side of the exchange on a connected stream, and returns the stream for the KV.
+pub async fn prove(world: &World, stream: Stream) -> io::Result<Stream> {
     let identity = world.identity();
-    let Some(secret) = identity.secret() else { return Ok(()) };
+    let mut stream = match identity.tls() {
+        None => stream,
+        Some(tls) => {
+            let secured = tls.connect(stream, Expected::KvReceiver).await;
+            secured.map_err(|refused| identity.tls_refused(Refused::Link, refused))?
+        }
+    };
+    let Some(secret) = identity.secret() else { return Ok(stream) };
     let mut magic = [0; MAGIC.len()];
     stream.read_exact(&mut magic).await.map_err(unproven)?;
     if magic != MAGIC {
@@ -51,13 +58,21 @@ pub async fn prove(world: &World, stream: &mut Stream) -> io::Result<()> {
         identity.refusals().count(Refused::Link, Reason::Signature);
         return Err(refused("the peer has another cluster secret"));
     }
-    Ok(())
+    Ok(stream)
 }
 
-/// Runs the receiver's side of the exchange on an accepted stream. Before it succeeds, nothing else is read.
-pub async fn admit(world: &World, stream: &mut Stream) -> io::Result<()> {
+/// Runs the receiver's side of the exchange on an accepted stream, and returns the stream for the KV. Before it
+/// succeeds, nothing else is read.
+pub async fn admit(world: &World, stream: Stream) -> io::Result<Stream> {
     let identity = world.identity();
-    let Some(secret) = identity.secret() else { return Ok(()) };
+    let mut stream = match identity.tls() {
+        None => stream,
+        Some(tls) => {
+            let secured = tls.accept_link(stream).await;
+            secured.map_err(|refused| identity.tls_refused(Refused::Link, refused))?
+        }
+    };
+    let Some(secret) = identity.secret() else { return Ok(stream) };
     let ours = world.challenge();
     stream.write_all(&[&MAGIC[..], &ours].concat()).await?;
     let (mut theirs, mut shown) = ([0; CHALLENGE_BYTES], [0; blake3::OUT_LEN]);
@@ -73,7 +88,8 @@ pub async fn admit(world: &World, stream: &mut Stream) -> io::Result<()> {
         identity.refusals().count(Refused::Link, Reason::Signature);
         return Err(refused("the peer did not prove that it has the cluster's secret"));
     }
-    stream.write_all(mac(secret, b"receiver", &ours, &theirs).as_bytes()).await
+    stream.write_all(mac(secret, b"receiver", &ours, &theirs).as_bytes()).await?;
+    Ok(stream)
 }
 
 fn mac(secret: &ClusterSecret, side: &[u8], of_receiver: &Challenge, of_dialer: &Challenge) -> Mac {
@@ -85,5 +101,8 @@ fn refused(why: &str) -> io::Error {
 }
 
 fn unproven(error: io::Error) -> io::Error {
+    if error.kind() == io::ErrorKind::PermissionDenied {
+        return error; // TLS says more.
+    }
     io::Error::new(error.kind(), "the peer refused this process's cluster secret, or has none")
 }

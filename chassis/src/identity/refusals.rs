@@ -14,12 +14,14 @@ pub enum Refused {
     Link,
     Entry,
     Page,
+    /// A TLS connection of gRPC, of either end, before any call.
+    Connection,
 }
 
 /// Why a call, link, entry or page was refused, as a metric label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reason {
-    /// The signature or key is missing.
+    /// The signature, certificate or key is missing.
     Unsigned,
     /// The signature was made without the cluster's secret, or for other data.
     Signature,
@@ -29,6 +31,18 @@ pub enum Reason {
     Clock,
     /// The call was signed for another process.
     Target,
+    /// The peer does not speak TLS.
+    Plaintext,
+    /// The certificate has expired, or is not valid yet.
+    Expired,
+    /// The certificate is of another CA.
+    Authority,
+    /// The certificate is for another cluster.
+    Cluster,
+    /// The certificate is for a role or node that may not be here.
+    Role,
+    /// The TLS handshake failed for another reason, as a replayed one does.
+    Handshake,
 }
 
 impl Refused {
@@ -38,6 +52,7 @@ impl Refused {
             Self::Link => "link",
             Self::Entry => "entry",
             Self::Page => "page",
+            Self::Connection => "connection",
         }
     }
 }
@@ -50,6 +65,12 @@ impl Reason {
             Self::Replayed => "replayed",
             Self::Clock => "clock",
             Self::Target => "target",
+            Self::Plaintext => "plaintext",
+            Self::Expired => "expired",
+            Self::Authority => "authority",
+            Self::Cluster => "cluster",
+            Self::Role => "role",
+            Self::Handshake => "handshake",
         }
     }
 }

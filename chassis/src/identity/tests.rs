@@ -9,11 +9,11 @@ use http::{HeaderMap, HeaderValue};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tower::ServiceExt as _;
 
-use super::call::{CallRefused, SIGNATURE_HEADER, SignedCall, TARGET_HEADER, sign};
+use super::call::{Accepts, CallRefused, SIGNATURE_HEADER, SignedCall, TARGET_HEADER, sign};
 use super::entry::EntryRefused;
 use super::refusals::{Reason, Refused};
 use super::replay::SeenNonces;
-use super::settings::{ClusterSection, is_loopback};
+use super::settings::{ClusterSection, TlsSection, is_loopback};
 use super::{CLOCK_SKEW_MAX, ClusterSecret, Identity, SecretError, link};
 use crate::net::Stream;
 use crate::world::{Jumps, World};
@@ -34,7 +34,8 @@ fn signed(caller: &World, target: &str, body: &[u8]) -> HeaderMap {
 
 fn check(node: &World, headers: &HeaderMap, path: &str, body: &[u8]) -> Result<(), CallRefused> {
     let shown = node.identity().check_head(node, headers)?;
-    node.identity().check_call(node, shown, SignedCall { path, headers, body }, Some("node:1"))
+    let accepts = Accepts::Address("node:1".to_owned());
+    node.identity().check_call(node, shown, SignedCall { path, headers, body }, &accepts)
 }
 
 #[tokio::test(start_paused = true)]
@@ -103,20 +104,15 @@ fn a_full_memory_refuses_old_calls() {
 async fn met(dialer: &World, receiver: &World) -> (std::io::Result<()>, std::io::Result<()>) {
     let (near, far) = tokio::io::duplex(4096);
     let dial = async {
-        let mut near = Stream::other(near);
-        let proven = link::prove(dialer, &mut near).await;
-        if dialer.identity().secret().is_none() {
+        let mut proven = link::prove(dialer, Stream::other(near)).await;
+        if let (Ok(near), None) = (&mut proven, dialer.identity().secret()) {
             // The first message of a KV link, longer than the receiver's read.
             near.write_all(&[7; 128]).await.expect("room");
         }
-        (proven, near)
+        proven
     };
-    let admit = async {
-        let mut far = Stream::other(far);
-        link::admit(receiver, &mut far).await
-    };
-    let ((dialed, _near), admitted) = tokio::join!(dial, admit);
-    (dialed, admitted)
+    let (dialed, admitted) = tokio::join!(dial, link::admit(receiver, Stream::other(far)));
+    (dialed.map(drop), admitted.map(drop))
 }
 
 #[tokio::test(start_paused = true)]
@@ -155,14 +151,13 @@ async fn a_replayed_link_is_refused() {
         far.write_all(&answer).await.expect("room");
         recorded
     };
-    let (mut near, mut tap_out) = (Stream::other(near), Stream::other(tap_out));
+    let (near, tap_out) = (Stream::other(near), Stream::other(tap_out));
     let (dialed, admitted, recorded) =
-        tokio::join!(link::prove(&dialer, &mut near), link::admit(&receiver, &mut tap_out), tap);
+        tokio::join!(link::prove(&dialer, near), link::admit(&receiver, tap_out), tap);
     assert!(dialed.is_ok() && admitted.is_ok(), "the recorded link is a good one");
     let (mut stranger, far) = tokio::io::duplex(4096);
     stranger.write_all(&recorded).await.expect("room");
-    let refused =
-        link::admit(&receiver, &mut Stream::other(far)).await.expect_err("its challenge is another");
+    let refused = link::admit(&receiver, Stream::other(far)).await.expect_err("its challenge is another");
     assert_eq!(refused.kind(), std::io::ErrorKind::PermissionDenied);
 }
 
@@ -203,7 +198,8 @@ fn only_loopback_needs_no_secret() {
         assert_eq!(is_loopback(address), loopback, "{address}");
     }
     let open = [("node.listen", "127.0.0.1:0"), ("transfer.listen", "0.0.0.0:7002")];
-    let refused = ClusterSection::default().check(&open).expect_err("other machines reach it");
+    let none = TlsSection::default();
+    let refused = ClusterSection::default().check(&none, None, &open).expect_err("other machines reach it");
     let text = refused.to_string();
     assert!(
         text.starts_with("`transfer.listen` = \"0.0.0.0:7002\" is reached from other machines"),
@@ -211,10 +207,17 @@ fn only_loopback_needs_no_secret() {
     );
     assert!(text.contains("`cluster.secret_file`") && text.contains("`cluster.insecure = true`"), "{text}");
     ClusterSection { insecure: true, ..ClusterSection::default() }
-        .check(&open)
+        .check(&none, None, &open)
         .expect("the operator wants it");
     let secret_file = "secret".to_owned();
-    ClusterSection { secret_file, ..ClusterSection::default() }.check(&open).expect("there is a secret");
+    let secret = ClusterSection { secret_file, ..ClusterSection::default() };
+    secret.check(&none, None, &open).expect("there is a secret");
+    let tls = TlsSection { ca: "ca.pem".to_owned(), ..TlsSection::default() };
+    ClusterSection::default().check(&tls, Some("embedded://a:1"), &open).expect("there are certificates");
+    let etcd = Some("etcd://a:1/c");
+    let refused = ClusterSection::default().check(&tls, etcd, &open).expect_err("entries are unsigned");
+    assert!(refused.to_string().contains("`cluster.secret_file` besides `[tls]`"), "{refused}");
+    secret.check(&tls, etcd, &open).expect("entries are signed");
 }
 
 #[test]
@@ -222,11 +225,12 @@ fn secrets_are_read_and_short_ones_refused() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("secret");
     let section = ClusterSection { secret_file: file.display().to_string(), ..ClusterSection::default() };
-    assert!(section.identity().is_err(), "there is no file");
+    let none = TlsSection::default();
+    assert!(section.identity(&none).is_err(), "there is no file");
     std::fs::write(&file, "short\n").expect("written");
     assert!(matches!(ClusterSecret::read(&file), Err(SecretError::TooShort { bytes: 5, .. })));
     std::fs::write(&file, "0123456789abcdef\n").expect("written");
-    let signed = section.identity().expect("long enough").sign_entry(b"key", Vec::new());
+    let signed = section.identity(&none).expect("long enough").sign_entry(b"key", Vec::new());
     assert_eq!(
         signed,
         Identity::of_cluster(ClusterSecret::new(b"0123456789abcdef")).sign_entry(b"key", Vec::new())

@@ -2,10 +2,12 @@
 //!
 //! [`channel`] makes the client's side and [`serve`] the server's. [`standard_services`] makes the services that every
 //! server has. Each call has the headers `traceparent`, `baton-request-id` and `baton-protocol`; with a cluster secret
-//! also `baton-target` and `baton-signature` ([`crate::identity::call`]).
+//! also `baton-target` and `baton-signature` ([`crate::identity::call`]). With certificates every connection is TLS
+//! ([`crate::identity::tls`]), and each call has callers of certain roles (`roles.rs`).
 
 mod headers;
 mod receive;
+mod roles;
 mod signed;
 #[cfg(test)]
 mod tests;
@@ -20,9 +22,12 @@ use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Endpoint, Uri};
 use tonic_health::server::{HealthReporter, health_reporter};
 use tonic_reflection::server::{Builder as Reflection, Error as ReflectionError};
+use tracing::warn;
 
 use crate::error::StartError;
 use crate::gate::StillHeld;
+use crate::identity::Expected;
+use crate::identity::refusals::Refused;
 use crate::net::{Listener, Stream};
 use crate::server::{self, ServerLimits};
 use crate::shutdown::Shutdown;
@@ -62,11 +67,11 @@ impl Default for RpcLimits {
 /// share the connection.
 pub type RpcChannel = InterceptedService<SignedChannel, CallHeaders>;
 
-/// Makes a channel to the peer at `addr` (`host:port`).
+/// Makes a channel to the peer at `addr` (`host:port`). With certificates, the peer must be the `expected` one.
 ///
 /// The first call connects, and a call after a lost connection reconnects. A malformed address behaves like one without
 /// a listener: the call fails with UNAVAILABLE.
-pub fn channel(world: &World, addr: &str, limits: RpcLimits) -> RpcChannel {
+pub fn channel(world: &World, addr: &str, expected: Expected, limits: RpcLimits) -> RpcChannel {
     let endpoint = Endpoint::from_shared(format!("http://{addr}"))
         .unwrap_or_else(|_| Endpoint::from_static("http://malformed"))
         .http2_keep_alive_interval(limits.keepalive_interval)
@@ -75,23 +80,39 @@ pub fn channel(world: &World, addr: &str, limits: RpcLimits) -> RpcChannel {
         .concurrency_limit(limits.calls_max);
     let connector = {
         let (world, addr) = (world.clone(), addr.to_owned());
-        tower::service_fn(move |_: Uri| connect(world.clone(), addr.clone(), limits.connect_timeout))
+        tower::service_fn(move |_: Uri| {
+            connect(world.clone(), addr.clone(), expected.clone(), limits.connect_timeout)
+        })
     };
     let channel = endpoint.connect_with_connector_lazy(connector);
     InterceptedService::new(SignedChannel::new(channel, world.clone(), addr), CallHeaders)
 }
 
-/// Connects to `addr` with a timeout of its own: tonic's timeout surfaces as UNKNOWN, an error from here as
-/// UNAVAILABLE.
-async fn connect(world: World, addr: String, within: Duration) -> io::Result<TokioIo<Stream>> {
-    tokio::time::timeout(within, world.net().connect(&addr)).await?.map(TokioIo::new)
+/// Connects to `addr` with a timeout of its own: tonic's timeout surfaces as UNKNOWN, an error from here as UNAVAILABLE.
+async fn connect(
+    world: World,
+    addr: String,
+    expected: Expected,
+    within: Duration,
+) -> io::Result<TokioIo<Stream>> {
+    let connected = async {
+        let (stream, identity) = (world.net().connect(&addr).await?, world.identity());
+        let Some(tls) = identity.tls() else { return Ok(stream) };
+        let secured = tls.connect(stream, expected).await;
+        secured.map_err(|refused| {
+            warn!(peer = addr, reason = %refused, "tls connection refused");
+            identity.tls_refused(Refused::Connection, refused)
+        })
+    };
+    tokio::time::timeout(within, connected).await?.map(TokioIo::new)
 }
 
 /// Serves `routes` until shutdown is requested; see [`server::serve`] for the end.
 ///
 /// A call whose `baton-protocol` has no version in common with this process is refused with FAILED_PRECONDITION. A call
 /// without the header passes: it comes from an ordinary gRPC client, such as grpcurl.
-/// With a cluster secret, unsigned calls between Baton's processes are refused with UNAUTHENTICATED.
+/// With a cluster secret, unsigned calls between Baton's processes are refused with UNAUTHENTICATED; with certificates,
+/// also calls without one or of another role.
 /// Handlers and their answers' streams run in the request's span. The request's extensions contain a
 /// `types::RequestId` if the caller sent one.
 pub async fn serve(
@@ -101,9 +122,10 @@ pub async fn serve(
     limits: ServerLimits,
     callers: Callers,
 ) -> Result<(), StillHeld> {
+    let identity = callers.identity().clone();
     let receive = middleware::from_fn_with_state(callers, receive::receive);
     let router = routes.prepare().into_axum_router().layer(receive);
-    server::serve(listener, router, shutdown, limits).await
+    server::serve_as(identity, listener, router, shutdown, limits).await
 }
 
 /// Makes the services of every gRPC server: health, and reflection (v1 and v1alpha) over `file_descriptor_sets`.

@@ -8,14 +8,15 @@ use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{Request, State};
 use axum::middleware::Next;
 use axum::response::Response;
-use http::HeaderMap;
+use http::{HeaderMap, HeaderValue};
 use http_body_util::{BodyExt as _, Limited};
 use tonic::Status;
 use tracing::{Instrument, Span, warn};
 use types::node::{MESSAGE_BYTES_MAX, PROTOCOL};
 
-use super::headers;
-use crate::identity::call::SignedCall;
+use super::{headers, roles};
+use crate::identity::call::{Accepts, CallRefused, INSTANCE_HEADER, SignedCall};
+use crate::identity::{CertName, Identity};
 use crate::telemetry::request_span;
 use crate::world::World;
 
@@ -31,39 +32,67 @@ const FOR_CLIENTS: [&str; 3] = ["/baton.v1.Inference/", "/grpc.health.v1.Health/
 #[derive(Clone, Debug)]
 pub struct Callers {
     world: World,
-    address: Option<String>,
+    accepts: Accepts,
+}
+
+/// The reason why a call is not served.
+enum Unserved {
+    Refused(Status),
+    /// The caller must sign it for this instance, and call again.
+    Instance(String),
 }
 
 impl Callers {
-    /// Accepts callers with the cluster's secret, or all callers if this process has no secret.
+    /// Accepts callers with the cluster's secret and a certificate of the right role, as far as this process has them.
     pub fn known_to(world: &World) -> Self {
-        Self { world: world.clone(), address: None }
+        Self { world: world.clone(), accepts: Accepts::Every }
     }
 
     /// Also refuses calls that were signed for another address than `address`.
     #[must_use]
     pub fn calling(self, address: &str) -> Self {
-        Self { address: Some(address.to_owned()), ..self }
+        Self { accepts: Accepts::Address(address.to_owned()), ..self }
     }
 
-    /// Checks the call's signature if one is needed, and returns the request.
-    async fn check(&self, request: Request) -> Result<Request, Status> {
+    /// Also serves only calls that were signed for this process in this life, so that a call recorded elsewhere is not
+    /// served. The caller learns the process's random name from the answer to its first call.
+    #[must_use]
+    pub fn calling_this_instance(self) -> Self {
+        let instance = format!("{:032x}", u128::from_le_bytes(self.world.nonce()));
+        Self { accepts: Accepts::Instance(instance), ..self }
+    }
+
+    pub(super) fn identity(&self) -> &Identity {
+        self.world.identity()
+    }
+
+    /// Checks the caller's role and its signature, and returns the request.
+    async fn check(&self, request: Request) -> Result<Request, Unserved> {
         let identity = self.world.identity();
         let path = request.uri().path().to_owned();
-        if identity.secret().is_none() || FOR_CLIENTS.iter().any(|prefix| path.starts_with(prefix)) {
+        if FOR_CLIENTS.iter().any(|prefix| path.starts_with(prefix)) {
             return Ok(request);
         }
-        let refused = |error: &dyn std::fmt::Display| Status::unauthenticated(error.to_string());
+        let refused =
+            |error: &dyn std::fmt::Display| Unserved::from(Status::unauthenticated(error.to_string()));
+        if identity.tls().is_some() {
+            let checked = roles::check(&path, request.extensions().get::<CertName>());
+            checked.map_err(|wrong| refused(&identity.call_refused(wrong)))?;
+        }
+        if identity.secret().is_none() {
+            return Ok(request);
+        }
         let shown = identity.check_head(&self.world, request.headers()).map_err(|error| refused(&error))?;
         let (head, body) = request.into_parts();
         let body = tokio::time::timeout(MESSAGE_WITHIN, Limited::new(body, BODY_BYTES_MAX).collect()).await;
         let body = body.map_err(|_| refused(&"the call's message did not arrive in time"))?;
         let body = body.map_err(|error| refused(&error))?.to_bytes();
-        let address = self.address.as_deref();
         let call = SignedCall { path: &path, headers: &head.headers, body: &body };
-        let checked = identity.check_call(&self.world, shown, call, address);
-        checked.map_err(|error| refused(&error))?;
-        Ok(Request::from_parts(head, Body::from(body)))
+        match identity.check_call(&self.world, shown, call, &self.accepts) {
+            Ok(()) => Ok(Request::from_parts(head, Body::from(body))),
+            Err(CallRefused::Instance { own }) => Err(Unserved::Instance(own)),
+            Err(error) => Err(refused(&error)),
+        }
     }
 }
 
@@ -74,11 +103,12 @@ pub(super) async fn receive(State(callers): State<Callers>, request: Request, ne
     let span = request_span(request.uri().path(), request_id.as_ref(), request.headers());
     let checked = match agree(request.headers()) {
         Ok(()) => callers.check(request).await,
-        Err(status) => Err(status),
+        Err(status) => Err(Unserved::Refused(status)),
     };
     let mut request = match checked {
         Ok(request) => request,
-        Err(status) => {
+        Err(Unserved::Instance(own)) => return sign_for(own),
+        Err(Unserved::Refused(status)) => {
             span.in_scope(|| warn!(reason = status.message(), "incoming gRPC call refused"));
             return status.into_http();
         }
@@ -88,6 +118,20 @@ pub(super) async fn receive(State(callers): State<Callers>, request: Request, ne
     }
     let response = next.run(request).instrument(span.clone()).await;
     response.map(|body| Body::new(SpannedBody { body, span }))
+}
+
+impl From<Status> for Unserved {
+    fn from(status: Status) -> Self {
+        Self::Refused(status)
+    }
+}
+
+/// The answer to a call that was signed for another target.
+fn sign_for(own: String) -> Response {
+    let mut response =
+        Status::unauthenticated(CallRefused::Instance { own: own.clone() }.to_string()).into_http();
+    response.headers_mut().insert(INSTANCE_HEADER, HeaderValue::try_from(own).expect("digits are a header"));
+    response
 }
 
 fn agree(headers: &HeaderMap) -> Result<(), Status> {

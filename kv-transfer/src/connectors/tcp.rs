@@ -75,10 +75,10 @@ struct Port {
 #[async_trait]
 impl StreamAcceptor for Port {
     async fn accept(&mut self) -> io::Result<(String, Handshake)> {
-        let (mut stream, from) = self.listener.accept().await?;
+        let (stream, from) = self.listener.accept().await?;
         let world = self.world.clone();
         let admitted = async move {
-            link::admit(&world, &mut stream).await.map_err(TransferError::lost)?;
+            let stream = link::admit(&world, stream).await.map_err(TransferError::lost)?;
             let kv_path = Some(Arc::new(InlineKv) as Arc<dyn KvPath>);
             Ok(Incoming { stream, kv_path, handshake_permit: None })
         };

@@ -4,6 +4,8 @@ use std::pin::Pin;
 
 use async_trait::async_trait;
 use chassis::Shutdown;
+use chassis::identity::CertName;
+use chassis::identity::call::CallRefused;
 use futures::{Stream, StreamExt as _};
 use proto::v1;
 use proto::v1::bootstrap_server::{Bootstrap, BootstrapServer};
@@ -39,8 +41,10 @@ impl Bootstrap for BootstrapService {
         &self,
         request: Request<v1::AnnounceRequest>,
     ) -> Result<Response<v1::AnnounceAnswer>, Status> {
+        let caller = request.extensions().get::<CertName>().cloned();
         let node = request.into_inner().node.ok_or_else(|| Status::invalid_argument("node is missing"))?;
         let node = NodeInfo::try_from(node)?;
+        self.check_name(caller, &node)?;
         let lease = check(&node).and_then(|()| self.registry.grant(node)).map_err(|error| status(&error))?;
         Ok(Response::new(v1::AnnounceAnswer { lease: lease.0, ttl_ms: self.ttl_ms() }))
     }
@@ -77,6 +81,18 @@ impl Bootstrap for BootstrapService {
 }
 
 impl BootstrapService {
+    /// Refuses a node that announces another name or role than the one in its certificate.
+    fn check_name(&self, caller: Option<CertName>, node: &NodeInfo) -> Result<(), Status> {
+        match caller {
+            Some(caller) if !caller.is_for(node.role, &node.id) => {
+                let refused = CallRefused::Node { caller, role: node.role, id: node.id.clone() };
+                let refused = self.registry.world().identity().call_refused(refused);
+                Err(Status::unauthenticated(refused.to_string()))
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn ttl_ms(&self) -> u64 {
         self.registry.ttl().as_millis() as u64
     }

@@ -8,6 +8,8 @@ use chassis::identity::{ClusterSecret, Identity};
 use chassis::rpc::Callers;
 use chassis::server::ServerLimits;
 use chassis::{Gate, Shutdown, Task, World, rpc, spawn_guarded};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
 use tonic::service::Routes;
 
 use super::*;
@@ -39,13 +41,18 @@ impl Router {
     }
 
     async fn start_in(world: World, address: &str) -> Self {
+        let callers = Callers::known_to(&world);
+        Self::start_for(callers, world, address).await
+    }
+
+    async fn start_for(callers: Callers, world: World, address: &str) -> Self {
         let (gate, shutdown) = (Gate::new("router"), Shutdown::new());
         let registry = MemoryRegistry::new(TTL, world.clone(), gate.clone());
         let listener = world.net().listen(address).await.expect("the port is free");
         let address = listener.local_addr().expect("it is bound").to_string();
         let routes = Routes::new(bootstrap_server(registry.clone(), shutdown.clone()));
         let limits = ServerLimits { drain: Duration::ZERO, ..ServerLimits::default() };
-        let (stop, callers) = (shutdown.clone(), Callers::known_to(&world));
+        let stop = shutdown.clone();
         let serving = spawn_guarded(&gate, "serve", async move {
             // The test cuts connections, so an error of the server is ignored.
             let _ = rpc::serve(listener, routes, stop, limits, callers).await;
@@ -186,4 +193,80 @@ async fn who_does_not_have_the_secret_neither_announces_nor_watches() {
     let refusals = router_world.identity().refusals();
     let counts = [Reason::Unsigned, Reason::Signature].map(|reason| refusals.get(Refused::Call, reason));
     assert_eq!(counts, [3, 3]);
+}
+
+/// Forwards one connection to `to`, and returns the bytes of the one who dialled.
+async fn recorded(listener: TcpListener, to: &str, announced: &Shutdown) -> Vec<u8> {
+    let (mut near, _) = listener.accept().await.expect("a connection");
+    let mut far = TcpStream::connect(to).await.expect("it listens");
+    let (mut sent, mut from_near, mut from_far) = (Vec::new(), [0; 4096], [0; 4096]);
+    loop {
+        tokio::select! {
+            () = announced.wait() => return sent,
+            n = near.read(&mut from_near) => {
+                let n = n.expect("open");
+                sent.extend(&from_near[..n]);
+                far.write_all(&from_near[..n]).await.expect("open");
+            }
+            n = far.read(&mut from_far) => {
+                let n = n.expect("open");
+                near.write_all(&from_far[..n]).await.expect("open");
+            }
+        }
+    }
+}
+
+/// An attacker records a connection on which a node announces itself, and sends the bytes to other routers.
+#[tokio::test]
+async fn a_recorded_announcement_makes_no_node_at_another_router() {
+    let world = || world_with("one secret of a cluster");
+    let bound = |world: &World| Callers::known_to(world).calling_this_instance();
+    let of = async |world: World| Router::start_for(bound(&world), world, "127.0.0.1:0").await;
+    let (first, second) = (of(world()).await, of(world()).await);
+    // A router that serves calls for every target would take the recording.
+    let careless = Router::start_in(world(), "127.0.0.1:0").await;
+    let proxy = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+    let registry =
+        EmbeddedRegistry::new(&proxy.local_addr().expect("bound").to_string(), world(), Gate::new("test"));
+    let is_announced = Shutdown::new();
+    let announcing = async {
+        let announcement = announced(&registry, node("a", 1)).await;
+        is_announced.trigger();
+        announcement
+    };
+    let both = async { tokio::join!(recorded(proxy, &first.address, &is_announced), announcing) };
+    let (sent, announcement) = in_time(both).await;
+    assert_eq!(first.registry.members(), [node("a", 1)]);
+    let mut open = Vec::new();
+    for router in [&second, &careless] {
+        let mut stream = TcpStream::connect(&router.address).await.expect("it listens");
+        stream.write_all(&sent).await.expect("a socket has room");
+        open.push(stream);
+    }
+    let taken = async {
+        while careless.registry.members().is_empty() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    in_time(taken).await;
+    // The second router answers both calls on the connection, and serves neither.
+    let mut heard = Vec::new();
+    while n_answers(&heard) < 2 {
+        let n = in_time(open[0].read_buf(&mut heard)).await.expect("open");
+        assert!(n > 0, "it answers");
+    }
+    assert_eq!(second.registry.members(), []);
+    announcement.abandon();
+}
+
+/// The number of HTTP/2 frames with headers.
+fn n_answers(mut bytes: &[u8]) -> usize {
+    const HEADERS: u8 = 1;
+    let mut n = 0;
+    while let Some(([a, b, c, kind, ..], rest)) = bytes.split_first_chunk::<9>() {
+        n += usize::from(*kind == HEADERS);
+        let length = usize::from(*a) << 16 | usize::from(*b) << 8 | usize::from(*c);
+        bytes = rest.get(length..).unwrap_or_default();
+    }
+    n
 }

@@ -68,8 +68,7 @@ async fn greeted(
     if *first != [GREETING] {
         return Err(FrameError::Unexpected("a greeting of another wire").into());
     }
-    let mut stream = Stream::other(stream);
-    link::admit(&world, &mut stream).await.map_err(TransferError::lost)?;
+    let stream = link::admit(&world, Stream::other(stream)).await.map_err(TransferError::lost)?;
     let bytes = u64::from_le_bytes(bytes.try_into().expect("eight bytes follow"));
     let kv_path: Option<Arc<dyn KvPath>> = match files.is_empty() {
         true => None,

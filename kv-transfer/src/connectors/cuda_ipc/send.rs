@@ -153,9 +153,7 @@ impl KvSendPath for CudaIpcSendPath {
         };
         let n_shown = if stream == 0 { self.memory.n_ranks() } else { 0 };
         let shown: Vec<_> = (0..n_shown).map(show).collect::<io::Result<_>>()?;
-        let mut stream = accept::connect(endpoint, &shown).await?;
-        link::prove(&self.world, &mut stream).await?;
-        Ok(stream)
+        link::prove(&self.world, accept::connect(endpoint, &shown).await?).await
     }
 
     async fn write_span(

@@ -89,11 +89,11 @@ impl PairAcceptor {
 #[async_trait]
 impl StreamAcceptor for PairAcceptor {
     async fn accept(&mut self) -> io::Result<(String, Handshake)> {
-        let (mut stream, from) = self.listener.accept().await?;
+        let (stream, from) = self.listener.accept().await?;
         let (backend, room) = (Arc::clone(&self.backend), Arc::clone(&self.room));
         let (layout, settings, world) = (self.layout.clone(), self.pair_settings.clone(), self.world.clone());
         let admitted = async move {
-            link::admit(&world, &mut stream).await.map_err(TransferError::lost)?;
+            let stream = link::admit(&world, stream).await.map_err(TransferError::lost)?;
             greeted(stream, backend, layout, settings, room).await
         };
         Ok((from.to_string(), Box::pin(admitted)))

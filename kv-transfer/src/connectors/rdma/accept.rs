@@ -39,11 +39,11 @@ impl StreamAcceptor for Port {
 }
 
 async fn greeted(
-    mut stream: Stream,
+    stream: Stream,
     adapter: Arc<Adapter>,
     parts: ConnectorParts,
 ) -> Result<Incoming, TransferError> {
-    link::admit(&parts.world, &mut stream).await.map_err(TransferError::lost)?;
+    let mut stream = link::admit(&parts.world, stream).await.map_err(TransferError::lost)?;
     let first = read_first(&mut stream).await.map_err(TransferError::lost)?;
     if first.n > 0 {
         return Ok(Incoming { stream, kv_path: None, handshake_permit: None });

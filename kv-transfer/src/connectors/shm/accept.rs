@@ -51,8 +51,7 @@ async fn greeted(stream: UnixStream, world: World) -> Result<Incoming, TransferE
     if greeting != GREETING {
         return Err(FrameError::Unexpected("a greeting of another wire").into());
     }
-    let mut stream = Stream::other(stream);
-    link::admit(&world, &mut stream).await.map_err(TransferError::lost)?;
+    let stream = link::admit(&world, Stream::other(stream)).await.map_err(TransferError::lost)?;
     let kv_path = ShmPath::of(files)?.map(|path| Arc::new(path) as Arc<dyn KvPath>);
     Ok(Incoming { stream, kv_path, handshake_permit: None })
 }

@@ -60,9 +60,7 @@ impl KvSendPath for ShmSendPath {
         let pages = (0..n_shown).filter_map(|tp_rank| self.memory.rank(tp_rank).file());
         let files: Vec<_> = std::iter::once(self.stage.file()).chain(pages).collect();
         let shown = if stream == 0 { &files[..] } else { &[] };
-        let mut stream = accept::connect(endpoint, shown).await?;
-        link::prove(&self.world, &mut stream).await?;
-        Ok(stream)
+        link::prove(&self.world, accept::connect(endpoint, shown).await?).await
     }
 
     async fn write_span(
