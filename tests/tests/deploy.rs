@@ -44,6 +44,11 @@ fn operators_add_to_the_pods_of_every_workload() {
 }
 
 #[test]
+fn every_process_gets_a_certificate_of_its_role_from_cert_manager() {
+    check("certificates");
+}
+
+#[test]
 fn each_pool_of_nodes_is_scaled_by_its_own_numbers() {
     check("autoscaling");
 }

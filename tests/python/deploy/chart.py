@@ -10,7 +10,7 @@ import kubernetes_validate
 import yaml
 
 import rendered
-from objects import name, pod, workloads
+from objects import baton_containers, name, pod, workloads
 
 KUBERNETES = "1.37"
 CRDS = Path(__file__).resolve().parent / "crds"
@@ -154,6 +154,27 @@ def pods():
                 added_to(was, now, of)
             assert pod(now)["priorityClassName"] == ("own" if has_own else "all"), name(now)
             assert pod(now)["affinity"] == {"nodeAffinity": {}}, name(now)
+
+
+def certificates():
+    """With cert-manager, every process has a certificate of its role, of an issuer that is there or that the operator names."""
+    results = {result: objects for result, objects in rendered.all_of_them().items() if "certificates" in result}
+    assert len(results) == len(rendered.OVERLAYS) + 2, list(results)
+    for result, objects in results.items():
+        specs = [thing["spec"] for thing in objects if thing["kind"] == "Certificate"]
+        issuers = [thing["metadata"]["name"] for thing in objects if thing["kind"] == "Issuer"]
+        assert all(spec["issuerRef"]["name"] in issuers or spec["issuerRef"]["kind"] == "ClusterIssuer" for spec in specs), result
+        made = {spec["secretName"]: spec.get("uris") for spec in specs}
+        processes = baton_containers(objects)
+        assert len(processes) >= 3, result
+        for workload, container in processes:
+            role, env = container["args"][0], {entry["name"]: entry.get("value") for entry in container["env"]}
+            (mount,) = [mount for mount in container["volumeMounts"] if mount["mountPath"] == "/etc/baton-tls"]
+            (volume,) = [volume for volume in pod(workload)["volumes"] if volume["name"] == mount["name"]]
+            assert made[volume["secret"]["secretName"]] == [f"baton://baton/{role}/*"], (result, name(workload), role)
+            for setting, key in (("CA", "ca.crt"), ("CERT", "tls.crt"), ("KEY", "tls.key")):
+                assert env[f"BATON_TLS__{setting}"] == f"/etc/baton-tls/{key}", (result, name(workload), setting)
+    refused({"tls": {"enabled": True}}, "tls.issuerRef.name is needed")
 
 
 def added_to(was, now, of):

@@ -5,13 +5,13 @@ TEST_EXECUTABLE is the path of baton.
 
 import sys
 
-from chart import autoscaling, pods, same, schemas, schemas_refuse, values
+from chart import autoscaling, certificates, pods, same, schemas, schemas_refuse, values
 from image import compose, dockerfile, stripped
 from processes import configs, deadlines, external_etcd, models, rdma, service_links
 from references import metrics, names
 
 CHECKS = [
-    schemas, schemas_refuse, same, models, values, pods, autoscaling, deadlines, external_etcd, rdma, configs, service_links,
+    schemas, schemas_refuse, same, models, values, pods, certificates, autoscaling, deadlines, external_etcd, rdma, configs, service_links,
     names, compose, dockerfile, stripped, metrics,
 ]
 

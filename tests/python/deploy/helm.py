@@ -126,6 +126,7 @@ KINDS = {
     "HTTPRoute": ("gateway.networking.k8s.io/v1", "httproutes"),
     "ServiceMonitor": ("monitoring.coreos.com/v1", "servicemonitors"),
     "ScaledObject": ("keda.sh/v1alpha1", "scaledobjects"),
+    "Certificate": ("cert-manager.io/v1", "certificates"),
     "InferencePool": ("inference.networking.k8s.io/v1", "inferencepools"),
     "GRPCRoute": ("gateway.networking.k8s.io/v1", "grpcroutes"),
 }
@@ -166,7 +167,7 @@ class PuppetHandler(http.server.BaseHTTPRequestHandler):
             return self.say(200, {"kind": "APIVersions", "versions": ["v1"]})
         if path == "/apis":
             return self.say(200, groups())
-        if group := re.fullmatch(r"/(?:api|apis)/((?:[\w.]+/)?v\d\w*)", path):
+        if group := re.fullmatch(r"/(?:api|apis)/((?:[\w.-]+/)?v\d\w*)", path):
             return self.say(200, resources(group[1]))
         if path.endswith("/secrets"):
             return self.say(200, {"kind": "SecretList", "apiVersion": "v1", "metadata": {}, "items": []})

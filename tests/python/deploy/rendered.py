@@ -33,6 +33,7 @@ EVERYTHING_ON = {
     "pools": {"prefill": {"autoscaling": {"enabled": True}}, "decode": {"autoscaling": {"enabled": True}}},
     "prometheus": {"url": "http://prometheus.monitoring:9090"},
 }
+TLS = {"tls": {"enabled": True, "issuerRef": {"name": "baton-ca", "kind": "ClusterIssuer"}}}
 EXTERNAL_ETCD = {
     "enabled": False,
     "external": {
@@ -109,6 +110,20 @@ def kustomize(folder):
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
+# The example in deploy/k8s/README.md.
+WITH_CERTIFICATES = """
+namespace: baton
+resources: [OVERLAY]
+components: [../components/cert-manager]
+"""
+
+
+@functools.cache
+def with_certificates(name):
+    """An overlay with the component for cert-manager."""
+    return own_overlay(name, WITH_CERTIFICATES)
+
+
 def own_overlay(name, text):
     """An operator's overlay over one of ours."""
     with tempfile.TemporaryDirectory(dir=K8S) as folder:
@@ -121,6 +136,9 @@ def all_of_them():
     """All results, by name."""
     results = {f"overlay {name}": kustomize(K8S / "overlays" / name) for name in OVERLAYS}
     results |= {f"chart {name}": overlay_chart(name) for name in OVERLAYS}
+    results |= {f"overlay {name} with certificates": with_certificates(name) for name in OVERLAYS}
+    results["chart with certificates"] = chart([], NAMED, {"pool": {"enabled": True}}, TLS)
+    results["chart with a box and certificates"] = chart(["gpu-box.yaml"], NAMED, TLS)
     results["chart with a pool"] = chart(["cpu-demo.yaml", "pool.yaml"])
     results["chart with everything on"] = chart([], NAMED, EVERYTHING_ON)
     results["chart with a monitored box"] = chart(["gpu-box.yaml"], NAMED, {"monitoring": {"enabled": True}})

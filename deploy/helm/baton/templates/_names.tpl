@@ -30,6 +30,31 @@
   value: /etc/baton-identity/cluster
 - name: BATON_CLUSTER__ADMIN_KEY_FILE
   value: /etc/baton-identity/admin
+{{- if .Values.tls.enabled }}
+- name: BATON_TLS__CA
+  value: /etc/baton-tls/ca.crt
+- name: BATON_TLS__CERT
+  value: /etc/baton-tls/tls.crt
+- name: BATON_TLS__KEY
+  value: /etc/baton-tls/tls.key
+{{- end }}
+{{- end }}
+
+{{- /* The certificate of one role: the mount, and the volume: (list . "router"). */ -}}
+{{- define "baton.tlsMount" -}}
+{{- if (index . 0).Values.tls.enabled }}
+- name: tls-{{ index . 1 }}
+  mountPath: /etc/baton-tls
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{- define "baton.tlsVolume" -}}
+{{- if (index . 0).Values.tls.enabled }}
+- name: tls-{{ index . 1 }}
+  secret:
+    secretName: {{ include "baton.name" (index . 0) }}-{{ index . 1 }}-tls
+{{- end }}
 {{- end }}
 
 {{- define "baton.identityMount" -}}
