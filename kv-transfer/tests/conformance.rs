@@ -1,12 +1,14 @@
 //! Every connector of this crate passes the suite.
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use baton_kv_transfer::conformance::{conformance, conformance_of_ranks};
 use baton_kv_transfer::connectors::flaky::Flaky;
 use baton_kv_transfer::connectors::nccl::double::Double;
 use baton_kv_transfer::connectors::{nccl, shm};
 use baton_kv_transfer::{ConnectorParts, KvConnector, build};
+use chassis::identity::{Identity, Tls, TlsPem};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, SanType};
 
 async fn built(name: &'static str, parts: ConnectorParts) -> Arc<dyn KvConnector> {
     build(name, parts).await.expect("a free port")
@@ -25,6 +27,42 @@ async fn tcp() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tcp_on_many_threads() {
     conformance(|parts| built("tcp", parts)).await;
+}
+
+/// The same node with a certificate.
+fn with_certificate(mut parts: ConnectorParts) -> ConnectorParts {
+    static TLS: LazyLock<Tls> = LazyLock::new(certificate);
+    parts.world = parts.world.with_identity(Identity::default().with_tls(TLS.clone()));
+    parts
+}
+
+/// A certificate for a node of either role.
+fn certificate() -> Tls {
+    let mut params = CertificateParams::new([]).expect("no names");
+    params.subject_alt_names = vec![SanType::URI("baton://c/both/*".try_into().expect("ASCII"))];
+    let mut ca = CertificateParams::new([]).expect("no names");
+    ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let key = || KeyPair::generate().expect("randomness");
+    let (ca, own) = (CertifiedIssuer::self_signed(ca, key()).expect("it can sign itself"), key());
+    let cert = params.signed_by(&own, &ca).expect("the CA can sign").pem();
+    let pem = TlsPem { ca: ca.pem().into(), cert: cert.into(), key: own.serialize_pem().into() };
+    Tls::of_pem(&pem).expect("it loads")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tcp_over_tls() {
+    conformance(|parts| built("tcp", with_certificate(parts))).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn shm_over_tls() {
+    conformance(|parts| built("shm", with_certificate(parts))).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nccl_over_tls() {
+    let double = Double::default();
+    conformance(move |parts| over_the_double(double.clone(), with_certificate(parts))).await;
 }
 
 #[tokio::test]
