@@ -57,7 +57,7 @@ async fn serve(role: Role, config: &NodeConfig, shutdown: Shutdown) -> Result<Ex
     let bound = grpc.local_addr().map_err(Failed::start)?;
     let id = named.unwrap_or_else(|| node::host::default_id(role, bound));
     let backend = engine::open(&config.engine).map_err(NodeError::Model).map_err(Failed::start)?;
-    let metrics = Metrics::of_process(role.as_str());
+    let metrics = Metrics::of_node(role.as_str());
     let announcing = Gate::new("registry");
     let registry_parts = RegistryParts { world: world.clone(), gate: announcing.clone() };
     let registry = registry::open(&config.registry_url, registry_parts).map_err(Failed::usage)?;

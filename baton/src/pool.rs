@@ -49,7 +49,7 @@ async fn serve(config: &PoolConfig, args: &ProcessArgs) -> Result<ExitCode, Fail
     let announcing = Gate::new("registry");
     let parts = RegistryParts { world: world.clone(), gate: announcing.clone() };
     let registry = registry::open(&config.registry_url, parts).map_err(Failed::usage)?;
-    let metrics = Metrics::of_process(Role::Pool.as_str());
+    let metrics = Metrics::of_node(Role::Pool.as_str());
     let life = Life { config, id, world, metrics, registry: &*registry, shutdown, grpc, admin };
     let ended = live(life).await;
     let _ = announcing.close(REGISTRY_CLOSE_WITHIN).await;

@@ -18,6 +18,7 @@ pub mod config;
 pub mod byte_size;
 pub mod telemetry;
 pub mod metrics;
+mod process_usage;
 pub mod admin;
 pub mod connections;
 pub mod server;

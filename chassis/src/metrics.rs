@@ -1,22 +1,30 @@
 //! The metrics of one process, in a registry that is passed as a value; there is no global one.
 
-use std::fmt::Write as _;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::fmt::{self, Write as _};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use prometheus::core::{Collector, Desc};
-use prometheus::proto::MetricFamily;
+use prometheus::proto::{LabelPair, MetricFamily};
 use prometheus::{
     Encoder, Gauge, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec,
     Opts, Registry, TextEncoder,
 };
 
 use crate::identity::refusals::{Refusals, RefusalsOnPage};
+use crate::process_usage::UsageOnPage;
 
 pub use prometheus;
 
 /// Buckets in seconds for all latencies of a request: 0.5 ms to 60 s, three per decade.
 pub const LATENCY_BUCKETS: &[f64] =
     &[0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0];
+
+/// Buckets in seconds for what a client waits for, the first token and the gaps between tokens: steps of 5 ms up to
+/// 50 ms, where most gaps are.
+pub const TOKEN_BUCKETS: &[f64] = &[
+    0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.045, 0.05, 0.075, 0.1, 0.15, 0.2,
+    0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0,
+];
 
 /// Buckets for sizes in bytes: 1 KiB to 4 GiB, by factors of four.
 pub const BYTES_BUCKETS: &[f64] = &[
@@ -40,6 +48,8 @@ pub const BYTES_BUCKETS: &[f64] = &[
 /// `counter("requests_total", …)` in the router is `baton_router_requests_total`. Names follow
 /// `<thing>_<unit>[_total]`. Counters, and only they, end in `_total`.
 ///
+/// Every line of a node's page has the label `role`: the role of the node now, because a node may wake in another one.
+///
 /// # Panics
 ///
 /// Every constructor of a metric panics if the name is taken or malformed. Both are bugs that show at start.
@@ -48,6 +58,30 @@ pub struct Metrics {
     process: &'static str,
     registry: Registry,
     vectors: Arc<Mutex<Vec<Vector>>>,
+    /// The value of the label `role`, on a node. Locked for one look-up or change.
+    role: Option<Arc<Mutex<&'static str>>>,
+    refreshes: Arc<Mutex<Vec<Refresh>>>,
+    aliases: Arc<Mutex<Vec<Alias>>>,
+}
+
+/// Sets gauges before a page is made.
+struct Refresh(Box<dyn Fn() + Send + Sync>);
+
+impl fmt::Debug for Refresh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Refresh")
+    }
+}
+
+/// A second name of a metric on the page, in which one label has another name too.
+#[derive(Clone, Copy, Debug)]
+pub struct Alias {
+    /// The metric's name without prefix.
+    pub of: &'static str,
+    /// The whole second name.
+    pub name: &'static str,
+    /// A label's own name, and its name in the second metric.
+    pub label: (&'static str, &'static str),
 }
 
 /// The description of a metric with labels, for [`Metrics::page`]: the registry has no line for it before a
@@ -60,27 +94,48 @@ struct Vector {
 }
 
 impl Metrics {
-    /// Makes an empty registry. `process` is the role and part of every name: `router`, `prefill`, `decode`,
-    /// …
+    /// Makes an empty registry. `process` is a part of every name: `router` or `node`.
     pub fn new(process: &'static str) -> Self {
-        Self { process, registry: Registry::new(), vectors: Arc::default() }
+        Self {
+            process,
+            registry: Registry::new(),
+            vectors: Arc::default(),
+            role: None,
+            refreshes: Arc::default(),
+            aliases: Arc::default(),
+        }
     }
 
-    /// Makes the registry of a whole process, including the metrics of its log.
+    /// Makes the registry of a whole process, including the metrics of its log, its memory and its version.
     pub fn of_process(process: &'static str) -> Self {
         let metrics = Self::new(process);
         let opts = metrics.total("log_lines_lost_total", "Log lines lost because the log was not read.");
         let counter = IntCounter::with_opts(opts.clone()).expect("the name is well-formed");
-        metrics.registry.register(Box::new(LostLines { opts, counter })).expect("the name is taken once");
+        metrics.add(LostLines { opts, counter });
+        metrics.add(UsageOnPage::new());
+        let build = Opts::new("baton_build_info", "1, with the version of the process as a label.");
+        let build = build.const_label("process", process).const_label("version", env!("CARGO_PKG_VERSION"));
+        metrics.register(IntGauge::with_opts(build)).set(1);
         metrics
+    }
+
+    /// Makes the registry of a whole node. Every line of its page has the role as a label.
+    pub fn of_node(role: &'static str) -> Self {
+        Self { role: Some(Arc::new(Mutex::new(role))), ..Self::of_process("node") }
+    }
+
+    /// Sets the label `role` of a node's page. Without effect on other pages.
+    pub fn set_role(&self, role: &'static str) {
+        if let Some(own) = &self.role {
+            *locked(own) = role;
+        }
     }
 
     /// Adds the counts of refused callers to the metrics page.
     pub fn show_refusals(&self, refusals: &Refusals) {
         let opts = self.total("callers_refused_total", "Calls, KV links, registry entries and admin pages refused because the caller did not prove its identity, by reason.");
         self.declare(&opts, "counter");
-        let on_page = RefusalsOnPage::new(refusals.clone(), opts);
-        self.registry.register(Box::new(on_page)).expect("the name is taken once");
+        self.add(RefusalsOnPage::new(refusals.clone(), opts));
     }
 
     pub fn counter(&self, name: &str, help: &str) -> IntCounter {
@@ -101,6 +156,23 @@ impl Metrics {
         let opts = self.opts(name, help);
         self.declare(&opts, "gauge");
         self.register(IntGaugeVec::new(opts, labels))
+    }
+
+    /// Adds a gauge under another program's name, without prefix.
+    pub fn foreign_gauge_vec(&self, name: &str, help: &str, labels: &[&str]) -> IntGaugeVec {
+        let opts = Opts::new(name, help);
+        self.declare(&opts, "gauge");
+        self.register(IntGaugeVec::new(opts, labels))
+    }
+
+    /// Adds a second name of a metric to the page.
+    pub fn alias(&self, alias: Alias) {
+        locked(&self.aliases).push(alias);
+    }
+
+    /// `refresh` sets gauges whenever a page is made. It must not hold this value.
+    pub fn before_page(&self, refresh: impl Fn() + Send + Sync + 'static) {
+        locked(&self.refreshes).push(Refresh(Box::new(refresh)));
     }
 
     /// Adds a gauge for ratios and seconds.
@@ -130,12 +202,21 @@ impl Metrics {
 
     /// Returns the metrics page in Prometheus's text format.
     pub fn page(&self) -> String {
+        locked(&self.refreshes).iter().for_each(|refresh| refresh.0());
         let mut page = Vec::new();
-        let families = self.registry.gather();
+        let mut families = self.registry.gather();
+        if let Some(role) = &self.role {
+            let role = *locked(role);
+            families.iter_mut().for_each(|family| add_label(family, "role", role));
+        }
+        for alias in locked(&self.aliases).iter() {
+            let own = self.full_name(alias.of);
+            let named = families.iter().find(|family| family.name() == own).map(|family| alias.of(family));
+            families.extend(named);
+        }
         TextEncoder::new().encode(&families, &mut page).expect("writing to memory does not fail");
         let mut page = String::from_utf8_lossy(&page).into_owned();
-        for Vector { name, help, kind } in self.vectors.lock().unwrap_or_else(PoisonError::into_inner).iter()
-        {
+        for Vector { name, help, kind } in locked(&self.vectors).iter() {
             if families.iter().all(|family| family.name() != name) {
                 writeln!(page, "# HELP {name} {help}\n# TYPE {name} {kind}").expect("a string takes all");
             }
@@ -169,13 +250,46 @@ impl Metrics {
 
     fn declare(&self, opts: &Opts, kind: &'static str) {
         let vector = Vector { name: opts.name.clone(), help: opts.help.clone(), kind };
-        self.vectors.lock().unwrap_or_else(PoisonError::into_inner).push(vector);
+        locked(&self.vectors).push(vector);
     }
 
     fn register<C: Collector + Clone + 'static>(&self, metric: prometheus::Result<C>) -> C {
         let metric = metric.expect("a metric's name is well-formed");
-        self.registry.register(Box::new(metric.clone())).expect("a metric's name is taken once");
+        self.add(metric.clone());
         metric
+    }
+
+    fn add(&self, metric: impl Collector + 'static) {
+        self.registry.register(Box::new(metric)).expect("a metric's name is taken once");
+    }
+}
+
+impl Alias {
+    fn of(&self, family: &MetricFamily) -> MetricFamily {
+        let mut family = family.clone();
+        family.set_name(self.name.to_owned());
+        let labels = family.mut_metric().iter_mut().flat_map(|metric| metric.mut_label());
+        labels
+            .filter(|pair| pair.name() == self.label.0)
+            .for_each(|pair| pair.set_name(self.label.1.to_owned()));
+        family
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Adds a label to every line of a metric, in the order of the labels' names.
+fn add_label(family: &mut MetricFamily, name: &str, value: &str) {
+    for metric in family.mut_metric() {
+        let mut pair = LabelPair::default();
+        pair.set_name(name.to_owned());
+        pair.set_value(value.to_owned());
+        let mut labels = metric.take_label();
+        labels.push(pair);
+        labels.sort_by(|a, b| a.name().cmp(b.name()));
+        metric.set_label(labels);
     }
 }
 
@@ -238,8 +352,49 @@ baton_router_ttft_seconds_count 1
     }
 
     #[test]
+    fn a_node_counts_as_what_it_is() {
+        let metrics = Metrics::of_node("prefill");
+        let states = metrics.gauge_vec("kv_blocks", "Blocks.", &["state"]);
+        states.with_label_values(&["free"]).set(4);
+        let line = |role: &str| format!("baton_node_kv_blocks{{role=\"{role}\",state=\"free\"}} 4\n");
+        assert!(metrics.page().contains(&line("prefill")), "{}", metrics.page());
+        metrics.clone().set_role("decode");
+        let page = metrics.page();
+        assert!(page.contains(&line("decode")) && !page.contains("role=\"prefill\""), "{page}");
+    }
+
+    #[test]
+    fn a_metric_has_a_second_name_and_a_gauge_is_set_for_each_page() {
+        let metrics = Metrics::new("router");
+        metrics.counter_vec("tokens_total", "Tokens.", &["model"]).with_label_values(&["m"]).inc_by(2);
+        metrics.alias(Alias {
+            of: "tokens_total",
+            name: "other:tokens_total",
+            label: ("model", "model_name"),
+        });
+        let waiting = metrics.foreign_gauge_vec("other:waiting", "Waiting.", &["model_name"]);
+        metrics.before_page(move || waiting.with_label_values(&["m"]).inc());
+        metrics.page();
+        let page = metrics.page();
+        for line in ["baton_router_tokens_total{model=\"m\"} 2", "other:tokens_total{model_name=\"m\"} 2"] {
+            assert!(page.contains(line), "{page}");
+        }
+        assert!(page.contains("other:waiting{model_name=\"m\"} 2"), "{page}");
+    }
+
+    #[test]
+    fn a_process_shows_its_version_and_its_memory() {
+        let page = Metrics::of_process("router").page();
+        let version = env!("CARGO_PKG_VERSION");
+        let line = format!("baton_build_info{{process=\"router\",version=\"{version}\"}} 1\n");
+        assert!(page.contains(&line), "{page}");
+        let resident = page.lines().find_map(|line| line.strip_prefix("process_resident_memory_bytes "));
+        assert!(resident.is_some_and(|bytes| bytes.parse::<u64>().is_ok_and(|bytes| bytes > 0)), "{page}");
+    }
+
+    #[test]
     fn processes_do_not_share_a_registry() {
-        for process in ["prefill", "decode"] {
+        for process in ["router", "node"] {
             let metrics = Metrics::new(process);
             metrics.latency("step_seconds", "One step.").observe(1.0);
             assert_eq!(metrics.names(), [format!("baton_{process}_step_seconds")]);
@@ -262,7 +417,7 @@ baton_router_ttft_seconds_count 1
 
     #[test]
     fn buckets_rise() {
-        for buckets in [LATENCY_BUCKETS, BYTES_BUCKETS] {
+        for buckets in [LATENCY_BUCKETS, TOKEN_BUCKETS, BYTES_BUCKETS] {
             assert!(buckets.is_sorted_by(|a, b| a < b));
         }
     }

@@ -9,7 +9,7 @@ use types::{Landing, Scheme};
 use crate::error::TransferError;
 
 /// The buckets of the transfer rate, from a slow network to a fast link between two GPUs.
-const GIGABYTES_PER_SECOND: &[f64] = &[0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0];
+const BYTES_PER_SECOND: &[f64] = &[5e7, 1e8, 2.5e8, 5e8, 1e9, 2.5e9, 5e9, 1e10, 2.5e10, 5e10, 1e11, 2.5e11];
 
 /// All metrics of this crate. Cheap to clone: clones share their counters.
 #[derive(Clone, Debug)]
@@ -35,9 +35,9 @@ impl TransferMetrics {
                 &["connector", "direction"],
             ),
             rate: metrics.histogram_vec(
-                "kv_transfer_gigabytes_per_second",
+                "kv_transfer_bytes_per_second",
                 "Rate of one transfer on the receiving side, from its first byte to its last.",
-                GIGABYTES_PER_SECOND,
+                BYTES_PER_SECOND,
                 &["connector"],
             ),
             refetched: metrics.counter_vec(
@@ -56,7 +56,7 @@ impl TransferMetrics {
         self.count(scheme, "in", "arrived");
         self.bytes.with_label_values(&[scheme.as_str(), "in"]).inc_by(bytes);
         if let Some(moved) = moved.filter(|moved| !moved.is_zero()) {
-            self.rate_of(scheme).observe(bytes as f64 / moved.as_secs_f64() / 1e9);
+            self.rate_of(scheme).observe(bytes as f64 / moved.as_secs_f64());
         }
     }
 
@@ -130,7 +130,7 @@ mod tests {
 
     #[test]
     fn every_metric_is_registered_and_counted() {
-        let all = Metrics::new("decode");
+        let all = Metrics::new("node");
         let metrics = TransferMetrics::new(&all);
         let tcp = Scheme::new("tcp");
         metrics.arrived(&tcp, 1_000_000_000, Some(Duration::from_secs(1)));
@@ -140,7 +140,7 @@ mod tests {
         assert_eq!(metrics.quarantined.get(), 7);
         drop(counted);
         assert_eq!(metrics.quarantined.get(), 0);
-        assert_eq!(metrics.rate_of(&tcp).get_sample_sum(), 1.0);
+        assert_eq!(metrics.rate_of(&tcp).get_sample_sum(), 1e9);
         let names = all.names();
         assert_eq!(names.len(), 5, "{names:?}");
     }

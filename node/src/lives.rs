@@ -296,6 +296,7 @@ impl Node<'_> {
                 Ok(_) if self.shutdown.requested() => break None,
                 Ok(backend) => {
                     self.role = role.unwrap_or(self.role);
+                    self.metrics.set_role(self.role);
                     break Some((backend, waiting));
                 }
                 Err(WakeFailed { asleep: same, why }) => {

@@ -7,7 +7,7 @@ use kv_cache::BlockPool;
 use kv_transfer::TransferMetrics;
 use prometheus::{IntGauge, IntGaugeVec};
 use scheduler::SchedulerMetrics;
-use types::BlockCounts;
+use types::{BlockCounts, Role};
 
 use chassis::counted::Counter;
 
@@ -17,6 +17,7 @@ const PACE: Duration = Duration::from_millis(250);
 /// The metrics of a process that computes, kept over all its lives.
 #[derive(Clone, Debug)]
 pub struct ProcessMetrics {
+    page: Metrics,
     pub(crate) node: NodeMetrics,
     pub(crate) scheduler: SchedulerMetrics,
     pub(crate) transfer: TransferMetrics,
@@ -33,11 +34,17 @@ pub struct NodeMetrics {
 impl ProcessMetrics {
     pub fn new(metrics: &Metrics) -> Self {
         Self {
+            page: metrics.clone(),
             node: NodeMetrics::new(metrics),
             scheduler: SchedulerMetrics::new(metrics),
             transfer: TransferMetrics::new(metrics),
             asleep: metrics.gauge("asleep", "1 while the node sleeps: it has neither weights nor KV."),
         }
+    }
+
+    /// Sets the label `role` of all metrics.
+    pub(crate) fn set_role(&self, role: Role) {
+        self.page.set_role(role.as_str());
     }
 
     pub(crate) fn sleeps(&self) {

@@ -281,7 +281,7 @@ async fn compose_serves_the_demo_model() {
         in_time("an answer", cluster.client.post("/v1/completions", ask.to_string())).await;
     assert_eq!(status, 200, "{body}");
     let pool = Client::new((cluster.hosts.addr_of("pool-0"), 7001).into()).get("/metrics").await.1;
-    assert!(pool.contains("baton_pool_deliveries_total{outcome=\"delivered\"} 1"), "{pool}");
+    assert!(pool.contains("baton_node_deliveries_total{outcome=\"delivered\",role=\"pool\"} 1"), "{pool}");
 }
 
 /// Checks that a process is not root, has no capabilities or way to get them, and has a read-only root.

@@ -39,7 +39,10 @@ async fn a_prefill_node_that_starts_after_decode_is_used_once_it_is_there() {
         client.ask(&ask(nth)).await.expect("an answer");
     }
     let prefill = Client::new(fleet.nodes[1].admin);
-    assert!(prefill.counter("baton_prefill_prefill_tokens_total").await > 0, "it computes prompts");
+    assert!(
+        prefill.counter("baton_node_prefill_tokens_total{role=\"prefill\"}").await > 0,
+        "it computes prompts"
+    );
     assert_eq!(client.ask(&ask(0)).await.expect("an answer").tokens, alone.tokens);
     assert_eq!(client.counter("baton_router_retries_total{reason=\"failed\"}").await, 0);
     fleet.baseline().await;

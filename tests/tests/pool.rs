@@ -91,8 +91,10 @@ async fn through_the_pool_equals_one_node() {
         for node in up.of_role("pool").await {
             assert_eq!(node.state, "ready");
         }
-        assert!(sum(&up, "pool", "baton_pool_puts_total{outcome=\"stored\"}").await > 60);
-        assert!(sum(&up, "pool", "baton_pool_deliveries_total{outcome=\"delivered\"}").await > 60);
+        assert!(sum(&up, "pool", "baton_node_puts_total{outcome=\"stored\",role=\"pool\"}").await > 60);
+        assert!(
+            sum(&up, "pool", "baton_node_deliveries_total{outcome=\"delivered\",role=\"pool\"}").await > 60
+        );
         let page = up.client().get("/metrics").await.1;
         assert!(counted(&page, "baton_router_stage_seconds_count{stage=\"store\"}") > 60, "{page}");
     }
@@ -109,12 +111,12 @@ async fn what_is_in_the_pool_is_not_put_again() {
     }
     up.baseline().await;
     let (put, held) = (
-        sum(&up, "pool", "baton_pool_put_tokens_total").await,
-        sum(&up, "pool", "baton_pool_held_tokens_total").await,
+        sum(&up, "pool", "baton_node_put_tokens_total{role=\"pool\"}").await,
+        sum(&up, "pool", "baton_node_held_tokens_total{role=\"pool\"}").await,
     );
     let router = up.client().get("/metrics").await.1;
     let fallbacks: Vec<&str> = router.lines().filter(|line| line.contains("pool_fallbacks")).collect();
-    let outcomes = sum(&up, "pool", "baton_pool_puts_total{outcome=\"stored\"}").await;
+    let outcomes = sum(&up, "pool", "baton_node_puts_total{outcome=\"stored\",role=\"pool\"}").await;
     assert_eq!(
         (put, held),
         (6 * 180, 5 * 160),
@@ -225,8 +227,8 @@ async fn a_full_pool_is_done_without() {
         all_equal(answers(&up.client(), &asks).await, &expected);
         up.baseline().await;
     }
-    assert!(sum(&up, "pool", "baton_pool_puts_total{outcome=\"stored\"}").await > 0);
-    assert!(sum(&up, "pool", "baton_pool_puts_total{outcome=\"full\"}").await > 0);
+    assert!(sum(&up, "pool", "baton_node_puts_total{outcome=\"stored\",role=\"pool\"}").await > 0);
+    assert!(sum(&up, "pool", "baton_node_puts_total{outcome=\"full\",role=\"pool\"}").await > 0);
     assert!(fallbacks(&up.client()).await);
 }
 
@@ -283,7 +285,10 @@ async fn a_pool_node_comes_back_at_the_same_address() {
     all_equal(answers(&client, &asks).await, &expected);
     fleet.baseline().await;
     let page = Client::new(fleet.nodes.last().expect("the pool").admin).get("/metrics").await.1;
-    assert!(counted(&page, "baton_pool_puts_total{outcome=\"stored\"}") > 0, "it keeps again:\n{page}");
+    assert!(
+        counted(&page, "baton_node_puts_total{outcome=\"stored\",role=\"pool\"}") > 0,
+        "it keeps again:\n{page}"
+    );
 }
 
 /// While the node drains, its KV can still be fetched.

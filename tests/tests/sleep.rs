@@ -135,8 +135,11 @@ async fn a_node_says_what_it_cannot_do_in_the_state_that_it_is_in() {
     assert_eq!((status, code(&body)), (409, "asleep_already".to_owned()));
     assert_eq!(node.readiness().await.0, 503);
     assert_eq!(Client::new(node.admin).get("/rollout").await.0.as_u16(), 200, "a rollout goes on beyond it");
-    assert_eq!(Client::new(node.admin).counter("baton_decode_asleep").await, 1);
-    assert_eq!(Client::new(node.admin).counter("baton_decode_kv_blocks{state=\"free\"}").await, 0);
+    assert_eq!(Client::new(node.admin).counter("baton_node_asleep{role=\"decode\"}").await, 1);
+    assert_eq!(
+        Client::new(node.admin).counter("baton_node_kv_blocks{role=\"decode\",state=\"free\"}").await,
+        0
+    );
     eventually("the router to miss it", async || seen(&fleet, node).await.is_none().then_some(())).await;
     let unknown = baton(&["wake", &node.name, "--router", &router]);
     assert_eq!(unknown.status.code(), Some(1));
@@ -145,7 +148,7 @@ async fn a_node_says_what_it_cannot_do_in_the_state_that_it_is_in() {
 
     let awake = baton(&["wake", &admin]);
     assert!(text(&awake.stdout).starts_with("awake after "), "{}", text(&awake.stderr));
-    assert_eq!(Client::new(node.admin).counter("baton_decode_asleep").await, 0);
+    assert_eq!(Client::new(node.admin).counter("baton_node_asleep{role=\"decode\"}").await, 0);
     let again = baton(&["wake", &admin]);
     assert_eq!(text(&again.stderr), format!("error: {admin}: the node is awake already (awake_already)\n"));
     fleet.all_ready().await;
@@ -214,7 +217,7 @@ async fn a_port_that_is_taken_meanwhile_is_named_and_waited_for() {
     assert_eq!((status, body["error"]["code"].as_str()), (503, Some("cannot_wake")));
     assert!(message.contains(&node.kv.to_string()), "{message}");
     assert_eq!(node.readiness().await, (503, r#"{"ready":false,"reason":"asleep"}"#.to_owned()));
-    assert_eq!(Client::new(node.admin).counter("baton_decode_asleep").await, 1);
+    assert_eq!(Client::new(node.admin).counter("baton_node_asleep{role=\"decode\"}").await, 1);
     assert_eq!(called(node).await.message(), "the node sleeps");
     drop(squatter);
     told(node, "wake").await;
@@ -240,8 +243,10 @@ async fn a_node_may_wake_in_another_role() {
     // The other node of its kind is killed, so prompts are computed on it, and decoded by the node that still
     // decodes.
     fleet.nodes[0].process.kill();
-    let prefilled =
-        async || Client::new(fleet.nodes[2].admin).counter("baton_decode_prefill_tokens_total").await;
+    let prefilled = async || {
+        let name = "baton_node_prefill_tokens_total{role=\"prefill\"}";
+        Client::new(fleet.nodes[2].admin).counter(name).await
+    };
     let (before, mut nth) = (prefilled().await, 0);
     eventually("a prompt to be computed there", async || {
         nth += 1;

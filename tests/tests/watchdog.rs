@@ -68,7 +68,7 @@ async fn node_that_hangs(registry: String) -> (Client, Task<()>, Shutdown) {
             registry: &*registry,
             services: &services,
             world,
-            metrics: Metrics::new("both"),
+            metrics: Metrics::new("node"),
             drive: Drive::Thread,
             shutdown: asked,
             grpc,

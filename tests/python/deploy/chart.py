@@ -201,7 +201,7 @@ def autoscaling():
         assert spec["fallback"]["replicas"] == 2, spec["fallback"]
         queries = [trigger["metadata"]["query"] for trigger in spec["triggers"]]
         role = which.removeprefix("baton-")
-        assert any(f"baton_{role}_" in query for query in queries), queries
+        assert any("baton_node_" in query and f'role="{role}"' in query for query in queries), queries
         assert all('namespace="baton"' in query for query in queries), queries
         # Missing numbers are not idleness: no query turns them into 0, and KEDA takes them for an error.
         assert all(trigger["metadata"]["ignoreNullValues"] == "false" for trigger in spec["triggers"]), spec["triggers"]

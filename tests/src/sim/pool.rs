@@ -95,7 +95,7 @@ async fn run_here(world: World, shutdown: Shutdown, log: EventLog) {
         config: &config,
         id: NodeId::new(POOL),
         world,
-        metrics: Metrics::new("pool"),
+        metrics: Metrics::new("node"),
         registry: &*registry,
         shutdown,
         grpc,
