@@ -8,7 +8,7 @@ use axum::{Json, Router};
 use serde_json::json;
 use tokio::sync::watch;
 
-use crate::connections::ConnectionLimits;
+use crate::connections::{ConnectionCounts, ConnectionLimits};
 use crate::gate::StillHeld;
 use crate::metrics::Metrics;
 use crate::net::Listener;
@@ -84,9 +84,10 @@ pub async fn serve(
     router: Router,
     shutdown: Shutdown,
     connections: ConnectionLimits,
+    counts: ConnectionCounts,
 ) -> Result<(), StillHeld> {
     let connections = ConnectionLimits { connections_max: connections.admin_max, ..connections };
-    let limits = ServerLimits { connections, drain: DRAIN, ..ServerLimits::default() };
+    let limits = ServerLimits { connections, counts, drain: DRAIN, ..ServerLimits::default() };
     server::serve(listener, router, shutdown, limits).await
 }
 
@@ -149,7 +150,13 @@ mod tests {
         let server = spawn_guarded(
             &gate,
             "admin",
-            serve(listener, router, shutdown.clone(), ConnectionLimits::default()),
+            serve(
+                listener,
+                router,
+                shutdown.clone(),
+                ConnectionLimits::default(),
+                ConnectionCounts::default(),
+            ),
         );
 
         let check = async |path: &str, status: &str, body: &str| {

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use http::Version;
+use prometheus::IntCounterVec;
 use serde::{Deserialize, Serialize};
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -67,12 +68,45 @@ impl ConnectionLimits {
     }
 }
 
+/// Counts the connections that a port refuses. The default counts nothing.
+#[derive(Clone, Debug, Default)]
+pub struct ConnectionCounts(Option<(IntCounterVec, &'static str)>);
+
+/// Why a connection was refused or closed for another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ConnectionRefusal {
+    /// Its address has too many.
+    Address,
+    /// Its slot was needed for a new one.
+    Displaced,
+    /// The process had no file descriptor for it.
+    Accept,
+}
+
+impl ConnectionCounts {
+    /// `refused` has the labels `port` and `reason`.
+    pub fn new(refused: IntCounterVec, port: &'static str) -> Self {
+        Self(Some((refused, port)))
+    }
+
+    pub(crate) fn refused(&self, refusal: ConnectionRefusal) {
+        let reason = match refusal {
+            ConnectionRefusal::Address => "address",
+            ConnectionRefusal::Displaced => "displaced",
+            ConnectionRefusal::Accept => "accept",
+        };
+        if let Some((refused, port)) = &self.0 {
+            refused.with_label_values(&[*port, reason]).inc();
+        }
+    }
+}
+
 /// How long a connection that was replaced by a new one stays open for a request that was on its way. During
 /// a flood a connection can be replaced before its first bytes are read.
 const LEAVES_WITHIN: Duration = Duration::from_millis(100);
 /// Limit of connections of one port that were replaced by new ones and are still open.
 const LEAVING_MAX: usize = 1024;
-const NEEDED: &str = "its slot is needed for a new connection";
+pub(crate) const NEEDED: &str = "its slot is needed for a new connection";
 
 /// What a connection is doing, and since when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

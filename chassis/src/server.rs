@@ -23,7 +23,10 @@ use tracing::{debug, warn};
 
 use self::bodies::Bodies;
 pub use self::bodies::BodyBudgetSpent;
-use crate::connections::{ConnectionLimits, ConnectionPermit, Connections, TooManyFromAddress};
+use crate::connections::{
+    ConnectionCounts, ConnectionLimits, ConnectionPermit, ConnectionRefusal, Connections, NEEDED,
+    TooManyFromAddress,
+};
 use crate::gate::{Gate, StillHeld};
 use crate::identity::refusals::Refused;
 use crate::identity::{CertName, Identity, TlsRefused};
@@ -31,10 +34,11 @@ use crate::net::{Listener, Stream};
 use crate::shutdown::Shutdown;
 use crate::task::spawn_guarded;
 
-/// The limits of one port, and the time that it may take to stop.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The limits of one port, with the counts of what they refuse, and the time that it may take to stop.
+#[derive(Clone, Debug)]
 pub struct ServerLimits {
     pub connections: ConnectionLimits,
+    pub counts: ConnectionCounts,
     /// The limit of concurrent requests on one HTTP/2 connection.
     pub streams_max: u32,
     /// The interval of HTTP/2 pings.
@@ -49,6 +53,7 @@ impl Default for ServerLimits {
     fn default() -> Self {
         Self {
             connections: ConnectionLimits::default(),
+            counts: ConnectionCounts::default(),
             streams_max: 4096,
             keepalive_interval: Duration::from_secs(2),
             keepalive_timeout: Duration::from_secs(3),
@@ -123,10 +128,12 @@ impl Server {
                 Ok((stream, peer)) => match connections.place(peer.ip()).await {
                     Ok(place) => self.spawn_connection(stream, peer, place, bodies.clone()),
                     Err(TooManyFromAddress) => {
-                        debug!(%peer, "client connection refused: too many connections from its address")
+                        self.limits.counts.refused(ConnectionRefusal::Address);
+                        debug!(%peer, "client connection refused: too many connections from its address");
                     }
                 },
                 Err(error) => {
+                    self.limits.counts.refused(ConnectionRefusal::Accept);
                     let closed = connections.close_one();
                     warn!(%error, idle_connection_closed = closed, "accepting a client connection failed");
                     tokio::time::sleep(Self::ACCEPT_PAUSE).await;
@@ -142,6 +149,7 @@ impl Server {
             router: self.router.clone(),
             shutdown: self.shutdown.clone(),
             drain: self.limits.drain,
+            counts: self.limits.counts.clone(),
             peer,
             place,
             bodies,
@@ -180,6 +188,7 @@ struct Connection {
     router: Router,
     shutdown: Shutdown,
     drain: Duration,
+    counts: ConnectionCounts,
     peer: SocketAddr,
     place: ConnectionPermit,
     bodies: Bodies,
@@ -191,7 +200,12 @@ impl Connection {
         let secured = tokio::select! {
             secured = secured(&self.identity, stream) => secured,
             () = self.shutdown.wait() => return,
-            reason = self.place.must_close() => return debug!(%peer, reason, "connection closed"),
+            reason = self.place.must_close() => {
+                if reason == NEEDED {
+                    self.counts.refused(ConnectionRefusal::Displaced);
+                }
+                return debug!(%peer, reason, "client connection closed by this server");
+            }
         };
         match secured {
             Ok((stream, caller)) => self.serve(stream, caller).await,
@@ -205,7 +219,7 @@ impl Connection {
     }
 
     async fn serve(self, stream: Stream, caller: Option<CertName>) {
-        let Self { identity: _, protocol, router, shutdown, drain, peer, place, bodies } = self;
+        let Self { identity: _, protocol, router, shutdown, drain, counts, peer, place, bodies } = self;
         let activity = place.activity.clone();
         let router = router.map_request(move |mut request: http::Request<Incoming>| {
             request.extensions_mut().insert(ConnectInfo(peer));
@@ -233,7 +247,12 @@ impl Connection {
                 connection.as_mut().graceful_shutdown();
                 tokio::time::timeout(drain, connection).await.ok()
             }
-            reason = place.must_close() => return debug!(%peer, reason, "client connection closed by this server"),
+            reason = place.must_close() => {
+                if reason == NEEDED {
+                    counts.refused(ConnectionRefusal::Displaced);
+                }
+                return debug!(%peer, reason, "client connection closed by this server");
+            }
         };
         match ended {
             Some(Ok(())) => {}

@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use axum::Router;
 use axum::body::Body;
-use chassis::connections::ConnectionLimits;
+use chassis::connections::{ConnectionCounts, ConnectionLimits};
 use chassis::rpc::Callers;
 use chassis::server::ServerLimits;
 use chassis::{Gate, Listener, Shutdown, StillHeld, Stream, Task, spawn_guarded};
@@ -44,7 +44,13 @@ impl Ports {
     /// Opens the admin port with the pages of `pages`.
     pub fn admin(listener: Box<dyn Listener>, pages: Router, connections: ConnectionLimits) -> Self {
         let mut ports = Self::default();
-        let pages = chassis::admin::serve(listener, pages, ports.close.clone(), connections);
+        let pages = chassis::admin::serve(
+            listener,
+            pages,
+            ports.close.clone(),
+            connections,
+            ConnectionCounts::default(),
+        );
         ports.serving.push(spawn_guarded(&ports.gate, "admin", pages));
         ports
     }

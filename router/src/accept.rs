@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use chassis::World;
+use tokio::time::Instant;
 use types::prompt::CACHE_SALT_BYTES_MAX;
 use types::{CacheSalt, Deadline, Prompt, PromptModel, RequestId, Sampling, StopRules, TenantId, TokenId};
 
@@ -51,6 +52,7 @@ pub struct Deadlines {
 pub struct Caller {
     pub id: RequestId,
     pub client: Client,
+    pub arrived: Instant,
     pub deadline: Deadline,
 }
 
@@ -105,6 +107,13 @@ pub struct Accepted {
     /// One prompt per choice: first all answers to the first input, then all to the second, and so on.
     pub prompts: Vec<Prompt>,
     pub stop: StopStrings,
+    pub origin: RequestOrigin,
+}
+
+/// The request that answers belong to.
+#[derive(Clone, Debug)]
+pub struct RequestOrigin {
+    pub arrived: Instant,
     /// The permit that counts the request against its tenant's limits until it is dropped; `None` without
     /// limits.
     pub permit: Option<Arc<TenantPermit>>,
@@ -115,7 +124,7 @@ pub struct Accepted {
 pub struct AcceptedOne {
     pub prompt: Prompt,
     pub stop: StopStrings,
-    pub permit: Option<Arc<TenantPermit>>,
+    pub origin: RequestOrigin,
 }
 
 impl Default for SamplingParams {
@@ -175,7 +184,7 @@ impl Acceptor {
         timeout: Option<Duration>,
     ) -> Result<Caller, AcceptError> {
         let deadline = self.world.deadline_in(self.limits.bound(timeout)?);
-        Ok(Caller { id, client, deadline })
+        Ok(Caller { id, client, arrived: self.world.now(), deadline })
     }
 
     /// Makes the prompts of a request. One invalid input refuses the whole request.
@@ -212,7 +221,7 @@ impl Acceptor {
         let prompt_tokens = prompts.iter().map(|prompt| prompt.tokens.len()).sum();
         let prompts = fanned_out(prompts, params.n);
         let permit = self.tenants.admit(&caller.client, prompts.len(), prompt_tokens)?;
-        Ok(Accepted { prompts, stop, permit })
+        Ok(Accepted { prompts, stop, origin: RequestOrigin { arrived: caller.arrived, permit } })
     }
 
     /// Makes the prompt of a request with one input and one answer, as [`accept`](Self::accept) does.
@@ -225,10 +234,10 @@ impl Acceptor {
         caller: &Caller,
     ) -> Result<AcceptedOne, AcceptError> {
         let params = SamplingParams { n: 1, ..params.clone() };
-        let Accepted { mut prompts, stop, permit } =
+        let Accepted { mut prompts, stop, origin } =
             self.accept(model, Inputs { param, tokens: vec![tokens] }, &params, caller)?;
         let prompt = prompts.pop().expect("one input and one answer make one prompt");
-        Ok(AcceptedOne { prompt, stop, permit })
+        Ok(AcceptedOne { prompt, stop, origin })
     }
 
     fn sampling(&self, model: &RouterModel, params: &SamplingParams) -> Result<Sampling, AcceptError> {
@@ -274,7 +283,7 @@ struct PromptRules {
 }
 
 fn prompt(model: &RouterModel, tokens: Vec<TokenId>, rules: PromptRules, caller: Caller) -> Prompt {
-    let Caller { id, client: Client { tenant, priority, .. }, deadline } = caller;
+    let Caller { id, client: Client { tenant, priority, .. }, deadline, .. } = caller;
     let PromptRules { sampling, stop, cache_salt } = rules;
     let model = PromptModel::named(model.name.as_str());
     Prompt {

@@ -1,14 +1,12 @@
 //! One answer to one prompt while it is generated: steps in, text out.
 
-use std::sync::Arc;
-
 use futures::stream::{BoxStream, StreamExt};
 use tokio::time::{Instant, timeout_at};
 use types::{FinishReason, Prompt, Step, Usage};
 
+use crate::accept::RequestOrigin;
 use crate::error::ServeError;
 use crate::serve::{Generation, Serve};
-use crate::tenants::TenantPermit;
 use crate::text::Detokenizer;
 
 /// The part of an answer that one step adds.
@@ -37,8 +35,7 @@ pub struct Choice {
     deadline: Instant,
     n_steps: u32,
     n_characters: usize,
-    /// The permit that counts the request against its tenant's limits; `None` without limits.
-    permit: Option<Arc<TenantPermit>>,
+    origin: RequestOrigin,
 }
 
 impl Choice {
@@ -49,11 +46,12 @@ impl Choice {
         index: usize,
         prompt: Prompt,
         detokenizer: Detokenizer,
-        permit: Option<Arc<TenantPermit>>,
+        origin: RequestOrigin,
     ) -> Result<Self, ServeError> {
         let deadline = prompt.deadline.instant().into();
-        let generation = timeout_at(deadline, serve.generate(prompt)).await.map_err(|_| too_late())??;
-        Ok(Self { index, generation, detokenizer, deadline, n_steps: 0, n_characters: 0, permit })
+        let generating = serve.generate(prompt, origin.arrived);
+        let generation = timeout_at(deadline, generating).await.map_err(|_| too_late())??;
+        Ok(Self { index, generation, detokenizer, deadline, n_steps: 0, n_characters: 0, origin })
     }
 
     pub fn usage(&self) -> Usage {
@@ -78,7 +76,7 @@ impl Choice {
             return Err(out_of_order(&format!("step {} came as step {}", step.index, self.n_steps)));
         }
         self.n_steps += 1;
-        if let Some(permit) = &self.permit {
+        if let Some(permit) = &self.origin.permit {
             permit.generated(Instant::now());
         }
         Ok(self.delta(step))

@@ -95,6 +95,8 @@ pub struct RouterSection {
     /// Without a tenants file: the proxies whose headers `x-baton-tenant` and `x-baton-priority` are accepted, as
     /// addresses or networks such as `10.0.0.0/8`. From other peers these headers are refused.
     pub trusted_proxies: Vec<String>,
+    /// Serves the metrics that vLLM has too under vLLM's names besides their own, for dashboards that exist.
+    pub vllm_metrics: bool,
 }
 
 impl Default for RouterSection {
@@ -113,6 +115,7 @@ impl Default for RouterSection {
             notice_ms: 3_000,
             tenants_file: String::new(),
             trusted_proxies: Vec::new(),
+            vllm_metrics: false,
         }
     }
 }
@@ -174,6 +177,7 @@ pub struct RouterConfig {
     /// The file with tenants and API keys; `None`: no API keys are required.
     pub tenants_file: Option<PathBuf>,
     pub trusted_proxies: TrustedProxies,
+    pub vllm_metrics: bool,
     /// The address of an external registry; `None`: this router serves the registry.
     pub registry_url: Option<String>,
     pub members_file: Option<PathBuf>,
@@ -227,6 +231,7 @@ impl RouterConfig {
             stuck_after: Duration::from_millis(expert.router.stuck_ms),
             tenants_file: (!router.tenants_file.is_empty()).then(|| router.tenants_file.into()),
             trusted_proxies: trusted_proxies(&router.trusted_proxies)?,
+            vllm_metrics: router.vllm_metrics,
             members_file: (!registry.members_file.is_empty()).then(|| registry.members_file.into()),
             registry_url: (registry.url != EMBEDDED).then_some(registry.url),
             wanted: wanted(&model)?,

@@ -13,6 +13,7 @@ use crate::admission::Permit;
 use crate::dispatch::{ComputedBy, Dispatch, Started, StepSource};
 use crate::error::ServeError;
 use crate::metrics::{Outcome, Stage};
+use crate::requests::{RequestEvent, RequestRecord};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure};
 use crate::watchdog::WaitStage;
 
@@ -43,6 +44,7 @@ pub(crate) struct RequestGuards {
     #[allow(dead_code, reason = "its drop is what counts")]
     pub(crate) permit: Permit,
     pub(crate) outcome: Outcome,
+    pub(crate) record: RequestRecord,
 }
 
 #[derive(Debug)]
@@ -101,16 +103,17 @@ impl Continuation {
     async fn decode_of(&self, rest: StepSource) -> Result<Box<DecodeCall>, ServeError> {
         match rest {
             StepSource::Decode(decode) => Ok(decode),
-            StepSource::Held(held) => self.dispatch.deliver(*held).await.map(Box::new),
+            StepSource::Held(held) => self.dispatch.deliver(*held, &self.guards.record).await.map(Box::new),
         }
     }
 
     async fn step_of(&mut self, mut decode: Box<DecodeCall>) -> Result<Step, Failure> {
-        let _waiting = self.dispatch.stages().enter(WaitStage::Decode);
+        let _waiting = self.dispatch.stages().enter(WaitStage::Decode, &self.guards.record);
         loop {
             match decode.progress().await? {
                 DecodeProgress::Arrived { scheme, bytes, waited } => {
                     self.dispatch.parts().metrics.arrived(&scheme, bytes, waited);
+                    self.guards.record.note(RequestEvent::KvArrived { connector: scheme, bytes, waited });
                 }
                 DecodeProgress::Step(step) if step.index == self.next_index() => {
                     self.losses = 0;
@@ -129,9 +132,11 @@ impl Continuation {
         }
         info!(request_id = %self.prompt.id, sent = self.sent.len(), reason = %failure, "request continues on another route");
         self.dispatch.parts().metrics.continuations.inc();
+        self.guards.record.note(RequestEvent::Continue { code: failure.outcome() });
         self.losses += 1;
         let by = if self.losses > LOSSES_MAX { ComputedBy::DecodeAlone } else { ComputedBy::Both };
-        let started = self.dispatch.start(&self.prompt.continued(&self.sent), by).await?;
+        let prompt = self.prompt.continued(&self.sent);
+        let started = self.dispatch.start(&prompt, by, &self.guards.record).await?;
         if started.first.index != self.next_index() {
             let reason =
                 format!("continued with step {} instead of {}", started.first.index, self.next_index());
@@ -148,11 +153,15 @@ impl Continuation {
         trace!(target: "walk", request = %self.prompt.id, index = step.index, "token received for the client");
         let metrics = &self.dispatch.parts().metrics;
         let now = self.dispatch.parts().world.now();
-        match self.sent.len() {
-            0 => {}
-            1 => metrics.stage(Stage::HandoverGap, now - self.last),
-            _ => metrics.stage(Stage::Step, now - self.last),
+        if self.sent.len() == 1 {
+            metrics.stage(Stage::HandoverGap, now - self.last);
         }
+        let of_model = self.guards.outcome.metrics();
+        if !self.sent.is_empty() {
+            of_model.token_gap.observe((now - self.last).as_secs_f64());
+        }
+        of_model.output_tokens.inc();
+        self.guards.record.gave_token();
         self.last = now;
         self.sent.push(step.token);
         if step.finish.is_some() {

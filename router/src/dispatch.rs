@@ -28,6 +28,7 @@ use crate::drain::Drain;
 use crate::error::{AcceptError, ServeError};
 use crate::metrics::{Outcome, RouterMetrics, Stage};
 use crate::policy::{Route, RoutingPolicy};
+use crate::requests::{RequestEvent, RequestRecord, Requests};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure, NodeClient, Opening, PrefillOffer};
 use crate::serve::{Generation, Serve};
 use crate::watchdog::{StageTracker, TrackedRequest, WaitStage, watch};
@@ -73,6 +74,7 @@ pub struct Budget {
 pub struct Dispatch {
     parts: Arc<DispatchParts>,
     stages: StageTracker,
+    requests: Requests,
 }
 
 #[derive(Debug)]
@@ -108,7 +110,7 @@ pub(crate) enum StepSource {
 
 impl Dispatch {
     pub fn new(parts: DispatchParts) -> Self {
-        Self { parts: Arc::new(parts), stages: StageTracker::default() }
+        Self { parts: Arc::new(parts), stages: StageTracker::default(), requests: Requests::default() }
     }
 
     pub(crate) fn parts(&self) -> &DispatchParts {
@@ -119,6 +121,11 @@ impl Dispatch {
         &self.stages
     }
 
+    /// The records of requests.
+    pub fn requests(&self) -> &Requests {
+        &self.requests
+    }
+
     /// Returns a future that watches whether requests make progress, until it is dropped.
     pub fn watchdog(&self, bound: Duration) -> impl Future<Output = ()> + Send + 'static {
         let cluster = self.parts.cluster.clone();
@@ -126,10 +133,15 @@ impl Dispatch {
     }
 
     /// Tries routes until one gives the request's first step.
-    pub(crate) async fn start(&self, prompt: &Prompt, by: ComputedBy) -> Result<Started, ServeError> {
+    pub(crate) async fn start(
+        &self,
+        prompt: &Prompt,
+        by: ComputedBy,
+        record: &RequestRecord,
+    ) -> Result<Started, ServeError> {
         let progress = if prompt.n_generated == 0 { Progress::New } else { Progress::Begun };
-        let mut tries = Attempts::new(&self.parts, progress);
-        let waiting = self.stages.enter(WaitStage::Route);
+        let mut tries = Attempts::new(&self.parts, progress, record);
+        let waiting = self.stages.enter(WaitStage::Route, record);
         loop {
             waiting.set_stage(WaitStage::Route);
             let route = tries.route(prompt).await?;
@@ -151,10 +163,15 @@ impl Dispatch {
         waiting: &TrackedRequest,
     ) -> Result<Started, Failure> {
         self.parts.metrics.attempts.inc();
+        let is_held = route.prefill.is_some() && self.parts.order == Order::PrefillFirst;
+        waiting.record().note(RequestEvent::Try {
+            prefill: route.prefill.as_ref().map(|node| node.id.clone()),
+            decode: (!is_held).then(|| route.decode.id.clone()),
+        });
         match (&route.prefill, self.parts.order) {
             (Some(prefill), Order::PrefillFirst) => {
                 waiting.set_stage(WaitStage::Prefill);
-                self.prefill_first(prompt, prefill).await
+                self.prefill_first(prompt, prefill, waiting.record()).await
             }
             _ => self.decode_first(prompt, route, room_by, waiting).await,
         }
@@ -188,6 +205,7 @@ impl Dispatch {
                     failure = decode.failure() => return Err(failure),
                 };
                 decode.kv_from(sender);
+                waiting.record().prefilled(prefilled.queued, prefilled.computed);
                 Ok(self.started(prompt, prefilled, StepSource::Decode(Box::new(decode))))
             }
             (Opening::Landing(_), None) => Err(decode.unasked_landing()),
@@ -231,19 +249,24 @@ impl Serve for Dispatch {
         self.parts.cluster.models()
     }
 
-    async fn generate(&self, prompt: Prompt) -> Result<Generation, ServeError> {
-        let accepted = self.parts.world.now();
-        let mut outcome = Outcome::new(&self.parts.metrics, accepted);
+    async fn generate(&self, prompt: Prompt, arrived: Instant) -> Result<Generation, ServeError> {
+        let mut outcome = Outcome::new(self.parts.metrics.of_model(&prompt.model.name), arrived);
         let permit = outcome.note(self.parts.admission.admit())?;
+        let unix_time = self.parts.world.unix_time().saturating_sub(arrived.elapsed());
+        let open = self.requests.begin(&prompt, arrived, unix_time);
+        let record = open.record().clone();
+        outcome.keep(open);
         trace!(target: "walk", request = %prompt.id, n_tokens = prompt.tokens.len(), "prompt accepted");
-        let started =
-            outcome.note(self.by_deadline(prompt.deadline, self.start(&prompt, ComputedBy::Both)).await)?;
-        self.parts.metrics.stage(Stage::FirstToken, accepted.elapsed());
-        info!(ttft_ms = accepted.elapsed().as_millis() as u64, "first token received from the nodes");
+        let starting = self.start(&prompt, ComputedBy::Both, &record);
+        let started = outcome.note(self.by_deadline(prompt.deadline, starting).await)?;
+        let (ttft, usage) = (arrived.elapsed(), started.usage);
+        outcome.metrics().first_token.observe(ttft.as_secs_f64());
+        outcome.metrics().prompt_tokens.inc_by(u64::from(usage.prompt_tokens));
+        record.first_token(usage);
+        info!(ttft_ms = ttft.as_millis() as u64, "first token received from the nodes");
         self.stages.moved();
-        let usage = started.usage;
         let complete = outcome.complete();
-        let guards = RequestGuards { permit, outcome };
+        let guards = RequestGuards { permit, outcome, record };
         let steps = Continuation::new(self.clone(), prompt, started, guards).into_steps().boxed();
         Ok(Generation { usage, complete, steps })
     }
@@ -284,6 +307,7 @@ impl Dispatch {
 /// The attempts at one prompt's next step: the failed nodes, and the remaining attempts and time.
 struct Attempts<'a> {
     parts: &'a DispatchParts,
+    record: &'a RequestRecord,
     failed: Vec<NodeId>,
     attempts_left: u32,
     began: Instant,
@@ -299,10 +323,11 @@ enum Progress {
 }
 
 impl<'a> Attempts<'a> {
-    fn new(parts: &'a DispatchParts, progress: Progress) -> Self {
+    fn new(parts: &'a DispatchParts, progress: Progress, record: &'a RequestRecord) -> Self {
         let attempts_left = parts.budget.attempts_max;
         Self {
             parts,
+            record,
             failed: Vec::new(),
             attempts_left,
             began: parts.world.now(),
@@ -351,6 +376,7 @@ impl<'a> Attempts<'a> {
     async fn failed(&mut self, failure: Failure) -> Result<(), ServeError> {
         let kind = failure.refusal.kind;
         self.parts.metrics.retries.with_label_values(&[kind.code()]).inc();
+        self.record.note(RequestEvent::Failed { node: failure.node.id.clone(), code: kind.code() });
         debug!(node = %failure.node.id, refusal = %failure.refusal, "attempt to serve the request failed on the node");
         if failure.refusal.verdict() != Verdict::RetryElsewhere {
             return Err(failure.into());

@@ -20,9 +20,46 @@ use types::{RequestId, TokenId, Usage, Verdict};
 use crate::accept::{AcceptedOne, Acceptor, Caller, MaxTokens, SamplingParams};
 use crate::choice::{Choice, Delta};
 use crate::error::{AcceptError, ServeError};
+use crate::http;
+use crate::metrics::RouterMetrics;
 use crate::serve::Serve;
 use crate::tenants::{Claims, LimitReached};
 use crate::text::{Detokenizer, RouterModel, RouterModels, Tokenizer, run_by_size};
+
+/// The error of a call.
+enum CallError {
+    Accept(AcceptError),
+    Serve(ServeError),
+}
+
+impl CallError {
+    /// The same code as in an HTTP error.
+    fn code(&self) -> http::Code {
+        match self {
+            Self::Accept(error) => http::Code::from(error),
+            Self::Serve(error) => http::Code::from(error),
+        }
+    }
+
+    fn status(&self) -> Status {
+        match self {
+            Self::Accept(error) => refused(error),
+            Self::Serve(error) => failed(error),
+        }
+    }
+}
+
+impl From<AcceptError> for CallError {
+    fn from(error: AcceptError) -> Self {
+        Self::Accept(error)
+    }
+}
+
+impl From<ServeError> for CallError {
+    fn from(error: ServeError) -> Self {
+        Self::Serve(error)
+    }
+}
 
 /// The service `baton.v1.Inference` for clients.
 #[derive(Clone, Debug)]
@@ -30,6 +67,7 @@ pub struct GrpcApi {
     pub serve: Arc<dyn Serve>,
     pub models: RouterModels,
     pub acceptor: Acceptor,
+    pub metrics: RouterMetrics,
     /// The shutdown request. After it, no further call is accepted.
     pub shutdown: Shutdown,
 }
@@ -39,15 +77,16 @@ impl GrpcApi {
         InferenceServer::new(self).max_decoding_message_size(proto::MESSAGE_BYTES_MAX)
     }
 
-    async fn answer(&self, request: Request<v1::GenerateRequest>) -> Result<Events, Status> {
-        let caller = self.caller(&request).map_err(|error| refused(&error))?;
+    async fn answer(&self, request: Request<v1::GenerateRequest>) -> Result<Events, CallError> {
+        if self.shutdown.requested() {
+            return Err(ServeError::Draining.into());
+        }
+        let caller = self.caller(&request)?;
         let request = request.into_inner();
-        let model = self.model(&request).map_err(|error| refused(&error))?;
-        let AcceptedOne { prompt, stop, permit } = self.accept(&model, request, &caller).await?;
+        let model = self.model(&request)?;
+        let AcceptedOne { prompt, stop, origin } = self.accept(&model, request, &caller).await?;
         let detokenizer = Detokenizer::new(model.tokenizer.clone(), &stop, prompt.stop.min_tokens);
-        let choice = Choice::begin(&*self.serve, 0, prompt, detokenizer, permit)
-            .await
-            .map_err(|error| failed(&error))?;
+        let choice = Choice::begin(&*self.serve, 0, prompt, detokenizer, origin).await?;
         Ok(events(choice, caller.id))
     }
 
@@ -78,21 +117,21 @@ impl GrpcApi {
         model: &Arc<RouterModel>,
         request: v1::GenerateRequest,
         caller: &Caller,
-    ) -> Result<AcceptedOne, Status> {
+    ) -> Result<AcceptedOne, CallError> {
         let params = params(&request);
         let (param, tokens) = match request.input {
             Some(Input::Text(text)) => ("text", encoded(model.tokenizer.clone(), text).await?),
             Some(Input::Tokens(tokens)) => ("tokens", tokens.ids.into_iter().map(TokenId).collect()),
-            None => return Err(refused(&AcceptError::missing("input"))),
+            None => return Err(AcceptError::missing("input").into()),
         };
-        self.acceptor.accept_one(model, param, tokens, &params, caller).map_err(|error| refused(&error))
+        Ok(self.acceptor.accept_one(model, param, tokens, &params, caller)?)
     }
 }
 
-async fn encoded(tokenizer: Arc<Tokenizer>, text: String) -> Result<Vec<TokenId>, Status> {
+async fn encoded(tokenizer: Arc<Tokenizer>, text: String) -> Result<Vec<TokenId>, CallError> {
     let encoded = run_by_size(text.len(), move || tokenizer.encode_plain(&text)).await;
-    let encoded = encoded.map_err(|error| Status::internal(error.to_string()))?;
-    encoded.map_err(|error| refused(&error.at("text")))
+    let encoded = encoded.map_err(|error| ServeError::Failed { reason: error.to_string() })?;
+    Ok(encoded.map_err(|error| error.at("text"))?)
 }
 
 /// Returns the call's sampling parameters. Zero means "not given", because protobuf does not distinguish zero
@@ -177,10 +216,9 @@ impl Inference for GrpcApi {
     type GenerateStream = Events;
 
     async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Events>, Status> {
-        if self.shutdown.requested() {
-            return Err(Status::unavailable("the router is stopping"));
-        }
-        self.answer(request).await.map(Response::new)
+        let answer =
+            self.answer(request).await.inspect_err(|error| self.metrics.refused(error.code().as_str()));
+        answer.map(Response::new).map_err(|error| error.status())
     }
 }
 

@@ -1,16 +1,20 @@
-//! The metrics of a router.
+//! The metrics of the router.
+
+mod models;
+mod outcome;
 
 use std::time::Duration;
 
-use chassis::metrics::Metrics;
-use prometheus::{HistogramVec, IntCounter, IntCounterVec};
+use chassis::connections::ConnectionCounts;
+use chassis::metrics::{Alias, Metrics, TOKEN_BUCKETS};
+use prometheus::{Histogram, HistogramVec, IntCounter, IntCounterVec, IntGaugeVec};
 
-use tokio::time::Instant;
+use crate::http::Code;
+use crate::requests::{Place, Requests};
+use models::ModelLabels;
+pub use outcome::Outcome;
 
-use crate::error::ServeError;
-use crate::serve::Complete;
-
-/// The stages of a request, each with its own latency histogram.
+/// The stages of a request, as the router measures them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
     /// The time from the call to a decode node until its landing.
@@ -23,17 +27,14 @@ pub enum Stage {
     Store,
     /// The time from the landing to the handoff.
     Transfer,
-    /// The time from acceptance to the first token.
-    FirstToken,
     /// The time from the first token to the second. A slow transfer of KV shows here.
     HandoverGap,
-    /// The time from one token to the next, from the second token on.
-    Step,
-    /// The time from acceptance to the last token.
-    Whole,
 }
 
 impl Stage {
+    const ALL: [Self; 6] =
+        [Self::Reserve, Self::PrefillQueue, Self::Prefill, Self::Store, Self::Transfer, Self::HandoverGap];
+
     fn as_str(self) -> &'static str {
         match self {
             Self::Reserve => "reserve",
@@ -41,10 +42,7 @@ impl Stage {
             Self::Prefill => "prefill",
             Self::Store => "store",
             Self::Transfer => "transfer",
-            Self::FirstToken => "first_token",
             Self::HandoverGap => "handover_gap",
-            Self::Step => "step",
-            Self::Whole => "whole",
         }
     }
 }
@@ -59,6 +57,16 @@ pub struct RouterMetrics {
     pub pool_fallbacks: IntCounterVec,
     kv_bytes: IntCounterVec,
     requests: IntCounterVec,
+    running: IntGaugeVec,
+    waiting: IntGaugeVec,
+    prompt_tokens: IntCounterVec,
+    output_tokens: IntCounterVec,
+    first_token: HistogramVec,
+    token_gap: HistogramVec,
+    request: HistogramVec,
+    refusals: IntCounterVec,
+    connections_refused: IntCounterVec,
+    models: ModelLabels,
     /// Requests without a known API key.
     pub unauthorized: IntCounterVec,
     /// Requests refused by a limit of their tenant.
@@ -66,35 +74,68 @@ pub struct RouterMetrics {
     pub tenants_reloads: IntCounterVec,
 }
 
+/// The metrics of one model's requests.
+#[derive(Clone, Debug)]
+pub struct ModelMetrics {
+    label: String,
+    requests: IntCounterVec,
+    pub prompt_tokens: IntCounter,
+    pub output_tokens: IntCounter,
+    pub first_token: Histogram,
+    pub token_gap: Histogram,
+    request: Histogram,
+}
+
 impl RouterMetrics {
     pub fn new(metrics: &Metrics) -> Self {
+        let own = Self::register(metrics);
+        // Known labels are on the page from the start, because a rate misses the first count of a series that begins.
+        Code::ALL.iter().for_each(|code| drop(own.refusals.with_label_values(&[code.as_str()])));
+        Stage::ALL.iter().for_each(|stage| drop(own.stages.with_label_values(&[stage.as_str()])));
+        own
+    }
+
+    fn register(metrics: &Metrics) -> Self {
+        let counter = |name, help, labels: &[&str]| metrics.counter_vec(name, help, labels);
+        let by_model = |name, help| metrics.histogram_vec(name, help, TOKEN_BUCKETS, &["model"]);
+        let by_place = |name, help| metrics.gauge_vec(name, help, &["model", "place"]);
         Self {
             stages: metrics.latency_vec("stage_seconds", "Time per stage of a request.", &["stage"]),
             attempts: metrics.counter("attempts_total", "Routes that were tried."),
-            retries: metrics.counter_vec("retries_total", "Failed attempts, by reason.", &["reason"]),
+            retries: counter("retries_total", "Failed attempts, by reason.", &["reason"]),
             continuations: metrics.counter("continuations_total", "Streams that continued on another route."),
-            pool_fallbacks: metrics.counter_vec(
+            pool_fallbacks: counter(
                 "pool_fallbacks_total",
                 "Prompts whose KV the pool did not take, by reason.",
                 &["reason"],
             ),
-            kv_bytes: metrics.counter_vec(
-                "kv_arrived_bytes_total",
-                "KV that decode nodes reported.",
-                &["connector"],
+            kv_bytes: counter("kv_arrived_bytes_total", "KV that decode nodes reported.", &["connector"]),
+            requests: counter("requests_total", "Requests, by outcome.", &["model", "outcome"]),
+            running: by_place("requests_running", "Requests that nodes work on, by place."),
+            waiting: by_place("requests_waiting", "Requests that wait for a node, room or KV, by place."),
+            prompt_tokens: counter(
+                "prompt_tokens_total",
+                "Tokens of prompts with a first token.",
+                &["model"],
             ),
-            requests: metrics.counter_vec("requests_total", "Requests, by outcome.", &["outcome"]),
-            unauthorized: metrics.counter_vec(
-                "unauthorized_total",
-                "Requests without a known API key.",
-                &["reason"],
+            output_tokens: counter("output_tokens_total", "Tokens given to clients.", &["model"]),
+            first_token: by_model("first_token_seconds", "From a request's arrival to its first token."),
+            token_gap: by_model("token_gap_seconds", "From one token of an answer to the next."),
+            request: by_model("request_seconds", "From a request's arrival to its last token."),
+            refusals: counter("refusals_total", "Requests that got an error, by code.", &["code"]),
+            connections_refused: counter(
+                "connections_refused_total",
+                "Connections refused, or closed for a newer one.",
+                &["port", "reason"],
             ),
-            tenant_refusals: metrics.counter_vec(
+            models: ModelLabels::default(),
+            unauthorized: counter("unauthorized_total", "Requests without a known API key.", &["reason"]),
+            tenant_refusals: counter(
                 "tenant_refusals_total",
                 "Requests over a limit of their tenant.",
                 &["tenant", "limit"],
             ),
-            tenants_reloads: metrics.counter_vec(
+            tenants_reloads: counter(
                 "tenants_file_reloads_total",
                 "Changes of the tenants file.",
                 &["outcome"],
@@ -110,50 +151,85 @@ impl RouterMetrics {
         self.stage(Stage::Transfer, waited);
         self.kv_bytes.with_label_values(&[scheme]).inc_by(bytes);
     }
-}
 
-// === outcomes ===
-
-/// The outcome of one request, recorded in the metrics on drop. Without another outcome the client has
-/// cancelled the request, unless `complete` is set.
-#[derive(Debug)]
-pub struct Outcome {
-    metrics: RouterMetrics,
-    accepted: Instant,
-    complete: Complete,
-    word: &'static str,
-}
-
-const CANCELLED: &str = "cancelled";
-
-impl Outcome {
-    pub fn new(metrics: &RouterMetrics, accepted: Instant) -> Self {
-        Self { metrics: metrics.clone(), accepted, complete: Complete::default(), word: CANCELLED }
+    /// Counts a request that gets an error.
+    pub fn refused(&self, code: &str) {
+        self.refusals.with_label_values(&[code]).inc();
     }
 
-    pub fn complete(&self) -> Complete {
-        self.complete.clone()
+    /// The counts of one port's refused connections.
+    pub fn connections(&self, port: &'static str) -> ConnectionCounts {
+        ConnectionCounts::new(self.connections_refused.clone(), port)
     }
 
-    pub fn finished(&mut self) {
-        self.word = "finished";
-        self.metrics.stage(Stage::Whole, self.accepted.elapsed());
-    }
-
-    /// Stores the outcome of `result` if it is an error, and returns `result`.
-    pub fn note<T>(&mut self, result: Result<T, ServeError>) -> Result<T, ServeError> {
-        if let Err(error) = &result {
-            self.word = error.outcome();
+    pub fn of_model(&self, name: &str) -> ModelMetrics {
+        let label = self.models.label(name);
+        let labels = [label.as_str()];
+        ModelMetrics {
+            requests: self.requests.clone(),
+            prompt_tokens: self.prompt_tokens.with_label_values(&labels),
+            output_tokens: self.output_tokens.with_label_values(&labels),
+            first_token: self.first_token.with_label_values(&labels),
+            token_gap: self.token_gap.with_label_values(&labels),
+            request: self.request.with_label_values(&labels),
+            label,
         }
-        result
+    }
+
+    /// Sets the gauges of requests under way, by model and place.
+    pub fn show(&self, requests: &Requests) {
+        for (model, counts) in self.counts(requests) {
+            for (place, count) in Place::ALL.into_iter().zip(counts) {
+                let gauge = if place.is_waiting() { &self.waiting } else { &self.running };
+                gauge.with_label_values(&[model.as_str(), place.as_str()]).set(count);
+            }
+        }
+    }
+
+    /// The requests under way of each model that was ever counted, by place.
+    fn counts(&self, requests: &Requests) -> Vec<(String, [i64; Place::ALL.len()])> {
+        let under_way = requests.count(|model| self.models.label(model));
+        let counted = |label: String| {
+            let counts = under_way.get(&label).copied().unwrap_or_default();
+            (label, counts)
+        };
+        self.models.all().into_iter().map(counted).collect()
+    }
+
+    /// Serves the metrics that vLLM has too under vLLM's names, for dashboards that exist.
+    pub fn add_vllm_names(&self, metrics: &Metrics, requests: &Requests) {
+        for (of, name) in VLLM_NAMES {
+            metrics.alias(Alias { of, name, label: ("model", "model_name") });
+        }
+        let gauge = |name, help| metrics.foreign_gauge_vec(name, help, &["model_name"]);
+        let running = gauge("vllm:num_requests_running", "Requests that nodes work on.");
+        let waiting = gauge("vllm:num_requests_waiting", "Requests that wait for a node, room or KV.");
+        let (own, requests) = (self.clone(), requests.clone());
+        metrics.before_page(move || {
+            for (model, counts) in own.counts(&requests) {
+                let sum = |is_waiting: bool| {
+                    let counts = Place::ALL.into_iter().zip(counts);
+                    counts.filter(|(place, _)| place.is_waiting() == is_waiting).map(|(_, count)| count).sum()
+                };
+                running.with_label_values(&[model.as_str()]).set(sum(false));
+                waiting.with_label_values(&[model.as_str()]).set(sum(true));
+            }
+        });
     }
 }
 
-impl Drop for Outcome {
-    fn drop(&mut self) {
-        if self.word == CANCELLED && self.complete.is_said() {
-            self.finished();
-        }
-        self.metrics.requests.with_label_values(&[self.word]).inc();
+/// Metrics with vLLM's name for them. The second name of token gaps is that of vLLM before version 0.11.
+const VLLM_NAMES: [(&str, &str); 6] = [
+    ("prompt_tokens_total", "vllm:prompt_tokens_total"),
+    ("output_tokens_total", "vllm:generation_tokens_total"),
+    ("first_token_seconds", "vllm:time_to_first_token_seconds"),
+    ("token_gap_seconds", "vllm:inter_token_latency_seconds"),
+    ("token_gap_seconds", "vllm:time_per_output_token_seconds"),
+    ("request_seconds", "vllm:e2e_request_latency_seconds"),
+];
+
+impl ModelMetrics {
+    fn ended(&self, outcome: &str) {
+        self.requests.with_label_values(&[self.label.as_str(), outcome]).inc();
     }
 }

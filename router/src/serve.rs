@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
 use futures::stream::BoxStream;
+use tokio::time::Instant;
 use types::{ModelInfo, Prompt, Step, Usage};
 
 use crate::error::AcceptError;
@@ -24,7 +25,8 @@ pub trait Serve: fmt::Debug + Send + Sync + 'static {
 
     /// Starts a prompt. Returns when its first step is available, or an error; until then a refusal can
     /// become a status code.
-    async fn generate(&self, prompt: Prompt) -> Result<Generation, ServeError>;
+    /// `arrived` is the time at which the request reached the router.
+    async fn generate(&self, prompt: Prompt, arrived: Instant) -> Result<Generation, ServeError>;
 
     /// Checks that requests can be served, by at least one usable pair of nodes. An error is the reason why
     /// not.

@@ -29,6 +29,7 @@ use crate::error::TextError;
 use crate::grpc::GrpcApi;
 use crate::http::{BodyLimits, HttpApi, WriteTimeoutListener};
 use crate::metrics::RouterMetrics;
+use crate::requests::Requests;
 use crate::serve::Serve;
 use crate::tenants::{TableError, TenantTable, Tenants};
 use crate::text::{RouterModel, RouterModels, Tokenizer};
@@ -145,13 +146,17 @@ impl Router {
         let drain = Drain { requested: shutdown.clone(), ..Drain::default() };
         let router_metrics = RouterMetrics::new(&metrics);
         let tenants = self.tenants(router_metrics.clone());
-        let serve = Arc::new(self.dispatch(router_metrics, drain.clone()));
+        let serve = Arc::new(self.dispatch(router_metrics.clone(), drain.clone()));
+        self.show_requests(&metrics, &router_metrics, serve.requests());
         let watchdog = spawn_guarded(&self.gate, "watchdog", serve.watchdog(self.config.stuck_after));
         let draining = spawn_guarded(&self.gate, "drain", drain.clone().run(self.config.drain));
         let following_tenants = spawn_guarded(&self.gate, "tenants file", tenants.clone().follow_file());
         let acceptor = Acceptor::new(self.world.clone(), self.config.deadlines).with_tenants(tenants);
         let (connections, whole) = (self.config.connections, self.config.drain.whole + END_GRACE);
-        let limits = ServerLimits { connections, drain: whole, ..ServerLimits::default() };
+        let limits = |port| {
+            let counts = router_metrics.connections(port);
+            ServerLimits { connections, counts, drain: whole, ..ServerLimits::default() }
+        };
         let api = self.api(serve.clone(), acceptor.clone());
         let operators = |key: &AdminKey| {
             let refusals = self.world.identity().refusals().clone();
@@ -159,22 +164,24 @@ impl Router {
             http::health(api.clone()).merge(debug)
         };
         let (on_http, on_admin) = (operators(&self.keys.0), operators(&self.keys.1));
-        let pages = http::stack(http::api(api).merge(on_http), acceptor.clone());
-        let operators = http::stack(on_admin, acceptor.clone());
+        let pages = http::stack(http::api(api).merge(on_http), acceptor.clone(), router_metrics.clone());
+        let operators = http::stack(on_admin, acceptor.clone(), router_metrics.clone());
         let closing = drain.closing.clone();
-        let api = GrpcApi { serve, models: self.models.clone(), acceptor, shutdown: closing.clone() };
+        let (models, metrics) = (self.models.clone(), router_metrics.clone());
+        let api = GrpcApi { serve, models, acceptor, metrics, shutdown: closing.clone() };
         let grpc_close = Shutdown::new();
         let routes = routes(self.embedded.as_ref(), api, &grpc_close);
-        let http = chassis::server::serve(self.http.0, pages, closing, limits);
+        let http = chassis::server::serve(self.http.0, pages, closing, limits("http"));
         let grpc = chassis::rpc::serve(
             self.grpc.0,
             routes,
             grpc_close.clone(),
-            limits,
+            limits("grpc"),
             // Nodes know a router by several names.
             Callers::known_to(&self.world).calling_this_instance(),
         );
-        let admin = chassis::admin::serve(self.admin.0, operators, grpc_close.clone(), connections);
+        let counts = router_metrics.connections("admin");
+        let admin = chassis::admin::serve(self.admin.0, operators, grpc_close.clone(), connections, counts);
         info!(http = %self.http.1, grpc = %self.grpc.1, admin = %self.admin.1, "router is up");
         let ports = Gate::new("router ports");
         let http = spawn_guarded(&ports, "http", http);
@@ -191,6 +198,15 @@ impl Router {
             warn!(%late, "router tasks are still running at the end of the drain");
         }
         [http, grpc, admin].into_iter().filter_map(Result::ok).collect()
+    }
+
+    /// Adds the gauges of requests under way to the page, and vLLM's names where the setting asks for them.
+    fn show_requests(&self, page: &Metrics, metrics: &RouterMetrics, requests: &Requests) {
+        let (own, shown) = (metrics.clone(), requests.clone());
+        page.before_page(move || own.show(&shown));
+        if self.config.vllm_metrics {
+            metrics.add_vllm_names(page, requests);
+        }
     }
 
     fn tenants(&mut self, metrics: RouterMetrics) -> Tenants {

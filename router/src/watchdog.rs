@@ -11,7 +11,9 @@ use std::time::Duration;
 use tokio::time::Instant;
 use tracing::{info, warn};
 
-/// The interval at which the watchdog checks for progress.
+use crate::requests::{Place, RequestRecord};
+
+/// The poll interval.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
 /// The stage that a request waits in. A request whose client does not read is not counted.
@@ -33,7 +35,7 @@ pub enum WaitStage {
 impl WaitStage {
     const ALL: [Self; 5] = [Self::Route, Self::Reserve, Self::Prefill, Self::Deliver, Self::Decode];
 
-    fn as_str(self) -> &'static str {
+    pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Route => "route",
             Self::Reserve => "reserve",
@@ -59,17 +61,19 @@ struct Shared {
     stuck: Mutex<Option<String>>,
 }
 
-/// A request that is counted in its stage. Dropping it ends the count.
+/// The stage of one request, which its record follows. Dropping it ends the count: the request is at the client then.
 #[derive(Debug)]
 pub struct TrackedRequest {
     all: StageTracker,
     at: Mutex<WaitStage>,
+    record: RequestRecord,
 }
 
 impl StageTracker {
-    pub fn enter(&self, at: WaitStage) -> TrackedRequest {
+    pub fn enter(&self, at: WaitStage, record: &RequestRecord) -> TrackedRequest {
         self.count(at).fetch_add(1, Ordering::Relaxed);
-        TrackedRequest { all: self.clone(), at: Mutex::new(at) }
+        record.enter(at.into());
+        TrackedRequest { all: self.clone(), at: Mutex::new(at), record: record.clone() }
     }
 
     /// Counts a step as progress.
@@ -118,6 +122,11 @@ impl TrackedRequest {
         self.all.count(*at).fetch_sub(1, Ordering::Relaxed);
         self.all.count(place).fetch_add(1, Ordering::Relaxed);
         *at = place;
+        self.record.enter(place.into());
+    }
+
+    pub(crate) fn record(&self) -> &RequestRecord {
+        &self.record
     }
 }
 
@@ -125,6 +134,7 @@ impl Drop for TrackedRequest {
     fn drop(&mut self) {
         let at = *self.at.lock().unwrap_or_else(PoisonError::into_inner);
         self.all.count(at).fetch_sub(1, Ordering::Relaxed);
+        self.record.enter(Place::Client);
     }
 }
 
@@ -170,6 +180,10 @@ mod tests {
 
     const BOUND: Duration = Duration::from_secs(4);
 
+    fn record() -> RequestRecord {
+        RequestRecord::of_model("mock")
+    }
+
     async fn after(
         seconds: u64,
         stages: &StageTracker,
@@ -184,7 +198,8 @@ mod tests {
     async fn a_standstill_is_noticed_and_named() {
         let stages = StageTracker::default();
         assert_eq!(after(10, &stages, || 0).await, Ok(()), "no request waits");
-        let (one, _other) = (stages.enter(WaitStage::Route), stages.enter(WaitStage::Decode));
+        let one = stages.enter(WaitStage::Route, &record());
+        let _other = stages.enter(WaitStage::Decode, &record());
         one.set_stage(WaitStage::Prefill);
         assert_eq!(after(4, &stages, || 0).await, Ok(()), "it may come yet");
         let stuck = after(5, &stages, || 0).await.expect_err("nothing moves");
@@ -196,7 +211,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn what_nodes_compute_is_movement() {
         let stages = StageTracker::default();
-        let _one = stages.enter(WaitStage::Prefill);
+        let _one = stages.enter(WaitStage::Prefill, &record());
         let began = Instant::now();
         assert_eq!(after(20, &stages, || began.elapsed().as_secs()).await, Ok(()));
         assert!(after(20, &stages, || 7).await.is_err());

@@ -3,7 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use baton_tests::check::prompts;
+use baton_tests::fleet::PACED;
+use baton_tests::logs::{A_NODE_DIES, A_NODE_STANDS_STILL};
 use baton_tests::{Ask, Up, eventually};
+use rustix::process::Signal;
 use serde_json::Value;
 
 /// Returns the spans of one request, by id.
@@ -65,17 +68,24 @@ fn names(page: &str) -> BTreeSet<String> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_stage_is_measured_and_every_metric_documented() {
     let up = Up::start(&["--prefill", "1", "--decode", "1"]).await;
+    let mut prompt_tokens = 0;
     for prompt in prompts(3, 8, 300) {
-        up.client().ask(&Ask::new(prompt, 10)).await.expect("an answer");
+        prompt_tokens += prompt.len() as u64;
+        let ask = Ask::new(prompt, 10).with("ignore_eos", true.into());
+        up.client().ask(&ask).await.expect("an answer");
     }
     let page = up.client().get("/metrics").await.1;
-    for stage in
-        ["reserve", "prefill_queue", "prefill", "transfer", "first_token", "handover_gap", "step", "whole"]
-    {
-        let line = format!("baton_router_stage_seconds_count{{stage=\"{stage}\"}} ");
-        let count = page.lines().find_map(|text| text.strip_prefix(&line)).unwrap_or("0");
-        assert_ne!(count, "0", "{stage} in\n{page}");
+    let stages = ["reserve", "prefill_queue", "prefill", "transfer", "handover_gap"];
+    let stages = stages.map(|stage| format!("baton_router_stage_seconds_count{{stage=\"{stage}\"}}"));
+    for line in stages {
+        assert!(value(&page, &line) > 0, "{line} in\n{page}");
     }
+    let of_model = |name: &str| value(&page, &format!("baton_router_{name}{{model=\"mock\"}}"));
+    assert_eq!(of_model("first_token_seconds_count"), 8);
+    assert_eq!(of_model("request_seconds_count"), 8);
+    assert_eq!(of_model("token_gap_seconds_count"), 8 * 9);
+    assert_eq!(of_model("output_tokens_total"), 8 * 10);
+    assert_eq!(of_model("prompt_tokens_total"), prompt_tokens);
     let mut seen = names(&page);
     seen.extend(of_nodes(&up).await);
     let pooled = Up::start(&["--prefill", "1", "--decode", "1", "--pool", "1"]).await;
@@ -87,12 +97,84 @@ async fn every_stage_is_measured_and_every_metric_documented() {
     let documented = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/metrics.md"))
         .expect("the page");
     for name in seen {
-        let generic = ["prefill", "decode", "pool"]
-            .iter()
-            .fold(name.clone(), |name, role| name.replacen(&format!("baton_{role}_"), "baton_<role>_", 1));
-        let is_there = [generic, name.clone()].iter().any(|name| documented.contains(&format!("`{name}`")));
-        assert!(is_there, "docs/metrics.md lacks {name}");
+        assert!(documented.contains(&format!("`{name}`")), "docs/metrics.md lacks {name}");
     }
+}
+
+/// The value of a line of a page; 0 if it is absent.
+fn value(page: &str, line: &str) -> u64 {
+    page.lines().find_map(|text| text.strip_prefix(line)?.trim().parse().ok()).unwrap_or(0)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_refusal_is_counted_and_no_probe() {
+    let up = Up::start(&["--colocated"]).await;
+    let client = up.client();
+    let counted =
+        async |code: &str| client.counter(&format!("baton_router_refusals_total{{code=\"{code}\"}}")).await;
+    client.post("/v1/completions", "{").await;
+    client.post("/v1/completions", r#"{"model": "mock", "prompt": [1], "max_tokens": 0}"#).await;
+    // A router that has just started does not know all nodes, and answers 503.
+    eventually("an unknown model to be refused", async || {
+        let (status, _, _) = client.post("/v1/completions", r#"{"model": "none", "prompt": [1]}"#).await;
+        (status.as_u16() == 404).then_some(())
+    })
+    .await;
+    client.get("/v1/nothing").await;
+    client.get("/v1/completions").await;
+    for code in ["invalid_json", "invalid_value", "model_not_found", "not_found", "method_not_allowed"] {
+        assert_eq!(counted(code).await, 1, "{code}");
+    }
+    let before = counted("no_nodes").await;
+    up.expect_log(A_NODE_DIES);
+    up.expect_log(A_NODE_STANDS_STILL);
+    for node in up.nodes().await {
+        up.signal(node.pid, Signal::STOP);
+    }
+    eventually("the router to be unready", async || {
+        (client.get("/ready").await.0.as_u16() == 503).then_some(())
+    })
+    .await;
+    assert_eq!(counted("no_nodes").await, before, "a probe is no request");
+    let failed = client.ask(&Ask::new(vec![1, 2, 3], 3)).await.expect_err("there is no node");
+    assert_eq!((failed.code.as_str(), counted("no_nodes").await), ("no_nodes", before + 1));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_under_way_are_shown_by_place_also_under_vllms_names() {
+    let env = [("BATON_ROUTER__VLLM_METRICS", "true")];
+    let up = Up::start_with(&["--model", PACED, "--colocated"], &env).await;
+    let client = up.client();
+    let ask = Ask::new(vec![1, 2, 3], 400).with("ignore_eos", true.into());
+    let mut streams = Vec::new();
+    for _ in 0..3 {
+        let mut stream = client.stream(&ask).await.expect("an answer");
+        stream.next().await.expect("a token");
+        streams.push(stream);
+    }
+    let page = client.get("/metrics").await.1;
+    let running: u64 = ["prefill", "decode", "client"]
+        .map(|place| {
+            let line = format!("baton_router_requests_running{{model=\"mock\",place=\"{place}\"}}");
+            value(&page, &line)
+        })
+        .iter()
+        .sum();
+    assert_eq!(running, 3, "{page}");
+    assert_eq!(value(&page, "vllm:num_requests_running{model_name=\"mock\"}"), 3, "{page}");
+    assert_eq!(value(&page, "vllm:prompt_tokens_total{model_name=\"mock\"}"), 9, "{page}");
+    assert!(value(&page, "vllm:generation_tokens_total{model_name=\"mock\"}") >= 3, "{page}");
+    for name in
+        ["time_to_first_token_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds"]
+    {
+        assert!(value(&page, &format!("vllm:{name}_count{{model_name=\"mock\"}}")) >= 3, "{name}:\n{page}");
+    }
+    drop(streams);
+    eventually("no request to be under way", async || {
+        let name = "vllm:num_requests_running{model_name=\"mock\"}";
+        (value(&client.get("/metrics").await.1, name) == 0).then_some(())
+    })
+    .await;
 }
 
 /// Returns the names of the metrics of all nodes.

@@ -18,6 +18,7 @@ use chassis::Standstill;
 use router::dispatch::Order;
 use router::error::AcceptError;
 use router::serve::{Generation, Serve, ServeError};
+use tokio::time::Instant;
 use types::{FinishReason, ModelInfo, Prompt, RefusalKind, Role};
 
 /// The number of seeds in a test run; `SEEDS` overrides it.
@@ -300,7 +301,7 @@ impl Serve for RefusesAtOnce {
         Vec::new()
     }
 
-    async fn generate(&self, _: Prompt) -> Result<Generation, ServeError> {
+    async fn generate(&self, _: Prompt, _: Instant) -> Result<Generation, ServeError> {
         Err(no_nodes())
     }
 

@@ -108,7 +108,7 @@ async fn an_answer_that_ends_at_a_stop_string_is_finished() {
     let fleet = Fleet::start(PACED, 1, 1).await;
     let client = fleet.client();
     let ended = async |outcome: &str| {
-        client.counter(&format!("baton_router_requests_total{{outcome=\"{outcome}\"}}")).await
+        client.counter(&format!("baton_router_requests_total{{model=\"mock\",outcome=\"{outcome}\"}}")).await
     };
     let free = json!({"prompt": "Hello", "max_tokens": 64, "temperature": 0, "ignore_eos": true});
     let (_, _, body) = client.post("/v1/completions", free.to_string()).await;
@@ -126,7 +126,7 @@ async fn an_answer_that_ends_at_a_stop_string_is_finished() {
     );
     eventually("both to be counted", async || (ended("finished").await == 2).then_some(())).await;
     assert_eq!(ended("cancelled").await, 0);
-    assert_eq!(client.counter("baton_router_stage_seconds_count{stage=\"whole\"}").await, 2);
+    assert_eq!(client.counter("baton_router_request_seconds_count{model=\"mock\"}").await, 2);
     fleet.baseline().await;
 }
 

@@ -8,6 +8,7 @@ use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 
 use super::*;
+use crate::metrics::Metrics;
 use crate::net::{MemoryNet, Net};
 use crate::task::Task;
 
@@ -77,12 +78,17 @@ fn limits(connections: ConnectionLimits) -> ServerLimits {
 
 #[tokio::test(start_paused = true)]
 async fn an_idle_connection_gives_way_and_a_served_one_does_not() {
-    let served = start(limits(ConnectionLimits { connections_max: 1, ..ConnectionLimits::default() })).await;
+    let metrics = Metrics::new("test");
+    let refused = metrics.counter_vec("connections_refused_total", "Refused.", &["port", "reason"]);
+    let limits = limits(ConnectionLimits { connections_max: 1, ..ConnectionLimits::default() });
+    let served = start(ServerLimits { counts: ConnectionCounts::new(refused, "http"), ..limits }).await;
     let (mut idle, mut served_one) = (served.connect().await, served.connect().await);
     idle.write_all(REQUEST).await.expect("room");
     assert!(answer(&mut idle).await.starts_with("HTTP/1.1 200 OK"));
     served_one.write_all(b"GET /forever HTTP/1.1\r\nhost: x\r\n\r\n").await.expect("room");
     assert_eq!(timeout(SECOND, answer(&mut idle)).await.expect("closed"), "", "its place was needed");
+    let line = "baton_test_connections_refused_total{port=\"http\",reason=\"displaced\"} 1";
+    assert!(metrics.page().contains(line), "{}", metrics.page());
     // Time is paused and advances only when every task waits, so the sleep lets the server handle both
     // connections.
     tokio::time::sleep(SECOND).await;

@@ -12,6 +12,7 @@ use super::{Attempts, Dispatch, Progress, Started, StepSource};
 use crate::error::ServeError;
 use crate::metrics::Stage;
 use crate::policy::Route;
+use crate::requests::{RequestEvent, RequestRecord};
 use crate::rpc::{DecodeCall, Failure, NodeClient, Opening, PrefillCall, PrefillOffer, PutCall};
 use crate::watchdog::WaitStage;
 
@@ -54,14 +55,16 @@ impl Dispatch {
         &self,
         prompt: &Prompt,
         prefill: &Arc<NodeInfo>,
+        record: &RequestRecord,
     ) -> Result<Started, Failure> {
         if let Some(keeper) = self.keeper(prompt, prefill) {
-            match self.store(prompt, prefill, &keeper).await {
-                Err(failure) if failure.node.id == keeper.id => self.fall_back(&failure),
+            record.note(RequestEvent::Store { pool: keeper.id.clone() });
+            match self.store(prompt, prefill, &keeper, record).await {
+                Err(failure) if failure.node.id == keeper.id => self.fall_back(&failure, record),
                 started => return started,
             }
         }
-        self.hold(prompt, prefill).await
+        self.hold(prompt, prefill, record).await
     }
 
     /// Returns the pool node for a prompt; `None` for a prompt that fills no block, because it has no hash.
@@ -79,6 +82,7 @@ impl Dispatch {
         prompt: &Prompt,
         prefill: &NodeInfo,
         keeper: &Arc<NodeInfo>,
+        record: &RequestRecord,
     ) -> Result<Started, Failure> {
         let client = self.client(keeper)?;
         let mut put = client.put(prompt, prefill).await?;
@@ -92,16 +96,23 @@ impl Dispatch {
             }
             failure = put.failure() => return Err(failure),
         };
+        record.prefilled(prefilled.queued, prefilled.computed);
         let (by, how) = (keeper.clone(), KvHolder::InPool { put: Box::new(put), sender });
         let held = HeldKv { by, client, transfer, prompt: prompt.clone(), how };
         Ok(self.started(prompt, prefilled, StepSource::Held(Box::new(held))))
     }
 
     /// Computes the prompt and keeps its KV on the prefill node.
-    async fn hold(&self, prompt: &Prompt, prefill: &Arc<NodeInfo>) -> Result<Started, Failure> {
+    async fn hold(
+        &self,
+        prompt: &Prompt,
+        prefill: &Arc<NodeInfo>,
+        record: &RequestRecord,
+    ) -> Result<Started, Failure> {
         let transfer = self.parts.world.transfer_id();
         let client = self.client(prefill)?;
         let (prefilled, call) = client.prefill(prompt, &Destination::Held(transfer)).await?;
+        record.prefilled(prefilled.queued, prefilled.computed);
         let (by, how) = (prefill.clone(), KvHolder::AtPrefill(call));
         let held = HeldKv { by, client, transfer, prompt: prompt.clone(), how };
         Ok(self.started(prompt, prefilled, StepSource::Held(Box::new(held))))
@@ -109,8 +120,9 @@ impl Dispatch {
 
     /// Counts a prompt that the pool did not accept. The first failure of a pool node since its last report
     /// is logged.
-    fn fall_back(&self, failure: &Failure) {
+    fn fall_back(&self, failure: &Failure, record: &RequestRecord) {
         let kind = failure.refusal.kind;
+        record.note(RequestEvent::Failed { node: failure.node.id.clone(), code: kind.code() });
         self.parts.metrics.pool_fallbacks.with_label_values(&[kind.code()]).inc();
         let (node, refusal) = (&failure.node.id, &failure.refusal);
         match (self.parts.cluster.suspect(node), kind) {
@@ -123,16 +135,23 @@ impl Dispatch {
     }
 
     /// Chooses a decode node for held KV and has the KV sent to it.
-    pub(crate) async fn deliver(&self, mut held: HeldKv) -> Result<DecodeCall, ServeError> {
-        let _waiting = self.stages.enter(WaitStage::Deliver);
-        self.wait_until_stored(&mut held).await.map_err(|failure| self.lost(&held, failure))?;
-        let mut tries = Attempts::new(&self.parts, Progress::Begun);
+    pub(crate) async fn deliver(
+        &self,
+        mut held: HeldKv,
+        record: &RequestRecord,
+    ) -> Result<DecodeCall, ServeError> {
+        let _waiting = self.stages.enter(WaitStage::Deliver, record);
+        self.wait_until_stored(&mut held).await.map_err(|failure| self.lost(&held, failure, record))?;
+        let mut tries = Attempts::new(&self.parts, Progress::Begun, record);
         loop {
             let route = tries.route(&held.prompt).await?;
             self.parts.cluster.assign(&Route { prefill: None, ..route.clone() }, held.prompt.tokens.len());
+            record.note(RequestEvent::Deliver { decode: route.decode.id.clone() });
             match self.deliver_to(&held, &route.decode, tries.room_by()).await {
                 Ok(decode) => return Ok(held.with_sender(decode)),
-                Err(failure) if failure.node.id == held.by.id => return Err(self.lost(&held, failure)),
+                Err(failure) if failure.node.id == held.by.id => {
+                    return Err(self.lost(&held, failure, record));
+                }
                 Err(failure) => tries.failed(failure).await?,
             }
         }
@@ -151,10 +170,10 @@ impl Dispatch {
     }
 
     /// Makes the error for lost KV. The continuation computes the KV again.
-    fn lost(&self, held: &HeldKv, failure: Failure) -> ServeError {
+    fn lost(&self, held: &HeldKv, failure: Failure, record: &RequestRecord) -> ServeError {
         let is_pools = matches!(held.how, KvHolder::InPool { .. }) && failure.node.id == held.by.id;
         if is_pools {
-            self.fall_back(&failure);
+            self.fall_back(&failure, record);
         }
         failure.into()
     }

@@ -82,7 +82,7 @@ impl TestCluster {
     }
 
     async fn answer_of(&self, prompt: Prompt) -> Result<Vec<TokenId>, ServeError> {
-        let generation = self.dispatch.generate(prompt).await?;
+        let generation = self.dispatch.generate(prompt, self.world.now()).await?;
         let steps: Vec<_> = generation.steps.collect().await;
         let steps = steps.into_iter().collect::<Result<Vec<Step>, ServeError>>()?;
         assert!(steps.iter().enumerate().all(|(idx, step)| step.index as usize == idx), "{steps:?}");
@@ -92,7 +92,7 @@ impl TestCluster {
 
     /// Returns the number of requests with this outcome.
     fn n_ended(&self, outcome: &str) -> u64 {
-        let line = format!("baton_router_requests_total{{outcome=\"{outcome}\"}} ");
+        let line = format!("baton_router_requests_total{{model=\"mock\",outcome=\"{outcome}\"}} ");
         let page = self.metrics.page();
         page.lines()
             .find_map(|text| text.strip_prefix(&line))
@@ -344,9 +344,19 @@ async fn admission_is_bounded() {
     let test_cluster = test_cluster(Order::DecodeFirst, &[&p, &d]).await;
     let mut inside = Vec::new();
     for _ in 0..8 {
-        inside.push(test_cluster.dispatch.generate(test_cluster.prompt(6)).await.expect("there is room"));
+        inside.push(
+            test_cluster
+                .dispatch
+                .generate(test_cluster.prompt(6), Instant::now())
+                .await
+                .expect("there is room"),
+        );
     }
-    let refused = test_cluster.dispatch.generate(test_cluster.prompt(6)).await.expect_err("eight are inside");
+    let refused = test_cluster
+        .dispatch
+        .generate(test_cluster.prompt(6), Instant::now())
+        .await
+        .expect_err("eight are inside");
     assert!(matches!(refused, ServeError::Overloaded { .. }), "{refused:?}");
     inside.clear();
     test_cluster.serves(6).await;
@@ -406,6 +416,6 @@ async fn a_prompt_goes_to_nodes_of_its_model_only() {
     }
     assert_eq!(fake_nodes[2].prompts(), Vec::<String>::new());
     let unknown = Prompt { model: PromptModel::named("none"), ..test_cluster.prompt(6) };
-    let failed = test_cluster.dispatch.generate(unknown).await.expect_err("no such model");
+    let failed = test_cluster.dispatch.generate(unknown, Instant::now()).await.expect_err("no such model");
     assert!(failed.to_string().contains("no decode node of `none` is ready"), "{failed}");
 }

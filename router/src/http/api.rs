@@ -91,7 +91,7 @@ impl HttpApi {
         caller: &Caller,
     ) -> Result<Answer<S>, HttpError> {
         let ParsedRequest { model, inputs, params, options, shape } = ask;
-        let Accepted { prompts, stop, permit } = self.acceptor.accept(&model, inputs, &params, caller)?;
+        let Accepted { prompts, stop, origin } = self.acceptor.accept(&model, inputs, &params, caller)?;
         let context = AnswerContext {
             id: format!("{}{}", S::ID, caller.id),
             created: self.world.unix_time().as_secs(),
@@ -102,7 +102,7 @@ impl HttpApi {
         };
         let begin = |choice: usize, prompt: Prompt| {
             let detokenizer = Detokenizer::new(Arc::clone(&model.tokenizer), &stop, params.min_tokens);
-            Choice::begin(self.serve.as_ref(), choice, prompt, detokenizer, permit.clone())
+            Choice::begin(self.serve.as_ref(), choice, prompt, detokenizer, origin.clone())
         };
         let n = context.n.max(1);
         let inputs = prompts.chunks(n).enumerate();

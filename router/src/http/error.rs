@@ -140,27 +140,32 @@ struct ErrorFields<'a> {
     code: &'static str,
 }
 
+impl From<&AcceptError> for Code {
+    fn from(error: &AcceptError) -> Self {
+        match error {
+            AcceptError::Missing { .. } => Self::MissingParameter,
+            AcceptError::Invalid { .. } => Self::InvalidValue,
+            AcceptError::Unsupported { .. } => Self::UnsupportedParameter,
+            AcceptError::TooLong { .. } | AcceptError::TenantContext { .. } => Self::ContextLength,
+            AcceptError::Unauthorized { .. } => Self::InvalidApiKey,
+            AcceptError::TenantLimit(reached) => code_of_limit(reached.limit),
+            AcceptError::Template { .. } => Self::Template,
+            AcceptError::UnknownModel { .. } => Self::ModelNotFound,
+            AcceptError::NoNodes { .. } => Self::NoNodes,
+        }
+    }
+}
+
 impl From<AcceptError> for HttpError {
     fn from(error: AcceptError) -> Self {
-        let code = match error {
-            AcceptError::Missing { .. } => Code::MissingParameter,
-            AcceptError::Invalid { .. } => Code::InvalidValue,
-            AcceptError::Unsupported { .. } => Code::UnsupportedParameter,
-            AcceptError::TooLong { .. } | AcceptError::TenantContext { .. } => Code::ContextLength,
-            AcceptError::Unauthorized { .. } => Code::InvalidApiKey,
-            AcceptError::TenantLimit(ref reached) => code_of_limit(reached.limit),
-            AcceptError::Template { .. } => Code::Template,
-            AcceptError::UnknownModel { .. } => Code::ModelNotFound,
-            AcceptError::NoNodes { .. } => Code::NoNodes,
-        };
-        let retry_after = retry_after(error.verdict());
+        let (code, retry_after) = (Code::from(&error), retry_after(error.verdict()));
         Self { retry_after, ..Self::new(code, error.to_string()).context(error.param()) }
     }
 }
 
 impl From<ServeError> for HttpError {
     fn from(error: ServeError) -> Self {
-        Self { retry_after: retry_after(error.verdict()), ..Self::new(code_of(&error), error.to_string()) }
+        Self { retry_after: retry_after(error.verdict()), ..Self::new(Code::from(&error), error.to_string()) }
     }
 }
 
@@ -179,14 +184,16 @@ fn retry_after(verdict: Verdict) -> Option<Duration> {
     }
 }
 
-fn code_of(error: &ServeError) -> Code {
-    match error {
-        ServeError::Refused { kind, .. } => code_of_refusal(*kind),
-        ServeError::Overloaded { .. } => Code::Overloaded,
-        ServeError::NoNodes { .. } => Code::NoNodes,
-        ServeError::DeadlinePassed { .. } => Code::Deadline,
-        ServeError::Draining => Code::Draining,
-        ServeError::Failed { .. } => Code::Internal,
+impl From<&ServeError> for Code {
+    fn from(error: &ServeError) -> Self {
+        match error {
+            ServeError::Refused { kind, .. } => code_of_refusal(*kind),
+            ServeError::Overloaded { .. } => Self::Overloaded,
+            ServeError::NoNodes { .. } => Self::NoNodes,
+            ServeError::DeadlinePassed { .. } => Self::Deadline,
+            ServeError::Draining => Self::Draining,
+            ServeError::Failed { .. } => Self::Internal,
+        }
     }
 }
 

@@ -5,6 +5,9 @@ use axum::extract::State;
 use super::api::HttpApi;
 use super::error::{Code, HttpError};
 
+/// The paths whose errors are not counted: probes ask while the router is not ready.
+pub(crate) const PROBES: [&str; 2] = ["/ready", "/health"];
+
 pub(crate) async fn live() -> &'static str {
     "alive\n"
 }

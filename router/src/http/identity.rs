@@ -1,4 +1,4 @@
-//! Gives every request an id and a span, and every response the id.
+//! Gives every request an id and a span, and every response the id, and counts errors.
 
 use axum::extract::{Request, State};
 use axum::middleware::Next;
@@ -9,22 +9,32 @@ use tracing::{Instrument, error, info};
 
 use super::caller::REQUEST_ID;
 use super::error::Code;
+use super::health;
 use crate::accept::Acceptor;
+use crate::metrics::RouterMetrics;
 
 /// Adds a [`types::RequestId`] to the request's extensions and to the response's headers.
-pub(crate) async fn identify(State(acceptor): State<Acceptor>, mut request: Request, next: Next) -> Response {
+pub(crate) async fn identify(
+    State((acceptor, metrics)): State<(Acceptor, RouterMetrics)>,
+    mut request: Request,
+    next: Next,
+) -> Response {
     let asked = request.headers().get(REQUEST_ID).and_then(|id| id.to_str().ok());
     let id = acceptor.request_id(asked);
     let header = HeaderValue::from_str(id.as_str()).expect("ids are letters, digits and a few plain signs");
     let span = request_span(request.uri().path(), Some(&id), request.headers());
     request.extensions_mut().insert(id);
-    let mut response = answered(request, next).instrument(span).await;
+    let mut response = answered(&metrics, request, next).instrument(span).await;
     response.headers_mut().insert(REQUEST_ID, header);
     response
 }
 
-async fn answered(request: Request, next: Next) -> Response {
+async fn answered(metrics: &RouterMetrics, request: Request, next: Next) -> Response {
+    let is_probe = health::PROBES.contains(&request.uri().path());
     let response = next.run(request).await;
+    if let Some(code) = response.extensions().get::<Code>().filter(|_| !is_probe) {
+        metrics.refused(code.as_str());
+    }
     match response.extensions().get::<Code>() {
         Some(Code::Internal) => {
             error!(code = Code::Internal.as_str(), "request failed with an internal error")

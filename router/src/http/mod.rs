@@ -36,6 +36,7 @@ pub use error::{Code, HttpError};
 pub use stall::WriteTimeoutListener;
 
 use crate::accept::Acceptor;
+use crate::metrics::RouterMetrics;
 use crate::tenants::Client;
 
 /// Returns the API routes. They work only inside [`stack`].
@@ -58,11 +59,12 @@ pub fn health(api: HttpApi) -> Router {
 }
 
 /// Adds a request id, a span and OpenAI's error format to all routes, and to requests for unknown paths.
-pub fn stack(routes: Router, acceptor: Acceptor) -> Router {
+/// Counts the errors.
+pub fn stack(routes: Router, acceptor: Acceptor, metrics: RouterMetrics) -> Router {
     routes
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)
-        .layer(middleware::from_fn_with_state(acceptor, identity::identify))
+        .layer(middleware::from_fn_with_state((acceptor, metrics), identity::identify))
 }
 
 async fn chat_completions(

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use axum::body::Body;
+use chassis::metrics::Metrics;
 use chassis::net::{MemoryNet, Net as _};
 use chassis::server::{ServerLimits, serve};
 use chassis::{Gate, Shutdown, World, spawn_guarded};
@@ -14,9 +15,11 @@ use http_body_util::BodyExt as _;
 use router::accept::{Acceptor, Deadlines};
 use router::error::AcceptError;
 use router::http::{BodyLimits, HttpApi, api, health, stack};
+use router::metrics::RouterMetrics;
 use router::serve::{Complete, Generation, Serve, ServeError};
 use router::text::{RouterModel, RouterModels};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::time::Instant;
 use tower::ServiceExt as _;
 use types::layout::KvDtype;
 use types::{Fingerprint, FinishReason, KvLayout, ModelInfo, Prompt, Step, TokenId, Usage};
@@ -51,7 +54,11 @@ fn app(said: &[u8]) -> axum::Router {
     let models = RouterModels::new([RouterModel::mock(MODEL, CONTEXT)]);
     let serve = Arc::new(FixedAnswer(said.to_vec()));
     let http_api = HttpApi { serve, models, acceptor: acceptor.clone(), world, body: BodyLimits::default() };
-    stack(api(http_api.clone()).merge(health(http_api)), acceptor)
+    stack(
+        api(http_api.clone()).merge(health(http_api)),
+        acceptor,
+        RouterMetrics::new(&Metrics::new("router")),
+    )
 }
 
 /// Sends bytes on a connection, as they come.
@@ -141,7 +148,7 @@ impl Serve for FixedAnswer {
         }]
     }
 
-    async fn generate(&self, prompt: Prompt) -> Result<Generation, ServeError> {
+    async fn generate(&self, prompt: Prompt, _: Instant) -> Result<Generation, ServeError> {
         let usage = Usage { prompt_tokens: prompt.tokens.len() as u32, cached_tokens: 0 };
         let said: Vec<u8> = self.0.iter().copied().chain([b'.']).take(prompt.tokens_left().max(1)).collect();
         let n = said.len();

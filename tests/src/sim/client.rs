@@ -137,7 +137,7 @@ impl Client {
     }
 
     async fn read<S: Serve>(&self, router: &S, prompt: Prompt, n_steps: &mut u32) -> Ended {
-        let mut steps = match router.generate(prompt).await {
+        let mut steps = match router.generate(prompt, Instant::now()).await {
             Ok(generation) => generation.steps,
             Err(error) => return Ended::Refused(error),
         };

@@ -7,11 +7,13 @@ use async_trait::async_trait;
 use axum::Router;
 use axum::body::Body;
 use chassis::World;
+use chassis::metrics::Metrics;
 use futures::stream::{BoxStream, StreamExt};
 use http::{HeaderMap, Request, StatusCode};
 use http_body_util::BodyExt;
 use serde_json::Value;
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tower::ServiceExt;
 use types::layout::KvDtype;
 use types::{Fingerprint, FinishReason, KvLayout, ModelInfo, Prompt, Step, TokenId, Usage};
@@ -19,6 +21,7 @@ use types::{Fingerprint, FinishReason, KvLayout, ModelInfo, Prompt, Step, TokenI
 use crate::accept::{Acceptor, Deadlines};
 use crate::error::AcceptError;
 use crate::http::{BodyLimits, HttpApi, api, health, stack};
+use crate::metrics::RouterMetrics;
 use crate::serve::{Complete, Generation, Serve, ServeError};
 use crate::text::tokenizer::END;
 use crate::text::{RouterModel, RouterModels};
@@ -119,7 +122,7 @@ impl Serve for FakeServe {
         }]
     }
 
-    async fn generate(&self, prompt: Prompt) -> Result<Generation, ServeError> {
+    async fn generate(&self, prompt: Prompt, _: Instant) -> Result<Generation, ServeError> {
         let alive = RunningGuard::new(&self.alive);
         let play = (self.script)(&prompt);
         let usage = Usage { prompt_tokens: prompt.tokens.len() as u32, cached_tokens: 1 };
@@ -199,7 +202,7 @@ pub(crate) fn app_of(fake_serve: &Arc<FakeServe>, body: BodyLimits, model: Route
     let acceptor = Acceptor::new(world.clone(), Deadlines::default());
     let models = RouterModels::new([model]);
     let http = HttpApi { serve: fake_serve.clone(), models, acceptor: acceptor.clone(), world, body };
-    stack(api(http.clone()).merge(health(http)), acceptor)
+    stack(api(http.clone()).merge(health(http)), acceptor, RouterMetrics::new(&Metrics::new("router")))
 }
 
 /// A response of the API, received completely.
