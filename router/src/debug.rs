@@ -1,4 +1,6 @@
-//! Debug pages for operators: the nodes of the cluster, and the state of every KV block.
+//! Debug pages for operators: the nodes of the cluster, the state of every KV block, and requests.
+
+mod requests;
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -17,12 +19,27 @@ use types::{BlockCounts, MissingWire, NodeId, NodeInfo};
 
 use crate::cluster::{Cluster, Group, ModelGroups, NodeState};
 use crate::pairs::pairs;
+use crate::requests::Requests;
 use crate::rpc::LedgerDetail;
 
-/// Serves `/debug/cluster` and `/debug/kv`, which require the admin key, and `/metrics`.
-pub fn router(cluster: Cluster, metrics: Metrics, key: AdminKey, refusals: Refusals) -> Router {
-    let pages =
+/// What the pages show.
+#[derive(Clone, Debug)]
+pub struct DebugParts {
+    pub cluster: Cluster,
+    pub requests: Requests,
+    pub metrics: Metrics,
+}
+
+/// Serves the pages under `/debug`, which require the key, and `/metrics`.
+pub fn router(parts: DebugParts, key: AdminKey, refusals: Refusals) -> Router {
+    let DebugParts { cluster, requests, metrics } = parts;
+    let of_cluster =
         Router::new().route("/debug/cluster", get(nodes)).route("/debug/kv", get(kv)).with_state(cluster);
+    let of_requests = Router::new()
+        .route("/debug/requests", get(requests::list))
+        .route("/debug/requests/{id}", get(requests::one))
+        .with_state(requests);
+    let pages = of_cluster.merge(of_requests);
     key.guard(pages, refusals).route("/metrics", get(chassis::admin::page).with_state(metrics))
 }
 

@@ -23,6 +23,7 @@ use crate::accept::Acceptor;
 use crate::admission::Admission;
 use crate::cluster::Cluster;
 use crate::config::{ModelFolder, RouterConfig};
+use crate::debug::DebugParts;
 use crate::dispatch::{Dispatch, DispatchParts};
 use crate::drain::Drain;
 use crate::error::TextError;
@@ -158,10 +159,10 @@ impl Router {
             ServerLimits { connections, counts, drain: whole, ..ServerLimits::default() }
         };
         let api = self.api(serve.clone(), acceptor.clone());
+        let shown = DebugParts { cluster: self.cluster.clone(), requests: serve.requests().clone(), metrics };
         let operators = |key: &AdminKey| {
             let refusals = self.world.identity().refusals().clone();
-            let debug = debug::router(self.cluster.clone(), metrics.clone(), key.clone(), refusals);
-            http::health(api.clone()).merge(debug)
+            http::health(api.clone()).merge(debug::router(shown.clone(), key.clone(), refusals))
         };
         let (on_http, on_admin) = (operators(&self.keys.0), operators(&self.keys.1));
         let pages = http::stack(http::api(api).merge(on_http), acceptor.clone(), router_metrics.clone());

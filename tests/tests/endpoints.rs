@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use baton_tests::{Client, Fleet, eventually};
+use baton_tests::{Ask, Client, Fleet, eventually};
 use serde_json::json;
 use tonic_reflection::pb::v1::ServerReflectionRequest;
 use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
@@ -75,6 +75,8 @@ async fn every_endpoint_of_the_page_is_served() {
     let fleet = Fleet::start_pooled("mock", 1, 1, 1).await;
     let rows = rows();
     assert!(rows.len() > 5, "{rows:?}");
+    // The page names a request `ID`.
+    fleet.client().ask(&Ask::new(vec![1], 1).header("x-request-id", "ID")).await.expect("an answer");
     for (port, endpoints) in &rows {
         let nodes = |roles: &[&str]| -> Vec<SocketAddr> {
             let nodes = fleet.nodes.iter().filter(|node| roles.contains(&node.role));
@@ -118,7 +120,11 @@ fn routes(of_crate: &str) -> BTreeSet<String> {
                 let code = text.split("#[cfg(test)]").next().unwrap_or_default();
                 let routes = code.split(".route(").skip(1).map(str::trim_start);
                 let literal = |rest: &str| Some(rest.strip_prefix('"')?.split('"').next()?.to_owned());
-                paths.extend(routes.filter_map(literal).map(|path| path.replace("{*name}", "NAME")));
+                paths.extend(
+                    routes
+                        .filter_map(literal)
+                        .map(|path| path.replace("{*name}", "NAME").replace("{id}", "ID")),
+                );
             }
         }
     }

@@ -1,0 +1,133 @@
+//! `/debug/requests` and `/debug/requests/ID`: what happened to requests. No text, token or key is shown.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use axum::Json;
+use axum::extract::{Path, Query, State};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use crate::http::{Code, HttpError};
+use crate::requests::{Place, RequestEvent, RequestRecord, RequestSummary, Requests};
+
+#[derive(Debug, Deserialize)]
+pub(super) struct ListQuery {
+    /// The number of requests in each list.
+    #[serde(default = "ListQuery::usual")]
+    limit: usize,
+}
+
+impl ListQuery {
+    fn usual() -> usize {
+        100
+    }
+}
+
+/// The requests under way, the last that ended, and the slowest.
+pub(super) async fn list(State(requests): State<Requests>, Query(query): Query<ListQuery>) -> Json<Value> {
+    let lines = |records: Vec<RequestRecord>| records.iter().take(query.limit).map(line).collect::<Vec<_>>();
+    Json(json!({
+        "under_way": lines(requests.under_way()),
+        "last": lines(requests.last()),
+        "slowest": lines(requests.slowest()),
+    }))
+}
+
+/// The records of one request, one for each of its answers.
+pub(super) async fn one(
+    State(requests): State<Requests>,
+    Path(id): Path<String>,
+) -> Result<Json<Value>, HttpError> {
+    match requests.find(&id) {
+        found if found.is_empty() => {
+            let message =
+                "no such request is under way, among the last 1,000 that ended, or among the slowest 100";
+            Err(HttpError::new(Code::NotFound, message))
+        }
+        found => Ok(Json(json!({ "requests": found.iter().map(whole).collect::<Vec<_>>() }))),
+    }
+}
+
+/// One request in a list.
+fn line(record: &RequestRecord) -> Value {
+    let summary = record.summary();
+    let mut line = json!({
+        "id": record.id().as_str(),
+        "model": record.model(),
+        "arrived": record.arrived().as_secs_f64(),
+        "ms": ms(summary.took),
+        "first_token_ms": summary.first_token.map(ms),
+        "prompt_tokens": record.prompt_tokens(),
+        "output_tokens": summary.output_tokens,
+        "tries": summary.tries,
+        "continuations": summary.continuations,
+    });
+    match summary.outcome {
+        Some(outcome) => line["outcome"] = json!(outcome),
+        None => line["place"] = json!(record.place().as_str()),
+    }
+    line
+}
+
+/// Everything about one request.
+fn whole(record: &RequestRecord) -> Value {
+    let summary = record.summary();
+    let mut whole = line(record);
+    whole["ms"] = json!(ms(summary.took));
+    whole["cached_tokens"] = json!(summary.cached_tokens);
+    whole["stages_ms"] = stages(&summary);
+    whole["prefill_node_ms"] = json!(
+        summary.prefill_node.map(|(queue, compute)| json!({ "queue": ms(queue), "compute": ms(compute) }))
+    );
+    whole["kv"] = json!(kv(&summary));
+    whole["events"] = summary.events.iter().map(|(at, event)| shown(*at, event)).collect();
+    whole["events_left_out"] = json!(summary.events_left_out);
+    whole
+}
+
+/// The time in each place. Their sum is the request's duration.
+fn stages(summary: &RequestSummary) -> Value {
+    let places = Place::ALL.into_iter().zip(summary.places);
+    places.map(|(place, took)| (place.as_str().to_owned(), json!(ms(took)))).collect::<Map<_, _>>().into()
+}
+
+/// Bytes of KV that arrived, by connector.
+fn kv(summary: &RequestSummary) -> BTreeMap<&str, u64> {
+    let mut bytes_by_connector = BTreeMap::new();
+    for (_, event) in &summary.events {
+        if let RequestEvent::KvArrived { connector, bytes, .. } = event {
+            *bytes_by_connector.entry(connector.as_str()).or_default() += bytes;
+        }
+    }
+    bytes_by_connector
+}
+
+fn shown(at: Duration, event: &RequestEvent) -> Value {
+    let mut shown = match event {
+        RequestEvent::Try { prefill, decode } => {
+            let name = |node: &Option<types::NodeId>| node.as_ref().map(|node| node.as_str().to_owned());
+            json!({ "event": "try", "prefill": name(prefill), "decode": name(decode) })
+        }
+        RequestEvent::Store { pool } => json!({ "event": "store", "pool": pool.as_str() }),
+        RequestEvent::Deliver { decode } => json!({ "event": "deliver", "decode": decode.as_str() }),
+        RequestEvent::Failed { node, code } => {
+            json!({ "event": "failed", "node": node.as_str(), "code": code })
+        }
+        RequestEvent::FirstToken => json!({ "event": "first_token" }),
+        RequestEvent::KvArrived { connector, bytes, waited } => json!({
+            "event": "kv_arrived",
+            "connector": connector,
+            "bytes": bytes,
+            "transfer_ms": ms(*waited),
+        }),
+        RequestEvent::Continue { code } => json!({ "event": "continue", "code": code }),
+    };
+    shown["at_ms"] = json!(ms(at));
+    shown
+}
+
+/// Milliseconds, to the microsecond.
+fn ms(duration: Duration) -> f64 {
+    duration.as_micros() as f64 / 1000.0
+}
