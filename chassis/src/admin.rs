@@ -5,7 +5,7 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::sync::watch;
 
 use crate::connections::{ConnectionCounts, ConnectionLimits};
@@ -67,13 +67,31 @@ impl Readiness {
     }
 }
 
-/// Serves `/live`, `/ready`, `/rollout` and `/metrics`. A process merges its own pages (`/debug/…`) into the router.
+/// Serves `/live`, `/ready`, `/rollout`, `/version` and `/metrics`. A process merges its own pages (`/debug/…`) into the
+/// router.
 pub fn router(readiness: Readiness, metrics: Metrics) -> Router {
     Router::new()
         .route("/live", get(|| async { "live\n" }))
         .route("/ready", get(ready).with_state(readiness.clone()))
         .route("/rollout", get(rollout).with_state(readiness))
+        .route("/version", get(version))
         .route("/metrics", get(page).with_state(metrics))
+}
+
+/// Serves `/debug/config` of a node: its settings as [`crate::config::shown`] returns them. It needs the admin key.
+pub fn config_page(settings: Value) -> Router {
+    Router::new().route("/debug/config", get(config).with_state(settings))
+}
+
+/// The page of `/debug/config`.
+pub async fn config(State(settings): State<Value>) -> Json<Value> {
+    Json(settings)
+}
+
+/// The page of `/version`: the version of the process, and those of the protocol between processes that it speaks.
+pub async fn version() -> Json<Value> {
+    let protocol = json!({ "min": types::node::PROTOCOL.min, "max": types::node::PROTOCOL.max });
+    Json(json!({ "version": env!("CARGO_PKG_VERSION"), "protocol": protocol }))
 }
 
 /// Serves the admin pages until shutdown is requested.
@@ -176,6 +194,10 @@ mod tests {
             check("/ready", "503 Service Unavailable", r#"{"ready":false,"reason":"draining"}"#).await;
             check("/metrics", "200 OK", &metrics.page()).await;
             check("/debug/kv", "200 OK", "kv").await;
+            let protocol = types::node::PROTOCOL;
+            let (version, (min, max)) = (env!("CARGO_PKG_VERSION"), (protocol.min, protocol.max));
+            let body = format!(r#"{{"protocol":{{"max":{max},"min":{min}}},"version":"{version}"}}"#);
+            check("/version", "200 OK", &body).await;
             check("/nothing", "404 Not Found", "").await;
             shutdown.trigger();
             server.await.expect("the server ran").expect("nothing is late");

@@ -5,6 +5,7 @@ mod expert;
 use std::num::NonZero;
 use std::time::Duration;
 
+use chassis::config::Shown;
 use chassis::connections::ConnectionLimits;
 use chassis::identity::settings::{ClusterSection, TlsSection};
 use chassis::telemetry::{LogSection, LogSettings};
@@ -249,10 +250,13 @@ pub struct NodeConfig {
     pub tls: TlsSection,
     pub connections: ConnectionLimits,
     pub log: LogSettings,
+    /// The settings as written, without passwords, for `/debug/config`.
+    pub shown: Shown,
 }
 
 impl NodeConfig {
     pub fn resolve(raw: RawNodeConfig) -> Result<Self, NodeError> {
+        let shown = chassis::config::shown(&raw);
         let RawNodeConfig { node, registry, model, transfer, cluster, tls, log, expert } = raw;
         if transfer.connectors.is_empty() {
             return Err(NodeError::Config("transfer.connectors names no connector".to_owned()));
@@ -276,6 +280,7 @@ impl NodeConfig {
             tls,
             connections: expert.connections,
             log: log.settings(&expert.log),
+            shown,
         })
     }
 }

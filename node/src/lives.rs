@@ -65,7 +65,8 @@ pub async fn run(lives: Lives<'_>, backend: Box<dyn Backend>) -> Result<(), Node
     let host = config.advertise.as_deref();
     let (address, admin_address) = (advertised(host, &*grpc)?, advertised(host, &*admin)?);
     let key = config.cluster.admin_key(&config.admin).map_err(|error| NodeError::Config(in_full(&error)))?;
-    let guarded = key.guard(switch.pages(), world.identity().refusals().clone());
+    let guarded = switch.pages().merge(chassis::admin::config_page(config.shown.clone()));
+    let guarded = key.guard(guarded, world.identity().refusals().clone());
     let pages = chassis::admin::router(readiness.clone(), metrics.clone()).merge(guarded);
     let ports = Ports::admin(admin, pages, config.connections);
     let mut node = Node {

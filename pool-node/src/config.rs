@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use chassis::byte_size::ByteSize;
+use chassis::config::Shown;
 use chassis::connections::ConnectionLimits;
 use chassis::identity::settings::{ClusterSection, TlsSection};
 use chassis::telemetry::{LogExpert, LogSection, LogSettings};
@@ -77,10 +78,13 @@ pub struct PoolConfig {
     pub tls: TlsSection,
     pub connections: ConnectionLimits,
     pub log: LogSettings,
+    /// The settings as written, without passwords, for `/debug/config`.
+    pub shown: Shown,
 }
 
 impl PoolConfig {
     pub fn resolve(raw: RawPoolConfig) -> Result<Self, PoolNodeError> {
+        let shown = chassis::config::shown(&raw);
         let RawPoolConfig { pool, node, registry, transfer, cluster, tls, log, expert } = raw;
         if transfer.connectors.is_empty() {
             return Err(PoolNodeError::Config("transfer.connectors names no connector".to_owned()));
@@ -104,6 +108,7 @@ impl PoolConfig {
             tls,
             connections: expert.connections,
             log: log.settings(&expert.log),
+            shown,
         })
     }
 }

@@ -8,11 +8,11 @@ use chassis::rpc::Callers;
 use chassis::{Listener, Shutdown, World, spawn_guarded};
 use node::metrics::NodeMetrics;
 use node::ports::advertised;
-use node::{Announcement, Ports, RunningNode, Standings, StatusParts, StatusService};
+use node::{Announcement, NodeError, Ports, RunningNode, Standings, StatusParts, StatusService};
 use registry::Registry;
 use tokio::time::Instant;
 use tracing::error;
-use types::{NodeId, Role};
+use types::{NodeId, Role, in_full};
 
 use crate::config::PoolConfig;
 use crate::error::PoolNodeError;
@@ -47,8 +47,12 @@ pub async fn live(life: Life<'_>) -> Result<(), PoolNodeError> {
     let host = config.advertise.as_deref();
     let (address, admin_address) = (advertised(host, &*grpc)?, advertised(host, &*admin)?);
     let readiness = Readiness::unready("waiting for a node whose KV can be kept");
-    let mut ports =
-        Ports::admin(admin, chassis::admin::router(readiness.clone(), metrics.clone()), config.connections);
+    let admin_key = config.cluster.admin_key(&config.admin);
+    let admin_key = admin_key.map_err(|error| NodeError::Config(in_full(&error)))?;
+    let config_page = chassis::admin::config_page(config.shown.clone());
+    let guarded = admin_key.guard(config_page, world.identity().refusals().clone());
+    let pages = chassis::admin::router(readiness.clone(), metrics.clone()).merge(guarded);
+    let mut ports = Ports::admin(admin, pages, config.connections);
     let key = world.identity().block_hash_key();
     let model = tokio::select! {
         biased;

@@ -190,6 +190,8 @@ pub struct RouterConfig {
     pub tls: TlsSection,
     pub connections: ConnectionLimits,
     pub log: LogSettings,
+    /// The settings as written, without passwords, for `/debug/config`.
+    pub shown: serde_json::Value,
 }
 
 /// The error of a setting with an invalid value.
@@ -203,6 +205,7 @@ pub struct UnknownChoice {
 
 impl RouterConfig {
     pub fn resolve(raw: RawRouterConfig) -> Result<Self, UnknownChoice> {
+        let shown = chassis::config::shown(&raw);
         let RawRouterConfig { router, registry, model, cluster, tls, log, expert } = raw;
         if policy::by_name(&router.policy).is_none() {
             return Err(unknown("router.policy", router.policy, policy::NAMES));
@@ -240,6 +243,7 @@ impl RouterConfig {
             tls,
             connections: expert.connections,
             log: log.settings(&expert.log),
+            shown,
         })
     }
 }

@@ -28,19 +28,23 @@ pub struct DebugParts {
     pub cluster: Cluster,
     pub requests: Requests,
     pub metrics: Metrics,
+    /// The settings in force.
+    pub settings: Value,
 }
 
-/// Serves the pages under `/debug`, which require the key, and `/metrics`.
+/// Serves the pages under `/debug`, which require the key, `/metrics` and `/version`.
 pub fn router(parts: DebugParts, key: AdminKey, refusals: Refusals) -> Router {
-    let DebugParts { cluster, requests, metrics } = parts;
+    let DebugParts { cluster, requests, metrics, settings } = parts;
     let of_cluster =
         Router::new().route("/debug/cluster", get(nodes)).route("/debug/kv", get(kv)).with_state(cluster);
     let of_requests = Router::new()
         .route("/debug/requests", get(requests::list))
         .route("/debug/requests/{id}", get(requests::one))
         .with_state(requests);
-    let pages = of_cluster.merge(of_requests);
-    key.guard(pages, refusals).route("/metrics", get(chassis::admin::page).with_state(metrics))
+    let config = get(chassis::admin::config).with_state(settings);
+    let pages = of_cluster.merge(of_requests).route("/debug/config", config);
+    let metrics = get(chassis::admin::page).with_state(metrics);
+    key.guard(pages, refusals).route("/metrics", metrics).route("/version", get(chassis::admin::version))
 }
 
 async fn nodes(State(cluster): State<Cluster>) -> Json<Value> {

@@ -159,7 +159,12 @@ impl Router {
             ServerLimits { connections, counts, drain: whole, ..ServerLimits::default() }
         };
         let api = self.api(serve.clone(), acceptor.clone());
-        let shown = DebugParts { cluster: self.cluster.clone(), requests: serve.requests().clone(), metrics };
+        let shown = DebugParts {
+            cluster: self.cluster.clone(),
+            requests: serve.requests().clone(),
+            metrics,
+            settings: self.config.shown.clone(),
+        };
         let operators = |key: &AdminKey| {
             let refusals = self.world.identity().refusals().clone();
             http::health(api.clone()).merge(debug::router(shown.clone(), key.clone(), refusals))

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use baton_tests::{Ask, Client, Fleet, eventually};
+use baton_tests::{Ask, Client, Fleet, Up, eventually};
 use serde_json::json;
 use tonic_reflection::pb::v1::ServerReflectionRequest;
 use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
@@ -102,6 +102,60 @@ async fn every_endpoint_of_the_page_is_served() {
             }
         }
     }
+}
+
+/// The description for programs has the endpoints and the fields of the page.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_description_for_programs_says_what_the_page_says() {
+    let up = Up::start(&["--colocated"]).await;
+    let description = up.client().get_json("/openapi.json").await;
+    let paths = description["paths"].as_object().expect("paths");
+    let described: BTreeSet<String> = paths
+        .iter()
+        .flat_map(|(path, methods)| {
+            let path = path.replace("{name}", "NAME").replace("{id}", "ID");
+            methods
+                .as_object()
+                .expect("methods")
+                .keys()
+                .map(move |method| format!("{} {path}", method.to_uppercase()))
+        })
+        .collect();
+    let rows = rows();
+    let documented = rows.iter().filter(|(port, _)| port == "router, HTTP").flat_map(|(_, all)| all.clone());
+    assert_eq!(described, documented.collect());
+    for (schema, endpoint) in [("ChatRequest", "chat"), ("CompletionRequest", "completions")] {
+        let properties = &description["components"]["schemas"][schema]["properties"];
+        let described: BTreeSet<String> = properties.as_object().expect("fields").keys().cloned().collect();
+        assert_eq!(described, fields(endpoint), "{schema}");
+    }
+}
+
+/// The fields of an endpoint that the page says are honoured or ignored.
+fn fields(endpoint: &str) -> BTreeSet<String> {
+    let page = std::fs::read_to_string(root().join("docs/api.md")).expect("the page");
+    let table = page.split("## Request fields").nth(1).expect("a table").to_owned();
+    let rows = table.lines().filter_map(|line| line.strip_prefix("| `")).filter_map(|row| {
+        let cells: Vec<&str> = row.split(" | ").collect();
+        let counts = [endpoint, "both"].contains(&cells[1])
+            && (cells[2].starts_with("honoured") || cells[2].starts_with("ignored"));
+        counts.then(|| cells[0].split('`').step_by(2).map(str::to_owned).collect::<Vec<_>>())
+    });
+    rows.flatten().filter(|name| !name.is_empty()).collect()
+}
+
+/// Secrets are in files, and a password in a URL is left out of the page.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_settings_in_force_are_shown_without_passwords() {
+    let settings = vec![("BATON_LOG__OTLP", "http://joe:secret-word@127.0.0.1:9".to_owned())];
+    let fleet = Fleet::start_with("mock", 1, 1, settings).await;
+    fleet.expect_log(&["sending spans to the collector failed"]);
+    let page = fleet.client().get_json("/debug/config").await;
+    assert_eq!(page["log"]["otlp"], "http://joe:***@127.0.0.1:9");
+    assert_eq!(page["router"]["http"], fleet.http.to_string(), "as in the environment");
+    assert_eq!(page["router"]["policy"], "least-loaded", "a default");
+    let node = Client::new(fleet.nodes[0].admin).get_json("/debug/config").await;
+    assert_eq!(node["node"]["id"], "prefill-0");
 }
 
 /// Returns the paths of `.route("…")` in the sources of a crate, without its tests.

@@ -14,6 +14,7 @@
 
 mod overrides;
 mod service_links;
+mod shown;
 #[cfg(test)]
 mod tests;
 
@@ -26,6 +27,7 @@ use toml::{Table, Value};
 
 use crate::error::{ConfigError, ConfigProblem, Origin};
 use overrides::Override;
+pub use shown::{Shown, shown};
 
 /// Variables with the prefix that are not settings: they are read before the configuration, or by tools.
 pub const RESERVED: &[&str] = &["BATON_CONFIG", "BATON_LOG"];

@@ -17,6 +17,7 @@ mod identity;
 mod logprobs;
 mod messages;
 mod models;
+mod openapi;
 mod request_fields;
 mod sse;
 pub mod stall;
@@ -49,12 +50,13 @@ pub fn api(api: HttpApi) -> Router {
         .with_state(api)
 }
 
-/// Returns the routes `/live`, `/ready` and `/health`.
+/// The routes `/live`, `/ready`, `/health` and `/openapi.json`.
 pub fn health(api: HttpApi) -> Router {
     Router::new()
         .route("/live", get(health::live))
         .route("/ready", get(health::ready))
         .route("/health", get(health::ready))
+        .route("/openapi.json", get(openapi::page))
         .with_state(api)
 }
 

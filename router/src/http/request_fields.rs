@@ -236,7 +236,7 @@ fn known(endpoint: Endpoint, name: &str) -> Option<&'static RequestField> {
 }
 
 impl FieldEndpoints {
-    fn includes(self, endpoint: Endpoint) -> bool {
+    pub(crate) fn includes(self, endpoint: Endpoint) -> bool {
         match self {
             Self::Both => true,
             Self::Chat => endpoint == Endpoint::Chat,

@@ -244,10 +244,11 @@ The table of fields is made from the code by the test `the_page_lists_every_fiel
 | router, HTTP | `POST /v1/chat/completions`, `POST /v1/completions` | answers, whole or as server-sent events |
 | router, HTTP | `GET /v1/models`, `GET /v1/models/NAME` | the models that at least one usable node serves |
 | router, HTTP | `GET /live`, `GET /ready`, `GET /health` | whether the process lives; whether tokens can flow, otherwise why not |
-| router, HTTP | `GET /metrics`, `GET /debug/cluster`, `GET /debug/kv`, `GET /debug/requests`, `GET /debug/requests/ID` | for operators: see [operating.md](operating.md) |
-| router, admin | `GET /live`, `GET /ready`, `GET /health`, `GET /metrics`, `GET /debug/cluster`, `GET /debug/kv`, `GET /debug/requests`, `GET /debug/requests/ID` | the same, with connections of its own |
+| router, HTTP | `GET /openapi.json`, `GET /version` | this page for programs; the versions of the process and its protocol |
+| router, HTTP | `GET /metrics`, `GET /debug/cluster`, `GET /debug/config`, `GET /debug/kv`, `GET /debug/requests`, `GET /debug/requests/ID` | for operators: see [operating.md](operating.md) |
+| router, admin | `GET /live`, `GET /ready`, `GET /health`, `GET /openapi.json`, `GET /version`, `GET /metrics`, `GET /debug/cluster`, `GET /debug/config`, `GET /debug/kv`, `GET /debug/requests`, `GET /debug/requests/ID` | the same, with connections of its own |
 | router, gRPC | `baton.v1.Inference` | answers to token ids: see [protocol.md](protocol.md) |
-| node, admin | `GET /live`, `GET /ready`, `GET /rollout`, `GET /metrics` | for operators |
+| node, admin | `GET /live`, `GET /ready`, `GET /rollout`, `GET /version`, `GET /metrics`, `GET /debug/config` | for operators |
 | prefill or decode node, admin | `POST /sleep`, `POST /wake` | see [operating.md](operating.md#sleep-and-wake) |
 
 Errors are in [errors.md](errors.md).
