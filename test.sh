@@ -51,6 +51,20 @@ need_helm() {
         --only-binary=:all: --ignore-requires-python helm-sdkpy==0.1.32
 }
 
+# Prometheus and promtool of Debian's package. It is unpacked, not installed, because installed it starts a server.
+need_prometheus() {
+    command -v prometheus >/dev/null && command -v promtool >/dev/null && return
+    [ -x .cache/prometheus/usr/bin/prometheus ] && return
+    if ! command -v apt-get >/dev/null; then
+        echo "prometheus and promtool are missing: install Prometheus 2.42 or newer" >&2
+        exit 1
+    fi
+    say "unpacking prometheus"
+    mkdir -p .cache/prometheus
+    (cd .cache/prometheus && { apt-get download prometheus || { apt-get update -qq && apt-get download prometheus; }; })
+    dpkg-deb -x .cache/prometheus/prometheus_*.deb .cache/prometheus
+}
+
 # NVIDIA's runtime compiler. It needs no GPU, so every kernel is compiled for every supported GPU.
 need_nvrtc() {
     local found=(.cache/nvrtc/lib/python3*/site-packages/nvidia/cu13/lib/libnvrtc.so.13)
@@ -90,6 +104,7 @@ run_test() {
     say test
     need_python_packages
     need_helm
+    need_prometheus
     need_nvrtc
     cargo build --quiet --package baton
     export TEST_EXECUTABLE="${CARGO_TARGET_DIR:-$PWD/target}/debug/baton"

@@ -23,6 +23,15 @@ fn build() -> PathBuf {
     test.parent().and_then(|deps| deps.parent()).expect("a test lies in target/<profile>/deps").join("baton")
 }
 
+/// Returns a program of Prometheus: `prometheus` or `promtool`, from `TEST_PROMETHEUS`, the path, or the cache of `./test.sh`.
+pub fn prometheus(program: &str) -> PathBuf {
+    if let Some(folder) = std::env::var_os("TEST_PROMETHEUS") {
+        return PathBuf::from(folder).join(program);
+    }
+    let cached = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../.cache/prometheus/usr/bin").join(program);
+    if cached.exists() { cached } else { PathBuf::from(program) }
+}
+
 /// Returns the Python that `./test.sh` sets up: `TEST_PYTHON`, or the one in the cache.
 pub fn python() -> PathBuf {
     let cached = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../.cache/python/bin/python");

@@ -1,5 +1,6 @@
 """Checks of the image and of compose.yaml."""
 
+import json
 import re
 import subprocess
 import tempfile
@@ -41,6 +42,39 @@ def compose():
         hosts = re.findall(r"etcd://([\w-]+):(\d+)/", text)
         assert hosts and all(host in services and int(port) in ETCD_PORTS for host, port in hosts), hosts
         assert about.get("environment", {}).get("BATON_NODE__ADVERTISE", service) == service
+    monitored(services, ours)
+
+
+def monitored(services, ours):
+    """Prometheus scrapes every process of ours, and the files of Prometheus and Grafana are mounted where they look."""
+    monitoring = rendered.DEPLOY / "monitoring"
+    config = yaml.safe_load((monitoring / "prometheus.yaml").read_text())
+    (job,) = config["scrape_configs"]
+    targets = [target for static in job["static_configs"] for target in static["targets"]]
+    assert sorted(target.split(":")[0] for target in targets) == sorted(ours), targets
+    for target in targets:
+        service, port = target.split(":")
+        about = ours[service]
+        mounts = dict(volume.split(":")[1::-1] for volume in about["volumes"])
+        listens = executable.ports((rendered.DEPLOY / mounts[about["command"][2]]).read_text())
+        assert int(port) in listens.values(), (target, listens)
+    for service in ["prometheus", "grafana"]:
+        about = services[service]
+        assert all(port.startswith("127.0.0.1:") for port in about["ports"]), about["ports"]
+        for volume in about["volumes"]:
+            source = volume.split(":")[0]
+            assert not source.startswith("./") or (rendered.DEPLOY / source).exists(), volume
+    mounts = dict(volume.split(":")[1::-1] for volume in services["prometheus"]["volumes"])
+    for file in config["rule_files"] + [services["prometheus"]["command"][0].removeprefix("--config.file=")]:
+        inside = Path(file)
+        assert (rendered.DEPLOY / mounts[str(inside.parent)] / inside.name).exists(), file
+    (source,) = yaml.safe_load((monitoring / "grafana" / "datasource.yaml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090", source
+    (provider,) = yaml.safe_load((monitoring / "grafana" / "dashboards.yaml").read_text())["providers"]
+    assert provider["options"]["path"] in "".join(services["grafana"]["volumes"]), provider
+    for dashboard in (monitoring / "dashboards").glob("*.json"):
+        panels = json.loads(dashboard.read_text())["panels"]
+        assert {panel["datasource"]["uid"] for panel in panels} == {source["uid"]}, dashboard
 
 
 def dockerfile():
