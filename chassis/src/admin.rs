@@ -15,7 +15,8 @@ use crate::net::Listener;
 use crate::server::{self, ServerLimits};
 use crate::shutdown::Shutdown;
 
-/// Whether the process accepts work, and whether a rollout may replace other processes. Clones share one state.
+/// Whether the process accepts work, and whether a rollout may replace other processes. Clones share one
+/// state.
 #[derive(Clone, Debug)]
 pub struct Readiness {
     reasons: watch::Sender<Reasons>,
@@ -67,8 +68,8 @@ impl Readiness {
     }
 }
 
-/// Serves `/live`, `/ready`, `/rollout`, `/version` and `/metrics`. A process merges its own pages (`/debug/…`) into the
-/// router.
+/// Serves `/live`, `/ready`, `/rollout`, `/version` and `/metrics`. A process merges its own pages
+/// (`/debug/…`) into the router.
 pub fn router(readiness: Readiness, metrics: Metrics) -> Router {
     Router::new()
         .route("/live", get(|| async { "live\n" }))
@@ -78,17 +79,19 @@ pub fn router(readiness: Readiness, metrics: Metrics) -> Router {
         .route("/metrics", get(page).with_state(metrics))
 }
 
-/// Serves `/debug/config` of a node: its settings as [`crate::config::shown`] returns them. It needs the admin key.
+/// Serves `/debug/config` of a node: its settings as [`crate::config::shown`] returns them. It needs the
+/// admin key.
 pub fn config_page(settings: Value) -> Router {
     Router::new().route("/debug/config", get(config).with_state(settings))
 }
 
-/// The page of `/debug/config`.
+/// Answers `/debug/config`.
 pub async fn config(State(settings): State<Value>) -> Json<Value> {
     Json(settings)
 }
 
-/// The page of `/version`: the version of the process, and those of the protocol between processes that it speaks.
+/// Answers `/version`: the version of the process, and those of the protocol between processes that it
+/// speaks.
 pub async fn version() -> Json<Value> {
     let protocol = json!({ "min": types::node::PROTOCOL.min, "max": types::node::PROTOCOL.max });
     Json(json!({ "version": env!("CARGO_PKG_VERSION"), "protocol": protocol }))

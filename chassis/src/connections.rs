@@ -84,7 +84,7 @@ pub(crate) enum ConnectionRefusal {
 }
 
 impl ConnectionCounts {
-    /// `refused` has the labels `port` and `reason`.
+    /// Makes the counts of one port. `refused` has the labels `port` and `reason`.
     pub fn new(refused: IntCounterVec, port: &'static str) -> Self {
         Self(Some((refused, port)))
     }

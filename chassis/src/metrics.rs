@@ -19,8 +19,8 @@ pub use prometheus;
 pub const LATENCY_BUCKETS: &[f64] =
     &[0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0];
 
-/// Buckets in seconds for what a client waits for, the first token and the gaps between tokens: steps of 5 ms up to
-/// 50 ms, where most gaps are.
+/// Buckets in seconds for what a client waits for, the first token and the gaps between tokens: steps of 5 ms
+/// up to 50 ms, where most gaps are.
 pub const TOKEN_BUCKETS: &[f64] = &[
     0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.045, 0.05, 0.075, 0.1, 0.15, 0.2,
     0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0,
@@ -48,7 +48,8 @@ pub const BYTES_BUCKETS: &[f64] = &[
 /// `counter("requests_total", …)` in the router is `baton_router_requests_total`. Names follow
 /// `<thing>_<unit>[_total]`. Counters, and only they, end in `_total`.
 ///
-/// Every line of a node's page has the label `role`: the role of the node now, because a node may wake in another one.
+/// Every line of a node's page has the label `role`: the role of the node now, because a node may wake in
+/// another one.
 ///
 /// # Panics
 ///

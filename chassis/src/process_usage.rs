@@ -1,4 +1,5 @@
-//! What the process uses, read from `/proc`: the metrics `process_*`, under the names that all Prometheus clients use.
+//! What the process uses, read from `/proc`: the metrics `process_*`, under the names that all Prometheus
+//! clients use.
 
 use std::fs::read_to_string;
 
@@ -31,7 +32,7 @@ impl Usage {
         Self { start_seconds: booted + own.start_seconds, open_files, ..own }
     }
 
-    /// `start_seconds` is the time from the machine's start.
+    /// Reads the files. `start_seconds` is the time from the machine's start.
     fn parse(stat: &str, status: &str, limits: &str) -> Self {
         // The program's name, in parentheses, may contain spaces. The third field of the file follows it.
         let fields: Vec<&str> = stat.rsplit(") ").next().unwrap_or_default().split(' ').collect();
@@ -68,7 +69,7 @@ impl Usage {
     }
 }
 
-/// The number that follows `name` at the beginning of a line, or zero.
+/// Returns the number that follows `name` at the beginning of a line, or zero.
 fn number_after(text: &str, name: &str) -> f64 {
     let rest = text.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default();
     rest.split_whitespace().next().and_then(|number| number.parse().ok()).unwrap_or(0.0)

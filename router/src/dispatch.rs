@@ -121,7 +121,7 @@ impl Dispatch {
         &self.stages
     }
 
-    /// The records of requests.
+    /// Returns the records of requests.
     pub fn requests(&self) -> &Requests {
         &self.requests
     }

@@ -33,7 +33,7 @@ enum CallError {
 }
 
 impl CallError {
-    /// The same code as in an HTTP error.
+    /// Returns the same code as an HTTP error has.
     fn code(&self) -> http::Code {
         match self {
             Self::Accept(error) => http::Code::from(error),

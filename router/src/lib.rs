@@ -1,10 +1,12 @@
-//! The router: takes clients' requests, chooses nodes, and returns text. Only the router knows the whole path.
+//! The router: takes clients' requests, chooses nodes, and returns text. Only the router knows the whole
+//! path.
 //!
-//! Suggested reading order, along the path of a request: the APIs ([`http`], [`grpc`]); tokens and text ([`text`]);
-//! tenants ([`tenants`]); accepted prompts ([`accept`]); admission ([`admission`]); routes ([`policy`] over a view of the
-//! [`cluster`]); calls to nodes ([`dispatch`] through [`rpc`]); the stream until its last token ([`continuation`]); and
-//! the watchdog over all requests ([`watchdog`]) and their records ([`requests`]). [`serve`] is the trait between the APIs and the cluster; [`server`]
-//! starts and stops the router, and [`drain`] has the phases of its stop.
+//! Suggested reading order, along the path of a request: the APIs ([`http`], [`grpc`]); tokens and text
+//! ([`text`]); tenants ([`tenants`]); accepted prompts ([`accept`]); admission ([`admission`]); routes
+//! ([`policy`] over a view of the [`cluster`]); calls to nodes ([`dispatch`] through [`rpc`]); the stream
+//! until its last token ([`continuation`]); and the watchdog over all requests ([`watchdog`]) and their
+//! records ([`requests`]). [`serve`] is the trait between the APIs and the cluster; [`server`] starts and
+//! stops the router, and [`drain`] has the phases of its stop.
 #![forbid(unsafe_code)]
 
 pub mod http;

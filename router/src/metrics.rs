@@ -89,7 +89,8 @@ pub struct ModelMetrics {
 impl RouterMetrics {
     pub fn new(metrics: &Metrics) -> Self {
         let own = Self::register(metrics);
-        // Known labels are on the page from the start, because a rate misses the first count of a series that begins.
+        // Known labels are on the page from the start, because a rate misses the first count of a series that
+        // begins.
         Code::ALL.iter().for_each(|code| drop(own.refusals.with_label_values(&[code.as_str()])));
         Stage::ALL.iter().for_each(|stage| drop(own.stages.with_label_values(&[stage.as_str()])));
         own
@@ -157,7 +158,7 @@ impl RouterMetrics {
         self.refusals.with_label_values(&[code]).inc();
     }
 
-    /// The counts of one port's refused connections.
+    /// Returns the counts of one port's refused connections.
     pub fn connections(&self, port: &'static str) -> ConnectionCounts {
         ConnectionCounts::new(self.connections_refused.clone(), port)
     }
@@ -186,7 +187,7 @@ impl RouterMetrics {
         }
     }
 
-    /// The requests under way of each model that was ever counted, by place.
+    /// Counts the requests under way of each model that was ever counted, by place.
     fn counts(&self, requests: &Requests) -> Vec<(String, [i64; Place::ALL.len()])> {
         let under_way = requests.count(|model| self.models.label(model));
         let counted = |label: String| {

@@ -61,7 +61,8 @@ struct Shared {
     stuck: Mutex<Option<String>>,
 }
 
-/// The stage of one request, which its record follows. Dropping it ends the count: the request is at the client then.
+/// The stage of one request, which its record follows. Dropping it ends the count: the request is at the
+/// client then.
 #[derive(Debug)]
 pub struct TrackedRequest {
     all: StageTracker,

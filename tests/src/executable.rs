@@ -23,7 +23,8 @@ fn build() -> PathBuf {
     test.parent().and_then(|deps| deps.parent()).expect("a test lies in target/<profile>/deps").join("baton")
 }
 
-/// Returns a program of Prometheus: `prometheus` or `promtool`, from `TEST_PROMETHEUS`, the path, or the cache of `./test.sh`.
+/// Returns a program of Prometheus: `prometheus` or `promtool`, from `TEST_PROMETHEUS`, the path, or the
+/// cache of `./test.sh`.
 pub fn prometheus(program: &str) -> PathBuf {
     if let Some(folder) = std::env::var_os("TEST_PROMETHEUS") {
         return PathBuf::from(folder).join(program);

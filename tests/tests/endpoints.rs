@@ -131,7 +131,7 @@ async fn the_description_for_programs_says_what_the_page_says() {
     }
 }
 
-/// The fields of an endpoint that the page says are honoured or ignored.
+/// Returns the fields of an endpoint that the page says are honoured or ignored.
 fn fields(endpoint: &str) -> BTreeSet<String> {
     let page = std::fs::read_to_string(root().join("docs/api.md")).expect("the page");
     let table = page.split("## Request fields").nth(1).expect("a table").to_owned();

@@ -65,8 +65,8 @@ async fn names_that_requests_choose_make_no_series_and_no_memory() {
     assert!(after.1 < before.1 + GROWTH_KIB, "{} KiB, and {} KiB before", after.1, before.1);
 }
 
-/// Models that are served one after the other, each by a node that comes and goes: first as many as the router counts by
-/// name, and a few more, then the others.
+/// Models that are served one after the other, each by a node that comes and goes: first as many as the
+/// router counts by name, and a few more, then the others.
 const MODELS: (usize, usize) = (35, 15);
 
 /// Starts a node that serves a new model, sends it a request, and stops it.
@@ -86,8 +86,8 @@ async fn serve_for_a_moment(fleet: &mut Fleet, nth: usize) {
     .await;
 }
 
-/// F31: names of models are on pages while nodes serve them, and in no memory afterwards, but for a bounded number of
-/// series.
+/// F31: names of models are on pages while nodes serve them, and in no memory afterwards, but for a bounded
+/// number of series.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn models_that_come_and_go_leave_no_memory() {
     let mut fleet = Fleet::start("mock", 0, 0).await;

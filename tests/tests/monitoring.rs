@@ -1,5 +1,6 @@
-//! `deploy/monitoring` with a real Prometheus: it scrapes a cluster under load with a dead node and a sleeping one. Every
-//! query of a dashboard and every rule returns a series, and the alert for the dead node fires.
+//! `deploy/monitoring` with a real Prometheus: it scrapes a cluster under load with a dead node and a
+//! sleeping one. Every query of a dashboard and every rule returns a series, and the alert for the dead node
+//! fires.
 
 use std::collections::BTreeSet;
 use std::io::Write as _;
@@ -35,7 +36,7 @@ fn succeeds(command: &mut Command) {
     assert!(output.status.success(), "{command:?}: {}{}", said(&output.stdout), said(&output.stderr));
 }
 
-/// The values of `key` in the rules, one on each line.
+/// Returns the values of `key` in the rules, one on each line.
 fn values<'a>(rules: &'a str, key: &str) -> Vec<&'a str> {
     let lines = rules.lines().map(|line| line.trim_start().trim_start_matches("- "));
     lines.filter_map(|line| line.strip_prefix(key)?.strip_prefix(": ")).collect()
@@ -114,7 +115,7 @@ impl Prometheus {
         prometheus
     }
 
-    /// The series of a query, with their labels.
+    /// Returns the series of a query, with their labels.
     async fn query(&self, query: &str) -> Vec<Value> {
         let encoded: String = query.bytes().map(|byte| format!("%{byte:02X}")).collect();
         let (status, body) = self.client.get(&format!("/api/v1/query?query={encoded}")).await;
@@ -137,7 +138,7 @@ impl Drop for Prometheus {
     }
 }
 
-/// All queries of the dashboards.
+/// Returns all queries of the dashboards.
 fn queries() -> Vec<String> {
     let mut found = Vec::new();
     for name in ["cluster", "router", "transfers"] {
@@ -151,7 +152,7 @@ fn queries() -> Vec<String> {
     found
 }
 
-/// What the rules compute, and what the alerts compare with their thresholds.
+/// Returns what the rules compute, and what the alerts compare with their thresholds.
 fn rules() -> Vec<String> {
     let rules = read("rules.yaml");
     let exprs = values(&rules, "expr").into_iter();
@@ -170,7 +171,7 @@ async fn load(client: &Client) {
     }
 }
 
-/// Prometheus's own checks of names, help texts and types.
+/// Runs Prometheus's own checks of names, help texts and types.
 fn promtool_finds_nothing(page: &str) {
     let mut promtool = Command::new(prometheus("promtool"))
         .args(["check", "metrics"])

@@ -14,7 +14,8 @@ const REQUESTS: usize = 100;
 const AT_ONCE: usize = 12;
 /// Tokens of an answer, for about a second of steps.
 const TOKENS: u32 = 150;
-/// The requests of a hundred that may differ more than the bound: the client's process may have to wait for a processor.
+/// The requests of a hundred that may differ more than the bound: the client's process may have to wait for a
+/// processor.
 const LATE_PERCENT_MAX: usize = 10;
 
 /// A request as its client and the router saw it.
@@ -37,13 +38,13 @@ impl Seen {
         self.record[what].as_u64().expect("a number") > 0
     }
 
-    /// Whether the stages add up to what the client waited, within 2 % or 2 ms.
+    /// Returns whether the stages add up to what the client waited, within 2 % or 2 ms.
     fn adds_up(&self) -> bool {
         (self.waited_ms - self.stages_ms()).abs() <= (self.waited_ms * 0.02).max(2.0)
     }
 }
 
-/// The only record of a request.
+/// Returns the only record of a request.
 async fn record(client: &Client, id: &str) -> Value {
     let page = client.get_json(&format!("/debug/requests/{id}")).await;
     let records = page["requests"].as_array().expect("a list");

@@ -101,7 +101,7 @@ async fn every_stage_is_measured_and_every_metric_documented() {
     }
 }
 
-/// The value of a line of a page; 0 if it is absent.
+/// Returns the value of a line of a page; 0 if it is absent.
 fn value(page: &str, line: &str) -> u64 {
     page.lines().find_map(|text| text.strip_prefix(line)?.trim().parse().ok()).unwrap_or(0)
 }

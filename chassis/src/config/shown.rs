@@ -6,8 +6,8 @@ use serde_json::Value;
 /// Settings as JSON, as [`shown`] returns them.
 pub type Shown = Value;
 
-/// Returns a process's settings as JSON. Passwords in URLs are left out. Other secrets are never settings: a setting names
-/// their file.
+/// Returns a process's settings as JSON. Passwords in URLs are left out. Other secrets are never settings: a
+/// setting names their file.
 pub fn shown(raw: &impl Serialize) -> Shown {
     let mut shown = serde_json::to_value(raw).expect("settings always have a JSON form");
     hide_passwords(&mut shown);
@@ -27,7 +27,7 @@ fn hide_passwords(value: &mut Value) {
     }
 }
 
-/// `scheme://user:password@host/path` without the password; `None` if there is none.
+/// Returns `scheme://user:password@host/path` without the password; `None` if there is none.
 fn without_password(url: &str) -> Option<String> {
     let (scheme, rest) = url.split_once("://")?;
     let end = rest.find(['/', '?', '#']).unwrap_or(rest.len());

@@ -24,7 +24,7 @@ impl ListQuery {
     }
 }
 
-/// The requests under way, the last that ended, and the slowest.
+/// Answers with the requests under way, the last that ended, and the slowest.
 pub(super) async fn list(State(requests): State<Requests>, Query(query): Query<ListQuery>) -> Json<Value> {
     let lines = |records: Vec<RequestRecord>| records.iter().take(query.limit).map(line).collect::<Vec<_>>();
     Json(json!({
@@ -34,7 +34,7 @@ pub(super) async fn list(State(requests): State<Requests>, Query(query): Query<L
     }))
 }
 
-/// The records of one request, one for each of its answers.
+/// Answers with the records of one request, one for each of its answers.
 pub(super) async fn one(
     State(requests): State<Requests>,
     Path(id): Path<String>,
@@ -49,7 +49,7 @@ pub(super) async fn one(
     }
 }
 
-/// One request in a list.
+/// Returns one request as it stands in a list.
 fn line(record: &RequestRecord) -> Value {
     let summary = record.summary();
     let mut line = json!({
@@ -70,7 +70,7 @@ fn line(record: &RequestRecord) -> Value {
     line
 }
 
-/// Everything about one request.
+/// Returns everything about one request.
 fn whole(record: &RequestRecord) -> Value {
     let summary = record.summary();
     let mut whole = line(record);
@@ -86,13 +86,13 @@ fn whole(record: &RequestRecord) -> Value {
     whole
 }
 
-/// The time in each place. Their sum is the request's duration.
+/// Returns the time in each place. Their sum is the request's duration.
 fn stages(summary: &RequestSummary) -> Value {
     let places = Place::ALL.into_iter().zip(summary.places);
     places.map(|(place, took)| (place.as_str().to_owned(), json!(ms(took)))).collect::<Map<_, _>>().into()
 }
 
-/// Bytes of KV that arrived, by connector.
+/// Returns the bytes of KV that arrived, by connector.
 fn kv(summary: &RequestSummary) -> BTreeMap<&str, u64> {
     let mut bytes_by_connector = BTreeMap::new();
     for (_, event) in &summary.events {
@@ -127,7 +127,7 @@ fn shown(at: Duration, event: &RequestEvent) -> Value {
     shown
 }
 
-/// Milliseconds, to the microsecond.
+/// Returns milliseconds, to the microsecond.
 fn ms(duration: Duration) -> f64 {
     duration.as_micros() as f64 / 1000.0
 }

@@ -50,7 +50,7 @@ pub fn api(api: HttpApi) -> Router {
         .with_state(api)
 }
 
-/// The routes `/live`, `/ready`, `/health` and `/openapi.json`.
+/// Returns the routes `/live`, `/ready`, `/health` and `/openapi.json`.
 pub fn health(api: HttpApi) -> Router {
     Router::new()
         .route("/live", get(health::live))

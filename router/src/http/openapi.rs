@@ -1,4 +1,5 @@
-//! `/openapi.json`: the description of the HTTP port for programs, made from the tables of fields and of errors.
+//! `/openapi.json`: the description of the HTTP port for programs, made from the tables of fields and of
+//! errors.
 
 use std::collections::BTreeMap;
 
@@ -81,7 +82,7 @@ fn request_schema(path: &str) -> Option<&'static str> {
     }
 }
 
-/// The success, and all errors by status: any request may get any of them.
+/// Returns the success, and all errors by status: any request may get any of them.
 fn responses(path: &str) -> Value {
     let content = |kind: &str, schema: Value| json!({ kind: { "schema": schema } });
     let content = match path {
@@ -119,7 +120,7 @@ fn error() -> Value {
     json!({ "type": "object", "required": ["error"], "properties": { "error": inner } })
 }
 
-/// The fields of an endpoint that are honoured or ignored. Others are refused by name.
+/// Returns the fields of an endpoint that are honoured or ignored. Others are refused by name.
 fn request(endpoint: Endpoint) -> Value {
     let mut properties = Map::new();
     for field in FIELDS.iter().filter(|field| field.on.includes(endpoint)) {
@@ -146,7 +147,7 @@ fn request(endpoint: Endpoint) -> Value {
     })
 }
 
-/// `null` always means that a field is absent.
+/// Lets a field be `null` too, which always means that it is absent.
 fn nullable(mut schema: Value) -> Value {
     match schema.get_mut("type") {
         Some(Value::Array(kinds)) => kinds.push(json!("null")),
@@ -156,7 +157,7 @@ fn nullable(mut schema: Value) -> Value {
     schema
 }
 
-/// The type of an honoured field, with its bounds.
+/// Returns the type of an honoured field, with its bounds.
 fn schema(name: &str) -> Value {
     let number = |least: f64, most: f64| json!({ "type": "number", "minimum": least, "maximum": most });
     let count = |least: u32| json!({ "type": "integer", "minimum": least, "maximum": u32::MAX });

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The number of models that are counted by name. A router that has served more counts the others as one, because each
-/// name makes new series that stay until the router ends.
+/// The number of models that are counted by name. A router that has served more counts the others as one,
+/// because each name makes new series that stay until the router ends.
 const MODELS_MAX: usize = 32;
 const OTHER: &str = "other";
 

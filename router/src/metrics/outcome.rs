@@ -7,8 +7,8 @@ use crate::error::ServeError;
 use crate::requests::OpenRecord;
 use crate::serve::Complete;
 
-/// Counts the outcome of one request on drop, and closes its record. Without another outcome the client has cancelled it,
-/// unless `complete` is set.
+/// Counts the outcome of one request on drop, and closes its record. Without another outcome the client has
+/// cancelled it, unless `complete` is set.
 #[derive(Debug)]
 pub struct Outcome {
     metrics: ModelMetrics,

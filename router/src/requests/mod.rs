@@ -53,22 +53,22 @@ impl Requests {
         OpenRecord { requests: self.clone(), number, record, outcome: "cancelled" }
     }
 
-    /// Those under way, by arrival.
+    /// Returns the requests under way, by arrival.
     pub fn under_way(&self) -> Vec<RequestRecord> {
         self.kept().under_way.values().cloned().collect()
     }
 
-    /// The last that ended, the newest first.
+    /// Returns the last requests that ended, the newest first.
     pub fn last(&self) -> Vec<RequestRecord> {
         self.kept().last.iter().rev().cloned().collect()
     }
 
-    /// The slowest that ended, the slowest first.
+    /// Returns the slowest requests that ended, the slowest first.
     pub fn slowest(&self) -> Vec<RequestRecord> {
         self.kept().slowest.values().rev().cloned().collect()
     }
 
-    /// All records of a request, one for each of its answers, the newest first.
+    /// Returns all records of a request, one for each of its answers, the newest first.
     pub fn find(&self, id: &str) -> Vec<RequestRecord> {
         let kept = self.kept();
         let mut found: Vec<RequestRecord> = Vec::new();
@@ -82,7 +82,7 @@ impl Requests {
         found
     }
 
-    /// The number of requests under way by place, for each label that `label` gives to a model.
+    /// Counts the requests under way by place, for each label that `label` gives to a model.
     pub fn count(&self, label: impl Fn(&str) -> String) -> BTreeMap<String, [i64; Place::ALL.len()]> {
         let mut counts = BTreeMap::new();
         for record in self.under_way() {

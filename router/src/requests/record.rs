@@ -11,7 +11,8 @@ use crate::watchdog::WaitStage;
 /// The number of events of one request that are kept, the first ones.
 const EVENTS_MAX: usize = 32;
 
-/// Where a request is. It is in exactly one place at a time, so the times of all places add up to its duration.
+/// Where a request is. It is in exactly one place at a time, so the times of all places add up to its
+/// duration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
     /// The request's body is read and its text made into tokens. Further answers wait here for the first one.
@@ -41,7 +42,7 @@ impl Place {
         }
     }
 
-    /// Whether no node works on the request.
+    /// Returns whether no node works on the request.
     pub fn is_waiting(self) -> bool {
         matches!(self, Self::Accept | Self::Route | Self::Reserve | Self::Deliver)
     }
@@ -62,8 +63,8 @@ impl From<WaitStage> for Place {
 /// Something that happened to a request once, unlike a token.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RequestEvent {
-    /// A route was chosen. Without a prefill node the decode node computes the prompt; without a decode node it is chosen
-    /// later.
+    /// A route was chosen. Without a prefill node the decode node computes the prompt; without a decode node
+    /// it is chosen later.
     Try {
         prefill: Option<NodeId>,
         decode: Option<NodeId>,
@@ -164,7 +165,7 @@ impl RequestRecord {
         self.0.prompt_tokens
     }
 
-    /// The arrival in Unix time.
+    /// Returns the arrival in Unix time.
     pub fn arrived(&self) -> Duration {
         self.0.unix_time
     }
@@ -182,7 +183,7 @@ impl RequestRecord {
         state.summary.clone()
     }
 
-    /// Whether this is the record of the request, or of one of its answers: `ID-0`, `ID-1`, …
+    /// Returns whether this is the record of the request, or of one of its answers: `ID-0`, `ID-1`, …
     pub(super) fn belongs_to(&self, id: &str) -> bool {
         let answer = self.0.id.as_str().strip_prefix(id);
         answer.is_some_and(|rest| {
