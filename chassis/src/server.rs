@@ -210,9 +210,11 @@ impl Connection {
         match secured {
             Ok((stream, caller)) => self.serve(stream, caller).await,
             // A port scan, or a check whether the port is open.
-            Err(refused @ TlsRefused::Closed) => debug!(%peer, reason = %refused, "tls connection refused"),
+            Err(refused @ TlsRefused::Closed) => {
+                debug!(%peer, reason = %refused, "TLS connection from peer refused")
+            }
             Err(refused) => {
-                warn!(%peer, reason = %refused, "tls connection refused");
+                warn!(%peer, reason = %refused, "TLS connection from peer refused");
                 self.identity.tls_refused(Refused::Connection, refused);
             }
         }

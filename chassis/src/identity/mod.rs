@@ -33,8 +33,8 @@ pub use refusals::Refusals;
 use refusals::Refused;
 use replay::SeenNonces;
 pub use secret::{ClusterSecret, SecretError};
-use types::BlockHashKey;
 pub use tls::{Tls, TlsFileError, TlsFiles, TlsPem, TlsRefused};
+use types::BlockHashKey;
 
 /// The largest allowed difference between two processes' clocks. Nonces are remembered for this time.
 pub const CLOCK_SKEW_MAX: Duration = Duration::from_secs(30);

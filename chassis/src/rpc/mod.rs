@@ -100,7 +100,7 @@ async fn connect(
         let Some(tls) = identity.tls() else { return Ok(stream) };
         let secured = tls.connect(stream, expected).await;
         secured.map_err(|refused| {
-            warn!(peer = addr, reason = %refused, "tls connection refused");
+            warn!(peer = addr, reason = %refused, "TLS connection to peer refused");
             identity.tls_refused(Refused::Connection, refused)
         })
     };

@@ -235,7 +235,7 @@ async fn a_recorded_announcement_makes_no_node_at_another_router() {
         announcement
     };
     let both = async { tokio::join!(recorded(proxy, &first.address, &is_announced), announcing) };
-    let (sent, announcement) = in_time(both).await;
+    let (sent, announcement) = in_time(Box::pin(both)).await;
     assert_eq!(first.registry.members(), [node("a", 1)]);
     let mut open = Vec::new();
     for router in [&second, &careless] {

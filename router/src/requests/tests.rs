@@ -6,6 +6,7 @@ fn prompt(id: &str) -> Prompt {
     Prompt {
         id: RequestId::new(id),
         tenant: TenantId::default(),
+        cache_salt: types::CacheSalt::default(),
         model: PromptModel::named("mock"),
         tokens: (0..20).map(TokenId).collect(),
         n_generated: 0,

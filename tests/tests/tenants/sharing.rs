@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use baton_tests::fleet::{Fleet, Settings};
 use baton_tests::{Ask, Client, Up, in_time};
 use chassis::World;
-use chassis::identity::{ClusterSecret, Identity};
+use chassis::identity::{ClusterSecret, Expected, Identity};
 use chassis::rpc::{RpcChannel, RpcLimits, channel};
 use proto::v1;
 use proto::v1::pool_client::PoolClient;
@@ -214,7 +214,7 @@ impl Secret {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("secret");
         std::fs::write(&path, secret).expect("written");
-        let of_all = vec![("BATON_CLUSTER__SECRET_FILE", path.display().to_string())];
+        let of_all = [("BATON_CLUSTER__SECRET_FILE", path.display().to_string())];
         let router = [TRUSTED, ("BATON_ROUTER__ORDER", "prefill-first")];
         let router = router.map(|(name, value)| (name, value.to_owned()));
         let of_router: Settings = of_all.iter().cloned().chain(router).collect();
@@ -248,7 +248,7 @@ impl Secret {
     /// The pool node's port for calls, as a process of this world reaches it.
     fn pool(&self, world: &World) -> PoolClient<RpcChannel> {
         let node = self.fleet.nodes.iter().find(|node| node.role == "pool").expect("a pool node");
-        PoolClient::new(channel(world, &node.grpc.to_string(), RpcLimits::default()))
+        PoolClient::new(channel(world, &node.grpc.to_string(), Expected::Registry, RpcLimits::default()))
     }
 
     fn put(&self, prompt: Option<v1::Prompt>) -> v1::PutRequest {
