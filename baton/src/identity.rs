@@ -20,7 +20,8 @@ pub(crate) fn of_router(cluster: &ClusterSection, tls: &TlsSection) -> Result<Wo
 
 /// The same for a node. Returns also its name: `node.id`, or the one in the certificate; `None`: neither names it.
 pub(crate) fn of_node(
-    (cluster, tls): (&ClusterSection, &TlsSection),
+    cluster: &ClusterSection,
+    tls: &TlsSection,
     role: Role,
     id: Option<&NodeId>,
 ) -> Result<(World, Option<NodeId>), Failed> {

@@ -49,8 +49,7 @@ async fn with_model(mut raw: RawNodeConfig, shutdown: &Shutdown) -> Result<NodeC
 }
 
 async fn serve(role: Role, config: &NodeConfig, shutdown: Shutdown) -> Result<ExitCode, Failed> {
-    let own = (&config.cluster, &config.tls);
-    let (world, named) = identity::of_node(own, role, config.id.as_ref())?;
+    let (world, named) = identity::of_node(&config.cluster, &config.tls, role, config.id.as_ref())?;
     let _certificates = identity::follow_certificates(&world);
     let grpc = bind(&world, &config.listen).await?;
     let admin = bind(&world, &config.admin).await?;

@@ -39,8 +39,7 @@ async fn serve(config: &PoolConfig, args: &ProcessArgs) -> Result<ExitCode, Fail
         false => Shutdown::from_signals(),
     };
     let shutdown = shutdown.map_err(Failed::start)?;
-    let own = (&config.cluster, &config.tls);
-    let (world, named) = identity::of_node(own, Role::Pool, config.id.as_ref())?;
+    let (world, named) = identity::of_node(&config.cluster, &config.tls, Role::Pool, config.id.as_ref())?;
     let _certificates = identity::follow_certificates(&world);
     let grpc = bind(&world, &config.listen).await?;
     let admin = bind(&world, &config.admin).await?;

@@ -159,7 +159,7 @@ impl Certificates {
     fn checked(&self, now: Duration) -> Result<(), rustls::Error> {
         let (first, intermediates) = self.chain.split_first().expect("a chain is not empty");
         let now = UnixTime::since_unix_epoch(now);
-        check_chain(first, intermediates, (&self.roots, &self.provider), now)
+        check_chain(first, intermediates, &self.roots, &self.provider, now)
     }
 
     /// The configuration of one dialled connection.

@@ -17,7 +17,8 @@ use crate::identity::certificate::{CertName, Expected};
 pub(super) fn check_chain(
     certificate: &CertificateDer<'_>,
     intermediates: &[CertificateDer<'_>],
-    (roots, provider): (&RootCertStore, &CryptoProvider),
+    roots: &RootCertStore,
+    provider: &CryptoProvider,
     now: UnixTime,
 ) -> Result<(), Error> {
     let parsed = ParsedCertificate::try_from(certificate)?;
@@ -61,7 +62,7 @@ impl ServerCertVerifier for AcceptorCheck {
         _ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        check_chain(end_entity, intermediates, (&self.roots, &self.provider), now)?;
+        check_chain(end_entity, intermediates, &self.roots, &self.provider, now)?;
         check_name(end_entity, &self.cluster, Some(&self.expected)).map_err(TlsRefused::into_rustls)?;
         Ok(ServerCertVerified::assertion())
     }
