@@ -14,8 +14,9 @@ use crate::accept::Deadlines;
 use crate::cluster::WantedFingerprint;
 use crate::dispatch::{Budget, Order};
 use crate::drain::DrainTimes;
+use crate::http::{CertificateFiles, CorsOrigins};
 use crate::policy;
-use crate::tenants::TrustedProxies;
+use crate::tenants::{OidcSettings, TrustedProxies};
 
 /// A router's TOML file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -35,6 +36,7 @@ pub struct RawRouterConfig {
 #[serde(default)]
 pub struct RouterExpert {
     pub router: RoutingExpert,
+    pub oidc: OidcSection,
     pub connections: ConnectionLimits,
     pub log: LogExpert,
 }
@@ -52,11 +54,20 @@ pub struct RoutingExpert {
     /// If no running request makes progress for this long, `/ready` fails and names the stages in which
     /// requests wait. The default is longer than the longest step of an engine.
     pub stuck_ms: u64,
+    /// The origins whose pages may send requests to the HTTP port (CORS), such as `https://chat.example`, or
+    /// `*`.
+    pub cors_origins: Vec<String>,
 }
 
 impl Default for RoutingExpert {
     fn default() -> Self {
-        Self { attempts_max: 4, new_nodes_wait_ms: 2_000, nodes_wait_ms: 30_000, stuck_ms: 4_000 }
+        Self {
+            attempts_max: 4,
+            new_nodes_wait_ms: 2_000,
+            nodes_wait_ms: 30_000,
+            stuck_ms: 4_000,
+            cors_origins: Vec::new(),
+        }
     }
 }
 
@@ -89,14 +100,19 @@ pub struct RouterSection {
     /// The part of `drain_ms` in which new requests are still accepted while `/ready` fails, so that load
     /// balancers notice the stop.
     pub notice_ms: u64,
-    /// A file with the hashes of API keys and the limits of tenants, as in docs/security.md. A change is in force
-    /// within 5 s. Empty: no API keys are required.
+    /// A file with the hashes of API keys and the limits of tenants, as in docs/security.md. A change is in
+    /// force within 5 s. Empty: no API keys are required.
     pub tenants_file: String,
-    /// Without a tenants file: the proxies whose headers `x-baton-tenant` and `x-baton-priority` are accepted, as
-    /// addresses or networks such as `10.0.0.0/8`. From other peers these headers are refused.
+    /// Without a tenants file: the proxies whose headers `x-baton-tenant` and `x-baton-priority` are
+    /// accepted, as addresses or networks such as `10.0.0.0/8`. From other peers these headers are refused.
     pub trusted_proxies: Vec<String>,
     /// Serves the metrics that vLLM has too under vLLM's names besides their own, for dashboards that exist.
     pub vllm_metrics: bool,
+    /// The PEM file of the HTTP port's certificate and its chain. With it the port serves TLS only. A change
+    /// is in force within 5 s. Empty: no TLS.
+    pub tls_cert_file: String,
+    /// The PEM file of the certificate's key.
+    pub tls_key_file: String,
 }
 
 impl Default for RouterSection {
@@ -116,6 +132,34 @@ impl Default for RouterSection {
             tenants_file: String::new(),
             trusted_proxies: Vec::new(),
             vllm_metrics: false,
+            tls_cert_file: String::new(),
+            tls_key_file: String::new(),
+        }
+    }
+}
+
+/// The OpenID provider whose tokens are accepted as API keys.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct OidcSection {
+    /// The `iss` of accepted tokens. Empty: no tokens are accepted.
+    pub issuer: String,
+    /// The `aud` of accepted tokens.
+    pub audience: String,
+    /// The file with the provider's keys, a JSON Web Key Set. A change is in force within 5 s.
+    pub keys_file: String,
+    /// The claim with the tenant's name. The claim `baton_limits` may have limits, as in a tenant's section
+    /// of the tenants file. A section of that file has priority.
+    pub tenant_claim: String,
+}
+
+impl Default for OidcSection {
+    fn default() -> Self {
+        Self {
+            issuer: String::new(),
+            audience: String::new(),
+            keys_file: String::new(),
+            tenant_claim: "tenant".to_owned(),
         }
     }
 }
@@ -178,6 +222,11 @@ pub struct RouterConfig {
     pub tenants_file: Option<PathBuf>,
     pub trusted_proxies: TrustedProxies,
     pub vllm_metrics: bool,
+    /// The provider of tokens; `None`: no tokens are accepted.
+    pub oidc: Option<OidcSettings>,
+    /// The certificate of the HTTP port; `None`: the port has no TLS.
+    pub certificate: Option<CertificateFiles>,
+    pub cors: CorsOrigins,
     /// The address of an external registry; `None`: this router serves the registry.
     pub registry_url: Option<String>,
     pub members_file: Option<PathBuf>,
@@ -235,6 +284,9 @@ impl RouterConfig {
             tenants_file: (!router.tenants_file.is_empty()).then(|| router.tenants_file.into()),
             trusted_proxies: trusted_proxies(&router.trusted_proxies)?,
             vllm_metrics: router.vllm_metrics,
+            oidc: provider(expert.oidc)?,
+            certificate: certificate(&router.tls_cert_file, &router.tls_key_file)?,
+            cors: cors(&expert.router.cors_origins)?,
             members_file: (!registry.members_file.is_empty()).then(|| registry.members_file.into()),
             registry_url: (registry.url != EMBEDDED).then_some(registry.url),
             wanted: wanted(&model)?,
@@ -259,6 +311,44 @@ fn order(name: &str) -> Result<Order, UnknownChoice> {
 fn trusted_proxies(texts: &[String]) -> Result<TrustedProxies, UnknownChoice> {
     let known = ["an address", "a network such as 10.0.0.0/8"];
     TrustedProxies::parse(texts).map_err(|text| unknown("router.trusted_proxies", text, &known))
+}
+
+/// Returns the provider of tokens, if it has an issuer. Then all of its settings are needed.
+fn provider(section: OidcSection) -> Result<Option<OidcSettings>, UnknownChoice> {
+    let OidcSection { issuer, audience, keys_file, tenant_claim } = section;
+    if issuer.is_empty() && audience.is_empty() && keys_file.is_empty() {
+        return Ok(None);
+    }
+    for (key, value, known) in [
+        ("expert.oidc.issuer", &issuer, "the issuer of tokens"),
+        ("expert.oidc.audience", &audience, "the audience of tokens"),
+        ("expert.oidc.keys_file", &keys_file, "the file with the provider's keys"),
+        ("expert.oidc.tenant_claim", &tenant_claim, "the name of a claim"),
+    ] {
+        if value.is_empty() {
+            return Err(unknown(key, String::new(), &[known]));
+        }
+    }
+    Ok(Some(OidcSettings { issuer, audience, keys_file: keys_file.into(), tenant_claim }))
+}
+
+/// Returns the files of the certificate. Both are set, or neither is.
+fn certificate(certificate: &str, key: &str) -> Result<Option<CertificateFiles>, UnknownChoice> {
+    match (certificate.is_empty(), key.is_empty()) {
+        (true, true) => Ok(None),
+        (false, false) => Ok(Some(CertificateFiles { certificate: certificate.into(), key: key.into() })),
+        (true, false) => {
+            Err(unknown("router.tls_cert_file", String::new(), &["the certificate of `router.tls_key_file`"]))
+        }
+        (false, true) => {
+            Err(unknown("router.tls_key_file", String::new(), &["the key of `router.tls_cert_file`"]))
+        }
+    }
+}
+
+fn cors(origins: &[String]) -> Result<CorsOrigins, UnknownChoice> {
+    let known = ["an origin such as https://chat.example", "* alone"];
+    CorsOrigins::parse(origins).map_err(|text| unknown("expert.router.cors_origins", text, &known))
 }
 
 fn wanted(section: &ModelSection) -> Result<Option<WantedFingerprint>, UnknownChoice> {
@@ -305,6 +395,21 @@ mod tests {
         assert_eq!(config.order, Order::DecodeFirst);
         assert_eq!(config.registry_url, None);
         assert_eq!(config.deadlines, Deadlines::default());
+    }
+
+    #[test]
+    fn a_certificate_origins_and_a_provider_are_checked() {
+        let refused = |change: fn(&mut RawRouterConfig)| {
+            let mut raw = RawRouterConfig::default();
+            change(&mut raw);
+            RouterConfig::resolve(raw).expect_err("refused").key
+        };
+        assert_eq!(refused(|raw| raw.router.tls_cert_file = "c".to_owned()), "router.tls_key_file");
+        assert_eq!(refused(|raw| raw.router.tls_key_file = "k".to_owned()), "router.tls_cert_file");
+        let key = refused(|raw| raw.expert.router.cors_origins = vec!["a".to_owned()]);
+        assert_eq!(key, "expert.router.cors_origins");
+        assert_eq!(refused(|raw| raw.expert.oidc.issuer = "i".to_owned()), "expert.oidc.audience");
+        assert_eq!(refused(|raw| raw.expert.oidc.keys_file = "k".to_owned()), "expert.oidc.issuer");
     }
 
     #[test]

@@ -28,11 +28,13 @@ use crate::dispatch::{Dispatch, DispatchParts};
 use crate::drain::Drain;
 use crate::error::TextError;
 use crate::grpc::GrpcApi;
-use crate::http::{BodyLimits, HttpApi, WriteTimeoutListener};
+use crate::http::{
+    BodyLimits, Certificate, CertificateError, CertificateFiles, HttpApi, TlsListener, WriteTimeoutListener,
+};
 use crate::metrics::RouterMetrics;
 use crate::requests::Requests;
 use crate::serve::Serve;
-use crate::tenants::{TableError, TenantTable, Tenants};
+use crate::tenants::{KeySources, Oidc, TableError, TenantTable, Tenants, TenantsFile};
 use crate::text::{RouterModel, RouterModels, Tokenizer};
 use crate::{debug, http, policy};
 
@@ -56,8 +58,10 @@ pub struct Router {
     admin: (Box<dyn Listener>, SocketAddr),
     cluster: Cluster,
     models: RouterModels,
-    /// The path of the tenants file, and its contents; `None` without such a file.
-    tenants: Option<(PathBuf, TenantTable)>,
+    /// The keys and tokens of clients; `None`: none are required.
+    tenants: Option<KeySources>,
+    /// The HTTP port's certificate, if it has TLS.
+    certificate: Option<Arc<Certificate>>,
     /// The admin keys of the HTTP port and of the admin port.
     keys: (AdminKey, AdminKey),
     /// The embedded registry; `None` if the registry is etcd.
@@ -77,6 +81,10 @@ pub enum BindError {
     Registry(#[source] RegistryError),
     #[error("read the tenants file")]
     Tenants(#[source] TableError),
+    #[error("read the keys of the OpenID provider")]
+    Provider(#[source] TableError),
+    #[error("read the HTTP port's certificate")]
+    Certificate(#[source] CertificateError),
     #[error("open the model in {}", folder.display())]
     Model { folder: PathBuf, source: TextError },
     #[error("open the model in {}", folder.display())]
@@ -89,9 +97,10 @@ impl Router {
         let key = |address| config.cluster.admin_key(address).map_err(BindError::AdminKey);
         let keys = (key(&config.http)?, key(&config.admin)?);
         let http = bind(&world, &config.http).await?;
+        let certificate = open_certificate(config.certificate.clone()).await?;
         let grpc = bind(&world, &config.grpc).await?;
         let admin = bind(&world, &config.admin).await?;
-        let tenants = open_tenants(config.tenants_file.clone()).await?;
+        let tenants = open_keys(&config).await?;
         let models = RouterModels::new(open_model(config.model.clone()).await?);
         let cluster = Cluster::new(world.clone(), gate.clone(), models.clone(), config.wanted.clone());
         let embedded =
@@ -115,6 +124,7 @@ impl Router {
             cluster,
             models,
             tenants,
+            certificate,
             keys,
             embedded,
             following,
@@ -151,7 +161,7 @@ impl Router {
         self.show_requests(&metrics, &router_metrics, serve.requests());
         let watchdog = spawn_guarded(&self.gate, "watchdog", serve.watchdog(self.config.stuck_after));
         let draining = spawn_guarded(&self.gate, "drain", drain.clone().run(self.config.drain));
-        let following_tenants = spawn_guarded(&self.gate, "tenants file", tenants.clone().follow_file());
+        let following_tenants = spawn_guarded(&self.gate, "tenants file", tenants.clone().follow_files());
         let acceptor = Acceptor::new(self.world.clone(), self.config.deadlines).with_tenants(tenants);
         let (connections, whole) = (self.config.connections, self.config.drain.whole + END_GRACE);
         let limits = |port| {
@@ -171,13 +181,21 @@ impl Router {
         };
         let (on_http, on_admin) = (operators(&self.keys.0), operators(&self.keys.1));
         let pages = http::stack(http::api(api).merge(on_http), acceptor.clone(), router_metrics.clone());
+        let pages = self.config.cors.layer(pages);
         let operators = http::stack(on_admin, acceptor.clone(), router_metrics.clone());
         let closing = drain.closing.clone();
         let (models, metrics) = (self.models.clone(), router_metrics.clone());
         let api = GrpcApi { serve, models, acceptor, metrics, shutdown: closing.clone() };
         let grpc_close = Shutdown::new();
         let routes = routes(self.embedded.as_ref(), api, &grpc_close);
-        let http = chassis::server::serve(self.http.0, pages, closing, limits("http"));
+        let on_http: Box<dyn Listener> = match &self.certificate {
+            None => self.http.0,
+            Some(certificate) => Box::new(TlsListener::new(self.http.0, Arc::clone(certificate))),
+        };
+        let following_certificate = self
+            .certificate
+            .map(|certificate| spawn_guarded(&self.gate, "certificate", certificate.follow_files()));
+        let http = chassis::server::serve(on_http, pages, closing, limits("http"));
         let grpc = chassis::rpc::serve(
             self.grpc.0,
             routes,
@@ -198,7 +216,7 @@ impl Router {
         nodes_stopped.await;
         grpc_close.trigger();
         let (grpc, admin) = tokio::join!(grpc, admin);
-        drop((self.following, self.embedded, watchdog, draining, following_tenants));
+        drop((self.following, self.embedded, watchdog, draining, following_tenants, following_certificate));
         self.cluster.forget();
         if let Err(late) = self.gate.close(TASKS_CLOSE_WITHIN).await {
             warn!(%late, "router tasks are still running at the end of the drain");
@@ -218,7 +236,7 @@ impl Router {
     fn tenants(&mut self, metrics: RouterMetrics) -> Tenants {
         match self.tenants.take() {
             None => Tenants::without_keys(self.config.trusted_proxies.clone()),
-            Some((file, table)) => Tenants::with_keys(file, table, self.world.clone(), metrics),
+            Some(sources) => Tenants::with_keys(sources, self.world.clone(), metrics),
         }
     }
 
@@ -241,14 +259,22 @@ impl Router {
     }
 }
 
-async fn open_tenants(file: Option<PathBuf>) -> Result<Option<(PathBuf, TenantTable)>, BindError> {
-    let Some(file) = file else { return Ok(None) };
-    let table = {
-        let file = file.clone();
-        spawn_blocking(move || TenantTable::load(&file, None)).await
+/// Opens the tenants file and the provider's keys; `None` if the configuration has neither.
+async fn open_keys(config: &RouterConfig) -> Result<Option<KeySources>, BindError> {
+    let (file, oidc) = (config.tenants_file.clone(), config.oidc.clone());
+    let open = move || {
+        let table = |path: PathBuf| Ok(TenantsFile { table: TenantTable::load(&path, None)?, path });
+        let file = file.map(table).transpose().map_err(BindError::Tenants)?;
+        let oidc = oidc.map(Oidc::load).transpose().map_err(BindError::Provider)?;
+        Ok((file.is_some() || oidc.is_some()).then_some(KeySources { file, oidc }))
     };
-    let table = table.unwrap_or_else(|failed| Err(TableError::new(&file, failed.to_string())));
-    Ok(Some((file, table.map_err(BindError::Tenants)?)))
+    spawn_blocking(open).await.expect("reading files does not panic")
+}
+
+async fn open_certificate(files: Option<CertificateFiles>) -> Result<Option<Arc<Certificate>>, BindError> {
+    let Some(files) = files else { return Ok(None) };
+    let loaded = spawn_blocking(move || Certificate::load(files)).await;
+    loaded.expect("reading a certificate does not panic").map(Some).map_err(BindError::Certificate)
 }
 
 /// Loads the model's tokenizer and template. It uses a blocking thread, because a large vocabulary takes a

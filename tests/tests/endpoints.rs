@@ -5,8 +5,10 @@ use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use baton_tests::{Ask, Client, Fleet, Up, eventually};
+use baton_tests::{Ask, Client, Fleet, Process, Up, eventually, free_addr, in_time};
 use serde_json::json;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
 use tonic_reflection::pb::v1::ServerReflectionRequest;
 use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
 use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
@@ -202,4 +204,47 @@ fn every_route_of_the_code_is_on_the_page() {
         .flat_map(routes)
         .collect();
     assert_eq!(nodes, documented(&["node, admin", "prefill or decode node, admin"]));
+}
+
+/// The router's HTTP port with a certificate and an allowed origin. The admin port has neither.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_http_port_may_have_tls_and_pages_of_other_origins() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let made = rcgen::generate_simple_self_signed(vec!["localhost".to_owned()]).expect("a certificate");
+    std::fs::write(path("cert.pem"), made.cert.pem()).expect("written");
+    std::fs::write(path("key.pem"), made.signing_key.serialize_pem()).expect("written");
+    let (http, grpc, admin) = (free_addr(), free_addr(), free_addr());
+    let settings = vec![
+        ("BATON_ROUTER__HTTP", http.to_string()),
+        ("BATON_ROUTER__GRPC", grpc.to_string()),
+        ("BATON_ROUTER__ADMIN", admin.to_string()),
+        ("BATON_ROUTER__TLS_CERT_FILE", path("cert.pem")),
+        ("BATON_ROUTER__TLS_KEY_FILE", path("key.pem")),
+        ("BATON_EXPERT__ROUTER__CORS_ORIGINS", "[\"https://chat.example\"]".to_owned()),
+    ];
+    let _router = Process::start(folder.path(), "router", "router", settings);
+    let listens = async || TcpStream::connect(admin).await.ok();
+    eventually("the router to listen", listens).await;
+    let (status, _) = Client::new(admin).get("/live").await;
+    assert_eq!(status, 200, "the admin port has no TLS");
+
+    let mut roots = rustls::RootCertStore::empty();
+    roots.add(made.cert.der().clone()).expect("an authority");
+    let config = rustls::ClientConfig::builder_with_provider(rustls::crypto::ring::default_provider().into())
+        .with_safe_default_protocol_versions()
+        .expect("versions")
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    let tcp = TcpStream::connect(http).await.expect("it listens");
+    let name = rustls::pki_types::ServerName::try_from("localhost").expect("a name");
+    let connector = tokio_rustls::TlsConnector::from(std::sync::Arc::new(config));
+    let mut tls = in_time("the handshake", connector.connect(name, tcp)).await.expect("it is trusted");
+    let head =
+        "GET /live HTTP/1.1\r\nhost: localhost\r\norigin: https://chat.example\r\nconnection: close\r\n\r\n";
+    tls.write_all(head.as_bytes()).await.expect("sent");
+    let mut answer = String::new();
+    in_time("an answer", tls.read_to_string(&mut answer)).await.expect("a whole answer");
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    assert!(answer.contains("access-control-allow-origin: https://chat.example"), "{answer}");
 }

@@ -1,5 +1,7 @@
 //! Tests of tenants at the router, over real processes: keys, limits, and the contents of logs and pages.
 
+#[path = "tenants/provider.rs"]
+mod provider;
 #[path = "tenants/sharing.rs"]
 mod sharing;
 

@@ -1,8 +1,9 @@
 //! The HTTP API, compatible with OpenAI's. Only this module uses JSON and status codes.
 //!
-//! Suggested reading order: the path of a request (`api`); its fields (`request_fields`, `fields`, `messages`, `chat`,
-//! `completions`); one answer while it is generated ([`crate::choice`]); the formats of answers (`answer`, `sse`,
-//! `logprobs`); and errors (`error`).
+//! Suggested reading order: the path of a request (`api`); its fields (`request_fields`, `fields`,
+//! `messages`, `chat`, `completions`); one answer while it is generated ([`crate::choice`]); the formats of
+//! answers (`answer`, `sse`, `logprobs`); errors (`error`); pages of other origins (`cors`); and the port's
+//! connections ([`stall`], [`tls`]).
 
 pub mod api;
 pub mod error;
@@ -11,6 +12,7 @@ mod answer;
 mod caller;
 mod chat;
 mod completions;
+mod cors;
 mod fields;
 mod health;
 mod identity;
@@ -21,6 +23,7 @@ mod openapi;
 mod request_fields;
 mod sse;
 pub mod stall;
+pub mod tls;
 
 use axum::body::Body;
 use axum::extract::State;
@@ -33,8 +36,10 @@ use types::RequestId;
 pub use api::HttpApi;
 use api::RequestHead;
 pub use body::BodyLimits;
+pub use cors::CorsOrigins;
 pub use error::{Code, HttpError};
 pub use stall::WriteTimeoutListener;
+pub use tls::{Certificate, CertificateError, CertificateFiles, TlsListener};
 
 use crate::accept::Acceptor;
 use crate::metrics::RouterMetrics;

@@ -163,7 +163,7 @@ fn schema(name: &str) -> Value {
     let count = |least: u32| json!({ "type": "integer", "minimum": least, "maximum": u32::MAX });
     let token_ids = json!({ "type": "array", "items": count(0) });
     match name {
-        "model" => json!({ "type": "string" }),
+        "model" | "cache_salt" => json!({ "type": "string" }),
         "stream" | "return_token_ids" | "ignore_eos" | "echo" | "add_generation_prompt" => {
             json!({ "type": "boolean" })
         }

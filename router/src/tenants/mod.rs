@@ -1,19 +1,21 @@
 //! Tenants: the owner of a request, and the limits of its tenant.
 //!
-//! Suggested reading order: the keys of clients ([`key`]); the file of keys and limits ([`table`]); the limits and their
-//! usage ([`limits`]); and trusted proxies, for clusters without keys ([`proxies`]).
+//! Suggested reading order: the keys of clients ([`key`]); the file of keys and limits ([`table`]); the
+//! limits and their usage ([`limits`]); the tokens of an OpenID provider ([`oidc`]); and trusted proxies, for
+//! clusters without keys ([`proxies`]).
 //!
-//! Without a tenants file a request has no key, and a trusted proxy may name its tenant. With such a file,
-//! only the key determines the tenant.
+//! Without a tenants file and a provider a request has no key, and a trusted proxy may name its tenant.
+//! Otherwise only the key or the token determines the tenant.
 
 pub mod key;
 pub mod limits;
+pub mod oidc;
 pub mod proxies;
 pub mod table;
 
 use std::fmt;
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -24,6 +26,7 @@ use types::prompt::Priority;
 
 pub use self::key::ApiKey;
 pub use self::limits::{Account, Limit, LimitReached, TenantLimits, TenantPermit};
+pub use self::oidc::{KeySet, Oidc, OidcSettings};
 pub use self::proxies::TrustedProxies;
 pub use self::table::{TableError, TenantTable};
 use crate::accept::checked_tenant;
@@ -41,14 +44,30 @@ pub struct Tenants(Arc<Inner>);
 #[derive(Debug, Default)]
 struct Inner {
     proxies: TrustedProxies,
-    /// The tenants file; `None`: no keys are required.
+    /// The keys and tokens of clients; `None`: none are required.
     keys: Option<Keys>,
 }
 
-/// The tenants file and its current contents.
+/// The sources of access: a tenants file with its contents, an OpenID provider, or both.
+#[derive(Debug)]
+pub struct KeySources {
+    pub file: Option<TenantsFile>,
+    pub oidc: Option<Oidc>,
+}
+
+/// A tenants file and its contents.
+#[derive(Debug)]
+pub struct TenantsFile {
+    pub path: PathBuf,
+    pub table: TenantTable,
+}
+
+/// The sources of access and their current contents.
 #[derive(Debug)]
 struct Keys {
-    file: PathBuf,
+    /// The tenants file, if there is one. Without it the table is empty.
+    file: Option<PathBuf>,
+    oidc: Option<Oidc>,
     /// The mutex is held for a clone, never across an await.
     table: RwLock<Arc<TenantTable>>,
     world: World,
@@ -92,9 +111,14 @@ impl Tenants {
         Self(Arc::new(Inner { proxies, keys: None }))
     }
 
-    /// Makes rules with keys. `table` is the content of `file`.
-    pub fn with_keys(file: PathBuf, table: TenantTable, world: World, metrics: RouterMetrics) -> Self {
-        let keys = Keys { file, table: RwLock::new(Arc::new(table)), world, metrics };
+    /// Makes rules with keys or tokens.
+    pub fn with_keys(sources: KeySources, world: World, metrics: RouterMetrics) -> Self {
+        let KeySources { file, oidc } = sources;
+        let (file, table) = match file {
+            Some(TenantsFile { path, table }) => (Some(path), table),
+            None => (None, TenantTable::default()),
+        };
+        let keys = Keys { file, oidc, table: RwLock::new(Arc::new(table)), world, metrics };
         Self(Arc::new(Inner { proxies: TrustedProxies::default(), keys: Some(keys) }))
     }
 
@@ -131,44 +155,81 @@ impl Tenants {
         }
     }
 
-    /// Reads the tenants file at intervals and applies changes, until the future is dropped. A file with an
-    /// error changes nothing: the error is logged once and counted.
-    pub async fn follow_file(self) {
+    /// Reads the tenants file and the provider's keys at intervals and applies changes, until the future is
+    /// dropped. A file with an error changes nothing: the error is logged once and counted.
+    pub async fn follow_files(self) {
         let Some(keys) = &self.0.keys else { return };
-        let mut last = Seen::Table(keys.table().text_hash());
-        loop {
-            tokio::time::sleep(READ_EVERY).await;
-            let (file, previous) = (keys.file.clone(), keys.table());
-            let read = tokio::task::spawn_blocking(move || TenantTable::load(&file, Some(&previous))).await;
-            let loaded = read.unwrap_or_else(|failed| Err(TableError::new(&keys.file, failed.to_string())));
-            let seen = Seen::of(&loaded);
-            if seen != last {
-                last = seen;
-                keys.take_over(loaded);
-            }
-        }
+        tokio::join!(keys.follow_table(), keys.follow_provider());
     }
 }
 
-/// The result of the last read of the tenants file, to detect changes.
+/// The result of the last read of a file, to detect changes.
 #[derive(PartialEq)]
 enum Seen {
-    Table(blake3::Hash),
+    Contents(blake3::Hash),
     Error(String),
 }
 
 impl Seen {
-    fn of(loaded: &Result<TenantTable, TableError>) -> Self {
+    fn of<T>(loaded: &Result<T, TableError>, hash: impl Fn(&T) -> blake3::Hash) -> Self {
         match loaded {
-            Ok(table) => Self::Table(table.text_hash()),
+            Ok(contents) => Self::Contents(hash(contents)),
             Err(error) => Self::Error(error.to_string()),
         }
     }
 }
 
+/// Reads a file on a blocking thread.
+async fn read<T: Send + 'static>(
+    file: &Path,
+    load: impl FnOnce(&Path) -> Result<T, TableError> + Send + 'static,
+) -> Result<T, TableError> {
+    let of_task = file.to_owned();
+    let loaded = tokio::task::spawn_blocking(move || load(&of_task)).await;
+    loaded.unwrap_or_else(|failed| Err(TableError::new(file, failed.to_string())))
+}
+
 impl Keys {
     fn table(&self) -> Arc<TenantTable> {
         self.table.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    async fn follow_table(&self) {
+        let Some(file) = &self.file else { return };
+        let mut last = Seen::Contents(self.table().text_hash());
+        loop {
+            tokio::time::sleep(READ_EVERY).await;
+            let previous = self.table();
+            let loaded = read(file, move |file| TenantTable::load(file, Some(&previous))).await;
+            let seen = Seen::of(&loaded, TenantTable::text_hash);
+            if seen != last {
+                last = seen;
+                self.take_over(loaded);
+            }
+        }
+    }
+
+    async fn follow_provider(&self) {
+        let Some(oidc) = &self.oidc else { return };
+        let mut last = Seen::Contents(oidc.keys().text_hash());
+        loop {
+            tokio::time::sleep(READ_EVERY).await;
+            let loaded = read(oidc.keys_file(), KeySet::load).await;
+            let seen = Seen::of(&loaded, KeySet::text_hash);
+            if seen == last {
+                continue;
+            }
+            last = seen;
+            match loaded {
+                Ok(new) => {
+                    info!(n_keys = new.n_keys(), "provider keys reloaded");
+                    oidc.replace_keys(new);
+                }
+                Err(error) => {
+                    error!(%error, "provider keys were not reloaded, the previous ones stay in use");
+                }
+            }
+        }
     }
 
     fn take_over(&self, loaded: Result<TenantTable, TableError>) {
@@ -185,14 +246,19 @@ impl Keys {
         }
     }
 
-    /// Returns the client with the key in these claims. Its claim of a tenant is ignored; the tenant's
-    /// highest priority limits its own.
+    /// Returns the client with the key or the token in these claims. Its claim of a tenant is ignored; the
+    /// tenant's highest priority limits its own.
     fn client(&self, claims: &Claims<'_>) -> Result<Client, AcceptError> {
         let Some(bearer) = claims.authorization.and_then(bearer) else {
             return Err(self.unauthorized("missing", "give the API key as `authorization: Bearer KEY`"));
         };
-        let Some(account) = self.table().find(bearer) else {
-            return Err(self.unauthorized("unknown", "this API key is not known here"));
+        let account = match &self.oidc {
+            // An API key has no dots.
+            Some(oidc) if bearer.contains('.') => self.account_of_token(oidc, bearer)?,
+            _ => self
+                .table()
+                .find(bearer)
+                .ok_or_else(|| self.unauthorized("unknown", "this API key is not known here"))?,
         };
         let asked = claims.priority.unwrap_or_default();
         Ok(Client {
@@ -200,6 +266,13 @@ impl Keys {
             priority: Priority(asked.min(account.limits().priority_max)),
             account: Some(account),
         })
+    }
+
+    /// Returns the account of a token's tenant: the one of the tenants file, or one with the token's limits.
+    fn account_of_token(&self, oidc: &Oidc, token: &str) -> Result<Arc<Account>, AcceptError> {
+        let verified = oidc.verify(token, self.world.unix_time());
+        let of = verified.map_err(|refused| self.unauthorized("token", refused.reason()))?;
+        Ok(self.table().account(&of.tenant).unwrap_or_else(|| oidc.account(of)))
     }
 
     fn unauthorized(&self, word: &'static str, reason: &'static str) -> AcceptError {

@@ -90,6 +90,11 @@ impl TenantTable {
         self.keys.get(&key::hash(key)).cloned()
     }
 
+    /// Returns the account of a tenant that has a section.
+    pub(super) fn account(&self, tenant: &TenantId) -> Option<Arc<Account>> {
+        self.tenants.get(tenant).cloned()
+    }
+
     pub fn n_keys(&self) -> usize {
         self.keys.len()
     }
@@ -100,6 +105,13 @@ impl TenantTable {
 
     pub(super) fn text_hash(&self) -> blake3::Hash {
         self.text_hash
+    }
+}
+
+/// A table without keys.
+impl Default for TenantTable {
+    fn default() -> Self {
+        Self { keys: HashMap::new(), tenants: HashMap::new(), text_hash: blake3::hash(b"") }
     }
 }
 

@@ -25,7 +25,9 @@ fn setup() -> Setup {
     let loaded = TenantTable::load(file.path(), None).expect("a table");
     let metrics = Metrics::new("router");
     let of_router = RouterMetrics::new(&metrics);
-    let tenants = Tenants::with_keys(file.path().to_owned(), loaded, World::seeded(1), of_router);
+    let file_with_table = TenantsFile { path: file.path().to_owned(), table: loaded };
+    let sources = KeySources { file: Some(file_with_table), oidc: None };
+    let tenants = Tenants::with_keys(sources, World::seeded(1), of_router);
     Setup { tenants, file, metrics }
 }
 
@@ -106,7 +108,7 @@ async fn read_again(setup: &Setup, text: &str) {
 async fn a_changed_file_is_in_force_and_a_wrong_one_is_not() {
     let setup = setup();
     let following = tokio::task::LocalSet::new();
-    let (follow, tenants) = (setup.tenants.clone().follow_file(), &setup.tenants);
+    let (follow, tenants) = (setup.tenants.clone().follow_files(), &setup.tenants);
     following.spawn_local(follow);
     let steps = async {
         let known = |key: &str| tenants.client(&with_key(&format!("Bearer {key}"))).is_ok();
