@@ -105,8 +105,9 @@ async fn computed_tokens(up: &Up) -> usize {
         let admin = node["admin"].as_str().expect("an address").parse().expect("an address");
         let (_, page) = Client::new(admin).get("/metrics").await;
         let mut counts = page.lines().filter(|line| !line.starts_with('#'));
-        let line = counts.find_map(|line| line.split_once("_prefill_tokens_total "));
-        sum += line.map_or(0, |(_, count)| count.parse::<usize>().expect("a count"));
+        let line = counts.find(|line| line.contains("_prefill_tokens_total{"));
+        let count = line.and_then(|line| line.rsplit_once(' ')).expect("every node counts them").1;
+        sum += count.parse::<usize>().expect("a count");
     }
     sum
 }
