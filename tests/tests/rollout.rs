@@ -121,7 +121,7 @@ impl Cluster {
     async fn steps(&self) -> Vec<u64> {
         join_all(self.nodes.iter().map(async |node| {
             let role = node.name.split('-').next().expect("a role");
-            Client::new(node.admin).counter(&format!("baton_{role}_steps_total")).await
+            Client::new(node.admin).counter(&format!("baton_node_steps_total{{role=\"{role}\"}}")).await
         }))
         .await
     }

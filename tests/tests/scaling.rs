@@ -67,7 +67,7 @@ impl Pool {
 
     /// Returns the number of nodes that this sample wants: the largest of all triggers.
     fn wants(&mut self, n_nodes: usize, pages: &[Page]) -> usize {
-        let name = |what: &str| format!("baton_{}_{what}", self.role);
+        let name = |what: &str| format!("baton_node_{what}");
         let sum =
             |what: &str, label: &str| pages.iter().map(|page| page.sum(&name(what), label)).sum::<f64>();
         let totals = if self.role == "prefill" {
@@ -123,7 +123,7 @@ impl Pool {
                 .await;
         } else if decided < n_nodes {
             // The node with the fewest sequences is removed.
-            let running = |page: &Page| page.sum(&format!("baton_{}_running", self.role), "");
+            let running = |page: &Page| page.sum("baton_node_running", "");
             let least = (0..n_nodes).min_by(|a, b| running(&pages[*a]).total_cmp(&running(&pages[*b])));
             let name = ours[least.expect("a node")].name.clone();
             let at = fleet.nodes.iter().position(|node| node.name == name).expect("it is there");

@@ -64,7 +64,7 @@ async fn nap(fleet: &Fleet, n_answered: &AtomicUsize) {
         })
         .await;
         assert_ne!(next, epoch, "another life, {state}");
-        let served = format!("baton_{}_steps_total", node.role);
+        let served = format!("baton_node_steps_total{{role=\"{}\"}}", node.role);
         let page = || async { Client::new(node.admin).counter(&served).await };
         let before = page().await;
         eventually("it to serve again", async || (page().await > before).then_some(())).await;
