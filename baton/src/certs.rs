@@ -163,7 +163,8 @@ impl Authority {
         Self::with_key(cluster, KeyPair::generate()?, now)
     }
 
-    /// The CA with this key. Its subject depends on the cluster only, so that it signs for an earlier certificate too.
+    /// Makes the CA of this key. Its subject depends on the cluster only, so that processes with an earlier certificate of
+    /// this CA accept what it signs.
     fn with_key(cluster: &str, key: KeyPair, now: Duration) -> Result<Self, CertsError> {
         if !is_name(cluster) {
             return Err(CertsError::Name(cluster.to_owned()));

@@ -49,7 +49,7 @@ pub(crate) struct RequestGuards {
 
 #[derive(Debug)]
 enum State {
-    /// The request's first step is available.
+    /// The first token has come from the prefill node and is not sent to the client yet.
     First(Box<Started>),
     Running(StepSource),
     /// The last step, or the error, was returned.

@@ -111,7 +111,7 @@ impl Tenants {
         Self(Arc::new(Inner { proxies, keys: None }))
     }
 
-    /// Makes rules with keys or tokens.
+    /// Makes the rules of a router whose clients need an API key or an OpenID token.
     pub fn with_keys(sources: KeySources, world: World, metrics: RouterMetrics) -> Self {
         let KeySources { file, oidc } = sources;
         let (file, table) = match file {

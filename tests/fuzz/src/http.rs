@@ -114,7 +114,7 @@ fn check_events(text: &str) {
     }
 }
 
-/// Requests any path, with any headers.
+/// Sends a request whose path and headers come from the lines of `bytes`.
 async fn path(said: &[u8], bytes: &[u8]) {
     let mut lines = bytes.split(|byte| *byte == b'\n');
     let uri = lines.next().unwrap_or_default();

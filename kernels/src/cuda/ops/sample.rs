@@ -27,7 +27,7 @@ pub struct DrawRow {
     pub position: u64,
     /// The number of likeliest tokens to return with log-probabilities. `None` means no log-probabilities.
     pub n_top: Option<u32>,
-    /// The index of this row's first edit.
+    /// The index of this row's first [`Edit`] in the list of all rows' edits.
     pub first_edit: u32,
     pub n_edits: u32,
     pub repetition: f32,

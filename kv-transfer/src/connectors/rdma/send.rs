@@ -176,7 +176,7 @@ impl RdmaSendPath {
         self.send(writer, span, digests).await
     }
 
-    /// Flips one bit of this side's own pages when they are not borrowed: another lane's digests may be in progress.
+    /// Flips one bit of this side's pages, for an injected fault. Waits until no digest of another lane reads them.
     async fn flip(&self, runs: &Runs, bit: u64) -> Result<(), TransferError> {
         let byte = (bit / 8) as usize % runs.bytes();
         let flip_now = || {
