@@ -67,8 +67,9 @@ async fn fleet(dir: &Path, roles: &[(&'static str, usize)]) -> Fleet {
 /// The value of a process's counter of refusals.
 async fn refused(admin: &Client, what: &str, reason: &str) -> u64 {
     let page = admin.get("/metrics").await.1;
-    let labels = format!("_callers_refused_total{{reason=\"{reason}\",what=\"{what}\"}} ");
-    let line = page.lines().find(|line| line.contains(&labels));
+    let parts =
+        ["_callers_refused_total{".to_owned(), format!("reason=\"{reason}\""), format!("what=\"{what}\"")];
+    let line = page.lines().find(|line| parts.iter().all(|part| line.contains(part)));
     line.and_then(|line| line.rsplit(' ').next()?.parse().ok()).unwrap_or(0)
 }
 
