@@ -83,7 +83,7 @@ impl Reservations {
         (lease.n_blocks() * usize::from(self.node.model.layout.block_tokens)) as u32
     }
 
-    /// Waits for the prompt's blocks, of which cached ones are reused, and grants a landing for the rest.
+    /// Waits for the prompt's blocks. Cached blocks are reused, and a landing is granted for the others.
     async fn land(&self, prompt: &Prompt, connector: &Arc<dyn KvConnector>) -> Result<Reservation, Refusal> {
         let n_tokens = prompt.tokens.len();
         let layout = &self.node.model.layout;

@@ -53,8 +53,8 @@ impl BlockEvents {
     }
 }
 
-/// Makes a snapshot of sorted hashes, so that a run with the same seed sends the same bytes. Called outside
-/// of the pool's lock, because sorting takes a while.
+/// Makes a snapshot of sorted hashes, so that a run with the same seed sends the same bytes. The caller does
+/// not hold the pool's lock, because sorting takes a while.
 fn snapshot(number: u64, mut hashes: Vec<BlockHash>) -> NumberedEvent {
     hashes.sort_unstable();
     NumberedEvent { number, event: BlockEvent::Snapshot(hashes) }

@@ -128,8 +128,8 @@ impl Runs {
         self.places(|layer_pos, page| memory.offset(self.group, layer_pos, page))
     }
 
-    /// Returns the locations of the slices, in a memory where `start_of` returns the start of a layer's page
-    /// of a block.
+    /// Returns the locations of the slices in a memory. `start_of` takes a layer and a block and returns the
+    /// start of their page.
     pub(crate) fn places(&self, start_of: impl Fn(u16, u32) -> u64) -> Vec<Piece> {
         let pieces = |run: &Run| {
             let start = start_of(run.layer_pos, run.blocks.start);

@@ -148,8 +148,8 @@ pub struct OidcSection {
     pub audience: String,
     /// The file with the provider's keys, a JSON Web Key Set. A change is in force within 5 s.
     pub keys_file: String,
-    /// The claim with the tenant's name. The claim `baton_limits` may have limits, as in a tenant's section
-    /// of the tenants file. A section of that file has priority.
+    /// The claim with the tenant's name. The claim `baton_limits` may have limits, written like a tenant's
+    /// section in the tenants file. The tenants file has priority over the claim.
     pub tenant_claim: String,
 }
 

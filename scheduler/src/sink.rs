@@ -28,8 +28,8 @@ pub trait Sink: Debug + Send {
     /// Returns whether the sink accepts the results of another step. If it returns true, the sink must have
     /// room for [`SINK_SLACK`] more steps.
     ///
-    /// While the sink has no room, no step of the sequence is computed. When there is room again, the owner
-    /// of the sink calls [`WorkerHandle::nudge`](crate::WorkerHandle::nudge).
+    /// While the sink has no room, no step of the sequence is computed. When there is room again, the sink's
+    /// owner calls [`WorkerHandle::nudge`](crate::WorkerHandle::nudge).
     fn has_room(&self) -> bool;
 
     /// Takes whole blocks of the prompt, and with its last chunk the partial one. Their KV is computed when

@@ -25,8 +25,8 @@ use types::{FinishReason, ModelInfo, Prompt, RefusalKind, Role};
 const SEEDS: u64 = 1_000;
 /// The first seed; `FIRST` overrides it.
 const FIRST: u64 = 0;
-/// The percentage of requests that may end refused, over many seeds. Sieges and short deadlines refuse most
-/// of them.
+/// The percentage of requests that may end refused, over many seeds. Most refusals come from sieges and short
+/// deadlines.
 const REFUSED_PERCENT_MAX: u32 = 25;
 /// The number of failures after which the search is over.
 const FAILURES_MAX: usize = 5;

@@ -86,8 +86,8 @@ pub fn deviation(samples: &[f64]) -> f64 {
     (samples.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / samples.len() as f64).sqrt()
 }
 
-/// Reads and writes numbers that may be infinite. JSON has no infinity, so it is written as `"inf"`, and NaN
-/// as null.
+/// Reads and writes numbers that may be infinite. JSON has no infinity: infinity is written as `"inf"` and NaN
+/// is written as null.
 pub mod open_number {
     use serde::{Deserialize, Deserializer, Serializer};
 

@@ -125,7 +125,7 @@ impl Packer {
         }
     }
 
-    /// Writes chunks with their times as differences, most of which fit two bytes.
+    /// Writes chunks. Each time is the difference to the time before, because most differences fit two bytes.
     fn chunks(&mut self, chunks: &[Chunk]) {
         self.number(chunks.len() as u64);
         let mut before = 0;

@@ -131,8 +131,8 @@ fn synthetic(args: &WorkloadArgs, seed: u64, n_groups: u64, n_turns: u32) -> Syn
     }
 }
 
-/// Adds planned cancellations to the sessions. They are drawn before any request is sent, so leaving them out
-/// of the latencies adds no bias.
+/// Adds planned cancellations to the sessions. They are drawn before any request is sent, so the latencies
+/// have no bias without them.
 fn with_cancellations(source: Sessions, args: &WorkloadArgs, seed: u64) -> Sessions {
     let mut random = Random::stream(seed, 0xca4c);
     let (rate, mean) = (args.cancel_rate, args.cancel_after.as_secs_f64());

@@ -164,8 +164,8 @@ fn vllm_client(record: &RequestRecord) -> VllmOutput {
     }
 }
 
-/// Repeats vLLM's `calculate_metrics`: (mean, median, std, p99) in milliseconds of ttft, tpot, itl and e2el;
-/// of successes only.
+/// Repeats vLLM's `calculate_metrics`: (mean, median, std, p99) in milliseconds of ttft, tpot, itl and e2el.
+/// Failed requests are left out.
 fn vllm_latencies(outputs: &[VllmOutput]) -> Vec<(&'static str, [f64; 4])> {
     let (mut ttfts, mut tpots, mut itls, mut e2els) = (vec![], vec![], vec![], vec![]);
     for output in outputs.iter().filter(|output| output.success) {

@@ -46,8 +46,8 @@ fn check(script: &Script, record: &RequestRecord) {
     check_chunk_gaps(times, &of(Metric::Itl));
 }
 
-/// Checks the gaps between chunks. Tokens of one chunk have the same time, so times without repeats are those
-/// of the chunks.
+/// Checks the gaps between chunks. Tokens of one chunk have the same time, so the chunks' times are the times
+/// without repeats.
 fn check_chunk_gaps(mut times: Vec<f64>, got: &[f64]) {
     times.dedup();
     assert_eq!(got.len(), times.len() - 1);

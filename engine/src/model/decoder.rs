@@ -10,8 +10,8 @@ use super::tensor::Tensor;
 use crate::error::LoadError;
 use crate::load::Weights;
 
-/// The layers of a model. A decoder reads and writes the KV of each layer in a pass, and has no other state
-/// of a sequence.
+/// The layers of a model. A decoder reads and writes the KV of each layer in a pass, and keeps no other state
+/// for a sequence.
 #[derive(Debug)]
 pub struct Decoder {
     vocabulary: Vocabulary,

@@ -1,6 +1,6 @@
 //! Hot path.
-//! Ranks: threads that compute one step together. Each rank computes some outputs of every layer and the KV
-//! of some heads.
+//! Ranks: threads that compute one step together. Each rank computes a share of every layer's outputs and the
+//! KV of its heads.
 //!
 //! Ranks divide a layer's outputs, never its inputs: one rank sums each dot product, always in the same
 //! order. So several ranks give the same bits as one. Before a layer runs, ranks gather the outputs that it

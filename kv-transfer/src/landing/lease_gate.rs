@@ -62,8 +62,8 @@ impl LeaseGate {
         assert!(self.quiet.set(quiet).is_ok(), "a landing has one proof of quiet");
     }
 
-    /// Returns the proof that is outstanding, if any: for writes of the peer's device, or for copies by a GPU
-    /// of this node.
+    /// Returns the proof that is outstanding, if any: for writes of the peer's device, or for copies by this
+    /// node's GPUs.
     pub(super) fn unproven(&self) -> Option<Arc<dyn Quiet>> {
         let ours: Arc<dyn Quiet> = Arc::clone(&self.pending_copies) as _;
         let of_wire = self.quiet.get().map_or(ours, Arc::clone);

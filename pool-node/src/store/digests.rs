@@ -40,8 +40,8 @@ impl BlockDigests {
         self.by_index()[index(lease, ordinal)] = Some(Entry { n_tokens, digests, is_spoilt: false });
     }
 
-    /// Returns whether a block of `lease` still matches its digests. A block that does not match is recorded
-    /// as corrupt.
+    /// Returns whether a block of `lease` still matches its digests. A block that does not match is marked
+    /// corrupt.
     pub fn is_whole(&self, lease: &BlockLease, ordinal: usize) -> bool {
         let index = index(lease, ordinal);
         let Some(noted) = self.by_index()[index].clone() else { return false };
@@ -53,7 +53,7 @@ impl BlockDigests {
         is_whole
     }
 
-    /// Returns the number of leading blocks of `lease` that are not recorded as corrupt. It reads no KV.
+    /// Returns the number of leading blocks of `lease` that are not marked corrupt. It reads no KV.
     pub fn n_sound(&self, lease: &BlockLease) -> usize {
         let by_index = self.by_index();
         let is_sound =

@@ -25,7 +25,7 @@ pub struct Requests(Arc<Mutex<Kept>>);
 #[derive(Debug, Default)]
 struct Kept {
     next: u64,
-    /// As many as admission lets in.
+    /// The requests that admission has let in. Admission limits their number.
     under_way: BTreeMap<u64, RequestRecord>,
     /// The newest last.
     last: VecDeque<RequestRecord>,

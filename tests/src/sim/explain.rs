@@ -200,8 +200,8 @@ impl Plan {
         (1.0 + prompt / STEP_TOKENS_MIN) * self.slowest(ask.model, |node| node.step_ms) + prompt * token_ms
     }
 
-    /// Returns the time of the request's decode steps. In a step, each sequence beside it costs a twentieth
-    /// of the step.
+    /// Returns the time of the request's decode steps. Each other sequence in the batch makes a step a twentieth
+    /// longer.
     fn decode_ms(&self, ask: &Ask, n_beside: usize) -> f64 {
         let step_ms = self.slowest(ask.model, |node| node.step_ms) * (1.0 + n_beside as f64 / 20.0);
         (f64::from(ask.max_tokens) + STEPS_BESIDE) * step_ms

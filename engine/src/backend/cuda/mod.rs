@@ -1,5 +1,5 @@
-//! The GPU backend, on one GPU or several: weights and KV are on the GPUs, and whole steps are launched ahead
-//! of their work.
+//! The GPU backend, on one GPU or several: weights and KV are on the GPUs, and whole steps are launched before
+//! the GPUs run them.
 //!
 //! Suggested reading order: settings ([`settings`]), opening (`description`, `opening`), GPU memory (`heads`,
 //! `share`, `weights`, `loader`, `fp8`, `upload`, `budget`, `workspace`), the description of a step (`plan`),

@@ -95,8 +95,8 @@ impl Dims {
         self.sections().chunk_tables.end
     }
 
-    /// Makes the words of a step for measurements only: sequences of that length, with blocks from all parts
-    /// of the memory.
+    /// Makes the words of a step for measurements only: sequences of that length, whose blocks are spread
+    /// over the whole KV memory.
     pub(super) fn measured_words(&self, length: usize, n_blocks: u32) -> Vec<u32> {
         let sections = self.sections();
         let mut words = vec![0_u32; self.n_words()];

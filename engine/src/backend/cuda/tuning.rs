@@ -294,8 +294,8 @@ fn tune_one_step(
 /// Returns the starts of the search, with their step times. There are several, because changing one product
 /// at a time does not show the gain of changing all: our kernels also do the work after a product, and a norm
 /// only if the next product uses one of our kernels too, and kernels that load into registers slow down those
-/// that use the copy engine. The starts are the methods that are fastest alone, our kernels for all products
-/// of a layer, and those of our kernels that load into registers.
+/// that use the copy engine. There are at most three starts: the methods that are fastest alone, our kernels
+/// for all products, and our kernels that load into registers for all products.
 fn starts(
     tools: &mut Tools,
     helpers: &mut Helpers<Rank>,

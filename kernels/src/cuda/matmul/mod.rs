@@ -237,8 +237,8 @@ impl Products {
         &self.choices
     }
 
-    /// Computes `y = x * transpose(w)`. `x` and `w` have rows of `k` numbers; `y` has a number for each pair
-    /// of rows.
+    /// Computes `y = x * transpose(w)`. `x` and `w` have rows of `k` numbers; `y` has one row for each row of
+    /// `x`, with one number for each row of `w`.
     pub fn multiply(
         &mut self,
         card: &ComputeCard,

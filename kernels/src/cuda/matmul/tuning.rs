@@ -78,8 +78,8 @@ impl Choices {
     }
 }
 
-/// Measures some runs and returns the fastest, in milliseconds of GPU time. Products of few rows are recorded
-/// as a graph, like decode steps. Launched one by one, they would measure the host's launch time.
+/// Measures some runs and returns the fastest, in milliseconds of GPU time. Products with few rows are recorded
+/// in a graph, like decode steps, because single launches would measure the host's launch time.
 pub(super) fn time(
     card: &ComputeCard,
     n_matrices: usize,

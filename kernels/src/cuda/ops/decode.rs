@@ -67,8 +67,8 @@ pub struct DecodeAttention<'a> {
     /// The number of last tokens that a query sees.
     pub window: usize,
     pub scale: f32,
-    /// Whether KV is loaded into registers even if there is a copy engine. Then shared memory stays available
-    /// as L1 cache for concurrent kernels that also load into registers ([`SkinnyForm`](super::SkinnyForm)).
+    /// Whether KV is loaded into registers even if there is a copy engine. Then concurrent kernels that load into
+    /// registers too ([`SkinnyForm`](super::SkinnyForm)) use the shared memory for their L1 cache.
     pub leaves_cache: bool,
 }
 

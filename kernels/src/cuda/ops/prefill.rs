@@ -62,8 +62,8 @@ struct PrefillShape {
     n_blocks: u32,
     window: u32,
     scale: f32,
-    /// The number of sequences, for Hopper's kernel only, which draws pieces: a tile of queries of one head
-    /// of one sequence.
+    /// The number of sequences. Only Hopper's kernel uses it. Its unit of work is a piece: one tile of queries,
+    /// for one head and one sequence.
     n_sequences: u32,
     n_pieces: u32,
 }

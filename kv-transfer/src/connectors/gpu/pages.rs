@@ -80,8 +80,8 @@ pub(in crate::connectors) fn wanted(
     Ok(uniform_pages(side, landing.lanes(), landing.landing(), span))
 }
 
-/// Groups the layers of a span by page shape. The two layouts differ in their ranks only, so a head's share
-/// of a block has the same form on both sides.
+/// Groups the layers of a span by page shape. The two layouts differ in their ranks only, so both sides store
+/// one head of one block in the same form.
 fn uniform_pages(side: Side<'_>, lanes: &Lanes, landing: &Landing, span: &LaneSpan) -> Vec<UniformPages> {
     let mut all: Vec<UniformPages> = Vec::new();
     for layer_pos in span.layers.clone() {

@@ -101,8 +101,8 @@ pub(in crate::connectors) fn check_count(said: &[Digest], here: &[Digest]) -> Re
     }
 }
 
-/// Returns the pages of a span whose digests differ from the sender's. Each list has a digest for each head
-/// of each page, or is empty.
+/// Returns the pages of a span whose digests differ from the sender's. Each list is empty, or has one digest
+/// for each head in each page.
 pub(in crate::connectors) fn differing(
     landing: &OpenLanding,
     span: &LaneSpan,

@@ -30,8 +30,8 @@ pub(in crate::connectors) struct Links {
     parts: ConnectorParts,
     wire_threads: WireThreads,
     send_path: Box<MakeSendPath>,
-    /// The links, by the peer's endpoint. The table is locked for a look-up, never across an await. The locks
-    /// of its entries are held across awaits.
+    /// The links, by the peer's endpoint. The table is locked for a look-up, never across an await. An entry's
+    /// own lock is held across awaits.
     links: Mutex<HashMap<String, LinkSlot>>,
 }
 
