@@ -200,12 +200,7 @@ impl Connection {
         let secured = tokio::select! {
             secured = secured(&self.identity, stream) => secured,
             () = self.shutdown.wait() => return,
-            reason = self.place.must_close() => {
-                if reason == NEEDED {
-                    self.counts.refused(ConnectionRefusal::Displaced);
-                }
-                return debug!(%peer, reason, "client connection closed by this server");
-            }
+            reason = self.place.must_close() => return closed(peer, reason, &self.counts),
         };
         match secured {
             Ok((stream, caller)) => self.serve(stream, caller).await,
@@ -249,12 +244,7 @@ impl Connection {
                 connection.as_mut().graceful_shutdown();
                 tokio::time::timeout(drain, connection).await.ok()
             }
-            reason = place.must_close() => {
-                if reason == NEEDED {
-                    counts.refused(ConnectionRefusal::Displaced);
-                }
-                return debug!(%peer, reason, "client connection closed by this server");
-            }
+            reason = place.must_close() => return closed(peer, reason, &counts),
         };
         match ended {
             Some(Ok(())) => {}
@@ -262,6 +252,14 @@ impl Connection {
             None => warn!(%peer, "client connection closed with unfinished requests"),
         }
     }
+}
+
+/// Notes that this server closes a connection without a request.
+fn closed(peer: SocketAddr, reason: &'static str, counts: &ConnectionCounts) {
+    if reason == NEEDED {
+        counts.refused(ConnectionRefusal::Displaced);
+    }
+    debug!(%peer, reason, "client connection closed by this server");
 }
 
 /// Runs the TLS handshake if there are certificates. Returns the caller's name if it shows a certificate.

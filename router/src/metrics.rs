@@ -2,17 +2,19 @@
 
 mod models;
 mod outcome;
+mod vllm;
 
 use std::time::Duration;
 
 use chassis::connections::ConnectionCounts;
-use chassis::metrics::{Alias, Metrics, TOKEN_BUCKETS};
+use chassis::metrics::{Metrics, TOKEN_BUCKETS};
 use prometheus::{Histogram, HistogramVec, IntCounter, IntCounterVec, IntGaugeVec};
 
 use crate::http::Code;
-use crate::requests::{Place, Requests};
+use crate::requests::{Place, PlaceCounts, Requests};
 use models::ModelLabels;
 pub use outcome::Outcome;
+pub use vllm::VllmGauges;
 
 /// The stages of a request, as the router measures them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,9 +179,12 @@ impl RouterMetrics {
         }
     }
 
-    /// Sets the gauges of requests under way, by model and place.
-    pub fn show(&self, requests: &Requests) {
+    /// Sets the gauges of requests under way, by model and place, and vLLM's if the page has them.
+    pub fn show(&self, requests: &Requests, vllm: Option<&VllmGauges>) {
         for (model, counts) in self.counts(requests) {
+            if let Some(vllm) = vllm {
+                vllm.set(&model, counts);
+            }
             for (place, count) in Place::ALL.into_iter().zip(counts) {
                 let gauge = if place.is_waiting() { &self.waiting } else { &self.running };
                 gauge.with_label_values(&[model.as_str(), place.as_str()]).set(count);
@@ -188,7 +193,7 @@ impl RouterMetrics {
     }
 
     /// Counts the requests under way of each model that was ever counted, by place.
-    fn counts(&self, requests: &Requests) -> Vec<(String, [i64; Place::ALL.len()])> {
+    fn counts(&self, requests: &Requests) -> Vec<(String, PlaceCounts)> {
         let under_way = requests.count(|model| self.models.label(model));
         let counted = |label: String| {
             let counts = under_way.get(&label).copied().unwrap_or_default();
@@ -196,38 +201,7 @@ impl RouterMetrics {
         };
         self.models.all().into_iter().map(counted).collect()
     }
-
-    /// Serves the metrics that vLLM has too under vLLM's names, for dashboards that exist.
-    pub fn add_vllm_names(&self, metrics: &Metrics, requests: &Requests) {
-        for (of, name) in VLLM_NAMES {
-            metrics.alias(Alias { of, name, label: ("model", "model_name") });
-        }
-        let gauge = |name, help| metrics.foreign_gauge_vec(name, help, &["model_name"]);
-        let running = gauge("vllm:num_requests_running", "Requests that nodes work on.");
-        let waiting = gauge("vllm:num_requests_waiting", "Requests that wait for a node, room or KV.");
-        let (own, requests) = (self.clone(), requests.clone());
-        metrics.before_page(move || {
-            for (model, counts) in own.counts(&requests) {
-                let sum = |is_waiting: bool| {
-                    let counts = Place::ALL.into_iter().zip(counts);
-                    counts.filter(|(place, _)| place.is_waiting() == is_waiting).map(|(_, count)| count).sum()
-                };
-                running.with_label_values(&[model.as_str()]).set(sum(false));
-                waiting.with_label_values(&[model.as_str()]).set(sum(true));
-            }
-        });
-    }
 }
-
-/// Metrics with vLLM's name for them. The second name of token gaps is that of vLLM before version 0.11.
-const VLLM_NAMES: [(&str, &str); 6] = [
-    ("prompt_tokens_total", "vllm:prompt_tokens_total"),
-    ("output_tokens_total", "vllm:generation_tokens_total"),
-    ("first_token_seconds", "vllm:time_to_first_token_seconds"),
-    ("token_gap_seconds", "vllm:inter_token_latency_seconds"),
-    ("token_gap_seconds", "vllm:time_per_output_token_seconds"),
-    ("request_seconds", "vllm:e2e_request_latency_seconds"),
-];
 
 impl ModelMetrics {
     fn ended(&self, outcome: &str) {

@@ -31,7 +31,7 @@ use crate::grpc::GrpcApi;
 use crate::http::{
     BodyLimits, Certificate, CertificateError, CertificateFiles, HttpApi, TlsListener, WriteTimeoutListener,
 };
-use crate::metrics::RouterMetrics;
+use crate::metrics::{RouterMetrics, VllmGauges};
 use crate::requests::Requests;
 use crate::serve::Serve;
 use crate::tenants::{KeySources, Oidc, TableError, TenantTable, Tenants, TenantsFile};
@@ -227,10 +227,8 @@ impl Router {
     /// Adds the gauges of requests under way to the page, and vLLM's names where the setting asks for them.
     fn show_requests(&self, page: &Metrics, metrics: &RouterMetrics, requests: &Requests) {
         let (own, shown) = (metrics.clone(), requests.clone());
-        page.before_page(move || own.show(&shown));
-        if self.config.vllm_metrics {
-            metrics.add_vllm_names(page, requests);
-        }
+        let vllm = self.config.vllm_metrics.then(|| VllmGauges::add(page));
+        page.before_page(move || own.show(&shown, vllm.as_ref()));
     }
 
     fn tenants(&mut self, metrics: RouterMetrics) -> Tenants {

@@ -10,6 +10,16 @@ pub fn baton() -> PathBuf {
     BUILT.get_or_init(|| std::env::var_os("TEST_EXECUTABLE").map_or_else(build, PathBuf::from)).clone()
 }
 
+/// Returns the command that runs [`baton`] without any `BATON_` variable in its environment.
+pub fn command() -> Command {
+    let ours = std::env::vars().map(|(name, _)| name).filter(|name| name.starts_with("BATON_"));
+    let mut command = Command::new(baton());
+    ours.for_each(|name| {
+        command.env_remove(name);
+    });
+    command
+}
+
 fn build() -> PathBuf {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let status = Command::new(cargo)

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -122,11 +122,7 @@ pub fn open_files(pid: u32) -> usize {
 
 fn spawn(role: &str, settings: &[(&'static str, String)], log: &Path) -> Child {
     let log = File::options().append(true).open(log).expect("the log file");
-    let ours = std::env::vars().map(|(name, _)| name).filter(|name| name.starts_with("BATON_"));
-    let mut command = Command::new(executable::baton());
-    ours.for_each(|name| {
-        command.env_remove(name);
-    });
+    let mut command = executable::command();
     command.arg(role).envs(settings.iter().cloned()).stdout(Stdio::null()).stderr(log);
     command.spawn().expect("baton starts")
 }

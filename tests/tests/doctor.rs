@@ -2,7 +2,7 @@
 
 use std::net::TcpListener;
 use std::path::PathBuf;
-use std::process::{Command, Output};
+use std::process::Output;
 
 use baton_tests::{Up, executable};
 use serde_json::Value;
@@ -10,12 +10,7 @@ use tempfile::TempDir;
 
 /// Runs `baton` without any `BATON_` variable in its environment.
 fn baton(args: &[&str]) -> Output {
-    let ours = std::env::vars().map(|(name, _)| name).filter(|name| name.starts_with("BATON_"));
-    let mut command = Command::new(executable::baton());
-    ours.for_each(|name| {
-        command.env_remove(name);
-    });
-    command.args(args).output().expect("baton runs")
+    executable::command().args(args).output().expect("baton runs")
 }
 
 fn doctor(file: &str) -> (Option<i32>, Value) {

@@ -3,7 +3,7 @@
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Output;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use baton_tests::check::prompts;
@@ -31,12 +31,7 @@ const REFUSALS: &[&str] =
     &["TLS connection from peer refused", "incoming gRPC call refused", "KV stream from peer refused"];
 
 fn baton(args: &[&str]) -> Output {
-    let ours = std::env::vars().map(|(name, _)| name).filter(|name| name.starts_with("BATON_"));
-    let mut command = Command::new(executable::baton());
-    ours.for_each(|name| {
-        command.env_remove(name);
-    });
-    command.args(args).output().expect("baton runs")
+    executable::command().args(args).output().expect("baton runs")
 }
 
 fn shown(path: &Path) -> String {
@@ -444,7 +439,7 @@ fn a_process_does_not_start_with_a_certificate_that_peers_refuse() {
     ] {
         let dir = tempfile::tempdir().expect("a folder");
         Authority::write(dir.path(), role, &ours.issue(uri, ends));
-        let mut command = Command::new(executable::baton());
+        let mut command = executable::command();
         command.arg(role).envs(settings(dir.path(), role));
         if !more.0.is_empty() {
             command.env(more.0, more.1);

@@ -26,7 +26,9 @@ impl ListQuery {
 
 /// Answers with the requests under way, the last that ended, and the slowest.
 pub(super) async fn list(State(requests): State<Requests>, Query(query): Query<ListQuery>) -> Json<Value> {
-    let lines = |records: Vec<RequestRecord>| records.iter().take(query.limit).map(line).collect::<Vec<_>>();
+    let lines = |records: Vec<RequestRecord>| {
+        records.iter().take(query.limit).map(|record| line(record, &record.summary())).collect::<Vec<_>>()
+    };
     Json(json!({
         "under_way": lines(requests.under_way()),
         "last": lines(requests.last()),
@@ -50,8 +52,7 @@ pub(super) async fn one(
 }
 
 /// Returns one request as it stands in a list.
-fn line(record: &RequestRecord) -> Value {
-    let summary = record.summary();
+fn line(record: &RequestRecord, summary: &RequestSummary) -> Value {
     let mut line = json!({
         "id": record.id().as_str(),
         "model": record.model(),
@@ -73,8 +74,7 @@ fn line(record: &RequestRecord) -> Value {
 /// Returns everything about one request.
 fn whole(record: &RequestRecord) -> Value {
     let summary = record.summary();
-    let mut whole = line(record);
-    whole["ms"] = json!(ms(summary.took));
+    let mut whole = line(record, &summary);
     whole["cached_tokens"] = json!(summary.cached_tokens);
     whole["stages_ms"] = stages(&summary);
     whole["prefill_node_ms"] = json!(

@@ -18,6 +18,9 @@ const LAST_MAX: usize = 1_000;
 /// The number of the slowest ended requests that are kept besides.
 const SLOWEST_MAX: usize = 100;
 
+/// Numbers of requests, by place.
+pub type PlaceCounts = [i64; Place::ALL.len()];
+
 /// The records of requests. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct Requests(Arc<Mutex<Kept>>);
@@ -83,10 +86,10 @@ impl Requests {
     }
 
     /// Counts the requests under way by place, for each label that `label` gives to a model.
-    pub fn count(&self, label: impl Fn(&str) -> String) -> BTreeMap<String, [i64; Place::ALL.len()]> {
+    pub fn count(&self, label: impl Fn(&str) -> String) -> BTreeMap<String, PlaceCounts> {
         let mut counts = BTreeMap::new();
         for record in self.under_way() {
-            let counts: &mut [i64; Place::ALL.len()] = counts.entry(label(record.model())).or_default();
+            let counts: &mut PlaceCounts = counts.entry(label(record.model())).or_default();
             counts[record.place() as usize] += 1;
         }
         counts
