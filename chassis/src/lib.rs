@@ -2,7 +2,7 @@
 //!
 //! Suggested reading order: time, randomness and network ([`world`], [`net`]); the authentication of callers
 //! ([`identity`]); the end of work ([`gate`], [`task`], [`shutdown`]); suspension in simulations ([`standstill`]);
-//! bounded counters ([`counted`]); configuration ([`config`], [`byte_size`]); telemetry ([`telemetry`], [`metrics`],
+//! bounded counters ([`counted`]); configuration ([`config`], [`byte_size`], [`reload`]); telemetry ([`telemetry`], [`metrics`],
 //! [`admin`]); and servers ([`server`] with its [`connections`], [`rpc`]).
 #![forbid(unsafe_code)]
 
@@ -16,6 +16,7 @@ pub mod standstill;
 pub mod counted;
 pub mod config;
 pub mod byte_size;
+pub mod reload;
 pub mod telemetry;
 pub mod metrics;
 mod process_usage;

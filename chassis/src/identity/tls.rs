@@ -25,10 +25,9 @@ pub use self::refused::TlsRefused;
 use self::stream::SecureStream;
 use super::certificate::{CertName, Expected};
 use crate::net::Stream;
+use crate::reload;
 use crate::world::World;
 
-/// The interval of reading the files. A change is in force within twice this time.
-const READ_EVERY: Duration = Duration::from_secs(2);
 /// The buffer below TLS. rustls reads 4 KiB at a time.
 const READ_BYTES: usize = 128 << 10;
 /// The time and the bytes for which a refused connection is still read, so that the peer receives the alert and no
@@ -121,10 +120,9 @@ impl Tls {
         let Some(files) = self.0.files.clone() else { return };
         let mut wrong = Wrong::default();
         loop {
-            tokio::time::sleep(READ_EVERY).await;
             let files = files.clone();
             let read = move || files.read().and_then(|pem| Certificates::parse(&pem));
-            let Ok(read) = tokio::task::spawn_blocking(read).await else { continue };
+            let Some(read) = reload::next(read).await else { continue };
             match read.and_then(|read| self.take_over(read, world.unix_time())) {
                 Ok(()) => wrong = Wrong::default(),
                 Err(error) => wrong.see(types::in_full(&error)),

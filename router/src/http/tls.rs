@@ -8,10 +8,9 @@ use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
 
 use async_trait::async_trait;
-use chassis::{Listener, Stream};
+use chassis::{Listener, Stream, reload};
 use rustls::ServerConfig;
 use rustls::crypto::ring::default_provider;
 use rustls::pki_types::pem::PemObject;
@@ -22,9 +21,6 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_rustls::server::TlsStream;
 use tokio_rustls::{Accept, TlsAcceptor};
 use tracing::{info, warn};
-
-/// The interval of reading the files. A change is in force within twice this time.
-const READ_EVERY: Duration = Duration::from_secs(2);
 
 /// The files of a certificate, with its chain, and of its key. Both are PEM.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -90,26 +86,24 @@ impl Certificate {
     /// Applies changes of the files until the future is dropped. Files with an error change nothing: the
     /// error is logged once.
     pub async fn follow_files(self: Arc<Self>) {
-        let mut last_error = None;
-        loop {
-            tokio::time::sleep(READ_EVERY).await;
+        let read = || {
             let files = self.files.clone();
-            let Ok(read) = tokio::task::spawn_blocking(move || files.read()).await else { continue };
-            let error = self.take_over(read).err();
-            if let Some(error) = error.as_ref().filter(|error| last_error.as_ref() != Some(*error)) {
-                warn!(%error, "certificate was not reloaded, the previous one stays in use");
-            }
-            last_error = error;
-        }
+            move || files.read()
+        };
+        let first = self.current().hash;
+        reload::follow(first, |pair: &Pair| pair.hash, read, |read| self.take_over(read)).await;
     }
 
-    fn take_over(&self, read: Result<Pair, CertificateError>) -> Result<(), CertificateError> {
-        let (new, old) = (read?, self.current());
-        if new.hash != old.hash {
-            *self.current.write().unwrap_or_else(PoisonError::into_inner) = new;
-            info!("certificate reloaded");
+    fn take_over(&self, read: Result<Pair, CertificateError>) {
+        match read {
+            // After an error the files may have their old content again.
+            Ok(new) if new.hash != self.current().hash => {
+                *self.current.write().unwrap_or_else(PoisonError::into_inner) = new;
+                info!("certificate reloaded");
+            }
+            Ok(_) => {}
+            Err(error) => warn!(%error, "certificate was not reloaded, the previous one stays in use"),
         }
-        Ok(())
     }
 
     fn current(&self) -> Pair {

@@ -15,11 +15,10 @@ pub mod table;
 
 use std::fmt;
 use std::net::IpAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
-use std::time::Duration;
 
-use chassis::World;
+use chassis::{World, reload};
 use tracing::{error, info};
 use types::TenantId;
 use types::prompt::Priority;
@@ -33,9 +32,6 @@ use crate::accept::checked_tenant;
 pub use crate::accept::is_name as is_tenant_name;
 use crate::error::AcceptError;
 use crate::metrics::RouterMetrics;
-
-/// The interval at which the tenants file is read. A change is in force within twice this time.
-const READ_EVERY: Duration = Duration::from_secs(2);
 
 /// The rules of access to the APIs. Cheap to clone. By default no keys are required, and no proxy is trusted.
 #[derive(Clone, Debug, Default)]
@@ -163,32 +159,6 @@ impl Tenants {
     }
 }
 
-/// The result of the last read of a file, to detect changes.
-#[derive(PartialEq)]
-enum Seen {
-    Contents(blake3::Hash),
-    Error(String),
-}
-
-impl Seen {
-    fn of<T>(loaded: &Result<T, TableError>, hash: impl Fn(&T) -> blake3::Hash) -> Self {
-        match loaded {
-            Ok(contents) => Self::Contents(hash(contents)),
-            Err(error) => Self::Error(error.to_string()),
-        }
-    }
-}
-
-/// Reads a file on a blocking thread.
-async fn read<T: Send + 'static>(
-    file: &Path,
-    load: impl FnOnce(&Path) -> Result<T, TableError> + Send + 'static,
-) -> Result<T, TableError> {
-    let of_task = file.to_owned();
-    let loaded = tokio::task::spawn_blocking(move || load(&of_task)).await;
-    loaded.unwrap_or_else(|failed| Err(TableError::new(file, failed.to_string())))
-}
-
 impl Keys {
     fn table(&self) -> Arc<TenantTable> {
         self.table.read().unwrap_or_else(PoisonError::into_inner).clone()
@@ -196,40 +166,30 @@ impl Keys {
 
     async fn follow_table(&self) {
         let Some(file) = &self.file else { return };
-        let mut last = Seen::Contents(self.table().text_hash());
-        loop {
-            tokio::time::sleep(READ_EVERY).await;
-            let previous = self.table();
-            let loaded = read(file, move |file| TenantTable::load(file, Some(&previous))).await;
-            let seen = Seen::of(&loaded, TenantTable::text_hash);
-            if seen != last {
-                last = seen;
-                self.take_over(loaded);
-            }
-        }
+        let read = || {
+            let (file, previous) = (file.clone(), self.table());
+            move || TenantTable::load(&file, Some(&previous))
+        };
+        let first = self.table().text_hash();
+        reload::follow(first, TenantTable::text_hash, read, |loaded| self.take_over(loaded)).await;
     }
 
     async fn follow_provider(&self) {
         let Some(oidc) = &self.oidc else { return };
-        let mut last = Seen::Contents(oidc.keys().text_hash());
-        loop {
-            tokio::time::sleep(READ_EVERY).await;
-            let loaded = read(oidc.keys_file(), KeySet::load).await;
-            let seen = Seen::of(&loaded, KeySet::text_hash);
-            if seen == last {
-                continue;
+        let read = || {
+            let file = oidc.keys_file().to_owned();
+            move || KeySet::load(&file)
+        };
+        let changed = |loaded: Result<KeySet, TableError>| match loaded {
+            Ok(new) => {
+                info!(n_keys = new.n_keys(), "provider keys reloaded");
+                oidc.replace_keys(new);
             }
-            last = seen;
-            match loaded {
-                Ok(new) => {
-                    info!(n_keys = new.n_keys(), "provider keys reloaded");
-                    oidc.replace_keys(new);
-                }
-                Err(error) => {
-                    error!(%error, "provider keys were not reloaded, the previous ones stay in use");
-                }
+            Err(error) => {
+                error!(%error, "provider keys were not reloaded, the previous ones stay in use");
             }
-        }
+        };
+        reload::follow(oidc.keys().text_hash(), KeySet::text_hash, read, changed).await;
     }
 
     fn take_over(&self, loaded: Result<TenantTable, TableError>) {

@@ -95,7 +95,7 @@ async fn read_again(setup: &Setup, text: &str) {
     // the paused clock does not wait for.
     let began = setup.metrics.page();
     for _ in 0..200 {
-        tokio::time::sleep(READ_EVERY / 4).await;
+        tokio::time::sleep(reload::READ_EVERY / 4).await;
         tokio::task::spawn_blocking(std::thread::yield_now).await.expect("it ran");
         if setup.metrics.page() != began {
             return;

@@ -1,3 +1,5 @@
+use std::time::Duration;
+
 use axum::Router;
 use axum::routing::get;
 use chassis::server::{ServerLimits, serve};
@@ -101,7 +103,7 @@ async fn a_changed_certificate_is_used_and_a_wrong_one_is_not() {
     std::fs::write(served.folder.path().join("key.pem"), key).expect("written");
     let error = files(&served.folder).read().map(|_| ()).expect_err("they do not belong together");
     assert!(error.to_string().contains("key.pem: "), "{error}");
-    tokio::time::sleep(2 * READ_EVERY).await;
+    tokio::time::sleep(2 * reload::READ_EVERY).await;
     in_time(served.ask(&old)).await.expect("the one before it is in use");
     std::fs::write(served.folder.path().join("key.pem"), right).expect("written");
     in_time(async {
