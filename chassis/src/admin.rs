@@ -12,7 +12,7 @@ use crate::connections::{ConnectionCounts, ConnectionLimits};
 use crate::gate::StillHeld;
 use crate::metrics::Metrics;
 use crate::net::Listener;
-use crate::server::{self, ServerLimits};
+use crate::server::{self, PortTls, ServerLimits};
 use crate::shutdown::Shutdown;
 
 /// Whether the process accepts work, and whether a rollout may replace other processes. Clones share one
@@ -109,7 +109,7 @@ pub async fn serve(
 ) -> Result<(), StillHeld> {
     let connections = ConnectionLimits { connections_max: connections.admin_max, ..connections };
     let limits = ServerLimits { connections, counts, drain: DRAIN, ..ServerLimits::default() };
-    server::serve(listener, router, shutdown, limits).await
+    server::serve(listener, PortTls::Plaintext, router, shutdown, limits).await
 }
 
 const DRAIN: std::time::Duration = std::time::Duration::from_secs(1);

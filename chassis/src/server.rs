@@ -9,6 +9,7 @@ use std::convert::Infallible;
 use std::future::Future;
 use std::net::SocketAddr;
 use std::pin::pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
@@ -18,6 +19,7 @@ use hyper::body::Incoming;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::conn::auto::Builder;
 use hyper_util::service::TowerToHyperService;
+use tokio_rustls::TlsAcceptor;
 use tower::ServiceExt;
 use tracing::{debug, warn};
 
@@ -62,32 +64,31 @@ impl Default for ServerLimits {
     }
 }
 
-/// Serves `router` in plaintext until shutdown is requested, then lets running requests end within
-/// [`ServerLimits::drain`].
+/// The TLS of one port.
+#[derive(Clone, Debug)]
+pub enum PortTls {
+    Plaintext,
+    /// TLS for clients, which show no certificate.
+    Clients(Arc<rustls::ServerConfig>),
+    /// TLS between processes, if the identity has certificates; otherwise plaintext. The request's extensions contain
+    /// the [`CertName`] of a caller that shows a certificate.
+    Processes(Identity),
+}
+
+/// Serves `router` until shutdown is requested, then lets running requests end within [`ServerLimits::drain`].
 ///
 /// The request's extensions contain the peer's address as [`ConnectInfo<SocketAddr>`].
 /// The error names work that still runs a second after its connection was closed. Dropping the future stops accepting;
 /// open connections then end with the shutdown.
 pub async fn serve(
-    listener: Box<dyn Listener>,
-    router: Router,
-    shutdown: Shutdown,
-    limits: ServerLimits,
-) -> Result<(), StillHeld> {
-    serve_as(Identity::default(), listener, router, shutdown, limits).await
-}
-
-/// The same over TLS, if `identity` has certificates. The request's extensions contain the [`CertName`] of a caller
-/// that shows a certificate.
-pub(crate) async fn serve_as(
-    identity: Identity,
     mut listener: Box<dyn Listener>,
+    tls: PortTls,
     router: Router,
     shutdown: Shutdown,
     limits: ServerLimits,
 ) -> Result<(), StillHeld> {
     let server = Server {
-        identity,
+        tls,
         connections: Gate::new("connections"),
         streams: Gate::new("http streams"),
         router,
@@ -108,7 +109,7 @@ struct Server {
     /// The tasks of HTTP/2, one per request. They have their own gate, because a draining connection may still start
     /// one.
     streams: Gate,
-    identity: Identity,
+    tls: PortTls,
     router: Router,
     shutdown: Shutdown,
     limits: ServerLimits,
@@ -144,7 +145,7 @@ impl Server {
 
     fn spawn_connection(&self, stream: Stream, peer: SocketAddr, place: ConnectionPermit, bodies: Bodies) {
         let connection = Connection {
-            identity: self.identity.clone(),
+            tls: self.tls.clone(),
             protocol: self.protocol(),
             router: self.router.clone(),
             shutdown: self.shutdown.clone(),
@@ -183,7 +184,7 @@ impl Server {
 
 /// One accepted connection, with what its task needs to serve it.
 struct Connection {
-    identity: Identity,
+    tls: PortTls,
     protocol: Builder<GuardedExecutor>,
     router: Router,
     shutdown: Shutdown,
@@ -196,27 +197,18 @@ struct Connection {
 
 impl Connection {
     async fn run(self, stream: Stream) {
-        let peer = self.peer;
         let secured = tokio::select! {
-            secured = secured(&self.identity, stream) => secured,
+            secured = secured(&self.tls, stream, self.peer) => secured,
             () = self.shutdown.wait() => return,
-            reason = self.place.must_close() => return closed(peer, reason, &self.counts),
+            reason = self.place.must_close() => return closed(self.peer, reason, &self.counts),
         };
-        match secured {
-            Ok((stream, caller)) => self.serve(stream, caller).await,
-            // A port scan, or a check whether the port is open.
-            Err(refused @ TlsRefused::Closed) => {
-                debug!(%peer, reason = %refused, "TLS connection from peer refused")
-            }
-            Err(refused) => {
-                warn!(%peer, reason = %refused, "TLS connection from peer refused");
-                self.identity.tls_refused(Refused::Connection, refused);
-            }
+        if let Some((stream, caller)) = secured {
+            self.serve(stream, caller).await;
         }
     }
 
     async fn serve(self, stream: Stream, caller: Option<CertName>) {
-        let Self { identity: _, protocol, router, shutdown, drain, counts, peer, place, bodies } = self;
+        let Self { tls: _, protocol, router, shutdown, drain, counts, peer, place, bodies } = self;
         let activity = place.activity.clone();
         let router = router.map_request(move |mut request: http::Request<Incoming>| {
             request.extensions_mut().insert(ConnectInfo(peer));
@@ -262,12 +254,36 @@ fn closed(peer: SocketAddr, reason: &'static str, counts: &ConnectionCounts) {
     debug!(%peer, reason, "client connection closed by this server");
 }
 
-/// Runs the TLS handshake if there are certificates. Returns the caller's name if it shows a certificate.
-async fn secured(identity: &Identity, stream: Stream) -> Result<(Stream, Option<CertName>), TlsRefused> {
-    match identity.tls() {
-        None => Ok((stream, None)),
-        Some(tls) => tls.accept_calls(stream).await,
+/// A stream after the port's TLS handshake, with the caller's name if it shows a certificate.
+type Secured = (Stream, Option<CertName>);
+
+/// Runs the port's TLS handshake. Returns `None` if the connection is refused.
+async fn secured(tls: &PortTls, stream: Stream, peer: SocketAddr) -> Option<Secured> {
+    match tls {
+        PortTls::Plaintext => Some((stream, None)),
+        PortTls::Clients(config) => {
+            let accepted = TlsAcceptor::from(Arc::clone(config)).accept(stream).await;
+            let accepted = accepted.inspect_err(|error| debug!(%peer, %error, "client connection failed"));
+            Some((Stream::other(accepted.ok()?), None))
+        }
+        PortTls::Processes(identity) => between_processes(identity, stream, peer).await,
     }
+}
+
+async fn between_processes(identity: &Identity, stream: Stream, peer: SocketAddr) -> Option<Secured> {
+    let Some(tls) = identity.tls() else { return Some((stream, None)) };
+    match tls.accept_calls(stream).await {
+        Ok(secured) => return Some(secured),
+        // A port scan, or a check whether the port is open.
+        Err(refused @ TlsRefused::Closed) => {
+            debug!(%peer, reason = %refused, "TLS connection from peer refused");
+        }
+        Err(refused) => {
+            warn!(%peer, reason = %refused, "TLS connection from peer refused");
+            identity.tls_refused(Refused::Connection, refused);
+        }
+    }
+    None
 }
 
 /// Runs the tasks that hyper spawns inside a gate.

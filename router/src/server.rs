@@ -10,7 +10,7 @@ use chassis::identity::admin_key::AdminKey;
 use chassis::identity::settings::IdentityError;
 use chassis::metrics::Metrics;
 use chassis::rpc::Callers;
-use chassis::server::ServerLimits;
+use chassis::server::{PortTls, ServerLimits};
 use chassis::{Gate, Listener, Shutdown, StillHeld, Task, World, spawn_guarded};
 use registry::embedded::bootstrap_server;
 use registry::memory::TTL;
@@ -29,7 +29,7 @@ use crate::drain::Drain;
 use crate::error::TextError;
 use crate::grpc::GrpcApi;
 use crate::http::{
-    BodyLimits, Certificate, CertificateError, CertificateFiles, HttpApi, TlsListener, WriteTimeoutListener,
+    BodyLimits, Certificate, CertificateError, CertificateFiles, HttpApi, WriteTimeoutListener,
 };
 use crate::metrics::{RouterMetrics, VllmGauges};
 use crate::requests::Requests;
@@ -188,14 +188,11 @@ impl Router {
         let api = GrpcApi { serve, models, acceptor, metrics, shutdown: closing.clone() };
         let grpc_close = Shutdown::new();
         let routes = routes(self.embedded.as_ref(), api, &grpc_close);
-        let on_http: Box<dyn Listener> = match &self.certificate {
-            None => self.http.0,
-            Some(certificate) => Box::new(TlsListener::new(self.http.0, Arc::clone(certificate))),
-        };
+        let tls = self.certificate.as_ref().map_or(PortTls::Plaintext, Certificate::port_tls);
         let following_certificate = self
             .certificate
             .map(|certificate| spawn_guarded(&self.gate, "certificate", certificate.follow_files()));
-        let http = chassis::server::serve(on_http, pages, closing, limits("http"));
+        let http = chassis::server::serve(self.http.0, tls, pages, closing, limits("http"));
         let grpc = chassis::rpc::serve(
             self.grpc.0,
             routes,

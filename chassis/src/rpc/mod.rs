@@ -29,7 +29,7 @@ use crate::gate::StillHeld;
 use crate::identity::Expected;
 use crate::identity::refusals::Refused;
 use crate::net::{Listener, Stream};
-use crate::server::{self, ServerLimits};
+use crate::server::{self, PortTls, ServerLimits};
 use crate::shutdown::Shutdown;
 use crate::world::World;
 pub use headers::{CallHeaders, PROTOCOL_HEADER, REQUEST_ID_HEADER, call};
@@ -122,10 +122,10 @@ pub async fn serve(
     limits: ServerLimits,
     callers: Callers,
 ) -> Result<(), StillHeld> {
-    let identity = callers.identity().clone();
+    let tls = PortTls::Processes(callers.identity().clone());
     let receive = middleware::from_fn_with_state(callers, receive::receive);
     let router = routes.prepare().into_axum_router().layer(receive);
-    server::serve_as(identity, listener, router, shutdown, limits).await
+    server::serve(listener, tls, router, shutdown, limits).await
 }
 
 /// Makes the services of every gRPC server: health, and reflection (v1 and v1alpha) over `file_descriptor_sets`.

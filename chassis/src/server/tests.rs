@@ -36,8 +36,11 @@ fn start_at(net: MemoryNet, listener: Box<dyn Listener>, limits: ServerLimits) -
         )
         .route("/forever", get(std::future::pending::<()>));
     let shutdown = Shutdown::new();
-    let server =
-        spawn_guarded(&Gate::new("test"), "server", serve(listener, router, shutdown.clone(), limits));
+    let server = spawn_guarded(
+        &Gate::new("test"),
+        "server",
+        serve(listener, PortTls::Plaintext, router, shutdown.clone(), limits),
+    );
     Served { net, shutdown, server }
 }
 
@@ -165,7 +168,7 @@ async fn a_failed_accept_is_not_the_end() {
     let _server = spawn_guarded(
         &Gate::new("test"),
         "server",
-        serve(listener, router, shutdown, ServerLimits::default()),
+        serve(listener, PortTls::Plaintext, router, shutdown, ServerLimits::default()),
     );
     for _ in 0..3 {
         let mut stream = net.connect(ADDR).await.expect("the server listens");

@@ -39,7 +39,7 @@ pub use body::BodyLimits;
 pub use cors::CorsOrigins;
 pub use error::{Code, HttpError};
 pub use stall::WriteTimeoutListener;
-pub use tls::{Certificate, CertificateError, CertificateFiles, TlsListener};
+pub use tls::{Certificate, CertificateError, CertificateFiles};
 
 use crate::accept::Acceptor;
 use crate::metrics::RouterMetrics;

@@ -1,25 +1,17 @@
 //! TLS on the HTTP port. The certificate is read again when its files change; open connections keep theirs.
 
 use std::fmt;
-use std::future::Future;
-use std::io::{self, IoSlice};
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
 use std::sync::{Arc, PoisonError, RwLock};
-use std::task::{Context, Poll, ready};
 
-use async_trait::async_trait;
-use chassis::{Listener, Stream, reload};
+use chassis::reload;
+use chassis::server::PortTls;
 use rustls::ServerConfig;
 use rustls::crypto::ring::default_provider;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio_rustls::server::TlsStream;
-use tokio_rustls::{Accept, TlsAcceptor};
 use tracing::{info, warn};
 
 /// The files of a certificate, with its chain, and of its key. Both are PEM.
@@ -106,6 +98,17 @@ impl Certificate {
         }
     }
 
+    /// Returns the TLS of a port that uses this certificate for new connections.
+    pub fn port_tls(self: &Arc<Self>) -> PortTls {
+        let mut config = ServerConfig::builder_with_provider(Arc::new(default_provider()))
+            .with_safe_default_protocol_versions()
+            .expect("ring has TLS 1.2 and 1.3")
+            .with_no_client_auth()
+            .with_cert_resolver(Arc::clone(self) as _);
+        config.alpn_protocols = [&b"h2"[..], b"http/1.1"].map(<[u8]>::to_vec).to_vec();
+        PortTls::Clients(Arc::new(config))
+    }
+
     fn current(&self) -> Pair {
         self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -121,123 +124,6 @@ impl ResolvesServerCert for Certificate {
 impl fmt::Debug for Certificate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Certificate").field("files", &self.files).finish_non_exhaustive()
-    }
-}
-
-/// Accepts connections that begin with a TLS handshake.
-pub struct TlsListener {
-    inner: Box<dyn Listener>,
-    acceptor: TlsAcceptor,
-}
-
-impl TlsListener {
-    pub fn new(inner: Box<dyn Listener>, certificate: Arc<Certificate>) -> Self {
-        let mut config = ServerConfig::builder_with_provider(Arc::new(default_provider()))
-            .with_safe_default_protocol_versions()
-            .expect("ring has TLS 1.2 and 1.3")
-            .with_no_client_auth()
-            .with_cert_resolver(certificate);
-        config.alpn_protocols = [&b"h2"[..], b"http/1.1"].map(<[u8]>::to_vec).to_vec();
-        Self { inner, acceptor: Arc::new(config).into() }
-    }
-}
-
-impl fmt::Debug for TlsListener {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TlsListener").field("inner", &self.inner).finish_non_exhaustive()
-    }
-}
-
-#[async_trait]
-impl Listener for TlsListener {
-    /// Does not wait for the handshake, which runs when the connection is first read. Its time counts as the
-    /// wait for the first byte of a request, which has a bound.
-    async fn accept(&mut self) -> io::Result<(Stream, SocketAddr)> {
-        let (stream, peer) = self.inner.accept().await?;
-        Ok((Stream::other(Handshaken::Begun(Box::new(self.acceptor.accept(stream)))), peer))
-    }
-
-    fn local_addr(&self) -> io::Result<SocketAddr> {
-        self.inner.local_addr()
-    }
-}
-
-/// A connection whose first read or write completes the handshake.
-enum Handshaken {
-    Begun(Box<Accept<Stream>>),
-    Done(Box<TlsStream<Stream>>),
-    Failed,
-}
-
-impl fmt::Debug for Handshaken {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Begun(_) => "Handshaken::Begun",
-            Self::Done(_) => "Handshaken::Done",
-            Self::Failed => "Handshaken::Failed",
-        })
-    }
-}
-
-impl Handshaken {
-    fn poll_done(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Pin<&mut TlsStream<Stream>>>> {
-        if let Self::Begun(accept) = self {
-            match ready!(Pin::new(accept).poll(cx)) {
-                Ok(stream) => *self = Self::Done(Box::new(stream)),
-                Err(error) => {
-                    *self = Self::Failed;
-                    return Poll::Ready(Err(error));
-                }
-            }
-        }
-        match self {
-            Self::Done(stream) => Poll::Ready(Ok(Pin::new(stream))),
-            Self::Begun(_) | Self::Failed => Poll::Ready(Err(io::ErrorKind::NotConnected.into())),
-        }
-    }
-}
-
-impl AsyncRead for Handshaken {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        ready!(self.poll_done(cx))?.poll_read(cx, buf)
-    }
-}
-
-impl AsyncWrite for Handshaken {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        ready!(self.poll_done(cx))?.poll_write(cx, buf)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        ready!(self.poll_done(cx))?.poll_write_vectored(cx, bufs)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        true
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match &mut *self {
-            // Nothing was written.
-            Self::Begun(_) | Self::Failed => Poll::Ready(Ok(())),
-            Self::Done(stream) => Pin::new(stream).poll_flush(cx),
-        }
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match &mut *self {
-            // The connection is closed when it is dropped.
-            Self::Begun(_) | Self::Failed => Poll::Ready(Ok(())),
-            Self::Done(stream) => Pin::new(stream).poll_shutdown(cx),
-        }
     }
 }
 

@@ -7,7 +7,7 @@ use async_trait::async_trait;
 use axum::body::Body;
 use chassis::metrics::Metrics;
 use chassis::net::{MemoryNet, Net as _};
-use chassis::server::{ServerLimits, serve};
+use chassis::server::{PortTls, ServerLimits, serve};
 use chassis::{Gate, Shutdown, World, spawn_guarded};
 use futures::StreamExt as _;
 use http::Request;
@@ -66,7 +66,7 @@ async fn connection(said: &[u8], bytes: &[u8]) {
     let net = MemoryNet::new();
     let listener = net.listen("door").await.expect("a name of its own");
     let shutdown = Shutdown::new();
-    let serving = serve(listener, app(said), shutdown.clone(), ServerLimits::default());
+    let serving = serve(listener, PortTls::Plaintext, app(said), shutdown.clone(), ServerLimits::default());
     let serving = spawn_guarded(&Gate::new("fuzz"), "server", serving);
     let mut stream = net.connect("door").await.expect("it listens");
     let talk = async {

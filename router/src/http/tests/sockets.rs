@@ -27,7 +27,13 @@ impl Served {
         let listener = TcpNet.listen("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound").to_string();
         let (listener, shutdown) = (Box::new(WriteTimeoutListener::new(listener, patience)), Shutdown::new());
-        let serve = server::serve(listener, app(fake_serve), shutdown.clone(), ServerLimits::default());
+        let serve = server::serve(
+            listener,
+            server::PortTls::Plaintext,
+            app(fake_serve),
+            shutdown.clone(),
+            ServerLimits::default(),
+        );
         Self { address, shutdown, server: spawn_guarded(&Gate::new("test"), "http", serve) }
     }
 

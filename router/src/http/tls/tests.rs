@@ -1,3 +1,5 @@
+use std::io;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use axum::Router;
@@ -44,9 +46,8 @@ async fn served() -> (Served, RootCertStore) {
     let certificate = Certificate::load(files(&folder)).expect("a pair");
     let listener = World::real().net().listen("127.0.0.1:0").await.expect("a free port");
     let addr = listener.local_addr().expect("bound");
-    let listener = Box::new(TlsListener::new(listener, certificate.clone()));
     let (shutdown, pages) = (Shutdown::new(), Router::new().route("/live", get(async || "alive")));
-    let serving = serve(listener, pages, shutdown.clone(), ServerLimits::default());
+    let serving = serve(listener, certificate.port_tls(), pages, shutdown.clone(), ServerLimits::default());
     let serving = spawn_guarded(&Gate::new("test"), "serve", serving);
     (Served { folder, certificate, addr, shutdown, _serving: serving }, roots)
 }
