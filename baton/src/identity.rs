@@ -8,8 +8,8 @@ use pool_node::PoolConfig;
 use router::RouterConfig;
 use types::{NodeId, Role};
 
+use crate::config_file::ConfigFile;
 use crate::exit::Failed;
-use crate::process_file::ProcessFile;
 
 /// The world of a router of this cluster, with the cluster's secret and the router's certificate, as far as they are set.
 pub(crate) fn of_router(cluster: &ClusterSection, tls: &TlsSection) -> Result<World, Failed> {
@@ -70,11 +70,11 @@ pub(crate) fn check_node_certificate(
 }
 
 /// Refuses a process that other machines can reach and that does not authenticate callers.
-pub(crate) fn check(process: &ProcessFile) -> Result<(), IdentityError> {
+pub(crate) fn check(process: &ConfigFile) -> Result<(), IdentityError> {
     match process {
-        ProcessFile::Router(config) => check_router(config),
-        ProcessFile::Node(config) => check_node(config),
-        ProcessFile::Pool(config) => check_pool(config),
+        ConfigFile::Router(config) => check_router(config),
+        ConfigFile::Node(config) => check_node(config),
+        ConfigFile::Pool(config) => check_pool(config),
     }
 }
 

@@ -19,7 +19,7 @@ mod model;
 mod node;
 mod output;
 mod pool;
-mod process_file;
+mod config_file;
 mod router;
 mod switch;
 mod up;
@@ -41,7 +41,7 @@ fn main() -> ExitCode {
 fn run(cli: Cli) -> Result<ExitCode, Failed> {
     // Without a command there are files to check: clap prints the help if there is neither a command nor a
     // file.
-    let Some(command) = cli.command else { return process_file::check(&cli.check_config) };
+    let Some(command) = cli.command else { return config_file::check(&cli.check_config) };
     raise_open_files();
     match command {
         Command::Up(args) => up::run(args),

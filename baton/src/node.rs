@@ -15,10 +15,10 @@ use tracing::info;
 use types::Role;
 
 use crate::cli::ProcessArgs;
+use crate::config_file::ConfigFile;
 use crate::exit::Failed;
 use crate::identity;
 use crate::model;
-use crate::process_file::ProcessFile;
 
 /// The longest wait for the registry to remove the node.
 const REGISTRY_CLOSE_WITHIN: Duration = Duration::from_secs(5);
@@ -29,7 +29,7 @@ pub(crate) fn run(role: Role, args: &ProcessArgs) -> Result<ExitCode, Failed> {
     let config = NodeConfig::resolve(raw.clone()).map_err(Failed::usage)?;
     identity::check_node(&config).map_err(Failed::usage)?;
     if args.check {
-        return ProcessFile::Node(Box::new(config)).is_valid();
+        return ConfigFile::Node(Box::new(config)).is_valid();
     }
     let _telemetry = telemetry::init(role.as_str(), &config.log).map_err(Failed::start)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;

@@ -12,10 +12,10 @@ use tracing::info;
 use types::Role;
 
 use crate::cli::ProcessArgs;
+use crate::config_file::ConfigFile;
 use crate::exit::Failed;
 use crate::identity;
 use crate::node::bind;
-use crate::process_file::ProcessFile;
 
 /// The longest wait for the registry to remove the node.
 const REGISTRY_CLOSE_WITHIN: Duration = Duration::from_secs(5);
@@ -26,7 +26,7 @@ pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {
     let config = PoolConfig::resolve(raw).map_err(Failed::usage)?;
     identity::check_pool(&config).map_err(Failed::usage)?;
     if args.check {
-        return ProcessFile::Pool(Box::new(config)).is_valid();
+        return ConfigFile::Pool(Box::new(config)).is_valid();
     }
     let _telemetry = telemetry::init(Role::Pool.as_str(), &config.log).map_err(Failed::start)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;

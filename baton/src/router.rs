@@ -6,10 +6,10 @@ use chassis::{Shutdown, telemetry};
 use router::{RawRouterConfig, Router, RouterConfig};
 
 use crate::cli::ProcessArgs;
+use crate::config_file::ConfigFile;
 use crate::exit::Failed;
 use crate::identity;
 use crate::model;
-use crate::process_file::ProcessFile;
 
 pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {
     let raw: RawRouterConfig =
@@ -17,7 +17,7 @@ pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {
     let config = RouterConfig::resolve(raw.clone()).map_err(Failed::usage)?;
     identity::check_router(&config).map_err(Failed::usage)?;
     if args.check {
-        return ProcessFile::Router(Box::new(config)).is_valid();
+        return ConfigFile::Router(Box::new(config)).is_valid();
     }
     let _telemetry = telemetry::init("router", &config.log).map_err(Failed::start)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;

@@ -21,7 +21,7 @@ use crate::net::{Net, TcpNet};
 #[derive(Clone, Debug)]
 pub struct World {
     draws: Draws,
-    calendar: Calendar,
+    calendar: WallClock,
     net: Arc<dyn Net>,
     identity: Identity,
 }
@@ -31,7 +31,7 @@ impl World {
     pub fn real() -> Self {
         Self {
             draws: Draws::System,
-            calendar: Calendar::System,
+            calendar: WallClock::System,
             net: Arc::new(TcpNet),
             identity: Identity::default(),
         }
@@ -39,14 +39,14 @@ impl World {
 
     /// Makes a deterministic world. Its network is still TCP; see [`World::with_net`].
     pub fn seeded(seed: u64) -> Self {
-        let calendar = Calendar::Counted { start: Instant::now(), jumps: Jumps::default() };
+        let calendar = WallClock::Counted { start: Instant::now(), jumps: Jumps::default() };
         Self { draws: Draws::seeded(seed), calendar, net: Arc::new(TcpNet), identity: Identity::default() }
     }
 
     /// Replaces the offset of the calendar by one that a test can move. It has no effect on [`World::real`].
     #[must_use]
     pub fn with_jumps(mut self, by: &Jumps) -> Self {
-        if let Calendar::Counted { jumps, .. } = &mut self.calendar {
+        if let WallClock::Counted { jumps, .. } = &mut self.calendar {
             *jumps = by.clone();
         }
         self
@@ -217,16 +217,16 @@ impl Jumps {
 
 /// The source of calendar time: the system's, or one that tests control.
 #[derive(Clone, Debug)]
-enum Calendar {
+enum WallClock {
     System,
-    /// Calendar time counted by the pausable clock from a fixed day.
+    /// WallClock time counted by the pausable clock from a fixed day.
     Counted {
         start: Instant,
         jumps: Jumps,
     },
 }
 
-impl Calendar {
+impl WallClock {
     const FIRST_DAY: Duration = Duration::from_secs(1_700_000_000);
 
     fn unix_time(&self) -> Duration {
@@ -279,7 +279,7 @@ mod tests {
         let world = World::real();
         assert_ne!(world.grant(), world.grant());
         assert_ne!(world.fork("a").epoch(), world.fork("a").epoch());
-        assert!(world.unix_time() > Calendar::FIRST_DAY);
+        assert!(world.unix_time() > WallClock::FIRST_DAY);
     }
 
     #[tokio::test(start_paused = true)]
@@ -288,7 +288,7 @@ mod tests {
         let deadline = world.deadline_in(Duration::from_secs(3));
         tokio::time::advance(Duration::from_secs(1)).await;
         assert_eq!(world.left(deadline), Duration::from_secs(2));
-        assert_eq!(world.unix_time(), Calendar::FIRST_DAY + Duration::from_secs(1));
+        assert_eq!(world.unix_time(), WallClock::FIRST_DAY + Duration::from_secs(1));
         assert_eq!(world.before(deadline, async { 1 }).await, Ok(1));
         world.before(deadline, std::future::pending::<()>()).await.expect_err("it is pending");
         world.sleep_until(deadline).await;

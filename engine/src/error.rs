@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use device::cuda::CudaError;
-use types::Verdict;
+use types::CallerAction;
 
 use crate::model::config::ConfigProblem;
 
@@ -32,10 +32,10 @@ impl BackendError {
         matches!(self, Self::DeviceLost(_))
     }
 
-    pub fn verdict(&self) -> Verdict {
+    pub fn caller_action(&self) -> CallerAction {
         match self {
-            Self::Order(_) | Self::Held(_) => Verdict::Bug,
-            Self::Launch(_) | Self::Collect(_) | Self::DeviceLost(_) => Verdict::RetryElsewhere,
+            Self::Order(_) | Self::Held(_) => CallerAction::Bug,
+            Self::Launch(_) | Self::Collect(_) | Self::DeviceLost(_) => CallerAction::RetryElsewhere,
         }
     }
 }
@@ -62,11 +62,11 @@ pub enum RowError {
 
 impl RowError {
     /// Returns the caller's next step. A failed sequence can be recomputed on another node from its tokens.
-    pub fn verdict(&self) -> Verdict {
+    pub fn caller_action(&self) -> CallerAction {
         match self {
-            Self::KvMismatch { .. } | Self::Sample(_) => Verdict::RetryElsewhere,
-            Self::Page { .. } | Self::NoTokenInFlight => Verdict::Bug,
-            Self::UnknownToken { .. } => Verdict::Reject,
+            Self::KvMismatch { .. } | Self::Sample(_) => CallerAction::RetryElsewhere,
+            Self::Page { .. } | Self::NoTokenInFlight => CallerAction::Bug,
+            Self::UnknownToken { .. } => CallerAction::Reject,
         }
     }
 }
@@ -140,8 +140,8 @@ impl OpenError {
         )
     }
 
-    pub fn verdict(&self) -> Verdict {
-        Verdict::Reject
+    pub fn caller_action(&self) -> CallerAction {
+        CallerAction::Reject
     }
 }
 

@@ -1,6 +1,6 @@
 //! The errors of this crate, and their verdicts.
 
-use types::{BlockCounts, BlockHash, BlockIdx, Verdict};
+use types::{BlockCounts, BlockHash, BlockIdx, CallerAction};
 
 /// Fewer blocks are free or cached than were requested. Nothing was taken and nothing evicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -12,8 +12,8 @@ pub struct NoRoom {
 }
 
 impl NoRoom {
-    pub fn verdict(&self) -> Verdict {
-        Verdict::RetryElsewhere
+    pub fn caller_action(&self) -> CallerAction {
+        CallerAction::RetryElsewhere
     }
 }
 
@@ -37,7 +37,7 @@ pub enum IntegrityError {
 }
 
 impl IntegrityError {
-    pub fn verdict(&self) -> Verdict {
-        Verdict::Bug
+    pub fn caller_action(&self) -> CallerAction {
+        CallerAction::Bug
     }
 }

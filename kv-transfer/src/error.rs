@@ -8,7 +8,7 @@ use device::cuda::CudaError;
 use device::verbs::VerbsError;
 use device::{MemoryError, PeerMemoryError};
 use types::node::{FingerprintMismatch, ProtocolMismatch};
-use types::{Refusal, RefusalKind, Verdict, in_full};
+use types::{CallerAction, Refusal, RefusalKind, in_full};
 
 /// The reason why a transfer failed. Cheap to clone: the sender and the arrival of one transfer both hold it.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -110,10 +110,10 @@ pub enum FrameError {
 
 impl TransferError {
     /// Returns the caller's next step.
-    pub fn verdict(&self) -> Verdict {
+    pub fn caller_action(&self) -> CallerAction {
         match self.refusal_kind() {
-            None => Verdict::Bug,
-            Some(kind) => kind.verdict(),
+            None => CallerAction::Bug,
+            Some(kind) => kind.caller_action(),
         }
     }
 
@@ -186,9 +186,9 @@ mod tests {
     #[test]
     fn errors_of_the_world_are_retried_elsewhere_and_ours_are_bugs() {
         let lost = TransferError::lost_because("reset");
-        assert_eq!(lost.verdict(), Verdict::RetryElsewhere);
-        assert_eq!(TransferError::Expired.verdict(), Verdict::RetryElsewhere);
-        assert_eq!(TransferError::Incomplete { sent: 1, wanted: 2 }.verdict(), Verdict::Bug);
+        assert_eq!(lost.caller_action(), CallerAction::RetryElsewhere);
+        assert_eq!(TransferError::Expired.caller_action(), CallerAction::RetryElsewhere);
+        assert_eq!(TransferError::Incomplete { sent: 1, wanted: 2 }.caller_action(), CallerAction::Bug);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use types::layout::LayerShape;
 use types::{KvLayout, KvSpan};
 
-use crate::reshard::{Lane, LaneHeads, ReshardError, Spread, lanes};
+use crate::reshard::{HeadDistribution, Lane, LaneHeads, ReshardError, lanes};
 
 /// The part of a span that one lane carries, from one rank of the sender to one rank of the receiver. Dereferences to
 /// the span.
@@ -78,7 +78,7 @@ impl Lanes {
 
     /// Returns the heads of a layer that one lane carries.
     pub fn heads(&self, n_kv_heads: u16, lane: Lane) -> LaneHeads {
-        let spread = |tp_size| Spread { n_heads: n_kv_heads, tp_size };
+        let spread = |tp_size| HeadDistribution { n_heads: n_kv_heads, tp_size };
         LaneHeads::between(spread(self.from_tp), spread(self.to_tp), lane)
     }
 
@@ -95,7 +95,7 @@ impl Lanes {
 }
 
 fn lanes_of(shape: LayerShape, from_tp: u16, to_tp: u16) -> Result<Vec<Lane>, ReshardError> {
-    let spread = |tp_size| Spread { n_heads: shape.n_kv_heads, tp_size };
+    let spread = |tp_size| HeadDistribution { n_heads: shape.n_kv_heads, tp_size };
     Ok(lanes(spread(from_tp), spread(to_tp))?.into_iter().map(|heads| heads.lane).collect())
 }
 

@@ -31,7 +31,7 @@ pub struct Sharding {
 
 /// The distribution of one layer's heads over the ranks of one side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Spread {
+pub struct HeadDistribution {
     pub n_heads: u16,
     /// The number of ranks, as in [`Sharding`].
     pub tp_size: u16,
@@ -142,7 +142,7 @@ pub fn reshard(
 
 /// Returns all lanes between two sides, in the receiver's order. Each rank of the receiver gets each of its
 /// heads from one rank.
-pub fn lanes(from: Spread, to: Spread) -> Result<Vec<LaneHeads>, ReshardError> {
+pub fn lanes(from: HeadDistribution, to: HeadDistribution) -> Result<Vec<LaneHeads>, ReshardError> {
     from.check()?;
     to.check()?;
     if from.n_heads != to.n_heads {
@@ -152,7 +152,7 @@ pub fn lanes(from: Spread, to: Spread) -> Result<Vec<LaneHeads>, ReshardError> {
 }
 
 /// Returns the lanes to one rank of the receiver: its heads in order, each from one rank.
-fn lanes_to(from: Spread, to: Spread, to_rank: u16) -> Vec<LaneHeads> {
+fn lanes_to(from: HeadDistribution, to: HeadDistribution, to_rank: u16) -> Vec<LaneHeads> {
     let wanted = to.heads_of(to_rank);
     let mut lanes = Vec::new();
     let mut head = wanted.start;
@@ -186,8 +186,8 @@ impl Sharding {
         Self { n_heads, tp_size, stages: std::iter::once(0..n_layers).collect() }
     }
 
-    pub fn spread(&self) -> Spread {
-        Spread { n_heads: self.n_heads, tp_size: self.tp_size }
+    pub fn spread(&self) -> HeadDistribution {
+        HeadDistribution { n_heads: self.n_heads, tp_size: self.tp_size }
     }
 
     fn stage_of(&self, layer: u16) -> Result<u16, ReshardError> {
@@ -196,9 +196,9 @@ impl Sharding {
     }
 }
 
-// === impl Spread ===
+// === impl HeadDistribution ===
 
-impl Spread {
+impl HeadDistribution {
     fn check(self) -> Result<(), ReshardError> {
         let Self { n_heads, tp_size } = self;
         let is_even = n_heads > 0
@@ -236,7 +236,7 @@ impl Lane {
 
 impl LaneHeads {
     /// Returns the heads that both ends of a lane hold; no heads if the ranks have none in common.
-    pub fn between(from: Spread, to: Spread, lane: Lane) -> Self {
+    pub fn between(from: HeadDistribution, to: HeadDistribution, lane: Lane) -> Self {
         let (held, wanted) = (from.heads_of(lane.from), to.heads_of(lane.to));
         let first = held.start.max(wanted.start);
         let n = held.end.min(wanted.end).saturating_sub(first);

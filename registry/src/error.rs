@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use types::{Epoch, NodeId, Verdict};
+use types::{CallerAction, Epoch, NodeId};
 
 /// The delay after which a caller should try again.
 const RETRY_IN: Duration = Duration::from_secs(1);
@@ -47,19 +47,19 @@ pub enum RegistryError {
 }
 
 impl RegistryError {
-    pub fn verdict(&self) -> Verdict {
+    pub fn caller_action(&self) -> CallerAction {
         match self {
             Self::Url { .. }
             | Self::ReadFile { .. }
             | Self::InvalidNode { .. }
             | Self::Denied { .. }
-            | Self::Stopping => Verdict::Reject,
+            | Self::Stopping => CallerAction::Reject,
             Self::Unreachable { .. }
             | Self::TimedOut { .. }
             | Self::LeaseLost
             | Self::Superseded { .. }
             | Self::Full { .. }
-            | Self::Interrupted { .. } => Verdict::RetryLater(RETRY_IN),
+            | Self::Interrupted { .. } => CallerAction::RetryLater(RETRY_IN),
         }
     }
 
@@ -83,7 +83,7 @@ impl RegistryError {
 
     /// Returns whether retrying cannot help, because an operator has to change something.
     pub fn is_final(&self) -> bool {
-        self.verdict() == Verdict::Reject
+        self.caller_action() == CallerAction::Reject
     }
 }
 

@@ -21,7 +21,7 @@ use crate::{MembershipEvent, Registry};
 pub const TTL: Duration = Duration::from_secs(10);
 /// Renewals per lease time. There are many, because a renewal also tells a node that the registry restarted,
 /// and a restarted router should know its nodes within a second.
-const BEATS_PER_TTL: u32 = 10;
+const RENEWALS_PER_TTL: u32 = 10;
 /// Checks for expired leases per lease time. An expiry is noticed a tenth of a lease late at most.
 const LOOKS_PER_TTL: u32 = 10;
 /// The number of unread events beyond which a watcher gets a snapshot instead.
@@ -226,7 +226,7 @@ impl Presence for InMemory {
 
 /// Returns the lease terms of the embedded registry, in memory and over gRPC.
 pub(crate) fn terms(ttl: Duration) -> LeaseTerms {
-    LeaseTerms { ttl, beat: ttl / BEATS_PER_TTL }
+    LeaseTerms { ttl, beat: ttl / RENEWALS_PER_TTL }
 }
 
 #[cfg(test)]

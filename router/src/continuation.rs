@@ -7,7 +7,7 @@
 use futures::Stream;
 use tokio::time::Instant;
 use tracing::{info, trace, warn};
-use types::{Prompt, RefusalKind, Step, TokenId, Verdict};
+use types::{CallerAction, Prompt, RefusalKind, Step, TokenId};
 
 use crate::admission::Permit;
 use crate::dispatch::{ComputedBy, Dispatch, Started, StepSource};
@@ -178,5 +178,5 @@ impl Continuation {
 
 /// Returns whether a node caused the failure, rather than the prompt, the deadline or the whole cluster.
 fn another_route_may_help(error: &ServeError) -> bool {
-    matches!(error, ServeError::Refused { kind, .. } if kind.verdict() == Verdict::RetryElsewhere)
+    matches!(error, ServeError::Refused { kind, .. } if kind.caller_action() == CallerAction::RetryElsewhere)
 }

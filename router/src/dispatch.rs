@@ -17,8 +17,8 @@ use futures::StreamExt as _;
 use tokio::time::Instant;
 use tracing::{debug, info, trace};
 use types::{
-    Deadline, Destination, ModelInfo, NodeId, NodeInfo, Prefilled, Prompt, PromptModel, RefusalKind, Step,
-    Usage, Verdict,
+    CallerAction, Deadline, Destination, ModelInfo, NodeId, NodeInfo, Prefilled, Prompt, PromptModel,
+    RefusalKind, Step, Usage,
 };
 
 use crate::admission::Admission;
@@ -378,7 +378,7 @@ impl<'a> Attempts<'a> {
         self.parts.metrics.retries.with_label_values(&[kind.code()]).inc();
         self.record.note(RequestEvent::Failed { node: failure.node.id.clone(), code: kind.code() });
         debug!(node = %failure.node.id, refusal = %failure.refusal, "attempt to serve the request failed on the node");
-        if failure.refusal.verdict() != Verdict::RetryElsewhere {
+        if failure.refusal.caller_action() != CallerAction::RetryElsewhere {
             return Err(failure.into());
         }
         if matches!(kind, RefusalKind::Full | RefusalKind::Queue) {

@@ -5,7 +5,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use types::{RefusalKind, Verdict};
+use types::{CallerAction, RefusalKind};
 
 use crate::tenants::LimitReached;
 use crate::text::tokenizer::TokenizerError;
@@ -67,11 +67,11 @@ impl AcceptError {
         }
     }
 
-    pub fn verdict(&self) -> Verdict {
+    pub fn caller_action(&self) -> CallerAction {
         match self {
-            Self::NoNodes { .. } => Verdict::RetryLater(RETRY_AFTER),
-            Self::TenantLimit(reached) => Verdict::RetryLater(reached.retry_after),
-            _ => Verdict::Reject,
+            Self::NoNodes { .. } => CallerAction::RetryLater(RETRY_AFTER),
+            Self::TenantLimit(reached) => CallerAction::RetryLater(reached.retry_after),
+            _ => CallerAction::Reject,
         }
     }
 }
@@ -116,16 +116,16 @@ impl ServeError {
 
     /// Returns what the client should do. Other nodes were already tried, so "retry elsewhere" becomes "retry
     /// later".
-    pub fn verdict(&self) -> Verdict {
+    pub fn caller_action(&self) -> CallerAction {
         match self {
-            Self::Refused { kind, .. } => match kind.verdict() {
-                Verdict::RetryElsewhere => Verdict::RetryLater(RETRY_AFTER),
-                verdict => verdict,
+            Self::Refused { kind, .. } => match kind.caller_action() {
+                CallerAction::RetryElsewhere => CallerAction::RetryLater(RETRY_AFTER),
+                action => action,
             },
-            Self::Overloaded { retry_after, .. } => Verdict::RetryLater(*retry_after),
-            Self::NoNodes { .. } | Self::Draining => Verdict::RetryLater(RETRY_AFTER),
-            Self::DeadlinePassed { .. } => Verdict::Reject,
-            Self::Failed { .. } => Verdict::Bug,
+            Self::Overloaded { retry_after, .. } => CallerAction::RetryLater(*retry_after),
+            Self::NoNodes { .. } | Self::Draining => CallerAction::RetryLater(RETRY_AFTER),
+            Self::DeadlinePassed { .. } => CallerAction::Reject,
+            Self::Failed { .. } => CallerAction::Bug,
         }
     }
 }

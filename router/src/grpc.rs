@@ -15,7 +15,7 @@ use proto::v1::generate_request::Input;
 use proto::v1::inference_server::{Inference, InferenceServer};
 use tonic::metadata::MetadataValue;
 use tonic::{Code, Request, Response, Status};
-use types::{RequestId, TokenId, Usage, Verdict};
+use types::{CallerAction, RequestId, TokenId, Usage};
 
 use crate::accept::{AcceptedOne, Acceptor, Caller, MaxTokens, SamplingParams};
 use crate::choice::{Choice, Delta};
@@ -241,12 +241,12 @@ fn limit_reached(reached: &LimitReached) -> Status {
 }
 
 fn failed(error: &ServeError) -> Status {
-    let code = match (error, error.verdict()) {
+    let code = match (error, error.caller_action()) {
         (ServeError::DeadlinePassed { .. }, _) => Code::DeadlineExceeded,
         (ServeError::Overloaded { .. }, _) => Code::ResourceExhausted,
-        (_, Verdict::Reject) => Code::InvalidArgument,
-        (_, Verdict::RetryLater(_) | Verdict::RetryElsewhere) => Code::Unavailable,
-        (_, Verdict::Bug) => Code::Internal,
+        (_, CallerAction::Reject) => Code::InvalidArgument,
+        (_, CallerAction::RetryLater(_) | CallerAction::RetryElsewhere) => Code::Unavailable,
+        (_, CallerAction::Bug) => Code::Internal,
     };
     Status::new(code, error.to_string())
 }

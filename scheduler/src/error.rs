@@ -1,6 +1,6 @@
 //! The errors of starting a worker. The error of a sequence is a [`types::Refusal`].
 
-use types::Verdict;
+use types::CallerAction;
 
 #[derive(Debug, thiserror::Error)]
 pub enum SchedulerError {
@@ -13,11 +13,11 @@ pub enum SchedulerError {
 }
 
 impl SchedulerError {
-    pub fn verdict(&self) -> Verdict {
+    pub fn caller_action(&self) -> CallerAction {
         match self {
-            Self::Settings(_) => Verdict::Reject,
-            Self::PoolSize { .. } => Verdict::Bug,
-            Self::Thread(_) => Verdict::RetryElsewhere,
+            Self::Settings(_) => CallerAction::Reject,
+            Self::PoolSize { .. } => CallerAction::Bug,
+            Self::Thread(_) => CallerAction::RetryElsewhere,
         }
     }
 }

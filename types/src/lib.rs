@@ -14,7 +14,7 @@ pub mod prompt;
 pub mod step;
 pub mod text;
 pub mod transfer;
-pub mod verdict;
+pub mod refusal;
 
 pub use block::{BlockHash, BlockHashKey, BlockHasher, BlockIdx};
 pub use ids::{Epoch, Grant, NodeId, RequestId, TenantId, TransferId};
@@ -22,7 +22,7 @@ pub use layout::{GroupIdx, KvDtype, KvLayout};
 pub use load::{BlockCounts, BlockEvent, NodeLoad};
 pub use node::{Fingerprint, FingerprintDigest, MissingWire, ModelInfo, NodeInfo, ProtocolRange, Role};
 pub use prompt::{CacheSalt, Deadline, Prompt, PromptDigest, PromptModel, Sampling, StopRules, TokenId};
+pub use refusal::{CallerAction, Refusal, RefusalKind};
 pub use step::{FinishReason, Prefilled, Step, Usage};
 pub use text::in_full;
 pub use transfer::{Destination, Handoff, KvSpan, Landing, Scheme, WireAddress};
-pub use verdict::{Refusal, RefusalKind, Verdict};

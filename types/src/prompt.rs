@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::block::{BlockHashKey, BlockHasher};
 use crate::ids::{RequestId, TenantId};
 use crate::node::{FingerprintDigest, ModelInfo};
-use crate::verdict::{Refusal, RefusalKind};
+use crate::refusal::{Refusal, RefusalKind};
 
 /// The index of a token in the model's vocabulary.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

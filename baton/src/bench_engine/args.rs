@@ -34,8 +34,8 @@ pub(crate) struct EngineArgs {
     #[arg(long, default_value_t = NonZero::<u16>::MIN, value_name = "RANKS")]
     pub(crate) tp: NonZero<u16>,
     /// The source of the model's weights.
-    #[arg(long, value_enum, default_value_t = Weights::Dummy)]
-    pub(crate) weights: Weights,
+    #[arg(long, value_enum, default_value_t = WeightSource::Dummy)]
+    pub(crate) weights: WeightSource,
     /// The quantization of the layers' weights when they are loaded or written.
     #[arg(long, value_enum, default_value_t = Quantized::No)]
     pub(crate) quantize: Quantized,
@@ -120,7 +120,7 @@ pub(crate) struct EngineArgs {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Weights {
+pub(crate) enum WeightSource {
     /// Random weights, with the shapes of `config.json`.
     Dummy,
     /// The weights in the folder.
@@ -181,8 +181,8 @@ impl EngineArgs {
 
     pub(crate) fn load_format(&self) -> LoadFormat {
         match self.weights {
-            Weights::Dummy => LoadFormat::Dummy { seed: 1 },
-            Weights::Safetensors => LoadFormat::Safetensors,
+            WeightSource::Dummy => LoadFormat::Dummy { seed: 1 },
+            WeightSource::Safetensors => LoadFormat::Safetensors,
         }
     }
 
@@ -229,8 +229,8 @@ impl EngineArgs {
     /// Returns the named model if `--weights safetensors` is given, otherwise all test models.
     pub(crate) fn check_folders(&self) -> Vec<PathBuf> {
         match self.weights {
-            Weights::Safetensors => vec![self.model.clone()],
-            Weights::Dummy => CHECK_FOLDERS.iter().map(PathBuf::from).collect(),
+            WeightSource::Safetensors => vec![self.model.clone()],
+            WeightSource::Dummy => CHECK_FOLDERS.iter().map(PathBuf::from).collect(),
         }
     }
 }

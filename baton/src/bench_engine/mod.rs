@@ -15,7 +15,7 @@ use engine::measure::{Measured, measure};
 use serde::Serialize;
 
 pub(crate) use args::EngineArgs;
-use args::{Quantized, Weights};
+use args::{Quantized, WeightSource};
 use opened::Opened;
 
 use crate::exit::Failed;
@@ -68,8 +68,8 @@ fn write_weights(args: &EngineArgs, folder: &Path) -> Result<ExitCode, Failed> {
         Quantized::Fp8 => Form::CompressedTensors,
     };
     let bytes = match args.weights {
-        Weights::Dummy => made::write(&args.model, folder, 1, form),
-        Weights::Safetensors => made::rewrite(&args.model, folder, form),
+        WeightSource::Dummy => made::write(&args.model, folder, 1, form),
+        WeightSource::Safetensors => made::rewrite(&args.model, folder, form),
     };
     let bytes = bytes.map_err(Failed::work)?;
     let seconds = started.elapsed().as_secs_f64();

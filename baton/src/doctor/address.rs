@@ -1,16 +1,16 @@
 //! Checks whether other machines can reach a node at the address that it announces.
 
-use crate::process_file::ProcessFile;
+use crate::config_file::ConfigFile;
 
 use super::finding::Finding;
 
 const GROUP: &str = "address";
 
-pub(super) fn look(process: &ProcessFile) -> Vec<Finding> {
+pub(super) fn look(process: &ConfigFile) -> Vec<Finding> {
     match process {
-        ProcessFile::Router(_) => Vec::new(),
-        ProcessFile::Node(config) => vec![announced(&config.listen, config.advertise.as_deref())],
-        ProcessFile::Pool(config) => vec![announced(&config.listen, config.advertise.as_deref())],
+        ConfigFile::Router(_) => Vec::new(),
+        ConfigFile::Node(config) => vec![announced(&config.listen, config.advertise.as_deref())],
+        ConfigFile::Pool(config) => vec![announced(&config.listen, config.advertise.as_deref())],
     }
 }
 

@@ -6,8 +6,8 @@ use chassis::World;
 use chassis::identity::{CertRole, TlsFileError};
 use types::{Role, in_full};
 
+use crate::config_file::ConfigFile;
 use crate::identity::{check_node_certificate, check_router_certificate};
-use crate::process_file::ProcessFile;
 
 use super::finding::Finding;
 
@@ -17,7 +17,7 @@ const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 const RENEW_BEFORE: Duration = DAY.saturating_mul(7);
 
 /// Nothing without `[tls]`.
-pub(super) fn look(process: &ProcessFile, world: &World) -> Option<Finding> {
+pub(super) fn look(process: &ConfigFile, world: &World) -> Option<Finding> {
     let tls = world.identity().tls()?;
     let now = world.unix_time();
     if let Err(error) = tls.check(now).and_then(|()| role(process, world)) {
@@ -35,14 +35,14 @@ pub(super) fn look(process: &ProcessFile, world: &World) -> Option<Finding> {
 }
 
 /// The command of a node decides its role, so a node's file suits each of the three.
-fn role(process: &ProcessFile, world: &World) -> Result<(), TlsFileError> {
+fn role(process: &ConfigFile, world: &World) -> Result<(), TlsFileError> {
     let identity = world.identity();
     match (process, identity.tls().map(|tls| tls.name())) {
-        (ProcessFile::Router(_), _) => check_router_certificate(identity),
-        (ProcessFile::Pool(config), _) => {
+        (ConfigFile::Router(_), _) => check_router_certificate(identity),
+        (ConfigFile::Pool(config), _) => {
             check_node_certificate(identity, Role::Pool, config.id.as_ref()).map(drop)
         }
-        (ProcessFile::Node(config), Some(name)) => {
+        (ConfigFile::Node(config), Some(name)) => {
             let role = match name.role {
                 CertRole::Prefill => Role::Prefill,
                 CertRole::Decode => Role::Decode,
@@ -51,7 +51,7 @@ fn role(process: &ProcessFile, world: &World) -> Result<(), TlsFileError> {
             };
             check_node_certificate(identity, role, config.id.as_ref()).map(drop)
         }
-        (ProcessFile::Node(_), None) => Ok(()),
+        (ConfigFile::Node(_), None) => Ok(()),
     }
 }
 

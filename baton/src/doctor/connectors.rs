@@ -7,7 +7,7 @@ use kv_transfer::{ConnectorParts, Faults, TransferMetrics, TransferSettings};
 use node::Connectors;
 use types::{Fingerprint, KvDtype, KvLayout, MissingWire, NodeId};
 
-use crate::process_file::ProcessFile;
+use crate::config_file::ConfigFile;
 
 use super::finding::Finding;
 
@@ -21,15 +21,15 @@ enum KvPlace {
     PerhapsGpu,
 }
 
-pub(super) async fn look(process: &ProcessFile) -> Vec<Finding> {
+pub(super) async fn look(process: &ConfigFile) -> Vec<Finding> {
     match process {
-        ProcessFile::Router(_) => Vec::new(),
-        ProcessFile::Node(config) => {
+        ConfigFile::Router(_) => Vec::new(),
+        ConfigFile::Node(config) => {
             let on_host = config.engine.device == Device::Cpu || config.engine.model.starts_with("mock");
             let place = if on_host { KvPlace::Host } else { KvPlace::PerhapsGpu };
             built(&config.connectors, &config.transfer, place).await
         }
-        ProcessFile::Pool(config) => built(&config.connectors, &config.transfer, KvPlace::Host).await,
+        ConfigFile::Pool(config) => built(&config.connectors, &config.transfer, KvPlace::Host).await,
     }
 }
 

@@ -4,8 +4,8 @@ use chassis::World;
 use chassis::identity::settings::IdentityError;
 use types::in_full;
 
+use crate::config_file::ConfigFile;
 use crate::identity;
-use crate::process_file::ProcessFile;
 
 use super::certificate;
 use super::finding::Finding;
@@ -13,7 +13,7 @@ use super::finding::Finding;
 const GROUP: &str = "identity";
 
 /// Checks the cluster's secret. Returns the world for the other checks, with the secret if it can be read.
-pub(super) fn look(process: &ProcessFile) -> (World, Vec<Finding>) {
+pub(super) fn look(process: &ConfigFile) -> (World, Vec<Finding>) {
     let cluster = process.cluster();
     let identity = match cluster.identity(process.tls()) {
         Ok(identity) => identity,

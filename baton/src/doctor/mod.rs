@@ -22,8 +22,8 @@ use std::process::ExitCode;
 use chassis::World;
 
 use crate::cli::DoctorArgs;
+use crate::config_file::ConfigFile;
 use crate::exit::Failed;
-use crate::process_file::ProcessFile;
 use crate::{interrupt, output};
 
 use finding::{Finding, Level};
@@ -33,8 +33,8 @@ use finding::{Finding, Level};
 pub(crate) fn run(args: &DoctorArgs) -> Result<ExitCode, Failed> {
     interrupt::says("interrupted: nothing was changed")?;
     let process = match &args.config {
-        Some(file) => ProcessFile::read(file, std::env::vars())?,
-        None => ProcessFile::default_router()?,
+        Some(file) => ConfigFile::read(file, std::env::vars())?,
+        None => ConfigFile::default_router()?,
     };
     let (world, mut findings) = identity::look(&process);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
@@ -50,7 +50,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<ExitCode, Failed> {
 
 /// Runs all groups of checks. The requirements of every process come first, then those of some connectors
 /// only.
-async fn look(process: &ProcessFile, world: &World) -> Vec<Finding> {
+async fn look(process: &ConfigFile, world: &World) -> Vec<Finding> {
     let mut findings = ports::look(process);
     findings.extend(address::look(process));
     findings.extend(registry::look(process, world).await);

@@ -5,8 +5,8 @@ use std::path::Path;
 use engine::{AutoRoom, KvRoom};
 use node::kv_memory::available_bytes;
 
+use crate::config_file::ConfigFile;
 use crate::model::{Place, not_a_model};
-use crate::process_file::ProcessFile;
 
 use super::finding::Finding;
 
@@ -14,15 +14,15 @@ const GROUP: &str = "model";
 /// The files that a model's folder must have, besides its weights.
 const FILES: &[&str] = &["config.json", "tokenizer.json"];
 
-pub(super) fn look(process: &ProcessFile) -> Vec<Finding> {
+pub(super) fn look(process: &ConfigFile) -> Vec<Finding> {
     match process {
-        ProcessFile::Router(_) => Vec::new(),
-        ProcessFile::Node(config) => {
+        ConfigFile::Router(_) => Vec::new(),
+        ConfigFile::Node(config) => {
             vec![model(&config.engine.model), kv_room(config.engine.kv)]
         }
         // A pool node reads no model, so only its memory is checked. Other nodes announce the model whose KV
         // it keeps.
-        ProcessFile::Pool(config) => {
+        ConfigFile::Pool(config) => {
             config.memory.bytes().map(|bytes| kv_memory("pool.memory", bytes)).into_iter().collect()
         }
     }

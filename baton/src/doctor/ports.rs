@@ -3,21 +3,21 @@
 use std::io::ErrorKind;
 use std::net::TcpListener;
 
-use crate::process_file::ProcessFile;
+use crate::config_file::ConfigFile;
 
 use super::finding::Finding;
 
 const GROUP: &str = "ports";
 
-pub(super) fn look(process: &ProcessFile) -> Vec<Finding> {
+pub(super) fn look(process: &ConfigFile) -> Vec<Finding> {
     let listens: Vec<(&str, &str)> = match process {
-        ProcessFile::Router(config) => vec![("router.http", &config.http), ("router.grpc", &config.grpc)],
-        ProcessFile::Node(config) => vec![
+        ConfigFile::Router(config) => vec![("router.http", &config.http), ("router.grpc", &config.grpc)],
+        ConfigFile::Node(config) => vec![
             ("node.listen", &config.listen),
             ("node.admin", &config.admin),
             ("transfer.listen", &config.transfer.listen),
         ],
-        ProcessFile::Pool(config) => vec![
+        ConfigFile::Pool(config) => vec![
             ("node.listen", &config.listen),
             ("node.admin", &config.admin),
             ("transfer.listen", &config.transfer.listen),

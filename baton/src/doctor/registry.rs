@@ -8,7 +8,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use types::{MissingWire, NodeInfo, Role, in_full};
 
-use crate::process_file::ProcessFile;
+use crate::config_file::ConfigFile;
 
 use super::finding::Finding;
 
@@ -16,7 +16,7 @@ const GROUP: &str = "registry";
 /// The longest wait for the registry's answer. A slower registry is also too slow when a process starts.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 
-pub(super) async fn look(process: &ProcessFile, world: &World) -> Vec<Finding> {
+pub(super) async fn look(process: &ConfigFile, world: &World) -> Vec<Finding> {
     let Some(url) = process.registry_url() else {
         return vec![Finding::ok(GROUP, "embedded: this router is the registry")];
     };
@@ -42,7 +42,7 @@ async fn members(url: &str, world: &World) -> Result<Vec<NodeInfo>, RegistryErro
     registry::ask_once(url, RegistryParts { world: world.clone(), gate: Gate::new("doctor") }).await
 }
 
-fn refused(shown: &str, process: &ProcessFile, error: &RegistryError) -> Finding {
+fn refused(shown: &str, process: &ConfigFile, error: &RegistryError) -> Finding {
     let url = process.registry_url().unwrap_or_default();
     let trouble = match error.trouble() {
         // Without certificates the embedded registry has none either.

@@ -10,7 +10,7 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWriteExt, ReadBuf};
 
 use crate::client::stream::Stream;
-use crate::client::target::Target;
+use crate::client::target::TargetServer;
 
 const READ_BYTES: usize = 64 << 10;
 /// The largest number of idle connections. Further ones are closed.
@@ -48,7 +48,7 @@ impl Connections {
         Self { idle: Mutex::default(), n_idle_max: 0 }
     }
 
-    pub async fn take(&self, target: &Target) -> io::Result<Connection> {
+    pub async fn take(&self, target: &TargetServer) -> io::Result<Connection> {
         while let Some(stream) = self.pop() {
             if stream.is_quiet() {
                 return Ok(Connection { stream, is_used: true });
@@ -57,7 +57,7 @@ impl Connections {
         Self::open(target).await
     }
 
-    pub async fn open(target: &Target) -> io::Result<Connection> {
+    pub async fn open(target: &TargetServer) -> io::Result<Connection> {
         let stream = target.connect().await?;
         Ok(Connection { stream, is_used: false })
     }

@@ -10,7 +10,7 @@ use tokio::time::{Instant, timeout_at};
 use crate::client::connection::{Connection, Connections};
 use crate::client::reception::{Reception, ReceptionState, Timing};
 use crate::client::recorder::{Answer, AnswerText};
-use crate::client::target::Target;
+use crate::client::target::TargetServer;
 use crate::load::live::Live;
 use crate::record::{Failure, FailureKind, Outcome, RequestRecord};
 
@@ -31,7 +31,7 @@ pub struct Assignment {
 /// Sends requests to one target. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Client {
-    target: Arc<Target>,
+    target: Arc<TargetServer>,
     connections: Arc<Connections>,
     live: Arc<Live>,
     /// The time from which the run's records count.
@@ -49,7 +49,7 @@ struct Exchange<'a> {
 }
 
 impl Client {
-    pub fn new(target: Arc<Target>, live: Arc<Live>, epoch: Instant, options: ClientOptions) -> Self {
+    pub fn new(target: Arc<TargetServer>, live: Arc<Live>, epoch: Instant, options: ClientOptions) -> Self {
         let connections = if options.keeps_connections { Connections::kept() } else { Connections::fresh() };
         let connections = Arc::new(connections);
         Self { target, connections, live, epoch, timeout: options.timeout }

@@ -21,4 +21,4 @@ pub mod target;
 pub use exchange::Client;
 pub use reception::Reception;
 pub use request::{Endpoint, Prompt, RequestShape};
-pub use target::Target;
+pub use target::TargetServer;

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use clap::ValueEnum;
 use serde_json::{Map, Value};
 
-use crate::client::target::Target;
+use crate::client::target::TargetServer;
 
 /// The two endpoints of an OpenAI-compatible server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -50,7 +50,7 @@ pub struct RequestShape {
 /// The settings from which a shape is made.
 #[derive(Clone, Debug)]
 pub struct ShapeParts<'a> {
-    pub target: &'a Target,
+    pub target: &'a TargetServer,
     pub endpoint: Endpoint,
     pub model: &'a str,
     pub extras: Extras,
@@ -182,7 +182,7 @@ pub(crate) mod tests {
     async fn requests_are_whole_and_typed_fields_win() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let url = format!("http://{}", listener.local_addr().expect("bound"));
-        let target = Target::resolve(&url).await.expect("it accepts");
+        let target = TargetServer::resolve(&url).await.expect("it accepts");
         let fields = json!({"temperature": 0.5, "top_p": 0.9});
         let shape = RequestShape::new(&ShapeParts {
             target: &target,

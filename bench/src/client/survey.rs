@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use crate::client::exchange::{Assignment, Client, ClientOptions};
 use crate::client::recorder::AnswerText;
 use crate::client::request::{Endpoint, Extras, Prompt, RequestShape, ShapeParts};
-use crate::client::target::Target;
+use crate::client::target::TargetServer;
 use crate::error::{BenchError, Result};
 use crate::metrics::metric::ms;
 use crate::record::{CountedBy, FailureKind, RequestRecord};
@@ -48,7 +48,7 @@ pub struct Survey {
 }
 
 /// Surveys a server. If no form of request is answered, the error is the server's answer to the simplest one.
-pub async fn survey(target: &Arc<Target>, request: &SurveyRequest<'_>) -> Result<Survey> {
+pub async fn survey(target: &Arc<TargetServer>, request: &SurveyRequest<'_>) -> Result<Survey> {
     let config = config(target).await;
     let model = match request.model {
         Some(model) => model.to_owned(),
@@ -113,7 +113,7 @@ fn found(
 
 /// Sends the very first request. It has three tokens, so that the transfer of KV after the first one is
 /// included.
-async fn first_contact(target: &Arc<Target>, shape: &RequestShape, probe: &Prompt) -> RequestRecord {
+async fn first_contact(target: &Arc<TargetServer>, shape: &RequestShape, probe: &Prompt) -> RequestRecord {
     let options = ClientOptions { keeps_connections: false, timeout: FIRST_CONTACT_TIMEOUT };
     let client = Client::new(Arc::clone(target), Arc::default(), Instant::now(), options);
     let wire = shape.compose(probe, 3, "bench-first-contact");
@@ -131,7 +131,7 @@ async fn first_contact(target: &Arc<Target>, shape: &RequestShape, probe: &Promp
     client.exchange(assignment, wire).await.0
 }
 
-async fn config(target: &Target) -> Map<String, Value> {
+async fn config(target: &TargetServer) -> Map<String, Value> {
     let mut config = Map::new();
     for page in CONFIG_PAGES {
         if let Ok((200, body)) = target.get(page).await

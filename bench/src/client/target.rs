@@ -17,7 +17,7 @@ const PLAIN_ANSWER_BYTES_MAX: usize = 1 << 20;
 
 /// An OpenAI-compatible server to measure. Its name is resolved once, so that no request includes a look-up.
 #[derive(Clone, Debug)]
-pub struct Target {
+pub struct TargetServer {
     pub url: String,
     pub addr: SocketAddr,
     host: String,
@@ -34,13 +34,13 @@ struct UrlParts {
     base_path: String,
 }
 
-impl Target {
+impl TargetServer {
     /// Resolves `http://host:port/base`, or `https://`, and keeps the first address that accepts a connection.
     pub async fn resolve(url: &str) -> Result<Self> {
         Self::resolve_trusting(url, system_roots).await
     }
 
-    /// Resolves a URL as [`Target::resolve`] does, but trusts the authorities of `roots` instead of the
+    /// Resolves a URL as [`TargetServer::resolve`] does, but trusts the authorities of `roots` instead of the
     /// machine's.
     async fn resolve_trusting(url: &str, roots: impl FnOnce() -> RootCertStore) -> Result<Self> {
         let UrlParts { is_https, host, base_path } = split_url(url)?;
@@ -182,13 +182,14 @@ mod tests {
     async fn an_https_server_is_asked_and_must_prove_its_name() {
         let (addr, roots) = https_server("localhost").await;
         let url = format!("https://localhost:{}/v1", addr.port());
-        let target = Target::resolve_trusting(&url, || roots.clone()).await.expect("it is trusted");
+        let target = TargetServer::resolve_trusting(&url, || roots.clone()).await.expect("it is trusted");
         assert_eq!(target.get("/live").await.expect("an answer"), (200, "there\n".to_owned()));
-        let stranger = Target::resolve_trusting(&url, RootCertStore::empty).await.expect_err("no authority");
+        let stranger =
+            TargetServer::resolve_trusting(&url, RootCertStore::empty).await.expect_err("no authority");
         assert!(stranger.to_string().contains("certificate"), "{stranger}");
         let other = format!("https://127.0.0.1:{}", addr.port());
         assert!(
-            Target::resolve_trusting(&other, || roots).await.is_err(),
+            TargetServer::resolve_trusting(&other, || roots).await.is_err(),
             "the certificate has another name"
         );
     }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use tokio::time::Instant;
 
-use crate::client::Target;
+use crate::client::TargetServer;
 use crate::command::measure::{Bench, OutputArgs, RequestArgs, RunSpec};
 use crate::command::{Ended, say};
 use crate::error::{Result, write_text};
@@ -41,7 +41,7 @@ pub async fn run(args: FaultsArgs) -> Result<Ended> {
     args.load.check(args.workload.arrival_times())?;
     let schedule = Schedule::read(&args.schedule)?;
     let bench = Bench::prepare(&args.url, &args.requests, &args.workload).await?;
-    let target = Target::resolve(&args.url).await?;
+    let target = TargetServer::resolve(&args.url).await?;
     let label = args.output.label.as_deref().unwrap_or("faults");
     let spec = RunSpec { is_quiet: args.output.quiet, ..RunSpec::new(args.load.clone(), label) };
     let mut injected = Vec::with_capacity(schedule.faults.len());

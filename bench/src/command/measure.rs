@@ -8,7 +8,7 @@ use clap::Args;
 use serde_json::{Map, Value};
 use tokio::time::Instant;
 
-use crate::client::Target;
+use crate::client::TargetServer;
 use crate::client::request::{Endpoint, Prompt};
 use crate::client::survey::{Survey, SurveyRequest, survey};
 use crate::command::tell;
@@ -81,7 +81,7 @@ pub fn parse_fields(text: &str) -> std::result::Result<Map<String, Value>, Strin
 /// A server that was surveyed, and a workload for it.
 #[derive(Debug)]
 pub struct Bench {
-    target: Arc<Target>,
+    target: Arc<TargetServer>,
     pub survey: Survey,
     workload: WorkloadArgs,
     endpoint: Endpoint,
@@ -120,7 +120,7 @@ impl RunSpec {
 
 impl Bench {
     pub async fn prepare(url: &str, requests: &RequestArgs, workload: &WorkloadArgs) -> Result<Self> {
-        let target = Arc::new(Target::resolve(url).await?);
+        let target = Arc::new(TargetServer::resolve(url).await?);
         let fields = requests.fields.clone().unwrap_or_default();
         let request = SurveyRequest {
             endpoint: requests.endpoint,

@@ -8,7 +8,7 @@ use clap::{Args, Parser};
 use serde::Deserialize;
 use tokio::time::{Instant, sleep};
 
-use crate::client::Target;
+use crate::client::TargetServer;
 use crate::command::{BenchArgs, BenchCommand, Ended, dispatch, tell};
 use crate::error::{BenchError, Result, read_text};
 
@@ -189,6 +189,6 @@ async fn wait_ready(server: &mut Running, url: &str) -> Result<()> {
 }
 
 async fn models(url: &str) -> Result<u16> {
-    let target = Target::resolve(url).await?;
+    let target = TargetServer::resolve(url).await?;
     target.get("/v1/models").await.map(|(status, _)| status)
 }

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use crate::client::Target;
+use crate::client::TargetServer;
 use crate::error::{BenchError, Result};
 
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
@@ -18,7 +18,7 @@ pub struct Node {
 }
 
 impl Cluster {
-    pub async fn ask(target: &Target) -> Result<Self> {
+    pub async fn ask(target: &TargetServer) -> Result<Self> {
         let (status, body) = target.get("/debug/cluster").await?;
         match status {
             200 => serde_json::from_str(&body).map_err(|error| BenchError::target(&target.url, error)),

@@ -6,7 +6,7 @@ use std::process::Command;
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::time::Instant;
 
-use crate::client::Target;
+use crate::client::TargetServer;
 use crate::clock::PreciseTimer;
 use crate::error::{BenchError, Result};
 use crate::faults::cluster::Cluster;
@@ -23,7 +23,7 @@ pub struct InjectedFault {
 /// failure ends the injection. A stopped process stays stopped unless the schedule continues it.
 pub async fn inject_all(
     schedule: &Schedule,
-    target: &Target,
+    target: &TargetServer,
     start: Instant,
     injected: &mut Vec<InjectedFault>,
 ) -> Result<()> {
@@ -37,7 +37,7 @@ pub async fn inject_all(
     Ok(())
 }
 
-async fn inject(action: &FaultAction, target: &Target, known: &mut HashMap<String, Pid>) -> Result<()> {
+async fn inject(action: &FaultAction, target: &TargetServer, known: &mut HashMap<String, Pid>) -> Result<()> {
     match action {
         FaultAction::Kill(victim) => signal(victim, Signal::KILL, target, known).await,
         FaultAction::Stop(victim) => signal(victim, Signal::STOP, target, known).await,
@@ -53,7 +53,7 @@ async fn inject(action: &FaultAction, target: &Target, known: &mut HashMap<Strin
 async fn signal(
     victim: &Victim,
     signal: Signal,
-    target: &Target,
+    target: &TargetServer,
     known: &mut HashMap<String, Pid>,
 ) -> Result<()> {
     let pid = find(victim, target, known).await?;
@@ -63,7 +63,7 @@ async fn signal(
     kill_process(pid, signal).map_err(|errno| refused(victim, errno))
 }
 
-async fn find(victim: &Victim, target: &Target, known: &HashMap<String, Pid>) -> Result<Pid> {
+async fn find(victim: &Victim, target: &TargetServer, known: &HashMap<String, Pid>) -> Result<Pid> {
     let pid = match &victim.choice {
         Choice::Pid(pid) => Pid::from_raw(*pid),
         Choice::Role { role, which } => {

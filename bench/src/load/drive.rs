@@ -11,7 +11,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::client::exchange::{Client, ClientOptions};
-use crate::client::target::Target;
+use crate::client::target::TargetServer;
 use crate::clock::PreciseTimer;
 use crate::load::compose::{Composer, Prepared};
 use crate::load::live::Live;
@@ -39,7 +39,7 @@ pub enum Pacing {
 /// The inputs of one run of the load loop.
 #[allow(missing_debug_implementations, reason = "it holds a supply, which is a closure")]
 pub struct Drive {
-    pub target: Arc<Target>,
+    pub target: Arc<TargetServer>,
     pub composer: Arc<Composer>,
     pub sessions: Sessions,
     pub pacing: Pacing,

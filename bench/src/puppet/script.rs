@@ -57,7 +57,7 @@ pub enum Counting {
 
 /// One write: its bytes, their number of tokens, and the time after the request was received.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Write {
+pub struct ScriptedWrite {
     pub at: Duration,
     pub bytes: Vec<u8>,
     pub tokens: u32,
@@ -74,7 +74,7 @@ impl Script {
 
     /// Returns the script as writes. The head goes out with the first step, as from servers that wait for a
     /// token.
-    pub fn writes(&self) -> Vec<Write> {
+    pub fn writes(&self) -> Vec<ScriptedWrite> {
         if self.status != 200 {
             return vec![self.refusal()];
         }
@@ -84,10 +84,10 @@ impl Script {
             at += step.after;
             let tokens = step.act.n_tokens();
             total += tokens;
-            writes.push(Write { at, bytes: framed(&self.event(step.act, total)), tokens });
+            writes.push(ScriptedWrite { at, bytes: framed(&self.event(step.act, total)), tokens });
         }
         if self.ending == Ending::Done {
-            writes.push(Write { at, bytes: self.finish(total), tokens: 0 });
+            writes.push(ScriptedWrite { at, bytes: self.finish(total), tokens: 0 });
         }
         if let Some(first) = writes.first_mut() {
             first.bytes.splice(0..0, HEAD.bytes());
@@ -95,14 +95,14 @@ impl Script {
         writes
     }
 
-    fn refusal(&self) -> Write {
+    fn refusal(&self) -> ScriptedWrite {
         let body = json!({"error": {"message": "the script refuses", "code": "puppet"}}).to_string();
         let (status, length) = (self.status, body.len());
         let bytes = format!(
             "HTTP/1.1 {status} No\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
         );
         let at = self.steps.first().map_or(Duration::ZERO, |step| step.after);
-        Write { at, bytes: bytes.into_bytes(), tokens: 0 }
+        ScriptedWrite { at, bytes: bytes.into_bytes(), tokens: 0 }
     }
 
     fn event(&self, act: ScriptAction, total: u32) -> String {

@@ -12,7 +12,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until};
 
-use crate::puppet::script::{Ending, Script, Write};
+use crate::puppet::script::{Ending, Script, ScriptedWrite};
 
 const REQUEST_BYTES_MAX: usize = 16 << 20;
 /// The largest number of requests whose records are kept.
@@ -21,7 +21,7 @@ const N_PLAYED_MAX: usize = 100_000;
 /// A script whose writes are rendered once for all requests.
 #[derive(Clone, Debug)]
 pub struct PreparedScript {
-    writes: Arc<Vec<Write>>,
+    writes: Arc<Vec<ScriptedWrite>>,
     ending: Ending,
     is_open: bool,
 }

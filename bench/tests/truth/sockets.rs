@@ -8,7 +8,7 @@ use std::time::Duration;
 use bench::client::exchange::ClientOptions;
 use bench::client::request::{Endpoint, Extras, RequestShape, ShapeParts};
 use bench::client::survey::{Survey, SurveyRequest, survey};
-use bench::client::{Prompt, Target};
+use bench::client::{Prompt, TargetServer};
 use bench::load::compose::Composer;
 use bench::load::drive::{Drive, Observed, Pacing, drive};
 use bench::puppet::server::{Casting, PlayedRequest, PreparedScript, ScriptedServer};
@@ -27,7 +27,7 @@ async fn puppet(casting: Casting, accept_delay: Duration) -> ScriptedServer {
     ScriptedServer::start("127.0.0.1:0", accept_delay, casting).await.expect("a puppet")
 }
 
-fn composer(target: &Target) -> Arc<Composer> {
+fn composer(target: &TargetServer) -> Arc<Composer> {
     let shape = RequestShape::new(&ShapeParts {
         target,
         endpoint: Endpoint::Completions,
@@ -45,7 +45,7 @@ fn single(ordinal: u64) -> Session {
 
 /// Sends sessions to an address, and returns what the harness records.
 async fn load(url: &str, sessions: Vec<Session>, pacing: Pacing, timeout: Duration) -> Observed {
-    let target = Arc::new(Target::resolve(url).await.expect("it accepts"));
+    let target = Arc::new(TargetServer::resolve(url).await.expect("it accepts"));
     let job = Drive {
         composer: composer(&target),
         target,
@@ -159,7 +159,7 @@ async fn failures_are_told_apart() {
 async fn a_server_that_has_gone_is_a_failed_connection() {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let url = format!("http://{}", listener.local_addr().expect("bound"));
-    let target = Arc::new(Target::resolve(&url).await.expect("it accepts"));
+    let target = Arc::new(TargetServer::resolve(&url).await.expect("it accepts"));
     drop(listener);
     let job = Drive {
         composer: composer(&target),
@@ -271,7 +271,7 @@ async fn each_turn_carries_all_that_was_said() {
 }
 
 async fn ask(puppet: &ScriptedServer) -> Survey {
-    let target = Arc::new(Target::resolve(&puppet.url()).await.expect("it accepts"));
+    let target = Arc::new(TargetServer::resolve(&puppet.url()).await.expect("it accepts"));
     let fields = Map::new();
     let request = SurveyRequest {
         endpoint: Endpoint::Completions,

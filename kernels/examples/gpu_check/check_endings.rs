@@ -2,8 +2,8 @@
 
 use baton_kernels::cuda::ops::{FEW_ROWS_FORMS, SKINNY_ROWS_MAX};
 use baton_kernels::cuda::{
-    AddedRows, ComputeCard, Ending, FewRowsForm, HeadsRows, KvNumber, KvPages, OwnForm, OwnProduct,
-    PendingNorm, SKINNY_FORMS, Weights,
+    AddedRows, ComputeCard, Ending, FewRowsForm, FusedForm, FusedProduct, HeadsRows, KvNumber, KvPages,
+    PendingNorm, SKINNY_FORMS, WeightMatrix,
 };
 use device::cuda::{Bf16, Buffer, CudaError};
 
@@ -86,12 +86,12 @@ const HEADS: &[((usize, usize, usize), Extras)] = &[
     ((64, 3, 2), Extras::Bias),
 ];
 
-pub(crate) fn forms(card: &ComputeCard, is_fp8: bool, n_rows: usize) -> Vec<OwnForm> {
+pub(crate) fn forms(card: &ComputeCard, is_fp8: bool, n_rows: usize) -> Vec<FusedForm> {
     let is_skinny = !is_fp8 && n_rows <= SKINNY_ROWS_MAX;
-    let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(OwnForm::Skinny);
+    let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(FusedForm::Skinny);
     let serves = |form: &&FewRowsForm| form.serves(n_rows) && (form.takes_fp8() || !is_fp8);
     let few = FEW_ROWS_FORMS.iter().filter(|_| card.has_few_rows()).filter(serves).copied();
-    skinny.chain(few.map(OwnForm::Few)).collect()
+    skinny.chain(few.map(FusedForm::Few)).collect()
 }
 
 impl Drawn {
@@ -119,9 +119,9 @@ impl Drawn {
         }
     }
 
-    fn weights(&self) -> Weights<'_> {
+    fn weights(&self) -> WeightMatrix<'_> {
         match self {
-            Self::Bf16 { there, .. } => Weights::Bf16(there.view()),
+            Self::Bf16 { there, .. } => WeightMatrix::Bf16(there.view()),
             Self::Fp8(matrix) => matrix.weights(),
         }
     }
@@ -156,9 +156,9 @@ impl Rows {
         1.0 / (squares / k as f64 + f64::from(EPSILON)).sqrt()
     }
 
-    fn times<'a>(&'a self, w: &'a Drawn, is_pending: bool) -> OwnProduct<'a> {
+    fn times<'a>(&'a self, w: &'a Drawn, is_pending: bool) -> FusedProduct<'a> {
         let pending_norm = PendingNorm { squares: self.squares_there.view(), epsilon: EPSILON };
-        OwnProduct {
+        FusedProduct {
             w: w.weights(),
             x: self.there.view(),
             k: w.k(),
@@ -168,7 +168,7 @@ impl Rows {
 }
 
 /// The form, the number of rows, and whether a norm is pending.
-type Case = (OwnForm, usize, bool);
+type Case = (FusedForm, usize, bool);
 
 fn gated(
     card: &ComputeCard,

@@ -5,7 +5,9 @@
 
 use std::time::Duration;
 
-use baton_kernels::cuda::{AddedRows, ComputeCard, Ending, OwnForm, OwnProduct, Peers, SumRows, Weights};
+use baton_kernels::cuda::{
+    AddedRows, ComputeCard, Ending, FusedForm, FusedProduct, Peers, SumRows, WeightMatrix,
+};
 use device::cuda::{Bf16, Buffer, CudaError, Graph};
 use serde_json::{Value, json};
 
@@ -98,15 +100,15 @@ impl Inputs {
         Ok(Self { matrix, k, x: card.upload(&draw.narrow(n_rows * k, 1.0))? })
     }
 
-    fn product(&self, n_rows: usize, nth: usize) -> OwnProduct<'_> {
+    fn product(&self, n_rows: usize, nth: usize) -> FusedProduct<'_> {
         let w = match &self.matrix {
             Matrices::Bf16 { numbers, len } => {
                 let first = nth % (numbers.len() / len) * len;
-                Weights::Bf16(numbers.slice(first..first + len))
+                WeightMatrix::Bf16(numbers.slice(first..first + len))
             }
             Matrices::Fp8(matrix) => matrix.weights(),
         };
-        OwnProduct::plain(w, self.x.slice(0..n_rows * self.k), self.k)
+        FusedProduct::plain(w, self.x.slice(0..n_rows * self.k), self.k)
     }
 }
 
@@ -132,8 +134,8 @@ impl Stream {
     fn multiply(
         &mut self,
         card: &ComputeCard,
-        form: OwnForm,
-        product: OwnProduct<'_>,
+        form: FusedForm,
+        product: FusedProduct<'_>,
     ) -> Result<(), CudaError> {
         let n = product.x.len() / product.k * self.width;
         card.multiply_own(form, product, Ending::Sums(self.part.view_mut().slice(0..n)))
@@ -144,17 +146,17 @@ impl Stream {
     fn parts(
         &mut self,
         card: &ComputeCard,
-        (form, way): (OwnForm, Way),
-        product: OwnProduct<'_>,
+        (form, way): (FusedForm, Way),
+        product: FusedProduct<'_>,
     ) -> Result<Vec<f32>, CudaError> {
         let n = product.x.len() / product.k * self.width;
-        if way == Way::InTwo || matches!(product.w, Weights::Fp8(_)) {
+        if way == Way::InTwo || matches!(product.w, WeightMatrix::Fp8(_)) {
             self.multiply(card, form, product)?;
             return Ok(card.download(self.part.slice(0..n))?.into_iter().map(f32::from).collect());
         }
         let form = match form {
-            OwnForm::Few(form) => OwnForm::Few(form.joined(self.width, product.k)),
-            OwnForm::Skinny(_) => form,
+            FusedForm::Few(form) => FusedForm::Few(form.joined(self.width, product.k)),
+            FusedForm::Skinny(_) => form,
         };
         let mut parts = card.buffer::<f32>(n)?;
         card.multiply_own(form, product, Ending::Wide(parts.view_mut()))?;
@@ -165,8 +167,8 @@ impl Stream {
         &mut self,
         card: &ComputeCard,
         peers: &mut Peers,
-        (form, way): (OwnForm, Way),
-        product: OwnProduct<'_>,
+        (form, way): (FusedForm, Way),
+        product: FusedProduct<'_>,
     ) -> Result<(), CudaError> {
         let n_rows = product.x.len() / product.k;
         let n = n_rows * self.width;
@@ -365,7 +367,7 @@ pub(crate) fn times(sides: &[Side], lines: &mut Vec<Value>) -> Result<(), CudaEr
     Ok(())
 }
 
-fn time(sides: &[Side], inputs: &[Inputs], n_rows: usize, how: (OwnForm, Way)) -> Result<f64, CudaError> {
+fn time(sides: &[Side], inputs: &[Inputs], n_rows: usize, how: (FusedForm, Way)) -> Result<f64, CudaError> {
     let width = 4096;
     let mut peers = peers(sides, width, PATIENCE)?;
     let mut streams = streams(sides, width, n_rows)?;

@@ -3,7 +3,9 @@
 use std::ops::Range;
 
 use baton_kernels::cuda::ops::{FEW_ROWS_FORMS, FewRowsForm};
-use baton_kernels::cuda::{ComputeCard, Ending, OwnForm, OwnProduct, SKINNY_FORMS, SkinnyForm, Weights};
+use baton_kernels::cuda::{
+    ComputeCard, Ending, FusedForm, FusedProduct, SKINNY_FORMS, SkinnyForm, WeightMatrix,
+};
 use device::cuda::{Bf16, Buffer, CudaError};
 
 use super::check_rows::POISON;
@@ -58,9 +60,9 @@ fn few_rows(
     for form in FEW_ROWS_FORMS.iter().copied().filter(|form| form.serves(n_rows)) {
         card.fill(narrow.view_mut(), POISON)?;
         card.fill(whole.view_mut(), POISON)?;
-        let product = OwnProduct::plain(Weights::Bf16(w.view()), x.view(), k);
-        card.multiply_own(OwnForm::Few(form), product, Ending::Sums(narrow.view_mut()))?;
-        card.multiply_own(OwnForm::Few(form), product, Ending::Wide(whole.view_mut()))?;
+        let product = FusedProduct::plain(WeightMatrix::Bf16(w.view()), x.view(), k);
+        card.multiply_own(FusedForm::Few(form), product, Ending::Sums(narrow.view_mut()))?;
+        card.multiply_own(FusedForm::Few(form), product, Ending::Wide(whole.view_mut()))?;
         let name = format!("few_rows {n_rows}x{n}x{k}, {form:?}");
         verdicts.compare(name.clone(), &wide(&card.download(narrow.view())?), &reference, BF16_ERROR);
         let answer: Vec<f64> = card.download(whole.view())?.into_iter().map(f64::from).collect();
@@ -88,8 +90,9 @@ fn even(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
             let mut graph = card.record(|| {
                 all.iter_mut().enumerate().try_for_each(|(nth, y)| {
                     let (w, (_, k)) = (&matrices[nth % shapes.len()], shapes[nth % shapes.len()]);
-                    let product = OwnProduct::plain(Weights::Bf16(w.view()), x.slice(0..n_rows * k), k);
-                    card.multiply_own(OwnForm::Few(*form), product, Ending::Wide(y.view_mut()))
+                    let product =
+                        FusedProduct::plain(WeightMatrix::Bf16(w.view()), x.slice(0..n_rows * k), k);
+                    card.multiply_own(FusedForm::Few(*form), product, Ending::Wide(y.view_mut()))
                 })
             })?;
             graph.launch()?;
@@ -115,8 +118,8 @@ fn company(card: &ComputeCard, verdicts: &mut Verdicts, (n, k): (usize, usize)) 
     let mut draw = Draw::new(31);
     let w = card.upload(&draw.narrow(n * k, 1.0))?;
     let x = card.upload(&draw.narrow(128 * k, 1.0))?;
-    let (form, w) = (OwnForm::Few(FewRowsForm::of(n, k)), Weights::Bf16(w.view()));
-    let rows = |of: Range<usize>| OwnProduct::plain(w, x.slice(of.start * k..of.end * k), k);
+    let (form, w) = (FusedForm::Few(FewRowsForm::of(n, k)), WeightMatrix::Bf16(w.view()));
+    let rows = |of: Range<usize>| FusedProduct::plain(w, x.slice(of.start * k..of.end * k), k);
     let mut first_rows = vec![];
     for n_rows in [1, 8, 13, 32, 64, 128] {
         let mut y = card.buffer::<f32>(n_rows * n)?;
@@ -150,9 +153,9 @@ fn skinny(
     let mut whole = card.buffer::<f32>(n * n_rows)?;
     card.fill(narrow.view_mut(), POISON)?;
     card.fill(whole.view_mut(), POISON)?;
-    let product = OwnProduct::plain(Weights::Bf16(w.view()), x.view(), k);
-    card.multiply_own(OwnForm::Skinny(form), product, Ending::Sums(narrow.view_mut()))?;
-    card.multiply_own(OwnForm::Skinny(form), product, Ending::Wide(whole.view_mut()))?;
+    let product = FusedProduct::plain(WeightMatrix::Bf16(w.view()), x.view(), k);
+    card.multiply_own(FusedForm::Skinny(form), product, Ending::Sums(narrow.view_mut()))?;
+    card.multiply_own(FusedForm::Skinny(form), product, Ending::Wide(whole.view_mut()))?;
     let name = format!("skinny {} {n_rows}x{n}x{k}", form.name);
     verdicts.compare(name.clone(), &wide(&card.download(narrow.view())?), &reference, BF16_ERROR);
     let answer: Vec<f64> = card.download(whole.view())?.into_iter().map(f64::from).collect();

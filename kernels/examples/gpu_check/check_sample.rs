@@ -1,6 +1,6 @@
 //! Checks sampling against plain sorting and summing in f64.
 
-use baton_kernels::cuda::{ComputeCard, DrawRow, EDIT_WORDS, Edit, NOWHERE, Outcome, SampleTokens};
+use baton_kernels::cuda::{ComputeCard, DrawRow, EDIT_WORDS, LogitEdit, NOWHERE, Outcome, SampleTokens};
 use device::cuda::CudaError;
 
 use super::draw::Draw;
@@ -50,7 +50,7 @@ pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -
 struct Case {
     draw: DrawRow,
     raw: Vec<f32>,
-    edits: Vec<Edit>,
+    edits: Vec<LogitEdit>,
     in_flight: u32,
 }
 
@@ -62,7 +62,7 @@ fn case(source: &mut Draw, row: usize, width: usize, rules: Rules, first_edit: u
     let mut edits = vec![];
     if rules.edits {
         for nth in 0..width.min(20) {
-            edits.push(Edit {
+            edits.push(LogitEdit {
                 token: (nth * width / width.min(20)) as u32,
                 bias: source.number(),
                 n_said: source.below(3) as u32,
@@ -97,9 +97,12 @@ impl Case {
         if self.draw.in_flight.is_some() {
             match edits.iter_mut().find(|edit| edit.token == self.in_flight) {
                 Some(edit) => (edit.n_said, edit.is_seen) = (edit.n_said + 1, true),
-                None => {
-                    edits.push(Edit { token: self.in_flight, n_said: 1, is_seen: true, ..Edit::default() })
-                }
+                None => edits.push(LogitEdit {
+                    token: self.in_flight,
+                    n_said: 1,
+                    is_seen: true,
+                    ..LogitEdit::default()
+                }),
             }
         }
         for edit in edits {

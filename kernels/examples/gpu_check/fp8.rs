@@ -3,7 +3,7 @@
 use baton_kernels::cpu::number::{f8_to_f32, f32_to_bf16};
 use baton_kernels::cuda::ops::{FEW_ROWS_SHARES, FewRowsForm};
 use baton_kernels::cuda::{
-    ComputeCard, Ending, Factors, Fp8Rows, OutputRows, OwnForm, OwnProduct, Products, Weights,
+    ComputeCard, Ending, Factors, Fp8Rows, FusedForm, FusedProduct, OutputRows, Products, WeightMatrix,
 };
 use device::cuda::{Bf16, Buffer, CudaError};
 use serde_json::Value;
@@ -46,8 +46,8 @@ impl Matrix {
         Fp8Rows { numbers: self.numbers_there.view(), scales: self.scales_there.view() }
     }
 
-    pub(crate) fn weights(&self) -> Weights<'_> {
-        Weights::Fp8(self.rows())
+    pub(crate) fn weights(&self) -> WeightMatrix<'_> {
+        WeightMatrix::Fp8(self.rows())
     }
 
     /// Returns the matrix in f32.
@@ -106,10 +106,10 @@ fn few_rows(
     let mut y = card.buffer::<Bf16>(n * n_rows)?;
     for shares in FEW_ROWS_SHARES {
         card.fill(y.view_mut(), POISON)?;
-        let form = OwnForm::Few(FewRowsForm::Clusters { shares: *shares });
+        let form = FusedForm::Few(FewRowsForm::Clusters { shares: *shares });
         card.multiply_own(
             form,
-            OwnProduct::plain(matrix.weights(), x.view(), k),
+            FusedProduct::plain(matrix.weights(), x.view(), k),
             Ending::Sums(y.view_mut()),
         )?;
         let name = format!("few_rows_fp8 {n_rows}x{n}x{k}, shares {shares}");
@@ -122,14 +122,22 @@ fn few_rows(
 fn company(card: &ComputeCard, verdicts: &mut Verdicts, matrix: &Matrix) -> Result<(), CudaError> {
     let Matrix { n, k, .. } = *matrix;
     let x = card.upload(&Draw::new(37).narrow(128 * k, 1.0))?;
-    let form = OwnForm::Few(FewRowsForm::of(n, k));
+    let form = FusedForm::Few(FewRowsForm::of(n, k));
     let mut all = card.buffer::<Bf16>(128 * n)?;
-    card.multiply_own(form, OwnProduct::plain(matrix.weights(), x.view(), k), Ending::Sums(all.view_mut()))?;
+    card.multiply_own(
+        form,
+        FusedProduct::plain(matrix.weights(), x.view(), k),
+        Ending::Sums(all.view_mut()),
+    )?;
     let all = card.download(all.view())?;
     for (first, n_rows) in [(0, 1), (0, 13), (7, 1), (8, 17), (63, 64), (127, 1)] {
         let mut some = card.buffer::<Bf16>(n_rows * n)?;
         let rows = x.slice(first * k..(first + n_rows) * k);
-        card.multiply_own(form, OwnProduct::plain(matrix.weights(), rows, k), Ending::Sums(some.view_mut()))?;
+        card.multiply_own(
+            form,
+            FusedProduct::plain(matrix.weights(), rows, k),
+            Ending::Sums(some.view_mut()),
+        )?;
         let is_same = card.download(some.view())? == all[first * n..(first + n_rows) * n];
         verdicts
             .holds(format!("few_rows_fp8 {n}x{k}, {n_rows} rows from {first} on, of 128 and alone"), is_same);
@@ -191,8 +199,8 @@ pub(crate) fn measure(card: &ComputeCard, limits: &Limits) -> Result<Vec<Value>,
             for shares in FEW_ROWS_SHARES {
                 let form = FewRowsForm::Clusters { shares: *shares };
                 let time = seconds(card, 4 * N_LAUNCHES, |nth| {
-                    let product = OwnProduct::plain(Weights::Fp8(rows(nth)), x.view(), k);
-                    card.multiply_own(OwnForm::Few(form), product, Ending::Sums(y.view_mut()))
+                    let product = FusedProduct::plain(WeightMatrix::Fp8(rows(nth)), x.view(), k);
+                    card.multiply_own(FusedForm::Few(form), product, Ending::Sums(y.view_mut()))
                 })?;
                 let chosen = if form == FewRowsForm::of(n, k) { " (chosen)" } else { "" };
                 let what = format!("few_rows_fp8 {name} {n_rows}x{n}x{k}, shares {shares}{chosen}");

@@ -2,8 +2,8 @@
 
 use baton_kernels::cuda::ops::{BLOCK_TOKENS, FEW_ROWS_FORMS, FewRowsForm};
 use baton_kernels::cuda::{
-    ComputeCard, DecodeAttention, Ending, KvNumber, KvPages, OwnForm, OwnProduct, PrefillAttention,
-    PrefillSequence, RopeWriteKv, SKINNY_FORMS, SkinnyForm, Weights,
+    ComputeCard, DecodeAttention, Ending, FusedForm, FusedProduct, KvNumber, KvPages, PrefillAttention,
+    PrefillSequence, RopeWriteKv, SKINNY_FORMS, SkinnyForm, WeightMatrix,
 };
 use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
 use serde_json::{Value, json};
@@ -204,8 +204,8 @@ fn skinny(
 ) -> Result<Value, CudaError> {
     let (n, k, n_rows) = sizes;
     let (time, bytes) = product(card, weights, sizes, |y, w, x| {
-        let product = OwnProduct::plain(Weights::Bf16(w), x, k);
-        card.multiply_own(OwnForm::Skinny(form), product, Ending::Sums(y))
+        let product = FusedProduct::plain(WeightMatrix::Bf16(w), x, k);
+        card.multiply_own(FusedForm::Skinny(form), product, Ending::Sums(y))
     })?;
     Ok(line(&format!("skinny {} {name} {n_rows}x{n}x{k}", form.name), time, bytes, limits.read))
 }
@@ -219,7 +219,11 @@ fn few_rows(
 ) -> Result<Value, CudaError> {
     let (n, k, n_rows) = sizes;
     let (time, bytes) = product(card, weights, sizes, |y, w, x| {
-        card.multiply_own(OwnForm::Few(form), OwnProduct::plain(Weights::Bf16(w), x, k), Ending::Sums(y))
+        card.multiply_own(
+            FusedForm::Few(form),
+            FusedProduct::plain(WeightMatrix::Bf16(w), x, k),
+            Ending::Sums(y),
+        )
     })?;
     let chosen = if form == FewRowsForm::of(n, k) { " (chosen)" } else { "" };
     let what = format!("few_rows {name} {n_rows}x{n}x{k}, {form:?}{chosen}");

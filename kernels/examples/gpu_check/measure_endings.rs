@@ -2,7 +2,8 @@
 
 use baton_kernels::cuda::ops::FEW_ROWS_SHARES;
 use baton_kernels::cuda::{
-    AddedRows, ComputeCard, Ending, FewRowsForm, OwnForm, OwnProduct, PendingNorm, SKINNY_FORMS, Weights,
+    AddedRows, ComputeCard, Ending, FewRowsForm, FusedForm, FusedProduct, PendingNorm, SKINNY_FORMS,
+    WeightMatrix,
 };
 use device::cuda::{Bf16, Buffer, CudaError, View};
 use serde_json::Value;
@@ -39,9 +40,9 @@ pub(crate) fn all(card: &ComputeCard, limits: &Limits) -> Result<Vec<Value>, Cud
     for n_rows in [1, 8] {
         let mut bench = Bench::new(card, n_rows)?;
         bench.chains(card, limits, &mut lines)?;
-        let skinny = SKINNY_FORMS.iter().copied().map(OwnForm::Skinny);
+        let skinny = SKINNY_FORMS.iter().copied().map(FusedForm::Skinny);
         let shares = FEW_ROWS_SHARES.iter().filter(|shares| card.has_few_rows() && **shares <= 4);
-        let few = shares.map(|shares| OwnForm::Few(FewRowsForm::Clusters { shares: *shares }));
+        let few = shares.map(|shares| FusedForm::Few(FewRowsForm::Clusters { shares: *shares }));
         for form in skinny.chain(few) {
             bench.gates(card, limits, form, &mut lines)?;
             bench.added(card, limits, form, &mut lines)?;
@@ -76,7 +77,7 @@ impl Bench {
         &mut self,
         card: &ComputeCard,
         limits: &Limits,
-        form: OwnForm,
+        form: FusedForm,
         lines: &mut Vec<Value>,
     ) -> Result<(), CudaError> {
         let (n, n_rows) = (2 * WIDTH * HIDDEN, self.n_rows);
@@ -90,8 +91,8 @@ impl Bench {
             let time = seconds(card, N_LAUNCHES, |nth| {
                 let squares = stream.squares.slice(0..n_rows * n_parts);
                 let pending_norm = (n_parts > 0).then_some(PendingNorm { squares, epsilon: 1e-5 });
-                let w = Weights::Bf16(copy(gate_up, nth, n));
-                let product = OwnProduct { w, x: x.view(), k: HIDDEN, pending_norm };
+                let w = WeightMatrix::Bf16(copy(gate_up, nth, n));
+                let product = FusedProduct { w, x: x.view(), k: HIDDEN, pending_norm };
                 let ending = if is_gated {
                     Ending::Gated(y.view_mut().slice(0..n_rows * WIDTH))
                 } else {
@@ -114,14 +115,14 @@ impl Bench {
         &mut self,
         card: &ComputeCard,
         limits: &Limits,
-        form: OwnForm,
+        form: FusedForm,
         lines: &mut Vec<Value>,
     ) -> Result<(), CudaError> {
         let (n, n_rows) = (HIDDEN * HIDDEN, self.n_rows);
         for name in ["sums", "added"] {
             let Self { o, x, stream, y, .. } = &mut *self;
             let time = seconds(card, N_LAUNCHES, |nth| {
-                let product = OwnProduct::plain(Weights::Bf16(copy(o, nth, n)), x.view(), HIDDEN);
+                let product = FusedProduct::plain(WeightMatrix::Bf16(copy(o, nth, n)), x.view(), HIDDEN);
                 match name {
                     "sums" => {
                         let sums = y.view_mut().slice(0..n_rows * HIDDEN);
@@ -145,32 +146,33 @@ impl Bench {
         lines: &mut Vec<Value>,
     ) -> Result<(), CudaError> {
         let n_rows = self.n_rows;
-        let own = [OwnForm::Few(FewRowsForm::Clusters { shares: 4 }), OwnForm::Skinny(SKINNY_FORMS[0])];
-        let own_gate = [OwnForm::Few(FewRowsForm::Clusters { shares: 1 }), OwnForm::Skinny(SKINNY_FORMS[2])];
+        let own = [FusedForm::Few(FewRowsForm::Clusters { shares: 4 }), FusedForm::Skinny(SKINNY_FORMS[0])];
+        let own_gate =
+            [FusedForm::Few(FewRowsForm::Clusters { shares: 1 }), FusedForm::Skinny(SKINNY_FORMS[2])];
         let sizes = [HIDDEN * HIDDEN, 2 * WIDTH * HIDDEN, WIDTH * HIDDEN];
         for nth_case in 0..24 {
             let forms = [own[nth_case % 2], own_gate[nth_case / 2 % 2], own[nth_case / 4 % 2]];
             let kinds = [[true, true, false], [false, true, true], [true, true, true]][nth_case / 8];
-            if !card.has_few_rows() && forms.iter().any(|form| matches!(form, OwnForm::Few(_))) {
+            if !card.has_few_rows() && forms.iter().any(|form| matches!(form, FusedForm::Few(_))) {
                 continue;
             }
             let Self { gate_up, o, down, x, stream, y, .. } = &mut *self;
             let time = seconds(card, N_LAUNCHES, |nth| {
                 if kinds[0] {
-                    let w = Weights::Bf16(copy(o, nth, sizes[0]));
-                    stream.give(card, forms[0], OwnProduct::plain(w, x.view(), HIDDEN), n_rows)?;
+                    let w = WeightMatrix::Bf16(copy(o, nth, sizes[0]));
+                    stream.give(card, forms[0], FusedProduct::plain(w, x.view(), HIDDEN), n_rows)?;
                 }
                 if kinds[1] {
                     let squares = stream.squares.slice(0..n_rows * forms[0].parts(HIDDEN));
                     let pending_norm = Some(PendingNorm { squares, epsilon: 1e-5 });
-                    let w = Weights::Bf16(copy(gate_up, nth, sizes[1]));
-                    let product = OwnProduct { w, x: stream.out.view(), k: HIDDEN, pending_norm };
+                    let w = WeightMatrix::Bf16(copy(gate_up, nth, sizes[1]));
+                    let product = FusedProduct { w, x: stream.out.view(), k: HIDDEN, pending_norm };
                     let gated = y.view_mut().slice(0..n_rows * WIDTH);
                     card.multiply_own(forms[1], product, Ending::Gated(gated))?;
                 }
                 if kinds[2] {
-                    let w = Weights::Bf16(copy(down, nth, sizes[2]));
-                    let product = OwnProduct::plain(w, y.slice(0..n_rows * WIDTH), WIDTH);
+                    let w = WeightMatrix::Bf16(copy(down, nth, sizes[2]));
+                    let product = FusedProduct::plain(w, y.slice(0..n_rows * WIDTH), WIDTH);
                     stream.give(card, forms[2], product, n_rows)?;
                 }
                 Ok(())
@@ -187,8 +189,8 @@ impl Stream {
     fn give(
         &mut self,
         card: &ComputeCard,
-        form: OwnForm,
-        product: OwnProduct<'_>,
+        form: FusedForm,
+        product: FusedProduct<'_>,
         n_rows: usize,
     ) -> Result<(), CudaError> {
         let Self { residual, out, norm, squares } = self;

@@ -6,7 +6,7 @@
 use std::thread;
 use std::time::Duration;
 
-use baton_kernels::cuda::{ComputeCard, Factors, OutputRows, Products, Weights};
+use baton_kernels::cuda::{ComputeCard, Factors, OutputRows, Products, WeightMatrix};
 use device::RegionShape;
 use device::cuda::{Bf16, Buffer, CudaError, Graph, PageCopier, PageCopierSize, PageDigests};
 use serde_json::{Value, json};
@@ -122,7 +122,7 @@ impl Prompt {
         let mut layer = || {
             MATRICES.iter().zip(&matrices).try_for_each(|((n, k), w)| {
                 let y = OutputRows::Narrow(y.view_mut().slice(0..N_TOKENS * n));
-                let (w, x) = (Weights::Bf16(w.view()), x.slice(0..N_TOKENS * k));
+                let (w, x) = (WeightMatrix::Bf16(w.view()), x.slice(0..N_TOKENS * k));
                 products.multiply(card, y, Factors { w, x, k: *k })
             })
         };

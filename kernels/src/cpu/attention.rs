@@ -261,7 +261,7 @@ struct Attend<'a> {
 }
 
 impl Kernel for Attend<'_> {
-    type Out = ();
+    type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(mut self, simd: S) {
@@ -511,7 +511,7 @@ fn hide(lanes: &mut [f32; LANES], seen: &Range<usize>, with: f32) {
 }
 
 #[inline(always)]
-fn first_lane<S: Simd>(simd: S, a: S::F) -> f32 {
+fn first_lane<S: Simd>(simd: S, a: S::Floats) -> f32 {
     let mut lanes = [0.0; LANES];
     simd.store(a, &mut lanes);
     lanes[0]

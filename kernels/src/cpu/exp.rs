@@ -9,7 +9,7 @@ use super::simd::Simd;
 /// `x = n ln 2 + r` with an integer n and r within ±0.35. So `e^x = 2^n e^r`, and `e^r` is a polynomial of
 /// degree seven.
 #[inline(always)]
-pub(super) fn exp<S: Simd>(simd: S, x: S::F) -> S::F {
+pub(super) fn exp<S: Simd>(simd: S, x: S::Floats) -> S::Floats {
     // The number ln 2 in two parts. The first part has so few bits that its product with n is exact.
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
@@ -33,7 +33,7 @@ mod tests {
     struct Exp([f32; LANES]);
 
     impl Kernel for Exp {
-        type Out = [f32; LANES];
+        type Output = [f32; LANES];
 
         #[inline(always)]
         fn run<S: Simd>(self, simd: S) -> [f32; LANES] {

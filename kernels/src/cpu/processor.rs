@@ -67,7 +67,7 @@ struct Narrow<'a> {
 }
 
 impl Kernel for Narrow<'_> {
-    type Out = ();
+    type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, _simd: S) {

@@ -76,7 +76,7 @@ struct QuantizeRow<'a> {
 }
 
 impl Kernel for QuantizeRow<'_> {
-    type Out = ();
+    type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, _simd: S) {
@@ -102,7 +102,7 @@ struct QuantizeRowFp8<'a> {
 }
 
 impl Kernel for QuantizeRowFp8<'_> {
-    type Out = ();
+    type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, _simd: S) {

@@ -110,7 +110,7 @@ struct RmsNorm<'a> {
 }
 
 impl Kernel for RmsNorm<'_> {
-    type Out = ();
+    type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
@@ -131,7 +131,7 @@ struct RmsNormInPlace<'a> {
 }
 
 impl Kernel for RmsNormInPlace<'_> {
-    type Out = ();
+    type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
@@ -165,7 +165,7 @@ struct Add<'a> {
 }
 
 impl Kernel for Add<'_> {
-    type Out = ();
+    type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, _simd: S) {
@@ -181,7 +181,7 @@ struct SiluMul<'a> {
 }
 
 impl Kernel for SiluMul<'_> {
-    type Out = ();
+    type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
@@ -213,7 +213,7 @@ struct Exponentials<'a> {
 }
 
 impl Kernel for Exponentials<'_> {
-    type Out = ();
+    type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
@@ -242,7 +242,7 @@ struct Rotate<'a> {
 }
 
 impl Kernel for Rotate<'_> {
-    type Out = ();
+    type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, _simd: S) {

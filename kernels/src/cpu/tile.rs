@@ -34,9 +34,9 @@ pub(super) trait Row<S: Accumulate>: Copy {
     fn n_steps(self) -> usize;
     /// Returns the row of a range of whole vectors.
     fn part(self, steps: Range<usize>) -> Self;
-    fn step(self, simd: S, nth: usize) -> S::F;
+    fn step(self, simd: S, nth: usize) -> S::Floats;
     /// Returns the numbers after the last whole vector, padded with zeroes.
-    fn tail(self, simd: S) -> Option<S::F>;
+    fn tail(self, simd: S) -> Option<S::Floats>;
     /// Prefetches the memory `bytes` bytes after the row's first number.
     fn prefetch(self, simd: S, bytes: usize);
 }
@@ -105,9 +105,9 @@ fn steps<S: Accumulate, X: Row<S>, W: Row<S>, const R: usize, const C: usize, co
     simd: S,
     x: [X; R],
     w: [W; C],
-    mut running: [[S::F; C]; R],
+    mut running: [[S::Floats; C]; R],
     ahead: usize,
-) -> [[S::F; C]; R] {
+) -> [[S::Floats; C]; R] {
     // The lengths are checked once, because this removes the bounds checks in every step.
     let n_steps = x[0].n_steps();
     for r in 0..R {
@@ -207,7 +207,7 @@ macro_rules! plain_rows {
             }
 
             #[inline(always)]
-            fn step(self, simd: S, nth: usize) -> S::F {
+            fn step(self, simd: S, nth: usize) -> S::Floats {
                 simd.$load(&self.steps[nth])
             }
 
@@ -217,7 +217,7 @@ macro_rules! plain_rows {
             }
 
             #[inline(always)]
-            fn tail(self, simd: S) -> Option<S::F> {
+            fn tail(self, simd: S) -> Option<S::Floats> {
                 let mut wide = [0.0; LANES];
                 for (wide, narrow) in wide.iter_mut().zip(self.tail) {
                     *wide = $widen(*narrow);
@@ -292,7 +292,7 @@ impl<S: Simd> Row<S> for Q8Row<'_> {
     }
 
     #[inline(always)]
-    fn step(self, simd: S, nth: usize) -> S::F {
+    fn step(self, simd: S, nth: usize) -> S::Floats {
         simd.mul(simd.load_i8(&self.steps[nth]), simd.splat(self.scales[nth / STEPS_PER_SCALE]))
     }
 
@@ -302,7 +302,7 @@ impl<S: Simd> Row<S> for Q8Row<'_> {
     }
 
     #[inline(always)]
-    fn tail(self, simd: S) -> Option<S::F> {
+    fn tail(self, simd: S) -> Option<S::Floats> {
         let mut wide = [0.0; LANES];
         let scale = self.scales.last().copied().unwrap_or(0.0);
         for (wide, value) in wide.iter_mut().zip(self.tail) {
@@ -365,7 +365,7 @@ impl<S: Simd> Row<S> for F8Row<'_> {
     }
 
     #[inline(always)]
-    fn step(self, simd: S, nth: usize) -> S::F {
+    fn step(self, simd: S, nth: usize) -> S::Floats {
         simd.mul(simd.load_f8(&self.steps[nth]), simd.splat(self.scale))
     }
 
@@ -375,7 +375,7 @@ impl<S: Simd> Row<S> for F8Row<'_> {
     }
 
     #[inline(always)]
-    fn tail(self, simd: S) -> Option<S::F> {
+    fn tail(self, simd: S) -> Option<S::Floats> {
         let mut wide = [0.0; LANES];
         for (wide, narrow) in wide.iter_mut().zip(self.tail) {
             *wide = f8_to_f32(*narrow) * self.scale;
@@ -441,7 +441,7 @@ impl Row<Avx512Bf16> for Bf16PairRow<'_> {
     }
 
     #[inline(always)]
-    fn step(self, simd: Avx512Bf16, nth: usize) -> <Avx512Bf16 as Accumulate>::F {
+    fn step(self, simd: Avx512Bf16, nth: usize) -> <Avx512Bf16 as Accumulate>::Floats {
         simd.load_pairs(&self.steps[nth])
     }
 
@@ -451,7 +451,7 @@ impl Row<Avx512Bf16> for Bf16PairRow<'_> {
     }
 
     #[inline(always)]
-    fn tail(self, simd: Avx512Bf16) -> Option<<Avx512Bf16 as Accumulate>::F> {
+    fn tail(self, simd: Avx512Bf16) -> Option<<Avx512Bf16 as Accumulate>::Floats> {
         let mut pairs = [0; 2 * LANES];
         pairs[..self.tail.len()].copy_from_slice(self.tail);
         (!self.tail.is_empty()).then(|| simd.load_pairs(&pairs))
@@ -514,7 +514,7 @@ impl Row<Avx512Bf16> for Q8PairRow<'_> {
     }
 
     #[inline(always)]
-    fn step(self, simd: Avx512Bf16, nth: usize) -> <Avx512Bf16 as Accumulate>::F {
+    fn step(self, simd: Avx512Bf16, nth: usize) -> <Avx512Bf16 as Accumulate>::Floats {
         simd.scaled_pairs(&self.steps[nth], self.scales[nth])
     }
 
@@ -524,7 +524,7 @@ impl Row<Avx512Bf16> for Q8PairRow<'_> {
     }
 
     #[inline(always)]
-    fn tail(self, simd: Avx512Bf16) -> Option<<Avx512Bf16 as Accumulate>::F> {
+    fn tail(self, simd: Avx512Bf16) -> Option<<Avx512Bf16 as Accumulate>::Floats> {
         let mut values = [0; 2 * LANES];
         values[..self.tail.len()].copy_from_slice(self.tail);
         let scale = self.scales.last().copied().unwrap_or(0.0);

@@ -14,9 +14,9 @@ pub mod matmul;
 pub use compute_card::ComputeCard;
 pub use matmul::{Factors, Next, NormedRows, OutputRows, ProductOutput, ProductShape, Products};
 pub use ops::{
-    AddedRows, DecodeAttention, DrawRow, DummyPart, EDIT_WORDS, Edit, Ending, FeedTokens, FewRowsForm,
-    Fp8Rows, HeadsRows, KvNumber, KvPages, ManyRows, NOWHERE, Outcome, OwnForm, OwnProduct, PendingNorm,
-    PrefillAttention, PrefillSequence, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm, SumRows, TOP_MAX,
-    Weights,
+    AddedRows, DecodeAttention, DrawRow, DummyPart, EDIT_WORDS, Ending, FeedTokens, FewRowsForm, Fp8Rows,
+    FusedForm, FusedProduct, HeadsRows, KvNumber, KvPages, LogitEdit, ManyRows, NOWHERE, Outcome,
+    PendingNorm, PrefillAttention, PrefillSequence, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm,
+    SumRows, TOP_MAX, WeightMatrix,
 };
 pub use peers::{LostFlag, PEERS_MAX, Peers, Shown, Together};

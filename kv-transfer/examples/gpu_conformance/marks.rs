@@ -39,19 +39,19 @@ impl<S: Subscriber> Layer<S> for Keeper {
         let at = now();
         let mut marks = marks();
         let Some(marks) = marks.as_mut() else { return };
-        let mut words = QuietReports::default();
+        let mut words = QuietProofs::default();
         event.record(&mut words);
         marks.push((at, words.message, words.fields));
     }
 }
 
 #[derive(Default)]
-struct QuietReports {
+struct QuietProofs {
     message: String,
     fields: String,
 }
 
-impl Visit for QuietReports {
+impl Visit for QuietProofs {
     fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
         let written = match field.name() {
             "message" => write!(self.message, "{value:?}"),

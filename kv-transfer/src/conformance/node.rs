@@ -25,7 +25,7 @@ use crate::error::TransferError;
 use crate::faults::Faults;
 use crate::landings::LandRequest;
 use crate::metrics::TransferMetrics;
-use crate::reshard::Spread;
+use crate::reshard::HeadDistribution;
 use crate::settings::TransferSettings;
 
 pub type Make = Arc<dyn Fn(ConnectorParts) -> BoxFuture<'static, Arc<dyn KvConnector>> + Send + Sync>;
@@ -260,7 +260,7 @@ fn shares(layout: &KvLayout) -> Vec<LayerShare> {
     let mut shares = Vec::new();
     for group in layout.group_indices() {
         for (layer_pos, layer) in (0..).zip(&layout.group(group).layers) {
-            let spread = Spread { n_heads: layer.n_kv_heads, tp_size: layout.shard.tp_size };
+            let spread = HeadDistribution { n_heads: layer.n_kv_heads, tp_size: layout.shard.tp_size };
             shares.extend((0..layout.shard.tp_size).map(|rank| LayerShare {
                 group,
                 layer_pos,

@@ -2,7 +2,7 @@
 
 use kv_cache::NoRoom;
 use kv_transfer::TransferError;
-use types::{Refusal, RefusalKind, Scheme, Verdict};
+use types::{CallerAction, Refusal, RefusalKind, Scheme};
 
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum StoreError {
@@ -23,8 +23,8 @@ pub enum StoreError {
 
 impl StoreError {
     /// Returns what the caller should do. A retry is always possible, because the KV can be computed again.
-    pub fn verdict(&self) -> Verdict {
-        self.refusal_kind().verdict()
+    pub fn caller_action(&self) -> CallerAction {
+        self.refusal_kind().caller_action()
     }
 
     fn refusal_kind(&self) -> RefusalKind {

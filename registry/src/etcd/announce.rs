@@ -25,11 +25,11 @@ use crate::announcement::{LeaseTerms, Presence};
 use crate::error::RegistryError;
 
 /// Renewals per lease time: the lease survives two lost ones. Each renewal is two small requests.
-const BEATS_PER_TTL: u32 = 4;
+const RENEWALS_PER_TTL: u32 = 4;
 /// How often an announcement tries to write the key while other processes change it at the same time.
 const PUT_ATTEMPTS: usize = 4;
 
-pub(crate) struct InEtcd {
+pub(crate) struct EtcdAnnouncement {
     settings: EtcdSettings,
     keys: Keys,
     node: NodeInfo,
@@ -38,20 +38,20 @@ pub(crate) struct InEtcd {
     connection: Option<EtcdClient>,
     /// The id of the lease that the node's key is attached to, or was attached to last.
     lease: Option<i64>,
-    pulse: Option<Pulse>,
+    renewal: Option<LeaseRenewal>,
 }
 
 /// The stream that renews a lease.
-struct Pulse {
+struct LeaseRenewal {
     lease: i64,
     requests: mpsc::Sender<LeaseKeepAliveRequest>,
     answers: Streaming<LeaseKeepAliveResponse>,
 }
 
-impl InEtcd {
+impl EtcdAnnouncement {
     pub(crate) fn new(settings: EtcdSettings, node: NodeInfo, world: World) -> Self {
         let keys = Keys::of(&settings.cluster);
-        Self { settings, keys, node, world, connection: None, lease: None, pulse: None }
+        Self { settings, keys, node, world, connection: None, lease: None, renewal: None }
     }
 
     async fn client(&mut self) -> Result<EtcdClient, RegistryError> {
@@ -65,7 +65,7 @@ impl InEtcd {
 }
 
 #[async_trait]
-impl Presence for InEtcd {
+impl Presence for EtcdAnnouncement {
     async fn announce(&mut self) -> Result<LeaseTerms, RegistryError> {
         // A call may be dropped at any await, so the connection counts as broken until the call has ended.
         let client = self.client().await?;
@@ -96,23 +96,23 @@ impl Presence for InEtcd {
     }
 }
 
-impl InEtcd {
+impl EtcdAnnouncement {
     async fn beat(&mut self) -> Result<(), RegistryError> {
         let lease = self.lease.ok_or(RegistryError::LeaseLost)?;
         let client = self.client().await?;
         self.connection = None;
-        let pulse = match self.pulse.take() {
-            Some(pulse) => pulse.beat().await?,
-            None => Pulse::start(&client, lease).await?,
+        let renewal = match self.renewal.take() {
+            Some(renewal) => renewal.beat().await?,
+            None => LeaseRenewal::start(&client, lease).await?,
         };
         self.holds_its_key(&client, lease).await?;
-        self.pulse = Some(pulse);
+        self.renewal = Some(renewal);
         self.connection = Some(client);
         Ok(())
     }
 
     async fn join(&mut self, client: &EtcdClient) -> Result<LeaseTerms, RegistryError> {
-        self.pulse = None;
+        self.renewal = None;
         let request = LeaseGrantRequest { ttl: self.settings.ttl.as_secs() as i64 };
         let granted = client.lease().lease_grant(request).await;
         let granted = granted.map_err(|status| failed("grant a lease", status))?.into_inner();
@@ -122,7 +122,7 @@ impl InEtcd {
             return Err(error);
         }
         let ttl = Duration::from_secs(granted.ttl.unsigned_abs());
-        Ok(LeaseTerms { ttl, beat: ttl / BEATS_PER_TTL })
+        Ok(LeaseTerms { ttl, beat: ttl / RENEWALS_PER_TTL })
     }
 
     /// Writes the node's key under `lease`, unless a later life has written it.
@@ -201,9 +201,9 @@ fn transaction(condition: Compare, success: impl IntoIterator<Item = Request>) -
     TxnRequest { compare: vec![condition], success }
 }
 
-// === Pulse ===
+// === LeaseRenewal ===
 
-impl Pulse {
+impl LeaseRenewal {
     /// Opens the stream of renewals and sends the first one.
     async fn start(client: &EtcdClient, lease: i64) -> Result<Self, RegistryError> {
         let (requests, queued) = mpsc::channel(1);

@@ -59,7 +59,8 @@ impl EtcdRegistry {
 #[async_trait]
 impl Registry for EtcdRegistry {
     async fn announce(&self, node: NodeInfo) -> Result<Announcement, RegistryError> {
-        let presence = announce::InEtcd::new(self.settings.clone(), node.clone(), self.world.clone());
+        let presence =
+            announce::EtcdAnnouncement::new(self.settings.clone(), node.clone(), self.world.clone());
         announcement::keep(&node, presence, &self.gate, self.world.clone()).await
     }
 

@@ -90,7 +90,7 @@ impl fmt::Display for Reason {
 
 /// The preference for a group: by its number of nodes, then whether it serves now, then by the age of its
 /// oldest node.
-type Preference = (usize, bool, Reverse<u64>);
+type GroupRank = (usize, bool, Reverse<u64>);
 
 /// The counts and roles of one group, from which the decision is made.
 #[derive(Clone, Copy, Debug)]
@@ -122,7 +122,7 @@ impl RoleSet {
 }
 
 impl GroupSummary {
-    fn preference(&self, in_force: Option<FingerprintDigest>) -> Preference {
+    fn preference(&self, in_force: Option<FingerprintDigest>) -> GroupRank {
         (self.n_staying, in_force == Some(self.fingerprint), Reverse(self.oldest.0))
     }
 

@@ -6,7 +6,7 @@ use axum::Json;
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
 use serde::Serialize;
-use types::{RefusalKind, Verdict};
+use types::{CallerAction, RefusalKind};
 
 use crate::error::{AcceptError, ServeError};
 use crate::tenants::Limit;
@@ -158,14 +158,17 @@ impl From<&AcceptError> for Code {
 
 impl From<AcceptError> for HttpError {
     fn from(error: AcceptError) -> Self {
-        let (code, retry_after) = (Code::from(&error), retry_after(error.verdict()));
+        let (code, retry_after) = (Code::from(&error), retry_after(error.caller_action()));
         Self { retry_after, ..Self::new(code, error.to_string()).context(error.param()) }
     }
 }
 
 impl From<ServeError> for HttpError {
     fn from(error: ServeError) -> Self {
-        Self { retry_after: retry_after(error.verdict()), ..Self::new(Code::from(&error), error.to_string()) }
+        Self {
+            retry_after: retry_after(error.caller_action()),
+            ..Self::new(Code::from(&error), error.to_string())
+        }
     }
 }
 
@@ -177,10 +180,10 @@ fn code_of_limit(limit: Limit) -> Code {
     }
 }
 
-fn retry_after(verdict: Verdict) -> Option<Duration> {
-    match verdict {
-        Verdict::RetryLater(after) => Some(after),
-        Verdict::Reject | Verdict::RetryElsewhere | Verdict::Bug => None,
+fn retry_after(action: CallerAction) -> Option<Duration> {
+    match action {
+        CallerAction::RetryLater(after) => Some(after),
+        CallerAction::Reject | CallerAction::RetryElsewhere | CallerAction::Bug => None,
     }
 }
 

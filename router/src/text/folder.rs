@@ -196,7 +196,9 @@ fn tokenizer(folder: &Path, config: &TokenizerConfig) -> Result<Tokenizer, TextE
 }
 
 fn template(folder: &Path, config: &TokenizerConfig) -> Result<Option<ChatTemplate>, TextError> {
-    let Some(Sources { file, default, with_tools }) = sources(folder, config)? else { return Ok(None) };
+    let Some(TemplateSources { file, default, with_tools }) = sources(folder, config)? else {
+        return Ok(None);
+    };
     let compiled = ChatTemplate::new(&default, config.specials()).and_then(|template| match with_tools {
         Some(source) => template.with_tools(&source),
         None => Ok(template),
@@ -205,32 +207,32 @@ fn template(folder: &Path, config: &TokenizerConfig) -> Result<Option<ChatTempla
 }
 
 /// A model's chat templates, and the file that contains them.
-struct Sources {
+struct TemplateSources {
     file: PathBuf,
     default: String,
     with_tools: Option<String>,
 }
 
 /// Finds the chat templates. A separate file comes first, because newer models use one.
-fn sources(folder: &Path, config: &TokenizerConfig) -> Result<Option<Sources>, TextError> {
+fn sources(folder: &Path, config: &TokenizerConfig) -> Result<Option<TemplateSources>, TextError> {
     let (jinja, json) = (folder.join(CHAT_TEMPLATE), folder.join(TOKENIZER_CONFIG));
     if let Some(bytes) = read(&jinja)? {
         let default = String::from_utf8_lossy(&bytes).into_owned();
-        return Ok(Some(Sources { file: jinja, default, with_tools: None }));
+        return Ok(Some(TemplateSources { file: jinja, default, with_tools: None }));
     }
     match &config.chat_template {
         None => Ok(None),
         Some(Templates::One(source)) => {
-            Ok(Some(Sources { file: json, default: source.clone(), with_tools: None }))
+            Ok(Some(TemplateSources { file: json, default: source.clone(), with_tools: None }))
         }
         Some(Templates::Named(named)) => by_name(json, named).map(Some),
     }
 }
 
-fn by_name(file: PathBuf, named: &[NamedTemplate]) -> Result<Sources, TextError> {
+fn by_name(file: PathBuf, named: &[NamedTemplate]) -> Result<TemplateSources, TextError> {
     let find = |name| named.iter().find(|named| named.name == name).map(|named| named.template.clone());
     match find("default") {
-        Some(default) => Ok(Sources { file, default, with_tools: find("tool_use") }),
+        Some(default) => Ok(TemplateSources { file, default, with_tools: find("tool_use") }),
         None => Err(TextError::Field {
             file,
             field: "chat_template",

@@ -5,7 +5,7 @@ use std::time::Duration;
 use engine::{RowError, Sampled};
 use tokio::time::Instant;
 use tracing::{error, trace, warn};
-use types::Verdict;
+use types::CallerAction;
 
 use super::{Worker, failed};
 use crate::launched_step::{LaunchTiming, LaunchedStep, StepRow};
@@ -89,8 +89,8 @@ impl Worker {
     }
 
     fn fail_row(&mut self, row: StepRow, reason: &RowError) {
-        match reason.verdict() {
-            Verdict::Bug => error!(%reason, sequence = row.id.0, "sequence failed in an engine step"),
+        match reason.caller_action() {
+            CallerAction::Bug => error!(%reason, sequence = row.id.0, "sequence failed in an engine step"),
             _ => warn!(%reason, sequence = row.id.0, "sequence failed in an engine step"),
         }
         self.end(row.id, failed(reason.to_string()));

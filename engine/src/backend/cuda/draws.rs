@@ -1,6 +1,6 @@
 //! Requests and results of GPU sampling, for rows that do not take just the likeliest token.
 
-use kernels::cuda::{DrawRow, EDIT_WORDS, Edit, NOWHERE, Outcome, TOP_MAX};
+use kernels::cuda::{DrawRow, EDIT_WORDS, LogitEdit, NOWHERE, Outcome, TOP_MAX};
 use types::step::Logprobs;
 use types::{Sampling, TokenId};
 
@@ -77,7 +77,13 @@ impl Draws {
     }
 
     /// Adds a draw for a row.
-    fn add(&mut self, row: &Row<'_>, spec: &SampleSpec<'_>, place: DrawPlace, edits: &[Edit]) -> SampledBy {
+    fn add(
+        &mut self,
+        row: &Row<'_>,
+        spec: &SampleSpec<'_>,
+        place: DrawPlace,
+        edits: &[LogitEdit],
+    ) -> SampledBy {
         let Sampling { temperature, top_k, top_p, min_p, seed, logprobs, .. } = *spec.sampling;
         let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = *spec.sampling;
         let first_edit = self.edits.len() / EDIT_WORDS;
@@ -118,18 +124,18 @@ fn is_likeliest(spec: &SampleSpec<'_>) -> bool {
 
 /// Returns the changes of logits before the draw, one edit for each token, like `sampler/rules.rs` on the
 /// CPU.
-fn edits(spec: &SampleSpec<'_>, eos_tokens: &[TokenId]) -> Vec<Edit> {
-    let of = |token: &TokenId| Edit { token: token.0, ..Edit::default() };
-    let biased = |(token, bias): &(TokenId, f32)| Edit { bias: *bias, ..of(token) };
-    let mut edits: Vec<Edit> = spec.sampling.logit_bias.iter().map(biased).collect();
+fn edits(spec: &SampleSpec<'_>, eos_tokens: &[TokenId]) -> Vec<LogitEdit> {
+    let of = |token: &TokenId| LogitEdit { token: token.0, ..LogitEdit::default() };
+    let biased = |(token, bias): &(TokenId, f32)| LogitEdit { bias: *bias, ..of(token) };
+    let mut edits: Vec<LogitEdit> = spec.sampling.logit_bias.iter().map(biased).collect();
     if spec.index < spec.stop.min_tokens {
         let forbidden = eos_tokens.iter().chain(&spec.stop.stop_tokens);
-        edits.extend(forbidden.map(|token| Edit { is_forbidden: true, ..of(token) }));
+        edits.extend(forbidden.map(|token| LogitEdit { is_forbidden: true, ..of(token) }));
     }
     if looks_back(spec.sampling) {
         let said = |nth: usize| u32::from(nth >= spec.n_prompt);
         let history = spec.history.iter().enumerate();
-        edits.extend(history.map(|(nth, token)| Edit { is_seen: true, n_said: said(nth), ..of(token) }));
+        edits.extend(history.map(|(nth, token)| LogitEdit { is_seen: true, n_said: said(nth), ..of(token) }));
     }
     // The sort is stable, so that biases of a token are summed in the order of the request.
     edits.sort_by_key(|edit| edit.token);
@@ -253,8 +259,8 @@ mod tests {
         };
         let stop = StopRules { min_tokens: 9, stop_tokens: vec![TokenId(4)], ..StopRules::default() };
         let edits = edits(&spec(&sampling, &stop, &[TokenId(4)], 1), &[TokenId(8)]);
-        let of_4 = Edit { token: 4, bias: 1.5, n_said: 0, is_forbidden: true, is_seen: true };
-        let of_8 = Edit { token: 8, is_forbidden: true, ..Edit::default() };
+        let of_4 = LogitEdit { token: 4, bias: 1.5, n_said: 0, is_forbidden: true, is_seen: true };
+        let of_8 = LogitEdit { token: 8, is_forbidden: true, ..LogitEdit::default() };
         assert_eq!(edits, [of_4, of_8]);
     }
 

@@ -2,7 +2,7 @@
 //! A step's forward pass through a decoder.
 
 use device::cuda::CudaError;
-use kernels::cuda::{Factors, FeedTokens, OutputRows, Weights};
+use kernels::cuda::{Factors, FeedTokens, OutputRows, WeightMatrix};
 
 use super::decoder::{Decoder, Pass};
 use super::layer::Normed;
@@ -69,7 +69,7 @@ impl Decoder {
         // logits.
         let own = if pass.peers.is_some() { &mut *own_logits } else { &mut *logits };
         let answer = OutputRows::Wide(own.view_mut().slice(0..n * head_rows));
-        let factors = Factors { w: Weights::Bf16(self.weights.head()), x: rows, k: hidden };
+        let factors = Factors { w: WeightMatrix::Bf16(self.weights.head()), x: rows, k: hidden };
         pass.products.multiply(pass.card, answer, factors)?;
         if let Some(peers) = pass.peers.as_deref_mut() {
             let (whole, part) = (logits.view_mut().slice(0..n * vocab), own_logits.slice(0..n * head_rows));

@@ -7,8 +7,8 @@
 
 use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
 use kernels::cuda::{
-    AddedRows, ComputeCard, Ending, HeadsRows, Next, NormedRows, OutputRows, OwnForm, OwnProduct, Peers,
-    PendingNorm, ProductShape, Products, RopeWriteKv, SumRows, Weights,
+    AddedRows, ComputeCard, Ending, FusedForm, FusedProduct, HeadsRows, Next, NormedRows, OutputRows, Peers,
+    PendingNorm, ProductShape, Products, RopeWriteKv, SumRows, WeightMatrix,
 };
 
 use super::decoder::{Decoder, LayerPlace, Pass};
@@ -65,7 +65,8 @@ impl Decoder {
         let x = x.slice(0..n * hidden);
         if let Some(form) = form {
             let (w, bias) = (layer.qkv.weight.view(), layer.qkv.bias.as_ref().map(Buffer::view));
-            let product = OwnProduct { w, x, k: hidden, pending_norm: self.pending_norm(squares, n, normed) };
+            let product =
+                FusedProduct { w, x, k: hidden, pending_norm: self.pending_norm(squares, n, normed) };
             return pass.card.multiply_own(form, product, Ending::Heads(HeadsRows { rope, bias }));
         }
         normed.ensure_whole()?;
@@ -86,7 +87,8 @@ impl Decoder {
         let (x, gated) = (x.slice(0..n * hidden), gated.view_mut().slice(0..n * width));
         if let Some(form) = form {
             let w = layer.gate_up.weight.view();
-            let product = OwnProduct { w, x, k: hidden, pending_norm: self.pending_norm(squares, n, normed) };
+            let product =
+                FusedProduct { w, x, k: hidden, pending_norm: self.pending_norm(squares, n, normed) };
             return pass.card.multiply_own(form, product, Ending::Gated(gated));
         }
         normed.ensure_whole()?;
@@ -151,7 +153,7 @@ impl Decoder {
                 None => Ending::Added(added),
                 Some(peers) => Ending::Joined(added, peers),
             };
-            pass.card.multiply_own(form, OwnProduct::plain(w, x, k), ending)?;
+            pass.card.multiply_own(form, FusedProduct::plain(w, x, k), ending)?;
             return Ok(Normed::Pending { n_parts });
         }
         let mut given = given.view_mut().slice(0..n * hidden);
@@ -240,25 +242,25 @@ fn linear(
 }
 
 /// Returns the form in which our kernel computes this product; `None` if another method does in this pass.
-pub(super) fn form(pass: &Pass<'_>, linear: &Linear) -> Option<OwnForm> {
+pub(super) fn form(pass: &Pass<'_>, linear: &Linear) -> Option<FusedForm> {
     let (w, k) = (linear.weight.view(), linear.columns);
-    let is_fp8 = matches!(w, Weights::Fp8(_));
+    let is_fp8 = matches!(w, WeightMatrix::Fp8(_));
     let shape = ProductShape { n: w.n_rows(k), k, n_rows: pass.dims.n_tokens, is_wide: false, is_fp8 };
     pass.products.own_form(pass.card, shape)
 }
 
 /// Like [`form`], but `None` for a matrix with a bias, which our kernels do not add.
-fn form_unbiased(pass: &Pass<'_>, linear: &Linear) -> Option<OwnForm> {
+fn form_unbiased(pass: &Pass<'_>, linear: &Linear) -> Option<FusedForm> {
     form(pass, linear).filter(|_| linear.bias.is_none())
 }
 
 /// Like [`form`] for a layer's heads, but `None` if the kernel cannot apply head norms.
-pub(super) fn heads_form(pass: &Pass<'_>, layer: &LayerWeights) -> Option<OwnForm> {
+pub(super) fn heads_form(pass: &Pass<'_>, layer: &LayerWeights) -> Option<FusedForm> {
     form(pass, &layer.qkv).filter(|form| layer.head_norms.is_none() || form.norms_heads())
 }
 
 /// Returns whether both concurrent products load into registers. Such loads need the L1 cache of a
 /// multiprocessor, and kernels that use the copy engine leave almost no memory for it.
 pub(super) fn reads_by_registers(pass: &Pass<'_>, layer: &LayerWeights) -> bool {
-    [&layer.qkv, &layer.o].iter().all(|linear| matches!(form(pass, linear), Some(OwnForm::Skinny(_))))
+    [&layer.qkv, &layer.o].iter().all(|linear| matches!(form(pass, linear), Some(FusedForm::Skinny(_))))
 }

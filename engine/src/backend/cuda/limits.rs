@@ -1,7 +1,7 @@
 //! Measurements of the GPU's limits. Not used while serving.
 
 use device::cuda::{CudaError, View};
-use kernels::cuda::{OutputRows, Weights};
+use kernels::cuda::{OutputRows, WeightMatrix};
 use serde::Serialize;
 
 use super::CudaBackend;
@@ -64,7 +64,7 @@ impl CudaBackend {
 fn read_rate(tools: &mut Tools) -> Result<f64, CudaError> {
     let Tools { card, decoder, space, .. } = tools;
     let layers = &decoder.weights.layers;
-    let of_layers = KINDS.iter().flat_map(|kind| all_of(layers, *kind)).map(Weights::halves);
+    let of_layers = KINDS.iter().flat_map(|kind| all_of(layers, *kind)).map(WeightMatrix::halves);
     let matrices: Vec<View<'_, _>> = of_layers.chain([decoder.weights.head()]).collect();
     let bytes: usize = matrices.iter().map(|matrix| 2 * matrix.len()).sum();
     let ms = fastest(|| {

@@ -1,7 +1,7 @@
 //! Measures each kind of work of a decode step separately. Not used while serving.
 
 use device::cuda::CudaError;
-use kernels::cuda::OwnForm;
+use kernels::cuda::FusedForm;
 use serde::Serialize;
 
 use super::decoder::{Decoder, Pass};
@@ -77,7 +77,7 @@ impl Decoder {
     }
 
     /// Returns the state of the normed rows before `product`, if the product `before` wrote them.
-    fn normed_for(&self, pass: &Pass<'_>, before: &Linear, product: Option<OwnForm>) -> Normed {
+    fn normed_for(&self, pass: &Pass<'_>, before: &Linear, product: Option<FusedForm>) -> Normed {
         match (form(pass, before), product) {
             (Some(form), Some(_)) if pass.peers.is_none() => {
                 Normed::Pending { n_parts: form.parts(self.sizes.hidden) }

@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 use device::cuda::{Bf16, CudaError, View};
 use kernels::cuda::matmul::{Choice, Choices, Measured, TUNED_ROWS};
 use kernels::cuda::{
-    ComputeCard, Next, NormedRows, OutputRows, OwnForm, ProductOutput, ProductShape, Products, Weights,
-    source,
+    ComputeCard, FusedForm, Next, NormedRows, OutputRows, ProductOutput, ProductShape, Products,
+    WeightMatrix, source,
 };
 use tracing::{debug, info, warn};
 use types::in_full;
@@ -40,7 +40,7 @@ const GAIN_MIN: f64 = 0.002;
 
 /// One of a model's products, with the same shape in each layer.
 struct Kind<'a> {
-    matrices: Vec<Weights<'a>>,
+    matrices: Vec<WeightMatrix<'a>>,
     k: usize,
     rows_max: usize,
     is_wide: bool,
@@ -167,7 +167,7 @@ fn kinds(decoder: &Decoder, limits: StepLimits, norm: JoinedWork) -> Vec<Kind<'_
     for (matrices, k, after) in of_layers {
         // A checkpoint may have only some layers in FP8, so a kind of matrix may have two shapes.
         let (in_fp8, in_bf16): (Vec<_>, Vec<_>) =
-            matrices.into_iter().partition(|matrix| matches!(matrix, Weights::Fp8(_)));
+            matrices.into_iter().partition(|matrix| matches!(matrix, WeightMatrix::Fp8(_)));
         for (matrices, is_fp8) in [(in_bf16, false), (in_fp8, true)] {
             if !matrices.is_empty() {
                 let rows_max = limits.tokens;
@@ -175,7 +175,7 @@ fn kinds(decoder: &Decoder, limits: StepLimits, norm: JoinedWork) -> Vec<Kind<'_
             }
         }
     }
-    let head = vec![Weights::Bf16(decoder.weights.head())];
+    let head = vec![WeightMatrix::Bf16(decoder.weights.head())];
     kinds.push(Kind {
         matrices: head,
         k: sizes.hidden,
@@ -305,7 +305,7 @@ fn starts(
 ) -> Result<Vec<(f64, Choices)>, CudaError> {
     let mut starts = vec![(time_together(tools, helpers, dims)?, tools.products.choices().clone())];
     let is_own: fn(&Choice) -> bool = |choice| matches!(choice, Choice::Own(_));
-    let is_skinny: fn(&Choice) -> bool = |choice| matches!(choice, Choice::Own(OwnForm::Skinny(_)));
+    let is_skinny: fn(&Choice) -> bool = |choice| matches!(choice, Choice::Own(FusedForm::Skinny(_)));
     for is_wanted in [is_own, is_skinny] {
         for shape in shapes.iter().filter(|shape| !shape.is_wide) {
             let ways = best.get(shape).map(Vec::as_slice).unwrap_or_default();

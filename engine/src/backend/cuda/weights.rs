@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use device::cuda::{Bf16, Buffer, View, ViewMut};
-use kernels::cuda::{Factors, Fp8Rows, Weights};
+use kernels::cuda::{Factors, Fp8Rows, WeightMatrix};
 
 use super::fp8::{LayerFormats, WeightFormat};
 use super::heads::Heads;
@@ -72,11 +72,11 @@ pub(super) struct Fp8RowsMut<'a> {
 }
 
 impl Weight {
-    pub(super) fn view(&self) -> Weights<'_> {
+    pub(super) fn view(&self) -> WeightMatrix<'_> {
         match self {
-            Self::Bf16(numbers) => Weights::Bf16(numbers.view()),
+            Self::Bf16(numbers) => WeightMatrix::Bf16(numbers.view()),
             Self::Fp8 { numbers, scales } => {
-                Weights::Fp8(Fp8Rows { numbers: numbers.view(), scales: scales.view() })
+                WeightMatrix::Fp8(Fp8Rows { numbers: numbers.view(), scales: scales.view() })
             }
         }
     }
@@ -202,7 +202,7 @@ impl CudaWeights {
 }
 
 /// Returns the matrices of one kind in all layers. Measuring over all of them keeps them out of the caches.
-pub(super) fn all_of(layers: &[LayerWeights], which: fn(&LayerWeights) -> &Linear) -> Vec<Weights<'_>> {
+pub(super) fn all_of(layers: &[LayerWeights], which: fn(&LayerWeights) -> &Linear) -> Vec<WeightMatrix<'_>> {
     layers.iter().map(|layer| which(layer).weight.view()).collect()
 }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use device::cuda::{Bf16, Buffer, CudaError};
-use kernels::cuda::ops::{FEW_ROWS_MAX, FewRowsForm, OwnForm, SKINNY_FORMS, SKINNY_ROWS_MAX};
+use kernels::cuda::ops::{FEW_ROWS_MAX, FewRowsForm, FusedForm, SKINNY_FORMS, SKINNY_ROWS_MAX};
 use kernels::cuda::{ComputeCard, DecodeAttention, DrawRow, EDIT_WORDS, Outcome, Shown, Together};
 
 use super::draws::EDITS_OF_ROW;
@@ -181,8 +181,8 @@ impl Workspace {
 /// Returns the number of partial sums of squares: kernels for many rows have few parts in a row, kernels for
 /// few rows have many.
 fn n_squares(hidden: usize) -> usize {
-    let few = OwnForm::Few(FewRowsForm::of(hidden, hidden)).parts(hidden) * FEW_ROWS_MAX;
-    few.max(OwnForm::Skinny(SKINNY_FORMS[0]).parts(hidden) * SKINNY_ROWS_MAX)
+    let few = FusedForm::Few(FewRowsForm::of(hidden, hidden)).parts(hidden) * FEW_ROWS_MAX;
+    few.max(FusedForm::Skinny(SKINNY_FORMS[0]).parts(hidden) * SKINNY_ROWS_MAX)
 }
 
 /// Returns the number of partial results for the most tokens with the longest sequences, bounded by the

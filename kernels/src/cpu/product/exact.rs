@@ -54,7 +54,7 @@ struct Multiply<'a, W> {
 }
 
 impl<W: AnyRows> Kernel for Multiply<'_, W> {
-    type Out = ();
+    type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
@@ -81,7 +81,7 @@ struct Widen<'a, W> {
 }
 
 impl<W: AnyRows> Kernel for Widen<'_, W> {
-    type Out = ();
+    type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {

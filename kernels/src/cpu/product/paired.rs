@@ -65,7 +65,7 @@ struct Multiply<'a, W> {
 }
 
 impl<W: Rows<Avx512Bf16>> Bf16Kernel for Multiply<'_, W> {
-    type Out = ();
+    type Output = ();
 
     #[inline(always)]
     fn run(self, adder: Avx512Bf16) {
@@ -91,7 +91,7 @@ struct Copy<'a, W> {
 }
 
 impl<W: Row<Avx512Bf16>> Bf16Kernel for Copy<'_, W> {
-    type Out = ();
+    type Output = ();
 
     #[inline(always)]
     fn run(self, bf16: Avx512Bf16) {

@@ -21,9 +21,9 @@ impl Avx2 {
     }
 
     #[inline]
-    pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Out {
+    pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         #[target_feature(enable = "avx2,fma,f16c")]
-        fn compiled<K: Kernel>(simd: Avx2, kernel: K) -> K::Out {
+        fn compiled<K: Kernel>(simd: Avx2, kernel: K) -> K::Output {
             kernel.run(simd)
         }
         // SAFETY: `self` is the proof that the processor has these features.
@@ -58,26 +58,26 @@ macro_rules! halves {
 }
 
 impl Accumulate for Avx2 {
-    type F = Halves;
+    type Floats = Halves;
     const TILES: Tiles = Tiles::Small;
 
     #[inline(always)]
-    fn zero(self) -> Self::F {
+    fn zero(self) -> Self::Floats {
         self.splat(0.0)
     }
 
     #[inline(always)]
-    fn load_sums(self, from: &[f32; LANES]) -> Self::F {
+    fn load_sums(self, from: &[f32; LANES]) -> Self::Floats {
         self.load(from)
     }
 
     #[inline(always)]
-    fn store_sums(self, sums: Self::F, to: &mut [f32; LANES]) {
+    fn store_sums(self, sums: Self::Floats, to: &mut [f32; LANES]) {
         self.store(sums, to);
     }
 
     #[inline(always)]
-    fn accumulate(self, a: Self::F, b: Self::F, sums: Self::F) -> Self::F {
+    fn accumulate(self, a: Self::Floats, b: Self::Floats, sums: Self::Floats) -> Self::Floats {
         self.mul_add(a, b, sums)
     }
 

@@ -26,9 +26,9 @@ impl Avx512 {
     }
 
     #[inline]
-    pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Out {
+    pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-        fn compiled<K: Kernel>(simd: Avx512, kernel: K) -> K::Out {
+        fn compiled<K: Kernel>(simd: Avx512, kernel: K) -> K::Output {
             kernel.run(simd)
         }
         // SAFETY: `self` is the proof that the processor has these features.
@@ -37,26 +37,26 @@ impl Avx512 {
 }
 
 impl Accumulate for Avx512 {
-    type F = __m512;
+    type Floats = __m512;
     const TILES: Tiles = Tiles::Large;
 
     #[inline(always)]
-    fn zero(self) -> Self::F {
+    fn zero(self) -> Self::Floats {
         self.splat(0.0)
     }
 
     #[inline(always)]
-    fn load_sums(self, from: &[f32; LANES]) -> Self::F {
+    fn load_sums(self, from: &[f32; LANES]) -> Self::Floats {
         self.load(from)
     }
 
     #[inline(always)]
-    fn store_sums(self, sums: Self::F, to: &mut [f32; LANES]) {
+    fn store_sums(self, sums: Self::Floats, to: &mut [f32; LANES]) {
         self.store(sums, to);
     }
 
     #[inline(always)]
-    fn accumulate(self, a: Self::F, b: Self::F, sums: Self::F) -> Self::F {
+    fn accumulate(self, a: Self::Floats, b: Self::Floats, sums: Self::Floats) -> Self::Floats {
         self.mul_add(a, b, sums)
     }
 
@@ -252,9 +252,9 @@ impl Avx512Bf16 {
 
     /// Like [`Avx512::run`], with the bf16 instructions too.
     #[inline]
-    pub(in crate::cpu) fn run<K: Bf16Kernel>(self, kernel: K) -> K::Out {
+    pub(in crate::cpu) fn run<K: Bf16Kernel>(self, kernel: K) -> K::Output {
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
-        fn compiled<K: Bf16Kernel>(simd: Avx512Bf16, kernel: K) -> K::Out {
+        fn compiled<K: Bf16Kernel>(simd: Avx512Bf16, kernel: K) -> K::Output {
             kernel.run(simd)
         }
         // SAFETY: `self` is the proof that the processor has these features.
@@ -295,7 +295,7 @@ impl Avx512Bf16 {
 }
 
 impl Accumulate for Avx512Bf16 {
-    type F = __m512;
+    type Floats = __m512;
     const TILES: Tiles = Tiles::Large;
 
     #[inline(always)]
@@ -333,6 +333,6 @@ impl Accumulate for Avx512Bf16 {
 
 /// Work that needs the bf16 dot product. The rules of [`Kernel`] apply.
 pub(in crate::cpu) trait Bf16Kernel {
-    type Out;
-    fn run(self, simd: Avx512Bf16) -> Self::Out;
+    type Output;
+    fn run(self, simd: Avx512Bf16) -> Self::Output;
 }

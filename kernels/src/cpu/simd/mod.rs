@@ -25,15 +25,15 @@ pub(super) const LANES: usize = 16;
 /// Sums products in sixteen lanes, as a dot product needs.
 pub(super) trait Accumulate: Copy + Send + Sync {
     /// A vector of sixteen running sums, or of sixteen factors.
-    type F: Copy;
+    type Floats: Copy;
     /// The size of tiles that suits the registers.
     const TILES: Tiles;
 
-    fn zero(self) -> Self::F;
-    fn load_sums(self, from: &[f32; LANES]) -> Self::F;
-    fn store_sums(self, sums: Self::F, to: &mut [f32; LANES]);
+    fn zero(self) -> Self::Floats;
+    fn load_sums(self, from: &[f32; LANES]) -> Self::Floats;
+    fn store_sums(self, sums: Self::Floats, to: &mut [f32; LANES]);
     /// Computes `a * b + sums`.
-    fn accumulate(self, a: Self::F, b: Self::F, sums: Self::F) -> Self::F;
+    fn accumulate(self, a: Self::Floats, b: Self::Floats, sums: Self::Floats) -> Self::Floats;
 
     /// Prefetches the memory at `from`. Never faults, and changes nothing.
     #[inline(always)]
@@ -54,44 +54,44 @@ pub(super) enum Tiles {
 
 /// An instruction set that this processor has. A value of the type proves it.
 pub(super) trait Simd: Accumulate {
-    fn splat(self, value: f32) -> Self::F;
-    fn load(self, from: &[f32; LANES]) -> Self::F;
+    fn splat(self, value: f32) -> Self::Floats;
+    fn load(self, from: &[f32; LANES]) -> Self::Floats;
     /// Widens sixteen bf16 numbers.
-    fn load_bf16(self, from: &[u16; LANES]) -> Self::F;
+    fn load_bf16(self, from: &[u16; LANES]) -> Self::Floats;
     /// Widens sixteen f16 numbers.
-    fn load_f16(self, from: &[u16; LANES]) -> Self::F;
+    fn load_f16(self, from: &[u16; LANES]) -> Self::Floats;
     /// Widens sixteen 8-bit integers.
-    fn load_i8(self, from: &[i8; LANES]) -> Self::F;
+    fn load_i8(self, from: &[i8; LANES]) -> Self::Floats;
     /// Widens sixteen 8-bit floating-point numbers.
     #[inline(always)]
-    fn load_f8(self, from: &[u8; LANES]) -> Self::F {
+    fn load_f8(self, from: &[u8; LANES]) -> Self::Floats {
         let mut halves = [0; LANES];
         for (half, narrow) in halves.iter_mut().zip(from) {
             *half = f8_to_f16_256th(*narrow);
         }
         self.mul(self.load_f16(&halves), self.splat(256.0))
     }
-    fn store(self, value: Self::F, to: &mut [f32; LANES]);
+    fn store(self, value: Self::Floats, to: &mut [f32; LANES]);
 
-    fn add(self, a: Self::F, b: Self::F) -> Self::F;
-    fn sub(self, a: Self::F, b: Self::F) -> Self::F;
-    fn mul(self, a: Self::F, b: Self::F) -> Self::F;
-    fn div(self, a: Self::F, b: Self::F) -> Self::F;
-    fn min(self, a: Self::F, b: Self::F) -> Self::F;
-    fn max(self, a: Self::F, b: Self::F) -> Self::F;
+    fn add(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    fn sub(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    fn mul(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    fn div(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    fn min(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    fn max(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
     /// Computes `a * b + c`, rounded once.
-    fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    fn mul_add(self, a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
     /// Rounds to the nearest integer, ties to even.
-    fn round(self, a: Self::F) -> Self::F;
+    fn round(self, a: Self::Floats) -> Self::Floats;
     /// Computes 2 to the power of `a`, which is an integer between -126 and 127.
-    fn exp2_whole(self, a: Self::F) -> Self::F;
+    fn exp2_whole(self, a: Self::Floats) -> Self::Floats;
     /// Adds all lanes as a tree: lane i to lane i + 8, then to i + 4, i + 2, i + 1.
-    fn sum(self, a: Self::F) -> f32;
+    fn sum(self, a: Self::Floats) -> f32;
 
     /// Adds the lanes of each vector, by the same tree as [`Simd::sum`]. Lane i of the result belongs to
     /// vector i.
     #[inline(always)]
-    fn sums(self, vectors: &[[f32; LANES]; LANES]) -> Self::F {
+    fn sums(self, vectors: &[[f32; LANES]; LANES]) -> Self::Floats {
         let mut sums = [0.0; LANES];
         for (sum, vector) in sums.iter_mut().zip(vectors) {
             *sum = self.sum(self.load(vector));
@@ -99,7 +99,7 @@ pub(super) trait Simd: Accumulate {
         self.load(&sums)
     }
     /// Returns the greatest lane.
-    fn greatest(self, a: Self::F) -> f32;
+    fn greatest(self, a: Self::Floats) -> f32;
 }
 
 /// Work that is written once and compiled for every instruction set.
@@ -107,8 +107,8 @@ pub(super) trait Simd: Accumulate {
 /// `run` and everything that it calls with `simd` must be `#[inline(always)]`. Otherwise it is not compiled
 /// for the instruction set of `simd`.
 pub(super) trait Kernel {
-    type Out;
-    fn run<S: Simd>(self, simd: S) -> Self::Out;
+    type Output;
+    fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 
 /// The instruction set that the kernels use.
@@ -160,7 +160,7 @@ impl Isa {
 
     /// Runs a kernel, compiled for this instruction set.
     #[inline]
-    pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Out {
+    pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         match self.0 {
             Kind::Portable(simd) => kernel.run(simd),
             #[cfg(target_arch = "x86_64")]

@@ -23,8 +23,8 @@ use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
 
 use super::ComputeCard;
 use super::ops::{
-    Ending, FEW_ROWS_FORMS, FEW_ROWS_MAX, FewRowsForm, Fp8Rows, ManyRows, OwnForm, OwnProduct, SKINNY_FORMS,
-    SKINNY_ROWS_MAX, Weights,
+    Ending, FEW_ROWS_FORMS, FEW_ROWS_MAX, FewRowsForm, Fp8Rows, FusedForm, FusedProduct, ManyRows,
+    SKINNY_FORMS, SKINNY_ROWS_MAX, WeightMatrix,
 };
 use cublaslt::{Algorithm, Lt, Plan};
 pub use tuning::{Choices, TUNED_ROWS, tuned_rows};
@@ -46,7 +46,7 @@ pub struct ProductShape {
 pub enum Choice {
     /// The product is computed by [`ComputeCard::multiply_own`]: up to 8 rows, or up to 128 on Hopper. With
     /// an FP8 matrix, more rows take several passes.
-    Own(OwnForm),
+    Own(FusedForm),
     /// The product is computed by [`ComputeCard::multiply_many`]: on Hopper, for more rows. An FP8 matrix is
     /// widened to bf16 first.
     Many,
@@ -65,7 +65,7 @@ pub struct Measured {
 /// The two sides of a product: a matrix and the rows that it multiplies, both with rows of `k` numbers.
 #[derive(Clone, Copy, Debug)]
 pub struct Factors<'a> {
-    pub w: Weights<'a>,
+    pub w: WeightMatrix<'a>,
     pub x: View<'a, Bf16>,
     pub k: usize,
 }
@@ -117,7 +117,7 @@ pub struct Products {
 /// A method for one exact shape, ready to run.
 #[derive(Debug)]
 enum Way {
-    Own(OwnForm),
+    Own(FusedForm),
     Many,
     Lt(Plan),
 }
@@ -300,9 +300,9 @@ impl Products {
         let ProductShape { n, k, n_rows, .. } = shape;
         let Self { lt, widened, .. } = self;
         let (way, rows_max) = if card.has_few_rows() {
-            (OwnForm::Few(FewRowsForm::of(n, k)), FEW_ROWS_MAX)
+            (FusedForm::Few(FewRowsForm::of(n, k)), FEW_ROWS_MAX)
         } else {
-            (OwnForm::Skinny(SKINNY_FORMS[0]), SKINNY_ROWS_MAX)
+            (FusedForm::Skinny(SKINNY_FORMS[0]), SKINNY_ROWS_MAX)
         };
         let way = Way::Own(way);
         let factors = readied(card, &way, factors, widened.as_mut())?;
@@ -317,7 +317,7 @@ impl Products {
     /// Returns the form of our kernel that computes products of this shape and the work after them, if one is
     /// chosen. `None` if results must not depend on other rows, because larger numbers of rows use other
     /// kernels for that work.
-    pub fn own_form(&self, card: &ComputeCard, shape: ProductShape) -> Option<OwnForm> {
+    pub fn own_form(&self, card: &ComputeCard, shape: ProductShape) -> Option<FusedForm> {
         // Most steps with prompts return here, before the lookup.
         if self.are_alike || shape.n_rows > FEW_ROWS_MAX {
             return None;
@@ -352,7 +352,7 @@ impl Products {
         card: &ComputeCard,
         shape: ProductShape,
         output: ProductOutput<'_>,
-        matrices: &[Weights<'_>],
+        matrices: &[WeightMatrix<'_>],
         x: View<'_, Bf16>,
     ) -> Result<Measured, CudaError> {
         let ProductOutput { mut y, mut next } = output;
@@ -396,8 +396,8 @@ impl Products {
         let mut kept = [0; 4];
         timed.retain(|(_, choice)| {
             let kept = match choice {
-                Choice::Own(OwnForm::Skinny(_)) => &mut kept[0],
-                Choice::Own(OwnForm::Few(_)) => &mut kept[1],
+                Choice::Own(FusedForm::Skinny(_)) => &mut kept[0],
+                Choice::Own(FusedForm::Few(_)) => &mut kept[1],
                 Choice::Many => &mut kept[2],
                 Choice::Lt(_) => &mut kept[3],
             };
@@ -419,7 +419,7 @@ impl Products {
     fn candidates(&self, card: &ComputeCard, shape: ProductShape) -> Result<Vec<Choice>, CudaError> {
         let algorithms = self.lt.algorithms(shape)?.into_iter().map(Choice::Lt);
         let is_skinny = shape.n_rows <= SKINNY_ROWS_MAX && !(shape.is_fp8 && card.has_few_rows());
-        let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(OwnForm::Skinny);
+        let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(FusedForm::Skinny);
         let few_max = if shape.is_fp8 { PASSES_ROWS_MAX } else { FEW_ROWS_MAX };
         let is_few = card.has_few_rows() && shape.n_rows <= few_max;
         let serves = |form: &&FewRowsForm| is_few && form.serves(shape.n_rows.min(FEW_ROWS_MAX));
@@ -427,7 +427,7 @@ impl Products {
         let few = FEW_ROWS_FORMS.iter().filter(serves).filter(takes).copied();
         let is_many = card.has_many_rows() && shape.n_rows > FEW_ROWS_MAX && !shape.is_wide;
         let many = is_many.then_some(Choice::Many);
-        Ok(skinny.chain(few.map(OwnForm::Few)).map(Choice::Own).chain(many).chain(algorithms).collect())
+        Ok(skinny.chain(few.map(FusedForm::Few)).map(Choice::Own).chain(many).chain(algorithms).collect())
     }
 }
 
@@ -440,14 +440,14 @@ impl Lt {
         factors: Factors<'_>,
     ) -> Result<(), CudaError> {
         let Factors { w, x, k } = factors;
-        if let (Weights::Fp8(rows), Way::Own(form @ OwnForm::Few(_))) = (w, way) {
+        if let (WeightMatrix::Fp8(rows), Way::Own(form @ FusedForm::Few(_))) = (w, way) {
             return in_passes(card, *form, y, rows, x, k);
         }
         let Some(numbers) = w.in_bf16() else {
             return ensure("product", false, "a matrix in FP8 that was not widened");
         };
         match (way, y) {
-            (Way::Own(form), y) => card.multiply_own(*form, OwnProduct::plain(w, x, k), y.into()),
+            (Way::Own(form), y) => card.multiply_own(*form, FusedProduct::plain(w, x, k), y.into()),
             (Way::Many, OutputRows::Narrow(y)) => card.multiply_many(numbers, x, k, ManyRows::Sums(y)),
             (Way::Many, OutputRows::Wide(_)) => ensure("product", false, "an f32 output of many rows"),
             (Way::Lt(plan), y) => self.run(card, plan, y, numbers, x),
@@ -464,10 +464,10 @@ impl Lt {
     ) -> Result<(), CudaError> {
         let Factors { w, x, k } = factors;
         match (way, w, next) {
-            (Way::Many, Weights::Bf16(w) | Weights::Widened(w), Next::Gate(gated)) => {
+            (Way::Many, WeightMatrix::Bf16(w) | WeightMatrix::Widened(w), Next::Gate(gated)) => {
                 card.multiply_many(w, x, k, ManyRows::Gated(gated))
             }
-            (Way::Many, Weights::Bf16(w) | Weights::Widened(w), Next::Norm(mut rows)) => {
+            (Way::Many, WeightMatrix::Bf16(w) | WeightMatrix::Widened(w), Next::Norm(mut rows)) => {
                 card.multiply_many(w, x, k, ManyRows::Added(rows.residual.reborrow()))?;
                 card.rms_norm(rows.out, rows.residual.view(), rows.weight, rows.epsilon)
             }
@@ -480,31 +480,31 @@ impl Lt {
 }
 
 /// Returns the method to use without measurements. It is fast for most matrices.
-fn guess(card: &ComputeCard, shape: ProductShape) -> Option<OwnForm> {
+fn guess(card: &ComputeCard, shape: ProductShape) -> Option<FusedForm> {
     let ProductShape { n, k, n_rows, is_fp8, .. } = shape;
     if card.has_few_rows() && n_rows <= FEW_ROWS_MAX {
-        return Some(OwnForm::Few(FewRowsForm::of(n, k)));
+        return Some(FusedForm::Few(FewRowsForm::of(n, k)));
     }
-    (n_rows <= SKINNY_ROWS_MAX && !is_fp8).then_some(OwnForm::Skinny(SKINNY_FORMS[0]))
+    (n_rows <= SKINNY_ROWS_MAX && !is_fp8).then_some(FusedForm::Skinny(SKINNY_FORMS[0]))
 }
 
 /// Returns whether one kernel computes the product in one pass, without widening an FP8 matrix first.
-fn is_by_itself(form: OwnForm, shape: ProductShape) -> bool {
-    let takes_fp8 = matches!(form, OwnForm::Few(_));
+fn is_by_itself(form: FusedForm, shape: ProductShape) -> bool {
+    let takes_fp8 = matches!(form, FusedForm::Few(_));
     shape.n_rows <= own_rows_max(form) && (takes_fp8 || !shape.is_fp8)
 }
 
-fn own_rows_max(form: OwnForm) -> usize {
+fn own_rows_max(form: FusedForm) -> usize {
     match form {
-        OwnForm::Skinny(_) => SKINNY_ROWS_MAX,
-        OwnForm::Few(_) => FEW_ROWS_MAX,
+        FusedForm::Skinny(_) => SKINNY_ROWS_MAX,
+        FusedForm::Few(_) => FEW_ROWS_MAX,
     }
 }
 
 /// Multiplies in several passes, each with the kernel's maximum number of rows.
 fn in_passes(
     card: &ComputeCard,
-    form: OwnForm,
+    form: FusedForm,
     y: OutputRows<'_>,
     w: Fp8Rows<'_>,
     x: View<'_, Bf16>,
@@ -516,7 +516,7 @@ fn in_passes(
     let (n, n_rows) = (w.scales.len(), x.len() / k);
     for first in (0..n_rows).step_by(FEW_ROWS_MAX) {
         let end = (first + FEW_ROWS_MAX).min(n_rows);
-        let some = OwnProduct::plain(Weights::Fp8(w), x.slice(first * k..end * k), k);
+        let some = FusedProduct::plain(WeightMatrix::Fp8(w), x.slice(first * k..end * k), k);
         card.multiply_own(form, some, Ending::Sums(y.reborrow().slice(first * n..end * n)))?;
     }
     Ok(())
@@ -530,8 +530,8 @@ fn readied<'a>(
     room: Option<&'a mut Buffer<Bf16>>,
 ) -> Result<Factors<'a>, CudaError> {
     match (factors.w, way) {
-        (Weights::Fp8(rows), Way::Own(OwnForm::Skinny(_)) | Way::Many | Way::Lt(_)) => {
-            let w = Weights::Widened(widen(card, room, rows, factors.k)?);
+        (WeightMatrix::Fp8(rows), Way::Own(FusedForm::Skinny(_)) | Way::Many | Way::Lt(_)) => {
+            let w = WeightMatrix::Widened(widen(card, room, rows, factors.k)?);
             Ok(Factors { w, ..factors })
         }
         _ => Ok(factors),
@@ -556,7 +556,7 @@ fn widen<'a>(
 fn checked(y: &OutputRows<'_>, factors: Factors<'_>) -> Result<ProductShape, CudaError> {
     let Factors { w, x, k } = factors;
     let kernel = "product";
-    let is_fp8 = matches!(w, Weights::Fp8(_));
+    let is_fp8 = matches!(w, WeightMatrix::Fp8(_));
     let n = w.n_rows(k);
     let n_numbers = if is_fp8 { n * Fp8Rows::width(k) / 2 } else { n * k };
     let is_whole = k > 0 && k.is_multiple_of(8) && w.halves().len() == n_numbers && x.len().is_multiple_of(k);
@@ -577,7 +577,7 @@ mod tests {
     #[test]
     fn what_is_widened_first_is_no_product_by_itself() {
         let shape = |n_rows, is_fp8| ProductShape { n: 64, k: 64, n_rows, is_wide: false, is_fp8 };
-        let (skinny, few) = (OwnForm::Skinny(SKINNY_FORMS[0]), OwnForm::Few(FEW_ROWS_FORMS[0]));
+        let (skinny, few) = (FusedForm::Skinny(SKINNY_FORMS[0]), FusedForm::Few(FEW_ROWS_FORMS[0]));
         for (form, n_rows, is_fp8, expected) in [
             (skinny, 8, false, true),
             (skinny, 9, false, false),

@@ -12,14 +12,14 @@ use crate::cuda::peers::{INBOXES_WORDS, Peers};
 
 /// The kernel form for a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OwnForm {
+pub enum FusedForm {
     Skinny(SkinnyForm),
     Few(FewRowsForm),
 }
 
 /// A weight matrix, in one of the formats that kernels read.
 #[derive(Clone, Copy, Debug)]
-pub enum Weights<'a> {
+pub enum WeightMatrix<'a> {
     Bf16(View<'a, Bf16>),
     Fp8(Fp8Rows<'a>),
     /// A bf16 matrix that the previous kernel writes: it must not be read before that kernel has ended.
@@ -28,8 +28,8 @@ pub enum Weights<'a> {
 
 /// Few rows of `k` numbers, and the matrix that multiplies them.
 #[derive(Clone, Copy, Debug)]
-pub struct OwnProduct<'a> {
-    pub w: Weights<'a>,
+pub struct FusedProduct<'a> {
+    pub w: WeightMatrix<'a>,
     pub x: View<'a, Bf16>,
     pub k: usize,
     /// The pending norm of the rows, if any.
@@ -59,7 +59,7 @@ pub struct AddedRows<'a> {
     /// The residual times the norm's weights.
     pub out: ViewMut<'a, Bf16>,
     pub weight: View<'a, Bf16>,
-    /// The partial sums of squares of each row: [`OwnForm::parts`] for each row.
+    /// The partial sums of squares of each row: [`FusedForm::parts`] for each row.
     pub squares: ViewMut<'a, f32>,
 }
 
@@ -150,7 +150,7 @@ macro_rules! kernel_names {
 }
 pub(super) use kernel_names;
 
-impl OwnForm {
+impl FusedForm {
     /// Returns the number of parts of a row of `n` numbers. Each part has its own sum of squares.
     pub fn parts(self, n: usize) -> usize {
         n.div_ceil(2 * self.unit())
@@ -170,7 +170,7 @@ impl OwnForm {
     }
 }
 
-impl<'a> Weights<'a> {
+impl<'a> WeightMatrix<'a> {
     /// Returns the number of rows of `k` numbers.
     pub fn n_rows(self, k: usize) -> usize {
         match self {
@@ -196,33 +196,33 @@ impl<'a> Weights<'a> {
     }
 }
 
-impl<'a> OwnProduct<'a> {
+impl<'a> FusedProduct<'a> {
     /// Makes a product of rows without a pending norm.
-    pub fn plain(w: Weights<'a>, x: View<'a, Bf16>, k: usize) -> Self {
+    pub fn plain(w: WeightMatrix<'a>, x: View<'a, Bf16>, k: usize) -> Self {
         Self { w, x, k, pending_norm: None }
     }
 
     /// Returns whether the previous kernel writes the weights. If not, weights are loaded before that kernel
     /// has ended.
     pub(super) fn is_widened(&self) -> bool {
-        matches!(self.w, Weights::Widened(_))
+        matches!(self.w, WeightMatrix::Widened(_))
     }
 
     pub(super) fn check(
         &self,
         card: &ComputeCard,
         kernel: &'static str,
-        form: OwnForm,
+        form: FusedForm,
         ending: &Ending<'_>,
     ) -> Result<Checked, CudaError> {
         let Self { w, x, k, pending_norm } = *self;
         ensure(kernel, k > 0 && k.is_multiple_of(8), "rows whose width is not a multiple of 8")?;
         let n = match w {
-            Weights::Bf16(w) | Weights::Widened(w) => {
+            WeightMatrix::Bf16(w) | WeightMatrix::Widened(w) => {
                 card.check_places(kernel, &[&w, &x], &[])?;
                 rows_of(kernel, w.len(), k)?
             }
-            Weights::Fp8(w) => {
+            WeightMatrix::Fp8(w) => {
                 card.check_places(kernel, &[&w.numbers, &x], &[&w.scales])?;
                 check_rows(kernel, w, k)?
             }
@@ -266,7 +266,7 @@ impl Ending<'_> {
         &self,
         card: &ComputeCard,
         kernel: &'static str,
-        form: OwnForm,
+        form: FusedForm,
         size: OutputSize,
     ) -> Result<(), CudaError> {
         let OutputSize { n, n_rows } = size;
@@ -350,7 +350,7 @@ impl HeadsRows<'_> {
         card: &ComputeCard,
         kernel: &'static str,
         size: OutputSize,
-        form: OwnForm,
+        form: FusedForm,
     ) -> Result<(), CudaError> {
         let OutputSize { n, n_rows } = size;
         let width = self.rope.check(card, kernel, n_rows)?;
@@ -409,13 +409,13 @@ impl ComputeCard {
     /// Computes `x * transpose(w)`, a number for each pair of rows, and the work after the product.
     pub fn multiply_own(
         &self,
-        form: OwnForm,
-        product: OwnProduct<'_>,
+        form: FusedForm,
+        product: FusedProduct<'_>,
         ending: Ending<'_>,
     ) -> Result<(), CudaError> {
         match form {
-            OwnForm::Skinny(form) => self.skinny(form, product, ending),
-            OwnForm::Few(form) => self.few_rows(form, product, ending),
+            FusedForm::Skinny(form) => self.skinny(form, product, ending),
+            FusedForm::Few(form) => self.few_rows(form, product, ending),
         }
     }
 }

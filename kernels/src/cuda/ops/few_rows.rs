@@ -1,6 +1,6 @@
 //! Products of up to 128 rows with a large matrix on Hopper, bound by reading the matrix.
 
-use super::endings::{Checked, Ending, KernelNames, OwnForm, OwnProduct, Weights, kernel_names};
+use super::endings::{Checked, Ending, FusedForm, FusedProduct, KernelNames, WeightMatrix, kernel_names};
 use super::{Bf16, ComputeCard, CudaError, Fp8Rows, GRID_SIDE_MAX, ensure, launch, number};
 use crate::cuda::tensor_map::{BoxSize, Matrix, TensorMap};
 use device::cuda::card::Grid;
@@ -141,7 +141,7 @@ impl ComputeCard {
     pub(super) fn few_rows(
         &self,
         form: FewRowsForm,
-        product: OwnProduct<'_>,
+        product: FusedProduct<'_>,
         ending: Ending<'_>,
     ) -> Result<(), CudaError> {
         let form = match &ending {
@@ -157,18 +157,18 @@ impl ComputeCard {
     fn few_rows_clusters(
         &self,
         shares: usize,
-        product: OwnProduct<'_>,
+        product: FusedProduct<'_>,
         ending: Ending<'_>,
     ) -> Result<(), CudaError> {
         let form = FewRowsForm::Clusters { shares };
-        let OwnProduct { w, x, k, .. } = product;
+        let FusedProduct { w, x, k, .. } = product;
         let of_kernel = match w {
-            Weights::Bf16(_) | Weights::Widened(_) => SIZES,
-            Weights::Fp8(_) => SIZES_FP8,
+            WeightMatrix::Bf16(_) | WeightMatrix::Widened(_) => SIZES,
+            WeightMatrix::Fp8(_) => SIZES_FP8,
         };
         let kernel = of_kernel[0].names.of(&ending);
         ensure(kernel, FEW_ROWS_SHARES.contains(&shares), "a number of shares other than 1, 2, 4 or 8")?;
-        let checked = product.check(self, kernel, OwnForm::Few(form), &ending)?;
+        let checked = product.check(self, kernel, FusedForm::Few(form), &ending)?;
         let Checked { sizes, pending_norm, ending: words, n_parts } = checked;
         let (n, n_rows) = (sizes.n as usize, sizes.n_rows as usize);
         ensure(kernel, n_rows <= FEW_ROWS_MAX, "more than 128 rows")?;
@@ -183,13 +183,13 @@ impl ComputeCard {
         let of_x = Matrix { address: x.address(), n_rows, n_columns: k, stride: k };
         let (blocks, of_tiles) = ((shares, n_parts, 1), TensorMap::of(of_x, size.rows_max)?);
         match w {
-            Weights::Bf16(w) | Weights::Widened(w) => {
+            WeightMatrix::Bf16(w) | WeightMatrix::Widened(w) => {
                 let of_w = TensorMap::of(Matrix { address: w.address(), n_rows: n, ..of_x }, UNIT)?;
                 let shared_bytes = shared_bytes(size);
                 let config = Grid { waits: product.is_widened(), ..Grid::of(blocks, THREADS, shared_bytes) };
                 launch!(self, kernel, config, shares, &words, &pending_norm, &of_w, &of_tiles, &sizes)
             }
-            Weights::Fp8(w) => {
+            WeightMatrix::Fp8(w) => {
                 let boxes = BoxSize { columns: TILE_COLUMNS, rows: UNIT };
                 let of_w = TensorMap::of_bytes(w.numbers.address(), n, Fp8Rows::width(k), boxes)?;
                 let config = Grid::of(blocks, THREADS, shared_bytes_fp8(size));
@@ -211,10 +211,10 @@ impl ComputeCard {
     }
 
     /// Multiplies in the form [`FewRowsForm::Even`].
-    fn few_rows_even(&self, product: OwnProduct<'_>, ending: Ending<'_>) -> Result<(), CudaError> {
-        let OwnProduct { w, x, k, .. } = product;
+    fn few_rows_even(&self, product: FusedProduct<'_>, ending: Ending<'_>) -> Result<(), CudaError> {
+        let FusedProduct { w, x, k, .. } = product;
         let kernel = SIZES_EVEN[0].names.of(&ending);
-        let checked = product.check(self, kernel, OwnForm::Few(FewRowsForm::Even), &ending)?;
+        let checked = product.check(self, kernel, FusedForm::Few(FewRowsForm::Even), &ending)?;
         let Checked { sizes, pending_norm, ending: words, n_parts } = checked;
         let (n, n_rows) = (sizes.n as usize, sizes.n_rows as usize);
         ensure(kernel, n_rows <= EVEN_ROWS_MAX, "more than 64 rows")?;

@@ -22,7 +22,7 @@ mod ranks;
 
 pub use decode::DecodeAttention;
 pub use dummy::DummyPart;
-pub use endings::{AddedRows, Ending, HeadsRows, OwnForm, OwnProduct, PendingNorm, Weights};
+pub use endings::{AddedRows, Ending, FusedForm, FusedProduct, HeadsRows, PendingNorm, WeightMatrix};
 pub use feed::{FeedTokens, NOWHERE};
 pub(super) use few_rows::MEETING_PARTS;
 pub use few_rows::{FEW_ROWS_FORMS, FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm};
@@ -31,7 +31,7 @@ pub use many_rows::ManyRows;
 pub use prefill::{PrefillAttention, PrefillSequence};
 pub use ranks::SumRows;
 pub use rope::RopeWriteKv;
-pub use sample::{DrawRow, EDIT_WORDS, Edit, Outcome, SampleTokens, TOP_MAX};
+pub use sample::{DrawRow, EDIT_WORDS, LogitEdit, Outcome, SampleTokens, TOP_MAX};
 pub use skinny::{SKINNY_FORMS, SKINNY_ROWS_MAX, SkinnyForm};
 
 use device::cuda::error::ensure;

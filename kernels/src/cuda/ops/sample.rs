@@ -27,7 +27,7 @@ pub struct DrawRow {
     pub position: u64,
     /// The number of likeliest tokens to return with log-probabilities. `None` means no log-probabilities.
     pub n_top: Option<u32>,
-    /// The index of this row's first [`Edit`] in the list of all rows' edits.
+    /// The index of this row's first [`LogitEdit`] in the list of all rows' edits.
     pub first_edit: u32,
     pub n_edits: u32,
     pub repetition: f32,
@@ -37,7 +37,7 @@ pub struct DrawRow {
 
 /// A change of one token's logit before a draw. A row edits each token once.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Edit {
+pub struct LogitEdit {
     pub token: u32,
     pub bias: f32,
     /// The number of times that the model has generated the token.
@@ -152,7 +152,7 @@ impl DrawRow {
     }
 }
 
-impl Edit {
+impl LogitEdit {
     pub fn to_words(self) -> [u32; EDIT_WORDS] {
         let flags = u32::from(self.is_forbidden) | u32::from(self.is_seen) << 1;
         [self.token, self.bias.to_bits(), self.n_said, flags]
@@ -216,7 +216,7 @@ mod tests {
         let words = draw.to_words();
         assert_eq!(words[..2], [3, NOWHERE]);
         assert_eq!(words[6..13], [2, 1, 7, 0, 1, 11, 2]);
-        let edit = Edit { token: 5, bias: -1.0, n_said: 2, is_forbidden: true, is_seen: true };
+        let edit = LogitEdit { token: 5, bias: -1.0, n_said: 2, is_forbidden: true, is_seen: true };
         assert_eq!(edit.to_words(), [5, (-1.0_f32).to_bits(), 2, 3]);
     }
 

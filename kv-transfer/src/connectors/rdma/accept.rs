@@ -9,7 +9,7 @@ use chassis::{Listener, Stream};
 
 use super::adapter::Adapter;
 use super::greeting::{read_end, read_first, write_end};
-use super::receive::RdmaPath;
+use super::receive::RdmaKvPath;
 use crate::connector_parts::ConnectorParts;
 use crate::connectors::link::accept::{Handshake, Incoming, StreamAcceptor};
 use crate::connectors::link::frame::FrameError;
@@ -52,7 +52,7 @@ async fn greeted(
         return Err(FrameError::Unexpected("a link without queue pairs").into());
     }
     let sender = read_end(&mut stream, first.pairs).await.map_err(TransferError::lost)?;
-    let (written, end) = RdmaPath::of(&adapter, &parts, &sender)?;
+    let (written, end) = RdmaKvPath::of(&adapter, &parts, &sender)?;
     write_end(&mut stream, &end).await.map_err(TransferError::lost)?;
     Ok(Incoming { stream, kv_path: Some(Arc::new(written)), handshake_permit: None })
 }

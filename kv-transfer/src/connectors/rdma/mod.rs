@@ -8,7 +8,7 @@
 //!
 //! Suggested reading order: the port of a device (`port`), a connector's device (`adapter`), the handshake
 //! (`greeting`), queue pairs (`pairs`) and their completions (`watch`), the sender (`send`, `under_way`) and the
-//! receiver (`receive`, `verify`, `quiet_reports`), and digests of pages on a GPU (`card`).
+//! receiver (`receive`, `verify`, `quiet_proofs`), and digests of pages on a GPU (`card`).
 
 mod adapter;
 mod card;
@@ -21,7 +21,7 @@ mod watch;
 mod send;
 mod receive;
 mod verify;
-mod quiet_reports;
+mod quiet_proofs;
 
 use std::sync::Arc;
 

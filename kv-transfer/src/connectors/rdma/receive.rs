@@ -12,7 +12,7 @@ use types::TransferId;
 use super::adapter::Adapter;
 use super::greeting::End;
 use super::pairs::Pairs;
-use super::quiet_reports::QuietReports;
+use super::quiet_proofs::QuietProofs;
 use super::verify::take_written;
 use super::watch::watch;
 use crate::connector_parts::ConnectorParts;
@@ -30,13 +30,13 @@ const NUMBERS_MAX: usize = 64 << 10;
 /// The receiver's end of one link: the memory that the sender may write into, and the numbers that it has
 /// written.
 #[derive(Debug)]
-pub(super) struct RdmaPath {
+pub(super) struct RdmaKvPath {
     adapter: Arc<Adapter>,
     numbers: Arc<Numbers>,
     /// The queue pairs; empty once they are destroyed. Held for a look-up, never across an await.
     pairs: Arc<Mutex<Vec<QueuePair>>>,
     /// The outstanding reports of landings that the sender's device writes into.
-    reports: QuietReports,
+    reports: QuietProofs,
     #[expect(dead_code, reason = "held for its Drop")]
     watching: Task<()>,
 }
@@ -55,7 +55,7 @@ struct State {
     lost: Option<TransferError>,
 }
 
-impl RdmaPath {
+impl RdmaKvPath {
     /// Creates queue pairs, connects them to the sender's, and returns their description for the sender.
     pub(super) fn of(
         adapter: &Arc<Adapter>,
@@ -76,13 +76,13 @@ impl RdmaPath {
             let Err(error) = watch(completions, |completion| taking.take(completion)).await;
             taking.numbers.lose(error);
         });
-        let reports = QuietReports::default();
+        let reports = QuietProofs::default();
         Ok((Self { adapter: Arc::clone(adapter), numbers, pairs, reports, watching }, end))
     }
 }
 
 #[async_trait]
-impl KvPath for RdmaPath {
+impl KvPath for RdmaKvPath {
     /// Waits for the number even if its landing is over, because the device delivers each number once.
     async fn receive(
         self: Arc<Self>,

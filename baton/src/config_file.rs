@@ -16,7 +16,7 @@ use crate::output;
 
 /// A valid configuration file, by the kind of process that reads it.
 #[derive(Debug)]
-pub(crate) enum ProcessFile {
+pub(crate) enum ConfigFile {
     Router(Box<RouterConfig>),
     Node(Box<NodeConfig>),
     Pool(Box<PoolConfig>),
@@ -26,7 +26,7 @@ pub(crate) enum ProcessFile {
 pub(crate) fn check(files: &[PathBuf]) -> Result<ExitCode, Failed> {
     let mut wrong = None;
     for file in files {
-        match ProcessFile::read(file, std::iter::empty()) {
+        match ConfigFile::read(file, std::iter::empty()) {
             Ok(process) => {
                 output::tell(&format!("{}: a valid {} configuration", file.display(), process.kind()))
             }
@@ -36,7 +36,7 @@ pub(crate) fn check(files: &[PathBuf]) -> Result<ExitCode, Failed> {
     Ok(wrong.unwrap_or(ExitCode::SUCCESS))
 }
 
-impl ProcessFile {
+impl ConfigFile {
     /// Reads `file`, with the overrides in `env` that the process itself would apply.
     pub(crate) fn read(file: &Path, env: impl Iterator<Item = (String, String)>) -> Result<Self, Failed> {
         let read = match () {

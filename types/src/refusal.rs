@@ -5,7 +5,7 @@ use std::time::Duration;
 
 /// What the caller should do about an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum CallerAction {
     /// The request is at fault; it fails on every node.
     Reject,
     /// This node cannot serve the request; another node may.
@@ -30,13 +30,13 @@ impl Refusal {
         Self { kind, reason: reason.into() }
     }
 
-    pub fn verdict(&self) -> Verdict {
-        self.kind.verdict()
+    pub fn caller_action(&self) -> CallerAction {
+        self.kind.caller_action()
     }
 }
 
 macro_rules! refusal_kinds {
-    ($($(#[$doc:meta])* $name:ident = $code:literal => $verdict:expr,)*) => {
+    ($($(#[$doc:meta])* $name:ident = $code:literal => $action:expr,)*) => {
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum RefusalKind { $($(#[$doc])* $name,)* }
 
@@ -52,8 +52,8 @@ macro_rules! refusal_kinds {
                 Self::ALL.iter().copied().find(|kind| kind.code() == code)
             }
 
-            pub fn verdict(self) -> Verdict {
-                match self { $(Self::$name => $verdict,)* }
+            pub fn caller_action(self) -> CallerAction {
+                match self { $(Self::$name => $action,)* }
             }
         }
     };
@@ -61,24 +61,24 @@ macro_rules! refusal_kinds {
 
 refusal_kinds! {
     /// The node has no room for the sequence's KV.
-    Full = "full" => Verdict::RetryElsewhere,
+    Full = "full" => CallerAction::RetryElsewhere,
     /// The predicted work in the node's queue exceeds its limit.
-    Queue = "queue" => Verdict::RetryElsewhere,
-    Draining = "draining" => Verdict::RetryElsewhere,
+    Queue = "queue" => CallerAction::RetryElsewhere,
+    Draining = "draining" => CallerAction::RetryElsewhere,
     /// The two nodes cannot use each other's KV.
-    Mismatch = "mismatch" => Verdict::RetryElsewhere,
+    Mismatch = "mismatch" => CallerAction::RetryElsewhere,
     /// The landing has ended, has expired or was never granted.
-    Landing = "landing" => Verdict::RetryElsewhere,
+    Landing = "landing" => CallerAction::RetryElsewhere,
     /// The connection to the landing broke.
-    Wire = "wire" => Verdict::RetryElsewhere,
+    Wire = "wire" => CallerAction::RetryElsewhere,
     /// The sequence does not fit on such a node, even if it is empty.
-    TooLong = "too_long" => Verdict::Reject,
-    Invalid = "invalid" => Verdict::Reject,
-    Protocol = "protocol" => Verdict::RetryElsewhere,
-    Deadline = "deadline" => Verdict::Reject,
-    Cancelled = "cancelled" => Verdict::Reject,
+    TooLong = "too_long" => CallerAction::Reject,
+    Invalid = "invalid" => CallerAction::Reject,
+    Protocol = "protocol" => CallerAction::RetryElsewhere,
+    Deadline = "deadline" => CallerAction::Reject,
+    Cancelled = "cancelled" => CallerAction::Reject,
     /// The node failed while it processed the request.
-    Failed = "failed" => Verdict::RetryElsewhere,
+    Failed = "failed" => CallerAction::RetryElsewhere,
 }
 
 impl fmt::Display for RefusalKind {

@@ -15,30 +15,30 @@ use crate::quiet::Quiet;
 
 /// The outstanding reports of one link's sender: one for each landing that it opened.
 #[derive(Debug, Default)]
-pub(super) struct QuietReports {
+pub(super) struct QuietProofs {
     state: Mutex<State>,
 }
 
 /// The landings without a report. Held for a look-up, never across an await.
 #[derive(Debug, Default)]
 struct State {
-    outstanding: BTreeMap<TransferId, Arc<QuietReport>>,
+    outstanding: BTreeMap<TransferId, Arc<QuietProof>>,
     /// Set once the sender has no right to write any more: no report is needed.
     close: bool,
 }
 
 /// The report of one landing.
 #[derive(Debug, Default)]
-struct QuietReport {
+struct QuietProof {
     said: AtomicBool,
     changed: Notify,
 }
 
-impl QuietReports {
+impl QuietProofs {
     /// Returns the proof of quiet for a landing that this sender opened.
     pub(super) fn expect(&self, transfer: TransferId) -> Arc<dyn Quiet> {
         let mut state = self.state();
-        let word = Arc::<QuietReport>::default();
+        let word = Arc::<QuietProof>::default();
         if state.close {
             word.mark();
         } else {
@@ -69,7 +69,7 @@ impl QuietReports {
     }
 }
 
-impl QuietReport {
+impl QuietProof {
     fn mark(&self) {
         self.said.store(true, Ordering::Release);
         self.changed.notify_waiters();
@@ -77,7 +77,7 @@ impl QuietReport {
 }
 
 #[async_trait]
-impl Quiet for QuietReport {
+impl Quiet for QuietProof {
     fn awaited(&self) -> &'static str {
         "the sender's report that its device is done"
     }
@@ -111,7 +111,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn blocks_wait_for_their_senders_word_and_for_no_timer() {
-        let words = QuietReports::default();
+        let words = QuietProofs::default();
         let (first, second) = (words.expect(TransferId(1)), words.expect(TransferId(2)));
         assert!(!first.revoke());
         timeout(Duration::from_secs(3600), first.proven()).await.expect_err("nothing was said");
