@@ -15,7 +15,7 @@ use rcgen::{
 };
 
 use crate::cli::CertsArgs;
-use crate::exit::Failed;
+use crate::exit::CommandError;
 use crate::output;
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
@@ -60,10 +60,10 @@ fn roles() -> String {
 }
 
 /// Makes all files, or none that is there already.
-pub(crate) fn run(args: &CertsArgs) -> Result<ExitCode, Failed> {
+pub(crate) fn run(args: &CertsArgs) -> Result<ExitCode, CommandError> {
     let made = made(args).map_err(|error| match &error {
-        CertsError::Name(_) | CertsError::Process(_) => Failed::usage(error),
-        _ => Failed::work(error),
+        CertsError::Name(_) | CertsError::Process(_) => CommandError::usage(error),
+        _ => CommandError::work(error),
     })?;
     for line in made {
         output::print(&format!("{line}\n"))?;

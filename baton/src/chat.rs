@@ -12,16 +12,16 @@ use hyper_util::rt::TokioExecutor;
 use serde_json::{Value, json};
 
 use crate::cli::ChatArgs;
-use crate::exit::Failed;
+use crate::exit::CommandError;
 use crate::{http_url, interrupt, output};
 
 /// The largest incomplete server-sent event, in bytes.
 const EVENT_BYTES_MAX: usize = 1 << 20;
 
-pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failed> {
+pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, CommandError> {
     interrupt::says("interrupted")?;
     let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Failed::start)?;
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(CommandError::start)?;
     let endpoint = Endpoint::new(&args.url)?;
     let model = match &args.model {
         Some(model) => model.clone(),
@@ -39,7 +39,11 @@ pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failed> {
 }
 
 /// Reads lines until the end of input. An answer that fails is reported, and the conversation continues.
-fn converse(runtime: &tokio::runtime::Runtime, endpoint: &Endpoint, talk: &mut Talk) -> Result<(), Failed> {
+fn converse(
+    runtime: &tokio::runtime::Runtime,
+    endpoint: &Endpoint,
+    talk: &mut Talk,
+) -> Result<(), CommandError> {
     output::tell(&format!("talking to {} at {}; Ctrl-D ends", talk.model, endpoint.base));
     let interactive = std::io::stdin().is_terminal();
     let mut lines = std::io::stdin().lock().lines();
@@ -48,7 +52,7 @@ fn converse(runtime: &tokio::runtime::Runtime, endpoint: &Endpoint, talk: &mut T
             let _ = write!(std::io::stderr(), "> ");
         }
         let Some(line) = lines.next() else { return Ok(()) };
-        let line = line.map_err(Failed::work)?;
+        let line = line.map_err(CommandError::work)?;
         if line.trim().is_empty() {
             continue;
         }
@@ -68,7 +72,7 @@ struct Talk {
 impl Talk {
     /// Sends one message and prints the answer. If there is no answer, the message is removed from the
     /// conversation.
-    async fn say(&mut self, endpoint: &Endpoint, text: &str) -> Result<(), Failed> {
+    async fn say(&mut self, endpoint: &Endpoint, text: &str) -> Result<(), CommandError> {
         self.messages.push(json!({ "role": "user", "content": text }));
         match self.answer(endpoint).await {
             Ok(answer) => {
@@ -82,7 +86,7 @@ impl Talk {
         }
     }
 
-    async fn answer(&self, endpoint: &Endpoint) -> Result<String, Failed> {
+    async fn answer(&self, endpoint: &Endpoint) -> Result<String, CommandError> {
         let request = json!({
             "model": self.model,
             "messages": self.messages,
@@ -92,7 +96,7 @@ impl Talk {
         let mut body = endpoint.post("/v1/chat/completions", &request).await?.into_body();
         let (mut pending, mut answer) = (Vec::new(), String::new());
         while let Some(frame) = body.frame().await {
-            if let Ok(data) = frame.map_err(Failed::work)?.into_data() {
+            if let Ok(data) = frame.map_err(CommandError::work)?.into_data() {
                 pending.extend_from_slice(&data);
             }
             while let Some(event) = take_event(&mut pending) {
@@ -105,16 +109,16 @@ impl Talk {
                 answer.push_str(&piece);
             }
             if pending.len() > EVENT_BYTES_MAX {
-                return Err(Failed::work("the endpoint sent an event without an end"));
+                return Err(CommandError::work("the endpoint sent an event without an end"));
             }
         }
-        Err(Failed::work("the answer ended early"))
+        Err(CommandError::work("the answer ended early"))
     }
 }
 
-fn print_piece(piece: &str) -> Result<(), Failed> {
+fn print_piece(piece: &str) -> Result<(), CommandError> {
     let mut out = std::io::stdout().lock();
-    out.write_all(piece.as_bytes()).and_then(|()| out.flush()).map_err(Failed::work)
+    out.write_all(piece.as_bytes()).and_then(|()| out.flush()).map_err(CommandError::work)
 }
 
 /// Removes the next complete event from `pending` and returns its data; `None` if no event is complete.
@@ -131,10 +135,10 @@ fn take_event(pending: &mut Vec<u8>) -> Option<String> {
     }
 }
 
-fn piece_of(event: &str) -> Result<String, Failed> {
-    let event: Value = serde_json::from_str(event).map_err(Failed::work)?;
+fn piece_of(event: &str) -> Result<String, CommandError> {
+    let event: Value = serde_json::from_str(event).map_err(CommandError::work)?;
     if let Some(message) = event["error"]["message"].as_str() {
-        return Err(Failed::work(message.to_owned()));
+        return Err(CommandError::work(message.to_owned()));
     }
     Ok(event["choices"][0]["delta"]["content"].as_str().unwrap_or_default().to_owned())
 }
@@ -146,7 +150,7 @@ struct Endpoint {
 }
 
 impl Endpoint {
-    fn new(url: &str) -> Result<Self, Failed> {
+    fn new(url: &str) -> Result<Self, CommandError> {
         let base = http_url::parse(url)?;
         // A trailing `/v1` is removed, because other clients use the address with it.
         let base = base.strip_suffix("/v1").unwrap_or(&base).to_owned();
@@ -154,21 +158,24 @@ impl Endpoint {
         Ok(Self { base, client })
     }
 
-    async fn first_model(&self) -> Result<String, Failed> {
-        let request =
-            Request::get(format!("{}/v1/models", self.base)).body(Full::default()).map_err(Failed::usage)?;
+    async fn first_model(&self) -> Result<String, CommandError> {
+        let request = Request::get(format!("{}/v1/models", self.base))
+            .body(Full::default())
+            .map_err(CommandError::usage)?;
         let models = json_of(self.send(request).await?).await?;
         let first = models["data"][0]["id"].as_str();
-        first.map(str::to_owned).ok_or_else(|| Failed::work(format!("{} serves no model now", self.base)))
+        first
+            .map(str::to_owned)
+            .ok_or_else(|| CommandError::work(format!("{} serves no model now", self.base)))
     }
 
-    async fn post(&self, path: &str, body: &Value) -> Result<Response<Incoming>, Failed> {
+    async fn post(&self, path: &str, body: &Value) -> Result<Response<Incoming>, CommandError> {
         let request =
             Request::post(format!("{}{path}", self.base)).header("content-type", "application/json");
-        self.send(request.body(Full::from(body.to_string())).map_err(Failed::usage)?).await
+        self.send(request.body(Full::from(body.to_string())).map_err(CommandError::usage)?).await
     }
 
-    async fn send(&self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, Failed> {
+    async fn send(&self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, CommandError> {
         let response = self.client.request(request).await.map_err(|error| self.unreachable(&error))?;
         if response.status() == StatusCode::OK {
             return Ok(response);
@@ -176,18 +183,18 @@ impl Endpoint {
         let status = response.status();
         let body = json_of(response).await.unwrap_or_default();
         let message = body["error"]["message"].as_str().unwrap_or("no reason was given");
-        Err(Failed::work(format!("{status}: {message}")))
+        Err(CommandError::work(format!("{status}: {message}")))
     }
 
-    fn unreachable(&self, error: &hyper_util::client::legacy::Error) -> Failed {
+    fn unreachable(&self, error: &hyper_util::client::legacy::Error) -> CommandError {
         let cause = std::error::Error::source(error).map(ToString::to_string).unwrap_or_default();
-        Failed::work(format!("no answer from {}: {cause}; is `baton up` running?", self.base))
+        CommandError::work(format!("no answer from {}: {cause}; is `baton up` running?", self.base))
     }
 }
 
-async fn json_of(response: Response<Incoming>) -> Result<Value, Failed> {
-    let body = response.into_body().collect().await.map_err(Failed::work)?.to_bytes();
-    serde_json::from_slice(&body).map_err(Failed::work)
+async fn json_of(response: Response<Incoming>) -> Result<Value, CommandError> {
+    let body = response.into_body().collect().await.map_err(CommandError::work)?.to_bytes();
+    serde_json::from_slice(&body).map_err(CommandError::work)
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use tracing::warn;
 use types::Role;
 
-use crate::exit::Failed;
+use crate::exit::CommandError;
 use crate::expert_variables;
 use crate::output;
 
@@ -65,8 +65,8 @@ impl Node {
         role: Role,
         id: String,
         settings: Vec<(&'static str, String)>,
-    ) -> Result<Self, Failed> {
-        let process = Process::start(role, &id, &settings).map_err(Failed::start)?;
+    ) -> Result<Self, CommandError> {
+        let process = Process::start(role, &id, &settings).map_err(CommandError::start)?;
         Ok(Self { id, role, settings, process, pause: RESTART_FIRST })
     }
 

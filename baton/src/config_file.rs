@@ -11,7 +11,7 @@ use pool_node::{PoolConfig, RawPoolConfig};
 use registry::RegistryParts;
 use router::{RawRouterConfig, RouterConfig};
 
-use crate::exit::Failed;
+use crate::exit::CommandError;
 use crate::output;
 
 /// A valid configuration file, by the kind of process that reads it.
@@ -23,7 +23,7 @@ pub(crate) enum ConfigFile {
 }
 
 /// Runs `baton --check-config FILE…`. Every file is checked, so that one run reports all invalid ones.
-pub(crate) fn check(files: &[PathBuf]) -> Result<ExitCode, Failed> {
+pub(crate) fn check(files: &[PathBuf]) -> Result<ExitCode, CommandError> {
     let mut wrong = None;
     for file in files {
         match ConfigFile::read(file, std::iter::empty()) {
@@ -38,7 +38,10 @@ pub(crate) fn check(files: &[PathBuf]) -> Result<ExitCode, Failed> {
 
 impl ConfigFile {
     /// Reads `file`, with the overrides in `env` that the process itself would apply.
-    pub(crate) fn read(file: &Path, env: impl Iterator<Item = (String, String)>) -> Result<Self, Failed> {
+    pub(crate) fn read(
+        file: &Path,
+        env: impl Iterator<Item = (String, String)>,
+    ) -> Result<Self, CommandError> {
         let read = match () {
             () if has(file, "router") => Self::router(file, env),
             () if has(file, "pool") => Self::pool(file, env),
@@ -50,33 +53,33 @@ impl ConfigFile {
     }
 
     /// Checks the names of connectors and of the registry, for `--check`. All other values are already valid.
-    pub(crate) fn is_valid(&self) -> Result<ExitCode, Failed> {
-        self.names_connectors().map_err(Failed::usage)?;
+    pub(crate) fn is_valid(&self) -> Result<ExitCode, CommandError> {
+        self.names_connectors().map_err(CommandError::usage)?;
         self.names_a_registry()?;
         output::tell("the configuration is valid");
         Ok(ExitCode::SUCCESS)
     }
 
     /// Returns the default process, for a command without a file: the router of `baton up`.
-    pub(crate) fn default_router() -> Result<Self, Failed> {
-        let config = RouterConfig::resolve(RawRouterConfig::default()).map_err(Failed::usage)?;
+    pub(crate) fn default_router() -> Result<Self, CommandError> {
+        let config = RouterConfig::resolve(RawRouterConfig::default()).map_err(CommandError::usage)?;
         Ok(Self::Router(Box::new(config)))
     }
 
-    fn router(file: &Path, env: impl Iterator<Item = (String, String)>) -> Result<Self, Failed> {
-        let raw: RawRouterConfig = chassis::config::load(Some(file), env).map_err(Failed::usage)?;
+    fn router(file: &Path, env: impl Iterator<Item = (String, String)>) -> Result<Self, CommandError> {
+        let raw: RawRouterConfig = chassis::config::load(Some(file), env).map_err(CommandError::usage)?;
         let config = RouterConfig::resolve(raw).map_err(|error| in_file(file, &error))?;
         Ok(Self::Router(Box::new(config)))
     }
 
-    fn node(file: &Path, env: impl Iterator<Item = (String, String)>) -> Result<Self, Failed> {
-        let raw: RawNodeConfig = chassis::config::load(Some(file), env).map_err(Failed::usage)?;
+    fn node(file: &Path, env: impl Iterator<Item = (String, String)>) -> Result<Self, CommandError> {
+        let raw: RawNodeConfig = chassis::config::load(Some(file), env).map_err(CommandError::usage)?;
         let config = NodeConfig::resolve(raw).map_err(|error| in_file(file, &error))?;
         Ok(Self::Node(Box::new(config)))
     }
 
-    fn pool(file: &Path, env: impl Iterator<Item = (String, String)>) -> Result<Self, Failed> {
-        let raw: RawPoolConfig = chassis::config::load(Some(file), env).map_err(Failed::usage)?;
+    fn pool(file: &Path, env: impl Iterator<Item = (String, String)>) -> Result<Self, CommandError> {
+        let raw: RawPoolConfig = chassis::config::load(Some(file), env).map_err(CommandError::usage)?;
         let config = PoolConfig::resolve(raw).map_err(|error| in_file(file, &error))?;
         Ok(Self::Pool(Box::new(config)))
     }
@@ -128,13 +131,13 @@ impl ConfigFile {
     }
 
     /// Checks the registry's address by opening the registry, which sends nothing but needs a runtime.
-    fn names_a_registry(&self) -> Result<(), Failed> {
+    fn names_a_registry(&self) -> Result<(), CommandError> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        let runtime = runtime.map_err(Failed::start)?;
+        let runtime = runtime.map_err(CommandError::start)?;
         let _inside = runtime.enter();
         let parts = RegistryParts { world: World::real(), gate: Gate::new("check") };
         let opened = self.registry_url().map_or(Ok(()), |url| registry::open(url, parts).map(drop));
-        opened.map_err(Failed::usage)
+        opened.map_err(CommandError::usage)
     }
 }
 
@@ -145,6 +148,6 @@ fn has(file: &Path, section: &str) -> bool {
     text.parse::<toml::Table>().is_ok_and(|table| table.contains_key(section))
 }
 
-fn in_file(file: &Path, error: &dyn std::fmt::Display) -> Failed {
-    Failed::usage(format!("{}: {error}", file.display()))
+fn in_file(file: &Path, error: &dyn std::fmt::Display) -> CommandError {
+    CommandError::usage(format!("{}: {error}", file.display()))
 }

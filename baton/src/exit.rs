@@ -8,12 +8,12 @@ use crate::output;
 
 /// The error of a command, with its exit code.
 #[derive(Debug)]
-pub(crate) struct Failed {
+pub(crate) struct CommandError {
     code: u8,
     error: Box<dyn Error + Send + Sync>,
 }
 
-impl Failed {
+impl CommandError {
     pub(crate) fn work(error: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self { code: 1, error: error.into() }
     }

@@ -2,12 +2,12 @@
 
 use hyper::Uri;
 
-use crate::exit::Failed;
+use crate::exit::CommandError;
 
 /// Returns `text` as `http://host:port/path` without a trailing slash. The scheme and the path may be
 /// missing.
-pub(crate) fn parse(text: &str) -> Result<String, Failed> {
-    let refused = |reason: &str| Failed::usage(format!("{text:?} is not an address: {reason}"));
+pub(crate) fn parse(text: &str) -> Result<String, CommandError> {
+    let refused = |reason: &str| CommandError::usage(format!("{text:?} is not an address: {reason}"));
     let (scheme, rest) = text.split_once("://").unwrap_or(("http", text));
     match scheme {
         "http" => {}

@@ -9,12 +9,12 @@ use router::RouterConfig;
 use types::{NodeId, Role};
 
 use crate::config_file::ConfigFile;
-use crate::exit::Failed;
+use crate::exit::CommandError;
 
 /// The world of a router of this cluster, with the cluster's secret and the router's certificate, as far as they are set.
-pub(crate) fn of_router(cluster: &ClusterSection, tls: &TlsSection) -> Result<World, Failed> {
+pub(crate) fn of_router(cluster: &ClusterSection, tls: &TlsSection) -> Result<World, CommandError> {
     let world = world(cluster, tls)?;
-    check_router_certificate(world.identity()).map_err(Failed::start)?;
+    check_router_certificate(world.identity()).map_err(CommandError::start)?;
     Ok(world)
 }
 
@@ -24,16 +24,16 @@ pub(crate) fn of_node(
     tls: &TlsSection,
     role: Role,
     id: Option<&NodeId>,
-) -> Result<(World, Option<NodeId>), Failed> {
+) -> Result<(World, Option<NodeId>), CommandError> {
     let world = world(cluster, tls)?;
-    let named = check_node_certificate(world.identity(), role, id).map_err(Failed::start)?;
+    let named = check_node_certificate(world.identity(), role, id).map_err(CommandError::start)?;
     Ok((world, named))
 }
 
-fn world(cluster: &ClusterSection, tls: &TlsSection) -> Result<World, Failed> {
-    let world = World::real().with_identity(cluster.identity(tls).map_err(Failed::start)?);
+fn world(cluster: &ClusterSection, tls: &TlsSection) -> Result<World, CommandError> {
+    let world = World::real().with_identity(cluster.identity(tls).map_err(CommandError::start)?);
     if let Some(tls) = world.identity().tls() {
-        tls.check(world.unix_time()).map_err(Failed::start)?;
+        tls.check(world.unix_time()).map_err(CommandError::start)?;
     }
     Ok(world)
 }

@@ -6,14 +6,14 @@ use chassis::World;
 use router::tenants::{ApiKey, is_tenant_name};
 
 use crate::cli::{KeysArgs, KeysCommand};
-use crate::exit::Failed;
+use crate::exit::CommandError;
 use crate::output;
 
 /// Makes a key and prints it once. The key is not stored.
-pub(crate) fn run(args: &KeysArgs) -> Result<ExitCode, Failed> {
+pub(crate) fn run(args: &KeysArgs) -> Result<ExitCode, CommandError> {
     let KeysCommand::New { tenant } = &args.command;
     if !is_tenant_name(tenant) {
-        return Err(Failed::usage(format!(
+        return Err(CommandError::usage(format!(
             "{tenant:?} is not a valid tenant name: use letters, digits, '-', '_', '.' or ':'"
         )));
     }

@@ -29,7 +29,7 @@ use std::process::ExitCode;
 use clap::Parser as _;
 
 use crate::cli::{BenchCommand, Cli, Command};
-use crate::exit::Failed;
+use crate::exit::CommandError;
 
 fn main() -> ExitCode {
     match run(Cli::parse()) {
@@ -38,7 +38,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(cli: Cli) -> Result<ExitCode, Failed> {
+fn run(cli: Cli) -> Result<ExitCode, CommandError> {
     // Without a command there are files to check: clap prints the help if there is neither a command nor a
     // file.
     let Some(command) = cli.command else { return config_file::check(&cli.check_config) };

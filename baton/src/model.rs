@@ -5,13 +5,13 @@ use std::path::{Path, PathBuf};
 use chassis::Shutdown;
 use models::{Hub, HubError, HubSettings, ModelId, bundled};
 
-use crate::exit::Failed;
+use crate::exit::CommandError;
 
 const DEMO: &str = "demo";
 
 /// The path and name of a model, as a router and a node need them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Located {
+pub(crate) struct ModelLocation {
     /// The path of the model's folder, or a mock.
     pub(crate) path: String,
     /// The name for requests. Empty: the model's own name.
@@ -21,36 +21,40 @@ pub(crate) struct Located {
 /// Finds the model at `path`, and downloads a model on a hub. A configured name is kept.
 ///
 /// If the process is stopped meanwhile, the error reports it; downloaded data is kept.
-pub(crate) async fn locate(path: &str, name: &str, shutdown: &Shutdown) -> Result<Located, Failed> {
+pub(crate) async fn locate(
+    path: &str,
+    name: &str,
+    shutdown: &Shutdown,
+) -> Result<ModelLocation, CommandError> {
     tokio::select! {
         located = found(path, name) => located,
-        () = shutdown.wait() => Err(Failed::drain(
+        () = shutdown.wait() => Err(CommandError::drain(
             "stopped before the model was downloaded: the next start continues the download",
         )),
     }
 }
 
-async fn found(path: &str, name: &str) -> Result<Located, Failed> {
+async fn found(path: &str, name: &str) -> Result<ModelLocation, CommandError> {
     let (path, own_name) = match Place::of(path)? {
         Place::Here => {
             check_folder(Path::new(path))?;
             (path.to_owned(), String::new())
         }
         Place::Bundled => {
-            let folder = bundled::unpacked(&bundled::cache_folders()).map_err(Failed::start)?;
+            let folder = bundled::unpacked(&bundled::cache_folders()).map_err(CommandError::start)?;
             (text(&folder)?, DEMO.to_owned())
         }
         Place::Hub(id) => {
             let refused = |source| NotFetched { path: path.to_owned(), source: Box::new(source) };
-            let folder = fetch(&id).await.map_err(|source| Failed::start(refused(source)))?;
+            let folder = fetch(&id).await.map_err(|source| CommandError::start(refused(source)))?;
             (text(&folder)?, id.repository())
         }
     };
-    Ok(Located { path, name: if name.is_empty() { own_name } else { name.to_owned() } })
+    Ok(ModelLocation { path, name: if name.is_empty() { own_name } else { name.to_owned() } })
 }
 
-fn check_folder(path: &Path) -> Result<(), Failed> {
-    not_a_model(path).map_or(Ok(()), |why| Err(Failed::start(why)))
+fn check_folder(path: &Path) -> Result<(), CommandError> {
+    not_a_model(path).map_or(Ok(()), |why| Err(CommandError::start(why)))
 }
 
 /// Returns the reason why something that exists at the path is not a model's folder.
@@ -99,7 +103,7 @@ pub(crate) enum Place {
 impl Place {
     /// Decides where the model at `path` is found. A folder has precedence over a hub, and `demo` over a
     /// folder: a folder with that name is `./demo`.
-    pub(crate) fn of(path: &str) -> Result<Self, Failed> {
+    pub(crate) fn of(path: &str) -> Result<Self, CommandError> {
         let is_mock = path == "mock" || path.starts_with("mock:");
         if path.is_empty() || is_mock || looks_like_a_path(path) || Path::new(path).is_dir() && path != DEMO {
             return Ok(Self::Here);
@@ -111,7 +115,7 @@ impl Place {
             return Ok(Self::Here);
         }
         ModelId::parse(path).map(Self::Hub).ok_or_else(|| {
-            Failed::usage(format!(
+            CommandError::usage(format!(
                 "no model {path:?}: a model is `demo`, `mock`, a folder, or one on a hub, `org/name` or `org/name@revision`"
             ))
         })
@@ -125,9 +129,9 @@ fn looks_like_a_path(path: &str) -> bool {
         || [".", ".."].contains(&path)
 }
 
-fn text(folder: &Path) -> Result<String, Failed> {
+fn text(folder: &Path) -> Result<String, CommandError> {
     let text = folder.to_str().map(str::to_owned);
-    text.ok_or_else(|| Failed::start(format!("{}: a folder's name must be UTF-8", folder.display())))
+    text.ok_or_else(|| CommandError::start(format!("{}: a folder's name must be UTF-8", folder.display())))
 }
 
 #[cfg(test)]

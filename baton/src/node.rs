@@ -16,50 +16,51 @@ use types::Role;
 
 use crate::cli::ProcessArgs;
 use crate::config_file::ConfigFile;
-use crate::exit::Failed;
+use crate::exit::CommandError;
 use crate::identity;
 use crate::model;
 
 /// The longest wait for the registry to remove the node.
 const REGISTRY_CLOSE_WITHIN: Duration = Duration::from_secs(5);
 
-pub(crate) fn run(role: Role, args: &ProcessArgs) -> Result<ExitCode, Failed> {
+pub(crate) fn run(role: Role, args: &ProcessArgs) -> Result<ExitCode, CommandError> {
     let raw: RawNodeConfig =
-        chassis::config::load(args.config.as_deref(), std::env::vars()).map_err(Failed::usage)?;
-    let config = NodeConfig::resolve(raw.clone()).map_err(Failed::usage)?;
-    identity::check_node(&config).map_err(Failed::usage)?;
+        chassis::config::load(args.config.as_deref(), std::env::vars()).map_err(CommandError::usage)?;
+    let config = NodeConfig::resolve(raw.clone()).map_err(CommandError::usage)?;
+    identity::check_node(&config).map_err(CommandError::usage)?;
     if args.check {
         return ConfigFile::Node(Box::new(config)).is_valid();
     }
-    let _telemetry = telemetry::init(role.as_str(), &config.log).map_err(Failed::start)?;
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
+    let _telemetry = telemetry::init(role.as_str(), &config.log).map_err(CommandError::start)?;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(CommandError::start)?;
     runtime.block_on(async {
         let shutdown =
             if args.stop_with_stdin { Shutdown::from_signals_and_stdin() } else { Shutdown::from_signals() };
-        let shutdown = shutdown.map_err(Failed::start)?;
+        let shutdown = shutdown.map_err(CommandError::start)?;
         serve(role, &with_model(raw, &shutdown).await?, shutdown).await
     })
 }
 
 /// Returns the settings with the path of the model's folder. A model on a hub is downloaded meanwhile.
-async fn with_model(mut raw: RawNodeConfig, shutdown: &Shutdown) -> Result<NodeConfig, Failed> {
+async fn with_model(mut raw: RawNodeConfig, shutdown: &Shutdown) -> Result<NodeConfig, CommandError> {
     let located = model::locate(&raw.model.path, &raw.model.name, shutdown).await?;
     (raw.model.path, raw.model.name) = (located.path, located.name);
-    NodeConfig::resolve(raw).map_err(Failed::usage)
+    NodeConfig::resolve(raw).map_err(CommandError::usage)
 }
 
-async fn serve(role: Role, config: &NodeConfig, shutdown: Shutdown) -> Result<ExitCode, Failed> {
+async fn serve(role: Role, config: &NodeConfig, shutdown: Shutdown) -> Result<ExitCode, CommandError> {
     let (world, named) = identity::of_node(&config.cluster, &config.tls, role, config.id.as_ref())?;
     let _certificates = identity::follow_certificates(&world);
     let grpc = bind(&world, &config.listen).await?;
     let admin = bind(&world, &config.admin).await?;
-    let bound = grpc.local_addr().map_err(Failed::start)?;
+    let bound = grpc.local_addr().map_err(CommandError::start)?;
     let id = named.unwrap_or_else(|| node::host::default_id(role, bound));
-    let backend = engine::open(&config.engine).map_err(NodeError::Model).map_err(Failed::start)?;
+    let backend = engine::open(&config.engine).map_err(NodeError::Model).map_err(CommandError::start)?;
     let metrics = Metrics::of_node(role.as_str());
     let announcing = Gate::new("registry");
     let registry_parts = RegistryParts { world: world.clone(), gate: announcing.clone() };
-    let registry = registry::open(&config.registry_url, registry_parts).map_err(Failed::usage)?;
+    let registry = registry::open(&config.registry_url, registry_parts).map_err(CommandError::usage)?;
     let services = |role, parts: &NodeParts| services(role, parts, &config.decode);
     let lives = Lives {
         config,
@@ -78,15 +79,15 @@ async fn serve(role: Role, config: &NodeConfig, shutdown: Shutdown) -> Result<Ex
     let _ = announcing.close(REGISTRY_CLOSE_WITHIN).await;
     info!("node has stopped");
     ended.map(|()| ExitCode::SUCCESS).map_err(|error| match error {
-        NodeError::Drain(_) | NodeError::WorkerLate(_) => Failed::drain(error),
-        NodeError::Sleep(_) | NodeError::BackendLost | NodeError::WorkerDead(_) => Failed::work(error),
-        error => Failed::start(error),
+        NodeError::Drain(_) | NodeError::WorkerLate(_) => CommandError::drain(error),
+        NodeError::Sleep(_) | NodeError::BackendLost | NodeError::WorkerDead(_) => CommandError::work(error),
+        error => CommandError::start(error),
     })
 }
 
-pub(crate) async fn bind(world: &World, addr: &str) -> Result<Box<dyn Listener>, Failed> {
+pub(crate) async fn bind(world: &World, addr: &str) -> Result<Box<dyn Listener>, CommandError> {
     let listen = world.net().listen(addr).await;
-    listen.map_err(|source| Failed::start(NodeError::Listen { addr: addr.to_owned(), source }))
+    listen.map_err(|source| CommandError::start(NodeError::Listen { addr: addr.to_owned(), source }))
 }
 
 /// Makes the gRPC services of a role. A node with both roles has both services over one worker and one pool.

@@ -2,13 +2,13 @@
 
 use std::io::{ErrorKind, Write as _};
 
-use crate::exit::Failed;
+use crate::exit::CommandError;
 
 /// Writes to standard output. A reader that has closed the pipe, as `head` does, is no error.
-pub(crate) fn print(text: &str) -> Result<(), Failed> {
+pub(crate) fn print(text: &str) -> Result<(), CommandError> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(Failed::work(error)),
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(CommandError::work(error)),
         Ok(()) | Err(_) => Ok(()),
     }
 }

@@ -10,14 +10,14 @@ use hyper_util::rt::TokioExecutor;
 use serde_json::Value;
 
 use crate::cli::{SwitchArgs, WakeArgs};
-use crate::exit::Failed;
+use crate::exit::CommandError;
 use crate::{http_url, interrupt, output};
 
-pub(crate) fn sleep(args: &SwitchArgs) -> Result<ExitCode, Failed> {
+pub(crate) fn sleep(args: &SwitchArgs) -> Result<ExitCode, CommandError> {
     run("sleep", args)
 }
 
-pub(crate) fn wake(args: &WakeArgs) -> Result<ExitCode, Failed> {
+pub(crate) fn wake(args: &WakeArgs) -> Result<ExitCode, CommandError> {
     match &args.role {
         Some(role) => run(&format!("wake?role={role}"), &args.switch),
         None => run("wake", &args.switch),
@@ -26,38 +26,42 @@ pub(crate) fn wake(args: &WakeArgs) -> Result<ExitCode, Failed> {
 
 /// Posts to the page `what` of the node and prints its answer. There is no deadline, because a drain or
 /// loading a model may take long.
-fn run(what: &str, args: &SwitchArgs) -> Result<ExitCode, Failed> {
+fn run(what: &str, args: &SwitchArgs) -> Result<ExitCode, CommandError> {
     interrupt::says("interrupted: the node continues the operation")?;
     let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Failed::start)?;
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(CommandError::start)?;
     runtime.block_on(async {
         let node = admin_of(args).await?;
-        let url: Uri = format!("{node}/{what}").parse().map_err(Failed::usage)?;
-        let answer =
-            ask(Method::POST, url, args).await.map_err(|error| Failed::work(format!("{node}: {error}")))?;
-        let told = told(what, &node, &answer).map_err(Failed::work)?;
+        let url: Uri = format!("{node}/{what}").parse().map_err(CommandError::usage)?;
+        let answer = ask(Method::POST, url, args)
+            .await
+            .map_err(|error| CommandError::work(format!("{node}: {error}")))?;
+        let told = told(what, &node, &answer).map_err(CommandError::work)?;
         output::print(&format!("{told}\n"))?;
         Ok(ExitCode::SUCCESS)
     })
 }
 
 /// Returns the address of the node's admin port. The router is asked if the node is given by name.
-async fn admin_of(args: &SwitchArgs) -> Result<String, Failed> {
+async fn admin_of(args: &SwitchArgs) -> Result<String, CommandError> {
     if args.node.contains(':') {
         return http_url::parse(&args.node);
     }
     let router = http_url::parse(&args.router)?;
-    let url: Uri = format!("{router}/debug/cluster").parse().map_err(Failed::usage)?;
-    let answer =
-        ask(Method::GET, url, args).await.map_err(|error| Failed::work(format!("{router}: {error}")))?;
+    let url: Uri = format!("{router}/debug/cluster").parse().map_err(CommandError::usage)?;
+    let answer = ask(Method::GET, url, args)
+        .await
+        .map_err(|error| CommandError::work(format!("{router}: {error}")))?;
     if let Some(refused) = answer.body["error"]["message"].as_str() {
-        return Err(Failed::work(format!("{router}: {refused}")));
+        return Err(CommandError::work(format!("{router}: {refused}")));
     }
     let nodes = answer.body["nodes"].as_array().cloned().unwrap_or_default();
     let found = nodes.iter().find(|node| node["id"] == args.node.as_str());
     found.and_then(|node| node["admin"].as_str()).map(|admin| format!("http://{admin}")).ok_or_else(|| {
         let node = &args.node;
-        Failed::work(format!("{router} knows no node {node:?}; for a sleeping node, use its admin port"))
+        CommandError::work(format!(
+            "{router} knows no node {node:?}; for a sleeping node, use its admin port"
+        ))
     })
 }
 

@@ -17,10 +17,10 @@ use types::Role;
 
 use crate::children::Node;
 use crate::cli::UpArgs;
-use crate::exit::Failed;
+use crate::exit::CommandError;
 use crate::expert_variables;
 use crate::identity;
-use crate::model::{self, Located};
+use crate::model::{self, ModelLocation};
 use crate::output;
 use engine::Device;
 
@@ -31,19 +31,20 @@ const QUIET: &str = "warn";
 /// The interval of the readiness checks.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
-pub(crate) fn run(args: UpArgs) -> Result<ExitCode, Failed> {
+pub(crate) fn run(args: UpArgs) -> Result<ExitCode, CommandError> {
     if let Some((name, _)) = std::env::vars().find(|(name, _)| name.starts_with("BATON_TLS__")) {
-        return Err(Failed::usage(format!(
+        return Err(CommandError::usage(format!(
             "{name} is set, and `baton up` uses no certificates: its processes are on one machine"
         )));
     }
     let raw = router_config(&args, std::env::vars())?;
-    let config = RouterConfig::resolve(raw.clone()).map_err(Failed::usage)?;
-    let _telemetry = telemetry::init("router", &config.log).map_err(Failed::start)?;
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
+    let config = RouterConfig::resolve(raw.clone()).map_err(CommandError::usage)?;
+    let _telemetry = telemetry::init("router", &config.log).map_err(CommandError::start)?;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(CommandError::start)?;
     runtime.block_on(async {
         let name = std::env::var("BATON_MODEL__NAME").unwrap_or_default();
-        let shutdown = Shutdown::from_signals().map_err(Failed::start)?;
+        let shutdown = Shutdown::from_signals().map_err(CommandError::start)?;
         let model = model::locate(&args.model, &name, &shutdown).await?;
         up(&args, raw, &model, shutdown).await
     })
@@ -52,15 +53,15 @@ pub(crate) fn run(args: UpArgs) -> Result<ExitCode, Failed> {
 async fn up(
     args: &UpArgs,
     mut raw: RawRouterConfig,
-    model: &Located,
+    model: &ModelLocation,
     shutdown: Shutdown,
-) -> Result<ExitCode, Failed> {
+) -> Result<ExitCode, CommandError> {
     (raw.model.path, raw.model.name) = (model.path.clone(), model.name.clone());
-    let config = RouterConfig::resolve(raw).map_err(Failed::usage)?;
-    identity::check_router(&config).map_err(Failed::usage)?;
+    let config = RouterConfig::resolve(raw).map_err(CommandError::usage)?;
+    identity::check_router(&config).map_err(CommandError::usage)?;
     check_host_memory(args)?;
     let world = identity::of_router(&config.cluster, &config.tls)?;
-    let router = Router::bind(world, config).await.map_err(Failed::start)?;
+    let router = Router::bind(world, config).await.map_err(CommandError::start)?;
     let mut nodes = start_nodes(args, model, &router)?;
     let (http, grpc) = (router.http_addr(), router.grpc_addr());
     let cluster = router.cluster();
@@ -93,14 +94,14 @@ async fn up(
     let _ = leave.send(nodes);
     let served = serving.await;
     came_up?;
-    served.map_err(Failed::work)?.map(|()| ExitCode::SUCCESS).map_err(Failed::drain)
+    served.map_err(CommandError::work)?.map(|()| ExitCode::SUCCESS).map_err(CommandError::drain)
 }
 
 /// Makes the router's settings: those of the environment, overridden by the flags.
 fn router_config(
     args: &UpArgs,
     env: impl Iterator<Item = (String, String)>,
-) -> Result<RawRouterConfig, Failed> {
+) -> Result<RawRouterConfig, CommandError> {
     let own_sections = ["BATON_ROUTER__", "BATON_CLUSTER__", "BATON_LOG__"];
     let for_router = |key: &str| {
         own_sections.iter().any(|section| key.starts_with(section)) || expert_variables::is_for_router(key)
@@ -115,7 +116,7 @@ fn router_config(
     let mut settings: BTreeMap<String, String> =
         defaults.into_iter().map(|(key, value)| (key.to_owned(), value.to_owned())).collect();
     settings.extend(env.filter(|(key, _)| for_router(key)));
-    let mut raw: RawRouterConfig = chassis::config::load(None, settings).map_err(Failed::usage)?;
+    let mut raw: RawRouterConfig = chassis::config::load(None, settings).map_err(CommandError::usage)?;
     raw.router.http.clone_from(&args.http);
     raw.router.grpc.clone_from(&args.grpc);
     raw.router.policy.clone_from(&args.policy);
@@ -124,7 +125,7 @@ fn router_config(
     Ok(raw)
 }
 
-fn start_nodes(args: &UpArgs, model: &Located, router: &Router) -> Result<Vec<Node>, Failed> {
+fn start_nodes(args: &UpArgs, model: &ModelLocation, router: &Router) -> Result<Vec<Node>, CommandError> {
     let registry = match args.registry.as_str() {
         "embedded" => format!("embedded://{}", router.grpc_addr()),
         url => url.to_owned(),
@@ -152,7 +153,7 @@ fn start_nodes(args: &UpArgs, model: &Located, router: &Router) -> Result<Vec<No
 fn computing_node(
     args: &UpArgs,
     role: Role,
-    model: &Located,
+    model: &ModelLocation,
     device: &Device,
 ) -> Vec<(&'static str, String)> {
     let ranks = if role.decodes() { args.decode_tp } else { args.prefill_tp };
@@ -168,17 +169,20 @@ fn computing_node(
 
 /// Refuses KV memory on CPUs if the nodes together need more than is available, because the kernel would kill
 /// a node later. GPU nodes check their own GPU's memory.
-fn check_host_memory(args: &UpArgs) -> Result<(), Failed> {
+fn check_host_memory(args: &UpArgs) -> Result<(), CommandError> {
     let on_cpu = |(_, device): &((Role, u16), &Device)| **device == Device::Cpu;
     let n_computing = roles(args).into_iter().zip(args.device.iter().cycle()).filter(on_cpu).count() as u64;
     let computing = match args.kv_memory {
-        Some(ModelKvMemory::Size(size)) => size.bytes().map_err(Failed::start)?.saturating_mul(n_computing),
+        Some(ModelKvMemory::Size(size)) => {
+            size.bytes().map_err(CommandError::start)?.saturating_mul(n_computing)
+        }
         Some(ModelKvMemory::Auto { .. }) | None => 0,
     };
-    let pool = args.pool_memory.map(KvMemorySize::bytes).transpose().map_err(Failed::start)?.unwrap_or(0);
+    let pool =
+        args.pool_memory.map(KvMemorySize::bytes).transpose().map_err(CommandError::start)?.unwrap_or(0);
     let asked = computing.saturating_add(pool.saturating_mul(u64::from(args.pool)));
     match available_bytes() {
-        Some(available) if asked > available => Err(Failed::start(format!(
+        Some(available) if asked > available => Err(CommandError::start(format!(
             "all nodes together ask for {} MiB of KV memory, and {} MiB are available here: set --kv-memory or \
              --pool-memory lower",
             asked >> 20,
@@ -215,7 +219,7 @@ fn roles(args: &UpArgs) -> Vec<(Role, u16)> {
 
 /// Waits until every node is usable. If a node ends instead, returns an error; the node has printed the
 /// reason.
-async fn all_ready(cluster: &router::Cluster, nodes: &mut [Node]) -> Result<(), Failed> {
+async fn all_ready(cluster: &router::Cluster, nodes: &mut [Node]) -> Result<(), CommandError> {
     let give_up = Instant::now() + READY_WITHIN;
     loop {
         let states = cluster.everyone();
@@ -224,14 +228,14 @@ async fn all_ready(cluster: &router::Cluster, nodes: &mut [Node]) -> Result<(), 
         }
         for node in nodes.iter_mut() {
             if let Some(status) = node.has_ended() {
-                return Err(Failed::start(format!(
+                return Err(CommandError::start(format!(
                     "node {} ended with {status} before it was ready",
                     node.id
                 )));
             }
         }
         if Instant::now() > give_up {
-            return Err(Failed::start(format!("the nodes were not ready within {READY_WITHIN:?}")));
+            return Err(CommandError::start(format!("the nodes were not ready within {READY_WITHIN:?}")));
         }
         tokio::time::sleep(LOOK_EVERY).await;
     }

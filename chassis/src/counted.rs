@@ -9,14 +9,14 @@ pub struct Counter(Arc<AtomicU32>);
 
 /// One unit of a [`Counter`]. Not `Clone`; dropping it decrements the counter.
 #[derive(Debug)]
-pub struct Counted(Counter);
+pub struct CounterGuard(Counter);
 
 impl Counter {
     /// Increments the counter. Returns `None` if it is at `max`.
-    pub fn enter(&self, max: u32) -> Option<Counted> {
+    pub fn enter(&self, max: u32) -> Option<CounterGuard> {
         let below = |count: u32| (count < max).then_some(count + 1);
         self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, below).ok()?;
-        Some(Counted(self.clone()))
+        Some(CounterGuard(self.clone()))
     }
 
     pub fn count(&self) -> u32 {
@@ -24,7 +24,7 @@ impl Counter {
     }
 }
 
-impl Drop for Counted {
+impl Drop for CounterGuard {
     fn drop(&mut self) {
         self.0.0.fetch_sub(1, Ordering::AcqRel);
     }

@@ -30,7 +30,7 @@ use crate::connections::{
     TooManyFromAddress,
 };
 use crate::gate::{Gate, StillHeld};
-use crate::identity::refusals::Refused;
+use crate::identity::refusals::RefusedKind;
 use crate::identity::{CertName, Identity, TlsRefused};
 use crate::net::{Listener, Stream};
 use crate::shutdown::Shutdown;
@@ -255,10 +255,10 @@ fn closed(peer: SocketAddr, reason: &'static str, counts: &ConnectionCounts) {
 }
 
 /// A stream after the port's TLS handshake, with the caller's name if it shows a certificate.
-type Secured = (Stream, Option<CertName>);
+type SecuredStream = (Stream, Option<CertName>);
 
 /// Runs the port's TLS handshake. Returns `None` if the connection is refused.
-async fn secured(tls: &PortTls, stream: Stream, peer: SocketAddr) -> Option<Secured> {
+async fn secured(tls: &PortTls, stream: Stream, peer: SocketAddr) -> Option<SecuredStream> {
     match tls {
         PortTls::Plaintext => Some((stream, None)),
         PortTls::Clients(config) => {
@@ -270,7 +270,7 @@ async fn secured(tls: &PortTls, stream: Stream, peer: SocketAddr) -> Option<Secu
     }
 }
 
-async fn between_processes(identity: &Identity, stream: Stream, peer: SocketAddr) -> Option<Secured> {
+async fn between_processes(identity: &Identity, stream: Stream, peer: SocketAddr) -> Option<SecuredStream> {
     let Some(tls) = identity.tls() else { return Some((stream, None)) };
     match tls.accept_calls(stream).await {
         Ok(secured) => return Some(secured),
@@ -280,7 +280,7 @@ async fn between_processes(identity: &Identity, stream: Stream, peer: SocketAddr
         }
         Err(refused) => {
             warn!(%peer, reason = %refused, "TLS connection from peer refused");
-            identity.tls_refused(Refused::Connection, refused);
+            identity.tls_refused(RefusedKind::Connection, refused);
         }
     }
     None

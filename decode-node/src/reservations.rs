@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kv_cache::{Holder, Holding};
 use kv_transfer::{Arrival, KvConnector, LandRequest};
-use node::{Counted, DecodeExpert, NodeParts, PeerWires};
+use node::{CounterGuard, DecodeExpert, NodeParts, PeerWires};
 use scheduler::{GrantedRoom, RoomRequest};
 use tracing::warn;
 use types::{Landing, Prompt, Refusal, RefusalKind};
@@ -26,7 +26,7 @@ pub enum Reservation {
     /// The decode node computes the prompt itself.
     Local { held_tokens: u32 },
     /// The KV arrives over a connector in leased blocks.
-    Landing { landing: Box<Landing>, arrival: Arrival, arriving: Counted },
+    Landing { landing: Box<Landing>, arrival: Arrival, arriving: CounterGuard },
 }
 
 /// Reserves KV room for prompts on one decode node.

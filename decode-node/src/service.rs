@@ -6,7 +6,7 @@ use std::pin::Pin;
 use chassis::{Task, spawn_guarded};
 use futures::{Stream, StreamExt as _};
 use kv_transfer::{Arrival, ArrivedKv};
-use node::{Counted, DecodeExpert, NodeParts, PeerWires};
+use node::{CounterGuard, DecodeExpert, NodeParts, PeerWires};
 use proto::v1;
 use proto::v1::decode_event::Event;
 use proto::v1::decode_server::{Decode, DecodeServer};
@@ -82,7 +82,7 @@ impl Life {
     }
 
     /// Waits for the KV and decodes from prefill's first token on.
-    async fn receive(&self, arrival: Arrival, arriving: Counted) -> Result<(), Refusal> {
+    async fn receive(&self, arrival: Arrival, arriving: CounterGuard) -> Result<(), Refusal> {
         let arrived = arrival.settle().instrument(info_span!("arrive")).await;
         let arrived = arrived.map_err(|error| Refusal::from(&error))?;
         drop(arriving);

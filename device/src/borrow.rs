@@ -68,13 +68,13 @@ pub(crate) fn idle(n_pages: u32) -> Box<[AtomicU32]> {
 }
 
 /// The error for page `nth` of a run, with the state that prevented the borrow.
-pub(crate) struct Refused {
+pub(crate) struct BorrowRefused {
     nth: usize,
     wanted: Access,
     held: Held,
 }
 
-impl Refused {
+impl BorrowRefused {
     pub(crate) fn at(self, region: u32, first: u32) -> PageBusy {
         PageBusy { region, page: first + self.nth as u32, wanted: self.wanted, held: self.held }
     }
@@ -84,11 +84,11 @@ impl Refused {
 pub(crate) struct ReadBorrow<'a>(&'a [AtomicU32]);
 
 impl<'a> ReadBorrow<'a> {
-    pub(crate) fn take(pages: &'a [AtomicU32]) -> Result<Self, Refused> {
+    pub(crate) fn take(pages: &'a [AtomicU32]) -> Result<Self, BorrowRefused> {
         for (nth, page) in pages.iter().enumerate() {
             if let Err(held) = add_reader(page) {
                 drop(Self(&pages[..nth]));
-                return Err(Refused { nth, wanted: Access::Read, held });
+                return Err(BorrowRefused { nth, wanted: Access::Read, held });
             }
         }
         Ok(Self(pages))
@@ -117,11 +117,11 @@ fn held(state: u32) -> Held {
 }
 
 /// Prevents borrows of these pages until [`bring_back`]: of all pages or none.
-pub(crate) fn take_away(pages: &[AtomicU32]) -> Result<(), Refused> {
+pub(crate) fn take_away(pages: &[AtomicU32]) -> Result<(), BorrowRefused> {
     for (nth, page) in pages.iter().enumerate() {
         if let Err(state) = page.compare_exchange(IDLE, AWAY, Ordering::Acquire, Ordering::Relaxed) {
             bring_back(&pages[..nth]);
-            return Err(Refused { nth, wanted: Access::Write, held: held(state) });
+            return Err(BorrowRefused { nth, wanted: Access::Write, held: held(state) });
         }
     }
     Ok(())
@@ -138,11 +138,11 @@ pub(crate) fn bring_back(pages: &[AtomicU32]) {
 pub(crate) struct WriteBorrow<'a>(&'a [AtomicU32]);
 
 impl<'a> WriteBorrow<'a> {
-    pub(crate) fn take(pages: &'a [AtomicU32]) -> Result<Self, Refused> {
+    pub(crate) fn take(pages: &'a [AtomicU32]) -> Result<Self, BorrowRefused> {
         for (nth, page) in pages.iter().enumerate() {
             if let Err(held) = set_writer(page) {
                 drop(Self(&pages[..nth]));
-                return Err(Refused { nth, wanted: Access::Write, held });
+                return Err(BorrowRefused { nth, wanted: Access::Write, held });
             }
         }
         Ok(Self(pages))

@@ -7,7 +7,7 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
 use crate::borrow::{ReadBorrow, WriteBorrow};
-use crate::cuda::staging::{Staged, WriteBack};
+use crate::cuda::staging::{StagedCopy, WriteBack};
 
 /// A run of pages that cannot be written while this value lives. It dereferences to the bytes of all pages,
 /// one page after the other.
@@ -20,7 +20,7 @@ pub struct PageRef<'a> {
     start: NonNull<u8>,
     len: usize,
     #[expect(dead_code, reason = "held for its Drop")]
-    copy: Option<Staged<'a>>,
+    copy: Option<StagedCopy<'a>>,
     #[expect(dead_code, reason = "held for its Drop")]
     borrow: ReadBorrow<'a>,
     memory: PhantomData<&'a [u8]>,
@@ -50,7 +50,7 @@ impl<'a> PageRef<'a> {
         start: NonNull<u8>,
         len: usize,
         borrow: ReadBorrow<'a>,
-        copy: Option<Staged<'a>>,
+        copy: Option<StagedCopy<'a>>,
     ) -> Self {
         Self { start, len, copy, borrow, memory: PhantomData }
     }

@@ -36,7 +36,7 @@ pub(crate) struct Regions {
 }
 
 /// A run of pages, not borrowed yet.
-pub(crate) struct Run<'a> {
+pub(crate) struct MemoryRun<'a> {
     pub(crate) offset: usize,
     pub(crate) len: usize,
     pub(crate) borrows: &'a [AtomicU32],
@@ -116,10 +116,10 @@ impl Regions {
     ///
     /// # Panics
     /// If the region or the page does not exist.
-    pub(crate) fn run(&self, region: u32, pages: &Range<u32>) -> Run<'_> {
+    pub(crate) fn run(&self, region: u32, pages: &Range<u32>) -> MemoryRun<'_> {
         let (offset, len) = self.places.run(region, pages);
         let borrows = &self.borrows[region as usize][pages.start as usize..pages.end as usize];
-        Run { offset, len, borrows }
+        MemoryRun { offset, len, borrows }
     }
 
     /// Prevents borrows of all pages until [`bring_back`](Self::bring_back): of all pages or none.

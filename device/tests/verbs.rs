@@ -7,8 +7,8 @@ use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::time::Duration;
 
 use device::verbs::{
-    Address, Completion, Completions, Copy, Device, Domain, Done, Failure, PathTo, QueuePair, Region, Rights,
-    Room, VerbsError,
+    Completion, Completions, Copy, Device, Domain, Done, Failure, PathTo, QueuePair, QueuePairAddress,
+    Region, Rights, Room, VerbsError,
 };
 use device::{HostMemory, RegionShape};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -25,7 +25,7 @@ struct Side {
     region: Region,
     completions: Completions,
     pair: QueuePair,
-    address: Address,
+    address: QueuePairAddress,
 }
 
 fn side(port: &str) -> Side {
@@ -37,7 +37,7 @@ fn side(port: &str) -> Side {
     let completions = Completions::new(&device, 64).expect("a completion queue");
     let pair = QueuePair::new(&domain, &completions, Room { writes: 16, receives: 4 }).expect("a queue pair");
     let gid = device.gid(1, GID_INDEX).expect("it has an address");
-    let address = Address { gid, lid: 0, number: pair.number(), first_packet: 77 };
+    let address = QueuePairAddress { gid, lid: 0, number: pair.number(), first_packet: 77 };
     Side { memory, region, completions, pair, address }
 }
 

@@ -77,13 +77,13 @@ impl SampleSpec<'_> {
 
 /// A step in flight. Not `Clone`, because it is collected once.
 #[derive(Debug)]
-pub struct Launched {
+pub struct PendingStep {
     step: u64,
     fence: LayerFence,
     modelled_cost: Option<Duration>,
 }
 
-impl Launched {
+impl PendingStep {
     /// Makes the handle of a launched step. Only backends call it. `step` is the backend's own identifier of
     /// the step.
     pub fn new(step: u64, fence: LayerFence, modelled_cost: Option<Duration>) -> Self {
@@ -108,12 +108,12 @@ impl Launched {
 /// A step's outcome for each row, in the batch's order. A failed row has no effect on the others.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepOutput {
-    pub rows: Vec<Result<Option<Sampled>, RowError>>,
+    pub rows: Vec<Result<Option<SampledToken>, RowError>>,
 }
 
 /// A sampled token, and its log-probabilities if they were requested.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Sampled {
+pub struct SampledToken {
     pub token: TokenId,
     pub logprobs: Option<Logprobs>,
 }

@@ -15,7 +15,7 @@ pub(crate) struct FreeRuns {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Run {
+struct BlockRun {
     start: u32,
     len: u32,
 }
@@ -23,7 +23,7 @@ struct Run {
 impl FreeRuns {
     pub(crate) fn new(n_blocks: u32) -> Self {
         let mut runs = Self::default();
-        runs.put_run(Run { start: 0, len: n_blocks });
+        runs.put_run(BlockRun { start: 0, len: n_blocks });
         runs
     }
 
@@ -45,7 +45,7 @@ impl FreeRuns {
             let run = self.best_fit(missing).expect("the caller has counted the free blocks");
             let len = run.len.min(missing);
             self.cut(run, len);
-            taken.push(Run { start: run.start, len });
+            taken.push(BlockRun { start: run.start, len });
             missing -= len;
         }
         taken.sort_unstable();
@@ -55,7 +55,7 @@ impl FreeRuns {
     /// Puts blocks back, in any order. Consecutive neighbours are put back as one run.
     pub(crate) fn put(&mut self, blocks: &[BlockIdx]) {
         for run in blocks.chunk_by(|a, b| a.0 + 1 == b.0) {
-            self.put_run(Run { start: run[0].0, len: run.len() as u32 });
+            self.put_run(BlockRun { start: run[0].0, len: run.len() as u32 });
         }
     }
 
@@ -78,48 +78,48 @@ impl FreeRuns {
         (self.by_start.values().sum::<u32>() != self.n_blocks).then_some("the number of free blocks is wrong")
     }
 
-    fn best_fit(&self, n: u32) -> Option<Run> {
+    fn best_fit(&self, n: u32) -> Option<BlockRun> {
         let long_enough = self.by_len.range((n, 0)..).next();
-        long_enough.or_else(|| self.by_len.last()).map(|(len, start)| Run { start: *start, len: *len })
+        long_enough.or_else(|| self.by_len.last()).map(|(len, start)| BlockRun { start: *start, len: *len })
     }
 
     /// Takes the first `len` blocks of a run.
-    fn cut(&mut self, run: Run, len: u32) {
+    fn cut(&mut self, run: BlockRun, len: u32) {
         self.remove(run);
         if len < run.len {
-            self.insert(Run { start: run.start + len, len: run.len - len });
+            self.insert(BlockRun { start: run.start + len, len: run.len - len });
         }
     }
 
     /// Puts a run back, and merges it with adjacent runs.
-    fn put_run(&mut self, mut run: Run) {
+    fn put_run(&mut self, mut run: BlockRun) {
         if run.len == 0 {
             return;
         }
         if let Some(before) = self.ending_at(run.start) {
             self.remove(before);
-            run = Run { start: before.start, len: before.len + run.len };
+            run = BlockRun { start: before.start, len: before.len + run.len };
         }
         let end = run.start + run.len;
         if let Some(len) = self.by_start.get(&end).copied() {
-            self.remove(Run { start: end, len });
+            self.remove(BlockRun { start: end, len });
             run.len += len;
         }
         self.insert(run);
     }
 
-    fn ending_at(&self, end: u32) -> Option<Run> {
+    fn ending_at(&self, end: u32) -> Option<BlockRun> {
         let (start, len) = self.by_start.range(..end).next_back()?;
-        (start + len == end).then_some(Run { start: *start, len: *len })
+        (start + len == end).then_some(BlockRun { start: *start, len: *len })
     }
 
-    fn insert(&mut self, run: Run) {
+    fn insert(&mut self, run: BlockRun) {
         self.by_start.insert(run.start, run.len);
         self.by_len.insert((run.len, run.start));
         self.n_blocks += run.len;
     }
 
-    fn remove(&mut self, run: Run) {
+    fn remove(&mut self, run: BlockRun) {
         self.by_start.remove(&run.start);
         self.by_len.remove(&(run.len, run.start));
         self.n_blocks -= run.len;

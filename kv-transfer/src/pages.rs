@@ -121,9 +121,10 @@ impl Pages {
         true
     }
 
-    /// Marks all pages of a claimed span as verified, except the wrong ones, which are on the same lane.
+    /// Marks the pages of a span, which was claimed before, as verified, except those in `wrong`. `wrong` must be on
+    /// the span's lane.
     ///
-    /// Returns the number of pages that are wrong for the second time.
+    /// Returns how many pages have now been wrong twice.
     pub(crate) fn arrived(&mut self, span: &LaneSpan, wrong: &[KvSpan]) -> usize {
         let of_lane = |wrong: &KvSpan| self.rows(&LaneSpan { lane: span.lane, span: wrong.clone() });
         let wrong: Vec<usize> = wrong.iter().flat_map(of_lane).flatten().collect();

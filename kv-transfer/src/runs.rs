@@ -34,7 +34,7 @@ pub struct Piece {
 
 /// Memory that is borrowed at once: one layer of neighbouring blocks, or some heads of one page.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Run {
+struct PageRun {
     layer_pos: u16,
     /// The run's blocks, as indices in the pool.
     blocks: Range<u32>,
@@ -57,7 +57,7 @@ struct SomeHeads {
 pub(crate) struct Runs {
     rank: u16,
     group: GroupIdx,
-    runs: Vec<Run>,
+    runs: Vec<PageRun>,
     bytes: usize,
 }
 
@@ -101,7 +101,7 @@ impl Runs {
         for neighbours in blocks.chunk_by(|a, b| a.0 + 1 == b.0) {
             let blocks = neighbours[0].0..neighbours[0].0 + neighbours.len() as u32;
             let bytes = page_bytes * blocks.len();
-            self.push(Run { layer_pos, blocks, start: self.bytes, bytes, some: None });
+            self.push(PageRun { layer_pos, blocks, start: self.bytes, bytes, some: None });
         }
     }
 
@@ -109,11 +109,17 @@ impl Runs {
     fn add_heads(&mut self, layer_pos: u16, blocks: &[BlockIdx], some: SomeHeads) {
         for block in blocks {
             let blocks = block.0..block.0 + 1;
-            self.push(Run { layer_pos, blocks, start: self.bytes, bytes: some.bytes(), some: Some(some) });
+            self.push(PageRun {
+                layer_pos,
+                blocks,
+                start: self.bytes,
+                bytes: some.bytes(),
+                some: Some(some),
+            });
         }
     }
 
-    fn push(&mut self, run: Run) {
+    fn push(&mut self, run: PageRun) {
         self.bytes += run.bytes;
         self.runs.push(run);
     }
@@ -131,7 +137,7 @@ impl Runs {
     /// Returns the locations of the slices in a memory. `start_of` takes a layer and a block and returns the
     /// start of their page.
     pub(crate) fn places(&self, start_of: impl Fn(u16, u32) -> u64) -> Vec<Piece> {
-        let pieces = |run: &Run| {
+        let pieces = |run: &PageRun| {
             let start = start_of(run.layer_pos, run.blocks.start);
             let piece = move |slice: Range<usize>| Piece {
                 offset: start + slice.start as u64,
@@ -167,18 +173,18 @@ impl Runs {
     }
 
     /// Returns the runs of one attempt, and the number of bytes of the first run that are already done.
-    fn attempt(&self, offset: usize) -> (&[Run], usize) {
+    fn attempt(&self, offset: usize) -> (&[PageRun], usize) {
         let first = self.runs.partition_point(|run| run.start + run.bytes <= offset);
         let rest = &self.runs[first..];
         let skip = rest.first().map_or(0, |run| offset - run.start);
-        let runs_max = SLICES_MAX / rest.first().map_or(1, Run::n_slices);
+        let runs_max = SLICES_MAX / rest.first().map_or(1, PageRun::n_slices);
         let n_runs =
             rest.iter().take(runs_max).take_while(|run| run.start < offset + ATTEMPT_BYTES_MAX).count();
         (&rest[..n_runs], skip)
     }
 }
 
-impl Run {
+impl PageRun {
     fn n_slices(&self) -> usize {
         self.some.map_or(1, |some| some.shape.n_parts)
     }

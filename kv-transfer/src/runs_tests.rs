@@ -89,7 +89,7 @@ fn spread(tp_size: u16) -> KvLayout {
 /// Returns the places of all bytes of one side's runs, in the wire's order.
 fn places(layout: &KvLayout, runs: &Runs) -> Vec<[usize; 2]> {
     let page_bytes = layout.rank_page_bytes(layout.groups[0].layers[0]);
-    let of_run = |run: &Run| {
+    let of_run = |run: &PageRun| {
         let start = run.blocks.start as usize * page_bytes;
         run.slices(0)
             .into_iter()

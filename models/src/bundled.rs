@@ -9,7 +9,7 @@ use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
 /// A file of the bundled model: its name and its content.
-type Bundled = (&'static str, &'static [u8]);
+type BundledFile = (&'static str, &'static [u8]);
 
 macro_rules! bundled {
     ($($name:literal),* $(,)?) => {
@@ -17,7 +17,7 @@ macro_rules! bundled {
     };
 }
 
-const FILES: &[Bundled] = bundled![
+const FILES: &[BundledFile] = bundled![
     "config.json",
     "generation_config.json",
     "model.safetensors",

@@ -38,11 +38,11 @@ pub type ConfigJudge = fn(&Path, &[u8]) -> Result<(), Box<dyn std::error::Error 
 struct Revision {
     /// The current commit of the revision.
     sha: String,
-    siblings: Vec<Sibling>,
+    siblings: Vec<HubFile>,
 }
 
 #[derive(Debug, Deserialize)]
-struct Sibling {
+struct HubFile {
     rfilename: String,
 }
 

@@ -12,7 +12,7 @@ use tracing::{info, warn};
 use types::{KvLayout, MissingWire, NodeId, Scheme, WireAddress, in_full};
 
 use crate::error::NodeError;
-use crate::paced::Paced;
+use crate::paced::PacedConnector;
 
 const NOT_ON_A_GPU: &str = "its KV is not on a GPU";
 /// The most peers for which a fallback warning is remembered. Above it the memory is cleared and warnings
@@ -86,7 +86,7 @@ impl Connectors {
     pub fn paced(self, costs: Costs, layout: &KvLayout) -> Self {
         let layout = Arc::new(layout.clone());
         let pace = |inner: &Arc<dyn KvConnector>| -> Arc<dyn KvConnector> {
-            Arc::new(Paced { inner: inner.clone(), costs, layout: layout.clone() })
+            Arc::new(PacedConnector { inner: inner.clone(), costs, layout: layout.clone() })
         };
         Self::of(self.host, self.best_first.iter().map(pace).collect(), self.missing)
     }

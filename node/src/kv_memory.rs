@@ -148,25 +148,25 @@ impl Serialize for ModelKvMemory {
     untagged,
     expecting = "expected an amount of memory: \"4GiB\", a number of bytes, or a share such as \"60%\""
 )]
-enum Written {
+enum RawKvMemory {
     Bytes(u64),
     Text(String),
 }
 
 impl<'de> Deserialize<'de> for KvMemorySize {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        match Written::deserialize(deserializer)? {
-            Written::Bytes(bytes) => Ok(Self::Bytes(ByteSize(bytes))),
-            Written::Text(text) => text.parse().map_err(de::Error::custom),
+        match RawKvMemory::deserialize(deserializer)? {
+            RawKvMemory::Bytes(bytes) => Ok(Self::Bytes(ByteSize(bytes))),
+            RawKvMemory::Text(text) => text.parse().map_err(de::Error::custom),
         }
     }
 }
 
 impl<'de> Deserialize<'de> for ModelKvMemory {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        match Written::deserialize(deserializer)? {
-            Written::Bytes(bytes) => Ok(Self::Size(KvMemorySize::Bytes(ByteSize(bytes)))),
-            Written::Text(text) => text.parse().map_err(de::Error::custom),
+        match RawKvMemory::deserialize(deserializer)? {
+            RawKvMemory::Bytes(bytes) => Ok(Self::Size(KvMemorySize::Bytes(ByteSize(bytes)))),
+            RawKvMemory::Text(text) => text.parse().map_err(de::Error::custom),
         }
     }
 }

@@ -23,7 +23,7 @@ pub mod watchdog;
 pub mod metrics;
 pub mod error;
 
-pub use chassis::counted::{Counted, Counter};
+pub use chassis::counted::{Counter, CounterGuard};
 pub use config::{DecodeExpert, NodeConfig, RawNodeConfig};
 pub use connectors::{Connectors, PeerWires};
 pub use error::NodeError;

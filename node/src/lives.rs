@@ -26,9 +26,9 @@ use crate::config::NodeConfig;
 use crate::error::NodeError;
 use crate::life::{Life, live};
 use crate::metrics::ProcessMetrics;
-use crate::parts::{BackendParts, Drive, NodeParts, Wired, WorkerRun};
+use crate::parts::{BackendParts, Drive, NodeParts, NodeWithoutWorker, WorkerRun};
 use crate::ports::{KeptListener, Ports, advertised};
-use crate::switch::{Asked, Change, SwitchRequest, SwitchRequests, Unchanged, switch};
+use crate::switch::{Change, PendingSwitch, SwitchRefusal, SwitchRequest, SwitchRequests, switch};
 
 /// The longest time that the tasks of a life may take to end after its ports are closed.
 const END_WITHIN: Duration = Duration::from_secs(10);
@@ -112,7 +112,7 @@ struct Node<'a> {
 
 /// A caller that waits for a switch to end, with the data for its answer.
 struct Waiting {
-    asked: Asked,
+    asked: PendingSwitch,
     since: Instant,
     /// Device memory in use before the switch, in bytes.
     used_bytes: Option<u64>,
@@ -158,7 +158,7 @@ impl Node<'_> {
     ) -> Result<End, NodeError> {
         let (used_bytes, world, metrics) = (backend.used_bytes(), self.world.clone(), &self.metrics);
         let of_backend = BackendParts { model: backend.model(), memory: backend.memory().clone() };
-        let wired = match Wired::bind(&self.id, self.config, of_backend, &world, metrics).await {
+        let wired = match NodeWithoutWorker::bind(&self.id, self.config, of_backend, &world, metrics).await {
             Ok(wired) => wired,
             Err(why) => match waiting.take() {
                 Some(waiting) => return Ok(End::WakeFailed(backend, why, waiting)),
@@ -194,7 +194,7 @@ impl Node<'_> {
                     tell_who_woke_it();
                 }
                 asked = self.requests.next() => match asked.request {
-                    SwitchRequest::Wake(_) => asked.answer(Err(Unchanged::AwakeAlready)),
+                    SwitchRequest::Wake(_) => asked.answer(Err(SwitchRefusal::AwakeAlready)),
                     SwitchRequest::Sleep => break Waiting { asked, since: Instant::now(), used_bytes: None },
                 },
             }
@@ -233,7 +233,7 @@ impl Node<'_> {
             Err(SleepFailed { why, .. }) if why.is_fatal() => Err(NodeError::Sleep(why)),
             Err(SleepFailed { backend, why }) => {
                 warn!(error = in_full(&why), "sleep failed, the node stays awake");
-                waiting.asked.answer(Err(Unchanged::CannotSleep(in_full(&why))));
+                waiting.asked.answer(Err(SwitchRefusal::CannotSleep(in_full(&why))));
                 Ok(Err(backend))
             }
         }
@@ -284,11 +284,11 @@ impl Node<'_> {
                 asked = self.requests.next() => asked,
             };
             let SwitchRequest::Wake(role) = asked.request else {
-                asked.answer(Err(Unchanged::AsleepAlready));
+                asked.answer(Err(SwitchRefusal::AsleepAlready));
                 continue;
             };
             if let Err(why) = self.certified(role.unwrap_or(self.role)) {
-                asked.answer(Err(Unchanged::CannotWake(why)));
+                asked.answer(Err(SwitchRefusal::CannotWake(why)));
                 continue;
             }
             let waiting = Waiting { asked, since: Instant::now(), used_bytes: asleep.used_bytes() };
@@ -373,7 +373,7 @@ fn tell_awake(waiting: Waiting, used_bytes: Option<u64>) {
 impl Waiting {
     fn not_woken(self, why: String) {
         warn!(error = why, "wake failed, the node stays asleep");
-        self.asked.answer(Err(Unchanged::CannotWake(why)));
+        self.asked.answer(Err(SwitchRefusal::CannotWake(why)));
     }
 
     /// Sends the caller a successful answer, with the duration and the memory in use.

@@ -10,7 +10,7 @@ use types::{Destination, Handoff, KvLayout, KvSpan, Landing, Scheme, WireAddress
 
 /// A connector with the modelled cost of sending over it.
 #[derive(Debug)]
-pub(crate) struct Paced {
+pub(crate) struct PacedConnector {
     pub(crate) inner: Arc<dyn KvConnector>,
     pub(crate) costs: Costs,
     pub(crate) layout: Arc<KvLayout>,
@@ -24,7 +24,7 @@ struct PacedSender {
 }
 
 #[async_trait]
-impl KvConnector for Paced {
+impl KvConnector for PacedConnector {
     fn scheme(&self) -> Scheme {
         self.inner.scheme()
     }

@@ -66,7 +66,7 @@ fn described(model: &ModelInfo, config: &NodeConfig, world: &World) -> ModelInfo
 
 /// The parts of a life that are made before the worker: an epoch, and connectors over the backend's memory.
 #[derive(Debug)]
-pub(crate) struct Wired {
+pub(crate) struct NodeWithoutWorker {
     epoch: Epoch,
     host: Arc<str>,
     model: Arc<ModelInfo>,
@@ -81,7 +81,7 @@ pub(crate) struct BackendParts<'a> {
     pub(crate) memory: KvMemory,
 }
 
-impl Wired {
+impl NodeWithoutWorker {
     /// Makes an epoch and starts the connectors. Errors may be temporary, such as a port that another process
     /// uses.
     pub(crate) async fn bind(
@@ -118,7 +118,7 @@ impl Wired {
 impl NodeParts {
     /// Builds a node's parts from the connectors and the backend, and starts the worker.
     pub(crate) fn over(
-        wired: Wired,
+        wired: NodeWithoutWorker,
         config: &NodeConfig,
         backend: Box<dyn Backend>,
         world: World,
@@ -135,7 +135,7 @@ impl NodeParts {
         })
         .map_err(NodeError::Worker)?;
         let worker_run = WorkerRun::start(driver, drive)?;
-        let Wired { epoch, host, model, connectors, wires } = wired;
+        let NodeWithoutWorker { epoch, host, model, connectors, wires } = wired;
         let parts = Self {
             world,
             epoch,

@@ -32,9 +32,9 @@ const ROLES: [Role; 3] = [Role::Prefill, Role::Decode, Role::Both];
 
 /// A switch request, and the channel for its answer.
 #[derive(Debug)]
-pub struct Asked {
+pub struct PendingSwitch {
     pub request: SwitchRequest,
-    answer: oneshot::Sender<Result<Change, Unchanged>>,
+    answer: oneshot::Sender<Result<Change, SwitchRefusal>>,
 }
 
 /// The result of a switch: its duration, and the device memory in use before and after.
@@ -47,7 +47,7 @@ pub struct Change {
 
 /// The reason why a switch request had no effect.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Unchanged {
+pub enum SwitchRefusal {
     #[error("the node is asleep already")]
     AsleepAlready,
     #[error("the node is awake already")]
@@ -68,11 +68,11 @@ pub enum Unchanged {
 
 /// The sending end of the queue of switch requests. Clones share one queue.
 #[derive(Clone, Debug)]
-pub struct Switch(mpsc::Sender<Asked>);
+pub struct Switch(mpsc::Sender<PendingSwitch>);
 
 /// The receiving end of the queue of switch requests, the oldest first.
 #[derive(Debug)]
-pub struct SwitchRequests(mpsc::Receiver<Asked>);
+pub struct SwitchRequests(mpsc::Receiver<PendingSwitch>);
 
 /// Makes the two ends of the queue of switch requests.
 pub fn switch() -> (Switch, SwitchRequests) {
@@ -83,12 +83,12 @@ pub fn switch() -> (Switch, SwitchRequests) {
 impl Switch {
     /// Sends a switch request and waits for the answer. If the future is dropped, the request stays in the
     /// queue.
-    pub async fn ask(&self, request: SwitchRequest) -> Result<Change, Unchanged> {
+    pub async fn ask(&self, request: SwitchRequest) -> Result<Change, SwitchRefusal> {
         let (answer, answered) = oneshot::channel();
-        match self.0.try_send(Asked { request, answer }) {
-            Err(mpsc::error::TrySendError::Full(_)) => Err(Unchanged::Busy),
-            Err(mpsc::error::TrySendError::Closed(_)) => Err(Unchanged::Stopping),
-            Ok(()) => answered.await.unwrap_or(Err(Unchanged::Stopping)),
+        match self.0.try_send(PendingSwitch { request, answer }) {
+            Err(mpsc::error::TrySendError::Full(_)) => Err(SwitchRefusal::Busy),
+            Err(mpsc::error::TrySendError::Closed(_)) => Err(SwitchRefusal::Stopping),
+            Ok(()) => answered.await.unwrap_or(Err(SwitchRefusal::Stopping)),
         }
     }
 
@@ -110,10 +110,10 @@ struct WakeQuery {
 }
 
 impl WakeQuery {
-    fn request(self) -> Result<SwitchRequest, Unchanged> {
+    fn request(self) -> Result<SwitchRequest, SwitchRefusal> {
         let Some(word) = self.role else { return Ok(SwitchRequest::Wake(None)) };
         let role = ROLES.into_iter().find(|role| role.as_str() == word);
-        role.map(|role| SwitchRequest::Wake(Some(role))).ok_or(Unchanged::UnknownRole(word))
+        role.map(|role| SwitchRequest::Wake(Some(role))).ok_or(SwitchRefusal::UnknownRole(word))
     }
 }
 
@@ -121,7 +121,7 @@ impl WakeQuery {
 /// set `Origin`.
 async fn not_from_a_page(request: Request, next: Next) -> Response {
     match request.headers().contains_key(header::ORIGIN) {
-        true => page(Err(Unchanged::FromAPage)),
+        true => page(Err(SwitchRefusal::FromAPage)),
         false => next.run(request).await,
     }
 }
@@ -139,7 +139,7 @@ async fn wake(State(switch): State<Switch>, Query(query): Query<WakeQuery>) -> R
 
 impl SwitchRequests {
     /// Returns the next request. Waits forever if no sender is left. Cancel-safe.
-    pub async fn next(&mut self) -> Asked {
+    pub async fn next(&mut self) -> PendingSwitch {
         match self.0.recv().await {
             Some(asked) => asked,
             None => std::future::pending().await,
@@ -147,14 +147,14 @@ impl SwitchRequests {
     }
 }
 
-impl Asked {
+impl PendingSwitch {
     /// Sends the answer to the caller. It is lost if the caller has disconnected.
-    pub fn answer(self, answer: Result<Change, Unchanged>) {
+    pub fn answer(self, answer: Result<Change, SwitchRefusal>) {
         let _ = self.answer.send(answer);
     }
 }
 
-impl Unchanged {
+impl SwitchRefusal {
     /// Returns the reason as a stable code for programs.
     pub fn code(&self) -> &'static str {
         match self {
@@ -181,7 +181,7 @@ impl Unchanged {
     }
 }
 
-fn page(answer: Result<Change, Unchanged>) -> Response {
+fn page(answer: Result<Change, SwitchRefusal>) -> Response {
     match answer {
         Ok(Change { took, used_bytes_before, used_bytes_after }) => Json(json!({
             "seconds": took.as_secs_f64(),
@@ -213,11 +213,11 @@ mod tests {
             let asked = requests.next().await;
             assert_eq!(asked.request, SwitchRequest::Sleep);
             asked.answer(Ok(CHANGE));
-            requests.next().await.answer(Err(Unchanged::AsleepAlready));
+            requests.next().await.answer(Err(SwitchRefusal::AsleepAlready));
         };
         let client = async {
             assert_eq!(switch.ask(SwitchRequest::Sleep).await, Ok(CHANGE));
-            assert_eq!(switch.ask(SwitchRequest::Sleep).await, Err(Unchanged::AsleepAlready));
+            assert_eq!(switch.ask(SwitchRequest::Sleep).await, Err(SwitchRefusal::AsleepAlready));
         };
         tokio::join!(node, client);
     }
@@ -229,11 +229,11 @@ mod tests {
         let waiting: Vec<_> = (0..WAITING_MAX).map(|_| Box::pin(switch.ask(wake))).collect();
         let mut waiting = futures::future::join_all(waiting);
         assert!(futures::poll!(&mut waiting).is_pending());
-        assert_eq!(switch.ask(wake).await, Err(Unchanged::Busy));
+        assert_eq!(switch.ask(wake).await, Err(SwitchRefusal::Busy));
         drop(requests.next().await);
         drop(requests);
-        assert!(waiting.await.iter().all(|answer| *answer == Err(Unchanged::Stopping)));
-        assert_eq!(switch.ask(wake).await, Err(Unchanged::Stopping));
+        assert!(waiting.await.iter().all(|answer| *answer == Err(SwitchRefusal::Stopping)));
+        assert_eq!(switch.ask(wake).await, Err(SwitchRefusal::Stopping));
     }
 
     #[tokio::test]
@@ -261,12 +261,12 @@ mod tests {
         for (answer, status, body) in [
             (Ok(CHANGE), 200, r#"{"seconds":2.0,"used_bytes_before":5,"used_bytes_after":null}"#),
             (
-                Err(Unchanged::AsleepAlready),
+                Err(SwitchRefusal::AsleepAlready),
                 409,
                 r#"{"error":{"code":"asleep_already","message":"the node is asleep already"}}"#,
             ),
             (
-                Err(Unchanged::CannotWake("no room".to_owned())),
+                Err(SwitchRefusal::CannotWake("no room".to_owned())),
                 503,
                 r#"{"error":{"code":"cannot_wake","message":"the node stays asleep: no room"}}"#,
             ),

@@ -5,7 +5,7 @@ use std::pin::Pin;
 
 use chassis::{Task, spawn_guarded};
 use futures::{Stream, StreamExt as _};
-use node::{Counted, PeerWires};
+use node::{CounterGuard, PeerWires};
 use proto::v1;
 use proto::v1::pool_server::{Pool, PoolServer};
 use proto::v1::put_event::Event;
@@ -50,7 +50,7 @@ impl PoolService {
     ///
     /// Cached blocks are found by hashes that this node computes. So a caller gets the blocks of a prompt
     /// only if it knows the prompt: its tenant, its cache salt and its tokens.
-    fn open(&self, prompt: &Prompt, peer: &PeerWires) -> Result<(Landing, Incoming, Counted), Refusal> {
+    fn open(&self, prompt: &Prompt, peer: &PeerWires) -> Result<(Landing, Incoming, CounterGuard), Refusal> {
         prompt.model.check(&self.node.model)?;
         let counted = self.node.sequences.enter(self.node.sequences_max).ok_or_else(|| {
             Refusal::new(

@@ -12,11 +12,11 @@ use crate::store::StoredSequence;
 pub(crate) struct StoredSequences {
     /// The sequences by the transfer that brought them. The mutex is held for one look-up or change, never
     /// across an await.
-    by_transfer: Arc<Mutex<HashMap<TransferId, Stored>>>,
+    by_transfer: Arc<Mutex<HashMap<TransferId, SequenceAndDigest>>>,
 }
 
 /// A sequence, and its prompt's digest, which decrypts the grants of landings.
-type Stored = (Arc<StoredSequence>, PromptDigest);
+type SequenceAndDigest = (Arc<StoredSequence>, PromptDigest);
 
 /// One sequence's entry in the table. Dropping it removes the sequence; running deliveries continue.
 #[derive(Debug)]
@@ -36,11 +36,11 @@ impl StoredSequences {
         StoredEntry { table: self.clone(), transfer }
     }
 
-    pub(crate) fn get(&self, transfer: TransferId) -> Option<Stored> {
+    pub(crate) fn get(&self, transfer: TransferId) -> Option<SequenceAndDigest> {
         self.by_transfer().get(&transfer).cloned()
     }
 
-    fn by_transfer(&self) -> MutexGuard<'_, HashMap<TransferId, Stored>> {
+    fn by_transfer(&self) -> MutexGuard<'_, HashMap<TransferId, SequenceAndDigest>> {
         self.by_transfer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

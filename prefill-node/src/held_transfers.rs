@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kv_transfer::KvConnector;
-use node::{Counted, Counter};
+use node::{Counter, CounterGuard};
 use tokio::sync::oneshot;
 use types::{Landing, Refusal, RefusalKind, TransferId};
 
@@ -28,7 +28,7 @@ pub(crate) struct HeldTransfers {
 pub(crate) struct HeldTransfer {
     held: HeldTransfers,
     transfer: TransferId,
-    _counted: Counted,
+    _counted: CounterGuard,
 }
 
 impl HeldTransfers {

@@ -15,7 +15,7 @@ use scheduler::{NewSequence, Source};
 use tokio::sync::oneshot;
 use tonic::{Request, Response, Status};
 use tracing::{Instrument as _, info, info_span, trace};
-use types::{Destination, Landing, Prefilled, Prompt, Refusal, RefusalKind};
+use types::{ComputedPrompt, Destination, Landing, Prompt, Refusal, RefusalKind};
 
 use crate::held_transfers::{HeldTransfer, HeldTransfers};
 use crate::outbox::{DeliveryError, First, deliver, hold, outbox};
@@ -39,7 +39,7 @@ impl PrefillService {
     }
 
     /// Computes a prompt. Dropping the future before it is ready cancels the sequence and its delivery.
-    async fn run_prompt(&self, prompt: Prompt, to: Destination) -> Result<Answered, Refusal> {
+    async fn run_prompt(&self, prompt: Prompt, to: Destination) -> Result<AnsweredPrompt, Refusal> {
         prompt.model.check(&self.node.model)?;
         let worker = self.node.worker.clone();
         let on_taken = move || worker.nudge();
@@ -77,8 +77,8 @@ impl PrefillService {
             prompt_tokens: prompt.tokens.len() as u32,
             cached_tokens: timing.usage.cached_tokens,
         };
-        let prefilled = Prefilled { first, usage, queued: timing.queued, computed: timing.computed };
-        Ok(Answered { prefilled, delivery, place })
+        let prefilled = ComputedPrompt { first, usage, queued: timing.queued, computed: timing.computed };
+        Ok(AnsweredPrompt { prefilled, delivery, place })
     }
 
     fn connector(&self, to: &Landing) -> Result<Arc<dyn KvConnector>, Refusal> {
@@ -146,13 +146,13 @@ fn failure_of(delivered: Result<Result<(), DeliveryError>, chassis::TaskError>) 
 
 /// A computed prompt whose KV is being sent or held.
 #[derive(Debug)]
-struct Answered {
-    prefilled: Prefilled,
+struct AnsweredPrompt {
+    prefilled: ComputedPrompt,
     delivery: Option<Delivery>,
     place: Option<HeldTransfer>,
 }
 
-impl Answered {
+impl AnsweredPrompt {
     /// Returns the stream of answers: the first token, then a refusal if the KV is lost.
     fn into_stream(self) -> Answers {
         let answer = v1::PrefillAnswer { answer: Some(Answer::Prefilled((&self.prefilled).into())) };

@@ -15,7 +15,7 @@ use crate::members::Members;
 /// announce themselves again. So after such an event departures are *doubted*: a missing node stays a member
 /// until the doubts end.
 #[derive(Debug, Default)]
-pub(crate) struct Known {
+pub(crate) struct KnownMembers {
     members: Members,
     /// Members that the registry does not report, while departures are doubted.
     missed: BTreeSet<NodeId>,
@@ -31,7 +31,7 @@ pub(crate) enum AbsentMembers {
     MayReturn,
 }
 
-impl Known {
+impl KnownMembers {
     /// Applies the registry's whole state. If absent members may return, departures are doubted until
     /// `until`. Doubts that have not ended are extended, because no node could announce itself without a
     /// connection.

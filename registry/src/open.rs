@@ -20,10 +20,10 @@ pub struct RegistryParts {
     pub gate: Gate,
 }
 
-type Open = fn(&RegistryUrl, RegistryParts) -> Result<Opened, RegistryError>;
+type Open = fn(&RegistryUrl, RegistryParts) -> Result<OpenRegistry, RegistryError>;
 
 /// A registry and one feed of its changes.
-struct Opened {
+struct OpenRegistry {
     registry: Arc<dyn Registry>,
     feed: Box<dyn Feed>,
 }
@@ -32,11 +32,11 @@ struct Opened {
 const REGISTRIES: [(&str, Open); 2] = [
     ("embedded", |url, parts| {
         let registry = EmbeddedRegistry::open(url, parts)?;
-        Ok(Opened { feed: Box::new(registry.feed()), registry: Arc::new(registry) })
+        Ok(OpenRegistry { feed: Box::new(registry.feed()), registry: Arc::new(registry) })
     }),
     ("etcd", |url, parts| {
         let registry = EtcdRegistry::open(url, parts)?;
-        Ok(Opened { feed: Box::new(registry.feed()), registry: Arc::new(registry) })
+        Ok(OpenRegistry { feed: Box::new(registry.feed()), registry: Arc::new(registry) })
     }),
 ];
 
@@ -59,7 +59,7 @@ pub async fn ask_once(url: &str, parts: RegistryParts) -> Result<Vec<NodeInfo>, 
     Ok(members.collect())
 }
 
-fn opened(url: &str, parts: RegistryParts) -> Result<Opened, RegistryError> {
+fn opened(url: &str, parts: RegistryParts) -> Result<OpenRegistry, RegistryError> {
     let url = RegistryUrl::parse(url)?;
     match REGISTRIES.iter().find(|(name, _)| *name == url.scheme) {
         Some((_, open)) => open(&url, parts),

@@ -14,7 +14,7 @@ use types::{NodeId, NodeInfo};
 use crate::MembershipEvent;
 use crate::backoff::Backoff;
 use crate::error::{Chain, RegistryError};
-use crate::known::{AbsentMembers, Known};
+use crate::known::{AbsentMembers, KnownMembers};
 
 /// The source of a registry's news, in order. A watch consumes them.
 #[async_trait]
@@ -53,7 +53,7 @@ const OUTAGES_PER_TTL: u32 = 4;
 
 /// Turns a feed into the stream that [`crate::Registry::watch`] returns.
 pub(crate) fn follow(feed: impl Feed, world: World) -> BoxStream<'static, MembershipEvent> {
-    let (known, ready, backoff) = (Known::default(), VecDeque::new(), Backoff::default());
+    let (known, ready, backoff) = (KnownMembers::default(), VecDeque::new(), Backoff::default());
     let follower = Follower { feed, world, known, ready, backoff, away_since: None };
     stream::unfold(follower, |mut follower| async move {
         let event = follower.next().await;
@@ -65,7 +65,7 @@ pub(crate) fn follow(feed: impl Feed, world: World) -> BoxStream<'static, Member
 struct Follower<F> {
     feed: F,
     world: World,
-    known: Known,
+    known: KnownMembers,
     /// Events to return before more news are read. One message of the registry limits their number.
     ready: VecDeque<MembershipEvent>,
     backoff: Backoff,

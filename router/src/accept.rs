@@ -11,11 +11,11 @@ use std::time::Duration;
 use chassis::World;
 use tokio::time::Instant;
 use types::prompt::CACHE_SALT_BYTES_MAX;
-use types::{CacheSalt, Deadline, Prompt, PromptModel, RequestId, Sampling, StopRules, TenantId, TokenId};
+use types::{CacheSalt, Deadline, Prompt, RequestId, RequestedModel, Sampling, StopRules, TenantId, TokenId};
 
 use crate::error::AcceptError;
 use crate::tenants::{Claims, Client, TenantPermit, Tenants};
-use crate::text::{RouterModel, StopStrings};
+use crate::text::{ServedModel, StopStrings};
 
 /// The largest number of answers to one prompt.
 pub const N_MAX: u32 = 8;
@@ -103,7 +103,7 @@ pub enum MaxTokens {
 
 /// The accepted prompts of one request.
 #[derive(Clone, Debug)]
-pub struct Accepted {
+pub struct AcceptedRequest {
     /// One prompt per choice: first all answers to the first input, then all to the second, and so on.
     pub prompts: Vec<Prompt>,
     pub stop: StopStrings,
@@ -190,22 +190,22 @@ impl Acceptor {
     /// Makes the prompts of a request. One invalid input refuses the whole request.
     pub fn accept(
         &self,
-        model: &RouterModel,
+        model: &ServedModel,
         inputs: Inputs,
         params: &SamplingParams,
         caller: &Caller,
-    ) -> Result<Accepted, AcceptError> {
+    ) -> Result<AcceptedRequest, AcceptError> {
         let accepted = self.accepted(model, inputs, params, caller);
         accepted.inspect_err(|error| self.tenants.refused(&caller.client, error))
     }
 
     fn accepted(
         &self,
-        model: &RouterModel,
+        model: &ServedModel,
         inputs: Inputs,
         params: &SamplingParams,
         caller: &Caller,
-    ) -> Result<Accepted, AcceptError> {
+    ) -> Result<AcceptedRequest, AcceptError> {
         check_counts(&inputs, params)?;
         let context = Context::of(model, &caller.client);
         let sampling = self.sampling(model, params)?;
@@ -221,26 +221,26 @@ impl Acceptor {
         let prompt_tokens = prompts.iter().map(|prompt| prompt.tokens.len()).sum();
         let prompts = fanned_out(prompts, params.n);
         let permit = self.tenants.admit(&caller.client, prompts.len(), prompt_tokens)?;
-        Ok(Accepted { prompts, stop, origin: RequestOrigin { arrived: caller.arrived, permit } })
+        Ok(AcceptedRequest { prompts, stop, origin: RequestOrigin { arrived: caller.arrived, permit } })
     }
 
     /// Makes the prompt of a request with one input and one answer, as [`accept`](Self::accept) does.
     pub fn accept_one(
         &self,
-        model: &RouterModel,
+        model: &ServedModel,
         param: &'static str,
         tokens: Vec<TokenId>,
         params: &SamplingParams,
         caller: &Caller,
     ) -> Result<AcceptedOne, AcceptError> {
         let params = SamplingParams { n: 1, ..params.clone() };
-        let Accepted { mut prompts, stop, origin } =
+        let AcceptedRequest { mut prompts, stop, origin } =
             self.accept(model, Inputs { param, tokens: vec![tokens] }, &params, caller)?;
         let prompt = prompts.pop().expect("one input and one answer make one prompt");
         Ok(AcceptedOne { prompt, stop, origin })
     }
 
-    fn sampling(&self, model: &RouterModel, params: &SamplingParams) -> Result<Sampling, AcceptError> {
+    fn sampling(&self, model: &ServedModel, params: &SamplingParams) -> Result<Sampling, AcceptError> {
         let defaults = &model.defaults;
         Ok(Sampling {
             temperature: number("temperature", params.temperature, defaults.temperature, 0.0..=2.0)?,
@@ -282,10 +282,10 @@ struct PromptRules {
     cache_salt: CacheSalt,
 }
 
-fn prompt(model: &RouterModel, tokens: Vec<TokenId>, rules: PromptRules, caller: Caller) -> Prompt {
+fn prompt(model: &ServedModel, tokens: Vec<TokenId>, rules: PromptRules, caller: Caller) -> Prompt {
     let Caller { id, client: Client { tenant, priority, .. }, deadline, .. } = caller;
     let PromptRules { sampling, stop, cache_salt } = rules;
-    let model = PromptModel::named(model.name.as_str());
+    let model = RequestedModel::named(model.name.as_str());
     Prompt {
         id,
         tenant,
@@ -378,7 +378,7 @@ struct Context {
 }
 
 impl Context {
-    fn of(model: &RouterModel, client: &Client) -> Self {
+    fn of(model: &ServedModel, client: &Client) -> Self {
         let limit = client.account.as_ref().and_then(|account| account.limits().context_tokens_max);
         match limit.map(NonZeroU32::get) {
             Some(tokens) if tokens < model.context_tokens => Self {
@@ -401,7 +401,7 @@ impl Context {
 }
 
 fn check_tokens(
-    model: &RouterModel,
+    model: &ServedModel,
     context: &Context,
     param: &'static str,
     tokens: &[TokenId],
@@ -417,7 +417,7 @@ fn check_tokens(
     tokens.iter().try_for_each(|token| check_token(model, param, *token))
 }
 
-fn check_token(model: &RouterModel, param: &'static str, token: TokenId) -> Result<(), AcceptError> {
+fn check_token(model: &ServedModel, param: &'static str, token: TokenId) -> Result<(), AcceptError> {
     let vocab = model.vocab;
     if token.0 < vocab {
         return Ok(());
@@ -426,7 +426,7 @@ fn check_token(model: &RouterModel, param: &'static str, token: TokenId) -> Resu
 }
 
 fn stop_rules(
-    model: &RouterModel,
+    model: &ServedModel,
     context: &Context,
     n_prompt: usize,
     params: &SamplingParams,
@@ -516,7 +516,7 @@ fn logprobs(asked: u32) -> Result<u8, AcceptError> {
     }
 }
 
-fn logit_bias(model: &RouterModel, asked: &[(TokenId, f32)]) -> Result<Vec<(TokenId, f32)>, AcceptError> {
+fn logit_bias(model: &ServedModel, asked: &[(TokenId, f32)]) -> Result<Vec<(TokenId, f32)>, AcceptError> {
     if asked.len() > LOGIT_BIAS_MAX {
         let reason = format!("at most {LOGIT_BIAS_MAX} tokens, not {}", asked.len());
         return Err(AcceptError::invalid("logit_bias", reason));

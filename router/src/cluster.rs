@@ -19,7 +19,7 @@ use registry::{MembersFile, MembershipEvent, OldMembers, Registry, RegistryError
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
-use types::{BlockHash, Epoch, ModelInfo, NodeId, NodeInfo, PromptModel};
+use types::{BlockHash, Epoch, ModelInfo, NodeId, NodeInfo, RequestedModel};
 
 pub use cached::{CachedBlocks, Gap};
 pub use members::{Group, ModelGroups, NodeState, WantedFingerprint};
@@ -113,7 +113,7 @@ impl Cluster {
 
     /// Returns the usable nodes for a prompt of this model, except `without`. They have the weights that the
     /// prompt names, or else those of the model's serving group.
-    pub fn view(&self, model: &PromptModel, without: &[NodeId]) -> ClusterView {
+    pub fn view(&self, model: &RequestedModel, without: &[NodeId]) -> ClusterView {
         self.members().view(model, without)
     }
 
@@ -175,7 +175,7 @@ impl Cluster {
     }
 
     /// Returns the reason why there is no node for a prompt of this model.
-    pub fn why_no_node(&self, model: &PromptModel) -> String {
+    pub fn why_no_node(&self, model: &RequestedModel) -> String {
         match (&model.fingerprint, self.ready()) {
             (Some(begun), _) => {
                 let name = &model.name;

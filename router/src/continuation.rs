@@ -10,7 +10,7 @@ use tracing::{info, trace, warn};
 use types::{CallerAction, Prompt, RefusalKind, Step, TokenId};
 
 use crate::admission::Permit;
-use crate::dispatch::{ComputedBy, Dispatch, Started, StepSource};
+use crate::dispatch::{ComputedBy, Dispatch, StartedRequest, StepSource};
 use crate::error::ServeError;
 use crate::metrics::{Outcome, Stage};
 use crate::requests::{RequestEvent, RequestRecord};
@@ -50,14 +50,19 @@ pub(crate) struct RequestGuards {
 #[derive(Debug)]
 enum State {
     /// The first token has come from the prefill node and is not sent to the client yet.
-    First(Box<Started>),
+    First(Box<StartedRequest>),
     Running(StepSource),
     /// The last step, or the error, was returned.
     Ended,
 }
 
 impl Continuation {
-    pub(crate) fn new(dispatch: Dispatch, prompt: Prompt, started: Started, guards: RequestGuards) -> Self {
+    pub(crate) fn new(
+        dispatch: Dispatch,
+        prompt: Prompt,
+        started: StartedRequest,
+        guards: RequestGuards,
+    ) -> Self {
         let last = dispatch.parts().world.now();
         let prompt = Prompt { model: started.model.clone(), ..prompt };
         let state = State::First(Box::new(started));
@@ -77,7 +82,7 @@ impl Continuation {
         let step = match state {
             State::Ended => return None,
             State::First(started) => {
-                let Started { first, rest, .. } = *started;
+                let StartedRequest { first, rest, .. } = *started;
                 self.state = State::Running(rest);
                 Ok(first)
             }

@@ -17,8 +17,8 @@ use futures::StreamExt as _;
 use tokio::time::Instant;
 use tracing::{debug, info, trace};
 use types::{
-    CallerAction, Deadline, Destination, ModelInfo, NodeId, NodeInfo, Prefilled, Prompt, PromptModel,
-    RefusalKind, Step, Usage,
+    CallerAction, ComputedPrompt, Deadline, Destination, ModelInfo, NodeId, NodeInfo, Prompt, RefusalKind,
+    RequestedModel, Step, Usage,
 };
 
 use crate::admission::Admission;
@@ -91,9 +91,9 @@ pub struct DispatchParts {
 
 /// The first step of a request, and the source of its other steps.
 #[derive(Debug)]
-pub(crate) struct Started {
+pub(crate) struct StartedRequest {
     /// The weights that computed the first step. All further steps must come from the same weights.
-    pub(crate) model: PromptModel,
+    pub(crate) model: RequestedModel,
     pub(crate) first: Step,
     pub(crate) usage: Usage,
     pub(crate) rest: StepSource,
@@ -138,7 +138,7 @@ impl Dispatch {
         prompt: &Prompt,
         by: ComputedBy,
         record: &RequestRecord,
-    ) -> Result<Started, ServeError> {
+    ) -> Result<StartedRequest, ServeError> {
         let progress = if prompt.n_generated == 0 { Progress::New } else { Progress::Begun };
         let mut tries = Attempts::new(&self.parts, progress, record);
         let waiting = self.stages.enter(WaitStage::Route, record);
@@ -161,7 +161,7 @@ impl Dispatch {
         route: &Route,
         room_by: Instant,
         waiting: &TrackedRequest,
-    ) -> Result<Started, Failure> {
+    ) -> Result<StartedRequest, Failure> {
         self.parts.metrics.attempts.inc();
         let is_held = route.prefill.is_some() && self.parts.order == Order::PrefillFirst;
         waiting.record().note(RequestEvent::Try {
@@ -185,7 +185,7 @@ impl Dispatch {
         route: &Route,
         room_by: Instant,
         waiting: &TrackedRequest,
-    ) -> Result<Started, Failure> {
+    ) -> Result<StartedRequest, Failure> {
         waiting.set_stage(WaitStage::Reserve);
         let asked = self.parts.world.now();
         let prefill = route.prefill.as_deref();
@@ -222,20 +222,25 @@ impl Dispatch {
         prompt: &Prompt,
         mut decode: DecodeCall,
         held_tokens: u32,
-    ) -> Result<Started, Failure> {
+    ) -> Result<StartedRequest, Failure> {
         let usage = Usage { prompt_tokens: prompt.tokens.len() as u32, cached_tokens: held_tokens };
         loop {
             if let DecodeProgress::Step(first) = decode.progress().await? {
                 let model = prompt.model.clone();
-                return Ok(Started { model, first, usage, rest: StepSource::Decode(Box::new(decode)) });
+                return Ok(StartedRequest {
+                    model,
+                    first,
+                    usage,
+                    rest: StepSource::Decode(Box::new(decode)),
+                });
             }
         }
     }
 
-    fn started(&self, prompt: &Prompt, prefilled: Prefilled, rest: StepSource) -> Started {
+    fn started(&self, prompt: &Prompt, prefilled: ComputedPrompt, rest: StepSource) -> StartedRequest {
         self.parts.metrics.stage(Stage::PrefillQueue, prefilled.queued);
         self.parts.metrics.stage(Stage::Prefill, prefilled.computed);
-        Started { model: prompt.model.clone(), first: prefilled.first, usage: prefilled.usage, rest }
+        StartedRequest { model: prompt.model.clone(), first: prefilled.first, usage: prefilled.usage, rest }
     }
 
     fn client(&self, node: &NodeInfo) -> Result<NodeClient, Failure> {

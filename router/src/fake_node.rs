@@ -20,9 +20,9 @@ use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 use types::layout::KvDtype;
 use types::{
-    BlockCounts, BlockEvent, BlockHashKey, Epoch, Fingerprint, Grant, KvLayout, Landing, ModelInfo, NodeId,
-    NodeInfo, NodeLoad, Prefilled, Prompt, Refusal, RefusalKind, Role, Scheme, Step, TokenId, TransferId,
-    Usage, WireAddress,
+    BlockCounts, BlockEvent, BlockHashKey, ComputedPrompt, Epoch, Fingerprint, Grant, KvLayout, Landing,
+    ModelInfo, NodeId, NodeInfo, NodeLoad, Prompt, Refusal, RefusalKind, Role, Scheme, Step, TokenId,
+    TransferId, Usage, WireAddress,
 };
 
 /// What a fake node does with a prompt.
@@ -277,7 +277,7 @@ impl Prefill for FakeNode {
             | FakeResponse::Starve
             | FakeResponse::Lose
             | FakeResponse::Vanish => {
-                let prefilled = Prefilled {
+                let prefilled = ComputedPrompt {
                     first: steps(&prompt).swap_remove(0),
                     usage: Usage { prompt_tokens: prompt.tokens.len() as u32, cached_tokens: 0 },
                     queued: Duration::from_millis(1),

@@ -24,7 +24,7 @@ use crate::http;
 use crate::metrics::RouterMetrics;
 use crate::serve::Serve;
 use crate::tenants::{Claims, LimitReached};
-use crate::text::{Detokenizer, RouterModel, RouterModels, Tokenizer, run_by_size};
+use crate::text::{Detokenizer, RouterModels, ServedModel, Tokenizer, run_by_size};
 
 /// The error of a call.
 enum CallError {
@@ -90,7 +90,7 @@ impl GrpcApi {
         Ok(events(choice, caller.id))
     }
 
-    fn model(&self, request: &v1::GenerateRequest) -> Result<Arc<RouterModel>, AcceptError> {
+    fn model(&self, request: &v1::GenerateRequest) -> Result<Arc<ServedModel>, AcceptError> {
         let name = (!request.model.is_empty()).then_some(request.model.as_str());
         self.serve.model(&self.models, name)
     }
@@ -114,7 +114,7 @@ impl GrpcApi {
 
     async fn accept(
         &self,
-        model: &Arc<RouterModel>,
+        model: &Arc<ServedModel>,
         request: v1::GenerateRequest,
         caller: &Caller,
     ) -> Result<AcceptedOne, CallError> {

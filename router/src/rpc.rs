@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use chassis::World;
-use chassis::identity::Expected;
+use chassis::identity::ExpectedPeer;
 use chassis::rpc::{MESSAGE_BYTES_MAX, RpcChannel, RpcLimits, call, channel};
 use proto::v1;
 use proto::v1::decode_client::DecodeClient;
@@ -16,7 +16,7 @@ use proto::v1::node_status_client::NodeStatusClient;
 use proto::v1::prefill_client::PrefillClient;
 use tokio::time::Instant;
 use types::{
-    BlockCounts, BlockEvent, Destination, Landing, NodeInfo, NodeLoad, Prefilled, Prompt, Refusal,
+    BlockCounts, BlockEvent, ComputedPrompt, Destination, Landing, NodeInfo, NodeLoad, Prompt, Refusal,
     RefusalKind, Step, TransferId,
 };
 
@@ -72,7 +72,7 @@ pub struct Standing {
 impl NodeClient {
     /// Makes a client. The connection is opened at the first call.
     pub fn new(world: &World, info: &Arc<NodeInfo>) -> Self {
-        let expected = Expected::Node { id: info.id.clone(), role: info.role };
+        let expected = ExpectedPeer::Node { id: info.id.clone(), role: info.role };
         let channel = channel(world, &info.address, expected, RpcLimits::default());
         Self { world: world.clone(), info: info.clone(), channel }
     }
@@ -93,7 +93,7 @@ impl NodeClient {
         &self,
         prompt: &Prompt,
         to: &Destination,
-    ) -> Result<(Prefilled, PrefillCall), Failure> {
+    ) -> Result<(ComputedPrompt, PrefillCall), Failure> {
         let request =
             v1::PrefillRequest { prompt: Some(self.on_the_wire(prompt)), destination: Some(to.into()) };
         let mut client = PrefillClient::new(self.channel.clone());

@@ -11,7 +11,7 @@ use types::{ModelInfo, Prompt, Step, Usage};
 
 use crate::error::AcceptError;
 pub use crate::error::ServeError;
-use crate::text::{RouterModel, RouterModels};
+use crate::text::{RouterModels, ServedModel};
 
 /// The cluster as the HTTP and gRPC APIs see it. `Dispatch` implements the trait; tests use `FakeServe`.
 ///
@@ -44,7 +44,7 @@ impl dyn Serve {
         &self,
         models: &RouterModels,
         name: Option<&str>,
-    ) -> Result<Arc<RouterModel>, AcceptError> {
+    ) -> Result<Arc<ServedModel>, AcceptError> {
         models.find(name).map_err(|unknown| self.knows_nodes().err().unwrap_or(unknown))
     }
 }

@@ -35,7 +35,7 @@ use crate::metrics::{RouterMetrics, VllmGauges};
 use crate::requests::Requests;
 use crate::serve::Serve;
 use crate::tenants::{KeySources, Oidc, TableError, TenantTable, Tenants, TenantsFile};
-use crate::text::{RouterModel, RouterModels, Tokenizer};
+use crate::text::{RouterModels, ServedModel, Tokenizer};
 use crate::{debug, http, policy};
 
 /// The longest time that the router's own tasks may take to end after it stops serving.
@@ -274,11 +274,11 @@ async fn open_certificate(files: Option<CertificateFiles>) -> Result<Option<Arc<
 
 /// Loads the model's tokenizer and template. It uses a blocking thread, because a large vocabulary takes a
 /// second.
-async fn open_model(folder: Option<ModelFolder>) -> Result<Option<RouterModel>, BindError> {
+async fn open_model(folder: Option<ModelFolder>) -> Result<Option<ServedModel>, BindError> {
     let Some(ModelFolder { path, name }) = folder else { return Ok(None) };
     let opened = {
         let path = path.clone();
-        spawn_blocking(move || RouterModel::open(&path, &name)).await
+        spawn_blocking(move || ServedModel::open(&path, &name)).await
     };
     match opened {
         Ok(Ok(model)) => {
@@ -291,7 +291,7 @@ async fn open_model(folder: Option<ModelFolder>) -> Result<Option<RouterModel>, 
 }
 
 /// Warns about a missing tokenizer or chat template: the model then serves only some requests.
-fn warn_of_missing_text(model: &RouterModel, folder: &Path) {
+fn warn_of_missing_text(model: &ServedModel, folder: &Path) {
     let (name, folder) = (&model.name, folder.display());
     if matches!(*model.tokenizer, Tokenizer::Absent) {
         warn!(model = name, %folder, "model has no tokenizer.json: requests must bring token ids, text is refused");

@@ -38,8 +38,8 @@ impl Candidate {
         self.end - self.start
     }
 
-    /// Returns whether one token is left: a running sequence, or a prompt that was cached but for its last
-    /// token.
+    /// Returns whether exactly one token is still to be computed: the sequence generates, or all of its prompt but
+    /// the last token was cached.
     fn is_running(&self) -> bool {
         self.n_tokens() == 1
     }

@@ -61,7 +61,7 @@ struct Queues {
     cancelled: Vec<SequenceId>,
     n_made: u64,
     /// The work that was accepted since the worker's last report.
-    unreported: Unreported,
+    unreported: UnreportedWork,
     costs: StepCosts,
 }
 
@@ -74,7 +74,7 @@ pub(crate) enum RoomAnswer {
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Unreported {
+struct UnreportedWork {
     queued: Backlog,
     /// The work that the worker has taken since its last report.
     taken: Backlog,
@@ -305,7 +305,7 @@ impl Queues {
     }
 }
 
-impl Unreported {
+impl UnreportedWork {
     fn take(&mut self) {
         let queued = std::mem::take(&mut self.queued);
         self.taken = self.taken.plus(queued);

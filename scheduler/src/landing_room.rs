@@ -1,6 +1,6 @@
 //! KV room for a prompt whose KV another node sends. The request waits in one queue with fresh prompts.
 
-use chassis::counted::{Counted, Counter};
+use chassis::counted::{Counter, CounterGuard};
 use kv_cache::{BlockLease, BlockPool, Holder};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
@@ -34,7 +34,7 @@ pub struct GrantedRoom {
     /// The number of leading blocks per layer group whose KV is cached.
     pub cached_blocks: usize,
     /// The landing, as a unit of the counter of open landings.
-    pub landing: Counted,
+    pub landing: CounterGuard,
 }
 
 /// A request for room that waits, with the channel for its answer.

@@ -1,6 +1,6 @@
 //! A step that was launched and is not collected yet.
 
-use engine::Launched;
+use engine::PendingStep;
 use tokio::time::Instant;
 
 use crate::precedence::SequenceId;
@@ -8,7 +8,7 @@ use crate::room::Room;
 
 #[derive(Debug)]
 pub(crate) struct LaunchedStep {
-    pub(crate) launched: Launched,
+    pub(crate) launched: PendingStep,
     /// The sequences in the step, in the batch's order.
     pub(crate) rows: Vec<StepRow>,
     pub(crate) launched_at: Instant,
@@ -37,7 +37,7 @@ pub(crate) struct StepRow {
 impl LaunchedStep {
     /// Makes a launched step. `before` is the step that the device runs before it.
     pub(crate) fn new(
-        launched: Launched,
+        launched: PendingStep,
         rows: Vec<StepRow>,
         now: Instant,
         before: Option<&Self>,

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use chassis::guards::{Guard, stands};
-use engine::{Row, RowInput, SampleSpec, Sampled, SlotId};
+use engine::{Row, RowInput, SampleSpec, SampledToken, SlotId};
 use kv_cache::{BlockLease, Holder, Holding, LayerFence};
 use tokio::time::Instant;
 use tracing::{Span, trace};
@@ -329,9 +329,9 @@ impl Sequence {
     }
 
     /// Takes the token that a collected row has sampled, and sends it to the sink.
-    pub(crate) fn accept(&mut self, sampled: Sampled, model: &ModelInfo, now: Instant) -> After {
+    pub(crate) fn accept(&mut self, sampled: SampledToken, model: &ModelInfo, now: Instant) -> After {
         let index = self.next_index();
-        let Sampled { token, logprobs } = sampled;
+        let SampledToken { token, logprobs } = sampled;
         self.n_pending -= 1;
         self.n_steps_sent += 1;
         self.tokens.push(token);

@@ -70,7 +70,7 @@ pub(crate) fn prompt(id: &str, n_tokens: usize, max_tokens: u32) -> Prompt {
         id: RequestId::new(id),
         tenant: TenantId::default(),
         cache_salt: types::CacheSalt::default(),
-        model: types::PromptModel::default(),
+        model: types::RequestedModel::default(),
         tokens,
         n_generated: 0,
         sampling: Sampling::default(),
@@ -106,16 +106,16 @@ pub(crate) struct Record {
 
 /// The test's end of a recorder.
 #[derive(Clone, Debug)]
-pub(crate) struct Recorded(Arc<Mutex<Record>>);
+pub(crate) struct Recording(Arc<Mutex<Record>>);
 
 impl Recorder {
-    pub(crate) fn new() -> (Self, Recorded) {
+    pub(crate) fn new() -> (Self, Recording) {
         let record = Arc::new(Mutex::new(Record::default()));
-        (Self { record: Arc::clone(&record) }, Recorded(record))
+        (Self { record: Arc::clone(&record) }, Recording(record))
     }
 
     /// Returns a recorder that keeps no leases.
-    pub(crate) fn stream() -> (Self, Recorded) {
+    pub(crate) fn stream() -> (Self, Recording) {
         let (recorder, recorded) = Self::new();
         recorded.get().is_stream = true;
         (recorder, recorded)
@@ -126,7 +126,7 @@ impl Recorder {
     }
 }
 
-impl Recorded {
+impl Recording {
     pub(crate) fn get(&self) -> MutexGuard<'_, Record> {
         self.0.lock().expect("no test panics with it")
     }
@@ -227,7 +227,7 @@ impl Rig {
     }
 
     /// Submits a fresh prompt with a sink that wants all steps.
-    pub(crate) fn stream(&mut self, prompt: Prompt) -> (SequenceId, Recorded) {
+    pub(crate) fn stream(&mut self, prompt: Prompt) -> (SequenceId, Recording) {
         let (sink, recorded) = Recorder::stream();
         let source = Source::Fresh;
         let new = NewSequence { prompt, source, sink: Box::new(sink), steps_wanted: u32::MAX };
@@ -235,7 +235,7 @@ impl Rig {
     }
 
     /// Submits a fresh prompt with a sink that wants its KV and the first step.
-    pub(crate) fn outbox(&mut self, prompt: Prompt) -> (SequenceId, Recorded) {
+    pub(crate) fn outbox(&mut self, prompt: Prompt) -> (SequenceId, Recording) {
         let (sink, recorded) = Recorder::new();
         let source = Source::Fresh;
         let new = NewSequence { prompt, source, sink: Box::new(sink), steps_wanted: 1 };

@@ -50,11 +50,11 @@ pub const NO_TOKENIZER: &[&str] = &["model has no tokenizer.json"];
 
 /// The warnings that one test expects, as parts of lines.
 #[derive(Debug, Default)]
-pub struct Expected {
+pub struct ExpectedPeer {
     parts: Mutex<Vec<&'static str>>,
 }
 
-impl Expected {
+impl ExpectedPeer {
     pub fn add(&self, parts: &[&'static str]) {
         self.parts.lock().unwrap_or_else(PoisonError::into_inner).extend(parts);
     }
@@ -100,7 +100,7 @@ mod tests {
 
     #[test]
     fn alarms_are_found_in_both_formats() {
-        let expected = Expected::default();
+        let expected = ExpectedPeer::default();
         assert_eq!(expected.unexpected(LOG).len(), 2);
         expected.add(&["status stream from node lost"]);
         assert_eq!(expected.unexpected(LOG), ["{\"level\":\"ERROR\",\"message\":\"panicked\"}"]);
@@ -111,6 +111,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "unexpected lines in the log")]
     fn an_unexpected_alarm_fails_the_test() {
-        Expected::default().check(LOG);
+        ExpectedPeer::default().check(LOG);
     }
 }

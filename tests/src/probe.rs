@@ -11,8 +11,8 @@ use crate::{Ask, Client, in_time};
 
 /// The time limit of a probe on a machine with a free processor.
 pub const PROBE_MAX: Duration = Duration::from_millis(100);
-/// The time limit of one probe in [`ONE_IN`]: the kernel sends a lost packet again after 200 ms, and then
-/// after 400 ms.
+/// The longer time limit that one of every [`ONE_IN`] probes may use, because a packet may be lost: the kernel sends
+/// it again after 200 ms, and then after 400 ms.
 const RETRANSMITTED_MAX: Duration = Duration::from_secs(1);
 const ONE_IN: usize = 50;
 const PROBE_EVERY: Duration = Duration::from_millis(50);

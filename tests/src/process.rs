@@ -6,7 +6,7 @@ use std::process::{Child, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::logs::Expected;
+use crate::logs::ExpectedPeer;
 use crate::{eventually, executable, free_addr};
 
 /// A process of a cluster. Dropping it kills the process; a failing test prints its log.
@@ -16,7 +16,7 @@ pub struct Process {
     settings: Vec<(&'static str, String)>,
     child: Child,
     log: PathBuf,
-    expected: Expected,
+    expected: ExpectedPeer,
     /// The part of the log that is checked; `None` if all of it is.
     judged: Option<String>,
 }
@@ -38,7 +38,7 @@ impl Process {
         let log = folder.join(format!("{name}.log"));
         File::create(&log).expect("a log file");
         let child = spawn(role, &settings, &log);
-        Self { role, settings, child, log, expected: Expected::default(), judged: None }
+        Self { role, settings, child, log, expected: ExpectedPeer::default(), judged: None }
     }
 
     /// Stops the process, waits for its end, and starts it again on the same ports.

@@ -11,7 +11,7 @@ use serde_json::Value;
 use tempfile::NamedTempFile;
 
 use crate::client::Client;
-use crate::logs::Expected;
+use crate::logs::ExpectedPeer;
 use crate::{eventually, executable};
 
 /// A running cluster of `baton up`. Dropping it stops every process; a failing test prints their logs.
@@ -22,7 +22,7 @@ pub struct Up {
     pub http: SocketAddr,
     pub grpc: SocketAddr,
     pids: Vec<u32>,
-    expected: Expected,
+    expected: ExpectedPeer,
 }
 
 /// A node as `/debug/cluster` shows it.
@@ -76,7 +76,7 @@ impl Up {
             let _ = child.kill();
             panic!("baton up {args:?} said {line:?} and logged:\n{}", text_of(log.as_file()));
         };
-        let mut up = Self { child, log, http, grpc, pids: Vec::new(), expected: Expected::default() };
+        let mut up = Self { child, log, http, grpc, pids: Vec::new(), expected: ExpectedPeer::default() };
         up.pids = up.nodes().await.iter().map(|node| node.pid).collect();
         up
     }

@@ -9,7 +9,7 @@ use baton_tests::logs::A_NODE_DIES;
 use baton_tests::{Answer, Ask, Client, Up, in_time};
 use futures::future::join_all;
 
-/// The number of lives that end by a kill.
+/// How often a node is killed and started again.
 const KILLS: usize = 50;
 /// The number of streams at one time.
 const CLIENTS: usize = 6;
@@ -19,7 +19,7 @@ async fn answers(client: &Client, asks: &[Ask]) -> Vec<Answer> {
     in_time("all answers", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
-/// Kills the second node of each kind in turn, and waits until its next life is usable.
+/// Kills the second node of each kind in turn, and waits until the restarted node is usable.
 async fn churn(fleet: &mut Fleet) {
     for nth in 0..KILLS {
         let victim = 1 + 2 * (nth % 2);

@@ -169,7 +169,7 @@ fn a_prompt(now: Instant) -> Prompt {
         id: RequestId::new("r"),
         tenant: TenantId::default(),
         cache_salt: types::CacheSalt::default(),
-        model: types::PromptModel::default(),
+        model: types::RequestedModel::default(),
         tokens: (0..9).map(TokenId).collect(),
         n_generated: 1,
         sampling: Sampling::default(),

@@ -18,7 +18,7 @@ use registry::MemoryRegistry;
 use tonic::Request;
 use tonic::service::Routes;
 use types::{
-    Destination, GroupIdx, Handoff, KvSpan, Landing, NodeId, Prompt, PromptModel, Role, Sampling, Step,
+    Destination, GroupIdx, Handoff, KvSpan, Landing, NodeId, Prompt, RequestedModel, Role, Sampling, Step,
     StopRules, TenantId, TokenId,
 };
 
@@ -71,7 +71,7 @@ fn prompt(world: &World) -> Prompt {
         id: world.request_id(),
         tenant: TenantId::default(),
         cache_salt: types::CacheSalt::default(),
-        model: PromptModel::named("mock"),
+        model: RequestedModel::named("mock"),
         tokens: (0..PROMPT_TOKENS).map(TokenId).collect(),
         n_generated: 0,
         sampling: Sampling::default(),

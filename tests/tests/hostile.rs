@@ -259,7 +259,7 @@ fn prompt() -> Prompt {
         id: RequestId::new("replayed"),
         tenant: TenantId::default(),
         cache_salt: types::CacheSalt::default(),
-        model: types::PromptModel::default(),
+        model: types::RequestedModel::default(),
         tokens: (100..170).map(TokenId).collect(),
         n_generated: 0,
         sampling: Sampling::default(),

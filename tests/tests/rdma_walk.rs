@@ -80,7 +80,7 @@ fn prompt(ask: &Ask) -> Prompt {
         id: RequestId::new("alone"),
         tenant: TenantId::default(),
         cache_salt: types::CacheSalt::default(),
-        model: types::PromptModel::default(),
+        model: types::RequestedModel::default(),
         tokens: ask.prompt.iter().copied().map(TokenId).collect(),
         n_generated: 0,
         sampling: Sampling { temperature: 0.0, ..Sampling::default() },

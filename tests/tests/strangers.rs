@@ -8,7 +8,7 @@ use baton_tests::check::prompts;
 use baton_tests::fleet::{PACED, Settings};
 use baton_tests::{Ask, Client, Etcd, Fleet, eventually, executable, free_addr, in_time};
 use chassis::World;
-use chassis::identity::{ClusterSecret, Expected, Identity};
+use chassis::identity::{ClusterSecret, ExpectedPeer, Identity};
 use chassis::rpc::{RpcChannel, RpcLimits, channel};
 use prost::Message as _;
 use proto::v1;
@@ -125,7 +125,7 @@ async fn tries_everything(guarded: &Guarded) {
         for world in strangers() {
             let calls = guarded.refused(&metrics, "call").await;
             let tried =
-                every_call(channel(&world, &grpc.to_string(), Expected::Registry, RpcLimits::default()));
+                every_call(channel(&world, &grpc.to_string(), ExpectedPeer::Registry, RpcLimits::default()));
             for (what, answer) in in_time("answers to a stranger", tried).await {
                 let refused = answer.expect_err(what);
                 assert_eq!(refused.code(), Code::Unauthenticated, "{what}: {refused}");
@@ -209,8 +209,12 @@ async fn strangers_are_refused_with_the_embedded_registry() {
     let invented = [Invented::like("invented", 1).await, Invented::like("prefill-0", u64::MAX).await];
     for world in strangers() {
         for node in &invented {
-            let channel =
-                channel(&world, &guarded.fleet.grpc.to_string(), Expected::Registry, RpcLimits::default());
+            let channel = channel(
+                &world,
+                &guarded.fleet.grpc.to_string(),
+                ExpectedPeer::Registry,
+                RpcLimits::default(),
+            );
             let announce = v1::AnnounceRequest { node: Some(node.info.clone()) };
             let refused = BootstrapClient::new(channel).announce(announce).await.expect_err("a stranger");
             assert_eq!(refused.code(), Code::Unauthenticated, "{refused}");
@@ -266,7 +270,7 @@ async fn kv_of_one_prompt_does_not_land_for_another() {
     let [decode, prefill] = &fleet.nodes[..] else { panic!("two nodes") };
     let world = World::real();
     let channel_to = |addr: std::net::SocketAddr| {
-        channel(&world, &addr.to_string(), Expected::Registry, RpcLimits::default())
+        channel(&world, &addr.to_string(), ExpectedPeer::Registry, RpcLimits::default())
     };
     let (mut at_decode, mut at_prefill) =
         (DecodeClient::new(channel_to(decode.grpc)), PrefillClient::new(channel_to(prefill.grpc)));

@@ -10,7 +10,7 @@ use baton_tests::check::prompts;
 use baton_tests::fleet::{PACED, Settings};
 use baton_tests::{Ask, Client, Fleet, Process, eventually, executable, free_addr, in_time};
 use chassis::World;
-use chassis::identity::{Expected, Identity, Tls, TlsPem, link};
+use chassis::identity::{ExpectedPeer, Identity, Tls, TlsPem, link};
 use chassis::rpc::{RpcLimits, channel};
 use futures::future::join_all;
 use proto::v1;
@@ -182,7 +182,7 @@ fn world(pem: &TlsPem) -> World {
 }
 
 /// Calls as a stranger. Returns the text of the refusal.
-async fn call(stranger: &World, addr: SocketAddr, expected: Expected) -> String {
+async fn call(stranger: &World, addr: SocketAddr, expected: ExpectedPeer) -> String {
     // A connection that ends before the call is written cancels the call without a reason. Then the stranger calls again.
     let status = eventually("a refusal with a reason", async || {
         let channel = channel(stranger, &addr.to_string(), expected.clone(), RpcLimits::default());
@@ -237,14 +237,14 @@ async fn strangers_are_refused_with_their_reason() {
         let what = format!("{:?}", stranger.identity().tls());
         if call_reason.is_empty() {
             // A stranger of another cluster refuses this cluster first.
-            let said = call(&stranger, decode.grpc, Expected::DecodeNode).await;
+            let said = call(&stranger, decode.grpc, ExpectedPeer::DecodeNode).await;
             assert!(said.contains("belongs to the cluster d"), "{said}");
             continue;
         }
         let calls_are = if call_reason == "role" { "call" } else { "connection" };
         let before =
             (refused(&admin, calls_are, call_reason).await, refused(&admin, "link", link_reason).await);
-        let said = call(&stranger, decode.grpc, Expected::DecodeNode).await;
+        let said = call(&stranger, decode.grpc, ExpectedPeer::DecodeNode).await;
         is_counted(&admin, calls_are, call_reason, before.0).await;
         let told = dial(&stranger, decode.kv).await;
         is_counted(&admin, "link", link_reason, before.1).await;
@@ -267,7 +267,8 @@ async fn announces_another_node(ours: &Authority, fleet: &Fleet) {
         let before = refused(&router, "call", "role").await;
         let info =
             NodeInfo { role, address: free_addr().to_string(), ..registry::conformance::node(id, u64::MAX) };
-        let channel = channel(&stranger, &fleet.grpc.to_string(), Expected::Registry, RpcLimits::default());
+        let channel =
+            channel(&stranger, &fleet.grpc.to_string(), ExpectedPeer::Registry, RpcLimits::default());
         let announce = v1::AnnounceRequest { node: Some((&info).into()) };
         let status = BootstrapClient::new(channel).announce(announce).await.expect_err("it is refused");
         assert_eq!(status.code(), Code::Unauthenticated, "{status}");
@@ -275,7 +276,7 @@ async fn announces_another_node(ours: &Authority, fleet: &Fleet) {
         is_counted(&router, "call", "role", before).await;
     }
     let channel =
-        channel(&stranger, &fleet.nodes[0].grpc.to_string(), Expected::Registry, RpcLimits::default());
+        channel(&stranger, &fleet.nodes[0].grpc.to_string(), ExpectedPeer::Registry, RpcLimits::default());
     let status = PrefillClient::new(channel).run(v1::PrefillRequest::default()).await.expect_err("no router");
     let said = types::in_full(&status);
     assert!(said.contains("expected is a router"), "a node is not taken for a registry: {said}");

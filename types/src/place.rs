@@ -8,7 +8,7 @@ use crate::ids::NodeId;
 
 /// Returns the nodes in order of preference for keeping a sequence, the first choice first.
 ///
-/// The key is the hash of the sequence's first block. One node keeps all sequences with a common beginning,
+/// The order depends on the hash of the sequence's first block. One node keeps all sequences with a common beginning,
 /// so all KV of a sequence comes from one node.
 pub fn keepers<'a>(nodes: impl IntoIterator<Item = &'a NodeId>, first: BlockHash) -> Vec<&'a NodeId> {
     let mut ranked: Vec<([u8; 32], &NodeId)> =

@@ -70,17 +70,17 @@ impl fmt::Debug for CacheSalt {
     }
 }
 
-/// The model that a prompt is for.
+/// The model that a prompt is for, and its weights once a node has begun to compute it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct PromptModel {
+pub struct RequestedModel {
     pub name: Arc<str>,
     /// The digest of the weights, set once a node is chosen: all further nodes of the request must have the
     /// same weights.
     pub fingerprint: Option<FingerprintDigest>,
 }
 
-impl PromptModel {
-    /// Makes a `PromptModel` for this model name that accepts any weights.
+impl RequestedModel {
+    /// Makes a `RequestedModel` for this model name that accepts any weights.
     pub fn named(name: impl Into<Arc<str>>) -> Self {
         Self { name: name.into(), fingerprint: None }
     }
@@ -111,7 +111,7 @@ pub struct Prompt {
     pub id: RequestId,
     pub tenant: TenantId,
     pub cache_salt: CacheSalt,
-    pub model: PromptModel,
+    pub model: RequestedModel,
     /// The prompt's tokens. If the sequence is continued, the tokens that were generated before follow them.
     pub tokens: Arc<[TokenId]>,
     /// The number of tokens at the end of `tokens` that the model generated; zero for a fresh prompt.
@@ -151,7 +151,7 @@ impl Prompt {
     /// Returns this prompt, restricted to nodes with the weights of `model`.
     pub fn for_weights_of(&self, model: &ModelInfo) -> Self {
         let fingerprint = Some(model.fingerprint.digest());
-        Self { model: PromptModel { fingerprint, ..self.model.clone() }, ..self.clone() }
+        Self { model: RequestedModel { fingerprint, ..self.model.clone() }, ..self.clone() }
     }
 
     /// Returns the prompt that continues this one after the tokens `generated`.
@@ -247,7 +247,7 @@ mod tests {
             ("o", None, Some("the prompt is for the model `o`, this node serves `m`".to_owned())),
             ("m", Some(other), Some(format!("the prompt is for `m` {other}, this node serves `m` {digest}"))),
         ] {
-            let found = PromptModel { name: name.into(), fingerprint }.check(&own).err();
+            let found = RequestedModel { name: name.into(), fingerprint }.check(&own).err();
             assert_eq!(
                 found.as_ref().map(|refusal| refusal.kind),
                 expected.as_ref().map(|_| RefusalKind::Mismatch)

@@ -42,7 +42,7 @@ pub struct Usage {
 /// A prefill node's answer, sent as soon as the first token is sampled. KV may still be in transfer then; the
 /// `Handoff` that completes it travels over the connector only.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Prefilled {
+pub struct ComputedPrompt {
     pub first: Step,
     pub usage: Usage,
     /// The time from the prompt's arrival at the node to its first engine step.

@@ -37,8 +37,8 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_enum, default_value_t = WeightSource::Dummy)]
     pub(crate) weights: WeightSource,
     /// The quantization of the layers' weights when they are loaded or written.
-    #[arg(long, value_enum, default_value_t = Quantized::No)]
-    pub(crate) quantize: Quantized,
+    #[arg(long, value_enum, default_value_t = WeightFormat::No)]
+    pub(crate) quantize: WeightFormat,
     /// The number format of KV.
     #[arg(long, value_enum, default_value_t = Kv::Bf16)]
     pub(crate) kv_dtype: Kv,
@@ -128,7 +128,7 @@ pub(crate) enum WeightSource {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Quantized {
+pub(crate) enum WeightFormat {
     /// Weights as they are in the checkpoint.
     No,
     /// Weights with 8 bits, and a scale for each row.
@@ -188,8 +188,8 @@ impl EngineArgs {
 
     pub(crate) fn quantize(&self) -> Quantize {
         match self.quantize {
-            Quantized::No => Quantize::No,
-            Quantized::Fp8 => Quantize::Fp8,
+            WeightFormat::No => Quantize::No,
+            WeightFormat::Fp8 => Quantize::Fp8,
         }
     }
 

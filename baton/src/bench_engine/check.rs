@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use types::{KvDtype, TokenId};
 
 use super::args::EngineArgs;
-use crate::exit::Failed;
+use crate::exit::CommandError;
 
 /// The KV memory of a model that is compared with the CPU, in bytes.
 const KV_BYTES: usize = 64 << 20;
@@ -34,7 +34,7 @@ const ALIKE_PROMPTS: [u32; 6] = [1, 33, 130, 512, 513, 1100];
 
 /// The comparison of one model, for the report.
 #[derive(Debug, Serialize)]
-pub(super) struct Checked {
+pub(super) struct ModelComparison {
     model: String,
     /// What the model was compared with.
     with: &'static str,
@@ -43,7 +43,7 @@ pub(super) struct Checked {
     launched: Comparison,
 }
 
-impl Checked {
+impl ModelComparison {
     pub(super) fn is_equal(&self) -> bool {
         self.recorded.is_equal() && self.launched.is_equal()
     }
@@ -65,23 +65,23 @@ impl Checked {
 
 /// Compares a model on the GPU with the CPU, once with CUDA graphs and once with each kernel launched
 /// separately. The CPU's KV is in f32, or in 8 bits if the model's KV is.
-pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<Checked, Failed> {
+pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<ModelComparison, CommandError> {
     let (kv_dtype, tolerance) = match args.kv_dtype() {
         KvDtype::Fp8E4m3 => (KvDtype::Fp8E4m3, TOLERANCE_OF_KV),
         _ => (KvDtype::F32, TOLERANCE),
     };
     let cpu = CpuSettings { kv_dtype, quantize: args.quantize(), ..CpuSettings::default() };
-    let mut reference = CpuBackend::open(folder, 2 * KV_BYTES, &cpu).map_err(Failed::start)?;
+    let mut reference = CpuBackend::open(folder, 2 * KV_BYTES, &cpu).map_err(CommandError::start)?;
     let vocab = engine::Backend::model(&reference).vocab;
     let prompts = prompts(folder, vocab)?;
     let settings = CudaSettings { load_format: LoadFormat::Safetensors, limits: LIMITS, ..args.cuda() };
-    let mut compared = |graphs: bool| -> Result<Comparison, Failed> {
+    let mut compared = |graphs: bool| -> Result<Comparison, CommandError> {
         let mut subject = opened(folder, KV_BYTES, &CudaSettings { graphs, ..settings.clone() })?;
-        compare(&mut reference, &mut subject, &prompts, N_STEPS, tolerance).map_err(Failed::work)
+        compare(&mut reference, &mut subject, &prompts, N_STEPS, tolerance).map_err(CommandError::work)
     };
     let (recorded, launched) = (compared(true)?, compared(false)?);
     let model = folder.display().to_string();
-    Ok(Checked { model, with: "the CPU", tolerance, recorded, launched })
+    Ok(ModelComparison { model, with: "the CPU", tolerance, recorded, launched })
 }
 
 /// Runs the conformance suite of sleep and wake on the GPU.
@@ -97,7 +97,7 @@ pub(super) fn check_sleep(folder: &Path, args: &EngineArgs) {
 }
 
 /// Compares a deterministic model with itself in other batches, bit by bit.
-pub(super) fn check_alike(folder: &Path, args: &EngineArgs) -> Result<Checked, Failed> {
+pub(super) fn check_alike(folder: &Path, args: &EngineArgs) -> Result<ModelComparison, CommandError> {
     let settings = CudaSettings { deterministic: true, ..args.cuda() };
     let (settings, kv_bytes) = match args.deterministic {
         true => (settings, ALIKE_KV_BYTES),
@@ -105,22 +105,28 @@ pub(super) fn check_alike(folder: &Path, args: &EngineArgs) -> Result<Checked, F
             (CudaSettings { load_format: LoadFormat::Safetensors, limits: LIMITS, ..settings }, KV_BYTES)
         }
     };
-    let compared = |graphs: bool| -> Result<Comparison, Failed> {
+    let compared = |graphs: bool| -> Result<Comparison, CommandError> {
         let mut subject = opened(folder, kv_bytes, &CudaSettings { graphs, ..settings.clone() })?;
         let vocab = engine::Backend::model(&subject).vocab;
         let prompts = match args.deterministic {
             true => ALIKE_PROMPTS.map(|len| any(len, vocab)).to_vec(),
             false => prompts(folder, vocab)?,
         };
-        compare_with_itself(&mut subject, &prompts, N_STEPS).map_err(Failed::work)
+        compare_with_itself(&mut subject, &prompts, N_STEPS).map_err(CommandError::work)
     };
     let (recorded, launched) = (compared(true)?, compared(false)?);
     let model = folder.display().to_string();
-    Ok(Checked { model, with: "itself, to the last bit", tolerance: Tolerance::NONE, recorded, launched })
+    Ok(ModelComparison {
+        model,
+        with: "itself, to the last bit",
+        tolerance: Tolerance::NONE,
+        recorded,
+        launched,
+    })
 }
 
-fn opened(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Result<CudaBackend, Failed> {
-    CudaBackend::open(folder, kv_bytes, settings).map_err(Failed::start)
+fn opened(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Result<CudaBackend, CommandError> {
+    CudaBackend::open(folder, kv_bytes, settings).map_err(CommandError::start)
 }
 
 #[derive(Deserialize)]
@@ -135,10 +141,10 @@ struct GoldenPrompt {
 }
 
 /// Returns the golden prompts of a model that has some; otherwise arbitrary tokens.
-fn prompts(folder: &Path, vocab: u32) -> Result<Vec<Vec<TokenId>>, Failed> {
+fn prompts(folder: &Path, vocab: u32) -> Result<Vec<Vec<TokenId>>, CommandError> {
     let tokens = |ids: Vec<u32>| ids.into_iter().map(TokenId).collect();
     if let Ok(bytes) = std::fs::read(folder.join("golden.json")) {
-        let golden: Golden = serde_json::from_slice(&bytes).map_err(Failed::start)?;
+        let golden: Golden = serde_json::from_slice(&bytes).map_err(CommandError::start)?;
         if !golden.prompts.is_empty() {
             return Ok(golden.prompts.into_iter().map(|prompt| tokens(prompt.prompt_ids)).collect());
         }

@@ -8,17 +8,17 @@ mod report;
 use std::path::Path;
 use std::process::ExitCode;
 
-use engine::backend::cuda::{CudaLimits, DecodeProfile, Loaded};
+use engine::backend::cuda::{CudaLimits, DecodeProfile, LoadReport};
 use engine::load::made::{self, Form};
 use engine::measure::sleep_cycles::{self, SleepCycle};
-use engine::measure::{Measured, measure};
+use engine::measure::{Measurements, measure};
 use serde::Serialize;
 
 pub(crate) use args::EngineArgs;
-use args::{Quantized, WeightSource};
-use opened::Opened;
+use args::{WeightFormat, WeightSource};
+use opened::AnyBackend;
 
-use crate::exit::Failed;
+use crate::exit::CommandError;
 
 /// All results of one run, as they are written to the JSON file.
 #[derive(Debug, Serialize)]
@@ -31,17 +31,17 @@ struct Report {
     /// The seconds from the start of loading until the first step could be launched.
     open_s: f64,
     /// The size and loading time of the weights alone, on a GPU.
-    loaded: Option<Loaded>,
+    loaded: Option<LoadReport>,
     /// The number of decode steps that were recorded as CUDA graphs at the start, and later.
     recorded: Option<(usize, usize)>,
     limits: Option<CudaLimits>,
-    measured: Option<Measured>,
+    measured: Option<Measurements>,
     profiles: Vec<DecodeProfile>,
-    checks: Vec<check::Checked>,
+    checks: Vec<check::ModelComparison>,
     naps: Vec<SleepCycle>,
 }
 
-pub(crate) fn run(args: &EngineArgs) -> Result<ExitCode, Failed> {
+pub(crate) fn run(args: &EngineArgs) -> Result<ExitCode, CommandError> {
     if let Some(folder) = &args.write_weights {
         return write_weights(args, folder);
     }
@@ -51,44 +51,44 @@ pub(crate) fn run(args: &EngineArgs) -> Result<ExitCode, Failed> {
         _ => measured(args)?,
     };
     if let Some(file) = &args.out {
-        let text = serde_json::to_string_pretty(&report).map_err(Failed::work)?;
-        std::fs::write(file, text + "\n").map_err(Failed::work)?;
+        let text = serde_json::to_string_pretty(&report).map_err(CommandError::work)?;
+        std::fs::write(file, text + "\n").map_err(CommandError::work)?;
     }
     report::say(&report);
-    let is_equal =
-        report.checks.iter().all(check::Checked::is_equal) && report.naps.iter().all(|nap| nap.are_equal);
+    let is_equal = report.checks.iter().all(check::ModelComparison::is_equal)
+        && report.naps.iter().all(|nap| nap.are_equal);
     Ok(if is_equal { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// Writes a checkpoint of the model, on all cores.
-fn write_weights(args: &EngineArgs, folder: &Path) -> Result<ExitCode, Failed> {
+fn write_weights(args: &EngineArgs, folder: &Path) -> Result<ExitCode, CommandError> {
     let started = tokio::time::Instant::now();
     let form = match args.quantize {
-        Quantized::No => Form::Bf16,
-        Quantized::Fp8 => Form::CompressedTensors,
+        WeightFormat::No => Form::Bf16,
+        WeightFormat::Fp8 => Form::CompressedTensors,
     };
     let bytes = match args.weights {
         WeightSource::Dummy => made::write(&args.model, folder, 1, form),
         WeightSource::Safetensors => made::rewrite(&args.model, folder, form),
     };
-    let bytes = bytes.map_err(Failed::work)?;
+    let bytes = bytes.map_err(CommandError::work)?;
     let seconds = started.elapsed().as_secs_f64();
     report::tell(&format!("{:.2} GB of weights in {}: {seconds:.1} s", bytes as f64 / 1e9, folder.display()));
     Ok(ExitCode::SUCCESS)
 }
 
-fn measured(args: &EngineArgs) -> Result<Report, Failed> {
+fn measured(args: &EngineArgs) -> Result<Report, CommandError> {
     let started = tokio::time::Instant::now();
-    let mut opened = Opened::open(args)?;
+    let mut opened = AnyBackend::open(args)?;
     let mut report = Report::new(args, opened.device());
     report.open_s = started.elapsed().as_secs_f64();
     report::tell(&format!("{} on {}: open after {:.1} s", report.model, report.device, report.open_s));
     report.loaded = opened.loaded();
     let workload = args.workload();
-    workload.ensure_room(opened.backend()).map_err(Failed::usage)?;
+    workload.ensure_room(opened.backend()).map_err(CommandError::usage)?;
     report.limits = opened.limits()?;
     let measured = measure(opened.backend(), &workload, &mut report::tell);
-    report.measured = Some(measured.map_err(Failed::work)?);
+    report.measured = Some(measured.map_err(CommandError::work)?);
     if args.profile {
         report.profiles = opened.profiles(&args.batches, args.context)?;
     }
@@ -96,16 +96,16 @@ fn measured(args: &EngineArgs) -> Result<Report, Failed> {
     Ok(report)
 }
 
-fn slept(args: &EngineArgs) -> Result<Report, Failed> {
-    let opened = Opened::open(args)?;
+fn slept(args: &EngineArgs) -> Result<Report, CommandError> {
+    let opened = AnyBackend::open(args)?;
     let mut report = Report::new(args, opened.device());
     report.loaded = opened.loaded();
-    report.naps =
-        sleep_cycles::measure(opened.into_backend(), args.naps, &mut report::tell).map_err(Failed::work)?;
+    report.naps = sleep_cycles::measure(opened.into_backend(), args.naps, &mut report::tell)
+        .map_err(CommandError::work)?;
     Ok(report)
 }
 
-fn checked(args: &EngineArgs) -> Result<Report, Failed> {
+fn checked(args: &EngineArgs) -> Result<Report, CommandError> {
     let mut report = Report::new(args, "cuda".to_owned());
     if args.deterministic {
         report.add(check::check_alike(&args.model, args)?);
@@ -123,7 +123,7 @@ fn checked(args: &EngineArgs) -> Result<Report, Failed> {
 }
 
 impl Report {
-    fn add(&mut self, checked: check::Checked) {
+    fn add(&mut self, checked: check::ModelComparison) {
         report::tell(&checked.line());
         self.checks.push(checked);
     }

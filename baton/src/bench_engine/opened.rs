@@ -1,20 +1,20 @@
 //! A backend that is open for measurements, with the functions that only a GPU has.
 
-use engine::backend::cuda::{CudaLimits, DecodeProfile, Loaded};
+use engine::backend::cuda::{CudaLimits, DecodeProfile, LoadReport};
 use engine::{Backend, CpuBackend, CudaBackend, Device};
 
 use super::args::EngineArgs;
-use crate::exit::Failed;
+use crate::exit::CommandError;
 
 #[derive(Debug)]
-pub(super) enum Opened {
+pub(super) enum AnyBackend {
     Cpu(Box<CpuBackend>),
     Cuda(Box<CudaBackend>),
 }
 
-impl Opened {
-    pub(super) fn open(args: &EngineArgs) -> Result<Self, Failed> {
-        let kv_bytes = usize::try_from(args.kv_memory.0).map_err(Failed::usage)?;
+impl AnyBackend {
+    pub(super) fn open(args: &EngineArgs) -> Result<Self, CommandError> {
+        let kv_bytes = usize::try_from(args.kv_memory.0).map_err(CommandError::usage)?;
         let cpu = || {
             CpuBackend::open(&args.model, kv_bytes, &args.cpu()).map(|backend| Self::Cpu(Box::new(backend)))
         };
@@ -29,7 +29,7 @@ impl Opened {
                 opened => opened,
             },
         };
-        opened.map_err(Failed::start)
+        opened.map_err(CommandError::start)
     }
 
     fn on_gpu(args: &EngineArgs, kv_bytes: usize) -> Result<Self, engine::OpenError> {
@@ -61,17 +61,17 @@ impl Opened {
         }
     }
 
-    pub(super) fn loaded(&self) -> Option<Loaded> {
+    pub(super) fn loaded(&self) -> Option<LoadReport> {
         match self {
             Self::Cpu(_) => None,
             Self::Cuda(backend) => Some(backend.loaded()),
         }
     }
 
-    pub(super) fn limits(&mut self) -> Result<Option<CudaLimits>, Failed> {
+    pub(super) fn limits(&mut self) -> Result<Option<CudaLimits>, CommandError> {
         match self {
             Self::Cpu(_) => Ok(None),
-            Self::Cuda(backend) => backend.limits().map(Some).map_err(Failed::work),
+            Self::Cuda(backend) => backend.limits().map(Some).map_err(CommandError::work),
         }
     }
 
@@ -79,11 +79,12 @@ impl Opened {
         &mut self,
         batches: &[usize],
         context: usize,
-    ) -> Result<Vec<DecodeProfile>, Failed> {
+    ) -> Result<Vec<DecodeProfile>, CommandError> {
         match self {
             Self::Cpu(_) => Ok(Vec::new()),
             Self::Cuda(backend) => {
-                let profile = |rows: &usize| backend.profile_decode(*rows, context).map_err(Failed::work);
+                let profile =
+                    |rows: &usize| backend.profile_decode(*rows, context).map_err(CommandError::work);
                 batches.iter().map(profile).collect()
             }
         }

@@ -2,15 +2,15 @@
 
 use std::io::Write as _;
 
-use engine::backend::cuda::{CudaLimits, DecodeProfile, Loaded};
-use engine::measure::Measured;
+use engine::backend::cuda::{CudaLimits, DecodeProfile, LoadReport};
+use engine::measure::Measurements;
 
 use super::Report;
 
 /// Writes results to standard output. A reader that has closed the pipe is no error.
 pub(super) fn say(report: &Report) {
     let mut text = String::new();
-    if let Some(Loaded { bytes, seconds }) = report.loaded {
+    if let Some(LoadReport { bytes, seconds }) = report.loaded {
         let gb = bytes as f64 / 1e9;
         text.push_str(&format!("weights of {gb:.2} GB loaded in {seconds:.2} s: {:.2} GB/s\n", gb / seconds));
     }
@@ -48,7 +48,7 @@ fn of_limits(limits: &CudaLimits) -> String {
     text
 }
 
-fn of_measured(measured: &Measured) -> String {
+fn of_measured(measured: &Measurements) -> String {
     let mut text = String::new();
     for times in &measured.decode {
         text.push_str(&format!(

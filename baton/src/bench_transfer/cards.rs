@@ -7,7 +7,7 @@ use kv_cache::KvMemory;
 use types::KvLayout;
 
 use crate::bench_transfer::ends::{failed, not_moved};
-use crate::exit::Failed;
+use crate::exit::CommandError;
 
 static CARDS: OnceLock<[Card; 2]> = OnceLock::new();
 
@@ -20,7 +20,7 @@ pub(super) enum Side {
 
 /// Allocates KV memory on one of the GPUs. The first call opens both GPUs, which takes as long as compiling
 /// their kernels.
-pub(super) fn memory(side: Side, layout: KvLayout, n_blocks: u32) -> Result<KvMemory, Failed> {
+pub(super) fn memory(side: Side, layout: KvLayout, n_blocks: u32) -> Result<KvMemory, CommandError> {
     let cards = match CARDS.get() {
         Some(cards) => cards,
         None => {
@@ -31,7 +31,7 @@ pub(super) fn memory(side: Side, layout: KvLayout, n_blocks: u32) -> Result<KvMe
     KvMemory::device(layout, n_blocks, &[&cards[usize::from(side == Side::Far)]]).map_err(failed)
 }
 
-fn open(ordinal: usize) -> Result<Card, Failed> {
+fn open(ordinal: usize) -> Result<Card, CommandError> {
     Card::open(ordinal, None, &Cache::none()).map_err(failed)
 }
 
@@ -43,7 +43,7 @@ pub struct PlainCopy {
 }
 
 impl PlainCopy {
-    pub(super) fn between(near: &KvMemory, far: &KvMemory) -> Result<Self, Failed> {
+    pub(super) fn between(near: &KvMemory, far: &KvMemory) -> Result<Self, CommandError> {
         let no_card = || not_moved("KV is not on a GPU");
         let (near, far) = (near.on_card().ok_or_else(no_card)?, far.on_card().ok_or_else(no_card)?);
         let (fd, bytes) = near.memory().export().map_err(failed)?;
@@ -52,7 +52,7 @@ impl PlainCopy {
     }
 
     /// Copies the first `bytes` bytes to the memory `far`.
-    pub(super) fn copy(&self, far: &KvMemory, bytes: usize) -> Result<(), Failed> {
+    pub(super) fn copy(&self, far: &KvMemory, bytes: usize) -> Result<(), CommandError> {
         let far = far.on_card().ok_or_else(|| not_moved("KV is not on a GPU"))?;
         self.copier.copy_plainly(&self.remote, far.memory(), bytes).map_err(failed)
     }

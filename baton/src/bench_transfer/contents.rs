@@ -9,13 +9,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use kv_cache::KvMemory;
 
 use crate::bench_transfer::ends::{GROUP, Run, failed};
-use crate::exit::Failed;
+use crate::exit::CommandError;
 
 /// The largest number of blocks of a layer that are read or written at once, in one copy from or to a GPU.
 const BLOCKS_AT_ONCE: u32 = 256;
 
 /// Fills every page of the memory with bytes that differ from page to page.
-pub(super) fn fill(memory: &KvMemory) -> Result<(), Failed> {
+pub(super) fn fill(memory: &KvMemory) -> Result<(), CommandError> {
     write_all(memory, |layer, first, bytes| {
         let seed = u64::from(layer) << 32 | u64::from(first);
         // The chunks have no remainder, because a page has at least one head of 128 numbers.
@@ -26,7 +26,7 @@ pub(super) fn fill(memory: &KvMemory) -> Result<(), Failed> {
 }
 
 /// Writes every page of the memory, so that no page is touched for the first time during the measurement.
-pub(super) fn touch(memory: &KvMemory) -> Result<(), Failed> {
+pub(super) fn touch(memory: &KvMemory) -> Result<(), CommandError> {
     // GPU memory needs no writes, because it is allocated completely at the start.
     if memory.is_on_cards() { Ok(()) } else { write_all(memory, |_, _, bytes| bytes.fill(0)) }
 }
@@ -37,7 +37,7 @@ fn mixed(nth: u64) -> u64 {
     spread ^ spread >> 29
 }
 
-fn write_all(memory: &KvMemory, write: impl Fn(u16, u32, &mut [u8]) + Sync) -> Result<(), Failed> {
+fn write_all(memory: &KvMemory, write: impl Fn(u16, u32, &mut [u8]) + Sync) -> Result<(), CommandError> {
     let (n_layers, n_blocks) = (memory.layout().group(GROUP).layers.len() as u16, memory.n_blocks());
     let of_layer = |layer| (0..n_blocks).step_by(BLOCKS_AT_ONCE as usize).map(move |first| (layer, first));
     let pieces: Vec<(u16, u32)> = (0..n_layers).flat_map(of_layer).collect();
@@ -50,7 +50,7 @@ fn write_all(memory: &KvMemory, write: impl Fn(u16, u32, &mut [u8]) + Sync) -> R
 }
 
 /// Returns whether all of these runs have the same bytes on both sides.
-pub(super) fn are_equal(near: &KvMemory, far: &KvMemory, runs: &[Run]) -> Result<bool, Failed> {
+pub(super) fn are_equal(near: &KvMemory, far: &KvMemory, runs: &[Run]) -> Result<bool, CommandError> {
     let pieces: Vec<Run> = runs.iter().flat_map(cut).collect();
     let differ = AtomicBool::new(false);
     by_all_threads(&windows(&pieces), |window| {
@@ -105,7 +105,10 @@ fn covered(runs: &[Run], of: impl Fn(&Run) -> &Range<u32>) -> Range<u32> {
 }
 
 /// Calls `act` for each of `all` on all threads, and returns the first error.
-fn by_all_threads<T: Sync>(all: &[T], act: impl Fn(&T) -> Result<(), Failed> + Sync) -> Result<(), Failed> {
+fn by_all_threads<T: Sync>(
+    all: &[T],
+    act: impl Fn(&T) -> Result<(), CommandError> + Sync,
+) -> Result<(), CommandError> {
     let next = AtomicUsize::new(0);
     let work = || {
         while let Some(one) = all.get(next.fetch_add(1, Ordering::Relaxed)) {

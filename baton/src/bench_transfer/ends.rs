@@ -16,7 +16,7 @@ use crate::bench_transfer::cards::{self, Side};
 use crate::bench_transfer::case::{Blocks, Case, Digests, Layers, Memory, Shape};
 use crate::bench_transfer::contents;
 use crate::certs::Authority;
-use crate::exit::Failed;
+use crate::exit::CommandError;
 
 /// The only layer group: all layers have the same shape.
 pub(super) const GROUP: GroupIdx = GroupIdx(0);
@@ -55,9 +55,10 @@ pub struct Run {
 }
 
 impl Ends {
-    pub async fn new(case: &Case) -> Result<Self, Failed> {
-        let shape = Shape::of(case.bytes)
-            .ok_or_else(|| Failed::usage(format!("{} bytes are no whole number of pages", case.bytes)))?;
+    pub async fn new(case: &Case) -> Result<Self, CommandError> {
+        let shape = Shape::of(case.bytes).ok_or_else(|| {
+            CommandError::usage(format!("{} bytes are no whole number of pages", case.bytes))
+        })?;
         let world = World::real();
         let gate = Gate::new("bench");
         let [of_near, of_far] = if case.tls { secured(&world)? } else { [world.clone(), world.clone()] };
@@ -70,7 +71,7 @@ impl Ends {
     /// Runs one transfer, from the request for a landing to the report that all KV has arrived.
     ///
     /// Returns the lease of the blocks on the far side.
-    pub async fn transfer(&self) -> Result<BlockLease, Failed> {
+    pub async fn transfer(&self) -> Result<BlockLease, CommandError> {
         let request = LandRequest {
             transfer: self.world.transfer_id(),
             lease: self.far.room(self.shape.n_blocks)?,
@@ -92,7 +93,7 @@ impl Ends {
 
     /// Waits until the connectors' tasks and threads have ended. A thread that still runs when the process
     /// exits would use a GPU whose driver is unloaded.
-    pub async fn close(self) -> Result<(), Failed> {
+    pub async fn close(self) -> Result<(), CommandError> {
         let gate = self.gate.clone();
         drop(self);
         gate.close(CLOSES_WITHIN).await.map_err(failed)
@@ -108,7 +109,7 @@ impl Ends {
 
     /// Returns the runs of a plain copy of the same bytes, to the far blocks that a transfer would get, and
     /// the lease of these blocks.
-    pub fn runs(&self) -> Result<(Vec<Run>, BlockLease), Failed> {
+    pub fn runs(&self) -> Result<(Vec<Run>, BlockLease), CommandError> {
         let room = self.far.room(self.shape.n_blocks)?;
         Ok((self.runs_to(&room), room))
     }
@@ -136,13 +137,19 @@ impl Ends {
     }
 
     /// Returns whether the far blocks in `room` have the content of the near ones.
-    pub fn are_equal(&self, room: &BlockLease) -> Result<bool, Failed> {
+    pub fn are_equal(&self, room: &BlockLease) -> Result<bool, CommandError> {
         contents::are_equal(&self.near.memory, &self.far.memory, &self.runs_to(room))
     }
 }
 
 impl End {
-    async fn new(side: Side, case: &Case, shape: &Shape, world: &World, gate: &Gate) -> Result<Self, Failed> {
+    async fn new(
+        side: Side,
+        case: &Case,
+        shape: &Shape,
+        world: &World,
+        gate: &Gate,
+    ) -> Result<Self, CommandError> {
         let name = match side {
             Side::Near => "near",
             Side::Far => "far",
@@ -184,13 +191,13 @@ impl End {
         Ok(Self { memory, pool, connector, between })
     }
 
-    fn room(&self, n_blocks: u32) -> Result<BlockLease, Failed> {
+    fn room(&self, n_blocks: u32) -> Result<BlockLease, CommandError> {
         room(&self.pool, n_blocks)
     }
 }
 
 /// The worlds of a prefill and a decode node with certificates of one CA.
-fn secured(world: &World) -> Result<[World; 2], Failed> {
+fn secured(world: &World) -> Result<[World; 2], CommandError> {
     let authority = Authority::new("bench", world.unix_time()).map_err(failed)?;
     let with_role = |role| {
         let name = CertName::parse(role).ok_or_else(|| not_moved("a wrong name"))?;
@@ -202,22 +209,22 @@ fn secured(world: &World) -> Result<[World; 2], Failed> {
 }
 
 /// Leases every second block of the pool, so that no two of the remaining blocks are neighbours.
-fn every_second(pool: &BlockPool, n_blocks: u32) -> Result<Vec<BlockLease>, Failed> {
-    let all: Vec<BlockLease> = (0..n_blocks).map(|_| room(pool, 1)).collect::<Result<_, Failed>>()?;
+fn every_second(pool: &BlockPool, n_blocks: u32) -> Result<Vec<BlockLease>, CommandError> {
+    let all: Vec<BlockLease> = (0..n_blocks).map(|_| room(pool, 1)).collect::<Result<_, CommandError>>()?;
     Ok(all.into_iter().filter(|lease| lease.table(GROUP)[0].0.is_multiple_of(2)).collect())
 }
 
-fn room(pool: &BlockPool, n_blocks: u32) -> Result<BlockLease, Failed> {
+fn room(pool: &BlockPool, n_blocks: u32) -> Result<BlockLease, CommandError> {
     let holder = Holder { what: Holding::Landing, request: RequestId::new("bench") };
     pool.reserve(n_blocks as usize, holder).map_err(failed)
 }
 
 /// Converts an error of a node or a connector.
-pub(super) fn failed(error: impl std::error::Error) -> Failed {
+pub(super) fn failed(error: impl std::error::Error) -> CommandError {
     not_moved(types::in_full(&error))
 }
 
 /// Makes the error of a transfer that failed for this reason.
-pub(super) fn not_moved(reason: impl std::fmt::Display) -> Failed {
-    Failed::work(format!("cannot move KV: {reason}"))
+pub(super) fn not_moved(reason: impl std::fmt::Display) -> CommandError {
+    CommandError::work(format!("cannot move KV: {reason}"))
 }

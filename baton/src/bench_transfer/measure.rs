@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use crate::bench_transfer::case::Case;
 use crate::bench_transfer::ends::{Ends, not_moved};
 use crate::bench_transfer::plain::Plain;
-use crate::exit::Failed;
+use crate::exit::CommandError;
 
 /// The smallest number of pairs, for a meaningful median. A pair is one plain copy and one transfer.
 pub const N_PAIRS_MIN: usize = 5;
@@ -21,7 +21,7 @@ const N_WARM: usize = 2;
 
 /// The results of one case.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Measured {
+pub struct CaseResult {
     #[serde(flatten)]
     pub case: Case,
     pub n_pairs: usize,
@@ -45,7 +45,7 @@ pub struct Measured {
 }
 
 /// Measures a case for about `within`, with at least [`N_PAIRS_MIN`] pairs.
-pub async fn measure(case: &Case, within: Duration) -> Result<Measured, Failed> {
+pub async fn measure(case: &Case, within: Duration) -> Result<CaseResult, CommandError> {
     let ends = Ends::new(case).await?;
     check(&ends).await?;
     let mut plain = Plain::of(case, &ends).await?;
@@ -67,7 +67,7 @@ pub async fn measure(case: &Case, within: Duration) -> Result<Measured, Failed> 
 }
 
 /// Runs one transfer and compares its bytes, before anything else is copied to the far side.
-async fn check(ends: &Ends) -> Result<(), Failed> {
+async fn check(ends: &Ends) -> Result<(), CommandError> {
     let room = ends.transfer().await?;
     if ends.are_equal(&room)? { Ok(()) } else { Err(not_moved("KV arrived wrong")) }
 }
@@ -107,7 +107,7 @@ fn processor_seconds() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
-async fn pair(ends: &Ends, plain: &mut Plain) -> Result<Pair, Failed> {
+async fn pair(ends: &Ends, plain: &mut Plain) -> Result<Pair, CommandError> {
     let (runs, room) = ends.runs()?;
     let runs: Arc<[_]> = runs.into();
     let watch = Stopwatch::start();
@@ -119,7 +119,7 @@ async fn pair(ends: &Ends, plain: &mut Plain) -> Result<Pair, Failed> {
     Ok(Pair { plain, connector: watch.stop() })
 }
 
-fn summary(case: &Case, pairs: &[Pair]) -> Measured {
+fn summary(case: &Case, pairs: &[Pair]) -> CaseResult {
     let sorted = |of: fn(&Pair) -> f64| {
         let mut values: Vec<f64> = pairs.iter().map(of).collect();
         values.sort_by(f64::total_cmp);
@@ -127,7 +127,7 @@ fn summary(case: &Case, pairs: &[Pair]) -> Measured {
     };
     let (plain, connector) = (sorted(|pair| pair.plain.wall), sorted(|pair| pair.connector.wall));
     let ratio = sorted(|pair| pair.plain.wall / pair.connector.wall);
-    Measured {
+    CaseResult {
         case: case.clone(),
         n_pairs: pairs.len(),
         rate: case.bytes as f64 / at(&connector, 0.5),

@@ -21,13 +21,13 @@ use bench::error::write_text;
 
 pub(crate) use args::TransferArgs;
 use case::{Case, Memory};
-use measure::{Measured, measure};
+use measure::{CaseResult, measure};
 use report::{TransferReport, TransferReports};
 
-use crate::exit::Failed;
+use crate::exit::CommandError;
 use crate::output::{print, tell};
 
-pub(crate) fn run(args: &TransferArgs) -> Result<ExitCode, Failed> {
+pub(crate) fn run(args: &TransferArgs) -> Result<ExitCode, CommandError> {
     let report =
         if args.from.is_empty() { measured(args)?.into() } else { TransferReports::read(&args.from)? };
     print(&format!("{}\n", report.table().to_markdown()))?;
@@ -38,19 +38,19 @@ pub(crate) fn run(args: &TransferArgs) -> Result<ExitCode, Failed> {
         report.write(path)?;
     }
     if let Some(path) = &args.html {
-        write_text(path, &report.page()).map_err(Failed::work)?;
+        write_text(path, &report.page()).map_err(CommandError::work)?;
     }
     if let Some(path) = &args.svg {
-        write_text(path, &report.picture()).map_err(Failed::work)?;
+        write_text(path, &report.picture()).map_err(CommandError::work)?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn measured(args: &TransferArgs) -> Result<TransferReport, Failed> {
-    let within =
-        Duration::try_from_secs_f64(args.seconds).map_err(|_| Failed::usage("--seconds is not a time"))?;
+fn measured(args: &TransferArgs) -> Result<TransferReport, CommandError> {
+    let within = Duration::try_from_secs_f64(args.seconds)
+        .map_err(|_| CommandError::usage("--seconds is not a time"))?;
     if args.tls && !args.connectors.iter().any(|connector| connector == WITH_TLS) {
-        return Err(Failed::usage("--tls measures tcp, and --connectors does not name it"));
+        return Err(CommandError::usage("--tls measures tcp, and --connectors does not name it"));
     }
     let mut measured = Vec::new();
     for case in cases(args) {
@@ -110,9 +110,9 @@ fn memory_of(connector: &str, wanted: Memory) -> Memory {
 }
 
 /// Measures a case on a runtime with one thread per core, as nodes have. The caller's runtime has one thread.
-fn on_threads(case: Case, within: Duration) -> Result<Measured, Failed> {
+fn on_threads(case: Case, within: Duration) -> Result<CaseResult, CommandError> {
     let measured = std::thread::spawn(move || {
-        let runtime = tokio::runtime::Runtime::new().map_err(Failed::work)?;
+        let runtime = tokio::runtime::Runtime::new().map_err(CommandError::work)?;
         runtime.block_on(measure(&case, within))
     });
     measured.join().expect("a measurement does not panic")

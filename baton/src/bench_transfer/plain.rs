@@ -16,7 +16,7 @@ use tokio::task::JoinSet;
 use crate::bench_transfer::cards::PlainCopy;
 use crate::bench_transfer::case::{Case, Memory};
 use crate::bench_transfer::ends::{Ends, GROUP, Run, failed, not_moved};
-use crate::exit::Failed;
+use crate::exit::CommandError;
 
 /// The largest number of slices in one system call.
 const SLICES: usize = 64;
@@ -38,7 +38,7 @@ pub struct Sockets {
 }
 
 impl Plain {
-    pub async fn of(case: &Case, ends: &Ends) -> Result<Self, Failed> {
+    pub async fn of(case: &Case, ends: &Ends) -> Result<Self, CommandError> {
         let (near, far) = ends.memories();
         match (case.memory, case.connector.as_str()) {
             (Memory::Gpus, _) => Ok(Self::Cards(Box::new(PlainCopy::between(near, far)?))),
@@ -47,21 +47,26 @@ impl Plain {
         }
     }
 
-    async fn sockets(streams: u16) -> Result<Self, Failed> {
-        let listener = TcpListener::bind("127.0.0.1:0").await.map_err(Failed::work)?;
-        let addr = listener.local_addr().map_err(Failed::work)?;
+    async fn sockets(streams: u16) -> Result<Self, CommandError> {
+        let listener = TcpListener::bind("127.0.0.1:0").await.map_err(CommandError::work)?;
+        let addr = listener.local_addr().map_err(CommandError::work)?;
         let mut pairs = Vec::new();
         for _ in 0..streams {
             let (near, far) = tokio::join!(TcpStream::connect(addr), listener.accept());
-            let (near, (far, _)) = (near.map_err(Failed::work)?, far.map_err(Failed::work)?);
-            near.set_nodelay(true).map_err(Failed::work)?;
+            let (near, (far, _)) = (near.map_err(CommandError::work)?, far.map_err(CommandError::work)?);
+            near.set_nodelay(true).map_err(CommandError::work)?;
             pairs.push((near, far));
         }
         Ok(Self::Sockets(Sockets { pairs }))
     }
 
     /// Copies all bytes of the runs once.
-    pub async fn copy(&mut self, ends: &Ends, runs: &Arc<[Run]>, _room: &BlockLease) -> Result<(), Failed> {
+    pub async fn copy(
+        &mut self,
+        ends: &Ends,
+        runs: &Arc<[Run]>,
+        _room: &BlockLease,
+    ) -> Result<(), CommandError> {
         match self {
             Self::Threads { streams } => copy_by_threads(ends, runs, usize::from(*streams)),
             Self::Sockets(sockets) => sockets.copy(ends, runs).await,
@@ -75,9 +80,9 @@ fn share(runs: &[Run], nth: usize, n_streams: usize) -> impl Iterator<Item = &Ru
     runs.iter().skip(nth).step_by(n_streams)
 }
 
-fn copy_by_threads(ends: &Ends, runs: &[Run], n_streams: usize) -> Result<(), Failed> {
+fn copy_by_threads(ends: &Ends, runs: &[Run], n_streams: usize) -> Result<(), CommandError> {
     let (near, far) = ends.memories();
-    let copy = |nth: usize| -> Result<(), Failed> {
+    let copy = |nth: usize| -> Result<(), CommandError> {
         for run in share(runs, nth, n_streams) {
             let source = near.read(GROUP, run.layer, run.near.clone()).map_err(failed)?;
             let mut target = far.write(GROUP, run.layer, run.far.clone()).map_err(failed)?;
@@ -93,7 +98,7 @@ fn copy_by_threads(ends: &Ends, runs: &[Run], n_streams: usize) -> Result<(), Fa
 }
 
 impl Sockets {
-    async fn copy(&mut self, ends: &Ends, runs: &Arc<[Run]>) -> Result<(), Failed> {
+    async fn copy(&mut self, ends: &Ends, runs: &Arc<[Run]>) -> Result<(), CommandError> {
         let n_streams = self.pairs.len();
         let (near, far) = ends.memories();
         let mut tasks = JoinSet::new();
@@ -114,9 +119,9 @@ impl Sockets {
     }
 
     /// Pairs outgoing and accepted connections by their addresses, because they are accepted in any order.
-    fn pair_up(&mut self, outs: Vec<TcpStream>, mut ins: Vec<TcpStream>) -> Result<(), Failed> {
+    fn pair_up(&mut self, outs: Vec<TcpStream>, mut ins: Vec<TcpStream>) -> Result<(), CommandError> {
         for out in outs {
-            let addr = out.local_addr().map_err(Failed::work)?;
+            let addr = out.local_addr().map_err(CommandError::work)?;
             let at = ins.iter().position(|half| half.peer_addr().is_ok_and(|peer| peer == addr));
             self.pairs
                 .push((out, ins.swap_remove(at.expect("each outgoing connection has an incoming one"))));
@@ -136,7 +141,7 @@ async fn send(
     runs: &[Run],
     nth: usize,
     n: usize,
-) -> Result<TcpStream, Failed> {
+) -> Result<TcpStream, CommandError> {
     let mut rest: VecDeque<PageRef<'_>> = VecDeque::new();
     let mut runs = share(runs, nth, n);
     let mut done = 0;
@@ -161,7 +166,7 @@ async fn receive(
     runs: &[Run],
     nth: usize,
     n: usize,
-) -> Result<TcpStream, Failed> {
+) -> Result<TcpStream, CommandError> {
     let mut rest: VecDeque<PageMut<'_>> = VecDeque::new();
     let mut runs = share(runs, nth, n);
     let mut done = 0;
@@ -207,6 +212,6 @@ fn advance<P>(pages: &mut VecDeque<P>, mut done: usize, len: impl Fn(&P) -> usiz
     done
 }
 
-fn lost(error: io::Error) -> Failed {
+fn lost(error: io::Error) -> CommandError {
     not_moved(format!("a plain socket: {error}"))
 }

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::bench_transfer::case::{Blocks, Case, Digests, Layers};
-use crate::bench_transfer::measure::Measured;
-use crate::exit::Failed;
+use crate::bench_transfer::measure::CaseResult;
+use crate::exit::CommandError;
 use bench::error::{BenchError, read_text, write_text};
 use bench::machine::{Machine, commit};
 use bench::report::html::STYLE;
@@ -20,7 +20,7 @@ pub struct TransferReport {
     pub command: String,
     pub commit: Option<String>,
     pub machine: Machine,
-    pub measured: Vec<Measured>,
+    pub measured: Vec<CaseResult>,
 }
 
 /// Runs on one machine that are reported together, because a long list of cases is measured a few at a time.
@@ -30,13 +30,13 @@ pub struct TransferReports(Vec<TransferReport>);
 /// The content of a result file: one run, or several.
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
-enum Written {
+enum ResultFile {
     One(TransferReport),
     Several(Vec<TransferReport>),
 }
 
 impl TransferReport {
-    pub fn new(command: String, measured: Vec<Measured>) -> Self {
+    pub fn new(command: String, measured: Vec<CaseResult>) -> Self {
         Self { command, commit: commit(), machine: Machine::here(), measured }
     }
 
@@ -58,39 +58,39 @@ impl From<TransferReport> for TransferReports {
 
 impl TransferReports {
     /// Reads the runs in these files, in their order.
-    pub fn read(paths: &[PathBuf]) -> Result<Self, Failed> {
+    pub fn read(paths: &[PathBuf]) -> Result<Self, CommandError> {
         let mut runs = Vec::new();
         for path in paths {
-            match serde_json::from_str(&read_text(path).map_err(Failed::work)?)
-                .map_err(|error| Failed::work(BenchError::parse(path, error)))?
+            match serde_json::from_str(&read_text(path).map_err(CommandError::work)?)
+                .map_err(|error| CommandError::work(BenchError::parse(path, error)))?
             {
-                Written::One(run) => runs.push(run),
-                Written::Several(some) => runs.extend(some),
+                ResultFile::One(run) => runs.push(run),
+                ResultFile::Several(some) => runs.extend(some),
             }
         }
         Self(runs).checked()
     }
 
-    fn checked(self) -> Result<Self, Failed> {
+    fn checked(self) -> Result<Self, CommandError> {
         let machines = self.0.windows(2).map(|runs| (&runs[0].machine, &runs[1].machine));
         let place = |machine: &Machine| (machine.cpu.clone(), machine.n_cores, machine.gpus.clone());
         if machines.into_iter().any(|(one, other)| place(one) != place(other)) {
-            return Err(Failed::usage("these files are from different machines"));
+            return Err(CommandError::usage("these files are from different machines"));
         }
         let cases: Vec<&Case> = self.measured().map(|measured| &measured.case).collect();
         match cases.iter().enumerate().find(|(nth, case)| cases[..*nth].contains(case)) {
-            Some((_, case)) => Err(Failed::usage(format!("this was measured twice: {case:?}"))),
+            Some((_, case)) => Err(CommandError::usage(format!("this was measured twice: {case:?}"))),
             None => Ok(self),
         }
     }
 
-    pub fn write(&self, path: &Path) -> Result<(), Failed> {
+    pub fn write(&self, path: &Path) -> Result<(), CommandError> {
         let written = match &self.0[..] {
-            [run] => Written::One(run.clone()),
-            runs => Written::Several(runs.to_vec()),
+            [run] => ResultFile::One(run.clone()),
+            runs => ResultFile::Several(runs.to_vec()),
         };
         let text = serde_json::to_string_pretty(&written).expect("numbers and names can be written");
-        write_text(path, &(text + "\n")).map_err(Failed::work)
+        write_text(path, &(text + "\n")).map_err(CommandError::work)
     }
 
     /// Returns one sentence about machine and command for each run.
@@ -171,7 +171,7 @@ impl TransferReports {
         self.measured().any(|measured| measured.case == other)
     }
 
-    fn measured(&self) -> impl Iterator<Item = &Measured> {
+    fn measured(&self) -> impl Iterator<Item = &CaseResult> {
         self.0.iter().flat_map(|run| &run.measured)
     }
 }
@@ -184,7 +184,7 @@ fn add(curves: &mut Vec<Curve>, name: String, style: Style, x: f64, y: f64) {
     }
 }
 
-fn row(measured: &Measured) -> Vec<String> {
+fn row(measured: &CaseResult) -> Vec<String> {
     let case = &measured.case;
     vec![
         case.wire(),
@@ -220,9 +220,9 @@ fn time(us: f64) -> String {
 mod tests {
     use super::*;
 
-    fn measured(bytes: u64, digests: Digests) -> Measured {
+    fn measured(bytes: u64, digests: Digests) -> CaseResult {
         let (connector, blocks, layers) = ("shm".to_owned(), Blocks::Contiguous, Layers::AtOnce);
-        Measured {
+        CaseResult {
             case: Case {
                 connector,
                 bytes,
@@ -264,7 +264,7 @@ mod tests {
         assert_eq!(row(&measured(1 << 30, Digests::On)), expected);
     }
 
-    fn run(measured: Vec<Measured>) -> TransferReport {
+    fn run(measured: Vec<CaseResult>) -> TransferReport {
         TransferReport::new("baton bench transfer".to_owned(), measured)
     }
 

@@ -23,21 +23,22 @@ use chassis::World;
 
 use crate::cli::DoctorArgs;
 use crate::config_file::ConfigFile;
-use crate::exit::Failed;
+use crate::exit::CommandError;
 use crate::{interrupt, output};
 
 use finding::{Finding, Level};
 
 /// Runs all checks and prints the findings. The exit code is 1 if a finding prevents serving, otherwise 0,
 /// even with warnings.
-pub(crate) fn run(args: &DoctorArgs) -> Result<ExitCode, Failed> {
+pub(crate) fn run(args: &DoctorArgs) -> Result<ExitCode, CommandError> {
     interrupt::says("interrupted: nothing was changed")?;
     let process = match &args.config {
         Some(file) => ConfigFile::read(file, std::env::vars())?,
         None => ConfigFile::default_router()?,
     };
     let (world, mut findings) = identity::look(&process);
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(CommandError::start)?;
     findings.extend(runtime.block_on(look(&process, &world)));
     if let Some(addr) = &args.peer {
         findings.extend(runtime.block_on(peer::look(addr, world)));

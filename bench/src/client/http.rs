@@ -1,6 +1,6 @@
 //! Hot path. Parses an HTTP/1.1 response while its bytes arrive: head, framing, and the events of the body.
 
-use crate::client::chunked::Chunked;
+use crate::client::chunked::ChunkState;
 use crate::client::sse::Lines;
 
 const HEAD_BYTES_MAX: usize = 64 << 10;
@@ -24,7 +24,7 @@ pub struct ResponseReader {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Head,
-    Chunked(Chunked),
+    Chunked(ChunkState),
     Counted(u64),
     UntilClose,
     Done,
@@ -159,7 +159,7 @@ impl State {
         match self {
             State::Chunked(chunked) => {
                 let taken = chunked.take(bytes, on_body).map_err(|_| HttpError::Framing)?;
-                if *chunked == Chunked::Done {
+                if *chunked == ChunkState::Done {
                     *self = State::Done;
                 }
                 Ok(taken)
@@ -219,7 +219,7 @@ fn framing(headers: &[httparse::Header<'_>], status: u16) -> Result<State, HttpE
     if header(headers, "transfer-encoding")
         .is_some_and(|value| value.to_ascii_lowercase().contains("chunked"))
     {
-        return Ok(State::Chunked(Chunked::START));
+        return Ok(State::Chunked(ChunkState::START));
     }
     match header(headers, "content-length").map(|value| value.trim().parse()) {
         Some(Ok(0)) => Ok(State::Done),

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use crate::bootstrap::{Contrast, Resampling, Statistic, Units, contrasts};
 use crate::command::compare::{STATISTICS, distinct, table};
 use crate::command::measure::{Bench, OutputArgs, RequestArgs, RunSpec, parse_fields, parse_header};
-use crate::command::{Ended, say, tell};
+use crate::command::{CommandOutcome, say, tell};
 use crate::error::{BenchError, Result, write_text};
 use crate::load::LoadArgs;
 use crate::metrics::{LagSamples, Metric, Objectives};
@@ -83,7 +83,7 @@ struct Side {
     rates: Units,
 }
 
-pub async fn run(args: AbArgs) -> Result<Ended> {
+pub async fn run(args: AbArgs) -> Result<CommandOutcome> {
     let load = slice_load(&args)?;
     let load_a = LoadArgs { rate: args.a_rate.or(load.rate), ..load.clone() };
     load_a.check(ArrivalTimes::Generated)?;
@@ -185,7 +185,7 @@ fn rate(records: &[RequestRecord]) -> f64 {
     tokens as f64 * 1e6 / (end - start).max(1) as f64
 }
 
-fn present(args: &AbArgs, sides: &[Side; 2]) -> Result<Ended> {
+fn present(args: &AbArgs, sides: &[Side; 2]) -> Result<CommandOutcome> {
     let n_pairs = sides[0].rates.len().min(sides[1].rates.len());
     let found = compare(args, sides, n_pairs);
     let reports: Vec<RunReport> = sides.iter().map(|side| side_report(args, side, &found)).collect();
@@ -198,7 +198,7 @@ fn present(args: &AbArgs, sides: &[Side; 2]) -> Result<Ended> {
     if let Some(path) = &args.html {
         write_text(path, &html::page(&format!("{} against {}", args.b_label, args.a_label), &reports)?)?;
     }
-    Ok(if reports.iter().all(|report| report.valid) { Ended::Well } else { Ended::Invalid })
+    Ok(if reports.iter().all(|report| report.valid) { CommandOutcome::Well } else { CommandOutcome::Invalid })
 }
 
 fn compare(args: &AbArgs, sides: &[Side; 2], n_pairs: usize) -> Vec<Contrast> {

@@ -8,7 +8,7 @@ use clap::Args;
 use serde_json::Value;
 
 use crate::bootstrap::{Contrast, Resampling, Statistic, Units, contrasts};
-use crate::command::{Ended, say};
+use crate::command::{CommandOutcome, say};
 use crate::error::Result;
 use crate::metrics::{Metric, Objectives};
 use crate::record::RequestRecord;
@@ -28,7 +28,7 @@ pub struct CompareArgs {
 pub const STATISTICS: [Statistic; 4] =
     [Statistic::Percentile(50.0), Statistic::Percentile(90.0), Statistic::Percentile(99.0), Statistic::Mean];
 
-pub fn run(args: &CompareArgs) -> Result<Ended> {
+pub fn run(args: &CompareArgs) -> Result<CommandOutcome> {
     let (a, b) = (RunReport::read(&args.a)?, RunReport::read(&args.b)?);
     say(&differences(&a, &b));
     for (name, run) in [("A", &a), ("B", &b)] {
@@ -45,7 +45,7 @@ pub fn run(args: &CompareArgs) -> Result<Ended> {
     }
     found.extend(attainment(&chosen_a, &chosen_b, &a.objectives()));
     say(&table(&found));
-    Ok(if a.valid && b.valid { Ended::Well } else { Ended::Invalid })
+    Ok(if a.valid && b.valid { CommandOutcome::Well } else { CommandOutcome::Invalid })
 }
 
 /// Returns lines that say that an invalid run is invalid, and why, because an exit code alone is overlooked.

@@ -7,11 +7,11 @@ use tokio::time::Instant;
 
 use crate::client::TargetServer;
 use crate::command::measure::{Bench, OutputArgs, RequestArgs, RunSpec};
-use crate::command::{Ended, say};
+use crate::command::{CommandOutcome, say};
 use crate::error::{Result, write_text};
 use crate::faults::{InjectedFault, Schedule, inject_all};
 use crate::load::LoadArgs;
-use crate::load::drive::Observed;
+use crate::load::drive::LoadResult;
 use crate::recovery::costs;
 use crate::report::{FaultMark, RunReport, html, markdown};
 use crate::workload::WorkloadArgs;
@@ -37,7 +37,7 @@ pub struct FaultsArgs {
     pub html: Option<PathBuf>,
 }
 
-pub async fn run(args: FaultsArgs) -> Result<Ended> {
+pub async fn run(args: FaultsArgs) -> Result<CommandOutcome> {
     args.load.check(args.workload.arrival_times())?;
     let schedule = Schedule::read(&args.schedule)?;
     let bench = Bench::prepare(&args.url, &args.requests, &args.workload).await?;
@@ -56,7 +56,7 @@ pub async fn run(args: FaultsArgs) -> Result<Ended> {
     strikes.map(|()| ended)
 }
 
-fn marks(args: &FaultsArgs, seen: &Observed, injected: &[InjectedFault]) -> Vec<FaultMark> {
+fn marks(args: &FaultsArgs, seen: &LoadResult, injected: &[InjectedFault]) -> Vec<FaultMark> {
     let at_us: Vec<_> = injected
         .iter()
         .map(|injected| injected.at.saturating_duration_since(seen.epoch).as_micros() as u64)
@@ -71,12 +71,12 @@ fn marks(args: &FaultsArgs, seen: &Observed, injected: &[InjectedFault]) -> Vec<
     injected.iter().zip(at_us).zip(costs).map(mark).collect()
 }
 
-fn present(args: &FaultsArgs, report: RunReport) -> Result<Ended> {
+fn present(args: &FaultsArgs, report: RunReport) -> Result<CommandOutcome> {
     let reports = [report];
     say(&markdown::table(&reports).to_markdown());
     say(&markdown::remark_list(&reports));
     if let Some(path) = &args.html {
         write_text(path, &html::page("baton bench faults", &reports)?)?;
     }
-    Ok(if reports[0].valid { Ended::Well } else { Ended::Invalid })
+    Ok(if reports[0].valid { CommandOutcome::Well } else { CommandOutcome::Invalid })
 }

@@ -14,7 +14,7 @@ use crate::client::survey::{Survey, SurveyRequest, survey};
 use crate::command::tell;
 use crate::error::{BenchError, Result};
 use crate::load::compose::Composer;
-use crate::load::drive::{Drive, Observed, drive};
+use crate::load::drive::{Drive, LoadResult, drive};
 use crate::load::{Live, LoadArgs};
 use crate::machine::{Machine, commit};
 use crate::metrics::{LagSamples, Objectives, Window};
@@ -137,7 +137,7 @@ impl Bench {
     }
 
     /// Runs the load once. Returns the records, without judging them.
-    pub async fn run(&self, spec: &RunSpec) -> Result<Observed> {
+    pub async fn run(&self, spec: &RunSpec) -> Result<LoadResult> {
         let seed = if spec.seed_step == 0 { self.seed } else { mix(self.seed, spec.seed_step) };
         let supply = sessions(&self.workload, seed)?;
         let supply = supply.take(spec.load.requests.unwrap_or(usize::MAX));

@@ -46,7 +46,7 @@ pub enum BenchCommand {
 
 /// How a command ended, if without an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ended {
+pub enum CommandOutcome {
     Well,
     /// The run is not valid, so its numbers must not be quoted.
     Invalid,
@@ -65,8 +65,8 @@ pub fn run(args: BenchArgs) -> ExitCode {
         Err(error) => Err(BenchError::Prepare(error)),
     };
     match ended {
-        Ok(Ended::Well) => ExitCode::SUCCESS,
-        Ok(Ended::Invalid) => ExitCode::from(EXIT_INVALID),
+        Ok(CommandOutcome::Well) => ExitCode::SUCCESS,
+        Ok(CommandOutcome::Invalid) => ExitCode::from(EXIT_INVALID),
         Err(error) => {
             say_error(&error);
             ExitCode::FAILURE
@@ -75,7 +75,7 @@ pub fn run(args: BenchArgs) -> ExitCode {
 }
 
 /// Runs a command. Every branch is boxed, because the commands' futures are large and nested.
-pub async fn dispatch(command: BenchCommand) -> Result<Ended> {
+pub async fn dispatch(command: BenchCommand) -> Result<CommandOutcome> {
     match command {
         BenchCommand::Serve(args) => Box::pin(serve::run(args)).await,
         BenchCommand::Ab(args) => Box::pin(ab::run(args)).await,

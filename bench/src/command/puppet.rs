@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::Args;
 use serde_json::Value;
 
-use crate::command::{Ended, say};
+use crate::command::{CommandOutcome, say};
 use crate::error::{BenchError, Result};
 use crate::puppet::script::{Counting, Script, ScriptAction, Step};
 use crate::puppet::server::{PreparedScript, ScriptedServer};
@@ -79,7 +79,7 @@ impl ScriptedServerArgs {
 }
 
 /// Runs the server until it is interrupted.
-pub async fn run(args: ScriptedServerArgs) -> Result<Ended> {
+pub async fn run(args: ScriptedServerArgs) -> Result<CommandOutcome> {
     let (listen, accept_delay) = (args.listen.clone(), args.accept_delay);
     let parts: Mutex<HashMap<u32, PreparedScript>> = Mutex::default();
     let casting = move |_: usize, body: &Value| {
@@ -94,5 +94,5 @@ pub async fn run(args: ScriptedServerArgs) -> Result<Ended> {
         ScriptedServer::start(&listen, accept_delay, Arc::new(casting)).await.map_err(BenchError::Prepare)?;
     say(&format!("ready http={}", puppet.url()));
     tokio::signal::ctrl_c().await.map_err(BenchError::Prepare)?;
-    Ok(Ended::Well)
+    Ok(CommandOutcome::Well)
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use crate::command::{Ended, say, tell};
+use crate::command::{CommandOutcome, say, tell};
 use crate::error::{Result, write_text};
 use crate::report::{RunReport, html, markdown};
 
@@ -21,7 +21,7 @@ pub struct ReportArgs {
     pub title: String,
 }
 
-pub fn run(args: &ReportArgs) -> Result<Ended> {
+pub fn run(args: &ReportArgs) -> Result<CommandOutcome> {
     let runs: Vec<_> = args.files.iter().map(|path| RunReport::read(path)).collect::<Result<_>>()?;
     say(&markdown::table(&runs).to_markdown());
     say(&markdown::remark_list(&runs));
@@ -30,5 +30,5 @@ pub fn run(args: &ReportArgs) -> Result<Ended> {
         write_text(path, &html::page(&args.title, &runs)?)?;
         tell(&format!("page: {}", path.display()));
     }
-    Ok(Ended::Well)
+    Ok(CommandOutcome::Well)
 }

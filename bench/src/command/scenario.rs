@@ -9,7 +9,7 @@ use serde::Deserialize;
 use tokio::time::{Instant, sleep};
 
 use crate::client::TargetServer;
-use crate::command::{BenchArgs, BenchCommand, Ended, dispatch, tell};
+use crate::command::{BenchArgs, BenchCommand, CommandOutcome, dispatch, tell};
 use crate::error::{BenchError, Result, read_text};
 
 const READY_WITHIN: Duration = Duration::from_secs(300);
@@ -76,7 +76,7 @@ pub struct Ablation {
 /// The scenario's arguments in the form in which clap parses them, after a program name.
 #[derive(Debug, Parser)]
 #[command(no_binary_name = true, args_override_self = true)]
-struct Typed {
+struct ScenarioCommand {
     #[command(flatten)]
     bench: BenchArgs,
 }
@@ -101,7 +101,8 @@ impl Scenario {
         let data = data.unwrap_or_default();
         let words =
             words.into_iter().map(|word| word.replace("{data}", &data).replace("{here}", &here(&args.file)));
-        let typed = Typed::try_parse_from(words).map_err(|error| BenchError::parse(&args.file, error))?;
+        let typed =
+            ScenarioCommand::try_parse_from(words).map_err(|error| BenchError::parse(&args.file, error))?;
         Ok(typed.bench.command)
     }
 
@@ -123,7 +124,7 @@ fn here(file: &Path) -> String {
     file.parent().unwrap_or(Path::new(".")).display().to_string()
 }
 
-pub async fn run(args: ScenarioArgs) -> Result<Ended> {
+pub async fn run(args: ScenarioArgs) -> Result<CommandOutcome> {
     let scenario = Scenario::read(&args.file)?;
     let command = scenario.command(&args)?;
     tell(&format!("{} ({})", scenario.question, scenario.hardware));

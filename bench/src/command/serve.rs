@@ -7,7 +7,7 @@ use clap::Args;
 
 use crate::command::measure::{Bench, OutputArgs, RequestArgs, RunSpec};
 use crate::command::search::Search;
-use crate::command::{Ended, say, tell};
+use crate::command::{CommandOutcome, say, tell};
 use crate::error::{BenchError, Result, write_text};
 use crate::load::LoadArgs;
 use crate::report::{RunReport, html, markdown};
@@ -61,7 +61,7 @@ fn list<T: FromStr>(text: &str) -> Option<Vec<T>> {
     text.split(',').map(|value| value.trim().parse().ok()).collect()
 }
 
-pub async fn run(args: ServeArgs) -> Result<Ended> {
+pub async fn run(args: ServeArgs) -> Result<CommandOutcome> {
     let points = points(&args)?;
     let arrivals = args.workload.arrival_times();
     points.iter().try_for_each(|(_, load)| load.check(arrivals))?;
@@ -168,11 +168,11 @@ async fn search(args: &ServeArgs, bench: &Bench, share: f64) -> Result<Vec<RunRe
     Ok(reports)
 }
 
-fn present(args: &ServeArgs, reports: &[RunReport]) -> Result<Ended> {
+fn present(args: &ServeArgs, reports: &[RunReport]) -> Result<CommandOutcome> {
     say(&markdown::table(reports).to_markdown());
     say(&markdown::remark_list(reports));
     if let Some(path) = &args.html {
         write_text(path, &html::page("baton bench serve", reports)?)?;
     }
-    Ok(if reports.iter().all(|report| report.valid) { Ended::Well } else { Ended::Invalid })
+    Ok(if reports.iter().all(|report| report.valid) { CommandOutcome::Well } else { CommandOutcome::Invalid })
 }

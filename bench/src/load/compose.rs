@@ -24,7 +24,7 @@ pub struct Composer {
 
 /// A session whose first request is written.
 #[derive(Debug)]
-pub struct Prepared {
+pub struct PreparedSession {
     pub session: Session,
     pub transcript: Transcript,
     pub first: ComposedRequest,
@@ -53,7 +53,7 @@ impl Composer {
     pub fn start(
         self: Arc<Self>,
         sessions: Box<dyn Iterator<Item = Session> + Send>,
-    ) -> io::Result<mpsc::Receiver<Prepared>> {
+    ) -> io::Result<mpsc::Receiver<PreparedSession>> {
         let (sender, receiver) = mpsc::channel(N_AHEAD);
         let prepare = move || {
             for (ordinal, session) in sessions.enumerate() {
@@ -66,10 +66,10 @@ impl Composer {
         Ok(receiver)
     }
 
-    fn prepare(&self, ordinal: u32, session: Session) -> Prepared {
+    fn prepare(&self, ordinal: u32, session: Session) -> PreparedSession {
         let mut transcript = Transcript { ordinal, ids: Vec::new(), messages: Vec::new(), n_turns: 0 };
         let first = self.compose(&mut transcript, &session.turns[0]);
-        Prepared { session, transcript, first }
+        PreparedSession { session, transcript, first }
     }
 
     /// Adds a turn to the transcript, and writes the request with all turns.

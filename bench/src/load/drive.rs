@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use crate::client::exchange::{Client, ClientOptions};
 use crate::client::target::TargetServer;
 use crate::clock::PreciseTimer;
-use crate::load::compose::{Composer, Prepared};
+use crate::load::compose::{Composer, PreparedSession};
 use crate::load::live::Live;
 use crate::load::probe::{Probe, RunEnd};
 use crate::load::session_runner::SessionRunner;
@@ -54,7 +54,7 @@ pub struct Drive {
 
 /// The results of one run of the load loop.
 #[derive(Debug)]
-pub struct Observed {
+pub struct LoadResult {
     /// The records, in the order of intended times.
     pub records: Vec<RequestRecord>,
     pub lag: LagSamples,
@@ -63,7 +63,7 @@ pub struct Observed {
 }
 
 enum Event {
-    Prepared(Option<Box<Prepared>>),
+    Prepared(Option<Box<PreparedSession>>),
     Due,
     Ended(Vec<RequestRecord>),
     Interrupted,
@@ -72,9 +72,9 @@ enum Event {
 
 struct Loop {
     runner: Arc<SessionRunner>,
-    prepared: mpsc::Receiver<Prepared>,
+    prepared: mpsc::Receiver<PreparedSession>,
     /// The next session and its due time. In a closed loop it starts once a running session has ended.
-    next: Option<(Box<Prepared>, Instant)>,
+    next: Option<(Box<PreparedSession>, Instant)>,
     is_exhausted: bool,
     running: JoinSet<Vec<RequestRecord>>,
     pacing: Pacing,
@@ -86,7 +86,7 @@ struct Loop {
 }
 
 /// Runs the load until every started session has ended, or the user interrupts.
-pub async fn drive(job: Drive, live: Arc<Live>) -> io::Result<Observed> {
+pub async fn drive(job: Drive, live: Arc<Live>) -> io::Result<LoadResult> {
     let starts = Instant::now() + LEAD;
     let epoch = job.epoch.unwrap_or(starts);
     let client = Client::new(job.target, live, epoch, job.client);
@@ -113,7 +113,7 @@ pub async fn drive(job: Drive, live: Arc<Live>) -> io::Result<Observed> {
     let end = state.run().await;
     state.records.sort_by_key(|record| (record.intended_us, record.index));
     let lag = probe.read(&state.records, end);
-    Ok(Observed { records: state.records, lag, epoch })
+    Ok(LoadResult { records: state.records, lag, epoch })
 }
 
 impl Loop {
@@ -154,7 +154,7 @@ impl Loop {
     }
 
     /// Sets the due time of the next session. A session after the end of the run ends the supply.
-    fn schedule(&mut self, prepared: Option<Box<Prepared>>) {
+    fn schedule(&mut self, prepared: Option<Box<PreparedSession>>) {
         let due = prepared.as_ref().and_then(|prepared| match &mut self.pacing {
             Pacing::Open(arrivals) => arrivals.next().map(|at| self.starts + at),
             Pacing::Timed => prepared.session.starts.map(|at| self.starts + at),

@@ -11,6 +11,6 @@ pub mod plan;
 pub mod probe;
 pub mod session_runner;
 
-pub use drive::{Drive, Observed, Pacing, drive};
+pub use drive::{Drive, LoadResult, Pacing, drive};
 pub use live::Live;
 pub use plan::LoadArgs;

@@ -94,6 +94,6 @@ impl CpuTimes {
 pub fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
-    // A failure is ignored: it means that the limit is at its maximum, and a run that needs more reports it.
+    // A failure is ignored: it means that the limit is at its maximum. A run that needs a higher limit reports that.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }

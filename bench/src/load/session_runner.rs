@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use crate::client::exchange::{Assignment, Client};
 use crate::client::recorder::{Answer, AnswerText};
 use crate::clock::PreciseTimer;
-use crate::load::compose::{ComposedRequest, Composer, Prepared, Transcript};
+use crate::load::compose::{ComposedRequest, Composer, PreparedSession, Transcript};
 use crate::record::RequestRecord;
 use crate::workload::Turn;
 
@@ -24,8 +24,8 @@ pub struct SessionRunner {
 impl SessionRunner {
     /// Runs the session; its first turn is due at `intended`. A failed turn ends the session. Returns the
     /// records.
-    pub async fn run(self: Arc<Self>, prepared: Prepared, intended: Instant) -> Vec<RequestRecord> {
-        let Prepared { session, mut transcript, first } = prepared;
+    pub async fn run(self: Arc<Self>, prepared: PreparedSession, intended: Instant) -> Vec<RequestRecord> {
+        let PreparedSession { session, mut transcript, first } = prepared;
         let mut turns = session.turns.into_iter().enumerate().peekable();
         let mut records = Vec::with_capacity(turns.len());
         let (mut due, mut wire) = (intended, first);

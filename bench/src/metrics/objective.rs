@@ -20,12 +20,12 @@ pub struct Objectives {
 /// An objective: a bound on one number of a request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Objective {
-    of: Bounded,
+    of: ObjectiveMetric,
     limit_ms: f64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Bounded {
+enum ObjectiveMetric {
     Ttft,
     SecondToken,
     Handover,
@@ -101,15 +101,15 @@ impl Objective {
     }
 }
 
-impl Bounded {
+impl ObjectiveMetric {
     fn value(self, record: &RequestRecord) -> Option<f64> {
         match self {
-            Bounded::Ttft => record.token_us(0).map(ms),
-            Bounded::SecondToken => record.token_us(1).map(ms),
-            Bounded::Handover => Some(ms(record.token_us(1)? - record.token_us(0)?)),
-            Bounded::Tpot => tpot(record),
-            Bounded::E2el => record.last_token_us().map(ms),
-            Bounded::Tbt(statistic) => statistic.of(delivery_gaps(record).collect()),
+            ObjectiveMetric::Ttft => record.token_us(0).map(ms),
+            ObjectiveMetric::SecondToken => record.token_us(1).map(ms),
+            ObjectiveMetric::Handover => Some(ms(record.token_us(1)? - record.token_us(0)?)),
+            ObjectiveMetric::Tpot => tpot(record),
+            ObjectiveMetric::E2el => record.last_token_us().map(ms),
+            ObjectiveMetric::Tbt(statistic) => statistic.of(delivery_gaps(record).collect()),
         }
     }
 }
@@ -158,16 +158,16 @@ impl FromStr for Objective {
     }
 }
 
-fn parse_bounded(name: &str) -> Result<Bounded, String> {
+fn parse_bounded(name: &str) -> Result<ObjectiveMetric, String> {
     match name {
-        "ttft" => Ok(Bounded::Ttft),
-        "second_token" => Ok(Bounded::SecondToken),
-        "handover" => Ok(Bounded::Handover),
-        "tpot" => Ok(Bounded::Tpot),
-        "e2el" => Ok(Bounded::E2el),
-        "tbt" => Ok(Bounded::Tbt(Statistic::Percentile(99.0))),
+        "ttft" => Ok(ObjectiveMetric::Ttft),
+        "second_token" => Ok(ObjectiveMetric::SecondToken),
+        "handover" => Ok(ObjectiveMetric::Handover),
+        "tpot" => Ok(ObjectiveMetric::Tpot),
+        "e2el" => Ok(ObjectiveMetric::E2el),
+        "tbt" => Ok(ObjectiveMetric::Tbt(Statistic::Percentile(99.0))),
         _ => match name.strip_prefix("tbt.") {
-            Some(statistic) => parse_statistic(statistic).map(Bounded::Tbt),
+            Some(statistic) => parse_statistic(statistic).map(ObjectiveMetric::Tbt),
             None => Err(format!(
                 "`{name}` is none of ttft, second_token, handover, tpot, tbt[.mean|.pN|.max], e2el"
             )),
@@ -201,14 +201,14 @@ impl fmt::Display for Objective {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let limit = show_ms(self.limit_ms);
         match self.of {
-            Bounded::Ttft => write!(f, "ttft ≤ {limit}"),
-            Bounded::SecondToken => write!(f, "second_token ≤ {limit}"),
-            Bounded::Handover => write!(f, "handover ≤ {limit}"),
-            Bounded::Tpot => write!(f, "tpot ≤ {limit}"),
-            Bounded::E2el => write!(f, "e2el ≤ {limit}"),
-            Bounded::Tbt(Statistic::Mean) => write!(f, "tbt.mean ≤ {limit}"),
-            Bounded::Tbt(Statistic::Max) => write!(f, "tbt.max ≤ {limit}"),
-            Bounded::Tbt(Statistic::Percentile(percent)) => write!(f, "tbt.p{percent} ≤ {limit}"),
+            ObjectiveMetric::Ttft => write!(f, "ttft ≤ {limit}"),
+            ObjectiveMetric::SecondToken => write!(f, "second_token ≤ {limit}"),
+            ObjectiveMetric::Handover => write!(f, "handover ≤ {limit}"),
+            ObjectiveMetric::Tpot => write!(f, "tpot ≤ {limit}"),
+            ObjectiveMetric::E2el => write!(f, "e2el ≤ {limit}"),
+            ObjectiveMetric::Tbt(Statistic::Mean) => write!(f, "tbt.mean ≤ {limit}"),
+            ObjectiveMetric::Tbt(Statistic::Max) => write!(f, "tbt.max ≤ {limit}"),
+            ObjectiveMetric::Tbt(Statistic::Percentile(percent)) => write!(f, "tbt.p{percent} ≤ {limit}"),
         }
     }
 }

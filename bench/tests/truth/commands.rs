@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use bench::command::{BenchArgs, Ended, dispatch};
+use bench::command::{BenchArgs, CommandOutcome, dispatch};
 use bench::puppet::{Script, ScriptedServer};
 use bench::report::RunReport;
 use clap::Parser;
@@ -22,7 +22,7 @@ pub(crate) async fn run(line: &str) {
     let typed = Typed::try_parse_from(line.split_whitespace()).expect("it parses");
     let ended = tokio::time::timeout(Duration::from_secs(120), dispatch(typed.bench.command)).await;
     let ended = ended.expect("it ends").expect("it runs");
-    assert!(matches!(ended, Ended::Well | Ended::Invalid));
+    assert!(matches!(ended, CommandOutcome::Well | CommandOutcome::Invalid));
 }
 
 async fn fails(line: &str, reason: &str) {

@@ -10,7 +10,7 @@ use bench::client::request::{Endpoint, Extras, RequestShape, ShapeParts};
 use bench::client::survey::{Survey, SurveyRequest, survey};
 use bench::client::{Prompt, TargetServer};
 use bench::load::compose::Composer;
-use bench::load::drive::{Drive, Observed, Pacing, drive};
+use bench::load::drive::{Drive, LoadResult, Pacing, drive};
 use bench::puppet::server::{Casting, PlayedRequest, PreparedScript, ScriptedServer};
 use bench::puppet::{Counting, Ending, Script, ScriptAction, Step};
 use bench::record::{CountedBy, FailureKind, RequestRecord};
@@ -44,7 +44,7 @@ fn single(ordinal: u64) -> Session {
 }
 
 /// Sends sessions to an address, and returns what the harness records.
-async fn load(url: &str, sessions: Vec<Session>, pacing: Pacing, timeout: Duration) -> Observed {
+async fn load(url: &str, sessions: Vec<Session>, pacing: Pacing, timeout: Duration) -> LoadResult {
     let target = Arc::new(TargetServer::resolve(url).await.expect("it accepts"));
     let job = Drive {
         composer: composer(&target),
@@ -60,7 +60,7 @@ async fn load(url: &str, sessions: Vec<Session>, pacing: Pacing, timeout: Durati
 }
 
 /// Sends `n` sessions at even gaps to a puppet.
-async fn load_open(puppet: &ScriptedServer, n: u64, gap: Duration) -> Observed {
+async fn load_open(puppet: &ScriptedServer, n: u64, gap: Duration) -> LoadResult {
     let times = (0..n as u32).map(move |nth| gap * nth);
     load(&puppet.url(), (0..n).map(single).collect(), Pacing::Open(Box::new(times)), LIMIT).await
 }
@@ -72,7 +72,7 @@ fn played_for<'a>(played: &'a [PlayedRequest], record: &RequestRecord) -> &'a Pl
 
 /// Returns how late the client saw each token, in milliseconds: the client's time minus the puppet's time of
 /// the same write.
-fn lateness(seen: &Observed, puppet: &ScriptedServer) -> Vec<f64> {
+fn lateness(seen: &LoadResult, puppet: &ScriptedServer) -> Vec<f64> {
     let played = puppet.played();
     let mut all = Vec::new();
     for record in &seen.records {

@@ -11,7 +11,7 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use serde_json::json;
 
-use super::refusals::{Reason, Refusals, Refused};
+use super::refusals::{Reason, Refusals, RefusedKind};
 use super::secret::SecretError;
 
 /// The key that a request to the operators' pages must have.
@@ -73,7 +73,7 @@ async fn check(
     next: Next,
 ) -> Response {
     let Some((status, reason, message)) = key.refuse(&request) else { return next.run(request).await };
-    refusals.count(Refused::Page, reason);
+    refusals.count(RefusedKind::Page, reason);
     let error = json!({ "error": { "code": "admin_key", "message": message } });
     let challenge = [(header::WWW_AUTHENTICATE, "Bearer")];
     (status, challenge, Json(error)).into_response()

@@ -8,7 +8,7 @@ use http::{HeaderMap, HeaderValue};
 use types::{NodeId, Role};
 
 use super::certificate::CertName;
-use super::refusals::{Reason, Refused};
+use super::refusals::{Reason, RefusedKind};
 use super::replay::Nonce;
 use super::secret::{ClusterSecret, Mac, Use};
 use super::{CLOCK_SKEW_MAX, Identity};
@@ -82,7 +82,7 @@ impl CallRefused {
 
 /// The parsed [`SIGNATURE_HEADER`] of an incoming call.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Shown {
+pub(crate) struct CallSignature {
     stamp: Stamp,
     mac: Mac,
 }
@@ -120,10 +120,10 @@ fn mac(secret: &ClusterSecret, call: SignedCall<'_>, stamp: Stamp) -> Mac {
     secret.mac(Use::Call, &fields)
 }
 
-fn parse(header: &HeaderValue) -> Option<Shown> {
+fn parse(header: &HeaderValue) -> Option<CallSignature> {
     let mut parts = header.to_str().ok()?.split('-');
     let (sent, nonce, mac) = (parts.next()?, parts.next()?, parts.next()?);
-    Some(Shown {
+    Some(CallSignature {
         stamp: Stamp {
             sent_ms: u64::from_str_radix(sent, 16).ok()?,
             nonce: u128::from_str_radix(nonce, 16).ok()?.to_be_bytes(),
@@ -134,7 +134,11 @@ fn parse(header: &HeaderValue) -> Option<Shown> {
 
 impl Identity {
     /// Refuses, before the message is read, a call without a signature or with a wrong time.
-    pub(crate) fn check_head(&self, world: &World, headers: &HeaderMap) -> Result<Shown, CallRefused> {
+    pub(crate) fn check_head(
+        &self,
+        world: &World,
+        headers: &HeaderMap,
+    ) -> Result<CallSignature, CallRefused> {
         let shown = match headers.get(SIGNATURE_HEADER) {
             None => Err(CallRefused::Unsigned),
             Some(header) => parse(header).ok_or(CallRefused::Malformed),
@@ -151,7 +155,7 @@ impl Identity {
     pub(crate) fn check_call(
         &self,
         world: &World,
-        shown: Shown,
+        shown: CallSignature,
         call: SignedCall<'_>,
         accepts: &Accepts,
     ) -> Result<(), CallRefused> {
@@ -177,7 +181,7 @@ impl Identity {
 
     /// Counts a refused call.
     pub fn call_refused(&self, refused: CallRefused) -> CallRefused {
-        self.refusals().count(Refused::Call, refused.reason());
+        self.refusals().count(RefusedKind::Call, refused.reason());
         refused
     }
 }

@@ -98,7 +98,7 @@ impl fmt::Display for CertName {
 
 /// The process that must be at the other end of a connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Expected {
+pub enum ExpectedPeer {
     /// The router that serves the embedded registry.
     Registry,
     /// The node that a registry entry names.
@@ -111,7 +111,7 @@ pub enum Expected {
     KvSender,
 }
 
-impl Expected {
+impl ExpectedPeer {
     pub fn accepts(&self, name: &CertName) -> bool {
         match self {
             Self::Registry => name.role == CertRole::Router,
@@ -126,7 +126,7 @@ impl Expected {
     }
 }
 
-impl fmt::Display for Expected {
+impl fmt::Display for ExpectedPeer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Registry => f.write_str("a router"),

@@ -4,7 +4,7 @@
 //! entry.
 
 use super::Identity;
-use super::refusals::{Reason, Refused};
+use super::refusals::{Reason, RefusedKind};
 use super::secret::Use;
 
 /// The tag of protobuf field 1000, length-delimited, and its length of 32 bytes.
@@ -48,7 +48,7 @@ impl Identity {
             EntryRefused::Unsigned => Reason::Unsigned,
             EntryRefused::Signature => Reason::Signature,
         };
-        self.refusals().count(Refused::Entry, reason);
+        self.refusals().count(RefusedKind::Entry, reason);
         Err(refused)
     }
 }

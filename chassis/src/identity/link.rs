@@ -14,8 +14,8 @@ use std::io;
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
-use super::certificate::Expected;
-use super::refusals::{Reason, Refused};
+use super::certificate::ExpectedPeer;
+use super::refusals::{Reason, RefusedKind};
 use super::secret::{ClusterSecret, Mac, Use};
 use crate::net::Stream;
 use crate::world::World;
@@ -36,15 +36,15 @@ pub async fn prove(world: &World, stream: Stream) -> io::Result<Stream> {
     let mut stream = match identity.tls() {
         None => stream,
         Some(tls) => {
-            let secured = tls.connect(stream, Expected::KvReceiver).await;
-            secured.map_err(|refused| identity.tls_refused(Refused::Link, refused))?
+            let secured = tls.connect(stream, ExpectedPeer::KvReceiver).await;
+            secured.map_err(|refused| identity.tls_refused(RefusedKind::Link, refused))?
         }
     };
     let Some(secret) = identity.secret() else { return Ok(stream) };
     let mut magic = [0; MAGIC.len()];
     stream.read_exact(&mut magic).await.map_err(unproven)?;
     if magic != MAGIC {
-        identity.refusals().count(Refused::Link, Reason::Unsigned);
+        identity.refusals().count(RefusedKind::Link, Reason::Unsigned);
         return Err(refused("the peer has no cluster secret: set `cluster.secret_file` there too"));
     }
     let (mut theirs, ours) = ([0; CHALLENGE_BYTES], world.challenge());
@@ -55,7 +55,7 @@ pub async fn prove(world: &World, stream: Stream) -> io::Result<Stream> {
     let mut shown = [0; blake3::OUT_LEN];
     stream.read_exact(&mut shown).await.map_err(unproven)?;
     if mac(secret, b"receiver", &theirs, &ours) != shown {
-        identity.refusals().count(Refused::Link, Reason::Signature);
+        identity.refusals().count(RefusedKind::Link, Reason::Signature);
         return Err(refused("the peer has another cluster secret"));
     }
     Ok(stream)
@@ -69,7 +69,7 @@ pub async fn admit(world: &World, stream: Stream) -> io::Result<Stream> {
         None => stream,
         Some(tls) => {
             let secured = tls.accept_link(stream).await;
-            secured.map_err(|refused| identity.tls_refused(Refused::Link, refused))?
+            secured.map_err(|refused| identity.tls_refused(RefusedKind::Link, refused))?
         }
     };
     let Some(secret) = identity.secret() else { return Ok(stream) };
@@ -81,11 +81,11 @@ pub async fn admit(world: &World, stream: Stream) -> io::Result<Stream> {
         stream.read_exact(&mut shown).await
     };
     if read.await.is_err() {
-        identity.refusals().count(Refused::Link, Reason::Unsigned);
+        identity.refusals().count(RefusedKind::Link, Reason::Unsigned);
         return Err(refused("the peer closed the link before it proved that it has the cluster's secret"));
     }
     if mac(secret, b"dialer", &ours, &theirs) != shown {
-        identity.refusals().count(Refused::Link, Reason::Signature);
+        identity.refusals().count(RefusedKind::Link, Reason::Signature);
         return Err(refused("the peer did not prove that it has the cluster's secret"));
     }
     stream.write_all(mac(secret, b"receiver", &ours, &theirs).as_bytes()).await?;

@@ -28,9 +28,9 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use certificate::{CertName, CertRole, Expected};
+pub use certificate::{CertName, CertRole, ExpectedPeer};
 pub use refusals::Refusals;
-use refusals::Refused;
+use refusals::RefusedKind;
 use replay::SeenNonces;
 pub use secret::{ClusterSecret, SecretError};
 pub use tls::{Tls, TlsFileError, TlsFiles, TlsPem, TlsRefused};
@@ -74,7 +74,7 @@ impl Identity {
     }
 
     /// Counts a refused handshake, and returns it as the error of its connection.
-    pub(crate) fn tls_refused(&self, what: Refused, refused: TlsRefused) -> io::Error {
+    pub(crate) fn tls_refused(&self, what: RefusedKind, refused: TlsRefused) -> io::Error {
         if let Some(reason) = refused.reason() {
             self.refusals.count(what, reason);
         }

@@ -9,7 +9,7 @@ use prometheus::{IntCounterVec, Opts};
 
 /// The kind of thing that was refused, as a metric label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Refused {
+pub enum RefusedKind {
     Call,
     Link,
     Entry,
@@ -45,7 +45,7 @@ pub enum Reason {
     Handshake,
 }
 
-impl Refused {
+impl RefusedKind {
     const fn as_str(self) -> &'static str {
         match self {
             Self::Call => "call",
@@ -77,19 +77,19 @@ impl Reason {
 
 /// How often each kind was refused for each reason. Clones share the counts.
 #[derive(Clone, Debug, Default)]
-pub struct Refusals(Arc<Mutex<BTreeMap<(Refused, Reason), u64>>>);
+pub struct Refusals(Arc<Mutex<BTreeMap<(RefusedKind, Reason), u64>>>);
 
 impl Refusals {
-    pub fn count(&self, refused: Refused, reason: Reason) {
+    pub fn count(&self, refused: RefusedKind, reason: Reason) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner).entry((refused, reason)).or_default() += 1;
     }
 
-    pub fn get(&self, refused: Refused, reason: Reason) -> u64 {
+    pub fn get(&self, refused: RefusedKind, reason: Reason) -> u64 {
         let counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         counts.get(&(refused, reason)).copied().unwrap_or(0)
     }
 
-    fn all(&self) -> BTreeMap<(Refused, Reason), u64> {
+    fn all(&self) -> BTreeMap<(RefusedKind, Reason), u64> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }

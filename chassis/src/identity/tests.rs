@@ -11,7 +11,7 @@ use tower::ServiceExt as _;
 
 use super::call::{Accepts, CallRefused, SIGNATURE_HEADER, SignedCall, TARGET_HEADER, sign};
 use super::entry::EntryRefused;
-use super::refusals::{Reason, Refused};
+use super::refusals::{Reason, RefusedKind};
 use super::replay::SeenNonces;
 use super::settings::{ClusterSection, TlsSection, is_loopback};
 use super::{CLOCK_SKEW_MAX, ClusterSecret, Identity, SecretError, link};
@@ -58,7 +58,7 @@ async fn calls_table() {
     assert_eq!(check(&node, &malformed, PATH, b""), Err(CallRefused::Malformed));
     let stranger = signed(&world("the secret of a stranger"), "node:1", b"");
     assert_eq!(check(&node, &stranger, PATH, b""), Err(CallRefused::Signature));
-    let count = |reason| node.identity().refusals().get(Refused::Call, reason);
+    let count = |reason| node.identity().refusals().get(RefusedKind::Call, reason);
     assert_eq!(
         [Reason::Unsigned, Reason::Signature, Reason::Replayed, Reason::Target].map(count),
         [1, 5, 1, 1]
@@ -128,7 +128,7 @@ async fn links_table() {
     let (_, admitted) = met(&open, &one).await;
     let refused = admitted.expect_err("it has shown nothing");
     assert_eq!(refused.to_string(), "the peer did not prove that it has the cluster's secret");
-    assert_eq!(one.identity().refusals().get(Refused::Link, Reason::Signature), 2);
+    assert_eq!(one.identity().refusals().get(RefusedKind::Link, Reason::Signature), 2);
 }
 
 #[tokio::test(start_paused = true)]
@@ -267,8 +267,8 @@ async fn pages_table() {
             pages.oneshot(request.body(Body::empty()).expect("a request")).await.expect("it answers");
         assert_eq!(answer.status(), status, "{key:?} {shown:?}");
     }
-    assert_eq!(identity.refusals().get(Refused::Page, Reason::Unsigned), 3);
-    assert_eq!(identity.refusals().get(Refused::Page, Reason::Signature), 1);
+    assert_eq!(identity.refusals().get(RefusedKind::Page, Reason::Unsigned), 3);
+    assert_eq!(identity.refusals().get(RefusedKind::Page, Reason::Signature), 1);
 }
 
 /// The limit is far above the usual time, because machines may be loaded. A prompt of 8,000 tokens is about

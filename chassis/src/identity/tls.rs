@@ -23,7 +23,7 @@ use self::files::Certificates;
 pub use self::files::{TlsFileError, TlsFiles, TlsPem};
 pub use self::refused::TlsRefused;
 use self::stream::SecureStream;
-use super::certificate::{CertName, Expected};
+use super::certificate::{CertName, ExpectedPeer};
 use crate::net::Stream;
 use crate::reload;
 use crate::world::World;
@@ -81,7 +81,7 @@ impl Tls {
     // === handshakes ===
 
     /// Runs the dialer's handshake. The caller sets the deadline.
-    pub(crate) async fn connect(&self, stream: Stream, expected: Expected) -> Result<Stream, TlsRefused> {
+    pub(crate) async fn connect(&self, stream: Stream, expected: ExpectedPeer) -> Result<Stream, TlsRefused> {
         let config = self.current().dialer(expected);
         let config = config.map_err(|error| TlsRefused::Handshake(error.to_string()))?;
         let connector = TlsConnector::from(Arc::new(config));

@@ -10,8 +10,8 @@ use rcgen::{
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
 use types::{NodeId, Role};
 
-use super::certificate::{CertName, CertRole, Expected};
-use super::refusals::{Reason, Refused};
+use super::certificate::{CertName, CertRole, ExpectedPeer};
+use super::refusals::{Reason, RefusedKind};
 use super::tls::{Tls, TlsFileError, TlsFiles, TlsPem};
 use super::{Identity, link};
 use crate::net::Stream;
@@ -98,7 +98,7 @@ fn names_table() {
 fn expected_table() {
     let id = || NodeId::new("n");
     let nodes = [Role::Prefill, Role::Decode, Role::Both, Role::Pool];
-    let node = |role| Expected::Node { id: id(), role };
+    let node = |role| ExpectedPeer::Node { id: id(), role };
     for (cert, covered) in [
         ("baton://c/prefill/n", vec![Role::Prefill]),
         ("baton://c/decode/*", vec![Role::Decode]),
@@ -115,10 +115,10 @@ fn expected_table() {
         }
     }
     for (expected, roles) in [
-        (Expected::Registry, "router"),
-        (Expected::DecodeNode, "decode both"),
-        (Expected::KvReceiver, "decode both pool"),
-        (Expected::KvSender, "prefill both pool operator"),
+        (ExpectedPeer::Registry, "router"),
+        (ExpectedPeer::DecodeNode, "decode both"),
+        (ExpectedPeer::KvReceiver, "decode both pool"),
+        (ExpectedPeer::KvSender, "prefill both pool operator"),
     ] {
         for role in CertRole::ALL {
             let name = CertName::parse(&format!("baton://c/{}/n", role.as_str())).expect("a name");
@@ -185,7 +185,7 @@ async fn links_with_certificates_table() {
         assert!(admitted.is_err(), "{what}: {admitted:?}");
         let reason = expected.expect("a refusal has a reason");
         assert_eq!(
-            refuser.identity().refusals().get(Refused::Link, reason),
+            refuser.identity().refusals().get(RefusedKind::Link, reason),
             1,
             "{what}: {dialed:?} {admitted:?}"
         );
@@ -253,7 +253,7 @@ async fn a_replayed_handshake_is_refused() {
         let _ = tokio::time::timeout(Duration::from_secs(2), stranger.read_to_end(&mut heard)).await;
     });
     admitted.0.expect_err("its keys are others");
-    assert_eq!(receiver.identity().refusals().get(Refused::Link, Reason::Handshake), 1);
+    assert_eq!(receiver.identity().refusals().get(RefusedKind::Link, Reason::Handshake), 1);
 }
 
 /// More bytes than a socket buffers go both ways at once, and arrive.

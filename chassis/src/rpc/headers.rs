@@ -46,8 +46,11 @@ fn written(range: ProtocolRange) -> HeaderValue {
 }
 
 /// Reads the caller's protocol range: `Ok(None)` if it sent none.
-pub(super) fn protocol(headers: &HeaderMap) -> Result<Option<ProtocolRange>, Malformed> {
-    headers.get(PROTOCOL_HEADER).map(|value| parse(value).ok_or_else(|| Malformed(value.clone()))).transpose()
+pub(super) fn protocol(headers: &HeaderMap) -> Result<Option<ProtocolRange>, MalformedProtocol> {
+    headers
+        .get(PROTOCOL_HEADER)
+        .map(|value| parse(value).ok_or_else(|| MalformedProtocol(value.clone())))
+        .transpose()
 }
 
 fn parse(value: &HeaderValue) -> Option<ProtocolRange> {
@@ -61,7 +64,7 @@ pub(super) fn request_id(headers: &HeaderMap) -> Option<RequestId> {
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`baton-protocol` must be MIN-MAX, not {0:?}")]
-pub(super) struct Malformed(HeaderValue);
+pub(super) struct MalformedProtocol(HeaderValue);
 
 #[cfg(test)]
 mod tests {
@@ -70,7 +73,7 @@ mod tests {
     #[test]
     fn protocol_header_table() {
         let range = |min, max| Ok(Some(ProtocolRange { min, max }));
-        let malformed = |text: &'static str| Err(Malformed(HeaderValue::from_static(text)));
+        let malformed = |text: &'static str| Err(MalformedProtocol(HeaderValue::from_static(text)));
         for (text, expected) in [
             ("1-1", range(1, 1)),
             ("2-13", range(2, 13)),

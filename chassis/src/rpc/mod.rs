@@ -26,8 +26,8 @@ use tracing::warn;
 
 use crate::error::StartError;
 use crate::gate::StillHeld;
-use crate::identity::Expected;
-use crate::identity::refusals::Refused;
+use crate::identity::ExpectedPeer;
+use crate::identity::refusals::RefusedKind;
 use crate::net::{Listener, Stream};
 use crate::server::{self, PortTls, ServerLimits};
 use crate::shutdown::Shutdown;
@@ -71,7 +71,7 @@ pub type RpcChannel = InterceptedService<SignedChannel, CallHeaders>;
 ///
 /// The first call connects, and a call after a lost connection reconnects. A malformed address behaves like one without
 /// a listener: the call fails with UNAVAILABLE.
-pub fn channel(world: &World, addr: &str, expected: Expected, limits: RpcLimits) -> RpcChannel {
+pub fn channel(world: &World, addr: &str, expected: ExpectedPeer, limits: RpcLimits) -> RpcChannel {
     let endpoint = Endpoint::from_shared(format!("http://{addr}"))
         .unwrap_or_else(|_| Endpoint::from_static("http://malformed"))
         .http2_keep_alive_interval(limits.keepalive_interval)
@@ -92,7 +92,7 @@ pub fn channel(world: &World, addr: &str, expected: Expected, limits: RpcLimits)
 async fn connect(
     world: World,
     addr: String,
-    expected: Expected,
+    expected: ExpectedPeer,
     within: Duration,
 ) -> io::Result<TokioIo<Stream>> {
     let connected = async {
@@ -101,7 +101,7 @@ async fn connect(
         let secured = tls.connect(stream, expected).await;
         secured.map_err(|refused| {
             warn!(peer = addr, reason = %refused, "TLS connection to peer refused");
-            identity.tls_refused(Refused::Connection, refused)
+            identity.tls_refused(RefusedKind::Connection, refused)
         })
     };
     tokio::time::timeout(within, connected).await?.map(TokioIo::new)

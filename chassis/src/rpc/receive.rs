@@ -36,7 +36,7 @@ pub struct Callers {
 }
 
 /// The reason why a call is not served.
-enum Unserved {
+enum CallRejection {
     Refused(Status),
     /// The caller must sign it for this instance, and call again.
     Instance(String),
@@ -67,14 +67,14 @@ impl Callers {
     }
 
     /// Checks the caller's role and its signature, and returns the request.
-    async fn check(&self, request: Request) -> Result<Request, Unserved> {
+    async fn check(&self, request: Request) -> Result<Request, CallRejection> {
         let identity = self.world.identity();
         let path = request.uri().path().to_owned();
         if FOR_CLIENTS.iter().any(|prefix| path.starts_with(prefix)) {
             return Ok(request);
         }
         let refused =
-            |error: &dyn std::fmt::Display| Unserved::from(Status::unauthenticated(error.to_string()));
+            |error: &dyn std::fmt::Display| CallRejection::from(Status::unauthenticated(error.to_string()));
         if identity.tls().is_some() {
             let checked = roles::check(&path, request.extensions().get::<CertName>());
             checked.map_err(|wrong| refused(&identity.call_refused(wrong)))?;
@@ -90,7 +90,7 @@ impl Callers {
         let call = SignedCall { path: &path, headers: &head.headers, body: &body };
         match identity.check_call(&self.world, shown, call, &self.accepts) {
             Ok(()) => Ok(Request::from_parts(head, Body::from(body))),
-            Err(CallRefused::Instance { own }) => Err(Unserved::Instance(own)),
+            Err(CallRefused::Instance { own }) => Err(CallRejection::Instance(own)),
             Err(error) => Err(refused(&error)),
         }
     }
@@ -103,12 +103,12 @@ pub(super) async fn receive(State(callers): State<Callers>, request: Request, ne
     let span = request_span(request.uri().path(), request_id.as_ref(), request.headers());
     let checked = match agree(request.headers()) {
         Ok(()) => callers.check(request).await,
-        Err(status) => Err(Unserved::Refused(status)),
+        Err(status) => Err(CallRejection::Refused(status)),
     };
     let mut request = match checked {
         Ok(request) => request,
-        Err(Unserved::Instance(own)) => return sign_for(own),
-        Err(Unserved::Refused(status)) => {
+        Err(CallRejection::Instance(own)) => return sign_for(own),
+        Err(CallRejection::Refused(status)) => {
             span.in_scope(|| warn!(reason = status.message(), "incoming gRPC call refused"));
             return status.into_http();
         }
@@ -120,7 +120,7 @@ pub(super) async fn receive(State(callers): State<Callers>, request: Request, ne
     response.map(|body| Body::new(SpannedBody { body, span }))
 }
 
-impl From<Status> for Unserved {
+impl From<Status> for CallRejection {
     fn from(status: Status) -> Self {
         Self::Refused(status)
     }

@@ -23,7 +23,7 @@ use types::RequestId;
 
 use super::*;
 use crate::gate::Gate;
-use crate::identity::Expected;
+use crate::identity::ExpectedPeer;
 use crate::net::{Net, TcpNet};
 use crate::task::{Task, spawn_guarded};
 use crate::telemetry::Capture;
@@ -52,7 +52,7 @@ impl Served {
     }
 
     fn client(&self) -> HealthClient<RpcChannel> {
-        HealthClient::new(channel(&World::real(), &self.addr, Expected::Registry, RpcLimits::default()))
+        HealthClient::new(channel(&World::real(), &self.addr, ExpectedPeer::Registry, RpcLimits::default()))
     }
 
     /// Returns a client that does not send Baton's headers.
@@ -258,7 +258,7 @@ async fn a_call_without_listener_is_unavailable() {
     served.stop().await;
     for addr in [addr.as_str(), "no address", ""] {
         let mut client =
-            HealthClient::new(channel(&World::real(), addr, Expected::Registry, RpcLimits::default()));
+            HealthClient::new(channel(&World::real(), addr, ExpectedPeer::Registry, RpcLimits::default()));
         let status =
             timeout(WITHIN, client.check(whole_server())).await.expect("in time").expect_err("no server");
         assert_eq!(status.code(), Code::Unavailable, "{addr}: {status}");
@@ -291,7 +291,8 @@ impl Net for DeadNet {
 /// Calls over `net`. Returns the error and the time until it.
 async fn failure(net: DeadNet) -> (Status, Duration) {
     let world = World::seeded(1).with_net(Arc::new(net));
-    let mut client = HealthClient::new(channel(&world, "peer:1", Expected::Registry, RpcLimits::default()));
+    let mut client =
+        HealthClient::new(channel(&world, "peer:1", ExpectedPeer::Registry, RpcLimits::default()));
     let start = Instant::now();
     (client.check(whole_server()).await.expect_err("no server answers"), start.elapsed())
 }

@@ -57,12 +57,12 @@ impl Bodies {
         if body.is_end_stream() { Body::empty() } else { Body::new(self.bounded(body)) }
     }
 
-    fn bounded<B>(&self, body: B) -> Bounded<B> {
+    fn bounded<B>(&self, body: B) -> BudgetedBody<B> {
         let mut open = self.open();
         let number = open.next;
         open.next += 1;
         open.by_number.insert(number, Reading::default());
-        Bounded { body, share: Share { bodies: self.clone(), number } }
+        BudgetedBody { body, share: Share { bodies: self.clone(), number } }
     }
 
     fn open(&self) -> MutexGuard<'_, Open> {
@@ -118,12 +118,12 @@ impl Drop for Share {
 
 /// A request's body whose bytes count against the budget.
 #[derive(Debug)]
-struct Bounded<B> {
+struct BudgetedBody<B> {
     body: B,
     share: Share,
 }
 
-impl<B> HttpBody for Bounded<B>
+impl<B> HttpBody for BudgetedBody<B>
 where
     B: HttpBody<Data = Bytes> + Unpin,
     B::Error: Into<axum::BoxError>,
@@ -164,7 +164,7 @@ mod tests {
         Body::from_stream(futures::stream::iter(pieces).chain(futures::stream::pending()))
     }
 
-    async fn read(body: &mut Bounded<Body>) -> Option<usize> {
+    async fn read(body: &mut BudgetedBody<Body>) -> Option<usize> {
         let frame = body.frame().await.expect("it does not end");
         match frame {
             Ok(frame) => Some(frame.into_data().expect("data").len()),

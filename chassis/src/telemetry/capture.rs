@@ -32,7 +32,7 @@ static SECOND_DISPATCH: LazyLock<Dispatch> = LazyLock::new(|| Dispatch::new(NoSu
 #[derive(Debug)]
 pub struct Capture {
     dispatch: Dispatch,
-    written: Written,
+    written: CapturedBytes,
     /// Kept so that the trace pipeline is shut down with the capture.
     _telemetry: Telemetry,
 }
@@ -40,7 +40,7 @@ pub struct Capture {
 impl Capture {
     pub fn new(process: &'static str, settings: &LogSettings) -> Result<Self, StartError> {
         LazyLock::force(&SECOND_DISPATCH);
-        let written = Written::default();
+        let written = CapturedBytes::default();
         let writer = written.clone();
         let (dispatch, telemetry) = dispatch(process, settings, move || writer.clone())?;
         Ok(Self { dispatch, written, _telemetry: telemetry })
@@ -69,15 +69,15 @@ impl Capture {
 }
 
 #[derive(Clone, Debug, Default)]
-struct Written(Arc<Mutex<Vec<u8>>>);
+struct CapturedBytes(Arc<Mutex<Vec<u8>>>);
 
-impl Written {
+impl CapturedBytes {
     fn bytes(&self) -> Vec<u8> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
-impl Write for Written {
+impl Write for CapturedBytes {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).write(bytes)
     }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use cudarc::driver::CudaContext;
 
 use super::buffer::{Buffer, Element};
-use super::mapped::Mapped;
+use super::mapped::MappedMemory;
 use super::{Card, CudaError};
 
 /// The size of a piece that small buffers share. A larger buffer has a piece of its own. GPU memory is mapped
@@ -22,7 +22,7 @@ const ALIGN_BYTES: usize = 256;
 /// Buffers of one GPU whose memory is given back and taken again together.
 pub struct Arena {
     context: Arc<CudaContext>,
-    pieces: Vec<Arc<Mapped>>,
+    pieces: Vec<Arc<MappedMemory>>,
     places: Places,
 }
 
@@ -44,7 +44,7 @@ impl Arena {
     pub fn buffer<T: Element>(&mut self, len: usize) -> Result<Buffer<T>, CudaError> {
         let place = self.places.next(len.saturating_mul(size_of::<T>()));
         if place.piece == self.pieces.len() {
-            match Mapped::take(&self.context, place.piece_bytes()) {
+            match MappedMemory::take(&self.context, place.piece_bytes()) {
                 Ok(piece) => self.pieces.push(Arc::new(piece)),
                 Err(refused) => {
                     self.places.forget_last();

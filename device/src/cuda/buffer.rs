@@ -10,7 +10,7 @@ use cudarc::driver::{CudaContext, result};
 use crate::number::{bf16_to_f32, f32_to_bf16};
 
 use super::CudaError;
-use super::mapped::{Mapped, no_room};
+use super::mapped::{MappedMemory, no_room};
 
 /// A bfloat16 number: the upper 16 bits of an f32.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,16 +41,16 @@ pub struct Buffer<T: Element> {
 
 /// The owner of a buffer's memory.
 enum Memory {
-    Own(Allocated),
+    Own(DriverAllocation),
     /// The memory is a part of a larger piece.
     Part {
-        piece: Arc<Mapped>,
+        piece: Arc<MappedMemory>,
         offset: usize,
     },
 }
 
 /// Memory from the driver's own allocator.
-struct Allocated {
+struct DriverAllocation {
     context: Arc<CudaContext>,
     address: u64,
 }
@@ -91,7 +91,7 @@ impl From<Bf16> for f32 {
 impl<T: Element> Buffer<T> {
     /// Allocates GPU memory. Its content is undefined.
     pub fn new(context: &Arc<CudaContext>, len: usize) -> Result<Self, CudaError> {
-        let memory = Memory::Own(Allocated::new(context, len.saturating_mul(size_of::<T>()))?);
+        let memory = Memory::Own(DriverAllocation::new(context, len.saturating_mul(size_of::<T>()))?);
         Ok(Self { memory, len, element: PhantomData })
     }
 
@@ -99,7 +99,7 @@ impl<T: Element> Buffer<T> {
     ///
     /// # Panics
     /// If the range is not within the piece, or its start is not aligned.
-    pub(super) fn part(piece: Arc<Mapped>, offset: usize, len: usize) -> Self {
+    pub(super) fn part(piece: Arc<MappedMemory>, offset: usize, len: usize) -> Self {
         let end = len.checked_mul(size_of::<T>()).and_then(|bytes| bytes.checked_add(offset));
         assert!(end.is_some_and(|end| end <= piece.bytes()), "{len} numbers at {offset} of {piece:?}");
         assert!(offset.is_multiple_of(align_of::<T>()), "numbers at {offset}");
@@ -156,7 +156,7 @@ impl Memory {
     }
 }
 
-impl Allocated {
+impl DriverAllocation {
     fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, CudaError> {
         let bytes = bytes.max(1);
         context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
@@ -167,7 +167,7 @@ impl Allocated {
     }
 }
 
-impl Drop for Allocated {
+impl Drop for DriverAllocation {
     fn drop(&mut self) {
         // Waits, because the GPU may still use the memory. If waiting fails, the context and all its memory
         // are lost.

@@ -18,7 +18,7 @@ pub struct Cache {
 
 /// Machine code, and whether it was compiled now.
 #[derive(Debug)]
-pub struct Fetched {
+pub struct CachedCode {
     pub cubin: Vec<u8>,
     pub was_compiled: bool,
 }
@@ -44,17 +44,17 @@ impl Cache {
 
     /// Returns the machine code of this source for this GPU, from the cache. Otherwise compiles it and stores
     /// it.
-    pub fn fetch(&self, nvrtc: &Nvrtc, source: &Source, arch: &str) -> Result<Fetched, CudaError> {
+    pub fn fetch(&self, nvrtc: &Nvrtc, source: &Source, arch: &str) -> Result<CachedCode, CudaError> {
         let file = self.file(&nvrtc.recipe(source, arch));
         if let Some(cubin) = file.as_deref().and_then(read) {
-            return Ok(Fetched { cubin, was_compiled: false });
+            return Ok(CachedCode { cubin, was_compiled: false });
         }
         let cubin = nvrtc.compile(source, arch)?.cubin;
         if let Some(file) = file {
             // A failure is ignored: on a full or read-only disk, the next start compiles again.
             let _ = write(&file, &cubin);
         }
-        Ok(Fetched { cubin, was_compiled: true })
+        Ok(CachedCode { cubin, was_compiled: true })
     }
 
     fn file(&self, recipe: &str) -> Option<PathBuf> {

@@ -19,7 +19,7 @@ pub struct Nvrtc {
 
 /// Machine code for one architecture.
 #[derive(Debug)]
-pub struct Compiled {
+pub struct CompiledCode {
     pub cubin: Vec<u8>,
     /// The compiler's output. Empty if the code came from the cache.
     pub log: String,
@@ -53,7 +53,7 @@ impl Nvrtc {
     }
 
     /// Compiles to machine code for an architecture such as `sm_90a`.
-    pub fn compile(&self, source: &Source, arch: &str) -> Result<Compiled, CudaError> {
+    pub fn compile(&self, source: &Source, arch: &str) -> Result<CompiledCode, CudaError> {
         let program = Program::new(source)?;
         let mut options = vec![format!("--gpu-architecture={arch}")];
         options.extend(OPTIONS.iter().map(|option| (*option).to_owned()));
@@ -62,7 +62,7 @@ impl Nvrtc {
         let outcome = unsafe { result::compile_program(program.0, &options) };
         let log = program.log()?;
         match outcome {
-            Ok(()) => Ok(Compiled { cubin: program.cubin()?, log }),
+            Ok(()) => Ok(CompiledCode { cubin: program.cubin()?, log }),
             Err(_) => Err(CudaError::Compile { source_name: source.name, arch: arch.to_owned(), log }),
         }
     }

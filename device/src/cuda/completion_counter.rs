@@ -8,7 +8,7 @@ use cudarc::driver::sys::{self, CUresult};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
 
 use super::CudaError;
-use super::staging::Pinned;
+use super::staging::PinnedBytes;
 
 /// The number of reads of the word between two queries of the driver. The driver alone knows that a GPU has
 /// failed, but a query takes some hundred microseconds.
@@ -16,7 +16,7 @@ const READS_PER_QUERY: u32 = 4096;
 
 /// Counts work of a stream that ends in order, by a word that the GPU sets.
 pub(super) struct CompletionCounter {
-    word: Pinned,
+    word: PinnedBytes,
 }
 
 /// Waits for one count.
@@ -27,7 +27,7 @@ pub(super) struct CounterReader {
 
 impl CompletionCounter {
     pub(super) fn new(context: &Arc<CudaContext>) -> Result<Self, CudaError> {
-        Ok(Self { word: Pinned::new(context, size_of::<u32>())? })
+        Ok(Self { word: PinnedBytes::new(context, size_of::<u32>())? })
     }
 
     /// Queues a write: the GPU sets the word to `count` when all earlier work of the stream is done.

@@ -6,13 +6,13 @@ use cudarc::driver::CudaContext;
 
 use super::CudaError;
 use super::completion_counter::CompletionCounter;
-use super::staging::Pinned;
+use super::staging::PinnedBytes;
 
 /// The input and the results of one copy job, in host memory that the GPU reads and writes directly.
 pub(super) struct JobBuffers {
     context: Arc<CudaContext>,
-    pub(super) told: Pinned,
-    pub(super) answers: Pinned,
+    pub(super) told: PinnedBytes,
+    pub(super) answers: PinnedBytes,
     /// Counts the copy jobs that have used these buffers.
     pub(super) counter: CompletionCounter,
     pub(super) n_jobs: u32,
@@ -25,8 +25,8 @@ impl JobBuffers {
         n_answers: usize,
     ) -> Result<Self, CudaError> {
         Ok(Self {
-            told: Pinned::new(context, n_told * size_of::<u64>())?,
-            answers: Pinned::new(context, n_answers * size_of::<u64>())?,
+            told: PinnedBytes::new(context, n_told * size_of::<u64>())?,
+            answers: PinnedBytes::new(context, n_answers * size_of::<u64>())?,
             counter: CompletionCounter::new(context)?,
             n_jobs: 0,
             context: Arc::clone(context),

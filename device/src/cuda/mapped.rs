@@ -1,7 +1,7 @@
 //! GPU memory from the virtual-memory API: allocated, mapped at an address and shared with other processes.
 //!
-//! Three values hold three resources, and each drop frees one: an address range ([`Reserved`]), memory
-//! ([`Physical`]) and the mapping of memory at an address ([`Mapped`]). Memory can therefore be [given
+//! Three values hold three resources, and each drop frees one: an address range ([`AddressRange`]), memory
+//! ([`Physical`]) and the mapping of memory at an address ([`MappedMemory`]). Memory can therefore be [given
 //! back](Mapped::give_back), and other memory [taken](Mapped::take_again) later at the same address, which
 //! graphs have recorded. A peer can map the memory too, and then the memory lives until the peer unmaps it.
 
@@ -24,15 +24,15 @@ use super::CudaError;
 const SHARED_AS: HandleType = HandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
 /// Memory of this GPU or a peer GPU, mapped for this GPU's kernels.
-pub(crate) struct Mapped {
+pub(crate) struct MappedMemory {
     // The fields `reserved` and `physical` are dropped in this order, after `drop` has unmapped the memory.
-    reserved: Reserved,
+    reserved: AddressRange,
     /// `None` while the memory is given back. The lock is held during driver calls.
     physical: Mutex<Option<Physical>>,
 }
 
 /// A reserved address range without memory.
-struct Reserved {
+struct AddressRange {
     context: Arc<CudaContext>,
     address: u64,
     bytes: usize,
@@ -45,9 +45,9 @@ struct Physical {
     bytes: usize,
 }
 
-// === impl Mapped ===
+// === impl MappedMemory ===
 
-impl Mapped {
+impl MappedMemory {
     /// Allocates at least `bytes` of this GPU's memory. The content is undefined.
     pub(super) fn take(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, CudaError> {
         bind(context)?;
@@ -61,7 +61,7 @@ impl Mapped {
     }
 
     fn at_new_address(context: &Arc<CudaContext>, physical: Physical) -> Result<Self, CudaError> {
-        let reserved = Reserved::new(context, physical.bytes)?;
+        let reserved = AddressRange::new(context, physical.bytes)?;
         let mapped = Self { reserved, physical: Mutex::new(None) };
         mapped.back_by(physical)?;
         Ok(mapped)
@@ -224,7 +224,7 @@ impl Mapped {
     }
 }
 
-impl Drop for Mapped {
+impl Drop for MappedMemory {
     fn drop(&mut self) {
         let context = &self.reserved.context;
         // Waits, because the GPU may still use the memory. If waiting fails, the context and all its memory
@@ -236,7 +236,7 @@ impl Drop for Mapped {
     }
 }
 
-impl fmt::Debug for Mapped {
+impl fmt::Debug for MappedMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Mapped")
             .field("ordinal", &self.reserved.context.ordinal())
@@ -246,9 +246,9 @@ impl fmt::Debug for Mapped {
     }
 }
 
-// === impl Reserved ===
+// === impl AddressRange ===
 
-impl Reserved {
+impl AddressRange {
     fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, CudaError> {
         let mut address = 0;
         // JUSTIFICATION: cudarc has no safe calls for virtual memory.
@@ -260,7 +260,7 @@ impl Reserved {
     }
 }
 
-impl Drop for Reserved {
+impl Drop for AddressRange {
     fn drop(&mut self) {
         let _ = bind(&self.context);
         // JUSTIFICATION: the counterpart of `new`.

@@ -15,14 +15,14 @@ use std::sync::Arc;
 use cudarc::driver::CudaContext;
 
 use super::buffer::{Element, View, ViewMut};
-use super::mapped::Mapped;
+use super::mapped::MappedMemory;
 use super::staging::Staging;
 use super::wire_kernels::WireKernels;
 use super::{Card, CudaError};
 use crate::borrow::{Access, Held, PageBusy, ReadBorrow, WriteBorrow};
 use crate::memory::MemoryError;
 use crate::page::{PageMut, PageRef};
-use crate::regions::{RegionShape, Regions, Run};
+use crate::regions::{MemoryRun, RegionShape, Regions};
 
 /// Memory of one GPU: zero at first, never moved. It can be [given back](Self::give_back) while it is not
 /// used.
@@ -32,7 +32,7 @@ pub struct DeviceMemory {
     /// The kernels that move pages between GPUs.
     kernels: WireKernels,
     regions: Regions,
-    mapped: Arc<Mapped>,
+    mapped: Arc<MappedMemory>,
 }
 
 impl DeviceMemory {
@@ -45,7 +45,7 @@ impl DeviceMemory {
 
     fn taken(card: &Card, regions: Regions) -> Result<Self, CudaError> {
         let context = card.context();
-        let mapped = Arc::new(Mapped::take(context, regions.places().end())?);
+        let mapped = Arc::new(MappedMemory::take(context, regions.places().end())?);
         let staging = Staging::new(context)?;
         // JUSTIFICATION: fresh KV memory must not contain another process's data.
         // SAFETY: the whole range is mapped, and no other code knows it yet.
@@ -214,7 +214,7 @@ impl DeviceMemory {
     }
 
     /// Returns the mapping, for devices that access the memory directly.
-    pub(crate) fn mapped(&self) -> &Arc<Mapped> {
+    pub(crate) fn mapped(&self) -> &Arc<MappedMemory> {
         &self.mapped
     }
 
@@ -226,12 +226,12 @@ impl DeviceMemory {
         &self.context
     }
 
-    fn run(&self, region: u32, pages: &Range<u32>, wanted: Access) -> Result<Run<'_>, PageBusy> {
+    fn run(&self, region: u32, pages: &Range<u32>, wanted: Access) -> Result<MemoryRun<'_>, PageBusy> {
         let run = self.regions.run(region, pages);
         if self.staging.is_lost() { Err(lost(region, pages.start, wanted)) } else { Ok(run) }
     }
 
-    fn address(&self, run: &Run<'_>) -> u64 {
+    fn address(&self, run: &MemoryRun<'_>) -> u64 {
         self.mapped.address() + run.offset as u64
     }
 }

@@ -23,7 +23,7 @@ use super::job_buffers::JobBuffers;
 use super::lanes::{Lanes, Load};
 use super::memory::DeviceMemory;
 use super::page_copier_size::PageCopierSize;
-use super::rectangles::{Moved, mean_bytes, rectangles};
+use super::rectangles::{PageMove, mean_bytes, rectangles};
 use super::remote::RemoteMemory;
 use super::wire_kernels::{STAGE_BYTES, WireKernels};
 
@@ -153,7 +153,7 @@ impl PageCopier {
     ) -> Result<CopyJob, CudaError> {
         let shape = self.checked(from, memory, &to)?;
         let pages = from.addresses().zip(addresses(memory, &to));
-        let pages: Vec<Moved> = pages.map(|(from, to)| Moved { from, to }).collect();
+        let pages: Vec<PageMove> = pages.map(|(from, to)| PageMove { from, to }).collect();
         let are_whole = from.runs.are_whole() && to.runs.are_whole();
         let rectangles = rectangles(&pages, to.n_of_layer, to.runs.page_bytes());
         if !are_whole || mean_bytes(&rectangles) < self.size.engine_bytes_min {

@@ -11,7 +11,7 @@ use super::buffer::{Element, View, ViewMut};
 use super::{Card, CudaError};
 
 /// Numbers in page-locked memory. A reader waits for the running copy, so it never sees half a copy.
-pub struct Pinned<T: Element> {
+pub struct PinnedNumbers<T: Element> {
     context: Arc<CudaContext>,
     start: NonNull<T>,
     len: usize,
@@ -21,9 +21,9 @@ pub struct Pinned<T: Element> {
 
 // JUSTIFICATION: the pointer makes the type neither Send nor Sync.
 // SAFETY: it owns its memory, as a Vec does, and only `&mut self` accesses it.
-unsafe impl<T: Element> Send for Pinned<T> {}
+unsafe impl<T: Element> Send for PinnedNumbers<T> {}
 
-impl<T: Element + Default> Pinned<T> {
+impl<T: Element + Default> PinnedNumbers<T> {
     fn new(context: &Arc<CudaContext>, len: usize) -> Result<Self, CudaError> {
         let bytes = len.saturating_mul(size_of::<T>()).max(1);
         context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
@@ -41,7 +41,7 @@ impl<T: Element + Default> Pinned<T> {
     }
 }
 
-impl<T: Element> Pinned<T> {
+impl<T: Element> PinnedNumbers<T> {
     pub fn len(&self) -> usize {
         self.len
     }
@@ -66,7 +66,7 @@ impl<T: Element> Pinned<T> {
     }
 }
 
-impl<T: Element> Drop for Pinned<T> {
+impl<T: Element> Drop for PinnedNumbers<T> {
     fn drop(&mut self) {
         // Waits for the running copy. If waiting fails, the context is lost and copies nothing more.
         let _ = self.wait();
@@ -77,7 +77,7 @@ impl<T: Element> Drop for Pinned<T> {
     }
 }
 
-impl<T: Element> fmt::Debug for Pinned<T> {
+impl<T: Element> fmt::Debug for PinnedNumbers<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Pinned({} numbers)", self.len)
     }
@@ -85,15 +85,15 @@ impl<T: Element> fmt::Debug for Pinned<T> {
 
 impl Card {
     /// Allocates page-locked host memory, all zero.
-    pub fn pinned<T: Element + Default>(&self, len: usize) -> Result<Pinned<T>, CudaError> {
-        Pinned::new(self.context(), len)
+    pub fn pinned<T: Element + Default>(&self, len: usize) -> Result<PinnedNumbers<T>, CudaError> {
+        PinnedNumbers::new(self.context(), len)
     }
 
     /// Starts a copy of the first `to.len()` numbers to the GPU, in stream order, and does not wait.
     ///
     /// # Panics
     /// If `from` is shorter than `to`, or the memory is on another GPU.
-    pub fn send<T: Element>(&self, from: &mut Pinned<T>, to: ViewMut<'_, T>) -> Result<(), CudaError> {
+    pub fn send<T: Element>(&self, from: &mut PinnedNumbers<T>, to: ViewMut<'_, T>) -> Result<(), CudaError> {
         assert!(
             to.len() <= from.len && to.ordinal() == self.ordinal(),
             "enough numbers, and memory on this GPU"
@@ -114,7 +114,7 @@ impl Card {
     ///
     /// # Panics
     /// If `to` is shorter than `from`, or the memory is on another GPU.
-    pub fn receive<T: Element>(&self, from: View<'_, T>, to: &mut Pinned<T>) -> Result<(), CudaError> {
+    pub fn receive<T: Element>(&self, from: View<'_, T>, to: &mut PinnedNumbers<T>) -> Result<(), CudaError> {
         assert!(
             from.len() <= to.len && from.ordinal() == self.ordinal(),
             "enough numbers, and memory on this GPU"

@@ -10,7 +10,7 @@ const PITCH_MAX: u64 = (1 << 31) - 1;
 
 /// The source and destination addresses of one page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Moved {
+pub(super) struct PageMove {
     pub(super) from: u64,
     pub(super) to: u64,
 }
@@ -18,10 +18,10 @@ pub(super) struct Moved {
 /// `n_rows` runs of `row_bytes`, with a fixed distance between rows on each side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Rectangle {
-    pub(super) first: Moved,
+    pub(super) first: PageMove,
     pub(super) row_bytes: usize,
     pub(super) n_rows: usize,
-    pub(super) pitch: Moved,
+    pub(super) pitch: PageMove,
 }
 
 impl Rectangle {
@@ -31,12 +31,12 @@ impl Rectangle {
 }
 
 /// Merges pages into rectangles. The pages are in layer order, with `n_of_layer` in each layer.
-pub(super) fn rectangles(pages: &[Moved], n_of_layer: usize, page_bytes: usize) -> Vec<Rectangle> {
-    let layers: Vec<&[Moved]> = pages.chunks(n_of_layer).collect();
+pub(super) fn rectangles(pages: &[PageMove], n_of_layer: usize, page_bytes: usize) -> Vec<Rectangle> {
+    let layers: Vec<&[PageMove]> = pages.chunks(n_of_layer).collect();
     if let Some(pitch) = common_pitch(&layers) {
         return runs(layers[0], page_bytes, layers.len(), pitch).collect();
     }
-    let alone = Moved { from: 0, to: 0 };
+    let alone = PageMove { from: 0, to: 0 };
     layers.iter().flat_map(|layer| runs(layer, page_bytes, 1, alone)).collect()
 }
 
@@ -46,14 +46,15 @@ pub(super) fn mean_bytes(rectangles: &[Rectangle]) -> usize {
 }
 
 /// Returns the distance between layers, if it is equal for all layers and all pages.
-fn common_pitch(layers: &[&[Moved]]) -> Option<Moved> {
+fn common_pitch(layers: &[&[PageMove]]) -> Option<PageMove> {
     let (first, second) = (layers.first()?, layers.get(1)?);
-    let between = |above: &Moved, below: &Moved| {
-        let pitch = Moved { from: below.from.checked_sub(above.from)?, to: below.to.checked_sub(above.to)? };
+    let between = |above: &PageMove, below: &PageMove| {
+        let pitch =
+            PageMove { from: below.from.checked_sub(above.from)?, to: below.to.checked_sub(above.to)? };
         (pitch.from.max(pitch.to) <= PITCH_MAX).then_some(pitch)
     };
     let pitch = between(first.first()?, second.first()?)?;
-    let is_even = |pair: &[&[Moved]]| {
+    let is_even = |pair: &[&[PageMove]]| {
         pair[0].len() == pair[1].len()
             && pair[0].iter().zip(pair[1]).all(|(above, below)| between(above, below) == Some(pitch))
     };
@@ -61,9 +62,14 @@ fn common_pitch(layers: &[&[Moved]]) -> Option<Moved> {
 }
 
 /// Returns the runs of neighbouring pages in one layer.
-fn runs(layer: &[Moved], page_bytes: usize, n_rows: usize, pitch: Moved) -> impl Iterator<Item = Rectangle> {
+fn runs(
+    layer: &[PageMove],
+    page_bytes: usize,
+    n_rows: usize,
+    pitch: PageMove,
+) -> impl Iterator<Item = Rectangle> {
     let bytes = page_bytes as u64;
-    let follows = move |one: &Moved, next: &Moved| {
+    let follows = move |one: &PageMove, next: &PageMove| {
         next.from.checked_sub(one.from) == Some(bytes) && next.to.checked_sub(one.to) == Some(bytes)
     };
     layer.chunk_by(follows).map(move |run| Rectangle {
@@ -82,8 +88,8 @@ mod tests {
     const LAYER: (u64, u64) = (1 << 30, 1 << 28);
 
     /// Makes the pages of `n_layers` layers. Each block is given as its source and destination index.
-    fn pages(n_layers: u64, blocks: &[(u64, u64)]) -> Vec<Moved> {
-        let at = |layer: u64, (from, to): &(u64, u64)| Moved {
+    fn pages(n_layers: u64, blocks: &[(u64, u64)]) -> Vec<PageMove> {
+        let at = |layer: u64, (from, to): &(u64, u64)| PageMove {
             from: layer * LAYER.0 + from * PAGE as u64,
             to: layer * LAYER.1 + to * PAGE as u64,
         };
@@ -93,8 +99,8 @@ mod tests {
     #[test]
     fn neighbours_of_all_layers_are_one_rectangle() {
         let found = rectangles(&pages(4, &[(3, 7), (4, 8)]), 2, PAGE);
-        let first = Moved { from: 3 * PAGE as u64, to: 7 * PAGE as u64 };
-        let pitch = Moved { from: LAYER.0, to: LAYER.1 };
+        let first = PageMove { from: 3 * PAGE as u64, to: 7 * PAGE as u64 };
+        let pitch = PageMove { from: LAYER.0, to: LAYER.1 };
         assert_eq!(found, [Rectangle { first, row_bytes: 2 * PAGE, n_rows: 4, pitch }]);
     }
 
@@ -125,7 +131,7 @@ mod tests {
 
     #[test]
     fn layers_too_far_from_each_other_are_no_rectangle() {
-        let page = |nth: u64| Moved { from: nth << 32, to: nth << 20 };
+        let page = |nth: u64| PageMove { from: nth << 32, to: nth << 20 };
         assert_eq!(common_pitch(&[&[page(0)], &[page(1)]]), None);
     }
 }

@@ -4,19 +4,19 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 
 use super::CudaError;
-use super::mapped::Mapped;
+use super::mapped::MappedMemory;
 use super::memory::DeviceMemory;
 
 /// Memory that a peer has exported. It lives as long as this value, even after the peer has exited.
 pub struct RemoteMemory {
-    mapped: Mapped,
+    mapped: MappedMemory,
 }
 
 impl DeviceMemory {
     /// Maps a peer's memory for the GPU of this memory. `bytes` comes from the peer's
     /// [`export`](Self::export).
     pub fn import(&self, fd: &OwnedFd, bytes: usize) -> Result<RemoteMemory, CudaError> {
-        Ok(RemoteMemory { mapped: Mapped::import(self.context(), fd, bytes)? })
+        Ok(RemoteMemory { mapped: MappedMemory::import(self.context(), fd, bytes)? })
     }
 }
 

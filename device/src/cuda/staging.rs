@@ -19,26 +19,26 @@ const KEPT_BYTES_MAX: usize = 64 << 20;
 pub(crate) struct Staging {
     stream: Arc<CudaStream>,
     /// Memory of earlier copies, for reuse. The lock is held briefly, never during a copy.
-    kept: Mutex<Vec<Pinned>>,
+    kept: Mutex<Vec<PinnedBytes>>,
     /// Set after a copy failed: the GPU is lost, with all its data.
     lost: std::sync::atomic::AtomicBool,
 }
 
 /// A copy of some GPU bytes. Dropping it returns the memory for reuse.
-pub(crate) struct Staged<'a> {
+pub(crate) struct StagedCopy<'a> {
     staging: &'a Staging,
-    bytes: Option<Pinned>,
+    bytes: Option<PinnedBytes>,
     len: usize,
 }
 
 /// A copy that is written to the GPU when it is dropped.
 pub(crate) struct WriteBack<'a> {
-    staged: Staged<'a>,
+    staged: StagedCopy<'a>,
     address: u64,
 }
 
 /// Pinned host memory, which the GPU copies from and to.
-pub(super) struct Pinned {
+pub(super) struct PinnedBytes {
     context: Arc<CudaContext>,
     start: NonNull<u8>,
     capacity: usize,
@@ -47,9 +47,9 @@ pub(super) struct Pinned {
 // JUSTIFICATION: the pointer makes the type neither Send nor Sync.
 // SAFETY: it owns its memory, as a Box does, and gives out only its address. The borrow states control reads
 // and writes.
-unsafe impl Send for Pinned {}
+unsafe impl Send for PinnedBytes {}
 // SAFETY: it owns its memory, as a Box does, and gives out only its address.
-unsafe impl Sync for Pinned {}
+unsafe impl Sync for PinnedBytes {}
 
 // === impl Staging ===
 
@@ -64,7 +64,7 @@ impl Staging {
     /// # Safety
     /// `len` bytes at `address` are memory of this GPU while this value lives, and no other code writes them
     /// during the call.
-    pub(super) unsafe fn read(&self, address: u64, len: usize) -> Result<Staged<'_>, CudaError> {
+    pub(super) unsafe fn read(&self, address: u64, len: usize) -> Result<StagedCopy<'_>, CudaError> {
         let pinned = self.take(len)?;
         self.bind()?;
         // JUSTIFICATION: the driver allocated the copy's memory, and GPU memory is accessed by address.
@@ -76,7 +76,7 @@ impl Staging {
         }
         .and_then(|()| self.stream.synchronize())
         .map_err(|error| self.lose(error))?;
-        Ok(Staged { staging: self, bytes: Some(pinned), len })
+        Ok(StagedCopy { staging: self, bytes: Some(pinned), len })
     }
 
     /// Like [`read`](Self::read). The copy is written back when it is dropped.
@@ -111,7 +111,7 @@ impl Staging {
         CudaError::during("copy pages of the GPU")(error)
     }
 
-    fn put_back(&self, pinned: &Pinned, len: usize, address: u64) -> Result<(), CudaError> {
+    fn put_back(&self, pinned: &PinnedBytes, len: usize, address: u64) -> Result<(), CudaError> {
         self.bind()?;
         // JUSTIFICATION: GPU memory is accessed by address.
         // SAFETY: the caller of `write` guaranteed a valid address while the copy lives. The copy has `len`
@@ -125,26 +125,26 @@ impl Staging {
     }
 
     /// Returns the smallest kept memory that is long enough, or new memory.
-    fn take(&self, len: usize) -> Result<Pinned, CudaError> {
+    fn take(&self, len: usize) -> Result<PinnedBytes, CudaError> {
         let mut kept = self.kept();
         let fitting = kept.iter().enumerate().filter(|(_, pinned)| pinned.capacity >= len);
         match fitting.min_by_key(|(_, pinned)| pinned.capacity).map(|(nth, _)| nth) {
             Some(nth) => Ok(kept.swap_remove(nth)),
             None => {
                 drop(kept);
-                Pinned::new(self.stream.context(), len.next_power_of_two())
+                PinnedBytes::new(self.stream.context(), len.next_power_of_two())
             }
         }
     }
 
-    fn keep(&self, pinned: Pinned) {
+    fn keep(&self, pinned: PinnedBytes) {
         let mut kept = self.kept();
         if kept.len() < KEPT_MAX && pinned.capacity <= KEPT_BYTES_MAX {
             kept.push(pinned);
         }
     }
 
-    fn kept(&self) -> MutexGuard<'_, Vec<Pinned>> {
+    fn kept(&self) -> MutexGuard<'_, Vec<PinnedBytes>> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -161,13 +161,13 @@ impl fmt::Debug for Staging {
 
 // === impl Staged, WriteBack ===
 
-impl Staged<'_> {
+impl StagedCopy<'_> {
     pub(super) fn start(&self) -> NonNull<u8> {
         self.bytes.as_ref().map_or(NonNull::dangling(), |pinned| pinned.start)
     }
 }
 
-impl Drop for Staged<'_> {
+impl Drop for StagedCopy<'_> {
     fn drop(&mut self) {
         if let Some(pinned) = self.bytes.take() {
             self.staging.keep(pinned);
@@ -189,9 +189,9 @@ impl Drop for WriteBack<'_> {
     }
 }
 
-// === impl Pinned ===
+// === impl PinnedBytes ===
 
-impl Pinned {
+impl PinnedBytes {
     pub(super) fn new(context: &Arc<CudaContext>, capacity: usize) -> Result<Self, CudaError> {
         let capacity = capacity.max(1);
         context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
@@ -208,7 +208,7 @@ impl Pinned {
     }
 }
 
-impl Pinned {
+impl PinnedBytes {
     /// Returns the address for the GPU, which is that of the host: both share one address space.
     pub(super) fn address(&self) -> u64 {
         self.start.as_ptr() as u64
@@ -234,7 +234,7 @@ impl Pinned {
     }
 }
 
-impl Drop for Pinned {
+impl Drop for PinnedBytes {
     fn drop(&mut self) {
         let _ = self.context.bind_to_thread();
         // JUSTIFICATION: the counterpart of `new`.

@@ -12,10 +12,10 @@ use super::sys::{Context, DeviceAttr, DeviceEntry, Functions, PortAttr, function
 /// dropped.
 #[derive(Clone)]
 pub struct Device {
-    pub(super) inner: Arc<Opened>,
+    pub(super) inner: Arc<DeviceHandle>,
 }
 
-pub(super) struct Opened {
+pub(super) struct DeviceHandle {
     pub(super) functions: &'static Functions,
     pub(super) context: NonNull<Context>,
     name: String,
@@ -23,9 +23,9 @@ pub(super) struct Opened {
 
 // JUSTIFICATION: a pointer is neither Send nor Sync.
 // SAFETY: libibverbs allows concurrent calls from all threads; it takes its own locks.
-unsafe impl Send for Opened {}
+unsafe impl Send for DeviceHandle {}
 // SAFETY: libibverbs takes its own locks.
-unsafe impl Sync for Opened {}
+unsafe impl Sync for DeviceHandle {}
 
 /// The current state of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,7 +55,9 @@ impl Device {
         // SAFETY: the entry is from a list that lives until the end of this function.
         let context = unsafe { (list.functions.ibv_open_device)(entry) };
         let context = NonNull::new(context).ok_or_else(|| VerbsError::last("open the RDMA device"))?;
-        Ok(Self { inner: Arc::new(Opened { functions: list.functions, context, name: name.to_owned() }) })
+        Ok(Self {
+            inner: Arc::new(DeviceHandle { functions: list.functions, context, name: name.to_owned() }),
+        })
     }
 
     pub fn name(&self) -> &str {
@@ -101,7 +103,7 @@ impl Device {
     }
 }
 
-impl Drop for Opened {
+impl Drop for DeviceHandle {
     fn drop(&mut self) {
         // JUSTIFICATION: a call into C.
         // SAFETY: all objects made from the context hold this value, so none is left.

@@ -17,5 +17,5 @@ pub mod queue_pair;
 pub use completions::{Completion, Completions, Done};
 pub use device::{Device, PortState};
 pub use error::{Failure, VerbsError};
-pub use queue_pair::{Address, Copy, PathTo, QueuePair, Room};
+pub use queue_pair::{Copy, PathTo, QueuePair, QueuePairAddress, Room};
 pub use region::{Domain, Region, Rights, knows_dmabuf};

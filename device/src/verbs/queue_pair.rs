@@ -45,7 +45,7 @@ pub struct Room {
 
 /// The address of one end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Address {
+pub struct QueuePairAddress {
     pub gid: [u8; 16],
     /// The address within an InfiniBand subnet; zero on Ethernet.
     pub lid: u16,
@@ -57,7 +57,7 @@ pub struct Address {
 /// The path to the other end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PathTo {
-    pub peer: Address,
+    pub peer: QueuePairAddress,
     pub port: u8,
     pub gid_index: u8,
     /// The smaller MTU of both ends.

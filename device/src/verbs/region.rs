@@ -11,26 +11,26 @@ use memmap2::MmapRaw;
 use super::device::Device;
 use super::error::VerbsError;
 use super::sys::{Mr, register_dmabuf};
-use crate::cuda::mapped::Mapped;
+use crate::cuda::mapped::MappedMemory;
 use crate::cuda::memory::DeviceMemory;
 use crate::memory::HostMemory;
 
 /// A protection domain: queue pairs access only the memory of their own domain. Clones share the domain.
 #[derive(Clone)]
 pub struct Domain {
-    pub(super) inner: Arc<Allocated>,
+    pub(super) inner: Arc<DomainHandle>,
 }
 
-pub(super) struct Allocated {
+pub(super) struct DomainHandle {
     pub(super) pd: NonNull<std::ffi::c_void>,
     pub(super) device: Device,
 }
 
 // JUSTIFICATION: a pointer is neither Send nor Sync.
 // SAFETY: the library takes its own locks, as for `Device`.
-unsafe impl Send for Allocated {}
+unsafe impl Send for DomainHandle {}
 // SAFETY: the library takes its own locks, as for `Device`.
-unsafe impl Sync for Allocated {}
+unsafe impl Sync for DomainHandle {}
 
 /// The access rights to a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,7 +57,7 @@ enum Held {
     #[expect(dead_code, reason = "held for its Drop")]
     Host(Arc<MmapRaw>),
     #[expect(dead_code, reason = "held for its Drop")]
-    Card(Arc<Mapped>),
+    Card(Arc<MappedMemory>),
     /// The kernel holds the memory through its file.
     File,
 }
@@ -75,7 +75,7 @@ impl Domain {
         // SAFETY: the context is open, and the value below holds it.
         let pd = unsafe { (functions.ibv_alloc_pd)(context) };
         let pd = NonNull::new(pd).ok_or_else(|| VerbsError::last("make a protection domain"))?;
-        Ok(Self { inner: Arc::new(Allocated { pd, device: device.clone() }) })
+        Ok(Self { inner: Arc::new(DomainHandle { pd, device: device.clone() }) })
     }
 
     /// Locks all pages of `memory` and lets the device access them. This is slow, so it is done once for a
@@ -151,7 +151,7 @@ impl Rights {
     }
 }
 
-impl Drop for Allocated {
+impl Drop for DomainHandle {
     fn drop(&mut self) {
         // JUSTIFICATION: a call into C.
         // SAFETY: regions and queue pairs hold this value, so none is left.

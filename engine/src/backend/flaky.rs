@@ -8,7 +8,7 @@ use types::ModelInfo;
 
 use crate::backend::{Asleep, Backend, SleepFailed};
 use crate::error::BackendError;
-use crate::step::{Launched, StepBatch, StepOutput};
+use crate::step::{PendingStep, StepBatch, StepOutput};
 
 /// Wraps a backend and fails chosen steps, counted from zero by the calls of `launch`.
 #[derive(Debug)]
@@ -49,7 +49,7 @@ impl<B: Backend> Backend for Flaky<B> {
         self.inner.memory()
     }
 
-    fn launch(&mut self, batch: StepBatch<'_>) -> Result<Launched, BackendError> {
+    fn launch(&mut self, batch: StepBatch<'_>) -> Result<PendingStep, BackendError> {
         let nth = self.n_launched;
         self.n_launched += 1;
         if self.failures.launch.contains(&nth) {
@@ -58,7 +58,7 @@ impl<B: Backend> Backend for Flaky<B> {
         self.inner.launch(batch)
     }
 
-    fn collect(&mut self, step: Launched) -> Result<StepOutput, BackendError> {
+    fn collect(&mut self, step: PendingStep) -> Result<StepOutput, BackendError> {
         let nth = self.n_collected;
         self.n_collected += 1;
         let output = self.inner.collect(step)?;

@@ -10,7 +10,7 @@ use types::ModelInfo;
 
 use crate::error::{BackendError, OpenError};
 use crate::kv_room::KvRoom;
-use crate::step::{Launched, StepBatch, StepOutput};
+use crate::step::{PendingStep, StepBatch, StepOutput};
 
 pub mod asleep;
 pub mod cpu;
@@ -63,15 +63,15 @@ pub const STEPS_IN_FLIGHT_MAX: usize = 2;
 pub trait Backend: Debug + Send + 'static {
     fn model(&self) -> &ModelInfo;
 
-    /// Returns the KV memory, in which all block tables name blocks.
+    /// Returns the KV memory. All block tables refer to blocks in it.
     fn memory(&self) -> &KvMemory;
 
     /// Starts one step and does not wait for it. After an error, nothing has started.
-    fn launch(&mut self, batch: StepBatch<'_>) -> Result<Launched, BackendError>;
+    fn launch(&mut self, batch: StepBatch<'_>) -> Result<PendingStep, BackendError>;
 
     /// Waits for the oldest step. After an error, its KV must not be read, and layers whose fence was not
     /// open yet have a broken fence.
-    fn collect(&mut self, step: Launched) -> Result<StepOutput, BackendError>;
+    fn collect(&mut self, step: PendingStep) -> Result<StepOutput, BackendError>;
 
     /// Returns whether a launched step runs without the host. If so, the next step may be launched late in
     /// this one.

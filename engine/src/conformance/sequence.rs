@@ -4,7 +4,7 @@ use kv_cache::KvMemory;
 use types::{BlockIdx, GroupIdx, ModelInfo, Sampling, StopRules, TokenId};
 
 use crate::backend::Backend;
-use crate::step::{Launched, Row, RowInput, SampleSpec, SlotId, StepBatch, StepOutput};
+use crate::step::{PendingStep, Row, RowInput, SampleSpec, SlotId, StepBatch, StepOutput};
 
 /// Assigns blocks in ascending order, and slots.
 #[derive(Debug, Default)]
@@ -123,7 +123,7 @@ impl Sequence {
 }
 
 /// Launches one step over parts of some sequences.
-pub(super) fn launch(backend: &mut dyn Backend, parts: &[(&Sequence, SequenceInput)]) -> Launched {
+pub(super) fn launch(backend: &mut dyn Backend, parts: &[(&Sequence, SequenceInput)]) -> PendingStep {
     let tables: Vec<Vec<&[BlockIdx]>> =
         parts.iter().map(|(sequence, _)| sequence.tables.iter().map(Vec::as_slice).collect()).collect();
     let rows: Vec<Row<'_>> =
@@ -131,7 +131,7 @@ pub(super) fn launch(backend: &mut dyn Backend, parts: &[(&Sequence, SequenceInp
     backend.launch(StepBatch { rows: &rows }).expect("a step is launched")
 }
 
-pub(super) fn collect(backend: &mut dyn Backend, step: Launched) -> StepOutput {
+pub(super) fn collect(backend: &mut dyn Backend, step: PendingStep) -> StepOutput {
     backend.collect(step).expect("a step is collected")
 }
 

@@ -4,7 +4,7 @@ use types::{BlockIdx, Sampling, StopRules, TokenId};
 
 use super::{CompareError, Comparison, Tolerance, Truth, TruthStep};
 use crate::backend::Backend;
-use crate::step::{Launched, Row, RowInput, SampleSpec, Sampled, SlotId, StepBatch};
+use crate::step::{PendingStep, Row, RowInput, SampleSpec, SampledToken, SlotId, StepBatch};
 
 /// The number of log-probabilities that are compared at each position.
 const N_TOP: u8 = 20;
@@ -261,11 +261,11 @@ impl Script<'_> {
         Ok(())
     }
 
-    fn one(&mut self, company: &'static str, piece: Piece<'_>) -> Result<Option<Sampled>, CompareError> {
+    fn one(&mut self, company: &'static str, piece: Piece<'_>) -> Result<Option<SampledToken>, CompareError> {
         Ok(step(self.backend, company, 1, &[piece])?.into_iter().next().flatten())
     }
 
-    fn see(&mut self, company: &str, truth: &Truth, nth: usize, drawn: Option<Sampled>) {
+    fn see(&mut self, company: &str, truth: &Truth, nth: usize, drawn: Option<SampledToken>) {
         let found = best(drawn);
         self.comparison.see(&place(company, truth, nth), &truth.steps[nth], &found, self.tolerance);
     }
@@ -276,8 +276,8 @@ fn place(company: &str, truth: &Truth, nth: usize) -> String {
 }
 
 /// Returns the sampled token's alternatives, itself included, with their log-probabilities.
-fn best(drawn: Option<Sampled>) -> Vec<(TokenId, f32)> {
-    let Some(Sampled { token, logprobs }) = drawn else { return Vec::new() };
+fn best(drawn: Option<SampledToken>) -> Vec<(TokenId, f32)> {
+    let Some(SampledToken { token, logprobs }) = drawn else { return Vec::new() };
     match logprobs {
         Some(logprobs) if !logprobs.top.is_empty() => logprobs.top,
         Some(logprobs) => vec![(token, logprobs.chosen)],
@@ -290,7 +290,7 @@ fn step(
     company: &'static str,
     n_sequences: usize,
     pieces: &[Piece<'_>],
-) -> Result<Vec<Option<Sampled>>, CompareError> {
+) -> Result<Vec<Option<SampledToken>>, CompareError> {
     let launched = launch(backend, n_sequences, pieces)?;
     collect(backend, company, launched)
 }
@@ -299,7 +299,7 @@ fn launch(
     backend: &mut dyn Backend,
     n_sequences: usize,
     pieces: &[Piece<'_>],
-) -> Result<Launched, CompareError> {
+) -> Result<PendingStep, CompareError> {
     let n_groups = backend.model().layout.groups.len();
     // The blocks have the largest possible distances, and are not in order.
     let stride = backend.memory().n_blocks() as usize / (n_sequences * n_groups).max(1);
@@ -339,8 +339,8 @@ fn launch(
 fn collect(
     backend: &mut dyn Backend,
     company: &'static str,
-    step: Launched,
-) -> Result<Vec<Option<Sampled>>, CompareError> {
+    step: PendingStep,
+) -> Result<Vec<Option<SampledToken>>, CompareError> {
     let output = backend.collect(step)?;
     let failed = |source| CompareError::Row { company, source };
     output.rows.into_iter().map(|row| row.map_err(failed)).collect()

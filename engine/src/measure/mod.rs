@@ -103,7 +103,7 @@ impl Workload {
 
 /// The results of all measurements.
 #[derive(Clone, Debug, Default, Serialize)]
-pub struct Measured {
+pub struct Measurements {
     pub decode: Vec<DecodeTimes>,
     pub prompts: Vec<PromptTimes>,
     pub offline: Option<OfflineTimes>,
@@ -171,9 +171,9 @@ pub fn measure(
     backend: &mut dyn Backend,
     workload: &Workload,
     told: &mut dyn FnMut(&str),
-) -> Result<Measured, MeasureError> {
+) -> Result<Measurements, MeasureError> {
     workload.ensure_room(backend)?;
-    let mut measured = Measured::default();
+    let mut measured = Measurements::default();
     for prompt_tokens in &workload.prompts {
         let times = prompts::measure(backend, *prompt_tokens, workload.step_tokens)?;
         told(&format!("prompt of {prompt_tokens}: {:.2} ms to the first token", times.ttft_ms.median));

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use super::sequences::{SequenceInput, Sequences, collect};
 use super::{MeasureError, Offline, OfflineTimes};
 use crate::backend::Backend;
-use crate::step::Launched;
+use crate::step::PendingStep;
 
 /// A request that has a sequence.
 #[derive(Clone, Copy, Debug)]
@@ -40,7 +40,7 @@ pub(super) fn measure(backend: &mut dyn Backend, of: Offline) -> Result<OfflineT
         n_done: 0,
     };
     let started = Instant::now();
-    let mut in_flight: Option<Launched> = None;
+    let mut in_flight: Option<PendingStep> = None;
     let mut steps = 0;
     while queue.n_done < of.n_requests {
         let parts = queue.next_step();

@@ -4,7 +4,7 @@ use types::{BlockIdx, Sampling, StopRules, TokenId};
 
 use super::{MeasureError, SamplingMode};
 use crate::backend::Backend;
-use crate::step::{Launched, Row, RowInput, SampleSpec, SlotId, StepBatch};
+use crate::step::{PendingStep, Row, RowInput, SampleSpec, SlotId, StepBatch};
 
 /// Sequences with the same largest length.
 #[derive(Debug)]
@@ -75,7 +75,7 @@ impl Sequences {
         &self,
         backend: &mut dyn Backend,
         parts: &[(usize, SequenceInput)],
-    ) -> Result<Launched, MeasureError> {
+    ) -> Result<PendingStep, MeasureError> {
         let tables: Vec<Vec<&[BlockIdx]>> =
             parts.iter().map(|(nth, part)| self.tables(*nth, part.end())).collect();
         let rows: Vec<Row<'_>> =
@@ -135,7 +135,7 @@ fn token(vocab: u32, sequence: usize, at: usize) -> TokenId {
 }
 
 /// Waits for a step. Any failed row is an error.
-pub(super) fn collect(backend: &mut dyn Backend, step: Launched) -> Result<(), MeasureError> {
+pub(super) fn collect(backend: &mut dyn Backend, step: PendingStep) -> Result<(), MeasureError> {
     let output = backend.collect(step)?;
     output.rows.into_iter().try_for_each(|row| row.map(drop)).map_err(MeasureError::Row)
 }

@@ -9,7 +9,7 @@ use super::sequences::{SequenceInput, Sequences};
 use super::{MeasureError, prompts};
 use crate::backend::Backend;
 use crate::error::{BackendError, OpenError};
-use crate::step::Launched;
+use crate::step::PendingStep;
 
 /// The number of sequences that are computed before and after each sleep.
 const N_SEQUENCES: usize = 4;
@@ -82,7 +82,7 @@ fn tokens(backend: &mut dyn Backend) -> Result<Vec<TokenId>, MeasureError> {
     Ok(tokens)
 }
 
-fn drawn(backend: &mut dyn Backend, step: Launched) -> Result<Vec<TokenId>, MeasureError> {
+fn drawn(backend: &mut dyn Backend, step: PendingStep) -> Result<Vec<TokenId>, MeasureError> {
     let rows = backend.collect(step)?.rows;
     let rows: Vec<_> = rows.into_iter().collect::<Result<_, _>>()?;
     Ok(rows.into_iter().flatten().map(|sampled| sampled.token).collect())

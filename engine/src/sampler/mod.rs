@@ -19,7 +19,7 @@ use kernels::cpu::Processor;
 use types::{Sampling, StopRules, TokenId};
 
 use crate::error::RowError;
-use crate::step::{SampleSpec, Sampled};
+use crate::step::{SampleSpec, SampledToken};
 
 pub(crate) use rules::looks_back;
 
@@ -67,7 +67,7 @@ impl OwnedSampleSpec {
         logits: &mut [f32],
         position: usize,
         eos_tokens: &[TokenId],
-    ) -> Result<Sampled, RowError> {
+    ) -> Result<SampledToken, RowError> {
         // The unedited logits are checked, because they must be valid whatever the rules change. The GPU also
         // checks them first.
         best(logits)?;
@@ -80,7 +80,7 @@ impl OwnedSampleSpec {
             _ => self.random(processor, logits, best, position),
         };
         let logprobs = raw_logits.map(|raw_logits| raw_logits.logprobs(token));
-        Ok(Sampled { token: TokenId(token), logprobs })
+        Ok(SampledToken { token: TokenId(token), logprobs })
     }
 
     fn random(&self, processor: &Processor, logits: &mut [f32], best: Candidate, position: usize) -> u32 {

@@ -2,7 +2,7 @@
 
 use baton_kernels::cuda::ops::{FEW_ROWS_FORMS, SKINNY_ROWS_MAX};
 use baton_kernels::cuda::{
-    AddedRows, ComputeCard, Ending, FewRowsForm, FusedForm, FusedProduct, HeadsRows, KvNumber, KvPages,
+    AddedRows, ComputeCard, Ending, FewRowsForm, FusedKernel, FusedProduct, HeadsRows, KvNumber, KvPages,
     PendingNorm, SKINNY_FORMS, WeightMatrix,
 };
 use device::cuda::{Bf16, Buffer, CudaError};
@@ -86,12 +86,12 @@ const HEADS: &[((usize, usize, usize), Extras)] = &[
     ((64, 3, 2), Extras::Bias),
 ];
 
-pub(crate) fn forms(card: &ComputeCard, is_fp8: bool, n_rows: usize) -> Vec<FusedForm> {
+pub(crate) fn forms(card: &ComputeCard, is_fp8: bool, n_rows: usize) -> Vec<FusedKernel> {
     let is_skinny = !is_fp8 && n_rows <= SKINNY_ROWS_MAX;
-    let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(FusedForm::Skinny);
+    let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(FusedKernel::Skinny);
     let serves = |form: &&FewRowsForm| form.serves(n_rows) && (form.takes_fp8() || !is_fp8);
     let few = FEW_ROWS_FORMS.iter().filter(|_| card.has_few_rows()).filter(serves).copied();
-    skinny.chain(few.map(FusedForm::Few)).collect()
+    skinny.chain(few.map(FusedKernel::Few)).collect()
 }
 
 impl Drawn {
@@ -168,7 +168,7 @@ impl Rows {
 }
 
 /// The form, the number of rows, and whether a norm is pending.
-type Case = (FusedForm, usize, bool);
+type Case = (FusedKernel, usize, bool);
 
 fn gated(
     card: &ComputeCard,

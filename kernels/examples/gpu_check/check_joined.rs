@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use baton_kernels::cuda::{
-    AddedRows, ComputeCard, Ending, FusedForm, FusedProduct, Peers, SumRows, WeightMatrix,
+    AddedRows, ComputeCard, Ending, FusedKernel, FusedProduct, Peers, SumRows, WeightMatrix,
 };
 use device::cuda::{Bf16, Buffer, CudaError, Graph};
 use serde_json::{Value, json};
@@ -134,7 +134,7 @@ impl Stream {
     fn multiply(
         &mut self,
         card: &ComputeCard,
-        form: FusedForm,
+        form: FusedKernel,
         product: FusedProduct<'_>,
     ) -> Result<(), CudaError> {
         let n = product.x.len() / product.k * self.width;
@@ -146,7 +146,7 @@ impl Stream {
     fn parts(
         &mut self,
         card: &ComputeCard,
-        (form, way): (FusedForm, Way),
+        (form, way): (FusedKernel, Way),
         product: FusedProduct<'_>,
     ) -> Result<Vec<f32>, CudaError> {
         let n = product.x.len() / product.k * self.width;
@@ -155,8 +155,8 @@ impl Stream {
             return Ok(card.download(self.part.slice(0..n))?.into_iter().map(f32::from).collect());
         }
         let form = match form {
-            FusedForm::Few(form) => FusedForm::Few(form.joined(self.width, product.k)),
-            FusedForm::Skinny(_) => form,
+            FusedKernel::Few(form) => FusedKernel::Few(form.joined(self.width, product.k)),
+            FusedKernel::Skinny(_) => form,
         };
         let mut parts = card.buffer::<f32>(n)?;
         card.multiply_own(form, product, Ending::Wide(parts.view_mut()))?;
@@ -167,7 +167,7 @@ impl Stream {
         &mut self,
         card: &ComputeCard,
         peers: &mut Peers,
-        (form, way): (FusedForm, Way),
+        (form, way): (FusedKernel, Way),
         product: FusedProduct<'_>,
     ) -> Result<(), CudaError> {
         let n_rows = product.x.len() / product.k;
@@ -204,7 +204,7 @@ fn streams(sides: &[Side], width: usize, n_rows: usize) -> Result<Vec<Stream>, C
     sides.iter().map(|side| Stream::new(&side.card, width, n_rows)).collect()
 }
 
-/// Checks every form.
+/// Checks for every kernel that all ranks get the same sums.
 fn all_ranks_agree(
     sides: &[Side],
     verdicts: &mut Verdicts,
@@ -367,7 +367,7 @@ pub(crate) fn times(sides: &[Side], lines: &mut Vec<Value>) -> Result<(), CudaEr
     Ok(())
 }
 
-fn time(sides: &[Side], inputs: &[Inputs], n_rows: usize, how: (FusedForm, Way)) -> Result<f64, CudaError> {
+fn time(sides: &[Side], inputs: &[Inputs], n_rows: usize, how: (FusedKernel, Way)) -> Result<f64, CudaError> {
     let width = 4096;
     let mut peers = peers(sides, width, PATIENCE)?;
     let mut streams = streams(sides, width, n_rows)?;

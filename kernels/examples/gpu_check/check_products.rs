@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use baton_kernels::cuda::ops::{FEW_ROWS_FORMS, FewRowsForm};
 use baton_kernels::cuda::{
-    ComputeCard, Ending, FusedForm, FusedProduct, SKINNY_FORMS, SkinnyForm, WeightMatrix,
+    ComputeCard, Ending, FusedKernel, FusedProduct, SKINNY_FORMS, SkinnyForm, WeightMatrix,
 };
 use device::cuda::{Bf16, Buffer, CudaError};
 
@@ -61,8 +61,8 @@ fn few_rows(
         card.fill(narrow.view_mut(), POISON)?;
         card.fill(whole.view_mut(), POISON)?;
         let product = FusedProduct::plain(WeightMatrix::Bf16(w.view()), x.view(), k);
-        card.multiply_own(FusedForm::Few(form), product, Ending::Sums(narrow.view_mut()))?;
-        card.multiply_own(FusedForm::Few(form), product, Ending::Wide(whole.view_mut()))?;
+        card.multiply_own(FusedKernel::Few(form), product, Ending::Sums(narrow.view_mut()))?;
+        card.multiply_own(FusedKernel::Few(form), product, Ending::Wide(whole.view_mut()))?;
         let name = format!("few_rows {n_rows}x{n}x{k}, {form:?}");
         verdicts.compare(name.clone(), &wide(&card.download(narrow.view())?), &reference, BF16_ERROR);
         let answer: Vec<f64> = card.download(whole.view())?.into_iter().map(f64::from).collect();
@@ -92,7 +92,7 @@ fn even(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
                     let (w, (_, k)) = (&matrices[nth % shapes.len()], shapes[nth % shapes.len()]);
                     let product =
                         FusedProduct::plain(WeightMatrix::Bf16(w.view()), x.slice(0..n_rows * k), k);
-                    card.multiply_own(FusedForm::Few(*form), product, Ending::Wide(y.view_mut()))
+                    card.multiply_own(FusedKernel::Few(*form), product, Ending::Wide(y.view_mut()))
                 })
             })?;
             graph.launch()?;
@@ -118,7 +118,7 @@ fn company(card: &ComputeCard, verdicts: &mut Verdicts, (n, k): (usize, usize)) 
     let mut draw = Draw::new(31);
     let w = card.upload(&draw.narrow(n * k, 1.0))?;
     let x = card.upload(&draw.narrow(128 * k, 1.0))?;
-    let (form, w) = (FusedForm::Few(FewRowsForm::of(n, k)), WeightMatrix::Bf16(w.view()));
+    let (form, w) = (FusedKernel::Few(FewRowsForm::of(n, k)), WeightMatrix::Bf16(w.view()));
     let rows = |of: Range<usize>| FusedProduct::plain(w, x.slice(of.start * k..of.end * k), k);
     let mut first_rows = vec![];
     for n_rows in [1, 8, 13, 32, 64, 128] {
@@ -154,8 +154,8 @@ fn skinny(
     card.fill(narrow.view_mut(), POISON)?;
     card.fill(whole.view_mut(), POISON)?;
     let product = FusedProduct::plain(WeightMatrix::Bf16(w.view()), x.view(), k);
-    card.multiply_own(FusedForm::Skinny(form), product, Ending::Sums(narrow.view_mut()))?;
-    card.multiply_own(FusedForm::Skinny(form), product, Ending::Wide(whole.view_mut()))?;
+    card.multiply_own(FusedKernel::Skinny(form), product, Ending::Sums(narrow.view_mut()))?;
+    card.multiply_own(FusedKernel::Skinny(form), product, Ending::Wide(whole.view_mut()))?;
     let name = format!("skinny {} {n_rows}x{n}x{k}", form.name);
     verdicts.compare(name.clone(), &wide(&card.download(narrow.view())?), &reference, BF16_ERROR);
     let answer: Vec<f64> = card.download(whole.view())?.into_iter().map(f64::from).collect();

@@ -5,7 +5,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use baton_kernels::cuda::{ComputeCard, Peers, Shown, SumRows, Together};
+use baton_kernels::cuda::{ComputeCard, Peers, RankMemory, SumRows, Together};
 use device::cuda::{Bf16, Buffer, Cache, Card, CudaError, Graph};
 use serde_json::{Value, json};
 
@@ -39,8 +39,8 @@ impl Side {
         Ok(Self { card, part, out, whole })
     }
 
-    fn shown(&self) -> Shown<'_> {
-        Shown { part: self.part.view(), out: self.out.view(), whole: self.whole.view() }
+    fn shown(&self) -> RankMemory<'_> {
+        RankMemory { part: self.part.view(), out: self.out.view(), whole: self.whole.view() }
     }
 }
 
@@ -116,7 +116,7 @@ fn sums_and_gathers(
 pub(crate) fn peers(sides: &[Side], width: usize, patience: Duration) -> Result<Vec<Peers>, CudaError> {
     let together = Together { few_rows: FEW_ROWS, width, patience };
     let cards: Vec<&ComputeCard> = sides.iter().map(|side| &side.card).collect();
-    let shown: Vec<Shown<'_>> = sides.iter().map(Side::shown).collect();
+    let shown: Vec<RankMemory<'_>> = sides.iter().map(Side::shown).collect();
     Peers::all(&cards, &shown, together)
 }
 

@@ -3,7 +3,7 @@
 use baton_kernels::cpu::number::{f8_to_f32, f32_to_bf16};
 use baton_kernels::cuda::ops::{FEW_ROWS_SHARES, FewRowsForm};
 use baton_kernels::cuda::{
-    ComputeCard, Ending, Factors, Fp8Rows, FusedForm, FusedProduct, OutputRows, Products, WeightMatrix,
+    ComputeCard, Ending, Factors, Fp8Rows, FusedKernel, FusedProduct, OutputRows, Products, WeightMatrix,
 };
 use device::cuda::{Bf16, Buffer, CudaError};
 use serde_json::Value;
@@ -106,7 +106,7 @@ fn few_rows(
     let mut y = card.buffer::<Bf16>(n * n_rows)?;
     for shares in FEW_ROWS_SHARES {
         card.fill(y.view_mut(), POISON)?;
-        let form = FusedForm::Few(FewRowsForm::Clusters { shares: *shares });
+        let form = FusedKernel::Few(FewRowsForm::Clusters { shares: *shares });
         card.multiply_own(
             form,
             FusedProduct::plain(matrix.weights(), x.view(), k),
@@ -122,7 +122,7 @@ fn few_rows(
 fn company(card: &ComputeCard, verdicts: &mut Verdicts, matrix: &Matrix) -> Result<(), CudaError> {
     let Matrix { n, k, .. } = *matrix;
     let x = card.upload(&Draw::new(37).narrow(128 * k, 1.0))?;
-    let form = FusedForm::Few(FewRowsForm::of(n, k));
+    let form = FusedKernel::Few(FewRowsForm::of(n, k));
     let mut all = card.buffer::<Bf16>(128 * n)?;
     card.multiply_own(
         form,
@@ -200,7 +200,7 @@ pub(crate) fn measure(card: &ComputeCard, limits: &Limits) -> Result<Vec<Value>,
                 let form = FewRowsForm::Clusters { shares: *shares };
                 let time = seconds(card, 4 * N_LAUNCHES, |nth| {
                     let product = FusedProduct::plain(WeightMatrix::Fp8(rows(nth)), x.view(), k);
-                    card.multiply_own(FusedForm::Few(form), product, Ending::Sums(y.view_mut()))
+                    card.multiply_own(FusedKernel::Few(form), product, Ending::Sums(y.view_mut()))
                 })?;
                 let chosen = if form == FewRowsForm::of(n, k) { " (chosen)" } else { "" };
                 let what = format!("few_rows_fp8 {name} {n_rows}x{n}x{k}, shares {shares}{chosen}");

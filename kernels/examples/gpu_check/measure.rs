@@ -2,7 +2,7 @@
 
 use baton_kernels::cuda::ops::{BLOCK_TOKENS, FEW_ROWS_FORMS, FewRowsForm};
 use baton_kernels::cuda::{
-    ComputeCard, DecodeAttention, Ending, FusedForm, FusedProduct, KvNumber, KvPages, PrefillAttention,
+    ComputeCard, DecodeAttention, Ending, FusedKernel, FusedProduct, KvNumber, KvPages, PrefillAttention,
     PrefillSequence, RopeWriteKv, SKINNY_FORMS, SkinnyForm, WeightMatrix,
 };
 use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
@@ -205,7 +205,7 @@ fn skinny(
     let (n, k, n_rows) = sizes;
     let (time, bytes) = product(card, weights, sizes, |y, w, x| {
         let product = FusedProduct::plain(WeightMatrix::Bf16(w), x, k);
-        card.multiply_own(FusedForm::Skinny(form), product, Ending::Sums(y))
+        card.multiply_own(FusedKernel::Skinny(form), product, Ending::Sums(y))
     })?;
     Ok(line(&format!("skinny {} {name} {n_rows}x{n}x{k}", form.name), time, bytes, limits.read))
 }
@@ -220,7 +220,7 @@ fn few_rows(
     let (n, k, n_rows) = sizes;
     let (time, bytes) = product(card, weights, sizes, |y, w, x| {
         card.multiply_own(
-            FusedForm::Few(form),
+            FusedKernel::Few(form),
             FusedProduct::plain(WeightMatrix::Bf16(w), x, k),
             Ending::Sums(y),
         )

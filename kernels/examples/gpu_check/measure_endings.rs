@@ -2,7 +2,7 @@
 
 use baton_kernels::cuda::ops::FEW_ROWS_SHARES;
 use baton_kernels::cuda::{
-    AddedRows, ComputeCard, Ending, FewRowsForm, FusedForm, FusedProduct, PendingNorm, SKINNY_FORMS,
+    AddedRows, ComputeCard, Ending, FewRowsForm, FusedKernel, FusedProduct, PendingNorm, SKINNY_FORMS,
     WeightMatrix,
 };
 use device::cuda::{Bf16, Buffer, CudaError, View};
@@ -40,9 +40,9 @@ pub(crate) fn all(card: &ComputeCard, limits: &Limits) -> Result<Vec<Value>, Cud
     for n_rows in [1, 8] {
         let mut bench = Bench::new(card, n_rows)?;
         bench.chains(card, limits, &mut lines)?;
-        let skinny = SKINNY_FORMS.iter().copied().map(FusedForm::Skinny);
+        let skinny = SKINNY_FORMS.iter().copied().map(FusedKernel::Skinny);
         let shares = FEW_ROWS_SHARES.iter().filter(|shares| card.has_few_rows() && **shares <= 4);
-        let few = shares.map(|shares| FusedForm::Few(FewRowsForm::Clusters { shares: *shares }));
+        let few = shares.map(|shares| FusedKernel::Few(FewRowsForm::Clusters { shares: *shares }));
         for form in skinny.chain(few) {
             bench.gates(card, limits, form, &mut lines)?;
             bench.added(card, limits, form, &mut lines)?;
@@ -77,7 +77,7 @@ impl Bench {
         &mut self,
         card: &ComputeCard,
         limits: &Limits,
-        form: FusedForm,
+        form: FusedKernel,
         lines: &mut Vec<Value>,
     ) -> Result<(), CudaError> {
         let (n, n_rows) = (2 * WIDTH * HIDDEN, self.n_rows);
@@ -115,7 +115,7 @@ impl Bench {
         &mut self,
         card: &ComputeCard,
         limits: &Limits,
-        form: FusedForm,
+        form: FusedKernel,
         lines: &mut Vec<Value>,
     ) -> Result<(), CudaError> {
         let (n, n_rows) = (HIDDEN * HIDDEN, self.n_rows);
@@ -146,14 +146,15 @@ impl Bench {
         lines: &mut Vec<Value>,
     ) -> Result<(), CudaError> {
         let n_rows = self.n_rows;
-        let own = [FusedForm::Few(FewRowsForm::Clusters { shares: 4 }), FusedForm::Skinny(SKINNY_FORMS[0])];
+        let own =
+            [FusedKernel::Few(FewRowsForm::Clusters { shares: 4 }), FusedKernel::Skinny(SKINNY_FORMS[0])];
         let own_gate =
-            [FusedForm::Few(FewRowsForm::Clusters { shares: 1 }), FusedForm::Skinny(SKINNY_FORMS[2])];
+            [FusedKernel::Few(FewRowsForm::Clusters { shares: 1 }), FusedKernel::Skinny(SKINNY_FORMS[2])];
         let sizes = [HIDDEN * HIDDEN, 2 * WIDTH * HIDDEN, WIDTH * HIDDEN];
         for nth_case in 0..24 {
             let forms = [own[nth_case % 2], own_gate[nth_case / 2 % 2], own[nth_case / 4 % 2]];
             let kinds = [[true, true, false], [false, true, true], [true, true, true]][nth_case / 8];
-            if !card.has_few_rows() && forms.iter().any(|form| matches!(form, FusedForm::Few(_))) {
+            if !card.has_few_rows() && forms.iter().any(|form| matches!(form, FusedKernel::Few(_))) {
                 continue;
             }
             let Self { gate_up, o, down, x, stream, y, .. } = &mut *self;
@@ -189,7 +190,7 @@ impl Stream {
     fn give(
         &mut self,
         card: &ComputeCard,
-        form: FusedForm,
+        form: FusedKernel,
         product: FusedProduct<'_>,
         n_rows: usize,
     ) -> Result<(), CudaError> {

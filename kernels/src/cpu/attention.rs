@@ -424,9 +424,9 @@ impl Attend<'_> {
     }
 
     #[inline(always)]
-    fn weighted(&mut self, nth: usize, seen: Range<usize>) -> Weighted<'_> {
+    fn weighted(&mut self, nth: usize, seen: Range<usize>) -> WeightedValues<'_> {
         let Scratch { outputs, values, weights, shrink, .. } = &mut self.scratch;
-        Weighted {
+        WeightedValues {
             outputs: &mut outputs[nth * self.work.padded..],
             values,
             weights: &weights[nth..],
@@ -438,7 +438,7 @@ impl Attend<'_> {
 }
 
 /// The values to add to the outputs of some neighbouring queries.
-struct Weighted<'a> {
+struct WeightedValues<'a> {
     outputs: &'a mut [f32],
     values: &'a [f32],
     weights: &'a [[f32; LANES]],
@@ -447,7 +447,7 @@ struct Weighted<'a> {
     seen: Range<usize>,
 }
 
-impl Weighted<'_> {
+impl WeightedValues<'_> {
     /// Adds values to `Q` outputs, with the number of vectors at a time that the registers allow.
     #[inline(always)]
     fn add_all<S: Simd, const Q: usize>(mut self, simd: S) {

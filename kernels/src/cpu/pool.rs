@@ -132,7 +132,7 @@ impl fmt::Debug for Pool {
 // === impl Shared ===
 
 /// A job that helpers can see. Dropping it removes the job and waits for the helpers that joined.
-struct Shown<'a>(&'a Shared);
+struct SharedState<'a>(&'a Shared);
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -141,7 +141,7 @@ impl Shared {
     }
 
     /// Shows `job` to helpers. Returns `None` if they are busy with another job.
-    fn show(&self, job: &PoolJob<'_>) -> Option<Shown<'_>> {
+    fn show(&self, job: &PoolJob<'_>) -> Option<SharedState<'_>> {
         let mut state = self.lock();
         if state.job.is_some() || state.joined > 0 {
             return None;
@@ -154,7 +154,7 @@ impl Shared {
         self.n_jobs.store(state.n_jobs, Ordering::Release);
         drop(state);
         self.work.notify_all();
-        Some(Shown(self))
+        Some(SharedState(self))
     }
 
     /// Runs a helper thread: works on jobs until the pool ends.
@@ -197,7 +197,7 @@ impl Shared {
     }
 }
 
-impl Drop for Shown<'_> {
+impl Drop for SharedState<'_> {
     fn drop(&mut self) {
         let mut state = self.0.lock();
         state.job = None;

@@ -15,8 +15,8 @@ pub use compute_card::ComputeCard;
 pub use matmul::{Factors, Next, NormedRows, OutputRows, ProductOutput, ProductShape, Products};
 pub use ops::{
     AddedRows, DecodeAttention, DrawRow, DummyPart, EDIT_WORDS, Ending, FeedTokens, FewRowsForm, Fp8Rows,
-    FusedForm, FusedProduct, HeadsRows, KvNumber, KvPages, LogitEdit, ManyRows, NOWHERE, Outcome,
+    FusedKernel, FusedProduct, HeadsRows, KvNumber, KvPages, LogitEdit, ManyRows, NOWHERE, Outcome,
     PendingNorm, PrefillAttention, PrefillSequence, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm,
     SumRows, TOP_MAX, WeightMatrix,
 };
-pub use peers::{LostFlag, PEERS_MAX, Peers, Shown, Together};
+pub use peers::{LostFlag, PEERS_MAX, Peers, RankMemory, Together};

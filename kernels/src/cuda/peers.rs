@@ -48,7 +48,7 @@ pub(super) struct Ranks {
 
 /// The memory of one rank that the others access.
 #[derive(Clone, Copy, Debug)]
-pub struct Shown<'a> {
+pub struct RankMemory<'a> {
     /// This rank's partial sums.
     pub part: View<'a, Bf16>,
     /// The complete sums, written by all ranks.
@@ -142,10 +142,10 @@ impl Peers {
     /// If the number of `shown` differs from that of `cards`, or their sizes differ.
     pub fn all(
         cards: &[&ComputeCard],
-        shown: &[Shown<'_>],
+        shown: &[RankMemory<'_>],
         together: Together,
     ) -> Result<Vec<Self>, CudaError> {
-        let sizes = |shown: &Shown<'_>| [shown.part.len(), shown.out.len(), shown.whole.len()];
+        let sizes = |shown: &RankMemory<'_>| [shown.part.len(), shown.out.len(), shown.whole.len()];
         assert!(cards.len() == shown.len() && cards.len() <= PEERS_MAX, "one `Shown` for each GPU");
         assert!(shown.iter().all(|one| sizes(one) == sizes(&shown[0])), "equal sizes on all GPUs");
         assert!(

@@ -29,7 +29,7 @@ pub(super) struct BoxSize {
 }
 
 /// The arguments of the driver's call that makes a map.
-struct Encoded {
+struct MapArguments {
     dtype: sys::CUtensorMapDataType,
     address: u64,
     dims: [u64; 2],
@@ -41,7 +41,7 @@ struct Encoded {
 impl TensorMap {
     /// Describes boxes of `box_rows` rows and 64 columns. Numbers outside of the matrix are read as zeroes.
     pub(super) fn of(matrix: Matrix, box_rows: usize) -> Result<Self, CudaError> {
-        Self::encode(Encoded {
+        Self::encode(MapArguments {
             dtype: sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             address: matrix.address,
             dims: [matrix.n_columns as u64, matrix.n_rows as u64],
@@ -58,7 +58,7 @@ impl TensorMap {
         width: usize,
         boxes: BoxSize,
     ) -> Result<Self, CudaError> {
-        Self::encode(Encoded {
+        Self::encode(MapArguments {
             dtype: sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
             address,
             dims: [width as u64, n_rows as u64],
@@ -68,8 +68,8 @@ impl TensorMap {
         })
     }
 
-    fn encode(encoded: Encoded) -> Result<Self, CudaError> {
-        let Encoded { dtype, address, dims, stride_bytes, box_dims, swizzle } = encoded;
+    fn encode(encoded: MapArguments) -> Result<Self, CudaError> {
+        let MapArguments { dtype, address, dims, stride_bytes, box_dims, swizzle } = encoded;
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
         let stride_bytes = [stride_bytes];
         let steps = [1_u32, 1];

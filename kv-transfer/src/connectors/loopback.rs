@@ -198,7 +198,7 @@ impl Copying {
         page: PageAt,
         digests: &[Digest],
         fault: Option<FaultKind>,
-    ) -> Result<Copied, TransferError> {
+    ) -> Result<CopyResult, TransferError> {
         let runs = span.runs(&self.parts);
         let mut bytes = vec![0; runs.bytes()];
         copy_out(&self.parts.memory, &runs, &mut bytes)?;
@@ -213,7 +213,7 @@ impl Copying {
             }
         };
         let right = self.target.while_open(write).ok_or(TransferError::Cancelled)??;
-        Ok(Copied { bytes: bytes.len(), right })
+        Ok(CopyResult { bytes: bytes.len(), right })
     }
 }
 
@@ -228,7 +228,7 @@ fn copy_in(memory: &KvMemory, runs: &Runs, mut bytes: &[u8]) -> Result<(), Trans
     Ok(())
 }
 
-struct Copied {
+struct CopyResult {
     bytes: usize,
     right: bool,
 }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use types::prompt::{CACHE_SALT_BYTES_MAX, Priority, PromptModel};
+use types::prompt::{CACHE_SALT_BYTES_MAX, Priority, RequestedModel};
 use types::{
     CacheSalt, Deadline, FingerprintDigest, Prompt, RequestId, Sampling, StopRules, TenantId, TokenId,
 };
@@ -53,7 +53,7 @@ pub fn prompt_from_wire(wire: v1::Prompt, now: Instant) -> Result<Prompt, Conver
     }
     let fingerprint = wire.fingerprint.map(FingerprintDigest);
     Ok(Prompt {
-        model: PromptModel { name: wire.model.into(), fingerprint },
+        model: RequestedModel { name: wire.model.into(), fingerprint },
         id: RequestId::new(short(wire.request_id, "prompt.request_id")?),
         tenant: TenantId::new(short(wire.tenant, "prompt.tenant")?),
         cache_salt: CacheSalt::new(wire.cache_salt),

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use types::step::Logprobs;
-use types::{FinishReason, Prefilled, Refusal, RefusalKind, Step, TokenId, Usage};
+use types::{ComputedPrompt, FinishReason, Refusal, RefusalKind, Step, TokenId, Usage};
 
 use super::present;
 use crate::error::ConvertError;
@@ -81,8 +81,8 @@ impl From<v1::Usage> for Usage {
     }
 }
 
-impl From<&Prefilled> for v1::Prefilled {
-    fn from(prefilled: &Prefilled) -> Self {
+impl From<&ComputedPrompt> for v1::Prefilled {
+    fn from(prefilled: &ComputedPrompt) -> Self {
         Self {
             first: Some((&prefilled.first).into()),
             usage: Some(prefilled.usage.into()),
@@ -92,7 +92,7 @@ impl From<&Prefilled> for v1::Prefilled {
     }
 }
 
-impl TryFrom<v1::Prefilled> for Prefilled {
+impl TryFrom<v1::Prefilled> for ComputedPrompt {
     type Error = ConvertError;
 
     fn try_from(wire: v1::Prefilled) -> Result<Self, ConvertError> {

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use types::FingerprintDigest;
 use types::layout::{Attention, KvDtype, LayerGroup, LayerShape, Shard};
-use types::prompt::{Priority, PromptModel};
+use types::prompt::{Priority, RequestedModel};
 use types::step::Logprobs;
 use types::*;
 
@@ -19,7 +19,7 @@ fn prompt(now: Instant) -> Prompt {
         id: RequestId::new("r-1"),
         tenant: TenantId::new("t"),
         cache_salt: types::CacheSalt::new("salt"),
-        model: PromptModel { name: "m".into(), fingerprint: Some(FingerprintDigest(u64::MAX)) },
+        model: RequestedModel { name: "m".into(), fingerprint: Some(FingerprintDigest(u64::MAX)) },
         tokens: vec![TokenId(1), TokenId(2), TokenId(3)].into(),
         n_generated: 1,
         sampling: Sampling {
@@ -183,13 +183,13 @@ fn steps_and_answers_come_back_the_same() {
         finish: Some(FinishReason::Length),
     };
     assert_eq!(Step::try_from(v1::Step::from(&step)), Ok(step.clone()));
-    let prefilled = Prefilled {
+    let prefilled = ComputedPrompt {
         first: step,
         usage: Usage { prompt_tokens: 9, cached_tokens: 4 },
         queued: Duration::from_micros(12),
         computed: Duration::from_micros(34),
     };
-    assert_eq!(Prefilled::try_from(v1::Prefilled::from(&prefilled)), Ok(prefilled));
+    assert_eq!(ComputedPrompt::try_from(v1::Prefilled::from(&prefilled)), Ok(prefilled));
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
-use chassis::identity::Expected;
+use chassis::identity::ExpectedPeer;
 use chassis::rpc::{RpcChannel, RpcLimits, channel};
 use chassis::{Gate, World};
 use futures::stream::BoxStream;
@@ -35,9 +35,10 @@ impl EmbeddedRegistry {
     /// Makes a client of the registry at `address`, the `host:port` of the router's gRPC services. Nothing is
     /// sent yet.
     pub fn new(address: &str, world: World, gate: Gate) -> Self {
-        let client = BootstrapClient::new(channel(&world, address, Expected::Registry, RpcLimits::default()))
-            .max_decoding_message_size(proto::MESSAGE_BYTES_MAX)
-            .max_encoding_message_size(proto::MESSAGE_BYTES_MAX);
+        let client =
+            BootstrapClient::new(channel(&world, address, ExpectedPeer::Registry, RpcLimits::default()))
+                .max_decoding_message_size(proto::MESSAGE_BYTES_MAX)
+                .max_encoding_message_size(proto::MESSAGE_BYTES_MAX);
         Self { client, world, gate }
     }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use chassis::identity::refusals::{Reason, Refused};
+use chassis::identity::refusals::{Reason, RefusedKind};
 use chassis::identity::{ClusterSecret, Identity};
 use chassis::rpc::Callers;
 use chassis::server::ServerLimits;
@@ -191,7 +191,7 @@ async fn who_does_not_have_the_secret_neither_announces_nor_watches() {
     }
     assert_eq!(router.registry.members(), [node("a", 1)]);
     let refusals = router_world.identity().refusals();
-    let counts = [Reason::Unsigned, Reason::Signature].map(|reason| refusals.get(Refused::Call, reason));
+    let counts = [Reason::Unsigned, Reason::Signature].map(|reason| refusals.get(RefusedKind::Call, reason));
     assert_eq!(counts, [3, 3]);
 }
 

@@ -7,9 +7,9 @@ fn snapshot(nodes: &[(&str, u64)]) -> MembershipEvent {
     MembershipEvent::Snapshot(nodes.iter().map(|(id, epoch)| node(id, *epoch)).collect())
 }
 
-fn knows(ids: &[&str]) -> (Known, Instant) {
+fn knows(ids: &[&str]) -> (KnownMembers, Instant) {
     let until = Instant::now();
-    let mut known = Known::default();
+    let mut known = KnownMembers::default();
     known.snapshot(ids.iter().map(|id| node(id, 1)).collect(), AbsentMembers::HaveLeft, until);
     (known, until)
 }

@@ -6,8 +6,8 @@ fn acceptor() -> Acceptor {
     Acceptor::new(World::seeded(1), Deadlines::default())
 }
 
-fn model() -> RouterModel {
-    RouterModel::mock("mock", 100)
+fn model() -> ServedModel {
+    ServedModel::mock("mock", 100)
 }
 
 fn caller(acceptor: &Acceptor) -> Caller {
@@ -15,7 +15,7 @@ fn caller(acceptor: &Acceptor) -> Caller {
     acceptor.caller(RequestId::new("r"), client, None).expect("nothing to refuse")
 }
 
-fn accept(tokens: Vec<Vec<TokenId>>, params: &SamplingParams) -> Result<Accepted, AcceptError> {
+fn accept(tokens: Vec<Vec<TokenId>>, params: &SamplingParams) -> Result<AcceptedRequest, AcceptError> {
     let acceptor = acceptor();
     acceptor.accept(&model(), Inputs { param: "prompt", tokens }, params, &caller(&acceptor))
 }

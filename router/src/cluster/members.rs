@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use tracing::{info, warn};
 use types::place::keepers;
 use types::{
-    BlockHash, BlockHashKey, Epoch, FingerprintDigest, ModelInfo, NodeId, NodeInfo, NodeLoad, PromptModel,
+    BlockHash, BlockHashKey, Epoch, FingerprintDigest, ModelInfo, NodeId, NodeInfo, NodeLoad, RequestedModel,
 };
 
 use super::cached::{CachedBlocks, Gap};
@@ -241,7 +241,7 @@ impl Members {
 
     /// Returns the usable nodes for a prompt of this model, except `without`. They have the weights that the
     /// prompt names, or else those of the model's serving group.
-    pub(super) fn view(&self, model: &PromptModel, without: &[NodeId]) -> ClusterView {
+    pub(super) fn view(&self, model: &RequestedModel, without: &[NodeId]) -> ClusterView {
         let Some(wanted) = model.fingerprint.or_else(|| self.in_force(&model.name)) else {
             return ClusterView::default();
         };
@@ -285,7 +285,7 @@ impl Members {
     /// Returns the models whose serving group has a usable decode node.
     pub(super) fn models(&self) -> Vec<ModelInfo> {
         let model = |name: &String| {
-            let view = self.view(&PromptModel::named(name.as_str()), &[]);
+            let view = self.view(&RequestedModel::named(name.as_str()), &[]);
             let decodes = |node: &&NodeView| node.info.role.decodes();
             view.nodes.iter().find(decodes).map(|node| node.info.model.clone())
         };
@@ -512,7 +512,7 @@ impl ModelRecord {
         match (before, decision.in_force) {
             (before, after) if before == after => {}
             (Some(before), Some(after)) => {
-                info!(model = name, %before, %after, why = %decision.reason, "another group of nodes serves the model");
+                info!(model = name, %before, %after, why = %decision.reason, "another group of nodes now serves the model");
             }
             (None, Some(after)) => {
                 info!(model = name, group = %after, why = %decision.reason, "group of nodes chosen to serve the model")

@@ -161,15 +161,15 @@ async fn the_group_with_most_nodes_serves_and_the_others_are_told() {
     test_cluster.superseded("wrong").await;
     test_cluster.state("d", &NodeState::Ready).await;
     assert!(test_cluster.models.find(None).expect("learned").template.is_some(), "the right ones' text half");
-    let used = |model: &PromptModel| {
+    let used = |model: &RequestedModel| {
         let view = test_cluster.cluster.view(model, &[]);
         view.nodes.iter().map(|node| node.info.id.to_string()).collect::<Vec<_>>()
     };
-    let any = PromptModel::named("mock");
+    let any = RequestedModel::named("mock");
     assert_eq!(used(&any), ["d", "p"]);
-    let begun = PromptModel { fingerprint: Some(wrong.info.model.fingerprint.digest()), ..any };
+    let begun = RequestedModel { fingerprint: Some(wrong.info.model.fingerprint.digest()), ..any };
     assert_eq!(used(&begun), ["wrong"], "what began there goes on there");
-    assert_eq!(used(&PromptModel::named("other")), Vec::<String>::new());
+    assert_eq!(used(&RequestedModel::named("other")), Vec::<String>::new());
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert!(
         wrong.received().iter().any(|word| word.starts_with("no work: `mock` is served by")),
@@ -258,7 +258,7 @@ async fn prompts_for_one_model_see_its_nodes_only() {
         test_cluster.state(id, &NodeState::Ready).await;
     }
     let used = |model: &str| {
-        let view = test_cluster.cluster.view(&PromptModel::named(model), &[]);
+        let view = test_cluster.cluster.view(&RequestedModel::named(model), &[]);
         view.nodes.iter().map(|node| node.info.id.to_string()).collect::<Vec<_>>()
     };
     assert_eq!(
@@ -271,7 +271,7 @@ async fn prompts_for_one_model_see_its_nodes_only() {
 
 #[tokio::test(start_paused = true)]
 async fn a_node_whose_tokens_mean_something_else_to_the_router_is_refused() {
-    let own = RouterModels::new([crate::text::RouterModel::mock("mock", 1024)]);
+    let own = RouterModels::new([crate::text::ServedModel::mock("mock", 1024)]);
     let test_cluster = test_cluster_of(own, None).await;
     let with_tokenizer = |id, model: &str, tokenizer: &str| {
         let mut node = info(id, Role::Decode);

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use tracing::{info, warn};
 use types::{Destination, Landing, NodeInfo, Prompt, RefusalKind, TransferId};
 
-use super::{Attempts, Dispatch, Progress, Started, StepSource};
+use super::{Attempts, Dispatch, Progress, StartedRequest, StepSource};
 use crate::error::ServeError;
 use crate::metrics::Stage;
 use crate::policy::Route;
@@ -56,7 +56,7 @@ impl Dispatch {
         prompt: &Prompt,
         prefill: &Arc<NodeInfo>,
         record: &RequestRecord,
-    ) -> Result<Started, Failure> {
+    ) -> Result<StartedRequest, Failure> {
         if let Some(keeper) = self.keeper(prompt, prefill) {
             record.note(RequestEvent::Store { pool: keeper.id.clone() });
             match self.store(prompt, prefill, &keeper, record).await {
@@ -83,7 +83,7 @@ impl Dispatch {
         prefill: &NodeInfo,
         keeper: &Arc<NodeInfo>,
         record: &RequestRecord,
-    ) -> Result<Started, Failure> {
+    ) -> Result<StartedRequest, Failure> {
         let client = self.client(keeper)?;
         let mut put = client.put(prompt, prefill).await?;
         let landing = put.opening().await?;
@@ -108,7 +108,7 @@ impl Dispatch {
         prompt: &Prompt,
         prefill: &Arc<NodeInfo>,
         record: &RequestRecord,
-    ) -> Result<Started, Failure> {
+    ) -> Result<StartedRequest, Failure> {
         let transfer = self.parts.world.transfer_id();
         let client = self.client(prefill)?;
         let (prefilled, call) = client.prefill(prompt, &Destination::Held(transfer)).await?;

@@ -66,7 +66,7 @@ impl TestCluster {
             id: self.world.request_id(),
             tenant: TenantId::default(),
             cache_salt: types::CacheSalt::default(),
-            model: types::PromptModel::named("mock"),
+            model: types::RequestedModel::named("mock"),
             tokens: (0..20).map(TokenId).collect(),
             n_generated: 0,
             sampling: Sampling::default(),
@@ -415,7 +415,7 @@ async fn a_prompt_goes_to_nodes_of_its_model_only() {
         test_cluster.serves(6).await;
     }
     assert_eq!(fake_nodes[2].prompts(), Vec::<String>::new());
-    let unknown = Prompt { model: PromptModel::named("none"), ..test_cluster.prompt(6) };
+    let unknown = Prompt { model: RequestedModel::named("none"), ..test_cluster.prompt(6) };
     let failed = test_cluster.dispatch.generate(unknown, Instant::now()).await.expect_err("no such model");
     assert!(failed.to_string().contains("no decode node of `none` is ready"), "{failed}");
 }

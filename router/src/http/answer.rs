@@ -14,7 +14,7 @@ use super::error::HttpError;
 use super::fields::AnswerOptions;
 use crate::choice::{Choice, Delta, WholeChoice};
 use crate::error::ServeError;
-use crate::text::RouterModel;
+use crate::text::ServedModel;
 
 /// The format of one endpoint's answers.
 pub(crate) trait AnswerFormat: fmt::Debug + Send + Sync + 'static {
@@ -49,7 +49,7 @@ pub(crate) trait AnswerFormat: fmt::Debug + Send + Sync + 'static {
 pub(crate) struct AnswerContext {
     pub(crate) id: String,
     pub(crate) created: u64,
-    pub(crate) model: Arc<RouterModel>,
+    pub(crate) model: Arc<ServedModel>,
     pub(crate) options: AnswerOptions,
     /// The number of answers to each input: choices `0..n` belong to the first input.
     pub(crate) n: usize,

@@ -18,11 +18,11 @@ use super::caller;
 use super::error::{Code, HttpError};
 use super::fields::AnswerOptions;
 use super::sse;
-use crate::accept::{Accepted, Acceptor, Caller, Inputs, SamplingParams};
+use crate::accept::{AcceptedRequest, Acceptor, Caller, Inputs, SamplingParams};
 use crate::choice::Choice;
 use crate::serve::Serve;
 use crate::tenants::Client;
-use crate::text::{Detokenizer, RouterModel, RouterModels, run_by_size};
+use crate::text::{Detokenizer, RouterModels, ServedModel, run_by_size};
 
 /// The state of the HTTP API. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -45,7 +45,7 @@ pub(crate) struct RequestHead {
 /// A parsed request that is not accepted yet.
 #[derive(Debug)]
 pub(crate) struct ParsedRequest<S> {
-    pub(crate) model: Arc<RouterModel>,
+    pub(crate) model: Arc<ServedModel>,
     pub(crate) inputs: Inputs,
     pub(crate) params: SamplingParams,
     pub(crate) options: AnswerOptions,
@@ -91,7 +91,8 @@ impl HttpApi {
         caller: &Caller,
     ) -> Result<Answer<S>, HttpError> {
         let ParsedRequest { model, inputs, params, options, shape } = ask;
-        let Accepted { prompts, stop, origin } = self.acceptor.accept(&model, inputs, &params, caller)?;
+        let AcceptedRequest { prompts, stop, origin } =
+            self.acceptor.accept(&model, inputs, &params, caller)?;
         let context = AnswerContext {
             id: format!("{}{}", S::ID, caller.id),
             created: self.world.unix_time().as_secs(),

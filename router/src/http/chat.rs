@@ -15,7 +15,7 @@ use super::{body, messages};
 use crate::accept::{Inputs, MaxTokens, SamplingParams};
 use crate::choice::{Delta, WholeChoice};
 use crate::error::AcceptError;
-use crate::text::{Chat, RouterModel};
+use crate::text::{Chat, ServedModel};
 
 /// The fields that only chat requests have.
 #[derive(Debug, Deserialize)]
@@ -61,7 +61,7 @@ impl ChatFields {
         Ok(SamplingParams { max_tokens: max_tokens.unwrap_or(params.max_tokens), logprobs, ..params })
     }
 
-    fn tokens(self, model: &RouterModel, unix_seconds: i64) -> Result<Vec<TokenId>, AcceptError> {
+    fn tokens(self, model: &ServedModel, unix_seconds: i64) -> Result<Vec<TokenId>, AcceptError> {
         let Some(template) = &model.template else {
             return Err(AcceptError::unsupported(
                 "messages",

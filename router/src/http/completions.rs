@@ -13,7 +13,7 @@ use super::request_fields::{self, Endpoint};
 use crate::accept::{INPUTS_MAX, Inputs, MaxTokens, SamplingParams};
 use crate::choice::{Delta, WholeChoice};
 use crate::error::AcceptError;
-use crate::text::{RouterModel, Tokenizer};
+use crate::text::{ServedModel, Tokenizer};
 
 /// OpenAI's default for requests without `max_tokens`.
 const MAX_TOKENS: MaxTokens = MaxTokens::AtMost(16);
@@ -66,7 +66,7 @@ impl CompletionFields {
 
 impl PromptField {
     /// Tokenizes the prompts. Their number is checked first, because tokenizing is costly.
-    fn into_tokens(self, model: &RouterModel) -> Result<Vec<Vec<TokenId>>, AcceptError> {
+    fn into_tokens(self, model: &ServedModel) -> Result<Vec<Vec<TokenId>>, AcceptError> {
         let encode = |text: String| model.tokenizer.encode_plain(&text).map_err(|error| error.at("prompt"));
         let ids = |ids: Vec<u32>| ids.into_iter().map(TokenId).collect();
         match self {

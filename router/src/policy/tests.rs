@@ -43,7 +43,7 @@ fn prompt(n_tokens: usize) -> Prompt {
         id: RequestId::new("r"),
         tenant: TenantId::default(),
         cache_salt: types::CacheSalt::default(),
-        model: types::PromptModel::named("mock"),
+        model: types::RequestedModel::named("mock"),
         tokens: vec![TokenId(1); n_tokens].into(),
         n_generated: 0,
         sampling: Sampling::default(),

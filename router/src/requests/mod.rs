@@ -23,10 +23,10 @@ pub type PlaceCounts = [i64; Place::ALL.len()];
 
 /// The records of requests. Clones share them.
 #[derive(Clone, Debug, Default)]
-pub struct Requests(Arc<Mutex<Kept>>);
+pub struct Requests(Arc<Mutex<KeptRecords>>);
 
 #[derive(Debug, Default)]
-struct Kept {
+struct KeptRecords {
     next: u64,
     /// The requests that admission has let in. Admission limits their number.
     under_way: BTreeMap<u64, RequestRecord>,
@@ -109,7 +109,7 @@ impl Requests {
         }
     }
 
-    fn kept(&self) -> MutexGuard<'_, Kept> {
+    fn kept(&self) -> MutexGuard<'_, KeptRecords> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -101,7 +101,7 @@ pub struct RequestSummary {
     pub outcome: Option<&'static str>,
     /// From the request's arrival to its end, or to now.
     pub took: Duration,
-    /// The time in each place, as in [`Place::ALL`].
+    /// The time spent in each place, in the order of [`Place::ALL`].
     pub places: [Duration; Place::ALL.len()],
     pub first_token: Option<Duration>,
     pub cached_tokens: u32,

@@ -1,4 +1,4 @@
-use types::{Deadline, PromptModel, RequestId, Sampling, StopRules, TenantId, TokenId, Usage};
+use types::{Deadline, RequestId, RequestedModel, Sampling, StopRules, TenantId, TokenId, Usage};
 
 use super::*;
 
@@ -7,7 +7,7 @@ fn prompt(id: &str) -> Prompt {
         id: RequestId::new(id),
         tenant: TenantId::default(),
         cache_salt: types::CacheSalt::default(),
-        model: PromptModel::named("mock"),
+        model: RequestedModel::named("mock"),
         tokens: (0..20).map(TokenId).collect(),
         n_generated: 0,
         sampling: Sampling::default(),

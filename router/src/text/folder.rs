@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 use types::{Sampling, TokenId};
 
 use super::tokenizer::{Bos, HuggingFace, Tokenizer};
-use super::{ChatTemplate, RouterModel};
+use super::{ChatTemplate, ServedModel};
 use crate::error::TextError;
 
 const CONFIG: &str = "config.json";
@@ -24,13 +24,13 @@ const TEMPERATURE: f32 = 1.0;
 /// Loads the tokenizer and template of the model in `folder`, to be served under the name `name`.
 ///
 /// Without `tokenizer.json` the model serves token ids only; without a chat template, completions only.
-pub fn open(folder: &Path, name: &str) -> Result<RouterModel, TextError> {
+pub fn open(folder: &Path, name: &str) -> Result<ServedModel, TextError> {
     let config: ModelConfig = required(folder, CONFIG)?;
     let generation: GenerationConfig = optional(folder, GENERATION_CONFIG)?.unwrap_or_default();
     let text: TokenizerConfig = optional(folder, TOKENIZER_CONFIG)?.unwrap_or_default();
     let tokenizer = tokenizer(folder, &text)?;
     let eos = generation.eos_token_id.as_ref().or(config.eos_token_id.as_ref());
-    Ok(RouterModel {
+    Ok(ServedModel {
         name: name.to_owned(),
         template: match tokenizer {
             Tokenizer::Absent => None,

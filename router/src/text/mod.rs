@@ -25,7 +25,7 @@ use crate::error::{AcceptError, TextError};
 
 /// A model with what the router needs to serve requests for it.
 #[derive(Clone, Debug)]
-pub struct RouterModel {
+pub struct ServedModel {
     pub name: String,
     pub tokenizer: Arc<Tokenizer>,
     /// The chat template; `None`: the model serves completions only.
@@ -42,7 +42,7 @@ pub struct RouterModel {
     pub defaults: Sampling,
 }
 
-impl RouterModel {
+impl ServedModel {
     /// Loads the tokenizer and template of a Hugging Face folder. Reads files of several megabytes.
     pub fn open(folder: &Path, name: &str) -> Result<Self, TextError> {
         folder::open(folder, name)
@@ -137,14 +137,14 @@ enum ModelSource {
 
 #[derive(Clone, Debug)]
 struct KnownModel {
-    own: RouterModel,
+    own: ServedModel,
     source: ModelSource,
     /// The model, limited to the abilities of its current nodes.
-    fitted: Arc<RouterModel>,
+    fitted: Arc<ServedModel>,
 }
 
 impl RouterModels {
-    pub fn new(models: impl IntoIterator<Item = RouterModel>) -> Self {
+    pub fn new(models: impl IntoIterator<Item = ServedModel>) -> Self {
         let table = Self::default();
         models.into_iter().for_each(|model| table.insert(model, ModelSource::Router));
         table
@@ -157,7 +157,7 @@ impl RouterModels {
         if let Some(own) = known.as_ref().filter(|known| known.source == ModelSource::Router) {
             return agree(&own.own, info);
         }
-        let learned = RouterModel::of_node(info);
+        let learned = ServedModel::of_node(info);
         let learned = learned.ok_or_else(|| LearnError::NoTokenizer { model: info.name.clone() })?;
         if known.is_none() {
             self.insert(learned, ModelSource::Node);
@@ -173,7 +173,7 @@ impl RouterModels {
             let is_same = agree(own, info).is_ok() && own.vocab == info.vocab && own.eos == info.eos_tokens;
             known.source == ModelSource::Node && !is_same
         });
-        if let Some(learned) = RouterModel::of_node(info).filter(|_| is_replaced) {
+        if let Some(learned) = ServedModel::of_node(info).filter(|_| is_replaced) {
             self.insert(learned, ModelSource::Node);
         }
     }
@@ -187,13 +187,13 @@ impl RouterModels {
             if let (ModelSource::Node, Some(longest)) = (known.source, longest) {
                 known.own.context_tokens = longest;
             }
-            known.fitted = Arc::new(its().fold(known.own.clone(), RouterModel::within));
+            known.fitted = Arc::new(its().fold(known.own.clone(), ServedModel::within));
         }
     }
 
     /// Returns the model that a request names. A request without a name gets the only model, if there is just
     /// one.
-    pub fn find(&self, name: Option<&str>) -> Result<Arc<RouterModel>, AcceptError> {
+    pub fn find(&self, name: Option<&str>) -> Result<Arc<ServedModel>, AcceptError> {
         let models = self.by_name.read().unwrap_or_else(PoisonError::into_inner);
         match name {
             Some(name) => {
@@ -207,14 +207,14 @@ impl RouterModels {
         }
     }
 
-    fn insert(&self, own: RouterModel, source: ModelSource) {
+    fn insert(&self, own: ServedModel, source: ModelSource) {
         let mut models = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
         let fitted = Arc::new(own.clone());
         models.insert(own.name.clone(), KnownModel { own, source, fitted });
     }
 }
 
-fn agree(model: &RouterModel, info: &ModelInfo) -> Result<(), LearnError> {
+fn agree(model: &ServedModel, info: &ModelInfo) -> Result<(), LearnError> {
     let (ours, theirs) = (model.tokenizer.fingerprint(), tokenizer_of(info));
     if ours == theirs {
         return Ok(());
@@ -231,7 +231,7 @@ mod tests {
     use super::*;
 
     fn models(names: &[&str]) -> RouterModels {
-        RouterModels::new(names.iter().map(|name| RouterModel::mock(*name, 64)))
+        RouterModels::new(names.iter().map(|name| ServedModel::mock(*name, 64)))
     }
 
     fn node(name: &str, tokenizer: &str) -> ModelInfo {

@@ -15,7 +15,7 @@ use crate::landing_room::RoomRequest;
 use crate::metrics::SchedulerMetrics;
 use crate::settings::SchedulerSettings;
 use crate::submission::{NewSequence, Source};
-use crate::testing::{Recorded, Recorder, alone, blocks, deadline_in, holder, mock, prompt, roomy, small};
+use crate::testing::{Recorder, Recording, alone, blocks, deadline_in, holder, mock, prompt, roomy, small};
 
 const LONG: Duration = Duration::from_secs(3600);
 
@@ -58,7 +58,7 @@ fn endless(id: &str, n_tokens: usize, max_tokens: u32) -> Prompt {
     prompt
 }
 
-fn submit(handle: &WorkerHandle, prompt: Prompt) -> Result<(Ticket, Recorded), Refusal> {
+fn submit(handle: &WorkerHandle, prompt: Prompt) -> Result<(Ticket, Recording), Refusal> {
     let (sink, recorded) = Recorder::stream();
     let source = Source::Fresh;
     let ticket =

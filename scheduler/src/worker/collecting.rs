@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use engine::{RowError, Sampled};
+use engine::{RowError, SampledToken};
 use tokio::time::Instant;
 use tracing::{error, trace, warn};
 use types::CallerAction;
@@ -66,7 +66,7 @@ impl Worker {
         self.last_progress = now;
     }
 
-    fn take_in(&mut self, row: StepRow, outcome: Result<Option<Sampled>, RowError>, now: Instant) {
+    fn take_in(&mut self, row: StepRow, outcome: Result<Option<SampledToken>, RowError>, now: Instant) {
         let Some(sequence) = self.sequences.get_mut(&row.id) else {
             // The sequence ended while the step was running, by its last token or by a cancellation, so its
             // row is dropped.

@@ -3,7 +3,7 @@
 //! One call to the pool requests blocks and gets them. This file decides only the order of the calls, the
 //! blocks to leave free, and the sequence to preempt.
 
-use engine::{Launched, Row, StepBatch};
+use engine::{PendingStep, Row, StepBatch};
 use kv_cache::BlockLease;
 use tokio::time::Instant;
 use tracing::debug;
@@ -238,7 +238,7 @@ impl Worker {
         }
     }
 
-    fn launch_rows(&mut self, rows: &[StepRow]) -> Result<Launched, engine::BackendError> {
+    fn launch_rows(&mut self, rows: &[StepRow]) -> Result<PendingStep, engine::BackendError> {
         let sharing: Vec<(&Sequence, usize)> = rows
             .iter()
             .filter_map(|row| self.sequences.get(&row.id).map(|sequence| (sequence, row.n_tokens)))
@@ -255,7 +255,7 @@ impl Worker {
         self.backend.launch(StepBatch { rows: &batch })
     }
 
-    fn note_launched(&mut self, launched: Launched, rows: Vec<StepRow>, now: Instant) {
+    fn note_launched(&mut self, launched: PendingStep, rows: Vec<StepRow>, now: Instant) {
         for row in &rows {
             let Some(sequence) = self.sequences.get_mut(&row.id) else { continue };
             if let Some(queued) = sequence.launched(row.n_tokens, launched.fence(), &self.model.layout, now) {

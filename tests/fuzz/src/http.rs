@@ -17,7 +17,7 @@ use router::error::AcceptError;
 use router::http::{BodyLimits, HttpApi, api, health, stack};
 use router::metrics::RouterMetrics;
 use router::serve::{Complete, Generation, Serve, ServeError};
-use router::text::{RouterModel, RouterModels};
+use router::text::{RouterModels, ServedModel};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::Instant;
 use tower::ServiceExt as _;
@@ -51,7 +51,7 @@ pub fn http(bytes: &[u8]) {
 fn app(said: &[u8]) -> axum::Router {
     let world = World::seeded(1);
     let acceptor = Acceptor::new(world.clone(), Deadlines::default());
-    let models = RouterModels::new([RouterModel::mock(MODEL, CONTEXT)]);
+    let models = RouterModels::new([ServedModel::mock(MODEL, CONTEXT)]);
     let serve = Arc::new(FixedAnswer(said.to_vec()));
     let http_api = HttpApi { serve, models, acceptor: acceptor.clone(), world, body: BodyLimits::default() };
     stack(

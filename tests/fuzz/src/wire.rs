@@ -5,7 +5,7 @@ use std::fmt::Debug;
 use prost::Message;
 use proto::{ConvertError, v1};
 use types::{
-    BlockEvent, Destination, Fingerprint, KvLayout, Landing, ModelInfo, NodeInfo, NodeLoad, Prefilled,
+    BlockEvent, ComputedPrompt, Destination, Fingerprint, KvLayout, Landing, ModelInfo, NodeInfo, NodeLoad,
     Refusal, Sampling, Step, StopRules,
 };
 
@@ -30,7 +30,7 @@ pub fn proto(bytes: &[u8]) {
         1 => drop(again::<v1::NodeInfo, NodeInfo>(bytes, |node| node.into())),
         2 => drop(again::<v1::NodeLoad, NodeLoad>(bytes, |load| (*load).into())),
         3 => drop(again::<v1::Step, Step>(bytes, |step| step.into())),
-        4 => drop(again::<v1::Prefilled, Prefilled>(bytes, |prefilled| prefilled.into())),
+        4 => drop(again::<v1::Prefilled, ComputedPrompt>(bytes, |prefilled| prefilled.into())),
         5 => drop(again::<v1::ModelInfo, ModelInfo>(bytes, |model| model.into())),
         6 => drop(again::<v1::KvLayout, KvLayout>(bytes, |layout| layout.into())),
         7 => drop(again::<v1::Sampling, Sampling>(bytes, |sampling| sampling.into())),

@@ -92,7 +92,7 @@ pub fn prompt(name: &str, ask: &Ask) -> Prompt {
         id: RequestId::new(name),
         tenant: TenantId::new(ask.tenant),
         cache_salt: types::CacheSalt::default(),
-        model: types::PromptModel::named(ask.model),
+        model: types::RequestedModel::named(ask.model),
         tokens: ask.tokens.iter().copied().map(TokenId).collect(),
         n_generated: 0,
         sampling: Sampling {

@@ -162,8 +162,8 @@ impl Run {
         self.wake_all();
         self.log.say("mended");
         if self.plan.faults.iter().any(|fault| matches!(fault.what, Break::Sleep(_))) {
-            // Requests to wake are repeated after a wait, in which delayed requests to sleep arrive: only
-            // later requests count.
+            // Waits until delayed requests to sleep have arrived, and then repeats the requests to wake: a node
+            // obeys the last request that it received.
             self.look_until(Instant::now() + WAKE_AGAIN_AFTER).await;
             self.wake_all();
         }

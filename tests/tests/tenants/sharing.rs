@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use baton_tests::fleet::{Fleet, Settings};
 use baton_tests::{Ask, Client, Up, in_time};
 use chassis::World;
-use chassis::identity::{ClusterSecret, Expected, Identity};
+use chassis::identity::{ClusterSecret, ExpectedPeer, Identity};
 use chassis::rpc::{RpcChannel, RpcLimits, channel};
 use proto::v1;
 use proto::v1::pool_client::PoolClient;
@@ -248,7 +248,7 @@ impl Secret {
     /// The pool node's port for calls, as a process of this world reaches it.
     fn pool(&self, world: &World) -> PoolClient<RpcChannel> {
         let node = self.fleet.nodes.iter().find(|node| node.role == "pool").expect("a pool node");
-        PoolClient::new(channel(world, &node.grpc.to_string(), Expected::Registry, RpcLimits::default()))
+        PoolClient::new(channel(world, &node.grpc.to_string(), ExpectedPeer::Registry, RpcLimits::default()))
     }
 
     fn put(&self, prompt: Option<v1::Prompt>) -> v1::PutRequest {

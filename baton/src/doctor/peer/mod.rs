@@ -9,7 +9,7 @@ mod trial;
 use std::time::Duration;
 
 use chassis::World;
-use chassis::identity::Expected;
+use chassis::identity::ExpectedPeer;
 use chassis::rpc::{RpcLimits, channel};
 
 use super::finding::Finding;
@@ -21,7 +21,7 @@ const WIRE_WITHIN: Duration = Duration::from_secs(20);
 
 /// Tests every connector to the decode node at `addr`.
 pub(super) async fn look(addr: &str, world: World) -> Vec<Finding> {
-    let peer = Peer::new(channel(&world, addr, Expected::DecodeNode, RpcLimits::default()), world);
+    let peer = Peer::new(channel(&world, addr, ExpectedPeer::DecodeNode, RpcLimits::default()), world);
     let mut findings = Vec::new();
     for scheme in kv_transfer::connectors().iter().map(|wire| wire.name).filter(|name| *name != "loopback") {
         match tokio::time::timeout(WIRE_WITHIN, trial::run(&peer, scheme)).await {

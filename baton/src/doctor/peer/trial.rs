@@ -134,7 +134,7 @@ impl Peer {
             id: self.world.request_id(),
             tenant: TenantId::new(format!("doctor-{:016x}", self.world.draw())),
             cache_salt: types::CacheSalt::default(),
-            model: types::PromptModel::default(),
+            model: types::RequestedModel::default(),
             tokens: vec![TokenId(1); n_tokens as usize].into(),
             n_generated: 0,
             sampling: Sampling::default(),

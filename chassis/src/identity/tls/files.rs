@@ -16,7 +16,7 @@ use rustls::{CertificateError, ClientConfig, RootCertStore, ServerConfig};
 
 use super::refused::TlsRefused;
 use super::verify::{AcceptorCheck, DialerCheck, check_chain};
-use crate::identity::certificate::{CertName, Expected};
+use crate::identity::certificate::{CertName, ExpectedPeer};
 
 /// The protocol in the handshake of a gRPC connection.
 const CALLS: &[u8] = b"h2";
@@ -127,7 +127,7 @@ impl Certificates {
         Ok(Self {
             hash: hash(pem),
             calls: acceptor.config(CALLS, None)?,
-            links: acceptor.config(LINKS, Some(Expected::KvSender))?,
+            links: acceptor.config(LINKS, Some(ExpectedPeer::KvSender))?,
             name,
             chain,
             roots,
@@ -163,8 +163,8 @@ impl Certificates {
     }
 
     /// The configuration of one dialled connection.
-    pub(super) fn dialer(&self, expected: Expected) -> Result<ClientConfig, rustls::Error> {
-        let protocol = if expected == Expected::KvReceiver { LINKS } else { CALLS };
+    pub(super) fn dialer(&self, expected: ExpectedPeer) -> Result<ClientConfig, rustls::Error> {
+        let protocol = if expected == ExpectedPeer::KvReceiver { LINKS } else { CALLS };
         let check = AcceptorCheck {
             roots: Arc::clone(&self.roots),
             provider: Arc::clone(&self.provider),
@@ -192,7 +192,11 @@ struct Acceptor<'a> {
 
 impl Acceptor<'_> {
     /// KV links need a certificate. A gRPC connection without one may use the services for clients.
-    fn config(&self, protocol: &[u8], expected: Option<Expected>) -> Result<Arc<ServerConfig>, TlsFileError> {
+    fn config(
+        &self,
+        protocol: &[u8],
+        expected: Option<ExpectedPeer>,
+    ) -> Result<Arc<ServerConfig>, TlsFileError> {
         let unusable = |problem: String| TlsFileError::Content { setting: "tls.ca", problem };
         let (roots, provider) = (Arc::clone(self.roots), Arc::clone(self.provider));
         let chain = WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider));

@@ -11,7 +11,7 @@ use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{DigitallySignedStruct, DistinguishedName, Error, RootCertStore, SignatureScheme};
 
 use super::refused::TlsRefused;
-use crate::identity::certificate::{CertName, Expected};
+use crate::identity::certificate::{CertName, ExpectedPeer};
 
 /// Checks the CA and the validity of a certificate, as a dialer does.
 pub(super) fn check_chain(
@@ -30,7 +30,7 @@ pub(super) fn check_chain(
 pub(super) fn check_name(
     certificate: &CertificateDer<'_>,
     own: &str,
-    expected: Option<&Expected>,
+    expected: Option<&ExpectedPeer>,
 ) -> Result<CertName, TlsRefused> {
     let name = CertName::of(certificate).ok_or(TlsRefused::Unnamed)?;
     if name.cluster != own {
@@ -50,7 +50,7 @@ pub(super) struct AcceptorCheck {
     pub(super) roots: Arc<RootCertStore>,
     pub(super) provider: Arc<CryptoProvider>,
     pub(super) cluster: String,
-    pub(super) expected: Expected,
+    pub(super) expected: ExpectedPeer,
 }
 
 impl ServerCertVerifier for AcceptorCheck {
@@ -96,7 +96,7 @@ pub(super) struct DialerCheck {
     pub(super) chain: Arc<dyn ClientCertVerifier>,
     pub(super) cluster: String,
     /// `None`: every role, because each call has its own callers.
-    pub(super) expected: Option<Expected>,
+    pub(super) expected: Option<ExpectedPeer>,
 }
 
 impl ClientCertVerifier for DialerCheck {

@@ -13,7 +13,7 @@ use super::rank::{Helper, Outcomes, Rank, Step};
 use crate::error::RowError;
 use crate::model::ranks::RankFence;
 use crate::model::{ModelConfig, Scratch, Tensor};
-use crate::step::{Sampled, SlotId, StepOutput};
+use crate::step::{SampledToken, SlotId, StepOutput};
 
 /// The state of the compute thread, with the helper threads of the other ranks.
 #[derive(Debug)]
@@ -72,7 +72,7 @@ impl Compute {
         &self,
         step: &Arc<Step>,
         scratch: &Scratch,
-    ) -> Option<Vec<Result<Option<Sampled>, RowError>>> {
+    ) -> Option<Vec<Result<Option<SampledToken>, RowError>>> {
         self.helpers.iter().try_for_each(|helper| helper.begin(step))?;
         let (logits, mut outcomes) = self.rank.forward(step, scratch);
         for helper in &self.helpers {
@@ -101,7 +101,11 @@ struct Outputs<'a> {
 }
 
 impl Outputs<'_> {
-    fn draw(&mut self, row: &JobRow, outcome: Result<(), RowError>) -> Result<Option<Sampled>, RowError> {
+    fn draw(
+        &mut self,
+        row: &JobRow,
+        outcome: Result<(), RowError>,
+    ) -> Result<Option<SampledToken>, RowError> {
         let Some(spec) = &row.spec else { return outcome.map(|()| None) };
         let nth = self.n_drawn;
         self.n_drawn += 1;

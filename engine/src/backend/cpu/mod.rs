@@ -33,7 +33,7 @@ use crate::kv_room::{KvRoom, n_blocks, not_taken};
 use crate::load::weights::LoadedFormats;
 use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, Weights, fingerprint, tensors};
 use crate::model::{Decoder, ModelConfig};
-use crate::step::{Launched, StepBatch, StepOutput};
+use crate::step::{PendingStep, StepBatch, StepOutput};
 use compute::Compute;
 use job::{JobRow, StepJob};
 use rank::Rank;
@@ -45,7 +45,7 @@ pub struct CpuBackend {
     memory: KvMemory,
     /// The number of clones of the memory that the backend itself holds.
     n_holders: usize,
-    opened: Opened,
+    opened: OpenParams,
     /// The queue to the compute thread; `None` after the thread was told to end.
     jobs: Option<SyncSender<StepJob>>,
     results: Receiver<StepOutput>,
@@ -57,7 +57,7 @@ pub struct CpuBackend {
 
 /// The parameters of `open`, kept so that waking opens the same model.
 #[derive(Clone, Debug)]
-struct Opened {
+struct OpenParams {
     folder: PathBuf,
     kv_bytes: usize,
     settings: CpuSettings,
@@ -79,13 +79,13 @@ impl CpuBackend {
         let processor = processors.first().expect("there is a rank");
         let folder = ModelFolder::open(folder)?;
         folder.config.log_unread_keys();
-        let loaded = Loaded::load(&folder, settings, processor)?;
+        let loaded = LoadedWeights::load(&folder, settings, processor)?;
         let layout = layout(&folder.config, settings)?;
         let kv_bytes = kv.on_host(&layout, folder.config.context_tokens);
         let memory = memory(&layout, kv_bytes)?;
         // The number of bytes is kept, so that waking allocates the same amount, whatever the free memory is
         // then.
-        let opened = Opened { folder: folder.path().to_owned(), kv_bytes, settings: settings.clone() };
+        let opened = OpenParams { folder: folder.path().to_owned(), kv_bytes, settings: settings.clone() };
         let model = ModelInfo {
             name: folder.name(),
             context_tokens: KvMemory::longest(&layout, memory.n_blocks(), folder.config.context_tokens)
@@ -110,7 +110,7 @@ impl CpuBackend {
         memory: KvMemory,
         compute: Compute,
         weight_bytes: usize,
-        opened: Opened,
+        opened: OpenParams,
     ) -> Result<Self, OpenError> {
         let (jobs, jobs_in) = sync_channel(STEPS_IN_FLIGHT_MAX);
         let (results_out, results) = sync_channel(STEPS_IN_FLIGHT_MAX);
@@ -140,7 +140,7 @@ impl Backend for CpuBackend {
         &self.memory
     }
 
-    fn launch(&mut self, batch: StepBatch<'_>) -> Result<Launched, BackendError> {
+    fn launch(&mut self, batch: StepBatch<'_>) -> Result<PendingStep, BackendError> {
         if self.in_flight.len() == STEPS_IN_FLIGHT_MAX {
             return Err(BackendError::Order(format!("{STEPS_IN_FLIGHT_MAX} steps are in flight already")));
         }
@@ -154,10 +154,10 @@ impl Backend for CpuBackend {
         let number = self.n_launched;
         self.n_launched += 1;
         self.in_flight.push_back(number);
-        Ok(Launched::new(number, fence, None))
+        Ok(PendingStep::new(number, fence, None))
     }
 
-    fn collect(&mut self, step: Launched) -> Result<StepOutput, BackendError> {
+    fn collect(&mut self, step: PendingStep) -> Result<StepOutput, BackendError> {
         match self.in_flight.front() {
             None => return Err(BackendError::Order(format!("step {} is not in flight", step.step()))),
             Some(oldest) if *oldest != step.step() => {
@@ -176,7 +176,7 @@ impl Backend for CpuBackend {
         {
             return Err(SleepFailed { backend: self, why });
         }
-        let Opened { folder, kv_bytes, settings } = self.opened.clone();
+        let OpenParams { folder, kv_bytes, settings } = self.opened.clone();
         Ok(Box::new(ClosedBackend::close(*self, move || Self::open(&folder, kv_bytes, &settings))))
     }
 
@@ -206,14 +206,14 @@ fn processors(settings: &CpuSettings) -> io::Result<Vec<Processor>> {
 // === loading ===
 
 /// Weights in memory, and their description.
-struct Loaded {
+struct LoadedWeights {
     model: Arc<Decoder>,
     weights: String,
     weight_format: &'static str,
     weight_bytes: usize,
 }
 
-impl Loaded {
+impl LoadedWeights {
     fn load(folder: &ModelFolder, settings: &CpuSettings, processor: &Processor) -> Result<Self, LoadError> {
         let config = &folder.config;
         let seen = LoadedFormats::default();

@@ -13,7 +13,7 @@ use types::in_full;
 
 use super::description::LOAD_WITHIN;
 use super::rank::{Order, PREPARE_WITHIN};
-use super::{CudaBackend, Loaded};
+use super::{CudaBackend, LoadReport};
 use crate::backend::Backend;
 use crate::backend::asleep::{self, Asleep, SleepFailed, WakeFailed};
 use crate::error::{BackendError, OpenError};
@@ -96,7 +96,7 @@ impl CudaBackend {
             }
             return Err(refused);
         }
-        self.loaded = Loaded { seconds: started.elapsed().as_secs_f64(), ..self.loaded };
+        self.loaded = LoadReport { seconds: started.elapsed().as_secs_f64(), ..self.loaded };
         info!(
             mib = self.loaded.bytes >> 20,
             seconds = self.loaded.seconds,

@@ -5,7 +5,7 @@ use device::cuda::CudaError;
 use kernels::cuda::{Factors, FeedTokens, OutputRows, WeightMatrix};
 
 use super::decoder::{Decoder, Pass};
-use super::layer::Normed;
+use super::layer::NormState;
 use super::weights::Sizes;
 use super::workspace::Workspace;
 
@@ -18,7 +18,7 @@ impl Decoder {
         mut written: impl FnMut(usize) -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
         self.embed(pass)?;
-        let mut normed = Normed::Whole;
+        let mut normed = NormState::Whole;
         for (nth, layer) in self.weights.layers.iter().enumerate() {
             let place = self.places[nth];
             self.project(pass, layer, place, normed)?;

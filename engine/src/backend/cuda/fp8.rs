@@ -78,7 +78,7 @@ impl LayerFormats {
 
 /// Part of an FP8 matrix, in the GPU's order.
 #[derive(Debug)]
-pub(super) struct Packed<'a> {
+pub(super) struct PackedPart<'a> {
     matrix: &'a Matrix,
     /// The matrix's row for each row on the GPU; `None` means zeroes.
     rows: Vec<Option<usize>>,
@@ -87,7 +87,7 @@ pub(super) struct Packed<'a> {
     has_nan: AtomicBool,
 }
 
-impl<'a> Packed<'a> {
+impl<'a> PackedPart<'a> {
     /// Describes a part of `matrix`. `columns` are the columns of a row before they are reordered for the
     /// GPU.
     pub(super) fn new(matrix: &'a Matrix, rows: Vec<Option<usize>>, columns: &[Option<usize>]) -> Self {
@@ -199,7 +199,7 @@ mod tests {
         // zero columns in between.
         let columns: Vec<Option<usize>> =
             (5..40).map(Some).chain([None, None]).chain((40..83).map(Some)).collect();
-        let packed = Packed::new(&matrix, vec![Some(1), None, Some(0)], &columns);
+        let packed = PackedPart::new(&matrix, vec![Some(1), None, Some(0)], &columns);
         assert_eq!(packed.scales(), [1.5, 0.0, 0.5]);
         let mut pairs = vec![Bf16(9); 3 * 64];
         // The two parts meet in the middle of a row.
@@ -224,7 +224,7 @@ mod tests {
             let matrix = Matrix::scaled(bytes, 64, vec![1.0; 2].into()).expect("a byte for each number");
             let columns: Vec<Option<usize>> = (0..64).map(Some).collect();
             for (row, has_nan) in [(0, false), (1, true)] {
-                let packed = Packed::new(&matrix, vec![Some(row)], &columns);
+                let packed = PackedPart::new(&matrix, vec![Some(row)], &columns);
                 packed.fill(0, &mut [Bf16(0); 32]);
                 assert_eq!(packed.has_nan(), has_nan);
             }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use device::cuda::{CudaError, Event, Pinned, View};
+use device::cuda::{CudaError, Event, PinnedNumbers, View};
 use kernels::cpu::Processor;
 use kernels::cuda::{ComputeCard, LostFlag, Outcome};
 use kv_cache::FenceSignal;
@@ -13,7 +13,7 @@ use super::draws::{self, SampledBy};
 use super::workspace::PATIENCE;
 use crate::error::RowError;
 use crate::sampler::OwnedSampleSpec;
-use crate::step::{Row, RowInput, Sampled, SlotId, StepOutput};
+use crate::step::{Row, RowInput, SampledToken, SlotId, StepOutput};
 
 /// A step that was launched and is not collected yet.
 #[derive(Debug)]
@@ -28,9 +28,9 @@ pub(super) struct LaunchedStep {
 /// Pinned buffers for the results of a step, and the events of their copies.
 #[derive(Debug)]
 pub(super) struct Readback {
-    pub(super) drawn: Pinned<u32>,
+    pub(super) drawn: PinnedNumbers<u32>,
     /// The outcomes of draws; `None` if no log-probabilities are requested.
-    pub(super) outcomes: Option<Pinned<u32>>,
+    pub(super) outcomes: Option<PinnedNumbers<u32>>,
     /// The event at which both buffers are copied.
     pub(super) end: Event,
     /// The events at which the other ranks have finished.
@@ -144,7 +144,7 @@ impl LaunchedStep {
         others.iter().try_for_each(Event::wait)?;
         source.check()?;
         let drawn = drawn.numbers()?;
-        let outcomes = outcomes.as_mut().map(Pinned::numbers).transpose()?;
+        let outcomes = outcomes.as_mut().map(PinnedNumbers::numbers).transpose()?;
         let mut rows = Vec::with_capacity(self.rows.len());
         for row in &mut self.rows {
             let outcome = match (&row.place, &mut row.by_host) {
@@ -155,7 +155,7 @@ impl LaunchedStep {
                     let logprobs = words.map(|(nth, words)| {
                         draws::logprobs(&Outcome::of_words(&words[nth * Outcome::WORDS..]))
                     });
-                    Some(Sampled { token, logprobs })
+                    Some(SampledToken { token, logprobs })
                 }),
                 (Ok(Some(place)), Some(draw)) => {
                     let first = *place as usize * sampler.vocab;
@@ -211,7 +211,7 @@ impl HostDraw {
         sampler: &HostSampler,
         logits: &mut [f32],
         previous: &HashMap<SlotId, TokenId>,
-    ) -> Result<Sampled, RowError> {
+    ) -> Result<SampledToken, RowError> {
         if self.follows_previous {
             let token = previous.get(&slot).ok_or(RowError::NoTokenInFlight)?;
             self.spec.remember(*token);

@@ -7,8 +7,8 @@
 
 use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
 use kernels::cuda::{
-    AddedRows, ComputeCard, Ending, FusedForm, FusedProduct, HeadsRows, Next, NormedRows, OutputRows, Peers,
-    PendingNorm, ProductShape, Products, RopeWriteKv, SumRows, WeightMatrix,
+    AddedRows, ComputeCard, Ending, FusedKernel, FusedProduct, HeadsRows, Next, NormedRows, OutputRows,
+    Peers, PendingNorm, ProductShape, Products, RopeWriteKv, SumRows, WeightMatrix,
 };
 
 use super::decoder::{Decoder, LayerPlace, Pass};
@@ -17,7 +17,7 @@ use super::workspace::Workspace;
 
 /// What the rows in the workspace's `normed` are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Normed {
+pub(super) enum NormState {
     /// The rows are normed.
     Whole,
     /// The rows are multiplied by the norm's weights, and not yet divided by the norm. Each row has `n_parts`
@@ -46,7 +46,7 @@ impl Decoder {
         pass: &mut Pass<'_>,
         layer: &LayerWeights,
         place: LayerPlace,
-        normed: Normed,
+        normed: NormState,
     ) -> Result<(), CudaError> {
         let (n, hidden, group) = (pass.dims.n_tokens, self.sizes.hidden, usize::from(place.group.0));
         let form = heads_form(pass, layer);
@@ -79,7 +79,7 @@ impl Decoder {
         &self,
         pass: &mut Pass<'_>,
         layer: &LayerWeights,
-        normed: Normed,
+        normed: NormState,
     ) -> Result<(), CudaError> {
         let (n, hidden, width) = (pass.dims.n_tokens, self.sizes.hidden, self.sizes.intermediate);
         let form = form_unbiased(pass, &layer.gate_up);
@@ -106,7 +106,7 @@ impl Decoder {
         &self,
         pass: &mut Pass<'_>,
         layer: &LayerWeights,
-    ) -> Result<Normed, CudaError> {
+    ) -> Result<NormState, CudaError> {
         let can_end = form_unbiased(pass, &layer.gate_up).is_some();
         self.add_output(pass, LayerOutput::Attended, &layer.o, NextNorm { norm: &layer.mlp_norm, can_end })
     }
@@ -118,7 +118,7 @@ impl Decoder {
         pass: &mut Pass<'_>,
         layer: &LayerWeights,
         next: Option<&LayerWeights>,
-    ) -> Result<Normed, CudaError> {
+    ) -> Result<NormState, CudaError> {
         let after = match next {
             Some(next) => NextNorm { norm: &next.attention_norm, can_end: heads_form(pass, next).is_some() },
             None => NextNorm { norm: &self.weights.norm, can_end: false },
@@ -132,7 +132,7 @@ impl Decoder {
         output: LayerOutput,
         matrix: &Linear,
         after: NextNorm<'_>,
-    ) -> Result<Normed, CudaError> {
+    ) -> Result<NormState, CudaError> {
         let (n, hidden, k) = (pass.dims.n_tokens, self.sizes.hidden, matrix.columns);
         let are_thrown = pass.peers.as_deref().is_none_or(|peers| self.throws(peers, n));
         let form = form_unbiased(pass, matrix).filter(|_| are_thrown && after.can_end);
@@ -154,7 +154,7 @@ impl Decoder {
                 Some(peers) => Ending::Joined(added, peers),
             };
             pass.card.multiply_own(form, FusedProduct::plain(w, x, k), ending)?;
-            return Ok(Normed::Pending { n_parts });
+            return Ok(NormState::Pending { n_parts });
         }
         let mut given = given.view_mut().slice(0..n * hidden);
         if pass.peers.is_none() && matrix.bias.is_none() {
@@ -165,11 +165,11 @@ impl Decoder {
                 epsilon: self.epsilon,
             });
             pass.products.multiply_then(pass.card, next, given, matrix.factors(x))?;
-            return Ok(Normed::Whole);
+            return Ok(NormState::Whole);
         }
         linear(pass.card, pass.products, &mut given, matrix, x)?;
         self.add_given(pass, after.norm)?;
-        Ok(Normed::Whole)
+        Ok(NormState::Whole)
     }
 
     /// Adds the output of a layer's part to the residual and norms the sum. Each rank has a partial sum of
@@ -203,18 +203,18 @@ impl Decoder {
         &self,
         squares: &'a Buffer<f32>,
         n: usize,
-        normed: Normed,
+        normed: NormState,
     ) -> Option<PendingNorm<'a>> {
         match normed {
-            Normed::Whole => None,
-            Normed::Pending { n_parts } => {
+            NormState::Whole => None,
+            NormState::Pending { n_parts } => {
                 Some(PendingNorm { squares: squares.slice(0..n * n_parts), epsilon: self.epsilon })
             }
         }
     }
 }
 
-impl Normed {
+impl NormState {
     /// Rejects rows with a pending norm. It never fails, because the caller knows which kernel computes the
     /// product.
     fn ensure_whole(self) -> Result<(), CudaError> {
@@ -242,7 +242,7 @@ fn linear(
 }
 
 /// Returns the form in which our kernel computes this product; `None` if another method does in this pass.
-pub(super) fn form(pass: &Pass<'_>, linear: &Linear) -> Option<FusedForm> {
+pub(super) fn form(pass: &Pass<'_>, linear: &Linear) -> Option<FusedKernel> {
     let (w, k) = (linear.weight.view(), linear.columns);
     let is_fp8 = matches!(w, WeightMatrix::Fp8(_));
     let shape = ProductShape { n: w.n_rows(k), k, n_rows: pass.dims.n_tokens, is_wide: false, is_fp8 };
@@ -250,17 +250,17 @@ pub(super) fn form(pass: &Pass<'_>, linear: &Linear) -> Option<FusedForm> {
 }
 
 /// Like [`form`], but `None` for a matrix with a bias, which our kernels do not add.
-fn form_unbiased(pass: &Pass<'_>, linear: &Linear) -> Option<FusedForm> {
+fn form_unbiased(pass: &Pass<'_>, linear: &Linear) -> Option<FusedKernel> {
     form(pass, linear).filter(|_| linear.bias.is_none())
 }
 
 /// Like [`form`] for a layer's heads, but `None` if the kernel cannot apply head norms.
-pub(super) fn heads_form(pass: &Pass<'_>, layer: &LayerWeights) -> Option<FusedForm> {
+pub(super) fn heads_form(pass: &Pass<'_>, layer: &LayerWeights) -> Option<FusedKernel> {
     form(pass, &layer.qkv).filter(|form| layer.head_norms.is_none() || form.norms_heads())
 }
 
 /// Returns whether both concurrent products load into registers. Such loads need the L1 cache of a
 /// multiprocessor, and kernels that use the copy engine leave almost no memory for it.
 pub(super) fn reads_by_registers(pass: &Pass<'_>, layer: &LayerWeights) -> bool {
-    [&layer.qkv, &layer.o].iter().all(|linear| matches!(form(pass, linear), Some(FusedForm::Skinny(_))))
+    [&layer.qkv, &layer.o].iter().all(|linear| matches!(form(pass, linear), Some(FusedKernel::Skinny(_))))
 }

@@ -6,7 +6,7 @@ use device::cuda::{Arena, Bf16, Buffer, ViewMut};
 use kernels::cpu::{Format, Matrix};
 use kernels::cuda::{ComputeCard, DummyPart, Fp8Rows};
 
-use super::fp8::{LayerFormats, Packed, WeightFormat};
+use super::fp8::{LayerFormats, PackedPart, WeightFormat};
 use super::heads::Heads;
 use super::upload::Upload;
 use super::weights::{CudaWeights, Fp8RowsMut, LayerWeights, Linear, Rows, Sizes, Weight};
@@ -39,7 +39,7 @@ pub(super) struct Loader<'a> {
 
 /// Which dimension of a matrix consists of heads, which may be padded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Padded {
+enum PaddedDimension {
     Neither,
     Rows,
     Columns,
@@ -56,7 +56,7 @@ struct MatrixShape {
 #[derive(Clone, Debug)]
 struct MatrixPart {
     range: ShardRange,
-    padded: Padded,
+    padded: PaddedDimension,
 }
 
 /// The rank's part of a matrix, in the checkpoint's row or column numbers.
@@ -119,7 +119,7 @@ impl Loader<'_> {
             let (name, n_rows, rows) =
                 (format!("{attention}.{name}"), self.of_heads(n_heads), self.heads_here(n_heads));
             let to = weight.rows_mut(first..first + n_padded, hidden);
-            let part = MatrixPart { range: ShardRange::Rows(rows.clone()), padded: Padded::Rows };
+            let part = MatrixPart { range: ShardRange::Rows(rows.clone()), padded: PaddedDimension::Rows };
             let shape = MatrixShape { rows: n_rows, cols: hidden };
             self.put_matrix(to, &format!("{name}.weight"), shape, part)?;
             if let Some(bias) = &mut bias {
@@ -140,7 +140,12 @@ impl Loader<'_> {
         let range = ShardRange::Columns(self.heads_here(n_heads));
         let name = format!("{attention}.o_proj");
         let to = weight.rows_mut(0..hidden, q_width);
-        self.put_matrix(to, &format!("{name}.weight"), shape, MatrixPart { range, padded: Padded::Columns })?;
+        self.put_matrix(
+            to,
+            &format!("{name}.weight"),
+            shape,
+            MatrixPart { range, padded: PaddedDimension::Columns },
+        )?;
         let bias = if self.config.optional.o_bias { self.shared_bias(&name, hidden)? } else { None };
         Ok(Linear { weight, columns: q_width, bias })
     }
@@ -155,7 +160,7 @@ impl Loader<'_> {
             let name = format!("{mlp}.{name}");
             let here = nth * intermediate..(nth + 1) * intermediate;
             let to = weight.rows_mut(here.clone(), hidden);
-            let part = MatrixPart { range: ShardRange::Rows(rows.clone()), padded: Padded::Neither };
+            let part = MatrixPart { range: ShardRange::Rows(rows.clone()), padded: PaddedDimension::Neither };
             let shape = MatrixShape { rows: n_rows, cols: hidden };
             self.put_matrix(to, &format!("{name}.weight"), shape, part)?;
             if let Some(bias) = &mut bias {
@@ -172,7 +177,10 @@ impl Loader<'_> {
         let name = format!("{mlp}.down_proj");
         let mut weight = self.weight(hidden, intermediate, format)?;
         let n_columns = self.config.intermediate;
-        let part = MatrixPart { range: ShardRange::Columns(share.range(n_columns)), padded: Padded::Neither };
+        let part = MatrixPart {
+            range: ShardRange::Columns(share.range(n_columns)),
+            padded: PaddedDimension::Neither,
+        };
         let to = weight.rows_mut(0..hidden, intermediate);
         self.put_matrix(to, &format!("{name}.weight"), MatrixShape { rows: hidden, cols: n_columns }, part)?;
         let bias = if self.config.optional.mlp_bias { self.shared_bias(&name, hidden)? } else { None };
@@ -227,7 +235,7 @@ impl Loader<'_> {
         let Sizes { hidden, vocab, .. } = self.sizes;
         let mut to = self.arena.buffer(n_rows * hidden)?;
         let rows = Rows::Bf16(to.view_mut());
-        let part = MatrixPart { range: ShardRange::Rows(tokens), padded: Padded::Neither };
+        let part = MatrixPart { range: ShardRange::Rows(tokens), padded: PaddedDimension::Neither };
         self.put_matrix(rows, name, MatrixShape { rows: vocab, cols: hidden }, part)?;
         Ok(to)
     }
@@ -274,7 +282,7 @@ impl Loader<'_> {
         shape: MatrixShape,
         part: MatrixPart,
     ) -> Result<(), OpenError> {
-        let padded = if self.heads.are_padded() { part.padded } else { Padded::Neither };
+        let padded = if self.heads.are_padded() { part.padded } else { PaddedDimension::Neither };
         let to = match to {
             Rows::Bf16(to) => to,
             Rows::Fp8(to) => return self.put_fp8(to, name, shape, MatrixPart { padded, ..part }),
@@ -290,7 +298,7 @@ impl Loader<'_> {
             }
         };
         let matrix = source.matrix(name, rows, cols)?;
-        if padded == Padded::Neither && matrix.format() == Format::Bf16 {
+        if padded == PaddedDimension::Neither && matrix.format() == Format::Bf16 {
             match part.range {
                 ShardRange::Rows(rows) => {
                     self.upload.put_bytes(to, &matrix.bytes()[2 * rows.start * cols..2 * rows.end * cols])?;
@@ -329,12 +337,13 @@ impl Loader<'_> {
             ShardRange::Columns(columns) => (0..rows, columns),
         };
         for (nth, row) in here_rows.enumerate() {
-            from_rows[if padded == Padded::Rows { self.heads.place(nth) } else { nth }] = Some(row);
+            from_rows[if padded == PaddedDimension::Rows { self.heads.place(nth) } else { nth }] = Some(row);
         }
         for (nth, column) in here_columns.enumerate() {
-            from_columns[if padded == Padded::Columns { self.heads.place(nth) } else { nth }] = Some(column);
+            from_columns[if padded == PaddedDimension::Columns { self.heads.place(nth) } else { nth }] =
+                Some(column);
         }
-        let packed = Packed::new(&matrix, from_rows, &from_columns);
+        let packed = PackedPart::new(&matrix, from_rows, &from_columns);
         self.upload.put_with(numbers.halves(), |start, pairs| packed.fill(start, pairs))?;
         let of_rows: Vec<Bf16> = halves(&packed.scales()).collect();
         self.upload.put(scales.halves(), &of_rows)?;
@@ -345,7 +354,13 @@ impl Loader<'_> {
     }
 
     /// Copies a part of a bf16 matrix into padded heads: `n_numbers` numbers in all.
-    fn spread(&self, matrix: &Matrix, n_numbers: usize, padded: Padded, range: &ShardRange) -> Vec<Bf16> {
+    fn spread(
+        &self,
+        matrix: &Matrix,
+        n_numbers: usize,
+        padded: PaddedDimension,
+        range: &ShardRange,
+    ) -> Vec<Bf16> {
         let (rows, columns, width) = match range {
             ShardRange::Rows(rows) => (rows.clone(), 0..matrix.cols(), matrix.cols()),
             ShardRange::Columns(columns) => (0..matrix.rows(), columns.clone(), n_numbers / matrix.rows()),
@@ -354,9 +369,10 @@ impl Loader<'_> {
         let mut row = vec![0.0; matrix.cols()];
         for (nth, from) in rows.enumerate() {
             matrix.read_row(from, &mut row);
-            let first = width * if padded == Padded::Rows { self.heads.place(nth) } else { nth };
+            let first = width * if padded == PaddedDimension::Rows { self.heads.place(nth) } else { nth };
             for (column, number) in row[columns.clone()].iter().enumerate() {
-                let column = if padded == Padded::Columns { self.heads.place(column) } else { column };
+                let column =
+                    if padded == PaddedDimension::Columns { self.heads.place(column) } else { column };
                 numbers[first + column] = Bf16::from(*number);
             }
         }

@@ -47,7 +47,7 @@ use std::collections::{HashMap, VecDeque};
 use std::path::Path;
 use std::sync::Arc;
 
-use device::cuda::{CudaError, Pinned};
+use device::cuda::{CudaError, PinnedNumbers};
 use kernels::cuda::{ComputeCard, LostFlag, Outcome};
 use kv_cache::{FenceSignal, KvMemory};
 use serde::Serialize;
@@ -60,7 +60,7 @@ pub use settings::CudaSettings;
 
 use super::{Asleep, Backend, EngineSettings, STEPS_IN_FLIGHT_MAX, SleepFailed, StepLimits};
 use crate::error::{BackendError, OpenError, RowError};
-use crate::step::{Launched, Row, SlotId, StepBatch, StepOutput};
+use crate::step::{PendingStep, Row, SlotId, StepBatch, StepOutput};
 use asleep::CudaAsleep;
 use description::ModelDescription;
 use draws::{Draws, SampledBy};
@@ -89,14 +89,14 @@ pub struct CudaBackend {
     memory: KvMemory,
     /// The number of clones of the memory that the backend and its ranks hold.
     n_holders: usize,
-    loaded: Loaded,
+    loaded: LoadReport,
     /// The settings and sizes that the backend was opened with.
     described: Arc<ModelDescription>,
 }
 
 /// The size of the weights on one GPU, and the loading time.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct Loaded {
+pub struct LoadReport {
     pub bytes: usize,
     pub seconds: f64,
 }
@@ -104,8 +104,8 @@ pub struct Loaded {
 /// Pinned buffers for results, which steps use in turn.
 #[derive(Debug)]
 struct SpareReadbacks {
-    drawn: Vec<Pinned<u32>>,
-    outcomes: Vec<Pinned<u32>>,
+    drawn: Vec<PinnedNumbers<u32>>,
+    outcomes: Vec<PinnedNumbers<u32>>,
 }
 
 /// Returns the GPU's constructor in the table of backends. `name` is a model's folder.
@@ -121,7 +121,7 @@ impl CudaBackend {
     }
 
     /// Returns the size and the loading time of the weights.
-    pub fn loaded(&self) -> Loaded {
+    pub fn loaded(&self) -> LoadReport {
         self.loaded
     }
 
@@ -228,7 +228,7 @@ impl CudaBackend {
         &mut self,
         draws: &Draws,
         sampled_by: &[SampledBy],
-    ) -> Result<Option<Pinned<u32>>, CudaError> {
+    ) -> Result<Option<PinnedNumbers<u32>>, CudaError> {
         if !sampled_by.iter().any(|sampled_by| matches!(sampled_by, SampledBy::Card { is_told: true, .. })) {
             return Ok(None);
         }
@@ -287,7 +287,7 @@ impl Backend for CudaBackend {
         &self.memory
     }
 
-    fn launch(&mut self, batch: StepBatch<'_>) -> Result<Launched, BackendError> {
+    fn launch(&mut self, batch: StepBatch<'_>) -> Result<PendingStep, BackendError> {
         if self.flights.len() == STEPS_IN_FLIGHT_MAX {
             return Err(BackendError::Order(format!("{STEPS_IN_FLIGHT_MAX} steps are in flight already")));
         }
@@ -305,10 +305,10 @@ impl Backend for CudaBackend {
         let number = launched_step.number;
         self.flights.push_back(launched_step);
         self.n_launched += 1;
-        Ok(Launched::new(number, fence, None))
+        Ok(PendingStep::new(number, fence, None))
     }
 
-    fn collect(&mut self, step: Launched) -> Result<StepOutput, BackendError> {
+    fn collect(&mut self, step: PendingStep) -> Result<StepOutput, BackendError> {
         match self.flights.front() {
             None => {
                 return Err(BackendError::Order(format!("step {} is not in flight", step.step())));

@@ -12,15 +12,15 @@ use tracing::info;
 
 use super::description::{LOAD_WITHIN, ModelDescription, host};
 use super::launched_step::HostSampler;
-use super::lockstep::{Helpers, Opened};
+use super::lockstep::{Helpers, RankOpening};
 use super::rank::{Order, PREPARE_WITHIN, Rank};
-use super::recorded::Recorded;
+use super::recorded::RecordedGraphs;
 use super::share::Share;
 use super::tools::Tools;
 use super::watch::Watch;
 use super::weights::Sizes;
 use super::workspace::Workspace;
-use super::{CudaBackend, CudaSettings, Loaded, SpareReadbacks, tuning};
+use super::{CudaBackend, CudaSettings, LoadReport, SpareReadbacks, tuning};
 use crate::error::{LoadError, OpenError};
 use crate::kv_room::{AutoRoom, KvRoom};
 use crate::model::ModelConfig;
@@ -62,7 +62,7 @@ impl CudaBackend {
         let memory = allocated.first().map(|first| first.memory.clone()).expect("there is a first rank");
         let started = Instant::now();
         let (mut rank, mut helpers) = described.load_all(allocated)?;
-        let loaded = Loaded { bytes: weight_bytes, seconds: started.elapsed().as_secs_f64() };
+        let loaded = LoadReport { bytes: weight_bytes, seconds: started.elapsed().as_secs_f64() };
         info!(mib = loaded.bytes >> 20, seconds = loaded.seconds, "weights loaded onto the GPU");
         let lost = rank.tools.peers.as_ref().map(Peers::lost_flag);
         described.prepare(&mut rank, &mut helpers)?;
@@ -192,7 +192,7 @@ impl ModelDescription {
         let mut allocated = allocated.into_iter();
         let first = allocated.next().expect("there is a first rank");
         let mut helpers = Helpers::none();
-        let opened: Vec<Opened<OpenError>> = allocated
+        let opened: Vec<RankOpening<OpenError>> = allocated
             .map(|allocated| {
                 let described = Arc::clone(self);
                 helpers.start(move || described.load(allocated)).map_err(LoadError::Threads)
@@ -209,7 +209,7 @@ impl ModelDescription {
     fn load(&self, allocated: AllocatedRank) -> Result<Rank, OpenError> {
         let AllocatedRank { sizes, products, peers, space, memory, card } = allocated;
         let decoder = self.decoder(&card, sizes)?;
-        let recorded = Recorded::new(self.graph_sizes(), self.layout.groups.len(), space.words.len());
+        let recorded = RecordedGraphs::new(self.graph_sizes(), self.layout.groups.len(), space.words.len());
         Ok(Rank::new(Tools { products, peers, space, decoder, memory, card }, recorded)?)
     }
 

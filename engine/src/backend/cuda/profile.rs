@@ -1,11 +1,11 @@
 //! Measures each kind of work of a decode step separately. Not used while serving.
 
 use device::cuda::CudaError;
-use kernels::cuda::FusedForm;
+use kernels::cuda::FusedKernel;
 use serde::Serialize;
 
 use super::decoder::{Decoder, Pass};
-use super::layer::{Normed, form, heads_form};
+use super::layer::{NormState, form, heads_form};
 use super::plan::Dims;
 use super::timing::time_recorded;
 use super::tools::Tools;
@@ -77,12 +77,12 @@ impl Decoder {
     }
 
     /// Returns the state of the normed rows before `product`, if the product `before` wrote them.
-    fn normed_for(&self, pass: &Pass<'_>, before: &Linear, product: Option<FusedForm>) -> Normed {
+    fn normed_for(&self, pass: &Pass<'_>, before: &Linear, product: Option<FusedKernel>) -> NormState {
         match (form(pass, before), product) {
             (Some(form), Some(_)) if pass.peers.is_none() => {
-                Normed::Pending { n_parts: form.parts(self.sizes.hidden) }
+                NormState::Pending { n_parts: form.parts(self.sizes.hidden) }
             }
-            _ => Normed::Whole,
+            _ => NormState::Whole,
         }
     }
 }

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use device::cuda::{Buffer, CudaError, Event, Pinned};
+use device::cuda::{Buffer, CudaError, Event, PinnedNumbers};
 use kernels::cuda::matmul::Choices;
 use kernels::cuda::{ComputeCard, PrefillSequence, SampleTokens};
 
@@ -17,7 +17,7 @@ use super::draws::Draws;
 use super::graph_sizes::{GraphSize, GraphSizes};
 use super::lockstep::Performer;
 use super::plan::Dims;
-use super::recorded::Recorded;
+use super::recorded::RecordedGraphs;
 use super::tools::Tools;
 use super::{profile, timing};
 use crate::error::OpenError;
@@ -31,7 +31,7 @@ pub(super) const LAUNCH_WITHIN: Duration = Duration::from_secs(30);
 // Fields are dropped in this order: values that use the memory before the memory.
 #[derive(Debug)]
 pub(super) struct Rank {
-    pub(super) recorded: Recorded,
+    pub(super) recorded: RecordedGraphs,
     staging: Staging,
     pub(super) tools: Tools,
 }
@@ -39,9 +39,9 @@ pub(super) struct Rank {
 /// Pinned buffers for uploads, which steps use in turn.
 #[derive(Debug)]
 struct Staging {
-    words: VecDeque<Pinned<u32>>,
-    draws: VecDeque<Pinned<u32>>,
-    edits: VecDeque<Pinned<u32>>,
+    words: VecDeque<PinnedNumbers<u32>>,
+    draws: VecDeque<PinnedNumbers<u32>>,
+    edits: VecDeque<PinnedNumbers<u32>>,
 }
 
 /// A step in the form that is sent to all ranks.
@@ -92,7 +92,7 @@ pub(super) struct OrderResult {
 // === impl Rank ===
 
 impl Rank {
-    pub(super) fn new(tools: Tools, recorded: Recorded) -> Result<Self, CudaError> {
+    pub(super) fn new(tools: Tools, recorded: RecordedGraphs) -> Result<Self, CudaError> {
         let Tools { card, space, .. } = &tools;
         let two = |len: usize| Ok::<_, CudaError>([card.pinned(len)?, card.pinned(len)?].into());
         let staging = Staging {
@@ -186,7 +186,7 @@ impl Performer for Rank {
 /// Writes words and copies them to the GPU, from the buffer whose last use is the oldest.
 fn send(
     card: &ComputeCard,
-    by: &mut VecDeque<Pinned<u32>>,
+    by: &mut VecDeque<PinnedNumbers<u32>>,
     n_words: usize,
     write: impl FnOnce(&mut [u32]),
     to: &mut Buffer<u32>,

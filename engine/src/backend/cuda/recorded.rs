@@ -15,7 +15,7 @@ const GRAPHS_MAX: usize = 2048;
 /// The recorded graphs, by size. Sizes up to a length are recorded at the start, longer ones at their first
 /// use.
 #[derive(Debug)]
-pub(super) struct Recorded {
+pub(super) struct RecordedGraphs {
     graph_sizes: Option<GraphSizes>,
     n_groups: usize,
     /// Limit of the words of a recorded step. A step with more words is not recorded.
@@ -26,7 +26,7 @@ pub(super) struct Recorded {
     n_at_start: usize,
 }
 
-impl Recorded {
+impl RecordedGraphs {
     /// Starts without graphs. If `graph_sizes` is `None`, nothing is ever recorded.
     pub(super) fn new(graph_sizes: Option<GraphSizes>, n_groups: usize, n_words_max: usize) -> Self {
         let (graphs, unrecorded) = (BTreeMap::new(), BTreeSet::new());

@@ -6,9 +6,9 @@
 use std::collections::BTreeMap;
 
 use device::cuda::{Bf16, CudaError, View};
-use kernels::cuda::matmul::{Choice, Choices, Measured, TUNED_ROWS};
+use kernels::cuda::matmul::{Choice, Choices, TUNED_ROWS, TuningResult};
 use kernels::cuda::{
-    ComputeCard, FusedForm, Next, NormedRows, OutputRows, ProductOutput, ProductShape, Products,
+    ComputeCard, FusedKernel, Next, NormedRows, OutputRows, ProductOutput, ProductShape, Products,
     WeightMatrix, source,
 };
 use tracing::{debug, info, warn};
@@ -209,7 +209,7 @@ fn measure(
         JoinedWork::Gate => gate_rooms(shape, space),
         JoinedWork::Norm => norm_rooms(shape, space, norm),
     };
-    let Measured { best, refused } = products.tune(card, shape, output, &kind.matrices, x)?;
+    let TuningResult { best, refused } = products.tune(card, shape, output, &kind.matrices, x)?;
     for (choice, ms) in &best {
         debug!(?shape, ?choice, ms, "GEMM kernel was timed alone");
     }
@@ -305,7 +305,7 @@ fn starts(
 ) -> Result<Vec<(f64, Choices)>, CudaError> {
     let mut starts = vec![(time_together(tools, helpers, dims)?, tools.products.choices().clone())];
     let is_own: fn(&Choice) -> bool = |choice| matches!(choice, Choice::Own(_));
-    let is_skinny: fn(&Choice) -> bool = |choice| matches!(choice, Choice::Own(FusedForm::Skinny(_)));
+    let is_skinny: fn(&Choice) -> bool = |choice| matches!(choice, Choice::Own(FusedKernel::Skinny(_)));
     for is_wanted in [is_own, is_skinny] {
         for shape in shapes.iter().filter(|shape| !shape.is_wide) {
             let ways = best.get(shape).map(Vec::as_slice).unwrap_or_default();
@@ -340,13 +340,7 @@ fn search(
             for choice in ways.iter().filter(|choice| Some(**choice) != before) {
                 tools.products.prefer(*shape, *choice);
                 let time = time_together(tools, helpers, dims)?;
-                debug!(
-                    ?shape,
-                    ?choice,
-                    ms = time,
-                    shortest,
-                    "engine step was timed with another GEMM kernel"
-                );
+                debug!(?shape, ?choice, ms = time, shortest, "a step was timed with a candidate GEMM kernel");
                 if time < shortest * (1.0 - GAIN_MIN) {
                     (shortest, kept, is_changed) = (time, Some(*choice), true);
                 }

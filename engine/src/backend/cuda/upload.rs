@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use device::cuda::{Bf16, CudaError, Pinned, ViewMut};
+use device::cuda::{Bf16, CudaError, PinnedNumbers, ViewMut};
 use kernels::cpu::Processor;
 use kernels::cuda::ComputeCard;
 
@@ -21,7 +21,7 @@ const PART_NUMBERS: usize = 1 << 20;
 pub(super) struct Upload<'a> {
     card: &'a ComputeCard,
     host: &'a Processor,
-    pieces: [Pinned<Bf16>; 2],
+    pieces: [PinnedNumbers<Bf16>; 2],
     turn: usize,
     meter: Meter,
 }

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use device::cuda::{Bf16, Buffer, CudaError};
-use kernels::cuda::ops::{FEW_ROWS_MAX, FewRowsForm, FusedForm, SKINNY_FORMS, SKINNY_ROWS_MAX};
-use kernels::cuda::{ComputeCard, DecodeAttention, DrawRow, EDIT_WORDS, Outcome, Shown, Together};
+use kernels::cuda::ops::{FEW_ROWS_MAX, FewRowsForm, FusedKernel, SKINNY_FORMS, SKINNY_ROWS_MAX};
+use kernels::cuda::{ComputeCard, DecodeAttention, DrawRow, EDIT_WORDS, Outcome, RankMemory, Together};
 
 use super::draws::EDITS_OF_ROW;
 use super::graph_sizes::GraphSizes;
@@ -173,16 +173,16 @@ impl WorkspaceShape {
 
 impl Workspace {
     /// Returns the memory that the other ranks' GPUs write to.
-    pub(super) fn shown(&self) -> Shown<'_> {
-        Shown { part: self.given.view(), out: self.normed.view(), whole: self.logits.view() }
+    pub(super) fn shown(&self) -> RankMemory<'_> {
+        RankMemory { part: self.given.view(), out: self.normed.view(), whole: self.logits.view() }
     }
 }
 
 /// Returns the number of partial sums of squares: kernels for many rows have few parts in a row, kernels for
 /// few rows have many.
 fn n_squares(hidden: usize) -> usize {
-    let few = FusedForm::Few(FewRowsForm::of(hidden, hidden)).parts(hidden) * FEW_ROWS_MAX;
-    few.max(FusedForm::Skinny(SKINNY_FORMS[0]).parts(hidden) * SKINNY_ROWS_MAX)
+    let few = FusedKernel::Few(FewRowsForm::of(hidden, hidden)).parts(hidden) * FEW_ROWS_MAX;
+    few.max(FusedKernel::Skinny(SKINNY_FORMS[0]).parts(hidden) * SKINNY_ROWS_MAX)
 }
 
 /// Returns the number of partial results for the most tokens with the longest sequences, bounded by the

@@ -9,7 +9,7 @@ use types::{Sampling, StopRules, TokenId};
 use super::cost::MockSettings;
 use super::kv::{Chain, mix};
 use crate::error::RowError;
-use crate::step::{SampleSpec, Sampled};
+use crate::step::{SampleSpec, SampledToken};
 
 /// The token that ends a sequence. Tokens 0 to 255 are bytes.
 pub(super) const END: TokenId = TokenId(256);
@@ -40,7 +40,7 @@ impl MockSampleSpec {
         chain: Chain,
         position: usize,
         settings: &MockSettings,
-    ) -> Result<Sampled, RowError> {
+    ) -> Result<SampledToken, RowError> {
         let MockSettings { eos_one_in, weights, .. } = *settings;
         let chain = Chain(chain.0 ^ weights);
         let base = match self.sampling.temperature {
@@ -52,7 +52,7 @@ impl MockSampleSpec {
         let token = drawn.chain(any).find(|token| self.allows(*token));
         let token = token.ok_or_else(|| RowError::Sample("every token is forbidden".to_owned()))?;
         let logprobs = self.sampling.logprobs.map(|n_top| logprobs(token, base, n_top));
-        Ok(Sampled { token, logprobs })
+        Ok(SampledToken { token, logprobs })
     }
 
     fn allows(&self, token: TokenId) -> bool {

@@ -26,7 +26,7 @@ use crate::backend::asleep::{self, Asleep, ClosedBackend, SleepFailed};
 use crate::backend::{Backend, EngineSettings, STEPS_IN_FLIGHT_MAX};
 use crate::error::{BackendError, OpenError};
 use crate::kv_room::{n_blocks, not_taken};
-use crate::step::{Launched, SlotId, StepBatch, StepOutput};
+use crate::step::{PendingStep, SlotId, StepBatch, StepOutput};
 use layer::Layer;
 use row::{QueuedRow, RunningRow};
 
@@ -155,7 +155,7 @@ impl Backend for Mock {
         &self.memory
     }
 
-    fn launch(&mut self, batch: StepBatch<'_>) -> Result<Launched, BackendError> {
+    fn launch(&mut self, batch: StepBatch<'_>) -> Result<PendingStep, BackendError> {
         if self.queue.len() == STEPS_IN_FLIGHT_MAX {
             return Err(BackendError::Order(format!("{STEPS_IN_FLIGHT_MAX} steps are in flight already")));
         }
@@ -167,10 +167,10 @@ impl Backend for Mock {
         let number = self.n_launched;
         self.n_launched += 1;
         self.queue.push_back(QueuedStep { number, rows, signal, cost });
-        Ok(Launched::new(number, fence, (self.pace == Pace::Modelled).then_some(cost)))
+        Ok(PendingStep::new(number, fence, (self.pace == Pace::Modelled).then_some(cost)))
     }
 
-    fn collect(&mut self, step: Launched) -> Result<StepOutput, BackendError> {
+    fn collect(&mut self, step: PendingStep) -> Result<StepOutput, BackendError> {
         match self.queue.pop_front() {
             Some(queued) if queued.number == step.step() => Ok(self.run(queued)),
             Some(queued) => {

@@ -11,7 +11,7 @@ use super::draw::MockSampleSpec;
 use super::kv::{Chain, Link};
 use super::layer::Layer;
 use crate::error::RowError;
-use crate::step::{Row, RowInput, Sampled, SlotId};
+use crate::step::{Row, RowInput, SampledToken, SlotId};
 
 /// A row between launch and collect.
 #[derive(Debug)]
@@ -213,7 +213,7 @@ impl RunningRow {
     }
 
     /// Returns the row's slot and its result.
-    pub(super) fn finish(self, settings: &MockSettings) -> (SlotId, Result<Option<Sampled>, RowError>) {
+    pub(super) fn finish(self, settings: &MockSettings) -> (SlotId, Result<Option<SampledToken>, RowError>) {
         let sampled = self.outcome.clone().and_then(|()| match &self.row.spec {
             None => Ok(None),
             Some(spec) => {

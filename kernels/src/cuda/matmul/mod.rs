@@ -23,7 +23,7 @@ use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
 
 use super::ComputeCard;
 use super::ops::{
-    Ending, FEW_ROWS_FORMS, FEW_ROWS_MAX, FewRowsForm, Fp8Rows, FusedForm, FusedProduct, ManyRows,
+    Ending, FEW_ROWS_FORMS, FEW_ROWS_MAX, FewRowsForm, Fp8Rows, FusedKernel, FusedProduct, ManyRows,
     SKINNY_FORMS, SKINNY_ROWS_MAX, WeightMatrix,
 };
 use cublaslt::{Algorithm, Lt, Plan};
@@ -46,7 +46,7 @@ pub struct ProductShape {
 pub enum Choice {
     /// The product is computed by [`ComputeCard::multiply_own`]: up to 8 rows, or up to 128 on Hopper. With
     /// an FP8 matrix, more rows take several passes.
-    Own(FusedForm),
+    Own(FusedKernel),
     /// The product is computed by [`ComputeCard::multiply_many`]: on Hopper, for more rows. An FP8 matrix is
     /// widened to bf16 first.
     Many,
@@ -55,7 +55,7 @@ pub enum Choice {
 
 /// The result of [`Products::tune`] for one shape.
 #[derive(Debug)]
-pub struct Measured {
+pub struct TuningResult {
     /// The fastest methods and their times, the fastest first.
     pub best: Vec<(Choice, f32)>,
     /// The methods that failed on this GPU.
@@ -117,7 +117,7 @@ pub struct Products {
 /// A method for one exact shape, ready to run.
 #[derive(Debug)]
 enum Way {
-    Own(FusedForm),
+    Own(FusedKernel),
     Many,
     Lt(Plan),
 }
@@ -300,9 +300,9 @@ impl Products {
         let ProductShape { n, k, n_rows, .. } = shape;
         let Self { lt, widened, .. } = self;
         let (way, rows_max) = if card.has_few_rows() {
-            (FusedForm::Few(FewRowsForm::of(n, k)), FEW_ROWS_MAX)
+            (FusedKernel::Few(FewRowsForm::of(n, k)), FEW_ROWS_MAX)
         } else {
-            (FusedForm::Skinny(SKINNY_FORMS[0]), SKINNY_ROWS_MAX)
+            (FusedKernel::Skinny(SKINNY_FORMS[0]), SKINNY_ROWS_MAX)
         };
         let way = Way::Own(way);
         let factors = readied(card, &way, factors, widened.as_mut())?;
@@ -317,7 +317,7 @@ impl Products {
     /// Returns the form of our kernel that computes products of this shape and the work after them, if one is
     /// chosen. `None` if results must not depend on other rows, because larger numbers of rows use other
     /// kernels for that work.
-    pub fn own_form(&self, card: &ComputeCard, shape: ProductShape) -> Option<FusedForm> {
+    pub fn own_form(&self, card: &ComputeCard, shape: ProductShape) -> Option<FusedKernel> {
         // Most steps with prompts return here, before the lookup.
         if self.are_alike || shape.n_rows > FEW_ROWS_MAX {
             return None;
@@ -354,7 +354,7 @@ impl Products {
         output: ProductOutput<'_>,
         matrices: &[WeightMatrix<'_>],
         x: View<'_, Bf16>,
-    ) -> Result<Measured, CudaError> {
+    ) -> Result<TuningResult, CudaError> {
         let ProductOutput { mut y, mut next } = output;
         let mut timed: Vec<(f32, Choice)> = Vec::new();
         let mut refused = Vec::new();
@@ -396,8 +396,8 @@ impl Products {
         let mut kept = [0; 4];
         timed.retain(|(_, choice)| {
             let kept = match choice {
-                Choice::Own(FusedForm::Skinny(_)) => &mut kept[0],
-                Choice::Own(FusedForm::Few(_)) => &mut kept[1],
+                Choice::Own(FusedKernel::Skinny(_)) => &mut kept[0],
+                Choice::Own(FusedKernel::Few(_)) => &mut kept[1],
                 Choice::Many => &mut kept[2],
                 Choice::Lt(_) => &mut kept[3],
             };
@@ -407,7 +407,7 @@ impl Products {
         if let Some((_, choice)) = timed.first() {
             self.prefer(shape, *choice);
         }
-        Ok(Measured { best: timed.into_iter().map(|(time, choice)| (choice, time)).collect(), refused })
+        Ok(TuningResult { best: timed.into_iter().map(|(time, choice)| (choice, time)).collect(), refused })
     }
 
     /// Uses this method for products of this shape from now on.
@@ -419,7 +419,7 @@ impl Products {
     fn candidates(&self, card: &ComputeCard, shape: ProductShape) -> Result<Vec<Choice>, CudaError> {
         let algorithms = self.lt.algorithms(shape)?.into_iter().map(Choice::Lt);
         let is_skinny = shape.n_rows <= SKINNY_ROWS_MAX && !(shape.is_fp8 && card.has_few_rows());
-        let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(FusedForm::Skinny);
+        let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(FusedKernel::Skinny);
         let few_max = if shape.is_fp8 { PASSES_ROWS_MAX } else { FEW_ROWS_MAX };
         let is_few = card.has_few_rows() && shape.n_rows <= few_max;
         let serves = |form: &&FewRowsForm| is_few && form.serves(shape.n_rows.min(FEW_ROWS_MAX));
@@ -427,7 +427,7 @@ impl Products {
         let few = FEW_ROWS_FORMS.iter().filter(serves).filter(takes).copied();
         let is_many = card.has_many_rows() && shape.n_rows > FEW_ROWS_MAX && !shape.is_wide;
         let many = is_many.then_some(Choice::Many);
-        Ok(skinny.chain(few.map(FusedForm::Few)).map(Choice::Own).chain(many).chain(algorithms).collect())
+        Ok(skinny.chain(few.map(FusedKernel::Few)).map(Choice::Own).chain(many).chain(algorithms).collect())
     }
 }
 
@@ -440,7 +440,7 @@ impl Lt {
         factors: Factors<'_>,
     ) -> Result<(), CudaError> {
         let Factors { w, x, k } = factors;
-        if let (WeightMatrix::Fp8(rows), Way::Own(form @ FusedForm::Few(_))) = (w, way) {
+        if let (WeightMatrix::Fp8(rows), Way::Own(form @ FusedKernel::Few(_))) = (w, way) {
             return in_passes(card, *form, y, rows, x, k);
         }
         let Some(numbers) = w.in_bf16() else {
@@ -480,31 +480,31 @@ impl Lt {
 }
 
 /// Returns the method to use without measurements. It is fast for most matrices.
-fn guess(card: &ComputeCard, shape: ProductShape) -> Option<FusedForm> {
+fn guess(card: &ComputeCard, shape: ProductShape) -> Option<FusedKernel> {
     let ProductShape { n, k, n_rows, is_fp8, .. } = shape;
     if card.has_few_rows() && n_rows <= FEW_ROWS_MAX {
-        return Some(FusedForm::Few(FewRowsForm::of(n, k)));
+        return Some(FusedKernel::Few(FewRowsForm::of(n, k)));
     }
-    (n_rows <= SKINNY_ROWS_MAX && !is_fp8).then_some(FusedForm::Skinny(SKINNY_FORMS[0]))
+    (n_rows <= SKINNY_ROWS_MAX && !is_fp8).then_some(FusedKernel::Skinny(SKINNY_FORMS[0]))
 }
 
 /// Returns whether one kernel computes the product in one pass, without widening an FP8 matrix first.
-fn is_by_itself(form: FusedForm, shape: ProductShape) -> bool {
-    let takes_fp8 = matches!(form, FusedForm::Few(_));
+fn is_by_itself(form: FusedKernel, shape: ProductShape) -> bool {
+    let takes_fp8 = matches!(form, FusedKernel::Few(_));
     shape.n_rows <= own_rows_max(form) && (takes_fp8 || !shape.is_fp8)
 }
 
-fn own_rows_max(form: FusedForm) -> usize {
+fn own_rows_max(form: FusedKernel) -> usize {
     match form {
-        FusedForm::Skinny(_) => SKINNY_ROWS_MAX,
-        FusedForm::Few(_) => FEW_ROWS_MAX,
+        FusedKernel::Skinny(_) => SKINNY_ROWS_MAX,
+        FusedKernel::Few(_) => FEW_ROWS_MAX,
     }
 }
 
 /// Multiplies in several passes, each with the kernel's maximum number of rows.
 fn in_passes(
     card: &ComputeCard,
-    form: FusedForm,
+    form: FusedKernel,
     y: OutputRows<'_>,
     w: Fp8Rows<'_>,
     x: View<'_, Bf16>,
@@ -530,7 +530,7 @@ fn readied<'a>(
     room: Option<&'a mut Buffer<Bf16>>,
 ) -> Result<Factors<'a>, CudaError> {
     match (factors.w, way) {
-        (WeightMatrix::Fp8(rows), Way::Own(FusedForm::Skinny(_)) | Way::Many | Way::Lt(_)) => {
+        (WeightMatrix::Fp8(rows), Way::Own(FusedKernel::Skinny(_)) | Way::Many | Way::Lt(_)) => {
             let w = WeightMatrix::Widened(widen(card, room, rows, factors.k)?);
             Ok(Factors { w, ..factors })
         }
@@ -577,7 +577,7 @@ mod tests {
     #[test]
     fn what_is_widened_first_is_no_product_by_itself() {
         let shape = |n_rows, is_fp8| ProductShape { n: 64, k: 64, n_rows, is_wide: false, is_fp8 };
-        let (skinny, few) = (FusedForm::Skinny(SKINNY_FORMS[0]), FusedForm::Few(FEW_ROWS_FORMS[0]));
+        let (skinny, few) = (FusedKernel::Skinny(SKINNY_FORMS[0]), FusedKernel::Few(FEW_ROWS_FORMS[0]));
         for (form, n_rows, is_fp8, expected) in [
             (skinny, 8, false, true),
             (skinny, 9, false, false),

@@ -8,7 +8,7 @@ use std::path::Path;
 use device::cuda::CudaError;
 
 use super::super::ComputeCard;
-use super::super::ops::{FEW_ROWS_SHARES, FewRowsForm, FusedForm, SKINNY_FORMS};
+use super::super::ops::{FEW_ROWS_SHARES, FewRowsForm, FusedKernel, SKINNY_FORMS};
 use super::cublaslt::Algorithm;
 use super::{Choice, ProductShape};
 
@@ -122,9 +122,9 @@ fn line(shape: ProductShape, choice: Choice) -> String {
     };
     let mut line = format!("{n} {k} {n_rows} {kind}");
     let written = match choice {
-        Choice::Own(FusedForm::Skinny(form)) => write!(line, " skinny {}", form.name),
-        Choice::Own(FusedForm::Few(FewRowsForm::Clusters { shares })) => write!(line, " few {shares}"),
-        Choice::Own(FusedForm::Few(FewRowsForm::Even)) => write!(line, " few even"),
+        Choice::Own(FusedKernel::Skinny(form)) => write!(line, " skinny {}", form.name),
+        Choice::Own(FusedKernel::Few(FewRowsForm::Clusters { shares })) => write!(line, " few {shares}"),
+        Choice::Own(FusedKernel::Few(FewRowsForm::Even)) => write!(line, " few even"),
         Choice::Many => write!(line, " many"),
         Choice::Lt(algorithm) => {
             line.push_str(" lt");
@@ -150,14 +150,14 @@ fn parsed(line: &str) -> Option<(ProductShape, Choice)> {
     let choice = match (*kind, rest) {
         ("skinny", [name]) => {
             let form = SKINNY_FORMS.iter().find(|form| form.name == *name).copied()?;
-            Choice::Own(FusedForm::Skinny(form))
+            Choice::Own(FusedKernel::Skinny(form))
         }
         ("few", ["even"]) if FewRowsForm::Even.serves(n_rows) && !is_fp8 => {
-            Choice::Own(FusedForm::Few(FewRowsForm::Even))
+            Choice::Own(FusedKernel::Few(FewRowsForm::Even))
         }
         ("few", [shares]) => {
             let shares = shares.parse().ok().filter(|shares| FEW_ROWS_SHARES.contains(shares))?;
-            Choice::Own(FusedForm::Few(FewRowsForm::Clusters { shares }))
+            Choice::Own(FusedKernel::Few(FewRowsForm::Clusters { shares }))
         }
         ("many", []) => Choice::Many,
         ("lt", words) => {
@@ -190,22 +190,22 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("below/choices.txt");
         let mut choices = Choices::default();
-        choices.keep(shape(8), Choice::Own(FusedForm::Skinny(SKINNY_FORMS[1])));
+        choices.keep(shape(8), Choice::Own(FusedKernel::Skinny(SKINNY_FORMS[1])));
         let lt = Choice::Lt(Algorithm::of([1, 2, 0xffff_ffff_ffff_ffff, 0, 5, 6, 7, 8]));
         choices.keep(shape(64), lt);
-        choices.keep(shape(32), Choice::Own(FusedForm::Few(FewRowsForm::Clusters { shares: 4 })));
-        choices.keep(shape(16), Choice::Own(FusedForm::Few(FewRowsForm::Even)));
+        choices.keep(shape(32), Choice::Own(FusedKernel::Few(FewRowsForm::Clusters { shares: 4 })));
+        choices.keep(shape(16), Choice::Own(FusedKernel::Few(FewRowsForm::Even)));
         choices.keep(ProductShape { is_wide: true, ..shape(64) }, lt);
         choices.keep(shape(512), Choice::Many);
         choices.keep(
             ProductShape { is_fp8: true, ..shape(64) },
-            Choice::Own(FusedForm::Few(FewRowsForm::Clusters { shares: 2 })),
+            Choice::Own(FusedKernel::Few(FewRowsForm::Clusters { shares: 2 })),
         );
         choices.write(&file, "a card, 13.1").unwrap();
         let read = Choices::read(&file, "a card, 13.1");
         assert_eq!(read, choices);
         assert_eq!(read.get(shape(50)), Some(lt), "rows below the tuned number");
-        assert_eq!(read.get(shape(5)), Some(Choice::Own(FusedForm::Skinny(SKINNY_FORMS[1]))));
+        assert_eq!(read.get(shape(5)), Some(Choice::Own(FusedKernel::Skinny(SKINNY_FORMS[1]))));
         assert_eq!(read.get(shape(400)), Some(Choice::Many));
         assert_eq!(read.get(shape(65)), None);
         assert!(Choices::read(&file, "another card").is_empty());

@@ -12,7 +12,7 @@ use crate::cuda::peers::{INBOXES_WORDS, Peers};
 
 /// The kernel form for a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FusedForm {
+pub enum FusedKernel {
     Skinny(SkinnyForm),
     Few(FewRowsForm),
 }
@@ -59,7 +59,7 @@ pub struct AddedRows<'a> {
     /// The residual times the norm's weights.
     pub out: ViewMut<'a, Bf16>,
     pub weight: View<'a, Bf16>,
-    /// The partial sums of squares of each row: [`FusedForm::parts`] for each row.
+    /// The partial sums of squares of each row: [`FusedKernel::parts`] for each row.
     pub squares: ViewMut<'a, f32>,
 }
 
@@ -89,7 +89,7 @@ struct OutputSize {
 }
 
 /// A product with checked arguments, in the form that kernels take.
-pub(super) struct Checked {
+pub(super) struct CheckedProduct {
     pub(super) sizes: Sizes,
     pub(super) pending_norm: PendingNormArgs,
     pub(super) ending: EndingWords,
@@ -150,7 +150,7 @@ macro_rules! kernel_names {
 }
 pub(super) use kernel_names;
 
-impl FusedForm {
+impl FusedKernel {
     /// Returns the number of parts of a row of `n` numbers. Each part has its own sum of squares.
     pub fn parts(self, n: usize) -> usize {
         n.div_ceil(2 * self.unit())
@@ -212,9 +212,9 @@ impl<'a> FusedProduct<'a> {
         &self,
         card: &ComputeCard,
         kernel: &'static str,
-        form: FusedForm,
+        form: FusedKernel,
         ending: &Ending<'_>,
-    ) -> Result<Checked, CudaError> {
+    ) -> Result<CheckedProduct, CudaError> {
         let Self { w, x, k, pending_norm } = *self;
         ensure(kernel, k > 0 && k.is_multiple_of(8), "rows whose width is not a multiple of 8")?;
         let n = match w {
@@ -240,7 +240,7 @@ impl<'a> FusedProduct<'a> {
                 form.parts(n)
             }
         };
-        Ok(Checked { sizes, pending_norm, ending: ending.words(kernel, n_parts)?, n_parts })
+        Ok(CheckedProduct { sizes, pending_norm, ending: ending.words(kernel, n_parts)?, n_parts })
     }
 }
 
@@ -266,7 +266,7 @@ impl Ending<'_> {
         &self,
         card: &ComputeCard,
         kernel: &'static str,
-        form: FusedForm,
+        form: FusedKernel,
         size: OutputSize,
     ) -> Result<(), CudaError> {
         let OutputSize { n, n_rows } = size;
@@ -350,7 +350,7 @@ impl HeadsRows<'_> {
         card: &ComputeCard,
         kernel: &'static str,
         size: OutputSize,
-        form: FusedForm,
+        form: FusedKernel,
     ) -> Result<(), CudaError> {
         let OutputSize { n, n_rows } = size;
         let width = self.rope.check(card, kernel, n_rows)?;
@@ -409,13 +409,13 @@ impl ComputeCard {
     /// Computes `x * transpose(w)`, a number for each pair of rows, and the work after the product.
     pub fn multiply_own(
         &self,
-        form: FusedForm,
+        form: FusedKernel,
         product: FusedProduct<'_>,
         ending: Ending<'_>,
     ) -> Result<(), CudaError> {
         match form {
-            FusedForm::Skinny(form) => self.skinny(form, product, ending),
-            FusedForm::Few(form) => self.few_rows(form, product, ending),
+            FusedKernel::Skinny(form) => self.skinny(form, product, ending),
+            FusedKernel::Few(form) => self.few_rows(form, product, ending),
         }
     }
 }

@@ -1,6 +1,8 @@
 //! Products of up to 128 rows with a large matrix on Hopper, bound by reading the matrix.
 
-use super::endings::{Checked, Ending, FusedForm, FusedProduct, KernelNames, WeightMatrix, kernel_names};
+use super::endings::{
+    CheckedProduct, Ending, FusedKernel, FusedProduct, KernelNames, WeightMatrix, kernel_names,
+};
 use super::{Bf16, ComputeCard, CudaError, Fp8Rows, GRID_SIDE_MAX, ensure, launch, number};
 use crate::cuda::tensor_map::{BoxSize, Matrix, TensorMap};
 use device::cuda::card::Grid;
@@ -168,8 +170,8 @@ impl ComputeCard {
         };
         let kernel = of_kernel[0].names.of(&ending);
         ensure(kernel, FEW_ROWS_SHARES.contains(&shares), "a number of shares other than 1, 2, 4 or 8")?;
-        let checked = product.check(self, kernel, FusedForm::Few(form), &ending)?;
-        let Checked { sizes, pending_norm, ending: words, n_parts } = checked;
+        let checked = product.check(self, kernel, FusedKernel::Few(form), &ending)?;
+        let CheckedProduct { sizes, pending_norm, ending: words, n_parts } = checked;
         let (n, n_rows) = (sizes.n as usize, sizes.n_rows as usize);
         ensure(kernel, n_rows <= FEW_ROWS_MAX, "more than 128 rows")?;
         ensure(kernel, n_parts <= GRID_SIDE_MAX, "too many rows of the matrix")?;
@@ -214,8 +216,8 @@ impl ComputeCard {
     fn few_rows_even(&self, product: FusedProduct<'_>, ending: Ending<'_>) -> Result<(), CudaError> {
         let FusedProduct { w, x, k, .. } = product;
         let kernel = SIZES_EVEN[0].names.of(&ending);
-        let checked = product.check(self, kernel, FusedForm::Few(FewRowsForm::Even), &ending)?;
-        let Checked { sizes, pending_norm, ending: words, n_parts } = checked;
+        let checked = product.check(self, kernel, FusedKernel::Few(FewRowsForm::Even), &ending)?;
+        let CheckedProduct { sizes, pending_norm, ending: words, n_parts } = checked;
         let (n, n_rows) = (sizes.n as usize, sizes.n_rows as usize);
         ensure(kernel, n_rows <= EVEN_ROWS_MAX, "more than 64 rows")?;
         let size = SIZES_EVEN.iter().find(|size| size.rows_max >= n_rows);

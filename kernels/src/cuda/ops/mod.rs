@@ -22,7 +22,7 @@ mod ranks;
 
 pub use decode::DecodeAttention;
 pub use dummy::DummyPart;
-pub use endings::{AddedRows, Ending, FusedForm, FusedProduct, HeadsRows, PendingNorm, WeightMatrix};
+pub use endings::{AddedRows, Ending, FusedKernel, FusedProduct, HeadsRows, PendingNorm, WeightMatrix};
 pub use feed::{FeedTokens, NOWHERE};
 pub(super) use few_rows::MEETING_PARTS;
 pub use few_rows::{FEW_ROWS_FORMS, FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm};
@@ -84,12 +84,12 @@ impl KvPages {
 }
 
 /// The properties of a view that launches check, for any element type.
-trait Placed {
+trait CheckedView {
     fn lies_on(&self, card: &ComputeCard) -> bool;
     fn is_vector(&self) -> bool;
 }
 
-impl<T: Element> Placed for View<'_, T> {
+impl<T: Element> CheckedView for View<'_, T> {
     fn lies_on(&self, card: &ComputeCard) -> bool {
         self.ordinal() == card.ordinal()
     }
@@ -98,7 +98,7 @@ impl<T: Element> Placed for View<'_, T> {
     }
 }
 
-impl<T: Element> Placed for ViewMut<'_, T> {
+impl<T: Element> CheckedView for ViewMut<'_, T> {
     fn lies_on(&self, card: &ComputeCard) -> bool {
         self.ordinal() == card.ordinal()
     }
@@ -113,8 +113,8 @@ impl ComputeCard {
     fn check_places(
         &self,
         kernel: &'static str,
-        vectors: &[&dyn Placed],
-        indices: &[&dyn Placed],
+        vectors: &[&dyn CheckedView],
+        indices: &[&dyn CheckedView],
     ) -> Result<(), CudaError> {
         let mut all = vectors.iter().chain(indices);
         ensure(kernel, all.all(|view| view.lies_on(self)), "memory of another GPU")?;

@@ -1,6 +1,6 @@
 //! Products of up to 8 rows with a large matrix, bound by reading the matrix; for every GPU.
 
-use super::endings::{Checked, Ending, FusedForm, FusedProduct, KernelNames, kernel_names};
+use super::endings::{CheckedProduct, Ending, FusedKernel, FusedProduct, KernelNames, kernel_names};
 use super::{ComputeCard, CudaError, ensure, launch};
 use device::cuda::card::{Grid, grid};
 
@@ -43,8 +43,8 @@ impl ComputeCard {
     ) -> Result<(), CudaError> {
         let names = SKINNY_FORMS.iter().zip(&NAMES).find(|(one, _)| **one == form).map(|(_, names)| names);
         let kernel = names.expect("every form is in SKINNY_FORMS").of(&ending);
-        let checked = product.check(self, kernel, FusedForm::Skinny(form), &ending)?;
-        let Checked { sizes, pending_norm, ending, n_parts } = checked;
+        let checked = product.check(self, kernel, FusedKernel::Skinny(form), &ending)?;
+        let CheckedProduct { sizes, pending_norm, ending, n_parts } = checked;
         ensure(kernel, sizes.n_rows as usize <= SKINNY_ROWS_MAX, "more than 8 rows")?;
         let Some(w) = product.w.in_bf16() else {
             return ensure(kernel, false, "a matrix in FP8 that was not widened");

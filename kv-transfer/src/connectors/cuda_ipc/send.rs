@@ -31,11 +31,11 @@ pub(super) struct CudaIpcSendPath {
     /// The bits of this node's own pages that faults have flipped. A fault flips the page itself, because the
     /// KV is not sent. The bits are restored before the next frame is sent. The lock is held while bits are
     /// flipped or restored, never across an await.
-    flipped: Mutex<Vec<Flipped>>,
+    flipped: Mutex<Vec<FlippedBit>>,
 }
 
 #[derive(Debug)]
-struct Flipped {
+struct FlippedBit {
     rank: u16,
     page: (GroupIdx, u16, u32),
     bit: usize,
@@ -93,7 +93,7 @@ impl CudaIpcSendPath {
     fn flip(&self, span: &SpanOut, bit: u64) -> Result<(), TransferError> {
         let (piece, table) = (&span.piece, span.from.table(span.piece.group));
         let (page, bit) = page_of_bit(self.memory.layout(), &span.out.lanes, table, piece, bit);
-        let one = Flipped { rank: piece.lane.from, page, bit };
+        let one = FlippedBit { rank: piece.lane.from, page, bit };
         let mut flipped = self.flipped();
         self.flip_in(&one)?;
         flipped.push(one);
@@ -105,13 +105,13 @@ impl CudaIpcSendPath {
         flipped.drain(..).try_for_each(|one| self.flip_in(&one))
     }
 
-    fn flipped(&self) -> MutexGuard<'_, Vec<Flipped>> {
+    fn flipped(&self) -> MutexGuard<'_, Vec<FlippedBit>> {
         self.flipped.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn flip_in(
         &self,
-        Flipped { rank, page: (group, layer_pos, page), bit }: &Flipped,
+        FlippedBit { rank, page: (group, layer_pos, page), bit }: &FlippedBit,
     ) -> Result<(), TransferError> {
         let bytes = self.memory.rank(*rank).write(*group, *layer_pos, *page..page + 1);
         flip(&mut bytes.map_err(|busy| TransferError::Memory(busy.to_string()))?, *bit as u64);

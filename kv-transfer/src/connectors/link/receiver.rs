@@ -221,13 +221,13 @@ impl Receiver {
         }
     }
 
-    fn enter(&self, id: u64, link: &Arc<LinkIn>) -> Result<Entered<'_>, TransferError> {
+    fn enter(&self, id: u64, link: &Arc<LinkIn>) -> Result<LinkEntry<'_>, TransferError> {
         let mut links = self.links();
         if links.contains_key(&id) {
             return Err(FrameError::Unexpected("a second stream 0 of a link").into());
         }
         links.insert(id, Arc::clone(link));
-        Ok(Entered { receiver: self, id })
+        Ok(LinkEntry { receiver: self, id })
     }
 
     async fn write_answers(
@@ -252,12 +252,12 @@ impl Receiver {
 }
 
 /// An entry in the table of links. The drop removes the link and fails its landings.
-struct Entered<'a> {
+struct LinkEntry<'a> {
     receiver: &'a Receiver,
     id: u64,
 }
 
-impl Drop for Entered<'_> {
+impl Drop for LinkEntry<'_> {
     fn drop(&mut self) {
         let link = self.receiver.links().remove(&self.id);
         if let Some(link) = link {
@@ -348,7 +348,7 @@ impl LinkIn {
         if landing.is_none() {
             debug!(%transfer, "KV dropped: its landing is over or unknown");
         }
-        let taken = Taken { transfer, lane: frame.span.lane, slot: slot_of(&frame.place) };
+        let taken = ReceivedFrame { transfer, lane: frame.span.lane, slot: slot_of(&frame.place) };
         match Arc::clone(&self.kv_path).receive(frame, landing, reader).await? {
             Receipt::Done(wrong) => self.finish(&taken, &wrong),
             Receipt::Pending(fetch) => self.start_fetch(taken, fetch).await,
@@ -360,7 +360,7 @@ impl LinkIn {
     /// for one of them first.
     async fn start_fetch(
         self: &Arc<Self>,
-        taken: Taken,
+        taken: ReceivedFrame,
         fetch: BoxFuture<'static, Result<Vec<KvSpan>, TransferError>>,
     ) {
         let room = Arc::clone(&self.fetches).acquire_owned().await;
@@ -379,8 +379,8 @@ impl LinkIn {
     }
 
     /// Requests the pages that failed verification, and frees the slot of the frame.
-    fn finish(&self, taken: &Taken, wrong: &[KvSpan]) {
-        let Taken { transfer, lane, slot } = *taken;
+    fn finish(&self, taken: &ReceivedFrame, wrong: &[KvSpan]) {
+        let ReceivedFrame { transfer, lane, slot } = *taken;
         for spans in wrong.chunks(REFETCH_SPANS_MAX) {
             info!(%transfer, pages = spans.len(), "corrupted KV pages are requested again from the sender");
             self.say(Frame::new(transfer, Body::Refetch { spans: spans.to_vec() }).on(lane));
@@ -457,7 +457,7 @@ impl Opener for LinkIn {
 
 /// The fields of a received KV frame that its answers need.
 #[derive(Clone, Copy, Debug)]
-struct Taken {
+struct ReceivedFrame {
     transfer: TransferId,
     lane: Lane,
     /// The slot of the sender's stage that held the KV; `None` if the KV was elsewhere.

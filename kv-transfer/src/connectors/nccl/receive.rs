@@ -26,7 +26,7 @@ pub(super) struct NcclPath(pub(super) PairQueues);
 /// A message that was requested from NCCL. If it is dropped, the message is still received, and then
 /// discarded.
 #[derive(Debug)]
-struct Posted {
+struct PostedMessage {
     pair_queue: Arc<PairQueue>,
     slot: Arc<Slot>,
     bytes: usize,
@@ -36,7 +36,7 @@ struct Posted {
 impl NcclPath {
     /// Requests a message of `bytes` bytes; `number` must be the lane's next one. Waits for room, not for the
     /// message.
-    async fn post(&self, lane: Lane, number: u64, bytes: u32) -> Result<Posted, TransferError> {
+    async fn post(&self, lane: Lane, number: u64, bytes: u32) -> Result<PostedMessage, TransferError> {
         let (line, bytes) = (self.0.of(lane)?, bytes as usize);
         if line.number() != number {
             return Err(FrameError::Unexpected("a message number out of order").into());
@@ -47,7 +47,7 @@ impl NcclPath {
         }
         let slot = Arc::new(pair_queue.slot().await?);
         let received = pair_queue.put(Arc::clone(&slot), bytes, Vec::new()).await?;
-        Ok(Posted { pair_queue, slot, bytes, received })
+        Ok(PostedMessage { pair_queue, slot, bytes, received })
     }
 }
 
@@ -77,7 +77,7 @@ impl KvPath for NcclPath {
     }
 }
 
-impl Posted {
+impl PostedMessage {
     /// Waits for the message, scatters it into the landing's pages and verifies them. The scatter does not wait for
     /// the digests.
     async fn fetch(

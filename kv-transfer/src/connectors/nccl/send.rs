@@ -38,18 +38,18 @@ pub(super) struct NcclSendPath {
     pair_queues: OnceLock<PairQueues>,
     /// Frames being gathered whose digests are not yet sent, in order; `None` once the link is closed. Held for one
     /// read or write, never across an await.
-    gathering: Mutex<Option<VecDeque<Gathered>>>,
+    gathering: Mutex<Option<VecDeque<GatheredFrame>>>,
 }
 
 /// A frame whose KV is being gathered into a slot, or is gathered.
 #[derive(Debug)]
-struct Gathered {
+struct GatheredFrame {
     span: SpanOut,
     bytes: usize,
     gathering: Gathering,
 }
 
-impl Gathered {
+impl GatheredFrame {
     /// Waits until the KV is gathered, and returns its digests.
     async fn done(self) -> Result<(Self, Vec<Digest>), TransferError> {
         let digests = self.gathering.digests().await?;
@@ -81,19 +81,23 @@ impl NcclSendPath {
     }
 
     /// Starts to gather a span into a slot.
-    async fn gather(&self, parts: &ConnectorParts, span: SpanOut) -> Result<(Gathered, Slot), TransferError> {
+    async fn gather(
+        &self,
+        parts: &ConnectorParts,
+        span: SpanOut,
+    ) -> Result<(GatheredFrame, Slot), TransferError> {
         let (pair_queue, bytes) = (&self.line(&span)?.pair_queue, span.bytes(parts));
         pair_queue.expect();
         let slot = pair_queue.slot().await?;
         let digests = if parts.settings.digests { PageDigests::Make } else { PageDigests::Skip };
         let gathering = pair_queue.stage().gather(slot.nth, &span, digests).await?;
         trace!(target: "walk", transfer = %span.out.transfer(), blocks = ?span.piece.blocks, "gathering of KV pages begins");
-        Ok((Gathered { span, bytes, gathering }, slot))
+        Ok((GatheredFrame { span, bytes, gathering }, slot))
     }
 
     /// Sends digests of gathered pages until at most `n_left` per lane are unsent.
     async fn send_digests_but(&self, n_left: usize, writer: &mut FrameWriter) -> Result<(), TransferError> {
-        while let Some(Gathered { span, gathering, .. }) = self.pop_gathered_but(n_left) {
+        while let Some(GatheredFrame { span, gathering, .. }) = self.pop_gathered_but(n_left) {
             let digests = gathering.digests().await?;
             trace!(target: "walk", transfer = %span.out.transfer(), blocks = ?span.piece.blocks, "KV pages gathered");
             if !digests.is_empty() {
@@ -104,7 +108,7 @@ impl NcclSendPath {
         Ok(())
     }
 
-    fn pop_gathered_but(&self, n_left: usize) -> Option<Gathered> {
+    fn pop_gathered_but(&self, n_left: usize) -> Option<GatheredFrame> {
         let mut gathering = self.gathering();
         let all = gathering.as_mut()?;
         let n_of = |lane| all.iter().filter(|one| one.span.piece.lane == lane).count();
@@ -112,7 +116,7 @@ impl NcclSendPath {
         if too_many { all.pop_front() } else { None }
     }
 
-    fn gathering(&self) -> MutexGuard<'_, Option<VecDeque<Gathered>>> {
+    fn gathering(&self) -> MutexGuard<'_, Option<VecDeque<GatheredFrame>>> {
         self.gathering.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -122,11 +126,11 @@ impl NcclSendPath {
     async fn put(
         &self,
         writer: &mut FrameWriter,
-        gathered: &Gathered,
+        gathered: &GatheredFrame,
         slot: Slot,
         digests: Option<Vec<Digest>>,
     ) -> Result<(), TransferError> {
-        let Gathered { span, bytes, gathering } = gathered;
+        let GatheredFrame { span, bytes, gathering } = gathered;
         let line = self.line(span)?;
         let (number, bytes) = (line.number(), *bytes as u32);
         let place = KvPlace::Message { number, bytes };

@@ -8,7 +8,7 @@ use kv_cache::KvMemory;
 
 use super::card::CardLook;
 use super::greeting::RankThere;
-use super::port::{DEVICES, PortAt, Wanted, folders};
+use super::port::{DEVICES, PortAt, WantedPort, folders};
 use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
 use crate::landing::bad_request;
@@ -44,7 +44,7 @@ pub(super) struct RankHere {
 
 impl Adapter {
     pub(super) fn open(parts: &ConnectorParts) -> Result<Self, TransferError> {
-        let wanted = Wanted::parse(&parts.settings.rdma_device)?;
+        let wanted = WantedPort::parse(&parts.settings.rdma_device)?;
         if folders(Path::new(DEVICES)).is_empty() {
             return Err(TransferError::rdma(VerbsError::NoDevice));
         }

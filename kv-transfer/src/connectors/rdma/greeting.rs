@@ -12,7 +12,7 @@
 
 use std::io;
 
-use device::verbs::Address;
+use device::verbs::QueuePairAddress;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use types::layout::RANKS_MAX;
 
@@ -33,7 +33,7 @@ pub(super) struct First {
 /// One end's description of its queue pairs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct End {
-    pub(super) pairs: Vec<Address>,
+    pub(super) pairs: Vec<QueuePairAddress>,
     pub(super) mtu: u32,
     /// The memory that the end that reads this may write into. Only a receiver sends it.
     pub(super) ranks: Vec<RankThere>,
@@ -68,7 +68,7 @@ pub(super) async fn read_end(from: &mut (impl AsyncRead + Unpin), pairs: u16) ->
     let mut end = End { pairs: Vec::new(), mtu, ranks: Vec::new() };
     for _ in 0..pairs {
         let (number, first_packet) = (from.read_u32_le().await?, from.read_u32_le().await?);
-        end.pairs.push(Address { gid, lid, number, first_packet });
+        end.pairs.push(QueuePairAddress { gid, lid, number, first_packet });
     }
     Ok(end)
 }
@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     fn end(ranks: &[&[u64]]) -> End {
-        let pair = |number| Address { gid: [7; 16], lid: 9, number, first_packet: number * 2 };
+        let pair = |number| QueuePairAddress { gid: [7; 16], lid: 9, number, first_packet: number * 2 };
         let rank = |starts: &&[u64]| RankThere { key: 0xdead_beef, starts: starts.to_vec() };
         End { pairs: vec![pair(1), pair(0x00ab_cdef)], mtu: 5, ranks: ranks.iter().map(rank).collect() }
     }

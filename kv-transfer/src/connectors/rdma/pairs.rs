@@ -1,6 +1,6 @@
 //! The queue pairs of one link: created, exchanged with the other end, connected, and destroyed together.
 
-use device::verbs::{Address, Completions, PathTo, QueuePair, Room};
+use device::verbs::{Completions, PathTo, QueuePair, QueuePairAddress, Room};
 
 use super::adapter::{Adapter, RETRIES};
 use super::greeting::{End, RankThere};
@@ -40,7 +40,7 @@ impl Pairs {
     /// Describes this side's queue pairs for the other end. `ranks` is the memory that the other end may
     /// write into.
     pub(super) fn end(&self, adapter: &Adapter, ranks: Vec<RankThere>) -> End {
-        let address = |(pair, first_packet): (&QueuePair, &u32)| Address {
+        let address = |(pair, first_packet): (&QueuePair, &u32)| QueuePairAddress {
             gid: adapter.gid,
             lid: adapter.lid,
             number: pair.number(),

@@ -32,13 +32,13 @@ pub struct Gid {
 
 /// The configured device and, if given, its port and address.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Wanted {
+pub struct WantedPort {
     device: Option<String>,
     port: Option<u8>,
     gid_index: Option<u8>,
 }
 
-impl Wanted {
+impl WantedPort {
     /// Parses `device`, `device:port` or `device:port:gid`; an empty text is any port.
     pub fn parse(text: &str) -> Result<Self, TransferError> {
         let wrong = || bad_request(&format!("{text:?} is not device:port:gid, as in mlx5_0:1:3"));
@@ -160,7 +160,7 @@ mod tests {
     }
 
     fn found(devices: &Path, wanted: &str) -> Result<String, String> {
-        let wanted = Wanted::parse(wanted).map_err(|error| error.to_string())?;
+        let wanted = WantedPort::parse(wanted).map_err(|error| error.to_string())?;
         wanted.find(devices).map(|port| port.to_string()).map_err(|error| error.to_string())
     }
 

@@ -40,14 +40,14 @@ pub(super) struct RdmaSendPath {
     parts: ConnectorParts,
     adapter: Arc<Adapter>,
     /// The queue pairs. Set when the first stream has connected to the receiver.
-    connected: OnceLock<Connected>,
+    connected: OnceLock<ConnectedPairs>,
     under_way: Arc<UnderWay>,
     next: AtomicU32,
 }
 
 /// Connected queue pairs, and the receiver's memory.
 #[derive(Debug)]
-struct Connected {
+struct ConnectedPairs {
     pairs: Vec<Pair>,
     there: End,
     #[expect(dead_code, reason = "held for its Drop")]
@@ -86,13 +86,13 @@ impl RdmaSendPath {
             under_way.lose(error);
         });
         let pairs = made.pairs.into_iter().map(Pair::new).collect();
-        let connected = Connected { pairs, there, watching };
+        let connected = ConnectedPairs { pairs, there, watching };
         self.connected
             .set(connected)
             .map_err(|_| TransferError::lost_because("a link connects to its receiver once"))
     }
 
-    fn connected(&self) -> Result<&Connected, TransferError> {
+    fn connected(&self) -> Result<&ConnectedPairs, TransferError> {
         self.connected.get().ok_or_else(|| TransferError::lost_because("the link has no queue pairs"))
     }
 

@@ -20,7 +20,7 @@ const CACHED_MAX: u64 = 8 << 20;
 
 /// The pieces of a sender's shared memory that hold a frame's KV.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Shown<'a> {
+pub(super) struct SharedPieces<'a> {
     pub(super) memory: &'a PeerMemory,
     pub(super) pieces: &'a [Piece],
 }
@@ -34,7 +34,7 @@ pub(super) fn copy_span(
     landing: &OpenLanding,
     span: &LaneSpan,
     digests: &[Digest],
-    from: Shown<'_>,
+    from: SharedPieces<'_>,
 ) -> Result<Vec<KvSpan>, TransferError> {
     let claim = landing.claim(span, digests.len())?;
     let runs = landing.runs(span);

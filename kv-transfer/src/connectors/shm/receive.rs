@@ -6,7 +6,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use device::PeerMemory;
 
-use super::copy::{Shown, copy_span};
+use super::copy::{SharedPieces, copy_span};
 use crate::connectors::link::frame::{FrameError, KvPlace};
 use crate::connectors::link::kv_path::{KvFrame, KvPath, Receipt, wrong_place};
 use crate::connectors::link::stream::FrameReader;
@@ -51,7 +51,7 @@ impl KvPath for ShmPath {
         };
         let Some(landing) = landing else { return Ok(Receipt::dropped()) };
         let memory = memory.ok_or(FrameError::Unexpected("KV in pages that are not shared"))?;
-        let from = Shown { memory, pieces: &pieces };
+        let from = SharedPieces { memory, pieces: &pieces };
         copy_span(&landing, &span, &digests.here()?, from).map(Receipt::Done)
     }
 }

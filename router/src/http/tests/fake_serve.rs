@@ -24,7 +24,7 @@ use crate::http::{BodyLimits, HttpApi, api, health, stack};
 use crate::metrics::RouterMetrics;
 use crate::serve::{Complete, Generation, Serve, ServeError};
 use crate::text::tokenizer::END;
-use crate::text::{RouterModel, RouterModels};
+use crate::text::{RouterModels, ServedModel};
 
 /// What the scripted [`Serve`] does with a prompt.
 pub(crate) enum ScriptedEvent {
@@ -194,10 +194,10 @@ pub(crate) fn app(fake_serve: &Arc<FakeServe>) -> Router {
 }
 
 pub(crate) fn app_with(fake_serve: &Arc<FakeServe>, body: BodyLimits) -> Router {
-    app_of(fake_serve, body, RouterModel::mock("org/mock", 512))
+    app_of(fake_serve, body, ServedModel::mock("org/mock", 512))
 }
 
-pub(crate) fn app_of(fake_serve: &Arc<FakeServe>, body: BodyLimits, model: RouterModel) -> Router {
+pub(crate) fn app_of(fake_serve: &Arc<FakeServe>, body: BodyLimits, model: ServedModel) -> Router {
     let world = World::seeded(1);
     let acceptor = Acceptor::new(world.clone(), Deadlines::default());
     let models = RouterModels::new([model]);

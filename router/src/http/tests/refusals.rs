@@ -10,7 +10,7 @@ use types::RefusalKind;
 use super::fake_serve::*;
 use crate::http::BodyLimits;
 use crate::serve::ServeError;
-use crate::text::{ChatTemplate, RouterModel};
+use crate::text::{ChatTemplate, ServedModel};
 
 fn check(answer: &Answer, status: u16, code: &str, param: impl Into<Value>) {
     let error = &answer.json()["error"];
@@ -124,7 +124,7 @@ async fn bad_bodies() {
 async fn a_template_may_refuse_and_a_model_may_have_none() {
     let raising = ChatTemplate::new("{{ raise_exception('roles must alternate') }}", vec![]).unwrap();
     for (template, code) in [(Some(raising), "template_refused"), (None, "unsupported_parameter")] {
-        let model = RouterModel { template, ..RouterModel::mock("org/mock", 512) };
+        let model = ServedModel { template, ..ServedModel::mock("org/mock", 512) };
         let app = app_of(&FakeServe::saying("x"), BodyLimits::default(), model);
         let body = json!({"messages": [{"role": "user", "content": "Hi"}]}).to_string();
         let answer = send(app, Request::post("/v1/chat/completions").body(body.into()).unwrap()).await;

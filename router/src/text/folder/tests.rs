@@ -7,9 +7,9 @@ use super::*;
 use crate::error::AcceptError;
 use crate::text::Chat;
 
-fn demo() -> RouterModel {
+fn demo() -> ServedModel {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo");
-    RouterModel::open(&folder, "demo").expect("the demo model is here")
+    ServedModel::open(&folder, "demo").expect("the demo model is here")
 }
 
 fn chat(messages: Value, tools: Value) -> Chat {
@@ -40,7 +40,7 @@ fn write(folder: &tempfile::TempDir, name: &str, value: &Value) {
     fs::write(folder.path().join(name), value.to_string()).expect("written");
 }
 
-fn opened(files: &[(&str, Value)]) -> RouterModel {
+fn opened(files: &[(&str, Value)]) -> ServedModel {
     open(folder(files).path(), "test").expect("a model")
 }
 

@@ -11,7 +11,7 @@ use crate::precedence::SequenceId;
 use crate::settings::SchedulerSettings;
 use crate::sink::SINK_SLACK;
 use crate::submission::{NewSequence, Source};
-use crate::testing::{BLOCK_TOKENS, Recorded, Recorder, Rig, alone, arrived, prompt};
+use crate::testing::{BLOCK_TOKENS, Recorder, Recording, Rig, alone, arrived, prompt};
 
 /// The size of the pool and the scheduler's settings in one case.
 #[derive(Clone, Debug)]
@@ -105,7 +105,7 @@ struct Case<'a> {
 
 struct Running {
     id: SequenceId,
-    recorded: Recorded,
+    recorded: Recording,
     is_cancelled: bool,
 }
 
@@ -210,7 +210,7 @@ fn check(one: &One, running: &Running) {
 }
 
 /// Checks that an outbox has received every block once, in order.
-fn check_spans(one: &One, recorded: &Recorded, is_cancelled: bool) {
+fn check_spans(one: &One, recorded: &Recording, is_cancelled: bool) {
     let record = recorded.get();
     let mut next = 0;
     for (span, _) in &record.spans {

@@ -10,7 +10,7 @@ use types::{KvDtype, KvLayout, Prompt, TokenId};
 
 use super::endless;
 use crate::settings::SchedulerSettings;
-use crate::testing::{Recorded, Rig, roomy};
+use crate::testing::{Recording, Rig, roomy};
 
 const BLOCK_TOKENS: u16 = 8;
 /// A number of blocks that is enough for any test of one sequence.
@@ -36,7 +36,7 @@ impl Golden {
         Prompt { tokens: tokens.into(), ..endless("golden", 1, self.continuation.len() as u32) }
     }
 
-    fn check(&self, recorded: &Recorded) {
+    fn check(&self, recorded: &Recording) {
         let tokens: Vec<u32> = recorded.tokens().iter().map(|token| token.0).collect();
         assert_eq!(tokens, self.continuation);
     }
@@ -129,7 +129,7 @@ fn windows_that_crowd_each_other_say_the_same() {
         let one = layout(model).groups.len()
             * layout(model).blocks_for(golden.prompt.len() + golden.continuation.len());
         let mut rig = rig(model, one + 4, SchedulerSettings { growth_blocks: 0, ..roomy() });
-        let recorded: Vec<Recorded> = (0..8).map(|_| rig.stream(golden.prompt()).1).collect();
+        let recorded: Vec<Recording> = (0..8).map(|_| rig.stream(golden.prompt()).1).collect();
         rig.settle();
         recorded.iter().for_each(|recorded| golden.check(recorded));
         assert!(rig.metric("preemptions_total") > 0, "{model}: the pool was too small");
