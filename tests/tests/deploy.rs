@@ -54,6 +54,16 @@ fn each_pool_of_nodes_is_scaled_by_its_own_numbers() {
 }
 
 #[test]
+fn the_node_with_the_least_work_is_deleted_first() {
+    check("deletion_cost");
+}
+
+#[test]
+fn every_component_is_made_from_the_chart() {
+    check("components");
+}
+
+#[test]
 fn gpu_overlays_serve_the_model_that_the_operator_names() {
     check("models");
 }

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from pathlib import Path
 
 import jsonschema
@@ -10,7 +9,7 @@ import kubernetes_validate
 import yaml
 
 import rendered
-from objects import baton_containers, name, pod, workloads
+from objects import baton_containers, name, pod, template, workloads
 
 KUBERNETES = "1.37"
 CRDS = Path(__file__).resolve().parent / "crds"
@@ -140,11 +139,12 @@ def pods():
             "affinity": {"nodeAffinity": {}},
             "priorityClassName": of,
         }
-    own = {"router": extra("own"), "pool": extra("own"), "etcd": extra("own")}
+    own = {which: extra("own") for which in ("router", "pool", "etcd", "deletionCost")}
     own["pools"] = {"prefill": extra("own"), "decode": extra("own")}
-    for values, files, n_workloads in [(own, [], 5), ({"box": extra("own")}, ["gpu-box.yaml"], 3)]:
-        before = rendered.chart(files, rendered.NAMED, {"pool": {"enabled": not files}})
-        after = rendered.chart(files, rendered.NAMED, {"pool": {"enabled": not files}}, {"pods": extra("all")}, values)
+    for values, files, n_workloads in [(own, [], 6), ({"box": extra("own")}, ["gpu-box.yaml"], 3)]:
+        on = {} if files else rendered.EVERYTHING_ON
+        before = rendered.chart(files, rendered.NAMED, on)
+        after = rendered.chart(files, rendered.NAMED, on, {"pods": extra("all")}, values)
         assert len(workloads(after)) == n_workloads, list(map(name, workloads(after)))
         for was, now in zip(workloads(before), workloads(after)):
             for thing in after:
@@ -178,36 +178,13 @@ def certificates():
 
 
 def added_to(was, now, of):
-    template, was_template = now["spec"]["template"]["metadata"], was["spec"]["template"]["metadata"]
-    assert template["labels"].items() >= {**was_template["labels"], f"team-{of}": of}.items(), name(now)
-    assert template["annotations"].items() >= {**was_template.get("annotations", {}), f"note-{of}": of}.items(), name(now)
+    own, before = template(now)["metadata"], template(was)["metadata"]
+    assert own["labels"].items() >= {**before["labels"], f"team-{of}": of}.items(), name(now)
+    assert own["annotations"].items() >= {**before.get("annotations", {}), f"note-{of}": of}.items(), name(now)
     assert pod(now)["nodeSelector"][f"disk-{of}"] == "fast", name(now)
     assert {"key": of, "operator": "Exists"} in pod(now)["tolerations"], name(now)
     assert {"name": of, "emptyDir": {}} in pod(now)["volumes"], name(now)
     for container, was_container in zip(pod(now)["containers"], pod(was)["containers"]):
         assert {"name": of, "mountPath": f"/{of}"} in container["volumeMounts"], name(now)
         assert {"name": f"OWN_{of.upper()}", "value": of} in container["env"], name(now)
-        assert all(one in container["env"] for one in was_container["env"]), name(now)
-
-
-def autoscaling():
-    """Prefill and decode nodes are scaled by metrics of their own role, and the chart then sets no number of replicas."""
-    objects = rendered.all_of_them()["chart with everything on"]
-    scaled = {thing["metadata"]["name"]: thing["spec"] for thing in objects if thing["kind"] == "ScaledObject"}
-    assert sorted(scaled) == ["baton-decode", "baton-prefill"], sorted(scaled)
-    deployments = {thing["metadata"]["name"]: thing["spec"] for thing in objects if thing["kind"] == "Deployment"}
-    for which, spec in scaled.items():
-        assert spec["scaleTargetRef"]["name"] == which and "replicas" not in deployments[which], which
-        assert spec["fallback"]["replicas"] == 2, spec["fallback"]
-        queries = [trigger["metadata"]["query"] for trigger in spec["triggers"]]
-        role = which.removeprefix("baton-")
-        assert any("baton_node_" in query and f'role="{role}"' in query for query in queries), queries
-        assert all('namespace="baton"' in query for query in queries), queries
-        # Missing numbers are not idleness: no query turns them into 0, and KEDA takes them for an error.
-        assert all(trigger["metadata"]["ignoreNullValues"] == "false" for trigger in spec["triggers"]), spec["triggers"]
-        assert not any(re.search(r"\b(vector|absent)\b", query) for query in queries), queries
-    plain = {thing["metadata"]["name"]: thing["spec"] for thing in rendered.chart([], rendered.NAMED) if thing["kind"] == "Deployment"}
-    assert plain["baton-decode"]["replicas"] == 2, plain["baton-decode"]
-    on = {"autoscaling": {"enabled": True}}
-    refused({"pools": {"decode": on}}, "prometheus.url is needed")
-    refused({"pools": {"decode": {"autoscaling": {"enabled": True, "min": 3, "max": 2}}}}, "max is below min")
+        assert all(one in container["env"] for one in was_container.get("env", [])), name(now)

@@ -8,15 +8,21 @@ def name(thing):
 
 
 def workloads(objects):
-    return [thing for thing in objects if thing["kind"] in ("Deployment", "StatefulSet")]
+    return [thing for thing in objects if thing["kind"] in ("Deployment", "StatefulSet", "CronJob")]
+
+
+def template(workload):
+    """The template of a workload's pods."""
+    spec = workload["spec"]
+    return spec["jobTemplate"]["spec"]["template"] if workload["kind"] == "CronJob" else spec["template"]
 
 
 def pod(workload):
-    return workload["spec"]["template"]["spec"]
+    return template(workload)["spec"]
 
 
 def labels(workload):
-    return workload["spec"]["template"]["metadata"]["labels"]
+    return template(workload)["metadata"]["labels"]
 
 
 def selects(selector, pod_labels):

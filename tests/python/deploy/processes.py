@@ -6,7 +6,7 @@ import tomllib
 import executable
 import kubelet
 import rendered
-from objects import baton_containers, labels, mounted_files, name, pod, selects, workloads
+from objects import baton_containers, labels, mounted_files, name, pod, selects, template, workloads
 
 
 def models():
@@ -122,7 +122,7 @@ def rdma():
         transfer = config["transfer"]
         assert transfer["connectors"][0] == "rdma", transfer
         assert container["resources"]["limits"]["rdma/hca_shared_devices_a"] == 1, container["resources"]
-        annotations = workload["spec"]["template"]["metadata"]["annotations"]
+        annotations = template(workload)["metadata"]["annotations"]
         assert annotations["k8s.v1.cni.cncf.io/networks"] == "baton-rdma", annotations
         # An added capability has no effect for a process that is not root.
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}, container["securityContext"]

@@ -21,6 +21,9 @@ def names():
 def names_of(objects):
     pods = workloads(objects)
     for workload in pods:
+        if workload["kind"] == "CronJob":
+            guarded(workload, objects)
+            continue
         assert selects(workload["spec"]["selector"], labels(workload)), name(workload)
         for container in pod(workload)["containers"]:
             probes_of(container)
@@ -45,13 +48,20 @@ def names_of(objects):
                 removed = [filter["requestHeaderModifier"]["remove"] for filter in rule["filters"]]
                 assert ["x-baton-tenant", "x-baton-priority"] in removed, name(thing)
                 for backend in rule["backendRefs"]:
-                    serves(objects, backend["name"], backend["port"])
+                    backend_of(objects, backend)
+        if thing["kind"] == "GRPCRoute":
+            for backend in (backend for rule in spec["rules"] for backend in rule["backendRefs"]):
+                serves(objects, backend["name"], backend["port"])
+        if thing["kind"] == "InferencePool":
+            behind = [one for one in pods if selects(spec["selector"], labels(one))]
+            assert [one["metadata"]["name"] for one in behind] == [thing["metadata"]["name"]], name(thing)
+            assert [port["number"] for port in spec["targetPorts"]] == [ports_of(behind[0])["http"]], spec["targetPorts"]
         if thing["kind"] == "ServiceMonitor":
             monitored(objects, thing)
 
 
 def ports_of(workload):
-    return {port["name"]: port["containerPort"] for container in pod(workload)["containers"] for port in container["ports"]}
+    return {port["name"]: port["containerPort"] for container in pod(workload)["containers"] for port in container.get("ports", [])}
 
 
 def probes_of(container):
@@ -90,6 +100,14 @@ def guarded(workload, objects):
     policies = [thing["spec"] for thing in objects if thing["kind"] == "NetworkPolicy"]
     ours = [spec for spec in policies if selects(spec["podSelector"], labels(workload))]
     assert any("Ingress" in spec["policyTypes"] for spec in ours), f"no NetworkPolicy restricts connections to {name(workload)}"
+
+
+def backend_of(objects, backend):
+    """A route goes to a port of a Service, or to an InferencePool."""
+    if backend.get("kind") == "InferencePool":
+        assert any(name(thing) == f"InferencePool {backend['name']}" for thing in objects), backend
+    else:
+        serves(objects, backend["name"], backend["port"])
 
 
 def serves(objects, service, port):

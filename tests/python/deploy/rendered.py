@@ -27,11 +27,24 @@ OVERLAYS = {
     "gpu-box": (["gpu-box.yaml"], UNNAMED | IDENTITY),
 }
 EVERYTHING_ON = {
-    "gateway": {"enabled": True},
+    "gateway": {"enabled": True, "grpc": True, "inferencePool": {"enabled": True}},
     "monitoring": {"enabled": True},
     "pool": {"enabled": True},
     "pools": {"prefill": {"autoscaling": {"enabled": True}}, "decode": {"autoscaling": {"enabled": True}}},
     "prometheus": {"url": "http://prometheus.monitoring:9090"},
+}
+# The values of each component in deploy/k8s/components that is made from the chart, and its overlays.
+COMPONENTS = {
+    "autoscaling": (
+        {
+            "monitoring": {"enabled": True},
+            "pools": {"prefill": {"autoscaling": {"enabled": True}}, "decode": {"autoscaling": {"enabled": True}}},
+            # The Service that the Prometheus Operator makes for every Prometheus.
+            "prometheus": {"url": "http://prometheus-operated.monitoring:9090"},
+        },
+        ["cpu-demo", "gpu", "gpu-rdma"],
+    ),
+    "inference-extension": ({"gateway": EVERYTHING_ON["gateway"]}, list(OVERLAYS)),
 }
 TLS = {"tls": {"enabled": True, "issuerRef": {"name": "baton-ca", "kind": "ClusterIssuer"}}}
 EXTERNAL_ETCD = {
@@ -55,9 +68,10 @@ def chart(files=(), *values, release=helm.RELEASE):
 
 
 @functools.cache
-def overlay_chart(name):
+def overlay_chart(name, component=None):
+    """The chart's objects of an overlay, with the values of a component."""
     files, values = OVERLAYS[name]
-    return chart(files, values)
+    return chart(files, values, COMPONENTS[component][0] if component else {})
 
 
 class Dumper(yaml.SafeDumper):
@@ -86,6 +100,15 @@ def objects_file(name):
     }
     objects = [namespace, *(without_helm(thing) for thing in overlay_chart(name) if not is_model(thing))]
     text = yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, width=1000)
+    return "# Made from the chart: deploy/k8s/README.md. Do not edit.\n" + text
+
+
+def component_file(component):
+    """The expected `objects.yaml` of a component: what the chart has more with its values."""
+    overlay = COMPONENTS[component][1][0]
+    before = {(thing["kind"], thing["metadata"]["name"]) for thing in overlay_chart(overlay)}
+    added = [thing for thing in overlay_chart(overlay, component) if (thing["kind"], thing["metadata"]["name"]) not in before]
+    text = yaml.dump_all(map(without_helm, added), Dumper=Dumper, sort_keys=False, width=1000)
     return "# Made from the chart: deploy/k8s/README.md. Do not edit.\n" + text
 
 

@@ -229,6 +229,20 @@ seccompProfile:
 {{- $own := index . 1 -}}
 {{- $affinity := include "baton.map" (list $top $own "affinity") -}}
 affinity: {{- $affinity | default (include "baton.apart" (list $top (index . 2))) | nindent 2 }}
+{{- include "baton.selectors" (list $top $own) }}
+{{- end }}
+
+{{- /* The same for a pod that may run anywhere: (list . WORKLOAD). */ -}}
+{{- define "baton.placement" -}}
+{{- with include "baton.map" (list (index . 0) (index . 1) "affinity") }}
+affinity: {{- . | nindent 2 }}
+{{- end }}
+{{- include "baton.selectors" . }}
+{{- end }}
+
+{{- define "baton.selectors" -}}
+{{- $top := index . 0 -}}
+{{- $own := index . 1 -}}
 {{- with include "baton.map" (list $top $own "nodeSelector") }}
 nodeSelector: {{- . | nindent 2 }}
 {{- end }}
