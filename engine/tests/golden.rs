@@ -153,11 +153,32 @@ fn qwen3_is_as_in_transformers() {
     check_architecture("qwen3");
 }
 
+#[test]
+fn experts_whose_scores_add_up_to_one_are_as_in_transformers() {
+    check_architecture("mixtral");
+    check_architecture("qwen3-moe-stacked");
+}
+
+#[test]
+fn dense_layers_among_those_with_experts_are_as_in_transformers() {
+    check_architecture("qwen3-moe");
+}
+
 /// Every bit of every log-probability is equal, not only the tokens. With one or two KV heads, several of
 /// four ranks hold the same head.
 #[test]
 fn ranks_give_the_bits_that_one_gives() {
-    let models = ["llama", "llama3", "mistral", "qwen2", "qwen2-window", "qwen3"];
+    let models = [
+        "llama",
+        "llama3",
+        "mistral",
+        "qwen2",
+        "qwen2-window",
+        "qwen3",
+        "mixtral",
+        "qwen3-moe",
+        "qwen3-moe-stacked",
+    ];
     let folders = models.map(|name| root().join("tests/models").join(name));
     for folder in folders.iter().chain([&root().join("../models/demo")]) {
         let prompt: Vec<u32> = (0..37).map(|nth| 5 + nth * 7 % 80).collect();

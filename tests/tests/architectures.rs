@@ -91,3 +91,10 @@ async fn qwen2_through_two_nodes_is_as_in_transformers() {
 async fn qwen3_through_two_nodes_is_as_in_transformers() {
     check("qwen3").await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn experts_through_two_nodes_are_as_in_transformers() {
+    check("mixtral").await;
+    check("qwen3-moe").await;
+    check("qwen3-moe-stacked").await;
+}

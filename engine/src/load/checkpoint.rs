@@ -8,6 +8,7 @@ use kernels::cpu::{Format, Matrix, WrongSize};
 use serde::Deserialize;
 
 use super::safetensors::{TensorBytes, TensorFile};
+use super::stacked::StackedPlace;
 use super::weights::TensorSource;
 use crate::error::LoadError;
 
@@ -77,6 +78,36 @@ impl Checkpoint {
         }
     }
 
+    /// Returns a tensor's shape; `None` if there is no such tensor.
+    pub(super) fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        self.file(name)?.tensor(name)?.ok().map(|tensor| tensor.shape)
+    }
+
+    /// Reads the matrix of one expert out of a tensor with those of all experts.
+    fn stacked(&self, place: &StackedPlace, rows: usize, cols: usize) -> Result<Matrix, LoadError> {
+        let name = &place.tensor;
+        let (tensor, file) = self.tensor(name)?;
+        let of_expert = place.rows_of_expert(rows);
+        let n_experts = tensor.shape.first().copied().unwrap_or(0).max(place.expert + 1);
+        check_shape(name, file, &tensor, &[n_experts, of_expert, cols])?;
+        let size_of = |rows: usize| tensor.format.bytes(rows, cols);
+        let whole = size_of(n_experts * of_expert).filter(|bytes| *bytes == tensor.bytes.len());
+        let (Some(_), Some(first), Some(len), false) =
+            (whole, size_of(place.first_row(rows)), size_of(rows), tensor.format == Format::Fp8)
+        else {
+            let reason = format!(
+                "{name} of {} bytes in {:?} cannot be divided into experts",
+                tensor.bytes.len(),
+                tensor.format
+            );
+            return Err(LoadError::Header { path: file.path().to_owned(), reason });
+        };
+        let bytes = tensor.bytes.slice(first..first + len);
+        let matrix = Matrix::new(bytes, rows, cols, tensor.format)
+            .map_err(|wrong| size_is_wrong(name, file, &wrong))?;
+        matrix.aligned().map_err(LoadError::Memory)
+    }
+
     fn tensor(&self, name: &str) -> Result<(TensorBytes, &TensorFile), LoadError> {
         let missing =
             |path: &Path| LoadError::MissingTensor { tensor: name.to_owned(), path: path.to_owned() };
@@ -119,6 +150,12 @@ impl Checkpoint {
 
 impl TensorSource for Checkpoint {
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError> {
+        if let Some(place) = StackedPlace::of(name)
+            && self.shape(name).is_none()
+            && self.shape(&place.tensor).is_some()
+        {
+            return self.stacked(&place, rows, cols);
+        }
         let (tensor, file) = self.tensor(name)?;
         if tensor.format != Format::Fp8 {
             return matrix(name, file, tensor, &[rows, cols]);

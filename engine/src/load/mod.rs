@@ -1,12 +1,13 @@
 //! Weights from a published folder, or random.
 //!
 //! Suggested reading order: a model's [`folder`], one file's tensors ([`safetensors`]), all files'
-//! ([`checkpoint`]), random tensors ([`dummy`]), the tensors that a model reads ([`tensors`]), written
+//! ([`checkpoint`], `stacked`), random tensors ([`dummy`]), the tensors that a model reads ([`tensors`]), written
 //! folders ([`made`]), the architectures' view ([`weights`]), progress (`meter`), and the comparison between
 //! nodes ([`fingerprint`]).
 
 pub mod folder;
 pub mod safetensors;
+mod stacked;
 pub mod checkpoint;
 pub mod dummy;
 pub mod tensors;

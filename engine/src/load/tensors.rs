@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use super::checkpoint::Checkpoint;
 use super::weights::TensorSource as _;
 use crate::error::LoadError;
-use crate::model::{ModelConfig, OptionalTensors};
+use crate::model::{Mixture, ModelConfig, OptionalTensors};
 
 /// A tensor that a model reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,7 +23,8 @@ impl TensorSpec {
 
     /// Returns whether the tensor is a layer's matrix, which may be quantized.
     pub(super) fn is_linear(&self) -> bool {
-        self.rows.is_some() && self.name.starts_with("model.layers.")
+        let is_router = self.name.ends_with(".gate.weight");
+        self.rows.is_some() && self.name.starts_with("model.layers.") && !is_router
     }
 }
 
@@ -45,13 +46,29 @@ pub fn tensors(config: &ModelConfig) -> Vec<TensorSpec> {
             ("self_attn.k_proj", kv, hidden, qkv_bias),
             ("self_attn.v_proj", kv, hidden, qkv_bias),
             ("self_attn.o_proj", hidden, q, o_bias),
-            ("mlp.gate_proj", intermediate, hidden, mlp_bias),
-            ("mlp.up_proj", intermediate, hidden, mlp_bias),
-            ("mlp.down_proj", hidden, intermediate, mlp_bias),
         ] {
             all.push(matrix(of(&format!("{name}.weight")), rows, cols));
             if has_bias {
                 all.push(vector(of(&format!("{name}.bias")), rows));
+            }
+        }
+        match config.mixture.as_ref().filter(|mixture| mixture.layers[nth]) {
+            Some(mixture) => all.extend(
+                experts(config, mixture)
+                    .into_iter()
+                    .map(|(name, rows, cols)| matrix(of(&format!("{name}.weight")), rows, cols)),
+            ),
+            None => {
+                for (name, rows, cols) in [
+                    ("mlp.gate_proj", intermediate, hidden),
+                    ("mlp.up_proj", intermediate, hidden),
+                    ("mlp.down_proj", hidden, intermediate),
+                ] {
+                    all.push(matrix(of(&format!("{name}.weight")), rows, cols));
+                    if mlp_bias {
+                        all.push(vector(of(&format!("{name}.bias")), rows));
+                    }
+                }
             }
         }
         if head_norms {
@@ -66,6 +83,31 @@ pub fn tensors(config: &ModelConfig) -> Vec<TensorSpec> {
     all
 }
 
+/// Returns the matrices of a layer's experts and of its router: name, rows and columns.
+fn experts(config: &ModelConfig, mixture: &Mixture) -> Vec<(String, usize, usize)> {
+    let (hidden, intermediate) = (config.hidden, mixture.intermediate);
+    let mut all = vec![(mixture.router(), mixture.n_experts, hidden)];
+    for nth in 0..mixture.n_experts {
+        let [gate, up, down] = mixture.style.matrices.map(|matrix| mixture.expert(nth, matrix));
+        all.extend([(gate, intermediate, hidden), (up, intermediate, hidden), (down, hidden, intermediate)]);
+    }
+    all
+}
+
+/// Returns whether the tensor holds the matrices of all experts of a layer, instead of a tensor for each expert.
+fn holds_experts(config: &ModelConfig, checkpoint: &Checkpoint, name: &str) -> bool {
+    let Some(mixture) = &config.mixture else { return false };
+    let of_layer = |layer: usize| format!("model.layers.{layer}.{}.experts.", mixture.style.part);
+    let mut layers = (0..config.n_layers).filter(|layer| mixture.layers[*layer]).map(of_layer);
+    let is_stacked = |layer: &String| {
+        [format!("{layer}gate_up_proj"), format!("{layer}down_proj")].iter().any(|stacked| stacked == name)
+    };
+    let Some(layer) = layers.find(is_stacked) else { return false };
+    let single = format!("{layer}0.{}.weight", mixture.style.matrices[0]);
+    checkpoint.shape(&single).is_none()
+        && checkpoint.shape(name).is_some_and(|shape| shape.first() == Some(&mixture.n_experts))
+}
+
 /// Rejects a checkpoint with a tensor that is not read: the model would be computed without it.
 pub fn check_all_read(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<(), LoadError> {
     let read: HashMap<String, TensorSpec> =
@@ -74,7 +116,10 @@ pub fn check_all_read(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<(
         let matrix = name.strip_suffix("_scale").filter(|matrix| checkpoint.is_fp8(matrix));
         matrix.and_then(|matrix| read.get(matrix)).is_some_and(|tensor| tensor.rows.is_some())
     };
-    let is_unread = |name: &str| !read.contains_key(name) && !is_scale(name) && !may_be_unread(config, name);
+    let is_unread = |name: &str| {
+        let is_read = read.contains_key(name) || holds_experts(config, checkpoint, name);
+        !is_read && !is_scale(name) && !may_be_unread(config, name)
+    };
     let mut unread: Vec<(&str, &std::path::Path)> = Vec::new();
     for file in checkpoint.files() {
         unread.extend(file.names().filter(|name| is_unread(name)).map(|name| (name, file.path())));
@@ -108,7 +153,7 @@ mod tests {
 
     fn models() -> impl Iterator<Item = std::path::PathBuf> {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models");
-        ["llama", "llama3", "mistral", "qwen2", "qwen2-window", "qwen3"]
+        ["llama", "llama3", "mistral", "qwen2", "qwen2-window", "qwen3", "mixtral", "qwen3-moe"]
             .into_iter()
             .map(move |name| folder.join(name))
     }

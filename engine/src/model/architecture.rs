@@ -1,5 +1,7 @@
 //! The supported architectures, and their tensors beside the matrices that all of them share.
 
+use super::mixture::{MixtureStyle, Normalized};
+
 /// One supported architecture. One [`Decoder`](super::decoder::Decoder) computes all architectures on a CPU,
 /// and one plan computes them on GPUs.
 #[derive(Debug)]
@@ -15,6 +17,8 @@ pub struct Architecture {
     /// Whether each head of q and k has its own norm.
     pub head_norms: bool,
     pub windows: Windows,
+    /// The mixtures of experts of the feed-forward layers; `None`: they are dense.
+    pub mixture: Option<&'static MixtureStyle>,
     /// The keys of a `config.json` that this architecture reads and others may not.
     pub keys: &'static [&'static str],
     /// The defaults of the class in `transformers` for keys that a `config.json` lacks, as JSON.
@@ -51,7 +55,7 @@ pub struct OptionalTensors {
 }
 
 /// All supported architectures. A new one is one entry here, if the decoders support it.
-pub const ARCHITECTURES: &[Architecture] = &[LLAMA, MISTRAL, QWEN2, QWEN3];
+pub const ARCHITECTURES: &[Architecture] = &[LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE];
 
 /// The architecture of Llama 2, 3, 3.1 and 3.2.
 const LLAMA: Architecture = Architecture {
@@ -61,6 +65,7 @@ const LLAMA: Architecture = Architecture {
     mlp_bias: Bias::AsConfigured,
     head_norms: false,
     windows: Windows::Never,
+    mixture: None,
     keys: &["attention_bias", "mlp_bias"],
     defaults: r#"{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
         "num_attention_heads": 32, "max_position_embeddings": 2048, "eos_token_id": 2}"#,
@@ -73,10 +78,30 @@ const MISTRAL: Architecture = Architecture {
     mlp_bias: Bias::Never,
     head_norms: false,
     windows: Windows::AllLayers,
+    mixture: None,
     keys: &["sliding_window"],
     defaults: r#"{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
         "eos_token_id": 2}"#,
+};
+
+const MIXTRAL: Architecture = Architecture {
+    name: "MixtralForCausalLM",
+    qkv_bias: Bias::Never,
+    o_bias: Bias::Never,
+    mlp_bias: Bias::Never,
+    head_norms: false,
+    windows: Windows::AllLayers,
+    mixture: Some(&MixtureStyle {
+        part: "block_sparse_moe",
+        matrices: ["w1", "w3", "w2"],
+        normalized: Normalized::Always,
+        n_experts: 8,
+    }),
+    keys: &["num_experts_per_tok", "num_local_experts", "sliding_window"],
+    defaults: r#"{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6, "num_experts_per_tok": 2, "eos_token_id": 2}"#,
 };
 
 /// The architecture of Qwen2 and Qwen2.5.
@@ -87,6 +112,7 @@ const QWEN2: Architecture = Architecture {
     mlp_bias: Bias::Never,
     head_norms: false,
     windows: Windows::UpperLayers,
+    mixture: None,
     keys: &["max_window_layers", "sliding_window", "use_sliding_window"],
     defaults: r#"{"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096,
@@ -100,10 +126,39 @@ const QWEN3: Architecture = Architecture {
     mlp_bias: Bias::Never,
     head_norms: true,
     windows: Windows::UpperLayers,
+    mixture: None,
     keys: &["attention_bias", "max_window_layers", "sliding_window", "use_sliding_window"],
     defaults: r#"{"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768,
         "sliding_window": 4096, "max_window_layers": 28}"#,
+};
+
+const QWEN3_MOE: Architecture = Architecture {
+    name: "Qwen3MoeForCausalLM",
+    qkv_bias: Bias::AsConfigured,
+    o_bias: Bias::AsConfigured,
+    mlp_bias: Bias::Never,
+    head_norms: true,
+    windows: Windows::Never,
+    mixture: Some(&MixtureStyle {
+        part: "mlp",
+        matrices: ["gate_proj", "up_proj", "down_proj"],
+        normalized: Normalized::AsConfigured,
+        n_experts: 128,
+    }),
+    keys: &[
+        "attention_bias",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "num_experts",
+        "num_experts_per_tok",
+        "num_local_experts",
+    ],
+    defaults: r#"{"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 32768,
+        "moe_intermediate_size": 768, "num_experts_per_tok": 8}"#,
 };
 
 /// The biases that a config asks for.

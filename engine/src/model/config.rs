@@ -6,6 +6,7 @@ use tracing::info;
 use types::TokenId;
 
 use super::architecture::{Architecture, BiasSettings, OptionalTensors, Windows};
+use super::mixture::{Mixture, RawMixture};
 use super::rope::{RawRope, Rope};
 use super::{keys, quantization};
 
@@ -30,6 +31,8 @@ pub struct ModelConfig {
     pub optional: OptionalTensors,
     /// The number of last tokens that each layer sees, with the current one. `None` means all tokens.
     pub windows: Vec<Option<u32>>,
+    /// The mixtures of experts; `None`: all layers have one feed-forward part.
+    pub mixture: Option<Mixture>,
     pub eos_tokens: Vec<TokenId>,
     /// Keys of the config that are not read and are not known to change results.
     pub unread_keys: Vec<String>,
@@ -123,11 +126,19 @@ impl ModelConfig {
         for (key, value) in defaults {
             keys.entry(key).or_insert(value);
         }
-        let raw: RawConfig = serde_json::from_value(Value::Object(keys))?;
+        let keys = Value::Object(keys);
+        let mixture = architecture
+            .mixture
+            .map(|style| Ok::<_, ConfigProblem>((style, RawMixture::deserialize(&keys)?)));
+        let mixture = mixture.transpose()?;
+        let raw: RawConfig = serde_json::from_value(keys)?;
         let generation: RawGeneration =
             generation.map(serde_json::from_slice).transpose()?.unwrap_or_default();
         let config = Self::resolve(architecture, raw, generation).map_err(ConfigProblem::Meaning)?;
-        Ok(Self { unread_keys, ..config })
+        let (n_layers, intermediate) = (config.n_layers, config.intermediate);
+        let mixture = mixture.map(|(style, raw)| Mixture::resolve(style, raw, n_layers, intermediate));
+        let mixture = mixture.transpose().map_err(ConfigProblem::Meaning)?;
+        Ok(Self { mixture, unread_keys, ..config })
     }
 
     fn resolve(
@@ -161,6 +172,7 @@ impl ModelConfig {
                 mlp: raw.mlp_bias.unwrap_or(false),
             }),
             windows: windows(architecture, &raw)?,
+            mixture: None,
             eos_tokens: eos.map(TokenIds::tokens).unwrap_or_default(),
             unread_keys: Vec::new(),
         };
@@ -186,6 +198,7 @@ impl ModelConfig {
             tied,
             optional: OptionalTensors { qkv_bias, o_bias, mlp_bias, head_norms },
             windows,
+            mixture,
             eos_tokens: _,
             unread_keys: _,
         } = self;
@@ -194,7 +207,7 @@ impl ModelConfig {
              {intermediate}, vocabulary {vocab}"
         );
         let biases = format!("qkv {qkv_bias}, o {o_bias}, mlp {mlp_bias}");
-        vec![
+        let mut parts = vec![
             ("architecture", (*architecture).to_owned()),
             ("shape", shape),
             ("norm_epsilon", norm_epsilon.to_string()),
@@ -203,7 +216,10 @@ impl ModelConfig {
             ("biases", biases),
             ("head_norms", head_norms.to_string()),
             ("windows", format!("{windows:?}")),
-        ]
+        ];
+        // Dense models have no such part, so that their fingerprints are those of older versions.
+        parts.extend(mixture.iter().map(|mixture| ("experts", mixture.fingerprint())));
+        parts
     }
 
     /// Logs one line with the keys that are not read.
@@ -444,6 +460,38 @@ mod tests {
         let window = r#"{"num_key_value_heads": null, "use_sliding_window": true, "max_window_layers": 1}"#;
         let config = config_of("Qwen2ForCausalLM", window).expect("a config");
         assert_eq!((config.n_kv_heads, config.windows), (4, vec![None, Some(4096)]), "null is a value");
+    }
+
+    #[test]
+    fn mixtures_are_read_and_their_mistakes_named() {
+        let mixture = |name: &str, changes: &str| config_of(name, changes).map(|config| config.mixture);
+        let found =
+            mixture("MixtralForCausalLM", r#"{"sliding_window": null}"#).expect("a config").expect("experts");
+        assert_eq!((found.n_experts, found.per_token, found.intermediate), (8, 2, 12));
+        assert_eq!((found.is_normalized, found.layers), (true, vec![true, true]));
+        let sparse = r#"{"mlp_only_layers": [0], "moe_intermediate_size": 4, "num_experts": 6, "num_experts_per_tok": 3}"#;
+        let found = mixture("Qwen3MoeForCausalLM", sparse).expect("a config").expect("experts");
+        assert_eq!((found.n_experts, found.per_token, found.intermediate), (6, 3, 4));
+        assert_eq!((found.is_normalized, found.layers), (false, vec![false, true]));
+        assert_eq!(mixture("LlamaForCausalLM", r#"{"hidden_size": 8}"#), Ok(None));
+        for (changes, expected) in [
+            (r#"{"num_experts": 0}"#, "num_experts is 0"),
+            (r#"{"num_experts": 4, "num_local_experts": 5}"#, "num_experts is 4 and num_local_experts 5"),
+            (r#"{"num_experts_per_tok": 129}"#, "num_experts_per_tok is 129, of 128 experts"),
+            (r#"{"moe_intermediate_size": 0}"#, "moe_intermediate_size is 0"),
+            (r#"{"decoder_sparse_step": 0}"#, "decoder_sparse_step is 0"),
+            (r#"{"mlp_only_layers": [2]}"#, "mlp_only_layers names layer 2 of 2"),
+            (
+                r#"{"use_sliding_window": true}"#,
+                "use_sliding_window is true, which is not implemented for Qwen3MoeForCausalLM",
+            ),
+        ] {
+            assert_eq!(mixture("Qwen3MoeForCausalLM", changes).expect_err(changes), expected);
+        }
+        let parts =
+            |changes: &str| config_of("Qwen3MoeForCausalLM", changes).expect("a config").fingerprint_parts();
+        assert_ne!(parts(r#"{"norm_topk_prob": true}"#), parts(r#"{"norm_topk_prob": false}"#));
+        assert_ne!(parts(r#"{"mlp_only_layers": [0]}"#), parts(r#"{"mlp_only_layers": [1]}"#));
     }
 
     #[test]

@@ -3,8 +3,9 @@
 
 use super::attention::Attention;
 use super::config::ModelConfig;
-use super::mlp::Mlp;
-use super::nn::{RmsNorm, Vocabulary};
+use super::experts::Experts;
+use super::mlp::{Mlp, MlpShape};
+use super::nn::{HasBias, RmsNorm, Vocabulary};
 use super::pass::Pass;
 use super::tensor::Tensor;
 use crate::error::LoadError;
@@ -24,7 +25,13 @@ struct Layer {
     attention_norm: RmsNorm,
     attention: Attention,
     mlp_norm: RmsNorm,
-    mlp: Mlp,
+    feed_forward: FeedForward,
+}
+
+#[derive(Debug)]
+enum FeedForward {
+    Dense(Mlp),
+    Experts(Experts),
 }
 
 impl Decoder {
@@ -57,14 +64,32 @@ impl Layer {
             attention_norm: norm("input_layernorm")?,
             attention: Attention::load(config, &weights.under("self_attn"), nth)?,
             mlp_norm: norm("post_attention_layernorm")?,
-            mlp: Mlp::load(&weights.under("mlp"), config)?,
+            feed_forward: FeedForward::load(config, weights, nth)?,
         })
     }
 
     fn forward(&self, x: &mut Tensor, pass: &mut Pass<'_>) {
         let attended = self.attention.forward(&pass.norm(x, &self.attention_norm), pass);
         pass.add(x, &attended);
-        let fed = self.mlp.forward(&pass.norm(x, &self.mlp_norm), pass);
+        let fed = self.feed_forward.forward(&pass.norm(x, &self.mlp_norm), pass);
         pass.add(x, &fed);
+    }
+}
+
+impl FeedForward {
+    fn load(config: &ModelConfig, weights: &Weights<'_>, layer: usize) -> Result<Self, LoadError> {
+        if let Some(mixture) = config.mixture.as_ref().filter(|mixture| mixture.layers[layer]) {
+            return Experts::load(weights, config, mixture).map(Self::Experts);
+        }
+        let has_bias = HasBias(config.optional.mlp_bias);
+        let shape = MlpShape { hidden: config.hidden, intermediate: config.intermediate, has_bias };
+        Mlp::load(&weights.under("mlp"), shape, ["gate_proj", "up_proj", "down_proj"]).map(Self::Dense)
+    }
+
+    fn forward(&self, x: &Tensor, pass: &Pass<'_>) -> Tensor {
+        match self {
+            Self::Dense(mlp) => mlp.forward(x, pass),
+            Self::Experts(experts) => experts.forward(x, x.width(), pass),
+        }
     }
 }

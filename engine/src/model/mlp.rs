@@ -1,6 +1,5 @@
 //! The feed-forward part of a layer.
 
-use super::config::ModelConfig;
 use super::nn::{HasBias, Linear};
 use super::pass::Pass;
 use super::tensor::Tensor;
@@ -15,14 +14,23 @@ pub(super) struct Mlp {
     down: Linear,
 }
 
+/// The sizes of a feed-forward part.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MlpShape {
+    pub(super) hidden: usize,
+    pub(super) intermediate: usize,
+    pub(super) has_bias: HasBias,
+}
+
 impl Mlp {
-    pub(super) fn load(weights: &Weights<'_>, config: &ModelConfig) -> Result<Self, LoadError> {
-        let (hidden, intermediate) = (config.hidden, config.intermediate);
-        let has_bias = HasBias(config.optional.mlp_bias);
+    /// `names` are those of gate, up and down.
+    pub(super) fn load(weights: &Weights<'_>, shape: MlpShape, names: [&str; 3]) -> Result<Self, LoadError> {
+        let MlpShape { hidden, intermediate, has_bias } = shape;
+        let [gate, up, down] = names.map(|name| weights.under(name));
         Ok(Self {
-            gate: Linear::load(&weights.under("gate_proj"), intermediate, hidden, has_bias)?,
-            up: Linear::load(&weights.under("up_proj"), intermediate, hidden, has_bias)?,
-            down: Linear::load(&weights.under("down_proj"), hidden, intermediate, has_bias)?,
+            gate: Linear::load(&gate, intermediate, hidden, has_bias)?,
+            up: Linear::load(&up, intermediate, hidden, has_bias)?,
+            down: Linear::load(&down, hidden, intermediate, has_bias)?,
         })
     }
 

@@ -1,11 +1,12 @@
 //! Models: their parts, and their computation on a CPU.
 //!
-//! Suggested reading order: a model's description ([`config`], [`architecture`], `keys`, [`quantization`],
+//! Suggested reading order: a model's description ([`config`], [`architecture`], [`mixture`], `keys`, [`quantization`],
 //! [`rope`]), a step through it ([`tensor`], [`ranks`], [`pass`]), and its parts, from the whole to the
-//! details ([`decoder`], `attention`, `mlp`, [`nn`]).
+//! details ([`decoder`], `attention`, `mlp`, `experts`, [`nn`]).
 
 pub mod config;
 pub mod architecture;
+pub mod mixture;
 mod keys;
 pub mod quantization;
 pub mod rope;
@@ -15,10 +16,12 @@ pub mod pass;
 pub mod decoder;
 mod attention;
 mod mlp;
+mod experts;
 pub mod nn;
 
 pub use architecture::OptionalTensors;
 pub use config::ModelConfig;
 pub use decoder::Decoder;
+pub use mixture::Mixture;
 pub use pass::{Pass, PassRow};
 pub use tensor::{Scratch, Tensor};

@@ -45,6 +45,13 @@ pub struct Pass<'a> {
     angles: Angles,
 }
 
+/// A row of a tensor, and the factor with which it is added to a sum.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ScaledRow {
+    pub nth: usize,
+    pub weight: f32,
+}
+
 /// The resources of a pass.
 #[derive(Clone, Copy, Debug)]
 pub struct PassParts<'a> {
@@ -144,6 +151,31 @@ impl<'a> Pass<'a> {
             self.rank.gather(x, &mut all);
             all
         })
+    }
+
+    /// Returns zeroes for this rank's share of `n_outputs` columns.
+    pub fn zeroes(&self, n_rows: usize, n_outputs: usize) -> Tensor {
+        let mut out = self.scratch.tensor(n_rows, self.rank.share(n_outputs).len());
+        out.fill(0.0);
+        out
+    }
+
+    /// Returns a copy of some rows.
+    pub fn rows(&self, x: &Tensor, rows: &[ScaledRow]) -> Tensor {
+        let mut out = self.scratch.tensor(rows.len(), x.width());
+        for (to, row) in rows.iter().enumerate() {
+            out.row_mut(to).copy_from_slice(x.row(row.nth));
+        }
+        out
+    }
+
+    /// Adds each row of `y` to the row of `x` that `rows` names, multiplied by its weight.
+    pub fn add_to_rows(&self, x: &mut Tensor, y: &Tensor, rows: &[ScaledRow]) {
+        for (from, row) in rows.iter().enumerate() {
+            for (sum, number) in x.row_mut(row.nth).iter_mut().zip(y.row(from)) {
+                *sum += number * row.weight;
+            }
+        }
     }
 
     /// Computes `silu(gate) * up`.

@@ -1,7 +1,7 @@
 """Makes the tiny random models beside this file, and writes down what `transformers` computes with them in float32.
 
     pip install torch==2.11.0 transformers
-    python3 make.py
+    python3 make.py [NAME…]
 
 Each folder is a model as it is published: config.json, safetensors, generation_config.json. `golden.json` holds a
 prompt, its greedy continuation, the logits of the prompt's last token and of the continuation's last step, and the
@@ -10,9 +10,11 @@ smallest lead that the best logit ever had over the second best.
 
 import json
 import pathlib
+import sys
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 HERE = pathlib.Path(__file__).parent
@@ -44,6 +46,19 @@ MODELS = {
     "qwen2-window": (transformers.Qwen2Config(**SHAPE | dict(num_hidden_layers=3), num_key_value_heads=2,
                                               use_sliding_window=True, sliding_window=21, max_window_layers=1),
                      torch.bfloat16, "1GB"),
+    # Experts in every layer; the scores of the chosen ones add up to one.
+    "mixtral": (transformers.MixtralConfig(**SHAPE, num_key_value_heads=2, num_local_experts=5, num_experts_per_tok=2,
+                                           sliding_window=None), torch.bfloat16, "1GB"),
+    # Dense layers among sparse ones; scores as they are.
+    "qwen3-moe": (transformers.Qwen3MoeConfig(**SHAPE | dict(num_hidden_layers=4), num_key_value_heads=2, head_dim=8,
+                                              num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20,
+                                              decoder_sparse_step=1, mlp_only_layers=[1], norm_topk_prob=False),
+                  torch.float32, "1GB"),
+    # Scores that add up to one; all experts of a layer in one tensor.
+    "qwen3-moe-stacked": (transformers.Qwen3MoeConfig(**SHAPE, num_key_value_heads=1, head_dim=16, num_experts=6,
+                                                      num_experts_per_tok=2, moe_intermediate_size=12,
+                                                      decoder_sparse_step=2, norm_topk_prob=True),
+                          torch.bfloat16, "1GB"),
 }
 
 
@@ -69,6 +84,47 @@ def is_windowed(config):
     return "sliding_attention" in (getattr(config, "layer_types", None) or []) or config.model_type == "mistral"
 
 
+def single_experts(tensors):
+    """One tensor for each matrix of each expert, as checkpoints are published."""
+    single = {}
+    for name, tensor in tensors.items():
+        layer, _, matrix = name.rpartition(".experts.")
+        for expert in range(tensor.shape[0] if matrix in ("gate_up_proj", "down_proj") else 0):
+            if matrix == "down_proj":
+                single[f"{layer}.experts.{expert}.down_proj.weight"] = tensor[expert].clone()
+            else:
+                gate, up = tensor[expert].chunk(2)
+                single[f"{layer}.experts.{expert}.gate_proj.weight"] = gate.clone()
+                single[f"{layer}.experts.{expert}.up_proj.weight"] = up.clone()
+        if matrix not in ("gate_up_proj", "down_proj"):
+            single[name] = tensor
+    return single
+
+
+def stacked_experts(tensors):
+    """One tensor for the matrices of all experts of a layer: gate, then up, and down."""
+    stacked, layers = {}, {}
+    for name, tensor in tensors.items():
+        layer, _, matrix = name.rpartition(".experts.")
+        if layer and matrix.endswith(".weight"):
+            expert, matrix = matrix.removesuffix(".weight").split(".")
+            layers.setdefault(layer, {})[int(expert), matrix] = tensor
+        else:
+            stacked[name] = tensor
+    for layer, of in layers.items():
+        experts = range(1 + max(expert for expert, _ in of))
+        both = [torch.cat([of[expert, "gate_proj"], of[expert, "up_proj"]]) for expert in experts]
+        stacked[f"{layer}.experts.gate_up_proj"] = torch.stack(both)
+        stacked[f"{layer}.experts.down_proj"] = torch.stack([of[expert, "down_proj"] for expert in experts])
+    return stacked
+
+
+def write_experts(folder, form):
+    """Writes the weights again, with experts in another form."""
+    path = folder / "model.safetensors"
+    save_file(form(load_file(path)), path, metadata={"format": "pt"})
+
+
 def as_older_versions_wrote(path):
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
@@ -81,6 +137,8 @@ def as_older_versions_wrote(path):
 @torch.no_grad()
 def main():
     for seed, (name, (config, dtype, shard)) in enumerate(MODELS.items()):
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         torch.manual_seed(seed)
         generator = torch.Generator().manual_seed(seed)
         config._attn_implementation = "eager"
@@ -97,6 +155,8 @@ def main():
                   "continuation": tokens, "smallest_lead": lead,
                   "first_logits": [round(float(v), 6) for v in rows[0]],
                   "last_logits": [round(float(v), 6) for v in rows[-1]]}
+        if name.startswith("qwen3-moe"):
+            write_experts(HERE / name, stacked_experts if name.endswith("stacked") else single_experts)
         (HERE / name / "golden.json").write_text(json.dumps(golden) + "\n")
         print(name, tokens, f"lead {lead:.4f}")
 

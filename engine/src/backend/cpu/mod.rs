@@ -279,7 +279,8 @@ fn check_shares(config: &ModelConfig, n_ranks: usize) -> Result<(), LoadError> {
     if !n_heads.is_multiple_of(n_ranks) {
         return Err(LoadError::Ranks(format!("{n_heads} heads do not spread over {n_ranks} ranks")));
     }
-    match hidden.min(intermediate).min(vocab) < n_ranks {
+    let of_experts = config.mixture.as_ref().map(|mixture| mixture.n_experts.min(mixture.intermediate));
+    match hidden.min(intermediate).min(vocab).min(of_experts.unwrap_or(usize::MAX)) < n_ranks {
         true => Err(LoadError::Ranks(format!("a layer has fewer outputs than there are ranks, {n_ranks}"))),
         false => Ok(()),
     }

@@ -67,6 +67,11 @@ impl ModelDescription {
             let wrong = "weights in q8 are not implemented on a GPU: fp8 is";
             return Err(OpenError::CudaModel(wrong.to_owned()));
         }
+        if config.mixture.is_some() {
+            let wrong =
+                format!("{} is not implemented on a GPU: set model.device = \"cpu\"", config.architecture);
+            return Err(OpenError::CudaModel(wrong));
+        }
         Share::check(config, usize::from(settings.ranks.get()))?;
         let heads = Heads::of(config.head_dim)?;
         let layout = KvLayout {
