@@ -136,6 +136,11 @@ impl Router {
         self.http.1
     }
 
+    /// Returns the address of the admin port, which serves the live page.
+    pub fn admin_addr(&self) -> SocketAddr {
+        self.admin.1
+    }
+
     pub fn grpc_addr(&self) -> SocketAddr {
         self.grpc.1
     }
@@ -175,11 +180,18 @@ impl Router {
             metrics,
             settings: self.config.shown.clone(),
         };
-        let operators = |key: &AdminKey| {
-            let refusals = self.world.identity().refusals().clone();
-            http::health(api.clone()).merge(debug::router(shown.clone(), key.clone(), refusals))
-        };
-        let (on_http, on_admin) = (operators(&self.keys.0), operators(&self.keys.1));
+        let refusals = self.world.identity().refusals().clone();
+        let on_http = http::health(api.clone()).merge(debug::router(
+            shown.clone(),
+            self.keys.0.clone(),
+            refusals.clone(),
+        ));
+        let on_admin = http::health(api.clone()).merge(debug::admin_router(
+            shown,
+            http::chat_box(api.clone()),
+            self.keys.1.clone(),
+            refusals,
+        ));
         let pages = http::stack(http::api(api).merge(on_http), acceptor.clone(), router_metrics.clone());
         let pages = self.config.cors.layer(pages);
         let operators = http::stack(on_admin, acceptor.clone(), router_metrics.clone());
