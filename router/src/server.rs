@@ -159,6 +159,11 @@ impl Router {
     ) -> Result<(), StillHeld> {
         let metrics = Metrics::of_process("router");
         metrics.show_refusals(self.world.identity().refusals());
+        let (identity, certificate) = (self.world.identity().clone(), self.certificate.clone());
+        metrics.show_certificates(move || {
+            let http = certificate.as_ref().and_then(|certificate| certificate.expiry());
+            identity.expiries().into_iter().chain(http).collect()
+        });
         let drain = Drain { requested: shutdown.clone(), ..Drain::default() };
         let router_metrics = RouterMetrics::new(&metrics);
         let tenants = self.tenants(router_metrics.clone());
