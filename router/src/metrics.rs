@@ -74,7 +74,8 @@ pub struct RouterMetrics {
     /// Requests refused by a limit of their tenant.
     pub tenant_refusals: IntCounterVec,
     pub tenants_reloads: IntCounterVec,
-    keys_fetches: IntCounterVec,
+    /// Fetches of the OpenID provider's keys.
+    pub keys_fetches: IntCounterVec,
 }
 
 /// The metrics of one model's requests.
@@ -164,12 +165,6 @@ impl RouterMetrics {
     /// Counts a request that gets an error.
     pub fn refused(&self, code: &str) {
         self.refusals.with_label_values(&[code]).inc();
-    }
-
-    /// Counts a fetch of the OpenID provider's keys.
-    pub fn keys_fetched(&self, is_success: bool) {
-        let outcome = if is_success { "fetched" } else { "failed" };
-        self.keys_fetches.with_label_values(&[outcome]).inc();
     }
 
     /// Returns the counts of one port's refused connections.

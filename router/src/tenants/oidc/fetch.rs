@@ -42,7 +42,8 @@ pub(in crate::tenants) async fn follow(oidc: &Oidc, url: &Uri, times: FetchTimes
     let mut last = Ok(oidc.keys().text_hash());
     loop {
         let fetched = fetch(&client, url).await;
-        metrics.keys_fetched(fetched.is_ok());
+        let outcome = if fetched.is_ok() { "fetched" } else { "failed" };
+        metrics.keys_fetches.with_label_values(&[outcome]).inc();
         let seen = fetched.as_ref().map(KeySet::text_hash).map_err(Clone::clone);
         let is_new = seen != last;
         last = seen;
