@@ -16,6 +16,9 @@ need_packages() {
     command -v curl >/dev/null || missing+=(curl)
     # Network namespaces, for the network tests.
     command -v ip >/dev/null || missing+=(iproute2)
+    # A browser for the router's live page. It needs many libraries, so it is installed whole.
+    [ -n "${TEST_CHROMIUM:-}" ] || command -v chromium-headless-shell >/dev/null || command -v chromium >/dev/null ||
+        command -v google-chrome >/dev/null || missing+=(chromium-headless-shell)
     python3 -c 'import venv, ensurepip' 2>/dev/null || missing+=(python3-venv)
     [ ${#missing[@]} -eq 0 ] && return
     if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then

@@ -63,7 +63,7 @@ async fn up(
     let world = identity::of_router(&config.cluster, &config.tls)?;
     let router = Router::bind(world, config).await.map_err(CommandError::start)?;
     let mut nodes = start_nodes(args, model, &router)?;
-    let (http, grpc) = (router.http_addr(), router.grpc_addr());
+    let (http, grpc, admin) = (router.http_addr(), router.grpc_addr(), router.admin_addr());
     let cluster = router.cluster();
     let (leave, leaving) = oneshot::channel::<Vec<Node>>();
     let stop_nodes = async {
@@ -77,7 +77,7 @@ async fn up(
         () = shutdown.wait() => Ok(()),
     };
     if came_up.is_ok() && !shutdown.requested() {
-        output::tell_later(table(&cluster));
+        output::tell_later(format!("{}\nlive page: http://{admin}/", table(&cluster)));
         // Scripts wait for this line, the only one on standard output.
         output::print(&format!("ready http=http://{http} grpc=http://{grpc}\n"))?;
         tokio::select! {

@@ -6,10 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::{LabelPair, MetricFamily};
 use prometheus::{
-    Encoder, Gauge, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec,
-    Opts, Registry, TextEncoder,
+    Encoder, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
+    IntGaugeVec, Opts, Registry, TextEncoder,
 };
 
+use crate::identity::certificate::Expiry;
 use crate::identity::refusals::{Refusals, RefusalsOnPage};
 use crate::process_usage::UsageOnPage;
 
@@ -139,6 +140,17 @@ impl Metrics {
         self.add(RefusalsOnPage::new(refusals.clone(), opts));
     }
 
+    /// Adds the ends of certificates' validity. `read` returns them with the names of their settings.
+    pub fn show_certificates(&self, read: impl Fn() -> Vec<Expiry> + Send + Sync + 'static) {
+        let help = "End of the validity of a certificate, in Unix time.";
+        let ends = self.gauge_vec("certificate_expiry_timestamp_seconds", help, &["setting"]);
+        self.before_page(move || {
+            for Expiry { setting, end } in read() {
+                ends.with_label_values(&[setting]).set(end.as_secs() as i64);
+            }
+        });
+    }
+
     pub fn counter(&self, name: &str, help: &str) -> IntCounter {
         self.register(IntCounter::with_opts(self.total(name, help)))
     }
@@ -179,6 +191,13 @@ impl Metrics {
     /// Adds a gauge for ratios and seconds.
     pub fn float_gauge(&self, name: &str, help: &str) -> Gauge {
         self.register(Gauge::with_opts(self.opts(name, help)))
+    }
+
+    /// Adds a gauge for ratios and measured quantities, by label.
+    pub fn float_gauge_vec(&self, name: &str, help: &str, labels: &[&str]) -> GaugeVec {
+        let opts = self.opts(name, help);
+        self.declare(&opts, "gauge");
+        self.register(GaugeVec::new(opts, labels))
     }
 
     pub fn histogram(&self, name: &str, help: &str, buckets: &[f64]) -> Histogram {

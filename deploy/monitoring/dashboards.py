@@ -109,7 +109,27 @@ TRANSFERS = [
     ]),
 ]
 
-DASHBOARDS = {"cluster": ("Baton: cluster", CLUSTER), "router": ("Baton: router", ROUTER), "transfers": ("Baton: transfers", TRANSFERS)}
+# GPUs by the node's address and its number for them. `baton_node_gpu_info` has their names.
+GPUS = [
+    ("Computing", "percentunit", [('baton_node_gpu_utilization_ratio{part="compute"}', "{{instance}} {{gpu}}")]),
+    ("Reading or writing memory", "percentunit", [('baton_node_gpu_utilization_ratio{part="memory"}', "{{instance}} {{gpu}}")]),
+    ("Memory in use", "bytes", [
+        ('baton_node_gpu_memory_bytes{state="used"}', "{{instance}} {{gpu}}"),
+        ("sum by (instance, gpu) (baton_node_gpu_memory_bytes)", "{{instance}} {{gpu}} usable"),
+    ]),
+    ("Power", "watt", [
+        ("baton_node_gpu_power_watts", "{{instance}} {{gpu}}"),
+        ("baton_node_gpu_power_limit_watts", "{{instance}} {{gpu}} limit"),
+    ]),
+    ("Clocks", "hertz", [("baton_node_gpu_clock_hertz", "{{instance}} {{gpu}} {{clock}}")]),
+    ("Temperature", "celsius", [("baton_node_gpu_temperature_celsius", "{{instance}} {{gpu}}")]),
+    ("Energy of an output token", "joule", [
+        (f'sum(baton_node_gpu_power_watts) / {rate("baton_router_output_tokens_total")}', "all GPUs"),
+    ]),
+    ("GPUs by name", "short", [("count by (name) (baton_node_gpu_info)", "{{name}}")]),
+]
+
+DASHBOARDS = {"cluster": ("Baton: cluster", CLUSTER), "router": ("Baton: router", ROUTER), "transfers": ("Baton: transfers", TRANSFERS), "gpus": ("Baton: GPUs", GPUS)}
 
 
 def panel(nth, title, unit, queries):

@@ -20,6 +20,7 @@ pub mod life;
 pub mod lives;
 pub mod switch;
 pub mod watchdog;
+mod gpus;
 pub mod metrics;
 pub mod error;
 

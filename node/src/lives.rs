@@ -12,7 +12,7 @@ use chassis::admin::Readiness;
 use chassis::error::StartError;
 use chassis::metrics::Metrics;
 use chassis::rpc::Callers;
-use chassis::{Listener, Shutdown, World};
+use chassis::{Gate, Listener, Shutdown, World, spawn_guarded};
 use engine::{Asleep, Backend, BackendError, SleepFailed, WakeFailed};
 use registry::Registry;
 use scheduler::WorkerState;
@@ -24,6 +24,7 @@ use types::{NodeId, Role, in_full};
 
 use crate::config::NodeConfig;
 use crate::error::NodeError;
+use crate::gpus;
 use crate::life::{Life, live};
 use crate::metrics::ProcessMetrics;
 use crate::parts::{BackendParts, Drive, NodeParts, NodeWithoutWorker, WorkerRun};
@@ -60,6 +61,8 @@ pub struct Lives<'a> {
 pub async fn run(lives: Lives<'_>, backend: Box<dyn Backend>) -> Result<(), NodeError> {
     let Lives { config, id, role, registry, services, world, metrics, drive, shutdown, grpc, admin } = lives;
     metrics.show_refusals(world.identity().refusals());
+    let identity = world.identity().clone();
+    metrics.show_certificates(move || identity.expiries());
     let readiness = Readiness::unready("starting");
     let (switch, requests) = switch();
     let host = config.advertise.as_deref();
@@ -86,7 +89,11 @@ pub async fn run(lives: Lives<'_>, backend: Box<dyn Backend>) -> Result<(), Node
         address,
         admin: admin_address,
     };
+    let gate = Gate::new("gpus");
+    let gpus = gpus::follow(config.engine.gpus(), node.metrics.gpus.clone());
+    let reading = spawn_guarded(&gate, "gpus", gpus);
     let ended = node.go_on(backend).await;
+    drop(reading);
     ports.close().await;
     ended
 }

@@ -11,6 +11,8 @@ use types::{BlockCounts, Role};
 
 use chassis::counted::Counter;
 
+use crate::gpus::GpuMetrics;
+
 /// The interval at which the gauges are updated.
 const PACE: Duration = Duration::from_millis(250);
 
@@ -22,6 +24,7 @@ pub struct ProcessMetrics {
     pub(crate) scheduler: SchedulerMetrics,
     pub(crate) transfer: TransferMetrics,
     asleep: IntGauge,
+    pub(crate) gpus: GpuMetrics,
 }
 
 /// Gauges that follow the block pool and the open landings.
@@ -39,6 +42,7 @@ impl ProcessMetrics {
             scheduler: SchedulerMetrics::new(metrics),
             transfer: TransferMetrics::new(metrics),
             asleep: metrics.gauge("asleep", "1 while the node sleeps: it has neither weights nor KV."),
+            gpus: GpuMetrics::new(metrics),
         }
     }
 

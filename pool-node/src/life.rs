@@ -44,6 +44,8 @@ pub struct Life<'a> {
 pub async fn live(life: Life<'_>) -> Result<(), PoolNodeError> {
     let Life { config, id, world, metrics, registry, shutdown, grpc, admin } = life;
     metrics.show_refusals(world.identity().refusals());
+    let identity = world.identity().clone();
+    metrics.show_certificates(move || identity.expiries());
     let host = config.advertise.as_deref();
     let (address, admin_address) = (advertised(host, &*grpc)?, advertised(host, &*admin)?);
     let readiness = Readiness::unready("waiting for a node whose KV can be kept");

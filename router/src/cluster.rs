@@ -19,7 +19,7 @@ use registry::{MembersFile, MembershipEvent, OldMembers, Registry, RegistryError
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
-use types::{BlockHash, Epoch, ModelInfo, NodeId, NodeInfo, RequestedModel};
+use types::{BlockHash, Epoch, ModelInfo, NodeId, NodeInfo, NodeLoad, RequestedModel};
 
 pub use cached::{CachedBlocks, Gap};
 pub use members::{Group, ModelGroups, NodeState, WantedFingerprint};
@@ -153,9 +153,9 @@ impl Cluster {
         self.members().groups()
     }
 
-    /// Returns the number of prompts that wait for KV room on a node, according to its last report.
-    pub fn n_waiting(&self, id: &NodeId) -> u32 {
-        self.members().by_id.get(id).map_or(0, |member| member.load.waiting)
+    /// Returns the load of a node according to its last report.
+    pub fn load(&self, id: &NodeId) -> NodeLoad {
+        self.members().by_id.get(id).map(|member| member.load).unwrap_or_default()
     }
 
     /// Checks that requests can be served. An error is the reason why not.

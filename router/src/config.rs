@@ -1,11 +1,13 @@
 //! A router's configuration: [`RawRouterConfig`] is the file, [`RouterConfig`] the checked form.
 
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use chassis::connections::ConnectionLimits;
 use chassis::identity::settings::{ClusterSection, TlsSection};
 use chassis::telemetry::{LogExpert, LogSection, LogSettings};
+use http::Uri;
 use serde::{Deserialize, Serialize};
 
 use types::FingerprintDigest;
@@ -16,7 +18,7 @@ use crate::dispatch::{Budget, Order};
 use crate::drain::DrainTimes;
 use crate::http::{CertificateFiles, CorsOrigins};
 use crate::policy;
-use crate::tenants::{OidcSettings, TrustedProxies};
+use crate::tenants::{KeySource, OidcSettings, TrustedProxies};
 
 /// A router's TOML file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -148,6 +150,9 @@ pub struct OidcSection {
     pub audience: String,
     /// The file with the provider's keys, a JSON Web Key Set. A change is in force within 5 s.
     pub keys_file: String,
+    /// The URL of the keys, in place of the file: `https`, or `http` on this machine. They are fetched every 5
+    /// minutes, and within 5 s after a token names an unknown key.
+    pub keys_url: String,
     /// The claim with the tenant's name. The claim `baton_limits` may have limits, written like a tenant's
     /// section in the tenants file. The tenants file has priority over the claim.
     pub tenant_claim: String,
@@ -159,6 +164,7 @@ impl Default for OidcSection {
             issuer: String::new(),
             audience: String::new(),
             keys_file: String::new(),
+            keys_url: String::new(),
             tenant_claim: "tenant".to_owned(),
         }
     }
@@ -313,23 +319,44 @@ fn trusted_proxies(texts: &[String]) -> Result<TrustedProxies, UnknownChoice> {
     TrustedProxies::parse(texts).map_err(|text| unknown("router.trusted_proxies", text, &known))
 }
 
-/// Returns the provider of tokens, if it has an issuer. Then all of its settings are needed.
+/// Returns the provider of tokens, if it has an issuer. Then all of its settings are needed, and either place of
+/// its keys.
 fn provider(section: OidcSection) -> Result<Option<OidcSettings>, UnknownChoice> {
-    let OidcSection { issuer, audience, keys_file, tenant_claim } = section;
-    if issuer.is_empty() && audience.is_empty() && keys_file.is_empty() {
+    let OidcSection { issuer, audience, keys_file, keys_url, tenant_claim } = section;
+    if [&issuer, &audience, &keys_file, &keys_url].into_iter().all(String::is_empty) {
         return Ok(None);
     }
     for (key, value, known) in [
         ("expert.oidc.issuer", &issuer, "the issuer of tokens"),
         ("expert.oidc.audience", &audience, "the audience of tokens"),
-        ("expert.oidc.keys_file", &keys_file, "the file with the provider's keys"),
         ("expert.oidc.tenant_claim", &tenant_claim, "the name of a claim"),
     ] {
         if value.is_empty() {
             return Err(unknown(key, String::new(), &[known]));
         }
     }
-    Ok(Some(OidcSettings { issuer, audience, keys_file: keys_file.into(), tenant_claim }))
+    let keys = match (keys_file.is_empty(), keys_url.is_empty()) {
+        (false, true) => KeySource::File(keys_file.into()),
+        (true, false) => KeySource::Url(keys_address(keys_url)?),
+        _ => return Err(unknown("expert.oidc.keys_url", keys_url, &["one of keys_file and keys_url"])),
+    };
+    Ok(Some(OidcSettings { issuer, audience, keys, tenant_claim }))
+}
+
+/// Parses the URL of a provider's keys. Keys over plaintext could be replaced on their way, so `http` is only for
+/// this machine.
+fn keys_address(text: String) -> Result<Uri, UnknownChoice> {
+    let url = text.parse::<Uri>().ok();
+    let is_safe = |url: &Uri| match (url.scheme_str(), url.host()) {
+        (Some("https"), Some(_)) => true,
+        (Some("http"), Some(host)) => {
+            let host = host.trim_matches(['[', ']']);
+            host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+        }
+        _ => false,
+    };
+    let known = ["https://HOST/PATH", "http:// on this machine"];
+    url.filter(is_safe).ok_or_else(|| unknown("expert.oidc.keys_url", text, &known))
 }
 
 /// Returns the files of the certificate. Both are set, or neither is.
@@ -410,6 +437,36 @@ mod tests {
         assert_eq!(key, "expert.router.cors_origins");
         assert_eq!(refused(|raw| raw.expert.oidc.issuer = "i".to_owned()), "expert.oidc.audience");
         assert_eq!(refused(|raw| raw.expert.oidc.keys_file = "k".to_owned()), "expert.oidc.issuer");
+    }
+
+    #[test]
+    fn a_providers_keys_come_from_a_file_or_a_safe_url() {
+        let keys = |keys_file: &str, keys_url: &str| {
+            let section = OidcSection {
+                issuer: "i".to_owned(),
+                audience: "a".to_owned(),
+                keys_file: keys_file.to_owned(),
+                keys_url: keys_url.to_owned(),
+                ..OidcSection::default()
+            };
+            provider(section).map(|settings| settings.expect("a provider").keys).map_err(|error| error.key)
+        };
+        assert_eq!(keys("k", ""), Ok(KeySource::File("k".into())));
+        for url in
+            ["https://id.example/keys", "http://127.0.0.1:9/keys", "http://localhost/k", "http://[::1]/k"]
+        {
+            assert_eq!(keys("", url), Ok(KeySource::Url(url.parse().expect("a URL"))));
+        }
+        for (file, url) in [
+            ("", ""),
+            ("k", "https://a"),
+            ("", "http://id.example/keys"),
+            ("", "ftp://a"),
+            ("", "keys"),
+            ("", "/k"),
+        ] {
+            assert_eq!(keys(file, url), Err("expert.oidc.keys_url"), "{file} {url}");
+        }
     }
 
     #[test]

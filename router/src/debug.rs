@@ -1,5 +1,7 @@
-//! Debug pages for operators: the nodes of the cluster, the state of every KV block, and requests.
+//! Debug pages for operators: the nodes of the cluster, the state of every KV block, requests, and
+//! the live page.
 
+mod live;
 mod requests;
 
 use std::collections::HashSet;
@@ -15,7 +17,7 @@ use futures::future::join_all;
 use proto::v1;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
-use types::{BlockCounts, MissingWire, NodeId, NodeInfo};
+use types::{BlockCounts, MissingWire, NodeId, NodeInfo, NodeLoad};
 
 use crate::cluster::{Cluster, Group, ModelGroups, NodeState};
 use crate::pairs::pairs;
@@ -47,6 +49,12 @@ pub fn router(parts: DebugParts, key: AdminKey, refusals: Refusals) -> Router {
     key.guard(pages, refusals).route("/metrics", metrics).route("/version", get(chassis::admin::version))
 }
 
+/// Serves the same pages, the live page, and its chat box, which requires the key too.
+pub fn admin_router(parts: DebugParts, chat_box: Router, key: AdminKey, refusals: Refusals) -> Router {
+    let chat_box = key.clone().guard(chat_box, refusals.clone());
+    router(parts, key, refusals).merge(chat_box).route("/", get(live::page))
+}
+
 async fn nodes(State(cluster): State<Cluster>) -> Json<Value> {
     let everyone = cluster.everyone();
     let nodes: Vec<Value> = everyone.iter().map(|(info, state)| node(&cluster, info, state)).collect();
@@ -59,6 +67,7 @@ async fn nodes(State(cluster): State<Cluster>) -> Json<Value> {
 fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {
     let connectors: Vec<&str> = info.wires.iter().map(|wire| wire.scheme.as_str()).collect();
     let without: Vec<Value> = info.without.iter().map(missing).collect();
+    let load = cluster.load(&info.id);
     let mut node = json!({
         "id": info.id.as_str(),
         "epoch": info.epoch.to_string(),
@@ -71,7 +80,8 @@ fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {
         "model": info.model.name,
         "fingerprint": info.model.fingerprint.digest().to_string(),
         "state": state.as_str(),
-        "waiting": cluster.n_waiting(&info.id),
+        "waiting": load.waiting,
+        "load": self::load(load),
         "known_from": if cluster.is_old(&info.id) { "file" } else { "registry" },
         "cached_blocks": cluster.cached(&info.id).hashes().map(HashSet::len),
     });
@@ -79,6 +89,20 @@ fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {
         node["reason"] = json!(reason);
     }
     node
+}
+
+/// Returns what a node last reported about its load.
+fn load(load: NodeLoad) -> Value {
+    let mut shown = json!({
+        "running": load.running,
+        "arriving": load.arriving,
+        "queued_tokens": load.queued_tokens,
+        "queue_ms": load.queue_ms,
+        "step_ms": load.step_ms,
+        "blocks": {},
+    });
+    add_counts(&mut shown["blocks"], load.blocks);
+    shown
 }
 
 /// Returns a model's groups of nodes as JSON, with the serving group and the reason for its choice.

@@ -74,6 +74,8 @@ pub struct RouterMetrics {
     /// Requests refused by a limit of their tenant.
     pub tenant_refusals: IntCounterVec,
     pub tenants_reloads: IntCounterVec,
+    /// Fetches of the OpenID provider's keys.
+    pub keys_fetches: IntCounterVec,
 }
 
 /// The metrics of one model's requests.
@@ -141,6 +143,11 @@ impl RouterMetrics {
             tenants_reloads: counter(
                 "tenants_file_reloads_total",
                 "Changes of the tenants file.",
+                &["outcome"],
+            ),
+            keys_fetches: counter(
+                "oidc_keys_fetches_total",
+                "Fetches of the OpenID provider's keys by URL.",
                 &["outcome"],
             ),
         }

@@ -136,6 +136,11 @@ impl Router {
         self.http.1
     }
 
+    /// Returns the address of the admin port, which serves the live page.
+    pub fn admin_addr(&self) -> SocketAddr {
+        self.admin.1
+    }
+
     pub fn grpc_addr(&self) -> SocketAddr {
         self.grpc.1
     }
@@ -153,7 +158,7 @@ impl Router {
         nodes_stopped: impl Future<Output = ()>,
     ) -> Result<(), StillHeld> {
         let metrics = Metrics::of_process("router");
-        metrics.show_refusals(self.world.identity().refusals());
+        self.show_identity(&metrics);
         let drain = Drain { requested: shutdown.clone(), ..Drain::default() };
         let router_metrics = RouterMetrics::new(&metrics);
         let tenants = self.tenants(router_metrics.clone());
@@ -175,11 +180,12 @@ impl Router {
             metrics,
             settings: self.config.shown.clone(),
         };
-        let operators = |key: &AdminKey| {
-            let refusals = self.world.identity().refusals().clone();
-            http::health(api.clone()).merge(debug::router(shown.clone(), key.clone(), refusals))
-        };
-        let (on_http, on_admin) = (operators(&self.keys.0), operators(&self.keys.1));
+        let refusals = self.world.identity().refusals().clone();
+        let (http_key, admin_key) = self.keys.clone();
+        let on_http = debug::router(shown.clone(), http_key, refusals.clone());
+        let on_admin = debug::admin_router(shown, http::chat_box(api.clone()), admin_key, refusals);
+        let on_admin = on_admin.merge(http::health(api.clone()));
+        let on_http = on_http.merge(http::health(api.clone()));
         let pages = http::stack(http::api(api).merge(on_http), acceptor.clone(), router_metrics.clone());
         let pages = self.config.cors.layer(pages);
         let operators = http::stack(on_admin, acceptor.clone(), router_metrics.clone());
@@ -219,6 +225,16 @@ impl Router {
             warn!(%late, "router tasks are still running at the end of the drain");
         }
         [http, grpc, admin].into_iter().filter_map(Result::ok).collect()
+    }
+
+    /// Adds the counts of refused callers and the ends of certificates to the page.
+    fn show_identity(&self, page: &Metrics) {
+        let (identity, certificate) = (self.world.identity().clone(), self.certificate.clone());
+        page.show_refusals(identity.refusals());
+        page.show_certificates(move || {
+            let http = certificate.as_ref().and_then(|certificate| certificate.expiry());
+            identity.expiries().into_iter().chain(http).collect()
+        });
     }
 
     /// Adds the gauges of requests under way to the page, and vLLM's names where the setting asks for them.

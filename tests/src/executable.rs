@@ -43,6 +43,16 @@ pub fn prometheus(program: &str) -> PathBuf {
     if cached.exists() { cached } else { PathBuf::from(program) }
 }
 
+/// Returns a Chromium: `TEST_CHROMIUM`, or the first one on the path.
+pub fn chromium() -> PathBuf {
+    let known = ["chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"];
+    let folders = std::env::var_os("PATH").unwrap_or_default();
+    let paths =
+        known.iter().flat_map(|name| std::env::split_paths(&folders).map(move |folder| folder.join(name)));
+    let found = || paths.into_iter().find(|path| path.exists()).expect("./test.sh installs Chromium");
+    std::env::var_os("TEST_CHROMIUM").map_or_else(found, PathBuf::from)
+}
+
 /// Returns the Python that `./test.sh` sets up: `TEST_PYTHON`, or the one in the cache.
 pub fn python() -> PathBuf {
     let cached = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../.cache/python/bin/python");

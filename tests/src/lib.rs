@@ -15,8 +15,10 @@ pub mod client;
 pub mod check;
 pub mod flood;
 pub mod probe;
+pub mod browser;
 pub mod sim;
 
+pub use browser::Browser;
 pub use client::{Answer, Ask, Client, Failed};
 pub use etcd::Etcd;
 pub use executable::python;

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use baton_tests::check::prompts;
-use baton_tests::executable::prometheus;
-use baton_tests::fleet::PACED;
+use baton_tests::executable::{self, prometheus};
+use baton_tests::fleet::{PACED, Settings};
 use baton_tests::logs::A_NODE_DIES;
 use baton_tests::{Ask, Client, Fleet, eventually, free_addr, in_time};
 use futures::future::join_all;
@@ -141,6 +141,7 @@ impl Drop for Prometheus {
 /// Returns all queries of the dashboards.
 fn queries() -> Vec<String> {
     let mut found = Vec::new();
+    // Without a GPU there is nothing to query for gpus.json.
     for name in ["cluster", "router", "transfers"] {
         let dashboard: Value = serde_json::from_str(&read(format!("dashboards/{name}.json"))).expect("JSON");
         for panel in dashboard["panels"].as_array().expect("panels") {
@@ -150,6 +151,20 @@ fn queries() -> Vec<String> {
         }
     }
     found
+}
+
+/// The queries of GPUs name metrics that the page documents.
+#[test]
+fn the_dashboard_of_gpus_names_known_metrics() {
+    let page = std::fs::read_to_string(folder().join("../../docs/metrics.md")).expect("the page");
+    let dashboard = read("dashboards/gpus.json");
+    let is_name = |c: char| c.is_ascii_lowercase() || c == '_';
+    let names: BTreeSet<&str> =
+        dashboard.split(|c| !is_name(c)).filter(|word| word.starts_with("baton_")).collect();
+    assert!(names.len() > 6, "{names:?}");
+    for name in names {
+        assert!(page.contains(&format!("`{name}`")), "docs/metrics.md lacks {name}");
+    }
 }
 
 /// Returns what the rules compute, and what the alerts compare with their thresholds.
@@ -190,8 +205,19 @@ fn promtool_finds_nothing(page: &str) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_dead_and_a_sleeping_node_are_seen() {
     let roles = [("prefill", 2), ("pool", 1), ("decode", 2)];
-    let order = vec![("BATON_ROUTER__ORDER", "prefill-first".to_owned())];
-    let mut fleet = Fleet::start_all(PACED, &roles, order, |_| Vec::new()).await;
+    let certificates = tempfile::tempdir().expect("a folder");
+    succeeds(Command::new(executable::baton()).arg("certs").arg(certificates.path()));
+    let of_role = |role: &str| -> Settings {
+        let file = |name: String| certificates.path().join(name).display().to_string();
+        vec![
+            ("BATON_TLS__CA", file("ca.pem".to_owned())),
+            ("BATON_TLS__CERT", file(format!("{role}.pem"))),
+            ("BATON_TLS__KEY", file(format!("{role}.key"))),
+        ]
+    };
+    let order = ("BATON_ROUTER__ORDER", "prefill-first".to_owned());
+    let of_router = of_role("router").into_iter().chain([order]).collect();
+    let mut fleet = Fleet::start_all(PACED, &roles, of_router, of_role).await;
     fleet.expect_log(A_NODE_DIES);
     let nodes: Vec<SocketAddr> = fleet.nodes.iter().map(|node| node.admin).collect();
     let targets: Vec<SocketAddr> = nodes.iter().copied().chain([fleet.admin]).collect();

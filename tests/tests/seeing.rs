@@ -1,4 +1,7 @@
-//! Tests of observability: one tree of spans per request, and metrics that the code increments.
+//! Tests of observability: one tree of spans per request, metrics that the code increments, and the live page.
+
+#[path = "seeing/page.rs"]
+mod page;
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,10 +1,11 @@
 //! The name in a certificate, `baton://CLUSTER/ROLE/NODE` among its URI names, and who is expected at the other end.
 
 use std::fmt;
+use std::time::Duration;
 
-use rustls::pki_types::CertificateDer;
+use rustls::pki_types::{CertificateDer, UnixTime};
 use types::{NodeId, Role};
-use webpki::EndEntityCert;
+use webpki::{EndEntityCert, KeyUsage};
 
 /// The role of the process that a certificate is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +45,26 @@ impl CertRole {
     /// Whether a node with this certificate may have `role`.
     pub fn covers(self, role: Role) -> bool {
         self.as_str() == role.as_str() || (self == Self::Both && (role.prefills() || role.decodes()))
+    }
+}
+
+/// The end of a certificate's validity, as the time since 1970.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Expiry {
+    /// The setting that names the certificate's file.
+    pub setting: &'static str,
+    pub end: Duration,
+}
+
+/// Returns the end of a certificate's validity, as the time since 1970. Nothing else in it is checked.
+pub fn not_after(certificate: &CertificateDer<'_>) -> Option<Duration> {
+    let far = UnixTime::since_unix_epoch(Duration::from_secs(u64::MAX / 2));
+    let parsed = EndEntityCert::try_from(certificate).ok()?;
+    // The validity is checked before the issuer, so no authority is needed.
+    let checked = parsed.verify_for_usage(&[], &[], &[], far, KeyUsage::server_auth(), None, None);
+    match checked.err()? {
+        webpki::Error::CertExpired { not_after, .. } => Some(Duration::from_secs(not_after.as_secs())),
+        _ => None,
     }
 }
 

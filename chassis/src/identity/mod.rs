@@ -28,7 +28,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use certificate::{CertName, CertRole, ExpectedPeer};
+pub use certificate::{CertName, CertRole, ExpectedPeer, Expiry};
 pub use refusals::Refusals;
 use refusals::RefusedKind;
 use replay::SeenNonces;
@@ -71,6 +71,11 @@ impl Identity {
 
     pub fn tls(&self) -> Option<&Tls> {
         self.tls.as_ref()
+    }
+
+    /// Returns the ends of the certificates' validity.
+    pub fn expiries(&self) -> Vec<Expiry> {
+        self.tls.as_ref().map(Tls::expiries).unwrap_or_default()
     }
 
     /// Counts a refused handshake, and returns it as the error of its connection.

@@ -23,7 +23,7 @@ use self::files::Certificates;
 pub use self::files::{TlsFileError, TlsFiles, TlsPem};
 pub use self::refused::TlsRefused;
 use self::stream::SecureStream;
-use super::certificate::{CertName, ExpectedPeer};
+use super::certificate::{CertName, ExpectedPeer, Expiry};
 use crate::net::Stream;
 use crate::reload;
 use crate::world::World;
@@ -72,6 +72,13 @@ impl Tls {
     /// The end of the validity of the own certificate, as the time since 1970.
     pub fn not_after(&self) -> Option<Duration> {
         self.current().not_after()
+    }
+
+    /// The ends of the own certificate's and of the CA's validity.
+    pub fn expiries(&self) -> Vec<Expiry> {
+        let current = self.current();
+        let ends = [("tls.cert", current.not_after()), ("tls.ca", current.ca_not_after())];
+        ends.into_iter().filter_map(|(setting, end)| Some(Expiry { setting, end: end? })).collect()
     }
 
     fn current(&self) -> Arc<Certificates> {

@@ -325,7 +325,16 @@ fn files_table() {
 fn the_end_of_validity_is_known() {
     let tls =
         Tls::of_pem(&Authority::new().issue("baton://c/prefill/p", Valid::UntilLastYear)).expect("it loads");
-    assert_eq!(tls.not_after(), Some(Duration::from_secs(1_735_689_600)));
+    let end = Duration::from_secs(1_735_689_600);
+    assert_eq!(tls.not_after(), Some(end));
+    let metrics = crate::metrics::Metrics::new("node");
+    let identity = Identity::default().with_tls(tls);
+    let [own, ca] = identity.expiries().try_into().expect("two certificates");
+    assert_eq!((own.setting, own.end, ca.setting), ("tls.cert", end, "tls.ca"));
+    assert!(ca.end > end, "the authority is valid for longer: {ca:?}");
+    metrics.show_certificates(move || identity.expiries());
+    let line = "baton_node_certificate_expiry_timestamp_seconds{setting=\"tls.cert\"} 1735689600\n";
+    assert!(metrics.page().contains(line), "{}", metrics.page());
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,5 +1,6 @@
 //! The shared libraries of a GPU: the driver, NVRTC and cuBLASLt. They are loaded at run time, never linked.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use cudarc::driver::{result, sys};
@@ -29,6 +30,26 @@ pub(super) fn driver() -> Result<usize, CudaError> {
     })?;
     let n_cards = result::device::get_count().map_err(CudaError::during("count the GPUs"))?;
     if n_cards == 0 { Err(CudaError::NoDevice) } else { Ok(n_cards as usize) }
+}
+
+/// Returns the identifiers of these GPUs, as NVIDIA's tools write them.
+pub fn gpu_uuids(ordinals: Range<usize>) -> Result<Vec<String>, CudaError> {
+    let n_cards = driver()?;
+    let uuid = |ordinal: usize| {
+        if ordinal >= n_cards {
+            return Err(CudaError::NoSuchDevice { ordinal, n_cards });
+        }
+        let found = result::device::get(ordinal as i32).and_then(result::device::get_uuid);
+        let uuid = found.map_err(CudaError::during("ask for the GPU's identifier"))?;
+        Ok(uuid_text(uuid.bytes.map(|byte| byte as u8)))
+    };
+    ordinals.map(uuid).collect()
+}
+
+fn uuid_text(bytes: [u8; 16]) -> String {
+    let hex: Vec<String> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    let parts = [&hex[..4], &hex[4..6], &hex[6..8], &hex[8..10], &hex[10..]];
+    format!("GPU-{}", parts.map(|part| part.concat()).join("-"))
 }
 
 /// Returns the newest CUDA version whose code the driver can run.

@@ -44,6 +44,7 @@ pub use copied_pages::{PageRuns, RemotePages, SlotAt, SomePages};
 pub use error::CudaError;
 pub use event::Event;
 pub use graph::Graph;
+pub use library::gpu_uuids;
 pub use memory::DeviceMemory;
 pub use page_copier::{CopyDone, CopyJob, PageCopier, PageDigests};
 pub use page_copier_size::PageCopierSize;

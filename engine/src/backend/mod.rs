@@ -2,6 +2,7 @@
 
 use std::fmt::Debug;
 use std::num::NonZero;
+use std::ops::Range;
 use std::path::Path;
 
 use kv_cache::KvMemory;
@@ -131,6 +132,14 @@ impl Default for StepLimits {
 }
 
 impl EngineSettings {
+    /// Returns the numbers of the GPUs that compute the model. With `auto` the machine may have none.
+    pub fn gpus(&self) -> Range<usize> {
+        let is_folder = Path::new(&self.model).join("config.json").exists();
+        let is_on_gpu = if is_folder { self.device != Device::Cpu } else { self.model.starts_with("cuda:") };
+        let first = self.cuda().ordinal;
+        if is_on_gpu { first..first + usize::from(self.ranks.get()) } else { 0..0 }
+    }
+
     /// Returns the part of the settings that a GPU backend takes.
     pub fn cuda(&self) -> cuda::CudaSettings {
         cuda::CudaSettings {

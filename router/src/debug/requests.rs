@@ -63,6 +63,7 @@ fn line(record: &RequestRecord, summary: &RequestSummary) -> Value {
         "output_tokens": summary.output_tokens,
         "tries": summary.tries,
         "continuations": summary.continuations,
+        "stages_ms": stages(summary),
     });
     match summary.outcome {
         Some(outcome) => line["outcome"] = json!(outcome),
@@ -76,7 +77,6 @@ fn whole(record: &RequestRecord) -> Value {
     let summary = record.summary();
     let mut whole = line(record, &summary);
     whole["cached_tokens"] = json!(summary.cached_tokens);
-    whole["stages_ms"] = stages(&summary);
     whole["prefill_node_ms"] = json!(
         summary.prefill_node.map(|(queue, compute)| json!({ "queue": ms(queue), "compute": ms(compute) }))
     );

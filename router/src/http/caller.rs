@@ -3,7 +3,10 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use http::{HeaderMap, header};
+use axum::extract::Request;
+use axum::middleware::Next;
+use axum::response::Response;
+use http::{HeaderMap, HeaderValue, header};
 use types::RequestId;
 
 use crate::accept::{Acceptor, Caller};
@@ -16,6 +19,19 @@ const TIMEOUT: &str = "x-baton-timeout-ms";
 const TENANT: &str = "x-baton-tenant";
 /// The header with the priority. Higher values run first; zero if absent.
 const PRIORITY: &str = "x-baton-priority";
+/// The header with the API key on the admin port, where `authorization` has the admin key.
+const API_KEY: &str = "x-baton-api-key";
+
+/// Moves the API key of a request on the admin port to where [`client`] looks for it.
+pub(crate) async fn take_api_key(mut request: Request, next: Next) -> Response {
+    let headers = request.headers_mut();
+    headers.remove(header::AUTHORIZATION);
+    let bearer = headers.remove(API_KEY).map(|key| [b"Bearer ", key.as_bytes()].concat());
+    if let Some(bearer) = bearer.and_then(|bearer| HeaderValue::from_bytes(&bearer).ok()) {
+        headers.insert(header::AUTHORIZATION, bearer);
+    }
+    next.run(request).await
+}
 
 pub(crate) fn client(
     acceptor: &Acceptor,

@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 
+use chassis::identity::certificate::{Expiry, not_after};
 use chassis::reload;
 use chassis::server::PortTls;
 use rustls::ServerConfig;
@@ -107,6 +108,12 @@ impl Certificate {
             .with_cert_resolver(Arc::clone(self) as _);
         config.alpn_protocols = [&b"h2"[..], b"http/1.1"].map(<[u8]>::to_vec).to_vec();
         PortTls::Clients(Arc::new(config))
+    }
+
+    /// Returns the end of the certificate's validity.
+    pub fn expiry(&self) -> Option<Expiry> {
+        let end = self.current().key.cert.iter().filter_map(not_after).min()?;
+        Some(Expiry { setting: "router.tls_cert_file", end })
     }
 
     fn current(&self) -> Pair {

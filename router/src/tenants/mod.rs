@@ -25,7 +25,8 @@ use types::prompt::Priority;
 
 pub use self::key::ApiKey;
 pub use self::limits::{Account, Limit, LimitReached, TenantLimits, TenantPermit};
-pub use self::oidc::{KeySet, Oidc, OidcSettings};
+use self::oidc::fetch::{self, FetchTimes};
+pub use self::oidc::{KeySet, KeySource, Oidc, OidcSettings};
 pub use self::proxies::TrustedProxies;
 pub use self::table::{TableError, TenantTable};
 use crate::accept::checked_tenant;
@@ -152,7 +153,7 @@ impl Tenants {
     }
 
     /// Reads the tenants file and the provider's keys at intervals and applies changes, until the future is
-    /// dropped. A file with an error changes nothing: the error is logged once and counted.
+    /// dropped. An error changes nothing, and is logged once.
     pub async fn follow_files(self) {
         let Some(keys) = &self.0.keys else { return };
         tokio::join!(keys.follow_table(), keys.follow_provider());
@@ -176,8 +177,14 @@ impl Keys {
 
     async fn follow_provider(&self) {
         let Some(oidc) = &self.oidc else { return };
+        let file = match oidc.source() {
+            KeySource::Url(url) => {
+                return fetch::follow(oidc, url, FetchTimes::default(), &self.metrics).await;
+            }
+            KeySource::File(file) => file,
+        };
         let read = || {
-            let file = oidc.keys_file().to_owned();
+            let file = file.clone();
             move || KeySet::load(&file)
         };
         let changed = |loaded: Result<KeySet, TableError>| match loaded {

@@ -1,7 +1,10 @@
 //! Access by the tokens of an OpenID provider: signed claims name the tenant and its limits.
 //!
-//! The provider's public keys are in a JWKS file, which is read again when it changes. Only signatures with a
-//! private key are accepted: no `alg: none`, and no HMAC, whose key every verifier would have.
+//! The provider's public keys are in a JWKS file, which is read again when it changes, or are fetched by URL
+//! ([`fetch`]). Only signatures with a private key are accepted: no `alg: none`, and no HMAC, whose key every
+//! verifier would have.
+
+pub(super) mod fetch;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -9,11 +12,13 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
+use http::Uri;
 use jsonwebtoken::errors::{Error, ErrorKind};
 use jsonwebtoken::jwk::{AlgorithmParameters, EllipticCurve, Jwk, JwkSet};
 use jsonwebtoken::{Algorithm, DecodingKey, Validation, decode, decode_header};
 use serde::Deserialize;
 use serde_json::{Map, Value};
+use tokio::sync::Notify;
 use types::TenantId;
 
 use super::limits::{Account, TenantLimits};
@@ -34,10 +39,16 @@ const ACCOUNTS_MAX: usize = 10_000;
 pub struct OidcSettings {
     pub issuer: String,
     pub audience: String,
-    /// The file with the provider's keys, a JSON Web Key Set.
-    pub keys_file: PathBuf,
+    pub keys: KeySource,
     /// The claim with the tenant's name.
     pub tenant_claim: String,
+}
+
+/// Where the provider's keys are, a JSON Web Key Set.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KeySource {
+    File(PathBuf),
+    Url(Uri),
 }
 
 /// The reason why a token is refused. Clients see it.
@@ -69,9 +80,11 @@ pub struct Oidc {
     keys: RwLock<Arc<KeySet>>,
     /// Locked for a look-up, never across an await.
     accounts: Mutex<HashMap<TenantId, Arc<Account>>>,
+    /// Told when a token names an unknown key.
+    unknown_key: Notify,
 }
 
-/// The contents of the JWKS file, by key id.
+/// The keys of a key set, by key id.
 pub struct KeySet {
     keys: HashMap<String, VerifyingKey>,
     text_hash: blake3::Hash,
@@ -111,14 +124,24 @@ impl TokenRefused {
 // === impl Oidc ===
 
 impl Oidc {
-    /// Reads the keys. Blocks.
+    /// Reads the keys of a file, and blocks meanwhile. Keys by URL are fetched later, so that a router starts while
+    /// the provider is away: it refuses tokens until then.
     pub fn load(settings: OidcSettings) -> Result<Self, TableError> {
-        let keys = RwLock::new(Arc::new(KeySet::load(&settings.keys_file)?));
-        Ok(Self { settings, keys, accounts: Mutex::default() })
+        let keys = match &settings.keys {
+            KeySource::File(file) => KeySet::load(file)?,
+            KeySource::Url(_) => KeySet::none(),
+        };
+        let (keys, unknown_key) = (RwLock::new(Arc::new(keys)), Notify::new());
+        Ok(Self { settings, keys, accounts: Mutex::default(), unknown_key })
     }
 
-    pub(super) fn keys_file(&self) -> &Path {
-        &self.settings.keys_file
+    pub(super) fn source(&self) -> &KeySource {
+        &self.settings.keys
+    }
+
+    /// Returns once a token has named an unknown key since the last call. Cancel-safe.
+    async fn unknown_key(&self) {
+        self.unknown_key.notified().await;
     }
 
     pub(super) fn keys(&self) -> Arc<KeySet> {
@@ -136,7 +159,10 @@ impl Oidc {
         }
         let header = decode_header(token).map_err(|error| refused(&error))?;
         let keys = self.keys();
-        let key = keys.find(header.kid.as_deref()).ok_or(TokenRefused::UnknownKey)?;
+        let Some(key) = keys.find(header.kid.as_deref()) else {
+            self.unknown_key.notify_one();
+            return Err(TokenRefused::UnknownKey);
+        };
         if !key.algorithms.contains(&header.alg) {
             return Err(TokenRefused::Algorithm);
         }
@@ -211,20 +237,29 @@ impl KeySet {
     pub fn load(file: &Path) -> Result<Self, TableError> {
         let failed = |reason| TableError::new(file, reason);
         let text = std::fs::read(file).map_err(|error| failed(error.to_string()))?;
-        let set: JwkSet = serde_json::from_slice(&text).map_err(|error| failed(error.to_string()))?;
+        Self::parse(&text).map_err(failed)
+    }
+
+    fn none() -> Self {
+        Self { keys: HashMap::new(), text_hash: blake3::hash(b"") }
+    }
+
+    /// Parses a JSON Web Key Set. An error is its reason.
+    fn parse(text: &[u8]) -> Result<Self, String> {
+        let set: JwkSet = serde_json::from_slice(text).map_err(|error| error.to_string())?;
         let mut keys = HashMap::new();
         for (nth, jwk) in set.keys.iter().enumerate() {
-            let key = VerifyingKey::of(jwk).map_err(|reason| failed(format!("key {}: {reason}", nth + 1)))?;
+            let key = VerifyingKey::of(jwk).map_err(|reason| format!("key {}: {reason}", nth + 1))?;
             let Some(key) = key else { continue };
             let id = jwk.common.key_id.clone().unwrap_or_default();
             if keys.insert(id.clone(), key).is_some() {
-                return Err(failed(format!("two keys have the id {id:?}")));
+                return Err(format!("two keys have the id {id:?}"));
             }
         }
         if keys.is_empty() {
-            return Err(failed("it has no key for signatures that is accepted".to_owned()));
+            return Err("it has no key for signatures that is accepted".to_owned());
         }
-        Ok(Self { keys, text_hash: blake3::hash(&text) })
+        Ok(Self { keys, text_hash: blake3::hash(text) })
     }
 
     /// The key with this id. A token without an id needs a set with one key.

@@ -3,10 +3,12 @@
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use baton_tests::{Ask, Client, Up};
-use chassis::World;
+use chassis::{Gate, Task, World, spawn_guarded};
 use jsonwebtoken::{Algorithm, EncodingKey, Header, encode};
 use rcgen::{KeyPair, PublicKeyData as _};
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpListener;
 
 use super::{UNAUTHORIZED, refused, with_key};
 
@@ -73,4 +75,58 @@ async fn a_providers_token_is_a_key_and_other_tokens_are_not() {
     let in_force = async || client.ask(&ask(&new)).await.is_ok().then_some(());
     baton_tests::eventually("the new key to be in force", in_force).await;
     assert_eq!(refused(client.ask(&ask(&provider.token("acme", 60, &none))).await), unauthorized);
+}
+
+/// Serves the provider's keys over TLS with a certificate for `localhost`, until the task is dropped. Returns it with
+/// the URL and the certificate.
+async fn keys_over_tls(gate: &Gate, provider: &Provider) -> (Task<()>, String, String) {
+    let made = rcgen::generate_simple_self_signed(vec!["localhost".to_owned()]).expect("a certificate");
+    let key = rustls::pki_types::PrivateKeyDer::try_from(made.signing_key.serialize_der()).expect("a key");
+    let config = rustls::ServerConfig::builder_with_provider(rustls::crypto::ring::default_provider().into())
+        .with_safe_default_protocol_versions()
+        .expect("versions")
+        .with_no_client_auth()
+        .with_single_cert(vec![made.cert.der().clone()], key)
+        .expect("a pair");
+    let acceptor = tokio_rustls::TlsAcceptor::from(std::sync::Arc::new(config));
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let url = format!("https://localhost:{}/keys", listener.local_addr().expect("bound").port());
+    let keys = provider.keys();
+    let answer =
+        format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{keys}", keys.len());
+    let serving = spawn_guarded(gate, "keys", async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            let Ok(mut tls) = acceptor.accept(stream).await else { continue };
+            let _ = tls.read(&mut [0; 4096]).await;
+            let _ = tls.write_all(answer.as_bytes()).await;
+            let _ = tls.shutdown().await;
+        }
+    });
+    (serving, url, made.cert.pem())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn keys_come_from_the_providers_url() {
+    let provider = Provider::new();
+    let (_serving, url, certificate) = keys_over_tls(&Gate::new("provider"), &provider).await;
+    let folder = tempfile::tempdir().expect("a folder");
+    let trusted = folder.path().join("ca.pem");
+    std::fs::write(&trusted, certificate).expect("written");
+    let env = [
+        ("BATON_EXPERT__OIDC__ISSUER", "https://id.example"),
+        ("BATON_EXPERT__OIDC__AUDIENCE", "baton"),
+        ("BATON_EXPERT__OIDC__TENANT_CLAIM", "org"),
+        ("BATON_EXPERT__OIDC__KEYS_URL", url.as_str()),
+        ("SSL_CERT_FILE", trusted.to_str().expect("UTF-8")),
+    ];
+    let up = Up::start_with(&["--colocated"], &env).await;
+    let client = up.client();
+    let token = provider.token("acme", 60, &json!({}));
+    let ask = with_key(Ask::new((0..100).collect(), 2), &token);
+    let in_force = async || client.ask(&ask).await.is_ok().then_some(());
+    baton_tests::eventually("the keys to be fetched", in_force).await;
+    assert!(client.counter("baton_router_oidc_keys_fetches_total{outcome=\"fetched\"}").await > 0);
+    let stranger = Provider::new().token("acme", 60, &json!({}));
+    let unauthorized = (UNAUTHORIZED, "invalid_api_key".to_owned());
+    assert_eq!(refused(client.ask(&with_key(Ask::new(vec![1], 1), &stranger)).await), unauthorized);
 }

@@ -12,11 +12,11 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, UnixTime};
 use rustls::server::WebPkiClientVerifier;
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::version::TLS13;
-use rustls::{CertificateError, ClientConfig, RootCertStore, ServerConfig};
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
 use super::refused::TlsRefused;
 use super::verify::{AcceptorCheck, DialerCheck, check_chain};
-use crate::identity::certificate::{CertName, ExpectedPeer};
+use crate::identity::certificate::{CertName, ExpectedPeer, not_after};
 
 /// The protocol in the handshake of a gRPC connection.
 const CALLS: &[u8] = b"h2";
@@ -98,6 +98,7 @@ pub(super) struct Certificates {
     /// Differs for every other content of the files.
     pub(super) hash: blake3::Hash,
     chain: Vec<CertificateDer<'static>>,
+    ca_not_after: Option<Duration>,
     roots: Arc<RootCertStore>,
     provider: Arc<CryptoProvider>,
     key: Arc<SingleCertAndKey>,
@@ -110,7 +111,9 @@ impl Certificates {
     pub(super) fn parse(pem: &TlsPem) -> Result<Self, TlsFileError> {
         let content = |setting, problem: String| TlsFileError::Content { setting, problem };
         let mut roots = RootCertStore::empty();
-        for ca in certificates("tls.ca", &pem.ca)? {
+        let authorities = certificates("tls.ca", &pem.ca)?;
+        let ca_not_after = authorities.iter().filter_map(not_after).max();
+        for ca in authorities {
             roots.add(ca).map_err(|error| content("tls.ca", error.to_string()))?;
         }
         let chain = certificates("tls.cert", &pem.cert)?;
@@ -130,6 +133,7 @@ impl Certificates {
             links: acceptor.config(LINKS, Some(ExpectedPeer::KvSender))?,
             name,
             chain,
+            ca_not_after,
             roots,
             provider,
             key,
@@ -145,15 +149,15 @@ impl Certificates {
         })
     }
 
-    /// The end of the certificate's validity, as the time since 1970.
+    /// The end of the certificate's validity, as the time since 1970. A chain ends with the first certificate that
+    /// expires.
     pub(super) fn not_after(&self) -> Option<Duration> {
-        let far = Duration::from_secs(u64::MAX / 2);
-        match self.checked(far) {
-            Err(rustls::Error::InvalidCertificate(CertificateError::ExpiredContext {
-                not_after, ..
-            })) => Some(Duration::from_secs(not_after.as_secs())),
-            _ => None,
-        }
+        self.chain.iter().filter_map(not_after).min()
+    }
+
+    /// The end of the CA's validity. The file has two CAs while one replaces the other, so the last end counts.
+    pub(super) fn ca_not_after(&self) -> Option<Duration> {
+        self.ca_not_after
     }
 
     fn checked(&self, now: Duration) -> Result<(), rustls::Error> {

@@ -7,26 +7,26 @@ use tempfile::NamedTempFile;
 
 use super::*;
 
-const NOW: Duration = Duration::from_secs(1_700_000_000);
+pub(super) const NOW: Duration = Duration::from_secs(1_700_000_000);
 
 /// A provider with one key.
-struct Provider {
+pub(super) struct Provider {
     key: KeyPair,
     id: &'static str,
 }
 
 impl Provider {
-    fn new(id: &'static str) -> Self {
+    pub(super) fn new(id: &'static str) -> Self {
         Self { key: KeyPair::generate().expect("a P-256 key"), id }
     }
 
-    fn jwk(&self) -> Value {
+    pub(super) fn jwk(&self) -> Value {
         let point = self.key.der_bytes();
         let [x, y] = [&point[1..33], &point[33..65]].map(|half| URL_SAFE_NO_PAD.encode(half));
         json!({ "kty": "EC", "crv": "P-256", "alg": "ES256", "use": "sig", "kid": self.id, "x": x, "y": y })
     }
 
-    fn token(&self, claims: &Value) -> String {
+    pub(super) fn token(&self, claims: &Value) -> String {
         let header = Header { kid: Some(self.id.to_owned()), ..Header::new(Algorithm::ES256) };
         encode(&header, claims, &EncodingKey::from_ec_der(&self.key.serialize_der())).expect("signed")
     }
@@ -40,16 +40,19 @@ fn file(keys: &[Value]) -> NamedTempFile {
 
 fn oidc(keys: &[Value]) -> Oidc {
     let file = file(keys);
-    Oidc::load(OidcSettings {
-        issuer: "https://id.example".to_owned(),
-        audience: "baton".to_owned(),
-        keys_file: file.path().to_owned(),
-        tenant_claim: "tenant".to_owned(),
-    })
-    .expect("keys")
+    Oidc::load(settings(KeySource::File(file.path().to_owned()))).expect("keys")
 }
 
-fn claims() -> Value {
+pub(super) fn settings(keys: KeySource) -> OidcSettings {
+    OidcSettings {
+        issuer: "https://id.example".to_owned(),
+        audience: "baton".to_owned(),
+        keys,
+        tenant_claim: "tenant".to_owned(),
+    }
+}
+
+pub(super) fn claims() -> Value {
     let exp = NOW.as_secs() + 600;
     json!({ "iss": "https://id.example", "aud": ["other", "baton"], "exp": exp, "tenant": "acme" })
 }
