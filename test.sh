@@ -33,11 +33,12 @@ need_rust() {
     exit 1
 }
 
-# A virtual environment with the official client and the schemas of the Kubernetes API.
+# A virtual environment with the official client, schemathesis, and the schemas of the Kubernetes API and of CycloneDX.
 need_python_packages() {
     export TEST_PYTHON="$PWD/.cache/python/bin/python"
-    "$TEST_PYTHON" -c 'import cyclonedx, openai, kubernetes_validate, jsonschema, yaml' 2>/dev/null && return
-    say "installing the openai client and the schemas of the Kubernetes API"
+    [ -x .cache/python/bin/schemathesis ] &&
+        "$TEST_PYTHON" -c 'import cyclonedx, openai, kubernetes_validate, jsonschema, yaml' 2>/dev/null && return
+    say "installing the openai client, schemathesis, and the schemas of the Kubernetes API and of CycloneDX"
     python3 -m venv .cache/python
     "$TEST_PYTHON" -m pip install --quiet --disable-pip-version-check -r tests/python/requirements.txt
 }
@@ -169,6 +170,8 @@ run_long() {
     say "long: first-token times of two tenants over 1,000 rounds"
     TEST_TIMING_ROUNDS=1000 cargo test --release --package baton-tests --test tenants -- \
         another_tenants_cache a_cache_salt --test-threads=1
+    say "long: five minutes of requests made from /openapi.json"
+    TEST_SCHEMATHESIS_S=300 cargo test --release --package baton-tests --test endpoints -- requests_made_from
     say "long: ${SEEDS:=50000} seeds of the simulation"
     SEEDS="$SEEDS" FIRST="${FIRST:-1000}" cargo test --release --package baton-tests --test simulation -- many_seeds
     say "long: 12 minutes of mixed load and faults on real processes"
@@ -178,7 +181,7 @@ run_long() {
         return
     fi
     local target
-    for target in kv_frame kv_receiver landing http proto config; do
+    for target in kv_frame kv_receiver landing http proto config identity; do
         say "long: fuzzing $target for three minutes"
         (cd tests/fuzz && RUSTC_BOOTSTRAP=1 cargo fuzz run --fuzz-dir . "$target" -- \
             -max_total_time=180 -timeout=20 -rss_limit_mb=4096)
