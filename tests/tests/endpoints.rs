@@ -4,11 +4,13 @@
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
 
-use baton_tests::{Ask, Client, Fleet, Process, Up, eventually, free_addr, in_time};
+use baton_tests::{Ask, Client, Fleet, Process, Up, eventually, free_addr, in_time, python};
 use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
+use tokio::process::Command;
 use tonic_reflection::pb::v1::ServerReflectionRequest;
 use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
 use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
@@ -132,6 +134,35 @@ async fn the_description_for_programs_says_what_the_page_says() {
         assert_eq!(described, fields(endpoint), "{schema}");
     }
 }
+
+/// Schemathesis sends requests that the description allows and requests that it forbids. No answer is a 5xx or differs
+/// from the description, and none is late.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_made_from_the_description_find_no_fault() {
+    let up = Up::start(&[]).await;
+    let seconds = std::env::var("TEST_SCHEMATHESIS_S").unwrap_or_else(|_| "60".to_owned());
+    // It writes its findings into a folder.
+    let folder = tempfile::tempdir().expect("a folder");
+    let schemathesis = python().with_file_name("schemathesis");
+    let output = Command::new(std::path::absolute(schemathesis).expect("a path"))
+        .current_dir(folder.path())
+        .arg("run")
+        .arg(format!("http://{}/openapi.json", up.http))
+        .args(["--max-time", &seconds, "--request-timeout", "30", "--generation-database", "none"])
+        .args(["--warnings", "off", "--no-color", "--checks", CHECKS])
+        .stdin(Stdio::null())
+        .output();
+    let output = output.await.expect("./test.sh installs it");
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    let sent = said.lines().find_map(|line| line.trim().split_once(" generated")?.0.parse::<u32>().ok());
+    assert!(sent > Some(200), "{said}");
+    up.baseline().await;
+}
+
+/// What is checked of each answer.
+const CHECKS: &str =
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance";
 
 /// Returns the fields of an endpoint that the page says are honoured or ignored.
 fn fields(endpoint: &str) -> BTreeSet<String> {

@@ -186,6 +186,55 @@ async fn load(client: &Client) {
     }
 }
 
+/// Counters that may stay 0 in this test, with the place that counts them.
+const MAY_BE_ZERO: &[(&str, &str)] = &[
+    ("router_callers_refused", "no stranger is here: tests/tests/strangers.rs, tests/tests/tls.rs"),
+    ("node_callers_refused", "the same"),
+    ("router_log_lines_lost", "the log is read: tests/tests/logging.rs"),
+    ("node_log_lines_lost", "the same"),
+    ("router_connections_refused", "no flood is here: tests/tests/silence.rs"),
+    ("router_pool_fallbacks", "the pool has room: tests/tests/pool.rs"),
+    ("router_unauthorized", "there are no keys: tests/tests/tenants.rs"),
+    ("router_tenant_refusals", "the same"),
+    ("router_tenants_file_reloads", "the same"),
+    ("node_preemptions", "KV memory suffices: tests/tests/room.rs"),
+    ("node_failed_steps", "the mock fails no step: scheduler/src/tests"),
+    ("node_tight_launches", "it depends on the machine's load: scheduler/src/tests"),
+    ("node_discarded_rows", "it depends on the machine's load: scheduler/src/tests"),
+    ("node_integrity_failures", "it would be a bug"),
+    ("node_kv_refetched_pages", "no page is corrupt: kv-transfer/src/conformance"),
+];
+
+/// Returns the counters of docs/metrics.md.
+fn counters() -> BTreeSet<String> {
+    let page = std::fs::read_to_string(folder().join("../../docs/metrics.md")).expect("the page");
+    let names = page.split('`').filter_map(|word| word.strip_prefix("baton_")?.strip_suffix("_total"));
+    names.map(str::to_owned).collect()
+}
+
+/// Checks that the cluster increments every counter, except those that need another test.
+async fn every_counter_counts(prometheus: &Prometheus) {
+    let mut counters = counters();
+    assert!(counters.len() > 30, "{counters:?}");
+    for (counter, reason) in MAY_BE_ZERO {
+        assert!(counters.remove(*counter), "docs/metrics.md has no {counter} ({reason})");
+    }
+    for counter in counters {
+        // The dead node's and the woken role's series end, and count too.
+        prometheus.returns(&format!("sum(max_over_time(baton_{counter}_total[10m])) > 0")).await;
+    }
+}
+
+/// Returns the queries of the autoscaling, for this Prometheus, which knows processes by their address.
+fn triggers() -> Vec<String> {
+    let objects = read("../k8s/components/autoscaling/objects.yaml");
+    let here =
+        |query: &str| query.replace("namespace=\"baton\"", "job=\"baton\"").replace("(pod)", "(instance)");
+    let found: Vec<String> = values(&objects, "query").into_iter().map(here).collect();
+    assert_eq!(found.len(), 4, "{found:?}");
+    found
+}
+
 /// Runs Prometheus's own checks of names, help texts and types.
 fn promtool_finds_nothing(page: &str) {
     let mut promtool = Command::new(prometheus("promtool"))
@@ -235,11 +284,22 @@ async fn a_dead_and_a_sleeping_node_are_seen() {
     let asleep = Client::new(fleet.nodes[1].admin).post("/sleep", "").await;
     assert_eq!(asleep.0.as_u16(), 200, "{}", asleep.2);
     let mut dead = fleet.nodes.pop().expect("a decode node");
-    dead.process.kill();
-    load(&fleet.client()).await;
-    for query in queries().into_iter().chain(rules()) {
+    let client = fleet.client();
+    assert_eq!(client.post("/v1/completions", "{").await.0.as_u16(), 400);
+    tokio::join!(load(&client), async {
+        eventually("streams on the node", async || {
+            let page = client.get_json("/debug/requests").await;
+            let under_way = page["under_way"].as_array().expect("a list");
+            let decodes = |request: &&Value| request["output_tokens"].as_u64() > Some(0);
+            (under_way.iter().filter(decodes).count() > 4).then_some(())
+        })
+        .await;
+        dead.process.kill();
+    });
+    for query in queries().into_iter().chain(rules()).chain(triggers()) {
         prometheus.returns(&query).await;
     }
+    every_counter_counts(&prometheus).await;
     prometheus.returns("ALERTS{alertname=\"BatonProcessDown\",alertstate=\"firing\"}").await;
     let down = prometheus.query("ALERTS{alertname=\"BatonProcessDown\",alertstate=\"firing\"}").await;
     let instances: Vec<&str> =

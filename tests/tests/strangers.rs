@@ -4,25 +4,24 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use baton_tests::calls::{CALLS, call};
 use baton_tests::check::prompts;
 use baton_tests::fleet::{PACED, Settings};
 use baton_tests::{Ask, Client, Etcd, Fleet, eventually, executable, free_addr, in_time};
 use chassis::World;
 use chassis::identity::{ClusterSecret, ExpectedPeer, Identity};
-use chassis::rpc::{RpcChannel, RpcLimits, channel};
+use chassis::rpc::{RpcLimits, channel};
 use prost::Message as _;
 use proto::v1;
 use proto::v1::bootstrap_client::BootstrapClient;
 use proto::v1::decode_client::DecodeClient;
-use proto::v1::node_status_client::NodeStatusClient;
-use proto::v1::pool_client::PoolClient;
 use proto::v1::prefill_client::PrefillClient;
 use registry::etcd::client::v3::PutRequest;
 use registry::etcd::{EtcdClient, EtcdSettings};
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
-use tonic::{Code, Status};
+use tonic::Code;
 
 const CLUSTER: &str = "strangers";
 const EXPECTED: &[&str] = &["incoming gRPC call refused", "member ignored: its record is refused"];
@@ -92,29 +91,6 @@ fn strangers() -> [World; 2] {
     [World::real(), World::real().with_identity(other)]
 }
 
-/// Makes every call that a process of the cluster serves. Returns their names and results.
-async fn every_call(channel: RpcChannel) -> Vec<(&'static str, Result<(), Status>)> {
-    let mut prefill = PrefillClient::new(channel.clone());
-    let mut decode = DecodeClient::new(channel.clone());
-    let mut pool = PoolClient::new(channel.clone());
-    let mut status = NodeStatusClient::new(channel.clone());
-    let mut registry = BootstrapClient::new(channel);
-    vec![
-        ("prefill", prefill.run(v1::PrefillRequest::default()).await.map(drop)),
-        ("deliver", prefill.deliver(v1::DeliverRequest::default()).await.map(drop)),
-        ("decode", decode.run(v1::DecodeRequest::default()).await.map(drop)),
-        ("put", pool.put(v1::PutRequest::default()).await.map(drop)),
-        ("deliver from the pool", pool.deliver(v1::DeliverRequest::default()).await.map(drop)),
-        ("watch a node", status.watch(v1::StatusRequest::default()).await.map(drop)),
-        ("set the standing", status.set_standing(v1::StandingRequest::default()).await.map(drop)),
-        ("list the blocks", status.ledger(v1::LedgerRequest { blocks: true }).await.map(drop)),
-        ("announce", registry.announce(v1::AnnounceRequest::default()).await.map(drop)),
-        ("keep alive", registry.keep_alive(v1::KeepAliveRequest { lease: 1 }).await.map(drop)),
-        ("withdraw", registry.withdraw(v1::WithdrawRequest { lease: 1 }).await.map(drop)),
-        ("watch the members", registry.watch(v1::WatchRequest {}).await.map(drop)),
-    ]
-}
-
 /// Tries calls, KV links and admin pages of every process, as each stranger.
 async fn tries_everything(guarded: &Guarded) {
     let fleet = &guarded.fleet;
@@ -124,14 +100,18 @@ async fn tries_everything(guarded: &Guarded) {
         let metrics = Client::new(admin);
         for world in strangers() {
             let calls = guarded.refused(&metrics, "call").await;
-            let tried =
-                every_call(channel(&world, &grpc.to_string(), ExpectedPeer::Registry, RpcLimits::default()));
-            for (what, answer) in in_time("answers to a stranger", tried).await {
+            let channel = channel(&world, &grpc.to_string(), ExpectedPeer::Registry, RpcLimits::default());
+            for (what, _) in CALLS {
+                let answer = in_time("an answer to a stranger", call(what, channel.clone())).await;
                 let refused = answer.expect_err(what);
                 assert_eq!(refused.code(), Code::Unauthenticated, "{what}: {refused}");
                 assert!(refused.message().contains("cluster"), "{what}: {refused}");
             }
-            assert_eq!(guarded.refused(&metrics, "call").await, calls + 12, "every refusal is counted");
+            assert_eq!(
+                guarded.refused(&metrics, "call").await,
+                calls + CALLS.len() as u64,
+                "every refusal is counted"
+            );
         }
         if let Some(kv) = kv {
             knocks_at_a_kv_port(guarded, &metrics, kv).await;

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Output;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use baton_tests::calls::{self, CALLS};
 use baton_tests::check::prompts;
 use baton_tests::fleet::{PACED, Settings};
 use baton_tests::{Ask, Client, Fleet, Process, eventually, executable, free_addr, in_time};
@@ -23,7 +24,7 @@ use tempfile::TempDir;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tonic::Code;
-use types::{NodeInfo, Role};
+use types::{NodeId, NodeInfo, Role};
 
 /// Requests at one time.
 const CLIENTS: usize = 6;
@@ -221,7 +222,7 @@ async fn dial(stranger: &World, addr: SocketAddr) -> String {
 async fn strangers_are_refused_with_their_reason() {
     let (ours, theirs) = (Authority::new(), Authority::new());
     let folder = ours.folder();
-    let fleet = fleet(folder.path(), &[("prefill", 1), ("decode", 1)]).await;
+    let fleet = fleet(folder.path(), &[("prefill", 1), ("decode", 1), ("pool", 1)]).await;
     fleet.expect_log(REFUSALS);
     let decode = fleet.nodes.iter().find(|node| node.role == "decode").expect("one");
     let admin = Client::new(decode.admin);
@@ -254,6 +255,7 @@ async fn strangers_are_refused_with_their_reason() {
         }
     }
     announces_another_node(&ours, &fleet).await;
+    Box::pin(does_anothers_job(&ours, &fleet)).await;
     Box::pin(replays_a_handshake(&ours, decode.kv, &admin)).await;
     let answer = fleet.client().ask(&Ask::new((10..200).collect(), 8)).await.expect("the cluster serves");
     assert_eq!(answer.tokens.len(), 8);
@@ -280,6 +282,38 @@ async fn announces_another_node(ours: &Authority, fleet: &Fleet) {
     let status = PrefillClient::new(channel).run(v1::PrefillRequest::default()).await.expect_err("no router");
     let said = types::in_full(&status);
     assert!(said.contains("expected is a router"), "a node is not taken for a registry: {said}");
+}
+
+/// Every role makes the calls of all other roles, to every process.
+async fn does_anothers_job(ours: &Authority, fleet: &Fleet) {
+    let mut processes = vec![(fleet.admin, fleet.grpc, ExpectedPeer::Registry)];
+    processes.extend(fleet.nodes.iter().map(|node| {
+        let role = match node.role {
+            "prefill" => Role::Prefill,
+            "decode" => Role::Decode,
+            _ => Role::Pool,
+        };
+        (node.admin, node.grpc, ExpectedPeer::Node { id: NodeId::new(node.name.as_str()), role })
+    }));
+    for role in ["router", "prefill", "decode", "pool", "operator"] {
+        let name = format!("baton://c/{role}/another");
+        let stranger = world(&ours.valid(&name));
+        for (admin, grpc, expected) in &processes {
+            let admin = Client::new(*admin);
+            let before = refused(&admin, "call", "role").await;
+            let channel = channel(&stranger, &grpc.to_string(), expected.clone(), RpcLimits::default());
+            let anothers = CALLS.iter().filter(|(_, callers)| !callers.contains(&role));
+            let mut n_refused = 0;
+            for (what, _) in anothers {
+                let answer = in_time("an answer to a stranger", calls::call(what, channel.clone())).await;
+                let status = answer.expect_err("it is refused");
+                assert_eq!(status.code(), Code::Unauthenticated, "{what} by a {role}: {status}");
+                assert!(status.message().contains(&format!("names {name}")), "{what}: {status}");
+                n_refused += 1;
+            }
+            assert_eq!(refused(&admin, "call", "role").await, before + n_refused, "{role} at {expected:?}");
+        }
+    }
 }
 
 /// Records the dialer's bytes of a good link, and sends them again.

@@ -92,8 +92,8 @@ fn responses(path: &str) -> Value {
     let mut responses = Map::new();
     let mut success = json!({ "description": "success", "content": content });
     if request_schema(path).is_some() {
-        // With `stream`.
-        success["content"]["text/event-stream"] = json!({ "schema": { "type": "string" } });
+        // With `stream`. Tools take a schema here for that of one event.
+        success["content"]["text/event-stream"] = json!({});
     }
     responses.insert("200".to_owned(), success);
     let mut codes: BTreeMap<String, Vec<&str>> = BTreeMap::new();

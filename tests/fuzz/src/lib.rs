@@ -9,12 +9,14 @@
 mod config;
 mod frames;
 mod http;
+mod identity;
 mod receiver;
 mod wire;
 
 pub use self::config::config;
 pub use self::frames::kv_frame;
 pub use self::http::http;
+pub use self::identity::identity;
 pub use self::receiver::kv_receiver;
 pub use self::wire::{landing, proto};
 

@@ -6,14 +6,14 @@ TEST_EXECUTABLE is the path of baton.
 import sys
 
 from chart import certificates, pods, same, schemas, schemas_refuse, values
-from image import compose, dockerfile, stripped
+from image import compose, digests, dockerfile, sbom, stripped
 from processes import configs, deadlines, external_etcd, models, rdma, service_links
 from references import metrics, names
 from scaling import autoscaling, components, deletion_cost
 
 CHECKS = [
     schemas, schemas_refuse, same, models, values, pods, certificates, autoscaling, deletion_cost, components, deadlines, external_etcd,
-    rdma, configs, service_links, names, compose, dockerfile, stripped, metrics,
+    rdma, configs, service_links, names, compose, dockerfile, stripped, digests, sbom, metrics,
 ]
 
 if __name__ == "__main__":

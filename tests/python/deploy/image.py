@@ -8,14 +8,51 @@ import tomllib
 from pathlib import Path
 
 import yaml
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 
 import executable
 import rendered
-from objects import baton_containers
+from objects import baton_containers, pod, workloads
 from processes import drains_long_enough
 from references import PAGES, ports_of
 
 ETCD_PORTS = {2379, 2380}
+BY_DIGEST = re.compile(r"[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}")
+
+
+def digests():
+    """Every image of others is named by its digest: bases of ours, services of compose.yaml, and containers of the chart."""
+    text = (rendered.DEPLOY / "Dockerfile").read_text()
+    images = re.findall(r"^ARG (?:RUST|RUNTIME)=(\S+)$", text, re.MULTILINE)
+    services = yaml.safe_load((rendered.DEPLOY / "compose.yaml").read_text())["services"]
+    images += [about["image"] for about in services.values()]
+    for objects in rendered.all_of_them().values():
+        for spec in map(pod, workloads(objects)):
+            images += [container["image"] for container in spec["containers"] + spec.get("initContainers", [])]
+    others = {image for image in images if not re.match(r"baton(:|$)", image)}
+    assert len(others) >= 7, sorted(others)
+    assert all(map(BY_DIGEST.fullmatch, others)), sorted(others)
+
+
+def sbom():
+    """The bill of materials follows the schema of CycloneDX and lists the crates of the executable, with licences."""
+    text = (rendered.DEPLOY / "Dockerfile").read_text()
+    assert "/out/sbom.cdx.json /usr/share/baton/sbom.cdx.json" in text
+    (features,) = re.findall(r'^ARG FEATURES="(\w+)"$', text, re.MULTILINE)
+    made = subprocess.run([rendered.DEPLOY / "sbom.py", "--features", features], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    error = JsonStrictValidator(SchemaVersion.V1_6).validate_str(made.stdout)
+    assert error is None, error
+    bill = json.loads(made.stdout)
+    names = {one["name"] for one in bill["components"]}
+    assert {"tokio", "rustls", "tonic", "tokenizers", "baton-router"} <= names, sorted(names)
+    # Crates of tests, of build scripts, and of features that only tests use.
+    assert not {"proptest", "criterion", "etcd-bin-vendored", "baton-tests", "protox", "x509-parser"} & names, sorted(names)
+    refs = {one["bom-ref"] for one in [*bill["components"], bill["metadata"]["component"]]}
+    assert {one["ref"] for one in bill["dependencies"]} == refs, "every crate has its dependencies"
+    foreign = [one for one in bill["components"] if not one["name"].startswith("baton-")]
+    assert len(foreign) > 100 and all(one["hashes"] and one["licenses"] for one in foreign), len(foreign)
 
 
 def compose():
