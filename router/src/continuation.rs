@@ -116,16 +116,19 @@ impl Continuation {
         let _waiting = self.dispatch.stages().enter(WaitStage::Decode, &self.guards.record);
         loop {
             match decode.progress().await? {
-                DecodeProgress::Arrived { scheme, bytes, waited } => {
+                DecodeProgress::Arrived { scheme, bytes, waited, moved } => {
                     self.dispatch.parts().metrics.arrived(&scheme, bytes, waited);
-                    self.guards.record.note(RequestEvent::KvArrived { connector: scheme, bytes, waited });
+                    self.guards.record.kv_arrived(scheme, bytes, waited, moved);
                 }
-                DecodeProgress::Step(step) if step.index == self.next_index() => {
+                DecodeProgress::Step(step, report) if step.index == self.next_index() => {
+                    self.guards.record.stepped(report);
                     self.losses = 0;
                     self.state = State::Running(StepSource::Decode(decode));
                     return Ok(step);
                 }
-                DecodeProgress::Step(step) => return Err(decode.wrong_index(step.index, self.next_index())),
+                DecodeProgress::Step(step, _) => {
+                    return Err(decode.wrong_index(step.index, self.next_index()));
+                }
             }
         }
     }

@@ -28,9 +28,9 @@ use crate::drain::Drain;
 use crate::error::{AcceptError, ServeError};
 use crate::metrics::{Outcome, RouterMetrics, Stage};
 use crate::policy::{Route, RoutingPolicy};
-use crate::requests::{RequestEvent, RequestRecord, Requests};
+use crate::requests::{Part, RequestEvent, RequestRecord, Requests};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure, NodeClient, Opening, PrefillOffer};
-use crate::serve::{Generation, Serve};
+use crate::serve::{Arrival, Detail, Generation, Serve};
 use crate::watchdog::{StageTracker, TrackedRequest, WaitStage, watch};
 pub(crate) use held::HeldKv;
 
@@ -85,6 +85,8 @@ pub struct DispatchParts {
     pub admission: Admission,
     pub order: Order,
     pub budget: Budget,
+    /// The share of requests that are explained without asking for it.
+    pub explain_share: f64,
     pub metrics: RouterMetrics,
     pub drain: Drain,
 }
@@ -190,7 +192,8 @@ impl Dispatch {
         let asked = self.parts.world.now();
         let prefill = route.prefill.as_deref();
         let offer = prefill.map_or(PrefillOffer::None, PrefillOffer::Offered);
-        let mut decode = self.client(&route.decode)?.decode(prompt, offer).await?;
+        let detail = waiting.record().detail();
+        let mut decode = self.client(&route.decode)?.decode(prompt, offer, detail).await?;
         let opening = decode.opening(room_by).await?;
         self.parts.metrics.stage(Stage::Reserve, asked.elapsed());
         trace!(target: "walk", request = %prompt.id, "KV room reserved on the decode node");
@@ -205,13 +208,14 @@ impl Dispatch {
                     failure = decode.failure() => return Err(failure),
                 };
                 decode.kv_from(sender);
-                waiting.record().prefilled(prefilled.queued, prefilled.computed);
+                waiting.record().prefilled(&prefilled);
                 Ok(self.started(prompt, prefilled, StepSource::Decode(Box::new(decode))))
             }
             (Opening::Landing(_), None) => Err(decode.unasked_landing()),
             (Opening::Local { held_tokens }, _) => {
                 waiting.set_stage(WaitStage::Decode);
-                self.local(prompt, decode, held_tokens).await
+                waiting.record().computed_locally();
+                self.local(prompt, decode, held_tokens, waiting.record()).await
             }
         }
     }
@@ -222,10 +226,12 @@ impl Dispatch {
         prompt: &Prompt,
         mut decode: DecodeCall,
         held_tokens: u32,
+        record: &RequestRecord,
     ) -> Result<StartedRequest, Failure> {
         let usage = Usage { prompt_tokens: prompt.tokens.len() as u32, cached_tokens: held_tokens };
         loop {
-            if let DecodeProgress::Step(first) = decode.progress().await? {
+            if let DecodeProgress::Step(first, report) = decode.progress().await? {
+                record.stepped(report);
                 let model = prompt.model.clone();
                 return Ok(StartedRequest {
                     model,
@@ -254,26 +260,35 @@ impl Serve for Dispatch {
         self.parts.cluster.models()
     }
 
-    async fn generate(&self, prompt: Prompt, arrived: Instant) -> Result<Generation, ServeError> {
-        let mut outcome = Outcome::new(self.parts.metrics.of_model(&prompt.model.name), arrived);
-        let permit = outcome.note(self.parts.admission.admit())?;
-        let unix_time = self.parts.world.unix_time().saturating_sub(arrived.elapsed());
-        let open = self.requests.begin(&prompt, arrived, unix_time);
+    async fn generate(&self, prompt: Prompt, arrival: Arrival) -> Result<Generation, ServeError> {
+        let arrival = self.sampled(arrival);
+        let mut outcome = Outcome::new(self.parts.metrics.of_model(&prompt.model.name), arrival.at);
+        let unix_time = self.parts.world.unix_time().saturating_sub(arrival.at.elapsed());
+        let open = self.requests.begin(&prompt, &arrival, unix_time);
         let record = open.record().clone();
+        record.enter_part(Part::Admission);
+        let permit = match outcome.note(self.parts.admission.admit()) {
+            Ok(permit) => permit,
+            Err(refused) => {
+                open.discard();
+                return Err(refused);
+            }
+        };
         outcome.keep(open);
         trace!(target: "walk", request = %prompt.id, n_tokens = prompt.tokens.len(), "prompt accepted");
         let starting = self.start(&prompt, ComputedBy::Both, &record);
         let started = outcome.note(self.by_deadline(prompt.deadline, starting).await)?;
-        let (ttft, usage) = (arrived.elapsed(), started.usage);
+        let usage = started.usage;
+        let ttft = record.first_token(usage);
         outcome.metrics().first_token.observe(ttft.as_secs_f64());
         outcome.metrics().prompt_tokens.inc_by(u64::from(usage.prompt_tokens));
-        record.first_token(usage);
         info!(ttft_ms = ttft.as_millis() as u64, "first token received from the nodes");
         self.stages.moved();
         let complete = outcome.complete();
+        let explained = (arrival.detail == Detail::Explained).then(|| record.clone());
         let guards = RequestGuards { permit, outcome, record };
         let steps = Continuation::new(self.clone(), prompt, started, guards).into_steps().boxed();
-        Ok(Generation { usage, complete, steps })
+        Ok(Generation { usage, complete, explained, steps })
     }
 
     fn ready(&self) -> Result<(), String> {
@@ -289,6 +304,13 @@ impl Serve for Dispatch {
 }
 
 impl Dispatch {
+    /// Has a share of requests explained, besides those that ask for it.
+    fn sampled(&self, arrival: Arrival) -> Arrival {
+        let share = self.parts.explain_share;
+        let is_drawn = share > 0.0 && (self.parts.world.draw() as f64) < share * u64::MAX as f64;
+        if is_drawn { Arrival { detail: Detail::Explained, ..arrival } } else { arrival }
+    }
+
     /// Runs `work` until the deadline passes or the router stops. Dropping its calls cancels the request on
     /// the nodes.
     pub(crate) async fn by_deadline<T>(

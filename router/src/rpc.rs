@@ -21,6 +21,7 @@ use types::{
 };
 
 use crate::error::ServeError;
+use crate::serve::Detail;
 pub use put::PutCall;
 
 /// The timeout of a call that a node answers without computing a prompt.
@@ -78,9 +79,17 @@ impl NodeClient {
     }
 
     /// Opens the decode stream of a prompt. Dropping the returned call ends the prompt on the node.
-    pub async fn decode(&self, prompt: &Prompt, prefill: PrefillOffer<'_>) -> Result<DecodeCall, Failure> {
-        let request =
-            v1::DecodeRequest { prompt: Some(self.on_the_wire(prompt)), prefill: Some(prefill.to_wire()) };
+    pub async fn decode(
+        &self,
+        prompt: &Prompt,
+        prefill: PrefillOffer<'_>,
+        detail: Detail,
+    ) -> Result<DecodeCall, Failure> {
+        let request = v1::DecodeRequest {
+            prompt: Some(self.on_the_wire(prompt)),
+            prefill: Some(prefill.to_wire()),
+            explain: detail == Detail::Explained,
+        };
         let mut client = DecodeClient::new(self.channel.clone()).max_decoding_message_size(MESSAGE_BYTES_MAX);
         let events =
             client.run(call(&prompt.id, request)).await.map_err(|status| self.failure(&status))?.into_inner();
@@ -319,8 +328,45 @@ pub enum DecodeProgress {
         scheme: String,
         bytes: u64,
         waited: Duration,
+        moved: Duration,
     },
-    Step(Step),
+    Step(Step, Option<StepReport>),
+}
+
+/// What a decode node says about the time of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepReport {
+    /// The part of `queued` in which the sequence waited for KV room.
+    pub room: Duration,
+    /// The time from the sequence's submission to its first engine step.
+    pub queued: Duration,
+    /// The time from the sequence's first engine step to this step.
+    pub computed: Duration,
+    /// The engine steps since the sequence's last step.
+    pub steps: u32,
+    /// The prompt tokens in these engine steps, of all sequences.
+    pub prefill_tokens: u32,
+    /// The sequences that decoded in the last engine step.
+    pub rows: u32,
+    /// The duration of the last engine step.
+    pub took: Duration,
+    /// How often the sequence lost its KV blocks in between.
+    pub preemptions: u32,
+}
+
+impl From<v1::StepTiming> for StepReport {
+    fn from(wire: v1::StepTiming) -> Self {
+        Self {
+            room: Duration::from_micros(wire.room_us),
+            queued: Duration::from_micros(wire.queued_us),
+            computed: Duration::from_micros(wire.computed_us),
+            steps: wire.steps,
+            prefill_tokens: wire.prefill_tokens,
+            rows: wire.rows,
+            took: Duration::from_micros(wire.took_us),
+            preemptions: wire.preemptions,
+        }
+    }
 }
 
 impl DecodeCall {
@@ -419,12 +465,14 @@ impl DecodeCall {
     fn understand(&self, event: v1::DecodeEvent) -> Result<DecodeProgress, Failure> {
         match event.event {
             Some(Event::Step(step)) => {
-                step.try_into().map(DecodeProgress::Step).map_err(|error| self.failed(&error))
+                let step = step.try_into().map_err(|error| self.failed(&error))?;
+                Ok(DecodeProgress::Step(step, event.timing.map(StepReport::from)))
             }
             Some(Event::Arrived(arrived)) => Ok(DecodeProgress::Arrived {
                 scheme: arrived.scheme,
                 bytes: arrived.bytes,
                 waited: Duration::from_micros(arrived.waited_us),
+                moved: Duration::from_micros(arrived.moved_us),
             }),
             Some(Event::Refused(refusal)) => Err(self.refused(refusal)),
             Some(Event::Landing(_) | Event::Local(_)) => Err(self.failed(&"a second opening")),

@@ -248,6 +248,7 @@ impl Router {
             admission: Admission::new(self.config.requests_max),
             order: self.config.order,
             budget: self.config.budget,
+            explain_share: self.config.explain_share,
             metrics,
             drain,
         })

@@ -48,6 +48,7 @@ async fn test_cluster(order: Order, fake_nodes: &[&FakeNode]) -> TestCluster {
         policy: policy::by_name("round-robin").expect("in the table"),
         admission: Admission::new(8),
         order,
+        explain_share: 0.0,
         budget: Budget {
             attempts_max: 3,
             wait_max: Duration::from_secs(5),
@@ -82,7 +83,7 @@ impl TestCluster {
     }
 
     async fn answer_of(&self, prompt: Prompt) -> Result<Vec<TokenId>, ServeError> {
-        let generation = self.dispatch.generate(prompt, self.world.now()).await?;
+        let generation = self.dispatch.generate(prompt, Arrival::now()).await?;
         let steps: Vec<_> = generation.steps.collect().await;
         let steps = steps.into_iter().collect::<Result<Vec<Step>, ServeError>>()?;
         assert!(steps.iter().enumerate().all(|(idx, step)| step.index as usize == idx), "{steps:?}");
@@ -347,14 +348,14 @@ async fn admission_is_bounded() {
         inside.push(
             test_cluster
                 .dispatch
-                .generate(test_cluster.prompt(6), Instant::now())
+                .generate(test_cluster.prompt(6), Arrival::now())
                 .await
                 .expect("there is room"),
         );
     }
     let refused = test_cluster
         .dispatch
-        .generate(test_cluster.prompt(6), Instant::now())
+        .generate(test_cluster.prompt(6), Arrival::now())
         .await
         .expect_err("eight are inside");
     assert!(matches!(refused, ServeError::Overloaded { .. }), "{refused:?}");
@@ -416,6 +417,6 @@ async fn a_prompt_goes_to_nodes_of_its_model_only() {
     }
     assert_eq!(fake_nodes[2].prompts(), Vec::<String>::new());
     let unknown = Prompt { model: RequestedModel::named("none"), ..test_cluster.prompt(6) };
-    let failed = test_cluster.dispatch.generate(unknown, Instant::now()).await.expect_err("no such model");
+    let failed = test_cluster.dispatch.generate(unknown, Arrival::now()).await.expect_err("no such model");
     assert!(failed.to_string().contains("no decode node of `none` is ready"), "{failed}");
 }
