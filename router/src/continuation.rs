@@ -97,7 +97,11 @@ impl Continuation {
         let failure = match self.decode_of(rest).await {
             Ok(decode) => match self.step_of(decode).await {
                 Ok(step) => return Ok(step),
-                Err(failure) => failure.into(),
+                Err(failure) => {
+                    let now = self.dispatch.parts().world.now();
+                    self.dispatch.breakers().failed(&failure, None, now);
+                    failure.into()
+                }
             },
             Err(error) => error,
         };
@@ -122,6 +126,9 @@ impl Continuation {
                 }
                 DecodeProgress::Step(step, report) if step.index == self.next_index() => {
                     self.guards.record.stepped(report);
+                    if decode.has_worked() {
+                        self.dispatch.breakers().succeeded(decode.node());
+                    }
                     self.losses = 0;
                     self.state = State::Running(StepSource::Decode(decode));
                     return Ok(step);

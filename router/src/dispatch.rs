@@ -22,12 +22,13 @@ use types::{
 };
 
 use crate::admission::Admission;
+use crate::breaker::{Breakers, Trial};
 use crate::cluster::Cluster;
 use crate::continuation::{Continuation, RequestGuards};
 use crate::drain::Drain;
 use crate::error::{AcceptError, ServeError};
 use crate::metrics::{Outcome, RouterMetrics, Stage};
-use crate::policy::{Route, RoutingPolicy};
+use crate::policy::{NoRoute, Route, RoutingPolicy};
 use crate::requests::{Part, RequestEvent, RequestRecord, Requests};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure, NodeClient, Opening, PrefillOffer};
 use crate::serve::{Arrival, Detail, Generation, Serve};
@@ -75,6 +76,7 @@ pub struct Dispatch {
     parts: Arc<DispatchParts>,
     stages: StageTracker,
     requests: Requests,
+    breakers: Breakers,
 }
 
 #[derive(Debug)]
@@ -112,7 +114,9 @@ pub(crate) enum StepSource {
 
 impl Dispatch {
     pub fn new(parts: DispatchParts) -> Self {
-        Self { parts: Arc::new(parts), stages: StageTracker::default(), requests: Requests::default() }
+        let breakers = parts.metrics.breakers();
+        let (stages, requests) = (StageTracker::default(), Requests::default());
+        Self { parts: Arc::new(parts), stages, requests, breakers }
     }
 
     pub(crate) fn parts(&self) -> &DispatchParts {
@@ -121,6 +125,11 @@ impl Dispatch {
 
     pub(crate) fn stages(&self) -> &StageTracker {
         &self.stages
+    }
+
+    /// Returns the breakers of nodes.
+    pub fn breakers(&self) -> &Breakers {
+        &self.breakers
     }
 
     /// Returns the records of requests.
@@ -142,17 +151,22 @@ impl Dispatch {
         record: &RequestRecord,
     ) -> Result<StartedRequest, ServeError> {
         let progress = if prompt.n_generated == 0 { Progress::New } else { Progress::Begun };
-        let mut tries = Attempts::new(&self.parts, progress, record);
+        let mut tries = Attempts::new(self, progress, record);
         let waiting = self.stages.enter(WaitStage::Route, record);
         loop {
             waiting.set_stage(WaitStage::Route);
-            let route = tries.route(prompt).await?;
+            let (route, trials) = tries.route(prompt).await?;
             let route = if by == ComputedBy::Both { route } else { Route { prefill: None, ..route } };
             self.parts.cluster.assign(&route, prompt.tokens.len());
             let prompt = &prompt.for_weights_of(&route.decode.model);
             match self.attempt(prompt, &route, tries.room_by(), &waiting).await {
-                Ok(started) => return Ok(started),
-                Err(failure) => tries.failed(failure).await?,
+                Ok(mut started) => {
+                    if let StepSource::Decode(decode) = &mut started.rest {
+                        decode.tried_by(trials);
+                    }
+                    return Ok(started);
+                }
+                Err(failure) => tries.failed(failure, Some(&route)).await?,
             }
         }
     }
@@ -208,6 +222,7 @@ impl Dispatch {
                     failure = decode.failure() => return Err(failure),
                 };
                 decode.kv_from(sender);
+                self.breakers.succeeded(&prefill.id);
                 waiting.record().prefilled(&prefilled);
                 Ok(self.started(prompt, prefilled, StepSource::Decode(Box::new(decode))))
             }
@@ -231,6 +246,7 @@ impl Dispatch {
         let usage = Usage { prompt_tokens: prompt.tokens.len() as u32, cached_tokens: held_tokens };
         loop {
             if let DecodeProgress::Step(first, report) = decode.progress().await? {
+                self.breakers.succeeded(decode.node());
                 record.stepped(report);
                 let model = prompt.model.clone();
                 return Ok(StartedRequest {
@@ -334,6 +350,7 @@ impl Dispatch {
 /// The attempts at one prompt's next step: the failed nodes, and the remaining attempts and time.
 struct Attempts<'a> {
     parts: &'a DispatchParts,
+    breakers: &'a Breakers,
     record: &'a RequestRecord,
     failed: Vec<NodeId>,
     attempts_left: u32,
@@ -350,10 +367,12 @@ enum Progress {
 }
 
 impl<'a> Attempts<'a> {
-    fn new(parts: &'a DispatchParts, progress: Progress, record: &'a RequestRecord) -> Self {
+    fn new(dispatch: &'a Dispatch, progress: Progress, record: &'a RequestRecord) -> Self {
+        let Dispatch { parts, breakers, .. } = dispatch;
         let attempts_left = parts.budget.attempts_max;
         Self {
             parts,
+            breakers,
             record,
             failed: Vec::new(),
             attempts_left,
@@ -364,21 +383,25 @@ impl<'a> Attempts<'a> {
     }
 
     /// Chooses a route over nodes that have not failed. If there is none, all nodes may be tried again.
-    async fn route(&mut self, prompt: &Prompt) -> Result<Route, ServeError> {
+    async fn route(&mut self, prompt: &Prompt) -> Result<(Route, Vec<Trial>), ServeError> {
         let draw = self.parts.world.draw();
-        if let Ok(route) =
-            self.parts.policy.route(prompt, &self.parts.cluster.view(&prompt.model, &self.failed), draw)
-        {
+        if let Ok(route) = self.choose(prompt, &self.failed, draw) {
             return Ok(route);
         }
         self.failed.clear();
         self.usable(prompt, draw).await
     }
 
+    fn choose(&self, prompt: &Prompt, without: &[NodeId], draw: u64) -> Result<(Route, Vec<Trial>), NoRoute> {
+        let DispatchParts { cluster, policy, world, .. } = self.parts;
+        let view = cluster.view(&prompt.model, without);
+        self.breakers.route(view, world.now(), |view| policy.route(prompt, view, draw))
+    }
+
     /// Waits for a usable node. Nodes that restart, or whose connections broke while this process was suspended, are
     /// usable again after a moment, and a stream that has begun must not end in the meantime. A new request waits only if
     /// nodes are known.
-    async fn usable(&mut self, prompt: &Prompt, draw: u64) -> Result<Route, ServeError> {
+    async fn usable(&mut self, prompt: &Prompt, draw: u64) -> Result<(Route, Vec<Trial>), ServeError> {
         let began = self.parts.world.now();
         let cluster = &self.parts.cluster;
         loop {
@@ -393,14 +416,15 @@ impl<'a> Attempts<'a> {
                 return Err(ServeError::NoNodes { reason: format!("{reason} (waited {waited_ms} ms)") });
             }
             self.rest().await;
-            if let Ok(route) = self.parts.policy.route(prompt, &cluster.view(&prompt.model, &[]), draw) {
+            if let Ok(route) = self.choose(prompt, &[], draw) {
                 return Ok(route);
             }
         }
     }
 
-    /// Counts a failure. Returns an error if no attempt is left.
-    async fn failed(&mut self, failure: Failure) -> Result<(), ServeError> {
+    /// Counts a failure of a node, or between the nodes of `route`. Returns an error if no attempt is left.
+    async fn failed(&mut self, failure: Failure, route: Option<&Route>) -> Result<(), ServeError> {
+        self.breakers.failed(&failure, route, self.parts.world.now());
         let kind = failure.refusal.kind;
         self.parts.metrics.retries.with_label_values(&[kind.code()]).inc();
         self.record.note(RequestEvent::Failed { node: failure.node.id.clone(), code: kind.code() });

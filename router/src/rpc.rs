@@ -16,10 +16,11 @@ use proto::v1::node_status_client::NodeStatusClient;
 use proto::v1::prefill_client::PrefillClient;
 use tokio::time::Instant;
 use types::{
-    BlockCounts, BlockEvent, ComputedPrompt, Destination, Landing, NodeInfo, NodeLoad, Prompt, Refusal,
-    RefusalKind, Step, TransferId,
+    BlockCounts, BlockEvent, ComputedPrompt, Destination, Landing, NodeId, NodeInfo, NodeLoad, Prompt,
+    Refusal, RefusalKind, Step, TransferId,
 };
 
+use crate::breaker::Trial;
 use crate::error::ServeError;
 use crate::serve::Detail;
 pub use put::PutCall;
@@ -93,7 +94,14 @@ impl NodeClient {
         let mut client = DecodeClient::new(self.channel.clone()).max_decoding_message_size(MESSAGE_BYTES_MAX);
         let events =
             client.run(call(&prompt.id, request)).await.map_err(|status| self.failure(&status))?.into_inner();
-        Ok(DecodeCall { info: self.info.clone(), events, ahead: VecDeque::new(), kv: None })
+        Ok(DecodeCall {
+            info: self.info.clone(),
+            events,
+            ahead: VecDeque::new(),
+            kv: None,
+            trials: Vec::new(),
+            is_proven: false,
+        })
     }
 
     /// Has the prompt computed and its KV sent to `to`. Dropping the future cancels the prompt on the node;
@@ -309,6 +317,9 @@ pub struct DecodeCall {
     ahead: VecDeque<DecodeProgress>,
     /// The call to the sender of the KV, until the KV has arrived.
     kv: Option<PrefillCall>,
+    /// The trials of the node's breaker, until the first step.
+    trials: Vec<Trial>,
+    is_proven: bool,
 }
 
 /// The first event of a decode node.
@@ -387,6 +398,20 @@ impl DecodeCall {
                 Err(self.failed(&"a stream that does not begin with an opening"))
             }
         }
+    }
+
+    pub(crate) fn node(&self) -> &NodeId {
+        &self.info.id
+    }
+
+    /// Sets the trials of breakers that this call decides.
+    pub(crate) fn tried_by(&mut self, trials: Vec<Trial>) {
+        self.trials = trials;
+    }
+
+    /// Notes a step. Returns true for the first one, which shows that the node works.
+    pub(crate) fn has_worked(&mut self) -> bool {
+        !std::mem::replace(&mut self.is_proven, true)
     }
 
     /// Sets the call to the sender of the KV. If the KV is lost in transfer, [`Self::progress`] then fails.

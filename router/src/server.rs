@@ -171,6 +171,7 @@ impl Router {
         let api = self.api(serve.clone(), acceptor.clone());
         let shown = DebugParts {
             cluster: self.cluster.clone(),
+            breakers: serve.breakers().clone(),
             requests: serve.requests().clone(),
             metrics,
             settings: self.config.shown.clone(),

@@ -101,6 +101,7 @@ impl Dispatch {
             }
             failure = put.failure() => return Err(failure),
         };
+        self.breakers.succeeded(&prefill.id);
         record.prefilled(&prefilled);
         let (by, how) = (keeper.clone(), KvHolder::InPool { put: Box::new(put), sender });
         let held = HeldKv { by, client, transfer, prompt: prompt.clone(), how };
@@ -117,6 +118,7 @@ impl Dispatch {
         let transfer = self.parts.world.transfer_id();
         let client = self.client(prefill)?;
         let (prefilled, call) = client.prefill(prompt, &Destination::Held(transfer)).await?;
+        self.breakers.succeeded(&prefill.id);
         record.prefilled(&prefilled);
         let (by, how) = (prefill.clone(), KvHolder::AtPrefill(call));
         let held = HeldKv { by, client, transfer, prompt: prompt.clone(), how };
@@ -147,18 +149,21 @@ impl Dispatch {
     ) -> Result<DecodeCall, ServeError> {
         let _waiting = self.stages.enter(WaitStage::Deliver, record);
         self.wait_until_stored(&mut held).await.map_err(|failure| self.lost(&held, failure, record))?;
-        let mut tries = Attempts::new(&self.parts, Progress::Begun, record);
+        let mut tries = Attempts::new(self, Progress::Begun, record);
         loop {
             record.enter_part(Part::Route);
-            let route = tries.route(&held.prompt).await?;
+            let (route, trials) = tries.route(&held.prompt).await?;
             self.parts.cluster.assign(&Route { prefill: None, ..route.clone() }, held.prompt.tokens.len());
             record.note(RequestEvent::Deliver { decode: route.decode.id.clone() });
             match self.deliver_to(&held, &route.decode, tries.room_by(), record).await {
-                Ok(decode) => return Ok(held.with_sender(decode)),
+                Ok(mut decode) => {
+                    decode.tried_by(trials);
+                    return Ok(held.with_sender(decode));
+                }
                 Err(failure) if failure.node.id == held.by.id => {
                     return Err(self.lost(&held, failure, record));
                 }
-                Err(failure) => tries.failed(failure).await?,
+                Err(failure) => tries.failed(failure, None).await?,
             }
         }
     }

@@ -171,8 +171,8 @@ async fn tries_are_bounded() {
     assert_eq!(p.received().len() + d.received().len(), 3, "{:?} {:?}", p.received(), d.received());
 }
 
-/// Half of the prefill nodes fail every prompt. All requests are answered with few attempts each, and a
-/// failed node is left out for one request only.
+/// Half of the prefill nodes fail every prompt. All requests are answered with few attempts: the breakers of the
+/// failing nodes open.
 #[tokio::test(start_paused = true)]
 async fn half_of_the_prefill_nodes_fail_and_attempts_stay_few() {
     for order in [Order::DecodeFirst, Order::PrefillFirst] {
@@ -188,11 +188,11 @@ async fn half_of_the_prefill_nodes_fail_and_attempts_stay_few() {
         };
         let failed = bad.iter().map(computed).sum::<usize>();
         assert!(
-            (1..=2 * 40).contains(&failed),
-            "{order:?}: {failed} attempts failed, two at most of each request"
+            (2 * 3..=2 * 6).contains(&failed),
+            "{order:?}: {failed} attempts failed: three open a breaker, and then one request at a time tries the node"
         );
-        let counts = bad.iter().chain(&good).map(computed).collect::<Vec<_>>();
-        assert!(counts.iter().all(|count| *count >= 5), "{order:?}: every node gets its turns: {counts:?}");
+        let counts = good.iter().map(computed).collect::<Vec<_>>();
+        assert!(counts.iter().all(|count| *count >= 15), "{order:?}: both get their turns: {counts:?}");
         assert_eq!(good.iter().map(computed).sum::<usize>(), 40, "{order:?}: one prompt is computed once");
     }
 }
@@ -419,4 +419,31 @@ async fn a_prompt_goes_to_nodes_of_its_model_only() {
     let unknown = Prompt { model: RequestedModel::named("none"), ..test_cluster.prompt(6) };
     let failed = test_cluster.dispatch.generate(unknown, Arrival::now()).await.expect_err("no such model");
     assert!(failed.to_string().contains("no decode node of `none` is ready"), "{failed}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_whose_work_fails_gets_no_work_until_one_request_succeeds_there() {
+    use FakeResponse::{Break, Serve};
+    let p = prefill("p", &[Serve]);
+    let bad = decode("d-bad", &[Break, Break, Break, Break, Serve]);
+    let good = decode("d-good", &[Serve]);
+    let test_cluster = test_cluster(Order::DecodeFirst, &[&p, &bad, &good]).await;
+    for _ in 0..20 {
+        test_cluster.serves(2).await;
+    }
+    assert_eq!(bad.prompts().len(), 3, "three failures open the breaker");
+    for (wait, calls) in [(1_100, 4), (2_100, 5)] {
+        tokio::time::sleep(Duration::from_millis(wait)).await;
+        while bad.prompts().len() < calls {
+            test_cluster.serves(2).await;
+        }
+        test_cluster.serves(2).await;
+        let open = test_cluster.metrics.page().contains("baton_router_breakers_open 1");
+        assert_eq!(open, calls == 4, "the fourth call fails, the fifth is served");
+    }
+    let before = bad.prompts().len();
+    for _ in 0..20 {
+        test_cluster.serves(2).await;
+    }
+    assert!(bad.prompts().len() > before, "the node gets work again");
 }
