@@ -1,11 +1,12 @@
 //! Measures latencies and throughput of OpenAI-compatible servers as their clients see them.
 //!
-//! Suggested reading order: the events of a request ([`record`]) and their [`metrics`]; the [`workload`], the
+//! Suggested reading order: the events of a request ([`record`]), what the server says about it ([`explanation`]), and [`metrics`]; the [`workload`], the
 //! [`client`] and the [`load`] loop; then [`report`], and [`command`] for the command line. [`puppet`] is a server
 //! with programmed delays, against which the harness is tested.
 #![forbid(unsafe_code)]
 
 pub mod record;
+pub mod explanation;
 pub mod metrics;
 
 pub mod workload;

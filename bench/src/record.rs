@@ -7,6 +7,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::explanation::Explanation;
+
 /// The record of one request, from the time at which it should have been sent.
 ///
 /// All times except `intended_us` count from `intended_us`, so the wait for the harness, the connection and
@@ -39,6 +41,8 @@ pub struct RequestRecord {
     pub outcome: Outcome,
     /// All chunks that have a choice, empty ones included.
     pub chunks: Vec<Chunk>,
+    /// What the server says about the request's time, if it was asked.
+    pub explanation: Option<Box<Explanation>>,
 }
 
 /// One event of the stream: its time and its number of tokens.

@@ -10,7 +10,7 @@ use node::{CounterGuard, DecodeExpert, NodeParts, PeerWires};
 use proto::v1;
 use proto::v1::decode_event::Event;
 use proto::v1::decode_server::{Decode, DecodeServer};
-use scheduler::{NewSequence, Source};
+use scheduler::{NewSequence, Source, StepTiming};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
@@ -53,7 +53,15 @@ impl DecodeService {
 struct Life {
     service: DecodeService,
     prompt: Prompt,
-    events: mpsc::Sender<Event>,
+    timings: Timings,
+    events: mpsc::Sender<v1::DecodeEvent>,
+}
+
+/// Which steps are sent with their timing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Timings {
+    OfFirstStep,
+    OfEachStep,
 }
 
 impl Life {
@@ -113,8 +121,11 @@ impl Life {
         let sequence =
             NewSequence { prompt: self.prompt.clone(), source, sink: Box::new(sink), steps_wanted: u32::MAX };
         let _ticket = self.service.node.worker.submit(sequence)?;
-        while let Some(step) = steps.recv().await {
-            self.say(Event::Step((&step).into())).await;
+        let mut is_timed = true;
+        while let Some((step, timing)) = steps.recv().await {
+            let timing = is_timed.then(|| timing_to_wire(&timing));
+            is_timed = self.timings == Timings::OfEachStep;
+            self.send(v1::DecodeEvent { event: Some(Event::Step((&step).into())), timing }).await;
             if steps.capacity() <= STEPS_MAX / 2 {
                 self.service.node.worker.nudge();
             }
@@ -125,7 +136,26 @@ impl Life {
     /// Sends an event to the router. If the router has dropped the stream, the event is lost, and this call
     /// is being dropped too.
     async fn say(&self, event: Event) {
+        self.send(v1::DecodeEvent { event: Some(event), timing: None }).await;
+    }
+
+    async fn send(&self, event: v1::DecodeEvent) {
         let _ = self.events.send(event).await;
+    }
+}
+
+fn timing_to_wire(timing: &StepTiming) -> v1::StepTiming {
+    let us = |took: std::time::Duration| took.as_micros() as u64;
+    let StepTiming { room, queued, computed, work, .. } = *timing;
+    v1::StepTiming {
+        room_us: us(room),
+        queued_us: us(queued),
+        computed_us: us(computed),
+        steps: work.steps,
+        prefill_tokens: work.prefill_tokens,
+        rows: work.rows,
+        took_us: us(work.took),
+        preemptions: work.preemptions,
     }
 }
 
@@ -134,13 +164,14 @@ fn arrived_event(arrived: &ArrivedKv) -> Event {
         scheme: arrived.scheme.to_string(),
         bytes: arrived.bytes,
         waited_us: arrived.waited.as_micros() as u64,
+        moved_us: arrived.moved.as_micros() as u64,
     })
 }
 
 /// The event stream of a prompt, and the task that feeds it. Dropping the stream ends the task.
 #[derive(Debug)]
 struct Events {
-    events: ReceiverStream<Event>,
+    events: ReceiverStream<v1::DecodeEvent>,
     _life: Task<()>,
 }
 
@@ -151,8 +182,7 @@ impl Stream for Events {
         mut self: Pin<&mut Self>,
         cx: &mut std::task::Context<'_>,
     ) -> std::task::Poll<Option<Self::Item>> {
-        let event = self.events.poll_next_unpin(cx);
-        event.map(|event| event.map(|event| Ok(v1::DecodeEvent { event: Some(event) })))
+        self.events.poll_next_unpin(cx).map(|event| event.map(Ok))
     }
 }
 
@@ -161,11 +191,13 @@ impl Decode for DecodeService {
     type RunStream = Pin<Box<dyn Stream<Item = Result<v1::DecodeEvent, Status>> + Send>>;
 
     async fn run(&self, request: Request<v1::DecodeRequest>) -> Result<Response<Self::RunStream>, Status> {
-        let (prompt, offer) = self.parse(request.into_inner())?;
+        let request = request.into_inner();
+        let timings = if request.explain { Timings::OfEachStep } else { Timings::OfFirstStep };
+        let (prompt, offer) = self.parse(request)?;
         let span = info_span!("decode", request_id = %prompt.id, n_tokens = prompt.tokens.len());
         trace!(target: "walk", request = %prompt.id, "prompt received from the router");
         let (events, received) = mpsc::channel(STEPS_MAX);
-        let life = Life { service: self.clone(), prompt, events };
+        let life = Life { service: self.clone(), prompt, timings, events };
         let life = spawn_guarded(&self.node.gate, "decode", life.live(offer).instrument(span));
         if life.is_finished() && self.node.gate.is_closed() {
             return Err(Status::unavailable("the node is stopping"));

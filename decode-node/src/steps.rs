@@ -13,12 +13,15 @@ pub(crate) const STEPS_MAX: usize = 128;
 /// The scheduler's end of the stream of steps.
 #[derive(Debug)]
 pub(crate) struct Steps {
-    steps: mpsc::Sender<Step>,
+    steps: mpsc::Sender<(Step, StepTiming)>,
     end: oneshot::Sender<Result<(), Refusal>>,
 }
 
+/// The reader's end of a stream of steps.
+pub(crate) type StepReceiver = mpsc::Receiver<(Step, StepTiming)>;
+
 /// Makes a sink, the receiver of its steps, and the receiver of the sequence's end.
-pub(crate) fn steps() -> (Steps, mpsc::Receiver<Step>, oneshot::Receiver<Result<(), Refusal>>) {
+pub(crate) fn steps() -> (Steps, StepReceiver, oneshot::Receiver<Result<(), Refusal>>) {
     let (steps, received) = mpsc::channel(STEPS_MAX);
     let (end, ended) = oneshot::channel();
     (Steps { steps, end }, received, ended)
@@ -32,9 +35,9 @@ impl Sink for Steps {
     /// Ignores the KV, which is already on the node that uses it.
     fn kv(&mut self, _span: KvSpan, _lease: Arc<BlockLease>, _ready: LayerFence) {}
 
-    fn step(&mut self, step: Step, _timing: StepTiming) {
+    fn step(&mut self, step: Step, timing: StepTiming) {
         // Without a reader the step is dropped: the sequence's ticket is dropped too, which cancels it.
-        let _ = self.steps.try_send(step);
+        let _ = self.steps.try_send((step, timing));
     }
 
     fn end(self: Box<Self>, end: SequenceEnd) {

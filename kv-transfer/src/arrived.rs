@@ -17,4 +17,6 @@ pub struct ArrivedKv {
     pub scheme: Scheme,
     /// The time from the landing's grant to the last byte.
     pub waited: Duration,
+    /// The time from the first byte to the last; zero if nothing was sent.
+    pub moved: Duration,
 }

@@ -254,7 +254,9 @@ impl OpenLanding {
         let moved = progress.first_byte.map(|first| first.elapsed());
         self.metrics.arrived(&scheme, progress.bytes, moved);
         let (bytes, waited) = (progress.bytes, self.since.elapsed());
-        progress.outcome = Some(Outcome::Arrived(ArrivedKv { lease, handoff, bytes, scheme, waited }));
+        let moved = moved.unwrap_or_default();
+        let arrived = ArrivedKv { lease, handoff, bytes, scheme, waited, moved };
+        progress.outcome = Some(Outcome::Arrived(arrived));
         self.tell(progress, Ok(()));
     }
 

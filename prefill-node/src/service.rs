@@ -77,7 +77,8 @@ impl PrefillService {
             prompt_tokens: prompt.tokens.len() as u32,
             cached_tokens: timing.usage.cached_tokens,
         };
-        let prefilled = ComputedPrompt { first, usage, queued: timing.queued, computed: timing.computed };
+        let scheduler::StepTiming { room, queued, computed, .. } = timing;
+        let prefilled = ComputedPrompt { first, usage, room, queued, computed };
         Ok(AnsweredPrompt { prefilled, delivery, place })
     }
 
@@ -232,7 +233,7 @@ mod tests {
 
     use super::*;
     use chassis::Gate;
-    use scheduler::StepTiming;
+    use scheduler::{StepTiming, StepWork};
     use types::{Step, TokenId};
 
     fn token() -> Step {
@@ -243,7 +244,8 @@ mod tests {
     #[tokio::test]
     async fn a_delivery_that_is_quicker_than_the_answer_is_no_failure() {
         let usage = types::Usage { prompt_tokens: 1, cached_tokens: 0 };
-        let timing = StepTiming { usage, queued: Duration::ZERO, computed: Duration::ZERO };
+        let (room, queued, computed) = (Duration::ZERO, Duration::ZERO, Duration::ZERO);
+        let timing = StepTiming { usage, room, queued, computed, work: StepWork::default() };
         let (sender, answer) = oneshot::channel();
         let delivery = spawn_guarded(&Gate::new("node"), "delivery", async { Ok(()) });
         let answered = async {

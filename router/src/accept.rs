@@ -14,6 +14,7 @@ use types::prompt::CACHE_SALT_BYTES_MAX;
 use types::{CacheSalt, Deadline, Prompt, RequestId, RequestedModel, Sampling, StopRules, TenantId, TokenId};
 
 use crate::error::AcceptError;
+use crate::serve::{Arrival, Detail};
 use crate::tenants::{Claims, Client, TenantPermit, Tenants};
 use crate::text::{ServedModel, StopStrings};
 
@@ -53,7 +54,10 @@ pub struct Caller {
     pub id: RequestId,
     pub client: Client,
     pub arrived: Instant,
+    /// The time at which the request's body was read.
+    pub read: Instant,
     pub deadline: Deadline,
+    pub detail: Detail,
 }
 
 /// The token sequences to continue, and the name of the request field that contained them.
@@ -113,7 +117,7 @@ pub struct AcceptedRequest {
 /// The request that answers belong to.
 #[derive(Clone, Debug)]
 pub struct RequestOrigin {
-    pub arrived: Instant,
+    pub arrival: Arrival,
     /// The permit that counts the request against its tenant's limits until it is dropped; `None` without
     /// limits.
     pub permit: Option<Arc<TenantPermit>>,
@@ -184,7 +188,8 @@ impl Acceptor {
         timeout: Option<Duration>,
     ) -> Result<Caller, AcceptError> {
         let deadline = self.world.deadline_in(self.limits.bound(timeout)?);
-        Ok(Caller { id, client, arrived: self.world.now(), deadline })
+        let now = self.world.now();
+        Ok(Caller { id, client, arrived: now, read: now, deadline, detail: Detail::Usual })
     }
 
     /// Makes the prompts of a request. One invalid input refuses the whole request.
@@ -221,7 +226,9 @@ impl Acceptor {
         let prompt_tokens = prompts.iter().map(|prompt| prompt.tokens.len()).sum();
         let prompts = fanned_out(prompts, params.n);
         let permit = self.tenants.admit(&caller.client, prompts.len(), prompt_tokens)?;
-        Ok(AcceptedRequest { prompts, stop, origin: RequestOrigin { arrived: caller.arrived, permit } })
+        let Caller { arrived, read, detail, .. } = *caller;
+        let arrival = Arrival { at: arrived, read, accepted: self.world.now(), detail };
+        Ok(AcceptedRequest { prompts, stop, origin: RequestOrigin { arrival, permit } })
     }
 
     /// Makes the prompt of a request with one input and one answer, as [`accept`](Self::accept) does.

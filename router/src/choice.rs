@@ -1,11 +1,15 @@
 //! One answer to one prompt while it is generated: steps in, text out.
 
+use std::time::Duration;
+
 use futures::stream::{BoxStream, StreamExt};
 use tokio::time::{Instant, timeout_at};
+use tracing::info;
 use types::{FinishReason, Prompt, Step, Usage};
 
 use crate::accept::RequestOrigin;
 use crate::error::ServeError;
+use crate::requests::{Explanation, Part};
 use crate::serve::{Generation, Serve};
 use crate::text::Detokenizer;
 
@@ -22,6 +26,8 @@ pub struct Delta {
     pub step: Step,
     /// Why the answer ended; `None` before the last delta.
     pub finish: Option<FinishReason>,
+    /// Where the time went, in the last delta of a request that asks for it.
+    pub explanation: Option<Box<Explanation>>,
 }
 
 /// One answer while it is generated. Dropping it cancels the work on all nodes.
@@ -49,7 +55,7 @@ impl Choice {
         origin: RequestOrigin,
     ) -> Result<Self, ServeError> {
         let deadline = prompt.deadline.instant().into();
-        let generating = serve.generate(prompt, origin.arrived);
+        let generating = serve.generate(prompt, origin.arrival);
         let generation = timeout_at(deadline, generating).await.map_err(|_| too_late())??;
         Ok(Self { index, generation, detokenizer, deadline, n_steps: 0, n_characters: 0, origin })
     }
@@ -93,7 +99,23 @@ impl Choice {
             self.detokenizer.finish(&mut text);
         }
         self.n_characters += text.chars().count();
-        Delta { choice: self.index, text, offset, step, finish }
+        let explanation = finish.and_then(|_| self.explanation());
+        Delta { choice: self.index, text, offset, step, finish, explanation }
+    }
+
+    /// Returns the explanation of a request that asks for it, and logs it as an event of the request's span.
+    fn explanation(&self) -> Option<Box<Explanation>> {
+        let explanation = self.generation.explained.as_ref()?.explanation();
+        let ms = |took: Duration| took.as_secs_f64() * 1e3;
+        info!(
+            total_ms = ms(explanation.total),
+            first_token_ms = explanation.first_token.map(ms),
+            worst_gap_ms = explanation.worst_gap.map(|gap| ms(gap.took)),
+            largest = explanation.largest.map(Part::as_str),
+            parts = explanation.in_words(),
+            "request explained"
+        );
+        Some(Box::new(explanation))
     }
 }
 
@@ -112,6 +134,7 @@ pub struct WholeChoice {
     /// Every step, with the position of its text in the answer.
     pub steps: Vec<(usize, Step)>,
     pub finish: Option<FinishReason>,
+    pub explanation: Option<Box<Explanation>>,
 }
 
 impl WholeChoice {
@@ -119,6 +142,7 @@ impl WholeChoice {
         self.text.push_str(&delta.text);
         self.steps.push((delta.offset, delta.step));
         self.finish = delta.finish;
+        self.explanation = delta.explanation;
     }
 
     pub fn token_ids(&self) -> Vec<u32> {

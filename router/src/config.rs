@@ -56,6 +56,9 @@ pub struct RoutingExpert {
     /// If no running request makes progress for this long, `/ready` fails and names the stages in which
     /// requests wait. The default is longer than the longest step of an engine.
     pub stuck_ms: u64,
+    /// The share of requests that are explained without asking for it, from 0 to 1: nodes time each of their
+    /// steps, and answer, log and span say where the time went.
+    pub explain_share: f64,
     /// The origins whose pages may send requests to the HTTP port (CORS), such as `https://chat.example`, or
     /// `*`.
     pub cors_origins: Vec<String>,
@@ -68,6 +71,7 @@ impl Default for RoutingExpert {
             new_nodes_wait_ms: 2_000,
             nodes_wait_ms: 30_000,
             stuck_ms: 4_000,
+            explain_share: 0.0,
             cors_origins: Vec::new(),
         }
     }
@@ -222,6 +226,8 @@ pub struct RouterConfig {
     pub deadlines: Deadlines,
     pub requests_max: usize,
     pub budget: Budget,
+    /// The share of requests that are explained without asking for it.
+    pub explain_share: f64,
     pub drain: DrainTimes,
     pub stuck_after: Duration,
     /// The file with tenants and API keys; `None`: no API keys are required.
@@ -282,6 +288,7 @@ impl RouterConfig {
                 nodes_wait_new: Duration::from_millis(expert.router.new_nodes_wait_ms),
                 nodes_wait_begun: Duration::from_millis(expert.router.nodes_wait_ms),
             },
+            explain_share: share("expert.router.explain_share", expert.router.explain_share)?,
             drain: DrainTimes {
                 notice: Duration::from_millis(router.notice_ms),
                 whole: Duration::from_millis(router.drain_ms),
@@ -311,6 +318,13 @@ fn order(name: &str) -> Result<Order, UnknownChoice> {
         "decode-first" => Ok(Order::DecodeFirst),
         "prefill-first" => Ok(Order::PrefillFirst),
         _ => Err(unknown("router.order", name.to_owned(), &["decode-first", "prefill-first"])),
+    }
+}
+
+fn share(key: &'static str, value: f64) -> Result<f64, UnknownChoice> {
+    match (0.0..=1.0).contains(&value) {
+        true => Ok(value),
+        false => Err(unknown(key, value.to_string(), &["a number from 0 to 1"])),
     }
 }
 
@@ -435,6 +449,7 @@ mod tests {
         assert_eq!(refused(|raw| raw.router.tls_key_file = "k".to_owned()), "router.tls_cert_file");
         let key = refused(|raw| raw.expert.router.cors_origins = vec!["a".to_owned()]);
         assert_eq!(key, "expert.router.cors_origins");
+        assert_eq!(refused(|raw| raw.expert.router.explain_share = 1.5), "expert.router.explain_share");
         assert_eq!(refused(|raw| raw.expert.oidc.issuer = "i".to_owned()), "expert.oidc.audience");
         assert_eq!(refused(|raw| raw.expert.oidc.keys_file = "k".to_owned()), "expert.oidc.issuer");
     }

@@ -97,7 +97,11 @@ impl Continuation {
         let failure = match self.decode_of(rest).await {
             Ok(decode) => match self.step_of(decode).await {
                 Ok(step) => return Ok(step),
-                Err(failure) => failure.into(),
+                Err(failure) => {
+                    let now = self.dispatch.parts().world.now();
+                    self.dispatch.breakers().failed(&failure, None, now);
+                    failure.into()
+                }
             },
             Err(error) => error,
         };
@@ -116,16 +120,22 @@ impl Continuation {
         let _waiting = self.dispatch.stages().enter(WaitStage::Decode, &self.guards.record);
         loop {
             match decode.progress().await? {
-                DecodeProgress::Arrived { scheme, bytes, waited } => {
+                DecodeProgress::Arrived { scheme, bytes, waited, moved } => {
                     self.dispatch.parts().metrics.arrived(&scheme, bytes, waited);
-                    self.guards.record.note(RequestEvent::KvArrived { connector: scheme, bytes, waited });
+                    self.guards.record.kv_arrived(scheme, bytes, waited, moved);
                 }
-                DecodeProgress::Step(step) if step.index == self.next_index() => {
+                DecodeProgress::Step(step, report) if step.index == self.next_index() => {
+                    self.guards.record.stepped(report);
+                    if decode.has_worked() {
+                        self.dispatch.breakers().succeeded(decode.node());
+                    }
                     self.losses = 0;
                     self.state = State::Running(StepSource::Decode(decode));
                     return Ok(step);
                 }
-                DecodeProgress::Step(step) => return Err(decode.wrong_index(step.index, self.next_index())),
+                DecodeProgress::Step(step, _) => {
+                    return Err(decode.wrong_index(step.index, self.next_index()));
+                }
             }
         }
     }

@@ -17,8 +17,10 @@ use futures::future::join_all;
 use proto::v1;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use tokio::time::Instant;
 use types::{BlockCounts, MissingWire, NodeId, NodeInfo, NodeLoad};
 
+use crate::breaker::{Breaker, BreakerState, Breakers};
 use crate::cluster::{Cluster, Group, ModelGroups, NodeState};
 use crate::pairs::pairs;
 use crate::requests::Requests;
@@ -28,6 +30,7 @@ use crate::rpc::LedgerDetail;
 #[derive(Clone, Debug)]
 pub struct DebugParts {
     pub cluster: Cluster,
+    pub breakers: Breakers,
     pub requests: Requests,
     pub metrics: Metrics,
     /// The settings in force.
@@ -36,9 +39,10 @@ pub struct DebugParts {
 
 /// Serves the pages under `/debug`, which require the key, `/metrics` and `/version`.
 pub fn router(parts: DebugParts, key: AdminKey, refusals: Refusals) -> Router {
-    let DebugParts { cluster, requests, metrics, settings } = parts;
+    let DebugParts { cluster, breakers, requests, metrics, settings } = parts;
+    let nodes = get(nodes).with_state((cluster.clone(), breakers));
     let of_cluster =
-        Router::new().route("/debug/cluster", get(nodes)).route("/debug/kv", get(kv)).with_state(cluster);
+        Router::new().route("/debug/cluster", nodes).route("/debug/kv", get(kv)).with_state(cluster);
     let of_requests = Router::new()
         .route("/debug/requests", get(requests::list))
         .route("/debug/requests/{id}", get(requests::one))
@@ -55,13 +59,31 @@ pub fn admin_router(parts: DebugParts, chat_box: Router, key: AdminKey, refusals
     router(parts, key, refusals).merge(chat_box).route("/", get(live::page))
 }
 
-async fn nodes(State(cluster): State<Cluster>) -> Json<Value> {
+async fn nodes(State((cluster, breakers)): State<(Cluster, Breakers)>) -> Json<Value> {
     let everyone = cluster.everyone();
-    let nodes: Vec<Value> = everyone.iter().map(|(info, state)| node(&cluster, info, state)).collect();
+    let shown = |(info, state): &(Arc<NodeInfo>, NodeState)| {
+        let mut node = node(&cluster, info, state);
+        node["breaker"] = breaker(breakers.of(info));
+        node
+    };
+    let nodes: Vec<Value> = everyone.iter().map(shown).collect();
     let infos: Vec<&NodeInfo> = everyone.iter().map(|(info, _)| &**info).collect();
     let (pairs, pairs_left_out) = pairs(&infos);
     let models: Vec<Value> = cluster.groups().iter().map(model).collect();
     Json(json!({ "nodes": nodes, "models": models, "pairs": pairs, "pairs_left_out": pairs_left_out }))
+}
+
+/// Returns the breaker of a node as JSON.
+fn breaker(breaker: Option<Breaker>) -> Value {
+    let failures = breaker.as_ref().map_or(0, Breaker::failures);
+    match breaker.map_or(BreakerState::Closed, |breaker| breaker.state()) {
+        BreakerState::Closed => json!({ "state": "closed", "failures": failures }),
+        BreakerState::HalfOpen => json!({ "state": "half_open", "failures": failures }),
+        BreakerState::Open { until } => {
+            let left = until.saturating_duration_since(Instant::now());
+            json!({ "state": "open", "failures": failures, "tried_in_ms": left.as_millis() as u64 })
+        }
+    }
 }
 
 fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {

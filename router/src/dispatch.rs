@@ -22,15 +22,16 @@ use types::{
 };
 
 use crate::admission::Admission;
+use crate::breaker::{Breakers, Trial};
 use crate::cluster::Cluster;
 use crate::continuation::{Continuation, RequestGuards};
 use crate::drain::Drain;
 use crate::error::{AcceptError, ServeError};
 use crate::metrics::{Outcome, RouterMetrics, Stage};
-use crate::policy::{Route, RoutingPolicy};
-use crate::requests::{RequestEvent, RequestRecord, Requests};
+use crate::policy::{NoRoute, Route, RoutingPolicy};
+use crate::requests::{Part, RequestEvent, RequestRecord, Requests};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure, NodeClient, Opening, PrefillOffer};
-use crate::serve::{Generation, Serve};
+use crate::serve::{Arrival, Detail, Generation, Serve};
 use crate::watchdog::{StageTracker, TrackedRequest, WaitStage, watch};
 pub(crate) use held::HeldKv;
 
@@ -75,6 +76,7 @@ pub struct Dispatch {
     parts: Arc<DispatchParts>,
     stages: StageTracker,
     requests: Requests,
+    breakers: Breakers,
 }
 
 #[derive(Debug)]
@@ -85,6 +87,8 @@ pub struct DispatchParts {
     pub admission: Admission,
     pub order: Order,
     pub budget: Budget,
+    /// The share of requests that are explained without asking for it.
+    pub explain_share: f64,
     pub metrics: RouterMetrics,
     pub drain: Drain,
 }
@@ -110,7 +114,9 @@ pub(crate) enum StepSource {
 
 impl Dispatch {
     pub fn new(parts: DispatchParts) -> Self {
-        Self { parts: Arc::new(parts), stages: StageTracker::default(), requests: Requests::default() }
+        let breakers = parts.metrics.breakers();
+        let (stages, requests) = (StageTracker::default(), Requests::default());
+        Self { parts: Arc::new(parts), stages, requests, breakers }
     }
 
     pub(crate) fn parts(&self) -> &DispatchParts {
@@ -119,6 +125,11 @@ impl Dispatch {
 
     pub(crate) fn stages(&self) -> &StageTracker {
         &self.stages
+    }
+
+    /// Returns the breakers of nodes.
+    pub fn breakers(&self) -> &Breakers {
+        &self.breakers
     }
 
     /// Returns the records of requests.
@@ -140,17 +151,22 @@ impl Dispatch {
         record: &RequestRecord,
     ) -> Result<StartedRequest, ServeError> {
         let progress = if prompt.n_generated == 0 { Progress::New } else { Progress::Begun };
-        let mut tries = Attempts::new(&self.parts, progress, record);
+        let mut tries = Attempts::new(self, progress, record);
         let waiting = self.stages.enter(WaitStage::Route, record);
         loop {
             waiting.set_stage(WaitStage::Route);
-            let route = tries.route(prompt).await?;
+            let (route, trials) = tries.route(prompt).await?;
             let route = if by == ComputedBy::Both { route } else { Route { prefill: None, ..route } };
             self.parts.cluster.assign(&route, prompt.tokens.len());
             let prompt = &prompt.for_weights_of(&route.decode.model);
             match self.attempt(prompt, &route, tries.room_by(), &waiting).await {
-                Ok(started) => return Ok(started),
-                Err(failure) => tries.failed(failure).await?,
+                Ok(mut started) => {
+                    if let StepSource::Decode(decode) = &mut started.rest {
+                        decode.tried_by(trials);
+                    }
+                    return Ok(started);
+                }
+                Err(failure) => tries.failed(failure, Some(&route)).await?,
             }
         }
     }
@@ -190,7 +206,8 @@ impl Dispatch {
         let asked = self.parts.world.now();
         let prefill = route.prefill.as_deref();
         let offer = prefill.map_or(PrefillOffer::None, PrefillOffer::Offered);
-        let mut decode = self.client(&route.decode)?.decode(prompt, offer).await?;
+        let detail = waiting.record().detail();
+        let mut decode = self.client(&route.decode)?.decode(prompt, offer, detail).await?;
         let opening = decode.opening(room_by).await?;
         self.parts.metrics.stage(Stage::Reserve, asked.elapsed());
         trace!(target: "walk", request = %prompt.id, "KV room reserved on the decode node");
@@ -205,13 +222,15 @@ impl Dispatch {
                     failure = decode.failure() => return Err(failure),
                 };
                 decode.kv_from(sender);
-                waiting.record().prefilled(prefilled.queued, prefilled.computed);
+                self.breakers.succeeded(&prefill.id);
+                waiting.record().prefilled(&prefilled);
                 Ok(self.started(prompt, prefilled, StepSource::Decode(Box::new(decode))))
             }
             (Opening::Landing(_), None) => Err(decode.unasked_landing()),
             (Opening::Local { held_tokens }, _) => {
                 waiting.set_stage(WaitStage::Decode);
-                self.local(prompt, decode, held_tokens).await
+                waiting.record().computed_locally();
+                self.local(prompt, decode, held_tokens, waiting.record()).await
             }
         }
     }
@@ -222,10 +241,13 @@ impl Dispatch {
         prompt: &Prompt,
         mut decode: DecodeCall,
         held_tokens: u32,
+        record: &RequestRecord,
     ) -> Result<StartedRequest, Failure> {
         let usage = Usage { prompt_tokens: prompt.tokens.len() as u32, cached_tokens: held_tokens };
         loop {
-            if let DecodeProgress::Step(first) = decode.progress().await? {
+            if let DecodeProgress::Step(first, report) = decode.progress().await? {
+                self.breakers.succeeded(decode.node());
+                record.stepped(report);
                 let model = prompt.model.clone();
                 return Ok(StartedRequest {
                     model,
@@ -254,26 +276,35 @@ impl Serve for Dispatch {
         self.parts.cluster.models()
     }
 
-    async fn generate(&self, prompt: Prompt, arrived: Instant) -> Result<Generation, ServeError> {
-        let mut outcome = Outcome::new(self.parts.metrics.of_model(&prompt.model.name), arrived);
-        let permit = outcome.note(self.parts.admission.admit())?;
-        let unix_time = self.parts.world.unix_time().saturating_sub(arrived.elapsed());
-        let open = self.requests.begin(&prompt, arrived, unix_time);
+    async fn generate(&self, prompt: Prompt, arrival: Arrival) -> Result<Generation, ServeError> {
+        let arrival = self.sampled(arrival);
+        let mut outcome = Outcome::new(self.parts.metrics.of_model(&prompt.model.name), arrival.at);
+        let unix_time = self.parts.world.unix_time().saturating_sub(arrival.at.elapsed());
+        let open = self.requests.begin(&prompt, &arrival, unix_time);
         let record = open.record().clone();
+        record.enter_part(Part::Admission);
+        let permit = match outcome.note(self.parts.admission.admit()) {
+            Ok(permit) => permit,
+            Err(refused) => {
+                open.discard();
+                return Err(refused);
+            }
+        };
         outcome.keep(open);
         trace!(target: "walk", request = %prompt.id, n_tokens = prompt.tokens.len(), "prompt accepted");
         let starting = self.start(&prompt, ComputedBy::Both, &record);
         let started = outcome.note(self.by_deadline(prompt.deadline, starting).await)?;
-        let (ttft, usage) = (arrived.elapsed(), started.usage);
+        let usage = started.usage;
+        let ttft = record.first_token(usage);
         outcome.metrics().first_token.observe(ttft.as_secs_f64());
         outcome.metrics().prompt_tokens.inc_by(u64::from(usage.prompt_tokens));
-        record.first_token(usage);
         info!(ttft_ms = ttft.as_millis() as u64, "first token received from the nodes");
         self.stages.moved();
         let complete = outcome.complete();
+        let explained = (arrival.detail == Detail::Explained).then(|| record.clone());
         let guards = RequestGuards { permit, outcome, record };
         let steps = Continuation::new(self.clone(), prompt, started, guards).into_steps().boxed();
-        Ok(Generation { usage, complete, steps })
+        Ok(Generation { usage, complete, explained, steps })
     }
 
     fn ready(&self) -> Result<(), String> {
@@ -289,6 +320,13 @@ impl Serve for Dispatch {
 }
 
 impl Dispatch {
+    /// Has a share of requests explained, besides those that ask for it.
+    fn sampled(&self, arrival: Arrival) -> Arrival {
+        let share = self.parts.explain_share;
+        let is_drawn = share > 0.0 && (self.parts.world.draw() as f64) < share * u64::MAX as f64;
+        if is_drawn { Arrival { detail: Detail::Explained, ..arrival } } else { arrival }
+    }
+
     /// Runs `work` until the deadline passes or the router stops. Dropping its calls cancels the request on
     /// the nodes.
     pub(crate) async fn by_deadline<T>(
@@ -312,6 +350,7 @@ impl Dispatch {
 /// The attempts at one prompt's next step: the failed nodes, and the remaining attempts and time.
 struct Attempts<'a> {
     parts: &'a DispatchParts,
+    breakers: &'a Breakers,
     record: &'a RequestRecord,
     failed: Vec<NodeId>,
     attempts_left: u32,
@@ -328,10 +367,12 @@ enum Progress {
 }
 
 impl<'a> Attempts<'a> {
-    fn new(parts: &'a DispatchParts, progress: Progress, record: &'a RequestRecord) -> Self {
+    fn new(dispatch: &'a Dispatch, progress: Progress, record: &'a RequestRecord) -> Self {
+        let Dispatch { parts, breakers, .. } = dispatch;
         let attempts_left = parts.budget.attempts_max;
         Self {
             parts,
+            breakers,
             record,
             failed: Vec::new(),
             attempts_left,
@@ -342,21 +383,25 @@ impl<'a> Attempts<'a> {
     }
 
     /// Chooses a route over nodes that have not failed. If there is none, all nodes may be tried again.
-    async fn route(&mut self, prompt: &Prompt) -> Result<Route, ServeError> {
+    async fn route(&mut self, prompt: &Prompt) -> Result<(Route, Vec<Trial>), ServeError> {
         let draw = self.parts.world.draw();
-        if let Ok(route) =
-            self.parts.policy.route(prompt, &self.parts.cluster.view(&prompt.model, &self.failed), draw)
-        {
+        if let Ok(route) = self.choose(prompt, &self.failed, draw) {
             return Ok(route);
         }
         self.failed.clear();
         self.usable(prompt, draw).await
     }
 
+    fn choose(&self, prompt: &Prompt, without: &[NodeId], draw: u64) -> Result<(Route, Vec<Trial>), NoRoute> {
+        let DispatchParts { cluster, policy, world, .. } = self.parts;
+        let view = cluster.view(&prompt.model, without);
+        self.breakers.route(view, world.now(), |view| policy.route(prompt, view, draw))
+    }
+
     /// Waits for a usable node. Nodes that restart, or whose connections broke while this process was suspended, are
     /// usable again after a moment, and a stream that has begun must not end in the meantime. A new request waits only if
     /// nodes are known.
-    async fn usable(&mut self, prompt: &Prompt, draw: u64) -> Result<Route, ServeError> {
+    async fn usable(&mut self, prompt: &Prompt, draw: u64) -> Result<(Route, Vec<Trial>), ServeError> {
         let began = self.parts.world.now();
         let cluster = &self.parts.cluster;
         loop {
@@ -371,14 +416,15 @@ impl<'a> Attempts<'a> {
                 return Err(ServeError::NoNodes { reason: format!("{reason} (waited {waited_ms} ms)") });
             }
             self.rest().await;
-            if let Ok(route) = self.parts.policy.route(prompt, &cluster.view(&prompt.model, &[]), draw) {
+            if let Ok(route) = self.choose(prompt, &[], draw) {
                 return Ok(route);
             }
         }
     }
 
-    /// Counts a failure. Returns an error if no attempt is left.
-    async fn failed(&mut self, failure: Failure) -> Result<(), ServeError> {
+    /// Counts a failure of a node, or between the nodes of `route`. Returns an error if no attempt is left.
+    async fn failed(&mut self, failure: Failure, route: Option<&Route>) -> Result<(), ServeError> {
+        self.breakers.failed(&failure, route, self.parts.world.now());
         let kind = failure.refusal.kind;
         self.parts.metrics.retries.with_label_values(&[kind.code()]).inc();
         self.record.note(RequestEvent::Failed { node: failure.node.id.clone(), code: kind.code() });

@@ -15,14 +15,15 @@ use proto::v1::generate_request::Input;
 use proto::v1::inference_server::{Inference, InferenceServer};
 use tonic::metadata::MetadataValue;
 use tonic::{Code, Request, Response, Status};
-use types::{CallerAction, RequestId, TokenId, Usage};
+use types::{CallerAction, NodeId, RequestId, TokenId, Usage};
 
 use crate::accept::{AcceptedOne, Acceptor, Caller, MaxTokens, SamplingParams};
 use crate::choice::{Choice, Delta};
 use crate::error::{AcceptError, ServeError};
 use crate::http;
 use crate::metrics::RouterMetrics;
-use crate::serve::Serve;
+use crate::requests::{Explanation, Gap, KvTransfer, PartTimes};
+use crate::serve::{Detail, Serve};
 use crate::tenants::{Claims, LimitReached};
 use crate::text::{Detokenizer, RouterModels, ServedModel, Tokenizer, run_by_size};
 
@@ -109,7 +110,8 @@ impl GrpcApi {
         })?;
         let id = self.acceptor.request_id(given(&request.request_id).as_deref());
         let timeout = (request.timeout_ms > 0).then(|| Duration::from_millis(request.timeout_ms));
-        self.acceptor.caller(id, client, timeout)
+        let detail = if request.explain { Detail::Explained } else { Detail::Usual };
+        Ok(Caller { detail, ..self.acceptor.caller(id, client, timeout)? })
     }
 
     async fn accept(
@@ -203,12 +205,56 @@ fn end(delta: &Delta, usage: Usage, id: &RequestId) -> v1::GenerateEvent {
         usage: Some(usage.into()),
         completion_tokens: delta.step.index + 1,
         request_id: id.to_string(),
+        explanation: delta.explanation.as_deref().map(explained),
         ..v1::GenerateEnd::default()
     };
     if let Some(reason) = delta.finish {
         end.set_reason(reason.into());
     }
     v1::GenerateEvent { event: Some(Event::End(end)) }
+}
+
+fn explained(explanation: &Explanation) -> v1::Explanation {
+    let node = |node: &Option<NodeId>| node.as_ref().map(ToString::to_string).unwrap_or_default();
+    let transfer = |transfer: &KvTransfer| v1::Transfer {
+        connector: transfer.connector.clone(),
+        bytes: transfer.bytes,
+        moved_us: us(transfer.moved),
+    };
+    v1::Explanation {
+        total_us: us(explanation.total),
+        first_token_us: explanation.first_token.map(us).unwrap_or_default(),
+        before_first_token: parts(&explanation.before),
+        after_first_token: parts(&explanation.after),
+        prefill_node: node(&explanation.prefill),
+        decode_node: node(&explanation.decode),
+        tries: explanation.tries,
+        continuations: explanation.continuations,
+        transfers: explanation.transfers.iter().map(transfer).collect(),
+        worst_gap: explanation.worst_gap.as_ref().map(gap),
+    }
+}
+
+fn gap(gap: &Gap) -> v1::Gap {
+    let of_gap =
+        v1::Gap { token: gap.token, us: us(gap.took), parts: parts(&gap.parts), ..v1::Gap::default() };
+    let Some(report) = gap.report else { return of_gap };
+    v1::Gap {
+        engine_steps: report.steps,
+        prefill_tokens: report.prefill_tokens,
+        rows: report.rows,
+        last_step_us: us(report.took),
+        preemptions: report.preemptions,
+        ..of_gap
+    }
+}
+
+fn parts(times: &PartTimes) -> Vec<v1::PartTime> {
+    times.shown().map(|(part, took)| v1::PartTime { part: part.as_str().to_owned(), us: us(took) }).collect()
+}
+
+fn us(took: Duration) -> u64 {
+    took.as_micros() as u64
 }
 
 #[tonic::async_trait]

@@ -8,8 +8,9 @@ use std::time::Duration;
 
 use chassis::connections::ConnectionCounts;
 use chassis::metrics::{Metrics, TOKEN_BUCKETS};
-use prometheus::{Histogram, HistogramVec, IntCounter, IntCounterVec, IntGaugeVec};
+use prometheus::{Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec};
 
+use crate::breaker::Breakers;
 use crate::http::Code;
 use crate::requests::{Place, PlaceCounts, Requests};
 use models::ModelLabels;
@@ -76,6 +77,8 @@ pub struct RouterMetrics {
     pub tenants_reloads: IntCounterVec,
     /// Fetches of the OpenID provider's keys.
     pub keys_fetches: IntCounterVec,
+    breaker_changes: IntCounterVec,
+    breakers_open: IntGauge,
 }
 
 /// The metrics of one model's requests.
@@ -150,7 +153,18 @@ impl RouterMetrics {
                 "Fetches of the OpenID provider's keys by URL.",
                 &["outcome"],
             ),
+            breaker_changes: counter(
+                "breaker_changes_total",
+                "Changes of nodes' breakers, by new state.",
+                &["state"],
+            ),
+            breakers_open: metrics.gauge("breakers_open", "Nodes without work because their work fails."),
         }
+    }
+
+    /// Makes the breakers of all nodes.
+    pub fn breakers(&self) -> Breakers {
+        Breakers::new(self.breaker_changes.clone(), self.breakers_open.clone())
     }
 
     pub fn stage(&self, stage: Stage, took: Duration) {

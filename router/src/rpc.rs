@@ -16,11 +16,13 @@ use proto::v1::node_status_client::NodeStatusClient;
 use proto::v1::prefill_client::PrefillClient;
 use tokio::time::Instant;
 use types::{
-    BlockCounts, BlockEvent, ComputedPrompt, Destination, Landing, NodeInfo, NodeLoad, Prompt, Refusal,
-    RefusalKind, Step, TransferId,
+    BlockCounts, BlockEvent, ComputedPrompt, Destination, Landing, NodeId, NodeInfo, NodeLoad, Prompt,
+    Refusal, RefusalKind, Step, TransferId,
 };
 
+use crate::breaker::Trial;
 use crate::error::ServeError;
+use crate::serve::Detail;
 pub use put::PutCall;
 
 /// The timeout of a call that a node answers without computing a prompt.
@@ -78,13 +80,28 @@ impl NodeClient {
     }
 
     /// Opens the decode stream of a prompt. Dropping the returned call ends the prompt on the node.
-    pub async fn decode(&self, prompt: &Prompt, prefill: PrefillOffer<'_>) -> Result<DecodeCall, Failure> {
-        let request =
-            v1::DecodeRequest { prompt: Some(self.on_the_wire(prompt)), prefill: Some(prefill.to_wire()) };
+    pub async fn decode(
+        &self,
+        prompt: &Prompt,
+        prefill: PrefillOffer<'_>,
+        detail: Detail,
+    ) -> Result<DecodeCall, Failure> {
+        let request = v1::DecodeRequest {
+            prompt: Some(self.on_the_wire(prompt)),
+            prefill: Some(prefill.to_wire()),
+            explain: detail == Detail::Explained,
+        };
         let mut client = DecodeClient::new(self.channel.clone()).max_decoding_message_size(MESSAGE_BYTES_MAX);
         let events =
             client.run(call(&prompt.id, request)).await.map_err(|status| self.failure(&status))?.into_inner();
-        Ok(DecodeCall { info: self.info.clone(), events, ahead: VecDeque::new(), kv: None })
+        Ok(DecodeCall {
+            info: self.info.clone(),
+            events,
+            ahead: VecDeque::new(),
+            kv: None,
+            trials: Vec::new(),
+            is_proven: false,
+        })
     }
 
     /// Has the prompt computed and its KV sent to `to`. Dropping the future cancels the prompt on the node;
@@ -300,6 +317,9 @@ pub struct DecodeCall {
     ahead: VecDeque<DecodeProgress>,
     /// The call to the sender of the KV, until the KV has arrived.
     kv: Option<PrefillCall>,
+    /// The trials of the node's breaker, until the first step.
+    trials: Vec<Trial>,
+    is_proven: bool,
 }
 
 /// The first event of a decode node.
@@ -319,8 +339,45 @@ pub enum DecodeProgress {
         scheme: String,
         bytes: u64,
         waited: Duration,
+        moved: Duration,
     },
-    Step(Step),
+    Step(Step, Option<StepReport>),
+}
+
+/// What a decode node says about the time of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepReport {
+    /// The part of `queued` in which the sequence waited for KV room.
+    pub room: Duration,
+    /// The time from the sequence's submission to its first engine step.
+    pub queued: Duration,
+    /// The time from the sequence's first engine step to this step.
+    pub computed: Duration,
+    /// The engine steps since the sequence's last step.
+    pub steps: u32,
+    /// The prompt tokens in these engine steps, of all sequences.
+    pub prefill_tokens: u32,
+    /// The sequences that decoded in the last engine step.
+    pub rows: u32,
+    /// The duration of the last engine step.
+    pub took: Duration,
+    /// How often the sequence lost its KV blocks in between.
+    pub preemptions: u32,
+}
+
+impl From<v1::StepTiming> for StepReport {
+    fn from(wire: v1::StepTiming) -> Self {
+        Self {
+            room: Duration::from_micros(wire.room_us),
+            queued: Duration::from_micros(wire.queued_us),
+            computed: Duration::from_micros(wire.computed_us),
+            steps: wire.steps,
+            prefill_tokens: wire.prefill_tokens,
+            rows: wire.rows,
+            took: Duration::from_micros(wire.took_us),
+            preemptions: wire.preemptions,
+        }
+    }
 }
 
 impl DecodeCall {
@@ -341,6 +398,20 @@ impl DecodeCall {
                 Err(self.failed(&"a stream that does not begin with an opening"))
             }
         }
+    }
+
+    pub(crate) fn node(&self) -> &NodeId {
+        &self.info.id
+    }
+
+    /// Sets the trials of breakers that this call decides.
+    pub(crate) fn tried_by(&mut self, trials: Vec<Trial>) {
+        self.trials = trials;
+    }
+
+    /// Notes a step. Returns true for the first one, which shows that the node works.
+    pub(crate) fn has_worked(&mut self) -> bool {
+        !std::mem::replace(&mut self.is_proven, true)
     }
 
     /// Sets the call to the sender of the KV. If the KV is lost in transfer, [`Self::progress`] then fails.
@@ -419,12 +490,14 @@ impl DecodeCall {
     fn understand(&self, event: v1::DecodeEvent) -> Result<DecodeProgress, Failure> {
         match event.event {
             Some(Event::Step(step)) => {
-                step.try_into().map(DecodeProgress::Step).map_err(|error| self.failed(&error))
+                let step = step.try_into().map_err(|error| self.failed(&error))?;
+                Ok(DecodeProgress::Step(step, event.timing.map(StepReport::from)))
             }
             Some(Event::Arrived(arrived)) => Ok(DecodeProgress::Arrived {
                 scheme: arrived.scheme,
                 bytes: arrived.bytes,
                 waited: Duration::from_micros(arrived.waited_us),
+                moved: Duration::from_micros(arrived.moved_us),
             }),
             Some(Event::Refused(refusal)) => Err(self.refused(refusal)),
             Some(Event::Landing(_) | Event::Local(_)) => Err(self.failed(&"a second opening")),

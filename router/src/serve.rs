@@ -11,6 +11,7 @@ use types::{ModelInfo, Prompt, Step, Usage};
 
 use crate::error::AcceptError;
 pub use crate::error::ServeError;
+use crate::requests::RequestRecord;
 use crate::text::{RouterModels, ServedModel};
 
 /// The cluster as the HTTP and gRPC APIs see it. `Dispatch` implements the trait; tests use `FakeServe`.
@@ -25,8 +26,7 @@ pub trait Serve: fmt::Debug + Send + Sync + 'static {
 
     /// Starts a prompt. Returns when its first step is available, or an error; until then a refusal can
     /// become a status code.
-    /// `arrived` is the time at which the request reached the router.
-    async fn generate(&self, prompt: Prompt, arrived: Instant) -> Result<Generation, ServeError>;
+    async fn generate(&self, prompt: Prompt, arrival: Arrival) -> Result<Generation, ServeError>;
 
     /// Checks that requests can be served, by at least one usable pair of nodes. An error is the reason why
     /// not.
@@ -46,6 +46,35 @@ impl dyn Serve {
         name: Option<&str>,
     ) -> Result<Arc<ServedModel>, AcceptError> {
         models.find(name).map_err(|unknown| self.knows_nodes().err().unwrap_or(unknown))
+    }
+}
+
+/// The times of a request before it is a prompt, and the detail that its record gets.
+#[derive(Clone, Copy, Debug)]
+pub struct Arrival {
+    /// The time at which the request reached the router.
+    pub at: Instant,
+    /// The time at which its body was read.
+    pub read: Instant,
+    /// The time at which its prompt was accepted.
+    pub accepted: Instant,
+    pub detail: Detail,
+}
+
+/// How much the record of a request says about its steps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Detail {
+    #[default]
+    Usual,
+    /// Decode nodes time each step, and the answer has an explanation.
+    Explained,
+}
+
+impl Arrival {
+    /// Returns the arrival of a request that is a prompt already.
+    pub fn now() -> Self {
+        let now = Instant::now();
+        Self { at: now, read: now, accepted: now, detail: Detail::Usual }
     }
 }
 
@@ -70,6 +99,8 @@ pub struct Generation {
     /// The flag for a complete answer. If it is set before the steps are dropped, the request counts as
     /// finished instead of cancelled.
     pub complete: Complete,
+    /// The record of the request, if its answer must have an explanation.
+    pub explained: Option<RequestRecord>,
     /// All steps, including the first, in order of [`Step::index`] and without gaps, also across failures of nodes.
     ///
     /// The stream ends after the step that has `finish` set, or after one error. An end without either is a

@@ -176,6 +176,7 @@ impl Router {
         let api = self.api(serve.clone(), acceptor.clone());
         let shown = DebugParts {
             cluster: self.cluster.clone(),
+            breakers: serve.breakers().clone(),
             requests: serve.requests().clone(),
             metrics,
             settings: self.config.shown.clone(),
@@ -264,6 +265,7 @@ impl Router {
             admission: Admission::new(self.config.requests_max),
             order: self.config.order,
             budget: self.config.budget,
+            explain_share: self.config.explain_share,
             metrics,
             drain,
         })

@@ -37,6 +37,6 @@ pub use landing_room::{GrantedRoom, RoomRequest};
 pub use load::WorkerLoad;
 pub use metrics::SchedulerMetrics;
 pub use settings::SchedulerSettings;
-pub use sink::{SINK_SLACK, SequenceEnd, Sink, StepTiming};
+pub use sink::{SINK_SLACK, SequenceEnd, Sink, StepTiming, StepWork};
 pub use submission::{NewSequence, Source};
 pub use worker::WorkerParts;

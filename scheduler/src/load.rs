@@ -6,6 +6,7 @@ use tokio::time::Instant;
 use types::NodeLoad;
 
 use crate::launched_step::StepRow;
+use crate::sink::StepWork;
 
 /// The weight of a new value in a decaying mean.
 const NEWS: f64 = 0.05;
@@ -33,6 +34,17 @@ pub struct StepShape {
     pub n_running: usize,
     /// The number of tokens in longer rows.
     pub n_prefill_tokens: usize,
+}
+
+/// The work of a worker up to the end of a step.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct WorkDone {
+    pub(crate) steps: u64,
+    pub(crate) prefill_tokens: u64,
+    /// The duration of the last step.
+    pub(crate) took: Duration,
+    /// The number of rows with one token in the last step.
+    pub(crate) rows: usize,
 }
 
 /// Predicts the time of a step from its size.
@@ -67,6 +79,27 @@ impl StepShape {
         let running = rows.iter().filter(|row| row.n_tokens == 1);
         let chunks = rows.iter().filter(|row| row.n_tokens != 1);
         Self { n_running: running.count(), n_prefill_tokens: chunks.map(|row| row.n_tokens).sum() }
+    }
+}
+
+impl WorkDone {
+    pub(crate) fn add(&mut self, shape: StepShape, took: Duration) {
+        self.steps += 1;
+        self.prefill_tokens += shape.n_prefill_tokens as u64;
+        (self.took, self.rows) = (took, shape.n_running);
+    }
+
+    /// Returns the work since `before`; without it, the last step.
+    pub(crate) fn since(&self, before: Option<Self>, preemptions: u32) -> StepWork {
+        let (steps, prefill_tokens) =
+            before.map_or((self.steps.saturating_sub(1), 0), |before| (before.steps, before.prefill_tokens));
+        StepWork {
+            steps: (self.steps - steps) as u32,
+            prefill_tokens: (self.prefill_tokens - prefill_tokens) as u32,
+            rows: self.rows as u32,
+            took: self.took,
+            preemptions,
+        }
     }
 }
 

@@ -14,6 +14,7 @@ use types::{
 
 use crate::batcher::Candidate;
 use crate::growth::Grower;
+use crate::load::WorkDone;
 use crate::precedence::{Precedence, SequenceId};
 use crate::room::Room;
 use crate::sink::{SequenceEnd, SinkGuard, StepTiming};
@@ -54,7 +55,13 @@ pub(crate) struct Sequence {
     /// The number of tokens that the first placement found in the cache; `None` before it.
     cached_tokens: Option<u32>,
     submitted: Instant,
+    /// The time at which the sequence first had blocks.
+    placed: Option<Instant>,
     started: Option<Instant>,
+    /// The worker's work at the sequence's last token; `None` before the first.
+    done: Option<WorkDone>,
+    /// How often the sequence lost its blocks since its last token.
+    preemptions: u32,
 }
 
 /// The hashes of a sequence's full blocks, computed as its tokens become known.
@@ -95,7 +102,10 @@ impl Sequence {
             n_blocks_sent: 0,
             cached_tokens: None,
             submitted,
+            placed: None,
             started: None,
+            done: None,
+            preemptions: 0,
             sequence_limits,
             prompt,
         };
@@ -109,6 +119,7 @@ impl Sequence {
     /// here.
     fn arrive(&mut self, lease: BlockLease, first: &Step, layout: &KvLayout) {
         self.cached_tokens = Some(0);
+        self.placed = Some(self.submitted);
         self.place(lease, self.prompt.tokens.len(), layout);
         self.tokens.push(first.token);
         self.publish();
@@ -125,6 +136,11 @@ impl Sequence {
         self.send_kv(&LayerFence::open(), layout);
     }
 
+    /// Records the time at which the sequence got blocks.
+    pub(crate) fn note_placed(&mut self, now: Instant) {
+        self.placed.get_or_insert(now);
+    }
+
     /// Adds blocks for further tokens at the end of the sequence's tables.
     pub(crate) fn grow(&mut self, more: BlockLease) {
         self.room = self.room.take().map(|room| room.grow(more));
@@ -134,6 +150,7 @@ impl Sequence {
     pub(crate) fn unplace(&mut self) -> Option<Room> {
         self.n_computed = 0;
         self.n_confirmed = 0;
+        self.preemptions += 1;
         self.room.take()
     }
 
@@ -329,7 +346,15 @@ impl Sequence {
     }
 
     /// Takes the token that a collected row has sampled, and sends it to the sink.
-    pub(crate) fn accept(&mut self, sampled: SampledToken, model: &ModelInfo, now: Instant) -> After {
+    ///
+    /// `done` is the worker's work up to the end of that row's step.
+    pub(crate) fn accept(
+        &mut self,
+        sampled: SampledToken,
+        model: &ModelInfo,
+        done: WorkDone,
+        now: Instant,
+    ) -> After {
         let index = self.next_index();
         let SampledToken { token, logprobs } = sampled;
         self.n_pending -= 1;
@@ -337,7 +362,9 @@ impl Sequence {
         self.tokens.push(token);
         trace!(target: "walk", request = %self.prompt.id, index, "token sampled");
         let finish = self.finish_of(token, index, model);
-        self.sink_guard.step(Step { token, index, logprobs, finish }, self.timing(now));
+        let timing = self.timing(done, now);
+        (self.done, self.preemptions) = (Some(done), 0);
+        self.sink_guard.step(Step { token, index, logprobs, finish }, timing);
         let is_last_here = self.n_steps_sent == self.sequence_limits.steps_max;
         if finish.is_some() || is_last_here { After::End(finish) } else { After::More }
     }
@@ -358,10 +385,13 @@ impl Sequence {
         self.sequence_limits.first_index + self.n_steps_sent as u32
     }
 
-    fn timing(&self, now: Instant) -> StepTiming {
+    fn timing(&self, done: WorkDone, now: Instant) -> StepTiming {
         let started = self.started.unwrap_or(now);
+        let placed = self.placed.unwrap_or(started);
         StepTiming {
             usage: self.usage(),
+            work: done.since(self.done, self.preemptions),
+            room: placed.saturating_duration_since(self.submitted),
             queued: started.saturating_duration_since(self.submitted),
             computed: now.saturating_duration_since(started),
         }

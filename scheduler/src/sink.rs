@@ -51,10 +51,28 @@ pub trait Sink: Debug + Send {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepTiming {
     pub usage: Usage,
+    /// The time from the submission until the sequence first had KV room.
+    pub room: Duration,
     /// The time from the submission to the launch of the first step.
     pub queued: Duration,
     /// The time from the launch of the first step to this token.
     pub computed: Duration,
+    pub work: StepWork,
+}
+
+/// What a worker did between two tokens of a sequence.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepWork {
+    /// The number of steps, the token's own included.
+    pub steps: u32,
+    /// The number of prompt tokens in these steps, of all sequences.
+    pub prefill_tokens: u32,
+    /// The number of sequences that decoded in the last of these steps.
+    pub rows: u32,
+    /// The duration of the last of these steps.
+    pub took: Duration,
+    /// How often the sequence lost its blocks, so that its KV was computed again.
+    pub preemptions: u32,
 }
 
 /// How a sequence ended.

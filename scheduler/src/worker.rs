@@ -27,7 +27,7 @@ use crate::growth::{self, Grower};
 use crate::landing_room::RoomWaiter;
 use crate::launched_step::LaunchedStep;
 use crate::lead::LaunchLead;
-use crate::load::{StepCosts, StepShape, WorkerLoad};
+use crate::load::{StepCosts, StepShape, WorkDone, WorkerLoad};
 use crate::metrics::SchedulerMetrics;
 use crate::precedence::SequenceId;
 use crate::sequence::{self, Sequence};
@@ -94,10 +94,9 @@ pub(crate) struct Worker {
     has_just_launched: bool,
     costs: StepCosts,
     lead: LaunchLead,
-    steps_total: u64,
+    done: WorkDone,
     /// The time at which the last collected step ended.
     last_step: Option<Instant>,
-    last_took: Duration,
     last_progress: Instant,
     /// Whether the pool's integrity was checked since the last step.
     is_checked: bool,
@@ -128,9 +127,8 @@ impl Worker {
             has_just_launched: false,
             costs: StepCosts::default(),
             lead: LaunchLead::default(),
-            steps_total: 0,
+            done: WorkDone::default(),
             last_step: None,
-            last_took: Duration::ZERO,
             is_checked: true,
             lost: None,
         })
@@ -182,7 +180,7 @@ impl Worker {
         let began = self.last_step.map_or(flight.launched_at, |last| last.max(flight.launched_at));
         // The shorter of the two times counts, because one step of a second raises the mean for many short
         // ones.
-        Some(flight.due.unwrap_or_else(|| began + mean.min(self.last_took)))
+        Some(flight.due.unwrap_or_else(|| began + mean.min(self.done.took)))
     }
 
     /// Returns the time at which the worker must check its sequences again, if no event comes before.
@@ -306,7 +304,7 @@ impl Worker {
             queued_tokens,
             queue_ms: self.costs.queue_ms(queued_tokens, running, self.settings.step_tokens_max) as f32,
             step_ms: self.costs.running_ms(running + 1) as f32,
-            steps_total: self.steps_total,
+            steps_total: self.done.steps,
             blocks: self.pool.counts(),
         };
         self.metrics.report(&node);

@@ -114,6 +114,7 @@ async fn a_first_token_for_another_position_is_refused() {
     let request = v1::DecodeRequest {
         prompt: Some(proto::prompt_to_wire(&prompt(&world), world.now().into_std())),
         prefill: Some(v1::decode_request::Prefill::Offered(peer)),
+        explain: false,
     };
     let mut events = service.run(Request::new(request)).await.expect("a stream").into_inner();
     let mut next =

@@ -284,7 +284,7 @@ async fn a_landing_is_good_once() {
     }];
     let peer = v1::Peer { node: prefill.name.clone(), host: "elsewhere".to_owned(), wires };
     let prefill_offer = Some(Prefill::Offered(peer));
-    let request = v1::DecodeRequest { prompt: Some(prompt.clone()), prefill: prefill_offer };
+    let request = v1::DecodeRequest { prompt: Some(prompt.clone()), prefill: prefill_offer, explain: false };
     let mut at_decode = DecodeClient::connect(format!("http://{}", decode.grpc)).await.expect("it listens");
     let mut events = at_decode.run(request).await.expect("accepted").into_inner();
     let landing =

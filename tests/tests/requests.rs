@@ -9,6 +9,9 @@ use futures::stream::iter;
 use serde_json::Value;
 use tokio::time::Instant;
 
+#[path = "requests/explained.rs"]
+mod explained;
+
 /// Requests of one fleet, and how many are sent at one time.
 const REQUESTS: usize = 100;
 const AT_ONCE: usize = 12;

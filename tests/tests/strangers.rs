@@ -271,7 +271,7 @@ async fn kv_of_one_prompt_does_not_land_for_another() {
         }];
         let peer = v1::Peer { node: prefill.name.clone(), host: "elsewhere".to_owned(), wires };
         let offered = Some(v1::decode_request::Prefill::Offered(peer));
-        let request = v1::DecodeRequest { prompt: Some(prompt(2)), prefill: offered };
+        let request = v1::DecodeRequest { prompt: Some(prompt(2)), prefill: offered, explain: false };
         let mut events = at_decode.run(request).await.expect("accepted").into_inner();
         let opening =
             in_time("a landing", events.message()).await.expect("a stream").and_then(|one| one.event);

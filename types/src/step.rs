@@ -45,6 +45,8 @@ pub struct Usage {
 pub struct ComputedPrompt {
     pub first: Step,
     pub usage: Usage,
+    /// The time from the prompt's arrival at the node until it had KV room.
+    pub room: Duration,
     /// The time from the prompt's arrival at the node to its first engine step.
     pub queued: Duration,
     /// The time from the prompt's first engine step to the first token.

@@ -83,6 +83,7 @@ impl Reception {
             end_us: timing.end_us,
             outcome,
             chunks: recorder.chunks,
+            explanation: recorder.explanation,
         }
     }
 

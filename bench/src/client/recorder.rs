@@ -3,6 +3,7 @@
 use serde_json::Value;
 
 use crate::client::event::EventFacts;
+use crate::explanation::Explanation;
 use crate::record::{Chunk, CountedBy, Failure, FailureKind};
 
 /// The record of a stream that is still arriving.
@@ -16,6 +17,8 @@ pub struct Recorder {
     pub cached_tokens: u32,
     /// The text and tokens of the answer, for the next turn of a conversation; `None` if they are not needed.
     pub answer: Option<Answer>,
+    /// What the server says about the request's time, if it was asked.
+    pub explanation: Option<Box<Explanation>>,
     n_tokens: u32,
     is_counting: bool,
     has_finished: bool,
@@ -56,6 +59,7 @@ impl Recorder {
             prompt_tokens: None,
             cached_tokens: 0,
             answer: (text == AnswerText::Keep).then(Answer::default),
+            explanation: None,
             n_tokens: 0,
             is_counting: false,
             has_finished: false,
@@ -75,6 +79,9 @@ impl Recorder {
             self.error
                 .get_or_insert_with(|| String::from_utf8_lossy(&data[..data.len().min(300)]).into_owned());
             return;
+        }
+        if facts.is_finish {
+            self.explanation = Explanation::in_event(data).map(Box::new).or(self.explanation.take());
         }
         self.note_usage(&facts);
         if facts.has_choices {

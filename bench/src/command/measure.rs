@@ -40,6 +40,9 @@ pub struct RequestArgs {
     /// Fields for every request's body, as a JSON object
     #[arg(long, value_parser = parse_fields, value_name = "JSON")]
     pub fields: Option<Map<String, Value>>,
+    /// Ask a Baton router where each request's time went, for `baton bench explain`
+    #[arg(long)]
+    pub explain: bool,
     /// Let answers end where the model ends them
     #[arg(long)]
     pub heed_eos: bool,
@@ -122,10 +125,14 @@ impl Bench {
     pub async fn prepare(url: &str, requests: &RequestArgs, workload: &WorkloadArgs) -> Result<Self> {
         let target = Arc::new(TargetServer::resolve(url).await?);
         let fields = requests.fields.clone().unwrap_or_default();
+        let mut headers = requests.header.clone();
+        if requests.explain {
+            headers.push(("x-baton-explain".to_owned(), "1".to_owned()));
+        }
         let request = SurveyRequest {
             endpoint: requests.endpoint,
             model: requests.model.as_deref(),
-            headers: &requests.header,
+            headers: &headers,
             fields: &fields,
             ignore_eos: !requests.heed_eos,
             probe: probe(requests.endpoint, workload),

@@ -2,6 +2,7 @@
 
 pub mod ab;
 pub mod compare;
+pub mod explain;
 pub mod faults;
 pub mod measure;
 pub mod puppet;
@@ -36,6 +37,8 @@ pub enum BenchCommand {
     Faults(faults::FaultsArgs),
     /// Write reports as one HTML page, and as a Markdown table on standard output
     Report(report::ReportArgs),
+    /// Show where the time went in a run with --explain, as a table and as stacked bars
+    Explain(explain::ExplainArgs),
     /// Show the differences between two reports, and whether they are more than noise
     Compare(compare::CompareArgs),
     /// Run a scenario of the suite
@@ -81,6 +84,7 @@ pub async fn dispatch(command: BenchCommand) -> Result<CommandOutcome> {
         BenchCommand::Ab(args) => Box::pin(ab::run(args)).await,
         BenchCommand::Faults(args) => Box::pin(faults::run(args)).await,
         BenchCommand::Report(args) => report::run(&args),
+        BenchCommand::Explain(args) => explain::run(&args),
         BenchCommand::Compare(args) => compare::run(&args),
         BenchCommand::Scenario(args) => Box::pin(scenario::run(args)).await,
         BenchCommand::Puppet(args) => Box::pin(puppet::run(args)).await,

@@ -212,6 +212,7 @@ mod tests {
             end_us: 0,
             outcome: Outcome::Finished,
             chunks: chunks.iter().enumerate().map(chunk).collect(),
+            explanation: None,
         };
         token_counts(&[&record]).bunches()
     }

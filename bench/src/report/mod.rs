@@ -1,6 +1,7 @@
 //! The report of a run as a file: all that is needed to repeat the run, and to compute any other number from
 //! it.
 
+pub mod bars;
 pub mod html;
 pub mod markdown;
 pub mod picture;
@@ -16,6 +17,7 @@ use serde_json::{Map, Value};
 
 use crate::client::request::Extras;
 use crate::error::{BenchError, Result, read_text, write_text};
+use crate::explanation::RequestExplanation;
 use crate::machine::Machine;
 use crate::metrics::distribution::open_number;
 use crate::metrics::{Distribution, LagReport, Metric, Objectives, Summary, Window, vllm};
@@ -51,6 +53,9 @@ pub struct RunReport {
     pub faults: Vec<FaultMark>,
     #[serde(flatten)]
     pub shared: Map<String, Value>,
+    /// What the server says about the requests' times, with `--explain`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub explanations: Vec<RequestExplanation>,
     pub samples: Samples,
 }
 
@@ -172,6 +177,7 @@ impl RunReport {
             notes: summary.notes(),
             faults: Vec::new(),
             shared,
+            explanations: records.iter().filter_map(explained).collect(),
             samples: Samples::pack(records),
             provenance: parts.provenance,
             subject: parts.subject,
@@ -213,6 +219,11 @@ impl Subject {
         self.continuous_usage = extras.continuous_usage;
         self.ignore_eos = extras.ignore_eos;
     }
+}
+
+fn explained(record: &RequestRecord) -> Option<RequestExplanation> {
+    let explained = record.explanation.as_deref()?.clone();
+    Some(RequestExplanation { index: record.index, explained })
 }
 
 /// Returns the settings under the names that vLLM uses.

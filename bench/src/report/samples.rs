@@ -178,6 +178,7 @@ impl Unpacker<'_> {
             end_us: self.small()?,
             outcome: self.outcome()?,
             chunks: self.chunks()?,
+            explanation: None,
         })
     }
 
@@ -265,7 +266,7 @@ mod tests {
             RequestRecord {
                 index, session, turn, slice, intended_us, lag_us, sent_us, prompt_tokens, cached_tokens, wanted_tokens,
                 usage_tokens: usage_tokens.map(u32::from), counted_by, first_text_us: first_text_us.map(u32::from),
-                end_us: index, outcome, chunks,
+                end_us: index, outcome, chunks, explanation: None,
             }
         }
     }

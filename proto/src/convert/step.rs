@@ -86,6 +86,7 @@ impl From<&ComputedPrompt> for v1::Prefilled {
         Self {
             first: Some((&prefilled.first).into()),
             usage: Some(prefilled.usage.into()),
+            room_us: prefilled.room.as_micros() as u64,
             queued_us: prefilled.queued.as_micros() as u64,
             computed_us: prefilled.computed.as_micros() as u64,
         }
@@ -99,6 +100,7 @@ impl TryFrom<v1::Prefilled> for ComputedPrompt {
         Ok(Self {
             first: present(wire.first, "prefilled.first")?.try_into()?,
             usage: present(wire.usage, "prefilled.usage")?.into(),
+            room: Duration::from_micros(wire.room_us),
             queued: Duration::from_micros(wire.queued_us),
             computed: Duration::from_micros(wire.computed_us),
         })

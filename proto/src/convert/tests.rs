@@ -186,6 +186,7 @@ fn steps_and_answers_come_back_the_same() {
     let prefilled = ComputedPrompt {
         first: step,
         usage: Usage { prompt_tokens: 9, cached_tokens: 4 },
+        room: Duration::from_micros(7),
         queued: Duration::from_micros(12),
         computed: Duration::from_micros(34),
     };

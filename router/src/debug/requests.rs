@@ -8,7 +8,7 @@ use axum::extract::{Path, Query, State};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use crate::http::{Code, HttpError};
+use crate::http::{Code, HttpError, ms, parts_ms, worst_gap};
 use crate::requests::{Place, RequestEvent, RequestRecord, RequestSummary, Requests};
 
 #[derive(Debug, Deserialize)]
@@ -77,6 +77,8 @@ fn whole(record: &RequestRecord) -> Value {
     let summary = record.summary();
     let mut whole = line(record, &summary);
     whole["cached_tokens"] = json!(summary.cached_tokens);
+    whole["parts_ms"] = parts_ms(&summary.parts);
+    whole["worst_gap"] = json!(summary.worst_gap.as_ref().map(worst_gap));
     whole["prefill_node_ms"] = json!(
         summary.prefill_node.map(|(queue, compute)| json!({ "queue": ms(queue), "compute": ms(compute) }))
     );
@@ -115,19 +117,15 @@ fn shown(at: Duration, event: &RequestEvent) -> Value {
             json!({ "event": "failed", "node": node.as_str(), "code": code })
         }
         RequestEvent::FirstToken => json!({ "event": "first_token" }),
-        RequestEvent::KvArrived { connector, bytes, waited } => json!({
+        RequestEvent::KvArrived { connector, bytes, waited, moved } => json!({
             "event": "kv_arrived",
             "connector": connector,
             "bytes": bytes,
             "transfer_ms": ms(*waited),
+            "moved_ms": ms(*moved),
         }),
         RequestEvent::Continue { code } => json!({ "event": "continue", "code": code }),
     };
     shown["at_ms"] = json!(ms(at));
     shown
-}
-
-/// Returns milliseconds, to the microsecond.
-fn ms(duration: Duration) -> f64 {
-    duration.as_micros() as f64 / 1000.0
 }

@@ -12,7 +12,7 @@ use super::{Attempts, Dispatch, Progress, StartedRequest, StepSource};
 use crate::error::ServeError;
 use crate::metrics::Stage;
 use crate::policy::Route;
-use crate::requests::{RequestEvent, RequestRecord};
+use crate::requests::{Part, RequestEvent, RequestRecord};
 use crate::rpc::{DecodeCall, Failure, NodeClient, Opening, PrefillCall, PrefillOffer, PutCall};
 use crate::watchdog::WaitStage;
 
@@ -59,8 +59,12 @@ impl Dispatch {
     ) -> Result<StartedRequest, Failure> {
         if let Some(keeper) = self.keeper(prompt, prefill) {
             record.note(RequestEvent::Store { pool: keeper.id.clone() });
+            record.enter_part(Part::Store);
             match self.store(prompt, prefill, &keeper, record).await {
-                Err(failure) if failure.node.id == keeper.id => self.fall_back(&failure, record),
+                Err(failure) if failure.node.id == keeper.id => {
+                    record.enter_part(Part::PrefillCall);
+                    self.fall_back(&failure, record);
+                }
                 started => return started,
             }
         }
@@ -87,6 +91,7 @@ impl Dispatch {
         let client = self.client(keeper)?;
         let mut put = client.put(prompt, prefill).await?;
         let landing = put.opening().await?;
+        record.enter_part(Part::PrefillCall);
         let (transfer, to) = (landing.transfer, Destination::Landing(landing));
         let computing = self.client(prefill)?;
         let (prefilled, sender) = tokio::select! {
@@ -96,7 +101,8 @@ impl Dispatch {
             }
             failure = put.failure() => return Err(failure),
         };
-        record.prefilled(prefilled.queued, prefilled.computed);
+        self.breakers.succeeded(&prefill.id);
+        record.prefilled(&prefilled);
         let (by, how) = (keeper.clone(), KvHolder::InPool { put: Box::new(put), sender });
         let held = HeldKv { by, client, transfer, prompt: prompt.clone(), how };
         Ok(self.started(prompt, prefilled, StepSource::Held(Box::new(held))))
@@ -112,7 +118,8 @@ impl Dispatch {
         let transfer = self.parts.world.transfer_id();
         let client = self.client(prefill)?;
         let (prefilled, call) = client.prefill(prompt, &Destination::Held(transfer)).await?;
-        record.prefilled(prefilled.queued, prefilled.computed);
+        self.breakers.succeeded(&prefill.id);
+        record.prefilled(&prefilled);
         let (by, how) = (prefill.clone(), KvHolder::AtPrefill(call));
         let held = HeldKv { by, client, transfer, prompt: prompt.clone(), how };
         Ok(self.started(prompt, prefilled, StepSource::Held(Box::new(held))))
@@ -142,17 +149,21 @@ impl Dispatch {
     ) -> Result<DecodeCall, ServeError> {
         let _waiting = self.stages.enter(WaitStage::Deliver, record);
         self.wait_until_stored(&mut held).await.map_err(|failure| self.lost(&held, failure, record))?;
-        let mut tries = Attempts::new(&self.parts, Progress::Begun, record);
+        let mut tries = Attempts::new(self, Progress::Begun, record);
         loop {
-            let route = tries.route(&held.prompt).await?;
+            record.enter_part(Part::Route);
+            let (route, trials) = tries.route(&held.prompt).await?;
             self.parts.cluster.assign(&Route { prefill: None, ..route.clone() }, held.prompt.tokens.len());
             record.note(RequestEvent::Deliver { decode: route.decode.id.clone() });
-            match self.deliver_to(&held, &route.decode, tries.room_by()).await {
-                Ok(decode) => return Ok(held.with_sender(decode)),
+            match self.deliver_to(&held, &route.decode, tries.room_by(), record).await {
+                Ok(mut decode) => {
+                    decode.tried_by(trials);
+                    return Ok(held.with_sender(decode));
+                }
                 Err(failure) if failure.node.id == held.by.id => {
                     return Err(self.lost(&held, failure, record));
                 }
-                Err(failure) => tries.failed(failure).await?,
+                Err(failure) => tries.failed(failure, None).await?,
             }
         }
     }
@@ -183,9 +194,14 @@ impl Dispatch {
         held: &HeldKv,
         to: &NodeInfo,
         room_by: Instant,
+        record: &RequestRecord,
     ) -> Result<DecodeCall, Failure> {
-        let mut decode = self.client(to)?.decode(&held.prompt, PrefillOffer::HeldBy(&held.by)).await?;
-        match decode.opening(room_by).await? {
+        record.enter_part(Part::Reserve);
+        let offer = PrefillOffer::HeldBy(&held.by);
+        let mut decode = self.client(to)?.decode(&held.prompt, offer, record.detail()).await?;
+        let opening = decode.opening(room_by).await?;
+        record.enter_part(Part::Transfer);
+        match opening {
             Opening::Landing(landing) => self.send(held, &landing, &mut decode, to).await?,
             Opening::Local { .. } => return Err(decode.unasked_local()),
         }

@@ -48,6 +48,7 @@ async fn test_cluster(order: Order, fake_nodes: &[&FakeNode]) -> TestCluster {
         policy: policy::by_name("round-robin").expect("in the table"),
         admission: Admission::new(8),
         order,
+        explain_share: 0.0,
         budget: Budget {
             attempts_max: 3,
             wait_max: Duration::from_secs(5),
@@ -82,7 +83,7 @@ impl TestCluster {
     }
 
     async fn answer_of(&self, prompt: Prompt) -> Result<Vec<TokenId>, ServeError> {
-        let generation = self.dispatch.generate(prompt, self.world.now()).await?;
+        let generation = self.dispatch.generate(prompt, Arrival::now()).await?;
         let steps: Vec<_> = generation.steps.collect().await;
         let steps = steps.into_iter().collect::<Result<Vec<Step>, ServeError>>()?;
         assert!(steps.iter().enumerate().all(|(idx, step)| step.index as usize == idx), "{steps:?}");
@@ -170,8 +171,8 @@ async fn tries_are_bounded() {
     assert_eq!(p.received().len() + d.received().len(), 3, "{:?} {:?}", p.received(), d.received());
 }
 
-/// Half of the prefill nodes fail every prompt. All requests are answered with few attempts each, and a
-/// failed node is left out for one request only.
+/// Half of the prefill nodes fail every prompt. All requests are answered with few attempts: the breakers of the
+/// failing nodes open.
 #[tokio::test(start_paused = true)]
 async fn half_of_the_prefill_nodes_fail_and_attempts_stay_few() {
     for order in [Order::DecodeFirst, Order::PrefillFirst] {
@@ -187,11 +188,11 @@ async fn half_of_the_prefill_nodes_fail_and_attempts_stay_few() {
         };
         let failed = bad.iter().map(computed).sum::<usize>();
         assert!(
-            (1..=2 * 40).contains(&failed),
-            "{order:?}: {failed} attempts failed, two at most of each request"
+            (2 * 3..=2 * 6).contains(&failed),
+            "{order:?}: {failed} attempts failed: three open a breaker, and then one request at a time tries the node"
         );
-        let counts = bad.iter().chain(&good).map(computed).collect::<Vec<_>>();
-        assert!(counts.iter().all(|count| *count >= 5), "{order:?}: every node gets its turns: {counts:?}");
+        let counts = good.iter().map(computed).collect::<Vec<_>>();
+        assert!(counts.iter().all(|count| *count >= 15), "{order:?}: both get their turns: {counts:?}");
         assert_eq!(good.iter().map(computed).sum::<usize>(), 40, "{order:?}: one prompt is computed once");
     }
 }
@@ -347,14 +348,14 @@ async fn admission_is_bounded() {
         inside.push(
             test_cluster
                 .dispatch
-                .generate(test_cluster.prompt(6), Instant::now())
+                .generate(test_cluster.prompt(6), Arrival::now())
                 .await
                 .expect("there is room"),
         );
     }
     let refused = test_cluster
         .dispatch
-        .generate(test_cluster.prompt(6), Instant::now())
+        .generate(test_cluster.prompt(6), Arrival::now())
         .await
         .expect_err("eight are inside");
     assert!(matches!(refused, ServeError::Overloaded { .. }), "{refused:?}");
@@ -416,6 +417,33 @@ async fn a_prompt_goes_to_nodes_of_its_model_only() {
     }
     assert_eq!(fake_nodes[2].prompts(), Vec::<String>::new());
     let unknown = Prompt { model: RequestedModel::named("none"), ..test_cluster.prompt(6) };
-    let failed = test_cluster.dispatch.generate(unknown, Instant::now()).await.expect_err("no such model");
+    let failed = test_cluster.dispatch.generate(unknown, Arrival::now()).await.expect_err("no such model");
     assert!(failed.to_string().contains("no decode node of `none` is ready"), "{failed}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_whose_work_fails_gets_no_work_until_one_request_succeeds_there() {
+    use FakeResponse::{Break, Serve};
+    let p = prefill("p", &[Serve]);
+    let bad = decode("d-bad", &[Break, Break, Break, Break, Serve]);
+    let good = decode("d-good", &[Serve]);
+    let test_cluster = test_cluster(Order::DecodeFirst, &[&p, &bad, &good]).await;
+    for _ in 0..20 {
+        test_cluster.serves(2).await;
+    }
+    assert_eq!(bad.prompts().len(), 3, "three failures open the breaker");
+    for (wait, calls) in [(1_100, 4), (2_100, 5)] {
+        tokio::time::sleep(Duration::from_millis(wait)).await;
+        while bad.prompts().len() < calls {
+            test_cluster.serves(2).await;
+        }
+        test_cluster.serves(2).await;
+        let open = test_cluster.metrics.page().contains("baton_router_breakers_open 1");
+        assert_eq!(open, calls == 4, "the fourth call fails, the fifth is served");
+    }
+    let before = bad.prompts().len();
+    for _ in 0..20 {
+        test_cluster.serves(2).await;
+    }
+    assert!(bad.prompts().len() > before, "the node gets work again");
 }

@@ -7,10 +7,12 @@ use axum::Json;
 use axum::response::{IntoResponse, Response};
 use futures::stream::{BoxStream, SelectAll, StreamExt};
 use serde::{Serialize, Serializer};
+use serde_json::Value;
 use tracing::info;
 use types::{Prompt, TokenId, Usage};
 
 use super::error::HttpError;
+use super::explanation::explained;
 use super::fields::AnswerOptions;
 use crate::choice::{Choice, Delta, WholeChoice};
 use crate::error::ServeError;
@@ -109,6 +111,7 @@ impl<S: AnswerFormat> Answer<S> {
         let envelope = Envelope {
             prompt_token_ids: shape.prompt_tokens(&context),
             usage: Some(Some(UsageFields::new(usage, completion_tokens))),
+            explanations: wholes.iter().enumerate().filter_map(explained_whole).collect(),
             ..Envelope::new(&context, S::WHOLE, choices.collect::<Vec<_>>())
         };
         Ok(Json(envelope).into_response())
@@ -128,6 +131,13 @@ pub(crate) struct Envelope<'a, C> {
     /// The usage; `Some(None)` is written as `null`, which every chunk has if the stream ends with its usage.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) usage: Option<Option<UsageFields>>,
+    /// The explanations of choices that end here, for a request that asks for them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) explanations: Vec<Value>,
+}
+
+fn explained_whole((choice, whole): (usize, &WholeChoice)) -> Option<Value> {
+    whole.explanation.as_ref().map(|explanation| explained(choice, explanation))
 }
 
 impl<'a, C> Envelope<'a, C> {
@@ -141,6 +151,7 @@ impl<'a, C> Envelope<'a, C> {
             choices,
             prompt_token_ids: None,
             usage: None,
+            explanations: Vec::new(),
         }
     }
 }

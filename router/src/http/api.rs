@@ -73,9 +73,10 @@ impl HttpApi {
         parse_request: RequestParser<S>,
     ) -> Result<Response, HttpError> {
         let RequestHead { id, client, headers } = head;
-        let caller = caller::caller(&self.acceptor, id, client, &headers)?;
+        let mut caller = caller::caller(&self.acceptor, id, client, &headers)?;
         let within = self.body.within.min(self.world.left(caller.deadline));
         let body = body::read(body, BodyLimits { within, ..self.body }).await?;
+        caller.read = self.world.now();
         let api = self.clone();
         let understood = run_by_size(body.len(), move || parse_request(&api, &body)).await;
         let ask = understood.map_err(|error| HttpError::new(Code::Internal, error.to_string()))??;

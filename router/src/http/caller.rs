@@ -11,6 +11,7 @@ use types::RequestId;
 
 use crate::accept::{Acceptor, Caller};
 use crate::error::AcceptError;
+use crate::serve::Detail;
 use crate::tenants::{Claims, Client};
 
 pub(crate) const REQUEST_ID: &str = "x-request-id";
@@ -32,6 +33,8 @@ pub(crate) async fn take_api_key(mut request: Request, next: Next) -> Response {
     }
     next.run(request).await
 }
+/// The header that asks for an explanation of the request's time: `1`, or `0` as if absent.
+const EXPLAIN: &str = "x-baton-explain";
 
 pub(crate) fn client(
     acceptor: &Acceptor,
@@ -53,7 +56,16 @@ pub(crate) fn caller(
     headers: &HeaderMap,
 ) -> Result<Caller, AcceptError> {
     let timeout = number(headers, TIMEOUT, "a number of milliseconds")?.map(Duration::from_millis);
-    acceptor.caller(id, client, timeout)
+    let caller = acceptor.caller(id, client, timeout)?;
+    Ok(Caller { detail: detail(headers)?, ..caller })
+}
+
+fn detail(headers: &HeaderMap) -> Result<Detail, AcceptError> {
+    match text(headers, EXPLAIN)?.map(str::trim) {
+        None | Some("0") => Ok(Detail::Usual),
+        Some("1") => Ok(Detail::Explained),
+        Some(other) => Err(AcceptError::invalid(EXPLAIN, format!("0 or 1, not `{other}`"))),
+    }
 }
 
 fn text<'a>(headers: &'a HeaderMap, name: &'static str) -> Result<Option<&'a str>, AcceptError> {
@@ -99,13 +111,23 @@ mod tests {
         assert_eq!((caller.client.tenant.as_str(), caller.client.priority), ("acme", Priority(-3)));
         assert_eq!(caller.deadline, World::seeded(1).deadline_in(Duration::from_millis(1500)));
         assert_eq!(check(&[]).expect("nothing said").client.priority, Priority(0));
+        let detail = |value| check(&[(EXPLAIN, value)]).expect("a choice").detail;
+        assert_eq!(
+            [detail("1"), detail("0"), caller.detail],
+            [Detail::Explained, Detail::Usual, Detail::Usual]
+        );
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_malformed_value_names_the_header() {
-        for (name, value) in
-            [(TIMEOUT, "soon"), (TIMEOUT, "-1"), (TIMEOUT, "0"), (PRIORITY, "128"), (TENANT, "a b")]
-        {
+        for (name, value) in [
+            (TIMEOUT, "soon"),
+            (TIMEOUT, "-1"),
+            (TIMEOUT, "0"),
+            (PRIORITY, "128"),
+            (TENANT, "a b"),
+            (EXPLAIN, "yes"),
+        ] {
             assert_eq!(check(&[(name, value)]).expect_err("refused").param(), name);
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! Suggested reading order: the path of a request (`api`); its fields (`request_fields`, `fields`,
 //! `messages`, `chat`, `completions`); one answer while it is generated ([`crate::choice`]); the formats of
-//! answers (`answer`, `sse`, `logprobs`); errors (`error`); pages of other origins (`cors`); and the port's
+//! answers (`answer`, `sse`, `logprobs`, `explanation`); errors (`error`); pages of other origins (`cors`); and the port's
 //! connections ([`stall`], [`tls`]).
 
 pub mod api;
@@ -12,6 +12,7 @@ mod answer;
 mod caller;
 mod chat;
 mod completions;
+mod explanation;
 mod cors;
 mod fields;
 mod health;
@@ -38,6 +39,7 @@ use api::RequestHead;
 pub use body::BodyLimits;
 pub use cors::CorsOrigins;
 pub use error::{Code, HttpError};
+pub(crate) use explanation::{ms, parts_ms, worst_gap};
 pub use stall::WriteTimeoutListener;
 pub use tls::{Certificate, CertificateError, CertificateFiles};
 

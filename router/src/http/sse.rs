@@ -15,6 +15,7 @@ use types::Usage;
 
 use super::answer::{Answer, AnswerContext, AnswerFormat, Deltas, Envelope, UsageFields};
 use super::error::HttpError;
+use super::explanation::explained;
 use crate::choice::Delta;
 use crate::error::ServeError;
 
@@ -101,7 +102,9 @@ impl<S: AnswerFormat> Events<S> {
             write_event(out, &Envelope { prompt_token_ids, ..chunk::<S, _>(context, [opening]) });
         }
         if shows(context, delta) {
-            write_event(out, &chunk::<S, _>(context, [shape.chunk(context, delta)]));
+            let explanations = delta.explanation.iter().map(|one| explained(delta.choice, one)).collect();
+            let chunk = chunk::<S, _>(context, [shape.chunk(context, delta)]);
+            write_event(out, &Envelope { explanations, ..chunk });
         }
         true
     }

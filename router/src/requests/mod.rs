@@ -2,15 +2,20 @@
 //!
 //! Operators read it on `/debug/requests`. A record has no text, no token and no key.
 
+mod explanation;
+mod parts;
 mod record;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::time::Instant;
 use types::Prompt;
 
+use crate::serve::Arrival;
+
+pub use explanation::{Explanation, Gap, KvTransfer};
+pub use parts::{Part, PartTimes};
 pub use record::{Place, RequestEvent, RequestRecord, RequestSummary};
 
 /// The number of ended requests that are kept, the newest ones.
@@ -46,9 +51,9 @@ pub struct OpenRecord {
 }
 
 impl Requests {
-    /// Opens the record of a request that arrived at `arrived`.
-    pub fn begin(&self, prompt: &Prompt, arrived: Instant, unix_time: Duration) -> OpenRecord {
-        let record = RequestRecord::new(prompt, arrived, unix_time);
+    /// Opens the record of a request. `unix_time` is the time of its arrival.
+    pub fn begin(&self, prompt: &Prompt, arrival: &Arrival, unix_time: Duration) -> OpenRecord {
+        let record = RequestRecord::new(prompt, arrival, unix_time);
         let mut kept = self.kept();
         let number = kept.next;
         kept.next += 1;
@@ -117,6 +122,11 @@ impl Requests {
 impl OpenRecord {
     pub fn record(&self) -> &RequestRecord {
         &self.record
+    }
+
+    /// Forgets the request: it was refused before any work on it.
+    pub fn discard(self) {
+        self.requests.kept().under_way.remove(&self.number);
     }
 
     pub fn set_outcome(&mut self, outcome: &'static str) {

@@ -4,8 +4,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::time::Instant;
-use types::{NodeId, Prompt, RequestId, Usage};
+use types::{ComputedPrompt, NodeId, Prompt, RequestId, Usage};
 
+use super::explanation::{Explanation, Gap};
+use super::parts::{Part, PartTimes, divide};
+use crate::rpc::StepReport;
+use crate::serve::{Arrival, Detail};
 use crate::watchdog::WaitStage;
 
 /// The number of events of one request that are kept, the first ones.
@@ -87,6 +91,7 @@ pub enum RequestEvent {
         connector: String,
         bytes: u64,
         waited: Duration,
+        moved: Duration,
     },
     /// The stream broke and goes on with another try.
     Continue {
@@ -104,6 +109,11 @@ pub struct RequestSummary {
     /// The time spent in each place, in the order of [`Place::ALL`].
     pub places: [Duration; Place::ALL.len()],
     pub first_token: Option<Duration>,
+    /// The time in each part.
+    pub parts: PartTimes,
+    /// The parts up to the first token. Their sum is `first_token`.
+    pub parts_of_first_token: PartTimes,
+    pub worst_gap: Option<Gap>,
     pub cached_tokens: u32,
     pub output_tokens: u32,
     /// The times that the last prefill node reports: until its first step, and from there to the first token.
@@ -127,6 +137,7 @@ struct Record {
     arrived: Instant,
     /// The arrival in Unix time.
     unix_time: Duration,
+    detail: Detail,
     /// Locked for one look-up or change.
     state: Mutex<State>,
 }
@@ -135,22 +146,43 @@ struct Record {
 struct State {
     place: Place,
     since: Instant,
+    part: Part,
+    part_since: Instant,
+    /// What the next step of a decode node waits for: [`Part::PrefillCall`], [`Part::Transfer`],
+    /// [`Part::DecodeWait`] or [`Part::Decode`].
+    awaited: Part,
+    /// The last step that a decode node has timed, until it is given to the client.
+    report: Option<StepReport>,
+    /// The last token given to the client: its time, and the parts then.
+    last_token: Option<(Instant, PartTimes)>,
     summary: RequestSummary,
 }
 
 impl RequestRecord {
-    pub(super) fn new(prompt: &Prompt, arrived: Instant, unix_time: Duration) -> Self {
-        let (id, model) = (prompt.id.clone(), prompt.model.name.clone());
-        let state = Mutex::new(State::new(arrived));
-        let prompt_tokens = prompt.tokens.len() as u32;
-        Self(Arc::new(Record { id, model, prompt_tokens, arrived, unix_time, state }))
+    pub(super) fn new(prompt: &Prompt, arrival: &Arrival, unix_time: Duration) -> Self {
+        Self(Arc::new(Record {
+            id: prompt.id.clone(),
+            model: prompt.model.name.clone(),
+            prompt_tokens: prompt.tokens.len() as u32,
+            arrived: arrival.at,
+            unix_time,
+            detail: arrival.detail,
+            state: Mutex::new(State::new(arrival)),
+        }))
     }
 
     #[cfg(test)]
     pub(crate) fn of_model(name: &str) -> Self {
-        let (id, arrived) = (RequestId::new("r"), Instant::now());
-        let (model, unix_time, state) = (name.into(), Duration::ZERO, Mutex::new(State::new(arrived)));
-        Self(Arc::new(Record { id, model, prompt_tokens: 0, arrived, unix_time, state }))
+        let arrival = Arrival::now();
+        Self(Arc::new(Record {
+            id: RequestId::new("r"),
+            model: name.into(),
+            prompt_tokens: 0,
+            arrived: arrival.at,
+            unix_time: Duration::ZERO,
+            detail: arrival.detail,
+            state: Mutex::new(State::new(&arrival)),
+        }))
     }
 
     pub fn id(&self) -> &RequestId {
@@ -170,6 +202,16 @@ impl RequestRecord {
         self.0.unix_time
     }
 
+    /// Returns whether nodes are asked to time each step of the request.
+    pub fn detail(&self) -> Detail {
+        self.0.detail
+    }
+
+    /// Returns where the time of the request went so far.
+    pub fn explanation(&self) -> Explanation {
+        Explanation::of(&self.summary(), self.0.prompt_tokens)
+    }
+
     pub fn place(&self) -> Place {
         self.state().place
     }
@@ -177,8 +219,7 @@ impl RequestRecord {
     pub fn summary(&self) -> RequestSummary {
         let mut state = self.state();
         if state.summary.outcome.is_none() {
-            let place = state.place;
-            state.enter(place, self.0.arrived);
+            state.settle(Instant::now(), self.0.arrived);
         }
         state.summary.clone()
     }
@@ -204,26 +245,85 @@ impl RequestRecord {
         self.state().summary.note(at, event);
     }
 
-    pub(crate) fn first_token(&self, usage: Usage) {
-        let at = self.0.arrived.elapsed();
-        let summary = &mut self.state().summary;
+    /// Counts the time from now on to a part of the present place.
+    pub(crate) fn enter_part(&self, part: Part) {
+        let mut state = self.state();
+        state.settle(Instant::now(), self.0.arrived);
+        state.part = part;
+    }
+
+    /// Counts the first token. Returns the time from the request's arrival to it.
+    pub(crate) fn first_token(&self, usage: Usage) -> Duration {
+        let mut state = self.state();
+        state.settle(Instant::now(), self.0.arrived);
+        let summary = &mut state.summary;
+        let at = summary.took;
         (summary.first_token, summary.cached_tokens) = (Some(at), usage.cached_tokens);
+        summary.parts_of_first_token = summary.parts;
         summary.note(at, RequestEvent::FirstToken);
+        at
     }
 
-    pub(crate) fn prefilled(&self, queued: Duration, computed: Duration) {
-        self.state().summary.prefill_node = Some((queued, computed));
+    /// Notes the answer of a prefill node. The next step waits for KV.
+    pub(crate) fn prefilled(&self, prefilled: &ComputedPrompt) {
+        let ComputedPrompt { room, queued, computed, .. } = *prefilled;
+        let mut state = self.state();
+        state.divide(&of_prefill(room, queued, computed));
+        state.awaited = Part::Transfer;
+        state.summary.prefill_node = Some((queued, computed));
     }
 
+    /// Notes that the decode node computes the prompt itself.
+    pub(crate) fn computed_locally(&self) {
+        let mut state = self.state();
+        state.settle(Instant::now(), self.0.arrived);
+        (state.part, state.awaited) = (Part::PrefillCall, Part::PrefillCall);
+    }
+
+    pub(crate) fn kv_arrived(&self, connector: String, bytes: u64, waited: Duration, moved: Duration) {
+        let mut state = self.state();
+        state.settle(Instant::now(), self.0.arrived);
+        (state.part, state.awaited) = (Part::DecodeWait, Part::DecodeWait);
+        let at = state.summary.took;
+        state.summary.note(at, RequestEvent::KvArrived { connector, bytes, waited, moved });
+    }
+
+    /// Notes a step of a decode node, with the node's timing if it has sent one.
+    pub(crate) fn stepped(&self, report: Option<StepReport>) {
+        let mut state = self.state();
+        if let Some(StepReport { room, queued, computed, .. }) = report {
+            match state.awaited {
+                Part::PrefillCall => state.divide(&of_prefill(room, queued, computed)),
+                Part::Transfer | Part::DecodeWait => {
+                    state.divide(&[(Part::DecodeWait, queued), (Part::FirstStep, computed)]);
+                }
+                _ => {}
+            }
+        }
+        (state.awaited, state.report) = (Part::Decode, report);
+    }
+
+    /// Counts a token that is given to the client.
     pub(crate) fn gave_token(&self) {
-        self.state().summary.output_tokens += 1;
+        let now = Instant::now();
+        let mut state = self.state();
+        state.settle(now, self.0.arrived);
+        let report = state.report.take();
+        let (parts, nth) = (state.summary.parts, state.summary.output_tokens);
+        if let Some((last, before)) = state.last_token.replace((now, parts)) {
+            let gap = Gap { token: nth, took: now - last, parts: parts.since(&before), report };
+            let worst = state.summary.worst_gap.as_ref().map_or(Duration::ZERO, |worst| worst.took);
+            if gap.took > worst {
+                state.summary.worst_gap = Some(gap);
+            }
+        }
+        state.summary.output_tokens += 1;
     }
 
     /// Ends the record, and returns the request's duration.
     pub(super) fn end(&self, outcome: &'static str) -> Duration {
         let mut state = self.state();
-        let place = state.place;
-        state.enter(place, self.0.arrived);
+        state.settle(Instant::now(), self.0.arrived);
         state.summary.outcome = Some(outcome);
         state.summary.took
     }
@@ -233,17 +333,58 @@ impl RequestRecord {
     }
 }
 
+/// Returns the parts of a node's time for a prompt: `queued` includes the wait for room.
+fn of_prefill(room: Duration, queued: Duration, computed: Duration) -> [(Part, Duration); 3] {
+    [(Part::Room, room), (Part::PrefillQueue, queued.saturating_sub(room)), (Part::PrefillCompute, computed)]
+}
+
 impl State {
-    fn new(arrived: Instant) -> Self {
-        Self { place: Place::Accept, since: arrived, summary: RequestSummary::default() }
+    fn new(arrival: &Arrival) -> Self {
+        let Arrival { at, read, accepted, .. } = *arrival;
+        let mut summary = RequestSummary::default();
+        summary.parts.add(Part::Read, read - at);
+        summary.parts.add(Part::Tokenize, accepted - read);
+        Self {
+            place: Place::Accept,
+            since: at,
+            part: Part::FirstAnswer,
+            part_since: accepted,
+            awaited: Part::Decode,
+            report: None,
+            last_token: None,
+            summary,
+        }
     }
 
-    /// Adds the time since the last change to its place.
-    fn enter(&mut self, place: Place, arrived: Instant) {
-        let now = Instant::now();
+    /// Adds the time since the last change to its place and to its part.
+    fn settle(&mut self, now: Instant, arrived: Instant) {
         self.summary.places[self.place as usize] += now - self.since;
+        self.summary.parts.add(self.part, now - self.part_since);
         self.summary.took = now - arrived;
-        (self.place, self.since) = (place, now);
+        (self.since, self.part_since) = (now, now);
+    }
+
+    fn enter(&mut self, place: Place, arrived: Instant) {
+        self.settle(Instant::now(), arrived);
+        self.place = place;
+        self.part = match place {
+            Place::Accept => self.part,
+            Place::Route => Part::Route,
+            Place::Reserve => Part::Reserve,
+            Place::Prefill => Part::PrefillCall,
+            Place::Deliver => Part::Store,
+            Place::Decode => self.awaited,
+            Place::Client => Part::Client,
+        };
+    }
+
+    /// Divides the time in the present part by a node's report.
+    fn divide(&mut self, reported: &[(Part, Duration)]) {
+        let now = Instant::now();
+        let (pieces, rest) = divide(now - self.part_since, reported);
+        pieces.into_iter().for_each(|(part, took)| self.summary.parts.add(part, took));
+        self.summary.parts.add(self.part, rest);
+        self.part_since = now;
     }
 }
 

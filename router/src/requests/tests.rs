@@ -1,6 +1,8 @@
+use tokio::time::Instant;
 use types::{Deadline, RequestId, RequestedModel, Sampling, StopRules, TenantId, TokenId, Usage};
 
 use super::*;
+use crate::rpc::StepReport;
 
 fn prompt(id: &str) -> Prompt {
     Prompt {
@@ -18,7 +20,7 @@ fn prompt(id: &str) -> Prompt {
 }
 
 fn begin(requests: &Requests, id: &str) -> OpenRecord {
-    requests.begin(&prompt(id), Instant::now(), Duration::ZERO)
+    requests.begin(&prompt(id), &Arrival::now(), Duration::ZERO)
 }
 
 async fn ms(ms: u64) {
@@ -94,4 +96,97 @@ async fn events_are_counted_and_bounded() {
     let summary = open.record().summary();
     assert_eq!((summary.tries, summary.continuations), (20, 20));
     assert_eq!((summary.events.len(), summary.events_left_out), (32, 8));
+}
+
+/// Returns the parts in milliseconds.
+fn parts(times: &PartTimes) -> Vec<(&'static str, u128)> {
+    times.shown().map(|(part, took)| (part.as_str(), took.as_millis())).collect()
+}
+
+fn report(queued: u64, computed: u64, rows: u32) -> StepReport {
+    let (queued, computed) = (Duration::from_millis(queued), Duration::from_millis(computed));
+    let (room, took) = (Duration::ZERO, Duration::from_millis(5));
+    StepReport { room, queued, computed, steps: 1, prefill_tokens: 0, rows, took, preemptions: 0 }
+}
+
+fn prefilled(room: u64, queued: u64, computed: u64) -> types::ComputedPrompt {
+    let [room, queued, computed] = [room, queued, computed].map(Duration::from_millis);
+    let first = types::Step { token: TokenId(1), index: 0, logprobs: None, finish: None };
+    types::ComputedPrompt {
+        first,
+        usage: Usage { prompt_tokens: 20, cached_tokens: 0 },
+        room,
+        queued,
+        computed,
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn nodes_reports_divide_the_time_and_the_worst_gap_names_its_step() {
+    let arrival = Arrival::now();
+    ms(2).await;
+    let read = Instant::now();
+    ms(3).await;
+    let arrival = Arrival { read, accepted: Instant::now(), ..arrival };
+    let requests = Requests::default();
+    let open = requests.begin(&prompt("r"), &arrival, Duration::ZERO);
+    let record = open.record().clone();
+    record.enter_part(Part::Admission);
+    ms(1).await;
+    record.enter(Place::Reserve);
+    ms(7).await;
+    record.enter(Place::Prefill);
+    ms(40).await;
+    record.prefilled(&prefilled(4, 10, 25));
+    record.enter(Place::Client);
+    assert_eq!(record.first_token(Usage::default()).as_millis(), 53);
+    record.gave_token();
+    record.enter(Place::Decode);
+    ms(30).await;
+    record.kv_arrived("tcp".to_owned(), 1_000, Duration::from_millis(60), Duration::from_millis(50));
+    ms(9).await;
+    record.stepped(Some(report(2, 6, 3)));
+    record.enter(Place::Client);
+    record.gave_token();
+    record.enter(Place::Decode);
+    ms(5).await;
+    record.stepped(Some(report(2, 11, 4)));
+    record.enter(Place::Client);
+    record.gave_token();
+    let explanation = record.explanation();
+    let before = [
+        ("read", 2),
+        ("tokenize", 3),
+        ("admission", 1),
+        ("reserve", 7),
+        ("room", 4),
+        ("prefill_queue", 6),
+        ("prefill_compute", 25),
+        ("prefill_call", 5),
+    ];
+    assert_eq!(parts(&explanation.before), before);
+    let after = [("transfer", 30), ("decode_wait", 3), ("first_step", 6), ("decode", 5)];
+    assert_eq!(parts(&explanation.after), after);
+    assert_eq!(explanation.before.sum() + explanation.after.sum(), explanation.total);
+    assert_eq!(explanation.largest, Some(Part::Transfer));
+    assert!(explanation.in_words().starts_with("transfer 30.0 ms, prefill_compute 25.0 ms"));
+    let transfer = &explanation.transfers[0];
+    assert_eq!((transfer.connector.as_str(), transfer.rate()), ("tcp", Some(20_000.0)));
+    let gap = explanation.worst_gap.expect("there are three tokens");
+    assert_eq!((gap.token, gap.took.as_millis(), gap.parts.largest()), (1, 39, Some(Part::Transfer)));
+    assert_eq!(gap.report.map(|report| report.rows), Some(3));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_prompt_that_the_decode_node_computes_is_divided_too() {
+    let requests = Requests::default();
+    let open = begin(&requests, "r");
+    let record = open.record().clone();
+    record.enter(Place::Decode);
+    record.computed_locally();
+    ms(20).await;
+    record.stepped(Some(StepReport { room: Duration::from_millis(5), ..report(8, 11, 1) }));
+    record.first_token(Usage::default());
+    let before = [("room", 5), ("prefill_queue", 3), ("prefill_compute", 11), ("prefill_call", 1)];
+    assert_eq!(parts(&record.explanation().before), before);
 }

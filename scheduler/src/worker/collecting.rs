@@ -60,9 +60,8 @@ impl Worker {
         self.metrics.step_seconds.observe(took.as_secs_f64());
         self.metrics.step_tokens.observe((shape.n_running + shape.n_prefill_tokens) as f64);
         self.metrics.prefill_tokens.inc_by(shape.n_prefill_tokens as u64);
-        self.steps_total += 1;
+        self.done.add(shape, took);
         self.last_step = Some(now);
-        self.last_took = took;
         self.last_progress = now;
     }
 
@@ -80,7 +79,7 @@ impl Worker {
             Ok(Some(sampled)) => {
                 sequence.confirm(row.n_tokens, &self.model.layout);
                 self.metrics.sampled_tokens.inc();
-                if let After::End(finish) = sequence.accept(sampled, &self.model, now) {
+                if let After::End(finish) = sequence.accept(sampled, &self.model, self.done, now) {
                     let end = sequence.finished(finish);
                     self.end(row.id, end);
                 }

@@ -205,6 +205,7 @@ impl Worker {
             if !sequence.has_run() {
                 self.metrics.room_wait_seconds.observe(sequence.age(now).as_secs_f64());
             }
+            sequence.note_placed(now);
             sequence.place(prefix.join(fresh), n_cached, layout);
         }
     }

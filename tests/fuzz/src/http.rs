@@ -16,10 +16,9 @@ use router::accept::{Acceptor, Deadlines};
 use router::error::AcceptError;
 use router::http::{BodyLimits, HttpApi, api, health, stack};
 use router::metrics::RouterMetrics;
-use router::serve::{Complete, Generation, Serve, ServeError};
+use router::serve::{Arrival, Complete, Generation, Serve, ServeError};
 use router::text::{RouterModels, ServedModel};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::time::Instant;
 use tower::ServiceExt as _;
 use types::layout::KvDtype;
 use types::{Fingerprint, FinishReason, KvLayout, ModelInfo, Prompt, Step, TokenId, Usage};
@@ -148,7 +147,7 @@ impl Serve for FixedAnswer {
         }]
     }
 
-    async fn generate(&self, prompt: Prompt, _: Instant) -> Result<Generation, ServeError> {
+    async fn generate(&self, prompt: Prompt, _: Arrival) -> Result<Generation, ServeError> {
         let usage = Usage { prompt_tokens: prompt.tokens.len() as u32, cached_tokens: 0 };
         let said: Vec<u8> = self.0.iter().copied().chain([b'.']).take(prompt.tokens_left().max(1)).collect();
         let n = said.len();
@@ -161,7 +160,7 @@ impl Serve for FixedAnswer {
             })
         };
         let steps = futures::stream::iter(said.into_iter().enumerate().map(step)).boxed();
-        Ok(Generation { usage, complete: Complete::default(), steps })
+        Ok(Generation { usage, complete: Complete::default(), explained: None, steps })
     }
 
     fn ready(&self) -> Result<(), String> {

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use chassis::Standstill;
 use futures::StreamExt as _;
-use router::serve::{Serve, ServeError};
+use router::requests::{Explanation, RequestRecord};
+use router::serve::{Arrival, Detail, Generation, Serve, ServeError};
 use tokio::time::{Instant, timeout_at};
 use types::prompt::Priority;
 use types::{Deadline, Prompt, RequestId, Sampling, Step, StopRules, TenantId, TokenId};
@@ -137,10 +138,12 @@ impl Client {
     }
 
     async fn read<S: Serve>(&self, router: &S, prompt: Prompt, n_steps: &mut u32) -> Ended {
-        let mut steps = match router.generate(prompt, Instant::now()).await {
-            Ok(generation) => generation.steps,
-            Err(error) => return Ended::Refused(error),
-        };
+        let generating =
+            match router.generate(prompt, Arrival { detail: Detail::Explained, ..Arrival::now() }).await {
+                Ok(generation) => generation,
+                Err(error) => return Ended::Refused(error),
+            };
+        let Generation { explained, mut steps, .. } = generating;
         while let Some(step) = steps.next().await {
             let step = match step {
                 Ok(step) => step,
@@ -150,6 +153,7 @@ impl Client {
             *n_steps += 1;
             self.log.trace_number("step", u64::from(step.token.0));
             if step.finish.is_some() {
+                self.check_explanation(explained.as_ref());
                 return Ended::Whole;
             }
             if self.ask.patience == Patience::Steps(*n_steps) {
@@ -158,6 +162,21 @@ impl Client {
         }
         self.log.accuse(format_args!("{}: the steps ended without a last one", self.name));
         Ended::Left
+    }
+
+    /// Checks that the parts of the request's time add up, whatever happened to it.
+    fn check_explanation(&self, explained: Option<&RequestRecord>) {
+        let Some(record) = explained else {
+            return self.log.accuse(format_args!("{} has no explanation", self.name));
+        };
+        let explanation = record.explanation();
+        let Explanation { total, first_token, before, after, worst_gap, .. } = &explanation;
+        let adds_up = before.sum() + after.sum() == *total
+            && Some(before.sum()) == *first_token
+            && worst_gap.is_none_or(|gap| gap.parts.sum() == gap.took);
+        if !adds_up {
+            self.log.accuse(format_args!("{}: the parts do not add up: {explanation:?}", self.name));
+        }
     }
 
     fn compare(&self, step: &Step, nth: u32) {

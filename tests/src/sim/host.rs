@@ -401,6 +401,7 @@ impl RouterHost {
             policy: router::policy::by_name(self.shape.policy).expect("a policy by that name"),
             admission: Admission::new(64),
             order: self.shape.order,
+            explain_share: 0.0,
             budget: Budget {
                 attempts_max: self.shape.attempts_max,
                 wait_max: self.shape.wait_max,

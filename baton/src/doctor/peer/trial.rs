@@ -113,6 +113,7 @@ impl Peer {
         let request = v1::DecodeRequest {
             prompt: Some(proto::prompt_to_wire(&prompt, self.world.now().into_std())),
             prefill: Some(v1::decode_request::Prefill::HeldBy(this_machine(scheme))),
+            explain: false,
         };
         let mut client = DecodeClient::new(self.channel.clone()).max_decoding_message_size(MESSAGE_BYTES_MAX);
         let mut events = client.run(call(&prompt.id, request)).await.map_err(no_node)?.into_inner();

@@ -254,6 +254,38 @@ The table of fields is made from the code by the test `the_page_lists_every_fiel
 
 Errors are in [errors.md](errors.md).
 
+## Request headers
+
+| header | what |
+|---|---|
+| `authorization: Bearer KEY`, `x-baton-tenant`, `x-baton-priority` | see [security.md](security.md) |
+| `x-request-id` | the request's id in logs and pages: up to 128 letters, digits, `-`, `_`, `.` or `:` |
+| `x-baton-timeout-ms` | the request's deadline |
+| `x-baton-explain: 1` | the answer says where its time went |
+
+### Explanations
+
+With `x-baton-explain: 1` the last chunk of each choice, or the whole answer, has a list `explanations`; over gRPC (`explain`) the end has one. Each moment belongs to one part: `before_first_token_ms` add up to `first_token_ms`, and with `after_first_token_ms` to `total_ms`. `largest` names the largest part, `worst_gap` the longest time between two tokens with its parts and what the node computed in its last `step`. `transfers` list KV by connector, and `transfer_hidden` is the share of their time that no token waited for. `expert.router.explain_share` explains a share of all requests. The log and the request's span get the same as the event `request explained`.
+
+| part | what happens |
+|---|---|
+| `read` | The router reads the body. |
+| `tokenize` | The router parses the fields and makes tokens. |
+| `first_answer` | With `n`, a further answer waits for the first one's prompt. |
+| `admission` | The request waits for admission. |
+| `route` | The router chooses nodes, or waits for a usable one. |
+| `reserve` | The decode node reserves KV room. A full pool shows here. |
+| `store` | A pool node reserves room and takes the KV. |
+| `room` | The prompt waits for KV room on the node that computes it. |
+| `prefill_queue` | The prompt waits for its first step, after it has room. |
+| `prefill_compute` | The node computes the prompt. |
+| `prefill_call` | The rest of the call that computes the prompt: the network, and failed calls. |
+| `transfer` | The answer waits for KV. Time of the transfer that compute hides is not counted. |
+| `decode_wait` | The KV is there, and the first decode step has not begun. |
+| `first_step` | The first decode step. |
+| `decode` | Further steps on the decode node. |
+| `client` | Tokens become text and are written to the client. |
+
 ## Request fields
 
 A request with a field that would change the answer and is not supported is refused with a 400 that names the field, and so is a request with an unknown field. An ignored field changes nothing in the answer. `null` always means that the field is absent.

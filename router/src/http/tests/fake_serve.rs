@@ -13,7 +13,6 @@ use http::{HeaderMap, Request, StatusCode};
 use http_body_util::BodyExt;
 use serde_json::Value;
 use tokio::sync::watch;
-use tokio::time::Instant;
 use tower::ServiceExt;
 use types::layout::KvDtype;
 use types::{Fingerprint, FinishReason, KvLayout, ModelInfo, Prompt, Step, TokenId, Usage};
@@ -22,7 +21,7 @@ use crate::accept::{Acceptor, Deadlines};
 use crate::error::AcceptError;
 use crate::http::{BodyLimits, HttpApi, api, health, stack};
 use crate::metrics::RouterMetrics;
-use crate::serve::{Complete, Generation, Serve, ServeError};
+use crate::serve::{Arrival, Complete, Generation, Serve, ServeError};
 use crate::text::tokenizer::END;
 use crate::text::{RouterModels, ServedModel};
 
@@ -122,7 +121,7 @@ impl Serve for FakeServe {
         }]
     }
 
-    async fn generate(&self, prompt: Prompt, _: Instant) -> Result<Generation, ServeError> {
+    async fn generate(&self, prompt: Prompt, _: Arrival) -> Result<Generation, ServeError> {
         let alive = RunningGuard::new(&self.alive);
         let play = (self.script)(&prompt);
         let usage = Usage { prompt_tokens: prompt.tokens.len() as u32, cached_tokens: 1 };
@@ -132,7 +131,7 @@ impl Serve for FakeServe {
             ScriptedEvent::Silence => std::future::pending().await,
             ScriptedEvent::Steps(steps) => {
                 let steps = steps.inspect(move |_| _ = &alive).boxed();
-                Ok(Generation { usage, complete: Complete::default(), steps })
+                Ok(Generation { usage, complete: Complete::default(), explained: None, steps })
             }
         }
     }

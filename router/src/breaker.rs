@@ -1,0 +1,269 @@
+//! Breakers: nodes whose status looks well and whose work fails get no work for a while.
+//!
+//! [`Breaker`] is the pure core. [`Breakers`] has one for each node that has failed lately, and decides which
+//! nodes a policy sees. The last nodes of a kind are never left out: a node that may fail is better than none.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use prometheus::{IntCounterVec, IntGauge};
+use tokio::time::Instant;
+use tracing::info;
+use types::{NodeId, NodeInfo, RefusalKind};
+
+use crate::policy::{ClusterView, NodeView, Route};
+use crate::rpc::Failure;
+
+/// The failures in a row that open a breaker.
+const FAILURES_MAX: u32 = 3;
+/// The time for which a breaker is open. It doubles from the first value to the last with each failed trial.
+const OPEN_FOR: std::ops::RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(30);
+/// The time after which a node's failures are forgotten.
+const FORGOTTEN_AFTER: Duration = Duration::from_secs(600);
+
+/// Whether a node gets work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BreakerState {
+    Closed,
+    /// The node gets no work until this time.
+    Open {
+        until: Instant,
+    },
+    /// One request tries the node.
+    HalfOpen,
+}
+
+/// The breaker of one node: failures in a row open it, and one request at a time tries the node again.
+#[derive(Clone, Copy, Debug)]
+pub struct Breaker {
+    state: BreakerState,
+    failures: u32,
+    open_for: Duration,
+    last_failure: Instant,
+}
+
+impl Breaker {
+    fn new(now: Instant) -> Self {
+        Self { state: BreakerState::Closed, failures: 0, open_for: *OPEN_FOR.start(), last_failure: now }
+    }
+
+    pub fn state(&self) -> BreakerState {
+        self.state
+    }
+
+    pub fn failures(&self) -> u32 {
+        self.failures
+    }
+
+    /// Returns whether the node may get a request at `now`.
+    fn admits(&self, now: Instant) -> bool {
+        match self.state {
+            BreakerState::Closed => true,
+            BreakerState::Open { until } => now >= until,
+            BreakerState::HalfOpen => false,
+        }
+    }
+
+    /// Notes that a request goes to the node. Returns whether it is the one that tries the node.
+    fn begin(&mut self, now: Instant) -> bool {
+        let tries = matches!(self.state, BreakerState::Open { until } if now >= until);
+        if tries {
+            self.state = BreakerState::HalfOpen;
+        }
+        tries
+    }
+
+    /// Notes failed work. Returns whether the breaker has opened.
+    fn failed(&mut self, now: Instant) -> bool {
+        self.failures += 1;
+        self.last_failure = now;
+        match self.state {
+            BreakerState::Closed if self.failures < FAILURES_MAX => return false,
+            BreakerState::Closed => self.open_for = *OPEN_FOR.start(),
+            BreakerState::HalfOpen => self.open_for = (self.open_for * 2).min(*OPEN_FOR.end()),
+            BreakerState::Open { .. } => return false,
+        }
+        self.state = BreakerState::Open { until: now + self.open_for };
+        true
+    }
+
+    /// Notes that the trial ended and says nothing about the node: another request may try it.
+    fn abandoned(&mut self, now: Instant) {
+        if self.state == BreakerState::HalfOpen {
+            self.state = BreakerState::Open { until: now };
+        }
+    }
+
+    fn is_forgotten(&self, now: Instant) -> bool {
+        now >= self.last_failure + FORGOTTEN_AFTER
+    }
+}
+
+/// The breakers of all nodes. Clones share them.
+#[derive(Clone, Debug)]
+pub struct Breakers(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    /// The nodes that have failed and have not succeeded since. Locked for one look-up or change.
+    failing: Mutex<BTreeMap<NodeId, NodeFailures>>,
+    changes: IntCounterVec,
+    n_open: IntGauge,
+}
+
+/// The failures of one life of a node.
+#[derive(Debug)]
+struct NodeFailures {
+    info: Arc<NodeInfo>,
+    breaker: Breaker,
+}
+
+/// The request that tries a node. Without a verdict, its drop lets another request try the node.
+#[derive(Debug)]
+pub(crate) struct Trial {
+    breakers: Breakers,
+    node: NodeId,
+}
+
+impl Breakers {
+    /// Makes the breakers. `changes` counts their changes by the new state, `n_open` the nodes without work.
+    pub fn new(changes: IntCounterVec, n_open: IntGauge) -> Self {
+        Self(Arc::new(Inner { failing: Mutex::default(), changes, n_open }))
+    }
+
+    /// Has `choose` choose a route among the nodes whose breakers are not open. Returns the route, and the trials
+    /// that it makes.
+    pub(crate) fn route<E>(
+        &self,
+        mut view: ClusterView,
+        now: Instant,
+        choose: impl FnOnce(&ClusterView) -> Result<Route, E>,
+    ) -> Result<(Route, Vec<Trial>), E> {
+        let mut failing = self.failing();
+        if failing.is_empty() {
+            drop(failing);
+            return choose(&view).map(|route| (route, Vec::new()));
+        }
+        filter(&mut view, &failing, now);
+        // The lock is held, so that two requests do not try one node.
+        let route = choose(&view)?;
+        let nodes = route.prefill.iter().chain([&route.decode]);
+        let trials = nodes.filter_map(|node| self.begin(node, &mut failing, now)).collect();
+        drop(failing);
+        Ok((route, trials))
+    }
+
+    fn begin(
+        &self,
+        node: &NodeInfo,
+        failing: &mut BTreeMap<NodeId, NodeFailures>,
+        now: Instant,
+    ) -> Option<Trial> {
+        let one = failing.get_mut(&node.id).filter(|one| one.info.epoch == node.epoch)?;
+        let tries = one.breaker.begin(now);
+        if tries {
+            self.changed("half_open");
+        }
+        tries.then(|| Trial { breakers: self.clone(), node: node.id.clone() })
+    }
+
+    /// Notes a failed attempt. Only failed work counts: a node without room, or one that stops, works well. If
+    /// KV was lost between two nodes, it counts against both nodes of the route.
+    pub(crate) fn failed(&self, failure: &Failure, route: Option<&Route>, now: Instant) {
+        let kind = failure.refusal.kind;
+        let both = route.filter(|_| matches!(kind, RefusalKind::Wire | RefusalKind::Landing));
+        match (both, kind) {
+            (Some(route), _) => {
+                for node in route.prefill.iter().chain([&route.decode]) {
+                    self.count(node, failure, now);
+                }
+            }
+            (None, RefusalKind::Failed | RefusalKind::Wire | RefusalKind::Landing) => {
+                self.count(&failure.node, failure, now);
+            }
+            _ => {}
+        }
+    }
+
+    fn count(&self, node: &Arc<NodeInfo>, failure: &Failure, now: Instant) {
+        if node.role.pools() {
+            return; // KV goes to prefill nodes while a pool node fails.
+        }
+        let mut failing = self.failing();
+        failing.retain(|_, one| !one.breaker.is_forgotten(now) && one.is_life_of(node));
+        let first = || NodeFailures { info: Arc::clone(node), breaker: Breaker::new(now) };
+        let breaker = &mut failing.entry(node.id.clone()).or_insert_with(first).breaker;
+        if breaker.failed(now) {
+            let (failures, open_for) = (breaker.failures, breaker.open_for);
+            self.changed("open");
+            info!(node = %node.id, failures, ?open_for, refusal = %failure.refusal, "node gets no work for a while: its work fails");
+        }
+        self.count_open(&failing);
+    }
+
+    /// Notes that a node has done its work.
+    pub(crate) fn succeeded(&self, node: &NodeId) {
+        let mut failing = self.failing();
+        let Some(one) = failing.remove(node) else { return };
+        if one.breaker.state != BreakerState::Closed {
+            self.changed("closed");
+            info!(%node, "node gets work again");
+        }
+        self.count_open(&failing);
+    }
+
+    /// Returns the breaker of a node that has failed lately.
+    pub fn of(&self, node: &NodeInfo) -> Option<Breaker> {
+        let failing = self.failing();
+        let one = failing.get(&node.id).filter(|one| one.info.epoch == node.epoch)?;
+        Some(one.breaker)
+    }
+
+    fn changed(&self, state: &str) {
+        self.0.changes.with_label_values(&[state]).inc();
+    }
+
+    fn count_open(&self, failing: &BTreeMap<NodeId, NodeFailures>) {
+        let n = failing.values().filter(|one| one.breaker.state != BreakerState::Closed).count();
+        self.0.n_open.set(n as i64);
+    }
+
+    fn failing(&self) -> MutexGuard<'_, BTreeMap<NodeId, NodeFailures>> {
+        self.0.failing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Trial {
+    fn drop(&mut self) {
+        let mut failing = self.breakers.failing();
+        if let Some(one) = failing.get_mut(&self.node) {
+            one.breaker.abandoned(Instant::now());
+        }
+    }
+}
+
+impl NodeFailures {
+    /// Returns false for another life of the node: it begins without failures.
+    fn is_life_of(&self, node: &NodeInfo) -> bool {
+        self.info.id != node.id || self.info.epoch == node.epoch
+    }
+}
+
+/// Removes the nodes whose breakers are open, unless no other node of their kind is left.
+fn filter(view: &mut ClusterView, failing: &BTreeMap<NodeId, NodeFailures>, now: Instant) {
+    let admits = |node: &NodeView| match failing.get(&node.info.id) {
+        Some(one) if one.info.epoch == node.info.epoch => one.breaker.admits(now),
+        _ => true,
+    };
+    let decodes = |node: &NodeView| node.info.role.decodes();
+    let decode_left = view.nodes.iter().any(|node| decodes(node) && admits(node));
+    let prefill_left = view.prefill_nodes().any(admits);
+    view.nodes.retain(|node| {
+        let is_last = if decodes(node) { !decode_left } else { !prefill_left };
+        is_last || admits(node)
+    });
+}
+
+#[cfg(test)]
+mod tests;

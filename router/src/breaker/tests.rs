@@ -1,0 +1,186 @@
+//! Tests of breakers: a table of events, and views.
+
+use prometheus::{IntCounterVec, IntGauge, Opts};
+use types::layout::KvDtype;
+use types::{BlockCounts, Epoch, Fingerprint, KvLayout, ModelInfo, NodeLoad, Refusal, Role};
+
+use super::*;
+use crate::policy::NoRoute;
+
+fn at(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+/// What happens to a breaker in a row of the table.
+#[derive(Clone, Copy, Debug)]
+enum Event {
+    Fail,
+    Begin,
+    Abandon,
+}
+
+/// A row of the table: its name, events with their milliseconds, and the state after them.
+type Row = (&'static str, &'static [(u64, Event)], BreakerState);
+
+#[tokio::test(start_paused = true)]
+async fn a_breaker_follows_the_table() {
+    use Event::{Abandon, Begin, Fail};
+    let start = Instant::now();
+    let open = |ms| BreakerState::Open { until: start + at(ms) };
+    let (closed, half) = (BreakerState::Closed, BreakerState::HalfOpen);
+    let rows: &[Row] = &[
+        ("two failures", &[(0, Fail), (0, Fail)], closed),
+        ("three failures", &[(0, Fail), (0, Fail), (10, Fail)], open(1_010)),
+        ("later failures of running work", &[(0, Fail), (0, Fail), (0, Fail), (500, Fail)], open(1_000)),
+        ("a request before its time", &[(0, Fail), (0, Fail), (0, Fail), (999, Begin)], open(1_000)),
+        ("a trial", &[(0, Fail), (0, Fail), (0, Fail), (1_000, Begin)], half),
+        ("a second request", &[(0, Fail), (0, Fail), (0, Fail), (1_000, Begin), (1_001, Begin)], half),
+        ("a failed trial", &[(0, Fail), (0, Fail), (0, Fail), (1_000, Begin), (1_100, Fail)], open(3_100)),
+        (
+            "a trial without a verdict",
+            &[(0, Fail), (0, Fail), (0, Fail), (1_000, Begin), (1_200, Abandon)],
+            open(1_200),
+        ),
+    ];
+    for (name, events, expected) in rows {
+        let mut breaker = Breaker::new(start);
+        for (ms, event) in *events {
+            let now = start + at(*ms);
+            match event {
+                Fail => _ = breaker.failed(now),
+                Begin => _ = breaker.begin(now),
+                Abandon => breaker.abandoned(now),
+            }
+        }
+        assert_eq!(breaker.state(), *expected, "{name}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn failed_trials_wait_longer_up_to_a_bound() {
+    let mut breaker = Breaker::new(Instant::now());
+    (0..FAILURES_MAX).for_each(|_| _ = breaker.failed(Instant::now()));
+    let mut waits = Vec::new();
+    for _ in 0..7 {
+        let BreakerState::Open { until } = breaker.state() else { panic!("{breaker:?}") };
+        waits.push((until - Instant::now()).as_secs());
+        tokio::time::sleep_until(until).await;
+        assert!(breaker.begin(Instant::now()));
+        breaker.failed(Instant::now());
+    }
+    assert_eq!(waits, [1, 2, 4, 8, 16, 30, 30]);
+}
+
+fn node(id: &str, role: Role, epoch: u64) -> Arc<NodeInfo> {
+    let model = ModelInfo {
+        name: "m".to_owned(),
+        context_tokens: 1024,
+        vocab: 300,
+        eos_tokens: vec![],
+        layout: KvLayout::uniform(16, KvDtype::F32, 2, 2, 4),
+        fingerprint: Fingerprint::default(),
+    };
+    Arc::new(NodeInfo {
+        id: NodeId::new(id),
+        epoch: Epoch(epoch),
+        role,
+        pid: 1,
+        host: "h".to_owned(),
+        address: "a".to_owned(),
+        admin: "b".to_owned(),
+        wires: vec![],
+        without: vec![],
+        model,
+        protocol: types::node::PROTOCOL,
+    })
+}
+
+fn view(nodes: &[&Arc<NodeInfo>]) -> ClusterView {
+    let blocks = BlockCounts { total: 100, free: 100, ..BlockCounts::default() };
+    let load = NodeLoad { blocks, ..NodeLoad::default() };
+    let seen = |info: &&Arc<NodeInfo>| NodeView {
+        info: Arc::clone(info),
+        load,
+        assigned: 0,
+        assigned_tokens: 0,
+        last_turn: 0,
+    };
+    ClusterView { nodes: nodes.iter().map(seen).collect() }
+}
+
+fn breakers() -> Breakers {
+    let changes = IntCounterVec::new(Opts::new("changes", "c"), &["state"]).expect("a counter");
+    Breakers::new(changes, IntGauge::new("open", "o").expect("a gauge"))
+}
+
+/// Routes to the first node of each kind, and returns the nodes that the policy saw.
+fn route(breakers: &Breakers, view: ClusterView) -> (Vec<String>, Vec<Trial>) {
+    let mut seen = Vec::new();
+    let chosen = breakers.route(view, Instant::now(), |view| {
+        seen.extend(view.nodes.iter().map(|node| node.info.id.to_string()));
+        let decode = view.nodes.iter().find(|node| node.info.role.decodes()).ok_or(NoRoute::NoDecode)?;
+        let prefill = view.prefill_nodes().next().map(|node| Arc::clone(&node.info));
+        Ok::<_, NoRoute>(Route { prefill, decode: Arc::clone(&decode.info) })
+    });
+    (seen, chosen.expect("a route").1)
+}
+
+fn fail(breakers: &Breakers, node: &Arc<NodeInfo>, kind: RefusalKind, route: Option<&Route>) {
+    let failure = Failure { node: Arc::clone(node), refusal: Refusal::new(kind, "x") };
+    breakers.failed(&failure, route, Instant::now());
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_request_tries_the_node_and_its_success_closes_the_breaker() {
+    let (breakers, a, b) = (breakers(), node("a", Role::Decode, 1), node("b", Role::Decode, 1));
+    let both = || view(&[&a, &b]);
+    for kind in [RefusalKind::Full, RefusalKind::Queue, RefusalKind::Draining, RefusalKind::Deadline] {
+        (0..5).for_each(|_| fail(&breakers, &a, kind, None));
+    }
+    assert_eq!(route(&breakers, both()).0, ["a", "b"], "a node without room works well");
+    (0..3).for_each(|_| fail(&breakers, &a, RefusalKind::Failed, None));
+    assert_eq!(route(&breakers, both()).0, ["b"]);
+    assert_eq!(breakers.0.n_open.get(), 1);
+    tokio::time::sleep(at(1_000)).await;
+    let (seen, trials) = route(&breakers, both());
+    assert_eq!((seen, trials.len()), (vec!["a".to_owned(), "b".to_owned()], 1));
+    assert_eq!(route(&breakers, both()).0, ["b"], "one request tries the node");
+    drop(trials);
+    let (seen, trials) = route(&breakers, both());
+    assert_eq!((seen.len(), trials.len()), (2, 1), "the trial ended without a verdict");
+    breakers.succeeded(&a.id);
+    drop(trials);
+    let (seen, trials) = route(&breakers, both());
+    assert_eq!((seen.len(), trials.len()), (2, 0));
+    assert_eq!(breakers.0.n_open.get(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_last_of_a_kind_and_a_new_life_get_work() {
+    let breakers = breakers();
+    let (p, a, b) = (node("p", Role::Prefill, 1), node("a", Role::Decode, 1), node("b", Role::Both, 1));
+    let all = || view(&[&p, &a, &b]);
+    for node in [&p, &a] {
+        (0..3).for_each(|_| fail(&breakers, node, RefusalKind::Failed, None));
+    }
+    assert_eq!(route(&breakers, all()).0, ["p", "b"], "p is the only prefill node");
+    assert_eq!(route(&breakers, view(&[&p, &a])).0, ["p", "a"], "a is the last decode node");
+    let reborn = node("a", Role::Decode, 2);
+    assert_eq!(route(&breakers, view(&[&p, &reborn, &b])).0, ["p", "a", "b"]);
+    fail(&breakers, &reborn, RefusalKind::Failed, None);
+    assert_eq!(breakers.of(&reborn).map(|breaker| breaker.failures()), Some(1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn kv_that_is_lost_counts_against_both_nodes() {
+    let breakers = breakers();
+    let (p, d) = (node("p", Role::Prefill, 1), node("d", Role::Decode, 1));
+    let route = Route { prefill: Some(Arc::clone(&p)), decode: Arc::clone(&d) };
+    fail(&breakers, &p, RefusalKind::Wire, Some(&route));
+    fail(&breakers, &p, RefusalKind::Failed, Some(&route));
+    let failures = |node| breakers.of(node).map_or(0, |breaker| breaker.failures());
+    assert_eq!((failures(&p), failures(&d)), (2, 1));
+    tokio::time::sleep(FORGOTTEN_AFTER).await;
+    fail(&breakers, &d, RefusalKind::Failed, None);
+    assert_eq!((failures(&p), failures(&d)), (0, 1), "old failures are forgotten");
+}
