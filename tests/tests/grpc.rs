@@ -85,7 +85,7 @@ async fn a_node_of_another_protocol_is_refused_with_both_ranges_named() {
     };
     let old = eventually("the old node to be seen", async || node("old").await).await;
     assert_eq!(old["state"], "refused");
-    assert_eq!(old["reason"], "no common protocol version: this side speaks 3..3, the peer 0..0");
+    assert_eq!(old["reason"], "no common protocol version: this side speaks 3..4, the peer 0..0");
     // The node's state is `connecting`: one common version is enough for the router to try, and no server
     // listens there.
     let newer = eventually("the newer node to be seen", async || node("newer").await).await;
@@ -105,6 +105,6 @@ async fn a_caller_of_another_protocol_is_refused_and_one_that_overlaps_is_served
     };
     let refused = call("0-0").await.expect_err("0 is not spoken");
     assert_eq!(refused.code(), tonic::Code::FailedPrecondition);
-    assert_eq!(refused.message(), "no common protocol version: this side speaks 3..3, the peer 0..0");
+    assert_eq!(refused.message(), "no common protocol version: this side speaks 3..4, the peer 0..0");
     call("2-3").await.expect("3 is spoken");
 }
