@@ -101,6 +101,11 @@ impl Mask {
         (token.0 as usize) < self.0.len() && self.0.is_allowed(token.0)
     }
 
+    /// Returns the mask as words of 32 tokens each, the first token in the lowest bit.
+    pub fn words(&self) -> &[u32] {
+        self.0.as_slice()
+    }
+
     /// Makes all logits of other tokens negative infinity.
     pub fn apply(&self, logits: &mut [f32]) {
         let words = self.0.as_slice();
