@@ -195,7 +195,7 @@ impl Acceptor {
     /// Checks the grammar of a request on a blocking thread. [`accept`](Self::accept) would check it on the caller's.
     pub async fn check_grammar(
         &self,
-        model: &RouterModel,
+        model: &ServedModel,
         params: &SamplingParams,
         caller: &Caller,
     ) -> Result<(), AcceptError> {

@@ -9,7 +9,7 @@ use types::grammar::GrammarHash;
 use types::{Deadline, Grammar};
 
 use crate::error::AcceptError;
-use crate::text::{RouterModel, Tokenizer};
+use crate::text::{ServedModel, Tokenizer};
 
 /// The number of accepted grammars whose hashes are kept. An application has few, and sends them again and again.
 const KEPT_MAX: usize = 1024;
@@ -43,7 +43,7 @@ impl GrammarChecks {
     /// Checks a grammar on a blocking thread, unless it was accepted before.
     pub async fn check(
         &self,
-        model: &RouterModel,
+        model: &ServedModel,
         asked: &AskedGrammar,
         deadline: Deadline,
     ) -> Result<(), AcceptError> {
@@ -71,7 +71,7 @@ impl GrammarChecks {
     /// Returns the grammar, checked now if it was not accepted before.
     pub(crate) fn accepted(
         &self,
-        model: &RouterModel,
+        model: &ServedModel,
         asked: Option<&AskedGrammar>,
     ) -> Result<Option<Grammar>, AcceptError> {
         let Some(asked) = asked else { return Ok(None) };
@@ -102,7 +102,7 @@ impl GrammarChecks {
 }
 
 /// Refuses a grammar for a model whose tokens are not known as bytes of text.
-fn needs_tokenizer(model: &RouterModel, param: &'static str) -> Result<(), AcceptError> {
+fn needs_tokenizer(model: &ServedModel, param: &'static str) -> Result<(), AcceptError> {
     match *model.tokenizer {
         Tokenizer::HuggingFace(_) => Ok(()),
         Tokenizer::Bytes | Tokenizer::Absent => {

@@ -106,8 +106,8 @@ fn compiled_grammars_are_kept_within_a_bound() {
 fn a_vocabulary_is_read_from_the_tokenizer() {
     let json = include_bytes!("../../../models/demo/tokenizer.json");
     let vocabulary = Vocabulary::new(json, 2048, &[TokenId(1)]).expect("the demo model's");
-    let constraint = Compiler::new(&vocabulary)
-        .and_then(|compiler| Ok(compiler.constraint(&sources::choice(["The", "Th"]))));
+    let constraint =
+        Compiler::new(&vocabulary).map(|compiler| compiler.constraint(&sources::choice(["The", "Th"])));
     let mask = constraint.expect("a vocabulary").expect("a grammar").mask(&[]).expect("a mask");
     let allowed: Vec<u32> = (0..2048).filter(|token| mask.allows(TokenId(*token))).collect();
     let bytes =

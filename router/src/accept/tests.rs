@@ -73,12 +73,12 @@ async fn a_grammar_is_checked_once_and_contradicts_no_other_field() {
     let json = include_bytes!("../../../models/demo/tokenizer.json");
     let tokenizer = crate::text::tokenizer::HuggingFace::new(json).expect("the demo model's");
     let tokenizer = crate::text::Tokenizer::HuggingFace(Box::new(tokenizer)).into();
-    let demo = RouterModel { tokenizer, ..model() };
+    let demo = ServedModel { tokenizer, ..model() };
     let with = |grammar| SamplingParams {
         grammar: Some(AskedGrammar { param: "guided_regex", grammar }),
         ..SamplingParams::default()
     };
-    let accept = async |model: &RouterModel, params: &SamplingParams| {
+    let accept = async |model: &ServedModel, params: &SamplingParams| {
         let caller = caller(&acceptor);
         acceptor.check_grammar(model, params, &caller).await?;
         acceptor.accept(model, Inputs { param: "prompt", tokens: vec![tokens(10)] }, params, &caller)
