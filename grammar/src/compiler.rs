@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use llguidance::toktrie::InferenceCapabilities;
@@ -10,7 +9,7 @@ use llguidance::{Matcher, ParserFactory};
 use types::Grammar;
 use types::grammar::GrammarHash;
 
-use crate::constraint::Constraint;
+use crate::constraint::{Compiled, Constraint};
 use crate::error::GrammarError;
 use crate::limits::{limited, plain};
 use crate::sources;
@@ -25,13 +24,6 @@ pub struct Compiler {
     factory: ParserFactory,
     /// The compiled grammars, the one that was used last at the end. Locked for moments, never during a compilation.
     kept: Mutex<VecDeque<(GrammarHash, Arc<Compiled>)>>,
-}
-
-/// A compiled grammar at its beginning. Sequences share what it learns about its lexer.
-pub(crate) struct Compiled {
-    pub(crate) beginning: Mutex<Matcher>,
-    /// Whether a sequence has failed. The shared lexer may be at its limit, so the next prompt compiles anew.
-    pub(crate) is_spent: AtomicBool,
 }
 
 impl fmt::Debug for Compiler {
@@ -56,8 +48,7 @@ impl Compiler {
         }
         let parser = self.factory.create_parser(sources::parsed(grammar)?);
         let parser = parser.map_err(|error| GrammarError::Text(plain(&error)))?;
-        let compiled = Compiled { beginning: Mutex::new(Matcher::new(Ok(parser))), is_spent: false.into() };
-        let compiled = Arc::new(compiled);
+        let compiled = Arc::new(Compiled::new(Matcher::new(Ok(parser))));
         self.keep(grammar.hash(), Arc::clone(&compiled));
         Ok(Constraint::new(compiled))
     }
@@ -67,7 +58,7 @@ impl Compiler {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         let place = kept.iter().position(|(hash, _)| *hash == grammar.hash())?;
         let (hash, compiled) = kept.remove(place)?;
-        if compiled.is_spent.load(Ordering::Relaxed) {
+        if compiled.is_spent() {
             return None;
         }
         let constraint = Constraint::new(Arc::clone(&compiled));

@@ -5,16 +5,22 @@
 //! needs nothing else: the tokens are read again.
 
 use std::fmt;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use llguidance::Matcher;
 use llguidance::toktrie::SimpleVob;
 use types::TokenId;
 
-use crate::compiler::Compiled;
 use crate::error::ConstraintError;
 use crate::limits::plain;
+
+/// A compiled grammar at its beginning. Sequences share what it learns about its lexer.
+pub(crate) struct Compiled {
+    beginning: Mutex<Matcher>,
+    /// Whether a sequence has failed. The shared lexer may be at its limit, so the next prompt compiles anew.
+    is_spent: AtomicBool,
+}
 
 /// Says which tokens a sequence may have next. Clones share one state.
 #[derive(Clone)]
@@ -91,6 +97,15 @@ fn failed(error: impl ToString) -> ConstraintError {
 }
 
 impl Compiled {
+    pub(crate) fn new(beginning: Matcher) -> Self {
+        Self { beginning: Mutex::new(beginning), is_spent: AtomicBool::new(false) }
+    }
+
+    /// Returns whether a sequence has failed.
+    pub(crate) fn is_spent(&self) -> bool {
+        self.is_spent.load(Ordering::Relaxed)
+    }
+
     fn beginning(&self) -> Matcher {
         self.beginning.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

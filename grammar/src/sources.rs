@@ -8,9 +8,9 @@ use types::{Grammar, GrammarKind};
 use crate::error::GrammarError;
 use crate::limits::check_length;
 
-/// White space between two tokens of JSON, at most 64 characters. Without an end a model could write white space until
-/// its last token.
-const WHITE_SPACE: &str = r"[ \n\r\t]{1,64}";
+/// White space between two tokens of JSON: a space, or a line break with indentation. Without an end a model could write
+/// white space until its last token.
+const WHITE_SPACE: &str = r" |\r?\n[ \t]{0,32}";
 /// The key with which llguidance's own options stand in a schema.
 const OPTIONS_KEY: &str = "x-guidance";
 

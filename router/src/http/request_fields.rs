@@ -180,7 +180,10 @@ pub(crate) const FIELDS: &[RequestField] = &[
     refused("extra_key", "use `cache_salt` to keep prefix caches apart"),
     neutral("function_call", FieldEndpoints::Both, &["\"none\"", "\"auto\""], NO_TOOLS),
     refused("functions", NO_TOOLS),
-    refused("guided_whitespace_pattern", "JSON has at most 64 characters of white space between two tokens"),
+    refused(
+        "guided_whitespace_pattern",
+        "between two tokens JSON has a space, or a line break with at most 32 characters of indentation",
+    ),
     refused("include_stop_str_in_output", "an answer ends before its stop string"),
     refused("input_embeds", "prompts are text or token ids"),
     refused("kv_transfer_params", "Baton hands KV over by itself"),
