@@ -11,7 +11,7 @@ const AT_ONCE: usize = 48;
 
 /// The number of requests in a run; `TEST_CONSTRAINED` overrides it.
 fn n_requests() -> usize {
-    std::env::var("TEST_CONSTRAINED").map_or(96, |text| text.parse().expect("a number"))
+    std::env::var("TEST_CONSTRAINED").map_or(64, |text| text.parse().expect("a number"))
 }
 
 /// Returns the fields of the nth request's grammar.
@@ -74,9 +74,12 @@ fn word(text: &str, fits: impl Fn(u8) -> bool) -> Option<&str> {
 
 async fn answer(client: &Client, nth: usize) -> (Value, Value) {
     let prompt: Vec<usize> = (0..8 + nth % 40).map(|at| 300 + (nth * 31 + at * 17) % 1500).collect();
+    // Nested pairs have no longest text, and are cut. Where white space is allowed this model prefers it to all else, so
+    // the tokens of a line break and a space are biased.
+    let max_tokens = if nth % 4 == 3 { 60 } else { 600 };
     let mut body = json!({
-        "model": "demo", "prompt": prompt, "max_tokens": 160, "temperature": 1, "seed": nth,
-        "return_token_ids": true,
+        "model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 1, "seed": nth,
+        "return_token_ids": true, "logit_bias": { "204": -100, "226": -100 },
     });
     for (field, value) in grammar(nth).as_object().expect("fields") {
         body[field] = value.clone();
@@ -94,8 +97,8 @@ async fn answer(client: &Client, nth: usize) -> (Value, Value) {
 
 async fn answers(up: &Up) -> Vec<(Value, Value)> {
     let client = up.client();
-    let all = iter(0..n_requests()).map(|nth| answer(&client, nth)).buffered(AT_ONCE).collect();
-    in_time("all answers", all).await
+    let all = iter(0..n_requests()).map(|nth| in_time("an answer", answer(&client, nth))).buffered(AT_ONCE);
+    all.collect().await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
