@@ -5,6 +5,7 @@ use std::pin::Pin;
 
 use chassis::{Task, spawn_guarded};
 use futures::{Stream, StreamExt as _};
+use grammar::Constraint;
 use kv_transfer::{Arrival, ArrivedKv};
 use node::{CounterGuard, DecodeExpert, NodeParts, PeerWires};
 use proto::v1;
@@ -75,22 +76,28 @@ impl Life {
 
     async fn run(&self, offer: &PrefillOffer) -> Result<(), Refusal> {
         self.prompt.model.check(&self.service.node.model)?;
+        let constraint = self.service.node.grammars.constraint(&self.prompt).await?;
         match self.service.reservations.reserve(&self.prompt, offer).await? {
             Reservation::Local { held_tokens } => {
                 self.say(Event::Local(v1::Local { held_tokens })).await;
-                self.decode(Source::Fresh).await
+                self.decode(Source::Fresh, constraint).await
             }
             Reservation::Landing { landing, arrival, arriving } => {
                 trace!(target: "walk", request = %self.prompt.id, transfer = %landing.transfer, "KV room granted to the router");
                 let landing = landing.bound_to(self.prompt.digest());
                 self.say(Event::Landing((&landing).into())).await;
-                self.receive(arrival, arriving).await
+                self.receive(arrival, arriving, constraint).await
             }
         }
     }
 
     /// Waits for the KV and decodes from prefill's first token on.
-    async fn receive(&self, arrival: Arrival, arriving: CounterGuard) -> Result<(), Refusal> {
+    async fn receive(
+        &self,
+        arrival: Arrival,
+        arriving: CounterGuard,
+        constraint: Option<Constraint>,
+    ) -> Result<(), Refusal> {
         let arrived = arrival.settle().instrument(info_span!("arrive")).await;
         let arrived = arrived.map_err(|error| Refusal::from(&error))?;
         drop(arriving);
@@ -101,7 +108,7 @@ impl Life {
         self.check_place(handoff.first.index)?;
         match handoff.first.finish {
             Some(_) => Ok(()),
-            None => self.decode(Source::Arrived { lease, first: handoff.first }).await,
+            None => self.decode(Source::Arrived { lease, first: handoff.first }, constraint).await,
         }
     }
 
@@ -116,10 +123,10 @@ impl Life {
     }
 
     /// Runs the sequence to its end and sends its steps to the router.
-    async fn decode(&self, source: Source) -> Result<(), Refusal> {
+    async fn decode(&self, source: Source, constraint: Option<Constraint>) -> Result<(), Refusal> {
         let (sink, mut steps, ended) = steps();
-        let sequence =
-            NewSequence { prompt: self.prompt.clone(), source, sink: Box::new(sink), steps_wanted: u32::MAX };
+        let (prompt, sink) = (self.prompt.clone(), Box::new(sink));
+        let sequence = NewSequence { prompt, source, sink, steps_wanted: u32::MAX, constraint };
         let _ticket = self.service.node.worker.submit(sequence)?;
         let mut is_timed = true;
         while let Some((step, timing)) = steps.recv().await {

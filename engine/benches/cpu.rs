@@ -162,7 +162,14 @@ fn prompt_operations(weight_bytes: usize, quantize: Quantize) -> u64 {
 fn step(backend: &mut CpuBackend, tokens: &[TokenId], start: usize) {
     let table: Vec<BlockIdx> = (0..64).map(BlockIdx).collect();
     let (sampling, stop) = (Sampling::default(), StopRules::default());
-    let sample = SampleSpec { sampling: &sampling, stop: &stop, history: &[], n_prompt: 0, index: 0 };
+    let sample = SampleSpec {
+        sampling: &sampling,
+        stop: &stop,
+        history: &[],
+        n_prompt: 0,
+        index: 0,
+        constraint: None,
+    };
     let tables = [table.as_slice()];
     let row = Row {
         slot: SlotId(1),

@@ -58,13 +58,16 @@ pub enum RowError {
     /// No token can be sampled: every token is forbidden, or no logit is finite.
     #[error("sample token: {0}")]
     Sample(String),
+    /// The row's grammar allows no token, or following it costs more than its limits.
+    #[error("follow grammar: {0}")]
+    Grammar(String),
 }
 
 impl RowError {
     /// Returns the caller's next step. A failed sequence can be recomputed on another node from its tokens.
     pub fn caller_action(&self) -> CallerAction {
         match self {
-            Self::KvMismatch { .. } | Self::Sample(_) => CallerAction::RetryElsewhere,
+            Self::KvMismatch { .. } | Self::Sample(_) | Self::Grammar(_) => CallerAction::RetryElsewhere,
             Self::Page { .. } | Self::NoTokenInFlight => CallerAction::Bug,
             Self::UnknownToken { .. } => CallerAction::Reject,
         }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use grammar::Constraint;
 use kv_cache::LayerFence;
 use types::step::Logprobs;
 use types::{BlockIdx, Sampling, StopRules, TokenId};
@@ -63,6 +64,8 @@ pub struct SampleSpec<'a> {
     pub n_prompt: usize,
     /// The index of the sampled token in the sequence's output, as in `Step::index`.
     pub index: u32,
+    /// The sequence's state in the grammar of `sampling`; `None` if it has no grammar.
+    pub constraint: Option<&'a Constraint>,
 }
 
 impl SampleSpec<'_> {
@@ -130,7 +133,14 @@ mod tests {
         for (index, token, forbidden) in
             [(0, 7, true), (2, 9, true), (2, 8, false), (3, 7, false), (3, 9, false), (9, 9, false)]
         {
-            let spec = SampleSpec { sampling: &sampling, stop: &stop, history: &[], n_prompt: 0, index };
+            let spec = SampleSpec {
+                sampling: &sampling,
+                stop: &stop,
+                history: &[],
+                n_prompt: 0,
+                index,
+                constraint: None,
+            };
             assert_eq!(spec.forbids(TokenId(token), &eos), forbidden, "token {token} at {index}");
         }
     }

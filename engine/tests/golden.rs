@@ -64,7 +64,14 @@ fn step(
     let tables: Vec<&[BlockIdx]> = tables.iter().map(Vec::as_slice).collect();
     let sampling = Sampling { logprobs: Some(n_top), ..Sampling::default() };
     let stop = StopRules::default();
-    let sample = SampleSpec { sampling: &sampling, stop: &stop, history: &[], n_prompt: 0, index: 0 };
+    let sample = SampleSpec {
+        sampling: &sampling,
+        stop: &stop,
+        history: &[],
+        n_prompt: 0,
+        index: 0,
+        constraint: None,
+    };
     let row = Row {
         slot: SlotId(1),
         input: RowInput::Tokens(tokens),

@@ -143,6 +143,7 @@ fn step(node: &mut Node, sequences: &mut [(&mut Sequence, usize)]) {
                 history: &sequence.tokens,
                 n_prompt: sequence.n_prompt,
                 index: sequence.generated().len() as u32,
+                constraint: None,
             };
             Row {
                 slot: SlotId(sequence.slot),

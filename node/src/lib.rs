@@ -1,7 +1,7 @@
 //! The parts that all kinds of nodes share: configuration, connectors, announcement, status stream, watchdog and drain.
 //!
 //! Suggested reading order: settings ([`config`], [`kv_memory`]); the parts of a node ([`parts`],
-//! [`connectors`]); its status stream ([`status`]) and the routers' reports on the node ([`standing`]); the
+//! [`connectors`], [`grammars`]); its status stream ([`status`]) and the routers' reports on the node ([`standing`]); the
 //! [`watchdog`]; the path from announcement to drain ([`running`], [`ports`]); one life of a node that
 //! computes ([`life`]); and several lives with sleep between them ([`lives`], [`switch`]).
 #![forbid(unsafe_code)]
@@ -10,6 +10,7 @@ pub mod config;
 pub mod kv_memory;
 pub mod parts;
 pub mod connectors;
+pub mod grammars;
 mod paced;
 pub mod standing;
 pub mod status;

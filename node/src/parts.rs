@@ -14,6 +14,7 @@ use types::{Epoch, ModelInfo, NodeId};
 use crate::config::NodeConfig;
 use crate::connectors::Connectors;
 use crate::error::NodeError;
+use crate::grammars::Grammars;
 use crate::host::host_id;
 use crate::metrics::{NodeMetrics, ProcessMetrics};
 use chassis::counted::Counter;
@@ -27,6 +28,7 @@ pub struct NodeParts {
     pub model: Arc<ModelInfo>,
     pub pool: BlockPool,
     pub worker: WorkerHandle,
+    pub grammars: Grammars,
     pub connectors: Connectors,
     /// The number of landings whose KV has not fully arrived.
     pub arriving: Counter,
@@ -125,6 +127,7 @@ impl NodeParts {
         metrics: &ProcessMetrics,
         drive: Drive,
     ) -> Result<(Self, WorkerRun), NodeError> {
+        let grammars = Grammars::of(&*backend);
         let pool = BlockPool::new(backend.memory().layout(), backend.memory().n_blocks());
         let (worker, driver) = scheduler::new_worker(WorkerParts {
             backend,
@@ -143,6 +146,7 @@ impl NodeParts {
             model,
             pool,
             worker,
+            grammars,
             connectors,
             arriving: Counter::default(),
             held: Counter::default(),

@@ -41,6 +41,7 @@ impl PrefillService {
     /// Computes a prompt. Dropping the future before it is ready cancels the sequence and its delivery.
     async fn run_prompt(&self, prompt: Prompt, to: Destination) -> Result<AnsweredPrompt, Refusal> {
         prompt.model.check(&self.node.model)?;
+        let constraint = self.node.grammars.constraint(&prompt).await?;
         let worker = self.node.worker.clone();
         let on_taken = move || worker.nudge();
         let (outbox, answer, queue) = outbox(to.transfer(), prompt.tokens.len() as u32, on_taken);
@@ -67,9 +68,8 @@ impl PrefillService {
         };
         let delivery: Delivery =
             spawn_guarded(&self.node.gate, "delivery", deliver.instrument(info_span!("deliver")));
-        let source = Source::Fresh;
-        let sequence =
-            NewSequence { prompt: prompt.clone(), source, sink: Box::new(outbox), steps_wanted: 1 };
+        let (source, sink) = (Source::Fresh, Box::new(outbox));
+        let sequence = NewSequence { prompt: prompt.clone(), source, sink, steps_wanted: 1, constraint };
         let _ticket = self.node.worker.submit(sequence)?;
         let (first, delivery) = first_token(answer, delivery).await;
         let (first, timing) = first?;

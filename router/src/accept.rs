@@ -14,6 +14,7 @@ use types::prompt::CACHE_SALT_BYTES_MAX;
 use types::{CacheSalt, Deadline, Prompt, RequestId, RequestedModel, Sampling, StopRules, TenantId, TokenId};
 
 use crate::error::AcceptError;
+use crate::grammars::{AskedGrammar, GrammarChecks};
 use crate::serve::{Arrival, Detail};
 use crate::tenants::{Claims, Client, TenantPermit, Tenants};
 use crate::text::{ServedModel, StopStrings};
@@ -37,6 +38,7 @@ pub struct Acceptor {
     world: World,
     limits: Deadlines,
     tenants: Tenants,
+    grammars: GrammarChecks,
 }
 
 /// The limits of request deadlines, from the configuration.
@@ -92,6 +94,8 @@ pub struct SamplingParams {
     pub ignore_eos: bool,
     /// `None`: cached KV is shared with the tenant's other prompts without a salt.
     pub cache_salt: Option<String>,
+    /// The grammar of the answer; `None`: any text.
+    pub grammar: Option<AskedGrammar>,
 }
 
 /// The limit of an answer's length.
@@ -151,13 +155,14 @@ impl Default for SamplingParams {
             stop_tokens: Vec::new(),
             ignore_eos: false,
             cache_salt: None,
+            grammar: None,
         }
     }
 }
 
 impl Acceptor {
     pub fn new(world: World, limits: Deadlines) -> Self {
-        Self { world, limits, tenants: Tenants::default() }
+        Self { world, limits, tenants: Tenants::default(), grammars: GrammarChecks::default() }
     }
 
     #[must_use]
@@ -192,6 +197,17 @@ impl Acceptor {
         Ok(Caller { id, client, arrived: now, read: now, deadline, detail: Detail::Usual })
     }
 
+    /// Checks the grammar of a request on a blocking thread. [`accept`](Self::accept) would check it on the caller's.
+    pub async fn check_grammar(
+        &self,
+        model: &ServedModel,
+        params: &SamplingParams,
+        caller: &Caller,
+    ) -> Result<(), AcceptError> {
+        let Some(asked) = &params.grammar else { return Ok(()) };
+        self.grammars.check(model, asked, caller.deadline).await
+    }
+
     /// Makes the prompts of a request. One invalid input refuses the whole request.
     pub fn accept(
         &self,
@@ -212,6 +228,7 @@ impl Acceptor {
         caller: &Caller,
     ) -> Result<AcceptedRequest, AcceptError> {
         check_counts(&inputs, params)?;
+        check_end(params)?;
         let context = Context::of(model, &caller.client);
         let sampling = self.sampling(model, params)?;
         let cache_salt = cache_salt(params.cache_salt.as_deref())?;
@@ -278,6 +295,7 @@ impl Acceptor {
             logit_bias: logit_bias(model, &params.logit_bias)?,
             seed: params.seed.unwrap_or_else(|| self.world.draw()),
             logprobs: params.logprobs.map(logprobs).transpose()?,
+            grammar: self.grammars.accepted(model, params.grammar.as_ref())?,
         })
     }
 }
@@ -375,6 +393,16 @@ fn check_counts(inputs: &Inputs, params: &SamplingParams) -> Result<(), AcceptEr
         return Err(AcceptError::invalid("n", reason));
     }
     Ok(())
+}
+
+/// Refuses rules about the end of an answer that contradict a grammar, which says where an answer may end.
+fn check_end(params: &SamplingParams) -> Result<(), AcceptError> {
+    let reason = "not with a grammar, which says where the answer ends";
+    match params.grammar {
+        Some(_) if params.ignore_eos => Err(AcceptError::unsupported("ignore_eos", reason)),
+        Some(_) if params.min_tokens > 0 => Err(AcceptError::unsupported("min_tokens", reason)),
+        _ => Ok(()),
+    }
 }
 
 /// The longest sequence of a request: the model's context, or the tenant's limit if it is lower.

@@ -20,6 +20,7 @@ use types::{CallerAction, NodeId, RequestId, TokenId, Usage};
 use crate::accept::{AcceptedOne, Acceptor, Caller, MaxTokens, SamplingParams};
 use crate::choice::{Choice, Delta};
 use crate::error::{AcceptError, ServeError};
+use crate::grammars::AskedGrammar;
 use crate::http;
 use crate::metrics::RouterMetrics;
 use crate::requests::{Explanation, Gap, KvTransfer, PartTimes};
@@ -120,7 +121,8 @@ impl GrpcApi {
         request: v1::GenerateRequest,
         caller: &Caller,
     ) -> Result<AcceptedOne, CallError> {
-        let params = params(&request);
+        let params = params(&request)?;
+        self.acceptor.check_grammar(model, &params, caller).await?;
         let (param, tokens) = match request.input {
             Some(Input::Text(text)) => ("text", encoded(model.tokenizer.clone(), text).await?),
             Some(Input::Tokens(tokens)) => ("tokens", tokens.ids.into_iter().map(TokenId).collect()),
@@ -138,7 +140,7 @@ async fn encoded(tokenizer: Arc<Tokenizer>, text: String) -> Result<Vec<TokenId>
 
 /// Returns the call's sampling parameters. Zero means "not given", because protobuf does not distinguish zero
 /// from an absent field.
-fn params(request: &v1::GenerateRequest) -> SamplingParams {
+fn params(request: &v1::GenerateRequest) -> Result<SamplingParams, AcceptError> {
     let stop = request.stop.clone().unwrap_or_default();
     let max_tokens = match stop.max_tokens {
         0 => MaxTokens::RestOfContext,
@@ -156,13 +158,13 @@ fn params(request: &v1::GenerateRequest) -> SamplingParams {
     };
     match &request.sampling {
         Some(sampling) => sampled(params, sampling),
-        None => params,
+        None => Ok(params),
     }
 }
 
-fn sampled(params: SamplingParams, sampling: &v1::Sampling) -> SamplingParams {
+fn sampled(params: SamplingParams, sampling: &v1::Sampling) -> Result<SamplingParams, AcceptError> {
     let said = |value: f32| (value != 0.0).then_some(value);
-    SamplingParams {
+    Ok(SamplingParams {
         temperature: Some(sampling.temperature),
         top_p: said(sampling.top_p),
         top_k: (sampling.top_k > 0).then(|| i64::from(sampling.top_k)),
@@ -173,8 +175,15 @@ fn sampled(params: SamplingParams, sampling: &v1::Sampling) -> SamplingParams {
         logit_bias: sampling.logit_bias.iter().map(|(id, bias)| (TokenId(*id), *bias)).collect(),
         seed: Some(sampling.seed),
         logprobs: sampling.logprobs,
+        grammar: sampling.grammar.clone().map(grammar).transpose()?,
         ..params
-    }
+    })
+}
+
+fn grammar(wire: v1::Grammar) -> Result<AskedGrammar, AcceptError> {
+    let grammar = wire.try_into();
+    let wrong = |error: proto::ConvertError| AcceptError::invalid("sampling.grammar", error.to_string());
+    Ok(AskedGrammar { param: "sampling.grammar", grammar: grammar.map_err(wrong)? })
 }
 
 type Events = Pin<Box<dyn Stream<Item = Result<v1::GenerateEvent, Status>> + Send>>;

@@ -2,7 +2,7 @@
 //! path.
 //!
 //! Suggested reading order, along the path of a request: the APIs ([`http`], [`grpc`]); tokens and text
-//! ([`text`]); tenants ([`tenants`]); accepted prompts ([`accept`]); admission ([`admission`]); routes
+//! ([`text`]); tenants ([`tenants`]); accepted prompts ([`accept`]) and their grammars ([`grammars`]); admission ([`admission`]); routes
 //! ([`policy`] over a view of the [`cluster`], without nodes whose work fails: [`breaker`]); calls to nodes ([`dispatch`] through [`rpc`]); the stream
 //! until its last token ([`continuation`]); and the watchdog over all requests ([`watchdog`]) and their
 //! records ([`requests`]). [`serve`] is the trait between the APIs and the cluster; [`server`] starts and
@@ -14,6 +14,7 @@ pub mod grpc;
 pub mod text;
 pub mod tenants;
 pub mod accept;
+pub mod grammars;
 pub mod serve;
 pub mod choice;
 pub mod admission;

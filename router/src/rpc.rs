@@ -34,6 +34,9 @@ const ARRIVAL_GRACE: Duration = Duration::from_secs(1);
 /// to notice a failure.
 const READ_AHEAD_MAX: usize = 64;
 
+/// The protocol version in which prompts have grammars.
+const GRAMMAR_PROTOCOL: u16 = 4;
+
 /// A client of one node's services. Cheap to clone; all clones share one connection.
 #[derive(Clone, Debug)]
 pub struct NodeClient {
@@ -86,6 +89,7 @@ impl NodeClient {
         prefill: PrefillOffer<'_>,
         detail: Detail,
     ) -> Result<DecodeCall, Failure> {
+        self.check_version(prompt)?;
         let request = v1::DecodeRequest {
             prompt: Some(self.on_the_wire(prompt)),
             prefill: Some(prefill.to_wire()),
@@ -111,6 +115,7 @@ impl NodeClient {
         prompt: &Prompt,
         to: &Destination,
     ) -> Result<(ComputedPrompt, PrefillCall), Failure> {
+        self.check_version(prompt)?;
         let request =
             v1::PrefillRequest { prompt: Some(self.on_the_wire(prompt)), destination: Some(to.into()) };
         let mut client = PrefillClient::new(self.channel.clone());
@@ -172,6 +177,17 @@ impl NodeClient {
             call.await.map_err(|_| self.silent())?.map_err(|status| self.failure(&status))?.into_inner();
         let counts = answer.counts.ok_or_else(|| self.invalid_answer(&"a ledger without counts"))?.into();
         Ok((counts, answer.blocks))
+    }
+
+    /// Refuses a prompt with a grammar for a node of an older version, which would ignore the grammar.
+    fn check_version(&self, prompt: &Prompt) -> Result<(), Failure> {
+        if prompt.sampling.grammar.is_none() || self.info.protocol.max >= GRAMMAR_PROTOCOL {
+            return Ok(());
+        }
+        let reason = format!("constrained output needs protocol version {GRAMMAR_PROTOCOL}");
+        let refusal =
+            Refusal::new(RefusalKind::Protocol, format!("{reason}, the node speaks {}", self.info.protocol));
+        Err(Failure { node: self.info.clone(), refusal })
     }
 
     fn on_the_wire(&self, prompt: &Prompt) -> v1::Prompt {

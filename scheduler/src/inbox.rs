@@ -114,11 +114,12 @@ impl Inbox {
         self.check_open()?;
         self.check_queue(&new, &queues)?;
         let id = queues.next_id();
-        let NewSequence { prompt, source, sink, .. } = new;
+        let NewSequence { prompt, constraint, source, sink, .. } = new;
         let sink_guard = SinkGuard::new(sink);
         queues.put(Submission {
             id,
             prompt,
+            constraint,
             source,
             sink_guard,
             sequence_limits,

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use chassis::guards::{Guard, stands};
 use engine::{Row, RowInput, SampleSpec, SampledToken, SlotId};
+use grammar::Constraint;
 use kv_cache::{BlockLease, Holder, Holding, LayerFence};
 use tokio::time::Instant;
 use tracing::{Span, trace};
@@ -36,6 +37,7 @@ pub(crate) struct Sequence {
     pub(crate) id: SequenceId,
     pub(crate) span: Span,
     prompt: Prompt,
+    constraint: Option<Constraint>,
     sequence_limits: SequenceLimits,
     sink_guard: SinkGuard,
     tokens: Vec<TokenId>,
@@ -85,7 +87,8 @@ pub(crate) enum After {
 impl Sequence {
     /// Makes a sequence from a submission. If its KV has arrived, the sequence is placed at once.
     pub(crate) fn new(submission: Submission, layout: &KvLayout, key: &BlockHashKey) -> Self {
-        let Submission { id, prompt, source, sink_guard, sequence_limits, span, submitted } = submission;
+        let Submission { id, prompt, constraint, source, sink_guard, sequence_limits, span, submitted } =
+            submission;
         let mut sequence = Self {
             id,
             span,
@@ -107,6 +110,7 @@ impl Sequence {
             done: None,
             preemptions: 0,
             sequence_limits,
+            constraint,
             prompt,
         };
         if let Source::Arrived { lease, first } = source {
@@ -305,6 +309,7 @@ impl Sequence {
             history: &self.tokens,
             n_prompt: self.prompt.tokens.len() - self.prompt.n_generated,
             index: self.next_index() + self.n_pending as u32,
+            constraint: self.constraint.as_ref(),
         }
     }
 

@@ -1,5 +1,6 @@
 //! A submission: a prompt, the source of its KV, and the sink of its results.
 
+use grammar::Constraint;
 use kv_cache::BlockLease;
 use tokio::time::Instant;
 use tracing::Span;
@@ -16,6 +17,8 @@ pub struct NewSequence {
     pub sink: Box<dyn Sink>,
     /// The largest number of steps: 1 for a sequence that continues on another node, `u32::MAX` for no limit.
     pub steps_wanted: u32,
+    /// The beginning of the prompt's grammar; `None` if it has none.
+    pub constraint: Option<Constraint>,
 }
 
 /// Where the KV of a sequence's prompt comes from.
@@ -48,6 +51,7 @@ pub(crate) struct SequenceLimits {
 pub(crate) struct Submission {
     pub(crate) id: SequenceId,
     pub(crate) prompt: Prompt,
+    pub(crate) constraint: Option<Constraint>,
     pub(crate) source: Source,
     pub(crate) sink_guard: SinkGuard,
     pub(crate) sequence_limits: SequenceLimits,
@@ -72,6 +76,9 @@ impl SequenceLimits {
         let NewSequence { prompt, source, steps_wanted, .. } = new;
         if prompt.tokens.is_empty() {
             return Err(Refusal::new(RefusalKind::Invalid, "the prompt has no tokens"));
+        }
+        if prompt.sampling.grammar.is_some() && new.constraint.is_none() {
+            return Err(Refusal::new(RefusalKind::Failed, "the prompt's grammar is not compiled"));
         }
         let sequence_limits = match source {
             Source::Fresh => Self::of_fresh(prompt, *steps_wanted, model)?,
@@ -170,7 +177,8 @@ mod tests {
         prompt.n_generated = n_generated;
         let source = Source::Fresh;
         let (sink, _) = Recorder::new();
-        SequenceLimits::of(&NewSequence { prompt, source, sink: Box::new(sink), steps_wanted }, &model(64), 3)
+        let new = NewSequence { prompt, source, sink: Box::new(sink), steps_wanted, constraint: None };
+        SequenceLimits::of(&new, &model(64), 3)
     }
 
     #[test]
@@ -221,6 +229,7 @@ mod tests {
                 source,
                 sink: Box::new(sink),
                 steps_wanted: u32::MAX,
+                constraint: None,
             };
             let sequence_limits = SequenceLimits::of(&new, &model(64), 3).expect("it fits");
             assert_eq!((sequence_limits.first_index, sequence_limits.steps_max), (first_index, steps_max));
@@ -228,11 +237,23 @@ mod tests {
     }
 
     #[test]
+    fn a_grammar_that_is_not_compiled_is_refused() {
+        let mut prompt = prompt("r", 10, 5);
+        prompt.sampling.grammar = Some(grammar::sources::json_object());
+        let (sink, _) = Recorder::new();
+        let (source, sink) = (Source::Fresh, Box::new(sink));
+        let new = NewSequence { prompt, source, sink, steps_wanted: 1, constraint: None };
+        let refusal = SequenceLimits::of(&new, &model(64), 3).expect_err("it would be ignored");
+        assert_eq!(refusal.reason, "the prompt's grammar is not compiled");
+    }
+
+    #[test]
     fn a_lease_that_is_too_short_is_refused() {
         let first = Step { token: types::TokenId(65), index: 0, logprobs: None, finish: None };
         let source = Source::Arrived { lease: blocks(1), first };
         let (sink, _) = Recorder::new();
-        let new = NewSequence { prompt: prompt("r", 17, 1), source, sink: Box::new(sink), steps_wanted: 1 };
+        let (prompt, sink) = (prompt("r", 17, 1), Box::new(sink));
+        let new = NewSequence { prompt, source, sink, steps_wanted: 1, constraint: None };
         let refusal = SequenceLimits::of(&new, &model(64), 3).expect_err("17 tokens, one block");
         assert_eq!(refusal.reason, "the lease has 1 blocks, the prompt needs 2");
     }

@@ -214,9 +214,10 @@ impl Rig {
     pub(crate) fn submit(&mut self, new: NewSequence) -> Result<SequenceId, Refusal> {
         let sequence_limits = SequenceLimits::of(&new, &self.model, self.memory.n_blocks())?;
         let id = self.next_id();
-        let NewSequence { prompt, source, sink, .. } = new;
+        let NewSequence { prompt, constraint, source, sink, .. } = new;
         let (sink_guard, span, submitted) = (SinkGuard::new(sink), tracing::Span::none(), Instant::now());
-        let submission = Submission { id, prompt, source, sink_guard, sequence_limits, span, submitted };
+        let submission =
+            Submission { id, prompt, constraint, source, sink_guard, sequence_limits, span, submitted };
         self.worker.apply(Event::Submit(Box::new(submission)));
         Ok(id)
     }
@@ -230,7 +231,8 @@ impl Rig {
     pub(crate) fn stream(&mut self, prompt: Prompt) -> (SequenceId, Recording) {
         let (sink, recorded) = Recorder::stream();
         let source = Source::Fresh;
-        let new = NewSequence { prompt, source, sink: Box::new(sink), steps_wanted: u32::MAX };
+        let new =
+            NewSequence { prompt, source, sink: Box::new(sink), steps_wanted: u32::MAX, constraint: None };
         (self.submit(new).expect("it fits"), recorded)
     }
 
@@ -238,7 +240,7 @@ impl Rig {
     pub(crate) fn outbox(&mut self, prompt: Prompt) -> (SequenceId, Recording) {
         let (sink, recorded) = Recorder::new();
         let source = Source::Fresh;
-        let new = NewSequence { prompt, source, sink: Box::new(sink), steps_wanted: 1 };
+        let new = NewSequence { prompt, source, sink: Box::new(sink), steps_wanted: 1, constraint: None };
         (self.submit(new).expect("it fits"), recorded)
     }
 

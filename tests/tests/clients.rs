@@ -12,7 +12,6 @@ use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_official_openai_client_works_unmodified() {
-    let python = executable::python();
     let up = Up::start(&[]).await;
     // The test waits first: a router that has just started answers 503 to an unknown model, because its nodes
     // may not have announced themselves yet.
@@ -22,12 +21,26 @@ async fn the_official_openai_client_works_unmodified() {
         (status == StatusCode::NOT_FOUND).then_some(())
     })
     .await;
-    let base_url = format!("http://{}/v1", up.http);
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/python/openai_client.py");
-    let run = tokio::task::spawn_blocking(move || Command::new(python).args([script, &base_url]).output());
+    run_client("openai_client.py", &up).await;
+    up.baseline().await;
+}
+
+/// Runs one of the clients in `tests/python`.
+async fn run_client(script: &str, up: &Up) {
+    let (python, base_url) = (executable::python(), format!("http://{}/v1", up.http));
+    let script = format!("{}/python/{script}", env!("CARGO_MANIFEST_DIR"));
+    let run = tokio::task::spawn_blocking(move || Command::new(python).args([script, base_url]).output());
     let output = baton_tests::in_time("the client", run).await.expect("it ran").expect("python runs");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    up.baseline().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_official_clients_structured_output_is_valid_on_one_node_and_on_two() {
+    for args in [&["--colocated"][..], &["--prefill", "1", "--decode", "1"]] {
+        let up = Up::start(&[&["--model", "demo"], args].concat()).await;
+        run_client("openai_structured.py", &up).await;
+        up.baseline().await;
+    }
 }
 
 async fn services(address: &str) -> Vec<String> {

@@ -1,5 +1,8 @@
 //! The bundled model, served by `baton up`: a real engine, a real tokenizer, the same answers on every path.
 
+#[path = "demo/constrained.rs"]
+mod constrained;
+
 use baton_tests::{Ask, Client, Up, in_time};
 use futures::future::join_all;
 use serde_json::{Value, json};

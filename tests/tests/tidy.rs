@@ -19,6 +19,7 @@ mod words;
 /// `docs/decisions/`.
 const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("types", &[]),
+    ("grammar", &["types"]),
     ("device", &[]),
     ("kernels", &["device"]),
     ("chassis", &["types"]),
@@ -26,8 +27,8 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("registry", &["types", "proto", "chassis"]),
     ("kv-cache", &["types", "device"]),
     ("kv-transfer", &["types", "kv-cache", "device", "chassis"]),
-    ("engine", &["types", "kv-cache", "device", "kernels", "chassis"]),
-    ("scheduler", &["types", "kv-cache", "engine", "chassis"]),
+    ("engine", &["types", "kv-cache", "device", "kernels", "chassis", "grammar"]),
+    ("scheduler", &["types", "kv-cache", "engine", "chassis", "grammar"]),
     (
         "node",
         &[
@@ -40,15 +41,19 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
             "engine",
             "scheduler",
             "device",
+            "grammar",
         ],
     ),
     (
         "prefill-node",
         &["node", "types", "proto", "chassis", "kv-cache", "kv-transfer", "engine", "scheduler"],
     ),
-    ("decode-node", &["node", "types", "proto", "chassis", "kv-cache", "kv-transfer", "engine", "scheduler"]),
+    (
+        "decode-node",
+        &["node", "types", "proto", "chassis", "kv-cache", "kv-transfer", "engine", "scheduler", "grammar"],
+    ),
     ("pool-node", &["node", "types", "proto", "registry", "chassis", "device", "kv-cache", "kv-transfer"]),
-    ("router", &["types", "proto", "registry", "chassis"]),
+    ("router", &["types", "proto", "registry", "chassis", "grammar"]),
     ("bench", &["chassis"]),
     ("models", &[]),
 ];

@@ -1,10 +1,11 @@
 //! Plain value types that all crates share, with no I/O, no async and no serde.
 //!
-//! Suggested reading order: the request ([`prompt`], [`step`]), the nodes ([`node`], [`load`]), the memory layout of
+//! Suggested reading order: the request ([`prompt`], [`grammar`], [`step`]), the nodes ([`node`], [`load`]), the memory layout of
 //! KV ([`layout`], [`block`]), its transfer between nodes ([`transfer`]), and the text of an error ([`text`]).
 #![forbid(unsafe_code)]
 
 pub mod block;
+pub mod grammar;
 pub mod ids;
 pub mod layout;
 pub mod load;
@@ -17,6 +18,7 @@ pub mod transfer;
 pub mod refusal;
 
 pub use block::{BlockHash, BlockHashKey, BlockHasher, BlockIdx};
+pub use grammar::{Grammar, GrammarKind};
 pub use ids::{Epoch, Grant, NodeId, RequestId, TenantId, TransferId};
 pub use layout::{GroupIdx, KvDtype, KvLayout};
 pub use load::{BlockCounts, BlockEvent, NodeLoad};

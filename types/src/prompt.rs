@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::block::{BlockHashKey, BlockHasher};
+use crate::grammar::Grammar;
 use crate::ids::{RequestId, TenantId};
 use crate::node::{FingerprintDigest, ModelInfo};
 use crate::refusal::{Refusal, RefusalKind};
@@ -185,6 +186,8 @@ pub struct Sampling {
     pub seed: u64,
     /// The number of alternatives to report beside the chosen token; `None` reports no log-probabilities.
     pub logprobs: Option<u8>,
+    /// The grammar of the whole answer; `None`: any text.
+    pub grammar: Option<Grammar>,
 }
 
 impl Default for Sampling {
@@ -200,6 +203,7 @@ impl Default for Sampling {
             logit_bias: Vec::new(),
             seed: 0,
             logprobs: None,
+            grammar: None,
         }
     }
 }

@@ -1,6 +1,7 @@
 //! A backend that fails at chosen steps, for tests.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use kv_cache::KvMemory;
@@ -73,6 +74,10 @@ impl<B: Backend> Backend for Flaky<B> {
             return Err(BackendError::Collect(format!("step {nth} was told to fail")));
         }
         Ok(output)
+    }
+
+    fn tokenizer_file(&self) -> Option<PathBuf> {
+        self.inner.tokenizer_file()
     }
 
     fn runs_by_itself(&self) -> bool {

@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 use std::num::NonZero;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use kv_cache::KvMemory;
 use tracing::warn;
@@ -73,6 +73,12 @@ pub trait Backend: Debug + Send + 'static {
     /// Waits for the oldest step. After an error, its KV must not be read, and layers whose fence was not
     /// open yet have a broken fence.
     fn collect(&mut self, step: PendingStep) -> Result<StepOutput, BackendError>;
+
+    /// Returns the path of the model's `tokenizer.json`; `None` for a model without a folder. Grammars need the bytes of
+    /// tokens.
+    fn tokenizer_file(&self) -> Option<PathBuf> {
+        None
+    }
 
     /// Returns whether a launched step runs without the host. If so, the next step may be launched late in
     /// this one.

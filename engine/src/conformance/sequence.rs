@@ -118,6 +118,7 @@ impl Sequence {
             history: &self.tokens,
             n_prompt: self.n_prompt,
             index: (self.generated().len() + n_in_flight) as u32,
+            constraint: None,
         }
     }
 }

@@ -321,6 +321,7 @@ fn launch(
         history: &[],
         n_prompt: 0,
         index: 0,
+        constraint: None,
     };
     let rows: Vec<Row<'_>> = pieces
         .iter()

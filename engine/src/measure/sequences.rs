@@ -104,6 +104,7 @@ impl Sequences {
             history: &sequence.prompt,
             n_prompt: sequence.prompt.len(),
             index: 0,
+            constraint: None,
         };
         Row { slot: SlotId(nth as u64), input, start, tables, sample: is_drawn.then_some(spec) }
     }

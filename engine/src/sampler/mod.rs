@@ -1,7 +1,7 @@
 //! Samples a token from logits.
 //!
-//! The order is: bias; tokens that may not be sampled yet; penalties; then the best token (temperature zero),
-//! or temperature, min-p, top-k, top-p and a draw. Log-probabilities are those of the unedited logits, before
+//! The order is: bias; tokens that may not be sampled yet; penalties; tokens that the grammar does not allow; then the
+//! best token (temperature zero), or temperature, min-p, top-k, top-p and a draw. Log-probabilities are those of the unedited logits, before
 //! any of these steps.
 //!
 //! The draw depends on the seed and the position only (see [`draw`]), and all sums have a fixed order. So a
@@ -15,6 +15,7 @@ mod tests;
 
 use std::cmp::Ordering;
 
+use grammar::Constraint;
 use kernels::cpu::Processor;
 use types::{Sampling, StopRules, TokenId};
 
@@ -32,6 +33,14 @@ pub struct OwnedSampleSpec {
     history: Vec<TokenId>,
     n_prompt: usize,
     index: u32,
+    constrained: Option<Constrained>,
+}
+
+/// A sequence's state in its grammar, and the tokens that it must have read.
+#[derive(Clone, Debug)]
+struct Constrained {
+    constraint: Constraint,
+    generated: Vec<TokenId>,
 }
 
 /// A token that may be sampled, and its weight.
@@ -50,6 +59,10 @@ impl OwnedSampleSpec {
             history,
             n_prompt: spec.n_prompt,
             index: spec.index,
+            constrained: spec.constraint.map(|constraint| Constrained {
+                constraint: constraint.clone(),
+                generated: spec.history[spec.n_prompt..].to_vec(),
+            }),
         }
     }
 
@@ -57,6 +70,9 @@ impl OwnedSampleSpec {
     pub fn remember(&mut self, token: TokenId) {
         if rules::looks_back(&self.sampling) {
             self.history.push(token);
+        }
+        if let Some(constrained) = &mut self.constrained {
+            constrained.generated.push(token);
         }
     }
 
@@ -74,6 +90,9 @@ impl OwnedSampleSpec {
         let raw_logits =
             self.sampling.logprobs.map(|n_top| logprobs::RawLogits::of(processor, logits, n_top));
         rules::apply(self, logits, eos_tokens);
+        if let Some(Constrained { constraint, generated }) = &self.constrained {
+            constraint.mask(generated).map_err(|error| RowError::Grammar(error.to_string()))?.apply(logits);
+        }
         let best = best(logits)?;
         let token = match self.sampling.temperature {
             0.0 => best.token,

@@ -11,7 +11,8 @@ fn processor() -> Processor {
 }
 
 fn spec(sampling: Sampling) -> OwnedSampleSpec {
-    OwnedSampleSpec { sampling, stop: StopRules::default(), history: Vec::new(), n_prompt: 0, index: 0 }
+    let stop = StopRules::default();
+    OwnedSampleSpec { sampling, stop, history: Vec::new(), n_prompt: 0, index: 0, constrained: None }
 }
 
 fn drawn(spec: &OwnedSampleSpec, logits: &[f32], position: usize) -> u32 {

@@ -2,14 +2,17 @@
 
 use std::time::{Duration, Instant};
 
+use types::grammar::GRAMMAR_BYTES_MAX;
 use types::prompt::{CACHE_SALT_BYTES_MAX, Priority, RequestedModel};
 use types::{
-    CacheSalt, Deadline, FingerprintDigest, Prompt, RequestId, Sampling, StopRules, TenantId, TokenId,
+    CacheSalt, Deadline, FingerprintDigest, Grammar, GrammarKind, Prompt, RequestId, Sampling, StopRules,
+    TenantId, TokenId,
 };
 
 use super::{narrow, present};
 use crate::error::ConvertError;
 use crate::v1;
+use crate::v1::grammar::Kind;
 
 /// The longest timeout of a request, one day, in milliseconds. A longer one could overflow the clock.
 const TIMEOUT_MS_MAX: u64 = 24 * 60 * 60 * 1000;
@@ -91,7 +94,36 @@ impl From<&Sampling> for v1::Sampling {
             logit_bias: sampling.logit_bias.iter().map(|(token, bias)| (token.0, *bias)).collect(),
             seed: sampling.seed,
             logprobs: sampling.logprobs.map(u32::from),
+            grammar: sampling.grammar.as_ref().map(Into::into),
         }
+    }
+}
+
+impl From<&Grammar> for v1::Grammar {
+    fn from(grammar: &Grammar) -> Self {
+        let kind = match grammar.kind() {
+            GrammarKind::JsonSchema => Kind::JsonSchema,
+            GrammarKind::Regex => Kind::Regex,
+            GrammarKind::Lark => Kind::Lark,
+        };
+        Self { text: grammar.text().to_owned(), kind: kind.into() }
+    }
+}
+
+impl TryFrom<v1::Grammar> for Grammar {
+    type Error = ConvertError;
+
+    fn try_from(wire: v1::Grammar) -> Result<Self, ConvertError> {
+        let kind = match wire.kind() {
+            Kind::Unspecified => return Err(ConvertError::range("sampling.grammar.kind", wire.kind)),
+            Kind::JsonSchema => GrammarKind::JsonSchema,
+            Kind::Regex => GrammarKind::Regex,
+            Kind::Lark => GrammarKind::Lark,
+        };
+        if wire.text.len() > GRAMMAR_BYTES_MAX {
+            return Err(ConvertError::range("sampling.grammar.text", format!("{} bytes", wire.text.len())));
+        }
+        Ok(Self::new(kind, wire.text))
     }
 }
 
@@ -113,6 +145,7 @@ impl TryFrom<v1::Sampling> for Sampling {
             logit_bias,
             seed: wire.seed,
             logprobs: wire.logprobs.map(|n| narrow(n, "sampling.logprobs")).transpose()?,
+            grammar: wire.grammar.map(Grammar::try_from).transpose()?,
         };
         in_range(&sampling)?;
         Ok(sampling)

@@ -27,6 +27,7 @@ fn prompt(now: Instant) -> Prompt {
             logit_bias: vec![(TokenId(4), -1.0), (TokenId(9), 2.0)],
             logprobs: Some(5),
             seed: 42,
+            grammar: Some(Grammar::new(GrammarKind::Regex, "a+")),
             ..Sampling::default()
         },
         stop: StopRules { max_tokens: 9, min_tokens: 1, stop_tokens: vec![TokenId(7)], ignore_eos: true },

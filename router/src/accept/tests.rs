@@ -67,6 +67,38 @@ async fn sampling_fields_are_used() {
     assert_eq!(prompt.sampling, sampling);
 }
 
+#[tokio::test]
+async fn a_grammar_is_checked_once_and_contradicts_no_other_field() {
+    let acceptor = acceptor();
+    let json = include_bytes!("../../../models/demo/tokenizer.json");
+    let tokenizer = crate::text::tokenizer::HuggingFace::new(json).expect("the demo model's");
+    let tokenizer = crate::text::Tokenizer::HuggingFace(Box::new(tokenizer)).into();
+    let demo = ServedModel { tokenizer, ..model() };
+    let with = |grammar| SamplingParams {
+        grammar: Some(AskedGrammar { param: "guided_regex", grammar }),
+        ..SamplingParams::default()
+    };
+    let accept = async |model: &ServedModel, params: &SamplingParams| {
+        let caller = caller(&acceptor);
+        acceptor.check_grammar(model, params, &caller).await?;
+        acceptor.accept(model, Inputs { param: "prompt", tokens: vec![tokens(10)] }, params, &caller)
+    };
+    let good = with(grammar::sources::regex("a+"));
+    for _ in 0..2 {
+        let prompt = accept(&demo, &good).await.expect("accepted").prompts.remove(0);
+        assert_eq!(prompt.sampling.grammar, Some(grammar::sources::regex("a+")));
+    }
+    for (model, params, param) in [
+        (&demo, with(grammar::sources::regex("(")), "guided_regex"),
+        (&model(), good.clone(), "guided_regex"),
+        (&demo, SamplingParams { ignore_eos: true, ..good.clone() }, "ignore_eos"),
+        (&demo, SamplingParams { min_tokens: 1, ..good.clone() }, "min_tokens"),
+    ] {
+        let error = accept(model, &params).await.expect_err("it is refused by name");
+        assert_eq!(error.param(), param, "{error}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_cache_salt_is_used_and_bounded() {
     let with = |salt: String| SamplingParams { cache_salt: Some(salt), ..SamplingParams::default() };

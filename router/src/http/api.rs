@@ -92,6 +92,7 @@ impl HttpApi {
         caller: &Caller,
     ) -> Result<Answer<S>, HttpError> {
         let ParsedRequest { model, inputs, params, options, shape } = ask;
+        self.acceptor.check_grammar(&model, &params, caller).await?;
         let AcceptedRequest { prompts, stop, origin } =
             self.acceptor.accept(&model, inputs, &params, caller)?;
         let context = AnswerContext {

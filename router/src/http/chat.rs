@@ -7,6 +7,7 @@ use types::TokenId;
 
 use super::answer::{AnswerContext, AnswerFormat, TokenIds, finish_reason};
 use super::api::{HttpApi, ParsedRequest};
+use super::constraints::ConstraintFields;
 use super::error::HttpError;
 use super::fields::{CommonFields, asked};
 use super::logprobs::ChatLogprobs;
@@ -33,10 +34,11 @@ struct ChatFields {
 /// Parses a chat's JSON into tokens and sampling parameters.
 pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<ChatShape>, HttpError> {
     let (common, chat): (CommonFields, ChatFields) = (body::parse(json)?, body::parse(json)?);
+    let constraints: ConstraintFields = body::parse(json)?;
     request_fields::check(Endpoint::Chat, json)?;
     let model = api.serve.model(&api.models, common.model.as_deref())?;
     let options = common.options();
-    let params = chat.params(common)?;
+    let params = chat.params(common, constraints)?;
     let tokens = chat.tokens(&model, api.world.unix_time().as_secs() as i64)?;
     Ok(ParsedRequest {
         model,
@@ -48,9 +50,13 @@ pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<
 }
 
 impl ChatFields {
-    fn params(&self, common: CommonFields) -> Result<SamplingParams, AcceptError> {
+    fn params(
+        &self,
+        common: CommonFields,
+        constraints: ConstraintFields,
+    ) -> Result<SamplingParams, AcceptError> {
         let max_tokens = asked("max_completion_tokens", self.max_completion_tokens);
-        let params = common.params(MaxTokens::RestOfContext)?;
+        let params = common.params(constraints, MaxTokens::RestOfContext)?;
         let logprobs = match (self.logprobs.unwrap_or(false), self.top_logprobs) {
             (true, top) => Some(top.unwrap_or(0)),
             (false, None | Some(0)) => None,

@@ -6,6 +6,7 @@ use types::TokenId;
 use super::answer::{AnswerContext, AnswerFormat, TokenIds, finish_reason};
 use super::api::{HttpApi, ParsedRequest};
 use super::body;
+use super::constraints::ConstraintFields;
 use super::error::HttpError;
 use super::fields::CommonFields;
 use super::logprobs::CompletionLogprobs;
@@ -41,11 +42,12 @@ enum PromptField {
 /// Parses a completion's JSON into tokens and sampling parameters.
 pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<CompletionShape>, HttpError> {
     let (common, completion): (CommonFields, CompletionFields) = (body::parse(json)?, body::parse(json)?);
+    let constraints: ConstraintFields = body::parse(json)?;
     request_fields::check(Endpoint::Completions, json)?;
     let model = api.serve.model(&api.models, common.model.as_deref())?;
     completion.refuse_unsupported()?;
     let options = common.options();
-    let params = SamplingParams { logprobs: completion.logprobs, ..common.params(MAX_TOKENS)? };
+    let params = SamplingParams { logprobs: completion.logprobs, ..common.params(constraints, MAX_TOKENS)? };
     let prompt = completion.prompt.ok_or_else(|| AcceptError::missing("prompt"))?;
     let inputs = Inputs { param: "prompt", tokens: prompt.into_tokens(&model)? };
     let echo = completion.echo.unwrap_or(false).then(|| texts(&model.tokenizer, &inputs));

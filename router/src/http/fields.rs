@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 use types::TokenId;
 
+use super::constraints::ConstraintFields;
 use crate::accept::{MaxTokens, SamplingParams};
 use crate::error::AcceptError;
 
@@ -33,7 +34,6 @@ pub(crate) struct CommonFields {
     stop_token_ids: Option<Vec<u32>>,
     ignore_eos: Option<bool>,
     cache_salt: Option<String>,
-    response_format: Option<ResponseFormat>,
     best_of: Option<u32>,
 }
 
@@ -49,12 +49,6 @@ struct StreamOptions {
 enum Stop {
     One(String),
     Several(Vec<String>),
-}
-
-#[derive(Debug, Deserialize)]
-struct ResponseFormat {
-    #[serde(rename = "type")]
-    kind: String,
 }
 
 /// How the client wants its answer to be sent.
@@ -78,7 +72,11 @@ impl CommonFields {
 
     /// Returns the sampling parameters, except those that the endpoints write differently: `logprobs`, and a
     /// missing `max_tokens`.
-    pub(crate) fn params(self, unless_asked: MaxTokens) -> Result<SamplingParams, AcceptError> {
+    pub(crate) fn params(
+        self,
+        constraints: ConstraintFields,
+        unless_asked: MaxTokens,
+    ) -> Result<SamplingParams, AcceptError> {
         self.refuse_unsupported()?;
         let n = self.n.unwrap_or(1);
         if self.best_of.is_some_and(|best_of| best_of != n) {
@@ -108,14 +106,12 @@ impl CommonFields {
             stop_tokens: self.stop_token_ids.into_iter().flatten().map(TokenId).collect(),
             ignore_eos: self.ignore_eos.unwrap_or(false),
             cache_salt: self.cache_salt,
+            grammar: constraints.grammar()?,
         })
     }
 
     /// Refuses options that Baton does not have and that would change the answer.
     fn refuse_unsupported(&self) -> Result<(), AcceptError> {
-        if self.response_format.as_ref().is_some_and(|format| format.kind != "text") {
-            return Err(AcceptError::unsupported("response_format", "only `text`"));
-        }
         let other =
             self.stream_options.as_ref().and_then(|options| options.others.iter().find(|one| asks(one.1)));
         match other {

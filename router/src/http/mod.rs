@@ -1,7 +1,7 @@
 //! The HTTP API, compatible with OpenAI's. Only this module uses JSON and status codes.
 //!
 //! Suggested reading order: the path of a request (`api`); its fields (`request_fields`, `fields`,
-//! `messages`, `chat`, `completions`); one answer while it is generated ([`crate::choice`]); the formats of
+//! `constraints`, `messages`, `chat`, `completions`); one answer while it is generated ([`crate::choice`]); the formats of
 //! answers (`answer`, `sse`, `logprobs`, `explanation`); errors (`error`); pages of other origins (`cors`); and the port's
 //! connections ([`stall`], [`tls`]).
 
@@ -12,6 +12,7 @@ mod answer;
 mod caller;
 mod chat;
 mod completions;
+mod constraints;
 mod explanation;
 mod cors;
 mod fields;

@@ -191,12 +191,30 @@ fn schema(name: &str) -> Value {
         "tools" => json!({ "type": "array", "items": { "type": "object" } }),
         "tool_choice" => json!({ "type": "string", "enum": ["none", "auto"] }),
         "chat_template_kwargs" => json!({ "type": "object" }),
-        "response_format" => json!({ "type": "object", "properties": { "type": { "const": "text" } } }),
+        "response_format" => response_format(),
+        "guided_json" | "json_schema" => json!({ "type": ["object", "string", "boolean"] }),
+        "guided_regex" | "guided_grammar" | "regex" => json!({ "type": "string" }),
+        "guided_choice" => json!({ "type": "array", "minItems": 1, "items": { "type": "string" } }),
+        "guided_json_object" => json!({ "type": "boolean" }),
+        "structured_outputs" => json!({ "type": "object", "properties": {
+            "json": { "type": ["object", "string", "boolean"] },
+            "json_object": { "type": "boolean" },
+            "regex": { "type": "string" },
+            "choice": { "type": "array", "minItems": 1, "items": { "type": "string" } },
+            "grammar": { "type": "string" },
+        } }),
         "stream_options" => {
             json!({ "type": "object", "properties": { "include_usage": { "type": "boolean" } } })
         }
         _ => Value::Null,
     }
+}
+
+fn response_format() -> Value {
+    let named = json!({ "type": "object", "properties": { "schema": { "type": "object" } } });
+    let kinds = ["text", "json_object", "json_schema"];
+    let properties = json!({ "type": { "enum": kinds }, "json_schema": named });
+    json!({ "type": "object", "required": ["type"], "properties": properties })
 }
 
 fn one_or_several(schema: &Value) -> Value {

@@ -61,8 +61,13 @@ fn endless(id: &str, n_tokens: usize, max_tokens: u32) -> Prompt {
 fn submit(handle: &WorkerHandle, prompt: Prompt) -> Result<(Ticket, Recording), Refusal> {
     let (sink, recorded) = Recorder::stream();
     let source = Source::Fresh;
-    let ticket =
-        handle.submit(NewSequence { prompt, source, sink: Box::new(sink), steps_wanted: u32::MAX })?;
+    let ticket = handle.submit(NewSequence {
+        prompt,
+        source,
+        sink: Box::new(sink),
+        steps_wanted: u32::MAX,
+        constraint: None,
+    })?;
     Ok((ticket, recorded))
 }
 
@@ -226,8 +231,13 @@ async fn predicted_work_beyond_the_bound_is_refused() {
         first: Step { token: TokenId(65), index: 0, logprobs: None, finish: None },
     };
     let (sink, _) = Recorder::stream();
-    let arrived =
-        NewSequence { prompt: endless("c", 100, 1), source, sink: Box::new(sink), steps_wanted: u32::MAX };
+    let arrived = NewSequence {
+        prompt: endless("c", 100, 1),
+        source,
+        sink: Box::new(sink),
+        steps_wanted: u32::MAX,
+        constraint: None,
+    };
     assert!(node.handle.submit(arrived).is_ok(), "its KV is here: to refuse it would waste that");
 }
 
@@ -315,7 +325,13 @@ async fn a_refused_sink_hears_nothing() {
     let (sink, recorded) = Recorder::stream();
     let first = Step { token: TokenId(65), index: 0, logprobs: None, finish: None };
     let source = Source::Arrived { lease: blocks(1), first };
-    let new = NewSequence { prompt: endless("a", 17, 2), source, sink: Box::new(sink), steps_wanted: 1 };
+    let new = NewSequence {
+        prompt: endless("a", 17, 2),
+        source,
+        sink: Box::new(sink),
+        steps_wanted: 1,
+        constraint: None,
+    };
     assert_eq!(node.handle.submit(new).expect_err("one block for 17 tokens").kind, RefusalKind::Failed);
     assert!(!recorded.has_ended());
 }

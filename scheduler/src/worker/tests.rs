@@ -140,8 +140,13 @@ fn an_arrived_sequence_goes_on_where_the_other_node_stopped() {
         let mut rig = Rig::new(32, roomy());
         let source = arrived(&rig, &prompt).expect("room");
         let (sink, recorded) = Recorder::stream();
-        let new =
-            NewSequence { prompt: prompt.clone(), source, sink: Box::new(sink), steps_wanted: u32::MAX };
+        let new = NewSequence {
+            prompt: prompt.clone(),
+            source,
+            sink: Box::new(sink),
+            steps_wanted: u32::MAX,
+            constraint: None,
+        };
         rig.submit(new).expect("it fits");
         rig.settle();
         assert_eq!(recorded.tokens(), alone(&prompt)[1..], "prompt of {n_tokens}");
@@ -162,8 +167,14 @@ fn wrong_kv_that_arrived_is_never_served() {
     let (sink, recorded) = Recorder::stream();
     let (healthy, also) = (crate::testing::prompt("b", 10, 20), &mut rig);
     let (_, bystander) = also.stream(healthy.clone());
-    also.submit(NewSequence { prompt, source, sink: Box::new(sink), steps_wanted: u32::MAX })
-        .expect("it fits");
+    also.submit(NewSequence {
+        prompt,
+        source,
+        sink: Box::new(sink),
+        steps_wanted: u32::MAX,
+        constraint: None,
+    })
+    .expect("it fits");
     rig.settle();
     assert_eq!((recorded.refusal(), recorded.tokens().len()), (Some(RefusalKind::Failed), 0));
     assert_eq!(bystander.tokens(), alone(&healthy), "one row's failure is its own");
@@ -176,8 +187,14 @@ fn a_first_token_that_was_the_last_ends_at_once() {
     let mut rig = Rig::new(32, roomy());
     let source = arrived(&rig, &prompt).expect("room");
     let (sink, recorded) = Recorder::stream();
-    rig.submit(NewSequence { prompt, source, sink: Box::new(sink), steps_wanted: u32::MAX })
-        .expect("it fits");
+    rig.submit(NewSequence {
+        prompt,
+        source,
+        sink: Box::new(sink),
+        steps_wanted: u32::MAX,
+        constraint: None,
+    })
+    .expect("it fits");
     assert!(recorded.is_finished());
     assert!(!rig.turn(), "nothing is computed");
     rig.assert_at_baseline();
@@ -282,8 +299,13 @@ fn arrived_sequences_that_are_preempted_are_computed_from_their_tokens() {
     for prompt in &prompts {
         let source = arrived(&rig, prompt).expect("room");
         let (sink, record) = Recorder::stream();
-        let new =
-            NewSequence { prompt: prompt.clone(), source, sink: Box::new(sink), steps_wanted: u32::MAX };
+        let new = NewSequence {
+            prompt: prompt.clone(),
+            source,
+            sink: Box::new(sink),
+            steps_wanted: u32::MAX,
+            constraint: None,
+        };
         rig.submit(new).expect("it fits");
         recorded.push(record);
     }

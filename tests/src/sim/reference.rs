@@ -42,7 +42,8 @@ impl Alone {
 
     fn next(&mut self, prompt: &Prompt, history: &[TokenId], start: usize, index: u32) -> TokenId {
         let n_prompt = prompt.tokens.len();
-        let sample = SampleSpec { sampling: &prompt.sampling, stop: &prompt.stop, history, n_prompt, index };
+        let (sampling, stop) = (&prompt.sampling, &prompt.stop);
+        let sample = SampleSpec { sampling, stop, history, n_prompt, index, constraint: None };
         let row = Row {
             slot: SlotId(self.n_prompts),
             input: RowInput::Tokens(&history[start..]),

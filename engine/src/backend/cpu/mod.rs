@@ -170,6 +170,10 @@ impl Backend for CpuBackend {
         self.results.recv().map_err(lost)
     }
 
+    fn tokenizer_file(&self) -> Option<PathBuf> {
+        Some(self.opened.folder.join("tokenizer.json"))
+    }
+
     fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, SleepFailed> {
         if let Err(why) = asleep::check_idle(self.in_flight.len())
             .and_then(|()| asleep::check_not_held(self.memory.n_holders(), self.n_holders))

@@ -60,7 +60,7 @@ impl Draws {
                 (Some(spec), Ok(Some(_))) if is_likeliest(spec) => SampledBy::Likeliest,
                 (Some(spec), Ok(Some(place))) => {
                     let edits = edits(spec, eos_tokens);
-                    if edits.len() > EDITS_OF_ROW || wants_much_told(spec) {
+                    if spec.constraint.is_some() || edits.len() > EDITS_OF_ROW || wants_much_told(spec) {
                         SampledBy::Host
                     } else {
                         draws.add(row, spec, DrawPlace { sampled: *place, decode: nth }, &edits)
@@ -119,7 +119,7 @@ fn wants_much_told(spec: &SampleSpec<'_>) -> bool {
 fn is_likeliest(spec: &SampleSpec<'_>) -> bool {
     let Sampling { temperature, logprobs, logit_bias, .. } = spec.sampling;
     let is_plain = *temperature == 0.0 && logprobs.is_none() && logit_bias.is_empty();
-    is_plain && !looks_back(spec.sampling) && spec.index >= spec.stop.min_tokens
+    is_plain && spec.constraint.is_none() && !looks_back(spec.sampling) && spec.index >= spec.stop.min_tokens
 }
 
 /// Returns the changes of logits before the draw, one edit for each token, like `sampler/rules.rs` on the
@@ -186,7 +186,7 @@ mod tests {
         history: &'a [TokenId],
         index: u32,
     ) -> SampleSpec<'a> {
-        SampleSpec { sampling, stop, history, n_prompt: 2, index }
+        SampleSpec { sampling, stop, history, n_prompt: 2, index, constraint: None }
     }
 
     #[test]

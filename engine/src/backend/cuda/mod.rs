@@ -44,7 +44,7 @@ mod weights;
 mod workspace;
 
 use std::collections::{HashMap, VecDeque};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use device::cuda::{CudaError, PinnedNumbers};
@@ -329,6 +329,10 @@ impl Backend for CudaBackend {
         }
         self.spare_readbacks.keep(launched_step.into_readback());
         outcome.map_err(|error| BackendError::DeviceLost(in_full(&error)))
+    }
+
+    fn tokenizer_file(&self) -> Option<PathBuf> {
+        Some(self.described.folder.path().join("tokenizer.json"))
     }
 
     fn runs_by_itself(&self) -> bool {

@@ -57,7 +57,7 @@ impl MockSampleSpec {
 
     fn allows(&self, token: TokenId) -> bool {
         let Self { sampling, stop, index } = self;
-        let spec = SampleSpec { sampling, stop, history: &[], n_prompt: 0, index: *index };
+        let spec = SampleSpec { sampling, stop, history: &[], n_prompt: 0, index: *index, constraint: None };
         let unwanted_end = token == END && stop.ignore_eos;
         !unwanted_end && !spec.forbids(token, &[END])
     }

@@ -30,7 +30,14 @@ fn step(mock: &mut Mock, tokens: &[u32], start: usize) -> Result<TokenId, RowErr
 fn step_with(mock: &mut Mock, tokens: &[u32], start: usize, table: &[BlockIdx]) -> Result<TokenId, RowError> {
     let tokens: Vec<TokenId> = tokens.iter().copied().map(TokenId).collect();
     let (sampling, stop) = (Sampling::default(), StopRules::default());
-    let spec = SampleSpec { sampling: &sampling, stop: &stop, history: &tokens, n_prompt: PROMPT, index: 0 };
+    let spec = SampleSpec {
+        sampling: &sampling,
+        stop: &stop,
+        history: &tokens,
+        n_prompt: PROMPT,
+        index: 0,
+        constraint: None,
+    };
     let row = Row {
         slot: SlotId(1),
         input: RowInput::Tokens(&tokens[start..]),
@@ -158,7 +165,14 @@ fn one_rows_failure_is_its_own() {
     let mut mock = strict();
     let (sampling, stop) = (Sampling::default(), StopRules::default());
     let tokens = [TokenId(70)];
-    let spec = SampleSpec { sampling: &sampling, stop: &stop, history: &tokens, n_prompt: 1, index: 0 };
+    let spec = SampleSpec {
+        sampling: &sampling,
+        stop: &stop,
+        history: &tokens,
+        n_prompt: 1,
+        index: 0,
+        constraint: None,
+    };
     let good = Row {
         slot: SlotId(1),
         input: RowInput::Tokens(&tokens),

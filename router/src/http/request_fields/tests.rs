@@ -286,6 +286,18 @@ With `x-baton-explain: 1` the last chunk of each choice, or the whole answer, ha
 | `decode` | Further steps on the decode node. |
 | `client` | Tokens become text and are written to the client. |
 
+## Constrained output
+
+An answer may have one grammar: a JSON schema, a regular expression for the whole answer, a list of texts, or a context-free grammar. Every token is chosen among those that the grammar allows, so the answer is valid, or cut by `max_tokens` (`finish_reason: \"length\"`). A token that ends the answer is allowed only where the grammar ends.
+
+A grammar that cannot be enforced is refused with a 400 that names the place: `response_format: at /properties/tags: Unimplemented keys: [\"uniqueItems\"]`. The limits are 128 KiB of text and about a second of compilation.
+
+- JSON Schema is draft 2020-12 without `$ref` to `$id`, `$anchor` or other documents, `not`, `if`, `contains`, `uniqueItems`, `propertyNames`, `dependent…` and `unevaluated…`. A `oneOf` needs alternatives that exclude each other. Unknown keywords are annotations, as the standard says. `format` is enforced as far as a regular expression can: a leap day or second is allowed in every year and hour. Properties come in the schema's order.
+- Regular expressions have no look-around and no back-references.
+- Grammars are in the language of Lark, as [llguidance](https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md) reads it; `%json {…}` in them is JSON by a schema. gRPC has the same in `Sampling.grammar`.
+
+The model needs a `tokenizer.json`. A mask costs a CPU about 50 µs. On a GPU, rows with a grammar are sampled by the host, which ends the overlap of two steps.
+
 ## Request fields
 
 A request with a field that would change the answer and is not supported is refused with a 400 that names the field, and so is a request with an unknown field. An ignored field changes nothing in the answer. `null` always means that the field is absent.

@@ -113,6 +113,7 @@ async fn every_sampling_field_reaches_the_backend() {
         logit_bias: vec![(TokenId(65), -100.0), (TokenId(66), 1.5)],
         seed: u64::MAX,
         logprobs: Some(2),
+        grammar: None,
     };
     assert_eq!(sampling, expected);
     let expected =

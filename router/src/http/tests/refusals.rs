@@ -57,7 +57,7 @@ async fn bad_chats_name_the_field() {
         (json!({"tools": [{"type": "function"}], "tool_choice": "auto"}), "unsupported_parameter", "tools"),
         (json!({"tool_choice": "required"}), "unsupported_parameter", "tool_choice"),
         (json!({"functions": [{"name": "f"}]}), "unsupported_parameter", "functions"),
-        (json!({"structured_outputs": {"json": {}}}), "unsupported_parameter", "structured_outputs"),
+        (json!({"structured_outputs": {"json": {}}}), "unsupported_parameter", "structured_outputs.json"),
         (json!({"modalities": ["text", "audio"]}), "unsupported_parameter", "modalities"),
         (json!({"messages": null}), "missing_required_parameter", "messages"),
         (json!({"messages": []}), "invalid_value", "messages"),

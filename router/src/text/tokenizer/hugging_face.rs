@@ -2,11 +2,11 @@
 
 use std::fmt;
 
+use grammar::token_bytes::{self, TokenBytes, VocabularyError};
 use tokenizers::Tokenizer as Inner;
 use types::TokenId;
 use types::node::tokenizer_digest;
 
-use super::token_bytes::{TOKENS_MAX, TokenBytes, UnknownDecoder};
 use crate::error::EncodeError;
 
 /// A tokenizer from a `tokenizer.json`, with the bytes of all its tokens.
@@ -41,10 +41,8 @@ enum PostProcessor {
 pub enum TokenizerError {
     #[error(transparent)]
     Parse(#[from] tokenizers::Error),
-    #[error("`model.vocab`: token {0} is above the largest supported id")]
-    Vocabulary(u32),
     #[error(transparent)]
-    Decoder(#[from] UnknownDecoder),
+    Vocabulary(#[from] VocabularyError),
 }
 
 impl fmt::Debug for HuggingFace {
@@ -61,7 +59,7 @@ impl HuggingFace {
         // length of prompts.
         inner.with_truncation(None)?;
         inner.with_padding(None);
-        let bytes = token_bytes(&inner)?;
+        let bytes = TokenBytes::of_tokenizer(&inner)?;
         Ok(Self { inner, bytes, bos: Bos::default(), digest: tokenizer_digest(json) })
     }
 
@@ -84,7 +82,7 @@ impl HuggingFace {
 
     /// Returns the name of a special token; `None` for other tokens.
     pub fn special(&self, token: TokenId) -> Option<String> {
-        special(&self.inner, token.0)
+        token_bytes::special(&self.inner, token.0)
     }
 
     pub fn encode(&self, text: &str) -> Result<Vec<TokenId>, EncodeError> {
@@ -111,22 +109,4 @@ impl HuggingFace {
         tokens.extend(encoding.get_ids().iter().copied().map(TokenId));
         Ok(tokens)
     }
-}
-
-fn special(tokenizer: &Inner, id: u32) -> Option<String> {
-    let added = tokenizer.get_added_vocabulary().get_added_tokens_decoder().get(&id)?;
-    added.special.then(|| added.content.clone())
-}
-
-/// Returns the bytes of all tokens. Special tokens and unused ids have none.
-fn token_bytes(tokenizer: &Inner) -> Result<TokenBytes, TokenizerError> {
-    let last = tokenizer.get_vocab(true).into_values().max().unwrap_or(0);
-    if last as usize >= TOKENS_MAX {
-        return Err(TokenizerError::Vocabulary(last));
-    }
-    let text = |id: usize| match special(tokenizer, id as u32) {
-        Some(_) => None,
-        None => tokenizer.id_to_token(id as u32),
-    };
-    Ok(TokenBytes::new((0..last as usize + 1).map(text), tokenizer.get_decoder())?)
 }

@@ -2,7 +2,6 @@
 
 mod byte;
 mod hugging_face;
-mod token_bytes;
 
 use std::borrow::Cow;
 
@@ -11,7 +10,6 @@ use types::node::{TOKENIZER_BYTES, TOKENIZER_NONE};
 
 pub use byte::END;
 pub use hugging_face::{Bos, HuggingFace, TokenizerError};
-pub use token_bytes::{TokenBytes, UnknownDecoder};
 
 use crate::error::EncodeError;
 

@@ -189,7 +189,7 @@ fn submit(rig: &mut Rig, one: &One) -> Option<Running> {
     let (sink, recorded) = Recorder::new();
     recorded.get().is_stream = !is_outbox;
     let steps_wanted = if is_outbox { 1 } else { u32::MAX };
-    let new = NewSequence { prompt, source, sink: Box::new(sink), steps_wanted };
+    let new = NewSequence { prompt, source, sink: Box::new(sink), steps_wanted, constraint: None };
     let id = rig.submit(new).ok()?;
     Some(Running { id, recorded, is_cancelled: false })
 }

@@ -44,6 +44,7 @@ fn with_rows<T>(made: &[Made], look: impl FnOnce(&[Row<'_>]) -> T) -> T {
                 history: &[],
                 n_prompt: 0,
                 index: 0,
+                constraint: None,
             }),
         })
         .collect();

@@ -1,15 +1,15 @@
-//! Hot path. A table with the bytes of every token of a `tokenizer.json`.
+//! A table with the bytes of every token of a `tokenizer.json`.
 //!
 //! The decoders of `tokenizers` convert a list of tokens to text and lose incomplete characters. Most
 //! decoders of language models work token by token, so the bytes of each token can be computed in advance.
 //! Other decoders are refused.
 
 use tokenizers::pre_tokenizers::metaspace::PrependScheme;
-use tokenizers::{Decoder as _, DecoderWrapper as Decoder};
+use tokenizers::{Decoder as _, DecoderWrapper as Decoder, Tokenizer};
 use types::TokenId;
 
 /// The largest number of token ids. Larger ids mean a broken file.
-pub(super) const TOKENS_MAX: usize = 1 << 22;
+const TOKENS_MAX: usize = 1 << 22;
 
 /// The bytes of all tokens, concatenated.
 #[derive(Debug)]
@@ -33,7 +33,41 @@ struct Prefix {
 #[error("`decoder`: {0}, which gives tokens no bytes of their own")]
 pub struct UnknownDecoder(pub String);
 
+/// The reason why a vocabulary cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum VocabularyError {
+    #[error(transparent)]
+    Parse(#[from] tokenizers::Error),
+    #[error("`model.vocab`: token {0} is above the largest supported id")]
+    Ids(u32),
+    #[error(transparent)]
+    Decoder(#[from] UnknownDecoder),
+    #[error("the model has no token that ends an answer")]
+    NoEnd,
+    #[error("make the tree of tokens: {0}")]
+    Tree(String),
+}
+
+/// Returns the name of a special token; `None` for other tokens.
+pub fn special(tokenizer: &Tokenizer, id: u32) -> Option<String> {
+    let added = tokenizer.get_added_vocabulary().get_added_tokens_decoder().get(&id)?;
+    added.special.then(|| added.content.clone())
+}
+
 impl TokenBytes {
+    /// Returns the bytes of all tokens. Special tokens and unused ids have none.
+    pub fn of_tokenizer(tokenizer: &Tokenizer) -> Result<Self, VocabularyError> {
+        let last = tokenizer.get_vocab(true).into_values().max().unwrap_or(0);
+        if last as usize >= TOKENS_MAX {
+            return Err(VocabularyError::Ids(last));
+        }
+        let text = |id: usize| match special(tokenizer, id as u32) {
+            Some(_) => None,
+            None => tokenizer.id_to_token(id as u32),
+        };
+        Ok(Self::new((0..last as usize + 1).map(text), tokenizer.get_decoder())?)
+    }
+
     /// Builds the table. `tokens` are the texts of tokens 0, 1, 2, …; `None` for a token that adds nothing to
     /// a text.
     pub fn new(

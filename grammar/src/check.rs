@@ -1,0 +1,98 @@
+//! The check of a grammar's text without a model's vocabulary. The router does it for each request.
+//!
+//! Whether a grammar can be compiled does not depend on the vocabulary, so a vocabulary of single bytes serves.
+
+use std::sync::{Arc, LazyLock};
+
+use llguidance::ParserFactory;
+use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
+use serde_json::{Map, Value};
+use types::{Grammar, GrammarKind};
+
+use crate::error::GrammarError;
+use crate::limits::{limited, plain};
+use crate::sources;
+
+/// The most schemas that are compiled to find the place of an error.
+const PLACES_MAX: usize = 200;
+
+/// Compiles grammars over a vocabulary of single bytes.
+static BYTES: LazyLock<ParserFactory> = LazyLock::new(|| {
+    let mut words: Vec<Vec<u8>> = (0..=u8::MAX).map(|byte| vec![byte]).collect();
+    words.push(Vec::new());
+    let end = words.len() as u32 - 1;
+    let trie = TokTrie::from(&TokRxInfo::new(end + 1, end), &words);
+    let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
+    let factory = ParserFactory::new(&env, InferenceCapabilities::default(), &[]);
+    limited(factory.expect("a vocabulary of bytes is valid"))
+});
+
+/// Compiles a grammar and drops the result. Refuses it if a part of it cannot be enforced, and names the place.
+///
+/// Takes up to about a second for the worst texts, so it belongs on a blocking thread.
+pub fn check(grammar: &Grammar) -> Result<(), GrammarError> {
+    let parsed = sources::parsed(grammar)?;
+    let Err(error) = BYTES.create_parser(parsed) else { return Ok(()) };
+    let reason = plain(&error);
+    match grammar.kind() {
+        GrammarKind::JsonSchema => Err(placed(&sources::schema(grammar.text())?, reason)),
+        GrammarKind::Regex | GrammarKind::Lark => Err(GrammarError::Text(reason)),
+    }
+}
+
+/// Finds the innermost schema with the same error as the whole.
+fn placed(root: &Value, reason: String) -> GrammarError {
+    let (mut schema, mut place, mut tries) = (root, String::new(), 0);
+    loop {
+        let has_it = |(_, part): &(String, &Value)| {
+            tries += 1;
+            tries <= PLACES_MAX && error_of(root, part).is_some_and(|error| error == reason)
+        };
+        match parts(schema).into_iter().find(has_it) {
+            Some((step, part)) => {
+                place.push_str(&step);
+                schema = part;
+            }
+            None => return GrammarError::Schema { place, reason },
+        }
+    }
+}
+
+/// Returns the error of a part alone, with the definitions of the root.
+fn error_of(root: &Value, part: &Value) -> Option<String> {
+    let mut alone = part.as_object()?.clone();
+    for name in ["$defs", "definitions"] {
+        if let Some(definitions) = root.get(name) {
+            alone.entry(name).or_insert_with(|| definitions.clone());
+        }
+    }
+    let parsed = sources::of_schema(Value::Object(alone)).ok()?;
+    BYTES.create_parser(parsed).err().map(|error| plain(&error))
+}
+
+/// Returns the schemas in a schema, with the steps of their JSON pointers.
+fn parts(schema: &Value) -> Vec<(String, &Value)> {
+    let fields = schema.as_object().into_iter().flatten();
+    fields.flat_map(|(name, value)| parts_of(name, value)).collect()
+}
+
+fn parts_of<'a>(name: &str, value: &'a Value) -> Vec<(String, &'a Value)> {
+    let of_map = |map: &'a Map<String, Value>| {
+        map.iter().map(|(key, part)| (format!("/{name}/{}", escaped(key)), part)).collect()
+    };
+    match (name, value) {
+        ("properties" | "patternProperties" | "$defs" | "definitions", Value::Object(map)) => of_map(map),
+        ("allOf" | "anyOf" | "oneOf" | "prefixItems", Value::Array(list)) => {
+            list.iter().enumerate().map(|(nth, part)| (format!("/{name}/{nth}"), part)).collect()
+        }
+        ("items" | "additionalItems" | "additionalProperties", Value::Object(_)) => {
+            vec![(format!("/{name}"), value)]
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// Escapes a key for a JSON pointer.
+fn escaped(key: &str) -> String {
+    key.replace('~', "~0").replace('/', "~1")
+}
