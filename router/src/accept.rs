@@ -20,11 +20,11 @@ use crate::tenants::{Claims, Client, TenantPermit, Tenants};
 use crate::text::{ServedModel, StopStrings};
 
 /// The largest number of answers to one prompt.
-pub const N_MAX: u32 = 8;
+pub const N_MAX: u32 = 128;
 /// The largest number of inputs, such as prompts in a list, in one request.
 pub const INPUTS_MAX: usize = 32;
 /// The largest number of answers to all inputs of one request.
-pub const CHOICES_MAX: usize = 64;
+pub const CHOICES_MAX: usize = 128;
 pub const LOGIT_BIAS_MAX: usize = 1024;
 pub const STOP_TOKENS_MAX: usize = 64;
 /// The largest number of alternatives reported beside a token.

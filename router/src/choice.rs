@@ -11,23 +11,44 @@ use crate::accept::RequestOrigin;
 use crate::error::ServeError;
 use crate::requests::{Explanation, Part};
 use crate::serve::{Generation, Serve};
-use crate::text::Detokenizer;
+use crate::text::{Detokenizer, Parts, PartsParser};
 
 /// The part of an answer that one step adds.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Delta {
     /// The index of the answer among the request's answers.
     pub choice: usize,
-    /// The new text. Empty while a character is incomplete, or while the text may be the beginning of a stop
-    /// string.
-    pub text: String,
-    /// The position of `text` in the answer, in characters.
+    /// The new text, and what a chat's answer has besides text. Empty while a character is incomplete, or while
+    /// the text may be the beginning of a stop string or a tool call.
+    pub parts: Parts,
+    /// The position of the new text in the answer, in characters.
     pub offset: usize,
     pub step: Step,
     /// Why the answer ended; `None` before the last delta.
-    pub finish: Option<FinishReason>,
+    pub finish: Option<ChoiceFinish>,
+    /// The stop string that ended the answer.
+    pub stop_string: Option<String>,
     /// Where the time went, in the last delta of a request that asks for it.
     pub explanation: Option<Box<Explanation>>,
+}
+
+/// Why an answer ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ChoiceFinish {
+    Stop,
+    Length,
+    /// The model stopped after a tool call, and waits for the tool's result.
+    ToolCalls,
+}
+
+impl ChoiceFinish {
+    /// Returns the reason in the terms of steps, which know no tool calls.
+    pub fn of_steps(self) -> FinishReason {
+        match self {
+            Self::Stop | Self::ToolCalls => FinishReason::Stop,
+            Self::Length => FinishReason::Length,
+        }
+    }
 }
 
 /// One answer while it is generated. Dropping it cancels the work on all nodes.
@@ -36,6 +57,9 @@ pub struct Choice {
     index: usize,
     generation: Generation,
     detokenizer: Detokenizer,
+    /// Divides the text; `None`: all of it is text.
+    parts: Option<PartsParser>,
+    has_calls: bool,
     /// The time at which the answer is aborted. The cluster enforces deadlines too, but this does not rely on
     /// it.
     deadline: Instant,
@@ -57,7 +81,23 @@ impl Choice {
         let deadline = prompt.deadline.instant().into();
         let generating = serve.generate(prompt, origin.arrival);
         let generation = timeout_at(deadline, generating).await.map_err(|_| too_late())??;
-        Ok(Self { index, generation, detokenizer, deadline, n_steps: 0, n_characters: 0, origin })
+        Ok(Self {
+            index,
+            generation,
+            detokenizer,
+            parts: None,
+            has_calls: false,
+            deadline,
+            n_steps: 0,
+            n_characters: 0,
+            origin,
+        })
+    }
+
+    /// Divides the answer's text.
+    #[must_use]
+    pub fn divided_by(self, parts: Option<PartsParser>) -> Self {
+        Self { parts, ..self }
     }
 
     pub fn usage(&self) -> Usage {
@@ -100,7 +140,24 @@ impl Choice {
         }
         self.n_characters += text.chars().count();
         let explanation = finish.and_then(|_| self.explanation());
-        Delta { choice: self.index, text, offset, step, finish, explanation }
+        let parts = match &mut self.parts {
+            Some(parser) => {
+                let mut parts = parser.push(text);
+                if finish.is_some() {
+                    parts.add(parser.finish());
+                }
+                parts
+            }
+            None => Parts { text, ..Parts::default() },
+        };
+        self.has_calls |= !parts.calls.is_empty();
+        let finish = finish.map(|finish| match finish {
+            FinishReason::Stop if self.has_calls => ChoiceFinish::ToolCalls,
+            FinishReason::Stop => ChoiceFinish::Stop,
+            FinishReason::Length => ChoiceFinish::Length,
+        });
+        let stop_string = self.detokenizer.stopped_by().filter(|_| stopped).map(str::to_owned);
+        Delta { choice: self.index, parts, offset, step, finish, stop_string, explanation }
     }
 
     /// Returns the explanation of a request that asks for it, and logs it as an event of the request's span.
@@ -127,19 +184,19 @@ fn out_of_order(reason: &str) -> ServeError {
     ServeError::Failed { reason: reason.to_owned() }
 }
 
-/// A complete answer: its text and all steps.
+/// A complete answer: its parts and all steps.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct WholeChoice {
-    pub text: String,
+    pub parts: Parts,
     /// Every step, with the position of its text in the answer.
     pub steps: Vec<(usize, Step)>,
-    pub finish: Option<FinishReason>,
+    pub finish: Option<ChoiceFinish>,
     pub explanation: Option<Box<Explanation>>,
 }
 
 impl WholeChoice {
     pub fn add(&mut self, delta: Delta) {
-        self.text.push_str(&delta.text);
+        self.parts.add(delta.parts);
         self.steps.push((delta.offset, delta.step));
         self.finish = delta.finish;
         self.explanation = delta.explanation;

@@ -19,6 +19,7 @@ use crate::drain::DrainTimes;
 use crate::http::{CertificateFiles, CorsOrigins};
 use crate::policy;
 use crate::tenants::{KeySource, OidcSettings, TrustedProxies};
+use crate::text::tools::ToolFormat;
 
 /// A router's TOML file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -205,6 +206,9 @@ pub struct ModelSection {
     /// are refused. The fingerprint changes with the cluster's secret. Empty: the larger group of agreeing
     /// nodes. Without `name` and `path` the setting holds for every model.
     pub fingerprint: String,
+    /// How the model writes tool calls: `hermes`, `llama3-json`, `pythonic`, `mistral`, `qwen3-coder` or
+    /// `deepseek`. Empty: as its chat template shows it.
+    pub tool_format: String,
 }
 
 /// The folder of a model's tokenizer and chat template, and the name that requests use for the model.
@@ -212,6 +216,8 @@ pub struct ModelSection {
 pub struct ModelFolder {
     pub path: PathBuf,
     pub name: String,
+    /// How the model writes tool calls; `None`: as its chat template shows it.
+    pub tool_format: Option<ToolFormat>,
 }
 
 /// A router's checked configuration.
@@ -303,7 +309,7 @@ impl RouterConfig {
             members_file: (!registry.members_file.is_empty()).then(|| registry.members_file.into()),
             registry_url: (registry.url != EMBEDDED).then_some(registry.url),
             wanted: wanted(&model)?,
-            model: model_folder(model),
+            model: model_folder(&model, tool_format(&model.tool_format)?),
             cluster,
             tls,
             connections: expert.connections,
@@ -400,19 +406,27 @@ fn wanted(section: &ModelSection) -> Result<Option<WantedFingerprint>, UnknownCh
     let digest = FingerprintDigest::parse(fingerprint).ok_or_else(|| {
         unknown("model.fingerprint", fingerprint.clone(), &["16 hexadecimal digits as in /debug/cluster"])
     })?;
-    let model = model_folder(section.clone()).map_or_else(|| name.clone(), |folder| folder.name);
+    let model = model_folder(section, None).map_or_else(|| name.clone(), |folder| folder.name);
     Ok(Some(WantedFingerprint { model, fingerprint: digest }))
 }
 
 /// Returns the model's folder, if the section names one. A node's `mock` and `mock:NAME` are no folders.
-fn model_folder(section: ModelSection) -> Option<ModelFolder> {
+fn model_folder(section: &ModelSection, tool_format: Option<ToolFormat>) -> Option<ModelFolder> {
     let ModelSection { path, name, .. } = section;
     if path.is_empty() || path == "mock" || path.starts_with("mock:") {
         return None;
     }
     let path = PathBuf::from(path);
-    let name = if name.is_empty() { folder_name(&path) } else { name };
-    Some(ModelFolder { path, name })
+    let name = if name.is_empty() { folder_name(&path) } else { name.clone() };
+    Some(ModelFolder { path, name, tool_format })
+}
+
+fn tool_format(name: &str) -> Result<Option<ToolFormat>, UnknownChoice> {
+    if name.is_empty() {
+        return Ok(None);
+    }
+    let known: Vec<&str> = ToolFormat::names().collect();
+    ToolFormat::named(name).map(Some).ok_or_else(|| unknown("model.tool_format", name.to_owned(), &known))
 }
 
 /// Returns the name of a folder after links and relative paths are resolved. Nodes use the same name for
@@ -489,7 +503,7 @@ mod tests {
         let model = |path: &str, name: &str| {
             let section =
                 ModelSection { path: path.to_owned(), name: name.to_owned(), ..ModelSection::default() };
-            model_folder(section).map(|folder| folder.name)
+            model_folder(&section, None).map(|folder| folder.name)
         };
         assert_eq!(model("", ""), None);
         assert_eq!(model("mock:paced", ""), None);
@@ -519,6 +533,11 @@ mod tests {
         raw.router.order = "both".to_owned();
         let error = RouterConfig::resolve(raw).expect_err("no such order");
         assert_eq!(error.to_string(), "`router.order`: \"both\" is not one of decode-first, prefill-first");
+        let mut raw = RawRouterConfig::default();
+        raw.model.tool_format = "xml".to_owned();
+        let error = RouterConfig::resolve(raw).expect_err("no such format");
+        let known = "hermes, llama3-json, pythonic, mistral, qwen3-coder, deepseek";
+        assert_eq!(error.to_string(), format!("`model.tool_format`: \"xml\" is not one of {known}"));
         let mut raw = RawRouterConfig::default();
         raw.router.policy = "best".to_owned();
         let error = RouterConfig::resolve(raw).expect_err("no such policy");

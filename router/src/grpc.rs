@@ -205,7 +205,7 @@ fn events(choice: Choice, id: RequestId) -> Events {
 }
 
 fn token(delta: &Delta) -> v1::GenerateEvent {
-    let token = v1::GeneratedToken { step: Some((&delta.step).into()), text: delta.text.clone() };
+    let token = v1::GeneratedToken { step: Some((&delta.step).into()), text: delta.parts.text.clone() };
     v1::GenerateEvent { event: Some(Event::Token(token)) }
 }
 
@@ -218,7 +218,7 @@ fn end(delta: &Delta, usage: Usage, id: &RequestId) -> v1::GenerateEvent {
         ..v1::GenerateEnd::default()
     };
     if let Some(reason) = delta.finish {
-        end.set_reason(reason.into());
+        end.set_reason(reason.of_steps().into());
     }
     v1::GenerateEvent { event: Some(Event::End(end)) }
 }

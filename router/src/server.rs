@@ -293,7 +293,7 @@ async fn open_certificate(files: Option<CertificateFiles>) -> Result<Option<Arc<
 /// Loads the model's tokenizer and template. It uses a blocking thread, because a large vocabulary takes a
 /// second.
 async fn open_model(folder: Option<ModelFolder>) -> Result<Option<ServedModel>, BindError> {
-    let Some(ModelFolder { path, name }) = folder else { return Ok(None) };
+    let Some(ModelFolder { path, name, tool_format }) = folder else { return Ok(None) };
     let opened = {
         let path = path.clone();
         spawn_blocking(move || ServedModel::open(&path, &name)).await
@@ -301,7 +301,7 @@ async fn open_model(folder: Option<ModelFolder>) -> Result<Option<ServedModel>, 
     match opened {
         Ok(Ok(model)) => {
             warn_of_missing_text(&model, &path);
-            Ok(Some(model))
+            Ok(Some(model.with_tool_format(tool_format)))
         }
         Ok(Err(source)) => Err(BindError::Model { folder: path, source }),
         Err(source) => Err(BindError::OpenModel { folder: path, source }),

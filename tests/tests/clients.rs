@@ -1,4 +1,4 @@
-//! Foreign clients: the official OpenAI client, and gRPC reflection.
+//! Foreign clients: the official clients of OpenAI and Anthropic, and gRPC reflection.
 
 use std::process::Command;
 
@@ -10,9 +10,13 @@ use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
 use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
 use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_official_openai_client_works_unmodified() {
-    let up = Up::start(&[]).await;
+/// The mock with set answers that contain tool calls.
+const TOOLS: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/tools.toml");
+
+/// Starts a cluster with `args` and runs a script of `tests/python` with the API's base URL.
+async fn run(script: &str, args: &[&str]) {
+    let python = executable::python();
+    let up = Up::start(args).await;
     // The test waits first: a router that has just started answers 503 to an unknown model, because its nodes
     // may not have announced themselves yet.
     let client = Client::new(up.http);
@@ -21,13 +25,7 @@ async fn the_official_openai_client_works_unmodified() {
         (status == StatusCode::NOT_FOUND).then_some(())
     })
     .await;
-    run_client("openai_client.py", &up).await;
-    up.baseline().await;
-}
-
-/// Runs one of the clients in `tests/python`.
-async fn run_client(script: &str, up: &Up) {
-    let (python, base_url) = (executable::python(), format!("http://{}/v1", up.http));
+    let base_url = format!("http://{}/v1", up.http);
     let script = format!("{}/python/{script}", env!("CARGO_MANIFEST_DIR"));
     let run = tokio::task::spawn_blocking(move || Command::new(python).args([script, base_url]).output());
     let output = baton_tests::in_time("the client", run).await.expect("it ran").expect("python runs");
@@ -37,10 +35,23 @@ async fn run_client(script: &str, up: &Up) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_official_clients_structured_output_is_valid_on_one_node_and_on_two() {
     for args in [&["--colocated"][..], &["--prefill", "1", "--decode", "1"]] {
-        let up = Up::start(&[&["--model", "demo"], args].concat()).await;
-        run_client("openai_structured.py", &up).await;
-        up.baseline().await;
+        run("openai_structured.py", &[&["--model", "demo"], args].concat()).await;
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_official_openai_client_works_unmodified() {
+    run("openai_client.py", &[]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_official_openai_client_calls_tools() {
+    run("openai_tools.py", &["--model", TOOLS]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_official_anthropic_client_works_unmodified() {
+    run("anthropic_client.py", &["--model", TOOLS]).await;
 }
 
 async fn services(address: &str) -> Vec<String> {

@@ -128,8 +128,8 @@ async fn errors_of_bad_values_name_their_field() {
     };
     type Change = fn(&mut SamplingParams);
     let table: [(Change, &str); 16] = [
-        (|params| params.n = 0, "n: from 1 to 8, not 0"),
-        (|params| params.n = 9, "n: from 1 to 8, not 9"),
+        (|params| params.n = 0, "n: from 1 to 128, not 0"),
+        (|params| params.n = 129, "n: from 1 to 128, not 129"),
         (|params| params.temperature = Some(-0.5), "temperature: from 0 to 2, not -0.5"),
         (|params| params.temperature = Some(f32::NAN), "temperature: from 0 to 2, not NaN"),
         (|params| params.top_p = Some(2.0), "top_p: above 0 and at most 1, not 2"),
@@ -174,8 +174,8 @@ async fn prompts_are_bounded() {
         assert_eq!(accept(inputs, &SamplingParams::default()).expect_err("refused").to_string(), expected);
     }
     assert!(accept(vec![tokens(99)], &SamplingParams::default()).is_ok(), "room for one token");
-    let many = SamplingParams { n: 3, ..SamplingParams::default() };
-    assert_eq!(accept(vec![tokens(1); 32], &many).expect_err("96 answers").param(), "n");
+    let many = SamplingParams { n: 5, ..SamplingParams::default() };
+    assert_eq!(accept(vec![tokens(1); 32], &many).expect_err("160 answers").param(), "n");
 }
 
 #[tokio::test(start_paused = true)]

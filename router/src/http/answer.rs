@@ -14,14 +14,18 @@ use types::{Prompt, TokenId, Usage};
 use super::error::HttpError;
 use super::explanation::explained;
 use super::fields::AnswerOptions;
-use crate::choice::{Choice, Delta, WholeChoice};
+use crate::choice::{Choice, ChoiceFinish, Delta, WholeChoice};
 use crate::error::ServeError;
 use crate::text::ServedModel;
 
-/// The format of one endpoint's answers.
-pub(crate) trait AnswerFormat: fmt::Debug + Send + Sync + 'static {
+/// What all answers have.
+pub(crate) trait AnswerShape: fmt::Debug + Send + Sync + 'static {
     /// The prefix of an answer's id.
     const ID: &'static str;
+}
+
+/// The format of answers that are lists of choices.
+pub(crate) trait AnswerFormat: AnswerShape {
     /// The value of the field `object` in a complete answer.
     const WHOLE: &'static str;
     const CHUNK: &'static str;
@@ -81,7 +85,7 @@ pub(crate) struct Answer<S> {
 /// The deltas of all choices, in order of arrival.
 pub(crate) type Deltas = SelectAll<BoxStream<'static, Result<Delta, ServeError>>>;
 
-impl<S: AnswerFormat> Answer<S> {
+impl<S: AnswerShape> Answer<S> {
     /// Returns the usage of all prompts. A prompt with several answers counts once.
     pub(crate) fn usage(&self) -> Usage {
         let usages = self.choices.iter().step_by(self.context.n).map(Choice::usage);
@@ -95,7 +99,9 @@ impl<S: AnswerFormat> Answer<S> {
         let deltas = self.choices.into_iter().map(Choice::into_deltas);
         (self.context, self.shape, futures::stream::select_all(deltas))
     }
+}
 
+impl<S: AnswerFormat> Answer<S> {
     /// Waits for all choices and returns the complete answer.
     pub(crate) async fn whole(self) -> Result<Response, HttpError> {
         let (usage, n_choices) = (self.usage(), self.choices.len());
@@ -191,9 +197,10 @@ impl Serialize for TokenIds<'_> {
 }
 
 /// Returns OpenAI's name for a finish reason.
-pub(crate) fn finish_reason(finish: types::FinishReason) -> &'static str {
+pub(crate) fn finish_reason(finish: ChoiceFinish) -> &'static str {
     match finish {
-        types::FinishReason::Stop => "stop",
-        types::FinishReason::Length => "length",
+        ChoiceFinish::Stop => "stop",
+        ChoiceFinish::Length => "length",
+        ChoiceFinish::ToolCalls => "tool_calls",
     }
 }

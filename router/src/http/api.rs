@@ -3,26 +3,24 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use axum::body::Body;
+use axum::body::{Body, Bytes};
 use axum::extract::{ConnectInfo, FromRequestParts};
-use axum::response::Response;
 use chassis::World;
 use futures::future::try_join_all;
 use http::HeaderMap;
 use http::request::Parts;
 use types::{Prompt, RequestId};
 
-use super::answer::{Answer, AnswerContext, AnswerFormat};
+use super::answer::{Answer, AnswerContext, AnswerShape};
 use super::body::{self, BodyLimits};
 use super::caller;
 use super::error::{Code, HttpError};
 use super::fields::AnswerOptions;
-use super::sse;
 use crate::accept::{AcceptedRequest, Acceptor, Caller, Inputs, SamplingParams};
 use crate::choice::Choice;
 use crate::serve::Serve;
 use crate::tenants::Client;
-use crate::text::{Detokenizer, RouterModels, ServedModel, run_by_size};
+use crate::text::{Detokenizer, PartsRules, RouterModels, ServedModel, run_by_size};
 
 /// The state of the HTTP API. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -49,7 +47,17 @@ pub(crate) struct ParsedRequest<S> {
     pub(crate) inputs: Inputs,
     pub(crate) params: SamplingParams,
     pub(crate) options: AnswerOptions,
+    /// How the answers' text is divided; `None`: all of it is text.
+    pub(crate) parts: Option<PartsRules>,
     pub(crate) shape: S,
+}
+
+impl<S> ParsedRequest<S> {
+    /// Replaces the format of the answers.
+    pub(crate) fn with_shape<T>(self, shape: T) -> ParsedRequest<T> {
+        let Self { model, inputs, params, options, parts, .. } = self;
+        ParsedRequest { model, inputs, params, options, parts, shape }
+    }
 }
 
 /// The function that parses an endpoint's JSON: fields, template, tokens.
@@ -66,32 +74,50 @@ impl FromRequestParts<HttpApi> for Client {
 }
 
 impl HttpApi {
-    pub(crate) async fn answer<S: AnswerFormat>(
+    /// Reads, accepts and begins a request.
+    pub(crate) async fn answer<S: AnswerShape>(
         self,
         head: RequestHead,
         body: Body,
         parse_request: RequestParser<S>,
-    ) -> Result<Response, HttpError> {
+    ) -> Result<Answer<S>, HttpError> {
         let RequestHead { id, client, headers } = head;
         let mut caller = caller::caller(&self.acceptor, id, client, &headers)?;
         let within = self.body.within.min(self.world.left(caller.deadline));
         let body = body::read(body, BodyLimits { within, ..self.body }).await?;
         caller.read = self.world.now();
+        let ask = self.parsed_bytes(body, parse_request).await?;
+        self.begin(ask, &caller).await
+    }
+
+    /// Reads a body and parses it, on another thread if it is large.
+    pub(crate) async fn parsed<T: Send + 'static>(
+        &self,
+        body: Body,
+        limits: BodyLimits,
+        parse: fn(&Self, &[u8]) -> Result<T, HttpError>,
+    ) -> Result<T, HttpError> {
+        let body = body::read(body, limits).await?;
+        self.parsed_bytes(body, parse).await
+    }
+
+    async fn parsed_bytes<T: Send + 'static>(
+        &self,
+        body: Bytes,
+        parse: fn(&Self, &[u8]) -> Result<T, HttpError>,
+    ) -> Result<T, HttpError> {
         let api = self.clone();
-        let understood = run_by_size(body.len(), move || parse_request(&api, &body)).await;
-        let ask = understood.map_err(|error| HttpError::new(Code::Internal, error.to_string()))??;
-        let stream = ask.options.stream;
-        let answer = self.begin(ask, &caller).await?;
-        if stream { Ok(sse::respond(answer)) } else { answer.whole().await }
+        let parsed = run_by_size(body.len(), move || parse(&api, &body)).await;
+        parsed.map_err(|error| HttpError::new(Code::Internal, error.to_string()))?
     }
 
     /// Begins all choices. Returns when each choice has its first step, or refuses the whole request.
-    async fn begin<S: AnswerFormat>(
+    async fn begin<S: AnswerShape>(
         &self,
         ask: ParsedRequest<S>,
         caller: &Caller,
     ) -> Result<Answer<S>, HttpError> {
-        let ParsedRequest { model, inputs, params, options, shape } = ask;
+        let ParsedRequest { model, inputs, params, options, parts, shape } = ask;
         self.acceptor.check_grammar(&model, &params, caller).await?;
         let AcceptedRequest { prompts, stop, origin } =
             self.acceptor.accept(&model, inputs, &params, caller)?;
@@ -103,9 +129,13 @@ impl HttpApi {
             n: params.n as usize,
             prompts: AnswerContext::prompts(&prompts),
         };
-        let begin = |choice: usize, prompt: Prompt| {
-            let detokenizer = Detokenizer::new(Arc::clone(&model.tokenizer), &stop, params.min_tokens);
-            Choice::begin(self.serve.as_ref(), choice, prompt, detokenizer, origin.clone())
+        let shown = parts.as_ref().map(|rules| rules.shown_tokens(&model.tokenizer)).unwrap_or_default();
+        let begin = async |choice: usize, prompt: Prompt| {
+            let detokenizer = Detokenizer::new(Arc::clone(&model.tokenizer), &stop, params.min_tokens)
+                .showing(shown.clone());
+            let begun = Choice::begin(self.serve.as_ref(), choice, prompt, detokenizer, origin.clone());
+            let parser = parts.as_ref().map(|rules| rules.parser(choice));
+            begun.await.map(|begun| begun.divided_by(parser))
         };
         let n = context.n.max(1);
         let inputs = prompts.chunks(n).enumerate();

@@ -15,6 +15,8 @@ use crate::serve::Detail;
 use crate::tenants::{Claims, Client};
 
 pub(crate) const REQUEST_ID: &str = "x-request-id";
+/// The header with the API key of Anthropic's clients. Others send `authorization`.
+const API_KEY: &str = "x-api-key";
 const TIMEOUT: &str = "x-baton-timeout-ms";
 /// The header with the tenant. Ignored if API keys are used; otherwise accepted only from trusted proxies.
 const TENANT: &str = "x-baton-tenant";
@@ -41,9 +43,11 @@ pub(crate) fn client(
     peer: Option<SocketAddr>,
     headers: &HeaderMap,
 ) -> Result<Client, AcceptError> {
+    let authorization = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+    let key = headers.get(API_KEY).and_then(|value| value.to_str().ok()).map(|key| format!("Bearer {key}"));
     acceptor.client(&Claims {
         peer: peer.map(|peer| peer.ip()),
-        authorization: headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok()),
+        authorization: authorization.or(key.as_deref()),
         tenant: text(headers, TENANT)?,
         priority: number(headers, PRIORITY, "a number from -128 to 127")?,
     })

@@ -1,29 +1,37 @@
 //! The endpoint `POST /v1/chat/completions`.
 
-use minijinja::value::{Serde, Value as TemplateValue};
-use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use std::sync::Arc;
+
 use types::TokenId;
 
-use super::answer::{AnswerContext, AnswerFormat, TokenIds, finish_reason};
+use super::answer::{AnswerContext, AnswerFormat, AnswerShape, TokenIds, finish_reason};
 use super::api::{HttpApi, ParsedRequest};
 use super::constraints::ConstraintFields;
 use super::error::HttpError;
 use super::fields::{CommonFields, asked};
 use super::logprobs::ChatLogprobs;
 use super::request_fields::{self, Endpoint};
+use super::tools::{self, ToolCall, Tools};
 use super::{body, messages};
 use crate::accept::{Inputs, MaxTokens, SamplingParams};
 use crate::choice::{Delta, WholeChoice};
 use crate::error::AcceptError;
-use crate::text::{Chat, ServedModel};
+use crate::text::parts::{Parts, PartsRules, ToolRules};
+use crate::text::reasoning::{ReasoningRules, ReasoningTags};
+use crate::text::{Chat, ChatTemplate, ServedModel};
+use minijinja::value::{Serde, Value as TemplateValue};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 /// The fields that only chat requests have.
 #[derive(Debug, Deserialize)]
-struct ChatFields {
+pub(crate) struct ChatFields {
     messages: Option<Vec<Map<String, Value>>>,
     tools: Option<Vec<Value>>,
     tool_choice: Option<Value>,
+    parallel_tool_calls: Option<bool>,
+    include_reasoning: Option<bool>,
+    separate_reasoning: Option<bool>,
     max_completion_tokens: Option<u32>,
     logprobs: Option<bool>,
     top_logprobs: Option<u32>,
@@ -39,14 +47,23 @@ pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<
     let model = api.serve.model(&api.models, common.model.as_deref())?;
     let options = common.options();
     let params = chat.params(common, constraints)?;
-    let tokens = chat.tokens(&model, api.world.unix_time().as_secs() as i64)?;
+    let RenderedChat { tokens, parts } = chat.rendered(api, &model)?;
     Ok(ParsedRequest {
-        model,
         inputs: Inputs { param: "messages", tokens: vec![tokens] },
         params,
         options,
+        parts: Some(parts),
         shape: ChatShape,
+        model,
     })
+}
+
+/// A chat as the model reads it.
+#[derive(Debug)]
+pub(crate) struct RenderedChat {
+    pub(crate) tokens: Vec<TokenId>,
+    /// How the answers are divided.
+    parts: PartsRules,
 }
 
 impl ChatFields {
@@ -67,40 +84,53 @@ impl ChatFields {
         Ok(SamplingParams { max_tokens: max_tokens.unwrap_or(params.max_tokens), logprobs, ..params })
     }
 
-    fn tokens(self, model: &ServedModel, unix_seconds: i64) -> Result<Vec<TokenId>, AcceptError> {
+    /// Renders the chat with the model's template and tokenizes it.
+    pub(crate) fn rendered(
+        mut self,
+        api: &HttpApi,
+        model: &ServedModel,
+    ) -> Result<RenderedChat, AcceptError> {
         let Some(template) = &model.template else {
-            return Err(AcceptError::unsupported(
-                "messages",
-                "the model has no chat template; use /v1/completions",
-            ));
+            let reason = "the model has no chat template; use /v1/completions";
+            return Err(AcceptError::unsupported("messages", reason));
         };
-        let text = template.render(self.chat(unix_seconds)?)?;
-        model.tokenizer.encode(&text).map_err(|error| error.at("messages"))
+        let tools = tools::callable(self.tools.take(), self.tool_choice.as_ref())?;
+        let tool_rules = tools.as_ref().map(|tools| self.tool_rules(api, template, tools)).transpose()?;
+        let included = self.include_reasoning.unwrap_or(true);
+        let tags = template.reasoning().filter(|_| self.separate_reasoning.unwrap_or(true));
+        let text = template.render(self.chat(api, template, tools)?)?;
+        let opened = |tags: ReasoningTags| tags.opened_by(&text);
+        let reasoning = tags.map(|tags| ReasoningRules { tags, opened: opened(tags), included });
+        let tokens = model.tokenizer.encode(&text).map_err(|error| error.at("messages"))?;
+        Ok(RenderedChat { tokens, parts: PartsRules { reasoning, tools: tool_rules } })
     }
 
-    fn chat(self, unix_seconds: i64) -> Result<Chat, AcceptError> {
-        refuse_tools(self.tools, self.tool_choice.as_ref())?;
-        let messages = messages::checked(self.messages.ok_or_else(|| AcceptError::missing("messages"))?)?;
+    fn tool_rules(
+        &self,
+        api: &HttpApi,
+        template: &ChatTemplate,
+        tools: &Tools,
+    ) -> Result<ToolRules, AcceptError> {
+        let format = template.tool_format().ok_or_else(|| {
+            let reason = "the model's chat template does not show how the model calls tools: the setting \
+                          `model.tool_format` names it";
+            AcceptError::unsupported("tools", reason)
+        })?;
+        let calls_max = if self.parallel_tool_calls.unwrap_or(true) { usize::MAX } else { 1 };
+        Ok(ToolRules { format, tools: Arc::clone(&tools.set), calls_max, seed: api.world.draw() })
+    }
+
+    fn chat(self, api: &HttpApi, template: &ChatTemplate, tools: Option<Tools>) -> Result<Chat, AcceptError> {
+        let messages = self.messages.ok_or_else(|| AcceptError::missing("messages"))?;
+        let messages = messages::checked(messages, template.arguments())?;
         let variables = self.chat_template_kwargs.into_iter().flatten();
         Ok(Chat {
             messages: Serde(messages).into(),
-            tools: TemplateValue::from(()),
+            tools: tools.map_or(TemplateValue::from(()), |tools| Serde(tools.fields).into()),
             variables: variables.map(|(name, value)| (name, TemplateValue::from(Serde(value)))).collect(),
             add_generation_prompt: self.add_generation_prompt.unwrap_or(true),
-            unix_seconds,
+            unix_seconds: api.world.unix_time().as_secs() as i64,
         })
-    }
-}
-
-/// Refuses tools that the model may call, because answers cannot contain calls yet. Tools that the model may
-/// not call are left out of the prompt.
-fn refuse_tools(tools: Option<Vec<Value>>, choice: Option<&Value>) -> Result<(), AcceptError> {
-    let has_tools = tools.is_some_and(|tools| !tools.is_empty());
-    match choice.map(|choice| choice.as_str()) {
-        Some(Some("none")) => Ok(()),
-        None | Some(Some("auto")) if !has_tools => Ok(()),
-        None | Some(Some("auto")) => Err(AcceptError::unsupported("tools", "tool calls are not built yet")),
-        Some(_) => Err(AcceptError::unsupported("tool_choice", "only `none`: tool calls are not built yet")),
     }
 }
 
@@ -125,7 +155,11 @@ struct ChatDelta<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning_content: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     content: Option<&'a str>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<ToolCall<'a>>,
 }
 
 #[derive(Debug, Serialize)]
@@ -141,29 +175,58 @@ pub(crate) struct ChatChoice<'a> {
 #[derive(Debug, Serialize)]
 struct ChatMessage<'a> {
     role: &'static str,
-    content: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning_content: Option<&'a str>,
+    /// The text; `null` if the answer has other parts only.
+    content: Option<&'a str>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<ToolCall<'a>>,
     refusal: Option<()>,
+}
+
+impl<'a> ChatMessage<'a> {
+    fn of(parts: &'a Parts) -> Self {
+        let has_others = !(parts.reasoning.is_empty() && parts.calls.is_empty());
+        Self {
+            role: ASSISTANT,
+            reasoning_content: unless_empty(&parts.reasoning),
+            content: Some(parts.text.as_str()).filter(|text| !(text.is_empty() && has_others)),
+            tool_calls: parts.calls.iter().map(ToolCall::whole).collect(),
+            refusal: None,
+        }
+    }
+}
+
+fn unless_empty(text: &str) -> Option<&str> {
+    (!text.is_empty()).then_some(text)
 }
 
 const ASSISTANT: &str = "assistant";
 
-impl AnswerFormat for ChatShape {
+impl AnswerShape for ChatShape {
     const ID: &'static str = "chatcmpl-";
+}
+
+impl AnswerFormat for ChatShape {
     const WHOLE: &'static str = "chat.completion";
     const CHUNK: &'static str = "chat.completion.chunk";
     type Chunk<'a> = ChatChunk<'a>;
     type Choice<'a> = ChatChoice<'a>;
 
     fn opening(&self, _about: &AnswerContext, choice: usize) -> Option<ChatChunk<'_>> {
-        let delta = ChatDelta { role: Some(ASSISTANT), content: Some("") };
+        let delta = ChatDelta { role: Some(ASSISTANT), content: Some(""), ..ChatDelta::default() };
         Some(ChatChunk { index: choice, delta, logprobs: None, finish_reason: None, token_ids: None })
     }
 
     fn chunk<'a>(&'a self, context: &'a AnswerContext, delta: &'a Delta) -> ChatChunk<'a> {
-        let content = (!delta.text.is_empty()).then_some(delta.text.as_str());
         ChatChunk {
             index: delta.choice,
-            delta: ChatDelta { role: None, content },
+            delta: ChatDelta {
+                role: None,
+                reasoning_content: unless_empty(&delta.parts.reasoning),
+                content: unless_empty(&delta.parts.text),
+                tool_calls: delta.parts.calls.iter().map(ToolCall::part).collect(),
+            },
             logprobs: ChatLogprobs::of(&context.model.tokenizer, [&delta.step]),
             finish_reason: delta.finish.map(finish_reason),
             token_ids: context.if_ids(std::slice::from_ref(&delta.step.token)),
@@ -178,7 +241,7 @@ impl AnswerFormat for ChatShape {
     ) -> ChatChoice<'a> {
         ChatChoice {
             index: choice,
-            message: ChatMessage { role: ASSISTANT, content: &whole.text, refusal: None },
+            message: ChatMessage::of(&whole.parts),
             logprobs: ChatLogprobs::of(&context.model.tokenizer, whole.steps.iter().map(|(_, step)| step)),
             finish_reason: whole.finish.map(finish_reason),
             token_ids: context.options.token_ids.then(|| whole.token_ids()),

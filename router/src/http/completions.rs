@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use types::TokenId;
 
-use super::answer::{AnswerContext, AnswerFormat, TokenIds, finish_reason};
+use super::answer::{AnswerContext, AnswerFormat, AnswerShape, TokenIds, finish_reason};
 use super::api::{HttpApi, ParsedRequest};
 use super::body;
 use super::constraints::ConstraintFields;
@@ -52,7 +52,7 @@ pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<
     let inputs = Inputs { param: "prompt", tokens: prompt.into_tokens(&model)? };
     let echo = completion.echo.unwrap_or(false).then(|| texts(&model.tokenizer, &inputs));
     let shape = CompletionShape { echo: echo.unwrap_or_default(), n: params.n as usize };
-    Ok(ParsedRequest { model, inputs, params, options, shape })
+    Ok(ParsedRequest { model, inputs, params, options, parts: None, shape })
 }
 
 impl CompletionFields {
@@ -124,8 +124,11 @@ impl CompletionShape {
     }
 }
 
-impl AnswerFormat for CompletionShape {
+impl AnswerShape for CompletionShape {
     const ID: &'static str = "cmpl-";
+}
+
+impl AnswerFormat for CompletionShape {
     const WHOLE: &'static str = "text_completion";
     const CHUNK: &'static str = "text_completion";
     type Chunk<'a> = CompletionChoice<'a>;
@@ -141,7 +144,7 @@ impl AnswerFormat for CompletionShape {
         let is_first = delta.step.index == 0;
         CompletionChoice {
             index: delta.choice,
-            text: delta.text.as_str().into(),
+            text: delta.parts.text.as_str().into(),
             logprobs: CompletionLogprobs::of(&context.model.tokenizer, [(delta.offset, &delta.step)]),
             finish_reason: delta.finish.map(finish_reason),
             token_ids: context.options.token_ids.then(|| vec![delta.step.token.0]),
@@ -160,8 +163,8 @@ impl AnswerFormat for CompletionShape {
         whole: &'a WholeChoice,
     ) -> CompletionChoice<'a> {
         let text = match self.echo(choice) {
-            Some(echo) => format!("{echo}{}", whole.text).into(),
-            None => whole.text.as_str().into(),
+            Some(echo) => format!("{echo}{}", whole.parts.text).into(),
+            None => whole.parts.text.as_str().into(),
         };
         let steps = whole.steps.iter().map(|(offset, step)| (*offset, step));
         CompletionChoice {

@@ -126,6 +126,39 @@ impl HttpError {
     }
 }
 
+/// An error in Anthropic's form, for its endpoint.
+#[derive(Debug)]
+pub(crate) struct AnthropicError(HttpError);
+
+impl From<HttpError> for AnthropicError {
+    fn from(error: HttpError) -> Self {
+        Self(error)
+    }
+}
+
+impl HttpError {
+    /// Returns Anthropic's error object. Its types follow from the status.
+    pub(crate) fn anthropic_body(&self) -> serde_json::Value {
+        let kind = match self.code.status() {
+            StatusCode::UNAUTHORIZED => "authentication_error",
+            StatusCode::NOT_FOUND => "not_found_error",
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            StatusCode::SERVICE_UNAVAILABLE => "overloaded_error",
+            StatusCode::GATEWAY_TIMEOUT => "timeout_error",
+            status if status.is_client_error() => "invalid_request_error",
+            _ => "api_error",
+        };
+        serde_json::json!({"type": "error", "error": {"type": kind, "message": self.message}})
+    }
+}
+
+impl IntoResponse for AnthropicError {
+    fn into_response(self) -> Response {
+        let body = Json(self.0.anthropic_body()).into_response().into_body();
+        self.0.into_response().map(|_| body)
+    }
+}
+
 #[derive(Debug, Serialize)]
 pub(crate) struct ErrorBody<'a> {
     error: ErrorFields<'a>,

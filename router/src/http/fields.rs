@@ -40,6 +40,7 @@ pub(crate) struct CommonFields {
 #[derive(Debug, Default, Deserialize)]
 struct StreamOptions {
     include_usage: Option<bool>,
+    continuous_usage_stats: Option<bool>,
     #[serde(flatten)]
     others: BTreeMap<String, serde_json::Value>,
 }
@@ -55,17 +56,36 @@ enum Stop {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct AnswerOptions {
     pub(crate) stream: bool,
-    /// If true, a stream ends with a chunk that has the usage.
-    pub(crate) include_usage: bool,
+    pub(crate) usage: StreamUsage,
     pub(crate) token_ids: bool,
+}
+
+/// The chunks of a stream that have the usage.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum StreamUsage {
+    #[default]
+    None,
+    /// A chunk of its own, at the end.
+    Last,
+    /// All chunks, with the tokens so far, and one at the end.
+    All,
+}
+
+impl StreamOptions {
+    fn usage(&self) -> StreamUsage {
+        match (self.include_usage.unwrap_or(false), self.continuous_usage_stats.unwrap_or(false)) {
+            (true, true) => StreamUsage::All,
+            (true, false) => StreamUsage::Last,
+            (false, _) => StreamUsage::None,
+        }
+    }
 }
 
 impl CommonFields {
     pub(crate) fn options(&self) -> AnswerOptions {
-        let options = self.stream_options.as_ref();
         AnswerOptions {
             stream: self.stream.unwrap_or(false),
-            include_usage: options.and_then(|options| options.include_usage).unwrap_or(false),
+            usage: self.stream_options.as_ref().map(StreamOptions::usage).unwrap_or_default(),
             token_ids: self.return_token_ids.unwrap_or(false),
         }
     }
@@ -117,7 +137,7 @@ impl CommonFields {
         match other {
             Some((name, _)) => {
                 let param = format!("stream_options.{name}");
-                Err(AcceptError::unsupported(param, "only `include_usage`"))
+                Err(AcceptError::unsupported(param, "only `include_usage` and `continuous_usage_stats`"))
             }
             None => Ok(()),
         }

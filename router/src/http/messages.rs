@@ -3,27 +3,38 @@
 use serde_json::{Map, Value};
 
 use crate::error::AcceptError;
+use crate::text::template::ArgumentsForm;
 
 /// The largest number of messages in one chat.
 pub(crate) const MESSAGES_MAX: usize = 4096;
 
 /// Converts messages to the form that templates expect: a known role, content as one text, and arguments of
-/// tool calls as objects. Other fields are kept, because a model's template may read them.
-pub(crate) fn checked(messages: Vec<Map<String, Value>>) -> Result<Vec<Value>, AcceptError> {
+/// tool calls in the template's form. Other fields are kept, because a model's template may read them.
+pub(crate) fn checked(
+    messages: Vec<Map<String, Value>>,
+    arguments: ArgumentsForm,
+) -> Result<Vec<Value>, AcceptError> {
     if messages.is_empty() || messages.len() > MESSAGES_MAX {
         let reason = format!("from 1 to {MESSAGES_MAX} messages, not {}", messages.len());
         return Err(AcceptError::invalid("messages", reason));
     }
-    let check = |(at, message)| checked_message(&format!("messages[{at}]"), message).map(Value::Object);
+    let check =
+        |(at, message)| checked_message(&format!("messages[{at}]"), message, arguments).map(Value::Object);
     messages.into_iter().enumerate().map(check).collect()
 }
 
-fn checked_message(path: &str, mut message: Map<String, Value>) -> Result<Map<String, Value>, AcceptError> {
+fn checked_message(
+    path: &str,
+    mut message: Map<String, Value>,
+    arguments: ArgumentsForm,
+) -> Result<Map<String, Value>, AcceptError> {
     let role = role(path, message.get("role"))?;
     let content = content(path, role, message.get_mut("content").map(Value::take))?;
     message.insert("role".to_owned(), role.into());
     message.insert("content".to_owned(), content.into());
-    if let Some(Value::Array(calls)) = message.get_mut("tool_calls") {
+    if arguments == ArgumentsForm::Object
+        && let Some(Value::Array(calls)) = message.get_mut("tool_calls")
+    {
         calls.iter_mut().for_each(parse_arguments);
     }
     Ok(message)
@@ -90,7 +101,8 @@ mod tests {
     use super::*;
 
     fn check(messages: Value) -> Result<Value, AcceptError> {
-        checked(serde_json::from_value(messages).expect("a list of objects")).map(Value::Array)
+        let messages = serde_json::from_value(messages).expect("a list of objects");
+        checked(messages, ArgumentsForm::Object).map(Value::Array)
     }
 
     #[test]

@@ -1,19 +1,23 @@
 //! The HTTP API, compatible with OpenAI's. Only this module uses JSON and status codes.
 //!
 //! Suggested reading order: the path of a request (`api`); its fields (`request_fields`, `fields`,
-//! `constraints`, `messages`, `chat`, `completions`); one answer while it is generated ([`crate::choice`]); the formats of
-//! answers (`answer`, `sse`, `logprobs`, `explanation`); errors (`error`); pages of other origins (`cors`); and the port's
+//! `constraints`, `messages`, `tools`, `chat`, `completions`, `tokenize`, and `anthropic`,
+//! `responses` and `conversion`, whose requests become chats); one answer while it is generated ([`crate::choice`]); the formats of
+//! answers (`answer`, `blocks`, `sse`, `logprobs`, `explanation`); errors (`error`); pages of other origins (`cors`); and the port's
 //! connections ([`stall`], [`tls`]).
 
 pub mod api;
 pub mod error;
 pub mod body;
+mod anthropic;
 mod answer;
+mod blocks;
 mod caller;
 mod chat;
 mod completions;
 mod constraints;
 mod explanation;
+mod conversion;
 mod cors;
 mod fields;
 mod health;
@@ -23,7 +27,10 @@ mod messages;
 mod models;
 mod openapi;
 mod request_fields;
+mod responses;
 mod sse;
+mod tokenize;
+mod tools;
 pub mod stall;
 pub mod tls;
 
@@ -39,6 +46,7 @@ pub use api::HttpApi;
 use api::RequestHead;
 pub use body::BodyLimits;
 pub use cors::CorsOrigins;
+use error::AnthropicError;
 pub use error::{Code, HttpError};
 pub(crate) use explanation::{ms, parts_ms, worst_gap};
 pub use stall::WriteTimeoutListener;
@@ -53,6 +61,11 @@ pub fn api(api: HttpApi) -> Router {
     Router::new()
         .route("/v1/chat/completions", post(chat_completions))
         .route("/v1/completions", post(completions))
+        .route("/v1/messages", post(messages_of_anthropic))
+        .route("/v1/responses", post(responses))
+        .route("/v1/embeddings", post(embeddings))
+        .route("/tokenize", post(tokenize::tokenize))
+        .route("/detokenize", post(tokenize::detokenize))
         .route("/v1/models", get(models::list))
         .route("/v1/models/{*name}", get(models::one))
         .with_state(api)
@@ -94,7 +107,7 @@ async fn chat_completions(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, HttpError> {
-    api.answer(RequestHead { id, client, headers }, body, chat::parse_request).await
+    api.answer(RequestHead { id, client, headers }, body, chat::parse_request).await?.respond().await
 }
 
 async fn completions(
@@ -104,7 +117,33 @@ async fn completions(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, HttpError> {
-    api.answer(RequestHead { id, client, headers }, body, completions::parse_request).await
+    api.answer(RequestHead { id, client, headers }, body, completions::parse_request).await?.respond().await
+}
+
+async fn messages_of_anthropic(
+    State(api): State<HttpApi>,
+    Extension(id): Extension<RequestId>,
+    client: Result<Client, HttpError>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, AnthropicError> {
+    let head = RequestHead { id, client: client?, headers };
+    Ok(blocks::respond(api.answer(head, body, anthropic::parse_request).await?).await?)
+}
+
+async fn responses(
+    State(api): State<HttpApi>,
+    Extension(id): Extension<RequestId>,
+    client: Client,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, HttpError> {
+    let head = RequestHead { id, client, headers };
+    blocks::respond(api.answer(head, body, responses::parse_request).await?).await
+}
+
+async fn embeddings(_client: Client) -> HttpError {
+    HttpError::new(Code::UnsupportedParameter, "embeddings are not supported: the models here generate text")
 }
 
 async fn not_found(uri: http::Uri) -> HttpError {

@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 
 use super::error::Code;
 use super::request_fields::{Endpoint, FIELDS, FieldSupport};
+use super::tools::TOOLS_MAX;
 use crate::accept::{INPUTS_MAX, LOGPROBS_MAX, N_MAX};
 
 /// One endpoint: its method, path, and what it is for. `docs/api.md` lists the same.
@@ -16,6 +17,11 @@ type Row = (&'static str, &'static str, &'static str);
 const ENDPOINTS: &[Row] = &[
     ("post", "/v1/chat/completions", "Answers a chat."),
     ("post", "/v1/completions", "Continues texts or token ids."),
+    ("post", "/v1/messages", "Answers a chat in the form of Anthropic's API."),
+    ("post", "/v1/responses", "Answers a chat in the form of OpenAI's Responses."),
+    ("post", "/v1/embeddings", "Is refused: the models generate text."),
+    ("post", "/tokenize", "Converts a text or a chat to token ids."),
+    ("post", "/detokenize", "Converts token ids to text."),
     ("get", "/v1/models", "Lists the models that can be used now."),
     ("get", "/v1/models/{name}", "Describes one model."),
     ("get", "/live", "Whether the process lives."),
@@ -164,9 +170,14 @@ fn schema(name: &str) -> Value {
     let token_ids = json!({ "type": "array", "items": count(0) });
     match name {
         "model" | "cache_salt" => json!({ "type": "string" }),
-        "stream" | "return_token_ids" | "ignore_eos" | "echo" | "add_generation_prompt" => {
-            json!({ "type": "boolean" })
-        }
+        "stream"
+        | "return_token_ids"
+        | "ignore_eos"
+        | "echo"
+        | "add_generation_prompt"
+        | "include_reasoning"
+        | "separate_reasoning"
+        | "parallel_tool_calls" => json!({ "type": "boolean" }),
         "logprobs" => json!({ "type": ["boolean", "integer"] }),
         "n" | "best_of" => json!({ "type": "integer", "minimum": 1, "maximum": N_MAX }),
         "max_tokens" | "max_completion_tokens" => count(1),
@@ -188,7 +199,7 @@ fn schema(name: &str) -> Value {
             { "type": "array", "maxItems": INPUTS_MAX, "items": token_ids },
         ] }),
         "messages" => json!({ "type": "array", "minItems": 1, "items": message() }),
-        "tools" => json!({ "type": "array", "items": { "type": "object" } }),
+        "tools" => json!({ "type": "array", "maxItems": TOOLS_MAX, "items": tool() }),
         "tool_choice" => json!({ "type": "string", "enum": ["none", "auto"] }),
         "chat_template_kwargs" => json!({ "type": "object" }),
         "response_format" => response_format(),
@@ -204,7 +215,9 @@ fn schema(name: &str) -> Value {
             "grammar": { "type": "string" },
         } }),
         "stream_options" => {
-            json!({ "type": "object", "properties": { "include_usage": { "type": "boolean" } } })
+            let boolean = json!({ "type": "boolean" });
+            let properties = json!({ "include_usage": boolean, "continuous_usage_stats": boolean });
+            json!({ "type": "object", "properties": properties })
         }
         _ => Value::Null,
     }
@@ -219,6 +232,19 @@ fn response_format() -> Value {
 
 fn one_or_several(schema: &Value) -> Value {
     json!({ "anyOf": [schema, { "type": "array", "items": schema }] })
+}
+
+fn tool() -> Value {
+    let function = json!({
+        "type": "object",
+        "required": ["name"],
+        "properties": { "name": { "type": "string" }, "parameters": { "type": "object" } },
+    });
+    json!({
+        "type": "object",
+        "required": ["type", "function"],
+        "properties": { "type": { "const": "function" }, "function": function },
+    })
 }
 
 fn message() -> Value {

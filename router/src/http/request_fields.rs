@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::error::HttpError;
 use crate::error::AcceptError;
@@ -72,7 +72,7 @@ const fn neutral(
 const ONE_GRAMMAR: &str = "one grammar of an answer";
 const NOT_WITH_GRAMMAR: &str = "not with a grammar";
 const LARK: &str = "one grammar of an answer, in the language of Lark";
-const NO_TOOLS: &str = "tool calls are not built yet";
+const USE_TOOLS: &str = "use `tools` of /v1/chat/completions";
 const NO_MEDIA: &str = "text is the only input and output";
 const ONE_BEAM: &str = "answers are sampled, without beam search";
 const RENDERING: &str = "it is read only where prompts are rendered and not answered";
@@ -93,15 +93,17 @@ pub(crate) const FIELDS: &[RequestField] = &[
     honoured("guided_regex", FieldEndpoints::Both, ONE_GRAMMAR),
     honoured("ignore_eos", FieldEndpoints::Both, NOT_WITH_GRAMMAR),
     honoured("json_schema", FieldEndpoints::Both, ONE_GRAMMAR),
+    honoured("include_reasoning", FieldEndpoints::Chat, ""),
     honoured("logit_bias", FieldEndpoints::Both, ""),
     honoured("logprobs", FieldEndpoints::Both, ""),
     honoured("max_completion_tokens", FieldEndpoints::Chat, ""),
     honoured("max_tokens", FieldEndpoints::Both, ""),
-    honoured("messages", FieldEndpoints::Chat, "texts, or lists of text parts"),
+    honoured("messages", FieldEndpoints::Chat, "texts, or lists of text parts; tool calls and their results"),
     honoured("min_p", FieldEndpoints::Both, ""),
     honoured("min_tokens", FieldEndpoints::Both, NOT_WITH_GRAMMAR),
     honoured("model", FieldEndpoints::Both, ""),
     honoured("n", FieldEndpoints::Both, ""),
+    honoured("parallel_tool_calls", FieldEndpoints::Chat, "`false` keeps the first call"),
     honoured("presence_penalty", FieldEndpoints::Both, ""),
     honoured("prompt", FieldEndpoints::Completions, "texts or token ids, one prompt or several"),
     honoured("regex", FieldEndpoints::Both, ONE_GRAMMAR),
@@ -112,30 +114,33 @@ pub(crate) const FIELDS: &[RequestField] = &[
         "`text`, `json_object`, and `json_schema`, which is enforced with and without `strict`",
     ),
     honoured("return_token_ids", FieldEndpoints::Both, ""),
+    honoured("separate_reasoning", FieldEndpoints::Chat, "`false` leaves reasoning in the text"),
     honoured("seed", FieldEndpoints::Both, ""),
     honoured("stop", FieldEndpoints::Both, ""),
     honoured("stop_token_ids", FieldEndpoints::Both, ""),
     honoured("stream", FieldEndpoints::Both, ""),
-    honoured("stream_options", FieldEndpoints::Both, "`include_usage`; others are refused by name"),
+    honoured(
+        "stream_options",
+        FieldEndpoints::Both,
+        "`include_usage`, and with it `continuous_usage_stats`; others are refused by name",
+    ),
     honoured(
         "structured_outputs",
         FieldEndpoints::Both,
         "one of `json`, `json_object`, `regex`, `choice` and `grammar` (Lark); others are refused by name",
     ),
     honoured("temperature", FieldEndpoints::Both, ""),
-    honoured("tool_choice", FieldEndpoints::Chat, "`none`, and `auto` without `tools`; others are refused"),
     honoured(
-        "tools",
+        "tool_choice",
         FieldEndpoints::Chat,
-        "with `tool_choice: none` only, which leaves them out of the prompt",
+        "`auto`, and `none`, which leaves the tools out of the prompt; others are refused",
     ),
+    honoured("tools", FieldEndpoints::Chat, "functions"),
     honoured("top_k", FieldEndpoints::Both, ""),
     honoured("top_logprobs", FieldEndpoints::Chat, ""),
     honoured("top_p", FieldEndpoints::Both, ""),
     harmless("guided_decoding_backend", "there is one"),
-    harmless("include_reasoning", "an answer's text is not divided"),
     harmless("metadata", "a note of the client's"),
-    harmless("parallel_tool_calls", "`tools` are refused, so there is no call"),
     harmless("prediction", "a hint for speed"),
     harmless("priority", "the header `x-baton-priority` is honoured"),
     harmless("prompt_cache_key", "a hint for speed"),
@@ -150,7 +155,7 @@ pub(crate) const FIELDS: &[RequestField] = &[
     harmless("session_id", "a hint for speed"),
     harmless("store", "nothing is stored"),
     harmless("stream_interval", "each event has the tokens of one step"),
-    harmless("stream_reasoning", "an answer's text is not divided"),
+    harmless("stream_reasoning", "reasoning is streamed as it comes"),
     harmless("truncation_side", "`truncate_prompt_tokens` is refused, so no prompt is cut"),
     harmless("user", "a note of the client's"),
     neutral("add_special_tokens", FieldEndpoints::Chat, &[], "the chat template writes them"),
@@ -178,8 +183,8 @@ pub(crate) const FIELDS: &[RequestField] = &[
     refused("ec_transfer_params", NO_MEDIA),
     neutral("echo", FieldEndpoints::Chat, &[], "only for /v1/completions"),
     refused("extra_key", "use `cache_salt` to keep prefix caches apart"),
-    neutral("function_call", FieldEndpoints::Both, &["\"none\"", "\"auto\""], NO_TOOLS),
-    refused("functions", NO_TOOLS),
+    neutral("function_call", FieldEndpoints::Both, &["\"none\"", "\"auto\""], USE_TOOLS),
+    refused("functions", USE_TOOLS),
     refused(
         "guided_whitespace_pattern",
         "between two tokens JSON has a space, or a line break with at most 32 characters of indentation",
@@ -214,16 +219,15 @@ pub(crate) const FIELDS: &[RequestField] = &[
         &["0"],
         "choices of experts stay on the nodes",
     ),
-    neutral("separate_reasoning", FieldEndpoints::Both, &["true"], "an answer's text is not divided"),
     refused("session_params", "there are no sessions; prefix caches are found by content"),
     neutral("skip_special_tokens", FieldEndpoints::Both, &["true"], SPECIAL),
     neutral("spaces_between_special_tokens", FieldEndpoints::Both, &["true"], SPECIAL),
     refused("stop_regex", "use stop"),
     refused("structural_tag", "use `structured_outputs.grammar`"),
     refused("suffix", "text is only continued at its end"),
-    refused("thinking_token_budget", "an answer's text is not divided"),
-    neutral("tool_choice", FieldEndpoints::Completions, &["\"none\"", "\"auto\""], NO_TOOLS),
-    neutral("tools", FieldEndpoints::Completions, &[], NO_TOOLS),
+    refused("thinking_token_budget", "reasoning has no limit of its own"),
+    neutral("tool_choice", FieldEndpoints::Completions, &["\"none\"", "\"auto\""], USE_TOOLS),
+    neutral("tools", FieldEndpoints::Completions, &[], USE_TOOLS),
     neutral("truncate_prompt_tokens", FieldEndpoints::Both, &[], "a prompt that is too long is refused"),
     neutral("truncation", FieldEndpoints::Both, &["\"disabled\""], "a prompt that is too long is refused"),
     refused("use_beam_search", ONE_BEAM),
@@ -305,6 +309,16 @@ impl<'de> DeserializeSeed<'de> for IsNull {
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<bool, D::Error> {
         let value: Option<IgnoredAny> = serde::Deserialize::deserialize(deserializer)?;
         Ok(value.is_none())
+    }
+}
+
+/// Refuses fields that are not `known` and would change the answer, for endpoints that are not in the table.
+pub(super) fn refuse_others(others: &Map<String, Value>, known: &[&str]) -> Result<(), AcceptError> {
+    let wrong =
+        |(name, value): &(&String, &Value)| !known.contains(&name.as_str()) && !changes_nothing(value, &[]);
+    match others.iter().find(wrong) {
+        Some((name, _)) => Err(AcceptError::unsupported(name.clone(), "this endpoint does not have it")),
+        None => Ok(()),
     }
 }
 

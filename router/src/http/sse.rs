@@ -16,6 +16,7 @@ use types::Usage;
 use super::answer::{Answer, AnswerContext, AnswerFormat, Deltas, Envelope, UsageFields};
 use super::error::HttpError;
 use super::explanation::explained;
+use super::fields::StreamUsage;
 use crate::choice::Delta;
 use crate::error::ServeError;
 
@@ -28,12 +29,34 @@ const ROOM_BYTES: usize = 512;
 /// The header that asks proxies not to buffer the stream.
 const ACCEL_BUFFERING: &str = "x-accel-buffering";
 
+/// Writes the events of one answer.
+pub(crate) trait EventWriter: Send + 'static {
+    fn delta(&mut self, delta: &Delta, out: &mut BytesMut);
+
+    /// Writes an error event. The head with status 200 is already sent, so only the event reports the error.
+    fn error(&mut self, error: ServeError, out: &mut BytesMut);
+
+    fn end(&mut self, out: &mut BytesMut);
+}
+
 /// Makes the response of a streamed answer. Its first event follows the head directly, because the first step
 /// is available.
-pub(crate) fn respond<S: AnswerFormat>(answer: Answer<S>) -> Response {
+pub(crate) fn respond(deltas: Deltas, writer: impl EventWriter) -> Response {
     let headers = [(CONTENT_TYPE, "text/event-stream"), (CACHE_CONTROL, "no-cache")];
-    (headers, [(ACCEL_BUFFERING, "no")], Body::from_stream(in_span(events(Events::new(answer)))))
-        .into_response()
+    let events = Events { deltas, writer, out: BytesMut::new() };
+    (headers, [(ACCEL_BUFFERING, "no")], Body::from_stream(in_span(stream_of(events)))).into_response()
+}
+
+impl<S: AnswerFormat> Answer<S> {
+    /// Answers a request, whole or as events.
+    pub(crate) async fn respond(self) -> Result<Response, HttpError> {
+        if !self.context.options.stream {
+            return self.whole().await;
+        }
+        let (usage, opened) = (self.usage(), vec![false; self.choices.len()]);
+        let (context, shape, deltas) = self.into_parts();
+        Ok(respond(deltas, ChunkWriter { context, shape, opened, usage, completion_tokens: 0 }))
+    }
 }
 
 /// Polls the body's stream in the request's span, because the connection that polls it has another span.
@@ -44,103 +67,114 @@ fn in_span(mut stream: impl Stream<Item = Bytes> + Unpin) -> impl Stream<Item = 
     })
 }
 
-fn events<S: AnswerFormat>(events: Events<S>) -> impl Stream<Item = Bytes> + Unpin {
-    let next = |events: Option<Events<S>>| async move { events?.next().await };
+fn stream_of(events: Events<impl EventWriter>) -> impl Stream<Item = Bytes> + Unpin {
+    let next = |events: Option<Events<_>>| async move { events?.next().await };
     futures::stream::unfold(Some(events), next).boxed()
 }
 
-/// The writer of one answer's events. Dropping it cancels all its choices.
-struct Events<S> {
-    context: AnswerContext,
-    shape: S,
+/// The events of one answer. Dropping it cancels all its choices.
+struct Events<W> {
     deltas: Deltas,
-    /// Whether each choice has sent its opening chunk.
-    opened: Vec<bool>,
-    usage: Usage,
-    completion_tokens: u32,
+    writer: W,
     /// The buffer for events. Its memory is reused after the bytes are sent.
     out: BytesMut,
 }
 
-impl<S: AnswerFormat> Events<S> {
-    fn new(answer: Answer<S>) -> Self {
-        let (usage, opened) = (answer.usage(), vec![false; answer.choices.len()]);
-        let (context, shape, deltas) = answer.into_parts();
-        Self { context, shape, deltas, opened, usage, completion_tokens: 0, out: BytesMut::new() }
-    }
-
-    /// Returns the next bytes, and the writer of the following ones unless these are the last. `None` after
-    /// the end.
+impl<W: EventWriter> Events<W> {
+    /// Returns the next bytes, and the events after them unless these are the last. `None` after the end.
     async fn next(mut self) -> Option<(Bytes, Option<Self>)> {
-        self.out.reserve(ROOM_BYTES);
+        let Self { deltas, writer, out } = &mut self;
+        out.reserve(ROOM_BYTES);
         let mut goes_on = true;
-        while self.out.is_empty() {
-            goes_on = match timeout(KEEP_ALIVE, self.deltas.next()).await {
-                Err(_) => self.write_comment(),
-                Ok(Some(Ok(delta))) => self.write_delta(&delta),
-                Ok(Some(Err(error))) => self.write_error(error),
-                Ok(None) => self.write_end(),
-            };
+        while out.is_empty() {
+            match timeout(KEEP_ALIVE, deltas.next()).await {
+                Err(_) => out.put_slice(b": keep-alive\n\n"),
+                Ok(Some(Ok(delta))) => writer.delta(&delta, out),
+                Ok(last) => {
+                    match last {
+                        Some(Err(error)) => writer.error(error, out),
+                        _ => writer.end(out),
+                    }
+                    goes_on = false;
+                    break;
+                }
+            }
         }
         Some((self.out.split().freeze(), goes_on.then_some(self)))
     }
+}
 
-    // The methods that write return whether more events may follow.
+/// Writes an answer that is a list of choices, as OpenAI's chunks.
+struct ChunkWriter<S> {
+    context: AnswerContext,
+    shape: S,
+    /// Whether each choice has sent its opening chunk.
+    opened: Vec<bool>,
+    usage: Usage,
+    completion_tokens: u32,
+}
 
-    fn write_comment(&mut self) -> bool {
-        self.out.put_slice(b": keep-alive\n\n");
-        true
+impl<S: AnswerFormat> ChunkWriter<S> {
+    /// Returns the field `usage` of a chunk: `null` in chunks without it, if another chunk has it.
+    fn usage_so_far(&self) -> Option<Option<UsageFields>> {
+        match self.context.options.usage {
+            StreamUsage::None => None,
+            StreamUsage::Last => Some(None),
+            StreamUsage::All => Some(Some(UsageFields::new(self.usage, self.completion_tokens))),
+        }
     }
+}
 
-    fn write_delta(&mut self, delta: &Delta) -> bool {
-        let Self { context, shape, out, .. } = self;
+impl<S: AnswerFormat> EventWriter for ChunkWriter<S> {
+    fn delta(&mut self, delta: &Delta, out: &mut BytesMut) {
         self.completion_tokens += 1;
+        let usage = self.usage_so_far();
+        let Self { context, shape, .. } = self;
         if !std::mem::replace(&mut self.opened[delta.choice], true)
             && let Some(opening) = shape.opening(context, delta.choice)
         {
             let prompt_token_ids = shape.prompt_tokens(context).filter(|_| delta.choice == 0);
-            write_event(out, &Envelope { prompt_token_ids, ..chunk::<S, _>(context, [opening]) });
+            write_event(out, &Envelope { prompt_token_ids, ..chunk::<S, _>(context, usage, [opening]) });
         }
         if shows(context, delta) {
             let explanations = delta.explanation.iter().map(|one| explained(delta.choice, one)).collect();
-            let chunk = chunk::<S, _>(context, [shape.chunk(context, delta)]);
+            let chunk = chunk::<S, _>(context, usage, [shape.chunk(context, delta)]);
             write_event(out, &Envelope { explanations, ..chunk });
         }
-        true
     }
 
-    /// Writes an error event. The head with status 200 is already sent, so only the event reports the error.
-    fn write_error(&mut self, error: ServeError) -> bool {
+    fn error(&mut self, error: ServeError, out: &mut BytesMut) {
         warn!(%error, "streamed answer to client failed");
-        self.out.put_slice(b"event: error\n");
-        write_event(&mut self.out, &HttpError::from(error).body());
-        false
+        out.put_slice(b"event: error\n");
+        write_event(out, &HttpError::from(error).body());
     }
 
-    fn write_end(&mut self) -> bool {
-        if self.context.options.include_usage {
+    fn end(&mut self, out: &mut BytesMut) {
+        if self.context.options.usage != StreamUsage::None {
             let usage = Some(Some(UsageFields::new(self.usage, self.completion_tokens)));
             let no_choices: [S::Chunk<'_>; 0] = [];
-            write_event(&mut self.out, &Envelope { usage, ..chunk::<S, _>(&self.context, no_choices) });
+            write_event(out, &chunk::<S, _>(&self.context, usage, no_choices));
         }
-        self.out.put_slice(b"data: [DONE]\n\n");
+        out.put_slice(b"data: [DONE]\n\n");
         info!(n_choices = self.opened.len(), completion_tokens = self.completion_tokens, "request answered");
-        false
     }
 }
 
 /// Returns whether a delta has visible output. A step in the middle of a character has none.
 fn shows(context: &AnswerContext, delta: &Delta) -> bool {
     let about_the_token = context.options.token_ids || delta.step.logprobs.is_some();
-    !delta.text.is_empty() || delta.finish.is_some() || about_the_token
+    !delta.parts.is_empty() || delta.finish.is_some() || about_the_token
 }
 
-fn chunk<S: AnswerFormat, C>(context: &AnswerContext, choices: C) -> Envelope<'_, C> {
-    let usage = context.options.include_usage.then_some(None);
+fn chunk<S: AnswerFormat, C>(
+    context: &AnswerContext,
+    usage: Option<Option<UsageFields>>,
+    choices: C,
+) -> Envelope<'_, C> {
     Envelope { usage, ..Envelope::new(context, S::CHUNK, choices) }
 }
 
-fn write_event(out: &mut BytesMut, event: &impl Serialize) {
+pub(crate) fn write_event(out: &mut BytesMut, event: &impl Serialize) {
     out.put_slice(b"data: ");
     serde_json::to_writer(out.writer(), event).expect("strings and numbers always have a JSON form");
     out.put_slice(b"\n\n");

@@ -20,6 +20,8 @@ pub struct Detokenizer {
     stop: StopScanner,
     /// The number of tokens whose text is still not searched for stop strings. It starts at `min_tokens`.
     n_unsearched: u32,
+    /// The special tokens whose names are part of the text. The names of others are not.
+    shown: Vec<TokenId>,
     /// A buffer for the characters between `characters` and `stop`, kept for its allocation.
     whole: String,
 }
@@ -31,21 +33,37 @@ impl Detokenizer {
             characters: Characters::default(),
             stop: StopScanner::new(stop.clone()),
             n_unsearched: min_tokens,
+            shown: Vec::new(),
             whole: String::new(),
         }
+    }
+
+    /// Makes the names of these special tokens part of the text.
+    #[must_use]
+    pub fn showing(self, shown: Vec<TokenId>) -> Self {
+        Self { shown, ..self }
     }
 
     /// Appends the text that is certain after this token. `Break`: a stop string is complete, and the answer
     /// ends before it.
     pub fn push(&mut self, token: TokenId, text: &mut String) -> ControlFlow<()> {
         self.whole.clear();
-        self.characters.push(self.tokenizer.bytes_of(token), &mut self.whole);
+        if self.shown.contains(&token) {
+            self.characters.push(self.tokenizer.shown(token).as_bytes(), &mut self.whole);
+        } else {
+            self.characters.push(self.tokenizer.bytes_of(token), &mut self.whole);
+        }
         if self.n_unsearched > 0 {
             self.n_unsearched -= 1;
             text.push_str(&self.whole);
             return ControlFlow::Continue(());
         }
         self.stop.push(&self.whole, text)
+    }
+
+    /// Returns the stop string that is complete.
+    pub fn stopped_by(&self) -> Option<&str> {
+        self.stop.matched()
     }
 
     /// Appends the text that was held back, at the end of the tokens. An incomplete character becomes U+FFFD.

@@ -4,9 +4,13 @@ pub mod offload;
 pub mod detokenizer;
 mod dialect;
 pub mod folder;
+pub mod parts;
+pub mod reasoning;
 pub mod stop;
+mod tags;
 pub mod template;
 pub mod tokenizer;
+pub mod tools;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,9 +21,11 @@ use types::{ModelInfo, Sampling, TokenId};
 
 pub use detokenizer::Detokenizer;
 pub use offload::run_by_size;
+pub use parts::{Parts, PartsParser, PartsRules};
 pub use stop::StopStrings;
 pub use template::{Chat, ChatTemplate};
 pub use tokenizer::Tokenizer;
+use tools::ToolFormat;
 
 use crate::error::{AcceptError, TextError};
 
@@ -46,6 +52,16 @@ impl ServedModel {
     /// Loads the tokenizer and template of a Hugging Face folder. Reads files of several megabytes.
     pub fn open(folder: &Path, name: &str) -> Result<Self, TextError> {
         folder::open(folder, name)
+    }
+
+    /// Sets how the model writes tool calls; `None`: as its chat template shows it.
+    #[must_use]
+    pub fn with_tool_format(self, format: Option<ToolFormat>) -> Self {
+        let template = self.template.map(|template| match format {
+            Some(format) => template.with_tool_format(format),
+            None => template,
+        });
+        Self { template, ..self }
     }
 
     /// Makes the mock model: a token is a byte, and the answer to a prompt is a function of the prompt.

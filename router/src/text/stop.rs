@@ -43,18 +43,28 @@ pub(super) struct StopScanner {
     /// The end of the text so far that may be the beginning of a stop string. It is shorter than the longest
     /// stop string.
     held: String,
+    /// The index of the complete stop string.
+    matched: Option<usize>,
 }
 
 impl StopScanner {
     pub(super) fn new(strings: StopStrings) -> Self {
-        Self { strings, held: String::new() }
+        Self { strings, held: String::new(), matched: None }
+    }
+
+    /// Returns the stop string that is complete.
+    pub(super) fn matched(&self) -> Option<&str> {
+        self.matched.and_then(|nth| self.strings.iter().nth(nth))
     }
 
     /// Appends the text that cannot be part of a stop string any more. `Break`: a stop string is complete.
     pub(super) fn push(&mut self, piece: &str, text: &mut String) -> ControlFlow<()> {
         self.held.push_str(piece);
         let (n_free, flow) = match self.first_match() {
-            Some(start) => (start, ControlFlow::Break(())),
+            Some((start, nth)) => {
+                self.matched = Some(nth);
+                (start, ControlFlow::Break(()))
+            }
             None => (self.held.len() - self.n_may_become(), ControlFlow::Continue(())),
         };
         text.push_str(&self.held[..n_free]);
@@ -68,11 +78,13 @@ impl StopScanner {
         self.held.clear();
     }
 
-    /// Returns the start of the stop string that ends first; if several end together, that of the longest.
+    /// Returns the start and the index of the stop string that ends first; if several end together, that of the longest.
     /// Choosing by the end makes the result independent of the split into pieces.
-    fn first_match(&self) -> Option<usize> {
-        let found = |string: &str| self.held.find(string).map(|start| (start + string.len(), start));
-        self.strings.iter().filter_map(found).min().map(|(_, start)| start)
+    fn first_match(&self) -> Option<(usize, usize)> {
+        let found = |(nth, string): (usize, &str)| {
+            self.held.find(string).map(|start| (start + string.len(), start, nth))
+        };
+        self.strings.iter().enumerate().filter_map(found).min().map(|(_, start, nth)| (start, nth))
     }
 
     /// Returns the length of the longest suffix of the text that is the beginning of a stop string.

@@ -12,10 +12,15 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind, State};
 use serde::Serialize;
 
 use super::dialect;
+use super::reasoning::ReasoningTags;
+use super::tools::ToolFormat;
 use crate::error::AcceptError;
 
 /// The template of models without one of their own.
-const PLAIN: &str = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}\
+const PLAIN: &str = "{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}\
+    Call a tool with <tool_call>{\"name\": NAME, \"arguments\": OBJECT}</tool_call><|end|>{% endif %}\
+    {% for message in messages %}<|{{ message.role }}|>{{ message.content }}\
+    {% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}\
     {% if add_generation_prompt %}<|assistant|>{% endif %}";
 const CHAT: &str = "chat";
 const CHAT_WITH_TOOLS: &str = "chat with tools";
@@ -28,6 +33,24 @@ const NOW: &str = "baton now";
 pub struct ChatTemplate {
     environment: Environment<'static>,
     specials: Vec<(String, String)>,
+    tool_format: Option<ToolFormat>,
+    reasoning: Option<ReasoningTags>,
+    arguments: ArgumentsForm,
+}
+
+/// The form in which a template expects the arguments of earlier tool calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ArgumentsForm {
+    Object,
+    /// JSON in a string: the template joins it with other text.
+    Text,
+}
+
+impl ArgumentsForm {
+    fn of_template(source: &str) -> Self {
+        let joins = ["['arguments'] +", "[\"arguments\"] +", ".arguments +"];
+        if joins.iter().any(|text| source.contains(text)) { Self::Text } else { Self::Object }
+    }
 }
 
 /// The variables of a template. Their values are the client's, unchanged.
@@ -50,13 +73,41 @@ impl ChatTemplate {
     pub fn new(source: &str, specials: Vec<(String, String)>) -> Result<Self, Error> {
         let mut environment = environment()?;
         environment.add_template_owned(CHAT, dialect::translated(source).into_owned())?;
-        Ok(Self { environment, specials })
+        Ok(Self {
+            environment,
+            specials,
+            tool_format: ToolFormat::of_template(source),
+            reasoning: ReasoningTags::of_template(source),
+            arguments: ArgumentsForm::of_template(source),
+        })
     }
 
     /// Adds a separate template for chats with tools, which some models have.
     pub fn with_tools(mut self, source: &str) -> Result<Self, Error> {
         self.environment.add_template_owned(CHAT_WITH_TOOLS, dialect::translated(source).into_owned())?;
+        self.tool_format = ToolFormat::of_template(source).or(self.tool_format);
+        self.arguments = ArgumentsForm::of_template(source);
         Ok(self)
+    }
+
+    /// Replaces the format of tool calls that was found in the template.
+    #[must_use]
+    pub fn with_tool_format(self, format: ToolFormat) -> Self {
+        Self { tool_format: Some(format), ..self }
+    }
+
+    /// Returns how the model writes tool calls; `None`: the template does not show it.
+    pub fn tool_format(&self) -> Option<ToolFormat> {
+        self.tool_format
+    }
+
+    /// Returns the tags around the model's reasoning; `None`: the model does not reason before its answer.
+    pub fn reasoning(&self) -> Option<ReasoningTags> {
+        self.reasoning
+    }
+
+    pub fn arguments(&self) -> ArgumentsForm {
+        self.arguments
     }
 
     /// Makes the template of untrained models: `<|role|>content<|end|>` for each message.

@@ -15,6 +15,10 @@
 //! prefill_token_ms = 0.0     # every token of a longer row
 //! sent_byte_ns = 0.0         # every byte of KV sent; spent by the sender's connectors
 //!
+//! [[answers]]                # texts instead of drawn tokens, the first one whose `after` is in the prompt
+//! after = "weather"
+//! text = "It rains."
+//!
 //! [layout]
 //! block_tokens = 16
 //! n_layers = 4
@@ -27,7 +31,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use serde::Deserialize;
-use types::{KvDtype, KvLayout};
+use types::{KvDtype, KvLayout, TokenId};
 
 use super::kv;
 use crate::error::OpenError;
@@ -45,7 +49,16 @@ pub struct MockSettings {
     pub eos_one_in: u64,
     pub verify: Verify,
     pub cost: Costs,
+    pub answers: Vec<MockAnswer>,
     pub layout: LayoutSettings,
+}
+
+/// The answer to all prompts that contain a text.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MockAnswer {
+    pub after: String,
+    pub text: String,
 }
 
 /// How much of the KV that a row reads is verified.
@@ -97,6 +110,7 @@ impl Default for MockSettings {
             eos_one_in: 200,
             verify: Verify::All,
             cost: Costs::default(),
+            answers: Vec::new(),
             layout: LayoutSettings::default(),
         }
     }
@@ -137,6 +151,17 @@ impl MockSettings {
             .map_err(|source| OpenError::ParseCosts { name: name.to_owned(), source: Box::new(source) })?;
         settings.check()?;
         Ok(settings)
+    }
+
+    /// Returns the text that is the answer to this prompt, if there is one.
+    pub(super) fn answer(&self, prompt: &[TokenId]) -> Option<&str> {
+        if self.answers.is_empty() {
+            return None;
+        }
+        // Special tokens are no bytes. 0xff is in no UTF-8 text.
+        let bytes: Vec<u8> = prompt.iter().map(|token| u8::try_from(token.0).unwrap_or(0xff)).collect();
+        let has = |after: &str| bytes.windows(after.len().max(1)).any(|window| window == after.as_bytes());
+        self.answers.iter().find(|answer| has(&answer.after)).map(|answer| answer.text.as_str())
     }
 
     fn check(&self) -> Result<(), OpenError> {
@@ -245,6 +270,17 @@ mod tests {
             error.to_string(),
             "no model \"mock:nonsense\": known are mock, mock:FILE.toml, mock:llama-8b, mock:slow"
         );
+    }
+
+    #[test]
+    fn a_set_answer_follows_its_prompt() {
+        let text = "[[answers]]\nafter = \"rain\"\ntext = \"Yes\"\n[[answers]]\nafter = \"a\"\ntext = \"\"";
+        let settings = MockSettings::parse("t", text).expect("two answers");
+        let prompt = |text: &str| -> Vec<TokenId> { text.bytes().map(|byte| TokenId(byte.into())).collect() };
+        assert_eq!(settings.answer(&prompt("Does it rain?")), Some("Yes"));
+        assert_eq!(settings.answer(&prompt("a")), Some(""), "the second one");
+        assert_eq!(settings.answer(&prompt("no")), None);
+        assert_eq!(MockSettings::default().answer(&prompt("rain")), None);
     }
 
     #[test]

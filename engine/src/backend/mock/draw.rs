@@ -27,11 +27,18 @@ pub(super) struct MockSampleSpec {
     sampling: Sampling,
     stop: StopRules,
     index: u32,
+    /// The token that is taken instead of a drawn one.
+    answer: Option<TokenId>,
 }
 
 impl MockSampleSpec {
-    pub(super) fn of(spec: &SampleSpec<'_>) -> Self {
-        Self { sampling: spec.sampling.clone(), stop: spec.stop.clone(), index: spec.index }
+    pub(super) fn of(spec: &SampleSpec<'_>, settings: &MockSettings) -> Self {
+        let prompt = spec.history.get(..spec.n_prompt).unwrap_or(spec.history);
+        let answer = settings.answer(prompt).map(|text| {
+            let byte = text.as_bytes().get(spec.index as usize);
+            byte.map_or(END, |byte| TokenId(u32::from(*byte)))
+        });
+        Self { sampling: spec.sampling.clone(), stop: spec.stop.clone(), index: spec.index, answer }
     }
 
     /// Draws the token at `position`, after the tokens of `chain`.
@@ -47,16 +54,17 @@ impl MockSampleSpec {
             0.0 => mix(chain.0 ^ GREEDY),
             _ => mix(chain.0 ^ mix(self.sampling.seed ^ mix(position as u64))),
         };
+        let set = self.answer.into_iter();
         let drawn = (0..DRAWS_MAX).map(|nth| candidate(mix(base.wrapping_add(nth)), eos_one_in));
         let any = (0..VOCAB).map(TokenId);
-        let token = drawn.chain(any).find(|token| self.allows(*token));
+        let token = set.chain(drawn).chain(any).find(|token| self.allows(*token));
         let token = token.ok_or_else(|| RowError::Sample("every token is forbidden".to_owned()))?;
         let logprobs = self.sampling.logprobs.map(|n_top| logprobs(token, base, n_top));
         Ok(SampledToken { token, logprobs })
     }
 
     fn allows(&self, token: TokenId) -> bool {
-        let Self { sampling, stop, index } = self;
+        let Self { sampling, stop, index, .. } = self;
         let spec = SampleSpec { sampling, stop, history: &[], n_prompt: 0, index: *index, constraint: None };
         let unwanted_end = token == END && stop.ignore_eos;
         !unwanted_end && !spec.forbids(token, &[END])
@@ -82,10 +90,11 @@ fn logprobs(token: TokenId, base: u64, n_top: u8) -> Logprobs {
 
 #[cfg(test)]
 mod tests {
+    use super::super::cost::MockAnswer;
     use super::*;
 
     fn spec(sampling: Sampling, stop: StopRules, index: u32) -> MockSampleSpec {
-        MockSampleSpec { sampling, stop, index }
+        MockSampleSpec { sampling, stop, index, answer: None }
     }
 
     fn draw(sampling: Sampling, position: usize) -> TokenId {
@@ -119,6 +128,19 @@ mod tests {
         };
         assert_eq!(tokens(1), tokens(1));
         assert_ne!(tokens(0), tokens(1));
+    }
+
+    #[test]
+    fn a_set_answer_is_given_byte_by_byte() {
+        let answers = vec![MockAnswer { after: "?".to_owned(), text: "No".to_owned() }];
+        let settings = MockSettings { answers, ..MockSettings::default() };
+        let (sampling, stop, history) =
+            (Sampling::default(), StopRules::default(), [TokenId(63), TokenId(78)]);
+        let token = |index| {
+            let spec = SampleSpec { sampling: &sampling, stop: &stop, history: &history, n_prompt: 1, index };
+            MockSampleSpec::of(&spec, &settings).draw(Chain(1), 2, &settings).expect("a token").token
+        };
+        assert_eq!([token(0), token(1), token(2)], [TokenId(78), TokenId(111), END]);
     }
 
     #[test]

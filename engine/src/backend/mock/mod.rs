@@ -20,7 +20,7 @@ use kv_cache::{FenceSignal, KvMemory};
 use tokio::time::Instant;
 use types::{Fingerprint, KvLayout, ModelInfo, TokenId};
 
-pub use cost::{Costs, DtypeName, LayoutSettings, MockSettings, Verify, wire_costs};
+pub use cost::{Costs, DtypeName, LayoutSettings, MockAnswer, MockSettings, Verify, wire_costs};
 
 use crate::backend::asleep::{self, Asleep, ClosedBackend, SleepFailed};
 use crate::backend::{Backend, EngineSettings, STEPS_IN_FLIGHT_MAX};
@@ -160,7 +160,7 @@ impl Backend for Mock {
             return Err(BackendError::Order(format!("{STEPS_IN_FLIGHT_MAX} steps are in flight already")));
         }
         let block_tokens = usize::from(self.memory.layout().block_tokens);
-        let queued = |row| QueuedRow::new(row, self.settings.verify, block_tokens);
+        let queued = |row| QueuedRow::new(row, &self.settings, block_tokens);
         let rows: Vec<QueuedRow> = batch.rows.iter().map(queued).collect();
         let cost = self.settings.cost.of_step(rows.iter().map(QueuedRow::n_tokens));
         let (signal, fence) = FenceSignal::new();
@@ -210,10 +210,11 @@ impl Backend for Mock {
 fn model(name: &str, settings: &MockSettings, memory: &KvMemory) -> ModelInfo {
     let layout = memory.layout().clone();
     let mut parts = layout.fingerprint_parts();
-    parts.push((
-        "weights".to_owned(),
-        format!("mock {}, eos one in {}", settings.weights, settings.eos_one_in),
-    ));
+    let mut weights = format!("mock {}, eos one in {}", settings.weights, settings.eos_one_in);
+    if !settings.answers.is_empty() {
+        weights += &format!(", answers {:?}", settings.answers);
+    }
+    parts.push(("weights".to_owned(), weights));
     parts.push(("tokenizer".to_owned(), "bytes".to_owned()));
     ModelInfo {
         name: name.to_owned(),

@@ -46,8 +46,8 @@ pub(super) struct RunningRow {
 // === impl QueuedRow ===
 
 impl QueuedRow {
-    pub(super) fn new(row: &Row<'_>, verify: Verify, block_tokens: usize) -> Self {
-        let verify_from = match verify {
+    pub(super) fn new(row: &Row<'_>, settings: &MockSettings, block_tokens: usize) -> Self {
+        let verify_from = match settings.verify {
             Verify::All => 0,
             Verify::LastBlock => row.start.saturating_sub(1) / block_tokens * block_tokens,
         };
@@ -59,7 +59,7 @@ impl QueuedRow {
             tables: row.tables.iter().map(|table| table.to_vec()).collect(),
             verify_from,
             history: history.get(verify_from..).unwrap_or_default().to_vec(),
-            spec: row.sample.as_ref().map(MockSampleSpec::of),
+            spec: row.sample.as_ref().map(|spec| MockSampleSpec::of(spec, settings)),
         }
     }
 

@@ -242,6 +242,10 @@ The table of fields is made from the code by the test `the_page_lists_every_fiel
 | port | endpoint | what |
 |---|---|---|
 | router, HTTP | `POST /v1/chat/completions`, `POST /v1/completions` | answers, whole or as server-sent events |
+| router, HTTP | `POST /v1/messages` | a chat in the form of Anthropic's API: text, tools, `thinking`; the key may be in `x-api-key` |
+| router, HTTP | `POST /v1/responses` | a chat in the form of OpenAI's Responses, without a store: text and functions |
+| router, HTTP | `POST /tokenize`, `POST /detokenize` | a text or a chat to token ids, and back, with vLLM's fields |
+| router, HTTP | `POST /v1/embeddings` | a 400: the models generate text |
 | router, HTTP | `GET /v1/models`, `GET /v1/models/NAME` | the models that at least one usable node serves |
 | router, HTTP | `GET /live`, `GET /ready`, `GET /health` | whether the process lives; whether tokens can flow, otherwise why not |
 | router, HTTP | `GET /openapi.json`, `GET /version` | this page for programs; the versions of the process and its protocol |

@@ -23,7 +23,7 @@ use crate::http::{BodyLimits, HttpApi, api, health, stack};
 use crate::metrics::RouterMetrics;
 use crate::serve::{Arrival, Complete, Generation, Serve, ServeError};
 use crate::text::tokenizer::END;
-use crate::text::{RouterModels, ServedModel};
+use crate::text::{RouterModels, ServedModel, Tokenizer};
 
 /// What the scripted [`Serve`] does with a prompt.
 pub(crate) enum ScriptedEvent {
@@ -81,6 +81,13 @@ impl FakeServe {
         let mut seen = self.seen.lock().unwrap().clone();
         seen.sort_by(|a, b| a.id.cmp(&b.id));
         seen
+    }
+
+    /// Returns the text of the only prompt, without its special tokens.
+    pub(crate) fn prompt_text(&self) -> String {
+        let seen = self.seen();
+        assert_eq!(seen.len(), 1);
+        Tokenizer::Bytes.text_of(&seen[0].tokens)
     }
 
     /// Waits until exactly `n` prompts are in progress.

@@ -54,6 +54,19 @@ async fn the_last_chunk_has_the_usage() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn every_chunk_has_the_usage_so_far_where_it_is_wanted() {
+    let wanted = json!({"include_usage": true, "continuous_usage_stats": true});
+    let events =
+        chat(&FakeServe::saying("Hi"), json!({"stream": true, "stream_options": wanted})).await.events();
+    let tokens: Vec<&Value> = events.iter().map(|event| &event["usage"]["completion_tokens"]).collect();
+    assert_eq!(tokens, [&json!(1), &json!(1), &json!(2), &json!(3), &json!(3), &json!(null)]);
+    assert_eq!(events[0]["usage"]["prompt_tokens"], 5);
+    let alone = json!({"stream": true, "stream_options": {"continuous_usage_stats": true}});
+    let events = chat(&FakeServe::saying("Hi"), alone).await.events();
+    assert!(events.iter().all(|event| event.get("usage").is_none()), "as vLLM: not without include_usage");
+}
+
+#[tokio::test(start_paused = true)]
 async fn token_ids_come_with_every_step() {
     let fields = json!({"stream": true, "return_token_ids": true});
     let events = chat(&FakeServe::saying("é"), fields.clone()).await.events();

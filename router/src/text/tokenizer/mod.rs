@@ -74,6 +74,16 @@ impl Tokenizer {
         }
     }
 
+    /// Returns the special token with this name.
+    pub fn special_named(&self, name: &str) -> Option<TokenId> {
+        match self {
+            Self::HuggingFace(tokenizer) => {
+                tokenizer.named(name).filter(|token| tokenizer.special(*token).is_some())
+            }
+            Self::Bytes | Self::Absent => None,
+        }
+    }
+
     /// Returns the text that shows a single token in a list: the name of a special token, or the id if there
     /// is no tokenizer.
     pub fn shown(&self, token: TokenId) -> Cow<'_, str> {
@@ -87,7 +97,22 @@ impl Tokenizer {
 
     /// Returns the text of a whole prompt, without the prefix that the tokenizer adds to texts.
     pub fn text_of(&self, tokens: &[TokenId]) -> String {
-        let bytes: Vec<u8> = tokens.iter().flat_map(|token| self.bytes_of(*token)).copied().collect();
+        self.text(tokens.iter().flat_map(|token| self.bytes_of(*token)).copied().collect())
+    }
+
+    /// Returns the text of tokens like [`text_of`](Self::text_of), with the names of special tokens.
+    pub fn whole_text_of(&self, tokens: &[TokenId]) -> String {
+        let mut bytes = Vec::new();
+        for token in tokens {
+            match self.bytes_of(*token) {
+                [] => bytes.extend_from_slice(self.shown(*token).as_bytes()),
+                of_text => bytes.extend_from_slice(of_text),
+            }
+        }
+        self.text(bytes)
+    }
+
+    fn text(&self, bytes: Vec<u8>) -> String {
         let text = String::from_utf8_lossy(&bytes);
         match self {
             Self::HuggingFace(tokenizer) => tokenizer.bytes().without_prefix(&text).to_owned(),

@@ -1,0 +1,190 @@
+//! Answers that are lists of blocks: Anthropic's messages and OpenAI's responses. A block is reasoning, text or a
+//! tool call.
+
+use axum::Json;
+use axum::response::{IntoResponse, Response};
+use bytes::{BufMut, BytesMut};
+use futures::StreamExt;
+use serde_json::Value;
+use tracing::{info, warn};
+use types::Usage;
+
+use super::answer::{Answer, AnswerContext, AnswerShape};
+use super::error::HttpError;
+use super::sse::{self, EventWriter};
+use crate::choice::{ChoiceFinish, Delta};
+use crate::error::ServeError;
+use crate::text::Parts;
+use crate::text::tools::CallStart;
+
+/// The format of one endpoint's answers.
+pub(crate) trait BlockFormat: AnswerShape {
+    /// Returns the events before the first block.
+    fn start(&mut self, context: &AnswerContext, usage: Usage) -> Vec<NamedEvent>;
+
+    fn block(&mut self, event: BlockEvent<'_>) -> Vec<NamedEvent>;
+
+    /// Returns the events after the last block.
+    fn end(&mut self, context: &AnswerContext, answer: &BlockAnswer) -> Vec<NamedEvent>;
+
+    fn error(&mut self, error: &HttpError) -> NamedEvent;
+
+    fn whole(&self, context: &AnswerContext, answer: &BlockAnswer) -> Value;
+}
+
+/// The name and the data of a server-sent event.
+pub(crate) type NamedEvent = (&'static str, Value);
+
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum BlockKind {
+    Reasoning,
+    Text,
+    /// The block's text is the arguments.
+    Call(CallStart),
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Block {
+    pub(crate) index: usize,
+    pub(crate) kind: BlockKind,
+    pub(crate) text: String,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum BlockEvent<'a> {
+    Begin(&'a Block),
+    /// A piece was appended to the block.
+    Piece(&'a Block, &'a str),
+    End(&'a Block),
+}
+
+/// An answer, complete or under way.
+#[derive(Debug, Default)]
+pub(crate) struct BlockAnswer {
+    pub(crate) blocks: Vec<Block>,
+    pub(crate) usage: Usage,
+    pub(crate) output_tokens: u32,
+    pub(crate) finish: Option<ChoiceFinish>,
+    /// The stop string that ended the answer.
+    pub(crate) stop_string: Option<String>,
+    /// Whether the last block may go on.
+    is_open: bool,
+}
+
+impl BlockAnswer {
+    /// Makes an answer without blocks.
+    pub(crate) fn of(usage: Usage) -> Self {
+        Self { usage, ..Self::default() }
+    }
+
+    /// Adds a delta and reports what it does to blocks.
+    fn add(&mut self, delta: &Delta, report: &mut impl FnMut(BlockEvent<'_>)) {
+        let Parts { reasoning, text, calls } = &delta.parts;
+        self.output_tokens += 1;
+        self.append(&BlockKind::Reasoning, reasoning, report);
+        let in_call =
+            self.is_open && matches!(self.blocks.last(), Some(Block { kind: BlockKind::Call(_), .. }));
+        if !in_call {
+            self.append(&BlockKind::Text, text, report);
+        }
+        for call in calls {
+            if let Some(start) = &call.start {
+                self.begin(BlockKind::Call(start.clone()), report);
+            }
+            self.extend(&call.arguments, report);
+        }
+        if in_call {
+            self.append(&BlockKind::Text, text, report);
+        }
+        if delta.finish.is_some() {
+            (self.finish, self.stop_string) = (delta.finish, delta.stop_string.clone());
+            self.close(report);
+        }
+    }
+
+    fn append(&mut self, kind: &BlockKind, piece: &str, report: &mut impl FnMut(BlockEvent<'_>)) {
+        if piece.is_empty() {
+            return;
+        }
+        let goes_on = self.is_open && self.blocks.last().is_some_and(|block| block.kind == *kind);
+        if !goes_on {
+            self.begin(kind.clone(), report);
+        }
+        self.extend(piece, report);
+    }
+
+    fn begin(&mut self, kind: BlockKind, report: &mut impl FnMut(BlockEvent<'_>)) {
+        self.close(report);
+        let block = Block { index: self.blocks.len(), kind, text: String::new() };
+        report(BlockEvent::Begin(&block));
+        self.blocks.push(block);
+        self.is_open = true;
+    }
+
+    fn extend(&mut self, piece: &str, report: &mut impl FnMut(BlockEvent<'_>)) {
+        if let Some(block) = self.blocks.last_mut().filter(|_| !piece.is_empty()) {
+            block.text.push_str(piece);
+            report(BlockEvent::Piece(block, piece));
+        }
+    }
+
+    fn close(&mut self, report: &mut impl FnMut(BlockEvent<'_>)) {
+        if let Some(block) = self.blocks.last().filter(|_| self.is_open) {
+            report(BlockEvent::End(block));
+        }
+        self.is_open = false;
+    }
+}
+
+/// Answers a request, whole or as events.
+pub(crate) async fn respond<F: BlockFormat>(answer: Answer<F>) -> Result<Response, HttpError> {
+    let usage = answer.usage();
+    let is_streamed = answer.context.options.stream;
+    let (context, format, mut deltas) = answer.into_parts();
+    let mut blocks = BlockAnswer::of(usage);
+    if is_streamed {
+        return Ok(sse::respond(deltas, BlockWriter { context, format, answer: blocks }));
+    }
+    while let Some(delta) = deltas.next().await {
+        blocks.add(&delta?, &mut |_| ());
+    }
+    info!(n_choices = 1, completion_tokens = blocks.output_tokens, "request answered");
+    Ok(Json(format.whole(&context, &blocks)).into_response())
+}
+
+/// Writes the events of one streamed answer.
+struct BlockWriter<F> {
+    context: AnswerContext,
+    format: F,
+    answer: BlockAnswer,
+}
+
+impl<F: BlockFormat> EventWriter for BlockWriter<F> {
+    fn delta(&mut self, delta: &Delta, out: &mut BytesMut) {
+        let Self { context, format, answer } = self;
+        if answer.output_tokens == 0 {
+            write_all(out, format.start(context, answer.usage));
+        }
+        answer.add(delta, &mut |event| write_all(out, format.block(event)));
+    }
+
+    fn error(&mut self, error: ServeError, out: &mut BytesMut) {
+        warn!(%error, "streamed answer to client failed");
+        let event = self.format.error(&error.into());
+        write_all(out, vec![event]);
+    }
+
+    fn end(&mut self, out: &mut BytesMut) {
+        write_all(out, self.format.end(&self.context, &self.answer));
+        info!(n_choices = 1, completion_tokens = self.answer.output_tokens, "request answered");
+    }
+}
+
+fn write_all(out: &mut BytesMut, events: Vec<NamedEvent>) {
+    for (name, data) in events {
+        out.put_slice(b"event: ");
+        out.put_slice(name.as_bytes());
+        out.put_slice(b"\n");
+        sse::write_event(out, &data);
+    }
+}

@@ -1,0 +1,34 @@
+//! What the conversions of other endpoints' requests to chats have in common.
+
+use serde_json::{Map, Value};
+
+use crate::error::AcceptError;
+
+/// Moves fields that a chat has too, with their names there.
+pub(super) fn moved(fields: &mut Map<String, Value>, names: &[(&str, &str)]) -> Map<String, Value> {
+    let moved =
+        names.iter().filter_map(|(name, in_chat)| Some(((*in_chat).to_owned(), fields.remove(*name)?)));
+    moved.collect()
+}
+
+/// Returns a value that is not `null`.
+pub(super) fn present(value: Option<Value>) -> Option<Value> {
+    value.filter(|value| !value.is_null())
+}
+
+pub(super) fn list(path: &str, value: Value) -> Result<Vec<Value>, AcceptError> {
+    match value {
+        Value::Array(items) => Ok(items),
+        _ => Err(AcceptError::invalid(path.to_owned(), "expected a list")),
+    }
+}
+
+/// Returns the `type` of an object; empty if it has none.
+pub(super) fn kind(object: &Value) -> &str {
+    object.get("type").and_then(Value::as_str).unwrap_or_default()
+}
+
+/// Makes the refusal of an object for its type.
+pub(super) fn only(param: String, known: &str, kind: &str) -> AcceptError {
+    AcceptError::unsupported(param, format!("only {known}, not `{kind}`"))
+}

@@ -1,0 +1,236 @@
+//! Tests of the endpoints whose answers are lists of blocks: Anthropic's messages and OpenAI's responses.
+
+use serde_json::{Value, json};
+use types::FinishReason;
+
+use super::fake_serve::*;
+use crate::http::BodyLimits;
+use crate::text::{ChatTemplate, ServedModel};
+
+const CALL: &str =
+    "I look.\n<tool_call>{\"name\": \"weather\", \"arguments\": {\"city\": \"Paris\"}}</tool_call>";
+
+fn messages(extra: Value) -> String {
+    let schema = json!({"type": "object", "properties": {"city": {"type": "string"}}});
+    let mut body = json!({
+        "model": "org/mock",
+        "max_tokens": 64,
+        "system": [{"type": "text", "text": "Be brief."}],
+        "messages": [{"role": "user", "content": "Weather?"}],
+        "tools": [{"name": "weather", "description": "d", "input_schema": schema}],
+    });
+    body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+    body.to_string()
+}
+
+fn response(extra: Value) -> String {
+    let mut body = json!({
+        "model": "org/mock",
+        "input": "Weather?",
+        "tools": [{"type": "function", "name": "weather", "parameters": {"type": "object"}}],
+    });
+    body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+    body.to_string()
+}
+
+/// Returns the names and data of a stream's events.
+fn events(answer: &Answer) -> Vec<(String, Value)> {
+    let event = |text: &str| {
+        let (name, data) = text.split_once("\ndata: ").expect("a name and data");
+        (name.strip_prefix("event: ").unwrap().to_owned(), serde_json::from_str(data).unwrap())
+    };
+    answer.body.split_terminator("\n\n").map(event).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_message_has_blocks() {
+    let answer = post(&FakeServe::saying(CALL), "/v1/messages", messages(json!({}))).await.json();
+    let id = answer["content"][1]["id"].clone();
+    let call = json!({"type": "tool_use", "id": id, "name": "weather", "input": {"city": "Paris"}});
+    assert_eq!(answer["content"], json!([{"type": "text", "text": "I look."}, call]));
+    assert_eq!(
+        (&answer["stop_reason"], &answer["type"], &answer["id"]),
+        (&json!("tool_use"), &json!("message"), &json!("msg_r1"))
+    );
+    assert_eq!(answer["usage"]["output_tokens"], CALL.len() + 1);
+    assert_eq!(answer["usage"]["cache_read_input_tokens"], 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_conversation_is_in_the_prompt() {
+    let fake_serve = FakeServe::saying("Sunny.");
+    let history = json!([
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": [
+            {"type": "text", "text": "I look."},
+            {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Rome"}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "sunny"}]},
+            {"type": "text", "text": "So?"},
+        ]},
+    ]);
+    post(&fake_serve, "/v1/messages", messages(json!({"messages": history}))).await;
+    let prompt = fake_serve.prompt_text();
+    let turns = "Be brief.Weather?I look.<tool_call>{\"name\": \"weather\", \"arguments\": {\"city\": \"Rome\"}}</tool_call>sunnySo?";
+    assert!(prompt.ends_with(turns), "{prompt}");
+    let fake_serve = FakeServe::saying("Sunny.");
+    let input = json!([
+        {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{\"city\": \"Rome\"}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+        {"role": "user", "content": "So?"},
+    ]);
+    let fields = json!({"input": input, "instructions": "Be brief."});
+    post(&fake_serve, "/v1/responses", response(fields)).await;
+    let prompt = fake_serve.prompt_text();
+    assert!(prompt.ends_with(turns), "{prompt}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_message_is_streamed_block_by_block() {
+    let fake_serve = FakeServe::saying(CALL);
+    let answer = post(&fake_serve, "/v1/messages", messages(json!({"stream": true}))).await;
+    let events = events(&answer);
+    let mut names: Vec<&str> = events.iter().map(|(name, _)| name.as_str()).collect();
+    names.dedup();
+    let block = ["content_block_start", "content_block_delta", "content_block_stop"];
+    let expected = [&["message_start"], &block[..], &block[..], &["message_delta", "message_stop"]].concat();
+    assert_eq!(names, expected);
+    assert!(events.iter().all(|(name, data)| data["type"] == *name));
+    let input: String =
+        events.iter().filter_map(|(_, data)| data["delta"]["partial_json"].as_str()).collect();
+    assert_eq!(input, "{\"city\": \"Paris\"}");
+    assert_eq!(events[0].1["message"]["content"], json!([]));
+    let (_, last) = &events[events.len() - 2];
+    assert_eq!(last["delta"]["stop_reason"], "tool_use");
+    assert_eq!(last["usage"]["output_tokens"], CALL.len() + 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_message_says_which_stop_string_ended_it() {
+    let answer = post(
+        &FakeServe::saying("one two"),
+        "/v1/messages",
+        messages(json!({"stop_sequences": ["x", " two"]})),
+    )
+    .await;
+    let answer = answer.json();
+    assert_eq!((&answer["stop_reason"], &answer["stop_sequence"]), (&json!("stop_sequence"), &json!(" two")));
+    assert_eq!(answer["content"], json!([{"type": "text", "text": "one"}]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn thinking_is_a_block_where_it_is_wanted() {
+    let template = ChatTemplate::new("{{ messages[0].content }}</think>", Vec::new()).unwrap();
+    let content = async |thinking: Value| {
+        let model = ServedModel { template: Some(template.clone()), ..ServedModel::mock("org/mock", 512) };
+        let app = app_of(&FakeServe::saying("<think>Hm.</think>Yes."), BodyLimits::default(), model);
+        let body = messages(json!({"tools": null, "thinking": thinking}));
+        let request = http::Request::post("/v1/messages").body(body.into()).unwrap();
+        send(app, request).await.json()["content"].clone()
+    };
+    let text = json!({"type": "text", "text": "Yes."});
+    let thought = json!({"type": "thinking", "thinking": "Hm.", "signature": ""});
+    assert_eq!(content(json!({"type": "adaptive"})).await, json!([thought, text]));
+    assert_eq!(content(json!(null)).await, json!([text]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_response_has_items() {
+    let answer =
+        post(&FakeServe::saying(CALL), "/v1/responses", response(json!({"temperature": 0.5}))).await.json();
+    assert_eq!(
+        (&answer["status"], &answer["object"], &answer["temperature"]),
+        (&json!("completed"), &json!("response"), &json!(0.5))
+    );
+    let part = json!({"type": "output_text", "text": "I look.", "annotations": []});
+    assert_eq!(
+        (&answer["output"][0]["type"], &answer["output"][0]["content"]),
+        (&json!("message"), &json!([part]))
+    );
+    let call = &answer["output"][1];
+    assert_eq!((&call["name"], &call["arguments"]), (&json!("weather"), &json!("{\"city\": \"Paris\"}")));
+    assert_eq!(answer["usage"]["output_tokens"], CALL.len() + 1);
+    let cut_off = FakeServe::new(|_| {
+        let mut steps = steps_of("ab");
+        steps.truncate(2);
+        steps[1].finish = Some(FinishReason::Length);
+        plays(steps)
+    });
+    let answer = post(&cut_off, "/v1/responses", response(json!({}))).await.json();
+    let reason = json!({"reason": "max_output_tokens"});
+    assert_eq!((&answer["status"], &answer["incomplete_details"]), (&json!("incomplete"), &reason));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_response_is_streamed_item_by_item() {
+    let answer = post(&FakeServe::saying(CALL), "/v1/responses", response(json!({"stream": true}))).await;
+    let events = events(&answer);
+    let mut names: Vec<&str> = events.iter().map(|(name, _)| name.trim_start_matches("response.")).collect();
+    names.dedup();
+    let expected = [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ];
+    assert_eq!(names, expected);
+    for (nth, (name, data)) in events.iter().enumerate() {
+        assert_eq!((&data["type"], &data["sequence_number"]), (&json!(name), &json!(nth)));
+    }
+    let (_, last) = &events[events.len() - 1];
+    assert_eq!(last["response"]["output"][1]["arguments"], "{\"city\": \"Paris\"}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn refusals_name_the_field() {
+    for (fields, place) in [
+        (json!({"max_tokens": null}), "max_tokens is required"),
+        (json!({"messages": [{"role": "user"}]}), "messages[0].content is required"),
+        (
+            json!({"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+            "messages[0].content[0].type",
+        ),
+        (json!({"tools": [{"type": "web_search_20250305", "name": "w"}]}), "tools[0].type"),
+        (json!({"tool_choice": {"type": "any"}}), "tool_choice"),
+        (json!({"tool_choice": {"type": "maybe"}}), "tool_choice.type"),
+        (json!({"thinking": {"type": "enabled", "budget_tokens": 1024}}), "thinking.budget_tokens"),
+        (json!({"container": "c"}), "container"),
+        (json!({"temperature": 3}), "temperature"),
+    ] {
+        let answer = post(&FakeServe::saying(""), "/v1/messages", messages(fields.clone())).await;
+        assert_eq!((answer.status.as_u16(), &answer.json()["type"]), (400, &json!("error")), "{fields}");
+        let error = answer.json()["error"].clone();
+        assert_eq!(error["type"], "invalid_request_error");
+        assert!(error["message"].as_str().unwrap().contains(place), "{fields}: {error}");
+    }
+    for (fields, param) in [
+        (json!({"input": null}), "input"),
+        (json!({"input": [{"type": "item_reference"}]}), "input[0].type"),
+        (json!({"input": [{"role": "user"}]}), "input[0].content"),
+        (json!({"previous_response_id": "resp_1"}), "previous_response_id"),
+        (json!({"background": true}), "background"),
+        (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
+        (json!({"tool_choice": "required"}), "tool_choice"),
+        (json!({"text": {"format": {"type": "json_object"}}}), "response_format"),
+        (json!({"reasoning": {"effort": "high"}}), "reasoning"),
+        (json!({"truncation": "auto"}), "truncation"),
+    ] {
+        let answer = post(&FakeServe::saying(""), "/v1/responses", response(fields.clone())).await;
+        assert_eq!(answer.status, 400, "{fields}");
+        assert_eq!(answer.json()["error"]["param"], param, "{fields}");
+    }
+    let neutral = json!({"store": true, "reasoning": {"effort": null}, "text": {"format": {"type": "text"}}, "truncation": "disabled"});
+    assert_eq!(post(&FakeServe::saying(""), "/v1/responses", response(neutral)).await.status, 200);
+}

@@ -1,0 +1,151 @@
+//! `<tool_call><function=f><parameter=a>…</parameter></function></tool_call>`: Qwen3-Coder.
+
+use std::sync::Arc;
+
+use super::python_value::json_of;
+use super::{CallReader, Calls, Expected, Match, Progress, ToolSet};
+use crate::text::tags::TagFinder;
+
+pub(super) const OPEN: &str = "<tool_call>";
+pub(super) const CLOSE: &str = "</tool_call>";
+pub(super) const FUNCTION: &str = "<function=";
+const FUNCTION_CLOSE: &str = "</function>";
+const PARAMETER: &str = "<parameter=";
+/// The end of a value. The line break before it is not part of the value.
+const PARAMETER_CLOSE: &[&str] = &["</parameter>", "\n</parameter>"];
+
+#[derive(Debug)]
+pub(super) struct Qwen3Coder {
+    tools: Arc<ToolSet>,
+    state: State,
+    tool: String,
+    n_parameters: usize,
+}
+
+#[derive(Debug)]
+enum State {
+    Open(Expected),
+    Tool(String),
+    /// Before a parameter, or the end of the function.
+    Between(Expected),
+    Parameter(String),
+    Value(Value),
+    Close(Expected),
+}
+
+/// The value of a parameter. A text goes to the client as it comes; other values wait for their end.
+#[derive(Debug)]
+struct Value {
+    is_text: bool,
+    /// Whether the next character is the first one, which may be a line break that is not part of the value.
+    is_first: bool,
+    text: String,
+    end: TagFinder,
+}
+
+impl Qwen3Coder {
+    pub(super) fn new(marker: &str, tools: Arc<ToolSet>) -> Self {
+        let state = match marker {
+            FUNCTION => State::Tool(String::new()),
+            _ => State::Open(Expected::default()),
+        };
+        Self { tools, state, tool: String::new(), n_parameters: 0 }
+    }
+
+    fn read_tool(&mut self, mut name: String, c: char, calls: &mut Calls) -> Progress {
+        if c == '>' {
+            if !self.tools.has(&name) {
+                return Progress::NotACall;
+            }
+            calls.begin(&name);
+            self.tool = name;
+            self.state = State::Between(Expected::default());
+            return Progress::More;
+        }
+        name.push(c);
+        if !self.tools.has_beginning(&name) {
+            return Progress::NotACall;
+        }
+        self.state = State::Tool(name);
+        Progress::More
+    }
+
+    fn read_between(&mut self, mut next: Expected, c: char, calls: &mut Calls) -> Progress {
+        self.state = match next.read(c, &[PARAMETER, FUNCTION_CLOSE]) {
+            Match::More => State::Between(next),
+            Match::Whole(PARAMETER) => State::Parameter(String::new()),
+            Match::Whole(_) => {
+                calls.arguments(if self.n_parameters == 0 { "{}" } else { "}" });
+                State::Close(Expected::default())
+            }
+            Match::Other(_) => return Progress::NotACall,
+        };
+        Progress::More
+    }
+
+    fn read_parameter(&mut self, mut name: String, c: char, calls: &mut Calls) -> Progress {
+        if c != '>' {
+            name.push(c);
+            self.state = State::Parameter(name);
+            return Progress::More;
+        }
+        calls.arguments(if self.n_parameters == 0 { "{" } else { ", " });
+        self.n_parameters += 1;
+        calls.arguments(&quoted(&name));
+        calls.arguments(": ");
+        let is_text = self.tools.is_text(&self.tool, &name);
+        if is_text {
+            calls.arguments("\"");
+        }
+        let end = TagFinder::default();
+        self.state = State::Value(Value { is_text, is_first: true, text: String::new(), end });
+        Progress::More
+    }
+
+    fn read_value(&mut self, mut value: Value, c: char, calls: &mut Calls) -> Progress {
+        let is_first = std::mem::replace(&mut value.is_first, false);
+        if is_first && c == '\n' {
+            self.state = State::Value(value);
+            return Progress::More;
+        }
+        let is_whole = value.end.push(c, PARAMETER_CLOSE, &mut value.text).is_some();
+        if value.is_text {
+            let json = quoted(&std::mem::take(&mut value.text));
+            calls.arguments(&json[1..json.len() - 1]);
+        }
+        if !is_whole {
+            self.state = State::Value(value);
+            return Progress::More;
+        }
+        let rest = if value.is_text { "\"".to_owned() } else { json_of(&value.text) };
+        calls.arguments(&rest);
+        self.state = State::Between(Expected::default());
+        Progress::More
+    }
+}
+
+fn quoted(text: &str) -> String {
+    serde_json::Value::from(text).to_string()
+}
+
+impl CallReader for Qwen3Coder {
+    fn read(&mut self, c: char, calls: &mut Calls) -> Progress {
+        match std::mem::replace(&mut self.state, State::Close(Expected::default())) {
+            State::Open(mut open) => match open.read(c, &[FUNCTION]) {
+                Match::More => self.state = State::Open(open),
+                Match::Whole(_) => self.state = State::Tool(String::new()),
+                Match::Other(_) => return Progress::NotACall,
+            },
+            State::Tool(name) => return self.read_tool(name, c, calls),
+            State::Between(next) => return self.read_between(next, c, calls),
+            State::Parameter(name) => return self.read_parameter(name, c, calls),
+            State::Value(value) => return self.read_value(value, c, calls),
+            State::Close(mut close) => match close.read(c, &[CLOSE]) {
+                Match::More => self.state = State::Close(close),
+                Match::Whole(_) => return Progress::Ended(String::new()),
+                Match::Other(text) => return Progress::Ended(text),
+            },
+        }
+        Progress::More
+    }
+}
