@@ -2,7 +2,6 @@
 
 mod requests;
 
-use std::collections::HashSet;
 use std::sync::Arc;
 
 use axum::extract::{Query, State};
@@ -59,6 +58,7 @@ async fn nodes(State(cluster): State<Cluster>) -> Json<Value> {
 fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {
     let connectors: Vec<&str> = info.wires.iter().map(|wire| wire.scheme.as_str()).collect();
     let without: Vec<Value> = info.without.iter().map(missing).collect();
+    let cache = cluster.cache(&info.id);
     let mut node = json!({
         "id": info.id.as_str(),
         "epoch": info.epoch.to_string(),
@@ -73,7 +73,8 @@ fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {
         "state": state.as_str(),
         "waiting": cluster.n_waiting(&info.id),
         "known_from": if cluster.is_old(&info.id) { "file" } else { "registry" },
-        "cached_blocks": cluster.cached(&info.id).hashes().map(HashSet::len),
+        "cached_blocks": cache.as_ref().and_then(|cache| cache.n_cached()),
+        "cache": cache.as_ref().map(|cache| cache.knowledge().as_str()),
     });
     if let Some(reason) = state.reason() {
         node["reason"] = json!(reason);

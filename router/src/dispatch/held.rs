@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 use tracing::{info, warn};
-use types::{Destination, Landing, NodeInfo, Prompt, RefusalKind, TransferId};
+use types::{BlockHash, Destination, Landing, NodeInfo, Prompt, RefusalKind, TransferId};
 
 use super::{Attempts, Dispatch, Progress, StartedRequest, StepSource};
 use crate::error::ServeError;
 use crate::metrics::Stage;
-use crate::policy::Route;
+use crate::policy::Ask;
 use crate::requests::{RequestEvent, RequestRecord};
 use crate::rpc::{DecodeCall, Failure, NodeClient, Opening, PrefillCall, PrefillOffer, PutCall};
 use crate::watchdog::WaitStage;
@@ -26,6 +26,7 @@ pub(crate) struct HeldKv {
     transfer: TransferId,
     /// The prompt whose KV is held. For a continuation it is longer than the client's prompt.
     prompt: Prompt,
+    hashes: Arc<[BlockHash]>,
     how: KvHolder,
 }
 
@@ -53,18 +54,18 @@ impl Dispatch {
     /// Computes a prompt and keeps its KV. [`Self::deliver`] chooses a decode node afterwards.
     pub(super) async fn prefill_first(
         &self,
-        prompt: &Prompt,
+        ask: Ask<'_>,
         prefill: &Arc<NodeInfo>,
         record: &RequestRecord,
     ) -> Result<StartedRequest, Failure> {
-        if let Some(keeper) = self.keeper(prompt, prefill) {
+        if let Some(keeper) = self.keeper(ask.prompt, prefill) {
             record.note(RequestEvent::Store { pool: keeper.id.clone() });
-            match self.store(prompt, prefill, &keeper, record).await {
+            match self.store(ask, prefill, &keeper, record).await {
                 Err(failure) if failure.node.id == keeper.id => self.fall_back(&failure, record),
                 started => return started,
             }
         }
-        self.hold(prompt, prefill, record).await
+        self.hold(ask, prefill, record).await
     }
 
     /// Returns the pool node for a prompt; `None` for a prompt that fills no block, because it has no hash.
@@ -79,12 +80,12 @@ impl Dispatch {
     /// layer.
     async fn store(
         &self,
-        prompt: &Prompt,
+        ask: Ask<'_>,
         prefill: &NodeInfo,
         keeper: &Arc<NodeInfo>,
         record: &RequestRecord,
     ) -> Result<StartedRequest, Failure> {
-        let client = self.client(keeper)?;
+        let (prompt, client) = (ask.prompt, self.client(keeper)?);
         let mut put = client.put(prompt, prefill).await?;
         let landing = put.opening().await?;
         let (transfer, to) = (landing.transfer, Destination::Landing(landing));
@@ -98,23 +99,23 @@ impl Dispatch {
         };
         record.prefilled(prefilled.queued, prefilled.computed);
         let (by, how) = (keeper.clone(), KvHolder::InPool { put: Box::new(put), sender });
-        let held = HeldKv { by, client, transfer, prompt: prompt.clone(), how };
+        let held = HeldKv { by, client, transfer, prompt: prompt.clone(), hashes: ask.hashes.into(), how };
         Ok(self.started(prompt, prefilled, StepSource::Held(Box::new(held))))
     }
 
     /// Computes the prompt and keeps its KV on the prefill node.
     async fn hold(
         &self,
-        prompt: &Prompt,
+        ask: Ask<'_>,
         prefill: &Arc<NodeInfo>,
         record: &RequestRecord,
     ) -> Result<StartedRequest, Failure> {
-        let transfer = self.parts.world.transfer_id();
+        let (prompt, transfer) = (ask.prompt, self.parts.world.transfer_id());
         let client = self.client(prefill)?;
         let (prefilled, call) = client.prefill(prompt, &Destination::Held(transfer)).await?;
         record.prefilled(prefilled.queued, prefilled.computed);
         let (by, how) = (prefill.clone(), KvHolder::AtPrefill(call));
-        let held = HeldKv { by, client, transfer, prompt: prompt.clone(), how };
+        let held = HeldKv { by, client, transfer, prompt: prompt.clone(), hashes: ask.hashes.into(), how };
         Ok(self.started(prompt, prefilled, StepSource::Held(Box::new(held))))
     }
 
@@ -143,11 +144,16 @@ impl Dispatch {
         let _waiting = self.stages.enter(WaitStage::Deliver, record);
         self.wait_until_stored(&mut held).await.map_err(|failure| self.lost(&held, failure, record))?;
         let mut tries = Attempts::new(&self.parts, Progress::Begun, record);
+        let (prompt, hashes) = (held.prompt.clone(), Arc::clone(&held.hashes));
+        let ask = Ask { prompt: &prompt, hashes: &hashes };
         loop {
-            let route = tries.route(&held.prompt).await?;
-            self.parts.cluster.assign(&Route { prefill: None, ..route.clone() }, held.prompt.tokens.len());
-            record.note(RequestEvent::Deliver { decode: route.decode.id.clone() });
-            match self.deliver_to(&held, &route.decode, tries.room_by()).await {
+            let mut decision = tries.route(&ask).await?;
+            decision.route.prefill = None;
+            let assigned = self.parts.cluster.assign(&ask, &decision);
+            assigned.decode_called(self.parts.world.now());
+            let decode = &decision.route.decode;
+            record.note(RequestEvent::Deliver { decode: decode.id.clone() });
+            match self.deliver_to(&held, decode, tries.room_by()).await {
                 Ok(decode) => return Ok(held.with_sender(decode)),
                 Err(failure) if failure.node.id == held.by.id => {
                     return Err(self.lost(&held, failure, record));
