@@ -35,8 +35,7 @@ pub mod error;
 
 pub use device::{MemoryError, PageBusy, PageMut, PageRef};
 pub use error::{IntegrityError, NoRoom};
-pub use event_log::NumberedEvent;
-pub use events::BlockEvents;
+pub use events::{BlockEvents, NumberedEvent};
 pub use fence::{FenceBroken, FenceSignal, LayerFence};
 pub use holder::{Holder, Holding};
 pub use lease::{BlockLease, Quarantine};

@@ -24,6 +24,8 @@ use crate::watchdog::Stuck;
 const LOAD_PACE: Duration = Duration::from_millis(20);
 /// The longest time between two load messages; each one shows the reader that the node is alive.
 const LOAD_HEARTBEAT: Duration = Duration::from_secs(1);
+/// The shortest time from one message of block events to the next. Changes in between are merged.
+const BLOCKS_PACE: Duration = Duration::from_millis(10);
 /// The interval of load messages from a node without a worker, because no event reports changes of its
 /// blocks.
 const LOAD_EVERY: Duration = Duration::from_millis(250);
@@ -78,11 +80,15 @@ struct Reader {
 struct WorkerReader {
     status: WorkerStatus,
     blocks: BlockEvents,
+    /// The time before which no block event is sent, so that one message has the changes of several.
+    blocks_after: tokio::time::Instant,
 }
 
 impl Reader {
     fn new(node: &StatusParts) -> Self {
-        let worker = node.worker.clone().map(|status| WorkerReader { status, blocks: node.pool.events() });
+        let blocks_after = node.world.now();
+        let reader = |status| WorkerReader { status, blocks: node.pool.events(), blocks_after };
+        let worker = node.worker.clone().map(reader);
         Self { node: node.clone(), sent_draining: false, load_sent: None, worker }
     }
 
@@ -121,8 +127,13 @@ impl Reader {
     }
 
     fn load(&mut self) -> Event {
-        self.load_sent = Some(self.node.world.now());
-        let load = self.worker.as_mut().map(|worker| worker.status.load.borrow_and_update().node);
+        let now = self.node.world.now();
+        self.load_sent = Some(now);
+        let load = self.worker.as_mut().map(|worker| {
+            let report = *worker.status.load.borrow_and_update();
+            let age = now.saturating_duration_since(report.last_turn);
+            NodeLoad { age_ms: age.as_secs_f32() * 1e3, ..report.node }
+        });
         let (arriving, blocks) = (self.node.arriving.count(), self.node.pool.counts());
         Event::Load(NodeLoad { arriving, blocks, ..load.unwrap_or_default() }.into())
     }
@@ -135,13 +146,21 @@ impl WorkerReader {
             tokio::time::sleep_until(load_sent + LOAD_PACE).await;
             let _ = tokio::time::timeout_at(load_sent + LOAD_HEARTBEAT, self.status.load.changed()).await;
         };
-        tokio::select! {
+        let blocks = async {
+            tokio::time::sleep_until(self.blocks_after).await;
+            self.blocks.next().await
+        };
+        let event = tokio::select! {
             biased;
-            // The load is polled first: load messages are limited in rate and block events are not, so a load
-            // message never starves them.
-            () = load_is_due => None,
-            event = self.blocks.next() => Some(Event::Blocks(v1::BlockEvents::new(event.number, &event.event))),
+            // The load is polled first: load messages are limited in rate and parts of a snapshot are not, so a
+            // load message never starves them.
+            () = load_is_due => return None,
+            event = blocks => event,
+        };
+        if event.event.is_complete {
+            self.blocks_after = tokio::time::Instant::now() + BLOCKS_PACE;
         }
+        Some(Event::Blocks(v1::BlockEvents::new(event.number, &event.event)))
     }
 }
 

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use tracing::info;
 use types::{NodeId, NodeInfo, RefusalKind};
 
-use crate::policy::{ClusterView, NodeView, Route};
+use crate::policy::{ClusterView, Decision, NodeView, Route};
 use crate::rpc::Failure;
 
 /// The failures in a row that open a breaker.
@@ -138,20 +138,20 @@ impl Breakers {
         &self,
         mut view: ClusterView,
         now: Instant,
-        choose: impl FnOnce(&ClusterView) -> Result<Route, E>,
-    ) -> Result<(Route, Vec<Trial>), E> {
+        choose: impl FnOnce(&ClusterView) -> Result<Decision, E>,
+    ) -> Result<(Decision, Vec<Trial>), E> {
         let mut failing = self.failing();
         if failing.is_empty() {
             drop(failing);
-            return choose(&view).map(|route| (route, Vec::new()));
+            return choose(&view).map(|decision| (decision, Vec::new()));
         }
         filter(&mut view, &failing, now);
         // The lock is held, so that two requests do not try one node.
-        let route = choose(&view)?;
-        let nodes = route.prefill.iter().chain([&route.decode]);
+        let decision = choose(&view)?;
+        let nodes = decision.route.prefill.iter().chain([&decision.route.decode]);
         let trials = nodes.filter_map(|node| self.begin(node, &mut failing, now)).collect();
         drop(failing);
-        Ok((route, trials))
+        Ok((decision, trials))
     }
 
     fn begin(

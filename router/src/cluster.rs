@@ -4,13 +4,17 @@
 //! One task applies the registry's events. Two tasks per member follow its status stream and report to it
 //! whether it gets work.
 
-mod cached;
+mod assigned;
 mod groups;
+pub mod index;
 mod members;
 mod members_file;
+mod mirror;
+mod routable;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use chassis::{Gate, Task, World, spawn_guarded};
@@ -19,16 +23,21 @@ use registry::{MembersFile, MembershipEvent, OldMembers, Registry, RegistryError
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
-use types::{BlockHash, Epoch, ModelInfo, NodeId, NodeInfo, NodeLoad, RequestedModel};
+use types::{BlockHash, Epoch, ModelInfo, NodeId, NodeInfo, NodeLoad, Prompt, RequestedModel};
 
-pub use cached::{CachedBlocks, Gap};
+pub use assigned::Assignment;
+pub use index::{CacheKnowledge, IndexedNode};
 pub use members::{Group, ModelGroups, NodeState, WantedFingerprint};
+pub use mirror::Gap;
 
-use crate::policy::{ClusterView, Route};
-use crate::rpc::{NodeClient, Standing, StatusUpdate};
+use crate::policy::{Ask, ClusterView, Decision};
+use crate::rpc::{NodeClient, NodeReport, Standing, StatusUpdate};
 use crate::text::RouterModels;
+use index::PrefixIndex;
 use members::{Member, MemberSource, Members, WorkStatus};
 use members_file::{MembersFileTask, due};
+use mirror::CacheMirror;
+use routable::{Routable, RoutableNode};
 
 /// The pauses before a broken status stream is opened again: they double from the first value to the last.
 const FOLLOW_AGAIN: std::ops::RangeInclusive<Duration> = Duration::from_millis(50)..=Duration::from_secs(2);
@@ -39,6 +48,10 @@ const DECIDE_AGAIN: Duration = Duration::from_millis(100);
 /// The interval of reports to a node, and the time for which a report is valid.
 const TELL_AGAIN: Duration = Duration::from_secs(2);
 const BELIEVED_FOR: Duration = Duration::from_secs(6);
+
+/// The largest number of a prompt's blocks that the router hashes, so that a long prompt delays no other. Routing
+/// knows no cached blocks after them.
+const HASHED_BLOCKS_MAX: usize = 8192;
 
 /// A handle to the router's view of the cluster. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -53,6 +66,12 @@ struct Shared {
     models: RouterModels,
     /// The mutex is held for one look-up or change, never across an await.
     members: Mutex<Members>,
+    /// The blocks of all nodes. Routing reads it without the members' lock.
+    index: PrefixIndex,
+    /// The usable nodes. Routing reads them without the members' lock.
+    routable: RwLock<Arc<Routable>>,
+    /// A counter of routes. It orders the last uses of nodes.
+    turns: AtomicU64,
     /// A counter of changes of the set of usable nodes.
     decided: watch::Sender<u64>,
     /// The router's name, by which nodes distinguish routers.
@@ -74,7 +93,10 @@ impl Cluster {
         let members = Mutex::new(Members::new(epoch, wanted, world.identity().block_hash_key()));
         let (decided, router) = (watch::Sender::new(0), format!("router-{epoch}"));
         let started = world.now();
-        Self { shared: Arc::new(Shared { world, gate, models, members, decided, router, started }) }
+        let (index, routable, turns) = (PrefixIndex::default(), RwLock::default(), AtomicU64::new(0));
+        let shared =
+            Shared { world, gate, models, members, index, routable, turns, decided, router, started };
+        Self { shared: Arc::new(shared) }
     }
 
     /// Spawns the task that follows the registry, until the gate closes or the returned task is dropped.
@@ -111,18 +133,58 @@ impl Cluster {
         }))
     }
 
-    /// Returns the usable nodes for a prompt of this model, except `without`. They have the weights that the
-    /// prompt names, or else those of the model's serving group.
-    pub fn view(&self, model: &RequestedModel, without: &[NodeId]) -> ClusterView {
-        self.members().view(model, without)
+    /// Returns the usable nodes for a prompt, except `without`, with what each of them has of its KV.
+    pub fn view(&self, ask: &Ask<'_>, without: &[NodeId]) -> ClusterView {
+        let matches = self.shared.index.matches(ask.hashes, self.shared.world.now());
+        self.routable().view(&ask.prompt.model, &matches, without)
     }
 
-    /// Counts a route against its nodes, so that the next decision considers it before the nodes report it.
-    pub fn assign(&self, route: &Route, n_tokens: usize) {
-        let mut members = self.members();
-        for node in route.prefill.iter().chain([&route.decode]) {
-            members.assign(&node.id, n_tokens);
-        }
+    /// Returns the hashes of a prompt's full blocks before its last token, which no node takes from its cache.
+    /// Returns none while no node of the model is usable.
+    pub fn hashes(&self, prompt: &Prompt) -> Vec<BlockHash> {
+        let routable = self.routable();
+        let layout = routable.nodes(&prompt.model).next().map(|node| &node.info.model.layout);
+        let (Some(layout), Some((_, cacheable))) = (layout, prompt.tokens.split_last()) else {
+            return Vec::new();
+        };
+        let block_tokens = usize::from(layout.block_tokens);
+        let n_tokens = cacheable.len().min(HASHED_BLOCKS_MAX * block_tokens);
+        let key = self.shared.world.identity().block_hash_key();
+        prompt.hasher(&key, block_tokens).hashes(&cacheable[..n_tokens])
+    }
+
+    /// Counts a prompt against the nodes of its route until the returned value is dropped, or the nodes report
+    /// the prompt themselves. The nodes are expected to have the prompt's blocks soon.
+    pub fn assign(&self, ask: &Ask<'_>, decision: &Decision) -> Assignment {
+        let n_tokens = ask.n_tokens();
+        let n_left = n_tokens.saturating_sub(u64::from(decision.cached_tokens));
+        let route = &decision.route;
+        let prefill = route.prefill.as_ref().map(|node| (&node.id, n_left));
+        let decode = (&route.decode.id, if prefill.is_none() { n_left } else { n_tokens });
+        let now = self.shared.world.now();
+        let share = |(id, n_tokens)| {
+            let node = self.node(id)?;
+            node.set_turn(self.shared.turns.fetch_add(1, Ordering::Relaxed) + 1);
+            node.blocks.expect(ask.hashes, now);
+            Some(node.assigned.assign(n_tokens))
+        };
+        Assignment { prefill: prefill.and_then(share), decode: share(decode) }
+    }
+
+    /// Returns the number of nodes of each kind of knowledge of their prefix caches. Pool nodes report none.
+    pub fn n_known(&self) -> [(CacheKnowledge, usize); 3] {
+        let members = self.members();
+        let computes = members.by_id.values().filter(|member| !member.info.role.pools());
+        let known: Vec<CacheKnowledge> = computes.map(|member| member.node.blocks.knowledge()).collect();
+        CacheKnowledge::ALL.map(|kind| (kind, known.iter().filter(|known| **known == kind).count()))
+    }
+
+    fn routable(&self) -> Arc<Routable> {
+        self.shared.routable.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn node(&self, id: &NodeId) -> Option<Arc<RoutableNode>> {
+        self.members().by_id.get(id).map(|member| Arc::clone(&member.node))
     }
 
     /// Returns the pool node that keeps sequences that begin with this block, for KV of this model; `None` if
@@ -155,7 +217,7 @@ impl Cluster {
 
     /// Returns the load of a node according to its last report.
     pub fn load(&self, id: &NodeId) -> NodeLoad {
-        self.members().by_id.get(id).map(|member| member.load).unwrap_or_default()
+        self.members().by_id.get(id).map(|member| member.node.load()).unwrap_or_default()
     }
 
     /// Checks that requests can be served. An error is the reason why not.
@@ -191,12 +253,12 @@ impl Cluster {
     /// Returns the sum of all members' engine steps by their last reports. It changes when a member computes,
     /// joins or leaves.
     pub fn n_steps(&self) -> u64 {
-        self.members().by_id.values().fold(0, |sum, member| sum.wrapping_add(member.load.steps_total))
+        self.members().by_id.values().fold(0, |sum, member| sum.wrapping_add(member.node.load().steps_total))
     }
 
-    /// Returns the mirror of a node's prefix cache, which is empty if the node is no member.
-    pub fn cached(&self, id: &NodeId) -> CachedBlocks {
-        self.members().by_id.get(id).map(|member| member.cached.clone()).unwrap_or_default()
+    /// Returns a node's prefix cache as the index has it; `None` if the node is no member.
+    pub fn cache(&self, id: &NodeId) -> Option<Arc<IndexedNode>> {
+        self.node(id).map(|node| Arc::clone(&node.blocks))
     }
 
     /// Returns whether a member is known only from the members file, without confirmation by the registry.
@@ -212,7 +274,9 @@ impl Cluster {
 
     /// Removes all members and stops following them.
     pub fn forget(&self) {
-        self.members().by_id.clear();
+        let mut members = self.members();
+        members.by_id.clear();
+        self.publish(&members);
     }
 
     fn apply(&self, event: MembershipEvent) {
@@ -263,7 +327,9 @@ impl Cluster {
         info!(node = %node.id, epoch = %node.epoch, role = %node.role, address = node.address, "node joined the cluster");
         let info = Arc::new(node);
         let client = NodeClient::new(&self.shared.world, &info);
-        let follow = self.clone().status_of(info.clone(), client.clone());
+        let node = Arc::new(RoutableNode::new(info.clone(), self.shared.index.node()));
+        let mirror = CacheMirror::new(Arc::clone(&node.blocks));
+        let follow = self.clone().status_of(info.clone(), client.clone(), mirror);
         let (word, told) = watch::channel(WorkStatus::unknown());
         let tell = self.clone().tell(info.clone(), client.clone(), told);
         let mut members = self.members();
@@ -275,14 +341,21 @@ impl Cluster {
             spawn_guarded(&self.shared.gate, "status", follow),
             spawn_guarded(&self.shared.gate, "standing", tell),
         ];
-        members.insert(Member::new(info, refusal, client, word, tasks), source, self.shared.world.now());
+        members.insert(Member::new(node, refusal, client, word, tasks), source, self.shared.world.now());
         self.decide(&mut members);
     }
 
     /// Chooses again which group of nodes serves each model.
     fn decide(&self, members: &mut Members) {
         members.decide(&self.shared.models, self.shared.world.now());
+        self.publish(members);
         self.shared.decided.send_modify(|count| *count += 1);
+    }
+
+    /// Makes the usable nodes known to routing.
+    fn publish(&self, members: &Members) {
+        let routable = Arc::new(members.routable());
+        *self.shared.routable.write().unwrap_or_else(PoisonError::into_inner) = routable;
     }
 
     /// Reports to a node whether it gets work: at every change, and again before the last report expires.
@@ -300,10 +373,12 @@ impl Cluster {
 
     /// Follows one node's status stream while the node is a member. Opens the stream again when it breaks or
     /// has a gap; a new stream begins with the complete state.
-    async fn status_of(self, info: Arc<NodeInfo>, client: NodeClient) {
+    async fn status_of(self, info: Arc<NodeInfo>, client: NodeClient, mut mirror: CacheMirror) {
         let mut pause = *FOLLOW_AGAIN.start();
         loop {
-            match self.follow_status(&info, &client, &mut pause).await {
+            let followed = self.follow_status(&info, &client, &mut mirror, &mut pause).await;
+            mirror.forget();
+            match followed {
                 Ok(()) => self.unreachable(&info),
                 Err(gap) => {
                     warn!(node = %info.id, %gap, "block events from the node have a gap, asking for all blocks")
@@ -320,22 +395,25 @@ impl Cluster {
         &self,
         info: &NodeInfo,
         client: &NodeClient,
+        mirror: &mut CacheMirror,
         pause: &mut Duration,
     ) -> Result<(), Gap> {
         let Ok(mut updates) = client.status().await else { return Ok(()) };
         while let Ok(Some(update)) = updates.next().await {
-            self.update(info, update)?;
+            match update {
+                StatusUpdate::Report(report) => self.update(info, report),
+                StatusUpdate::Blocks(number, event) => mirror.apply(number, &event)?,
+            }
             *pause = *FOLLOW_AGAIN.start();
         }
         Ok(())
     }
 
-    fn update(&self, info: &NodeInfo, update: StatusUpdate) -> Result<(), Gap> {
+    fn update(&self, info: &NodeInfo, report: NodeReport) {
         let mut members = self.members();
-        if members.update(info, update)? {
+        if members.update(info, report, self.shared.world.now()) {
             self.decide(&mut members);
         }
-        Ok(())
     }
 
     fn unreachable(&self, info: &NodeInfo) {

@@ -112,7 +112,9 @@ impl Continuation {
     async fn decode_of(&self, rest: StepSource) -> Result<Box<DecodeCall>, ServeError> {
         match rest {
             StepSource::Decode(decode) => Ok(decode),
-            StepSource::Held(held) => self.dispatch.deliver(*held, &self.guards.record).await.map(Box::new),
+            StepSource::Held(held) => {
+                Box::pin(self.dispatch.deliver(*held, &self.guards.record)).await.map(Box::new)
+            }
         }
     }
 
@@ -151,7 +153,7 @@ impl Continuation {
         self.losses += 1;
         let by = if self.losses > LOSSES_MAX { ComputedBy::DecodeAlone } else { ComputedBy::Both };
         let prompt = self.prompt.continued(&self.sent);
-        let started = self.dispatch.start(&prompt, by, &self.guards.record).await?;
+        let started = Box::pin(self.dispatch.start(&prompt, by, &self.guards.record)).await?;
         if started.first.index != self.next_index() {
             let reason =
                 format!("continued with step {} instead of {}", started.first.index, self.next_index());

@@ -4,7 +4,6 @@
 mod live;
 mod requests;
 
-use std::collections::HashSet;
 use std::sync::Arc;
 
 use axum::extract::{Query, State};
@@ -90,6 +89,7 @@ fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {
     let connectors: Vec<&str> = info.wires.iter().map(|wire| wire.scheme.as_str()).collect();
     let without: Vec<Value> = info.without.iter().map(missing).collect();
     let load = cluster.load(&info.id);
+    let cache = cluster.cache(&info.id);
     let mut node = json!({
         "id": info.id.as_str(),
         "epoch": info.epoch.to_string(),
@@ -105,7 +105,8 @@ fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {
         "waiting": load.waiting,
         "load": self::load(load),
         "known_from": if cluster.is_old(&info.id) { "file" } else { "registry" },
-        "cached_blocks": cluster.cached(&info.id).hashes().map(HashSet::len),
+        "cached_blocks": cache.as_ref().and_then(|cache| cache.n_cached()),
+        "cache": cache.as_ref().map(|cache| cache.knowledge().as_str()),
     });
     if let Some(reason) = state.reason() {
         node["reason"] = json!(reason);

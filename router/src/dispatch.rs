@@ -23,12 +23,12 @@ use types::{
 
 use crate::admission::Admission;
 use crate::breaker::{Breakers, Trial};
-use crate::cluster::Cluster;
+use crate::cluster::{Assignment, Cluster};
 use crate::continuation::{Continuation, RequestGuards};
 use crate::drain::Drain;
 use crate::error::{AcceptError, ServeError};
 use crate::metrics::{Outcome, RouterMetrics, Stage};
-use crate::policy::{NoRoute, Route, RoutingPolicy};
+use crate::policy::{Ask, Decision, NoRoute, Route, RoutingPolicy};
 use crate::requests::{Part, RequestEvent, RequestRecord, Requests};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure, NodeClient, Opening, PrefillOffer};
 use crate::serve::{Arrival, Detail, Generation, Serve};
@@ -93,6 +93,16 @@ pub struct DispatchParts {
     pub drain: Drain,
 }
 
+/// One route of a prompt, with the work that it counts for on the nodes.
+#[derive(Clone, Copy, Debug)]
+struct Attempt<'a> {
+    ask: Ask<'a>,
+    route: &'a Route,
+    assigned: &'a Assignment,
+    /// The time until which the prompt may wait for room.
+    room_by: Instant,
+}
+
 /// The first step of a request, and the source of its other steps.
 #[derive(Debug)]
 pub(crate) struct StartedRequest {
@@ -153,31 +163,38 @@ impl Dispatch {
         let progress = if prompt.n_generated == 0 { Progress::New } else { Progress::Begun };
         let mut tries = Attempts::new(self, progress, record);
         let waiting = self.stages.enter(WaitStage::Route, record);
+        let hashes = self.parts.cluster.hashes(prompt);
+        let ask = Ask { prompt, hashes: &hashes };
         loop {
             waiting.set_stage(WaitStage::Route);
-            let (route, trials) = tries.route(prompt).await?;
-            let route = if by == ComputedBy::Both { route } else { Route { prefill: None, ..route } };
-            self.parts.cluster.assign(&route, prompt.tokens.len());
-            let prompt = &prompt.for_weights_of(&route.decode.model);
-            match self.attempt(prompt, &route, tries.room_by(), &waiting).await {
+            let (mut decision, trials) = tries.route(&ask).await?;
+            if by == ComputedBy::DecodeAlone {
+                decision.route.prefill = None;
+            }
+            let assigned = self.parts.cluster.assign(&ask, &decision);
+            let prompt = &prompt.for_weights_of(&decision.route.decode.model);
+            let ask = Ask { prompt, hashes: &hashes };
+            let attempt =
+                Attempt { ask, route: &decision.route, assigned: &assigned, room_by: tries.room_by() };
+            self.parts.metrics.expected_cached_tokens.inc_by(u64::from(decision.cached_tokens));
+            match self.attempt(attempt, &waiting).await {
                 Ok(mut started) => {
                     if let StepSource::Decode(decode) = &mut started.rest {
                         decode.tried_by(trials);
                     }
                     return Ok(started);
                 }
-                Err(failure) => tries.failed(failure, Some(&route)).await?,
+                Err(failure) => tries.failed(failure, Some(&decision.route)).await?,
             }
         }
     }
 
     async fn attempt(
         &self,
-        prompt: &Prompt,
-        route: &Route,
-        room_by: Instant,
+        attempt: Attempt<'_>,
         waiting: &TrackedRequest,
     ) -> Result<StartedRequest, Failure> {
+        let route = attempt.route;
         self.parts.metrics.attempts.inc();
         let is_held = route.prefill.is_some() && self.parts.order == Order::PrefillFirst;
         waiting.record().note(RequestEvent::Try {
@@ -187,9 +204,10 @@ impl Dispatch {
         match (&route.prefill, self.parts.order) {
             (Some(prefill), Order::PrefillFirst) => {
                 waiting.set_stage(WaitStage::Prefill);
-                self.prefill_first(prompt, prefill, waiting.record()).await
+                attempt.assigned.prefill_called(self.parts.world.now());
+                self.prefill_first(attempt.ask, prefill, waiting.record()).await
             }
-            _ => self.decode_first(prompt, route, room_by, waiting).await,
+            _ => self.decode_first(attempt, waiting).await,
         }
     }
 
@@ -197,16 +215,16 @@ impl Dispatch {
     /// prompt.
     async fn decode_first(
         &self,
-        prompt: &Prompt,
-        route: &Route,
-        room_by: Instant,
+        attempt: Attempt<'_>,
         waiting: &TrackedRequest,
     ) -> Result<StartedRequest, Failure> {
+        let Attempt { ask: Ask { prompt, .. }, route, assigned, room_by } = attempt;
         waiting.set_stage(WaitStage::Reserve);
         let asked = self.parts.world.now();
         let prefill = route.prefill.as_deref();
         let offer = prefill.map_or(PrefillOffer::None, PrefillOffer::Offered);
         let detail = waiting.record().detail();
+        assigned.decode_called(asked);
         let mut decode = self.client(&route.decode)?.decode(prompt, offer, detail).await?;
         let opening = decode.opening(room_by).await?;
         self.parts.metrics.stage(Stage::Reserve, asked.elapsed());
@@ -216,6 +234,7 @@ impl Dispatch {
                 let to = Destination::Landing(*landing);
                 let client = self.client(prefill)?;
                 waiting.set_stage(WaitStage::Prefill);
+                assigned.prefill_called(self.parts.world.now());
                 let (prefilled, sender) = tokio::select! {
                     biased;
                     prefilled = client.prefill(prompt, &to) => prefilled?,
@@ -298,6 +317,7 @@ impl Serve for Dispatch {
         let ttft = record.first_token(usage);
         outcome.metrics().first_token.observe(ttft.as_secs_f64());
         outcome.metrics().prompt_tokens.inc_by(u64::from(usage.prompt_tokens));
+        self.parts.metrics.cached_tokens.inc_by(u64::from(usage.cached_tokens));
         info!(ttft_ms = ttft.as_millis() as u64, "first token received from the nodes");
         self.stages.moved();
         let complete = outcome.complete();
@@ -383,25 +403,29 @@ impl<'a> Attempts<'a> {
     }
 
     /// Chooses a route over nodes that have not failed. If there is none, all nodes may be tried again.
-    async fn route(&mut self, prompt: &Prompt) -> Result<(Route, Vec<Trial>), ServeError> {
+    async fn route(&mut self, ask: &Ask<'_>) -> Result<(Decision, Vec<Trial>), ServeError> {
         let draw = self.parts.world.draw();
-        if let Ok(route) = self.choose(prompt, &self.failed, draw) {
-            return Ok(route);
+        if let Ok(decision) = self.choose(ask, &self.failed, draw) {
+            return Ok(decision);
         }
         self.failed.clear();
-        self.usable(prompt, draw).await
+        self.usable(ask, draw).await
     }
 
-    fn choose(&self, prompt: &Prompt, without: &[NodeId], draw: u64) -> Result<(Route, Vec<Trial>), NoRoute> {
+    fn choose(
+        &self,
+        ask: &Ask<'_>,
+        without: &[NodeId],
+        draw: u64,
+    ) -> Result<(Decision, Vec<Trial>), NoRoute> {
         let DispatchParts { cluster, policy, world, .. } = self.parts;
-        let view = cluster.view(&prompt.model, without);
-        self.breakers.route(view, world.now(), |view| policy.route(prompt, view, draw))
+        self.breakers.route(cluster.view(ask, without), world.now(), |view| policy.route(ask, view, draw))
     }
 
     /// Waits for a usable node. Nodes that restart, or whose connections broke while this process was suspended, are
     /// usable again after a moment, and a stream that has begun must not end in the meantime. A new request waits only if
     /// nodes are known.
-    async fn usable(&mut self, prompt: &Prompt, draw: u64) -> Result<(Route, Vec<Trial>), ServeError> {
+    async fn usable(&mut self, ask: &Ask<'_>, draw: u64) -> Result<(Decision, Vec<Trial>), ServeError> {
         let began = self.parts.world.now();
         let cluster = &self.parts.cluster;
         loop {
@@ -411,13 +435,13 @@ impl<'a> Attempts<'a> {
                 Progress::New => self.parts.budget.nodes_wait_new,
             };
             if began.elapsed() >= wait_max {
-                let reason = cluster.why_no_node(&prompt.model);
+                let reason = cluster.why_no_node(&ask.prompt.model);
                 let waited_ms = began.elapsed().as_millis();
                 return Err(ServeError::NoNodes { reason: format!("{reason} (waited {waited_ms} ms)") });
             }
             self.rest().await;
-            if let Ok(route) = self.choose(prompt, &[], draw) {
-                return Ok(route);
+            if let Ok(decision) = self.choose(ask, &[], draw) {
+                return Ok(decision);
             }
         }
     }

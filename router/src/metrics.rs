@@ -11,6 +11,7 @@ use chassis::metrics::{Metrics, TOKEN_BUCKETS};
 use prometheus::{Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec};
 
 use crate::breaker::Breakers;
+use crate::cluster::Cluster;
 use crate::http::Code;
 use crate::requests::{Place, PlaceCounts, Requests};
 use models::ModelLabels;
@@ -58,6 +59,11 @@ pub struct RouterMetrics {
     pub continuations: IntCounter,
     /// Prompts whose KV a prefill node held because the pool did not accept it.
     pub pool_fallbacks: IntCounterVec,
+    /// Prompt tokens that routes expected in the caches of the nodes that compute them.
+    pub expected_cached_tokens: IntCounter,
+    /// Prompt tokens that nodes found in their caches.
+    pub cached_tokens: IntCounter,
+    caches: IntGaugeVec,
     kv_bytes: IntCounterVec,
     requests: IntCounterVec,
     running: IntGaugeVec,
@@ -116,6 +122,17 @@ impl RouterMetrics {
                 "pool_fallbacks_total",
                 "Prompts whose KV the pool did not take, by reason.",
                 &["reason"],
+            ),
+            expected_cached_tokens: metrics.counter(
+                "expected_cached_tokens_total",
+                "Prompt tokens that routes expected in nodes' caches.",
+            ),
+            cached_tokens: metrics
+                .counter("cached_tokens_total", "Prompt tokens that nodes found in their caches."),
+            caches: metrics.gauge_vec(
+                "node_caches",
+                "Nodes, by what the router knows of their prefix caches.",
+                &["known"],
             ),
             kv_bytes: counter("kv_arrived_bytes_total", "KV that decode nodes reported.", &["connector"]),
             requests: counter("requests_total", "Requests, by outcome.", &["model", "outcome"]),
@@ -197,6 +214,13 @@ impl RouterMetrics {
             token_gap: self.token_gap.with_label_values(&labels),
             request: self.request.with_label_values(&labels),
             label,
+        }
+    }
+
+    /// Sets the gauges of what the router knows of nodes' prefix caches.
+    pub fn show_caches(&self, cluster: &Cluster) {
+        for (known, n_nodes) in cluster.n_known() {
+            self.caches.with_label_values(&[known.as_str()]).set(n_nodes as i64);
         }
     }
 

@@ -48,8 +48,15 @@ pub struct NodeClient {
 /// One message from a node's status stream.
 #[derive(Debug)]
 pub enum StatusUpdate {
-    Load(NodeLoad),
+    Report(NodeReport),
+    /// A numbered change of the node's prefix cache.
     Blocks(u64, BlockEvent),
+}
+
+/// What a node reports about its work.
+#[derive(Debug)]
+pub enum NodeReport {
+    Load(NodeLoad),
     Draining,
 }
 
@@ -551,11 +558,11 @@ impl StatusUpdates {
         let event = self.updates.message().await.map_err(|status| self.client.failure(&status))?;
         let Some(v1::StatusEvent { event: Some(event) }) = event else { return Ok(None) };
         let update = match event {
-            Event::Load(load) => load.try_into().map(StatusUpdate::Load),
+            Event::Load(load) => load.try_into().map(|load| StatusUpdate::Report(NodeReport::Load(load))),
             Event::Blocks(blocks) => {
                 blocks.try_into().map(|(sequence, event)| StatusUpdate::Blocks(sequence, event))
             }
-            Event::Draining(v1::Draining {}) => Ok(StatusUpdate::Draining),
+            Event::Draining(v1::Draining {}) => Ok(StatusUpdate::Report(NodeReport::Draining)),
         };
         update.map(Some).map_err(|error| self.client.invalid_answer(&error))
     }

@@ -238,11 +238,15 @@ impl Router {
         });
     }
 
-    /// Adds the gauges of requests under way to the page, and vLLM's names where the setting asks for them.
+    /// Adds the gauges of requests under way and of nodes' caches to the page, and vLLM's names where the setting asks for them.
     fn show_requests(&self, page: &Metrics, metrics: &RouterMetrics, requests: &Requests) {
         let (own, shown) = (metrics.clone(), requests.clone());
         let vllm = self.config.vllm_metrics.then(|| VllmGauges::add(page));
-        page.before_page(move || own.show(&shown, vllm.as_ref()));
+        let cluster = self.cluster.clone();
+        page.before_page(move || {
+            own.show(&shown, vllm.as_ref());
+            own.show_caches(&cluster);
+        });
     }
 
     fn tenants(&mut self, metrics: RouterMetrics) -> Tenants {

@@ -30,6 +30,8 @@ pub struct Candidate {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
     pub id: SequenceId,
+    /// The first position of the tokens.
+    pub start: usize,
     pub n_tokens: usize,
 }
 
@@ -71,7 +73,7 @@ pub fn plan(candidates: &[Candidate], budget: Budget) -> Vec<Share> {
             break;
         }
         tokens_left -= n_tokens;
-        shares.push(Share { id: candidate.id, n_tokens });
+        shares.push(Share { id: candidate.id, start: candidate.start, n_tokens });
     }
     shares
 }

@@ -32,6 +32,8 @@ pub(crate) enum LaunchTiming {
 pub(crate) struct StepRow {
     pub(crate) id: SequenceId,
     pub(crate) n_tokens: usize,
+    /// The number of the sequence's tokens before them.
+    pub(crate) n_before: usize,
 }
 
 impl LaunchedStep {

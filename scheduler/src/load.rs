@@ -3,15 +3,18 @@
 use std::time::Duration;
 
 use tokio::time::Instant;
-use types::NodeLoad;
+use types::{LearnedCosts, NodeLoad};
 
 use crate::launched_step::StepRow;
 use crate::sink::StepWork;
 
 /// The weight of a new value in a decaying mean.
 const NEWS: f64 = 0.05;
-/// The smallest variance of the number of rows from which the cost of one more row is derived.
-const ROWS_VARIANCE_MIN: f64 = 0.25;
+/// The variances below which a fit learns little: rows of a step, thousands of tokens of context, and prompt
+/// tokens of a step. They keep a slope near its prior while steps are alike.
+const ROWS_VARIANCE: f64 = 0.25;
+const CONTEXT_VARIANCE: f64 = 0.25;
+const TOKENS_VARIANCE: f64 = 256.0;
 
 /// A worker's load, with further values for the watchdog and for reservations.
 #[derive(Clone, Copy, Debug)]
@@ -34,6 +37,8 @@ pub struct StepShape {
     pub n_running: usize,
     /// The number of tokens in longer rows.
     pub n_prefill_tokens: usize,
+    /// The number of tokens before the rows with one token, in all their sequences.
+    pub n_context_tokens: usize,
 }
 
 /// The work of a worker up to the end of a step.
@@ -49,12 +54,12 @@ pub(crate) struct WorkDone {
 
 /// Predicts the time of a step from its size.
 ///
-/// The time of steps without prompts is fitted by a line over the number of rows, with decaying weights. The
-/// additional time of a step with prompts is the cost of the prompts.
+/// The time of steps without prompts is fitted by a plane over the number of rows and their context, with
+/// decaying weights. The additional time of a step with prompts is fitted by a line over its prompt tokens.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StepCosts {
-    running: Line,
-    prefill_token_ms: Mean,
+    running: Plane,
+    prompts: Line,
 }
 
 /// A mean in which older values count less and less.
@@ -72,13 +77,30 @@ struct Line {
     xy: Mean,
 }
 
+/// A plane through points (rows, thousands of tokens of context, milliseconds).
+#[derive(Clone, Copy, Debug, Default)]
+struct Plane {
+    x: Mean,
+    z: Mean,
+    y: Mean,
+    xx: Mean,
+    zz: Mean,
+    xz: Mean,
+    xy: Mean,
+    zy: Mean,
+}
+
 // === impl StepShape, StepCosts ===
 
 impl StepShape {
     pub(crate) fn of(rows: &[StepRow]) -> Self {
-        let running = rows.iter().filter(|row| row.n_tokens == 1);
+        let running = || rows.iter().filter(|row| row.n_tokens == 1);
         let chunks = rows.iter().filter(|row| row.n_tokens != 1);
-        Self { n_running: running.count(), n_prefill_tokens: chunks.map(|row| row.n_tokens).sum() }
+        Self {
+            n_running: running().count(),
+            n_prefill_tokens: chunks.map(|row| row.n_tokens).sum(),
+            n_context_tokens: running().map(|row| row.n_before).sum(),
+        }
     }
 }
 
@@ -106,30 +128,47 @@ impl WorkDone {
 impl StepCosts {
     pub fn observe(&mut self, step: StepShape, took: Duration) {
         let took_ms = took.as_secs_f64() * 1e3;
+        let (rows, context) = (step.n_running as f64, step.n_context_tokens as f64 / 1e3);
         if step.n_prefill_tokens == 0 {
-            self.running.learn(step.n_running as f64, took_ms);
+            self.running.learn(rows, context, took_ms);
             return;
         }
-        let of_prompts = (took_ms - self.running_ms(step.n_running)).max(0.0);
-        self.prefill_token_ms.learn(of_prompts / step.n_prefill_tokens as f64);
+        let of_running = if step.n_running == 0 { 0.0 } else { self.running.at(rows, context) };
+        self.prompts.learn(step.n_prefill_tokens as f64, (took_ms - of_running).max(0.0));
     }
 
-    /// Returns the predicted time of a step that has running sequences only, in milliseconds.
+    /// Returns the predicted time of a step that has running sequences only, of the usual length, in
+    /// milliseconds.
     pub fn running_ms(&self, n_running: usize) -> f64 {
-        if n_running == 0 { 0.0 } else { self.running.at(n_running as f64) }
+        let rows = n_running as f64;
+        if n_running == 0 { 0.0 } else { self.running.at(rows, rows * self.running.context_per_row()) }
     }
 
     /// Returns the predicted time until `n_tokens` prompt tokens are computed beside `n_running` sequences,
     /// with at most `step_tokens_max` tokens per step, in milliseconds.
     pub fn queue_ms(&self, n_tokens: u64, n_running: usize, step_tokens_max: usize) -> f64 {
-        let of_prompts = n_tokens as f64 * self.prefill_token_ms.get();
+        let (token_ms, step_ms) = self.prompts.through_zero();
         let tokens_a_step = step_tokens_max.saturating_sub(n_running).max(1);
         let n_steps = n_tokens.div_ceil(tokens_a_step as u64);
-        of_prompts + n_steps as f64 * self.running_ms(n_running)
+        n_tokens as f64 * token_ms + n_steps as f64 * (step_ms + self.running_ms(n_running))
+    }
+
+    /// Returns what the node reports to routers.
+    pub fn learned(&self, step_tokens_max: usize) -> LearnedCosts {
+        let (token_ms, prompt_step_ms) = self.prompts.through_zero();
+        let (row_ms, context_ms) = self.running.slopes();
+        let step_ms = self.running.fixed().unwrap_or(prompt_step_ms);
+        LearnedCosts {
+            prompt_token_ms: token_ms as f32,
+            step_ms: step_ms as f32,
+            row_ms: row_ms as f32,
+            context_ms: context_ms as f32,
+            step_tokens: u32::try_from(step_tokens_max).unwrap_or(u32::MAX),
+        }
     }
 }
 
-// === impl Mean, Line ===
+// === impl Mean, Line, Plane ===
 
 impl Mean {
     fn learn(&mut self, value: f64) {
@@ -150,19 +189,64 @@ impl Line {
         self.xy.learn(x * y);
     }
 
-    fn at(&self, x: f64) -> f64 {
-        (self.y.get() + self.slope() * (x - self.x.get())).max(0.0)
+    /// Returns the slope and the value at zero, neither negative. While all points are alike, the line goes
+    /// through the origin.
+    fn through_zero(&self) -> (f64, f64) {
+        let (x, y) = (self.x.get(), self.y.get());
+        if x <= 0.0 {
+            return (0.0, 0.0);
+        }
+        let prior = y / x;
+        let (variance, covariance) = (self.xx.get() - x * x, self.xy.get() - x * y);
+        let slope = (covariance + TOKENS_VARIANCE * prior) / (variance.max(0.0) + TOKENS_VARIANCE);
+        let slope = slope.clamp(0.0, prior);
+        (slope, (y - slope * x).max(0.0))
+    }
+}
+
+impl Plane {
+    fn learn(&mut self, x: f64, z: f64, y: f64) {
+        let pairs = [
+            (&mut self.x, x),
+            (&mut self.z, z),
+            (&mut self.y, y),
+            (&mut self.xx, x * x),
+            (&mut self.zz, z * z),
+            (&mut self.xz, x * z),
+            (&mut self.xy, x * y),
+            (&mut self.zy, z * y),
+        ];
+        pairs.into_iter().for_each(|(mean, value)| mean.learn(value));
     }
 
-    /// Returns the slope of the line. It is never negative, because one more row does not make a step
-    /// shorter, and never steeper than a line through the origin, because a step has a fixed cost.
-    fn slope(&self) -> f64 {
-        let (x, y) = (self.x.get(), self.y.get());
-        let variance = self.xx.get() - x * x;
-        if variance < ROWS_VARIANCE_MIN {
-            return 0.0;
-        }
-        ((self.xy.get() - x * y) / variance).clamp(0.0, y / x)
+    fn at(&self, x: f64, z: f64) -> f64 {
+        let (by_row, by_context) = self.slopes();
+        (self.y.get() + by_row * (x - self.x.get()) + by_context * (z - self.z.get())).max(0.0)
+    }
+
+    /// Returns the value for no rows and no context; `None` while no step was seen.
+    fn fixed(&self) -> Option<f64> {
+        self.y.value.map(|_| self.at(0.0, 0.0))
+    }
+
+    fn context_per_row(&self) -> f64 {
+        if self.x.get() > 0.0 { self.z.get() / self.x.get() } else { 0.0 }
+    }
+
+    /// Returns the slopes by rows and by context. A slope is never negative, because more work does not make
+    /// a step shorter, and never steeper than a line through the origin, because a step has a fixed cost.
+    fn slopes(&self) -> (f64, f64) {
+        let (x, z, y) = (self.x.get(), self.z.get(), self.y.get());
+        let of_rows = (self.xx.get() - x * x).max(0.0) + ROWS_VARIANCE;
+        let of_context = (self.zz.get() - z * z).max(0.0) + CONTEXT_VARIANCE;
+        let both = self.xz.get() - x * z;
+        let (by_row, by_context) = (self.xy.get() - x * y, self.zy.get() - z * y);
+        let determinant = of_rows * of_context - both * both;
+        let bounded = |slope: f64, mean: f64| if mean > 0.0 { slope.clamp(0.0, y / mean) } else { 0.0 };
+        (
+            bounded((by_row * of_context - by_context * both) / determinant, x),
+            bounded((by_context * of_rows - by_row * both) / determinant, z),
+        )
     }
 }
 
@@ -178,7 +262,8 @@ mod tests {
     fn taught(steps: impl Iterator<Item = (usize, usize)>) -> StepCosts {
         let mut costs = StepCosts::default();
         for (n_running, n_prefill_tokens) in steps {
-            costs.observe(StepShape { n_running, n_prefill_tokens }, took(n_running, n_prefill_tokens));
+            let shape = StepShape { n_running, n_prefill_tokens, n_context_tokens: 0 };
+            costs.observe(shape, took(n_running, n_prefill_tokens));
         }
         costs
     }
@@ -218,5 +303,40 @@ mod tests {
     fn without_running_sequences_prompts_cost_everything() {
         let costs = taught((0..100).map(|_| (0, 500)));
         about(costs.queue_ms(1000, 0, 512), 2.0 * 30.0);
+    }
+
+    /// The steps of a prefill node have no running sequences: their fixed time shows in prompts of several
+    /// lengths.
+    #[test]
+    fn a_prefill_node_reports_tokens_and_steps_apart() {
+        let costs = taught((0..400).map(|nth| (0, 32 + nth % 7 * 64))).learned(512);
+        about(costs.prompt_token_ms.into(), 0.05);
+        about(costs.step_ms.into(), 5.0);
+        about(costs.prompt_ms(1024), 1024.0 * 0.05 + 2.0 * 5.0);
+        assert_eq!(LearnedCosts::default().prompt_ms(1024), 0.0, "nothing is known");
+    }
+
+    /// A router refuses a report with a negative duration, even one from rounding.
+    #[test]
+    fn no_reported_duration_is_negative() {
+        for n_tokens in 1..600 {
+            let learned = taught((0..40).map(|_| (0, n_tokens))).learned(512);
+            let all = [learned.prompt_token_ms, learned.step_ms, learned.row_ms, learned.context_ms];
+            assert!(all.iter().all(|ms| *ms >= 0.0), "{n_tokens} tokens: {learned:?}");
+        }
+    }
+
+    #[test]
+    fn context_is_told_from_rows() {
+        let mut costs = StepCosts::default();
+        for nth in 0..2000 {
+            let (n_running, n_context_tokens) = (1 + nth % 20, nth % 13 * 4_000);
+            let took = took(n_running, 0) + Duration::from_micros(50 * n_context_tokens as u64 / 1_000);
+            costs.observe(StepShape { n_running, n_prefill_tokens: 0, n_context_tokens }, took);
+        }
+        let learned = costs.learned(512);
+        about(learned.row_ms.into(), 0.1);
+        about(learned.context_ms.into(), 0.05);
+        about(learned.step_ms.into(), 5.0);
     }
 }

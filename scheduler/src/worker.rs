@@ -172,7 +172,7 @@ impl Worker {
 
     /// Returns the expected end of a step without prompts; `None` if it cannot be predicted.
     fn end_of(&self, flight: &LaunchedStep) -> Option<Instant> {
-        let StepShape { n_running, n_prefill_tokens } = StepShape::of(&flight.rows);
+        let StepShape { n_running, n_prefill_tokens, .. } = StepShape::of(&flight.rows);
         let mean = Duration::from_secs_f64(self.costs.running_ms(n_running) / 1e3);
         if n_prefill_tokens > 0 || mean.is_zero() {
             return None;
@@ -306,6 +306,8 @@ impl Worker {
             step_ms: self.costs.running_ms(running + 1) as f32,
             steps_total: self.done.steps,
             blocks: self.pool.counts(),
+            costs: self.costs.learned(self.settings.step_tokens_max),
+            age_ms: 0.0,
         };
         self.metrics.report(&node);
         let reserve = growth::lasting_reserve(&self.growers(self.world.now()), self.settings.growth_blocks);

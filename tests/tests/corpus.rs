@@ -17,9 +17,9 @@ use tokio::time::Instant;
 use types::layout::KvDtype;
 use types::node::PROTOCOL;
 use types::{
-    BlockEvent, BlockIdx, Deadline, Destination, Epoch, Fingerprint, Grant, GroupIdx, Handoff, KvLayout,
-    KvSpan, Landing, ModelInfo, NodeId, NodeInfo, NodeLoad, Prompt, RequestId, Role, Sampling, Scheme, Step,
-    StopRules, TenantId, TokenId, TransferId, WireAddress,
+    BlockChange, BlockEvent, BlockIdx, Deadline, Destination, Epoch, Fingerprint, Grant, GroupIdx, Handoff,
+    KvLayout, KvSpan, Landing, ModelInfo, NodeId, NodeInfo, NodeLoad, Prompt, RequestId, Role, Sampling,
+    Scheme, Step, StopRules, TenantId, TokenId, TransferId, WireAddress,
 };
 
 /// The time for which mutations of one entry's inputs are tried.
@@ -234,7 +234,7 @@ fn visits() -> Vec<Vec<u8>> {
 fn messages() -> Vec<Vec<u8>> {
     let now = Instant::now();
     let node = a_node();
-    let events = v1::BlockEvents::new(3, &BlockEvent::Snapshot(Vec::new()));
+    let events = v1::BlockEvents::new(3, &BlockEvent::complete(BlockChange::Snapshot(Vec::new())));
     let to = v1::prefill_request::Destination::from(&Destination::Landing(a_landing()));
     let request = v1::PrefillRequest { prompt: None, destination: Some(to) };
     let coded = [

@@ -70,7 +70,7 @@ async fn auto_is_the_fastest_that_both_ends_have() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_policy_serves() {
-    for policy in ["random", "round-robin", "least-loaded"] {
+    for policy in router::policy::NAMES {
         let up = Up::start(&["--prefill", "2", "--decode", "2", "--policy", policy]).await;
         answers(&up, &asks()[..40]).await;
         up.baseline().await;

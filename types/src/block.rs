@@ -55,7 +55,7 @@ impl BlockHashKey {
     /// Returns the hasher for the prompts of one tenant with one salt.
     pub fn hasher(&self, tenant: &TenantId, salt: &CacheSalt, block_tokens: usize) -> BlockHasher {
         assert!(block_tokens > 0, "a block holds at least one token");
-        BlockHasher { key: *self, parent: self.root(tenant, salt), block_tokens }
+        BlockHasher { key: *self, parent: self.root(tenant, salt), block_tokens, bytes: Vec::new() }
     }
 
     /// Returns the parent hash of the first blocks of a tenant's prompts with this salt.
@@ -87,18 +87,18 @@ pub struct BlockHasher {
     key: BlockHashKey,
     parent: BlockHash,
     block_tokens: usize,
+    /// The bytes of one block, kept to save an allocation per block.
+    bytes: Vec<u8>,
 }
 
 impl BlockHasher {
     /// Returns the hash of the next block. `tokens` must fill a block exactly.
     pub fn next(&mut self, tokens: &[TokenId]) -> BlockHash {
         assert_eq!(tokens.len(), self.block_tokens, "only full blocks are hashed");
-        let mut hasher = blake3::Hasher::new_keyed(&self.key.0);
-        hasher.update(&self.parent.0.to_le_bytes());
-        for token in tokens {
-            hasher.update(&token.0.to_le_bytes());
-        }
-        self.parent = truncated(&hasher.finalize());
+        self.bytes.clear();
+        self.bytes.extend(self.parent.0.to_le_bytes());
+        tokens.iter().for_each(|token| self.bytes.extend(token.0.to_le_bytes()));
+        self.parent = truncated(&blake3::keyed_hash(&self.key.0, &self.bytes));
         self.parent
     }
 
@@ -165,7 +165,8 @@ mod tests {
         let [first, second] = keyed(BlockHashKey::new([7; blake3::KEY_LEN]), "a", "", &tokens)[..] else {
             panic!("two blocks")
         };
-        let mut guess = BlockHasher { key: BlockHashKey::default(), parent: first, block_tokens: 2 };
+        let mut guess =
+            BlockHasher { key: BlockHashKey::default(), parent: first, block_tokens: 2, bytes: Vec::new() };
         assert_ne!(guess.next(&[TokenId(3), TokenId(4)]), second);
     }
 

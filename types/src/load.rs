@@ -20,6 +20,35 @@ pub struct NodeLoad {
     /// Engine steps finished since the node started. It stops growing when the worker is stuck.
     pub steps_total: u64,
     pub blocks: BlockCounts,
+    pub costs: LearnedCosts,
+    /// The time since the worker made this report, in milliseconds. A worker makes none during a step, so the
+    /// report lacks prompts that have come since.
+    pub age_ms: f32,
+}
+
+/// What a node has learned from the durations of its steps. A value of zero is unknown.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LearnedCosts {
+    /// Milliseconds per prompt token.
+    pub prompt_token_ms: f32,
+    /// Milliseconds per step, whatever it computes.
+    pub step_ms: f32,
+    /// Milliseconds that one more sequence adds to a step.
+    pub row_ms: f32,
+    /// Milliseconds that 1,000 more tokens of context, in any of its sequences, add to a step.
+    pub context_ms: f32,
+    /// The largest number of tokens in one step.
+    pub step_tokens: u32,
+}
+
+impl LearnedCosts {
+    /// Returns the predicted time to compute this number of prompt tokens in steps of their own, in
+    /// milliseconds.
+    pub fn prompt_ms(&self, n_tokens: u64) -> f64 {
+        let n_steps = n_tokens.div_ceil(u64::from(self.step_tokens.max(1)));
+        let steps_ms = if self.step_tokens == 0 { 0.0 } else { n_steps as f64 * f64::from(self.step_ms) };
+        n_tokens as f64 * f64::from(self.prompt_token_ms) + steps_ms
+    }
 }
 
 /// The number of a pool's blocks in each state. `free + leased + cached + quarantined = total` always holds.
@@ -45,12 +74,29 @@ impl BlockCounts {
     }
 }
 
-/// A change of a node's prefix cache. Events are numbered without gaps; a reader that sees a gap requests a
-/// snapshot.
+/// The largest number of hashes in one [`BlockEvent`], so that a message stays small.
+pub const EVENT_HASHES_MAX: usize = 4 << 10;
+
+/// A change of a node's prefix cache, or a part of one. A status stream numbers its events without gaps; a
+/// reader that sees a gap requests a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum BlockEvent {
-    /// The complete list of cached blocks. It replaces the result of all earlier events.
+pub struct BlockEvent {
+    pub change: BlockChange,
+    /// Whether the change is complete. Otherwise the next event has more of it.
+    pub is_complete: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum BlockChange {
+    /// The list of cached blocks, or its beginning. It replaces the result of all earlier events.
     Snapshot(Vec<BlockHash>),
     Stored(Vec<BlockHash>),
     Evicted(Vec<BlockHash>),
+}
+
+impl BlockEvent {
+    /// Makes the event of a change that fits into one event.
+    pub fn complete(change: BlockChange) -> Self {
+        Self { change, is_complete: true }
+    }
 }

@@ -1,7 +1,7 @@
 //! Conversions for a node's status stream.
 
 use bytes::{BufMut as _, Bytes, BytesMut};
-use types::{BlockCounts, BlockEvent, BlockHash, NodeLoad};
+use types::{BlockChange, BlockCounts, BlockEvent, BlockHash, LearnedCosts, NodeLoad};
 
 use super::present;
 use crate::error::ConvertError;
@@ -22,6 +22,28 @@ impl From<v1::BlockCounts> for BlockCounts {
     }
 }
 
+impl From<LearnedCosts> for v1::LearnedCosts {
+    fn from(costs: LearnedCosts) -> Self {
+        let LearnedCosts { prompt_token_ms, step_ms, row_ms, context_ms, step_tokens } = costs;
+        Self { prompt_token_ms, step_ms, row_ms, context_ms, step_tokens }
+    }
+}
+
+impl TryFrom<v1::LearnedCosts> for LearnedCosts {
+    type Error = ConvertError;
+
+    fn try_from(wire: v1::LearnedCosts) -> Result<Self, ConvertError> {
+        let v1::LearnedCosts { prompt_token_ms, step_ms, row_ms, context_ms, step_tokens } = wire;
+        Ok(Self {
+            prompt_token_ms: milliseconds("load.costs.prompt_token_ms", prompt_token_ms)?,
+            step_ms: milliseconds("load.costs.step_ms", step_ms)?,
+            row_ms: milliseconds("load.costs.row_ms", row_ms)?,
+            context_ms: milliseconds("load.costs.context_ms", context_ms)?,
+            step_tokens,
+        })
+    }
+}
+
 impl From<NodeLoad> for v1::NodeLoad {
     fn from(load: NodeLoad) -> Self {
         Self {
@@ -33,6 +55,8 @@ impl From<NodeLoad> for v1::NodeLoad {
             step_ms: load.step_ms,
             steps_total: load.steps_total,
             blocks: Some(load.blocks.into()),
+            costs: Some(load.costs.into()),
+            age_ms: load.age_ms,
         }
     }
 }
@@ -41,32 +65,33 @@ impl TryFrom<v1::NodeLoad> for NodeLoad {
     type Error = ConvertError;
 
     fn try_from(wire: v1::NodeLoad) -> Result<Self, ConvertError> {
-        for (field, value) in [("load.queue_ms", wire.queue_ms), ("load.step_ms", wire.step_ms)] {
-            if !value.is_finite() || value < 0.0 {
-                return Err(ConvertError::range(field, value));
-            }
-        }
         Ok(Self {
             running: wire.running,
             waiting: wire.waiting,
             arriving: wire.arriving,
             queued_tokens: wire.queued_tokens,
-            queue_ms: wire.queue_ms,
-            step_ms: wire.step_ms,
+            queue_ms: milliseconds("load.queue_ms", wire.queue_ms)?,
+            step_ms: milliseconds("load.step_ms", wire.step_ms)?,
             steps_total: wire.steps_total,
             blocks: present(wire.blocks, "load.blocks")?.into(),
+            costs: wire.costs.map_or(Ok(LearnedCosts::default()), LearnedCosts::try_from)?,
+            age_ms: milliseconds("load.age_ms", wire.age_ms)?,
         })
     }
 }
 
+fn milliseconds(field: &'static str, value: f32) -> Result<f32, ConvertError> {
+    if value.is_finite() && value >= 0.0 { Ok(value) } else { Err(ConvertError::range(field, value)) }
+}
+
 impl v1::BlockEvents {
     pub fn new(sequence: u64, event: &BlockEvent) -> Self {
-        let change = match event {
-            BlockEvent::Snapshot(hashes) => Change::Snapshot(hashes_to_wire(hashes)),
-            BlockEvent::Stored(hashes) => Change::Stored(hashes_to_wire(hashes)),
-            BlockEvent::Evicted(hashes) => Change::Evicted(hashes_to_wire(hashes)),
+        let change = match &event.change {
+            BlockChange::Snapshot(hashes) => Change::Snapshot(hashes_to_wire(hashes)),
+            BlockChange::Stored(hashes) => Change::Stored(hashes_to_wire(hashes)),
+            BlockChange::Evicted(hashes) => Change::Evicted(hashes_to_wire(hashes)),
         };
-        Self { sequence, change: Some(change) }
+        Self { sequence, change: Some(change), more: !event.is_complete }
     }
 }
 
@@ -74,12 +99,12 @@ impl TryFrom<v1::BlockEvents> for (u64, BlockEvent) {
     type Error = ConvertError;
 
     fn try_from(wire: v1::BlockEvents) -> Result<Self, ConvertError> {
-        let event = match present(wire.change, "blocks.change")? {
-            Change::Snapshot(hashes) => BlockEvent::Snapshot(hashes_from_wire(&hashes)?),
-            Change::Stored(hashes) => BlockEvent::Stored(hashes_from_wire(&hashes)?),
-            Change::Evicted(hashes) => BlockEvent::Evicted(hashes_from_wire(&hashes)?),
+        let change = match present(wire.change, "blocks.change")? {
+            Change::Snapshot(hashes) => BlockChange::Snapshot(hashes_from_wire(&hashes)?),
+            Change::Stored(hashes) => BlockChange::Stored(hashes_from_wire(&hashes)?),
+            Change::Evicted(hashes) => BlockChange::Evicted(hashes_from_wire(&hashes)?),
         };
-        Ok((wire.sequence, event))
+        Ok((wire.sequence, BlockEvent { change, is_complete: !wire.more }))
     }
 }
 

@@ -204,15 +204,38 @@ fn a_refusal_without_a_name_here_is_a_failure_of_the_peer() {
 
 #[test]
 fn block_events_come_back_the_same() {
-    for event in [
-        BlockEvent::Snapshot(vec![]),
-        BlockEvent::Stored(vec![BlockHash(1), BlockHash(u128::MAX)]),
-        BlockEvent::Evicted(vec![BlockHash(9)]),
+    for (change, is_complete) in [
+        (BlockChange::Snapshot(vec![]), true),
+        (BlockChange::Snapshot(vec![BlockHash(7)]), false),
+        (BlockChange::Stored(vec![BlockHash(1), BlockHash(u128::MAX)]), true),
+        (BlockChange::Evicted(vec![BlockHash(9)]), false),
     ] {
+        let event = BlockEvent { change, is_complete };
         let wire = v1::BlockEvents::new(4, &event);
         assert_eq!(<(u64, BlockEvent)>::try_from(wire), Ok((4, event)));
     }
-    let mut torn = v1::BlockEvents::new(4, &BlockEvent::Stored(vec![BlockHash(1)]));
+    let mut torn = v1::BlockEvents::new(4, &BlockEvent::complete(BlockChange::Stored(vec![BlockHash(1)])));
     torn.change = Some(v1::block_events::Change::Stored(v1::BlockHashes { hashes: vec![0; 15].into() }));
     assert!(<(u64, BlockEvent)>::try_from(torn).is_err());
+}
+
+#[test]
+fn a_load_comes_back_the_same_and_a_duration_that_is_none_is_refused() {
+    let costs =
+        LearnedCosts { prompt_token_ms: 0.05, step_ms: 5.0, row_ms: 0.1, context_ms: 0.2, step_tokens: 512 };
+    let load = NodeLoad { queued_tokens: 9, queue_ms: 3.0, age_ms: 40.0, costs, ..NodeLoad::default() };
+    let wire = v1::NodeLoad::from(load);
+    assert_eq!(NodeLoad::try_from(wire), Ok(load));
+    let without = v1::NodeLoad { costs: None, ..wire };
+    assert_eq!(NodeLoad::try_from(without).map(|load| load.costs), Ok(LearnedCosts::default()));
+    for change in [
+        |costs: &mut v1::LearnedCosts| costs.prompt_token_ms = f32::NAN,
+        |costs: &mut v1::LearnedCosts| costs.step_ms = -1.0,
+        |costs: &mut v1::LearnedCosts| costs.row_ms = f32::INFINITY,
+        |costs: &mut v1::LearnedCosts| costs.context_ms = -0.1,
+    ] {
+        let mut wire = wire;
+        change(wire.costs.as_mut().expect("it has costs"));
+        NodeLoad::try_from(wire).expect_err("no duration");
+    }
 }

@@ -5,7 +5,7 @@ use types::layout::KvDtype;
 use types::{BlockCounts, Epoch, Fingerprint, KvLayout, ModelInfo, NodeLoad, Refusal, Role};
 
 use super::*;
-use crate::policy::NoRoute;
+use crate::policy::{Decision, NoRoute};
 
 fn at(ms: u64) -> Duration {
     Duration::from_millis(ms)
@@ -104,6 +104,7 @@ fn view(nodes: &[&Arc<NodeInfo>]) -> ClusterView {
         assigned: 0,
         assigned_tokens: 0,
         last_turn: 0,
+        cached_tokens: 0,
     };
     ClusterView { nodes: nodes.iter().map(seen).collect() }
 }
@@ -120,7 +121,8 @@ fn route(breakers: &Breakers, view: ClusterView) -> (Vec<String>, Vec<Trial>) {
         seen.extend(view.nodes.iter().map(|node| node.info.id.to_string()));
         let decode = view.nodes.iter().find(|node| node.info.role.decodes()).ok_or(NoRoute::NoDecode)?;
         let prefill = view.prefill_nodes().next().map(|node| Arc::clone(&node.info));
-        Ok::<_, NoRoute>(Route { prefill, decode: Arc::clone(&decode.info) })
+        let route = Route { prefill, decode: Arc::clone(&decode.info) };
+        Ok::<_, NoRoute>(Decision { route, cached_tokens: 0 })
     });
     (seen, chosen.expect("a route").1)
 }

@@ -9,14 +9,11 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::{info, warn};
 use types::place::keepers;
-use types::{
-    BlockHash, BlockHashKey, Epoch, FingerprintDigest, ModelInfo, NodeId, NodeInfo, NodeLoad, RequestedModel,
-};
+use types::{BlockHash, BlockHashKey, Epoch, FingerprintDigest, ModelInfo, NodeId, NodeInfo};
 
-use super::cached::{CachedBlocks, Gap};
 use super::groups::{self, DecisionContext, GroupNode, Reason, Usability};
-use crate::policy::{ClusterView, NodeView};
-use crate::rpc::{NodeClient, StatusUpdate};
+use super::routable::{Routable, RoutableModel, RoutableNode};
+use crate::rpc::{NodeClient, NodeReport};
 use crate::text::RouterModels;
 
 /// The time for which a router that has just started waits for nodes that are older than itself before it
@@ -143,26 +140,21 @@ pub(super) struct Members {
     block_hash_key: BlockHashKey,
     /// The router's epoch. Nodes with an earlier epoch existed before the router.
     started: Epoch,
-    /// A counter of routes. It orders the last uses of nodes.
-    turns: u64,
 }
 
 pub(super) struct Member {
     pub(super) info: Arc<NodeInfo>,
+    /// What routing reads of the node.
+    pub(super) node: Arc<RoutableNode>,
     fingerprint: FingerprintDigest,
     /// The state of the node's status stream.
     link: NodeState,
     /// The reason why the node is refused, independent of other nodes.
     refusal: Option<String>,
-    pub(super) load: NodeLoad,
-    assigned: u32,
-    assigned_tokens: u64,
-    last_turn: u64,
     /// Whether the node has failed since its last report.
     pub(super) is_suspect: bool,
     /// Whether the node comes from the members file, without confirmation by the registry.
     pub(super) is_old: bool,
-    pub(super) cached: CachedBlocks,
     pub(super) client: NodeClient,
     /// The last report for the node. Members are notified in the order of their ids, so that simulations
     /// repeat.
@@ -175,37 +167,24 @@ impl Member {
     /// Makes a member. `refusal` is the reason why the node cannot be used, independent of other nodes.
     /// `tasks` end with the member.
     pub(super) fn new(
-        info: Arc<NodeInfo>,
+        node: Arc<RoutableNode>,
         refusal: Option<String>,
         client: NodeClient,
         word: watch::Sender<WorkStatus>,
         tasks: [Task<()>; 2],
     ) -> Self {
+        let info = Arc::clone(&node.info);
         Self {
             fingerprint: info.model.fingerprint.digest(),
             info,
+            node,
             link: NodeState::Connecting,
             refusal,
-            load: NodeLoad::default(),
-            assigned: 0,
-            assigned_tokens: 0,
-            last_turn: 0,
             is_suspect: false,
             is_old: false,
-            cached: CachedBlocks::default(),
             client,
             word,
             _tasks: tasks,
-        }
-    }
-
-    fn view(&self) -> NodeView {
-        NodeView {
-            info: self.info.clone(),
-            load: self.load,
-            assigned: self.assigned,
-            assigned_tokens: self.assigned_tokens,
-            last_turn: self.last_turn,
         }
     }
 
@@ -236,20 +215,17 @@ impl Members {
         block_hash_key: BlockHashKey,
     ) -> Self {
         let (by_id, by_model) = (BTreeMap::new(), BTreeMap::new());
-        Self { by_id, by_model, wanted, block_hash_key, started, turns: 0 }
+        Self { by_id, by_model, wanted, block_hash_key, started }
     }
 
-    /// Returns the usable nodes for a prompt of this model, except `without`. They have the weights that the
-    /// prompt names, or else those of the model's serving group.
-    pub(super) fn view(&self, model: &RequestedModel, without: &[NodeId]) -> ClusterView {
-        let Some(wanted) = model.fingerprint.or_else(|| self.in_force(&model.name)) else {
-            return ClusterView::default();
+    /// Returns the usable nodes, for routing.
+    pub(super) fn routable(&self) -> Routable {
+        let of_model = |(name, record): (&String, &ModelRecord)| {
+            let nodes = self.of_model(name).filter(|member| member.is_usable());
+            let nodes = nodes.map(|member| (member.fingerprint, Arc::clone(&member.node))).collect();
+            (name.clone(), RoutableModel { in_force: record.in_force, nodes })
         };
-        let fits = |member: &&Member| {
-            member.is_usable() && member.fingerprint == wanted && *member.info.model.name == *model.name
-        };
-        let nodes = self.by_id.values().filter(fits).filter(|member| !without.contains(&member.info.id));
-        ClusterView { nodes: nodes.map(Member::view).collect() }
+        Routable { by_model: self.by_model.iter().map(of_model).collect() }
     }
 
     fn in_force(&self, model: &str) -> Option<FingerprintDigest> {
@@ -273,23 +249,14 @@ impl Members {
         }
     }
 
-    pub(super) fn assign(&mut self, id: &NodeId, n_tokens: usize) {
-        self.turns += 1;
-        if let Some(member) = self.by_id.get_mut(id) {
-            member.assigned += 1;
-            member.assigned_tokens += n_tokens as u64;
-            member.last_turn = self.turns;
-        }
-    }
-
     /// Returns the models whose serving group has a usable decode node.
     pub(super) fn models(&self) -> Vec<ModelInfo> {
-        let model = |name: &String| {
-            let view = self.view(&RequestedModel::named(name.as_str()), &[]);
-            let decodes = |node: &&NodeView| node.info.role.decodes();
-            view.nodes.iter().find(decodes).map(|node| node.info.model.clone())
+        let model = |(name, record): (&String, &ModelRecord)| {
+            let decodes = |member: &&Member| member.is_usable() && member.info.role.decodes();
+            let serves = |member: &&Member| record.in_force == Some(member.fingerprint);
+            self.of_model(name).filter(decodes).find(serves).map(|member| member.info.model.clone())
         };
-        self.by_model.keys().filter_map(model).collect()
+        self.by_model.iter().filter_map(model).collect()
     }
 
     /// Returns the reason why a node cannot be used, independent of other nodes: it speaks another protocol,
@@ -376,23 +343,20 @@ impl Members {
 
     /// Applies an update from a node's status stream. An update of another life of the node is ignored.
     /// Returns true if the node's usability changed.
-    pub(super) fn update(&mut self, info: &NodeInfo, update: StatusUpdate) -> Result<bool, Gap> {
-        let Some(member) = self.life_of(info) else { return Ok(false) };
+    pub(super) fn update(&mut self, info: &NodeInfo, update: NodeReport, now: Instant) -> bool {
+        let Some(member) = self.life_of(info) else { return false };
         let before = member.link.clone();
         match update {
-            StatusUpdate::Load(load) => {
-                member.load = load;
-                member.assigned = 0;
-                member.assigned_tokens = 0;
+            NodeReport::Load(load) => {
+                member.node.report(load, now);
                 member.is_suspect = false;
                 if matches!(member.link, NodeState::Connecting | NodeState::Unreachable) {
                     member.link = NodeState::Ready;
                 }
             }
-            StatusUpdate::Draining => member.link = NodeState::Draining,
-            StatusUpdate::Blocks(number, event) => member.cached.apply(number, event)?,
+            NodeReport::Draining => member.link = NodeState::Draining,
         }
-        Ok(member.link != before)
+        member.link != before
     }
 
     /// Marks a node as unreachable. Returns true if the node was usable before.

@@ -7,10 +7,15 @@ use chassis::net::MemoryNet;
 use chassis::{Gate, World};
 use registry::{MemoryRegistry, Registry as _};
 use types::node::TOKENIZER;
-use types::{BlockEvent, BlockHash, BlockHashKey, Epoch, Fingerprint, NodeInfo, ProtocolRange, Role};
+use types::prompt::Priority;
+use types::{
+    BlockChange, BlockEvent, BlockHash, BlockHashKey, Epoch, Fingerprint, NodeInfo, NodeLoad, Prompt,
+    ProtocolRange, Role, Sampling, StopRules, TenantId, TokenId,
+};
 
 use super::*;
 use crate::fake_node::{FakeNode, FakeResponse, info};
+use crate::policy::{NodeView, by_name};
 
 struct TestCluster {
     cluster: Cluster,
@@ -39,6 +44,27 @@ async fn test_cluster_of(models: RouterModels, wanted: Option<WantedFingerprint>
 }
 
 impl TestCluster {
+    /// Returns the usable nodes for a prompt of 50 tokens for this model.
+    fn view(&self, model: RequestedModel) -> ClusterView {
+        let prompt = self.prompt(model);
+        self.cluster.view(&Ask { prompt: &prompt, hashes: &[] }, &[])
+    }
+
+    fn prompt(&self, model: RequestedModel) -> Prompt {
+        Prompt {
+            id: self.world.request_id(),
+            tenant: TenantId::default(),
+            cache_salt: types::CacheSalt::default(),
+            model,
+            tokens: (0..50).map(TokenId).collect(),
+            n_generated: 0,
+            sampling: Sampling::default(),
+            stop: StopRules::default(),
+            priority: Priority(0),
+            deadline: self.world.deadline_in(Duration::from_secs(20)),
+        }
+    }
+
     /// Waits until the node is superseded, and returns the reason.
     async fn superseded(&self, id: &str) -> String {
         self.gets_no_work(id, |state| matches!(state, NodeState::Superseded(_))).await
@@ -162,7 +188,7 @@ async fn the_group_with_most_nodes_serves_and_the_others_are_told() {
     test_cluster.state("d", &NodeState::Ready).await;
     assert!(test_cluster.models.find(None).expect("learned").template.is_some(), "the right ones' text half");
     let used = |model: &RequestedModel| {
-        let view = test_cluster.cluster.view(model, &[]);
+        let view = test_cluster.view(model.clone());
         view.nodes.iter().map(|node| node.info.id.to_string()).collect::<Vec<_>>()
     };
     let any = RequestedModel::named("mock");
@@ -258,7 +284,7 @@ async fn prompts_for_one_model_see_its_nodes_only() {
         test_cluster.state(id, &NodeState::Ready).await;
     }
     let used = |model: &str| {
-        let view = test_cluster.cluster.view(&RequestedModel::named(model), &[]);
+        let view = test_cluster.view(RequestedModel::named(model));
         view.nodes.iter().map(|node| node.info.id.to_string()).collect::<Vec<_>>()
     };
     assert_eq!(
@@ -332,22 +358,106 @@ async fn a_new_life_replaces_the_old_one() {
 /// Block events are lost: the node stays usable, and the router requests a snapshot of its cached blocks.
 #[tokio::test(start_paused = true)]
 async fn lost_block_events_bring_a_snapshot_and_cost_no_node() {
-    use BlockEvent::{Snapshot, Stored};
+    use BlockChange::{Snapshot, Stored};
     let hash = |of: u128| BlockHash(of);
     let test_cluster = test_cluster().await;
     let told = vec![
         vec![(4, Snapshot(vec![hash(1)])), (5, Stored(vec![hash(2)])), (7, Stored(vec![hash(4)]))],
         vec![(7, Snapshot(vec![hash(1), hash(2), hash(3), hash(4)])), (8, Stored(vec![hash(5)]))],
     ];
+    let complete = |events: Vec<_>| {
+        events.into_iter().map(|(number, change)| (number, BlockEvent::complete(change))).collect()
+    };
+    let told = told.into_iter().map(complete).collect();
     let fake_node = FakeNode::new("d", Role::Decode, &[FakeResponse::Serve]).telling(told);
     let _announcement = test_cluster.registry.announce(fake_node.info.clone()).await.expect("announced");
     let _running = fake_node.start(&test_cluster.world, &test_cluster.gate).await;
     test_cluster.state("d", &NodeState::Ready).await;
+    let cache = test_cluster.cluster.cache(&fake_node.info.id).expect("a member");
     let wait = async {
-        while test_cluster.cluster.cached(&fake_node.info.id).hashes().is_none_or(|known| known.len() < 5) {
+        while !cache.has_exactly(&(1..6).map(BlockHash).collect::<Vec<_>>()) {
             tokio::time::sleep(Duration::from_millis(1)).await;
             assert_eq!(test_cluster.cluster.ready(), Ok(()), "the node serves on");
         }
     };
     tokio::time::timeout(Duration::from_secs(5), wait).await.expect("the router asks again");
+}
+
+/// A node reports its load every 20 ms. A prompt that waits for room on a decode node, or that is on its way, is
+/// in no report of the prefill node.
+#[tokio::test(start_paused = true)]
+async fn assigned_work_survives_a_load_report_and_ends_with_the_request() {
+    let test_cluster = test_cluster().await;
+    let fake_nodes = [
+        FakeNode::new("p", Role::Prefill, &[FakeResponse::Serve]),
+        FakeNode::new("d", Role::Decode, &[FakeResponse::Serve]),
+    ];
+    let _running = announced(&test_cluster, &fake_nodes.iter().collect::<Vec<_>>()).await;
+    for id in ["p", "d"] {
+        test_cluster.state(id, &NodeState::Ready).await;
+    }
+    let (cluster, prompt) = (&test_cluster.cluster, test_cluster.prompt(RequestedModel::named("mock")));
+    let hashes = cluster.hashes(&prompt);
+    assert_eq!(hashes.len(), 3, "three full blocks of 16 tokens");
+    let ask = Ask { prompt: &prompt, hashes: &hashes };
+    let assigned = || {
+        let of = |node: &NodeView| (node.assigned, node.assigned_tokens, node.cached_tokens);
+        cluster.view(&ask, &[]).nodes.iter().map(of).collect::<Vec<_>>()
+    };
+    let report = || {
+        let now = test_cluster.world.now();
+        for id in ["p", "d"] {
+            cluster.node(&NodeId::new(id)).expect("a member").report(NodeLoad::default(), now);
+        }
+    };
+    let policy = by_name("prefix-aware").expect("in the table");
+    let decision = policy.route(&ask, &cluster.view(&ask, &[]), 0).expect("two nodes");
+    assert_eq!(decision.cached_tokens, 0);
+    let assignment = cluster.assign(&ask, &decision);
+    assert_eq!(assigned(), [(1, 50, 48), (1, 50, 48)], "the blocks are expected too");
+    report();
+    assert_eq!(assigned(), [(1, 50, 48), (1, 50, 48)], "no node was called");
+    assignment.decode_called(test_cluster.world.now());
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    report();
+    assert_eq!(assigned(), [(0, 0, 48), (1, 50, 48)], "the decode node reports the prompt itself");
+    drop(assignment);
+    assert_eq!(assigned(), [(0, 0, 48), (0, 0, 48)]);
+    let again = policy.route(&ask, &cluster.view(&ask, &[]), 0).expect("two nodes");
+    assert_eq!(again.cached_tokens, 48, "the same prompt needs two tokens more");
+    let assignment = cluster.assign(&ask, &again);
+    assert_eq!(assigned(), [(1, 50, 48), (1, 2, 48)], "what is cached is no work for the prefill node");
+    drop(assignment);
+}
+
+/// Whatever the router knows of a node's cache is forgotten when the node leaves, and shown while it is there.
+#[tokio::test(start_paused = true)]
+async fn the_index_knows_members_only_and_shows_what_it_knows() {
+    let test_cluster = test_cluster().await;
+    let told = |change| vec![(1, BlockEvent::complete(change))];
+    let hashes = vec![BlockHash(1), BlockHash(2)];
+    let exact = FakeNode::new("a", Role::Decode, &[FakeResponse::Serve])
+        .telling(vec![told(BlockChange::Snapshot(hashes.clone()))]);
+    let blind = FakeNode::new("b", Role::Decode, &[FakeResponse::Serve]);
+    let mut running = announced(&test_cluster, &[&exact, &blind]).await;
+    for id in ["a", "b"] {
+        test_cluster.state(id, &NodeState::Ready).await;
+    }
+    let cache = test_cluster.cluster.cache(&NodeId::new("a")).expect("a member");
+    while !cache.has_exactly(&hashes) {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let known = |n_exact, n_blind| {
+        use CacheKnowledge::{Approximate, Blind, Exact};
+        [(Exact, n_exact), (Approximate, 0), (Blind, n_blind)]
+    };
+    assert_eq!(test_cluster.cluster.n_known(), known(1, 1));
+    drop(cache);
+    let (task, announcement) = running.remove(0);
+    announcement.withdraw().await;
+    drop(task);
+    while test_cluster.cluster.everyone().len() > 1 || test_cluster.cluster.shared.index.n_blocks() > 0 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    assert_eq!(test_cluster.cluster.n_known(), known(0, 1));
 }

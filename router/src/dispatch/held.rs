@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 use tracing::{info, warn};
-use types::{Destination, Landing, NodeInfo, Prompt, RefusalKind, TransferId};
+use types::{BlockHash, Destination, Landing, NodeInfo, Prompt, RefusalKind, TransferId};
 
 use super::{Attempts, Dispatch, Progress, StartedRequest, StepSource};
 use crate::error::ServeError;
 use crate::metrics::Stage;
-use crate::policy::Route;
+use crate::policy::Ask;
 use crate::requests::{Part, RequestEvent, RequestRecord};
 use crate::rpc::{DecodeCall, Failure, NodeClient, Opening, PrefillCall, PrefillOffer, PutCall};
 use crate::watchdog::WaitStage;
@@ -26,6 +26,7 @@ pub(crate) struct HeldKv {
     transfer: TransferId,
     /// The prompt whose KV is held. For a continuation it is longer than the client's prompt.
     prompt: Prompt,
+    hashes: Arc<[BlockHash]>,
     how: KvHolder,
 }
 
@@ -53,14 +54,14 @@ impl Dispatch {
     /// Computes a prompt and keeps its KV. [`Self::deliver`] chooses a decode node afterwards.
     pub(super) async fn prefill_first(
         &self,
-        prompt: &Prompt,
+        ask: Ask<'_>,
         prefill: &Arc<NodeInfo>,
         record: &RequestRecord,
     ) -> Result<StartedRequest, Failure> {
-        if let Some(keeper) = self.keeper(prompt, prefill) {
+        if let Some(keeper) = self.keeper(ask.prompt, prefill) {
             record.note(RequestEvent::Store { pool: keeper.id.clone() });
             record.enter_part(Part::Store);
-            match self.store(prompt, prefill, &keeper, record).await {
+            match self.store(ask, prefill, &keeper, record).await {
                 Err(failure) if failure.node.id == keeper.id => {
                     record.enter_part(Part::PrefillCall);
                     self.fall_back(&failure, record);
@@ -68,7 +69,7 @@ impl Dispatch {
                 started => return started,
             }
         }
-        self.hold(prompt, prefill, record).await
+        self.hold(ask, prefill, record).await
     }
 
     /// Returns the pool node for a prompt; `None` for a prompt that fills no block, because it has no hash.
@@ -83,12 +84,12 @@ impl Dispatch {
     /// layer.
     async fn store(
         &self,
-        prompt: &Prompt,
+        ask: Ask<'_>,
         prefill: &NodeInfo,
         keeper: &Arc<NodeInfo>,
         record: &RequestRecord,
     ) -> Result<StartedRequest, Failure> {
-        let client = self.client(keeper)?;
+        let (prompt, client) = (ask.prompt, self.client(keeper)?);
         let mut put = client.put(prompt, prefill).await?;
         let landing = put.opening().await?;
         record.enter_part(Part::PrefillCall);
@@ -104,24 +105,24 @@ impl Dispatch {
         self.breakers.succeeded(&prefill.id);
         record.prefilled(&prefilled);
         let (by, how) = (keeper.clone(), KvHolder::InPool { put: Box::new(put), sender });
-        let held = HeldKv { by, client, transfer, prompt: prompt.clone(), how };
+        let held = HeldKv { by, client, transfer, prompt: prompt.clone(), hashes: ask.hashes.into(), how };
         Ok(self.started(prompt, prefilled, StepSource::Held(Box::new(held))))
     }
 
     /// Computes the prompt and keeps its KV on the prefill node.
     async fn hold(
         &self,
-        prompt: &Prompt,
+        ask: Ask<'_>,
         prefill: &Arc<NodeInfo>,
         record: &RequestRecord,
     ) -> Result<StartedRequest, Failure> {
-        let transfer = self.parts.world.transfer_id();
+        let (prompt, transfer) = (ask.prompt, self.parts.world.transfer_id());
         let client = self.client(prefill)?;
         let (prefilled, call) = client.prefill(prompt, &Destination::Held(transfer)).await?;
         self.breakers.succeeded(&prefill.id);
         record.prefilled(&prefilled);
         let (by, how) = (prefill.clone(), KvHolder::AtPrefill(call));
-        let held = HeldKv { by, client, transfer, prompt: prompt.clone(), how };
+        let held = HeldKv { by, client, transfer, prompt: prompt.clone(), hashes: ask.hashes.into(), how };
         Ok(self.started(prompt, prefilled, StepSource::Held(Box::new(held))))
     }
 
@@ -150,12 +151,17 @@ impl Dispatch {
         let _waiting = self.stages.enter(WaitStage::Deliver, record);
         self.wait_until_stored(&mut held).await.map_err(|failure| self.lost(&held, failure, record))?;
         let mut tries = Attempts::new(self, Progress::Begun, record);
+        let (prompt, hashes) = (held.prompt.clone(), Arc::clone(&held.hashes));
+        let ask = Ask { prompt: &prompt, hashes: &hashes };
         loop {
             record.enter_part(Part::Route);
-            let (route, trials) = tries.route(&held.prompt).await?;
-            self.parts.cluster.assign(&Route { prefill: None, ..route.clone() }, held.prompt.tokens.len());
-            record.note(RequestEvent::Deliver { decode: route.decode.id.clone() });
-            match self.deliver_to(&held, &route.decode, tries.room_by(), record).await {
+            let (mut decision, trials) = tries.route(&ask).await?;
+            decision.route.prefill = None;
+            let assigned = self.parts.cluster.assign(&ask, &decision);
+            assigned.decode_called(self.parts.world.now());
+            let to = &decision.route.decode;
+            record.note(RequestEvent::Deliver { decode: to.id.clone() });
+            match self.deliver_to(&held, to, tries.room_by(), record).await {
                 Ok(mut decode) => {
                     decode.tried_by(trials);
                     return Ok(held.with_sender(decode));

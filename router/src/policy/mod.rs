@@ -3,14 +3,17 @@
 //! A route is advice: the nodes' own reservations decide, and a node that refuses is left out of the next route.
 //! A new policy is one file and one line in [`by_name`].
 
+mod costs;
 mod least_loaded;
+mod prefix_aware;
 mod random;
 mod round_robin;
+mod session_affinity;
 
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use types::{NodeInfo, NodeLoad, Prompt};
+use types::{BlockHash, NodeInfo, NodeLoad, Prompt};
 
 /// A policy that chooses routes. The same prompt, view and draw must give the same route, so that a seed
 /// repeats a run.
@@ -18,7 +21,29 @@ use types::{NodeInfo, NodeLoad, Prompt};
 /// The router calls the policy once per attempt, with a view without the nodes that have failed this prompt.
 pub trait RoutingPolicy: Debug + Send + Sync + 'static {
     fn name(&self) -> &'static str;
-    fn route(&self, prompt: &Prompt, view: &ClusterView, draw: u64) -> Result<Route, NoRoute>;
+    fn route(&self, ask: &Ask<'_>, view: &ClusterView, draw: u64) -> Result<Decision, NoRoute>;
+}
+
+/// A prompt that needs a route.
+#[derive(Clone, Copy, Debug)]
+pub struct Ask<'a> {
+    pub prompt: &'a Prompt,
+    /// The hashes of the prompt's full blocks before its last token.
+    pub hashes: &'a [BlockHash],
+}
+
+impl Ask<'_> {
+    pub fn n_tokens(&self) -> u64 {
+        self.prompt.tokens.len() as u64
+    }
+}
+
+/// A route, and what the policy expects of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Decision {
+    pub route: Route,
+    /// The number of leading tokens whose KV the node that computes the prompt is expected to have.
+    pub cached_tokens: u32,
 }
 
 /// The nodes that are to serve a prompt.
@@ -42,17 +67,19 @@ pub struct ClusterView {
     pub nodes: Vec<NodeView>,
 }
 
-/// One usable node: its last report, and the prompts that were assigned to it since.
+/// One usable node: its last report, and the prompts assigned to it that the report does not include.
 #[derive(Clone, Debug)]
 pub struct NodeView {
     pub info: Arc<NodeInfo>,
     pub load: NodeLoad,
-    /// The number of prompts sent to the node since `load` was reported.
+    /// The number of prompts assigned to the node that `load` does not include.
     pub assigned: u32,
     /// The tokens of the assigned prompts.
     pub assigned_tokens: u64,
     /// The router's route counter at the node's last assignment; zero if it had none.
     pub last_turn: u64,
+    /// The number of the prompt's leading tokens whose KV the node has, or is about to have.
+    pub cached_tokens: u32,
 }
 
 impl ClusterView {
@@ -80,14 +107,16 @@ impl NodeView {
 
 /// Makes a route of two chosen nodes. Without a prefill node the decode node computes the prompt, which is
 /// slower but works.
-fn pair(prefill: Option<&NodeView>, decode: Option<&NodeView>) -> Result<Route, NoRoute> {
-    let decode = decode.ok_or(NoRoute::NoDecode)?.info.clone();
-    let prefill = prefill.map(|node| node.info.clone()).filter(|_| !decode.role.prefills());
-    Ok(Route { prefill, decode })
+fn pair(prefill: Option<&NodeView>, decode: Option<&NodeView>) -> Result<Decision, NoRoute> {
+    let decode = decode.ok_or(NoRoute::NoDecode)?;
+    let prefill = prefill.filter(|_| !decode.info.role.prefills());
+    let cached_tokens = prefill.unwrap_or(decode).cached_tokens;
+    let route = Route { prefill: prefill.map(|node| node.info.clone()), decode: decode.info.clone() };
+    Ok(Decision { route, cached_tokens })
 }
 
 /// The names that [`by_name`] accepts.
-pub const NAMES: &[&str] = &["random", "round-robin", "least-loaded"];
+pub const NAMES: &[&str] = &["random", "round-robin", "least-loaded", "session-affinity", "prefix-aware"];
 
 /// Returns the policy with this name.
 pub fn by_name(name: &str) -> Option<Box<dyn RoutingPolicy>> {
@@ -95,6 +124,8 @@ pub fn by_name(name: &str) -> Option<Box<dyn RoutingPolicy>> {
         "random" => Some(Box::new(random::Random)),
         "round-robin" => Some(Box::new(round_robin::RoundRobin)),
         "least-loaded" => Some(Box::new(least_loaded::LeastLoaded)),
+        "session-affinity" => Some(Box::new(session_affinity::SessionAffinity)),
+        "prefix-aware" => Some(Box::new(prefix_aware::PrefixAware)),
         _ => None,
     }
 }

@@ -1,8 +1,6 @@
 //! Chooses nodes at random with equal probability. It is the baseline for the other policies.
 
-use types::Prompt;
-
-use super::{ClusterView, NoRoute, NodeView, Route, RoutingPolicy, pair};
+use super::{Ask, ClusterView, Decision, NoRoute, NodeView, RoutingPolicy, pair};
 
 #[derive(Debug)]
 pub(super) struct Random;
@@ -12,9 +10,9 @@ impl RoutingPolicy for Random {
         "random"
     }
 
-    fn route(&self, prompt: &Prompt, view: &ClusterView, draw: u64) -> Result<Route, NoRoute> {
+    fn route(&self, ask: &Ask<'_>, view: &ClusterView, draw: u64) -> Result<Decision, NoRoute> {
         let prefill: Vec<&NodeView> = view.prefill_nodes().collect();
-        let decode = view.decode_nodes(prompt);
+        let decode = view.decode_nodes(ask.prompt);
         pair(pick(&prefill, draw >> 32), pick(&decode, draw & 0xffff_ffff))
     }
 }

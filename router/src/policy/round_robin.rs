@@ -1,8 +1,6 @@
 //! Chooses the node whose last assignment is the oldest.
 
-use types::Prompt;
-
-use super::{ClusterView, NoRoute, NodeView, Route, RoutingPolicy, pair};
+use super::{Ask, ClusterView, Decision, NoRoute, NodeView, RoutingPolicy, pair};
 
 #[derive(Debug)]
 pub(super) struct RoundRobin;
@@ -12,8 +10,11 @@ impl RoutingPolicy for RoundRobin {
         "round-robin"
     }
 
-    fn route(&self, prompt: &Prompt, view: &ClusterView, _draw: u64) -> Result<Route, NoRoute> {
+    fn route(&self, ask: &Ask<'_>, view: &ClusterView, _draw: u64) -> Result<Decision, NoRoute> {
         let turn = |node: &&NodeView| (node.last_turn, node.info.id.clone());
-        pair(view.prefill_nodes().min_by_key(turn), view.decode_nodes(prompt).into_iter().min_by_key(turn))
+        pair(
+            view.prefill_nodes().min_by_key(turn),
+            view.decode_nodes(ask.prompt).into_iter().min_by_key(turn),
+        )
     }
 }

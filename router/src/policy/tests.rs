@@ -30,7 +30,7 @@ fn node(id: &str, role: Role) -> NodeView {
     };
     let blocks = BlockCounts { total: 100, free: 100, ..BlockCounts::default() };
     let load = NodeLoad { blocks, step_ms: 5.0, ..NodeLoad::default() };
-    NodeView { info: Arc::new(info), load, assigned: 0, assigned_tokens: 0, last_turn: 0 }
+    NodeView { info: Arc::new(info), load, assigned: 0, assigned_tokens: 0, last_turn: 0, cached_tokens: 0 }
 }
 
 fn view(nodes: Vec<NodeView>) -> ClusterView {
@@ -62,6 +62,23 @@ fn two_and_two() -> ClusterView {
     ])
 }
 
+/// Routes a prompt whose blocks have these hashes.
+fn decided(
+    policy: &dyn RoutingPolicy,
+    prompt: &Prompt,
+    hashes: &[BlockHash],
+    view: &ClusterView,
+    draw: u64,
+) -> Result<Decision, NoRoute> {
+    policy.route(&Ask { prompt, hashes }, view, draw)
+}
+
+/// Routes a prompt without known blocks.
+fn routed(name: &str, prompt: &Prompt, view: &ClusterView, draw: u64) -> Result<Route, NoRoute> {
+    let policy = by_name(name).expect("in the table");
+    decided(&*policy, prompt, &[], view, draw).map(|decision| decision.route)
+}
+
 fn ids(route: &Route) -> (Option<&str>, &str) {
     (route.prefill.as_ref().map(|node| node.id.as_str()), route.decode.id.as_str())
 }
@@ -77,20 +94,18 @@ fn every_name_is_in_the_table() {
 #[test]
 fn every_policy_is_pure_and_needs_a_decode_node() {
     for name in NAMES {
-        let policy = by_name(name).expect("in the table");
         let view = two_and_two();
-        assert_eq!(policy.route(&prompt(9), &view, 77), policy.route(&prompt(9), &view, 77), "{name}");
+        assert_eq!(routed(name, &prompt(9), &view, 77), routed(name, &prompt(9), &view, 77), "{name}");
         let only_prefill = super::tests::view(vec![node("p0", Role::Prefill)]);
-        assert_eq!(policy.route(&prompt(9), &only_prefill, 1), Err(NoRoute::NoDecode), "{name}");
+        assert_eq!(routed(name, &prompt(9), &only_prefill, 1), Err(NoRoute::NoDecode), "{name}");
     }
 }
 
 #[test]
 fn without_prefill_nodes_decode_computes_by_itself() {
     for name in NAMES {
-        let policy = by_name(name).expect("in the table");
         for view in [view(vec![node("d0", Role::Decode)]), view(vec![node("d0", Role::Both)])] {
-            let route = policy.route(&prompt(9), &view, 3).expect("decode is there");
+            let route = routed(name, &prompt(9), &view, 3).expect("decode is there");
             assert_eq!(ids(&route), (None, "d0"), "{name}");
         }
     }
@@ -98,21 +113,20 @@ fn without_prefill_nodes_decode_computes_by_itself() {
 
 #[test]
 fn random_reaches_every_pair() {
-    let (policy, view) = (by_name("random").expect("in the table"), two_and_two());
+    let view = two_and_two();
     let draws = (0..64u64).map(|n| n.wrapping_mul(0x9e37_79b9_7f4a_7c15));
     let routes: Vec<Route> =
-        draws.map(|draw| policy.route(&prompt(9), &view, draw).expect("usable")).collect();
+        draws.map(|draw| routed("random", &prompt(9), &view, draw).expect("usable")).collect();
     let pairs: std::collections::BTreeSet<_> = routes.iter().map(ids).collect();
     assert_eq!(pairs.len(), 4);
 }
 
 #[test]
 fn round_robin_takes_turns() {
-    let policy = by_name("round-robin").expect("in the table");
     let mut view = two_and_two();
     let mut seen = Vec::new();
     for turn in 1..=4 {
-        let route = policy.route(&prompt(9), &view, 0).expect("usable");
+        let route = routed("round-robin", &prompt(9), &view, 0).expect("usable");
         for node in &mut view.nodes {
             if node.info.id == route.decode.id
                 || Some(&node.info.id) == route.prefill.as_ref().map(|node| &node.id)
@@ -129,26 +143,24 @@ fn round_robin_takes_turns() {
 
 #[test]
 fn least_loaded_prefers_the_short_queue_and_the_short_step() {
-    let policy = by_name("least-loaded").expect("in the table");
     let mut view = two_and_two();
     view.nodes[0].load.queue_ms = 80.0;
     view.nodes[0].load.queued_tokens = 800;
     view.nodes[3].load.step_ms = 9.0;
-    assert_eq!(ids(&policy.route(&prompt(9), &view, 5).expect("usable")), (Some("p1"), "d0"));
+    assert_eq!(ids(&routed("least-loaded", &prompt(9), &view, 5).expect("usable")), (Some("p1"), "d0"));
     // Prompts assigned since the report count too, so the other nodes are chosen.
     view.nodes[1].assigned_tokens = 1_000_000;
     view.nodes[2].assigned = 8;
-    assert_eq!(ids(&policy.route(&prompt(9), &view, 5).expect("usable")), (Some("p0"), "d1"));
+    assert_eq!(ids(&routed("least-loaded", &prompt(9), &view, 5).expect("usable")), (Some("p0"), "d1"));
 }
 
 #[test]
 fn a_burst_of_unlike_prompts_spreads_over_idle_nodes() {
-    let policy = by_name("least-loaded").expect("in the table");
     let mut view = two_and_two();
     let mut counts = std::collections::BTreeMap::new();
     for draw in 0..40u64 {
-        let route =
-            policy.route(&prompt(9), &view, draw.wrapping_mul(0x9e37_79b9_7f4a_7c15)).expect("usable");
+        let draw = draw.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let route = routed("least-loaded", &prompt(9), &view, draw).expect("usable");
         for node in &mut view.nodes {
             if node.info.id == route.decode.id
                 || Some(&node.info.id) == route.prefill.as_ref().map(|node| &node.id)
@@ -165,26 +177,120 @@ fn a_burst_of_unlike_prompts_spreads_over_idle_nodes() {
 #[test]
 fn a_decode_node_with_a_line_is_left_alone_while_another_has_none() {
     for name in NAMES {
-        let policy = by_name(name).expect("in the table");
         let mut view = two_and_two();
         view.nodes[2].load.waiting = 1;
         for draw in (0..16u64).map(|n| n.wrapping_mul(0x9e37_79b9_7f4a_7c15)) {
-            assert_eq!(ids(&policy.route(&prompt(40), &view, draw).expect("usable")).1, "d1", "{name}");
+            assert_eq!(ids(&routed(name, &prompt(40), &view, draw).expect("usable")).1, "d1", "{name}");
         }
         view.nodes[3].load.waiting = 1;
-        policy.route(&prompt(40), &view, 1).expect("both have lines, and one must do");
+        routed(name, &prompt(40), &view, 1).expect("both have lines, and one must do");
     }
 }
 
 #[test]
 fn a_full_decode_node_is_left_alone_while_another_has_room() {
     for name in NAMES {
-        let policy = by_name(name).expect("in the table");
         let mut view = two_and_two();
         view.nodes[2].load.blocks = BlockCounts { total: 100, leased: 100, ..BlockCounts::default() };
         for draw in 0..16u64 {
-            let route = policy.route(&prompt(100), &view, draw << 28).expect("usable");
+            let route = routed(name, &prompt(100), &view, draw << 28).expect("usable");
             assert_eq!(route.decode.id.as_str(), "d1", "{name}");
         }
     }
+}
+
+/// Gives a node the costs of a mock: 0.05 ms per prompt token, 5 ms per step.
+fn paced(node: &mut NodeView) {
+    node.load.costs =
+        LearnedCosts { prompt_token_ms: 0.05, step_ms: 5.0, row_ms: 0.1, context_ms: 0.0, step_tokens: 512 };
+}
+
+/// A node: its queue in milliseconds, the tokens assigned to it, the prompt's tokens that it has cached, and its
+/// last turn.
+type PrefixRow = (f32, u64, u32, u64);
+
+#[test]
+fn prefix_aware_weighs_what_is_cached_against_the_queue() {
+    let cases: &[(&str, [PrefixRow; 2], &str)] = &[
+        ("nothing is cached: the oldest turn", [(0.0, 0, 0, 7), (0.0, 0, 0, 3)], "p1"),
+        ("the cached prefix", [(0.0, 0, 1920, 7), (0.0, 0, 0, 3)], "p0"),
+        ("the longer one", [(0.0, 0, 960, 3), (0.0, 0, 1920, 7)], "p1"),
+        ("a queue that costs less than the prefix", [(60.0, 0, 1920, 7), (0.0, 0, 0, 3)], "p0"),
+        ("a queue that costs more", [(200.0, 0, 1920, 7), (0.0, 0, 0, 3)], "p1"),
+        ("a queue that is not reported yet", [(0.0, 4000, 1920, 7), (0.0, 0, 0, 3)], "p1"),
+        ("similar costs: what is cached", [(0.0, 0, 64, 7), (0.0, 0, 0, 3)], "p0"),
+    ];
+    let policy = by_name("prefix-aware").expect("in the table");
+    for (what, rows, expected) in cases {
+        let mut view = two_and_two();
+        for (node, (queue_ms, assigned_tokens, cached_tokens, last_turn)) in view.nodes.iter_mut().zip(rows) {
+            paced(node);
+            (node.load.queue_ms, node.assigned_tokens) = (*queue_ms, *assigned_tokens);
+            (node.cached_tokens, node.last_turn) = (*cached_tokens, *last_turn);
+        }
+        let decision = decided(&*policy, &prompt(2000), &[], &view, 5).expect("usable");
+        assert_eq!(ids(&decision.route).0, Some(*expected), "{what}");
+        let chosen = view.nodes.iter().find(|node| node.info.id.as_str() == *expected).expect("a node");
+        assert_eq!(decision.cached_tokens, chosen.cached_tokens, "{what}");
+    }
+}
+
+/// A decode node computes small remainders of prompts alone, so its time per token is long. It says nothing about
+/// prefill nodes that have computed no prompt yet.
+#[test]
+fn prefix_aware_gives_prompts_to_a_node_whose_speed_is_unknown() {
+    let policy = by_name("prefix-aware").expect("in the table");
+    let mut view = two_and_two();
+    paced(&mut view.nodes[0]);
+    paced(&mut view.nodes[2]);
+    view.nodes[2].load.costs.prompt_token_ms = 1.0;
+    view.nodes[0].last_turn = 7;
+    let decision = decided(&*policy, &prompt(2000), &[], &view, 5).expect("usable");
+    assert_eq!(ids(&decision.route).0, Some("p1"));
+}
+
+/// The decode node that gave the last answer has its KV. It is chosen again, unless its steps are much longer.
+#[test]
+fn prefix_aware_returns_to_the_decode_node_that_has_the_answer() {
+    let policy = by_name("prefix-aware").expect("in the table");
+    for (step_ms, expected) in [(5.0, "d1"), (6.0, "d1"), (20.0, "d0")] {
+        let mut view = two_and_two();
+        view.nodes.iter_mut().for_each(paced);
+        view.nodes[3].cached_tokens = 1920;
+        view.nodes[3].load.step_ms = step_ms;
+        let decision = decided(&*policy, &prompt(2000), &[], &view, 5).expect("usable");
+        assert_eq!(ids(&decision.route).1, expected, "{step_ms} ms");
+    }
+    let mut both = view(vec![node("b0", Role::Both), node("b1", Role::Both)]);
+    both.nodes.iter_mut().for_each(paced);
+    both.nodes[1].cached_tokens = 1920;
+    let decision = decided(&*policy, &prompt(2000), &[], &both, 5).expect("usable");
+    assert_eq!((ids(&decision.route), decision.cached_tokens), ((None, "b1"), 1920));
+}
+
+#[test]
+fn session_affinity_keeps_a_beginning_on_its_nodes_while_they_are_not_overloaded() {
+    let policy = by_name("session-affinity").expect("in the table");
+    let hashes = |of: u128| (0..20).map(|nth| BlockHash((of << 64) + nth.min(15) + 1)).collect::<Vec<_>>();
+    let route = |view: &ClusterView, of, draw| {
+        decided(&*policy, &prompt(320), &hashes(of), view, draw).expect("usable").route
+    };
+    let mut view = two_and_two();
+    view.nodes.iter_mut().for_each(paced);
+    let of_one = route(&view, 1, 0);
+    for draw in 0..16 {
+        assert_eq!(route(&view, 1, draw << 28), of_one, "the draw does not matter");
+    }
+    let pairs: std::collections::BTreeSet<_> =
+        (0..40).map(|of| format!("{:?}", ids(&route(&view, of, 0)))).collect();
+    assert_eq!(pairs.len(), 4, "other beginnings have other nodes");
+    let usual = of_one.prefill.clone().expect("a prefill node").id.clone();
+    let busy = view.nodes.iter_mut().find(|node| node.info.id == usual).expect("a node");
+    busy.load.queue_ms = 15.0;
+    assert_eq!(route(&view, 1, 0), of_one, "a queue as long as the prompt is no overload");
+    let busy = view.nodes.iter_mut().find(|node| node.info.id == usual).expect("a node");
+    busy.load.queue_ms = 400.0;
+    assert_ne!(route(&view, 1, 0).prefill, of_one.prefill, "an overload is");
+    let short = decided(&*policy, &prompt(9), &[], &view, 0).expect("usable").route;
+    assert_ne!(ids(&short).0, Some(usual.as_str()), "a short prompt goes where the load is least");
 }

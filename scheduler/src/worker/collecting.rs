@@ -54,7 +54,7 @@ impl Worker {
         let began = self.last_step.map_or(launched_at, |last| last.max(launched_at));
         let took = now.saturating_duration_since(began);
         self.costs.observe(shape, took);
-        let StepShape { n_running, n_prefill_tokens } = shape;
+        let StepShape { n_running, n_prefill_tokens, .. } = shape;
         trace!(target: "walk", n_running, n_prefill_tokens, took_us = took.as_micros() as u64, "engine step collected");
         self.metrics.steps.inc();
         self.metrics.step_seconds.observe(took.as_secs_f64());

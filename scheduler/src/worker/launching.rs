@@ -231,8 +231,8 @@ impl Worker {
     }
 
     fn start(&mut self, shares: &[Share], now: Instant) {
-        let rows: Vec<StepRow> =
-            shares.iter().map(|share| StepRow { id: share.id, n_tokens: share.n_tokens }).collect();
+        let row = |share: &Share| StepRow { id: share.id, n_tokens: share.n_tokens, n_before: share.start };
+        let rows: Vec<StepRow> = shares.iter().map(row).collect();
         match self.launch_rows(&rows) {
             Ok(launched) => self.note_launched(launched, rows, now),
             Err(error) => self.fail_step(&rows, &error),

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
-use types::{BlockEvent, NodeId};
+use types::{BlockChange, NodeId};
 
 use super::host::{Hosts, LifeSeen, NodeHost, RouterHost};
 use super::log::EventLog;
@@ -182,14 +182,15 @@ pub async fn mirrored(hosts: &Hosts, log: &EventLog) {
 
 fn unlike(router: &RouterHost, node: &NodeHost) -> Option<String> {
     let (life, cluster) = (node.life()?, router.cluster()?);
-    let Some(BlockEvent::Snapshot(held)) = life.pool.events().try_next().map(|first| first.event) else {
+    let first = life.pool.events().try_next().map(|first| first.event.change);
+    let Some(BlockChange::Snapshot(held)) = first else {
         return Some(format!("{}: its events do not begin with a snapshot", node.shape.name));
     };
-    let known = cluster.cached(&NodeId::new(node.shape.name.clone())).hashes().cloned();
-    if known.as_ref() == Some(&held.iter().copied().collect()) {
+    let cache = cluster.cache(&NodeId::new(node.shape.name.clone()));
+    if cache.as_ref().is_some_and(|cache| cache.has_exactly(&held)) {
         return None;
     }
-    let known = known.map(|known| known.len());
+    let known = cache.and_then(|cache| cache.n_cached());
     Some(format!("{}: the router knows {known:?} cached blocks of {}", node.shape.name, held.len()))
 }
 

@@ -278,7 +278,7 @@ fn shape(chance: &mut Chance) -> Shape {
     let nodes = names.into_iter().map(|(name, role)| node(chance, name, role)).collect();
     Shape {
         order,
-        policy: chance.pick::<&'static str>(&["random", "round-robin", "least-loaded"]),
+        policy: chance.pick::<&'static str>(router::policy::NAMES),
         attempts_max: chance.within(2..=4) as u32,
         wait_max: chance.millis(2_000..=30_000),
         n_routers: 1,

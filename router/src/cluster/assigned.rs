@@ -1,0 +1,181 @@
+//! Prompts that were assigned to a node and that the node's load reports do not include yet.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// The time that a prompt may take to the node's worker. A report that was made later includes it.
+const ARRIVES_WITHIN: Duration = Duration::from_millis(50);
+
+/// The work assigned to one node. The node's member and the requests share it.
+#[derive(Debug, Default)]
+pub(super) struct AssignedWork {
+    shares: Mutex<Shares>,
+}
+
+#[derive(Debug, Default)]
+struct Shares {
+    /// The prompts that no report includes, in order of assignment.
+    unreported: BTreeMap<u64, Share>,
+    n_made: u64,
+    sum: Unreported,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Share {
+    n_tokens: u64,
+    /// The time at which the node was called; `None` before the call.
+    sent: Option<Instant>,
+}
+
+/// The number of prompts that no report includes, and the number of their tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Unreported {
+    pub(super) n_prompts: u32,
+    pub(super) n_tokens: u64,
+}
+
+/// One prompt's work on the nodes of its route. It counts until the node's reports include it. Dropping it
+/// returns what still counts: the request drops it at the first token, or when the attempt fails.
+#[derive(Debug)]
+pub struct Assignment {
+    pub(super) prefill: Option<NodeAssignment>,
+    pub(super) decode: Option<NodeAssignment>,
+}
+
+/// One prompt's work on one node.
+#[derive(Debug)]
+pub(super) struct NodeAssignment {
+    work: Arc<AssignedWork>,
+    id: u64,
+}
+
+impl Assignment {
+    /// Records that the prefill node is called now.
+    pub(crate) fn prefill_called(&self, now: Instant) {
+        self.prefill.iter().for_each(|share| share.sent(now));
+    }
+
+    /// Records that the decode node is called now.
+    pub(crate) fn decode_called(&self, now: Instant) {
+        self.decode.iter().for_each(|share| share.sent(now));
+    }
+}
+
+impl AssignedWork {
+    pub(super) fn assign(self: &Arc<Self>, n_tokens: u64) -> NodeAssignment {
+        let mut shares = self.shares();
+        shares.n_made += 1;
+        let id = shares.n_made;
+        shares.unreported.insert(id, Share { n_tokens, sent: None });
+        shares.sum.n_prompts += 1;
+        shares.sum.n_tokens += n_tokens;
+        NodeAssignment { work: Arc::clone(self), id }
+    }
+
+    pub(super) fn unreported(&self) -> Unreported {
+        self.shares().sum
+    }
+
+    /// Applies a report that the node's worker made at `made_at`: the prompts that had arrived by then are in
+    /// its own numbers.
+    pub(super) fn reported(&self, made_at: Instant) {
+        let mut shares = self.shares();
+        let is_included = |share: &Share| share.sent.is_some_and(|sent| sent + ARRIVES_WITHIN <= made_at);
+        let included: Vec<u64> =
+            shares.unreported.iter().filter(|(_, share)| is_included(share)).map(|(id, _)| *id).collect();
+        included.into_iter().for_each(|id| shares.remove(id));
+    }
+
+    fn shares(&self) -> MutexGuard<'_, Shares> {
+        self.shares.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Shares {
+    fn remove(&mut self, id: u64) {
+        if let Some(share) = self.unreported.remove(&id) {
+            self.sum.n_prompts -= 1;
+            self.sum.n_tokens -= share.n_tokens;
+        }
+    }
+}
+
+impl NodeAssignment {
+    fn sent(&self, now: Instant) {
+        if let Some(share) = self.work.shares().unreported.get_mut(&self.id) {
+            share.sent.get_or_insert(now);
+        }
+    }
+}
+
+impl Drop for NodeAssignment {
+    fn drop(&mut self) {
+        self.work.shares().remove(self.id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    enum Event {
+        Assign(u64),
+        /// Calls the node for the nth prompt, at this millisecond.
+        Send(usize, u64),
+        /// Applies a report that was made at this millisecond.
+        Report(u64),
+        /// Drops the nth prompt's assignment.
+        Drop(usize),
+    }
+
+    /// Returns the prompts and tokens that count after the events.
+    fn left(events: Vec<Event>) -> (u32, u64) {
+        let (start, work) = (Instant::now(), Arc::new(AssignedWork::default()));
+        let mut assigned: Vec<Option<NodeAssignment>> = Vec::new();
+        for event in events {
+            let at = |ms| start + Duration::from_millis(ms);
+            match event {
+                Event::Assign(n_tokens) => assigned.push(Some(work.assign(n_tokens))),
+                Event::Send(nth, ms) => assigned[nth].as_ref().expect("assigned").sent(at(ms)),
+                Event::Report(ms) => work.reported(at(ms)),
+                Event::Drop(nth) => drop(assigned[nth].take()),
+            }
+        }
+        let Unreported { n_prompts, n_tokens } = work.unreported();
+        (n_prompts, n_tokens)
+    }
+
+    #[test]
+    fn assigned_work_counts_until_a_report_includes_it_or_it_is_dropped() {
+        use Event::{Assign, Drop, Report, Send};
+        for (what, events, expected) in [
+            ("nothing", vec![], (0, 0)),
+            ("two prompts", vec![Assign(9), Assign(5)], (2, 14)),
+            (
+                "a report does not include a prompt that waits for room elsewhere",
+                vec![Assign(9), Report(900)],
+                (1, 9),
+            ),
+            ("nor one that is on its way", vec![Assign(9), Send(0, 100), Report(120)], (1, 9)),
+            ("nor does a report from before the call", vec![Assign(9), Send(0, 100), Report(20)], (1, 9)),
+            ("a later report includes it", vec![Assign(9), Send(0, 100), Report(150)], (0, 0)),
+            (
+                "each prompt for itself",
+                vec![Assign(9), Assign(5), Send(0, 0), Send(1, 90), Report(100)],
+                (1, 5),
+            ),
+            (
+                "a second call is no later than the first",
+                vec![Assign(9), Send(0, 0), Send(0, 90), Report(100)],
+                (0, 0),
+            ),
+            ("the first token drops it", vec![Assign(9), Assign(5), Send(0, 0), Drop(0)], (1, 5)),
+            ("once only", vec![Assign(9), Assign(5), Send(0, 0), Report(100), Drop(0)], (1, 5)),
+        ] {
+            assert_eq!(left(events), expected, "{what}");
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! Hot path. What routing reads of the nodes, without the members' lock.
+//!
+//! [`Routable`] is a list of the usable nodes, replaced as a whole when it changes. The parts of a node that change all
+//! the time, such as its load, have a lock of their own.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
+use types::{FingerprintDigest, NodeId, NodeInfo, NodeLoad, RequestedModel};
+
+use super::assigned::AssignedWork;
+use super::index::{IndexedNode, PrefixMatches};
+use crate::policy::{ClusterView, NodeView};
+
+/// The largest age of a load report that counts, in milliseconds. An older report includes what one of this age would.
+const AGE_MS_MAX: f32 = 60_000.0;
+
+/// A node as routing sees it.
+#[derive(Debug)]
+pub(super) struct RoutableNode {
+    pub(super) info: Arc<NodeInfo>,
+    pub(super) assigned: Arc<AssignedWork>,
+    pub(super) blocks: Arc<IndexedNode>,
+    load: Mutex<NodeLoad>,
+    /// The router's route counter at the node's last assignment; zero if it had none.
+    last_turn: AtomicU64,
+}
+
+/// The usable nodes by model. A model whose nodes are all unusable may be absent.
+#[derive(Debug, Default)]
+pub(super) struct Routable {
+    pub(super) by_model: BTreeMap<String, RoutableModel>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct RoutableModel {
+    /// The fingerprint of the serving group.
+    pub(super) in_force: Option<FingerprintDigest>,
+    /// The usable nodes of all groups, in order of their ids.
+    pub(super) nodes: Vec<(FingerprintDigest, Arc<RoutableNode>)>,
+}
+
+impl RoutableNode {
+    pub(super) fn new(info: Arc<NodeInfo>, blocks: IndexedNode) -> Self {
+        Self {
+            info,
+            assigned: Arc::default(),
+            blocks: Arc::new(blocks),
+            load: Mutex::default(),
+            last_turn: AtomicU64::new(0),
+        }
+    }
+
+    pub(super) fn load(&self) -> NodeLoad {
+        *self.load.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Replaces the load by a report that came at `now`.
+    pub(super) fn report(&self, load: NodeLoad, now: Instant) {
+        let age = Duration::from_secs_f32(load.age_ms.min(AGE_MS_MAX) / 1e3);
+        self.assigned.reported(now.checked_sub(age).unwrap_or(now));
+        *self.load.lock().unwrap_or_else(PoisonError::into_inner) = load;
+    }
+
+    pub(super) fn set_turn(&self, turn: u64) {
+        self.last_turn.store(turn, Ordering::Relaxed);
+    }
+
+    fn view(&self, matches: &PrefixMatches) -> NodeView {
+        let unreported = self.assigned.unreported();
+        let n_cached = self.blocks.n_matched(matches) * u32::from(self.info.model.layout.block_tokens);
+        NodeView {
+            info: Arc::clone(&self.info),
+            load: self.load(),
+            assigned: unreported.n_prompts,
+            assigned_tokens: unreported.n_tokens,
+            last_turn: self.last_turn.load(Ordering::Relaxed),
+            cached_tokens: n_cached,
+        }
+    }
+}
+
+impl Routable {
+    /// Returns the usable nodes for a prompt of this model, except `without`. They have the weights that the
+    /// prompt names, or else those of the model's serving group.
+    pub(super) fn view(
+        &self,
+        model: &RequestedModel,
+        matches: &PrefixMatches,
+        without: &[NodeId],
+    ) -> ClusterView {
+        let nodes = self.nodes(model).filter(|node| !without.contains(&node.info.id));
+        ClusterView { nodes: nodes.map(|node| node.view(matches)).collect() }
+    }
+
+    /// Returns the usable nodes for a prompt of this model.
+    pub(super) fn nodes(&self, model: &RequestedModel) -> impl Iterator<Item = &Arc<RoutableNode>> {
+        let of_model = self.by_model.get(&*model.name);
+        let wanted = model.fingerprint.or_else(|| of_model?.in_force);
+        let nodes = of_model.map_or(&[][..], |of_model| &of_model.nodes);
+        nodes.iter().filter(move |(weights, _)| Some(*weights) == wanted).map(|(_, node)| node)
+    }
+}

@@ -1,0 +1,64 @@
+//! Chooses nodes that have the beginning of the prompt in their caches, unless others are faster without.
+//!
+//! The cost of a prefill node is its queue and the computation of what it lacks. The cost of a decode node is its next
+//! steps, and what has to be moved to it, or computed on it. Among nodes with similar costs, the node that has the most
+//! of the prompt is chosen, and then the node whose last assignment is the oldest, so that new prompts spread evenly.
+
+use std::cmp::Reverse;
+
+use super::costs::{compute_ms, queue_ms, step_ms};
+use super::{Ask, ClusterView, Decision, NoRoute, NodeView, RoutingPolicy, pair};
+
+/// The time to move a token's KV to a decode node, as a share of the time to compute it.
+const MOVE_SHARE: f64 = 0.1;
+
+/// The number of steps of a decode node that count against what has to be moved to it: an answer has many.
+const STEPS: f64 = 8.0;
+
+/// The difference up to which costs count as similar: predictions are not exact.
+const SIMILAR: f64 = 1.1;
+const SIMILAR_MS: f64 = 0.5;
+
+#[derive(Debug)]
+pub(super) struct PrefixAware;
+
+impl RoutingPolicy for PrefixAware {
+    fn name(&self) -> &'static str {
+        "prefix-aware"
+    }
+
+    fn route(&self, ask: &Ask<'_>, view: &ClusterView, draw: u64) -> Result<Decision, NoRoute> {
+        let token_ms = view.token_ms();
+        let n_missing = |node: &NodeView| ask.n_tokens().saturating_sub(u64::from(node.cached_tokens));
+        let computing = |node: &NodeView| queue_ms(node) + compute_ms(node, n_missing(node), token_ms);
+        let prefill = nearest(view.prefill_nodes(), computing, draw);
+        let decoding = |node: &NodeView| {
+            let is_moved = prefill.is_some() && !node.info.role.prefills();
+            let moving = n_missing(node) as f64 * token_ms * MOVE_SHARE;
+            STEPS * step_ms(node) + if is_moved { moving } else { computing(node) }
+        };
+        let decode = nearest(view.decode_nodes(ask.prompt).into_iter(), decoding, draw.rotate_left(32));
+        pair(prefill, decode)
+    }
+}
+
+/// Returns a node with a cost similar to the lowest. The random draw decides among nodes that had no prompt yet.
+fn nearest<'a>(
+    nodes: impl Iterator<Item = &'a NodeView>,
+    cost: impl Fn(&NodeView) -> f64,
+    draw: u64,
+) -> Option<&'a NodeView> {
+    let nodes: Vec<(f64, &NodeView)> = nodes.map(|node| (cost(node), node)).collect();
+    let lowest = nodes.iter().map(|(cost, _)| *cost).fold(f64::INFINITY, f64::min);
+    let similar = nodes.iter().filter(|(cost, _)| *cost <= lowest * SIMILAR + SIMILAR_MS);
+    let rank = |node: &NodeView| (Reverse(node.cached_tokens), node.last_turn);
+    let mut best: Vec<&NodeView> = Vec::new();
+    for (_, node) in similar {
+        match best.first().map(|first| rank(node).cmp(&rank(first))) {
+            Some(std::cmp::Ordering::Greater) => {}
+            Some(std::cmp::Ordering::Equal) => best.push(node),
+            Some(std::cmp::Ordering::Less) | None => best = vec![node],
+        }
+    }
+    best.get((draw % best.len().max(1) as u64) as usize).copied()
+}
