@@ -17,8 +17,7 @@ use baton_tests::sim::{Plan, Report, run};
 use chassis::Standstill;
 use router::dispatch::Order;
 use router::error::AcceptError;
-use router::serve::{Generation, Serve, ServeError};
-use tokio::time::Instant;
+use router::serve::{Arrival, Generation, Serve, ServeError};
 use types::{FinishReason, ModelInfo, Prompt, RefusalKind, Role};
 
 /// The number of seeds in a test run; `SEEDS` overrides it.
@@ -301,7 +300,7 @@ impl Serve for RefusesAtOnce {
         Vec::new()
     }
 
-    async fn generate(&self, _: Prompt, _: Instant) -> Result<Generation, ServeError> {
+    async fn generate(&self, _: Prompt, _: Arrival) -> Result<Generation, ServeError> {
         Err(no_nodes())
     }
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use crate::command::{Ended, say, tell};
+use crate::command::{CommandOutcome, say, tell};
 use crate::error::{BenchError, Result, write_text};
 use crate::explanation::{Explanation, Parts};
 use crate::report::RunReport;
@@ -24,7 +24,7 @@ pub struct ExplainArgs {
     pub svg: Option<PathBuf>,
 }
 
-pub fn run(args: &ExplainArgs) -> Result<Ended> {
+pub fn run(args: &ExplainArgs) -> Result<CommandOutcome> {
     let report = RunReport::read(&args.file)?;
     if report.explanations.is_empty() {
         let reason = "no request has an explanation: measure a Baton router with --explain";
@@ -37,7 +37,7 @@ pub fn run(args: &ExplainArgs) -> Result<Ended> {
         write_text(path, &bars(&groups))?;
         tell(&format!("bars: {}", path.display()));
     }
-    Ok(Ended::Well)
+    Ok(CommandOutcome::Well)
 }
 
 /// Returns the bars of the time to the first token, and those of the worst gap.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use axum::extract::Request;
 use axum::middleware::Next;
 use axum::response::Response;
-use http::{HeaderMap, HeaderValue, header};
+use http::{HeaderMap, header};
 use types::RequestId;
 
 use crate::accept::{Acceptor, Caller};
@@ -15,28 +15,21 @@ use crate::serve::Detail;
 use crate::tenants::{Claims, Client};
 
 pub(crate) const REQUEST_ID: &str = "x-request-id";
-/// The header with the API key of Anthropic's clients. Others send `authorization`.
+/// The header with the API key of Anthropic's clients, and of the live page's chat. Others send `authorization`.
 const API_KEY: &str = "x-api-key";
 const TIMEOUT: &str = "x-baton-timeout-ms";
 /// The header with the tenant. Ignored if API keys are used; otherwise accepted only from trusted proxies.
 const TENANT: &str = "x-baton-tenant";
 /// The header with the priority. Higher values run first; zero if absent.
 const PRIORITY: &str = "x-baton-priority";
-/// The header with the API key on the admin port, where `authorization` has the admin key.
-const API_KEY: &str = "x-baton-api-key";
-
-/// Moves the API key of a request on the admin port to where [`client`] looks for it.
-pub(crate) async fn take_api_key(mut request: Request, next: Next) -> Response {
-    let headers = request.headers_mut();
-    headers.remove(header::AUTHORIZATION);
-    let bearer = headers.remove(API_KEY).map(|key| [b"Bearer ", key.as_bytes()].concat());
-    if let Some(bearer) = bearer.and_then(|bearer| HeaderValue::from_bytes(&bearer).ok()) {
-        headers.insert(header::AUTHORIZATION, bearer);
-    }
-    next.run(request).await
-}
 /// The header that asks for an explanation of the request's time: `1`, or `0` as if absent.
 const EXPLAIN: &str = "x-baton-explain";
+
+/// Removes the admin key from a request on the admin port, so that it is not taken for an API key.
+pub(crate) async fn without_admin_key(mut request: Request, next: Next) -> Response {
+    request.headers_mut().remove(header::AUTHORIZATION);
+    next.run(request).await
+}
 
 pub(crate) fn client(
     acceptor: &Acceptor,

@@ -73,11 +73,11 @@ pub fn api(api: HttpApi) -> Router {
 
 /// Returns the route of the live page's chat box: the API's, on the admin port. A page may call only its own
 /// origin without CORS, and the HTTP port may be unreachable for the operator's browser. The admin key is in
-/// `authorization`, so the API key is in another header: `caller::take_api_key`.
+/// `authorization`, so the API key is in another header: `caller::without_admin_key`.
 pub fn chat_box(api: HttpApi) -> Router {
     Router::new()
         .route("/debug/v1/chat/completions", post(chat_completions))
-        .layer(middleware::from_fn(caller::take_api_key))
+        .layer(middleware::from_fn(caller::without_admin_key))
         .with_state(api)
 }
 

@@ -137,7 +137,8 @@ mod tests {
         let (sampling, stop, history) =
             (Sampling::default(), StopRules::default(), [TokenId(63), TokenId(78)]);
         let token = |index| {
-            let spec = SampleSpec { sampling: &sampling, stop: &stop, history: &history, n_prompt: 1, index };
+            let (sampling, stop, history) = (&sampling, &stop, &history);
+            let spec = SampleSpec { sampling, stop, history, n_prompt: 1, index, constraint: None };
             MockSampleSpec::of(&spec, &settings).draw(Chain(1), 2, &settings).expect("a token").token
         };
         assert_eq!([token(0), token(1), token(2)], [TokenId(78), TokenId(111), END]);

@@ -251,7 +251,7 @@ The table of fields is made from the code by the test `the_page_lists_every_fiel
 | router, HTTP | `GET /openapi.json`, `GET /version` | this page for programs; the versions of the process and its protocol |
 | router, HTTP | `GET /metrics`, `GET /debug/cluster`, `GET /debug/config`, `GET /debug/kv`, `GET /debug/requests`, `GET /debug/requests/ID` | for operators: see [operating.md](operating.md) |
 | router, admin | `GET /live`, `GET /ready`, `GET /health`, `GET /openapi.json`, `GET /version`, `GET /metrics`, `GET /debug/cluster`, `GET /debug/config`, `GET /debug/kv`, `GET /debug/requests`, `GET /debug/requests/ID` | the same, with connections of its own |
-| router, admin only | `GET /`, `POST /debug/v1/chat/completions` | the [live page](operating.md#the-live-page), and its chat box: the API key is in `x-baton-api-key` |
+| router, admin only | `GET /`, `POST /debug/v1/chat/completions` | the [live page](operating.md#the-live-page), and its chat box: the API key is in `x-api-key` |
 | router, gRPC | `baton.v1.Inference` | answers to token ids: see [protocol.md](protocol.md) |
 | node, admin | `GET /live`, `GET /ready`, `GET /rollout`, `GET /version`, `GET /metrics`, `GET /debug/config` | for operators |
 | prefill or decode node, admin | `POST /sleep`, `POST /wake` | see [operating.md](operating.md#sleep-and-wake) |
