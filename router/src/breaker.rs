@@ -10,10 +10,9 @@ use std::time::Duration;
 use prometheus::{IntCounterVec, IntGauge};
 use tokio::time::Instant;
 use tracing::info;
-use types::{NodeId, NodeInfo, RefusalKind};
+use types::{NodeId, NodeInfo, Refusal, RefusalKind};
 
 use crate::policy::{ClusterView, Decision, NodeView, Route};
-use crate::rpc::Failure;
 
 /// The failures in a row that open a breaker.
 const FAILURES_MAX: u32 = 3;
@@ -170,23 +169,29 @@ impl Breakers {
 
     /// Notes a failed attempt. Only failed work counts: a node without room, or one that stops, works well. If
     /// KV was lost between two nodes, it counts against both nodes of the route.
-    pub(crate) fn failed(&self, failure: &Failure, route: Option<&Route>, now: Instant) {
-        let kind = failure.refusal.kind;
+    pub(crate) fn failed(
+        &self,
+        node: &Arc<NodeInfo>,
+        refusal: &Refusal,
+        route: Option<&Route>,
+        now: Instant,
+    ) {
+        let kind = refusal.kind;
         let both = route.filter(|_| matches!(kind, RefusalKind::Wire | RefusalKind::Landing));
         match (both, kind) {
             (Some(route), _) => {
                 for node in route.prefill.iter().chain([&route.decode]) {
-                    self.count(node, failure, now);
+                    self.count(node, refusal, now);
                 }
             }
             (None, RefusalKind::Failed | RefusalKind::Wire | RefusalKind::Landing) => {
-                self.count(&failure.node, failure, now);
+                self.count(node, refusal, now);
             }
             _ => {}
         }
     }
 
-    fn count(&self, node: &Arc<NodeInfo>, failure: &Failure, now: Instant) {
+    fn count(&self, node: &Arc<NodeInfo>, refusal: &Refusal, now: Instant) {
         if node.role.pools() {
             return; // KV goes to prefill nodes while a pool node fails.
         }
@@ -197,7 +202,7 @@ impl Breakers {
         if breaker.failed(now) {
             let (failures, open_for) = (breaker.failures, breaker.open_for);
             self.changed("open");
-            info!(node = %node.id, failures, ?open_for, refusal = %failure.refusal, "node gets no work for a while: its work fails");
+            info!(node = %node.id, failures, ?open_for, %refusal, "node gets no work for a while: its work fails");
         }
         self.count_open(&failing);
     }

@@ -99,7 +99,7 @@ impl Continuation {
                 Ok(step) => return Ok(step),
                 Err(failure) => {
                     let now = self.dispatch.parts().world.now();
-                    self.dispatch.breakers().failed(&failure, None, now);
+                    self.dispatch.breakers().failed(&failure.node, &failure.refusal, None, now);
                     failure.into()
                 }
             },

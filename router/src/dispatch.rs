@@ -448,7 +448,7 @@ impl<'a> Attempts<'a> {
 
     /// Counts a failure of a node, or between the nodes of `route`. Returns an error if no attempt is left.
     async fn failed(&mut self, failure: Failure, route: Option<&Route>) -> Result<(), ServeError> {
-        self.breakers.failed(&failure, route, self.parts.world.now());
+        self.breakers.failed(&failure.node, &failure.refusal, route, self.parts.world.now());
         let kind = failure.refusal.kind;
         self.parts.metrics.retries.with_label_values(&[kind.code()]).inc();
         self.record.note(RequestEvent::Failed { node: failure.node.id.clone(), code: kind.code() });

@@ -2,7 +2,7 @@
 
 use prometheus::{IntCounterVec, IntGauge, Opts};
 use types::layout::KvDtype;
-use types::{BlockCounts, Epoch, Fingerprint, KvLayout, ModelInfo, NodeLoad, Refusal, Role};
+use types::{BlockCounts, Epoch, Fingerprint, KvLayout, ModelInfo, NodeLoad, Role};
 
 use super::*;
 use crate::policy::{Decision, NoRoute};
@@ -128,8 +128,7 @@ fn route(breakers: &Breakers, view: ClusterView) -> (Vec<String>, Vec<Trial>) {
 }
 
 fn fail(breakers: &Breakers, node: &Arc<NodeInfo>, kind: RefusalKind, route: Option<&Route>) {
-    let failure = Failure { node: Arc::clone(node), refusal: Refusal::new(kind, "x") };
-    breakers.failed(&failure, route, Instant::now());
+    breakers.failed(node, &Refusal::new(kind, "x"), route, Instant::now());
 }
 
 #[tokio::test(start_paused = true)]

@@ -117,7 +117,7 @@ impl<S: AnswerFormat> Answer<S> {
         let envelope = Envelope {
             prompt_token_ids: shape.prompt_tokens(&context),
             usage: Some(Some(UsageFields::new(usage, completion_tokens))),
-            explanations: wholes.iter().enumerate().filter_map(explained_whole).collect(),
+            explanations: explanations(&wholes),
             ..Envelope::new(&context, S::WHOLE, choices.collect::<Vec<_>>())
         };
         Ok(Json(envelope).into_response())
@@ -142,8 +142,9 @@ pub(crate) struct Envelope<'a, C> {
     pub(crate) explanations: Vec<Value>,
 }
 
-fn explained_whole((choice, whole): (usize, &WholeChoice)) -> Option<Value> {
-    whole.explanation.as_ref().map(|explanation| explained(choice, explanation))
+fn explanations(wholes: &[WholeChoice]) -> Vec<Value> {
+    let one = |(choice, whole): (usize, &WholeChoice)| Some(explained(choice, whole.explanation.as_ref()?));
+    wholes.iter().enumerate().filter_map(one).collect()
 }
 
 impl<'a, C> Envelope<'a, C> {

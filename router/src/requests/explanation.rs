@@ -5,8 +5,7 @@ use std::time::Duration;
 use types::NodeId;
 
 use super::parts::{Part, PartTimes};
-use super::record::{RequestEvent, RequestSummary};
-use crate::rpc::StepReport;
+use super::record::{Gap, RequestEvent, RequestRecord, RequestSummary};
 
 /// Where the time of one request went.
 #[derive(Clone, Debug, PartialEq)]
@@ -42,19 +41,15 @@ pub struct KvTransfer {
     pub moved: Duration,
 }
 
-/// The time between two tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Gap {
-    /// The index of the token that ends the gap, in the answer.
-    pub token: u32,
-    pub took: Duration,
-    pub parts: PartTimes,
-    /// What the node did in the gap, if it has said so.
-    pub report: Option<StepReport>,
+impl RequestRecord {
+    /// Returns where the time of the request went so far.
+    pub fn explanation(&self) -> Explanation {
+        Explanation::new(&self.summary(), self.prompt_tokens())
+    }
 }
 
 impl Explanation {
-    pub(super) fn of(summary: &RequestSummary, prompt_tokens: u32) -> Self {
+    fn new(summary: &RequestSummary, prompt_tokens: u32) -> Self {
         let (prefill, decode) = nodes(summary);
         // Without a first token, all time is before it.
         let before = if summary.first_token.is_some() { summary.parts_of_first_token } else { summary.parts };

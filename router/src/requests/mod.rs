@@ -14,9 +14,9 @@ use types::Prompt;
 
 use crate::serve::Arrival;
 
-pub use explanation::{Explanation, Gap, KvTransfer};
+pub use explanation::{Explanation, KvTransfer};
 pub use parts::{Part, PartTimes};
-pub use record::{Place, RequestEvent, RequestRecord, RequestSummary};
+pub use record::{Gap, Place, RequestEvent, RequestRecord, RequestSummary};
 
 /// The number of ended requests that are kept, the newest ones.
 const LAST_MAX: usize = 1_000;

@@ -6,7 +6,6 @@ use std::time::Duration;
 use tokio::time::Instant;
 use types::{ComputedPrompt, NodeId, Prompt, RequestId, Usage};
 
-use super::explanation::{Explanation, Gap};
 use super::parts::{Part, PartTimes, divide};
 use crate::rpc::StepReport;
 use crate::serve::{Arrival, Detail};
@@ -97,6 +96,17 @@ pub enum RequestEvent {
     Continue {
         code: &'static str,
     },
+}
+
+/// The time between two tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gap {
+    /// The index of the token that ends the gap, in the answer.
+    pub token: u32,
+    pub took: Duration,
+    pub parts: PartTimes,
+    /// What the node did in the gap, if it has said so.
+    pub report: Option<StepReport>,
 }
 
 /// What a record says at one moment.
@@ -205,11 +215,6 @@ impl RequestRecord {
     /// Returns whether nodes are asked to time each step of the request.
     pub fn detail(&self) -> Detail {
         self.0.detail
-    }
-
-    /// Returns where the time of the request went so far.
-    pub fn explanation(&self) -> Explanation {
-        Explanation::of(&self.summary(), self.0.prompt_tokens)
     }
 
     pub fn place(&self) -> Place {

@@ -114,7 +114,9 @@ async fn the_parts_add_up_through_the_pool_and_the_bench_draws_them() {
     for prompt in prompts(9, 4, 300) {
         let explained = streamed(&fleet.client(), Ask::new(prompt, 12)).await;
         check(&explained);
-        assert!(explained["before_first_token_ms"]["store"].is_number(), "{explained}");
+        let is_stored = explained["before_first_token_ms"]["store"].is_number();
+        // The pool does not keep prompts that fill no block.
+        assert_eq!(is_stored, number(&explained["prompt_tokens"]) >= 16.0, "{explained}");
     }
     let folder = tempfile::tempdir().expect("a folder");
     let (report, svg) = (folder.path().join("run.json"), folder.path().join("bars.svg"));
@@ -184,7 +186,7 @@ async fn a_throttled_wire_and_a_full_pool_are_the_largest_parts() {
     assert_eq!(explained["worst_gap"]["largest"], "transfer", "{explained}");
     let transfer = &explained["transfers"][0];
     assert_eq!(transfer["connector"], "tcp", "{explained}");
-    assert!(number(&transfer["bytes_per_second"]) < 400_000.0, "{explained}");
+    assert!(number(&transfer["bytes"]) > 200_000.0, "{explained}");
 
     // The running request needs up to 56 blocks of 64, and runs for some seconds.
     let running = Ask::new((0..96).collect(), 800).with("ignore_eos", true.into());
