@@ -13,7 +13,14 @@ use crate::load::Weights;
 pub(super) struct Experts {
     router: Linear,
     experts: Vec<Mlp>,
+    rule: ChoiceRule,
+}
+
+/// How the experts of a row are chosen.
+#[derive(Clone, Copy, Debug)]
+struct ChoiceRule {
     per_token: usize,
+    /// Whether the weights of a row's experts add up to one.
     is_normalized: bool,
 }
 
@@ -41,8 +48,7 @@ impl Experts {
         Ok(Self {
             router: Linear { weight: router, bias: None },
             experts: (0..mixture.n_experts).map(expert).collect::<Result<_, _>>()?,
-            per_token: mixture.per_token,
-            is_normalized: mixture.is_normalized,
+            rule: ChoiceRule { per_token: mixture.per_token, is_normalized: mixture.is_normalized },
         })
     }
 
@@ -64,9 +70,9 @@ impl Experts {
 
     /// Returns the choices of all rows, ordered by expert and then by row.
     fn choices(&self, scores: &Tensor) -> Vec<Choice> {
-        let mut choices = Vec::with_capacity(scores.n_rows() * self.per_token);
+        let mut choices = Vec::with_capacity(scores.n_rows() * self.rule.per_token);
         for nth in 0..scores.n_rows() {
-            let chosen = chosen(scores.row(nth), self.per_token, self.is_normalized);
+            let chosen = chosen(scores.row(nth), self.rule);
             choices.extend(
                 chosen.into_iter().map(|(expert, weight)| Choice { expert, row: ScaledRow { nth, weight } }),
             );
@@ -77,15 +83,15 @@ impl Experts {
 }
 
 /// Returns the experts of a row with their weights: those with the greatest of the softmax of `scores`. Of equal ones,
-/// the first is taken. With `is_normalized` the weights add up to one.
-fn chosen(scores: &[f32], per_token: usize, is_normalized: bool) -> Vec<(usize, f32)> {
+/// the first is taken.
+fn chosen(scores: &[f32], rule: ChoiceRule) -> Vec<(usize, f32)> {
     let greatest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let exponentials: Vec<f32> = scores.iter().map(|score| (score - greatest).exp()).collect();
     let total: f32 = exponentials.iter().sum();
     let mut experts: Vec<usize> = (0..scores.len()).collect();
     experts.sort_by(|one, other| exponentials[*other].total_cmp(&exponentials[*one]).then(one.cmp(other)));
-    experts.truncate(per_token);
-    let divisor = match is_normalized {
+    experts.truncate(rule.per_token);
+    let divisor = match rule.is_normalized {
         true => experts.iter().map(|expert| exponentials[*expert]).sum(),
         false => total,
     };
@@ -107,6 +113,9 @@ mod tests {
                 found.len() == expected.len() && found.iter().zip(expected).all(is_near),
                 "{found:?}, not {expected:?}"
             );
+        };
+        let chosen = |scores: &[f32], per_token, is_normalized| {
+            chosen(scores, ChoiceRule { per_token, is_normalized })
         };
         near(chosen(&scores, 2, false), &[(1, 0.375), (2, 0.25)]);
         near(chosen(&scores, 2, true), &[(1, 0.6), (2, 0.4)]);
