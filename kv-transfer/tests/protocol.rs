@@ -32,16 +32,21 @@ async fn an_old_version_is_refused_with_both_ranges_named() {
     assert_serves_on(&pair).await;
     let logged = refusals(&capture);
     assert_eq!(logged.len(), 1, "{logged:?}");
-    assert!(logged[0].contains("this side speaks 3..3, the peer 1..2"), "{logged:?}");
+    assert!(logged[0].contains("this side speaks 3..4, the peer 1..2"), "{logged:?}");
 }
 
 #[tokio::test]
-async fn version_3_to_4_is_spoken_as_3() {
+async fn the_highest_common_version_is_spoken() {
     let pair = tcp_pair().await;
-    let mut peer = FakePeer::connect(&pair.decode).await;
-    peer.say(Body::Hello(hello(3, 4))).await;
-    assert!(matches!(peer.hear().await, Some(Body::Welcome { version: 3, .. })));
-    assert_a_transfer(&pair, &mut peer).await;
+    for (range, expected) in [((3, 3), 3), ((3, 4), 4), ((4, 9), 4)] {
+        let mut peer = FakePeer::connect(&pair.decode).await;
+        peer.say(Body::Hello(hello(range.0, range.1))).await;
+        assert!(
+            matches!(peer.hear().await, Some(Body::Welcome { version, .. }) if version == expected),
+            "{range:?}"
+        );
+        assert_a_transfer(&pair, &mut peer).await;
+    }
 }
 
 /// Checks that a whole transfer, sent by a linked fake peer, arrives.
@@ -70,7 +75,7 @@ async fn sender_names_both_ranges_too() {
     };
     let (opened, ()) = in_time(async { tokio::join!(pair.open(&landing), refuse) }).await;
     let error = opened.map(|_| ()).expect_err("there is no common version");
-    assert_eq!(error.to_string(), "no common protocol version: this side speaks 3..3, the peer 7..9");
+    assert_eq!(error.to_string(), "no common protocol version: this side speaks 3..4, the peer 7..9");
 }
 
 // === invalid frames ===

@@ -25,7 +25,8 @@ fn cases() -> Vec<(&'static str, Vec<u8>, &'static str, &'static str, &'static s
     let long = message("user", &"to be or not to be ".repeat(2000));
     let huge = message("user", &"x".repeat(10_000_000));
     let broken = b"{\"messages\": [{\"role\": \"user\", \"content\": \"\xff\xfe\"}]}".to_vec();
-    let schema = json!({"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}});
+    let schema =
+        json!({"type": "json_schema", "json_schema": {"name": "a", "schema": {"uniqueItems": true}}});
     vec![
         ("a prompt longer than the model's length", long, "messages", "context_length_exceeded", "2048"),
         (
@@ -49,11 +50,11 @@ fn cases() -> Vec<(&'static str, Vec<u8>, &'static str, &'static str, &'static s
         ("invalid UTF-8", broken, "body", "invalid_json", "UTF-8"),
         ("negative max_tokens", with("max_tokens", json!(-1)), "max_tokens", "invalid_value", "-1"),
         (
-            "a schema for the answer",
+            "a schema for the answer that cannot be enforced",
             with("response_format", schema),
             "response_format",
-            "unsupported_parameter",
-            "not supported",
+            "invalid_value",
+            "uniqueItems",
         ),
     ]
 }

@@ -197,6 +197,8 @@ const MAY_BE_ZERO: &[(&str, &str)] = &[
     ("router_unauthorized", "there are no keys: tests/tests/tenants.rs"),
     ("router_tenant_refusals", "the same"),
     ("router_tenants_file_reloads", "the same"),
+    ("router_oidc_keys_fetches", "no provider gives keys: tests/tests/tenants/provider.rs"),
+    ("router_breaker_changes", "a dead node leaves the registry: router/src/breaker/tests.rs"),
     ("node_preemptions", "KV memory suffices: tests/tests/room.rs"),
     ("node_failed_steps", "the mock fails no step: scheduler/src/tests"),
     ("node_tight_launches", "it depends on the machine's load: scheduler/src/tests"),

@@ -55,6 +55,7 @@ fn description() -> Value {
                 "ChatRequest": request(Endpoint::Chat),
                 "CompletionRequest": request(Endpoint::Completions),
                 "Error": error(),
+                "MessagesError": messages_error(),
             },
             "securitySchemes": { "key": { "type": "http", "scheme": "bearer" } },
         },
@@ -106,7 +107,12 @@ fn responses(path: &str) -> Value {
     for code in Code::ALL {
         codes.entry(code.status().as_u16().to_string()).or_default().push(code.as_str());
     }
-    let schema = json!({ "$ref": "#/components/schemas/Error" });
+    let error = json!({ "$ref": "#/components/schemas/Error" });
+    let schema = match path {
+        // A request without access is refused before the endpoint sees it.
+        "/v1/messages" => json!({ "anyOf": [{ "$ref": "#/components/schemas/MessagesError" }, error] }),
+        _ => error,
+    };
     for (status, codes) in codes {
         let content = json!({ "application/json": { "schema": schema } });
         responses.insert(status, json!({ "description": codes.join(", "), "content": content }));
@@ -124,6 +130,14 @@ fn error() -> Value {
     });
     let inner = json!({ "type": "object", "required": ["code", "type", "message"], "properties": fields });
     json!({ "type": "object", "required": ["error"], "properties": { "error": inner } })
+}
+
+/// Returns the form of errors of Anthropic's API.
+fn messages_error() -> Value {
+    let fields = json!({ "type": { "type": "string" }, "message": { "type": "string" } });
+    let inner = json!({ "type": "object", "required": ["type", "message"], "properties": fields });
+    let fields = json!({ "type": { "const": "error" }, "error": inner });
+    json!({ "type": "object", "required": ["type", "error"], "properties": fields })
 }
 
 /// Returns the fields of an endpoint that are honoured or ignored. Others are refused by name.
