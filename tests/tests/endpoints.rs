@@ -6,6 +6,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
+use axum::http::StatusCode;
 use baton_tests::{Ask, Client, Fleet, Process, Up, eventually, free_addr, in_time, python};
 use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -142,6 +143,11 @@ async fn the_description_for_programs_says_what_the_page_says() {
 async fn requests_made_from_the_description_find_no_fault() {
     const SHORT: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/short.toml");
     let up = Up::start(&["--model", SHORT]).await;
+    // A router that has just started answers 503 to an unknown model.
+    eventually("the router to know its nodes", async || {
+        (up.client().get("/v1/models/no-such-model").await.0 == StatusCode::NOT_FOUND).then_some(())
+    })
+    .await;
     let seconds = std::env::var("TEST_SCHEMATHESIS_S").unwrap_or_else(|_| "60".to_owned());
     // It writes its findings into a folder.
     let folder = tempfile::tempdir().expect("a folder");
