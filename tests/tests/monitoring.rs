@@ -288,7 +288,7 @@ async fn a_dead_and_a_sleeping_node_are_seen() {
     assert_eq!(asleep.0.as_u16(), 200, "{}", asleep.2);
     let client = fleet.client();
     assert_eq!(client.post("/v1/completions", "{").await.0.as_u16(), 400);
-    let ((), mut dead) = tokio::join!(load(&client), async {
+    let ((), dead) = tokio::join!(load(&client), async {
         let admin = eventually("streams on a decode node", async || {
             let page = client.get_json("/debug/cluster").await;
             let nodes = page["nodes"].as_array().expect("a list");

@@ -41,7 +41,7 @@ pub fn gpu_uuids(ordinals: Range<usize>) -> Result<Vec<String>, CudaError> {
         }
         let found = result::device::get(ordinal as i32).and_then(result::device::get_uuid);
         let uuid = found.map_err(CudaError::during("ask for the GPU's identifier"))?;
-        Ok(uuid_text(uuid.bytes.map(|byte| byte as u8)))
+        Ok(uuid_text(uuid.bytes.map(|byte| byte.to_ne_bytes()[0])))
     };
     ordinals.map(uuid).collect()
 }

@@ -2,7 +2,7 @@
 //!
 //! Three values hold three resources, and each drop frees one: an address range ([`AddressRange`]), memory
 //! ([`Physical`]) and the mapping of memory at an address ([`MappedMemory`]). Memory can therefore be [given
-//! back](Mapped::give_back), and other memory [taken](Mapped::take_again) later at the same address, which
+//! back](MappedMemory::give_back), and other memory [taken](MappedMemory::take_again) later at the same address, which
 //! graphs have recorded. A peer can map the memory too, and then the memory lives until the peer unmaps it.
 
 use std::ffi::c_void;

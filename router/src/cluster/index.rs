@@ -1,6 +1,6 @@
 //! Hot path. The prefix index: which nodes have which KV blocks.
 //!
-//! Nodes' block events fill it ([`super::mirror`]), and routes add what a node is about to have. Routing reads it
+//! Nodes' block events fill it (`super::mirror`), and routes add what a node is about to have. Routing reads it
 //! without any other lock. The index is divided into shards, each with a lock of its own, that is held for one block,
 //! or for one pass over the shard when a node leaves.
 //!

@@ -1,7 +1,7 @@
 //! Access by the tokens of an OpenID provider: signed claims name the tenant and its limits.
 //!
 //! The provider's public keys are in a JWKS file, which is read again when it changes, or are fetched by URL
-//! ([`fetch`]). Only signatures with a private key are accepted: no `alg: none`, and no HMAC, whose key every
+//! (`fetch`). Only signatures with a private key are accepted: no `alg: none`, and no HMAC, whose key every
 //! verifier would have.
 
 pub(super) mod fetch;

@@ -35,7 +35,7 @@ use row::{QueuedRow, RunningRow};
 pub enum Pace {
     /// `collect` sleeps layer by layer, like a real device.
     Sleeping,
-    /// `collect` does not sleep. The caller first waits for [`Launched::modelled_cost`] on its own clock.
+    /// `collect` does not sleep. The caller first waits for [`PendingStep::modelled_cost`] on its own clock.
     Modelled,
 }
 

@@ -74,7 +74,7 @@ impl ComputeCard {
     /// Sums any number of rows by the method that sends the fewest bytes. Each rank has the residual of every
     /// n-th row only, so all sums over these rows must use this method.
     ///
-    /// `out` and `part` start at the start of the buffers in [`RankMemory`](crate::cuda::Shown).
+    /// `out` and `part` start at the start of the buffers in [`RankMemory`](crate::cuda::RankMemory).
     pub fn sum_many_rows(&self, peers: &mut Peers, sum: SumRows<'_>) -> Result<(), CudaError> {
         let kernel = "sum_many_rows";
         let (n_rows, width) = sum.check(self, kernel, peers)?;
