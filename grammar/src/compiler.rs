@@ -1,17 +1,16 @@
 //! Compiled grammars of one vocabulary, in a bounded cache.
 
-use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use llguidance::toktrie::InferenceCapabilities;
 use llguidance::{Matcher, ParserFactory};
 use types::Grammar;
-use types::grammar::GrammarHash;
 
 use crate::constraint::{Compiled, Constraint};
 use crate::error::GrammarError;
 use crate::limits::{limited, plain};
+use crate::recent::Recent;
 use crate::sources;
 use crate::token_bytes::VocabularyError;
 use crate::vocabulary::Vocabulary;
@@ -22,8 +21,7 @@ pub const KEPT_MAX: usize = 32;
 /// Compiles grammars for one vocabulary, and keeps those that were used last.
 pub struct Compiler {
     factory: ParserFactory,
-    /// The compiled grammars, the one that was used last at the end. Locked for moments, never during a compilation.
-    kept: Mutex<VecDeque<(GrammarHash, Arc<Compiled>)>>,
+    kept: Recent<Arc<Compiled>>,
 }
 
 impl fmt::Debug for Compiler {
@@ -37,7 +35,7 @@ impl Compiler {
         let slices = llguidance::earley::SlicedBiasComputer::general_slices();
         let factory = ParserFactory::new(vocabulary.env(), InferenceCapabilities::default(), &slices);
         let factory = factory.map_err(|error| VocabularyError::Tree(plain(&error)))?;
-        Ok(Self { factory: limited(factory), kept: Mutex::default() })
+        Ok(Self { factory: limited(factory), kept: Recent::new(KEPT_MAX) })
     }
 
     /// Returns a constraint at the beginning of the grammar, compiled before or now. A compilation takes up to about a
@@ -49,29 +47,12 @@ impl Compiler {
         let parser = self.factory.create_parser(sources::parsed(grammar)?);
         let parser = parser.map_err(|error| GrammarError::Text(plain(&error)))?;
         let compiled = Arc::new(Compiled::new(Matcher::new(Ok(parser))));
-        self.keep(grammar.hash(), Arc::clone(&compiled));
+        self.kept.keep(grammar, Arc::clone(&compiled));
         Ok(Constraint::new(compiled))
     }
 
     /// Returns a constraint if the grammar is compiled.
     pub fn kept(&self, grammar: &Grammar) -> Option<Constraint> {
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        let place = kept.iter().position(|(hash, _)| *hash == grammar.hash())?;
-        let (hash, compiled) = kept.remove(place)?;
-        if compiled.is_spent() {
-            return None;
-        }
-        let constraint = Constraint::new(Arc::clone(&compiled));
-        kept.push_back((hash, compiled));
-        Some(constraint)
-    }
-
-    fn keep(&self, hash: GrammarHash, compiled: Arc<Compiled>) {
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.retain(|(other, _)| *other != hash);
-        if kept.len() == KEPT_MAX {
-            kept.pop_front();
-        }
-        kept.push_back((hash, compiled));
+        self.kept.get(grammar).filter(|compiled| !compiled.is_spent()).map(Constraint::new)
     }
 }

@@ -1,8 +1,9 @@
 //! Grammars that answers must follow: the router checks their text, and nodes mask tokens by them.
 //!
-//! Suggested reading order: the texts of grammars ([`sources`]), their check without a vocabulary ([`check()`]), the bytes
-//! of a vocabulary ([`token_bytes`], [`vocabulary`]), compiled grammars ([`compiler`]), and the state of one sequence
-//! ([`constraint`]). `docs/decisions/0027-nodes-know-their-vocabulary.md` says why nodes know the bytes of tokens.
+//! Suggested reading order: the texts of grammars ([`sources`]); their check without a vocabulary ([`check()`]); the bytes
+//! in a vocabulary ([`token_bytes`], [`vocabulary`]); compiled grammars ([`compiler`]) and their cache (`recent`); and the
+//! state of one sequence ([`constraint`]). `docs/decisions/0027-nodes-know-their-vocabulary.md` says why nodes know the
+//! bytes of tokens.
 #![forbid(unsafe_code)]
 
 mod check;
@@ -10,6 +11,7 @@ pub mod compiler;
 pub mod constraint;
 mod error;
 mod limits;
+mod recent;
 pub mod sources;
 pub mod token_bytes;
 pub mod vocabulary;
@@ -21,5 +23,6 @@ pub use check::check;
 pub use compiler::Compiler;
 pub use constraint::Constraint;
 pub use error::{ConstraintError, GrammarError};
+pub use recent::Recent;
 pub use token_bytes::TokenBytes;
 pub use vocabulary::Vocabulary;

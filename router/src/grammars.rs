@@ -1,11 +1,10 @@
 //! Checks the grammars of requests before a node sees them.
 
-use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use grammar::Recent;
 use tokio::sync::Semaphore;
 use tokio::task::spawn_blocking;
-use types::grammar::GrammarHash;
 use types::{Deadline, Grammar};
 
 use crate::error::AcceptError;
@@ -28,14 +27,13 @@ pub struct AskedGrammar {
 /// Checks grammars, each text once. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct GrammarChecks {
-    /// The hashes of accepted grammars, the one that was used last at the end. Locked for moments.
-    accepted: Arc<Mutex<VecDeque<GrammarHash>>>,
+    accepted: Arc<Recent<()>>,
     turn: Arc<Semaphore>,
 }
 
 impl Default for GrammarChecks {
     fn default() -> Self {
-        Self { accepted: Arc::default(), turn: Arc::new(Semaphore::new(CHECKS_MAX)) }
+        Self { accepted: Arc::new(Recent::new(KEPT_MAX)), turn: Arc::new(Semaphore::new(CHECKS_MAX)) }
     }
 }
 
@@ -84,20 +82,12 @@ impl GrammarChecks {
 
     fn check_now(&self, AskedGrammar { param, grammar }: &AskedGrammar) -> Result<(), AcceptError> {
         grammar::check(grammar).map_err(|error| AcceptError::invalid(*param, error.to_string()))?;
-        let mut accepted = self.accepted.lock().unwrap_or_else(PoisonError::into_inner);
-        if accepted.len() == KEPT_MAX {
-            accepted.pop_front();
-        }
-        accepted.push_back(grammar.hash());
+        self.accepted.keep(grammar, ());
         Ok(())
     }
 
     fn is_accepted(&self, grammar: &Grammar) -> bool {
-        let mut accepted = self.accepted.lock().unwrap_or_else(PoisonError::into_inner);
-        let place = accepted.iter().rposition(|hash| *hash == grammar.hash());
-        let hash = place.and_then(|place| accepted.remove(place));
-        accepted.extend(hash);
-        hash.is_some()
+        self.accepted.get(grammar).is_some()
     }
 }
 

@@ -89,7 +89,7 @@ impl FeedForward {
     fn forward(&self, x: &Tensor, pass: &Pass<'_>) -> Tensor {
         match self {
             Self::Dense(mlp) => mlp.forward(x, pass),
-            Self::Experts(experts) => experts.forward(x, x.width(), pass),
+            Self::Experts(experts) => experts.forward(x, pass),
         }
     }
 }

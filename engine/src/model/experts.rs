@@ -54,12 +54,12 @@ impl Experts {
 
     /// Computes the sum of each row's experts: (tokens, hidden), or this rank's share of the columns.
     ///
-    /// Every rank has the same rows and scores, and so makes the same choices. A row adds its experts in the order
-    /// of their numbers, whatever other rows there are.
-    pub(super) fn forward(&self, x: &Tensor, hidden: usize, pass: &Pass<'_>) -> Tensor {
+    /// Every rank has the same rows and scores, and so makes the same choices. Each row sums its experts in ascending
+    /// order of the expert index, so its bits do not depend on the other rows of the batch.
+    pub(super) fn forward(&self, x: &Tensor, pass: &Pass<'_>) -> Tensor {
         let scores = pass.linear(x, &self.router);
         let scores = pass.whole(scores, self.experts.len()); // (tokens, experts)
-        let mut out = pass.zeroes(x.n_rows(), hidden);
+        let mut out = pass.zeroes(x.n_rows(), x.width());
         for of_one in self.choices(&scores).chunk_by(|one, next| one.expert == next.expert) {
             let rows: Vec<ScaledRow> = of_one.iter().map(|choice| choice.row).collect();
             let y = self.experts[of_one[0].expert].forward(&pass.rows(x, &rows), pass);

@@ -1,10 +1,10 @@
 //! Tests of breakers: a table of events, and views.
 
 use prometheus::{IntCounterVec, IntGauge, Opts};
-use types::layout::KvDtype;
-use types::{BlockCounts, Epoch, Fingerprint, KvLayout, ModelInfo, NodeLoad, Role};
+use types::{Epoch, Role};
 
 use super::*;
+use crate::policy::tests::node as idle_node;
 use crate::policy::{Decision, NoRoute};
 
 fn at(ms: u64) -> Duration {
@@ -72,40 +72,12 @@ async fn failed_trials_wait_longer_up_to_a_bound() {
 }
 
 fn node(id: &str, role: Role, epoch: u64) -> Arc<NodeInfo> {
-    let model = ModelInfo {
-        name: "m".to_owned(),
-        context_tokens: 1024,
-        vocab: 300,
-        eos_tokens: vec![],
-        layout: KvLayout::uniform(16, KvDtype::F32, 2, 2, 4),
-        fingerprint: Fingerprint::default(),
-    };
-    Arc::new(NodeInfo {
-        id: NodeId::new(id),
-        epoch: Epoch(epoch),
-        role,
-        pid: 1,
-        host: "h".to_owned(),
-        address: "a".to_owned(),
-        admin: "b".to_owned(),
-        wires: vec![],
-        without: vec![],
-        model,
-        protocol: types::node::PROTOCOL,
-    })
+    let info = NodeInfo::clone(&idle_node(id, role).info);
+    Arc::new(NodeInfo { epoch: Epoch(epoch), ..info })
 }
 
 fn view(nodes: &[&Arc<NodeInfo>]) -> ClusterView {
-    let blocks = BlockCounts { total: 100, free: 100, ..BlockCounts::default() };
-    let load = NodeLoad { blocks, ..NodeLoad::default() };
-    let seen = |info: &&Arc<NodeInfo>| NodeView {
-        info: Arc::clone(info),
-        load,
-        assigned: 0,
-        assigned_tokens: 0,
-        last_turn: 0,
-        cached_tokens: 0,
-    };
+    let seen = |info: &&Arc<NodeInfo>| NodeView { info: Arc::clone(info), ..idle_node("", info.role) };
     ClusterView { nodes: nodes.iter().map(seen).collect() }
 }
 

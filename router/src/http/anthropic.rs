@@ -6,7 +6,7 @@ use types::Usage;
 use super::answer::{AnswerContext, AnswerShape};
 use super::api::{HttpApi, ParsedRequest};
 use super::blocks::{Block, BlockAnswer, BlockEvent, BlockFormat, BlockKind, NamedEvent};
-use super::conversion::{kind, list, moved, only, present};
+use super::conversion::{kind, list, move_tools, moved, only, present};
 use super::error::HttpError;
 use super::{body, chat, request_fields};
 use crate::choice::ChoiceFinish;
@@ -47,11 +47,7 @@ fn chat_of(mut fields: Map<String, Value>) -> Result<Map<String, Value>, AcceptE
         add_message(&mut messages, &format!("messages[{at}]"), message)?;
     }
     chat.insert("messages".to_owned(), messages.into());
-    if let Some(tools) = present(fields.remove("tools")) {
-        let tools = list("tools", tools)?.into_iter().enumerate();
-        let tools = tools.map(|(at, tool)| tool_of(&format!("tools[{at}]"), tool));
-        chat.insert("tools".to_owned(), tools.collect::<Result<Vec<_>, _>>()?.into());
-    }
+    move_tools(&mut fields, &mut chat, tool_of)?;
     if let Some(choice) = present(fields.remove("tool_choice")) {
         if choice["disable_parallel_tool_use"] == true {
             chat.insert("parallel_tool_calls".to_owned(), false.into());

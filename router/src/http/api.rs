@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use axum::body::{Body, Bytes};
-use axum::extract::{ConnectInfo, FromRequestParts};
+use axum::extract::{ConnectInfo, Extension, FromRequestParts};
 use chassis::World;
 use futures::future::try_join_all;
 use http::HeaderMap;
@@ -70,6 +70,18 @@ impl FromRequestParts<HttpApi> for Client {
     async fn from_request_parts(parts: &mut Parts, api: &HttpApi) -> Result<Self, HttpError> {
         let peer = parts.extensions.get::<ConnectInfo<SocketAddr>>();
         Ok(caller::client(&api.acceptor, peer.map(|peer| peer.0), &parts.headers)?)
+    }
+}
+
+/// Lets handlers take a [`RequestHead`].
+impl FromRequestParts<HttpApi> for RequestHead {
+    type Rejection = HttpError;
+
+    async fn from_request_parts(parts: &mut Parts, api: &HttpApi) -> Result<Self, HttpError> {
+        let id = Extension::<RequestId>::from_request_parts(parts, api).await;
+        let Extension(id) = id.map_err(|error| HttpError::new(Code::Internal, error.to_string()))?;
+        let client = Client::from_request_parts(parts, api).await?;
+        Ok(Self { id, client, headers: parts.headers.clone() })
     }
 }
 

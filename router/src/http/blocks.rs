@@ -6,7 +6,7 @@ use axum::response::{IntoResponse, Response};
 use bytes::{BufMut, BytesMut};
 use futures::StreamExt;
 use serde_json::Value;
-use tracing::{info, warn};
+use tracing::info;
 use types::Usage;
 
 use super::answer::{Answer, AnswerContext, AnswerShape};
@@ -169,7 +169,6 @@ impl<F: BlockFormat> EventWriter for BlockWriter<F> {
     }
 
     fn error(&mut self, error: ServeError, out: &mut BytesMut) {
-        warn!(%error, "streamed answer to client failed");
         let event = self.format.error(&error.into());
         write_all(out, vec![event]);
     }

@@ -11,6 +11,19 @@ pub(super) fn moved(fields: &mut Map<String, Value>, names: &[(&str, &str)]) -> 
     moved.collect()
 }
 
+/// Moves the list of tools, each converted by `tool_of`, which gets its path in the request.
+pub(super) fn move_tools(
+    fields: &mut Map<String, Value>,
+    chat: &mut Map<String, Value>,
+    tool_of: fn(&str, Value) -> Result<Value, AcceptError>,
+) -> Result<(), AcceptError> {
+    let Some(tools) = present(fields.remove("tools")) else { return Ok(()) };
+    let tools = list("tools", tools)?.into_iter().enumerate();
+    let tools = tools.map(|(at, tool)| tool_of(&format!("tools[{at}]"), tool));
+    chat.insert("tools".to_owned(), tools.collect::<Result<Vec<_>, _>>()?.into());
+    Ok(())
+}
+
 /// Returns a value that is not `null`.
 pub(super) fn present(value: Option<Value>) -> Option<Value> {
     value.filter(|value| !value.is_null())

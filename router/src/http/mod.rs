@@ -38,9 +38,7 @@ use axum::body::Body;
 use axum::extract::State;
 use axum::response::Response;
 use axum::routing::{get, post};
-use axum::{Extension, Router, middleware};
-use http::HeaderMap;
-use types::RequestId;
+use axum::{Router, middleware};
 
 pub use api::HttpApi;
 use api::RequestHead;
@@ -102,43 +100,29 @@ pub fn stack(routes: Router, acceptor: Acceptor, metrics: RouterMetrics) -> Rout
 
 async fn chat_completions(
     State(api): State<HttpApi>,
-    Extension(id): Extension<RequestId>,
-    client: Client,
-    headers: HeaderMap,
+    head: RequestHead,
     body: Body,
 ) -> Result<Response, HttpError> {
-    api.answer(RequestHead { id, client, headers }, body, chat::parse_request).await?.respond().await
+    api.answer(head, body, chat::parse_request).await?.respond().await
 }
 
 async fn completions(
     State(api): State<HttpApi>,
-    Extension(id): Extension<RequestId>,
-    client: Client,
-    headers: HeaderMap,
+    head: RequestHead,
     body: Body,
 ) -> Result<Response, HttpError> {
-    api.answer(RequestHead { id, client, headers }, body, completions::parse_request).await?.respond().await
+    api.answer(head, body, completions::parse_request).await?.respond().await
 }
 
 async fn messages_of_anthropic(
     State(api): State<HttpApi>,
-    Extension(id): Extension<RequestId>,
-    client: Result<Client, HttpError>,
-    headers: HeaderMap,
+    head: Result<RequestHead, HttpError>,
     body: Body,
 ) -> Result<Response, AnthropicError> {
-    let head = RequestHead { id, client: client?, headers };
-    Ok(blocks::respond(api.answer(head, body, anthropic::parse_request).await?).await?)
+    Ok(blocks::respond(api.answer(head?, body, anthropic::parse_request).await?).await?)
 }
 
-async fn responses(
-    State(api): State<HttpApi>,
-    Extension(id): Extension<RequestId>,
-    client: Client,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Response, HttpError> {
-    let head = RequestHead { id, client, headers };
+async fn responses(State(api): State<HttpApi>, head: RequestHead, body: Body) -> Result<Response, HttpError> {
     blocks::respond(api.answer(head, body, responses::parse_request).await?).await
 }
 

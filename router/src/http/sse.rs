@@ -92,7 +92,10 @@ impl<W: EventWriter> Events<W> {
                 Ok(Some(Ok(delta))) => writer.delta(&delta, out),
                 Ok(last) => {
                     match last {
-                        Some(Err(error)) => writer.error(error, out),
+                        Some(Err(error)) => {
+                            warn!(%error, "streamed answer to client failed");
+                            writer.error(error, out);
+                        }
                         _ => writer.end(out),
                     }
                     goes_on = false;
@@ -144,7 +147,6 @@ impl<S: AnswerFormat> EventWriter for ChunkWriter<S> {
     }
 
     fn error(&mut self, error: ServeError, out: &mut BytesMut) {
-        warn!(%error, "streamed answer to client failed");
         out.put_slice(b"event: error\n");
         write_event(out, &HttpError::from(error).body());
     }

@@ -38,7 +38,7 @@ pub(crate) fn callable(
 
 /// Reads `tool_choice`: `Some` lets the model call tools.
 fn may_call(choice: Option<&Value>) -> Result<Option<()>, AcceptError> {
-    let forced = "a call cannot be forced, because constrained output is not built yet: use `auto` or `none`";
+    let forced = "a call cannot be forced yet: use `auto` or `none`";
     match choice {
         None => Ok(Some(())),
         Some(Value::String(choice)) => match choice.as_str() {

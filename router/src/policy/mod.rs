@@ -131,4 +131,4 @@ pub fn by_name(name: &str) -> Option<Box<dyn RoutingPolicy>> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -1,8 +1,9 @@
 //! Chooses nodes that have the beginning of the prompt in their caches, unless others are faster without.
 //!
 //! The cost of a prefill node is its queue and the computation of what it lacks. The cost of a decode node is its next
-//! steps, and what has to be moved to it, or computed on it. Among nodes with similar costs, the node that has the most
-//! of the prompt is chosen, and then the node whose last assignment is the oldest, so that new prompts spread evenly.
+//! steps, and what has to be moved to it, or computed on it. Among nodes with similar costs, the policy chooses the node
+//! with the longest cached prefix. Among equal ones it chooses the node whose last assignment is the oldest, so that new
+//! prompts spread evenly.
 
 use std::cmp::Reverse;
 

@@ -7,7 +7,8 @@ use types::*;
 
 use super::*;
 
-fn node(id: &str, role: Role) -> NodeView {
+/// Makes an idle node.
+pub(crate) fn node(id: &str, role: Role) -> NodeView {
     let info = NodeInfo {
         id: NodeId::new(id),
         epoch: Epoch(1),

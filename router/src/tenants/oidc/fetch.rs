@@ -11,6 +11,7 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use rustls::crypto::ring::default_provider;
 use tracing::{error, info};
+use types::in_full;
 
 use super::{KeySet, Oidc};
 use crate::metrics::RouterMetrics;
@@ -83,21 +84,15 @@ fn client() -> KeysClient {
 /// Fetches the keys once. An error is its reason.
 async fn fetch(client: &KeysClient, url: &Uri) -> Result<KeySet, String> {
     let whole = async {
-        let response = client.get(url.clone()).await.map_err(|error| reason(&error))?;
+        let response = client.get(url.clone()).await.map_err(|error| in_full(&error))?;
         if !response.status().is_success() {
             return Err(format!("the provider answered {}", response.status()));
         }
         let body = Limited::new(response.into_body(), KEYS_BYTES_MAX).collect().await;
-        KeySet::parse(&body.map_err(|error| reason(&*error))?.to_bytes())
+        KeySet::parse(&body.map_err(|error| in_full(&*error))?.to_bytes())
     };
     let late = || format!("the provider did not answer within {FETCH_WITHIN:?}");
     tokio::time::timeout(FETCH_WITHIN, whole).await.map_err(|_| late())?
-}
-
-/// Returns an error with its causes.
-fn reason(error: &(dyn std::error::Error + 'static)) -> String {
-    let causes = std::iter::successors(Some(error), |error| error.source());
-    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }
 
 #[cfg(test)]

@@ -6,8 +6,7 @@ use super::python_value::json_of;
 use super::{CallReader, Calls, Expected, Match, Progress, ToolSet};
 use crate::text::tags::TagFinder;
 
-pub(super) const OPEN: &str = "<tool_call>";
-pub(super) const CLOSE: &str = "</tool_call>";
+pub(super) use super::hermes::{CLOSE, OPEN};
 pub(super) const FUNCTION: &str = "<function=";
 const FUNCTION_CLOSE: &str = "</function>";
 const PARAMETER: &str = "<parameter=";
