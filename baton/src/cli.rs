@@ -145,7 +145,7 @@ pub(crate) struct UpArgs {
     /// The registry: `embedded` in the router, or `etcd://host:2379/cluster`.
     #[arg(long, default_value = "embedded", value_name = "URL")]
     pub(crate) registry: String,
-    /// The routing policy: random, round-robin, least-loaded, session-affinity or prefix-aware.
+    /// The routing policy: random, round-robin, least-loaded, session-affinity, prefix-aware or cost.
     #[arg(long, default_value = "least-loaded", value_name = "NAME")]
     pub(crate) policy: String,
 }

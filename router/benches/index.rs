@@ -13,7 +13,7 @@ use baton_router as router;
 use criterion::{BatchSize, Criterion, Throughput};
 use router::cluster::IndexedNode;
 use router::cluster::index::PrefixIndex;
-use router::policy::{Ask, ClusterView, NodeView, by_name};
+use router::policy::{AllowedArms, Ask, ClusterView, NodeView, by_name};
 use types::load::EVENT_HASHES_MAX;
 use types::prompt::Priority;
 use types::{
@@ -105,11 +105,11 @@ fn events(criterion: &mut Criterion) {
 fn decisions(criterion: &mut Criterion, index: &PrefixIndex, nodes: &[IndexedNode]) {
     let (prompt, now) = (prompt(), tokio::time::Instant::now());
     let hashes = hashes(0..PROMPT_BLOCKS);
-    let ask = Ask { prompt: &prompt, hashes: &hashes };
-    let policy = by_name("prefix-aware").unwrap();
-    for n_nodes in [64, 1000] {
-        let view = view(n_nodes);
-        criterion.bench_function(&format!("a decision over {n_nodes} nodes"), |b| {
+    let ask = Ask { prompt: &prompt, hashes: &hashes, arms: AllowedArms::RemoteOrLocal };
+    for (policy, n_nodes) in [("prefix-aware", 64), ("prefix-aware", 1000), ("cost", 64), ("cost", 1000)] {
+        let (name, view) = (format!("a decision of {policy} over {n_nodes} nodes"), view(n_nodes));
+        let policy = by_name(policy).unwrap();
+        criterion.bench_function(&name, |b| {
             b.iter(|| {
                 let matches = index.matches(&hashes, now);
                 let mut view = view.clone();
@@ -169,7 +169,7 @@ fn view(n_nodes: usize) -> ClusterView {
             cached_tokens: 0,
         }
     };
-    ClusterView { nodes: (0..n_nodes).map(node).collect() }
+    ClusterView { nodes: (0..n_nodes).map(node).collect(), ..ClusterView::default() }
 }
 
 fn info(id: &str, role: Role) -> NodeInfo {

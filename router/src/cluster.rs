@@ -25,12 +25,13 @@ use tokio::time::Instant;
 use tracing::{debug, info, warn};
 use types::{BlockHash, Epoch, ModelInfo, NodeId, NodeInfo, NodeLoad, Prompt, RequestedModel};
 
-pub use assigned::Assignment;
+pub use assigned::{Assignment, RunningStream};
 pub use index::{CacheKnowledge, IndexedNode};
 pub use members::{Group, ModelGroups, NodeState, WantedFingerprint};
 pub use mirror::Gap;
 
-use crate::policy::{Ask, ClusterView, Decision};
+use crate::policy::{Arm, Ask, ClusterView, Decision};
+use crate::predictions::RouteLearner;
 use crate::rpc::{NodeClient, NodeReport, Standing, StatusUpdate};
 use crate::text::RouterModels;
 use index::PrefixIndex;
@@ -70,6 +71,8 @@ struct Shared {
     index: PrefixIndex,
     /// The usable nodes. Routing reads them without the members' lock.
     routable: RwLock<Arc<Routable>>,
+    /// What requests have shown of routes.
+    learner: RouteLearner,
     /// A counter of routes. It orders the last uses of nodes.
     turns: AtomicU64,
     /// A counter of changes of the set of usable nodes.
@@ -94,8 +97,20 @@ impl Cluster {
         let (decided, router) = (watch::Sender::new(0), format!("router-{epoch}"));
         let started = world.now();
         let (index, routable, turns) = (PrefixIndex::default(), RwLock::default(), AtomicU64::new(0));
-        let shared =
-            Shared { world, gate, models, members, index, routable, turns, decided, router, started };
+        let learner = RouteLearner::default();
+        let shared = Shared {
+            world,
+            gate,
+            models,
+            members,
+            index,
+            routable,
+            learner,
+            turns,
+            decided,
+            router,
+            started,
+        };
         Self { shared: Arc::new(shared) }
     }
 
@@ -136,7 +151,13 @@ impl Cluster {
     /// Returns the usable nodes for a prompt, except `without`, with what each of them has of its KV.
     pub fn view(&self, ask: &Ask<'_>, without: &[NodeId]) -> ClusterView {
         let matches = self.shared.index.matches(ask.hashes, self.shared.world.now());
-        self.routable().view(&ask.prompt.model, &matches, without)
+        let nodes = self.routable().view(&ask.prompt.model, &matches, without);
+        ClusterView { nodes, learned: self.shared.learner.costs() }
+    }
+
+    /// Returns what requests have shown of routes.
+    pub fn learner(&self) -> &RouteLearner {
+        &self.shared.learner
     }
 
     /// Returns the hashes of a prompt's full blocks before its last token, which no node takes from its cache.
@@ -156,17 +177,14 @@ impl Cluster {
     /// Counts a prompt against the nodes of its route until the returned value is dropped, or the nodes report
     /// the prompt themselves. The nodes are expected to have the prompt's blocks soon.
     pub fn assign(&self, ask: &Ask<'_>, decision: &Decision) -> Assignment {
-        let n_tokens = ask.n_tokens();
-        let n_left = n_tokens.saturating_sub(u64::from(decision.cached_tokens));
-        let route = &decision.route;
-        let prefill = route.prefill.as_ref().map(|node| (&node.id, n_left));
-        let decode = (&route.decode.id, if prefill.is_none() { n_left } else { n_tokens });
+        let Decision { route, arm, terms, .. } = decision;
+        let n_missing = ask.n_tokens().saturating_sub(u64::from(terms.cached_tokens));
+        let prefill = route.prefill.as_ref().map(|node| (&node.id, n_missing));
+        let decode = (&route.decode.id, if *arm == Arm::Local { n_missing } else { 0 });
         let now = self.shared.world.now();
         let share = |(id, n_tokens)| {
-            let node = self.node(id)?;
-            node.set_turn(self.shared.turns.fetch_add(1, Ordering::Relaxed) + 1);
-            node.blocks.expect(ask.hashes, now);
-            Some(node.assigned.assign(n_tokens))
+            let turn = self.shared.turns.fetch_add(1, Ordering::Relaxed) + 1;
+            Some(self.node(id)?.assign(ask.hashes, n_tokens, turn, now))
         };
         Assignment { prefill: prefill.and_then(share), decode: share(decode) }
     }
@@ -428,5 +446,7 @@ impl Cluster {
     }
 }
 
+#[cfg(test)]
+mod never_worse;
 #[cfg(test)]
 mod tests;

@@ -87,8 +87,8 @@ pub struct RouterSection {
     pub admin: String,
     /// `host:port` of the gRPC endpoint, with the embedded registry.
     pub grpc: String,
-    /// How nodes are chosen: `random`, `round-robin`, `least-loaded`, `session-affinity` or `prefix-aware`, as in
-    /// docs/routing.md.
+    /// How nodes are chosen: `random`, `round-robin`, `least-loaded`, `session-affinity`, `prefix-aware` or `cost`, as
+    /// in docs/routing.md.
     pub policy: String,
     /// `decode-first` reserves room before a prompt is computed; `prefill-first` chooses a decode node when
     /// the KV is computed.
@@ -544,7 +544,7 @@ mod tests {
         let error = RouterConfig::resolve(raw).expect_err("no such policy");
         assert_eq!(
             error.to_string(),
-            "`router.policy`: \"best\" is not one of random, round-robin, least-loaded, session-affinity, prefix-aware"
+            "`router.policy`: \"best\" is not one of random, round-robin, least-loaded, session-affinity, prefix-aware, cost"
         );
     }
 }

@@ -17,11 +17,12 @@ use proto::v1;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use tokio::time::Instant;
-use types::{BlockCounts, MissingWire, NodeId, NodeInfo, NodeLoad};
+use types::{BlockCounts, MissingWire, NodeId, NodeInfo, NodeLoad, Scheme};
 
 use crate::breaker::{Breaker, BreakerState, Breakers};
 use crate::cluster::{Cluster, Group, ModelGroups, NodeState};
 use crate::pairs::pairs;
+use crate::policy::{Arm, CallTime, ConnectorCosts, RouteCosts};
 use crate::requests::Requests;
 use crate::rpc::LedgerDetail;
 
@@ -69,7 +70,34 @@ async fn nodes(State((cluster, breakers)): State<(Cluster, Breakers)>) -> Json<V
     let infos: Vec<&NodeInfo> = everyone.iter().map(|(info, _)| &**info).collect();
     let (pairs, pairs_left_out) = pairs(&infos);
     let models: Vec<Value> = cluster.groups().iter().map(model).collect();
-    Json(json!({ "nodes": nodes, "models": models, "pairs": pairs, "pairs_left_out": pairs_left_out }))
+    let learned = learned(&cluster.learner().costs());
+    Json(json!({
+        "nodes": nodes,
+        "models": models,
+        "learned": learned,
+        "pairs": pairs,
+        "pairs_left_out": pairs_left_out,
+    }))
+}
+
+/// Returns what requests have shown of routes.
+fn learned(costs: &RouteCosts) -> Value {
+    let connector = |(scheme, costs): &(Scheme, ConnectorCosts)| {
+        let shown = json!({
+            "bytes_per_second": (costs.rate * 1e3).round(),
+            "tail_ms": costs.tail_ms,
+            "transfers": costs.n_transfers,
+        });
+        (scheme.as_str().to_owned(), shown)
+    };
+    let calls = |arm: Arm| {
+        let CallTime { ms, n_requests } = costs.calls(arm);
+        json!({ "ms": ms, "requests": n_requests })
+    };
+    json!({
+        "connectors": costs.connectors().map(connector).collect::<Map<_, _>>(),
+        "calls": { "remote": calls(Arm::Remote), "local": calls(Arm::Local) },
+    })
 }
 
 /// Returns the breaker of a node as JSON.
@@ -122,6 +150,13 @@ fn load(load: NodeLoad) -> Value {
         "queued_tokens": load.queued_tokens,
         "queue_ms": load.queue_ms,
         "step_ms": load.step_ms,
+        "learned": {
+            "prompt_token_ms": load.costs.prompt_token_ms,
+            "step_ms": load.costs.step_ms,
+            "row_ms": load.costs.row_ms,
+            "context_ms": load.costs.context_ms,
+            "step_tokens": load.costs.step_tokens,
+        },
         "blocks": {},
     });
     add_counts(&mut shown["blocks"], load.blocks);

@@ -28,7 +28,8 @@ use crate::continuation::{Continuation, RequestGuards};
 use crate::drain::Drain;
 use crate::error::{AcceptError, ServeError};
 use crate::metrics::{Outcome, RouterMetrics, Stage};
-use crate::policy::{Ask, Decision, NoRoute, Route, RoutingPolicy};
+use crate::policy::{AllowedArms, Ask, Decision, NoRoute, Route, RoutingPolicy};
+use crate::predictions::Prediction;
 use crate::requests::{Part, RequestEvent, RequestRecord, Requests};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure, NodeClient, Opening, PrefillOffer};
 use crate::serve::{Arrival, Detail, Generation, Serve};
@@ -164,29 +165,38 @@ impl Dispatch {
         let mut tries = Attempts::new(self, progress, record);
         let waiting = self.stages.enter(WaitStage::Route, record);
         let hashes = self.parts.cluster.hashes(prompt);
-        let ask = Ask { prompt, hashes: &hashes };
+        let arms = match by {
+            ComputedBy::Both => AllowedArms::RemoteOrLocal,
+            ComputedBy::DecodeAlone => AllowedArms::OnlyLocal,
+        };
+        let ask = Ask { prompt, hashes: &hashes, arms };
         loop {
             waiting.set_stage(WaitStage::Route);
-            let (mut decision, trials) = tries.route(&ask).await?;
-            if by == ComputedBy::DecodeAlone {
-                decision.route.prefill = None;
-            }
+            let (decision, trials) = tries.route(&ask).await?;
+            record.decided(&decision, self.prediction(&decision));
             let assigned = self.parts.cluster.assign(&ask, &decision);
             let prompt = &prompt.for_weights_of(&decision.route.decode.model);
-            let ask = Ask { prompt, hashes: &hashes };
+            let ask = Ask { prompt, ..ask };
             let attempt =
                 Attempt { ask, route: &decision.route, assigned: &assigned, room_by: tries.room_by() };
-            self.parts.metrics.expected_cached_tokens.inc_by(u64::from(decision.cached_tokens));
+            self.parts.metrics.expected_cached_tokens.inc_by(u64::from(decision.terms.cached_tokens));
             match self.attempt(attempt, &waiting).await {
                 Ok(mut started) => {
                     if let StepSource::Decode(decode) = &mut started.rest {
                         decode.tried_by(trials);
+                        record.streams_on(assigned.into_stream());
                     }
                     return Ok(started);
                 }
                 Err(failure) => tries.failed(failure, Some(&decision.route)).await?,
             }
         }
+    }
+
+    fn prediction(&self, decision: &Decision) -> Prediction {
+        let DispatchParts { cluster, metrics, world, .. } = &*self.parts;
+        metrics.predictions.decided(decision);
+        Prediction::new(decision, cluster.learner().clone(), metrics.predictions.clone(), world.now())
     }
 
     async fn attempt(

@@ -2,6 +2,7 @@
 
 mod models;
 mod outcome;
+pub mod predictions;
 mod vllm;
 
 use std::time::Duration;
@@ -16,6 +17,7 @@ use crate::http::Code;
 use crate::requests::{Place, PlaceCounts, Requests};
 use models::ModelLabels;
 pub use outcome::Outcome;
+use predictions::PredictionMetrics;
 pub use vllm::VllmGauges;
 
 /// The stages of a request, as the router measures them.
@@ -85,6 +87,7 @@ pub struct RouterMetrics {
     pub keys_fetches: IntCounterVec,
     breaker_changes: IntCounterVec,
     breakers_open: IntGauge,
+    pub predictions: PredictionMetrics,
 }
 
 /// The metrics of one model's requests.
@@ -176,6 +179,7 @@ impl RouterMetrics {
                 &["state"],
             ),
             breakers_open: metrics.gauge("breakers_open", "Nodes without work because their work fails."),
+            predictions: PredictionMetrics::register(metrics),
         }
     }
 

@@ -5,7 +5,7 @@ use types::{Epoch, Role};
 
 use super::*;
 use crate::policy::tests::node as idle_node;
-use crate::policy::{Decision, NoRoute};
+use crate::policy::{Arm, Choice, Decision, NoRoute, Terms};
 
 fn at(ms: u64) -> Duration {
     Duration::from_millis(ms)
@@ -78,7 +78,7 @@ fn node(id: &str, role: Role, epoch: u64) -> Arc<NodeInfo> {
 
 fn view(nodes: &[&Arc<NodeInfo>]) -> ClusterView {
     let seen = |info: &&Arc<NodeInfo>| NodeView { info: Arc::clone(info), ..idle_node("", info.role) };
-    ClusterView { nodes: nodes.iter().map(seen).collect() }
+    ClusterView { nodes: nodes.iter().map(seen).collect(), ..ClusterView::default() }
 }
 
 fn breakers() -> Breakers {
@@ -94,7 +94,8 @@ fn route(breakers: &Breakers, view: ClusterView) -> (Vec<String>, Vec<Trial>) {
         let decode = view.nodes.iter().find(|node| node.info.role.decodes()).ok_or(NoRoute::NoDecode)?;
         let prefill = view.prefill_nodes().next().map(|node| Arc::clone(&node.info));
         let route = Route { prefill, decode: Arc::clone(&decode.info) };
-        Ok::<_, NoRoute>(Decision { route, cached_tokens: 0 })
+        let (arm, choice, terms) = (Arm::Remote, Choice::Rule, Terms::default());
+        Ok::<_, NoRoute>(Decision { route, arm, choice, terms, regret_ms: 0.0, candidates: Vec::new() })
     });
     (seen, chosen.expect("a route").1)
 }

@@ -21,6 +21,8 @@ struct Shares {
     unreported: BTreeMap<u64, Share>,
     n_made: u64,
     sum: Unreported,
+    /// The streams that have ended since the last report.
+    n_ended: u32,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -30,11 +32,20 @@ struct Share {
     sent: Option<Instant>,
 }
 
-/// The number of prompts that no report includes, and the number of their tokens.
+/// What has changed since a node's last report: prompts that it does not include, their tokens, and streams that have
+/// ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Unreported {
     pub(super) n_prompts: u32,
     pub(super) n_tokens: u64,
+    /// The streams of this router that have ended since the last report.
+    pub(super) n_ended: u32,
+}
+
+/// A stream on a decode node. Its drop tells the view of the node that the stream has ended.
+#[derive(Debug)]
+pub struct RunningStream {
+    work: Arc<AssignedWork>,
 }
 
 /// One prompt's work on the nodes of its route. It counts until the node's reports include it. Dropping it
@@ -58,6 +69,11 @@ impl Assignment {
         self.prefill.iter().for_each(|share| share.sent(now));
     }
 
+    /// Ends the assignment at the first token. The answer's other tokens are a stream on the decode node.
+    pub(crate) fn into_stream(self) -> Option<RunningStream> {
+        self.decode.map(|share| RunningStream { work: Arc::clone(&share.work) })
+    }
+
     /// Records that the decode node is called now.
     pub(crate) fn decode_called(&self, now: Instant) {
         self.decode.iter().for_each(|share| share.sent(now));
@@ -76,13 +92,15 @@ impl AssignedWork {
     }
 
     pub(super) fn unreported(&self) -> Unreported {
-        self.shares().sum
+        let shares = self.shares();
+        Unreported { n_ended: shares.n_ended, ..shares.sum }
     }
 
     /// Applies a report that the node's worker made at `made_at`: the prompts that had arrived by then are in
     /// its own numbers.
     pub(super) fn reported(&self, made_at: Instant) {
         let mut shares = self.shares();
+        shares.n_ended = 0;
         let is_included = |share: &Share| share.sent.is_some_and(|sent| sent + ARRIVES_WITHIN <= made_at);
         let included: Vec<u64> =
             shares.unreported.iter().filter(|(_, share)| is_included(share)).map(|(id, _)| *id).collect();
@@ -117,6 +135,12 @@ impl Drop for NodeAssignment {
     }
 }
 
+impl Drop for RunningStream {
+    fn drop(&mut self) {
+        self.work.shares().n_ended += 1;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -144,7 +168,7 @@ mod tests {
                 Event::Drop(nth) => drop(assigned[nth].take()),
             }
         }
-        let Unreported { n_prompts, n_tokens } = work.unreported();
+        let Unreported { n_prompts, n_tokens, .. } = work.unreported();
         (n_prompts, n_tokens)
     }
 
@@ -177,5 +201,19 @@ mod tests {
         ] {
             assert_eq!(left(events), expected, "{what}");
         }
+    }
+
+    #[test]
+    fn streams_that_end_count_until_the_next_report() {
+        let work = Arc::new(AssignedWork::default());
+        let stream = || Assignment { prefill: None, decode: Some(work.assign(9)) }.into_stream();
+        let (first, second) = (stream(), stream());
+        assert_eq!(work.unreported(), Unreported::default());
+        drop(first);
+        assert_eq!(work.unreported().n_ended, 1);
+        work.reported(Instant::now());
+        assert_eq!(work.unreported().n_ended, 0);
+        drop(second);
+        assert_eq!(work.unreported().n_ended, 1);
     }
 }

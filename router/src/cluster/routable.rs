@@ -9,11 +9,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::time::Instant;
-use types::{FingerprintDigest, NodeId, NodeInfo, NodeLoad, RequestedModel};
+use types::{BlockHash, FingerprintDigest, NodeId, NodeInfo, NodeLoad, RequestedModel};
 
-use super::assigned::AssignedWork;
+use super::assigned::{AssignedWork, NodeAssignment};
 use super::index::{IndexedNode, PrefixMatches};
-use crate::policy::{ClusterView, NodeView};
+use crate::policy::NodeView;
 
 /// The largest age of a load report that counts, in milliseconds. An older report includes what one of this age would.
 const AGE_MS_MAX: f32 = 60_000.0;
@@ -65,16 +65,31 @@ impl RoutableNode {
         *self.load.lock().unwrap_or_else(PoisonError::into_inner) = load;
     }
 
-    pub(super) fn set_turn(&self, turn: u64) {
+    /// Counts a prompt against the node: the tokens that the node is to compute, and the blocks that it will have.
+    pub(super) fn assign(
+        &self,
+        hashes: &[BlockHash],
+        n_tokens: u64,
+        turn: u64,
+        now: Instant,
+    ) -> NodeAssignment {
         self.last_turn.store(turn, Ordering::Relaxed);
+        self.blocks.expect(hashes, now);
+        self.assigned.assign(n_tokens)
     }
 
-    fn view(&self, matches: &PrefixMatches) -> NodeView {
+    pub(super) fn view(&self, matches: &PrefixMatches) -> NodeView {
         let unreported = self.assigned.unreported();
         let n_cached = self.blocks.n_matched(matches) * u32::from(self.info.model.layout.block_tokens);
+        let mut load = self.load();
+        if unreported.n_ended > 0 {
+            load.running = load.running.saturating_sub(unreported.n_ended);
+            let ended_ms = unreported.n_ended as f32 * load.costs.row_ms;
+            load.step_ms = (load.step_ms - ended_ms).max(load.costs.step_ms);
+        }
         NodeView {
             info: Arc::clone(&self.info),
-            load: self.load(),
+            load,
             assigned: unreported.n_prompts,
             assigned_tokens: unreported.n_tokens,
             last_turn: self.last_turn.load(Ordering::Relaxed),
@@ -91,9 +106,9 @@ impl Routable {
         model: &RequestedModel,
         matches: &PrefixMatches,
         without: &[NodeId],
-    ) -> ClusterView {
+    ) -> Vec<NodeView> {
         let nodes = self.nodes(model).filter(|node| !without.contains(&node.info.id));
-        ClusterView { nodes: nodes.map(|node| node.view(matches)).collect() }
+        nodes.map(|node| node.view(matches)).collect()
     }
 
     /// Returns the usable nodes for a prompt of this model.

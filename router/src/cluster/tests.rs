@@ -15,7 +15,7 @@ use types::{
 
 use super::*;
 use crate::fake_node::{FakeNode, FakeResponse, info};
-use crate::policy::{NodeView, by_name};
+use crate::policy::{AllowedArms, NodeView, by_name};
 
 struct TestCluster {
     cluster: Cluster,
@@ -47,7 +47,7 @@ impl TestCluster {
     /// Returns the usable nodes for a prompt of 50 tokens for this model.
     fn view(&self, model: RequestedModel) -> ClusterView {
         let prompt = self.prompt(model);
-        self.cluster.view(&Ask { prompt: &prompt, hashes: &[] }, &[])
+        self.cluster.view(&Ask { prompt: &prompt, hashes: &[], arms: AllowedArms::RemoteOrLocal }, &[])
     }
 
     fn prompt(&self, model: RequestedModel) -> Prompt {
@@ -399,7 +399,7 @@ async fn assigned_work_survives_a_load_report_and_ends_with_the_request() {
     let (cluster, prompt) = (&test_cluster.cluster, test_cluster.prompt(RequestedModel::named("mock")));
     let hashes = cluster.hashes(&prompt);
     assert_eq!(hashes.len(), 3, "three full blocks of 16 tokens");
-    let ask = Ask { prompt: &prompt, hashes: &hashes };
+    let ask = Ask { prompt: &prompt, hashes: &hashes, arms: AllowedArms::RemoteOrLocal };
     let assigned = || {
         let of = |node: &NodeView| (node.assigned, node.assigned_tokens, node.cached_tokens);
         cluster.view(&ask, &[]).nodes.iter().map(of).collect::<Vec<_>>()
@@ -412,11 +412,11 @@ async fn assigned_work_survives_a_load_report_and_ends_with_the_request() {
     };
     let policy = by_name("prefix-aware").expect("in the table");
     let decision = policy.route(&ask, &cluster.view(&ask, &[]), 0).expect("two nodes");
-    assert_eq!(decision.cached_tokens, 0);
+    assert_eq!(decision.terms.cached_tokens, 0);
     let assignment = cluster.assign(&ask, &decision);
-    assert_eq!(assigned(), [(1, 50, 48), (1, 50, 48)], "the blocks are expected too");
+    assert_eq!(assigned(), [(1, 0, 48), (1, 50, 48)], "the blocks are expected too");
     report();
-    assert_eq!(assigned(), [(1, 50, 48), (1, 50, 48)], "no node was called");
+    assert_eq!(assigned(), [(1, 0, 48), (1, 50, 48)], "no node was called");
     assignment.decode_called(test_cluster.world.now());
     tokio::time::sleep(Duration::from_millis(100)).await;
     report();
@@ -424,9 +424,9 @@ async fn assigned_work_survives_a_load_report_and_ends_with_the_request() {
     drop(assignment);
     assert_eq!(assigned(), [(0, 0, 48), (0, 0, 48)]);
     let again = policy.route(&ask, &cluster.view(&ask, &[]), 0).expect("two nodes");
-    assert_eq!(again.cached_tokens, 48, "the same prompt needs two tokens more");
+    assert_eq!(again.terms.cached_tokens, 48, "the same prompt needs two tokens more");
     let assignment = cluster.assign(&ask, &again);
-    assert_eq!(assigned(), [(1, 50, 48), (1, 2, 48)], "what is cached is no work for the prefill node");
+    assert_eq!(assigned(), [(1, 0, 48), (1, 2, 48)], "what is cached is no work for the prefill node");
     drop(assignment);
 }
 

@@ -8,7 +8,7 @@ use axum::extract::{Path, Query, State};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use crate::http::{Code, HttpError, ms, parts_ms, worst_gap};
+use crate::http::{Code, HttpError, ms, parts_ms, route, worst_gap};
 use crate::requests::{Place, RequestEvent, RequestRecord, RequestSummary, Requests};
 
 #[derive(Debug, Deserialize)]
@@ -78,6 +78,7 @@ fn whole(record: &RequestRecord) -> Value {
     let mut whole = line(record, &summary);
     whole["cached_tokens"] = json!(summary.cached_tokens);
     whole["parts_ms"] = parts_ms(&summary.parts);
+    whole["route"] = json!(summary.decision.as_deref().map(route));
     whole["worst_gap"] = json!(summary.worst_gap.as_ref().map(worst_gap));
     whole["prefill_node_ms"] = json!(
         summary.prefill_node.map(|(queue, compute)| json!({ "queue": ms(queue), "compute": ms(compute) }))

@@ -11,7 +11,7 @@ use types::{BlockHash, Destination, Landing, NodeInfo, Prompt, RefusalKind, Tran
 use super::{Attempts, Dispatch, Progress, StartedRequest, StepSource};
 use crate::error::ServeError;
 use crate::metrics::Stage;
-use crate::policy::Ask;
+use crate::policy::{AllowedArms, Ask};
 use crate::requests::{Part, RequestEvent, RequestRecord};
 use crate::rpc::{DecodeCall, Failure, NodeClient, Opening, PrefillCall, PrefillOffer, PutCall};
 use crate::watchdog::WaitStage;
@@ -152,11 +152,12 @@ impl Dispatch {
         self.wait_until_stored(&mut held).await.map_err(|failure| self.lost(&held, failure, record))?;
         let mut tries = Attempts::new(self, Progress::Begun, record);
         let (prompt, hashes) = (held.prompt.clone(), Arc::clone(&held.hashes));
-        let ask = Ask { prompt: &prompt, hashes: &hashes };
+        let by = Arc::clone(&held.by);
+        let ask = Ask { prompt: &prompt, hashes: &hashes, arms: AllowedArms::OnlyHeld { by: &by } };
         loop {
             record.enter_part(Part::Route);
-            let (mut decision, trials) = tries.route(&ask).await?;
-            decision.route.prefill = None;
+            let (decision, trials) = tries.route(&ask).await?;
+            self.parts.metrics.predictions.decided(&decision);
             let assigned = self.parts.cluster.assign(&ask, &decision);
             assigned.decode_called(self.parts.world.now());
             let to = &decision.route.decode;
@@ -164,6 +165,7 @@ impl Dispatch {
             match self.deliver_to(&held, to, tries.room_by(), record).await {
                 Ok(mut decode) => {
                     decode.tried_by(trials);
+                    record.streams_on(assigned.into_stream());
                     return Ok(held.with_sender(decode));
                 }
                 Err(failure) if failure.node.id == held.by.id => {

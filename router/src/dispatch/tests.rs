@@ -14,7 +14,7 @@ use types::{Prompt, RefusalKind, Role, Sampling, StopRules, TenantId, TokenId};
 use super::*;
 use crate::cluster::NodeState;
 use crate::fake_node::{FakeNode, FakeResponse, answer_to};
-use crate::policy;
+use crate::policy::{self, Arm};
 use crate::text::RouterModels;
 
 /// A router with fake nodes, on a network in memory with a paused clock.
@@ -117,7 +117,13 @@ fn decode(id: &str, script: &[FakeResponse]) -> FakeNode {
 #[tokio::test(start_paused = true)]
 async fn decode_is_asked_first_and_the_first_token_comes_from_prefill() {
     let (p, d) = (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Serve]));
-    test_cluster(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
+    let test_cluster = test_cluster(Order::DecodeFirst, &[&p, &d]).await;
+    test_cluster.serves(6).await;
+    let record = test_cluster.dispatch.requests().last().remove(0);
+    let decision = record.explanation().decision.expect("a route was chosen");
+    assert_eq!((decision.arm, decision.route.decode.id.as_str()), (Arm::Remote, "d"));
+    let costs = test_cluster.dispatch.parts().cluster.learner().costs();
+    assert_eq!(costs.calls(Arm::Remote).n_requests, 1, "the request's times are learned from");
     assert_eq!(p.received(), ["prefill 20 tokens, Serve"]);
     assert_eq!(d.received(), ["decode 20 tokens, Serve"]);
 }

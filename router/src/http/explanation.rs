@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
+use crate::policy::{Arm, Candidate, Decision, Route, Terms};
 use crate::requests::{Explanation, Gap, KvTransfer, Part, PartTimes};
 
 /// Returns the explanation of one choice.
@@ -20,6 +21,7 @@ pub(crate) fn explained(choice: usize, explanation: &Explanation) -> Value {
         "largest_before_first_token": explanation.before.largest().map(Part::as_str),
         "prefill_node": node(&explanation.prefill),
         "decode_node": node(&explanation.decode),
+        "route": explanation.decision.as_deref().map(route),
         "prompt_tokens": explanation.prompt_tokens,
         "cached_tokens": explanation.cached_tokens,
         "output_tokens": explanation.output_tokens,
@@ -38,6 +40,36 @@ pub(crate) fn parts_ms(times: &PartTimes) -> Value {
         .map(|(part, took)| (part.as_str().to_owned(), json!(ms(took))))
         .collect::<Map<_, _>>()
         .into()
+}
+
+/// Returns the decision for a route, with the routes that were compared.
+pub(crate) fn route(decision: &Decision) -> Value {
+    let mut chosen = candidate(&decision.route, decision.arm, &decision.terms);
+    chosen["choice"] = json!(decision.choice.as_str());
+    chosen["regret_ms"] = json!(rounded(decision.regret_ms));
+    let shown = |one: &Candidate| candidate(&one.route, one.arm, &one.terms);
+    chosen["candidates"] = decision.candidates.iter().map(shown).collect();
+    chosen
+}
+
+fn candidate(route: &Route, arm: Arm, terms: &Terms) -> Value {
+    json!({
+        "arm": arm.as_str(),
+        "prefill_node": route.prefill.as_ref().map(|node| node.id.as_str()),
+        "decode_node": route.decode.id.as_str(),
+        "cost_ms": rounded(terms.cost_ms()),
+        "first_token_ms": rounded(terms.first_token_ms()),
+        "gap_ms": rounded(terms.gap_ms),
+        "terms": {
+            "cached_tokens": terms.cached_tokens,
+            "queue_ms": rounded(terms.queue_ms),
+            "compute_ms": rounded(terms.compute_ms),
+            "calls_ms": rounded(terms.calls_ms),
+            "transfer_ms": rounded(terms.transfer_ms),
+            "first_step_ms": rounded(terms.first_step_ms),
+            "streams_ms": rounded(terms.streams_ms),
+        },
+    })
 }
 
 pub(crate) fn worst_gap(gap: &Gap) -> Value {
@@ -73,6 +105,11 @@ fn transfer(transfer: &KvTransfer) -> Value {
 fn hidden(transfers: &[KvTransfer], waited: Duration) -> Option<f64> {
     let moved: f64 = transfers.iter().map(|transfer| transfer.moved.as_secs_f64()).sum();
     (moved > 0.0).then(|| (1.0 - waited.as_secs_f64() / moved).clamp(0.0, 1.0))
+}
+
+/// Returns milliseconds to the microsecond.
+fn rounded(ms: f64) -> f64 {
+    (ms * 1e3).round() / 1e3
 }
 
 /// Returns milliseconds, to the microsecond.

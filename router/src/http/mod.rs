@@ -46,7 +46,7 @@ pub use body::BodyLimits;
 pub use cors::CorsOrigins;
 use error::AnthropicError;
 pub use error::{Code, HttpError};
-pub(crate) use explanation::{ms, parts_ms, worst_gap};
+pub(crate) use explanation::{ms, parts_ms, route, worst_gap};
 pub use stall::WriteTimeoutListener;
 pub use tls::{Certificate, CertificateError, CertificateFiles};
 

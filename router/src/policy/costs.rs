@@ -1,10 +1,17 @@
-//! Predicted times on one node, in milliseconds. Policies compare them.
+//! Predicted times on nodes and between them, in milliseconds. Policies compare them.
 
-use super::{ClusterView, NodeView};
+use types::NodeInfo;
+
+use super::decision::{Candidate, Terms};
+use super::{Arm, Ask, Choice, ClusterView, Decision, NodeView, Route};
 
 /// The time of a prompt token on a node whose speed is unknown, if no node's speed is known. It is small, and
 /// enough to spread prompts over idle nodes.
 const UNKNOWN_TOKEN_MS: f64 = 1e-3;
+
+/// A node that has computed only remainders of prompts has learned a long time per token. This multiple of the fastest
+/// node's time is the longest that counts.
+const SLOWEST_NODE: f64 = 4.0;
 
 /// Returns the predicted wait of a new prompt until the node begins to compute it.
 pub(super) fn queue_ms(node: &NodeView) -> f64 {
@@ -35,4 +42,166 @@ impl ClusterView {
         let known = self.nodes.iter().map(|node| f64::from(node.load.costs.prompt_token_ms));
         known.filter(|ms| *ms > 0.0).reduce(f64::min).unwrap_or(UNKNOWN_TOKEN_MS)
     }
+}
+
+/// The prediction of one prompt's times on the routes of a view.
+#[derive(Debug)]
+pub(super) struct Pricing<'a> {
+    ask: Ask<'a>,
+    view: &'a ClusterView,
+    token_ms: f64,
+}
+
+/// A route with its predicted times.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Priced<'a> {
+    pub(super) prefill: Option<&'a NodeView>,
+    pub(super) decode: &'a NodeView,
+    pub(super) arm: Arm,
+    pub(super) terms: Terms,
+    /// A step of the decode node without prompts.
+    pub(super) step_ms: f64,
+}
+
+/// The predicted times of a decode node.
+#[derive(Clone, Copy, Debug)]
+struct DecodeTimes {
+    /// The sequences that run there, and those that are on their way.
+    streams: f64,
+    /// A step with all of them.
+    step_ms: f64,
+    /// The wait for the end of the present step.
+    wait_ms: f64,
+    token_ms: f64,
+    /// The prompt tokens in one step.
+    step_tokens: f64,
+}
+
+impl<'a> Pricing<'a> {
+    pub(super) fn new(ask: &Ask<'a>, view: &'a ClusterView) -> Self {
+        Self { ask: *ask, view, token_ms: view.token_ms() }
+    }
+
+    /// Returns the time of the prompt on a prefill node, to the first token.
+    pub(super) fn prefill_ms(&self, node: &NodeView) -> f64 {
+        queue_ms(node) + compute_ms(node, self.n_missing(node), self.token_ms)
+    }
+
+    /// Returns the time of a decode node for KV that is sent to it, without the time of the connector.
+    pub(super) fn receive_ms(&self, node: &NodeView) -> f64 {
+        self.decode_times(node).first_step_ms()
+    }
+
+    /// A prefill node computes the prompt.
+    pub(super) fn remote(&self, from: &'a NodeView, to: &'a NodeView) -> Priced<'a> {
+        let compute_ms = compute_ms(from, self.n_missing(from), self.token_ms);
+        let times = self.decode_times(to);
+        let terms = Terms {
+            cached_tokens: from.cached_tokens,
+            queue_ms: queue_ms(from),
+            compute_ms,
+            calls_ms: self.view.learned.calls(Arm::Remote).ms,
+            transfer_ms: self.transfer_ms(&from.info, to, compute_ms),
+            first_step_ms: times.first_step_ms(),
+            streams_ms: 0.0,
+            gap_ms: times.step_ms,
+        };
+        Priced { prefill: Some(from), decode: to, arm: Arm::Remote, terms, step_ms: times.step_ms }
+    }
+
+    /// The decode node computes the prompt, in chunks beside its streams.
+    pub(super) fn local(&self, node: &'a NodeView) -> Priced<'a> {
+        let times = self.decode_times(node);
+        let n_missing = self.n_missing(node) as f64;
+        let n_steps = (n_missing / times.step_tokens).ceil().max(1.0);
+        let terms = Terms {
+            cached_tokens: node.cached_tokens,
+            queue_ms: queue_ms(node) + times.wait_ms,
+            compute_ms: n_missing * times.token_ms + n_steps * times.step_ms,
+            calls_ms: self.view.learned.calls(Arm::Local).ms,
+            transfer_ms: 0.0,
+            first_step_ms: times.step_ms,
+            streams_ms: times.streams * n_missing * times.token_ms,
+            gap_ms: times.step_ms + n_missing.min(times.step_tokens) * times.token_ms,
+        };
+        Priced { prefill: None, decode: node, arm: Arm::Local, terms, step_ms: times.step_ms }
+    }
+
+    /// `by` has computed the prompt.
+    pub(super) fn held(&self, by: &NodeInfo, node: &'a NodeView) -> Priced<'a> {
+        let times = self.decode_times(node);
+        let terms = Terms {
+            cached_tokens: node.cached_tokens,
+            transfer_ms: self.transfer_ms(by, node, 0.0),
+            first_step_ms: times.first_step_ms(),
+            gap_ms: times.step_ms,
+            ..Terms::default()
+        };
+        Priced { prefill: None, decode: node, arm: Arm::Held, terms, step_ms: times.step_ms }
+    }
+
+    fn n_missing(&self, node: &NodeView) -> u64 {
+        self.ask.n_tokens().saturating_sub(u64::from(node.cached_tokens))
+    }
+
+    /// Returns the part of the transfer to a decode node that the computation does not hide.
+    fn transfer_ms(&self, from: &NodeInfo, to: &NodeView, computed_ms: f64) -> f64 {
+        let bytes = self.n_missing(to) * token_bytes(&to.info);
+        self.view.learned.between(from, &to.info).unhidden_ms(bytes, computed_ms)
+    }
+
+    fn decode_times(&self, node: &NodeView) -> DecodeTimes {
+        let (load, costs) = (&node.load, &node.load.costs);
+        let coming = load.waiting + load.arriving + node.assigned;
+        let context_ms = f64::from(costs.context_ms) * self.ask.n_tokens() as f64 / 1e3;
+        let step_ms = f64::from(load.step_ms) + f64::from(coming) * (f64::from(costs.row_ms) + context_ms);
+        let known_ms = f64::from(costs.prompt_token_ms);
+        let token_ms =
+            if known_ms > 0.0 { known_ms.min(self.token_ms * SLOWEST_NODE) } else { self.token_ms };
+        let step_tokens = f64::from(costs.step_tokens.saturating_sub(load.running).max(1));
+        let step_tokens = if costs.step_tokens == 0 { f64::INFINITY } else { step_tokens };
+        let prompts = (load.queued_tokens + node.assigned_tokens) as f64;
+        let present_ms = step_ms + prompts.min(step_tokens) * token_ms;
+        let is_busy = load.running > 0 || prompts > 0.0;
+        DecodeTimes {
+            streams: f64::from(load.running + coming),
+            step_ms,
+            wait_ms: if is_busy { present_ms / 2.0 } else { 0.0 },
+            token_ms,
+            step_tokens,
+        }
+    }
+}
+
+impl DecodeTimes {
+    fn first_step_ms(&self) -> f64 {
+        self.wait_ms + self.step_ms
+    }
+}
+
+impl Priced<'_> {
+    pub(super) fn cost_ms(&self) -> f64 {
+        self.terms.cost_ms()
+    }
+
+    pub(super) fn candidate(&self) -> Candidate {
+        Candidate { route: self.route(), arm: self.arm, terms: self.terms }
+    }
+
+    /// Returns the decision for this route, without other candidates.
+    pub(super) fn decision(&self, choice: Choice) -> Decision {
+        let (route, arm, terms) = (self.route(), self.arm, self.terms);
+        Decision { route, arm, choice, terms, regret_ms: 0.0, candidates: Vec::new() }
+    }
+
+    fn route(&self) -> Route {
+        Route { prefill: self.prefill.map(|node| node.info.clone()), decode: self.decode.info.clone() }
+    }
+}
+
+/// Returns the bytes of one token's KV.
+fn token_bytes(info: &NodeInfo) -> u64 {
+    let layout = &info.model.layout;
+    let block_bytes: usize = layout.group_indices().map(|group| layout.block_bytes(group)).sum();
+    (block_bytes / usize::from(layout.block_tokens)) as u64
 }

@@ -18,7 +18,7 @@ impl RoutingPolicy for LeastLoaded {
     fn route(&self, ask: &Ask<'_>, view: &ClusterView, draw: u64) -> Result<Decision, NoRoute> {
         let prefill = least(view.prefill_nodes(), queue_ms, draw);
         let decode = least(view.decode_nodes(ask.prompt).into_iter(), step_ms, draw.rotate_left(32));
-        pair(prefill, decode)
+        pair(ask, view, prefill, decode)
     }
 }
 

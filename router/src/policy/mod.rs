@@ -3,7 +3,10 @@
 //! A route is advice: the nodes' own reservations decide, and a node that refuses is left out of the next route.
 //! A new policy is one file and one line in [`by_name`].
 
+mod cost;
 mod costs;
+mod decision;
+mod learned;
 mod least_loaded;
 mod prefix_aware;
 mod random;
@@ -14,6 +17,10 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use types::{BlockHash, NodeInfo, NodeLoad, Prompt};
+
+use costs::Pricing;
+pub use decision::{AllowedArms, Arm, Candidate, Choice, Decision, Route, Terms};
+pub use learned::{CallTime, ConnectorCosts, RouteCosts, SeenTransfer};
 
 /// A policy that chooses routes. The same prompt, view and draw must give the same route, so that a seed
 /// repeats a run.
@@ -30,28 +37,13 @@ pub struct Ask<'a> {
     pub prompt: &'a Prompt,
     /// The hashes of the prompt's full blocks before its last token.
     pub hashes: &'a [BlockHash],
+    pub arms: AllowedArms<'a>,
 }
 
 impl Ask<'_> {
     pub fn n_tokens(&self) -> u64 {
         self.prompt.tokens.len() as u64
     }
-}
-
-/// A route, and what the policy expects of it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Decision {
-    pub route: Route,
-    /// The number of leading tokens whose KV the node that computes the prompt is expected to have.
-    pub cached_tokens: u32,
-}
-
-/// The nodes that are to serve a prompt.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Route {
-    /// The node that computes the prompt; `None`: the decode node computes it alone.
-    pub prefill: Option<Arc<NodeInfo>>,
-    pub decode: Arc<NodeInfo>,
 }
 
 /// The reason for the absence of a route.
@@ -65,6 +57,8 @@ pub enum NoRoute {
 #[derive(Clone, Debug, Default)]
 pub struct ClusterView {
     pub nodes: Vec<NodeView>,
+    /// What the router has learned from earlier requests.
+    pub learned: Arc<RouteCosts>,
 }
 
 /// One usable node: its last report, and the prompts assigned to it that the report does not include.
@@ -105,18 +99,26 @@ impl NodeView {
     }
 }
 
-/// Makes a route of two chosen nodes. Without a prefill node the decode node computes the prompt, which is
+/// Makes a decision of two chosen nodes. Without a prefill node the decode node computes the prompt, which is
 /// slower but works.
-fn pair(prefill: Option<&NodeView>, decode: Option<&NodeView>) -> Result<Decision, NoRoute> {
-    let decode = decode.ok_or(NoRoute::NoDecode)?;
-    let prefill = prefill.filter(|_| !decode.info.role.prefills());
-    let cached_tokens = prefill.unwrap_or(decode).cached_tokens;
-    let route = Route { prefill: prefill.map(|node| node.info.clone()), decode: decode.info.clone() };
-    Ok(Decision { route, cached_tokens })
+fn pair(
+    ask: &Ask<'_>,
+    view: &ClusterView,
+    prefill: Option<&NodeView>,
+    decode: Option<&NodeView>,
+) -> Result<Decision, NoRoute> {
+    let (decode, pricing) = (decode.ok_or(NoRoute::NoDecode)?, Pricing::new(ask, view));
+    let priced = match (ask.arms, prefill.filter(|_| !decode.info.role.prefills())) {
+        (AllowedArms::OnlyHeld { by }, _) => pricing.held(by, decode),
+        (AllowedArms::RemoteOrLocal, Some(prefill)) => pricing.remote(prefill, decode),
+        (AllowedArms::OnlyLocal, _) | (_, None) => pricing.local(decode),
+    };
+    Ok(priced.decision(Choice::Rule))
 }
 
 /// The names that [`by_name`] accepts.
-pub const NAMES: &[&str] = &["random", "round-robin", "least-loaded", "session-affinity", "prefix-aware"];
+pub const NAMES: &[&str] =
+    &["random", "round-robin", "least-loaded", "session-affinity", "prefix-aware", "cost"];
 
 /// Returns the policy with this name.
 pub fn by_name(name: &str) -> Option<Box<dyn RoutingPolicy>> {
@@ -126,6 +128,7 @@ pub fn by_name(name: &str) -> Option<Box<dyn RoutingPolicy>> {
         "least-loaded" => Some(Box::new(least_loaded::LeastLoaded)),
         "session-affinity" => Some(Box::new(session_affinity::SessionAffinity)),
         "prefix-aware" => Some(Box::new(prefix_aware::PrefixAware)),
+        "cost" => Some(Box::new(cost::Cost)),
         _ => None,
     }
 }

@@ -39,7 +39,7 @@ impl RoutingPolicy for PrefixAware {
             STEPS * step_ms(node) + if is_moved { moving } else { computing(node) }
         };
         let decode = nearest(view.decode_nodes(ask.prompt).into_iter(), decoding, draw.rotate_left(32));
-        pair(prefill, decode)
+        pair(ask, view, prefill, decode)
     }
 }
 

@@ -13,6 +13,8 @@ impl RoutingPolicy for RoundRobin {
     fn route(&self, ask: &Ask<'_>, view: &ClusterView, _draw: u64) -> Result<Decision, NoRoute> {
         let turn = |node: &&NodeView| (node.last_turn, node.info.id.clone());
         pair(
+            ask,
+            view,
             view.prefill_nodes().min_by_key(turn),
             view.decode_nodes(ask.prompt).into_iter().min_by_key(turn),
         )

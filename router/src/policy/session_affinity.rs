@@ -32,7 +32,7 @@ impl RoutingPolicy for SessionAffinity {
         let prefill = own(view.prefill_nodes().collect(), beginning, queue_ms, own_ms);
         let stream_ms = |node: &NodeView| step_ms(node) / 4.0;
         let decode = own(view.decode_nodes(ask.prompt), beginning, step_ms, stream_ms);
-        pair(prefill, decode)
+        pair(ask, view, prefill, decode)
     }
 }
 

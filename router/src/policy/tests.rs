@@ -35,10 +35,10 @@ pub(crate) fn node(id: &str, role: Role) -> NodeView {
 }
 
 fn view(nodes: Vec<NodeView>) -> ClusterView {
-    ClusterView { nodes }
+    ClusterView { nodes, ..ClusterView::default() }
 }
 
-fn prompt(n_tokens: usize) -> Prompt {
+pub(crate) fn prompt(n_tokens: usize) -> Prompt {
     let now = tokio::time::Instant::now().into_std();
     Prompt {
         id: RequestId::new("r"),
@@ -71,7 +71,7 @@ fn decided(
     view: &ClusterView,
     draw: u64,
 ) -> Result<Decision, NoRoute> {
-    policy.route(&Ask { prompt, hashes }, view, draw)
+    policy.route(&Ask { prompt, hashes, arms: AllowedArms::RemoteOrLocal }, view, draw)
 }
 
 /// Routes a prompt without known blocks.
@@ -232,7 +232,7 @@ fn prefix_aware_weighs_what_is_cached_against_the_queue() {
         let decision = decided(&*policy, &prompt(2000), &[], &view, 5).expect("usable");
         assert_eq!(ids(&decision.route).0, Some(*expected), "{what}");
         let chosen = view.nodes.iter().find(|node| node.info.id.as_str() == *expected).expect("a node");
-        assert_eq!(decision.cached_tokens, chosen.cached_tokens, "{what}");
+        assert_eq!(decision.terms.cached_tokens, chosen.cached_tokens, "{what}");
     }
 }
 
@@ -266,7 +266,7 @@ fn prefix_aware_returns_to_the_decode_node_that_has_the_answer() {
     both.nodes.iter_mut().for_each(paced);
     both.nodes[1].cached_tokens = 1920;
     let decision = decided(&*policy, &prompt(2000), &[], &both, 5).expect("usable");
-    assert_eq!((ids(&decision.route), decision.cached_tokens), ((None, "b1"), 1920));
+    assert_eq!((ids(&decision.route), decision.terms.cached_tokens), ((None, "b1"), 1920));
 }
 
 #[test]
@@ -294,4 +294,116 @@ fn session_affinity_keeps_a_beginning_on_its_nodes_while_they_are_not_overloaded
     assert_ne!(route(&view, 1, 0).prefill, of_one.prefill, "an overload is");
     let short = decided(&*policy, &prompt(9), &[], &view, 0).expect("usable").route;
     assert_ne!(ids(&short).0, Some(usual.as_str()), "a short prompt goes where the load is least");
+}
+
+/// A case of the policy `cost`: a name, the queue of the prefill node and the streams of the decode node, what each has
+/// cached of 2,000 tokens, and the expected arm.
+type CostRow = (&'static str, f32, u32, [u32; 2], Arm);
+
+/// Returns a draw that does not explore.
+pub(crate) const NO_EXPLORING: u64 = 1 << 32;
+
+#[test]
+fn cost_spares_streams_and_uses_idle_decode_nodes() {
+    let cases: &[CostRow] = &[
+        ("an idle decode node saves the transfer", 0.0, 0, [0, 0], Arm::Local),
+        ("streams are not to wait", 0.0, 3, [0, 0], Arm::Remote),
+        ("whatever the queue", 9_000.0, 3, [0, 0], Arm::Remote),
+        ("a short remainder hardly delays them", 0.0, 3, [0, 1_998], Arm::Local),
+        ("what the prefill node has cached", 0.0, 0, [1_920, 0], Arm::Remote),
+    ];
+    let policy = by_name("cost").expect("in the table");
+    for (what, queue_ms, running, cached, expected) in cases {
+        let mut view = view(vec![node("p", Role::Prefill), node("d", Role::Decode)]);
+        view.nodes.iter_mut().for_each(paced);
+        view.nodes[0].load.queue_ms = *queue_ms;
+        view.nodes[1].load.running = *running;
+        view.nodes.iter_mut().zip(cached).for_each(|(node, cached)| node.cached_tokens = *cached);
+        let mut learned = RouteCosts::default();
+        learned.learn_calls(Arm::Remote, 2.0);
+        learned.learn_calls(Arm::Local, 1.0);
+        view.learned = learned.into();
+        let decision = decided(&*policy, &prompt(2000), &[], &view, NO_EXPLORING).expect("usable");
+        assert_eq!(decision.arm, *expected, "{what}: {decision:?}");
+        assert_eq!((decision.choice, decision.regret_ms), (Choice::Cheapest, 0.0), "{what}");
+        assert_eq!(decision.candidates.len(), 2, "{what}");
+        assert_eq!(decision.route.prefill.is_some(), *expected == Arm::Remote, "{what}");
+    }
+}
+
+#[test]
+fn cost_compares_pairs_by_queue_cache_and_step() {
+    let policy = by_name("cost").expect("in the table");
+    let route = |change: fn(&mut ClusterView)| {
+        let mut view = two_and_two();
+        view.nodes.iter_mut().for_each(paced);
+        view.nodes[2..].iter_mut().for_each(|node| node.load.running = 4);
+        change(&mut view);
+        let decision = decided(&*policy, &prompt(2000), &[], &view, NO_EXPLORING).expect("usable");
+        let (prefill, decode) = ids(&decision.route);
+        format!("{} {decode}", prefill.expect("a prefill node"))
+    };
+    assert_eq!(route(|view| view.nodes[0].load.queue_ms = 80.0), "p1 d0");
+    assert_eq!(route(|view| view.nodes[1].cached_tokens = 960), "p1 d0");
+    assert_eq!(route(|view| view.nodes[2].load.step_ms = 9.0), "p0 d1");
+    assert_eq!(route(|view| view.nodes[3].cached_tokens = 960), "p0 d1", "it has the last answer");
+    assert_eq!(route(|view| view.nodes[0].last_turn = 7), "p1 d0", "equal costs: the oldest turn");
+}
+
+/// Nodes with both roles have no other arm, so streams there may wait.
+#[test]
+fn cost_without_prefill_nodes_weighs_streams_against_the_cache() {
+    let policy = by_name("cost").expect("in the table");
+    for (running, expected) in [(0, "b1"), (1, "b1"), (200, "b0")] {
+        let mut view = view(vec![node("b0", Role::Both), node("b1", Role::Both)]);
+        view.nodes.iter_mut().for_each(paced);
+        (view.nodes[1].cached_tokens, view.nodes[1].load.running) = (1_920, running);
+        let decision = decided(&*policy, &prompt(2000), &[], &view, NO_EXPLORING).expect("usable");
+        assert_eq!(ids(&decision.route), (None, expected), "{running} streams");
+    }
+}
+
+#[test]
+fn cost_explores_the_other_arm_if_that_costs_little() {
+    let policy = by_name("cost").expect("in the table");
+    let mut view = view(vec![node("p", Role::Prefill), node("d", Role::Decode)]);
+    view.nodes.iter_mut().for_each(paced);
+    view.nodes[0].load.queue_ms = 10.0;
+    let explored = decided(&*policy, &prompt(2000), &[], &view, 0).expect("usable");
+    assert_eq!((explored.arm, explored.choice), (Arm::Remote, Choice::Explored));
+    assert!((5.0..15.0).contains(&explored.regret_ms), "{explored:?}");
+    view.nodes[0].load.queue_ms = 1_000.0;
+    let decision = decided(&*policy, &prompt(2000), &[], &view, 0).expect("usable");
+    assert_eq!((decision.arm, decision.choice), (Arm::Local, Choice::Cheapest));
+}
+
+#[test]
+fn cost_lists_a_bounded_number_of_candidates_the_cheapest_first() {
+    let policy = by_name("cost").expect("in the table");
+    let nodes =
+        (0..40).map(|nth| node(&format!("n{nth}"), if nth < 20 { Role::Prefill } else { Role::Decode }));
+    let mut view = view(nodes.collect());
+    for (nth, node) in view.nodes.iter_mut().enumerate() {
+        paced(node);
+        (node.load.running, node.load.queue_ms) = (1, (nth % 20) as f32);
+    }
+    let decision = decided(&*policy, &prompt(2000), &[], &view, NO_EXPLORING).expect("usable");
+    assert_eq!(ids(&decision.route).0, Some("n0"));
+    let costs: Vec<f64> = decision.candidates.iter().map(|one| one.terms.cost_ms()).collect();
+    assert!(costs.len() == 8 && costs.is_sorted(), "{costs:?}");
+}
+
+/// The holder of KV is given; only the decode node is chosen.
+#[test]
+fn every_policy_chooses_a_decode_node_for_held_kv() {
+    let (view, prompt) = (two_and_two(), prompt(2000));
+    let by = Arc::clone(&view.nodes[0].info);
+    for name in NAMES {
+        let ask = Ask { prompt: &prompt, hashes: &[], arms: AllowedArms::OnlyHeld { by: &by } };
+        let decision = by_name(name).expect("in the table").route(&ask, &view, 3).expect("usable");
+        assert_eq!((decision.arm, decision.route.prefill), (Arm::Held, None), "{name}");
+        let ask = Ask { arms: AllowedArms::OnlyLocal, ..ask };
+        let decision = by_name(name).expect("in the table").route(&ask, &view, 3).expect("usable");
+        assert_eq!((decision.arm, decision.route.prefill), (Arm::Local, None), "{name}");
+    }
 }

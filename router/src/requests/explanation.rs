@@ -1,11 +1,13 @@
 //! Where the time of one request went: a summary of its record for its client.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use types::NodeId;
 
 use super::parts::{Part, PartTimes};
 use super::record::{Gap, RequestEvent, RequestRecord, RequestSummary};
+use crate::policy::Decision;
 
 /// Where the time of one request went.
 #[derive(Clone, Debug, PartialEq)]
@@ -22,6 +24,8 @@ pub struct Explanation {
     /// The nodes of the last try. Without a prefill node the decode node computes the prompt.
     pub prefill: Option<NodeId>,
     pub decode: Option<NodeId>,
+    /// The decision for the last try.
+    pub decision: Option<Arc<Decision>>,
     pub prompt_tokens: u32,
     pub cached_tokens: u32,
     pub output_tokens: u32,
@@ -61,6 +65,7 @@ impl Explanation {
             largest: summary.parts.largest(),
             prefill,
             decode,
+            decision: summary.decision.clone(),
             prompt_tokens,
             cached_tokens: summary.cached_tokens,
             output_tokens: summary.output_tokens,

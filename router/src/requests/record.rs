@@ -7,6 +7,9 @@ use tokio::time::Instant;
 use types::{ComputedPrompt, NodeId, Prompt, RequestId, Usage};
 
 use super::parts::{Part, PartTimes, divide};
+use crate::cluster::RunningStream;
+use crate::policy::{Arm, Decision};
+use crate::predictions::Prediction;
 use crate::rpc::StepReport;
 use crate::serve::{Arrival, Detail};
 use crate::watchdog::WaitStage;
@@ -130,6 +133,8 @@ pub struct RequestSummary {
     pub prefill_node: Option<(Duration, Duration)>,
     pub tries: u32,
     pub continuations: u32,
+    /// The decision for the last route that was tried.
+    pub decision: Option<Arc<Decision>>,
     /// Events with their time from the request's arrival.
     pub events: Vec<(Duration, RequestEvent)>,
     pub events_left_out: u32,
@@ -165,6 +170,10 @@ struct State {
     report: Option<StepReport>,
     /// The last token given to the client: its time, and the parts then.
     last_token: Option<(Instant, PartTimes)>,
+    /// What is expected of the last try.
+    prediction: Option<Prediction>,
+    /// The request's stream on a decode node.
+    stream: Option<RunningStream>,
     summary: RequestSummary,
 }
 
@@ -250,6 +259,18 @@ impl RequestRecord {
         self.state().summary.note(at, event);
     }
 
+    /// Notes the decision for a try, and what is expected of it.
+    pub(crate) fn decided(&self, decision: &Decision, prediction: Prediction) {
+        let mut state = self.state();
+        state.summary.decision = Some(Arc::new(decision.clone()));
+        state.prediction = Some(prediction);
+    }
+
+    /// Keeps the request's stream on a decode node until another one replaces it, or the request ends.
+    pub(crate) fn streams_on(&self, stream: Option<RunningStream>) {
+        self.state().stream = stream;
+    }
+
     /// Counts the time from now on to a part of the present place.
     pub(crate) fn enter_part(&self, part: Part) {
         let mut state = self.state();
@@ -274,6 +295,7 @@ impl RequestRecord {
         let ComputedPrompt { room, queued, computed, .. } = *prefilled;
         let mut state = self.state();
         state.divide(&of_prefill(room, queued, computed));
+        state.compare(Arm::Remote, queued, computed);
         state.awaited = Part::Transfer;
         state.summary.prefill_node = Some((queued, computed));
     }
@@ -290,6 +312,9 @@ impl RequestRecord {
         state.settle(Instant::now(), self.0.arrived);
         (state.part, state.awaited) = (Part::DecodeWait, Part::DecodeWait);
         let at = state.summary.took;
+        if let Some(prediction) = state.prediction.take() {
+            prediction.kv_arrived(&connector, bytes, moved, Instant::now());
+        }
         state.summary.note(at, RequestEvent::KvArrived { connector, bytes, waited, moved });
     }
 
@@ -298,7 +323,10 @@ impl RequestRecord {
         let mut state = self.state();
         if let Some(StepReport { room, queued, computed, .. }) = report {
             match state.awaited {
-                Part::PrefillCall => state.divide(&of_prefill(room, queued, computed)),
+                Part::PrefillCall => {
+                    state.divide(&of_prefill(room, queued, computed));
+                    state.compare(Arm::Local, queued, computed);
+                }
                 Part::Transfer | Part::DecodeWait => {
                     state.divide(&[(Part::DecodeWait, queued), (Part::FirstStep, computed)]);
                 }
@@ -330,6 +358,7 @@ impl RequestRecord {
         let mut state = self.state();
         state.settle(Instant::now(), self.0.arrived);
         state.summary.outcome = Some(outcome);
+        (state.prediction, state.stream) = (None, None);
         state.summary.took
     }
 
@@ -357,6 +386,8 @@ impl State {
             awaited: Part::Decode,
             report: None,
             last_token: None,
+            prediction: None,
+            stream: None,
             summary,
         }
     }
@@ -381,6 +412,13 @@ impl State {
             Place::Decode => self.awaited,
             Place::Client => Part::Client,
         };
+    }
+
+    /// Compares the prediction with the first token of a prompt that was computed by this arm.
+    fn compare(&mut self, arm: Arm, queued: Duration, computed: Duration) {
+        if let Some(prediction) = self.prediction.as_mut().filter(|one| one.arm() == arm) {
+            prediction.first_token(queued, computed, Instant::now());
+        }
     }
 
     /// Divides the time in the present part by a node's report.

@@ -269,7 +269,7 @@ Errors are in [errors.md](errors.md).
 
 ### Explanations
 
-With `x-baton-explain: 1` the last chunk of each choice, or the whole answer, has a list `explanations`; over gRPC (`explain`) the end has one. Each moment belongs to one part: `before_first_token_ms` add up to `first_token_ms`, and with `after_first_token_ms` to `total_ms`. `largest` names the largest part, `worst_gap` the longest time between two tokens with its parts and what the node computed in its last `step`. `transfers` list KV by connector, and `transfer_hidden` is the share of their time that no token waited for. `expert.router.explain_share` explains a share of all requests. The log and the request's span get the same as the event `request explained`.
+With `x-baton-explain: 1` the last chunk of each choice, or the whole answer, has a list `explanations`; over gRPC (`explain`) the end has one. Each moment belongs to one part: `before_first_token_ms` add up to `first_token_ms`, and with `after_first_token_ms` to `total_ms`. `largest` names the largest part, `worst_gap` the longest time between two tokens with its parts and what the node computed in its last `step`. `transfers` list KV by connector, and `transfer_hidden` is the share of their time that no token waited for. `route` has the last decision with its [candidates](routing.md#cost) (HTTP only). `expert.router.explain_share` explains a share of all requests. The log and the request's span get the same as the event `request explained`.
 
 | part | what happens |
 |---|---|

@@ -1,0 +1,133 @@
+//! Compares the predicted cost of all routes, also of those on which the decode node computes the prompt.
+//!
+//! A cost is the time to the second token, and what the streams on the decode node lose. The time to the second token
+//! is the wait in the queue, the computation of what is not cached, the calls, the part of the transfer that the
+//! computation does not hide, and the first decode step. A decode node with streams computes prompts only if the
+//! streams lose next to nothing, or if there is no prefill node. One prompt in [`EXPLORE_ONE_IN`] takes the other arm
+//! if that costs little more, so that the router goes on learning its costs.
+
+use std::cmp::{Ordering, Reverse};
+
+use super::costs::{Priced, Pricing};
+use super::decision::CANDIDATES_MAX;
+use super::{AllowedArms, Arm, Ask, Choice, ClusterView, Decision, NoRoute, NodeView, RoutingPolicy};
+
+/// The number of prefill nodes, and of decode nodes, whose routes are compared. They are those with the lowest costs of
+/// their own, so the time of a decision grows with the number of nodes and not with that of pairs.
+const COMPARED_MAX: usize = 8;
+
+/// The difference up to which costs count as equal: predictions are not exact.
+const SIMILAR_MS: f64 = 0.5;
+
+/// The share by which a local prompt may lengthen the steps of streams on the decode node.
+const STEP_SHARE: f64 = 0.05;
+
+const EXPLORE_ONE_IN: u64 = 256;
+/// The largest cost of an explored route: this multiple of the lowest cost.
+const EXPLORE_COST: f64 = 1.5;
+
+#[derive(Debug)]
+pub(super) struct Cost;
+
+impl RoutingPolicy for Cost {
+    fn name(&self) -> &'static str {
+        "cost"
+    }
+
+    fn route(&self, ask: &Ask<'_>, view: &ClusterView, draw: u64) -> Result<Decision, NoRoute> {
+        let mut routes = routes(ask, view);
+        routes.sort_unstable_by(by_cost);
+        let best = routes.first().ok_or(NoRoute::NoDecode)?;
+        let (chosen, choice) = match explored(&routes, draw) {
+            Some(other) => (other, Choice::Explored),
+            None => (equal(&routes, draw), Choice::Cheapest),
+        };
+        Ok(Decision {
+            regret_ms: (chosen.cost_ms() - best.cost_ms()).max(0.0),
+            candidates: routes.iter().take(CANDIDATES_MAX).map(Priced::candidate).collect(),
+            ..chosen.decision(choice)
+        })
+    }
+}
+
+/// Whether a route is worse than others, whatever its cost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Rank {
+    Usual,
+    /// The streams on the decode node wait for the prompt.
+    Disturbs,
+}
+
+/// Orders routes by rank, cost and the decode node's last assignment.
+fn by_cost(a: &Priced<'_>, b: &Priced<'_>) -> Ordering {
+    let by_rank = rank(a).cmp(&rank(b)).then(a.cost_ms().total_cmp(&b.cost_ms()));
+    by_rank.then(a.decode.last_turn.cmp(&b.decode.last_turn))
+}
+
+fn rank(route: &Priced<'_>) -> Rank {
+    let disturbs = route.arm == Arm::Local
+        && !route.decode.info.role.prefills()
+        && route.terms.streams_ms > 0.0
+        && route.terms.gap_ms > route.step_ms * (1.0 + STEP_SHARE);
+    if disturbs { Rank::Disturbs } else { Rank::Usual }
+}
+
+/// Returns the routes to compare.
+fn routes<'a>(ask: &Ask<'a>, view: &'a ClusterView) -> Vec<Priced<'a>> {
+    let pricing = Pricing::new(ask, view);
+    let decode = view.decode_nodes(ask.prompt);
+    if let AllowedArms::OnlyHeld { by } = ask.arms {
+        return decode.into_iter().map(|node| pricing.held(by, node)).collect();
+    }
+    let mut routes: Vec<Priced<'a>> = decode.iter().map(|node| pricing.local(node)).collect();
+    if routes.len() > COMPARED_MAX {
+        routes.select_nth_unstable_by(COMPARED_MAX, by_cost);
+        routes.truncate(COMPARED_MAX);
+    }
+    if ask.arms == AllowedArms::RemoteOrLocal {
+        let prefill = cheapest(view.prefill_nodes().collect(), |node| pricing.prefill_ms(node));
+        let receivers = decode.into_iter().filter(|node| !node.info.role.prefills()).collect();
+        let receivers = cheapest(receivers, |node| pricing.receive_ms(node));
+        let pairs = prefill.iter().flat_map(|from| receivers.iter().map(move |to| (*from, *to)));
+        routes.extend(pairs.map(|(from, to)| pricing.remote(from, to)));
+    }
+    routes
+}
+
+/// Returns the nodes with the lowest costs of their own.
+fn cheapest(nodes: Vec<&NodeView>, cost: impl Fn(&NodeView) -> f64) -> Vec<&NodeView> {
+    if nodes.len() <= COMPARED_MAX {
+        return nodes;
+    }
+    let mut ranked: Vec<(f64, u64, &NodeView)> =
+        nodes.into_iter().map(|node| (cost(node), node.last_turn, node)).collect();
+    ranked.select_nth_unstable_by(COMPARED_MAX, |a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+    ranked.truncate(COMPARED_MAX);
+    ranked.into_iter().map(|(_, _, node)| node).collect()
+}
+
+/// Returns the route to take among those with equal costs: the decode node with the most cached tokens, then the nodes
+/// with the oldest assignments. The random draw decides among nodes that had no prompt yet.
+fn equal<'r, 'a>(routes: &'r [Priced<'a>], draw: u64) -> &'r Priced<'a> {
+    let best = &routes[0];
+    let is_equal = |route: &&Priced<'a>| {
+        let is_dearer = route.cost_ms() - best.cost_ms() > SIMILAR_MS;
+        rank(route) == rank(best) && !is_dearer
+    };
+    let order = |route: &Priced<'_>| {
+        let prefill_turn = route.prefill.map_or(0, |node| node.last_turn);
+        (Reverse(route.decode.cached_tokens), prefill_turn, route.decode.last_turn)
+    };
+    let first = routes.iter().filter(is_equal).map(order).min().unwrap_or_else(|| order(best));
+    let equal: Vec<&Priced<'a>> =
+        routes.iter().filter(is_equal).filter(|route| order(route) == first).collect();
+    equal.get((draw % equal.len().max(1) as u64) as usize).copied().unwrap_or(best)
+}
+
+/// Returns the best route of the other arm, if it is this prompt's turn to explore and the route costs little more.
+fn explored<'r, 'a>(routes: &'r [Priced<'a>], draw: u64) -> Option<&'r Priced<'a>> {
+    let best = &routes[0];
+    let other = routes.iter().find(|route| route.arm != best.arm)?;
+    let costs_little = other.cost_ms() <= best.cost_ms() * EXPLORE_COST && rank(other) == rank(best);
+    ((draw >> 32).is_multiple_of(EXPLORE_ONE_IN) && costs_little).then_some(other)
+}
