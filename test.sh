@@ -2,7 +2,7 @@
 # Installs the requirements of the tests and runs all that CI runs: format, lints, docs, audit, tests.
 # It installs missing packages if it is root on Debian or Ubuntu; otherwise it names them and stops.
 # Usage: ./test.sh [fmt|lint|doc|audit|test|rdma ...]   (all of them by default)
-#        ./test.sh long                           (soaks, fuzzing, many seeds: about an hour, not run by CI)
+#        ./test.sh long                           (soaks, fuzzing, many seeds: about an hour and a half, not run by CI)
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -173,9 +173,12 @@ run_long() {
     say "long: first-token times of two tenants over 1,000 rounds"
     TEST_TIMING_ROUNDS=1000 cargo test --release --package baton-tests --test tenants -- \
         another_tenants_cache a_cache_salt --test-threads=1
+    say "long: the stages of every request add up to what its client waits"
+    TEST_LATE_PERCENT=0 cargo test --release --package baton-tests --test requests -- \
+        stages_add_up --test-threads=1
     say "long: five minutes of requests made from /openapi.json"
     TEST_SCHEMATHESIS_S=300 cargo test --release --package baton-tests --test endpoints -- requests_made_from
-    say "long: ${SEEDS:=50000} seeds of the simulation"
+    say "long: ${SEEDS:=10000} seeds of the simulation"
     SEEDS="$SEEDS" FIRST="${FIRST:-1000}" cargo test --release --package baton-tests --test simulation -- many_seeds
     say "long: 12 minutes of mixed load and faults on real processes"
     cargo run --release --package baton-tests --example soak -- 12
@@ -185,9 +188,9 @@ run_long() {
     fi
     local target
     for target in kv_frame kv_receiver landing http proto config identity; do
-        say "long: fuzzing $target for three minutes"
+        say "long: fuzzing $target for four and a half minutes"
         (cd tests/fuzz && RUSTC_BOOTSTRAP=1 cargo fuzz run --fuzz-dir . "$target" -- \
-            -max_total_time=180 -timeout=20 -rss_limit_mb=4096)
+            -max_total_time=270 -timeout=20 -rss_limit_mb=4096)
     done
 }
 

@@ -27,7 +27,7 @@ pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, CommandError> {
         Some(model) => model.clone(),
         None => runtime.block_on(endpoint.first_model())?,
     };
-    let mut talk = Talk { model, max_tokens: args.max_tokens, messages: Vec::new() };
+    let mut talk = Conversation { model, max_tokens: args.max_tokens, messages: Vec::new() };
     if let Some(system) = &args.system {
         talk.messages.push(json!({ "role": "system", "content": system }));
     }
@@ -42,7 +42,7 @@ pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, CommandError> {
 fn converse(
     runtime: &tokio::runtime::Runtime,
     endpoint: &Endpoint,
-    talk: &mut Talk,
+    talk: &mut Conversation,
 ) -> Result<(), CommandError> {
     output::tell(&format!("talking to {} at {}; Ctrl-D ends", talk.model, endpoint.base));
     let interactive = std::io::stdin().is_terminal();
@@ -63,13 +63,13 @@ fn converse(
 }
 
 /// A conversation: its messages so far, and the model that answers.
-struct Talk {
+struct Conversation {
     model: String,
     max_tokens: u32,
     messages: Vec<Value>,
 }
 
-impl Talk {
+impl Conversation {
     /// Sends one message and prints the answer. If there is no answer, the message is removed from the
     /// conversation.
     async fn say(&mut self, endpoint: &Endpoint, text: &str) -> Result<(), CommandError> {

@@ -65,7 +65,7 @@ async fn admin_of(args: &SwitchArgs) -> Result<String, CommandError> {
     })
 }
 
-struct Answer {
+struct NodeAnswer {
     status: StatusCode,
     body: Value,
 }
@@ -74,7 +74,7 @@ async fn ask(
     method: Method,
     url: Uri,
     args: &SwitchArgs,
-) -> Result<Answer, Box<dyn std::error::Error + Send + Sync>> {
+) -> Result<NodeAnswer, Box<dyn std::error::Error + Send + Sync>> {
     let client: Client<_, Empty<Bytes>> = Client::builder(TokioExecutor::new()).build_http();
     let mut request = Request::builder().method(method).uri(url);
     if let Some(file) = &args.key_file {
@@ -86,12 +86,12 @@ async fn ask(
     let status = response.status();
     let bytes = response.into_body().collect().await?.to_bytes();
     let body = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
-    Ok(Answer { status, body })
+    Ok(NodeAnswer { status, body })
 }
 
 /// Returns the node's answer as a sentence; an error if the node refused.
-fn told(what: &str, node: &str, answer: &Answer) -> Result<String, String> {
-    let Answer { status, body } = answer;
+fn told(what: &str, node: &str, answer: &NodeAnswer) -> Result<String, String> {
+    let NodeAnswer { status, body } = answer;
     if !status.is_success() {
         let error = &body["error"];
         return Err(match (error["code"].as_str(), error["message"].as_str()) {
@@ -140,7 +140,7 @@ mod tests {
                 Err("http://127.0.0.1:9: 404 Not Found: is this the admin port of a node that computes?"),
             ),
         ] {
-            let answer = Answer { status: StatusCode::from_u16(status).expect("a status"), body };
+            let answer = NodeAnswer { status: StatusCode::from_u16(status).expect("a status"), body };
             let told = told(what, node, &answer);
             assert_eq!(told.as_deref().map_err(String::as_str), sentence);
         }

@@ -1,7 +1,7 @@
 //! The admin port for operators: liveness, readiness and metrics.
 
 use axum::extract::State;
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
@@ -10,7 +10,7 @@ use tokio::sync::watch;
 
 use crate::connections::{ConnectionCounts, ConnectionLimits};
 use crate::gate::StillHeld;
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, PROTOBUF_FORMAT, is_protobuf_preferred};
 use crate::net::Listener;
 use crate::server::{self, PortTls, ServerLimits};
 use crate::shutdown::Shutdown;
@@ -132,9 +132,14 @@ fn answer(checked: Result<(), String>) -> Response {
     }
 }
 
-/// Returns the page of `/metrics`.
-pub async fn page(State(metrics): State<Metrics>) -> impl IntoResponse {
-    ([(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)], metrics.page())
+/// Returns the page of `/metrics`, as protobuf for a scraper that prefers it.
+pub async fn page(State(metrics): State<Metrics>, headers: HeaderMap) -> Response {
+    let accept = headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
+    if is_protobuf_preferred(accept) {
+        ([(header::CONTENT_TYPE, PROTOBUF_FORMAT)], metrics.protobuf_page()).into_response()
+    } else {
+        ([(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)], metrics.page()).into_response()
+    }
 }
 
 #[cfg(test)]

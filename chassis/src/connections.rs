@@ -121,7 +121,7 @@ enum Phase {
 #[derive(Debug)]
 pub(crate) struct Connections {
     limits: ConnectionLimits,
-    open: Mutex<Open>,
+    open: Mutex<OpenConnections>,
     /// The number of the next connection. A number is never given twice.
     next: AtomicU64,
     /// Wakes the accept loop when a connection ends or can be closed.
@@ -130,7 +130,7 @@ pub(crate) struct Connections {
 
 /// Open connections, by number. Numbers grow, so the first one is the oldest.
 #[derive(Debug, Default)]
-struct Open {
+struct OpenConnections {
     placed: BTreeMap<u64, Arc<Activity>>,
     /// Connections that were replaced by newer ones and are still open.
     leaving: BTreeMap<u64, Arc<Activity>>,
@@ -234,12 +234,12 @@ impl Connections {
         true
     }
 
-    fn open(&self) -> MutexGuard<'_, Open> {
+    fn open(&self) -> MutexGuard<'_, OpenConnections> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Open {
+impl OpenConnections {
     /// Returns whether a slot is free, after the oldest connection without a request was replaced if
     /// necessary.
     fn has_room(&mut self, max: usize) -> bool {

@@ -226,7 +226,7 @@ impl Connection {
                 )
             }
         });
-        let stream = observed::Reads::new(stream, place.activity.clone());
+        let stream = observed::ReadObserver::new(stream, place.activity.clone());
         let service = TowerToHyperService::new(service);
         let mut connection = pin!(protocol.serve_connection(TokioIo::new(stream), service));
         let ended = tokio::select! {

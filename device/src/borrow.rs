@@ -21,7 +21,7 @@ pub struct PageBusy {
     pub region: u32,
     pub page: u32,
     pub wanted: Access,
-    pub held: Held,
+    pub held: BorrowRefusal,
 }
 
 /// The purpose of a borrow.
@@ -33,7 +33,7 @@ pub enum Access {
 
 /// The reason why a page cannot be borrowed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Held {
+pub enum BorrowRefusal {
     ByWriter,
     ByReaders(u32),
     /// The page's GPU is lost.
@@ -51,7 +51,7 @@ impl fmt::Display for Access {
     }
 }
 
-impl fmt::Display for Held {
+impl fmt::Display for BorrowRefusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::ByWriter => f.write_str("is being written"),
@@ -71,7 +71,7 @@ pub(crate) fn idle(n_pages: u32) -> Box<[AtomicU32]> {
 pub(crate) struct BorrowRefused {
     nth: usize,
     wanted: Access,
-    held: Held,
+    held: BorrowRefusal,
 }
 
 impl BorrowRefused {
@@ -103,16 +103,16 @@ impl Drop for ReadBorrow<'_> {
     }
 }
 
-fn add_reader(page: &AtomicU32) -> Result<(), Held> {
+fn add_reader(page: &AtomicU32) -> Result<(), BorrowRefusal> {
     let one_more = |readers: u32| (readers < AWAY - 1).then(|| readers + 1);
     page.fetch_update(Ordering::Acquire, Ordering::Relaxed, one_more).map(drop).map_err(held)
 }
 
-fn held(state: u32) -> Held {
+fn held(state: u32) -> BorrowRefusal {
     match state {
-        WRITTEN => Held::ByWriter,
-        AWAY => Held::Away,
-        readers => Held::ByReaders(readers),
+        WRITTEN => BorrowRefusal::ByWriter,
+        AWAY => BorrowRefusal::Away,
+        readers => BorrowRefusal::ByReaders(readers),
     }
 }
 
@@ -157,6 +157,6 @@ impl Drop for WriteBorrow<'_> {
     }
 }
 
-fn set_writer(page: &AtomicU32) -> Result<(), Held> {
+fn set_writer(page: &AtomicU32) -> Result<(), BorrowRefusal> {
     page.compare_exchange(IDLE, WRITTEN, Ordering::Acquire, Ordering::Relaxed).map(drop).map_err(held)
 }

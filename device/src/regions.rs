@@ -21,7 +21,7 @@ pub struct RegionShape {
 
 /// The offset of each region.
 #[derive(Clone, Debug)]
-pub(crate) struct Places {
+pub(crate) struct RegionOffsets {
     places: Box<[(RegionShape, usize)]>,
     /// The end of the last region.
     end: usize,
@@ -31,7 +31,7 @@ pub(crate) struct Places {
 
 /// Regions with the borrow states of their pages.
 pub(crate) struct Regions {
-    places: Places,
+    places: RegionOffsets,
     borrows: Box<[Box<[AtomicU32]>]>,
 }
 
@@ -57,7 +57,7 @@ impl RegionShape {
 
 // === impl Places ===
 
-impl Places {
+impl RegionOffsets {
     pub(crate) fn new(shapes: &[RegionShape]) -> Result<Self, MemoryError> {
         let (mut end, mut bytes) = (0, 0);
         let mut places = Vec::with_capacity(shapes.len());
@@ -105,10 +105,10 @@ impl Places {
 impl Regions {
     pub(crate) fn new(shapes: &[RegionShape]) -> Result<Self, MemoryError> {
         let borrows = shapes.iter().map(|shape| idle(shape.n_pages)).collect();
-        Ok(Self { places: Places::new(shapes)?, borrows })
+        Ok(Self { places: RegionOffsets::new(shapes)?, borrows })
     }
 
-    pub(crate) fn places(&self) -> &Places {
+    pub(crate) fn places(&self) -> &RegionOffsets {
         &self.places
     }
 
@@ -141,14 +141,14 @@ impl Regions {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::borrow::{Held, ReadBorrow, WriteBorrow};
+    use crate::borrow::{BorrowRefusal, ReadBorrow, WriteBorrow};
 
     const SHAPES: [RegionShape; 2] =
         [RegionShape { page_bytes: 64, n_pages: 8 }, RegionShape { page_bytes: 100, n_pages: 3 }];
 
     #[test]
     fn regions_begin_on_edges_and_runs_lie_within_them() {
-        let places = Places::new(&SHAPES).expect("a few KiB");
+        let places = RegionOffsets::new(&SHAPES).expect("a few KiB");
         assert_eq!((places.bytes(), places.end()), (8 * 64 + 300, 8192));
         for (region, pages, place) in
             [(0, 0..8, (0, 512)), (0, 3..5, (192, 128)), (1, 1..3, (4196, 200)), (1, 3..3, (4396, 0))]
@@ -160,7 +160,7 @@ mod tests {
     #[test]
     fn sizes_that_no_address_can_name_are_refused() {
         let shape = RegionShape { page_bytes: usize::MAX / 2, n_pages: 3 };
-        assert!(matches!(Places::new(&[shape]), Err(MemoryError::TooLarge)));
+        assert!(matches!(RegionOffsets::new(&[shape]), Err(MemoryError::TooLarge)));
     }
 
     #[test]
@@ -177,7 +177,7 @@ mod tests {
             }
             regions.take_away().expect("no page is borrowed");
             let busy = regions.take_away().expect_err("they are away already");
-            assert_eq!(busy.held, Held::Away);
+            assert_eq!(busy.held, BorrowRefusal::Away);
             for pages in all() {
                 assert!(WriteBorrow::take(pages).is_err() && ReadBorrow::take(pages).is_err());
             }
@@ -188,6 +188,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "pages 2..4 are not in a region of 3")]
     fn a_page_that_does_not_exist_is_a_bug() {
-        Places::new(&SHAPES).expect("a few KiB").run(1, &(2..4));
+        RegionOffsets::new(&SHAPES).expect("a few KiB").run(1, &(2..4));
     }
 }

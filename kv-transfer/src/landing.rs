@@ -23,7 +23,7 @@ use tracing::{info, trace, warn};
 use types::{GroupIdx, Handoff, KvSpan, Landing};
 
 pub use self::credentials::Credentials;
-use self::credentials::Demands;
+use self::credentials::ExpectedSummaries;
 use self::lease_gate::LeaseGate;
 pub(crate) use self::progress::Outcome;
 use self::progress::Progress;
@@ -47,7 +47,7 @@ const PROOF_IS_LATE_AFTER: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub struct OpenLanding {
     landing: Landing,
-    demands: Demands,
+    demands: ExpectedSummaries,
     /// The page shapes of one rank, by group and layer.
     shapes: Vec<Vec<PageShape>>,
     /// The lanes from the sender. Set when a sender is admitted.
@@ -84,7 +84,7 @@ impl OpenLanding {
     pub(crate) fn new(landing: Landing, lease: BlockLease, parts: &ConnectorParts) -> Self {
         let pages = Pages::of(&landing, Lanes::only());
         Self {
-            demands: Demands::of(&landing),
+            demands: ExpectedSummaries::of(&landing),
             shapes: shapes(&landing),
             lanes: OnceLock::new(),
             landing,

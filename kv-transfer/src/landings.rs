@@ -39,7 +39,7 @@ pub struct Landings {
 #[derive(Debug)]
 pub(crate) struct GrantedLanding {
     #[expect(dead_code, reason = "held for its Drop")]
-    entry: TableEntry,
+    entry: LandingEntry,
     pub(crate) open: Arc<OpenLanding>,
     /// The task that fails the landing at its deadline.
     #[expect(dead_code, reason = "held for its Drop")]
@@ -48,7 +48,7 @@ pub(crate) struct GrantedLanding {
 
 /// A landing's entry in its connector's table. The drop removes it.
 #[derive(Debug)]
-pub(crate) struct TableEntry {
+pub(crate) struct LandingEntry {
     table: Weak<Table>,
     transfer: TransferId,
 }
@@ -110,7 +110,7 @@ impl Landings {
         })
     }
 
-    fn enter(&self, open: &Arc<OpenLanding>) -> Result<TableEntry, TransferError> {
+    fn enter(&self, open: &Arc<OpenLanding>) -> Result<LandingEntry, TransferError> {
         let mut table = self.table.open();
         if table.len() >= LANDINGS_MAX {
             return Err(TransferError::TooMany);
@@ -120,7 +120,7 @@ impl Landings {
         }
         let transfer = open.landing().transfer;
         table.insert(transfer, Arc::downgrade(open));
-        Ok(TableEntry { table: Arc::downgrade(&self.table), transfer })
+        Ok(LandingEntry { table: Arc::downgrade(&self.table), transfer })
     }
 
     /// Admits one sender to its landing. All checks come before any KV moves. A sender learns nothing about a landing
@@ -152,7 +152,7 @@ impl Table {
     }
 }
 
-impl Drop for TableEntry {
+impl Drop for LandingEntry {
     fn drop(&mut self) {
         if let Some(table) = self.table.upgrade() {
             table.open().remove(&self.transfer);

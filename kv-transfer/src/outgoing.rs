@@ -25,7 +25,7 @@ use crate::metrics::TransferMetrics;
 use crate::pages::{Pages, PieceMax, cut, cut_tall, wanted_part};
 use crate::pending_copies::PendingCopies;
 use crate::reshard::Lane;
-use crate::settings::{Taper, TransferSettings};
+use crate::settings::{FrameSizes, TransferSettings};
 
 /// Limit of queued spans per transfer, which wait for their fence or for the wire.
 const SPANS_QUEUED_MAX: usize = 16;
@@ -333,7 +333,7 @@ struct Pump {
     wire: Arc<dyn Wire>,
     frame_bytes: usize,
     tall_frames: bool,
-    taper: Option<Taper>,
+    taper: Option<FrameSizes>,
     /// The spans that were sent. They are kept with their leases until the receiver has verified them, to be
     /// sent again if pages arrive wrong.
     sent: Vec<SpanJob>,

@@ -8,7 +8,7 @@ use std::ops::Range;
 use types::{GroupIdx, KvSpan, Landing};
 
 use crate::lanes::{LaneSpan, Lanes};
-use crate::settings::Taper;
+use crate::settings::FrameSizes;
 
 /// Numbers the wanted pages of a landing: `[group][layer][lane][block]`.
 #[derive(Clone, Debug)]
@@ -208,7 +208,7 @@ pub(crate) fn cut_tall(
     page_bytes: impl Fn(u16) -> usize,
     span: &KvSpan,
     max: PieceMax,
-    taper: Option<Taper>,
+    taper: Option<FrameSizes>,
 ) -> Vec<KvSpan> {
     let column: usize = span.layers.clone().map(&page_bytes).sum();
     let blocks_max = (max.bytes / column.max(1)).min(max.pages / span.layers.len().max(1));
@@ -237,10 +237,10 @@ struct Sizes {
 impl Sizes {
     /// Computes the sizes for a span of `n_blocks`. The taper applies only if there are more than two full
     /// pieces.
-    fn new(max: u32, n_blocks: u32, taper: Option<Taper>) -> Self {
+    fn new(max: u32, n_blocks: u32, taper: Option<FrameSizes>) -> Self {
         match taper.filter(|_| n_blocks > 2 * max) {
             None => Self { max, least: max, grown: max, share: 1 },
-            Some(Taper { first_part, least_part, share }) => {
+            Some(FrameSizes { first_part, least_part, share }) => {
                 let part = |of: u32| (max / of.max(1)).max(1);
                 Self { max, least: part(least_part), grown: part(first_part), share: share.max(1) }
             }

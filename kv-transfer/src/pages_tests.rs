@@ -157,7 +157,7 @@ fn tall_pieces_have_all_layers_of_few_blocks() {
 
 #[test]
 fn of_many_pieces_the_first_and_the_last_are_small() {
-    let tapered = |n_blocks: u32, taper: Taper| -> Vec<usize> {
+    let tapered = |n_blocks: u32, taper: FrameSizes| -> Vec<usize> {
         let taper = Some(taper);
         let pieces = cut_tall(|_| 512, &span(0..3, 7..7 + n_blocks), max(8 * 3 * 512, 1000), taper);
         let starts: Vec<u32> = pieces.iter().map(|piece| piece.blocks.start).collect();
@@ -165,7 +165,7 @@ fn of_many_pieces_the_first_and_the_last_are_small() {
         assert_eq!(starts, ends.take(pieces.len()).collect::<Vec<_>>(), "without a gap");
         pieces.iter().map(|piece| piece.blocks.len()).collect()
     };
-    let sizes_of = |n_blocks, share| tapered(n_blocks, Taper { first_part: 4, least_part: 4, share });
+    let sizes_of = |n_blocks, share| tapered(n_blocks, FrameSizes { first_part: 4, least_part: 4, share });
     assert_eq!(sizes_of(40, 3), [2, 4, 8, 8, 6, 4, 2, 2, 2, 2]);
     assert_eq!(sizes_of(40, 1), [2, 4, 8, 8, 8, 8, 2]);
     assert_eq!(sizes_of(17, 2), [2, 4, 5, 3, 2, 1]);
@@ -179,7 +179,7 @@ fn of_many_pieces_the_first_and_the_last_are_small() {
         (4, 1, &[2, 4, 8, 8, 8, 8, 2]),
         (8, 4, &[1, 2, 4, 8, 8, 8, 4, 2, 2, 1]),
     ] {
-        let taper = Taper { first_part, least_part, share: 2 };
+        let taper = FrameSizes { first_part, least_part, share: 2 };
         assert_eq!(tapered(40, taper), expected, "{taper:?}");
     }
 }

@@ -133,7 +133,7 @@ pub fn reshard(
         for heads in &lanes {
             let from_rank = RankIdx { stage: from_stage, tp_rank: heads.lane.from };
             let to_rank = RankIdx { stage: to_stage, tp_rank: heads.lane.to };
-            let way = Way { shape, layer, from: from_rank, to: to_rank, heads: *heads };
+            let way = RankCopy { shape, layer, from: from_rank, to: to_rank, heads: *heads };
             way.copy(&blocks, from.table, to.table, &mut copies);
         }
     }
@@ -262,7 +262,7 @@ impl Heads {
 }
 
 /// The data of one layer that goes from one rank to another rank.
-struct Way {
+struct RankCopy {
     shape: HeadShape,
     layer: u16,
     from: RankIdx,
@@ -270,7 +270,7 @@ struct Way {
     heads: LaneHeads,
 }
 
-impl Way {
+impl RankCopy {
     fn copy(
         &self,
         blocks: &Range<u32>,

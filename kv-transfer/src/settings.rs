@@ -37,7 +37,7 @@ pub struct TransferSettings {
     /// How the first and last of many tall frames are made smaller, so that the first frame leaves early and little
     /// is left to do after the last one. `None`: the value that was measured best for the connector.
     #[serde(skip)]
-    pub taper: Option<Taper>,
+    pub taper: Option<FrameSizes>,
     /// NCCL communicators of a pair, used in turn: at most two, and one if NCCL is older than 2.27. Fewer only to
     /// measure the gain of the second one: a node has no such setting.
     #[serde(skip, default = "two")]
@@ -49,7 +49,7 @@ pub struct TransferSettings {
 
 /// The sizes of consecutive frames: the first are small and double each time, and the last are shares of the rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Taper {
+pub struct FrameSizes {
     /// The divisor of the largest size that gives the first frame's size.
     pub first_part: u32,
     /// The divisor of the largest size that gives the smallest of the last frames.

@@ -36,4 +36,4 @@ pub use ports::Ports;
 pub use running::{Announcement, RunningNode};
 pub use standing::Standings;
 pub use status::{StatusParts, StatusService};
-pub use watchdog::Stuck;
+pub use watchdog::StuckStage;

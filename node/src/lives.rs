@@ -126,7 +126,7 @@ struct Waiting {
 }
 
 /// How a life ended.
-enum End {
+enum LifeEnd {
     /// The process was asked to stop, and the node has drained.
     Stopped,
     /// The node was asked to sleep. The life has returned its backend.
@@ -140,9 +140,9 @@ impl Node<'_> {
         let mut waiting = None;
         loop {
             let asleep = match self.live(backend, waiting.take()).await? {
-                End::Stopped => return Ok(()),
-                End::SleepRequested(backend, asked) => self.fall_asleep(backend, asked).await?,
-                End::WakeFailed(backend, why, asked) => Ok(self.sleep_on(backend, why, asked).await?),
+                LifeEnd::Stopped => return Ok(()),
+                LifeEnd::SleepRequested(backend, asked) => self.fall_asleep(backend, asked).await?,
+                LifeEnd::WakeFailed(backend, why, asked) => Ok(self.sleep_on(backend, why, asked).await?),
             };
             backend = match asleep {
                 Err(awake) => awake,
@@ -162,13 +162,13 @@ impl Node<'_> {
         &mut self,
         backend: Box<dyn Backend>,
         mut waiting: Option<Waiting>,
-    ) -> Result<End, NodeError> {
+    ) -> Result<LifeEnd, NodeError> {
         let (used_bytes, world, metrics) = (backend.used_bytes(), self.world.clone(), &self.metrics);
         let of_backend = BackendParts { model: backend.model(), memory: backend.memory().clone() };
         let wired = match NodeWithoutWorker::bind(&self.id, self.config, of_backend, &world, metrics).await {
             Ok(wired) => wired,
             Err(why) => match waiting.take() {
-                Some(waiting) => return Ok(End::WakeFailed(backend, why, waiting)),
+                Some(waiting) => return Ok(LifeEnd::WakeFailed(backend, why, waiting)),
                 None => return Err(why),
             },
         };
@@ -194,7 +194,7 @@ impl Node<'_> {
                 biased;
                 ended = &mut living => {
                     wires_end(parts).await;
-                    return ended.map(|()| End::Stopped);
+                    return ended.map(|()| LifeEnd::Stopped);
                 }
                 () = self.readiness.wait(), if !is_ready => {
                     is_ready = true;
@@ -212,7 +212,7 @@ impl Node<'_> {
         match living.await {
             ended if self.shutdown.requested() => {
                 wires_end(parts).await;
-                return ended.map(|()| End::Stopped);
+                return ended.map(|()| LifeEnd::Stopped);
             }
             Ok(()) => {}
             Err(NodeError::Drain(late)) => {
@@ -220,7 +220,7 @@ impl Node<'_> {
             }
             Err(error) => return Err(error),
         }
-        Ok(End::SleepRequested(backend_of(parts, worker_run).await?, asked))
+        Ok(LifeEnd::SleepRequested(backend_of(parts, worker_run).await?, asked))
     }
 
     /// Puts the backend to sleep and answers the caller. Returns the backend awake if it cannot sleep.
@@ -234,7 +234,10 @@ impl Node<'_> {
             Ok(asleep) => {
                 self.say_asleep();
                 let Change { took, used_bytes_before, used_bytes_after } = waiting.tell(asleep.used_bytes());
-                info!(ms = took.as_millis() as u64, used_bytes_before, used_bytes_after, "node is asleep");
+                info!(
+                    ms = took.as_millis() as u64,
+                    used_bytes_before, used_bytes_after, "node is asleep, its device memory is released"
+                );
                 Ok(Ok(asleep))
             }
             Err(SleepFailed { why, .. }) if why.is_fatal() => Err(NodeError::Sleep(why)),

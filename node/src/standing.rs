@@ -21,12 +21,12 @@ const REASON_MAX: usize = 1024;
 #[derive(Clone, Debug, Default)]
 pub struct Standings {
     /// The reports by the router's name. The mutex is never held across an await.
-    words: Arc<Mutex<BTreeMap<String, Word>>>,
+    words: Arc<Mutex<BTreeMap<String, RouterReport>>>,
 }
 
 /// One router's report, as long as it is valid.
 #[derive(Debug)]
-struct Word {
+struct RouterReport {
     /// The reason why the router gives the node no work; `None`: the node gets work.
     refusal: Option<String>,
     /// The reason why a rollout must not replace other nodes yet; `None`: the rollout may go on.
@@ -43,7 +43,7 @@ impl Standings {
             let reason = |text: String| {
                 Some(text.chars().take(REASON_MAX).collect::<String>()).filter(|text| !text.is_empty())
             };
-            let word = Word {
+            let word = RouterReport {
                 refusal: reason(refusal),
                 rollout_waits_for: reason(rollout_waits_for),
                 believed_until: now + Duration::from_millis(ttl_ms).min(BELIEVED_AT_MOST),
@@ -67,7 +67,7 @@ impl Standings {
         words.values().find_map(|word| word.rollout_waits_for.clone())
     }
 
-    fn fresh(&self, now: Instant) -> MutexGuard<'_, BTreeMap<String, Word>> {
+    fn fresh(&self, now: Instant) -> MutexGuard<'_, BTreeMap<String, RouterReport>> {
         let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
         words.retain(|_, word| now < word.believed_until);
         words

@@ -18,7 +18,7 @@ use tonic::{Request, Response, Status};
 use types::{Epoch, NodeLoad};
 
 use crate::standing::Standings;
-use crate::watchdog::Stuck;
+use crate::watchdog::StuckStage;
 
 /// The shortest time between two load messages.
 const LOAD_PACE: Duration = Duration::from_millis(20);
@@ -51,7 +51,7 @@ pub struct WorkerStatus {
     pub load: watch::Receiver<WorkerLoad>,
     /// The finding of the watchdog. While the worker is stuck, the node sends no load, so that routers treat
     /// it as unreachable and reconnect.
-    pub stuck: watch::Receiver<Option<Stuck>>,
+    pub stuck: watch::Receiver<Option<StuckStage>>,
 }
 
 /// The service `baton.v1.NodeStatus` of one node.
@@ -202,7 +202,7 @@ impl NodeStatus for StatusService {
     }
 }
 
-fn refused(stuck: Option<Stuck>) -> Status {
+fn refused(stuck: Option<StuckStage>) -> Status {
     let stage = stuck.map(|stuck| stuck.to_string()).unwrap_or_default();
     Status::unavailable(format!("the node makes no progress, {stage}"))
 }

@@ -22,7 +22,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(250);
 
 /// The stage in which a node's work is stuck.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stuck {
+pub enum StuckStage {
     /// An engine step has not returned.
     Step { running: u32, waiting: u32 },
     /// The worker runs, but no sequence gets blocks, and no running sequence could free any.
@@ -30,9 +30,9 @@ pub enum Stuck {
 }
 
 /// A stuck stage, and the time of its last progress.
-type Finding = (Stuck, Instant);
+type Finding = (StuckStage, Instant);
 
-impl fmt::Display for Stuck {
+impl fmt::Display for StuckStage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Step { running, waiting } => {
@@ -65,11 +65,11 @@ impl fmt::Display for Stuck {
 fn look(load: &WorkerLoad, n_held: u32, now: Instant, bound: Duration) -> Option<Finding> {
     let WorkerLoad { node, last_turn, last_progress, .. } = *load;
     if now - last_turn > bound {
-        return Some((Stuck::Step { running: node.running, waiting: node.waiting }, last_turn));
+        return Some((StuckStage::Step { running: node.running, waiting: node.waiting }, last_turn));
     }
     let nobody_runs = node.waiting > 0 && node.running == 0 && n_held == 0;
     let stuck = nobody_runs && now - last_progress > bound;
-    stuck.then_some((Stuck::Room { waiting: node.waiting, blocks: node.blocks }, last_progress))
+    stuck.then_some((StuckStage::Room { waiting: node.waiting, blocks: node.blocks }, last_progress))
 }
 
 /// Watches one worker, sets the node's readiness, and publishes its findings to the status stream.
@@ -80,7 +80,7 @@ pub(crate) struct Watchdog {
     draining: Shutdown,
     /// The longest time without progress.
     bound: Duration,
-    stuck: watch::Sender<Option<Stuck>>,
+    stuck: watch::Sender<Option<StuckStage>>,
     standings: Standings,
 }
 
@@ -96,7 +96,7 @@ impl Watchdog {
         }
     }
 
-    pub(crate) fn stuck(&self) -> watch::Receiver<Option<Stuck>> {
+    pub(crate) fn stuck(&self) -> watch::Receiver<Option<StuckStage>> {
         self.stuck.subscribe()
     }
 
@@ -146,7 +146,7 @@ impl Watchdog {
     }
 
     /// Logs one line when the node gets stuck and one when it recovers.
-    fn note(&self, found: Option<Stuck>) {
+    fn note(&self, found: Option<StuckStage>) {
         let before = *self.stuck.borrow();
         if before == found {
             return;
@@ -192,8 +192,8 @@ mod tests {
             last_turn: ago(turned),
         };
         look(&load, n_held, now, BOUND).map(|(stuck, _)| match stuck {
-            Stuck::Step { .. } => "step",
-            Stuck::Room { .. } => "room",
+            StuckStage::Step { .. } => "step",
+            StuckStage::Room { .. } => "room",
         })
     }
 

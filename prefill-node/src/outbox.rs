@@ -18,7 +18,7 @@ const CHUNKS_MAX: usize = 40;
 const CHUNKS_IN_FLIGHT: usize = 4 * SINK_SLACK;
 
 /// The first token with its timing, or the reason for its absence.
-pub(crate) type First = Result<(Step, StepTiming), Refusal>;
+pub(crate) type FirstTokenResult = Result<(Step, StepTiming), Refusal>;
 
 /// The scheduler's end of one KV delivery: it queues chunks for the connector and answers with the first
 /// token.
@@ -27,7 +27,7 @@ pub(crate) struct Outbox {
     transfer: TransferId,
     n_tokens: u32,
     chunks: mpsc::Sender<Chunk>,
-    first: Option<oneshot::Sender<First>>,
+    first: Option<oneshot::Sender<FirstTokenResult>>,
 }
 
 /// Makes the outbox of a prompt of `n_tokens`, a receiver of its answer, and the queue that it fills.
@@ -36,7 +36,7 @@ pub(crate) fn outbox(
     transfer: TransferId,
     n_tokens: u32,
     on_taken: impl Fn() + Send + 'static,
-) -> (Outbox, oneshot::Receiver<First>, ChunkQueue) {
+) -> (Outbox, oneshot::Receiver<FirstTokenResult>, ChunkQueue) {
     let (chunks, received) = mpsc::channel(CHUNKS_MAX);
     let (first, answer) = oneshot::channel();
     let queue = ChunkQueue::new(received, on_taken);
@@ -50,7 +50,7 @@ impl Outbox {
         let _ = self.chunks.try_send(chunk);
     }
 
-    fn answer(&mut self, first: First) {
+    fn answer(&mut self, first: FirstTokenResult) {
         if let Some(answer) = self.first.take() {
             let _ = answer.send(first);
         }

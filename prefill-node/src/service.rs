@@ -18,7 +18,7 @@ use tracing::{Instrument as _, info, info_span, trace};
 use types::{ComputedPrompt, Destination, Landing, Prompt, Refusal, RefusalKind};
 
 use crate::held_transfers::{HeldTransfer, HeldTransfers};
-use crate::outbox::{DeliveryError, First, deliver, hold, outbox};
+use crate::outbox::{DeliveryError, FirstTokenResult, deliver, hold, outbox};
 
 /// The gRPC service of one prefill node.
 #[derive(Clone, Debug)]
@@ -107,9 +107,9 @@ impl PrefillService {
 /// Waits for the first token, or for a delivery that fails before it. Returns the delivery if it is still
 /// running.
 async fn first_token(
-    mut answer: oneshot::Receiver<First>,
+    mut answer: oneshot::Receiver<FirstTokenResult>,
     mut delivery: Delivery,
-) -> (First, Option<Delivery>) {
+) -> (FirstTokenResult, Option<Delivery>) {
     let no_worker = |_| Err(Refusal::new(RefusalKind::Failed, "the worker is gone"));
     let delivered = tokio::select! {
         biased;
@@ -158,7 +158,7 @@ impl AnsweredPrompt {
     fn into_stream(self) -> Answers {
         let answer = v1::PrefillAnswer { answer: Some(Answer::Prefilled((&self.prefilled).into())) };
         let one = futures::stream::iter([Ok(answer)]);
-        one.chain(Underway { place: self.place, delivery: self.delivery }.outcome()).boxed()
+        one.chain(OngoingDelivery { place: self.place, delivery: self.delivery }.outcome()).boxed()
     }
 }
 
@@ -166,12 +166,12 @@ impl AnsweredPrompt {
 /// the decode node gives up, or the deadline passes. Held KV without a landing is released when the call
 /// ends.
 #[derive(Debug)]
-struct Underway {
+struct OngoingDelivery {
     place: Option<HeldTransfer>,
     delivery: Option<Delivery>,
 }
 
-impl Underway {
+impl OngoingDelivery {
     /// Returns a stream that ends when the KV is in place. If it cannot be delivered, the stream sends a
     /// refusal first: the decode node may not know of the transfer if the connection broke early.
     fn outcome(mut self) -> impl Stream<Item = Result<v1::PrefillAnswer, Status>> + Send {
@@ -183,7 +183,7 @@ impl Underway {
     }
 }
 
-impl Drop for Underway {
+impl Drop for OngoingDelivery {
     fn drop(&mut self) {
         let is_wanted = self.place.as_ref().is_none_or(HeldTransfer::is_named);
         if let Some(delivery) = self.delivery.take().filter(|_| is_wanted) {

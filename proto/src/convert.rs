@@ -13,8 +13,7 @@ fn present<T>(value: Option<T>, field: &'static str) -> Result<T, ConvertError> 
     value.ok_or(ConvertError::Missing { field })
 }
 
-/// Converts a number from the wire to the field's type. A number out of range is an error that names the
-/// field.
+/// Converts a message's number to the field's type. A number out of range is an error that names the field.
 fn narrow<T: TryFrom<u32>>(value: u32, field: &'static str) -> Result<T, ConvertError> {
     T::try_from(value).map_err(|_| ConvertError::range(field, value))
 }

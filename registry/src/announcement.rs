@@ -46,7 +46,7 @@ pub(crate) struct LeaseTerms {
 pub struct Announcement {
     id: NodeId,
     epoch: Epoch,
-    standing: watch::Receiver<Standing>,
+    standing: watch::Receiver<AnnouncementState>,
     stop: CancellationToken,
     /// The task that keeps the node announced; `None` once it was detached or aborted.
     task: Option<Task<()>>,
@@ -54,7 +54,7 @@ pub struct Announcement {
 
 /// The state of an announcement, as the node sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Standing {
+pub enum AnnouncementState {
     /// The node is not a member, or its lease may have expired. The announcement is being retried.
     Trying,
     Member,
@@ -72,26 +72,26 @@ impl Announcement {
         self.epoch
     }
 
-    pub fn standing(&self) -> Standing {
+    pub fn standing(&self) -> AnnouncementState {
         *self.standing.borrow()
     }
 
     /// Returns a receiver of all changes of the standing.
-    pub fn standings(&self) -> watch::Receiver<Standing> {
+    pub fn standings(&self) -> watch::Receiver<AnnouncementState> {
         self.standing.clone()
     }
 
     /// Waits until the node is a member, without a timeout. Cancel-safe.
     pub async fn announced(&mut self) {
         // The task holds the sender and outlives `self`, so an error is possible only if the task panicked.
-        let _ = self.standing.wait_for(|standing| *standing == Standing::Member).await;
+        let _ = self.standing.wait_for(|standing| *standing == AnnouncementState::Member).await;
     }
 
     /// Withdraws the node. Returns when the registry has confirmed it, or after three seconds; the lease then expires by
     /// itself. If the future is dropped, the withdrawal continues in the background.
     pub async fn withdraw(mut self) {
         self.stop.cancel();
-        let _ = self.standing.wait_for(|standing| *standing == Standing::Withdrawn).await;
+        let _ = self.standing.wait_for(|standing| *standing == AnnouncementState::Withdrawn).await;
     }
 
     /// Stops renewals without withdrawing, as if the process had died: the lease expires by itself.
@@ -117,7 +117,7 @@ pub(crate) async fn keep(
     world: World,
 ) -> Result<Announcement, RegistryError> {
     check(node)?;
-    let (standing, standings) = watch::channel(Standing::Trying);
+    let (standing, standings) = watch::channel(AnnouncementState::Trying);
     let (first, first_answer) = oneshot::channel();
     let stop = CancellationToken::new();
     let keeper = Keeper { id: node.id.clone(), presence, world, standing, backoff: Backoff::default() };
@@ -158,7 +158,7 @@ struct Keeper<P> {
     id: NodeId,
     presence: P,
     world: World,
-    standing: watch::Sender<Standing>,
+    standing: watch::Sender<AnnouncementState>,
     backoff: Backoff,
 }
 
@@ -182,7 +182,7 @@ impl<P: Presence> Keeper<P> {
         if let Err(error) = within("withdraw", self.presence.withdraw()).await {
             warn!(node = %self.id, error = %Chain(&error), "withdrawal from the registry failed, the node stays a member until its lease expires");
         }
-        self.stand(Standing::Withdrawn);
+        self.stand(AnnouncementState::Withdrawn);
     }
 
     async fn stay(&mut self, first: FirstAnswer) {
@@ -208,7 +208,7 @@ impl<P: Presence> Keeper<P> {
             Ok(terms) => {
                 info!(node = %self.id, ttl_ms = terms.ttl.as_millis() as u64, "node announced in the registry");
                 self.backoff.reset();
-                self.stand(Standing::Member);
+                self.stand(AnnouncementState::Member);
                 Some(*terms)
             }
             Err(error) => {
@@ -221,7 +221,7 @@ impl<P: Presence> Keeper<P> {
     fn complain(&self, error: &RegistryError) {
         let cause = Chain(error);
         let superseded = matches!(error, RegistryError::Superseded { .. });
-        self.stand(if superseded { Standing::Superseded } else { Standing::Trying });
+        self.stand(if superseded { AnnouncementState::Superseded } else { AnnouncementState::Trying });
         match self.backoff.is_fresh() {
             true if error.is_final() => {
                 error!(node = %self.id, error = %cause, "registry refused the announcement")
@@ -256,14 +256,14 @@ impl<P: Presence> Keeper<P> {
             info!(node = %self.id, "registry is reachable again");
         }
         self.backoff.reset();
-        self.stand(Standing::Member);
+        self.stand(AnnouncementState::Member);
         jittered(beat, self.world.draw())
     }
 
     fn lost(&mut self) {
         info!(node = %self.id, "registry has lost the node's lease, announcing the node again");
         self.backoff.reset();
-        self.stand(Standing::Trying);
+        self.stand(AnnouncementState::Trying);
     }
 
     /// Returns the pause before the next renewal is tried, at most one beat. A registry that returns renews
@@ -273,13 +273,13 @@ impl<P: Presence> Keeper<P> {
             warn!(node = %self.id, error = %Chain(error), "registry is unreachable, the node's lease may expire");
         }
         if lapses <= self.world.now() {
-            self.stand(Standing::Trying);
+            self.stand(AnnouncementState::Trying);
         }
         self.backoff.next(self.world.draw()).min(beat)
     }
 
     /// Sets the standing. Receivers are notified only if it has changed.
-    fn stand(&self, standing: Standing) {
+    fn stand(&self, standing: AnnouncementState) {
         self.standing.send_if_modified(|now| std::mem::replace(now, standing) != standing);
     }
 

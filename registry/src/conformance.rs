@@ -17,26 +17,26 @@ use types::{
     WireAddress,
 };
 
-use crate::{Announcement, Members, MembershipEvent, Registry, RegistryError, Standing};
+use crate::{Announcement, AnnouncementState, Members, MembershipEvent, Registry, RegistryError};
 
 /// The timeout of every wait in a case. The longest wait is for a lease to expire.
 const WITHIN: Duration = Duration::from_secs(60);
 
 /// An empty registry under test, used by two members of one cluster.
 #[derive(Debug)]
-pub struct Subject {
+pub struct RegistryUnderTest {
     pub one: Arc<dyn Registry>,
     pub two: Arc<dyn Registry>,
     /// Resources that must live as long as the test, such as servers and folders.
-    pub keep: Box<dyn Keep>,
+    pub keep: Box<dyn KeptAlive>,
 }
 
-/// A value that a [`Subject`] keeps alive, of any type.
-pub trait Keep: Any + Debug + Send + Sync {}
+/// A value that a [`RegistryUnderTest`] keeps alive, of any type.
+pub trait KeptAlive: Any + Debug + Send + Sync {}
 
-impl<T: Any + Debug + Send + Sync> Keep for T {}
+impl<T: Any + Debug + Send + Sync> KeptAlive for T {}
 
-/// Declares one test per case. `$subject` is an async function that makes a [`Subject`].
+/// Declares one test per case. `$subject` is an async function that makes a [`RegistryUnderTest`].
 #[macro_export]
 macro_rules! conformance {
     ($(#[$attribute:meta])* $subject:path) => {
@@ -65,7 +65,7 @@ macro_rules! conformance {
 
 // === cases ===
 
-pub async fn the_first_event_is_a_snapshot(subject: Subject) {
+pub async fn the_first_event_is_a_snapshot(subject: RegistryUnderTest) {
     let mut early = Watcher::of(&*subject.one).await;
     assert_eq!(early.next().await, MembershipEvent::Snapshot(vec![]));
     let _a = announced(&*subject.two, node("a", 1)).await;
@@ -73,7 +73,7 @@ pub async fn the_first_event_is_a_snapshot(subject: Subject) {
     assert_eq!(late.next().await, MembershipEvent::Snapshot(vec![node("a", 1)]));
 }
 
-pub async fn a_node_joins_and_leaves(subject: Subject) {
+pub async fn a_node_joins_and_leaves(subject: RegistryUnderTest) {
     let mut watcher = Watcher::of(&*subject.one).await;
     assert_eq!(watcher.next().await, MembershipEvent::Snapshot(vec![]));
     let announcement = announced(&*subject.two, node("a", 1)).await;
@@ -82,28 +82,28 @@ pub async fn a_node_joins_and_leaves(subject: Subject) {
     assert_eq!(watcher.next().await, left("a", 1));
 }
 
-pub async fn a_dropped_announcement_withdraws(subject: Subject) {
+pub async fn a_dropped_announcement_withdraws(subject: RegistryUnderTest) {
     let mut watcher = Watcher::of(&*subject.one).await;
     let announcement = announced(&*subject.one, node("a", 1)).await;
     let mut standing = announcement.standings();
     watcher.sees(&[node("a", 1)]).await;
     drop(announcement);
-    in_time(standing.wait_for(|standing| *standing == Standing::Withdrawn))
+    in_time(standing.wait_for(|standing| *standing == AnnouncementState::Withdrawn))
         .await
         .expect("it is told before it ends");
     watcher.sees(&[]).await;
 }
 
-pub async fn an_abandoned_lease_lapses(subject: Subject) {
+pub async fn an_abandoned_lease_lapses(subject: RegistryUnderTest) {
     let mut watcher = Watcher::of(&*subject.one).await;
     let alive = announced(&*subject.one, node("alive", 1)).await;
     announced(&*subject.two, node("dead", 1)).await.abandon();
     watcher.sees(&[node("alive", 1), node("dead", 1)]).await;
     assert_eq!(watcher.next().await, left("dead", 1));
-    assert_eq!(alive.standing(), Standing::Member);
+    assert_eq!(alive.standing(), AnnouncementState::Member);
 }
 
-pub async fn a_newer_life_takes_the_place_at_once(subject: Subject) {
+pub async fn a_newer_life_takes_the_place_at_once(subject: RegistryUnderTest) {
     let mut watcher = Watcher::of(&*subject.one).await;
     let old = announced(&*subject.one, node("a", 1)).await;
     watcher.sees(&[node("a", 1)]).await;
@@ -119,19 +119,19 @@ pub async fn a_newer_life_takes_the_place_at_once(subject: Subject) {
     );
 }
 
-pub async fn an_older_life_waits_for_its_place(subject: Subject) {
+pub async fn an_older_life_waits_for_its_place(subject: RegistryUnderTest) {
     let mut watcher = Watcher::of(&*subject.one).await;
     let new = announced(&*subject.one, node("a", 2)).await;
     watcher.sees(&[node("a", 2)]).await;
     let mut old = in_time(subject.two.announce(node("a", 1))).await.expect("to wait is no error");
-    assert_eq!(old.standing(), Standing::Superseded);
+    assert_eq!(old.standing(), AnnouncementState::Superseded);
     in_time(new.withdraw()).await;
     assert_eq!(watcher.next().await, left("a", 2));
     in_time(old.announced()).await;
     assert_eq!(watcher.next().await, MembershipEvent::Joined(node("a", 1)));
 }
 
-pub async fn all_watchers_see_the_same(subject: Subject) {
+pub async fn all_watchers_see_the_same(subject: RegistryUnderTest) {
     let mut early = Watcher::of(&*subject.one).await;
     let a = announced(&*subject.one, node("a", 1)).await;
     let _b = announced(&*subject.two, node("b", 1)).await;
@@ -143,14 +143,14 @@ pub async fn all_watchers_see_the_same(subject: Subject) {
     }
 }
 
-pub async fn what_is_announced_is_what_is_seen(subject: Subject) {
+pub async fn what_is_announced_is_what_is_seen(subject: RegistryUnderTest) {
     let _a = announced(&*subject.one, node("a", 7)).await;
     let mut watcher = Watcher::of(&*subject.two).await;
     watcher.sees(&[node("a", 7)]).await;
     assert_eq!(watcher.members.get(&NodeId::new("a")), Some(&node("a", 7)));
 }
 
-pub async fn an_impossible_node_is_refused(subject: Subject) {
+pub async fn an_impossible_node_is_refused(subject: RegistryUnderTest) {
     for id in ["", "a/b", "a b", "ä", &"x".repeat(129)] {
         let refused = in_time(subject.one.announce(node(id, 1))).await.expect_err("such an id");
         assert!(matches!(refused, RegistryError::InvalidNode { .. }), "{id}: {refused}");

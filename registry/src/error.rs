@@ -64,20 +64,24 @@ impl RegistryError {
     }
 
     /// Returns the kind of problem, which tells an operator what to check.
-    pub fn trouble(&self) -> Trouble {
+    pub fn trouble(&self) -> RegistryProblem {
         let cause = Chain(self).to_string().to_lowercase();
         let says = |parts: &[&str]| parts.iter().any(|part| cause.contains(part));
         match self {
-            Self::Url { .. } | Self::ReadFile { .. } => Trouble::Address,
-            Self::Denied { .. } if says(&["user name is empty", "user id or password"]) => Trouble::Password,
-            Self::Denied { .. } if says(&["certificate"]) => Trouble::Certificate,
-            Self::Denied { .. } if says(&["permission denied"]) => Trouble::Permission,
-            Self::Denied { .. } if says(&["cluster's secret", "cluster secret", "clock"]) => Trouble::Secret,
+            Self::Url { .. } | Self::ReadFile { .. } => RegistryProblem::Address,
+            Self::Denied { .. } if says(&["user name is empty", "user id or password"]) => {
+                RegistryProblem::Password
+            }
+            Self::Denied { .. } if says(&["certificate"]) => RegistryProblem::Certificate,
+            Self::Denied { .. } if says(&["permission denied"]) => RegistryProblem::Permission,
+            Self::Denied { .. } if says(&["cluster's secret", "cluster secret", "clock"]) => {
+                RegistryProblem::Secret
+            }
             // Some layers above TLS keep only the text of its errors, or only the fact that the peer
             // disconnected, so the text is searched. This happens if a certificate is missing, or if plain
             // text is sent to a TLS port.
-            _ if says(&TLS_FAILED) => Trouble::Certificate,
-            _ => Trouble::Unreachable,
+            _ if says(&TLS_FAILED) => RegistryProblem::Certificate,
+            _ => RegistryProblem::Unreachable,
         }
     }
 
@@ -100,7 +104,7 @@ const TLS_FAILED: [&str; 7] = [
 
 /// The kinds of problems between a process and its registry. An operator fixes each in a different place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Trouble {
+pub enum RegistryProblem {
     /// The address is invalid, or a file that it names cannot be read.
     Address,
     /// The user or the password is wrong or missing.

@@ -9,11 +9,11 @@ use futures::stream::{BoxStream, StreamExt as _};
 use tokio::sync::watch;
 use types::NodeInfo;
 
-use crate::announcement::{self, Announcement, LeaseTerms, Presence, Standing};
+use crate::announcement::{self, Announcement, AnnouncementState, LeaseTerms, Presence};
 use crate::error::RegistryError;
 use crate::memory;
 use crate::open::RegistryParts;
-use crate::watch::{AllNodes, Feed, News, follow};
+use crate::watch::{AllNodes, Feed, RegistryMessage, follow};
 use crate::{MembershipEvent, Registry};
 
 /// A registry that forwards all calls to an inner one, except during a fault set by its [`FaultSwitch`]. It
@@ -120,13 +120,13 @@ impl<R: Registry> Presence for FlakyPresence<R> {
 }
 
 impl<R> FlakyPresence<R> {
-    fn judge(&self, standing: Standing) -> Result<(), RegistryError> {
+    fn judge(&self, standing: AnnouncementState) -> Result<(), RegistryError> {
         match standing {
-            Standing::Member => Ok(()),
-            Standing::Superseded => {
+            AnnouncementState::Member => Ok(()),
+            AnnouncementState::Superseded => {
                 Err(RegistryError::Superseded { id: self.node.id.clone(), epoch: self.node.epoch })
             }
-            Standing::Trying | Standing::Withdrawn => Err(RegistryError::LeaseLost),
+            AnnouncementState::Trying | AnnouncementState::Withdrawn => Err(RegistryError::LeaseLost),
         }
     }
 }
@@ -142,7 +142,7 @@ struct FlakyFeed<R> {
 
 #[async_trait]
 impl<R: Registry> Feed for FlakyFeed<R> {
-    async fn next(&mut self) -> Result<Vec<News>, RegistryError> {
+    async fn next(&mut self) -> Result<Vec<RegistryMessage>, RegistryError> {
         if let Err(away) = reachable(&self.fault) {
             self.events = None;
             return Err(away);
@@ -170,11 +170,11 @@ fn interrupted() -> RegistryError {
     RegistryError::Interrupted { reason: "it is flaky".to_owned() }
 }
 
-fn news(event: MembershipEvent) -> News {
+fn news(event: MembershipEvent) -> RegistryMessage {
     match event {
-        MembershipEvent::Snapshot(nodes) => News::All(AllNodes { nodes, forgot: false }),
-        MembershipEvent::Joined(node) => News::Is(node),
-        MembershipEvent::Left { id, .. } => News::Gone(id),
+        MembershipEvent::Snapshot(nodes) => RegistryMessage::All(AllNodes { nodes, forgot: false }),
+        MembershipEvent::Joined(node) => RegistryMessage::Is(node),
+        MembershipEvent::Left { id, .. } => RegistryMessage::Gone(id),
     }
 }
 

@@ -32,9 +32,9 @@ pub(crate) enum AbsentMembers {
 }
 
 impl KnownMembers {
-    /// Applies the registry's whole state. If absent members may return, departures are doubted until
-    /// `until`. Doubts that have not ended are extended, because no node could announce itself without a
-    /// connection.
+    /// Replaces what is known by the registry's whole state. If absent members may return, a member that is missing
+    /// from this state is removed only at `until`. Members that wait for their removal already wait until then too,
+    /// because no node could announce itself without a connection.
     pub(crate) fn snapshot(
         &mut self,
         nodes: Vec<NodeInfo>,

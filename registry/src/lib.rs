@@ -29,8 +29,8 @@ use async_trait::async_trait;
 use futures::stream::BoxStream;
 use types::{Epoch, NodeId, NodeInfo};
 
-pub use announcement::{Announcement, Standing};
-pub use error::{RegistryError, Trouble};
+pub use announcement::{Announcement, AnnouncementState};
+pub use error::{RegistryError, RegistryProblem};
 pub use members::Members;
 pub use members_file::{MembersFile, OldMembers};
 pub use memory::MemoryRegistry;

@@ -10,7 +10,7 @@ use crate::embedded::EmbeddedRegistry;
 use crate::error::RegistryError;
 use crate::etcd::EtcdRegistry;
 use crate::url::RegistryUrl;
-use crate::watch::{Feed, News};
+use crate::watch::{Feed, RegistryMessage};
 
 /// The inputs of every registry, besides its address.
 #[derive(Clone, Debug)]
@@ -52,9 +52,9 @@ pub fn open(url: &str, parts: RegistryParts) -> Result<Arc<dyn Registry>, Regist
 pub async fn ask_once(url: &str, parts: RegistryParts) -> Result<Vec<NodeInfo>, RegistryError> {
     let news = opened(url, parts)?.feed.next().await?;
     let members = news.into_iter().flat_map(|news| match news {
-        News::All(all) => all.nodes,
-        News::Is(node) => vec![node],
-        News::Gone(_) => Vec::new(),
+        RegistryMessage::All(all) => all.nodes,
+        RegistryMessage::Is(node) => vec![node],
+        RegistryMessage::Gone(_) => Vec::new(),
     });
     Ok(members.collect())
 }

@@ -20,10 +20,10 @@ use crate::known::{AbsentMembers, KnownMembers};
 #[async_trait]
 pub(crate) trait Feed: Send + 'static {
     /// Returns the next news. Connects first if there is no connection. An error ends the connection, so the news after it
-    /// begin with [`News::All`].
+    /// begin with [`RegistryMessage::All`].
     ///
     /// Cancel-safe: no news is lost if the future is dropped.
-    async fn next(&mut self) -> Result<Vec<News>, RegistryError>;
+    async fn next(&mut self) -> Result<Vec<RegistryMessage>, RegistryError>;
 
     /// Returns the lifetime of a lease: after an outage, members have this time to announce themselves again.
     fn ttl(&self) -> Duration;
@@ -32,7 +32,7 @@ pub(crate) trait Feed: Send + 'static {
 /// One message of a registry. A watch turns it into [`MembershipEvent`]s.
 #[allow(clippy::large_enum_variant)]
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum News {
+pub(crate) enum RegistryMessage {
     All(AllNodes),
     Is(NodeInfo),
     Gone(NodeId),
@@ -80,14 +80,14 @@ impl<F: Feed> Follower<F> {
                 return event;
             }
             match self.listen().await {
-                Heard::News(news) => news.into_iter().for_each(|news| self.take(news)),
-                Heard::DoubtsEnd => self.ready.extend(self.known.believe()),
-                Heard::Gap(error) => self.pause(&error).await,
+                WatchInput::Messages(news) => news.into_iter().for_each(|news| self.take(news)),
+                WatchInput::DoubtsEnd => self.ready.extend(self.known.believe()),
+                WatchInput::Gap(error) => self.pause(&error).await,
             }
         }
     }
 
-    async fn listen(&mut self) -> Heard {
+    async fn listen(&mut self) -> WatchInput {
         // While the registry is unreachable no node can announce itself, so the doubts do not end and no
         // timeout is set.
         let until = self.known.doubts_end().filter(|_| self.away_since.is_none());
@@ -97,18 +97,18 @@ impl<F: Feed> Follower<F> {
             Some(until) => tokio::time::timeout_at(until, news).await,
         };
         match answer {
-            Ok(Ok(news)) => Heard::News(news),
-            Ok(Err(gap)) => Heard::Gap(gap),
-            Err(_elapsed) => Heard::DoubtsEnd,
+            Ok(Ok(news)) => WatchInput::Messages(news),
+            Ok(Err(gap)) => WatchInput::Gap(gap),
+            Err(_elapsed) => WatchInput::DoubtsEnd,
         }
     }
 
-    fn take(&mut self, news: News) {
+    fn take(&mut self, news: RegistryMessage) {
         self.backoff.reset();
         match news {
-            News::All(all) => self.take_all(all),
-            News::Is(node) => self.ready.extend(self.known.joined(node)),
-            News::Gone(id) => self.ready.extend(self.known.left(id)),
+            RegistryMessage::All(all) => self.take_all(all),
+            RegistryMessage::Is(node) => self.ready.extend(self.known.joined(node)),
+            RegistryMessage::Gone(id) => self.ready.extend(self.known.left(id)),
         }
     }
 
@@ -154,8 +154,8 @@ impl<F: Feed> Follower<F> {
     }
 }
 
-enum Heard {
-    News(Vec<News>),
+enum WatchInput {
+    Messages(Vec<RegistryMessage>),
     Gap(RegistryError),
     DoubtsEnd,
 }

@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use baton_registry as registry;
 use chassis::{Gate, World};
-use registry::conformance::{Subject, Watcher, announced, in_time, left, node};
+use registry::conformance::{RegistryUnderTest, Watcher, announced, in_time, left, node};
 use registry::etcd::EtcdClient;
 use registry::etcd::client::prefix_end;
 use registry::etcd::client::v3;
-use registry::{MembershipEvent, Registry, RegistryError, RegistryParts, Standing, Trouble};
+use registry::{AnnouncementState, MembershipEvent, Registry, RegistryError, RegistryParts, RegistryProblem};
 use types::{NodeId, NodeInfo};
 
 use support::certificates::{Certificates, shown};
@@ -35,10 +35,10 @@ fn open(url: &str) -> Arc<dyn Registry> {
     registry::open(url, parts()).expect("a good address")
 }
 
-async fn subject() -> Subject {
+async fn subject() -> RegistryUnderTest {
     let etcd = Etcd::start().await;
     let endpoint = etcd.endpoint();
-    Subject { one: blue(&endpoint), two: blue(&endpoint), keep: Box::new(etcd) }
+    RegistryUnderTest { one: blue(&endpoint), two: blue(&endpoint), keep: Box::new(etcd) }
 }
 
 registry::conformance!(
@@ -146,7 +146,7 @@ async fn while_etcd_is_away_nothing_is_said() {
         .await
         .expect_err("no members are known, which differs from an empty list");
     let mut standings = pair.announcements[0].standings();
-    in_time(standings.wait_for(|standing| *standing == Standing::Trying)).await.expect("it is told");
+    in_time(standings.wait_for(|standing| *standing == AnnouncementState::Trying)).await.expect("it is told");
     etcd.restart().await;
     fresh.sees(&pair.nodes).await;
     pair.still_both().await;
@@ -183,7 +183,7 @@ async fn nodes_may_start_before_etcd() {
     let registry = blue(&etcd.endpoint());
     etcd.stop().await;
     let mut a = in_time(registry.announce(node("a", 1))).await.expect("away is no error");
-    assert_eq!(a.standing(), Standing::Trying);
+    assert_eq!(a.standing(), AnnouncementState::Trying);
     etcd.restart().await;
     in_time(a.announced()).await;
 }
@@ -371,10 +371,10 @@ async fn tls_with_certificates_on_both_sides() {
     ] {
         let announcement = in_time(open(&format!("{address}?{query}")).announce(node("c", 1))).await;
         let standing = announcement.expect("it may be mended on etcd's side").standing();
-        assert_eq!(standing, Standing::Trying, "{who}");
+        assert_eq!(standing, AnnouncementState::Trying, "{who}");
     }
     let in_plain_text = in_time(open(&address).announce(node("c", 1))).await;
-    assert_eq!(in_plain_text.expect("it may be mended on etcd's side").standing(), Standing::Trying);
+    assert_eq!(in_plain_text.expect("it may be mended on etcd's side").standing(), AnnouncementState::Trying);
 }
 
 /// Provokes each kind of trouble that `baton doctor` distinguishes, with one address for each.
@@ -397,15 +397,15 @@ async fn what_is_wrong_is_told_apart() {
     let strangers = Certificates::new();
     let only_ca = format!("ca={}", shown(&certificates.path("ca.pem")));
     for (url, expected) in [
-        (format!("etcd://baton:wrong@{endpoint}/blue"), Trouble::Password),
-        (format!("etcd://{endpoint}/blue"), Trouble::Password),
-        (format!("etcd://baton:p%40ss%20word@{endpoint}/green"), Trouble::Permission),
-        (format!("etcd://{gone}/blue"), Trouble::Unreachable),
-        (format!("{with_tls}?{only_ca}"), Trouble::Certificate),
-        (format!("{with_tls}?{}", strangers.query()), Trouble::Certificate),
-        (format!("etcd://{endpoint}/blue?{only_ca}"), Trouble::Certificate),
-        ("etcd://a:b:c/blue".to_owned(), Trouble::Address),
-        (format!("{with_tls}?ca=/no/such/file"), Trouble::Address),
+        (format!("etcd://baton:wrong@{endpoint}/blue"), RegistryProblem::Password),
+        (format!("etcd://{endpoint}/blue"), RegistryProblem::Password),
+        (format!("etcd://baton:p%40ss%20word@{endpoint}/green"), RegistryProblem::Permission),
+        (format!("etcd://{gone}/blue"), RegistryProblem::Unreachable),
+        (format!("{with_tls}?{only_ca}"), RegistryProblem::Certificate),
+        (format!("{with_tls}?{}", strangers.query()), RegistryProblem::Certificate),
+        (format!("etcd://{endpoint}/blue?{only_ca}"), RegistryProblem::Certificate),
+        ("etcd://a:b:c/blue".to_owned(), RegistryProblem::Address),
+        (format!("{with_tls}?ca=/no/such/file"), RegistryProblem::Address),
     ] {
         let (found, told) = trouble(url).await;
         assert_eq!(found, expected, "{told}");

@@ -8,8 +8,8 @@ mod vllm;
 use std::time::Duration;
 
 use chassis::connections::ConnectionCounts;
-use chassis::metrics::{Metrics, TOKEN_BUCKETS};
-use prometheus::{Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec};
+use chassis::metrics::{LatencyHistogram, LatencyHistogramVec, Metrics};
+use prometheus::{HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec};
 
 use crate::breaker::Breakers;
 use crate::cluster::Cluster;
@@ -72,9 +72,9 @@ pub struct RouterMetrics {
     waiting: IntGaugeVec,
     prompt_tokens: IntCounterVec,
     output_tokens: IntCounterVec,
-    first_token: HistogramVec,
-    token_gap: HistogramVec,
-    request: HistogramVec,
+    first_token: LatencyHistogramVec,
+    token_gap: LatencyHistogramVec,
+    request: LatencyHistogramVec,
     refusals: IntCounterVec,
     connections_refused: IntCounterVec,
     models: ModelLabels,
@@ -97,9 +97,9 @@ pub struct ModelMetrics {
     requests: IntCounterVec,
     pub prompt_tokens: IntCounter,
     pub output_tokens: IntCounter,
-    pub first_token: Histogram,
-    pub token_gap: Histogram,
-    request: Histogram,
+    pub first_token: LatencyHistogram,
+    pub token_gap: LatencyHistogram,
+    request: LatencyHistogram,
 }
 
 impl RouterMetrics {
@@ -114,7 +114,7 @@ impl RouterMetrics {
 
     fn register(metrics: &Metrics) -> Self {
         let counter = |name, help, labels: &[&str]| metrics.counter_vec(name, help, labels);
-        let by_model = |name, help| metrics.histogram_vec(name, help, TOKEN_BUCKETS, &["model"]);
+        let by_model = |name, help| metrics.token_latency_vec(name, help, "model");
         let by_place = |name, help| metrics.gauge_vec(name, help, &["model", "place"]);
         Self {
             stages: metrics.latency_vec("stage_seconds", "Time per stage of a request.", &["stage"]),

@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep_until};
 use crate::error::SchedulerError;
 use crate::handle::WorkerHandle;
 use crate::inbox::Inbox;
-use crate::worker::{Event, Next, Worker, WorkerParts};
+use crate::worker::{Event, NextEvent, Worker, WorkerParts};
 
 /// The interval at which a worker without sequences reports its load.
 const IDLE_BEAT: Duration = Duration::from_secs(1);
@@ -83,10 +83,10 @@ impl Driver {
             self.linger(clock).await;
             self.turn();
             match self.worker.next() {
-                Next::Launch => {}
-                Next::Collect(due) => self.collect(due).await,
-                Next::Wait(_) if self.is_over() => break,
-                Next::Wait(until) => self.wait(until).await,
+                NextEvent::Launch => {}
+                NextEvent::Collect(due) => self.collect(due).await,
+                NextEvent::Wait(_) if self.is_over() => break,
+                NextEvent::Wait(until) => self.wait(until).await,
             }
         }
         self.death_report.cancel();

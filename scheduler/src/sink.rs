@@ -42,8 +42,8 @@ pub trait Sink: Debug + Send {
     /// Takes one more token, with the times up to it.
     fn step(&mut self, step: Step, timing: StepTiming);
 
-    /// Takes the end of the sequence. Blocks that launched steps still use are released when those steps are
-    /// collected.
+    /// Receives the end of the sequence. If launched steps still use some of its blocks, these are released when the
+    /// steps are collected.
     fn end(self: Box<Self>, end: SequenceEnd);
 }
 

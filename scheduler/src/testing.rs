@@ -19,7 +19,7 @@ use crate::precedence::SequenceId;
 use crate::settings::SchedulerSettings;
 use crate::sink::{SequenceEnd, Sink, SinkGuard, StepTiming};
 use crate::submission::{NewSequence, SequenceLimits, Source, Submission};
-use crate::worker::{Event, Next, Worker, WorkerParts};
+use crate::worker::{Event, NextEvent, Worker, WorkerParts};
 
 pub(crate) const BLOCK_TOKENS: usize = 4;
 /// The number of turns after which a worker that is still busy fails the test.
@@ -262,9 +262,9 @@ impl Rig {
         loop {
             self.worker.apply(Event::Launch);
             match self.worker.next() {
-                Next::Launch => {}
-                Next::Collect(_) => return true,
-                Next::Wait(_) => return false,
+                NextEvent::Launch => {}
+                NextEvent::Collect(_) => return true,
+                NextEvent::Wait(_) => return false,
             }
         }
     }

@@ -67,7 +67,7 @@ pub(crate) enum Event {
 
 /// The event that a worker needs next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Next {
+pub(crate) enum NextEvent {
     /// `Launch`, at once: one more step fits behind the step that was just launched.
     Launch,
     /// `Collect`. For a step that is only modelled, not before this time.
@@ -151,12 +151,12 @@ impl Worker {
         }
     }
 
-    pub(crate) fn next(&self) -> Next {
+    pub(crate) fn next(&self) -> NextEvent {
         let may_launch = self.flights.len() < self.settings.steps_in_flight_max;
         match self.flights.front() {
-            Some(_) if self.has_just_launched && may_launch => Next::Launch,
-            Some(flight) => Next::Collect(flight.due),
-            None => Next::Wait(self.next_look()),
+            Some(_) if self.has_just_launched && may_launch => NextEvent::Launch,
+            Some(flight) => NextEvent::Collect(flight.due),
+            None => NextEvent::Wait(self.next_look()),
         }
     }
 

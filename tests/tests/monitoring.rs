@@ -82,7 +82,7 @@ struct Prometheus {
 }
 
 impl Prometheus {
-    async fn start(targets: &[SocketAddr]) -> Self {
+    async fn start(targets: &[SocketAddr], flags: &[&str]) -> Self {
         let home = tempfile::tempdir().expect("a folder");
         let targets = targets.iter().map(|target| format!("\"{target}\"")).collect::<Vec<_>>().join(", ");
         let config = format!(
@@ -101,6 +101,7 @@ impl Prometheus {
             .arg("--config.file=prometheus.yaml")
             .arg("--storage.tsdb.path=data")
             .arg(format!("--web.listen-address={address}"))
+            .args(flags)
             .current_dir(home.path())
             .stdout(Stdio::null())
             .stderr(log)
@@ -228,6 +229,16 @@ async fn every_counter_counts(prometheus: &Prometheus) {
     }
 }
 
+/// A Prometheus that reads native histograms gets those of what clients wait for.
+async fn native_histograms_are_read(router: SocketAddr) {
+    let prometheus = Prometheus::start(&[router], &["--enable-feature=native-histograms"]).await;
+    for histogram in ["first_token_seconds", "token_gap_seconds", "request_seconds"] {
+        let name = format!("baton_router_{histogram}");
+        prometheus.returns(&format!("histogram_quantile(0.99, {name}) > 0")).await;
+        prometheus.returns(&format!("histogram_count({name}) > 0")).await;
+    }
+}
+
 /// Returns the queries of the autoscaling, for this Prometheus, which knows processes by their address.
 fn triggers() -> Vec<String> {
     let objects = read("../k8s/components/autoscaling/objects.yaml");
@@ -276,7 +287,7 @@ async fn a_dead_and_a_sleeping_node_are_seen() {
     for target in &targets {
         promtool_finds_nothing(&Client::new(*target).get("/metrics").await.1);
     }
-    let prometheus = Prometheus::start(&targets).await;
+    let prometheus = Prometheus::start(&targets, &[]).await;
     // A rate needs a sample before the load and one after it.
     prometheus.returns(&format!("sum(up{{job=\"baton\"}}) == {}", targets.len())).await;
     load(&fleet.client()).await;
@@ -306,6 +317,7 @@ async fn a_dead_and_a_sleeping_node_are_seen() {
         prometheus.returns(&query).await;
     }
     every_counter_counts(&prometheus).await;
+    native_histograms_are_read(fleet.admin).await;
     prometheus.returns("ALERTS{alertname=\"BatonProcessDown\",alertstate=\"firing\"}").await;
     let down = prometheus.query("ALERTS{alertname=\"BatonProcessDown\",alertstate=\"firing\"}").await;
     let instances: Vec<&str> =

@@ -18,8 +18,10 @@ const AT_ONCE: usize = 12;
 /// Tokens of an answer, for about a second of steps.
 const TOKENS: u32 = 150;
 /// The requests of a hundred that may differ more than the bound: the client's process may have to wait for a
-/// processor.
-const LATE_PERCENT_MAX: usize = 10;
+/// processor. `./test.sh long` overrides it with 0, for a machine that does nothing else.
+fn late_percent_max() -> usize {
+    std::env::var("TEST_LATE_PERCENT").map_or(10, |percent| percent.parse().expect("a number"))
+}
 
 /// A request as its client and the router saw it.
 struct Seen {
@@ -96,7 +98,7 @@ fn check(all: &[Seen], order: &str) {
         .filter(|seen| !seen.adds_up())
         .map(|seen| format!("{:.3} ms for the client, {}", seen.waited_ms, seen.record))
         .collect();
-    assert!(late.len() * 100 <= LATE_PERCENT_MAX * all.len(), "{order}: {} late: {late:#?}", late.len());
+    assert!(late.len() * 100 <= late_percent_max() * all.len(), "{order}: {} late: {late:#?}", late.len());
     for seen in all {
         let (took, stages) = (seen.record["ms"].as_f64().expect("a number"), seen.stages_ms());
         assert!((took - stages).abs() < 0.1, "{order}: {stages} of {took} ms: {}", seen.record);

@@ -74,13 +74,13 @@ async fn check(ends: &Ends) -> Result<(), CommandError> {
 
 #[derive(Clone, Copy, Debug)]
 struct Pair {
-    plain: Took,
-    connector: Took,
+    plain: ElapsedTime,
+    connector: ElapsedTime,
 }
 
 /// The time that one operation took, in seconds.
 #[derive(Clone, Copy, Debug)]
-struct Took {
+struct ElapsedTime {
     wall: f64,
     /// The CPU time of all threads of the process.
     processor: f64,
@@ -96,9 +96,9 @@ impl Stopwatch {
         Self { start: Instant::now(), processor: processor_seconds() }
     }
 
-    fn stop(self) -> Took {
+    fn stop(self) -> ElapsedTime {
         let wall = self.start.elapsed().as_secs_f64();
-        Took { wall, processor: processor_seconds() - self.processor }
+        ElapsedTime { wall, processor: processor_seconds() - self.processor }
     }
 }
 
@@ -189,7 +189,7 @@ mod tests {
 
     #[test]
     fn medians_are_of_pairs() {
-        let took = |wall| Took { wall, processor: 2.0 * wall };
+        let took = |wall| ElapsedTime { wall, processor: 2.0 * wall };
         let pair = |plain, connector| Pair { plain: took(plain), connector: took(connector) };
         let case = case("shm", Blocks::Contiguous, Layers::AtOnce, Digests::On);
         let measured = summary(&case, &[pair(1.0, 2.0), pair(3.0, 4.0), pair(9.0, 10.0)]);

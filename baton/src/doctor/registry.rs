@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use chassis::{Gate, World};
-use registry::{RegistryError, RegistryParts, Trouble};
+use registry::{RegistryError, RegistryParts, RegistryProblem};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use types::{MissingWire, NodeInfo, Role, in_full};
@@ -33,7 +33,7 @@ pub(super) async fn look(process: &ConfigFile, world: &World) -> Vec<Finding> {
         Ok(Err(error)) => vec![refused(&shown, process, &error)],
         Err(_) => {
             let found = format!("{shown}: unreachable: no answer within {ANSWER_WITHIN:?}");
-            vec![Finding::bad(GROUP, found, advice(url, Trouble::Unreachable))]
+            vec![Finding::bad(GROUP, found, advice(url, RegistryProblem::Unreachable))]
         }
     }
 }
@@ -46,16 +46,20 @@ fn refused(shown: &str, process: &ConfigFile, error: &RegistryError) -> Finding 
     let url = process.registry_url().unwrap_or_default();
     let trouble = match error.trouble() {
         // Without certificates the embedded registry has none either.
-        Trouble::Certificate if !url.starts_with("etcd") && !process.tls().is_set() => Trouble::Unreachable,
+        RegistryProblem::Certificate if !url.starts_with("etcd") && !process.tls().is_set() => {
+            RegistryProblem::Unreachable
+        }
         trouble => trouble,
     };
     let what = match trouble {
-        Trouble::Address => "not a usable address",
-        Trouble::Password => "the user or the password is refused",
-        Trouble::Permission => "the user may not read and write this cluster's keys",
-        Trouble::Secret => "the router refuses this process's secret or clock",
-        Trouble::Certificate => "no TLS connection: a certificate is refused, or one side does not speak TLS",
-        Trouble::Unreachable => "unreachable",
+        RegistryProblem::Address => "not a usable address",
+        RegistryProblem::Password => "the user or the password is refused",
+        RegistryProblem::Permission => "the user may not read and write this cluster's keys",
+        RegistryProblem::Secret => "the router refuses this process's secret or clock",
+        RegistryProblem::Certificate => {
+            "no TLS connection: a certificate is refused, or one side does not speak TLS"
+        }
+        RegistryProblem::Unreachable => "unreachable",
     };
     Finding::bad(GROUP, format!("{shown}: {what}: {}", in_full(error)), advice(url, trouble))
 }
@@ -95,29 +99,29 @@ fn goes_without(node: &NodeInfo) -> Vec<Finding> {
     node.without.iter().map(note).collect()
 }
 
-fn advice(url: &str, trouble: Trouble) -> String {
+fn advice(url: &str, trouble: RegistryProblem) -> String {
     let is_etcd = url.starts_with("etcd");
     match trouble {
-        Trouble::Address => "correct registry.url, or create the file that it names".to_owned(),
-        Trouble::Password => {
+        RegistryProblem::Address => "correct registry.url, or create the file that it names".to_owned(),
+        RegistryProblem::Password => {
             "correct the user and the password in registry.url, or in the file that its password_file names"
                 .to_owned()
         }
-        Trouble::Permission => {
+        RegistryProblem::Permission => {
             "have etcd's administrator grant the user `readwrite` with --prefix on /baton/CLUSTER/".to_owned()
         }
-        Trouble::Secret => {
+        RegistryProblem::Secret => {
             "give this process the same cluster.secret_file as the router, and synchronize the clocks".to_owned()
         }
-        Trouble::Certificate if !is_etcd => {
+        RegistryProblem::Certificate if !is_etcd => {
             "give both processes certificates of one CA for one cluster, each for its role, and set [tls] on both"
                 .to_owned()
         }
-        Trouble::Certificate => {
+        RegistryProblem::Certificate => {
             "set ca= to the CA of etcd's certificate, cert= and key= to the client certificate that etcd requires, server_name= to the name in etcd's certificate; without ca= there is no TLS"
                 .to_owned()
         }
-        Trouble::Unreachable => {
+        RegistryProblem::Unreachable => {
             let who = if is_etcd {
                 "etcd runs (`etcdctl endpoint health`), that it expects TLS only if registry.url has ca="
             } else {
@@ -135,12 +139,12 @@ mod tests {
     #[test]
     fn each_trouble_has_an_advice_of_its_own() {
         let all = [
-            Trouble::Address,
-            Trouble::Password,
-            Trouble::Permission,
-            Trouble::Secret,
-            Trouble::Certificate,
-            Trouble::Unreachable,
+            RegistryProblem::Address,
+            RegistryProblem::Password,
+            RegistryProblem::Permission,
+            RegistryProblem::Secret,
+            RegistryProblem::Certificate,
+            RegistryProblem::Unreachable,
         ];
         let advices: std::collections::BTreeSet<String> =
             all.into_iter().map(|trouble| advice("etcd://e", trouble)).collect();

@@ -29,7 +29,7 @@ pub enum Prompt {
 
 /// The optional request fields that the server accepts, as [`mod@super::survey`] has found out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Extras {
+pub struct OptionalFields {
     pub return_token_ids: bool,
     pub continuous_usage: bool,
     pub ignore_eos: bool,
@@ -53,7 +53,7 @@ pub struct ShapeParts<'a> {
     pub target: &'a TargetServer,
     pub endpoint: Endpoint,
     pub model: &'a str,
-    pub extras: Extras,
+    pub extras: OptionalFields,
     /// The headers of the command line, without line ends.
     pub headers: &'a [(String, String)],
     /// The fields of the command line; they replace the harness's own.
@@ -188,7 +188,7 @@ pub(crate) mod tests {
             target: &target,
             endpoint: Endpoint::Completions,
             model: "a \"b\"",
-            extras: Extras { return_token_ids: true, continuous_usage: true, ignore_eos: false },
+            extras: OptionalFields { return_token_ids: true, continuous_usage: true, ignore_eos: false },
             headers: &[("x-a".to_owned(), "1".to_owned())],
             fields: fields.as_object().expect("an object"),
         });

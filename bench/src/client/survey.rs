@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use crate::client::exchange::{Assignment, Client, ClientOptions};
 use crate::client::recorder::AnswerText;
-use crate::client::request::{Endpoint, Extras, Prompt, RequestShape, ShapeParts};
+use crate::client::request::{Endpoint, OptionalFields, Prompt, RequestShape, ShapeParts};
 use crate::client::target::TargetServer;
 use crate::error::{BenchError, Result};
 use crate::metrics::metric::ms;
@@ -38,7 +38,7 @@ pub struct SurveyRequest<'a> {
 pub struct Survey {
     pub model: String,
     pub shape: RequestShape,
-    pub extras: Extras,
+    pub extras: OptionalFields,
     pub counted_by: CountedBy,
     /// The time to the first token of the very first request, in milliseconds.
     pub cold_ttft_ms: f64,
@@ -78,11 +78,11 @@ pub async fn survey(target: &Arc<TargetServer>, request: &SurveyRequest<'_>) -> 
 
 /// Returns the combinations of optional fields to try, from all to none: a server that refuses unknown fields
 /// gets fewer.
-fn attempts(request: &SurveyRequest<'_>) -> impl Iterator<Item = Extras> + use<> {
+fn attempts(request: &SurveyRequest<'_>) -> impl Iterator<Item = OptionalFields> + use<> {
     let ignore_eos = request.ignore_eos;
     let counting = [(true, true), (true, false), (false, true), (false, false)];
     let with = move |eos: bool| {
-        counting.map(|(return_token_ids, continuous_usage)| Extras {
+        counting.map(|(return_token_ids, continuous_usage)| OptionalFields {
             return_token_ids,
             continuous_usage,
             ignore_eos: eos,
@@ -95,7 +95,7 @@ fn attempts(request: &SurveyRequest<'_>) -> impl Iterator<Item = Extras> + use<>
 fn found(
     model: String,
     shape: RequestShape,
-    extras: Extras,
+    extras: OptionalFields,
     record: &RequestRecord,
     config: Map<String, Value>,
 ) -> Survey {

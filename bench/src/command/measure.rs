@@ -21,7 +21,7 @@ use crate::metrics::{LagSamples, Objectives, Window};
 use crate::progress::Progress;
 use crate::random::{fresh_seed, mix};
 use crate::record::RequestRecord;
-use crate::report::{Provenance, ReportParts, RunReport, Subject};
+use crate::report::{MeasuredServer, Provenance, ReportParts, RunReport};
 use crate::workload::{WorkloadArgs, sessions};
 
 /// The form of the requests.
@@ -209,9 +209,9 @@ impl Bench {
         }
     }
 
-    fn subject(&self) -> Subject {
+    fn subject(&self) -> MeasuredServer {
         let survey = &self.survey;
-        Subject {
+        MeasuredServer {
             url: self.target.url.clone(),
             endpoint: self.endpoint.name().to_owned(),
             model: survey.model.clone(),

@@ -54,7 +54,7 @@ fn by_rows(runs: &[RunReport]) -> Table {
     Table { header: header.collect(), rows: runs.iter().map(row).collect() }
 }
 
-/// Returns the values that are not latencies. Objectives appear only if there are some.
+/// Returns the values that are not latencies. Objectives appear only if some are set.
 fn entries(runs: &[RunReport]) -> Vec<Entry> {
     let mut entries: Vec<Entry> = vec![
         ("valid".to_owned(), |run| if run.valid { "yes".to_owned() } else { "NO".to_owned() }),

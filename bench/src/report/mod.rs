@@ -15,7 +15,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::client::request::Extras;
+use crate::client::request::OptionalFields;
 use crate::error::{BenchError, Result, read_text, write_text};
 use crate::explanation::RequestExplanation;
 use crate::machine::Machine;
@@ -35,7 +35,7 @@ pub struct RunReport {
     pub label: String,
     pub date: String,
     pub provenance: Provenance,
-    pub subject: Subject,
+    pub subject: MeasuredServer,
     /// Whether the run may be quoted.
     pub valid: bool,
     pub lag: LagReport,
@@ -77,7 +77,7 @@ pub struct Provenance {
 
 /// The measured server.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Subject {
+pub struct MeasuredServer {
     pub url: String,
     pub endpoint: String,
     pub model: String,
@@ -149,7 +149,7 @@ pub struct FaultMark {
 pub struct ReportParts {
     pub label: String,
     pub provenance: Provenance,
-    pub subject: Subject,
+    pub subject: MeasuredServer,
     pub lag: LagReport,
     pub window: Window,
     pub objectives: Objectives,
@@ -213,8 +213,8 @@ impl RunReport {
     }
 }
 
-impl Subject {
-    pub fn accepts(&mut self, extras: Extras) {
+impl MeasuredServer {
+    pub fn accepts(&mut self, extras: OptionalFields) {
         self.return_token_ids = extras.return_token_ids;
         self.continuous_usage = extras.continuous_usage;
         self.ignore_eos = extras.ignore_eos;

@@ -3,7 +3,7 @@
 use bench::metrics::{LagSamples, Metric, Objectives, Window};
 use bench::puppet::{Ending, Script};
 use bench::record::{CountedBy, RequestRecord};
-use bench::report::{FaultMark, Provenance, ReportParts, RunReport, Subject, html, markdown};
+use bench::report::{FaultMark, MeasuredServer, Provenance, ReportParts, RunReport, html, markdown};
 
 use crate::{millis, recorded};
 
@@ -18,7 +18,7 @@ fn records(ttft_ms: u64) -> Vec<RequestRecord> {
 }
 
 fn report(label: &str, records: &[RequestRecord]) -> RunReport {
-    let subject = Subject {
+    let subject = MeasuredServer {
         url: "http://puppet".to_owned(),
         endpoint: "completions".to_owned(),
         model: "puppet".to_owned(),

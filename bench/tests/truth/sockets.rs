@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bench::client::exchange::ClientOptions;
-use bench::client::request::{Endpoint, Extras, RequestShape, ShapeParts};
+use bench::client::request::{Endpoint, OptionalFields, RequestShape, ShapeParts};
 use bench::client::survey::{Survey, SurveyRequest, survey};
 use bench::client::{Prompt, TargetServer};
 use bench::load::compose::Composer;
@@ -32,7 +32,7 @@ fn composer(target: &TargetServer) -> Arc<Composer> {
         target,
         endpoint: Endpoint::Completions,
         model: "puppet",
-        extras: Extras { return_token_ids: true, continuous_usage: true, ignore_eos: true },
+        extras: OptionalFields { return_token_ids: true, continuous_usage: true, ignore_eos: true },
         headers: &[],
         fields: &Map::new(),
     });
@@ -298,7 +298,7 @@ async fn a_strict_server_is_asked_for_less_until_it_agrees() {
     };
     let puppet = puppet(Arc::new(casting), Duration::ZERO).await;
     let survey = ask(&puppet).await;
-    let expected = Extras { return_token_ids: false, continuous_usage: false, ignore_eos: true };
+    let expected = OptionalFields { return_token_ids: false, continuous_usage: false, ignore_eos: true };
     assert_eq!(
         (survey.extras, survey.counted_by, survey.model.as_str()),
         (expected, CountedBy::Total, "puppet")
@@ -324,6 +324,6 @@ async fn a_server_that_refuses_one_field_is_asked_for_the_other() {
     };
     let puppet = puppet(Arc::new(casting), Duration::ZERO).await;
     let survey = ask(&puppet).await;
-    let expected = Extras { return_token_ids: true, continuous_usage: false, ignore_eos: true };
+    let expected = OptionalFields { return_token_ids: true, continuous_usage: false, ignore_eos: true };
     assert_eq!((survey.extras, survey.counted_by), (expected, CountedBy::TokenIds));
 }

@@ -125,13 +125,13 @@ impl Tls {
     /// at two looks.
     pub async fn follow(self, world: World) {
         let Some(files) = self.0.files.clone() else { return };
-        let mut wrong = Wrong::default();
+        let mut wrong = FailedReload::default();
         loop {
             let files = files.clone();
             let read = move || files.read().and_then(|pem| Certificates::parse(&pem));
             let Some(read) = reload::next(read).await else { continue };
             match read.and_then(|read| self.take_over(read, world.unix_time())) {
-                Ok(()) => wrong = Wrong::default(),
+                Ok(()) => wrong = FailedReload::default(),
                 Err(error) => wrong.see(types::in_full(&error)),
             }
         }
@@ -155,12 +155,12 @@ impl Tls {
 
 /// The error at the last looks, and how often it was seen.
 #[derive(Default)]
-struct Wrong {
+struct FailedReload {
     text: String,
     looks: u32,
 }
 
-impl Wrong {
+impl FailedReload {
     fn see(&mut self, text: String) {
         if text != self.text {
             *self = Self { text, looks: 0 };

@@ -17,12 +17,12 @@ use super::{Listener, Net, Stream};
 #[derive(Clone, Debug, Default)]
 pub struct MemoryNet {
     /// The listeners by name. The mutex is never held across an await.
-    doors: Arc<Mutex<BTreeMap<String, mpsc::Sender<Visit>>>>,
+    doors: Arc<Mutex<BTreeMap<String, mpsc::Sender<PendingConnection>>>>,
     last_port: Arc<AtomicU16>,
 }
 
 /// A connection that waits to be accepted, with its peer address.
-type Visit = (DuplexStream, SocketAddr);
+type PendingConnection = (DuplexStream, SocketAddr);
 
 impl MemoryNet {
     /// The bytes that a connection buffers in each direction before a write waits.
@@ -34,7 +34,7 @@ impl MemoryNet {
         Self::default()
     }
 
-    fn doors(&self) -> MutexGuard<'_, BTreeMap<String, mpsc::Sender<Visit>>> {
+    fn doors(&self) -> MutexGuard<'_, BTreeMap<String, mpsc::Sender<PendingConnection>>> {
         self.doors.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -71,7 +71,7 @@ impl Net for MemoryNet {
 #[derive(Debug)]
 struct MemoryListener {
     local: SocketAddr,
-    visits: mpsc::Receiver<Visit>,
+    visits: mpsc::Receiver<PendingConnection>,
 }
 
 #[async_trait]

@@ -22,12 +22,12 @@ pub struct BodyBudgetSpent {
 #[derive(Clone, Debug)]
 pub(super) struct Bodies {
     bytes_max: usize,
-    open: Arc<Mutex<Open>>,
+    open: Arc<Mutex<OpenBodies>>,
 }
 
 /// The bodies that are being read, and their bytes in total. Later bodies have greater numbers.
 #[derive(Debug, Default)]
-struct Open {
+struct OpenBodies {
     bytes: usize,
     by_number: BTreeMap<u64, Reading>,
     next: u64,
@@ -65,12 +65,12 @@ impl Bodies {
         BudgetedBody { body, share: Share { bodies: self.clone(), number } }
     }
 
-    fn open(&self) -> MutexGuard<'_, Open> {
+    fn open(&self) -> MutexGuard<'_, OpenBodies> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Open {
+impl OpenBodies {
     fn remove(&mut self, number: u64) {
         let Some(reading) = self.by_number.remove(&number) else { return };
         self.bytes -= reading.bytes;

@@ -14,18 +14,18 @@ use crate::net::Stream;
 
 /// A connection's stream that reports each read to the connection's [`Activity`].
 #[derive(Debug)]
-pub(super) struct Reads {
+pub(super) struct ReadObserver {
     stream: Stream,
     activity: Arc<Activity>,
 }
 
-impl Reads {
+impl ReadObserver {
     pub(super) fn new(stream: Stream, activity: Arc<Activity>) -> Self {
         Self { stream, activity }
     }
 }
 
-impl AsyncRead for Reads {
+impl AsyncRead for ReadObserver {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -40,7 +40,7 @@ impl AsyncRead for Reads {
     }
 }
 
-impl AsyncWrite for Reads {
+impl AsyncWrite for ReadObserver {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write(cx, buf)
     }

@@ -23,7 +23,7 @@ const ALIGN_BYTES: usize = 256;
 pub struct Arena {
     context: Arc<CudaContext>,
     pieces: Vec<Arc<MappedMemory>>,
-    places: Places,
+    places: BufferPlaces,
 }
 
 // === impl Arena ===
@@ -31,7 +31,7 @@ pub struct Arena {
 impl Card {
     /// Makes an arena without buffers.
     pub fn arena(&self) -> Arena {
-        Arena { context: Arc::clone(self.context()), pieces: Vec::new(), places: Places::default() }
+        Arena { context: Arc::clone(self.context()), pieces: Vec::new(), places: BufferPlaces::default() }
     }
 }
 
@@ -90,7 +90,7 @@ impl fmt::Debug for Arena {
 
 /// The places of all buffers in the arena's pieces.
 #[derive(Debug, Default)]
-struct Places {
+struct BufferPlaces {
     places: Vec<Place>,
     /// The number of places given out since the start or the last rewind.
     n_given: usize,
@@ -114,7 +114,7 @@ impl Place {
     }
 }
 
-impl Places {
+impl BufferPlaces {
     fn next(&mut self, bytes: usize) -> Place {
         let place = match self.places.get(self.n_given) {
             Some(place) => {
@@ -167,7 +167,7 @@ mod tests {
 
     #[test]
     fn small_buffers_share_a_piece_and_large_ones_have_their_own() {
-        let mut places = Places::default();
+        let mut places = BufferPlaces::default();
         for (bytes, found) in [
             (1000, place(0, 0, 1000)),
             (48 * MIB, place(1, 0, 48 * MIB)),
@@ -189,7 +189,7 @@ mod tests {
 
     #[test]
     fn what_is_filled_again_lies_where_it_lay() {
-        let mut places = Places::default();
+        let mut places = BufferPlaces::default();
         let sizes = [10, 5 * MIB, 300, MIB, MIB + 1];
         let first = sizes.map(|bytes| places.next(bytes));
         places.rewind();
@@ -200,7 +200,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "buffer 1 of an arena that is filled again")]
     fn another_order_is_a_bug() {
-        let mut places = Places::default();
+        let mut places = BufferPlaces::default();
         let _ = [1, 2].map(|bytes| places.next(bytes));
         places.rewind();
         let _ = [1, 3].map(|bytes| places.next(bytes));
@@ -208,7 +208,7 @@ mod tests {
 
     #[test]
     fn a_place_that_could_not_be_had_is_nobodys() {
-        let mut places = Places::default();
+        let mut places = BufferPlaces::default();
         places.next(10);
         places.next(5 * MIB);
         places.forget_last();

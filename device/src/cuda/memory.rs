@@ -19,7 +19,7 @@ use super::mapped::MappedMemory;
 use super::staging::Staging;
 use super::wire_kernels::WireKernels;
 use super::{Card, CudaError};
-use crate::borrow::{Access, Held, PageBusy, ReadBorrow, WriteBorrow};
+use crate::borrow::{Access, BorrowRefusal, PageBusy, ReadBorrow, WriteBorrow};
 use crate::memory::MemoryError;
 use crate::page::{PageMut, PageRef};
 use crate::regions::{MemoryRun, RegionShape, Regions};
@@ -237,7 +237,7 @@ impl DeviceMemory {
 }
 
 fn lost(region: u32, page: u32, wanted: Access) -> PageBusy {
-    PageBusy { region, page, wanted, held: Held::OnLostCard }
+    PageBusy { region, page, wanted, held: BorrowRefusal::OnLostCard }
 }
 
 impl fmt::Debug for DeviceMemory {

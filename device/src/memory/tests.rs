@@ -1,7 +1,7 @@
 use std::fmt;
 
 use super::*;
-use crate::borrow::{Access, Held};
+use crate::borrow::{Access, BorrowRefusal};
 
 const SHAPE: RegionShape = RegionShape { page_bytes: 64, n_pages: 8 };
 
@@ -37,9 +37,9 @@ fn aliasing_table() {
     use Access::{Read, Write};
     for (first, pages, second, met) in [
         (Read, 0..8, Read, None),
-        (Read, 5..7, Write, Some((5, Held::ByReaders(1)))),
-        (Write, 5..7, Read, Some((5, Held::ByWriter))),
-        (Write, 0..4, Write, Some((3, Held::ByWriter))),
+        (Read, 5..7, Write, Some((5, BorrowRefusal::ByReaders(1)))),
+        (Write, 5..7, Read, Some((5, BorrowRefusal::ByWriter))),
+        (Write, 0..4, Write, Some((3, BorrowRefusal::ByWriter))),
         (Write, 0..3, Write, None),
         (Write, 6..8, Write, None),
         (Write, 4..4, Write, None),

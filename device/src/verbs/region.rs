@@ -48,12 +48,12 @@ pub struct Region {
     bytes: usize,
     #[expect(dead_code, reason = "held for its Drop: after this value's own")]
     domain: Domain,
-    memory: Option<Held>,
+    memory: Option<RegisteredMemory>,
     functions: &'static super::sys::Functions,
 }
 
 /// Memory that must not be freed before the device has released it.
-enum Held {
+enum RegisteredMemory {
     #[expect(dead_code, reason = "held for its Drop")]
     Host(Arc<MmapRaw>),
     #[expect(dead_code, reason = "held for its Drop")]
@@ -95,7 +95,7 @@ impl Domain {
         };
         let refused = || VerbsError::Register { bytes, source: io::Error::last_os_error() };
         let mr = NonNull::new(mr).ok_or_else(refused)?;
-        let (start, memory) = (mapping.as_ptr() as u64, Some(Held::Host(Arc::clone(mapping))));
+        let (start, memory) = (mapping.as_ptr() as u64, Some(RegisteredMemory::Host(Arc::clone(mapping))));
         Ok(Region { mr, start, bytes, domain: self.clone(), memory, functions })
     }
 
@@ -106,7 +106,7 @@ impl Domain {
         register_dmabuf()?;
         let (file, start, bytes) = memory.dmabuf().map_err(VerbsError::Export)?;
         let mut region = self.register_dmabuf(file.as_fd(), start, bytes, rights)?;
-        region.memory = Some(Held::Card(Arc::clone(memory.mapped())));
+        region.memory = Some(RegisteredMemory::Card(Arc::clone(memory.mapped())));
         Ok(region)
     }
 
@@ -128,7 +128,7 @@ impl Domain {
         let mr = unsafe { register(domain, 0, bytes, start, fd, rights.as_access()) };
         let refused = || VerbsError::RegisterDmabuf { bytes, source: io::Error::last_os_error() };
         let mr = NonNull::new(mr).ok_or_else(refused)?;
-        Ok(Region { mr, start, bytes, domain: self.clone(), memory: Some(Held::File), functions })
+        Ok(Region { mr, start, bytes, domain: self.clone(), memory: Some(RegisteredMemory::File), functions })
     }
 }
 

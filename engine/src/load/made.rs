@@ -68,7 +68,7 @@ fn write_all(
     for (nth, tensors) in files.iter().enumerate() {
         let name = format!("model-{:05}-of-{:05}.safetensors", nth + 1, files.len());
         let path = to.join(&name);
-        let entries: Vec<Entry> = tensors.iter().flat_map(|tensor| form.entries(tensor)).collect();
+        let entries: Vec<TensorEntry> = tensors.iter().flat_map(|tensor| form.entries(tensor)).collect();
         write_file(&path, &entries, tensors, |tensor| form.contents(tensor, source, processor)).map_err(
             |problem| match problem {
                 WriteError::Io(source) => LoadError::Write { path: path.clone(), source },
@@ -99,14 +99,14 @@ fn divided(tensors: Vec<TensorSpec>, form: Form) -> Vec<Vec<TensorSpec>> {
 }
 
 /// A tensor's entry in a file's header.
-struct Entry {
+struct TensorEntry {
     name: String,
     dtype: &'static str,
     shape: Vec<usize>,
     bytes: usize,
 }
 
-impl Entry {
+impl TensorEntry {
     fn new(name: String, dtype: &'static str, shape: Vec<usize>) -> Self {
         let number_bytes = match dtype {
             "F8_E4M3" => 1,
@@ -124,15 +124,15 @@ impl Form {
     }
 
     /// Returns a tensor's entries in the file: the tensor and its scales.
-    fn entries(self, tensor: &TensorSpec) -> Vec<Entry> {
+    fn entries(self, tensor: &TensorSpec) -> Vec<TensorEntry> {
         let TensorSpec { name, .. } = tensor;
         if let (true, true, Some(rows)) = (self.is_fp8(), tensor.is_linear(), tensor.rows) {
             let of_scales = if self == Self::Fbgemm { "F32" } else { "BF16" };
-            let scales = Entry::new(format!("{name}_scale"), of_scales, vec![rows, 1]);
-            return vec![Entry::new(name.clone(), "F8_E4M3", tensor.shape()), scales];
+            let scales = TensorEntry::new(format!("{name}_scale"), of_scales, vec![rows, 1]);
+            return vec![TensorEntry::new(name.clone(), "F8_E4M3", tensor.shape()), scales];
         }
         let dtype = if self == Self::F32 { "F32" } else { "BF16" };
-        vec![Entry::new(name.clone(), dtype, tensor.shape())]
+        vec![TensorEntry::new(name.clone(), dtype, tensor.shape())]
     }
 
     /// Returns the bytes of these entries, one after the other.
@@ -221,7 +221,7 @@ impl From<std::io::Error> for WriteError {
 
 fn write_file(
     path: &Path,
-    entries: &[Entry],
+    entries: &[TensorEntry],
     tensors: &[TensorSpec],
     contents: impl Fn(&TensorSpec) -> Result<Vec<u8>, LoadError>,
 ) -> Result<(), WriteError> {

@@ -24,12 +24,12 @@ pub struct TensorFile {
     path: PathBuf,
     header: SharedBytes,
     data: SharedBytes,
-    entries: HashMap<String, Entry>,
+    entries: HashMap<String, TensorEntry>,
 }
 
 /// A tensor's entry in the header of the file.
 #[derive(Clone, Debug, Deserialize)]
-struct Entry {
+struct TensorEntry {
     dtype: String,
     shape: Vec<usize>,
     data_offsets: (usize, usize),
@@ -77,7 +77,7 @@ impl TensorFile {
         self.entries.get(name).map(|entry| self.cut_out(name, entry))
     }
 
-    fn cut_out(&self, name: &str, entry: &Entry) -> Result<TensorBytes, LoadError> {
+    fn cut_out(&self, name: &str, entry: &TensorEntry) -> Result<TensorBytes, LoadError> {
         let (tensor, path) = (name.to_owned(), self.path.clone());
         let Some(format) = format(&entry.dtype) else {
             return Err(LoadError::Dtype { tensor, path, found: entry.dtype.clone() });
@@ -100,7 +100,7 @@ fn header_end(bytes: &[u8]) -> Result<usize, String> {
     Ok(LENGTH_BYTES + length)
 }
 
-fn parse(header: &[u8]) -> Result<HashMap<String, Entry>, serde_json::Error> {
+fn parse(header: &[u8]) -> Result<HashMap<String, TensorEntry>, serde_json::Error> {
     let mut raw: HashMap<String, serde_json::Value> = serde_json::from_slice(header)?;
     raw.remove("__metadata__");
     raw.into_iter().map(|(name, entry)| Ok((name, serde_json::from_value(entry)?))).collect()

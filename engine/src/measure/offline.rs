@@ -12,7 +12,7 @@ use crate::step::PendingStep;
 
 /// A request that has a sequence.
 #[derive(Clone, Copy, Debug)]
-struct Running {
+struct RunningSequence {
     sequence: usize,
     n_computed: usize,
     /// Whether the last launched step samples its last token.
@@ -25,7 +25,7 @@ struct Queue {
     of: Offline,
     n_waiting: usize,
     free_sequences: Vec<usize>,
-    running: VecDeque<Running>,
+    running: VecDeque<RunningSequence>,
     n_done: usize,
 }
 
@@ -86,12 +86,12 @@ impl Queue {
             && let Some(sequence) = self.free_sequences.pop()
         {
             self.n_waiting -= 1;
-            self.running.push_back(Running { sequence, n_computed: 0, is_in_flight: false });
+            self.running.push_back(RunningSequence { sequence, n_computed: 0, is_in_flight: false });
         }
     }
 }
 
-impl Running {
+impl RunningSequence {
     fn next(&mut self, of: Offline, tokens_left: usize) -> Option<SequenceInput> {
         if tokens_left == 0 {
             return None;

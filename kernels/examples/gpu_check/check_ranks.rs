@@ -5,7 +5,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use baton_kernels::cuda::{ComputeCard, Peers, RankMemory, SumRows, Together};
+use baton_kernels::cuda::{CommonParams, ComputeCard, Peers, RankMemory, SumRows};
 use device::cuda::{Bf16, Buffer, Cache, Card, CudaError, Graph};
 use serde_json::{Value, json};
 
@@ -114,7 +114,7 @@ fn sums_and_gathers(
 }
 
 pub(crate) fn peers(sides: &[Side], width: usize, patience: Duration) -> Result<Vec<Peers>, CudaError> {
-    let together = Together { few_rows: FEW_ROWS, width, patience };
+    let together = CommonParams { few_rows: FEW_ROWS, width, patience };
     let cards: Vec<&ComputeCard> = sides.iter().map(|side| &side.card).collect();
     let shown: Vec<RankMemory<'_>> = sides.iter().map(Side::shown).collect();
     Peers::all(&cards, &shown, together)

@@ -136,7 +136,12 @@ impl Processor {
             let work = Work::new(attention, &parts[nth]);
             scratch::with_wide(work.scratch_numbers(), |numbers| {
                 scratch::with_sums(2 * LANES, |sums| {
-                    self.isa().run(Attend { work, q, out: &out, scratch: Scratch::new(work, numbers, sums) });
+                    self.isa().run(AttentionKernel {
+                        work,
+                        q,
+                        out: &out,
+                        scratch: Scratch::new(work, numbers, sums),
+                    });
                 });
             });
         });
@@ -253,14 +258,14 @@ struct Keys<'a> {
     n: usize,
 }
 
-struct Attend<'a> {
+struct AttentionKernel<'a> {
     work: Work<'a>,
     q: &'a [f32],
     out: &'a Columns<'a>,
     scratch: Scratch<'a>,
 }
 
-impl Kernel for Attend<'_> {
+impl Kernel for AttentionKernel<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -281,7 +286,7 @@ impl Kernel for Attend<'_> {
     }
 }
 
-impl Attend<'_> {
+impl AttentionKernel<'_> {
     #[inline(always)]
     fn take_queries(&mut self) {
         let (head_dim, width) = (self.work.attention.kv.head_dim, self.width());

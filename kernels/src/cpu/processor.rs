@@ -57,16 +57,16 @@ impl Processor {
     /// Rounds each number to bf16.
     pub(super) fn narrow(&self, wide: &[f32], narrow: &mut [u16]) {
         assert_eq!(wide.len(), narrow.len());
-        self.isa.run(Narrow { wide, narrow });
+        self.isa.run(NarrowKernel { wide, narrow });
     }
 }
 
-struct Narrow<'a> {
+struct NarrowKernel<'a> {
     wide: &'a [f32],
     narrow: &'a mut [u16],
 }
 
-impl Kernel for Narrow<'_> {
+impl Kernel for NarrowKernel<'_> {
     type Output = ();
 
     #[inline(always)]

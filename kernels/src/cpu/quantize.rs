@@ -142,7 +142,8 @@ mod tests {
         }
     }
 
-    /// The error of a number is at most half a unit of the last of 3 bits, or half of the smallest subnormal.
+    /// These FP8 numbers have 3 mantissa bits. The error of a number is at most half a unit of the last mantissa bit, or
+    /// half of the smallest subnormal.
     #[test]
     fn rows_in_fp8_are_near() {
         let values: Vec<f32> = (0..300 * 1070).map(|i| ((i * 37 % 101) as f32 - 50.0) / 25.0).collect();

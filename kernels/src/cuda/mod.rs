@@ -12,11 +12,11 @@ pub mod ops;
 pub mod matmul;
 
 pub use compute_card::ComputeCard;
-pub use matmul::{Factors, Next, NormedRows, OutputRows, ProductOutput, ProductShape, Products};
+pub use matmul::{Factors, FollowingWork, NormedRows, OutputRows, ProductOutput, ProductShape, Products};
 pub use ops::{
     AddedRows, DecodeAttention, DrawRow, DummyPart, EDIT_WORDS, Ending, FeedTokens, FewRowsForm, Fp8Rows,
     FusedKernel, FusedProduct, HeadsRows, KvNumber, KvPages, LogitEdit, ManyRows, NOWHERE, Outcome,
     PendingNorm, PrefillAttention, PrefillSequence, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm,
     SumRows, TOP_MAX, WeightMatrix,
 };
-pub use peers::{LostFlag, PEERS_MAX, Peers, RankMemory, Together};
+pub use peers::{CommonParams, LostFlag, PEERS_MAX, Peers, RankMemory};

@@ -59,7 +59,7 @@ pub struct RankMemory<'a> {
 
 /// Parameters that are equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Together {
+pub struct CommonParams {
     /// The largest number of rows for which partial sums are pushed into inboxes. More rows are fetched.
     pub few_rows: usize,
     /// The width of a row of a sum.
@@ -74,7 +74,7 @@ pub struct Together {
 /// overwrite other numbers in GPU memory. Host memory is not affected.
 pub struct Peers {
     pub(super) ranks: Ranks,
-    pub(super) together: Together,
+    pub(super) together: CommonParams,
     /// The number of pushes of each packet, counted by the GPU.
     rounds: Buffer<u32>,
     /// The current round of the flags, and whether the GPU knows of a lost rank.
@@ -86,14 +86,14 @@ pub struct Peers {
     pub(super) wholes: OfRanks,
     /// The lengths of the three shared buffers, equal on all ranks.
     pub(super) shown: [usize; 3],
-    lost: Arc<Lost>,
+    lost: Arc<LostWord>,
     /// Keeps the memory of all ranks' inboxes until the last rank is dropped.
     _all: Arc<[Inbox]>,
 }
 
 /// Tells whether a GPU has waited for another one until the time limit. Cheap to clone.
 #[derive(Clone, Debug)]
-pub struct LostFlag(Arc<Lost>);
+pub struct LostFlag(Arc<LostWord>);
 
 /// The memory on a rank's GPU that the other ranks write.
 #[derive(Debug)]
@@ -103,20 +103,20 @@ struct Inbox {
 }
 
 /// A word of host memory that all GPUs access. It is not zero after a GPU missed the time limit.
-struct Lost {
+struct LostWord {
     context: Arc<CudaContext>,
     word: NonNull<AtomicU32>,
 }
 
 // JUSTIFICATION: the pointer makes the type neither Send nor Sync.
 // SAFETY: it owns its memory, which is accessed only as an atomic.
-unsafe impl Send for Lost {}
+unsafe impl Send for LostWord {}
 // SAFETY: it owns its memory, which is accessed only as an atomic.
-unsafe impl Sync for Lost {}
+unsafe impl Sync for LostWord {}
 
 // === impl Together ===
 
-impl Together {
+impl CommonParams {
     /// Returns the bytes that each GPU reserves for packets from the others.
     pub fn inbox_bytes(&self, n_ranks: usize) -> usize {
         (self.inbox_words(n_ranks) + self.n_packets()) * size_of::<u32>()
@@ -143,7 +143,7 @@ impl Peers {
     pub fn all(
         cards: &[&ComputeCard],
         shown: &[RankMemory<'_>],
-        together: Together,
+        together: CommonParams,
     ) -> Result<Vec<Self>, CudaError> {
         let sizes = |shown: &RankMemory<'_>| [shown.part.len(), shown.out.len(), shown.whole.len()];
         assert!(cards.len() == shown.len() && cards.len() <= PEERS_MAX, "one `Shown` for each GPU");
@@ -156,7 +156,7 @@ impl Peers {
         let inbox = |card: &&ComputeCard| Inbox::new(card, together.inbox_words(cards.len()));
         let inboxes: Arc<[Inbox]> = cards.iter().map(inbox).collect::<Result<_, _>>()?;
         let Some(first) = cards.first() else { return Ok(Vec::new()) };
-        let lost = Arc::new(Lost::new(first.context())?);
+        let lost = Arc::new(LostWord::new(first.context())?);
         let rank = |(me, card): (usize, &&ComputeCard)| {
             let turn = zeroed(card, TURN + 1)?;
             let known = turn.slice(TURN..TURN + 1).address();
@@ -195,7 +195,7 @@ impl Peers {
     /// Returns the fields of `Inboxes` in `ranks.cuh`, in words, for one kernel that pushes packets. Such
     /// kernels run one after the other.
     pub(super) fn inboxes(&self, kernel: &'static str) -> Result<[u64; INBOXES_WORDS], CudaError> {
-        let Together { few_rows, width, .. } = self.together;
+        let CommonParams { few_rows, width, .. } = self.together;
         let Ranks { lost, known, patience_ns, n, me } = self.ranks;
         let mut words = [0; INBOXES_WORDS];
         let (at, rest) = words.split_at_mut(PEERS_MAX);
@@ -313,7 +313,7 @@ fn reach(from: &ComputeCard, to: &ComputeCard) -> Result<(), CudaError> {
 
 // === impl Lost ===
 
-impl Lost {
+impl LostWord {
     fn new(context: &Arc<CudaContext>) -> Result<Self, CudaError> {
         context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
         // JUSTIFICATION: only the driver can allocate memory that GPUs access.
@@ -334,19 +334,19 @@ impl Lost {
         unsafe { self.word.as_ref() }
     }
 
-    fn ranks(&self, together: Together, n: usize, me: usize, known: u64) -> Ranks {
+    fn ranks(&self, together: CommonParams, n: usize, me: usize, known: u64) -> Ranks {
         let patience_ns = u64::try_from(together.patience.as_nanos()).unwrap_or(u64::MAX);
         Ranks { lost: self.word.as_ptr() as u64, known, patience_ns, n: n as u32, me: me as u32 }
     }
 }
 
-impl fmt::Debug for Lost {
+impl fmt::Debug for LostWord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Lost({})", self.word().load(Ordering::Acquire))
     }
 }
 
-impl Drop for Lost {
+impl Drop for LostWord {
     fn drop(&mut self) {
         let _ = self.context.bind_to_thread();
         // JUSTIFICATION: the counterpart of `new`.
@@ -361,9 +361,9 @@ mod tests {
 
     #[test]
     fn an_inbox_has_room_for_two_rounds_of_every_sender() {
-        let together = Together { few_rows: 256, width: 4096, patience: Duration::from_secs(10) };
+        let together = CommonParams { few_rows: 256, width: 4096, patience: Duration::from_secs(10) };
         // Each packet of 16 bytes carries 8 bytes of numbers and has a 4-byte counter, so this is the size.
         assert_eq!(together.inbox_bytes(2), 2 * 2 * 256 * 4096 * 2 * 2 + 256 * 4096);
-        assert_eq!(Together { few_rows: 0, ..together }.inbox_bytes(4), 0);
+        assert_eq!(CommonParams { few_rows: 0, ..together }.inbox_bytes(4), 0);
     }
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use baton_kv_transfer::conformance::node::{Node, handoff};
 use baton_kv_transfer::{
-    ArrivedKv, ConnectorParts, KvConnector, LandRequest, Taper, TransferSettings, build,
+    ArrivedKv, ConnectorParts, FrameSizes, KvConnector, LandRequest, TransferSettings, build,
 };
 use device::cuda::{PageCopier, PageCopierSize};
 use kv_cache::{BlockLease, BlockPool, Holder, Holding, KvMemory, LayerFence};
@@ -37,13 +37,13 @@ pub(crate) struct How {
     pub(crate) multiprocessors: u32,
     pub(crate) ranks: (u16, u16),
     pub(crate) spin_us: u64,
-    pub(crate) taper: Option<Taper>,
+    pub(crate) taper: Option<FrameSizes>,
     /// Limit of the NCCL queues of a pair of nodes.
     pub(crate) nccl_queues: usize,
 }
 
 /// The times of one transfer, from the first `send` to the arrival and to the end of the sender's `finish`.
-struct Took {
+struct ElapsedTime {
     arrival: Duration,
     finish: Duration,
     /// A summary of the events of the last additional transfer.
@@ -166,7 +166,7 @@ fn ways() -> Vec<How> {
         How { spin_us: 0, ..NCCL },
         How { frame_bytes: 32 << 20, ..IPC },
         How { multiprocessors: 48, ..NCCL },
-        How { taper: Some(Taper { first_part: 4, least_part: 4, share: 1 }), ..IPC },
+        How { taper: Some(FrameSizes { first_part: 4, least_part: 4, share: 1 }), ..IPC },
         IPC,
         NCCL,
     ];
@@ -188,7 +188,10 @@ pub(crate) fn rate(took: Duration) -> f64 {
 }
 
 /// Measures nodes with several ranks, in memory of their own.
-async fn through_ranks((near, far): (Outcome<KvMemory>, Outcome<KvMemory>), how: How) -> Outcome<Took> {
+async fn through_ranks(
+    (near, far): (Outcome<KvMemory>, Outcome<KvMemory>),
+    how: How,
+) -> Outcome<ElapsedTime> {
     let (near, far) = (near?, far?);
     fill(&near);
     through_connector(&near, &far, how).await
@@ -244,7 +247,7 @@ fn plainly(near: &KvMemory, far: &KvMemory) -> Outcome<f64> {
 }
 
 /// Measures a transfer whose layers are all computed already.
-async fn through_connector(near: &KvMemory, far: &KvMemory, how: How) -> Outcome<Took> {
+async fn through_connector(near: &KvMemory, far: &KvMemory, how: How) -> Outcome<ElapsedTime> {
     let (prefill, decode) = (side("prefill", near, how).await?, side("decode", far, how).await?);
     let (from, _between) = prefill.blocks(how);
     let from = Arc::new(from);
@@ -264,7 +267,7 @@ async fn through_connector(near: &KvMemory, far: &KvMemory, how: How) -> Outcome
     prefill.ends().await?;
     decode.ends().await?;
     let (arrival, finish) = (median(arrivals.split_off(WARM_UP)), median(finishes.split_off(WARM_UP)));
-    Ok(Took { arrival, finish, marks, walk })
+    Ok(ElapsedTime { arrival, finish, marks, walk })
 }
 
 /// One transfer in progress.

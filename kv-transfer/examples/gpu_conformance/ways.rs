@@ -4,7 +4,7 @@
 use std::fmt::Write as _;
 use std::sync::Arc;
 
-use baton_kv_transfer::Taper;
+use baton_kv_transfer::FrameSizes;
 use device::cuda::nccl::Nccl;
 use kv_cache::KvMemory;
 use serde_json::{Value, json};
@@ -39,8 +39,10 @@ struct Seen {
 }
 
 fn rows() -> Vec<Row> {
-    let tapered =
-        |first_part, least_part, share| How { taper: Some(Taper { first_part, least_part, share }), ..NCCL };
+    let tapered = |first_part, least_part, share| How {
+        taper: Some(FrameSizes { first_part, least_part, share }),
+        ..NCCL
+    };
     let all = [
         ("as it is", NCCL),
         ("one queue", How { nccl_queues: 1, ..NCCL }),

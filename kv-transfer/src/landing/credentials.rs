@@ -38,12 +38,12 @@ impl Credentials {
 
 /// The summaries that a sender must show to open this node's landings.
 #[derive(Debug)]
-pub(super) struct Demands {
+pub(super) struct ExpectedSummaries {
     layout: u64,
     fingerprint: u64,
 }
 
-impl Demands {
+impl ExpectedSummaries {
     pub(super) fn of(landing: &Landing) -> Self {
         Self {
             layout: summary::layout(&landing.layout),

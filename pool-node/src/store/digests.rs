@@ -15,11 +15,11 @@ pub struct BlockDigests {
     memory: KvMemory,
     /// The entries by the block's index in the first group. The mutex is held for one look-up, never across
     /// an await.
-    by_index: Mutex<Vec<Option<Entry>>>,
+    by_index: Mutex<Vec<Option<BlockEntry>>>,
 }
 
 #[derive(Clone, Debug)]
-struct Entry {
+struct BlockEntry {
     /// The number of tokens in the block. Only the last block of a sequence can be partly filled.
     n_tokens: u16,
     digests: Vec<Digest>,
@@ -37,7 +37,7 @@ impl BlockDigests {
     /// block.
     pub fn note(&self, lease: &BlockLease, ordinal: usize, n_tokens: u16) {
         let Some(digests) = self.digests(lease, ordinal, n_tokens) else { return };
-        self.by_index()[index(lease, ordinal)] = Some(Entry { n_tokens, digests, is_spoilt: false });
+        self.by_index()[index(lease, ordinal)] = Some(BlockEntry { n_tokens, digests, is_spoilt: false });
     }
 
     /// Returns whether a block of `lease` still matches its digests. A block that does not match is marked
@@ -75,7 +75,7 @@ impl BlockDigests {
         Some(digests)
     }
 
-    fn by_index(&self) -> MutexGuard<'_, Vec<Option<Entry>>> {
+    fn by_index(&self) -> MutexGuard<'_, Vec<Option<BlockEntry>>> {
         self.by_index.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

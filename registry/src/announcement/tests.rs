@@ -87,7 +87,7 @@ fn gate() -> Gate {
     Gate::new("test")
 }
 
-async fn stands(announcement: &Announcement, wanted: Standing) {
+async fn stands(announcement: &Announcement, wanted: AnnouncementState) {
     let mut standings = announcement.standings();
     in_time(standings.wait_for(|standing| *standing == wanted)).await.expect("the task runs");
 }
@@ -96,7 +96,7 @@ async fn stands(announcement: &Announcement, wanted: Standing) {
 async fn signs_of_life_are_regular_and_few() {
     let registry = Scripted::default();
     let announcement = registry.keep(&gate()).await.expect("announced");
-    assert_eq!(announcement.standing(), Standing::Member);
+    assert_eq!(announcement.standing(), AnnouncementState::Member);
     tokio::time::sleep(Duration::from_secs(60)).await;
     let n_beats = registry.calls().iter().filter(|call| **call == Call::KeepAlive).count();
     assert!(
@@ -109,7 +109,7 @@ async fn signs_of_life_are_regular_and_few() {
 async fn an_unreachable_registry_is_no_error() {
     let registry = Scripted::new([Answer::Away, Answer::Silence, Answer::Away]);
     let mut announcement = registry.keep(&gate()).await.expect("it goes on trying");
-    assert_eq!(announcement.standing(), Standing::Trying);
+    assert_eq!(announcement.standing(), AnnouncementState::Trying);
     in_time(announcement.announced()).await;
     assert_eq!(registry.calls(), [Call::Announce; 4]);
 }
@@ -128,7 +128,7 @@ async fn a_lost_lease_is_announced_again_at_once() {
     let announcement = registry.keep(&gate()).await.expect("announced");
     tokio::time::sleep(TERMS.beat).await;
     assert_eq!(registry.calls(), [Call::Announce, Call::KeepAlive, Call::Announce]);
-    assert_eq!(announcement.standing(), Standing::Member);
+    assert_eq!(announcement.standing(), AnnouncementState::Member);
     let calls = registry.calls.lock().expect("not poisoned");
     assert_eq!(calls[1].1, calls[2].1);
 }
@@ -141,7 +141,7 @@ async fn a_registry_that_is_away_for_a_moment_changes_nothing() {
     standings.mark_unchanged();
     tokio::time::sleep(Duration::from_secs(20)).await;
     assert!(registry.calls().iter().skip(1).all(|call| *call == Call::KeepAlive));
-    assert_eq!(*standings.borrow_and_update(), Standing::Member);
+    assert_eq!(*standings.borrow_and_update(), AnnouncementState::Member);
 }
 
 #[tokio::test(start_paused = true)]
@@ -149,7 +149,7 @@ async fn a_registry_that_is_away_for_longer_than_the_lease_is_waited_for() {
     let registry = Scripted::new([Answer::Yes].into_iter().chain([Answer::Away; 30]).chain([Answer::Lost]));
     let mut announcement = registry.keep(&gate()).await.expect("announced");
     let began = Instant::now();
-    stands(&announcement, Standing::Trying).await;
+    stands(&announcement, AnnouncementState::Trying).await;
     assert!((9..=12).contains(&began.elapsed().as_secs()), "as soon as the lease may have lapsed");
     in_time(announcement.announced()).await;
     assert_eq!(registry.calls().last(), Some(&Call::Announce));
@@ -159,7 +159,7 @@ async fn a_registry_that_is_away_for_longer_than_the_lease_is_waited_for() {
 async fn a_later_life_is_waited_for() {
     let registry = Scripted::new([Answer::Later, Answer::Later]);
     let mut announcement = registry.keep(&gate()).await.expect("it goes on trying");
-    assert_eq!(announcement.standing(), Standing::Superseded);
+    assert_eq!(announcement.standing(), AnnouncementState::Superseded);
     in_time(announcement.announced()).await;
 }
 

@@ -19,7 +19,7 @@ use crate::error::RegistryError;
 use crate::memory::{TTL, terms};
 use crate::open::RegistryParts;
 use crate::url::{RegistryUrl, port_of};
-use crate::watch::{AllNodes, Feed, News, follow};
+use crate::watch::{AllNodes, Feed, RegistryMessage, follow};
 use crate::{MembershipEvent, Registry};
 
 /// The registry that the router at an address serves. A restarted router has lost its members; each member
@@ -141,7 +141,7 @@ struct GrpcFeed {
 
 #[async_trait]
 impl Feed for GrpcFeed {
-    async fn next(&mut self) -> Result<Vec<News>, RegistryError> {
+    async fn next(&mut self) -> Result<Vec<RegistryMessage>, RegistryError> {
         if self.connection.is_none() {
             self.connection = Some(self.connect().await?);
         }
@@ -176,21 +176,21 @@ impl GrpcFeed {
 
     /// Converts an event of the router. Events that cannot be decoded come from a newer version and are
     /// ignored.
-    fn read(&mut self, event: v1::WatchEvent) -> Vec<News> {
+    fn read(&mut self, event: v1::WatchEvent) -> Vec<RegistryMessage> {
         match event.event {
             Some(Event::Snapshot(snapshot)) => vec![self.read_snapshot(snapshot)],
-            Some(Event::Joined(node)) => read_node(node).map(News::Is).into_iter().collect(),
-            Some(Event::Left(left)) => vec![News::Gone(NodeId::new(left.id))],
+            Some(Event::Joined(node)) => read_node(node).map(RegistryMessage::Is).into_iter().collect(),
+            Some(Event::Left(left)) => vec![RegistryMessage::Gone(NodeId::new(left.id))],
             None => Vec::new(),
         }
     }
 
-    fn read_snapshot(&mut self, snapshot: v1::Snapshot) -> News {
+    fn read_snapshot(&mut self, snapshot: v1::Snapshot) -> RegistryMessage {
         let forgot = self.life.is_some_and(|life| life != snapshot.life);
         self.life = Some(snapshot.life);
         self.ttl = Duration::from_millis(snapshot.ttl_ms);
         let nodes = snapshot.nodes.into_iter().filter_map(read_node).collect();
-        News::All(AllNodes { nodes, forgot })
+        RegistryMessage::All(AllNodes { nodes, forgot })
     }
 }
 

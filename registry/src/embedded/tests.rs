@@ -13,11 +13,11 @@ use tokio::net::{TcpListener, TcpStream};
 use tonic::service::Routes;
 
 use super::*;
-use crate::conformance::{Subject, Watcher, announced, in_time, left, node};
-use crate::error::Trouble;
+use crate::conformance::{RegistryUnderTest, Watcher, announced, in_time, left, node};
+use crate::error::RegistryProblem;
 use crate::url::RegistryUrl;
 use crate::watch::Feed as _;
-use crate::{MembershipEvent, MemoryRegistry, Registry, RegistryParts, Standing};
+use crate::{AnnouncementState, MembershipEvent, MemoryRegistry, Registry, RegistryParts};
 
 /// The shortest lease that works on a loaded machine.
 const TTL: Duration = Duration::from_secs(1);
@@ -76,9 +76,13 @@ fn client(address: &str) -> EmbeddedRegistry {
     EmbeddedRegistry::new(address, World::real(), Gate::new("test"))
 }
 
-async fn subject() -> Subject {
+async fn subject() -> RegistryUnderTest {
     let router = Router::start().await;
-    Subject { one: Arc::new(router.client()), two: Arc::new(router.client()), keep: Box::new(router) }
+    RegistryUnderTest {
+        one: Arc::new(router.client()),
+        two: Arc::new(router.client()),
+        keep: Box::new(router),
+    }
 }
 
 crate::conformance!(
@@ -135,7 +139,7 @@ async fn nodes_may_start_before_their_router() {
     let address = router.stop().await;
     let client = client(&address);
     let mut a = in_time(client.announce(node("a", 1))).await.expect("away is no error");
-    assert_eq!(a.standing(), Standing::Trying);
+    assert_eq!(a.standing(), AnnouncementState::Trying);
     let mut watcher = Watcher::of(&client).await;
     let router = Router::start_at(&address).await;
     in_time(a.announced()).await;
@@ -184,10 +188,10 @@ async fn who_does_not_have_the_secret_neither_announces_nor_watches() {
         let stranger = registry_in(stranger);
         for impostor in [node("invented", 1), node("a", 9)] {
             let refused = in_time(stranger.announce(impostor)).await.expect_err("it has no secret");
-            assert_eq!(refused.trouble(), Trouble::Secret, "{}", types::in_full(&refused));
+            assert_eq!(refused.trouble(), RegistryProblem::Secret, "{}", types::in_full(&refused));
         }
         let refused = in_time(stranger.feed().next()).await.map(drop).expect_err("nor may it look");
-        assert_eq!(refused.trouble(), Trouble::Secret, "{}", types::in_full(&refused));
+        assert_eq!(refused.trouble(), RegistryProblem::Secret, "{}", types::in_full(&refused));
     }
     assert_eq!(router.registry.members(), [node("a", 1)]);
     let refusals = router_world.identity().refusals();

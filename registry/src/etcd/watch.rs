@@ -22,14 +22,14 @@ use super::keys::{Key, Keys};
 use super::settings::EtcdSettings;
 use crate::announcement::within;
 use crate::error::RegistryError;
-use crate::watch::{AllNodes, Feed, News};
+use crate::watch::{AllNodes, Feed, RegistryMessage};
 
 pub(crate) struct EtcdFeed {
     settings: EtcdSettings,
     keys: Keys,
     identity: Identity,
     connection: Option<Connection>,
-    heard: Option<Heard>,
+    heard: Option<EtcdState>,
 }
 
 /// An open watch. etcd ends it when `_requests` is dropped. The connection closes with the last client.
@@ -41,7 +41,7 @@ struct Connection {
 
 /// What etcd last reported about its data, to detect an etcd that has lost them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Heard {
+struct EtcdState {
     revision: i64,
     /// The value of the key `life`, if the key existed.
     life: Option<Vec<u8>>,
@@ -56,7 +56,7 @@ impl EtcdFeed {
 
 #[async_trait]
 impl Feed for EtcdFeed {
-    async fn next(&mut self) -> Result<Vec<News>, RegistryError> {
+    async fn next(&mut self) -> Result<Vec<RegistryMessage>, RegistryError> {
         let Some(connection) = &mut self.connection else {
             return Ok(vec![within("watch etcd", self.connect()).await?]);
         };
@@ -76,7 +76,7 @@ impl Feed for EtcdFeed {
 impl EtcdFeed {
     /// Reads all keys and watches from the next revision on. If etcd compacts its history in between, the watch ends
     /// with an error, and the feed connects again.
-    async fn connect(&mut self) -> Result<News, RegistryError> {
+    async fn connect(&mut self) -> Result<RegistryMessage, RegistryError> {
         let client = EtcdClient::connect(&self.settings).await?;
         let prefix = self.keys.prefix();
         let (key, range_end) = (prefix.as_bytes().to_vec(), prefix_end(prefix));
@@ -90,7 +90,7 @@ impl EtcdFeed {
         Ok(self.read_state(&state, revision))
     }
 
-    fn read_state(&mut self, state: &RangeResponse, revision: i64) -> News {
+    fn read_state(&mut self, state: &RangeResponse, revision: i64) -> RegistryMessage {
         let (mut nodes, mut life) = (Vec::new(), None);
         for entry in &state.kvs {
             match self.keys.read(&entry.key) {
@@ -99,13 +99,13 @@ impl EtcdFeed {
                 Key::Other => {}
             }
         }
-        let now = Heard { revision, life };
+        let now = EtcdState { revision, life };
         let forgot = self.heard.as_ref().is_some_and(|before| now.forgot(before));
         self.heard = Some(now);
-        News::All(AllNodes { nodes, forgot })
+        RegistryMessage::All(AllNodes { nodes, forgot })
     }
 
-    fn read(&mut self, heard: Option<WatchResponse>) -> Result<Vec<News>, RegistryError> {
+    fn read(&mut self, heard: Option<WatchResponse>) -> Result<Vec<RegistryMessage>, RegistryError> {
         let heard = heard.ok_or_else(|| interrupted("etcd ended it"))?;
         if heard.canceled {
             return Err(interrupted(&cancel_reason(&heard)));
@@ -122,10 +122,10 @@ impl EtcdFeed {
         Ok(news)
     }
 
-    fn read_event(&mut self, event: EventType, entry: &KeyValue) -> Option<News> {
+    fn read_event(&mut self, event: EventType, entry: &KeyValue) -> Option<RegistryMessage> {
         match (self.keys.read(&entry.key), event) {
-            (Key::Node(id), EventType::Put) => self.read_node(&id, entry).map(News::Is),
-            (Key::Node(id), EventType::Delete) => Some(News::Gone(id)),
+            (Key::Node(id), EventType::Put) => self.read_node(&id, entry).map(RegistryMessage::Is),
+            (Key::Node(id), EventType::Delete) => Some(RegistryMessage::Gone(id)),
             (Key::Life, _) => {
                 if let Some(heard) = &mut self.heard {
                     heard.life = (event == EventType::Put).then(|| entry.value.to_vec());
@@ -146,7 +146,7 @@ impl EtcdFeed {
     }
 }
 
-impl Heard {
+impl EtcdState {
     /// Returns whether etcd has lost its data since `before`. Otherwise the revision only grows and the mark
     /// does not change. (A restored backup has the same mark and an older revision.)
     fn forgot(&self, before: &Self) -> bool {
@@ -195,7 +195,7 @@ mod tests {
 
     #[test]
     fn data_is_the_same_or_lost() {
-        let heard = |revision, life: Option<&str>| Heard {
+        let heard = |revision, life: Option<&str>| EtcdState {
             revision,
             life: life.map(|life| life.as_bytes().to_vec()),
         };

@@ -2,7 +2,7 @@ use chassis::{Gate, World};
 
 use super::*;
 use crate::MemoryRegistry;
-use crate::conformance::{Subject, Watcher, announced, in_time, left, node};
+use crate::conformance::{RegistryUnderTest, Watcher, announced, in_time, left, node};
 
 fn flaky() -> (Flaky<MemoryRegistry>, FaultSwitch, MemoryRegistry) {
     let parts = RegistryParts { world: World::seeded(1), gate: Gate::new("test") };
@@ -11,9 +11,9 @@ fn flaky() -> (Flaky<MemoryRegistry>, FaultSwitch, MemoryRegistry) {
     (flaky, switch, inner)
 }
 
-async fn subject() -> Subject {
+async fn subject() -> RegistryUnderTest {
     let (one, _, inner) = flaky();
-    Subject { one: Arc::new(one), two: Arc::new(inner), keep: Box::new(()) }
+    RegistryUnderTest { one: Arc::new(one), two: Arc::new(inner), keep: Box::new(()) }
 }
 
 crate::conformance!(
@@ -31,7 +31,7 @@ async fn away_and_back() {
     let _b = announced(&inner, node("b", 1)).await;
     let mut c = in_time(flaky.announce(node("c", 1))).await.expect("away is no error");
     tokio::time::timeout(Duration::from_secs(30), watcher.next()).await.expect_err("nothing is heard");
-    assert_eq!(c.standing(), Standing::Trying);
+    assert_eq!(c.standing(), AnnouncementState::Trying);
     switch.back();
     in_time(c.announced()).await;
     let read = watcher.sees(&[node("a", 1), node("b", 1), node("c", 1)]).await;

@@ -1,13 +1,13 @@
 use super::*;
-use crate::conformance::{Subject, Watcher, announced, in_time, left, node};
+use crate::conformance::{RegistryUnderTest, Watcher, announced, in_time, left, node};
 
 fn registry() -> MemoryRegistry {
     MemoryRegistry::new(TTL, World::seeded(1), Gate::new("test"))
 }
 
-async fn subject() -> Subject {
+async fn subject() -> RegistryUnderTest {
     let registry = registry();
-    Subject { one: Arc::new(registry.clone()), two: Arc::new(registry), keep: Box::new(()) }
+    RegistryUnderTest { one: Arc::new(registry.clone()), two: Arc::new(registry), keep: Box::new(()) }
 }
 
 crate::conformance!(

@@ -9,7 +9,7 @@ const TTL: Duration = Duration::from_secs(10);
 
 /// One answer of the scripted feed: news, an error, or silence for some time.
 enum Line {
-    Says(Vec<News>),
+    Says(Vec<RegistryMessage>),
     Breaks,
     IsSilentFor(Duration),
 }
@@ -18,7 +18,7 @@ struct Script(VecDeque<Line>);
 
 #[async_trait]
 impl Feed for Script {
-    async fn next(&mut self) -> Result<Vec<News>, RegistryError> {
+    async fn next(&mut self) -> Result<Vec<RegistryMessage>, RegistryError> {
         loop {
             let began = Instant::now();
             match self.0.front_mut() {
@@ -47,7 +47,7 @@ impl Feed for Script {
 }
 
 fn all(nodes: &[NodeInfo], forgot: bool) -> Line {
-    Line::Says(vec![News::All(AllNodes { nodes: nodes.to_vec(), forgot })])
+    Line::Says(vec![RegistryMessage::All(AllNodes { nodes: nodes.to_vec(), forgot })])
 }
 
 fn watcher(script: impl IntoIterator<Item = Line>) -> Watcher {
@@ -58,9 +58,13 @@ fn watcher(script: impl IntoIterator<Item = Line>) -> Watcher {
 async fn news_become_events_in_order() {
     let mut watcher = watcher([
         all(&[node("a", 1)], false),
-        Line::Says(vec![News::Is(node("b", 1)), News::Is(node("a", 2)), News::Gone(NodeId::new("b"))]),
-        Line::Says(vec![News::Gone(NodeId::new("unknown")), News::Is(node("a", 2))]),
-        Line::Says(vec![News::Gone(NodeId::new("a"))]),
+        Line::Says(vec![
+            RegistryMessage::Is(node("b", 1)),
+            RegistryMessage::Is(node("a", 2)),
+            RegistryMessage::Gone(NodeId::new("b")),
+        ]),
+        Line::Says(vec![RegistryMessage::Gone(NodeId::new("unknown")), RegistryMessage::Is(node("a", 2))]),
+        Line::Says(vec![RegistryMessage::Gone(NodeId::new("a"))]),
     ]);
     assert_eq!(watcher.next().await, MembershipEvent::Snapshot(vec![node("a", 1)]));
     assert_eq!(watcher.next().await, MembershipEvent::Joined(node("b", 1)));
@@ -92,7 +96,7 @@ async fn forgotten_members_get_a_lease_to_come_back() {
         Line::Breaks,
         all(&[], true),
         Line::IsSilentFor(TTL / 2),
-        Line::Says(vec![News::Is(node("a", 1))]),
+        Line::Says(vec![RegistryMessage::Is(node("a", 1))]),
     ]);
     watcher.next().await;
     let both = MembershipEvent::Snapshot(vec![node("a", 1), node("b", 1)]);
@@ -109,9 +113,13 @@ async fn after_an_outage_departures_are_doubted() {
         let script = [all(&[node("a", 1), node("b", 1)], false)].into_iter().chain(away);
         let script = script.chain([
             all(&[node("a", 1)], false),
-            Line::Says(vec![News::Gone(NodeId::new("a"))]),
+            Line::Says(vec![RegistryMessage::Gone(NodeId::new("a"))]),
             Line::IsSilentFor(TTL / 2),
-            Line::Says(vec![News::Is(node("a", 1)), News::Is(node("b", 1)), News::Is(node("c", 1))]),
+            Line::Says(vec![
+                RegistryMessage::Is(node("a", 1)),
+                RegistryMessage::Is(node("b", 1)),
+                RegistryMessage::Is(node("c", 1)),
+            ]),
         ]);
         let mut watcher = watcher(script);
         watcher.next().await;
@@ -131,8 +139,8 @@ async fn no_node_is_given_up_while_the_registry_is_away() {
     let mut watcher =
         watcher([all(&[node("a", 1)], false), Line::Breaks, all(&[], true)].into_iter().chain(away).chain([
             all(&[], false),
-            Line::Says(vec![News::Is(node("a", 1))]),
-            Line::Says(vec![News::Is(node("z", 1))]),
+            Line::Says(vec![RegistryMessage::Is(node("a", 1))]),
+            Line::Says(vec![RegistryMessage::Is(node("z", 1))]),
         ]));
     for _ in 0..3 {
         assert_eq!(watcher.next().await, MembershipEvent::Snapshot(vec![node("a", 1)]));

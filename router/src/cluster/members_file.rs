@@ -7,7 +7,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::Instant;
 use tracing::warn;
 
-/// The time after the start without an answer of the registry, after which the file is read.
+/// The wait for the registry's first answer after the start. If none comes, the file is read.
 const SILENT_FOR: Duration = Duration::from_secs(1);
 /// The delay between a change and the write: a start or a rollout changes the members many times.
 const WRITE_AFTER: Duration = Duration::from_secs(1);

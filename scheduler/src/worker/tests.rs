@@ -261,7 +261,7 @@ fn a_full_context_ends_a_sequence() {
 
 #[test]
 fn sequences_that_outgrow_the_pool_together_all_finish() {
-    // Case F18: each sequence fits, but the sum of their growth does not.
+    // Case F18: each sequence fits in the pool, but the sum of their growth does not.
     for steps_in_flight_max in [1, 2] {
         let settings = SchedulerSettings { growth_blocks: 0, steps_in_flight_max, ..roomy() };
         let mut rig = Rig::new(24, settings);

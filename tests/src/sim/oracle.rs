@@ -114,7 +114,10 @@ impl Lifetimes {
                     let is_over =
                         self.must_be_over(plan, &node.shape.name, &key.1, since).is_some_and(|at| at < now);
                     if is_over && node.keeps_time(OUTLIVES_BY) {
-                        log.accuse(format_args!("{}: blocks outlive their request: {}", key.0, key.1));
+                        log.accuse(format_args!(
+                            "{}: blocks outlive their request, held since {since:?}: {}",
+                            key.0, key.1
+                        ));
                     }
                     held_since.insert(key, since);
                 }

@@ -19,11 +19,22 @@ pub(super) struct SecureStream {
     tls: TlsStream<BufReader<Stream>>,
     /// Bytes that are encrypted, and that a write has not reported yet. The caller repeats that write.
     unreported: Option<usize>,
+    /// An error after bytes that were read; the next read reports it.
+    failed: Option<io::Error>,
 }
 
 impl SecureStream {
     pub(super) fn new(tls: TlsStream<BufReader<Stream>>) -> Self {
-        Self { tls, unreported: None }
+        Self { tls, unreported: None, failed: None }
+    }
+
+    /// Reads at most one record.
+    fn poll_record(&mut self, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        match ready!(Pin::new(&mut self.tls).poll_read(cx, buf)) {
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Poll::Ready(Ok(())),
+            Err(error) => Poll::Ready(Err(explained(error))),
+            Ok(()) => Poll::Ready(Ok(())),
+        }
     }
 
     fn poll_flushed(&mut self, cx: &mut Context<'_>, n: usize) -> Poll<io::Result<usize>> {
@@ -40,11 +51,21 @@ impl AsyncRead for SecureStream {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        match ready!(Pin::new(&mut self.tls).poll_read(cx, buf)) {
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Poll::Ready(Ok(())),
-            Err(error) => Poll::Ready(Err(explained(error))),
-            Ok(()) => Poll::Ready(Ok(())),
+        if let Some(error) = self.failed.take() {
+            return Poll::Ready(Err(error));
         }
+        ready!(self.poll_record(cx, buf))?;
+        // A record has 16 KiB. Readers of KV have work of their own for each read, so further records follow.
+        while buf.remaining() > 0 && !self.tls.get_ref().0.buffer().is_empty() {
+            let filled = buf.filled().len();
+            match self.poll_record(cx, buf) {
+                Poll::Ready(Err(error)) => self.failed = Some(error),
+                Poll::Ready(Ok(())) if buf.filled().len() > filled => continue,
+                Poll::Ready(Ok(())) | Poll::Pending => {}
+            }
+            break;
+        }
+        Poll::Ready(Ok(()))
     }
 }
 

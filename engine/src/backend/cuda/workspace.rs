@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use device::cuda::{Bf16, Buffer, CudaError};
 use kernels::cuda::ops::{FEW_ROWS_MAX, FewRowsForm, FusedKernel, SKINNY_FORMS, SKINNY_ROWS_MAX};
-use kernels::cuda::{ComputeCard, DecodeAttention, DrawRow, EDIT_WORDS, Outcome, RankMemory, Together};
+use kernels::cuda::{CommonParams, ComputeCard, DecodeAttention, DrawRow, EDIT_WORDS, Outcome, RankMemory};
 
 use super::draws::EDITS_OF_ROW;
 use super::graph_sizes::GraphSizes;
@@ -131,10 +131,10 @@ impl WorkspaceShape {
     }
 
     /// Returns the sizes that are equal on all ranks; `None` with one rank.
-    pub(super) fn together(&self) -> Option<Together> {
+    pub(super) fn together(&self) -> Option<CommonParams> {
         let width = self.sizes.hidden;
         let few_rows = (FEW_BYTES_MAX / (width * size_of::<Bf16>())).clamp(1, self.limits.rows);
-        let together = Together { few_rows, width, patience: PATIENCE };
+        let together = CommonParams { few_rows, width, patience: PATIENCE };
         (self.sizes.share.n_ranks > 1).then_some(together)
     }
 

@@ -32,7 +32,7 @@ use super::unix;
 use crate::connector::{Auto, KvConnector, WireKind};
 use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
-use crate::settings::Taper;
+use crate::settings::FrameSizes;
 use crate::wire_threads::WireThreads;
 
 pub const SCHEME: &str = "cuda-ipc";
@@ -51,7 +51,7 @@ const MULTIPROCESSORS: u32 = 16;
 /// The sizes of consecutive frames. The first frame has 8 MiB, and is copied while the next ones are
 /// announced. The last frames are shares of the rest, so that all lanes end at about the same time, and the
 /// last digests soon after.
-const TAPER: Taper = Taper { first_part: 6, least_part: 6, share: 4 };
+const TAPER: FrameSizes = FrameSizes { first_part: 6, least_part: 6, share: 4 };
 /// The number of a link's streams. Each has one frame in progress at a time.
 const STREAMS: u16 = 6;
 

@@ -105,7 +105,7 @@ impl Link {
         wire_threads: WireThreads,
         send_path: Arc<dyn KvSendPath>,
     ) -> Result<Self, TransferError> {
-        let maker = Maker { endpoint, parts, send_path: &*send_path, link: parts.world.draw() };
+        let maker = StreamParams { endpoint, parts, send_path: &*send_path, link: parts.world.draw() };
         let n_streams = parts.settings.streams.clamp(1, STREAMS_MAX);
         let (met, first) = maker.stream(0).await?;
         let mut made = vec![first];
@@ -121,7 +121,7 @@ impl Link {
     }
 
     fn over(
-        maker: &Maker<'_>,
+        maker: &StreamParams<'_>,
         made: Vec<FrameHalves>,
         peer: Peer,
         wire_threads: WireThreads,
@@ -407,14 +407,14 @@ pub(super) fn alive_interval(stall: Duration) -> tokio::time::Interval {
 // === making a stream ===
 
 /// The parameters that all streams of one link have in common.
-struct Maker<'a> {
+struct StreamParams<'a> {
     endpoint: &'a str,
     parts: &'a ConnectorParts,
     send_path: &'a dyn KvSendPath,
     link: u64,
 }
 
-impl Maker<'_> {
+impl StreamParams<'_> {
     /// Makes one stream, and returns the peer that answered.
     async fn stream(&self, stream: u16) -> Result<(Peer, FrameHalves), TransferError> {
         let (parts, stall) = (self.parts, self.parts.settings.stall());

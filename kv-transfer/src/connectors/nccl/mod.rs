@@ -43,7 +43,7 @@ use super::link::connector::{LinkAddress, LinkConnector};
 use crate::connector::{Auto, KvConnector, WireKind};
 use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
-use crate::settings::Taper;
+use crate::settings::FrameSizes;
 use crate::wire_threads::WireThreads;
 
 pub const SCHEME: &str = "nccl";
@@ -61,7 +61,7 @@ const MESSAGES_LARGER: usize = 128;
 /// The sizes of consecutive messages. Only the last ones are small, because each message costs NCCL some
 /// microseconds. They are scattered after everything has come. The first one is gathered while NCCL launches
 /// it.
-const TAPER: Taper = Taper { first_part: 1, least_part: 4, share: 2 };
+const TAPER: FrameSizes = FrameSizes { first_part: 1, least_part: 4, share: 2 };
 
 /// Listens on a port beside that of `tcp`. Fails if the KV is not on a GPU, if it cannot be moved 16 bytes at
 /// a time, or if there is no NCCL.

@@ -73,7 +73,7 @@ impl KvSendPath for ShmSendPath {
             return Ok(());
         }
         let (runs, digests) = (span.runs(parts), span.digests(parts)?);
-        let pointing = Pointing { shown: self, parts, span: &span, runs, digests };
+        let pointing = OutgoingFrame { shown: self, parts, span: &span, runs, digests };
         match parts.faults.next(pointing.runs.bytes()) {
             None => writer.write(&pointing.frame().await?).await,
             Some(fault) => pointing.write_with(fault, writer).await,
@@ -86,7 +86,7 @@ impl KvSendPath for ShmSendPath {
 }
 
 /// One frame that is about to be sent.
-struct Pointing<'a> {
+struct OutgoingFrame<'a> {
     shown: &'a ShmSendPath,
     parts: &'a ConnectorParts,
     span: &'a SpanOut,
@@ -94,7 +94,7 @@ struct Pointing<'a> {
     digests: Vec<Digest>,
 }
 
-impl Pointing<'_> {
+impl OutgoingFrame<'_> {
     async fn frame(&self) -> Result<Frame, TransferError> {
         match self.shown.in_place {
             true => Ok(self.frame_of(KvPlace::Pieces(self.runs.pieces(&self.shown.memory)))),
