@@ -170,6 +170,9 @@ run_long() {
     TEST_OUTAGE_S=60 cargo test --release --package baton-tests --test outages -- etcd_may_be_away
     say "long: 60,000 silent connections at all ports for three minutes"
     TEST_FLOOD_S=180 cargo test --release --package baton-tests --test silence -- silent_connections_at_all_ports
+    say "long: 4,096 prompts of 8,192 tokens for room for 64"
+    TEST_LINE_PROMPTS=4096 TEST_LINE_TOKENS=8192 TEST_LINE_ROOMS=64 \
+        cargo test --release --package baton-tests --test line -- nodes_are_asked_in_order
     say "long: first-token times of two tenants over 1,000 rounds"
     TEST_TIMING_ROUNDS=1000 cargo test --release --package baton-tests --test tenants -- \
         another_tenants_cache a_cache_salt --test-threads=1

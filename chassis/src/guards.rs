@@ -22,12 +22,18 @@ pub enum Guard {
     LeaseExpiry,
     /// The rule that the last token of a fully cached prompt is computed.
     LastToken,
+    /// The rule that a ticket leaves its line when its request ends.
+    LineTicket,
+    /// The rule that an admitted ticket does not wait any longer.
+    Admission,
+    /// The rule that a request's assigned work ends with the attempt.
+    Assignment,
     /// The rule that a watcher replaces its state by the registry's after a gap.
     Resync,
 }
 
 impl Guard {
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 12] = [
         Self::Grant,
         Self::Epoch,
         Self::Quiet,
@@ -36,6 +42,9 @@ impl Guard {
         Self::DeadlineReaper,
         Self::LeaseExpiry,
         Self::LastToken,
+        Self::LineTicket,
+        Self::Admission,
+        Self::Assignment,
         Self::Resync,
     ];
 }

@@ -1,6 +1,7 @@
 //! The check of a grammar's text without a model's vocabulary. The router does it for each request.
 //!
-//! Whether a grammar can be compiled does not depend on the vocabulary, so a vocabulary of single bytes serves.
+//! Whether a grammar can be compiled does not depend on the bytes of the vocabulary, so a vocabulary of single bytes serves.
+//! A grammar that names tokens by their ids needs one with as many tokens as the model has.
 
 use std::sync::{Arc, LazyLock};
 
@@ -16,23 +17,33 @@ use crate::sources;
 /// The most schemas that are compiled to find the place of an error.
 const PLACES_MAX: usize = 200;
 
+/// The number of bytes, and the token that ends an answer.
+const N_BYTES: u32 = u8::MAX as u32 + 1;
+
 /// Compiles grammars over a vocabulary of single bytes.
-static BYTES: LazyLock<ParserFactory> = LazyLock::new(|| {
+static BYTES: LazyLock<ParserFactory> = LazyLock::new(|| factory(N_BYTES + 1));
+
+/// Returns what compiles grammars over single bytes and tokens without bytes, together `n_tokens`.
+fn factory(n_tokens: u32) -> ParserFactory {
     let mut words: Vec<Vec<u8>> = (0..=u8::MAX).map(|byte| vec![byte]).collect();
-    words.push(Vec::new());
-    let end = words.len() as u32 - 1;
-    let trie = TokTrie::from(&TokRxInfo::new(end + 1, end), &words);
+    words.resize(n_tokens.max(N_BYTES + 1) as usize, Vec::new());
+    let trie = TokTrie::from(&TokRxInfo::new(words.len() as u32, N_BYTES), &words);
     let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
     let factory = ParserFactory::new(&env, InferenceCapabilities::default(), &[]);
     limited(factory.expect("a vocabulary of bytes is valid"))
-});
+}
 
-/// Compiles a grammar and drops the result. Refuses it if a part of it cannot be enforced, and names the place.
+/// Compiles a grammar for a model with `n_tokens` tokens and drops the result. Refuses it if a part of it cannot be
+/// enforced, and names the place.
 ///
 /// Takes up to about a second for the worst texts, so it belongs on a blocking thread.
-pub fn check(grammar: &Grammar) -> Result<(), GrammarError> {
+pub fn check(grammar: &Grammar, n_tokens: u32) -> Result<(), GrammarError> {
     let parsed = sources::parsed(grammar)?;
-    let Err(error) = BYTES.create_parser(parsed) else { return Ok(()) };
+    let parser = match sources::names_tokens(grammar) {
+        true => factory(n_tokens).create_parser(parsed),
+        false => BYTES.create_parser(parsed),
+    };
+    let Err(error) = parser else { return Ok(()) };
     let reason = plain(&error);
     match grammar.kind() {
         GrammarKind::JsonSchema => Err(placed(&sources::schema(grammar.text())?, reason)),

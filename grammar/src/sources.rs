@@ -3,7 +3,7 @@
 use llguidance::JsonCompileOptions;
 use llguidance::api::TopLevelGrammar;
 use serde_json::Value;
-use types::{Grammar, GrammarKind};
+use types::{Grammar, GrammarKind, TokenId};
 
 use crate::error::GrammarError;
 use crate::limits::check_length;
@@ -11,6 +11,8 @@ use crate::limits::check_length;
 /// White space between two tokens of JSON: a space, or a line break with indentation. Without an end a model could write
 /// white space until its last token.
 const WHITE_SPACE: &str = r" |\r?\n[ \t]{0,32}";
+/// The beginning of a symbol that names tokens by their ids.
+const TOKEN: &str = "<[";
 /// The key with which llguidance's own options stand in a schema.
 const OPTIONS_KEY: &str = "x-guidance";
 
@@ -37,8 +39,28 @@ pub fn lark(text: &str) -> Grammar {
 
 /// Returns the grammar of answers that are one of these texts.
 pub fn choice<'a>(texts: impl IntoIterator<Item = &'a str>) -> Grammar {
-    let quoted: Vec<String> = texts.into_iter().map(|text| Value::from(text).to_string()).collect();
+    let quoted: Vec<String> = texts.into_iter().map(quoted).collect();
     lark(&format!("start: {}", quoted.join(" | ")))
+}
+
+/// Returns a text as a literal in the language of Lark.
+pub fn quoted(text: &str) -> String {
+    Value::from(text).to_string()
+}
+
+/// Returns a token as a symbol in the language of Lark: for special tokens, which have no text.
+pub fn token(id: TokenId) -> String {
+    format!("{TOKEN}{}]>", id.0)
+}
+
+/// Returns JSON by a schema as a symbol in the language of Lark.
+pub fn embedded_json(schema: &Value) -> Result<String, GrammarError> {
+    Ok(format!("%json {}", with_options(schema.clone())?))
+}
+
+/// Returns whether a grammar may name tokens by their ids.
+pub(crate) fn names_tokens(grammar: &Grammar) -> bool {
+    grammar.kind() == GrammarKind::Lark && grammar.text().contains(TOKEN)
 }
 
 /// Reads a grammar's text. Its meaning is checked by the compilation.
@@ -57,6 +79,11 @@ pub(crate) fn schema(text: &str) -> Result<Value, GrammarError> {
 
 /// Returns the form of a schema for llguidance.
 pub(crate) fn of_schema(schema: Value) -> Result<TopLevelGrammar, GrammarError> {
+    with_options(schema).map(TopLevelGrammar::from_json_schema)
+}
+
+/// Adds the options of compilation to a schema.
+fn with_options(schema: Value) -> Result<Value, GrammarError> {
     let wrong = |reason: &str| GrammarError::Schema { place: String::new(), reason: reason.to_owned() };
     let mut schema = match schema {
         Value::Bool(true) => Value::Object(serde_json::Map::new()),
@@ -72,5 +99,5 @@ pub(crate) fn of_schema(schema: Value) -> Result<TopLevelGrammar, GrammarError> 
         ..JsonCompileOptions::default()
     };
     options.apply_to(&mut schema);
-    Ok(TopLevelGrammar::from_json_schema(schema))
+    Ok(schema)
 }

@@ -13,6 +13,7 @@ use tokio::time::Instant;
 use types::prompt::CACHE_SALT_BYTES_MAX;
 use types::{CacheSalt, Deadline, Prompt, RequestId, RequestedModel, Sampling, StopRules, TenantId, TokenId};
 
+use crate::admission::AdmissionTerms;
 use crate::error::AcceptError;
 use crate::grammars::{AskedGrammar, GrammarChecks};
 use crate::serve::{Arrival, Detail};
@@ -60,6 +61,7 @@ pub struct Caller {
     pub read: Instant,
     pub deadline: Deadline,
     pub detail: Detail,
+    pub terms: AdmissionTerms,
 }
 
 /// The token sequences to continue, and the name of the request field that contained them.
@@ -193,8 +195,8 @@ impl Acceptor {
         timeout: Option<Duration>,
     ) -> Result<Caller, AcceptError> {
         let deadline = self.world.deadline_in(self.limits.bound(timeout)?);
-        let now = self.world.now();
-        Ok(Caller { id, client, arrived: now, read: now, deadline, detail: Detail::Usual })
+        let (now, terms) = (self.world.now(), client.terms());
+        Ok(Caller { id, client, arrived: now, read: now, deadline, detail: Detail::Usual, terms })
     }
 
     /// Checks the grammar of a request on a blocking thread. [`accept`](Self::accept) would check it on the caller's.
@@ -229,7 +231,7 @@ impl Acceptor {
     ) -> Result<AcceptedRequest, AcceptError> {
         check_counts(&inputs, params)?;
         check_end(params)?;
-        let context = Context::of(model, &caller.client);
+        let context = AcceptContext::of(model, &caller.client);
         let sampling = self.sampling(model, params)?;
         let cache_salt = cache_salt(params.cache_salt.as_deref())?;
         let stop = StopStrings::new(params.stop.clone())?;
@@ -243,8 +245,8 @@ impl Acceptor {
         let prompt_tokens = prompts.iter().map(|prompt| prompt.tokens.len()).sum();
         let prompts = fanned_out(prompts, params.n);
         let permit = self.tenants.admit(&caller.client, prompts.len(), prompt_tokens)?;
-        let Caller { arrived, read, detail, .. } = *caller;
-        let arrival = Arrival { at: arrived, read, accepted: self.world.now(), detail };
+        let Caller { arrived, read, detail, terms, .. } = *caller;
+        let arrival = Arrival { at: arrived, read, accepted: self.world.now(), detail, terms };
         Ok(AcceptedRequest { prompts, stop, origin: RequestOrigin { arrival, permit } })
     }
 
@@ -406,13 +408,13 @@ fn check_end(params: &SamplingParams) -> Result<(), AcceptError> {
 }
 
 /// The longest sequence of a request: the model's context, or the tenant's limit if it is lower.
-struct Context {
+struct AcceptContext {
     tokens: u32,
     of_tenant: bool,
     text: String,
 }
 
-impl Context {
+impl AcceptContext {
     fn of(model: &ServedModel, client: &Client) -> Self {
         let limit = client.account.as_ref().and_then(|account| account.limits().context_tokens_max);
         match limit.map(NonZeroU32::get) {
@@ -437,7 +439,7 @@ impl Context {
 
 fn check_tokens(
     model: &ServedModel,
-    context: &Context,
+    context: &AcceptContext,
     param: &'static str,
     tokens: &[TokenId],
 ) -> Result<(), AcceptError> {
@@ -462,7 +464,7 @@ fn check_token(model: &ServedModel, param: &'static str, token: TokenId) -> Resu
 
 fn stop_rules(
     model: &ServedModel,
-    context: &Context,
+    context: &AcceptContext,
     n_prompt: usize,
     params: &SamplingParams,
 ) -> Result<StopRules, AcceptError> {
@@ -482,7 +484,7 @@ fn stop_rules(
 
 /// Returns the largest number of tokens of an answer. The caller has checked that the prompt leaves room for
 /// at least one.
-fn max_tokens(context: &Context, n_prompt: usize, asked: MaxTokens) -> Result<u32, AcceptError> {
+fn max_tokens(context: &AcceptContext, n_prompt: usize, asked: MaxTokens) -> Result<u32, AcceptError> {
     let room = context.tokens - n_prompt as u32;
     match asked {
         MaxTokens::RestOfContext => Ok(room),

@@ -1,63 +1,357 @@
-//! Limits the requests in progress. Requests above the limit are refused before any work on them.
+//! Admission: each model has a line in which its prompts wait for room.
+//!
+//! `line` is the pure order of a line, `room` decides from nodes' reports whether there is
+//! room for the next prompt. This file connects both to requests: a [`Permit`] is the right of one request to be served.
+//! A prompt is admitted when it comes and nothing waits before it, and otherwise by [`Admission::serve`], which looks
+//! again at every report of a node and at every end of a request.
 
-use std::sync::Arc;
+mod line;
+mod rate;
+mod refusal;
+mod room;
+mod shown;
+pub(crate) mod terms;
+mod tenant_queues;
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use chassis::World;
+use chassis::guards::{Guard, stands};
+use tokio::sync::{Notify, oneshot};
+use tokio::time::Instant;
+use types::{BlockHash, Prompt};
 
+pub use self::refusal::RefusalReason;
+pub use self::shown::ShownLine;
+pub use self::terms::{AdmissionTerms, Objective, Shedding, TenantWeight};
+use crate::cluster::Cluster;
 use crate::error::ServeError;
+use crate::metrics::RouterMetrics;
+use crate::policy::{AllowedArms, Ask, ClusterView, Order};
+use crate::requests::RequestRecord;
+use line::{Entered, Line, LineBounds, TicketId, WaitingPrompt};
+use refusal::LineRefusal;
+use room::{AdmittedRoom, AdmittedRooms, RoomQuestion};
 
-/// The time after which a refused client should try again.
-const RETRY_AFTER: Duration = Duration::from_secs(1);
+/// The shortest time between two looks at the lines, so that many reports cost no more than one.
+const LOOK_PACE: Duration = Duration::from_millis(5);
 
-/// The router's limit of concurrent requests.
+/// The work of a token of an answer, in tokens of a prompt.
+const ANSWER_TOKEN_WORK: u64 = 2;
+
+/// The answer's length that is predicted before a request of the model has ended.
+const UNKNOWN_ANSWER_TOKENS: f64 = 128.0;
+
+/// The share of the newest answer in the mean length of answers.
+const NEWEST_ANSWER: f64 = 1.0 / 32.0;
+
+/// The lines of all models. Cheap to clone; clones share them.
 #[derive(Clone, Debug)]
-pub struct Admission {
-    room: Arc<Semaphore>,
-    requests_max: usize,
+pub struct Admission(Arc<Shared>);
+
+/// What admission needs.
+#[derive(Clone, Debug)]
+pub struct AdmissionParts {
+    pub world: World,
+    pub cluster: Cluster,
+    pub order: Order,
+    /// The largest number of requests of a model, waiting and served.
+    pub requests_max: usize,
+    /// The longest wait for room.
+    pub wait_max: Duration,
+    pub metrics: RouterMetrics,
 }
 
-/// The right of one request to be served. Dropping it admits another request.
+#[derive(Debug)]
+struct Shared {
+    parts: AdmissionParts,
+    /// The lines by model. Locked for one look-up or change, never across an await.
+    lines: Mutex<BTreeMap<Arc<str>, ModelLine>>,
+    /// A signal that a request has ended.
+    ended: Notify,
+}
+
+/// The line of one model, with the waiting requests.
+#[derive(Debug)]
+struct ModelLine {
+    line: Line,
+    requests: HashMap<TicketId, WaitingRequest>,
+    admitted: AdmittedRooms,
+    answer_tokens: f64,
+}
+
+#[derive(Debug)]
+struct WaitingRequest {
+    prompt: Prompt,
+    hashes: Arc<[BlockHash]>,
+    verdict: oneshot::Sender<Result<(), LineRefusal>>,
+}
+
+/// A prompt that wants to be served.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AdmissionAsk<'a> {
+    pub(crate) prompt: &'a Prompt,
+    pub(crate) hashes: &'a Arc<[BlockHash]>,
+    pub(crate) terms: AdmissionTerms,
+    /// The arrival of the request.
+    pub(crate) arrived: Instant,
+    pub(crate) record: &'a RequestRecord,
+}
+
+/// A place in a line. Its drop leaves the line, whether the prompt waits or is served.
+#[derive(Debug)]
+struct LinePlace {
+    admission: Admission,
+    model: Arc<str>,
+    id: TicketId,
+    record: RequestRecord,
+}
+
+/// A prompt in a line.
+#[derive(Debug)]
+struct Ticket {
+    place: LinePlace,
+    entered: Instant,
+    predicted_wait: Duration,
+    state: TicketState,
+}
+
+#[derive(Debug)]
+enum TicketState {
+    /// There was room at once.
+    Admitted,
+    Waiting {
+        leaves_at: Instant,
+        verdict: oneshot::Receiver<Result<(), LineRefusal>>,
+    },
+}
+
+/// The right of one request to be served. Dropping it ends the request's place in the line.
 #[derive(Debug)]
 pub struct Permit {
-    _room: OwnedSemaphorePermit,
+    place: LinePlace,
+    /// The time at which the request entered the line.
+    pub(crate) entered: Instant,
+}
+
+impl Permit {
+    /// Ends the count of the room that was given: from now on it is assigned to nodes.
+    pub(crate) fn assigned(&self) {
+        let LinePlace { admission, model, id, .. } = &self.place;
+        if let Some(line) = admission.lines().get_mut(model) {
+            line.admitted.remove(*id);
+        }
+    }
 }
 
 impl Admission {
-    pub fn new(requests_max: usize) -> Self {
-        Self { room: Arc::new(Semaphore::new(requests_max)), requests_max }
+    pub fn new(parts: AdmissionParts) -> Self {
+        Self(Arc::new(Shared { parts, lines: Mutex::default(), ended: Notify::new() }))
     }
 
-    pub fn admit(&self) -> Result<Permit, ServeError> {
-        match self.room.clone().try_acquire_owned() {
-            Ok(room) => Ok(Permit { _room: room }),
-            Err(_) => Err(ServeError::Overloaded {
-                retry_after: RETRY_AFTER,
-                reason: format!(
-                    "{} requests are being served, as many as router.requests_max allows",
-                    self.requests_max
-                ),
-            }),
+    /// Waits in the model's line until there is room for the prompt. Dropping the future leaves the line.
+    pub(crate) async fn admit(&self, ask: AdmissionAsk<'_>) -> Result<Permit, ServeError> {
+        let admitted = self.wait(ask).await;
+        admitted.map_err(|refusal| {
+            self.0.parts.metrics.line.refused(refusal.reason);
+            refusal.into_error()
+        })
+    }
+
+    async fn wait(&self, ask: AdmissionAsk<'_>) -> Result<Permit, LineRefusal> {
+        let Ticket { place, entered, predicted_wait, state } = self.enter(ask)?;
+        if let TicketState::Waiting { leaves_at, mut verdict } = state {
+            let answered = match tokio::time::timeout_at(leaves_at, &mut verdict).await {
+                Ok(answered) => answered,
+                Err(_) => {
+                    self.time_out(&place);
+                    verdict.await
+                }
+            };
+            answered.expect("a verdict is sent before the place is dropped, which is held here")?;
+        }
+        self.0.parts.metrics.line.admitted(predicted_wait, entered.elapsed());
+        Ok(Permit { place, entered })
+    }
+
+    /// Looks at the lines whenever there may be room, until the future is dropped.
+    pub async fn serve(self) {
+        let reported = self.0.parts.cluster.reported();
+        loop {
+            tokio::select! {
+                () = reported.notified() => {}
+                () = self.0.ended.notified() => {}
+            }
+            self.lines().values_mut().for_each(|line| line.admit_all(&self.0.parts));
+            tokio::time::sleep(LOOK_PACE).await;
         }
     }
 
+    /// Returns the number of requests in all lines, waiting and served.
     pub fn n_inside(&self) -> usize {
-        self.requests_max - self.room.available_permits()
+        self.lines().values().map(|line| line.line.n_waiting() + line.line.n_served()).sum()
+    }
+
+    /// Returns the lines of all models that were ever asked for.
+    pub fn shown(&self) -> Vec<ShownLine> {
+        let lines = self.lines();
+        let shown = |(model, of_model): (&Arc<str>, &ModelLine)| {
+            let line = &of_model.line;
+            let count = |(priority, tenant, n): (types::prompt::Priority, &types::TenantId, usize)| {
+                ((priority.0, tenant.as_str().to_owned()), n)
+            };
+            ShownLine {
+                model: model.to_string(),
+                waiting: line.counts().map(count).collect(),
+                n_waiting: line.n_waiting(),
+                n_served: line.n_served(),
+                n_admitted: of_model.admitted.len(),
+                work_per_second: line.work_per_second(),
+                answer_tokens: of_model.answer_tokens,
+            }
+        };
+        lines.iter().map(shown).collect()
+    }
+
+    /// Checks that each ticket of each line is in one state.
+    pub fn integrity(&self) -> Result<(), String> {
+        self.lines().values().try_for_each(|line| line.line.integrity())
+    }
+
+    fn enter(&self, ask: AdmissionAsk<'_>) -> Result<Ticket, LineRefusal> {
+        let parts = &self.0.parts;
+        let now = parts.world.now();
+        let model = ask.prompt.model.name.clone();
+        let of_nodes = Ask { prompt: ask.prompt, hashes: ask.hashes, arms: AllowedArms::RemoteOrLocal };
+        let view = parts.cluster.view(&of_nodes, &[]);
+        let mut lines = self.lines();
+        let line = lines.entry(model.clone()).or_insert_with(|| ModelLine::new(parts));
+        let question = line.question(of_nodes, &view, parts.order);
+        let prompt = line.waiting_prompt(&ask, question.cached_tokens());
+        let predicted = question.predicted();
+        let Entered { id, predicted_wait, leaves_at, displaced } = line.line.enter(prompt, predicted, now)?;
+        if let Some((displaced, refusal)) = displaced {
+            line.answer(displaced, Err(refusal));
+        }
+        let is_next = line.line.next(now) == Some(id);
+        let room = is_next.then(|| line.question(of_nodes, &view, parts.order).room()).flatten();
+        let state = match room {
+            Some(room) => {
+                line.admit(id, room, now);
+                TicketState::Admitted
+            }
+            None => {
+                let (verdict, receiver) = oneshot::channel();
+                let (prompt, hashes) = (ask.prompt.clone(), Arc::clone(ask.hashes));
+                line.requests.insert(id, WaitingRequest { prompt, hashes, verdict });
+                TicketState::Waiting { leaves_at, verdict: receiver }
+            }
+        };
+        drop(lines);
+        let place = LinePlace { admission: self.clone(), model, id, record: ask.record.clone() };
+        Ok(Ticket { place, entered: now, predicted_wait, state })
+    }
+
+    /// Refuses a request that still waits. It may have its verdict since a moment.
+    fn time_out(&self, place: &LinePlace) {
+        let now = self.0.parts.world.now();
+        let mut lines = self.lines();
+        let Some(line) = lines.get_mut(&place.model) else { return };
+        if let Some(refusal) = line.line.timed_out(place.id, now) {
+            line.line.remove(place.id, now);
+            line.answer(place.id, Err(refusal));
+        }
+    }
+
+    fn lines(&self) -> MutexGuard<'_, BTreeMap<Arc<str>, ModelLine>> {
+        self.0.lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+impl ModelLine {
+    fn new(parts: &AdmissionParts) -> Self {
+        let bounds = LineBounds { requests_max: parts.requests_max, wait_max: parts.wait_max };
+        Self {
+            line: Line::new(bounds),
+            requests: HashMap::new(),
+            admitted: AdmittedRooms::default(),
+            answer_tokens: UNKNOWN_ANSWER_TOKENS,
+        }
+    }
 
-    #[test]
-    fn a_permit_makes_room_when_it_goes() {
-        let admission = Admission::new(1);
-        let permit = admission.admit().expect("there is room");
-        assert_eq!(admission.n_inside(), 1);
-        assert!(matches!(admission.admit(), Err(ServeError::Overloaded { .. })));
-        drop(permit);
-        assert_eq!(admission.n_inside(), 0);
-        admission.admit().expect("there is room again");
+    fn question<'a>(&'a self, ask: Ask<'a>, view: &'a ClusterView, order: Order) -> RoomQuestion<'a> {
+        RoomQuestion { ask, view, admitted: &self.admitted, order }
+    }
+
+    fn waiting_prompt(&self, ask: &AdmissionAsk<'_>, cached_tokens: u32) -> WaitingPrompt {
+        let Prompt { tenant, priority, tokens, .. } = ask.prompt;
+        let n_uncached = (tokens.len() as u64).saturating_sub(u64::from(cached_tokens));
+        let answer_tokens = (self.answer_tokens as u64).min(ask.prompt.tokens_left() as u64);
+        WaitingPrompt {
+            tenant: tenant.clone(),
+            priority: *priority,
+            terms: ask.terms,
+            work: n_uncached + answer_tokens * ANSWER_TOKEN_WORK,
+            arrived: ask.arrived,
+        }
+    }
+
+    fn admit(&mut self, id: TicketId, room: AdmittedRoom, now: Instant) {
+        self.line.admit(id, now);
+        self.admitted.insert(id, room);
+        self.answer(id, Ok(()));
+    }
+
+    /// Admits the next prompts, in order, until one must wait.
+    fn admit_all(&mut self, parts: &AdmissionParts) {
+        let now = parts.world.now();
+        while let Some(id) = self.line.next(now) {
+            let Some(request) = self.requests.get(&id) else { return };
+            let ask =
+                Ask { prompt: &request.prompt, hashes: &request.hashes, arms: AllowedArms::RemoteOrLocal };
+            let view = parts.cluster.view(&ask, &[]);
+            let question = self.question(ask, &view, parts.order);
+            let Some(room) = question.room() else { return };
+            if let Err(refusal) = self.line.check_again(id, question.predicted(), now) {
+                self.line.remove(id, now);
+                self.answer(id, Err(refusal));
+                continue;
+            }
+            self.admit(id, room, now);
+        }
+    }
+
+    /// Gives a waiting request its verdict. A request that has just left does not receive it, and its place is dropped.
+    fn answer(&mut self, id: TicketId, verdict: Result<(), LineRefusal>) {
+        if let Some(request) = self.requests.remove(&id) {
+            let _ = request.verdict.send(verdict);
+        }
+    }
+
+    fn remove(&mut self, id: TicketId, now: Instant) {
+        self.requests.remove(&id);
+        self.admitted.remove(id);
+        self.line.remove(id, now);
+    }
+}
+
+impl Drop for LinePlace {
+    fn drop(&mut self) {
+        if !stands(Guard::LineTicket) {
+            return;
+        }
+        let now = self.admission.0.parts.world.now();
+        let n_tokens = self.record.output_tokens();
+        let mut lines = self.admission.lines();
+        if let Some(line) = lines.get_mut(&self.model) {
+            line.remove(self.id, now);
+            if n_tokens > 0 {
+                line.answer_tokens += (f64::from(n_tokens) - line.answer_tokens) * NEWEST_ANSWER;
+            }
+        }
+        drop(lines);
+        self.admission.0.ended.notify_one();
     }
 }

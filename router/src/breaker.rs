@@ -43,7 +43,7 @@ pub struct Breaker {
 }
 
 impl Breaker {
-    fn new(now: Instant) -> Self {
+    pub(crate) fn new(now: Instant) -> Self {
         Self { state: BreakerState::Closed, failures: 0, open_for: *OPEN_FOR.start(), last_failure: now }
     }
 
@@ -56,7 +56,7 @@ impl Breaker {
     }
 
     /// Returns whether the node may get a request at `now`.
-    fn admits(&self, now: Instant) -> bool {
+    pub(crate) fn admits(&self, now: Instant) -> bool {
         match self.state {
             BreakerState::Closed => true,
             BreakerState::Open { until } => now >= until,
@@ -65,7 +65,7 @@ impl Breaker {
     }
 
     /// Notes that a request goes to the node. Returns whether it is the one that tries the node.
-    fn begin(&mut self, now: Instant) -> bool {
+    pub(crate) fn begin(&mut self, now: Instant) -> bool {
         let tries = matches!(self.state, BreakerState::Open { until } if now >= until);
         if tries {
             self.state = BreakerState::HalfOpen;
@@ -74,7 +74,7 @@ impl Breaker {
     }
 
     /// Notes failed work. Returns whether the breaker has opened.
-    fn failed(&mut self, now: Instant) -> bool {
+    pub(crate) fn failed(&mut self, now: Instant) -> bool {
         self.failures += 1;
         self.last_failure = now;
         match self.state {
@@ -88,7 +88,7 @@ impl Breaker {
     }
 
     /// Notes that the trial ended and says nothing about the node: another request may try it.
-    fn abandoned(&mut self, now: Instant) {
+    pub(crate) fn abandoned(&mut self, now: Instant) {
         if self.state == BreakerState::HalfOpen {
             self.state = BreakerState::Open { until: now };
         }

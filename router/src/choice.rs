@@ -1,9 +1,11 @@
-//! One answer to one prompt while it is generated: steps in, text out.
+//! Hot path. One answer to one prompt while it is generated: steps in, text out.
 
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use futures::stream::{BoxStream, StreamExt};
-use tokio::time::{Instant, timeout_at};
+use futures::stream::{Stream, StreamExt};
+use tokio::time::{Instant, Sleep, sleep_until, timeout_at};
 use tracing::info;
 use types::{FinishReason, Prompt, Step, Usage};
 
@@ -51,7 +53,8 @@ impl ChoiceFinish {
     }
 }
 
-/// One answer while it is generated. Dropping it cancels the work on all nodes.
+/// One answer while it is generated: a stream that ends after a delta with `finish` set, or after an error. Dropping it
+/// cancels the work on all nodes.
 #[derive(Debug)]
 pub struct Choice {
     index: usize,
@@ -60,9 +63,9 @@ pub struct Choice {
     /// Divides the text; `None`: all of it is text.
     parts: Option<PartsParser>,
     has_calls: bool,
-    /// The time at which the answer is aborted. The cluster enforces deadlines too, but this does not rely on
-    /// it.
-    deadline: Instant,
+    /// The timer that aborts the answer. The cluster enforces deadlines too, but this does not rely on it.
+    deadline: Pin<Box<Sleep>>,
+    has_ended: bool,
     n_steps: u32,
     n_characters: usize,
     origin: RequestOrigin,
@@ -87,7 +90,8 @@ impl Choice {
             detokenizer,
             parts: None,
             has_calls: false,
-            deadline,
+            deadline: Box::pin(sleep_until(deadline)),
+            has_ended: false,
             n_steps: 0,
             n_characters: 0,
             origin,
@@ -104,20 +108,23 @@ impl Choice {
         self.generation.usage
     }
 
-    /// Returns the answer as a stream. It ends after a delta with `finish` set, or after an error.
-    pub fn into_deltas(self) -> BoxStream<'static, Result<Delta, ServeError>> {
-        futures::stream::try_unfold(Some(self), |choice| async move {
-            let Some(mut choice) = choice else { return Ok(None) };
-            let delta = choice.next().await?;
-            let rest = delta.finish.is_none().then_some(choice);
-            Ok(Some((delta, rest)))
-        })
-        .boxed()
+    fn poll_step(&mut self, cx: &mut Context<'_>) -> Poll<Result<Step, ServeError>> {
+        match self.generation.steps.poll_next_unpin(cx) {
+            Poll::Ready(Some(step)) => Poll::Ready(step),
+            Poll::Ready(None) => Poll::Ready(Err(out_of_order("the steps ended without a last one"))),
+            Poll::Pending => self.deadline.as_mut().poll(cx).map(|()| Err(too_late())),
+        }
     }
 
-    async fn next(&mut self) -> Result<Delta, ServeError> {
-        let step = timeout_at(self.deadline, self.generation.steps.next()).await.map_err(|_| too_late())?;
-        let step = step.unwrap_or_else(|| Err(out_of_order("the steps ended without a last one")))?;
+    /// Releases what the answer holds: its work on the nodes, and its place in the tenant's limits.
+    fn end(&mut self) {
+        self.has_ended = true;
+        self.generation.steps = futures::stream::empty().boxed();
+        self.origin.permit = None;
+    }
+
+    /// Makes the delta of the next step.
+    fn next_delta(&mut self, step: Step) -> Result<Delta, ServeError> {
         if step.index != self.n_steps {
             return Err(out_of_order(&format!("step {} came as step {}", step.index, self.n_steps)));
         }
@@ -173,6 +180,22 @@ impl Choice {
             "request explained"
         );
         Some(Box::new(explanation))
+    }
+}
+
+impl Stream for Choice {
+    type Item = Result<Delta, ServeError>;
+
+    fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let choice = self.get_mut();
+        if choice.has_ended {
+            return Poll::Ready(None);
+        }
+        let delta = ready!(choice.poll_step(cx)).and_then(|step| choice.next_delta(step));
+        if delta.as_ref().map_or(true, |delta| delta.finish.is_some()) {
+            choice.end();
+        }
+        Poll::Ready(Some(delta))
     }
 }
 

@@ -20,7 +20,7 @@ use std::time::Duration;
 use chassis::{Gate, Task, World, spawn_guarded};
 use futures::StreamExt as _;
 use registry::{MembersFile, MembershipEvent, OldMembers, Registry, RegistryError};
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 use types::{BlockHash, Epoch, ModelInfo, NodeId, NodeInfo, NodeLoad, Prompt, RequestedModel};
@@ -77,6 +77,8 @@ struct Shared {
     turns: AtomicU64,
     /// A counter of changes of the set of usable nodes.
     decided: watch::Sender<u64>,
+    /// A signal that the load of a node, or the set of usable nodes, has changed.
+    reported: Arc<Notify>,
     /// The router's name, by which nodes distinguish routers.
     router: String,
     started: Instant,
@@ -94,20 +96,20 @@ impl Cluster {
     pub fn new(world: World, gate: Gate, models: RouterModels, wanted: Option<WantedFingerprint>) -> Self {
         let epoch: Epoch = world.epoch();
         let members = Mutex::new(Members::new(epoch, wanted, world.identity().block_hash_key()));
-        let (decided, router) = (watch::Sender::new(0), format!("router-{epoch}"));
+        let router = format!("router-{epoch}");
         let started = world.now();
-        let (index, routable, turns) = (PrefixIndex::default(), RwLock::default(), AtomicU64::new(0));
         let learner = RouteLearner::default();
         let shared = Shared {
             world,
             gate,
             models,
             members,
-            index,
-            routable,
+            index: PrefixIndex::default(),
+            routable: RwLock::default(),
             learner,
-            turns,
-            decided,
+            turns: AtomicU64::new(0),
+            decided: watch::Sender::new(0),
+            reported: Arc::default(),
             router,
             started,
         };
@@ -187,6 +189,17 @@ impl Cluster {
             Some(self.node(id)?.assign(ask.hashes, n_tokens, turn, now))
         };
         Assignment { prefill: prefill.and_then(share), decode: share(decode) }
+    }
+
+    /// Returns the signal that there may be room where there was none. It wakes one task.
+    pub fn reported(&self) -> Arc<Notify> {
+        Arc::clone(&self.shared.reported)
+    }
+
+    /// Returns the number of prompts that are assigned to members and not in their reports.
+    pub fn n_assigned(&self) -> u32 {
+        let members = self.members();
+        members.by_id.values().map(|member| member.node.assigned.unreported().n_prompts).sum()
     }
 
     /// Returns the number of nodes of each kind of knowledge of their prefix caches. Pool nodes report none.
@@ -374,6 +387,7 @@ impl Cluster {
     fn publish(&self, members: &Members) {
         let routable = Arc::new(members.routable());
         *self.shared.routable.write().unwrap_or_else(PoisonError::into_inner) = routable;
+        self.shared.reported.notify_one();
     }
 
     /// Reports to a node whether it gets work: at every change, and again before the last report expires.
@@ -432,6 +446,8 @@ impl Cluster {
         if members.update(info, report, self.shared.world.now()) {
             self.decide(&mut members);
         }
+        drop(members);
+        self.shared.reported.notify_one();
     }
 
     fn unreachable(&self, info: &NodeInfo) {

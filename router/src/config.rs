@@ -14,12 +14,14 @@ use types::FingerprintDigest;
 
 use crate::accept::Deadlines;
 use crate::cluster::WantedFingerprint;
-use crate::dispatch::{Budget, Order};
+use crate::dispatch::Budget;
 use crate::drain::DrainTimes;
 use crate::http::{CertificateFiles, CorsOrigins};
 use crate::policy;
+use crate::policy::Order;
 use crate::tenants::{KeySource, OidcSettings, TrustedProxies};
 use crate::text::tools::ToolFormat;
+use crate::upstream::{UpstreamSection, UpstreamSettings};
 
 /// A router's TOML file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -40,6 +42,7 @@ pub struct RawRouterConfig {
 pub struct RouterExpert {
     pub router: RoutingExpert,
     pub oidc: OidcSection,
+    pub upstream: UpstreamSection,
     pub connections: ConnectionLimits,
     pub log: LogExpert,
 }
@@ -97,10 +100,11 @@ pub struct RouterSection {
     pub deadline_ms: u64,
     /// The longest timeout of a request. Longer timeouts are shortened to it.
     pub deadline_max_ms: u64,
-    /// The limit of concurrent answers (a request with `n` counts `n`). Requests above it get 429.
+    /// The limit of concurrent answers of a model, waiting and served (a request with `n` counts `n`). Requests above
+    /// it get 429.
     pub requests_max: usize,
-    /// How long a request may wait for KV room, and for a node whose queue is not full, before it gets 429
-    /// (`full` or `queue`).
+    /// How long a request may wait for room, in its model's line and on a node, before it gets 429 (`full` or
+    /// `queue`).
     pub wait_ms: u64,
     /// How long requests may run after the router was asked to stop. Then streams end with the error event
     /// `draining`, and other requests get 503.
@@ -252,6 +256,8 @@ pub struct RouterConfig {
     /// The model to read a tokenizer and chat template from; `None`: only models that need neither are
     /// served.
     pub model: Option<ModelFolder>,
+    /// The pools of another engine that the HTTP port serves; `None`: it serves Baton's nodes.
+    pub upstream: Option<UpstreamSettings>,
     /// The fingerprint that nodes must have; `None`: the largest group of nodes is used.
     pub wanted: Option<WantedFingerprint>,
     pub cluster: ClusterSection,
@@ -309,6 +315,7 @@ impl RouterConfig {
             cors: cors(&expert.router.cors_origins)?,
             members_file: (!registry.members_file.is_empty()).then(|| registry.members_file.into()),
             registry_url: (registry.url != EMBEDDED).then_some(registry.url),
+            upstream: expert.upstream.resolve(&model.name)?,
             wanted: wanted(&model)?,
             model: model_folder(&model, tool_format(&model.tool_format)?),
             cluster,
@@ -437,7 +444,7 @@ fn folder_name(path: &Path) -> String {
     whole.file_name().unwrap_or(whole.as_os_str()).to_string_lossy().into_owned()
 }
 
-fn unknown(key: &'static str, value: String, known: &[&str]) -> UnknownChoice {
+pub(crate) fn unknown(key: &'static str, value: String, known: &[&str]) -> UnknownChoice {
     UnknownChoice { key, value, known: known.join(", ") }
 }
 

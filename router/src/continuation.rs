@@ -1,13 +1,18 @@
-//! The steps of one started request, also across failures of nodes.
+//! Hot path. The steps of one started request, also across failures of nodes.
 //!
 //! When a node dies or KV is lost, the prompt and the tokens sent so far go to another route, and the stream continues.
 //! [`Step::index`] shows that no token is lost or repeated. Greedy decoding, or random draws keyed by position, ensures
 //! that no token changes.
 
-use futures::Stream;
-use tokio::time::Instant;
+use std::fmt;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use futures::future::{BoxFuture, FutureExt as _};
+use futures::stream::Stream;
+use tokio::time::{Instant, Sleep, sleep_until};
 use tracing::{info, trace, warn};
-use types::{CallerAction, Prompt, RefusalKind, Step, TokenId};
+use types::{CallerAction, Deadline, Prompt, RefusalKind, Step, TokenId};
 
 use crate::admission::Permit;
 use crate::dispatch::{ComputedBy, Dispatch, StartedRequest, StepSource};
@@ -15,15 +20,15 @@ use crate::error::ServeError;
 use crate::metrics::{Outcome, Stage};
 use crate::requests::{RequestEvent, RequestRecord};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure};
-use crate::watchdog::WaitStage;
+use crate::watchdog::{TrackedRequest, WaitStage};
 
 /// The number of times in a row that a prompt is computed for a decode node that then gives no step. After
 /// them, the decode node computes the prompt alone: connectors between the nodes fail, and each prefill would
 /// yield only one token.
 const LOSSES_MAX: u32 = 1;
 
-/// A started request, across failures of nodes. Dropping it cancels the request on every node.
-#[derive(Debug)]
+/// A started request, across failures of nodes: a stream that ends after its last step, or after an error. Dropping it
+/// cancels the request on every node.
 pub(crate) struct Continuation {
     dispatch: Dispatch,
     prompt: Prompt,
@@ -34,6 +39,8 @@ pub(crate) struct Continuation {
     losses: u32,
     /// The time of the last returned step.
     last: Instant,
+    /// What ends the request from outside while it waits for a step.
+    end: OuterEnd,
     guards: RequestGuards,
 }
 
@@ -47,13 +54,28 @@ pub(crate) struct RequestGuards {
     pub(crate) record: RequestRecord,
 }
 
-#[derive(Debug)]
 enum State {
     /// The first token has come from the prefill node and is not sent to the client yet.
     First(Box<StartedRequest>),
-    Running(StepSource),
+    Decoding(Decoding),
+    /// KV that is held is delivered to a decode node.
+    Delivering(BoxFuture<'static, Result<DecodeCall, ServeError>>),
+    /// The request starts again on another route.
+    Restarting(BoxFuture<'static, Result<StartedRequest, ServeError>>),
     /// The last step, or the error, was returned.
     Ended,
+}
+
+/// A decode stream, and the count of the request at it while it waits for a step.
+struct Decoding {
+    call: Box<DecodeCall>,
+    waiting: Option<TrackedRequest>,
+}
+
+impl fmt::Debug for Continuation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Continuation").field("request_id", &self.prompt.id).finish_non_exhaustive()
+    }
 }
 
 impl Continuation {
@@ -66,84 +88,114 @@ impl Continuation {
         let last = dispatch.parts().world.now();
         let prompt = Prompt { model: started.model.clone(), ..prompt };
         let state = State::First(Box::new(started));
-        Self { dispatch, prompt, sent: Vec::new(), state, losses: 0, last, guards }
+        let end = OuterEnd::new(&dispatch, prompt.deadline);
+        Self { dispatch, prompt, sent: Vec::new(), state, losses: 0, last, end, guards }
     }
 
-    pub(crate) fn into_steps(self) -> impl Stream<Item = Result<Step, ServeError>> + Send {
-        futures::stream::unfold(self, |mut continuation| async move {
-            let item = continuation.next().await?;
-            Some((item, continuation))
-        })
-    }
-
-    async fn next(&mut self) -> Option<Result<Step, ServeError>> {
-        let state = std::mem::replace(&mut self.state, State::Ended);
-        let (dispatch, deadline) = (self.dispatch.clone(), self.prompt.deadline);
-        let step = match state {
-            State::Ended => return None,
-            State::First(started) => {
-                let StartedRequest { first, rest, .. } = *started;
-                self.state = State::Running(rest);
-                Ok(first)
-            }
-            State::Running(rest) => dispatch.by_deadline(deadline, self.step(rest)).await,
-        };
-        let step = self.guards.outcome.note(step);
-        Some(step.map(|step| self.give(step)))
-    }
-
-    /// Returns the next step from `rest`, or from another route if `rest` fails.
-    async fn step(&mut self, rest: StepSource) -> Result<Step, ServeError> {
-        let failure = match self.decode_of(rest).await {
-            Ok(decode) => match self.step_of(decode).await {
-                Ok(step) => return Ok(step),
-                Err(failure) => {
-                    let now = self.dispatch.parts().world.now();
-                    self.dispatch.breakers().failed(&failure.node, &failure.refusal, None, now);
-                    failure.into()
-                }
-            },
-            Err(error) => error,
-        };
-        self.go_on(failure).await
-    }
-
-    /// Returns the decode stream of `rest`. KV that is still held is delivered first.
-    async fn decode_of(&self, rest: StepSource) -> Result<Box<DecodeCall>, ServeError> {
-        match rest {
-            StepSource::Decode(decode) => Ok(decode),
-            StepSource::Held(held) => {
-                Box::pin(self.dispatch.deliver(*held, &self.guards.record)).await.map(Box::new)
+    /// Polls the next step. The state is `Ended` after an error.
+    fn poll_step(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Step, ServeError>>> {
+        loop {
+            let next = match std::mem::replace(&mut self.state, State::Ended) {
+                State::Ended => return Poll::Ready(None),
+                State::First(started) => return Poll::Ready(Some(Ok(self.began(*started)))),
+                State::Decoding(mut decoding) => match self.poll_decode(&mut decoding, cx) {
+                    Poll::Ready(Ok(step)) => {
+                        self.state = State::Decoding(decoding);
+                        return Poll::Ready(Some(Ok(step)));
+                    }
+                    Poll::Ready(Err(failure)) => {
+                        drop(decoding);
+                        self.failed(failure)
+                    }
+                    Poll::Pending => {
+                        let end = self.end.poll(cx);
+                        if end.is_pending() {
+                            self.state = State::Decoding(decoding);
+                        }
+                        return end.map(|error| Some(Err(error)));
+                    }
+                },
+                State::Delivering(mut delivering) => match delivering.poll_unpin(cx) {
+                    Poll::Ready(Ok(call)) => Ok(Self::decoding(Box::new(call))),
+                    Poll::Ready(Err(error)) => self.restarting(error),
+                    Poll::Pending => {
+                        self.state = State::Delivering(delivering);
+                        return Poll::Pending;
+                    }
+                },
+                State::Restarting(mut restarting) => match restarting.poll_unpin(cx) {
+                    Poll::Ready(started) => {
+                        let first = started.and_then(|started| self.restarted(started));
+                        return Poll::Ready(Some(first));
+                    }
+                    Poll::Pending => {
+                        self.state = State::Restarting(restarting);
+                        return Poll::Pending;
+                    }
+                },
+            };
+            match next {
+                Ok(state) => self.state = state,
+                Err(error) => return Poll::Ready(Some(Err(error))),
             }
         }
     }
 
-    async fn step_of(&mut self, mut decode: Box<DecodeCall>) -> Result<Step, Failure> {
-        let _waiting = self.dispatch.stages().enter(WaitStage::Decode, &self.guards.record);
+    fn decoding(call: Box<DecodeCall>) -> State {
+        State::Decoding(Decoding { call, waiting: None })
+    }
+
+    /// Returns the first step of a start. The state becomes that of the steps after it.
+    fn began(&mut self, started: StartedRequest) -> Step {
+        self.state = match started.rest {
+            StepSource::Decode(call) => Self::decoding(call),
+            StepSource::Held(held) => {
+                let (dispatch, record) = (self.dispatch.clone(), self.guards.record.clone());
+                let deadline = self.prompt.deadline;
+                let delivering = async move {
+                    let delivering = Box::pin(dispatch.deliver(*held, &record));
+                    dispatch.by_deadline(deadline, delivering).await
+                };
+                State::Delivering(delivering.boxed())
+            }
+        };
+        started.first
+    }
+
+    fn poll_decode(&mut self, decoding: &mut Decoding, cx: &mut Context<'_>) -> Poll<Result<Step, Failure>> {
+        let Decoding { call, waiting } = decoding;
+        waiting.get_or_insert_with(|| self.dispatch.stages().enter(WaitStage::Decode, &self.guards.record));
         loop {
-            match decode.progress().await? {
+            match ready!(call.poll_progress(cx))? {
                 DecodeProgress::Arrived { scheme, bytes, waited, moved } => {
                     self.dispatch.parts().metrics.arrived(&scheme, bytes, waited);
                     self.guards.record.kv_arrived(scheme, bytes, waited, moved);
                 }
                 DecodeProgress::Step(step, report) if step.index == self.next_index() => {
                     self.guards.record.stepped(report);
-                    if decode.has_worked() {
-                        self.dispatch.breakers().succeeded(decode.node());
+                    if call.has_worked() {
+                        self.dispatch.breakers().succeeded(call.node());
                     }
                     self.losses = 0;
-                    self.state = State::Running(StepSource::Decode(decode));
-                    return Ok(step);
+                    *waiting = None;
+                    return Poll::Ready(Ok(step));
                 }
                 DecodeProgress::Step(step, _) => {
-                    return Err(decode.wrong_index(step.index, self.next_index()));
+                    return Poll::Ready(Err(call.wrong_index(step.index, self.next_index())));
                 }
             }
         }
     }
 
+    /// Counts the failure of a decode node, and goes on without it.
+    fn failed(&mut self, failure: Failure) -> Result<State, ServeError> {
+        let now = self.dispatch.parts().world.now();
+        self.dispatch.breakers().failed(&failure.node, &failure.refusal, None, now);
+        self.restarting(failure.into())
+    }
+
     /// Continues on another route after `failure`, with all tokens sent so far appended to the prompt.
-    async fn go_on(&mut self, failure: ServeError) -> Result<Step, ServeError> {
+    fn restarting(&mut self, failure: ServeError) -> Result<State, ServeError> {
         if !another_route_may_help(&failure) {
             return Err(failure);
         }
@@ -153,15 +205,22 @@ impl Continuation {
         self.losses += 1;
         let by = if self.losses > LOSSES_MAX { ComputedBy::DecodeAlone } else { ComputedBy::Both };
         let prompt = self.prompt.continued(&self.sent);
-        let started = Box::pin(self.dispatch.start(&prompt, by, &self.guards.record)).await?;
-        if started.first.index != self.next_index() {
-            let reason =
-                format!("continued with step {} instead of {}", started.first.index, self.next_index());
-            warn!(request_id = %self.prompt.id, reason, "continuation on another route begins at a wrong token, the request fails");
-            return Err(ServeError::Refused { kind: RefusalKind::Failed, reason });
+        let (dispatch, record) = (self.dispatch.clone(), self.guards.record.clone());
+        let restarting = async move {
+            let starting = Box::pin(dispatch.start(&prompt, by, &record));
+            dispatch.by_deadline(prompt.deadline, starting).await
+        };
+        Ok(State::Restarting(restarting.boxed()))
+    }
+
+    /// Returns the first step of another route.
+    fn restarted(&mut self, started: StartedRequest) -> Result<Step, ServeError> {
+        if started.first.index == self.next_index() {
+            return Ok(self.began(started));
         }
-        self.state = State::Running(started.rest);
-        Ok(started.first)
+        let reason = format!("continued with step {} instead of {}", started.first.index, self.next_index());
+        warn!(request_id = %self.prompt.id, reason, "continuation on another route begins at a wrong token, the request fails");
+        Err(ServeError::Refused { kind: RefusalKind::Failed, reason })
     }
 
     /// Records a step in metrics and progress, just before it is returned.
@@ -190,6 +249,41 @@ impl Continuation {
 
     fn next_index(&self) -> u32 {
         (self.prompt.n_generated + self.sent.len()) as u32
+    }
+}
+
+impl Stream for Continuation {
+    type Item = Result<Step, ServeError>;
+
+    fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let continuation = self.get_mut();
+        let Some(step) = ready!(continuation.poll_step(cx)) else { return Poll::Ready(None) };
+        let step = continuation.guards.outcome.note(step);
+        Poll::Ready(Some(step.map(|step| continuation.give(step))))
+    }
+}
+
+// === the end from outside ===
+
+/// Ends a request that waits for a step, at its deadline or when the router stops. The timer and the wait are set once for
+/// all steps.
+struct OuterEnd {
+    deadline: Pin<Box<Sleep>>,
+    drained: BoxFuture<'static, ()>,
+}
+
+impl OuterEnd {
+    fn new(dispatch: &Dispatch, deadline: Deadline) -> Self {
+        let over = dispatch.parts().drain.over.clone();
+        let drained = async move { over.wait().await }.boxed();
+        Self { deadline: Box::pin(sleep_until(deadline.instant().into())), drained }
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<ServeError> {
+        if self.deadline.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(ServeError::DeadlinePassed { reason: "the request's time is up".to_owned() });
+        }
+        self.drained.poll_unpin(cx).map(|()| ServeError::Draining)
     }
 }
 

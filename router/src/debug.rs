@@ -19,12 +19,14 @@ use serde_json::{Map, Value, json};
 use tokio::time::Instant;
 use types::{BlockCounts, MissingWire, NodeId, NodeInfo, NodeLoad, Scheme};
 
+use crate::admission::{Admission, ShownLine};
 use crate::breaker::{Breaker, BreakerState, Breakers};
 use crate::cluster::{Cluster, Group, ModelGroups, NodeState};
 use crate::pairs::pairs;
 use crate::policy::{Arm, CallTime, ConnectorCosts, RouteCosts};
 use crate::requests::Requests;
 use crate::rpc::LedgerDetail;
+use crate::upstream::{MemberStatus, Upstream};
 
 /// What the pages show.
 #[derive(Clone, Debug)]
@@ -32,15 +34,18 @@ pub struct DebugParts {
     pub cluster: Cluster,
     pub breakers: Breakers,
     pub requests: Requests,
+    pub admission: Admission,
     pub metrics: Metrics,
     /// The settings in force.
     pub settings: Value,
+    /// The pools of another engine; `None`: Baton's nodes serve.
+    pub upstream: Option<Upstream>,
 }
 
 /// Serves the pages under `/debug`, which require the key, `/metrics` and `/version`.
 pub fn router(parts: DebugParts, key: AdminKey, refusals: Refusals) -> Router {
-    let DebugParts { cluster, breakers, requests, metrics, settings } = parts;
-    let nodes = get(nodes).with_state((cluster.clone(), breakers));
+    let DebugParts { cluster, breakers, requests, admission, metrics, settings, upstream } = parts;
+    let nodes = get(nodes).with_state((cluster.clone(), breakers, admission));
     let of_cluster =
         Router::new().route("/debug/cluster", nodes).route("/debug/kv", get(kv)).with_state(cluster);
     let of_requests = Router::new()
@@ -49,6 +54,12 @@ pub fn router(parts: DebugParts, key: AdminKey, refusals: Refusals) -> Router {
         .with_state(requests);
     let config = get(chassis::admin::config).with_state(settings);
     let pages = of_cluster.merge(of_requests).route("/debug/config", config);
+    let pages = match upstream {
+        None => pages,
+        Some(upstream) => {
+            pages.merge(Router::new().route("/debug/upstream", get(servers)).with_state(upstream))
+        }
+    };
     let metrics = get(chassis::admin::page).with_state(metrics);
     key.guard(pages, refusals).route("/metrics", metrics).route("/version", get(chassis::admin::version))
 }
@@ -59,7 +70,21 @@ pub fn admin_router(parts: DebugParts, chat_box: Router, key: AdminKey, refusals
     router(parts, key, refusals).merge(chat_box).route("/", get(live::page))
 }
 
-async fn nodes(State((cluster, breakers)): State<(Cluster, Breakers)>) -> Json<Value> {
+/// Answers with the servers of another engine.
+async fn servers(State(upstream): State<Upstream>) -> Json<Value> {
+    let server = |one: &MemberStatus| {
+        json!({
+            "url": one.url,
+            "role": one.role.as_str(),
+            "health": one.health.as_str(),
+            "requests": one.in_flight,
+            "failures": one.failures,
+        })
+    };
+    Json(json!({ "servers": upstream.members().iter().map(server).collect::<Vec<_>>() }))
+}
+
+async fn nodes(State((cluster, breakers, admission)): State<(Cluster, Breakers, Admission)>) -> Json<Value> {
     let everyone = cluster.everyone();
     let shown = |(info, state): &(Arc<NodeInfo>, NodeState)| {
         let mut node = node(&cluster, info, state);
@@ -71,9 +96,11 @@ async fn nodes(State((cluster, breakers)): State<(Cluster, Breakers)>) -> Json<V
     let (pairs, pairs_left_out) = pairs(&infos);
     let models: Vec<Value> = cluster.groups().iter().map(model).collect();
     let learned = learned(&cluster.learner().costs());
+    let lines: Vec<Value> = admission.shown().iter().map(line).collect();
     Json(json!({
         "nodes": nodes,
         "models": models,
+        "lines": lines,
         "learned": learned,
         "pairs": pairs,
         "pairs_left_out": pairs_left_out,
@@ -97,6 +124,22 @@ fn learned(costs: &RouteCosts) -> Value {
     json!({
         "connectors": costs.connectors().map(connector).collect::<Map<_, _>>(),
         "calls": { "remote": calls(Arm::Remote), "local": calls(Arm::Local) },
+    })
+}
+
+/// Returns the line of a model as JSON.
+fn line(line: &ShownLine) -> Value {
+    let tenants = line.waiting.iter().map(|((priority, tenant), n_waiting)| {
+        json!({ "priority": priority, "tenant": tenant, "waiting": n_waiting })
+    });
+    json!({
+        "model": line.model,
+        "waiting": line.n_waiting,
+        "served": line.n_served,
+        "admitted": line.n_admitted,
+        "tenants": tenants.collect::<Vec<_>>(),
+        "work_per_second": line.work_per_second,
+        "answer_tokens": line.answer_tokens,
     })
 }
 

@@ -17,37 +17,28 @@ use futures::StreamExt as _;
 use tokio::time::Instant;
 use tracing::{debug, info, trace};
 use types::{
-    CallerAction, ComputedPrompt, Deadline, Destination, ModelInfo, NodeId, NodeInfo, Prompt, RefusalKind,
-    RequestedModel, Step, Usage,
+    BlockHash, CallerAction, ComputedPrompt, Deadline, Destination, ModelInfo, NodeId, NodeInfo, Prompt,
+    RefusalKind, RequestedModel, Step, Usage,
 };
 
-use crate::admission::Admission;
+use crate::admission::{Admission, AdmissionAsk, Permit};
 use crate::breaker::{Breakers, Trial};
 use crate::cluster::{Assignment, Cluster};
 use crate::continuation::{Continuation, RequestGuards};
 use crate::drain::Drain;
 use crate::error::{AcceptError, ServeError};
 use crate::metrics::{Outcome, RouterMetrics, Stage};
-use crate::policy::{AllowedArms, Ask, Decision, NoRoute, Route, RoutingPolicy};
+use crate::policy::{AllowedArms, Ask, Decision, NoRoute, Order, Route, RoutingPolicy};
 use crate::predictions::Prediction;
-use crate::requests::{Part, RequestEvent, RequestRecord, Requests};
+use crate::requests::{Part, RecordHead, RequestEvent, RequestRecord, Requests};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure, NodeClient, Opening, PrefillOffer};
-use crate::serve::{Arrival, Detail, Generation, Serve};
+use crate::serve::{Arrival, Detail, Generation, Ready, Serve};
 use crate::watchdog::{StageTracker, TrackedRequest, WaitStage, watch};
 pub(crate) use held::HeldKv;
 
 /// The pauses before a prompt tries again when every node's queue is full, or no node is usable. They double
 /// from the first value to the last.
 const FULL_AGAIN: std::ops::RangeInclusive<Duration> = Duration::from_millis(5)..=Duration::from_millis(200);
-
-/// Which node gets a prompt first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
-    /// The decode node reserves room before the prompt is computed: for connectors from node to node.
-    DecodeFirst,
-    /// The prompt is computed first, and a decode node is chosen when its KV is ready.
-    PrefillFirst,
-}
 
 /// Which nodes compute a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,6 +83,15 @@ pub struct DispatchParts {
     pub explain_share: f64,
     pub metrics: RouterMetrics,
     pub drain: Drain,
+}
+
+/// A prompt that needs its next step from new nodes.
+#[derive(Clone, Copy, Debug)]
+struct FirstStepAsk<'a> {
+    ask: Ask<'a>,
+    /// The permit of a new request, with the room that it was given.
+    permit: Option<&'a Permit>,
+    record: &'a RequestRecord,
 }
 
 /// One route of a prompt, with the work that it counts for on the nodes.
@@ -143,9 +143,19 @@ impl Dispatch {
         &self.breakers
     }
 
+    /// Returns the lines in which requests wait.
+    pub fn admission(&self) -> &Admission {
+        &self.parts.admission
+    }
+
     /// Returns the records of requests.
     pub fn requests(&self) -> &Requests {
         &self.requests
+    }
+
+    /// Returns a future that admits waiting requests, until it is dropped.
+    pub fn serve_lines(&self) -> impl Future<Output = ()> + Send + 'static {
+        self.parts.admission.clone().serve()
     }
 
     /// Returns a future that watches whether requests make progress, until it is dropped.
@@ -161,21 +171,30 @@ impl Dispatch {
         by: ComputedBy,
         record: &RequestRecord,
     ) -> Result<StartedRequest, ServeError> {
-        let progress = if prompt.n_generated == 0 { Progress::New } else { Progress::Begun };
-        let mut tries = Attempts::new(self, progress, record);
-        let waiting = self.stages.enter(WaitStage::Route, record);
         let hashes = self.parts.cluster.hashes(prompt);
         let arms = match by {
             ComputedBy::Both => AllowedArms::RemoteOrLocal,
             ComputedBy::DecodeAlone => AllowedArms::OnlyLocal,
         };
         let ask = Ask { prompt, hashes: &hashes, arms };
+        self.first_step(FirstStepAsk { ask, permit: None, record }).await
+    }
+
+    async fn first_step(&self, asked: FirstStepAsk<'_>) -> Result<StartedRequest, ServeError> {
+        let FirstStepAsk { ask, permit, record } = asked;
+        let progress = if ask.prompt.n_generated == 0 { Progress::New } else { Progress::Begun };
+        let mut tries = Attempts::new(self, progress, record);
+        if let Some(permit) = permit {
+            tries.began = permit.entered;
+        }
+        let waiting = self.stages.enter(WaitStage::Route, record);
         loop {
             waiting.set_stage(WaitStage::Route);
             let (decision, trials) = tries.route(&ask).await?;
             record.decided(&decision, self.prediction(&decision));
             let assigned = self.parts.cluster.assign(&ask, &decision);
-            let prompt = &prompt.for_weights_of(&decision.route.decode.model);
+            permit.into_iter().for_each(Permit::assigned);
+            let prompt = &ask.prompt.for_weights_of(&decision.route.decode.model);
             let ask = Ask { prompt, ..ask };
             let attempt =
                 Attempt { ask, route: &decision.route, assigned: &assigned, room_by: tries.room_by() };
@@ -299,6 +318,15 @@ impl Dispatch {
     }
 }
 
+impl Ready for Dispatch {
+    fn ready(&self) -> Result<(), String> {
+        if self.parts.drain.requested.requested() {
+            return Err("the router is stopping".to_owned());
+        }
+        self.parts.cluster.ready().and_then(|()| self.stages.check())
+    }
+}
+
 #[async_trait]
 impl Serve for Dispatch {
     fn models(&self) -> Vec<ModelInfo> {
@@ -309,19 +337,22 @@ impl Serve for Dispatch {
         let arrival = self.sampled(arrival);
         let mut outcome = Outcome::new(self.parts.metrics.of_model(&prompt.model.name), arrival.at);
         let unix_time = self.parts.world.unix_time().saturating_sub(arrival.at.elapsed());
-        let open = self.requests.begin(&prompt, &arrival, unix_time);
+        let open = self.requests.begin(RecordHead::of(&prompt), &arrival, unix_time);
         let record = open.record().clone();
-        record.enter_part(Part::Admission);
-        let permit = match outcome.note(self.parts.admission.admit()) {
+        let hashes = self.parts.cluster.hashes(&prompt).into();
+        let permit = match outcome.note(self.admit(&prompt, &hashes, &arrival, &record).await) {
             Ok(permit) => permit,
             Err(refused) => {
-                open.discard();
+                if let ServeError::Overloaded { .. } = refused {
+                    open.discard();
+                }
                 return Err(refused);
             }
         };
         outcome.keep(open);
         trace!(target: "walk", request = %prompt.id, n_tokens = prompt.tokens.len(), "prompt accepted");
-        let starting = self.start(&prompt, ComputedBy::Both, &record);
+        let ask = Ask { prompt: &prompt, hashes: &hashes, arms: AllowedArms::RemoteOrLocal };
+        let starting = self.first_step(FirstStepAsk { ask, permit: Some(&permit), record: &record });
         let started = outcome.note(self.by_deadline(prompt.deadline, starting).await)?;
         let usage = started.usage;
         let ttft = record.first_token(usage);
@@ -333,15 +364,8 @@ impl Serve for Dispatch {
         let complete = outcome.complete();
         let explained = (arrival.detail == Detail::Explained).then(|| record.clone());
         let guards = RequestGuards { permit, outcome, record };
-        let steps = Continuation::new(self.clone(), prompt, started, guards).into_steps().boxed();
+        let steps = Continuation::new(self.clone(), prompt, started, guards).boxed();
         Ok(Generation { usage, complete, explained, steps })
-    }
-
-    fn ready(&self) -> Result<(), String> {
-        if self.parts.drain.requested.requested() {
-            return Err("the router is stopping".to_owned());
-        }
-        self.parts.cluster.ready().and_then(|()| self.stages.check())
     }
 
     fn knows_nodes(&self) -> Result<(), AcceptError> {
@@ -350,6 +374,21 @@ impl Serve for Dispatch {
 }
 
 impl Dispatch {
+    /// Waits in the model's line.
+    async fn admit(
+        &self,
+        prompt: &Prompt,
+        hashes: &Arc<[BlockHash]>,
+        arrival: &Arrival,
+        record: &RequestRecord,
+    ) -> Result<Permit, ServeError> {
+        let _waiting = self.stages.enter(WaitStage::Admission, record);
+        record.enter_part(Part::Admission);
+        let (terms, arrived) = (arrival.terms, arrival.at);
+        let ask = AdmissionAsk { prompt, hashes, terms, arrived, record };
+        self.by_deadline(prompt.deadline, self.parts.admission.admit(ask)).await
+    }
+
     /// Has a share of requests explained, besides those that ask for it.
     fn sampled(&self, arrival: Arrival) -> Arrival {
         let share = self.parts.explain_share;
@@ -359,19 +398,12 @@ impl Dispatch {
 
     /// Runs `work` until the deadline passes or the router stops. Dropping its calls cancels the request on
     /// the nodes.
-    pub(crate) async fn by_deadline<T>(
+    pub(crate) fn by_deadline<T>(
         &self,
         deadline: Deadline,
         work: impl Future<Output = Result<T, ServeError>>,
-    ) -> Result<T, ServeError> {
-        tokio::select! {
-            biased;
-            result = work => result,
-            () = tokio::time::sleep_until(deadline.instant().into()) => {
-                Err(ServeError::DeadlinePassed { reason: "the request's time is up".to_owned() })
-            }
-            () = self.parts.drain.over.wait() => Err(ServeError::Draining),
-        }
+    ) -> impl Future<Output = Result<T, ServeError>> {
+        self.parts.drain.by_deadline(deadline, work)
     }
 }
 

@@ -3,8 +3,11 @@
 use std::time::Duration;
 
 use chassis::Shutdown;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep_until};
 use tracing::info;
+use types::Deadline;
+
+use crate::error::ServeError;
 
 /// The shutdown signals of a router's stop, one per phase. Clones share them.
 #[derive(Clone, Debug, Default)]
@@ -28,6 +31,22 @@ pub struct DrainTimes {
 }
 
 impl Drain {
+    /// Runs a request's `work` until its deadline passes or the drain is over.
+    pub(crate) async fn by_deadline<T>(
+        &self,
+        deadline: Deadline,
+        work: impl Future<Output = Result<T, ServeError>>,
+    ) -> Result<T, ServeError> {
+        tokio::select! {
+            biased;
+            result = work => result,
+            () = sleep_until(deadline.instant().into()) => {
+                Err(ServeError::DeadlinePassed { reason: "the request's time is up".to_owned() })
+            }
+            () = self.over.wait() => Err(ServeError::Draining),
+        }
+    }
+
     /// Waits for `requested`, then triggers the later phases in time.
     pub(crate) async fn run(self, times: DrainTimes) {
         self.requested.wait().await;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use grammar::Recent;
+use grammar::{GrammarError, Recent};
 use tokio::sync::Semaphore;
 use tokio::task::spawn_blocking;
 use types::{Deadline, Grammar};
@@ -16,12 +16,30 @@ const KEPT_MAX: usize = 1024;
 /// deadline.
 const CHECKS_MAX: usize = 2;
 
+/// The most schemas of one grammar that are compiled to find the one that is wrong.
+const PLACED_MAX: usize = 32;
+
 /// The grammar that a request asks for, unchecked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AskedGrammar {
     /// The field that contained it.
     pub param: &'static str,
     pub grammar: Grammar,
+    /// The schemas in the grammar. A refusal names the field of the one that is wrong.
+    pub schemas: Vec<AskedSchema>,
+}
+
+/// A schema in a grammar, and the field that contained it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AskedSchema {
+    pub param: String,
+    pub grammar: Grammar,
+}
+
+impl AskedGrammar {
+    pub fn new(param: &'static str, grammar: Grammar) -> Self {
+        Self { param, grammar, schemas: Vec::new() }
+    }
 }
 
 /// Checks grammars, each text once. Cheap to clone.
@@ -49,7 +67,7 @@ impl GrammarChecks {
         if self.is_accepted(&asked.grammar) {
             return Ok(());
         }
-        let (checks, asked) = (self.clone(), asked.clone());
+        let (checks, asked, n_tokens) = (self.clone(), asked.clone(), model.vocab);
         let param = asked.param;
         let failed = |reason: &str| AcceptError::invalid(param, reason);
         let checked = async {
@@ -58,7 +76,7 @@ impl GrammarChecks {
                 Arc::clone(&self.turn).acquire_owned().await.map_err(|_| failed("the router stops"))?;
             let work = spawn_blocking(move || {
                 let _turn = turn;
-                checks.check_now(&asked)
+                checks.check_now(&asked, n_tokens)
             });
             work.await.map_err(|_| failed("the check of the grammar has failed"))?
         };
@@ -75,13 +93,20 @@ impl GrammarChecks {
         let Some(asked) = asked else { return Ok(None) };
         needs_tokenizer(model, asked.param)?;
         if !self.is_accepted(&asked.grammar) {
-            self.check_now(asked)?;
+            self.check_now(asked, model.vocab)?;
         }
         Ok(Some(asked.grammar.clone()))
     }
 
-    fn check_now(&self, AskedGrammar { param, grammar }: &AskedGrammar) -> Result<(), AcceptError> {
-        grammar::check(grammar).map_err(|error| AcceptError::invalid(*param, error.to_string()))?;
+    fn check_now(&self, asked: &AskedGrammar, n_tokens: u32) -> Result<(), AcceptError> {
+        let AskedGrammar { param, grammar, schemas } = asked;
+        if let Err(error) = grammar::check(grammar, n_tokens) {
+            for AskedSchema { param, grammar } in schemas.iter().take(PLACED_MAX) {
+                let wrong = |error: GrammarError| AcceptError::invalid(param.clone(), error.to_string());
+                grammar::check(grammar, n_tokens).map_err(wrong)?;
+            }
+            return Err(AcceptError::invalid(*param, error.to_string()));
+        }
         self.accepted.keep(grammar, ());
         Ok(())
     }

@@ -18,6 +18,7 @@ use tonic::{Code, Request, Response, Status};
 use types::{CallerAction, NodeId, RequestId, TokenId, Usage};
 
 use crate::accept::{AcceptedOne, Acceptor, Caller, MaxTokens, SamplingParams};
+use crate::admission::terms::{SHEDDABLE, SLO};
 use crate::choice::{Choice, Delta};
 use crate::error::{AcceptError, ServeError};
 use crate::grammars::AskedGrammar;
@@ -112,7 +113,10 @@ impl GrpcApi {
         let id = self.acceptor.request_id(given(&request.request_id).as_deref());
         let timeout = (request.timeout_ms > 0).then(|| Duration::from_millis(request.timeout_ms));
         let detail = if request.explain { Detail::Explained } else { Detail::Usual };
-        Ok(Caller { detail, ..self.acceptor.caller(id, client, timeout)? })
+        let caller = self.acceptor.caller(id, client, timeout)?;
+        let metadata = |name| call.metadata().get(name).and_then(|value| value.to_str().ok());
+        let terms = caller.terms.asked(metadata(SLO), metadata(SHEDDABLE))?;
+        Ok(Caller { detail, terms, ..caller })
     }
 
     async fn accept(
@@ -183,7 +187,7 @@ fn sampled(params: SamplingParams, sampling: &v1::Sampling) -> Result<SamplingPa
 fn grammar(wire: v1::Grammar) -> Result<AskedGrammar, AcceptError> {
     let grammar = wire.try_into();
     let wrong = |error: proto::ConvertError| AcceptError::invalid("sampling.grammar", error.to_string());
-    Ok(AskedGrammar { param: "sampling.grammar", grammar: grammar.map_err(wrong)? })
+    Ok(AskedGrammar::new("sampling.grammar", grammar.map_err(wrong)?))
 }
 
 type Events = Pin<Box<dyn Stream<Item = Result<v1::GenerateEvent, Status>> + Send>>;
@@ -191,7 +195,7 @@ type Events = Pin<Box<dyn Stream<Item = Result<v1::GenerateEvent, Status>> + Sen
 /// Makes the event stream of one answer: one event per token, then the end.
 fn events(choice: Choice, id: RequestId) -> Events {
     let usage = choice.usage();
-    let tokens = choice.into_deltas().flat_map(move |delta| {
+    let tokens = choice.flat_map(move |delta| {
         let events = match delta {
             Ok(delta) => {
                 let end = delta.finish.map(|_| Ok(end(&delta, usage, &id)));

@@ -1,5 +1,6 @@
 //! The metrics of the router.
 
+mod line;
 mod models;
 mod outcome;
 pub mod predictions;
@@ -15,6 +16,8 @@ use crate::breaker::Breakers;
 use crate::cluster::Cluster;
 use crate::http::Code;
 use crate::requests::{Place, PlaceCounts, Requests};
+use crate::upstream::{Health, LEG_OUTCOMES, LegRole, MemberStatus};
+pub use line::LineMetrics;
 use models::ModelLabels;
 pub use outcome::Outcome;
 use predictions::PredictionMetrics;
@@ -77,6 +80,8 @@ pub struct RouterMetrics {
     request: LatencyHistogramVec,
     refusals: IntCounterVec,
     connections_refused: IntCounterVec,
+    /// The lines in which requests wait for room.
+    pub line: LineMetrics,
     models: ModelLabels,
     /// Requests without a known API key.
     pub unauthorized: IntCounterVec,
@@ -88,6 +93,11 @@ pub struct RouterMetrics {
     breaker_changes: IntCounterVec,
     breakers_open: IntGauge,
     pub predictions: PredictionMetrics,
+    /// Calls to servers of other engines that ended.
+    pub upstream_legs: IntCounterVec,
+    /// Answers of prefill servers that named no KV, so that the decode server computed the prompt.
+    pub upstream_prefills_without_kv: IntCounter,
+    upstream_members: IntGaugeVec,
 }
 
 /// The metrics of one model's requests.
@@ -109,6 +119,10 @@ impl RouterMetrics {
         // begins.
         Code::ALL.iter().for_each(|code| drop(own.refusals.with_label_values(&[code.as_str()])));
         Stage::ALL.iter().for_each(|stage| drop(own.stages.with_label_values(&[stage.as_str()])));
+        for role in LegRole::ALL {
+            let leg = |outcome| drop(own.upstream_legs.with_label_values(&[role.as_str(), outcome]));
+            LEG_OUTCOMES.into_iter().for_each(leg);
+        }
         own
     }
 
@@ -156,6 +170,7 @@ impl RouterMetrics {
                 "Connections refused, or closed for a newer one.",
                 &["port", "reason"],
             ),
+            line: LineMetrics::new(metrics),
             models: ModelLabels::default(),
             unauthorized: counter("unauthorized_total", "Requests without a known API key.", &["reason"]),
             tenant_refusals: counter(
@@ -180,6 +195,14 @@ impl RouterMetrics {
             ),
             breakers_open: metrics.gauge("breakers_open", "Nodes without work because their work fails."),
             predictions: PredictionMetrics::register(metrics),
+            upstream_legs: counter(
+                "upstream_legs_total",
+                "Calls to upstream servers that ended, by outcome.",
+                &["role", "outcome"],
+            ),
+            upstream_prefills_without_kv: metrics
+                .counter("upstream_prefills_without_kv_total", "Upstream prefills whose answer named no KV."),
+            upstream_members: metrics.gauge_vec("upstream_members", "Upstream servers.", &["role", "health"]),
         }
     }
 
@@ -225,6 +248,14 @@ impl RouterMetrics {
     pub fn show_caches(&self, cluster: &Cluster) {
         for (known, n_nodes) in cluster.n_known() {
             self.caches.with_label_values(&[known.as_str()]).set(n_nodes as i64);
+        }
+    }
+
+    /// Sets the gauges of upstream servers.
+    pub fn show_upstream(&self, members: &[MemberStatus]) {
+        for (role, health) in LegRole::ALL.iter().flat_map(|role| Health::ALL.map(|health| (role, health))) {
+            let n = members.iter().filter(|one| (one.role, one.health) == (*role, health)).count();
+            self.upstream_members.with_label_values(&[role.as_str(), health.as_str()]).set(n as i64);
         }
     }
 

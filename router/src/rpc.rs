@@ -3,18 +3,22 @@
 mod put;
 
 use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use chassis::World;
 use chassis::identity::ExpectedPeer;
 use chassis::rpc::{MESSAGE_BYTES_MAX, RpcChannel, RpcLimits, call, channel};
+use futures::StreamExt as _;
 use proto::v1;
 use proto::v1::decode_client::DecodeClient;
 use proto::v1::decode_event::Event;
 use proto::v1::node_status_client::NodeStatusClient;
 use proto::v1::prefill_client::PrefillClient;
-use tokio::time::Instant;
+use tokio::time::{Instant, Sleep, sleep_until};
 use types::{
     BlockCounts, BlockEvent, ComputedPrompt, Destination, Landing, NodeId, NodeInfo, NodeLoad, Prompt,
     Refusal, RefusalKind, Step, TransferId,
@@ -132,7 +136,7 @@ impl NodeClient {
         match answer.and_then(|answer| answer.answer) {
             Some(v1::prefill_answer::Answer::Prefilled(prefilled)) => {
                 let prefilled = prefilled.try_into().map_err(|error| self.invalid_answer(&error))?;
-                Ok((prefilled, PrefillCall { client: self.clone(), answers, unheard: None }))
+                Ok((prefilled, PrefillCall { client: self.clone(), answers, state: PrefillState::Open }))
             }
             Some(v1::prefill_answer::Answer::Refused(refusal)) => Err(self.refused(refusal)),
             None => Err(self.invalid_answer(&"an empty answer")),
@@ -294,8 +298,19 @@ impl From<Failure> for ServeError {
 pub struct PrefillCall {
     client: NodeClient,
     answers: tonic::Streaming<v1::PrefillAnswer>,
-    /// The error of the broken stream, and the time at which it broke.
-    unheard: Option<(Failure, Instant)>,
+    state: PrefillState,
+}
+
+#[derive(Debug)]
+enum PrefillState {
+    Open,
+    /// The node has sent all KV.
+    Ended,
+    /// The stream broke with this error. After `grace` the KV counts as lost.
+    Broken {
+        failure: Failure,
+        grace: Pin<Box<Sleep>>,
+    },
 }
 
 impl PrefillCall {
@@ -305,19 +320,28 @@ impl PrefillCall {
     /// The sender knows and reports it. If the sender is unreachable, the decode node has one second to
     /// report that the KV has arrived.
     pub async fn loss(&mut self) -> Failure {
-        let (failure, since) = match &self.unheard {
-            Some(unheard) => unheard.clone(),
-            None => match self.answers.message().await {
-                Ok(Some(answer)) => return self.refusal_in(answer),
-                Ok(None) => std::future::pending().await,
-                Err(status) => {
-                    let unheard = (self.client.failure(&status), self.client.world.now());
-                    self.unheard.insert(unheard).clone()
+        poll_fn(|cx| self.poll_loss(cx)).await
+    }
+
+    /// Polls [`loss`](Self::loss).
+    fn poll_loss(&mut self, cx: &mut Context<'_>) -> Poll<Failure> {
+        loop {
+            match &mut self.state {
+                PrefillState::Ended => return Poll::Pending,
+                PrefillState::Broken { failure, grace } => {
+                    ready!(grace.as_mut().poll(cx));
+                    return Poll::Ready(failure.clone());
                 }
-            },
-        };
-        tokio::time::sleep_until(since + ARRIVAL_GRACE).await;
-        failure
+                PrefillState::Open => match ready!(self.answers.poll_next_unpin(cx)) {
+                    Some(Ok(answer)) => return Poll::Ready(self.refusal_in(answer)),
+                    None => self.state = PrefillState::Ended,
+                    Some(Err(status)) => {
+                        let grace = Box::pin(sleep_until(self.client.world.now() + ARRIVAL_GRACE));
+                        self.state = PrefillState::Broken { failure: self.client.failure(&status), grace };
+                    }
+                },
+            }
+        }
     }
 
     fn refusal_in(&self, answer: v1::PrefillAnswer) -> Failure {
@@ -444,12 +468,17 @@ impl DecodeCall {
 
     /// Returns the next event after the opening. Cancel-safe.
     pub async fn progress(&mut self) -> Result<DecodeProgress, Failure> {
+        poll_fn(|cx| self.poll_progress(cx)).await
+    }
+
+    /// Polls [`progress`](Self::progress).
+    pub(crate) fn poll_progress(&mut self, cx: &mut Context<'_>) -> Poll<Result<DecodeProgress, Failure>> {
         let progress = match self.ahead.pop_front() {
             Some(progress) => progress,
-            None => self.read().await?,
+            None => ready!(self.poll_read(cx))?,
         };
         self.kv = None; // Any further event means that the KV has arrived.
-        Ok(progress)
+        Poll::Ready(Ok(progress))
     }
 
     /// Waits for the stream to fail. Other events are kept for [`Self::progress`]. Cancel-safe.
@@ -487,16 +516,15 @@ impl DecodeCall {
         self.failed(&format_args!("step {found} instead of step {wanted}"))
     }
 
-    async fn read(&mut self) -> Result<DecodeProgress, Failure> {
-        let message = match &mut self.kv {
-            None => self.events.message().await,
-            Some(kv) => tokio::select! {
-                biased;
-                message = self.events.message() => message,
-                loss = kv.loss() => return Err(loss),
-            },
-        };
-        self.event_in(message).and_then(|event| self.understand(event))
+    fn poll_read(&mut self, cx: &mut Context<'_>) -> Poll<Result<DecodeProgress, Failure>> {
+        match (self.events.poll_next_unpin(cx), &mut self.kv) {
+            (Poll::Ready(message), _) => {
+                let event = self.event_in(message.transpose());
+                Poll::Ready(event.and_then(|event| self.understand(event)))
+            }
+            (Poll::Pending, Some(kv)) => kv.poll_loss(cx).map(Err),
+            (Poll::Pending, None) => Poll::Pending,
+        }
     }
 
     fn event_in(

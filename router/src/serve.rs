@@ -9,10 +9,18 @@ use futures::stream::BoxStream;
 use tokio::time::Instant;
 use types::{ModelInfo, Prompt, Step, Usage};
 
+use crate::admission::terms::AdmissionTerms;
 use crate::error::AcceptError;
 pub use crate::error::ServeError;
 use crate::requests::RequestRecord;
 use crate::text::{RouterModels, ServedModel};
+
+/// The servers behind the router as `/ready` sees them: Baton's nodes, or pools of another engine.
+pub trait Ready: fmt::Debug + Send + Sync + 'static {
+    /// Checks that requests can be served, by at least one usable pair of nodes. An error is the reason why
+    /// not.
+    fn ready(&self) -> Result<(), String>;
+}
 
 /// The cluster as the HTTP and gRPC APIs see it. `Dispatch` implements the trait; tests use `FakeServe`.
 ///
@@ -20,17 +28,13 @@ use crate::text::{RouterModels, ServedModel};
 /// [`Generation`] owns everything that the prompt has on any node. Dropping it, or the future that returns
 /// it, cancels the request on all nodes; there is no other way to cancel.
 #[async_trait]
-pub trait Serve: fmt::Debug + Send + Sync + 'static {
+pub trait Serve: Ready {
     /// Returns the models that the cluster can serve now.
     fn models(&self) -> Vec<ModelInfo>;
 
     /// Starts a prompt. Returns when its first step is available, or an error; until then a refusal can
     /// become a status code.
     async fn generate(&self, prompt: Prompt, arrival: Arrival) -> Result<Generation, ServeError>;
-
-    /// Checks that requests can be served, by at least one usable pair of nodes. An error is the reason why
-    /// not.
-    fn ready(&self) -> Result<(), String>;
 
     /// Checks that the cluster's nodes are known, so that a model that no node has does not exist. An error
     /// is the reason why not.
@@ -49,7 +53,7 @@ impl dyn Serve {
     }
 }
 
-/// The times of a request before it is a prompt, and the detail that its record gets.
+/// The times of a request before it is a prompt, the detail that its record gets, and its terms of admission.
 #[derive(Clone, Copy, Debug)]
 pub struct Arrival {
     /// The time at which the request reached the router.
@@ -59,6 +63,8 @@ pub struct Arrival {
     /// The time at which its prompt was accepted.
     pub accepted: Instant,
     pub detail: Detail,
+    /// What the request asks of admission.
+    pub terms: AdmissionTerms,
 }
 
 /// How much the record of a request says about its steps.
@@ -74,7 +80,8 @@ impl Arrival {
     /// Returns the arrival of a request that is a prompt already.
     pub fn now() -> Self {
         let now = Instant::now();
-        Self { at: now, read: now, accepted: now, detail: Detail::Usual }
+        let terms = AdmissionTerms::default();
+        Self { at: now, read: now, accepted: now, detail: Detail::Usual, terms }
     }
 }
 

@@ -20,7 +20,7 @@ use tonic::service::Routes;
 use tracing::{info, warn};
 
 use crate::accept::Acceptor;
-use crate::admission::Admission;
+use crate::admission::{Admission, AdmissionParts};
 use crate::cluster::Cluster;
 use crate::config::{ModelFolder, RouterConfig};
 use crate::debug::DebugParts;
@@ -29,13 +29,13 @@ use crate::drain::Drain;
 use crate::error::TextError;
 use crate::grpc::GrpcApi;
 use crate::http::{
-    BodyLimits, Certificate, CertificateError, CertificateFiles, HttpApi, WriteTimeoutListener,
+    BodyLimits, Certificate, CertificateError, CertificateFiles, HttpApi, Passthrough, WriteTimeoutListener,
 };
 use crate::metrics::{RouterMetrics, VllmGauges};
-use crate::requests::Requests;
 use crate::serve::Serve;
 use crate::tenants::{KeySources, Oidc, TableError, TenantTable, Tenants, TenantsFile};
 use crate::text::{RouterModels, ServedModel, Tokenizer};
+use crate::upstream::{Pools, RequestLimit, Upstream, UpstreamParts};
 use crate::{debug, http, policy};
 
 /// The longest time that the router's own tasks may take to end after it stops serving.
@@ -67,6 +67,8 @@ pub struct Router {
     /// The embedded registry; `None` if the registry is etcd.
     embedded: Option<MemoryRegistry>,
     following: Task<()>,
+    /// The pools of another engine, if the HTTP port serves them.
+    upstream: Option<Pools>,
     gate: Gate,
 }
 
@@ -81,6 +83,8 @@ pub enum BindError {
     Registry(#[source] RegistryError),
     #[error("read the tenants file")]
     Tenants(#[source] TableError),
+    #[error("prepare the upstream servers: {reason}")]
+    Upstream { reason: String },
     #[error("read the keys of the OpenID provider")]
     Provider(#[source] TableError),
     #[error("read the HTTP port's certificate")]
@@ -113,6 +117,8 @@ impl Router {
             }
             (None, None) => unreachable!("one of the two is always there"),
         };
+        let upstream = config.upstream.as_ref().map(|settings| Pools::new(settings, &gate)).transpose();
+        let upstream = upstream.map_err(|reason| BindError::Upstream { reason })?;
         let file = config.members_file.clone().map(MembersFile::new);
         let following = cluster.follow(&*registry, file).await.map_err(BindError::Registry)?;
         Ok(Self {
@@ -128,6 +134,7 @@ impl Router {
             keys,
             embedded,
             following,
+            upstream,
             gate,
         })
     }
@@ -163,10 +170,15 @@ impl Router {
         let router_metrics = RouterMetrics::new(&metrics);
         let tenants = self.tenants(router_metrics.clone());
         let serve = Arc::new(self.dispatch(router_metrics.clone(), drain.clone()));
-        self.show_requests(&metrics, &router_metrics, serve.requests());
-        let watchdog = spawn_guarded(&self.gate, "watchdog", serve.watchdog(self.config.stuck_after));
-        let draining = spawn_guarded(&self.gate, "drain", drain.clone().run(self.config.drain));
-        let following_tenants = spawn_guarded(&self.gate, "tenants file", tenants.clone().follow_files());
+        let upstream = self.upstream(&serve, &tenants);
+        self.show_requests(&metrics, &router_metrics, &serve);
+        show_upstream(&metrics, &router_metrics, upstream.clone());
+        let tasks = [
+            spawn_guarded(&self.gate, "lines", serve.serve_lines()),
+            spawn_guarded(&self.gate, "watchdog", serve.watchdog(self.config.stuck_after)),
+            spawn_guarded(&self.gate, "drain", drain.clone().run(self.config.drain)),
+            spawn_guarded(&self.gate, "tenants file", tenants.clone().follow_files()),
+        ];
         let acceptor = Acceptor::new(self.world.clone(), self.config.deadlines).with_tenants(tenants);
         let (connections, whole) = (self.config.connections, self.config.drain.whole + END_GRACE);
         let limits = |port| {
@@ -174,20 +186,16 @@ impl Router {
             ServerLimits { connections, counts, drain: whole, ..ServerLimits::default() }
         };
         let api = self.api(serve.clone(), acceptor.clone());
-        let shown = DebugParts {
-            cluster: self.cluster.clone(),
-            breakers: serve.breakers().clone(),
-            requests: serve.requests().clone(),
-            metrics,
-            settings: self.config.shown.clone(),
-        };
+        let shown = self.shown(&serve, metrics, upstream.clone());
+        let routes_of_api = ApiRoutes::new(api, upstream);
         let refusals = self.world.identity().refusals().clone();
         let (http_key, admin_key) = self.keys.clone();
         let on_http = debug::router(shown.clone(), http_key, refusals.clone());
-        let on_admin = debug::admin_router(shown, http::chat_box(api.clone()), admin_key, refusals);
-        let on_admin = on_admin.merge(http::health(api.clone()));
-        let on_http = on_http.merge(http::health(api.clone()));
-        let pages = http::stack(http::api(api).merge(on_http), acceptor.clone(), router_metrics.clone());
+        let on_admin = debug::admin_router(shown, routes_of_api.chat_box, admin_key, refusals);
+        let on_admin = on_admin.merge(routes_of_api.pages.clone());
+        let on_http = on_http.merge(routes_of_api.pages);
+        let pages =
+            http::stack(routes_of_api.requests.merge(on_http), acceptor.clone(), router_metrics.clone());
         let pages = self.config.cors.layer(pages);
         let operators = http::stack(on_admin, acceptor.clone(), router_metrics.clone());
         let closing = drain.closing.clone();
@@ -220,12 +228,24 @@ impl Router {
         nodes_stopped.await;
         grpc_close.trigger();
         let (grpc, admin) = tokio::join!(grpc, admin);
-        drop((self.following, self.embedded, watchdog, draining, following_tenants, following_certificate));
+        drop((self.following, self.embedded, tasks, following_certificate));
         self.cluster.forget();
         if let Err(late) = self.gate.close(TASKS_CLOSE_WITHIN).await {
             warn!(%late, "router tasks are still running at the end of the drain");
         }
         [http, grpc, admin].into_iter().filter_map(Result::ok).collect()
+    }
+
+    fn shown(&self, serve: &Dispatch, metrics: Metrics, upstream: Option<Upstream>) -> DebugParts {
+        DebugParts {
+            cluster: self.cluster.clone(),
+            breakers: serve.breakers().clone(),
+            requests: serve.requests().clone(),
+            admission: serve.admission().clone(),
+            metrics,
+            settings: self.config.shown.clone(),
+            upstream,
+        }
     }
 
     /// Adds the counts of refused callers and the ends of certificates to the page.
@@ -239,13 +259,14 @@ impl Router {
     }
 
     /// Adds the gauges of requests under way and of nodes' caches to the page, and vLLM's names where the setting asks for them.
-    fn show_requests(&self, page: &Metrics, metrics: &RouterMetrics, requests: &Requests) {
-        let (own, shown) = (metrics.clone(), requests.clone());
+    fn show_requests(&self, page: &Metrics, metrics: &RouterMetrics, serve: &Dispatch) {
+        let (own, shown, admission) = (metrics.clone(), serve.requests().clone(), serve.admission().clone());
         let vllm = self.config.vllm_metrics.then(|| VllmGauges::add(page));
         let cluster = self.cluster.clone();
         page.before_page(move || {
             own.show(&shown, vllm.as_ref());
             own.show_caches(&cluster);
+            own.line.show(&admission);
         });
     }
 
@@ -261,18 +282,81 @@ impl Router {
         HttpApi { serve, models, acceptor, world, body: BodyLimits::default() }
     }
 
+    /// Makes the server of requests for another engine, which shares admission, records, metrics and drain with
+    /// `dispatch`.
+    fn upstream(&mut self, dispatch: &Dispatch, tenants: &Tenants) -> Option<Upstream> {
+        let (settings, pools) = (self.config.upstream.clone()?, self.upstream.take()?);
+        let parts = dispatch.parts();
+        Some(Upstream::new(UpstreamParts {
+            settings,
+            pools,
+            world: self.world.clone(),
+            limit: RequestLimit::new(self.config.requests_max),
+            tenants: tenants.clone(),
+            requests: dispatch.requests().clone(),
+            attempts_max: parts.budget.attempts_max,
+            metrics: parts.metrics.clone(),
+            drain: parts.drain.clone(),
+            gate: self.gate.clone(),
+        }))
+    }
+
     fn dispatch(&self, metrics: RouterMetrics, drain: Drain) -> Dispatch {
         Dispatch::new(DispatchParts {
             world: self.world.clone(),
             cluster: self.cluster.clone(),
             policy: policy::by_name(&self.config.policy).expect("RouterConfig::resolve has looked it up"),
-            admission: Admission::new(self.config.requests_max),
+            admission: Admission::new(AdmissionParts {
+                world: self.world.clone(),
+                cluster: self.cluster.clone(),
+                order: self.config.order,
+                requests_max: self.config.requests_max,
+                wait_max: self.config.budget.wait_max,
+                metrics: metrics.clone(),
+            }),
             order: self.config.order,
             budget: self.config.budget,
             explain_share: self.config.explain_share,
             metrics,
             drain,
         })
+    }
+}
+
+/// Adds the gauges of another engine's servers to the page.
+fn show_upstream(page: &Metrics, metrics: &RouterMetrics, upstream: Option<Upstream>) {
+    let Some(upstream) = upstream else { return };
+    let own = metrics.clone();
+    page.before_page(move || own.show_upstream(&upstream.members()));
+}
+
+/// The routes of a router's API, on the HTTP port and on the admin port.
+struct ApiRoutes {
+    requests: axum::Router,
+    chat_box: axum::Router,
+    /// The routes about the process, on both ports.
+    pages: axum::Router,
+}
+
+impl ApiRoutes {
+    /// Makes the routes of Baton's own API, or of the engine's.
+    fn new(api: HttpApi, upstream: Option<Upstream>) -> Self {
+        match upstream {
+            None => Self {
+                requests: http::api(api.clone()),
+                chat_box: http::chat_box(api.clone()),
+                pages: http::health(api.serve.clone()).merge(http::description(api)),
+            },
+            Some(upstream) => {
+                let ready = Arc::new(upstream.clone());
+                let state = Passthrough { api, upstream };
+                Self {
+                    requests: http::passthrough(state.clone()),
+                    chat_box: http::passthrough_chat_box(state),
+                    pages: http::health(ready),
+                }
+            }
+        }
     }
 }
 

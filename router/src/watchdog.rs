@@ -19,6 +19,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(250);
 /// The stage that a request waits in. A request whose client does not read is not counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WaitStage {
+    /// The request waits in its model's line.
+    Admission,
     /// The request waits for a node to be usable or to have room.
     Route,
     /// The request waits for a decode node's answer about room.
@@ -33,10 +35,12 @@ pub enum WaitStage {
 }
 
 impl WaitStage {
-    const ALL: [Self; 5] = [Self::Route, Self::Reserve, Self::Prefill, Self::Deliver, Self::Decode];
+    const ALL: [Self; 6] =
+        [Self::Admission, Self::Route, Self::Reserve, Self::Prefill, Self::Deliver, Self::Decode];
 
     pub(crate) fn as_str(self) -> &'static str {
         match self {
+            Self::Admission => "admission",
             Self::Route => "route",
             Self::Reserve => "reserve",
             Self::Prefill => "prefill",

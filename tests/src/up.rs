@@ -117,7 +117,7 @@ impl Up {
             answering.iter().all(|node| held(node)).then_some(())
         });
         quiet.await;
-        for node in self.kv().await.iter().filter(|node| node["error"].is_null()) {
+        for node in last.iter().filter(|node| node["error"].is_null()) {
             let count = |name: &str| node[name].as_u64().expect("a count");
             assert_eq!(count("free") + count("cached"), count("total"), "{node}");
         }

@@ -19,6 +19,7 @@ const SOURCES: &[&str] = &[
     "chassis/src/connections.rs",
     "node/src/config/expert.rs",
     "chassis/src/identity/settings.rs",
+    "router/src/upstream/settings.rs",
 ];
 
 const HEAD: &str = "\
@@ -164,7 +165,7 @@ fn declared(sources: &[&str]) -> Structs {
 }
 
 fn of_router() -> Structs {
-    declared(&[SOURCES[1], SOURCES[2], SOURCES[4], SOURCES[6]])
+    declared(&[SOURCES[1], SOURCES[2], SOURCES[4], SOURCES[6], SOURCES[7]])
 }
 
 fn of_node() -> Structs {

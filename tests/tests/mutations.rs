@@ -33,6 +33,9 @@ guards! {
     leases_that_never_expire_are_noticed => LeaseExpiry,
     a_missing_resync_is_noticed => Resync,
     writing_after_the_end_is_noticed => Quiet,
+    a_missing_ticket_is_noticed => LineTicket,
+    a_double_admission_is_noticed => Admission,
+    a_lost_assignment_is_noticed => Assignment,
     a_missing_growth_reserve_is_noticed => GrowthReserve,
     a_prompt_that_is_cached_whole_and_hangs_is_noticed => LastToken,
 }

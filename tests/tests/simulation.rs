@@ -15,9 +15,9 @@ use baton_tests::sim::reference::Reference;
 use baton_tests::sim::run::RequestCounts;
 use baton_tests::sim::{Plan, Report, run};
 use chassis::Standstill;
-use router::dispatch::Order;
 use router::error::AcceptError;
-use router::serve::{Arrival, Generation, Serve, ServeError};
+use router::policy::Order;
+use router::serve::{Arrival, Generation, Ready, Serve, ServeError};
 use types::{FinishReason, ModelInfo, Prompt, RefusalKind, Role};
 
 /// The number of seeds in a test run; `SEEDS` overrides it.
@@ -294,6 +294,12 @@ fn not_every_refusal_is_explained() {
 #[derive(Debug)]
 struct RefusesAtOnce;
 
+impl Ready for RefusesAtOnce {
+    fn ready(&self) -> Result<(), String> {
+        Ok(())
+    }
+}
+
 #[async_trait::async_trait]
 impl Serve for RefusesAtOnce {
     fn models(&self) -> Vec<ModelInfo> {
@@ -302,10 +308,6 @@ impl Serve for RefusesAtOnce {
 
     async fn generate(&self, _: Prompt, _: Arrival) -> Result<Generation, ServeError> {
         Err(no_nodes())
-    }
-
-    fn ready(&self) -> Result<(), String> {
-        Ok(())
     }
 
     fn knows_nodes(&self) -> Result<(), AcceptError> {

@@ -231,6 +231,7 @@ fn protobuf_json_and_etcd_each_have_one_home() {
         (
             "prost::",
             &[
+                "chassis/src/metrics/protobuf.rs",
                 "proto/",
                 "registry/src/etcd",
                 "registry/src/members_file.rs",

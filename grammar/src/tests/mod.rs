@@ -51,6 +51,31 @@ fn an_answer_follows_its_grammar() {
 }
 
 #[test]
+fn a_grammar_names_special_tokens_by_their_ids() {
+    let mut words: Vec<Vec<u8>> = (0..=u8::MAX).map(|byte| vec![byte]).collect();
+    words.resize(300, Vec::new());
+    let vocabulary = Vocabulary::of_words(words, &[END]).expect("it has an end");
+    let (open, close) = (TokenId(280), TokenId(281));
+    let schema = serde_json::json!({"type": "integer"});
+    let text = format!(
+        "start: /(.|\\n)*/ {} json {}\njson: {}",
+        sources::token(open),
+        sources::token(close),
+        sources::embedded_json(&schema).expect("a schema"),
+    );
+    let grammar = sources::lark(&text);
+    crate::check(&grammar, 300).expect("it can be compiled");
+    let constraint =
+        Compiler::new(&vocabulary).expect("a vocabulary").constraint(&grammar).expect("a grammar");
+    let answer = [tokens("a<\n"), vec![open], tokens("17"), vec![close, END]].concat();
+    for (n_read, token) in answer.iter().enumerate() {
+        let mask = constraint.mask(&answer[..n_read]).expect("a mask");
+        assert!(mask.allows(*token), "{token:?} after {n_read} tokens");
+        assert_eq!(mask.allows(close), *token == close || n_read == 5, "after {n_read} tokens");
+    }
+}
+
+#[test]
 fn the_end_is_allowed_only_where_the_grammar_ends() {
     let constraint = constraint(&sources::regex("ab?"));
     for (text, ends, goes_on) in [("", false, true), ("a", true, true), ("ab", true, false)] {

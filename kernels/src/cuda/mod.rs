@@ -12,7 +12,7 @@ pub mod ops;
 pub mod matmul;
 
 pub use compute_card::ComputeCard;
-pub use matmul::{Factors, FollowingWork, NormedRows, OutputRows, ProductOutput, ProductShape, Products};
+pub use matmul::{Epilogue, Factors, NormedRows, OutputRows, ProductOutput, ProductShape, Products};
 pub use ops::{
     AddedRows, DecodeAttention, DrawRow, DummyPart, EDIT_WORDS, Ending, FeedTokens, FewRowsForm, Fp8Rows,
     FusedKernel, FusedProduct, HeadsRows, KvNumber, KvPages, LogitEdit, ManyRows, NOWHERE, Outcome,

@@ -75,7 +75,7 @@ async fn a_grammar_is_checked_once_and_contradicts_no_other_field() {
     let tokenizer = crate::text::Tokenizer::HuggingFace(Box::new(tokenizer)).into();
     let demo = ServedModel { tokenizer, ..model() };
     let with = |grammar| SamplingParams {
-        grammar: Some(AskedGrammar { param: "guided_regex", grammar }),
+        grammar: Some(AskedGrammar::new("guided_regex", grammar)),
         ..SamplingParams::default()
     };
     let accept = async |model: &ServedModel, params: &SamplingParams| {

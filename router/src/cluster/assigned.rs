@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use chassis::guards::{Guard, stands};
 use tokio::time::Instant;
 
 /// The time that a prompt may take to the node's worker. A report that was made later includes it.
@@ -131,7 +132,9 @@ impl NodeAssignment {
 
 impl Drop for NodeAssignment {
     fn drop(&mut self) {
-        self.work.shares().remove(self.id);
+        if stands(Guard::Assignment) {
+            self.work.shares().remove(self.id);
+        }
     }
 }
 

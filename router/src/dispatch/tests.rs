@@ -5,13 +5,14 @@ use std::time::Duration;
 
 use chassis::metrics::Metrics;
 use chassis::net::MemoryNet;
-use chassis::{Gate, Task, World};
+use chassis::{Gate, Task, World, spawn_guarded};
 use futures::StreamExt as _;
 use registry::{Announcement, MemoryRegistry, Registry as _};
 use types::prompt::Priority;
 use types::{Prompt, RefusalKind, Role, Sampling, StopRules, TenantId, TokenId};
 
 use super::*;
+use crate::admission::AdmissionParts;
 use crate::cluster::NodeState;
 use crate::fake_node::{FakeNode, FakeResponse, answer_to};
 use crate::policy::{self, Arm};
@@ -24,6 +25,7 @@ struct TestCluster {
     metrics: Metrics,
     _running: Vec<(Task<()>, Announcement)>,
     _following: Task<()>,
+    _lines: Task<()>,
 }
 
 async fn test_cluster(order: Order, fake_nodes: &[&FakeNode]) -> TestCluster {
@@ -42,11 +44,20 @@ async fn test_cluster(order: Order, fake_nodes: &[&FakeNode]) -> TestCluster {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     let metrics = Metrics::new("router");
+    let router_metrics = RouterMetrics::new(&metrics);
+    let admission = Admission::new(AdmissionParts {
+        world: world.clone(),
+        cluster: cluster.clone(),
+        order,
+        requests_max: 8,
+        wait_max: Duration::from_secs(5),
+        metrics: router_metrics.clone(),
+    });
     let dispatch = Dispatch::new(DispatchParts {
         world: world.clone(),
         cluster,
         policy: policy::by_name("round-robin").expect("in the table"),
-        admission: Admission::new(8),
+        admission,
         order,
         explain_share: 0.0,
         budget: Budget {
@@ -55,10 +66,11 @@ async fn test_cluster(order: Order, fake_nodes: &[&FakeNode]) -> TestCluster {
             nodes_wait_new: Duration::from_secs(2),
             nodes_wait_begun: Duration::from_secs(30),
         },
-        metrics: RouterMetrics::new(&metrics),
+        metrics: router_metrics,
         drain: Drain::default(),
     });
-    TestCluster { dispatch, world, metrics, _running: running, _following: following }
+    let lines = spawn_guarded(&gate, "lines", dispatch.serve_lines());
+    TestCluster { dispatch, world, metrics, _running: running, _following: following, _lines: lines }
 }
 
 impl TestCluster {

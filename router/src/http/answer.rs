@@ -1,11 +1,13 @@
 //! What the answers of both endpoints have in common, and the trait for their differences.
 
 use std::fmt;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 
 use axum::Json;
 use axum::response::{IntoResponse, Response};
-use futures::stream::{BoxStream, SelectAll, StreamExt};
+use futures::stream::{SelectAll, Stream, StreamExt};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 use tracing::info;
@@ -19,7 +21,7 @@ use crate::error::ServeError;
 use crate::text::ServedModel;
 
 /// What all answers have.
-pub(crate) trait AnswerShape: fmt::Debug + Send + Sync + 'static {
+pub(crate) trait AnswerShape: fmt::Debug + Send + Sync + Unpin + 'static {
     /// The prefix of an answer's id.
     const ID: &'static str;
 }
@@ -83,7 +85,32 @@ pub(crate) struct Answer<S> {
 }
 
 /// The deltas of all choices, in order of arrival.
-pub(crate) type Deltas = SelectAll<BoxStream<'static, Result<Delta, ServeError>>>;
+#[derive(Debug)]
+pub(crate) enum Deltas {
+    /// The only choice, which is polled without a set of wakers.
+    One(Box<Choice>),
+    Several(SelectAll<Choice>),
+}
+
+impl Deltas {
+    fn of(mut choices: Vec<Choice>) -> Self {
+        match choices.pop() {
+            Some(only) if choices.is_empty() => Self::One(Box::new(only)),
+            last => Self::Several(futures::stream::select_all(choices.into_iter().chain(last))),
+        }
+    }
+}
+
+impl Stream for Deltas {
+    type Item = Result<Delta, ServeError>;
+
+    fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        match self.get_mut() {
+            Self::One(choice) => choice.poll_next_unpin(cx),
+            Self::Several(choices) => choices.poll_next_unpin(cx),
+        }
+    }
+}
 
 impl<S: AnswerShape> Answer<S> {
     /// Returns the usage of all prompts. A prompt with several answers counts once.
@@ -96,8 +123,7 @@ impl<S: AnswerShape> Answer<S> {
     }
 
     pub(crate) fn into_parts(self) -> (AnswerContext, S, Deltas) {
-        let deltas = self.choices.into_iter().map(Choice::into_deltas);
-        (self.context, self.shape, futures::stream::select_all(deltas))
+        (self.context, self.shape, Deltas::of(self.choices))
     }
 }
 
@@ -198,7 +224,7 @@ impl Serialize for TokenIds<'_> {
 }
 
 /// Returns OpenAI's name for a finish reason.
-pub(crate) fn finish_reason(finish: ChoiceFinish) -> &'static str {
+pub(crate) const fn finish_reason(finish: ChoiceFinish) -> &'static str {
     match finish {
         ChoiceFinish::Stop => "stop",
         ChoiceFinish::Length => "length",

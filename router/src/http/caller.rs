@@ -10,6 +10,7 @@ use http::{HeaderMap, header};
 use types::RequestId;
 
 use crate::accept::{Acceptor, Caller};
+use crate::admission::terms::{SHEDDABLE, SLO};
 use crate::error::AcceptError;
 use crate::serve::Detail;
 use crate::tenants::{Claims, Client};
@@ -54,7 +55,8 @@ pub(crate) fn caller(
 ) -> Result<Caller, AcceptError> {
     let timeout = number(headers, TIMEOUT, "a number of milliseconds")?.map(Duration::from_millis);
     let caller = acceptor.caller(id, client, timeout)?;
-    Ok(Caller { detail: detail(headers)?, ..caller })
+    let terms = caller.terms.asked(text(headers, SLO)?, text(headers, SHEDDABLE)?)?;
+    Ok(Caller { detail: detail(headers)?, terms, ..caller })
 }
 
 fn detail(headers: &HeaderMap) -> Result<Detail, AcceptError> {
@@ -89,6 +91,7 @@ mod tests {
     use types::prompt::Priority;
 
     use super::*;
+    use crate::admission::{AdmissionTerms, Shedding};
     use crate::tenants::{Tenants, TrustedProxies};
 
     fn check(headers: &[(&'static str, &'static str)]) -> Result<Caller, AcceptError> {
@@ -116,6 +119,17 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn headers_say_on_which_terms() {
+        let terms = |headers| check(headers).expect("sane").terms;
+        let asked = terms(&[(SLO, "ttft=2s,tbt=50ms"), (SHEDDABLE, "1")]);
+        assert_eq!(
+            (asked.objective.to_string(), asked.shedding),
+            ("ttft=2000ms,tbt=50ms".to_owned(), Shedding::First)
+        );
+        assert_eq!(terms(&[(SHEDDABLE, "0")]), AdmissionTerms::default());
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn a_malformed_value_names_the_header() {
         for (name, value) in [
             (TIMEOUT, "soon"),
@@ -124,6 +138,8 @@ mod tests {
             (PRIORITY, "128"),
             (TENANT, "a b"),
             (EXPLAIN, "yes"),
+            (SLO, "fast"),
+            (SHEDDABLE, "2"),
         ] {
             assert_eq!(check(&[(name, value)]).expect_err("refused").param(), name);
         }

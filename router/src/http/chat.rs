@@ -11,11 +11,12 @@ use super::error::HttpError;
 use super::fields::{CommonFields, asked};
 use super::logprobs::ChatLogprobs;
 use super::request_fields::{self, Endpoint};
-use super::tools::{self, ToolCall, Tools};
+use super::tools::{self, ToolCall, ToolDemand, Tools};
 use super::{body, messages};
 use crate::accept::{Inputs, MaxTokens, SamplingParams};
-use crate::choice::{Delta, WholeChoice};
+use crate::choice::{ChoiceFinish, Delta, WholeChoice};
 use crate::error::AcceptError;
+use crate::grammars::AskedGrammar;
 use crate::text::parts::{Parts, PartsRules, ToolRules};
 use crate::text::reasoning::{ReasoningRules, ReasoningTags};
 use crate::text::{Chat, ChatTemplate, ServedModel};
@@ -46,17 +47,36 @@ pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<
     request_fields::check(Endpoint::Chat, json)?;
     let model = api.serve.model(&api.models, common.model.as_deref())?;
     let options = common.options();
-    let params = chat.params(common, constraints)?;
-    let RenderedChat { tokens, parts } = chat.rendered(api, &model)?;
+    let mut params = chat.params(common, constraints)?;
+    let RenderedChat { tokens, parts, demanded } = chat.rendered(api, &model)?;
+    let shape = ChatShape { calls_finish: demanded.as_ref().map_or(TOOL_CALLS, |demanded| demanded.finish) };
+    if let Some(DemandedCalls { grammar, .. }) = demanded
+        && let Some(other) = params.grammar.replace(grammar)
+    {
+        let reason = format!("an answer has one grammar, and `{}` is one already", other.param);
+        return Err(AcceptError::invalid("tool_choice", reason).into());
+    }
     Ok(ParsedRequest {
         inputs: Inputs { param: "messages", tokens: vec![tokens] },
         params,
         options,
         parts: Some(parts),
-        shape: ChatShape,
+        shape,
         model,
     })
 }
+
+/// The calls that a client demands of an answer.
+#[derive(Debug)]
+struct DemandedCalls {
+    grammar: AskedGrammar,
+    /// The finish reason of an answer with calls.
+    finish: &'static str,
+}
+
+/// The finish reason of an answer that ends with calls. With a named function OpenAI has `stop`.
+const TOOL_CALLS: &str = finish_reason(ChoiceFinish::ToolCalls);
+const NAMED_CALL: &str = finish_reason(ChoiceFinish::Stop);
 
 /// A chat as the model reads it.
 #[derive(Debug)]
@@ -64,6 +84,7 @@ pub(crate) struct RenderedChat {
     pub(crate) tokens: Vec<TokenId>,
     /// How the answers are divided.
     parts: PartsRules,
+    demanded: Option<DemandedCalls>,
 }
 
 impl ChatFields {
@@ -94,15 +115,22 @@ impl ChatFields {
             let reason = "the model has no chat template; use /v1/completions";
             return Err(AcceptError::unsupported("messages", reason));
         };
-        let tools = tools::callable(self.tools.take(), self.tool_choice.as_ref())?;
+        let mut tools = tools::callable(self.tools.take(), self.tool_choice.as_ref())?;
         let tool_rules = tools.as_ref().map(|tools| self.tool_rules(api, template, tools)).transpose()?;
+        let demand = tools.as_mut().and_then(|tools| tools.demand.take());
         let included = self.include_reasoning.unwrap_or(true);
-        let tags = template.reasoning().filter(|_| self.separate_reasoning.unwrap_or(true));
+        let is_separate = self.separate_reasoning.unwrap_or(true);
         let text = template.render(self.chat(api, template, tools)?)?;
         let opened = |tags: ReasoningTags| tags.opened_by(&text);
-        let reasoning = tags.map(|tags| ReasoningRules { tags, opened: opened(tags), included });
+        let reasoning =
+            template.reasoning().map(|tags| ReasoningRules { tags, opened: opened(tags), included });
         let tokens = model.tokenizer.encode(&text).map_err(|error| error.at("messages"))?;
-        Ok(RenderedChat { tokens, parts: PartsRules { reasoning, tools: tool_rules } })
+        let demanded = match (&demand, &tool_rules) {
+            (Some(demand), Some(rules)) => Some(DemandedCalls::of(demand, model, rules, reasoning)?),
+            _ => None,
+        };
+        let parts = PartsRules { reasoning: reasoning.filter(|_| is_separate), tools: tool_rules };
+        Ok(RenderedChat { tokens, parts, demanded })
     }
 
     fn tool_rules(
@@ -134,11 +162,35 @@ impl ChatFields {
     }
 }
 
+impl DemandedCalls {
+    fn of(
+        demand: &ToolDemand,
+        model: &ServedModel,
+        rules: &ToolRules,
+        reasoning: Option<ReasoningRules>,
+    ) -> Result<Self, AcceptError> {
+        let finish = if demand.is_named { NAMED_CALL } else { TOOL_CALLS };
+        Ok(Self { grammar: demand.grammar(model, rules, reasoning)?, finish })
+    }
+}
+
 // === the answer ===
 
 /// The format of a chat's answers.
 #[derive(Debug)]
-pub(crate) struct ChatShape;
+pub(crate) struct ChatShape {
+    /// The finish reason of an answer that ends with calls.
+    calls_finish: &'static str,
+}
+
+impl ChatShape {
+    fn finish_reason(&self, finish: ChoiceFinish) -> &'static str {
+        match finish {
+            ChoiceFinish::ToolCalls => self.calls_finish,
+            finish => finish_reason(finish),
+        }
+    }
+}
 
 #[derive(Debug, Serialize)]
 pub(crate) struct ChatChunk<'a> {
@@ -228,7 +280,7 @@ impl AnswerFormat for ChatShape {
                 tool_calls: delta.parts.calls.iter().map(ToolCall::part).collect(),
             },
             logprobs: ChatLogprobs::of(&context.model.tokenizer, [&delta.step]),
-            finish_reason: delta.finish.map(finish_reason),
+            finish_reason: delta.finish.map(|finish| self.finish_reason(finish)),
             token_ids: context.if_ids(std::slice::from_ref(&delta.step.token)),
         }
     }
@@ -243,7 +295,7 @@ impl AnswerFormat for ChatShape {
             index: choice,
             message: ChatMessage::of(&whole.parts),
             logprobs: ChatLogprobs::of(&context.model.tokenizer, whole.steps.iter().map(|(_, step)| step)),
-            finish_reason: whole.finish.map(finish_reason),
+            finish_reason: whole.finish.map(|finish| self.finish_reason(finish)),
             token_ids: context.options.token_ids.then(|| whole.token_ids()),
         }
     }

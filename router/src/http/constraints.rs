@@ -57,7 +57,7 @@ impl ConstraintFields {
     pub(crate) fn grammar(self) -> Result<Option<AskedGrammar>, AcceptError> {
         let mut asked = Vec::new();
         let format = self.response_format.map(ResponseFormat::grammar).transpose()?.flatten();
-        asked.extend(format.map(|grammar| AskedGrammar { param: "response_format", grammar }));
+        asked.extend(format.map(|grammar| AskedGrammar::new("response_format", grammar)));
         asked.extend(self.structured_outputs.unwrap_or_default().grammars()?);
         asked.extend(schema("guided_json", self.guided_json));
         asked.extend(object("guided_json_object", self.guided_json_object));
@@ -117,7 +117,7 @@ impl StructuredOutputs {
 // === from a field to a grammar ===
 
 fn schema(param: &'static str, schema: Option<Value>) -> Option<AskedGrammar> {
-    Some(AskedGrammar { param, grammar: of_schema(schema?) })
+    Some(AskedGrammar::new(param, of_schema(schema?)))
 }
 
 /// Returns the grammar of a schema, which may be written as an object or as JSON in a string.
@@ -129,11 +129,11 @@ fn of_schema(schema: Value) -> Grammar {
 }
 
 fn object(param: &'static str, is_asked: Option<bool>) -> Option<AskedGrammar> {
-    is_asked?.then(|| AskedGrammar { param, grammar: sources::json_object() })
+    is_asked?.then(|| AskedGrammar::new(param, sources::json_object()))
 }
 
 fn regex(param: &'static str, pattern: Option<String>) -> Option<AskedGrammar> {
-    Some(AskedGrammar { param, grammar: sources::regex(&pattern?) })
+    Some(AskedGrammar::new(param, sources::regex(&pattern?)))
 }
 
 fn choice(param: &'static str, texts: Option<Vec<String>>) -> Result<Option<AskedGrammar>, AcceptError> {
@@ -148,7 +148,7 @@ fn choice(param: &'static str, texts: Option<Vec<String>>) -> Result<Option<Aske
         return Err(AcceptError::invalid(param, "a text of a choice is not empty"));
     }
     let grammar = sources::choice(texts.iter().map(String::as_str));
-    Ok(Some(AskedGrammar { param, grammar }))
+    Ok(Some(AskedGrammar::new(param, grammar)))
 }
 
 fn lark(param: &'static str, text: Option<String>) -> Result<Option<AskedGrammar>, AcceptError> {
@@ -156,7 +156,7 @@ fn lark(param: &'static str, text: Option<String>) -> Result<Option<AskedGrammar
     if text.contains("::=") {
         return Err(AcceptError::unsupported(param, "a grammar is in the language of Lark, without `::=`"));
     }
-    Ok(Some(AskedGrammar { param, grammar: sources::lark(&text) }))
+    Ok(Some(AskedGrammar::new(param, sources::lark(&text))))
 }
 
 #[cfg(test)]

@@ -6,6 +6,8 @@ use axum::Router;
 use http::{HeaderName, HeaderValue, Method, header};
 use tower_http::cors::{AllowOrigin, CorsLayer};
 
+use crate::admission::terms::{SHEDDABLE, SLO};
+
 /// How long a browser may keep the answer to a preflight request.
 const PREFLIGHT_KEPT: Duration = Duration::from_secs(600);
 
@@ -36,7 +38,8 @@ impl CorsOrigins {
             Self::Any => AllowOrigin::any(),
             Self::These(origins) => AllowOrigin::list(origins.iter().cloned()),
         };
-        let own = ["x-request-id", "x-baton-priority", "x-baton-timeout-ms"].map(HeaderName::from_static);
+        let own = ["x-request-id", "x-baton-priority", "x-baton-timeout-ms", SLO, SHEDDABLE];
+        let own = own.map(HeaderName::from_static);
         let cors = CorsLayer::new()
             .allow_origin(origins)
             .allow_methods([Method::GET, Method::POST])

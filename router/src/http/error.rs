@@ -55,7 +55,7 @@ codes! {
     MethodNotAllowed = "method_not_allowed", METHOD_NOT_ALLOWED, Request, "The path exists, but not for this method.";
     BodyTimeout = "body_timeout", REQUEST_TIMEOUT, Request, "The request's body did not arrive in time.";
     BodyTooLarge = "body_too_large", BAD_REQUEST, Request, "The request's body is larger than the router accepts.";
-    Overloaded = "overloaded", TOO_MANY_REQUESTS, Overloaded, "The request would have to wait too long. Come back after the time in Retry-After.";
+    Overloaded = "overloaded", TOO_MANY_REQUESTS, Overloaded, "The request's line is full, or the request would miss its objective. Come back after the time in Retry-After.";
     TenantRequests = "tenant_requests", TOO_MANY_REQUESTS, Overloaded, "The tenant has as many concurrent requests as it may have.";
     TenantTokens = "tenant_tokens_per_minute", TOO_MANY_REQUESTS, Overloaded, "The tenant has used its tokens per minute. Come back after the time in Retry-After.";
     Full = "full", TOO_MANY_REQUESTS, Overloaded, "The sequence got no KV room within `router.wait_ms`, or every node's line of prompts that wait for room is full.";

@@ -3,7 +3,7 @@
 //! Suggested reading order: the path of a request (`api`); its fields (`request_fields`, `fields`,
 //! `constraints`, `messages`, `tools`, `chat`, `completions`, `tokenize`, and `anthropic`,
 //! `responses` and `conversion`, whose requests become chats); one answer while it is generated ([`crate::choice`]); the formats of
-//! answers (`answer`, `blocks`, `sse`, `logprobs`, `explanation`); errors (`error`); pages of other origins (`cors`); and the port's
+//! answers (`answer`, `blocks`, `sse`, `logprobs`, `explanation`); requests for other engines (`passthrough`); errors (`error`); pages of other origins (`cors`); and the port's
 //! connections ([`stall`], [`tls`]).
 
 pub mod api;
@@ -26,6 +26,7 @@ mod logprobs;
 mod messages;
 mod models;
 mod openapi;
+mod passthrough;
 mod request_fields;
 mod responses;
 mod sse;
@@ -33,6 +34,8 @@ mod tokenize;
 mod tools;
 pub mod stall;
 pub mod tls;
+
+use std::sync::Arc;
 
 use axum::body::Body;
 use axum::extract::State;
@@ -47,11 +50,13 @@ pub use cors::CorsOrigins;
 use error::AnthropicError;
 pub use error::{Code, HttpError};
 pub(crate) use explanation::{ms, parts_ms, route, worst_gap};
+pub use passthrough::{Passthrough, passthrough, passthrough_chat_box};
 pub use stall::WriteTimeoutListener;
 pub use tls::{Certificate, CertificateError, CertificateFiles};
 
 use crate::accept::Acceptor;
 use crate::metrics::RouterMetrics;
+use crate::serve::Ready;
 use crate::tenants::Client;
 
 /// Returns the API routes. They work only inside [`stack`].
@@ -79,14 +84,18 @@ pub fn chat_box(api: HttpApi) -> Router {
         .with_state(api)
 }
 
-/// Returns the routes `/live`, `/ready`, `/health` and `/openapi.json`.
-pub fn health(api: HttpApi) -> Router {
+/// Returns the route of the description of the API.
+pub fn description(api: HttpApi) -> Router {
+    Router::new().route("/openapi.json", get(openapi::page)).with_state(api)
+}
+
+/// Returns the routes `/live`, `/ready` and `/health`.
+pub fn health(ready: Arc<dyn Ready>) -> Router {
     Router::new()
         .route("/live", get(health::live))
         .route("/ready", get(health::ready))
         .route("/health", get(health::ready))
-        .route("/openapi.json", get(openapi::page))
-        .with_state(api)
+        .with_state(ready)
 }
 
 /// Adds a request id, a span and OpenAI's error format to all routes, and to requests for unknown paths.

@@ -214,7 +214,13 @@ fn schema(name: &str) -> Value {
         ] }),
         "messages" => json!({ "type": "array", "minItems": 1, "items": message() }),
         "tools" => json!({ "type": "array", "maxItems": TOOLS_MAX, "items": tool() }),
-        "tool_choice" => json!({ "type": "string", "enum": ["none", "auto"] }),
+        "tool_choice" => json!({ "anyOf": [
+            { "type": "string", "enum": ["none", "auto", "required"] },
+            { "type": "object", "required": ["function"], "properties": {
+                "type": { "const": "function" },
+                "function": { "type": "object", "required": ["name"], "properties": { "name": { "type": "string" } } },
+            } },
+        ] }),
         "chat_template_kwargs" => json!({ "type": "object" }),
         "response_format" => response_format(),
         "guided_json" | "json_schema" => json!({ "type": ["object", "string", "boolean"] }),

@@ -133,7 +133,7 @@ pub(crate) const FIELDS: &[RequestField] = &[
     honoured(
         "tool_choice",
         FieldEndpoints::Chat,
-        "`auto`, and `none`, which leaves the tools out of the prompt; others are refused",
+        "`auto`; `none`, which leaves the tools out of the prompt; `required` and a named function, by a grammar",
     ),
     honoured("tools", FieldEndpoints::Chat, "functions"),
     honoured("top_k", FieldEndpoints::Both, ""),

@@ -1,6 +1,8 @@
 //! Hot path. Writes an answer as server-sent events: one for each step with visible output.
 
 use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use axum::body::Body;
@@ -9,16 +11,17 @@ use bytes::{BufMut, Bytes, BytesMut};
 use futures::stream::{Stream, StreamExt};
 use http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use serde::Serialize;
-use tokio::time::timeout;
+use tokio::time::{Instant, Sleep, sleep_until};
 use tracing::{Span, info, warn};
 use types::Usage;
 
 use super::answer::{Answer, AnswerContext, AnswerFormat, Deltas, Envelope, UsageFields};
 use super::error::HttpError;
 use super::explanation::explained;
-use super::fields::StreamUsage;
+use super::fields::{AnswerOptions, StreamUsage};
 use crate::choice::Delta;
 use crate::error::ServeError;
+use crate::text::Parts;
 
 /// The time without an event after which a comment is sent, so that no proxy closes the connection as idle.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
@@ -26,11 +29,14 @@ const KEEP_ALIVE: Duration = Duration::from_secs(15);
 /// The initial size of the buffer, usually enough for the events of one step.
 const ROOM_BYTES: usize = 512;
 
+/// The size after which events are sent without those of further steps that are ready.
+const WRITE_BYTES: usize = 16 << 10;
+
 /// The header that asks proxies not to buffer the stream.
 const ACCEL_BUFFERING: &str = "x-accel-buffering";
 
 /// Writes the events of one answer.
-pub(crate) trait EventWriter: Send + 'static {
+pub(crate) trait EventWriter: Send + Unpin + 'static {
     fn delta(&mut self, delta: &Delta, out: &mut BytesMut);
 
     /// Writes an error event. The head with status 200 is already sent, so only the event reports the error.
@@ -43,8 +49,8 @@ pub(crate) trait EventWriter: Send + 'static {
 /// is available.
 pub(crate) fn respond(deltas: Deltas, writer: impl EventWriter) -> Response {
     let headers = [(CONTENT_TYPE, "text/event-stream"), (CACHE_CONTROL, "no-cache")];
-    let events = Events { deltas, writer, out: BytesMut::new() };
-    (headers, [(ACCEL_BUFFERING, "no")], Body::from_stream(in_span(stream_of(events)))).into_response()
+    let events = Events::new(deltas, writer);
+    (headers, [(ACCEL_BUFFERING, "no")], Body::from_stream(in_span(events))).into_response()
 }
 
 impl<S: AnswerFormat> Answer<S> {
@@ -55,21 +61,19 @@ impl<S: AnswerFormat> Answer<S> {
         }
         let (usage, opened) = (self.usage(), vec![false; self.choices.len()]);
         let (context, shape, deltas) = self.into_parts();
-        Ok(respond(deltas, ChunkWriter { context, shape, opened, usage, completion_tokens: 0 }))
+        let plain = std::iter::repeat_with(|| None).take(opened.len()).collect();
+        Ok(respond(deltas, ChunkWriter { context, shape, opened, plain, usage, completion_tokens: 0 }))
     }
 }
 
-/// Polls the body's stream in the request's span, because the connection that polls it has another span.
+/// Polls the body's stream in the request's span, because the connection that polls it has another span. Without a
+/// collector of spans there is none.
 fn in_span(mut stream: impl Stream<Item = Bytes> + Unpin) -> impl Stream<Item = Result<Bytes, Infallible>> {
-    let span = Span::current();
+    let span = Some(Span::current()).filter(|span| !span.is_none());
     futures::stream::poll_fn(move |cx| {
-        span.in_scope(|| stream.poll_next_unpin(cx)).map(|bytes| bytes.map(Ok))
+        let _entered = span.as_ref().map(Span::enter);
+        stream.poll_next_unpin(cx).map(|bytes| bytes.map(Ok))
     })
-}
-
-fn stream_of(events: Events<impl EventWriter>) -> impl Stream<Item = Bytes> + Unpin {
-    let next = |events: Option<Events<_>>| async move { events?.next().await };
-    futures::stream::unfold(Some(events), next).boxed()
 }
 
 /// The events of one answer. Dropping it cancels all its choices.
@@ -78,32 +82,79 @@ struct Events<W> {
     writer: W,
     /// The buffer for events. Its memory is reused after the bytes are sent.
     out: BytesMut,
+    has_ended: bool,
+    idle: IdleTimer,
+}
+
+/// One timer for the comments in silence. An event moves the time of the next comment, and the timer only follows when it
+/// fires.
+struct IdleTimer {
+    timer: Pin<Box<Sleep>>,
+    due: Instant,
+}
+
+impl<W> Events<W> {
+    fn new(deltas: Deltas, writer: W) -> Self {
+        let due = Instant::now() + KEEP_ALIVE;
+        let idle = IdleTimer { timer: Box::pin(sleep_until(due)), due };
+        Self { deltas, writer, out: BytesMut::new(), has_ended: false, idle }
+    }
+}
+
+impl IdleTimer {
+    /// Polls the time of the next comment.
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        loop {
+            ready!(self.timer.as_mut().poll(cx));
+            if self.timer.deadline() >= self.due {
+                return Poll::Ready(());
+            }
+            self.timer.as_mut().reset(self.due);
+        }
+    }
+
+    fn restart(&mut self) {
+        self.due = Instant::now() + KEEP_ALIVE;
+    }
 }
 
 impl<W: EventWriter> Events<W> {
-    /// Returns the next bytes, and the events after them unless these are the last. `None` after the end.
-    async fn next(mut self) -> Option<(Bytes, Option<Self>)> {
-        let Self { deltas, writer, out } = &mut self;
-        out.reserve(ROOM_BYTES);
-        let mut goes_on = true;
-        while out.is_empty() {
-            match timeout(KEEP_ALIVE, deltas.next()).await {
-                Err(_) => out.put_slice(b": keep-alive\n\n"),
-                Ok(Some(Ok(delta))) => writer.delta(&delta, out),
-                Ok(last) => {
-                    match last {
-                        Some(Err(error)) => {
-                            warn!(%error, "streamed answer to client failed");
-                            writer.error(error, out);
-                        }
-                        _ => writer.end(out),
-                    }
-                    goes_on = false;
-                    break;
+    /// Writes the events of all steps that are ready. Returns `Pending` when no other step is ready.
+    fn poll_deltas(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        while !self.has_ended && self.out.len() < WRITE_BYTES {
+            match ready!(self.deltas.poll_next_unpin(cx)) {
+                Some(Ok(delta)) => self.writer.delta(&delta, &mut self.out),
+                Some(Err(error)) => {
+                    warn!(%error, "streamed answer to client failed");
+                    self.writer.error(error, &mut self.out);
+                    self.has_ended = true;
+                }
+                None => {
+                    self.writer.end(&mut self.out);
+                    self.has_ended = true;
                 }
             }
         }
-        Some((self.out.split().freeze(), goes_on.then_some(self)))
+        Poll::Ready(())
+    }
+}
+
+/// Each item is one write to the client.
+impl<W: EventWriter> Stream for Events<W> {
+    type Item = Bytes;
+
+    fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Bytes>> {
+        let events = self.get_mut();
+        if events.has_ended {
+            return Poll::Ready(None);
+        }
+        events.out.reserve(ROOM_BYTES);
+        if events.poll_deltas(cx).is_pending() && events.out.is_empty() {
+            ready!(events.idle.poll(cx));
+            events.out.put_slice(b": keep-alive\n\n");
+        }
+        events.idle.restart();
+        Poll::Ready(Some(events.out.split().freeze()))
     }
 }
 
@@ -113,6 +164,8 @@ struct ChunkWriter<S> {
     shape: S,
     /// Whether each choice has sent its opening chunk.
     opened: Vec<bool>,
+    /// The constant parts of each choice's events that have only text, from its first such event on.
+    plain: Vec<Option<TextEvent>>,
     usage: Usage,
     completion_tokens: u32,
 }
@@ -128,9 +181,65 @@ impl<S: AnswerFormat> ChunkWriter<S> {
     }
 }
 
+impl<S: AnswerFormat> ChunkWriter<S> {
+    /// Writes the event of a delta that has only text. Returns whether the delta is such a one.
+    fn write_plain(&mut self, delta: &Delta, out: &mut BytesMut) -> bool {
+        let Self { context, shape, opened, plain, .. } = self;
+        let AnswerOptions { usage, token_ids, .. } = context.options;
+        if token_ids || usage == StreamUsage::All || !opened[delta.choice] || !has_only_text(delta) {
+            return false;
+        }
+        let event = plain[delta.choice].get_or_insert_with(|| {
+            let mut example = delta.clone();
+            TEXT_MARK.clone_into(&mut example.parts.text);
+            let usage = (usage == StreamUsage::Last).then_some(None);
+            TextEvent::of(&chunk::<S, _>(context, usage, [shape.chunk(context, &example)]))
+        });
+        event.write(&delta.parts.text, out);
+        true
+    }
+}
+
+fn has_only_text(delta: &Delta) -> bool {
+    let Parts { reasoning, text, calls } = &delta.parts;
+    let has_others = !reasoning.is_empty() || !calls.is_empty() || delta.step.logprobs.is_some();
+    !text.is_empty() && !has_others && delta.finish.is_none() && delta.explanation.is_none()
+}
+
+/// A text that no other value of an event has: names have no control characters.
+const TEXT_MARK: &str = "\u{1}text\u{1}";
+
+/// The bytes before and after the text in an event.
+#[derive(Debug)]
+struct TextEvent {
+    before: Bytes,
+    after: Bytes,
+}
+
+impl TextEvent {
+    /// Divides an event at the mark, which is its text.
+    fn of(example: &impl Serialize) -> Self {
+        let mut event = BytesMut::new();
+        write_event(&mut event, example);
+        let mark = serde_json::to_vec(TEXT_MARK).expect("a text always has a JSON form");
+        let at = event.windows(mark.len()).rposition(|bytes| bytes == mark).expect("it is the event's text");
+        let mut after = event.split_off(at);
+        Self { before: event.freeze(), after: after.split_off(mark.len()).freeze() }
+    }
+
+    fn write(&self, text: &str, out: &mut BytesMut) {
+        out.put_slice(&self.before);
+        serde_json::to_writer((&mut *out).writer(), text).expect("a text always has a JSON form");
+        out.put_slice(&self.after);
+    }
+}
+
 impl<S: AnswerFormat> EventWriter for ChunkWriter<S> {
     fn delta(&mut self, delta: &Delta, out: &mut BytesMut) {
         self.completion_tokens += 1;
+        if self.write_plain(delta, out) {
+            return;
+        }
         let usage = self.usage_so_far();
         let Self { context, shape, .. } = self;
         if !std::mem::replace(&mut self.opened[delta.choice], true)

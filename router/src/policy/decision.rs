@@ -55,7 +55,7 @@ pub struct Decision {
     pub terms: Terms,
     /// The cost of the route less the lowest cost, in milliseconds.
     pub regret_ms: f64,
-    /// The routes with the lowest costs, the cheapest first, at most [`CANDIDATES_MAX`]. Empty if the policy
+    /// The routes with the lowest costs, the cheapest first, at most `CANDIDATES_MAX`. Empty if the policy
     /// compares no costs of routes.
     pub candidates: Vec<Candidate>,
 }

@@ -4,7 +4,7 @@
 //! A new policy is one file and one line in [`by_name`].
 
 mod cost;
-mod costs;
+pub(crate) mod costs;
 mod decision;
 mod learned;
 mod least_loaded;
@@ -44,6 +44,15 @@ impl Ask<'_> {
     pub fn n_tokens(&self) -> u64 {
         self.prompt.tokens.len() as u64
     }
+}
+
+/// Which node gets a prompt first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// The decode node reserves room before the prompt is computed: for connectors from node to node.
+    DecodeFirst,
+    /// The prompt is computed first, and a decode node is chosen when its KV is ready.
+    PrefillFirst,
 }
 
 /// The reason for the absence of a route.

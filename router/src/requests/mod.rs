@@ -10,13 +10,11 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use types::Prompt;
-
 use crate::serve::Arrival;
 
 pub use explanation::{Explanation, KvTransfer};
 pub use parts::{Part, PartTimes};
-pub use record::{Gap, Place, RequestEvent, RequestRecord, RequestSummary};
+pub use record::{Gap, Place, RecordHead, RequestEvent, RequestRecord, RequestSummary};
 
 /// The number of ended requests that are kept, the newest ones.
 const LAST_MAX: usize = 1_000;
@@ -52,8 +50,8 @@ pub struct OpenRecord {
 
 impl Requests {
     /// Opens the record of a request. `unix_time` is the time of its arrival.
-    pub fn begin(&self, prompt: &Prompt, arrival: &Arrival, unix_time: Duration) -> OpenRecord {
-        let record = RequestRecord::new(prompt, arrival, unix_time);
+    pub fn begin(&self, head: RecordHead, arrival: &Arrival, unix_time: Duration) -> OpenRecord {
+        let record = RequestRecord::new(head, arrival, unix_time);
         let mut kept = self.kept();
         let number = kept.next;
         kept.next += 1;

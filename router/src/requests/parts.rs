@@ -27,7 +27,7 @@ parts! {
     Read = "read", "The router reads the body.";
     Tokenize = "tokenize", "The router parses the fields and makes tokens.";
     FirstAnswer = "first_answer", "With `n`, a further answer waits for the first one's prompt.";
-    Admission = "admission", "The request waits for admission.";
+    Admission = "admission", "The request waits in its model's line until there is room.";
     Route = "route", "The router chooses nodes, or waits for a usable one.";
     Reserve = "reserve", "The decode node reserves KV room. A full pool shows here.";
     Store = "store", "A pool node reserves room and takes the KV.";

@@ -21,7 +21,8 @@ const EVENTS_MAX: usize = 32;
 /// duration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// The request's body is read and its text made into tokens. Further answers wait here for the first one.
+    /// The request's body is read and its text made into tokens, and it waits in its model's line. Further answers wait
+    /// here for the first one.
     Accept,
     Route,
     Reserve,
@@ -57,6 +58,7 @@ impl Place {
 impl From<WaitStage> for Place {
     fn from(stage: WaitStage) -> Self {
         match stage {
+            WaitStage::Admission => Self::Accept,
             WaitStage::Route => Self::Route,
             WaitStage::Reserve => Self::Reserve,
             WaitStage::Prefill => Self::Prefill,
@@ -144,11 +146,24 @@ pub struct RequestSummary {
 #[derive(Clone, Debug)]
 pub struct RequestRecord(Arc<Record>);
 
+/// What is known of a request when its record begins.
+#[derive(Clone, Debug)]
+pub struct RecordHead {
+    pub id: RequestId,
+    pub model: Arc<str>,
+    pub prompt_tokens: u32,
+}
+
+impl RecordHead {
+    pub fn of(prompt: &Prompt) -> Self {
+        let (id, model) = (prompt.id.clone(), prompt.model.name.clone());
+        Self { id, model, prompt_tokens: prompt.tokens.len() as u32 }
+    }
+}
+
 #[derive(Debug)]
 struct Record {
-    id: RequestId,
-    model: Arc<str>,
-    prompt_tokens: u32,
+    head: RecordHead,
     arrived: Instant,
     /// The arrival in Unix time.
     unix_time: Duration,
@@ -178,11 +193,9 @@ struct State {
 }
 
 impl RequestRecord {
-    pub(super) fn new(prompt: &Prompt, arrival: &Arrival, unix_time: Duration) -> Self {
+    pub(super) fn new(head: RecordHead, arrival: &Arrival, unix_time: Duration) -> Self {
         Self(Arc::new(Record {
-            id: prompt.id.clone(),
-            model: prompt.model.name.clone(),
-            prompt_tokens: prompt.tokens.len() as u32,
+            head,
             arrived: arrival.at,
             unix_time,
             detail: arrival.detail,
@@ -192,28 +205,25 @@ impl RequestRecord {
 
     #[cfg(test)]
     pub(crate) fn of_model(name: &str) -> Self {
-        let arrival = Arrival::now();
-        Self(Arc::new(Record {
-            id: RequestId::new("r"),
-            model: name.into(),
-            prompt_tokens: 0,
-            arrived: arrival.at,
-            unix_time: Duration::ZERO,
-            detail: arrival.detail,
-            state: Mutex::new(State::new(&arrival)),
-        }))
+        let head = RecordHead { id: RequestId::new("r"), model: name.into(), prompt_tokens: 0 };
+        Self::new(head, &Arrival::now(), Duration::ZERO)
     }
 
     pub fn id(&self) -> &RequestId {
-        &self.0.id
+        &self.0.head.id
     }
 
     pub fn model(&self) -> &str {
-        &self.0.model
+        &self.0.head.model
     }
 
     pub fn prompt_tokens(&self) -> u32 {
-        self.0.prompt_tokens
+        self.0.head.prompt_tokens
+    }
+
+    /// Returns the number of tokens that the client got so far.
+    pub fn output_tokens(&self) -> u32 {
+        self.state().summary.output_tokens
     }
 
     /// Returns the arrival in Unix time.
@@ -240,7 +250,7 @@ impl RequestRecord {
 
     /// Returns whether this is the record of the request, or of one of its answers: `ID-0`, `ID-1`, …
     pub(super) fn belongs_to(&self, id: &str) -> bool {
-        let answer = self.0.id.as_str().strip_prefix(id);
+        let answer = self.0.head.id.as_str().strip_prefix(id);
         answer.is_some_and(|rest| {
             rest.is_empty() || rest.strip_prefix('-').is_some_and(|nth| nth.parse::<u16>().is_ok())
         })

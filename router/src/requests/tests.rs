@@ -1,5 +1,5 @@
 use tokio::time::Instant;
-use types::{Deadline, RequestId, RequestedModel, Sampling, StopRules, TenantId, TokenId, Usage};
+use types::{Deadline, Prompt, RequestId, RequestedModel, Sampling, StopRules, TenantId, TokenId, Usage};
 
 use super::*;
 use crate::rpc::StepReport;
@@ -20,7 +20,7 @@ fn prompt(id: &str) -> Prompt {
 }
 
 fn begin(requests: &Requests, id: &str) -> OpenRecord {
-    requests.begin(&prompt(id), &Arrival::now(), Duration::ZERO)
+    requests.begin(RecordHead::of(&prompt(id)), &Arrival::now(), Duration::ZERO)
 }
 
 async fn ms(ms: u64) {
@@ -129,7 +129,7 @@ async fn nodes_reports_divide_the_time_and_the_worst_gap_names_its_step() {
     ms(3).await;
     let arrival = Arrival { read, accepted: Instant::now(), ..arrival };
     let requests = Requests::default();
-    let open = requests.begin(&prompt("r"), &arrival, Duration::ZERO);
+    let open = requests.begin(RecordHead::of(&prompt("r")), &arrival, Duration::ZERO);
     let record = open.record().clone();
     record.enter_part(Part::Admission);
     ms(1).await;

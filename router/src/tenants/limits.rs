@@ -9,6 +9,8 @@ use serde::Deserialize;
 use tokio::time::Instant;
 use types::TenantId;
 
+use crate::admission::{Objective, TenantWeight};
+
 /// The time after which a client whose tenant has too many running requests should try again.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 const MINUTE: f64 = 60.0;
@@ -26,6 +28,10 @@ pub struct TenantLimits {
     pub context_tokens_max: Option<NonZeroU32>,
     /// The highest priority of the tenant's requests. Higher ones are reduced to it.
     pub priority_max: i8,
+    /// While requests wait, tenants of one priority are served in proportion to their weights.
+    pub weight: TenantWeight,
+    /// The objective of requests that name none in `x-baton-slo`.
+    pub slo: Objective,
 }
 
 /// The kind of limit that refuses a request.

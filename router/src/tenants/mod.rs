@@ -31,6 +31,7 @@ pub use self::proxies::TrustedProxies;
 pub use self::table::{TableError, TenantTable};
 use crate::accept::checked_tenant;
 pub use crate::accept::is_name as is_tenant_name;
+use crate::admission::AdmissionTerms;
 use crate::error::AcceptError;
 use crate::metrics::RouterMetrics;
 
@@ -100,6 +101,15 @@ pub struct Client {
     pub priority: Priority,
     /// The account of the tenant; `None`: it has no limits.
     pub account: Option<Arc<Account>>,
+}
+
+impl Client {
+    /// Returns the terms of the client's tenant.
+    pub(crate) fn terms(&self) -> AdmissionTerms {
+        let Some(account) = &self.account else { return AdmissionTerms::default() };
+        let TenantLimits { weight, slo, .. } = *account.limits();
+        AdmissionTerms { weight, objective: slo, ..AdmissionTerms::default() }
+    }
 }
 
 impl Tenants {

@@ -14,9 +14,9 @@ use http::Request;
 use http_body_util::BodyExt as _;
 use router::accept::{Acceptor, Deadlines};
 use router::error::AcceptError;
-use router::http::{BodyLimits, HttpApi, api, health, stack};
+use router::http::{BodyLimits, HttpApi, api, description, health, stack};
 use router::metrics::RouterMetrics;
-use router::serve::{Arrival, Complete, Generation, Serve, ServeError};
+use router::serve::{Arrival, Complete, Generation, Ready, Serve, ServeError};
 use router::text::{RouterModels, ServedModel};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tower::ServiceExt as _;
@@ -54,7 +54,7 @@ fn app(said: &[u8]) -> axum::Router {
     let serve = Arc::new(FixedAnswer(said.to_vec()));
     let http_api = HttpApi { serve, models, acceptor: acceptor.clone(), world, body: BodyLimits::default() };
     stack(
-        api(http_api.clone()).merge(health(http_api)),
+        api(http_api.clone()).merge(description(http_api.clone())).merge(health(http_api.serve)),
         acceptor,
         RouterMetrics::new(&Metrics::new("router")),
     )
@@ -134,6 +134,12 @@ async fn path(said: &[u8], bytes: &[u8]) {
 #[derive(Debug)]
 struct FixedAnswer(Vec<u8>);
 
+impl Ready for FixedAnswer {
+    fn ready(&self) -> Result<(), String> {
+        Ok(())
+    }
+}
+
 #[async_trait]
 impl Serve for FixedAnswer {
     fn models(&self) -> Vec<ModelInfo> {
@@ -161,10 +167,6 @@ impl Serve for FixedAnswer {
         };
         let steps = futures::stream::iter(said.into_iter().enumerate().map(step)).boxed();
         Ok(Generation { usage, complete: Complete::default(), explained: None, steps })
-    }
-
-    fn ready(&self) -> Result<(), String> {
-        Ok(())
     }
 
     fn knows_nodes(&self) -> Result<(), AcceptError> {

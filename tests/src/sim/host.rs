@@ -16,7 +16,7 @@ use prefill_node::PrefillService;
 use registry::embedded::bootstrap_server;
 use registry::memory::TTL;
 use registry::{MemoryRegistry, RegistryParts};
-use router::admission::Admission;
+use router::admission::{Admission, AdmissionParts};
 use router::dispatch::{Budget, Dispatch, DispatchParts};
 use router::metrics::RouterMetrics;
 use router::text::RouterModels;
@@ -176,6 +176,11 @@ impl NodeHost {
         self.net.release_host(&self.shape.name);
     }
 
+    /// Returns the time since the process last went on after a stop.
+    pub fn went_on_ago(&self) -> Option<Duration> {
+        self.went_on.map(|at| at.elapsed())
+    }
+
     /// Returns whether the process has been running for `at_least`, so that its timers have fired.
     pub fn keeps_time(&self, at_least: Duration) -> bool {
         let is_stopped = self.running.as_ref().is_some_and(|process| process.standstill.is_stopped());
@@ -303,6 +308,7 @@ struct RouterLife {
     standstill: Standstill,
     _following: Task<()>,
     _serving: Option<Task<()>>,
+    _lines: Task<()>,
 }
 
 impl RouterHost {
@@ -331,6 +337,19 @@ impl RouterHost {
 
     pub fn cluster(&self) -> Option<&Cluster> {
         self.running.as_ref().map(|life| &life.cluster)
+    }
+
+    /// Returns what the router still holds for requests; nothing if none is under way.
+    pub fn left_over(&self) -> Option<String> {
+        let life = self.running.as_ref()?;
+        let (n_inside, n_assigned) = (life.dispatch.admission().n_inside(), life.cluster.n_assigned());
+        let left = || format!("{}: {n_inside} requests in lines, {n_assigned} assigned to nodes", self.name);
+        (n_inside > 0 || n_assigned > 0).then(left)
+    }
+
+    /// Checks the router's lines.
+    pub fn integrity(&self) -> Result<(), String> {
+        self.running.as_ref().map_or(Ok(()), |life| life.dispatch.admission().integrity())
     }
 
     /// Returns the number of attempts, in all lives, that failed for another reason than a full node.
@@ -383,8 +402,10 @@ impl RouterHost {
             }
         };
         let metrics = RouterMetrics::new(&Metrics::new("router"));
+        let dispatch = Dispatch::new(self.parts(world, cluster.clone(), metrics.clone()));
         RouterLife {
-            dispatch: Dispatch::new(self.parts(world, cluster.clone(), metrics.clone())),
+            _lines: spawn_guarded(&gate, "lines", dispatch.serve_lines()),
+            dispatch,
             cluster,
             metrics,
             registry,
@@ -395,11 +416,19 @@ impl RouterHost {
     }
 
     fn parts(&self, world: World, cluster: Cluster, metrics: RouterMetrics) -> DispatchParts {
+        let admission = Admission::new(AdmissionParts {
+            world: world.clone(),
+            cluster: cluster.clone(),
+            order: self.shape.order,
+            requests_max: 64,
+            wait_max: self.shape.wait_max,
+            metrics: metrics.clone(),
+        });
         DispatchParts {
             world,
             cluster,
             policy: router::policy::by_name(self.shape.policy).expect("a policy by that name"),
-            admission: Admission::new(64),
+            admission,
             order: self.shape.order,
             explain_share: 0.0,
             budget: Budget {

@@ -16,11 +16,12 @@ use super::watcher::Watcher;
 /// requests until their deadlines.
 const GIVEN_BACK_WITHIN: Duration = Duration::from_secs(20);
 
-/// Checks that every block of every life is back, and that no node has work.
+/// Checks that every block of every life is back, and that no node and no router has work.
 pub async fn everything_is_given_back(hosts: &Hosts, log: &EventLog) {
     let give_up = Instant::now() + GIVEN_BACK_WITHIN;
     loop {
-        let missing: Vec<String> = hosts.nodes.iter().flat_map(missing).collect();
+        let of_routers = hosts.routers.iter().filter_map(RouterHost::left_over);
+        let missing: Vec<String> = hosts.nodes.iter().flat_map(missing).chain(of_routers).collect();
         if missing.is_empty() {
             break;
         }
@@ -103,14 +104,22 @@ pub struct Lifetimes {
 }
 
 impl Lifetimes {
-    /// Checks that no node keeps blocks for a request past its end, or needs new work to notice the end.
+    /// Checks the routers' lines, and that no node keeps blocks for a request past its end, or needs new work to notice the end.
     pub fn check(&mut self, hosts: &Hosts, plan: &Plan, now: Duration, log: &EventLog) {
+        for router in &hosts.routers {
+            if let Err(error) = router.integrity() {
+                log.accuse(format_args!("{}: integrity check of the lines failed: {error}", router.name));
+            }
+        }
         let mut held_since = BTreeMap::new();
         for node in &hosts.nodes {
             for life in node.lives() {
                 for holder in holders(&life) {
                     let key = (life.name.clone(), holder);
-                    let since = self.held_since.get(&key).copied().unwrap_or(now);
+                    let seen = self.held_since.get(&key).copied().unwrap_or(now);
+                    // A second try that waited for a stopped node has the same holder as the first.
+                    let went_on = node.went_on_ago().map_or(Duration::ZERO, |ago| now.saturating_sub(ago));
+                    let since = seen.max(went_on);
                     let is_over =
                         self.must_be_over(plan, &node.shape.name, &key.1, since).is_some_and(|at| at < now);
                     if is_over && node.keeps_time(OUTLIVES_BY) {

@@ -6,7 +6,7 @@ use std::num::NonZero;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use router::dispatch::Order;
+use router::policy::Order;
 use types::Role;
 
 use super::chance::Chance;
@@ -191,8 +191,8 @@ impl Plan {
     /// Returns how late a message of the router from `asked` may have been when the node received it at
     /// `heard`.
     ///
-    /// A deadline travels as the remaining time, because clocks need not agree. If the link was held or the node
-    /// stopped, the node receives the request later and also lets it live longer.
+    /// A deadline travels as the remaining time, because clocks need not agree. If the link was held or slow, or the
+    /// router or the node stopped, the node receives the request later and also lets it live longer.
     pub fn late_by(&self, (router, node): (&str, &str), asked: Duration, heard: Duration) -> Duration {
         let end = |from: Duration, ends: &dyn Fn(&Break) -> bool| {
             let mut after = self.faults.iter().filter(|fault| fault.at > from && ends(&fault.what));
@@ -205,8 +205,11 @@ impl Plan {
                     fault.at,
                     &|what| matches!(what, Break::Release(one, other) if one == from && other == to),
                 ),
-                Break::Stop(host) if host == node => {
+                Break::Stop(host) if host == node || host == router => {
                     end(fault.at, &|what| matches!(what, Break::GoOn(other) if other == host))
+                }
+                Break::Slow(from, to, delay) if from == router && to == node && fault.at <= heard => {
+                    return *delay;
                 }
                 _ => return Duration::ZERO,
             };

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use router::dispatch::Order;
+use router::policy::Order;
 use types::Role;
 
 use super::chance::Chance;

@@ -7,8 +7,8 @@
 
 use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
 use kernels::cuda::{
-    AddedRows, ComputeCard, Ending, FollowingWork, FusedKernel, FusedProduct, HeadsRows, NormedRows,
-    OutputRows, Peers, PendingNorm, ProductShape, Products, RopeWriteKv, SumRows, WeightMatrix,
+    AddedRows, ComputeCard, Ending, Epilogue, FusedKernel, FusedProduct, HeadsRows, NormedRows, OutputRows,
+    Peers, PendingNorm, ProductShape, Products, RopeWriteKv, SumRows, WeightMatrix,
 };
 
 use super::decoder::{Decoder, LayerPlace, Pass};
@@ -95,7 +95,7 @@ impl Decoder {
         let mut both = gate_up.view_mut().slice(0..n * 2 * width);
         if layer.gate_up.bias.is_none() {
             let factors = layer.gate_up.factors(x);
-            return pass.products.multiply_then(pass.card, FollowingWork::Gate(gated), both, factors);
+            return pass.products.multiply_then(pass.card, Epilogue::Gate(gated), both, factors);
         }
         linear(pass.card, pass.products, &mut both, &layer.gate_up, x)?;
         pass.card.silu_mul(gated, both.view(), width)
@@ -158,7 +158,7 @@ impl Decoder {
         }
         let mut given = given.view_mut().slice(0..n * hidden);
         if pass.peers.is_none() && matrix.bias.is_none() {
-            let next = FollowingWork::Norm(NormedRows {
+            let next = Epilogue::Norm(NormedRows {
                 residual: residual.view_mut().slice(0..n * hidden),
                 out: normed.view_mut().slice(0..n * hidden),
                 weight: after.norm.view(),

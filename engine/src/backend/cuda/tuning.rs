@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use device::cuda::{Bf16, CudaError, View};
 use kernels::cuda::matmul::{Choice, Choices, TUNED_ROWS, TuningResult};
 use kernels::cuda::{
-    ComputeCard, FollowingWork, FusedKernel, NormedRows, OutputRows, ProductOutput, ProductShape, Products,
+    ComputeCard, Epilogue, FusedKernel, NormedRows, OutputRows, ProductOutput, ProductShape, Products,
     WeightMatrix, source,
 };
 use tracing::{debug, info, warn};
@@ -223,7 +223,7 @@ fn measure(
 fn gate_rooms(shape: ProductShape, space: &mut Workspace) -> (ProductOutput<'_>, View<'_, Bf16>) {
     let ProductShape { n, k, n_rows, .. } = shape;
     let Workspace { normed, gated, gate_up, .. } = space;
-    let gated = FollowingWork::Gate(gated.view_mut().slice(0..n_rows * n / 2));
+    let gated = Epilogue::Gate(gated.view_mut().slice(0..n_rows * n / 2));
     let both = OutputRows::Narrow(gate_up.view_mut().slice(0..n_rows * n));
     (ProductOutput { y: both, next: Some(gated) }, normed.slice(0..n_rows * k))
 }
@@ -238,7 +238,7 @@ fn norm_rooms<'a>(
     let Workspace { attended, gated, given, residual, normed, .. } = space;
     let x = [&*attended, &*gated].into_iter().find(|x| x.len() >= n_rows * k);
     let x = x.expect("a buffer fits the input of each product").slice(0..n_rows * k);
-    let next = FollowingWork::Norm(NormedRows {
+    let next = Epilogue::Norm(NormedRows {
         residual: residual.view_mut().slice(0..n_rows * n),
         out: normed.view_mut().slice(0..n_rows * n),
         weight,

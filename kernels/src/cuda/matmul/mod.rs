@@ -74,7 +74,7 @@ pub struct Factors<'a> {
 #[derive(Debug)]
 pub struct ProductOutput<'a> {
     pub y: OutputRows<'a>,
-    pub next: Option<FollowingWork<'a>>,
+    pub next: Option<Epilogue<'a>>,
 }
 
 /// The output of a product.
@@ -86,7 +86,7 @@ pub enum OutputRows<'a> {
 
 /// The work after a product, which a kernel for many rows may include.
 #[derive(Debug)]
-pub enum FollowingWork<'a> {
+pub enum Epilogue<'a> {
     /// The product has the columns of a gate and then of up: `silu(gate) * up`.
     Gate(ViewMut<'a, Bf16>),
     Norm(NormedRows<'a>),
@@ -109,14 +109,14 @@ pub struct Products {
     /// Whether a row's result must not depend on the other rows.
     are_alike: bool,
     /// The prepared method for each exact shape, made at the first use of the shape.
-    ways: HashMap<ProductShape, PreparedMethod>,
+    ways: HashMap<ProductShape, Method>,
     /// Memory for an FP8 matrix that is widened to bf16; `None` before [`Products::make_room`].
     widened: Option<Buffer<Bf16>>,
 }
 
 /// A method for one exact shape, ready to run.
 #[derive(Debug)]
-enum PreparedMethod {
+enum Method {
     Own(FusedKernel),
     Many,
     Lt(Plan),
@@ -175,7 +175,7 @@ impl<'a> From<OutputRows<'a>> for Ending<'a> {
     }
 }
 
-impl FollowingWork<'_> {
+impl Epilogue<'_> {
     /// Runs the work in a separate kernel, for rows of `n` numbers.
     fn follow(self, card: &ComputeCard, product: View<'_, Bf16>, n: usize) -> Result<(), CudaError> {
         match self {
@@ -186,10 +186,10 @@ impl FollowingWork<'_> {
         }
     }
 
-    fn reborrow(&mut self) -> FollowingWork<'_> {
+    fn reborrow(&mut self) -> Epilogue<'_> {
         match self {
-            Self::Gate(gated) => FollowingWork::Gate(gated.reborrow()),
-            Self::Norm(NormedRows { residual, out, weight, epsilon }) => FollowingWork::Norm(NormedRows {
+            Self::Gate(gated) => Epilogue::Gate(gated.reborrow()),
+            Self::Norm(NormedRows { residual, out, weight, epsilon }) => Epilogue::Norm(NormedRows {
                 residual: residual.reborrow(),
                 out: out.reborrow(),
                 weight: *weight,
@@ -262,7 +262,7 @@ impl Products {
     pub fn multiply_then(
         &mut self,
         card: &ComputeCard,
-        next: FollowingWork<'_>,
+        next: Epilogue<'_>,
         mut room: ViewMut<'_, Bf16>,
         factors: Factors<'_>,
     ) -> Result<(), CudaError> {
@@ -304,7 +304,7 @@ impl Products {
         } else {
             (FusedKernel::Skinny(SKINNY_FORMS[0]), SKINNY_ROWS_MAX)
         };
-        let way = PreparedMethod::Own(way);
+        let way = Method::Own(way);
         let factors = readied(card, &way, factors, widened.as_mut())?;
         for first in (0..n_rows).step_by(rows_max) {
             let end = (first + rows_max).min(n_rows);
@@ -330,16 +330,16 @@ impl Products {
     }
 
     /// Returns the measured method for shapes like this one, else the default.
-    fn way(&self, card: &ComputeCard, shape: ProductShape) -> Result<PreparedMethod, CudaError> {
+    fn way(&self, card: &ComputeCard, shape: ProductShape) -> Result<Method, CudaError> {
         match self.choices.get(shape) {
             Some(Choice::Own(form)) if shape.is_fp8 || shape.n_rows <= own_rows_max(form) => {
-                Ok(PreparedMethod::Own(form))
+                Ok(Method::Own(form))
             }
-            Some(Choice::Many) if shape.n_rows > FEW_ROWS_MAX => Ok(PreparedMethod::Many),
-            Some(Choice::Lt(algorithm)) => Ok(PreparedMethod::Lt(self.lt.plan_with(shape, algorithm)?)),
+            Some(Choice::Many) if shape.n_rows > FEW_ROWS_MAX => Ok(Method::Many),
+            Some(Choice::Lt(algorithm)) => Ok(Method::Lt(self.lt.plan_with(shape, algorithm)?)),
             _ => match guess(card, shape) {
-                Some(form) => Ok(PreparedMethod::Own(form)),
-                None => Ok(PreparedMethod::Lt(self.lt.plan(shape)?)),
+                Some(form) => Ok(Method::Own(form)),
+                None => Ok(Method::Lt(self.lt.plan(shape)?)),
             },
         }
     }
@@ -360,9 +360,9 @@ impl Products {
         let mut refused = Vec::new();
         for choice in self.candidates(card, shape)? {
             let way = match choice {
-                Choice::Own(form) => PreparedMethod::Own(form),
-                Choice::Many => PreparedMethod::Many,
-                Choice::Lt(algorithm) => PreparedMethod::Lt(self.lt.plan_with(shape, algorithm)?),
+                Choice::Own(form) => Method::Own(form),
+                Choice::Many => Method::Many,
+                Choice::Lt(algorithm) => Method::Lt(self.lt.plan_with(shape, algorithm)?),
             };
             let Self { lt, widened, .. } = self;
             let time = tuning::time(card, matrices.len(), shape.n_rows, |nth| {
@@ -435,51 +435,39 @@ impl Lt {
     fn run_way(
         &self,
         card: &ComputeCard,
-        way: &PreparedMethod,
+        way: &Method,
         y: OutputRows<'_>,
         factors: Factors<'_>,
     ) -> Result<(), CudaError> {
         let Factors { w, x, k } = factors;
-        if let (WeightMatrix::Fp8(rows), PreparedMethod::Own(form @ FusedKernel::Few(_))) = (w, way) {
+        if let (WeightMatrix::Fp8(rows), Method::Own(form @ FusedKernel::Few(_))) = (w, way) {
             return in_passes(card, *form, y, rows, x, k);
         }
         let Some(numbers) = w.in_bf16() else {
             return ensure("product", false, "a matrix in FP8 that was not widened");
         };
         match (way, y) {
-            (PreparedMethod::Own(form), y) => {
-                card.multiply_own(*form, FusedProduct::plain(w, x, k), y.into())
-            }
-            (PreparedMethod::Many, OutputRows::Narrow(y)) => {
-                card.multiply_many(numbers, x, k, ManyRows::Sums(y))
-            }
-            (PreparedMethod::Many, OutputRows::Wide(_)) => {
-                ensure("product", false, "an f32 output of many rows")
-            }
-            (PreparedMethod::Lt(plan), y) => self.run(card, plan, y, numbers, x),
+            (Method::Own(form), y) => card.multiply_own(*form, FusedProduct::plain(w, x, k), y.into()),
+            (Method::Many, OutputRows::Narrow(y)) => card.multiply_many(numbers, x, k, ManyRows::Sums(y)),
+            (Method::Many, OutputRows::Wide(_)) => ensure("product", false, "an f32 output of many rows"),
+            (Method::Lt(plan), y) => self.run(card, plan, y, numbers, x),
         }
     }
 
     fn run_then(
         &self,
         card: &ComputeCard,
-        way: &PreparedMethod,
-        next: FollowingWork<'_>,
+        way: &Method,
+        next: Epilogue<'_>,
         mut room: ViewMut<'_, Bf16>,
         factors: Factors<'_>,
     ) -> Result<(), CudaError> {
         let Factors { w, x, k } = factors;
         match (way, w, next) {
-            (
-                PreparedMethod::Many,
-                WeightMatrix::Bf16(w) | WeightMatrix::Widened(w),
-                FollowingWork::Gate(gated),
-            ) => card.multiply_many(w, x, k, ManyRows::Gated(gated)),
-            (
-                PreparedMethod::Many,
-                WeightMatrix::Bf16(w) | WeightMatrix::Widened(w),
-                FollowingWork::Norm(mut rows),
-            ) => {
+            (Method::Many, WeightMatrix::Bf16(w) | WeightMatrix::Widened(w), Epilogue::Gate(gated)) => {
+                card.multiply_many(w, x, k, ManyRows::Gated(gated))
+            }
+            (Method::Many, WeightMatrix::Bf16(w) | WeightMatrix::Widened(w), Epilogue::Norm(mut rows)) => {
                 card.multiply_many(w, x, k, ManyRows::Added(rows.residual.reborrow()))?;
                 card.rms_norm(rows.out, rows.residual.view(), rows.weight, rows.epsilon)
             }
@@ -537,15 +525,12 @@ fn in_passes(
 /// Returns the factors with the matrix in the format that this method takes.
 fn readied<'a>(
     card: &ComputeCard,
-    way: &PreparedMethod,
+    way: &Method,
     factors: Factors<'a>,
     room: Option<&'a mut Buffer<Bf16>>,
 ) -> Result<Factors<'a>, CudaError> {
     match (factors.w, way) {
-        (
-            WeightMatrix::Fp8(rows),
-            PreparedMethod::Own(FusedKernel::Skinny(_)) | PreparedMethod::Many | PreparedMethod::Lt(_),
-        ) => {
+        (WeightMatrix::Fp8(rows), Method::Own(FusedKernel::Skinny(_)) | Method::Many | Method::Lt(_)) => {
             let w = WeightMatrix::Widened(widen(card, room, rows, factors.k)?);
             Ok(Factors { w, ..factors })
         }

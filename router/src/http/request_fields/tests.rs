@@ -256,6 +256,8 @@ The table of fields is made from the code by the test `the_page_lists_every_fiel
 | node, admin | `GET /live`, `GET /ready`, `GET /rollout`, `GET /version`, `GET /metrics`, `GET /debug/config` | for operators |
 | prefill or decode node, admin | `POST /sleep`, `POST /wake` | see [operating.md](operating.md#sleep-and-wake) |
 
+In front of [other engines](routing.md#pools-of-other-engines) the HTTP port has their endpoints instead, and `GET /debug/upstream`.
+
 Errors are in [errors.md](errors.md).
 
 ## Request headers
@@ -266,6 +268,8 @@ Errors are in [errors.md](errors.md).
 | `x-request-id` | the request's id in logs and pages: up to 128 letters, digits, `-`, `_`, `.` or `:` |
 | `x-baton-timeout-ms` | the request's deadline |
 | `x-baton-explain: 1` | the answer says where its time went |
+| `x-baton-slo: ttft=2s,tbt=50ms` | the longest times to the first token and between tokens, one or both: the request is refused early if it would miss them; see [routing.md](routing.md#who-waits) |
+| `x-baton-sheddable: 1` | the request leaves first when its line is full |
 
 ### Explanations
 
@@ -276,7 +280,7 @@ With `x-baton-explain: 1` the last chunk of each choice, or the whole answer, ha
 | `read` | The router reads the body. |
 | `tokenize` | The router parses the fields and makes tokens. |
 | `first_answer` | With `n`, a further answer waits for the first one's prompt. |
-| `admission` | The request waits for admission. |
+| `admission` | The request waits in its model's line until there is room. |
 | `route` | The router chooses nodes, or waits for a usable one. |
 | `reserve` | The decode node reserves KV room. A full pool shows here. |
 | `store` | A pool node reserves room and takes the KV. |
@@ -299,6 +303,8 @@ A grammar that cannot be enforced is refused with a 400 that names the place: `r
 - JSON Schema is draft 2020-12 without `$ref` to `$id`, `$anchor` or other documents, `not`, `if`, `contains`, `uniqueItems`, `propertyNames`, `dependent…` and `unevaluated…`. A `oneOf` needs alternatives that exclude each other. Unknown keywords are annotations, as the standard says. `format` is enforced as far as a regular expression can: a leap day or second is allowed in every year and hour. Properties come in the schema's order.
 - Regular expressions have no look-around and no back-references.
 - Grammars are in the language of Lark, as [llguidance](https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md) reads it; `%json {…}` in them is JSON by a schema. gRPC has the same in `Sampling.grammar`.
+
+With `tool_choice` `required` or a named function the answer is one or more calls (one with a named function or `parallel_tool_calls: false`) in the model's format, with arguments that are valid by the tools' `parameters`, after the model's reasoning if it reasons. The finish reason is `tool_calls`, and `stop` with a named function, as OpenAI has it. Schemas have the limits above. The formats `pythonic` and `qwen3-coder` have arguments that are not JSON: their `parameters` may have only `properties`, `required` and `additionalProperties`, and a text in `qwen3-coder` only `enum` or `const`; other rules are refused by name.
 
 The model needs a `tokenizer.json`. A mask costs a CPU about 50 µs. On a GPU, rows with a grammar are sampled by the host, which ends the overlap of two steps.
 

@@ -19,9 +19,9 @@ use types::{Fingerprint, FinishReason, KvLayout, ModelInfo, Prompt, Step, TokenI
 
 use crate::accept::{Acceptor, Deadlines};
 use crate::error::AcceptError;
-use crate::http::{BodyLimits, HttpApi, api, health, stack};
+use crate::http::{BodyLimits, HttpApi, api, description, health, stack};
 use crate::metrics::RouterMetrics;
-use crate::serve::{Arrival, Complete, Generation, Serve, ServeError};
+use crate::serve::{Arrival, Complete, Generation, Ready, Serve, ServeError};
 use crate::text::tokenizer::END;
 use crate::text::{RouterModels, ServedModel, Tokenizer};
 
@@ -115,6 +115,12 @@ impl Drop for RunningGuard {
     }
 }
 
+impl Ready for FakeServe {
+    fn ready(&self) -> Result<(), String> {
+        self.ready.clone()
+    }
+}
+
 #[async_trait]
 impl Serve for FakeServe {
     fn models(&self) -> Vec<ModelInfo> {
@@ -141,10 +147,6 @@ impl Serve for FakeServe {
                 Ok(Generation { usage, complete: Complete::default(), explained: None, steps })
             }
         }
-    }
-
-    fn ready(&self) -> Result<(), String> {
-        self.ready.clone()
     }
 
     fn knows_nodes(&self) -> Result<(), AcceptError> {
@@ -208,7 +210,8 @@ pub(crate) fn app_of(fake_serve: &Arc<FakeServe>, body: BodyLimits, model: Serve
     let acceptor = Acceptor::new(world.clone(), Deadlines::default());
     let models = RouterModels::new([model]);
     let http = HttpApi { serve: fake_serve.clone(), models, acceptor: acceptor.clone(), world, body };
-    stack(api(http.clone()).merge(health(http)), acceptor, RouterMetrics::new(&Metrics::new("router")))
+    let pages = health(fake_serve.clone()).merge(description(http.clone()));
+    stack(api(http).merge(pages), acceptor, RouterMetrics::new(&Metrics::new("router")))
 }
 
 /// A response of the API, received completely.

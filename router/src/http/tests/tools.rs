@@ -116,11 +116,16 @@ async fn wrong_tools_are_refused_with_their_place() {
         (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
         (json!({"tools": [{"function": {"name": "f"}}]}), "tools[0].type"),
         (json!({"tools": [{"type": "function", "function": {"name": "a b"}}]}), "tools[0].function.name"),
-        (json!({"tools": tools(), "tool_choice": "required"}), "tool_choice"),
+        (json!({"tool_choice": "required"}), "tool_choice"),
         (
-            json!({"tools": tools(), "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
-            "tool_choice",
+            json!({"tools": tools(), "tool_choice": {"type": "function", "function": {"name": "time"}}}),
+            "tool_choice.function.name",
         ),
+        (json!({"tools": tools(), "tool_choice": {"type": "function"}}), "tool_choice.function.name"),
+        (json!({"tools": tools(), "tool_choice": {"type": "allowed_tools"}}), "tool_choice.type"),
+        // The mock has no tokenizer.json.
+        (json!({"tools": tools(), "tool_choice": "required"}), "tool_choice"),
+        (json!({"tools": tools(), "tool_choice": "required", "guided_regex": "a"}), "tool_choice"),
         (json!({"tools": tools(), "tool_choice": "sometimes"}), "tool_choice"),
         (json!({"tools": tools(), "tool_choice": 7}), "tool_choice"),
     ] {

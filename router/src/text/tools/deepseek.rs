@@ -3,8 +3,10 @@
 
 use std::sync::Arc;
 
+use super::call_rules::{CallSyntax, ForcedTool, LarkRules};
 use super::json_object::{Extent, JsonExtent};
 use super::{CallReader, Calls, Expected, Match, Progress, ToolSet};
+use crate::error::AcceptError;
 use crate::text::tags::TagFinder;
 
 pub(super) const CALLS_BEGIN: &str = "<｜tool▁calls▁begin｜>";
@@ -105,4 +107,19 @@ impl CallReader for DeepSeek {
             },
         }
     }
+}
+
+/// Returns the syntax of calls that are demanded. The model chooses between V3.1's and V3's.
+pub(super) fn forced(rules: &mut LarkRules<'_>, tools: &[ForcedTool]) -> Result<CallSyntax, AcceptError> {
+    let (begin, end, separator) = (rules.tag(CALL_BEGIN), rules.tag(CALL_END), rules.tag(SEPARATOR));
+    let call = |tool: &ForcedTool| {
+        let arguments = rules.json_arguments(tool)?;
+        let newer = format!("{} {separator} {arguments}", LarkRules::literal(&tool.name));
+        let head = LarkRules::literal(&format!("{}\n```json\n", tool.name));
+        let older = format!("\"function\" {separator} {head} {arguments} {}", LarkRules::literal("\n```"));
+        Ok(format!("{begin} ({newer} | {older}) {end}"))
+    };
+    let calls = tools.iter().map(call).collect::<Result<_, AcceptError>>()?;
+    let between = format!("{}?", LarkRules::literal("\n"));
+    Ok(CallSyntax { before: rules.tag(CALLS_BEGIN), calls, between, after: rules.tag(CALLS_END) })
 }

@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
+use super::call_rules::{CallSyntax, ForcedTool, LarkRules};
 use super::json_object::CallObject;
 use super::{CallReader, Calls, Expected, Match, Progress, ToolSet};
+use crate::error::AcceptError;
 
 pub(super) const OPEN: &str = "<tool_call>";
 pub(super) const CLOSE: &str = "</tool_call>";
@@ -38,4 +40,16 @@ impl CallReader for Hermes {
             progress => progress,
         }
     }
+}
+
+/// Returns the syntax of calls that are demanded.
+pub(super) fn forced(rules: &mut LarkRules<'_>, tools: &[ForcedTool]) -> Result<CallSyntax, AcceptError> {
+    let (open, close) = (rules.tag(OPEN), rules.tag(CLOSE));
+    let call = |tool: &ForcedTool| {
+        let head = LarkRules::literal(&format!("\n{{\"name\": \"{}\", \"arguments\": ", tool.name));
+        let tail = LarkRules::literal("}\n");
+        Ok(format!("{open} {head} {} {tail} {close}", rules.json_arguments(tool)?))
+    };
+    let calls = tools.iter().map(call).collect::<Result<_, AcceptError>>()?;
+    Ok(CallSyntax { calls, between: LarkRules::literal("\n"), ..CallSyntax::default() })
 }

@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
+use super::call_rules::{CallSyntax, ForcedTool, LarkRules};
 use super::json_object::CallObject;
 use super::{CallReader, Calls, Progress, ToolSet};
+use crate::error::AcceptError;
 
 pub(super) const PYTHON_TAG: &str = "<|python_tag|>";
 
@@ -41,4 +43,14 @@ impl CallReader for Llama3Json {
             progress => progress,
         }
     }
+}
+
+/// Returns the syntax of calls that are demanded.
+pub(super) fn forced(rules: &mut LarkRules<'_>, tools: &[ForcedTool]) -> Result<CallSyntax, AcceptError> {
+    let call = |tool: &ForcedTool| {
+        let head = LarkRules::literal(&format!("{{\"name\": \"{}\", \"parameters\": ", tool.name));
+        Ok(format!("{head} {} {}", rules.json_arguments(tool)?, LarkRules::literal("}")))
+    };
+    let calls = tools.iter().map(call).collect::<Result<_, AcceptError>>()?;
+    Ok(CallSyntax { calls, between: LarkRules::literal("; "), ..CallSyntax::default() })
 }

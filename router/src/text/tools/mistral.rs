@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
+use super::call_rules::{CallSyntax, ForcedTool, LarkRules};
 use super::json_object::{CallObject, Extent, JsonExtent};
 use super::{CallReader, Calls, Progress, ToolSet};
+use crate::error::AcceptError;
 
 pub(super) const MARKER: &str = "[TOOL_CALLS]";
 const ARGS: &str = "[ARGS]";
@@ -105,4 +107,24 @@ impl CallReader for Mistral {
             },
         }
     }
+}
+
+/// Returns the syntax of calls that are demanded: the newer one for tokenizers that have its tokens.
+pub(super) fn forced(rules: &mut LarkRules<'_>, tools: &[ForcedTool]) -> Result<CallSyntax, AcceptError> {
+    let (marker, args) = (rules.tag(MARKER), rules.tag(ARGS));
+    let is_newer = rules.has_special(ARGS);
+    let call = |tool: &ForcedTool| {
+        let arguments = rules.json_arguments(tool)?;
+        if is_newer {
+            return Ok(format!("{marker} {} {args} {arguments}", LarkRules::literal(&tool.name)));
+        }
+        let head = LarkRules::literal(&format!("{{\"name\": \"{}\", \"arguments\": ", tool.name));
+        Ok(format!("{head} {arguments} {}", LarkRules::literal("}")))
+    };
+    let calls = tools.iter().map(call).collect::<Result<_, AcceptError>>()?;
+    if is_newer {
+        return Ok(CallSyntax { calls, ..CallSyntax::default() });
+    }
+    let (before, after) = (format!("{marker} \" \"? \"[\""), LarkRules::literal("]"));
+    Ok(CallSyntax { before, calls, between: LarkRules::literal(", "), after })
 }

@@ -2,10 +2,12 @@
 //!
 //! A call is divided from the text only if it has the format's form and names a tool of the request. Text
 //! that only looks like a call stays text. The arguments of a call are not checked: they arrive as the model
-//! wrote them.
+//! wrote them. If the client demands a call, a grammar ([`ForcedCalls`]) holds the model to the form and the schemas.
 
+mod call_rules;
 mod calls;
 mod deepseek;
+mod forced;
 mod hermes;
 mod json_object;
 mod llama3_json;
@@ -21,8 +23,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
+pub use call_rules::ForcedTool;
 pub(super) use calls::Calls;
 pub use calls::{CallDelta, CallIds, CallStart};
+pub use forced::{CallCount, ForcedCalls};
 pub(super) use parser::ToolParser;
 
 /// The tools of one request, by name.

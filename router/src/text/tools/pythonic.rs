@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
+use super::call_rules::{CallSyntax, ForcedTool, LarkRules, parameters, unenforced};
 use super::python_value::{PythonExtent, json_of};
 use super::{CallReader, Calls, Progress, ToolSet};
+use crate::error::AcceptError;
 
 pub(super) const START: &str = "<|python_start|>";
 pub(super) const END: &str = "<|python_end|>";
@@ -134,4 +136,40 @@ impl CallReader for Pythonic {
         }
         Progress::More
     }
+}
+
+/// The format's name in refusals.
+const FORMAT: &str = "pythonic";
+
+/// Returns the syntax of calls that are demanded. Values are written as JSON, which the reader takes like Python's.
+pub(super) fn forced(rules: &mut LarkRules<'_>, tools: &[ForcedTool]) -> Result<CallSyntax, AcceptError> {
+    let call = |tool: &ForcedTool| {
+        let head = LarkRules::literal(&format!("{}(", tool.name));
+        Ok(format!("{head} {} {}", forced_arguments(rules, tool)?, LarkRules::literal(")")))
+    };
+    let calls = tools.iter().map(call).collect::<Result<_, AcceptError>>()?;
+    let [before, between, after] = ["[", ", ", "]"].map(LarkRules::literal);
+    Ok(CallSyntax { before, calls, between, after })
+}
+
+/// Adds the arguments of a tool in the order of its schema, from the last to the first: for each place, what may follow
+/// if an argument was written before, and if none was.
+fn forced_arguments(rules: &mut LarkRules<'_>, tool: &ForcedTool) -> Result<String, AcceptError> {
+    let (mut first, mut later) = ("\"\"".to_owned(), "\"\"".to_owned());
+    for parameter in parameters(tool, FORMAT)?.iter().rev() {
+        let is_identifier = |name: &str| name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+        if parameter.name.is_empty() || !is_identifier(parameter.name) {
+            return Err(unenforced(&tool.param, &format!("properties.{}", parameter.name), FORMAT));
+        }
+        let head = LarkRules::literal(&format!("{}=", parameter.name));
+        let pair = format!("{head} {}", rules.json(&parameter.schema, &parameter.param)?);
+        let (with_first, with_later) = (format!("{pair} {later}"), format!("\", \" {pair} {later}"));
+        if parameter.is_required {
+            (first, later) = (rules.add(&with_first), rules.add(&with_later));
+        } else {
+            first = rules.add(&format!("{with_first} | {first}"));
+            later = rules.add(&format!("{with_later} | {later}"));
+        }
+    }
+    Ok(first)
 }

@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
+use super::call_rules::{CallSyntax, ForcedTool, LarkRules, NOTES, Parameter, parameters, unenforced};
 use super::python_value::json_of;
 use super::{CallReader, Calls, Expected, Match, Progress, ToolSet};
+use crate::error::AcceptError;
 use crate::text::tags::TagFinder;
 
 pub(super) use super::hermes::{CLOSE, OPEN};
@@ -147,4 +149,74 @@ impl CallReader for Qwen3Coder {
         }
         Progress::More
     }
+}
+
+// === calls that are demanded ===
+
+/// The format's name in refusals.
+const FORMAT: &str = "qwen3-coder";
+const VALUE_END: &str = PARAMETER_CLOSE[0];
+
+/// Returns the syntax of calls that are demanded.
+pub(super) fn forced(rules: &mut LarkRules<'_>, tools: &[ForcedTool]) -> Result<CallSyntax, AcceptError> {
+    let (open, close) = (rules.tag(OPEN), rules.tag(CLOSE));
+    let call = |tool: &ForcedTool| {
+        let head = LarkRules::literal(&format!("\n{FUNCTION}{}>\n", tool.name));
+        let mut arguments = String::new();
+        for parameter in parameters(tool, FORMAT)? {
+            let written = forced_parameter(rules, tool, &parameter)?;
+            arguments.push_str(&if parameter.is_required { written } else { format!("({written})?") });
+            arguments.push(' ');
+        }
+        let tail = LarkRules::literal(&format!("{FUNCTION_CLOSE}\n"));
+        Ok(format!("{open} {head} {arguments} {tail} {close}"))
+    };
+    let calls = tools.iter().map(call).collect::<Result<_, AcceptError>>()?;
+    Ok(CallSyntax { calls, between: LarkRules::literal("\n"), ..CallSyntax::default() })
+}
+
+fn forced_parameter(
+    rules: &mut LarkRules<'_>,
+    tool: &ForcedTool,
+    parameter: &Parameter<'_>,
+) -> Result<String, AcceptError> {
+    if parameter.name.is_empty() || parameter.name.contains(['<', '>', '\n']) {
+        return Err(unenforced(&tool.param, &format!("properties.{}", parameter.name), FORMAT));
+    }
+    let head = LarkRules::literal(&format!("{PARAMETER}{}>\n", parameter.name));
+    let tail = LarkRules::literal(&format!("\n{VALUE_END}\n"));
+    if !tool.is_text(parameter.name) {
+        return Ok(format!("{head} {} {tail}", rules.json(&parameter.schema, &parameter.param)?));
+    }
+    match forced_texts(parameter)? {
+        Some(texts) => Ok(format!("{head} ({}) {tail}", texts.join(" | "))),
+        None => Ok(format!("{head} {} \"\\n\"", rules.text_until(VALUE_END))),
+    }
+}
+
+/// Returns the texts that a parameter may have; `None`: any text. Other rules for a text are refused.
+fn forced_texts(parameter: &Parameter<'_>) -> Result<Option<Vec<String>>, AcceptError> {
+    let refused = |key: &str| unenforced(&parameter.param, key, FORMAT);
+    if parameter.schema == false {
+        return Err(AcceptError::invalid(parameter.param.clone(), "no value is valid by the schema `false`"));
+    }
+    let mut texts = None;
+    for (key, value) in parameter.schema.as_object().into_iter().flatten() {
+        let allowed: &[serde_json::Value] = match (key.as_str(), value) {
+            ("const", value) => std::slice::from_ref(value),
+            ("enum", serde_json::Value::Array(values)) => values,
+            ("type" | "$defs" | "definitions", _) => continue,
+            (key, _) if NOTES.contains(&key) => continue,
+            (key, _) => return Err(refused(key)),
+        };
+        let text = |value: &serde_json::Value| {
+            let text = value.as_str().filter(|text| !text.contains(VALUE_END));
+            text.map(LarkRules::literal).ok_or_else(|| refused(key))
+        };
+        if texts.is_some() || allowed.is_empty() {
+            return Err(refused(key));
+        }
+        texts = Some(allowed.iter().map(text).collect::<Result<_, _>>()?);
+    }
+    Ok(texts)
 }

@@ -1,0 +1,285 @@
+//! The HTTP port in front of pools of another engine: bodies and answers pass through as they came.
+//!
+//! The client, its deadline, its limits and the request's id are read from headers as for Baton's own nodes.
+//! Only paths that serve requests pass; the engines' paths for operators do not.
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{FromRequestParts, Request, State};
+use axum::response::Response;
+use axum::routing::{get, post};
+use bytes::Bytes;
+use futures::Stream;
+use http::{HeaderMap, HeaderName, HeaderValue, header};
+use tokio::time::Instant;
+use tracing::{Span, info};
+
+use super::api::{HttpApi, RequestHead};
+use super::body::{self, BodyLimits};
+use super::caller;
+use super::error::HttpError;
+use super::explanation::explained;
+use crate::accept::N_MAX;
+use crate::error::ServeError;
+use crate::serve::Detail;
+use crate::upstream::{
+    AnswerStream, EngineKind, Fields, LegRole, Legs, Upstream, UpstreamAnswer, UpstreamRequest,
+};
+
+/// The paths whose requests both servers of a pair work on, for each engine.
+const BOTH: &[&str] = &["/v1/chat/completions", "/v1/completions"];
+const BOTH_OF_SGLANG: &[&str] = &["/generate"];
+/// The paths that need a prompt's computation at most: a prefill server serves them.
+const PREFILL: &[&str] = &[
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/v1/classify",
+    "/score",
+    "/rerank",
+    "/classify",
+    "/pooling",
+    "/tokenize",
+    "/detokenize",
+    "/v1/messages/count_tokens",
+];
+/// The paths whose requests name no transfer of KV: a decode server computes prompt and answer.
+const DECODE: &[&str] =
+    &["/v1/responses", "/v1/messages", "/v1/audio/transcriptions", "/v1/audio/translations"];
+
+/// The bytes of text that count as one token against a tenant's limit, because the router has no tokenizer here.
+const BYTES_PER_TOKEN: usize = 4;
+
+/// The header of an answer with its explanation up to its first byte.
+const EXPLANATION: HeaderName = HeaderName::from_static("x-baton-explanation");
+
+/// Headers of one connection, which are not passed on in either direction.
+const OF_CONNECTION: &[&str] =
+    &["connection", "keep-alive", "proxy-connection", "transfer-encoding", "te", "trailer", "upgrade"];
+/// Headers of a request that the servers do not get: those that the client makes anew, keys, and cookies.
+const NOT_PASSED: &[&str] =
+    &["host", "content-length", "expect", "authorization", "proxy-authorization", "x-api-key", "cookie"];
+/// The beginning of the names of headers for this router.
+const OWN: &str = "x-baton-";
+
+/// The state of the routes. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Passthrough {
+    pub api: HttpApi,
+    pub upstream: Upstream,
+}
+
+/// Returns the routes in front of another engine, in place of [`super::api()`]. They work only inside
+/// [`super::stack`].
+pub fn passthrough(state: Passthrough) -> Router {
+    let paths = [BOTH, BOTH_OF_SGLANG, PREFILL, DECODE].concat();
+    let routes = paths.into_iter().fold(Router::new(), |routes, path| routes.route(path, post(forward)));
+    routes.route("/v1/models", get(forward)).route("/v1/models/{*name}", get(forward)).with_state(state)
+}
+
+/// Returns the route of the live page's chat box, in place of [`super::chat_box`].
+pub fn passthrough_chat_box(state: Passthrough) -> Router {
+    Router::new()
+        .route("/debug/v1/chat/completions", post(forward))
+        .layer(axum::middleware::from_fn(caller::without_admin_key))
+        .with_state(state)
+}
+
+fn legs(kind: EngineKind, path: &str) -> Legs {
+    if BOTH.contains(&path) || (kind == EngineKind::Sglang && BOTH_OF_SGLANG.contains(&path)) {
+        Legs::Both
+    } else if PREFILL.contains(&path) {
+        Legs::Only(LegRole::Prefill)
+    } else {
+        Legs::Only(LegRole::Decode)
+    }
+}
+
+async fn forward(State(state): State<Passthrough>, request: Request) -> Result<Response, HttpError> {
+    let Passthrough { api, upstream } = state;
+    let (mut parts, body) = request.into_parts();
+    let RequestHead { id, client, headers } = RequestHead::from_request_parts(&mut parts, &api).await?;
+    let mut caller = caller::caller(&api.acceptor, id, client, &headers)?;
+    let within = api.body.within.min(api.world.left(caller.deadline));
+    let body = body::read(body, BodyLimits { within, ..api.body }).await?;
+    caller.read = api.world.now();
+    let path = parts.uri.path();
+    let path = path.strip_prefix("/debug").unwrap_or(path);
+    let legs = legs(upstream.kind(), path);
+    let n_answers = match legs {
+        Legs::Both => n_answers(&Fields::parse(&body)?),
+        Legs::Only(_) => 1,
+    };
+    let tenant = upstream.admit(&caller, n_answers, body.len() / BYTES_PER_TOKEN)?;
+    let query = parts.uri.query().map(|query| format!("?{query}")).unwrap_or_default();
+    let target = format!("{path}{query}");
+    let mut headers = passed_on(&headers);
+    let id = HeaderValue::from_str(caller.id.as_str());
+    headers.insert(caller::REQUEST_ID, id.expect("ids are letters, digits and a few plain signs"));
+    let request = UpstreamRequest { method: parts.method, target, headers, body, legs, n_answers };
+    let answer = upstream.serve(request, &caller, tenant).await?;
+    Ok(respond(answer, caller.detail))
+}
+
+fn n_answers(fields: &Fields<'_>) -> usize {
+    fields.get::<u32>("n").unwrap_or(1).clamp(1, N_MAX) as usize
+}
+
+/// Returns the headers of a request that the servers get.
+fn passed_on(headers: &HeaderMap) -> HeaderMap {
+    let is_kept = |name: &HeaderName| {
+        let name = name.as_str();
+        !OF_CONNECTION.contains(&name) && !NOT_PASSED.contains(&name) && !name.starts_with(OWN)
+    };
+    let kept = headers.iter().filter(|(name, _)| is_kept(name));
+    kept.map(|(name, value)| (name.clone(), value.clone())).collect()
+}
+
+fn respond(answer: UpstreamAnswer, detail: Detail) -> Response {
+    let UpstreamAnswer { head, record, bytes } = answer;
+    let of_events = head.headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes);
+    let format = match of_events {
+        Some(kind) if kind.starts_with(b"text/event-stream") => BytesFormat::Events(Boundary::At),
+        _ => BytesFormat::Plain,
+    };
+    let passing = Passing { bytes, format, span: Span::current() };
+    let mut response = Response::from_parts(head, Body::from_stream(passing.into_stream()));
+    let headers = response.headers_mut();
+    OF_CONNECTION.iter().for_each(|name| drop(headers.remove(*name)));
+    if detail == Detail::Explained {
+        let text = explained(0, &record.explanation()).to_string();
+        headers.insert(EXPLANATION, HeaderValue::from_str(&text).expect("names and numbers are plain text"));
+    }
+    response
+}
+
+/// An answer on its way to the client.
+struct Passing {
+    bytes: AnswerStream,
+    format: BytesFormat,
+    span: Span,
+}
+
+/// How the bytes of an answer are divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum BytesFormat {
+    /// Server-sent events.
+    Events(Boundary),
+    Plain,
+}
+
+/// Where the bytes that the client has end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Boundary {
+    /// Between two events: an error event may follow.
+    At,
+    Inside,
+}
+
+impl BytesFormat {
+    fn after(self, bytes: &[u8]) -> Self {
+        match self {
+            Self::Plain => Self::Plain,
+            Self::Events(_) if bytes.ends_with(b"\n\n") || bytes.ends_with(b"\r\n\r\n") => {
+                Self::Events(Boundary::At)
+            }
+            Self::Events(_) => Self::Events(Boundary::Inside),
+        }
+    }
+
+    /// Estimates the tokens in `bytes`: one for each event, or by their length.
+    fn n_tokens(self, bytes: &[u8]) -> usize {
+        match self {
+            Self::Plain => bytes.len() / BYTES_PER_TOKEN,
+            Self::Events(_) => bytes.windows(2).filter(|pair| *pair == b"\n\n").count(),
+        }
+    }
+}
+
+impl Passing {
+    fn into_stream(self) -> impl Stream<Item = Result<Bytes, ServeError>> {
+        futures::stream::unfold(Some(self), |passing| async { passing?.next().await })
+    }
+
+    /// Returns the next bytes, and what follows them. After an error the client gets an error event, or, where
+    /// none can follow, a broken connection: it must not take the answer for a whole one.
+    async fn next(mut self) -> Option<(Result<Bytes, ServeError>, Option<Self>)> {
+        match self.bytes.next().await {
+            Ok(Some(bytes)) => {
+                self.bytes.generated(self.format.n_tokens(&bytes), Instant::now());
+                self.format = self.format.after(&bytes);
+                Some((Ok(bytes), Some(self)))
+            }
+            Ok(None) => None,
+            Err(error) => {
+                self.span.in_scope(|| info!(%error, "upstream answer ended early"));
+                match self.format {
+                    BytesFormat::Events(Boundary::At) => Some((Ok(error_event(error)), None)),
+                    _ => Some((Err(error), None)),
+                }
+            }
+        }
+    }
+}
+
+fn error_event(error: ServeError) -> Bytes {
+    let body = serde_json::to_string(&HttpError::from(error).body()).expect("an error can be written");
+    format!("event: error\ndata: {body}\n\n").into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_name_their_legs() {
+        use EngineKind::{Sglang, Vllm};
+        for (kind, path, expected) in [
+            (Vllm, "/v1/chat/completions", Legs::Both),
+            (Sglang, "/v1/completions", Legs::Both),
+            (Sglang, "/generate", Legs::Both),
+            (Vllm, "/generate", Legs::Only(LegRole::Decode)),
+            (Vllm, "/v1/embeddings", Legs::Only(LegRole::Prefill)),
+            (Vllm, "/v1/responses", Legs::Only(LegRole::Decode)),
+            (Vllm, "/v1/models", Legs::Only(LegRole::Decode)),
+        ] {
+            assert_eq!(legs(kind, path), expected, "{path}");
+        }
+    }
+
+    #[test]
+    fn keys_and_headers_of_this_hop_are_not_passed_on() {
+        let all = [
+            "content-type",
+            "x-data-parallel-rank",
+            "authorization",
+            "cookie",
+            "x-baton-tenant",
+            "te",
+            "host",
+        ];
+        let headers = all.iter().map(|name| (name.parse().unwrap(), "v".parse().unwrap())).collect();
+        let passed = passed_on(&headers);
+        assert_eq!(
+            passed.keys().map(HeaderName::as_str).collect::<Vec<_>>(),
+            ["content-type", "x-data-parallel-rank"]
+        );
+    }
+
+    #[test]
+    fn events_end_at_an_empty_line() {
+        let events = BytesFormat::Events(Boundary::At);
+        for (bytes, after, n_tokens) in [
+            (&b"data: 1\n\ndata: 2\n\n"[..], Boundary::At, 2),
+            (b"data: 1\n\nda", Boundary::Inside, 1),
+            (b"data: 1\r\n\r\n", Boundary::At, 0),
+        ] {
+            assert_eq!((events.after(bytes), events.n_tokens(bytes)), (BytesFormat::Events(after), n_tokens));
+        }
+        assert_eq!(
+            (BytesFormat::Plain.after(b"x\n\n"), BytesFormat::Plain.n_tokens(b"12345678")),
+            (BytesFormat::Plain, 2)
+        );
+    }
+}

@@ -1,0 +1,154 @@
+//! The settings of pools of other engines.
+
+use std::path::PathBuf;
+
+use http::Uri;
+use serde::{Deserialize, Serialize};
+
+use crate::config::{UnknownChoice, unknown};
+
+/// The pools of other engines that the HTTP port serves in place of Baton's nodes.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct UpstreamSection {
+    /// The engine of the pools, `vllm` or `sglang`, as in docs/routing.md. Empty: Baton's own nodes serve.
+    pub kind: String,
+    /// The URLs of the prefill servers, such as `http://10.0.0.1:8100`. An SGLang server whose bootstrap port is not
+    /// 8998 names it: `http://10.0.0.1:30000?bootstrap_port=9001`.
+    pub prefill: Vec<String>,
+    /// The URLs of the decode servers.
+    pub decode: Vec<String>,
+    /// The file with the API key of the servers. Empty: they get none.
+    pub api_key_file: String,
+}
+
+/// The engine of upstream pools: how the KV of a prompt goes from one server to the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EngineKind {
+    /// The prefill server answers with the parameters that the decode server fetches the KV by.
+    Vllm,
+    /// Both servers get the request at once, and meet in a room of the prefill server's bootstrap port.
+    Sglang,
+}
+
+/// The checked settings of upstream pools.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UpstreamSettings {
+    pub kind: EngineKind,
+    pub prefill: Vec<MemberAddress>,
+    pub decode: Vec<MemberAddress>,
+    pub api_key_file: Option<PathBuf>,
+    /// The name of the model in metrics and records.
+    pub model: String,
+}
+
+/// The address of one server of an upstream pool.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemberAddress {
+    /// `http://host:port` or `https://host:port`, without a path.
+    pub base: String,
+    pub host: String,
+    pub bootstrap_port: u16,
+}
+
+/// The port of SGLang's bootstrap server if `--disaggregation-bootstrap-port` does not change it.
+const BOOTSTRAP_PORT: u16 = 8998;
+/// The model's name in metrics and records if the configuration names none.
+const MODEL: &str = "upstream";
+
+impl UpstreamSection {
+    /// Checks the section. Returns `None` if Baton's own nodes serve.
+    pub(crate) fn resolve(self, model: &str) -> Result<Option<UpstreamSettings>, UnknownChoice> {
+        let Self { kind, prefill, decode, api_key_file } = self;
+        let kind = match kind.as_str() {
+            "" if prefill.is_empty() && decode.is_empty() && api_key_file.is_empty() => return Ok(None),
+            "vllm" => EngineKind::Vllm,
+            "sglang" => EngineKind::Sglang,
+            _ => return Err(unknown("expert.upstream.kind", kind, &["vllm", "sglang"])),
+        };
+        Ok(Some(UpstreamSettings {
+            kind,
+            prefill: members("expert.upstream.prefill", &prefill)?,
+            decode: members("expert.upstream.decode", &decode)?,
+            api_key_file: (!api_key_file.is_empty()).then(|| api_key_file.into()),
+            model: if model.is_empty() { MODEL } else { model }.to_owned(),
+        }))
+    }
+}
+
+fn members(key: &'static str, urls: &[String]) -> Result<Vec<MemberAddress>, UnknownChoice> {
+    let known = ["http://HOST:PORT", "https://HOST:PORT", "http://HOST:PORT?bootstrap_port=PORT"];
+    let member = |url: &String| MemberAddress::parse(url).ok_or_else(|| unknown(key, url.clone(), &known));
+    match urls {
+        [] => Err(unknown(key, String::new(), &["the URLs of at least one server"])),
+        urls => urls.iter().map(member).collect(),
+    }
+}
+
+impl MemberAddress {
+    fn parse(url: &str) -> Option<Self> {
+        let uri: Uri = url.parse().ok()?;
+        let (scheme, authority) = (uri.scheme_str()?, uri.authority()?);
+        let is_plain = matches!(scheme, "http" | "https") && !authority.as_str().contains('@');
+        if !is_plain || uri.path() != "/" {
+            return None;
+        }
+        let bootstrap_port = match uri.query() {
+            None => BOOTSTRAP_PORT,
+            Some(query) => query.strip_prefix("bootstrap_port=")?.parse().ok()?,
+        };
+        let host = authority.host().to_owned();
+        Some(Self { base: format!("{scheme}://{authority}"), host, bootstrap_port })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn section(kind: &str, prefill: &[&str], decode: &[&str]) -> UpstreamSection {
+        let owned = |urls: &[&str]| urls.iter().map(|url| (*url).to_owned()).collect();
+        UpstreamSection {
+            kind: kind.to_owned(),
+            prefill: owned(prefill),
+            decode: owned(decode),
+            ..UpstreamSection::default()
+        }
+    }
+
+    #[test]
+    fn members_are_urls() {
+        let address = |base: &str, host: &str, bootstrap_port| {
+            Some(MemberAddress { base: base.to_owned(), host: host.to_owned(), bootstrap_port })
+        };
+        for (url, expected) in [
+            ("http://10.0.0.1:8100", address("http://10.0.0.1:8100", "10.0.0.1", 8998)),
+            ("https://a.example/", address("https://a.example", "a.example", 8998)),
+            ("http://[::1]:3?bootstrap_port=9001", address("http://[::1]:3", "[::1]", 9001)),
+            ("10.0.0.1:8100", None),
+            ("ftp://a:1", None),
+            ("http://a:1/v1", None),
+            ("http://user@a:1", None),
+            ("http://a:1?port=3", None),
+            ("http://a:1?bootstrap_port=x", None),
+        ] {
+            assert_eq!(MemberAddress::parse(url), expected, "{url}");
+        }
+    }
+
+    #[test]
+    fn a_section_is_whole_or_absent() {
+        assert_eq!(UpstreamSection::default().resolve("m"), Ok(None));
+        let urls = ["http://a:1"];
+        let resolved = section("sglang", &urls, &urls).resolve("").expect("whole").expect("there");
+        assert_eq!((resolved.kind, resolved.model.as_str()), (EngineKind::Sglang, "upstream"));
+        for (section, key) in [
+            (section("", &urls, &[]), "expert.upstream.kind"),
+            (section("tgi", &urls, &urls), "expert.upstream.kind"),
+            (section("vllm", &[], &urls), "expert.upstream.prefill"),
+            (section("vllm", &urls, &["a"]), "expert.upstream.decode"),
+        ] {
+            assert_eq!(section.resolve("").expect_err("refused").key, key);
+        }
+    }
+}
