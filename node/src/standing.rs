@@ -21,7 +21,7 @@ const REASON_MAX: usize = 1024;
 #[derive(Clone, Debug, Default)]
 pub struct Standings {
     /// The reports by the router's name. The mutex is never held across an await.
-    words: Arc<Mutex<BTreeMap<String, RouterReport>>>,
+    reports: Arc<Mutex<BTreeMap<String, RouterReport>>>,
 }
 
 /// One router's report, as long as it is valid.
@@ -36,41 +36,41 @@ struct RouterReport {
 
 impl Standings {
     /// Stores a router's report that is received at `now`.
-    pub fn hear(&self, word: v1::StandingRequest, now: Instant) {
-        let v1::StandingRequest { router, refusal, ttl_ms, rollout_waits_for } = word;
-        let mut words = self.fresh(now);
-        if words.len() < ROUTERS_MAX || words.contains_key(&router) {
+    pub fn hear(&self, report: v1::StandingRequest, now: Instant) {
+        let v1::StandingRequest { router, refusal, ttl_ms, rollout_waits_for } = report;
+        let mut reports = self.fresh(now);
+        if reports.len() < ROUTERS_MAX || reports.contains_key(&router) {
             let reason = |text: String| {
                 Some(text.chars().take(REASON_MAX).collect::<String>()).filter(|text| !text.is_empty())
             };
-            let word = RouterReport {
+            let report = RouterReport {
                 refusal: reason(refusal),
                 rollout_waits_for: reason(rollout_waits_for),
                 believed_until: now + Duration::from_millis(ttl_ms).min(BELIEVED_AT_MOST),
             };
-            words.insert(router, word);
+            reports.insert(router, report);
         }
     }
 
     /// Returns the reason why a router gives this node no work; `None` if no valid report has one.
     pub fn refusal(&self, now: Instant) -> Option<String> {
-        self.fresh(now).values().find_map(|word| word.refusal.clone())
+        self.fresh(now).values().find_map(|report| report.refusal.clone())
     }
 
     /// Returns the reason why a rollout must not replace other nodes yet. Returns `None` if at least one
     /// report is valid and none has a reason to wait.
     pub fn rollout_waits_for(&self, now: Instant) -> Option<String> {
-        let words = self.fresh(now);
-        if words.is_empty() {
+        let reports = self.fresh(now);
+        if reports.is_empty() {
             return Some("no router has reported lately that this node serves".to_owned());
         }
-        words.values().find_map(|word| word.rollout_waits_for.clone())
+        reports.values().find_map(|report| report.rollout_waits_for.clone())
     }
 
     fn fresh(&self, now: Instant) -> MutexGuard<'_, BTreeMap<String, RouterReport>> {
-        let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
-        words.retain(|_, word| now < word.believed_until);
-        words
+        let mut reports = self.reports.lock().unwrap_or_else(PoisonError::into_inner);
+        reports.retain(|_, report| now < report.believed_until);
+        reports
     }
 }
 

@@ -24,6 +24,7 @@ pub mod breaker;
 pub mod cluster;
 pub mod dispatch;
 pub mod upstream;
+mod trust;
 pub mod drain;
 pub mod continuation;
 pub mod watchdog;

@@ -282,8 +282,7 @@ impl Router {
         HttpApi { serve, models, acceptor, world, body: BodyLimits::default() }
     }
 
-    /// Makes the server of requests for another engine, which shares admission, records, metrics and drain with
-    /// `dispatch`.
+    /// Makes the server of requests for another engine, which shares records, metrics and drain with `dispatch`.
     fn upstream(&mut self, dispatch: &Dispatch, tenants: &Tenants) -> Option<Upstream> {
         let (settings, pools) = (self.config.upstream.clone()?, self.upstream.take()?);
         let parts = dispatch.parts();

@@ -6,8 +6,8 @@
 //! 2. Tenants of one priority take turns: deficit round robin in predicted work, by their weights.
 //! 3. A tenant's prompts are served in order of arrival.
 //! 4. Age comes before all of it: one of [`AGED_EVERY`] admissions goes to the oldest prompt, if it has waited for a
-//!    quarter of the longest wait. So the n-th oldest prompt is served at the latest n × `AGED_EVERY` admissions after it has aged,
-//!    and a tenant cannot take the whole line by letting its prompts age.
+//!    quarter of the longest wait. So the n-th oldest prompt is served at the latest
+//!    n × `AGED_EVERY` admissions after it has aged, and a tenant cannot take the whole line by letting its prompts age.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -27,8 +27,8 @@ use super::terms::{AdmissionTerms, Shedding};
 /// One of this many admissions goes to the oldest prompt, if it has aged.
 pub(super) const AGED_EVERY: u32 = 16;
 
-/// The share of a predicted wait that the line's rate gives. The rest is a margin: under overload all prompts come as late
-/// as their objective lets them, and half of them would miss it without.
+/// The share of a predicted wait that the line's rate gives. The rest is a margin: under overload every admitted prompt
+/// is close to its objective, and without the margin half of them would miss it.
 const WAIT_MARGIN: f64 = 0.9;
 
 /// A prompt that waits, or that wants to.

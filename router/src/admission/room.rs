@@ -70,11 +70,10 @@ impl RoomQuestion<'_> {
             let id = |node: &NodeView| node.info.id.clone();
             Some(AdmittedRoom { prefill: prefill.map(id), decode: decode.map(id), n_tokens })
         };
-        let mut decode = self.decode_nodes().peekable();
+        let mut decode = self.view.all_decode_nodes().peekable();
         let prefill =
             self.view.prefill_nodes().filter(|node| self.has_queue_room(node) && self.has_kv_room(node));
         let prefill = prefill.min_by(|one, other| queue_ms(one).total_cmp(&queue_ms(other)));
-        let computes_alone = |node: &&NodeView| node.info.role.prefills() || !self.has_prefill_nodes();
         if decode.peek().is_none() {
             return room(None, None);
         }
@@ -84,24 +83,23 @@ impl RoomQuestion<'_> {
         }
         let with_room = decode.filter(|node| self.has_kv_room(node));
         let usable = with_room
-            .filter(|node| if computes_alone(node) { self.has_queue_room(node) } else { prefill.is_some() });
+            .filter(|node| if self.computes(node) { self.has_queue_room(node) } else { prefill.is_some() });
         let decode = usable.max_by_key(|node| self.n_free_blocks(node))?;
-        room(prefill.filter(|_| !computes_alone(&decode)), Some(decode))
+        room(prefill.filter(|_| !self.computes(decode)), Some(decode))
     }
 
-    /// Predicts the times of the prompt on the nodes that serve it soonest, after their admission: a queue is never longer than
-    /// admission lets it be.
+    /// Predicts the times of the prompt on the nodes that serve it soonest, after its admission: a queue is never longer
+    /// than admission lets it be.
     pub(super) fn predicted(&self) -> PredictedService {
         let n_tokens = self.ask.n_tokens();
         let token_ms = self.view.token_ms();
-        let computes = |node: &&NodeView| node.info.role.prefills() || !self.has_prefill_nodes();
         let first_ms = |node: &NodeView| {
             let n_left = n_tokens.saturating_sub(u64::from(node.cached_tokens));
             queue_ms(node).min(QUEUE_MS_MAX) + compute_ms(node, n_left, token_ms)
         };
         let least = |times: &mut dyn Iterator<Item = f64>| times.reduce(f64::min).unwrap_or_default();
-        let gap_ms = least(&mut self.decode_nodes().map(step_ms));
-        let first_ms = least(&mut self.view.nodes.iter().filter(computes).map(first_ms));
+        let gap_ms = least(&mut self.view.all_decode_nodes().map(step_ms));
+        let first_ms = least(&mut self.view.nodes.iter().filter(|node| self.computes(node)).map(first_ms));
         PredictedService { first_token: duration(first_ms), token_gap: duration(gap_ms) }
     }
 
@@ -110,8 +108,9 @@ impl RoomQuestion<'_> {
         self.view.nodes.iter().map(|node| node.cached_tokens).max().unwrap_or_default()
     }
 
-    fn decode_nodes(&self) -> impl Iterator<Item = &NodeView> {
-        self.view.nodes.iter().filter(|node| node.info.role.decodes())
+    /// Returns whether the node computes prompts: without a prefill node every node does.
+    fn computes(&self, node: &NodeView) -> bool {
+        node.info.role.prefills() || !self.has_prefill_nodes()
     }
 
     fn has_prefill_nodes(&self) -> bool {

@@ -24,7 +24,7 @@ pub(crate) struct Tools {
     /// The field as the client wrote it, for the chat template.
     pub(crate) fields: Vec<Value>,
     pub(crate) set: Arc<ToolSet>,
-    /// The tools of which the answer must call one; `None`: the model decides whether it calls a tool.
+    /// The tools that the answer may call, if it must call one; `None`: the model decides whether it calls a tool.
     pub(crate) demand: Option<ToolDemand>,
 }
 

@@ -30,7 +30,7 @@ pub(crate) fn compute_ms(node: &NodeView, n_tokens: u64, token_ms: f64) -> f64 {
 /// with equal step times, a node with fewer streams costs less.
 pub(crate) fn step_ms(node: &NodeView) -> f64 {
     let load = &node.load;
-    let coming = load.waiting + load.arriving + node.assigned;
+    let coming = node.n_coming();
     let ms_per_stream = f64::from(load.step_ms) / f64::from(load.running + 1);
     f64::from(load.step_ms) + f64::from(coming) * ms_per_stream + f64::from(load.running + coming) * 1e-3
 }
@@ -152,7 +152,7 @@ impl<'a> Pricing<'a> {
 
     fn decode_times(&self, node: &NodeView) -> DecodeTimes {
         let (load, costs) = (&node.load, &node.load.costs);
-        let coming = load.waiting + load.arriving + node.assigned;
+        let coming = node.n_coming();
         let context_ms = f64::from(costs.context_ms) * self.ask.n_tokens() as f64 / 1e3;
         let step_ms = f64::from(load.step_ms) + f64::from(coming) * (f64::from(costs.row_ms) + context_ms);
         let known_ms = f64::from(costs.prompt_token_ms);

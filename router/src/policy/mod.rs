@@ -92,16 +92,26 @@ impl ClusterView {
         self.nodes.iter().filter(|node| node.info.role.prefills() && !node.info.role.decodes())
     }
 
+    /// Returns the nodes that decode, with or without room.
+    pub(crate) fn all_decode_nodes(&self) -> impl Iterator<Item = &NodeView> {
+        self.nodes.iter().filter(|node| node.info.role.decodes())
+    }
+
     /// Returns the decode nodes with room for the prompt and no waiting prompts, by their last reports. If
     /// there are none, returns all decode nodes.
     pub fn decode_nodes(&self, prompt: &Prompt) -> Vec<&NodeView> {
-        let decode = || self.nodes.iter().filter(|node| node.info.role.decodes());
-        let with_room: Vec<&NodeView> = decode().filter(|node| node.has_room(prompt)).collect();
-        if with_room.is_empty() { decode().collect() } else { with_room }
+        let with_room: Vec<&NodeView> =
+            self.all_decode_nodes().filter(|node| node.has_room(prompt)).collect();
+        if with_room.is_empty() { self.all_decode_nodes().collect() } else { with_room }
     }
 }
 
 impl NodeView {
+    /// Returns the number of sequences that wait on the node, or are on their way to it.
+    fn n_coming(&self) -> u32 {
+        self.load.waiting + self.load.arriving + self.assigned
+    }
+
     fn has_room(&self, prompt: &Prompt) -> bool {
         let needed = self.info.model.layout.blocks_of_all_groups(prompt.tokens.len() + 1);
         self.load.waiting == 0 && self.load.blocks.available() as usize >= needed

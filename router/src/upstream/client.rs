@@ -5,12 +5,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{Request, Response};
 use http_body_util::{BodyExt as _, Full, Limited};
-use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
+use hyper_rustls::HttpsConnector;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
-use rustls::crypto::ring::default_provider;
 use types::in_full;
+
+use crate::trust;
 
 /// The longest time of a TCP connect. A server that does not answer for it is down.
 const CONNECT_WITHIN: Duration = Duration::from_millis(700);
@@ -46,15 +47,7 @@ impl EngineClient {
         tcp.set_connect_timeout(Some(CONNECT_WITHIN));
         tcp.set_nodelay(true);
         tcp.enforce_http(false);
-        let builder = HttpsConnectorBuilder::new;
-        let tls = match builder().with_provider_and_native_roots(default_provider()) {
-            Ok(tls) => tls,
-            Err(_) => {
-                let browsers = builder().with_provider_and_webpki_roots(default_provider());
-                browsers.expect("ring has the ciphers of TLS 1.2 and 1.3")
-            }
-        };
-        let connector = tls.https_or_http().enable_http1().wrap_connector(tcp);
+        let connector = trust::tls().https_or_http().enable_http1().wrap_connector(tcp);
         let client = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(IDLE_WITHIN)

@@ -5,16 +5,16 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::Uri;
 use http_body_util::{BodyExt as _, Empty, Limited};
-use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
+use hyper_rustls::HttpsConnector;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
-use rustls::crypto::ring::default_provider;
 use tracing::{error, info};
 use types::in_full;
 
 use super::{KeySet, Oidc};
 use crate::metrics::RouterMetrics;
+use crate::trust;
 
 /// The longest time of a fetch, with the connection.
 const FETCH_WITHIN: Duration = Duration::from_secs(10);
@@ -69,15 +69,7 @@ type KeysClient = Client<HttpsConnector<HttpConnector>, Empty<Bytes>>;
 
 /// Makes a client that trusts the machine's authorities, or those that browsers trust if the machine has none.
 fn client() -> KeysClient {
-    let builder = HttpsConnectorBuilder::new;
-    let tls = match builder().with_provider_and_native_roots(default_provider()) {
-        Ok(tls) => tls,
-        Err(_) => {
-            let browsers = builder().with_provider_and_webpki_roots(default_provider());
-            browsers.expect("ring has the ciphers of TLS 1.2 and 1.3")
-        }
-    };
-    let connector = tls.https_or_http().enable_http1().build();
+    let connector = trust::tls().https_or_http().enable_http1().build();
     Client::builder(TokioExecutor::new()).pool_max_idle_per_host(0).build(connector)
 }
 
