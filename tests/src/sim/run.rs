@@ -88,6 +88,8 @@ struct Run {
 const N_BLOCKS: u32 = 256;
 /// The number of requests that must be answered after all faults are mended, and the time for each.
 const PROBES: u64 = 4;
+/// A pool of this size has room for all probes at once.
+const PROBE_BLOCKS: u32 = 160;
 /// The time for which the operator waits for a node before it repeats the request to wake.
 const WAKE_AGAIN_AFTER: Duration = Duration::from_secs(2);
 const PROBE_WITHIN: Duration = Duration::from_secs(30);
@@ -321,10 +323,14 @@ impl Run {
         }
     }
 
-    /// Sends these requests. Every one must be answered.
+    /// Sends these requests. Every one must be answered. A request that is refused for a reason that passes is sent again
+    /// in the next round: an engine is mended only after it has failed all its planned steps, and a small pool has no room
+    /// while other probes run.
     async fn served(&mut self, mut asks: Vec<(String, Ask)>) {
-        for round in 0..=ENGINE_FAILURES_MAX {
+        let is_small = self.plan.cluster.nodes.iter().any(|node| node.n_blocks < PROBE_BLOCKS);
+        for round in 0.. {
             let asked = std::mem::take(&mut asks);
+            let (n_asked, mut n_full) = (asked.len(), 0);
             for (name, ask) in &asked {
                 let name = if round == 0 { name.clone() } else { format!("{name} again {round}") };
                 self.ask(name, ask.clone());
@@ -332,16 +338,29 @@ impl Run {
             for (probe, (name, ask)) in std::mem::take(&mut self.clients).into_iter().zip(asked) {
                 match probe.await {
                     Ok((Ended::Whole, _)) => {}
-                    // A refusal by an engine is tried again, because an engine is mended only after it has
-                    // failed all its planned steps.
                     Ok((Ended::Refused(error), _)) if is_told(&error) && round < ENGINE_FAILURES_MAX => {
+                        asks.push((name, ask));
+                    }
+                    Ok((Ended::Refused(error), _)) if is_full(&error) && is_small => {
+                        n_full += 1;
                         asks.push((name, ask));
                     }
                     other => self.log.accuse(format_args!("{name} ended with {other:?}")),
                 }
             }
+            match n_full {
+                _ if asks.is_empty() => return,
+                n if n == n_asked => {
+                    return self.log.accuse(format_args!("{n} probes find no room, and none is served"));
+                }
+                _ => {}
+            }
         }
     }
+}
+
+fn is_full(error: &ServeError) -> bool {
+    matches!(error, ServeError::Refused { kind: RefusalKind::Full, .. })
 }
 
 /// Returns whether the plan explains the failure of an engine.
