@@ -12,7 +12,7 @@ pub(crate) const STEPS_MAX: usize = 128;
 
 /// The scheduler's end of the stream of steps.
 #[derive(Debug)]
-pub(crate) struct Steps {
+pub(crate) struct StepSender {
     steps: mpsc::Sender<(Step, StepTiming)>,
     end: oneshot::Sender<Result<(), Refusal>>,
 }
@@ -21,13 +21,13 @@ pub(crate) struct Steps {
 pub(crate) type StepReceiver = mpsc::Receiver<(Step, StepTiming)>;
 
 /// Makes a sink, the receiver of its steps, and the receiver of the sequence's end.
-pub(crate) fn steps() -> (Steps, StepReceiver, oneshot::Receiver<Result<(), Refusal>>) {
+pub(crate) fn steps() -> (StepSender, StepReceiver, oneshot::Receiver<Result<(), Refusal>>) {
     let (steps, received) = mpsc::channel(STEPS_MAX);
     let (end, ended) = oneshot::channel();
-    (Steps { steps, end }, received, ended)
+    (StepSender { steps, end }, received, ended)
 }
 
-impl Sink for Steps {
+impl Sink for StepSender {
     fn has_room(&self) -> bool {
         self.steps.capacity() > SINK_SLACK
     }

@@ -37,12 +37,12 @@ impl PoolMetrics {
 
 /// The outcome of one put or delivery, recorded in the metrics on drop. The default outcome is `given_up`.
 #[derive(Debug)]
-pub(crate) struct Outcome<'a> {
+pub(crate) struct CountedOutcome<'a> {
     counts: &'a IntCounterVec,
     word: &'static str,
 }
 
-impl<'a> Outcome<'a> {
+impl<'a> CountedOutcome<'a> {
     pub(crate) fn new(counts: &'a IntCounterVec) -> Self {
         Self { counts, word: "given_up" }
     }
@@ -52,7 +52,7 @@ impl<'a> Outcome<'a> {
     }
 }
 
-impl Drop for Outcome<'_> {
+impl Drop for CountedOutcome<'_> {
     fn drop(&mut self) {
         self.counts.with_label_values(&[self.word]).inc();
     }

@@ -15,7 +15,7 @@ use tonic::{Request, Response, Status};
 use tracing::{Instrument as _, info, info_span};
 use types::{Landing, Prompt, Refusal, RefusalKind, TransferId};
 
-use crate::metrics::Outcome;
+use crate::metrics::CountedOutcome;
 use crate::parts::PoolParts;
 use crate::store::{Incoming, PutRequest};
 use crate::stored::StoredSequences;
@@ -103,7 +103,7 @@ impl Life {
     }
 
     async fn until_late(&self) {
-        let mut outcome = Outcome::new(&self.service.node.metrics.puts);
+        let mut outcome = CountedOutcome::new(&self.service.node.metrics.puts);
         if let Err(refusal) = self.run(&mut outcome).await {
             info!(refusal = %refusal, "sequence was not stored on the pool node");
             outcome.is(refusal.kind.code());
@@ -112,7 +112,7 @@ impl Life {
     }
 
     /// Receives the sequence and keeps it until its stream ends.
-    async fn run(&self, outcome: &mut Outcome<'_>) -> Result<(), Refusal> {
+    async fn run(&self, outcome: &mut CountedOutcome<'_>) -> Result<(), Refusal> {
         let (landing, incoming, _counted) = self.service.open(&self.prompt, &self.peer)?;
         let (transfer, digest) = (landing.transfer, self.prompt.digest());
         self.say(Event::Landing((&landing.bound_to(digest)).into())).await;
@@ -178,7 +178,7 @@ impl Pool for PoolService {
         let landing =
             request.landing.ok_or_else(|| Status::invalid_argument("deliver.landing is missing"))?;
         let landing = Landing::try_from(landing)?;
-        let mut outcome = Outcome::new(&self.node.metrics.deliveries);
+        let mut outcome = CountedOutcome::new(&self.node.metrics.deliveries);
         let refused = self.deliver_stored(transfer, landing).await.err();
         if let Some(refusal) = &refused {
             info!(%transfer, %refusal, "stored sequence was not delivered to the decode node");

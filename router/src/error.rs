@@ -85,7 +85,7 @@ pub enum ServeError {
     /// The router is at its limit of concurrent requests.
     #[error("overloaded: {reason}")]
     Overloaded { retry_after: Duration, reason: String },
-    /// There is no usable pair of nodes.
+    /// There is no usable prefill node, or no usable decode node.
     #[error("no nodes: {reason}")]
     NoNodes { reason: String },
     #[error("the deadline passed: {reason}")]

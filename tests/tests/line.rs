@@ -4,15 +4,19 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use baton_tests::fleet::{Fleet, PACED, Settings};
+use baton_tests::process::processor_time;
 use baton_tests::{Ask, Client, eventually};
 use chassis::{Gate, Task, spawn_guarded};
 use futures::future::join_all;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 /// The number of tokens in a block of the mock, and a block's bytes.
 const BLOCK_TOKENS: usize = 16;
 const BLOCK_BYTES: usize = 8 << 10;
 const ANSWER_TOKENS: u32 = 8;
+
+/// A model with which all rooms of a decode node are taken while prompts wait.
+const SLOW_ROWS: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/slow-rows.toml");
 
 /// The size of a test. `TEST_LINE_PROMPTS`, `TEST_LINE_TOKENS` and `TEST_LINE_ROOMS` set another one.
 struct Size {
@@ -32,14 +36,14 @@ impl Size {
         }
     }
 
-    /// Starts a prefill and a decode node with room for `n_rooms` prompts.
-    async fn fleet(&self) -> Fleet {
+    /// Starts a prefill and a decode node of this model with room for `n_rooms` prompts.
+    async fn fleet(&self, model: &str) -> Fleet {
         let n_blocks = self.n_rooms * (self.n_tokens / BLOCK_TOKENS + 2);
         let memory = format!("{}KiB", n_blocks * BLOCK_BYTES / 1024);
         let trusted = ("BATON_ROUTER__TRUSTED_PROXIES", "[\"127.0.0.1\"]".to_owned());
         let patient = ("BATON_ROUTER__WAIT_MS", "600000".to_owned());
         let of_router: Settings = vec![trusted, patient];
-        Fleet::start_each(PACED, 1, 1, of_router, |_| vec![("BATON_MODEL__KV_MEMORY", memory.clone())]).await
+        Fleet::start_each(model, 1, 1, of_router, |_| vec![("BATON_MODEL__KV_MEMORY", memory.clone())]).await
     }
 
     fn ask(&self, nth: usize) -> Ask {
@@ -63,8 +67,9 @@ async fn waiting(client: &Client, tenant: &str, wanted: impl Fn(u64) -> bool) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nodes_are_asked_in_order_and_once_there_is_room() {
     let size = Size::asked();
-    let fleet = size.fleet().await;
+    let fleet = size.fleet(SLOW_ROWS).await;
     let client = fleet.client();
+    let started = Instant::now();
     let begun = Mutex::new(Vec::new());
     let one = async |nth: usize| {
         sleep(Duration::from_millis(3) * nth as u32).await;
@@ -91,7 +96,10 @@ async fn nodes_are_asked_in_order_and_once_there_is_room() {
     }
     let place = |urgent| begun.iter().rposition(|(_, is)| *is == urgent).unwrap_or_default();
     assert!(place(true) < place(false), "the last urgent prompt is served before the last other one");
-    eprintln!("{attempts} attempts for {} prompts", size.n_prompts);
+    let router =
+        processor_time(fleet.router.pid()).expect("the router runs").div_duration_f64(started.elapsed());
+    eprintln!("{attempts} attempts for {} prompts; the router takes {router:.2} of a core", size.n_prompts);
+    assert!(router < 0.5, "the router takes {router:.2} of a core");
     assert!(client.counter("baton_router_line_wait_seconds_count").await == size.n_prompts as u64);
     fleet.baseline().await;
 }
@@ -99,7 +107,7 @@ async fn nodes_are_asked_in_order_and_once_there_is_room() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_prompt_that_would_be_late_is_refused_and_one_that_leaves_gives_up_its_place() {
     let size = Size { n_prompts: 0, n_tokens: 512, n_rooms: 16 };
-    let fleet = size.fleet().await;
+    let fleet = size.fleet(PACED).await;
     let client = fleet.client();
     let long = |nth| Ask { max_tokens: 400, ..size.ask(nth) };
     let asks = (0..3 * size.n_rooms).map(|nth| spawned(&client, long(nth)));

@@ -36,7 +36,7 @@ impl Pools {
         Self::start_with(engine, [1, 1], |_| {}).await
     }
 
-    /// Starts these numbers of prefill and decode servers, and a router whose configuration `change` changes.
+    /// Starts `n[0]` prefill servers, `n[1]` decode servers and a router. `change` edits the router's configuration first.
     async fn start_with(engine: Engine, n: [usize; 2], change: impl FnOnce(&mut RawRouterConfig)) -> Self {
         let transfers = Transfers::new(engine);
         let servers = |role, n| (0..n).map(|_| EngineServer::start(role, &transfers)).collect::<Vec<_>>();

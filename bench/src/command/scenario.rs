@@ -46,14 +46,14 @@ pub struct Scenario {
     pub bench: Vec<String>,
     /// The servers to start first. The arguments contain their addresses.
     #[serde(default)]
-    pub server: Vec<Server>,
+    pub server: Vec<ScenarioServer>,
     pub ablation: Ablation,
 }
 
 /// A server, such as a cluster, that the scenario starts.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Server {
+pub struct ScenarioServer {
     /// The arguments of `baton`.
     pub start: Vec<String>,
     pub url: String,

@@ -1,4 +1,4 @@
-//! Decode steps with a fixed number of rows, one after the other.
+//! Measures decode steps. Each has the same number of sequences.
 
 use std::time::Duration;
 

@@ -26,7 +26,7 @@ pub(super) fn measure(
     Ok(PromptTimes { prompt_tokens, ttft_ms: Times::of(times) })
 }
 
-/// Computes a whole prompt, in overlapping steps.
+/// Computes a whole prompt in several steps. Each step is launched before the one before it has ended.
 pub(super) fn compute(
     backend: &mut dyn Backend,
     sequences: &Sequences,

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use device::PageBusy;
-use kernels::cpu::{Angles, Attention, Format, KvShape, Processor, Product, Stretch};
+use kernels::cpu::{Attention, Format, KvShape, Processor, Product, RopeAngles, Stretch};
 use kv_cache::{KvMemory, PageMut, PageRef, RankMemory};
 use types::layout::{Attention as Sight, LayerShape};
 use types::{BlockIdx, GroupIdx, KvDtype, KvLayout, TokenId};
@@ -42,7 +42,7 @@ pub struct Pass<'a> {
     rank: &'a RankHandle,
     rows: Vec<PassRow<'a>>,
     n_tokens: usize,
-    angles: Angles,
+    angles: RopeAngles,
 }
 
 /// A row of a tensor, and the factor with which it is added to a sum.
@@ -68,7 +68,7 @@ impl<'a> Pass<'a> {
     pub fn new(parts: PassParts<'a>, rows: Vec<PassRow<'a>>) -> Self {
         let PassParts { processor, scratch, memory, written, rank, frequencies } = parts;
         let positions = rows.iter().flat_map(|row| row.start..row.start + row.tokens.len());
-        let angles = Angles::new(frequencies, positions);
+        let angles = RopeAngles::new(frequencies, positions);
         let n_tokens = rows.iter().map(|row| row.tokens.len()).sum();
         let (layout, memory) = (memory.layout(), memory.rank(rank.nth()));
         Self { processor, scratch, layout, memory, written, rank, rows, n_tokens, angles }

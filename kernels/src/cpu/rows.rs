@@ -45,7 +45,7 @@ impl Processor {
 
     /// Rotates the two halves of every head of a row by that row's angles. The angles are cosines and sines
     /// for half a head. `x` has rows of `n_heads` heads.
-    pub fn rotate(&self, x: &mut [f32], n_heads: usize, angles: &Angles) {
+    pub fn rotate(&self, x: &mut [f32], n_heads: usize, angles: &RopeAngles) {
         let head_dim = 2 * angles.half;
         let width = n_heads * head_dim;
         assert_eq!(x.len(), angles.n_rows() * width);
@@ -69,13 +69,13 @@ impl Processor {
 
 /// Rotary angles of some rows: cosine and sine for every pair of a head.
 #[derive(Clone, Debug, Default)]
-pub struct Angles {
+pub struct RopeAngles {
     half: usize,
     cos: Vec<f32>,
     sin: Vec<f32>,
 }
 
-impl Angles {
+impl RopeAngles {
     /// Computes the angles of these positions. `frequencies` has half a head's length. The angle is one f32
     /// product, as in `transformers`.
     pub fn new(frequencies: &[f32], positions: impl Iterator<Item = usize>) -> Self {
@@ -335,7 +335,7 @@ mod tests {
 
     #[test]
     fn rotation_keeps_lengths_and_turns_by_position() {
-        let angles = Angles::new(&[1.0, 0.1], [0, 3].into_iter());
+        let angles = RopeAngles::new(&[1.0, 0.1], [0, 3].into_iter());
         let x = numbers(2 * 2 * 4, 0.3);
         let out = all_agree(2 * 2 * 4, |cpu, x| cpu.rotate(x, 2, &angles));
         assert_eq!(x[..8], out[..8], "position 0 turns by nothing");

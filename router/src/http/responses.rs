@@ -287,7 +287,7 @@ fn item_id(block: &Block) -> String {
     }
 }
 
-/// Returns a part of an item's content.
+/// Returns a block's text as the content part of its item.
 fn part(block: &Block) -> Value {
     match block.kind {
         BlockKind::Reasoning => json!({"type": "reasoning_text", "text": block.text}),

@@ -80,7 +80,7 @@ pub struct Oidc {
     keys: RwLock<Arc<KeySet>>,
     /// Locked for a look-up, never across an await.
     accounts: Mutex<HashMap<TenantId, Arc<Account>>>,
-    /// Told when a token names an unknown key.
+    /// Signals that a JWT names an unknown signing key, so that the key set is fetched again.
     unknown_key: Notify,
 }
 

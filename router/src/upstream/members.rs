@@ -214,7 +214,7 @@ impl Member {
         let before = std::mem::replace(&mut self.state().health, found);
         if before != found {
             let (url, role) = (&self.address.base, role.as_str());
-            info!(url, role, health = found.as_str(), "upstream server changed its health");
+            info!(url, role, health = found.as_str(), "health of upstream server changed");
         }
     }
 

@@ -42,7 +42,7 @@ struct Helper<P: Performer> {
 }
 
 /// The result of opening a rank, sent once.
-pub(super) type RankOpening<E> = Receiver<Result<(), E>>;
+pub(super) type RankOpenResult<E> = Receiver<Result<(), E>>;
 
 impl<P: Performer> Helpers<P> {
     /// Makes a value without other ranks.
@@ -54,7 +54,7 @@ impl<P: Performer> Helpers<P> {
     pub(super) fn start<E: Send + 'static>(
         &mut self,
         open: impl FnOnce() -> Result<P, E> + Send + 'static,
-    ) -> io::Result<RankOpening<E>> {
+    ) -> io::Result<RankOpenResult<E>> {
         let nth = self.helpers.len() + 1;
         let (orders, orders_in) = sync_channel(1);
         let (answers_out, answers) = sync_channel(1);

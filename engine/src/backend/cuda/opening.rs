@@ -12,7 +12,7 @@ use tracing::info;
 
 use super::description::{LOAD_WITHIN, ModelDescription, host};
 use super::launched_step::HostSampler;
-use super::lockstep::{Helpers, RankOpening};
+use super::lockstep::{Helpers, RankOpenResult};
 use super::rank::{Order, PREPARE_WITHIN, Rank};
 use super::recorded::RecordedGraphs;
 use super::share::Share;
@@ -192,7 +192,7 @@ impl ModelDescription {
         let mut allocated = allocated.into_iter();
         let first = allocated.next().expect("there is a first rank");
         let mut helpers = Helpers::none();
-        let opened: Vec<RankOpening<OpenError>> = allocated
+        let opened: Vec<RankOpenResult<OpenError>> = allocated
             .map(|allocated| {
                 let described = Arc::clone(self);
                 helpers.start(move || described.load(allocated)).map_err(LoadError::Threads)

@@ -72,7 +72,8 @@ pub enum Verify {
     LastBlock,
 }
 
-/// The time of a step on the simulated device.
+/// The costs that add up to the time of a step on the simulated device: of the step itself, of each row, of each prompt
+/// token, and of each byte sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Costs {

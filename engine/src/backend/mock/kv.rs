@@ -34,12 +34,12 @@ impl Chain {
     }
 }
 
-/// Identifies one cell of a position.
+/// Identifies one cell of a position: the K or the V of one layer and head.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct CellKey(u64);
 
 impl CellKey {
-    /// Returns the key of a cell. `part` is 0 for K and 1 for V.
+    /// Returns the cell of a layer and head. `part` is 0 for its K and 1 for its V.
     pub(super) fn new(layer: u16, part: usize, head: usize) -> Self {
         Self(mix(u64::from(layer) << 32 | (part as u64) << 16 | head as u64))
     }

@@ -29,7 +29,7 @@ impl FrameDigests {
         }
     }
 
-    /// Returns the digests; an error if they come later.
+    /// Returns the digests that came with the frame; an error if they follow after it.
     pub(in crate::connectors) fn here(self) -> Result<Vec<Digest>, FrameError> {
         match self {
             Self::Here(digests) => Ok(digests),

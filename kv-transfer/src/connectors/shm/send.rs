@@ -54,7 +54,8 @@ impl ShmSendPath {
 
 #[async_trait]
 impl KvSendPath for ShmSendPath {
-    /// Connects stream number `stream`. The first stream carries the files of the stage and the pages.
+    /// Connects stream number `stream`. The first stream also passes file descriptors: the staging memory's and, if the
+    /// receiver reads pages in place, those of the KV pages.
     async fn connect(&self, endpoint: &str, stream: u16) -> io::Result<Stream> {
         let n_shown = if self.in_place { self.memory.n_ranks() } else { 0 };
         let pages = (0..n_shown).filter_map(|tp_rank| self.memory.rank(tp_rank).file());

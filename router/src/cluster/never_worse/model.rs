@@ -37,7 +37,7 @@ const LOCAL_TOKENS_MAX: usize = 16;
 const CALL_US: u64 = 500;
 /// The time between two load reports.
 const REPORT_US: u64 = 20_000;
-/// The longest time that a client takes to the next request.
+/// The longest time between an answer and the client's next request.
 const THINK_US: u64 = 8_000;
 
 const PREFILL: usize = 0;
