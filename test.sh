@@ -36,11 +36,11 @@ need_rust() {
     exit 1
 }
 
-# A virtual environment with the official clients, schemathesis, and the schemas of the Kubernetes API and of CycloneDX.
+# A virtual environment with the official clients, LangChain's, schemathesis, and the schemas of the Kubernetes API and of CycloneDX.
 need_python_packages() {
     export TEST_PYTHON="$PWD/.cache/python/bin/python"
     [ -x .cache/python/bin/schemathesis ] &&
-        "$TEST_PYTHON" -c 'import anthropic, cyclonedx, openai, kubernetes_validate, jsonschema, yaml' 2>/dev/null && return
+        "$TEST_PYTHON" -c 'import anthropic, cyclonedx, langchain_openai, openai, kubernetes_validate, jsonschema, yaml' 2>/dev/null && return
     say "installing the openai client, schemathesis, and the schemas of the Kubernetes API and of CycloneDX"
     python3 -m venv .cache/python
     "$TEST_PYTHON" -m pip install --quiet --disable-pip-version-check -r tests/python/requirements.txt

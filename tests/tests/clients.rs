@@ -1,9 +1,12 @@
-//! Foreign clients: the official clients of OpenAI and Anthropic, and gRPC reflection.
+//! Foreign clients: the official clients of OpenAI and Anthropic, LangChain's, and gRPC reflection.
 
+use std::path::Path;
 use std::process::Command;
 
 use axum::http::StatusCode;
 use baton_tests::{Client, Up, executable};
+use serde_json::Value;
+use tempfile::TempDir;
 use tokio_stream::StreamExt as _;
 use tonic_reflection::pb::v1::ServerReflectionRequest;
 use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
@@ -47,6 +50,39 @@ async fn the_official_openai_client_works_unmodified() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_official_openai_client_calls_tools() {
     run("openai_tools.py", &["--model", TOOLS]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_client_of_langchain_calls_tools() {
+    run("langchain_tools.py", &["--model", TOOLS]).await;
+}
+
+/// The chat template of a model that reads tools and calls them in the format of Hermes, before the demo model's own.
+const TOOLS_TEMPLATE: &str = "{% if tools %}<|system|>{% for tool in tools %}{{ tool.function.name }} {% endfor %}\
+    <tool_call>{\"name\": NAME, \"arguments\": OBJECT}</tool_call><|end|>{% endif %}";
+
+/// Makes a folder with the demo model and a template with tools. Its weights obey no tools, so only a grammar can make
+/// its calls valid.
+fn model_with_tools() -> TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo");
+    for file in ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"] {
+        std::fs::copy(demo.join(file), folder.path().join(file)).expect("a file of the demo model");
+    }
+    let config = std::fs::read(demo.join("tokenizer_config.json")).expect("the demo model's");
+    let mut config: Value = serde_json::from_slice(&config).expect("JSON");
+    let template = config["chat_template"].as_str().expect("it has a template");
+    config["chat_template"] = format!("{TOOLS_TEMPLATE}{template}").into();
+    let text = config.to_string();
+    std::fs::write(folder.path().join("tokenizer_config.json"), text).expect("a written file");
+    folder
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn calls_that_the_official_openai_client_demands_are_valid() {
+    let model = model_with_tools();
+    let model = model.path().to_str().expect("a plain path");
+    run("openai_forced_tools.py", &["--model", model, "--prefill", "1", "--decode", "1"]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
