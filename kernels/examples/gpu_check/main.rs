@@ -9,6 +9,7 @@ mod verdict;
 mod rotation;
 mod check_rows;
 mod check_products;
+mod check_experts;
 mod check_endings;
 mod fp8;
 mod check_attention;
@@ -70,6 +71,7 @@ enum Part {
     Rows,
     Products,
     ManyRows,
+    Experts,
     Endings,
     Fp8,
     Attention,
@@ -112,6 +114,9 @@ fn run(args: &Args) -> Result<bool, CudaError> {
     }
     if is_wanted(Part::ManyRows) {
         many_rows::check(&card, &mut verdicts, extent)?;
+    }
+    if is_wanted(Part::Experts) {
+        check_experts::check(&card, &mut verdicts, extent)?;
     }
     if is_wanted(Part::Endings) {
         check_endings::all(&card, &mut verdicts, extent)?;

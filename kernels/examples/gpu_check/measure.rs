@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 use super::Part;
 use super::draw::Draw;
 use super::fp8;
-use super::many_rows;
 use super::measure_endings;
+use super::{check_experts, many_rows};
 
 /// The number of timed repetitions. The result is their median.
 const N_TIMES: usize = 21;
@@ -46,6 +46,7 @@ pub(crate) fn all(card: &ComputeCard, is_wanted: impl Fn(Part) -> bool) -> Resul
         "rows": if is_wanted(Part::Rows) { rows(card, &limits)? } else { vec![] },
         "products": if is_wanted(Part::Products) { products_all(card, &limits)? } else { vec![] },
         "many_rows": if is_wanted(Part::ManyRows) { many_rows::measure(card)? } else { vec![] },
+        "experts": if is_wanted(Part::Experts) { check_experts::measure(card)? } else { vec![] },
         "endings": if is_wanted(Part::Endings) { measure_endings::all(card, &limits)? } else { vec![] },
         "fp8": if is_wanted(Part::Fp8) { fp8::measure(card, &limits)? } else { vec![] },
         "decode_attention": if is_wanted(Part::Attention) { decode_all(card, &limits)? } else { vec![] },

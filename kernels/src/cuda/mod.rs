@@ -14,9 +14,9 @@ pub mod matmul;
 pub use compute_card::ComputeCard;
 pub use matmul::{Epilogue, Factors, NormedRows, OutputRows, ProductOutput, ProductShape, Products};
 pub use ops::{
-    AddedRows, DecodeAttention, DrawRow, DummyPart, EDIT_WORDS, Ending, FeedTokens, FewRowsForm, Fp8Rows,
-    FusedKernel, FusedProduct, HeadsRows, KvNumber, KvPages, LogitEdit, ManyRows, NOWHERE, Outcome,
-    PendingNorm, PrefillAttention, PrefillSequence, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm,
-    SumRows, TOP_MAX, WeightMatrix,
+    AddedRows, DecodeAttention, DrawRow, DummyPart, EDIT_WORDS, Ending, ExpertLayer, ExpertSizes,
+    ExpertSpace, ExpertsForm, FeedTokens, FewRowsForm, Fp8Rows, FusedKernel, FusedProduct, HeadsRows,
+    KvNumber, KvPages, LogitEdit, ManyRows, NOWHERE, Outcome, PendingNorm, PrefillAttention, PrefillSequence,
+    RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm, SumRows, TOP_MAX, WeightMatrix,
 };
 pub use peers::{CommonParams, LostFlag, PEERS_MAX, Peers, RankMemory};

@@ -218,8 +218,36 @@ pub const SOURCES: &[Source] = &[
         "few_rows.cuh"
     )
     .on_hopper(),
-    source!("many_rows.cu", ["many_rows", "many_rows_added", "many_rows_gated"], "tensor.cuh", "hopper.cuh")
-        .on_hopper(),
+    source!(
+        "many_rows.cu",
+        ["many_rows", "many_rows_added", "many_rows_gated"],
+        "tensor.cuh",
+        "hopper.cuh",
+        "many_rows.cuh"
+    )
+    .on_hopper(),
+    source!(
+        "experts.cu",
+        [
+            "choose_experts",
+            "place_choices",
+            "experts_gated_8",
+            "experts_gated_32",
+            "experts_summed_8",
+            "experts_summed_32",
+            "gather_choices",
+            "sum_choices",
+        ],
+        "tensor.cuh"
+    ),
+    source!(
+        "grouped_rows.cu",
+        ["grouped_rows", "grouped_rows_gated"],
+        "tensor.cuh",
+        "hopper.cuh",
+        "many_rows.cuh"
+    )
+    .on_hopper(),
     source!(
         "decode_attention_hopper.cu",
         [

@@ -67,10 +67,8 @@ impl ModelDescription {
             let wrong = "weights in q8 are not implemented on a GPU: fp8 is";
             return Err(OpenError::CudaModel(wrong.to_owned()));
         }
-        if config.mixture.is_some() {
-            let wrong =
-                format!("{} is not implemented on a GPU: set model.device = \"cpu\"", config.architecture);
-            return Err(OpenError::CudaModel(wrong));
+        if let Some(mixture) = &config.mixture {
+            fp8::check_experts(mixture, settings.quantize, None)?;
         }
         Share::check(config, usize::from(settings.ranks.get()))?;
         let heads = Heads::of(config.head_dim)?;
@@ -88,12 +86,20 @@ impl ModelDescription {
             LoadFormat::Safetensors => {
                 let checkpoint = Checkpoint::open(folder.path())?;
                 tensors::check_all_read(config, &checkpoint)?;
-                LayerFormats::of_layers(config.n_layers, settings.quantize, &checkpoint)
+                if let Some(mixture) = &config.mixture {
+                    fp8::check_experts(mixture, settings.quantize, Some(&checkpoint))?;
+                }
+                LayerFormats::of_layers(
+                    config.n_layers,
+                    config.mixture.as_ref(),
+                    settings.quantize,
+                    &checkpoint,
+                )
             }
             LoadFormat::Dummy { .. } if settings.quantize == Quantize::Fp8 => {
                 vec![LayerFormats::FP8; config.n_layers]
             }
-            LoadFormat::Dummy { .. } => vec![LayerFormats::default(); config.n_layers],
+            LoadFormat::Dummy { .. } => LayerFormats::in_bf16(config.n_layers, config.mixture.as_ref()),
         };
         let settings = settings.clone();
         Ok(Self { heads, layout, formats, n_blocks, tokens_max, settings, folder, kv_bytes })

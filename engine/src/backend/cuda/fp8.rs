@@ -6,7 +6,9 @@ use device::cuda::Bf16;
 use kernels::cpu::Matrix;
 use kernels::cuda::Fp8Rows;
 
+use crate::error::OpenError;
 use crate::load::{Quantize, TensorSource};
+use crate::model::Mixture;
 
 /// The format of a matrix on the GPU. A matrix is in FP8 as a whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -21,15 +23,31 @@ pub(super) enum WeightFormat {
 pub(super) struct LayerFormats {
     pub(super) qkv: WeightFormat,
     pub(super) o: WeightFormat,
-    pub(super) gate_up: WeightFormat,
-    pub(super) down: WeightFormat,
+    pub(super) feed_forward: FeedForwardFormats,
+}
+
+/// The formats of a feed-forward part. Experts are in bf16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FeedForwardFormats {
+    Dense { gate_up: WeightFormat, down: WeightFormat },
+    Experts,
+}
+
+impl Default for FeedForwardFormats {
+    fn default() -> Self {
+        Self::Dense { gate_up: WeightFormat::Bf16, down: WeightFormat::Bf16 }
+    }
 }
 
 /// Describes the format of the weights, for the fingerprint. A different set of FP8 matrices is another
 /// model.
 pub(super) fn dtype(layers: &[LayerFormats]) -> String {
     let of_layer = |layer: &LayerFormats| {
-        let LayerFormats { qkv, o, gate_up, down } = *layer;
+        let LayerFormats { qkv, o, feed_forward } = *layer;
+        let [gate_up, down] = match feed_forward {
+            FeedForwardFormats::Dense { gate_up, down } => [gate_up, down],
+            FeedForwardFormats::Experts => [WeightFormat::Bf16; 2],
+        };
         let is_fp8 = [qkv, o, gate_up, down].map(|format| format == WeightFormat::Fp8);
         is_fp8.into_iter().fold(0_u8, |bits, is_fp8| bits << 1 | u8::from(is_fp8))
     };
@@ -45,13 +63,26 @@ impl LayerFormats {
     pub(super) const FP8: Self = Self {
         qkv: WeightFormat::Fp8,
         o: WeightFormat::Fp8,
-        gate_up: WeightFormat::Fp8,
-        down: WeightFormat::Fp8,
+        feed_forward: FeedForwardFormats::Dense { gate_up: WeightFormat::Fp8, down: WeightFormat::Fp8 },
     };
+
+    /// Returns one entry for each layer of a model in bf16.
+    pub(super) fn in_bf16(n_layers: usize, mixture: Option<&Mixture>) -> Vec<Self> {
+        let of_layer = |nth| match has_experts(mixture, nth) {
+            true => Self { feed_forward: FeedForwardFormats::Experts, ..Self::default() },
+            false => Self::default(),
+        };
+        (0..n_layers).map(of_layer).collect()
+    }
 
     /// Returns one entry for each layer. If matrices are quantized during loading, all are in FP8; otherwise
     /// those whose parts are all in FP8.
-    pub(super) fn of_layers(n_layers: usize, quantize: Quantize, source: &dyn TensorSource) -> Vec<Self> {
+    pub(super) fn of_layers(
+        n_layers: usize,
+        mixture: Option<&Mixture>,
+        quantize: Quantize,
+        source: &dyn TensorSource,
+    ) -> Vec<Self> {
         let of_layer = |nth: usize| {
             let of = |parts: &[&str]| {
                 let is_fp8 = |part: &&str| source.is_fp8(&format!("model.layers.{nth}.{part}.weight"));
@@ -60,8 +91,13 @@ impl LayerFormats {
             Self {
                 qkv: of(&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
                 o: of(&["self_attn.o_proj"]),
-                gate_up: of(&["mlp.gate_proj", "mlp.up_proj"]),
-                down: of(&["mlp.down_proj"]),
+                feed_forward: match has_experts(mixture, nth) {
+                    true => FeedForwardFormats::Experts,
+                    false => FeedForwardFormats::Dense {
+                        gate_up: of(&["mlp.gate_proj", "mlp.up_proj"]),
+                        down: of(&["mlp.down_proj"]),
+                    },
+                },
             }
         };
         match quantize {
@@ -72,8 +108,41 @@ impl LayerFormats {
 
     /// Returns whether any matrix of the layer is in FP8.
     pub(super) fn has_fp8(self) -> bool {
-        self != Self::default()
+        let Self { qkv, o, feed_forward } = self;
+        let is_plain = matches!(feed_forward, FeedForwardFormats::Experts)
+            || feed_forward == FeedForwardFormats::default();
+        !(is_plain && [qkv, o] == [WeightFormat::Bf16; 2])
     }
+}
+
+fn has_experts(mixture: Option<&Mixture>, layer: usize) -> bool {
+    mixture.is_some_and(|mixture| mixture.layers[layer])
+}
+
+/// Rejects experts in FP8, which no kernel reads.
+pub(super) fn check_experts(
+    mixture: &Mixture,
+    quantize: Quantize,
+    source: Option<&dyn TensorSource>,
+) -> Result<(), OpenError> {
+    if quantize == Quantize::Fp8 {
+        let wrong = "experts in fp8 are not implemented on a GPU: set model.quantize = \"no\"";
+        return Err(OpenError::CudaModel(wrong.to_owned()));
+    }
+    let Some(source) = source else { return Ok(()) };
+    for layer in (0..mixture.layers.len()).filter(|layer| mixture.layers[*layer]) {
+        let of_expert = |nth| {
+            mixture.style.matrices.map(|matrix| {
+                let name = mixture.expert(nth, matrix);
+                format!("model.layers.{layer}.{name}.weight")
+            })
+        };
+        if let Some(tensor) = (0..mixture.n_experts).flat_map(of_expert).find(|name| source.is_fp8(name)) {
+            let wrong = format!("{tensor} is in fp8, and experts in fp8 are not implemented on a GPU");
+            return Err(OpenError::CudaModel(wrong));
+        }
+    }
+    Ok(())
 }
 
 /// Part of an FP8 matrix, in the GPU's order.
@@ -136,10 +205,13 @@ impl<'a> PackedPart<'a> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use kernels::cpu::SharedBytes;
 
     use super::*;
     use crate::error::LoadError;
+    use crate::load::ModelFolder;
 
     /// A checkpoint that only knows which tensors are in FP8.
     #[derive(Debug)]
@@ -173,15 +245,36 @@ mod tests {
             "1.self_attn.o_proj",
         ]);
         let none = LayerFormats::default();
-        let of_file = LayerFormats::of_layers(3, Quantize::No, &source);
-        let first = LayerFormats { gate_up: WeightFormat::Fp8, down: WeightFormat::Fp8, ..none };
+        let of_file = LayerFormats::of_layers(3, None, Quantize::No, &source);
+        let first = LayerFormats { feed_forward: LayerFormats::FP8.feed_forward, ..none };
         let second = LayerFormats { qkv: WeightFormat::Fp8, o: WeightFormat::Fp8, ..none };
         assert_eq!(of_file, [first, second, none]);
         assert_eq!(dtype(&of_file), "fp8 in 3c0", "another choice of matrices is another model");
         assert_eq!((dtype(&[LayerFormats::FP8; 3]).as_str(), dtype(&[none; 3]).as_str()), ("fp8", "bf16"));
         assert!(first.has_fp8() && !none.has_fp8());
-        let quantized = LayerFormats::of_layers(3, Quantize::Fp8, &source);
+        let quantized = LayerFormats::of_layers(3, None, Quantize::Fp8, &source);
         assert_eq!(quantized, [LayerFormats::FP8; 3], "the rest is quantized");
+    }
+
+    #[test]
+    fn experts_in_fp8_are_refused_by_their_name() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models/qwen3-moe");
+        let config = ModelFolder::open(&folder).expect("it opens").config;
+        let mixture = config.mixture.as_ref().expect("it has experts");
+        let refusal = |quantize, source: &Named| {
+            check_experts(mixture, quantize, Some(source)).map_err(|refusal| refusal.to_string())
+        };
+        assert_eq!(refusal(Quantize::No, &Named(&["1.mlp.gate_proj", "0.self_attn.q_proj"])), Ok(()));
+        let sentence = refusal(Quantize::No, &Named(&["2.mlp.experts.5.up_proj"])).expect_err("refused");
+        assert!(sentence.contains("model.layers.2.mlp.experts.5.up_proj.weight is in fp8"), "{sentence}");
+        let sentence = refusal(Quantize::Fp8, &Named(&[])).expect_err("refused");
+        assert!(sentence.contains("model.quantize"), "{sentence}");
+        let formats = LayerFormats::in_bf16(4, Some(mixture));
+        let of_file = LayerFormats::of_layers(4, Some(mixture), Quantize::No, &Named(&[]));
+        let has_experts: Vec<bool> =
+            formats.iter().map(|layer| layer.feed_forward == FeedForwardFormats::Experts).collect();
+        assert_eq!((has_experts, of_file), (mixture.layers.clone(), formats.clone()));
+        assert!(dtype(&formats) == "bf16" && !formats.iter().any(|layer| layer.has_fp8()));
     }
 
     fn matrix(rows: usize, cols: usize) -> Matrix {

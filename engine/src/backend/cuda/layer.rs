@@ -7,12 +7,12 @@
 
 use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
 use kernels::cuda::{
-    AddedRows, ComputeCard, Ending, Epilogue, FusedKernel, FusedProduct, HeadsRows, NormedRows, OutputRows,
-    Peers, PendingNorm, ProductShape, Products, RopeWriteKv, SumRows, WeightMatrix,
+    AddedRows, ComputeCard, Ending, Epilogue, ExpertSpace, ExpertsForm, FusedKernel, FusedProduct, HeadsRows,
+    NormedRows, OutputRows, Peers, PendingNorm, ProductShape, Products, RopeWriteKv, SumRows, WeightMatrix,
 };
 
 use super::decoder::{Decoder, LayerPlace, Pass};
-use super::weights::{LayerWeights, Linear};
+use super::weights::{DenseWeights, ExpertWeights, FeedForward, LayerWeights, Linear};
 use super::workspace::Workspace;
 
 /// What the rows in the workspace's `normed` are.
@@ -81,6 +81,24 @@ impl Decoder {
         layer: &LayerWeights,
         normed: NormState,
     ) -> Result<(), CudaError> {
+        match &layer.feed_forward {
+            FeedForward::Dense(dense) => self.gate_dense(pass, dense, normed),
+            FeedForward::Experts(experts) => {
+                normed.ensure_whole()?;
+                let (n, form) = (pass.dims.n_tokens, self.experts_form(pass, experts));
+                let Workspace { normed: x, experts: space, .. } = &mut *pass.space;
+                let (x, space) = (x.slice(0..n * self.sizes.hidden), expert_space(space)?);
+                pass.card.gate_experts(form, experts.layer(), x, space)
+            }
+        }
+    }
+
+    fn gate_dense(
+        &self,
+        pass: &mut Pass<'_>,
+        layer: &DenseWeights,
+        normed: NormState,
+    ) -> Result<(), CudaError> {
         let (n, hidden, width) = (pass.dims.n_tokens, self.sizes.hidden, self.sizes.intermediate);
         let form = form_unbiased(pass, &layer.gate_up);
         let Workspace { normed: x, squares, gate_up, gated, .. } = &mut *pass.space;
@@ -107,7 +125,7 @@ impl Decoder {
         pass: &mut Pass<'_>,
         layer: &LayerWeights,
     ) -> Result<NormState, CudaError> {
-        let can_end = form_unbiased(pass, &layer.gate_up).is_some();
+        let can_end = layer.dense().is_some_and(|dense| form_unbiased(pass, &dense.gate_up).is_some());
         self.add_output(pass, LayerOutput::Attended, &layer.o, NextNorm { norm: &layer.mlp_norm, can_end })
     }
 
@@ -123,7 +141,24 @@ impl Decoder {
             Some(next) => NextNorm { norm: &next.attention_norm, can_end: heads_form(pass, next).is_some() },
             None => NextNorm { norm: &self.weights.norm, can_end: false },
         };
-        self.add_output(pass, LayerOutput::Gated, &layer.down, after)
+        match &layer.feed_forward {
+            FeedForward::Dense(dense) => self.add_output(pass, LayerOutput::Gated, &dense.down, after),
+            FeedForward::Experts(experts) => {
+                let (n, form) = (pass.dims.n_tokens, self.experts_form(pass, experts));
+                let Workspace { given, experts: space, .. } = &mut *pass.space;
+                let given = given.view_mut().slice(0..n * self.sizes.hidden);
+                pass.card.sum_experts(form, experts.layer(), given, expert_space(space)?)?;
+                self.add_given(pass, after.norm)?;
+                Ok(NormState::Whole)
+            }
+        }
+    }
+
+    fn experts_form(&self, pass: &Pass<'_>, experts: &ExpertWeights) -> ExpertsForm {
+        match self.chunk_tokens {
+            Some(_) => ExpertsForm::Units,
+            None => pass.card.experts_form(experts.sizes, pass.dims.n_tokens),
+        }
     }
 
     fn add_output(
@@ -225,6 +260,11 @@ impl NormState {
             }
         }
     }
+}
+
+/// Returns the memory of experts. It never fails, because a model with experts has it.
+fn expert_space(space: &mut Option<ExpertSpace>) -> Result<&mut ExpertSpace, CudaError> {
+    space.as_mut().ok_or(CudaError::Argument { kernel: "experts", wrong: "no room for experts" })
 }
 
 fn linear(

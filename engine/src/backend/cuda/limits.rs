@@ -11,7 +11,7 @@ use super::profile::{DecodeProfile, profile_decode};
 use super::rank::{Order, PREPARE_WITHIN};
 use super::timing::{fastest, time_recorded};
 use super::tools::Tools;
-use super::weights::{LayerWeights, Linear, all_of};
+use super::weights::{FeedForward, MATRIX_KINDS, MatrixKind, all_of};
 use super::workspace::Workspace;
 
 /// The numbers of rows for which products are measured.
@@ -24,7 +24,8 @@ pub struct CudaLimits {
     pub weight_bytes: usize,
     /// The rate of reading all matrices without computing.
     pub read_bytes_per_s: f64,
-    /// The rates of all products of all layers in sequence, recorded like steps, without the output layer.
+    /// The rates of all products of all layers in sequence, recorded like steps, without the output layer and
+    /// without experts.
     pub products: Vec<ProductRate>,
 }
 
@@ -64,8 +65,13 @@ impl CudaBackend {
 fn read_rate(tools: &mut Tools) -> Result<f64, CudaError> {
     let Tools { card, decoder, space, .. } = tools;
     let layers = &decoder.weights.layers;
-    let of_layers = KINDS.iter().flat_map(|kind| all_of(layers, *kind)).map(WeightMatrix::halves);
-    let matrices: Vec<View<'_, _>> = of_layers.chain([decoder.weights.head()]).collect();
+    let of_layers = MATRIX_KINDS.iter().flat_map(|kind| all_of(layers, *kind)).map(WeightMatrix::halves);
+    let of_experts = layers.iter().filter_map(|layer| match &layer.feed_forward {
+        FeedForward::Dense(_) => None,
+        FeedForward::Experts(experts) => Some([experts.gate_up.view(), experts.down.view()]),
+    });
+    let matrices: Vec<View<'_, _>> =
+        of_layers.chain(of_experts.flatten()).chain([decoder.weights.head()]).collect();
     let bytes: usize = matrices.iter().map(|matrix| 2 * matrix.len()).sum();
     let ms = fastest(|| {
         let start = card.mark()?;
@@ -85,10 +91,10 @@ fn product_rate(tools: &mut Tools, rows: usize) -> Result<ProductRate, CudaError
     card.dummy_weights(space.gated.view_mut(), 5, 1.0 / 32768.0)?;
     let dims = Dims { n_tokens: rows, ..Dims::default() };
     let ms = time_recorded(tools, dims, |decoder, pass| {
-        KINDS.iter().try_for_each(|kind| decoder.products_of(pass, *kind))
+        MATRIX_KINDS.iter().try_for_each(|kind| decoder.products_of(pass, *kind))
     })?;
     let layers = &tools.decoder.weights.layers;
-    let matrices = KINDS.iter().flat_map(|kind| layers.iter().map(kind));
+    let matrices = MATRIX_KINDS.iter().flat_map(|kind| layers.iter().filter_map(kind));
     let (numbers, bytes) = matrices.fold((0, 0), |(numbers, bytes), linear| {
         let (weights, k) = (linear.weight.view(), linear.columns);
         (numbers + weights.n_rows(k) * k, bytes + 2 * weights.halves().len())
@@ -102,17 +108,12 @@ fn product_rate(tools: &mut Tools, rows: usize) -> Result<ProductRate, CudaError
     })
 }
 
-/// The kinds of matrices of a layer.
-const KINDS: &[fn(&LayerWeights) -> &Linear] =
-    &[|layer| &layer.qkv, |layer| &layer.o, |layer| &layer.gate_up, |layer| &layer.down];
-
 impl Decoder {
     /// Runs one kind of product of every layer.
-    fn products_of(&self, pass: &mut Pass<'_>, which: fn(&LayerWeights) -> &Linear) -> Result<(), CudaError> {
+    fn products_of(&self, pass: &mut Pass<'_>, which: MatrixKind) -> Result<(), CudaError> {
         let n = pass.dims.n_tokens;
         let Workspace { normed, attended, gated, qkv, gate_up, given, .. } = &mut *pass.space;
-        for layer in &self.weights.layers {
-            let linear = which(layer);
+        for linear in self.weights.layers.iter().filter_map(which) {
             let k = linear.columns;
             let x = [&*normed, &*attended, &*gated].into_iter().find(|x| x.len() >= n * k);
             let x = x.expect("a buffer fits the input of each product").slice(0..n * k);

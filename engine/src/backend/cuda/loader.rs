@@ -4,15 +4,18 @@ use std::ops::Range;
 
 use device::cuda::{Arena, Bf16, Buffer, ViewMut};
 use kernels::cpu::{Format, Matrix};
-use kernels::cuda::{ComputeCard, DummyPart, Fp8Rows};
+use kernels::cuda::{ComputeCard, DummyPart, ExpertSizes, Fp8Rows};
 
-use super::fp8::{LayerFormats, PackedPart, WeightFormat};
+use super::fp8::{FeedForwardFormats, LayerFormats, PackedPart, WeightFormat};
 use super::heads::Heads;
 use super::upload::Upload;
-use super::weights::{CudaWeights, Fp8RowsMut, LayerWeights, Linear, Rows, Sizes, Weight};
+use super::weights::{
+    CudaWeights, DenseWeights, ExpertWeights, FeedForward, Fp8RowsMut, LayerWeights, Linear, Rows, Sizes,
+    Weight,
+};
 use crate::error::{LoadError, OpenError};
 use crate::load::{TensorSource, dummy};
-use crate::model::ModelConfig;
+use crate::model::{Mixture, ModelConfig};
 
 /// The source of the weights.
 #[derive(Clone, Copy, Debug)]
@@ -98,9 +101,54 @@ impl Loader<'_> {
             },
             o: self.o(&attention, formats.o)?,
             mlp_norm: self.vector(&format!("{layer}.post_attention_layernorm.weight"), hidden)?,
-            gate_up: self.gate_up(&mlp, formats.gate_up)?,
-            down: self.down(&mlp, formats.down)?,
+            feed_forward: match (formats.feed_forward, &self.config.mixture, self.sizes.experts) {
+                (FeedForwardFormats::Dense { gate_up, down }, ..) => FeedForward::Dense(DenseWeights {
+                    gate_up: self.gate_up(&mlp, gate_up)?,
+                    down: self.down(&mlp, down)?,
+                }),
+                (FeedForwardFormats::Experts, Some(mixture), Some(sizes)) => {
+                    FeedForward::Experts(self.experts(layer, mixture, sizes)?)
+                }
+                (FeedForwardFormats::Experts, ..) => unreachable!("a layer of experts is in a mixture"),
+            },
         })
+    }
+
+    /// Loads the router, which all ranks have, and the rank's columns of each expert's inner layer.
+    fn experts(
+        &mut self,
+        layer: &str,
+        mixture: &Mixture,
+        sizes: ExpertSizes,
+    ) -> Result<ExpertWeights, OpenError> {
+        let ExpertSizes { hidden, width, n_experts, .. } = sizes;
+        let range = self.sizes.share.range(mixture.intermediate);
+        let mut router = self.arena.buffer(n_experts * hidden)?;
+        let mut gate_up = self.arena.buffer(n_experts * 2 * width * hidden)?;
+        let mut down = self.arena.buffer(n_experts * hidden * width)?;
+        let part = |range| MatrixPart { range, padded: PaddedDimension::Neither };
+        self.put_matrix(
+            Rows::Bf16(router.view_mut()),
+            &format!("{layer}.{}.weight", mixture.router()),
+            MatrixShape { rows: n_experts, cols: hidden },
+            part(ShardRange::Rows(0..n_experts)),
+        )?;
+        let numbers = width * hidden;
+        for nth in 0..n_experts {
+            let [gate, up, last] = mixture
+                .style
+                .matrices
+                .map(|matrix| format!("{layer}.{}.weight", mixture.expert(nth, matrix)));
+            let shape = MatrixShape { rows: mixture.intermediate, cols: hidden };
+            for (half, name) in (2 * nth..).zip([gate, up]) {
+                let to = gate_up.view_mut().slice(half * numbers..(half + 1) * numbers);
+                self.put_matrix(Rows::Bf16(to), &name, shape, part(ShardRange::Rows(range.clone())))?;
+            }
+            let to = down.view_mut().slice(nth * numbers..(nth + 1) * numbers);
+            let shape = MatrixShape { rows: hidden, cols: mixture.intermediate };
+            self.put_matrix(Rows::Bf16(to), &last, shape, part(ShardRange::Columns(range.clone())))?;
+        }
+        Ok(ExpertWeights { router, gate_up, down, sizes })
     }
 
     fn qkv(&mut self, attention: &str, format: WeightFormat) -> Result<Linear, OpenError> {

@@ -54,7 +54,8 @@ impl Decoder {
     fn all_projected(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
         let mut layers = self.weights.layers.iter().zip(&self.places);
         layers.try_for_each(|(layer, place)| {
-            let normed = self.normed_for(pass, &layer.down, heads_form(pass, layer));
+            let down = layer.dense().map(|dense| &dense.down);
+            let normed = self.normed_for(pass, down, heads_form(pass, layer));
             self.project(pass, layer, *place, normed)
         })
     }
@@ -65,7 +66,8 @@ impl Decoder {
 
     fn all_gated(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
         self.weights.layers.iter().try_for_each(|layer| {
-            let normed = self.normed_for(pass, &layer.o, form(pass, &layer.gate_up));
+            let gate_up = layer.dense().and_then(|dense| form(pass, &dense.gate_up));
+            let normed = self.normed_for(pass, Some(&layer.o), gate_up);
             self.gate(pass, layer, normed)
         })
     }
@@ -77,8 +79,13 @@ impl Decoder {
     }
 
     /// Returns the state of the normed rows before `product`, if the product `before` wrote them.
-    fn normed_for(&self, pass: &Pass<'_>, before: &Linear, product: Option<FusedKernel>) -> NormState {
-        match (form(pass, before), product) {
+    fn normed_for(
+        &self,
+        pass: &Pass<'_>,
+        before: Option<&Linear>,
+        product: Option<FusedKernel>,
+    ) -> NormState {
+        match (before.and_then(|before| form(pass, before)), product) {
             (Some(form), Some(_)) if pass.peers.is_none() => {
                 NormState::Pending { n_parts: form.parts(self.sizes.hidden) }
             }

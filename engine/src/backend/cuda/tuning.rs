@@ -21,7 +21,7 @@ use super::plan::{BLOCK_TOKENS, Dims};
 use super::rank::{Order, PREPARE_WITHIN, Rank};
 use super::timing::time_step;
 use super::tools::Tools;
-use super::weights::all_of;
+use super::weights::{MATRIX_KINDS, all_of};
 use super::workspace::Workspace;
 use crate::backend::StepLimits;
 
@@ -157,11 +157,12 @@ fn tune_in_steps(
 /// Returns the products of the model. `norm` is the work after a product that a norm follows.
 fn kinds(decoder: &Decoder, limits: StepLimits, norm: JoinedWork) -> Vec<Kind<'_>> {
     let (layers, sizes) = (&decoder.weights.layers, decoder.sizes);
+    let [qkv, o, gate_up, down] = MATRIX_KINDS.map(|kind| all_of(layers, kind));
     let of_layers = [
-        (all_of(layers, |layer| &layer.qkv), sizes.hidden, JoinedWork::Other),
-        (all_of(layers, |layer| &layer.o), sizes.q_width, norm),
-        (all_of(layers, |layer| &layer.gate_up), sizes.hidden, JoinedWork::Gate),
-        (all_of(layers, |layer| &layer.down), sizes.intermediate, norm),
+        (qkv, sizes.hidden, JoinedWork::Other),
+        (o, sizes.q_width, norm),
+        (gate_up, sizes.hidden, JoinedWork::Gate),
+        (down, sizes.intermediate, norm),
     ];
     let mut kinds = Vec::new();
     for (matrices, k, after) in of_layers {

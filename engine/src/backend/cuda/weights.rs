@@ -3,13 +3,14 @@
 use std::ops::Range;
 
 use device::cuda::{Bf16, Buffer, View, ViewMut};
-use kernels::cuda::{Factors, Fp8Rows, WeightMatrix};
+use kernels::cuda::ops::{EXPERTS_MAX, EXPERTS_OF_ROW_MAX};
+use kernels::cuda::{ExpertLayer, ExpertSizes, Factors, Fp8Rows, WeightMatrix};
 
-use super::fp8::{LayerFormats, WeightFormat};
+use super::fp8::{FeedForwardFormats, LayerFormats, WeightFormat};
 use super::heads::Heads;
 use super::share::Share;
 use crate::error::OpenError;
-use crate::model::ModelConfig;
+use crate::model::{Mixture, ModelConfig};
 
 /// All weights, in the order of a pass.
 #[derive(Debug)]
@@ -31,9 +32,48 @@ pub(super) struct LayerWeights {
     pub(super) head_norms: Option<[Buffer<Bf16>; 2]>,
     pub(super) o: Linear,
     pub(super) mlp_norm: Buffer<Bf16>,
+    pub(super) feed_forward: FeedForward,
+}
+
+#[derive(Debug)]
+pub(super) enum FeedForward {
+    Dense(DenseWeights),
+    Experts(ExpertWeights),
+}
+
+#[derive(Debug)]
+pub(super) struct DenseWeights {
     /// The rows of gate, then of up.
     pub(super) gate_up: Linear,
     pub(super) down: Linear,
+}
+
+#[derive(Debug)]
+pub(super) struct ExpertWeights {
+    /// One row for each expert.
+    pub(super) router: Buffer<Bf16>,
+    /// For each expert the rows of gate, then of up.
+    pub(super) gate_up: Buffer<Bf16>,
+    /// For each expert the rows of down.
+    pub(super) down: Buffer<Bf16>,
+    pub(super) sizes: ExpertSizes,
+}
+
+impl LayerWeights {
+    /// Returns the matrices of a dense feed-forward part; `None` for experts.
+    pub(super) fn dense(&self) -> Option<&DenseWeights> {
+        match &self.feed_forward {
+            FeedForward::Dense(dense) => Some(dense),
+            FeedForward::Experts(_) => None,
+        }
+    }
+}
+
+impl ExpertWeights {
+    pub(super) fn layer(&self) -> ExpertLayer<'_> {
+        let [router, gate_up, down] = [&self.router, &self.gate_up, &self.down].map(Buffer::view);
+        ExpertLayer { router, gate_up, down, sizes: self.sizes }
+    }
 }
 
 /// A linear layer: `y = x × weightᵀ + bias`.
@@ -98,8 +138,10 @@ impl Weight {
 pub(super) struct Sizes {
     pub(super) share: Share,
     pub(super) hidden: usize,
-    /// The rank's share of the width of the feed-forward part.
+    /// The rank's share of the width of dense feed-forward parts; 0 if all layers have experts.
     pub(super) intermediate: usize,
+    /// The rank's share of each layer of experts.
+    pub(super) experts: Option<ExpertSizes>,
     /// The number of tokens of the model's whole vocabulary.
     pub(super) vocab: usize,
     /// The number of the rank's rows of the output layer.
@@ -118,7 +160,14 @@ impl Sizes {
         Ok(Self {
             share,
             hidden: config.hidden,
-            intermediate: share.width(config.intermediate),
+            intermediate: if has_dense(config) { share.width(config.intermediate) } else { 0 },
+            experts: config.mixture.as_ref().map(|mixture| ExpertSizes {
+                hidden: config.hidden,
+                width: share.width(mixture.intermediate),
+                n_experts: mixture.n_experts,
+                per_row: mixture.per_token,
+                is_normalized: mixture.is_normalized,
+            }),
             vocab: config.vocab,
             head_rows: share.width(config.vocab),
             n_layers: config.n_layers,
@@ -128,8 +177,30 @@ impl Sizes {
         })
     }
 
-    /// Checks that widths are multiples of 8, the number that kernels load at a time.
+    /// Checks that widths are multiples of 8, the number that kernels load at a time, and that kernels take
+    /// these numbers of experts.
     fn check(config: &ModelConfig) -> Result<(), OpenError> {
+        if let Some(mixture) = &config.mixture {
+            let wrong = match mixture {
+                Mixture { n_experts, .. } if *n_experts > EXPERTS_MAX => {
+                    format!("num_experts is {n_experts}, but the GPU's kernels take up to {EXPERTS_MAX}")
+                }
+                Mixture { per_token, .. } if *per_token > EXPERTS_OF_ROW_MAX => {
+                    format!(
+                        "num_experts_per_tok is {per_token}, but the GPU's kernels take up to {EXPERTS_OF_ROW_MAX}"
+                    )
+                }
+                Mixture { intermediate, .. } if !intermediate.is_multiple_of(4) => {
+                    format!(
+                        "moe_intermediate_size is {intermediate}, but the GPU's kernels need a multiple of 4"
+                    )
+                }
+                _ => String::new(),
+            };
+            if !wrong.is_empty() {
+                return Err(OpenError::CudaModel(wrong));
+            }
+        }
         let widths = [
             ("hidden_size", config.hidden),
             ("intermediate_size", config.intermediate),
@@ -148,15 +219,25 @@ impl Sizes {
         self.q_width + 2 * self.kv_width
     }
 
-    /// Returns the rows, the columns and the format of a layer's matrices.
-    fn matrices(self, formats: LayerFormats) -> [(usize, usize, WeightFormat); 4] {
+    /// Returns the rows, the columns and the format of a layer's matrices. Those of all experts count as one.
+    fn matrices(self, formats: LayerFormats) -> Vec<(usize, usize, WeightFormat)> {
         let Self { hidden, intermediate, q_width, .. } = self;
-        [
-            (self.qkv_width(), hidden, formats.qkv),
-            (hidden, q_width, formats.o),
-            (2 * intermediate, hidden, formats.gate_up),
-            (hidden, intermediate, formats.down),
-        ]
+        let mut all = vec![(self.qkv_width(), hidden, formats.qkv), (hidden, q_width, formats.o)];
+        match (formats.feed_forward, self.experts) {
+            (FeedForwardFormats::Dense { gate_up, down }, _) => {
+                all.extend([(2 * intermediate, hidden, gate_up), (hidden, intermediate, down)]);
+            }
+            (FeedForwardFormats::Experts, Some(ExpertSizes { width, n_experts, .. })) => {
+                let format = WeightFormat::Bf16;
+                all.extend([
+                    (n_experts, hidden, format),
+                    (n_experts * 2 * width, hidden, format),
+                    (n_experts * hidden, width, format),
+                ]);
+            }
+            (FeedForwardFormats::Experts, None) => {}
+        }
+        all
     }
 
     /// Returns the number of rows of the embedding. If it is also the output layer, zeroes follow up to the
@@ -201,9 +282,24 @@ impl CudaWeights {
     }
 }
 
+/// Chooses one of a layer's matrices; `None` if the layer has experts instead.
+pub(super) type MatrixKind = fn(&LayerWeights) -> Option<&Linear>;
+
+/// The kinds of matrices of a layer: q, k and v; o; gate and up; down.
+pub(super) const MATRIX_KINDS: [MatrixKind; 4] = [
+    |layer| Some(&layer.qkv),
+    |layer| Some(&layer.o),
+    |layer| Some(&layer.dense()?.gate_up),
+    |layer| Some(&layer.dense()?.down),
+];
+
 /// Returns the matrices of one kind in all layers. Measuring over all of them keeps them out of the caches.
-pub(super) fn all_of(layers: &[LayerWeights], which: fn(&LayerWeights) -> &Linear) -> Vec<WeightMatrix<'_>> {
-    layers.iter().map(|layer| which(layer).weight.view()).collect()
+pub(super) fn all_of(layers: &[LayerWeights], which: MatrixKind) -> Vec<WeightMatrix<'_>> {
+    layers.iter().filter_map(which).map(|linear| linear.weight.view()).collect()
+}
+
+fn has_dense(config: &ModelConfig) -> bool {
+    config.mixture.as_ref().is_none_or(|mixture| mixture.layers.contains(&false))
 }
 
 #[cfg(test)]
@@ -233,6 +329,44 @@ mod tests {
         for share in Share::of_all(2) {
             // The embedding counts in full, because both ranks have all of it.
             assert_eq!(sizes(share).bytes(&plain), 8_030_261_248 - norms + embedding);
+        }
+    }
+
+    #[test]
+    fn the_bytes_of_experts_and_of_their_ranks_count() {
+        let config = Path::new(env!("CARGO_MANIFEST_DIR")).join("../bench/shapes/qwen3-30b-a3b");
+        let config = ModelFolder::open(&config).expect("it opens").config;
+        let sizes = |share| {
+            Sizes::of(&config, Heads::of(config.head_dim).expect("128"), share).expect("multiples of 8")
+        };
+        let norms = 48 * (2 * 2048 + 2 * 128) + 2048;
+        let formats = LayerFormats::in_bf16(48, config.mixture.as_ref());
+        let whole = sizes(Share::WHOLE);
+        assert_eq!(whole.bytes(&formats), 2 * (30_532_122_624 - norms), "all but the norms");
+        assert_eq!((whole.intermediate, whole.widened(&formats)), (0, 0), "no layer is dense");
+        let (embedding, routers) = (151_936 * 2048, 48 * 128 * 2048);
+        for share in Share::of_all(2) {
+            // The embedding and the routers count in full, because both ranks have all of them.
+            assert_eq!(sizes(share).bytes(&formats), 30_532_122_624 - norms + embedding + routers);
+        }
+    }
+
+    #[test]
+    fn what_kernels_do_not_take_is_refused_by_its_name() {
+        let config = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models/mixtral");
+        let config = ModelFolder::open(&config).expect("it opens").config;
+        let refusal = |change: fn(&mut Mixture)| {
+            let mut changed = config.clone();
+            changed.mixture.as_mut().map(change).expect("it has experts");
+            Sizes::of(&changed, Heads::of(8).expect("8"), Share::WHOLE).expect_err("refused").to_string()
+        };
+        for (change, start) in [
+            ((|mixture| mixture.n_experts = 513) as fn(&mut Mixture), "num_experts is 513"),
+            (|mixture| mixture.per_token = 33, "num_experts_per_tok is 33"),
+            (|mixture| mixture.intermediate = 42, "moe_intermediate_size is 42"),
+        ] {
+            let sentence = refusal(change);
+            assert!(sentence.contains(start) && sentence.contains("the GPU's kernels"), "{sentence}");
         }
     }
 }

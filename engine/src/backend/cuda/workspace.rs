@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use device::cuda::{Bf16, Buffer, CudaError};
 use kernels::cuda::ops::{FEW_ROWS_MAX, FewRowsForm, FusedKernel, SKINNY_FORMS, SKINNY_ROWS_MAX};
-use kernels::cuda::{CommonParams, ComputeCard, DecodeAttention, DrawRow, EDIT_WORDS, Outcome, RankMemory};
+use kernels::cuda::{
+    CommonParams, ComputeCard, DecodeAttention, DrawRow, EDIT_WORDS, ExpertSpace, Outcome, RankMemory,
+};
 
 use super::draws::EDITS_OF_ROW;
 use super::graph_sizes::GraphSizes;
@@ -62,6 +64,8 @@ pub(super) struct Workspace {
     pub(super) gate_up: Buffer<Bf16>,
     /// The gated product of the feed-forward part: (tokens, intermediate).
     pub(super) gated: Buffer<Bf16>,
+    /// The choices and rows of experts; `None` without experts.
+    pub(super) experts: Option<ExpertSpace>,
     /// The normed rows whose logits are needed: (wanted, hidden).
     pub(super) wanted: Buffer<Bf16>,
     /// The logits: (wanted, vocab).
@@ -121,7 +125,9 @@ impl WorkspaceShape {
         let of_ranks = self
             .together()
             .map_or(0, |together| together.inbox_bytes(self.sizes.share.n_ranks) + 4 * self.n_own_logits());
+        let experts = self.sizes.experts.map_or(0, |experts| experts.space_bytes(self.limits.tokens));
         2 * of_token * self.limits.tokens
+            + experts
             + of_row * self.limits.rows
             + parts
             + squares
@@ -154,6 +160,7 @@ impl WorkspaceShape {
             given: card.buffer(tokens * hidden)?,
             gate_up: card.buffer(tokens * 2 * intermediate)?,
             gated: card.buffer(tokens * intermediate)?,
+            experts: self.sizes.experts.map(|sizes| ExpertSpace::new(card, sizes, tokens)).transpose()?,
             wanted: card.buffer(rows * hidden)?,
             logits: card.buffer(rows * vocab)?,
             own_logits: card.buffer(self.n_own_logits())?,

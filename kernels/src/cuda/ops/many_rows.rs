@@ -6,15 +6,15 @@ use crate::cuda::tensor_map::{Matrix, TensorMap};
 use device::cuda::card::Grid;
 
 /// The number of blocks of threads in a cluster, which share loads of the matrix, and of their threads, as in
-/// `many_rows.cu`.
-const CLUSTER: usize = 2;
-const THREADS: u32 = 384;
+/// `many_rows.cuh`.
+pub(super) const CLUSTER: usize = 2;
+pub(super) const THREADS: u32 = 384;
 /// The tile sizes: rows of x in a block; rows of half a tile of the matrix; columns loaded at once; rows
 /// written at once; stages of the ring.
-const ROWS: usize = 128;
-const HALF: usize = 128;
+pub(super) const ROWS: usize = 128;
+pub(super) const HALF: usize = 128;
 const TILE_COLUMNS: usize = 64;
-const GROUP_ROWS: usize = 64;
+pub(super) const GROUP_ROWS: usize = 64;
 const STAGES: usize = 4;
 
 const SUMS: &str = "many_rows";
@@ -30,6 +30,24 @@ pub enum ManyRows<'a> {
     Added(ViewMut<'a, Bf16>),
     /// The matrix has the rows of gate, then of up: `silu(gate) * up`.
     Gated(ViewMut<'a, Bf16>),
+}
+
+/// The distances in a matrix between tiles, and between the halves of a tile, in rows.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MatrixTiles {
+    pub(super) tile_rows: usize,
+    pub(super) half_rows: usize,
+}
+
+impl MatrixTiles {
+    /// The tiles of a matrix of `n` rows of gate, then of up.
+    pub(super) fn gated(n: usize) -> Self {
+        Self { tile_rows: HALF, half_rows: n / 2 }
+    }
+
+    pub(super) fn plain() -> Self {
+        Self { tile_rows: 2 * HALF, half_rows: HALF }
+    }
 }
 
 /// The fields of ManyShape in many_rows.cu, in the same order. The struct is copied to the GPU as bytes.
@@ -66,9 +84,8 @@ impl ComputeCard {
         ensure(kernel, k.is_multiple_of(8), "rows whose width is not a multiple of 8")?;
         self.check_places(kernel, &[&w, &x, &y], &[])?;
         let (n, n_rows) = (rows_of(kernel, w.len(), k)?, rows_of(kernel, x.len(), k)?);
-        // The numbers are the width of y, and the distances in w of tiles and of the halves of a tile.
-        let (width, tile_rows, half_rows) =
-            if kernel == GATED { (n / 2, HALF, n / 2) } else { (n, 2 * HALF, HALF) };
+        let (width, MatrixTiles { tile_rows, half_rows }) =
+            if kernel == GATED { (n / 2, MatrixTiles::gated(n)) } else { (n, MatrixTiles::plain()) };
         ensure(
             kernel,
             n.is_multiple_of(2) && width.is_multiple_of(8),
@@ -97,7 +114,7 @@ impl ComputeCard {
 }
 
 /// The bytes of the ring and of the output buffer, with padding to align them to 1,024 bytes.
-const SHARED_BYTES: u32 = {
+pub(super) const SHARED_BYTES: u32 = {
     let ring = STAGES * (ROWS + 2 * HALF) * TILE_COLUMNS;
     ((ring + ROWS * HALF) * size_of::<Bf16>() + 1024) as u32
 };
