@@ -6,10 +6,11 @@ use axum::body::Body;
 use bytes::{Bytes, BytesMut};
 use chassis::server::BodyBudgetSpent;
 use http_body_util::BodyExt;
-use serde::de::DeserializeOwned;
+use serde::de::{DeserializeOwned, DeserializeSeed, Deserializer, IntoDeserializer as _, MapAccess, Visitor};
 
 use super::error::{Code, HttpError};
 use crate::error::{RETRY_AFTER, ServeError};
+use crate::upstream::fields::{WrittenField, divided};
 
 /// The limits of a request's body in size and time.
 #[derive(Clone, Copy, Debug)]
@@ -69,6 +70,79 @@ fn broken(error: &axum::Error) -> HttpError {
     }
 }
 
+/// A request's JSON object, divided into its fields once. Several types read their fields from it.
+#[derive(Debug)]
+pub(crate) struct JsonBody<'a> {
+    text: &'a [u8],
+    /// `None`: the text is no JSON object.
+    fields: Option<Vec<WrittenField<'a>>>,
+}
+
+impl<'a> JsonBody<'a> {
+    pub(crate) fn of(text: &'a [u8]) -> Self {
+        let is_text = std::str::from_utf8(text).is_ok();
+        Self { text, fields: is_text.then(|| divided(text).ok()).flatten() }
+    }
+
+    /// Reads the fields that `T` has.
+    pub(crate) fn parse<T: DeserializeOwned>(&self) -> Result<T, HttpError> {
+        let read = self.fields.as_deref().and_then(|fields| T::deserialize(FieldReader(fields)).ok());
+        // Reading the whole text again tells the place of an error in it.
+        read.map_or_else(|| parse(self.text), Ok)
+    }
+
+    /// Returns the fields in their order; none if the text is no JSON object.
+    pub(crate) fn fields(&self) -> &[WrittenField<'a>] {
+        self.fields.as_deref().unwrap_or_default()
+    }
+}
+
+/// Reads a struct from the fields that it has. The other fields are not looked at.
+struct FieldReader<'f, 'a>(&'f [WrittenField<'a>]);
+
+/// The fields that a struct has, while it is read.
+struct WantedFields<'f, 'a> {
+    left: std::slice::Iter<'f, WrittenField<'a>>,
+    names: &'static [&'static str],
+    value: &'a [u8],
+}
+
+impl<'de> Deserializer<'de> for FieldReader<'_, 'de> {
+    type Error = serde_json::Error;
+
+    fn deserialize_any<V: Visitor<'de>>(self, _visitor: V) -> Result<V::Value, Self::Error> {
+        Err(serde::de::Error::custom("only structs are read from fields"))
+    }
+
+    fn deserialize_struct<V: Visitor<'de>>(
+        self,
+        _name: &'static str,
+        names: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, Self::Error> {
+        visitor.visit_map(WantedFields { left: self.0.iter(), names, value: &[] })
+    }
+
+    serde::forward_to_deserialize_any! {
+        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf option unit unit_struct
+        newtype_struct seq tuple tuple_struct map enum identifier ignored_any
+    }
+}
+
+impl<'de> MapAccess<'de> for WantedFields<'_, 'de> {
+    type Error = serde_json::Error;
+
+    fn next_key_seed<K: DeserializeSeed<'de>>(&mut self, seed: K) -> Result<Option<K::Value>, Self::Error> {
+        let Some(field) = self.left.find(|field| self.names.contains(&&*field.name)) else { return Ok(None) };
+        self.value = field.value;
+        seed.deserialize(field.name.as_ref().into_deserializer()).map(Some)
+    }
+
+    fn next_value_seed<V: DeserializeSeed<'de>>(&mut self, seed: V) -> Result<V::Value, Self::Error> {
+        seed.deserialize(&mut serde_json::Deserializer::from_slice(self.value))
+    }
+}
+
 /// Parses JSON, independent of the content type. An error names the field: `messages[2].content`.
 pub(crate) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, HttpError> {
     let text =
@@ -122,6 +196,23 @@ mod tests {
     fn check(body: &[u8], code: Code, param: &str) {
         let error = parse::<Example>(body).expect_err("refused");
         assert_eq!((error.code, error.param.as_deref()), (code, Some(param)), "{}", error.message);
+        let divided = JsonBody::of(body).parse::<Example>().expect_err("refused");
+        assert_eq!(divided.message, error.message);
+    }
+
+    #[test]
+    fn each_type_reads_its_own_fields() {
+        #[derive(Debug, Deserialize)]
+        struct Other {
+            name: Option<String>,
+        }
+        let body =
+            JsonBody::of(br#" {"list": [{"5": 1.5}], "na\u006de": "a\n", "more": [1, {}], "count": 3} "#);
+        let (example, other): (Example, Other) = (body.parse().expect("fits"), body.parse().expect("fits"));
+        assert_eq!((example.count, example.list.map(|list| list.len())), (Some(3), Some(1)));
+        assert_eq!(other.name.as_deref(), Some("a\n"));
+        assert_eq!(body.fields().len(), 4);
+        check(br#"{"count": 1, "count": 2}"#, Code::InvalidValue, "body");
     }
 
     #[test]

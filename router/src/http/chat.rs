@@ -6,13 +6,14 @@ use types::TokenId;
 
 use super::answer::{AnswerContext, AnswerFormat, AnswerShape, TokenIds, finish_reason};
 use super::api::{HttpApi, ParsedRequest};
+use super::body::JsonBody;
 use super::constraints::ConstraintFields;
 use super::error::HttpError;
 use super::fields::{CommonFields, asked};
 use super::logprobs::ChatLogprobs;
+use super::messages;
 use super::request_fields::{self, Endpoint};
 use super::tools::{self, ToolCall, ToolDemand, Tools};
-use super::{body, messages};
 use crate::accept::{Inputs, MaxTokens, SamplingParams};
 use crate::choice::{ChoiceFinish, Delta, WholeChoice};
 use crate::error::AcceptError;
@@ -42,9 +43,10 @@ pub(crate) struct ChatFields {
 
 /// Parses a chat's JSON into tokens and sampling parameters.
 pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<ChatShape>, HttpError> {
-    let (common, chat): (CommonFields, ChatFields) = (body::parse(json)?, body::parse(json)?);
-    let constraints: ConstraintFields = body::parse(json)?;
-    request_fields::check(Endpoint::Chat, json)?;
+    let body = JsonBody::of(json);
+    let (common, chat): (CommonFields, ChatFields) = (body.parse()?, body.parse()?);
+    let constraints: ConstraintFields = body.parse()?;
+    request_fields::check(Endpoint::Chat, &body)?;
     let model = api.serve.model(&api.models, common.model.as_deref())?;
     let options = common.options();
     let mut params = chat.params(common, constraints)?;

@@ -5,7 +5,7 @@ use types::TokenId;
 
 use super::answer::{AnswerContext, AnswerFormat, AnswerShape, TokenIds, finish_reason};
 use super::api::{HttpApi, ParsedRequest};
-use super::body;
+use super::body::JsonBody;
 use super::constraints::ConstraintFields;
 use super::error::HttpError;
 use super::fields::CommonFields;
@@ -41,9 +41,10 @@ enum PromptField {
 
 /// Parses a completion's JSON into tokens and sampling parameters.
 pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<CompletionShape>, HttpError> {
-    let (common, completion): (CommonFields, CompletionFields) = (body::parse(json)?, body::parse(json)?);
-    let constraints: ConstraintFields = body::parse(json)?;
-    request_fields::check(Endpoint::Completions, json)?;
+    let body = JsonBody::of(json);
+    let (common, completion): (CommonFields, CompletionFields) = (body.parse()?, body.parse()?);
+    let constraints: ConstraintFields = body.parse()?;
+    request_fields::check(Endpoint::Completions, &body)?;
     let model = api.serve.model(&api.models, common.model.as_deref())?;
     completion.refuse_unsupported()?;
     let options = common.options();

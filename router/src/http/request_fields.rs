@@ -4,14 +4,11 @@
 //! with status 200. A field that is not in the table is refused too, with the nearest name. `docs/api.md` is generated
 //! from this table.
 
-use std::collections::BTreeMap;
-use std::fmt;
-
-use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::{Map, Value};
 
-use super::error::HttpError;
+use super::body::JsonBody;
 use crate::error::AcceptError;
+use crate::upstream::fields::WrittenField;
 
 /// The endpoint that a request is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -237,15 +234,29 @@ pub(crate) const FIELDS: &[RequestField] = &[
     refused("web_search_options", "nothing is searched"),
 ];
 
-/// Refuses a request with a field that is unknown, or that would change the answer and is not supported.
-pub(crate) fn check(endpoint: Endpoint, body: &[u8]) -> Result<(), HttpError> {
-    let mut json = serde_json::Deserializer::from_slice(body);
-    // A body that is not an object is accepted here, because the parser of the fields reports it.
-    let Ok(unsupported) = json.deserialize_map(FieldChecker { endpoint }) else { return Ok(()) };
-    match unsupported {
+/// Refuses a request with a field that is unknown, or that would change the answer and is not supported: of several the
+/// first by name. A body that is not an object is accepted here, because the parser of the fields reports it.
+pub(crate) fn check(endpoint: Endpoint, body: &JsonBody<'_>) -> Result<(), AcceptError> {
+    let refused =
+        body.fields().iter().filter_map(|field| refusal(endpoint, field).map(|error| (&field.name, error)));
+    match refused.min_by(|(a, _), (b, _)| a.cmp(b)) {
+        Some((_, error)) => Err(error),
         None => Ok(()),
-        Some(error) => Err(error.into()),
     }
+}
+
+/// Returns why a field is refused.
+fn refusal(endpoint: Endpoint, field: &WrittenField<'_>) -> Option<AcceptError> {
+    let WrittenField { name, value } = field;
+    let reason = match known(endpoint, name).map(|field| field.fate) {
+        Some(FieldSupport::Honoured(_) | FieldSupport::Harmless(_)) => return None,
+        Some(FieldSupport::Refused { reason, neutral }) => {
+            let value: Value = serde_json::from_slice(value).ok()?;
+            (!changes_nothing(&value, neutral)).then(|| reason.to_owned())
+        }
+        None => (*value != b"null").then(|| unknown(endpoint, name)),
+    };
+    Some(AcceptError::unsupported(name.to_string(), reason?))
 }
 
 fn known(endpoint: Endpoint, name: &str) -> Option<&'static RequestField> {
@@ -259,56 +270,6 @@ impl FieldEndpoints {
             Self::Chat => endpoint == Endpoint::Chat,
             Self::Completions => endpoint == Endpoint::Completions,
         }
-    }
-}
-
-/// Reads an object's keys, and the values of those fields that may be refused.
-struct FieldChecker {
-    endpoint: Endpoint,
-}
-
-impl<'de> Visitor<'de> for FieldChecker {
-    type Value = Option<AcceptError>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an object")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let mut refusals = BTreeMap::new();
-        while let Some(name) = map.next_key::<String>()? {
-            let refusal = match known(self.endpoint, &name).map(|field| field.fate) {
-                Some(FieldSupport::Honoured(_) | FieldSupport::Harmless(_)) => {
-                    map.next_value::<IgnoredAny>()?;
-                    None
-                }
-                Some(FieldSupport::Refused { reason, neutral }) => {
-                    let value: Value = map.next_value()?;
-                    (!changes_nothing(&value, neutral))
-                        .then(|| AcceptError::unsupported(name.clone(), reason))
-                }
-                None => {
-                    let value = map.next_value_seed(IsNull)?;
-                    (!value).then(|| AcceptError::unsupported(name.clone(), unknown(self.endpoint, &name)))
-                }
-            };
-            if let Some(refusal) = refusal {
-                refusals.insert(name, refusal);
-            }
-        }
-        Ok(refusals.into_values().next())
-    }
-}
-
-/// Reads a JSON value and returns whether it is `null`, without storing it.
-struct IsNull;
-
-impl<'de> DeserializeSeed<'de> for IsNull {
-    type Value = bool;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<bool, D::Error> {
-        let value: Option<IgnoredAny> = serde::Deserialize::deserialize(deserializer)?;
-        Ok(value.is_none())
     }
 }
 

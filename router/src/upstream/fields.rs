@@ -20,11 +20,30 @@ struct Field<'a> {
     value: Cow<'a, [u8]>,
 }
 
+/// A field as it is written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct WrittenField<'a> {
+    pub(crate) name: Cow<'a, str>,
+    /// The text of the value, without space around it.
+    pub(crate) value: &'a [u8],
+}
+
+/// Divides a JSON object into its fields in their order, with repeated names. An error says why the text is no JSON
+/// object.
+pub(crate) fn divided(text: &[u8]) -> Result<Vec<WrittenField<'_>>, String> {
+    Scan { text, at: 0 }.object()
+}
+
 impl<'a> Fields<'a> {
     /// Divides an object into its fields. An error says why the text is no JSON object.
     pub fn parse(text: &'a [u8]) -> Result<Self, AcceptError> {
-        let mut scan = Scan { text, at: 0 };
-        scan.object().map_err(|reason| AcceptError::invalid("body", reason))
+        let mut fields = Self(Vec::new());
+        for WrittenField { name, value } in
+            divided(text).map_err(|reason| AcceptError::invalid("body", reason))?
+        {
+            fields.put(name.into_owned(), Cow::Borrowed(value));
+        }
+        Ok(fields)
     }
 
     /// Returns the value of a field, if it is there and has this type.
@@ -86,12 +105,12 @@ struct Scan<'a> {
 }
 
 impl<'a> Scan<'a> {
-    fn object(&mut self) -> Result<Fields<'a>, String> {
-        let mut fields = Fields(Vec::new());
+    fn object(&mut self) -> Result<Vec<WrittenField<'a>>, String> {
+        let mut fields = Vec::new();
         self.expect(b'{')?;
         if self.next() != Some(b'}') {
             loop {
-                self.field(&mut fields)?;
+                fields.push(self.field()?);
                 match self.next() {
                     Some(b',') => self.at += 1,
                     _ => break,
@@ -105,17 +124,14 @@ impl<'a> Scan<'a> {
         }
     }
 
-    fn field(&mut self, fields: &mut Fields<'a>) -> Result<(), String> {
+    fn field(&mut self) -> Result<WrittenField<'a>, String> {
         if self.next() != Some(b'"') {
             return Err(self.unexpected());
         }
-        let name = self.value()?;
-        let name = serde_json::from_slice(name).map_err(|error| format!("a field's name: {error}"))?;
+        let name = name(self.value()?).map_err(|error| format!("a field's name: {error}"))?;
         self.expect(b':')?;
         self.next();
-        let value = self.value()?;
-        fields.put(name, Cow::Borrowed(value));
-        Ok(())
+        Ok(WrittenField { name, value: self.value()? })
     }
 
     /// Returns the text of the value at the position, and moves behind it.
@@ -155,6 +171,14 @@ impl<'a> Scan<'a> {
             }
             None => "the body is not a JSON object: it ends early".to_owned(),
         }
+    }
+}
+
+/// Reads a name, without a copy where it has no escapes.
+fn name(text: &[u8]) -> Result<Cow<'_, str>, serde_json::Error> {
+    match serde_json::from_slice::<&str>(text) {
+        Ok(plain) => Ok(Cow::Borrowed(plain)),
+        Err(_) => serde_json::from_slice::<String>(text).map(Cow::Owned),
     }
 }
 

@@ -4,6 +4,7 @@ use std::path::Path;
 use serde_json::json;
 
 use super::*;
+use crate::http::error::HttpError;
 
 /// The fields of chat completions in OpenAI's official client (2.x).
 const OPENAI_CHAT: &[&str] = &[
@@ -153,7 +154,7 @@ const VLLM_EARLIER: &[&str] = &[
 ];
 
 fn refusal(endpoint: Endpoint, body: &Value) -> Option<(String, String)> {
-    let error = check(endpoint, body.to_string().as_bytes()).err()?;
+    let error = HttpError::from(check(endpoint, &JsonBody::of(body.to_string().as_bytes())).err()?);
     Some((error.param.clone().expect("a field"), error.message.clone()))
 }
 
