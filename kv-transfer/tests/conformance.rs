@@ -1,14 +1,21 @@
 //! Every connector of this crate passes the suite.
 
+use std::io;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, LazyLock};
 
+use async_trait::async_trait;
+
+use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Make, Pair};
 use baton_kv_transfer::conformance::{conformance, conformance_of_ranks};
 use baton_kv_transfer::connectors::flaky::Flaky;
 use baton_kv_transfer::connectors::nccl::double::Double;
 use baton_kv_transfer::connectors::{nccl, shm};
 use baton_kv_transfer::{ConnectorParts, KvConnector, build};
 use chassis::identity::{Identity, Tls, TlsPem};
+use chassis::net::{Listener, Net, Stream, TcpNet};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, SanType};
+use types::Destination;
 
 async fn built(name: &'static str, parts: ConnectorParts) -> Arc<dyn KvConnector> {
     build(name, parts).await.expect("a free port")
@@ -52,6 +59,40 @@ fn certificate() -> Tls {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tcp_over_tls() {
     conformance(|parts| built("tcp", with_certificate(parts))).await;
+}
+
+/// The network of this machine, with the number of connections made.
+#[derive(Debug, Default)]
+struct CountingNet(AtomicU32);
+
+#[async_trait]
+impl Net for CountingNet {
+    async fn connect(&self, addr: &str) -> io::Result<Stream> {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        TcpNet.connect(addr).await
+    }
+
+    async fn listen(&self, addr: &str) -> io::Result<Box<dyn Listener>> {
+        TcpNet.listen(addr).await
+    }
+}
+
+#[tokio::test]
+async fn a_tcp_link_has_twice_as_many_streams_over_tls() {
+    for (is_encrypted, n_expected) in [(false, 2), (true, 4)] {
+        let net = Arc::new(CountingNet::default());
+        let counted = Arc::clone(&net);
+        let make: Make = Arc::new(move |mut parts| {
+            parts.world = parts.world.clone().with_net(Arc::clone(&counted) as Arc<dyn Net>);
+            let parts = if is_encrypted { with_certificate(parts) } else { parts };
+            Box::pin(built("tcp", parts))
+        });
+        let pair = Pair::new(&make).await;
+        let (landing, _arrival) = pair.land(BLOCK_TOKENS);
+        let sender = pair.prefill.connector.open(&Destination::Landing(landing)).await;
+        drop(sender.expect("the peer is there"));
+        assert_eq!(net.0.load(Ordering::Relaxed), n_expected, "encrypted: {is_encrypted}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

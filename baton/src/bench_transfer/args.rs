@@ -32,7 +32,7 @@ pub(crate) struct TransferArgs {
     /// The memory that holds the KV. Connectors between GPUs always use the first and the second GPU
     #[arg(long, value_enum, default_value = "host")]
     pub(crate) memory: Memory,
-    /// Also measure tcp over TLS, next to tcp without it
+    /// Also measure tcp over TLS, which has twice as many streams, next to tcp without it
     #[arg(long)]
     pub(crate) tls: bool,
     /// Number of streams of the connector, and of the plain copy

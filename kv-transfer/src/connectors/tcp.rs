@@ -35,6 +35,10 @@ pub(super) const WIRE: WireKind = WireKind {
     auto: Auto::Needed,
 };
 
+/// How many times as many streams a link has over TLS: encryption takes as much processor time as all other work of a
+/// stream, and each stream has its own core.
+const TLS_STREAMS: u16 = 2;
+
 /// Listens on the address in the settings.
 pub async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
     let addr = &parts.settings.listen;
@@ -49,9 +53,12 @@ pub async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, Transfe
 fn over(
     listener: Box<dyn Listener>,
     endpoint: String,
-    parts: ConnectorParts,
+    mut parts: ConnectorParts,
 ) -> Result<Arc<LinkConnector>, TransferError> {
     check_pages(&parts)?;
+    if parts.world.identity().tls().is_some() {
+        parts.settings.streams = parts.settings.streams.saturating_mul(TLS_STREAMS);
+    }
     let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint, within_host: false };
     info!(endpoint = address.endpoint, "tcp connector listens");
     let send_path = |parts: &ConnectorParts| Ok(Arc::new(Sockets { world: parts.world.clone() }) as _);

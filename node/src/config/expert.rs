@@ -102,7 +102,8 @@ impl SchedulerExpert {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct TransferExpert {
-    /// TCP streams per peer, and queue pairs with rdma. More streams help where the network limits each flow.
+    /// TCP streams per peer (twice as many over TLS), and queue pairs with rdma. More streams help where the network limits
+    /// each flow.
     pub streams: u16,
     /// How long a peer may be silent before the link is closed.
     pub stall_ms: u64,
