@@ -3,15 +3,20 @@
 //! The client, its deadline, its limits and the request's id are read from headers as for Baton's own nodes.
 //! Only paths that serve requests pass; the engines' paths for operators do not.
 
+use std::future::Future as _;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{FromRequestParts, Request, State};
 use axum::response::Response;
 use axum::routing::{get, post};
-use bytes::Bytes;
-use futures::Stream;
+use bytes::{Bytes, BytesMut};
+use futures::{Stream, StreamExt as _};
 use http::{HeaderMap, HeaderName, HeaderValue, header};
-use tokio::time::Instant;
 use tracing::{Span, info};
 
 use super::api::{HttpApi, RequestHead};
@@ -144,7 +149,7 @@ fn respond(answer: UpstreamAnswer, detail: Detail) -> Response {
         _ => BytesFormat::Plain,
     };
     let passing = Passing { bytes, format, span: Span::current() };
-    let mut response = Response::from_parts(head, Body::from_stream(passing.into_stream()));
+    let mut response = Response::from_parts(head, Body::from_stream(Gathered::of(passing.into_stream())));
     let headers = response.headers_mut();
     OF_CONNECTION.iter().for_each(|name| drop(headers.remove(*name)));
     if detail == Detail::Explained {
@@ -198,8 +203,8 @@ impl BytesFormat {
 }
 
 impl Passing {
-    fn into_stream(self) -> impl Stream<Item = Result<Bytes, ServeError>> {
-        futures::stream::unfold(Some(self), |passing| async { passing?.next().await })
+    fn into_stream(self) -> impl Stream<Item = Result<Bytes, ServeError>> + Unpin {
+        Box::pin(futures::stream::unfold(Some(self), |passing| async { passing?.next().await }))
     }
 
     /// Returns the next bytes, and what follows them. After an error the client gets an error event, or, where
@@ -207,7 +212,7 @@ impl Passing {
     async fn next(mut self) -> Option<(Result<Bytes, ServeError>, Option<Self>)> {
         match self.bytes.next().await {
             Ok(Some(bytes)) => {
-                self.bytes.generated(self.format.n_tokens(&bytes), Instant::now());
+                self.bytes.generated(|| self.format.n_tokens(&bytes));
                 self.format = self.format.after(&bytes);
                 Some((Ok(bytes), Some(self)))
             }
@@ -223,6 +228,83 @@ impl Passing {
     }
 }
 
+/// The size after which gathered bytes are sent without those that follow.
+const WRITE_BYTES: usize = 16 << 10;
+
+/// Joins pieces of an answer that arrive together, because a write to the client costs more than all else that a piece
+/// needs. The task that reads the server's connection gives one piece at a time. So after a piece this stream waits until
+/// the tasks that are ready have run, and sends when there is no further piece.
+struct Gathered<S> {
+    pieces: S,
+    gathered: BytesMut,
+    /// The wait for other tasks since the last piece.
+    yielded: Option<Arc<Yielded>>,
+    /// What follows the gathered bytes: an error, or the end.
+    end: Option<Result<(), ServeError>>,
+}
+
+impl<S> Gathered<S> {
+    fn of(pieces: S) -> Self {
+        Self { pieces, gathered: BytesMut::new(), yielded: None, end: None }
+    }
+}
+
+impl<S: Stream<Item = Result<Bytes, ServeError>> + Unpin> Stream for Gathered<S> {
+    type Item = Result<Bytes, ServeError>;
+
+    fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let Self { pieces, gathered, yielded, end } = self.get_mut();
+        while end.is_none() && gathered.len() < WRITE_BYTES {
+            match pieces.poll_next_unpin(cx) {
+                Poll::Ready(Some(Ok(piece))) => {
+                    gathered.extend_from_slice(&piece);
+                    *yielded = None;
+                }
+                Poll::Ready(Some(Err(error))) => *end = Some(Err(error)),
+                Poll::Ready(None) => *end = Some(Ok(())),
+                Poll::Pending if gathered.is_empty() => return Poll::Pending,
+                Poll::Pending => {
+                    let others = yielded.get_or_insert_with(|| Yielded::begin(cx));
+                    if !others.have_run.load(Ordering::Acquire) {
+                        return Poll::Pending;
+                    }
+                    *yielded = None;
+                    break;
+                }
+            }
+        }
+        if !gathered.is_empty() {
+            return Poll::Ready(Some(Ok(gathered.split().freeze())));
+        }
+        let ended = std::mem::replace(end, Some(Ok(()))).unwrap_or(Ok(()));
+        Poll::Ready(ended.err().map(Err))
+    }
+}
+
+/// A wait of one task until the runtime has run the tasks that were ready. A second poll does not show that they have run:
+/// hyper polls a body more than once in one poll of its task.
+struct Yielded {
+    have_run: AtomicBool,
+    task: Waker,
+}
+
+impl Yielded {
+    fn begin(cx: &Context<'_>) -> Arc<Self> {
+        let yielded = Arc::new(Self { have_run: AtomicBool::new(false), task: cx.waker().clone() });
+        let waker = Waker::from(Arc::clone(&yielded));
+        // The first poll passes the waker to the runtime, which wakes it when no other task is ready.
+        let _ = pin!(tokio::task::yield_now()).poll(&mut Context::from_waker(&waker));
+        yielded
+    }
+}
+
+impl Wake for Yielded {
+    fn wake(self: Arc<Self>) {
+        self.have_run.store(true, Ordering::Release);
+        self.task.wake_by_ref();
+    }
+}
+
 fn error_event(error: ServeError) -> Bytes {
     let body = serde_json::to_string(&HttpError::from(error).body()).expect("an error can be written");
     format!("event: error\ndata: {body}\n\n").into()
@@ -230,6 +312,11 @@ fn error_event(error: ServeError) -> Bytes {
 
 #[cfg(test)]
 mod tests {
+    use std::future::poll_fn;
+    use std::time::Duration;
+
+    use futures::SinkExt as _;
+
     use super::*;
 
     #[test]
@@ -265,6 +352,35 @@ mod tests {
             passed.keys().map(HeaderName::as_str).collect::<Vec<_>>(),
             ["content-type", "x-data-parallel-rank"]
         );
+    }
+
+    /// Pieces of one task, each given when the one before it was taken. The stream is polled twice at a time.
+    #[tokio::test]
+    async fn pieces_that_are_ready_leave_together() {
+        let failed = || ServeError::Failed { reason: "a server broke".to_owned() };
+        let (mut send, pieces) = futures::channel::mpsc::channel::<Result<Bytes, ServeError>>(0);
+        let giving = tokio::spawn(async move {
+            for piece in ["a", "b", "c"] {
+                send.send(Ok(piece.into())).await.expect("it reads");
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            for piece in [Ok(Bytes::from_static(b"d")), Ok(vec![b'e'; WRITE_BYTES].into()), Err(failed())] {
+                send.send(piece).await.expect("it reads");
+            }
+        });
+        let mut gathered = Gathered::of(pieces);
+        let mut next = async || {
+            poll_fn(|cx| match gathered.poll_next_unpin(cx) {
+                Poll::Ready(next) => Poll::Ready(next),
+                Poll::Pending => gathered.poll_next_unpin(cx),
+            })
+            .await
+        };
+        assert_eq!(next().await.expect("bytes").expect("bytes").as_ref(), b"abc");
+        assert_eq!(next().await.expect("bytes").expect("bytes").len(), 1 + WRITE_BYTES);
+        assert!(next().await.expect("an error").is_err());
+        assert!(next().await.is_none());
+        giving.await.expect("all is given");
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use chassis::{Gate, spawn_guarded};
+use futures::future::{BoxFuture, FutureExt as _};
 use http::response::Parts;
 use tokio::time::{Instant, Sleep, sleep_until, timeout};
 use types::{Deadline, RefusalKind};
@@ -67,7 +68,8 @@ pub struct AnswerStream {
     rest: Option<AnswerSource>,
     held: HeldByAnswer,
     deadline: Pin<Box<Sleep>>,
-    drain: Drain,
+    /// The wait for the end of the drain, begun once for all bytes.
+    drained: BoxFuture<'static, ()>,
 }
 
 // === impl StartedAnswer ===
@@ -128,16 +130,19 @@ impl AnswerStream {
         rest: AnswerSource,
         held: HeldByAnswer,
         deadline: Deadline,
-        drain: Drain,
+        drain: &Drain,
     ) -> Self {
         let deadline = Box::pin(sleep_until(deadline.instant().into()));
-        Self { first, rest: Some(rest), held, deadline, drain }
+        let over = drain.over.clone();
+        let drained = async move { over.wait().await }.boxed();
+        Self { first, rest: Some(rest), held, deadline, drained }
     }
 
-    /// Counts generated tokens against the tenant's limits.
-    pub fn generated(&self, n_tokens: usize, now: Instant) {
+    /// Counts generated tokens against the tenant's limits, if it has limits.
+    pub fn generated(&self, n_tokens: impl FnOnce() -> usize) {
         if let Some(permit) = &self.held.tenant {
-            (0..n_tokens).for_each(|_| permit.generated(now));
+            let now = Instant::now();
+            (0..n_tokens()).for_each(|_| permit.generated(now));
         }
     }
 
@@ -159,7 +164,7 @@ impl AnswerStream {
                 () = &mut self.deadline => {
                     Err(ServeError::DeadlinePassed { reason: "the request's time is up".to_owned() })
                 }
-                () = self.drain.over.wait() => Err(ServeError::Draining),
+                () = &mut self.drained => Err(ServeError::Draining),
             },
         };
         match self.held.outcome.note(next) {

@@ -202,7 +202,7 @@ impl Upstream {
         }
         record.enter(Place::Client);
         let held = HeldByAnswer { outcome, _permits: permits, tenant };
-        let bytes = AnswerStream::new(first, rest, held, caller.deadline, drain.clone());
+        let bytes = AnswerStream::new(first, rest, held, caller.deadline, drain);
         Ok(UpstreamAnswer { head, record, bytes })
     }
 
