@@ -276,7 +276,7 @@ impl<S: Stream<Item = Result<Bytes, ServeError>> + Unpin> Stream for Gathered<S>
         if !gathered.is_empty() {
             return Poll::Ready(Some(Ok(gathered.split().freeze())));
         }
-        let ended = std::mem::replace(end, Some(Ok(()))).unwrap_or(Ok(()));
+        let ended = end.replace(Ok(())).unwrap_or(Ok(()));
         Poll::Ready(ended.err().map(Err))
     }
 }
@@ -315,6 +315,7 @@ mod tests {
     use std::future::poll_fn;
     use std::time::Duration;
 
+    use chassis::{Gate, spawn_guarded};
     use futures::SinkExt as _;
 
     use super::*;
@@ -359,7 +360,8 @@ mod tests {
     async fn pieces_that_are_ready_leave_together() {
         let failed = || ServeError::Failed { reason: "a server broke".to_owned() };
         let (mut send, pieces) = futures::channel::mpsc::channel::<Result<Bytes, ServeError>>(0);
-        let giving = tokio::spawn(async move {
+        let gate = Gate::new("pieces");
+        let _giving = spawn_guarded(&gate, "pieces", async move {
             for piece in ["a", "b", "c"] {
                 send.send(Ok(piece.into())).await.expect("it reads");
             }
@@ -380,7 +382,6 @@ mod tests {
         assert_eq!(next().await.expect("bytes").expect("bytes").len(), 1 + WRITE_BYTES);
         assert!(next().await.expect("an error").is_err());
         assert!(next().await.is_none());
-        giving.await.expect("all is given");
     }
 
     #[test]
