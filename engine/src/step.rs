@@ -112,6 +112,9 @@ impl PendingStep {
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepOutput {
     pub rows: Vec<Result<Option<SampledToken>, RowError>>,
+    /// For each token of the step, the smallest lead of the last expert that was chosen over the next one, in scores
+    /// of the router, over all layers. Empty if the model has no experts or the backend does not know.
+    pub routing_leads: Vec<f32>,
 }
 
 /// A sampled token, and its log-probabilities if they were requested.

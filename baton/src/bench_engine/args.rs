@@ -21,6 +21,13 @@ const CHECK_FOLDERS: &[&str] = &[
     "models/demo",
 ];
 
+/// The folders with experts, which `--check` compares too. A GPU has no experts in FP8.
+const CHECK_FOLDERS_OF_EXPERTS: &[&str] = &[
+    "engine/tests/models/mixtral",
+    "engine/tests/models/qwen3-moe",
+    "engine/tests/models/qwen3-moe-stacked",
+];
+
 /// Measure the engine alone: decode steps, first tokens, many requests at once, and the device's limits.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct EngineArgs {
@@ -230,7 +237,13 @@ impl EngineArgs {
     pub(crate) fn check_folders(&self) -> Vec<PathBuf> {
         match self.weights {
             WeightSource::Safetensors => vec![self.model.clone()],
-            WeightSource::Dummy => CHECK_FOLDERS.iter().map(PathBuf::from).collect(),
+            WeightSource::Dummy => {
+                let of_experts = match self.quantize {
+                    WeightFormat::No => CHECK_FOLDERS_OF_EXPERTS,
+                    WeightFormat::Fp8 => &[],
+                };
+                CHECK_FOLDERS.iter().chain(of_experts).map(PathBuf::from).collect()
+            }
         }
     }
 }

@@ -18,12 +18,13 @@ const N_STEPS: usize = 24;
 const LIMITS: StepLimits = StepLimits { tokens: 2048, rows: 256 };
 /// The tolerance for bf16, compared with f32 on the CPU. Numbers are rounded to 8 bits in every layer, which
 /// matters most in narrow models such as the test models. The tolerance is 1.5 times the largest difference
-/// that was seen (`docs/measurements`).
-const TOLERANCE: Tolerance = Tolerance { epsilon: 0.5, logprob: 0.5, logprob_share: 0.05 };
+/// that was seen (`docs/measurements`). That holds for `routing` too: a choice of experts differed at a lead of 0.07.
+const TOLERANCE: Tolerance = Tolerance { epsilon: 0.5, logprob: 0.5, logprob_share: 0.05, routing: 0.1 };
 
 /// The tolerance with KV in FP8. Numbers that differ in their last bits before they are rounded to 3 bits may
 /// differ by an eighth afterwards.
-const TOLERANCE_OF_KV: Tolerance = Tolerance { epsilon: 1.1, logprob: 5.5, logprob_share: 0.05 };
+const TOLERANCE_OF_KV: Tolerance =
+    Tolerance { epsilon: 1.1, logprob: 5.5, logprob_share: 0.05, routing: 0.1 };
 
 /// The KV memory of a model that is compared with itself, in bytes: enough for the sequences of the largest
 /// batch.
@@ -53,8 +54,14 @@ impl ModelComparison {
         all.merge(self.launched.clone());
         let verdict = if self.is_equal() { "equal" } else { "NOT EQUAL" };
         let mut line = format!(
-            "{}: {verdict} to {}; {} tokens, {} near ties, log-probabilities within {:.3}, other tokens over leads of {:.3}",
-            self.model, self.with, all.n_tokens, all.n_near_ties, all.worst_logprob, all.worst_lead
+            "{}: {verdict} to {}; {} tokens, {} near ties, {} of routing, log-probabilities within {:.3}, other tokens over leads of {:.3}",
+            self.model,
+            self.with,
+            all.n_tokens,
+            all.n_near_ties,
+            all.n_routing_ties,
+            all.worst_logprob,
+            all.worst_lead
         );
         for wrong in all.wrong.iter().take(5) {
             line.push_str(&format!("\n  {wrong}"));

@@ -4,7 +4,7 @@ use types::{BlockIdx, Sampling, StopRules, TokenId};
 
 use super::{CompareError, Comparison, Tolerance, Truth, TruthStep};
 use crate::backend::Backend;
-use crate::step::{PendingStep, Row, RowInput, SampleSpec, SampledToken, SlotId, StepBatch};
+use crate::step::{PendingStep, Row, RowInput, SampleSpec, SampledToken, SlotId, StepBatch, StepOutput};
 
 /// The number of log-probabilities that are compared at each position.
 const N_TOP: u8 = 20;
@@ -43,11 +43,13 @@ pub(super) fn truth(
     for _ in 0..n_steps {
         let piece =
             Piece { sequence: 0, input: RowInput::Tokens(&tokens[start..]), start, draws: Some(true) };
-        let drawn = step(reference, "the reference", 1, &[piece])?;
+        let launched = launch(reference, 1, &[piece])?;
+        let (drawn, routing_leads) = collect_with_leads(reference, "the reference", launched)?;
         let best = best(drawn.into_iter().next().flatten());
         start = tokens.len();
         tokens.push(best[0].0);
-        steps.push(TruthStep { best });
+        let routing_lead = routing_leads.last().copied().unwrap_or(f32::INFINITY);
+        steps.push(TruthStep { best, routing_lead });
     }
     Ok(Truth { prompt: prompt.to_vec(), steps })
 }
@@ -121,7 +123,6 @@ impl Script<'_> {
             let next = if is_last { None } else { Some(launch(self.backend, 1, &[piece])?) };
             let drawn = collect(self.backend, company, in_flight)?.into_iter().next().flatten();
             let token = drawn.map(|sampled| sampled.token);
-            self.comparison.n_tokens += 1;
             if let Some(token) = token {
                 self.comparison.see_token(&place(company, truth, nth), expected, token, self.tolerance);
             }
@@ -342,7 +343,17 @@ fn collect(
     company: &'static str,
     step: PendingStep,
 ) -> Result<Vec<Option<SampledToken>>, CompareError> {
-    let output = backend.collect(step)?;
+    Ok(collect_with_leads(backend, company, step)?.0)
+}
+
+/// Returns the sampled token of each row, and the routing leads of all tokens.
+fn collect_with_leads(
+    backend: &mut dyn Backend,
+    company: &'static str,
+    step: PendingStep,
+) -> Result<(Vec<Option<SampledToken>>, Vec<f32>), CompareError> {
+    let StepOutput { rows, routing_leads } = backend.collect(step)?;
     let failed = |source| CompareError::Row { company, source };
-    output.rows.into_iter().map(|row| row.map_err(failed)).collect()
+    let rows = rows.into_iter().map(|row| row.map_err(failed)).collect::<Result<_, _>>()?;
+    Ok((rows, routing_leads))
 }

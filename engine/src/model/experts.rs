@@ -59,6 +59,7 @@ impl Experts {
     pub(super) fn forward(&self, x: &Tensor, pass: &Pass<'_>) -> Tensor {
         let scores = pass.linear(x, &self.router);
         let scores = pass.whole(scores, self.experts.len()); // (tokens, experts)
+        pass.note_routing_leads((0..scores.n_rows()).map(|nth| lead(scores.row(nth), self.rule.per_token)));
         let mut out = pass.zeroes(x.n_rows(), x.width());
         for of_one in self.choices(&scores).chunk_by(|one, next| one.expert == next.expert) {
             let rows: Vec<ScaledRow> = of_one.iter().map(|choice| choice.row).collect();
@@ -98,6 +99,16 @@ fn chosen(scores: &[f32], rule: ChoiceRule) -> Vec<(usize, f32)> {
     experts.into_iter().map(|expert| (expert, exponentials[expert] / divisor)).collect()
 }
 
+/// Returns by how much the score of the last expert that is chosen exceeds the next one's.
+fn lead(scores: &[f32], per_token: usize) -> f32 {
+    if per_token >= scores.len() {
+        return f32::INFINITY;
+    }
+    let mut sorted = scores.to_vec();
+    sorted.sort_by(|one, other| other.total_cmp(one));
+    sorted[per_token - 1] - sorted[per_token]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -121,5 +132,12 @@ mod tests {
         near(chosen(&scores, 2, true), &[(1, 0.6), (2, 0.4)]);
         near(chosen(&scores, 4, true), &[(1, 0.375), (2, 0.25), (3, 0.25), (0, 0.125)]);
         near(chosen(&[5.0], 1, false), &[(0, 1.0)]);
+    }
+
+    #[test]
+    fn the_lead_is_that_of_the_last_chosen_expert() {
+        assert_eq!(lead(&[1.0, 4.0, 2.5, 0.5], 2), 1.5);
+        assert_eq!(lead(&[1.0, 4.0, 1.0], 2), 0.0, "equal scores");
+        assert_eq!(lead(&[1.0, 4.0], 2), f32::INFINITY, "all experts are chosen");
     }
 }

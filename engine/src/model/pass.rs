@@ -1,6 +1,7 @@
 //! Hot path.
 //! The operations of one step on all of its rows. The decoder calls them layer by layer.
 
+use std::cell::RefCell;
 use std::ops::Range;
 
 use device::PageBusy;
@@ -43,6 +44,8 @@ pub struct Pass<'a> {
     rows: Vec<PassRow<'a>>,
     n_tokens: usize,
     angles: RopeAngles,
+    /// See [`StepOutput::routing_leads`](crate::step::StepOutput::routing_leads).
+    routing_leads: RefCell<Vec<f32>>,
 }
 
 /// A row of a tensor, and the factor with which it is added to a sum.
@@ -71,7 +74,30 @@ impl<'a> Pass<'a> {
         let angles = RopeAngles::new(frequencies, positions);
         let n_tokens = rows.iter().map(|row| row.tokens.len()).sum();
         let (layout, memory) = (memory.layout(), memory.rank(rank.nth()));
-        Self { processor, scratch, layout, memory, written, rank, rows, n_tokens, angles }
+        Self {
+            processor,
+            scratch,
+            layout,
+            memory,
+            written,
+            rank,
+            rows,
+            n_tokens,
+            angles,
+            routing_leads: RefCell::default(),
+        }
+    }
+
+    /// Notes the routing leads of all tokens in one layer.
+    pub fn note_routing_leads(&self, of_layer: impl Iterator<Item = f32>) {
+        let mut leads = self.routing_leads.borrow_mut();
+        leads.resize(self.n_tokens, f32::INFINITY);
+        leads.iter_mut().zip(of_layer).for_each(|(lead, of_layer)| *lead = lead.min(of_layer));
+    }
+
+    /// Returns the smallest routing lead of each token over all layers; empty if no layer has experts.
+    pub fn take_routing_leads(&self) -> Vec<f32> {
+        self.routing_leads.take()
     }
 
     /// Returns the outcome of each row, in their order.

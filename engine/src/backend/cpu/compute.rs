@@ -9,7 +9,7 @@ use std::sync::mpsc::{Receiver, SyncSender};
 use types::TokenId;
 
 use super::job::{JobRow, StepJob};
-use super::rank::{Helper, Outcomes, Rank, Step};
+use super::rank::{Forwarded, Helper, Outcomes, Rank, Step};
 use crate::error::RowError;
 use crate::model::ranks::RankFence;
 use crate::model::{ModelConfig, Scratch, Tensor};
@@ -52,14 +52,14 @@ impl Compute {
 
     fn step(&mut self, job: StepJob, scratch: &Scratch) -> Option<StepOutput> {
         let step = Arc::new(self.resolved(job));
-        let rows = self.outcomes(&step, scratch)?;
+        let (rows, routing_leads) = self.outcomes(&step, scratch)?;
         self.previous.clear();
         for (row, outcome) in step.rows.iter().zip(&rows) {
             if let Ok(Some(sampled)) = outcome {
                 self.previous.insert(row.slot, sampled.token);
             }
         }
-        Some(StepOutput { rows })
+        Some(StepOutput { rows, routing_leads })
     }
 
     fn resolved(&self, StepJob { mut rows, signal }: StepJob) -> Step {
@@ -67,14 +67,15 @@ impl Compute {
         Step { rows, resolved, written: RankFence::new(signal, 1 + self.helpers.len()) }
     }
 
-    /// Runs a step on all ranks, and returns the outcomes of its rows; `None` if a rank has ended.
+    /// Runs a step on all ranks, and returns the outcomes of its rows with the routing leads of its tokens; `None` if
+    /// a rank has ended.
     fn outcomes(
         &self,
         step: &Arc<Step>,
         scratch: &Scratch,
-    ) -> Option<Vec<Result<Option<SampledToken>, RowError>>> {
+    ) -> Option<(Vec<Result<Option<SampledToken>, RowError>>, Vec<f32>)> {
         self.helpers.iter().try_for_each(|helper| helper.begin(step))?;
-        let (logits, mut outcomes) = self.rank.forward(step, scratch);
+        let Forwarded { logits, mut outcomes, routing_leads } = self.rank.forward(step, scratch);
         for helper in &self.helpers {
             outcomes = first_errors(outcomes, helper.finish()?);
         }
@@ -84,7 +85,7 @@ impl Compute {
             resolved.clone()?;
             outputs.draw(row, outcomes.next().expect("every resolved row has an outcome"))
         };
-        Some(step.rows.iter().zip(&step.resolved).map(draw).collect())
+        Some((step.rows.iter().zip(&step.resolved).map(draw).collect(), routing_leads))
     }
 }
 

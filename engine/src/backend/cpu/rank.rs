@@ -27,6 +27,16 @@ pub(super) struct Step {
     pub(super) written: RankFence,
 }
 
+/// The results of a step's rows that take part.
+#[derive(Debug)]
+pub(super) struct Forwarded {
+    /// (wanted, vocab)
+    pub(super) logits: Tensor,
+    pub(super) outcomes: Outcomes,
+    /// See [`StepOutput::routing_leads`](crate::step::StepOutput::routing_leads).
+    pub(super) routing_leads: Vec<f32>,
+}
+
 /// The state of a rank's thread.
 #[derive(Debug)]
 pub(super) struct Rank {
@@ -74,8 +84,7 @@ impl Rank {
         &self.processor
     }
 
-    /// Returns logits (wanted, vocab) and the outcomes of the rows that take part.
-    pub(super) fn forward(&self, step: &Step, scratch: &Scratch) -> (Tensor, Outcomes) {
+    pub(super) fn forward(&self, step: &Step, scratch: &Scratch) -> Forwarded {
         let parts = PassParts {
             processor: &self.processor,
             scratch,
@@ -88,14 +97,15 @@ impl Rank {
         let mut pass = Pass::new(parts, passing.map(|(row, _)| pass_row(row)).collect());
         let logits = self.model.forward(&mut pass);
         let logits = pass.whole(logits, self.vocab);
-        (logits, pass.into_outcomes().collect())
+        let routing_leads = pass.take_routing_leads();
+        Forwarded { logits, outcomes: pass.into_outcomes().collect(), routing_leads }
     }
 
     /// Runs until the sender of steps is dropped.
     fn run(self, steps: &Receiver<Arc<Step>>, outcomes: &SyncSender<Outcomes>) {
         let scratch = Scratch::default();
         while let Ok(step) = steps.recv() {
-            let (_, of_rows) = self.forward(&step, &scratch);
+            let of_rows = self.forward(&step, &scratch).outcomes;
             // `step` is dropped before the answer, because its last holder drops the fence, and that must be
             // the caller of `collect`.
             drop(step);

@@ -166,7 +166,7 @@ impl LaunchedStep {
             };
             rows.push(outcome);
         }
-        Ok(StepOutput { rows })
+        Ok(StepOutput { rows, routing_leads: Vec::new() })
     }
 
     /// Returns the step's buffers for reuse.
