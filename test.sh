@@ -176,6 +176,8 @@ run_long() {
     say "long: first-token times of two tenants over 1,000 rounds"
     TEST_TIMING_ROUNDS=1000 cargo test --release --package baton-tests --test tenants -- \
         another_tenants_cache a_cache_salt --test-threads=1
+    say "long: 1,000 constrained answers, also while a decode node dies"
+    TEST_CONSTRAINED=1000 cargo test --release --package baton-tests --test demo -- constrained_answers
     say "long: the stages of every request add up to what its client waits"
     TEST_LATE_PERCENT=0 cargo test --release --package baton-tests --test requests -- \
         stages_add_up --test-threads=1

@@ -3,8 +3,11 @@
 //! The rest of the router relies on four properties of a prompt: it is bounded, its tokens exist, its numbers
 //! are in range, and it has a deadline, a tenant and an id. A refusal names the field at fault.
 
+mod inputs;
+mod numbers;
+
 use std::num::NonZeroU32;
-use std::ops::{Bound, RangeBounds};
+use std::ops::Bound;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,11 +17,15 @@ use types::prompt::CACHE_SALT_BYTES_MAX;
 use types::{CacheSalt, Deadline, Prompt, RequestId, RequestedModel, Sampling, StopRules, TenantId, TokenId};
 
 use crate::admission::AdmissionTerms;
-use crate::error::AcceptError;
+use crate::error::{AcceptError, RequestError};
 use crate::grammars::{AskedGrammar, GrammarChecks};
+use crate::metrics::RouterMetrics;
 use crate::serve::{Arrival, Detail};
 use crate::tenants::{Claims, Client, TenantPermit, Tenants};
-use crate::text::{ServedModel, StopStrings};
+use crate::text::{CacheScope, ServedModel, StopStrings, Tokenizing};
+pub use inputs::{AskedInputs, AskedPrompt, Inputs};
+pub use numbers::LOGPROBS_MAX;
+use numbers::{logprobs, number, penalty, top_k};
 
 /// The largest number of answers to one prompt.
 pub const N_MAX: u32 = 128;
@@ -28,8 +35,6 @@ pub const INPUTS_MAX: usize = 32;
 pub const CHOICES_MAX: usize = 128;
 pub const LOGIT_BIAS_MAX: usize = 1024;
 pub const STOP_TOKENS_MAX: usize = 64;
-/// The largest number of alternatives reported beside a token.
-pub const LOGPROBS_MAX: u32 = 20;
 /// The longest request id and the longest tenant name that a client may choose, in bytes.
 pub const NAME_BYTES_MAX: usize = 128;
 
@@ -40,6 +45,7 @@ pub struct Acceptor {
     limits: Deadlines,
     tenants: Tenants,
     grammars: GrammarChecks,
+    tokenizing: Tokenizing,
 }
 
 /// The limits of request deadlines, from the configuration.
@@ -62,13 +68,6 @@ pub struct Caller {
     pub deadline: Deadline,
     pub detail: Detail,
     pub terms: AdmissionTerms,
-}
-
-/// The token sequences to continue, and the name of the request field that contained them.
-#[derive(Clone, Debug)]
-pub struct Inputs {
-    pub param: &'static str,
-    pub tokens: Vec<Vec<TokenId>>,
 }
 
 /// A request's sampling fields and its cache salt, unchecked. `None` means the model's default.
@@ -163,8 +162,10 @@ impl Default for SamplingParams {
 }
 
 impl Acceptor {
-    pub fn new(world: World, limits: Deadlines) -> Self {
-        Self { world, limits, tenants: Tenants::default(), grammars: GrammarChecks::default() }
+    pub fn new(world: World, limits: Deadlines, metrics: RouterMetrics) -> Self {
+        let (tenants, grammars, tokenizing) =
+            (Tenants::default(), GrammarChecks::default(), Tokenizing::new(metrics));
+        Self { world, limits, tenants, grammars, tokenizing }
     }
 
     #[must_use]
@@ -197,6 +198,24 @@ impl Acceptor {
         let deadline = self.world.deadline_in(self.limits.bound(timeout)?);
         let (now, terms) = (self.world.now(), client.terms());
         Ok(Caller { id, client, arrived: now, read: now, deadline, detail: Detail::Usual, terms })
+    }
+
+    /// Returns the threads for long texts.
+    pub fn tokenizing(&self) -> &Tokenizing {
+        &self.tokenizing
+    }
+
+    /// Tokenizes the prompts of a request.
+    pub async fn tokenized(
+        &self,
+        model: &ServedModel,
+        asked: AskedInputs,
+        params: &SamplingParams,
+        caller: &Caller,
+    ) -> Result<Inputs, RequestError> {
+        let salt = cache_salt(params.cache_salt.as_deref())?;
+        let scope = CacheScope { tenant: caller.client.tenant.clone(), salt };
+        asked.tokenized(&self.tokenizing, model, &scope, caller.deadline).await
     }
 
     /// Checks the grammar of a request on a blocking thread. [`accept`](Self::accept) would check it on the caller's.
@@ -254,14 +273,12 @@ impl Acceptor {
     pub fn accept_one(
         &self,
         model: &ServedModel,
-        param: &'static str,
-        tokens: Vec<TokenId>,
+        inputs: Inputs,
         params: &SamplingParams,
         caller: &Caller,
     ) -> Result<AcceptedOne, AcceptError> {
         let params = SamplingParams { n: 1, ..params.clone() };
-        let AcceptedRequest { mut prompts, stop, origin } =
-            self.accept(model, Inputs { param, tokens: vec![tokens] }, &params, caller)?;
+        let AcceptedRequest { mut prompts, stop, origin } = self.accept(model, inputs, &params, caller)?;
         let prompt = prompts.pop().expect("one input and one answer make one prompt");
         Ok(AcceptedOne { prompt, stop, origin })
     }
@@ -502,56 +519,6 @@ fn max_tokens(context: &AcceptContext, n_prompt: usize, asked: MaxTokens) -> Res
 }
 
 // === sampling ===
-
-/// Returns the requested number if it is in range, or the default. A default comes from the operator and is
-/// not checked.
-fn number(
-    param: &'static str,
-    asked: Option<f32>,
-    default: f32,
-    range: impl RangeBounds<f32>,
-) -> Result<f32, AcceptError> {
-    match asked {
-        None => Ok(default),
-        Some(value) if range.contains(&value) => Ok(value),
-        Some(value) => Err(AcceptError::invalid(param, format!("{}, not {value}", words(&range)))),
-    }
-}
-
-fn penalty(param: &'static str, asked: Option<f32>, default: f32) -> Result<f32, AcceptError> {
-    number(param, asked, default, -2.0..=2.0)
-}
-
-/// Describes a range in words.
-fn words(range: &impl RangeBounds<f32>) -> String {
-    let start = match range.start_bound() {
-        Bound::Included(start) => format!("from {start}"),
-        Bound::Excluded(start) => format!("above {start}"),
-        Bound::Unbounded => "any".to_owned(),
-    };
-    match (range.start_bound(), range.end_bound()) {
-        (Bound::Included(_), Bound::Included(end)) => format!("{start} to {end}"),
-        (_, Bound::Included(end)) => format!("{start} and at most {end}"),
-        (_, Bound::Excluded(end)) => format!("{start} and below {end}"),
-        (_, Bound::Unbounded) => start,
-    }
-}
-
-fn top_k(asked: Option<i64>, default: u32) -> Result<u32, AcceptError> {
-    match asked {
-        None => Ok(default),
-        Some(-1) => Ok(0),
-        Some(k) => u32::try_from(k)
-            .map_err(|_| AcceptError::invalid("top_k", format!("a count, or -1 for all, not {k}"))),
-    }
-}
-
-fn logprobs(asked: u32) -> Result<u8, AcceptError> {
-    match u8::try_from(asked) {
-        Ok(n) if asked <= LOGPROBS_MAX => Ok(n),
-        _ => Err(AcceptError::invalid("top_logprobs", format!("from 0 to {LOGPROBS_MAX}, not {asked}"))),
-    }
-}
 
 fn logit_bias(model: &ServedModel, asked: &[(TokenId, f32)]) -> Result<Vec<(TokenId, f32)>, AcceptError> {
     if asked.len() > LOGIT_BIAS_MAX {

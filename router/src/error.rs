@@ -130,6 +130,15 @@ impl ServeError {
     }
 }
 
+/// The error of a request, accepted or not.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RequestError {
+    #[error(transparent)]
+    Accept(#[from] AcceptError),
+    #[error(transparent)]
+    Serve(#[from] ServeError),
+}
+
 /// The error of a text that could not be tokenized.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EncodeError {

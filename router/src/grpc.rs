@@ -17,52 +17,17 @@ use tonic::metadata::MetadataValue;
 use tonic::{Code, Request, Response, Status};
 use types::{CallerAction, NodeId, RequestId, TokenId, Usage};
 
-use crate::accept::{AcceptedOne, Acceptor, Caller, MaxTokens, SamplingParams};
+use crate::accept::{AcceptedOne, Acceptor, AskedInputs, AskedPrompt, Caller, MaxTokens, SamplingParams};
 use crate::admission::terms::{SHEDDABLE, SLO};
 use crate::choice::{Choice, Delta};
-use crate::error::{AcceptError, ServeError};
+use crate::error::{AcceptError, RequestError, ServeError};
 use crate::grammars::AskedGrammar;
 use crate::http;
 use crate::metrics::RouterMetrics;
 use crate::requests::{Explanation, Gap, KvTransfer, PartTimes};
 use crate::serve::{Detail, Serve};
 use crate::tenants::{Claims, LimitReached};
-use crate::text::{Detokenizer, RouterModels, ServedModel, Tokenizer, run_by_size};
-
-/// The error of a call.
-enum CallError {
-    Accept(AcceptError),
-    Serve(ServeError),
-}
-
-impl CallError {
-    /// Returns the same code as an HTTP error has.
-    fn code(&self) -> http::Code {
-        match self {
-            Self::Accept(error) => http::Code::from(error),
-            Self::Serve(error) => http::Code::from(error),
-        }
-    }
-
-    fn status(&self) -> Status {
-        match self {
-            Self::Accept(error) => refused(error),
-            Self::Serve(error) => failed(error),
-        }
-    }
-}
-
-impl From<AcceptError> for CallError {
-    fn from(error: AcceptError) -> Self {
-        Self::Accept(error)
-    }
-}
-
-impl From<ServeError> for CallError {
-    fn from(error: ServeError) -> Self {
-        Self::Serve(error)
-    }
-}
+use crate::text::{Detokenizer, PromptText, RouterModels, ServedModel};
 
 /// The service `baton.v1.Inference` for clients.
 #[derive(Clone, Debug)]
@@ -80,7 +45,7 @@ impl GrpcApi {
         InferenceServer::new(self).max_decoding_message_size(proto::MESSAGE_BYTES_MAX)
     }
 
-    async fn answer(&self, request: Request<v1::GenerateRequest>) -> Result<Events, CallError> {
+    async fn answer(&self, request: Request<v1::GenerateRequest>) -> Result<Events, RequestError> {
         if self.shutdown.requested() {
             return Err(ServeError::Draining.into());
         }
@@ -124,22 +89,20 @@ impl GrpcApi {
         model: &Arc<ServedModel>,
         request: v1::GenerateRequest,
         caller: &Caller,
-    ) -> Result<AcceptedOne, CallError> {
+    ) -> Result<AcceptedOne, RequestError> {
         let params = params(&request)?;
         self.acceptor.check_grammar(model, &params, caller).await?;
-        let (param, tokens) = match request.input {
-            Some(Input::Text(text)) => ("text", encoded(model.tokenizer.clone(), text).await?),
-            Some(Input::Tokens(tokens)) => ("tokens", tokens.ids.into_iter().map(TokenId).collect()),
+        let (param, prompt) = match request.input {
+            Some(Input::Text(text)) => ("text", AskedPrompt::Text(PromptText::Plain(text))),
+            Some(Input::Tokens(tokens)) => {
+                ("tokens", AskedPrompt::Tokens(tokens.ids.into_iter().map(TokenId).collect()))
+            }
             None => return Err(AcceptError::missing("input").into()),
         };
-        Ok(self.acceptor.accept_one(model, param, tokens, &params, caller)?)
+        let asked = AskedInputs { param, prompts: vec![prompt] };
+        let inputs = self.acceptor.tokenized(model, asked, &params, caller).await?;
+        Ok(self.acceptor.accept_one(model, inputs, &params, caller)?)
     }
-}
-
-async fn encoded(tokenizer: Arc<Tokenizer>, text: String) -> Result<Vec<TokenId>, CallError> {
-    let encoded = run_by_size(text.len(), move || tokenizer.encode_plain(&text)).await;
-    let encoded = encoded.map_err(|error| ServeError::Failed { reason: error.to_string() })?;
-    Ok(encoded.map_err(|error| error.at("text"))?)
 }
 
 /// Returns the call's sampling parameters. Zero means "not given", because protobuf does not distinguish zero
@@ -275,9 +238,12 @@ impl Inference for GrpcApi {
     type GenerateStream = Events;
 
     async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Events>, Status> {
-        let answer =
-            self.answer(request).await.inspect_err(|error| self.metrics.refused(error.code().as_str()));
-        answer.map(Response::new).map_err(|error| error.status())
+        let answer = self.answer(request).await;
+        let answer = answer.inspect_err(|error| self.metrics.refused(http::Code::from(error).as_str()));
+        answer.map(Response::new).map_err(|error| match error {
+            RequestError::Accept(error) => refused(&error),
+            RequestError::Serve(error) => failed(&error),
+        })
     }
 }
 

@@ -4,6 +4,7 @@ mod line;
 mod models;
 mod outcome;
 pub mod predictions;
+mod text;
 mod vllm;
 
 use std::time::Duration;
@@ -21,6 +22,7 @@ pub use line::LineMetrics;
 use models::ModelLabels;
 pub use outcome::Outcome;
 use predictions::PredictionMetrics;
+pub use text::TextMetrics;
 pub use vllm::VllmGauges;
 
 /// The stages of a request, as the router measures them.
@@ -82,6 +84,8 @@ pub struct RouterMetrics {
     connections_refused: IntCounterVec,
     /// The lines in which requests wait for room.
     pub line: LineMetrics,
+    /// Tokenizing.
+    pub text: TextMetrics,
     models: ModelLabels,
     /// Requests without a known API key.
     pub unauthorized: IntCounterVec,
@@ -171,6 +175,7 @@ impl RouterMetrics {
                 &["port", "reason"],
             ),
             line: LineMetrics::new(metrics),
+            text: TextMetrics::new(metrics),
             models: ModelLabels::default(),
             unauthorized: counter("unauthorized_total", "Requests without a known API key.", &["reason"]),
             tenant_refusals: counter(

@@ -34,7 +34,7 @@ use crate::http::{
 use crate::metrics::{RouterMetrics, VllmGauges};
 use crate::serve::Serve;
 use crate::tenants::{KeySources, Oidc, TableError, TenantTable, Tenants, TenantsFile};
-use crate::text::{RouterModels, ServedModel, Tokenizer};
+use crate::text::{RouterModels, ServedModel, Tokenizer, Tokenizing};
 use crate::upstream::{Pools, RequestLimit, Upstream, UpstreamParts};
 use crate::{debug, http, policy};
 
@@ -179,7 +179,9 @@ impl Router {
             spawn_guarded(&self.gate, "drain", drain.clone().run(self.config.drain)),
             spawn_guarded(&self.gate, "tenants file", tenants.clone().follow_files()),
         ];
-        let acceptor = Acceptor::new(self.world.clone(), self.config.deadlines).with_tenants(tenants);
+        let acceptor = Acceptor::new(self.world.clone(), self.config.deadlines, router_metrics.clone());
+        let acceptor = acceptor.with_tenants(tenants);
+        show_text(&metrics, &router_metrics, acceptor.tokenizing().clone(), self.models.clone());
         let (connections, whole) = (self.config.connections, self.config.drain.whole + END_GRACE);
         let limits = |port| {
             let counts = router_metrics.connections(port);
@@ -327,6 +329,12 @@ fn show_upstream(page: &Metrics, metrics: &RouterMetrics, upstream: Option<Upstr
     let Some(upstream) = upstream else { return };
     let own = metrics.clone();
     page.before_page(move || own.show_upstream(&upstream.members()));
+}
+
+/// Adds the gauges of tokenizing to the page.
+fn show_text(page: &Metrics, metrics: &RouterMetrics, tokenizing: Tokenizing, models: RouterModels) {
+    let own = metrics.text.clone();
+    page.before_page(move || own.show(tokenizing.waiting_bytes(), &models));
 }
 
 /// The routes of a router's API, on the HTTP port and on the admin port.

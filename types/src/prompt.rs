@@ -52,7 +52,7 @@ pub const CACHE_SALT_BYTES_MAX: usize = 256;
 /// A text that a client chooses. Cached KV is shared only between prompts with the same salt. Empty: no salt.
 ///
 /// It may be a secret of the client's, so it has no `Display`, and `Debug` hides it.
-#[derive(Clone, Default, PartialEq, Eq)]
+#[derive(Clone, Default, PartialEq, Eq, Hash)]
 pub struct CacheSalt(Arc<str>);
 
 impl CacheSalt {

@@ -1,9 +1,11 @@
 use super::*;
 use crate::tenants::{Account, TenantLimits};
+use crate::text::PromptText;
 use crate::text::tokenizer::END;
 
 fn acceptor() -> Acceptor {
-    Acceptor::new(World::seeded(1), Deadlines::default())
+    let metrics = RouterMetrics::new(&chassis::metrics::Metrics::new("router"));
+    Acceptor::new(World::seeded(1), Deadlines::default(), metrics)
 }
 
 fn model() -> ServedModel {
@@ -67,13 +69,46 @@ async fn sampling_fields_are_used() {
     assert_eq!(prompt.sampling, sampling);
 }
 
-#[tokio::test]
-async fn a_grammar_is_checked_once_and_contradicts_no_other_field() {
-    let acceptor = acceptor();
+/// Makes a model with the demo model's tokenizer.
+fn demo() -> ServedModel {
     let json = include_bytes!("../../../models/demo/tokenizer.json");
     let tokenizer = crate::text::tokenizer::HuggingFace::new(json).expect("the demo model's");
     let tokenizer = crate::text::Tokenizer::HuggingFace(Box::new(tokenizer)).into();
-    let demo = ServedModel { tokenizer, ..model() };
+    ServedModel { tokenizer, ..model() }
+}
+
+#[tokio::test]
+async fn requests_find_pieces_of_their_tenant_and_salt_only() {
+    let (page, demo) = (chassis::metrics::Metrics::new("router"), demo());
+    let acceptor = Acceptor::new(World::seeded(1), Deadlines::default(), RouterMetrics::new(&page));
+    let tokenize = async |tenant: &str, salt: Option<&str>| {
+        let mut caller = caller(&acceptor);
+        caller.client.tenant = TenantId::new(tenant);
+        let params = SamplingParams { cache_salt: salt.map(str::to_owned), ..SamplingParams::default() };
+        let text = PromptText::Rendered("<|user|>a question".to_owned());
+        let asked = AskedInputs { param: "messages", prompts: vec![AskedPrompt::Text(text)] };
+        acceptor.tokenized(&demo, asked, &params, &caller).await.map(|inputs| inputs.tokens.concat())
+    };
+    let expected = demo.tokenizer.encode("<|user|>a question").expect("it encodes");
+    for (nth, (tenant, salt)) in
+        [("a", None), ("b", None), ("a", Some("salt")), ("b", Some("salt"))].into_iter().enumerate()
+    {
+        for _ in 0..2 {
+            assert_eq!(tokenize(tenant, salt).await, Ok(expected.clone()));
+        }
+        for found in ["no", "yes"] {
+            let line = format!("baton_router_text_pieces_total{{found=\"{found}\"}} {}\n", nth + 1);
+            assert!(page.page().contains(&line), "{line} for {tenant} with {salt:?}");
+        }
+    }
+    let long = "s".repeat(CACHE_SALT_BYTES_MAX + 1);
+    let refused = tokenize("a", Some(&long)).await.expect_err("the salt is too long");
+    assert!(refused.to_string().starts_with("cache_salt"), "{refused}");
+}
+
+#[tokio::test]
+async fn a_grammar_is_checked_once_and_contradicts_no_other_field() {
+    let (acceptor, demo) = (acceptor(), demo());
     let with = |grammar| SamplingParams {
         grammar: Some(AskedGrammar::new("guided_regex", grammar)),
         ..SamplingParams::default()
@@ -220,7 +255,8 @@ async fn a_tenants_context_bounds_its_requests() {
     caller.client.account = account;
     let accept = |n_prompt, max_tokens| {
         let params = SamplingParams { max_tokens, ..SamplingParams::default() };
-        acceptor.accept_one(&model(), "prompt", tokens(n_prompt), &params, &caller)
+        let inputs = Inputs { param: "prompt", tokens: vec![tokens(n_prompt)] };
+        acceptor.accept_one(&model(), inputs, &params, &caller)
     };
     let asked = |tokens| MaxTokens::Asked { tokens, param: "max_tokens" };
     assert_eq!(accept(15, MaxTokens::RestOfContext).expect("it fits").prompt.stop.max_tokens, 5);

@@ -38,6 +38,7 @@ reasons! {
     LateFirstToken = "late_first_token", "The first token is predicted, or already, later than the request's objective.";
     LateTokens = "late_tokens", "The time between tokens is predicted longer than the request's objective.";
     Waited = "waited", "The request got no room within `router.wait_ms`.";
+    Text = "text", "Too much text waits to be tokenized.";
 }
 
 /// A line's refusal of one prompt.

@@ -26,7 +26,7 @@ const SAME: &[(&str, &str)] = &[
 /// Fields that change nothing in the answer.
 const HARMLESS: &[&str] = &["metadata", "service_tier", "cache_control"];
 
-/// Parses a request's JSON into tokens and sampling parameters.
+/// Parses a request's JSON into a prompt and sampling parameters.
 pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<MessagesFormat>, HttpError> {
     let chat = Value::Object(chat_of(body::parse(json)?)?);
     Ok(chat::parse_request(api, chat.to_string().as_bytes())?.with_shape(MessagesFormat))

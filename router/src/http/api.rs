@@ -9,18 +9,18 @@ use chassis::World;
 use futures::future::try_join_all;
 use http::HeaderMap;
 use http::request::Parts;
-use types::{Prompt, RequestId};
+use types::{Deadline, Prompt, RequestId};
 
 use super::answer::{Answer, AnswerContext, AnswerShape};
 use super::body::{self, BodyLimits};
 use super::caller;
 use super::error::{Code, HttpError};
 use super::fields::AnswerOptions;
-use crate::accept::{AcceptedRequest, Acceptor, Caller, Inputs, SamplingParams};
+use crate::accept::{AcceptedRequest, Acceptor, AskedInputs, Caller, SamplingParams};
 use crate::choice::Choice;
 use crate::serve::Serve;
 use crate::tenants::Client;
-use crate::text::{Detokenizer, PartsRules, RouterModels, ServedModel, run_by_size};
+use crate::text::{Detokenizer, PartsRules, RouterModels, ServedModel};
 
 /// The state of the HTTP API. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -44,7 +44,7 @@ pub(crate) struct RequestHead {
 #[derive(Debug)]
 pub(crate) struct ParsedRequest<S> {
     pub(crate) model: Arc<ServedModel>,
-    pub(crate) inputs: Inputs,
+    pub(crate) inputs: AskedInputs,
     pub(crate) params: SamplingParams,
     pub(crate) options: AnswerOptions,
     /// How the answers' text is divided; `None`: all of it is text.
@@ -60,7 +60,7 @@ impl<S> ParsedRequest<S> {
     }
 }
 
-/// The function that parses an endpoint's JSON: fields, template, tokens.
+/// The function that parses an endpoint's JSON: fields and template.
 pub(crate) type RequestParser<S> = fn(&HttpApi, &[u8]) -> Result<ParsedRequest<S>, HttpError>;
 
 /// Lets handlers take a [`Client`]: a request without access is refused before the handler runs.
@@ -98,29 +98,19 @@ impl HttpApi {
         let within = self.body.within.min(self.world.left(caller.deadline));
         let body = body::read(body, BodyLimits { within, ..self.body }).await?;
         caller.read = self.world.now();
-        let ask = self.parsed_bytes(body, parse_request).await?;
+        let ask = self.parsed(body, caller.deadline, parse_request).await?;
         self.begin(ask, &caller).await
     }
 
-    /// Reads a body and parses it, on another thread if it is large.
+    /// Parses a body, on another thread if it is large.
     pub(crate) async fn parsed<T: Send + 'static>(
         &self,
-        body: Body,
-        limits: BodyLimits,
-        parse: fn(&Self, &[u8]) -> Result<T, HttpError>,
-    ) -> Result<T, HttpError> {
-        let body = body::read(body, limits).await?;
-        self.parsed_bytes(body, parse).await
-    }
-
-    async fn parsed_bytes<T: Send + 'static>(
-        &self,
         body: Bytes,
+        deadline: Deadline,
         parse: fn(&Self, &[u8]) -> Result<T, HttpError>,
     ) -> Result<T, HttpError> {
-        let api = self.clone();
-        let parsed = run_by_size(body.len(), move || parse(&api, &body)).await;
-        parsed.map_err(|error| HttpError::new(Code::Internal, error.to_string()))?
+        let (api, n_bytes) = (self.clone(), body.len());
+        self.acceptor.tokenizing().parse(n_bytes, deadline, move || parse(&api, &body)).await?
     }
 
     /// Begins all choices. Returns when each choice has its first step, or refuses the whole request.
@@ -130,6 +120,7 @@ impl HttpApi {
         caller: &Caller,
     ) -> Result<Answer<S>, HttpError> {
         let ParsedRequest { model, inputs, params, options, parts, shape } = ask;
+        let inputs = self.acceptor.tokenized(&model, inputs, &params, caller).await?;
         self.acceptor.check_grammar(&model, &params, caller).await?;
         let AcceptedRequest { prompts, stop, origin } =
             self.acceptor.accept(&model, inputs, &params, caller)?;

@@ -88,15 +88,18 @@ fn number<T: std::str::FromStr>(
 #[cfg(test)]
 mod tests {
     use chassis::World;
+    use chassis::metrics::Metrics;
     use types::prompt::Priority;
 
     use super::*;
     use crate::admission::{AdmissionTerms, Shedding};
+    use crate::metrics::RouterMetrics;
     use crate::tenants::{Tenants, TrustedProxies};
 
     fn check(headers: &[(&'static str, &'static str)]) -> Result<Caller, AcceptError> {
         let proxies = TrustedProxies::parse(&["10.0.0.0/8".to_owned()]).expect("a network");
-        let acceptor = Acceptor::new(World::seeded(1), crate::accept::Deadlines::default());
+        let metrics = RouterMetrics::new(&Metrics::new("router"));
+        let acceptor = Acceptor::new(World::seeded(1), crate::accept::Deadlines::default(), metrics);
         let acceptor = acceptor.with_tenants(Tenants::without_keys(proxies));
         let header =
             |(name, value): &(&'static str, &'static str)| (name.parse().unwrap(), value.parse().unwrap());

@@ -2,8 +2,6 @@
 
 use std::sync::Arc;
 
-use types::TokenId;
-
 use super::answer::{AnswerContext, AnswerFormat, AnswerShape, TokenIds, finish_reason};
 use super::api::{HttpApi, ParsedRequest};
 use super::body::JsonBody;
@@ -14,13 +12,13 @@ use super::logprobs::ChatLogprobs;
 use super::messages;
 use super::request_fields::{self, Endpoint};
 use super::tools::{self, ToolCall, ToolDemand, Tools};
-use crate::accept::{Inputs, MaxTokens, SamplingParams};
+use crate::accept::{AskedInputs, AskedPrompt, MaxTokens, SamplingParams};
 use crate::choice::{ChoiceFinish, Delta, WholeChoice};
 use crate::error::AcceptError;
 use crate::grammars::AskedGrammar;
 use crate::text::parts::{Parts, PartsRules, ToolRules};
 use crate::text::reasoning::{ReasoningRules, ReasoningTags};
-use crate::text::{Chat, ChatTemplate, ServedModel};
+use crate::text::{Chat, ChatTemplate, PromptText, ServedModel};
 use minijinja::value::{Serde, Value as TemplateValue};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -41,7 +39,7 @@ pub(crate) struct ChatFields {
     chat_template_kwargs: Option<Map<String, Value>>,
 }
 
-/// Parses a chat's JSON into tokens and sampling parameters.
+/// Parses a chat's JSON into a prompt and sampling parameters.
 pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<ChatShape>, HttpError> {
     let body = JsonBody::of(json);
     let (common, chat): (CommonFields, ChatFields) = (body.parse()?, body.parse()?);
@@ -50,7 +48,7 @@ pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<
     let model = api.serve.model(&api.models, common.model.as_deref())?;
     let options = common.options();
     let mut params = chat.params(common, constraints)?;
-    let RenderedChat { tokens, parts, demanded } = chat.rendered(api, &model)?;
+    let RenderedChat { text, parts, demanded } = chat.rendered(api, &model)?;
     let shape = ChatShape { calls_finish: demanded.as_ref().map_or(TOOL_CALLS, |demanded| demanded.finish) };
     if let Some(DemandedCalls { grammar, .. }) = demanded
         && let Some(other) = params.grammar.replace(grammar)
@@ -59,7 +57,7 @@ pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<
         return Err(AcceptError::invalid("tool_choice", reason).into());
     }
     Ok(ParsedRequest {
-        inputs: Inputs { param: "messages", tokens: vec![tokens] },
+        inputs: AskedInputs { param: "messages", prompts: vec![AskedPrompt::Text(text)] },
         params,
         options,
         parts: Some(parts),
@@ -83,7 +81,7 @@ const NAMED_CALL: &str = finish_reason(ChoiceFinish::Stop);
 /// A chat as the model reads it.
 #[derive(Debug)]
 pub(crate) struct RenderedChat {
-    pub(crate) tokens: Vec<TokenId>,
+    pub(crate) text: PromptText,
     /// How the answers are divided.
     parts: PartsRules,
     demanded: Option<DemandedCalls>,
@@ -107,7 +105,7 @@ impl ChatFields {
         Ok(SamplingParams { max_tokens: max_tokens.unwrap_or(params.max_tokens), logprobs, ..params })
     }
 
-    /// Renders the chat with the model's template and tokenizes it.
+    /// Renders the chat with the model's template.
     pub(crate) fn rendered(
         mut self,
         api: &HttpApi,
@@ -126,13 +124,12 @@ impl ChatFields {
         let opened = |tags: ReasoningTags| tags.opened_by(&text);
         let reasoning =
             template.reasoning().map(|tags| ReasoningRules { tags, opened: opened(tags), included });
-        let tokens = model.tokenizer.encode(&text).map_err(|error| error.at("messages"))?;
         let demanded = match (&demand, &tool_rules) {
             (Some(demand), Some(rules)) => Some(DemandedCalls::of(demand, model, rules, reasoning)?),
             _ => None,
         };
         let parts = PartsRules { reasoning: reasoning.filter(|_| is_separate), tools: tool_rules };
-        Ok(RenderedChat { tokens, parts, demanded })
+        Ok(RenderedChat { text: PromptText::Rendered(text), parts, demanded })
     }
 
     fn tool_rules(

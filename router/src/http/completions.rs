@@ -11,10 +11,10 @@ use super::error::HttpError;
 use super::fields::CommonFields;
 use super::logprobs::CompletionLogprobs;
 use super::request_fields::{self, Endpoint};
-use crate::accept::{INPUTS_MAX, Inputs, MaxTokens, SamplingParams};
+use crate::accept::{AskedInputs, AskedPrompt, INPUTS_MAX, MaxTokens, SamplingParams};
 use crate::choice::{Delta, WholeChoice};
 use crate::error::AcceptError;
-use crate::text::{ServedModel, Tokenizer};
+use crate::text::PromptText;
 
 /// OpenAI's default for requests without `max_tokens`.
 const MAX_TOKENS: MaxTokens = MaxTokens::AtMost(16);
@@ -39,7 +39,7 @@ enum PromptField {
     TokenLists(Vec<Vec<u32>>),
 }
 
-/// Parses a completion's JSON into tokens and sampling parameters.
+/// Parses a completion's JSON into prompts and sampling parameters.
 pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<CompletionShape>, HttpError> {
     let body = JsonBody::of(json);
     let (common, completion): (CommonFields, CompletionFields) = (body.parse()?, body.parse()?);
@@ -50,9 +50,8 @@ pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<
     let options = common.options();
     let params = SamplingParams { logprobs: completion.logprobs, ..common.params(constraints, MAX_TOKENS)? };
     let prompt = completion.prompt.ok_or_else(|| AcceptError::missing("prompt"))?;
-    let inputs = Inputs { param: "prompt", tokens: prompt.into_tokens(&model)? };
-    let echo = completion.echo.unwrap_or(false).then(|| texts(&model.tokenizer, &inputs));
-    let shape = CompletionShape { echo: echo.unwrap_or_default(), n: params.n as usize };
+    let inputs = AskedInputs { param: "prompt", prompts: prompt.into_prompts()? };
+    let shape = CompletionShape { echo: completion.echo.unwrap_or(false) };
     Ok(ParsedRequest { model, inputs, params, options, parts: None, shape })
 }
 
@@ -68,14 +67,14 @@ impl CompletionFields {
 }
 
 impl PromptField {
-    /// Tokenizes the prompts. Their number is checked first, because tokenizing is costly.
-    fn into_tokens(self, model: &ServedModel) -> Result<Vec<Vec<TokenId>>, AcceptError> {
-        let encode = |text: String| model.tokenizer.encode_plain(&text).map_err(|error| error.at("prompt"));
-        let ids = |ids: Vec<u32>| ids.into_iter().map(TokenId).collect();
+    /// Returns the prompts. Their number is checked here, before they are tokenized, which is costly.
+    fn into_prompts(self) -> Result<Vec<AskedPrompt>, AcceptError> {
+        let text = |text: String| AskedPrompt::Text(PromptText::Plain(text));
+        let ids = |ids: Vec<u32>| AskedPrompt::Tokens(ids.into_iter().map(TokenId).collect());
         match self {
-            Self::Text(text) => Ok(vec![encode(text)?]),
+            Self::Text(prompt) => Ok(vec![text(prompt)]),
             Self::Tokens(tokens) => Ok(vec![ids(tokens)]),
-            Self::Texts(texts) => bounded(texts)?.into_iter().map(encode).collect(),
+            Self::Texts(texts) => Ok(bounded(texts)?.into_iter().map(text).collect()),
             Self::TokenLists(lists) => Ok(bounded(lists)?.into_iter().map(ids).collect()),
         }
     }
@@ -91,20 +90,13 @@ fn bounded<T>(prompts: Vec<T>) -> Result<Vec<T>, AcceptError> {
     Ok(prompts)
 }
 
-/// Returns the prompts as text, for `echo`.
-fn texts(tokenizer: &Tokenizer, inputs: &Inputs) -> Vec<String> {
-    inputs.tokens.iter().map(|tokens| tokenizer.text_of(tokens)).collect()
-}
-
 // === the answer ===
 
 /// The format of a completion's answers.
 #[derive(Debug)]
 pub(crate) struct CompletionShape {
-    /// The prompts' texts, which begin the answers; empty without `echo`.
-    echo: Vec<String>,
-    /// The number of answers to each prompt.
-    n: usize,
+    /// Whether each answer begins with its prompt's text.
+    echo: bool,
 }
 
 #[derive(Debug, Serialize)]
@@ -120,8 +112,9 @@ pub(crate) struct CompletionChoice<'a> {
 }
 
 impl CompletionShape {
-    fn echo(&self, choice: usize) -> Option<&str> {
-        self.echo.get(choice / self.n).map(String::as_str)
+    fn echo(&self, context: &AnswerContext, choice: usize) -> Option<String> {
+        let prompt = context.prompts.get(choice).filter(|_| self.echo);
+        prompt.map(|tokens| context.model.tokenizer.text_of(tokens))
     }
 }
 
@@ -135,8 +128,8 @@ impl AnswerFormat for CompletionShape {
     type Chunk<'a> = CompletionChoice<'a>;
     type Choice<'a> = CompletionChoice<'a>;
 
-    fn opening(&self, _about: &AnswerContext, choice: usize) -> Option<CompletionChoice<'_>> {
-        let text = self.echo(choice)?.into();
+    fn opening(&self, context: &AnswerContext, choice: usize) -> Option<CompletionChoice<'_>> {
+        let text = self.echo(context, choice)?.into();
         let (logprobs, finish_reason, token_ids, prompt_token_ids) = (None, None, None, None);
         Some(CompletionChoice { index: choice, text, logprobs, finish_reason, token_ids, prompt_token_ids })
     }
@@ -163,8 +156,8 @@ impl AnswerFormat for CompletionShape {
         choice: usize,
         whole: &'a WholeChoice,
     ) -> CompletionChoice<'a> {
-        let text = match self.echo(choice) {
-            Some(echo) => format!("{echo}{}", whole.parts.text).into(),
+        let text = match self.echo(context, choice) {
+            Some(echo) => (echo + &whole.parts.text).into(),
             None => whole.parts.text.as_str().into(),
         };
         let steps = whole.steps.iter().map(|(offset, step)| (*offset, step));

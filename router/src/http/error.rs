@@ -8,7 +8,7 @@ use http::{HeaderValue, StatusCode, header};
 use serde::Serialize;
 use types::{CallerAction, RefusalKind};
 
-use crate::error::{AcceptError, ServeError};
+use crate::error::{AcceptError, RequestError, ServeError};
 use crate::tenants::Limit;
 
 macro_rules! codes {
@@ -55,7 +55,7 @@ codes! {
     MethodNotAllowed = "method_not_allowed", METHOD_NOT_ALLOWED, Request, "The path exists, but not for this method.";
     BodyTimeout = "body_timeout", REQUEST_TIMEOUT, Request, "The request's body did not arrive in time.";
     BodyTooLarge = "body_too_large", BAD_REQUEST, Request, "The request's body is larger than the router accepts.";
-    Overloaded = "overloaded", TOO_MANY_REQUESTS, Overloaded, "The request's line is full, or the request would miss its objective. Come back after the time in Retry-After.";
+    Overloaded = "overloaded", TOO_MANY_REQUESTS, Overloaded, "The request's line is full, the request would miss its objective, or too much text waits to be tokenized. Come back after the time in Retry-After.";
     TenantRequests = "tenant_requests", TOO_MANY_REQUESTS, Overloaded, "The tenant has as many concurrent requests as it may have.";
     TenantTokens = "tenant_tokens_per_minute", TOO_MANY_REQUESTS, Overloaded, "The tenant has used its tokens per minute. Come back after the time in Retry-After.";
     Full = "full", TOO_MANY_REQUESTS, Overloaded, "The sequence got no KV room within `router.wait_ms`, or every node's line of prompts that wait for room is full.";
@@ -205,6 +205,15 @@ impl From<ServeError> for HttpError {
     }
 }
 
+impl From<RequestError> for HttpError {
+    fn from(error: RequestError) -> Self {
+        match error {
+            RequestError::Accept(error) => error.into(),
+            RequestError::Serve(error) => error.into(),
+        }
+    }
+}
+
 fn code_of_limit(limit: Limit) -> Code {
     match limit {
         Limit::Requests => Code::TenantRequests,
@@ -217,6 +226,15 @@ fn retry_after(action: CallerAction) -> Option<Duration> {
     match action {
         CallerAction::RetryLater(after) => Some(after),
         CallerAction::Reject | CallerAction::RetryElsewhere | CallerAction::Bug => None,
+    }
+}
+
+impl From<&RequestError> for Code {
+    fn from(error: &RequestError) -> Self {
+        match error {
+            RequestError::Accept(error) => error.into(),
+            RequestError::Serve(error) => error.into(),
+        }
     }
 }
 

@@ -47,7 +47,7 @@ const REPEATED: &[(&str, &str)] = &[
     ("top_p", "null"),
 ];
 
-/// Parses a request's JSON into tokens and sampling parameters.
+/// Parses a request's JSON into a prompt and sampling parameters.
 pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<ResponsesFormat>, HttpError> {
     let fields: Map<String, Value> = body::parse(json)?;
     let repeated = |(name, absent): &(&str, &str)| {

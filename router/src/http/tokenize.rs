@@ -1,5 +1,7 @@
 //! The endpoints `POST /tokenize` and `POST /detokenize`, with vLLM's fields.
 
+use std::sync::Arc;
+
 use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
@@ -13,9 +15,10 @@ use super::body;
 use super::chat::ChatFields;
 use super::error::HttpError;
 use super::request_fields;
+use crate::accept::{AskedInputs, AskedPrompt, SamplingParams};
 use crate::error::{AcceptError, EncodeError};
 use crate::tenants::Client;
-use crate::text::{ServedModel, Tokenizer};
+use crate::text::{PromptText, ServedModel, Tokenizer};
 
 #[derive(Debug, Deserialize)]
 struct TokenizeFields {
@@ -55,58 +58,64 @@ pub(crate) struct DetokenizedText {
 
 pub(crate) async fn tokenize(
     State(api): State<HttpApi>,
-    _client: Client,
+    client: Client,
     body: Body,
 ) -> Result<Json<TokenizedText>, HttpError> {
-    api.parsed(body, api.body, tokenized).await.map(Json)
+    let caller = api.acceptor.caller(api.acceptor.request_id(None), client, None)?;
+    let body = body::read(body, api.body).await?;
+    let AskedText { model, inputs, is_shown } = api.parsed(body, caller.deadline, asked_text).await?;
+    let inputs = api.acceptor.tokenized(&model, inputs, &SamplingParams::default(), &caller).await?;
+    let tokens = inputs.tokens.concat();
+    let shown = || tokens.iter().map(|token| model.tokenizer.shown(*token).into()).collect();
+    Ok(Json(TokenizedText {
+        count: tokens.len(),
+        max_model_len: model.context_tokens,
+        token_strs: is_shown.then(shown),
+        tokens: tokens.iter().map(|token| token.0).collect(),
+    }))
 }
 
 pub(crate) async fn detokenize(
     State(api): State<HttpApi>,
-    _client: Client,
+    client: Client,
     body: Body,
 ) -> Result<Json<DetokenizedText>, HttpError> {
-    api.parsed(body, api.body, detokenized).await.map(Json)
+    let caller = api.acceptor.caller(api.acceptor.request_id(None), client, None)?;
+    let body = body::read(body, api.body).await?;
+    api.parsed(body, caller.deadline, detokenized).await.map(Json)
 }
 
-fn tokenized(api: &HttpApi, json: &[u8]) -> Result<TokenizedText, HttpError> {
+/// A text whose tokens a client asks for.
+struct AskedText {
+    model: Arc<ServedModel>,
+    inputs: AskedInputs,
+    /// Whether the answer has the tokens' texts.
+    is_shown: bool,
+}
+
+fn asked_text(api: &HttpApi, json: &[u8]) -> Result<AskedText, HttpError> {
     let fields: TokenizeFields = body::parse(json)?;
     let is_chat = fields.messages.is_some();
     let known = if is_chat { CHAT_FIELDS } else { &[] };
     request_fields::refuse_others(&fields.others, known)?;
     let model = api.serve.model(&api.models, fields.model.as_deref())?;
-    let tokens = match (fields.prompt, is_chat) {
+    let (param, text) = match (fields.prompt, is_chat) {
         (None, false) => return Err(AcceptError::missing("prompt").into()),
         (Some(_), true) => return Err(AcceptError::invalid("prompt", "not beside messages").into()),
-        (Some(text), false) => encoded(&model, &text, fields.add_special_tokens)?,
+        (Some(text), false) if fields.add_special_tokens.unwrap_or(true) => {
+            ("prompt", PromptText::Plain(text))
+        }
+        (Some(text), false) => ("prompt", PromptText::Rendered(text)),
         (None, true) => {
             if fields.add_special_tokens == Some(true) {
                 let reason = "the chat template writes them";
                 return Err(AcceptError::unsupported("add_special_tokens", reason).into());
             }
-            body::parse::<ChatFields>(json)?.rendered(api, &model)?.tokens
+            ("messages", body::parse::<ChatFields>(json)?.rendered(api, &model)?.text)
         }
     };
-    let shown =
-        |tokens: &[TokenId]| tokens.iter().map(|token| model.tokenizer.shown(*token).into()).collect();
-    Ok(TokenizedText {
-        count: tokens.len(),
-        max_model_len: model.context_tokens,
-        token_strs: fields.return_token_strs.unwrap_or(false).then(|| shown(&tokens)),
-        tokens: tokens.into_iter().map(|token| token.0).collect(),
-    })
-}
-
-fn encoded(
-    model: &ServedModel,
-    text: &str,
-    add_special_tokens: Option<bool>,
-) -> Result<Vec<TokenId>, AcceptError> {
-    let tokens = match add_special_tokens.unwrap_or(true) {
-        true => model.tokenizer.encode_plain(text),
-        false => model.tokenizer.encode(text),
-    };
-    tokens.map_err(|error| error.at("prompt"))
+    let inputs = AskedInputs { param, prompts: vec![AskedPrompt::Text(text)] };
+    Ok(AskedText { model, inputs, is_shown: fields.return_token_strs.unwrap_or(false) })
 }
 
 fn detokenized(api: &HttpApi, json: &[u8]) -> Result<DetokenizedText, HttpError> {

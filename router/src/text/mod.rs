@@ -1,6 +1,5 @@
 //! Text, which only the router handles: messages to tokens, and tokens to text.
 
-pub mod offload;
 pub mod detokenizer;
 mod dialect;
 pub mod folder;
@@ -10,6 +9,7 @@ pub mod stop;
 mod tags;
 pub mod template;
 pub mod tokenizer;
+pub mod tokenizing;
 pub mod tools;
 
 use std::collections::BTreeMap;
@@ -20,11 +20,11 @@ use types::node::{FingerprintMismatch, TOKENIZER, TOKENIZER_BYTES, TOKENIZER_NON
 use types::{ModelInfo, Sampling, TokenId};
 
 pub use detokenizer::Detokenizer;
-pub use offload::run_by_size;
 pub use parts::{Parts, PartsParser, PartsRules};
 pub use stop::StopStrings;
 pub use template::{Chat, ChatTemplate};
-pub use tokenizer::Tokenizer;
+pub use tokenizer::{CacheScope, PromptText, Tokenizer};
+pub use tokenizing::Tokenizing;
 use tools::ToolFormat;
 
 use crate::error::{AcceptError, TextError};
@@ -221,6 +221,14 @@ impl RouterModels {
                 _ => Err(AcceptError::missing("model")),
             },
         }
+    }
+
+    /// Returns the bytes of the prompts' pieces that each model keeps, if it keeps any.
+    pub fn seen_bytes(&self) -> Vec<(String, usize)> {
+        let models = self.by_name.read().unwrap_or_else(PoisonError::into_inner);
+        let of_model =
+            |(name, known): (&String, &KnownModel)| (name.clone(), known.own.tokenizer.seen_bytes());
+        models.iter().map(of_model).filter(|(_, bytes)| *bytes > 0).collect()
     }
 
     fn insert(&self, own: ServedModel, source: ModelSource) {

@@ -49,14 +49,15 @@ pub fn http(bytes: &[u8]) {
 
 fn app(said: &[u8]) -> axum::Router {
     let world = World::seeded(1);
-    let acceptor = Acceptor::new(world.clone(), Deadlines::default());
+    let metrics = RouterMetrics::new(&Metrics::new("router"));
+    let acceptor = Acceptor::new(world.clone(), Deadlines::default(), metrics.clone());
     let models = RouterModels::new([ServedModel::mock(MODEL, CONTEXT)]);
     let serve = Arc::new(FixedAnswer(said.to_vec()));
     let http_api = HttpApi { serve, models, acceptor: acceptor.clone(), world, body: BodyLimits::default() };
     stack(
         api(http_api.clone()).merge(description(http_api.clone())).merge(health(http_api.serve)),
         acceptor,
-        RouterMetrics::new(&Metrics::new("router")),
+        metrics,
     )
 }
 

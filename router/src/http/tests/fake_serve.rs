@@ -207,11 +207,12 @@ pub(crate) fn app_with(fake_serve: &Arc<FakeServe>, body: BodyLimits) -> Router 
 
 pub(crate) fn app_of(fake_serve: &Arc<FakeServe>, body: BodyLimits, model: ServedModel) -> Router {
     let world = World::seeded(1);
-    let acceptor = Acceptor::new(world.clone(), Deadlines::default());
+    let metrics = RouterMetrics::new(&Metrics::new("router"));
+    let acceptor = Acceptor::new(world.clone(), Deadlines::default(), metrics.clone());
     let models = RouterModels::new([model]);
     let http = HttpApi { serve: fake_serve.clone(), models, acceptor: acceptor.clone(), world, body };
     let pages = health(fake_serve.clone()).merge(description(http.clone()));
-    stack(api(http).merge(pages), acceptor, RouterMetrics::new(&Metrics::new("router")))
+    stack(api(http).merge(pages), acceptor, metrics)
 }
 
 /// A response of the API, received completely.

@@ -7,7 +7,13 @@ use tokenizers::Tokenizer as Inner;
 use types::TokenId;
 use types::node::tokenizer_digest;
 
+use super::cuts::Cuts;
+use super::encoding::PromptText;
+use super::seen::SeenPieces;
 use crate::error::EncodeError;
+
+/// The largest size of the pieces that are kept: texts of about ten million tokens.
+const SEEN_BYTES_MAX: usize = 64 << 20;
 
 /// A tokenizer from a `tokenizer.json`, with the bytes of all its tokens.
 pub struct HuggingFace {
@@ -15,6 +21,9 @@ pub struct HuggingFace {
     bytes: TokenBytes,
     bos: Bos,
     digest: String,
+    /// `None`: texts are tokenized whole.
+    cuts: Option<Cuts>,
+    seen: SeenPieces,
 }
 
 /// How a plain text gets its beginning-of-sequence token. Chat templates write it themselves.
@@ -60,7 +69,8 @@ impl HuggingFace {
         inner.with_truncation(None)?;
         inner.with_padding(None);
         let bytes = TokenBytes::of_tokenizer(&inner)?;
-        Ok(Self { inner, bytes, bos: Bos::default(), digest: tokenizer_digest(json) })
+        let (cuts, seen) = (Cuts::of(&inner), SeenPieces::new(SEEN_BYTES_MAX));
+        Ok(Self { inner, bytes, bos: Bos::default(), digest: tokenizer_digest(json), cuts, seen })
     }
 
     pub fn with_bos(self, bos: Bos) -> Self {
@@ -83,6 +93,25 @@ impl HuggingFace {
     /// Returns the name of a special token; `None` for other tokens.
     pub fn special(&self, token: TokenId) -> Option<String> {
         token_bytes::special(&self.inner, token.0)
+    }
+
+    /// Returns the cuts of a text; `None` if it must be tokenized whole.
+    pub(super) fn cuts(&self, text: &PromptText) -> Option<&Cuts> {
+        let is_whole = matches!(text, PromptText::Plain(_)) && self.bos == Bos::PostProcessor;
+        self.cuts.as_ref().filter(|_| !is_whole)
+    }
+
+    /// Returns the token before the first piece of a text.
+    pub(super) fn beginning_of(&self, text: &PromptText) -> Option<TokenId> {
+        match (text, self.bos) {
+            (PromptText::Plain(_), Bos::Token(token)) => Some(token),
+            _ => None,
+        }
+    }
+
+    /// Returns the pieces that were tokenized before.
+    pub(super) fn seen(&self) -> &SeenPieces {
+        &self.seen
     }
 
     pub fn encode(&self, text: &str) -> Result<Vec<TokenId>, EncodeError> {

@@ -1,7 +1,10 @@
 //! Tokenizers: text to tokens, and tokens to bytes. One variant per kind of tokenizer.
 
 mod byte;
+mod cuts;
+mod encoding;
 mod hugging_face;
+mod seen;
 
 use std::borrow::Cow;
 
@@ -9,7 +12,9 @@ use types::TokenId;
 use types::node::{TOKENIZER_BYTES, TOKENIZER_NONE};
 
 pub use byte::END;
+pub use encoding::{PieceCounts, PromptText, TextEncoding};
 pub use hugging_face::{Bos, HuggingFace, TokenizerError};
+pub use seen::CacheScope;
 
 use crate::error::EncodeError;
 
@@ -62,6 +67,14 @@ impl Tokenizer {
         match self {
             Self::HuggingFace(tokenizer) => tokenizer.encode_plain(text),
             Self::Bytes | Self::Absent => self.encode(text),
+        }
+    }
+
+    /// Returns the bytes of the pieces of texts that are kept with their tokens.
+    pub fn seen_bytes(&self) -> usize {
+        match self {
+            Self::HuggingFace(tokenizer) => tokenizer.seen().bytes(),
+            Self::Bytes | Self::Absent => 0,
         }
     }
 
