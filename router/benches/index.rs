@@ -52,7 +52,7 @@ fn resident() -> f64 {
     statm.split_whitespace().nth(1).unwrap().parse::<f64>().unwrap() * 4096.0
 }
 
-/// Fills an index, and prints the memory per block with 1, 2, 4 and 8 nodes for each block.
+/// Fills an index, and prints the memory per block with 1 to 8 nodes for each block.
 fn sizes() -> (PrefixIndex, Vec<IndexedNode>) {
     let all = hashes(0..N_BLOCKS);
     let index = PrefixIndex::default();
@@ -63,10 +63,8 @@ fn sizes() -> (PrefixIndex, Vec<IndexedNode>) {
         for (part, blocks) in all.chunks(all.len() / N_NODES).enumerate() {
             assert!(nodes[(part + nth) % N_NODES].store(blocks));
         }
-        if [1, 2, 4, 8].contains(&(nth + 1)) {
-            let bytes = (resident() - before) / N_BLOCKS as f64;
-            println!("{} nodes per block: {bytes:.0} bytes per block", nth + 1);
-        }
+        let bytes = (resident() - before) / N_BLOCKS as f64;
+        println!("{} nodes per block: {bytes:.0} bytes per block", nth + 1);
     }
     (index, nodes)
 }

@@ -1,5 +1,7 @@
 //! The nodes that have one block, in order.
 
+use thin_vec::ThinVec;
+
 use super::Slot;
 
 /// The number of nodes that need no memory of their own.
@@ -8,12 +10,8 @@ const FEW: usize = 3;
 /// A sorted set of nodes, in 16 bytes. A block that few nodes have is the usual case.
 #[derive(Debug)]
 pub(super) enum Holders {
-    Few {
-        n: u8,
-        slots: [Slot; FEW],
-    },
-    #[allow(clippy::box_collection, reason = "a vector alone would make every entry of the index larger")]
-    Many(Box<Vec<Slot>>),
+    Few { n: u8, slots: [Slot; FEW] },
+    Many(ThinVec<Slot>),
 }
 
 impl Default for Holders {
@@ -40,9 +38,10 @@ impl Holders {
                 *n += 1;
             }
             Self::Few { slots, .. } => {
-                let mut many = slots.to_vec();
+                let mut many = ThinVec::with_capacity(FEW + 1);
+                many.extend_from_slice(slots);
                 many.insert(at, slot);
-                *self = Self::Many(Box::new(many));
+                *self = Self::Many(many);
             }
             Self::Many(slots) => slots.insert(at, slot),
         }
