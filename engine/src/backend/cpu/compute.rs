@@ -52,14 +52,14 @@ impl Compute {
 
     fn step(&mut self, job: StepJob, scratch: &Scratch) -> Option<StepOutput> {
         let step = Arc::new(self.resolved(job));
-        let (rows, routing_leads) = self.outcomes(&step, scratch)?;
+        let output = self.computed(&step, scratch)?;
         self.previous.clear();
-        for (row, outcome) in step.rows.iter().zip(&rows) {
+        for (row, outcome) in step.rows.iter().zip(&output.rows) {
             if let Ok(Some(sampled)) = outcome {
                 self.previous.insert(row.slot, sampled.token);
             }
         }
-        Some(StepOutput { rows, routing_leads })
+        Some(output)
     }
 
     fn resolved(&self, StepJob { mut rows, signal }: StepJob) -> Step {
@@ -67,13 +67,8 @@ impl Compute {
         Step { rows, resolved, written: RankFence::new(signal, 1 + self.helpers.len()) }
     }
 
-    /// Runs a step on all ranks, and returns the outcomes of its rows with the routing leads of its tokens; `None` if
-    /// a rank has ended.
-    fn outcomes(
-        &self,
-        step: &Arc<Step>,
-        scratch: &Scratch,
-    ) -> Option<(Vec<Result<Option<SampledToken>, RowError>>, Vec<f32>)> {
+    /// Runs a step on all ranks. Returns `None` if a rank has ended.
+    fn computed(&self, step: &Arc<Step>, scratch: &Scratch) -> Option<StepOutput> {
         self.helpers.iter().try_for_each(|helper| helper.begin(step))?;
         let Forwarded { logits, mut outcomes, routing_leads } = self.rank.forward(step, scratch);
         for helper in &self.helpers {
@@ -85,7 +80,8 @@ impl Compute {
             resolved.clone()?;
             outputs.draw(row, outcomes.next().expect("every resolved row has an outcome"))
         };
-        Some((step.rows.iter().zip(&step.resolved).map(draw).collect(), routing_leads))
+        let rows = step.rows.iter().zip(&step.resolved).map(draw).collect();
+        Some(StepOutput { rows, routing_leads })
     }
 }
 
