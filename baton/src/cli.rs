@@ -46,6 +46,8 @@ pub(crate) enum Command {
     Sleep(SwitchArgs),
     /// Make a sleeping node load its weights again and rejoin the cluster.
     Wake(WakeArgs),
+    /// Change a running cluster.
+    Admin(AdminArgs),
     /// Create a CA and certificates for the `[tls]` sections of a cluster, for first steps. Overwrites nothing.
     Certs(CertsArgs),
     /// Create an API key for a tenant. Print the key for the client, and the line for the router's tenants
@@ -243,6 +245,31 @@ pub(crate) struct WakeArgs {
     /// The role after the wake; the default is the role before the sleep.
     #[arg(long, value_name = "ROLE", value_parser = ["prefill", "decode", "both"])]
     pub(crate) role: Option<String>,
+}
+
+/// Change a running cluster.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct AdminArgs {
+    #[command(subcommand)]
+    pub(crate) command: AdminCommand,
+}
+
+#[derive(Clone, Debug, Subcommand)]
+pub(crate) enum AdminCommand {
+    /// Change the role of an awake node. It drains and keeps its weights, KV memory and prefix cache.
+    Role(RoleArgs),
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct RoleArgs {
+    #[command(flatten)]
+    pub(crate) switch: SwitchArgs,
+    /// The new role: prefill, decode or both.
+    #[arg(value_name = "ROLE", value_parser = ["prefill", "decode", "both"])]
+    pub(crate) role: String,
+    /// Change the role even if no other node does the work that this node stops doing.
+    #[arg(long)]
+    pub(crate) force: bool,
 }
 
 #[derive(Args, Clone, Debug)]

@@ -28,7 +28,7 @@ use std::process::ExitCode;
 
 use clap::Parser as _;
 
-use crate::cli::{BenchCommand, Cli, Command};
+use crate::cli::{AdminCommand, BenchCommand, Cli, Command};
 use crate::exit::CommandError;
 
 fn main() -> ExitCode {
@@ -55,6 +55,9 @@ fn run(cli: Cli) -> Result<ExitCode, CommandError> {
         Command::Health(args) => health::run(&args),
         Command::Sleep(args) => switch::sleep(&args),
         Command::Wake(args) => switch::wake(&args),
+        Command::Admin(args) => match args.command {
+            AdminCommand::Role(args) => switch::role(&args),
+        },
         Command::Certs(args) => certs::run(&args),
         Command::Keys(args) => keys::run(&args),
         Command::Bench(args) => match args.command {

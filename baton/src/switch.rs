@@ -1,4 +1,4 @@
-//! `baton sleep` and `baton wake`: send a request to a node's admin port, and print the result.
+//! `baton sleep`, `baton wake` and `baton admin role`: send a request to a node's admin port, and print the result.
 
 use std::process::ExitCode;
 
@@ -9,7 +9,7 @@ use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use serde_json::Value;
 
-use crate::cli::{SwitchArgs, WakeArgs};
+use crate::cli::{RoleArgs, SwitchArgs, WakeArgs};
 use crate::exit::CommandError;
 use crate::{http_url, interrupt, output};
 
@@ -22,6 +22,11 @@ pub(crate) fn wake(args: &WakeArgs) -> Result<ExitCode, CommandError> {
         Some(role) => run(&format!("wake?role={role}"), &args.switch),
         None => run("wake", &args.switch),
     }
+}
+
+pub(crate) fn role(args: &RoleArgs) -> Result<ExitCode, CommandError> {
+    let RoleArgs { switch, role, force } = args;
+    run(&format!("role?role={role}&force={force}"), switch)
 }
 
 /// Posts to the page `what` of the node and prints its answer. There is no deadline, because a drain or
@@ -106,6 +111,7 @@ fn told(what: &str, node: &str, answer: &NodeAnswer) -> Result<String, String> {
     };
     Ok(match what {
         "sleep" => format!("asleep after {seconds:.1} s{used}; baton wake {node}"),
+        _ if what.starts_with("role?") => format!("role changed after {seconds:.1} s"),
         _ => format!("awake after {seconds:.1} s{used}"),
     })
 }
@@ -127,6 +133,7 @@ mod tests {
                 Ok("asleep after 1.2 s: 1 MiB in use, 9 MiB before; baton wake http://127.0.0.1:9"),
             ),
             ("wake", 200, json!({ "seconds": 3.0 }), Ok("awake after 3.0 s")),
+            ("role?role=both&force=false", 200, json!({ "seconds": 0.3 }), Ok("role changed after 0.3 s")),
             (
                 "wake",
                 409,

@@ -3,7 +3,7 @@
 //! Suggested reading order: settings ([`config`], [`kv_memory`]); the parts of a node ([`parts`],
 //! [`connectors`], [`grammars`]); its status stream ([`status`]) and the routers' reports on the node ([`standing`]); the
 //! [`watchdog`]; the path from announcement to drain ([`running`], [`ports`]); one life of a node that
-//! computes ([`life`]); and several lives with sleep between them ([`lives`], [`switch`]).
+//! computes ([`life`]); and several lives with sleep between them, or several roles in one life ([`lives`], [`switch`], `role`).
 #![forbid(unsafe_code)]
 
 pub mod config;
@@ -20,6 +20,7 @@ pub mod host;
 pub mod life;
 pub mod lives;
 pub mod switch;
+mod role;
 pub mod watchdog;
 mod gpus;
 pub mod metrics;

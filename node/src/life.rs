@@ -1,5 +1,8 @@
-//! One life of a node that computes, from announcement to drain: its services and its watchdog over one
-//! worker.
+//! One role of a node that computes, from announcement to drain: its services and its watchdog over one
+//! worker. A life has several roles one after another if an operator changes the role.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use chassis::admin::Readiness;
 use chassis::rpc::Callers;
@@ -16,7 +19,7 @@ use crate::running::{Announcement, RunningNode};
 use crate::status::{StatusParts, StatusService, WorkerStatus};
 use crate::watchdog::Watchdog;
 
-/// The inputs of one life of a node, besides its worker and connectors.
+/// The inputs of one role of a node, besides its worker and connectors.
 #[derive(Debug)]
 pub struct Life<'a> {
     pub config: &'a NodeConfig,
@@ -25,6 +28,8 @@ pub struct Life<'a> {
     pub registry: &'a dyn Registry,
     /// Triggers the drain of the node.
     pub shutdown: Shutdown,
+    /// Whether the worker outlives the drain, for another role.
+    pub worker_stays: Arc<AtomicBool>,
     pub readiness: Readiness,
     pub grpc: Box<dyn Listener>,
     /// The advertised address of the gRPC services.
@@ -32,7 +37,7 @@ pub struct Life<'a> {
     pub admin: String,
 }
 
-/// Runs a life until `shutdown`. `services` contains the role's services, health and reflection; this
+/// Serves in one role until `shutdown`. `services` contains the role's services, health and reflection; this
 /// function adds the status service.
 pub async fn live(parts: NodeParts, services: Routes, life: Life<'_>) -> Result<(), NodeError> {
     let readiness = life.readiness.clone();
@@ -73,5 +78,10 @@ pub async fn live(parts: NodeParts, services: Routes, life: Life<'_>) -> Result<
         connectors: &parts.connectors,
         model: &parts.model,
     };
-    running.run(announcement, watchdog.run(), || parts.worker.drain()).await
+    let stop_worker = || {
+        if !life.worker_stays.load(Ordering::Relaxed) {
+            parts.worker.drain();
+        }
+    };
+    running.run(announcement, watchdog.run(), stop_worker).await
 }

@@ -3,9 +3,13 @@
 //! When a life ends, its announcement, epoch, connectors and KV end with it, so that no other process relies on them.
 //! The backend remains: it sleeps or begins the next life.
 //! See `docs/decisions/0015-a-life-ends-with-its-memory.md`.
+//!
+//! A change of role ends no life: services and announcement are exchanged, and the memory with its prefix cache stays.
 
 use std::fmt;
 use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use chassis::admin::Readiness;
@@ -20,7 +24,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::Instant;
 use tonic::service::Routes;
 use tracing::{info, warn};
-use types::{NodeId, Role, in_full};
+use types::{ModelInfo, NodeId, Role, in_full};
 
 use crate::config::NodeConfig;
 use crate::error::NodeError;
@@ -29,7 +33,10 @@ use crate::life::{Life, live};
 use crate::metrics::ProcessMetrics;
 use crate::parts::{BackendParts, Drive, NodeParts, NodeWithoutWorker, WorkerRun};
 use crate::ports::{KeptListener, Ports, advertised};
-use crate::switch::{Change, PendingSwitch, SwitchRefusal, SwitchRequest, SwitchRequests, switch};
+use crate::role::RoleChange;
+use crate::switch::{
+    Change, PendingSwitch, RoleRequest, SwitchRefusal, SwitchRequest, SwitchRequests, switch,
+};
 
 /// The longest time that the tasks of a life may take to end after its ports are closed.
 const END_WITHIN: Duration = Duration::from_secs(10);
@@ -125,6 +132,18 @@ struct Waiting {
     used_bytes: Option<u64>,
 }
 
+/// How the services of one role ended.
+enum ServicesEnd {
+    /// The process was asked to stop, or the role could not begin.
+    Stopped(Result<(), NodeError>),
+    /// The node was asked to sleep.
+    SleepRequested(Waiting),
+    /// The node was asked to take another role.
+    RoleRequested(Role, Waiting),
+    /// The node could not be announced in the role that the caller requested.
+    RoleFailed(NodeError, Waiting),
+}
+
 /// How a life ended.
 enum LifeEnd {
     /// The process was asked to stop, and the node has drained.
@@ -172,55 +191,127 @@ impl Node<'_> {
                 None => return Err(why),
             },
         };
-        let (parts, worker_run) = NodeParts::over(wired, self.config, backend, world, metrics, self.drive)?;
+        let (mut parts, worker_run) =
+            NodeParts::over(wired, self.config, backend, world, metrics, self.drive)?;
+        let mut role_before = self.role;
+        loop {
+            match self.serve(parts.clone(), waiting.take(), used_bytes).await? {
+                ServicesEnd::Stopped(ended) => {
+                    wires_end(parts).await;
+                    return ended.map(|()| LifeEnd::Stopped);
+                }
+                ServicesEnd::SleepRequested(asked) => {
+                    return Ok(LifeEnd::SleepRequested(backend_of(parts, worker_run).await?, asked));
+                }
+                ServicesEnd::RoleRequested(role, asked) => {
+                    match parts.gate.close(END_WITHIN).await {
+                        Ok(()) => {
+                            role_before = self.role;
+                            self.set_role(role);
+                            waiting = Some(asked);
+                        }
+                        Err(late) => asked.role_stays(self.role, in_full(&late)),
+                    }
+                    parts = parts.reopened();
+                }
+                ServicesEnd::RoleFailed(why, asked) => {
+                    self.set_role(role_before);
+                    asked.role_stays(role_before, in_full(&why));
+                }
+            }
+        }
+    }
+
+    /// Serves in the current role until the node is asked for something else. The caller in `waiting` gets its answer
+    /// when the node is ready.
+    async fn serve(
+        &mut self,
+        parts: NodeParts,
+        mut waiting: Option<Waiting>,
+        used_bytes: Option<u64>,
+    ) -> Result<ServicesEnd, NodeError> {
         let services = (self.services)(self.role, &parts).map_err(NodeError::Services)?;
-        let ending = self.shutdown.child();
+        let model = Arc::clone(&parts.model);
+        let (ending, worker_stays) = (self.shutdown.child(), Arc::new(AtomicBool::new(false)));
         let life = Life {
             config: self.config,
             id: self.id.clone(),
             role: self.role,
             registry: self.registry,
             shutdown: ending.clone(),
+            worker_stays: Arc::clone(&worker_stays),
             readiness: self.readiness.clone(),
             grpc: Box::new(self.grpc.clone()),
             address: self.address.clone(),
             admin: self.admin.clone(),
         };
-        let mut tell_who_woke_it = || waiting.take().into_iter().for_each(|it| tell_awake(it, used_bytes));
-        let mut living = pin!(live(parts.clone(), services, life));
+        let mut living = pin!(live(parts, services, life));
         let mut is_ready = false;
-        let asked = loop {
+        let (asked, role) = loop {
             tokio::select! {
                 biased;
-                ended = &mut living => {
-                    wires_end(parts).await;
-                    return ended.map(|()| LifeEnd::Stopped);
-                }
+                ended = &mut living => return Ok(ServicesEnd::of(ended, waiting)),
                 () = self.readiness.wait(), if !is_ready => {
                     is_ready = true;
-                    tell_who_woke_it();
+                    waiting.take().into_iter().for_each(|it| it.done(used_bytes));
                 }
                 asked = self.requests.next() => match asked.request {
                     SwitchRequest::Wake(_) => asked.answer(Err(SwitchRefusal::AwakeAlready)),
-                    SwitchRequest::Sleep => break Waiting { asked, since: Instant::now(), used_bytes: None },
+                    SwitchRequest::Sleep => break (asked, None),
+                    SwitchRequest::Role(wanted) => {
+                        let allowed = tokio::select! {
+                            biased;
+                            ended = &mut living => return Ok(ServicesEnd::of(ended, waiting)),
+                            allowed = self.may_take(wanted, &model) => allowed,
+                        };
+                        match allowed {
+                            Ok(()) => break (asked, Some(wanted.role)),
+                            Err(refusal) => asked.answer(Err(refusal)),
+                        }
+                    }
                 },
             }
         };
-        tell_who_woke_it();
-        info!("node was asked to sleep");
+        waiting.take().into_iter().for_each(|it| it.done(used_bytes));
+        match role {
+            None => info!("node was asked to sleep"),
+            Some(role) => info!(%role, "node was asked to change its role"),
+        }
+        let asked = Waiting { asked, since: Instant::now(), used_bytes: None };
+        worker_stays.store(role.is_some(), Ordering::Relaxed);
         ending.trigger();
         match living.await {
-            ended if self.shutdown.requested() => {
-                wires_end(parts).await;
-                return ended.map(|()| LifeEnd::Stopped);
-            }
+            ended if self.shutdown.requested() => return Ok(ServicesEnd::Stopped(ended)),
             Ok(()) => {}
             Err(NodeError::Drain(late)) => {
-                warn!(%late, "drain before sleep timed out, remaining requests are cancelled")
+                let before = role.map_or("sleep", |_| "role change");
+                warn!(%late, "drain before {before} timed out, remaining requests are cancelled")
             }
             Err(error) => return Err(error),
         }
-        Ok(LifeEnd::SleepRequested(backend_of(parts, worker_run).await?, asked))
+        Ok(match role {
+            None => ServicesEnd::SleepRequested(asked),
+            Some(role) => ServicesEnd::RoleRequested(role, asked),
+        })
+    }
+
+    /// Checks that the node may change its role.
+    async fn may_take(&self, wanted: RoleRequest, model: &ModelInfo) -> Result<(), SwitchRefusal> {
+        let RoleRequest { role, force } = wanted;
+        if role == self.role {
+            return Err(SwitchRefusal::RoleAlready(role));
+        }
+        self.certified(role).map_err(|why| SwitchRefusal::CannotChangeRole { role: self.role, why })?;
+        if force {
+            return Ok(());
+        }
+        RoleChange { id: &self.id, model, from: self.role, to: role }.check(self.registry).await
+    }
+
+    fn set_role(&mut self, role: Role) {
+        self.role = role;
+        self.metrics.set_role(role);
+        self.readiness.set_unready("starting");
     }
 
     /// Puts the backend to sleep and answers the caller. Returns the backend awake if it cannot sleep.
@@ -293,9 +384,16 @@ impl Node<'_> {
                 () = self.shutdown.wait() => break None,
                 asked = self.requests.next() => asked,
             };
-            let SwitchRequest::Wake(role) = asked.request else {
-                asked.answer(Err(SwitchRefusal::AsleepAlready));
-                continue;
+            let role = match asked.request {
+                SwitchRequest::Wake(role) => role,
+                SwitchRequest::Sleep => {
+                    asked.answer(Err(SwitchRefusal::AsleepAlready));
+                    continue;
+                }
+                SwitchRequest::Role(_) => {
+                    asked.answer(Err(SwitchRefusal::Asleep));
+                    continue;
+                }
             };
             if let Err(why) = self.certified(role.unwrap_or(self.role)) {
                 asked.answer(Err(SwitchRefusal::CannotWake(why)));
@@ -375,12 +473,39 @@ async fn aside<T: Send + 'static>(
     }
 }
 
-fn tell_awake(waiting: Waiting, used_bytes: Option<u64>) {
-    let Change { took, used_bytes_before, used_bytes_after } = waiting.tell(used_bytes);
-    info!(ms = took.as_millis() as u64, used_bytes_before, used_bytes_after, "node is awake");
+impl ServicesEnd {
+    /// Returns how services ended that were not asked to.
+    fn of(ended: Result<(), NodeError>, waiting: Option<Waiting>) -> Self {
+        match (ended, waiting) {
+            (Err(why @ NodeError::Announce(_)), Some(waiting)) if waiting.is_role_change() => {
+                Self::RoleFailed(why, waiting)
+            }
+            (ended, _) => Self::Stopped(ended),
+        }
+    }
 }
 
 impl Waiting {
+    fn is_role_change(&self) -> bool {
+        matches!(self.asked.request, SwitchRequest::Role(_))
+    }
+
+    /// Tells the caller that the node is awake, or has its new role.
+    fn done(self, used_bytes: Option<u64>) {
+        let request = self.asked.request;
+        if let SwitchRequest::Role(RoleRequest { role, .. }) = request {
+            let ms = self.tell(None).took.as_millis() as u64;
+            return info!(ms, %role, "node has changed its role, its KV stays");
+        }
+        let Change { took, used_bytes_before, used_bytes_after } = self.tell(used_bytes);
+        info!(ms = took.as_millis() as u64, used_bytes_before, used_bytes_after, "node is awake");
+    }
+
+    fn role_stays(self, role: Role, why: String) {
+        warn!(error = why, %role, "change of role failed, the role stays");
+        self.asked.answer(Err(SwitchRefusal::CannotChangeRole { role, why }));
+    }
+
     fn not_woken(self, why: String) {
         warn!(error = why, "wake failed, the node stays asleep");
         self.asked.answer(Err(SwitchRefusal::CannotWake(why)));

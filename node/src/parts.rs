@@ -156,6 +156,11 @@ impl NodeParts {
         };
         Ok((parts, worker_run))
     }
+
+    /// Returns the same parts with an open gate, for another role after a drain.
+    pub(crate) fn reopened(self) -> Self {
+        Self { gate: Gate::new("prompts"), ..self }
+    }
 }
 
 impl WorkerRun {

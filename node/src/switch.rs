@@ -1,4 +1,5 @@
-//! The admin pages that switch a node: `POST /sleep`, and `POST /wake`, with `?role=` for another role.
+//! The admin pages that switch a node: `POST /sleep`, `POST /wake`, with `?role=` for another role, and `POST /role`
+//! for a node that is awake.
 //!
 //! The caller waits for the answer; the switch continues if the caller disconnects. A request that comes
 //! during a switch is handled after it. Only this file of the crate uses JSON and status codes.
@@ -19,15 +20,25 @@ use types::Role;
 /// The number of switch requests that may wait for the current one.
 const WAITING_MAX: usize = 8;
 
-/// An operator's request to switch the node to sleep or to a role.
+/// An operator's request to switch the node to sleep, from sleep, or to a role.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SwitchRequest {
     Sleep,
     /// Wake the node in this role, or in its last role if `None`.
     Wake(Option<Role>),
+    /// Change the role of the awake node.
+    Role(RoleRequest),
 }
 
-/// The roles that a node can wake in: all that compute.
+/// The role that an awake node shall have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RoleRequest {
+    pub role: Role,
+    /// Change the role even if no other node does the work that this node stops doing.
+    pub force: bool,
+}
+
+/// The roles that a node can have: all that compute.
 const ROLES: [Role; 3] = [Role::Prefill, Role::Decode, Role::Both];
 
 /// A switch request, and the channel for its answer.
@@ -52,11 +63,17 @@ pub enum SwitchRefusal {
     AsleepAlready,
     #[error("the node is awake already")]
     AwakeAlready,
-    #[error("{0:?} is not a role to wake in: use prefill, decode or both")]
+    #[error("the node is asleep: wake it in the role (/wake?role=ROLE)")]
+    Asleep,
+    #[error("the role is {0} already")]
+    RoleAlready(Role),
+    #[error("no other node {work} for `{model}`: add one, or use force=true (--force)")]
+    LastOfKind { work: &'static str, model: String },
+    #[error("{0:?} is not a role of a node that computes: use prefill, decode or both")]
     UnknownRole(String),
-    #[error("{WAITING_MAX} requests to sleep or wake are already waiting")]
+    #[error("{WAITING_MAX} requests to sleep, wake or change the role are already waiting")]
     Busy,
-    #[error("web pages may not put nodes to sleep or wake them (the request names an Origin)")]
+    #[error("web pages may not switch nodes (the request names an Origin)")]
     FromAPage,
     #[error("the node is stopping")]
     Stopping,
@@ -64,6 +81,8 @@ pub enum SwitchRefusal {
     CannotSleep(String),
     #[error("the node stays asleep: {0}")]
     CannotWake(String),
+    #[error("the role stays {role}: {why}")]
+    CannotChangeRole { role: Role, why: String },
 }
 
 /// The sending end of the queue of switch requests. Clones share one queue.
@@ -92,11 +111,12 @@ impl Switch {
         }
     }
 
-    /// Returns the `/sleep` and `/wake` pages for the admin port.
+    /// Returns the `/sleep`, `/wake` and `/role` pages for the admin port.
     pub fn pages(self) -> Router {
         Router::new()
             .route("/sleep", post(sleep))
             .route("/wake", post(wake))
+            .route("/role", post(change_role))
             .layer(middleware::from_fn(not_from_a_page))
             .with_state(self)
     }
@@ -111,10 +131,23 @@ struct WakeQuery {
 
 impl WakeQuery {
     fn request(self) -> Result<SwitchRequest, SwitchRefusal> {
-        let Some(word) = self.role else { return Ok(SwitchRequest::Wake(None)) };
-        let role = ROLES.into_iter().find(|role| role.as_str() == word);
-        role.map(|role| SwitchRequest::Wake(Some(role))).ok_or(SwitchRefusal::UnknownRole(word))
+        Ok(SwitchRequest::Wake(self.role.map(named).transpose()?))
     }
+}
+
+/// The query parameters of `/role`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RoleQuery {
+    #[serde(default)]
+    role: String,
+    #[serde(default)]
+    force: bool,
+}
+
+fn named(word: String) -> Result<Role, SwitchRefusal> {
+    let role = ROLES.into_iter().find(|role| role.as_str() == word);
+    role.ok_or(SwitchRefusal::UnknownRole(word))
 }
 
 /// Refuses requests from web pages: a page in an operator's browser can reach local ports, and browsers then
@@ -133,6 +166,14 @@ async fn sleep(State(switch): State<Switch>) -> Response {
 async fn wake(State(switch): State<Switch>, Query(query): Query<WakeQuery>) -> Response {
     page(match query.request() {
         Ok(request) => switch.ask(request).await,
+        Err(unknown) => Err(unknown),
+    })
+}
+
+async fn change_role(State(switch): State<Switch>, Query(query): Query<RoleQuery>) -> Response {
+    let RoleQuery { role, force } = query;
+    page(match named(role) {
+        Ok(role) => switch.ask(SwitchRequest::Role(RoleRequest { role, force })).await,
         Err(unknown) => Err(unknown),
     })
 }
@@ -160,23 +201,33 @@ impl SwitchRefusal {
         match self {
             Self::AsleepAlready => "asleep_already",
             Self::AwakeAlready => "awake_already",
+            Self::Asleep => "asleep",
+            Self::RoleAlready(_) => "role_already",
+            Self::LastOfKind { .. } => "last_of_kind",
             Self::UnknownRole(_) => "unknown_role",
             Self::FromAPage => "from_a_page",
             Self::Busy => "busy",
             Self::Stopping => "stopping",
             Self::CannotSleep(_) => "cannot_sleep",
             Self::CannotWake(_) => "cannot_wake",
+            Self::CannotChangeRole { .. } => "cannot_change_role",
         }
     }
 
     fn status(&self) -> StatusCode {
         match self {
-            Self::AsleepAlready | Self::AwakeAlready => StatusCode::CONFLICT,
+            Self::AsleepAlready
+            | Self::AwakeAlready
+            | Self::Asleep
+            | Self::RoleAlready(_)
+            | Self::LastOfKind { .. } => StatusCode::CONFLICT,
             Self::UnknownRole(_) => StatusCode::BAD_REQUEST,
             Self::FromAPage => StatusCode::FORBIDDEN,
-            Self::Busy | Self::Stopping | Self::CannotSleep(_) | Self::CannotWake(_) => {
-                StatusCode::SERVICE_UNAVAILABLE
-            }
+            Self::Busy
+            | Self::Stopping
+            | Self::CannotSleep(_)
+            | Self::CannotWake(_)
+            | Self::CannotChangeRole { .. } => StatusCode::SERVICE_UNAVAILABLE,
         }
     }
 }
@@ -239,7 +290,7 @@ mod tests {
     #[tokio::test]
     async fn a_page_in_a_browser_changes_nothing() {
         let (switch, mut requests) = switch();
-        for path in ["/sleep", "/wake"] {
+        for path in ["/sleep", "/wake", "/role?role=both"] {
             let request = Request::post(path).header("origin", "https://example.org").body(Body::empty());
             let answer = switch.clone().pages().oneshot(request.unwrap()).await.expect("pages always answer");
             assert_eq!(answer.status(), 403, "{path}");
@@ -253,7 +304,10 @@ mod tests {
         assert_eq!(request(None), Ok(SwitchRequest::Wake(None)));
         assert_eq!(request(Some("both")), Ok(SwitchRequest::Wake(Some(Role::Both))));
         let refused = request(Some("pool")).expect_err("it computes nothing");
-        assert_eq!(refused.to_string(), "\"pool\" is not a role to wake in: use prefill, decode or both");
+        assert_eq!(
+            refused.to_string(),
+            "\"pool\" is not a role of a node that computes: use prefill, decode or both"
+        );
     }
 
     #[tokio::test]

@@ -138,7 +138,7 @@ async fn knocks_at_a_kv_port(guarded: &Guarded, metrics: &Client, kv: std::net::
 async fn tries_the_admin_port(guarded: &Guarded, admin: &Client) {
     let before = guarded.refused(admin, "page").await;
     let mut tried = 0;
-    for page in ["/sleep", "/wake"] {
+    for page in ["/sleep", "/wake", "/role?role=both"] {
         let (status, _, body) = admin.post(page, "").await;
         // The page of a pool node may be missing, because a pool node does not sleep.
         if status.as_u16() != 404 {

@@ -19,7 +19,7 @@ pub struct ClusterSection {
     pub secret_file: String,
     /// Serve with neither a secret nor `[tls]` on addresses that other machines reach: any of them can read and change prompts.
     pub insecure: bool,
-    /// The file with the key for `/sleep`, `/wake` and `/debug`, sent as `Authorization: Bearer KEY`. Empty: none is
+    /// The file with the key for `/sleep`, `/wake`, `/role` and `/debug`, sent as `Authorization: Bearer KEY`. Empty: none is
     /// needed on loopback or with `insecure`, elsewhere these pages are refused.
     pub admin_key_file: String,
 }

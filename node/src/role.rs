@@ -1,0 +1,117 @@
+//! The check before an awake node changes its role: another node does the work that this node would stop doing.
+
+use std::time::Duration;
+
+use futures::StreamExt as _;
+use registry::{MembershipEvent, Registry};
+use types::{ModelInfo, NodeId, NodeInfo, Role};
+
+use crate::switch::SwitchRefusal;
+
+/// The longest wait for the registry's list of members.
+const MEMBERS_WITHIN: Duration = Duration::from_secs(3);
+
+/// The two kinds of work, each with the test for a role that does it.
+const KINDS: [(&str, fn(Role) -> bool); 2] = [("prefills", Role::prefills), ("decodes", Role::decodes)];
+
+/// A requested change of a node's role.
+#[derive(Debug)]
+pub(crate) struct RoleChange<'a> {
+    pub(crate) id: &'a NodeId,
+    pub(crate) model: &'a ModelInfo,
+    pub(crate) from: Role,
+    pub(crate) to: Role,
+}
+
+impl RoleChange<'_> {
+    /// Returns an error if no other member does the work that the node would stop doing, or if the registry does not
+    /// list the members in time.
+    pub(crate) async fn check(&self, registry: &dyn Registry) -> Result<(), SwitchRefusal> {
+        let cannot = |why: String| SwitchRefusal::CannotChangeRole { role: self.from, why };
+        let members = async {
+            let mut events = registry.watch().await.map_err(|error| cannot(error.to_string()))?;
+            match events.next().await {
+                Some(MembershipEvent::Snapshot(members)) => Ok(members),
+                _ => Err(cannot("the registry does not list its members".to_owned())),
+            }
+        };
+        let late = |_| cannot("the registry does not answer, so other nodes are unknown".to_owned());
+        let members = tokio::time::timeout(MEMBERS_WITHIN, members).await.map_err(late)??;
+        match self.lost(&members) {
+            Some(work) => Err(SwitchRefusal::LastOfKind { work, model: self.model.name.clone() }),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns the kind of work that only this node does for its model, and that it would stop doing.
+    fn lost(&self, members: &[NodeInfo]) -> Option<&'static str> {
+        let is_peer = |node: &&NodeInfo| {
+            let model = &node.model;
+            node.id != *self.id
+                && model.name == self.model.name
+                && model.fingerprint == self.model.fingerprint
+        };
+        let is_done = |does: fn(Role) -> bool| members.iter().filter(is_peer).any(|node| does(node.role));
+        let is_lost = |does: fn(Role) -> bool| does(self.from) && !does(self.to) && !is_done(does);
+        KINDS.into_iter().find(|(_, does)| is_lost(*does)).map(|(work, _)| work)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use types::node::PROTOCOL;
+    use types::{Epoch, Fingerprint, KvDtype, KvLayout};
+
+    use super::*;
+
+    fn model(name: &str, weights: &str) -> ModelInfo {
+        ModelInfo {
+            name: name.to_owned(),
+            context_tokens: 1,
+            vocab: 1,
+            eos_tokens: Vec::new(),
+            layout: KvLayout::uniform(16, KvDtype::F32, 2, 2, 4),
+            fingerprint: Fingerprint::new([("weights".to_owned(), weights.to_owned())]),
+        }
+    }
+
+    fn node(id: &str, role: Role, model: ModelInfo) -> NodeInfo {
+        NodeInfo {
+            id: NodeId::new(id),
+            epoch: Epoch(1),
+            role,
+            pid: 1,
+            host: String::new(),
+            address: format!("{id}:1"),
+            admin: String::new(),
+            wires: Vec::new(),
+            without: Vec::new(),
+            model,
+            protocol: PROTOCOL,
+        }
+    }
+
+    #[test]
+    fn another_node_must_do_the_work_that_ends() {
+        use Role::{Both, Decode, Pool, Prefill};
+        let own = || model("m", "a");
+        for (from, to, other, lost) in [
+            (Prefill, Decode, node("p", Prefill, own()), None),
+            (Prefill, Decode, node("b", Both, own()), None),
+            (Prefill, Decode, node("d", Decode, own()), Some("prefills")),
+            (Prefill, Decode, node("k", Pool, own()), Some("prefills")),
+            (Prefill, Both, node("d", Decode, own()), None),
+            (Decode, Prefill, node("d", Decode, own()), None),
+            (Decode, Prefill, node("p", Prefill, own()), Some("decodes")),
+            (Decode, Prefill, node("d", Decode, model("n", "a")), Some("decodes")),
+            (Decode, Prefill, node("d", Decode, model("m", "b")), Some("decodes")),
+            (Both, Prefill, node("p", Prefill, own()), Some("decodes")),
+            (Both, Decode, node("p", Prefill, own()), None),
+        ] {
+            let id = NodeId::new("x");
+            let members = [node("x", from, own()), other];
+            let change = RoleChange { id: &id, model: &own(), from, to };
+            assert_eq!(change.lost(&members), lost, "{change:?} beside {:?}", members[1]);
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! Tests of nodes that change their role: under load, with their prefix cache, killed meanwhile, and refused.
+
+use std::process::{Command, Output};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use baton_tests::check::prompts;
+use baton_tests::fleet::{Fleet, FleetNode, PACED};
+use baton_tests::logs::{A_NODE_DIES, THE_REGISTRY_IS_AWAY};
+use baton_tests::{Answer, Ask, Client, Up, eventually, executable, in_time};
+use futures::future::join_all;
+use serde_json::Value;
+
+/// The number of streams at one time.
+const CLIENTS: usize = 6;
+
+async fn tell(node: &FleetNode, page: &str) -> (u16, Value) {
+    let (status, _, body) = in_time(page, Client::new(node.admin).post(page, "")).await;
+    (status.as_u16(), serde_json::from_str(&body).unwrap_or(Value::Null))
+}
+
+async fn told(node: &FleetNode, page: &str) {
+    let (status, body) = tell(node, page).await;
+    assert_eq!(status, 200, "{page} of {}: {body}", node.name);
+}
+
+/// Returns a node's epoch, role and state as the router sees them.
+async fn seen(fleet: &Fleet, node: &FleetNode) -> Option<[String; 3]> {
+    let cluster = fleet.client().get_json("/debug/cluster").await;
+    let nodes = cluster["nodes"].as_array().expect("a list of nodes");
+    let known = nodes.iter().find(|known| known["id"] == node.name.as_str())?;
+    Some(["epoch", "role", "state"].map(|field| known[field].as_str().expect("a word").to_owned()))
+}
+
+/// Waits until the router uses the node in this role. Returns the node's epoch.
+async fn used_as(fleet: &Fleet, node: &FleetNode, role: &str) -> String {
+    eventually(&format!("{} to be used as a {role} node", node.name), async || {
+        let [epoch, known, state] = seen(fleet, node).await?;
+        (known == role && state == "ready").then_some(epoch)
+    })
+    .await
+}
+
+async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
+    let up = Up::start(&["--colocated"]).await;
+    let client = up.client();
+    let all = join_all(asks.iter().map(|ask| client.ask(ask)));
+    in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
+}
+
+/// Changes the node's role under load and waits until it works in the new role.
+async fn change(fleet: &Fleet, node: &FleetNode, role: &str, n_answered: &AtomicUsize) {
+    let [epoch, ..] = seen(fleet, node).await.expect("it is a member");
+    told(node, &format!("/role?role={role}")).await;
+    assert_eq!(node.readiness().await.0, 200, "it answers when it is ready");
+    assert_eq!(used_as(fleet, node, role).await, epoch, "the same life");
+    let served = format!("baton_node_steps_total{{role=\"{role}\"}}");
+    let steps = || async { Client::new(node.admin).counter(&served).await };
+    let before = steps().await;
+    // New prompts, because a decode node computes prompts that it has cached without a prefill node.
+    let mut nth = 0;
+    eventually("it to serve in its new role", async || {
+        nth += 1;
+        let ask = Ask::new((0..200).map(|idx| (nth * 31 + idx * 7) % 256).collect(), 5);
+        fleet.client().ask(&ask).await.expect("an answer");
+        (steps().await > before).then_some(())
+    })
+    .await;
+    let before = n_answered.load(Ordering::Relaxed);
+    let more = async || (n_answered.load(Ordering::Relaxed) > before + CLIENTS).then_some(());
+    eventually("more requests to be served", more).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nodes_change_their_role_under_load_and_no_request_is_lost() {
+    let ask = |prompt| Ask::new(prompt, 60).with("ignore_eos", true.into());
+    let asks: Vec<Ask> = prompts(53, 20, 300).into_iter().map(ask).collect();
+    let expected = undisturbed(&asks).await;
+    // Decode nodes get a short drain, so that their running work continues on other nodes.
+    let hasty = |role| match role {
+        "decode" => vec![("BATON_NODE__DRAIN_MS", "40".to_owned())],
+        _ => Vec::new(),
+    };
+    let fleet = Fleet::start_each(PACED, 2, 2, Vec::new(), hasty).await;
+    fleet.expect_log(A_NODE_DIES);
+    fleet.expect_log(&["drain before role change timed out"]);
+    let happens = async |n_answered: &AtomicUsize| {
+        let (prefill, decode) = (&fleet.nodes[1], &fleet.nodes[3]);
+        for (node, role) in [
+            (prefill, "decode"),
+            (prefill, "prefill"),
+            (decode, "prefill"),
+            (decode, "both"),
+            (decode, "decode"),
+        ] {
+            change(&fleet, node, role, n_answered).await;
+        }
+    };
+    fleet.client().ask_while(CLIENTS, (&asks, &expected), happens).await;
+    fleet.baseline().await;
+    let log = fleet.nodes[3].process.log();
+    assert!(log.contains("drain before role change timed out"), "its work was handed on:\n{log}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_prefix_cache_outlives_a_change_of_role() {
+    let fleet = Fleet::start(PACED, 1, 1).await;
+    fleet.expect_log(A_NODE_DIES);
+    let (node, decode) = (&fleet.nodes[0], &fleet.nodes[1]);
+    let ask = Ask::new((1..=300).collect(), 8).with("ignore_eos", true.into());
+    // A decode node that has slept has an empty cache, so cached tokens are those of the other node.
+    let cached = async || {
+        told(decode, "/sleep").await;
+        told(decode, "/wake").await;
+        fleet.all_ready().await;
+        used_as(&fleet, decode, "decode").await;
+        fleet.client().ask(&ask).await.expect("an answer")
+    };
+    let first = fleet.client().ask(&ask).await.expect("an answer");
+    assert_eq!(first.cached_tokens, 0, "the first prompt");
+    let before = cached().await;
+    assert!(before.cached_tokens >= 256, "{before:?}");
+
+    told(node, "/role?role=decode&force=true").await;
+    used_as(&fleet, node, "decode").await;
+    told(decode, "/sleep").await;
+    eventually("the router to miss it", async || seen(&fleet, decode).await.is_none().then_some(())).await;
+    let alone = fleet.client().ask(&ask).await.expect("an answer");
+    assert_eq!((alone.cached_tokens, &alone.tokens), (before.cached_tokens, &first.tokens));
+
+    told(decode, "/wake").await;
+    fleet.all_ready().await;
+    told(node, "/role?role=prefill").await;
+    used_as(&fleet, node, "prefill").await;
+    let after = cached().await;
+    assert_eq!((after.cached_tokens, &after.tokens), (before.cached_tokens, &first.tokens));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_is_killed_during_the_change_comes_back() {
+    let ask = |prompt| Ask::new(prompt, 200).with("ignore_eos", true.into());
+    let asks: Vec<Ask> = prompts(59, 12, 200).into_iter().map(ask).collect();
+    let expected = undisturbed(&asks).await;
+    let mut fleet = Fleet::start(PACED, 1, 2).await;
+    fleet.expect_log(A_NODE_DIES);
+    let (client, mut victim) = (fleet.client(), fleet.nodes.pop().expect("a decode node"));
+    let drains = async |fleet: &Fleet, victim: &FleetNode| {
+        eventually("the drain to begin", async || {
+            let known = seen(fleet, victim).await;
+            known.is_none_or(|[_, _, state]| state == "draining").then_some(())
+        })
+        .await;
+    };
+    let happens = async |n_answered: &AtomicUsize| {
+        let working = async || (n_answered.load(Ordering::Relaxed) > CLIENTS).then_some(());
+        eventually("requests to be served", working).await;
+        let admin = Client::new(victim.admin);
+        tokio::select! {
+            answer = admin.post("/role?role=prefill", "") => panic!("the drain takes longer: {answer:?}"),
+            () = drains(&fleet, &victim) => {}
+        }
+        victim.process.kill();
+        victim.process.revive();
+        used_as(&fleet, &victim, "decode").await;
+        let before = n_answered.load(Ordering::Relaxed);
+        let more = async || (n_answered.load(Ordering::Relaxed) > before + CLIENTS).then_some(());
+        eventually("more requests to be served", more).await;
+    };
+    client.ask_while(CLIENTS, (&asks, &expected), happens).await;
+    fleet.nodes.push(victim);
+    fleet.baseline().await;
+}
+
+fn baton(arguments: &[&str]) -> Output {
+    Command::new(executable::baton()).args(arguments).output().expect("baton runs")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_change_that_cannot_happen_is_refused_with_the_reason() {
+    let mut fleet = Fleet::start(PACED, 1, 1).await;
+    fleet.expect_log(A_NODE_DIES);
+    fleet.expect_log(THE_REGISTRY_IS_AWAY);
+    let router = format!("http://{}", fleet.http);
+    let decode = &fleet.nodes[1];
+    for (page, status, code) in [
+        ("/role", 400, "unknown_role"),
+        ("/role?role=pool", 400, "unknown_role"),
+        ("/role?role=decode", 409, "role_already"),
+        ("/role?role=prefill", 409, "last_of_kind"),
+    ] {
+        let (found, body) = tell(decode, page).await;
+        assert_eq!((found, body["error"]["code"].as_str()), (status, Some(code)), "{page}: {body}");
+    }
+    let refused = baton(&["admin", "role", "decode-0", "prefill", "--router", &router]);
+    let said = text(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(1), "{said}");
+    assert!(said.contains("no other node decodes for `mock`") && said.contains("(last_of_kind)"), "{said}");
+    let unknown = baton(&["admin", "role", "decode-7", "prefill", "--router", &router]);
+    let said = text(&unknown.stderr);
+    assert!(unknown.status.code() == Some(1) && said.contains("knows no node \"decode-7\""), "{said}");
+    let unknown = baton(&["admin", "role", "decode-0", "pool", "--router", &router]);
+    assert!(!unknown.status.success() && text(&unknown.stderr).contains("possible values"));
+
+    told(decode, "/sleep").await;
+    let (status, body) = tell(decode, "/role?role=both").await;
+    assert_eq!((status, body["error"]["code"].as_str()), (409, Some("asleep")), "{body}");
+    told(decode, "/wake").await;
+    fleet.all_ready().await;
+
+    // `both` ends no work, and afterwards the prefill node is not the last of its kind.
+    let both = baton(&["admin", "role", "decode-0", "both", "--router", &router]);
+    let said = text(&both.stdout);
+    assert!(said.starts_with("role changed after "), "{said}{}", text(&both.stderr));
+    used_as(&fleet, decode, "both").await;
+    told(&fleet.nodes[0], "/role?role=decode").await;
+    used_as(&fleet, &fleet.nodes[0], "decode").await;
+    let ask = Ask::new((1..=40).collect(), 5).with("ignore_eos", true.into());
+    assert_eq!(fleet.client().ask(&ask).await.expect("an answer").tokens.len(), 5);
+
+    // Without its registry a node does not know the others.
+    fleet.router.kill();
+    let (status, body) = tell(&fleet.nodes[0], "/role?role=prefill").await;
+    assert_eq!((status, body["error"]["code"].as_str()), (503, Some("cannot_change_role")), "{body}");
+    let message = body["error"]["message"].as_str().unwrap_or_default();
+    assert!(message.starts_with("the role stays decode: the registry does not answer"), "{message}");
+    told(&fleet.nodes[0], "/role?role=prefill&force=true").await;
+    fleet.router.revive();
+    fleet.all_ready().await;
+    used_as(&fleet, &fleet.nodes[0], "prefill").await;
+    assert_eq!(fleet.client().ask(&ask).await.expect("an answer").tokens.len(), 5);
+}
