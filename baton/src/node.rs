@@ -7,7 +7,7 @@ use chassis::error::StartError;
 use chassis::metrics::Metrics;
 use chassis::{Gate, Listener, Shutdown, World, telemetry};
 use decode_node::DecodeService;
-use node::{DecodeExpert, Drive, Lives, NodeConfig, NodeError, NodeParts, RawNodeConfig};
+use node::{DecodeExpertSettings, Drive, Lives, NodeConfig, NodeError, NodeParts, RawNodeConfig};
 use prefill_node::PrefillService;
 use registry::RegistryParts;
 use tonic::service::Routes;
@@ -91,7 +91,7 @@ pub(crate) async fn bind(world: &World, addr: &str) -> Result<Box<dyn Listener>,
 }
 
 /// Makes the gRPC services of a role. A node with both roles has both services over one worker and one pool.
-fn services(role: Role, parts: &NodeParts, decode: &DecodeExpert) -> Result<Routes, StartError> {
+fn services(role: Role, parts: &NodeParts, decode: &DecodeExpertSettings) -> Result<Routes, StartError> {
     let (mut routes, _health) = chassis::rpc::standard_services(&[proto::FILE_DESCRIPTOR_SET])?;
     if role.prefills() {
         routes = routes.add_service(PrefillService::new(parts.clone()).server());

@@ -146,7 +146,7 @@ struct UnitBins {
 }
 
 /// The samples of several units together.
-struct Pool {
+struct ResampledUnits {
     counts: Vec<u32>,
     n: u64,
     sum: f64,
@@ -157,8 +157,8 @@ impl Bins {
         Self(units.iter().map(|samples| UnitBins::of(samples)).collect())
     }
 
-    fn pool(&self, chosen: &[usize]) -> Pool {
-        let mut pool = Pool { counts: vec![0; N_BINS], n: 0, sum: 0.0 };
+    fn pool(&self, chosen: &[usize]) -> ResampledUnits {
+        let mut pool = ResampledUnits { counts: vec![0; N_BINS], n: 0, sum: 0.0 };
         for unit in chosen.iter().map(|nth| &self.0[*nth]) {
             pool.sum += unit.sum;
             for (bin, count) in &unit.bins {
@@ -179,7 +179,7 @@ impl UnitBins {
     }
 }
 
-impl Pool {
+impl ResampledUnits {
     fn statistic(&self, statistic: Statistic) -> f64 {
         match statistic {
             Statistic::Mean => self.sum / self.n as f64,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kv_cache::{Holder, Holding};
 use kv_transfer::{Arrival, KvConnector, LandRequest};
-use node::{CounterGuard, DecodeExpert, NodeParts, PeerWires};
+use node::{CounterGuard, DecodeExpertSettings, NodeParts, PeerWires};
 use scheduler::{GrantedRoom, RoomRequest};
 use tracing::warn;
 use types::{Landing, Prompt, Refusal, RefusalKind};
@@ -33,11 +33,11 @@ pub enum Reservation {
 #[derive(Clone, Debug)]
 pub struct Reservations {
     node: NodeParts,
-    settings: DecodeExpert,
+    settings: DecodeExpertSettings,
 }
 
 impl Reservations {
-    pub fn new(node: NodeParts, settings: DecodeExpert) -> Self {
+    pub fn new(node: NodeParts, settings: DecodeExpertSettings) -> Self {
         Self { node, settings }
     }
 

@@ -7,7 +7,7 @@ use chassis::{Task, spawn_guarded};
 use futures::{Stream, StreamExt as _};
 use grammar::Constraint;
 use kv_transfer::{Arrival, ArrivedKv};
-use node::{CounterGuard, DecodeExpert, NodeParts, PeerWires};
+use node::{CounterGuard, DecodeExpertSettings, NodeParts, PeerWires};
 use proto::v1;
 use proto::v1::decode_event::Event;
 use proto::v1::decode_server::{Decode, DecodeServer};
@@ -29,7 +29,7 @@ pub struct DecodeService {
 }
 
 impl DecodeService {
-    pub fn new(node: NodeParts, settings: DecodeExpert) -> Self {
+    pub fn new(node: NodeParts, settings: DecodeExpertSettings) -> Self {
         Self { reservations: Reservations::new(node.clone(), settings), node }
     }
 

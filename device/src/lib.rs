@@ -14,7 +14,7 @@ pub mod xxh3;
 
 pub use borrow::PageBusy;
 pub use cuda::memory::DeviceMemory;
-pub use memory::peer::{OutsidePeer, PeerMemory, PeerMemoryError};
+pub use memory::peer::{PeerMemory, PeerMemoryError, PeerMemoryRangeError};
 pub use memory::{HostMemory, MemoryError};
 pub use page::{PageMut, PageRef};
 pub use regions::RegionShape;

@@ -19,7 +19,7 @@ use types::{KvDtype, NodeId};
 
 use crate::error::NodeError;
 use crate::kv_memory::ModelKvMemory;
-pub use expert::{DecodeExpert, NodeExpert, TransferExpert};
+pub use expert::{DecodeExpertSettings, NodeExpertSettings, TransferExpertSettings};
 
 /// A node's TOML file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -32,7 +32,7 @@ pub struct RawNodeConfig {
     pub cluster: ClusterSection,
     pub tls: TlsSection,
     pub log: LogSection,
-    pub expert: NodeExpert,
+    pub expert: NodeExpertSettings,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -125,7 +125,7 @@ impl Default for ModelSection {
 }
 
 impl ModelSection {
-    fn engine(&self, expert: &NodeExpert) -> Result<EngineSettings, NodeError> {
+    fn engine(&self, expert: &NodeExpertSettings) -> Result<EngineSettings, NodeError> {
         let device: Device =
             self.device.parse().map_err(|error| NodeError::Config(format!("model.device: {error}")))?;
         let kv = self.kv(device)?;
@@ -212,7 +212,7 @@ impl Default for TransferSection {
 impl TransferSection {
     /// Makes the connectors' settings. Connectors are advertised under the host `advertise`, as the node's
     /// gRPC services are.
-    pub fn settings(&self, expert: &TransferExpert, advertise: &str) -> TransferSettings {
+    pub fn settings(&self, expert: &TransferExpertSettings, advertise: &str) -> TransferSettings {
         TransferSettings {
             listen: self.listen.clone(),
             advertise: advertise.to_owned(),
@@ -245,7 +245,7 @@ pub struct NodeConfig {
     pub scheduler: SchedulerSettings,
     pub connectors: Vec<String>,
     pub transfer: TransferSettings,
-    pub decode: DecodeExpert,
+    pub decode: DecodeExpertSettings,
     pub cluster: ClusterSection,
     pub tls: TlsSection,
     pub connections: ConnectionLimits,

@@ -27,7 +27,7 @@ pub mod metrics;
 pub mod error;
 
 pub use chassis::counted::{Counter, CounterGuard};
-pub use config::{DecodeExpert, NodeConfig, RawNodeConfig};
+pub use config::{DecodeExpertSettings, NodeConfig, RawNodeConfig};
 pub use connectors::{Connectors, PeerWires};
 pub use error::NodeError;
 pub use kv_memory::{KvMemorySize, ModelKvMemory};

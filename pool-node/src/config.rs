@@ -6,10 +6,10 @@ use chassis::byte_size::ByteSize;
 use chassis::config::Shown;
 use chassis::connections::ConnectionLimits;
 use chassis::identity::settings::{ClusterSection, TlsSection};
-use chassis::telemetry::{LogExpert, LogSection, LogSettings};
+use chassis::telemetry::{LogExpertSettings, LogSection, LogSettings};
 use kv_transfer::TransferSettings;
 use node::KvMemorySize;
-use node::config::{NodeSection, RegistrySection, TransferExpert, TransferSection};
+use node::config::{NodeSection, RegistrySection, TransferExpertSettings, TransferSection};
 use serde::{Deserialize, Serialize};
 use types::NodeId;
 
@@ -26,7 +26,7 @@ pub struct RawPoolConfig {
     pub cluster: ClusterSection,
     pub tls: TlsSection,
     pub log: LogSection,
-    pub expert: PoolExpert,
+    pub expert: PoolExpertSettings,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -52,10 +52,10 @@ impl Default for PoolSection {
 /// A pool node's `[expert]` tables: settings that are rarely changed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct PoolExpert {
-    pub transfer: TransferExpert,
+pub struct PoolExpertSettings {
+    pub transfer: TransferExpertSettings,
     pub connections: ConnectionLimits,
-    pub log: LogExpert,
+    pub log: LogExpertSettings,
 }
 
 /// A pool node's checked configuration.

@@ -33,7 +33,7 @@ use crate::policy::{AllowedArms, Ask, ClusterView, Order};
 use crate::requests::RequestRecord;
 use line::{Entered, Line, LineBounds, TicketId, WaitingPrompt};
 use refusal::LineRefusal;
-use room::{AdmittedRoom, AdmittedRooms, RoomQuestion};
+use room::{RoomQuestion, UnassignedAdmission, UnassignedAdmissions};
 
 /// The shortest time between two looks at the lines, so that many reports cost no more than one.
 const LOOK_PACE: Duration = Duration::from_millis(5);
@@ -78,7 +78,7 @@ struct Shared {
 struct ModelLine {
     line: Line,
     requests: HashMap<TicketId, WaitingRequest>,
-    admitted: AdmittedRooms,
+    admitted: UnassignedAdmissions,
     answer_tokens: f64,
 }
 
@@ -276,7 +276,7 @@ impl ModelLine {
         Self {
             line: Line::new(bounds),
             requests: HashMap::new(),
-            admitted: AdmittedRooms::default(),
+            admitted: UnassignedAdmissions::default(),
             answer_tokens: UNKNOWN_ANSWER_TOKENS,
         }
     }
@@ -298,7 +298,7 @@ impl ModelLine {
         }
     }
 
-    fn admit(&mut self, id: TicketId, room: AdmittedRoom, now: Instant) {
+    fn admit(&mut self, id: TicketId, room: UnassignedAdmission, now: Instant) {
         self.line.admit(id, now);
         self.admitted.insert(id, room);
         self.answer(id, Ok(()));

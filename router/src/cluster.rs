@@ -397,7 +397,7 @@ impl Cluster {
             let router = self.shared.router.clone();
             let standing = Standing { router, refusal, rollout_waits_for, believed_for: BELIEVED_FOR };
             if let Err(failure) = client.tell(standing).await {
-                debug!(node = %info.id, refusal = %failure.refusal, "sending the work status to the node failed");
+                debug!(node = %info.id, refusal = %failure.refusal, "could not tell the node whether this router sends it requests");
             }
             let _ = tokio::time::timeout(TELL_AGAIN, word.changed()).await;
         }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use chassis::connections::ConnectionLimits;
 use chassis::identity::settings::{ClusterSection, TlsSection};
-use chassis::telemetry::{LogExpert, LogSection, LogSettings};
+use chassis::telemetry::{LogExpertSettings, LogSection, LogSettings};
 use http::Uri;
 use serde::{Deserialize, Serialize};
 
@@ -33,23 +33,23 @@ pub struct RawRouterConfig {
     pub cluster: ClusterSection,
     pub tls: TlsSection,
     pub log: LogSection,
-    pub expert: RouterExpert,
+    pub expert: RouterExpertSettings,
 }
 
 /// A router's `[expert]` tables: settings that are rarely changed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct RouterExpert {
-    pub router: RoutingExpert,
+pub struct RouterExpertSettings {
+    pub router: RoutingExpertSettings,
     pub oidc: OidcSection,
     pub upstream: UpstreamSection,
     pub connections: ConnectionLimits,
-    pub log: LogExpert,
+    pub log: LogExpertSettings,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct RoutingExpert {
+pub struct RoutingExpertSettings {
     /// Failed routes that one request may have between two of its tokens.
     pub attempts_max: u32,
     /// How long a new request may wait for a usable node, if nodes are known, before it gets 503.
@@ -68,7 +68,7 @@ pub struct RoutingExpert {
     pub cors_origins: Vec<String>,
 }
 
-impl Default for RoutingExpert {
+impl Default for RoutingExpertSettings {
     fn default() -> Self {
         Self {
             attempts_max: 4,

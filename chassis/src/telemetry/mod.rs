@@ -59,7 +59,7 @@ impl Default for LogSection {
 /// A process's `[expert.log]` section.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct LogExpert {
+pub struct LogExpertSettings {
     /// Writes one JSON line for every span that ends, with its ids, parent and duration. Off by default,
     /// because every request adds lines.
     pub spans: bool,
@@ -76,12 +76,12 @@ pub struct LogSettings {
 
 impl Default for LogSettings {
     fn default() -> Self {
-        LogSection::default().settings(&LogExpert::default())
+        LogSection::default().settings(&LogExpertSettings::default())
     }
 }
 
 impl LogSection {
-    pub fn settings(self, expert: &LogExpert) -> LogSettings {
+    pub fn settings(self, expert: &LogExpertSettings) -> LogSettings {
         LogSettings { format: self.format, level: self.level, spans: expert.spans, otlp: self.otlp }
     }
 }

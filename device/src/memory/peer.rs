@@ -35,7 +35,7 @@ pub enum PeerMemoryError {
 /// The error for a range outside of the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{len} bytes at offset {offset} are outside of the memory of {bytes} bytes")]
-pub struct OutsidePeer {
+pub struct PeerMemoryRangeError {
     pub offset: u64,
     pub len: usize,
     pub bytes: usize,
@@ -61,7 +61,7 @@ impl PeerMemory {
     /// Copies the current bytes at `offset`.
     ///
     /// If the owner writes at the same time, the copy is a mixture of old and new bytes.
-    pub fn copy(&self, offset: u64, into: &mut [u8]) -> Result<(), OutsidePeer> {
+    pub fn copy(&self, offset: u64, into: &mut [u8]) -> Result<(), PeerMemoryRangeError> {
         let from = self.at(offset, into.len())?;
         // JUSTIFICATION: no slice of this memory may exist, because another process may write it.
         // SAFETY: the source range is in the mapping, which is sealed against shrinking and lives as long as
@@ -81,7 +81,7 @@ impl PeerMemory {
         parts: Parts,
         stores: Stores,
         each: impl FnMut(u64),
-    ) -> Result<(), OutsidePeer> {
+    ) -> Result<(), PeerMemoryRangeError> {
         let from = self.at(offset, into.len())?;
         // JUSTIFICATION: no slice of this memory may exist, as in `copy`.
         // SAFETY: the ranges are as in `copy`.
@@ -90,8 +90,8 @@ impl PeerMemory {
     }
 
     /// Returns the address of `len` bytes at `offset`. A range outside of the memory is an error.
-    fn at(&self, offset: u64, len: usize) -> Result<*const u8, OutsidePeer> {
-        let outside = OutsidePeer { offset, len, bytes: self.bytes() };
+    fn at(&self, offset: u64, len: usize) -> Result<*const u8, PeerMemoryRangeError> {
+        let outside = PeerMemoryRangeError { offset, len, bytes: self.bytes() };
         let start = usize::try_from(offset).map_err(|_| outside)?;
         let lies_inside = start.checked_add(len).is_some_and(|end| end <= self.bytes());
         lies_inside.then(|| self.mapping.as_ptr().wrapping_add(start)).ok_or(outside)

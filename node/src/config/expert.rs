@@ -1,7 +1,7 @@
 //! A node's settings that are rarely changed: `[expert.node]`, `[expert.transfer]` and so on.
 
 use chassis::connections::ConnectionLimits;
-use chassis::telemetry::LogExpert;
+use chassis::telemetry::LogExpertSettings;
 use kv_transfer::TransferSettings;
 use scheduler::SchedulerSettings;
 use serde::{Deserialize, Serialize};
@@ -9,25 +9,25 @@ use serde::{Deserialize, Serialize};
 /// A node's `[expert]` tables: settings that are rarely changed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct NodeExpert {
-    pub node: WatchdogExpert,
-    pub model: ModelExpert,
-    pub scheduler: SchedulerExpert,
-    pub transfer: TransferExpert,
-    pub decode: DecodeExpert,
+pub struct NodeExpertSettings {
+    pub node: WatchdogExpertSettings,
+    pub model: ModelExpertSettings,
+    pub scheduler: SchedulerExpertSettings,
+    pub transfer: TransferExpertSettings,
+    pub decode: DecodeExpertSettings,
     pub connections: ConnectionLimits,
-    pub log: LogExpert,
+    pub log: LogExpertSettings,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct WatchdogExpert {
+pub struct WatchdogExpertSettings {
     /// If the node has work and makes no progress for this long, it is not ready. The default is longer than
     /// the longest step of the engine.
     pub stuck_ms: u64,
 }
 
-impl Default for WatchdogExpert {
+impl Default for WatchdogExpertSettings {
     fn default() -> Self {
         Self { stuck_ms: 4_000 }
     }
@@ -35,7 +35,7 @@ impl Default for WatchdogExpert {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct ModelExpert {
+pub struct ModelExpertSettings {
     /// The GPU architecture whose kernels are used. Empty: that of this GPU. `sm_90`: kernels that run on
     /// every GPU, for comparison.
     pub gpu_arch: String,
@@ -45,7 +45,7 @@ pub struct ModelExpert {
     pub load_format: String,
 }
 
-impl Default for ModelExpert {
+impl Default for ModelExpertSettings {
     fn default() -> Self {
         Self { gpu_arch: String::new(), threads: 0, load_format: "safetensors".to_owned() }
     }
@@ -53,7 +53,7 @@ impl Default for ModelExpert {
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct SchedulerExpert {
+pub struct SchedulerExpertSettings {
     /// The largest number of tokens in one step. With more, prompts finish sooner; with fewer, running
     /// sequences are disturbed less.
     pub step_tokens_max: usize,
@@ -71,7 +71,7 @@ pub struct SchedulerExpert {
     pub launch_late: bool,
 }
 
-impl Default for SchedulerExpert {
+impl Default for SchedulerExpertSettings {
     fn default() -> Self {
         let settings = SchedulerSettings::default();
         Self {
@@ -85,7 +85,7 @@ impl Default for SchedulerExpert {
     }
 }
 
-impl SchedulerExpert {
+impl SchedulerExpertSettings {
     pub(super) fn settings(&self) -> SchedulerSettings {
         SchedulerSettings {
             step_tokens_max: self.step_tokens_max,
@@ -101,7 +101,7 @@ impl SchedulerExpert {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct TransferExpert {
+pub struct TransferExpertSettings {
     /// TCP streams per peer (twice as many over TLS), and queue pairs with rdma. More streams help where the network limits
     /// each flow.
     pub streams: u16,
@@ -121,7 +121,7 @@ pub struct TransferExpert {
     pub rdma_device: String,
 }
 
-impl Default for TransferExpert {
+impl Default for TransferExpertSettings {
     fn default() -> Self {
         let settings = TransferSettings::default();
         Self {
@@ -139,7 +139,7 @@ impl Default for TransferExpert {
 /// Settings that only decode nodes use.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct DecodeExpert {
+pub struct DecodeExpertSettings {
     /// A prompt with at most this many tokens to compute is computed by the decode node, in chunks between
     /// decode steps, because a transfer would cost more.
     pub local_tokens_max: u32,
@@ -147,7 +147,7 @@ pub struct DecodeExpert {
     pub landings_max: u32,
 }
 
-impl Default for DecodeExpert {
+impl Default for DecodeExpertSettings {
     fn default() -> Self {
         Self { local_tokens_max: 16, landings_max: 256 }
     }

@@ -73,8 +73,8 @@ impl LineBounds {
 pub(super) struct Entered {
     pub(super) id: TicketId,
     pub(super) predicted_wait: Duration,
-    /// The time at which the prompt leaves if it still waits: its objective cannot be held then, or it has waited for the
-    /// longest wait.
+    /// The time at which the prompt is refused if it still waits: its latency objective can no longer be met, or the
+    /// longest allowed wait has passed.
     pub(super) leaves_at: Instant,
     /// The prompt that had to leave for it.
     pub(super) displaced: Option<(TicketId, LineRefusal)>,

@@ -1,7 +1,7 @@
 //! Whether nodes have room for a prompt: KV room, and a short queue of prompts to compute.
 //!
 //! Nodes' reports and assigned work say it. Admitted prompts that are not assigned to a node yet count besides, as
-//! [`AdmittedRoom`], so that one room is not given twice.
+//! [`UnassignedAdmission`], so that one room is not given twice.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -21,18 +21,18 @@ const UNKNOWN_QUEUE_TOKENS_MAX: u64 = 1 << 16;
 
 /// The rooms of admitted tickets for which no node is assigned yet.
 #[derive(Debug, Default)]
-pub(super) struct AdmittedRooms(BTreeMap<TicketId, AdmittedRoom>);
+pub(super) struct UnassignedAdmissions(BTreeMap<TicketId, UnassignedAdmission>);
 
 /// The nodes that had room for an admitted prompt. Its route may use others.
 #[derive(Clone, Debug, Default)]
-pub(super) struct AdmittedRoom {
+pub(super) struct UnassignedAdmission {
     prefill: Option<NodeId>,
     decode: Option<NodeId>,
     n_tokens: u64,
 }
 
-impl AdmittedRooms {
-    pub(super) fn insert(&mut self, id: TicketId, room: AdmittedRoom) {
+impl UnassignedAdmissions {
+    pub(super) fn insert(&mut self, id: TicketId, room: UnassignedAdmission) {
         self.0.insert(id, room);
     }
 
@@ -46,8 +46,9 @@ impl AdmittedRooms {
 
     /// Returns the number of admitted tokens on a node.
     fn n_tokens(&self, node: &NodeId) -> u64 {
-        let is_on =
-            |room: &&AdmittedRoom| room.prefill.as_ref() == Some(node) || room.decode.as_ref() == Some(node);
+        let is_on = |room: &&UnassignedAdmission| {
+            room.prefill.as_ref() == Some(node) || room.decode.as_ref() == Some(node)
+        };
         self.0.values().filter(is_on).map(|room| room.n_tokens).sum()
     }
 }
@@ -57,18 +58,18 @@ impl AdmittedRooms {
 pub(super) struct RoomQuestion<'a> {
     pub(super) ask: Ask<'a>,
     pub(super) view: &'a ClusterView,
-    pub(super) admitted: &'a AdmittedRooms,
+    pub(super) admitted: &'a UnassignedAdmissions,
     pub(super) order: Order,
 }
 
 impl RoomQuestion<'_> {
     /// Returns the room for the prompt; `None` if it must wait. Without decode nodes no wait helps: dispatch refuses the
     /// prompt, or waits for a node.
-    pub(super) fn room(&self) -> Option<AdmittedRoom> {
+    pub(super) fn room(&self) -> Option<UnassignedAdmission> {
         let n_tokens = self.ask.n_tokens();
         let room = |prefill: Option<&NodeView>, decode: Option<&NodeView>| {
             let id = |node: &NodeView| node.info.id.clone();
-            Some(AdmittedRoom { prefill: prefill.map(id), decode: decode.map(id), n_tokens })
+            Some(UnassignedAdmission { prefill: prefill.map(id), decode: decode.map(id), n_tokens })
         };
         let mut decode = self.view.all_decode_nodes().peekable();
         let prefill =

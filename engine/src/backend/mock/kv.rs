@@ -85,7 +85,8 @@ impl Link {
     }
 }
 
-/// Returns the first padding word of a cell.
+/// Returns the check value of a cell: a hash of the tokens so far and of the place of the cell. The padding begins
+/// with it.
 fn seal(chain: Chain, key: CellKey) -> u32 {
     mix(chain.0.rotate_left(17) ^ key.0) as u32
 }

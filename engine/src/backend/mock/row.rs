@@ -93,7 +93,7 @@ impl Input {
 // === impl RunningRow ===
 
 impl RunningRow {
-    /// Reads the row's input, and the tokens of the KV before it.
+    /// Takes the row's input tokens, and reads the tokens before them out of the mock's KV, which holds them.
     pub(super) fn begin(
         row: QueuedRow,
         previous: &HashMap<SlotId, TokenId>,

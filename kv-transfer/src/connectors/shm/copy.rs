@@ -1,7 +1,7 @@
 //! Hot path. Copies the KV of one frame from the sender's memory into the landing's pages, and verifies it during the
 //! copy.
 
-use device::{OutsidePeer, Parts, PeerMemory, Stores};
+use device::{Parts, PeerMemory, PeerMemoryRangeError, Stores};
 use kv_cache::KvMemory;
 use types::KvSpan;
 
@@ -173,6 +173,6 @@ impl<P: Iterator<Item = Page>> Copying<'_, P> {
     }
 }
 
-fn outside(_: OutsidePeer) -> TransferError {
+fn outside(_: PeerMemoryRangeError) -> TransferError {
     FrameError::Body("a piece lies outside of the shared memory").into()
 }

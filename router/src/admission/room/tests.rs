@@ -28,7 +28,7 @@ fn free(n_free: u32) -> impl FnOnce(&mut NodeView) {
 }
 
 /// Returns the nodes that have room, as `prefill decode`; `none` if the prompt must wait.
-fn room(nodes: Vec<NodeView>, admitted: &AdmittedRooms, order: Order) -> String {
+fn room(nodes: Vec<NodeView>, admitted: &UnassignedAdmissions, order: Order) -> String {
     let (prompt, view) = (prompt(N_TOKENS), ClusterView { nodes, learned: Arc::default() });
     let ask = Ask { prompt: &prompt, hashes: &[], arms: AllowedArms::RemoteOrLocal };
     let question = RoomQuestion { ask, view: &view, admitted, order };
@@ -81,7 +81,7 @@ fn room_is_kv_room() {
         ),
         ("the prefill node is full", vec![prefill("p", free(3)), decode("d", idle)], first, "none"),
     ] {
-        assert_eq!(room(nodes, &AdmittedRooms::default(), order), expected, "{what}");
+        assert_eq!(room(nodes, &UnassignedAdmissions::default(), order), expected, "{what}");
     }
 }
 
@@ -130,20 +130,20 @@ fn room_is_a_short_queue() {
             "none",
         ),
     ] {
-        assert_eq!(room(nodes, &AdmittedRooms::default(), order), expected, "{what}");
+        assert_eq!(room(nodes, &UnassignedAdmissions::default(), order), expected, "{what}");
     }
 }
 
 #[test]
 fn one_room_is_given_once() {
-    let mut admitted = AdmittedRooms::default();
+    let mut admitted = UnassignedAdmissions::default();
     let of_decode =
-        |admitted: &AdmittedRooms| room(vec![decode("d", free(20))], admitted, Order::DecodeFirst);
+        |admitted: &UnassignedAdmissions| room(vec![decode("d", free(20))], admitted, Order::DecodeFirst);
     assert_eq!(of_decode(&admitted), "- d");
     let id = TicketId::first();
     admitted.insert(
         id,
-        AdmittedRoom { prefill: None, decode: Some(NodeId::new("d")), n_tokens: N_TOKENS as u64 },
+        UnassignedAdmission { prefill: None, decode: Some(NodeId::new("d")), n_tokens: N_TOKENS as u64 },
     );
     assert_eq!(of_decode(&admitted), "none");
     admitted.remove(id);
@@ -160,8 +160,12 @@ fn times_are_predicted_from_learned_costs() {
         nodes: vec![busy, decode("d", |node| node.load.step_ms = 12.0)],
         learned: Arc::default(),
     };
-    let question =
-        RoomQuestion { ask, view: &view, admitted: &AdmittedRooms::default(), order: Order::DecodeFirst };
+    let question = RoomQuestion {
+        ask,
+        view: &view,
+        admitted: &UnassignedAdmissions::default(),
+        order: Order::DecodeFirst,
+    };
     let PredictedService { first_token, token_gap } = question.predicted();
     assert_eq!((first_token.as_millis(), token_gap.as_millis()), (120, 12));
 }

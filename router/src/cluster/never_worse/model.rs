@@ -44,7 +44,7 @@ const PREFILL: usize = 0;
 const DECODE: usize = 1;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Event {
+enum SimulatedEvent {
     Ask { client: usize },
     Reserve { request: usize },
     CallPrefill { request: usize },
@@ -112,7 +112,7 @@ pub(super) struct Model {
     arms: AllowedArms<'static>,
     now: u64,
     start: Instant,
-    events: BinaryHeap<Reverse<(u64, u64, Event)>>,
+    events: BinaryHeap<Reverse<(u64, u64, SimulatedEvent)>>,
     n_events: u64,
     random: u64,
     nodes: [Node; 2],
@@ -165,7 +165,7 @@ impl Model {
         (0..2).for_each(|node| model.report(node));
         for client in 0..cell.concurrency {
             let first = model.draw() % cell.start_us();
-            model.at(first, Event::Ask { client });
+            model.at(first, SimulatedEvent::Ask { client });
         }
         model
     }
@@ -174,30 +174,30 @@ impl Model {
         while let Some(Reverse((at, _, event))) = self.events.pop() {
             self.now = at;
             match event {
-                Event::Ask { client } => self.ask(client),
-                Event::Reserve { request } => self.reserve(request),
-                Event::CallPrefill { request } => {
+                SimulatedEvent::Ask { client } => self.ask(client),
+                SimulatedEvent::Reserve { request } => self.reserve(request),
+                SimulatedEvent::CallPrefill { request } => {
                     let now = self.instant();
                     self.requests[request].assigned.iter().for_each(|it| it.prefill_called(now));
-                    self.at(CALL_US, Event::Queue { node: PREFILL, request });
+                    self.at(CALL_US, SimulatedEvent::Queue { node: PREFILL, request });
                 }
-                Event::Queue { node, request } => self.queue(node, request),
-                Event::StepEnd { node } => self.step_end(node),
-                Event::FirstToken { request } => self.first_token(request),
-                Event::KvArrived { request } => {
+                SimulatedEvent::Queue { node, request } => self.queue(node, request),
+                SimulatedEvent::StepEnd { node } => self.step_end(node),
+                SimulatedEvent::FirstToken { request } => self.first_token(request),
+                SimulatedEvent::KvArrived { request } => {
                     self.nodes[DECODE].arriving -= 1;
                     self.decode(request);
                     self.turn(DECODE);
-                    self.at(CALL_US, Event::KvSeen { request });
+                    self.at(CALL_US, SimulatedEvent::KvSeen { request });
                 }
-                Event::KvSeen { request } => {
+                SimulatedEvent::KvSeen { request } => {
                     let request = &self.requests[request];
                     let moved = Duration::from_micros(self.now - request.sent_from.unwrap_or(self.now));
                     let bytes = request.bytes as u64;
                     request.prediction.kv_arrived("tcp", bytes, moved, self.instant());
                 }
-                Event::LastToken { request } => self.requests[request].stream = None,
-                Event::Report { node } => {
+                SimulatedEvent::LastToken { request } => self.requests[request].stream = None,
+                SimulatedEvent::Report { node } => {
                     self.nodes[node].report_is_due = false;
                     self.report(node);
                 }
@@ -249,7 +249,7 @@ impl Model {
             bytes_left: 0.0,
             sent_from: None,
         });
-        self.at(CALL_US, Event::Reserve { request: self.requests.len() - 1 });
+        self.at(CALL_US, SimulatedEvent::Reserve { request: self.requests.len() - 1 });
     }
 
     fn reserve(&mut self, request: usize) {
@@ -259,7 +259,7 @@ impl Model {
             (self.requests[request].bytes, self.requests[request].bytes_left) = (bytes, bytes);
             self.nodes[DECODE].arriving += 1;
             self.turn(DECODE);
-            return self.at(CALL_US, Event::CallPrefill { request });
+            return self.at(CALL_US, SimulatedEvent::CallPrefill { request });
         }
         self.queue(DECODE, request);
     }
@@ -295,7 +295,7 @@ impl Model {
         if !it.report_is_due {
             it.report_is_due = true;
             let wait = (it.reported + REPORT_US).saturating_sub(self.now);
-            self.at(wait, Event::Report { node });
+            self.at(wait, SimulatedEvent::Report { node });
         }
     }
 
@@ -329,7 +329,7 @@ impl Model {
         let n_prompt: usize = chunks.iter().sum();
         let took = STEP_US + ROW_US * n_streams as f64 + PROMPT_TOKEN_US * n_prompt as f64;
         it.step = Some(Step { begun: now, chunks, n_streams });
-        self.at(took as u64, Event::StepEnd { node });
+        self.at(took as u64, SimulatedEvent::StepEnd { node });
     }
 
     fn step_end(&mut self, node: usize) {
@@ -351,7 +351,7 @@ impl Model {
             self.requests[job.request].last_token = self.now;
             self.requests[job.request].n_tokens = 1;
             self.nodes[node].stores(&self.hashes);
-            self.at(CALL_US, Event::FirstToken { request: job.request });
+            self.at(CALL_US, SimulatedEvent::FirstToken { request: job.request });
             if node == DECODE {
                 self.decode(job.request);
             }
@@ -374,7 +374,7 @@ impl Model {
         self.wire_free = streamed.max(last_layer) as u64;
         if left == 0 {
             let arrives = self.wire_free + CALL_US - self.now;
-            self.at(arrives, Event::KvArrived { request });
+            self.at(arrives, SimulatedEvent::KvArrived { request });
         }
     }
 
@@ -396,8 +396,8 @@ impl Model {
         if n_tokens == self.cell.answer_tokens {
             self.nodes[DECODE].streams.retain(|stream| *stream != request);
             let think = self.draw() % THINK_US;
-            self.at(CALL_US, Event::LastToken { request });
-            self.at(CALL_US + think, Event::Ask { client });
+            self.at(CALL_US, SimulatedEvent::LastToken { request });
+            self.at(CALL_US + think, SimulatedEvent::Ask { client });
         }
     }
 
@@ -407,7 +407,7 @@ impl Model {
 
     // === time and chance ===
 
-    fn at(&mut self, wait: u64, event: Event) {
+    fn at(&mut self, wait: u64, event: SimulatedEvent) {
         self.n_events += 1;
         self.events.push(Reverse((self.now + wait, self.n_events, event)));
     }
