@@ -11,9 +11,6 @@ use crate::switch::SwitchRefusal;
 /// The longest wait for the registry's list of members.
 const MEMBERS_WITHIN: Duration = Duration::from_secs(3);
 
-/// The two kinds of work, each with the test for a role that does it.
-const KINDS: [(&str, fn(Role) -> bool); 2] = [("prefills", Role::prefills), ("decodes", Role::decodes)];
-
 /// A requested change of a node's role.
 #[derive(Debug)]
 pub(crate) struct RoleChange<'a> {
@@ -53,7 +50,8 @@ impl RoleChange<'_> {
         };
         let is_done = |does: fn(Role) -> bool| members.iter().filter(is_peer).any(|node| does(node.role));
         let is_lost = |does: fn(Role) -> bool| does(self.from) && !does(self.to) && !is_done(does);
-        KINDS.into_iter().find(|(_, does)| is_lost(*does)).map(|(work, _)| work)
+        let work = [("prefills", is_lost(Role::prefills)), ("decodes", is_lost(Role::decodes))];
+        work.into_iter().find(|(_, is_lost)| *is_lost).map(|(work, _)| work)
     }
 }
 
