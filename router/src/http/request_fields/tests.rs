@@ -255,7 +255,7 @@ The table of fields is made from the code by the test `the_page_lists_every_fiel
 | router, admin only | `GET /`, `POST /debug/v1/chat/completions` | the [live page](operating.md#the-live-page), and its chat box: the API key is in `x-api-key` |
 | router, gRPC | `baton.v1.Inference` | answers to token ids: see [protocol.md](protocol.md) |
 | node, admin | `GET /live`, `GET /ready`, `GET /rollout`, `GET /version`, `GET /metrics`, `GET /debug/config` | for operators |
-| prefill or decode node, admin | `POST /sleep`, `POST /wake` | see [operating.md](operating.md#sleep-and-wake) |
+| prefill or decode node, admin | `POST /sleep`, `POST /wake`, `POST /role` | see [operating.md](operating.md#sleep-and-wake) |
 
 In front of [other engines](routing.md#pools-of-other-engines) the HTTP port has their endpoints instead, and `GET /debug/upstream`.
 
