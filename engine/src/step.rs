@@ -113,7 +113,7 @@ impl PendingStep {
 pub struct StepOutput {
     pub rows: Vec<Result<Option<SampledToken>, RowError>>,
     /// For each token of the step, the smallest lead of the last expert that was chosen over the next one, in scores
-    /// of the router, over all layers. Empty if the model has no experts or the backend does not know.
+    /// of the router, over all layers. Only the CPU backend returns it, and only for models with experts.
     pub routing_leads: Vec<f32>,
 }
 

@@ -57,36 +57,18 @@ impl RoleChange<'_> {
 
 #[cfg(test)]
 mod tests {
-    use types::node::PROTOCOL;
-    use types::{Epoch, Fingerprint, KvDtype, KvLayout};
+    use registry::conformance::node as any_node;
+    use types::Fingerprint;
 
     use super::*;
 
     fn model(name: &str, weights: &str) -> ModelInfo {
-        ModelInfo {
-            name: name.to_owned(),
-            context_tokens: 1,
-            vocab: 1,
-            eos_tokens: Vec::new(),
-            layout: KvLayout::uniform(16, KvDtype::F32, 2, 2, 4),
-            fingerprint: Fingerprint::new([("weights".to_owned(), weights.to_owned())]),
-        }
+        let fingerprint = Fingerprint::new([("weights".to_owned(), weights.to_owned())]);
+        ModelInfo { name: name.to_owned(), fingerprint, ..any_node("any", 1).model }
     }
 
     fn node(id: &str, role: Role, model: ModelInfo) -> NodeInfo {
-        NodeInfo {
-            id: NodeId::new(id),
-            epoch: Epoch(1),
-            role,
-            pid: 1,
-            host: String::new(),
-            address: format!("{id}:1"),
-            admin: String::new(),
-            wires: Vec::new(),
-            without: Vec::new(),
-            model,
-            protocol: PROTOCOL,
-        }
+        NodeInfo { role, model, ..any_node(id, 1) }
     }
 
     #[test]

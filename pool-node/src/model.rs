@@ -44,33 +44,17 @@ mod tests {
 
     use chassis::{Gate, World};
     use registry::MemoryRegistry;
+    use registry::conformance::node as any_node;
     use registry::memory::TTL;
-    use types::node::PROTOCOL;
-    use types::{Epoch, Fingerprint, KvDtype, NodeId, Role};
+    use types::{Fingerprint, KvDtype, Role};
 
     use super::*;
 
     fn node(id: &str, role: Role, model: &str) -> NodeInfo {
-        NodeInfo {
-            id: NodeId::new(id),
-            epoch: Epoch(1),
-            role,
-            pid: 1,
-            host: String::new(),
-            address: format!("{id}:1"),
-            admin: format!("{id}:2"),
-            wires: vec![],
-            without: vec![],
-            model: ModelInfo {
-                name: model.to_owned(),
-                context_tokens: 64,
-                vocab: 8,
-                eos_tokens: vec![],
-                layout: KvLayout::uniform(16, KvDtype::F32, 2, 2, 4),
-                fingerprint: Fingerprint::default().hashed_with(&BlockHashKey::default()),
-            },
-            protocol: PROTOCOL,
-        }
+        let any = any_node(id, 1);
+        let fingerprint = Fingerprint::default().hashed_with(&BlockHashKey::default());
+        let model = ModelInfo { name: model.to_owned(), fingerprint, ..any.model };
+        NodeInfo { role, model, ..any }
     }
 
     #[tokio::test(start_paused = true)]

@@ -1,7 +1,7 @@
 //! The paths of the programs that tests start.
 
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, ExitStatus, Output};
 use std::sync::OnceLock;
 
 /// Returns the executable to test: `TEST_EXECUTABLE`, or the one that cargo builds now.
@@ -18,6 +18,21 @@ pub fn command() -> Command {
         command.env_remove(name);
     });
     command
+}
+
+/// The result of a command that has ended.
+#[derive(Debug)]
+pub struct Finished {
+    pub status: ExitStatus,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+/// Runs [`baton`] with these arguments to its end.
+pub fn run(arguments: &[&str]) -> Finished {
+    let Output { status, stdout, stderr } = command().args(arguments).output().expect("baton runs");
+    let [stdout, stderr] = [stdout, stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    Finished { status, stdout, stderr }
 }
 
 fn build() -> PathBuf {

@@ -208,4 +208,17 @@ impl FleetNode {
         let (status, body) = in_time("an admin page", Client::new(self.admin).get("/ready")).await;
         (status.as_u16(), body)
     }
+
+    /// Posts to a page of the node's admin port, such as `sleep`. Returns the status and the body.
+    pub async fn tell(&self, page: &str) -> (u16, Value) {
+        let (status, _, body) = in_time(page, Client::new(self.admin).post(&format!("/{page}"), "")).await;
+        (status.as_u16(), serde_json::from_str(&body).unwrap_or(Value::Null))
+    }
+
+    /// Does the same. The node must answer 200.
+    pub async fn told(&self, page: &str) -> Value {
+        let (status, body) = self.tell(page).await;
+        assert_eq!(status, 200, "{page} of {}: {body}", self.name);
+        body
+    }
 }

@@ -26,7 +26,7 @@ pub use executable::python;
 pub use fleet::Fleet;
 pub use ports::free_addr;
 pub use process::Process;
-pub use up::{Node, Up};
+pub use up::{Node, Up, undisturbed};
 pub use wire::Wire;
 
 use std::time::Duration;

@@ -6,13 +6,14 @@ use std::net::SocketAddr;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use futures::future::join_all;
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::Value;
 use tempfile::NamedTempFile;
 
-use crate::client::Client;
+use crate::client::{Answer, Ask, Client};
 use crate::logs::ExpectedPeer;
-use crate::{eventually, executable};
+use crate::{eventually, executable, in_time};
 
 /// A running cluster of `baton up`. Dropping it stops every process; a failing test prints their logs.
 #[derive(Debug)]
@@ -23,6 +24,14 @@ pub struct Up {
     pub grpc: SocketAddr,
     pids: Vec<u32>,
     expected: ExpectedPeer,
+}
+
+/// Returns the answers of a cluster of one node, without faults.
+pub async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
+    let up = Up::start(&["--colocated"]).await;
+    let client = up.client();
+    let all = join_all(asks.iter().map(|ask| client.ask(ask)));
+    in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
 /// A node as `/debug/cluster` shows it.

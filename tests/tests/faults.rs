@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use baton_tests::check::prompts;
 use baton_tests::logs::{A_NODE_DIES, A_NODE_STANDS_STILL};
-use baton_tests::{Answer, Ask, Failed, Up, eventually, in_time};
+use baton_tests::{Answer, Ask, Failed, Up, eventually, in_time, undisturbed};
 use futures::future::join_all;
 use rustix::process::Signal;
 use tokio::time::Instant;
@@ -19,13 +19,6 @@ const SLOW: &[&str] = &["--model", concat!("mock:", env!("CARGO_MANIFEST_DIR"), 
 fn asks(n: usize) -> Vec<Ask> {
     let prompt = |prompt| Ask::new(prompt, TOKENS).with("ignore_eos", true.into());
     prompts(11, n, 200).into_iter().map(prompt).collect()
-}
-
-async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
-    let up = Up::start(&["--colocated"]).await;
-    let client = up.client();
-    let all = join_all(asks.iter().map(|ask| client.ask(ask)));
-    in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
 /// Runs `asks` on `up`, and `disturb` once a third of the streams have tokens. Returns the answers.

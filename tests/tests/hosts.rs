@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use baton_tests::check::prompts;
 use baton_tests::hosts::{self, Flaw, Hosts};
-use baton_tests::{Answer, Ask, Client, Up, eventually, executable, in_time, python};
+use baton_tests::{Answer, Ask, Client, eventually, executable, in_time, python, undisturbed};
 use futures::future::join_all;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -179,13 +179,6 @@ fn texts(list: &Value) -> Vec<String> {
 fn asks() -> Vec<Ask> {
     let ask = |prompt| Ask::new(prompt, TOKENS).with("ignore_eos", true.into());
     prompts(23, 16, 200).into_iter().map(ask).collect()
-}
-
-async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
-    let up = Up::start(&["--colocated"]).await;
-    let client = up.client();
-    let all = join_all(asks.iter().map(|ask| client.ask(ask)));
-    in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
 /// Sends all requests at once, calls `disturb` in the middle, and compares the answers with the expected

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use baton_tests::check::prompts;
 use baton_tests::logs::THE_REGISTRY_IS_AWAY;
-use baton_tests::{Answer, Ask, Etcd, Node, Up, Wire, eventually, in_time};
+use baton_tests::{Ask, Etcd, Node, Up, Wire, eventually, undisturbed};
 use futures::future::join_all;
 use registry::etcd::client::{prefix_end, v3};
 use registry::etcd::{EtcdClient, EtcdSettings};
@@ -44,14 +44,6 @@ fn asks() -> Vec<Ask> {
         .into_iter()
         .map(|prompt| Ask::new(prompt, 40).with("ignore_eos", true.into()))
         .collect()
-}
-
-/// Returns the answers of a cluster without faults.
-async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
-    let up = Up::start(&["--colocated"]).await;
-    let client = up.client();
-    let all = join_all(asks.iter().map(|ask| client.ask(ask)));
-    in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
 /// Sends requests while `trouble` runs. A wrong answer fails the test, and so does a change of the cluster's

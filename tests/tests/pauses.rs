@@ -6,7 +6,7 @@ use std::time::Duration;
 use baton_tests::check::prompts;
 use baton_tests::fleet::{PACED, Settings};
 use baton_tests::logs::{A_NODE_DIES, A_NODE_STANDS_STILL};
-use baton_tests::{Answer, Ask, Etcd, Fleet, Up, in_time};
+use baton_tests::{Answer, Ask, Etcd, Fleet, in_time, undisturbed};
 use futures::future::join_all;
 use rustix::process::Signal;
 
@@ -18,13 +18,6 @@ const TOKENS: u32 = 200;
 fn asks() -> Vec<Ask> {
     let prompt = |prompt| Ask::new(prompt, TOKENS).with("ignore_eos", true.into());
     prompts(29, STREAMS, 120).into_iter().map(prompt).collect()
-}
-
-async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
-    let up = Up::start(&["--colocated"]).await;
-    let client = up.client();
-    let all = join_all(asks.iter().map(|ask| client.ask(ask)));
-    in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
 /// Runs all streams, and `trouble` meanwhile. Each must end as it does without the trouble.

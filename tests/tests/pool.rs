@@ -8,7 +8,7 @@ use std::time::Duration;
 use baton_tests::check::prompts;
 use baton_tests::logs::{A_NODE_DIES, A_NODE_STANDS_STILL, THE_POOL_FAILS};
 use baton_tests::up::Node;
-use baton_tests::{Answer, Ask, Client, Failed, Fleet, Up, eventually, in_time, python};
+use baton_tests::{Answer, Ask, Client, Failed, Fleet, Up, eventually, in_time, python, undisturbed};
 use futures::future::join_all;
 use rustix::process::Signal;
 use tokio::time::Instant;
@@ -25,11 +25,6 @@ fn asks(n: usize) -> Vec<Ask> {
 
 async fn answers(client: &Client, asks: &[Ask]) -> Vec<Result<Answer, Failed>> {
     in_time("all answers", join_all(asks.iter().map(|ask| client.ask(ask)))).await
-}
-
-async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
-    let up = Up::start(&["--colocated"]).await;
-    answers(&up.client(), asks).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
 fn all_equal(seen: Vec<Result<Answer, Failed>>, expected: &[Answer]) {

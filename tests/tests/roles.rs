@@ -1,27 +1,14 @@
 //! Tests of nodes that change their role: under load, with their prefix cache, killed meanwhile, and refused.
 
-use std::process::{Command, Output};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use baton_tests::check::prompts;
 use baton_tests::fleet::{Fleet, FleetNode, PACED};
 use baton_tests::logs::{A_NODE_DIES, THE_REGISTRY_IS_AWAY};
-use baton_tests::{Answer, Ask, Client, Up, eventually, executable, in_time};
-use futures::future::join_all;
-use serde_json::Value;
+use baton_tests::{Ask, Client, eventually, executable, undisturbed};
 
 /// The number of streams at one time.
 const CLIENTS: usize = 6;
-
-async fn tell(node: &FleetNode, page: &str) -> (u16, Value) {
-    let (status, _, body) = in_time(page, Client::new(node.admin).post(page, "")).await;
-    (status.as_u16(), serde_json::from_str(&body).unwrap_or(Value::Null))
-}
-
-async fn told(node: &FleetNode, page: &str) {
-    let (status, body) = tell(node, page).await;
-    assert_eq!(status, 200, "{page} of {}: {body}", node.name);
-}
 
 /// Returns a node's epoch, role and state as the router sees them.
 async fn seen(fleet: &Fleet, node: &FleetNode) -> Option<[String; 3]> {
@@ -40,17 +27,10 @@ async fn used_as(fleet: &Fleet, node: &FleetNode, role: &str) -> String {
     .await
 }
 
-async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
-    let up = Up::start(&["--colocated"]).await;
-    let client = up.client();
-    let all = join_all(asks.iter().map(|ask| client.ask(ask)));
-    in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
-}
-
 /// Changes the node's role under load and waits until it works in the new role.
 async fn change(fleet: &Fleet, node: &FleetNode, role: &str, n_answered: &AtomicUsize) {
     let [epoch, ..] = seen(fleet, node).await.expect("it is a member");
-    told(node, &format!("/role?role={role}")).await;
+    node.told(&format!("role?role={role}")).await;
     assert_eq!(node.readiness().await.0, 200, "it answers when it is ready");
     assert_eq!(used_as(fleet, node, role).await, epoch, "the same life");
     let served = format!("baton_node_steps_total{{role=\"{role}\"}}");
@@ -109,8 +89,8 @@ async fn the_prefix_cache_outlives_a_change_of_role() {
     let ask = Ask::new((1..=300).collect(), 8).with("ignore_eos", true.into());
     // A decode node that has slept has an empty cache, so cached tokens are those of the other node.
     let cached = async || {
-        told(decode, "/sleep").await;
-        told(decode, "/wake").await;
+        decode.told("sleep").await;
+        decode.told("wake").await;
         fleet.all_ready().await;
         used_as(&fleet, decode, "decode").await;
         fleet.client().ask(&ask).await.expect("an answer")
@@ -120,16 +100,16 @@ async fn the_prefix_cache_outlives_a_change_of_role() {
     let before = cached().await;
     assert!(before.cached_tokens >= 256, "{before:?}");
 
-    told(node, "/role?role=decode&force=true").await;
+    node.told("role?role=decode&force=true").await;
     used_as(&fleet, node, "decode").await;
-    told(decode, "/sleep").await;
+    decode.told("sleep").await;
     eventually("the router to miss it", async || seen(&fleet, decode).await.is_none().then_some(())).await;
     let alone = fleet.client().ask(&ask).await.expect("an answer");
     assert_eq!((alone.cached_tokens, &alone.tokens), (before.cached_tokens, &first.tokens));
 
-    told(decode, "/wake").await;
+    decode.told("wake").await;
     fleet.all_ready().await;
-    told(node, "/role?role=prefill").await;
+    node.told("role?role=prefill").await;
     used_as(&fleet, node, "prefill").await;
     let after = cached().await;
     assert_eq!((after.cached_tokens, &after.tokens), (before.cached_tokens, &first.tokens));
@@ -170,14 +150,6 @@ async fn a_node_that_is_killed_during_the_change_comes_back() {
     fleet.baseline().await;
 }
 
-fn baton(arguments: &[&str]) -> Output {
-    Command::new(executable::baton()).args(arguments).output().expect("baton runs")
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_change_that_cannot_happen_is_refused_with_the_reason() {
     let mut fleet = Fleet::start(PACED, 1, 1).await;
@@ -186,47 +158,47 @@ async fn a_change_that_cannot_happen_is_refused_with_the_reason() {
     let router = format!("http://{}", fleet.http);
     let decode = &fleet.nodes[1];
     for (page, status, code) in [
-        ("/role", 400, "unknown_role"),
-        ("/role?role=pool", 400, "unknown_role"),
-        ("/role?role=decode", 409, "role_already"),
-        ("/role?role=prefill", 409, "last_of_kind"),
+        ("role", 400, "unknown_role"),
+        ("role?role=pool", 400, "unknown_role"),
+        ("role?role=decode", 409, "role_already"),
+        ("role?role=prefill", 409, "last_of_kind"),
     ] {
-        let (found, body) = tell(decode, page).await;
+        let (found, body) = decode.tell(page).await;
         assert_eq!((found, body["error"]["code"].as_str()), (status, Some(code)), "{page}: {body}");
     }
-    let refused = baton(&["admin", "role", "decode-0", "prefill", "--router", &router]);
-    let said = text(&refused.stderr);
+    let refused = executable::run(&["admin", "role", "decode-0", "prefill", "--router", &router]);
+    let said = refused.stderr;
     assert_eq!(refused.status.code(), Some(1), "{said}");
     assert!(said.contains("no other node decodes for `mock`") && said.contains("(last_of_kind)"), "{said}");
-    let unknown = baton(&["admin", "role", "decode-7", "prefill", "--router", &router]);
-    let said = text(&unknown.stderr);
+    let unknown = executable::run(&["admin", "role", "decode-7", "prefill", "--router", &router]);
+    let said = unknown.stderr;
     assert!(unknown.status.code() == Some(1) && said.contains("knows no node \"decode-7\""), "{said}");
-    let unknown = baton(&["admin", "role", "decode-0", "pool", "--router", &router]);
-    assert!(!unknown.status.success() && text(&unknown.stderr).contains("possible values"));
+    let unknown = executable::run(&["admin", "role", "decode-0", "pool", "--router", &router]);
+    assert!(!unknown.status.success() && unknown.stderr.contains("possible values"));
 
-    told(decode, "/sleep").await;
-    let (status, body) = tell(decode, "/role?role=both").await;
+    decode.told("sleep").await;
+    let (status, body) = decode.tell("role?role=both").await;
     assert_eq!((status, body["error"]["code"].as_str()), (409, Some("asleep")), "{body}");
-    told(decode, "/wake").await;
+    decode.told("wake").await;
     fleet.all_ready().await;
 
     // `both` ends no work, and afterwards the prefill node is not the last of its kind.
-    let both = baton(&["admin", "role", "decode-0", "both", "--router", &router]);
-    let said = text(&both.stdout);
-    assert!(said.starts_with("role changed after "), "{said}{}", text(&both.stderr));
+    let both = executable::run(&["admin", "role", "decode-0", "both", "--router", &router]);
+    let said = both.stdout;
+    assert!(said.starts_with("role changed after "), "{said}{}", both.stderr);
     used_as(&fleet, decode, "both").await;
-    told(&fleet.nodes[0], "/role?role=decode").await;
+    fleet.nodes[0].told("role?role=decode").await;
     used_as(&fleet, &fleet.nodes[0], "decode").await;
     let ask = Ask::new((1..=40).collect(), 5).with("ignore_eos", true.into());
     assert_eq!(fleet.client().ask(&ask).await.expect("an answer").tokens.len(), 5);
 
     // Without its registry a node does not know the others.
     fleet.router.kill();
-    let (status, body) = tell(&fleet.nodes[0], "/role?role=prefill").await;
+    let (status, body) = fleet.nodes[0].tell("role?role=prefill").await;
     assert_eq!((status, body["error"]["code"].as_str()), (503, Some("cannot_change_role")), "{body}");
     let message = body["error"]["message"].as_str().unwrap_or_default();
     assert!(message.starts_with("the role stays decode: the registry does not answer"), "{message}");
-    told(&fleet.nodes[0], "/role?role=prefill&force=true").await;
+    fleet.nodes[0].told("role?role=prefill&force=true").await;
     fleet.router.revive();
     fleet.all_ready().await;
     used_as(&fleet, &fleet.nodes[0], "prefill").await;

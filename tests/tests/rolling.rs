@@ -5,7 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use baton_tests::check::prompts;
 use baton_tests::logs::{A_NODE_DIES, THE_REGISTRY_IS_AWAY};
-use baton_tests::{Answer, Ask, Client, Etcd, PATIENCE, Process, Up, eventually, free_addr, in_time};
+use baton_tests::{
+    Answer, Ask, Client, Etcd, PATIENCE, Process, eventually, free_addr, in_time, undisturbed,
+};
 use futures::future::join_all;
 use tempfile::TempDir;
 use tokio::sync::RwLock;
@@ -106,13 +108,6 @@ impl Balancer {
 fn asks() -> Vec<Ask> {
     let ask = |prompt| Ask::new(prompt, TOKENS).with("ignore_eos", true.into());
     prompts(17, 40, 200).into_iter().map(ask).collect()
-}
-
-async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
-    let up = Up::start(&["--colocated"]).await;
-    let client = up.client();
-    let all = join_all(asks.iter().map(|ask| client.ask(ask)));
-    in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
 /// Sends requests until `enough` is set, and counts the answers. A wrong answer fails the test.

@@ -2,32 +2,18 @@
 //! while asleep.
 
 use std::path::Path;
-use std::process::{Command, Output};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use baton_tests::check::prompts;
 use baton_tests::fleet::{Fleet, FleetNode, PACED};
 use baton_tests::logs::A_NODE_DIES;
-use baton_tests::{Answer, Ask, Client, Up, eventually, executable, in_time};
-use futures::future::join_all;
+use baton_tests::{Ask, Client, eventually, executable, undisturbed};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
 /// The number of streams at one time.
 const CLIENTS: usize = 6;
-
-/// Posts `/sleep` or `/wake` to a node. Returns the status and the body.
-async fn tell(node: &FleetNode, what: &str) -> (u16, Value) {
-    let (status, _, body) = in_time(what, Client::new(node.admin).post(&format!("/{what}"), "")).await;
-    (status.as_u16(), serde_json::from_str(&body).unwrap_or(Value::Null))
-}
-
-async fn told(node: &FleetNode, what: &str) -> Value {
-    let (status, body) = tell(node, what).await;
-    assert_eq!(status, 200, "{what} {}: {body}", node.name);
-    body
-}
 
 /// Returns a node as the router sees it: its life and its state.
 async fn seen(fleet: &Fleet, node: &FleetNode) -> Option<(String, String)> {
@@ -38,18 +24,11 @@ async fn seen(fleet: &Fleet, node: &FleetNode) -> Option<(String, String)> {
     Some((text("epoch"), text("state")))
 }
 
-async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
-    let up = Up::start(&["--colocated"]).await;
-    let client = up.client();
-    let all = join_all(asks.iter().map(|ask| client.ask(ask)));
-    in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
-}
-
 /// Lets each node sleep and wake, one after the other, some with too short a drain for their work.
 async fn nap(fleet: &Fleet, n_answered: &AtomicUsize) {
     for node in &fleet.nodes {
         let (epoch, _) = seen(fleet, node).await.expect("it is awake");
-        told(node, "sleep").await;
+        node.told("sleep").await;
         assert_eq!(node.readiness().await, (503, r#"{"ready":false,"reason":"asleep"}"#.to_owned()));
         eventually("the router to miss it", async || seen(fleet, node).await.is_none().then_some(())).await;
         let before = n_answered.load(Ordering::Relaxed);
@@ -57,7 +36,7 @@ async fn nap(fleet: &Fleet, n_answered: &AtomicUsize) {
             (n_answered.load(Ordering::Relaxed) > before + CLIENTS).then_some(())
         })
         .await;
-        told(node, "wake").await;
+        node.told("wake").await;
         assert_eq!(node.readiness().await.0, 200, "it answers when it is ready");
         let (next, state) = eventually("the router to see it", async || {
             seen(fleet, node).await.filter(|(_, state)| state == "ready")
@@ -106,14 +85,6 @@ async fn nodes_sleep_whose_memory_others_have_mapped() {
     nodes_nap_over(&["shm", "tcp"]).await;
 }
 
-fn baton(arguments: &[&str]) -> Output {
-    Command::new(executable::baton()).args(arguments).output().expect("baton runs")
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_node_says_what_it_cannot_do_in_the_state_that_it_is_in() {
     let mut fleet = Fleet::start(PACED, 1, 1).await;
@@ -121,17 +92,17 @@ async fn a_node_says_what_it_cannot_do_in_the_state_that_it_is_in() {
     let node = &fleet.nodes[1];
     let code = |body: &Value| body["error"]["code"].as_str().unwrap_or_default().to_owned();
 
-    let (status, body) = tell(node, "wake").await;
+    let (status, body) = node.tell("wake").await;
     assert_eq!((status, code(&body)), (409, "awake_already".to_owned()));
     let router = format!("http://{}", fleet.http);
-    let asleep = baton(&["sleep", &node.name, "--router", &router]);
+    let asleep = executable::run(&["sleep", &node.name, "--router", &router]);
     let admin = format!("http://{}", node.admin);
-    let said = text(&asleep.stdout);
+    let said = asleep.stdout;
     assert!(
         said.starts_with("asleep after ") && said.ends_with(&format!("; baton wake {admin}\n")),
         "{said}"
     );
-    let (status, body) = tell(node, "sleep").await;
+    let (status, body) = node.tell("sleep").await;
     assert_eq!((status, code(&body)), (409, "asleep_already".to_owned()));
     assert_eq!(node.readiness().await.0, 503);
     assert_eq!(Client::new(node.admin).get("/rollout").await.0.as_u16(), 200, "a rollout goes on beyond it");
@@ -141,25 +112,25 @@ async fn a_node_says_what_it_cannot_do_in_the_state_that_it_is_in() {
         0
     );
     eventually("the router to miss it", async || seen(&fleet, node).await.is_none().then_some(())).await;
-    let unknown = baton(&["wake", &node.name, "--router", &router]);
+    let unknown = executable::run(&["wake", &node.name, "--router", &router]);
     assert_eq!(unknown.status.code(), Some(1));
-    assert!(text(&unknown.stderr).contains("for a sleeping node, use its admin port"));
+    assert!(unknown.stderr.contains("for a sleeping node, use its admin port"));
     assert_eq!(Client::new(node.admin).get("/sleep").await.0.as_u16(), 405, "it is asked by a post");
 
-    let awake = baton(&["wake", &admin]);
-    assert!(text(&awake.stdout).starts_with("awake after "), "{}", text(&awake.stderr));
+    let awake = executable::run(&["wake", &admin]);
+    assert!(awake.stdout.starts_with("awake after "), "{}", awake.stderr);
     assert_eq!(Client::new(node.admin).counter("baton_node_asleep{role=\"decode\"}").await, 0);
-    let again = baton(&["wake", &admin]);
-    assert_eq!(text(&again.stderr), format!("error: {admin}: the node is awake already (awake_already)\n"));
+    let again = executable::run(&["wake", &admin]);
+    assert_eq!(again.stderr, format!("error: {admin}: the node is awake already (awake_already)\n"));
     fleet.all_ready().await;
 
     // A sleeping node ends at once when it is stopped, and can be killed.
-    told(node, "sleep").await;
+    node.told("sleep").await;
     let began = Instant::now();
     fleet.nodes[1].process.restart().await;
     assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
     fleet.all_ready().await;
-    told(&fleet.nodes[1], "sleep").await;
+    fleet.nodes[1].told("sleep").await;
     fleet.nodes[1].process.revive();
     fleet.all_ready().await;
     let ask = Ask::new(vec![1, 2, 3], 5).with("ignore_eos", true.into());
@@ -184,7 +155,7 @@ async fn the_last_of_its_kind_may_sleep_too() {
     let second = client.ask(&ask(1)).await.expect("and it is cached");
     assert!(second.cached_tokens > 0 && second.tokens == first.tokens, "{second:?}");
     for node in &fleet.nodes {
-        told(node, "sleep").await;
+        node.told("sleep").await;
         let began = Instant::now();
         let answer = client.ask(&ask(2).header("x-baton-timeout-ms", 3_000)).await;
         assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
@@ -196,7 +167,7 @@ async fn the_last_of_its_kind_may_sleep_too() {
         }
         let refused = called(node).await;
         assert_eq!((refused.code(), refused.message()), (tonic::Code::Unavailable, "the node sleeps"));
-        told(node, "wake").await;
+        node.told("wake").await;
         fleet.all_ready().await;
         assert_eq!(client.ask(&ask(1)).await.expect("both are awake").tokens, first.tokens);
     }
@@ -210,9 +181,9 @@ async fn a_port_that_is_taken_meanwhile_is_named_and_waited_for() {
     fleet.expect_log(A_NODE_DIES);
     fleet.expect_log(&["wake failed, the node stays asleep"]);
     let node = &fleet.nodes[1];
-    told(node, "sleep").await;
+    node.told("sleep").await;
     let squatter = tokio::net::TcpListener::bind(node.kv).await.expect("it is free while the node sleeps");
-    let (status, body) = tell(node, "wake").await;
+    let (status, body) = node.tell("wake").await;
     let message = body["error"]["message"].as_str().unwrap_or_default();
     assert_eq!((status, body["error"]["code"].as_str()), (503, Some("cannot_wake")));
     assert!(message.contains(&node.kv.to_string()), "{message}");
@@ -220,7 +191,7 @@ async fn a_port_that_is_taken_meanwhile_is_named_and_waited_for() {
     assert_eq!(Client::new(node.admin).counter("baton_node_asleep{role=\"decode\"}").await, 1);
     assert_eq!(called(node).await.message(), "the node sleeps");
     drop(squatter);
-    told(node, "wake").await;
+    node.told("wake").await;
     fleet.all_ready().await;
     let ask = Ask::new(vec![1, 2, 3], 5).with("ignore_eos", true.into());
     assert_eq!(fleet.client().ask(&ask).await.expect("it serves").tokens.len(), 5);
@@ -231,11 +202,11 @@ async fn a_node_may_wake_in_another_role() {
     let mut fleet = Fleet::start(PACED, 1, 2).await;
     fleet.expect_log(A_NODE_DIES);
     let admin = format!("http://{}", fleet.nodes[2].admin);
-    told(&fleet.nodes[2], "sleep").await;
-    let (status, body) = tell(&fleet.nodes[2], "wake?role=pool").await;
+    fleet.nodes[2].told("sleep").await;
+    let (status, body) = fleet.nodes[2].tell("wake?role=pool").await;
     assert_eq!((status, body["error"]["code"].as_str()), (400, Some("unknown_role")));
-    let awake = baton(&["wake", &admin, "--role", "prefill"]);
-    assert!(awake.status.success(), "{}", text(&awake.stderr));
+    let awake = executable::run(&["wake", &admin, "--role", "prefill"]);
+    assert!(awake.status.success(), "{}", awake.stderr);
     fleet.all_ready().await;
     let nodes = fleet.client().get_json("/debug/cluster").await["nodes"].clone();
     let node = nodes.as_array().expect("a list").iter().find(|node| node["id"] == "decode-1").cloned();
@@ -274,7 +245,7 @@ async fn files_that_have_changed_are_another_model() {
     let ask = Ask::new((65..85).collect(), 12).with("model", json!("m")).with("ignore_eos", json!(true));
     let before = fleet.client().ask(&ask).await.expect("an answer");
     let node = &fleet.nodes[0];
-    told(node, "sleep").await;
+    node.told("sleep").await;
     let weights = model.join("model.safetensors");
     let original = std::fs::read(&weights).expect("the weights");
     let mut other = original.clone();
@@ -285,13 +256,13 @@ async fn files_that_have_changed_are_another_model() {
         std::fs::rename(model.join("new"), &weights).expect("renamed");
     };
     replace(&other);
-    let (status, body) = tell(node, "wake").await;
+    let (status, body) = node.tell("wake").await;
     let message = body["error"]["message"].as_str().unwrap_or_default();
     assert_eq!((status, body["error"]["code"].as_str()), (503, Some("cannot_wake")));
     assert!(message.contains("files have changed") && message.contains("weights: "), "{message}");
-    assert_eq!(tell(node, "sleep").await.0, 409, "it sleeps on");
+    assert_eq!(node.tell("sleep").await.0, 409, "it sleeps on");
     replace(&original);
-    told(node, "wake").await;
+    node.told("wake").await;
     fleet.all_ready().await;
     assert_eq!(fleet.client().ask(&ask).await.expect("an answer").tokens, before.tokens);
 }

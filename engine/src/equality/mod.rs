@@ -97,22 +97,22 @@ impl TruthStep {
 }
 
 impl Comparison {
-    /// Compares a sampled token and its alternatives.
-    fn see(&mut self, place: &str, truth: &TruthStep, found: &[(TokenId, f32)], tolerance: Tolerance) {
+    /// Compares a sampled token, and its alternatives if they are known.
+    fn see(
+        &mut self,
+        place: &str,
+        truth: &TruthStep,
+        token: Option<TokenId>,
+        alternatives: &[(TokenId, f32)],
+        tolerance: Tolerance,
+    ) {
         let mut of_token = Self { n_tokens: 1, ..Self::default() };
-        let Some((token, _)) = found.first() else {
+        let Some(token) = token else {
             of_token.wrong.push(format!("{place}: no token"));
             return self.merge(of_token);
         };
-        of_token.check_token(place, truth, *token, tolerance);
-        of_token.check_logprobs(place, truth, found, tolerance);
-        self.merge(of_token.or_routing_tie(truth, tolerance));
-    }
-
-    /// Compares a sampled token whose alternatives are not known.
-    fn see_token(&mut self, place: &str, truth: &TruthStep, token: TokenId, tolerance: Tolerance) {
-        let mut of_token = Self { n_tokens: 1, ..Self::default() };
         of_token.check_token(place, truth, token, tolerance);
+        of_token.check_logprobs(place, truth, alternatives, tolerance);
         self.merge(of_token.or_routing_tie(truth, tolerance));
     }
 
@@ -136,10 +136,10 @@ impl Comparison {
         &mut self,
         place: &str,
         truth: &TruthStep,
-        found: &[(TokenId, f32)],
+        alternatives: &[(TokenId, f32)],
         tolerance: Tolerance,
     ) {
-        for (token, logprob) in found {
+        for (token, logprob) in alternatives {
             let Some(expected) = truth.logprob(*token) else { continue };
             let difference = (logprob - expected).abs();
             self.worst_logprob = self.worst_logprob.max(difference);

@@ -123,9 +123,7 @@ impl Script<'_> {
             let next = if is_last { None } else { Some(launch(self.backend, 1, &[piece])?) };
             let drawn = collect(self.backend, company, in_flight)?.into_iter().next().flatten();
             let token = drawn.map(|sampled| sampled.token);
-            if let Some(token) = token {
-                self.comparison.see_token(&place(company, truth, nth), expected, token, self.tolerance);
-            }
+            self.comparison.see(&place(company, truth, nth), expected, token, &[], self.tolerance);
             let Some(step) = next else { return Ok(()) };
             if token != Some(expected.token()) {
                 return collect(self.backend, company, step).map(drop);
@@ -268,7 +266,8 @@ impl Script<'_> {
 
     fn see(&mut self, company: &str, truth: &Truth, nth: usize, drawn: Option<SampledToken>) {
         let found = best(drawn);
-        self.comparison.see(&place(company, truth, nth), &truth.steps[nth], &found, self.tolerance);
+        let (token, expected) = (found.first().map(|(token, _)| *token), &truth.steps[nth]);
+        self.comparison.see(&place(company, truth, nth), expected, token, &found, self.tolerance);
     }
 }
 

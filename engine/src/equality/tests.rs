@@ -75,7 +75,8 @@ fn a_token_may_be_out_of_bounds_at_a_near_tie_of_routing() {
     let truth = |routing_lead| TruthStep { best: vec![(TokenId(1), -0.1), (TokenId(2), -3.0)], routing_lead };
     let seen = |routing_lead, found: &[(TokenId, f32)]| {
         let mut comparison = Comparison::default();
-        comparison.see("here", &truth(routing_lead), found, tolerance);
+        let token = found.first().map(|(token, _)| *token);
+        comparison.see("here", &truth(routing_lead), token, found, tolerance);
         comparison
     };
     let other = [(TokenId(2), -0.1), (TokenId(1), -3.0)];

@@ -24,6 +24,15 @@ struct ChoiceRule {
     is_normalized: bool,
 }
 
+/// The experts of one row.
+#[derive(Debug)]
+struct Chosen {
+    /// The experts with their weights, the one with the greatest score first.
+    experts: Vec<(usize, f32)>,
+    /// By how much the score of the last expert exceeds that of the next one; infinite if all experts are chosen.
+    lead: f32,
+}
+
 /// An expert that computes a row, and its weight in the row's sum.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Choice {
@@ -59,9 +68,8 @@ impl Experts {
     pub(super) fn forward(&self, x: &Tensor, pass: &Pass<'_>) -> Tensor {
         let scores = pass.linear(x, &self.router);
         let scores = pass.whole(scores, self.experts.len()); // (tokens, experts)
-        pass.note_routing_leads((0..scores.n_rows()).map(|nth| lead(scores.row(nth), self.rule.per_token)));
         let mut out = pass.zeroes(x.n_rows(), x.width());
-        for of_one in self.choices(&scores).chunk_by(|one, next| one.expert == next.expert) {
+        for of_one in self.choices(&scores, pass).chunk_by(|one, next| one.expert == next.expert) {
             let rows: Vec<ScaledRow> = of_one.iter().map(|choice| choice.row).collect();
             let y = self.experts[of_one[0].expert].forward(&pass.rows(x, &rows), pass);
             pass.add_to_rows(&mut out, &y, &rows);
@@ -69,44 +77,40 @@ impl Experts {
         out
     }
 
-    /// Returns the choices of all rows, ordered by expert and then by row.
-    fn choices(&self, scores: &Tensor) -> Vec<Choice> {
+    /// Returns the choices of all rows, ordered by expert and then by row. Notes the rows' leads in the pass.
+    fn choices(&self, scores: &Tensor, pass: &Pass<'_>) -> Vec<Choice> {
         let mut choices = Vec::with_capacity(scores.n_rows() * self.rule.per_token);
+        let mut leads = Vec::with_capacity(scores.n_rows());
         for nth in 0..scores.n_rows() {
-            let chosen = chosen(scores.row(nth), self.rule);
+            let Chosen { experts, lead } = chosen(scores.row(nth), self.rule);
             choices.extend(
-                chosen.into_iter().map(|(expert, weight)| Choice { expert, row: ScaledRow { nth, weight } }),
+                experts.into_iter().map(|(expert, weight)| Choice { expert, row: ScaledRow { nth, weight } }),
             );
+            leads.push(lead);
         }
+        pass.note_routing_leads(&leads);
         choices.sort_by_key(|choice| (choice.expert, choice.row.nth));
         choices
     }
 }
 
-/// Returns the experts of a row with their weights: those with the greatest of the softmax of `scores`. Of equal ones,
-/// the first is taken.
-fn chosen(scores: &[f32], rule: ChoiceRule) -> Vec<(usize, f32)> {
+/// Chooses the experts of a row: those with the greatest of the softmax of `scores`. Of equal ones, the first is taken.
+fn chosen(scores: &[f32], rule: ChoiceRule) -> Chosen {
     let greatest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let exponentials: Vec<f32> = scores.iter().map(|score| (score - greatest).exp()).collect();
     let total: f32 = exponentials.iter().sum();
     let mut experts: Vec<usize> = (0..scores.len()).collect();
     experts.sort_by(|one, other| exponentials[*other].total_cmp(&exponentials[*one]).then(one.cmp(other)));
+    let next = experts.get(rule.per_token).map(|next| scores[*next]);
     experts.truncate(rule.per_token);
+    let last = experts.last().map(|last| scores[*last]);
+    let lead = last.zip(next).map_or(f32::INFINITY, |(last, next)| (last - next).max(0.0));
     let divisor = match rule.is_normalized {
         true => experts.iter().map(|expert| exponentials[*expert]).sum(),
         false => total,
     };
-    experts.into_iter().map(|expert| (expert, exponentials[expert] / divisor)).collect()
-}
-
-/// Returns by how much the score of the last expert that is chosen exceeds the next one's.
-fn lead(scores: &[f32], per_token: usize) -> f32 {
-    if per_token >= scores.len() {
-        return f32::INFINITY;
-    }
-    let mut sorted = scores.to_vec();
-    sorted.sort_by(|one, other| other.total_cmp(one));
-    sorted[per_token - 1] - sorted[per_token]
+    let experts = experts.into_iter().map(|expert| (expert, exponentials[expert] / divisor)).collect();
+    Chosen { experts, lead }
 }
 
 #[cfg(test)]
@@ -126,7 +130,7 @@ mod tests {
             );
         };
         let chosen = |scores: &[f32], per_token, is_normalized| {
-            chosen(scores, ChoiceRule { per_token, is_normalized })
+            chosen(scores, ChoiceRule { per_token, is_normalized }).experts
         };
         near(chosen(&scores, 2, false), &[(1, 0.375), (2, 0.25)]);
         near(chosen(&scores, 2, true), &[(1, 0.6), (2, 0.4)]);
@@ -136,6 +140,8 @@ mod tests {
 
     #[test]
     fn the_lead_is_that_of_the_last_chosen_expert() {
+        let lead =
+            |scores: &[f32], per_token| chosen(scores, ChoiceRule { per_token, is_normalized: true }).lead;
         assert_eq!(lead(&[1.0, 4.0, 2.5, 0.5], 2), 1.5);
         assert_eq!(lead(&[1.0, 4.0, 1.0], 2), 0.0, "equal scores");
         assert_eq!(lead(&[1.0, 4.0], 2), f32::INFINITY, "all experts are chosen");

@@ -89,10 +89,10 @@ impl<'a> Pass<'a> {
     }
 
     /// Notes the routing leads of all tokens in one layer.
-    pub fn note_routing_leads(&self, of_layer: impl Iterator<Item = f32>) {
+    pub fn note_routing_leads(&self, of_layer: &[f32]) {
         let mut leads = self.routing_leads.borrow_mut();
         leads.resize(self.n_tokens, f32::INFINITY);
-        leads.iter_mut().zip(of_layer).for_each(|(lead, of_layer)| *lead = lead.min(of_layer));
+        leads.iter_mut().zip(of_layer).for_each(|(lead, of_layer)| *lead = lead.min(*of_layer));
     }
 
     /// Returns the smallest routing lead of each token over all layers; empty if no layer has experts.

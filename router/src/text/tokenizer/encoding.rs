@@ -34,7 +34,7 @@ pub struct PieceCounts {
     pub tokenized_bytes: usize,
 }
 
-/// A text of which a beginning is tokenized. It may go to another thread between two pieces.
+/// A text that is being tokenized, piece by piece. Another thread may tokenize the rest.
 #[derive(Debug)]
 pub struct TextEncoding {
     tokenizer: Arc<Tokenizer>,
