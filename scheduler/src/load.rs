@@ -133,8 +133,10 @@ impl StepCosts {
             self.running.learn(rows, context, took_ms);
             return;
         }
-        let of_running = if step.n_running == 0 { 0.0 } else { self.running.at(rows, context) };
-        self.prompts.learn(step.n_prefill_tokens as f64, (took_ms - of_running).max(0.0));
+        // On a node that decodes, this is the fixed time of a step if nothing runs. It is not counted as the prompt's:
+        // remainders of a few tokens would make the node look slow.
+        let without_prompt_ms = self.running.at(rows, context);
+        self.prompts.learn(step.n_prefill_tokens as f64, (took_ms - without_prompt_ms).max(0.0));
     }
 
     /// Returns the predicted time of a step that has running sequences only, of the usual length, in
@@ -150,7 +152,8 @@ impl StepCosts {
         let (token_ms, step_ms) = self.prompts.through_zero();
         let tokens_a_step = step_tokens_max.saturating_sub(n_running).max(1);
         let n_steps = n_tokens.div_ceil(tokens_a_step as u64);
-        n_tokens as f64 * token_ms + n_steps as f64 * (step_ms + self.running_ms(n_running))
+        let without_prompt_ms = self.running_ms(n_running).max(self.running.at(0.0, 0.0));
+        n_tokens as f64 * token_ms + n_steps as f64 * (step_ms + without_prompt_ms)
     }
 
     /// Returns what the node reports to routers.
@@ -295,8 +298,21 @@ mod tests {
     #[test]
     fn prompts_cost_what_running_sequences_do_not() {
         let costs = taught((0..800).map(|nth| (1 + nth % 20, if nth % 2 == 0 { 0 } else { 200 })));
-        about(costs.queue_ms(1000, 0, 512), 1000.0 * 0.05);
+        about(costs.queue_ms(1000, 0, 512), 1000.0 * 0.05 + 2.0 * 5.0);
         about(costs.queue_ms(1000, 12, 512), 1000.0 * 0.05 + 2.0 * 6.2);
+    }
+
+    /// A decode node computes what its cache lacks of a prompt, often while nothing else runs.
+    #[test]
+    fn short_remainders_do_not_make_a_decode_node_look_slow() {
+        let steps = (0..800).map(|nth| match nth % 4 {
+            0 => (0, 4 + nth % 9),
+            _ => (1 + nth % 20, 0),
+        });
+        let costs = taught(steps);
+        let token_ms = costs.learned(512).prompt_token_ms;
+        assert!((0.04..0.06).contains(&token_ms), "{token_ms} ms for each token");
+        about(costs.queue_ms(8, 0, 512), 5.0 + 8.0 * 0.05);
     }
 
     #[test]

@@ -71,9 +71,11 @@ impl RoomQuestion<'_> {
             let id = |node: &NodeView| node.info.id.clone();
             Some(UnassignedAdmission { prefill: prefill.map(id), decode: decode.map(id), n_tokens })
         };
+        let token_ms = self.view.token_ms();
         let mut decode = self.view.all_decode_nodes().peekable();
         let prefill =
             self.view.prefill_nodes().filter(|node| self.has_queue_room(node) && self.has_kv_room(node));
+        let queue_ms = |node: &NodeView| queue_ms(node, token_ms);
         let prefill = prefill.min_by(|one, other| queue_ms(one).total_cmp(&queue_ms(other)));
         if decode.peek().is_none() {
             return room(None, None);
@@ -96,7 +98,7 @@ impl RoomQuestion<'_> {
         let token_ms = self.view.token_ms();
         let first_ms = |node: &NodeView| {
             let n_left = n_tokens.saturating_sub(u64::from(node.cached_tokens));
-            queue_ms(node).min(QUEUE_MS_MAX) + compute_ms(node, n_left, token_ms)
+            queue_ms(node, token_ms).min(QUEUE_MS_MAX) + compute_ms(node, n_left, token_ms)
         };
         let least = |times: &mut dyn Iterator<Item = f64>| times.reduce(f64::min).unwrap_or_default();
         let gap_ms = least(&mut self.view.all_decode_nodes().map(step_ms));
@@ -143,7 +145,7 @@ impl RoomQuestion<'_> {
             return true;
         }
         match costs.prompt_token_ms > 0.0 {
-            true => queue_ms(node) + costs.prompt_ms(admitted) <= QUEUE_MS_MAX,
+            true => queue_ms(node, 0.0) + costs.prompt_ms(admitted) <= QUEUE_MS_MAX,
             false => node.load.queued_tokens + coming <= UNKNOWN_QUEUE_TOKENS_MAX,
         }
     }

@@ -2,8 +2,8 @@
 //!
 //! A cost is the time to the second token, and what the streams on the decode node lose. The time to the second token
 //! is the wait in the queue, the computation of what is not cached, the calls, the part of the transfer that the
-//! computation does not hide, and the first decode step. A decode node with streams computes prompts only if the
-//! streams lose next to nothing, or if there is no prefill node. One prompt in [`EXPLORE_ONE_IN`] takes the other arm
+//! computation does not hide, and the first decode step. A decode node with streams computes a prompt only if the
+//! streams lose next to nothing, if that saves many times what they lose, or if there is no prefill node. One prompt in [`EXPLORE_ONE_IN`] takes the other arm
 //! if that costs little more, so that the router goes on learning its costs.
 
 use std::cmp::{Ordering, Reverse};
@@ -18,9 +18,15 @@ const COMPARED_MAX: usize = 8;
 
 /// The difference up to which costs count as equal: predictions are not exact.
 const SIMILAR_MS: f64 = 0.5;
+/// The same for routes of one arm, as a share of the cost: what nodes have learned of their speeds differs a little.
+const SIMILAR_SHARE: f64 = 0.03;
 
 /// The share by which a local prompt may lengthen the steps of streams on the decode node.
 const STEP_SHARE: f64 = 0.05;
+/// If a local prompt lengthens steps by more, what the streams lose counts this many times.
+const STREAMS_WEIGHT: f64 = 20.0;
+/// The longest step with a local prompt, as a multiple of a step without.
+const STEP_MAX: f64 = 2.0;
 
 const EXPLORE_ONE_IN: u64 = 256;
 /// The largest cost of an explored route: this multiple of the lowest cost.
@@ -43,7 +49,7 @@ impl RoutingPolicy for Cost {
             None => (equal(&routes, draw), Choice::Cheapest),
         };
         Ok(Decision {
-            regret_ms: (chosen.cost_ms() - best.cost_ms()).max(0.0),
+            regret_ms: (weighted_ms(chosen) - weighted_ms(best)).max(0.0),
             candidates: routes.iter().take(CANDIDATES_MAX).map(Priced::candidate).collect(),
             ..chosen.decision(choice)
         })
@@ -54,22 +60,32 @@ impl RoutingPolicy for Cost {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Rank {
     Usual,
-    /// The streams on the decode node wait for the prompt.
+    /// The streams on the decode node wait long for the prompt.
     Disturbs,
 }
 
-/// Orders routes by rank, cost and the decode node's last assignment.
+/// Orders routes by rank, weighted cost and the decode node's last assignment.
 fn by_cost(a: &Priced<'_>, b: &Priced<'_>) -> Ordering {
-    let by_rank = rank(a).cmp(&rank(b)).then(a.cost_ms().total_cmp(&b.cost_ms()));
+    let by_rank = rank(a).cmp(&rank(b)).then(weighted_ms(a).total_cmp(&weighted_ms(b)));
     by_rank.then(a.decode.last_turn.cmp(&b.decode.last_turn))
 }
 
 fn rank(route: &Priced<'_>) -> Rank {
-    let disturbs = route.arm == Arm::Local
+    if lengthens_steps(route, STEP_MAX) { Rank::Disturbs } else { Rank::Usual }
+}
+
+/// Returns the cost of a route, with the weight of what streams lose.
+fn weighted_ms(route: &Priced<'_>) -> f64 {
+    let is_weighted = lengthens_steps(route, 1.0 + STEP_SHARE);
+    route.cost_ms() + if is_weighted { route.terms.streams_ms * (STREAMS_WEIGHT - 1.0) } else { 0.0 }
+}
+
+/// Returns whether streams on a decode node have to wait for a prompt, for longer than `times` a step.
+fn lengthens_steps(route: &Priced<'_>, times: f64) -> bool {
+    route.arm == Arm::Local
         && !route.decode.info.role.prefills()
         && route.terms.streams_ms > 0.0
-        && route.terms.gap_ms > route.step_ms * (1.0 + STEP_SHARE);
-    if disturbs { Rank::Disturbs } else { Rank::Usual }
+        && route.terms.gap_ms > route.step_ms * times
 }
 
 /// Returns the routes to compare.
@@ -106,17 +122,19 @@ fn cheapest(nodes: Vec<&NodeView>, cost: impl Fn(&NodeView) -> f64) -> Vec<&Node
     ranked.into_iter().map(|(_, _, node)| node).collect()
 }
 
-/// Returns the route to take among those with equal costs: the decode node with the most cached tokens, then the nodes
-/// with the oldest assignments. The random draw decides among nodes that had no prompt yet.
+/// Returns the route to take among those with equal costs: the most cached tokens where the prompt is computed, then on
+/// the decode node, then the nodes with the oldest assignments, first the one that computes. The random draw decides
+/// among nodes that had no prompt yet.
 fn equal<'r, 'a>(routes: &'r [Priced<'a>], draw: u64) -> &'r Priced<'a> {
     let best = &routes[0];
     let is_equal = |route: &&Priced<'a>| {
-        let is_dearer = route.cost_ms() - best.cost_ms() > SIMILAR_MS;
-        rank(route) == rank(best) && !is_dearer
+        let share_ms = if route.arm == best.arm { weighted_ms(best) * SIMILAR_SHARE } else { 0.0 };
+        rank(route) == rank(best) && weighted_ms(route) <= weighted_ms(best) + share_ms.max(SIMILAR_MS)
     };
     let order = |route: &Priced<'_>| {
-        let prefill_turn = route.prefill.map_or(0, |node| node.last_turn);
-        (Reverse(route.decode.cached_tokens), prefill_turn, route.decode.last_turn)
+        let computing = route.prefill.unwrap_or(route.decode);
+        let cached = [route.terms.cached_tokens, route.decode.cached_tokens];
+        (Reverse(cached), computing.last_turn, route.decode.last_turn)
     };
     let first = routes.iter().filter(is_equal).map(order).min().unwrap_or_else(|| order(best));
     let equal: Vec<&Priced<'a>> =
@@ -128,6 +146,6 @@ fn equal<'r, 'a>(routes: &'r [Priced<'a>], draw: u64) -> &'r Priced<'a> {
 fn explored<'r, 'a>(routes: &'r [Priced<'a>], draw: u64) -> Option<&'r Priced<'a>> {
     let best = &routes[0];
     let other = routes.iter().find(|route| route.arm != best.arm)?;
-    let costs_little = other.cost_ms() <= best.cost_ms() * EXPLORE_COST && rank(other) == rank(best);
+    let costs_little = weighted_ms(other) <= weighted_ms(best) * EXPLORE_COST && rank(other) == rank(best);
     ((draw >> 32).is_multiple_of(EXPLORE_ONE_IN) && costs_little).then_some(other)
 }

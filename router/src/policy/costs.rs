@@ -13,10 +13,12 @@ const UNKNOWN_TOKEN_MS: f64 = 1e-3;
 /// node's time is the longest that counts.
 const SLOWEST_NODE: f64 = 4.0;
 
-/// Returns the predicted wait of a new prompt until the node begins to compute it.
-pub(crate) fn queue_ms(node: &NodeView) -> f64 {
-    let unknown_ms = node.assigned_tokens as f64 * UNKNOWN_TOKEN_MS;
-    f64::from(node.load.queue_ms) + node.load.costs.prompt_ms(node.assigned_tokens).max(unknown_ms)
+/// Returns the predicted wait of a new prompt until the node begins to compute it. `token_ms` is the time of a token on
+/// a node whose speed is unknown: such a node predicts no wait for the prompts that it has.
+pub(crate) fn queue_ms(node: &NodeView, token_ms: f64) -> f64 {
+    let is_known = node.load.costs.prompt_token_ms > 0.0;
+    let unpredicted = node.assigned_tokens + if is_known { 0 } else { node.load.queued_tokens };
+    f64::from(node.load.queue_ms) + compute_ms(node, unpredicted, token_ms)
 }
 
 /// Returns the predicted time to compute this number of prompt tokens. `token_ms` is the time of a token on a
@@ -84,7 +86,7 @@ impl<'a> Pricing<'a> {
 
     /// Returns the time of the prompt on a prefill node, to the first token.
     pub(super) fn prefill_ms(&self, node: &NodeView) -> f64 {
-        queue_ms(node) + compute_ms(node, self.n_missing(node), self.token_ms)
+        queue_ms(node, self.token_ms) + compute_ms(node, self.n_missing(node), self.token_ms)
     }
 
     /// Returns the time of a decode node for KV that is sent to it, without the time of the connector.
@@ -98,7 +100,7 @@ impl<'a> Pricing<'a> {
         let times = self.decode_times(to);
         let terms = Terms {
             cached_tokens: from.cached_tokens,
-            queue_ms: queue_ms(from),
+            queue_ms: queue_ms(from, self.token_ms),
             compute_ms,
             calls_ms: self.view.learned.calls(Arm::Remote).ms,
             transfer_ms: self.transfer_ms(&from.info, to, compute_ms),
@@ -116,7 +118,7 @@ impl<'a> Pricing<'a> {
         let n_steps = (n_missing / times.step_tokens).ceil().max(1.0);
         let terms = Terms {
             cached_tokens: node.cached_tokens,
-            queue_ms: queue_ms(node) + times.wait_ms,
+            queue_ms: queue_ms(node, self.token_ms) + times.wait_ms,
             compute_ms: n_missing * times.token_ms + n_steps * times.step_ms,
             calls_ms: self.view.learned.calls(Arm::Local).ms,
             transfer_ms: 0.0,

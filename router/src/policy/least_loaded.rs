@@ -16,7 +16,8 @@ impl RoutingPolicy for LeastLoaded {
     }
 
     fn route(&self, ask: &Ask<'_>, view: &ClusterView, draw: u64) -> Result<Decision, NoRoute> {
-        let prefill = least(view.prefill_nodes(), queue_ms, draw);
+        let token_ms = view.token_ms();
+        let prefill = least(view.prefill_nodes(), |node| queue_ms(node, token_ms), draw);
         let decode = least(view.decode_nodes(ask.prompt).into_iter(), step_ms, draw.rotate_left(32));
         pair(ask, view, prefill, decode)
     }
@@ -25,7 +26,7 @@ impl RoutingPolicy for LeastLoaded {
 /// Returns the node with the lowest cost. The random draw decides among equal nodes.
 fn least<'a>(
     nodes: impl Iterator<Item = &'a NodeView>,
-    cost: fn(&NodeView) -> f64,
+    cost: impl Fn(&NodeView) -> f64,
     draw: u64,
 ) -> Option<&'a NodeView> {
     let nodes: Vec<(f64, &NodeView)> = nodes.map(|node| (cost(node), node)).collect();

@@ -31,7 +31,8 @@ impl RoutingPolicy for PrefixAware {
     fn route(&self, ask: &Ask<'_>, view: &ClusterView, draw: u64) -> Result<Decision, NoRoute> {
         let token_ms = view.token_ms();
         let n_missing = |node: &NodeView| ask.n_tokens().saturating_sub(u64::from(node.cached_tokens));
-        let computing = |node: &NodeView| queue_ms(node) + compute_ms(node, n_missing(node), token_ms);
+        let computing =
+            |node: &NodeView| queue_ms(node, token_ms) + compute_ms(node, n_missing(node), token_ms);
         let prefill = nearest(view.prefill_nodes(), computing, draw);
         let decoding = |node: &NodeView| {
             let is_moved = prefill.is_some() && !node.info.role.prefills();

@@ -29,7 +29,7 @@ impl RoutingPolicy for SessionAffinity {
         let Some(beginning) = beginning(ask, view) else { return LeastLoaded.route(ask, view, draw) };
         let token_ms = view.token_ms();
         let own_ms = |node: &NodeView| compute_ms(node, ask.n_tokens(), token_ms);
-        let prefill = own(view.prefill_nodes().collect(), beginning, queue_ms, own_ms);
+        let prefill = own(view.prefill_nodes().collect(), beginning, |node| queue_ms(node, token_ms), own_ms);
         let stream_ms = |node: &NodeView| step_ms(node) / 4.0;
         let decode = own(view.decode_nodes(ask.prompt), beginning, step_ms, stream_ms);
         pair(ask, view, prefill, decode)
@@ -48,7 +48,7 @@ fn beginning(ask: &Ask<'_>, view: &ClusterView) -> Option<BlockHash> {
 fn own(
     nodes: Vec<&NodeView>,
     beginning: BlockHash,
-    cost: fn(&NodeView) -> f64,
+    cost: impl Fn(&NodeView) -> f64,
     slack: impl Fn(&NodeView) -> f64,
 ) -> Option<&NodeView> {
     let mean = nodes.iter().map(|node| cost(node)).sum::<f64>() / nodes.len().max(1) as f64;

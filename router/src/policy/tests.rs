@@ -250,6 +250,24 @@ fn prefix_aware_gives_prompts_to_a_node_whose_speed_is_unknown() {
     assert_eq!(ids(&decision.route).0, Some("p1"));
 }
 
+/// A node predicts no wait before it has computed a prompt. Its prompts count at the speed of the fastest node.
+#[test]
+fn a_queue_counts_on_a_node_whose_speed_is_unknown() {
+    for name in ["prefix-aware", "cost"] {
+        let policy = by_name(name).expect("in the table");
+        for (queued_tokens, assigned_tokens, expected) in [(0, 0, "p1"), (8_000, 0, "p0"), (0, 8_000, "p0")] {
+            let mut view = two_and_two();
+            paced(&mut view.nodes[0]);
+            view.nodes[0].load.queue_ms = 150.0;
+            view.nodes[2..].iter_mut().for_each(|node| node.load.running = 40);
+            (view.nodes[1].load.queued_tokens, view.nodes[1].assigned_tokens) =
+                (queued_tokens, assigned_tokens);
+            let decision = decided(&*policy, &prompt(2000), &[], &view, NO_EXPLORING).expect("usable");
+            assert_eq!(ids(&decision.route).0, Some(expected), "{name}: {queued_tokens} {assigned_tokens}");
+        }
+    }
+}
+
 /// The decode node that gave the last answer has its KV. It is chosen again, unless its steps are much longer.
 #[test]
 fn prefix_aware_returns_to_the_decode_node_that_has_the_answer() {
@@ -310,6 +328,9 @@ fn cost_spares_streams_and_uses_idle_decode_nodes() {
         ("streams are not to wait", 0.0, 3, [0, 0], Arm::Remote),
         ("whatever the queue", 9_000.0, 3, [0, 0], Arm::Remote),
         ("a short remainder hardly delays them", 0.0, 3, [0, 1_998], Arm::Local),
+        ("a remainder that saves many times what they lose", 0.0, 1, [0, 1_960], Arm::Local),
+        ("a remainder that saves too little for ten streams", 0.0, 10, [0, 1_960], Arm::Remote),
+        ("a remainder that makes a step twice as long", 500.0, 1, [0, 1_800], Arm::Remote),
         ("what the prefill node has cached", 0.0, 0, [1_920, 0], Arm::Remote),
     ];
     let policy = by_name("cost").expect("in the table");
