@@ -101,6 +101,11 @@ pub enum ServeError {
 /// The delay after which a client should try again, if no better one is known.
 pub(crate) const RETRY_AFTER: Duration = Duration::from_secs(1);
 
+/// Returns `after` in whole seconds, rounded up, because a client that comes back early is refused again.
+pub(crate) fn whole_seconds(after: Duration) -> u64 {
+    (after.as_secs() + u64::from(after.subsec_nanos() > 0)).max(1)
+}
+
 impl ServeError {
     /// Returns the outcome of the request, as a metric label.
     pub fn outcome(&self) -> &'static str {

@@ -20,13 +20,13 @@ use types::{CallerAction, NodeId, RequestId, TokenId, Usage};
 use crate::accept::{AcceptedOne, Acceptor, AskedInputs, AskedPrompt, Caller, MaxTokens, SamplingParams};
 use crate::admission::terms::{SHEDDABLE, SLO};
 use crate::choice::{Choice, Delta};
-use crate::error::{AcceptError, RequestError, ServeError};
+use crate::error::{AcceptError, RequestError, ServeError, whole_seconds};
 use crate::grammars::AskedGrammar;
 use crate::http;
 use crate::metrics::RouterMetrics;
 use crate::requests::{Explanation, Gap, KvTransfer, PartTimes};
 use crate::serve::{Detail, Serve};
-use crate::tenants::{Claims, LimitReached};
+use crate::tenants::Claims;
 use crate::text::{Detokenizer, PromptText, RouterModels, ServedModel};
 
 /// The service `baton.v1.Inference` for clients.
@@ -248,21 +248,14 @@ impl Inference for GrpcApi {
 }
 
 fn refused(error: &AcceptError) -> Status {
-    match error {
+    let status = match error {
         AcceptError::UnknownModel { .. } => Status::not_found(error.to_string()),
         AcceptError::Unauthorized { .. } => Status::unauthenticated(error.to_string()),
-        AcceptError::TenantLimit(reached) => limit_reached(reached),
+        AcceptError::TenantLimit(reached) => Status::resource_exhausted(&reached.reason),
         AcceptError::NoNodes { .. } => Status::unavailable(error.to_string()),
         _ => Status::invalid_argument(error.to_string()),
-    }
-}
-
-/// Makes the status of a reached tenant limit, with the time to wait as metadata (HTTP has it in a header).
-fn limit_reached(reached: &LimitReached) -> Status {
-    let mut status = Status::resource_exhausted(&reached.reason);
-    let seconds = reached.retry_after.as_secs_f64().ceil().max(1.0) as u64;
-    status.metadata_mut().insert("retry-after", MetadataValue::from(seconds));
-    status
+    };
+    with_delay(status, error.caller_action())
 }
 
 fn failed(error: &ServeError) -> Status {
@@ -273,5 +266,44 @@ fn failed(error: &ServeError) -> Status {
         (_, CallerAction::RetryLater(_) | CallerAction::RetryElsewhere) => Code::Unavailable,
         (_, CallerAction::Bug) => Code::Internal,
     };
-    Status::new(code, error.to_string())
+    with_delay(Status::new(code, error.to_string()), error.caller_action())
+}
+
+/// Puts the time after which the client may try again into the metadata (HTTP has it in a header).
+fn with_delay(mut status: Status, action: CallerAction) -> Status {
+    if let CallerAction::RetryLater(after) = action {
+        status.metadata_mut().insert("retry-after", MetadataValue::from(whole_seconds(after)));
+    }
+    status
+}
+
+#[cfg(test)]
+mod tests {
+    use types::RefusalKind;
+
+    use super::*;
+
+    #[test]
+    fn errors_that_may_be_retried_say_when() {
+        let reason = || "a reason".to_owned();
+        let delay = |status: Status| {
+            status.metadata().get("retry-after").map(|after| after.to_str().expect("ASCII").to_owned())
+        };
+        let overloaded =
+            ServeError::Overloaded { retry_after: Duration::from_millis(2500), reason: reason() };
+        let cases = [
+            (overloaded, Code::ResourceExhausted, Some("3")),
+            (ServeError::NoNodes { reason: reason() }, Code::Unavailable, Some("1")),
+            (ServeError::Draining, Code::Unavailable, Some("1")),
+            (ServeError::Refused { kind: RefusalKind::Full, reason: reason() }, Code::Unavailable, Some("1")),
+            (ServeError::DeadlinePassed { reason: reason() }, Code::DeadlineExceeded, None),
+            (ServeError::Failed { reason: reason() }, Code::Internal, None),
+        ];
+        for (error, code, after) in cases {
+            let status = failed(&error);
+            assert_eq!((status.code(), delay(status).as_deref()), (code, after), "{error}");
+        }
+        let status = refused(&AcceptError::NoNodes { reason: reason() });
+        assert_eq!((status.code(), delay(status).as_deref()), (Code::Unavailable, Some("1")));
+    }
 }

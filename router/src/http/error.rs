@@ -8,7 +8,7 @@ use http::{HeaderValue, StatusCode, header};
 use serde::Serialize;
 use types::{CallerAction, RefusalKind};
 
-use crate::error::{AcceptError, RequestError, ServeError};
+use crate::error::{AcceptError, RequestError, ServeError, whole_seconds};
 use crate::tenants::Limit;
 
 macro_rules! codes {
@@ -273,19 +273,13 @@ impl IntoResponse for HttpError {
         let mut response = (self.code.status(), Json(self.body())).into_response();
         response.extensions_mut().insert(self.code);
         if let Some(after) = self.retry_after {
-            response.headers_mut().insert(header::RETRY_AFTER, seconds(after));
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(whole_seconds(after)));
         }
         if self.code == Code::InvalidApiKey {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response
     }
-}
-
-/// Returns `after` in whole seconds, rounded up, because a client that comes back early is refused again.
-fn seconds(after: Duration) -> HeaderValue {
-    let whole = after.as_secs() + u64::from(after.subsec_nanos() > 0);
-    HeaderValue::from(whole.max(1))
 }
 
 #[cfg(test)]
@@ -327,8 +321,8 @@ mod tests {
         let overloaded =
             ServeError::Overloaded { retry_after: Duration::from_millis(2500), reason: reason() };
         assert_eq!(after(overloaded), Some(Duration::from_millis(2500)));
-        assert_eq!(seconds(Duration::from_millis(2500)), "3");
-        assert_eq!(seconds(Duration::ZERO), "1");
+        assert_eq!(whole_seconds(Duration::from_millis(2500)), 3);
+        assert_eq!(whole_seconds(Duration::ZERO), 1);
         for code in Code::ALL.iter().filter(|code| matches!(code.status().as_u16(), 429 | 503)) {
             let kind = RefusalKind::from_code(code.as_str());
             assert!(kind.is_none_or(|kind| after(refused(kind)).is_some()), "{code:?}");
