@@ -112,8 +112,9 @@ impl PendingStep {
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepOutput {
     pub rows: Vec<Result<Option<SampledToken>, RowError>>,
-    /// For each token of the step, the smallest lead of the last expert that was chosen over the next one, in scores
-    /// of the router, over all layers. Only the CPU backend returns it, and only for models with experts.
+    /// The routing lead of each token of the step. In one layer, the lead is the router score of the last chosen expert
+    /// minus that of the best expert that was not chosen. The smallest lead of all layers counts. Only the CPU backend
+    /// fills this list, and only for models with experts; otherwise the list is empty.
     pub routing_leads: Vec<f32>,
 }
 

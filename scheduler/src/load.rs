@@ -140,10 +140,10 @@ impl StepCosts {
     }
 
     /// Returns the predicted time of a step that has running sequences only, of the usual length, in
-    /// milliseconds.
+    /// milliseconds. Without any, it is the fixed time of a step.
     pub fn running_ms(&self, n_running: usize) -> f64 {
         let rows = n_running as f64;
-        if n_running == 0 { 0.0 } else { self.running.at(rows, rows * self.running.context_per_row()) }
+        self.running.at(rows, rows * self.running.context_per_row())
     }
 
     /// Returns the predicted time until `n_tokens` prompt tokens are computed beside `n_running` sequences,
@@ -152,8 +152,7 @@ impl StepCosts {
         let (token_ms, step_ms) = self.prompts.through_zero();
         let tokens_a_step = step_tokens_max.saturating_sub(n_running).max(1);
         let n_steps = n_tokens.div_ceil(tokens_a_step as u64);
-        let without_prompt_ms = self.running_ms(n_running).max(self.running.at(0.0, 0.0));
-        n_tokens as f64 * token_ms + n_steps as f64 * (step_ms + without_prompt_ms)
+        n_tokens as f64 * token_ms + n_steps as f64 * (step_ms + self.running_ms(n_running))
     }
 
     /// Returns what the node reports to routers.

@@ -30,7 +30,12 @@ pub struct Finished {
 
 /// Runs [`baton`] with these arguments to its end.
 pub fn run(arguments: &[&str]) -> Finished {
-    let Output { status, stdout, stderr } = command().args(arguments).output().expect("baton runs");
+    finish(command().args(arguments))
+}
+
+/// Runs a command to its end.
+pub fn finish(command: &mut Command) -> Finished {
+    let Output { status, stdout, stderr } = command.output().expect("the command runs");
     let [stdout, stderr] = [stdout, stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
     Finished { status, stdout, stderr }
 }

@@ -1,6 +1,5 @@
 //! Tests of `baton up`: it starts a cluster with one command, and leaves no process behind.
 
-use std::process::Command;
 use std::time::Duration;
 
 use baton_tests::logs::{A_NODE_DIES, THE_REGISTRY_IS_AWAY};
@@ -109,10 +108,8 @@ async fn a_node_that_fails_again_and_again_waits_longer_each_time() {
 }
 
 fn run(args: &[&str], env: &[(&str, &str)]) -> (i32, String, String) {
-    let output =
-        Command::new(executable::baton()).args(args).envs(env.iter().copied()).output().expect("baton runs");
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    (output.status.code().expect("an exit code"), text(&output.stdout), text(&output.stderr))
+    let ended = executable::finish(executable::command().args(args).envs(env.iter().copied()));
+    (ended.status.code().expect("an exit code"), ended.stdout, ended.stderr)
 }
 
 #[test]

@@ -73,8 +73,10 @@ impl RoomQuestion<'_> {
         };
         let token_ms = self.view.token_ms();
         let mut decode = self.view.all_decode_nodes().peekable();
-        let prefill =
-            self.view.prefill_nodes().filter(|node| self.has_queue_room(node) && self.has_kv_room(node));
+        let prefill = self
+            .view
+            .prefill_nodes()
+            .filter(|node| self.has_queue_room(node, token_ms) && self.has_kv_room(node));
         let queue_ms = |node: &NodeView| queue_ms(node, token_ms);
         let prefill = prefill.min_by(|one, other| queue_ms(one).total_cmp(&queue_ms(other)));
         if decode.peek().is_none() {
@@ -85,8 +87,9 @@ impl RoomQuestion<'_> {
             return prefill.and_then(|prefill| room(Some(prefill), None));
         }
         let with_room = decode.filter(|node| self.has_kv_room(node));
-        let usable = with_room
-            .filter(|node| if self.computes(node) { self.has_queue_room(node) } else { prefill.is_some() });
+        let usable = with_room.filter(|node| {
+            if self.computes(node) { self.has_queue_room(node, token_ms) } else { prefill.is_some() }
+        });
         let decode = usable.max_by_key(|node| self.n_free_blocks(node))?;
         room(prefill.filter(|_| !self.computes(decode)), Some(decode))
     }
@@ -137,7 +140,7 @@ impl RoomQuestion<'_> {
         u64::from(node.load.blocks.available()).saturating_sub(coming as u64)
     }
 
-    fn has_queue_room(&self, node: &NodeView) -> bool {
+    fn has_queue_room(&self, node: &NodeView, token_ms: f64) -> bool {
         let admitted = self.admitted.n_tokens(&node.info.id);
         let coming = node.assigned_tokens + admitted;
         let costs = &node.load.costs;
@@ -145,7 +148,7 @@ impl RoomQuestion<'_> {
             return true;
         }
         match costs.prompt_token_ms > 0.0 {
-            true => queue_ms(node, 0.0) + costs.prompt_ms(admitted) <= QUEUE_MS_MAX,
+            true => queue_ms(node, token_ms) + costs.prompt_ms(admitted) <= QUEUE_MS_MAX,
             false => node.load.queued_tokens + coming <= UNKNOWN_QUEUE_TOKENS_MAX,
         }
     }

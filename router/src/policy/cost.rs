@@ -3,8 +3,8 @@
 //! A cost is the time to the second token, and what the streams on the decode node lose. The time to the second token
 //! is the wait in the queue, the computation of what is not cached, the calls, the part of the transfer that the
 //! computation does not hide, and the first decode step. A decode node with streams computes a prompt only if the
-//! streams lose next to nothing, if that saves many times what they lose, or if there is no prefill node. One prompt in [`EXPLORE_ONE_IN`] takes the other arm
-//! if that costs little more, so that the router goes on learning its costs.
+//! streams lose next to nothing, if that saves many times what they lose, or if there is no prefill node. One prompt in
+//! [`EXPLORE_ONE_IN`] takes the other arm if that costs little more, so that the router goes on learning its costs.
 
 use std::cmp::{Ordering, Reverse};
 

@@ -1,7 +1,6 @@
 //! `x-baton-explain`: the parts of each request's time add up, and the largest part is the cause of its delay.
 
 use std::path::Path;
-use std::process::Command;
 
 use baton_tests::check::prompts;
 use baton_tests::fleet::{PACED, Settings};
@@ -143,12 +142,11 @@ async fn the_parts_add_up_through_the_pool_and_the_bench_draws_them() {
         "--out",
         &report,
     ];
-    let ran = Command::new(executable::baton()).args(serve).output().expect("it runs");
-    assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
-    let explain = ["bench", "explain", &report, "--svg", &svg];
-    let ran = Command::new(executable::baton()).args(explain).output().expect("it runs");
-    let table = String::from_utf8_lossy(&ran.stdout).into_owned();
-    assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+    let ran = executable::run(&serve);
+    assert!(ran.status.success(), "{}", ran.stderr);
+    let ran = executable::run(&["bench", "explain", &report, "--svg", &svg]);
+    let table = ran.stdout;
+    assert!(ran.status.success(), "{}", ran.stderr);
     assert!(table.contains("| prefill_compute") && table.contains("Worst gap"), "{table}");
     assert!(std::fs::read_to_string(&svg).expect("the bars").contains("prefill_compute:"));
 }
