@@ -21,6 +21,9 @@ const NAMES: &[&str] = &["etcd", "router", "prefill-0", "prefill-1", "decode-0",
 const N_NODES: usize = 5;
 /// The length of an answer, in tokens: long enough that a stream's host can be disconnected in the middle.
 const TOKENS: u32 = 300;
+/// The time for which nodes are cut off from the router, and the time after which it must know their caches again.
+const CUT: Duration = Duration::from_secs(30);
+const KNOWN_AGAIN: Duration = Duration::from_secs(2);
 /// The bandwidth of a slow cable in bytes per second: a tenth of a host's traffic with half of the load on a
 /// good cable.
 const SLOW: u32 = 60_000;
@@ -217,6 +220,51 @@ async fn hosts_are_cut_off_and_come_back() {
         cluster.all_ready().await;
     }
     disturbed(&cluster, &asks, &expected, || {}).await;
+}
+
+/// While a node's status stream is cut, the router shows that it does not know the node's cache, and no request fails.
+/// When the stream is back, the router soon knows all of the cache again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_cache_of_a_cut_node_is_unknown_and_soon_exact_again() {
+    if !hosts::possible() {
+        eprintln!("hosts need root and iproute2; nothing was tested");
+        return;
+    }
+    let cluster = Cluster::start_paced().await;
+    let cut = ["prefill-0", "decode-0"];
+    let all = async |knowledge: &str| {
+        let answer = cluster.client.get_json("/debug/cluster").await;
+        let nodes = answer["nodes"].as_array().expect("a list of nodes").clone();
+        let of_cut = nodes.iter().filter(|node| cut.iter().any(|id| node["id"] == *id));
+        (of_cut.filter(|node| node["cache"] == knowledge).count() == cut.len()).then_some(())
+    };
+    eventually("all caches to be known", async || all("exact").await).await;
+    let run = async {
+        let begin = tokio::time::Instant::now();
+        let mut n_asked = 0_u32;
+        while begin.elapsed() < CUT + CUT / 4 {
+            // Each prompt is asked four times.
+            let prompt = prompts(u64::from(n_asked / 4), 1, 200).remove(0);
+            let answer = cluster.client.ask(&Ask::new(prompt, 16)).await;
+            answer.unwrap_or_else(|failed| panic!("request {n_asked}: {failed:?}"));
+            n_asked += 1;
+        }
+        n_asked
+    };
+    let cutting = async {
+        tokio::time::sleep(CUT / 8).await;
+        cut.iter().for_each(|host| cluster.hosts.cut(host));
+        let cut_at = tokio::time::Instant::now();
+        eventually("the caches to be unknown", async || all("blind").await).await;
+        tokio::time::sleep_until(cut_at + CUT).await;
+        cut.iter().for_each(|host| cluster.hosts.mend(host));
+        let mended_at = tokio::time::Instant::now();
+        eventually("the caches to be known again", async || all("exact").await).await;
+        mended_at.elapsed()
+    };
+    let (n_asked, took) = tokio::join!(run, cutting);
+    assert!(n_asked > 30, "{n_asked} requests");
+    assert!(took < KNOWN_AGAIN, "the caches were known again after {took:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
