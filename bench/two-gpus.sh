@@ -2,7 +2,8 @@
 # Makes the table of docs/measurements/two-gpus.md, on a machine with two GPUs, from a built executable: one prefill
 # and one decode node over each connector, two colocated nodes, and the effect of prompts on running streams.
 # Usage: bench/two-gpus.sh OUT [BATON]       reports go to OUT, one JSON file each
-# PARTS chooses: "ipc picture seeds colocated disturbance kills nccl tcp shm" by default. "four" needs four GPUs and
+# PARTS chooses: "ipc picture seeds colocated disturbance kills nccl tcp shm" by default. "never-worse" makes the table
+# of docs/measurements/never-worse.md: all four nodes are on the two GPUs, and only one pair has work. "four" needs four GPUs and
 # the Mooncake conversation trace in DATA: two prefill and two decode nodes against four colocated ones.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -127,6 +128,46 @@ four() {
     done
 }
 
+# Fixed arms against the policy `cost`: a pair of nodes with all prompts on the prefill node, two colocated nodes, and
+# the pair under `cost`, with steps of the decode node bounded to GAP_MS.
+never_worse() {
+    local kv=$BATON_MODEL__KV_MEMORY apart=BATON_REGISTRY__URL=embedded://127.0.0.1:50061 nth
+    local addresses=(BATON_ROUTER__HTTP=127.0.0.1:8010 BATON_ROUTER__ADMIN=127.0.0.1:8011 BATON_ROUTER__GRPC=127.0.0.1:50061)
+    local chunks=BATON_EXPERT__SCHEDULER__STEP_TOKENS_MAX=${COLOCATED_STEP_TOKENS:-2048}
+    export BATON_MODEL__KV_MEMORY=${NEVER_WORSE_KV:-14GiB}
+    node prefill "${devices[0]}" 0 'BATON_TRANSFER__CONNECTORS=["cuda-ipc"]'
+    node decode "${devices[1]}" 0 'BATON_TRANSFER__CONNECTORS=["cuda-ipc"]' "$chunks" \
+        "BATON_EXPERT__SCHEDULER__GAP_MS_MAX=${GAP_MS:-25}"
+    for nth in 0 1; do node both "${devices[nth]}" $nth "$apart" "$chunks"; done
+    serve 2 BATON_ROUTER__POLICY=least-loaded || return
+    never_worse_rows remote
+    kill "${pids[-1]}" && wait "${pids[-1]}" && unset "pids[-1]"
+    serve 2 BATON_ROUTER__POLICY=cost || return
+    never_worse_rows cost
+    curl -s "$url/debug/cluster" >"$out/cost-cluster.json"
+    curl -s "$url/metrics" | grep -E "^baton_router_(routes|route_)" >"$out/cost-metrics.txt"
+    url=http://127.0.0.1:8010
+    serve 2 BATON_ROUTER__POLICY=least-loaded "${addresses[@]}" || return
+    never_worse_rows colocated
+    export BATON_MODEL__KV_MEMORY=$kv
+}
+
+never_worse_rows() { # NAME
+    local row name arguments
+    bench "$1-warm" --concurrency 4 --requests 24 --input-tokens lognormal:3000,0.8 --output-tokens 64
+    for row in \
+        "mixed --rate 4 --requests 120 --input-tokens lognormal:3000,0.8 --output-tokens lognormal:120,0.6" \
+        "long --arrivals bench/traces/arrivals_3rps.txt --requests 60 --input-tokens 8192 --output-tokens 256" \
+        "chat --rate 12 --requests 240 --input-tokens lognormal:600,0.6 --output-tokens 200" \
+        "prefix --workload shared-prefix --prefix-groups 8 --prefix-tokens 4000 --rate 6 --requests 120 --input-tokens 500 --output-tokens 128" \
+        "summary --rate 2.5 --requests 60 --input-tokens lognormal:6000,0.5 --output-tokens 32"; do
+        read -r name arguments <<<"$row"
+        case " ${ROWS:-$name} " in *" $name "*) ;; *) continue ;; esac
+        # shellcheck disable=SC2086
+        bench "$1-$name" $arguments --slo ttft=2s,tbt=25ms
+    done
+}
+
 # The same rate with other arrival times.
 seeds() { # RATE
     for seed in 2 3 4 5 6; do
@@ -164,6 +205,7 @@ for part in $parts; do
             ;;
         picture) picture ;;
         four) four ;;
+        never-worse) never_worse ;;
         seeds) pair cuda-ipc && seeds 3 ;;
         kills) kills ;;
         disturbance) pair cuda-ipc && disturbance ;;

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use baton_router as router;
 use criterion::{BatchSize, Criterion, Throughput};
+use router::admission::Objective;
 use router::cluster::IndexedNode;
 use router::cluster::index::PrefixIndex;
 use router::policy::{AllowedArms, Ask, ClusterView, NodeView, by_name};
@@ -103,7 +104,12 @@ fn events(criterion: &mut Criterion) {
 fn decisions(criterion: &mut Criterion, index: &PrefixIndex, nodes: &[IndexedNode]) {
     let (prompt, now) = (prompt(), tokio::time::Instant::now());
     let hashes = hashes(0..PROMPT_BLOCKS);
-    let ask = Ask { prompt: &prompt, hashes: &hashes, arms: AllowedArms::RemoteOrLocal };
+    let ask = Ask {
+        prompt: &prompt,
+        hashes: &hashes,
+        arms: AllowedArms::RemoteOrLocal,
+        objective: Objective::default(),
+    };
     for (policy, n_nodes) in [("prefix-aware", 64), ("prefix-aware", 1000), ("cost", 64), ("cost", 1000)] {
         let (name, view) = (format!("a decision of {policy} over {n_nodes} nodes"), view(n_nodes));
         let policy = by_name(policy).unwrap();
@@ -156,6 +162,7 @@ fn view(n_nodes: usize) -> ClusterView {
             row_ms: 0.1,
             context_ms: 0.0,
             step_tokens: 512,
+            gap_ms_max: 0.0,
         };
         let blocks = BlockCounts { total: 1 << 20, free: 1 << 20, ..BlockCounts::default() };
         NodeView {

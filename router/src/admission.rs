@@ -224,7 +224,12 @@ impl Admission {
         let parts = &self.0.parts;
         let now = parts.world.now();
         let model = ask.prompt.model.name.clone();
-        let of_nodes = Ask { prompt: ask.prompt, hashes: ask.hashes, arms: AllowedArms::RemoteOrLocal };
+        let of_nodes = Ask {
+            prompt: ask.prompt,
+            hashes: ask.hashes,
+            arms: AllowedArms::RemoteOrLocal,
+            objective: Objective::default(),
+        };
         let view = parts.cluster.view(&of_nodes, &[]);
         let mut lines = self.lines();
         let line = lines.entry(model.clone()).or_insert_with(|| ModelLine::new(parts));
@@ -309,8 +314,12 @@ impl ModelLine {
         let now = parts.world.now();
         while let Some(id) = self.line.next(now) {
             let Some(request) = self.requests.get(&id) else { return };
-            let ask =
-                Ask { prompt: &request.prompt, hashes: &request.hashes, arms: AllowedArms::RemoteOrLocal };
+            let ask = Ask {
+                prompt: &request.prompt,
+                hashes: &request.hashes,
+                arms: AllowedArms::RemoteOrLocal,
+                objective: Objective::default(),
+            };
             let view = parts.cluster.view(&ask, &[]);
             let question = self.question(ask, &view, parts.order);
             let Some(room) = question.room() else { return };

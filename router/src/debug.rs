@@ -199,6 +199,7 @@ fn load(load: NodeLoad) -> Value {
             "row_ms": load.costs.row_ms,
             "context_ms": load.costs.context_ms,
             "step_tokens": load.costs.step_tokens,
+            "gap_ms_max": load.costs.gap_ms_max,
         },
         "blocks": {},
     });

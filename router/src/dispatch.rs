@@ -176,7 +176,7 @@ impl Dispatch {
             ComputedBy::Both => AllowedArms::RemoteOrLocal,
             ComputedBy::DecodeAlone => AllowedArms::OnlyLocal,
         };
-        let ask = Ask { prompt, hashes: &hashes, arms };
+        let ask = Ask { prompt, hashes: &hashes, arms, objective: record.objective() };
         self.first_step(FirstStepAsk { ask, permit: None, record }).await
     }
 
@@ -351,7 +351,8 @@ impl Serve for Dispatch {
         };
         outcome.keep(open);
         trace!(target: "walk", request = %prompt.id, n_tokens = prompt.tokens.len(), "prompt accepted");
-        let ask = Ask { prompt: &prompt, hashes: &hashes, arms: AllowedArms::RemoteOrLocal };
+        let arms = AllowedArms::RemoteOrLocal;
+        let ask = Ask { prompt: &prompt, hashes: &hashes, arms, objective: record.objective() };
         let starting = self.first_step(FirstStepAsk { ask, permit: Some(&permit), record: &record });
         let started = outcome.note(self.by_deadline(prompt.deadline, starting).await)?;
         let usage = started.usage;

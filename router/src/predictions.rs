@@ -92,6 +92,7 @@ mod tests {
     use chassis::metrics::Metrics;
 
     use super::*;
+    use crate::admission::Objective;
     use crate::metrics::RouterMetrics;
     use crate::policy::tests::{NO_EXPLORING, node};
     use crate::policy::{AllowedArms, Ask, ClusterView, by_name};
@@ -100,7 +101,12 @@ mod tests {
     fn a_request_teaches_the_time_of_calls_and_the_rate_of_its_transfer() {
         let prompt = crate::policy::tests::prompt(200);
         let nodes = vec![node("p", types::Role::Prefill), node("d", types::Role::Decode)];
-        let ask = Ask { prompt: &prompt, hashes: &[], arms: AllowedArms::RemoteOrLocal };
+        let ask = Ask {
+            prompt: &prompt,
+            hashes: &[],
+            arms: AllowedArms::RemoteOrLocal,
+            objective: Objective::default(),
+        };
         let view = ClusterView { nodes, ..ClusterView::default() };
         let policy = by_name("least-loaded").expect("in the table");
         let decision = policy.route(&ask, &view, NO_EXPLORING).expect("two nodes");

@@ -42,7 +42,7 @@ impl Candidate {
 
     /// Returns whether exactly one token is still to be computed: the sequence generates, or all of its prompt but
     /// the last token was cached.
-    fn is_running(&self) -> bool {
+    pub(crate) fn is_running(&self) -> bool {
         self.n_tokens() == 1
     }
 

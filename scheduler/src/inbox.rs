@@ -183,7 +183,8 @@ impl Inbox {
             return Err(Refusal::new(RefusalKind::Queue, format!("{n_waiting} prompts wait already")));
         }
         let n_tokens = load.queued_tokens + unreported.n_tokens;
-        let queue_ms = queues.costs.queue_ms(n_tokens, load.running as usize, self.settings.step_tokens_max);
+        let step_tokens = load.costs.step_tokens as usize;
+        let queue_ms = queues.costs.queue_ms(n_tokens, load.running as usize, step_tokens);
         if queue_ms > self.settings.queue_ms_max {
             let reason = format!("{n_tokens} tokens are queued, predicted to take {queue_ms:.0} ms");
             return Err(Refusal::new(RefusalKind::Queue, reason));

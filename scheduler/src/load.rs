@@ -16,6 +16,18 @@ const ROWS_VARIANCE: f64 = 0.25;
 const CONTEXT_VARIANCE: f64 = 0.25;
 const TOKENS_VARIANCE: f64 = 256.0;
 
+/// The number of prompt tokens in a step from which their time says how long the next tokens take.
+const STRETCH_TOKENS_MIN: usize = 64;
+/// The shortest and the longest time of a prompt token that count, as multiples of the usual time.
+const STRETCH_MIN: f64 = 0.9;
+const STRETCH_MAX: f64 = 4.0;
+/// The weight of a stretch that is lower than the known one.
+const STRETCH_FALL: f64 = 0.2;
+/// The number of prompt tokens of a first step whose time is to be bounded.
+const PROMPT_TOKENS_FIRST: usize = 128;
+/// The share of the time of prompt tokens after which the end of their step is expected.
+const EARLY: f64 = 0.9;
+
 /// A worker's load, with further values for the watchdog and for reservations.
 #[derive(Clone, Copy, Debug)]
 pub struct WorkerLoad {
@@ -60,6 +72,18 @@ pub(crate) struct WorkDone {
 pub struct StepCosts {
     running: Plane,
     prompts: Line,
+    stretch: Stretch,
+    /// The largest number of prompt tokens in a step so far.
+    prompt_tokens_most: usize,
+}
+
+/// The time of a prompt token in steps with many, as a multiple of the usual time. Tokens late in a long prompt take
+/// longer, and the next step mostly goes on with the same prompt.
+#[derive(Clone, Copy, Debug)]
+struct Stretch {
+    last: f64,
+    /// It follows a rise at once and a fall within some steps, so that few steps are longer than predicted.
+    cautious: f64,
 }
 
 /// A mean in which older values count less and less.
@@ -136,7 +160,35 @@ impl StepCosts {
         // On a node that decodes, this is the fixed time of a step if nothing runs. It is not counted as the prompt's:
         // remainders of a few tokens would make the node look slow.
         let without_prompt_ms = self.running.at(rows, context);
-        self.prompts.learn(step.n_prefill_tokens as f64, (took_ms - without_prompt_ms).max(0.0));
+        let prompt_ms = (took_ms - without_prompt_ms).max(0.0);
+        self.prompt_tokens_most = self.prompt_tokens_most.max(step.n_prefill_tokens);
+        self.prompts.learn(step.n_prefill_tokens as f64, prompt_ms);
+        let (token_ms, fixed_ms) = self.prompts.through_zero();
+        if step.n_prefill_tokens >= STRETCH_TOKENS_MIN && token_ms > 0.0 {
+            self.stretch.learn((prompt_ms - fixed_ms) / (step.n_prefill_tokens as f64 * token_ms));
+        }
+    }
+
+    /// Returns the number of prompt tokens with which a step of this number of running sequences takes at most
+    /// `step_ms`. It is at most twice the largest number so far: the times of few tokens say little of many.
+    pub fn prompt_tokens_within(&self, step_ms: f64, n_running: usize) -> usize {
+        let known = (2 * self.prompt_tokens_most).max(PROMPT_TOKENS_FIRST);
+        let (token_ms, fixed_ms) = self.prompts.through_zero();
+        let token_ms = token_ms * self.stretch.cautious;
+        if token_ms <= 0.0 {
+            return known;
+        }
+        // A negative number of tokens becomes zero.
+        let n_tokens = (step_ms - self.running_ms(n_running) - fixed_ms) / token_ms;
+        (n_tokens as usize).min(known)
+    }
+
+    /// Returns the time that prompt tokens are expected to add to a step, a little too short: a step that ends earlier
+    /// than expected leaves the device idle.
+    pub fn prompt_takes(&self, n_tokens: usize) -> Duration {
+        let (token_ms, fixed_ms) = self.prompts.through_zero();
+        let ms = fixed_ms + n_tokens as f64 * token_ms * self.stretch.last;
+        Duration::from_secs_f64(EARLY * ms / 1e3)
     }
 
     /// Returns the predicted time of a step that has running sequences only, of the usual length, in
@@ -166,11 +218,26 @@ impl StepCosts {
             row_ms: row_ms as f32,
             context_ms: context_ms as f32,
             step_tokens: u32::try_from(step_tokens_max).unwrap_or(u32::MAX),
+            gap_ms_max: 0.0,
         }
     }
 }
 
-// === impl Mean, Line, Plane ===
+// === impl Stretch, Mean, Line, Plane ===
+
+impl Default for Stretch {
+    fn default() -> Self {
+        Self { last: 1.0, cautious: 1.0 }
+    }
+}
+
+impl Stretch {
+    fn learn(&mut self, seen: f64) {
+        self.last = seen.clamp(STRETCH_MIN, STRETCH_MAX);
+        let fallen = self.cautious + STRETCH_FALL * (self.last - self.cautious);
+        self.cautious = fallen.max(self.last);
+    }
+}
 
 impl Mean {
     fn learn(&mut self, value: f64) {
@@ -312,6 +379,29 @@ mod tests {
         let token_ms = costs.learned(512).prompt_token_ms;
         assert!((0.04..0.06).contains(&token_ms), "{token_ms} ms for each token");
         about(costs.queue_ms(8, 0, 512), 5.0 + 8.0 * 0.05);
+    }
+
+    #[test]
+    fn prompts_get_the_tokens_that_fit_into_a_gap() {
+        let mut costs = taught((0..800).map(|nth| (1 + nth % 20, if nth % 2 == 0 { 0 } else { 200 })));
+        for (gap_ms, n_running, expected) in
+            [(20.0, 10, 280), (16.0, 40, 140), (50.0, 10, 400), (9.0, 40, 0), (2.0, 10, 0)]
+        {
+            let n_tokens = costs.prompt_tokens_within(gap_ms, n_running);
+            assert!(n_tokens.abs_diff(expected) <= 12, "{gap_ms} ms beside {n_running}: {n_tokens} tokens");
+        }
+        // Tokens late in a long prompt take twice the time.
+        costs.observe(StepShape { n_running: 10, n_prefill_tokens: 200, n_context_tokens: 0 }, took(10, 400));
+        assert!((110..170).contains(&costs.prompt_tokens_within(20.0, 10)), "{costs:?}");
+        for _ in 0..300 {
+            costs.observe(
+                StepShape { n_running: 10, n_prefill_tokens: 200, n_context_tokens: 0 },
+                took(10, 200),
+            );
+        }
+        assert!((260..300).contains(&costs.prompt_tokens_within(20.0, 10)), "it falls again: {costs:?}");
+        let unknown = StepCosts::default().prompt_tokens_within(20.0, 10);
+        assert_eq!(unknown, PROMPT_TOKENS_FIRST, "the first prompt tells its time");
     }
 
     #[test]

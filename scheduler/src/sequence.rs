@@ -188,6 +188,12 @@ impl Sequence {
         now.saturating_duration_since(self.submitted)
     }
 
+    /// Returns how long the sequence has waited for its first step here at `at`, if its first token is from another node.
+    pub(crate) fn waits_since_arrival(&self, at: Instant) -> Option<Duration> {
+        let has_arrived = self.tokens.len() > self.prompt.tokens.len() && self.started.is_none();
+        has_arrived.then(|| self.age(at))
+    }
+
     /// Returns whether the sequence ever had blocks. If it has none now, it was preempted.
     pub(crate) fn has_run(&self) -> bool {
         self.cached_tokens.is_some()

@@ -11,6 +11,10 @@ pub struct SchedulerSettings {
     /// The largest number of tokens in one step. A larger limit finishes prompts sooner; a smaller one
     /// disturbs running sequences less.
     pub step_tokens_max: usize,
+    /// The longest gap between two tokens that prompts may cause, in milliseconds; zero: any. Prompts get as many tokens
+    /// as fit by the learned costs, and at least a block. The bound holds while no sequence runs, too: KV from another
+    /// node may arrive.
+    pub gap_ms_max: f64,
     /// The largest number of sequences that hold blocks, and so of rows in a step.
     pub sequences_max: usize,
     /// The largest number of fresh prompts that wait for room. Further prompts are refused.
@@ -35,6 +39,7 @@ impl Default for SchedulerSettings {
     fn default() -> Self {
         Self {
             step_tokens_max: 512,
+            gap_ms_max: 0.0,
             sequences_max: 256,
             waiting_max: 1024,
             queue_ms_max: 2000.0,
@@ -59,6 +64,9 @@ impl SchedulerSettings {
                 self.step_tokens_max, self.sequences_max
             ));
         }
+        if !(self.gap_ms_max >= 0.0 && self.gap_ms_max.is_finite()) {
+            return refuse(format!("gap_ms_max {} is not a duration", self.gap_ms_max));
+        }
         if !(1..=STEPS_IN_FLIGHT_MAX).contains(&self.steps_in_flight_max) {
             return refuse(format!("steps_in_flight_max {} is not 1 or 2", self.steps_in_flight_max));
         }
@@ -77,6 +85,8 @@ mod tests {
         for (settings, expected) in [
             (SchedulerSettings { sequences_max: 0, ..defaults }, "sequences_max is zero"),
             (SchedulerSettings { step_tokens_max: 271, ..defaults }, "step_tokens_max 271 is less than"),
+            (SchedulerSettings { gap_ms_max: -1.0, ..defaults }, "gap_ms_max -1 is not a duration"),
+            (SchedulerSettings { gap_ms_max: f64::NAN, ..defaults }, "gap_ms_max NaN is not a duration"),
             (SchedulerSettings { steps_in_flight_max: 3, ..defaults }, "steps_in_flight_max 3"),
         ] {
             let error = settings.check(16).expect_err(expected).to_string();

@@ -20,7 +20,7 @@ use engine::Backend;
 use kv_cache::BlockPool;
 use tokio::time::Instant;
 use tracing::{debug, error};
-use types::{KvLayout, ModelInfo, NodeLoad, Refusal, RefusalKind};
+use types::{KvLayout, LearnedCosts, ModelInfo, NodeLoad, Refusal, RefusalKind};
 
 use crate::error::SchedulerError;
 use crate::growth::{self, Grower};
@@ -170,17 +170,20 @@ impl Worker {
         self.lead.before(self.end_of(self.flights.front()?)?)
     }
 
-    /// Returns the expected end of a step without prompts; `None` if it cannot be predicted.
+    /// Returns the expected end of a step; `None` if it cannot be predicted. Steps with prompts are predicted if they are
+    /// bounded.
     fn end_of(&self, flight: &LaunchedStep) -> Option<Instant> {
-        let StepShape { n_running, n_prefill_tokens, .. } = StepShape::of(&flight.rows);
-        let mean = Duration::from_secs_f64(self.costs.running_ms(n_running) / 1e3);
-        if n_prefill_tokens > 0 || mean.is_zero() {
-            return None;
-        }
+        let shape = StepShape::of(&flight.rows);
+        let running = Duration::from_secs_f64(self.costs.running_ms(shape.n_running) / 1e3);
+        let took = match shape.n_prefill_tokens {
+            // The shorter of the two times counts, because one step of a second raises the mean for many short
+            // ones.
+            0 => running.min(self.done.took),
+            _ if self.settings.gap_ms_max > 0.0 => running + self.costs.prompt_takes(shape.n_prefill_tokens),
+            _ => return None,
+        };
         let began = self.last_step.map_or(flight.launched_at, |last| last.max(flight.launched_at));
-        // The shorter of the two times counts, because one step of a second raises the mean for many short
-        // ones.
-        Some(flight.due.unwrap_or_else(|| began + mean.min(self.done.took)))
+        (!running.is_zero()).then(|| flight.due.unwrap_or(began + took))
     }
 
     /// Returns the time at which the worker must check its sequences again, if no event comes before.
@@ -297,16 +300,20 @@ impl Worker {
     pub(crate) fn load(&self) -> WorkerLoad {
         let running = self.sequences.values().filter(|sequence| sequence.is_placed()).count();
         let queued_tokens = self.n_queued_tokens();
+        let step_tokens = self.step_tokens(running, Duration::ZERO);
         let node = NodeLoad {
             running: running as u32,
             waiting: (self.sequences.len() - running + self.waiters.len()) as u32,
             arriving: 0,
             queued_tokens,
-            queue_ms: self.costs.queue_ms(queued_tokens, running, self.settings.step_tokens_max) as f32,
+            queue_ms: self.costs.queue_ms(queued_tokens, running, step_tokens) as f32,
             step_ms: self.costs.running_ms(running + 1) as f32,
             steps_total: self.done.steps,
             blocks: self.pool.counts(),
-            costs: self.costs.learned(self.settings.step_tokens_max),
+            costs: LearnedCosts {
+                gap_ms_max: self.settings.gap_ms_max as f32,
+                ..self.costs.learned(step_tokens)
+            },
             age_ms: 0.0,
         };
         self.metrics.report(&node);

@@ -39,6 +39,8 @@ pub struct LearnedCosts {
     pub context_ms: f32,
     /// The largest number of tokens in one step.
     pub step_tokens: u32,
+    /// The longest gap between two tokens that prompts may cause, a setting of the node; zero: any.
+    pub gap_ms_max: f32,
 }
 
 impl LearnedCosts {

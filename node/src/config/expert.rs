@@ -57,6 +57,10 @@ pub struct SchedulerExpertSettings {
     /// The largest number of tokens in one step. With more, prompts finish sooner; with fewer, running
     /// sequences are disturbed less.
     pub step_tokens_max: usize,
+    /// The longest gap between two tokens that prompts may cause, in milliseconds; 0: any. Prompts get the tokens
+    /// that fit by the learned costs. With it, the policy `cost` lets a decode node compute prompts beside its
+    /// sequences.
+    pub gap_ms_max: f64,
     /// The largest number of sequences that run at one time.
     pub sequences_max: usize,
     /// The largest number of prompts that wait for KV room; more are refused.
@@ -76,6 +80,7 @@ impl Default for SchedulerExpertSettings {
         let settings = SchedulerSettings::default();
         Self {
             step_tokens_max: settings.step_tokens_max,
+            gap_ms_max: settings.gap_ms_max,
             sequences_max: settings.sequences_max,
             waiting_max: settings.waiting_max,
             queue_ms_max: settings.queue_ms_max,
@@ -89,6 +94,7 @@ impl SchedulerExpertSettings {
     pub(super) fn settings(&self) -> SchedulerSettings {
         SchedulerSettings {
             step_tokens_max: self.step_tokens_max,
+            gap_ms_max: self.gap_ms_max,
             sequences_max: self.sequences_max,
             waiting_max: self.waiting_max,
             queue_ms_max: self.queue_ms_max,

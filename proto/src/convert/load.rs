@@ -24,8 +24,8 @@ impl From<v1::BlockCounts> for BlockCounts {
 
 impl From<LearnedCosts> for v1::LearnedCosts {
     fn from(costs: LearnedCosts) -> Self {
-        let LearnedCosts { prompt_token_ms, step_ms, row_ms, context_ms, step_tokens } = costs;
-        Self { prompt_token_ms, step_ms, row_ms, context_ms, step_tokens }
+        let LearnedCosts { prompt_token_ms, step_ms, row_ms, context_ms, step_tokens, gap_ms_max } = costs;
+        Self { prompt_token_ms, step_ms, row_ms, context_ms, step_tokens, gap_ms_max }
     }
 }
 
@@ -33,13 +33,14 @@ impl TryFrom<v1::LearnedCosts> for LearnedCosts {
     type Error = ConvertError;
 
     fn try_from(wire: v1::LearnedCosts) -> Result<Self, ConvertError> {
-        let v1::LearnedCosts { prompt_token_ms, step_ms, row_ms, context_ms, step_tokens } = wire;
+        let v1::LearnedCosts { prompt_token_ms, step_ms, row_ms, context_ms, step_tokens, gap_ms_max } = wire;
         Ok(Self {
             prompt_token_ms: milliseconds("load.costs.prompt_token_ms", prompt_token_ms)?,
             step_ms: milliseconds("load.costs.step_ms", step_ms)?,
             row_ms: milliseconds("load.costs.row_ms", row_ms)?,
             context_ms: milliseconds("load.costs.context_ms", context_ms)?,
             step_tokens,
+            gap_ms_max: milliseconds("load.costs.gap_ms_max", gap_ms_max)?,
         })
     }
 }

@@ -221,8 +221,14 @@ fn block_events_come_back_the_same() {
 
 #[test]
 fn a_load_comes_back_the_same_and_a_duration_that_is_none_is_refused() {
-    let costs =
-        LearnedCosts { prompt_token_ms: 0.05, step_ms: 5.0, row_ms: 0.1, context_ms: 0.2, step_tokens: 512 };
+    let costs = LearnedCosts {
+        prompt_token_ms: 0.05,
+        step_ms: 5.0,
+        row_ms: 0.1,
+        context_ms: 0.2,
+        step_tokens: 512,
+        gap_ms_max: 20.0,
+    };
     let load = NodeLoad { queued_tokens: 9, queue_ms: 3.0, age_ms: 40.0, costs, ..NodeLoad::default() };
     let wire = v1::NodeLoad::from(load);
     assert_eq!(NodeLoad::try_from(wire), Ok(load));
@@ -233,6 +239,7 @@ fn a_load_comes_back_the_same_and_a_duration_that_is_none_is_refused() {
         |costs: &mut v1::LearnedCosts| costs.step_ms = -1.0,
         |costs: &mut v1::LearnedCosts| costs.row_ms = f32::INFINITY,
         |costs: &mut v1::LearnedCosts| costs.context_ms = -0.1,
+        |costs: &mut v1::LearnedCosts| costs.gap_ms_max = f32::NAN,
     ] {
         let mut wire = wire;
         change(wire.costs.as_mut().expect("it has costs"));

@@ -153,7 +153,12 @@ impl Dispatch {
         let mut tries = Attempts::new(self, Progress::Begun, record);
         let (prompt, hashes) = (held.prompt.clone(), Arc::clone(&held.hashes));
         let by = Arc::clone(&held.by);
-        let ask = Ask { prompt: &prompt, hashes: &hashes, arms: AllowedArms::OnlyHeld { by: &by } };
+        let ask = Ask {
+            prompt: &prompt,
+            hashes: &hashes,
+            arms: AllowedArms::OnlyHeld { by: &by },
+            objective: record.objective(),
+        };
         loop {
             record.enter_part(Part::Route);
             let (decision, trials) = tries.route(&ask).await?;

@@ -2,9 +2,13 @@
 //!
 //! A cost is the time to the second token, and what the streams on the decode node lose. The time to the second token
 //! is the wait in the queue, the computation of what is not cached, the calls, the part of the transfer that the
-//! computation does not hide, and the first decode step. A decode node with streams computes a prompt only if the
-//! streams lose next to nothing, if that saves many times what they lose, or if there is no prefill node. One prompt in
-//! [`EXPLORE_ONE_IN`] takes the other arm if that costs little more, so that the router goes on learning its costs.
+//! computation does not hide, and the first decode step. The cheapest route that is predicted to hold the request's
+//! objective is taken; if none is, the one that misses it by least.
+//!
+//! A decode node with streams computes a prompt only if the streams lose next to nothing, if that saves many times what
+//! they lose, or if there is no prefill node. Where a node bounds its steps with prompts (`scheduler.gap_ms_max`), what
+//! its streams lose within the bound costs nothing. One prompt in [`EXPLORE_ONE_IN`] takes the other arm if that costs
+//! little more, so that the router goes on learning its costs.
 
 use std::cmp::{Ordering, Reverse};
 
@@ -64,10 +68,17 @@ enum Rank {
     Disturbs,
 }
 
-/// Orders routes by rank, weighted cost and the decode node's last assignment.
+/// Orders routes by rank, by how far they miss the request's objective, by weighted cost and by the decode node's last
+/// assignment.
 fn by_cost(a: &Priced<'_>, b: &Priced<'_>) -> Ordering {
-    let by_rank = rank(a).cmp(&rank(b)).then(weighted_ms(a).total_cmp(&weighted_ms(b)));
-    by_rank.then(a.decode.last_turn.cmp(&b.decode.last_turn))
+    let by_rank = rank(a).cmp(&rank(b)).then(a.misses.total_cmp(&b.misses));
+    let by_cost = by_rank.then(weighted_ms(a).total_cmp(&weighted_ms(b)));
+    by_cost.then(a.decode.last_turn.cmp(&b.decode.last_turn))
+}
+
+/// Returns whether a route may be taken in place of the best one, if its cost allows it.
+fn is_alike(route: &Priced<'_>, best: &Priced<'_>) -> bool {
+    rank(route) == rank(best) && route.misses <= best.misses
 }
 
 fn rank(route: &Priced<'_>) -> Rank {
@@ -76,6 +87,9 @@ fn rank(route: &Priced<'_>) -> Rank {
 
 /// Returns the cost of a route, with the weight of what streams lose.
 fn weighted_ms(route: &Priced<'_>) -> f64 {
+    if bounds_gaps(route) {
+        return route.terms.second_token_ms();
+    }
     let is_weighted = lengthens_steps(route, 1.0 + STEP_SHARE);
     route.cost_ms() + if is_weighted { route.terms.streams_ms * (STREAMS_WEIGHT - 1.0) } else { 0.0 }
 }
@@ -85,7 +99,13 @@ fn lengthens_steps(route: &Priced<'_>, times: f64) -> bool {
     route.arm == Arm::Local
         && !route.decode.info.role.prefills()
         && route.terms.streams_ms > 0.0
+        && !bounds_gaps(route)
         && route.terms.gap_ms > route.step_ms * times
+}
+
+/// Returns whether the node that computes the prompt keeps steps with it under a bound, which its streams may lose.
+fn bounds_gaps(route: &Priced<'_>) -> bool {
+    route.arm == Arm::Local && route.step_ms < f64::from(route.decode.load.costs.gap_ms_max)
 }
 
 /// Returns the routes to compare.
@@ -129,7 +149,7 @@ fn equal<'r, 'a>(routes: &'r [Priced<'a>], draw: u64) -> &'r Priced<'a> {
     let best = &routes[0];
     let is_equal = |route: &&Priced<'a>| {
         let share_ms = if route.arm == best.arm { weighted_ms(best) * SIMILAR_SHARE } else { 0.0 };
-        rank(route) == rank(best) && weighted_ms(route) <= weighted_ms(best) + share_ms.max(SIMILAR_MS)
+        is_alike(route, best) && weighted_ms(route) <= weighted_ms(best) + share_ms.max(SIMILAR_MS)
     };
     let order = |route: &Priced<'_>| {
         let computing = route.prefill.unwrap_or(route.decode);
@@ -146,6 +166,6 @@ fn equal<'r, 'a>(routes: &'r [Priced<'a>], draw: u64) -> &'r Priced<'a> {
 fn explored<'r, 'a>(routes: &'r [Priced<'a>], draw: u64) -> Option<&'r Priced<'a>> {
     let best = &routes[0];
     let other = routes.iter().find(|route| route.arm != best.arm)?;
-    let costs_little = weighted_ms(other) <= weighted_ms(best) * EXPLORE_COST && rank(other) == rank(best);
+    let costs_little = weighted_ms(other) <= weighted_ms(best) * EXPLORE_COST && is_alike(other, best);
     ((draw >> 32).is_multiple_of(EXPLORE_ONE_IN) && costs_little).then_some(other)
 }

@@ -1,9 +1,12 @@
 //! Predicted times on nodes and between them, in milliseconds. Policies compare them.
 
+use std::time::Duration;
+
 use types::NodeInfo;
 
 use super::decision::{Candidate, Terms};
 use super::{Arm, Ask, Choice, ClusterView, Decision, NodeView, Route};
+use crate::admission::Objective;
 
 /// The time of a prompt token on a node whose speed is unknown, if no node's speed is known. It is small, and
 /// enough to spread prompts over idle nodes.
@@ -63,6 +66,8 @@ pub(super) struct Priced<'a> {
     pub(super) terms: Terms,
     /// A step of the decode node without prompts.
     pub(super) step_ms: f64,
+    /// The predicted times as a multiple of the request's objective, of the worse one of both; zero if they hold it.
+    pub(super) misses: f64,
 }
 
 /// The predicted times of a decode node.
@@ -108,7 +113,7 @@ impl<'a> Pricing<'a> {
             streams_ms: 0.0,
             gap_ms: times.step_ms,
         };
-        Priced { prefill: Some(from), decode: to, arm: Arm::Remote, terms, step_ms: times.step_ms }
+        self.priced(Arm::Remote, Some(from), to, times.step_ms, terms)
     }
 
     /// The decode node computes the prompt, in chunks beside its streams.
@@ -126,7 +131,7 @@ impl<'a> Pricing<'a> {
             streams_ms: times.streams * n_missing * times.token_ms,
             gap_ms: times.step_ms + n_missing.min(times.step_tokens) * times.token_ms,
         };
-        Priced { prefill: None, decode: node, arm: Arm::Local, terms, step_ms: times.step_ms }
+        self.priced(Arm::Local, None, node, times.step_ms, terms)
     }
 
     /// `by` has computed the prompt.
@@ -139,7 +144,23 @@ impl<'a> Pricing<'a> {
             gap_ms: times.step_ms,
             ..Terms::default()
         };
-        Priced { prefill: None, decode: node, arm: Arm::Held, terms, step_ms: times.step_ms }
+        self.priced(Arm::Held, None, node, times.step_ms, terms)
+    }
+
+    fn priced(
+        &self,
+        arm: Arm,
+        prefill: Option<&'a NodeView>,
+        decode: &'a NodeView,
+        step_ms: f64,
+        terms: Terms,
+    ) -> Priced<'a> {
+        let Objective { first_token, token_gap } = self.ask.objective;
+        let ratio = |ms: f64, longest: Option<Duration>| {
+            longest.map_or(0.0, |longest| ms / (longest.as_secs_f64() * 1e3).max(1e-3))
+        };
+        let worse = ratio(terms.first_token_ms(), first_token).max(ratio(step_ms, token_gap));
+        Priced { prefill, decode, arm, terms, step_ms, misses: if worse > 1.0 { worse } else { 0.0 } }
     }
 
     fn n_missing(&self, node: &NodeView) -> u64 {

@@ -18,6 +18,7 @@ use std::sync::Arc;
 
 use types::{BlockHash, NodeInfo, NodeLoad, Prompt};
 
+use crate::admission::Objective;
 use costs::Pricing;
 pub use decision::{AllowedArms, Arm, Candidate, Choice, Decision, Route, Terms};
 pub use learned::{CallTime, ConnectorCosts, RouteCosts, SeenTransfer};
@@ -38,6 +39,8 @@ pub struct Ask<'a> {
     /// The hashes of the prompt's full blocks before its last token.
     pub hashes: &'a [BlockHash],
     pub arms: AllowedArms<'a>,
+    /// The latency that the request must have, with the time that is left for its first token.
+    pub objective: Objective,
 }
 
 impl Ask<'_> {

@@ -71,7 +71,11 @@ fn decided(
     view: &ClusterView,
     draw: u64,
 ) -> Result<Decision, NoRoute> {
-    policy.route(&Ask { prompt, hashes, arms: AllowedArms::RemoteOrLocal }, view, draw)
+    policy.route(
+        &Ask { prompt, hashes, arms: AllowedArms::RemoteOrLocal, objective: Objective::default() },
+        view,
+        draw,
+    )
 }
 
 /// Routes a prompt without known blocks.
@@ -202,8 +206,14 @@ fn a_full_decode_node_is_left_alone_while_another_has_room() {
 
 /// Gives a node the costs of a mock: 0.05 ms per prompt token, 5 ms per step.
 fn paced(node: &mut NodeView) {
-    node.load.costs =
-        LearnedCosts { prompt_token_ms: 0.05, step_ms: 5.0, row_ms: 0.1, context_ms: 0.0, step_tokens: 512 };
+    node.load.costs = LearnedCosts {
+        prompt_token_ms: 0.05,
+        step_ms: 5.0,
+        row_ms: 0.1,
+        context_ms: 0.0,
+        step_tokens: 512,
+        gap_ms_max: 0.0,
+    };
 }
 
 /// A node: its queue in milliseconds, the tokens assigned to it, the prompt's tokens that it has cached, and its
@@ -352,6 +362,52 @@ fn cost_spares_streams_and_uses_idle_decode_nodes() {
     }
 }
 
+/// A decode node that bounds its steps with prompts computes some beside its streams, whatever these lose.
+#[test]
+fn cost_lets_streams_wait_within_a_bound() {
+    let policy = by_name("cost").expect("in the table");
+    for (what, gap_ms_max, queue_ms, expected) in [
+        ("no bound", 0.0, 500.0, Arm::Remote),
+        ("a queue that takes longer than chunks between steps", 20.0, 500.0, Arm::Local),
+        ("an idle prefill node", 20.0, 0.0, Arm::Remote),
+        ("steps are beyond the bound without the prompt", 4.0, 500.0, Arm::Remote),
+    ] {
+        let mut view = view(vec![node("p", Role::Prefill), node("d", Role::Decode)]);
+        view.nodes.iter_mut().for_each(paced);
+        (view.nodes[0].load.queue_ms, view.nodes[1].load.running) = (queue_ms, 10);
+        let costs = &mut view.nodes[1].load.costs;
+        (costs.gap_ms_max, costs.step_tokens) = (gap_ms_max, 10 + 300);
+        let decision = decided(&*policy, &prompt(2000), &[], &view, NO_EXPLORING).expect("usable");
+        assert_eq!(decision.arm, expected, "{what}: {decision:?}");
+    }
+}
+
+/// One decode node has long steps; on the other the first step is late, because it computes a prompt.
+#[test]
+fn cost_takes_the_cheapest_route_that_holds_the_objective_or_the_nearest() {
+    let policy = by_name("cost").expect("in the table");
+    let longest = |token_gap: u64| Objective {
+        first_token: Some(Duration::from_secs(1)),
+        token_gap: Some(Duration::from_millis(token_gap)),
+    };
+    for (what, objective, expected) in [
+        ("none: the cheapest", Objective::default(), "d0"),
+        ("both hold it: the cheapest", longest(50), "d0"),
+        ("only one holds it", longest(7), "d1"),
+        ("both miss it: the nearest", longest(1), "d1"),
+    ] {
+        let mut view = two_and_two();
+        view.nodes.iter_mut().for_each(paced);
+        view.nodes[2..].iter_mut().for_each(|node| node.load.running = 40);
+        view.nodes[2].load.step_ms = 8.0;
+        view.nodes[3].load.queued_tokens = 400;
+        let prompt = prompt(2000);
+        let ask = Ask { prompt: &prompt, hashes: &[], arms: AllowedArms::RemoteOrLocal, objective };
+        let decision = policy.route(&ask, &view, NO_EXPLORING).expect("usable");
+        assert_eq!(ids(&decision.route).1, expected, "{what}: {decision:?}");
+    }
+}
+
 #[test]
 fn cost_compares_pairs_by_queue_cache_and_step() {
     let policy = by_name("cost").expect("in the table");
@@ -420,7 +476,12 @@ fn every_policy_chooses_a_decode_node_for_held_kv() {
     let (view, prompt) = (two_and_two(), prompt(2000));
     let by = Arc::clone(&view.nodes[0].info);
     for name in NAMES {
-        let ask = Ask { prompt: &prompt, hashes: &[], arms: AllowedArms::OnlyHeld { by: &by } };
+        let ask = Ask {
+            prompt: &prompt,
+            hashes: &[],
+            arms: AllowedArms::OnlyHeld { by: &by },
+            objective: Objective::default(),
+        };
         let decision = by_name(name).expect("in the table").route(&ask, &view, 3).expect("usable");
         assert_eq!((decision.arm, decision.route.prefill), (Arm::Held, None), "{name}");
         let ask = Ask { arms: AllowedArms::OnlyLocal, ..ask };

@@ -7,6 +7,7 @@ use tokio::time::Instant;
 use types::{ComputedPrompt, NodeId, Prompt, RequestId, Usage};
 
 use super::parts::{Part, PartTimes, divide};
+use crate::admission::Objective;
 use crate::cluster::RunningStream;
 use crate::policy::{Arm, Decision};
 use crate::predictions::Prediction;
@@ -168,6 +169,7 @@ struct Record {
     /// The arrival in Unix time.
     unix_time: Duration,
     detail: Detail,
+    objective: Objective,
     /// Locked for one look-up or change.
     state: Mutex<State>,
 }
@@ -199,6 +201,7 @@ impl RequestRecord {
             arrived: arrival.at,
             unix_time,
             detail: arrival.detail,
+            objective: arrival.terms.objective,
             state: Mutex::new(State::new(arrival)),
         }))
     }
@@ -234,6 +237,17 @@ impl RequestRecord {
     /// Returns whether nodes are asked to time each step of the request.
     pub fn detail(&self) -> Detail {
         self.0.detail
+    }
+
+    /// Returns the request's objective for a try that begins now: its first token, if it is to come, must come in the
+    /// time that is left.
+    pub fn objective(&self) -> Objective {
+        let Objective { first_token, token_gap } = self.0.objective;
+        let is_to_come = self.state().summary.first_token.is_none();
+        let left = first_token
+            .filter(|_| is_to_come)
+            .map(|longest| longest.saturating_sub(self.0.arrived.elapsed()));
+        Objective { first_token: left, token_gap }
     }
 
     pub fn place(&self) -> Place {

@@ -98,6 +98,37 @@ async fn modelled_costs_are_waited_for() {
     assert_eq!(recorded.tokens(), alone(&endless("a", 20, 5)));
 }
 
+/// Returns the longest gap of a stream's tokens while a prompt of 200 tokens is computed beside it, and how long that
+/// takes.
+async fn longest_gap_beside_a_prompt(gap_ms_max: f64) -> (Duration, Duration) {
+    let node = start(costly(), SchedulerSettings { gap_ms_max, ..roomy() });
+    let (_stream, tokens) = submit(&node.handle, endless("a", 4, 200)).expect("let in");
+    // The worker learns the time of prompt tokens.
+    for (nth, n_tokens) in (12..20).enumerate() {
+        let (_ticket, recorded) =
+            submit(&node.handle, endless(&format!("b{nth}"), n_tokens, 1)).expect("let in");
+        until(&node.handle, || recorded.has_ended()).await;
+    }
+    let began = Instant::now();
+    let (_ticket, recorded) = submit(&node.handle, endless("c", 200, 1)).expect("let in");
+    let mut longest = Duration::ZERO;
+    while !recorded.has_ended() {
+        let (n_tokens, before) = (tokens.tokens().len(), Instant::now());
+        until(&node.handle, || tokens.tokens().len() > n_tokens).await;
+        longest = longest.max(before.elapsed());
+    }
+    (longest, began.elapsed())
+}
+
+#[tokio::test(start_paused = true)]
+async fn prompts_make_no_gap_longer_than_the_bound() {
+    let (gap, took) = longest_gap_beside_a_prompt(0.0).await;
+    assert!(gap >= Duration::from_millis(150) && took < Duration::from_millis(240), "{gap:?}, {took:?}");
+    let (gap, took) = longest_gap_beside_a_prompt(40.0).await;
+    assert!(gap <= Duration::from_millis(31), "a step of 10 ms still fits: {gap:?}");
+    assert!(took < Duration::from_millis(400), "20 tokens in each step: {took:?}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_deadline_ends_a_sequence_on_an_idle_node() {
     let node = start(mock(8), roomy());

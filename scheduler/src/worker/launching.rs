@@ -3,6 +3,8 @@
 //! One call to the pool requests blocks and gets them. This file decides only the order of the calls, the
 //! blocks to leave free, and the sequence to preempt.
 
+use std::time::Duration;
+
 use engine::{PendingStep, Row, StepBatch};
 use kv_cache::BlockLease;
 use tokio::time::Instant;
@@ -13,8 +15,12 @@ use super::Worker;
 use crate::batcher::{self, Budget, Candidate, Share};
 use crate::growth;
 use crate::launched_step::{LaunchTiming, LaunchedStep, StepRow};
+use crate::load::StepShape;
 use crate::precedence::{Precedence, SequenceId, Turn};
 use crate::sequence::Sequence;
+
+/// The share of the longest gap that steps are planned to take.
+const GAP_SHARE: f64 = 0.9;
 
 impl Worker {
     pub(super) fn launch(&mut self, now: Instant) {
@@ -222,12 +228,41 @@ impl Worker {
             .filter(|sequence| !stalled.contains(&sequence.id))
             .filter_map(candidate)
             .collect();
+        let n_running = candidates.iter().filter(|candidate| candidate.is_running()).count();
         let budget = Budget {
-            step_tokens_max: self.settings.step_tokens_max,
+            step_tokens_max: self.step_tokens(n_running, self.longest_wait(now)),
             rows_max: self.settings.sequences_max,
             block_tokens: usize::from(self.layout().block_tokens),
         };
         batcher::plan(&candidates, budget)
+    }
+
+    /// Returns the longest wait of a sequence whose KV has arrived, until the step that is planned now begins. It counts
+    /// only behind a step with prompts: steps with prompts alternate at least, so that prompts do not starve.
+    fn longest_wait(&self, now: Instant) -> Duration {
+        let Some(flight) = self.flights.front() else { return Duration::ZERO };
+        if StepShape::of(&flight.rows).n_prefill_tokens == 0 {
+            return Duration::ZERO;
+        }
+        let begins = self.end_of(flight).unwrap_or(now);
+        let waits = self.sequences.values().filter_map(|sequence| sequence.waits_since_arrival(begins));
+        waits.max().unwrap_or_default()
+    }
+
+    /// Returns the largest number of tokens in a step with this number of running sequences. KV may arrive when the step
+    /// has just been launched, so the step and one without prompts fit into the longest gap, with some time to spare. A
+    /// sequence whose KV arrived has `waited` for the step already; the prompts may get no tokens then.
+    pub(super) fn step_tokens(&self, n_running: usize, waited: Duration) -> usize {
+        let (settings, block_tokens) = (&self.settings, usize::from(self.layout().block_tokens));
+        if settings.gap_ms_max == 0.0 {
+            return settings.step_tokens_max;
+        }
+        let step_ms = settings.gap_ms_max * GAP_SHARE - self.costs.running_ms(n_running);
+        let n_prompt = match waited.as_secs_f64() * 1e3 {
+            0.0 => self.costs.prompt_tokens_within(step_ms, n_running).max(block_tokens),
+            waited_ms => self.costs.prompt_tokens_within(step_ms - waited_ms, n_running),
+        };
+        settings.step_tokens_max.min(n_running.saturating_add(n_prompt))
     }
 
     fn start(&mut self, shares: &[Share], now: Instant) {
