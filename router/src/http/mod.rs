@@ -147,4 +147,4 @@ async fn method_not_allowed(method: http::Method, uri: http::Uri) -> HttpError {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
