@@ -128,14 +128,6 @@ pub struct RequestOrigin {
     pub permit: Option<Arc<TenantPermit>>,
 }
 
-/// The accepted prompt of a request with one input and one answer.
-#[derive(Clone, Debug)]
-pub struct AcceptedOne {
-    pub prompt: Prompt,
-    pub stop: StopStrings,
-    pub origin: RequestOrigin,
-}
-
 impl Default for SamplingParams {
     fn default() -> Self {
         Self {
@@ -267,20 +259,6 @@ impl Acceptor {
         let Caller { arrived, read, detail, terms, .. } = *caller;
         let arrival = Arrival { at: arrived, read, accepted: self.world.now(), detail, terms };
         Ok(AcceptedRequest { prompts, stop, origin: RequestOrigin { arrival, permit } })
-    }
-
-    /// Makes the prompt of a request with one input and one answer, as [`accept`](Self::accept) does.
-    pub fn accept_one(
-        &self,
-        model: &ServedModel,
-        inputs: Inputs,
-        params: &SamplingParams,
-        caller: &Caller,
-    ) -> Result<AcceptedOne, AcceptError> {
-        let params = SamplingParams { n: 1, ..params.clone() };
-        let AcceptedRequest { mut prompts, stop, origin } = self.accept(model, inputs, &params, caller)?;
-        let prompt = prompts.pop().expect("one input and one answer make one prompt");
-        Ok(AcceptedOne { prompt, stop, origin })
     }
 
     fn sampling(&self, model: &ServedModel, params: &SamplingParams) -> Result<Sampling, AcceptError> {

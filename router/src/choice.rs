@@ -43,16 +43,6 @@ pub enum ChoiceFinish {
     ToolCalls,
 }
 
-impl ChoiceFinish {
-    /// Returns the reason in the terms of steps, which know no tool calls.
-    pub fn of_steps(self) -> FinishReason {
-        match self {
-            Self::Stop | Self::ToolCalls => FinishReason::Stop,
-            Self::Length => FinishReason::Length,
-        }
-    }
-}
-
 /// One answer while it is generated: a stream that ends after a delta with `finish` set, or after an error. Dropping it
 /// cancels the work on all nodes.
 #[derive(Debug)]

@@ -67,6 +67,19 @@ impl AcceptError {
         }
     }
 
+    /// Replaces the name of the field at fault, for an API in which it has another one.
+    pub(crate) fn renamed(mut self, name_of: fn(&str) -> Cow<'static, str>) -> Self {
+        if let Self::Missing { param }
+        | Self::Invalid { param, .. }
+        | Self::Unsupported { param, .. }
+        | Self::TooLong { param, .. }
+        | Self::TenantContext { param, .. } = &mut self
+        {
+            *param = name_of(param);
+        }
+        self
+    }
+
     pub fn caller_action(&self) -> CallerAction {
         match self {
             Self::NoNodes { .. } => CallerAction::RetryLater(RETRY_AFTER),

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use grammar::{GrammarError, Recent};
+use grammar::{GrammarError, Recent, sources};
 use tokio::sync::Semaphore;
 use tokio::task::spawn_blocking;
 use types::{Deadline, Grammar};
@@ -15,6 +15,8 @@ const KEPT_MAX: usize = 1024;
 /// The number of grammars that are checked at the same time, each for up to about a second. Other requests wait until their
 /// deadline.
 const CHECKS_MAX: usize = 2;
+/// The most texts of a choice.
+const CHOICES_MAX: usize = 1024;
 
 /// The most schemas of one grammar that are compiled to find the one that is wrong.
 const PLACED_MAX: usize = 32;
@@ -39,6 +41,27 @@ pub struct AskedSchema {
 impl AskedGrammar {
     pub fn new(param: &'static str, grammar: Grammar) -> Self {
         Self { param, grammar, schemas: Vec::new() }
+    }
+
+    /// Makes the grammar of answers that are one of these texts.
+    pub(crate) fn choice(param: &'static str, texts: &[String]) -> Result<Self, AcceptError> {
+        if !(1..=CHOICES_MAX).contains(&texts.len()) {
+            let reason = format!("from 1 to {CHOICES_MAX} texts, not {}", texts.len());
+            return Err(AcceptError::invalid(param, reason));
+        }
+        if texts.iter().any(String::is_empty) {
+            return Err(AcceptError::invalid(param, "a text of a choice is not empty"));
+        }
+        Ok(Self::new(param, sources::choice(texts.iter().map(String::as_str))))
+    }
+
+    /// Makes a grammar in the language of Lark.
+    pub(crate) fn lark(param: &'static str, text: &str) -> Result<Self, AcceptError> {
+        if text.contains("::=") {
+            let reason = "a grammar is in the language of Lark, without `::=`";
+            return Err(AcceptError::unsupported(param, reason));
+        }
+        Ok(Self::new(param, sources::lark(text)))
     }
 }
 

@@ -2,7 +2,7 @@
 //! path.
 //!
 //! Suggested reading order, along the path of a request: the APIs ([`http`], [`grpc`]); tokens and text
-//! ([`text`]); tenants ([`tenants`]); accepted prompts ([`accept`]) and their grammars ([`grammars`]); admission ([`admission`]); routes
+//! ([`text`]); tenants ([`tenants`]); accepted prompts ([`accept`]) and their grammars ([`grammars`]); chats (`chat`) and the answers to a request (`answers`); admission ([`admission`]); routes
 //! ([`policy`] over a view of the [`cluster`], without nodes whose work fails: [`breaker`]) and what is learned from them ([`predictions`]); calls to nodes ([`dispatch`] through [`rpc`]), or to servers of other engines ([`upstream`]); the stream
 //! until its last token ([`continuation`]); and the watchdog over all requests ([`watchdog`]) and their
 //! records ([`requests`]). [`serve`] is the trait between the APIs and the cluster; [`server`] starts and
@@ -16,6 +16,8 @@ pub mod tenants;
 pub mod accept;
 pub mod grammars;
 pub mod serve;
+mod chat;
+mod answers;
 pub mod choice;
 pub mod admission;
 pub mod policy;

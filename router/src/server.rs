@@ -202,7 +202,8 @@ impl Router {
         let operators = http::stack(on_admin, acceptor.clone(), router_metrics.clone());
         let closing = drain.closing.clone();
         let (models, metrics) = (self.models.clone(), router_metrics.clone());
-        let api = GrpcApi { serve, models, acceptor, metrics, shutdown: closing.clone() };
+        let world = self.world.clone();
+        let api = GrpcApi { serve, models, acceptor, metrics, world, shutdown: closing.clone() };
         let grpc_close = Shutdown::new();
         let routes = routes(self.embedded.as_ref(), api, &grpc_close);
         let tls = self.certificate.as_ref().map_or(PortTls::Plaintext, Certificate::port_tls);

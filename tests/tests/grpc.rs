@@ -7,11 +7,13 @@ use baton_tests::fleet::PACED;
 use baton_tests::{Ask, Up, eventually, in_time};
 use futures::future::join_all;
 use proto::v1;
+use proto::v1::answer_grammar::Grammar;
 use proto::v1::bootstrap_client::BootstrapClient;
 use proto::v1::generate_event::Event;
 use proto::v1::generate_request::Input;
 use proto::v1::inference_client::InferenceClient;
 use proto::v1::node_status_client::NodeStatusClient;
+use serde_json::{Value, json};
 use tonic::metadata::MetadataValue;
 use types::layout::KvDtype;
 use types::node::PROTOCOL;
@@ -33,7 +35,7 @@ fn request(tokens: &[u32], max_tokens: u32) -> v1::GenerateRequest {
     v1::GenerateRequest {
         model: "mock".to_owned(),
         input: Some(Input::Tokens(v1::Tokens { ids: tokens.to_vec() })),
-        stop: Some(v1::StopRules { max_tokens, ..v1::StopRules::default() }),
+        stop: Some(v1::StopParams { max_tokens: Some(max_tokens), ..v1::StopParams::default() }),
         ..v1::GenerateRequest::default()
     }
 }
@@ -60,6 +62,183 @@ async fn both_doors_give_the_same_tokens() {
     let refused = client.generate(request(&[], 20)).await.expect_err("no tokens");
     assert_eq!(refused.code(), tonic::Code::InvalidArgument);
     assert!(refused.message().contains("tokens"), "{refused}");
+}
+
+// === chats ===
+
+/// The mock with set answers that contain tool calls.
+const TOOLS: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/tools.toml");
+const QUESTION: &str = "What is the weather in Paris?";
+
+fn message(role: &str, content: &str) -> v1::ChatMessage {
+    v1::ChatMessage { role: role.to_owned(), content: Some(content.to_owned()), ..Default::default() }
+}
+
+fn chat_request(messages: Vec<v1::ChatMessage>, tools: Vec<v1::Tool>) -> v1::GenerateRequest {
+    let input = Some(Input::Chat(v1::Chat { messages, tools, ..Default::default() }));
+    v1::GenerateRequest { input, ..Default::default() }
+}
+
+/// An answer that a stream has brought.
+#[derive(Debug, Default)]
+struct Whole {
+    text: String,
+    reasoning: String,
+    calls: Vec<v1::ToolCall>,
+    /// The number of pieces in which the calls came.
+    n_pieces: usize,
+    tokens: Vec<u32>,
+    end: Option<v1::GenerateEnd>,
+}
+
+impl Whole {
+    fn add(&mut self, token: v1::GeneratedToken) {
+        assert_eq!(self.end, None, "the end comes last");
+        self.tokens.push(token.step.expect("a step").token);
+        self.text += &token.text;
+        self.reasoning += &token.reasoning;
+        for delta in token.tool_calls {
+            let at = delta.index as usize;
+            self.calls.resize_with(self.calls.len().max(at + 1), v1::ToolCall::default);
+            let call = &mut self.calls[at];
+            call.id += &delta.id;
+            call.name += &delta.name;
+            call.arguments += &delta.arguments;
+            self.n_pieces += 1;
+        }
+    }
+
+    fn end(&self) -> &v1::GenerateEnd {
+        self.end.as_ref().expect("the stream says how each answer ended")
+    }
+}
+
+/// Sends a request and returns its answers.
+async fn answers(up: &Up, request: v1::GenerateRequest) -> Vec<Whole> {
+    let mut client = InferenceClient::connect(format!("http://{}", up.grpc)).await.expect("it listens");
+    let mut events = client.generate(request).await.expect("accepted").into_inner();
+    let mut wholes = Vec::new();
+    while let Some(event) = in_time("an event", events.message()).await.expect("a good stream") {
+        let at = event.choice as usize;
+        wholes.resize_with(wholes.len().max(at + 1), Whole::default);
+        match event.event.expect("an event") {
+            Event::Token(token) => wholes[at].add(token),
+            Event::End(end) => wholes[at].end = Some(end),
+        }
+    }
+    wholes
+}
+
+/// Sends a chat over HTTP and returns its answer's JSON.
+async fn over_http(up: &Up, body: Value) -> Value {
+    let (status, _, answer) = up.client().post("/v1/chat/completions", body.to_string()).await;
+    assert_eq!(status, 200, "{answer}");
+    serde_json::from_str(&answer).expect("JSON")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_chat_calls_tools_and_gets_their_results() {
+    let up = Up::start(&["--model", TOOLS]).await;
+    let parameters = json!({"type": "object", "properties": {"city": {"type": "string"}}}).to_string();
+    let tool =
+        v1::Tool { name: "get_weather".to_owned(), description: "The weather.".to_owned(), parameters };
+    let request = chat_request(vec![message("user", QUESTION)], vec![tool.clone()]);
+    let two = answers(&up, v1::GenerateRequest { n: Some(2), ..request }).await;
+    assert_eq!(two.len(), 2);
+    for whole in &two {
+        assert_eq!((whole.text.as_str(), whole.calls.len()), ("I look.", 1), "{whole:?}");
+        let call = &whole.calls[0];
+        assert_eq!((call.name.as_str(), call.arguments.as_str()), ("get_weather", "{\"city\": \"Paris\"}"));
+        assert!(whole.n_pieces > 2, "the arguments come in pieces: {whole:?}");
+        assert_eq!(whole.end().reason(), v1::AnswerFinish::ToolCalls);
+        assert_eq!(whole.end().completion_tokens as usize, whole.tokens.len());
+    }
+    assert_ne!(two[0].calls[0].id, two[1].calls[0].id);
+
+    let call = two[0].calls[0].clone();
+    let asked =
+        v1::ChatMessage { tool_calls: vec![call.clone()], ..message("assistant", two[0].text.as_str()) };
+    let result = v1::ChatMessage { tool_call_id: call.id.clone(), ..message("tool", "14 degrees") };
+    let messages = vec![message("user", QUESTION), asked, result];
+    let first = answers(&up, chat_request(messages.clone(), vec![tool.clone()])).await;
+    assert_eq!(first[0].text, "It is mild in Paris: 14 degrees.");
+    assert_eq!((first[0].calls.len(), first[0].end().reason()), (0, v1::AnswerFinish::Stop));
+
+    // The same chat over HTTP has the same prompt and the same answer, and now its prompt is cached.
+    let function = json!({
+        "name": tool.name, "description": tool.description,
+        "parameters": serde_json::from_str::<Value>(&tool.parameters).expect("JSON"),
+    });
+    let called = json!({"name": call.name, "arguments": call.arguments});
+    let http = over_http(
+        &up,
+        json!({
+            "tools": [{"type": "function", "function": function}],
+            "return_token_ids": true,
+            "messages": [
+                {"role": "user", "content": QUESTION},
+                {
+                    "role": "assistant", "content": two[0].text,
+                    "tool_calls": [{"id": call.id, "type": "function", "function": called}],
+                },
+                {"role": "tool", "content": "14 degrees", "tool_call_id": call.id},
+            ],
+        }),
+    )
+    .await;
+    assert_eq!(http["choices"][0]["message"]["content"], first[0].text.as_str());
+    assert_eq!(http["choices"][0]["token_ids"], json!(first[0].tokens));
+    let again = answers(&up, chat_request(messages, vec![tool])).await;
+    let usage = again[0].end().usage.expect("usage");
+    assert_eq!(json!(usage.prompt_tokens), http["usage"]["prompt_tokens"]);
+    assert!(usage.cached_tokens > 0, "{usage:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn answers_follow_grammars_and_are_those_of_http() {
+    let up = Up::start(&["--model", "demo", "--prefill", "1", "--decode", "1"]).await;
+    let choice = v1::Texts { texts: ["prefill", "decode"].map(str::to_owned).to_vec() };
+    let schema = r#"{"type":"object","properties":{"a":{"type":"boolean"}},"required":["a"],"additionalProperties":false}"#;
+    for (grammar, field, value) in [
+        (Grammar::Choice(choice), "guided_choice", json!(["prefill", "decode"])),
+        (Grammar::JsonSchema(schema.to_owned()), "guided_json", json!(schema)),
+        (Grammar::Regex("[ab]{3}".to_owned()), "guided_regex", json!("[ab]{3}")),
+    ] {
+        let mut request = chat_request(vec![message("user", "Hi")], Vec::new());
+        request.sampling = Some(v1::SamplingParams {
+            temperature: Some(1.0),
+            seed: Some(7),
+            grammar: Some(v1::AnswerGrammar { grammar: Some(grammar) }),
+            ..Default::default()
+        });
+        let answer = answers(&up, request).await;
+        let mut body = json!({
+            "messages": [{"role": "user", "content": "Hi"}], "temperature": 1.0, "seed": 7,
+            "return_token_ids": true,
+        });
+        body[field] = value;
+        let http = over_http(&up, body).await;
+        assert_eq!(json!(answer[0].tokens), http["choices"][0]["token_ids"], "{field}");
+        assert_eq!(http["choices"][0]["message"]["content"], answer[0].text.as_str());
+        let text = answer[0].text.as_str();
+        let is_valid = match field {
+            "guided_choice" => ["prefill", "decode"].contains(&text),
+            "guided_json" => serde_json::from_str::<Value>(text).is_ok_and(|json| json["a"].is_boolean()),
+            _ => text.len() == 3 && text.chars().all(|c| "ab".contains(c)),
+        };
+        assert!(is_valid, "{field}: {text}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_refusal_has_the_code_of_http() {
+    let up = Up::start(&[]).await;
+    let mut client = InferenceClient::connect(format!("http://{}", up.grpc)).await.expect("it listens");
+    let request = chat_request(vec![message("bard", "Hi")], Vec::new());
+    let refused = client.generate(request).await.expect_err("no such role");
+    assert_eq!(refused.code(), tonic::Code::InvalidArgument);
+    assert_eq!(refused.message(), "chat.messages[0].role: unknown role `bard`");
+    assert_eq!(refused.metadata().get("baton-code").expect("a code"), "invalid_value");
 }
 
 /// Describes a node that only announces itself, with a range of protocol versions.

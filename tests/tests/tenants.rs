@@ -84,7 +84,7 @@ async fn strangers_get_401_and_headers_choose_no_tenant() {
     let mut grpc = InferenceClient::connect(format!("http://{}", keyed.up.grpc)).await.expect("it listens");
     let call = |key: Option<&str>| {
         let input = Some(Input::Tokens(v1::Tokens { ids: vec![1, 2, 3] }));
-        let stop = Some(v1::StopRules { max_tokens: 2, ..v1::StopRules::default() });
+        let stop = Some(v1::StopParams { max_tokens: Some(2), ..v1::StopParams::default() });
         let request = v1::GenerateRequest { input, stop, ..v1::GenerateRequest::default() };
         let mut call = tonic::Request::new(v1::GenerateRequest { tenant: "zenith".to_owned(), ..request });
         if let Some(key) = key {

@@ -256,11 +256,13 @@ async fn a_tenants_context_bounds_its_requests() {
     let accept = |n_prompt, max_tokens| {
         let params = SamplingParams { max_tokens, ..SamplingParams::default() };
         let inputs = Inputs { param: "prompt", tokens: vec![tokens(n_prompt)] };
-        acceptor.accept_one(&model(), inputs, &params, &caller)
+        acceptor
+            .accept(&model(), inputs, &params, &caller)
+            .map(|accepted| accepted.prompts[0].stop.max_tokens)
     };
     let asked = |tokens| MaxTokens::Asked { tokens, param: "max_tokens" };
-    assert_eq!(accept(15, MaxTokens::RestOfContext).expect("it fits").prompt.stop.max_tokens, 5);
-    assert_eq!(accept(15, asked(5)).expect("it fits").prompt.stop.max_tokens, 5);
+    assert_eq!(accept(15, MaxTokens::RestOfContext).expect("it fits"), 5);
+    assert_eq!(accept(15, asked(5)).expect("it fits"), 5);
     for (n_prompt, max_tokens, param) in
         [(20, MaxTokens::RestOfContext, "prompt"), (15, asked(6), "max_tokens"), (101, asked(1), "prompt")]
     {

@@ -1,23 +1,21 @@
 //! What the answers of both endpoints have in common, and the trait for their differences.
 
 use std::fmt;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 
 use axum::Json;
 use axum::response::{IntoResponse, Response};
-use futures::stream::{SelectAll, Stream, StreamExt};
+use futures::stream::StreamExt;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 use tracing::info;
-use types::{Prompt, TokenId, Usage};
+use types::{TokenId, Usage};
 
 use super::error::HttpError;
 use super::explanation::explained;
 use super::fields::AnswerOptions;
-use crate::choice::{Choice, ChoiceFinish, Delta, WholeChoice};
-use crate::error::ServeError;
+use crate::answers::{BegunAnswers, Deltas};
+use crate::choice::{ChoiceFinish, Delta, WholeChoice};
 use crate::text::ServedModel;
 
 /// What all answers have.
@@ -59,17 +57,11 @@ pub(crate) struct AnswerContext {
     pub(crate) created: u64,
     pub(crate) model: Arc<ServedModel>,
     pub(crate) options: AnswerOptions,
-    /// The number of answers to each input: choices `0..n` belong to the first input.
-    pub(crate) n: usize,
     /// The tokens of each choice's prompt, one entry per choice.
     pub(crate) prompts: Vec<Arc<[TokenId]>>,
 }
 
 impl AnswerContext {
-    pub(crate) fn prompts(prompts: &[Prompt]) -> Vec<Arc<[TokenId]>> {
-        prompts.iter().map(|prompt| Arc::clone(&prompt.tokens)).collect()
-    }
-
     /// Returns `ids` if the client wants token ids.
     pub(crate) fn if_ids<'a>(&self, ids: &'a [TokenId]) -> Option<TokenIds<'a>> {
         self.options.token_ids.then_some(TokenIds(ids))
@@ -81,56 +73,23 @@ impl AnswerContext {
 pub(crate) struct Answer<S> {
     pub(crate) context: AnswerContext,
     pub(crate) shape: S,
-    pub(crate) choices: Vec<Choice>,
-}
-
-/// The deltas of all choices, in order of arrival.
-#[derive(Debug)]
-pub(crate) enum Deltas {
-    /// The only choice, which is polled without a set of wakers.
-    One(Box<Choice>),
-    Several(SelectAll<Choice>),
-}
-
-impl Deltas {
-    fn of(mut choices: Vec<Choice>) -> Self {
-        match choices.pop() {
-            Some(only) if choices.is_empty() => Self::One(Box::new(only)),
-            last => Self::Several(futures::stream::select_all(choices.into_iter().chain(last))),
-        }
-    }
-}
-
-impl Stream for Deltas {
-    type Item = Result<Delta, ServeError>;
-
-    fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        match self.get_mut() {
-            Self::One(choice) => choice.poll_next_unpin(cx),
-            Self::Several(choices) => choices.poll_next_unpin(cx),
-        }
-    }
+    pub(crate) answers: BegunAnswers,
 }
 
 impl<S: AnswerShape> Answer<S> {
-    /// Returns the usage of all prompts. A prompt with several answers counts once.
     pub(crate) fn usage(&self) -> Usage {
-        let usages = self.choices.iter().step_by(self.context.n).map(Choice::usage);
-        usages.fold(Usage::default(), |sum, usage| Usage {
-            prompt_tokens: sum.prompt_tokens + usage.prompt_tokens,
-            cached_tokens: sum.cached_tokens + usage.cached_tokens,
-        })
+        self.answers.usage()
     }
 
     pub(crate) fn into_parts(self) -> (AnswerContext, S, Deltas) {
-        (self.context, self.shape, Deltas::of(self.choices))
+        (self.context, self.shape, self.answers.into_deltas())
     }
 }
 
 impl<S: AnswerFormat> Answer<S> {
     /// Waits for all choices and returns the complete answer.
     pub(crate) async fn whole(self) -> Result<Response, HttpError> {
-        let (usage, n_choices) = (self.usage(), self.choices.len());
+        let (usage, n_choices) = (self.usage(), self.answers.choices.len());
         let (context, shape, mut deltas) = self.into_parts();
         let mut wholes = vec![WholeChoice::default(); n_choices];
         while let Some(delta) = deltas.next().await {

@@ -6,21 +6,20 @@ use std::sync::Arc;
 use axum::body::{Body, Bytes};
 use axum::extract::{ConnectInfo, Extension, FromRequestParts};
 use chassis::World;
-use futures::future::try_join_all;
 use http::HeaderMap;
 use http::request::Parts;
-use types::{Deadline, Prompt, RequestId};
+use types::{Deadline, RequestId};
 
 use super::answer::{Answer, AnswerContext, AnswerShape};
 use super::body::{self, BodyLimits};
 use super::caller;
 use super::error::{Code, HttpError};
 use super::fields::AnswerOptions;
-use crate::accept::{AcceptedRequest, Acceptor, AskedInputs, Caller, SamplingParams};
-use crate::choice::Choice;
+use crate::accept::{Acceptor, Caller};
+use crate::answers::AskedRequest;
 use crate::serve::Serve;
 use crate::tenants::Client;
-use crate::text::{Detokenizer, PartsRules, RouterModels, ServedModel};
+use crate::text::RouterModels;
 
 /// The state of the HTTP API. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -43,20 +42,16 @@ pub(crate) struct RequestHead {
 /// A parsed request that is not accepted yet.
 #[derive(Debug)]
 pub(crate) struct ParsedRequest<S> {
-    pub(crate) model: Arc<ServedModel>,
-    pub(crate) inputs: AskedInputs,
-    pub(crate) params: SamplingParams,
+    pub(crate) request: AskedRequest,
     pub(crate) options: AnswerOptions,
-    /// How the answers' text is divided; `None`: all of it is text.
-    pub(crate) parts: Option<PartsRules>,
     pub(crate) shape: S,
 }
 
 impl<S> ParsedRequest<S> {
     /// Replaces the format of the answers.
     pub(crate) fn with_shape<T>(self, shape: T) -> ParsedRequest<T> {
-        let Self { model, inputs, params, options, parts, .. } = self;
-        ParsedRequest { model, inputs, params, options, parts, shape }
+        let Self { request, options, .. } = self;
+        ParsedRequest { request, options, shape }
     }
 }
 
@@ -113,54 +108,17 @@ impl HttpApi {
         self.acceptor.tokenizing().parse(n_bytes, deadline, move || parse(&api, &body)).await?
     }
 
-    /// Begins all choices. Returns when each choice has its first step, or refuses the whole request.
+    /// Begins all answers. Returns when each has its first step, or refuses the whole request.
     async fn begin<S: AnswerShape>(
         &self,
         ask: ParsedRequest<S>,
         caller: &Caller,
     ) -> Result<Answer<S>, HttpError> {
-        let ParsedRequest { model, inputs, params, options, parts, shape } = ask;
-        let inputs = self.acceptor.tokenized(&model, inputs, &params, caller).await?;
-        self.acceptor.check_grammar(&model, &params, caller).await?;
-        let AcceptedRequest { prompts, stop, origin } =
-            self.acceptor.accept(&model, inputs, &params, caller)?;
-        let context = AnswerContext {
-            id: format!("{}{}", S::ID, caller.id),
-            created: self.world.unix_time().as_secs(),
-            model: Arc::clone(&model),
-            options,
-            n: params.n as usize,
-            prompts: AnswerContext::prompts(&prompts),
-        };
-        let shown = parts.as_ref().map(|rules| rules.shown_tokens(&model.tokenizer)).unwrap_or_default();
-        let begin = async |choice: usize, prompt: Prompt| {
-            let detokenizer = Detokenizer::new(Arc::clone(&model.tokenizer), &stop, params.min_tokens)
-                .showing(shown.clone());
-            let begun = Choice::begin(self.serve.as_ref(), choice, prompt, detokenizer, origin.clone());
-            let parser = parts.as_ref().map(|rules| rules.parser(choice));
-            begun.await.map(|begun| begun.divided_by(parser))
-        };
-        let n = context.n.max(1);
-        let inputs = prompts.chunks(n).enumerate();
-        let begun = inputs.map(|(nth, answers)| begin_answers(nth * n, answers, &begin));
-        let choices = try_join_all(begun).await?.into_iter().flatten().collect();
-        Ok(Answer { context, shape, choices })
+        let ParsedRequest { request, options, shape } = ask;
+        let (model, created) = (Arc::clone(&request.model), self.world.unix_time().as_secs());
+        let answers = request.begin(self.serve.as_ref(), &self.acceptor, caller).await?;
+        let (id, prompts) = (format!("{}{}", S::ID, caller.id), answers.prompts.clone());
+        let context = AnswerContext { id, created, model, options, prompts };
+        Ok(Answer { context, shape, answers })
     }
-}
-
-/// Begins all answers to one prompt: the first one alone, and the others after its prefill. The others lease
-/// its cached blocks on the nodes, so that a prompt is computed once for any number of answers. See
-/// `docs/decisions/0009-answers-share-blocks.md`.
-async fn begin_answers<E, F: Future<Output = Result<Choice, E>>>(
-    first_choice: usize,
-    answers: &[Prompt],
-    begin: impl Fn(usize, Prompt) -> F,
-) -> Result<Vec<Choice>, E> {
-    let mut answers = (first_choice..).zip(answers.iter().cloned());
-    let mut choices = Vec::new();
-    if let Some((choice, prompt)) = answers.next() {
-        choices.push(begin(choice, prompt).await?);
-    }
-    choices.extend(try_join_all(answers.map(|(choice, prompt)| begin(choice, prompt))).await?);
-    Ok(choices)
 }

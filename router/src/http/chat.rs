@@ -1,6 +1,6 @@
 //! The endpoint `POST /v1/chat/completions`.
 
-use std::sync::Arc;
+use serde::{Deserialize, Serialize};
 
 use super::answer::{AnswerContext, AnswerFormat, AnswerShape, TokenIds, finish_reason};
 use super::api::{HttpApi, ParsedRequest};
@@ -9,83 +9,40 @@ use super::constraints::ConstraintFields;
 use super::error::HttpError;
 use super::fields::{CommonFields, asked};
 use super::logprobs::ChatLogprobs;
-use super::messages;
 use super::request_fields::{self, Endpoint};
-use super::tools::{self, ToolCall, ToolDemand, Tools};
-use crate::accept::{AskedInputs, AskedPrompt, MaxTokens, SamplingParams};
+use super::tools::ToolCall;
+use crate::accept::{MaxTokens, SamplingParams};
+use crate::chat::ChatRequest;
 use crate::choice::{ChoiceFinish, Delta, WholeChoice};
 use crate::error::AcceptError;
-use crate::grammars::AskedGrammar;
-use crate::text::parts::{Parts, PartsRules, ToolRules};
-use crate::text::reasoning::{ReasoningRules, ReasoningTags};
-use crate::text::{Chat, ChatTemplate, PromptText, ServedModel};
-use minijinja::value::{Serde, Value as TemplateValue};
-use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use crate::text::Parts;
 
-/// The fields that only chat requests have.
+/// The fields that only chat requests have, beside those of [`ChatRequest`].
 #[derive(Debug, Deserialize)]
-pub(crate) struct ChatFields {
-    messages: Option<Vec<Map<String, Value>>>,
-    tools: Option<Vec<Value>>,
-    tool_choice: Option<Value>,
-    parallel_tool_calls: Option<bool>,
-    include_reasoning: Option<bool>,
-    separate_reasoning: Option<bool>,
+struct ChatFields {
     max_completion_tokens: Option<u32>,
     logprobs: Option<bool>,
     top_logprobs: Option<u32>,
-    add_generation_prompt: Option<bool>,
-    chat_template_kwargs: Option<Map<String, Value>>,
 }
 
 /// Parses a chat's JSON into a prompt and sampling parameters.
 pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<ChatShape>, HttpError> {
     let body = JsonBody::of(json);
-    let (common, chat): (CommonFields, ChatFields) = (body.parse()?, body.parse()?);
+    let (common, fields, chat): (CommonFields, ChatFields, ChatRequest) =
+        (body.parse()?, body.parse()?, body.parse()?);
     let constraints: ConstraintFields = body.parse()?;
     request_fields::check(Endpoint::Chat, &body)?;
     let model = api.serve.model(&api.models, common.model.as_deref())?;
     let options = common.options();
-    let mut params = chat.params(common, constraints)?;
-    let RenderedChat { text, parts, demanded } = chat.rendered(api, &model)?;
-    let shape = ChatShape { calls_finish: demanded.as_ref().map_or(TOOL_CALLS, |demanded| demanded.finish) };
-    if let Some(DemandedCalls { grammar, .. }) = demanded
-        && let Some(other) = params.grammar.replace(grammar)
-    {
-        let reason = format!("an answer has one grammar, and `{}` is one already", other.param);
-        return Err(AcceptError::invalid("tool_choice", reason).into());
-    }
-    Ok(ParsedRequest {
-        inputs: AskedInputs { param: "messages", prompts: vec![AskedPrompt::Text(text)] },
-        params,
-        options,
-        parts: Some(parts),
-        shape,
-        model,
-    })
-}
-
-/// The calls that a client demands of an answer.
-#[derive(Debug)]
-struct DemandedCalls {
-    grammar: AskedGrammar,
-    /// The finish reason of an answer with calls.
-    finish: &'static str,
+    let params = fields.params(common, constraints)?;
+    let chat = chat.rendered(&api.world, &model)?;
+    let calls_finish = if chat.names_call() { NAMED_CALL } else { TOOL_CALLS };
+    Ok(ParsedRequest { request: chat.asked(model, params)?, options, shape: ChatShape { calls_finish } })
 }
 
 /// The finish reason of an answer that ends with calls. With a named function OpenAI has `stop`.
 const TOOL_CALLS: &str = finish_reason(ChoiceFinish::ToolCalls);
 const NAMED_CALL: &str = finish_reason(ChoiceFinish::Stop);
-
-/// A chat as the model reads it.
-#[derive(Debug)]
-pub(crate) struct RenderedChat {
-    pub(crate) text: PromptText,
-    /// How the answers are divided.
-    parts: PartsRules,
-    demanded: Option<DemandedCalls>,
-}
 
 impl ChatFields {
     fn params(
@@ -103,73 +60,6 @@ impl ChatFields {
             }
         };
         Ok(SamplingParams { max_tokens: max_tokens.unwrap_or(params.max_tokens), logprobs, ..params })
-    }
-
-    /// Renders the chat with the model's template.
-    pub(crate) fn rendered(
-        mut self,
-        api: &HttpApi,
-        model: &ServedModel,
-    ) -> Result<RenderedChat, AcceptError> {
-        let Some(template) = &model.template else {
-            let reason = "the model has no chat template; use /v1/completions";
-            return Err(AcceptError::unsupported("messages", reason));
-        };
-        let mut tools = tools::callable(self.tools.take(), self.tool_choice.as_ref())?;
-        let tool_rules = tools.as_ref().map(|tools| self.tool_rules(api, template, tools)).transpose()?;
-        let demand = tools.as_mut().and_then(|tools| tools.demand.take());
-        let included = self.include_reasoning.unwrap_or(true);
-        let is_separate = self.separate_reasoning.unwrap_or(true);
-        let text = template.render(self.chat(api, template, tools)?)?;
-        let opened = |tags: ReasoningTags| tags.opened_by(&text);
-        let reasoning =
-            template.reasoning().map(|tags| ReasoningRules { tags, opened: opened(tags), included });
-        let demanded = match (&demand, &tool_rules) {
-            (Some(demand), Some(rules)) => Some(DemandedCalls::of(demand, model, rules, reasoning)?),
-            _ => None,
-        };
-        let parts = PartsRules { reasoning: reasoning.filter(|_| is_separate), tools: tool_rules };
-        Ok(RenderedChat { text: PromptText::Rendered(text), parts, demanded })
-    }
-
-    fn tool_rules(
-        &self,
-        api: &HttpApi,
-        template: &ChatTemplate,
-        tools: &Tools,
-    ) -> Result<ToolRules, AcceptError> {
-        let format = template.tool_format().ok_or_else(|| {
-            let reason = "the model's chat template does not show how the model calls tools: the setting \
-                          `model.tool_format` names it";
-            AcceptError::unsupported("tools", reason)
-        })?;
-        let calls_max = if self.parallel_tool_calls.unwrap_or(true) { usize::MAX } else { 1 };
-        Ok(ToolRules { format, tools: Arc::clone(&tools.set), calls_max, seed: api.world.draw() })
-    }
-
-    fn chat(self, api: &HttpApi, template: &ChatTemplate, tools: Option<Tools>) -> Result<Chat, AcceptError> {
-        let messages = self.messages.ok_or_else(|| AcceptError::missing("messages"))?;
-        let messages = messages::checked(messages, template.arguments())?;
-        let variables = self.chat_template_kwargs.into_iter().flatten();
-        Ok(Chat {
-            messages: Serde(messages).into(),
-            tools: tools.map_or(TemplateValue::from(()), |tools| Serde(tools.fields).into()),
-            variables: variables.map(|(name, value)| (name, TemplateValue::from(Serde(value)))).collect(),
-            add_generation_prompt: self.add_generation_prompt.unwrap_or(true),
-            unix_seconds: api.world.unix_time().as_secs() as i64,
-        })
-    }
-}
-
-impl DemandedCalls {
-    fn of(
-        demand: &ToolDemand,
-        model: &ServedModel,
-        rules: &ToolRules,
-        reasoning: Option<ReasoningRules>,
-    ) -> Result<Self, AcceptError> {
-        let finish = if demand.is_named { NAMED_CALL } else { TOOL_CALLS };
-        Ok(Self { grammar: demand.grammar(model, rules, reasoning)?, finish })
     }
 }
 

@@ -12,6 +12,7 @@ use super::fields::CommonFields;
 use super::logprobs::CompletionLogprobs;
 use super::request_fields::{self, Endpoint};
 use crate::accept::{AskedInputs, AskedPrompt, INPUTS_MAX, MaxTokens, SamplingParams};
+use crate::answers::AskedRequest;
 use crate::choice::{Delta, WholeChoice};
 use crate::error::AcceptError;
 use crate::text::PromptText;
@@ -52,7 +53,8 @@ pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<
     let prompt = completion.prompt.ok_or_else(|| AcceptError::missing("prompt"))?;
     let inputs = AskedInputs { param: "prompt", prompts: prompt.into_prompts()? };
     let shape = CompletionShape { echo: completion.echo.unwrap_or(false) };
-    Ok(ParsedRequest { model, inputs, params, options, parts: None, shape })
+    let request = AskedRequest { model, inputs, params, parts: None };
+    Ok(ParsedRequest { request, options, shape })
 }
 
 impl CompletionFields {

@@ -10,9 +10,6 @@ use types::Grammar;
 use crate::error::AcceptError;
 use crate::grammars::AskedGrammar;
 
-/// The most texts of a choice.
-const CHOICES_MAX: usize = 1024;
-
 /// The fields that constrain an answer. At most one of them may be set.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct ConstraintFields {
@@ -137,26 +134,11 @@ fn regex(param: &'static str, pattern: Option<String>) -> Option<AskedGrammar> {
 }
 
 fn choice(param: &'static str, texts: Option<Vec<String>>) -> Result<Option<AskedGrammar>, AcceptError> {
-    let Some(texts) = texts else { return Ok(None) };
-    if !(1..=CHOICES_MAX).contains(&texts.len()) {
-        return Err(AcceptError::invalid(
-            param,
-            format!("from 1 to {CHOICES_MAX} texts, not {}", texts.len()),
-        ));
-    }
-    if texts.iter().any(String::is_empty) {
-        return Err(AcceptError::invalid(param, "a text of a choice is not empty"));
-    }
-    let grammar = sources::choice(texts.iter().map(String::as_str));
-    Ok(Some(AskedGrammar::new(param, grammar)))
+    texts.map(|texts| AskedGrammar::choice(param, &texts)).transpose()
 }
 
 fn lark(param: &'static str, text: Option<String>) -> Result<Option<AskedGrammar>, AcceptError> {
-    let Some(text) = text else { return Ok(None) };
-    if text.contains("::=") {
-        return Err(AcceptError::unsupported(param, "a grammar is in the language of Lark, without `::=`"));
-    }
-    Ok(Some(AskedGrammar::new(param, sources::lark(&text))))
+    text.map(|text| AskedGrammar::lark(param, &text)).transpose()
 }
 
 #[cfg(test)]

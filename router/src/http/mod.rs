@@ -1,9 +1,9 @@
-//! The HTTP API, compatible with OpenAI's. Only this module uses JSON and status codes.
+//! The HTTP API, compatible with OpenAI's. Only this module reads JSON and uses status codes.
 //!
 //! Suggested reading order: the path of a request (`api`); its fields (`request_fields`, `fields`,
-//! `constraints`, `messages`, `tools`, `chat`, `completions`, `tokenize`, and `anthropic`,
-//! `responses` and `conversion`, whose requests become chats); one answer while it is generated ([`crate::choice`]); the formats of
-//! answers (`answer`, `blocks`, `sse`, `logprobs`, `explanation`); requests for other engines (`passthrough`); errors (`error`); pages of other origins (`cors`); and the port's
+//! `constraints`, `chat`, `completions`, `tokenize`, and `anthropic`,
+//! `responses` and `conversion`, whose requests become chats); chats ([`crate::chat`]); answers while they are generated ([`crate::answers`], [`crate::choice`]); the formats of
+//! answers (`answer`, `tools`, `blocks`, `sse`, `logprobs`, `explanation`); requests for other engines (`passthrough`); errors (`error`); pages of other origins (`cors`); and the port's
 //! connections ([`stall`], [`tls`]).
 
 pub mod api;
@@ -23,7 +23,6 @@ mod fields;
 mod health;
 mod identity;
 mod logprobs;
-mod messages;
 mod models;
 mod openapi;
 mod passthrough;
@@ -148,4 +147,4 @@ async fn method_not_allowed(method: http::Method, uri: http::Uri) -> HttpError {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -8,8 +8,8 @@ use serde_json::{Map, Value, json};
 
 use super::error::Code;
 use super::request_fields::{Endpoint, FIELDS, FieldSupport};
-use super::tools::TOOLS_MAX;
 use crate::accept::{INPUTS_MAX, LOGPROBS_MAX, N_MAX};
+use crate::chat::tools::TOOLS_MAX;
 
 /// One endpoint: its method, path, and what it is for. `docs/api.md` lists the same.
 type Row = (&'static str, &'static str, &'static str);

@@ -15,10 +15,11 @@ use tokio::time::{Instant, Sleep, sleep_until};
 use tracing::{Span, info, warn};
 use types::Usage;
 
-use super::answer::{Answer, AnswerContext, AnswerFormat, Deltas, Envelope, UsageFields};
+use super::answer::{Answer, AnswerContext, AnswerFormat, Envelope, UsageFields};
 use super::error::HttpError;
 use super::explanation::explained;
 use super::fields::{AnswerOptions, StreamUsage};
+use crate::answers::Deltas;
 use crate::choice::Delta;
 use crate::error::ServeError;
 use crate::text::Parts;
@@ -59,7 +60,7 @@ impl<S: AnswerFormat> Answer<S> {
         if !self.context.options.stream {
             return self.whole().await;
         }
-        let (usage, opened) = (self.usage(), vec![false; self.choices.len()]);
+        let (usage, opened) = (self.usage(), vec![false; self.answers.choices.len()]);
         let (context, shape, deltas) = self.into_parts();
         let plain = std::iter::repeat_with(|| None).take(opened.len()).collect();
         Ok(respond(deltas, ChunkWriter { context, shape, opened, plain, usage, completion_tokens: 0 }))

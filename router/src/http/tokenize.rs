@@ -12,10 +12,10 @@ use types::TokenId;
 
 use super::api::HttpApi;
 use super::body;
-use super::chat::ChatFields;
 use super::error::HttpError;
 use super::request_fields;
 use crate::accept::{AskedInputs, AskedPrompt, SamplingParams};
+use crate::chat::ChatRequest;
 use crate::error::{AcceptError, EncodeError};
 use crate::tenants::Client;
 use crate::text::{PromptText, ServedModel, Tokenizer};
@@ -32,7 +32,7 @@ struct TokenizeFields {
     others: Map<String, Value>,
 }
 
-/// The fields of `others` that a chat's prompt depends on. [`ChatFields`] reads them.
+/// The fields of `others` that a chat's prompt depends on. [`ChatRequest`] reads them.
 const CHAT_FIELDS: &[&str] = &["add_generation_prompt", "chat_template_kwargs", "tools"];
 
 #[derive(Debug, Deserialize)]
@@ -111,7 +111,7 @@ fn asked_text(api: &HttpApi, json: &[u8]) -> Result<AskedText, HttpError> {
                 let reason = "the chat template writes them";
                 return Err(AcceptError::unsupported("add_special_tokens", reason).into());
             }
-            ("messages", body::parse::<ChatFields>(json)?.rendered(api, &model)?.text)
+            ("messages", body::parse::<ChatRequest>(json)?.rendered(&api.world, &model)?.text)
         }
     };
     let inputs = AskedInputs { param, prompts: vec![AskedPrompt::Text(text)] };

@@ -61,7 +61,7 @@ async fn over_grpc(up: &Up) -> v1::Explanation {
     let request = v1::GenerateRequest {
         model: "mock".to_owned(),
         input: Some(Input::Tokens(v1::Tokens { ids: (0..70).collect() })),
-        stop: Some(v1::StopRules { max_tokens: 9, ignore_eos: true, ..v1::StopRules::default() }),
+        stop: Some(v1::StopParams { max_tokens: Some(9), ignore_eos: true, ..v1::StopParams::default() }),
         explain: true,
         ..v1::GenerateRequest::default()
     };

@@ -253,7 +253,7 @@ The table of fields is made from the code by the test `the_page_lists_every_fiel
 | router, HTTP | `GET /metrics`, `GET /debug/cluster`, `GET /debug/config`, `GET /debug/kv`, `GET /debug/requests`, `GET /debug/requests/ID` | for operators: see [operating.md](operating.md) |
 | router, admin | `GET /live`, `GET /ready`, `GET /health`, `GET /openapi.json`, `GET /version`, `GET /metrics`, `GET /debug/cluster`, `GET /debug/config`, `GET /debug/kv`, `GET /debug/requests`, `GET /debug/requests/ID` | the same, with connections of its own |
 | router, admin only | `GET /`, `POST /debug/v1/chat/completions` | the [live page](operating.md#the-live-page), and its chat box: the API key is in `x-api-key` |
-| router, gRPC | `baton.v1.Inference` | answers to token ids: see [protocol.md](protocol.md) |
+| router, gRPC | `baton.v1.Inference` | see [gRPC](#grpc) |
 | node, admin | `GET /live`, `GET /ready`, `GET /rollout`, `GET /version`, `GET /metrics`, `GET /debug/config` | for operators |
 | prefill or decode node, admin | `POST /sleep`, `POST /wake`, `POST /role` | see [operating.md](operating.md#sleep-and-wake) |
 
@@ -303,15 +303,19 @@ A grammar that cannot be enforced is refused with a 400 that names the place: `r
 
 - JSON Schema is draft 2020-12 without `$ref` to `$id`, `$anchor` or other documents, `not`, `if`, `contains`, `uniqueItems`, `propertyNames`, `dependent…` and `unevaluated…`. A `oneOf` needs alternatives that exclude each other. Unknown keywords are annotations, as the standard says. `format` is enforced as far as a regular expression can: a leap day or second is allowed in every year and hour. Properties come in the schema's order.
 - Regular expressions have no look-around and no back-references.
-- Grammars are in the language of Lark, as [llguidance](https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md) reads it; `%json {…}` in them is JSON by a schema. gRPC has the same in `Sampling.grammar`.
+- Grammars are in the language of Lark, as [llguidance](https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md) reads it; `%json {…}` in them is JSON by a schema.
 
 With `tool_choice` `required` or a named function the answer is one or more calls (one with a named function or `parallel_tool_calls: false`) in the model's format, with arguments that are valid by the tools' `parameters`, after the model's reasoning if it reasons. The finish reason is `tool_calls`, and `stop` with a named function, as OpenAI has it. Schemas have the limits above. The formats `pythonic` and `qwen3-coder` have arguments that are not JSON: their `parameters` may have only `properties`, `required` and `additionalProperties`, and a text in `qwen3-coder` only `enum` or `const`; other rules are refused by name.
 
 The model needs a `tokenizer.json`. A mask costs a CPU about 50 µs. On a GPU, rows with a grammar are sampled by the host, which ends the overlap of two steps.
 
+## gRPC
+
+`baton.v1.Inference` (`proto/proto/baton/v1/inference.proto`) takes a text, token ids or a chat. Parameters, defaults, checks and answers are HTTP's. Each event names its answer (`choice`). An error names the message's field (`chat.messages[2].role`); its code is the metadata `baton-code`. Unlike over HTTP, a text without `max_tokens` may fill the context, and a named call ends as `TOOL_CALLS`. Only HTTP has several prompts in a request, `echo` and the prompt's ids.
+
 ## Request fields
 
-A request with a field that would change the answer and is not supported is refused with a 400 that names the field, and so is a request with an unknown field. An ignored field changes nothing in the answer. `null` always means that the field is absent.
+A field that is unknown, or that would change the answer and is not supported, is refused with a 400 that names it. An ignored field changes nothing in the answer. `null` means absent.
 
 | fields | endpoint | what happens |
 |---|---|---|

@@ -1,6 +1,6 @@
 mod answers;
 mod blocks;
-mod fake_serve;
+pub(crate) mod fake_serve;
 mod refusals;
 mod sockets;
 mod streams;

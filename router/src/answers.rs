@@ -1,0 +1,125 @@
+//! The answers to one request, from the parsed request until each answer has its first step. Both APIs use it.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use futures::future::try_join_all;
+use futures::stream::{SelectAll, Stream, StreamExt};
+use types::{Prompt, TokenId, Usage};
+
+use crate::accept::{AcceptedRequest, Acceptor, AskedInputs, Caller, SamplingParams};
+use crate::choice::{Choice, Delta};
+use crate::error::{RequestError, ServeError};
+use crate::serve::Serve;
+use crate::text::{Detokenizer, PartsRules, ServedModel};
+
+/// A parsed request that is not accepted yet.
+#[derive(Debug)]
+pub(crate) struct AskedRequest {
+    pub(crate) model: Arc<ServedModel>,
+    pub(crate) inputs: AskedInputs,
+    pub(crate) params: SamplingParams,
+    /// How the answers' text is divided; `None`: all of it is text.
+    pub(crate) parts: Option<PartsRules>,
+}
+
+/// All answers to one request, while they are generated.
+#[derive(Debug)]
+pub(crate) struct BegunAnswers {
+    /// The number of answers to each input: choices `0..n` belong to the first input.
+    n: usize,
+    /// The tokens of each choice's prompt, one entry per choice.
+    pub(crate) prompts: Vec<Arc<[TokenId]>>,
+    pub(crate) choices: Vec<Choice>,
+}
+
+impl AskedRequest {
+    /// Accepts the request and begins all its answers. Returns when each answer has its first step, or refuses the
+    /// whole request.
+    pub(crate) async fn begin(
+        self,
+        serve: &dyn Serve,
+        acceptor: &Acceptor,
+        caller: &Caller,
+    ) -> Result<BegunAnswers, RequestError> {
+        let Self { model, inputs, params, parts } = self;
+        let inputs = acceptor.tokenized(&model, inputs, &params, caller).await?;
+        acceptor.check_grammar(&model, &params, caller).await?;
+        let AcceptedRequest { prompts, stop, origin } = acceptor.accept(&model, inputs, &params, caller)?;
+        let shown = parts.as_ref().map(|rules| rules.shown_tokens(&model.tokenizer)).unwrap_or_default();
+        let begin = async |choice: usize, prompt: Prompt| {
+            let detokenizer = Detokenizer::new(Arc::clone(&model.tokenizer), &stop, params.min_tokens)
+                .showing(shown.clone());
+            let begun = Choice::begin(serve, choice, prompt, detokenizer, origin.clone());
+            let parser = parts.as_ref().map(|rules| rules.parser(choice));
+            begun.await.map(|begun| begun.divided_by(parser))
+        };
+        let n = (params.n as usize).max(1);
+        let inputs = prompts.chunks(n).enumerate();
+        let begun = inputs.map(|(nth, answers)| begin_answers(nth * n, answers, &begin));
+        let choices = try_join_all(begun).await?.into_iter().flatten().collect();
+        let prompts = prompts.into_iter().map(|prompt| prompt.tokens).collect();
+        Ok(BegunAnswers { n, prompts, choices })
+    }
+}
+
+/// Begins all answers to one prompt: the first one alone, and the others after its prefill. The others lease
+/// its cached blocks on the nodes, so that a prompt is computed once for any number of answers. See
+/// `docs/decisions/0009-answers-share-blocks.md`.
+async fn begin_answers<E, F: Future<Output = Result<Choice, E>>>(
+    first_choice: usize,
+    answers: &[Prompt],
+    begin: impl Fn(usize, Prompt) -> F,
+) -> Result<Vec<Choice>, E> {
+    let mut answers = (first_choice..).zip(answers.iter().cloned());
+    let mut choices = Vec::new();
+    if let Some((choice, prompt)) = answers.next() {
+        choices.push(begin(choice, prompt).await?);
+    }
+    choices.extend(try_join_all(answers.map(|(choice, prompt)| begin(choice, prompt))).await?);
+    Ok(choices)
+}
+
+impl BegunAnswers {
+    /// Returns the usage of all prompts. A prompt with several answers counts once.
+    pub(crate) fn usage(&self) -> Usage {
+        let usages = self.choices.iter().step_by(self.n).map(Choice::usage);
+        usages.fold(Usage::default(), |sum, usage| Usage {
+            prompt_tokens: sum.prompt_tokens + usage.prompt_tokens,
+            cached_tokens: sum.cached_tokens + usage.cached_tokens,
+        })
+    }
+
+    pub(crate) fn into_deltas(self) -> Deltas {
+        Deltas::of(self.choices)
+    }
+}
+
+/// The deltas of all choices, in order of arrival.
+#[derive(Debug)]
+pub(crate) enum Deltas {
+    /// The only choice, which is polled without a set of wakers.
+    One(Box<Choice>),
+    Several(SelectAll<Choice>),
+}
+
+impl Deltas {
+    fn of(mut choices: Vec<Choice>) -> Self {
+        match choices.pop() {
+            Some(only) if choices.is_empty() => Self::One(Box::new(only)),
+            last => Self::Several(futures::stream::select_all(choices.into_iter().chain(last))),
+        }
+    }
+}
+
+impl Stream for Deltas {
+    type Item = Result<Delta, ServeError>;
+
+    fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        match self.get_mut() {
+            Self::One(choice) => choice.poll_next_unpin(cx),
+            Self::Several(choices) => choices.poll_next_unpin(cx),
+        }
+    }
+}

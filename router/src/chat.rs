@@ -1,0 +1,135 @@
+//! Chats: messages and tools become a prompt, and rules that divide its answers. Both APIs use it.
+//!
+//! Messages and tools are JSON in OpenAI's form, because the chat templates of models read that form.
+
+pub(crate) mod messages;
+pub(crate) mod tools;
+
+use std::sync::Arc;
+
+use chassis::World;
+use minijinja::value::{Serde, Value as TemplateValue};
+use serde::Deserialize;
+use serde_json::{Map, Value};
+
+use crate::accept::{AskedInputs, AskedPrompt, SamplingParams};
+use crate::answers::AskedRequest;
+use crate::error::AcceptError;
+use crate::grammars::AskedGrammar;
+use crate::text::parts::{PartsRules, ToolRules};
+use crate::text::reasoning::{ReasoningRules, ReasoningTags};
+use crate::text::{Chat, ChatTemplate, PromptText, ServedModel};
+use tools::Tools;
+
+/// A chat as its client wrote it, unchecked.
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct ChatRequest {
+    pub(crate) messages: Option<Vec<Map<String, Value>>>,
+    pub(crate) tools: Option<Vec<Value>>,
+    pub(crate) tool_choice: Option<Value>,
+    pub(crate) parallel_tool_calls: Option<bool>,
+    pub(crate) include_reasoning: Option<bool>,
+    pub(crate) separate_reasoning: Option<bool>,
+    pub(crate) add_generation_prompt: Option<bool>,
+    pub(crate) chat_template_kwargs: Option<Map<String, Value>>,
+}
+
+/// A chat as the model reads it.
+#[derive(Debug)]
+pub(crate) struct RenderedChat {
+    pub(crate) text: PromptText,
+    /// How the answers are divided.
+    parts: PartsRules,
+    demanded: Option<DemandedCalls>,
+}
+
+/// The calls that a client demands of an answer.
+#[derive(Debug)]
+struct DemandedCalls {
+    grammar: AskedGrammar,
+    /// Whether the client names one function.
+    is_named: bool,
+}
+
+impl ChatRequest {
+    /// Renders the chat with the model's template.
+    pub(crate) fn rendered(
+        mut self,
+        world: &World,
+        model: &ServedModel,
+    ) -> Result<RenderedChat, AcceptError> {
+        let Some(template) = &model.template else {
+            let reason = "the model has no chat template; use /v1/completions";
+            return Err(AcceptError::unsupported("messages", reason));
+        };
+        let mut tools = tools::callable(self.tools.take(), self.tool_choice.as_ref())?;
+        let tool_rules = tools.as_ref().map(|tools| self.tool_rules(world, template, tools)).transpose()?;
+        let demand = tools.as_mut().and_then(|tools| tools.demand.take());
+        let included = self.include_reasoning.unwrap_or(true);
+        let is_separate = self.separate_reasoning.unwrap_or(true);
+        let text = template.render(self.chat(world, template, tools)?)?;
+        let opened = |tags: ReasoningTags| tags.opened_by(&text);
+        let reasoning =
+            template.reasoning().map(|tags| ReasoningRules { tags, opened: opened(tags), included });
+        let demanded = match (&demand, &tool_rules) {
+            (Some(demand), Some(rules)) => {
+                let grammar = demand.grammar(model, rules, reasoning)?;
+                Some(DemandedCalls { grammar, is_named: demand.is_named })
+            }
+            _ => None,
+        };
+        let parts = PartsRules { reasoning: reasoning.filter(|_| is_separate), tools: tool_rules };
+        Ok(RenderedChat { text: PromptText::Rendered(text), parts, demanded })
+    }
+
+    fn tool_rules(
+        &self,
+        world: &World,
+        template: &ChatTemplate,
+        tools: &Tools,
+    ) -> Result<ToolRules, AcceptError> {
+        let format = template.tool_format().ok_or_else(|| {
+            let reason = "the model's chat template does not show how the model calls tools: the setting \
+                          `model.tool_format` names it";
+            AcceptError::unsupported("tools", reason)
+        })?;
+        let calls_max = if self.parallel_tool_calls.unwrap_or(true) { usize::MAX } else { 1 };
+        Ok(ToolRules { format, tools: Arc::clone(&tools.set), calls_max, seed: world.draw() })
+    }
+
+    fn chat(self, world: &World, template: &ChatTemplate, tools: Option<Tools>) -> Result<Chat, AcceptError> {
+        let messages = self.messages.ok_or_else(|| AcceptError::missing("messages"))?;
+        let messages = messages::checked(messages, template.arguments())?;
+        let variables = self.chat_template_kwargs.into_iter().flatten();
+        Ok(Chat {
+            messages: Serde(messages).into(),
+            tools: tools.map_or(TemplateValue::from(()), |tools| Serde(tools.fields).into()),
+            variables: variables.map(|(name, value)| (name, TemplateValue::from(Serde(value)))).collect(),
+            add_generation_prompt: self.add_generation_prompt.unwrap_or(true),
+            unix_seconds: world.unix_time().as_secs() as i64,
+        })
+    }
+}
+
+impl RenderedChat {
+    /// Returns whether the client demands a call of one named function.
+    pub(crate) fn names_call(&self) -> bool {
+        self.demanded.as_ref().is_some_and(|demanded| demanded.is_named)
+    }
+
+    /// Makes the request for answers to the chat. The grammar of demanded calls is the only one.
+    pub(crate) fn asked(
+        self,
+        model: Arc<ServedModel>,
+        mut params: SamplingParams,
+    ) -> Result<AskedRequest, AcceptError> {
+        if let Some(DemandedCalls { grammar, .. }) = self.demanded
+            && let Some(other) = params.grammar.replace(grammar)
+        {
+            let reason = format!("an answer has one grammar, and `{}` is one already", other.param);
+            return Err(AcceptError::invalid("tool_choice", reason));
+        }
+        let inputs = AskedInputs { param: "messages", prompts: vec![AskedPrompt::Text(self.text)] };
+        Ok(AskedRequest { model, inputs, params, parts: Some(self.parts) })
+    }
+}
