@@ -96,6 +96,8 @@ pub struct RouterMetrics {
     pub keys_fetches: IntCounterVec,
     breaker_changes: IntCounterVec,
     breakers_open: IntGauge,
+    /// Moves of nodes between roles that this router has asked for.
+    pub role_moves: IntCounterVec,
     pub predictions: PredictionMetrics,
     /// Calls to servers of other engines that ended.
     pub upstream_legs: IntCounterVec,
@@ -197,6 +199,11 @@ impl RouterMetrics {
                 "breaker_changes_total",
                 "Changes of nodes' breakers, by new state.",
                 &["state"],
+            ),
+            role_moves: counter(
+                "role_moves_total",
+                "Moves of nodes to another role, by outcome.",
+                &["outcome"],
             ),
             breakers_open: metrics.gauge("breakers_open", "Nodes without work because their work fails."),
             predictions: PredictionMetrics::register(metrics),
