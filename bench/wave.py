@@ -19,7 +19,7 @@ import urllib.request
 MODEL = os.path.join(os.path.dirname(os.path.abspath(__file__)), "scenarios/mocks/wave.toml")
 HALF_S = 60
 # requests per second, tokens of a prompt, tokens of an answer
-LONG_PROMPTS, LONG_ANSWERS, CONSTANT = (5.0, 8192, 16), (5.0, 256, 512), (3.2, 7500, 350)
+LONG_PROMPTS, LONG_ANSWERS, CONSTANT = (5.0, 8192, 16), (6.0, 256, 512), (3.2, 7500, 350)
 CLUSTERS = {"1+3": (1, 3, False), "2+2": (2, 2, False), "3+1": (3, 1, False), "balance": (2, 2, True)}
 
 
@@ -86,7 +86,7 @@ def main():
     parser.add_argument("--port", type=int, default=18000, help="the first of three ports")
     parser.add_argument("--waves", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--slo", default="ttft=5s,tbt.mean=14ms")
+    parser.add_argument("--slo", default="ttft=5s,tbt.mean=18ms")
     parser.add_argument("--constant", type=float, metavar="SECONDS", help="a constant load for this long")
     parser.add_argument("--for-ms", type=int, help="balance.for_ms")
     parser.add_argument("--pause-ms", type=int, help="balance.pause_ms")

@@ -5,6 +5,7 @@
 //! A prompt is admitted when it comes and nothing waits before it, and otherwise by [`Admission::serve`], which looks
 //! again at every report of a node and at every end of a request.
 
+mod arrived;
 mod line;
 mod rate;
 mod refusal;
@@ -23,10 +24,10 @@ use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 use types::{BlockHash, Prompt};
 
+pub use self::arrived::Arrived;
 pub use self::refusal::RefusalReason;
 pub use self::shown::ShownLine;
 pub use self::terms::{AdmissionTerms, Objective, Shedding, TenantWeight};
-use crate::balance::Arrived;
 use crate::cluster::Cluster;
 use crate::error::ServeError;
 use crate::metrics::RouterMetrics;

@@ -26,7 +26,6 @@ use types::{NodeId, Role, in_full};
 
 use crate::admission::Admission;
 use crate::cluster::{Cluster, GroupMember, NodeState};
-pub use demand::Arrived;
 use demand::DemandWindow;
 use patience::Patience;
 use prediction::{GroupNumbers, Move, NodeNumbers};

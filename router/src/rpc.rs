@@ -1,6 +1,7 @@
 //! The router's calls to one node. Only this module of the router uses the nodes' gRPC services.
 
 mod put;
+mod role;
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -21,7 +22,7 @@ use proto::v1::prefill_client::PrefillClient;
 use tokio::time::{Instant, Sleep, sleep_until};
 use types::{
     BlockCounts, BlockEvent, ComputedPrompt, Destination, Landing, NodeId, NodeInfo, NodeLoad, Prompt,
-    Refusal, RefusalKind, Role, Step, TransferId,
+    Refusal, RefusalKind, Step, TransferId,
 };
 
 use crate::breaker::Trial;
@@ -31,8 +32,6 @@ pub use put::PutCall;
 
 /// The timeout of a call that a node answers without computing a prompt.
 const QUESTION_TIMEOUT: Duration = Duration::from_secs(2);
-/// The longest wait until a node begins to change its role. It may wait for the change of another node first.
-const CHANGE_ROLE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The time to wait for a decode node's report that KV has arrived, after the sender became unreachable: it
 /// may have sent all KV.
 const ARRIVAL_GRACE: Duration = Duration::from_secs(1);
@@ -181,18 +180,6 @@ impl NodeClient {
         Ok(())
     }
 
-    /// Asks the node to take another role. Returns when the node begins to drain.
-    pub async fn change_role(&self, role: Role) -> Result<(), Failure> {
-        let role = v1::Role::from(role).into();
-        let request = v1::ChangeRoleRequest { epoch: self.info.epoch.0, role };
-        let mut client = NodeStatusClient::new(self.channel.clone());
-        let call = tokio::time::timeout(CHANGE_ROLE_TIMEOUT, client.change_role(request));
-        call.await
-            .map_err(|_| self.silent_for(CHANGE_ROLE_TIMEOUT))?
-            .map_err(|status| self.failure(&status))?;
-        Ok(())
-    }
-
     pub async fn ledger(&self, detail: LedgerDetail) -> Result<(BlockCounts, Vec<v1::LedgerBlock>), Failure> {
         let blocks = detail == LedgerDetail::Blocks;
         let mut client =
@@ -235,11 +222,7 @@ impl NodeClient {
     }
 
     fn silent(&self) -> Failure {
-        self.silent_for(QUESTION_TIMEOUT)
-    }
-
-    fn silent_for(&self, timeout: Duration) -> Failure {
-        let reason = format!("no answer within {timeout:?}");
+        let reason = format!("no answer within {QUESTION_TIMEOUT:?}");
         Failure { node: self.info.clone(), refusal: Refusal::new(RefusalKind::Failed, reason) }
     }
 }

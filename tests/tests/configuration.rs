@@ -166,7 +166,7 @@ fn declared(sources: &[&str]) -> Structs {
 }
 
 fn of_router() -> Structs {
-    declared(&[SOURCES[1], SOURCES[2], SOURCES[4], SOURCES[6], SOURCES[7]])
+    declared(&[SOURCES[1], SOURCES[2], SOURCES[4], SOURCES[6], SOURCES[7], SOURCES[8]])
 }
 
 fn of_node() -> Structs {

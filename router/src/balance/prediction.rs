@@ -16,6 +16,10 @@ const OVERLOADED: f64 = 1.0;
 /// The most streams of a decode node that count, because the costs of larger steps are not known.
 const STREAMS_MAX: f64 = 256.0;
 
+/// The fewest streams that fill a node by the time of its steps. With few streams a node cannot tell the fixed time of a
+/// step from that of a stream, and may report hardly any fixed time.
+const STREAMS_MIN: f64 = 8.0;
+
 /// What is known of the nodes of one model.
 #[derive(Clone, Debug)]
 pub(super) struct GroupNumbers {
@@ -149,7 +153,7 @@ impl GroupNumbers {
             f64::from((load.step_ms - load.costs.step_ms).max(0.0)) / f64::from(load.running + 1)
         };
         let stream_ms = mean(known().map(stream_ms)).unwrap_or_default();
-        let by_time = if stream_ms > 0.0 { step_ms / stream_ms } else { STREAMS_MAX };
+        let by_time = if stream_ms > 0.0 { (step_ms / stream_ms).max(STREAMS_MIN) } else { STREAMS_MAX };
         let streams = by_time.min(self.streams_by_room()).clamp(1.0, STREAMS_MAX);
         Ok(FullStep { streams, ms: step_ms + streams * stream_ms })
     }

@@ -5,6 +5,7 @@ use types::{BlockCounts, LearnedCosts, NodeLoad};
 use super::demand::Demand;
 use super::prediction::{Loads, NoMove};
 use super::*;
+use crate::admission::Arrived;
 
 /// The costs of the mocks in `bench/scenarios/mocks/wave.toml`.
 const COSTS: LearnedCosts =
