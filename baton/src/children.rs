@@ -185,7 +185,7 @@ impl LastLines {
 /// Returns the prefixes of variables that a node of this role has no settings for.
 fn sections_of_others(role: Role) -> &'static [&'static str] {
     match role {
-        Role::Pool => &["BATON_ROUTER__", "BATON_MODEL__"],
-        Role::Prefill | Role::Decode | Role::Both => &["BATON_ROUTER__", "BATON_POOL__"],
+        Role::Pool => &["BATON_ROUTER__", "BATON_BALANCE__", "BATON_MODEL__"],
+        Role::Prefill | Role::Decode | Role::Both => &["BATON_ROUTER__", "BATON_BALANCE__", "BATON_POOL__"],
     }
 }

@@ -102,7 +102,7 @@ fn router_config(
     args: &UpArgs,
     env: impl Iterator<Item = (String, String)>,
 ) -> Result<RawRouterConfig, CommandError> {
-    let own_sections = ["BATON_ROUTER__", "BATON_CLUSTER__", "BATON_LOG__"];
+    let own_sections = ["BATON_ROUTER__", "BATON_BALANCE__", "BATON_CLUSTER__", "BATON_LOG__"];
     let for_router = |key: &str| {
         own_sections.iter().any(|section| key.starts_with(section)) || expert_variables::is_for_router(key)
     };

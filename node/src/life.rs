@@ -17,6 +17,7 @@ use crate::parts::NodeParts;
 use crate::ports::Ports;
 use crate::running::{Announcement, RunningNode};
 use crate::status::{StatusParts, StatusService, WorkerStatus};
+use crate::switch::Switch;
 use crate::watchdog::Watchdog;
 
 /// The inputs of one role of a node, besides its worker and connectors.
@@ -31,6 +32,8 @@ pub struct Life<'a> {
     /// Whether the worker outlives the drain, for another role.
     pub worker_stays: Arc<AtomicBool>,
     pub readiness: Readiness,
+    /// The queue of requests for another role.
+    pub switch: Switch,
     pub grpc: Box<dyn Listener>,
     /// The advertised address of the gRPC services.
     pub address: String,
@@ -51,6 +54,7 @@ pub async fn live(parts: NodeParts, services: Routes, life: Life<'_>) -> Result<
         worker: Some(WorkerStatus { load: parts.worker.load(), stuck: watchdog.stuck() }),
         standings: watchdog.standings(),
         draining: draining.clone(),
+        switch: Some(life.switch),
         world: parts.world.clone(),
     });
     let mut ports = Ports::default();

@@ -18,7 +18,7 @@ use chassis::metrics::Metrics;
 use chassis::rpc::Callers;
 use chassis::{Gate, Listener, Shutdown, World, spawn_guarded};
 use engine::{Asleep, Backend, BackendError, SleepFailed, WakeFailed};
-use registry::Registry;
+use registry::{Lock, Registry};
 use scheduler::WorkerState;
 use tokio::task::spawn_blocking;
 use tokio::time::Instant;
@@ -35,7 +35,7 @@ use crate::parts::{BackendParts, Drive, NodeParts, NodeWithoutWorker, WorkerRun}
 use crate::ports::{KeptListener, Ports, advertised};
 use crate::role::RoleChange;
 use crate::switch::{
-    Change, PendingSwitch, RoleRequest, SwitchRefusal, SwitchRequest, SwitchRequests, switch,
+    Change, PendingSwitch, RoleRequest, Switch, SwitchRefusal, SwitchRequest, SwitchRequests, switch,
 };
 
 /// The longest time that the tasks of a life may take to end after its ports are closed.
@@ -75,7 +75,7 @@ pub async fn run(lives: Lives<'_>, backend: Box<dyn Backend>) -> Result<(), Node
     let host = config.advertise.as_deref();
     let (address, admin_address) = (advertised(host, &*grpc)?, advertised(host, &*admin)?);
     let key = config.cluster.admin_key(&config.admin).map_err(|error| NodeError::Config(in_full(&error)))?;
-    let guarded = switch.pages().merge(chassis::admin::config_page(config.shown.clone()));
+    let guarded = switch.clone().pages().merge(chassis::admin::config_page(config.shown.clone()));
     let guarded = key.guard(guarded, world.identity().refusals().clone());
     let pages = chassis::admin::router(readiness.clone(), metrics.clone()).merge(guarded);
     let ports = Ports::admin(admin, pages, config.connections);
@@ -90,6 +90,7 @@ pub async fn run(lives: Lives<'_>, backend: Box<dyn Backend>) -> Result<(), Node
         drive,
         shutdown,
         readiness,
+        switch,
         requests,
         grpc: KeptListener::new(grpc)
             .map_err(|source| NodeError::Listen { addr: address.clone(), source })?,
@@ -118,6 +119,7 @@ struct Node<'a> {
     drive: Drive,
     shutdown: Shutdown,
     readiness: Readiness,
+    switch: Switch,
     requests: SwitchRequests,
     grpc: KeptListener,
     address: String,
@@ -130,6 +132,8 @@ struct Waiting {
     since: Instant,
     /// Device memory in use before the switch, in bytes.
     used_bytes: Option<u64>,
+    /// The right to change roles, until the new role is announced.
+    _lock: Option<Lock>,
 }
 
 /// How the services of one role ended.
@@ -241,13 +245,14 @@ impl Node<'_> {
             shutdown: ending.clone(),
             worker_stays: Arc::clone(&worker_stays),
             readiness: self.readiness.clone(),
+            switch: self.switch.clone(),
             grpc: Box::new(self.grpc.clone()),
             address: self.address.clone(),
             admin: self.admin.clone(),
         };
         let mut living = pin!(live(parts, services, life));
         let mut is_ready = false;
-        let (asked, role) = loop {
+        let (mut asked, role, lock) = loop {
             tokio::select! {
                 biased;
                 ended = &mut living => return Ok(ServicesEnd::of(ended, waiting)),
@@ -257,7 +262,7 @@ impl Node<'_> {
                 }
                 asked = self.requests.next() => match asked.request {
                     SwitchRequest::Wake(_) => asked.answer(Err(SwitchRefusal::AwakeAlready)),
-                    SwitchRequest::Sleep => break (asked, None),
+                    SwitchRequest::Sleep => break (asked, None, None),
                     SwitchRequest::Role(wanted) => {
                         let allowed = tokio::select! {
                             biased;
@@ -265,7 +270,7 @@ impl Node<'_> {
                             allowed = self.may_take(wanted, &model) => allowed,
                         };
                         match allowed {
-                            Ok(()) => break (asked, Some(wanted.role)),
+                            Ok(lock) => break (asked, Some(wanted.role), lock),
                             Err(refusal) => asked.answer(Err(refusal)),
                         }
                     }
@@ -277,7 +282,8 @@ impl Node<'_> {
             None => info!("node was asked to sleep"),
             Some(role) => info!(%role, "node was asked to change its role"),
         }
-        let asked = Waiting { asked, since: Instant::now(), used_bytes: None };
+        asked.begins();
+        let asked = Waiting { asked, since: Instant::now(), used_bytes: None, _lock: lock };
         worker_stays.store(role.is_some(), Ordering::Relaxed);
         ending.trigger();
         match living.await {
@@ -295,17 +301,17 @@ impl Node<'_> {
         })
     }
 
-    /// Checks that the node may change its role.
-    async fn may_take(&self, wanted: RoleRequest, model: &ModelInfo) -> Result<(), SwitchRefusal> {
+    /// Checks that the node may change its role. Returns the right to do so, unless the change is forced.
+    async fn may_take(&self, wanted: RoleRequest, model: &ModelInfo) -> Result<Option<Lock>, SwitchRefusal> {
         let RoleRequest { role, force } = wanted;
         if role == self.role {
             return Err(SwitchRefusal::RoleAlready(role));
         }
         self.certified(role).map_err(|why| SwitchRefusal::CannotChangeRole { role: self.role, why })?;
         if force {
-            return Ok(());
+            return Ok(None);
         }
-        RoleChange { id: &self.id, model, from: self.role, to: role }.check(self.registry).await
+        RoleChange { id: &self.id, model, from: self.role, to: role }.begin(self.registry).await.map(Some)
     }
 
     fn set_role(&mut self, role: Role) {
@@ -399,7 +405,8 @@ impl Node<'_> {
                 asked.answer(Err(SwitchRefusal::CannotWake(why)));
                 continue;
             }
-            let waiting = Waiting { asked, since: Instant::now(), used_bytes: asleep.used_bytes() };
+            let used_bytes = asleep.used_bytes();
+            let waiting = Waiting { asked, since: Instant::now(), used_bytes, _lock: None };
             match aside(self.drive, move || asleep.wake()).await? {
                 // A stop request that came during the wake prevents the next life.
                 Ok(_) if self.shutdown.requested() => break None,

@@ -1,15 +1,23 @@
 //! The check before an awake node changes its role: another node does the work that this node would stop doing.
+//!
+//! Nodes change their roles one at a time, under a lock in the registry, so that each check sees the result of the
+//! change before.
 
 use std::time::Duration;
 
 use futures::StreamExt as _;
-use registry::{MembershipEvent, Registry};
+use registry::{Lock, LockName, MembershipEvent, Registry};
+use tokio::time::Instant;
 use types::{ModelInfo, NodeId, NodeInfo, Role};
 
 use crate::switch::SwitchRefusal;
 
 /// The longest wait for the registry's list of members.
 const MEMBERS_WITHIN: Duration = Duration::from_secs(3);
+
+/// The longest wait for another node's change of role, and the pause between two looks.
+const LOCK_WITHIN: Duration = Duration::from_secs(3);
+const LOCK_AGAIN: Duration = Duration::from_millis(50);
 
 /// A requested change of a node's role.
 #[derive(Debug)]
@@ -21,9 +29,29 @@ pub(crate) struct RoleChange<'a> {
 }
 
 impl RoleChange<'_> {
+    /// Waits for the right to change roles and checks the change under it. The right must be kept until the new role is
+    /// announced.
+    pub(crate) async fn begin(&self, registry: &dyn Registry) -> Result<Lock, SwitchRefusal> {
+        let give_up = Instant::now() + LOCK_WITHIN;
+        let lock = loop {
+            let taken = registry.lock(LockName::RoleChange).await;
+            let taken = taken.map_err(|error| SwitchRefusal::CannotChangeRole {
+                role: self.from,
+                why: format!("the registry does not answer: {}", types::in_full(&error)),
+            })?;
+            match taken {
+                Some(lock) => break lock,
+                None if Instant::now() >= give_up => return Err(SwitchRefusal::AnotherChanges),
+                None => tokio::time::sleep(LOCK_AGAIN).await,
+            }
+        };
+        self.check(registry).await?;
+        Ok(lock)
+    }
+
     /// Returns an error if no other member does the work that the node would stop doing, or if the registry does not
     /// list the members in time.
-    pub(crate) async fn check(&self, registry: &dyn Registry) -> Result<(), SwitchRefusal> {
+    async fn check(&self, registry: &dyn Registry) -> Result<(), SwitchRefusal> {
         let cannot = |why: String| SwitchRefusal::CannotChangeRole { role: self.from, why };
         let members = async {
             let mut events = registry.watch().await.map_err(|error| cannot(error.to_string()))?;

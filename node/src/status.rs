@@ -15,9 +15,10 @@ use proto::v1::status_event::Event;
 use scheduler::WorkerLoad;
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
-use types::{Epoch, NodeLoad};
+use types::{Epoch, NodeLoad, Role};
 
 use crate::standing::Standings;
+use crate::switch::{RoleRequest, Switch};
 use crate::watchdog::StuckStage;
 
 /// The shortest time between two load messages.
@@ -42,6 +43,8 @@ pub struct StatusParts {
     pub standings: Standings,
     /// A signal that is triggered when the node stops accepting new work.
     pub draining: Shutdown,
+    /// The queue of requests for another role; `None` on a node that computes nothing.
+    pub switch: Option<Switch>,
     pub world: World,
 }
 
@@ -172,7 +175,7 @@ impl NodeStatus for StatusService {
         &self,
         request: Request<v1::StatusRequest>,
     ) -> Result<Response<Self::WatchStream>, Status> {
-        check_life(request.get_ref(), self.0.epoch)?;
+        check_life(request.get_ref().epoch, self.0.epoch)?;
         if let Some(stuck) = self.0.worker.as_ref().and_then(|worker| *worker.stuck.borrow()) {
             return Err(refused(Some(stuck)));
         }
@@ -194,6 +197,28 @@ impl NodeStatus for StatusService {
         Ok(Response::new(v1::StandingAnswer {}))
     }
 
+    async fn change_role(
+        &self,
+        request: Request<v1::ChangeRoleRequest>,
+    ) -> Result<Response<v1::ChangeRoleAnswer>, Status> {
+        let v1::ChangeRoleRequest { epoch, role } = request.into_inner();
+        check_life(epoch, self.0.epoch)?;
+        let role = match v1::Role::try_from(role) {
+            Ok(v1::Role::Prefill) => Role::Prefill,
+            Ok(v1::Role::Decode) => Role::Decode,
+            Ok(v1::Role::Both) => Role::Both,
+            Ok(v1::Role::Pool | v1::Role::Unspecified) | Err(_) => {
+                return Err(Status::invalid_argument("no role of a node that computes"));
+            }
+        };
+        let Some(switch) = &self.0.switch else {
+            return Err(Status::failed_precondition("the node computes nothing"));
+        };
+        let begun = switch.begin(RoleRequest { role, force: false }).await;
+        begun.map_err(|refusal| Status::failed_precondition(refusal.to_string()))?;
+        Ok(Response::new(v1::ChangeRoleAnswer {}))
+    }
+
     async fn ledger(
         &self,
         request: Request<v1::LedgerRequest>,
@@ -209,8 +234,8 @@ fn refused(stuck: Option<StuckStage>) -> Status {
 
 /// Refuses a router that expects another epoch: an earlier life of this node, or another node that had this
 /// address before.
-fn check_life(request: &v1::StatusRequest, own: Epoch) -> Result<(), Status> {
-    match Epoch(request.epoch) {
+fn check_life(epoch: u64, own: Epoch) -> Result<(), Status> {
+    match Epoch(epoch) {
         Epoch(0) => Ok(()),
         meant if meant == own => Ok(()),
         meant => Err(Status::not_found(format!("this node has epoch {own}, not {meant}"))),

@@ -45,7 +45,16 @@ const ROLES: [Role; 3] = [Role::Prefill, Role::Decode, Role::Both];
 #[derive(Debug)]
 pub struct PendingSwitch {
     pub request: SwitchRequest,
-    answer: oneshot::Sender<Result<Change, SwitchRefusal>>,
+    answered_at: AnsweredAt,
+    /// `None` once the answer was sent.
+    answer: Option<oneshot::Sender<Result<Change, SwitchRefusal>>>,
+}
+
+/// The moment at which the caller of a switch gets its answer, unless the node refuses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum AnsweredAt {
+    Begin,
+    End,
 }
 
 /// The result of a switch: its duration, and the device memory in use before and after.
@@ -69,6 +78,8 @@ pub enum SwitchRefusal {
     RoleAlready(Role),
     #[error("no other node {work} for `{model}`: add one, or use force=true (--force)")]
     LastOfKind { work: &'static str, model: String },
+    #[error("another node changes its role: try again when it has ended")]
+    AnotherChanges,
     #[error("{0:?} is not a role of a node that computes: use prefill, decode or both")]
     UnknownRole(String),
     #[error("{WAITING_MAX} requests to sleep, wake or change the role are already waiting")]
@@ -103,8 +114,18 @@ impl Switch {
     /// Sends a switch request and waits for the answer. If the future is dropped, the request stays in the
     /// queue.
     pub async fn ask(&self, request: SwitchRequest) -> Result<Change, SwitchRefusal> {
+        self.send(request, AnsweredAt::End).await
+    }
+
+    /// Sends a request for another role and waits until the change begins, or is refused. If the future is dropped, the
+    /// request stays in the queue.
+    pub async fn begin(&self, request: RoleRequest) -> Result<(), SwitchRefusal> {
+        self.send(SwitchRequest::Role(request), AnsweredAt::Begin).await.map(|_| ())
+    }
+
+    async fn send(&self, request: SwitchRequest, answered_at: AnsweredAt) -> Result<Change, SwitchRefusal> {
         let (answer, answered) = oneshot::channel();
-        match self.0.try_send(PendingSwitch { request, answer }) {
+        match self.0.try_send(PendingSwitch { request, answered_at, answer: Some(answer) }) {
             Err(mpsc::error::TrySendError::Full(_)) => Err(SwitchRefusal::Busy),
             Err(mpsc::error::TrySendError::Closed(_)) => Err(SwitchRefusal::Stopping),
             Ok(()) => answered.await.unwrap_or(Err(SwitchRefusal::Stopping)),
@@ -191,7 +212,18 @@ impl SwitchRequests {
 impl PendingSwitch {
     /// Sends the answer to the caller. It is lost if the caller has disconnected.
     pub fn answer(self, answer: Result<Change, SwitchRefusal>) {
-        let _ = self.answer.send(answer);
+        if let Some(caller) = self.answer {
+            let _ = caller.send(answer);
+        }
+    }
+
+    /// Answers a caller that waits only for the begin of the switch.
+    pub fn begins(&mut self) {
+        let waits = self.answered_at == AnsweredAt::Begin;
+        if let Some(caller) = self.answer.take_if(|_| waits) {
+            let change = Change { took: Duration::ZERO, used_bytes_before: None, used_bytes_after: None };
+            let _ = caller.send(Ok(change));
+        }
     }
 }
 
@@ -204,6 +236,7 @@ impl SwitchRefusal {
             Self::Asleep => "asleep",
             Self::RoleAlready(_) => "role_already",
             Self::LastOfKind { .. } => "last_of_kind",
+            Self::AnotherChanges => "another_changes",
             Self::UnknownRole(_) => "unknown_role",
             Self::FromAPage => "from_a_page",
             Self::Busy => "busy",
@@ -220,7 +253,8 @@ impl SwitchRefusal {
             | Self::AwakeAlready
             | Self::Asleep
             | Self::RoleAlready(_)
-            | Self::LastOfKind { .. } => StatusCode::CONFLICT,
+            | Self::LastOfKind { .. }
+            | Self::AnotherChanges => StatusCode::CONFLICT,
             Self::UnknownRole(_) => StatusCode::BAD_REQUEST,
             Self::FromAPage => StatusCode::FORBIDDEN,
             Self::Busy
@@ -269,6 +303,27 @@ mod tests {
         let client = async {
             assert_eq!(switch.ask(SwitchRequest::Sleep).await, Ok(CHANGE));
             assert_eq!(switch.ask(SwitchRequest::Sleep).await, Err(SwitchRefusal::AsleepAlready));
+        };
+        tokio::join!(node, client);
+    }
+
+    #[tokio::test]
+    async fn a_caller_may_wait_for_the_begin_only() {
+        let (switch, mut requests) = switch();
+        let request = RoleRequest { role: Role::Decode, force: false };
+        let node = async {
+            let mut asked = requests.next().await;
+            asked.begins();
+            asked.answer(Err(SwitchRefusal::Stopping));
+            requests.next().await.answer(Err(SwitchRefusal::AnotherChanges));
+            let mut asked = requests.next().await;
+            asked.begins();
+            asked.answer(Ok(CHANGE));
+        };
+        let client = async {
+            assert_eq!(switch.begin(request).await, Ok(()), "it has begun, whatever comes later");
+            assert_eq!(switch.begin(request).await, Err(SwitchRefusal::AnotherChanges));
+            assert_eq!(switch.ask(SwitchRequest::Role(request)).await, Ok(CHANGE), "the end");
         };
         tokio::join!(node, client);
     }

@@ -77,6 +77,7 @@ pub async fn live(life: Life<'_>) -> Result<(), PoolNodeError> {
         arriving: parts.sequences.clone(),
         worker: None,
         standings: standings.clone(),
+        switch: None,
         draining: draining.clone(),
         world: parts.world.clone(),
     });

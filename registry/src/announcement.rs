@@ -16,16 +16,17 @@ use crate::error::{Chain, RegistryError};
 /// The timeout of one call to a registry.
 pub(crate) const CALL_WITHIN: Duration = Duration::from_secs(3);
 
-/// One node's lease in a registry, as an announcement uses it. An implementation keeps the lease's id and the
+/// One lease in a registry, of a node or of a lock, as an announcement or a [`Lock`](crate::Lock) uses it. An implementation keeps the lease's id and the
 /// connection, and reconnects when the connection is broken. [`keep`] does the rest: retries, renewals and
 /// logs.
 ///
 /// Every call is limited to [`CALL_WITHIN`] and may be dropped before it ends. The next call must then start over.
 #[async_trait]
 pub(crate) trait Presence: Send + 'static {
-    /// Makes the node a member under a new lease.
+    /// Makes the node a member, or takes the lock, under a new lease.
     async fn announce(&mut self) -> Result<LeaseTerms, RegistryError>;
-    /// Renews the lease. [`RegistryError::LeaseLost`] means that the node is no longer a member.
+    /// Renews the lease. [`RegistryError::LeaseLost`] means that the node is no longer a member, or
+    /// that the lock is lost.
     async fn keep_alive(&mut self) -> Result<(), RegistryError>;
     /// Ends the lease if there is one. A later announcement of the node under another lease is not affected.
     async fn withdraw(&mut self) -> Result<(), RegistryError>;

@@ -17,7 +17,9 @@ use types::{
     WireAddress,
 };
 
-use crate::{Announcement, AnnouncementState, Members, MembershipEvent, Registry, RegistryError};
+use crate::{
+    Announcement, AnnouncementState, Lock, LockName, Members, MembershipEvent, Registry, RegistryError,
+};
 
 /// The timeout of every wait in a case. The longest wait is for a lease to expire.
 const WITHIN: Duration = Duration::from_secs(60);
@@ -50,6 +52,8 @@ macro_rules! conformance {
             all_watchers_see_the_same,
             what_is_announced_is_what_is_seen,
             an_impossible_node_is_refused,
+            a_lock_has_one_holder,
+            a_lock_of_a_dead_holder_is_free_after_its_lease,
         );
     };
     (@cases $attributes:tt $subject:path: $($case:ident,)*) => {
@@ -159,6 +163,51 @@ pub async fn an_impossible_node_is_refused(subject: RegistryUnderTest) {
     let nowhere = NodeInfo { address: String::new(), ..node("a", 1) };
     let refused = in_time(subject.one.announce(nowhere)).await.expect_err("it has no address");
     assert!(matches!(refused, RegistryError::InvalidNode { .. }), "{refused}");
+}
+
+pub async fn a_lock_has_one_holder(subject: RegistryUnderTest) {
+    let taken = async |registry: &dyn Registry, name| {
+        in_time(registry.lock(name)).await.expect("the registry answers")
+    };
+    let lock = taken(&*subject.one, LockName::Balance).await.expect("it is free");
+    assert!(lock.is_held());
+    for registry in [&*subject.one, &*subject.two] {
+        assert!(taken(registry, LockName::Balance).await.is_none(), "it has a holder");
+    }
+    let other = taken(&*subject.two, LockName::RoleChange).await;
+    assert!(other.is_some_and(|other| other.is_held()), "another lock");
+    drop(lock);
+    let mut watcher = Watcher::of(&*subject.one).await;
+    let next = free(&*subject.two, LockName::Balance).await;
+    assert!(next.is_held());
+    assert_eq!(watcher.next().await, MembershipEvent::Snapshot(vec![]), "a lock is no member");
+    // The lock outlives its first lease.
+    announced(&*subject.one, node("dead", 1)).await.abandon();
+    watcher.sees(&[node("dead", 1)]).await;
+    watcher.sees(&[]).await;
+    assert!(next.is_held());
+    assert!(taken(&*subject.one, LockName::Balance).await.is_none(), "its holder has renewed it");
+}
+
+pub async fn a_lock_of_a_dead_holder_is_free_after_its_lease(subject: RegistryUnderTest) {
+    let lock = in_time(subject.one.lock(LockName::RoleChange)).await.expect("the registry answers");
+    lock.expect("it is free").abandon();
+    let early = in_time(subject.two.lock(LockName::RoleChange)).await.expect("the registry answers");
+    assert!(early.is_none(), "the lease has not ended");
+    assert!(free(&*subject.two, LockName::RoleChange).await.is_held());
+}
+
+/// Takes a lock as soon as it is free.
+async fn free(registry: &dyn Registry, name: LockName) -> Lock {
+    in_time(async {
+        loop {
+            match registry.lock(name).await.expect("the registry answers") {
+                Some(lock) => return lock,
+                None => tokio::time::sleep(Duration::from_millis(20)).await,
+            }
+        }
+    })
+    .await
 }
 
 // === helpers for tests of registries ===

@@ -36,6 +36,9 @@ pub enum RegistryError {
     /// A later life of the same node is a member.
     #[error("a later life of node {id} is already a member (this one is {epoch})")]
     Superseded { id: NodeId, epoch: Epoch },
+    /// Another process has the lock.
+    #[error("another process has the lock")]
+    LockHeld,
     #[error("the registry is full: it has {n_members_max} members")]
     Full { n_members_max: usize },
     /// The connection broke or was closed, so changes may have been missed.
@@ -58,6 +61,7 @@ impl RegistryError {
             | Self::TimedOut { .. }
             | Self::LeaseLost
             | Self::Superseded { .. }
+            | Self::LockHeld
             | Self::Full { .. }
             | Self::Interrupted { .. } => CallerAction::RetryLater(RETRY_IN),
         }

@@ -11,6 +11,7 @@ use types::NodeInfo;
 
 use crate::announcement::{self, Announcement, AnnouncementState, LeaseTerms, Presence};
 use crate::error::RegistryError;
+use crate::lock::{Lock, LockName};
 use crate::memory;
 use crate::open::RegistryParts;
 use crate::watch::{AllNodes, Feed, RegistryMessage, follow};
@@ -71,6 +72,11 @@ impl<R: Registry> Registry for Flaky<R> {
     async fn watch(&self) -> Result<BoxStream<'static, MembershipEvent>, RegistryError> {
         let feed = FlakyFeed { inner: Arc::clone(&self.inner), events: None, fault: self.fault.subscribe() };
         Ok(follow(feed, self.parts.world.clone()))
+    }
+
+    async fn lock(&self, name: LockName) -> Result<Option<Lock>, RegistryError> {
+        reachable(&self.fault.subscribe())?;
+        self.inner.lock(name).await
     }
 }
 

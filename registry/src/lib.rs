@@ -1,11 +1,12 @@
 //! The registry: nodes announce themselves as members, and routers and nodes watch the members.
 //!
-//! Suggested reading order: the contract [`Registry`]; its common implementation ([`announcement`], and
+//! Suggested reading order: the contract [`Registry`]; its common implementation ([`announcement`], [`lock`], and
 //! [`watch`] over [`known`]); the registry as a table in memory ([`table`], [`memory`]); the same table
 //! served over gRPC ([`embedded`]); and [`etcd`].
 #![forbid(unsafe_code)]
 
 pub mod announcement;
+pub mod lock;
 pub mod members;
 pub mod known;
 pub mod watch;
@@ -31,6 +32,7 @@ use types::{Epoch, NodeId, NodeInfo};
 
 pub use announcement::{Announcement, AnnouncementState};
 pub use error::{RegistryError, RegistryProblem};
+pub use lock::{Lock, LockName};
 pub use members::Members;
 pub use members_file::{MembersFile, OldMembers};
 pub use memory::MemoryRegistry;
@@ -87,6 +89,12 @@ pub trait Registry: Debug + Send + Sync + 'static {
     ///
     /// The stream never ends and never fails. It makes progress only while it is polled.
     async fn watch(&self) -> Result<BoxStream<'static, MembershipEvent>, RegistryError>;
+
+    /// Takes a lock until the returned value is dropped. Returns `None` if another process of the cluster has it.
+    ///
+    /// Asks once, without a retry. If the future is dropped, a lock that it took is free when its lease ends. A registry
+    /// that restarts without its data has lost its locks too: their holders notice it at the next renewal.
+    async fn lock(&self, name: LockName) -> Result<Option<Lock>, RegistryError>;
 }
 
 /// A change of the members. Few events exist at a time, so the size of the largest variant does not matter.

@@ -13,6 +13,7 @@ use types::NodeInfo;
 
 use crate::announcement::{self, Announcement, LeaseTerms, Presence};
 use crate::error::RegistryError;
+use crate::lock::{self, Entry, Lock, LockName};
 use crate::table::{LeaseId, Table};
 use crate::{MembershipEvent, Registry};
 
@@ -88,6 +89,13 @@ impl MemoryRegistry {
         self.shared.change(|table| Ok((lease, table.announce(node, lease, now)?)))
     }
 
+    /// Gives a lock to a new lease, and returns the lease's id.
+    pub(crate) fn take_lock(&self, name: LockName) -> Result<LeaseId, RegistryError> {
+        let lease = LeaseId(self.world.draw());
+        self.shared.state().table.lock(name, lease, self.world.now())?;
+        Ok(lease)
+    }
+
     pub(crate) fn keep_alive(&self, lease: LeaseId) -> Result<(), RegistryError> {
         self.shared.state().table.keep_alive(lease, self.world.now())
     }
@@ -117,12 +125,18 @@ impl MemoryRegistry {
 #[async_trait]
 impl Registry for MemoryRegistry {
     async fn announce(&self, node: NodeInfo) -> Result<Announcement, RegistryError> {
-        let presence = InMemory { registry: self.clone(), node: node.clone(), lease: None };
+        let entry = Entry::Node(Box::new(node.clone()));
+        let presence = InMemory { registry: self.clone(), entry, lease: None };
         announcement::keep(&node, presence, &self.gate, self.world.clone()).await
     }
 
     async fn watch(&self) -> Result<BoxStream<'static, MembershipEvent>, RegistryError> {
         Ok(self.events())
+    }
+
+    async fn lock(&self, name: LockName) -> Result<Option<Lock>, RegistryError> {
+        let presence = InMemory { registry: self.clone(), entry: Entry::Lock(name), lease: None };
+        lock::take(name, presence, &self.gate, self.world.clone()).await
     }
 }
 
@@ -204,14 +218,17 @@ impl Reader {
 
 struct InMemory {
     registry: MemoryRegistry,
-    node: NodeInfo,
+    entry: Entry,
     lease: Option<LeaseId>,
 }
 
 #[async_trait]
 impl Presence for InMemory {
     async fn announce(&mut self) -> Result<LeaseTerms, RegistryError> {
-        self.lease = Some(self.registry.grant(self.node.clone())?);
+        self.lease = Some(match &self.entry {
+            Entry::Node(node) => self.registry.grant((**node).clone())?,
+            Entry::Lock(name) => self.registry.take_lock(*name)?,
+        });
         Ok(terms(self.registry.ttl()))
     }
 

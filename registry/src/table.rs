@@ -9,6 +9,7 @@ use types::{NodeId, NodeInfo};
 
 use crate::MembershipEvent;
 use crate::error::RegistryError;
+use crate::lock::LockName;
 use crate::members::{joined, left};
 
 /// The largest number of members, more than a Baton cluster needs. More announcements are a mistake or an
@@ -25,8 +26,16 @@ pub struct Table {
     ttl: Duration,
     places: BTreeMap<NodeId, Member>,
     leases: BTreeMap<LeaseId, NodeId>,
+    /// The locks that processes have.
+    locks: BTreeMap<LockName, HeldLock>,
     /// The time of the last call of [`Table::lapse`].
     looked: Instant,
+}
+
+#[derive(Debug)]
+struct HeldLock {
+    lease: LeaseId,
+    lapses: Instant,
 }
 
 #[derive(Debug)]
@@ -40,7 +49,7 @@ impl Table {
     /// Makes an empty table. A lease expires `ttl` after its last renewal, so [`Table::lapse`] must be called
     /// several times within `ttl`.
     pub fn new(ttl: Duration, now: Instant) -> Self {
-        Self { ttl, places: BTreeMap::new(), leases: BTreeMap::new(), looked: now }
+        Self { ttl, places: BTreeMap::new(), leases: BTreeMap::new(), locks: BTreeMap::new(), looked: now }
     }
 
     pub fn ttl(&self) -> Duration {
@@ -80,19 +89,34 @@ impl Table {
 
     /// Renews a lease. Fails if the lease has expired or was replaced.
     pub fn keep_alive(&mut self, lease: LeaseId, now: Instant) -> Result<(), RegistryError> {
+        let lapses = now + self.ttl;
+        if let Some(lock) = self.locks.values_mut().find(|lock| lock.lease == lease) {
+            lock.lapses = lapses;
+            return Ok(());
+        }
         let id = self.leases.get(&lease).ok_or(RegistryError::LeaseLost)?;
         let place = self.places.get_mut(id).ok_or(RegistryError::LeaseLost)?;
-        place.lapses = now + self.ttl;
+        place.lapses = lapses;
         Ok(())
     }
 
-    /// Removes the lease's member. Does nothing if the lease was replaced.
+    /// Gives a lock to a lease, unless another lease has it.
+    pub fn lock(&mut self, name: LockName, lease: LeaseId, now: Instant) -> Result<(), RegistryError> {
+        if self.locks.contains_key(&name) {
+            return Err(RegistryError::LockHeld);
+        }
+        self.locks.insert(name, HeldLock { lease, lapses: now + self.ttl });
+        Ok(())
+    }
+
+    /// Removes the lease's member or lock. Does nothing if the lease was replaced.
     pub fn withdraw(&mut self, lease: LeaseId) -> Option<MembershipEvent> {
+        self.locks.retain(|_, lock| lock.lease != lease);
         let id = self.leases.remove(&lease)?;
         self.places.remove(&id).map(|place| left(&place.node))
     }
 
-    /// Removes the members whose lease has expired. Returns the events.
+    /// Removes the members and locks whose lease has expired. Returns the events.
     ///
     /// If the call is late, the process was suspended or had no CPU time, so renewals may have been missed.
     /// All leases then get their full time again.
@@ -103,6 +127,7 @@ impl Table {
             self.renew_all(now);
             return Vec::new();
         }
+        self.locks.retain(|_, lock| lock.lapses > now);
         let lapsed: Vec<LeaseId> = self
             .places
             .values()
@@ -115,6 +140,9 @@ impl Table {
     fn renew_all(&mut self, now: Instant) {
         for place in self.places.values_mut() {
             place.lapses = now + self.ttl;
+        }
+        for lock in self.locks.values_mut() {
+            lock.lapses = now + self.ttl;
         }
     }
 

@@ -5,6 +5,7 @@
 //! A prompt is admitted when it comes and nothing waits before it, and otherwise by [`Admission::serve`], which looks
 //! again at every report of a node and at every end of a request.
 
+mod arrived;
 mod line;
 mod rate;
 mod refusal;
@@ -23,6 +24,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 use types::{BlockHash, Prompt};
 
+pub use self::arrived::Arrived;
 pub use self::refusal::RefusalReason;
 pub use self::shown::ShownLine;
 pub use self::terms::{AdmissionTerms, Objective, Shedding, TenantWeight};
@@ -80,12 +82,22 @@ struct ModelLine {
     requests: HashMap<TicketId, WaitingRequest>,
     admitted: UnassignedAdmissions,
     answer_tokens: f64,
+    /// What has arrived, admitted or not.
+    arrived: Arrived,
+}
+
+/// The work of a request, as it is predicted when the request comes.
+#[derive(Clone, Copy, Debug)]
+struct RequestSize {
+    uncached_tokens: u64,
+    answer_tokens: u64,
 }
 
 #[derive(Debug)]
 struct WaitingRequest {
     prompt: Prompt,
     hashes: Arc<[BlockHash]>,
+    size: RequestSize,
     verdict: oneshot::Sender<Result<(), LineRefusal>>,
 }
 
@@ -194,6 +206,11 @@ impl Admission {
         self.lines().values().map(|line| line.line.n_waiting() + line.line.n_served()).sum()
     }
 
+    /// Returns what has arrived for a model, and what waits.
+    pub(crate) fn arrived(&self, model: &str) -> Arrived {
+        self.lines().get(model).map(ModelLine::arrived).unwrap_or_default()
+    }
+
     /// Returns the lines of all models that were ever asked for.
     pub fn shown(&self) -> Vec<ShownLine> {
         let lines = self.lines();
@@ -234,8 +251,10 @@ impl Admission {
         let mut lines = self.lines();
         let line = lines.entry(model.clone()).or_insert_with(|| ModelLine::new(parts));
         let question = line.question(of_nodes, &view, parts.order);
-        let prompt = line.waiting_prompt(&ask, question.cached_tokens());
+        let size = line.size(ask.prompt, question.cached_tokens());
+        let prompt = waiting_prompt(&ask, size);
         let predicted = question.predicted();
+        line.count_arrival(size);
         let Entered { id, predicted_wait, leaves_at, displaced } = line.line.enter(prompt, predicted, now)?;
         if let Some((displaced, refusal)) = displaced {
             line.answer(displaced, Err(refusal));
@@ -250,7 +269,7 @@ impl Admission {
             None => {
                 let (verdict, receiver) = oneshot::channel();
                 let (prompt, hashes) = (ask.prompt.clone(), Arc::clone(ask.hashes));
-                line.requests.insert(id, WaitingRequest { prompt, hashes, verdict });
+                line.requests.insert(id, WaitingRequest { prompt, hashes, size, verdict });
                 TicketState::Waiting { leaves_at, verdict: receiver }
             }
         };
@@ -283,6 +302,7 @@ impl ModelLine {
             requests: HashMap::new(),
             admitted: UnassignedAdmissions::default(),
             answer_tokens: UNKNOWN_ANSWER_TOKENS,
+            arrived: Arrived::default(),
         }
     }
 
@@ -290,16 +310,25 @@ impl ModelLine {
         RoomQuestion { ask, view, admitted: &self.admitted, order }
     }
 
-    fn waiting_prompt(&self, ask: &AdmissionAsk<'_>, cached_tokens: u32) -> WaitingPrompt {
-        let Prompt { tenant, priority, tokens, .. } = ask.prompt;
-        let n_uncached = (tokens.len() as u64).saturating_sub(u64::from(cached_tokens));
-        let answer_tokens = (self.answer_tokens as u64).min(ask.prompt.tokens_left() as u64);
-        WaitingPrompt {
-            tenant: tenant.clone(),
-            priority: *priority,
-            terms: ask.terms,
-            work: n_uncached + answer_tokens * ANSWER_TOKEN_WORK,
-            arrived: ask.arrived,
+    fn size(&self, prompt: &Prompt, cached_tokens: u32) -> RequestSize {
+        RequestSize {
+            uncached_tokens: (prompt.tokens.len() as u64).saturating_sub(u64::from(cached_tokens)),
+            answer_tokens: (self.answer_tokens as u64).min(prompt.tokens_left() as u64),
+        }
+    }
+
+    fn count_arrival(&mut self, size: RequestSize) {
+        self.arrived.prompt_tokens += size.uncached_tokens;
+        self.arrived.answer_tokens += size.answer_tokens;
+    }
+
+    /// Returns what has arrived, with what waits now.
+    fn arrived(&self) -> Arrived {
+        let sum = |of: fn(&RequestSize) -> u64| self.requests.values().map(|request| of(&request.size)).sum();
+        Arrived {
+            waiting_tokens: sum(|size| size.uncached_tokens),
+            waiting_answer_tokens: sum(|size| size.answer_tokens),
+            ..self.arrived
         }
     }
 
@@ -343,6 +372,17 @@ impl ModelLine {
         self.requests.remove(&id);
         self.admitted.remove(id);
         self.line.remove(id, now);
+    }
+}
+
+fn waiting_prompt(ask: &AdmissionAsk<'_>, size: RequestSize) -> WaitingPrompt {
+    let Prompt { tenant, priority, .. } = ask.prompt;
+    WaitingPrompt {
+        tenant: tenant.clone(),
+        priority: *priority,
+        terms: ask.terms,
+        work: size.uncached_tokens + size.answer_tokens * ANSWER_TOKEN_WORK,
+        arrived: ask.arrived,
     }
 }
 

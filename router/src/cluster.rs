@@ -27,7 +27,7 @@ use types::{BlockHash, Epoch, ModelInfo, NodeId, NodeInfo, NodeLoad, Prompt, Req
 
 pub use assigned::{Assignment, RunningStream};
 pub use index::{CacheKnowledge, IndexedNode};
-pub use members::{Group, ModelGroups, NodeState, WantedFingerprint};
+pub use members::{Group, GroupMember, ModelGroups, NodeState, WantedFingerprint};
 pub use mirror::Gap;
 
 use crate::policy::{Arm, Ask, ClusterView, Decision};
@@ -244,6 +244,11 @@ impl Cluster {
     /// Returns the groups of all models, with the serving group of each.
     pub fn groups(&self) -> Vec<ModelGroups> {
         self.members().groups()
+    }
+
+    /// Returns the nodes of the group that serves each model, usable or not.
+    pub(crate) fn groups_in_force(&self) -> Vec<(String, Vec<GroupMember>)> {
+        self.members().groups_in_force()
     }
 
     /// Returns the load of a node according to its last report.

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use types::FingerprintDigest;
 
 use crate::accept::Deadlines;
+use crate::balance::{BalanceSection, BalanceSettings};
 use crate::cluster::WantedFingerprint;
 use crate::dispatch::Budget;
 use crate::drain::DrainTimes;
@@ -28,6 +29,7 @@ use crate::upstream::{UpstreamSection, UpstreamSettings};
 #[serde(default)]
 pub struct RawRouterConfig {
     pub router: RouterSection,
+    pub balance: BalanceSection,
     pub registry: RegistrySection,
     pub model: ModelSection,
     pub cluster: ClusterSection,
@@ -258,6 +260,8 @@ pub struct RouterConfig {
     pub model: Option<ModelFolder>,
     /// The pools of another engine that the HTTP port serves; `None`: it serves Baton's nodes.
     pub upstream: Option<UpstreamSettings>,
+    /// How nodes are moved between roles; `None`: they are not.
+    pub balance: Option<BalanceSettings>,
     /// The fingerprint that nodes must have; `None`: the largest group of nodes is used.
     pub wanted: Option<WantedFingerprint>,
     pub cluster: ClusterSection,
@@ -280,7 +284,7 @@ pub struct UnknownChoice {
 impl RouterConfig {
     pub fn resolve(raw: RawRouterConfig) -> Result<Self, UnknownChoice> {
         let shown = chassis::config::shown(&raw);
-        let RawRouterConfig { router, registry, model, cluster, tls, log, expert } = raw;
+        let RawRouterConfig { router, balance, registry, model, cluster, tls, log, expert } = raw;
         if policy::by_name(&router.policy).is_none() {
             return Err(unknown("router.policy", router.policy, policy::NAMES));
         }
@@ -315,6 +319,7 @@ impl RouterConfig {
             cors: cors(&expert.router.cors_origins)?,
             members_file: (!registry.members_file.is_empty()).then(|| registry.members_file.into()),
             registry_url: (registry.url != EMBEDDED).then_some(registry.url),
+            balance: balance.resolve()?,
             upstream: expert.upstream.resolve(&model.name)?,
             wanted: wanted(&model)?,
             model: model_folder(&model, tool_format(&model.tool_format)?),
@@ -472,6 +477,8 @@ mod tests {
         let key = refused(|raw| raw.expert.router.cors_origins = vec!["a".to_owned()]);
         assert_eq!(key, "expert.router.cors_origins");
         assert_eq!(refused(|raw| raw.expert.router.explain_share = 1.5), "expert.router.explain_share");
+        assert_eq!(refused(|raw| raw.balance.margin = -0.1), "balance.margin");
+        assert_eq!(refused(|raw| raw.balance.for_ms = 0), "balance.for_ms");
         assert_eq!(refused(|raw| raw.expert.oidc.issuer = "i".to_owned()), "expert.oidc.audience");
         assert_eq!(refused(|raw| raw.expert.oidc.keys_file = "k".to_owned()), "expert.oidc.issuer");
     }

@@ -20,6 +20,7 @@ use tokio::time::Instant;
 use types::{BlockCounts, MissingWire, NodeId, NodeInfo, NodeLoad, Scheme};
 
 use crate::admission::{Admission, ShownLine};
+use crate::balance::BalanceReport;
 use crate::breaker::{Breaker, BreakerState, Breakers};
 use crate::cluster::{Cluster, Group, ModelGroups, NodeState};
 use crate::pairs::pairs;
@@ -35,6 +36,8 @@ pub struct DebugParts {
     pub breakers: Breakers,
     pub requests: Requests,
     pub admission: Admission,
+    /// What the controller of roles does; `None`: nodes are not moved.
+    pub balance: Option<BalanceReport>,
     pub metrics: Metrics,
     /// The settings in force.
     pub settings: Value,
@@ -44,8 +47,9 @@ pub struct DebugParts {
 
 /// Serves the pages under `/debug`, which require the key, `/metrics` and `/version`.
 pub fn router(parts: DebugParts, key: AdminKey, refusals: Refusals) -> Router {
-    let DebugParts { cluster, breakers, requests, admission, metrics, settings, upstream } = parts;
-    let nodes = get(nodes).with_state((cluster.clone(), breakers, admission));
+    let DebugParts { cluster, breakers, requests, admission, balance, metrics, settings, upstream } = parts;
+    let nodes =
+        get(nodes).with_state(ClusterParts { cluster: cluster.clone(), breakers, admission, balance });
     let of_cluster =
         Router::new().route("/debug/cluster", nodes).route("/debug/kv", get(kv)).with_state(cluster);
     let of_requests = Router::new()
@@ -84,7 +88,17 @@ async fn servers(State(upstream): State<Upstream>) -> Json<Value> {
     Json(json!({ "servers": upstream.members().iter().map(server).collect::<Vec<_>>() }))
 }
 
-async fn nodes(State((cluster, breakers, admission)): State<(Cluster, Breakers, Admission)>) -> Json<Value> {
+/// What `/debug/cluster` shows.
+#[derive(Clone, Debug)]
+struct ClusterParts {
+    cluster: Cluster,
+    breakers: Breakers,
+    admission: Admission,
+    balance: Option<BalanceReport>,
+}
+
+async fn nodes(State(parts): State<ClusterParts>) -> Json<Value> {
+    let ClusterParts { cluster, breakers, admission, balance } = parts;
     let everyone = cluster.everyone();
     let shown = |(info, state): &(Arc<NodeInfo>, NodeState)| {
         let mut node = node(&cluster, info, state);
@@ -101,6 +115,7 @@ async fn nodes(State((cluster, breakers, admission)): State<(Cluster, Breakers, 
         "nodes": nodes,
         "models": models,
         "lines": lines,
+        "balance": balance.map(|balance| balance.shown()),
         "learned": learned,
         "pairs": pairs,
         "pairs_left_out": pairs_left_out,

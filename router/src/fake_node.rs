@@ -380,6 +380,13 @@ impl NodeStatus for FakeNode {
         Ok(Response::new(v1::StandingAnswer {}))
     }
 
+    async fn change_role(
+        &self,
+        _: Request<v1::ChangeRoleRequest>,
+    ) -> Result<Response<v1::ChangeRoleAnswer>, Status> {
+        Err(Status::failed_precondition("it keeps its role"))
+    }
+
     async fn ledger(&self, _: Request<v1::LedgerRequest>) -> Result<Response<v1::LedgerAnswer>, Status> {
         Err(Status::unimplemented("a fake node holds nothing"))
     }

@@ -96,6 +96,8 @@ pub struct RouterMetrics {
     pub keys_fetches: IntCounterVec,
     breaker_changes: IntCounterVec,
     breakers_open: IntGauge,
+    /// Moves of nodes between roles that this router has asked for.
+    pub role_moves: IntCounterVec,
     pub predictions: PredictionMetrics,
     /// Calls to servers of other engines that ended.
     pub upstream_legs: IntCounterVec,
@@ -159,11 +161,7 @@ impl RouterMetrics {
             requests: counter("requests_total", "Requests, by outcome.", &["model", "outcome"]),
             running: by_place("requests_running", "Requests that nodes work on, by place."),
             waiting: by_place("requests_waiting", "Requests that wait for a node, room or KV, by place."),
-            prompt_tokens: counter(
-                "prompt_tokens_total",
-                "Tokens of prompts with a first token.",
-                &["model"],
-            ),
+            prompt_tokens: counter("prompt_tokens_total", "Tokens of answered prompts.", &["model"]),
             output_tokens: counter("output_tokens_total", "Tokens given to clients.", &["model"]),
             first_token: by_model("first_token_seconds", "From a request's arrival to its first token."),
             token_gap: by_model("token_gap_seconds", "From one token of an answer to the next."),
@@ -198,6 +196,7 @@ impl RouterMetrics {
                 "Changes of nodes' breakers, by new state.",
                 &["state"],
             ),
+            role_moves: counter("role_moves_total", "Moves of nodes between roles.", &["outcome"]),
             breakers_open: metrics.gauge("breakers_open", "Nodes without work because their work fails."),
             predictions: PredictionMetrics::register(metrics),
             upstream_legs: counter(

@@ -1,6 +1,7 @@
 //! The router's calls to one node. Only this module of the router uses the nodes' gRPC services.
 
 mod put;
+mod role;
 
 use std::collections::VecDeque;
 use std::future::poll_fn;

@@ -21,6 +21,7 @@ use tracing::{info, warn};
 
 use crate::accept::Acceptor;
 use crate::admission::{Admission, AdmissionParts};
+use crate::balance::{Balance, BalanceParts, BalanceReport};
 use crate::cluster::Cluster;
 use crate::config::{ModelFolder, RouterConfig};
 use crate::debug::DebugParts;
@@ -67,6 +68,8 @@ pub struct Router {
     /// The embedded registry; `None` if the registry is etcd.
     embedded: Option<MemoryRegistry>,
     following: Task<()>,
+    /// The registry for the controller of roles; `None` if nodes are not moved.
+    balance_registry: Option<Arc<dyn Registry>>,
     /// The pools of another engine, if the HTTP port serves them.
     upstream: Option<Pools>,
     gate: Gate,
@@ -121,6 +124,7 @@ impl Router {
         let upstream = upstream.map_err(|reason| BindError::Upstream { reason })?;
         let file = config.members_file.clone().map(MembersFile::new);
         let following = cluster.follow(&*registry, file).await.map_err(BindError::Registry)?;
+        let balance_registry = config.balance.map(|_| registry);
         Ok(Self {
             config,
             world,
@@ -134,6 +138,7 @@ impl Router {
             keys,
             embedded,
             following,
+            balance_registry,
             upstream,
             gate,
         })
@@ -179,6 +184,7 @@ impl Router {
             spawn_guarded(&self.gate, "drain", drain.clone().run(self.config.drain)),
             spawn_guarded(&self.gate, "tenants file", tenants.clone().follow_files()),
         ];
+        let balance = self.balance(&serve, &router_metrics);
         let acceptor = Acceptor::new(self.world.clone(), self.config.deadlines, router_metrics.clone());
         let acceptor = acceptor.with_tenants(tenants);
         show_text(&metrics, &router_metrics, acceptor.tokenizing().clone(), self.models.clone());
@@ -188,7 +194,8 @@ impl Router {
             ServerLimits { connections, counts, drain: whole, ..ServerLimits::default() }
         };
         let api = self.api(serve.clone(), acceptor.clone());
-        let shown = self.shown(&serve, metrics, upstream.clone());
+        let (balance, balancing) = balance.unzip();
+        let shown = DebugParts { balance, ..self.shown(&serve, metrics, upstream.clone()) };
         let routes_of_api = ApiRoutes::new(api, upstream);
         let refusals = self.world.identity().refusals().clone();
         let (http_key, admin_key) = self.keys.clone();
@@ -231,7 +238,7 @@ impl Router {
         nodes_stopped.await;
         grpc_close.trigger();
         let (grpc, admin) = tokio::join!(grpc, admin);
-        drop((self.following, self.embedded, tasks, following_certificate));
+        drop((self.following, self.embedded, tasks, balancing, following_certificate));
         self.cluster.forget();
         if let Err(late) = self.gate.close(TASKS_CLOSE_WITHIN).await {
             warn!(%late, "router tasks are still running at the end of the drain");
@@ -245,10 +252,27 @@ impl Router {
             breakers: serve.breakers().clone(),
             requests: serve.requests().clone(),
             admission: serve.admission().clone(),
+            balance: None,
             metrics,
             settings: self.config.shown.clone(),
             upstream,
         }
+    }
+
+    /// Starts the controller of roles, if it is configured.
+    fn balance(&mut self, serve: &Dispatch, metrics: &RouterMetrics) -> Option<(BalanceReport, Task<()>)> {
+        let (settings, registry) = (self.config.balance?, self.balance_registry.take()?);
+        let report = BalanceReport::default();
+        let parts = BalanceParts {
+            settings,
+            world: self.world.clone(),
+            cluster: self.cluster.clone(),
+            admission: serve.admission().clone(),
+            registry,
+            moves: metrics.role_moves.clone(),
+        };
+        let balance = Balance::new(parts, report.clone());
+        Some((report, spawn_guarded(&self.gate, "balance", balance.run())))
     }
 
     /// Adds the counts of refused callers and the ends of certificates to the page.

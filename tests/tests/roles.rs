@@ -1,11 +1,14 @@
-//! Tests of nodes that change their role: under load, with their prefix cache, killed meanwhile, and refused.
+//! Tests of nodes that change their role: under load, by the router, with their prefix cache, killed meanwhile, and
+//! refused.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
 
 use baton_tests::check::prompts;
 use baton_tests::fleet::{Fleet, FleetNode, PACED};
 use baton_tests::logs::{A_NODE_DIES, THE_REGISTRY_IS_AWAY};
 use baton_tests::{Ask, Client, eventually, executable, undisturbed};
+use futures::future::join_all;
 
 /// The number of streams at one time.
 const CLIENTS: usize = 6;
@@ -79,6 +82,68 @@ async fn nodes_change_their_role_under_load_and_no_request_is_lost() {
     fleet.baseline().await;
     let log = fleet.nodes[3].process.log();
     assert!(log.contains("drain before role change timed out"), "its work was handed on:\n{log}");
+}
+
+/// Returns the roles of all usable nodes as the router sees them.
+async fn roles(fleet: &Fleet) -> Vec<String> {
+    let cluster = fleet.client().get_json("/debug/cluster").await;
+    let nodes = cluster["nodes"].as_array().expect("a list of nodes");
+    let ready = nodes.iter().filter(|node| node["state"] == "ready");
+    ready.map(|node| node["role"].as_str().expect("a word").to_owned()).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_router_moves_one_decode_node_to_prefill_while_prompts_wait() {
+    let balance = vec![
+        ("BATON_BALANCE__ENABLED", "true".to_owned()),
+        ("BATON_BALANCE__FOR_MS", "1000".to_owned()),
+        ("BATON_BALANCE__PAUSE_MS", "1000".to_owned()),
+    ];
+    let fleet = Fleet::start_with(PACED, 2, 2, balance).await;
+    fleet.expect_log(A_NODE_DIES);
+    let (n_asked, is_moved) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let asker = async || {
+        while !is_moved.load(Ordering::Relaxed) {
+            let nth = n_asked.fetch_add(1, Ordering::Relaxed) as u32;
+            let ask = Ask::new((0..1_500).map(|idx| (nth * 31 + idx * 7) % 256).collect(), 3);
+            fleet.client().ask(&ask).await.expect("an answer");
+        }
+    };
+    let watches = async {
+        eventually("three prefill nodes and a decode node", async || {
+            let roles = roles(&fleet).await;
+            let n_prefill = roles.iter().filter(|role| *role == "prefill").count();
+            (roles.len() == 4 && n_prefill == 3).then_some(())
+        })
+        .await;
+        // The last decode node stays, whatever the load.
+        tokio::time::sleep(Duration::from_secs(4)).await;
+        is_moved.store(true, Ordering::Relaxed);
+    };
+    tokio::join!(join_all((0..2 * CLIENTS).map(|_| asker())), watches);
+    assert_eq!(roles(&fleet).await.iter().filter(|role| *role == "decode").count(), 1);
+    let cluster = fleet.client().get_json("/debug/cluster").await;
+    let balance = &cluster["balance"];
+    assert_eq!(balance["controller"], "this router moves nodes");
+    let moves = balance["moves"].as_array().expect("a list of moves");
+    assert_eq!(moves.len(), 1, "{balance}");
+    assert_eq!((&moves[0]["from"], &moves[0]["to"]), (&"decode".into(), &"prefill".into()), "{balance}");
+    assert!(moves[0]["outcome"].as_str().is_some_and(|outcome| outcome.starts_with("moved: ")), "{balance}");
+    let counted = "baton_router_role_moves_total{outcome=\"moved\"}";
+    assert_eq!(Client::new(fleet.admin).counter(counted).await, 1);
+    fleet.baseline().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_nodes_that_change_at_once_do_not_both_go() {
+    let fleet = Fleet::start(PACED, 1, 2).await;
+    fleet.expect_log(A_NODE_DIES);
+    let (one, two) = (&fleet.nodes[1], &fleet.nodes[2]);
+    let answers = tokio::join!(one.tell("role?role=prefill"), two.tell("role?role=prefill"));
+    let mut codes = [answers.0, answers.1].map(|(status, body)| (status, body["error"]["code"].to_string()));
+    codes.sort();
+    assert_eq!(codes, [(200, "null".to_owned()), (409, "\"last_of_kind\"".to_owned())]);
+    fleet.baseline().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -7,14 +7,16 @@ use CertRole::{Both, Decode, Operator, Pool, Prefill, Router};
 
 /// The calls by the beginning of their path, and their callers. The first line that fits decides; other calls have no
 /// caller.
-const CALLERS: [(&str, &[CertRole]); 7] = [
+const CALLERS: [(&str, &[CertRole]); 9] = [
     ("/baton.v1.Prefill/", &[Router]),
     ("/baton.v1.Decode/", &[Router, Operator]),
     ("/baton.v1.Pool/", &[Router]),
     ("/baton.v1.NodeStatus/SetStanding", &[Router]),
+    ("/baton.v1.NodeStatus/ChangeRole", &[Router]),
     ("/baton.v1.NodeStatus/", &[Router, Operator]),
     ("/baton.v1.Bootstrap/Watch", &[Router, Prefill, Decode, Both, Pool, Operator]),
-    ("/baton.v1.Bootstrap/", &[Prefill, Decode, Both, Pool]),
+    ("/baton.v1.Bootstrap/Announce", &[Prefill, Decode, Both, Pool]),
+    ("/baton.v1.Bootstrap/", &[Router, Prefill, Decode, Both, Pool]),
 ];
 
 /// Refuses a caller without a certificate, or of a role that does not make this call.
@@ -40,11 +42,13 @@ mod tests {
             ("/baton.v1.Pool/Put", "router"),
             ("/baton.v1.Pool/Deliver", "router"),
             ("/baton.v1.NodeStatus/SetStanding", "router"),
+            ("/baton.v1.NodeStatus/ChangeRole", "router"),
             ("/baton.v1.NodeStatus/Watch", "router operator"),
             ("/baton.v1.NodeStatus/Ledger", "router operator"),
             ("/baton.v1.Bootstrap/Announce", "prefill decode both pool"),
-            ("/baton.v1.Bootstrap/KeepAlive", "prefill decode both pool"),
-            ("/baton.v1.Bootstrap/Withdraw", "prefill decode both pool"),
+            ("/baton.v1.Bootstrap/KeepAlive", "router prefill decode both pool"),
+            ("/baton.v1.Bootstrap/Lock", "router prefill decode both pool"),
+            ("/baton.v1.Bootstrap/Withdraw", "router prefill decode both pool"),
             ("/baton.v1.Bootstrap/Watch", "router prefill decode both pool operator"),
             ("/baton.v1.Unknown/Call", ""),
         ] {

@@ -16,6 +16,7 @@ use types::{NodeId, NodeInfo};
 
 use crate::announcement::{self, Announcement, LeaseTerms, Presence, within};
 use crate::error::RegistryError;
+use crate::lock::{self, Entry, Lock, LockName};
 use crate::memory::{TTL, terms};
 use crate::open::RegistryParts;
 use crate::url::{RegistryUrl, port_of};
@@ -62,12 +63,18 @@ impl EmbeddedRegistry {
 #[async_trait]
 impl Registry for EmbeddedRegistry {
     async fn announce(&self, node: NodeInfo) -> Result<Announcement, RegistryError> {
-        let presence = OverGrpc { client: self.client.clone(), node: node.clone(), lease: None };
+        let entry = Entry::Node(Box::new(node.clone()));
+        let presence = OverGrpc { client: self.client.clone(), entry, lease: None };
         announcement::keep(&node, presence, &self.gate, self.world.clone()).await
     }
 
     async fn watch(&self) -> Result<BoxStream<'static, MembershipEvent>, RegistryError> {
         Ok(follow(self.feed(), self.world.clone()))
+    }
+
+    async fn lock(&self, name: LockName) -> Result<Option<Lock>, RegistryError> {
+        let presence = OverGrpc { client: self.client.clone(), entry: Entry::Lock(name), lease: None };
+        lock::take(name, presence, &self.gate, self.world.clone()).await
     }
 }
 
@@ -75,15 +82,19 @@ impl Registry for EmbeddedRegistry {
 
 struct OverGrpc {
     client: BootstrapClient<RpcChannel>,
-    node: NodeInfo,
+    entry: Entry,
     lease: Option<u64>,
 }
 
 #[async_trait]
 impl Presence for OverGrpc {
     async fn announce(&mut self) -> Result<LeaseTerms, RegistryError> {
-        let request = v1::AnnounceRequest { node: Some((&self.node).into()) };
-        let answer = self.client.announce(request).await;
+        let answer = match &self.entry {
+            Entry::Node(node) => {
+                self.client.announce(v1::AnnounceRequest { node: Some((&**node).into()) }).await
+            }
+            Entry::Lock(name) => self.client.lock(v1::LockRequest { name: name.as_str().to_owned() }).await,
+        };
         let answer = answer.map_err(|status| self.refused(status))?.into_inner();
         self.lease = Some(answer.lease);
         Ok(terms(Duration::from_millis(answer.ttl_ms)))
@@ -107,9 +118,10 @@ impl OverGrpc {
     fn refused(&self, status: Status) -> RegistryError {
         match status.code() {
             Code::NotFound => RegistryError::LeaseLost,
-            Code::AlreadyExists => {
-                RegistryError::Superseded { id: self.node.id.clone(), epoch: self.node.epoch }
-            }
+            Code::AlreadyExists => match &self.entry {
+                Entry::Node(node) => RegistryError::Superseded { id: node.id.clone(), epoch: node.epoch },
+                Entry::Lock(_) => RegistryError::LockHeld,
+            },
             _ => error_from("call the embedded registry", status),
         }
     }

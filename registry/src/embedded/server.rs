@@ -16,6 +16,7 @@ use types::NodeInfo;
 use crate::MembershipEvent;
 use crate::announcement::check;
 use crate::error::RegistryError;
+use crate::lock::LockName;
 use crate::memory::MemoryRegistry;
 use crate::table::LeaseId;
 
@@ -46,6 +47,14 @@ impl Bootstrap for BootstrapService {
         let node = NodeInfo::try_from(node)?;
         self.check_name(caller, &node)?;
         let lease = check(&node).and_then(|()| self.registry.grant(node)).map_err(|error| status(&error))?;
+        Ok(Response::new(v1::AnnounceAnswer { lease: lease.0, ttl_ms: self.ttl_ms() }))
+    }
+
+    async fn lock(&self, request: Request<v1::LockRequest>) -> Result<Response<v1::AnnounceAnswer>, Status> {
+        let name = request.into_inner().name;
+        let name = LockName::ALL.into_iter().find(|known| known.as_str() == name);
+        let name = name.ok_or_else(|| Status::invalid_argument("there is no lock of this name"))?;
+        let lease = self.registry.take_lock(name).map_err(|error| status(&error))?;
         Ok(Response::new(v1::AnnounceAnswer { lease: lease.0, ttl_ms: self.ttl_ms() }))
     }
 
@@ -114,7 +123,7 @@ fn status(error: &RegistryError) -> Status {
     let message = error.to_string();
     match error {
         RegistryError::LeaseLost => Status::not_found(message),
-        RegistryError::Superseded { .. } => Status::already_exists(message),
+        RegistryError::Superseded { .. } | RegistryError::LockHeld => Status::already_exists(message),
         RegistryError::Full { .. } => Status::resource_exhausted(message),
         RegistryError::InvalidNode { .. } => Status::invalid_argument(message),
         RegistryError::Url { .. }

@@ -1,4 +1,4 @@
-//! One node's lease and key in etcd.
+//! The lease and key of one node, or of one lock, in etcd.
 
 use std::time::Duration;
 
@@ -10,7 +10,6 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Streaming};
 use tracing::debug;
-use types::NodeInfo;
 
 use super::client::v3::compare::{CompareResult, CompareTarget, TargetUnion};
 use super::client::v3::request_op::Request;
@@ -23,6 +22,7 @@ use super::keys::Keys;
 use super::settings::EtcdSettings;
 use crate::announcement::{LeaseTerms, Presence};
 use crate::error::RegistryError;
+use crate::lock::Entry;
 
 /// Renewals per lease time: the lease survives two lost ones. Each renewal is two small requests.
 const RENEWALS_PER_TTL: u32 = 4;
@@ -32,11 +32,11 @@ const PUT_ATTEMPTS: usize = 4;
 pub(crate) struct EtcdAnnouncement {
     settings: EtcdSettings,
     keys: Keys,
-    node: NodeInfo,
+    entry: Entry,
     world: World,
     /// The connection; `None` after an error, and the next call reconnects.
     connection: Option<EtcdClient>,
-    /// The id of the lease that the node's key is attached to, or was attached to last.
+    /// The id of the lease that the key is attached to, or was attached to last.
     lease: Option<i64>,
     renewal: Option<LeaseRenewal>,
 }
@@ -49,9 +49,9 @@ struct LeaseRenewal {
 }
 
 impl EtcdAnnouncement {
-    pub(crate) fn new(settings: EtcdSettings, node: NodeInfo, world: World) -> Self {
+    pub(crate) fn new(settings: EtcdSettings, entry: Entry, world: World) -> Self {
         let keys = Keys::of(&settings.cluster);
-        Self { settings, keys, node, world, connection: None, lease: None, renewal: None }
+        Self { settings, keys, entry, world, connection: None, lease: None, renewal: None }
     }
 
     async fn client(&mut self) -> Result<EtcdClient, RegistryError> {
@@ -125,37 +125,51 @@ impl EtcdAnnouncement {
         Ok(LeaseTerms { ttl, beat: ttl / RENEWALS_PER_TTL })
     }
 
-    /// Writes the node's key under `lease`, unless a later life has written it.
+    /// Writes the key under `lease`, unless a later life of the node, or another holder of the lock, has written it.
     async fn put(&mut self, client: &EtcdClient, lease: i64) -> Result<(), RegistryError> {
         for _ in 0..PUT_ATTEMPTS {
             let seen = self.read(client).await?;
-            self.refuse_later_life(seen.as_ref())?;
+            self.may_replace(seen.as_ref())?;
             // The lease is stored before the write, because the key may be attached to it even if the answer
             // is lost.
             self.lease = Some(lease);
             if self.put_over(client, lease, seen.map_or(0, |seen| seen.mod_revision)).await? {
                 return Ok(());
             }
-            debug!(node = %self.node.id, "etcd key of the node was changed concurrently, reading it again");
+            let key = self.key();
+            debug!(key, "etcd key was changed concurrently, reading it again");
         }
-        Err(RegistryError::Interrupted { reason: "other processes keep changing the node's key".to_owned() })
+        Err(RegistryError::Interrupted { reason: "other processes keep changing the key".to_owned() })
     }
 
     async fn read(&self, client: &EtcdClient) -> Result<Option<KeyValue>, RegistryError> {
-        let key = self.keys.node(&self.node.id).into_bytes();
+        let key = self.key().into_bytes();
         let answer = client.kv().range(RangeRequest { key, ..RangeRequest::default() }).await;
-        Ok(answer.map_err(|status| failed("read the node's key", status))?.into_inner().kvs.pop())
+        Ok(answer.map_err(|status| failed("read the key", status))?.into_inner().kvs.pop())
     }
 
-    fn refuse_later_life(&self, seen: Option<&KeyValue>) -> Result<(), RegistryError> {
+    fn key(&self) -> String {
+        match &self.entry {
+            Entry::Node(node) => self.keys.node(&node.id),
+            Entry::Lock(name) => self.keys.lock(*name),
+        }
+    }
+
+    /// Returns an error if the key belongs to a later life of the node, or to another holder of the lock.
+    fn may_replace(&self, seen: Option<&KeyValue>) -> Result<(), RegistryError> {
+        let node = match &self.entry {
+            Entry::Node(node) => node,
+            Entry::Lock(_) if seen.is_some() => return Err(RegistryError::LockHeld),
+            Entry::Lock(_) => return Ok(()),
+        };
         // A value that cannot be decoded, or that has no valid signature of the cluster, belongs to no node
         // and may be replaced.
         let identity = self.world.identity();
         let seen = seen.filter(|seen| identity.check_entry(&seen.key, &seen.value).is_ok());
         let seen = seen.and_then(|seen| v1::NodeInfo::decode(&*seen.value).ok());
         match seen {
-            Some(seen) if seen.epoch > self.node.epoch.0 => {
-                Err(RegistryError::Superseded { id: self.node.id.clone(), epoch: self.node.epoch })
+            Some(seen) if seen.epoch > node.epoch.0 => {
+                Err(RegistryError::Superseded { id: node.id.clone(), epoch: node.epoch })
             }
             Some(_) | None => Ok(()),
         }
@@ -164,14 +178,17 @@ impl EtcdAnnouncement {
     /// Writes the key if its revision is still `seen` (0: absent), and the mark of etcd's data if it is
     /// absent. Returns whether the key was written.
     async fn put_over(&self, client: &EtcdClient, lease: i64, seen: i64) -> Result<bool, RegistryError> {
-        let key = self.keys.node(&self.node.id).into_bytes();
-        let value = v1::NodeInfo::from(&self.node).encode_to_vec();
+        let key = self.key().into_bytes();
+        let value = match &self.entry {
+            Entry::Node(node) => v1::NodeInfo::from(&**node).encode_to_vec(),
+            Entry::Lock(_) => Vec::new(),
+        };
         let value = self.world.identity().sign_entry(&key, value);
         let unchanged = equal(key.clone(), CompareTarget::Mod, TargetUnion::ModRevision(seen));
         let put = Request::RequestPut(PutRequest { key, value, lease });
         let transaction = transaction(unchanged, [Request::RequestTxn(self.mark()), put]);
         let answer = client.kv().txn(transaction).await;
-        Ok(answer.map_err(|status| failed("write the node's key", status))?.into_inner().succeeded)
+        Ok(answer.map_err(|status| failed("write the key", status))?.into_inner().succeeded)
     }
 
     fn mark(&self) -> TxnRequest {

@@ -2,6 +2,8 @@
 
 use types::NodeId;
 
+use crate::lock::LockName;
+
 /// The keys of one Baton cluster. All have one prefix, so that one etcd role can grant access to them.
 #[derive(Clone, Debug)]
 pub(crate) struct Keys {
@@ -35,6 +37,10 @@ impl Keys {
 
     pub(crate) fn node(&self, id: &NodeId) -> String {
         format!("{}nodes/{id}", self.prefix)
+    }
+
+    pub(crate) fn lock(&self, name: LockName) -> String {
+        format!("{}locks/{}", self.prefix, name.as_str())
     }
 
     pub(crate) fn read(&self, key: &[u8]) -> Key {

@@ -3,6 +3,7 @@
 //! | key | value | lives |
 //! |---|---|---|
 //! | `/baton/<cluster>/nodes/<id>` | `baton.v1.NodeInfo`, protobuf, signed | as long as its node's lease |
+//! | `/baton/<cluster>/locks/<name>` | empty | as long as the lease of the process that has the lock |
 //! | `/baton/<cluster>/life` | a random number | forever; the first node that finds it absent writes it |
 //!
 //! The key `life` tells watchers whether an etcd without members has lost its data. Only this module uses
@@ -24,6 +25,7 @@ pub use settings::{EtcdSettings, TlsFiles};
 
 use crate::announcement::{self, Announcement};
 use crate::error::RegistryError;
+use crate::lock::{self, Entry, Lock, LockName};
 use crate::open::RegistryParts;
 use crate::url::RegistryUrl;
 use crate::watch::{Feed, follow};
@@ -59,12 +61,21 @@ impl EtcdRegistry {
 #[async_trait]
 impl Registry for EtcdRegistry {
     async fn announce(&self, node: NodeInfo) -> Result<Announcement, RegistryError> {
-        let presence =
-            announce::EtcdAnnouncement::new(self.settings.clone(), node.clone(), self.world.clone());
+        let presence = announce::EtcdAnnouncement::new(
+            self.settings.clone(),
+            Entry::Node(Box::new(node.clone())),
+            self.world.clone(),
+        );
         announcement::keep(&node, presence, &self.gate, self.world.clone()).await
     }
 
     async fn watch(&self) -> Result<BoxStream<'static, MembershipEvent>, RegistryError> {
         Ok(follow(self.feed(), self.world.clone()))
+    }
+
+    async fn lock(&self, name: LockName) -> Result<Option<Lock>, RegistryError> {
+        let presence =
+            announce::EtcdAnnouncement::new(self.settings.clone(), Entry::Lock(name), self.world.clone());
+        lock::take(name, presence, &self.gate, self.world.clone()).await
     }
 }

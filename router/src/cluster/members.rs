@@ -9,7 +9,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::{info, warn};
 use types::place::keepers;
-use types::{BlockHash, BlockHashKey, Epoch, FingerprintDigest, ModelInfo, NodeId, NodeInfo};
+use types::{BlockHash, BlockHashKey, Epoch, FingerprintDigest, ModelInfo, NodeId, NodeInfo, NodeLoad};
 
 use super::groups::{self, DecisionContext, GroupNode, Reason, Usability};
 use super::routable::{Routable, RoutableModel, RoutableNode};
@@ -61,6 +61,18 @@ impl NodeState {
             _ => None,
         }
     }
+}
+
+/// One node of the group that serves a model, usable or not, with its last report.
+#[derive(Clone, Debug)]
+pub struct GroupMember {
+    pub info: Arc<NodeInfo>,
+    pub state: NodeState,
+    pub load: NodeLoad,
+    /// The time of the report; `None` before the first.
+    pub reported: Option<Instant>,
+    /// The tokens of assigned prompts that the report does not include.
+    pub assigned_tokens: u64,
 }
 
 /// The groups of one model's nodes, by fingerprint.
@@ -429,6 +441,22 @@ impl Members {
             other => Some(format!("the router sees the node as {}", other.as_str())),
         };
         WorkStatus { refusal, rollout_waits_for }
+    }
+
+    /// Returns the nodes of the group that serves each model.
+    pub(super) fn groups_in_force(&self) -> Vec<(String, Vec<GroupMember>)> {
+        let member = |member: &Member| GroupMember {
+            info: Arc::clone(&member.info),
+            state: self.state(member),
+            load: member.node.load(),
+            reported: member.node.reported(),
+            assigned_tokens: member.node.assigned.unreported().n_tokens,
+        };
+        let of_model = |(name, record): (&String, &ModelRecord)| {
+            let serves = |one: &&Member| record.in_force == Some(one.fingerprint);
+            (name.clone(), self.of_model(name).filter(serves).map(member).collect())
+        };
+        self.by_model.iter().map(of_model).collect()
     }
 
     pub(super) fn groups(&self) -> Vec<ModelGroups> {

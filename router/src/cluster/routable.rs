@@ -25,6 +25,8 @@ pub(super) struct RoutableNode {
     pub(super) assigned: Arc<AssignedWork>,
     pub(super) blocks: Arc<IndexedNode>,
     load: Mutex<NodeLoad>,
+    /// The time of the last report; `None` before the first.
+    reported: Mutex<Option<Instant>>,
     /// The router's route counter at the node's last assignment; zero if it had none.
     last_turn: AtomicU64,
 }
@@ -50,6 +52,7 @@ impl RoutableNode {
             assigned: Arc::default(),
             blocks: Arc::new(blocks),
             load: Mutex::default(),
+            reported: Mutex::default(),
             last_turn: AtomicU64::new(0),
         }
     }
@@ -58,11 +61,16 @@ impl RoutableNode {
         *self.load.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    pub(super) fn reported(&self) -> Option<Instant> {
+        *self.reported.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Replaces the load by a report that came at `now`.
     pub(super) fn report(&self, load: NodeLoad, now: Instant) {
         let age = Duration::from_secs_f32(load.age_ms.min(AGE_MS_MAX) / 1e3);
         self.assigned.reported(now.checked_sub(age).unwrap_or(now));
         *self.load.lock().unwrap_or_else(PoisonError::into_inner) = load;
+        *self.reported.lock().unwrap_or_else(PoisonError::into_inner) = Some(now);
     }
 
     /// Counts a prompt against the node: the tokens that the node is to compute, and the blocks that it will have.

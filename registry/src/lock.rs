@@ -1,0 +1,138 @@
+//! A lock in a registry: a value that one process of the cluster has at a time.
+
+use chassis::{Gate, Task, World, spawn_guarded};
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, warn};
+use types::NodeInfo;
+
+use crate::announcement::{LeaseTerms, Presence, within};
+use crate::error::{Chain, RegistryError};
+
+/// The locks that Baton uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum LockName {
+    /// The router that moves nodes between roles has it all the time.
+    Balance,
+    /// A node that changes its role has it during the change.
+    RoleChange,
+}
+
+impl LockName {
+    pub const ALL: [Self; 2] = [Self::Balance, Self::RoleChange];
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Balance => "balance",
+            Self::RoleChange => "role-change",
+        }
+    }
+}
+
+/// What a lease is for.
+#[derive(Clone, Debug)]
+pub(crate) enum Entry {
+    Node(Box<NodeInfo>),
+    Lock(LockName),
+}
+
+/// A lock that this process has. It is renewed in the background; dropping it gives it back.
+///
+/// A process that dies, or cannot reach the registry, loses the lock when its lease ends.
+#[derive(Debug)]
+#[must_use = "dropping a lock gives it back"]
+pub struct Lock {
+    /// The time until which the lock is certain; `None` once it is lost.
+    held_until: watch::Receiver<Option<Instant>>,
+    world: World,
+    stop: CancellationToken,
+    /// The task that renews the lock; `None` once it was detached or aborted.
+    task: Option<Task<()>>,
+}
+
+impl Lock {
+    /// Returns whether the lock is certain: its last renewal is younger than its lease.
+    pub fn is_held(&self) -> bool {
+        self.held_until.borrow().is_some_and(|until| self.world.now() < until)
+    }
+
+    /// Stops renewals without giving the lock back, as if the process had died.
+    pub fn abandon(mut self) {
+        drop(self.task.take());
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        self.stop.cancel();
+        if let Some(task) = self.task.take() {
+            task.detach();
+        }
+    }
+}
+
+/// Takes a lock through `presence`, and spawns the task that renews it. Returns `None` if another process has it.
+pub(crate) async fn take(
+    name: LockName,
+    mut presence: impl Presence,
+    gate: &Gate,
+    world: World,
+) -> Result<Option<Lock>, RegistryError> {
+    let asked = world.now();
+    let terms = match within("take a lock", presence.announce()).await {
+        Ok(terms) => terms,
+        Err(RegistryError::LockHeld) => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let (until, held_until) = watch::channel(Some(asked + terms.ttl));
+    let stop = CancellationToken::new();
+    let renewal = Renewal { name, presence, terms, until, world: world.clone() };
+    let task = spawn_guarded(gate, "registry lock", renewal.run(stop.clone()));
+    Ok(Some(Lock { held_until, world, stop, task: Some(task) }))
+}
+
+/// The state of the task that renews a lock.
+struct Renewal<P> {
+    name: LockName,
+    presence: P,
+    terms: LeaseTerms,
+    until: watch::Sender<Option<Instant>>,
+    world: World,
+}
+
+impl<P: Presence> Renewal<P> {
+    async fn run(mut self, stop: CancellationToken) {
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => {}
+            () = self.renew() => {}
+        }
+        self.until.send_replace(None);
+        if let Err(error) = within("give a lock back", self.presence.withdraw()).await {
+            let lock = self.name.as_str();
+            debug!(lock, error = %Chain(&error), "lock was not given back, it is free when its lease ends");
+        }
+    }
+
+    /// Renews the lock until it is lost.
+    async fn renew(&mut self) {
+        let mut until = self.world.now() + self.terms.ttl;
+        loop {
+            tokio::time::sleep(self.terms.beat).await;
+            let asked = self.world.now();
+            let lock = self.name.as_str();
+            match within("renew a lock", self.presence.keep_alive()).await {
+                Ok(()) => {
+                    until = asked + self.terms.ttl;
+                    self.until.send_replace(Some(until));
+                }
+                Err(RegistryError::LeaseLost) => return warn!(lock, "registry has given the lock away"),
+                Err(error) if self.world.now() >= until => {
+                    return warn!(lock, error = %Chain(&error), "lock is lost: its lease could not be renewed");
+                }
+                Err(error) => debug!(lock, error = %Chain(&error), "lock was not renewed, trying again"),
+            }
+        }
+    }
+}
