@@ -208,8 +208,7 @@ impl Router {
         let pages = self.config.cors.layer(pages);
         let operators = http::stack(on_admin, acceptor.clone(), router_metrics.clone());
         let closing = drain.closing.clone();
-        let (models, metrics) = (self.models.clone(), router_metrics.clone());
-        let world = self.world.clone();
+        let (models, metrics, world) = (self.models.clone(), router_metrics.clone(), self.world.clone());
         let api = GrpcApi { serve, models, acceptor, metrics, world, shutdown: closing.clone() };
         let grpc_close = Shutdown::new();
         let routes = routes(self.embedded.as_ref(), api, &grpc_close);

@@ -8,8 +8,14 @@ use super::*;
 use crate::admission::Arrived;
 
 /// The costs of the mocks in `bench/scenarios/mocks/wave.toml`.
-const COSTS: LearnedCosts =
-    LearnedCosts { prompt_token_ms: 0.045, step_ms: 6.0, row_ms: 0.25, context_ms: 0.0, step_tokens: 0 };
+const COSTS: LearnedCosts = LearnedCosts {
+    prompt_token_ms: 0.045,
+    step_ms: 6.0,
+    row_ms: 0.25,
+    context_ms: 0.0,
+    step_tokens: 0,
+    gap_ms_max: 0.0,
+};
 
 const SETTINGS: BalanceSettings =
     BalanceSettings { margin: 0.25, window: Duration::from_secs(10), pause: Duration::from_secs(10) };
