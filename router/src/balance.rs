@@ -1,12 +1,12 @@
 //! Moves nodes between prefill and decode when another ratio serves the present demand better.
 //!
-//! `demand` measures what clients ask for, and `prediction` compares ratios; both are pure, and so is `patience`, which
+//! `demand` measures what clients ask for, and `prediction` compares ratios; both are pure, and so is `move_delay`, which
 //! waits until a prediction has stood long enough. This file is the task that asks nodes to change their roles. One
 //! router of a cluster acts: the one that has the lock `balance` in the registry.
 //! See `docs/decisions/0029-routers-balance-roles.md`.
 
 mod demand;
-mod patience;
+mod move_delay;
 mod prediction;
 mod settings;
 #[cfg(test)]
@@ -27,7 +27,7 @@ use types::{NodeId, Role, in_full};
 use crate::admission::Admission;
 use crate::cluster::{Cluster, GroupMember, NodeState};
 use demand::DemandWindow;
-use patience::Patience;
+use move_delay::MoveDelay;
 use prediction::{GroupNumbers, Move, NodeNumbers};
 pub use settings::{BalanceSection, BalanceSettings};
 
@@ -142,7 +142,7 @@ pub(crate) struct Balance {
 #[derive(Debug)]
 struct ModelBalance {
     demand: DemandWindow,
-    patience: Patience,
+    delay: MoveDelay,
 }
 
 impl Balance {
@@ -184,7 +184,7 @@ impl Balance {
             Ok(Some(lock)) => {
                 info!("this router moves nodes between roles");
                 // Another router may have moved nodes a moment ago.
-                self.models.values_mut().for_each(|model| model.patience.pause(now));
+                self.models.values_mut().for_each(|model| model.delay.pause(now));
                 self.lock = Some(lock);
                 "this router moves nodes".to_owned()
             }
@@ -204,7 +204,7 @@ impl Balance {
             let settings = self.parts.settings;
             let model = self.models.entry(name.clone()).or_insert_with(|| ModelBalance {
                 demand: DemandWindow::new(settings.window),
-                patience: Patience::new(settings, now),
+                delay: MoveDelay::new(settings, now),
             });
             let arrived = self.parts.admission.arrived(&name);
             let roles = members.iter().map(|member| (member.info.id.clone(), member.info.role)).collect();
@@ -216,7 +216,7 @@ impl Balance {
                 Err(reason) => format!("no node is moved: {reason}"),
             };
             self.report.report().models.insert(name, says);
-            due = due.or(model.patience.due(roles, predicted.ok(), now));
+            due = due.or(model.delay.due(roles, predicted.ok(), now));
         }
         due
     }
@@ -231,7 +231,7 @@ impl Balance {
             None => Err("the node has left".to_owned()),
         };
         let now = self.parts.world.now();
-        self.models.values_mut().for_each(|model| model.patience.pause(now));
+        self.models.values_mut().for_each(|model| model.delay.pause(now));
         let mut report = self.report.report();
         if report.moves.len() >= MOVES_SHOWN {
             report.moves.remove(0);

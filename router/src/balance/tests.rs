@@ -1,4 +1,4 @@
-//! Tests of predictions as a table, and of the controller's patience over simulated time.
+//! Tests of predictions as a table, and of the controller's delay over simulated time.
 
 use types::{BlockCounts, LearnedCosts, NodeLoad};
 
@@ -196,7 +196,7 @@ struct Simulation {
     /// The answer tokens that are left of each stream.
     streams: Vec<f64>,
     demand: DemandWindow,
-    patience: Patience,
+    delay: MoveDelay,
     moving: Option<(Role, f64)>,
     moves: Vec<(f64, Role)>,
 }
@@ -217,7 +217,7 @@ impl Simulation {
             queued: 0.0,
             streams: Vec::new(),
             demand: DemandWindow::new(SETTINGS.window),
-            patience: Patience::new(SETTINGS, began),
+            delay: MoveDelay::new(SETTINGS, began),
             moving: None,
             moves: Vec::new(),
         }
@@ -269,7 +269,7 @@ impl Simulation {
         group.nodes[0].load.queued_tokens = self.queued as u64;
         running(group.nodes.last_mut().expect("a decode node"), self.streams.len() as u32);
         let roles = group.nodes.iter().map(|node| (node.id.clone(), node.role)).collect();
-        let Some(wanted) = self.patience.due(roles, group.predict(SETTINGS.margin).ok(), now) else { return };
+        let Some(wanted) = self.delay.due(roles, group.predict(SETTINGS.margin).ok(), now) else { return };
         *(if wanted.from == Role::Prefill { &mut self.n_prefill } else { &mut self.n_decode }) -= 1;
         self.moving = Some((wanted.to, self.seconds + 2.0));
         self.moves.push((self.seconds, wanted.to));
@@ -330,8 +330,8 @@ fn a_prediction_must_stand_for_the_whole_time() {
         let demand = if long { demand(6.0, 8192.0, 16.0) } else { demand(11.0, 256.0, 512.0) };
         Some(group(2, 2, demand).predict(0.25).expect("a move"))
     };
-    let mut patience = Patience::new(SETTINGS, began);
-    let mut due = |ids: &[&str], wanted, seconds| patience.due(roles(ids), wanted, at(seconds)).is_some();
+    let mut delay = MoveDelay::new(SETTINGS, began);
+    let mut due = |ids: &[&str], wanted, seconds| delay.due(roles(ids), wanted, at(seconds)).is_some();
     assert!(!due(&["a"], predicted(Role::Prefill), 0));
     assert!(!due(&["a"], predicted(Role::Prefill), 9));
     assert!(due(&["a"], predicted(Role::Prefill), 10));

@@ -2,7 +2,7 @@
 //!
 //! Suggested reading order: the path of a request (`api`); its fields (`request_fields`, `fields`,
 //! `constraints`, `chat`, `completions`, `tokenize`, and `anthropic`,
-//! `responses` and `conversion`, whose requests become chats); chats ([`crate::chat`]); answers while they are generated ([`crate::answers`], [`crate::choice`]); the formats of
+//! `responses` and `conversion`, whose requests become chats); chats (`router::chat`); answers while they are generated (`router::answers`, [`crate::choice`]); the formats of
 //! answers (`answer`, `tools`, `blocks`, `sse`, `logprobs`, `explanation`); requests for other engines (`passthrough`); errors (`error`); pages of other origins (`cors`); and the port's
 //! connections ([`stall`], [`tls`]).
 

@@ -10,7 +10,7 @@ use super::prediction::Move;
 
 /// For how long the same kind of move was predicted without a gap.
 #[derive(Debug)]
-pub(super) struct Patience {
+pub(super) struct MoveDelay {
     settings: BalanceSettings,
     roles: BTreeMap<NodeId, Role>,
     quiet_until: Instant,
@@ -18,7 +18,7 @@ pub(super) struct Patience {
     wanted: Option<(Role, Instant)>,
 }
 
-impl Patience {
+impl MoveDelay {
     pub(super) fn new(settings: BalanceSettings, now: Instant) -> Self {
         Self { settings, roles: BTreeMap::new(), quiet_until: now, wanted: None }
     }
