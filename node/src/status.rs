@@ -203,11 +203,9 @@ impl NodeStatus for StatusService {
     ) -> Result<Response<v1::ChangeRoleAnswer>, Status> {
         let v1::ChangeRoleRequest { epoch, role } = request.into_inner();
         check_life(epoch, self.0.epoch)?;
-        let role = match v1::Role::try_from(role) {
-            Ok(v1::Role::Prefill) => Role::Prefill,
-            Ok(v1::Role::Decode) => Role::Decode,
-            Ok(v1::Role::Both) => Role::Both,
-            Ok(v1::Role::Pool | v1::Role::Unspecified) | Err(_) => {
+        let role = match proto::role_from_wire(role) {
+            Ok(role @ (Role::Prefill | Role::Decode | Role::Both)) => role,
+            Ok(Role::Pool) | Err(_) => {
                 return Err(Status::invalid_argument("no role of a node that computes"));
             }
         };

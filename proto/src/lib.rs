@@ -6,6 +6,7 @@
 mod convert;
 mod error;
 
+pub use convert::node::role_from_wire;
 pub use convert::prompt::{prompt_from_wire, prompt_to_wire};
 pub use convert::transfer::{transfer_from_wire, transfer_to_wire};
 pub use error::ConvertError;

@@ -16,9 +16,9 @@ use crate::error::{Chain, RegistryError};
 /// The timeout of one call to a registry.
 pub(crate) const CALL_WITHIN: Duration = Duration::from_secs(3);
 
-/// One lease in a registry, of a node or of a lock, as an announcement or a [`Lock`](crate::Lock) uses it. An implementation keeps the lease's id and the
-/// connection, and reconnects when the connection is broken. [`keep`] does the rest: retries, renewals and
-/// logs.
+/// One lease in a registry, of a node or of a lock, as an announcement or a [`Lock`](crate::Lock) uses it. An
+/// implementation keeps the lease's id and the connection, and reconnects when the connection is broken. [`keep`] and
+/// [`take`](crate::lock::take) do the rest: retries, renewals and logs.
 ///
 /// Every call is limited to [`CALL_WITHIN`] and may be dropped before it ends. The next call must then start over.
 #[async_trait]
@@ -48,8 +48,14 @@ pub struct Announcement {
     id: NodeId,
     epoch: Epoch,
     standing: watch::Receiver<AnnouncementState>,
+    task: LeaseTask,
+}
+
+/// The task that renews a lease. Dropping it has the lease ended in the background.
+#[derive(Debug)]
+pub(crate) struct LeaseTask {
     stop: CancellationToken,
-    /// The task that keeps the node announced; `None` once it was detached or aborted.
+    /// `None` once the task was detached or aborted.
     task: Option<Task<()>>,
 }
 
@@ -91,17 +97,29 @@ impl Announcement {
     /// Withdraws the node. Returns when the registry has confirmed it, or after three seconds; the lease then expires by
     /// itself. If the future is dropped, the withdrawal continues in the background.
     pub async fn withdraw(mut self) {
-        self.stop.cancel();
+        self.task.stop.cancel();
         let _ = self.standing.wait_for(|standing| *standing == AnnouncementState::Withdrawn).await;
     }
 
     /// Stops renewals without withdrawing, as if the process had died: the lease expires by itself.
-    pub fn abandon(mut self) {
+    pub fn abandon(self) {
+        self.task.abandon();
+    }
+}
+
+impl LeaseTask {
+    /// `task` ends the lease and returns when `stop` is cancelled.
+    pub(crate) fn new(stop: CancellationToken, task: Task<()>) -> Self {
+        Self { stop, task: Some(task) }
+    }
+
+    /// Stops renewals without ending the lease, as if the process had died.
+    pub(crate) fn abandon(mut self) {
         drop(self.task.take());
     }
 }
 
-impl Drop for Announcement {
+impl Drop for LeaseTask {
     fn drop(&mut self) {
         self.stop.cancel();
         if let Some(task) = self.task.take() {
@@ -123,8 +141,8 @@ pub(crate) async fn keep(
     let stop = CancellationToken::new();
     let keeper = Keeper { id: node.id.clone(), presence, world, standing, backoff: Backoff::default() };
     let task = spawn_guarded(gate, "registry announcement", keeper.run(first, stop.clone()));
-    let (id, epoch) = (node.id.clone(), node.epoch);
-    let announcement = Announcement { id, epoch, standing: standings, stop, task: Some(task) };
+    let (id, epoch, task) = (node.id.clone(), node.epoch, LeaseTask::new(stop, task));
+    let announcement = Announcement { id, epoch, standing: standings, task };
     match first_answer.await {
         Ok(first) => first.map(|()| announcement),
         Err(_not_started) => Err(RegistryError::Stopping),

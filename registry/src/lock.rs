@@ -1,13 +1,13 @@
 //! A lock in a registry: a value that one process of the cluster has at a time.
 
-use chassis::{Gate, Task, World, spawn_guarded};
+use chassis::{Gate, World, spawn_guarded};
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 use types::NodeInfo;
 
-use crate::announcement::{LeaseTerms, Presence, within};
+use crate::announcement::{LeaseTask, LeaseTerms, Presence, within};
 use crate::error::{Chain, RegistryError};
 
 /// The locks that Baton uses.
@@ -46,9 +46,7 @@ pub struct Lock {
     /// The time until which the lock is certain; `None` once it is lost.
     held_until: watch::Receiver<Option<Instant>>,
     world: World,
-    stop: CancellationToken,
-    /// The task that renews the lock; `None` once it was detached or aborted.
-    task: Option<Task<()>>,
+    task: LeaseTask,
 }
 
 impl Lock {
@@ -58,17 +56,8 @@ impl Lock {
     }
 
     /// Stops renewals without giving the lock back, as if the process had died.
-    pub fn abandon(mut self) {
-        drop(self.task.take());
-    }
-}
-
-impl Drop for Lock {
-    fn drop(&mut self) {
-        self.stop.cancel();
-        if let Some(task) = self.task.take() {
-            task.detach();
-        }
+    pub fn abandon(self) {
+        self.task.abandon();
     }
 }
 
@@ -89,7 +78,7 @@ pub(crate) async fn take(
     let stop = CancellationToken::new();
     let renewal = Renewal { name, presence, terms, until, world: world.clone() };
     let task = spawn_guarded(gate, "registry lock", renewal.run(stop.clone()));
-    Ok(Some(Lock { held_until, world, stop, task: Some(task) }))
+    Ok(Some(Lock { held_until, world, task: LeaseTask::new(stop, task) }))
 }
 
 /// The state of the task that renews a lock.

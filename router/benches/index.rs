@@ -11,10 +11,9 @@ use std::time::{Duration, Instant};
 
 use baton_router as router;
 use criterion::{BatchSize, Criterion, Throughput};
-use router::admission::Objective;
 use router::cluster::IndexedNode;
 use router::cluster::index::PrefixIndex;
-use router::policy::{AllowedArms, Ask, ClusterView, NodeView, by_name};
+use router::policy::{Ask, ClusterView, NodeView, by_name};
 use types::load::EVENT_HASHES_MAX;
 use types::prompt::Priority;
 use types::{
@@ -104,12 +103,7 @@ fn events(criterion: &mut Criterion) {
 fn decisions(criterion: &mut Criterion, index: &PrefixIndex, nodes: &[IndexedNode]) {
     let (prompt, now) = (prompt(), tokio::time::Instant::now());
     let hashes = hashes(0..PROMPT_BLOCKS);
-    let ask = Ask {
-        prompt: &prompt,
-        hashes: &hashes,
-        arms: AllowedArms::RemoteOrLocal,
-        objective: Objective::default(),
-    };
+    let ask = Ask::new(&prompt, &hashes);
     for (policy, n_nodes) in [("prefix-aware", 64), ("prefix-aware", 1000), ("cost", 64), ("cost", 1000)] {
         let (name, view) = (format!("a decision of {policy} over {n_nodes} nodes"), view(n_nodes));
         let policy = by_name(policy).unwrap();
@@ -160,9 +154,8 @@ fn view(n_nodes: usize) -> ClusterView {
             prompt_token_ms: 0.05,
             step_ms: 5.0,
             row_ms: 0.1,
-            context_ms: 0.0,
             step_tokens: 512,
-            gap_ms_max: 0.0,
+            ..LearnedCosts::default()
         };
         let blocks = BlockCounts { total: 1 << 20, free: 1 << 20, ..BlockCounts::default() };
         NodeView {

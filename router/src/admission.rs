@@ -31,7 +31,7 @@ pub use self::terms::{AdmissionTerms, Objective, Shedding, TenantWeight};
 use crate::cluster::Cluster;
 use crate::error::ServeError;
 use crate::metrics::RouterMetrics;
-use crate::policy::{AllowedArms, Ask, ClusterView, Order};
+use crate::policy::{Ask, ClusterView, Order};
 use crate::requests::RequestRecord;
 use line::{Entered, Line, LineBounds, TicketId, WaitingPrompt};
 use refusal::LineRefusal;
@@ -241,12 +241,7 @@ impl Admission {
         let parts = &self.0.parts;
         let now = parts.world.now();
         let model = ask.prompt.model.name.clone();
-        let of_nodes = Ask {
-            prompt: ask.prompt,
-            hashes: ask.hashes,
-            arms: AllowedArms::RemoteOrLocal,
-            objective: Objective::default(),
-        };
+        let of_nodes = Ask::new(ask.prompt, ask.hashes);
         let view = parts.cluster.view(&of_nodes, &[]);
         let mut lines = self.lines();
         let line = lines.entry(model.clone()).or_insert_with(|| ModelLine::new(parts));
@@ -343,12 +338,7 @@ impl ModelLine {
         let now = parts.world.now();
         while let Some(id) = self.line.next(now) {
             let Some(request) = self.requests.get(&id) else { return };
-            let ask = Ask {
-                prompt: &request.prompt,
-                hashes: &request.hashes,
-                arms: AllowedArms::RemoteOrLocal,
-                objective: Objective::default(),
-            };
+            let ask = Ask::new(&request.prompt, &request.hashes);
             let view = parts.cluster.view(&ask, &[]);
             let question = self.question(ask, &view, parts.order);
             let Some(room) = question.room() else { return };

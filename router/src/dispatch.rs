@@ -351,8 +351,7 @@ impl Serve for Dispatch {
         };
         outcome.keep(open);
         trace!(target: "walk", request = %prompt.id, n_tokens = prompt.tokens.len(), "prompt accepted");
-        let arms = AllowedArms::RemoteOrLocal;
-        let ask = Ask { prompt: &prompt, hashes: &hashes, arms, objective: record.objective() };
+        let ask = Ask { objective: record.objective(), ..Ask::new(&prompt, &hashes) };
         let starting = self.first_step(FirstStepAsk { ask, permit: Some(&permit), record: &record });
         let started = outcome.note(self.by_deadline(prompt.deadline, starting).await)?;
         let usage = started.usage;

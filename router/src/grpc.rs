@@ -62,23 +62,21 @@ impl GrpcApi {
     }
 
     fn model(&self, request: &v1::GenerateRequest) -> Result<Arc<ServedModel>, AcceptError> {
-        let name = (!request.model.is_empty()).then_some(request.model.as_str());
-        self.serve.model(&self.models, name)
+        self.serve.model(&self.models, given(&request.model))
     }
 
     fn caller(&self, call: &Request<v1::GenerateRequest>) -> Result<Caller, AcceptError> {
         let request = call.get_ref();
-        let given = |text: &'_ str| (!text.is_empty()).then(|| text.to_owned());
         let priority = i8::try_from(request.priority).map_err(|_| {
             AcceptError::invalid("priority", format!("from -128 to 127, not {}", request.priority))
         })?;
         let client = self.acceptor.client(&Claims {
             peer: call.extensions().get::<ConnectInfo<SocketAddr>>().map(|peer| peer.0.ip()),
             authorization: call.metadata().get("authorization").and_then(|value| value.to_str().ok()),
-            tenant: Some(request.tenant.as_str()).filter(|tenant| !tenant.is_empty()),
+            tenant: given(&request.tenant),
             priority: Some(priority),
         })?;
-        let id = self.acceptor.request_id(given(&request.request_id).as_deref());
+        let id = self.acceptor.request_id(given(&request.request_id));
         let timeout = (request.timeout_ms > 0).then(|| Duration::from_millis(request.timeout_ms));
         let detail = if request.explain { Detail::Explained } else { Detail::Usual };
         let caller = self.acceptor.caller(id, client, timeout)?;
@@ -108,6 +106,11 @@ impl GrpcApi {
         };
         Ok(AskedRequest { model, inputs: AskedInputs { param, prompts: vec![prompt] }, params, parts: None })
     }
+}
+
+/// Returns a text that is not empty.
+fn given(text: &str) -> Option<&str> {
+    (!text.is_empty()).then_some(text)
 }
 
 #[tonic::async_trait]

@@ -92,21 +92,15 @@ mod tests {
     use chassis::metrics::Metrics;
 
     use super::*;
-    use crate::admission::Objective;
     use crate::metrics::RouterMetrics;
     use crate::policy::tests::{NO_EXPLORING, node};
-    use crate::policy::{AllowedArms, Ask, ClusterView, by_name};
+    use crate::policy::{Ask, ClusterView, by_name};
 
     #[test]
     fn a_request_teaches_the_time_of_calls_and_the_rate_of_its_transfer() {
         let prompt = crate::policy::tests::prompt(200);
         let nodes = vec![node("p", types::Role::Prefill), node("d", types::Role::Decode)];
-        let ask = Ask {
-            prompt: &prompt,
-            hashes: &[],
-            arms: AllowedArms::RemoteOrLocal,
-            objective: Objective::default(),
-        };
+        let ask = Ask::new(&prompt, &[]);
         let view = ClusterView { nodes, ..ClusterView::default() };
         let policy = by_name("least-loaded").expect("in the table");
         let decision = policy.route(&ask, &view, NO_EXPLORING).expect("two nodes");

@@ -12,8 +12,8 @@ pub struct SchedulerSettings {
     /// disturbs running sequences less.
     pub step_tokens_max: usize,
     /// The longest gap between two tokens that prompts may cause, in milliseconds; zero: any. Prompts get as many tokens
-    /// as fit by the learned costs, and at least a block. The bound holds while no sequence runs, too: KV from another
-    /// node may arrive.
+    /// as fit by the learned costs, and at least a block. Steps without running sequences are bounded as well, because KV
+    /// from another node may arrive during them.
     pub gap_ms_max: f64,
     /// The largest number of sequences that hold blocks, and so of rows in a step.
     pub sequences_max: usize,

@@ -300,7 +300,7 @@ impl Worker {
     pub(crate) fn load(&self) -> WorkerLoad {
         let running = self.sequences.values().filter(|sequence| sequence.is_placed()).count();
         let queued_tokens = self.n_queued_tokens();
-        let step_tokens = self.step_tokens(running, Duration::ZERO);
+        let step_tokens = self.step_tokens(running, || Duration::ZERO);
         let node = NodeLoad {
             running: running as u32,
             waiting: (self.sequences.len() - running + self.waiters.len()) as u32,

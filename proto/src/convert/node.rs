@@ -88,7 +88,8 @@ impl From<Role> for v1::Role {
     }
 }
 
-fn role_from_wire(role: i32) -> Result<Role, ConvertError> {
+/// Converts the number of a role.
+pub fn role_from_wire(role: i32) -> Result<Role, ConvertError> {
     match v1::Role::try_from(role) {
         Ok(v1::Role::Prefill) => Ok(Role::Prefill),
         Ok(v1::Role::Decode) => Ok(Role::Decode),

@@ -14,9 +14,8 @@ use types::{
 };
 
 use super::*;
-use crate::admission::Objective;
 use crate::fake_node::{FakeNode, FakeResponse, info};
-use crate::policy::{AllowedArms, NodeView, by_name};
+use crate::policy::{NodeView, by_name};
 
 struct TestCluster {
     cluster: Cluster,
@@ -48,15 +47,7 @@ impl TestCluster {
     /// Returns the usable nodes for a prompt of 50 tokens for this model.
     fn view(&self, model: RequestedModel) -> ClusterView {
         let prompt = self.prompt(model);
-        self.cluster.view(
-            &Ask {
-                prompt: &prompt,
-                hashes: &[],
-                arms: AllowedArms::RemoteOrLocal,
-                objective: Objective::default(),
-            },
-            &[],
-        )
+        self.cluster.view(&Ask::new(&prompt, &[]), &[])
     }
 
     fn prompt(&self, model: RequestedModel) -> Prompt {
@@ -408,12 +399,7 @@ async fn assigned_work_survives_a_load_report_and_ends_with_the_request() {
     let (cluster, prompt) = (&test_cluster.cluster, test_cluster.prompt(RequestedModel::named("mock")));
     let hashes = cluster.hashes(&prompt);
     assert_eq!(hashes.len(), 3, "three full blocks of 16 tokens");
-    let ask = Ask {
-        prompt: &prompt,
-        hashes: &hashes,
-        arms: AllowedArms::RemoteOrLocal,
-        objective: Objective::default(),
-    };
+    let ask = Ask::new(&prompt, &hashes);
     let assigned = || {
         let of = |node: &NodeView| (node.assigned, node.assigned_tokens, node.cached_tokens);
         cluster.view(&ask, &[]).nodes.iter().map(of).collect::<Vec<_>>()

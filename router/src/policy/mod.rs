@@ -43,7 +43,12 @@ pub struct Ask<'a> {
     pub objective: Objective,
 }
 
-impl Ask<'_> {
+impl<'a> Ask<'a> {
+    /// Any arm, and no objective.
+    pub fn new(prompt: &'a Prompt, hashes: &'a [BlockHash]) -> Self {
+        Self { prompt, hashes, arms: AllowedArms::RemoteOrLocal, objective: Objective::default() }
+    }
+
     pub fn n_tokens(&self) -> u64 {
         self.prompt.tokens.len() as u64
     }

@@ -71,11 +71,7 @@ fn decided(
     view: &ClusterView,
     draw: u64,
 ) -> Result<Decision, NoRoute> {
-    policy.route(
-        &Ask { prompt, hashes, arms: AllowedArms::RemoteOrLocal, objective: Objective::default() },
-        view,
-        draw,
-    )
+    policy.route(&Ask::new(prompt, hashes), view, draw)
 }
 
 /// Routes a prompt without known blocks.
@@ -210,9 +206,8 @@ fn paced(node: &mut NodeView) {
         prompt_token_ms: 0.05,
         step_ms: 5.0,
         row_ms: 0.1,
-        context_ms: 0.0,
         step_tokens: 512,
-        gap_ms_max: 0.0,
+        ..LearnedCosts::default()
     };
 }
 
@@ -402,7 +397,7 @@ fn cost_takes_the_cheapest_route_that_holds_the_objective_or_the_nearest() {
         view.nodes[2].load.step_ms = 8.0;
         view.nodes[3].load.queued_tokens = 400;
         let prompt = prompt(2000);
-        let ask = Ask { prompt: &prompt, hashes: &[], arms: AllowedArms::RemoteOrLocal, objective };
+        let ask = Ask { objective, ..Ask::new(&prompt, &[]) };
         let decision = policy.route(&ask, &view, NO_EXPLORING).expect("usable");
         assert_eq!(ids(&decision.route).1, expected, "{what}: {decision:?}");
     }
@@ -476,12 +471,7 @@ fn every_policy_chooses_a_decode_node_for_held_kv() {
     let (view, prompt) = (two_and_two(), prompt(2000));
     let by = Arc::clone(&view.nodes[0].info);
     for name in NAMES {
-        let ask = Ask {
-            prompt: &prompt,
-            hashes: &[],
-            arms: AllowedArms::OnlyHeld { by: &by },
-            objective: Objective::default(),
-        };
+        let ask = Ask { arms: AllowedArms::OnlyHeld { by: &by }, ..Ask::new(&prompt, &[]) };
         let decision = by_name(name).expect("in the table").route(&ask, &view, 3).expect("usable");
         assert_eq!((decision.arm, decision.route.prefill), (Arm::Held, None), "{name}");
         let ask = Ask { arms: AllowedArms::OnlyLocal, ..ask };

@@ -230,7 +230,7 @@ impl Worker {
             .collect();
         let n_running = candidates.iter().filter(|candidate| candidate.is_running()).count();
         let budget = Budget {
-            step_tokens_max: self.step_tokens(n_running, self.longest_wait(now)),
+            step_tokens_max: self.step_tokens(n_running, || self.longest_wait(now)),
             rows_max: self.settings.sequences_max,
             block_tokens: usize::from(self.layout().block_tokens),
         };
@@ -252,13 +252,13 @@ impl Worker {
     /// Returns the largest number of tokens in a step with this number of running sequences. KV may arrive when the step
     /// has just been launched, so the step and one without prompts fit into the longest gap, with some time to spare. A
     /// sequence whose KV arrived has `waited` for the step already; the prompts may get no tokens then.
-    pub(super) fn step_tokens(&self, n_running: usize, waited: Duration) -> usize {
+    pub(super) fn step_tokens(&self, n_running: usize, waited: impl FnOnce() -> Duration) -> usize {
         let (settings, block_tokens) = (&self.settings, usize::from(self.layout().block_tokens));
         if settings.gap_ms_max == 0.0 {
             return settings.step_tokens_max;
         }
         let step_ms = settings.gap_ms_max * GAP_SHARE - self.costs.running_ms(n_running);
-        let n_prompt = match waited.as_secs_f64() * 1e3 {
+        let n_prompt = match waited().as_secs_f64() * 1e3 {
             0.0 => self.costs.prompt_tokens_within(step_ms, n_running).max(block_tokens),
             waited_ms => self.costs.prompt_tokens_within(step_ms - waited_ms, n_running),
         };

@@ -5,8 +5,6 @@ use std::sync::Arc;
 use types::{BlockCounts, LearnedCosts, Role};
 
 use super::*;
-use crate::admission::Objective;
-use crate::policy::AllowedArms;
 use crate::policy::tests::{node, prompt};
 
 const N_TOKENS: usize = 160;
@@ -31,12 +29,7 @@ fn free(n_free: u32) -> impl FnOnce(&mut NodeView) {
 /// Returns the nodes that have room, as `prefill decode`; `none` if the prompt must wait.
 fn room(nodes: Vec<NodeView>, admitted: &UnassignedAdmissions, order: Order) -> String {
     let (prompt, view) = (prompt(N_TOKENS), ClusterView { nodes, learned: Arc::default() });
-    let ask = Ask {
-        prompt: &prompt,
-        hashes: &[],
-        arms: AllowedArms::RemoteOrLocal,
-        objective: Objective::default(),
-    };
+    let ask = Ask::new(&prompt, &[]);
     let question = RoomQuestion { ask, view: &view, admitted, order };
     let name = |node: Option<NodeId>| node.map_or("-".to_owned(), |node| node.to_string());
     question.room().map_or("none".to_owned(), |room| format!("{} {}", name(room.prefill), name(room.decode)))
@@ -161,12 +154,7 @@ fn times_are_predicted_from_learned_costs() {
     let costs = LearnedCosts { prompt_token_ms: 0.5, ..LearnedCosts::default() };
     let busy = prefill("p", |node| (node.load.costs, node.load.queue_ms) = (costs, 40.0));
     let prompt = prompt(N_TOKENS);
-    let ask = Ask {
-        prompt: &prompt,
-        hashes: &[],
-        arms: AllowedArms::RemoteOrLocal,
-        objective: Objective::default(),
-    };
+    let ask = Ask::new(&prompt, &[]);
     let view = ClusterView {
         nodes: vec![busy, decode("d", |node| node.load.step_ms = 12.0)],
         learned: Arc::default(),

@@ -15,7 +15,6 @@ use types::{
 };
 
 use super::{Cell, Outcome};
-use crate::admission::Objective;
 use crate::cluster::assigned::{Assignment, RunningStream};
 use crate::cluster::index::PrefixIndex;
 use crate::cluster::routable::RoutableNode;
@@ -216,8 +215,7 @@ impl Model {
         self.n_asked += 1;
         let (draw, now) = (self.draw(), self.instant());
         let prompt = self.prompt.clone();
-        let ask =
-            Ask { prompt: &prompt, hashes: &self.hashes, arms: self.arms, objective: Objective::default() };
+        let ask = Ask { arms: self.arms, ..Ask::new(&prompt, &self.hashes) };
         let matches = self.index.matches(&self.hashes, now);
         let nodes = self.nodes.iter().map(|node| node.routed.view(&matches)).collect();
         let view = ClusterView { nodes, learned: self.learner.costs() };
@@ -464,9 +462,8 @@ impl Node {
                 prompt_token_ms: token_ms as f32,
                 step_ms: step_ms as f32,
                 row_ms: row_ms as f32,
-                context_ms: 0.0,
                 step_tokens: STEP_TOKENS as u32,
-                gap_ms_max: 0.0,
+                ..LearnedCosts::default()
             },
             ..NodeLoad::default()
         }
