@@ -51,6 +51,13 @@ __device__ __forceinline__ Eight once8(const bf16* from) {
     return eight;
 }
 
+// The time of a GPU's clock.
+__device__ __forceinline__ u64 nanoseconds() {
+    u64 now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+}
+
 // From sm_90 on, a kernel is launched while the previous one still runs, so that no time passes between them.
 // Each kernel says when the next one may start. It waits for the previous one before it reads computed data
 // or writes anything. On older GPUs the launch itself waits.

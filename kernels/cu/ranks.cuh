@@ -40,12 +40,6 @@ struct Waiting {
     u64 since = 0;
 };
 
-__device__ __forceinline__ u64 nanoseconds() {
-    u64 now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    return now;
-}
-
 // Called after each failed try. Returns whether to stop waiting. A failed try must be cheap, or a GPU that waits would be late
 // itself.
 __device__ __forceinline__ bool is_lost(Waiting& waiting, const Ranks& ranks) {

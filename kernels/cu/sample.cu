@@ -1,15 +1,16 @@
 // Samples tokens for rows that do not take just the likeliest token. There is one block of threads for each
 // row of logits.
 //
-// The order is: log-probabilities of the unedited logits; edits (bias, forbidden tokens, penalties); then the
-// likeliest token, or temperature, min-p, top-k, top-p and a draw, as engine/src/sampler describes.
+// The order is: log-probabilities of the unedited logits; edits (bias, forbidden tokens, penalties); the mask
+// of the row's grammar; then the likeliest token, or temperature, min-p, top-k, top-p and a draw, as engine/src/sampler describes.
 //
 // Nothing is sorted. Tokens are ordered by their distance from the best logit, and equal ones by token
 // number. The kept tokens are a prefix of that order, so each rule moves its end (`Bound`), and a draw finds
 // a position in it. A position is found digit by digit of the key, with a histogram for each digit. Weights
 // are integers in units of 2^-40 of the best token's weight. So sums do not depend on the order in which
 // threads add, and a draw does not depend on other rows.
-constexpr u32 THREADS = 1024, BINS = 2048, TOP_MAX = 20, NOWHERE = 0xffffffffu;
+constexpr u32 THREADS = 1024, BINS = 2048, TOP_MAX = 20, NOWHERE = 0xffffffffu, LATE = 0xfffffffeu;
+constexpr u32 MASK_WORDS = 4096;  // words of a mask that are copied to shared memory at a time
 constexpr float NATS_MAX = 64.f, KEYS_PER_NAT = 67108864.f /* 2^26 */, WEIGHT_OF_BEST = 1099511627776.f /* 2^40 */;
 constexpr u32 FORBIDDEN = 1, SEEN = 2;
 
@@ -23,6 +24,16 @@ struct DrawRow {
     u32 n_top;  // the number of log-probabilities plus one; 0: none are requested
     u32 first_edit, n_edits;
     float repetition, presence, frequency;
+    u32 mask;  // index among the step's masks; NOWHERE: every token is allowed
+};
+
+// The masks of a step, in host memory. The host writes them after it has launched the step, because they
+// depend on the previous step's tokens, and then sets `ready` to the step's number.
+struct Masks {
+    const volatile u32* ready;
+    const volatile u32* rows;  // one bit for each token
+    u64 patience;              // nanoseconds
+    u32 step, n_rows, n_words; // n_words: words of a row
 };
 
 // An edit of one token's logit. `bias` receives the unedited logit for `raw_logit`.
@@ -49,7 +60,7 @@ struct Row {
 
 struct Room {
     u64 bins[BINS], of_warp[THREADS / 32], sum;
-    u32 bin, token, n;
+    u32 mask[MASK_WORDS], bin, token, n;
     float raw;
 };
 
@@ -236,6 +247,34 @@ __device__ void edit_all(const Row& row, const DrawRow& draw, Edit* edits, u32 i
     __syncthreads();
 }
 
+// Waits until the host has written the step's masks. Returns false after the time limit.
+__device__ bool masks_are_written(const Masks& masks, Room& room) {
+    if (threadIdx.x == 0) {
+        u64 since = nanoseconds();
+        bool are_written;
+        while (!(are_written = (int)(*masks.ready - masks.step) >= 0) && nanoseconds() - since < masks.patience) __nanosleep(500);
+        __threadfence_system();
+        room.n = are_written;
+    }
+    __syncthreads();
+    bool are_written = room.n;
+    __syncthreads();
+    return are_written;
+}
+
+// Makes the logits of tokens that the mask does not allow negative infinity.
+__device__ void apply_mask(const Row& row, const Masks& masks, u32 nth, Room& room) {
+    const volatile u32* mask = masks.rows + (u64)nth * masks.n_words;
+    for (u32 first = 0; first < masks.n_words; first += MASK_WORDS) {
+        u32 n = min(masks.n_words - first, MASK_WORDS), end = min(row.width, (first + n) * 32);
+        for (u32 i = threadIdx.x; i < n; i += THREADS) room.mask[i] = mask[first + i];
+        __syncthreads();
+        for (u32 token = first * 32 + threadIdx.x; token < end; token += THREADS)
+            if (!(room.mask[token / 32 - first] >> token % 32 & 1)) row.logits[token] = -INF;
+        __syncthreads();
+    }
+}
+
 // The lowest-numbered token with the greatest logit.
 __device__ u32 likeliest(const Row& row, Room& room) {
     u64 greatest = 0;
@@ -301,20 +340,27 @@ __device__ float raw_logit(const Row& row, const DrawRow& draw, const Edit* edit
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 sample_tokens(u32* drawn, Outcome* outcomes, float* logits, const u32* best, const u32* tokens, const DrawRow* draws, Edit* edits,
-              u32 width, u32 n_rows, u32 n_tokens, u32 n_edits) {
+              Masks masks, u32 width, u32 n_rows, u32 n_tokens, u32 n_edits) {
     __shared__ Room room;
     in_turn();
     DrawRow draw = draws[blockIdx.x];
     Outcome& outcome = outcomes[blockIdx.x];
     if (draw.row >= n_rows || draw.first_edit > n_edits || draw.n_edits > n_edits - draw.first_edit) return;
+    bool is_masked = draw.mask != NOWHERE, is_late = false;
+    if (is_masked && draw.mask >= masks.n_rows) return;
     Row row = {logits + (u64)draw.row * width, width, 0.f, 1.f, false, {NOWHERE, NOWHERE}};
     u32 token = best[draw.row], in_flight = draw.in_flight < n_tokens ? tokens[draw.in_flight] : NOWHERE;
     edits += draw.first_edit;
     row.best = token < width ? row.logits[token] : INF;
     if (fabsf(row.best) < INF) {
         if (draw.n_top > 0) note_thoughts(row, draw, outcome, room);
-        if (draw.n_edits > 0 || in_flight != NOWHERE) {
-            edit_all(row, draw, edits, in_flight, room);
+        bool is_edited = draw.n_edits > 0 || in_flight != NOWHERE;
+        if (is_edited) edit_all(row, draw, edits, in_flight, room);
+        if (is_masked) {
+            is_late = !masks_are_written(masks, room);
+            if (!is_late) apply_mask(row, masks, draw.mask, room);
+        }
+        if (is_edited || is_masked) {
             token = likeliest(row, room);
             row.best = row.logits[token];
         }
@@ -323,7 +369,7 @@ sample_tokens(u32* drawn, Outcome* outcomes, float* logits, const u32* best, con
     if (is_finite && draw.temperature > 0.f) token = drawn_token(row, draw, room);
     float chosen = is_finite && draw.n_top > 0 ? raw_logit(row, draw, edits, token, in_flight, room) : 0.f;
     if (threadIdx.x == 0) {
-        drawn[draw.row] = outcome.token = is_finite ? token : NOWHERE;
+        drawn[draw.row] = outcome.token = is_late ? LATE : is_finite ? token : NOWHERE;
         outcome.chosen = chosen;
     }
 }

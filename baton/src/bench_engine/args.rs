@@ -156,6 +156,8 @@ pub(crate) enum Draws {
     TopP,
     /// Random tokens as with `top-p`, with a repetition penalty and a presence penalty.
     Penalties,
+    /// The most likely token of those that continue a JSON object, by a made-up vocabulary.
+    Grammar,
 }
 
 impl Draws {
@@ -164,6 +166,7 @@ impl Draws {
             Self::Greedy => SamplingMode::Greedy,
             Self::TopP => SamplingMode::TopP,
             Self::Penalties => SamplingMode::Penalties,
+            Self::Grammar => SamplingMode::Grammar,
         }
     }
 }

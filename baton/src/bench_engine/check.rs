@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use engine::equality::{Comparison, Tolerance, compare, compare_with_itself};
-use engine::{CpuBackend, CpuSettings, CudaBackend, CudaSettings, LoadFormat, StepLimits};
+use engine::{Backend, CpuBackend, CpuSettings, CudaBackend, CudaSettings, LoadFormat, StepLimits};
 use serde::{Deserialize, Serialize};
 use types::{KvDtype, TokenId};
 
@@ -79,7 +79,7 @@ pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<ModelComparison,
     };
     let cpu = CpuSettings { kv_dtype, quantize: args.quantize(), ..CpuSettings::default() };
     let mut reference = CpuBackend::open(folder, 2 * KV_BYTES, &cpu).map_err(CommandError::start)?;
-    let vocab = engine::Backend::model(&reference).vocab;
+    let vocab = reference.model().vocab;
     let prompts = prompts(folder, vocab)?;
     let settings = CudaSettings { load_format: LoadFormat::Safetensors, limits: LIMITS, ..args.cuda() };
     let mut compared = |graphs: bool| -> Result<Comparison, CommandError> {
@@ -91,16 +91,18 @@ pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<ModelComparison,
     Ok(ModelComparison { model, with: "the CPU", tolerance, recorded, launched })
 }
 
-/// Runs the conformance suite of sleep and wake on the GPU.
+/// Runs the conformance suites of sleep and of grammars on the GPU.
 ///
 /// # Panics
 /// If a case fails.
-pub(super) fn check_sleep(folder: &Path, args: &EngineArgs) {
+pub(super) fn check_contract(folder: &Path, args: &EngineArgs) {
     let settings = CudaSettings { load_format: LoadFormat::Safetensors, limits: LIMITS, ..args.cuda() };
-    engine::conformance::sleep::suite(&|| {
+    let open = || -> Box<dyn Backend> {
         let opened = CudaBackend::open(folder, KV_BYTES, &settings);
         Box::new(opened.expect("the backend opens, as it did before the check"))
-    });
+    };
+    engine::conformance::sleep::suite(&open);
+    engine::conformance::grammar::suite(&open);
 }
 
 /// Compares a deterministic model with itself in other batches, bit by bit.
@@ -114,7 +116,7 @@ pub(super) fn check_alike(folder: &Path, args: &EngineArgs) -> Result<ModelCompa
     };
     let compared = |graphs: bool| -> Result<Comparison, CommandError> {
         let mut subject = opened(folder, kv_bytes, &CudaSettings { graphs, ..settings.clone() })?;
-        let vocab = engine::Backend::model(&subject).vocab;
+        let vocab = subject.model().vocab;
         let prompts = match args.deterministic {
             true => ALIKE_PROMPTS.map(|len| any(len, vocab)).to_vec(),
             false => prompts(folder, vocab)?,

@@ -113,7 +113,7 @@ fn checked(args: &EngineArgs) -> Result<Report, CommandError> {
     }
     for folder in args.check_folders() {
         report.add(check::check(&folder, args)?);
-        check::check_sleep(&folder, args);
+        check::check_contract(&folder, args);
         // Several GPUs add numbers in another order than one, so only one GPU is compared bit by bit.
         if args.cuda().ranks.get() == 1 {
             report.add(check::check_alike(&folder, args)?);

@@ -4,7 +4,7 @@
 //! [`CudaError`] names what is missing.
 //!
 //! Suggested reading order: libraries ([`library`]), programs ([`source`], [`compiler`], [`cache`]), the GPU
-//! that runs them ([`card`], [`buffer`], [`arena`], [`pinned`], [`event`], [`graph`]), memory for KV
+//! that runs them ([`card`], [`buffer`], [`arena`], [`pinned`], [`host_words`], [`event`], [`graph`]), memory for KV
 //! ([`memory`], [`remote`], [`slots`]), and the copies between GPUs ([`page_copier`], [`nccl`]).
 
 pub mod error;
@@ -16,6 +16,7 @@ pub mod cache;
 pub mod buffer;
 pub mod card;
 pub mod pinned;
+pub mod host_words;
 pub mod event;
 pub mod graph;
 pub(crate) mod mapped;
@@ -44,6 +45,7 @@ pub use copied_pages::{PageRuns, RemotePages, SlotAt, SomePages};
 pub use error::CudaError;
 pub use event::Event;
 pub use graph::Graph;
+pub use host_words::HostWords;
 pub use library::gpu_uuids;
 pub use memory::DeviceMemory;
 pub use page_copier::{CopyDone, CopyJob, PageCopier, PageDigests};

@@ -3,6 +3,7 @@
 //! A check panics if the contract is broken. It compares tokens with each other, not with expected ones,
 //! because a model may sample any token.
 
+pub mod grammar;
 mod sequence;
 pub mod sleep;
 
@@ -19,7 +20,7 @@ const N_STEPS: usize = 24;
 /// Makes a new backend, always with the same model.
 pub type Open<'a> = &'a dyn Fn() -> Box<dyn Backend>;
 
-/// Runs every check.
+/// Runs every check that each backend passes. Those of [`grammar`] are for backends that follow grammars.
 pub fn suite(open: Open<'_>) {
     tokens_do_not_depend_on_the_batch(open);
     tokens_do_not_depend_on_chunks(open);

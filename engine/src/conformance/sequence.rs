@@ -1,5 +1,6 @@
 //! One sequence of a backend under test, with its own blocks.
 
+use grammar::Constraint;
 use kv_cache::KvMemory;
 use types::{BlockIdx, GroupIdx, ModelInfo, Sampling, StopRules, TokenId};
 
@@ -39,6 +40,7 @@ pub(super) struct Sequence {
     tables: Vec<Vec<BlockIdx>>,
     pub(super) sampling: Sampling,
     pub(super) stop: StopRules,
+    pub(super) constraint: Option<Constraint>,
 }
 
 /// The part of a sequence that a step computes.
@@ -61,6 +63,7 @@ impl Sequence {
             tables: model.layout.group_indices().map(|_| blocks.take(n_blocks)).collect(),
             sampling: Sampling::default(),
             stop: StopRules { ignore_eos: true, ..StopRules::default() },
+            constraint: None,
         }
     }
 
@@ -118,7 +121,7 @@ impl Sequence {
             history: &self.tokens,
             n_prompt: self.n_prompt,
             index: (self.generated().len() + n_in_flight) as u32,
-            constraint: None,
+            constraint: self.constraint.as_ref(),
         }
     }
 }

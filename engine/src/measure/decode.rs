@@ -31,9 +31,9 @@ pub(super) fn measure(
     }
     let mut all = Vec::with_capacity(workload.batches.len());
     for drawn_by in workload.draws.iter().copied() {
-        sequences.draw_by(drawn_by);
         for rows in workload.batches.iter().copied() {
-            let times = steps(backend, &sequences, rows, context)?;
+            sequences.draw_by(drawn_by, backend.model().vocab)?;
+            let times = steps(backend, &mut sequences, rows, context)?;
             told(&format!("decode of {rows} rows at {context} tokens, {drawn_by}: {:.3} ms", times.median));
             all.push(DecodeTimes { rows, context_tokens: context, drawn_by, step_ms: times });
         }
@@ -44,7 +44,7 @@ pub(super) fn measure(
 /// Measures the times between tokens. Each step is launched before the previous one is collected.
 fn steps(
     backend: &mut dyn Backend,
-    sequences: &Sequences,
+    sequences: &mut Sequences,
     rows: usize,
     context: usize,
 ) -> Result<Times, MeasureError> {
@@ -57,7 +57,7 @@ fn steps(
     let mut last = Instant::now();
     for nth in 1..=N_WARM + N_TIMED {
         let next = sequences.launch(backend, &parts(nth))?;
-        collect(backend, std::mem::replace(&mut in_flight, next))?;
+        sequences.accept(&collect(backend, std::mem::replace(&mut in_flight, next))?);
         let now = Instant::now();
         if nth > N_WARM {
             times.push(now - last);

@@ -44,13 +44,15 @@ pub enum SamplingMode {
     TopP,
     /// A draw like `TopP`, with penalties for earlier tokens, including the prompt's.
     Penalties,
+    /// The likeliest token of those that continue a JSON object.
+    Grammar,
 }
 
 impl SamplingMode {
     fn sampling(self) -> Sampling {
         let top_p = Sampling { temperature: 0.8, top_p: 0.9, seed: 1, ..Sampling::default() };
         match self {
-            Self::Greedy => Sampling::default(),
+            Self::Greedy | Self::Grammar => Sampling::default(),
             Self::TopP => top_p,
             Self::Penalties => Sampling { repetition_penalty: 1.1, presence_penalty: 0.2, ..top_p },
         }
@@ -63,6 +65,7 @@ impl fmt::Display for SamplingMode {
             Self::Greedy => "greedy",
             Self::TopP => "temperature and top-p",
             Self::Penalties => "temperature, top-p and penalties",
+            Self::Grammar => "greedy, with a grammar",
         })
     }
 }
@@ -149,6 +152,8 @@ pub enum MeasureError {
     Backend(#[from] BackendError),
     #[error("a row of the measurement failed")]
     Row(#[from] RowError),
+    #[error("compile the measurement's grammar: {0}")]
+    Grammar(String),
     #[error("{needed} blocks of KV are needed, but there are {found}: set --kv-memory higher")]
     Blocks { needed: usize, found: usize },
 }

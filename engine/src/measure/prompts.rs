@@ -42,5 +42,5 @@ pub(super) fn compute(
             collect(backend, step)?;
         }
     }
-    in_flight.map_or(Ok(()), |step| collect(backend, step))
+    in_flight.map_or(Ok(()), |step| collect(backend, step).map(drop))
 }

@@ -1,10 +1,11 @@
 //! Sequences for measurements, each with its own blocks.
 
+use grammar::{Compiler, Constraint, Vocabulary, sources};
 use types::{BlockIdx, Sampling, StopRules, TokenId};
 
 use super::{MeasureError, SamplingMode};
 use crate::backend::Backend;
-use crate::step::{PendingStep, Row, RowInput, SampleSpec, SlotId, StepBatch};
+use crate::step::{PendingStep, Row, RowInput, SampleSpec, SlotId, StepBatch, StepOutput};
 
 /// Sequences with the same largest length.
 #[derive(Debug)]
@@ -16,7 +17,10 @@ pub(super) struct Sequences {
 
 #[derive(Debug)]
 struct Sequence {
-    prompt: Vec<TokenId>,
+    /// The prompt and the generated tokens.
+    tokens: Vec<TokenId>,
+    n_prompt: usize,
+    constraint: Option<Constraint>,
     tables: Vec<Vec<BlockIdx>>,
 }
 
@@ -54,7 +58,9 @@ impl Sequences {
         let (n_groups, of_sequence) = (layout.groups.len(), layout.blocks_for(n_tokens));
         let vocab = backend.model().vocab;
         let sequence = |nth: usize| Sequence {
-            prompt: (0..prompt_tokens).map(|at| token(vocab, nth, at)).collect(),
+            tokens: (0..prompt_tokens).map(|at| token(vocab, nth, at)).collect(),
+            n_prompt: prompt_tokens,
+            constraint: None,
             tables: (0..n_groups)
                 .map(|group| {
                     let first = (nth * n_groups + group) * of_sequence;
@@ -66,9 +72,24 @@ impl Sequences {
         Ok(Self { sequences: (0..n_sequences).map(sequence).collect(), sampling: Sampling::default(), stop })
     }
 
-    /// Sets the sampling mode. The default is greedy.
-    pub(super) fn draw_by(&mut self, drawn_by: SamplingMode) {
+    /// Sets the sampling mode. The default is greedy. Forgets all generated tokens.
+    pub(super) fn draw_by(&mut self, drawn_by: SamplingMode, vocab: u32) -> Result<(), MeasureError> {
         self.sampling = drawn_by.sampling();
+        let compiler = (drawn_by == SamplingMode::Grammar).then(|| json_compiler(vocab)).transpose()?;
+        for sequence in &mut self.sequences {
+            sequence.tokens.truncate(sequence.n_prompt);
+            let constraint = compiler.as_ref().map(|compiler| compiler.constraint(&sources::json_object()));
+            sequence.constraint =
+                constraint.transpose().map_err(|error| MeasureError::Grammar(error.to_string()))?;
+        }
+        Ok(())
+    }
+
+    /// Adds the tokens of the first sequences, one for each row of a step.
+    pub(super) fn accept(&mut self, output: &StepOutput) {
+        for (sequence, row) in self.sequences.iter_mut().zip(&output.rows) {
+            sequence.tokens.extend(row.iter().flatten().map(|sampled| sampled.token));
+        }
     }
 
     pub(super) fn launch(
@@ -93,18 +114,18 @@ impl Sequences {
         let sequence = &self.sequences[nth];
         let (input, start, is_drawn) = match part {
             SequenceInput::Prompt { start, end } => {
-                (RowInput::Tokens(&sequence.prompt[start..end]), start, end == sequence.prompt.len())
+                (RowInput::Tokens(&sequence.tokens[start..end]), start, end == sequence.n_prompt)
             }
             SequenceInput::Next { position, is_in_flight: true } => (RowInput::Previous, position, true),
-            SequenceInput::Next { position, .. } => (RowInput::Tokens(&sequence.prompt[..1]), position, true),
+            SequenceInput::Next { position, .. } => (RowInput::Tokens(&sequence.tokens[..1]), position, true),
         };
         let spec = SampleSpec {
             sampling: &self.sampling,
             stop: &self.stop,
-            history: &sequence.prompt,
-            n_prompt: sequence.prompt.len(),
+            history: &sequence.tokens,
+            n_prompt: sequence.n_prompt,
             index: 0,
-            constraint: None,
+            constraint: sequence.constraint.as_ref(),
         };
         Row { slot: SlotId(nth as u64), input, start, tables, sample: is_drawn.then_some(spec) }
     }
@@ -136,7 +157,26 @@ fn token(vocab: u32, sequence: usize, at: usize) -> TokenId {
 }
 
 /// Waits for a step. Any failed row is an error.
-pub(super) fn collect(backend: &mut dyn Backend, step: PendingStep) -> Result<(), MeasureError> {
+pub(super) fn collect(backend: &mut dyn Backend, step: PendingStep) -> Result<StepOutput, MeasureError> {
     let output = backend.collect(step)?;
-    output.rows.into_iter().try_for_each(|row| row.map(drop)).map_err(MeasureError::Row)
+    let failed = output.rows.iter().find_map(|row| row.as_ref().err());
+    failed.cloned().map_or(Ok(output), |error| Err(MeasureError::Row(error)))
+}
+
+/// Makes a compiler for a made-up vocabulary: all bytes, then words of up to six letters, half of them after a space.
+/// The last token ends an answer.
+fn json_compiler(vocab: u32) -> Result<Compiler, MeasureError> {
+    let word = |id: u32| -> Vec<u8> {
+        if let Ok(byte) = u8::try_from(id) {
+            return vec![byte];
+        }
+        let mixed = u64::from(id).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 8;
+        let letters = (0..2 + mixed % 5).map(|nth| b'a' + (mixed >> (3 + 5 * nth) & 0x1f) as u8 % 26);
+        let space = id.is_multiple_of(2).then_some(b' ');
+        space.into_iter().chain(letters).collect()
+    };
+    let words = (0..vocab).map(word).collect();
+    let vocabulary = Vocabulary::of_words(words, &[TokenId(vocab.saturating_sub(1))]);
+    let compiler = vocabulary.and_then(|vocabulary| Compiler::new(&vocabulary));
+    compiler.map_err(|error| MeasureError::Grammar(error.to_string()))
 }

@@ -1,4 +1,7 @@
+use std::path::Path;
+
 use super::*;
+use crate::backend::cpu::{CpuBackend, CpuSettings};
 use crate::backend::mock::{Mock, MockSettings, Pace};
 
 fn mock() -> Mock {
@@ -30,6 +33,22 @@ fn everything_that_is_asked_for_is_measured() {
     // The bounds follow from three sequences of 24 tokens each, two and a third turns, and at most 16 tokens
     // a step.
     assert!(offline.steps >= 7 * 24 / 16 && offline.steps < 100, "{}", offline.steps);
+}
+
+#[test]
+fn steps_with_a_grammar_are_measured() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models/llama");
+    let mut cpu = CpuBackend::open(&folder, 8 << 20, &CpuSettings::default()).expect("it opens");
+    let workload = Workload {
+        batches: vec![2],
+        draws: vec![SamplingMode::Grammar, SamplingMode::Greedy],
+        context_tokens: 8,
+        prompts: vec![],
+        offline: None,
+        step_tokens: 64,
+    };
+    let measured = measure(&mut cpu, &workload, &mut |_| {}).expect("no row fails");
+    assert_eq!(measured.decode.iter().map(|times| times.step_ms.n).collect::<Vec<_>>(), [40, 40]);
 }
 
 #[test]

@@ -1,6 +1,11 @@
 //! Checks sampling against plain sorting and summing in f64.
 
-use baton_kernels::cuda::{ComputeCard, DrawRow, EDIT_WORDS, LogitEdit, NOWHERE, Outcome, SampleTokens};
+use std::sync::Arc;
+use std::time::Duration;
+
+use baton_kernels::cuda::{
+    ComputeCard, DrawRow, EDIT_WORDS, LATE, LogitEdit, NOWHERE, Outcome, SampleTokens, StepMasks, TokenMasks,
+};
 use device::cuda::CudaError;
 
 use super::draw::Draw;
@@ -20,13 +25,15 @@ struct Rules {
     top_p: f32,
     min_p: f32,
     edits: bool,
+    masks: bool,
 }
 
-const ALL: Rules = Rules { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, edits: false };
+const ALL: Rules = Rules { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, edits: false, masks: false };
 
 pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
     let rules = [
-        Rules { temperature: 0.8, top_k: 200, top_p: 0.95, min_p: 0.001, edits: true },
+        Rules { temperature: 0.8, top_k: 200, top_p: 0.95, min_p: 0.001, edits: true, masks: true },
+        Rules { temperature: 0.0, masks: true, ..ALL },
         Rules { temperature: 0.0, edits: true, ..ALL },
         ALL,
         Rules { temperature: 0.0, ..ALL },
@@ -38,11 +45,13 @@ pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -
         Rules { top_p: 0.0, ..ALL },
         Rules { min_p: 0.05, ..ALL },
     ];
-    for width in extent.of(&[1000, 1, 5, 32_003, 128_256], 1) {
+    // The last width needs more words of a mask than the kernel reads at a time.
+    for width in extent.of(&[1000, 1, 5, 32_003, 128_256, 151_936], 1) {
         for rules in extent.of(&rules, 3) {
             check(card, verdicts, *width, *rules)?;
         }
     }
+    late_masks(card, verdicts)?;
     nothing_to_draw(card, verdicts)
 }
 
@@ -52,6 +61,8 @@ struct Case {
     raw: Vec<f32>,
     edits: Vec<LogitEdit>,
     in_flight: u32,
+    /// The words of the mask; `None` allows every token.
+    mask: Option<Vec<u32>>,
 }
 
 fn case(source: &mut Draw, row: usize, width: usize, rules: Rules, first_edit: usize) -> Case {
@@ -86,8 +97,18 @@ fn case(source: &mut Draw, row: usize, width: usize, rules: Rules, first_edit: u
         repetition: 1.2,
         presence: 0.3,
         frequency: 0.1,
+        mask: None,
     };
-    Case { draw, raw, edits, in_flight: source.below(width) as u32 }
+    let in_flight = source.below(width) as u32;
+    // Every third row has no mask. A token without an edit is always allowed, so that a token remains.
+    let mask = (rules.masks && row % 3 != 2).then(|| {
+        let mut mask: Vec<u32> =
+            (0..width.div_ceil(32)).map(|_| source.bits() as u32 & source.bits() as u32).collect();
+        let allowed = width - 1;
+        mask[allowed / 32] |= 1 << (allowed % 32);
+        mask
+    });
+    Case { draw, raw, edits, in_flight, mask }
 }
 
 impl Case {
@@ -118,6 +139,11 @@ impl Case {
             if edit.n_said > 0 {
                 *logit -= self.draw.frequency * edit.n_said as f32 + self.draw.presence;
             }
+        }
+        if let Some(mask) = &self.mask {
+            let is_allowed = |token: usize| mask[token / 32] >> (token % 32) & 1 == 1;
+            let forbidden = logits.iter_mut().enumerate().filter(|(token, _)| !is_allowed(*token));
+            forbidden.for_each(|(_, logit)| *logit = f32::NEG_INFINITY);
         }
         logits
     }
@@ -222,15 +248,42 @@ fn check(card: &ComputeCard, verdicts: &mut Verdicts, width: usize, rules: Rules
     Ok(())
 }
 
-/// Samples the cases on the GPU. Rows without a draw are between rows with one, and must not change.
+/// Masks that the host does not write in time make their rows fail, and no others.
+fn late_masks(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
+    let mut source = Draw::new(8);
+    let cases: Vec<Case> =
+        (0..3).map(|row| case(&mut source, row, 100, Rules { masks: true, ..ALL }, 0)).collect();
+    let masks = Arc::new(TokenMasks::new(card, N_ROWS, 100, Duration::from_millis(20))?);
+    let outcomes = run_with(card, 100, &cases, &masks.of_step(0, 2), false)?;
+    let tokens: Vec<bool> = outcomes.iter().map(|outcome| outcome.token == LATE).collect();
+    verdicts.holds("masks that are never written".to_owned(), tokens == [true, true, false]);
+    Ok(())
+}
+
 fn run(card: &ComputeCard, width: usize, cases: &[Case]) -> Result<Vec<Outcome>, CudaError> {
+    let masks = Arc::new(TokenMasks::new(card, N_ROWS, width, Duration::from_secs(10))?);
+    let n_masks = cases.iter().filter(|case| case.mask.is_some()).count();
+    run_with(card, width, cases, &masks.of_step(7, n_masks), true)
+}
+
+/// Samples the cases on the GPU. The masks are written after the launch, if they `are_written`. Rows without a draw are between rows with one, and must not change.
+fn run_with(
+    card: &ComputeCard,
+    width: usize,
+    cases: &[Case],
+    masks: &StepMasks,
+    are_written: bool,
+) -> Result<Vec<Outcome>, CudaError> {
     let n_rows = N_ROWS;
     let mut logits = vec![f32::NAN; n_rows * width];
     let (mut draws, mut edits, mut tokens) = (vec![], vec![], vec![NOWHERE; n_rows]);
+    let mut written: Vec<&[u32]> = vec![];
     for case in cases {
         let (row, first) = (case.draw.row as usize, edits.len() / EDIT_WORDS);
         logits[row * width..(row + 1) * width].copy_from_slice(&case.raw);
-        draws.extend(DrawRow { first_edit: first as u32, ..case.draw }.to_words());
+        let mask = case.mask.as_ref().map(|_| written.len() as u32);
+        written.extend(case.mask.as_deref());
+        draws.extend(DrawRow { first_edit: first as u32, mask, ..case.draw }.to_words());
         edits.extend(case.edits.iter().flat_map(|edit| edit.to_words()));
         tokens[row] = case.in_flight;
     }
@@ -239,15 +292,21 @@ fn run(card: &ComputeCard, width: usize, cases: &[Case]) -> Result<Vec<Outcome>,
     let (mut best, mut drawn) = (card.buffer::<u32>(n_rows)?, card.upload(&vec![7; n_rows])?);
     let mut outcomes = card.upload(&vec![u32::MAX; cases.len() * Outcome::WORDS])?;
     card.argmax(best.view_mut(), keys.view_mut(), logits.view())?;
+    let (tokens, draws, mut edits) = (card.upload(&tokens)?, card.upload(&draws)?, card.upload(&edits)?);
     card.sample_tokens(SampleTokens {
         drawn: drawn.view_mut(),
         outcomes: outcomes.view_mut(),
         logits: logits.view_mut(),
         best: best.view(),
-        tokens: card.upload(&tokens)?.view(),
-        draws: card.upload(&draws)?.view(),
-        edits: card.upload(&edits)?.view_mut(),
+        tokens: tokens.view(),
+        draws: draws.view(),
+        edits: edits.view_mut(),
+        masks: Some(masks),
     })?;
+    if are_written {
+        written.iter().enumerate().for_each(|(nth, mask)| masks.write(nth, mask));
+        masks.release();
+    }
     let (drawn, words) = (card.download(drawn.view())?, card.download(outcomes.view())?);
     let outcomes: Vec<Outcome> = words.chunks(Outcome::WORDS).map(Outcome::of_words).collect();
     let fits = (0..n_rows as u32).all(|row| {

@@ -1,22 +1,24 @@
 //! Kernels for NVIDIA GPUs: compiled for the installed GPU and launched with checked arguments.
 //!
 //! Suggested reading order: the programs ([`source`]), the GPU that runs them ([`compute_card`]), the
-//! computation (`ops`, over the kernels in `kernels/cu`, and [`matmul`]), and ranks that add their sums
+//! computation ([`masks`] of grammars, `ops`, over the kernels in `kernels/cu`, and [`matmul`]), and ranks that add their sums
 //! ([`peers`]).
 
 pub mod source;
 pub mod compute_card;
 pub mod peers;
 mod tensor_map;
+pub mod masks;
 pub mod ops;
 pub mod matmul;
 
 pub use compute_card::ComputeCard;
+pub use masks::{StepMasks, TokenMasks};
 pub use matmul::{Epilogue, Factors, NormedRows, OutputRows, ProductOutput, ProductShape, Products};
 pub use ops::{
     AddedRows, DecodeAttention, DrawRow, DummyPart, EDIT_WORDS, Ending, ExpertLayer, ExpertSizes,
     ExpertSpace, ExpertsForm, FeedTokens, FewRowsForm, Fp8Rows, FusedKernel, FusedProduct, HeadsRows,
-    KvNumber, KvPages, LogitEdit, ManyRows, NOWHERE, Outcome, PendingNorm, PrefillAttention, PrefillSequence,
-    RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm, SumRows, TOP_MAX, WeightMatrix,
+    KvNumber, KvPages, LATE, LogitEdit, ManyRows, NOWHERE, Outcome, PendingNorm, PrefillAttention,
+    PrefillSequence, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm, SumRows, TOP_MAX, WeightMatrix,
 };
 pub use peers::{CommonParams, LostFlag, PEERS_MAX, Peers, RankMemory};

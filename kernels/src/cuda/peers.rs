@@ -5,14 +5,13 @@
 //! which rank computes which rows. A rank that misses their time limit is lost, and [`LostFlag`] reports it.
 
 use std::fmt;
-use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use cudarc::driver::{CudaContext, result, sys};
+use cudarc::driver::sys;
 use device::cuda::error::ensure;
-use device::cuda::{Bf16, Buffer, CudaError, View};
+use device::cuda::{Bf16, Buffer, CudaError, HostWords, View};
 
 use super::ComputeCard;
 use super::ops::{number, two_in_one};
@@ -86,14 +85,15 @@ pub struct Peers {
     pub(super) wholes: OfRanks,
     /// The lengths of the three shared buffers, equal on all ranks.
     pub(super) shown: [usize; 3],
-    lost: Arc<LostWord>,
+    /// A word that is not zero after a GPU missed the time limit.
+    lost: Arc<HostWords>,
     /// Keeps the memory of all ranks' inboxes until the last rank is dropped.
     _all: Arc<[Inbox]>,
 }
 
 /// Tells whether a GPU has waited for another one until the time limit. Cheap to clone.
 #[derive(Clone, Debug)]
-pub struct LostFlag(Arc<LostWord>);
+pub struct LostFlag(Arc<HostWords>);
 
 /// The memory on a rank's GPU that the other ranks write.
 #[derive(Debug)]
@@ -101,18 +101,6 @@ struct Inbox {
     packets: Buffer<u32>,
     flags: Buffer<u32>,
 }
-
-/// A word of host memory that all GPUs access. It is not zero after a GPU missed the time limit.
-struct LostWord {
-    context: Arc<CudaContext>,
-    word: NonNull<AtomicU32>,
-}
-
-// JUSTIFICATION: the pointer makes the type neither Send nor Sync.
-// SAFETY: it owns its memory, which is accessed only as an atomic.
-unsafe impl Send for LostWord {}
-// SAFETY: it owns its memory, which is accessed only as an atomic.
-unsafe impl Sync for LostWord {}
 
 // === impl Together ===
 
@@ -156,12 +144,19 @@ impl Peers {
         let inbox = |card: &&ComputeCard| Inbox::new(card, together.inbox_words(cards.len()));
         let inboxes: Arc<[Inbox]> = cards.iter().map(inbox).collect::<Result<_, _>>()?;
         let Some(first) = cards.first() else { return Ok(Vec::new()) };
-        let lost = Arc::new(LostWord::new(first.context())?);
+        let lost = Arc::new(HostWords::new(first, 1)?);
+        let patience_ns = u64::try_from(together.patience.as_nanos()).unwrap_or(u64::MAX);
         let rank = |(me, card): (usize, &&ComputeCard)| {
             let turn = zeroed(card, TURN + 1)?;
             let known = turn.slice(TURN..TURN + 1).address();
             Ok(Self {
-                ranks: lost.ranks(together, cards.len(), me, known),
+                ranks: Ranks {
+                    lost: lost.address(),
+                    known,
+                    patience_ns,
+                    n: cards.len() as u32,
+                    me: me as u32,
+                },
                 together,
                 rounds: zeroed(card, together.n_packets())?,
                 turn,
@@ -237,12 +232,12 @@ impl LostFlag {
     /// Returns whether a GPU missed the time limit. All results computed since then are invalid, on all
     /// ranks.
     pub fn is_raised(&self) -> bool {
-        self.0.word().load(Ordering::Acquire) != 0
+        self.0.words()[0].load(Ordering::Acquire) != 0
     }
 
     /// Tells all GPUs that a rank is lost, so that they stop waiting.
     pub fn raise(&self) {
-        self.0.word().store(1, Ordering::Release);
+        self.0.words()[0].store(1, Ordering::Release);
     }
 }
 
@@ -308,50 +303,6 @@ fn reach(from: &ComputeCard, to: &ComputeCard) -> Result<(), CudaError> {
     match unsafe { sys::cuCtxEnablePeerAccess(to.context().cu_ctx(), 0) } {
         sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),
         outcome => outcome.result().map_err(CudaError::during("make one GPU's memory reachable for another")),
-    }
-}
-
-// === impl Lost ===
-
-impl LostWord {
-    fn new(context: &Arc<CudaContext>) -> Result<Self, CudaError> {
-        context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
-        // JUSTIFICATION: only the driver can allocate memory that GPUs access.
-        // SAFETY: only this value has the pointer, and it frees it once.
-        let start = unsafe { result::malloc_host(size_of::<AtomicU32>(), sys::CU_MEMHOSTALLOC_PORTABLE) }
-            .map_err(CudaError::during("allocate memory for all GPUs"))?;
-        let word = NonNull::new(start.cast::<AtomicU32>()).expect("the driver gives memory or an error");
-        // JUSTIFICATION: memory must hold a value before it is read.
-        // SAFETY: the allocation is large enough, aligned to a memory page, and unknown to other code.
-        unsafe { word.write(AtomicU32::new(0)) };
-        Ok(Self { context: Arc::clone(context), word })
-    }
-
-    fn word(&self) -> &AtomicU32 {
-        // JUSTIFICATION: GPUs write it too.
-        // SAFETY: it is initialised and lives as long as this value. All accesses are to the whole word at
-        // once.
-        unsafe { self.word.as_ref() }
-    }
-
-    fn ranks(&self, together: CommonParams, n: usize, me: usize, known: u64) -> Ranks {
-        let patience_ns = u64::try_from(together.patience.as_nanos()).unwrap_or(u64::MAX);
-        Ranks { lost: self.word.as_ptr() as u64, known, patience_ns, n: n as u32, me: me as u32 }
-    }
-}
-
-impl fmt::Debug for LostWord {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Lost({})", self.word().load(Ordering::Acquire))
-    }
-}
-
-impl Drop for LostWord {
-    fn drop(&mut self) {
-        let _ = self.context.bind_to_thread();
-        // JUSTIFICATION: the counterpart of `new`.
-        // SAFETY: the pointer came from `malloc_host`, and no reference outlives this value.
-        let _ = unsafe { result::free_host(self.word.as_ptr().cast()) };
     }
 }
 

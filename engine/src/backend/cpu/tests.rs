@@ -11,7 +11,11 @@ fn folder(name: &str) -> PathBuf {
 }
 
 fn check(name: &str, settings: &CpuSettings) {
-    conformance::suite(&|| Box::new(CpuBackend::open(&folder(name), 8 << 20, settings).expect("it opens")));
+    let open = || -> Box<dyn Backend> {
+        Box::new(CpuBackend::open(&folder(name), 8 << 20, settings).expect("it opens"))
+    };
+    conformance::suite(&open);
+    conformance::grammar::suite(&open);
 }
 
 fn settings(threads: usize) -> CpuSettings {

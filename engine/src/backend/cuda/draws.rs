@@ -1,6 +1,6 @@
 //! Requests and results of GPU sampling, for rows that do not take just the likeliest token.
 
-use kernels::cuda::{DrawRow, EDIT_WORDS, LogitEdit, NOWHERE, Outcome, TOP_MAX};
+use kernels::cuda::{DrawRow, EDIT_WORDS, LATE, LogitEdit, NOWHERE, Outcome, TOP_MAX};
 use types::step::Logprobs;
 use types::{Sampling, TokenId};
 
@@ -17,6 +17,8 @@ pub(super) const EDITS_OF_ROW: usize = 4096;
 pub(super) struct Draws {
     pub(super) rows: Vec<u32>,
     pub(super) edits: Vec<u32>,
+    /// The number of rows that follow a grammar. Their masks are in this order.
+    n_masks: u32,
 }
 
 /// What samples a row's token.
@@ -60,7 +62,7 @@ impl Draws {
                 (Some(spec), Ok(Some(_))) if is_likeliest(spec) => SampledBy::Likeliest,
                 (Some(spec), Ok(Some(place))) => {
                     let edits = edits(spec, eos_tokens);
-                    if spec.constraint.is_some() || edits.len() > EDITS_OF_ROW || wants_much_told(spec) {
+                    if edits.len() > EDITS_OF_ROW || wants_much_told(spec) {
                         SampledBy::Host
                     } else {
                         draws.add(row, spec, DrawPlace { sampled: *place, decode: nth }, &edits)
@@ -89,6 +91,8 @@ impl Draws {
         let first_edit = self.edits.len() / EDIT_WORDS;
         self.edits.extend(edits.iter().flat_map(|edit| edit.to_words()));
         let follows_previous = row.input == RowInput::Previous && looks_back(spec.sampling);
+        let mask = spec.constraint.map(|_| self.n_masks);
+        self.n_masks += u32::from(mask.is_some());
         let draw = DrawRow {
             row: place.sampled,
             in_flight: follows_previous.then_some(place.decode),
@@ -104,6 +108,7 @@ impl Draws {
             repetition: repetition_penalty,
             presence: presence_penalty,
             frequency: frequency_penalty,
+            mask,
         };
         self.rows.extend(draw.to_words());
         SampledBy::Card { nth: self.n_rows() - 1, is_told: logprobs.is_some() }
@@ -156,6 +161,7 @@ fn edits(spec: &SampleSpec<'_>, eos_tokens: &[TokenId]) -> Vec<LogitEdit> {
 pub(super) fn token(drawn: u32) -> Result<TokenId, RowError> {
     match drawn {
         NOWHERE => Err(no_token()),
+        LATE => Err(RowError::Grammar("the host computed the mask of allowed tokens too late".to_owned())),
         token => Ok(TokenId(token)),
     }
 }

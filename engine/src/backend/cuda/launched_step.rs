@@ -10,6 +10,7 @@ use kv_cache::FenceSignal;
 use types::TokenId;
 
 use super::draws::{self, SampledBy};
+use super::masks::PendingMasks;
 use super::workspace::PATIENCE;
 use crate::error::RowError;
 use crate::sampler::OwnedSampleSpec;
@@ -20,6 +21,8 @@ use crate::step::{Row, RowInput, SampledToken, SlotId, StepOutput};
 pub(super) struct LaunchedStep {
     pub(super) number: u64,
     rows: Vec<LaunchedRow>,
+    /// The masks that are not written yet. The GPUs wait for them.
+    masks: Option<PendingMasks>,
     readback: Readback,
     pub(super) signal: Arc<FenceSignal>,
     pub(super) phase: Phase,
@@ -85,12 +88,13 @@ impl LaunchedStep {
         rows: &[Row<'_>],
         places: Vec<Result<Option<u32>, RowError>>,
         sampled_by: &[SampledBy],
+        masks: Option<PendingMasks>,
         readback: Readback,
         signal: Arc<FenceSignal>,
     ) -> Self {
         let rows = rows.iter().zip(places).zip(sampled_by);
         let rows = rows.map(|((row, place), sampled_by)| LaunchedRow::of(row, place, *sampled_by)).collect();
-        Self { number, rows, readback, signal, phase: Phase::OnCard }
+        Self { number, rows, masks, readback, signal, phase: Phase::OnCard }
     }
 
     pub(super) fn is_done(&self) -> bool {
@@ -101,6 +105,19 @@ impl LaunchedStep {
     /// overwrites its logits.
     pub(super) fn needs_host(&self) -> bool {
         self.rows.iter().any(|row| row.by_host.is_some())
+    }
+
+    /// Returns whether the masks of this step depend on tokens of the previous one.
+    pub(super) fn needs_previous(&self) -> bool {
+        self.masks.as_ref().is_some_and(PendingMasks::need_previous)
+    }
+
+    /// Writes the step's masks, if they are not written yet. `previous` holds the tokens of the previous step.
+    pub(super) fn write_masks(&mut self, sampler: &HostSampler, previous: &HashMap<SlotId, TokenId>) {
+        let Some(masks) = self.masks.take() else { return };
+        for (nth, error) in masks.write(&sampler.processor, previous) {
+            self.rows[nth].place = Err(error);
+        }
     }
 
     /// Returns the index of a slot's token among the tokens that the GPU samples.

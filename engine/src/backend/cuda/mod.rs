@@ -4,7 +4,7 @@
 //! Suggested reading order: settings ([`settings`]), opening (`description`, `opening`), GPU memory (`heads`,
 //! `share`, `weights`, `loader`, `fp8`, `upload`, `budget`, `workspace`), the description of a step (`plan`),
 //! its execution (`tools`, `decoder`, `forward`, `layer`, `attention`), recorded steps (`graph_sizes`,
-//! `recorded`), sampling (`draws`), several GPUs (`rank`, `lockstep`), results of a step (`launched_step`,
+//! `recorded`), sampling (`draws`, `masks`), several GPUs (`rank`, `lockstep`), results of a step (`launched_step`,
 //! `watch`), sleep (`asleep`), measurements (`timing`, `tuning`, `limits`, `profile`).
 //!
 //! Sums in bf16 depend on the number of rows that are multiplied together. So a row's numbers differ in their
@@ -28,6 +28,7 @@ mod layer;
 mod limits;
 mod loader;
 mod lockstep;
+mod masks;
 mod opening;
 mod plan;
 mod profile;
@@ -48,7 +49,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use device::cuda::{CudaError, PinnedNumbers};
-use kernels::cuda::{ComputeCard, LostFlag, Outcome};
+use kernels::cuda::{ComputeCard, LostFlag, Outcome, TokenMasks};
 use kv_cache::{FenceSignal, KvMemory};
 use serde::Serialize;
 use tracing::{Level, enabled};
@@ -66,6 +67,7 @@ use description::ModelDescription;
 use draws::{Draws, SampledBy};
 use launched_step::{HostSampler, LaunchedStep, Phase, Readback};
 use lockstep::Helpers;
+use masks::PendingMasks;
 use plan::{Bounds, Dims, InputToken, Plan};
 use rank::{LAUNCH_WITHIN, Order, OrderResult, Rank, Step};
 use watch::{Watch, WatchedStep};
@@ -86,6 +88,7 @@ pub struct CudaBackend {
     helpers: Helpers<Rank>,
     lost: Option<LostFlag>,
     rank: Rank,
+    masks: Arc<TokenMasks>,
     memory: KvMemory,
     /// The number of clones of the memory that the backend and its ranks hold.
     n_holders: usize,
@@ -187,7 +190,10 @@ impl CudaBackend {
             words.resize(plan.dims.n_words(), 0);
             plan.write(&mut words);
         }
-        let step = Arc::new(Step { dims: plan.dims, graph_size, sequences: plan.sequences(), draws, words });
+        let pending = PendingMasks::of(rows, &sampled_by, &self.masks, self.n_launched);
+        let masks = pending.as_ref().map(|pending| pending.masks().clone());
+        let step = Step { dims: plan.dims, graph_size, sequences: plan.sequences(), draws, masks, words };
+        let step = Arc::new(step);
         let all = self.launch_on_all(&step, plan)?;
         let outcomes = self.outcomes(&step.draws, &sampled_by)?;
         let mut drawn = match self.spare_readbacks.drawn.pop() {
@@ -211,7 +217,7 @@ impl CudaBackend {
         }
         let places = std::mem::take(&mut plan.places);
         let readback = Readback { drawn, outcomes, end, others };
-        Ok(LaunchedStep::new(self.n_launched, rows, places, &sampled_by, readback, signal))
+        Ok(LaunchedStep::new(self.n_launched, rows, places, &sampled_by, pending, readback, signal))
     }
 
     /// Launches a step on all ranks' GPUs at the same time. Returns the ranks' results, this rank's first.
@@ -301,7 +307,10 @@ impl Backend for CudaBackend {
         self.check_size(plan.dims)?;
         let (signal, fence) = FenceSignal::new();
         let launched_step = self.start(&mut plan, batch.rows, signal);
-        let launched_step = launched_step.map_err(|error| self.launch_failed(&error))?;
+        let mut launched_step = launched_step.map_err(|error| self.launch_failed(&error))?;
+        if self.flights.back().is_none_or(LaunchedStep::is_done) || !launched_step.needs_previous() {
+            launched_step.write_masks(&self.sampler, &self.previous);
+        }
         let number = launched_step.number;
         self.flights.push_back(launched_step);
         self.n_launched += 1;
@@ -322,6 +331,9 @@ impl Backend for CudaBackend {
         let mut launched_step = self.flights.pop_front().expect("the oldest step was found above");
         let source = self.rank.tools.source(self.lost.as_ref());
         launched_step.finish(&source, &self.sampler, &mut self.previous);
+        if let Some(next) = self.flights.front_mut() {
+            next.write_masks(&self.sampler, &self.previous);
+        }
         let phase = std::mem::replace(&mut launched_step.phase, Phase::OnCard);
         let Phase::Done(outcome) = phase else { unreachable!("a step that was finished is done") };
         if outcome.is_ok() {
@@ -352,7 +364,8 @@ impl Drop for CudaBackend {
     fn drop(&mut self) {
         // Waits for all GPUs before any of them returns its memory, because they write into each other's
         // memory. Steps that were not collected may still write. If waiting fails, the GPU writes nothing
-        // more.
+        // more. They need not wait for masks that no one will write.
+        self.masks.of_step(self.n_launched, 0).release();
         let others = self.helpers.end();
         for rank in others.iter().chain([&self.rank]) {
             let _ = rank.tools.card.synchronize();

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use device::cuda::{Card, CudaError};
-use kernels::cuda::{ComputeCard, Peers, Products};
+use kernels::cuda::{ComputeCard, Peers, Products, TokenMasks};
 use kv_cache::KvMemory;
 use tokio::time::Instant;
 use tracing::info;
@@ -19,7 +19,7 @@ use super::share::Share;
 use super::tools::Tools;
 use super::watch::Watch;
 use super::weights::Sizes;
-use super::workspace::Workspace;
+use super::workspace::{PATIENCE, Workspace};
 use super::{CudaBackend, CudaSettings, LoadReport, SpareReadbacks, tuning};
 use crate::error::{LoadError, OpenError};
 use crate::kv_room::{AutoRoom, KvRoom};
@@ -28,7 +28,7 @@ use crate::model::ModelConfig;
 /// The longest sequences of steps that are recorded at the start. Longer steps are recorded at their first
 /// use, which takes some milliseconds.
 const RECORDED_TOKENS: usize = 9216;
-/// The number of threads for sampling that the GPU does not support.
+/// The number of threads that compute masks of grammars, and sample what the GPU does not support.
 const SAMPLER_THREADS: usize = 4;
 
 /// A GPU whose memory is allocated, except that of weights.
@@ -71,6 +71,7 @@ impl CudaBackend {
             outcomes: Vec::new(),
             drawn: vec![card.pinned(limits.rows)?, card.pinned(limits.rows)?],
         };
+        let masks = TokenMasks::new(card, limits.rows, described.folder.config.vocab, PATIENCE)?;
         Ok(Self {
             model: described.model_info(&settings.arithmetic(card.arch()))?,
             limits,
@@ -83,6 +84,7 @@ impl CudaBackend {
             helpers,
             lost,
             rank,
+            masks: Arc::new(masks),
             n_holders: memory.n_holders(),
             memory,
             loaded,

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use device::cuda::{Buffer, CudaError, Event, PinnedNumbers};
 use kernels::cuda::matmul::Choices;
-use kernels::cuda::{ComputeCard, PrefillSequence, SampleTokens};
+use kernels::cuda::{ComputeCard, PrefillSequence, SampleTokens, StepMasks};
 
 use super::description::ModelDescription;
 use super::draws::Draws;
@@ -52,6 +52,8 @@ pub(super) struct Step {
     pub(super) graph_size: Option<GraphSize>,
     pub(super) sequences: Vec<PrefillSequence>,
     pub(super) draws: Draws,
+    /// The masks of the rows that follow a grammar, written after the launch.
+    pub(super) masks: Option<StepMasks>,
     /// The words of the plan, for the other ranks.
     pub(super) words: Vec<u32>,
 }
@@ -111,7 +113,7 @@ impl Rank {
         write: impl FnOnce(&mut [u32]),
     ) -> Result<Vec<Event>, CudaError> {
         let written = if step.dims.n_tokens == 0 { Vec::new() } else { self.run(step, write)? };
-        self.draw(&step.draws, step.dims)?;
+        self.draw(&step.draws, step.masks.as_ref(), step.dims)?;
         Ok(written)
     }
 
@@ -134,12 +136,12 @@ impl Rank {
 
     /// Samples tokens for rows that do not take the likeliest one, into the memory from which the next step
     /// reads its tokens.
-    fn draw(&mut self, draws: &Draws, dims: Dims) -> Result<(), CudaError> {
+    fn draw(&mut self, draws: &Draws, masks: Option<&StepMasks>, dims: Dims) -> Result<(), CudaError> {
         if draws.n_rows() == 0 {
             return Ok(());
         }
         let Self { staging, tools: Tools { card, space, decoder, .. }, .. } = self;
-        let Draws { rows, edits } = draws;
+        let Draws { rows, edits, .. } = draws;
         send(card, &mut staging.draws, rows.len(), |to| to.copy_from_slice(rows), &mut space.draws)?;
         send(card, &mut staging.edits, edits.len(), |to| to.copy_from_slice(edits), &mut space.edits)?;
         let (n, vocab) = (dims.n_wanted, decoder.sizes.vocab);
@@ -151,6 +153,7 @@ impl Rank {
             tokens: space.tokens.slice(0..dims.n_tokens),
             draws: space.draws.slice(0..draws.rows.len()),
             edits: space.edits.view_mut().slice(0..draws.edits.len()),
+            masks,
         })
     }
 }

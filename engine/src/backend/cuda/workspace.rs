@@ -13,8 +13,8 @@ use super::graph_sizes::GraphSizes;
 use super::weights::Sizes;
 use crate::backend::StepLimits;
 
-/// The time that a GPU waits for the other GPUs of its model. All have equal work, so a GPU that is later has
-/// failed, and the device counts as lost.
+/// The time that a GPU waits for the other GPUs of its model, and for the masks of grammars. All GPUs have equal work,
+/// so a GPU that is later has failed, and the device counts as lost. If masks are later, their rows fail.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 /// The largest size in bytes for which ranks sum rows by the method with the shortest wait. Larger sums use
 /// the method that sends the fewest bytes. At this size both are equally fast on two H200s.

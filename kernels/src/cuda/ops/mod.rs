@@ -33,7 +33,7 @@ pub use many_rows::ManyRows;
 pub use prefill::{PrefillAttention, PrefillSequence};
 pub use ranks::SumRows;
 pub use rope::RopeWriteKv;
-pub use sample::{DrawRow, EDIT_WORDS, LogitEdit, Outcome, SampleTokens, TOP_MAX};
+pub use sample::{DrawRow, EDIT_WORDS, LATE, LogitEdit, Outcome, SampleTokens, TOP_MAX};
 pub use skinny::{SKINNY_FORMS, SKINNY_ROWS_MAX, SkinnyForm};
 
 use device::cuda::error::ensure;

@@ -1,10 +1,13 @@
 //! Samples tokens on the GPU, for rows that do not take just the likeliest token.
 
 use super::{ComputeCard, CudaError, GRID_SIDE_MAX, NOWHERE, View, ViewMut, ensure, launch, number, rows_of};
+use crate::cuda::masks::{MaskArguments, StepMasks};
 use device::cuda::card::grid;
 
 /// The number of threads for a row, as in `sample.cu`.
 const THREADS: u32 = 1024;
+/// The sampled token of a row whose mask did not arrive in time.
+pub const LATE: u32 = NOWHERE - 1;
 /// The maximum number of likeliest tokens in a row's outcome.
 pub const TOP_MAX: usize = 20;
 /// The number of 32-bit words of an edit.
@@ -33,6 +36,8 @@ pub struct DrawRow {
     pub repetition: f32,
     pub presence: f32,
     pub frequency: f32,
+    /// The index of the row's mask among the step's masks. `None` allows every token.
+    pub mask: Option<u32>,
 }
 
 /// A change of one token's logit before a draw. A row edits each token once.
@@ -51,7 +56,7 @@ pub struct LogitEdit {
 /// The result of a row with log-probabilities.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outcome {
-    /// The sampled token, or [`NOWHERE`] if the best logit is not finite.
+    /// The sampled token, [`NOWHERE`] if the best logit is not finite, or [`LATE`].
     pub token: u32,
     /// The unedited logits: the greatest one, and the sampled token's.
     pub best: f32,
@@ -79,16 +84,18 @@ pub struct SampleTokens<'a> {
     pub draws: View<'a, u32>,
     /// The edits: [`EDIT_WORDS`] words for each.
     pub edits: ViewMut<'a, u32>,
+    /// The masks of the step; `None` if no row has one.
+    pub masks: Option<&'a StepMasks>,
 }
 
 impl ComputeCard {
     /// Samples a token for each row with a draw: `drawn[row]` is the token, or [`NOWHERE`] if the best logit
-    /// is not finite.
+    /// is not finite, or [`LATE`] if its mask was not written in time.
     ///
     /// All sums are of integers, so a draw depends on its own row only.
     pub fn sample_tokens(&self, sample: SampleTokens<'_>) -> Result<(), CudaError> {
         let kernel = "sample_tokens";
-        let SampleTokens { drawn, outcomes, logits, best, tokens, draws, edits } = &sample;
+        let SampleTokens { drawn, outcomes, logits, best, tokens, draws, edits, masks } = &sample;
         self.check_places(kernel, &[], &[drawn, outcomes, logits, best, tokens, draws, edits])?;
         let n_draws = rows_of(kernel, draws.len(), DrawRow::WORDS)?;
         if n_draws == 0 {
@@ -105,6 +112,7 @@ impl ComputeCard {
         ensure(kernel, width > 0, "empty rows")?;
         let (n_rows, n_tokens) = (number(kernel, drawn.len())?, number(kernel, tokens.len())?);
         let n_edits = number(kernel, rows_of(kernel, edits.len(), EDIT_WORDS)?)?;
+        let masks = masks.map_or(Ok(MaskArguments::NONE), |masks| masks.arguments(kernel, width))?;
         let config = grid(n_draws, 1, THREADS);
         launch!(
             self,
@@ -117,6 +125,7 @@ impl ComputeCard {
             &tokens.address(),
             &draws.address(),
             &edits.address(),
+            &masks,
             &width,
             &n_rows,
             &n_tokens,
@@ -127,7 +136,7 @@ impl ComputeCard {
 
 impl DrawRow {
     /// The number of 32-bit words of `DrawRow` in `sample.cu`.
-    pub const WORDS: usize = 16;
+    pub const WORDS: usize = 17;
 
     pub fn to_words(self) -> [u32; Self::WORDS] {
         let [seed, position] = [self.seed, self.position].map(|wide| [wide as u32, (wide >> 32) as u32]);
@@ -148,6 +157,7 @@ impl DrawRow {
             self.repetition.to_bits(),
             self.presence.to_bits(),
             self.frequency.to_bits(),
+            self.mask.unwrap_or(NOWHERE),
         ]
     }
 }
@@ -212,10 +222,12 @@ mod tests {
             repetition: 1.1,
             presence: 0.2,
             frequency: 0.3,
+            mask: Some(4),
         };
         let words = draw.to_words();
         assert_eq!(words[..2], [3, NOWHERE]);
         assert_eq!(words[6..13], [2, 1, 7, 0, 1, 11, 2]);
+        assert_eq!(words[16], 4);
         let edit = LogitEdit { token: 5, bias: -1.0, n_said: 2, is_forbidden: true, is_seen: true };
         assert_eq!(edit.to_words(), [5, (-1.0_f32).to_bits(), 2, 3]);
     }
