@@ -77,8 +77,11 @@ impl Reservations {
         Ok(())
     }
 
-    /// Returns the number of leading prompt tokens whose KV is cached here.
+    /// Returns the number of leading prompt tokens whose KV is cached here and would not be computed.
     fn held_tokens(&self, prompt: &Prompt) -> u32 {
+        if prompt.sampling.prompt_logprobs.is_some() {
+            return 0;
+        }
         let lease = self.node.pool.adopt(&self.hashes(prompt), self.holder(prompt));
         (lease.n_blocks() * usize::from(self.node.model.layout.block_tokens)) as u32
     }

@@ -19,7 +19,7 @@ use tracing::{Instrument as _, info, info_span, trace};
 use types::{Prompt, Refusal, RefusalKind};
 
 use crate::reservations::{PrefillOffer, Reservation, Reservations};
-use crate::steps::{STEPS_MAX, steps};
+use crate::steps::{STEPS_MAX, SentStep, steps};
 
 /// The gRPC service of one decode node.
 #[derive(Clone, Debug)]
@@ -129,10 +129,12 @@ impl Life {
         let sequence = NewSequence { prompt, source, sink, steps_wanted: u32::MAX, constraint };
         let _ticket = self.service.node.worker.submit(sequence)?;
         let mut is_timed = true;
-        while let Some((step, timing)) = steps.recv().await {
+        while let Some(SentStep { step, timing, prompt_logprobs }) = steps.recv().await {
             let timing = is_timed.then(|| timing_to_wire(&timing));
             is_timed = self.timings == Timings::OfEachStep;
-            self.send(v1::DecodeEvent { event: Some(Event::Step((&step).into())), timing }).await;
+            let prompt_logprobs = proto::prompt_logprobs_to_wire(&prompt_logprobs);
+            let event = Some(Event::Step((&step).into()));
+            self.send(v1::DecodeEvent { event, timing, prompt_logprobs }).await;
             if steps.capacity() <= STEPS_MAX / 2 {
                 self.service.node.worker.nudge();
             }
@@ -143,7 +145,7 @@ impl Life {
     /// Sends an event to the router. If the router has dropped the stream, the event is lost, and this call
     /// is being dropped too.
     async fn say(&self, event: Event) {
-        self.send(v1::DecodeEvent { event: Some(event), timing: None }).await;
+        self.send(v1::DecodeEvent { event: Some(event), timing: None, prompt_logprobs: None }).await;
     }
 
     async fn send(&self, event: v1::DecodeEvent) {

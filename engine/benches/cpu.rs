@@ -176,6 +176,7 @@ fn step(backend: &mut CpuBackend, tokens: &[TokenId], start: usize) {
         input: RowInput::Tokens(tokens),
         start,
         tables: &tables,
+        prompt_logprobs: None,
         sample: Some(sample),
     };
     let launched = backend.launch(StepBatch { rows: &[row] }).expect("launched");

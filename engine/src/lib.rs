@@ -26,4 +26,6 @@ pub use backend::mock::{Mock, MockSettings, Pace};
 pub use backend::{Asleep, Backend, Device, EngineSettings, SleepFailed, StepLimits, WakeFailed, open};
 pub use error::{BackendError, LoadError, OpenError, RowError};
 pub use kv_room::{AutoRoom, KvRoom};
-pub use step::{PendingStep, Row, RowInput, SampleSpec, SampledToken, SlotId, StepBatch, StepOutput};
+pub use step::{
+    PendingStep, PromptTargets, Row, RowInput, SampleSpec, SampledToken, SlotId, StepBatch, StepOutput,
+};

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use grammar::Constraint;
 use kv_cache::LayerFence;
-use types::step::Logprobs;
+use types::step::{Logprobs, PromptLogprob};
 use types::{BlockIdx, Sampling, StopRules, TokenId};
 
 use crate::error::RowError;
@@ -30,9 +30,20 @@ pub struct Row<'a> {
     /// The sequence's blocks, one table for each layer group, up to the input's last position. Blocks before
     /// a sliding window may be [`BlockIdx::GONE`].
     pub tables: &'a [&'a [BlockIdx]],
+    /// The prompt tokens whose log-probabilities are wanted; `None` if none are.
+    pub prompt_logprobs: Option<PromptTargets<'a>>,
     /// How to sample the next token; `None` if the row samples none, because this chunk is not the prompt's
     /// last.
     pub sample: Option<SampleSpec<'a>>,
+}
+
+/// The prompt tokens whose log-probabilities a row computes.
+#[derive(Clone, Copy, Debug)]
+pub struct PromptTargets<'a> {
+    /// The tokens after each of the row's tokens. The prompt's last token has none.
+    pub tokens: &'a [TokenId],
+    /// The number of alternatives to report beside each token.
+    pub n_top: u8,
 }
 
 /// The tokens whose KV a row computes.
@@ -112,6 +123,8 @@ impl PendingStep {
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepOutput {
     pub rows: Vec<Result<Option<SampledToken>, RowError>>,
+    /// The log-probabilities of each row's [`PromptTargets`], in the batch's order; empty if no row has any.
+    pub prompt_logprobs: Vec<Vec<PromptLogprob>>,
     /// The routing lead of each token of the step. In one layer, the lead is the router score of the last chosen expert
     /// minus that of the best expert that was not chosen. The smallest lead of all layers counts. Only the CPU backend
     /// fills this list, and only for models with experts; otherwise the list is empty.

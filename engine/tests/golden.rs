@@ -3,8 +3,11 @@
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
 
-use baton_engine::{Backend, CpuBackend, CpuSettings, Row, RowInput, SampleSpec, SlotId, StepBatch};
+use baton_engine::{
+    Backend, CpuBackend, CpuSettings, PromptTargets, Row, RowInput, SampleSpec, SlotId, StepBatch,
+};
 use serde::Deserialize;
+use types::step::PromptLogprob;
 use types::{BlockIdx, KvDtype, Sampling, StopRules, TokenId};
 
 /// Results of `transformers` in float32, from a file.
@@ -77,6 +80,7 @@ fn step(
         input: RowInput::Tokens(tokens),
         start,
         tables: &tables,
+        prompt_logprobs: None,
         sample: Some(sample),
     };
     let launched = backend.launch(StepBatch { rows: &[row] }).expect("launched");
@@ -222,4 +226,64 @@ fn the_demo_model_reproduces_its_golden_file() {
 #[test]
 fn the_demo_model_says_the_same_with_kv_in_bf16() {
     check_demo(KvDtype::Bf16, 2e-2);
+}
+
+/// Computes the log-probabilities of a prompt with all alternatives, in rows of at most `chunk` tokens.
+fn of_prompt(backend: &mut CpuBackend, prompt: &[TokenId], chunk: usize) -> Vec<PromptLogprob> {
+    let n_groups = backend.model().layout.groups.len() as u32;
+    let tables: Vec<Vec<BlockIdx>> =
+        (0..n_groups).map(|group| (0..60).map(|nth| BlockIdx(nth * n_groups + group)).collect()).collect();
+    let tables: Vec<&[BlockIdx]> = tables.iter().map(Vec::as_slice).collect();
+    let mut all = Vec::new();
+    for (nth, tokens) in prompt.chunks(chunk).enumerate() {
+        let start = nth * chunk;
+        let targets = &prompt[start + 1..(start + tokens.len() + 1).min(prompt.len())];
+        let row = Row {
+            slot: SlotId(1),
+            input: RowInput::Tokens(tokens),
+            start,
+            tables: &tables,
+            prompt_logprobs: Some(PromptTargets { tokens: targets, n_top: u8::MAX }),
+            sample: None,
+        };
+        let launched = backend.launch(StepBatch { rows: &[row] }).expect("launched");
+        let mut output = backend.collect(launched).expect("collected");
+        output.rows[0].clone().expect("the row succeeds");
+        all.append(&mut output.prompt_logprobs[0]);
+    }
+    all
+}
+
+/// The prompt and its greedy continuation are the prompt here: the reference has two rows of its logits, and every token
+/// of the continuation is the most likely one. The bits do not depend on chunks and ranks.
+fn check_prompt_logprobs(name: &str) {
+    let folder = root().join("tests/models").join(name);
+    let golden: Golden = read(&folder.join("golden.json"));
+    let prompt: Vec<TokenId> =
+        golden.prompt.iter().chain(&golden.continuation).copied().map(TokenId).collect();
+    let found = of_prompt(&mut opened(&folder, KvDtype::F32), &prompt, prompt.len());
+    assert_eq!(found.len(), prompt.len() - 1, "{name}");
+    let (first, last) = (golden.prompt.len() - 1, prompt.len() - 2);
+    for (at, logits) in [(first, &golden.first_logits), (last, &golden.last_logits)] {
+        let expected = |token: u32| logits.get(token as usize).copied();
+        check_logits(&format!("{name}, position {at}"), &found[at].logprobs.top, expected, 1e-4);
+    }
+    for (at, (token, PromptLogprob { logprobs, rank })) in prompt[1..].iter().zip(&found).enumerate() {
+        let place = logprobs.top.iter().position(|(other, _)| other == token).expect("all are listed");
+        assert_eq!((logprobs.top[place].1, place + 1), (logprobs.chosen, *rank as usize), "{name}, {at}");
+        assert!(at < first || *rank == 1, "{name}: the continuation's token at {at} has rank {rank}");
+        let sum: f64 = logprobs.top.iter().map(|(_, logprob)| f64::from(*logprob).exp()).sum();
+        assert!((sum - 1.0).abs() < 1e-4, "{name}: the probabilities at {at} add up to {sum}");
+    }
+    for (ranks, chunk) in [(1, 7), (2, 33)] {
+        let again = of_prompt(&mut spread(&folder, KvDtype::F32, ranks), &prompt, chunk);
+        assert!(again == found, "{name} with {ranks} ranks in chunks of {chunk}");
+    }
+}
+
+#[test]
+fn log_probabilities_of_prompts_are_as_in_transformers() {
+    for name in ["llama", "llama3", "mistral", "qwen2", "qwen2-window", "qwen3", "mixtral", "qwen3-moe"] {
+        check_prompt_logprobs(name);
+    }
 }

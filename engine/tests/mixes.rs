@@ -150,6 +150,7 @@ fn step(node: &mut Node, sequences: &mut [(&mut Sequence, usize)]) {
                 input: RowInput::Tokens(&sequence.tokens[sequence.n_computed..end]),
                 start: sequence.n_computed,
                 tables,
+                prompt_logprobs: None,
                 sample: (end == sequence.tokens.len()).then_some(sample),
             }
         })

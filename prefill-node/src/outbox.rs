@@ -9,6 +9,7 @@ use kv_cache::{BlockLease, LayerFence};
 use kv_transfer::{Chunk, ChunkQueue, KvConnector, TransferError};
 use scheduler::{SINK_SLACK, SequenceEnd, Sink, StepTiming};
 use tokio::sync::{mpsc, oneshot};
+use types::step::PromptLogprob;
 use types::{Destination, Handoff, KvSpan, Landing, PromptDigest, Refusal, RefusalKind, Step, TransferId};
 
 /// The number of chunks that may wait for the connector.
@@ -17,8 +18,17 @@ const CHUNKS_MAX: usize = 40;
 /// layer group, a cached prefix, and the handoff.
 const CHUNKS_IN_FLIGHT: usize = 4 * SINK_SLACK;
 
-/// The first token with its timing, or the reason for its absence.
-pub(crate) type FirstTokenResult = Result<(Step, StepTiming), Refusal>;
+/// The first token with what belongs to it.
+#[derive(Debug)]
+pub(crate) struct FirstToken {
+    pub(crate) step: Step,
+    pub(crate) timing: StepTiming,
+    /// See [`types::ComputedPrompt`].
+    pub(crate) prompt_logprobs: Vec<PromptLogprob>,
+}
+
+/// The first token, or the reason for its absence.
+pub(crate) type FirstTokenResult = Result<FirstToken, Refusal>;
 
 /// The scheduler's end of one KV delivery: it queues chunks for the connector and answers with the first
 /// token.
@@ -28,6 +38,8 @@ pub(crate) struct Outbox {
     n_tokens: u32,
     chunks: mpsc::Sender<Chunk>,
     first: Option<oneshot::Sender<FirstTokenResult>>,
+    /// The log-probabilities of the prompt, until the first token.
+    prompt_logprobs: Vec<PromptLogprob>,
 }
 
 /// Makes the outbox of a prompt of `n_tokens`, a receiver of its answer, and the queue that it fills.
@@ -40,7 +52,8 @@ pub(crate) fn outbox(
     let (chunks, received) = mpsc::channel(CHUNKS_MAX);
     let (first, answer) = oneshot::channel();
     let queue = ChunkQueue::new(received, on_taken);
-    (Outbox { transfer, n_tokens, chunks, first: Some(first) }, answer, queue)
+    let prompt_logprobs = Vec::new();
+    (Outbox { transfer, n_tokens, chunks, first: Some(first), prompt_logprobs }, answer, queue)
 }
 
 impl Outbox {
@@ -66,10 +79,15 @@ impl Sink for Outbox {
         self.send(Chunk::Kv { span, from: lease, ready });
     }
 
+    fn prompt_logprobs(&mut self, logprobs: Vec<PromptLogprob>) {
+        self.prompt_logprobs = logprobs;
+    }
+
     fn step(&mut self, step: Step, timing: StepTiming) {
         // The answer is sent before the handoff, because the delivery may be complete as soon as it has the
         // token.
-        self.answer(Ok((step.clone(), timing)));
+        let prompt_logprobs = std::mem::take(&mut self.prompt_logprobs);
+        self.answer(Ok(FirstToken { step: step.clone(), timing, prompt_logprobs }));
         self.send(Chunk::Handoff(Handoff { transfer: self.transfer, n_tokens: self.n_tokens, first: step }));
     }
 

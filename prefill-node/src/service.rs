@@ -18,7 +18,7 @@ use tracing::{Instrument as _, info, info_span, trace};
 use types::{ComputedPrompt, Destination, Landing, Prompt, Refusal, RefusalKind};
 
 use crate::held_transfers::{HeldTransfer, HeldTransfers};
-use crate::outbox::{DeliveryError, FirstTokenResult, deliver, hold, outbox};
+use crate::outbox::{DeliveryError, FirstToken, FirstTokenResult, deliver, hold, outbox};
 
 /// The gRPC service of one prefill node.
 #[derive(Clone, Debug)]
@@ -72,13 +72,13 @@ impl PrefillService {
         let sequence = NewSequence { prompt: prompt.clone(), source, sink, steps_wanted: 1, constraint };
         let _ticket = self.node.worker.submit(sequence)?;
         let (first, delivery) = first_token(answer, delivery).await;
-        let (first, timing) = first?;
+        let FirstToken { step: first, timing, prompt_logprobs } = first?;
         let usage = types::Usage {
             prompt_tokens: prompt.tokens.len() as u32,
             cached_tokens: timing.usage.cached_tokens,
         };
         let scheduler::StepTiming { room, queued, computed, .. } = timing;
-        let prefilled = ComputedPrompt { first, usage, room, queued, computed };
+        let prefilled = ComputedPrompt { first, prompt_logprobs, usage, room, queued, computed };
         Ok(AnsweredPrompt { prefilled, delivery, place })
     }
 
@@ -254,11 +254,12 @@ mod tests {
             }
             tokio::join!(first_token(answer, delivery), async {
                 tokio::task::yield_now().await;
-                let _ = sender.send(Ok((token(), timing)));
+                let prompt_logprobs = Vec::new();
+                let _ = sender.send(Ok(FirstToken { step: token(), timing, prompt_logprobs }));
             })
         };
         let ((first, delivery), ()) = answered.await;
-        assert_eq!(first.expect("a first token").0, token());
+        assert_eq!(first.expect("a first token").step, token());
         assert!(delivery.is_none());
     }
 

@@ -8,6 +8,7 @@ mod error;
 
 pub use convert::node::role_from_wire;
 pub use convert::prompt::{prompt_from_wire, prompt_to_wire};
+pub use convert::step::{prompt_logprobs_from_wire, prompt_logprobs_to_wire};
 pub use convert::transfer::{transfer_from_wire, transfer_to_wire};
 pub use error::ConvertError;
 

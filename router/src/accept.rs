@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use chassis::World;
 use tokio::time::Instant;
-use types::prompt::CACHE_SALT_BYTES_MAX;
+use types::prompt::{CACHE_SALT_BYTES_MAX, PROMPT_LOGPROBS_MAX};
 use types::{CacheSalt, Deadline, Prompt, RequestId, RequestedModel, Sampling, StopRules, TenantId, TokenId};
 
 use crate::admission::AdmissionTerms;
@@ -90,6 +90,8 @@ pub struct SamplingParams {
     pub seed: Option<u64>,
     /// The number of alternatives to report beside each token; `None` reports no log-probabilities.
     pub logprobs: Option<u32>,
+    /// The same for the tokens of the prompt.
+    pub prompt_logprobs: Option<u32>,
     pub stop: Vec<String>,
     pub stop_tokens: Vec<TokenId>,
     pub ignore_eos: bool,
@@ -144,6 +146,7 @@ impl Default for SamplingParams {
             logit_bias: Vec::new(),
             seed: None,
             logprobs: None,
+            prompt_logprobs: None,
             stop: Vec::new(),
             stop_tokens: Vec::new(),
             ignore_eos: false,
@@ -253,6 +256,7 @@ impl Acceptor {
             let rules = PromptRules { sampling: sampling.clone(), stop, cache_salt: cache_salt.clone() };
             prompts.push(prompt(model, tokens, rules, caller.clone()));
         }
+        check_prompt_logprobs(&prompts)?;
         let prompt_tokens = prompts.iter().map(|prompt| prompt.tokens.len()).sum();
         let prompts = fanned_out(prompts, params.n);
         let permit = self.tenants.admit(&caller.client, prompts.len(), prompt_tokens)?;
@@ -291,7 +295,8 @@ impl Acceptor {
             )?,
             logit_bias: logit_bias(model, &params.logit_bias)?,
             seed: params.seed.unwrap_or_else(|| self.world.draw()),
-            logprobs: params.logprobs.map(logprobs).transpose()?,
+            logprobs: params.logprobs.map(|n| logprobs("top_logprobs", n)).transpose()?,
+            prompt_logprobs: params.prompt_logprobs.map(|n| logprobs("prompt_logprobs", n)).transpose()?,
             grammar: self.grammars.accepted(model, params.grammar.as_ref())?,
         })
     }
@@ -390,6 +395,17 @@ fn check_counts(inputs: &Inputs, params: &SamplingParams) -> Result<(), AcceptEr
         return Err(AcceptError::invalid("n", reason));
     }
     Ok(())
+}
+
+/// Refuses a request whose answer would have too many log-probabilities of prompts.
+fn check_prompt_logprobs(prompts: &[Prompt]) -> Result<(), AcceptError> {
+    let n: usize = prompts.iter().map(Prompt::n_prompt_logprobs).sum();
+    if n <= PROMPT_LOGPROBS_MAX {
+        return Ok(());
+    }
+    let reason =
+        format!("the prompts' tokens with their alternatives are {n}, at most {PROMPT_LOGPROBS_MAX}");
+    Err(AcceptError::invalid("prompt_logprobs", reason))
 }
 
 /// Refuses rules about the end of an answer that contradict a grammar, which says where an answer may end.

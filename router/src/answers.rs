@@ -1,18 +1,19 @@
 //! The answers to one request, from the parsed request until each answer has its first step. Both APIs use it.
 
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 
 use futures::future::try_join_all;
 use futures::stream::{SelectAll, Stream, StreamExt};
+use types::step::PromptLogprob;
 use types::{Prompt, TokenId, Usage};
 
 use crate::accept::{AcceptedRequest, Acceptor, AskedInputs, Caller, SamplingParams};
 use crate::choice::{Choice, Delta};
 use crate::error::{RequestError, ServeError};
 use crate::serve::Serve;
-use crate::text::{Detokenizer, PartsRules, ServedModel};
+use crate::text::{Detokenizer, PartsRules, ServedModel, Tokenizer};
 
 /// A parsed request that is not accepted yet.
 #[derive(Debug)]
@@ -29,9 +30,30 @@ pub(crate) struct AskedRequest {
 pub(crate) struct BegunAnswers {
     /// The number of answers to each input: choices `0..n` belong to the first input.
     n: usize,
-    /// The tokens of each choice's prompt, one entry per choice.
-    pub(crate) prompts: Vec<Arc<[TokenId]>>,
+    /// The prompt of each choice, one entry per choice. Choices of one input share it.
+    pub(crate) prompts: Vec<Arc<AnsweredPrompt>>,
     pub(crate) choices: Vec<Choice>,
+}
+
+/// A prompt, for answers that show it.
+#[derive(Debug)]
+pub(crate) struct AnsweredPrompt {
+    pub(crate) tokens: Arc<[TokenId]>,
+    /// The log-probabilities of the tokens from the second on, if the request asks for them.
+    pub(crate) logprobs: Option<Vec<PromptLogprob>>,
+    text: OnceLock<String>,
+}
+
+impl AnsweredPrompt {
+    fn new(prompt: &Prompt, logprobs: Vec<PromptLogprob>) -> Self {
+        let logprobs = prompt.sampling.prompt_logprobs.map(|_| logprobs);
+        Self { tokens: Arc::clone(&prompt.tokens), logprobs, text: OnceLock::new() }
+    }
+
+    /// Returns the text of the tokens, which is made once.
+    pub(crate) fn text(&self, tokenizer: &Tokenizer) -> &str {
+        self.text.get_or_init(|| tokenizer.text_of(&self.tokens))
+    }
 }
 
 impl AskedRequest {
@@ -58,8 +80,12 @@ impl AskedRequest {
         let n = (params.n as usize).max(1);
         let inputs = prompts.chunks(n).enumerate();
         let begun = inputs.map(|(nth, answers)| begin_answers(nth * n, answers, &begin));
-        let choices = try_join_all(begun).await?.into_iter().flatten().collect();
-        let prompts = prompts.into_iter().map(|prompt| prompt.tokens).collect();
+        let mut choices: Vec<Choice> = try_join_all(begun).await?.into_iter().flatten().collect();
+        let of_input = prompts.chunks(n).zip(choices.chunks_mut(n)).flat_map(|(prompts, choices)| {
+            let prompt = AnsweredPrompt::new(&prompts[0], choices[0].take_prompt_logprobs());
+            std::iter::repeat_n(Arc::new(prompt), choices.len())
+        });
+        let prompts = of_input.collect();
         Ok(BegunAnswers { n, prompts, choices })
     }
 }
@@ -77,7 +103,8 @@ async fn begin_answers<E, F: Future<Output = Result<Choice, E>>>(
     if let Some((choice, prompt)) = answers.next() {
         choices.push(begin(choice, prompt).await?);
     }
-    choices.extend(try_join_all(answers.map(|(choice, prompt)| begin(choice, prompt))).await?);
+    let others = answers.map(|(choice, prompt)| begin(choice, prompt.without_prompt_logprobs()));
+    choices.extend(try_join_all(others).await?);
     Ok(choices)
 }
 

@@ -59,7 +59,7 @@ impl ChatRequest {
         model: &ServedModel,
     ) -> Result<RenderedChat, AcceptError> {
         let Some(template) = &model.template else {
-            let reason = "the model has no chat template; use /v1/completions";
+            let reason = "the model has no chat template: send the prompt as a text or token ids";
             return Err(AcceptError::unsupported("messages", reason));
         };
         let mut tools = tools::callable(self.tools.take(), self.tool_choice.as_ref())?;

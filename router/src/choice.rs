@@ -7,6 +7,7 @@ use std::time::Duration;
 use futures::stream::{Stream, StreamExt};
 use tokio::time::{Instant, Sleep, sleep_until, timeout_at};
 use tracing::info;
+use types::step::PromptLogprob;
 use types::{FinishReason, Prompt, Step, Usage};
 
 use crate::accept::RequestOrigin;
@@ -96,6 +97,11 @@ impl Choice {
 
     pub fn usage(&self) -> Usage {
         self.generation.usage
+    }
+
+    /// Returns the log-probabilities of the prompt, once.
+    pub fn take_prompt_logprobs(&mut self) -> Vec<PromptLogprob> {
+        std::mem::take(&mut self.generation.prompt_logprobs)
     }
 
     fn poll_step(&mut self, cx: &mut Context<'_>) -> Poll<Result<Step, ServeError>> {

@@ -171,7 +171,7 @@ impl Continuation {
                     self.dispatch.parts().metrics.arrived(&scheme, bytes, waited);
                     self.guards.record.kv_arrived(scheme, bytes, waited, moved);
                 }
-                DecodeProgress::Step(step, report) if step.index == self.next_index() => {
+                DecodeProgress::Step { step, report, .. } if step.index == self.next_index() => {
                     self.guards.record.stepped(report);
                     if call.has_worked() {
                         self.dispatch.breakers().succeeded(call.node());
@@ -180,7 +180,7 @@ impl Continuation {
                     *waiting = None;
                     return Poll::Ready(Ok(step));
                 }
-                DecodeProgress::Step(step, _) => {
+                DecodeProgress::Step { step, .. } => {
                     return Poll::Ready(Err(call.wrong_index(step.index, self.next_index())));
                 }
             }

@@ -16,6 +16,7 @@ use chassis::guards::{Guard, stands};
 use futures::StreamExt as _;
 use tokio::time::Instant;
 use tracing::{debug, info, trace};
+use types::step::PromptLogprob;
 use types::{
     BlockHash, CallerAction, ComputedPrompt, Deadline, Destination, ModelInfo, NodeId, NodeInfo, Prompt,
     RefusalKind, RequestedModel, Step, Usage,
@@ -110,6 +111,8 @@ pub(crate) struct StartedRequest {
     /// The weights that computed the first step. All further steps must come from the same weights.
     pub(crate) model: RequestedModel,
     pub(crate) first: Step,
+    /// See [`ComputedPrompt`].
+    pub(crate) prompt_logprobs: Vec<PromptLogprob>,
     pub(crate) usage: Usage,
     pub(crate) rest: StepSource,
 }
@@ -293,13 +296,15 @@ impl Dispatch {
     ) -> Result<StartedRequest, Failure> {
         let usage = Usage { prompt_tokens: prompt.tokens.len() as u32, cached_tokens: held_tokens };
         loop {
-            if let DecodeProgress::Step(first, report) = decode.progress().await? {
+            if let DecodeProgress::Step { step: first, report, prompt_logprobs } = decode.progress().await? {
+                decode.check_prompt_logprobs(prompt, &prompt_logprobs)?;
                 self.breakers.succeeded(decode.node());
                 record.stepped(report);
                 let model = prompt.model.clone();
                 return Ok(StartedRequest {
                     model,
                     first,
+                    prompt_logprobs,
                     usage,
                     rest: StepSource::Decode(Box::new(decode)),
                 });
@@ -310,7 +315,8 @@ impl Dispatch {
     fn started(&self, prompt: &Prompt, prefilled: ComputedPrompt, rest: StepSource) -> StartedRequest {
         self.parts.metrics.stage(Stage::PrefillQueue, prefilled.queued);
         self.parts.metrics.stage(Stage::Prefill, prefilled.computed);
-        StartedRequest { model: prompt.model.clone(), first: prefilled.first, usage: prefilled.usage, rest }
+        let ComputedPrompt { first, prompt_logprobs, usage, .. } = prefilled;
+        StartedRequest { model: prompt.model.clone(), first, prompt_logprobs, usage, rest }
     }
 
     fn client(&self, node: &NodeInfo) -> Result<NodeClient, Failure> {
@@ -353,8 +359,8 @@ impl Serve for Dispatch {
         trace!(target: "walk", request = %prompt.id, n_tokens = prompt.tokens.len(), "prompt accepted");
         let ask = Ask { objective: record.objective(), ..Ask::new(&prompt, &hashes) };
         let starting = self.first_step(FirstStepAsk { ask, permit: Some(&permit), record: &record });
-        let started = outcome.note(self.by_deadline(prompt.deadline, starting).await)?;
-        let usage = started.usage;
+        let mut started = outcome.note(self.by_deadline(prompt.deadline, starting).await)?;
+        let (usage, prompt_logprobs) = (started.usage, std::mem::take(&mut started.prompt_logprobs));
         let ttft = record.first_token(usage);
         outcome.metrics().first_token.observe(ttft.as_secs_f64());
         outcome.metrics().prompt_tokens.inc_by(u64::from(usage.prompt_tokens));
@@ -365,7 +371,7 @@ impl Serve for Dispatch {
         let explained = (arrival.detail == Detail::Explained).then(|| record.clone());
         let guards = RequestGuards { permit, outcome, record };
         let steps = Continuation::new(self.clone(), prompt, started, guards).boxed();
-        Ok(Generation { usage, complete, explained, steps })
+        Ok(Generation { usage, prompt_logprobs, complete, explained, steps })
     }
 
     fn knows_nodes(&self) -> Result<(), AcceptError> {

@@ -160,7 +160,7 @@ pub enum RequestError {
 /// The error of a text that could not be tokenized.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EncodeError {
-    #[error("the model has no tokenizer; send token ids to /v1/completions")]
+    #[error("the model has no tokenizer: send the prompt as token ids")]
     NoTokenizer,
     #[error("the tokenizer refuses the text: {reason}")]
     Refused { reason: String },

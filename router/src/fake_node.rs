@@ -201,7 +201,7 @@ impl Decode for FakeNode {
         self.hear(format!("decode {} tokens, {act:?}", prompt.tokens.len()));
         let local = matches!(request.prefill, Some(v1::decode_request::Prefill::None(_)))
             || act == FakeResponse::Local;
-        let event = |event| Ok(v1::DecodeEvent { event: Some(event), timing: None });
+        let event = |event| Ok(v1::DecodeEvent { event: Some(event), timing: None, prompt_logprobs: None });
         let opening = match act {
             FakeResponse::Refuse(kind) => {
                 return Ok(Response::new(said(vec![event(Event::Refused(refusal(kind)))])));
@@ -278,6 +278,7 @@ impl Prefill for FakeNode {
             | FakeResponse::Lose
             | FakeResponse::Vanish => {
                 let prefilled = ComputedPrompt {
+                    prompt_logprobs: Vec::new(),
                     first: steps(&prompt).swap_remove(0),
                     usage: Usage { prompt_tokens: prompt.tokens.len() as u32, cached_tokens: 0 },
                     room: Duration::ZERO,

@@ -1,11 +1,11 @@
 //! The router's calls to one node. Only this module of the router uses the nodes' gRPC services.
 
+mod prefill;
 mod put;
 mod role;
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
@@ -19,7 +19,8 @@ use proto::v1::decode_client::DecodeClient;
 use proto::v1::decode_event::Event;
 use proto::v1::node_status_client::NodeStatusClient;
 use proto::v1::prefill_client::PrefillClient;
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::time::Instant;
+use types::step::PromptLogprob;
 use types::{
     BlockCounts, BlockEvent, ComputedPrompt, Destination, Landing, NodeId, NodeInfo, NodeLoad, Prompt,
     Refusal, RefusalKind, Step, TransferId,
@@ -28,6 +29,7 @@ use types::{
 use crate::breaker::Trial;
 use crate::error::ServeError;
 use crate::serve::Detail;
+pub use prefill::PrefillCall;
 pub use put::PutCall;
 
 /// The timeout of a call that a node answers without computing a prompt.
@@ -41,6 +43,8 @@ const READ_AHEAD_MAX: usize = 64;
 
 /// The protocol version in which prompts have grammars.
 const GRAMMAR_PROTOCOL: u16 = 4;
+/// The first protocol version whose nodes compute log-probabilities of prompts.
+const PROMPT_LOGPROBS_PROTOCOL: u16 = 5;
 
 /// A client of one node's services. Cheap to clone; all clones share one connection.
 #[derive(Clone, Debug)]
@@ -130,14 +134,18 @@ impl NodeClient {
         self.check_version(prompt)?;
         let request =
             v1::PrefillRequest { prompt: Some(self.on_the_wire(prompt)), destination: Some(to.into()) };
-        let mut client = PrefillClient::new(self.channel.clone());
+        let mut client =
+            PrefillClient::new(self.channel.clone()).max_decoding_message_size(MESSAGE_BYTES_MAX);
         let mut answers =
             client.run(call(&prompt.id, request)).await.map_err(|status| self.failure(&status))?.into_inner();
         let answer = answers.message().await.map_err(|status| self.failure(&status))?;
         match answer.and_then(|answer| answer.answer) {
             Some(v1::prefill_answer::Answer::Prefilled(prefilled)) => {
-                let prefilled = prefilled.try_into().map_err(|error| self.invalid_answer(&error))?;
-                Ok((prefilled, PrefillCall { client: self.clone(), answers, state: PrefillState::Open }))
+                let prefilled: ComputedPrompt =
+                    prefilled.try_into().map_err(|error| self.invalid_answer(&error))?;
+                check_prompt_logprobs(prompt, &prefilled.prompt_logprobs)
+                    .map_err(|wrong| self.invalid_answer(&wrong))?;
+                Ok((prefilled, PrefillCall::new(self.clone(), answers)))
             }
             Some(v1::prefill_answer::Answer::Refused(refusal)) => Err(self.refused(refusal)),
             None => Err(self.invalid_answer(&"an empty answer")),
@@ -191,15 +199,25 @@ impl NodeClient {
         Ok((counts, answer.blocks))
     }
 
-    /// Refuses a prompt with a grammar for a node of an older version, which would ignore the grammar.
+    /// Refuses a prompt for a node of an older version, which would ignore a part of it.
     fn check_version(&self, prompt: &Prompt) -> Result<(), Failure> {
-        if prompt.sampling.grammar.is_none() || self.info.protocol.max >= GRAMMAR_PROTOCOL {
-            return Ok(());
+        let needs = [
+            (prompt.sampling.grammar.is_some(), "constrained output needs", GRAMMAR_PROTOCOL),
+            (
+                prompt.sampling.prompt_logprobs.is_some(),
+                "log-probabilities of prompts need",
+                PROMPT_LOGPROBS_PROTOCOL,
+            ),
+        ];
+        match needs.iter().find(|(is_asked, _, version)| *is_asked && self.info.protocol.max < *version) {
+            None => Ok(()),
+            Some((_, what, version)) => {
+                let reason =
+                    format!("{what} protocol version {version}, the node speaks {}", self.info.protocol);
+                let refusal = Refusal::new(RefusalKind::Protocol, reason);
+                Err(Failure { node: self.info.clone(), refusal })
+            }
         }
-        let reason = format!("constrained output needs protocol version {GRAMMAR_PROTOCOL}");
-        let refusal =
-            Refusal::new(RefusalKind::Protocol, format!("{reason}, the node speaks {}", self.info.protocol));
-        Err(Failure { node: self.info.clone(), refusal })
     }
 
     fn on_the_wire(&self, prompt: &Prompt) -> v1::Prompt {
@@ -225,6 +243,15 @@ impl NodeClient {
         let reason = format!("no answer within {QUESTION_TIMEOUT:?}");
         Failure { node: self.info.clone(), refusal: Refusal::new(RefusalKind::Failed, reason) }
     }
+}
+
+/// Checks that a node has sent all log-probabilities that the prompt asks for.
+fn check_prompt_logprobs(prompt: &Prompt, found: &[PromptLogprob]) -> Result<(), String> {
+    let n_wanted = prompt.sampling.prompt_logprobs.map_or(0, |_| prompt.tokens.len() - 1);
+    if found.len() == n_wanted {
+        return Ok(());
+    }
+    Err(format!("log-probabilities of {} instead of {n_wanted} tokens of the prompt", found.len()))
 }
 
 /// Classifies a failed call by its status code.
@@ -292,69 +319,6 @@ impl From<Failure> for ServeError {
     }
 }
 
-// === the prefill stream ===
-
-/// A prefill call after its first token. It lasts while the node holds or sends the KV.
-#[derive(Debug)]
-pub struct PrefillCall {
-    client: NodeClient,
-    answers: tonic::Streaming<v1::PrefillAnswer>,
-    state: PrefillState,
-}
-
-#[derive(Debug)]
-enum PrefillState {
-    Open,
-    /// The node has sent all KV.
-    Ended,
-    /// The stream broke with this error. After `grace` the KV counts as lost.
-    Broken {
-        failure: Failure,
-        grace: Pin<Box<Sleep>>,
-    },
-}
-
-impl PrefillCall {
-    /// Waits for a sign that the KV will not arrive. Waits forever if it arrives. Cancel-safe.
-    ///
-    /// The decode node may not know of the loss: the connection may break before it learns of the transfer.
-    /// The sender knows and reports it. If the sender is unreachable, the decode node has one second to
-    /// report that the KV has arrived.
-    pub async fn loss(&mut self) -> Failure {
-        poll_fn(|cx| self.poll_loss(cx)).await
-    }
-
-    /// Polls [`loss`](Self::loss).
-    fn poll_loss(&mut self, cx: &mut Context<'_>) -> Poll<Failure> {
-        loop {
-            match &mut self.state {
-                PrefillState::Ended => return Poll::Pending,
-                PrefillState::Broken { failure, grace } => {
-                    ready!(grace.as_mut().poll(cx));
-                    return Poll::Ready(failure.clone());
-                }
-                PrefillState::Open => match ready!(self.answers.poll_next_unpin(cx)) {
-                    Some(Ok(answer)) => return Poll::Ready(self.refusal_in(answer)),
-                    None => self.state = PrefillState::Ended,
-                    Some(Err(status)) => {
-                        let grace = Box::pin(sleep_until(self.client.world.now() + ARRIVAL_GRACE));
-                        self.state = PrefillState::Broken { failure: self.client.failure(&status), grace };
-                    }
-                },
-            }
-        }
-    }
-
-    fn refusal_in(&self, answer: v1::PrefillAnswer) -> Failure {
-        match answer.answer {
-            Some(v1::prefill_answer::Answer::Refused(refusal)) => self.client.refused(refusal),
-            Some(v1::prefill_answer::Answer::Prefilled(_)) | None => {
-                self.client.invalid_answer(&"something else than an end after the first token")
-            }
-        }
-    }
-}
-
 // === the decode stream ===
 
 /// A decode call. Dropping it releases everything that the prompt has on the node.
@@ -383,13 +347,13 @@ pub enum Opening {
 #[derive(Debug)]
 pub enum DecodeProgress {
     /// All KV has arrived on the node.
-    Arrived {
-        scheme: String,
-        bytes: u64,
-        waited: Duration,
-        moved: Duration,
+    Arrived { scheme: String, bytes: u64, waited: Duration, moved: Duration },
+    Step {
+        step: Step,
+        report: Option<StepReport>,
+        /// The log-probabilities of a prompt that asks for them and that the node computed, with its first step.
+        prompt_logprobs: Vec<PromptLogprob>,
     },
-    Step(Step, Option<StepReport>),
 }
 
 /// What a decode node says about the time of a step.
@@ -505,6 +469,15 @@ impl DecodeCall {
         Failure { node: self.info.clone(), refusal: Refusal::new(RefusalKind::Full, reason) }
     }
 
+    /// Checks the log-probabilities of a prompt that the node computed.
+    pub(crate) fn check_prompt_logprobs(
+        &self,
+        prompt: &Prompt,
+        found: &[PromptLogprob],
+    ) -> Result<(), Failure> {
+        check_prompt_logprobs(prompt, found).map_err(|wrong| self.failed(&wrong))
+    }
+
     pub(crate) fn unasked_landing(&self) -> Failure {
         self.failed(&"a landing though there is no prefill node")
     }
@@ -543,7 +516,10 @@ impl DecodeCall {
         match event.event {
             Some(Event::Step(step)) => {
                 let step = step.try_into().map_err(|error| self.failed(&error))?;
-                Ok(DecodeProgress::Step(step, event.timing.map(StepReport::from)))
+                let prompt_logprobs = proto::prompt_logprobs_from_wire(event.prompt_logprobs)
+                    .map_err(|error| self.failed(&error))?;
+                let report = event.timing.map(StepReport::from);
+                Ok(DecodeProgress::Step { step, report, prompt_logprobs })
             }
             Some(Event::Arrived(arrived)) => Ok(DecodeProgress::Arrived {
                 scheme: arrived.scheme,

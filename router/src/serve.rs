@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use async_trait::async_trait;
 use futures::stream::BoxStream;
 use tokio::time::Instant;
+use types::step::PromptLogprob;
 use types::{ModelInfo, Prompt, Step, Usage};
 
 use crate::admission::terms::AdmissionTerms;
@@ -103,6 +104,8 @@ impl Complete {
 /// The answer to one prompt, while it is generated.
 pub struct Generation {
     pub usage: Usage,
+    /// The log-probabilities of the prompt's tokens from the second on; empty unless the prompt asks for them.
+    pub prompt_logprobs: Vec<PromptLogprob>,
     /// The flag for a complete answer. If it is set before the steps are dropped, the request counts as
     /// finished instead of cancelled.
     pub complete: Complete,

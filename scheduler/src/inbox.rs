@@ -39,6 +39,7 @@ pub enum WorkerState {
 pub(crate) struct Inbox {
     world: World,
     model: ModelInfo,
+    has_prompt_logprobs: bool,
     pool: BlockPool,
     n_blocks: u32,
     settings: SchedulerSettings,
@@ -93,6 +94,7 @@ impl Inbox {
         Self {
             world,
             model: worker.model().clone(),
+            has_prompt_logprobs: worker.has_prompt_logprobs(),
             pool,
             n_blocks: worker.load().node.blocks.total,
             settings,
@@ -106,6 +108,7 @@ impl Inbox {
     /// Accepts or refuses a sequence. The sink of a refused sequence gets no call.
     pub(crate) fn submit(&self, new: NewSequence) -> Result<SequenceId, Refusal> {
         let sequence_limits = SequenceLimits::of(&new, &self.model, self.n_blocks)?;
+        self.check_prompt_logprobs(&new)?;
         let submitted = self.world.now();
         check_deadline(new.prompt.deadline, submitted)?;
         let mut queues = self.queues();
@@ -168,6 +171,17 @@ impl Inbox {
                 Err(Refusal::new(RefusalKind::Failed, format!("the worker died: {reason}")))
             }
         }
+    }
+
+    /// Refuses log-probabilities of a prompt that the backend cannot compute.
+    fn check_prompt_logprobs(&self, new: &NewSequence) -> Result<(), Refusal> {
+        let is_wanted = new.source.is_fresh() && new.prompt.sampling.prompt_logprobs.is_some();
+        if !is_wanted || self.has_prompt_logprobs {
+            return Ok(());
+        }
+        let reason = "the backend of this node has no log-probabilities of prompts (`prompt_logprobs`, or `echo` \
+                      with `logprobs`): only the CPU backend has them";
+        Err(Refusal::new(RefusalKind::Invalid, reason))
     }
 
     /// Refuses a fresh prompt if too many wait or the predicted queueing time is too long. A sequence whose

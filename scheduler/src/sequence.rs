@@ -3,11 +3,12 @@
 use std::time::Duration;
 
 use chassis::guards::{Guard, stands};
-use engine::{Row, RowInput, SampleSpec, SampledToken, SlotId};
+use engine::{PromptTargets, Row, RowInput, SampleSpec, SampledToken, SlotId};
 use grammar::Constraint;
 use kv_cache::{BlockLease, Holder, Holding, LayerFence};
 use tokio::time::Instant;
 use tracing::{Span, trace};
+use types::step::PromptLogprob;
 use types::{
     BlockHash, BlockHashKey, BlockHasher, BlockIdx, FinishReason, KvLayout, KvSpan, ModelInfo, Prompt,
     Refusal, RefusalKind, Step, TokenId, Usage,
@@ -52,6 +53,9 @@ pub(crate) struct Sequence {
     /// The number of the sequence's rows in launched steps.
     n_rows_in_flight: usize,
     n_steps_sent: usize,
+    /// The log-probabilities of the prompt's tokens from the second on, until they are sent with the first step; `None` if
+    /// none are wanted any more.
+    prompt_logprobs: Option<Vec<PromptLogprob>>,
     /// The number of blocks that the sink has received.
     n_blocks_sent: usize,
     /// The number of tokens that the first placement found in the cache; `None` before it.
@@ -89,6 +93,7 @@ impl Sequence {
     pub(crate) fn new(submission: Submission, layout: &KvLayout, key: &BlockHashKey) -> Self {
         let Submission { id, prompt, constraint, source, sink_guard, sequence_limits, span, submitted } =
             submission;
+        let is_computed_here = source.is_fresh() && prompt.sampling.prompt_logprobs.is_some();
         let mut sequence = Self {
             id,
             span,
@@ -102,6 +107,7 @@ impl Sequence {
             n_pending: 0,
             n_rows_in_flight: 0,
             n_steps_sent: 0,
+            prompt_logprobs: is_computed_here.then(Vec::new),
             n_blocks_sent: 0,
             cached_tokens: None,
             submitted,
@@ -251,10 +257,12 @@ impl Sequence {
     }
 
     /// Returns the hashes of all blocks that may be taken from the cache. The last token is always computed,
-    /// because the next token is sampled from that computation.
+    /// because the next token is sampled from that computation. Log-probabilities of the prompt that are missing are
+    /// computed too.
     pub(crate) fn adoptable(&mut self) -> &[BlockHash] {
         let n_computed = usize::from(stands(Guard::LastToken));
-        let n_blocks = (self.tokens.len() - n_computed) / self.hashes.block_tokens;
+        let n_known = self.prompt_logprobs.as_ref().map_or(usize::MAX, Vec::len);
+        let n_blocks = (self.tokens.len() - n_computed).min(n_known) / self.hashes.block_tokens;
         &self.hashes.of(&self.tokens)[..n_blocks]
     }
 
@@ -300,7 +308,22 @@ impl Sequence {
             None => RowInput::Previous,
         };
         let sample = self.samples(n_tokens).then(|| self.sample_spec());
-        Row { slot: SlotId(self.id.0), input, start, tables, sample }
+        Row {
+            slot: SlotId(self.id.0),
+            input,
+            start,
+            tables,
+            prompt_logprobs: self.prompt_targets(n_tokens),
+            sample,
+        }
+    }
+
+    /// Returns the prompt tokens that follow the next `n_tokens`, if their log-probabilities are wanted.
+    fn prompt_targets(&self, n_tokens: usize) -> Option<PromptTargets<'_>> {
+        let (n_top, prompt) = (self.prompt.sampling.prompt_logprobs?, &self.prompt.tokens);
+        let end = (self.n_computed + n_tokens + 1).min(prompt.len());
+        let tokens = prompt.get(self.n_computed + 1..end)?;
+        (self.prompt_logprobs.is_some() && !tokens.is_empty()).then_some(PromptTargets { tokens, n_top })
     }
 
     /// Returns whether the next `n_tokens` end at the last known token, so that a new token is sampled.
@@ -356,6 +379,15 @@ impl Sequence {
         }
     }
 
+    /// Takes the log-probabilities of a collected row whose first token is at `start`. A sequence that lost its blocks
+    /// computes some of them again.
+    pub(crate) fn note_prompt_logprobs(&mut self, start: usize, of_row: Vec<PromptLogprob>) {
+        if let Some(known) = &mut self.prompt_logprobs {
+            let n_again = known.len().saturating_sub(start);
+            known.extend(of_row.into_iter().skip(n_again));
+        }
+    }
+
     /// Takes the token that a collected row has sampled, and sends it to the sink.
     ///
     /// `done` is the worker's work up to the end of that row's step.
@@ -375,6 +407,9 @@ impl Sequence {
         let finish = self.finish_of(token, index, model);
         let timing = self.timing(done, now);
         (self.done, self.preemptions) = (Some(done), 0);
+        if let Some(logprobs) = self.prompt_logprobs.take() {
+            self.sink_guard.prompt_logprobs(logprobs);
+        }
         self.sink_guard.step(Step { token, index, logprobs, finish }, timing);
         let is_last_here = self.n_steps_sent == self.sequence_limits.steps_max;
         if finish.is_some() || is_last_here { After::End(finish) } else { After::More }

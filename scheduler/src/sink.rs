@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kv_cache::{BlockLease, LayerFence};
+use types::step::PromptLogprob;
 use types::{FinishReason, KvSpan, Refusal, RefusalKind, Step, Usage};
 
 /// The number of steps, or chunks of KV per group, that may come after [`Sink::has_room`] last returned true:
@@ -38,6 +39,9 @@ pub trait Sink: Debug + Send {
     /// Blocks come in order, each once, with all layers. A cached prefix comes first, with an open fence.
     /// `lease.table(span.group)` covers the sequence from its first block; `span.blocks` are ordinals in it.
     fn kv(&mut self, span: KvSpan, lease: Arc<BlockLease>, ready: LayerFence);
+
+    /// Takes the log-probabilities of a prompt that asks for them, just before its first `step`.
+    fn prompt_logprobs(&mut self, logprobs: Vec<PromptLogprob>);
 
     /// Takes one more token, with the times up to it.
     fn step(&mut self, step: Step, timing: StepTiming);
@@ -106,6 +110,12 @@ impl SinkGuard {
     pub(crate) fn kv(&mut self, span: KvSpan, lease: &Arc<BlockLease>, ready: &LayerFence) {
         if let Some(sink) = &mut self.sink {
             sink.kv(span, Arc::clone(lease), ready.clone());
+        }
+    }
+
+    pub(crate) fn prompt_logprobs(&mut self, logprobs: Vec<PromptLogprob>) {
+        if let Some(sink) = &mut self.sink {
+            sink.prompt_logprobs(logprobs);
         }
     }
 

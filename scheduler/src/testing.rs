@@ -154,6 +154,8 @@ impl Recording {
 }
 
 impl Sink for Recorder {
+    fn prompt_logprobs(&mut self, _logprobs: Vec<types::step::PromptLogprob>) {}
+
     fn has_room(&self) -> bool {
         !self.record().is_full
     }

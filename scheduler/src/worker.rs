@@ -201,6 +201,10 @@ impl Worker {
         self.lost.as_deref()
     }
 
+    pub(crate) fn has_prompt_logprobs(&self) -> bool {
+        self.backend.has_prompt_logprobs()
+    }
+
     pub(crate) fn model(&self) -> &ModelInfo {
         &self.model
     }

@@ -43,6 +43,13 @@ async fn the_official_clients_structured_output_is_valid_on_one_node_and_on_two(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_official_client_gets_the_loglikelihoods_that_lm_eval_asks_for() {
+    for args in [&["--colocated"][..], &["--prefill", "1", "--decode", "1"]] {
+        run("openai_loglikelihood.py", &[&["--model", "demo"], args].concat()).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_official_openai_client_works_unmodified() {
     run("openai_client.py", &[]).await;
 }

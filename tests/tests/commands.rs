@@ -271,7 +271,7 @@ async fn a_missing_tokenizer_and_a_missing_chat_template_are_named() {
             "model has no tokenizer.json: requests must bring token ids, text is refused",
             "/v1/completions",
             &text,
-            "the model has no tokenizer; send token ids to /v1/completions",
+            "the model has no tokenizer: send the prompt as token ids",
             &ids,
         ),
         (
@@ -279,7 +279,7 @@ async fn a_missing_tokenizer_and_a_missing_chat_template_are_named() {
             "model has no chat template: /v1/chat/completions is refused, /v1/completions is served",
             "/v1/chat/completions",
             &messages,
-            "the model has no chat template; use /v1/completions",
+            "the model has no chat template: send the prompt as a text or token ids",
             &text,
         ),
     ] {

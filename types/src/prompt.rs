@@ -49,6 +49,10 @@ pub struct Priority(pub i8);
 /// The longest [`CacheSalt`].
 pub const CACHE_SALT_BYTES_MAX: usize = 256;
 
+/// The largest number of log-probabilities of prompts in one request: for each token its own and its alternatives. It
+/// bounds the answers, of nodes to about 2 MiB.
+pub const PROMPT_LOGPROBS_MAX: usize = 1 << 18;
+
 /// A text that a client chooses. Cached KV is shared only between prompts with the same salt. Empty: no salt.
 ///
 /// It may be a secret of the client's, so it has no `Display`, and `Debug` hides it.
@@ -144,6 +148,18 @@ impl Prompt {
         key.hasher(&self.tenant, &self.cache_salt, block_tokens)
     }
 
+    /// Returns this prompt, asking for no log-probabilities of it.
+    #[must_use]
+    pub fn without_prompt_logprobs(mut self) -> Self {
+        self.sampling.prompt_logprobs = None;
+        self
+    }
+
+    /// Returns the number of log-probabilities that the prompt asks for: for each token its own and its alternatives.
+    pub fn n_prompt_logprobs(&self) -> usize {
+        self.sampling.prompt_logprobs.map_or(0, |n_top| self.tokens.len() * (1 + usize::from(n_top)))
+    }
+
     /// Returns the number of tokens that may still be generated.
     pub fn tokens_left(&self) -> usize {
         (self.stop.max_tokens as usize).saturating_sub(self.n_generated)
@@ -155,10 +171,12 @@ impl Prompt {
         Self { model: RequestedModel { fingerprint, ..self.model.clone() }, ..self.clone() }
     }
 
-    /// Returns the prompt that continues this one after the tokens `generated`.
+    /// Returns the prompt that continues this one after the tokens `generated`. The log-probabilities of the prompt came
+    /// with the first of them.
     pub fn continued(&self, generated: &[TokenId]) -> Self {
         let tokens = self.tokens.iter().chain(generated).copied().collect();
-        Self { tokens, n_generated: self.n_generated + generated.len(), ..self.clone() }
+        let n_generated = self.n_generated + generated.len();
+        Self { tokens, n_generated, ..self.clone() }.without_prompt_logprobs()
     }
 
     /// Returns how many tokens of this sequence have their KV stored at most: the last generated token needs
@@ -186,6 +204,9 @@ pub struct Sampling {
     pub seed: u64,
     /// The number of alternatives to report beside the chosen token; `None` reports no log-probabilities.
     pub logprobs: Option<u8>,
+    /// The number of alternatives to report beside each token of the prompt; `None` reports no log-probabilities of the
+    /// prompt. The whole prompt is computed for them, because cached KV has no logits.
+    pub prompt_logprobs: Option<u8>,
     /// The grammar of the whole answer; `None`: any text.
     pub grammar: Option<Grammar>,
 }
@@ -203,6 +224,7 @@ impl Default for Sampling {
             logit_bias: Vec::new(),
             seed: 0,
             logprobs: None,
+            prompt_logprobs: None,
             grammar: None,
         }
     }

@@ -23,6 +23,15 @@ pub struct Logprobs {
     pub top: Vec<(TokenId, f32)>,
 }
 
+/// The log-probabilities of one prompt token after the tokens before it. The prompt's first token has none.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PromptLogprob {
+    /// The token of the prompt counts as the chosen one.
+    pub logprobs: Logprobs,
+    /// The place of the prompt's token among all tokens by probability, from 1.
+    pub rank: u32,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
     /// The model generated an end-of-sequence token or a stop token.
@@ -44,6 +53,8 @@ pub struct Usage {
 #[derive(Clone, Debug, PartialEq)]
 pub struct ComputedPrompt {
     pub first: Step,
+    /// The log-probabilities of the prompt's tokens from the second on; empty unless the prompt asks for them.
+    pub prompt_logprobs: Vec<PromptLogprob>,
     pub usage: Usage,
     /// The time from the prompt's arrival at the node until it had KV room.
     pub room: Duration,

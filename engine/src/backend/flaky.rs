@@ -80,6 +80,10 @@ impl<B: Backend> Backend for Flaky<B> {
         self.inner.tokenizer_file()
     }
 
+    fn has_prompt_logprobs(&self) -> bool {
+        self.inner.has_prompt_logprobs()
+    }
+
     fn runs_by_itself(&self) -> bool {
         self.inner.runs_by_itself()
     }

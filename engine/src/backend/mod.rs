@@ -80,6 +80,12 @@ pub trait Backend: Debug + Send + 'static {
         None
     }
 
+    /// Returns whether the backend computes the log-probabilities of prompts
+    /// ([`Row::prompt_logprobs`](crate::Row::prompt_logprobs)). Otherwise no row may ask for them.
+    fn has_prompt_logprobs(&self) -> bool {
+        false
+    }
+
     /// Returns whether a launched step runs without the host. If so, the next step may be launched late in
     /// this one.
     fn runs_by_itself(&self) -> bool {

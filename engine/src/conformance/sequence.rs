@@ -111,7 +111,7 @@ impl Sequence {
                 (RowInput::Tokens(tokens), self.n_computed, (end == self.tokens.len()).then(|| self.spec(0)))
             }
         };
-        Row { slot: self.slot, input, start, tables, sample }
+        Row { slot: self.slot, input, start, tables, prompt_logprobs: None, sample }
     }
 
     fn spec(&self, n_in_flight: usize) -> SampleSpec<'_> {

@@ -331,6 +331,7 @@ fn launch(
             input: piece.input,
             start: piece.start,
             tables,
+            prompt_logprobs: None,
             sample: piece.draws.map(spec),
         })
         .collect();
@@ -351,7 +352,7 @@ fn collect_with_leads(
     company: &'static str,
     step: PendingStep,
 ) -> Result<(Vec<Option<SampledToken>>, Vec<f32>), CompareError> {
-    let StepOutput { rows, routing_leads } = backend.collect(step)?;
+    let StepOutput { rows, routing_leads, .. } = backend.collect(step)?;
     let failed = |source| CompareError::Row { company, source };
     let rows = rows.into_iter().map(|row| row.map_err(failed)).collect::<Result<_, _>>()?;
     Ok((rows, routing_leads))

@@ -127,7 +127,14 @@ impl Sequences {
             index: 0,
             constraint: sequence.constraint.as_ref(),
         };
-        Row { slot: SlotId(nth as u64), input, start, tables, sample: is_drawn.then_some(spec) }
+        Row {
+            slot: SlotId(nth as u64),
+            input,
+            start,
+            tables,
+            prompt_logprobs: None,
+            sample: is_drawn.then_some(spec),
+        }
     }
 }
 

@@ -45,15 +45,19 @@ impl Decoder {
         })
     }
 
-    /// Computes the logits of the wanted rows from the pass's tokens: (wanted, vocab), or the share of the
-    /// columns of the pass's rank.
+    /// Computes all layers: (tokens, hidden).
     pub fn forward(&self, pass: &mut Pass<'_>) -> Tensor {
         let mut x = pass.embed(&self.vocabulary.embed); // (tokens, hidden)
         for layer in &self.layers {
             layer.forward(&mut x, pass);
         }
-        let x = pass.norm(&pass.wanted(&x), &self.norm); // (wanted, hidden)
-        pass.linear(&x, &self.vocabulary.head) // (wanted, vocab)
+        x
+    }
+
+    /// Computes the logits of rows of [`forward`](Self::forward)'s result: (rows, vocab), or the share of the columns of
+    /// the pass's rank.
+    pub fn logits(&self, rows: &Tensor, pass: &Pass<'_>) -> Tensor {
+        pass.linear(&pass.norm(rows, &self.norm), &self.vocabulary.head)
     }
 }
 

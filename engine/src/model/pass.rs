@@ -195,6 +195,13 @@ impl<'a> Pass<'a> {
         out
     }
 
+    /// Returns a copy of neighbouring rows.
+    pub fn neighbours(&self, x: &Tensor, rows: Range<usize>) -> Tensor {
+        let mut out = self.scratch.tensor(rows.len(), x.width());
+        out.copy_from_slice(&x[rows.start * x.width()..rows.end * x.width()]);
+        out
+    }
+
     /// Adds each row of `y` to the row of `x` that `rows` names, multiplied by its weight.
     pub fn add_to_rows(&self, x: &mut Tensor, y: &Tensor, rows: &[ScaledRow]) {
         for (from, row) in rows.iter().enumerate() {

@@ -2,9 +2,24 @@
 
 use kernels::cpu::Processor;
 use types::TokenId;
-use types::step::Logprobs;
+use types::step::{Logprobs, PromptLogprob};
 
-use super::{Candidate, better_first};
+use super::{Candidate, best, better_first};
+use crate::error::RowError;
+
+/// Returns the log-probabilities of a prompt's `token`, by the logits after the tokens before it.
+pub(crate) fn prompt_logprob(
+    processor: &Processor,
+    logits: &[f32],
+    token: TokenId,
+    n_top: u8,
+) -> Result<PromptLogprob, RowError> {
+    best(logits)?;
+    let own = logits[token.0 as usize];
+    let n_better = logits.iter().filter(|logit| **logit > own).count();
+    let logprobs = RawLogits::of(processor, logits, n_top).logprobs(token.0);
+    Ok(PromptLogprob { logprobs, rank: 1 + n_better as u32 })
+}
 
 /// The logits before any rule is applied, for log-probabilities.
 #[derive(Debug)]

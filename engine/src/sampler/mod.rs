@@ -22,6 +22,7 @@ use types::{Sampling, StopRules, TokenId};
 use crate::error::RowError;
 use crate::step::{SampleSpec, SampledToken};
 
+pub(crate) use logprobs::prompt_logprob;
 pub(crate) use rules::looks_back;
 
 /// A [`SampleSpec`] without a lifetime, kept until the step has run.

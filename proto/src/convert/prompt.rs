@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use types::grammar::GRAMMAR_BYTES_MAX;
-use types::prompt::{CACHE_SALT_BYTES_MAX, Priority, RequestedModel};
+use types::prompt::{CACHE_SALT_BYTES_MAX, PROMPT_LOGPROBS_MAX, Priority, RequestedModel};
 use types::{
     CacheSalt, Deadline, FingerprintDigest, Grammar, GrammarKind, Prompt, RequestId, Sampling, StopRules,
     TenantId, TokenId,
@@ -55,7 +55,7 @@ pub fn prompt_from_wire(wire: v1::Prompt, now: Instant) -> Result<Prompt, Conver
         return Err(ConvertError::range("prompt.cache_salt", format!("{} bytes", wire.cache_salt.len())));
     }
     let fingerprint = wire.fingerprint.map(FingerprintDigest);
-    Ok(Prompt {
+    let prompt = Prompt {
         model: RequestedModel { name: wire.model.into(), fingerprint },
         id: RequestId::new(short(wire.request_id, "prompt.request_id")?),
         tenant: TenantId::new(short(wire.tenant, "prompt.tenant")?),
@@ -68,7 +68,13 @@ pub fn prompt_from_wire(wire: v1::Prompt, now: Instant) -> Result<Prompt, Conver
             i8::try_from(wire.priority).map_err(|_| ConvertError::range("prompt.priority", wire.priority))?,
         ),
         deadline: Deadline::at(now + Duration::from_millis(wire.timeout_ms)),
-    })
+    };
+    match prompt.n_prompt_logprobs() {
+        n if n <= PROMPT_LOGPROBS_MAX => Ok(prompt),
+        n => {
+            Err(ConvertError::range("sampling.prompt_logprobs", format!("{n} for all tokens of the prompt")))
+        }
+    }
 }
 
 fn short(text: String, field: &'static str) -> Result<String, ConvertError> {
@@ -94,6 +100,7 @@ impl From<&Sampling> for v1::Sampling {
             logit_bias: sampling.logit_bias.iter().map(|(token, bias)| (token.0, *bias)).collect(),
             seed: sampling.seed,
             logprobs: sampling.logprobs.map(u32::from),
+            prompt_logprobs: sampling.prompt_logprobs.map(u32::from),
             grammar: sampling.grammar.as_ref().map(Into::into),
         }
     }
@@ -145,6 +152,10 @@ impl TryFrom<v1::Sampling> for Sampling {
             logit_bias,
             seed: wire.seed,
             logprobs: wire.logprobs.map(|n| narrow(n, "sampling.logprobs")).transpose()?,
+            prompt_logprobs: wire
+                .prompt_logprobs
+                .map(|n| narrow(n, "sampling.prompt_logprobs"))
+                .transpose()?,
             grammar: wire.grammar.map(Grammar::try_from).transpose()?,
         };
         in_range(&sampling)?;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use types::step::Logprobs;
+use types::step::{Logprobs, PromptLogprob};
 use types::{ComputedPrompt, FinishReason, Refusal, RefusalKind, Step, TokenId, Usage};
 
 use super::present;
@@ -69,6 +69,36 @@ impl From<v1::Logprobs> for Logprobs {
     }
 }
 
+/// Encodes the log-probabilities of a prompt; `None` if there are none.
+pub fn prompt_logprobs_to_wire(logprobs: &[PromptLogprob]) -> Option<v1::PromptLogprobs> {
+    let top = || logprobs.iter().flat_map(|one| &one.logprobs.top);
+    (!logprobs.is_empty()).then(|| v1::PromptLogprobs {
+        chosen: logprobs.iter().map(|one| one.logprobs.chosen).collect(),
+        ranks: logprobs.iter().map(|one| one.rank).collect(),
+        top_tokens: top().map(|(token, _)| token.0).collect(),
+        top_logprobs: top().map(|(_, logprob)| *logprob).collect(),
+    })
+}
+
+/// Decodes the log-probabilities of a prompt. Each token has the same number of alternatives.
+pub fn prompt_logprobs_from_wire(
+    wire: Option<v1::PromptLogprobs>,
+) -> Result<Vec<PromptLogprob>, ConvertError> {
+    let v1::PromptLogprobs { chosen, ranks, top_tokens, top_logprobs } = wire.unwrap_or_default();
+    let (n, n_top) = (chosen.len(), top_tokens.len());
+    let each = n_top.checked_div(n).unwrap_or(0);
+    if ranks.len() != n || top_logprobs.len() != n_top || each * n != n_top {
+        let lengths = format!("lists of {n}, {}, {n_top} and {}", ranks.len(), top_logprobs.len());
+        return Err(ConvertError::range("prompt_logprobs", lengths));
+    }
+    let mut top = top_tokens.into_iter().map(TokenId).zip(top_logprobs);
+    let one = |(chosen, rank)| PromptLogprob {
+        logprobs: Logprobs { chosen, top: top.by_ref().take(each).collect() },
+        rank,
+    };
+    Ok(chosen.into_iter().zip(ranks).map(one).collect())
+}
+
 impl From<Usage> for v1::Usage {
     fn from(usage: Usage) -> Self {
         Self { prompt_tokens: usage.prompt_tokens, cached_tokens: usage.cached_tokens }
@@ -85,6 +115,7 @@ impl From<&ComputedPrompt> for v1::Prefilled {
     fn from(prefilled: &ComputedPrompt) -> Self {
         Self {
             first: Some((&prefilled.first).into()),
+            prompt_logprobs: prompt_logprobs_to_wire(&prefilled.prompt_logprobs),
             usage: Some(prefilled.usage.into()),
             room_us: prefilled.room.as_micros() as u64,
             queued_us: prefilled.queued.as_micros() as u64,
@@ -99,6 +130,7 @@ impl TryFrom<v1::Prefilled> for ComputedPrompt {
     fn try_from(wire: v1::Prefilled) -> Result<Self, ConvertError> {
         Ok(Self {
             first: present(wire.first, "prefilled.first")?.try_into()?,
+            prompt_logprobs: prompt_logprobs_from_wire(wire.prompt_logprobs)?,
             usage: present(wire.usage, "prefilled.usage")?.into(),
             room: Duration::from_micros(wire.room_us),
             queued: Duration::from_micros(wire.queued_us),

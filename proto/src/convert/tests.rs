@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use types::FingerprintDigest;
 use types::layout::{Attention, KvDtype, LayerGroup, LayerShape, Shard};
 use types::prompt::{Priority, RequestedModel};
-use types::step::Logprobs;
+use types::step::{Logprobs, PromptLogprob};
 use types::*;
 
 use crate::{ConvertError, prompt_from_wire, prompt_to_wire, v1};
@@ -184,14 +184,32 @@ fn steps_and_answers_come_back_the_same() {
         finish: Some(FinishReason::Length),
     };
     assert_eq!(Step::try_from(v1::Step::from(&step)), Ok(step.clone()));
+    let top = |nth: u32| vec![(TokenId(nth), -0.25), (TokenId(6), -1.5)];
+    let of_prompt = |nth| PromptLogprob { logprobs: Logprobs { chosen: -2.5, top: top(nth) }, rank: nth };
     let prefilled = ComputedPrompt {
         first: step,
+        prompt_logprobs: (1..9).map(of_prompt).collect(),
         usage: Usage { prompt_tokens: 9, cached_tokens: 4 },
         room: Duration::from_micros(7),
         queued: Duration::from_micros(12),
         computed: Duration::from_micros(34),
     };
     assert_eq!(ComputedPrompt::try_from(v1::Prefilled::from(&prefilled)), Ok(prefilled));
+}
+
+#[test]
+fn lists_of_log_probabilities_that_do_not_match_are_refused() {
+    let lists = |n: usize, n_ranks, n_top: usize, n_logprobs| v1::PromptLogprobs {
+        chosen: vec![-1.0; n],
+        ranks: vec![1; n_ranks],
+        top_tokens: vec![1; n_top],
+        top_logprobs: vec![-1.0; n_logprobs],
+    };
+    let read = |wire| crate::prompt_logprobs_from_wire(Some(wire));
+    assert_eq!(read(lists(2, 2, 4, 4)).expect("they match").len(), 2);
+    for (n, n_ranks, n_top, n_logprobs) in [(2, 1, 4, 4), (2, 2, 3, 3), (2, 2, 4, 3), (0, 0, 1, 1)] {
+        read(lists(n, n_ranks, n_top, n_logprobs)).expect_err("lists of other lengths");
+    }
 }
 
 #[test]

@@ -23,8 +23,14 @@ use types::{
     NodeId, NodeInfo, NodeLoad, Role, Scheme, Step, TokenId, TransferId, Usage, WireAddress,
 };
 
-/// The token of every step: the letter `a` of the byte tokenizer.
+/// The token of a step: the letter `a` of the byte tokenizer.
 const TOKEN: u32 = 97;
+
+/// Returns the token of a step that is sent now. A request with `ignore_eos` gets the time in microseconds.
+fn token(prompt: &v1::Prompt) -> u32 {
+    let is_timed = prompt.stop.as_ref().is_some_and(|stop| stop.ignore_eos);
+    if is_timed { crate::now_us() } else { TOKEN }
+}
 
 #[derive(Clone, Debug)]
 struct InstantNode {
@@ -33,12 +39,14 @@ struct InstantNode {
 
 type Streamed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
-pub(crate) async fn serve(router: &str, prefill: &str, decode: &str) -> Result<(), String> {
+pub(crate) async fn serve(router: &str, prefill: &str, decode: &[&str]) -> Result<(), String> {
     let (world, gate) = (World::real(), Gate::new("puppets"));
     let parts = RegistryParts { world: world.clone(), gate };
     let registry =
         registry::open(&format!("embedded://{router}"), parts).map_err(|error| error.to_string())?;
-    let nodes = [node("prefill", Role::Prefill, prefill), node("decode", Role::Decode, decode)];
+    let decode = decode.iter().enumerate();
+    let decode = decode.map(|(nth, address)| node(&format!("decode-{nth}"), Role::Decode, address));
+    let nodes = std::iter::once(node("prefill", Role::Prefill, prefill)).chain(decode);
     let serving = nodes.map(|node| {
         let (world, registry) = (world.clone(), registry.clone());
         async move {
@@ -83,9 +91,9 @@ fn node(id: &str, role: Role, address: &str) -> InstantNode {
     InstantNode { info }
 }
 
-fn step(index: u32, n_tokens: u32) -> Step {
+fn step(token: u32, index: u32, n_tokens: u32) -> Step {
     let finish = (index + 1 == n_tokens).then_some(types::FinishReason::Length);
-    Step { token: TokenId(TOKEN), index, logprobs: None, finish }
+    Step { token: TokenId(token), index, logprobs: None, finish }
 }
 
 fn n_tokens(prompt: &v1::Prompt) -> u32 {
@@ -118,15 +126,23 @@ impl Decode for InstantNode {
 
     async fn run(&self, request: Request<v1::DecodeRequest>) -> Result<Response<Self::RunStream>, Status> {
         let prompt = request.into_inner().prompt.ok_or_else(|| Status::invalid_argument("no prompt"))?;
-        let event = |event| Ok(v1::DecodeEvent { event: Some(event), timing: None });
+        let event = |event| Ok(v1::DecodeEvent { event: Some(event), timing: None, prompt_logprobs: None });
         let opening = event(Event::Landing((&self.landing(prompt.tokens.len())).into()));
         let n_tokens = n_tokens(&prompt);
-        let gap = Duration::from_millis(prompt.sampling.map_or(0, |sampling| sampling.seed));
-        let steps = stream::iter(1..n_tokens).then(move |index| async move {
-            if !gap.is_zero() {
-                tokio::time::sleep(gap).await;
+        let gap = Duration::from_millis(prompt.sampling.as_ref().map_or(0, |sampling| sampling.seed));
+        let prompt = v1::Prompt { tokens: Vec::new(), ..prompt };
+        let steps = stream::unfold(1, move |index| {
+            let prompt = prompt.clone();
+            async move {
+                if index >= n_tokens {
+                    return None;
+                }
+                if !gap.is_zero() {
+                    tokio::time::sleep(gap).await;
+                }
+                let event = Some(Event::Step((&step(token(&prompt), index, n_tokens)).into()));
+                Some((Ok(v1::DecodeEvent { event, timing: None, prompt_logprobs: None }), index + 1))
             }
-            Ok(v1::DecodeEvent { event: Some(Event::Step((&step(index, n_tokens)).into())), timing: None })
         });
         Ok(Response::new(stream::iter([opening]).chain(steps).boxed()))
     }
@@ -139,7 +155,8 @@ impl Prefill for InstantNode {
     async fn run(&self, request: Request<v1::PrefillRequest>) -> Result<Response<Self::RunStream>, Status> {
         let prompt = request.into_inner().prompt.ok_or_else(|| Status::invalid_argument("no prompt"))?;
         let prefilled = ComputedPrompt {
-            first: step(0, n_tokens(&prompt)),
+            prompt_logprobs: Vec::new(),
+            first: step(token(&prompt), 0, n_tokens(&prompt)),
             usage: Usage { prompt_tokens: prompt.tokens.len() as u32, cached_tokens: 0 },
             room: Duration::ZERO,
             queued: Duration::ZERO,

@@ -1,4 +1,4 @@
-//! Puppets for `bench/routers.py`: engines that answer at once, and the clients that load a router before them.
+//! Puppets for `bench/routers.py` and `bench/streams.py`: engines that answer at once, and the clients that load a router before them.
 //!
 //! A request's `max_tokens` is the number of chunks of its answer, and its `seed` the time between two chunks in
 //! milliseconds. One thread runs everything.
@@ -6,14 +6,22 @@
 mod grpc;
 mod http;
 mod load;
+mod streams;
 
 use std::process::ExitCode;
 
+use chassis::World;
 use tokio::runtime::Builder;
 use tokio::task::LocalSet;
 
-const USAGE: &str = "puppets http PREFILL_ADDR DECODE_ADDR | puppets grpc ROUTER_GRPC_ADDR PREFILL_ADDR DECODE_ADDR | \
-                     puppets load ROUTER_HTTP_ADDR chat|tokens CONNECTIONS SECONDS CHUNKS GAP_MS";
+const USAGE: &str = "puppets http PREFILL_ADDR DECODE_ADDR | puppets grpc ROUTER_GRPC_ADDR PREFILL_ADDR DECODE_ADDR… | \
+                     puppets load ROUTER_HTTP_ADDR chat|tokens CONNECTIONS SECONDS CHUNKS GAP_MS | \
+                     puppets streams ROUTER_HTTP_ADDR STREAMS SECONDS PROMPT_TOKENS GAP_MS";
+
+/// Returns the time in microseconds, as a token id: it begins again after 71 minutes.
+fn now_us() -> u32 {
+    World::real().unix_time().as_micros() as u32
+}
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -22,7 +30,8 @@ fn main() -> ExitCode {
     let done = LocalSet::new().block_on(&runtime, async {
         match args.as_slice() {
             ["http", prefill, decode] => http::serve(prefill, decode).await,
-            ["grpc", router, prefill, decode] => grpc::serve(router, prefill, decode).await,
+            ["grpc", router, prefill, decode @ ..] => grpc::serve(router, prefill, decode).await,
+            ["streams", rest @ ..] => streams::run(rest).await,
             ["load", rest @ ..] => load::run(rest).await,
             _ => Err(USAGE.to_owned()),
         }

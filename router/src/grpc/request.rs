@@ -37,6 +37,7 @@ pub(super) fn params(request: &mut v1::GenerateRequest) -> Result<SamplingParams
         logit_bias,
         seed: sampling.seed,
         logprobs: sampling.logprobs,
+        prompt_logprobs: None,
         stop: std::mem::take(&mut request.stop_strings),
         stop_tokens: stop.stop_tokens.into_iter().map(TokenId).collect(),
         ignore_eos: stop.ignore_eos,

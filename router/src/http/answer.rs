@@ -14,7 +14,8 @@ use types::{TokenId, Usage};
 use super::error::HttpError;
 use super::explanation::explained;
 use super::fields::AnswerOptions;
-use crate::answers::{BegunAnswers, Deltas};
+use super::logprobs::PromptLogprobs;
+use crate::answers::{AnsweredPrompt, BegunAnswers, Deltas};
 use crate::choice::{ChoiceFinish, Delta, WholeChoice};
 use crate::text::ServedModel;
 
@@ -35,7 +36,7 @@ pub(crate) trait AnswerFormat: AnswerShape {
     type Choice<'a>: Serialize;
 
     /// Returns the chunk that a stream sends for a choice before its first token.
-    fn opening(&self, context: &AnswerContext, choice: usize) -> Option<Self::Chunk<'_>>;
+    fn opening<'a>(&self, context: &'a AnswerContext, choice: usize) -> Option<Self::Chunk<'a>>;
 
     fn chunk<'a>(&'a self, context: &'a AnswerContext, delta: &'a Delta) -> Self::Chunk<'a>;
 
@@ -46,8 +47,8 @@ pub(crate) trait AnswerFormat: AnswerShape {
         whole: &'a WholeChoice,
     ) -> Self::Choice<'a>;
 
-    /// Returns the prompt's tokens, if they belong to the answer instead of to each choice.
-    fn prompt_tokens<'a>(&self, context: &'a AnswerContext) -> Option<TokenIds<'a>>;
+    /// Returns the prompt, if its tokens and their log-probabilities belong to the answer instead of to each choice.
+    fn only_prompt<'a>(&self, context: &'a AnswerContext) -> Option<&'a AnsweredPrompt>;
 }
 
 /// The properties of an answer that are known before its first token.
@@ -57,14 +58,24 @@ pub(crate) struct AnswerContext {
     pub(crate) created: u64,
     pub(crate) model: Arc<ServedModel>,
     pub(crate) options: AnswerOptions,
-    /// The tokens of each choice's prompt, one entry per choice.
-    pub(crate) prompts: Vec<Arc<[TokenId]>>,
+    /// The prompt of each choice, one entry per choice.
+    pub(crate) prompts: Vec<Arc<AnsweredPrompt>>,
 }
 
 impl AnswerContext {
     /// Returns `ids` if the client wants token ids.
     pub(crate) fn if_ids<'a>(&self, ids: &'a [TokenId]) -> Option<TokenIds<'a>> {
         self.options.token_ids.then_some(TokenIds(ids))
+    }
+
+    /// Returns the prompt of a choice.
+    pub(crate) fn prompt(&self, choice: usize) -> Option<&AnsweredPrompt> {
+        self.prompts.get(choice).map(Arc::as_ref)
+    }
+
+    /// Returns the log-probabilities of a prompt if the client wants them.
+    pub(crate) fn prompt_logprobs<'a>(&'a self, prompt: &'a AnsweredPrompt) -> Option<PromptLogprobs<'a>> {
+        PromptLogprobs::of(&self.model.tokenizer, prompt, self.options.prompt_logprobs)
     }
 }
 
@@ -96,11 +107,15 @@ impl<S: AnswerFormat> Answer<S> {
             let delta = delta?;
             wholes[delta.choice].add(delta);
         }
-        let completion_tokens = wholes.iter().map(|whole| whole.steps.len() as u32).sum();
+        let completion_tokens = match context.options.prompt_only {
+            true => 0,
+            false => wholes.iter().map(|whole| whole.steps.len() as u32).sum(),
+        };
         info!(n_choices, completion_tokens, "request answered");
         let choices = wholes.iter().enumerate().map(|(choice, whole)| shape.whole(&context, choice, whole));
         let envelope = Envelope {
-            prompt_token_ids: shape.prompt_tokens(&context),
+            prompt_token_ids: shape.only_prompt(&context).and_then(|prompt| context.if_ids(&prompt.tokens)),
+            prompt_logprobs: shape.only_prompt(&context).and_then(|prompt| context.prompt_logprobs(prompt)),
             usage: Some(Some(UsageFields::new(usage, completion_tokens))),
             explanations: explanations(&wholes),
             ..Envelope::new(&context, S::WHOLE, choices.collect::<Vec<_>>())
@@ -119,6 +134,8 @@ pub(crate) struct Envelope<'a, C> {
     pub(crate) choices: C,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) prompt_token_ids: Option<TokenIds<'a>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) prompt_logprobs: Option<PromptLogprobs<'a>>,
     /// The usage; `Some(None)` is written as `null`, which every chunk has if the stream ends with its usage.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) usage: Option<Option<UsageFields>>,
@@ -142,6 +159,7 @@ impl<'a, C> Envelope<'a, C> {
             model: &model.name,
             choices,
             prompt_token_ids: None,
+            prompt_logprobs: None,
             usage: None,
             explanations: Vec::new(),
         }

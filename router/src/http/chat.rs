@@ -12,6 +12,7 @@ use super::logprobs::ChatLogprobs;
 use super::request_fields::{self, Endpoint};
 use super::tools::ToolCall;
 use crate::accept::{MaxTokens, SamplingParams};
+use crate::answers::AnsweredPrompt;
 use crate::chat::ChatRequest;
 use crate::choice::{ChoiceFinish, Delta, WholeChoice};
 use crate::error::AcceptError;
@@ -154,7 +155,7 @@ impl AnswerFormat for ChatShape {
     type Chunk<'a> = ChatChunk<'a>;
     type Choice<'a> = ChatChoice<'a>;
 
-    fn opening(&self, _about: &AnswerContext, choice: usize) -> Option<ChatChunk<'_>> {
+    fn opening<'a>(&self, _context: &'a AnswerContext, choice: usize) -> Option<ChatChunk<'a>> {
         let delta = ChatDelta { role: Some(ASSISTANT), content: Some(""), ..ChatDelta::default() };
         Some(ChatChunk { index: choice, delta, logprobs: None, finish_reason: None, token_ids: None })
     }
@@ -189,7 +190,7 @@ impl AnswerFormat for ChatShape {
         }
     }
 
-    fn prompt_tokens<'a>(&self, context: &'a AnswerContext) -> Option<TokenIds<'a>> {
-        context.if_ids(context.prompts.first()?)
+    fn only_prompt<'a>(&self, context: &'a AnswerContext) -> Option<&'a AnsweredPrompt> {
+        context.prompt(0)
     }
 }

@@ -8,12 +8,12 @@ use super::api::{HttpApi, ParsedRequest};
 use super::body::JsonBody;
 use super::constraints::ConstraintFields;
 use super::error::HttpError;
-use super::fields::CommonFields;
-use super::logprobs::CompletionLogprobs;
+use super::fields::{AnswerOptions, CommonFields};
+use super::logprobs::{CompletionLogprobs, PromptLogprobs};
 use super::request_fields::{self, Endpoint};
 use crate::accept::{AskedInputs, AskedPrompt, INPUTS_MAX, MaxTokens, SamplingParams};
-use crate::answers::AskedRequest;
-use crate::choice::{Delta, WholeChoice};
+use crate::answers::{AnsweredPrompt, AskedRequest};
+use crate::choice::{ChoiceFinish, Delta, WholeChoice};
 use crate::error::AcceptError;
 use crate::text::PromptText;
 
@@ -43,29 +43,26 @@ enum PromptField {
 /// Parses a completion's JSON into prompts and sampling parameters.
 pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<CompletionShape>, HttpError> {
     let body = JsonBody::of(json);
-    let (common, completion): (CommonFields, CompletionFields) = (body.parse()?, body.parse()?);
+    let (mut common, completion): (CommonFields, CompletionFields) = (body.parse()?, body.parse()?);
     let constraints: ConstraintFields = body.parse()?;
     request_fields::check(Endpoint::Completions, &body)?;
     let model = api.serve.model(&api.models, common.model.as_deref())?;
-    completion.refuse_unsupported()?;
-    let options = common.options();
-    let params = SamplingParams { logprobs: completion.logprobs, ..common.params(constraints, MAX_TOKENS)? };
+    let echo = completion.echo.unwrap_or(false);
+    let prompt_only = echo && common.max_tokens == Some(0);
+    if prompt_only {
+        common.max_tokens = Some(1);
+    }
+    let options = AnswerOptions { prompt_only, ..common.options() };
+    let params = common.params(constraints, MAX_TOKENS)?;
+    let echoed = completion.logprobs.filter(|_| echo);
+    // An absent number is less than any other.
+    let prompt_logprobs = params.prompt_logprobs.max(echoed);
+    let params = SamplingParams { logprobs: completion.logprobs, prompt_logprobs, ..params };
     let prompt = completion.prompt.ok_or_else(|| AcceptError::missing("prompt"))?;
     let inputs = AskedInputs { param: "prompt", prompts: prompt.into_prompts()? };
-    let shape = CompletionShape { echo: completion.echo.unwrap_or(false) };
+    let shape = CompletionShape { echo, echoed_logprobs: echoed };
     let request = AskedRequest { model, inputs, params, parts: None };
     Ok(ParsedRequest { request, options, shape })
-}
-
-impl CompletionFields {
-    fn refuse_unsupported(&self) -> Result<(), AcceptError> {
-        match (self.echo, self.logprobs) {
-            (Some(true), Some(_)) => {
-                Err(AcceptError::unsupported("echo", "not with logprobs: only the answer's tokens have them"))
-            }
-            _ => Ok(()),
-        }
-    }
 }
 
 impl PromptField {
@@ -99,6 +96,8 @@ fn bounded<T>(prompts: Vec<T>) -> Result<Vec<T>, AcceptError> {
 pub(crate) struct CompletionShape {
     /// Whether each answer begins with its prompt's text.
     echo: bool,
+    /// The number of alternatives to each token of an echoed prompt; `None` echoes no log-probabilities.
+    echoed_logprobs: Option<u32>,
 }
 
 #[derive(Debug, Serialize)]
@@ -111,12 +110,43 @@ pub(crate) struct CompletionChoice<'a> {
     token_ids: Option<Vec<u32>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_token_ids: Option<TokenIds<'a>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<PromptLogprobs<'a>>,
 }
 
+impl CompletionChoice<'_> {
+    fn new(index: usize) -> Self {
+        Self {
+            index,
+            text: "".into(),
+            logprobs: None,
+            finish_reason: None,
+            token_ids: None,
+            prompt_token_ids: None,
+            prompt_logprobs: None,
+        }
+    }
+}
+
+/// The finish reason of an answer without tokens after the prompt.
+const NO_TOKENS: &str = finish_reason(ChoiceFinish::Length);
+
 impl CompletionShape {
-    fn echo(&self, context: &AnswerContext, choice: usize) -> Option<String> {
-        let prompt = context.prompts.get(choice).filter(|_| self.echo);
-        prompt.map(|tokens| context.model.tokenizer.text_of(tokens))
+    /// Returns the prompt's text for an answer that begins with it.
+    fn echo<'a>(&self, context: &'a AnswerContext, choice: usize) -> Option<&'a str> {
+        let prompt = context.prompt(choice).filter(|_| self.echo);
+        prompt.map(|prompt| prompt.text(&context.model.tokenizer))
+    }
+
+    /// Returns the log-probabilities of an echoed prompt.
+    fn echoed(&self, context: &AnswerContext, choice: usize) -> Option<CompletionLogprobs> {
+        let n_top = self.echoed_logprobs? as usize;
+        CompletionLogprobs::of_prompt(&context.model.tokenizer, context.prompt(choice)?, n_top)
+    }
+
+    /// Returns the number of characters before the answer.
+    fn n_echoed(&self, context: &AnswerContext, choice: usize) -> usize {
+        self.echo(context, choice).map_or(0, |echo| echo.chars().count())
     }
 }
 
@@ -130,25 +160,27 @@ impl AnswerFormat for CompletionShape {
     type Chunk<'a> = CompletionChoice<'a>;
     type Choice<'a> = CompletionChoice<'a>;
 
-    fn opening(&self, context: &AnswerContext, choice: usize) -> Option<CompletionChoice<'_>> {
+    fn opening<'a>(&self, context: &'a AnswerContext, choice: usize) -> Option<CompletionChoice<'a>> {
         let text = self.echo(context, choice)?.into();
-        let (logprobs, finish_reason, token_ids, prompt_token_ids) = (None, None, None, None);
-        Some(CompletionChoice { index: choice, text, logprobs, finish_reason, token_ids, prompt_token_ids })
+        let logprobs = self.echoed(context, choice);
+        Some(CompletionChoice { text, logprobs, ..CompletionChoice::new(choice) })
     }
 
     fn chunk<'a>(&'a self, context: &'a AnswerContext, delta: &'a Delta) -> CompletionChoice<'a> {
-        let is_first = delta.step.index == 0;
+        let prompt = context.prompt(delta.choice).filter(|_| delta.step.index == 0);
+        let prompt_token_ids = prompt.and_then(|prompt| context.if_ids(&prompt.tokens));
+        let empty = CompletionChoice { prompt_token_ids, ..CompletionChoice::new(delta.choice) };
+        if context.options.prompt_only {
+            return CompletionChoice { finish_reason: Some(NO_TOKENS), ..empty };
+        }
+        let of_step = |offset| CompletionLogprobs::of(&context.model.tokenizer, [(offset, &delta.step)]);
+        let logprobs = delta.step.logprobs.as_ref();
         CompletionChoice {
-            index: delta.choice,
             text: delta.parts.text.as_str().into(),
-            logprobs: CompletionLogprobs::of(&context.model.tokenizer, [(delta.offset, &delta.step)]),
+            logprobs: logprobs.and_then(|_| of_step(delta.offset + self.n_echoed(context, delta.choice))),
             finish_reason: delta.finish.map(finish_reason),
             token_ids: context.options.token_ids.then(|| vec![delta.step.token.0]),
-            prompt_token_ids: context
-                .prompts
-                .get(delta.choice)
-                .filter(|_| is_first)
-                .and_then(|ids| context.if_ids(ids)),
+            ..empty
         }
     }
 
@@ -158,22 +190,38 @@ impl AnswerFormat for CompletionShape {
         choice: usize,
         whole: &'a WholeChoice,
     ) -> CompletionChoice<'a> {
-        let text = match self.echo(context, choice) {
-            Some(echo) => (echo + &whole.parts.text).into(),
-            None => whole.parts.text.as_str().into(),
+        let (tokenizer, prompt) = (&context.model.tokenizer, context.prompt(choice));
+        let of_prompt = CompletionChoice {
+            text: self.echo(context, choice).unwrap_or_default().into(),
+            logprobs: self.echoed(context, choice),
+            finish_reason: Some(NO_TOKENS),
+            prompt_token_ids: prompt.and_then(|prompt| context.if_ids(&prompt.tokens)),
+            prompt_logprobs: prompt.and_then(|prompt| context.prompt_logprobs(prompt)),
+            ..CompletionChoice::new(choice)
         };
-        let steps = whole.steps.iter().map(|(offset, step)| (*offset, step));
+        if context.options.prompt_only {
+            let token_ids = context.options.token_ids.then(Vec::new);
+            return CompletionChoice { token_ids, ..of_prompt };
+        }
+        let n_echoed = self.n_echoed(context, choice);
+        let steps = whole.steps.iter().map(|(offset, step)| (n_echoed + offset, step));
+        let logprobs = match of_prompt.logprobs {
+            Some(mut lists) => {
+                lists.add_steps(tokenizer, steps);
+                Some(lists)
+            }
+            None => CompletionLogprobs::of(tokenizer, steps),
+        };
         CompletionChoice {
-            index: choice,
-            text,
-            logprobs: CompletionLogprobs::of(&context.model.tokenizer, steps),
+            text: of_prompt.text + whole.parts.text.as_str(),
+            logprobs,
             finish_reason: whole.finish.map(finish_reason),
             token_ids: context.options.token_ids.then(|| whole.token_ids()),
-            prompt_token_ids: context.prompts.get(choice).and_then(|ids| context.if_ids(ids)),
+            ..of_prompt
         }
     }
 
-    fn prompt_tokens<'a>(&self, _about: &'a AnswerContext) -> Option<TokenIds<'a>> {
+    fn only_prompt<'a>(&self, _context: &'a AnswerContext) -> Option<&'a AnsweredPrompt> {
         None
     }
 }

@@ -18,7 +18,7 @@ pub(crate) struct CommonFields {
     stream_options: Option<StreamOptions>,
     return_token_ids: Option<bool>,
     n: Option<u32>,
-    max_tokens: Option<u32>,
+    pub(crate) max_tokens: Option<u32>,
     min_tokens: Option<u32>,
     temperature: Option<f32>,
     top_p: Option<f32>,
@@ -34,6 +34,7 @@ pub(crate) struct CommonFields {
     stop_token_ids: Option<Vec<u32>>,
     ignore_eos: Option<bool>,
     cache_salt: Option<String>,
+    prompt_logprobs: Option<u32>,
     best_of: Option<u32>,
 }
 
@@ -58,6 +59,10 @@ pub(crate) struct AnswerOptions {
     pub(crate) stream: bool,
     pub(crate) usage: StreamUsage,
     pub(crate) token_ids: bool,
+    /// The number of alternatives to show beside each token of the prompt; `None` shows no log-probabilities of it.
+    pub(crate) prompt_logprobs: Option<u32>,
+    /// Whether the client asks for no tokens after its prompt. One token is generated and not shown.
+    pub(crate) prompt_only: bool,
 }
 
 /// The chunks of a stream that have the usage.
@@ -87,6 +92,8 @@ impl CommonFields {
             stream: self.stream.unwrap_or(false),
             usage: self.stream_options.as_ref().map(StreamOptions::usage).unwrap_or_default(),
             token_ids: self.return_token_ids.unwrap_or(false),
+            prompt_logprobs: self.prompt_logprobs,
+            prompt_only: false,
         }
     }
 
@@ -122,6 +129,7 @@ impl CommonFields {
             // The cast keeps all 64 bits of the seed, including the sign bit.
             seed: self.seed.map(i64::cast_unsigned),
             logprobs: None,
+            prompt_logprobs: self.prompt_logprobs,
             stop: self.stop.map(Stop::into_strings).unwrap_or_default(),
             stop_tokens: self.stop_token_ids.into_iter().flatten().map(TokenId).collect(),
             ignore_eos: self.ignore_eos.unwrap_or(false),
@@ -132,6 +140,9 @@ impl CommonFields {
 
     /// Refuses options that Baton does not have and that would change the answer.
     fn refuse_unsupported(&self) -> Result<(), AcceptError> {
+        if self.stream == Some(true) && self.prompt_logprobs.is_some() {
+            return Err(AcceptError::unsupported("prompt_logprobs", "not with stream"));
+        }
         let other =
             self.stream_options.as_ref().and_then(|options| options.others.iter().find(|one| asks(one.1)));
         match other {

@@ -1,10 +1,13 @@
-//! Log-probabilities in the formats of OpenAI's two endpoints.
+//! Log-probabilities in the formats of OpenAI's two endpoints, and of prompts in vLLM's.
+
+use std::sync::Arc;
 
 use serde::{Serialize, Serializer};
-use types::step::Logprobs;
+use types::step::{Logprobs, PromptLogprob};
 use types::{Step, TokenId};
 
-use crate::text::Tokenizer;
+use crate::answers::AnsweredPrompt;
+use crate::text::{Detokenizer, StopStrings, Tokenizer};
 
 /// The number that is written for minus infinity, as OpenAI does, because JSON has no infinity.
 const IMPOSSIBLE: f32 = -9999.0;
@@ -34,8 +37,9 @@ struct OneToken {
 #[derive(Debug, Default, Serialize)]
 pub(crate) struct CompletionLogprobs {
     tokens: Vec<String>,
-    token_logprobs: Vec<f32>,
-    top_logprobs: Vec<ByText>,
+    /// `None` for the first token of a prompt, as OpenAI has it.
+    token_logprobs: Vec<Option<f32>>,
+    top_logprobs: Vec<Option<ByText>>,
     /// The position of each token's text in the answer, in characters.
     text_offset: Vec<usize>,
 }
@@ -73,19 +77,111 @@ impl CompletionLogprobs {
         steps: impl IntoIterator<Item = (usize, &'a Step)>,
     ) -> Option<Self> {
         let mut lists = Self::default();
-        for (offset, step) in steps {
-            if let Some(logprobs) = &step.logprobs {
-                lists.add(tokenizer, offset, step.token, logprobs);
-            }
-        }
+        lists.add_steps(tokenizer, steps);
         (!lists.tokens.is_empty()).then_some(lists)
     }
 
-    fn add(&mut self, tokenizer: &Tokenizer, offset: usize, token: TokenId, logprobs: &Logprobs) {
+    /// Converts the log-probabilities of a prompt with `n_top` alternatives to each token. Returns `None` if the prompt
+    /// has none.
+    pub(crate) fn of_prompt(
+        tokenizer: &Arc<Tokenizer>,
+        prompt: &AnsweredPrompt,
+        n_top: usize,
+    ) -> Option<Self> {
+        let logprobs = std::iter::once(None).chain(prompt.logprobs.as_ref()?.iter().map(Some));
+        let mut detokenizer = Detokenizer::new(Arc::clone(tokenizer), &StopStrings::default(), 0);
+        let (mut lists, mut text, mut offset) = (Self::default(), String::new(), 0);
+        for (token, of_token) in prompt.tokens.iter().zip(logprobs) {
+            let logprobs = of_token.map(|PromptLogprob { logprobs: Logprobs { chosen, top }, .. }| {
+                Logprobs { chosen: *chosen, top: top.iter().take(n_top).copied().collect() }
+            });
+            lists.add(tokenizer, offset, *token, logprobs.as_ref());
+            // Without stop strings nothing breaks.
+            let _ = detokenizer.push(*token, &mut text);
+            offset += text.chars().count();
+            text.clear();
+        }
+        Some(lists)
+    }
+
+    /// Adds the log-probabilities of steps, with the positions of their texts.
+    pub(crate) fn add_steps<'a>(
+        &mut self,
+        tokenizer: &Tokenizer,
+        steps: impl IntoIterator<Item = (usize, &'a Step)>,
+    ) {
+        for (offset, step) in steps {
+            if let Some(logprobs) = &step.logprobs {
+                self.add(tokenizer, offset, step.token, Some(logprobs));
+            }
+        }
+    }
+
+    fn add(&mut self, tokenizer: &Tokenizer, offset: usize, token: TokenId, logprobs: Option<&Logprobs>) {
         self.tokens.push(tokenizer.shown(token).into_owned());
-        self.token_logprobs.push(finite(logprobs.chosen));
+        self.token_logprobs.push(logprobs.map(|logprobs| finite(logprobs.chosen)));
         self.text_offset.push(offset);
-        self.top_logprobs.push(ByText::of(tokenizer, token, logprobs));
+        self.top_logprobs.push(logprobs.map(|logprobs| ByText::of(tokenizer, token, logprobs)));
+    }
+}
+
+/// Log-probabilities of a prompt in vLLM's format: for each token `null`, or an object with the token and its alternatives
+/// by their ids.
+#[derive(Debug)]
+pub(crate) struct PromptLogprobs<'a> {
+    tokenizer: &'a Tokenizer,
+    prompt: &'a AnsweredPrompt,
+    logprobs: &'a [PromptLogprob],
+    n_top: usize,
+}
+
+/// One token in vLLM's format.
+#[derive(Debug, Serialize)]
+struct RankedToken<'a> {
+    logprob: f32,
+    rank: u32,
+    decoded_token: std::borrow::Cow<'a, str>,
+}
+
+impl<'a> PromptLogprobs<'a> {
+    /// Returns the log-probabilities of `prompt`; `None` if it has none or the client asks for none.
+    pub(crate) fn of(
+        tokenizer: &'a Tokenizer,
+        prompt: &'a AnsweredPrompt,
+        n_top: Option<u32>,
+    ) -> Option<Self> {
+        let (logprobs, n_top) = (prompt.logprobs.as_deref()?, n_top? as usize);
+        Some(Self { tokenizer, prompt, logprobs, n_top })
+    }
+
+    fn of_token(&self, token: TokenId, PromptLogprob { logprobs, rank }: &PromptLogprob) -> ById<'a> {
+        let ranked = |token: TokenId, logprob, rank| {
+            (
+                token.0,
+                RankedToken { logprob: finite(logprob), rank, decoded_token: self.tokenizer.shown(token) },
+            )
+        };
+        let top = (1..).zip(&logprobs.top).take(self.n_top);
+        let others = top.filter(|(_, (other, _))| *other != token);
+        let others = others.map(|(rank, (other, logprob))| ranked(*other, *logprob, rank));
+        ById(std::iter::once(ranked(token, logprobs.chosen, *rank)).chain(others).collect())
+    }
+}
+
+impl Serialize for PromptLogprobs<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let of_tokens = self.prompt.tokens.iter().skip(1).zip(self.logprobs);
+        let of_tokens = of_tokens.map(|(token, logprob)| Some(self.of_token(*token, logprob)));
+        serializer.collect_seq(std::iter::once(None).chain(of_tokens))
+    }
+}
+
+/// Tokens by their ids.
+struct ById<'a>(Vec<(u32, RankedToken<'a>)>);
+
+impl Serialize for ById<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(id, token)| (id, token)))
     }
 }
 

@@ -194,9 +194,13 @@ fn schema(name: &str) -> Value {
         | "parallel_tool_calls" => json!({ "type": "boolean" }),
         "logprobs" => json!({ "type": ["boolean", "integer"] }),
         "n" | "best_of" => json!({ "type": "integer", "minimum": 1, "maximum": N_MAX }),
-        "max_tokens" | "max_completion_tokens" => count(1),
+        // Zero is for `echo`.
+        "max_tokens" => count(0),
+        "max_completion_tokens" => count(1),
         "min_tokens" => count(0),
-        "top_logprobs" => json!({ "type": "integer", "minimum": 0, "maximum": LOGPROBS_MAX }),
+        "top_logprobs" | "prompt_logprobs" => {
+            json!({ "type": "integer", "minimum": 0, "maximum": LOGPROBS_MAX })
+        }
         "temperature" => number(0.0, 2.0),
         "top_p" => json!({ "type": "number", "exclusiveMinimum": 0, "maximum": 1 }),
         "min_p" => number(0.0, 1.0),

@@ -68,6 +68,7 @@ const fn neutral(
 
 const ONE_GRAMMAR: &str = "one grammar of an answer";
 const NOT_WITH_GRAMMAR: &str = "not with a grammar";
+const PROMPT_LOGPROBS: &str = "without `stream` and cached KV, on CPUs only";
 const LARK: &str = "one grammar of an answer, in the language of Lark";
 const USE_TOOLS: &str = "use `tools` of /v1/chat/completions";
 const NO_MEDIA: &str = "text is the only input and output";
@@ -81,7 +82,11 @@ pub(crate) const FIELDS: &[RequestField] = &[
     honoured("best_of", FieldEndpoints::Both, "it must equal `n`"),
     honoured("cache_salt", FieldEndpoints::Both, "only requests with the same salt share cached KV"),
     honoured("chat_template_kwargs", FieldEndpoints::Chat, ""),
-    honoured("echo", FieldEndpoints::Completions, "without `logprobs`"),
+    honoured(
+        "echo",
+        FieldEndpoints::Completions,
+        "with `logprobs` also of the prompt; `max_tokens` may be 0",
+    ),
     honoured("frequency_penalty", FieldEndpoints::Both, ""),
     honoured("guided_choice", FieldEndpoints::Both, ONE_GRAMMAR),
     honoured("guided_grammar", FieldEndpoints::Both, LARK),
@@ -103,6 +108,7 @@ pub(crate) const FIELDS: &[RequestField] = &[
     honoured("parallel_tool_calls", FieldEndpoints::Chat, "`false` keeps the first call"),
     honoured("presence_penalty", FieldEndpoints::Both, ""),
     honoured("prompt", FieldEndpoints::Completions, "texts or token ids, one prompt or several"),
+    honoured("prompt_logprobs", FieldEndpoints::Both, PROMPT_LOGPROBS),
     honoured("regex", FieldEndpoints::Both, ONE_GRAMMAR),
     honoured("repetition_penalty", FieldEndpoints::Both, ""),
     honoured(
@@ -199,7 +205,6 @@ pub(crate) const FIELDS: &[RequestField] = &[
     refused("moderation", "answers are not moderated"),
     refused("no_stop_trim", "an answer ends before its stop string"),
     refused("prompt_embeds", "prompts are text or token ids"),
-    refused("prompt_logprobs", "only the answer's tokens have logprobs"),
     neutral(
         "reasoning_effort",
         FieldEndpoints::Both,

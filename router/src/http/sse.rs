@@ -237,7 +237,7 @@ impl TextEvent {
 
 impl<S: AnswerFormat> EventWriter for ChunkWriter<S> {
     fn delta(&mut self, delta: &Delta, out: &mut BytesMut) {
-        self.completion_tokens += 1;
+        self.completion_tokens += u32::from(!self.context.options.prompt_only);
         if self.write_plain(delta, out) {
             return;
         }
@@ -246,7 +246,8 @@ impl<S: AnswerFormat> EventWriter for ChunkWriter<S> {
         if !std::mem::replace(&mut self.opened[delta.choice], true)
             && let Some(opening) = shape.opening(context, delta.choice)
         {
-            let prompt_token_ids = shape.prompt_tokens(context).filter(|_| delta.choice == 0);
+            let prompt = shape.only_prompt(context).filter(|_| delta.choice == 0);
+            let prompt_token_ids = prompt.and_then(|prompt| context.if_ids(&prompt.tokens));
             write_event(out, &Envelope { prompt_token_ids, ..chunk::<S, _>(context, usage, [opening]) });
         }
         if shows(context, delta) {

@@ -114,6 +114,7 @@ fn prefilled(room: u64, queued: u64, computed: u64) -> types::ComputedPrompt {
     let first = types::Step { token: TokenId(1), index: 0, logprobs: None, finish: None };
     types::ComputedPrompt {
         first,
+        prompt_logprobs: Vec::new(),
         usage: Usage { prompt_tokens: 20, cached_tokens: 0 },
         room,
         queued,

@@ -6,6 +6,7 @@ use engine::{RowError, SampledToken};
 use tokio::time::Instant;
 use tracing::{error, trace, warn};
 use types::CallerAction;
+use types::step::PromptLogprob;
 
 use super::{Worker, failed};
 use crate::launched_step::{LaunchTiming, LaunchedStep, StepRow};
@@ -27,7 +28,9 @@ impl Worker {
         match outcome {
             Ok(output) => {
                 assert_eq!(output.rows.len(), rows.len(), "a backend answers for every row");
+                let mut of_prompts = output.prompt_logprobs.into_iter();
                 for (row, outcome) in rows.iter().zip(output.rows) {
+                    self.note_prompt_logprobs(*row, of_prompts.next().unwrap_or_default());
                     self.take_in(*row, outcome, now);
                 }
             }
@@ -63,6 +66,12 @@ impl Worker {
         self.done.add(shape, took);
         self.last_step = Some(now);
         self.last_progress = now;
+    }
+
+    fn note_prompt_logprobs(&mut self, row: StepRow, of_row: Vec<PromptLogprob>) {
+        if let (Some(sequence), false) = (self.sequences.get_mut(&row.id), of_row.is_empty()) {
+            sequence.note_prompt_logprobs(row.n_before, of_row);
+        }
     }
 
     fn take_in(&mut self, row: StepRow, outcome: Result<Option<SampledToken>, RowError>, now: Instant) {

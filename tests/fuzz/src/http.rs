@@ -167,7 +167,13 @@ impl Serve for FixedAnswer {
             })
         };
         let steps = futures::stream::iter(said.into_iter().enumerate().map(step)).boxed();
-        Ok(Generation { usage, complete: Complete::default(), explained: None, steps })
+        Ok(Generation {
+            usage,
+            prompt_logprobs: Vec::new(),
+            complete: Complete::default(),
+            explained: None,
+            steps,
+        })
     }
 
     fn knows_nodes(&self) -> Result<(), AcceptError> {

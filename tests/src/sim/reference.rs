@@ -49,6 +49,7 @@ impl Alone {
             input: RowInput::Tokens(&history[start..]),
             start,
             tables: &[&self.table],
+            prompt_logprobs: None,
             sample: Some(sample),
         };
         let launched = self.mock.launch(StepBatch { rows: &[row] }).expect("nothing is in flight");

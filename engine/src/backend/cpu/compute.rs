@@ -70,18 +70,28 @@ impl Compute {
     /// Runs a step on all ranks. Returns `None` if a rank has ended.
     fn computed(&self, step: &Arc<Step>, scratch: &Scratch) -> Option<StepOutput> {
         self.helpers.iter().try_for_each(|helper| helper.begin(step))?;
-        let Forwarded { logits, mut outcomes, routing_leads } = self.rank.forward(step, scratch);
+        let Forwarded { logits, mut outcomes, prompt_logprobs, routing_leads } =
+            self.rank.forward(step, scratch);
         for helper in &self.helpers {
             outcomes = first_errors(outcomes, helper.finish()?);
         }
         let mut outcomes = outcomes.into_iter();
+        let mut of_prompts = prompt_logprobs.into_iter();
         let mut outputs = Outputs { compute: self, logits, n_drawn: 0 };
         let draw = |(row, resolved): (&JobRow, &Result<(), RowError>)| {
             resolved.clone()?;
             outputs.draw(row, outcomes.next().expect("every resolved row has an outcome"))
         };
         let rows = step.rows.iter().zip(&step.resolved).map(draw).collect();
-        Some(StepOutput { rows, routing_leads })
+        let prompt_logprobs = match step.rows.iter().any(|row| row.prompt_logprobs.is_some()) {
+            true => step
+                .resolved
+                .iter()
+                .map(|row| row.as_ref().ok().and_then(|()| of_prompts.next()).unwrap_or_default())
+                .collect(),
+            false => Vec::new(),
+        };
+        Some(StepOutput { rows, prompt_logprobs, routing_leads })
     }
 }
 

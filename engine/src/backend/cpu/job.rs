@@ -24,6 +24,14 @@ pub(super) struct JobRow {
     start: usize,
     tables: Vec<Vec<BlockIdx>>,
     pub(super) spec: Option<OwnedSampleSpec>,
+    pub(super) prompt_logprobs: Option<OwnedPromptTargets>,
+}
+
+/// [`PromptTargets`](crate::step::PromptTargets) without a lifetime.
+#[derive(Debug)]
+pub(super) struct OwnedPromptTargets {
+    pub(super) tokens: Vec<TokenId>,
+    pub(super) n_top: u8,
 }
 
 #[derive(Debug)]
@@ -43,6 +51,9 @@ impl JobRow {
             start: row.start,
             tables: row.tables.iter().map(|table| table.to_vec()).collect(),
             spec: row.sample.as_ref().map(OwnedSampleSpec::of),
+            prompt_logprobs: row
+                .prompt_logprobs
+                .map(|targets| OwnedPromptTargets { tokens: targets.tokens.to_vec(), n_top: targets.n_top }),
         }
     }
 
@@ -57,7 +68,8 @@ impl JobRow {
             self.input = Input::Tokens(vec![token]);
             self.spec.iter_mut().for_each(|spec| spec.remember(token));
         }
-        let unknown = self.tokens().iter().find(|token| token.0 as usize >= vocab);
+        let targets = self.prompt_logprobs.iter().flat_map(|targets| &targets.tokens);
+        let unknown = self.tokens().iter().chain(targets).find(|token| token.0 as usize >= vocab);
         unknown.map_or(Ok(()), |token| Err(RowError::UnknownToken { token: token.0, vocab }))
     }
 

@@ -174,6 +174,10 @@ impl Backend for CpuBackend {
         Some(self.opened.folder.join("tokenizer.json"))
     }
 
+    fn has_prompt_logprobs(&self) -> bool {
+        true
+    }
+
     fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, SleepFailed> {
         if let Err(why) = asleep::check_idle(self.in_flight.len())
             .and_then(|()| asleep::check_not_held(self.memory.n_holders(), self.n_holders))

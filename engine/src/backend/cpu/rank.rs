@@ -8,12 +8,18 @@ use std::thread;
 
 use kernels::cpu::Processor;
 use kv_cache::KvMemory;
+use types::step::PromptLogprob;
 
-use super::job::JobRow;
+use super::job::{JobRow, OwnedPromptTargets};
 use crate::error::RowError;
 use crate::model::pass::PassParts;
 use crate::model::ranks::{RankFence, RankHandle};
 use crate::model::{Decoder, ModelConfig, Pass, PassRow, Scratch, Tensor};
+use crate::sampler::prompt_logprob;
+
+/// The number of tokens whose logits are computed at once for log-probabilities of a prompt. It bounds their memory: each
+/// row of logits is as long as the vocabulary.
+const LOGITS_ROWS_MAX: usize = 32;
 
 /// The outcomes of the rows that take part in a step.
 pub(super) type Outcomes = Vec<Result<(), RowError>>;
@@ -33,6 +39,9 @@ pub(super) struct Forwarded {
     /// (wanted, vocab)
     pub(super) logits: Tensor,
     pub(super) outcomes: Outcomes,
+    /// The log-probabilities of each row's prompt tokens; none for a row that does not ask, and on other ranks than the
+    /// first.
+    pub(super) prompt_logprobs: Vec<Vec<PromptLogprob>>,
     /// See [`StepOutput::routing_leads`](crate::step::StepOutput::routing_leads).
     pub(super) routing_leads: Vec<f32>,
 }
@@ -95,10 +104,55 @@ impl Rank {
         };
         let passing = step.rows.iter().zip(&step.resolved).filter(|(_, ok)| ok.is_ok());
         let mut pass = Pass::new(parts, passing.map(|(row, _)| pass_row(row)).collect());
-        let logits = self.model.forward(&mut pass);
-        let logits = pass.whole(logits, self.vocab);
+        let x = self.model.forward(&mut pass);
+        let logits = self.logits(&pass.wanted(&x), &pass);
+        let mut of_prompts = Vec::with_capacity(step.rows.len());
+        let mut end = 0;
+        for (row, _) in step.rows.iter().zip(&step.resolved).filter(|(_, ok)| ok.is_ok()) {
+            let start = end;
+            end += row.tokens().len();
+            of_prompts.push(match &row.prompt_logprobs {
+                Some(targets) => self.prompt_logprobs(&x, start, targets, &pass),
+                None => Ok(Vec::new()),
+            });
+        }
         let routing_leads = pass.take_routing_leads();
-        Forwarded { logits, outcomes: pass.into_outcomes().collect(), routing_leads }
+        let (mut outcomes, mut prompt_logprobs) = (Outcomes::new(), Vec::with_capacity(of_prompts.len()));
+        for (outcome, of_prompt) in pass.into_outcomes().zip(of_prompts) {
+            outcomes.push(outcome.and(of_prompt.as_ref().map(|_| ()).map_err(RowError::clone)));
+            prompt_logprobs.push(of_prompt.unwrap_or_default());
+        }
+        Forwarded { logits, outcomes, prompt_logprobs, routing_leads }
+    }
+
+    /// Computes the logits of `rows`, gathered from all ranks.
+    fn logits(&self, rows: &Tensor, pass: &Pass<'_>) -> Tensor {
+        pass.whole(self.model.logits(rows, pass), self.vocab)
+    }
+
+    /// Computes the log-probabilities of the tokens that follow those of one row, which begins at `start` in `x`. All ranks
+    /// compute logits, and the first one the log-probabilities.
+    fn prompt_logprobs(
+        &self,
+        x: &Tensor,
+        start: usize,
+        targets: &OwnedPromptTargets,
+        pass: &Pass<'_>,
+    ) -> Result<Vec<PromptLogprob>, RowError> {
+        let (mut all, mut outcome) = (Vec::new(), Ok(()));
+        for (nth, tokens) in targets.tokens.chunks(LOGITS_ROWS_MAX).enumerate() {
+            let first = start + nth * LOGITS_ROWS_MAX;
+            let logits = self.logits(&pass.neighbours(x, first..first + tokens.len()), pass);
+            if self.seat.nth() == 0 {
+                for (row, token) in tokens.iter().enumerate() {
+                    match prompt_logprob(&self.processor, logits.row(row), *token, targets.n_top) {
+                        Ok(logprob) => all.push(logprob),
+                        Err(error) => outcome = Err(error),
+                    }
+                }
+            }
+        }
+        outcome.map(|()| all)
     }
 
     /// Runs until the sender of steps is dropped.

@@ -183,7 +183,7 @@ mod tests {
     const TABLES: &[&[BlockIdx]] = &[&[BlockIdx(0)]];
 
     fn row<'a>(input: RowInput<'a>, start: usize, spec: SampleSpec<'a>) -> Row<'a> {
-        Row { slot: SlotId(1), input, start, tables: TABLES, sample: Some(spec) }
+        Row { slot: SlotId(1), input, start, tables: TABLES, prompt_logprobs: None, sample: Some(spec) }
     }
 
     fn spec<'a>(

@@ -183,7 +183,7 @@ impl LaunchedStep {
             };
             rows.push(outcome);
         }
-        Ok(StepOutput { rows, routing_leads: Vec::new() })
+        Ok(StepOutput { rows, prompt_logprobs: Vec::new(), routing_leads: Vec::new() })
     }
 
     /// Returns the step's buffers for reuse.

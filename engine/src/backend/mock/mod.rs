@@ -133,7 +133,7 @@ impl Mock {
             }
             outcomes.push(outcome);
         }
-        StepOutput { rows: outcomes, routing_leads: Vec::new() }
+        StepOutput { rows: outcomes, prompt_logprobs: Vec::new(), routing_leads: Vec::new() }
     }
 
     /// Sleeps until the cost of the step's first `n_layers` layers has passed.

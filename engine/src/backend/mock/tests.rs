@@ -43,6 +43,7 @@ fn step_with(mock: &mut Mock, tokens: &[u32], start: usize, table: &[BlockIdx]) 
         input: RowInput::Tokens(&tokens[start..]),
         start,
         tables: &[table],
+        prompt_logprobs: None,
         sample: Some(spec),
     };
     let launched = mock.launch(StepBatch { rows: &[row] }).expect("launch");
@@ -178,10 +179,17 @@ fn one_rows_failure_is_its_own() {
         input: RowInput::Tokens(&tokens),
         start: 0,
         tables: &[&TABLE[..1]],
+        prompt_logprobs: None,
         sample: Some(spec),
     };
-    let orphan =
-        Row { slot: SlotId(2), input: RowInput::Previous, start: 1, tables: &[&TABLE[1..]], sample: None };
+    let orphan = Row {
+        slot: SlotId(2),
+        input: RowInput::Previous,
+        start: 1,
+        tables: &[&TABLE[1..]],
+        prompt_logprobs: None,
+        sample: None,
+    };
     let launched = mock.launch(StepBatch { rows: &[orphan, good] }).expect("launch");
     let output = mock.collect(launched).expect("collect");
     assert_eq!(output.rows[0], Err(RowError::NoTokenInFlight));
@@ -213,8 +221,14 @@ fn costs_are_modelled_or_slept() {
     let cost = Costs { step_ms: 2.0, prefill_token_ms: 0.1, ..Costs::default() };
     let settings = MockSettings { cost, ..MockSettings::default() };
     let tokens: Vec<TokenId> = prompt().into_iter().map(TokenId).collect();
-    let row =
-        Row { slot: SlotId(1), input: RowInput::Tokens(&tokens), start: 0, tables: &[&TABLE], sample: None };
+    let row = Row {
+        slot: SlotId(1),
+        input: RowInput::Tokens(&tokens),
+        start: 0,
+        tables: &[&TABLE],
+        prompt_logprobs: None,
+        sample: None,
+    };
     for pace in [Pace::Modelled, Pace::Sleeping] {
         let mut mock = Mock::new("mock", settings.clone(), BLOCKS_MIN, pace).expect("memory");
         let started = Instant::now();

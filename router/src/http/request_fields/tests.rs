@@ -236,7 +236,7 @@ fn an_unknown_field_is_refused_with_the_nearest_name() {
 const HEAD: &str = "\
 # The API
 
-The table of fields is made from the code by the test `the_page_lists_every_field`: `UPDATE_DOCS=1 cargo test -p baton-router the_page_lists_every_field`.
+`UPDATE_DOCS=1 cargo test -p baton-router the_page_lists_every_field` makes the table of fields.
 
 ## Endpoints
 
@@ -311,7 +311,7 @@ The model needs a `tokenizer.json`. A mask costs a CPU about 50 µs. On a GPU, r
 
 ## gRPC
 
-`baton.v1.Inference` (`proto/proto/baton/v1/inference.proto`) takes a text, token ids or a chat. Parameters, defaults, checks and answers are HTTP's. Each event names its answer (`choice`). An error names the message's field (`chat.messages[2].role`); its code is the metadata `baton-code`. Unlike over HTTP, a text without `max_tokens` may fill the context, and a named call ends as `TOOL_CALLS`. Only HTTP has several prompts in a request, `echo` and the prompt's ids.
+`baton.v1.Inference` (`proto/proto/baton/v1/inference.proto`) takes a text, token ids or a chat. Parameters, defaults, checks and answers are HTTP's. Each event names its answer (`choice`). An error names the message's field (`chat.messages[2].role`); its code is the metadata `baton-code`. Unlike over HTTP, a text without `max_tokens` may fill the context, and a named call ends as `TOOL_CALLS`. Only HTTP has several prompts, `echo`, and the prompt's ids and log-probabilities.
 
 ## Request fields
 

@@ -57,6 +57,75 @@ async fn a_completion() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_echo_with_log_probabilities() {
+    let fake_serve = FakeServe::new(|_| {
+        let logprobs = Some(Logprobs { chosen: -0.5, top: vec![(TokenId(65), -0.5)] });
+        plays(vec![types::Step { logprobs, ..step(0, TokenId(65), Some(FinishReason::Length)) }])
+    });
+    // The fields of lm-eval.
+    let fields = json!({
+        "prompt": [[72, 195, 164], [105]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": true,
+    });
+    let answer = complete(&fake_serve, fields).await.json();
+    let logprobs = json!({
+        "tokens": ["H", "\u{fffd}", "\u{fffd}", "A"],
+        "token_logprobs": [null, -1.0, -2.0, -0.5],
+        "top_logprobs": [
+            null, {"A": -0.25, "\u{fffd}": -1.0}, {"A": -0.25, "\u{fffd}": -2.0}, {"A": -0.5},
+        ],
+        "text_offset": [0, 1, 1, 2],
+    });
+    assert_eq!(answer["choices"][0]["logprobs"], logprobs);
+    assert_eq!((&answer["choices"][0]["text"], &answer["choices"][1]["text"]), (&json!("HäA"), &json!("iA")));
+    assert_eq!(answer["choices"][1]["logprobs"]["token_logprobs"], json!([null, -0.5]));
+    let asked = |prompt: &types::Prompt| (prompt.sampling.logprobs, prompt.sampling.prompt_logprobs);
+    assert!(fake_serve.seen().iter().all(|prompt| asked(prompt) == (Some(1), Some(1))));
+}
+
+/// vLLM answers so too: the one token that a node generates is not shown.
+#[tokio::test(start_paused = true)]
+async fn an_echo_alone() {
+    let fake_serve = FakeServe::new(|_| plays(vec![step(0, TokenId(65), Some(FinishReason::Stop))]));
+    let fields = json!({"max_tokens": 0, "logprobs": 0, "echo": true, "prompt_logprobs": 1, "n": 2});
+    let answer = complete(&fake_serve, fields).await.json();
+    let choice = |index| {
+        json!({
+            "index": index, "text": "Hi", "finish_reason": "length",
+            "logprobs": {
+                "tokens": ["H", "i"], "token_logprobs": [null, -1.0], "top_logprobs": [null, {"i": -1.0}],
+                "text_offset": [0, 1],
+            },
+            "prompt_logprobs": [null, {
+                "105": {"logprob": -1.0, "rank": 3, "decoded_token": "i"},
+                "65": {"logprob": -0.25, "rank": 1, "decoded_token": "A"},
+            }],
+        })
+    };
+    assert_eq!(answer["choices"], json!([choice(0), choice(1)]));
+    assert_eq!(answer["usage"]["completion_tokens"], 0);
+    let asked: Vec<_> = fake_serve.seen().iter().map(|prompt| prompt.sampling.prompt_logprobs).collect();
+    assert_eq!(asked, [Some(1), None], "one of the answers brings them");
+    let fields = json!({"max_tokens": 0, "logprobs": 0, "echo": true, "stream": true});
+    let events = complete(&fake_serve, fields).await.events();
+    assert_eq!(events[0]["choices"][0]["logprobs"]["token_logprobs"], json!([null, -1.0]));
+    assert_eq!(
+        (&events[0]["choices"][0]["text"], &events[1]["choices"][0]["text"]),
+        (&json!("Hi"), &json!(""))
+    );
+    assert_eq!(events[1]["choices"][0]["finish_reason"], "length");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_chats_prompt_has_log_probabilities() {
+    let answer = chat(&FakeServe::saying("x"), json!({"prompt_logprobs": 0})).await.json();
+    let of_tokens = answer["prompt_logprobs"].as_array().expect("a list");
+    assert_eq!((of_tokens.len(), &of_tokens[0]), (5, &json!(null)));
+    assert_eq!(of_tokens[1], json!({"72": {"logprob": -1.0, "rank": 3, "decoded_token": "H"}}));
+    let plain = chat(&FakeServe::saying("x"), json!({})).await.json();
+    assert_eq!(plain.get("prompt_logprobs"), None);
+}
+
+#[tokio::test(start_paused = true)]
 async fn prompts_of_all_forms() {
     for (prompt, expected) in [
         (json!("ab"), vec![vec![97, 98]]),
@@ -103,6 +172,7 @@ async fn every_sampling_field_reaches_the_backend() {
     assert_eq!(answer.status, 200, "{}", answer.body);
     let types::Prompt { sampling, stop, .. } = fake_serve.seen().remove(0);
     let expected = types::Sampling {
+        prompt_logprobs: None,
         temperature: 0.5,
         top_p: 0.25,
         top_k: 7,

@@ -15,6 +15,7 @@ use serde_json::Value;
 use tokio::sync::watch;
 use tower::ServiceExt;
 use types::layout::KvDtype;
+use types::step::{Logprobs, PromptLogprob};
 use types::{Fingerprint, FinishReason, KvLayout, ModelInfo, Prompt, Step, TokenId, Usage};
 
 use crate::accept::{Acceptor, Deadlines};
@@ -138,13 +139,20 @@ impl Serve for FakeServe {
         let alive = RunningGuard::new(&self.alive);
         let play = (self.script)(&prompt);
         let usage = Usage { prompt_tokens: prompt.tokens.len() as u32, cached_tokens: 1 };
+        let prompt_logprobs = made_up(&prompt);
         self.seen.lock().unwrap().push(prompt);
         match play {
             ScriptedEvent::Refuse(error) => Err(error),
             ScriptedEvent::Silence => std::future::pending().await,
             ScriptedEvent::Steps(steps) => {
                 let steps = steps.inspect(move |_| _ = &alive).boxed();
-                Ok(Generation { usage, complete: Complete::default(), explained: None, steps })
+                Ok(Generation {
+                    usage,
+                    prompt_logprobs,
+                    complete: Complete::default(),
+                    explained: None,
+                    steps,
+                })
             }
         }
     }
@@ -152,6 +160,18 @@ impl Serve for FakeServe {
     fn knows_nodes(&self) -> Result<(), AcceptError> {
         self.ready.clone().map_err(|reason| AcceptError::NoNodes { reason })
     }
+}
+
+/// Returns log-probabilities for a prompt that asks for them: -1 for the second token, -2 for the third, and so on. The
+/// best alternatives are the tokens from 65 on.
+fn made_up(prompt: &Prompt) -> Vec<PromptLogprob> {
+    let Some(n_top) = prompt.sampling.prompt_logprobs else { return Vec::new() };
+    let top: Vec<_> = (0..u32::from(n_top)).map(|nth| (TokenId(65 + nth), -0.25 - nth as f32)).collect();
+    let one = |nth: usize| PromptLogprob {
+        logprobs: Logprobs { chosen: -(nth as f32), top: top.clone() },
+        rank: 3,
+    };
+    (1..prompt.tokens.len()).map(one).collect()
 }
 
 // === scripts ===

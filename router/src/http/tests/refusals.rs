@@ -70,7 +70,6 @@ async fn bad_chats_name_the_field() {
         (json!({"response_format": {"type": "json_object"}}), "unsupported_parameter", "response_format"),
         (json!({"tool_choice": "required"}), "invalid_value", "tool_choice"),
         (json!({"chat_template": "{{ messages }}"}), "unsupported_parameter", "chat_template"),
-        (json!({"prompt_logprobs": 1}), "unsupported_parameter", "prompt_logprobs"),
         (json!({"use_beam_search": true}), "unsupported_parameter", "use_beam_search"),
     ] {
         let status = if code == "model_not_found" { 404 } else { 400 };
@@ -97,7 +96,16 @@ async fn bad_completions_name_the_field() {
         (json!({"guided_regex": "a+"}), "unsupported_parameter", "guided_regex"),
         (json!({"temprature": 1}), "unsupported_parameter", "temprature"),
         (json!({"best_of": 2}), "unsupported_parameter", "best_of"),
-        (json!({"echo": true, "logprobs": 1}), "unsupported_parameter", "echo"),
+        (json!({"echo": true, "logprobs": 21}), "invalid_value", "top_logprobs"),
+        (json!({"prompt_logprobs": 21}), "invalid_value", "prompt_logprobs"),
+        (json!({"prompt_logprobs": -1}), "invalid_value", "prompt_logprobs"),
+        (json!({"prompt_logprobs": 1, "stream": true}), "unsupported_parameter", "prompt_logprobs"),
+        (
+            json!({"prompt": vec![vec![97; 500]; 32], "prompt_logprobs": 20}),
+            "invalid_value",
+            "prompt_logprobs",
+        ),
+        (json!({"max_tokens": 0}), "invalid_value", "max_tokens"),
         (json!({"logprobs": 300}), "invalid_value", "top_logprobs"),
     ] {
         check(&complete(&fake_serve, fields).await, 400, code, param);

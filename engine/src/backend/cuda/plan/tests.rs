@@ -38,6 +38,7 @@ fn with_rows<T>(made: &[Made], look: impl FnOnce(&[Row<'_>]) -> T) -> T {
             input: row.tokens.as_deref().map_or(RowInput::Previous, RowInput::Tokens),
             start: row.start,
             tables,
+            prompt_logprobs: None,
             sample: row.is_drawn.then_some(SampleSpec {
                 sampling: &sampling,
                 stop: &stop,
