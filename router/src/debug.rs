@@ -27,7 +27,7 @@ use crate::pairs::pairs;
 use crate::policy::{Arm, CallTime, ConnectorCosts, RouteCosts};
 use crate::requests::Requests;
 use crate::rpc::LedgerDetail;
-use crate::upstream::{MemberStatus, Upstream};
+use crate::upstream::{LegRole, MemberStatus, SourceState, Upstream};
 
 /// What the pages show.
 #[derive(Clone, Debug)]
@@ -85,7 +85,11 @@ async fn servers(State(upstream): State<Upstream>) -> Json<Value> {
             "failures": one.failures,
         })
     };
-    Json(json!({ "servers": upstream.members().iter().map(server).collect::<Vec<_>>() }))
+    let source = |(role, source): (LegRole, SourceState)| json!({ "role": role.as_str(), "url": source.url, "failure": source.failure });
+    Json(json!({
+        "servers": upstream.members().iter().map(server).collect::<Vec<_>>(),
+        "sources": upstream.sources().map(source),
+    }))
 }
 
 /// What `/debug/cluster` shows.

@@ -103,6 +103,7 @@ pub struct RouterMetrics {
     pub upstream_legs: IntCounterVec,
     /// Answers of prefill servers that named no KV, so that the decode server computed the prompt.
     pub upstream_prefills_without_kv: IntCounter,
+    pub upstream_source_failures: IntCounterVec,
     upstream_members: IntGaugeVec,
 }
 
@@ -128,6 +129,7 @@ impl RouterMetrics {
         for role in LegRole::ALL {
             let leg = |outcome| drop(own.upstream_legs.with_label_values(&[role.as_str(), outcome]));
             LEG_OUTCOMES.into_iter().for_each(leg);
+            drop(own.upstream_source_failures.with_label_values(&[role.as_str()]));
         }
         own
     }
@@ -199,13 +201,14 @@ impl RouterMetrics {
             role_moves: counter("role_moves_total", "Moves of nodes between roles.", &["outcome"]),
             breakers_open: metrics.gauge("breakers_open", "Nodes without work because their work fails."),
             predictions: PredictionMetrics::register(metrics),
-            upstream_legs: counter(
-                "upstream_legs_total",
-                "Calls to upstream servers that ended, by outcome.",
-                &["role", "outcome"],
-            ),
+            upstream_legs: counter("upstream_legs_total", "Ended upstream calls.", &["role", "outcome"]),
             upstream_prefills_without_kv: metrics
                 .counter("upstream_prefills_without_kv_total", "Upstream prefills whose answer named no KV."),
+            upstream_source_failures: counter(
+                "upstream_source_failures_total",
+                "Failed reads of lists of upstream servers.",
+                &["role"],
+            ),
             upstream_members: metrics.gauge_vec("upstream_members", "Upstream servers.", &["role", "health"]),
         }
     }

@@ -9,12 +9,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::StatusCode;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
+use baton_tests::etcd::Etcd;
 use baton_tests::{Ask, Client, eventually, executable, in_time};
 use chassis::{Gate, Shutdown, Task, World, spawn_guarded};
 use engine_server::{Act, Engine, EngineServer, Role, Seen, Transfers};
 use futures::future::join_all;
 use router::{RawRouterConfig, Router, RouterConfig};
 use serde_json::{Value, json};
+use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 
 /// The longest time that a leg may outlive its client, and that a refusal may take where no server is left.
@@ -418,6 +422,77 @@ async fn a_drain_ends_the_answers_that_are_left() {
     pools.shutdown.trigger();
     assert_eq!(stream.next().await.expect_err("the drain is over").code, "draining");
     pools.all_legs_end().await;
+}
+
+/// The JSON interface of an etcd, as a server's start script may use it.
+struct EtcdJson(Client);
+
+impl EtcdJson {
+    fn of(etcd: &Etcd) -> Self {
+        Self(Client::new(etcd.endpoints()[0].parse().expect("an address")))
+    }
+
+    async fn call(&self, path: &str, body: Value) -> Value {
+        let (status, _, text) = self.0.post(path, body.to_string()).await;
+        assert_eq!(status.as_u16(), 200, "{text}");
+        serde_json::from_str(&text).expect("JSON")
+    }
+
+    async fn put(&self, key: &str, value: &str, lease: &Value) {
+        let body = json!({ "key": BASE64.encode(key), "value": BASE64.encode(value), "lease": lease });
+        self.call("/v3/kv/put", body).await;
+    }
+}
+
+/// Waits until requests have this status. One without a server is refused within a second.
+async fn until_status(pools: &Pools, expected: u16) {
+    eventually("the status of requests", async || {
+        let asked = Instant::now();
+        let (status, body) = pools.post(CHAT, &chat(false)).await;
+        assert!(status == 200 || (status, code(&body).as_str()) == (503, "no_nodes"), "{status} {body}");
+        assert!(asked.elapsed() < SOON, "{status} came after {:?}", asked.elapsed());
+        (status == expected).then_some(())
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn servers_come_and_go_with_their_keys_in_etcd() {
+    const KEY: &str = "/baton/pools/upstream/prefill/a";
+    let mut etcd = Etcd::start();
+    eventually("etcd to listen", async || TcpStream::connect(&etcd.endpoints()[0]).await.ok().map(drop))
+        .await;
+    let (json, source) = (EtcdJson::of(&etcd), etcd.url("pools"));
+    let (told, url) = tokio::sync::oneshot::channel();
+    let starting = Pools::start_with(Engine::Vllm, [1, 1], |raw| {
+        let list = std::mem::replace(&mut raw.expert.upstream.prefill, vec![source.clone()]);
+        told.send(list[0].clone()).expect("the test waits for it");
+    });
+    let (pools, url) = tokio::join!(starting, async {
+        let url = url.await.expect("the closure sends it");
+        json.put("/baton/pools/upstream/prefill/b", "nonsense", &Value::Null).await;
+        json.put(KEY, &url, &Value::Null).await;
+        url
+    });
+    until_status(&pools, 200).await;
+    let failure = async || pools.client().get_json("/debug/upstream").await["sources"][0]["failure"].clone();
+    assert_eq!(failure().await, Value::Null);
+
+    etcd.kill();
+    eventually("the failure to be shown", async || failure().await.as_str().map(drop)).await;
+    until_status(&pools, 200).await;
+    let failures = "baton_router_upstream_source_failures_total{role=\"prefill\"}";
+    assert_ne!(pools.client().counter(failures).await, 0);
+    etcd.restart();
+    eventually("the list to be read again", async || failure().await.is_null().then_some(())).await;
+
+    json.call("/v3/kv/deleterange", json!({ "key": BASE64.encode(KEY) })).await;
+    until_status(&pools, 503).await;
+    let lease = json.call("/v3/lease/grant", json!({ "TTL": 2 })).await["ID"].clone();
+    json.put(KEY, &url, &lease).await;
+    until_status(&pools, 200).await;
+    until_status(&pools, 503).await;
+    assert_eq!(pools.client().get("/ready").await.0, 503);
 }
 
 /// Keeps the shared state of the servers in use by all of them.

@@ -6,6 +6,8 @@
 //! | `/baton/<cluster>/locks/<name>` | empty | as long as the lease of the process that has the lock |
 //! | `/baton/<cluster>/life` | a random number | forever; the first node that finds it absent writes it |
 //!
+//! Other programs write `/baton/<cluster>/upstream/prefill/…` and `…/decode/…`: see [`EtcdValues`].
+//!
 //! The key `life` tells watchers whether an etcd without members has lost its data. Only this module uses
 //! etcd's API. See `docs/decisions/0001-etcd-api-from-our-own-protos.md`.
 
@@ -13,6 +15,7 @@ mod announce;
 pub mod client;
 mod keys;
 mod settings;
+mod values;
 mod watch;
 
 use async_trait::async_trait;
@@ -22,6 +25,7 @@ use types::NodeInfo;
 
 pub use client::EtcdClient;
 pub use settings::{EtcdSettings, TlsFiles};
+pub use values::EtcdValues;
 
 use crate::announcement::{self, Announcement};
 use crate::error::RegistryError;

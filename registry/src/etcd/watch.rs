@@ -178,7 +178,7 @@ fn read_node(id: &NodeId, entry: &KeyValue) -> Option<NodeInfo> {
     None
 }
 
-fn cancel_reason(heard: &WatchResponse) -> String {
+pub(super) fn cancel_reason(heard: &WatchResponse) -> String {
     match heard.compact_revision {
         0 => format!("etcd cancelled it: {}", heard.cancel_reason),
         revision => format!("etcd has compacted its history up to revision {revision}"),

@@ -55,12 +55,36 @@ impl Health {
     }
 }
 
-/// The servers of one kind. Dropping it ends their health checks.
-#[derive(Debug)]
+/// The servers of one kind. Dropping the last clone ends their health checks.
+#[derive(Clone, Debug)]
 pub struct Pool {
     role: LegRole,
-    members: Vec<Arc<Member>>,
-    _checks: Vec<Task<()>>,
+    /// Locked for one look-up or change.
+    members: Arc<Mutex<Members>>,
+    client: EngineClient,
+    gate: Gate,
+}
+
+#[derive(Debug, Default)]
+struct Members {
+    all: Vec<CheckedMember>,
+    source: SourceState,
+}
+
+/// The source of a pool's servers, as pages show it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SourceState {
+    /// The URL of the etcd, without a password; `None`: the settings list the servers.
+    pub url: Option<String>,
+    /// Why the source gives no list now. The last one stays in use.
+    pub failure: Option<String>,
+}
+
+/// A server and its health checks, which end when it leaves the pool.
+#[derive(Debug)]
+struct CheckedMember {
+    member: Arc<Member>,
+    _check: Task<()>,
 }
 
 /// One server.
@@ -125,46 +149,79 @@ pub fn choose(candidates: &[Candidate]) -> Option<usize> {
 // === impl Pool ===
 
 impl Pool {
-    /// Begins to check the servers.
-    pub(super) fn new(
-        role: LegRole,
-        addresses: &[MemberAddress],
-        client: &EngineClient,
-        gate: &Gate,
-    ) -> Self {
-        let members: Vec<Arc<Member>> = addresses.iter().cloned().map(Member::new).map(Arc::new).collect();
-        let check = |member: &Arc<Member>| {
-            let (member, client) = (Arc::clone(member), client.clone());
-            spawn_guarded(gate, "upstream health", async move { member.follow_health(role, &client).await })
-        };
-        let _checks = members.iter().map(check).collect();
-        Self { role, members, _checks }
+    /// Makes a pool without servers.
+    pub(super) fn new(role: LegRole, client: &EngineClient, gate: &Gate) -> Self {
+        Self { role, members: Arc::default(), client: client.clone(), gate: gate.clone() }
+    }
+
+    pub(super) fn role(&self) -> LegRole {
+        self.role
+    }
+
+    /// Replaces the servers. Those that stay keep their health and counts; the requests of the others go on.
+    pub(super) fn set(&self, addresses: Vec<MemberAddress>) {
+        let mut members = self.members();
+        let before = std::mem::take(&mut members.all);
+        let (mut known, mut all) = (before, Vec::with_capacity(addresses.len()));
+        for address in addresses {
+            all.push(match known.iter().position(|one| one.member.address == address) {
+                Some(nth) => known.swap_remove(nth),
+                None => self.checked(address),
+            });
+        }
+        members.all = all;
+    }
+
+    /// Begins to check a server.
+    fn checked(&self, address: MemberAddress) -> CheckedMember {
+        let member = Arc::new(Member::new(address));
+        let (checked, client, role) = (Arc::clone(&member), self.client.clone(), self.role);
+        let check = async move { checked.follow_health(role, &client).await };
+        CheckedMember { member, _check: spawn_guarded(&self.gate, "upstream health", check) }
+    }
+
+    pub(super) fn set_source(&self, source: SourceState) {
+        self.members().source = source;
+    }
+
+    pub(super) fn source(&self) -> SourceState {
+        self.members().source.clone()
     }
 
     /// Chooses a server at `now` and counts a leg there. `failed` are the URLs of servers where the request
     /// has failed. An error says why there is none.
     pub(super) fn place(&self, failed: &[String], now: Instant) -> Result<LegPlace, String> {
-        let candidates: Vec<Candidate> = self.members.iter().map(|one| one.candidate(failed, now)).collect();
+        let members = self.members();
+        let candidates: Vec<Candidate> =
+            members.all.iter().map(|one| one.member.candidate(failed, now)).collect();
         match choose(&candidates) {
-            Some(nth) => Ok(LegPlace::new(Arc::clone(&self.members[nth]), now)),
-            None => Err(self.shortage()),
+            Some(nth) => Ok(LegPlace::new(Arc::clone(&members.all[nth].member), now)),
+            None => Err(self.shortage(&members)),
         }
     }
 
     /// Checks that a server of this kind is up.
     pub(super) fn ready(&self) -> Result<(), String> {
-        let is_up = self.members.iter().any(|one| one.state().health == Health::Up);
-        if is_up { Ok(()) } else { Err(self.shortage()) }
+        let members = self.members();
+        let is_up = members.all.iter().any(|one| one.member.state().health == Health::Up);
+        if is_up { Ok(()) } else { Err(self.shortage(&members)) }
     }
 
-    fn shortage(&self) -> String {
-        let n_down = self.members.iter().filter(|one| one.state().health == Health::Down).count();
-        let (role, n) = (self.role.as_str(), self.members.len());
-        format!("no {role} server is usable: {n_down} of {n} are down")
+    fn shortage(&self, members: &Members) -> String {
+        let n_down = members.all.iter().filter(|one| one.member.state().health == Health::Down).count();
+        let (role, n) = (self.role.as_str(), members.all.len());
+        match &members.source.failure {
+            Some(reason) => format!("no {role} server is usable: {n_down} of {n} are down, and {reason}"),
+            None => format!("no {role} server is usable: {n_down} of {n} are down"),
+        }
     }
 
-    pub(super) fn status(&self) -> impl Iterator<Item = MemberStatus> + '_ {
-        self.members.iter().map(|one| one.status(self.role))
+    pub(super) fn status(&self) -> Vec<MemberStatus> {
+        self.members().all.iter().map(|one| one.member.status(self.role)).collect()
+    }
+
+    fn members(&self) -> MutexGuard<'_, Members> {
+        self.members.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -309,11 +366,36 @@ mod tests {
         }
     }
 
-    fn pool() -> Pool {
+    fn addresses<const N: usize>(urls: [&str; N]) -> Vec<MemberAddress> {
         let address =
             |url: &str| MemberAddress { base: url.to_owned(), host: "a".to_owned(), bootstrap_port: 1 };
-        let members = ["a", "b"].map(address).map(Member::new).map(Arc::new).to_vec();
-        Pool { role: LegRole::Prefill, members, _checks: Vec::new() }
+        urls.map(address).to_vec()
+    }
+
+    /// Makes a pool of two servers. Their health is not checked, because the tests wait for nothing.
+    fn pool() -> Pool {
+        let pool = Pool::new(LegRole::Prefill, &EngineClient::new(), &Gate::new("test"));
+        pool.set(addresses(["a", "b"]));
+        pool
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn servers_that_stay_keep_their_state() {
+        let (pool, now) = (pool(), Instant::now());
+        let on_a = pool.place(&[], now).expect("a server");
+        let on_b = pool.place(&[], now).expect("a server");
+        pool.set(addresses(["c", "b"]));
+        let status: Vec<_> = pool.status().into_iter().map(|one| (one.url, one.in_flight)).collect();
+        assert_eq!(status, [("c".to_owned(), 0), ("b".to_owned(), 1)]);
+        drop((on_a, on_b));
+        assert!(pool.status().iter().all(|one| one.in_flight == 0));
+        pool.set(Vec::new());
+        pool.set_source(SourceState {
+            failure: Some("the source fails".to_owned()),
+            ..SourceState::default()
+        });
+        let reason = pool.place(&[], now).expect_err("none is left");
+        assert_eq!(reason, "no prefill server is usable: 0 of 0 are down, and the source fails");
     }
 
     fn url(place: &LegPlace) -> &str {
@@ -328,7 +410,7 @@ mod tests {
         assert_eq!([url(&first), url(&second)], ["a", "b"]);
         drop(second);
         assert_eq!(url(&pool.place(&[], now).expect("a server")), "b");
-        assert_eq!(pool.status().map(|one| one.in_flight).collect::<Vec<_>>(), [1, 0]);
+        assert_eq!(pool.status().iter().map(|one| one.in_flight).collect::<Vec<_>>(), [1, 0]);
     }
 
     #[tokio::test(start_paused = true)]
@@ -344,7 +426,7 @@ mod tests {
         assert_eq!(url(&pool.place(&[], now).expect("the last server that is not down")), "b");
         let reason = pool.place(&["b".to_owned()], now).expect_err("none is left");
         assert_eq!(reason, "no prefill server is usable: 1 of 2 are down");
-        pool.members[0].found(LegRole::Prefill, Health::Up);
+        pool.members().all[0].member.found(LegRole::Prefill, Health::Up);
         assert_eq!(url(&pool.place(&[], now).expect("a server")), "a");
     }
 }

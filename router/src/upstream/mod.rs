@@ -1,6 +1,6 @@
 //! Pools of other engines behind this router: requests and answers pass through as they came.
 //!
-//! Suggested reading order: the settings ([`settings`]); the servers ([`members`]); a request's JSON
+//! Suggested reading order: the settings ([`settings`]); the servers ([`members`], [`source`]); a request's JSON
 //! ([`fields`]); one call to a server (`leg`, over `client`); the legs of a request (this file); and its answer
 //! ([`answer`]).
 //!
@@ -14,12 +14,13 @@ mod leg;
 mod limit;
 pub mod members;
 pub mod settings;
+pub mod source;
 
 use std::path::Path;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use chassis::{Gate, World};
+use chassis::{Gate, Task, World, spawn_guarded};
 use http::{HeaderMap, HeaderValue, Method, Request, header};
 use http_body_util::Full;
 use serde_json::{Value, json};
@@ -33,9 +34,10 @@ pub use self::fields::Fields;
 pub(crate) use self::leg::LEG_OUTCOMES;
 use self::leg::{DrainedLeg, FailedLeg, Leg, LegFailure};
 pub use self::limit::RequestLimit;
-pub use self::members::{Health, LegRole, MemberStatus};
+pub use self::members::{Health, LegRole, MemberStatus, SourceState};
 use self::members::{LegPlace, Pool};
-pub use self::settings::{EngineKind, UpstreamSection, UpstreamSettings};
+pub use self::settings::{EngineKind, PoolSource, UpstreamSection, UpstreamSettings};
+use self::source::Source;
 use crate::accept::Caller;
 use crate::admission::AdmissionTerms;
 use crate::drain::Drain;
@@ -76,6 +78,10 @@ pub struct Pools {
     client: EngineClient,
     /// The `authorization` of calls.
     authorization: Option<HeaderValue>,
+    /// The lists of servers that are not followed yet.
+    sources: Vec<(LegRole, Source)>,
+    /// The tasks that follow lists.
+    following: Vec<Task<()>>,
 }
 
 /// A request as the client sent it.
@@ -102,14 +108,28 @@ pub enum Legs {
 }
 
 impl Pools {
-    /// Begins to check the servers. An error is the reason why the API key cannot be read.
+    /// Begins to check the servers. An error is the reason why the API key cannot be read, or a list cannot be followed.
     pub fn new(settings: &UpstreamSettings, gate: &Gate) -> Result<Self, String> {
         let client = EngineClient::new();
         let authorization = settings.api_key_file.as_deref().map(authorization).transpose()?;
-        let pool = |role, addresses: &[_]| Pool::new(role, addresses, &client, gate);
-        let prefill = pool(LegRole::Prefill, &settings.prefill);
-        let decode = pool(LegRole::Decode, &settings.decode);
-        Ok(Self { prefill, decode, client, authorization })
+        let pool = |role| Pool::new(role, &client, gate);
+        let (prefill, decode, following) = (pool(LegRole::Prefill), pool(LegRole::Decode), Vec::new());
+        let mut pools = Self { prefill, decode, client, authorization, sources: Vec::new(), following };
+        for (role, source) in [(LegRole::Prefill, &settings.prefill), (LegRole::Decode, &settings.decode)] {
+            match source {
+                PoolSource::Fixed(addresses) => pools.of(role).set(addresses.clone()),
+                PoolSource::Etcd(url) => pools.sources.push((role, Source::open(role, url)?)),
+            }
+        }
+        Ok(pools)
+    }
+
+    /// Begins to follow the lists of servers.
+    fn follow(&mut self, world: &World, metrics: &RouterMetrics, gate: &Gate) {
+        for (role, source) in std::mem::take(&mut self.sources) {
+            let following = source.follow(self.of(role).clone(), world.clone(), metrics.clone());
+            self.following.push(spawn_guarded(gate, "upstream list", following));
+        }
     }
 
     fn of(&self, role: LegRole) -> &Pool {
@@ -132,7 +152,9 @@ fn authorization(file: &Path) -> Result<HeaderValue, String> {
 // === impl Upstream ===
 
 impl Upstream {
-    pub fn new(parts: UpstreamParts) -> Self {
+    /// Begins to follow the lists of servers.
+    pub fn new(mut parts: UpstreamParts) -> Self {
+        parts.pools.follow(&parts.world, &parts.metrics, &parts.gate);
         Self(Arc::new(parts))
     }
 
@@ -143,7 +165,12 @@ impl Upstream {
     /// Returns the servers, the prefill servers first.
     pub fn members(&self) -> Vec<MemberStatus> {
         let Pools { prefill, decode, .. } = &self.0.pools;
-        prefill.status().chain(decode.status()).collect()
+        [prefill.status(), decode.status()].concat()
+    }
+
+    /// Returns the source of each pool's servers.
+    pub fn sources(&self) -> [(LegRole, SourceState); 2] {
+        LegRole::ALL.map(|role| (role, self.0.pools.of(role).source()))
     }
 
     /// Counts a request against its tenant's limits. `prompt_tokens` is an estimate, because the router has no

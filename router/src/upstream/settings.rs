@@ -14,9 +14,9 @@ pub struct UpstreamSection {
     /// The engine of the pools, `vllm` or `sglang`, as in docs/routing.md. Empty: Baton's own nodes serve.
     pub kind: String,
     /// The URLs of the prefill servers, such as `http://10.0.0.1:8100`. An SGLang server whose bootstrap port is not
-    /// 8998 names it: `http://10.0.0.1:30000?bootstrap_port=9001`.
+    /// 8998 names it: `http://10.0.0.1:30000?bootstrap_port=9001`. In their place one etcd URL, as in docs/routing.md.
     pub prefill: Vec<String>,
-    /// The URLs of the decode servers.
+    /// The same for the decode servers.
     pub decode: Vec<String>,
     /// The file with the API key of the servers. Empty: they get none.
     pub api_key_file: String,
@@ -35,11 +35,19 @@ pub enum EngineKind {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UpstreamSettings {
     pub kind: EngineKind,
-    pub prefill: Vec<MemberAddress>,
-    pub decode: Vec<MemberAddress>,
+    pub prefill: PoolSource,
+    pub decode: PoolSource,
     pub api_key_file: Option<PathBuf>,
     /// The name of the model in metrics and records.
     pub model: String,
+}
+
+/// Where the servers of a pool are listed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PoolSource {
+    Fixed(Vec<MemberAddress>),
+    /// The URL of an etcd, whose keys name the servers.
+    Etcd(String),
 }
 
 /// The address of one server of an upstream pool.
@@ -76,17 +84,23 @@ impl UpstreamSection {
     }
 }
 
-fn members(key: &'static str, urls: &[String]) -> Result<Vec<MemberAddress>, UnknownChoice> {
-    let known = ["http://HOST:PORT", "https://HOST:PORT", "http://HOST:PORT?bootstrap_port=PORT"];
+fn members(key: &'static str, urls: &[String]) -> Result<PoolSource, UnknownChoice> {
+    let known = [
+        "http://HOST:PORT",
+        "https://HOST:PORT",
+        "http://HOST:PORT?bootstrap_port=PORT",
+        "a single etcd://HOST:PORT/CLUSTER",
+    ];
     let member = |url: &String| MemberAddress::parse(url).ok_or_else(|| unknown(key, url.clone(), &known));
     match urls {
         [] => Err(unknown(key, String::new(), &["the URLs of at least one server"])),
-        urls => urls.iter().map(member).collect(),
+        [url] if url.starts_with("etcd://") => Ok(PoolSource::Etcd(url.clone())),
+        urls => urls.iter().map(member).collect::<Result<_, _>>().map(PoolSource::Fixed),
     }
 }
 
 impl MemberAddress {
-    fn parse(url: &str) -> Option<Self> {
+    pub(super) fn parse(url: &str) -> Option<Self> {
         let uri: Uri = url.parse().ok()?;
         let (scheme, authority) = (uri.scheme_str()?, uri.authority()?);
         let is_plain = matches!(scheme, "http" | "https") && !authority.as_str().contains('@');
@@ -147,6 +161,7 @@ mod tests {
             (section("tgi", &urls, &urls), "expert.upstream.kind"),
             (section("vllm", &[], &urls), "expert.upstream.prefill"),
             (section("vllm", &urls, &["a"]), "expert.upstream.decode"),
+            (section("vllm", &urls, &["etcd://a", "http://a:1"]), "expert.upstream.decode"),
         ] {
             assert_eq!(section.resolve("").expect_err("refused").key, key);
         }
