@@ -1,12 +1,13 @@
-//! A TCP proxy that counts the bytes to and from a server, and can break connections.
+//! A TCP proxy that counts the bytes to and from a server, can break connections, and can be slow.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::broadcast;
+use tokio::sync::{Mutex, broadcast};
 use tokio::task::JoinHandle;
 
 /// Forwards connections to one address until it is dropped.
@@ -31,19 +32,33 @@ pub struct Traffic {
 struct Counted {
     connections: AtomicU64,
     bytes: AtomicU64,
+    /// The speed of all connections together; `None` is as fast as it goes.
+    bytes_per_s: Option<u64>,
+    /// Held while a chunk of a slow wire is under way.
+    turn: Mutex<()>,
 }
 
 impl Wire {
     pub async fn to(server: String) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        Self::forward(listener, server, Counted::default())
+    }
+
+    /// Listens on `addr`. All connections together forward at most `bytes_per_s`, if it is given.
+    pub async fn between(addr: SocketAddr, server: SocketAddr, bytes_per_s: Option<u64>) -> Self {
+        let listener = TcpListener::bind(addr).await.expect("a free port");
+        Self::forward(listener, server.to_string(), Counted { bytes_per_s, ..Counted::default() })
+    }
+
+    fn forward(listener: TcpListener, server: String, counted: Counted) -> Self {
         let addr = listener.local_addr().expect("bound");
-        let (counted, (cut, _)) = (Arc::new(Counted::default()), broadcast::channel(1));
+        let (counted, (cut, _)) = (Arc::new(counted), broadcast::channel(1));
         let forwarding = tokio::spawn(accept(listener, server, Arc::clone(&counted), cut.clone()));
         Self { addr, counted, cut, forwarding }
     }
 
     pub fn traffic(&self) -> Traffic {
-        let Counted { connections, bytes } = &*self.counted;
+        let Counted { connections, bytes, .. } = &*self.counted;
         Traffic { connections: connections.load(Ordering::Relaxed), bytes: bytes.load(Ordering::Relaxed) }
     }
 
@@ -86,6 +101,10 @@ async fn copy(
     let mut buffer = vec![0; 16 << 10];
     while let Ok(n) = from.read(&mut buffer).await {
         counted.bytes.fetch_add(n as u64, Ordering::Relaxed);
+        if let Some(bytes_per_s) = counted.bytes_per_s {
+            let _turn = counted.turn.lock().await;
+            tokio::time::sleep(Duration::from_secs_f64(n as f64 / bytes_per_s as f64)).await;
+        }
         if n == 0 || to.write_all(&buffer[..n]).await.is_err() {
             return;
         }

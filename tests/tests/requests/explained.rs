@@ -1,10 +1,12 @@
 //! `x-baton-explain`: the parts of each request's time add up, and the largest part is the cause of its delay.
 
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 
 use baton_tests::check::prompts;
 use baton_tests::fleet::{PACED, Settings};
-use baton_tests::{Ask, Client, Fleet, Up, executable, in_time};
+use baton_tests::wire::Wire;
+use baton_tests::{Ask, Client, Fleet, Up, executable, free_addr, in_time};
 use proto::v1;
 use proto::v1::generate_event::Event;
 use proto::v1::generate_request::Input;
@@ -210,4 +212,54 @@ async fn a_slowed_decode_node_is_the_largest_part() {
     assert_eq!(explained["decode_node"], "decode-0", "{explained}");
     let step = &explained["worst_gap"]["step"];
     assert!(number(&step["ms"]) >= 100.0 && number(&step["rows"]) == 1.0, "{explained}");
+}
+
+/// The speed of a slow network, in bytes per second. The KV of `long_prompt` takes more than half a second.
+const SLOW_BYTES_PER_S: u64 = 400_000;
+
+/// Starts a prefill node with these connectors, and a decode node with shm and tcp whose KV port is behind a slow
+/// network. Returns the explanation of one request, and the log of the decode node, which chooses the connector.
+async fn over_a_slow_network(of_prefill: &str) -> (Value, String) {
+    let [grpc, admin, kv] = [free_addr(), free_addr(), free_addr()];
+    // The decode node is advertised at another address of this machine, where the network is.
+    let network = Ipv4Addr::new(127, 0, 0, 2);
+    let mut wires = Vec::new();
+    for (server, bytes_per_s) in [(grpc, None), (admin, None), (kv, Some(SLOW_BYTES_PER_S))] {
+        wires.push(Wire::between(SocketAddr::from((network, server.port())), server, bytes_per_s).await);
+    }
+    let of_role = |role| -> Settings {
+        match role {
+            "decode" => vec![
+                ("BATON_NODE__LISTEN", grpc.to_string()),
+                ("BATON_NODE__ADMIN", admin.to_string()),
+                ("BATON_NODE__ADVERTISE", network.to_string()),
+                ("BATON_TRANSFER__LISTEN", kv.to_string()),
+                ("BATON_TRANSFER__CONNECTORS", r#"["shm", "tcp"]"#.to_owned()),
+            ],
+            _ => vec![("BATON_TRANSFER__CONNECTORS", of_prefill.to_owned())],
+        }
+    };
+    let fleet = Fleet::start_each(PACED, 1, 1, Vec::new(), of_role).await;
+    fleet.expect_log(&["connector cannot be used with the peer, falling back"]);
+    let explained = streamed(&fleet.client(), Ask::new(long_prompt(), 8)).await;
+    check(&explained);
+    (explained, fleet.nodes[1].process.log())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_fall_back_to_a_slow_tcp_is_the_largest_part() {
+    let (explained, log) = over_a_slow_network(r#"["shm", "tcp"]"#).await;
+    assert_eq!(explained["transfers"][0]["connector"], "shm", "{explained}");
+    assert_ne!(explained["largest"], "transfer", "{explained}");
+    assert!(!log.contains("falling back"), "{log}");
+
+    let (explained, log) = over_a_slow_network(r#"["tcp"]"#).await;
+    assert_eq!(explained["largest"], "transfer", "{explained}");
+    assert_eq!(explained["worst_gap"]["largest"], "transfer", "{explained}");
+    let transfers = explained["transfers"].as_array().expect("a list");
+    assert_eq!((transfers.len(), &transfers[0]["connector"]), (1, &"tcp".into()), "{explained}");
+    let transfer_ms = number(&transfers[0]["ms"]);
+    let least_ms = number(&transfers[0]["bytes"]) / SLOW_BYTES_PER_S as f64 * 1e3;
+    assert!(transfer_ms > 0.9 * least_ms, "{transfer_ms} ms: {explained}");
+    assert!(log.contains("falling back") && log.contains("connector=shm"), "{log}");
 }
