@@ -31,6 +31,10 @@ const SETTLE: Duration = Duration::from_secs(3);
 const KEEPALIVE: Duration = Duration::from_secs(5);
 /// The least time for which a silent node stays a member: a node renews its lease of 10 s every second.
 const LEASE: Duration = Duration::from_secs(9);
+/// The time that a node may need before it drains for another role: it waits for the change of another node.
+const ROLE_WAIT: Duration = Duration::from_secs(3);
+/// A time after the end of every request.
+const END: Duration = Duration::from_secs(600);
 /// The time for which a router waits for KV after it has lost the connection to the sender.
 const ARRIVAL_GRACE: Duration = Duration::from_secs(1);
 /// The longest pause of a request that waits for a usable node, in which it may miss a node that is usable
@@ -94,7 +98,11 @@ impl Break {
             Self::Hold(one, other) | Self::Reset(one, other) => {
                 [(&**one, &**other), (&**other, &**one)].contains(&(node, router))
             }
-            Self::Crash(host, _) | Self::Stop(host) | Self::Drain(host) | Self::Sleep(host) => host == node,
+            Self::Crash(host, _)
+            | Self::Stop(host)
+            | Self::Drain(host)
+            | Self::Sleep(host)
+            | Self::Role(host, _) => host == node,
             _ => false,
         }
     }
@@ -137,13 +145,12 @@ impl Plan {
             return true;
         }
         let since = end.at.saturating_sub(wait);
+        let is_unusable = |node: &NodeShape| {
+            let unusable = self.unusable(router, node);
+            unusable.iter().any(|broken| broken.overlaps(end.at, end.at)) && cover(unusable, since, end.at)
+        };
         let mut decode_nodes = self.nodes_of(ask.model).filter(|node| node.role.decodes());
-        end.at.saturating_sub(end.asked) >= wait
-            && decode_nodes.all(|node| {
-                let unusable = self.unusable(router, node);
-                unusable.iter().any(|broken| broken.overlaps(end.at, end.at))
-                    && cover(unusable, since, end.at)
-            })
+        end.at.saturating_sub(end.asked) >= wait && decode_nodes.all(is_unusable)
     }
 
     /// Returns whether the request has waited for room as long as it may, and the active requests may need
@@ -249,7 +256,11 @@ impl Plan {
             let Broken { all, noticed } = self.breaks(ask, fault)?;
             let node = self.nodes_of(ask.model).find(|node| fault.what.stops(&node.name, router));
             let has_substitute = node.is_some_and(|node| self.has_substitute(router, node, all));
-            Some(if has_substitute { Interval::new(all.from, noticed.min(all.to)) } else { all })
+            if has_substitute {
+                return Some(Interval::new(all.from, noticed.min(all.to)));
+            }
+            // A node with another role may keep it, and the node that does its work may be broken later.
+            Some(node.and_then(|node| self.decodes_no_more(node, fault)).unwrap_or(all))
         };
         self.faults.iter().filter_map(delay).chain(self.starts_of(router)).collect()
     }
@@ -292,6 +303,7 @@ impl Plan {
             Break::Drain(host) | Break::Sleep(host) if is_on_path(host) => {
                 (Duration::from_millis(DRAIN_MS), REJOIN)
             }
+            Break::Role(host, _) if is_on_path(host) => (self.role_ends(fault) - fault.at, REJOIN),
             _ => return None,
         };
         let (at, grace) = (fault.at, RESET + ARRIVAL_GRACE);
@@ -316,12 +328,36 @@ impl Plan {
                     mended + REJOIN
                 }
                 Break::Sleep(host) if host == name => mended + Duration::from_millis(DRAIN_MS) + REJOIN,
+                Break::Role(host, _) if host == name => match self.decodes_no_more(node, fault) {
+                    Some(interval) => interval.to,
+                    None => mended.max(self.role_ends(fault)) + REJOIN,
+                },
                 _ => return None,
             };
             Some(Interval::new(fault.at, to + slowness))
         };
         let faults = self.faults.iter().filter_map(interval);
         faults.chain(self.lapses(node)).chain(self.starts_of(router)).collect()
+    }
+
+    /// Returns when a node may not decode because of a fault that gives it another role; `None` if it decodes in that role
+    /// too. It may keep the role: the request to take its own one again may be refused.
+    fn decodes_no_more(&self, node: &NodeShape, fault: &Fault) -> Option<Interval> {
+        match &fault.what {
+            Break::Role(host, role) if *host == node.name && node.role.decodes() && !role.decodes() => {
+                Some(Interval::new(fault.at, END))
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns the time by which a node has drained for another role. It handles one request after the other.
+    fn role_ends(&self, fault: &Fault) -> Duration {
+        let Break::Role(node, _) = &fault.what else { return fault.at };
+        let of_the_node = |other: &&Fault| matches!(&other.what, Break::Role(host, _) if host == node);
+        let until_now = self.faults.iter().filter(of_the_node).filter(|other| other.at <= fault.at);
+        let one = ROLE_WAIT + Duration::from_millis(DRAIN_MS);
+        until_now.fold(Duration::ZERO, |end, other| end.max(other.at) + one)
     }
 
     /// Returns when a node may be no member although it runs, because the registry heard nothing from it for
@@ -383,7 +419,8 @@ impl Plan {
             Break::Reset(..) | Break::Replace(_) | Break::Jump(..) => return fault.at,
             // Requests of an operator to a node that is away may arrive late, and in another order, so the
             // wake may come after all faults.
-            Break::Sleep(node) if self.is_away(node) => return TROUBLE + WAKE_AGAIN,
+            Break::Sleep(node) | Break::Role(node, _) if self.is_away(node) => return TROUBLE + WAKE_AGAIN,
+            Break::Role(..) => return fault.at,
             _ => {}
         }
         let mut later = self.faults.iter().filter(|later| later.at >= fault.at && ends(&later.what));

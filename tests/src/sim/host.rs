@@ -75,11 +75,12 @@ pub struct NodeHost {
 /// All lives of a node, in order. Never held across an await.
 type Lived = Arc<Mutex<Vec<LifeSeen>>>;
 
-/// A view of one life of a node. It keeps nothing alive.
+/// A view of one role in one life of a node. It keeps nothing alive.
 #[derive(Clone, Debug)]
 pub struct LifeSeen {
     pub name: String,
     pub epoch: Epoch,
+    pub role: Role,
     pub pool: BlockPool,
     pub worker: WorkerHandle,
     pub gate: Gate,
@@ -219,7 +220,7 @@ async fn run_here(
     let services = |role: Role, parts: &NodeParts| {
         let mut lives = locked(&lived);
         let name = format!("{}, life {}", shape.name, lives.len() + 1);
-        lives.push(LifeSeen::of(name, parts));
+        lives.push(LifeSeen::of(name, role, parts));
         Ok(services(role, parts, &config))
     };
     let lives = Lives {
@@ -257,9 +258,9 @@ fn services(role: Role, parts: &NodeParts, config: &NodeConfig) -> Routes {
 }
 
 impl LifeSeen {
-    fn of(name: String, parts: &NodeParts) -> Self {
+    fn of(name: String, role: Role, parts: &NodeParts) -> Self {
         let NodeParts { epoch, pool, worker, gate, arriving, .. } = parts.clone();
-        Self { name, epoch, pool, worker, gate, arriving }
+        Self { name, epoch, role, pool, worker, gate, arriving }
     }
 }
 
@@ -269,6 +270,8 @@ fn config(shape: &NodeShape) -> NodeConfig {
     raw.node.admin = format!("{}:7001", shape.name);
     raw.node.advertise.clone_from(&shape.name);
     raw.node.drain_ms = DRAIN_MS;
+    // The operator has no key.
+    raw.cluster.insecure = true;
     raw.transfer.listen = format!("{}:7002", shape.name);
     raw.transfer.connectors = vec!["tcp".to_owned()];
     raw.expert.transfer.streams = shape.streams;
@@ -527,21 +530,23 @@ impl Hosts {
         self.pool.iter().filter(|_| name == POOL).for_each(PoolHost::drain);
     }
 
-    /// Returns whether every router knows every node in its present life.
+    /// Returns whether every router knows every node in its present life and role.
     pub fn is_whole(&self) -> bool {
         self.routers.iter().all(|router| self.is_known_to(router))
     }
 
     fn is_known_to(&self, router: &RouterHost) -> bool {
         let everyone = router.cluster().map(Cluster::everyone).unwrap_or_default();
-        let is_ready = |name: &str, epoch: Option<Epoch>| {
+        let is_ready = |name: &str, life: Option<(Epoch, Role)>| {
             everyone.iter().any(|(info, state)| {
-                let is_it = info.id.as_str() == name && epoch.is_none_or(|epoch| info.epoch == epoch);
+                let is_it =
+                    info.id.as_str() == name && life.is_none_or(|life| (info.epoch, info.role) == life);
                 is_it && *state == NodeState::Ready
             })
         };
-        let is_known =
-            |node: &NodeHost| node.life().is_some_and(|life| is_ready(&node.shape.name, Some(life.epoch)));
+        let is_known = |node: &NodeHost| {
+            node.life().is_some_and(|life| is_ready(&node.shape.name, Some((life.epoch, life.role))))
+        };
         self.nodes.iter().all(is_known) && (self.pool.is_none() || is_ready(POOL, None))
     }
 

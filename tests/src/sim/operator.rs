@@ -1,4 +1,5 @@
-//! An operator who lets nodes sleep and wake over their admin ports, like `baton sleep` and `baton wake`.
+//! An operator who lets nodes sleep, wake and change their roles over their admin ports, like `baton sleep`, `baton wake`
+//! and `baton admin role`.
 
 use std::io;
 use std::sync::Arc;
@@ -34,11 +35,22 @@ impl Operator {
         self.ask(node, role.map_or("/wake".to_owned(), |role| format!("/wake?role={role}")));
     }
 
+    /// Asks an awake node to take a role.
+    pub fn role(&self, node: &str, role: Role) {
+        self.ask(node, format!("/role?role={role}"));
+    }
+
+    /// Does the same, even if no other node does the work that the node stops doing.
+    pub fn force_role(&self, node: &str, role: Role) {
+        self.ask(node, format!("/role?role={role}&force=true"));
+    }
+
     /// Waits for the answer in a task of its own.
     fn ask(&self, node: &str, path: String) {
         let (host, log, node) = (Arc::clone(&self.host), self.log.clone(), node.to_owned());
         let ask = async move {
             match post(&host, &node, &path).await {
+                Ok(status) if status == "403" => log.accuse(format_args!("{node} forbids {path}")),
                 Ok(status) => log.say(format_args!("{node} answers {path}: {status}")),
                 Err(error) => log.say(format_args!("{node} does not answer {path}: {}", error.kind())),
             }

@@ -10,6 +10,7 @@ use router::policy::Order;
 use types::Role;
 
 use super::chance::Chance;
+use super::host::DRAIN_MS;
 use super::net::Crash;
 use super::watcher::WATCHER;
 
@@ -140,6 +141,8 @@ pub enum Break {
     Sleep(String),
     /// The node is woken, in another role or in its own.
     Wake(String, Option<Role>),
+    /// The node is asked to take another role. Its next process has its own role again.
+    Role(String, Role),
     /// The machine's calendar jumps by this number of seconds.
     Jump(String, i64),
     /// The process is stopped, with its timers.
@@ -165,6 +168,7 @@ impl fmt::Display for Break {
             Self::Sleep(host) => write!(f, "{host} shall sleep"),
             Self::Wake(host, None) => write!(f, "wake {host}"),
             Self::Wake(host, Some(role)) => write!(f, "wake {host} as {role}"),
+            Self::Role(host, role) => write!(f, "{host} shall become {role}"),
             Self::Stop(host) => write!(f, "{host} stands still"),
             Self::GoOn(host) => write!(f, "{host} goes on"),
             Self::Jump(host, seconds) => write!(f, "jump {host} by {seconds} s"),
@@ -185,6 +189,7 @@ impl Plan {
         several_answers(&mut Chance::named(seed, "answers"), &mut asks);
         let mut faults = faults(&mut Chance::named(seed, "faults"), &cluster);
         naps(&mut Chance::named(seed, "naps"), &cluster, &mut faults);
+        role_changes(&mut Chance::named(seed, "roles"), &cluster, &mut faults);
         Self { seed, cluster, asks, faults, attempts_may_fail: true }.besieged().unhurried()
     }
 
@@ -461,6 +466,48 @@ pub(super) fn nap(chance: &mut Chance, nodes: &[NodeShape], at: Duration, until:
     let role = chance.one_in(3).then_some(Role::Both);
     let sleep = Fault { at, what: Break::Sleep(node.clone()) };
     [sleep, Fault { at: until, what: Break::Wake(node, role) }]
+}
+
+/// Adds changes of roles to a third of the plans that have faults. In one of three of them the node dies during the change.
+fn role_changes(chance: &mut Chance, cluster: &Shape, faults: &mut Vec<Fault>) {
+    // A node that naps cannot change its role meanwhile, and its caller learns that.
+    let naps = |node: &NodeShape| {
+        faults.iter().any(|fault| matches!(&fault.what, Break::Sleep(host) if *host == node.name))
+    };
+    let nodes: Vec<NodeShape> = cluster.nodes.iter().filter(|node| !naps(node)).cloned().collect();
+    if faults.is_empty() || nodes.is_empty() || !chance.one_in(3) {
+        return;
+    }
+    for _ in 0..chance.within(1..=3) {
+        let at = chance.millis(0..=TROUBLE.as_millis() as u64 - 1);
+        let until = (at + chance.millis(0..=5_000)).min(TROUBLE);
+        let change = role_change(chance, &nodes, at, until);
+        if let Break::Role(node, _) = &change[0].what
+            && chance.one_in(3)
+        {
+            let died = (at + chance.millis(0..=DRAIN_MS)).min(TROUBLE);
+            let how = *chance.pick(&[Crash::Process, Crash::Machine]);
+            faults.push(Fault { at: died, what: Break::Crash(node.clone(), how) });
+            faults.push(Fault { at: until.max(died), what: Break::Start(node.clone()) });
+        }
+        faults.extend(change);
+    }
+    faults.sort_by_key(|fault| fault.at);
+}
+
+/// Plans that one node takes another role, and later its own again.
+pub(super) fn role_change(
+    chance: &mut Chance,
+    nodes: &[NodeShape],
+    at: Duration,
+    until: Duration,
+) -> [Fault; 2] {
+    let node = chance.pick(nodes);
+    let others: Vec<Role> =
+        [Role::Prefill, Role::Decode, Role::Both].into_iter().filter(|role| *role != node.role).collect();
+    let role = *chance.pick(&others);
+    let change = Fault { at, what: Break::Role(node.name.clone(), role) };
+    [change, Fault { at: until, what: Break::Role(node.name.clone(), node.role) }]
 }
 
 fn one_fault(chance: &mut Chance, cluster: &Shape, at: Duration, until: Duration, faults: &mut Vec<Fault>) {

@@ -11,7 +11,7 @@ use types::RefusalKind;
 
 use super::chance::Chance;
 use super::client::{ActiveRequests, Client, Ended, LATE, prompt};
-use super::host::{Hosts, WHOLE_WITHIN, model};
+use super::host::{Hosts, NodeHost, WHOLE_WITHIN, model};
 use super::log::EventLog;
 use super::net::{Crash, SimNet};
 use super::operator::Operator;
@@ -141,10 +141,11 @@ impl Run {
     async fn become_whole(&mut self, within: Duration) {
         let give_up = Instant::now() + within;
         let mut wake_again = Instant::now() + WAKE_AGAIN_AFTER;
-        while !self.hosts.is_whole() {
+        while !self.hosts.is_whole() || self.with_another_role().next().is_some() {
             if Instant::now() >= wake_again {
                 wake_again += WAKE_AGAIN_AFTER;
                 self.wake_all();
+                self.restore_roles();
             }
             if Instant::now() > give_up {
                 let clusters = self.hosts.routers.iter().filter_map(|router| router.cluster());
@@ -163,8 +164,9 @@ impl Run {
         self.hosts.start_all().await;
         self.wake_all();
         self.log.say("mended");
-        if self.plan.faults.iter().any(|fault| matches!(fault.what, Break::Sleep(_))) {
-            // Waits until delayed requests to sleep have arrived, and then repeats the requests to wake: a node
+        let is_asked = |fault: &Fault| matches!(fault.what, Break::Sleep(_) | Break::Role(..));
+        if self.plan.faults.iter().any(is_asked) {
+            // Waits until delayed requests of the operator have arrived, and then repeats the requests to wake: a node
             // obeys the last request that it received.
             self.look_until(Instant::now() + WAKE_AGAIN_AFTER).await;
             self.wake_all();
@@ -176,6 +178,7 @@ impl Run {
             }
             tally.add(client.await.ok());
         }
+        self.restore_roles();
         self.become_whole(MENDED_WITHIN).await;
         self.probe().await;
         oracle::attempts(&self.hosts.routers, &self.plan, tally, PROBES + 1, &self.log);
@@ -236,6 +239,23 @@ impl Run {
         nodes.iter().for_each(|node| self.operator.wake(node, None));
     }
 
+    /// Returns the nodes that were asked to change their role and do not have their own.
+    fn with_another_role(&self) -> impl Iterator<Item = &NodeHost> {
+        let asked = |fault: &Fault| match &fault.what {
+            Break::Role(node, _) => Some(node.clone()),
+            _ => None,
+        };
+        let asked: BTreeSet<String> = self.plan.faults.iter().filter_map(asked).collect();
+        let has_another = |node: &NodeHost| node.life().is_none_or(|life| life.role != node.shape.role);
+        self.hosts.nodes.iter().filter(move |node| asked.contains(&node.shape.name) && has_another(node))
+    }
+
+    /// Gives every node its own role again, whatever the others do: a node that restarts has its own role at once, so
+    /// there may be no node of a kind left.
+    fn restore_roles(&self) {
+        self.with_another_role().for_each(|node| self.operator.force_role(&node.shape.name, node.shape.role));
+    }
+
     async fn break_it(&mut self, what: Break) {
         self.log.say(&what);
         let net = &self.net;
@@ -261,6 +281,7 @@ impl Run {
             }
             Break::Sleep(host) => self.operator.sleep(&host),
             Break::Wake(host, role) => self.operator.wake(&host, role),
+            Break::Role(host, role) => self.operator.role(&host, role),
             Break::Jump(host, by) => self.hosts.node(&host).into_iter().for_each(|node| node.jumps.jump(by)),
         }
     }

@@ -8,14 +8,17 @@ use types::Role;
 use super::chance::Chance;
 use super::plan::{
     ANSWER_TOKENS_MAX, Ask, BLOCKS_MIN, Break, Fault, LONG_PROMPT_TOKENS, MODELS, NodeShape,
-    PROMPT_TOKENS_MAX, Patience, Plan, TROUBLE, nap, tokens,
+    PROMPT_TOKENS_MAX, Patience, Plan, TROUBLE, nap, role_change, tokens,
 };
 
 /// The number of planned failures of an engine: more steps than a node runs before it is mended.
 const STEPS_OF_A_RUN: u64 = 4_000;
 
+/// Plans what one of the nodes does from one time to the other.
+type Turn = fn(&mut Chance, &[NodeShape], Duration, Duration) -> [Fault; 2];
+
 impl Plan {
-    /// Returns the plan, or in half of the cases one of the sieges instead.
+    /// Returns the plan, or in eight of 14 cases one of the sieges instead.
     pub(super) fn besieged(self) -> Self {
         let mut chance = Chance::named(self.seed, "siege");
         match chance.below(14) {
@@ -24,8 +27,9 @@ impl Plan {
             2 => self.with_engines_that_fail(),
             3 => self.with_a_crowd(&mut chance),
             4 => self.with_kv_that_trickles(&mut chance),
-            5 => self.with_naps_by_turns(&mut chance),
+            5 => self.with_turns(&mut chance, nap),
             6 => self.with_long_prompts(&mut chance),
+            7 => self.with_turns(&mut chance, role_change),
             _ => self,
         }
     }
@@ -128,8 +132,9 @@ impl Plan {
         self
     }
 
-    /// Makes every node sleep for a while, so that one of each kind is always awake. No request may be lost.
-    fn with_naps_by_turns(mut self, chance: &mut Chance) -> Self {
+    /// Makes every node sleep, or have another role, for a while, so that one of each kind always works. No request may
+    /// be lost.
+    fn with_turns(mut self, chance: &mut Chance, turn: Turn) -> Self {
         self.be_one_pair();
         let second = |node: &NodeShape| NodeShape { name: format!("{}-1", node.role), ..node.clone() };
         let seconds: Vec<_> = self.cluster.nodes.iter().map(second).collect();
@@ -147,7 +152,7 @@ impl Plan {
         for (nth, node) in (0..).zip(&self.cluster.nodes) {
             let at = Duration::from_secs(2) * nth + chance.millis(0..=500);
             let until = at + chance.millis(0..=1_400);
-            self.faults.extend(nap(chance, std::slice::from_ref(node), at, until));
+            self.faults.extend(turn(chance, std::slice::from_ref(node), at, until));
         }
         self
     }
