@@ -134,6 +134,90 @@ async fn the_router_moves_one_decode_node_to_prefill_while_prompts_wait() {
     fleet.baseline().await;
 }
 
+/// Starts two nodes of each kind with `[balance]`, and sends prompts until the router's move of a decode node has begun.
+/// Long answers make its drain take some seconds. Calls `die` with the name of that node in the middle of the move.
+async fn during_a_move(die: impl AsyncFnOnce(&mut Fleet, &str)) {
+    let balance = vec![
+        ("BATON_BALANCE__ENABLED", "true".to_owned()),
+        ("BATON_BALANCE__FOR_MS", "1000".to_owned()),
+        ("BATON_BALANCE__PAUSE_MS", "1000".to_owned()),
+    ];
+    let mut fleet = Fleet::start_with(PACED, 2, 2, balance).await;
+    fleet.expect_log(A_NODE_DIES);
+    fleet.expect_log(THE_REGISTRY_IS_AWAY);
+    fleet.expect_log(&["node has not moved to its new role", "streamed answer to client failed"]);
+    let (client, is_begun) = (fleet.client(), AtomicBool::new(false));
+    let long = |nth: u32| Ask::new((nth..nth + 20).collect(), 1_500).with("ignore_eos", true.into());
+    let mut streams = Vec::new();
+    for nth in 0..4 {
+        let mut stream = client.stream(&long(nth)).await.expect("an answer");
+        stream.next().await.expect("a token");
+        streams.push(stream);
+    }
+    let asker = async |client_nth: u32| {
+        let mut nth = client_nth * 1_000;
+        while !is_begun.load(Ordering::Relaxed) {
+            nth += 1;
+            let ask = Ask::new((0..1_500).map(|idx| (nth * 31 + idx * 7) % 256).collect(), 3);
+            client.ask(&ask).await.expect("an answer");
+        }
+    };
+    let watches = async {
+        let moved = eventually("a move that drains its node", async || {
+            let cluster = client.get_json("/debug/cluster").await;
+            let last = cluster["balance"]["moves"].as_array()?.last()?.clone();
+            let id = last["node"].as_str()?.to_owned();
+            let nodes = cluster["nodes"].as_array().expect("a list of nodes");
+            let is_ready = nodes.iter().any(|node| node["id"] == id.as_str() && node["state"] == "ready");
+            (last["outcome"] == "under way" && !is_ready).then_some(id)
+        })
+        .await;
+        is_begun.store(true, Ordering::Relaxed);
+        moved
+    };
+    let (_, moved) = tokio::join!(join_all((0..2 * CLIENTS as u32).map(asker)), watches);
+    die(&mut fleet, &moved).await;
+    drop(streams);
+
+    fleet.all_ready().await;
+    let node = fleet.nodes.iter().find(|node| node.name == moved).expect("a node of the fleet");
+    let [_, role, _] = seen(&fleet, node).await.expect("it is a member");
+    assert!(role == "decode" || role == "prefill", "{moved} has the role {role}");
+    for nth in 0..8 {
+        fleet.client().ask(&Ask::new((nth..nth + 200).collect(), 5)).await.expect("requests go on");
+    }
+    eventually("a router to move nodes", async || {
+        let cluster = fleet.client().get_json("/debug/cluster").await;
+        (cluster["balance"]["controller"] == "this router moves nodes").then_some(())
+    })
+    .await;
+    // The lock of role changes becomes free too: that of a dead node when its lease ends.
+    let prefill = &fleet.nodes[0];
+    let changes = async || (prefill.tell("role?role=both").await.0 == 200).then_some(());
+    eventually("another node to change its role", changes).await;
+    used_as(&fleet, prefill, "both").await;
+    fleet.baseline().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_router_that_is_killed_during_its_move_leaves_a_usable_cluster() {
+    during_a_move(async |fleet, _| {
+        fleet.router.kill();
+        fleet.router.revive();
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_is_killed_during_a_move_has_its_old_role_again() {
+    during_a_move(async |fleet, moved| {
+        let node = fleet.nodes.iter_mut().find(|node| node.name == moved).expect("a node of the fleet");
+        node.process.kill();
+        node.process.revive();
+    })
+    .await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_nodes_that_change_at_once_do_not_both_go() {
     let fleet = Fleet::start(PACED, 1, 2).await;
