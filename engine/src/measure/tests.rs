@@ -37,8 +37,8 @@ fn everything_that_is_asked_for_is_measured() {
 
 #[test]
 fn steps_with_a_grammar_are_measured() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models/llama");
-    let mut cpu = CpuBackend::open(&folder, 8 << 20, &CpuSettings::default()).expect("it opens");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo");
+    let mut cpu = CpuBackend::open(&folder, 16 << 20, &CpuSettings::default()).expect("it opens");
     let workload = Workload {
         batches: vec![2],
         draws: vec![SamplingMode::Grammar, SamplingMode::Greedy],
