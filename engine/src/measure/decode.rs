@@ -32,7 +32,7 @@ pub(super) fn measure(
     let mut all = Vec::with_capacity(workload.batches.len());
     for drawn_by in workload.draws.iter().copied() {
         for rows in workload.batches.iter().copied() {
-            sequences.draw_by(drawn_by, backend.model().vocab)?;
+            sequences.begin(drawn_by, backend.model().vocab)?;
             let times = steps(backend, &mut sequences, rows, context)?;
             told(&format!("decode of {rows} rows at {context} tokens, {drawn_by}: {:.3} ms", times.median));
             all.push(DecodeTimes { rows, context_tokens: context, drawn_by, step_ms: times });

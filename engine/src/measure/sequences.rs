@@ -72,12 +72,14 @@ impl Sequences {
         Ok(Self { sequences: (0..n_sequences).map(sequence).collect(), sampling: Sampling::default(), stop })
     }
 
-    /// Sets the sampling mode. The default is greedy. Forgets all generated tokens.
-    pub(super) fn draw_by(&mut self, drawn_by: SamplingMode, vocab: u32) -> Result<(), MeasureError> {
+    /// Begins a measurement of decode steps with this sampling mode; the default is greedy. Each sequence has its prompt and
+    /// the token of its first step.
+    pub(super) fn begin(&mut self, drawn_by: SamplingMode, vocab: u32) -> Result<(), MeasureError> {
         self.sampling = drawn_by.sampling();
         let compiler = (drawn_by == SamplingMode::Grammar).then(|| json_compiler(vocab)).transpose()?;
         for sequence in &mut self.sequences {
             sequence.tokens.truncate(sequence.n_prompt);
+            sequence.tokens.push(sequence.tokens[0]);
             let constraint = compiler.as_ref().map(|compiler| compiler.constraint(&sources::json_object()));
             sequence.constraint =
                 constraint.transpose().map_err(|error| MeasureError::Grammar(error.to_string()))?;
@@ -123,7 +125,8 @@ impl Sequences {
             sampling: &self.sampling,
             stop: &self.stop,
             history: &sequence.tokens,
-            n_prompt: sequence.n_prompt,
+            // The token of a first decode step was not generated.
+            n_prompt: sequence.tokens.len().min(sequence.n_prompt + 1),
             index: 0,
             constraint: sequence.constraint.as_ref(),
         };
