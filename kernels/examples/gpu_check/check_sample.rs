@@ -266,7 +266,8 @@ fn run(card: &ComputeCard, width: usize, cases: &[Case]) -> Result<Vec<Outcome>,
     run_with(card, width, cases, &masks.of_step(7, n_masks), true)
 }
 
-/// Samples the cases on the GPU. The masks are written after the launch, if they `are_written`. Rows without a draw are between rows with one, and must not change.
+/// Samples the cases on the GPU. The masks are written after the launch, if they `are_written`. Rows without a draw are
+/// between rows with one, and must not change.
 fn run_with(
     card: &ComputeCard,
     width: usize,
