@@ -86,6 +86,11 @@ impl Faults {
         programme.lock().unwrap_or_else(PoisonError::into_inner).faults.push_back(fault);
     }
 
+    /// Returns whether faults can be injected. In production they cannot.
+    pub(crate) fn can_be_injected(&self) -> bool {
+        self.programme.is_some()
+    }
+
     /// Returns the number of frames that were hit so far.
     pub fn n_hit(&self) -> u64 {
         let Some(programme) = &self.programme else { return 0 };

@@ -125,7 +125,26 @@ impl RdmaSendPath {
             Some(card) => card.sent(span).await?,
             None => None,
         };
-        made.map_or_else(|| span.digests(&self.parts), Ok)
+        match made.map_or_else(|| span.digests(&self.parts), Ok) {
+            Err(TransferError::Memory(_)) if self.parts.faults.can_be_injected() => {
+                self.digests_beside_faults(span).await
+            }
+            digests => digests,
+        }
+    }
+
+    /// Returns the digests once no injected fault writes the pages: `flip` does so for a moment, also in pages that another
+    /// lane reads.
+    async fn digests_beside_faults(&self, span: &SpanOut) -> Result<Vec<Digest>, TransferError> {
+        let read = async {
+            loop {
+                match span.digests(&self.parts) {
+                    Err(TransferError::Memory(_)) => tokio::task::yield_now().await,
+                    digests => return digests,
+                }
+            }
+        };
+        within(self.parts.settings.stall(), "a fault", read).await
     }
 
     /// Returns the copies from this side's memory to the receiver's. Bytes that are contiguous on both sides
