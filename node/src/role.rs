@@ -68,7 +68,9 @@ impl RoleChange<'_> {
         }
     }
 
-    /// Returns the kind of work that only this node does for its model, and that it would stop doing.
+    /// Returns the kind of work that only this node does for its model, and that it would stop doing. A node that changes
+    /// its role drains first, so the last one that decodes stops even if it decodes afterwards. Prompts are computed by
+    /// decode nodes meanwhile.
     fn lost(&self, members: &[NodeInfo]) -> Option<&'static str> {
         let is_peer = |node: &&NodeInfo| {
             let model = &node.model;
@@ -77,8 +79,9 @@ impl RoleChange<'_> {
                 && model.fingerprint == self.model.fingerprint
         };
         let is_done = |does: fn(Role) -> bool| members.iter().filter(is_peer).any(|node| does(node.role));
-        let is_lost = |does: fn(Role) -> bool| does(self.from) && !does(self.to) && !is_done(does);
-        let work = [("prefills", is_lost(Role::prefills)), ("decodes", is_lost(Role::decodes))];
+        let is_only = |does: fn(Role) -> bool| does(self.from) && !is_done(does);
+        let stops_prefill = is_only(Role::prefills) && !self.to.prefills();
+        let work = [("prefills", stops_prefill), ("decodes", is_only(Role::decodes))];
         work.into_iter().find(|(_, is_lost)| *is_lost).map(|(work, _)| work)
     }
 }
@@ -114,7 +117,10 @@ mod tests {
             (Decode, Prefill, node("d", Decode, model("n", "a")), Some("decodes")),
             (Decode, Prefill, node("d", Decode, model("m", "b")), Some("decodes")),
             (Both, Prefill, node("p", Prefill, own()), Some("decodes")),
-            (Both, Decode, node("p", Prefill, own()), None),
+            (Decode, Both, node("p", Prefill, own()), Some("decodes")),
+            (Decode, Both, node("d", Decode, own()), None),
+            (Both, Decode, node("p", Prefill, own()), Some("decodes")),
+            (Both, Prefill, node("b", Both, own()), None),
         ] {
             let id = NodeId::new("x");
             let members = [node("x", from, own()), other];

@@ -331,8 +331,10 @@ async fn a_change_that_cannot_happen_is_refused_with_the_reason() {
     decode.told("wake").await;
     fleet.all_ready().await;
 
-    // `both` ends no work, and afterwards the prefill node is not the last of its kind.
-    let both = executable::run(&["admin", "role", "decode-0", "both", "--router", &router]);
+    // The last decode node would not decode while it drains. Once it is `both`, the prefill node is not the last of its kind.
+    let (status, body) = decode.tell("role?role=both").await;
+    assert_eq!((status, body["error"]["code"].as_str()), (409, Some("last_of_kind")), "{body}");
+    let both = executable::run(&["admin", "role", "decode-0", "both", "--force", "--router", &router]);
     let said = both.stdout;
     assert!(said.starts_with("role changed after "), "{said}{}", both.stderr);
     used_as(&fleet, decode, "both").await;
