@@ -2,9 +2,9 @@
 # Makes the table of docs/measurements/two-gpus.md, on a machine with two GPUs, from a built executable: one prefill
 # and one decode node over each connector, two colocated nodes, and the effect of prompts on running streams.
 # Usage: bench/two-gpus.sh OUT [BATON]       reports go to OUT, one JSON file each
-# PARTS chooses: "ipc picture seeds colocated disturbance kills nccl tcp shm" by default. "never-worse" makes the table
-# of docs/measurements/never-worse.md: it starts a prefill, a decode and two colocated nodes on the two GPUs, and loads the
-# separate and the colocated ones in turn. "four" needs four GPUs and the Mooncake conversation trace in DATA: two prefill and two decode nodes against four colocated ones.
+# PARTS chooses: "ipc picture seeds colocated disturbance kills nccl tcp shm" by default. "never-worse" measures the table
+# of docs/measurements/never-worse.md. It starts four nodes on the two GPUs: one prefill node and one decode node, and two
+# colocated nodes. Then it sends the same load to the first pair and to the second pair, in turn. "four" needs four GPUs and the Mooncake conversation trace in DATA: two prefill and two decode nodes against four colocated ones.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$1 baton=${2:-target/release/baton}

@@ -254,8 +254,9 @@ fn of_prompt(backend: &mut CpuBackend, prompt: &[TokenId], chunk: usize) -> Vec<
     all
 }
 
-/// The prompt and its greedy continuation are the prompt here: the reference has two rows of its logits, and every token
-/// of the continuation is the most likely one. The bits do not depend on chunks and ranks.
+/// Checks the log-probabilities of a prompt: the golden prompt with its greedy continuation. The golden file has the logits
+/// of two positions. At the positions of the continuation, the prompt's token must be the likeliest one. All numbers must be
+/// equal for every size of chunks and number of ranks.
 fn check_prompt_logprobs(name: &str) {
     let folder = root().join("tests/models").join(name);
     let golden: Golden = read(&folder.join("golden.json"));

@@ -1,8 +1,11 @@
 // Samples tokens for rows that do not take just the likeliest token. There is one block of threads for each
 // row of logits.
 //
-// The order is: log-probabilities of the unedited logits; edits (bias, forbidden tokens, penalties); the mask
-// of the row's grammar; then the likeliest token, or temperature, min-p, top-k, top-p and a draw, as engine/src/sampler describes.
+// A row is sampled in these steps, as in engine/src/sampler:
+//   1. log-probabilities of the unedited logits
+//   2. edits: bias, forbidden tokens, penalties
+//   3. the mask of the row's grammar
+//   4. with temperature 0 the likeliest token; otherwise temperature, min-p, top-k, top-p and a random draw
 //
 // Nothing is sorted. Tokens are ordered by their distance from the best logit, and equal ones by token
 // number. The kept tokens are a prefix of that order, so each rule moves its end (`Bound`), and a draw finds

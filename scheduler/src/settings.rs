@@ -11,9 +11,9 @@ pub struct SchedulerSettings {
     /// The largest number of tokens in one step. A larger limit finishes prompts sooner; a smaller one
     /// disturbs running sequences less.
     pub step_tokens_max: usize,
-    /// The longest gap between two tokens that prompts may cause, in milliseconds; zero: any. Prompts get as many tokens
-    /// as fit by the learned costs, and at least a block. Steps without running sequences are bounded as well, because KV
-    /// from another node may arrive during them.
+    /// The longest gap between two tokens that prompts may cause, in milliseconds; zero: no limit. The learned costs predict
+    /// how many prompt tokens a step can compute within the gap; a step gets at least a block. Steps without running
+    /// sequences have the same limit, because KV from another node may arrive during them.
     pub gap_ms_max: f64,
     /// The largest number of sequences that hold blocks, and so of rows in a step.
     pub sequences_max: usize,

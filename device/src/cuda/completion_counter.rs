@@ -2,13 +2,13 @@
 //! instead of the driver: polling the driver delays all other threads that submit work to the GPU.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 
 use cudarc::driver::sys::{self, CUresult};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
 
 use super::CudaError;
-use super::staging::PinnedBytes;
+use super::host_words::HostWords;
 
 /// The number of reads of the word between two queries of the driver. The driver alone knows that a GPU has
 /// failed, but a query takes some hundred microseconds.
@@ -16,7 +16,7 @@ const READS_PER_QUERY: u32 = 4096;
 
 /// Counts work of a stream that ends in order, by a word that the GPU sets.
 pub(super) struct CompletionCounter {
-    word: PinnedBytes,
+    word: HostWords,
 }
 
 /// Waits for one count.
@@ -27,7 +27,7 @@ pub(super) struct CounterReader {
 
 impl CompletionCounter {
     pub(super) fn new(context: &Arc<CudaContext>) -> Result<Self, CudaError> {
-        Ok(Self { word: PinnedBytes::new(context, size_of::<u32>())? })
+        Ok(Self { word: HostWords::new(context, 1)? })
     }
 
     /// Queues a write: the GPU sets the word to `count` when all earlier work of the stream is done.
@@ -44,11 +44,7 @@ impl CompletionCounter {
 
     /// Returns whether the count is reached. The word never decreases.
     fn is_at(&self, count: u32) -> bool {
-        // JUSTIFICATION: the GPU writes the word while the CPU reads it.
-        // SAFETY: it has four bytes, is aligned to a memory page, and lives as long as this value. There is
-        // no slice of it.
-        let word = unsafe { AtomicU32::from_ptr(self.word.address() as *mut u32) };
-        word.load(Ordering::Acquire).wrapping_sub(count) < u32::MAX / 2
+        self.word.words()[0].load(Ordering::Acquire).wrapping_sub(count) < u32::MAX / 2
     }
 }
 

@@ -3,7 +3,7 @@
 use grammar::{Compiler, Vocabulary, sources};
 use types::{ModelInfo, Sampling, TokenId};
 
-use super::sequence::{Blocks, Sequence, SequenceInput, collect, launch, step_together};
+use super::sequence::{Blocks, Sequence, generate_in_flight, step_together};
 use super::{N_STEPS, Open, prompt};
 use crate::backend::Backend;
 
@@ -77,22 +77,7 @@ fn known_one_by_one(backend: &mut dyn Backend, logprobs: Option<u8>) -> Vec<Vec<
 /// Returns the sequences' tokens. Each step is launched before the one before it is collected.
 fn in_flight(backend: &mut dyn Backend) -> Vec<Vec<TokenId>> {
     let mut sequences = sequences(backend.model(), None);
-    let first: Vec<_> =
-        sequences.iter().map(|sequence| (sequence, SequenceInput::Known(sequence.remaining()))).collect();
-    let mut launched = launch(backend, &first);
-    for nth in 1..=N_STEPS {
-        let next = (nth < N_STEPS).then(|| {
-            let parts: Vec<_> =
-                sequences.iter().map(|sequence| (sequence, SequenceInput::InFlight)).collect();
-            launch(backend, &parts)
-        });
-        let output = collect(backend, launched);
-        for (nth, sequence) in sequences.iter_mut().enumerate() {
-            sequence.accept(sequence.remaining(), &output, nth);
-        }
-        let Some(next) = next else { break };
-        launched = next;
-    }
+    generate_in_flight(backend, &mut sequences, N_STEPS);
     tokens_of(&sequences)
 }
 

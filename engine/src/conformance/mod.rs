@@ -11,7 +11,9 @@ use types::{Sampling, StopRules, TokenId};
 
 use crate::backend::Backend;
 use crate::step::StepBatch;
-use sequence::{Blocks, Sequence, SequenceInput, SequenceKv, collect, launch, step_together};
+use sequence::{
+    Blocks, Sequence, SequenceInput, SequenceKv, collect, generate_in_flight, launch, step_together,
+};
 
 /// The number of blocks that a backend under test needs.
 pub const BLOCKS_MIN: u32 = 64;
@@ -66,15 +68,7 @@ pub fn previous_is_the_token_in_flight(open: Open<'_>) {
     let expected = generate_alone(open, &prompt, prompt.len());
     let mut backend = open();
     let mut sequence = Sequence::new(&prompt, &mut Blocks::default(), backend.model(), N_STEPS);
-    let mut in_flight = launch(backend.as_mut(), &[(&sequence, SequenceInput::Known(sequence.remaining()))]);
-    for _ in 1..N_STEPS {
-        let next = launch(backend.as_mut(), &[(&sequence, SequenceInput::InFlight)]);
-        let output = collect(backend.as_mut(), in_flight);
-        sequence.accept(sequence.remaining(), &output, 0);
-        in_flight = next;
-    }
-    let output = collect(backend.as_mut(), in_flight);
-    sequence.accept(sequence.remaining(), &output, 0);
+    generate_in_flight(backend.as_mut(), std::slice::from_mut(&mut sequence), N_STEPS);
     assert_eq!(sequence.generated(), expected);
 }
 

@@ -150,6 +150,24 @@ pub(super) fn step_together(backend: &mut dyn Backend, sequences: &mut [Sequence
     }
 }
 
+/// Generates `n_steps` tokens for each sequence. Each step is launched before the one before it is collected.
+pub(super) fn generate_in_flight(backend: &mut dyn Backend, sequences: &mut [Sequence], n_steps: usize) {
+    let known: Vec<_> =
+        sequences.iter().map(|sequence| (sequence, SequenceInput::Known(sequence.remaining()))).collect();
+    let mut launched = Some(launch(backend, &known));
+    for nth in 1..=n_steps {
+        let in_flight: Vec<_> =
+            sequences.iter().map(|sequence| (sequence, SequenceInput::InFlight)).collect();
+        let next = (nth < n_steps).then(|| launch(backend, &in_flight));
+        let step =
+            std::mem::replace(&mut launched, next).expect("each step but the last launches the next one");
+        let output = collect(backend, step);
+        for (nth, sequence) in sequences.iter_mut().enumerate() {
+            sequence.accept(sequence.remaining(), &output, nth);
+        }
+    }
+}
+
 /// A sequence, and the memory that has its KV.
 #[derive(Clone, Copy)]
 pub(super) struct SequenceKv<'a> {

@@ -16,6 +16,7 @@ mod tests;
 use std::cmp::Ordering;
 
 use grammar::Constraint;
+use grammar::constraint::Mask;
 use kernels::cpu::Processor;
 use types::{Sampling, StopRules, TokenId};
 
@@ -39,7 +40,7 @@ pub struct OwnedSampleSpec {
 
 /// A sequence's state in its grammar, and the tokens that it must have read.
 #[derive(Clone, Debug)]
-struct Constrained {
+pub(crate) struct Constrained {
     constraint: Constraint,
     generated: Vec<TokenId>,
 }
@@ -60,10 +61,7 @@ impl OwnedSampleSpec {
             history,
             n_prompt: spec.n_prompt,
             index: spec.index,
-            constrained: spec.constraint.map(|constraint| Constrained {
-                constraint: constraint.clone(),
-                generated: spec.history[spec.n_prompt..].to_vec(),
-            }),
+            constrained: Constrained::of(spec),
         }
     }
 
@@ -73,7 +71,7 @@ impl OwnedSampleSpec {
             self.history.push(token);
         }
         if let Some(constrained) = &mut self.constrained {
-            constrained.generated.push(token);
+            constrained.remember(token);
         }
     }
 
@@ -91,8 +89,8 @@ impl OwnedSampleSpec {
         let raw_logits =
             self.sampling.logprobs.map(|n_top| logprobs::RawLogits::of(processor, logits, n_top));
         rules::apply(self, logits, eos_tokens);
-        if let Some(Constrained { constraint, generated }) = &self.constrained {
-            constraint.mask(generated).map_err(|error| RowError::Grammar(error.to_string()))?.apply(logits);
+        if let Some(constrained) = &self.constrained {
+            constrained.mask()?.apply(logits);
         }
         let best = best(logits)?;
         let token = match self.sampling.temperature {
@@ -134,6 +132,24 @@ impl OwnedSampleSpec {
             kept.sort_unstable_by(better_first);
         }
         kept
+    }
+}
+
+impl Constrained {
+    /// Returns the state of a row; `None` if it has no grammar.
+    pub(crate) fn of(spec: &SampleSpec<'_>) -> Option<Self> {
+        let generated = || spec.history[spec.n_prompt..].to_vec();
+        spec.constraint.map(|constraint| Self { constraint: constraint.clone(), generated: generated() })
+    }
+
+    /// Adds the token that was in flight when the step was launched.
+    pub(crate) fn remember(&mut self, token: TokenId) {
+        self.generated.push(token);
+    }
+
+    /// Returns the tokens that may come next.
+    pub(crate) fn mask(&self) -> Result<Mask, RowError> {
+        self.constraint.mask(&self.generated).map_err(|error| RowError::Grammar(error.to_string()))
     }
 }
 

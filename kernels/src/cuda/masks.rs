@@ -11,7 +11,7 @@ use device::cuda::error::ensure;
 use device::cuda::{CudaError, HostWords};
 
 use super::ComputeCard;
-use super::ops::number;
+use super::ops::{nanoseconds, number};
 
 /// The number of steps in flight that have masks of their own.
 const STEPS: usize = 2;
@@ -60,7 +60,7 @@ impl TokenMasks {
         patience: Duration,
     ) -> Result<Self, CudaError> {
         let row_words = vocab.div_ceil(u32::BITS as usize);
-        let words = HostWords::new(card, HEAD_WORDS + STEPS * n_rows * row_words)?;
+        let words = HostWords::new(card.context(), HEAD_WORDS + STEPS * n_rows * row_words)?;
         Ok(Self { words, row_words, n_rows, patience })
     }
 
@@ -113,7 +113,7 @@ impl StepMasks {
         Ok(MaskArguments {
             ready: words.address(),
             rows: words.address() + (self.first() * size_of::<u32>()) as u64,
-            patience_ns: u64::try_from(patience.as_nanos()).unwrap_or(u64::MAX),
+            patience_ns: nanoseconds(*patience),
             step: self.step,
             n_rows: number(kernel, self.n_rows)?,
             n_words: number(kernel, *row_words)?,

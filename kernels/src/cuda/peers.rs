@@ -14,7 +14,7 @@ use device::cuda::error::ensure;
 use device::cuda::{Bf16, Buffer, CudaError, HostWords, View};
 
 use super::ComputeCard;
-use super::ops::{number, two_in_one};
+use super::ops::{nanoseconds, number, two_in_one};
 
 /// The maximum number of GPUs, as in `ranks.cuh`.
 pub const PEERS_MAX: usize = 8;
@@ -144,8 +144,7 @@ impl Peers {
         let inbox = |card: &&ComputeCard| Inbox::new(card, together.inbox_words(cards.len()));
         let inboxes: Arc<[Inbox]> = cards.iter().map(inbox).collect::<Result<_, _>>()?;
         let Some(first) = cards.first() else { return Ok(Vec::new()) };
-        let lost = Arc::new(HostWords::new(first, 1)?);
-        let patience_ns = u64::try_from(together.patience.as_nanos()).unwrap_or(u64::MAX);
+        let lost = Arc::new(HostWords::new(first.context(), 1)?);
         let rank = |(me, card): (usize, &&ComputeCard)| {
             let turn = zeroed(card, TURN + 1)?;
             let known = turn.slice(TURN..TURN + 1).address();
@@ -153,7 +152,7 @@ impl Peers {
                 ranks: Ranks {
                     lost: lost.address(),
                     known,
-                    patience_ns,
+                    patience_ns: nanoseconds(together.patience),
                     n: cards.len() as u32,
                     me: me as u32,
                 },

@@ -14,6 +14,7 @@
 mod announce;
 pub mod client;
 mod keys;
+mod prefix_watch;
 mod settings;
 mod values;
 mod watch;

@@ -6,37 +6,27 @@ use async_trait::async_trait;
 use chassis::Identity;
 use prost::Message as _;
 use proto::v1;
-use tokio::sync::mpsc;
-use tokio_stream::wrappers::ReceiverStream;
-use tonic::Streaming;
 use tracing::warn;
 use types::{NodeId, NodeInfo};
 
 use super::client::v3::event::EventType;
-use super::client::v3::watch_request::RequestUnion;
-use super::client::v3::{
-    KeyValue, RangeRequest, RangeResponse, WatchCreateRequest, WatchRequest, WatchResponse,
-};
-use super::client::{EtcdClient, failed, prefix_end};
+use super::client::v3::{KeyValue, RangeResponse, WatchResponse};
 use super::keys::{Key, Keys};
+use super::prefix_watch::{self, Operations, PrefixWatch};
 use super::settings::EtcdSettings;
 use crate::announcement::within;
 use crate::error::RegistryError;
 use crate::watch::{AllNodes, Feed, RegistryMessage};
 
+const OPERATIONS: Operations =
+    Operations { read: "read the members", open: "watch the members", follow: "watch etcd" };
+
 pub(crate) struct EtcdFeed {
     settings: EtcdSettings,
     keys: Keys,
     identity: Identity,
-    connection: Option<Connection>,
+    watch: Option<PrefixWatch>,
     heard: Option<EtcdState>,
-}
-
-/// An open watch. etcd ends it when `_requests` is dropped. The connection closes with the last client.
-struct Connection {
-    changes: Streaming<WatchResponse>,
-    _requests: mpsc::Sender<WatchRequest>,
-    _client: EtcdClient,
 }
 
 /// What etcd last reported about its data, to detect an etcd that has lost them.
@@ -50,22 +40,23 @@ struct EtcdState {
 impl EtcdFeed {
     pub(crate) fn new(settings: EtcdSettings, identity: Identity) -> Self {
         let keys = Keys::of(&settings.cluster);
-        Self { settings, keys, identity, connection: None, heard: None }
+        Self { settings, keys, identity, watch: None, heard: None }
     }
 }
 
 #[async_trait]
 impl Feed for EtcdFeed {
     async fn next(&mut self) -> Result<Vec<RegistryMessage>, RegistryError> {
-        let Some(connection) = &mut self.connection else {
-            return Ok(vec![within("watch etcd", self.connect()).await?]);
+        let Some(watch) = &mut self.watch else {
+            return Ok(vec![within(OPERATIONS.follow, self.connect()).await?]);
         };
-        let heard = connection.changes.message().await;
-        let news = heard.map_err(|status| failed("watch etcd", status)).and_then(|heard| self.read(heard));
-        if news.is_err() {
-            self.connection = None;
+        match watch.next(OPERATIONS).await {
+            Ok(heard) => Ok(self.read(&heard)),
+            Err(error) => {
+                self.watch = None;
+                Err(error)
+            }
         }
-        news
     }
 
     fn ttl(&self) -> Duration {
@@ -74,23 +65,14 @@ impl Feed for EtcdFeed {
 }
 
 impl EtcdFeed {
-    /// Reads all keys and watches from the next revision on. If etcd compacts its history in between, the watch ends
-    /// with an error, and the feed connects again.
+    /// Reads all members and watches them from then on.
     async fn connect(&mut self) -> Result<RegistryMessage, RegistryError> {
-        let client = EtcdClient::connect(&self.settings).await?;
-        let prefix = self.keys.prefix();
-        let (key, range_end) = (prefix.as_bytes().to_vec(), prefix_end(prefix));
-        let everything =
-            RangeRequest { key: key.clone(), range_end: range_end.clone(), ..RangeRequest::default() };
-        let state = client.kv().range(everything).await;
-        let state = state.map_err(|status| failed("read the members", status))?.into_inner();
-        let revision = state.header.map_or(0, |header| header.revision);
-        let create = WatchCreateRequest { key, range_end, start_revision: revision + 1 };
-        self.connection = Some(open(client, create).await?);
-        Ok(self.read_state(&state, revision))
+        let (state, watch) = PrefixWatch::open(&self.settings, self.keys.prefix(), OPERATIONS).await?;
+        self.watch = Some(watch);
+        Ok(self.read_state(&state))
     }
 
-    fn read_state(&mut self, state: &RangeResponse, revision: i64) -> RegistryMessage {
+    fn read_state(&mut self, state: &RangeResponse) -> RegistryMessage {
         let (mut nodes, mut life) = (Vec::new(), None);
         for entry in &state.kvs {
             match self.keys.read(&entry.key) {
@@ -99,17 +81,13 @@ impl EtcdFeed {
                 Key::Other => {}
             }
         }
-        let now = EtcdState { revision, life };
+        let now = EtcdState { revision: prefix_watch::revision(state), life };
         let forgot = self.heard.as_ref().is_some_and(|before| now.forgot(before));
         self.heard = Some(now);
         RegistryMessage::All(AllNodes { nodes, forgot })
     }
 
-    fn read(&mut self, heard: Option<WatchResponse>) -> Result<Vec<RegistryMessage>, RegistryError> {
-        let heard = heard.ok_or_else(|| interrupted("etcd ended it"))?;
-        if heard.canceled {
-            return Err(interrupted(&cancel_reason(&heard)));
-        }
+    fn read(&mut self, heard: &WatchResponse) -> Vec<RegistryMessage> {
         if let (Some(before), Some(header)) = (&mut self.heard, &heard.header) {
             before.revision = before.revision.max(header.revision);
         }
@@ -119,7 +97,7 @@ impl EtcdFeed {
                 news.extend(self.read_event(event.r#type(), entry));
             }
         }
-        Ok(news)
+        news
     }
 
     fn read_event(&mut self, event: EventType, entry: &KeyValue) -> Option<RegistryMessage> {
@@ -154,17 +132,6 @@ impl EtcdState {
     }
 }
 
-/// Opens a watch of etcd's keys and waits for its confirmation, a message without events.
-async fn open(client: EtcdClient, create: WatchCreateRequest) -> Result<Connection, RegistryError> {
-    let refused = |status| failed("watch the members", status);
-    let (requests, queued) = mpsc::channel(1);
-    let create = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
-    requests.try_send(create).expect("the queue is new and has room for one");
-    let changes = client.watch().watch(ReceiverStream::new(queued)).await;
-    let changes = changes.map_err(refused)?.into_inner();
-    Ok(Connection { changes, _requests: requests, _client: client })
-}
-
 /// Decodes a member's entry. An entry that cannot be decoded, written by a newer version or by hand, is
 /// ignored.
 fn read_node(id: &NodeId, entry: &KeyValue) -> Option<NodeInfo> {
@@ -176,17 +143,6 @@ fn read_node(id: &NodeId, entry: &KeyValue) -> Option<NodeInfo> {
         Err(error) => warn!(key = %id, error, "member ignored: its record cannot be read"),
     }
     None
-}
-
-pub(super) fn cancel_reason(heard: &WatchResponse) -> String {
-    match heard.compact_revision {
-        0 => format!("etcd cancelled it: {}", heard.cancel_reason),
-        revision => format!("etcd has compacted its history up to revision {revision}"),
-    }
-}
-
-fn interrupted(reason: &str) -> RegistryError {
-    RegistryError::Interrupted { reason: reason.to_owned() }
 }
 
 #[cfg(test)]

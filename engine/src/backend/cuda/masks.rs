@@ -5,7 +5,6 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use grammar::Constraint;
 use kernels::cpu::Processor;
 use kernels::cuda::{StepMasks, TokenMasks};
 use tokio::time::Instant;
@@ -13,6 +12,7 @@ use types::TokenId;
 
 use super::draws::SampledBy;
 use crate::error::RowError;
+use crate::sampler::Constrained;
 use crate::step::{Row, RowInput, SlotId};
 
 /// A step's rows whose masks are not written yet.
@@ -28,9 +28,7 @@ struct MaskedRow {
     /// The index of the row in the step.
     row: usize,
     slot: SlotId,
-    constraint: Constraint,
-    /// The generated tokens that the host knew when the step was launched.
-    generated: Vec<TokenId>,
+    constrained: Constrained,
     follows_previous: bool,
     outcome: Result<(), RowError>,
 }
@@ -46,18 +44,20 @@ impl PendingMasks {
         let mut masked = Vec::new();
         for (nth, (row, sampled_by)) in rows.iter().zip(sampled_by).enumerate() {
             let (SampledBy::Card { .. }, Some(spec)) = (sampled_by, &row.sample) else { continue };
-            let Some(constraint) = spec.constraint else { continue };
+            let Some(constrained) = Constrained::of(spec) else { continue };
             masked.push(MaskedRow {
                 row: nth,
                 slot: row.slot,
-                constraint: constraint.clone(),
-                generated: spec.history[spec.n_prompt..].to_vec(),
+                constrained,
                 follows_previous: row.input == RowInput::Previous,
                 outcome: Ok(()),
             });
         }
-        let masks = masks.of_step(step, masked.len());
-        (!masked.is_empty()).then(|| Self { masks, rows: masked, launched: Instant::now() })
+        (!masked.is_empty()).then(|| Self {
+            masks: masks.of_step(step, masked.len()),
+            rows: masked,
+            launched: Instant::now(),
+        })
     }
 
     pub(super) fn masks(&self) -> &StepMasks {
@@ -99,10 +99,9 @@ impl MaskedRow {
         previous: &HashMap<SlotId, TokenId>,
     ) -> Result<(), RowError> {
         if self.follows_previous {
-            self.generated.push(*previous.get(&self.slot).ok_or(RowError::NoTokenInFlight)?);
+            self.constrained.remember(*previous.get(&self.slot).ok_or(RowError::NoTokenInFlight)?);
         }
-        let mask = self.constraint.mask(&self.generated);
-        masks.write(nth, mask.map_err(|error| RowError::Grammar(error.to_string()))?.words());
+        masks.write(nth, self.constrained.mask()?.words());
         Ok(())
     }
 }

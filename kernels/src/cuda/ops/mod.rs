@@ -36,6 +36,8 @@ pub use rope::RopeWriteKv;
 pub use sample::{DrawRow, EDIT_WORDS, LATE, LogitEdit, Outcome, SampleTokens, TOP_MAX};
 pub use skinny::{SKINNY_FORMS, SKINNY_ROWS_MAX, SkinnyForm};
 
+use std::time::Duration;
+
 use device::cuda::error::ensure;
 use device::cuda::{Bf16, CudaError, Element, View, ViewMut};
 
@@ -132,6 +134,11 @@ impl ComputeCard {
 /// memory.
 pub(super) fn number(kernel: &'static str, size: usize) -> Result<u32, CudaError> {
     u32::try_from(size).map_err(|_| CudaError::Argument { kernel, wrong: "a size of more than 32 bits" })
+}
+
+/// Returns a duration as a kernel argument.
+pub(super) fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Packs two neighbouring 32-bit fields into one word. GPU and host are little-endian.
