@@ -15,12 +15,14 @@ const WHEN_STOPPED: &[&str] = &[
 ];
 /// Warnings about a killed node, from other processes and from `baton up`.
 ///
-/// A request that was routed just before may find the node's shared memory gone, and use another connector.
+/// A request that was routed just before may find the node's shared memory gone, and use another connector. A
+/// connection that was just being opened ends in its TLS handshake.
 pub const A_NODE_DIES: &[&str] = &[
     "node process ended",
     "status stream from node lost",
     "leases expired: members sent no keep-alive",
     "connector cannot be used with the peer, falling back",
+    "the peer closed the connection in the TLS handshake",
 ];
 /// Warnings of a router about a pool node that fails, and of that node about a link that was just being opened.
 pub const THE_POOL_FAILS: &[&str] = &["pool node failed", "KV stream from peer refused"];

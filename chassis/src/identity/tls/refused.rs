@@ -29,8 +29,8 @@ pub enum TlsRefused {
     #[error("the peer refuses this process's certificate: {0}")]
     ByPeer(&'static str),
     #[error(
-        "the peer closed the connection in the TLS handshake: it does not speak TLS, or refuses this process's \
-         certificate"
+        "the peer closed the connection in the TLS handshake: it has ended, does not speak TLS, or refuses this \
+         process's certificate"
     )]
     Closed,
     #[error("the TLS handshake failed: {0}")]
