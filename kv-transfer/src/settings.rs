@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use device::cuda::PageDigests;
 use serde::{Deserialize, Serialize};
 
 /// The `[transfer]` section of a node's configuration.
@@ -90,6 +91,11 @@ impl TransferSettings {
     /// Returns the multiprocessors of a connector: the setting, or `liked` if the setting is 0.
     pub(crate) fn multiprocessors(&self, liked: u32) -> u32 {
         if self.gpu_multiprocessors == 0 { liked } else { self.gpu_multiprocessors }
+    }
+
+    /// Returns whether a GPU that moves KV makes digests.
+    pub(crate) fn wanted_digests(&self) -> PageDigests {
+        if self.digests { PageDigests::Make } else { PageDigests::Skip }
     }
 
     pub(crate) fn awake(&self) -> Duration {

@@ -10,7 +10,7 @@ use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Make, Pair};
 use baton_kv_transfer::conformance::{conformance, conformance_of_ranks};
 use baton_kv_transfer::connectors::flaky::Flaky;
 use baton_kv_transfer::connectors::nccl::double::Double;
-use baton_kv_transfer::connectors::{nccl, shm};
+use baton_kv_transfer::connectors::{nccl, shm, tcp};
 use baton_kv_transfer::{ConnectorParts, KvConnector, build};
 use chassis::identity::{Identity, Tls, TlsPem};
 use chassis::net::{Listener, Net, Stream, TcpNet};
@@ -121,6 +121,37 @@ async fn shm_on_many_threads() {
 async fn shm_through_a_stage() {
     let staged = |parts| async { shm::listen_staged(parts).await.expect("a folder for sockets") };
     conformance(move |parts| async move { staged(parts).await as Arc<dyn KvConnector> }).await;
+}
+
+/// Makes the shm or tcp connector with slots as for GPUs, over the double of a GPU. `examples/gpu_conformance` runs the
+/// same suite on GPUs.
+async fn in_slots(name: &'static str, mut parts: ConnectorParts) -> Arc<dyn KvConnector> {
+    // The suite needs transfers of many frames, and frames of GPUs are larger than the setting.
+    parts.settings.frame_bytes = 128;
+    match name {
+        "shm" => shm::listen_double(parts).await.expect("a folder for sockets"),
+        _ => tcp::listen_double(parts).await.expect("a free port"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn shm_in_slots() {
+    conformance(|parts| in_slots("shm", parts)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn shm_in_slots_between_ranks() {
+    conformance_of_ranks(|parts| in_slots("shm", parts)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tcp_in_slots() {
+    conformance(|parts| in_slots("tcp", parts)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tcp_in_slots_between_ranks() {
+    conformance_of_ranks(|parts| in_slots("tcp", parts)).await;
 }
 
 #[tokio::test(start_paused = true)]

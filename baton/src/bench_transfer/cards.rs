@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use device::cuda::{Cache, Card, PageCopier, PageCopierSize, RemoteMemory};
+use device::cuda::{Cache, Card, HostPath, PageCopier, PageCopierSize, RemoteMemory};
 use kv_cache::KvMemory;
 use types::KvLayout;
 
@@ -35,11 +35,11 @@ fn open(ordinal: usize) -> Result<Card, CommandError> {
     Card::open(ordinal, None, &Cache::none()).map_err(failed)
 }
 
-/// A plain copy from one GPU to the other: by the copy engines, in one piece.
+/// A plain copy from one GPU to the other by the copy engines: directly, in one piece, or through the host.
 #[derive(Debug)]
-pub struct PlainCopy {
-    copier: PageCopier,
-    remote: RemoteMemory,
+pub enum PlainCopy {
+    Direct { copier: PageCopier, remote: RemoteMemory },
+    ThroughHost(HostPath),
 }
 
 impl PlainCopy {
@@ -48,12 +48,25 @@ impl PlainCopy {
         let (near, far) = (near.on_card().ok_or_else(no_card)?, far.on_card().ok_or_else(no_card)?);
         let (fd, bytes) = near.memory().export().map_err(failed)?;
         let remote = far.memory().import(&fd, bytes).map_err(failed)?;
-        Ok(Self { copier: PageCopier::new(far.memory(), PageCopierSize::default()).map_err(failed)?, remote })
+        let copier = PageCopier::new(far.memory(), PageCopierSize::default()).map_err(failed)?;
+        Ok(Self::Direct { copier, remote })
     }
 
-    /// Copies the first `bytes` bytes to the memory `far`.
-    pub(super) fn copy(&self, far: &KvMemory, bytes: usize) -> Result<(), CommandError> {
-        let far = far.on_card().ok_or_else(|| not_moved("KV is not on a GPU"))?;
-        self.copier.copy_plainly(&self.remote, far.memory(), bytes).map_err(failed)
+    pub(super) fn through_host(near: &KvMemory, far: &KvMemory) -> Result<Self, CommandError> {
+        let no_card = || not_moved("KV is not on a GPU");
+        let (near, far) = (near.on_card().ok_or_else(no_card)?, far.on_card().ok_or_else(no_card)?);
+        Ok(Self::ThroughHost(HostPath::between(near.memory(), far.memory()).map_err(failed)?))
+    }
+
+    /// Copies the first `bytes` bytes of the memory `near` to the memory `far`.
+    pub(super) fn copy(&self, near: &KvMemory, far: &KvMemory, bytes: usize) -> Result<(), CommandError> {
+        let no_card = || not_moved("KV is not on a GPU");
+        let (near, far) = (near.on_card().ok_or_else(no_card)?, far.on_card().ok_or_else(no_card)?);
+        match self {
+            Self::Direct { copier, remote } => {
+                copier.copy_plainly(remote, far.memory(), bytes).map_err(failed)
+            }
+            Self::ThroughHost(path) => path.copy(near.memory(), far.memory(), bytes).map_err(failed),
+        }
     }
 }

@@ -1,8 +1,9 @@
 //! Moves the same bytes without a connector, to measure the path itself with the same number of streams.
 //!
 //! The comparison for tcp is a vectored send and receive over the same number of sockets. For all other
-//! connectors in host memory, the same number of threads copy from page to page. Between GPUs, all bytes are
-//! copied at once, whatever the places of the blocks.
+//! connectors in host memory, the same number of threads copy from page to page. Between GPUs, all bytes are copied by
+//! the copy engines, whatever the places of the blocks: at once, or for shm through page-locked host memory. The
+//! comparison for tcp are sockets between pages in host memory.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -35,19 +36,28 @@ pub enum Plain {
 #[derive(Debug)]
 pub struct Sockets {
     pairs: Vec<(TcpStream, TcpStream)>,
+    /// Host memory in place of that of the two nodes, if theirs is on GPUs.
+    memories: Option<[KvMemory; 2]>,
 }
 
 impl Plain {
     pub async fn of(case: &Case, ends: &Ends) -> Result<Self, CommandError> {
         let (near, far) = ends.memories();
         match (case.memory, case.connector.as_str()) {
+            (Memory::Gpus, "tcp") => {
+                let host = |memory: &KvMemory| {
+                    KvMemory::host(memory.layout().clone(), memory.n_blocks()).map_err(failed)
+                };
+                Self::sockets(case.streams, Some([host(near)?, host(far)?])).await
+            }
+            (Memory::Gpus, "shm") => Ok(Self::Cards(Box::new(PlainCopy::through_host(near, far)?))),
             (Memory::Gpus, _) => Ok(Self::Cards(Box::new(PlainCopy::between(near, far)?))),
-            (Memory::Host, "tcp") => Self::sockets(case.streams).await,
+            (Memory::Host, "tcp") => Self::sockets(case.streams, None).await,
             (Memory::Host, _) => Ok(Self::Threads { streams: case.streams }),
         }
     }
 
-    async fn sockets(streams: u16) -> Result<Self, CommandError> {
+    async fn sockets(streams: u16, memories: Option<[KvMemory; 2]>) -> Result<Self, CommandError> {
         let listener = TcpListener::bind("127.0.0.1:0").await.map_err(CommandError::work)?;
         let addr = listener.local_addr().map_err(CommandError::work)?;
         let mut pairs = Vec::new();
@@ -57,7 +67,7 @@ impl Plain {
             near.set_nodelay(true).map_err(CommandError::work)?;
             pairs.push((near, far));
         }
-        Ok(Self::Sockets(Sockets { pairs }))
+        Ok(Self::Sockets(Sockets { pairs, memories }))
     }
 
     /// Copies all bytes of the runs once.
@@ -70,7 +80,10 @@ impl Plain {
         match self {
             Self::Threads { streams } => copy_by_threads(ends, runs, usize::from(*streams)),
             Self::Sockets(sockets) => sockets.copy(ends, runs).await,
-            Self::Cards(plain) => plain.copy(ends.memories().1, ends.bytes()),
+            Self::Cards(plain) => {
+                let (near, far) = ends.memories();
+                plain.copy(near, far, ends.bytes())
+            }
         }
     }
 }
@@ -100,7 +113,10 @@ fn copy_by_threads(ends: &Ends, runs: &[Run], n_streams: usize) -> Result<(), Co
 impl Sockets {
     async fn copy(&mut self, ends: &Ends, runs: &Arc<[Run]>) -> Result<(), CommandError> {
         let n_streams = self.pairs.len();
-        let (near, far) = ends.memories();
+        let (near, far) = match &self.memories {
+            Some([near, far]) => (near, far),
+            None => ends.memories(),
+        };
         let mut tasks = JoinSet::new();
         for (nth, (out, into)) in self.pairs.drain(..).enumerate() {
             let (memory, share_of) = (near.clone(), Arc::clone(runs));

@@ -58,6 +58,11 @@ impl PeerMemory {
         self.mapping.len()
     }
 
+    /// Returns the address of the mapping, for GPUs that read it directly.
+    pub(crate) fn start(&self) -> *const u8 {
+        self.mapping.as_ptr()
+    }
+
     /// Copies the current bytes at `offset`.
     ///
     /// If the owner writes at the same time, the copy is a mixture of old and new bytes.

@@ -34,9 +34,9 @@ use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::prelude::*;
 use types::KvLayout;
 
-/// The wires that run over GPU memory, each with its frame setting: frames of one page, tall frames, and a
-/// wire that copies through the host.
-const RUNS: &[(&str, usize)] = &[("cuda-ipc", 11), ("cuda-ipc", 22), ("nccl", 8), ("tcp", 1024)];
+/// The wires that run over GPU memory, each with its frame setting: frames of one page, tall frames, and wires whose KV
+/// goes through slots in host memory.
+const RUNS: &[(&str, usize)] = &[("cuda-ipc", 11), ("cuda-ipc", 22), ("nccl", 8), ("shm", 128), ("tcp", 256)];
 
 /// The suite's nodes that receive KV. They are on the second GPU, all other nodes on the first.
 const RECEIVERS: &[&str] = &["decode", "mortal"];
@@ -53,7 +53,8 @@ const RANKS: &[(u16, u16)] = &[(2, 2), (1, 2), (2, 1), (4, 2), (2, 4), (8, 2)];
 const RANKS_BY_NCCL: &[(u16, u16)] = &[(2, 2)];
 
 /// Wires that run between nodes with several ranks.
-const RUNS_OF_RANKS: &[Run] = &[(("cuda-ipc", 11), RANKS), (("nccl", 8), RANKS_BY_NCCL)];
+const RUNS_OF_RANKS: &[Run] =
+    &[(("cuda-ipc", 11), RANKS), (("nccl", 8), RANKS_BY_NCCL), (("shm", 128), RANKS), (("tcp", 256), RANKS)];
 
 /// A wire, its frame setting, and the numbers of sending and receiving ranks.
 type Run = ((&'static str, usize), &'static [(u16, u16)]);

@@ -1,6 +1,7 @@
 //! KV over TCP. It works on every network, and reads and writes block memory without an intermediate copy.
 //!
-//! A [link](super::link) whose streams are sockets, and whose frames carry their KV inline.
+//! A [link](super::link) whose streams are sockets, and whose frames carry their KV inline. KV on GPUs goes through slots
+//! in host memory, from and to which the GPU copies it.
 
 use std::io;
 use std::sync::Arc;
@@ -11,20 +12,24 @@ use chassis::{Listener, Stream, World};
 use tracing::info;
 use types::{Scheme, WireAddress};
 
+use super::gpu::double::DoubleStaging;
+use super::gpu::slot_pool::{Slot, SlotPool};
+use super::gpu::staging::{HostStaging, PageMover, claim_slot, of_cards, take_slot};
 use super::link::accept::{Handshake, Incoming, StreamAcceptor};
 use super::link::check_pages;
 use super::link::connector::{LinkAddress, LinkConnector};
 pub use super::link::frame;
-use super::link::frame::KvPlace;
+use super::link::frame::{Body, Frame, KvPlace, PAYLOAD_BYTES_MAX};
 use super::link::kv_path::{KvFrame, KvPath, Receipt, wrong_place};
 use super::link::send_path::KvSendPath;
 use super::link::span_in::read_span;
-use super::link::span_out::{SpanOut, write_span};
-use super::link::stream::{FrameReader, FrameWriter};
+use super::link::span_out::{SpanOut, corrupt_first, write_span};
+use super::link::stream::{FrameReader, FrameWriter, within};
 use crate::connector::{Auto, KvConnector, WireKind};
 use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
-use crate::landing::OpenLanding;
+use crate::faults::{FaultKind, flip};
+use crate::landing::{Claim, OpenLanding};
 use crate::wire_threads::WireThreads;
 
 pub const SCHEME: &str = "tcp";
@@ -39,14 +44,31 @@ pub(super) const WIRE: WireKind = WireKind {
 /// stream, and each stream has its own core.
 const TLS_STREAMS: u16 = 2;
 
+/// The factor by which frames of KV on GPUs are larger than the setting: each frame costs both GPUs a kernel.
+const FRAMES_LARGER: usize = 4;
+
 /// Listens on the address in the settings.
 pub async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
+    let staging = of_cards(&parts)?;
+    listen_with(parts, staging).await
+}
+
+/// Like [`listen`], but KV in host memory goes through slots, as on GPUs.
+pub async fn listen_double(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
+    let staging: Arc<dyn HostStaging> = Arc::new(DoubleStaging(parts.memory.clone()));
+    listen_with(parts, Some(staging)).await
+}
+
+async fn listen_with(
+    parts: ConnectorParts,
+    staging: Option<Arc<dyn HostStaging>>,
+) -> Result<Arc<LinkConnector>, TransferError> {
     let addr = &parts.settings.listen;
     let refused = |source| TransferError::Listen { addr: addr.clone(), source: Arc::new(source) };
     let listener = parts.world.net().listen(addr).await.map_err(refused)?;
     let port = listener.local_addr().map_err(refused)?.port();
     let endpoint = format!("{}:{port}", advertised_host(&parts));
-    over(listener, endpoint, parts)
+    over(listener, endpoint, parts, staging)
 }
 
 /// Serves an address that is already bound.
@@ -54,15 +76,25 @@ fn over(
     listener: Box<dyn Listener>,
     endpoint: String,
     mut parts: ConnectorParts,
+    staging: Option<Arc<dyn HostStaging>>,
 ) -> Result<Arc<LinkConnector>, TransferError> {
-    check_pages(&parts)?;
+    let largest_page = check_pages(&parts)?;
+    if staging.is_some() {
+        let frame_bytes = parts.settings.frame_bytes.saturating_mul(FRAMES_LARGER);
+        parts.settings.frame_bytes = frame_bytes.min(PAYLOAD_BYTES_MAX);
+    }
     if parts.world.identity().tls().is_some() {
         parts.settings.streams = parts.settings.streams.saturating_mul(TLS_STREAMS);
     }
     let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint, within_host: false };
     info!(endpoint = address.endpoint, "tcp connector listens");
-    let send_path = |parts: &ConnectorParts| Ok(Arc::new(Sockets { world: parts.world.clone() }) as _);
-    let port = Port { listener, world: parts.world.clone() };
+    let staged =
+        staging.map(|staging| Staged { staging, slot_bytes: parts.settings.frame_bytes.max(largest_page) });
+    let port = Port { listener, world: parts.world.clone(), staged: staged.clone() };
+    let send_path = move |parts: &ConnectorParts| {
+        let slots = staged.as_ref().map(Staged::slots).transpose()?;
+        Ok(Arc::new(Sockets { world: parts.world.clone(), slots }) as _)
+    };
     Ok(LinkConnector::start(
         parts,
         WireThreads::shared(),
@@ -72,21 +104,37 @@ fn over(
     ))
 }
 
+/// Makes the slots of each end of a link.
+#[derive(Clone, Debug)]
+struct Staged {
+    staging: Arc<dyn HostStaging>,
+    slot_bytes: usize,
+}
+
+impl Staged {
+    fn slots(&self) -> Result<SlotPool, TransferError> {
+        SlotPool::new(Arc::clone(&self.staging), self.slot_bytes)
+    }
+}
+
 /// A listening port of this wire.
 #[derive(Debug)]
 struct Port {
     listener: Box<dyn Listener>,
     world: World,
+    /// `None` if the processor copies the KV.
+    staged: Option<Staged>,
 }
 
 #[async_trait]
 impl StreamAcceptor for Port {
     async fn accept(&mut self) -> io::Result<(String, Handshake)> {
         let (stream, from) = self.listener.accept().await?;
-        let world = self.world.clone();
+        let (world, staged) = (self.world.clone(), self.staged.clone());
         let admitted = async move {
             let stream = link::admit(&world, stream).await.map_err(TransferError::lost)?;
-            let kv_path = Some(Arc::new(InlineKv) as Arc<dyn KvPath>);
+            let slots = staged.as_ref().map(Staged::slots).transpose()?;
+            let kv_path = Some(Arc::new(InlineKv { slots }) as Arc<dyn KvPath>);
             Ok(Incoming { stream, kv_path, handshake_permit: None })
         };
         Ok((from.to_string(), Box::pin(admitted)))
@@ -103,7 +151,9 @@ pub(super) fn advertised_host(parts: &ConnectorParts) -> String {
 
 /// The receiver's end: KV follows its frame on the stream.
 #[derive(Debug)]
-struct InlineKv;
+struct InlineKv {
+    slots: Option<SlotPool>,
+}
 
 #[async_trait]
 impl KvPath for InlineKv {
@@ -116,13 +166,24 @@ impl KvPath for InlineKv {
         let KvFrame { span, digests, place: KvPlace::Inline, payload_bytes } = frame else {
             return Err(wrong_place());
         };
-        match landing {
-            None => reader.skip(payload_bytes).await.map(|()| Receipt::dropped()),
-            Some(landing) => {
-                let digests = digests.here()?;
-                read_span(reader, &landing, &span, &digests, payload_bytes).await.map(Receipt::Done)
-            }
+        let Some(landing) = landing else {
+            return reader.skip(payload_bytes).await.map(|()| Receipt::dropped());
+        };
+        let slot = match &self.slots {
+            Some(slots) => within(reader.stall(), "waiting for a slot", slots.take(payload_bytes)).await?,
+            None => None,
+        };
+        let Some((mover, slot)) = slot else {
+            let digests = digests.here()?;
+            return read_span(reader, &landing, &span, &digests, payload_bytes).await.map(Receipt::Done);
+        };
+        if claim_slot(&landing, &span, payload_bytes, &digests)? == Claim::Skip {
+            return reader.skip(payload_bytes).await.map(|()| Receipt::dropped());
         }
+        reader.fill(&mut slot.write()?[..payload_bytes]).await?;
+        let fetch =
+            async move { take_slot(&*mover, slot.start(), &landing, (&span, payload_bytes), digests).await };
+        Ok(Receipt::Pending(Box::pin(fetch)))
     }
 }
 
@@ -130,6 +191,8 @@ impl KvPath for InlineKv {
 #[derive(Debug)]
 struct Sockets {
     world: World,
+    /// `None` if the processor copies the KV.
+    slots: Option<SlotPool>,
 }
 
 #[async_trait]
@@ -144,6 +207,47 @@ impl KvSendPath for Sockets {
         parts: &ConnectorParts,
         span: SpanOut,
     ) -> Result<(), TransferError> {
-        write_span(writer, parts, span).await
+        if span.out.is_over() {
+            return Ok(());
+        }
+        let slot = match &self.slots {
+            Some(slots) => {
+                within(parts.settings.stall(), "waiting for a slot", slots.take(span.bytes(parts))).await?
+            }
+            None => None,
+        };
+        match slot {
+            None => write_span(writer, parts, span).await,
+            Some((mover, slot)) => write_slot(writer, parts, &span, &*mover, &slot).await,
+        }
     }
+}
+
+/// Gathers a span into a slot, and writes its frame and the slot.
+async fn write_slot(
+    writer: &mut FrameWriter,
+    parts: &ConnectorParts,
+    span: &SpanOut,
+    mover: &dyn PageMover,
+    slot: &Arc<Slot>,
+) -> Result<(), TransferError> {
+    let bytes = span.bytes(parts);
+    let gathering = mover.gather(slot.start(), span, parts.settings.wanted_digests()).await?;
+    let mut digests = gathering.digests().await?;
+    let mut n_times = 1;
+    match parts.faults.next(bytes) {
+        None => {}
+        Some(FaultKind::Lose) => return Err(TransferError::lost_because("a fault was injected")),
+        Some(FaultKind::Stall) => return std::future::pending().await,
+        Some(FaultKind::Delay(by)) => tokio::time::sleep(by).await,
+        Some(FaultKind::Duplicate) => n_times = 2,
+        Some(FaultKind::WrongDigest) => corrupt_first(&mut digests),
+        Some(FaultKind::FlipBit(bit)) => flip(&mut slot.write()?[..bytes], bit),
+    }
+    let body = Body::Kv { span: span.piece.span.clone(), digests: Some(digests), place: KvPlace::Inline };
+    let frame = Frame { payload_bytes: bytes, ..Frame::new(span.out.transfer(), body).on(span.piece.lane) };
+    for _ in 0..n_times {
+        writer.write_copy(&frame, &slot.read()?[..bytes]).await?;
+    }
+    Ok(())
 }

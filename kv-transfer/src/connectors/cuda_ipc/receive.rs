@@ -8,7 +8,7 @@ use kv_cache::KvMemory;
 use tracing::trace;
 use types::KvSpan;
 
-use crate::connectors::gpu::copy_thread::CopyThreads;
+use crate::connectors::gpu::copy_thread::{CopyThreads, Held};
 use crate::connectors::gpu::pages::{Offsets, UniformPages, card_of, wanted};
 use crate::connectors::link::frame::{FrameError, KvPlace, Piece};
 use crate::connectors::link::frame_digests::{FrameDigests, check_count, differing};
@@ -56,7 +56,7 @@ impl CudaIpcPath {
         };
         let Some((copy_job, pending_copy)) = landing.begin_copy(start) else { return Ok(None) };
         trace!(target: "walk", transfer = %landing.landing().transfer, "copy of KV pages launched on the GPU");
-        room.take(copy_job?, Some(pending_copy)).await.map(Some)
+        room.take(copy_job?, Held::pending(pending_copy)).await.map(Some)
     }
 }
 

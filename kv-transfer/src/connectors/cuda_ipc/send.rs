@@ -12,7 +12,7 @@ use types::GroupIdx;
 
 use super::accept;
 use crate::connector_parts::ConnectorParts;
-use crate::connectors::gpu::copy_thread::CopyThreads;
+use crate::connectors::gpu::copy_thread::{CopyThreads, Held};
 use crate::connectors::gpu::pages::{UniformPages, card_of, page_of_bit, sent};
 use crate::connectors::link::frame::{Body, Frame, KvPlace, Piece};
 use crate::connectors::link::send_path::KvSendPath;
@@ -66,7 +66,7 @@ impl CudaIpcSendPath {
         for pages in all {
             let room = copy_thread.room().await?;
             let copy_job = copy_thread.copier().digest(card.memory(), pages.some());
-            let made = room.take(copy_job.map_err(TransferError::device)?, None).await?;
+            let made = room.take(copy_job.map_err(TransferError::device)?, Held::default()).await?;
             digests.extend(made.into_iter().map(Digest));
         }
         Ok(digests)

@@ -1,9 +1,10 @@
 //! A thread that waits for the copy jobs of a GPU, so that no task has to block.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use chassis::Gate;
-use device::cuda::{CopyJob, CudaError, PageCopier, PageCopierSize, RemoteMemory};
+use device::cuda::{CopyJob, CudaError, PageCopier, PageCopierSize, RemoteMemory, Slots};
 use kv_cache::KvMemory;
 use tokio::sync::{mpsc, oneshot};
 use tracing::trace;
@@ -49,13 +50,25 @@ impl CopyThreads {
 /// A job of the copy thread.
 #[derive(Debug)]
 enum ThreadJob {
-    Take {
-        copy_job: CopyJob,
-        answer: oneshot::Sender<Result<Vec<u64>, CudaError>>,
-        /// The guard, dropped when the copy job is done, even if the answer is no longer awaited.
-        pending_copy: Option<PendingCopy>,
-    },
+    Take { copy_job: CopyJob, answer: oneshot::Sender<Result<Vec<u64>, CudaError>>, held: Held },
     Unmap(Arc<RemoteMemory>),
+    Release(Arc<Slots>),
+}
+
+/// What must live until a copy job is done, even if its answer is no longer awaited.
+#[derive(Debug, Default)]
+pub(in crate::connectors) struct Held {
+    /// Counts the copy for its landing.
+    pub(in crate::connectors) pending_copy: Option<PendingCopy>,
+    /// The slots that the job uses, and the guard of its slot.
+    #[expect(dead_code, reason = "held for their Drop")]
+    pub(in crate::connectors) slots: Option<(Arc<Slots>, Option<Arc<dyn Any + Send + Sync>>)>,
+}
+
+impl Held {
+    pub(in crate::connectors) fn pending(pending_copy: PendingCopy) -> Self {
+        Self { pending_copy: Some(pending_copy), slots: None }
+    }
 }
 
 /// A copy job in progress on the GPU.
@@ -103,26 +116,27 @@ impl CopyThread {
         // If the queue is full, the memory is released here, when this call drops it.
         let _ = self.waiting.try_send(ThreadJob::Unmap(remote));
     }
+
+    /// Releases slots on the thread, for the same reason.
+    pub(in crate::connectors) fn release(&self, slots: Arc<Slots>) {
+        let _ = self.waiting.try_send(ThreadJob::Release(slots));
+    }
 }
 
 impl Room<'_> {
-    /// Waits for a copy job and returns its digests. The job and its pending copy continue if this future is dropped.
+    /// Waits for a copy job and returns its digests. The job continues, with what it holds, if this future is dropped.
     pub(in crate::connectors) async fn take(
         self,
         copy_job: CopyJob,
-        pending_copy: Option<PendingCopy>,
+        held: Held,
     ) -> Result<Vec<u64>, TransferError> {
-        self.fill(copy_job, pending_copy).digests().await
+        self.fill(copy_job, held).digests().await
     }
 
     /// Hands a copy job to the thread and returns at once; the caller waits for the digests later.
-    pub(in crate::connectors) fn fill(
-        self,
-        copy_job: CopyJob,
-        pending_copy: Option<PendingCopy>,
-    ) -> UnderWay {
+    pub(in crate::connectors) fn fill(self, copy_job: CopyJob, held: Held) -> UnderWay {
         let (answer, answered) = oneshot::channel();
-        self.0.send(ThreadJob::Take { copy_job, answer, pending_copy });
+        self.0.send(ThreadJob::Take { copy_job, answer, held });
         UnderWay(answered)
     }
 }
@@ -137,10 +151,11 @@ fn wait_for_all(copier: &PageCopier, mut jobs: mpsc::Receiver<ThreadJob>) {
     while let Some(job) = jobs.blocking_recv() {
         match job {
             ThreadJob::Unmap(remote) => drop(remote),
-            ThreadJob::Take { copy_job, answer, pending_copy } => {
+            ThreadJob::Release(slots) => drop(slots),
+            ThreadJob::Take { copy_job, answer, held } => {
                 let digests = copier.take(copy_job);
-                trace!(target: "walk", writes = pending_copy.is_some(), "GPU copy job finished");
-                drop(pending_copy);
+                trace!(target: "walk", writes = held.pending_copy.is_some(), "GPU copy job finished");
+                drop(held);
                 // The receiver of the answer may be gone, so a failed send is ignored.
                 let _ = answer.send(digests);
             }

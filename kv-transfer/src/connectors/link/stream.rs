@@ -54,7 +54,7 @@ impl FrameReader {
         &mut self.half
     }
 
-    pub(super) fn stall(&self) -> Duration {
+    pub(in crate::connectors) fn stall(&self) -> Duration {
         self.stall
     }
 
@@ -78,6 +78,16 @@ impl FrameReader {
     /// Like [`next`](Self::next), for a peer that sends at least a heartbeat in every `stall`.
     pub(super) async fn next_in_time(&mut self) -> Result<Option<Frame>, TransferError> {
         within(self.stall, "the peer", self.next()).await
+    }
+
+    /// Fills `into` with KV from the wire. Not cancel-safe.
+    pub(in crate::connectors) async fn fill(&mut self, mut into: &mut [u8]) -> Result<(), TransferError> {
+        while !into.is_empty() {
+            let step = async { self.half.read(into).await.and_then(not_zero).map_err(TransferError::lost) };
+            let n = within(self.stall, "reading KV", step).await?;
+            into = &mut into[n..];
+        }
+        Ok(())
     }
 
     /// Reads KV from the wire and drops it.
@@ -150,11 +160,19 @@ impl FrameWriter {
         Poll::Ready(n.map_err(TransferError::lost))
     }
 
-    /// Writes a frame with a copied payload, for faults that are injected into the wire.
-    pub(super) async fn write_copy(&mut self, frame: &Frame, payload: &[u8]) -> Result<(), TransferError> {
+    /// Writes a frame, and its KV from a copy. Not cancel-safe.
+    pub(in crate::connectors) async fn write_copy(
+        &mut self,
+        frame: &Frame,
+        mut payload: &[u8],
+    ) -> Result<(), TransferError> {
         self.write(frame).await?;
-        let step = async { self.half.write_all(payload).await.map_err(TransferError::lost) };
-        within(self.stall, "writing KV", step).await
+        while !payload.is_empty() {
+            let step =
+                async { self.half.write(payload).await.and_then(not_zero).map_err(TransferError::lost) };
+            payload = &payload[within(self.stall, "writing KV", step).await?..];
+        }
+        Ok(())
     }
 }
 

@@ -3,15 +3,10 @@
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use async_trait::async_trait;
-use device::cuda::{CopyDone, PageDigests};
+use device::cuda::CopyDone;
 
-use crate::connectors::gpu::copy_thread::UnderWay;
-use crate::connectors::link::span_out::SpanOut;
-use crate::digest::Digest;
+use crate::connectors::gpu::staging::PageMover;
 use crate::error::TransferError;
-use crate::landing::OpenLanding;
-use crate::lanes::LaneSpan;
 
 /// Limit of queues of a pair.
 pub(super) const QUEUES_MAX: usize = 2;
@@ -43,65 +38,18 @@ pub(super) trait NcclBackend: Debug + Send + Sync {
 }
 
 /// The slots of one end of a pair. Messages go from slot to slot.
-#[async_trait]
 pub(super) trait Stage: Debug + Send + Sync {
     fn n_slots(&self) -> usize;
     fn slot_bytes(&self) -> usize;
 
-    /// Starts to gather a span's pages into a slot, one after the other.
-    async fn gather(
-        &self,
-        slot: usize,
-        span: &SpanOut,
-        digests: PageDigests,
-    ) -> Result<Gathering, TransferError>;
-
-    /// Scatters a slot into a landing's pages, and returns the digests that it made. Returns `None`, without
-    /// touching a page, if the landing is closed.
-    async fn scatter(
-        &self,
-        slot: usize,
-        landing: &OpenLanding,
-        span: &LaneSpan,
-        digests: PageDigests,
-    ) -> Result<Option<Vec<Digest>>, TransferError>;
+    /// Returns the mover of KV between pages and these slots.
+    fn mover(&self) -> &dyn PageMover;
 
     /// Flips one bit of a slot, for a fault that a test injects.
     fn flip(&self, slot: usize, bit: usize) -> Result<(), TransferError>;
 
     /// Starts to join one queue of a pair, with messages between these slots. Called on the pair's own thread.
     fn join(self: Arc<Self>, id: QueueId, end: End) -> Result<Box<dyn Communicator>, TransferError>;
-}
-
-/// Pages that are being gathered into a slot.
-#[derive(Debug)]
-pub(super) enum Gathering {
-    /// The GPU's copy jobs, and the events that mark their ends.
-    UnderWay(Vec<(UnderWay, CopyDone)>),
-    Done(Vec<Digest>),
-}
-
-impl Gathering {
-    /// Returns the copy jobs that a message must wait for.
-    pub(super) fn before(&self) -> Vec<CopyDone> {
-        match self {
-            Self::Done(_) => Vec::new(),
-            Self::UnderWay(parts) => parts.iter().map(|(_, done)| done.clone()).collect(),
-        }
-    }
-
-    /// Waits until all pages are gathered. Returns their digests, or none if they were not requested.
-    pub(super) async fn digests(self) -> Result<Vec<Digest>, TransferError> {
-        let parts = match self {
-            Self::Done(digests) => return Ok(digests),
-            Self::UnderWay(parts) => parts,
-        };
-        let mut digests = Vec::new();
-        for (part, _) in parts {
-            digests.extend(part.digests().await?.into_iter().map(Digest));
-        }
-        Ok(digests)
-    }
 }
 
 /// One end of one queue of a pair. It belongs to one thread, and no method waits.

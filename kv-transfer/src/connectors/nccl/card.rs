@@ -3,22 +3,18 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use async_trait::async_trait;
 use device::cuda::nccl::{self, Message, Nccl, Rank, UniqueId};
-use device::cuda::{CopyDone, PageCopierSize, PageDigests, SlotAt, Slots};
+use device::cuda::{CopyDone, PageCopierSize, Slots};
 use kv_cache::KvMemory;
 use tracing::trace;
 
-use super::backend::{Communicator, End, Gathering, NcclBackend, QueueId, Stage};
+use super::backend::{Communicator, End, NcclBackend, QueueId, Stage};
 use super::n_queues;
 use crate::connector_parts::ConnectorParts;
 use crate::connectors::gpu::copy_thread::CopyThreads;
-use crate::connectors::gpu::pages::{card_of, sent, wanted};
-use crate::connectors::link::span_out::SpanOut;
-use crate::digest::Digest;
+use crate::connectors::gpu::pages::card_of;
+use crate::connectors::gpu::staging::{CardMover, PageMover};
 use crate::error::TransferError;
-use crate::landing::OpenLanding;
-use crate::lanes::LaneSpan;
 
 /// The number of slots of a pair: one message is in transfer, the next two are being gathered, one is ready,
 /// and the last one is being scattered.
@@ -69,80 +65,36 @@ impl NcclBackend for GpuBackend {
 
     fn stage(&self, rank: u16) -> Result<Arc<dyn Stage>, TransferError> {
         let slots = Slots::new(card_of(&self.memory, rank)?.memory(), N_SLOTS, self.slot_bytes);
-        let slots = Arc::new(slots.map_err(TransferError::device)?);
-        let (memory, copy_threads, pair) =
-            (self.memory.clone(), self.copy_threads.clone(), Arc::clone(&self.pairs));
-        Ok(Arc::new(CardStage { memory, copy_threads, rank, slots, pair }))
+        let slots = slots.map_err(TransferError::device)?;
+        let mover = CardMover::new(self.memory.clone(), self.copy_threads.clone(), slots);
+        Ok(Arc::new(CardStage { mover, pair: Arc::clone(&self.pairs) }))
     }
 }
 
 /// Slots on a GPU, and the kernels that fill and empty them.
 #[derive(Debug)]
 struct CardStage {
-    memory: KvMemory,
-    copy_threads: CopyThreads,
-    /// The rank whose GPU has the slots.
-    rank: u16,
-    slots: Arc<Slots>,
+    mover: CardMover,
     /// The counter of pairs, held so that this pair is counted.
     #[expect(dead_code, reason = "held to be counted")]
     pair: Arc<()>,
 }
 
-#[async_trait]
 impl Stage for CardStage {
     fn n_slots(&self) -> usize {
-        self.slots.len()
+        self.mover.slots().len()
     }
 
     fn slot_bytes(&self) -> usize {
-        self.slots.slot_bytes()
+        self.mover.slots().slot_bytes()
     }
 
-    async fn gather(
-        &self,
-        slot: usize,
-        span: &SpanOut,
-        digests: PageDigests,
-    ) -> Result<Gathering, TransferError> {
-        let (card, copy_thread) = (card_of(&self.memory, self.rank)?, self.copy_threads.of(self.rank));
-        let (mut offset, mut parts) = (0, Vec::new());
-        for pages in sent(&self.memory, span)? {
-            let room = copy_thread.room().await?;
-            let to = SlotAt { slots: &self.slots, slot, offset };
-            let copy_job = copy_thread.copier().gather(card.memory(), pages.some(), to, digests);
-            let copy_job = copy_job.map_err(TransferError::device)?;
-            let done = copy_job.done();
-            parts.push((room.fill(copy_job, None), done));
-            offset += pages.bytes();
-        }
-        Ok(Gathering::UnderWay(parts))
-    }
-
-    async fn scatter(
-        &self,
-        slot: usize,
-        landing: &OpenLanding,
-        span: &LaneSpan,
-        digests: PageDigests,
-    ) -> Result<Option<Vec<Digest>>, TransferError> {
-        let (copy_thread, mut offset, mut here) = (self.copy_threads.of(self.rank), 0, Vec::new());
-        for pages in wanted(landing, span)? {
-            let room = copy_thread.room().await?;
-            let from = SlotAt { slots: &self.slots, slot, offset };
-            let start = |memory: &KvMemory| {
-                let card = card_of(memory, self.rank)?.memory();
-                copy_thread.copier().scatter(from, card, pages.some(), digests).map_err(TransferError::device)
-            };
-            let Some((copy_job, pending_copy)) = landing.begin_copy(start) else { return Ok(None) };
-            here.extend(room.take(copy_job?, Some(pending_copy)).await?);
-            offset += pages.bytes();
-        }
-        Ok(Some(here.into_iter().map(Digest).collect()))
+    fn mover(&self) -> &dyn PageMover {
+        &self.mover
     }
 
     fn flip(&self, slot: usize, bit: usize) -> Result<(), TransferError> {
-        self.slots.flip(slot, bit).map_err(TransferError::device)
+        self.mover.slots().flip(slot, bit).map_err(TransferError::device)
     }
 
     fn join(self: Arc<Self>, id: QueueId, end: End) -> Result<Box<dyn Communicator>, TransferError> {
@@ -150,7 +102,7 @@ impl Stage for CardStage {
             End::Sender => Rank::Sender,
             End::Receiver => Rank::Receiver,
         };
-        let inner = nccl::Communicator::join(Arc::clone(&self.slots), UniqueId(id), rank);
+        let inner = nccl::Communicator::join(Arc::clone(self.mover.slots()), UniqueId(id), rank);
         let inner = inner.map_err(TransferError::device)?;
         Ok(Box::new(OverNccl { inner, end, is_unmarked: false, messages: VecDeque::new() }))
     }

@@ -12,14 +12,15 @@ use async_trait::async_trait;
 use device::cuda::{CopyDone, PageDigests};
 use kv_cache::KvMemory;
 
-use super::backend::{Communicator, End, Gathering, ID_BYTES, NcclBackend, QueueId, Stage};
-use crate::connectors::link::span_out::{SpanOut, copy_out};
+use super::backend::{Communicator, End, ID_BYTES, NcclBackend, QueueId, Stage};
+use crate::connectors::gpu::double::{gathered, scattered};
+use crate::connectors::gpu::staging::{Gathering, InSlot, PageMover};
+use crate::connectors::link::span_out::SpanOut;
 use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::faults::flip;
-use crate::landing::{OpenLanding, PageAt};
+use crate::landing::OpenLanding;
 use crate::lanes::LaneSpan;
-use crate::runs::Runs;
 
 const N_SLOTS: usize = 3;
 
@@ -121,27 +122,6 @@ struct HostStage {
     slots: Vec<Mutex<Vec<u8>>>,
 }
 
-impl HostStage {
-    /// Copies a slot's bytes into pages.
-    fn lay(&self, slot: usize, memory: &KvMemory, runs: &Runs) -> Result<(), TransferError> {
-        let (slot, mut done) = (locked(&self.slots[slot]), 0);
-        while done < runs.bytes() {
-            let mut pages = runs.write(memory, done).map_err(busy)?;
-            for mut slice in pages.slices() {
-                let end = done + slice.len();
-                slice.copy_from_slice(&slot[done..end]);
-                done = end;
-            }
-        }
-        Ok(())
-    }
-}
-
-fn busy(busy: kv_cache::PageBusy) -> TransferError {
-    TransferError::Memory(busy.to_string())
-}
-
-#[async_trait]
 impl Stage for HostStage {
     fn n_slots(&self) -> usize {
         N_SLOTS
@@ -151,44 +131,8 @@ impl Stage for HostStage {
         self.slot_bytes
     }
 
-    async fn gather(
-        &self,
-        slot: usize,
-        span: &SpanOut,
-        digests: PageDigests,
-    ) -> Result<Gathering, TransferError> {
-        let table = span.from.table(span.piece.group);
-        let runs = Runs::sent(self.memory.layout(), &span.out.lanes, table, &span.piece);
-        copy_out(&self.memory, &runs, &mut locked(&self.slots[slot])[..runs.bytes()])?;
-        Ok(Gathering::Done(match digests {
-            PageDigests::Make => span.digests_of(&self.memory)?,
-            PageDigests::Skip => Vec::new(),
-        }))
-    }
-
-    async fn scatter(
-        &self,
-        slot: usize,
-        landing: &OpenLanding,
-        span: &LaneSpan,
-        digests: PageDigests,
-    ) -> Result<Option<Vec<Digest>>, TransferError> {
-        let table = &landing.landing().tables[usize::from(span.group.0)];
-        let runs = landing.runs(span);
-        let mut here = Vec::new();
-        let laid = landing.while_open(|memory| {
-            self.lay(slot, memory, &runs)?;
-            for at in PageAt::all(span).filter(|_| digests == PageDigests::Make) {
-                let place = table[at.block as usize].0;
-                let memory = memory.rank(span.lane.to);
-                let page = memory.read(at.group, at.layer_pos, place..place + 1).map_err(busy)?;
-                let heads = landing.heads(span.lane, at.group, at.layer_pos).range();
-                let n_tokens = landing.landing().valid_tokens(at.block);
-                landing.shape(at.group, at.layer_pos).digest_heads(&page, heads, n_tokens, &mut here);
-            }
-            Ok(())
-        });
-        laid.transpose().map(|laid| laid.map(|()| here))
+    fn mover(&self) -> &dyn PageMover {
+        self
     }
 
     fn flip(&self, slot: usize, bit: usize) -> Result<(), TransferError> {
@@ -207,6 +151,28 @@ impl Stage for HostStage {
             is_called: false,
             is_over: false,
         }))
+    }
+}
+
+#[async_trait]
+impl PageMover for HostStage {
+    async fn gather(
+        &self,
+        to: InSlot,
+        span: &SpanOut,
+        digests: PageDigests,
+    ) -> Result<Gathering, TransferError> {
+        gathered(&self.memory, span, digests, &mut locked(&self.slots[to.slot])).map(Gathering::Done)
+    }
+
+    async fn scatter(
+        &self,
+        from: InSlot,
+        landing: &OpenLanding,
+        span: &LaneSpan,
+        digests: PageDigests,
+    ) -> Result<Option<Vec<Digest>>, TransferError> {
+        scattered(&locked(&self.slots[from.slot]), landing, span, digests)
     }
 }
 

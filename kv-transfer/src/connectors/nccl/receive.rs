@@ -10,8 +10,9 @@ use types::KvSpan;
 
 use super::pair_queue::{PairQueue, Slot};
 use super::pair_queues::PairQueues;
+use crate::connectors::gpu::staging::{InSlot, claim_slot, take_slot};
 use crate::connectors::link::frame::{FrameError, KvPlace};
-use crate::connectors::link::frame_digests::{FrameDigests, check_count, differing};
+use crate::connectors::link::frame_digests::FrameDigests;
 use crate::connectors::link::kv_path::{KvFrame, KvPath, Receipt, wrong_place};
 use crate::connectors::link::stream::FrameReader;
 use crate::error::TransferError;
@@ -86,24 +87,13 @@ impl PostedMessage {
         span: &LaneSpan,
         digests: FrameDigests,
     ) -> Result<Vec<KvSpan>, TransferError> {
-        let claim = landing.claim_frame(span, &digests)?;
-        if landing.runs(span).bytes() != self.bytes {
-            return Err(FrameError::Body("the message does not have the length of its span").into());
-        }
+        let claim = claim_slot(landing, span, self.bytes, &digests)?;
         self.received.await.map_err(|_| TransferError::Closed)??;
         if claim == Claim::Skip {
             return Ok(Vec::new());
         }
-        let (transfer, blocks) = (landing.landing().transfer, &span.blocks);
-        trace!(target: "walk", %transfer, ?blocks, "NCCL message received");
-        let stage = self.pair_queue.stage();
-        let here = stage.scatter(self.slot.nth, landing, span, digests.wanted_here()).await?;
-        let Some(here) = here else { return Ok(Vec::new()) };
-        trace!(target: "walk", %transfer, ?blocks, "KV of an NCCL message scattered into pages");
-        let Some(said) = digests.wait().await else { return Ok(Vec::new()) };
-        check_count(&said, &here)?;
-        let wrong = differing(landing, span, &said, &here);
-        // A landing that has just failed requests no page again, so the list is empty then.
-        Ok(landing.arrived(span, self.bytes, &wrong).map(|()| wrong).unwrap_or_default())
+        trace!(target: "walk", transfer = %landing.landing().transfer, blocks = ?span.blocks, "NCCL message received");
+        let mover = self.pair_queue.stage().mover();
+        take_slot(mover, InSlot::of(self.slot.nth), landing, (span, self.bytes), digests).await
     }
 }

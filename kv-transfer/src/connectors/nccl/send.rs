@@ -10,15 +10,15 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use async_trait::async_trait;
 use chassis::identity::link;
 use chassis::{Stream, World};
-use device::cuda::PageDigests;
 use tracing::trace;
 use types::KvLayout;
 
 use super::accept;
-use super::backend::{Gathering, NcclBackend};
+use super::backend::NcclBackend;
 use super::pair_queue::{PairSettings, Slot};
 use super::pair_queues::{LaneQueue, PairQueues};
 use crate::connector_parts::ConnectorParts;
+use crate::connectors::gpu::staging::{Gathering, InSlot};
 use crate::connectors::link::frame::{Body, Frame, KvPlace};
 use crate::connectors::link::send_path::KvSendPath;
 use crate::connectors::link::span_out::{SpanOut, corrupt_first};
@@ -89,8 +89,11 @@ impl NcclSendPath {
         let (pair_queue, bytes) = (&self.line(&span)?.pair_queue, span.bytes(parts));
         pair_queue.expect();
         let slot = pair_queue.slot().await?;
-        let digests = if parts.settings.digests { PageDigests::Make } else { PageDigests::Skip };
-        let gathering = pair_queue.stage().gather(slot.nth, &span, digests).await?;
+        let gathering = pair_queue
+            .stage()
+            .mover()
+            .gather(InSlot::of(slot.nth), &span, parts.settings.wanted_digests())
+            .await?;
         trace!(target: "walk", transfer = %span.out.transfer(), blocks = ?span.piece.blocks, "gathering of KV pages begins");
         Ok((GatheredFrame { span, bytes, gathering }, slot))
     }

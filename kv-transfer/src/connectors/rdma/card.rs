@@ -4,7 +4,7 @@ use chassis::Gate;
 use device::cuda::PageCopierSize;
 use kv_cache::{KvMemory, OnCard};
 
-use crate::connectors::gpu::copy_thread::CopyThread;
+use crate::connectors::gpu::copy_thread::{CopyThread, Held};
 use crate::connectors::gpu::pages::{self, sent, wanted};
 use crate::connectors::link::span_out::SpanOut;
 use crate::digest::Digest;
@@ -37,7 +37,7 @@ impl CardLook {
         for pages in sent(&self.memory, span)? {
             let room = self.copy_thread.room().await?;
             let copy_job = self.copy_thread.copier().digest(on_card(&self.memory)?.memory(), pages.some());
-            digests.extend(room.take(copy_job.map_err(TransferError::device)?, None).await?);
+            digests.extend(room.take(copy_job.map_err(TransferError::device)?, Held::default()).await?);
         }
         Ok(Some(digests.into_iter().map(Digest).collect()))
     }
@@ -63,7 +63,9 @@ impl CardLook {
             let Some((copy_job, pending_copy)) = landing.begin_copy(look) else {
                 return Ok(Some(Vec::new()));
             };
-            digests.extend(room.take(copy_job.map_err(TransferError::device)?, Some(pending_copy)).await?);
+            digests.extend(
+                room.take(copy_job.map_err(TransferError::device)?, Held::pending(pending_copy)).await?,
+            );
         }
         Ok(Some(digests.into_iter().map(Digest).collect()))
     }

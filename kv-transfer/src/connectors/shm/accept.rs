@@ -12,6 +12,7 @@ use chassis::{Stream, World};
 use tokio::net::{UnixListener, UnixStream};
 
 use super::receive::ShmPath;
+use crate::connectors::gpu::staging::HostStaging;
 use crate::connectors::link::accept::{Handshake, Incoming, StreamAcceptor};
 use crate::connectors::link::frame::FrameError;
 use crate::connectors::link::kv_path::KvPath;
@@ -36,23 +37,29 @@ pub(super) async fn connect(path: &str, files: &[BorrowedFd<'_>]) -> io::Result<
 pub(super) struct ShmAcceptor {
     pub(super) listener: UnixListener,
     pub(super) world: World,
+    /// Lets this side's GPUs read the sender's stage.
+    pub(super) staging: Option<Arc<dyn HostStaging>>,
 }
 
 #[async_trait]
 impl StreamAcceptor for ShmAcceptor {
     async fn accept(&mut self) -> io::Result<(String, Handshake)> {
         let (from, stream) = accepted(&self.listener).await?;
-        Ok((from, Box::pin(greeted(stream, self.world.clone()))))
+        Ok((from, Box::pin(greeted(stream, self.world.clone(), self.staging.clone()))))
     }
 }
 
-async fn greeted(stream: UnixStream, world: World) -> Result<Incoming, TransferError> {
+async fn greeted(
+    stream: UnixStream,
+    world: World,
+    staging: Option<Arc<dyn HostStaging>>,
+) -> Result<Incoming, TransferError> {
     let (greeting, files) = received(&stream).await.map_err(TransferError::lost)?;
     if greeting != GREETING {
         return Err(FrameError::Unexpected("a greeting of another wire").into());
     }
     let stream = link::admit(&world, Stream::other(stream)).await.map_err(TransferError::lost)?;
-    let kv_path = ShmPath::of(files)?.map(|path| Arc::new(path) as Arc<dyn KvPath>);
+    let kv_path = ShmPath::of(files, staging)?.map(|path| Arc::new(path) as Arc<dyn KvPath>);
     Ok(Incoming { stream, kv_path, handshake_permit: None })
 }
 

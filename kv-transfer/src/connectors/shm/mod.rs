@@ -6,6 +6,9 @@
 //! that the wire is quiet, and a sender that stops or dies during a copy does no harm: see
 //! `docs/decisions/0007-shared-memory-is-read.md`.
 //!
+//! KV on GPUs goes through slots of a stage: the sender's GPU copies it into a slot, and the receiver's GPU reads the
+//! slot where it lies.
+//!
 //! Suggested reading order: connecting two processes (`accept`), the sender (`send`), KV that must be copied to be
 //! shared (`stage`), the receiver (`receive`) and its copies (`copy`).
 
@@ -23,6 +26,8 @@ use types::{Scheme, WireAddress};
 
 use self::accept::ShmAcceptor;
 use self::send::ShmSendPath;
+use super::gpu::double::DoubleStaging;
+use super::gpu::staging::{HostStaging, of_cards};
 use super::link::check_pages;
 use super::link::connector::{LinkAddress, LinkConnector};
 use super::link::frame::PAYLOAD_BYTES_MAX;
@@ -48,20 +53,47 @@ pub const FOLDER: &str = "/dev/shm";
 /// from digest to copy.
 const FRAMES_LARGER: usize = 2;
 
+/// The further factor for KV on GPUs: each frame costs both GPUs a kernel.
+const FRAMES_LARGER_ON_GPUS: usize = 4;
+
+/// The streams of a link between GPUs. Each has one frame in progress at a time.
+const STREAMS_ON_GPUS: u16 = 6;
+
 /// Listens on a socket in [`FOLDER`].
 pub async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
+    let staging = of_cards(&parts)?;
     let in_place = parts.memory.has_files();
     info!(in_place, "shm connector listens");
-    over(parts, Box::new(ShmSendPath::in_place))
+    if staging.is_some() {
+        return over_gpus(parts, staging);
+    }
+    over(parts, None, Box::new(ShmSendPath::in_place))
 }
 
 /// Like [`listen`], but all KV goes through a stage, as it does if the sender's pages cannot be shared.
 pub async fn listen_staged(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
-    over(parts, Box::new(ShmSendPath::staged))
+    over(parts, None, Box::new(|parts| ShmSendPath::staged(parts, None)))
+}
+
+/// Like [`listen`], but KV in host memory goes through a stage, as on GPUs.
+pub async fn listen_double(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
+    let staging: Arc<dyn HostStaging> = Arc::new(DoubleStaging(parts.memory.clone()));
+    over_gpus(parts, Some(staging))
+}
+
+fn over_gpus(
+    mut parts: ConnectorParts,
+    staging: Option<Arc<dyn HostStaging>>,
+) -> Result<Arc<LinkConnector>, TransferError> {
+    parts.settings.frame_bytes = parts.settings.frame_bytes.saturating_mul(FRAMES_LARGER_ON_GPUS);
+    parts.settings.streams = STREAMS_ON_GPUS;
+    let of_link = staging.clone();
+    over(parts, staging, Box::new(move |parts| ShmSendPath::staged(parts, of_link.clone())))
 }
 
 fn over(
     mut parts: ConnectorParts,
+    staging: Option<Arc<dyn HostStaging>>,
     send_path: Box<MakeSendPath>,
 ) -> Result<Arc<LinkConnector>, TransferError> {
     check_pages(&parts)?;
@@ -70,7 +102,7 @@ fn over(
     let refused = |source| TransferError::Listen { addr: FOLDER.to_owned(), source: Arc::new(source) };
     let (listener, socket) = super::unix::bind(Path::new(FOLDER), parts.world.draw()).map_err(refused)?;
     let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint: socket.endpoint(), within_host: true };
-    let acceptor = ShmAcceptor { listener, world: parts.world.clone() };
+    let acceptor = ShmAcceptor { listener, world: parts.world.clone(), staging };
     Ok(LinkConnector::start(
         parts,
         WireThreads::shared(),

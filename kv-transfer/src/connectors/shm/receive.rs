@@ -7,15 +7,18 @@ use async_trait::async_trait;
 use device::PeerMemory;
 
 use super::copy::{SharedPieces, copy_span};
+use crate::connectors::gpu::staging::{HostStaging, InSlot, LazyMover, SlotMemory, claim_slot, take_slot};
 use crate::connectors::link::frame::{FrameError, KvPlace};
 use crate::connectors::link::kv_path::{KvFrame, KvPath, Receipt, wrong_place};
 use crate::connectors::link::stream::FrameReader;
 use crate::error::TransferError;
-use crate::landing::OpenLanding;
+use crate::landing::{Claim, OpenLanding};
 
 #[derive(Debug)]
 pub(super) struct ShmPath {
-    stage: PeerMemory,
+    stage: Arc<PeerMemory>,
+    /// Copies KV from the stage to GPUs; otherwise the processor does.
+    mover: LazyMover,
     /// The sender's pages, one memory per rank; empty if they are not shared.
     pages: Vec<PeerMemory>,
 }
@@ -23,7 +26,10 @@ pub(super) struct ShmPath {
 impl ShmPath {
     /// Maps the files of a stream's greeting. Returns `None` for all streams but the first, which carry no
     /// files.
-    pub(super) fn of(files: Vec<OwnedFd>) -> Result<Option<Self>, TransferError> {
+    pub(super) fn of(
+        files: Vec<OwnedFd>,
+        staging: Option<Arc<dyn HostStaging>>,
+    ) -> Result<Option<Self>, TransferError> {
         let mut mapped = Vec::new();
         for file in files {
             let memory =
@@ -31,7 +37,8 @@ impl ShmPath {
             mapped.push(memory);
         }
         let mut mapped = mapped.into_iter();
-        Ok(mapped.next().map(|stage| Self { stage, pages: mapped.collect() }))
+        let mover = LazyMover::new(staging);
+        Ok(mapped.next().map(|stage| Self { stage: Arc::new(stage), mover, pages: mapped.collect() }))
     }
 }
 
@@ -44,9 +51,21 @@ impl KvPath for ShmPath {
         _reader: &mut FrameReader,
     ) -> Result<Receipt, TransferError> {
         let KvFrame { span, digests, place, .. } = frame;
+        if let (KvPlace::Slot { piece, .. }, Some(landing)) = (&place, &landing)
+            && let Some(mover) = self.mover.get(|| SlotMemory::Peer(Arc::clone(&self.stage))).await?
+        {
+            let (mover, landing, bytes) = (Arc::clone(mover), Arc::clone(landing), piece.bytes as usize);
+            if claim_slot(&landing, &span, bytes, &digests)? == Claim::Skip {
+                return Ok(Receipt::dropped());
+            }
+            let from =
+                InSlot { slot: 0, offset: usize::try_from(piece.offset).unwrap_or(usize::MAX), guard: None };
+            let fetch = async move { take_slot(&*mover, from, &landing, (&span, bytes), digests).await };
+            return Ok(Receipt::Pending(Box::pin(fetch)));
+        }
         let (memory, pieces) = match place {
             KvPlace::Pieces(pieces) => (self.pages.get(usize::from(span.lane.from)), pieces),
-            KvPlace::Slot { piece, .. } => (Some(&self.stage), vec![piece]),
+            KvPlace::Slot { piece, .. } => (Some(&*self.stage), vec![piece]),
             _ => return Err(wrong_place()),
         };
         let Some(landing) = landing else { return Ok(Receipt::dropped()) };

@@ -11,6 +11,8 @@ use kv_cache::KvMemory;
 use super::accept;
 use super::stage::Stage;
 use crate::connector_parts::ConnectorParts;
+use crate::connectors::gpu::slot_pool::SLOT_ALIGN;
+use crate::connectors::gpu::staging::{HostStaging, InSlot, LazyMover, SlotMemory};
 use crate::connectors::link::check_pages;
 use crate::connectors::link::frame::{Body, Frame, FrameError, KvPlace, Piece};
 use crate::connectors::link::send_path::KvSendPath;
@@ -30,25 +32,31 @@ pub(super) struct ShmSendPath {
     /// Whether the receiver reads the pages themselves, and not copies in the stage.
     in_place: bool,
     stage: Stage,
+    /// Copies KV from GPUs into the stage; otherwise the processor does.
+    mover: LazyMover,
 }
 
 impl ShmSendPath {
     /// Makes a send path that shares the pages, if the system lets other processes map them.
     pub(super) fn in_place(parts: &ConnectorParts) -> Result<Arc<dyn KvSendPath>, TransferError> {
         let in_place = parts.memory.has_files();
-        Ok(Arc::new(Self { in_place, ..Self::copying(parts)? }))
+        Ok(Arc::new(Self { in_place, ..Self::copying(parts, None)? }))
     }
 
-    /// Makes a send path that shares copies only, as a node on a GPU must.
-    pub(super) fn staged(parts: &ConnectorParts) -> Result<Arc<dyn KvSendPath>, TransferError> {
-        Ok(Arc::new(Self::copying(parts)?))
+    /// Makes a send path that shares copies only. GPUs make them if there is a `staging`.
+    pub(super) fn staged(
+        parts: &ConnectorParts,
+        staging: Option<Arc<dyn HostStaging>>,
+    ) -> Result<Arc<dyn KvSendPath>, TransferError> {
+        Ok(Arc::new(Self::copying(parts, staging)?))
     }
 
-    fn copying(parts: &ConnectorParts) -> Result<Self, TransferError> {
-        let slot_bytes = parts.settings.frame_bytes.max(check_pages(parts)?);
+    fn copying(parts: &ConnectorParts, staging: Option<Arc<dyn HostStaging>>) -> Result<Self, TransferError> {
+        let slot_bytes = parts.settings.frame_bytes.max(check_pages(parts)?).next_multiple_of(SLOT_ALIGN);
         let stage =
             Stage::new(slot_bytes).map_err(|source| TransferError::Share { source: Arc::new(source) })?;
-        Ok(Self { world: parts.world.clone(), memory: parts.memory.clone(), in_place: false, stage })
+        let mover = LazyMover::new(staging);
+        Ok(Self { world: parts.world.clone(), memory: parts.memory.clone(), in_place: false, stage, mover })
     }
 }
 
@@ -73,8 +81,8 @@ impl KvSendPath for ShmSendPath {
         if span.out.is_over() {
             return Ok(());
         }
-        let (runs, digests) = (span.runs(parts), span.digests(parts)?);
-        let pointing = OutgoingFrame { shown: self, parts, span: &span, runs, digests };
+        let runs = span.runs(parts);
+        let pointing = OutgoingFrame { shown: self, parts, span: &span, runs, has_wrong_digest: false };
         match parts.faults.next(pointing.runs.bytes()) {
             None => writer.write(&pointing.frame().await?).await,
             Some(fault) => pointing.write_with(fault, writer).await,
@@ -92,13 +100,17 @@ struct OutgoingFrame<'a> {
     parts: &'a ConnectorParts,
     span: &'a SpanOut,
     runs: Runs,
-    digests: Vec<Digest>,
+    /// Whether a digest is made wrong, for a fault that is injected.
+    has_wrong_digest: bool,
 }
 
 impl OutgoingFrame<'_> {
     async fn frame(&self) -> Result<Frame, TransferError> {
         match self.shown.in_place {
-            true => Ok(self.frame_of(KvPlace::Pieces(self.runs.pieces(&self.shown.memory)))),
+            true => {
+                let digests = self.span.digests(self.parts)?;
+                Ok(self.frame_of(digests, KvPlace::Pieces(self.runs.pieces(&self.shown.memory))))
+            }
             false => self.staged(|_| {}).await,
         }
     }
@@ -108,16 +120,35 @@ impl OutgoingFrame<'_> {
         let wait = async { Ok(self.shown.stage.slot().await) };
         let slot = within(self.parts.settings.stall(), "waiting for a slot of the stage", wait).await?;
         let bytes = self.runs.bytes();
-        let mut copy = self.shown.stage.write(slot);
-        copy_out(&self.shown.memory, &self.runs, &mut copy)?;
-        change(&mut copy[..bytes]);
-        drop(copy);
+        let digests = self.fill(slot).await?;
+        change(&mut self.shown.stage.write(slot)[..bytes]);
         let piece = Piece { offset: self.shown.stage.offset(slot), bytes: bytes as u32 };
-        Ok(self.frame_of(KvPlace::Slot { slot, piece }))
+        Ok(self.frame_of(digests, KvPlace::Slot { slot, piece }))
     }
 
-    fn frame_of(&self, place: KvPlace) -> Frame {
-        let (LaneSpan { lane, span }, digests) = (self.span.piece.clone(), Some(self.digests.clone()));
+    /// Copies the KV into a slot. Returns its digests.
+    async fn fill(&self, slot: u16) -> Result<Vec<Digest>, TransferError> {
+        let stage = &self.shown.stage;
+        match self.shown.mover.get(|| SlotMemory::Own(Arc::clone(stage.memory()))).await? {
+            Some(mover) => {
+                let guard = Some(Arc::clone(stage.memory()) as _);
+                let to = InSlot { slot: slot.into(), offset: 0, guard };
+                let digests = self.parts.settings.wanted_digests();
+                mover.gather(to, self.span, digests).await?.digests().await
+            }
+            None => {
+                let digests = self.span.digests(self.parts)?;
+                copy_out(&self.shown.memory, &self.runs, &mut stage.write(slot))?;
+                Ok(digests)
+            }
+        }
+    }
+
+    fn frame_of(&self, mut digests: Vec<Digest>, place: KvPlace) -> Frame {
+        if self.has_wrong_digest {
+            corrupt_first(&mut digests);
+        }
+        let (LaneSpan { lane, span }, digests) = (self.span.piece.clone(), Some(digests));
         Frame::new(self.span.out.transfer(), Body::Kv { span, digests, place }).on(lane)
     }
 
@@ -127,7 +158,7 @@ impl OutgoingFrame<'_> {
             FaultKind::Stall => return std::future::pending().await,
             FaultKind::Delay(by) => tokio::time::sleep(by).await,
             FaultKind::Duplicate => writer.write(&self.frame().await?).await?,
-            FaultKind::WrongDigest => corrupt_first(&mut self.digests),
+            FaultKind::WrongDigest => self.has_wrong_digest = true,
             // The fault changes a copy, so that the sender's own pages stay intact.
             FaultKind::FlipBit(bit) => {
                 return writer.write(&self.staged(|copy| flip(copy, bit)).await?).await;

@@ -4,6 +4,7 @@
 //! slots belong to one link. A slot is free again when the receiver reports that it has copied it.
 
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use device::{HostMemory, MemoryError, PageMut, RegionShape};
@@ -15,7 +16,7 @@ const N_SLOTS: u16 = 16;
 
 #[derive(Debug)]
 pub(super) struct Stage {
-    memory: HostMemory,
+    memory: Arc<HostMemory>,
     lent: [AtomicBool; N_SLOTS as usize],
     free: async_channel::Receiver<u16>,
     freed: async_channel::Sender<u16>,
@@ -29,7 +30,11 @@ impl Stage {
         for slot in 0..N_SLOTS {
             freed.try_send(slot).expect("there is room for all slots");
         }
-        Ok(Self { memory, lent: Default::default(), free, freed })
+        Ok(Self { memory: Arc::new(memory), lent: Default::default(), free, freed })
+    }
+
+    pub(super) fn memory(&self) -> &Arc<HostMemory> {
+        &self.memory
     }
 
     pub(super) fn file(&self) -> BorrowedFd<'_> {
