@@ -13,8 +13,8 @@ pub struct TransferSettings {
     pub listen: String,
     /// The host that peers are told to connect to. Empty: the one in `listen`, which must then not be `0.0.0.0`.
     pub advertise: String,
-    /// TCP streams to each peer, twice as many over TLS. Two streams keep two cores busy; more streams help where single
-    /// flows are rate-limited.
+    /// TCP streams to each peer, twice as many over TLS, four times as many between GPUs. Two streams keep two cores
+    /// busy; more streams help where single flows are rate-limited.
     pub streams: u16,
     /// The time without progress, on a silent peer or in a read or write, after which the wire is considered dead.
     pub stall_ms: u64,

@@ -47,6 +47,10 @@ const TLS_STREAMS: u16 = 2;
 /// The factor by which frames of KV on GPUs are larger than the setting: each frame costs both GPUs a kernel.
 const FRAMES_LARGER: usize = 4;
 
+/// How many times as many streams a link between GPUs has: a stream waits while the GPU gathers its next frame, which
+/// takes up to a millisecond beside a prompt.
+const STREAMS_ON_GPUS: u16 = 4;
+
 /// Listens on the address in the settings.
 pub async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
     let staging = of_cards(&parts)?;
@@ -82,6 +86,7 @@ fn over(
     if staging.is_some() {
         let frame_bytes = parts.settings.frame_bytes.saturating_mul(FRAMES_LARGER);
         parts.settings.frame_bytes = frame_bytes.min(PAYLOAD_BYTES_MAX);
+        parts.settings.streams = parts.settings.streams.saturating_mul(STREAMS_ON_GPUS);
     }
     if parts.world.identity().tls().is_some() {
         parts.settings.streams = parts.settings.streams.saturating_mul(TLS_STREAMS);

@@ -108,8 +108,8 @@ impl SchedulerExpertSettings {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct TransferExpertSettings {
-    /// TCP streams per peer (twice as many over TLS), and queue pairs with rdma. More streams help where the network limits
-    /// each flow.
+    /// TCP streams per peer (twice as many over TLS, four times with KV on GPUs), and queue pairs with rdma. More help
+    /// where the network limits each flow.
     pub streams: u16,
     /// How long a peer may be silent before the link is closed.
     pub stall_ms: u64,

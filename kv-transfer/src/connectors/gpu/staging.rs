@@ -294,7 +294,10 @@ impl LazyMover {
             made.map_err(|_| TransferError::Closed).map(|made| match made {
                 Ok(mover) => Some(mover),
                 Err(error) => {
-                    warn!(error = in_full(&error), "GPUs cannot access slots in host memory, the processor copies KV");
+                    warn!(
+                        error = in_full(&error),
+                        "GPUs cannot access slots in host memory, the processor copies KV"
+                    );
                     None
                 }
             })
