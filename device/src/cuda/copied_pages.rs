@@ -3,10 +3,7 @@
 use super::CudaError;
 use super::error::ensure;
 use super::remote::RemoteMemory;
-use super::slots::Slots;
-
-/// The vector size of the kernels' loads and stores.
-pub(super) const VECTOR_BYTES: usize = 16;
+use super::slots::{Slots, VECTOR_BYTES};
 
 /// The layout of a page, `[K|V][head]`, with a run of `run_bytes` for each head, and the range of heads to
 /// move.

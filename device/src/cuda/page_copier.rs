@@ -16,7 +16,7 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, result};
 
 use super::CudaError;
 use super::completion_counter::CounterReader;
-use super::copied_pages::{PageRuns, RemotePages, SlotAt, SomePages, VECTOR_BYTES};
+use super::copied_pages::{PageRuns, RemotePages, SlotAt, SomePages};
 use super::engines::Engines;
 use super::error::ensure;
 use super::job_buffers::JobBuffers;
@@ -25,6 +25,7 @@ use super::memory::DeviceMemory;
 use super::page_copier_size::PageCopierSize;
 use super::rectangles::{PageMove, mean_bytes, rectangles};
 use super::remote::RemoteMemory;
+use super::slots::VECTOR_BYTES;
 use super::wire_kernels::{STAGE_BYTES, WireKernels};
 
 /// Threads of a kernel's block. One block occupies one multiprocessor.

@@ -21,6 +21,9 @@ use super::memory::DeviceMemory;
 use crate::memory::HostMemory;
 use crate::memory::peer::PeerMemory;
 
+/// The vector size of the kernels' loads and stores.
+pub(super) const VECTOR_BYTES: usize = 16;
+
 /// Equal slots: `n_slots` slots of `slot_bytes` each.
 pub struct Slots {
     /// The contexts of the GPUs that use the slots, at least one.
@@ -83,7 +86,7 @@ impl Slots {
         let flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP | CU_MEMHOSTREGISTER_READ_ONLY;
         let contexts = contexts_of(users);
         page_lock(&contexts[0], start.cast_mut(), memory.bytes(), flags)?;
-        let slot_bytes = memory.bytes() & !(super::copied_pages::VECTOR_BYTES - 1);
+        let slot_bytes = memory.bytes() / VECTOR_BYTES * VECTOR_BYTES;
         Ok(Self { contexts, start: start as u64, slot_bytes, n_slots: 1, place: Place::Peer(memory) })
     }
 

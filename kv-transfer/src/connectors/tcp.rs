@@ -186,8 +186,7 @@ impl KvPath for InlineKv {
             return reader.skip(payload_bytes).await.map(|()| Receipt::dropped());
         }
         reader.fill(&mut slot.write()?[..payload_bytes]).await?;
-        let fetch =
-            async move { take_slot(&*mover, slot.start(), &landing, (&span, payload_bytes), digests).await };
+        let fetch = async move { take_slot(&*mover, slot.start(), &landing, &span, digests).await };
         Ok(Receipt::Pending(Box::pin(fetch)))
     }
 }

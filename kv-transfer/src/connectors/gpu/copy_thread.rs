@@ -55,6 +55,9 @@ enum ThreadJob {
     Release(Arc<Slots>),
 }
 
+/// Keeps a slot from other users until it is dropped.
+pub(in crate::connectors) type SlotGuard = Arc<dyn Any + Send + Sync>;
+
 /// What must live until a copy job is done, even if its answer is no longer awaited.
 #[derive(Debug, Default)]
 pub(in crate::connectors) struct Held {
@@ -62,7 +65,7 @@ pub(in crate::connectors) struct Held {
     pub(in crate::connectors) pending_copy: Option<PendingCopy>,
     /// The slots that the job uses, and the guard of its slot.
     #[expect(dead_code, reason = "held for their Drop")]
-    pub(in crate::connectors) slots: Option<(Arc<Slots>, Option<Arc<dyn Any + Send + Sync>>)>,
+    pub(in crate::connectors) slots: Option<(Arc<Slots>, Option<SlotGuard>)>,
 }
 
 impl Held {

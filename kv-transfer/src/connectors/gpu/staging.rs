@@ -3,7 +3,6 @@
 //! A kernel gathers and digests pages into a slot, and another one scatters a slot into pages. Slots lie on the GPU, or
 //! in host memory that GPUs access directly: `docs/decisions/0030-gpus-access-slots-on-the-host.md`.
 
-use std::any::Any;
 use std::fmt::Debug;
 use std::sync::Arc;
 
@@ -16,7 +15,7 @@ use tokio::task::spawn_blocking;
 use tracing::{trace, warn};
 use types::{KvSpan, in_full};
 
-use super::copy_thread::{CopyThreads, Held, UnderWay};
+use super::copy_thread::{CopyThreads, Held, SlotGuard, UnderWay};
 use super::pages::{card_of, check, sent, wanted};
 use crate::connector_parts::ConnectorParts;
 use crate::connectors::link::frame::FrameError;
@@ -33,8 +32,8 @@ use crate::pending_copies::PendingCopy;
 pub(in crate::connectors) struct InSlot {
     pub(in crate::connectors) slot: usize,
     pub(in crate::connectors) offset: usize,
-    /// Keeps the slot from other users. It is dropped when no copy job uses the slot any more.
-    pub(in crate::connectors) guard: Option<Arc<dyn Any + Send + Sync>>,
+    /// It is dropped when no copy job uses the slot any more.
+    pub(in crate::connectors) guard: Option<SlotGuard>,
 }
 
 impl InSlot {
@@ -183,7 +182,7 @@ pub(in crate::connectors) async fn take_slot(
     mover: &dyn PageMover,
     from: InSlot,
     landing: &OpenLanding,
-    (span, bytes): (&LaneSpan, usize),
+    span: &LaneSpan,
     digests: FrameDigests,
 ) -> Result<Vec<KvSpan>, TransferError> {
     let (transfer, blocks) = (landing.landing().transfer, &span.blocks);
@@ -194,6 +193,7 @@ pub(in crate::connectors) async fn take_slot(
     check_count(&said, &here)?;
     let wrong = differing(landing, span, &said, &here);
     // A landing that has just failed requests no page again, so the list is empty then.
+    let bytes = landing.runs(span).bytes();
     Ok(landing.arrived(span, bytes, &wrong).map(|()| wrong).unwrap_or_default())
 }
 

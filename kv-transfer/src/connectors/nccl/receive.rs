@@ -94,6 +94,6 @@ impl PostedMessage {
         }
         trace!(target: "walk", transfer = %landing.landing().transfer, blocks = ?span.blocks, "NCCL message received");
         let mover = self.pair_queue.stage().mover();
-        take_slot(mover, InSlot::of(self.slot.nth), landing, (span, self.bytes), digests).await
+        take_slot(mover, InSlot::of(self.slot.nth), landing, span, digests).await
     }
 }

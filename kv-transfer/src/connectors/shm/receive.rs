@@ -60,7 +60,7 @@ impl KvPath for ShmPath {
             }
             let from =
                 InSlot { slot: 0, offset: usize::try_from(piece.offset).unwrap_or(usize::MAX), guard: None };
-            let fetch = async move { take_slot(&*mover, from, &landing, (&span, bytes), digests).await };
+            let fetch = async move { take_slot(&*mover, from, &landing, &span, digests).await };
             return Ok(Receipt::Pending(Box::pin(fetch)));
         }
         let (memory, pieces) = match place {
