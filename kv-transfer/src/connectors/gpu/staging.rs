@@ -192,8 +192,8 @@ pub(in crate::connectors) async fn take_slot(
     let Some(said) = digests.wait().await else { return Ok(Vec::new()) };
     check_count(&said, &here)?;
     let wrong = differing(landing, span, &said, &here);
-    // A landing that has just failed requests no page again, so the list is empty then.
     let bytes = landing.runs(span).bytes();
+    // A landing that has just failed requests no page again, so the list is empty then.
     Ok(landing.arrived(span, bytes, &wrong).map(|()| wrong).unwrap_or_default())
 }
 
