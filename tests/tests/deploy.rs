@@ -84,6 +84,11 @@ fn rdma_needs_no_right_that_a_pod_cannot_have() {
 }
 
 #[test]
+fn routers_before_pools_of_kubernetes_may_read_their_endpoints() {
+    check("upstream");
+}
+
+#[test]
 fn the_image_is_stripped_and_its_line_tables_lie_apart() {
     check("stripped");
 }

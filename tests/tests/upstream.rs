@@ -1,7 +1,11 @@
 //! Pools of vLLM and SGLang behind a router, played by servers that check what they are sent.
 
+#[path = "upstream/api_server.rs"]
+mod api_server;
 #[path = "upstream/engine_server.rs"]
 mod engine_server;
+#[path = "upstream/kubernetes.rs"]
+mod kubernetes;
 
 use std::net::SocketAddr;
 use std::process::Command;

@@ -74,7 +74,7 @@ struct Members {
 /// The source of a pool's servers, as pages show it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SourceState {
-    /// The URL of the etcd, without a password; `None`: the settings list the servers.
+    /// The URL of the list, without a password; `None`: the settings list the servers.
     pub url: Option<String>,
     /// Why the source gives no list now. The last one stays in use.
     pub failure: Option<String>,

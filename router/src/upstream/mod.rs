@@ -1,7 +1,7 @@
 //! Pools of other engines behind this router: requests and answers pass through as they came.
 //!
-//! Suggested reading order: the settings ([`settings`]); the servers ([`members`], [`source`]); a request's JSON
-//! ([`fields`]); one call to a server (`leg`, over `client`); the legs of a request (this file); and its answer
+//! Suggested reading order: the settings ([`settings`]); the servers ([`members`], [`source`], `kubernetes`); a request's
+//! JSON ([`fields`]); one call to a server (`leg`, over `client`); the legs of a request (this file); and its answer
 //! ([`answer`]).
 //!
 //! `crate::dispatch` is the counterpart for Baton's own nodes. Tenants, deadlines, the drain, records and metrics
@@ -10,6 +10,7 @@
 pub mod answer;
 mod client;
 pub mod fields;
+mod kubernetes;
 mod leg;
 mod limit;
 pub mod members;
@@ -118,7 +119,8 @@ impl Pools {
         for (role, source) in [(LegRole::Prefill, &settings.prefill), (LegRole::Decode, &settings.decode)] {
             match source {
                 PoolSource::Fixed(addresses) => pools.of(role).set(addresses.clone()),
-                PoolSource::Etcd(url) => pools.sources.push((role, Source::open(role, url)?)),
+                PoolSource::Etcd(url) => pools.sources.push((role, Source::etcd(role, url)?)),
+                PoolSource::Kubernetes(service) => pools.sources.push((role, Source::kubernetes(service)?)),
             }
         }
         Ok(pools)

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use http::Uri;
 use serde::{Deserialize, Serialize};
 
+use super::kubernetes::ServiceUrl;
 use crate::config::{UnknownChoice, unknown};
 
 /// The pools of other engines that the HTTP port serves in place of Baton's nodes.
@@ -14,7 +15,8 @@ pub struct UpstreamSection {
     /// The engine of the pools, `vllm` or `sglang`, as in docs/routing.md. Empty: Baton's own nodes serve.
     pub kind: String,
     /// The URLs of the prefill servers, such as `http://10.0.0.1:8100`. An SGLang server whose bootstrap port is not
-    /// 8998 names it: `http://10.0.0.1:30000?bootstrap_port=9001`. In their place one etcd URL, as in docs/routing.md.
+    /// 8998 names it: `http://10.0.0.1:30000?bootstrap_port=9001`. In their place the URL of one list, in etcd or
+    /// Kubernetes, as in docs/routing.md.
     pub prefill: Vec<String>,
     /// The same for the decode servers.
     pub decode: Vec<String>,
@@ -48,10 +50,12 @@ pub enum PoolSource {
     Fixed(Vec<MemberAddress>),
     /// The URL of an etcd, whose keys name the servers.
     Etcd(String),
+    /// A Service of Kubernetes, whose endpoints are the servers.
+    Kubernetes(ServiceUrl),
 }
 
 /// The address of one server of an upstream pool.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct MemberAddress {
     /// `http://host:port` or `https://host:port`, without a path.
     pub base: String,
@@ -90,12 +94,25 @@ fn members(key: &'static str, urls: &[String]) -> Result<PoolSource, UnknownChoi
         "https://HOST:PORT",
         "http://HOST:PORT?bootstrap_port=PORT",
         "a single etcd://HOST:PORT/CLUSTER",
+        "a single kubernetes://SERVICE.NAMESPACE:PORT",
     ];
-    let member = |url: &String| MemberAddress::parse(url).ok_or_else(|| unknown(key, url.clone(), &known));
+    let refused = |url: &String| unknown(key, url.clone(), &known);
+    let member = |url: &String| MemberAddress::parse(url).ok_or_else(|| refused(url));
     match urls {
         [] => Err(unknown(key, String::new(), &["the URLs of at least one server"])),
         [url] if url.starts_with("etcd://") => Ok(PoolSource::Etcd(url.clone())),
+        [url] if ServiceUrl::is_meant(url) => {
+            ServiceUrl::parse(url).map(PoolSource::Kubernetes).ok_or_else(|| refused(url))
+        }
         urls => urls.iter().map(member).collect::<Result<_, _>>().map(PoolSource::Fixed),
+    }
+}
+
+/// Reads the query of an address. `None`: it is not known.
+pub(super) fn bootstrap_port(query: Option<&str>) -> Option<u16> {
+    match query {
+        None => Some(BOOTSTRAP_PORT),
+        Some(query) => query.strip_prefix("bootstrap_port=")?.parse().ok(),
     }
 }
 
@@ -107,10 +124,7 @@ impl MemberAddress {
         if !is_plain || uri.path() != "/" {
             return None;
         }
-        let bootstrap_port = match uri.query() {
-            None => BOOTSTRAP_PORT,
-            Some(query) => query.strip_prefix("bootstrap_port=")?.parse().ok()?,
-        };
+        let bootstrap_port = bootstrap_port(uri.query())?;
         let host = authority.host().to_owned();
         Some(Self { base: format!("{scheme}://{authority}"), host, bootstrap_port })
     }
@@ -162,6 +176,8 @@ mod tests {
             (section("vllm", &[], &urls), "expert.upstream.prefill"),
             (section("vllm", &urls, &["a"]), "expert.upstream.decode"),
             (section("vllm", &urls, &["etcd://a", "http://a:1"]), "expert.upstream.decode"),
+            (section("vllm", &urls, &["kubernetes://a.b:1", "http://a:1"]), "expert.upstream.decode"),
+            (section("vllm", &["kubernetes://a/b:1"], &urls), "expert.upstream.prefill"),
         ] {
             assert_eq!(section.resolve("").expect_err("refused").key, key);
         }

@@ -133,6 +133,36 @@ def rdma():
         assert port in opened, opened
 
 
+def upstream():
+    """Only routers before upstream pools get a token. It may read the EndpointSlices of these namespaces, and nothing else."""
+    for result, objects in rendered.all_of_them().items():
+        has_pools = result == "chart with upstream pools"
+        for workload, container in baton_containers(objects):
+            is_ours = has_pools and container["name"] == "router"
+            spec = pod(workload)
+            assert spec["automountServiceAccountToken"] is is_ours, (result, name(workload))
+            assert spec["serviceAccountName"] == ("baton-router" if is_ours else "baton"), (result, name(workload))
+        of_routers = [thing for thing in objects if thing["metadata"]["name"].startswith("baton-router")]
+        roles = {thing["metadata"]["namespace"]: thing["rules"] for thing in of_routers if thing["kind"] == "Role"}
+        rule = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
+        assert roles == ({"prod": [rule], "lab": [rule]} if has_pools else {}), (result, roles)
+        bound = [thing for thing in of_routers if thing["kind"] == "RoleBinding"]
+        assert [thing["metadata"]["namespace"] for thing in bound] == list(roles), result
+        for thing in bound:
+            assert thing["roleRef"]["name"] == "baton-router", thing
+            assert thing["subjects"] == [{"kind": "ServiceAccount", "name": "baton-router", "namespace": "baton"}], thing
+    (router,) = [one for one in workloads(objects_with_upstream()) if name(one) == "Deployment baton-router"]
+    policies = [thing["spec"] for thing in objects_with_upstream() if thing["kind"] == "NetworkPolicy"]
+    rules = [rule for spec in policies if selects(spec["podSelector"], labels(router)) for rule in spec.get("egress", [])]
+    opened = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": one}}} for one in ("prod", "lab")]
+    assert {"to": opened} in rules, rules
+    assert {"ports": [{"protocol": "TCP", "port": 443}, {"protocol": "TCP", "port": 6443}]} in rules, rules
+
+
+def objects_with_upstream():
+    return rendered.all_of_them()["chart with upstream pools"]
+
+
 def configs():
     """Every process accepts its file with its environment, and its flags exist."""
     n_containers = 0

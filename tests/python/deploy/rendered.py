@@ -56,6 +56,18 @@ EXTERNAL_ETCD = {
         "cidrs": ["10.1.0.0/16"],
     },
 }
+# Routers before pools of vLLM servers in two namespaces, whose endpoints Kubernetes lists.
+UPSTREAM = {
+    "pools": {"enabled": False},
+    "router": {
+        "upstreamNamespaces": ["prod", "lab"],
+        "env": [
+            {"name": "BATON_EXPERT__UPSTREAM__KIND", "value": "vllm"},
+            {"name": "BATON_EXPERT__UPSTREAM__PREFILL", "value": '["kubernetes://vllm-prefill.prod:8000"]'},
+            {"name": "BATON_EXPERT__UPSTREAM__DECODE", "value": '["kubernetes://vllm-decode.lab:http"]'},
+        ],
+    },
+}
 FETCHED = {"model": {"path": "/models/qwen3-8b", "fetch": {"url": "https://models.example.com/model.tar"}}}
 
 
@@ -168,6 +180,7 @@ def all_of_them():
     results["chart with an external etcd"] = chart([], NAMED, EVERYTHING_ON, {"etcd": EXTERNAL_ETCD})
     results["chart with a box and an external etcd"] = chart(["gpu-box.yaml"], NAMED, {"etcd": EXTERNAL_ETCD})
     results["chart with a fetched model"] = chart([], FETCHED)
+    results["chart with upstream pools"] = chart([], NAMED, UPSTREAM)
     results["chart with a long deadline"] = chart([], NAMED, {"router": {"deadlineSeconds": 3600}, "gateway": {"enabled": True}})
     return results
 

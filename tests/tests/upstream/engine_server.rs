@@ -76,7 +76,7 @@ pub struct EngineServer {
 
 /// The runtime of one server: its end closes every connection, as the end of a process does.
 #[derive(Debug)]
-struct OwnRuntime(Option<Runtime>);
+pub struct OwnRuntime(Option<Runtime>);
 
 #[derive(Debug)]
 struct Shared {
@@ -108,6 +108,12 @@ struct Running(Arc<AtomicUsize>);
 impl Drop for Running {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl OwnRuntime {
+    pub fn new(runtime: Runtime) -> Self {
+        Self(Some(runtime))
     }
 }
 
@@ -158,7 +164,7 @@ impl EngineServer {
             let listener = TcpListener::from_std(listener).expect("a socket");
             drop(axum::serve(listener, routes).await);
         });
-        Self { addr, shared, _runtime: OwnRuntime(Some(runtime)) }
+        Self { addr, shared, _runtime: OwnRuntime::new(runtime) }
     }
 
     pub fn url(&self) -> String {
