@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Prints the bill of materials of the executable: every crate that is linked into it, as CycloneDX 1.6.
 
-    deploy/sbom.py [--features rdma] [--target x86_64-unknown-linux-gnu] > baton.cdx.json
+    deploy/sbom.py [--features rdma,gguf] [--target x86_64-unknown-linux-gnu] > baton.cdx.json
 
 The image has it as /usr/share/baton/sbom.cdx.json. It contains no time and no random number, so the same Cargo.lock
 gives the same file.
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--features", default="rdma", help="cargo features of the executable, as in the Dockerfile")
+    parser.add_argument("--features", default="rdma,gguf", help="cargo features of the executable, as in the Dockerfile")
     parser.add_argument("--target", default=host(), help="the target for which the executable is built")
     at = parser.parse_args()
     print(json.dumps(bill(at.features, at.target), indent=1))

@@ -110,8 +110,8 @@ pub(crate) struct UpArgs {
     /// Start one node that does prefill and decode, for comparison with separate nodes.
     #[arg(long, conflicts_with_all = ["prefill", "decode", "pool"])]
     pub(crate) colocated: bool,
-    /// The model: `demo` (bundled), a folder, `org/name[@revision]` on a hub, `mock`, or `mock:NAME` with simulated
-    /// step times.
+    /// The model: `demo` (bundled), a folder, a GGUF file, `org/name[@revision]` on a hub, `mock`, or `mock:NAME`
+    /// with simulated step times.
     #[arg(long, default_value = "demo")]
     pub(crate) model: String,
     /// The device: `auto` (the first GPU, or the CPU if there is none), `cpu`, `cuda`, or `cuda:N`. Several devices,

@@ -1,8 +1,10 @@
-//! The values of `--model` and `model.path`: a mock, the bundled demonstration model, a folder, or a model on a hub.
+//! The values of `--model` and `model.path`: a mock, the bundled demonstration model, a folder, a GGUF file, or a model on a hub.
 
 use std::path::{Path, PathBuf};
 
 use chassis::Shutdown;
+use engine::load::gguf;
+use models::unpack::{self, Contents};
 use models::{Hub, HubError, HubSettings, ModelId, bundled};
 
 use crate::exit::CommandError;
@@ -36,12 +38,15 @@ pub(crate) async fn locate(
 
 async fn found(path: &str, name: &str) -> Result<ModelLocation, CommandError> {
     let (path, own_name) = match Place::of(path)? {
-        Place::Here => {
-            check_folder(Path::new(path))?;
-            (path.to_owned(), String::new())
-        }
+        Place::Here => match from_gguf(Path::new(path))? {
+            Some(folder) => (text(&folder)?, gguf_name(Path::new(path))),
+            None => {
+                check_folder(Path::new(path))?;
+                (path.to_owned(), String::new())
+            }
+        },
         Place::Bundled => {
-            let folder = bundled::unpacked(&bundled::cache_folders()).map_err(CommandError::start)?;
+            let folder = bundled::unpacked(&unpack::cache_folders()).map_err(CommandError::start)?;
             (text(&folder)?, DEMO.to_owned())
         }
         Place::Hub(id) => {
@@ -53,24 +58,38 @@ async fn found(path: &str, name: &str) -> Result<ModelLocation, CommandError> {
     Ok(ModelLocation { path, name: if name.is_empty() { own_name } else { name.to_owned() } })
 }
 
+/// Makes a model's folder of a GGUF file, or of a folder with one; `None` if it is neither.
+pub(crate) fn from_gguf(path: &Path) -> Result<Option<PathBuf>, CommandError> {
+    let Some(file) = gguf::find(path).map_err(CommandError::start)? else { return Ok(None) };
+    let file = file.canonicalize().map_err(CommandError::start)?;
+    let files = gguf::files(&file).map_err(CommandError::start)?;
+    let files: Vec<(&str, &[u8])> = files.iter().map(|(name, bytes)| (*name, bytes.as_slice())).collect();
+    let contents = Contents { name: "gguf", files: &files, link: Some((gguf::LINK, &file)) };
+    contents.unpacked(&unpack::cache_folders()).map(Some).map_err(CommandError::start)
+}
+
+/// Returns the name of the model of a GGUF file: the file's or the folder's name, without the ending.
+fn gguf_name(path: &Path) -> String {
+    let whole = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let name = if whole.is_dir() { whole.file_name() } else { whole.file_stem() };
+    name.unwrap_or(whole.as_os_str()).to_string_lossy().into_owned()
+}
+
 fn check_folder(path: &Path) -> Result<(), CommandError> {
     not_a_model(path).map_or(Ok(()), |why| Err(CommandError::start(why)))
 }
 
-/// Returns the reason why something that exists at the path is not a model's folder.
+/// Returns the reason why something that exists at the path is not a model's folder. GGUF files are looked for before.
 pub fn not_a_model(path: &Path) -> Option<String> {
     let shown = path.display();
-    let gguf = "GGUF is not supported: use the model's safetensors";
-    let is_gguf = path.extension().is_some_and(|ending| ending == "gguf");
     if path.is_file() {
-        let why = if is_gguf { gguf } else { "a model is a folder with config.json and safetensors" };
+        let why = "a model is a folder with config.json and safetensors, or a GGUF file";
         return Some(format!("{shown} is a file: {why}"));
     }
     if !path.is_dir() || path.join("config.json").is_file() {
         return None;
     }
-    let why = if engine::load::has_gguf(path) { gguf } else { "it is not a model's folder" };
-    Some(format!("{shown} has no config.json: {why}"))
+    Some(format!("{shown} has no config.json and no GGUF file: it is not a model's folder"))
 }
 
 /// The error of a model that could not be downloaded. It also tells a user who meant a folder that there is
@@ -116,7 +135,7 @@ impl Place {
         }
         ModelId::parse(path).map(Self::Hub).ok_or_else(|| {
             CommandError::usage(format!(
-                "no model {path:?}: a model is `demo`, `mock`, a folder, or one on a hub, `org/name` or `org/name@revision`"
+                "no model {path:?}: a model is `demo`, `mock`, a folder, a GGUF file, or one on a hub, `org/name` or `org/name@revision`"
             ))
         })
     }

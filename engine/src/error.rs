@@ -1,6 +1,7 @@
 //! The errors of this crate, and the caller's next step after each.
 
-use std::path::PathBuf;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 
 use device::cuda::CudaError;
 use types::CallerAction;
@@ -171,10 +172,14 @@ pub enum LoadError {
     },
     #[error("{path} is of architecture {name:?}, which is not implemented: {known} are")]
     Architecture { path: PathBuf, name: String, known: String },
-    #[error("no model.safetensors and no model.safetensors.index.json in {folder}")]
+    #[error("no model.safetensors, no model.safetensors.index.json and no .gguf file in {folder}")]
     NoWeights { folder: PathBuf },
-    #[error("{folder} has weights in GGUF, which is not supported: use the model's safetensors")]
-    Gguf { folder: PathBuf },
+    #[error(
+        "{folder} has several GGUF files, among them {} and {}: name one",
+        Path::new(&.names[0]).display(),
+        Path::new(&.names[1]).display()
+    )]
+    SeveralGguf { folder: PathBuf, names: [OsString; 2] },
     #[error("read header of {path}: {reason}")]
     Header { path: PathBuf, reason: String },
     #[error("no tensor {tensor} in {path}")]

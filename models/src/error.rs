@@ -35,7 +35,7 @@ pub enum HubError {
     #[error("{url} sent an invalid answer: {reason}")]
     Answer { url: String, reason: String },
     #[error(
-        "{id} has weights in GGUF, which is not supported: use the model's repository with safetensors, often the same name without -GGUF"
+        "{id} has weights in GGUF, which are not downloaded: download one file and pass its path, or use the model's repository with safetensors, often the same name without -GGUF"
     )]
     Gguf { id: String },
     #[error("{id} cannot be served, because it has no config.json")]

@@ -259,7 +259,7 @@ async fn gguf_and_a_missing_config_have_their_own_sentences() {
     let gguf: Vec<(&str, &[u8])> = vec![("config.json", CONFIG), ("model-q4.gguf", b"x")];
     let bare: Vec<(&str, &[u8])> = vec![("model.safetensors", WEIGHTS)];
     for (files, expected) in [
-        (gguf, "org/name has weights in GGUF, which is not supported: "),
+        (gguf, "org/name has weights in GGUF, which are not downloaded: "),
         (bare, "org/name cannot be served, because it has no config.json"),
     ] {
         let (fake, cache) = (FakeHub::new(&files).await, tempfile::tempdir().expect("a folder"));

@@ -80,7 +80,7 @@ impl Default for RegistrySection {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ModelSection {
-    /// The model: a Hugging Face folder, `demo` (bundled), `org/name[@revision]` on a hub, `mock`, or
+    /// The model: a Hugging Face folder, GGUF, `demo` (bundled), `org/name[@revision]` on a hub, `mock`, or
     /// `mock:NAME` with step costs.
     pub path: String,
     /// The model's name in requests, the same on all its nodes and the router. Empty: the folder's name.

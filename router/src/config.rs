@@ -204,8 +204,8 @@ const EMBEDDED: &str = "embedded";
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ModelSection {
-    /// The model whose tokenizer and chat template are read: a folder, `demo`, or `org/name[@revision]` on a
-    /// hub. Empty or `mock`: no model.
+    /// The model whose tokenizer and chat template are read: a folder, GGUF, `demo`, or
+    /// `org/name[@revision]` on a hub. Empty or `mock`: no model.
     pub path: String,
     /// The model's name in requests. Empty: the folder's name.
     pub name: String,

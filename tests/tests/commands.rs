@@ -222,9 +222,9 @@ fn what_is_no_model_is_refused_with_a_sentence_of_its_own() {
     put(&other, "config.json", "{\"architectures\": [\"GptForCausalLM\"]}");
     let path = |folder: &TempDir, name: &str| folder.path().join(name).display().to_string();
     for (model, both, expected) in [
-        (path(&gguf, ""), true, "has no config.json: GGUF is not supported"),
-        (path(&gguf, "model-q4.gguf"), true, "is a file: GGUF is not supported"),
-        (path(&bare, ""), true, "has no config.json: it is not a model's folder"),
+        (path(&gguf, ""), true, "model-q4.gguf: the file ends at byte 4, within this"),
+        (path(&gguf, "model-q4.gguf"), true, "model-q4.gguf: the file ends at byte 4, within this"),
+        (path(&bare, ""), true, "has no config.json and no GGUF file: it is not a model's folder"),
         (path(&bare, "README.md"), true, "is a file: a model is a folder"),
         (
             path(&other, ""),

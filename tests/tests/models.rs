@@ -54,6 +54,43 @@ async fn a_model_in_8_bits_answers_alike() {
     check_answer(&up.client(), "demo").await;
 }
 
+/// Returns the answer's text, and the tokens that it consists of.
+async fn greedy_answer(client: &Client, model: &str) -> Value {
+    let messages = json!([{"role": "user", "content": "What is decode?"}]);
+    let schema = json!({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}});
+    let plain =
+        json!({"model": model, "messages": messages, "temperature": 0, "logprobs": true, "max_tokens": 40});
+    let mut constrained = plain.clone();
+    constrained["response_format"] = schema;
+    let mut answers = Vec::new();
+    for body in [plain, constrained] {
+        let (status, _, body) = client.post("/v1/chat/completions", body.to_string()).await;
+        assert_eq!(status, StatusCode::OK, "{body}");
+        let mut answer: Value = serde_json::from_str(&body).expect("JSON");
+        answers.push(answer["choices"][0].take());
+    }
+    answers.into()
+}
+
+/// Tokenizer, chat template, vocabulary for grammars and weights come out of one file, on the router and on the nodes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gguf_file_answers_as_its_folder_does() {
+    let (files, cache) = (tempfile::tempdir().expect("a folder"), tempfile::tempdir().expect("a folder"));
+    let env = [("XDG_CACHE_HOME", cache.path().to_str().expect("UTF-8"))];
+    let of_folder = {
+        let up = Up::start_with(&["--model", demo().to_str().expect("UTF-8")], &env).await;
+        greedy_answer(&up.client(), "demo").await
+    };
+    let (folder, file) = (files.path().join("small"), files.path().join("small/demo-BF16.gguf"));
+    std::fs::create_dir(&folder).expect("a folder");
+    engine::load::gguf::write::write(&demo(), &file, "BF16");
+    for (path, name) in [(&file, "demo-BF16"), (&folder, "small")] {
+        let up = Up::start_with(&["--model", path.to_str().expect("UTF-8")], &env).await;
+        assert_eq!(served(&up.client()).await, [name]);
+        assert_eq!(greedy_answer(&up.client(), name).await, of_folder, "{}", path.display());
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_folder_is_served_under_the_name_that_it_is_given() {
     let env = [("BATON_MODEL__NAME", "org/small")];

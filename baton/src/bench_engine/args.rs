@@ -31,7 +31,7 @@ const CHECK_FOLDERS_OF_EXPERTS: &[&str] = &[
 /// Measure the engine alone: decode steps, first tokens, many requests at once, and the device's limits.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct EngineArgs {
-    /// A model's folder; a `config.json` alone is enough for random weights.
+    /// A model's folder, or a GGUF file; a `config.json` alone is enough for random weights.
     #[arg(long, default_value = "bench/shapes/llama-3.1-8b", value_name = "FOLDER")]
     pub(crate) model: PathBuf,
     /// The device that computes: `auto`, `cpu`, `cuda`, or `cuda:N` for a certain GPU.

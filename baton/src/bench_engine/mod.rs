@@ -19,6 +19,7 @@ use args::{WeightFormat, WeightSource};
 use opened::AnyBackend;
 
 use crate::exit::CommandError;
+use crate::model::from_gguf;
 
 /// All results of one run, as they are written to the JSON file.
 #[derive(Debug, Serialize)]
@@ -42,6 +43,11 @@ struct Report {
 }
 
 pub(crate) fn run(args: &EngineArgs) -> Result<ExitCode, CommandError> {
+    let mut args = args.clone();
+    if let Some(folder) = from_gguf(&args.model)? {
+        args.model = folder;
+    }
+    let args = &args;
     if let Some(folder) = &args.write_weights {
         return write_weights(args, folder);
     }

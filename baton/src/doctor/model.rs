@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use engine::load::gguf;
 use engine::{AutoRoom, KvRoom};
 use node::kv_memory::available_bytes;
 
@@ -58,6 +59,19 @@ fn mock_file(file: &str) -> Finding {
 /// Checks a model's folder in the format of Hugging Face.
 fn folder(folder: &Path) -> Finding {
     let shown = folder.display();
+    match gguf::find(folder).map(|file| file.map(|file| (gguf::files(&file), file))) {
+        Ok(None) => {}
+        Ok(Some((Ok(_), file))) => {
+            return Finding::ok(GROUP, format!("{}: a GGUF file of a supported model", file.display()));
+        }
+        Ok(Some((Err(error), _))) | Err(error) => {
+            return Finding::bad(
+                GROUP,
+                types::in_full(&error),
+                "use another file, or the model's safetensors",
+            );
+        }
+    }
     if let Some(found) = not_a_model(folder) {
         return Finding::bad(GROUP, found, "set model.path to a folder with config.json and safetensors");
     }
@@ -135,11 +149,15 @@ mod tests {
         let here = tempfile::tempdir().expect("a folder");
         let name = here.path().display().to_string();
         let put = |file: &str| std::fs::write(here.path().join(file), "{}").expect("written");
-        assert!(model(&name).found.contains("has no config.json: it is not a model's folder"));
+        assert!(
+            model(&name).found.contains("has no config.json and no GGUF file: it is not a model's folder")
+        );
         put("weights.gguf");
-        assert!(model(&name).found.contains("GGUF is not supported"));
-        let file = format!("{name}/weights.gguf");
-        assert!(model(&file).found.contains("is a file: GGUF is not supported"), "{}", model(&file).found);
+        for place in [&name, &format!("{name}/weights.gguf")] {
+            let found = model(place).found;
+            assert!(found.contains("weights.gguf: the file ends at byte 2, within this"), "{found}");
+        }
+        std::fs::remove_file(here.path().join("weights.gguf")).expect("removed");
         put("config.json");
         assert!(model(&name).found.contains("tokenizer.json missing"));
         put("tokenizer.json");

@@ -1,4 +1,4 @@
-//! All weights of a folder: one safetensors file, or several files with an index.
+//! All weights of a folder: one safetensors file, several files with an index, or one GGUF file.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -7,6 +7,7 @@ use std::sync::Arc;
 use kernels::cpu::{Format, Matrix, WrongSize};
 use serde::Deserialize;
 
+use super::gguf;
 use super::safetensors::{TensorBytes, TensorFile};
 use super::stacked::StackedPlace;
 use super::weights::TensorSource;
@@ -29,10 +30,9 @@ struct RawIndex {
     weight_map: HashMap<String, String>,
 }
 
-/// Returns whether `folder` has weights in llama.cpp's format.
-pub fn has_gguf(folder: &Path) -> bool {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    entries.map(|entry| entry.path()).any(|path| path.extension().is_some_and(|ending| ending == "gguf"))
+/// Returns whether `folder` has weights as safetensors.
+pub(super) fn has_safetensors(folder: &Path) -> bool {
+    [WHOLE, INDEX].iter().any(|name| folder.join(name).exists())
 }
 
 impl Checkpoint {
@@ -42,15 +42,12 @@ impl Checkpoint {
 
     fn whole(folder: &Path) -> Result<Self, LoadError> {
         let path = folder.join(WHOLE);
-        if !path.exists() {
-            let folder = folder.to_owned();
-            return Err(if has_gguf(&folder) {
-                LoadError::Gguf { folder }
-            } else {
-                LoadError::NoWeights { folder }
-            });
-        }
-        Ok(Self { folder: folder.to_owned(), files: vec![TensorFile::open(&path)?], index: HashMap::new() })
+        let file = match gguf::find(folder)? {
+            Some(gguf) => TensorFile::open_gguf(&gguf)?,
+            None if path.exists() => TensorFile::open(&path)?,
+            None => return Err(LoadError::NoWeights { folder: folder.to_owned() }),
+        };
+        Ok(Self { folder: folder.to_owned(), files: vec![file], index: HashMap::new() })
     }
 
     fn indexed(folder: &Path) -> Result<Self, LoadError> {
@@ -80,7 +77,7 @@ impl Checkpoint {
 
     /// Returns a tensor's shape; `None` if there is no such tensor.
     pub(super) fn shape(&self, name: &str) -> Option<Vec<usize>> {
-        self.file(name)?.tensor(name)?.ok().map(|tensor| tensor.shape)
+        self.file(name)?.shape(name).map(<[usize]>::to_vec)
     }
 
     /// Reads the matrix of one expert out of a tensor with those of all experts.
@@ -171,8 +168,7 @@ impl TensorSource for Checkpoint {
     }
 
     fn is_fp8(&self, name: &str) -> bool {
-        let tensor = self.file(name).and_then(|file| file.tensor(name));
-        matches!(tensor, Some(Ok(TensorBytes { format: Format::Fp8, .. })))
+        self.file(name).and_then(|file| file.format(name)) == Some(Format::Fp8)
     }
 }
 

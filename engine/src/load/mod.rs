@@ -1,12 +1,13 @@
-//! Weights from a published folder, or random.
+//! Weights from a published folder or GGUF file, or random.
 //!
-//! Suggested reading order: a model's [`folder`], one file's tensors ([`safetensors`]), all files'
+//! Suggested reading order: a model's [`folder`], one file's tensors ([`safetensors`], [`gguf`]), all files'
 //! ([`checkpoint`], `stacked`), random tensors ([`dummy`]), the tensors that a model reads ([`tensors`]), written
 //! folders ([`made`]), the architectures' view ([`weights`]), progress (`meter`), and the comparison between
 //! nodes ([`fingerprint`]).
 
 pub mod folder;
 pub mod safetensors;
+pub mod gguf;
 mod stacked;
 pub mod checkpoint;
 pub mod dummy;
@@ -18,7 +19,7 @@ pub mod fingerprint;
 #[cfg(test)]
 mod tests;
 
-pub use checkpoint::{Checkpoint, has_gguf};
+pub use checkpoint::Checkpoint;
 pub use dummy::Dummy;
 pub use folder::{ModelFolder, check_config};
 pub use weights::{Quantize, TensorSource, Weights};

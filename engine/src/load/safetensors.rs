@@ -1,4 +1,5 @@
-//! One safetensors file: a JSON header with the position of each tensor's bytes, then the bytes.
+//! One file with tensors. Safetensors: a JSON header with the position of each tensor's bytes, then the bytes. The other
+//! format is [GGUF](super::gguf).
 //!
 //! ```text
 //! 8 bytes    length of the header, little-endian
@@ -12,6 +13,7 @@ use std::path::{Path, PathBuf};
 use kernels::cpu::{Format, SharedBytes};
 use serde::Deserialize;
 
+use super::gguf;
 use crate::error::LoadError;
 
 /// The longest accepted header. The largest models need a few megabytes.
@@ -24,7 +26,14 @@ pub struct TensorFile {
     path: PathBuf,
     header: SharedBytes,
     data: SharedBytes,
-    entries: HashMap<String, TensorEntry>,
+    entries: HashMap<String, Entry>,
+}
+
+/// Where and how a tensor is stored.
+#[derive(Clone, Debug)]
+enum Entry {
+    Safetensors(TensorEntry),
+    Gguf(gguf::Tensor),
 }
 
 /// A tensor's entry in the header of the file.
@@ -51,7 +60,15 @@ impl TensorFile {
         let header_end = header_end(&bytes).map_err(bad)?;
         let header = bytes.slice(LENGTH_BYTES..header_end);
         let entries = parse(&header).map_err(|error| bad(error.to_string()))?;
+        let entries = entries.into_iter().map(|(name, entry)| (name, Entry::Safetensors(entry))).collect();
         Ok(Self { path: path.to_owned(), header, data: bytes.slice(header_end..bytes.len()), entries })
+    }
+
+    /// Opens a file in llama.cpp's format. Its tensors have the names of safetensors.
+    pub fn open_gguf(path: &Path) -> Result<Self, LoadError> {
+        let (tensors, header, data) = gguf::tensors(path)?;
+        let entries = tensors.into_iter().map(|(name, tensor)| (name, Entry::Gguf(tensor))).collect();
+        Ok(Self { path: path.to_owned(), header, data, entries })
     }
 
     pub fn path(&self) -> &Path {
@@ -72,9 +89,38 @@ impl TensorFile {
         self.entries.keys().map(String::as_str)
     }
 
-    /// Returns the tensor with that name; `None` if there is none.
+    /// Returns the shape of the tensor with that name; `None` if there is none.
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.entries.get(name).map(|entry| match entry {
+            Entry::Safetensors(entry) => entry.shape.as_slice(),
+            Entry::Gguf(tensor) => tensor.shape.as_slice(),
+        })
+    }
+
+    /// Returns the number format of the tensor with that name; `None` if there is none, or none of a known format.
+    pub fn format(&self, name: &str) -> Option<Format> {
+        self.entries.get(name).and_then(|entry| match entry {
+            Entry::Safetensors(entry) => format(&entry.dtype),
+            Entry::Gguf(tensor) => Some(tensor.stored_as.format()),
+        })
+    }
+
+    /// Returns the tensor with that name; `None` if there is none. A quantized tensor of a GGUF file is dequantized.
     pub fn tensor(&self, name: &str) -> Option<Result<TensorBytes, LoadError>> {
-        self.entries.get(name).map(|entry| self.cut_out(name, entry))
+        self.entries.get(name).map(|entry| match entry {
+            Entry::Safetensors(entry) => self.cut_out(name, entry),
+            Entry::Gguf(tensor) => self.dequantized(name, tensor),
+        })
+    }
+
+    fn dequantized(&self, name: &str, tensor: &gguf::Tensor) -> Result<TensorBytes, LoadError> {
+        let bytes = tensor.read(&self.data).map_err(|wrong| match wrong {
+            gguf::BlocksError::Memory(source) => LoadError::Memory(source),
+            gguf::BlocksError::Dequantize(error) => {
+                LoadError::Header { path: self.path.clone(), reason: format!("dequantize {name}: {error}") }
+            }
+        })?;
+        Ok(TensorBytes { bytes, shape: tensor.shape.clone(), format: tensor.stored_as.format() })
     }
 
     fn cut_out(&self, name: &str, entry: &TensorEntry) -> Result<TensorBytes, LoadError> {

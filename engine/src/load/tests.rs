@@ -68,7 +68,10 @@ fn a_tensor_is_read_whatever_its_type_and_place() {
 fn what_is_wrong_with_a_file_is_said_by_name() {
     let file = |folder: &Path| folder.join("model.safetensors");
     let header = br#"{"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}"#;
-    assert_eq!(problem(|_| {}), "no model.safetensors and no model.safetensors.index.json in F");
+    assert_eq!(
+        problem(|_| {}),
+        "no model.safetensors, no model.safetensors.index.json and no .gguf file in F"
+    );
     assert_eq!(
         problem(|folder| write_raw(&file(folder), header, &[0; 23])),
         "F/model.safetensors is too short: tensor a ends at byte 24 of its data, which has 23"
