@@ -133,7 +133,8 @@ run_test() {
     need_helm
     need_prometheus
     need_nvrtc
-    cargo build --quiet --package baton
+    # With the tests' feature: it changes features of crates below, which would otherwise be built twice.
+    cargo build --quiet --package baton --features gguf
     export TEST_EXECUTABLE="${CARGO_TARGET_DIR:-$PWD/target}/debug/baton"
     if cargo nextest --version >/dev/null 2>&1; then
         # With the mutations (tests/tests/mutations.rs). They share one build with the tests, whose features differ
