@@ -36,7 +36,7 @@ pub fn write(folder: &Path, to: &Path, kind: &str) {
     write_divided(folder, to, kind, "gpt-2");
 }
 
-/// Does what [`write`] does, with this value of `tokenizer.ggml.pre`.
+/// Does what [`write()`] does, with this value of `tokenizer.ggml.pre`.
 pub fn write_divided(folder: &Path, to: &Path, kind: &str, pre: &str) {
     let (_, kind) = TYPES.into_iter().find(|(name, _)| *name == kind).expect("a known type");
     let config = ModelFolder::open(folder).expect("it opens").config;

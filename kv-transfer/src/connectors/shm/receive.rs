@@ -7,6 +7,7 @@ use async_trait::async_trait;
 use device::PeerMemory;
 
 use super::copy::{SharedPieces, copy_span};
+use super::stage::STAGE_BYTES_MAX;
 use crate::connectors::gpu::staging::{HostStaging, InSlot, LazyMover, SlotMemory, claim_slot, take_slot};
 use crate::connectors::link::frame::{FrameError, KvPlace};
 use crate::connectors::link::kv_path::{KvFrame, KvPath, Receipt, wrong_place};
@@ -37,8 +38,9 @@ impl ShmPath {
             mapped.push(memory);
         }
         let mut mapped = mapped.into_iter();
-        let mover = LazyMover::new(staging);
-        Ok(mapped.next().map(|stage| Self { stage: Arc::new(stage), mover, pages: mapped.collect() }))
+        let Some(stage) = mapped.next() else { return Ok(None) };
+        let mover = LazyMover::new(staging.filter(|_| stage.bytes() <= STAGE_BYTES_MAX));
+        Ok(Some(Self { stage: Arc::new(stage), mover, pages: mapped.collect() }))
     }
 }
 

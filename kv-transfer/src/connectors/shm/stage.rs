@@ -9,10 +9,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use device::{HostMemory, MemoryError, PageMut, RegionShape};
 
-use crate::connectors::link::frame::FrameError;
+use crate::connectors::link::frame::{FrameError, PAYLOAD_BYTES_MAX};
 
 /// Slots of one link: enough that copies in and copies out overlap on every stream.
 const N_SLOTS: u16 = 16;
+
+/// The largest stage that a peer's GPUs page-lock: all of it takes memory then.
+pub(super) const STAGE_BYTES_MAX: usize = N_SLOTS as usize * PAYLOAD_BYTES_MAX;
 
 #[derive(Debug)]
 pub(super) struct Stage {
