@@ -39,7 +39,7 @@ def sbom():
     """The bill of materials follows the schema of CycloneDX and lists the crates of the executable, with licences."""
     text = (rendered.DEPLOY / "Dockerfile").read_text()
     assert "/out/sbom.cdx.json /usr/share/baton/sbom.cdx.json" in text
-    (features,) = re.findall(r'^ARG FEATURES="(\w+)"$', text, re.MULTILINE)
+    (features,) = re.findall(r'^ARG FEATURES="([\w,]+)"$', text, re.MULTILINE)
     made = subprocess.run([rendered.DEPLOY / "sbom.py", "--features", features], capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
     error = JsonStrictValidator(SchemaVersion.V1_6).validate_str(made.stdout)
