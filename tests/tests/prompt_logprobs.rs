@@ -4,7 +4,11 @@
 use std::path::Path;
 
 use baton_tests::logs::NO_TOKENIZER;
-use baton_tests::{Client, Up};
+use baton_tests::{Client, Up, in_time};
+use proto::v1;
+use proto::v1::generate_event::Event;
+use proto::v1::generate_request::Input;
+use proto::v1::inference_client::InferenceClient;
 use serde_json::{Value, json};
 
 /// Steps of few tokens: prompts of 57 tokens are computed in several.
@@ -65,6 +69,30 @@ fn check(choice: &Value, prompt: &[Value], n_prompt: usize, max_tokens: usize) {
     }
 }
 
+/// Checks that gRPC has the numbers of HTTP's answer.
+async fn check_over_grpc(up: &Up, over_http: &Value, prompt: &[Value]) {
+    let ids = prompt.iter().map(|token| token.as_u64().expect("an id") as u32).collect();
+    let request = v1::GenerateRequest {
+        model: "qwen3".to_owned(),
+        input: Some(Input::Tokens(v1::Tokens { ids })),
+        sampling: Some(v1::SamplingParams { prompt_logprobs: Some(2), ..v1::SamplingParams::default() }),
+        stop: Some(v1::StopParams { max_tokens: Some(2), ..v1::StopParams::default() }),
+        ..v1::GenerateRequest::default()
+    };
+    let mut client = InferenceClient::connect(format!("http://{}", up.grpc)).await.expect("it listens");
+    let mut events = client.generate(request).await.expect("accepted").into_inner();
+    let first = in_time("an event", events.message()).await.expect("a good stream").expect("an event");
+    let Some(Event::PromptLogprobs(found)) = first.event else { panic!("{first:?}") };
+    assert_eq!((found.chosen.len(), found.top_tokens.len()), (prompt.len() - 1, 2 * (prompt.len() - 1)));
+    for (nth, token) in prompt.iter().enumerate().skip(1) {
+        let expected = &over_http["prompt_logprobs"][nth][token.to_string()];
+        let logprob = expected["logprob"].as_f64().expect("a number");
+        assert_eq!(logprob as f32, found.chosen[nth - 1], "{nth}");
+        assert_eq!(expected["rank"], json!(found.ranks[nth - 1]), "{nth}");
+    }
+    while in_time("an event", events.message()).await.expect("a good stream").is_some() {}
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn they_are_equal_on_every_path() {
     let ((prompt, n_prompt), model) = (prompt(), model());
@@ -87,6 +115,7 @@ async fn they_are_equal_on_every_path() {
         up.expect_log(NO_TOKENIZER);
         let choice = of_prompt(&up, &prompt, 3).await;
         check(&choice, &prompt, n_prompt, 3);
+        check_over_grpc(&up, &choice, &prompt).await;
         all.push((format!("{args:?} {env:?}"), choice));
         up.baseline().await;
     }
@@ -105,7 +134,7 @@ async fn they_are_equal_while_prompts_push_each_other_out() {
     up.expect_log(NO_TOKENIZER);
     let alone = of_prompt(&up, &prompt, 100).await;
     let several = (0..12).map(|_| of_prompt(&up, &prompt, 100));
-    for choice in baton_tests::in_time("all answers", futures::future::join_all(several)).await {
+    for choice in in_time("all answers", futures::future::join_all(several)).await {
         assert_eq!(choice, alone);
         check(&choice, &prompt, n_prompt, 100);
     }

@@ -4,8 +4,8 @@ use std::pin::Pin;
 use std::time::Duration;
 
 use futures::{Stream, StreamExt as _};
-use proto::v1;
 use proto::v1::generate_event::Event;
+use proto::{prompt_logprobs_to_wire, v1};
 use tonic::Status;
 use types::{NodeId, RequestId, Usage};
 
@@ -17,9 +17,14 @@ use crate::text::tools::CallDelta;
 
 pub(crate) type Events = Pin<Box<dyn Stream<Item = Result<v1::GenerateEvent, Status>> + Send>>;
 
-/// Makes the event stream of all answers: one event per token, and one at the end of each answer.
+/// Makes the event stream of all answers: the prompt's log-probabilities if the call asks for them, one event per token,
+/// and one at the end of each answer.
 pub(super) fn events(answers: BegunAnswers, id: RequestId) -> Events {
     let usage = answers.usage();
+    let of_prompt = answers.prompts.first().and_then(|prompt| prompt.logprobs.as_deref()).map(|logprobs| {
+        let logprobs = prompt_logprobs_to_wire(logprobs).unwrap_or_default();
+        Ok(event(0, Event::PromptLogprobs(logprobs)))
+    });
     let events = answers.into_deltas().flat_map(move |delta| {
         let events = match delta {
             Ok(delta) => {
@@ -30,7 +35,7 @@ pub(super) fn events(answers: BegunAnswers, id: RequestId) -> Events {
         };
         futures::stream::iter(events.into_iter().flatten())
     });
-    events.boxed()
+    futures::stream::iter(of_prompt).chain(events).boxed()
 }
 
 fn event(choice: usize, event: Event) -> v1::GenerateEvent {

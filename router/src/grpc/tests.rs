@@ -182,6 +182,7 @@ async fn of_grpc(mut events: Events) -> Answers {
                     whole.calls[at].iter_mut().zip(parts).for_each(|(text, part)| *text += &part);
                 }
             }
+            Event::PromptLogprobs(_) => panic!("nobody asked"),
             Event::End(end) => {
                 assert_eq!(end.completion_tokens as usize, whole.tokens.len());
                 assert_eq!(end.request_id, "r1");
@@ -294,6 +295,35 @@ async fn texts_are_the_same_over_both() {
     ];
     for (fields, fill) in cases {
         check(mock, "abc", TEXTS, fields, fill).await;
+    }
+}
+
+/// They come once, before all tokens.
+#[tokio::test(start_paused = true)]
+async fn log_probabilities_of_prompts_are_the_same_over_both() {
+    let serve = FakeServe::saying("x");
+    let answer = over_http(&serve, mock(), TEXTS, &json!({"prompt_logprobs": 2, "n": 2})).await.json();
+    let expected = answer["choices"][0]["prompt_logprobs"].as_array().expect("a list");
+    let n = expected.len() - 1;
+    assert_ne!(n, 0, "{answer}");
+    let request = call_of(TEXTS, |request| {
+        (sampling(request).prompt_logprobs, request.n) = (Some(2), Some(2));
+    });
+    let mut events = over_grpc(&serve, mock(), request).await.expect("accepted");
+    let first = events.next().await.expect("an event").expect("a good stream");
+    let Some(Event::PromptLogprobs(found)) = first.event else { panic!("{first:?}") };
+    assert_eq!(found.chosen, (1..=n).map(|nth| -(nth as f32)).collect::<Vec<_>>());
+    assert_eq!((found.ranks, found.top_tokens), (vec![3; n], [65, 66].repeat(n)));
+    assert_eq!(found.top_logprobs.len(), 2 * n);
+    for (expected, top) in expected[1..].iter().zip(found.top_logprobs.chunks(2)) {
+        assert_eq!(
+            (&expected["65"]["logprob"], &expected["66"]["logprob"]),
+            (&json!(top[0]), &json!(top[1]))
+        );
+    }
+    while let Some(event) = events.next().await {
+        let event = event.expect("a good stream").event;
+        assert!(!matches!(event, Some(Event::PromptLogprobs(_))), "{event:?}");
     }
 }
 
@@ -442,6 +472,9 @@ async fn refusals_of_texts_are_the_same_over_both() {
         }),
         (TEXTS, json!({"logprobs": 99}), "sampling.logprobs", |request| {
             sampling(request).logprobs = Some(99)
+        }),
+        (TEXTS, json!({"prompt_logprobs": 21}), "sampling.prompt_logprobs", |request| {
+            sampling(request).prompt_logprobs = Some(21);
         }),
         (TEXTS, json!({"max_tokens": 0}), "stop.max_tokens", |request| stop(request).max_tokens = Some(0)),
         (TEXTS, json!({"min_tokens": 600}), "stop.min_tokens", |request| stop(request).min_tokens = 600),
