@@ -311,7 +311,7 @@ The model needs a `tokenizer.json`. A mask costs a CPU about 50 µs, while a GPU
 
 ## gRPC
 
-`baton.v1.Inference` (`proto/proto/baton/v1/inference.proto`) takes a text, token ids or a chat. Parameters, defaults, checks and answers are HTTP's. Each event names its answer (`choice`). An error names the message's field (`chat.messages[2].role`); its code is the metadata `baton-code`. Unlike over HTTP, a text without `max_tokens` may fill the context, and a named call ends as `TOOL_CALLS`. Only HTTP has several prompts, `echo`, and the prompt's ids and log-probabilities.
+`baton.v1.Inference` (`proto/proto/baton/v1/inference.proto`) takes a text, token ids or a chat. Parameters, defaults, checks and answers are HTTP's. Each event names its answer (`choice`). An error names the message's field (`chat.messages[2].role`); its code is the metadata `baton-code`. Unlike over HTTP, a text without `max_tokens` may fill the context, and a named call ends as `TOOL_CALLS`. `prompt_logprobs` come once, before all tokens. Only HTTP has several prompts, `echo`, and the prompt's ids.
 
 ## Request fields
 
