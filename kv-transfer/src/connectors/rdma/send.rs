@@ -60,7 +60,7 @@ impl RdmaSendPath {
             parts: parts.clone(),
             adapter,
             connected: OnceLock::new(),
-            under_way: Arc::default(),
+            under_way: Arc::new(UnderWay::new(n_pairs(parts))),
             next: AtomicU32::new(0),
         })
     }
@@ -71,7 +71,7 @@ impl RdmaSendPath {
         // Nothing is received here, but some devices do not create an empty receive queue, so there is room
         // for one.
         let room = Room { writes: WRITES_MAX, receives: 1 };
-        let n = self.parts.settings.streams.clamp(1, PAIRS_MAX);
+        let n = n_pairs(&self.parts);
         let made = Pairs::new(adapter, n, room, || world.draw())?;
         write_end(stream, &made.end(adapter, Vec::new())).await.map_err(TransferError::lost)?;
         let there = read_answer(stream, n).await.map_err(TransferError::lost)?;
@@ -81,8 +81,18 @@ impl RdmaSendPath {
         }
         made.connect(adapter, &there)?;
         let (completions, under_way) = (made.completions, Arc::clone(&self.under_way));
+        let stall = self.parts.settings.stall();
         let watching = spawn_guarded(&self.parts.gate, "rdma sender", async move {
-            let Err(error) = watch(completions, |completion| under_way.done(completion)).await;
+            let take = |completion| {
+                let frame = under_way.done(completion)?;
+                // The waiting task may be gone, so a failed send is ignored.
+                frame.and_then(|frame| frame.done).map(|done| done.send(()));
+                Ok(())
+            };
+            let error = tokio::select! {
+                Err(error) = watch(completions, take) => error,
+                error = under_way.stalled(stall) => error,
+            };
             under_way.lose(error);
         });
         let pairs = made.pairs.into_iter().map(Pair::new).collect();
@@ -232,6 +242,11 @@ impl RdmaSendPath {
         self.flip(&runs, bit).await?;
         writer.write(&frame(transfer, piece, number?, digests)).await
     }
+}
+
+/// The queue pairs of a link: one for each stream.
+fn n_pairs(parts: &ConnectorParts) -> u16 {
+    parts.settings.streams.clamp(1, PAIRS_MAX)
 }
 
 fn frame(transfer: TransferId, piece: LaneSpan, number: u32, digests: Vec<Digest>) -> Frame {
