@@ -3,12 +3,11 @@
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
 
-use baton_engine::{
-    Backend, CpuBackend, CpuSettings, PromptTargets, Row, RowInput, SampleSpec, SlotId, StepBatch,
-};
+use baton_engine::conformance::alone::step;
+use baton_engine::{Backend, CpuBackend, CpuSettings, PromptTargets, Row, RowInput, SlotId, StepBatch};
 use serde::Deserialize;
 use types::step::PromptLogprob;
-use types::{BlockIdx, KvDtype, Sampling, StopRules, TokenId};
+use types::{BlockIdx, KvDtype, TokenId};
 
 /// Results of `transformers` in float32, from a file.
 #[derive(Deserialize)]
@@ -51,42 +50,6 @@ fn spread(folder: &Path, kv_dtype: KvDtype, ranks: u16) -> CpuBackend {
     let ranks = NonZero::new(ranks).expect("some");
     let settings = CpuSettings { kv_dtype, ranks, ..CpuSettings::default() };
     CpuBackend::open(folder, 16 << 20, &settings).expect("the model opens")
-}
-
-/// Runs one step over `tokens` from position `start` on. Returns the next token and the log-probability of
-/// every token.
-fn step(
-    backend: &mut CpuBackend,
-    tokens: &[TokenId],
-    start: usize,
-    n_top: u8,
-) -> (TokenId, Vec<(TokenId, f32)>) {
-    let n_groups = backend.model().layout.groups.len() as u32;
-    let tables: Vec<Vec<BlockIdx>> =
-        (0..n_groups).map(|group| (0..60).map(|nth| BlockIdx(nth * n_groups + group)).collect()).collect();
-    let tables: Vec<&[BlockIdx]> = tables.iter().map(Vec::as_slice).collect();
-    let sampling = Sampling { logprobs: Some(n_top), ..Sampling::default() };
-    let stop = StopRules::default();
-    let sample = SampleSpec {
-        sampling: &sampling,
-        stop: &stop,
-        history: &[],
-        n_prompt: 0,
-        index: 0,
-        constraint: None,
-    };
-    let row = Row {
-        slot: SlotId(1),
-        input: RowInput::Tokens(tokens),
-        start,
-        tables: &tables,
-        prompt_logprobs: None,
-        sample: Some(sample),
-    };
-    let launched = backend.launch(StepBatch { rows: &[row] }).expect("launched");
-    let output = backend.collect(launched).expect("collected");
-    let sampled = output.rows[0].clone().expect("the row succeeds").expect("a token was asked for");
-    (sampled.token, sampled.logprobs.expect("they were asked for").top)
 }
 
 /// Continues a prompt greedily. Returns the tokens, and each step's log-probabilities.

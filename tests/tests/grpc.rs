@@ -52,7 +52,7 @@ async fn both_doors_give_the_same_tokens() {
         match event.event.expect("an event") {
             Event::Token(token) => tokens.push(token.step.expect("a step").token),
             Event::End(last) => end = Some(last),
-            Event::PromptLogprobs(_) => panic!("nobody asked"),
+            Event::PromptLogprobs(_) => panic!("the call does not ask for log-probabilities"),
         }
     }
     assert_eq!(tokens, http.tokens);
@@ -125,7 +125,7 @@ async fn answers(up: &Up, request: v1::GenerateRequest) -> Vec<Whole> {
         match event.event.expect("an event") {
             Event::Token(token) => wholes[at].add(token),
             Event::End(end) => wholes[at].end = Some(end),
-            Event::PromptLogprobs(_) => panic!("nobody asked"),
+            Event::PromptLogprobs(_) => panic!("the call does not ask for log-probabilities"),
         }
     }
     wholes

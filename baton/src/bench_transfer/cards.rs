@@ -2,8 +2,9 @@
 
 use std::sync::OnceLock;
 
+use device::HostMemory;
 use device::cuda::{Cache, Card, HostPath, PageCopier, PageCopierSize, RemoteMemory};
-use kv_cache::KvMemory;
+use kv_cache::{KvMemory, OnCard};
 use types::KvLayout;
 
 use crate::bench_transfer::ends::{failed, not_moved};
@@ -44,8 +45,7 @@ pub enum PlainCopy {
 
 impl PlainCopy {
     pub(super) fn between(near: &KvMemory, far: &KvMemory) -> Result<Self, CommandError> {
-        let no_card = || not_moved("KV is not on a GPU");
-        let (near, far) = (near.on_card().ok_or_else(no_card)?, far.on_card().ok_or_else(no_card)?);
+        let (near, far) = on_cards(near, far)?;
         let (fd, bytes) = near.memory().export().map_err(failed)?;
         let remote = far.memory().import(&fd, bytes).map_err(failed)?;
         let copier = PageCopier::new(far.memory(), PageCopierSize::default()).map_err(failed)?;
@@ -53,20 +53,23 @@ impl PlainCopy {
     }
 
     pub(super) fn through_host(near: &KvMemory, far: &KvMemory) -> Result<Self, CommandError> {
-        let no_card = || not_moved("KV is not on a GPU");
-        let (near, far) = (near.on_card().ok_or_else(no_card)?, far.on_card().ok_or_else(no_card)?);
-        Ok(Self::ThroughHost(HostPath::between(near.memory(), far.memory()).map_err(failed)?))
+        let (near, far) = on_cards(near, far)?;
+        let host = HostMemory::new(&[HostPath::HOST]).map_err(failed)?;
+        Ok(Self::ThroughHost(HostPath::over(&host, near.memory(), far.memory()).map_err(failed)?))
     }
 
     /// Copies the first `bytes` bytes of the memory `near` to the memory `far`.
     pub(super) fn copy(&self, near: &KvMemory, far: &KvMemory, bytes: usize) -> Result<(), CommandError> {
-        let no_card = || not_moved("KV is not on a GPU");
-        let (near, far) = (near.on_card().ok_or_else(no_card)?, far.on_card().ok_or_else(no_card)?);
+        let (near, far) = on_cards(near, far)?;
         match self {
-            Self::Direct { copier, remote } => {
-                copier.copy_plainly(remote, far.memory(), bytes).map_err(failed)
-            }
-            Self::ThroughHost(path) => path.copy(near.memory(), far.memory(), bytes).map_err(failed),
+            Self::Direct { copier, remote } => copier.copy_plainly(remote, far.memory(), bytes),
+            Self::ThroughHost(path) => path.copy(near.memory(), far.memory(), bytes),
         }
+        .map_err(failed)
     }
+}
+
+fn on_cards<'a>(near: &'a KvMemory, far: &'a KvMemory) -> Result<(OnCard<'a>, OnCard<'a>), CommandError> {
+    let no_card = || not_moved("KV is not on a GPU");
+    Ok((near.on_card().ok_or_else(no_card)?, far.on_card().ok_or_else(no_card)?))
 }

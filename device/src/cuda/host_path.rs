@@ -10,7 +10,7 @@ use super::CudaError;
 use super::error::ensure;
 use super::memory::DeviceMemory;
 use super::slots::Slots;
-use crate::memory::{HostMemory, MemoryError};
+use crate::memory::HostMemory;
 use crate::regions::RegionShape;
 
 /// The bytes of one copy. The next piece goes down while one goes up.
@@ -26,13 +26,13 @@ pub struct HostPath {
 }
 
 impl HostPath {
-    pub fn between(near: &DeviceMemory, far: &DeviceMemory) -> Result<Self, MemoryError> {
-        let host = HostMemory::new(&[RegionShape { page_bytes: PIECE_BYTES, n_pages: N_PIECES }])?;
-        let device = |source| MemoryError::Device { bytes: 0, source };
-        let slots = Slots::in_host_memory(&host, &[near, far]).map_err(device)?;
-        let stream = |memory: &DeviceMemory| {
-            memory.context().new_stream().map_err(CudaError::during("make a stream")).map_err(device)
-        };
+    /// The shape of the host memory.
+    pub const HOST: RegionShape = RegionShape { page_bytes: PIECE_BYTES, n_pages: N_PIECES };
+
+    pub fn over(host: &HostMemory, near: &DeviceMemory, far: &DeviceMemory) -> Result<Self, CudaError> {
+        let slots = Slots::in_host_memory(host, &[near, far])?;
+        let stream =
+            |memory: &DeviceMemory| memory.context().new_stream().map_err(CudaError::during("make a stream"));
         Ok(Self { slots, down: stream(near)?, up: stream(far)? })
     }
 
@@ -40,7 +40,6 @@ impl HostPath {
     pub fn copy(&self, near: &DeviceMemory, far: &DeviceMemory, bytes: usize) -> Result<(), CudaError> {
         let fits = bytes <= near.bytes() && bytes <= far.bytes();
         ensure("plain copy", fits, "more bytes than both memories have")?;
-        let failed = CudaError::during("copy between a GPU and the host");
         let mut is_up = Vec::new();
         for (nth, start) in (0..bytes).step_by(PIECE_BYTES).enumerate() {
             let n = PIECE_BYTES.min(bytes - start);
@@ -54,7 +53,7 @@ impl HostPath {
             piece(&self.up, host, far.page_address(0, 0) + start as u64, n)?;
             is_up.push(self.up.record_event(None).map_err(CudaError::during("mark a copy"))?);
         }
-        self.up.synchronize().map_err(failed)
+        self.up.synchronize().map_err(CudaError::during("copy between a GPU and the host"))
     }
 }
 

@@ -3,6 +3,7 @@
 //! A check panics if the contract is broken. It compares tokens with each other, not with expected ones,
 //! because a model may sample any token.
 
+pub mod alone;
 pub mod grammar;
 mod sequence;
 pub mod sleep;

@@ -5,6 +5,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use chassis::identity::link;
@@ -24,7 +25,7 @@ use super::link::kv_path::{KvFrame, KvPath, Receipt, wrong_place};
 use super::link::send_path::KvSendPath;
 use super::link::span_in::read_span;
 use super::link::span_out::{SpanOut, corrupt_first, write_span};
-use super::link::stream::{FrameReader, FrameWriter, within};
+use super::link::stream::{FrameReader, FrameWriter};
 use crate::connector::{Auto, KvConnector, WireKind};
 use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
@@ -174,11 +175,8 @@ impl KvPath for InlineKv {
         let Some(landing) = landing else {
             return reader.skip(payload_bytes).await.map(|()| Receipt::dropped());
         };
-        let slot = match &self.slots {
-            Some(slots) => within(reader.stall(), "waiting for a slot", slots.take(payload_bytes)).await?,
-            None => None,
-        };
-        let Some((mover, slot)) = slot else {
+        let lent = slot_for(payload_bytes, self.slots.as_ref(), reader.stall()).await?;
+        let Some((mover, slot)) = lent else {
             let digests = digests.here()?;
             return read_span(reader, &landing, &span, &digests, payload_bytes).await.map(Receipt::Done);
         };
@@ -186,7 +184,8 @@ impl KvPath for InlineKv {
             return reader.skip(payload_bytes).await.map(|()| Receipt::dropped());
         }
         reader.fill(&mut slot.write()?[..payload_bytes]).await?;
-        let fetch = async move { take_slot(&*mover, slot.start(), &landing, &span, digests).await };
+        let fetch =
+            async move { take_slot(&*mover, slot.start(), &landing, &span, payload_bytes, digests).await };
         Ok(Receipt::Pending(Box::pin(fetch)))
     }
 }
@@ -214,16 +213,22 @@ impl KvSendPath for Sockets {
         if span.out.is_over() {
             return Ok(());
         }
-        let slot = match &self.slots {
-            Some(slots) => {
-                within(parts.settings.stall(), "waiting for a slot", slots.take(span.bytes(parts))).await?
-            }
-            None => None,
-        };
-        match slot {
+        match slot_for(span.bytes(parts), self.slots.as_ref(), parts.settings.stall()).await? {
             None => write_span(writer, parts, span).await,
             Some((mover, slot)) => write_slot(writer, parts, &span, &*mover, &slot).await,
         }
+    }
+}
+
+/// Waits for a slot for `bytes` of KV. Returns `None` if the processor copies them.
+async fn slot_for(
+    bytes: usize,
+    slots: Option<&SlotPool>,
+    stall: Duration,
+) -> Result<Option<(Arc<dyn PageMover>, Arc<Slot>)>, TransferError> {
+    match slots {
+        Some(slots) => slots.take(bytes, stall).await,
+        None => Ok(None),
     }
 }
 

@@ -182,7 +182,7 @@ async fn of_grpc(mut events: Events) -> Answers {
                     whole.calls[at].iter_mut().zip(parts).for_each(|(text, part)| *text += &part);
                 }
             }
-            Event::PromptLogprobs(_) => panic!("nobody asked"),
+            Event::PromptLogprobs(_) => panic!("the call does not ask for log-probabilities"),
             Event::End(end) => {
                 assert_eq!(end.completion_tokens as usize, whole.tokens.len());
                 assert_eq!(end.request_id, "r1");

@@ -4,13 +4,23 @@ use super::header::Header;
 
 /// The architectures that are read, by llama.cpp's names.
 const ARCHITECTURES: &[Architecture] = &[
-    Architecture { name: "llama", class: "LlamaForCausalLM", experts: Experts::NONE, rows: RowOrder::Pairs },
-    Architecture { name: "qwen2", class: "Qwen2ForCausalLM", experts: Experts::NONE, rows: RowOrder::Halves },
-    Architecture { name: "qwen3", class: "Qwen3ForCausalLM", experts: Experts::NONE, rows: RowOrder::Halves },
+    Architecture { name: "llama", class: "LlamaForCausalLM", experts: Experts::USUAL, rows: RowOrder::Pairs },
+    Architecture {
+        name: "qwen2",
+        class: "Qwen2ForCausalLM",
+        experts: Experts::USUAL,
+        rows: RowOrder::Halves,
+    },
+    Architecture {
+        name: "qwen3",
+        class: "Qwen3ForCausalLM",
+        experts: Experts::USUAL,
+        rows: RowOrder::Halves,
+    },
     Architecture {
         name: "qwen3moe",
         class: "Qwen3MoeForCausalLM",
-        experts: Experts { part: "mlp", matrices: ["gate_proj", "up_proj", "down_proj"] },
+        experts: Experts::USUAL,
         rows: RowOrder::Halves,
     },
 ];
@@ -44,7 +54,7 @@ pub(super) struct Experts {
 }
 
 impl Experts {
-    const NONE: Self = Self { part: "mlp", matrices: ["gate_proj", "up_proj", "down_proj"] };
+    const USUAL: Self = Self { part: "mlp", matrices: ["gate_proj", "up_proj", "down_proj"] };
 }
 
 /// The order of the rows of q and k within a head. Rotary embedding turns two of them together.

@@ -5,16 +5,15 @@ use kernels::cpu::Format;
 use serde_json::{Value as Json, json};
 use tempfile::TempDir;
 use tokenizers::Tokenizer;
-use types::{BlockIdx, KvDtype, Sampling, StopRules, TokenId};
+use types::{KvDtype, TokenId};
 
 use super::blocks::{Blocks, StoredAs};
 use super::*;
+use crate::conformance::alone::step;
 use crate::load::made::{self, Form};
 use crate::load::safetensors::TensorFile;
 use crate::load::{Checkpoint, Quantize};
-use crate::{
-    Backend as _, CpuBackend, CpuSettings, PendingStep, Row, RowInput, SampleSpec, SlotId, StepBatch,
-};
+use crate::{CpuBackend, CpuSettings};
 
 const MODELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/models");
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../models/demo");
@@ -54,32 +53,8 @@ fn logits(folder: &Path, quantize: Quantize) -> [Vec<(TokenId, f32)>; 2] {
     let settings = CpuSettings { kv_dtype: KvDtype::F32, ranks: one, quantize, ..CpuSettings::default() };
     let mut backend = CpuBackend::open(folder, 16 << 20, &settings).expect("it opens");
     let prompt: Vec<TokenId> = (0..37).map(|nth| TokenId(3 + nth * 7 % 90)).collect();
-    [(prompt.as_slice(), 0), (&[TokenId(5)], prompt.len())].map(|(tokens, start)| {
-        let table: Vec<BlockIdx> = (0..30).map(BlockIdx).collect();
-        let (sampling, stop) =
-            (Sampling { logprobs: Some(u8::MAX), ..Sampling::default() }, StopRules::default());
-        let sample = SampleSpec {
-            sampling: &sampling,
-            stop: &stop,
-            history: &[],
-            n_prompt: 0,
-            index: 0,
-            constraint: None,
-        };
-        let (input, tables) = (RowInput::Tokens(tokens), [table.as_slice()]);
-        let row = Row {
-            slot: SlotId(1),
-            input,
-            start,
-            tables: &tables,
-            prompt_logprobs: None,
-            sample: Some(sample),
-        };
-        let launched: PendingStep = backend.launch(StepBatch { rows: &[row] }).expect("launched");
-        let output = backend.collect(launched).expect("collected");
-        let sampled = output.rows[0].clone().expect("the row succeeds").expect("a token was asked for");
-        sampled.logprobs.expect("they were asked for").top
-    })
+    [(prompt.as_slice(), 0), (&[TokenId(5)], prompt.len())]
+        .map(|(tokens, start)| step(&mut backend, tokens, start, u8::MAX).1)
 }
 
 /// Writes a model of another shape, with random weights.

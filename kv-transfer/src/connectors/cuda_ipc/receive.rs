@@ -63,7 +63,7 @@ impl CudaIpcPath {
 impl Drop for CudaIpcPath {
     fn drop(&mut self) {
         for (lane, remote) in self.remotes.drain(..) {
-            self.copy_threads.of(lane.to).unmap(remote);
+            self.copy_threads.of(lane.to).release(remote);
         }
     }
 }

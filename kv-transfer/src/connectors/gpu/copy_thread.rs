@@ -4,7 +4,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 use chassis::Gate;
-use device::cuda::{CopyJob, CudaError, PageCopier, PageCopierSize, RemoteMemory, Slots};
+use device::cuda::{CopyJob, CudaError, PageCopier, PageCopierSize};
 use kv_cache::KvMemory;
 use tokio::sync::{mpsc, oneshot};
 use tracing::trace;
@@ -51,26 +51,28 @@ impl CopyThreads {
 #[derive(Debug)]
 enum ThreadJob {
     Take { copy_job: CopyJob, answer: oneshot::Sender<Result<Vec<u64>, CudaError>>, held: Held },
-    Unmap(Arc<RemoteMemory>),
-    Release(Arc<Slots>),
+    Release(Guard),
 }
 
-/// Keeps a slot from other users until it is dropped.
-pub(in crate::connectors) type SlotGuard = Arc<dyn Any + Send + Sync>;
+/// A value that is held for its drop: a slot, slots, or a peer's memory.
+pub(in crate::connectors) type Guard = Arc<dyn Any + Send + Sync>;
 
 /// What must live until a copy job is done, even if its answer is no longer awaited.
 #[derive(Debug, Default)]
 pub(in crate::connectors) struct Held {
     /// Counts the copy for its landing.
     pub(in crate::connectors) pending_copy: Option<PendingCopy>,
-    /// The slots that the job uses, and the guard of its slot.
-    #[expect(dead_code, reason = "held for their Drop")]
-    pub(in crate::connectors) slots: Option<(Arc<Slots>, Option<SlotGuard>)>,
+    /// The slots that the job uses.
+    #[expect(dead_code, reason = "held for its Drop")]
+    pub(in crate::connectors) slots: Option<Guard>,
+    /// Keeps the job's slot from other users.
+    #[expect(dead_code, reason = "held for its Drop")]
+    pub(in crate::connectors) slot: Option<Guard>,
 }
 
 impl Held {
     pub(in crate::connectors) fn pending(pending_copy: PendingCopy) -> Self {
-        Self { pending_copy: Some(pending_copy), slots: None }
+        Self { pending_copy: Some(pending_copy), ..Self::default() }
     }
 }
 
@@ -114,15 +116,10 @@ impl CopyThread {
         self.waiting.reserve().await.map(Room).map_err(|_| TransferError::Closed)
     }
 
-    /// Releases a peer's memory on the thread, because that waits until the GPU no longer uses it.
-    pub(in crate::connectors) fn unmap(&self, remote: Arc<RemoteMemory>) {
+    /// Releases slots or a peer's memory on the thread, because that waits until the GPU no longer uses them.
+    pub(in crate::connectors) fn release(&self, guard: Guard) {
         // If the queue is full, the memory is released here, when this call drops it.
-        let _ = self.waiting.try_send(ThreadJob::Unmap(remote));
-    }
-
-    /// Releases slots on the thread, for the same reason.
-    pub(in crate::connectors) fn release(&self, slots: Arc<Slots>) {
-        let _ = self.waiting.try_send(ThreadJob::Release(slots));
+        let _ = self.waiting.try_send(ThreadJob::Release(guard));
     }
 }
 
@@ -153,8 +150,7 @@ impl UnderWay {
 fn wait_for_all(copier: &PageCopier, mut jobs: mpsc::Receiver<ThreadJob>) {
     while let Some(job) = jobs.blocking_recv() {
         match job {
-            ThreadJob::Unmap(remote) => drop(remote),
-            ThreadJob::Release(slots) => drop(slots),
+            ThreadJob::Release(guard) => drop(guard),
             ThreadJob::Take { copy_job, answer, held } => {
                 let digests = copier.take(copy_job);
                 trace!(target: "walk", writes = held.pending_copy.is_some(), "GPU copy job finished");

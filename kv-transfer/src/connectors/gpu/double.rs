@@ -21,14 +21,21 @@ pub(in crate::connectors) struct DoubleStaging(pub(in crate::connectors) KvMemor
 
 impl HostStaging for DoubleStaging {
     fn mover(&self, slots: &SlotMemory) -> Result<Arc<dyn PageMover>, TransferError> {
-        Ok(Arc::new(DoubleMover { memory: self.0.clone(), slots: slots.clone() }))
+        Ok(Arc::new(DoubleMover::new(self.0.clone(), slots.clone())))
     }
 }
 
+/// Copies between a node's pages in host memory and slots in host memory.
 #[derive(Debug)]
-struct DoubleMover {
+pub(in crate::connectors) struct DoubleMover {
     memory: KvMemory,
     slots: SlotMemory,
+}
+
+impl DoubleMover {
+    pub(in crate::connectors) fn new(memory: KvMemory, slots: SlotMemory) -> Self {
+        Self { memory, slots }
+    }
 }
 
 #[async_trait]
@@ -39,7 +46,7 @@ impl PageMover for DoubleMover {
         span: &SpanOut,
         digests: PageDigests,
     ) -> Result<Gathering, TransferError> {
-        let SlotMemory::Own(slots) = &self.slots else { unreachable!("nobody writes a peer's slots") };
+        let SlotMemory::Own(slots) = &self.slots else { unreachable!("the slots of a peer are only read") };
         let slot = to.slot as u32;
         let mut slot = slots.write(0, slot..slot + 1).map_err(busy)?;
         gathered(&self.memory, span, digests, &mut slot[to.offset..]).map(Gathering::Done)
@@ -71,7 +78,7 @@ impl PageMover for DoubleMover {
 }
 
 /// Copies a span's pages into a slot, and returns their digests.
-pub(in crate::connectors) fn gathered(
+fn gathered(
     memory: &KvMemory,
     span: &SpanOut,
     digests: PageDigests,
@@ -87,7 +94,7 @@ pub(in crate::connectors) fn gathered(
 }
 
 /// Copies a slot's bytes into a landing's pages, and returns the digests of the pages; `None` if the landing is closed.
-pub(in crate::connectors) fn scattered(
+fn scattered(
     slot: &[u8],
     landing: &OpenLanding,
     span: &LaneSpan,

@@ -15,7 +15,7 @@ use tokio::task::spawn_blocking;
 use tracing::{trace, warn};
 use types::{KvSpan, in_full};
 
-use super::copy_thread::{CopyThreads, Held, SlotGuard, UnderWay};
+use super::copy_thread::{CopyThreads, Guard, Held, UnderWay};
 use super::pages::{card_of, check, sent, wanted};
 use crate::connector_parts::ConnectorParts;
 use crate::connectors::link::frame::FrameError;
@@ -28,12 +28,12 @@ use crate::lanes::LaneSpan;
 use crate::pending_copies::PendingCopy;
 
 /// A place in a slot.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(in crate::connectors) struct InSlot {
     pub(in crate::connectors) slot: usize,
     pub(in crate::connectors) offset: usize,
     /// It is dropped when no copy job uses the slot any more.
-    pub(in crate::connectors) guard: Option<SlotGuard>,
+    pub(in crate::connectors) guard: Option<Guard>,
 }
 
 impl InSlot {
@@ -163,7 +163,7 @@ impl CardMover {
 
     /// Returns what must live until a copy job is done: the slots, the slot's guard and the landing's count of copies.
     fn held(&self, place: &InSlot, pending_copy: Option<PendingCopy>) -> Held {
-        Held { pending_copy, slots: Some((Arc::clone(self.slots()), place.guard.clone())) }
+        Held { pending_copy, slots: Some(Arc::clone(self.slots()) as Guard), slot: place.guard.clone() }
     }
 }
 
@@ -183,6 +183,7 @@ pub(in crate::connectors) async fn take_slot(
     from: InSlot,
     landing: &OpenLanding,
     span: &LaneSpan,
+    bytes: usize,
     digests: FrameDigests,
 ) -> Result<Vec<KvSpan>, TransferError> {
     let (transfer, blocks) = (landing.landing().transfer, &span.blocks);
@@ -192,7 +193,6 @@ pub(in crate::connectors) async fn take_slot(
     let Some(said) = digests.wait().await else { return Ok(Vec::new()) };
     check_count(&said, &here)?;
     let wrong = differing(landing, span, &said, &here);
-    let bytes = landing.runs(span).bytes();
     // A landing that has just failed requests no page again, so the list is empty then.
     Ok(landing.arrived(span, bytes, &wrong).map(|()| wrong).unwrap_or_default())
 }
@@ -247,12 +247,16 @@ pub(in crate::connectors) fn of_cards(
         return Ok(None);
     }
     if let Err(error) = check(&parts.memory) {
-        warn!(error = in_full(&error), "GPUs cannot access slots in host memory, the processor copies KV");
+        warn_of(&error);
         return Ok(None);
     }
     let size = PageCopierSize::of(parts.settings.multiprocessors(MULTIPROCESSORS));
     let copy_threads = CopyThreads::start(&parts.memory, size, &parts.gate)?;
     Ok(Some(Arc::new(CardStaging { memory: parts.memory.clone(), copy_threads })))
+}
+
+fn warn_of(error: &TransferError) {
+    warn!(error = in_full(error), "GPUs cannot access slots in host memory, the processor copies KV");
 }
 
 impl HostStaging for CardStaging {
@@ -273,31 +277,27 @@ impl HostStaging for CardStaging {
 /// copies.
 #[derive(Debug)]
 pub(in crate::connectors) struct LazyMover {
+    /// `None` if the processor copies.
     staging: Option<Arc<dyn HostStaging>>,
+    slots: SlotMemory,
     mover: OnceCell<Option<Arc<dyn PageMover>>>,
 }
 
 impl LazyMover {
-    pub(in crate::connectors) fn new(staging: Option<Arc<dyn HostStaging>>) -> Self {
-        Self { staging, mover: OnceCell::new() }
+    pub(in crate::connectors) fn new(staging: Option<Arc<dyn HostStaging>>, slots: SlotMemory) -> Self {
+        Self { staging, slots, mover: OnceCell::new() }
     }
 
     /// Returns the mover. The first call page-locks the slots, on a blocking thread.
-    pub(in crate::connectors) async fn get(
-        &self,
-        memory: impl FnOnce() -> SlotMemory,
-    ) -> Result<Option<&Arc<dyn PageMover>>, TransferError> {
+    pub(in crate::connectors) async fn get(&self) -> Result<Option<&Arc<dyn PageMover>>, TransferError> {
         let Some(staging) = &self.staging else { return Ok(None) };
         let make = || async {
-            let (staging, memory) = (Arc::clone(staging), memory());
-            let made = spawn_blocking(move || staging.mover(&memory)).await;
+            let (staging, slots) = (Arc::clone(staging), self.slots.clone());
+            let made = spawn_blocking(move || staging.mover(&slots)).await;
             made.map_err(|_| TransferError::Closed).map(|made| match made {
                 Ok(mover) => Some(mover),
                 Err(error) => {
-                    warn!(
-                        error = in_full(&error),
-                        "GPUs cannot access slots in host memory, the processor copies KV"
-                    );
+                    warn_of(&error);
                     None
                 }
             })

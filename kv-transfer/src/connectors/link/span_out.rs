@@ -28,15 +28,12 @@ pub(in crate::connectors) struct SpanOut {
     pub(in crate::connectors) pending_copy: PendingCopy,
 }
 
-/// Writes one KV frame on the stream itself, unless its transfer is already over.
+/// Writes one KV frame on the stream itself.
 pub(in crate::connectors) async fn write_span(
     writer: &mut FrameWriter,
     parts: &ConnectorParts,
     span: SpanOut,
 ) -> Result<(), TransferError> {
-    if span.out.is_over() {
-        return Ok(());
-    }
     let (runs, digests) = (span.runs(parts), span.digests(parts)?);
     let body = Body::Kv { span: span.piece.span.clone(), digests: Some(digests), place: KvPlace::Inline };
     let frame = Frame::new(span.out.transfer(), body).on(span.piece.lane);

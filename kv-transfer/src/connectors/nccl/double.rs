@@ -8,21 +8,18 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use async_trait::async_trait;
-use device::cuda::{CopyDone, PageDigests};
+use device::cuda::CopyDone;
+use device::{HostMemory, PageMut, RegionShape};
 use kv_cache::KvMemory;
 
 use super::backend::{Communicator, End, ID_BYTES, NcclBackend, QueueId, Stage};
-use crate::connectors::gpu::double::{gathered, scattered};
-use crate::connectors::gpu::staging::{Gathering, InSlot, PageMover};
-use crate::connectors::link::span_out::SpanOut;
-use crate::digest::Digest;
+use crate::connectors::gpu::double::DoubleMover;
+use crate::connectors::gpu::staging::{PageMover, SlotMemory};
+use crate::connectors::link::span_in::busy;
 use crate::error::TransferError;
 use crate::faults::flip;
-use crate::landing::OpenLanding;
-use crate::lanes::LaneSpan;
 
-const N_SLOTS: usize = 3;
+const N_SLOTS: u32 = 3;
 
 /// The queues between the nodes of one process. Clones share them.
 #[derive(Clone, Debug, Default)]
@@ -107,36 +104,43 @@ impl NcclBackend for HostBackend {
     }
 
     fn stage(&self, _rank: u16) -> Result<Arc<dyn Stage>, TransferError> {
-        let slots = (0..N_SLOTS).map(|_| Mutex::new(vec![0; self.slot_bytes])).collect();
-        let (double, memory) = (self.double.clone(), self.memory.clone());
-        Ok(Arc::new(HostStage { double, memory, slot_bytes: self.slot_bytes, slots }))
+        let shape = RegionShape { page_bytes: self.slot_bytes, n_pages: N_SLOTS };
+        let slots = HostMemory::new(&[shape]);
+        let slots = Arc::new(slots.map_err(|source| TransferError::Share { source: Arc::new(source) })?);
+        let mover = DoubleMover::new(self.memory.clone(), SlotMemory::Own(Arc::clone(&slots)));
+        Ok(Arc::new(HostStage { double: self.double.clone(), mover, slots }))
     }
 }
 
 #[derive(Debug)]
 struct HostStage {
     double: Double,
-    memory: KvMemory,
-    slot_bytes: usize,
-    /// Each slot has one owner at a time; the lock is for the compiler.
-    slots: Vec<Mutex<Vec<u8>>>,
+    mover: DoubleMover,
+    /// Each slot has one owner at a time.
+    slots: Arc<HostMemory>,
+}
+
+impl HostStage {
+    fn slot(&self, slot: usize) -> Result<PageMut<'_>, TransferError> {
+        self.slots.write(0, slot as u32..slot as u32 + 1).map_err(busy)
+    }
 }
 
 impl Stage for HostStage {
     fn n_slots(&self) -> usize {
-        N_SLOTS
+        self.slots.shape(0).n_pages as usize
     }
 
     fn slot_bytes(&self) -> usize {
-        self.slot_bytes
+        self.slots.shape(0).page_bytes
     }
 
     fn mover(&self) -> &dyn PageMover {
-        self
+        &self.mover
     }
 
     fn flip(&self, slot: usize, bit: usize) -> Result<(), TransferError> {
-        flip(&mut locked(&self.slots[slot]), bit as u64);
+        flip(&mut self.slot(slot)?, bit as u64);
         Ok(())
     }
 
@@ -151,28 +155,6 @@ impl Stage for HostStage {
             is_called: false,
             is_over: false,
         }))
-    }
-}
-
-#[async_trait]
-impl PageMover for HostStage {
-    async fn gather(
-        &self,
-        to: InSlot,
-        span: &SpanOut,
-        digests: PageDigests,
-    ) -> Result<Gathering, TransferError> {
-        gathered(&self.memory, span, digests, &mut locked(&self.slots[to.slot])).map(Gathering::Done)
-    }
-
-    async fn scatter(
-        &self,
-        from: InSlot,
-        landing: &OpenLanding,
-        span: &LaneSpan,
-        digests: PageDigests,
-    ) -> Result<Option<Vec<Digest>>, TransferError> {
-        scattered(&locked(&self.slots[from.slot]), landing, span, digests)
     }
 }
 
@@ -196,7 +178,7 @@ impl HostCommunicator {
             if message.len() != bytes {
                 return Err(TransferError::lost_because("a message has an unexpected length"));
             }
-            locked(&self.stage.slots[slot])[..bytes].copy_from_slice(&message);
+            self.stage.slot(slot)?[..bytes].copy_from_slice(&message);
             self.wanted.pop_front();
             (queue.n_sent, queue.n_received) = (queue.n_sent + 1, queue.n_received + 1);
         }
@@ -210,7 +192,7 @@ impl Communicator for HostCommunicator {
     }
 
     fn send(&mut self, slot: usize, bytes: usize, _before: &[CopyDone]) -> Result<(), TransferError> {
-        let message = locked(&self.stage.slots[slot])[..bytes].to_vec();
+        let message = self.stage.slot(slot)?[..bytes].to_vec();
         locked(&self.queue).messages.push_back(message);
         self.is_called = true;
         Ok(())

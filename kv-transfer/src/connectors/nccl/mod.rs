@@ -38,6 +38,7 @@ use self::backend::{NcclBackend, QUEUES_MAX};
 use self::card::GpuBackend;
 use self::double::Double;
 use self::send::NcclSendPath;
+use super::gpu::slot_pool::SLOT_ALIGN;
 use super::link::check_pages;
 use super::link::connector::{LinkAddress, LinkConnector};
 use crate::connector::{Auto, KvConnector, WireKind};
@@ -128,9 +129,6 @@ fn slot_bytes(parts: &ConnectorParts) -> Result<usize, TransferError> {
 fn n_queues(parts: &ConnectorParts) -> usize {
     parts.settings.nccl_queues.clamp(1, QUEUES_MAX)
 }
-
-/// The alignment of slots, which suits every kernel.
-const SLOT_ALIGN: usize = 256;
 
 /// Returns the host of `host:port`; IPv6 addresses keep their brackets.
 fn host(listen: &str) -> &str {

@@ -10,6 +10,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use super::backend::{End, PairId, Stage};
 use super::thread::{Message, PairJob, PairThread};
 use crate::connector_parts::ConnectorParts;
+use crate::connectors::gpu::free_slots::{FreeSlots, LentSlot};
 use crate::connectors::link::stream::within;
 use crate::error::TransferError;
 
@@ -50,25 +51,9 @@ pub(super) enum PairState {
 pub struct PairQueue {
     stage: Arc<dyn Stage>,
     jobs: mpsc::Sender<PairJob>,
-    free: async_channel::Receiver<usize>,
-    give_back: async_channel::Sender<usize>,
+    free: FreeSlots,
     pair_state: watch::Receiver<PairState>,
     stall: Duration,
-}
-
-/// The right to use one slot. The drop frees the slot for the next message.
-#[derive(Debug)]
-pub(super) struct Slot {
-    pub(super) nth: usize,
-    give_back: async_channel::Sender<usize>,
-}
-
-impl Drop for Slot {
-    fn drop(&mut self) {
-        // The channel has room for all slots. If it is closed, the slots are no longer needed, so the error
-        // is ignored.
-        let _ = self.give_back.try_send(self.nth);
-    }
 }
 
 impl PairQueue {
@@ -83,9 +68,7 @@ impl PairQueue {
         let (stall, awake) = (*stall, *awake);
         let (jobs, queue) = mpsc::channel(JOBS_MAX);
         let (tell, pair_state) = watch::channel(PairState::Joining);
-        let n_slots = stage.n_slots();
-        let (give_back, free) = async_channel::bounded(n_slots);
-        (0..n_slots).for_each(|nth| give_back.try_send(nth).expect("there is room for all slots"));
+        let free = FreeSlots::new(stage.n_slots());
         let thread = PairThread { stage: Arc::clone(&stage), id, end, stall, awake, queue };
         std::thread::Builder::new()
             .name("kv pair".to_owned())
@@ -94,7 +77,7 @@ impl PairQueue {
                 drop(inside);
             })
             .map_err(TransferError::lost)?;
-        Ok(Self { stage, jobs, free, give_back, pair_state, stall })
+        Ok(Self { stage, jobs, free, pair_state, stall })
     }
 
     pub(super) fn stage(&self) -> &dyn Stage {
@@ -113,16 +96,15 @@ impl PairQueue {
     }
 
     /// Waits for a free slot, at most for the stall time.
-    pub(super) async fn slot(&self) -> Result<Slot, TransferError> {
+    pub(super) async fn slot(&self) -> Result<LentSlot, TransferError> {
         let free = async {
             tokio::select! {
                 biased;
                 lost = self.lost() => Err(lost),
-                nth = self.free.recv() => nth.map_err(|_| TransferError::Closed),
+                slot = self.free.take() => slot,
             }
         };
-        let nth = within(self.stall, "waiting for a slot of the pair", free).await?;
-        Ok(Slot { nth, give_back: self.give_back.clone() })
+        within(self.stall, "waiting for a slot of the pair", free).await
     }
 
     /// Queues a message of `bytes` from or into this slot, after the copy jobs `before`. Messages go in the order of
@@ -130,7 +112,7 @@ impl PairQueue {
     /// channel is dropped.
     pub(super) async fn put(
         &self,
-        slot: Arc<Slot>,
+        slot: Arc<LentSlot>,
         bytes: usize,
         before: Vec<CopyDone>,
     ) -> Result<oneshot::Receiver<Result<(), TransferError>>, TransferError> {

@@ -8,8 +8,9 @@ use tokio::sync::oneshot;
 use tracing::trace;
 use types::KvSpan;
 
-use super::pair_queue::{PairQueue, Slot};
+use super::pair_queue::PairQueue;
 use super::pair_queues::PairQueues;
+use crate::connectors::gpu::free_slots::LentSlot;
 use crate::connectors::gpu::staging::{InSlot, claim_slot, take_slot};
 use crate::connectors::link::frame::{FrameError, KvPlace};
 use crate::connectors::link::frame_digests::FrameDigests;
@@ -29,7 +30,7 @@ pub(super) struct NcclPath(pub(super) PairQueues);
 #[derive(Debug)]
 struct PostedMessage {
     pair_queue: Arc<PairQueue>,
-    slot: Arc<Slot>,
+    slot: Arc<LentSlot>,
     bytes: usize,
     received: oneshot::Receiver<Result<(), TransferError>>,
 }
@@ -94,6 +95,6 @@ impl PostedMessage {
         }
         trace!(target: "walk", transfer = %landing.landing().transfer, blocks = ?span.blocks, "NCCL message received");
         let mover = self.pair_queue.stage().mover();
-        take_slot(mover, InSlot::of(self.slot.nth), landing, span, digests).await
+        take_slot(mover, InSlot::of(self.slot.nth), landing, span, self.bytes, digests).await
     }
 }

@@ -15,9 +15,10 @@ use types::KvLayout;
 
 use super::accept;
 use super::backend::NcclBackend;
-use super::pair_queue::{PairSettings, Slot};
+use super::pair_queue::PairSettings;
 use super::pair_queues::{LaneQueue, PairQueues};
 use crate::connector_parts::ConnectorParts;
+use crate::connectors::gpu::free_slots::LentSlot;
 use crate::connectors::gpu::staging::{Gathering, InSlot};
 use crate::connectors::link::frame::{Body, Frame, KvPlace};
 use crate::connectors::link::send_path::KvSendPath;
@@ -85,7 +86,7 @@ impl NcclSendPath {
         &self,
         parts: &ConnectorParts,
         span: SpanOut,
-    ) -> Result<(GatheredFrame, Slot), TransferError> {
+    ) -> Result<(GatheredFrame, LentSlot), TransferError> {
         let (pair_queue, bytes) = (&self.line(&span)?.pair_queue, span.bytes(parts));
         pair_queue.expect();
         let slot = pair_queue.slot().await?;
@@ -130,7 +131,7 @@ impl NcclSendPath {
         &self,
         writer: &mut FrameWriter,
         gathered: &GatheredFrame,
-        slot: Slot,
+        slot: LentSlot,
         digests: Option<Vec<Digest>>,
     ) -> Result<(), TransferError> {
         let GatheredFrame { span, bytes, gathering } = gathered;

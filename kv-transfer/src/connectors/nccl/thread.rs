@@ -12,8 +12,9 @@ use tracing::{debug, info, trace};
 use types::in_full;
 
 use super::backend::{End, PairId, Stage};
-use super::pair_queue::{PairState, Slot};
+use super::pair_queue::PairState;
 use super::round_robin::RoundRobin;
+use crate::connectors::gpu::free_slots::LentSlot;
 use crate::error::TransferError;
 
 /// The deadline for joining a pair. The library takes some seconds the first time. Callers have their own
@@ -39,7 +40,7 @@ pub(super) enum PairJob {
 /// One message to be sent or received.
 #[derive(Debug)]
 pub(super) struct Message {
-    pub(super) slot: Arc<Slot>,
+    pub(super) slot: Arc<LentSlot>,
     pub(super) bytes: usize,
     /// The copy jobs that must end before the message is sent.
     pub(super) before: Vec<CopyDone>,

@@ -84,9 +84,10 @@ impl RdmaSendPath {
         let stall = self.parts.settings.stall();
         let watching = spawn_guarded(&self.parts.gate, "rdma sender", async move {
             let take = |completion| {
-                let frame = under_way.done(completion)?;
-                // The waiting task may be gone, so a failed send is ignored.
-                frame.and_then(|frame| frame.done).map(|done| done.send(()));
+                if let Some(done) = under_way.done(completion)?.and_then(|frame| frame.done) {
+                    // The waiting task may be gone, so a failed send is ignored.
+                    let _ = done.send(());
+                }
                 Ok(())
             };
             let error = tokio::select! {

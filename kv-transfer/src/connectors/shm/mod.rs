@@ -61,13 +61,12 @@ const STREAMS_ON_GPUS: u16 = 6;
 
 /// Listens on a socket in [`FOLDER`].
 pub async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
-    let staging = of_cards(&parts)?;
     let in_place = parts.memory.has_files();
     info!(in_place, "shm connector listens");
-    if staging.is_some() {
-        return over_gpus(parts, staging);
+    match of_cards(&parts)? {
+        Some(staging) => over_gpus(parts, staging),
+        None => over(parts, None, Box::new(ShmSendPath::in_place)),
     }
-    over(parts, None, Box::new(ShmSendPath::in_place))
 }
 
 /// Like [`listen`], but all KV goes through a stage, as it does if the sender's pages cannot be shared.
@@ -77,18 +76,19 @@ pub async fn listen_staged(parts: ConnectorParts) -> Result<Arc<LinkConnector>, 
 
 /// Like [`listen`], but KV in host memory goes through a stage, as on GPUs.
 pub async fn listen_double(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
-    let staging: Arc<dyn HostStaging> = Arc::new(DoubleStaging(parts.memory.clone()));
-    over_gpus(parts, Some(staging))
+    let staging = Arc::new(DoubleStaging(parts.memory.clone()));
+    over_gpus(parts, staging)
 }
 
 fn over_gpus(
     mut parts: ConnectorParts,
-    staging: Option<Arc<dyn HostStaging>>,
+    staging: Arc<dyn HostStaging>,
 ) -> Result<Arc<LinkConnector>, TransferError> {
     parts.settings.frame_bytes = parts.settings.frame_bytes.saturating_mul(FRAMES_LARGER_ON_GPUS);
     parts.settings.streams = STREAMS_ON_GPUS;
-    let of_link = staging.clone();
-    over(parts, staging, Box::new(move |parts| ShmSendPath::staged(parts, of_link.clone())))
+    let of_link = Arc::clone(&staging);
+    let send_path = move |parts: &ConnectorParts| ShmSendPath::staged(parts, Some(Arc::clone(&of_link)));
+    over(parts, Some(staging), Box::new(send_path))
 }
 
 fn over(

@@ -39,8 +39,10 @@ impl ShmPath {
         }
         let mut mapped = mapped.into_iter();
         let Some(stage) = mapped.next() else { return Ok(None) };
-        let mover = LazyMover::new(staging.filter(|_| stage.bytes() <= STAGE_BYTES_MAX));
-        Ok(Some(Self { stage: Arc::new(stage), mover, pages: mapped.collect() }))
+        let stage = Arc::new(stage);
+        let staging = staging.filter(|_| stage.bytes() <= STAGE_BYTES_MAX);
+        let mover = LazyMover::new(staging, SlotMemory::Peer(Arc::clone(&stage)));
+        Ok(Some(Self { stage, mover, pages: mapped.collect() }))
     }
 }
 
@@ -54,7 +56,7 @@ impl KvPath for ShmPath {
     ) -> Result<Receipt, TransferError> {
         let KvFrame { span, digests, place, .. } = frame;
         if let (KvPlace::Slot { piece, .. }, Some(landing)) = (&place, &landing)
-            && let Some(mover) = self.mover.get(|| SlotMemory::Peer(Arc::clone(&self.stage))).await?
+            && let Some(mover) = self.mover.get().await?
         {
             let (mover, landing, bytes) = (Arc::clone(mover), Arc::clone(landing), piece.bytes as usize);
             if claim_slot(&landing, &span, bytes, &digests)? == Claim::Skip {
@@ -62,7 +64,7 @@ impl KvPath for ShmPath {
             }
             let from =
                 InSlot { slot: 0, offset: usize::try_from(piece.offset).unwrap_or(usize::MAX), guard: None };
-            let fetch = async move { take_slot(&*mover, from, &landing, &span, digests).await };
+            let fetch = async move { take_slot(&*mover, from, &landing, &span, bytes, digests).await };
             return Ok(Receipt::Pending(Box::pin(fetch)));
         }
         let (memory, pieces) = match place {

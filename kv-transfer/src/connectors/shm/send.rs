@@ -55,7 +55,7 @@ impl ShmSendPath {
         let slot_bytes = parts.settings.frame_bytes.max(check_pages(parts)?).next_multiple_of(SLOT_ALIGN);
         let stage =
             Stage::new(slot_bytes).map_err(|source| TransferError::Share { source: Arc::new(source) })?;
-        let mover = LazyMover::new(staging);
+        let mover = LazyMover::new(staging, SlotMemory::Own(Arc::clone(stage.memory())));
         Ok(Self { world: parts.world.clone(), memory: parts.memory.clone(), in_place: false, stage, mover })
     }
 }
@@ -129,12 +129,10 @@ impl OutgoingFrame<'_> {
     /// Copies the KV into a slot. Returns its digests.
     async fn fill(&self, slot: u16) -> Result<Vec<Digest>, TransferError> {
         let stage = &self.shown.stage;
-        match self.shown.mover.get(|| SlotMemory::Own(Arc::clone(stage.memory()))).await? {
+        match self.shown.mover.get().await? {
             Some(mover) => {
-                let guard = Some(Arc::clone(stage.memory()) as _);
-                let to = InSlot { slot: slot.into(), offset: 0, guard };
                 let digests = self.parts.settings.wanted_digests();
-                mover.gather(to, self.span, digests).await?.digests().await
+                mover.gather(InSlot::of(slot.into()), self.span, digests).await?.digests().await
             }
             None => {
                 let digests = self.span.digests(self.parts)?;

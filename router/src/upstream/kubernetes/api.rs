@@ -56,8 +56,9 @@ impl ApiServer {
         Ok(String::from_utf8_lossy(&self.read("namespace")?).trim().to_owned())
     }
 
-    /// Sends a request. Returns the answer once its head is there. A refusal is an error. The token and the CA are read for each call, because
-    /// Kubernetes replaces the files. They are small and in memory.
+    /// Sends a request. Returns the answer once its head is there. A refusal is an error.
+    ///
+    /// The token and the CA are read for each call, because Kubernetes replaces the files. They are small and in memory.
     pub(super) async fn get(&self, target: &str) -> Result<AnswerBytes, String> {
         let request = Request::get(format!("https://{}{target}", self.authority))
             .header(header::ACCEPT, "application/json")
