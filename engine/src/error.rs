@@ -209,6 +209,11 @@ pub enum LoadError {
     Threads(#[source] std::io::Error),
     #[error("KV in {0} is not implemented on the CPU: bf16, f32 and fp8_e4m3 are")]
     KvDtype(types::KvDtype),
+    #[error(
+        "activations are to be rounded to FP8, and no matrix of the model is in FP8: set model.quantize = \"fp8\", or \
+         expert.model.activations = \"auto\""
+    )]
+    Activations,
     /// The model cannot be divided over this number of ranks.
     #[error("tensor parallel: {0}")]
     Ranks(String),

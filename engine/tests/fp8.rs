@@ -4,8 +4,8 @@ use std::num::NonZero;
 use std::path::{Path, PathBuf};
 
 use baton_engine::equality::{Comparison, Tolerance, compare};
-use baton_engine::load::Quantize;
 use baton_engine::load::made::{Form, rewrite};
+use baton_engine::load::{Activations, Quantize};
 use baton_engine::{Backend, CpuBackend, CpuSettings};
 use tempfile::TempDir;
 use types::{KvDtype, TokenId};
@@ -16,9 +16,15 @@ fn folder(model: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models").join(model)
 }
 
+/// Opens a model whose activations are not rounded.
 fn opened(folder: &Path, quantize: Quantize, ranks: u16) -> CpuBackend {
+    rounding(folder, Activations::Full, quantize, ranks)
+}
+
+fn rounding(folder: &Path, activations: Activations, quantize: Quantize, ranks: u16) -> CpuBackend {
     let settings = CpuSettings {
         quantize,
+        activations,
         threads: NonZero::new(1),
         ranks: NonZero::new(ranks).expect("some"),
         kv_dtype: KvDtype::F32,
@@ -82,6 +88,34 @@ fn fp8_is_near_what_it_was_and_not_the_same() {
     let near = Tolerance { epsilon: 1.0, logprob: 1.0, logprob_share: 0.1, routing: 0.0 };
     let near = compared(&mut reference, &mut subject, near);
     assert!(near.is_equal(), "{} {} {:?}", near.worst_logprob, near.worst_lead, near.wrong.first());
+}
+
+/// A checkpoint that was made for activations in FP8 gets them, with the same bits on two ranks.
+#[test]
+fn activations_are_rounded_as_the_checkpoint_says() {
+    for model in MODELS {
+        let narrow = in_form(&folder(model), Form::CompressedTensors);
+        let mut reference = rounding(narrow.path(), Activations::Fp8, Quantize::No, 1);
+        for ranks in [1, 2] {
+            let mut subject = rounding(narrow.path(), Activations::Auto, Quantize::No, ranks);
+            let comparison = compared(&mut reference, &mut subject, Tolerance::NONE);
+            assert!(comparison.is_equal(), "{model}: {:?}", comparison.wrong.first());
+            let apart = opened(narrow.path(), Quantize::No, ranks);
+            let error = apart.model().fingerprint.agree(&subject.model().fingerprint).expect_err("rounded");
+            let expected = "models differ: activations: full here, fp8, in groups of 128 there";
+            assert_eq!(error.to_string(), expected);
+        }
+        let mut full = opened(narrow.path(), Quantize::No, 1);
+        assert!(!compared(&mut full, &mut reference, Tolerance::NONE).is_equal(), "{model} is not rounded");
+    }
+}
+
+#[test]
+fn activations_of_a_model_without_fp8_are_not_rounded() {
+    let settings = CpuSettings { activations: Activations::Fp8, ..CpuSettings::default() };
+    let error = CpuBackend::open(&folder("llama3"), 1 << 20, &settings).expect_err("bf16");
+    let sentence = error.to_string();
+    assert!(sentence.contains("no matrix of the model is in FP8: set model.quantize"), "{sentence}");
 }
 
 #[test]

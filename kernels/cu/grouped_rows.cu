@@ -14,25 +14,30 @@ struct GroupedShape {
 };
 
 struct GroupedTiles {
+    static constexpr bool FOR_BOTH = true;
     const GroupedShape& shape;
 
     __device__ __forceinline__ u32 count() const { return shape.tiles[shape.n_tiles_max] * shape.n_pairs; }
     __device__ __forceinline__ Place at(u32 nth) const {
         return {nth / shape.n_pairs * ROWS, nth % shape.n_pairs * CLUSTER + cluster_rank()};
     }
+    __device__ __forceinline__ u32 steps() const { return (shape.k + TILE_COLUMNS - 1) / TILE_COLUMNS; }
+    template <u32 N>
+    __device__ __forceinline__ bool join(float (&)[N], const Ring&) const { return true; }
     // A stage is free when the groups of both blocks have read it, because a block's half of x is written into
     // both.
     __device__ __forceinline__ void bring(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, u32 n_tiles, u32 n_steps) const {
+        using Stage = Stage<Halves::HALVES>;
         constexpr u32 X_HALF = ROWS / CLUSTER;
         u32 rank = cluster_rank();
-        Turn turn;
+        Turn<Halves::HALVES> turn;
         for (u32 nth = blockIdx.x / CLUSTER; nth < n_tiles; nth += gridDim.x / CLUSTER) {
             Place place = at(nth);
             u32 of_w_rows = shape.tiles[nth / shape.n_pairs] * shape.n + place.column * shape.tile_rows;
             for (u32 step = 0; step < n_steps; step++, turn.next()) {
-                u32 full = ring.full + turn.stage * 8, to = ring.at + turn.stage * STAGE_BYTES, column = step * TILE_COLUMNS;
+                u32 full = ring.full + turn.stage * 8, to = ring.at + turn.stage * Stage::BYTES, column = step * TILE_COLUMNS;
                 barrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
-                barrier_expect(full, STAGE_BYTES);
+                barrier_expect(full, Stage::BYTES);
                 copy_tile_to_all(to + rank * (X_BYTES / CLUSTER), of_x, column, place.row + rank * X_HALF, full, EVICT_NORMAL, (1 << CLUSTER) - 1);
                 copy_tile(to + X_BYTES, of_w, column, of_w_rows, full, EVICT_NORMAL);
                 copy_tile(to + X_BYTES + HALF_BYTES, of_w, column, of_w_rows + shape.half_rows, full, EVICT_NORMAL);

@@ -9,7 +9,7 @@ use chassis::config::Shown;
 use chassis::connections::ConnectionLimits;
 use chassis::identity::settings::{ClusterSection, TlsSection};
 use chassis::telemetry::{LogSection, LogSettings};
-use engine::load::Quantize;
+use engine::load::{Activations, Quantize};
 use engine::{CpuSettings, Device, EngineSettings, KvRoom, LoadFormat, Pace, StepLimits};
 use kv_transfer::TransferSettings;
 use scheduler::SchedulerSettings;
@@ -140,6 +140,11 @@ impl ModelSection {
                 "model.quantize",
                 &self.quantize,
                 &[("no", Quantize::No), ("q8", Quantize::Q8), ("fp8", Quantize::Fp8)],
+            )?,
+            activations: choice(
+                "expert.model.activations",
+                &expert.model.activations,
+                &[("auto", Activations::Auto), ("full", Activations::Full), ("fp8", Activations::Fp8)],
             )?,
             load_format: choice(
                 "expert.model.load_format",

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use chassis::byte_size::ByteSize;
 use clap::{Args, ValueEnum};
-use engine::load::Quantize;
+use engine::load::{Activations, Quantize};
 use engine::measure::{Offline, SamplingMode, Workload};
 use engine::{CpuSettings, CudaSettings, Device, LoadFormat, StepLimits};
 use types::KvDtype;
@@ -46,6 +46,9 @@ pub(crate) struct EngineArgs {
     /// The quantization of the layers' weights when they are loaded or written.
     #[arg(long, value_enum, default_value_t = WeightFormat::No)]
     pub(crate) quantize: WeightFormat,
+    /// The input of products with FP8 weights.
+    #[arg(long, value_enum, default_value_t = ActivationFormat::Auto)]
+    pub(crate) activations: ActivationFormat,
     /// The number format of KV.
     #[arg(long, value_enum, default_value_t = Kv::Bf16)]
     pub(crate) kv_dtype: Kv,
@@ -143,6 +146,16 @@ pub(crate) enum WeightFormat {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ActivationFormat {
+    /// Rounded to FP8 if the checkpoint was made for that.
+    Auto,
+    /// Not rounded.
+    Full,
+    /// Rounded to FP8.
+    Fp8,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Kv {
     Bf16,
     Fp8,
@@ -203,6 +216,14 @@ impl EngineArgs {
         }
     }
 
+    pub(crate) fn activations(&self) -> Activations {
+        match self.activations {
+            ActivationFormat::Auto => Activations::Auto,
+            ActivationFormat::Full => Activations::Full,
+            ActivationFormat::Fp8 => Activations::Fp8,
+        }
+    }
+
     pub(crate) fn kv_dtype(&self) -> KvDtype {
         match self.kv_dtype {
             Kv::Bf16 => KvDtype::Bf16,
@@ -215,6 +236,7 @@ impl EngineArgs {
             load_format: self.load_format(),
             ranks: self.tp,
             quantize: self.quantize(),
+            activations: self.activations(),
             kv_dtype: self.kv_dtype(),
             ..CpuSettings::default()
         }
@@ -227,6 +249,7 @@ impl EngineArgs {
             limits: StepLimits { tokens: self.step_tokens.max(self.request_step_tokens), rows: self.rows },
             load_format: self.load_format(),
             quantize: self.quantize(),
+            activations: self.activations(),
             kv_dtype: self.kv_dtype(),
             libraries: self.cuda_libraries.clone(),
             arch: self.arch.clone(),

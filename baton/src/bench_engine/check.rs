@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use engine::equality::{Comparison, Tolerance, compare, compare_with_itself};
+use engine::load::Activations;
 use engine::{Backend, CpuBackend, CpuSettings, CudaBackend, CudaSettings, LoadFormat, StepLimits};
 use serde::{Deserialize, Serialize};
 use types::{KvDtype, TokenId};
@@ -25,6 +26,10 @@ const TOLERANCE: Tolerance = Tolerance { epsilon: 0.5, logprob: 0.5, logprob_sha
 /// differ by an eighth afterwards.
 const TOLERANCE_OF_KV: Tolerance =
     Tolerance { epsilon: 1.1, logprob: 5.5, logprob_share: 0.05, routing: 0.1 };
+
+/// The tolerance with activations in FP8, which are rounded to 3 bits before every product.
+const TOLERANCE_OF_ACTIVATIONS: Tolerance =
+    Tolerance { epsilon: 1.9, logprob: 6.0, logprob_share: 0.05, routing: 0.1 };
 
 /// The KV memory of a model that is compared with itself, in bytes: enough for the sequences of the largest
 /// batch.
@@ -73,11 +78,18 @@ impl ModelComparison {
 /// Compares a model on the GPU with the CPU, once with CUDA graphs and once with each kernel launched
 /// separately. The CPU's KV is in f32, or in 8 bits if the model's KV is.
 pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<ModelComparison, CommandError> {
-    let (kv_dtype, tolerance) = match args.kv_dtype() {
-        KvDtype::Fp8E4m3 => (KvDtype::Fp8E4m3, TOLERANCE_OF_KV),
-        _ => (KvDtype::F32, TOLERANCE),
+    let (kv_dtype, tolerance) = match (args.kv_dtype(), args.activations()) {
+        (KvDtype::Fp8E4m3, Activations::Auto | Activations::Full) => (KvDtype::Fp8E4m3, TOLERANCE_OF_KV),
+        (KvDtype::Fp8E4m3, Activations::Fp8) => (KvDtype::Fp8E4m3, TOLERANCE_OF_ACTIVATIONS),
+        (_, Activations::Fp8) => (KvDtype::F32, TOLERANCE_OF_ACTIVATIONS),
+        (_, Activations::Auto | Activations::Full) => (KvDtype::F32, TOLERANCE),
     };
-    let cpu = CpuSettings { kv_dtype, quantize: args.quantize(), ..CpuSettings::default() };
+    let cpu = CpuSettings {
+        kv_dtype,
+        quantize: args.quantize(),
+        activations: args.activations(),
+        ..CpuSettings::default()
+    };
     let mut reference = CpuBackend::open(folder, 2 * KV_BYTES, &cpu).map_err(CommandError::start)?;
     let vocab = reference.model().vocab;
     let prompts = prompts(folder, vocab)?;

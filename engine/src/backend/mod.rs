@@ -163,6 +163,7 @@ impl EngineSettings {
             load_format: self.cpu.load_format,
             kv_dtype: self.cpu.kv_dtype,
             quantize: self.cpu.quantize,
+            activations: self.cpu.activations,
             ..cuda::CudaSettings::default()
         }
     }

@@ -22,4 +22,4 @@ mod tests;
 pub use checkpoint::Checkpoint;
 pub use dummy::Dummy;
 pub use folder::{ModelFolder, check_config};
-pub use weights::{Quantize, TensorSource, Weights};
+pub use weights::{Activations, Quantize, TensorSource, Weights};

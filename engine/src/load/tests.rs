@@ -5,9 +5,10 @@ use kernels::cpu::{Arithmetic, Processor};
 use serde_json::json;
 use tempfile::TempDir;
 
-use super::weights::LoadedFormats;
+use super::weights::{HasFp8, LoadedFormats};
 use super::*;
 use crate::error::LoadError;
+use crate::model::ActivationFormat;
 
 const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/models/llama3");
 
@@ -290,4 +291,21 @@ fn a_tensor_that_nothing_reads_is_refused_by_name() {
         "{fewer}"
     );
     assert!(fewer.ends_with("LlamaForCausalLM, nor are 16 other tensors"), "{fewer}");
+}
+
+#[test]
+fn a_checkpoint_says_how_activations_are_rounded_unless_a_setting_does() {
+    use ActivationFormat as Format;
+    for (setting, of_checkpoint, has_fp8, expected) in [
+        (Activations::Auto, Format::Fp8, true, Some(Format::Fp8)),
+        (Activations::Auto, Format::Full, true, Some(Format::Full)),
+        // A config may name a format that no tensor has.
+        (Activations::Auto, Format::Fp8, false, Some(Format::Full)),
+        (Activations::Full, Format::Fp8, true, Some(Format::Full)),
+        (Activations::Fp8, Format::Full, true, Some(Format::Fp8)),
+        (Activations::Fp8, Format::Fp8, false, None),
+    ] {
+        let found = setting.resolve(of_checkpoint, HasFp8(has_fp8)).ok();
+        assert_eq!(found, expected, "{setting:?}, {of_checkpoint:?}, {has_fp8}");
+    }
 }

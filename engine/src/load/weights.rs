@@ -7,6 +7,7 @@ use kernels::cpu::number::f32s_mut;
 use kernels::cpu::{Format, Matrix, Processor, SharedBytes};
 
 use crate::error::LoadError;
+use crate::model::ActivationFormat;
 
 /// A source of tensors by name.
 pub trait TensorSource: Debug {
@@ -39,6 +40,36 @@ impl Quantize {
             Self::No => "no",
             Self::Q8 => "q8",
             Self::Fp8 => "fp8",
+        }
+    }
+}
+
+/// The setting for the input of products with FP8 matrices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Activations {
+    /// In FP8 if the checkpoint was made for that.
+    #[default]
+    Auto,
+    Full,
+    Fp8,
+}
+
+/// Whether any matrix of a model is in FP8.
+#[derive(Clone, Copy, Debug)]
+pub struct HasFp8(pub bool);
+
+impl Activations {
+    /// Returns the format of activations of a model. Fails if FP8 is wanted and no matrix is in FP8.
+    pub fn resolve(
+        self,
+        of_checkpoint: ActivationFormat,
+        has_fp8: HasFp8,
+    ) -> Result<ActivationFormat, LoadError> {
+        match (self, has_fp8) {
+            (Self::Auto, HasFp8(true)) => Ok(of_checkpoint),
+            (Self::Auto, HasFp8(false)) | (Self::Full, _) => Ok(ActivationFormat::Full),
+            (Self::Fp8, HasFp8(true)) => Ok(ActivationFormat::Fp8),
+            (Self::Fp8, HasFp8(false)) => Err(LoadError::Activations),
         }
     }
 }
@@ -129,6 +160,11 @@ impl LoadedFormats {
     /// Returns the bytes of all loaded matrices.
     pub fn bytes(&self) -> usize {
         self.0.borrow().iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// Returns whether any matrix is in FP8.
+    pub fn has_fp8(&self) -> HasFp8 {
+        HasFp8(self.0.borrow().iter().any(|one| one.0 == Format::Fp8))
     }
 
     /// Returns the number format of most of the loaded bytes.

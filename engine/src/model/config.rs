@@ -7,6 +7,7 @@ use types::TokenId;
 
 use super::architecture::{Architecture, BiasSettings, OptionalTensors, Windows};
 use super::mixture::{Mixture, RawMixture};
+use super::quantization::ActivationFormat;
 use super::rope::{RawRope, Rope};
 use super::{keys, quantization};
 
@@ -28,6 +29,8 @@ pub struct ModelConfig {
     pub rope: Rope,
     /// Whether the output layer is the embedding.
     pub tied: bool,
+    /// The format of activations that the checkpoint was made for.
+    pub activations: ActivationFormat,
     pub optional: OptionalTensors,
     /// The number of last tokens that each layer sees, with the current one. `None` means all tokens.
     pub windows: Vec<Option<u32>>,
@@ -149,9 +152,8 @@ impl ModelConfig {
         if let Some(act) = raw.hidden_act.as_deref().filter(|act| *act != "silu") {
             return Err(format!("hidden_act {act:?} is not implemented: silu is"));
         }
-        if let Some(quantized) = &raw.quantization_config {
-            quantization::check(quantized)?;
-        }
+        let quantized = raw.quantization_config.as_ref();
+        let activations = quantized.map(quantization::activations).transpose()?;
         let n_heads = raw.num_attention_heads;
         let eos = generation.eos_token_id.or(raw.eos_token_id.clone());
         let config = Self {
@@ -167,6 +169,7 @@ impl ModelConfig {
             norm_epsilon: raw.rms_norm_eps.unwrap_or(1e-6),
             rope: rope(&raw)?,
             tied: raw.tie_word_embeddings.unwrap_or(false),
+            activations: activations.unwrap_or(ActivationFormat::Full),
             optional: architecture.optional_tensors(BiasSettings {
                 attention: raw.attention_bias.unwrap_or(false),
                 mlp: raw.mlp_bias.unwrap_or(false),
@@ -200,6 +203,8 @@ impl ModelConfig {
             windows,
             mixture,
             eos_tokens: _,
+            // What follows from it is a part of its own: see `ActivationFormat::describe`.
+            activations: _,
             unread_keys: _,
         } = self;
         let shape = format!(

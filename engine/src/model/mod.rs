@@ -24,4 +24,5 @@ pub use config::ModelConfig;
 pub use decoder::Decoder;
 pub use mixture::Mixture;
 pub use pass::{Pass, PassRow};
+pub use quantization::ActivationFormat;
 pub use tensor::{Scratch, Tensor};

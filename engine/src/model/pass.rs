@@ -11,6 +11,7 @@ use types::layout::{Attention as Sight, LayerShape};
 use types::{BlockIdx, GroupIdx, KvDtype, KvLayout, TokenId};
 
 use super::nn::{Embedding, Linear, RmsNorm};
+use super::quantization::ActivationFormat;
 use super::ranks::{RankFence, RankHandle};
 use super::tensor::{Scratch, Tensor};
 use crate::error::RowError;
@@ -44,6 +45,7 @@ pub struct Pass<'a> {
     rows: Vec<PassRow<'a>>,
     n_tokens: usize,
     angles: RopeAngles,
+    activations: ActivationFormat,
     /// See [`StepOutput::routing_leads`](crate::step::StepOutput::routing_leads).
     routing_leads: RefCell<Vec<f32>>,
 }
@@ -65,11 +67,13 @@ pub struct PassParts<'a> {
     pub rank: &'a RankHandle,
     /// The rotary frequencies: radians for each position, for each pair of a head.
     pub frequencies: &'a [f32],
+    /// The format of the input of products with FP8 matrices.
+    pub activations: ActivationFormat,
 }
 
 impl<'a> Pass<'a> {
     pub fn new(parts: PassParts<'a>, rows: Vec<PassRow<'a>>) -> Self {
-        let PassParts { processor, scratch, memory, written, rank, frequencies } = parts;
+        let PassParts { processor, scratch, memory, written, rank, frequencies, activations } = parts;
         let positions = rows.iter().flat_map(|row| row.start..row.start + row.tokens.len());
         let angles = RopeAngles::new(frequencies, positions);
         let n_tokens = rows.iter().map(|row| row.tokens.len()).sum();
@@ -84,6 +88,7 @@ impl<'a> Pass<'a> {
             rows,
             n_tokens,
             angles,
+            activations,
             routing_leads: RefCell::default(),
         }
     }
@@ -149,6 +154,13 @@ impl<'a> Pass<'a> {
     ) -> [Tensor; N] {
         let gathered = linears.first().and_then(|linear| self.gathered(x, linear.weight.cols()));
         let x = gathered.as_ref().unwrap_or(x);
+        let are_fp8 = linears.iter().all(|linear| linear.weight.format() == Format::Fp8);
+        let rounded = (are_fp8 && self.activations == ActivationFormat::Fp8).then(|| {
+            let mut rounded = self.neighbours(x, 0..x.n_rows());
+            self.processor.round_rows(&mut rounded, x.width());
+            rounded
+        });
+        let x = rounded.as_ref().unwrap_or(x);
         let columns = linears.map(|linear| share(linear.weight.rows()));
         let mut outs = columns.each_ref().map(|columns| self.scratch.tensor(x.n_rows(), columns.len()));
         let mut products = Vec::with_capacity(N);

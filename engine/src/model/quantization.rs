@@ -1,16 +1,37 @@
 //! The supported quantized checkpoints: FP8 weights with a scale for each row or each matrix, as two tools
 //! publish them.
 //!
-//! The config names the format of a checkpoint; the files have the type of each tensor. The config's settings
-//! for rounding activations have no effect, because activations keep their precision.
+//! The config names the format of a checkpoint; the files have the type of each tensor. The config also says
+//! whether the checkpoint was made for activations in FP8.
 
 use serde_json::{Map, Value};
 
-/// Rejects quantization settings that are not implemented, with their names.
-pub fn check(config: &Value) -> Result<(), String> {
+/// The format of the input of products with FP8 matrices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ActivationFormat {
+    /// Numbers are not rounded.
+    Full,
+    /// Numbers are rounded to FP8: each 128 numbers of a row with a scale, which is a power of two.
+    Fp8,
+}
+
+impl ActivationFormat {
+    /// Describes the format, for the fingerprint.
+    pub fn describe(self) -> String {
+        let text = match self {
+            Self::Full => "full",
+            Self::Fp8 => "fp8, in groups of 128",
+        };
+        text.to_owned()
+    }
+}
+
+/// Rejects quantization settings that are not implemented, with their names. Returns the format of activations
+/// that the checkpoint was made for.
+pub fn activations(config: &Value) -> Result<ActivationFormat, String> {
     match config.get("quant_method").and_then(Value::as_str) {
-        Some("compressed-tensors") => check_compressed_tensors(config),
-        Some("fbgemm_fp8") => Ok(()),
+        Some("compressed-tensors") => of_compressed_tensors(config),
+        Some("fbgemm_fp8") => Ok(ActivationFormat::Fp8),
         Some(method) => Err(format!(
             "quantization_config: quant_method {method:?} is not implemented: compressed-tensors and fbgemm_fp8 are, \
              with FP8 weights; or load the original and quantize it here"
@@ -19,7 +40,7 @@ pub fn check(config: &Value) -> Result<(), String> {
     }
 }
 
-fn check_compressed_tensors(config: &Value) -> Result<(), String> {
+fn of_compressed_tensors(config: &Value) -> Result<ActivationFormat, String> {
     let is_set = |key: &str| config.get(key).is_some_and(|value| !value.is_null());
     expect(config, "format", &["float-quantized"])?;
     if is_set("kv_cache_scheme") {
@@ -30,7 +51,14 @@ fn check_compressed_tensors(config: &Value) -> Result<(), String> {
     }
     let groups = config.get("config_groups").and_then(Value::as_object).filter(|groups| !groups.is_empty());
     let groups = groups.ok_or("quantization_config: config_groups names none")?;
-    groups.values().try_for_each(check_group)
+    let formats: Vec<ActivationFormat> = groups.values().map(of_group).collect::<Result<_, _>>()?;
+    match formats.iter().all(|format| *format == formats[0]) {
+        true => Ok(formats[0]),
+        false => {
+            Err("quantization_config: config_groups with and without input_activations are not implemented"
+                .to_owned())
+        }
+    }
 }
 
 fn is_dense(sparsity: &Value) -> bool {
@@ -39,7 +67,8 @@ fn is_dense(sparsity: &Value) -> bool {
         || sparsity.get("format").and_then(Value::as_str) == Some("dense")
 }
 
-fn check_group(group: &Value) -> Result<(), String> {
+/// Checks a group and returns its format of activations.
+fn of_group(group: &Value) -> Result<ActivationFormat, String> {
     let weights = group.get("weights").filter(|weights| weights.is_object());
     let weights = weights.ok_or("quantization_config: a group of config_groups has no weights")?;
     expect(weights, "type", &["float"])?;
@@ -53,13 +82,20 @@ fn check_group(group: &Value) -> Result<(), String> {
     if group.get("output_activations").is_some_and(|outputs| !outputs.is_null()) {
         return Err("quantization_config: output_activations are not implemented".to_owned());
     }
-    match group.get("input_activations").filter(|inputs| !inputs.is_null()) {
-        Some(inputs) if inputs.get("dynamic").and_then(Value::as_bool) != Some(true) => Err(
+    let Some(inputs) = group.get("input_activations").filter(|inputs| !inputs.is_null()) else {
+        return Ok(ActivationFormat::Full);
+    };
+    if inputs.get("dynamic").and_then(Value::as_bool) != Some(true) {
+        return Err(
             "quantization_config: input_activations with static scales are not implemented: dynamic ones are"
                 .to_owned(),
-        ),
-        _ => Ok(()),
+        );
     }
+    expect(inputs, "type", &["float"])?;
+    if inputs.get("num_bits").and_then(Value::as_u64) != Some(8) {
+        return Err(refusal("num_bits of input_activations", inputs.get("num_bits"), &["8"]));
+    }
+    Ok(ActivationFormat::Fp8)
 }
 
 fn expect(object: &Value, key: &str, known: &[&str]) -> Result<(), String> {
@@ -96,19 +132,22 @@ mod tests {
     /// Returns the test config with one value replaced, at a JSON pointer.
     fn with(path: &str, value: Value) -> Value {
         let mut config = channels();
-        let at = config.pointer_mut(path).unwrap_or_else(|| panic!("{path}"));
-        *at = value;
+        let (parent, key) = path.rsplit_once('/').expect("a pointer");
+        let parent = config.pointer_mut(parent).unwrap_or_else(|| panic!("{path}"));
+        parent[key] = value;
         config
     }
 
     #[test]
     fn published_forms_are_taken() {
-        check(&channels()).expect("a scale for each row");
-        check(&with("/config_groups/group_0/weights/strategy", json!("tensor")))
-            .expect("one for each matrix");
-        check(&with("/config_groups/group_0/input_activations", json!(null))).expect("weights alone");
+        let group = "/config_groups/group_0";
+        assert_eq!(activations(&channels()), Ok(ActivationFormat::Fp8), "a scale for each row");
+        let of_matrix = with(&format!("{group}/weights/strategy"), json!("tensor"));
+        assert_eq!(activations(&of_matrix), Ok(ActivationFormat::Fp8), "one for each matrix");
+        let weights_alone = with(&format!("{group}/input_activations"), json!(null));
+        assert_eq!(activations(&weights_alone), Ok(ActivationFormat::Full));
         let fbgemm = json!({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]});
-        check(&fbgemm).expect("a scale for each row");
+        assert_eq!(activations(&fbgemm), Ok(ActivationFormat::Fp8));
     }
 
     #[test]
@@ -147,8 +186,23 @@ mod tests {
                 "static scales are not implemented",
             ),
             (with(&format!("{group}/output_activations"), json!({"num_bits": 8})), "output_activations"),
+            (
+                with(&format!("{group}/input_activations/num_bits"), json!(4)),
+                "num_bits of input_activations 4 is not implemented: 8 is",
+            ),
+            (
+                with(&format!("{group}/input_activations/type"), json!("int")),
+                "type \"int\" is not implemented: float is",
+            ),
+            (
+                with(
+                    "/config_groups/group_1",
+                    json!({"weights": channels()["config_groups"]["group_0"]["weights"]}),
+                ),
+                "with and without input_activations",
+            ),
         ] {
-            let error = check(&config).expect_err(expected);
+            let error = activations(&config).expect_err(expected);
             assert!(error.contains(expected), "{error}");
         }
     }

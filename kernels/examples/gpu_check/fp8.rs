@@ -17,7 +17,7 @@ use super::verdict::{BF16_ERROR, Verdicts};
 
 /// A matrix in the checkpoint's format and in the GPU's format.
 pub(crate) struct Matrix {
-    n: usize,
+    pub(crate) n: usize,
     pub(crate) k: usize,
     bytes: Vec<u8>,
     scales: Vec<f32>,
@@ -42,7 +42,7 @@ impl Matrix {
         Ok(Self { n, k, bytes, scales, numbers_there, scales_there })
     }
 
-    fn rows(&self) -> Fp8Rows<'_> {
+    pub(crate) fn rows(&self) -> Fp8Rows<'_> {
         Fp8Rows { numbers: self.numbers_there.view(), scales: self.scales_there.view() }
     }
 

@@ -17,6 +17,7 @@ mod check_sample;
 mod check_ranks;
 mod check_joined;
 mod many_rows;
+mod rounding;
 mod measure;
 mod measure_endings;
 
@@ -123,6 +124,7 @@ fn run(args: &Args) -> Result<bool, CudaError> {
     }
     if is_wanted(Part::Fp8) {
         fp8::check(&card, &mut verdicts, extent)?;
+        rounding::check(&card, &mut verdicts, extent)?;
     }
     if is_wanted(Part::Attention) {
         check_attention::all(&card, &mut verdicts, extent)?;

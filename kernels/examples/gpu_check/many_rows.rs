@@ -13,11 +13,11 @@ use super::measure::{MATRICES, seconds};
 use super::verdict::{BF16_ERROR, Verdicts};
 
 /// The numbers of rows of the matrix, and their widths: odd sizes, with one tile and with many.
-const SHAPES: &[(usize, usize)] = &[(16, 8), (272, 72), (1040, 264), (528, 4096), (4624, 1032)];
+pub(crate) const SHAPES: &[(usize, usize)] = &[(16, 8), (272, 72), (1040, 264), (528, 4096), (4624, 1032)];
 /// The numbers of rows of x: around the limits of a block and of a pair, and more pairs than are grouped.
 const ROWS: &[usize] = &[3, 300, 128, 129, 256, 1, 2309];
 /// The maximum number of sums that the CPU also computes.
-const SUMS_MAX: usize = 2 << 20;
+pub(crate) const SUMS_MAX: usize = 2 << 20;
 
 pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
     if !card.has_many_rows() {
@@ -33,7 +33,7 @@ pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent)
 }
 
 /// Returns the ending with this name.
-fn ending<'a>(what: &str, y: ViewMut<'a, Bf16>) -> ManyRows<'a> {
+pub(crate) fn ending<'a>(what: &str, y: ViewMut<'a, Bf16>) -> ManyRows<'a> {
     match what {
         "added" => ManyRows::Added(y),
         "gated" => ManyRows::Gated(y),
@@ -78,7 +78,7 @@ fn one(
 }
 
 /// The number of products in sequence, enough for the GPU to reach its power limit.
-const N_LAUNCHES: usize = 40;
+pub(crate) const N_LAUNCHES: usize = 40;
 
 pub(crate) fn measure(card: &ComputeCard) -> Result<Vec<Value>, CudaError> {
     let mut lines = vec![];

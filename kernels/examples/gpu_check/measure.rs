@@ -12,7 +12,7 @@ use super::Part;
 use super::draw::Draw;
 use super::fp8;
 use super::measure_endings;
-use super::{check_experts, many_rows};
+use super::{check_experts, many_rows, rounding};
 
 /// The number of timed repetitions. The result is their median.
 const N_TIMES: usize = 21;
@@ -49,6 +49,7 @@ pub(crate) fn all(card: &ComputeCard, is_wanted: impl Fn(Part) -> bool) -> Resul
         "experts": if is_wanted(Part::Experts) { check_experts::measure(card)? } else { vec![] },
         "endings": if is_wanted(Part::Endings) { measure_endings::all(card, &limits)? } else { vec![] },
         "fp8": if is_wanted(Part::Fp8) { fp8::measure(card, &limits)? } else { vec![] },
+        "many_rows_fp8": if is_wanted(Part::Fp8) { rounding::measure(card)? } else { vec![] },
         "decode_attention": if is_wanted(Part::Attention) { decode_all(card, &limits)? } else { vec![] },
         "prefill_attention": if is_wanted(Part::Attention) { prefill_all(card)? } else { vec![] },
     });

@@ -31,5 +31,6 @@ pub use matrix::{Format, Matrix, Q8_BLOCK, WrongSize};
 pub use pool::Pool;
 pub use processor::{Arithmetic, Processor};
 pub use product::Product;
+pub use quantize::ROUND_GROUP;
 pub use rows::RopeAngles;
 pub use simd::Isa;

@@ -1,4 +1,5 @@
-//! Quantization of weights to 8 bits, which halves the memory traffic of bf16.
+//! Quantization of weights to 8 bits, which halves the memory traffic of bf16, and rounding of activations to
+//! 8 bits, as GPUs round them that multiply in FP8.
 
 use std::io;
 
@@ -7,6 +8,9 @@ use super::matrix::{Format, Matrix, Q8_BLOCK, scales_offset};
 use super::number::{F8_MAX, f32_to_f8, f32s_mut};
 use super::processor::Processor;
 use super::simd::{Kernel, Simd};
+
+/// The number of activations that share a scale.
+pub const ROUND_GROUP: usize = 128;
 
 /// The approximate number of weights in one part of the work.
 const PART_NUMBERS: usize = 1 << 18;
@@ -45,6 +49,14 @@ impl Processor {
             });
         })?;
         Ok(Matrix::scaled(bytes, cols, scales.into()).expect("a byte for each number"))
+    }
+
+    /// Rounds rows of `cols` activations to FP8 numbers (e4m3), times a scale for each [`ROUND_GROUP`] of a row:
+    /// the smallest power of two that makes the group's largest number 448 at most.
+    pub fn round_rows(&self, x: &mut [f32], cols: usize) {
+        self.by_rows(x, cols, |_, rows| {
+            rows.chunks_mut(cols).for_each(|row| self.isa().run(RoundRow { row }));
+        });
     }
 
     fn quantize_into(&self, matrix: &Matrix, values: &mut [u8], scales: &mut [f32]) {
@@ -119,12 +131,56 @@ impl Kernel for QuantizeRowFp8<'_> {
     }
 }
 
+struct RoundRow<'a> {
+    row: &'a mut [f32],
+}
+
+impl Kernel for RoundRow<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _simd: S) {
+        for group in self.row.chunks_mut(ROUND_GROUP) {
+            let mut greatest = 0f32;
+            for number in group.iter() {
+                greatest = greatest.max(number.abs());
+            }
+            let exponent = scale_exponent(greatest);
+            let (scale, inverse) = (f32::from_bits(exponent << 23), f32::from_bits((254 - exponent) << 23));
+            for number in group {
+                *number = rounded_to_f8(*number * inverse) * scale;
+            }
+        }
+    }
+}
+
+/// Returns the exponent, as f32 stores it, of a group's scale. It is bounded, so that the scale and its inverse
+/// are normal numbers. 448 is 1.75 times 2^8.
+#[inline(always)]
+fn scale_exponent(greatest: f32) -> u32 {
+    let bits = greatest.to_bits();
+    let exponent = (bits >> 23) + u32::from(bits & 0x7F_FFFF > 0x60_0000);
+    (exponent.max(32) - 8).min(246)
+}
+
+/// Rounds a number of at most 448 to the nearest FP8 number (e4m3), ties to even, and keeps it in f32.
+///
+/// FP8 numbers from 2^-6 on have four significant bits; below, they are 2^-9 apart. Adding and subtracting a
+/// number whose last bit has that distance rounds.
+#[inline(always)]
+fn rounded_to_f8(number: f32) -> f32 {
+    let exponent = ((number.to_bits() >> 23) & 0xFF).max(127 - 6);
+    let last = 1.5 * f32::from_bits((exponent + 20) << 23);
+    (number + last) - last
+}
+
 #[cfg(test)]
 mod tests {
     use std::num::NonZero;
 
     use super::*;
     use crate::cpu::Arithmetic;
+    use crate::cpu::number::f8_to_f32;
 
     #[test]
     fn quantized_numbers_are_near() {
@@ -174,5 +230,42 @@ mod tests {
             Processor::new(Arithmetic::F32, NonZero::new(1).unwrap()).unwrap().quantize_fp8(&zeroes).unwrap();
         near.read_row(0, &mut row);
         assert_eq!(row, [0.0; 40]);
+    }
+
+    #[test]
+    fn activations_are_rounded_to_numbers_of_8_bits() {
+        let numbers = (0..=0x43E0_0000_u32).step_by(977).map(f32::from_bits);
+        for number in numbers.flat_map(|number| [number, -number]) {
+            let expected = f8_to_f32(f32_to_f8(number));
+            assert_eq!(rounded_to_f8(number).to_bits() << 1, expected.to_bits() << 1, "{number:e}");
+        }
+        // The number between two FP8 numbers, and its neighbours.
+        for (number, expected) in [(17.0, 16.0), (17.001, 18.0), (19.0, 20.0), (-17.0, -16.0), (447.0, 448.0)]
+        {
+            assert_eq!(rounded_to_f8(number), expected, "{number}");
+        }
+    }
+
+    #[test]
+    fn each_group_of_a_row_has_a_scale_of_its_own() {
+        for (greatest, scale) in [(448.0, 1.0), (449.0, 2.0), (224.0, 0.5), (225.0, 1.0), (1.75, 1.0 / 256.0)]
+        {
+            assert_eq!(f32::from_bits(scale_exponent(greatest) << 23), scale, "{greatest}");
+        }
+        // A row of two groups, of which the second is shorter and has smaller numbers.
+        let mut x: Vec<f32> = (0..200).map(|nth| nth as f32).collect();
+        x[128..].iter_mut().for_each(|number| *number /= 1024.0);
+        let cpu = Processor::new(Arithmetic::F32, NonZero::new(2).unwrap()).unwrap();
+        let expected: Vec<f32> = x
+            .iter()
+            .zip(0..)
+            .map(|(number, nth)| {
+                let scale = if nth < 128 { 0.5 } else { 1.0 / 2048.0 };
+                f8_to_f32(f32_to_f8(number / scale)) * scale
+            })
+            .collect();
+        let mut rows = [x.clone(), vec![0.0; 200], x].concat();
+        cpu.round_rows(&mut rows, 200);
+        assert_eq!(rows, [expected.clone(), vec![0.0; 200], expected].concat());
     }
 }

@@ -58,7 +58,7 @@ impl Processor {
     }
 
     /// Calls `work` with some whole rows at a time and the index of their first number.
-    fn by_rows(&self, x: &mut [f32], row: usize, work: impl Fn(usize, &mut [f32]) + Sync) {
+    pub(super) fn by_rows(&self, x: &mut [f32], row: usize, work: impl Fn(usize, &mut [f32]) + Sync) {
         let part = PART_NUMBERS.next_multiple_of(row.max(1));
         if x.len() <= part {
             return work(0, x);

@@ -18,7 +18,8 @@ pub use matmul::{Epilogue, Factors, NormedRows, OutputRows, ProductOutput, Produ
 pub use ops::{
     AddedRows, DecodeAttention, DrawRow, DummyPart, EDIT_WORDS, Ending, ExpertLayer, ExpertSizes,
     ExpertSpace, ExpertsForm, FeedTokens, FewRowsForm, Fp8Rows, FusedKernel, FusedProduct, HeadsRows,
-    KvNumber, KvPages, LATE, LogitEdit, ManyRows, NOWHERE, Outcome, PendingNorm, PrefillAttention,
-    PrefillSequence, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm, SumRows, TOP_MAX, WeightMatrix,
+    KvNumber, KvPages, LATE, LogitEdit, MANY_FP8_FORMS, ManyFp8Form, ManyRows, NOWHERE, Outcome, PendingNorm,
+    PrefillAttention, PrefillSequence, QuantizedRows, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm,
+    SumRows, TOP_MAX, WeightMatrix,
 };
 pub use peers::{CommonParams, LostFlag, PEERS_MAX, Peers, RankMemory};

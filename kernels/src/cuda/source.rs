@@ -49,6 +49,7 @@ pub const SOURCES: &[Source] = &[
     source!("ranks.cu", ["sum_few_rows", "sum_many_rows", "gather_columns"], "ranks.cuh"),
     source!("dummy.cu", ["dummy_weights"]),
     source!("widen_fp8.cu", ["widen_fp8"]),
+    source!("round_fp8.cu", ["round_rows"], "rounding.cuh"),
     source!("probe.cu", ["probe_read", "probe_copy"]),
     source!(
         "skinny.cu",
@@ -223,7 +224,27 @@ pub const SOURCES: &[Source] = &[
         ["many_rows", "many_rows_added", "many_rows_gated"],
         "tensor.cuh",
         "hopper.cuh",
-        "many_rows.cuh"
+        "many_rows.cuh",
+        "many_tiles.cuh"
+    )
+    .on_hopper(),
+    source!(
+        "many_rows_fp8.cu",
+        [
+            "many_rows_fp8",
+            "many_rows_fp8_added",
+            "many_rows_fp8_gated",
+            "many_rows_fp8_narrow",
+            "many_rows_fp8_narrow_added",
+            "many_rows_fp8_split",
+            "many_rows_fp8_split_added",
+            "quantize_rows",
+        ],
+        "tensor.cuh",
+        "hopper.cuh",
+        "many_rows.cuh",
+        "many_tiles.cuh",
+        "rounding.cuh"
     )
     .on_hopper(),
     source!(

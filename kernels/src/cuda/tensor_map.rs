@@ -7,6 +7,7 @@ use device::cuda::{Bf16, CudaError};
 
 /// The number of columns of a box: 128 bytes, the width of the swizzle.
 const BOX_COLUMNS: u32 = 64;
+const BOX_BYTES: u32 = 128;
 
 /// The map, a kernel argument that is passed by value.
 pub(super) struct TensorMap(#[expect(dead_code, reason = "kernels read it by address")] sys::CUtensorMap);
@@ -47,6 +48,24 @@ impl TensorMap {
             dims: [matrix.n_columns as u64, matrix.n_rows as u64],
             stride_bytes: (matrix.stride * size_of::<Bf16>()) as u64,
             box_dims: [BOX_COLUMNS, box_rows as u32],
+            swizzle: sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+        })
+    }
+
+    /// Describes boxes of `box_rows` rows and 128 columns of a matrix in FP8. Numbers outside of it are read as
+    /// zeroes.
+    pub(super) fn of_fp8(
+        address: u64,
+        n_rows: usize,
+        width: usize,
+        box_rows: usize,
+    ) -> Result<Self, CudaError> {
+        Self::encode(MapArguments {
+            dtype: sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            address,
+            dims: [width as u64, n_rows as u64],
+            stride_bytes: width as u64,
+            box_dims: [BOX_BYTES, box_rows as u32],
             swizzle: sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
         })
     }

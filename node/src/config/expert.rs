@@ -43,11 +43,19 @@ pub struct ModelExpertSettings {
     pub threads: usize,
     /// `safetensors` loads the weights; `dummy` makes random ones, to measure speed.
     pub load_format: String,
+    /// The input of products with FP8 weights: `full`; `fp8`, rounded to 8 bits, which shortens prompts on Hopper;
+    /// `auto` follows the checkpoint. The same on all nodes of a model.
+    pub activations: String,
 }
 
 impl Default for ModelExpertSettings {
     fn default() -> Self {
-        Self { gpu_arch: String::new(), threads: 0, load_format: "safetensors".to_owned() }
+        Self {
+            gpu_arch: String::new(),
+            threads: 0,
+            load_format: "safetensors".to_owned(),
+            activations: "auto".to_owned(),
+        }
     }
 }
 

@@ -32,7 +32,7 @@ use crate::error::{BackendError, LoadError, OpenError};
 use crate::kv_room::{KvRoom, n_blocks, not_taken};
 use crate::load::weights::LoadedFormats;
 use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, Weights, fingerprint, tensors};
-use crate::model::{Decoder, ModelConfig};
+use crate::model::{ActivationFormat, Decoder, ModelConfig};
 use crate::step::{PendingStep, StepBatch, StepOutput};
 use compute::Compute;
 use job::{JobRow, StepJob};
@@ -95,7 +95,8 @@ impl CpuBackend {
             fingerprint: loaded.fingerprint(&folder, &layout, processor, settings)?,
             layout,
         };
-        let ranks = Rank::all(processors, &loaded.model, &memory, &folder.config);
+        let activations = loaded.activations;
+        let ranks = Rank::all(processors, &loaded.model, &memory, &folder.config, activations);
         let compute = Compute::new(ranks, &folder.config).map_err(LoadError::Threads)?;
         Self::start(model, memory, compute, loaded.weight_bytes, opened)
     }
@@ -219,6 +220,7 @@ struct LoadedWeights {
     weights: String,
     weight_format: &'static str,
     weight_bytes: usize,
+    activations: ActivationFormat,
 }
 
 impl LoadedWeights {
@@ -238,7 +240,8 @@ impl LoadedWeights {
             LoadFormat::Dummy { seed } => (load(&Dummy { seed, processor })?, format!("dummy, seed {seed}")),
         };
         let weight_format = seen.main_format().map_or("none", |format| format.as_str());
-        Ok(Self { model, weights, weight_format, weight_bytes: seen.bytes() })
+        let activations = settings.activations.resolve(config.activations, seen.has_fp8())?;
+        Ok(Self { model, weights, weight_format, weight_bytes: seen.bytes(), activations })
     }
 
     fn fingerprint(
@@ -259,6 +262,7 @@ impl LoadedWeights {
         let parts = [
             ("weights", self.weights.clone()),
             ("dtype", dtype),
+            ("activations", self.activations.describe()),
             ("arithmetic", arithmetic.to_owned()),
             ("tokenizer", fingerprint::of_tokenizer(folder.tokenizer()?.as_deref())),
         ];

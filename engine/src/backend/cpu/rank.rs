@@ -12,6 +12,7 @@ use types::step::PromptLogprob;
 
 use super::job::{JobRow, OwnedPromptTargets};
 use crate::error::RowError;
+use crate::model::ActivationFormat;
 use crate::model::pass::PassParts;
 use crate::model::ranks::{RankFence, RankHandle};
 use crate::model::{Decoder, ModelConfig, Pass, PassRow, Scratch, Tensor};
@@ -54,6 +55,7 @@ pub(super) struct Rank {
     memory: KvMemory,
     frequencies: Arc<[f32]>,
     vocab: usize,
+    activations: ActivationFormat,
     seat: RankHandle,
 }
 
@@ -75,6 +77,7 @@ impl Rank {
         model: &Arc<Decoder>,
         memory: &KvMemory,
         config: &ModelConfig,
+        activations: ActivationFormat,
     ) -> Vec<Self> {
         let frequencies: Arc<[f32]> = config.rope.frequencies(config.head_dim).into();
         let rank = |(processor, seat)| Self {
@@ -83,6 +86,7 @@ impl Rank {
             memory: memory.clone(),
             frequencies: Arc::clone(&frequencies),
             vocab: config.vocab,
+            activations,
             seat,
         };
         let seats = RankHandle::all(memory.n_ranks());
@@ -101,6 +105,7 @@ impl Rank {
             written: &step.written,
             rank: &self.seat,
             frequencies: &self.frequencies,
+            activations: self.activations,
         };
         let passing = step.rows.iter().zip(&step.resolved).filter(|(_, ok)| ok.is_ok());
         let mut pass = Pass::new(parts, passing.map(|(row, _)| pass_row(row)).collect());

@@ -5,7 +5,7 @@ use std::num::NonZero;
 use kernels::cpu::Arithmetic;
 use types::KvDtype;
 
-use crate::load::Quantize;
+use crate::load::{Activations, Quantize};
 
 /// The settings of the CPU backend, without the model and the size of KV memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,6 +19,7 @@ pub struct CpuSettings {
     pub kv_dtype: KvDtype,
     pub block_tokens: u16,
     pub quantize: Quantize,
+    pub activations: Activations,
     pub load_format: LoadFormat,
 }
 
@@ -42,6 +43,7 @@ impl Default for CpuSettings {
             kv_dtype: KvDtype::Bf16,
             block_tokens: 16,
             quantize: Quantize::No,
+            activations: Activations::Auto,
             load_format: LoadFormat::Safetensors,
         }
     }

@@ -1,10 +1,15 @@
+use std::collections::HashMap;
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
 
+use serde_json::Value as Json;
 use tempfile::TempDir;
+use types::TokenId;
 
 use super::*;
 use crate::conformance;
+use crate::conformance::alone::step;
+use crate::load::Activations;
 
 fn folder(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(name)
@@ -50,6 +55,9 @@ fn every_setting_keeps_the_contract() {
         check("tests/models/qwen3", &settings);
         check("tests/models/mistral", &settings);
     }
+    let fp8 = CpuSettings { quantize: Quantize::Fp8, activations: Activations::Fp8, ..settings(2) };
+    check("tests/models/qwen3", &fp8);
+    check("tests/models/qwen3-moe", &fp8);
 }
 
 #[test]
@@ -114,6 +122,55 @@ fn what_makes_kv_differ_is_in_the_fingerprint() {
     assert!(error.to_string().contains("bf16 here, fp8_e4m3 there"), "{error}");
     let error = plain.agree(&fingerprint("tests/models/llama", &settings(1))).expect_err("another model");
     assert!(error.to_string().contains("weights: "), "{error}");
+}
+
+/// The prompts of the bundled model with their continuations, as tokens.
+fn texts() -> Vec<[Vec<TokenId>; 2]> {
+    let golden = std::fs::read(folder("../models/demo/golden.json")).expect("a file");
+    let golden: Json = serde_json::from_slice(&golden).expect("JSON");
+    let ids = |ids: &Json| -> Vec<TokenId> {
+        let ids = ids.as_array().expect("a list").iter();
+        ids.map(|id| TokenId(id.as_u64().expect("a number") as u32)).collect()
+    };
+    let prompts = golden["prompts"].as_array().expect("a list").iter();
+    prompts.map(|one| [ids(&one["prompt_ids"]), ids(&one["continuation_ids"])]).collect()
+}
+
+/// Returns the mean divergence (KL) of the model's next tokens from those of the reference, along its texts, over
+/// the 255 likeliest tokens of each.
+fn divergence(reference: &CpuSettings, settings: &CpuSettings) -> f64 {
+    let open = |settings: &CpuSettings| {
+        CpuBackend::open(&folder("../models/demo"), 32 << 20, settings).expect("it opens")
+    };
+    let (mut reference, mut subject) = (open(reference), open(settings));
+    let (mut sum, mut n) = (0.0, 0);
+    for [prompt, continuation] in texts() {
+        let mut start = 0;
+        for tokens in std::iter::once(prompt.as_slice()).chain(continuation.chunks(1)) {
+            let (_, expected) = step(&mut reference, tokens, start, u8::MAX);
+            let (_, found) = step(&mut subject, tokens, start, u8::MAX);
+            let found: HashMap<TokenId, f32> = found.into_iter().collect();
+            for (token, logprob) in expected {
+                if let Some(other) = found.get(&token) {
+                    sum += f64::from(logprob).exp() * f64::from(logprob - other);
+                }
+            }
+            n += 1;
+            start += tokens.len();
+        }
+    }
+    sum / f64::from(n)
+}
+
+#[test]
+fn rounded_activations_diverge_about_as_much_as_rounded_weights() {
+    let plain = CpuSettings { kv_dtype: KvDtype::F32, ..settings(2) };
+    let weights = CpuSettings { quantize: Quantize::Fp8, ..plain.clone() };
+    let both = CpuSettings { activations: Activations::Fp8, ..weights.clone() };
+    assert_eq!(divergence(&plain, &plain), 0.0);
+    let (weights, both) = (divergence(&plain, &weights), divergence(&plain, &both));
+    println!("mean divergence: {weights:.6} with weights in FP8, {both:.6} with activations too");
+    assert!(weights > 0.0 && both > weights && both <= 2.1 * weights, "{weights} {both}");
 }
 
 /// Copies the `llama` test model, with `new` instead of `old` in its configuration.

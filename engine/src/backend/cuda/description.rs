@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use device::cuda::Arena;
 use kernels::cpu::{Arithmetic, Processor};
-use kernels::cuda::{ComputeCard, KvNumber};
+use kernels::cuda::{ComputeCard, KvNumber, Products};
 use kv_cache::KvMemory;
 use types::layout::{Attention, Shard};
 use types::{Fingerprint, KvDtype, KvLayout, ModelInfo};
@@ -29,7 +29,9 @@ use crate::cpu::LoadFormat;
 use crate::error::{LoadError, OpenError};
 use crate::kv_room::n_blocks;
 use crate::load::meter::Meter;
+use crate::load::weights::HasFp8;
 use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, fingerprint, tensors};
+use crate::model::ActivationFormat;
 
 /// The number of threads that read weights. A few threads read a file faster than one; more do not help.
 const LOADER_THREADS: usize = 8;
@@ -47,6 +49,8 @@ pub(super) struct ModelDescription {
     pub(super) layout: KvLayout,
     /// Which matrices are in FP8, one entry for each layer.
     pub(super) formats: Vec<LayerFormats>,
+    /// The format of the input of products with FP8 matrices.
+    pub(super) activations: ActivationFormat,
     pub(super) n_blocks: u32,
     /// The number of tokens of the longest sequence.
     pub(super) tokens_max: usize,
@@ -101,8 +105,10 @@ impl ModelDescription {
             }
             LoadFormat::Dummy { .. } => LayerFormats::in_bf16(config.n_layers, config.mixture.as_ref()),
         };
+        let has_fp8 = HasFp8(formats.iter().any(|layer| layer.has_fp8()));
+        let activations = settings.activations.resolve(config.activations, has_fp8)?;
         let settings = settings.clone();
-        Ok(Self { heads, layout, formats, n_blocks, tokens_max, settings, folder, kv_bytes })
+        Ok(Self { heads, layout, formats, activations, n_blocks, tokens_max, settings, folder, kv_bytes })
     }
 
     /// Reads the folder's description again.
@@ -125,7 +131,13 @@ impl ModelDescription {
     /// Returns the GPU memory that the model needs. `kv` is for all ranks together.
     pub(super) fn budget(&self, sizes: Sizes, shape: &WorkspaceShape, kv: usize) -> Budget {
         let turns = self.heads.turns_bytes(self.tokens_max);
-        Budget::of(sizes, &self.formats, shape.bytes() + turns, kv)
+        let rounded = match self.activations {
+            ActivationFormat::Fp8 => {
+                Products::rounded_bytes(self.settings.limits.tokens, sizes.widest_input())
+            }
+            ActivationFormat::Full => 0,
+        };
+        Budget::of(sizes, &self.formats, shape.bytes() + turns + rounded, kv)
     }
 
     pub(super) fn graph_sizes(&self) -> Option<GraphSizes> {
@@ -214,6 +226,7 @@ impl ModelDescription {
         let parts = [
             ("weights", self.weights()?),
             ("dtype", fp8::dtype(&self.formats)),
+            ("activations", self.activations.describe()),
             ("arithmetic", arithmetic.to_owned()),
             ("tokenizer", fingerprint::of_tokenizer(tokenizer.as_deref())),
         ];

@@ -64,6 +64,7 @@ impl Decoder {
         };
         let x = x.slice(0..n * hidden);
         if let Some(form) = form {
+            let x = pass.products.rounded(pass.card, layer.qkv.weight.view(), x, hidden)?;
             let (w, bias) = (layer.qkv.weight.view(), layer.qkv.bias.as_ref().map(Buffer::view));
             let product =
                 FusedProduct { w, x, k: hidden, pending_norm: self.pending_norm(squares, n, normed) };
@@ -105,6 +106,7 @@ impl Decoder {
         let (x, gated) = (x.slice(0..n * hidden), gated.view_mut().slice(0..n * width));
         if let Some(form) = form {
             let w = layer.gate_up.weight.view();
+            let x = pass.products.rounded(pass.card, w, x, hidden)?;
             let product =
                 FusedProduct { w, x, k: hidden, pending_norm: self.pending_norm(squares, n, normed) };
             return pass.card.multiply_own(form, product, Ending::Gated(gated));
@@ -178,6 +180,7 @@ impl Decoder {
         };
         if let Some(form) = form {
             let (w, n_parts) = (matrix.weight.view(), form.parts(hidden));
+            let x = pass.products.rounded(pass.card, w, x, k)?;
             let added = AddedRows {
                 residual: residual.view_mut().slice(0..n * hidden),
                 out: normed.view_mut().slice(0..n * hidden),

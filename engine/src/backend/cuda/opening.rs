@@ -23,7 +23,7 @@ use super::workspace::{PATIENCE, Workspace};
 use super::{CudaBackend, CudaSettings, LoadReport, SpareReadbacks, tuning};
 use crate::error::{LoadError, OpenError};
 use crate::kv_room::{AutoRoom, KvRoom};
-use crate::model::ModelConfig;
+use crate::model::{ActivationFormat, ModelConfig};
 
 /// The longest sequences of steps that are recorded at the start. Longer steps are recorded at their first
 /// use, which takes some milliseconds.
@@ -166,6 +166,9 @@ impl ModelDescription {
             let budget = self.budget(sizes, &shape, kv_bytes);
             budget.check(card.memory()?.free)?;
             products.make_room(&card, sizes.widened(&self.formats))?;
+            if self.activations == ActivationFormat::Fp8 {
+                products.round_activations(&card, self.settings.limits.tokens, sizes.widest_input())?;
+            }
             (weight_bytes, together) = (budget.weights, shape.together());
             let space = shape.take(&card)?;
             taken.push((sizes, products, space, card));

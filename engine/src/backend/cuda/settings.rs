@@ -8,7 +8,7 @@ use types::KvDtype;
 
 use crate::backend::StepLimits;
 use crate::cpu::LoadFormat;
-use crate::load::Quantize;
+use crate::load::{Activations, Quantize};
 
 /// The settings of the GPU backend.
 #[derive(Clone, Debug)]
@@ -21,6 +21,7 @@ pub struct CudaSettings {
     pub load_format: LoadFormat,
     pub kv_dtype: KvDtype,
     pub quantize: Quantize,
+    pub activations: Activations,
     /// The folder of CUDA's libraries, if the loader does not find them.
     pub libraries: Option<PathBuf>,
     /// The folder for compiled kernels and product measurements. `None` means that they are not kept.
@@ -45,6 +46,7 @@ impl Default for CudaSettings {
             load_format: LoadFormat::Safetensors,
             kv_dtype: KvDtype::Bf16,
             quantize: Quantize::No,
+            activations: Activations::Auto,
             libraries: None,
             cache: user_cache(|name| std::env::var_os(name).map(PathBuf::from)),
             arch: None,

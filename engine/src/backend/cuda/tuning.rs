@@ -83,11 +83,12 @@ pub(super) fn tune(
 ) -> Result<(), CudaError> {
     let Tools { card, decoder, products, space, .. } = tools;
     let about = format!(
-        "{} {}, cuBLASLt {}, kernels {}, in company",
+        "{} {}, cuBLASLt {}, kernels {}, in company{}",
         card.name(),
         card.arch(),
         products.library_version(),
-        source::digest()
+        source::digest(),
+        if products.rounds_activations() { ", activations in FP8" } else { "" }
     );
     let file = settings.choices_file(&about);
     if let Some(file) = &file {

@@ -257,6 +257,11 @@ impl Sizes {
         layers + (self.embed_rows() + head_rows) * self.hidden * size_of::<Bf16>()
     }
 
+    /// Returns the width of the widest rows that a layer's matrices multiply.
+    pub(super) fn widest_input(self) -> usize {
+        self.hidden.max(self.q_width).max(self.intermediate)
+    }
+
     /// Returns the number of numbers of the largest FP8 matrix, for the memory that widens one matrix at a
     /// time.
     pub(super) fn widened(self, formats: &[LayerFormats]) -> usize {

@@ -10,23 +10,27 @@
 //! at a time ([`Products::open_deterministic`]).
 //!
 //! For few rows a kernel reads an FP8 matrix directly; for many rows the matrix is widened to bf16 first. The
-//! limit between the two is measured too.
+//! limit between the two is measured too. If activations are rounded ([`Products::round_activations`]), Hopper
+//! multiplies many rows in FP8, and the other methods multiply the rounded rows in bf16.
 
 pub mod cublaslt;
+mod factors;
+mod output;
 pub mod tuning;
 
 use std::collections::HashMap;
-use std::ops::Range;
 
 use device::cuda::error::ensure;
-use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
+use device::cuda::{Bf16, CudaError, View, ViewMut};
 
 use super::ComputeCard;
 use super::ops::{
-    Ending, FEW_ROWS_FORMS, FEW_ROWS_MAX, FewRowsForm, Fp8Rows, FusedKernel, FusedProduct, ManyRows,
-    SKINNY_FORMS, SKINNY_ROWS_MAX, WeightMatrix,
+    Ending, FEW_ROWS_FORMS, FEW_ROWS_MAX, FewRowsForm, Fp8Rows, FusedKernel, FusedProduct, MANY_FP8_FORMS,
+    ManyFp8Form, ManyRows, SKINNY_FORMS, SKINNY_ROWS_MAX, WeightMatrix,
 };
 use cublaslt::{Algorithm, Lt, Plan};
+use factors::{Prepared, Room, RoundedRoom};
+pub use output::{Epilogue, NormedRows, OutputRows, ProductOutput};
 pub use tuning::{Choices, TUNED_ROWS, tuned_rows};
 
 /// The shape of a product: rows of `k` numbers with a matrix of `n` rows of `k`.
@@ -50,6 +54,8 @@ pub enum Choice {
     /// The product is computed by [`ComputeCard::multiply_many`]: on Hopper, for more rows. An FP8 matrix is
     /// widened to bf16 first.
     Many,
+    /// The product is computed by [`ComputeCard::multiply_many_fp8`]: on Hopper, an FP8 matrix and rounded rows.
+    ManyFp8(ManyFp8Form),
     Lt(Algorithm),
 }
 
@@ -70,37 +76,6 @@ pub struct Factors<'a> {
     pub k: usize,
 }
 
-/// The output of a product, and the work after it.
-#[derive(Debug)]
-pub struct ProductOutput<'a> {
-    pub y: OutputRows<'a>,
-    pub next: Option<Epilogue<'a>>,
-}
-
-/// The output of a product.
-#[derive(Debug)]
-pub enum OutputRows<'a> {
-    Narrow(ViewMut<'a, Bf16>),
-    Wide(ViewMut<'a, f32>),
-}
-
-/// The work after a product, which a kernel for many rows may include.
-#[derive(Debug)]
-pub enum Epilogue<'a> {
-    /// The product has the columns of a gate and then of up: `silu(gate) * up`.
-    Gate(ViewMut<'a, Bf16>),
-    Norm(NormedRows<'a>),
-}
-
-/// The product is added to the residual; `out` receives the residual's norm.
-#[derive(Debug)]
-pub struct NormedRows<'a> {
-    pub residual: ViewMut<'a, Bf16>,
-    pub out: ViewMut<'a, Bf16>,
-    pub weight: View<'a, Bf16>,
-    pub epsilon: f32,
-}
-
 /// The libraries, memory and measurements that products need.
 #[derive(Debug)]
 pub struct Products {
@@ -110,8 +85,7 @@ pub struct Products {
     are_alike: bool,
     /// The prepared method for each exact shape, made at the first use of the shape.
     ways: HashMap<ProductShape, Method>,
-    /// Memory for an FP8 matrix that is widened to bf16; `None` before [`Products::make_room`].
-    widened: Option<Buffer<Bf16>>,
+    room: Room,
 }
 
 /// A method for one exact shape, ready to run.
@@ -119,6 +93,7 @@ pub struct Products {
 enum Method {
     Own(FusedKernel),
     Many,
+    ManyFp8(ManyFp8Form),
     Lt(Plan),
 }
 
@@ -132,84 +107,59 @@ const WAYS_MAX: usize = 4096;
 /// widening it.
 const PASSES_ROWS_MAX: usize = 512;
 
-impl OutputRows<'_> {
-    fn len(&self) -> usize {
-        match self {
-            Self::Narrow(view) => view.len(),
-            Self::Wide(view) => view.len(),
-        }
-    }
-
-    fn is_wide(&self) -> bool {
-        matches!(self, Self::Wide(_))
-    }
-
-    fn reborrow(&mut self) -> OutputRows<'_> {
-        match self {
-            Self::Narrow(view) => OutputRows::Narrow(view.reborrow()),
-            Self::Wide(view) => OutputRows::Wide(view.reborrow()),
-        }
-    }
-
-    fn slice(&mut self, range: Range<usize>) -> OutputRows<'_> {
-        match self {
-            Self::Narrow(view) => OutputRows::Narrow(view.reborrow().slice(range)),
-            Self::Wide(view) => OutputRows::Wide(view.reborrow().slice(range)),
-        }
-    }
-
-    fn address(&self) -> u64 {
-        match self {
-            Self::Narrow(view) => view.address(),
-            Self::Wide(view) => view.address(),
-        }
-    }
-}
-
-impl<'a> From<OutputRows<'a>> for Ending<'a> {
-    fn from(rows: OutputRows<'a>) -> Self {
-        match rows {
-            OutputRows::Narrow(y) => Self::Sums(y),
-            OutputRows::Wide(y) => Self::Wide(y),
-        }
-    }
-}
-
-impl Epilogue<'_> {
-    /// Runs the work in a separate kernel, for rows of `n` numbers.
-    fn follow(self, card: &ComputeCard, product: View<'_, Bf16>, n: usize) -> Result<(), CudaError> {
-        match self {
-            Self::Gate(gated) => card.silu_mul(gated, product, n / 2),
-            Self::Norm(NormedRows { residual, out, weight, epsilon }) => {
-                card.add_rms_norm(out, residual, product, weight, epsilon)
-            }
-        }
-    }
-
-    fn reborrow(&mut self) -> Epilogue<'_> {
-        match self {
-            Self::Gate(gated) => Epilogue::Gate(gated.reborrow()),
-            Self::Norm(NormedRows { residual, out, weight, epsilon }) => Epilogue::Norm(NormedRows {
-                residual: residual.reborrow(),
-                out: out.reborrow(),
-                weight: *weight,
-                epsilon: *epsilon,
-            }),
-        }
-    }
-}
+/// The smallest number of rows for which multiplying in FP8 may be faster than reading the matrix in FP8 and
+/// multiplying in bf16.
+const MANY_FP8_ROWS_MIN: usize = 64;
 
 impl Products {
     /// Loads cuBLASLt, from `folder` if one is named. There are no measurements yet.
     pub fn open(card: &ComputeCard, folder: Option<&std::path::Path>) -> Result<Self, CudaError> {
         let lt = Lt::open(card, folder)?;
-        Ok(Self { lt, choices: Choices::default(), are_alike: false, ways: HashMap::new(), widened: None })
+        let (choices, ways, room) = (Choices::default(), HashMap::new(), Room::default());
+        Ok(Self { lt, choices, are_alike: false, ways, room })
     }
 
     /// Allocates memory for widening matrices in FP8 of up to `n_numbers` numbers.
     pub fn make_room(&mut self, card: &ComputeCard, n_numbers: usize) -> Result<(), CudaError> {
-        self.widened = Some(card.buffer(n_numbers)?);
+        self.room.widened = Some(card.buffer(n_numbers)?);
         Ok(())
+    }
+
+    /// Rounds the rows of all products with an FP8 matrix to FP8. Allocates memory for `n_rows` rows of `k`
+    /// numbers.
+    pub fn round_activations(
+        &mut self,
+        card: &ComputeCard,
+        n_rows: usize,
+        k: usize,
+    ) -> Result<(), CudaError> {
+        self.room.rounded = Some(RoundedRoom::new(card, n_rows, k)?);
+        Ok(())
+    }
+
+    /// Returns the bytes that [`round_activations`](Self::round_activations) allocates.
+    pub fn rounded_bytes(n_rows: usize, k: usize) -> usize {
+        RoundedRoom::n_bytes(n_rows, k)
+    }
+
+    /// Returns whether the rows of products with an FP8 matrix are rounded to FP8.
+    pub fn rounds_activations(&self) -> bool {
+        self.room.rounded.is_some()
+    }
+
+    /// Returns the rows that a product with this matrix multiplies: rounded if the matrix is in FP8 and
+    /// activations are rounded, else as they are.
+    pub fn rounded<'a>(
+        &'a mut self,
+        card: &ComputeCard,
+        w: WeightMatrix<'_>,
+        x: View<'a, Bf16>,
+        k: usize,
+    ) -> Result<View<'a, Bf16>, CudaError> {
+        match &mut self.room.rounded {
+            Some(room) if matches!(w, WeightMatrix::Fp8(_)) => room.in_bf16(card, x, k),
+            _ => Ok(x),
+        }
     }
 
     /// Like [`open`](Self::open), for products whose rows do not depend on the other rows. Nothing is
@@ -253,9 +203,9 @@ impl Products {
             return self.multiply_alike(card, shape, y, factors);
         }
         self.find_way(card, shape)?;
-        let Self { lt, ways, widened, .. } = self;
+        let Self { lt, ways, room, .. } = self;
         let way = &ways[&shape];
-        lt.run_way(card, way, y, readied(card, way, factors, widened.as_mut())?)
+        lt.run_way(card, way, y, room.prepare(card, way, factors)?)
     }
 
     /// Computes a product and the work after it. `room` holds the product, unless one kernel does both.
@@ -272,9 +222,8 @@ impl Products {
             return next.follow(card, room.view(), shape.n);
         }
         self.find_way(card, shape)?;
-        let Self { lt, ways, widened, .. } = self;
-        let way = &ways[&shape];
-        lt.run_then(card, way, next, room, readied(card, way, factors, widened.as_mut())?)
+        let way = &self.ways[&shape];
+        self.lt.run_then(card, way, next, room, self.room.prepare(card, way, factors)?)
     }
 
     /// Prepares the method for this shape, if it is not prepared.
@@ -298,18 +247,20 @@ impl Products {
         factors: Factors<'_>,
     ) -> Result<(), CudaError> {
         let ProductShape { n, k, n_rows, .. } = shape;
-        let Self { lt, widened, .. } = self;
+        let Self { lt, room, .. } = self;
         let (way, rows_max) = if card.has_few_rows() {
             (FusedKernel::Few(FewRowsForm::of(n, k)), FEW_ROWS_MAX)
         } else {
             (FusedKernel::Skinny(SKINNY_FORMS[0]), SKINNY_ROWS_MAX)
         };
         let way = Method::Own(way);
-        let factors = readied(card, &way, factors, widened.as_mut())?;
+        let Prepared::Plain(factors) = room.prepare(card, &way, factors)? else {
+            return ensure("product", false, "a method that depends on the number of rows");
+        };
         for first in (0..n_rows).step_by(rows_max) {
             let end = (first + rows_max).min(n_rows);
             let some = Factors { x: factors.x.slice(first * k..end * k), ..factors };
-            lt.run_way(card, &way, y.slice(first * n..end * n), some)?;
+            lt.run_way(card, &way, y.slice(first * n..end * n), Prepared::Plain(some))?;
         }
         Ok(())
     }
@@ -324,7 +275,7 @@ impl Products {
         }
         match self.choices.get(shape) {
             Some(Choice::Own(form)) => Some(form).filter(|form| is_by_itself(*form, shape)),
-            Some(Choice::Many | Choice::Lt(_)) => None,
+            Some(Choice::Many | Choice::ManyFp8(_) | Choice::Lt(_)) => None,
             None => guess(card, shape),
         }
     }
@@ -336,12 +287,19 @@ impl Products {
                 Ok(Method::Own(form))
             }
             Some(Choice::Many) if shape.n_rows > FEW_ROWS_MAX => Ok(Method::Many),
+            Some(Choice::ManyFp8(form)) if self.multiplies_fp8(card, shape) => Ok(Method::ManyFp8(form)),
             Some(Choice::Lt(algorithm)) => Ok(Method::Lt(self.lt.plan_with(shape, algorithm)?)),
             _ => match guess(card, shape) {
                 Some(form) => Ok(Method::Own(form)),
+                None if self.multiplies_fp8(card, shape) => Ok(Method::ManyFp8(ManyFp8Form::Wide)),
                 None => Ok(Method::Lt(self.lt.plan(shape)?)),
             },
         }
+    }
+
+    /// Returns whether products of this shape have rounded rows and can be computed in FP8.
+    fn multiplies_fp8(&self, card: &ComputeCard, shape: ProductShape) -> bool {
+        self.room.rounded.is_some() && shape.is_fp8 && card.has_many_rows_fp8()
     }
 
     /// Measures every method for this shape and keeps the fastest. The matrices together are larger than the
@@ -362,12 +320,13 @@ impl Products {
             let way = match choice {
                 Choice::Own(form) => Method::Own(form),
                 Choice::Many => Method::Many,
+                Choice::ManyFp8(form) => Method::ManyFp8(form),
                 Choice::Lt(algorithm) => Method::Lt(self.lt.plan_with(shape, algorithm)?),
             };
-            let Self { lt, widened, .. } = self;
+            let Self { lt, room: of_factors, .. } = self;
             let time = tuning::time(card, matrices.len(), shape.n_rows, |nth| {
                 let factors = Factors { w: matrices[nth], x, k: shape.k };
-                let factors = readied(card, &way, factors, widened.as_mut())?;
+                let factors = of_factors.prepare(card, &way, factors)?;
                 match (y.reborrow(), &mut next) {
                     (OutputRows::Narrow(room), Some(next)) => {
                         lt.run_then(card, &way, next.reborrow(), room, factors)
@@ -393,13 +352,14 @@ impl Products {
         timed.sort_by(|a, b| a.0.total_cmp(&b.0));
         // In whole steps our kernels also do the work after the product, so some methods of each kind are
         // returned.
-        let mut kept = [0; 4];
+        let mut kept = [0; 5];
         timed.retain(|(_, choice)| {
             let kept = match choice {
                 Choice::Own(FusedKernel::Skinny(_)) => &mut kept[0],
                 Choice::Own(FusedKernel::Few(_)) => &mut kept[1],
                 Choice::Many => &mut kept[2],
                 Choice::Lt(_) => &mut kept[3],
+                Choice::ManyFp8(_) => &mut kept[4],
             };
             *kept += 1;
             *kept <= BEST_OF_KIND
@@ -417,6 +377,11 @@ impl Products {
     }
 
     fn candidates(&self, card: &ComputeCard, shape: ProductShape) -> Result<Vec<Choice>, CudaError> {
+        if self.multiplies_fp8(card, shape) && shape.n_rows > PASSES_ROWS_MAX {
+            return Ok(vec![Choice::ManyFp8(ManyFp8Form::Wide)]);
+        }
+        let is_many_fp8 = self.multiplies_fp8(card, shape) && shape.n_rows >= MANY_FP8_ROWS_MIN;
+        let many_fp8 = MANY_FP8_FORMS.iter().filter(|_| is_many_fp8).copied().map(Choice::ManyFp8);
         let algorithms = self.lt.algorithms(shape)?.into_iter().map(Choice::Lt);
         let is_skinny = shape.n_rows <= SKINNY_ROWS_MAX && !(shape.is_fp8 && card.has_few_rows());
         let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(FusedKernel::Skinny);
@@ -426,7 +391,7 @@ impl Products {
         let takes = |form: &&FewRowsForm| form.takes_fp8() || !shape.is_fp8;
         let few = FEW_ROWS_FORMS.iter().filter(serves).filter(takes).copied();
         let is_many = card.has_many_rows() && shape.n_rows > FEW_ROWS_MAX && !shape.is_wide;
-        let many = is_many.then_some(Choice::Many);
+        let many = is_many.then_some(Choice::Many).into_iter().chain(many_fp8);
         Ok(skinny.chain(few.map(FusedKernel::Few)).map(Choice::Own).chain(many).chain(algorithms).collect())
     }
 }
@@ -437,20 +402,25 @@ impl Lt {
         card: &ComputeCard,
         way: &Method,
         y: OutputRows<'_>,
-        factors: Factors<'_>,
+        factors: Prepared<'_>,
     ) -> Result<(), CudaError> {
-        let Factors { w, x, k } = factors;
-        if let (WeightMatrix::Fp8(rows), Method::Own(form @ FusedKernel::Few(_))) = (w, way) {
-            return in_passes(card, *form, y, rows, x, k);
-        }
-        let Some(numbers) = w.in_bf16() else {
-            return ensure("product", false, "a matrix in FP8 that was not widened");
-        };
-        match (way, y) {
-            (Method::Own(form), y) => card.multiply_own(*form, FusedProduct::plain(w, x, k), y.into()),
-            (Method::Many, OutputRows::Narrow(y)) => card.multiply_many(numbers, x, k, ManyRows::Sums(y)),
-            (Method::Many, OutputRows::Wide(_)) => ensure("product", false, "an f32 output of many rows"),
-            (Method::Lt(plan), y) => self.run(card, plan, y, numbers, x),
+        match (way, factors, y) {
+            (Method::Many | Method::ManyFp8(_), factors, OutputRows::Narrow(y)) => {
+                factors.multiply_many(card, ManyRows::Sums(y))
+            }
+            (
+                Method::Own(form @ FusedKernel::Few(_)),
+                Prepared::Plain(Factors { w: WeightMatrix::Fp8(w), x, k }),
+                y,
+            ) => in_passes(card, *form, y, w, x, k),
+            (Method::Own(form), Prepared::Plain(Factors { w, x, k }), y) => {
+                card.multiply_own(*form, FusedProduct::plain(w, x, k), y.into())
+            }
+            (Method::Lt(plan), Prepared::Plain(Factors { w, x, .. }), y) => match w.in_bf16() {
+                Some(w) => self.run(card, plan, y, w, x),
+                None => ensure("product", false, "a matrix in FP8 that was not widened"),
+            },
+            _ => ensure("product", false, "factors in a format that the method does not take"),
         }
     }
 
@@ -460,20 +430,23 @@ impl Lt {
         way: &Method,
         next: Epilogue<'_>,
         mut room: ViewMut<'_, Bf16>,
-        factors: Factors<'_>,
+        factors: Prepared<'_>,
     ) -> Result<(), CudaError> {
-        let Factors { w, x, k } = factors;
-        match (way, w, next) {
-            (Method::Many, WeightMatrix::Bf16(w) | WeightMatrix::Widened(w), Epilogue::Gate(gated)) => {
-                card.multiply_many(w, x, k, ManyRows::Gated(gated))
-            }
-            (Method::Many, WeightMatrix::Bf16(w) | WeightMatrix::Widened(w), Epilogue::Norm(mut rows)) => {
-                card.multiply_many(w, x, k, ManyRows::Added(rows.residual.reborrow()))?;
+        let does_both = match way {
+            Method::Many => true,
+            Method::ManyFp8(form) => form.has_gate() || matches!(next, Epilogue::Norm(_)),
+            Method::Own(_) | Method::Lt(_) => false,
+        };
+        if !does_both {
+            let n = factors.n();
+            self.run_way(card, way, OutputRows::Narrow(room.reborrow()), factors)?;
+            return next.follow(card, room.view(), n);
+        }
+        match next {
+            Epilogue::Gate(gated) => factors.multiply_many(card, ManyRows::Gated(gated)),
+            Epilogue::Norm(mut rows) => {
+                factors.multiply_many(card, ManyRows::Added(rows.residual.reborrow()))?;
                 card.rms_norm(rows.out, rows.residual.view(), rows.weight, rows.epsilon)
-            }
-            (_, w, next) => {
-                self.run_way(card, way, OutputRows::Narrow(room.reborrow()), factors)?;
-                next.follow(card, room.view(), w.n_rows(k))
             }
         }
     }
@@ -520,37 +493,6 @@ fn in_passes(
         card.multiply_own(form, some, Ending::Sums(y.reborrow().slice(first * n..end * n)))?;
     }
     Ok(())
-}
-
-/// Returns the factors with the matrix in the format that this method takes.
-fn readied<'a>(
-    card: &ComputeCard,
-    way: &Method,
-    factors: Factors<'a>,
-    room: Option<&'a mut Buffer<Bf16>>,
-) -> Result<Factors<'a>, CudaError> {
-    match (factors.w, way) {
-        (WeightMatrix::Fp8(rows), Method::Own(FusedKernel::Skinny(_)) | Method::Many | Method::Lt(_)) => {
-            let w = WeightMatrix::Widened(widen(card, room, rows, factors.k)?);
-            Ok(Factors { w, ..factors })
-        }
-        _ => Ok(factors),
-    }
-}
-
-/// Widens the matrix to bf16 in the memory for it. Fails if there is none.
-fn widen<'a>(
-    card: &ComputeCard,
-    room: Option<&'a mut Buffer<Bf16>>,
-    w: Fp8Rows<'_>,
-    k: usize,
-) -> Result<View<'a, Bf16>, CudaError> {
-    let n_numbers = w.scales.len() * k;
-    let room = room.filter(|room| room.len() >= n_numbers);
-    let room =
-        room.ok_or(CudaError::Argument { kernel: "product", wrong: "no room to widen a matrix in FP8" })?;
-    card.widen_fp8(room.view_mut().slice(0..n_numbers), w, k)?;
-    Ok(room.slice(0..n_numbers))
 }
 
 fn checked(y: &OutputRows<'_>, factors: Factors<'_>) -> Result<ProductShape, CudaError> {

@@ -8,7 +8,7 @@ use std::path::Path;
 use device::cuda::CudaError;
 
 use super::super::ComputeCard;
-use super::super::ops::{FEW_ROWS_SHARES, FewRowsForm, FusedKernel, SKINNY_FORMS};
+use super::super::ops::{FEW_ROWS_SHARES, FewRowsForm, FusedKernel, MANY_FP8_FORMS, SKINNY_FORMS};
 use super::cublaslt::Algorithm;
 use super::{Choice, ProductShape};
 
@@ -111,8 +111,8 @@ fn least(card: &ComputeCard, mut run: impl FnMut() -> Result<(), CudaError>) -> 
     Ok(least)
 }
 
-/// Formats one line of the file: `n k rows narrow|wide|fp8 skinny NAME`, `… few SHARES`, `… many`, or `… lt`
-/// and the algorithm's words.
+/// Formats one line of the file: `n k rows narrow|wide|fp8 skinny NAME`, `… few SHARES`, `… many`, `… many FORM`, or
+/// `… lt` and the algorithm's words.
 fn line(shape: ProductShape, choice: Choice) -> String {
     let ProductShape { n, k, n_rows, is_wide, is_fp8 } = shape;
     let kind = match (is_fp8, is_wide) {
@@ -126,6 +126,7 @@ fn line(shape: ProductShape, choice: Choice) -> String {
         Choice::Own(FusedKernel::Few(FewRowsForm::Clusters { shares })) => write!(line, " few {shares}"),
         Choice::Own(FusedKernel::Few(FewRowsForm::Even)) => write!(line, " few even"),
         Choice::Many => write!(line, " many"),
+        Choice::ManyFp8(form) => write!(line, " many {}", form.name()),
         Choice::Lt(algorithm) => {
             line.push_str(" lt");
             algorithm.words().iter().try_for_each(|word| write!(line, " {word:x}"))
@@ -160,6 +161,9 @@ fn parsed(line: &str) -> Option<(ProductShape, Choice)> {
             Choice::Own(FusedKernel::Few(FewRowsForm::Clusters { shares }))
         }
         ("many", []) => Choice::Many,
+        ("many", [name]) if is_fp8 => {
+            Choice::ManyFp8(MANY_FP8_FORMS.iter().find(|form| form.name() == *name).copied()?)
+        }
         ("lt", words) => {
             let words: Option<Vec<u64>> =
                 words.iter().map(|word| u64::from_str_radix(word, 16).ok()).collect();
@@ -172,6 +176,7 @@ fn parsed(line: &str) -> Option<(ProductShape, Choice)> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::ManyFp8Form;
     use super::*;
 
     fn shape(n_rows: usize) -> ProductShape {
@@ -201,12 +206,15 @@ mod tests {
             ProductShape { is_fp8: true, ..shape(64) },
             Choice::Own(FusedKernel::Few(FewRowsForm::Clusters { shares: 2 })),
         );
+        let rounded = ProductShape { is_fp8: true, ..shape(256) };
+        choices.keep(rounded, Choice::ManyFp8(ManyFp8Form::Split));
         choices.write(&file, "a card, 13.1").unwrap();
         let read = Choices::read(&file, "a card, 13.1");
         assert_eq!(read, choices);
         assert_eq!(read.get(shape(50)), Some(lt), "rows below the tuned number");
         assert_eq!(read.get(shape(5)), Some(Choice::Own(FusedKernel::Skinny(SKINNY_FORMS[1]))));
         assert_eq!(read.get(shape(400)), Some(Choice::Many));
+        assert_eq!(read.get(rounded), Some(Choice::ManyFp8(ManyFp8Form::Split)));
         assert_eq!(read.get(shape(65)), None);
         assert!(Choices::read(&file, "another card").is_empty());
         assert!(Choices::read(&folder.path().join("none"), "a card, 13.1").is_empty());
@@ -216,7 +224,7 @@ mod tests {
     fn lines_that_make_no_sense_are_left_out() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("choices.txt");
-        let text = "about\n6144 4096 8 narrow skinny none\n6144 4096 8 narrow few 3 12\n6144 4096 128 narrow few even\n1 2\n6144 4096 8 narrow lt 1 2\n6144 4096 8 broad lt 1\n";
+        let text = "about\n6144 4096 8 narrow skinny none\n6144 4096 8 narrow few 3 12\n6144 4096 128 narrow few even\n6144 4096 512 narrow many split\n6144 4096 512 fp8 many broad\n1 2\n6144 4096 8 narrow lt 1 2\n6144 4096 8 broad lt 1\n";
         std::fs::write(&file, text).unwrap();
         assert!(Choices::read(&file, "about").is_empty());
     }

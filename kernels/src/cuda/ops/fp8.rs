@@ -1,13 +1,21 @@
-//! An FP8 matrix on the GPU, and its conversion to bf16 for products of many rows.
+//! An FP8 matrix on the GPU, its conversion to bf16 for products of many rows, and the rounding of activations
+//! to FP8.
 
 use super::{Bf16, ComputeCard, CudaError, View, ViewMut, ensure, launch, number, rows_of};
-use device::cuda::card::grid;
+use crate::cpu::ROUND_GROUP;
+use device::cuda::card::{Grid, grid};
 
 /// The number of numbers in a group of a row. Numbers are reordered within a group.
 const GROUP: usize = 64;
 /// The number of blocks of threads for each multiprocessor, and of their threads, in the conversion.
 const BLOCKS_AT_ONCE: usize = 8;
 const WIDEN_THREADS: u32 = 256;
+
+/// The number of numbers of a thread, and of threads of a block, in the rounding.
+const ROUNDED_AT_ONCE: usize = 8;
+const ROUND_THREADS: u32 = 256;
+/// The scales of a group are padded to the rows of two tiles, so that a block of threads may read all of its tile.
+pub(super) const SCALES_ALIGN: usize = 256;
 
 /// Rows of FP8 weights (e4m3) on the GPU, each with a scale.
 ///
@@ -36,7 +44,72 @@ impl Fp8Rows<'_> {
     }
 }
 
+/// Rows of activations in FP8 (e4m3), in the layout of [`Fp8Rows`]. Each 128 numbers of a row have a scale, a
+/// power of two; the scales of all rows for the first 128 numbers come first.
+#[derive(Clone, Copy, Debug)]
+pub struct QuantizedRows<'a> {
+    pub numbers: View<'a, u8>,
+    pub scales: View<'a, f32>,
+}
+
+impl QuantizedRows<'_> {
+    /// Returns the distance between the scales of two groups.
+    pub fn scales_apart(n_rows: usize) -> usize {
+        n_rows.next_multiple_of(SCALES_ALIGN)
+    }
+
+    pub fn n_scales(n_rows: usize, k: usize) -> usize {
+        Self::scales_apart(n_rows) * k.div_ceil(ROUND_GROUP)
+    }
+}
+
 impl ComputeCard {
+    /// Rounds rows of `k` numbers to FP8, and keeps them in bf16.
+    pub fn round_rows(&self, out: ViewMut<'_, Bf16>, x: View<'_, Bf16>, k: usize) -> Result<(), CudaError> {
+        let kernel = "round_rows";
+        self.check_places(kernel, &[&out, &x], &[])?;
+        ensure(kernel, k > 0 && k.is_multiple_of(8), "rows whose width is not a multiple of 8")?;
+        ensure(kernel, out.len() == x.len(), "an output whose length differs from the input's")?;
+        let n_rows = rows_of(kernel, x.len(), k)?;
+        if n_rows == 0 {
+            return Ok(());
+        }
+        let config = self.rounding_grid(n_rows, k);
+        let (n_rows, k) = (number(kernel, n_rows)?, number(kernel, k)?);
+        launch!(self, kernel, config, &out.address(), &x.address(), &n_rows, &k)
+    }
+
+    /// Writes rows of `k` bf16 numbers in FP8, with the rounding of [`round_rows`](Self::round_rows).
+    pub fn quantize_rows(
+        &self,
+        out: ViewMut<'_, u8>,
+        scales: ViewMut<'_, f32>,
+        x: View<'_, Bf16>,
+        k: usize,
+    ) -> Result<(), CudaError> {
+        let kernel = "quantize_rows";
+        self.check_places(kernel, &[&out, &x], &[&scales])?;
+        ensure(kernel, self.has(kernel), "a GPU other than Hopper")?;
+        ensure(kernel, k > 0 && k.is_multiple_of(8), "rows whose width is not a multiple of 8")?;
+        let (n_rows, width) = (rows_of(kernel, x.len(), k)?, Fp8Rows::width(k));
+        ensure(kernel, out.len() == n_rows * width, "an output of another size")?;
+        let scales_apart = QuantizedRows::scales_apart(n_rows);
+        ensure(kernel, scales.len() == QuantizedRows::n_scales(n_rows, k), "not one scale for each group")?;
+        if n_rows == 0 {
+            return Ok(());
+        }
+        let config = self.rounding_grid(n_rows, k);
+        let (n_rows, k, width) = (number(kernel, n_rows)?, number(kernel, k)?, number(kernel, width)?);
+        let (out, scales, scales_apart) = (out.address(), scales.address(), number(kernel, scales_apart)?);
+        launch!(self, kernel, config, &out, &scales, &x.address(), &n_rows, &k, &width, &scales_apart)
+    }
+
+    fn rounding_grid(&self, n_rows: usize, k: usize) -> Grid {
+        let n_threads = n_rows * k.next_multiple_of(ROUND_GROUP) / ROUNDED_AT_ONCE;
+        let n_blocks = n_threads.div_ceil(ROUND_THREADS as usize);
+        grid(n_blocks.min(self.n_multiprocessors() as usize * BLOCKS_AT_ONCE), 1, ROUND_THREADS)
+    }
+
     /// Writes rows of `k` bf16 numbers: each the FP8 number times its row's scale, rounded to nearest.
     pub fn widen_fp8(&self, out: ViewMut<'_, Bf16>, w: Fp8Rows<'_>, k: usize) -> Result<(), CudaError> {
         let kernel = "widen_fp8";

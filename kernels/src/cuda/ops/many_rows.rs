@@ -1,7 +1,10 @@
 //! Products of many rows with a large matrix on Hopper, bound by arithmetic, with optional work after the
 //! product.
 
-use super::{Bf16, ComputeCard, CudaError, View, ViewMut, ensure, launch, number, rows_of};
+use super::fp8::{SCALES_ALIGN, check_rows};
+use super::{
+    Bf16, ComputeCard, CudaError, Fp8Rows, QuantizedRows, View, ViewMut, ensure, launch, number, rows_of,
+};
 use crate::cuda::tensor_map::{Matrix, TensorMap};
 use device::cuda::card::Grid;
 
@@ -20,6 +23,13 @@ const STAGES: usize = 4;
 const SUMS: &str = "many_rows";
 const ADDED: &str = "many_rows_added";
 const GATED: &str = "many_rows_gated";
+const SUMS_FP8: &str = "many_rows_fp8";
+const ADDED_FP8: &str = "many_rows_fp8_added";
+const GATED_FP8: &str = "many_rows_fp8_gated";
+const SUMS_NARROW: &str = "many_rows_fp8_narrow";
+const ADDED_NARROW: &str = "many_rows_fp8_narrow_added";
+const SUMS_SPLIT: &str = "many_rows_fp8_split";
+const ADDED_SPLIT: &str = "many_rows_fp8_split_added";
 
 /// What is done with the sums of a product.
 #[derive(Debug)]
@@ -32,7 +42,35 @@ pub enum ManyRows<'a> {
     Gated(ViewMut<'a, Bf16>),
 }
 
-/// The distances in a matrix between tiles, and between the halves of a tile, in rows.
+/// The tiles of a product in FP8.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ManyFp8Form {
+    /// Tiles of 256 rows of the matrix.
+    Wide,
+    /// Tiles of 128 rows of the matrix, for more tiles of few rows. There is no gate.
+    Narrow,
+    /// Like [`Narrow`](Self::Narrow), and two blocks of threads share the sums of a tile.
+    Split,
+}
+
+impl ManyFp8Form {
+    /// The word for this form in the file of measurements.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Wide => "wide",
+            Self::Narrow => "narrow",
+            Self::Split => "split",
+        }
+    }
+
+    pub fn has_gate(self) -> bool {
+        self == Self::Wide
+    }
+}
+
+pub const MANY_FP8_FORMS: &[ManyFp8Form] = &[ManyFp8Form::Wide, ManyFp8Form::Narrow, ManyFp8Form::Split];
+
+/// The distances in a matrix between tiles, and between the parts of a tile that one load copies, in rows.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MatrixTiles {
     pub(super) tile_rows: usize,
@@ -48,6 +86,10 @@ impl MatrixTiles {
     pub(super) fn plain() -> Self {
         Self { tile_rows: 2 * HALF, half_rows: HALF }
     }
+
+    fn narrow() -> Self {
+        Self { tile_rows: HALF, half_rows: HALF / CLUSTER }
+    }
 }
 
 /// The fields of ManyShape in many_rows.cu, in the same order. The struct is copied to the GPU as bytes.
@@ -61,10 +103,44 @@ struct ManyShape {
     half_rows: u32,
 }
 
+/// The fields of EightsShape in many_rows_fp8.cu, in the same order.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct EightsShape {
+    tiles: ManyShape,
+    n: u32,
+    scales_apart: u32,
+    /// Aligns the addresses to 8 bytes.
+    padding: u32,
+    w_scales: u64,
+    x_scales: u64,
+}
+
+/// A product's sizes: `n` rows of the matrix, `n_rows` rows that it multiplies, and the `k` numbers or bytes of
+/// each.
+#[derive(Clone, Copy)]
+struct ManySizes {
+    n: usize,
+    n_rows: usize,
+    k: usize,
+}
+
+/// The arguments that products of bf16 and of FP8 have in common.
+struct ManyLaunch {
+    of_y: TensorMap,
+    shape: ManyShape,
+    config: Grid,
+}
+
 impl ComputeCard {
     /// Returns whether this GPU has our kernels for many rows.
     pub fn has_many_rows(&self) -> bool {
         self.has(SUMS)
+    }
+
+    /// Returns whether this GPU multiplies FP8 by FP8.
+    pub fn has_many_rows_fp8(&self) -> bool {
+        self.has(SUMS_FP8)
     }
 
     /// Computes `x * transpose(w)` for any number of rows of `k` numbers, and the work after it.
@@ -80,12 +156,71 @@ impl ComputeCard {
             ManyRows::Added(y) => (ADDED, y),
             ManyRows::Gated(y) => (GATED, y),
         };
-        ensure(kernel, self.has(kernel), "a GPU other than Hopper")?;
         ensure(kernel, k.is_multiple_of(8), "rows whose width is not a multiple of 8")?;
         self.check_places(kernel, &[&w, &x, &y], &[])?;
         let (n, n_rows) = (rows_of(kernel, w.len(), k)?, rows_of(kernel, x.len(), k)?);
-        let (width, MatrixTiles { tile_rows, half_rows }) =
-            if kernel == GATED { (n / 2, MatrixTiles::gated(n)) } else { (n, MatrixTiles::plain()) };
+        let Some(many) = self.many_launch(kernel, &y, ManySizes { n, n_rows, k })? else { return Ok(()) };
+        let matrix = |address, n_rows| Matrix { address, n_rows, n_columns: k, stride: k };
+        let of_w = TensorMap::of(matrix(w.address(), n), HALF)?;
+        let of_x = TensorMap::of(matrix(x.address(), n_rows), ROWS)?;
+        launch!(self, kernel, many.config, CLUSTER, &many.of_y, &of_w, &of_x, &many.shape)
+    }
+
+    /// Like [`multiply_many`](Self::multiply_many), for factors in FP8.
+    pub fn multiply_many_fp8(
+        &self,
+        form: ManyFp8Form,
+        w: Fp8Rows<'_>,
+        x: QuantizedRows<'_>,
+        k: usize,
+        rows: ManyRows<'_>,
+    ) -> Result<(), CudaError> {
+        let (kernel, y) = match (form, rows) {
+            (ManyFp8Form::Wide, ManyRows::Sums(y)) => (SUMS_FP8, y),
+            (ManyFp8Form::Wide, ManyRows::Added(y)) => (ADDED_FP8, y),
+            (ManyFp8Form::Wide, ManyRows::Gated(y)) => (GATED_FP8, y),
+            (ManyFp8Form::Narrow, ManyRows::Sums(y)) => (SUMS_NARROW, y),
+            (ManyFp8Form::Narrow, ManyRows::Added(y)) => (ADDED_NARROW, y),
+            (ManyFp8Form::Split, ManyRows::Sums(y)) => (SUMS_SPLIT, y),
+            (ManyFp8Form::Split, ManyRows::Added(y)) => (ADDED_SPLIT, y),
+            (_, ManyRows::Gated(_)) => return ensure(SUMS_NARROW, false, "a gate in narrow tiles"),
+        };
+        self.check_places(kernel, &[&w.numbers, &x.numbers, &y], &[&w.scales, &x.scales])?;
+        let (n, width) = (check_rows(kernel, w, k)?, Fp8Rows::width(k));
+        let n_rows = rows_of(kernel, x.numbers.len(), width)?;
+        let scales_apart = QuantizedRows::scales_apart(n_rows);
+        ensure(kernel, x.scales.len() == QuantizedRows::n_scales(n_rows, k), "not one scale for each group")?;
+        let sizes = ManySizes { n, n_rows, k: width };
+        let Some(many) = self.many_launch(kernel, &y, sizes)? else { return Ok(()) };
+        let w_box = if form == ManyFp8Form::Wide { HALF } else { HALF / CLUSTER };
+        let of_w = TensorMap::of_fp8(w.numbers.address(), n, width, w_box)?;
+        let of_x = TensorMap::of_fp8(x.numbers.address(), n_rows, width, ROWS)?;
+        let shape = EightsShape {
+            tiles: many.shape,
+            n: number(kernel, n)?,
+            scales_apart: number(kernel, scales_apart)?,
+            padding: 0,
+            w_scales: w.scales.address(),
+            x_scales: x.scales.address(),
+        };
+        launch!(self, kernel, many.config, CLUSTER, &many.of_y, &of_w, &of_x, &shape)
+    }
+
+    /// Checks the output and returns how tiles cover it; `None` for an empty product.
+    fn many_launch(
+        &self,
+        kernel: &'static str,
+        y: &ViewMut<'_, Bf16>,
+        sizes: ManySizes,
+    ) -> Result<Option<ManyLaunch>, CudaError> {
+        ensure(kernel, self.has(kernel), "a GPU other than Hopper")?;
+        let ManySizes { n, n_rows, k } = sizes;
+        let is_split = [SUMS_SPLIT, ADDED_SPLIT].contains(&kernel);
+        let (width, MatrixTiles { tile_rows, half_rows }) = match kernel {
+            GATED | GATED_FP8 => (n / 2, MatrixTiles::gated(n)),
+            SUMS_NARROW | ADDED_NARROW | SUMS_SPLIT | ADDED_SPLIT => (n, MatrixTiles::narrow()),
+            _ => (n, MatrixTiles::plain()),
+        };
         ensure(
             kernel,
             n.is_multiple_of(2) && width.is_multiple_of(8),
@@ -93,9 +228,10 @@ impl ComputeCard {
         )?;
         ensure(kernel, y.len() == width * n_rows, "an output of the wrong size")?;
         if n == 0 || n_rows == 0 {
-            return Ok(());
+            return Ok(None);
         }
-        let (n_pairs, n_columns) = (n_rows.div_ceil(CLUSTER * ROWS), width.div_ceil(tile_rows));
+        let rows_of_cluster = if is_split { ROWS } else { CLUSTER * ROWS };
+        let (n_pairs, n_columns) = (n_rows.div_ceil(rows_of_cluster), width.div_ceil(tile_rows));
         let shape = ManyShape {
             k: number(kernel, k)?,
             n_pairs: number(kernel, n_pairs)?,
@@ -103,17 +239,22 @@ impl ComputeCard {
             tile_rows: number(kernel, tile_rows)?,
             half_rows: number(kernel, half_rows)?,
         };
-        let matrix = |address, n_rows, width| Matrix { address, n_rows, n_columns: width, stride: width };
-        let of_y = TensorMap::of(matrix(y.address(), n_rows, width), GROUP_ROWS)?;
-        let of_w = TensorMap::of(matrix(w.address(), n, k), HALF)?;
-        let of_x = TensorMap::of(matrix(x.address(), n_rows, k), ROWS)?;
-        let n_clusters = (self.n_multiprocessors() as usize / CLUSTER).min(n_pairs * n_columns).max(1);
-        let config = Grid::of((n_clusters * CLUSTER, 1, 1), THREADS, SHARED_BYTES);
-        launch!(self, kernel, config, CLUSTER, &of_y, &of_w, &of_x, &shape)
+        let of_y = Matrix { address: y.address(), n_rows, n_columns: width, stride: width };
+        let at_once =
+            if is_split { usize::MAX } else { (self.n_multiprocessors() as usize / CLUSTER).max(1) };
+        let n_clusters = at_once.min(n_pairs * n_columns);
+        Ok(Some(ManyLaunch {
+            of_y: TensorMap::of(of_y, GROUP_ROWS)?,
+            shape,
+            config: Grid::of((n_clusters * CLUSTER, 1, 1), THREADS, SHARED_BYTES),
+        }))
     }
 }
 
-/// The bytes of the ring and of the output buffer, with padding to align them to 1,024 bytes.
+const _: () = assert!(SCALES_ALIGN.is_multiple_of(CLUSTER * ROWS), "a tile reads beyond the scales");
+
+/// The bytes of the ring and of the output buffer, with padding to align them to 1,024 bytes. Six stages of narrow
+/// tiles take as much as four of the others.
 pub(super) const SHARED_BYTES: u32 = {
     let ring = STAGES * (ROWS + 2 * HALF) * TILE_COLUMNS;
     ((ring + ROWS * HALF) * size_of::<Bf16>() + 1024) as u32
@@ -121,5 +262,7 @@ pub(super) const SHARED_BYTES: u32 = {
 
 /// Returns the dynamic shared memory of a kernel in this file.
 pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
-    [SUMS, ADDED, GATED].contains(&kernel).then_some(SHARED_BYTES)
+    let in_fp8 = [SUMS_FP8, ADDED_FP8, GATED_FP8, SUMS_NARROW, ADDED_NARROW, SUMS_SPLIT, ADDED_SPLIT]
+        .contains(&kernel);
+    (in_fp8 || [SUMS, ADDED, GATED].contains(&kernel)).then_some(SHARED_BYTES)
 }
