@@ -179,6 +179,8 @@ run_long() {
         another_tenants_cache a_cache_salt --test-threads=1
     say "long: 1,000 constrained answers, also while a decode node dies"
     TEST_CONSTRAINED=1000 cargo test --release --package baton-tests --test demo -- constrained_answers
+    say "long: 200 random configs of each architecture, compared with candle"
+    TEST_RANDOM_CONFIGS=200 cargo test --release --package baton-engine --test second_opinion
     say "long: the stages of every request add up to what its client waits"
     TEST_LATE_PERCENT=0 cargo test --release --package baton-tests --test requests -- \
         stages_add_up --test-threads=1

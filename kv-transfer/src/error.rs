@@ -21,6 +21,9 @@ pub enum TransferError {
     Connect { addr: String, source: Arc<io::Error> },
     #[error("cannot share memory with another process")]
     Share { source: Arc<MemoryError> },
+    /// `slots` has their sum.
+    #[error("no room for {slots} (set expert.transfer.host_slots lower)")]
+    Slots { slots: String, source: Arc<dyn std::error::Error + Send + Sync> },
     #[error("cannot map the peer's memory")]
     Map { source: Arc<PeerMemoryError> },
     #[error("the GPU operation failed")]
@@ -130,7 +133,7 @@ impl TransferError {
                 Some(RefusalKind::Wire)
             }
             E::Corrupted { .. } | E::Closed | E::Listen { .. } | E::Cancelled => Some(RefusalKind::Wire),
-            E::Share { .. } | E::Map { .. } | E::Rdma { .. } => Some(RefusalKind::Wire),
+            E::Share { .. } | E::Slots { .. } | E::Map { .. } | E::Rdma { .. } => Some(RefusalKind::Wire),
             E::Protocol(_) => Some(RefusalKind::Protocol),
             E::Fingerprint(_) | E::Layout(_) | E::Mismatch(_) => Some(RefusalKind::Mismatch),
             E::WrongDestination(_) | E::UnknownConnector { .. } => Some(RefusalKind::Mismatch),
@@ -147,6 +150,15 @@ impl TransferError {
     /// Returns the code for metrics and logs.
     pub fn word(&self) -> &'static str {
         self.refusal_kind().map_or("bug", RefusalKind::code)
+    }
+
+    /// Returns whether the GPU's driver cannot do this on this machine, whatever the settings are.
+    pub(crate) fn is_not_supported(&self) -> bool {
+        matches!(self, Self::Device { source } if source.is_not_supported())
+    }
+
+    pub(crate) fn share(source: MemoryError) -> Self {
+        Self::Share { source: Arc::new(source) }
     }
 
     pub(crate) fn device(source: CudaError) -> Self {

@@ -49,4 +49,4 @@ pub use faults::{Fault, FaultKind, Faults};
 pub use landings::LandRequest;
 pub use metrics::TransferMetrics;
 pub use quiet::Quiet;
-pub use settings::{FrameSizes, TransferSettings};
+pub use settings::{FrameSizes, HostSlots, HostSlotsOutOfRange, TransferSettings};

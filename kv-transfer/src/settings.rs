@@ -23,6 +23,8 @@ pub struct TransferSettings {
     /// Multiprocessors of a GPU that move and digest KV. 0: the number that was measured best for the
     /// connector, 16 for cuda-ipc and 32 for a message of nccl.
     pub gpu_multiprocessors: u32,
+    /// Slots in host memory through which KV of GPUs goes, for each peer.
+    pub host_slots: HostSlots,
     /// Microseconds for which the own threads of cuda-ipc and nccl spin for the next event before they sleep. 0:
     /// there are no such threads, and each event wakes a thread of the process.
     pub spin_us: u64,
@@ -46,6 +48,49 @@ pub struct TransferSettings {
     /// Whether digests are computed and compared. Off only to measure their cost: a node has no such setting.
     #[serde(skip, default = "on")]
     pub digests: bool,
+}
+
+/// A number of slots for each peer, from 1 to [`MAX`](Self::MAX).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "u16", into = "u16")]
+pub struct HostSlots(u16);
+
+/// The error of a number of slots that is not allowed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0} slots, 1 to {max} are allowed", max = HostSlots::MAX)]
+pub struct HostSlotsOutOfRange(u16);
+
+impl HostSlots {
+    /// Limits the memory of a peer that this node's GPUs page-lock.
+    pub const MAX: u16 = 64;
+
+    pub fn get(self) -> u16 {
+        self.0
+    }
+}
+
+impl Default for HostSlots {
+    /// Enough that each stream fills one slot while the GPU copies others.
+    fn default() -> Self {
+        Self(16)
+    }
+}
+
+impl TryFrom<u16> for HostSlots {
+    type Error = HostSlotsOutOfRange;
+
+    fn try_from(n_slots: u16) -> Result<Self, HostSlotsOutOfRange> {
+        match n_slots {
+            1..=Self::MAX => Ok(Self(n_slots)),
+            _ => Err(HostSlotsOutOfRange(n_slots)),
+        }
+    }
+}
+
+impl From<HostSlots> for u16 {
+    fn from(n_slots: HostSlots) -> Self {
+        n_slots.0
+    }
 }
 
 /// The sizes of consecutive frames: the first are small and double each time, and the last are shares of the rest.
@@ -76,6 +121,7 @@ impl Default for TransferSettings {
             stall_ms: 5_000,
             frame_bytes: 512 << 10,
             gpu_multiprocessors: 0,
+            host_slots: HostSlots::default(),
             spin_us: 500,
             rdma_listen: String::new(),
             rdma_device: String::new(),

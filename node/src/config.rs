@@ -225,6 +225,7 @@ impl TransferSection {
             stall_ms: expert.stall_ms,
             frame_bytes: expert.frame_bytes,
             gpu_multiprocessors: expert.gpu_multiprocessors,
+            host_slots: expert.host_slots,
             spin_us: expert.spin_us,
             rdma_listen: expert.rdma_listen.clone(),
             rdma_device: expert.rdma_device.clone(),

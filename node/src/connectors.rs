@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use engine::backend::mock::Costs;
 use kv_cache::KvMemory;
-use kv_transfer::{Auto, ConnectorParts, KvConnector, WireKind};
+use kv_transfer::{Auto, ConnectorParts, KvConnector, TransferError, WireKind};
 use proto::v1;
 use tracing::{info, warn};
 use types::{KvLayout, MissingWire, NodeId, Scheme, WireAddress, in_full};
@@ -43,7 +43,7 @@ impl Connectors {
     /// Builds the connectors in `names`, in this order of preference.
     ///
     /// A connector named explicitly must start. A connector that only `auto` includes may be missing; this is
-    /// a warning if the machine seems to support it.
+    /// a warning if the machine seems to support it. The memory of slots must be there for both.
     pub async fn build(names: &[String], host: &str, parts: &ConnectorParts) -> Result<Self, NodeError> {
         let mut best_first: Vec<Arc<dyn KvConnector>> = Vec::new();
         let mut missing = not_named(names);
@@ -54,6 +54,8 @@ impl Connectors {
             }
             match kv_transfer::build(name, parts.clone()).await {
                 Ok(connector) => best_first.push(connector),
+                // Too little memory for slots is not passed over, because a slower connector would be used in silence.
+                Err(error @ TransferError::Slots { .. }) => return Err(NodeError::Connector(error)),
                 Err(error) if is_needed => return Err(NodeError::Connector(error)),
                 // The log level is info, because most machines lack the hardware.
                 Err(error) if error.is_of_the_machine() => {

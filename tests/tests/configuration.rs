@@ -309,6 +309,19 @@ fn the_old_name_of_every_moved_setting_is_refused_with_the_new_one() {
     assert!(awake.ends_with("it is called `expert.transfer.spin_us` now"), "{awake}");
 }
 
+#[test]
+fn a_number_of_slots_outside_of_its_bounds_is_refused_by_name() {
+    for process in ["node", "pool"] {
+        let from_file = refused(process, "[expert.transfer]\nhost_slots = 65", []);
+        assert!(from_file.contains("expert.transfer.host_slots"), "{process}: {from_file}");
+        assert!(from_file.contains("65 slots, 1 to 64 are allowed"), "{process}: {from_file}");
+        let variable = "BATON_EXPERT__TRANSFER__HOST_SLOTS".to_owned();
+        let from_variable = refused(process, "", [(variable.clone(), "0".to_owned())]);
+        assert!(from_variable.contains(&variable), "{process}: {from_variable}");
+        assert!(from_variable.contains("0 slots, 1 to 64 are allowed"), "{process}: {from_variable}");
+    }
+}
+
 fn refused<const N: usize>(process: &str, text: &str, env: [(String, String); N]) -> String {
     let error = match process {
         "router" => parse::<router::RawRouterConfig>(text, Origin::Defaults, env).err(),

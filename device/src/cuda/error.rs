@@ -71,6 +71,13 @@ impl CudaError {
         matches!(self, Self::Driver { source: DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY), .. })
     }
 
+    /// Returns whether the driver cannot do this on this machine at all.
+    pub fn is_not_supported(&self) -> bool {
+        use CUresult::{CUDA_ERROR_NOT_PERMITTED, CUDA_ERROR_NOT_SUPPORTED};
+        let Self::Driver { source: DriverError(code), .. } = self else { return false };
+        matches!(code, CUDA_ERROR_NOT_SUPPORTED | CUDA_ERROR_NOT_PERMITTED)
+    }
+
     /// Wraps a driver error with the operation that failed.
     pub fn during(what: &'static str) -> impl FnOnce(DriverError) -> Self {
         move |source| Self::Driver { what, source }
@@ -80,4 +87,19 @@ impl CudaError {
 /// Rejects a launch whose arguments do not fit together.
 pub fn ensure(kernel: &'static str, holds: bool, wrong: &'static str) -> Result<(), CudaError> {
     if holds { Ok(()) } else { Err(CudaError::Argument { kernel, wrong }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_driver_never_does_differs_from_what_it_has_no_room_for() {
+        let failed = |code| CudaError::during("page-lock host memory for the GPU")(DriverError(code));
+        for code in [CUresult::CUDA_ERROR_NOT_SUPPORTED, CUresult::CUDA_ERROR_NOT_PERMITTED] {
+            assert!(failed(code).is_not_supported(), "{code:?}");
+        }
+        assert!(!failed(CUresult::CUDA_ERROR_OUT_OF_MEMORY).is_not_supported());
+        assert!(!CudaError::NoDriver.is_not_supported());
+    }
 }

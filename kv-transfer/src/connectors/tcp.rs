@@ -15,6 +15,7 @@ use types::{Scheme, WireAddress};
 
 use super::gpu::double::DoubleStaging;
 use super::gpu::slot_pool::{Slot, SlotPool};
+use super::gpu::slot_set::SlotSet;
 use super::gpu::staging::{HostStaging, PageMover, claim_slot, of_cards, take_slot};
 use super::link::accept::{Handshake, Incoming, StreamAcceptor};
 use super::link::check_pages;
@@ -64,7 +65,7 @@ pub async fn listen_double(parts: ConnectorParts) -> Result<Arc<LinkConnector>, 
     listen_with(parts, Some(staging)).await
 }
 
-async fn listen_with(
+pub(super) async fn listen_with(
     parts: ConnectorParts,
     staging: Option<Arc<dyn HostStaging>>,
 ) -> Result<Arc<LinkConnector>, TransferError> {
@@ -73,17 +74,17 @@ async fn listen_with(
     let listener = parts.world.net().listen(addr).await.map_err(refused)?;
     let port = listener.local_addr().map_err(refused)?.port();
     let endpoint = format!("{}:{port}", advertised_host(&parts));
-    over(listener, endpoint, parts, staging)
+    over(listener, endpoint, parts, staging).await
 }
 
 /// Serves an address that is already bound.
-fn over(
+async fn over(
     listener: Box<dyn Listener>,
     endpoint: String,
     mut parts: ConnectorParts,
     staging: Option<Arc<dyn HostStaging>>,
 ) -> Result<Arc<LinkConnector>, TransferError> {
-    let largest_page = check_pages(&parts)?;
+    check_pages(&parts)?;
     if staging.is_some() {
         let frame_bytes = parts.settings.frame_bytes.saturating_mul(FRAMES_LARGER);
         parts.settings.frame_bytes = frame_bytes.min(PAYLOAD_BYTES_MAX);
@@ -94,8 +95,14 @@ fn over(
     }
     let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint, within_host: false };
     info!(endpoint = address.endpoint, "tcp connector listens");
-    let staged =
-        staging.map(|staging| Staged { staging, slot_bytes: parts.settings.frame_bytes.max(largest_page) });
+    let staged = match staging {
+        None => None,
+        Some(staging) => {
+            let set = SlotSet::of(SCHEME, &parts)?;
+            set.check(&staging, SlotPool::memory(set)?).await?;
+            Some(Staged { staging, set })
+        }
+    };
     let port = Port { listener, world: parts.world.clone(), staged: staged.clone() };
     let send_path = move |parts: &ConnectorParts| {
         let slots = staged.as_ref().map(Staged::slots).transpose()?;
@@ -114,12 +121,12 @@ fn over(
 #[derive(Clone, Debug)]
 struct Staged {
     staging: Arc<dyn HostStaging>,
-    slot_bytes: usize,
+    set: SlotSet,
 }
 
 impl Staged {
     fn slots(&self) -> Result<SlotPool, TransferError> {
-        SlotPool::new(Arc::clone(&self.staging), self.slot_bytes)
+        SlotPool::new(Arc::clone(&self.staging), self.set)
     }
 }
 

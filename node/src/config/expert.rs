@@ -2,7 +2,7 @@
 
 use chassis::connections::ConnectionLimits;
 use chassis::telemetry::LogExpertSettings;
-use kv_transfer::TransferSettings;
+use kv_transfer::{HostSlots, TransferSettings};
 use scheduler::SchedulerSettings;
 use serde::{Deserialize, Serialize};
 
@@ -125,6 +125,9 @@ pub struct TransferExpertSettings {
     pub frame_bytes: usize,
     /// GPU multiprocessors that copy and digest KV. 0: 16 for cuda-ipc, 32 for nccl.
     pub gpu_multiprocessors: u32,
+    /// Slots of page-locked host memory for KV of GPUs, 1 to 64: with shm 4 MiB each for each peer, with tcp 2 MiB each
+    /// at both ends of a link.
+    pub host_slots: HostSlots,
     /// Microseconds for which the threads of cuda-ipc and nccl poll after each event, each on one core. 0:
     /// the connectors have no threads of their own.
     pub spin_us: u64,
@@ -143,6 +146,7 @@ impl Default for TransferExpertSettings {
             stall_ms: settings.stall_ms,
             frame_bytes: settings.frame_bytes,
             gpu_multiprocessors: settings.gpu_multiprocessors,
+            host_slots: settings.host_slots,
             spin_us: settings.spin_us,
             rdma_listen: settings.rdma_listen,
             rdma_device: settings.rdma_device,

@@ -4,19 +4,14 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use device::{HostMemory, PageMut, PageRef, RegionShape};
+use device::{HostMemory, PageMut, PageRef};
 
 use super::free_slots::{FreeSlots, LentSlot};
+use super::slot_set::SlotSet;
 use super::staging::{HostStaging, InSlot, LazyMover, PageMover, SlotMemory};
 use crate::connectors::link::span_in::busy;
 use crate::connectors::link::stream::within;
 use crate::error::TransferError;
-
-/// Slots of one end of a link: enough that each stream fills one while others are copied by the GPU.
-const N_SLOTS: u32 = 16;
-
-/// The alignment of slots, which suits every kernel.
-pub(in crate::connectors) const SLOT_ALIGN: usize = 256;
 
 #[derive(Debug)]
 pub(in crate::connectors) struct SlotPool {
@@ -36,13 +31,15 @@ impl SlotPool {
     /// Makes the slots. They take memory when the first one is used.
     pub(in crate::connectors) fn new(
         staging: Arc<dyn HostStaging>,
-        slot_bytes: usize,
+        set: SlotSet,
     ) -> Result<Self, TransferError> {
-        let shape = RegionShape { page_bytes: slot_bytes.next_multiple_of(SLOT_ALIGN), n_pages: N_SLOTS };
-        let memory = HostMemory::new(&[shape]);
-        let memory = Arc::new(memory.map_err(|source| TransferError::Share { source: Arc::new(source) })?);
+        let memory = Arc::new(Self::memory(set)?);
         let mover = LazyMover::new(Some(staging), SlotMemory::Own(Arc::clone(&memory)));
-        Ok(Self { memory, mover, free: FreeSlots::new(N_SLOTS as usize) })
+        Ok(Self { memory, mover, free: FreeSlots::new(set.n_slots().into()) })
+    }
+
+    pub(in crate::connectors) fn memory(set: SlotSet) -> Result<HostMemory, TransferError> {
+        HostMemory::new(&[set.shape()]).map_err(TransferError::share)
     }
 
     /// Waits for a free slot for `bytes` of KV, at most for `stall`. Returns `None` if they do not fit, or if the GPU

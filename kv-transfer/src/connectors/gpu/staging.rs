@@ -255,7 +255,7 @@ pub(in crate::connectors) fn of_cards(
     Ok(Some(Arc::new(CardStaging { memory: parts.memory.clone(), copy_threads })))
 }
 
-fn warn_of(error: &TransferError) {
+pub(super) fn warn_of(error: &TransferError) {
     warn!(error = in_full(error), "GPUs cannot access slots in host memory, the processor copies KV");
 }
 

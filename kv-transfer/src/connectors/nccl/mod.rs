@@ -38,7 +38,7 @@ use self::backend::{NcclBackend, QUEUES_MAX};
 use self::card::GpuBackend;
 use self::double::Double;
 use self::send::NcclSendPath;
-use super::gpu::slot_pool::SLOT_ALIGN;
+use super::gpu::slot_set::SLOT_ALIGN;
 use super::link::check_pages;
 use super::link::connector::{LinkAddress, LinkConnector};
 use crate::connector::{Auto, KvConnector, WireKind};

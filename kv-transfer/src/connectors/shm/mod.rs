@@ -27,6 +27,7 @@ use types::{Scheme, WireAddress};
 use self::accept::ShmAcceptor;
 use self::send::ShmSendPath;
 use super::gpu::double::DoubleStaging;
+use super::gpu::slot_set::SlotSet;
 use super::gpu::staging::{HostStaging, of_cards};
 use super::link::check_pages;
 use super::link::connector::{LinkAddress, LinkConnector};
@@ -64,23 +65,23 @@ pub async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, Transfe
     let in_place = parts.memory.has_files();
     info!(in_place, "shm connector listens");
     match of_cards(&parts)? {
-        Some(staging) => over_gpus(parts, staging),
-        None => over(parts, None, Box::new(ShmSendPath::in_place)),
+        Some(staging) => over_gpus(parts, staging).await,
+        None => over(parts, None, Box::new(ShmSendPath::in_place)).await,
     }
 }
 
 /// Like [`listen`], but all KV goes through a stage, as it does if the sender's pages cannot be shared.
 pub async fn listen_staged(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
-    over(parts, None, Box::new(|parts| ShmSendPath::staged(parts, None)))
+    over(parts, None, Box::new(|parts| ShmSendPath::staged(parts, None))).await
 }
 
 /// Like [`listen`], but KV in host memory goes through a stage, as on GPUs.
 pub async fn listen_double(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
     let staging = Arc::new(DoubleStaging(parts.memory.clone()));
-    over_gpus(parts, staging)
+    over_gpus(parts, staging).await
 }
 
-fn over_gpus(
+pub(super) async fn over_gpus(
     mut parts: ConnectorParts,
     staging: Arc<dyn HostStaging>,
 ) -> Result<Arc<LinkConnector>, TransferError> {
@@ -88,10 +89,10 @@ fn over_gpus(
     parts.settings.streams = STREAMS_ON_GPUS;
     let of_link = Arc::clone(&staging);
     let send_path = move |parts: &ConnectorParts| ShmSendPath::staged(parts, Some(Arc::clone(&of_link)));
-    over(parts, Some(staging), Box::new(send_path))
+    over(parts, Some(staging), Box::new(send_path)).await
 }
 
-fn over(
+async fn over(
     mut parts: ConnectorParts,
     staging: Option<Arc<dyn HostStaging>>,
     send_path: Box<MakeSendPath>,
@@ -99,6 +100,10 @@ fn over(
     check_pages(&parts)?;
     parts.settings.frame_bytes =
         parts.settings.frame_bytes.saturating_mul(FRAMES_LARGER).min(PAYLOAD_BYTES_MAX);
+    if let Some(staging) = &staging {
+        let set = SlotSet::of(SCHEME, &parts)?;
+        set.check(staging, stage::memory_of(set)?).await?;
+    }
     let refused = |source| TransferError::Listen { addr: FOLDER.to_owned(), source: Arc::new(source) };
     let (listener, socket) = super::unix::bind(Path::new(FOLDER), parts.world.draw()).map_err(refused)?;
     let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint: socket.endpoint(), within_host: true };

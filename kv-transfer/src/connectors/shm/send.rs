@@ -8,12 +8,12 @@ use chassis::identity::link;
 use chassis::{Stream, World};
 use kv_cache::KvMemory;
 
+use super::SCHEME;
 use super::accept;
 use super::stage::Stage;
 use crate::connector_parts::ConnectorParts;
-use crate::connectors::gpu::slot_pool::SLOT_ALIGN;
+use crate::connectors::gpu::slot_set::SlotSet;
 use crate::connectors::gpu::staging::{HostStaging, InSlot, LazyMover, SlotMemory};
-use crate::connectors::link::check_pages;
 use crate::connectors::link::frame::{Body, Frame, FrameError, KvPlace, Piece};
 use crate::connectors::link::send_path::KvSendPath;
 use crate::connectors::link::span_out::{SpanOut, copy_out, corrupt_first};
@@ -52,9 +52,7 @@ impl ShmSendPath {
     }
 
     fn copying(parts: &ConnectorParts, staging: Option<Arc<dyn HostStaging>>) -> Result<Self, TransferError> {
-        let slot_bytes = parts.settings.frame_bytes.max(check_pages(parts)?).next_multiple_of(SLOT_ALIGN);
-        let stage =
-            Stage::new(slot_bytes).map_err(|source| TransferError::Share { source: Arc::new(source) })?;
+        let stage = Stage::new(SlotSet::of(SCHEME, parts)?)?;
         let mover = LazyMover::new(staging, SlotMemory::Own(Arc::clone(stage.memory())));
         Ok(Self { world: parts.world.clone(), memory: parts.memory.clone(), in_place: false, stage, mover })
     }

@@ -7,33 +7,34 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use device::{HostMemory, MemoryError, PageMut, RegionShape};
+use device::{HostMemory, PageMut};
 
+use crate::connectors::gpu::slot_set::SlotSet;
 use crate::connectors::link::frame::{FrameError, PAYLOAD_BYTES_MAX};
-
-/// Slots of one link: enough that copies in and copies out overlap on every stream.
-const N_SLOTS: u16 = 16;
+use crate::error::TransferError;
+use crate::settings::HostSlots;
 
 /// The largest stage that a peer's GPUs page-lock: all of it takes memory then.
-pub(super) const STAGE_BYTES_MAX: usize = N_SLOTS as usize * PAYLOAD_BYTES_MAX;
+pub(super) const STAGE_BYTES_MAX: usize = HostSlots::MAX as usize * PAYLOAD_BYTES_MAX;
 
 #[derive(Debug)]
 pub(super) struct Stage {
     memory: Arc<HostMemory>,
-    lent: [AtomicBool; N_SLOTS as usize],
+    lent: Box<[AtomicBool]>,
     free: async_channel::Receiver<u16>,
     freed: async_channel::Sender<u16>,
 }
 
 impl Stage {
     /// Creates the slots. A slot takes memory when it is first used.
-    pub(super) fn new(slot_bytes: usize) -> Result<Self, MemoryError> {
-        let memory = HostMemory::shared(&[RegionShape { page_bytes: slot_bytes, n_pages: N_SLOTS.into() }])?;
-        let (freed, free) = async_channel::bounded(N_SLOTS.into());
-        for slot in 0..N_SLOTS {
+    pub(super) fn new(set: SlotSet) -> Result<Self, TransferError> {
+        let (n_slots, memory) = (set.n_slots(), memory_of(set)?);
+        let (freed, free) = async_channel::bounded(n_slots.into());
+        for slot in 0..n_slots {
             freed.try_send(slot).expect("there is room for all slots");
         }
-        Ok(Self { memory: Arc::new(memory), lent: Default::default(), free, freed })
+        let lent = (0..n_slots).map(|_| AtomicBool::new(false)).collect();
+        Ok(Self { memory: Arc::new(memory), lent, free, freed })
     }
 
     pub(super) fn memory(&self) -> &Arc<HostMemory> {
@@ -71,17 +72,26 @@ impl Stage {
     }
 }
 
+/// Allocates the memory of a stage.
+pub(super) fn memory_of(set: SlotSet) -> Result<HostMemory, TransferError> {
+    HostMemory::shared(&[set.shape()]).map_err(TransferError::share)
+}
+
 #[cfg(test)]
 mod tests {
     use futures::poll;
 
     use super::*;
+    use crate::conformance::node::{Node, layout};
 
     #[tokio::test]
     async fn a_slot_is_lent_until_it_is_taken() {
-        let stage = Stage::new(100).expect("a page can be shared");
+        let mut parts = Node::parts("near", layout());
+        parts.settings.host_slots = HostSlots::try_from(5).expect("it is allowed");
+        let set = SlotSet::of("shm", &parts).expect("pages fit");
+        let stage = Stage::new(set).expect("a page can be shared");
         let mut slots = Vec::new();
-        for _ in 0..N_SLOTS {
+        for _ in 0..5 {
             slots.push(stage.slot().await);
         }
         let mut next = Box::pin(stage.slot());
@@ -90,6 +100,6 @@ mod tests {
         assert_eq!(next.await, slots[3]);
         stage.taken(slots[4]).expect("it was lent");
         stage.taken(slots[4]).expect_err("it was given back");
-        stage.taken(N_SLOTS).expect_err("there is no such slot");
+        stage.taken(5).expect_err("there is no such slot");
     }
 }
