@@ -32,6 +32,38 @@ pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent)
             }
         }
     }
+    if card.has_many_rows_fp8() && extent == Extent::Whole {
+        forms_agree(card, verdicts)?;
+    }
+    Ok(())
+}
+
+/// Multiplies matrices of real sizes in all forms, again and again. The sums are those of wide tiles but for their
+/// order, and the same each time: threads that wrote where others still read would change them.
+fn forms_agree(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
+    for (n, k) in [(4096, 14_336), (6144, 4096), (4096, 4096)] {
+        let mut draw = Draw::new((n + k) as u64);
+        let matrix = Matrix::drawn(card, &mut draw, n, k)?;
+        for n_rows in [128, 256, 512] {
+            let x = card.upload(&draw.narrow(n_rows * k, 1.0))?;
+            let (numbers, scales) = in_fp8(card, &x, n_rows, k)?;
+            let quantized = QuantizedRows { numbers: numbers.view(), scales: scales.view() };
+            let mut y = card.buffer::<Bf16>(n_rows * n)?;
+            let mut multiplied = |form: ManyFp8Form| {
+                card.fill(y.view_mut(), POISON)?;
+                card.multiply_many_fp8(form, matrix.rows(), quantized, k, ManyRows::Sums(y.view_mut()))?;
+                card.download(y.view())
+            };
+            let expected = wide(&multiplied(ManyFp8Form::Wide)?);
+            for form in MANY_FP8_FORMS {
+                let name = format!("many_rows_fp8 {} {n_rows}x{n}x{k}", form.name());
+                let first = multiplied(*form)?;
+                verdicts.compare(format!("{name} and wide tiles"), &wide(&first), &expected, BF16_ERROR);
+                let again = (0..20).map(|_| multiplied(*form)).collect::<Result<Vec<_>, _>>()?;
+                verdicts.holds(format!("{name}, the same each time"), again.iter().all(|one| *one == first));
+            }
+        }
+    }
     Ok(())
 }
 
