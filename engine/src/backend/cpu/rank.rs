@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
-use kernels::cpu::Processor;
+use kernels::cpu::{Processor, Turns};
 use kv_cache::KvMemory;
 use types::step::PromptLogprob;
 
@@ -53,6 +53,7 @@ pub(super) struct Rank {
     model: Arc<Decoder>,
     memory: KvMemory,
     frequencies: Arc<[f32]>,
+    turn_factor: f32,
     vocab: usize,
     seat: RankHandle,
 }
@@ -82,6 +83,7 @@ impl Rank {
             model: Arc::clone(model),
             memory: memory.clone(),
             frequencies: Arc::clone(&frequencies),
+            turn_factor: config.rope.turn_factor(),
             vocab: config.vocab,
             seat,
         };
@@ -100,7 +102,7 @@ impl Rank {
             memory: &self.memory,
             written: &step.written,
             rank: &self.seat,
-            frequencies: &self.frequencies,
+            turns: Turns { frequencies: &self.frequencies, factor: self.turn_factor },
         };
         let passing = step.rows.iter().zip(&step.resolved).filter(|(_, ok)| ok.is_ok());
         let mut pass = Pass::new(parts, passing.map(|(row, _)| pass_row(row)).collect());
