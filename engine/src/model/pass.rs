@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use device::PageBusy;
-use kernels::cpu::{Attention, Format, KvShape, Matrix, Processor, Product, RopeAngles, Stretch, Turns};
+use kernels::cpu::{Attention, Format, KvShape, Matrix, Processor, Product, RopeAngles, Rotation, Stretch};
 use kv_cache::{KvMemory, PageMut, PageRef, RankMemory};
 use types::layout::{Attention as Sight, LayerShape};
 use types::{BlockIdx, GroupIdx, KvDtype, KvLayout, TokenId};
@@ -85,14 +85,14 @@ pub struct PassParts<'a> {
     pub memory: &'a KvMemory,
     pub written: &'a RankFence,
     pub rank: &'a RankHandle,
-    pub turns: Turns<'a>,
+    pub rotation: Rotation<'a>,
 }
 
 impl<'a> Pass<'a> {
     pub fn new(parts: PassParts<'a>, rows: Vec<PassRow<'a>>) -> Self {
-        let PassParts { processor, scratch, memory, written, rank, turns } = parts;
+        let PassParts { processor, scratch, memory, written, rank, rotation } = parts;
         let positions = rows.iter().flat_map(|row| row.start..row.start + row.tokens.len());
-        let angles = RopeAngles::new(turns, positions);
+        let angles = RopeAngles::new(rotation, positions);
         let n_tokens = rows.iter().map(|row| row.tokens.len()).sum();
         let (layout, memory) = (memory.layout(), memory.rank(rank.nth()));
         Self {

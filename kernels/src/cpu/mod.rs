@@ -31,5 +31,5 @@ pub use matrix::{Format, Matrix, Q8_BLOCK, WrongSize};
 pub use pool::Pool;
 pub use processor::{Arithmetic, Processor};
 pub use product::Product;
-pub use rows::{RopeAngles, Turns};
+pub use rows::{RopeAngles, Rotation};
 pub use simd::Isa;

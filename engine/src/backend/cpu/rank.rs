@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
-use kernels::cpu::{Processor, Turns};
+use kernels::cpu::{Processor, Rotation};
 use kv_cache::KvMemory;
 use types::step::PromptLogprob;
 
@@ -102,7 +102,7 @@ impl Rank {
             memory: &self.memory,
             written: &step.written,
             rank: &self.seat,
-            turns: Turns { frequencies: &self.frequencies, factor: self.turn_factor },
+            rotation: Rotation { frequencies: &self.frequencies, factor: self.turn_factor },
         };
         let passing = step.rows.iter().zip(&step.resolved).filter(|(_, ok)| ok.is_ok());
         let mut pass = Pass::new(parts, passing.map(|(row, _)| pass_row(row)).collect());
