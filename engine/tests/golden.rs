@@ -138,6 +138,21 @@ fn dense_layers_among_those_with_experts_are_as_in_transformers() {
     check_architecture("qwen3-moe");
 }
 
+#[test]
+fn deepseek_v2_is_as_in_transformers() {
+    check_architecture("deepseek-v2");
+}
+
+#[test]
+fn deepseek_v3_is_as_in_transformers() {
+    check_architecture("deepseek-v3");
+}
+
+#[test]
+fn yarn_is_as_in_transformers() {
+    check_architecture("llama-yarn");
+}
+
 /// Every bit of every log-probability is equal, not only the tokens. With one or two KV heads, several of
 /// four ranks hold the same head.
 #[test]
@@ -152,6 +167,9 @@ fn ranks_give_the_bits_that_one_gives() {
         "mixtral",
         "qwen3-moe",
         "qwen3-moe-stacked",
+        "deepseek-v2",
+        "deepseek-v3",
+        "llama-yarn",
     ];
     let folders = models.map(|name| root().join("tests/models").join(name));
     for folder in folders.iter().chain([&root().join("../models/demo")]) {
@@ -247,7 +265,18 @@ fn check_prompt_logprobs(name: &str) {
 
 #[test]
 fn log_probabilities_of_prompts_are_as_in_transformers() {
-    for name in ["llama", "llama3", "mistral", "qwen2", "qwen2-window", "qwen3", "mixtral", "qwen3-moe"] {
+    for name in [
+        "llama",
+        "llama3",
+        "mistral",
+        "qwen2",
+        "qwen2-window",
+        "qwen3",
+        "mixtral",
+        "qwen3-moe",
+        "deepseek-v2",
+        "deepseek-v3",
+    ] {
         check_prompt_logprobs(name);
     }
 }

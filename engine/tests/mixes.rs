@@ -11,7 +11,8 @@ use types::{BlockIdx, GroupIdx, KvDtype, Sampling, StopRules, TokenId};
 const BLOCK_TOKENS: usize = 8;
 const N_STEPS: usize = 6;
 const KV_BYTES: usize = 4 << 20;
-const MODELS: [&str; 6] = ["llama3", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe"];
+const MODELS: [&str; 8] =
+    ["llama3", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3"];
 
 fn opened(model: &str, threads: usize) -> CpuBackend {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models").join(model);

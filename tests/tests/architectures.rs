@@ -54,9 +54,13 @@ fn alternative((name, logprob): (&String, &Value)) -> (usize, f64) {
 }
 
 async fn check(model: &str) {
+    check_over("tcp", model, &["--prefill", "1", "--decode", "1"]).await;
+}
+
+async fn check_over(connector: &str, model: &str, args: &[&str]) {
     let path = folder(model);
-    let args = ["--model", path.to_str().expect("UTF-8"), "--prefill", "1", "--decode", "1"];
-    let up = Up::start_with(&args, &[("BATON_MODEL__KV_DTYPE", "f32")]).await;
+    let which = ["--model", path.to_str().expect("UTF-8"), "--connector", connector];
+    let up = Up::start_with(&[&which, args].concat(), &[("BATON_MODEL__KV_DTYPE", "f32")]).await;
     up.expect_log(NO_TOKENIZER);
     let golden = golden(model);
     // The requests are sent twice, because the second time prefixes are cached on both nodes.
@@ -67,6 +71,7 @@ async fn check(model: &str) {
         check_logits(&format!("{model}, first step"), &top[0], &golden["first_logits"]);
         check_logits(&format!("{model}, last step"), &top[top.len() - 1], &golden["last_logits"]);
     }
+    assert!(up.client().kv_arrived(connector).await > 0, "{model}: no KV travelled over {connector}");
     up.baseline().await;
 }
 
@@ -97,4 +102,14 @@ async fn experts_through_two_nodes_are_as_in_transformers() {
     check("mixtral").await;
     check("qwen3-moe").await;
     check("qwen3-moe-stacked").await;
+}
+
+/// Each token has one latent vector, which every rank holds.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn latent_attention_through_nodes_is_as_in_transformers() {
+    check("deepseek-v2").await;
+    check("deepseek-v3").await;
+    check_over("shm", "deepseek-v3", &["--prefill-tp", "1", "--decode-tp", "2"]).await;
+    check_over("tcp", "deepseek-v2", &["--prefill-tp", "2", "--decode-tp", "1"]).await;
+    check_over("tcp", "deepseek-v3", &["--pool", "1"]).await;
 }

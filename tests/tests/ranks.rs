@@ -80,6 +80,13 @@ async fn ranks_may_outnumber_the_heads() {
     answers_as_one_rank_does("qwen2-window", "tcp", &[("4", "1"), ("1", "4")]).await;
 }
 
+/// Every rank holds all latents, so one of several ranks sends them, and each rank gets them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ranks_share_no_latents() {
+    answers_as_one_rank_does("deepseek-v2", "tcp", &[("2", "1"), ("1", "2"), ("2", "4")]).await;
+    answers_as_one_rank_does("deepseek-v3", "shm", &[("2", "1"), ("1", "2"), ("4", "2")]).await;
+}
+
 /// The mock checks every bit of each head's KV.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_head_of_a_mock_finds_its_rank() {

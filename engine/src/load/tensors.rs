@@ -2,10 +2,12 @@
 
 use std::collections::HashMap;
 
+use tracing::info;
+
 use super::checkpoint::Checkpoint;
 use super::weights::TensorSource as _;
 use crate::error::LoadError;
-use crate::model::{Mixture, ModelConfig, OptionalTensors};
+use crate::model::{LatentShape, Mixture, ModelConfig, OptionalTensors};
 
 /// A tensor that a model reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,34 +32,26 @@ impl TensorSpec {
 
 /// Returns all tensors that a decoder with this config reads, with the names that all architectures use.
 pub fn tensors(config: &ModelConfig) -> Vec<TensorSpec> {
-    let matrix = |name: String, rows, cols| TensorSpec { name, rows: Some(rows), cols };
-    let vector = |name: String, cols| TensorSpec { name, rows: None, cols };
-    let ModelConfig { hidden, intermediate, vocab, head_dim, .. } = *config;
-    let OptionalTensors { qkv_bias, o_bias, mlp_bias, head_norms } = config.optional;
-    let (q, kv) = (config.n_heads * head_dim, config.n_kv_heads * head_dim);
+    let ModelConfig { hidden, intermediate, vocab, .. } = *config;
     let mut all = vec![matrix("model.embed_tokens.weight".to_owned(), vocab, hidden)];
     for nth in 0..config.n_layers {
         let of = |part: &str| format!("model.layers.{nth}.{part}");
         for norm in ["input_layernorm", "post_attention_layernorm"] {
             all.push(vector(of(&format!("{norm}.weight")), hidden));
         }
-        for (name, rows, cols, has_bias) in [
-            ("self_attn.q_proj", q, hidden, qkv_bias),
-            ("self_attn.k_proj", kv, hidden, qkv_bias),
-            ("self_attn.v_proj", kv, hidden, qkv_bias),
-            ("self_attn.o_proj", hidden, q, o_bias),
-        ] {
-            all.push(matrix(of(&format!("{name}.weight")), rows, cols));
-            if has_bias {
-                all.push(vector(of(&format!("{name}.bias")), rows));
-            }
-        }
+        let attention = match config.latent {
+            Some(shape) => latent_attention(config, shape),
+            None => attention(config),
+        };
+        all.extend(attention.into_iter().map(|tensor| TensorSpec { name: of(&tensor.name), ..tensor }));
         match config.mixture.as_ref().filter(|mixture| mixture.layers[nth]) {
-            Some(mixture) => all.extend(
-                experts(config, mixture)
-                    .into_iter()
-                    .map(|(name, rows, cols)| matrix(of(&format!("{name}.weight")), rows, cols)),
-            ),
+            Some(mixture) => {
+                let experts = experts(config, mixture).into_iter();
+                all.extend(
+                    experts.map(|(name, rows, cols)| matrix(of(&format!("{name}.weight")), rows, cols)),
+                );
+                all.extend(mixture.correction().map(|name| vector(of(&name), mixture.n_experts)));
+            }
             None => {
                 for (name, rows, cols) in [
                     ("mlp.gate_proj", intermediate, hidden),
@@ -65,20 +59,76 @@ pub fn tensors(config: &ModelConfig) -> Vec<TensorSpec> {
                     ("mlp.down_proj", hidden, intermediate),
                 ] {
                     all.push(matrix(of(&format!("{name}.weight")), rows, cols));
-                    if mlp_bias {
+                    if config.optional.mlp_bias {
                         all.push(vector(of(&format!("{name}.bias")), rows));
                     }
                 }
             }
         }
-        if head_norms {
-            all.push(vector(of("self_attn.q_norm.weight"), head_dim));
-            all.push(vector(of("self_attn.k_norm.weight"), head_dim));
-        }
     }
     all.push(vector("model.norm.weight".to_owned(), hidden));
     if !config.tied {
         all.push(matrix("lm_head.weight".to_owned(), vocab, hidden));
+    }
+    all
+}
+
+fn matrix(name: String, rows: usize, cols: usize) -> TensorSpec {
+    TensorSpec { name, rows: Some(rows), cols }
+}
+
+fn vector(name: String, cols: usize) -> TensorSpec {
+    TensorSpec { name, rows: None, cols }
+}
+
+/// Returns the matrices and the biases of a layer's products: name, rows, columns and whether there is a bias.
+fn products(all: &[(&str, usize, usize, bool)]) -> Vec<TensorSpec> {
+    let mut tensors = Vec::new();
+    for (name, rows, cols, has_bias) in all {
+        tensors.push(matrix(format!("{name}.weight"), *rows, *cols));
+        tensors.extend(has_bias.then(|| vector(format!("{name}.bias"), *rows)));
+    }
+    tensors
+}
+
+/// Returns the tensors of a layer's attention.
+fn attention(config: &ModelConfig) -> Vec<TensorSpec> {
+    let ModelConfig { hidden, head_dim, .. } = *config;
+    let OptionalTensors { qkv_bias, o_bias, head_norms, .. } = config.optional;
+    let (q, kv) = (config.n_heads * head_dim, config.n_kv_heads * head_dim);
+    let mut all = products(&[
+        ("self_attn.q_proj", q, hidden, qkv_bias),
+        ("self_attn.k_proj", kv, hidden, qkv_bias),
+        ("self_attn.v_proj", kv, hidden, qkv_bias),
+        ("self_attn.o_proj", hidden, q, o_bias),
+    ]);
+    if head_norms {
+        all.push(vector("self_attn.q_norm.weight".to_owned(), head_dim));
+        all.push(vector("self_attn.k_norm.weight".to_owned(), head_dim));
+    }
+    all
+}
+
+/// Returns the tensors of a layer's latent attention.
+fn latent_attention(config: &ModelConfig, shape: LatentShape) -> Vec<TensorSpec> {
+    let ModelConfig { hidden, n_heads, .. } = *config;
+    let OptionalTensors { qkv_bias, o_bias, .. } = config.optional;
+    let q = n_heads * shape.q_head();
+    let mut all = products(&[
+        ("self_attn.kv_a_proj_with_mqa", shape.width(), hidden, qkv_bias),
+        ("self_attn.kv_b_proj", n_heads * shape.kv_head(), shape.kv_rank, false),
+        ("self_attn.o_proj", hidden, n_heads * shape.value, o_bias),
+    ]);
+    all.push(vector("self_attn.kv_a_layernorm.weight".to_owned(), shape.kv_rank));
+    match shape.q_rank {
+        None => all.extend(products(&[("self_attn.q_proj", q, hidden, false)])),
+        Some(rank) => {
+            all.extend(products(&[
+                ("self_attn.q_a_proj", rank, hidden, qkv_bias),
+                ("self_attn.q_b_proj", q, rank, false),
+            ]));
+            all.push(vector("self_attn.q_a_layernorm.weight".to_owned(), rank));
+        }
     }
     all
 }
@@ -89,6 +139,11 @@ fn experts(config: &ModelConfig, mixture: &Mixture) -> Vec<(String, usize, usize
     let mut all = vec![(mixture.router(), mixture.n_experts, hidden)];
     for nth in 0..mixture.n_experts {
         let [gate, up, down] = mixture.style.matrices.map(|matrix| mixture.expert(nth, matrix));
+        all.extend([(gate, intermediate, hidden), (up, intermediate, hidden), (down, hidden, intermediate)]);
+    }
+    if let Some(intermediate) = mixture.shared {
+        let [gate, up, down] =
+            mixture.style.matrices.map(|matrix| format!("{}.{matrix}", mixture.shared_part()));
         all.extend([(gate, intermediate, hidden), (up, intermediate, hidden), (down, hidden, intermediate)]);
     }
     all
@@ -120,6 +175,11 @@ pub fn check_all_read(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<(
         let is_read = read.contains_key(name) || holds_experts(config, checkpoint, name);
         !is_read && !is_scale(name) && !may_be_unread(config, name)
     };
+    let names = || checkpoint.files().iter().flat_map(|file| file.names());
+    let n_left_out = names().filter(|name| is_of_prediction(config, name)).count();
+    if n_left_out > 0 {
+        info!(tensors = n_left_out, "layers of multi-token prediction are left out");
+    }
     let mut unread: Vec<(&str, &std::path::Path)> = Vec::new();
     for file in checkpoint.files() {
         unread.extend(file.names().filter(|name| is_unread(name)).map(|name| (name, file.path())));
@@ -140,7 +200,16 @@ pub fn check_all_read(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<(
 fn may_be_unread(config: &ModelConfig, name: &str) -> bool {
     // Older tools stored the rotary frequencies, which follow from the config and so need not be read.
     let is_frequencies = name.ends_with(".rotary_emb.inv_freq");
-    is_frequencies || (config.tied && name == "lm_head.weight")
+    is_frequencies || (config.tied && name == "lm_head.weight") || is_of_prediction(config, name)
+}
+
+/// Returns whether the tensor is one of a layer of multi-token prediction, which stand behind the model's own layers.
+fn is_of_prediction(config: &ModelConfig, name: &str) -> bool {
+    let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
+    let layer = layer.and_then(|(layer, _)| layer.parse::<usize>().ok());
+    layer.is_some_and(|layer| {
+        (config.n_layers..config.n_layers.saturating_add(config.n_prediction_layers)).contains(&layer)
+    })
 }
 
 #[cfg(test)]
@@ -153,9 +222,20 @@ mod tests {
 
     fn models() -> impl Iterator<Item = std::path::PathBuf> {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models");
-        ["llama", "llama3", "mistral", "qwen2", "qwen2-window", "qwen3", "mixtral", "qwen3-moe"]
-            .into_iter()
-            .map(move |name| folder.join(name))
+        [
+            "llama",
+            "llama3",
+            "mistral",
+            "qwen2",
+            "qwen2-window",
+            "qwen3",
+            "mixtral",
+            "qwen3-moe",
+            "deepseek-v2",
+            "deepseek-v3",
+        ]
+        .into_iter()
+        .map(move |name| folder.join(name))
     }
 
     #[test]
@@ -163,7 +243,8 @@ mod tests {
         for path in models() {
             let config = ModelFolder::open(&path).expect("it opens").config;
             let checkpoint = Checkpoint::open(&path).expect("it opens");
-            let names: BTreeSet<&str> = checkpoint.files().iter().flat_map(|file| file.names()).collect();
+            let names = checkpoint.files().iter().flat_map(|file| file.names());
+            let names: BTreeSet<&str> = names.filter(|name| !is_of_prediction(&config, name)).collect();
             let tensors = tensors(&config);
             assert_eq!(tensors.iter().map(|one| one.name.as_str()).collect::<BTreeSet<_>>(), names);
             for one in &tensors {

@@ -1,6 +1,6 @@
 //! The supported architectures, and their tensors beside the matrices that all of them share.
 
-use super::mixture::{MixtureStyle, Normalized};
+use super::mixture::{MixtureStyle, Normalized, Scoring};
 
 /// One supported architecture. One [`Decoder`](super::decoder::Decoder) computes all architectures on a CPU,
 /// and one plan computes them on GPUs.
@@ -17,6 +17,8 @@ pub struct Architecture {
     /// Whether each head of q and k has its own norm.
     pub head_norms: bool,
     pub windows: Windows,
+    /// Whether all heads share one latent vector for each token.
+    pub has_latents: bool,
     /// The mixtures of experts of the feed-forward layers; `None`: they are dense.
     pub mixture: Option<&'static MixtureStyle>,
     /// The keys of a `config.json` that this architecture reads and others may not.
@@ -55,7 +57,8 @@ pub struct OptionalTensors {
 }
 
 /// All supported architectures. A new one is one entry here, if the decoders support it.
-pub const ARCHITECTURES: &[Architecture] = &[LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE];
+pub const ARCHITECTURES: &[Architecture] =
+    &[LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3];
 
 /// The architecture of Llama 2, 3, 3.1 and 3.2.
 const LLAMA: Architecture = Architecture {
@@ -65,6 +68,7 @@ const LLAMA: Architecture = Architecture {
     mlp_bias: Bias::AsConfigured,
     head_norms: false,
     windows: Windows::Never,
+    has_latents: false,
     mixture: None,
     keys: &["attention_bias", "mlp_bias"],
     defaults: r#"{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
@@ -78,6 +82,7 @@ const MISTRAL: Architecture = Architecture {
     mlp_bias: Bias::Never,
     head_norms: false,
     windows: Windows::AllLayers,
+    has_latents: false,
     mixture: None,
     keys: &["sliding_window"],
     defaults: r#"{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -92,11 +97,14 @@ const MIXTRAL: Architecture = Architecture {
     mlp_bias: Bias::Never,
     head_norms: false,
     windows: Windows::AllLayers,
+    has_latents: false,
     mixture: Some(&MixtureStyle {
         part: "block_sparse_moe",
         matrices: ["w1", "w3", "w2"],
         normalized: Normalized::Always,
         n_experts: 8,
+        scoring: Scoring::Softmax,
+        topk_methods: &[],
     }),
     keys: &["num_experts_per_tok", "num_local_experts", "sliding_window"],
     defaults: r#"{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -112,6 +120,7 @@ const QWEN2: Architecture = Architecture {
     mlp_bias: Bias::Never,
     head_norms: false,
     windows: Windows::UpperLayers,
+    has_latents: false,
     mixture: None,
     keys: &["max_window_layers", "sliding_window", "use_sliding_window"],
     defaults: r#"{"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
@@ -126,6 +135,7 @@ const QWEN3: Architecture = Architecture {
     mlp_bias: Bias::Never,
     head_norms: true,
     windows: Windows::UpperLayers,
+    has_latents: false,
     mixture: None,
     keys: &["attention_bias", "max_window_layers", "sliding_window", "use_sliding_window"],
     defaults: r#"{"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
@@ -140,11 +150,14 @@ const QWEN3_MOE: Architecture = Architecture {
     mlp_bias: Bias::Never,
     head_norms: true,
     windows: Windows::Never,
+    has_latents: false,
     mixture: Some(&MixtureStyle {
         part: "mlp",
         matrices: ["gate_proj", "up_proj", "down_proj"],
         normalized: Normalized::AsConfigured,
         n_experts: 128,
+        scoring: Scoring::Softmax,
+        topk_methods: &[],
     }),
     keys: &[
         "attention_bias",
@@ -159,6 +172,97 @@ const QWEN3_MOE: Architecture = Architecture {
     defaults: r#"{"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
         "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 32768,
         "moe_intermediate_size": 768, "num_experts_per_tok": 8}"#,
+};
+
+/// The architecture of DeepSeek-V2, V2-Lite and V2.5. `rope_interleave` is no key of its configs.
+const DEEPSEEK_V2: Architecture = Architecture {
+    name: "DeepseekV2ForCausalLM",
+    qkv_bias: Bias::AsConfigured,
+    o_bias: Bias::AsConfigured,
+    mlp_bias: Bias::Never,
+    head_norms: false,
+    windows: Windows::Never,
+    has_latents: true,
+    mixture: Some(&MixtureStyle {
+        part: "mlp",
+        matrices: ["gate_proj", "up_proj", "down_proj"],
+        normalized: Normalized::Never,
+        n_experts: 64,
+        scoring: Scoring::Softmax,
+        topk_methods: &["greedy", "group_limited_greedy"],
+    }),
+    keys: &[
+        "attention_bias",
+        "first_k_dense_replace",
+        "kv_lora_rank",
+        "moe_intermediate_size",
+        "moe_layer_freq",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
+        "num_experts_per_tok",
+        "q_lora_rank",
+        "qk_head_dim",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "routed_scaling_factor",
+        "scoring_func",
+        "topk_group",
+        "topk_method",
+        "v_head_dim",
+    ],
+    defaults: r#"{"vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "max_position_embeddings": 2048, "eos_token_id": 2, "kv_lora_rank": 512,
+        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": true,
+        "n_shared_experts": 2, "moe_intermediate_size": 1407, "topk_method": "greedy"}"#,
+};
+
+/// The architecture of DeepSeek-V3 and R1.
+const DEEPSEEK_V3: Architecture = Architecture {
+    name: "DeepseekV3ForCausalLM",
+    qkv_bias: Bias::AsConfigured,
+    o_bias: Bias::AsConfigured,
+    mlp_bias: Bias::Never,
+    head_norms: false,
+    windows: Windows::Never,
+    has_latents: true,
+    mixture: Some(&MixtureStyle {
+        part: "mlp",
+        matrices: ["gate_proj", "up_proj", "down_proj"],
+        normalized: Normalized::AsConfigured,
+        n_experts: 256,
+        scoring: Scoring::Sigmoid,
+        topk_methods: &["noaux_tc"],
+    }),
+    keys: &[
+        "attention_bias",
+        "first_k_dense_replace",
+        "kv_lora_rank",
+        "moe_intermediate_size",
+        "moe_layer_freq",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "num_nextn_predict_layers",
+        "q_lora_rank",
+        "qk_head_dim",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "rope_interleave",
+        "routed_scaling_factor",
+        "scoring_func",
+        "topk_group",
+        "topk_method",
+        "v_head_dim",
+    ],
+    defaults: r#"{"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "max_position_embeddings": 4096, "eos_token_id": 1,
+        "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "rope_interleave": true, "n_shared_experts": 1, "moe_intermediate_size": 2048, "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3, "topk_method": "noaux_tc", "n_group": 8, "topk_group": 4, "norm_topk_prob": true,
+        "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1}"#,
 };
 
 /// The biases that a config asks for.

@@ -2,7 +2,7 @@
 
 use super::config::ModelConfig;
 use super::nn::{HasBias, Linear, RmsNorm};
-use super::pass::Pass;
+use super::pass::{AttentionInput, Pass};
 use super::tensor::Tensor;
 use crate::error::LoadError;
 use crate::load::Weights;
@@ -55,7 +55,9 @@ impl Attention {
         }
         pass.rotate(&mut q, self.head_dim);
         pass.rotate(&mut k, self.head_dim);
-        let attended = pass.attend(self.layer, &q, &k, &v); // (tokens, heads * head_dim)
+        let scale = (self.head_dim as f32).sqrt().recip();
+        let input = AttentionInput { layer: self.layer, scale, q: &q, k: &k, v: Some(&v) };
+        let attended = pass.attend(input); // (tokens, heads * head_dim)
         pass.linear(&attended, &self.o)
     }
 }

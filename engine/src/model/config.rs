@@ -6,6 +6,7 @@ use tracing::info;
 use types::TokenId;
 
 use super::architecture::{Architecture, BiasSettings, OptionalTensors, Windows};
+use super::latent::{LatentShape, RawLatent};
 use super::mixture::{Mixture, RawMixture};
 use super::quantization::ActivationFormat;
 use super::rope::{RawRope, Rope};
@@ -22,6 +23,7 @@ pub struct ModelConfig {
     pub n_layers: usize,
     pub n_heads: usize,
     pub n_kv_heads: usize,
+    /// The numbers of a head; with latent attention, those that are rotated.
     pub head_dim: usize,
     /// The number of tokens of the longest sequence, prompt and output together.
     pub context_tokens: usize,
@@ -34,8 +36,12 @@ pub struct ModelConfig {
     pub optional: OptionalTensors,
     /// The number of last tokens that each layer sees, with the current one. `None` means all tokens.
     pub windows: Vec<Option<u32>>,
+    /// The latent attention; `None`: all layers have keys and values for heads.
+    pub latent: Option<LatentShape>,
     /// The mixtures of experts; `None`: all layers have one feed-forward part.
     pub mixture: Option<Mixture>,
+    /// The number of layers of multi-token prediction that a checkpoint may have. They are left out.
+    pub n_prediction_layers: usize,
     pub eos_tokens: Vec<TokenId>,
     /// Keys of the config that are not read and are not known to change results.
     pub unread_keys: Vec<String>,
@@ -64,6 +70,7 @@ struct RawConfig {
     use_sliding_window: Option<bool>,
     max_window_layers: Option<usize>,
     layer_types: Option<Vec<String>>,
+    num_nextn_predict_layers: Option<usize>,
     eos_token_id: Option<TokenIds>,
     quantization_config: Option<Value>,
 }
@@ -125,6 +132,7 @@ impl ModelConfig {
         let mut keys: Map<String, Value> = serde_json::from_slice(config)?;
         let unread_keys =
             keys::check(&keys, architecture.name, architecture.keys).map_err(ConfigProblem::Meaning)?;
+        keys.retain(|key, _| !unread_keys.contains(key));
         let defaults: Map<String, Value> = serde_json::from_str(architecture.defaults)?;
         for (key, value) in defaults {
             keys.entry(key).or_insert(value);
@@ -134,10 +142,13 @@ impl ModelConfig {
             .mixture
             .map(|style| Ok::<_, ConfigProblem>((style, RawMixture::deserialize(&keys)?)));
         let mixture = mixture.transpose()?;
+        let latent = architecture.has_latents.then(|| RawLatent::deserialize(&keys)).transpose()?;
         let raw: RawConfig = serde_json::from_value(keys)?;
         let generation: RawGeneration =
             generation.map(serde_json::from_slice).transpose()?.unwrap_or_default();
-        let config = Self::resolve(architecture, raw, generation).map_err(ConfigProblem::Meaning)?;
+        let latent = latent.map(|raw| LatentShape::resolve(&raw)).transpose();
+        let latent = latent.map_err(ConfigProblem::Meaning)?;
+        let config = Self::resolve(architecture, raw, generation, latent).map_err(ConfigProblem::Meaning)?;
         let (n_layers, intermediate) = (config.n_layers, config.intermediate);
         let mixture = mixture.map(|(style, raw)| Mixture::resolve(style, raw, n_layers, intermediate));
         let mixture = mixture.transpose().map_err(ConfigProblem::Meaning)?;
@@ -148,6 +159,7 @@ impl ModelConfig {
         architecture: &Architecture,
         raw: RawConfig,
         generation: RawGeneration,
+        latent: Option<LatentShape>,
     ) -> Result<Self, String> {
         if let Some(act) = raw.hidden_act.as_deref().filter(|act| *act != "silu") {
             return Err(format!("hidden_act {act:?} is not implemented: silu is"));
@@ -164,7 +176,10 @@ impl ModelConfig {
             n_layers: raw.num_hidden_layers,
             n_heads,
             n_kv_heads: raw.num_key_value_heads.unwrap_or(n_heads),
-            head_dim: raw.head_dim.unwrap_or(raw.hidden_size / n_heads.max(1)),
+            head_dim: match latent {
+                Some(latent) => latent.rotated,
+                None => raw.head_dim.unwrap_or(raw.hidden_size / n_heads.max(1)),
+            },
             context_tokens: raw.max_position_embeddings,
             norm_epsilon: raw.rms_norm_eps.unwrap_or(1e-6),
             rope: rope(&raw)?,
@@ -175,7 +190,9 @@ impl ModelConfig {
                 mlp: raw.mlp_bias.unwrap_or(false),
             }),
             windows: windows(architecture, &raw)?,
+            latent,
             mixture: None,
+            n_prediction_layers: raw.num_nextn_predict_layers.unwrap_or(0),
             eos_tokens: eos.map(TokenIds::tokens).unwrap_or_default(),
             unread_keys: Vec::new(),
         };
@@ -201,7 +218,9 @@ impl ModelConfig {
             tied,
             optional: OptionalTensors { qkv_bias, o_bias, mlp_bias, head_norms },
             windows,
+            latent,
             mixture,
+            n_prediction_layers: _,
             eos_tokens: _,
             // What follows from it is a part of its own: see `ActivationFormat::describe`.
             activations: _,
@@ -222,7 +241,8 @@ impl ModelConfig {
             ("head_norms", head_norms.to_string()),
             ("windows", format!("{windows:?}")),
         ];
-        // Dense models have no such part, so that their fingerprints are those of older versions.
+        // Other models have no such parts, so that their fingerprints are those of older versions.
+        parts.extend(latent.iter().map(|latent| ("latents", latent.fingerprint())));
         parts.extend(mixture.iter().map(|mixture| ("experts", mixture.fingerprint())));
         parts
     }
@@ -259,6 +279,12 @@ impl ModelConfig {
         if !self.n_heads.is_multiple_of(self.n_kv_heads) {
             return Err(format!("{} heads cannot share {} KV heads", self.n_heads, self.n_kv_heads));
         }
+        if self.latent.is_some() && self.n_heads != self.n_kv_heads {
+            return Err(format!(
+                "num_key_value_heads is {}, but latent attention has one for each of {} heads",
+                self.n_kv_heads, self.n_heads
+            ));
+        }
         if !self.head_dim.is_multiple_of(2) {
             return Err(format!("head_dim {} is odd: rotary embedding needs two halves", self.head_dim));
         }
@@ -269,7 +295,8 @@ impl ModelConfig {
 /// Reads the rotary settings. Newer configs have `rope_parameters`; older ones have `rope_theta` and
 /// `rope_scaling`.
 fn rope(raw: &RawConfig) -> Result<Rope, String> {
-    let resolved = |rope: &Option<RawRope>| Rope::resolve(raw.rope_theta, rope.as_ref());
+    let resolved =
+        |rope: &Option<RawRope>| Rope::resolve(raw.rope_theta, rope.as_ref(), raw.max_position_embeddings);
     match (&raw.rope_parameters, &raw.rope_scaling) {
         (parameters @ Some(_), None) => resolved(parameters),
         (None, scaling) => resolved(scaling),
@@ -326,194 +353,4 @@ fn is_windowed(kind: &str) -> Result<bool, String> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn config(changes: &str) -> Result<ModelConfig, String> {
-        let plain = r#"{"architectures": ["LlamaForCausalLM"], "vocab_size": 10, "hidden_size": 8,
-            "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "max_position_embeddings": 64, "eos_token_id": 3}"#;
-        let mut raw: serde_json::Map<String, Value> = serde_json::from_str(plain).expect("JSON");
-        raw.extend(serde_json::from_str::<serde_json::Map<String, Value>>(changes).expect("JSON"));
-        let bytes = serde_json::to_vec(&raw).expect("JSON");
-        ModelConfig::parse(&bytes, None).map_err(|problem| problem.to_string())
-    }
-
-    #[test]
-    fn what_is_not_said_is_as_usual() {
-        let config = config("{}").expect("a plain config");
-        assert_eq!((config.n_kv_heads, config.head_dim, config.tied), (4, 2, false));
-        assert_eq!(config.eos_tokens, [TokenId(3)]);
-        assert_eq!(config.windows, [None, None]);
-    }
-
-    #[test]
-    fn generation_has_the_last_word_on_the_end() {
-        let bytes = br#"{"architectures": ["LlamaForCausalLM"], "vocab_size": 10, "hidden_size": 8, "intermediate_size": 12,
-            "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64, "eos_token_id": 3}"#;
-        let config = ModelConfig::parse(bytes, Some(br#"{"eos_token_id": [7, 8]}"#)).expect("a config");
-        assert_eq!(config.eos_tokens, [TokenId(7), TokenId(8)]);
-    }
-
-    #[test]
-    fn malformed_values_are_refused_by_name() {
-        for (changes, expected) in [
-            (r#"{"num_key_value_heads": 3}"#, "4 heads cannot share 3 KV heads"),
-            (r#"{"head_dim": 7}"#, "head_dim 7 is odd: rotary embedding needs two halves"),
-            (r#"{"num_attention_heads": 0}"#, "num_attention_heads is 0"),
-            (r#"{"architectures": []}"#, "architectures names none"),
-            (r#"{"hidden_act": "gelu"}"#, "hidden_act \"gelu\" is not implemented: silu is"),
-            (r#"{"layer_types": ["full_attention"]}"#, "layer_types has 1 entries for 2 layers"),
-            (r#"{"layer_types": ["x", "y"]}"#, "layer_types: \"x\" is not implemented"),
-            (r#"{"rope_scaling": {"rope_type": "yarn"}}"#, "rope_type \"yarn\" is not implemented"),
-            (r#"{"rope_scaling": {"factor": 2.0}}"#, "rope settings with factor name no rope_type"),
-            (
-                r#"{"rope_parameters": {"full_attention": {"rope_type": "default"}}}"#,
-                "rope settings with full_attention name no rope_type",
-            ),
-            (
-                r#"{"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 1.5}}"#,
-                "rope_type \"linear\" with mscale is not implemented",
-            ),
-            (
-                r#"{"rope_parameters": {"rope_theta": 5.0}, "rope_scaling": {"type": "linear", "factor": 2.0}}"#,
-                "rope_parameters and rope_scaling differ",
-            ),
-        ] {
-            assert_eq!(config(changes).expect_err(changes), expected);
-        }
-    }
-
-    /// Parses a config of another architecture, with changes.
-    fn config_of(name: &str, changes: &str) -> Result<ModelConfig, String> {
-        let first = format!(r#"{{"architectures": ["{name}"], "num_key_value_heads": 4, "#);
-        config(&changes.replacen('{', &first, 1))
-    }
-
-    #[test]
-    fn each_architecture_has_its_rule_for_windows() {
-        let windows = |name: &str, changes: &str| config_of(name, changes).map(|config| config.windows);
-        assert_eq!(windows("MistralForCausalLM", r#"{"sliding_window": 5}"#), Ok(vec![Some(5), Some(5)]));
-        assert_eq!(windows("MistralForCausalLM", r#"{"sliding_window": null}"#), Ok(vec![None, None]));
-        for name in ["Qwen2ForCausalLM", "Qwen3ForCausalLM"] {
-            assert_eq!(
-                windows(name, r#"{"sliding_window": 5, "max_window_layers": 1}"#),
-                Ok(vec![None, None])
-            );
-            let upper = r#"{"sliding_window": 5, "use_sliding_window": true, "max_window_layers": 1}"#;
-            assert_eq!(windows(name, upper), Ok(vec![None, Some(5)]));
-            let listed = r#"{"sliding_window": 5, "use_sliding_window": true,
-                "layer_types": ["sliding_attention", "full_attention"]}"#;
-            assert_eq!(windows(name, listed), Ok(vec![Some(5), None]));
-        }
-        let mixed = r#"{"layer_types": ["sliding_attention", "full_attention"]}"#;
-        let refused = |name: &str| windows(name, mixed).expect_err("layers do not differ there");
-        assert_eq!(
-            refused("LlamaForCausalLM"),
-            "layer_types with a window are not implemented for LlamaForCausalLM"
-        );
-        assert_eq!(
-            refused("MistralForCausalLM"),
-            "layer_types without a window are not implemented for MistralForCausalLM"
-        );
-    }
-
-    #[test]
-    fn an_architecture_and_its_config_say_which_tensors_a_model_has() {
-        for (name, changes, expected) in [
-            ("LlamaForCausalLM", r#"{"hidden_size": 8}"#, [false, false, false, false]),
-            ("LlamaForCausalLM", r#"{"attention_bias": true}"#, [true, true, false, false]),
-            ("LlamaForCausalLM", r#"{"mlp_bias": true}"#, [false, false, true, false]),
-            ("MistralForCausalLM", r#"{"hidden_size": 8}"#, [false, false, false, false]),
-            ("Qwen2ForCausalLM", r#"{"hidden_size": 8}"#, [true, false, false, false]),
-            ("Qwen3ForCausalLM", r#"{"hidden_size": 8}"#, [false, false, false, true]),
-            ("Qwen3ForCausalLM", r#"{"attention_bias": true}"#, [true, true, false, true]),
-        ] {
-            let OptionalTensors { qkv_bias, o_bias, mlp_bias, head_norms } =
-                config_of(name, changes).expect("a config").optional;
-            assert_eq!([qkv_bias, o_bias, mlp_bias, head_norms], expected, "{name}, {changes}");
-        }
-    }
-
-    #[test]
-    fn a_key_that_an_architecture_does_not_know_is_refused_or_kept_for_the_log() {
-        let error = config_of("MistralForCausalLM", r#"{"attention_bias": true}"#).expect_err("it has none");
-        assert_eq!(error, "attention_bias is true, which is not implemented for MistralForCausalLM");
-        let config = config(r#"{"some_new_key": 5, "torch_dtype": "bfloat16"}"#).expect("a config");
-        assert_eq!(config.unread_keys, ["some_new_key"]);
-    }
-
-    /// The expected values are those of the classes in `transformers` 5.
-    #[test]
-    fn what_a_config_lacks_is_what_transformers_takes() {
-        let bare = |name: &str| {
-            let config = format!(r#"{{"architectures": ["{name}"]}}"#);
-            ModelConfig::parse(config.as_bytes(), None).expect("a config")
-        };
-        for (name, n_kv_heads, context_tokens, intermediate, window) in [
-            ("LlamaForCausalLM", 32, 2048, 11008, None),
-            ("MistralForCausalLM", 8, 131_072, 14336, Some(4096)),
-            ("Qwen2ForCausalLM", 32, 32768, 22016, None),
-            ("Qwen3ForCausalLM", 32, 32768, 22016, None),
-        ] {
-            let config = bare(name);
-            let found = (config.n_kv_heads, config.context_tokens, config.intermediate, config.windows[31]);
-            assert_eq!(found, (n_kv_heads, context_tokens, intermediate, window), "{name}");
-        }
-        let wide = config_of("Qwen3ForCausalLM", r#"{"num_key_value_heads": 2}"#).expect("a config");
-        assert_eq!(wide.head_dim, 128, "not hidden_size / num_attention_heads");
-        let window = r#"{"num_key_value_heads": null, "use_sliding_window": true, "max_window_layers": 1}"#;
-        let config = config_of("Qwen2ForCausalLM", window).expect("a config");
-        assert_eq!((config.n_kv_heads, config.windows), (4, vec![None, Some(4096)]), "null is a value");
-    }
-
-    #[test]
-    fn mixtures_are_read_and_their_mistakes_named() {
-        let mixture = |name: &str, changes: &str| config_of(name, changes).map(|config| config.mixture);
-        let found =
-            mixture("MixtralForCausalLM", r#"{"sliding_window": null}"#).expect("a config").expect("experts");
-        assert_eq!((found.n_experts, found.per_token, found.intermediate), (8, 2, 12));
-        assert_eq!((found.is_normalized, found.layers), (true, vec![true, true]));
-        let sparse = r#"{"mlp_only_layers": [0], "moe_intermediate_size": 4, "num_experts": 6, "num_experts_per_tok": 3}"#;
-        let found = mixture("Qwen3MoeForCausalLM", sparse).expect("a config").expect("experts");
-        assert_eq!((found.n_experts, found.per_token, found.intermediate), (6, 3, 4));
-        assert_eq!((found.is_normalized, found.layers), (false, vec![false, true]));
-        assert_eq!(mixture("LlamaForCausalLM", r#"{"hidden_size": 8}"#), Ok(None));
-        for (changes, expected) in [
-            (r#"{"num_experts": 0}"#, "num_experts is 0"),
-            (r#"{"num_experts": 4, "num_local_experts": 5}"#, "num_experts is 4 and num_local_experts 5"),
-            (r#"{"num_experts_per_tok": 129}"#, "num_experts_per_tok is 129, of 128 experts"),
-            (r#"{"moe_intermediate_size": 0}"#, "moe_intermediate_size is 0"),
-            (r#"{"decoder_sparse_step": 0}"#, "decoder_sparse_step is 0"),
-            (r#"{"mlp_only_layers": [2]}"#, "mlp_only_layers names layer 2 of 2"),
-            (
-                r#"{"use_sliding_window": true}"#,
-                "use_sliding_window is true, which is not implemented for Qwen3MoeForCausalLM",
-            ),
-        ] {
-            assert_eq!(mixture("Qwen3MoeForCausalLM", changes).expect_err(changes), expected);
-        }
-        let parts =
-            |changes: &str| config_of("Qwen3MoeForCausalLM", changes).expect("a config").fingerprint_parts();
-        assert_ne!(parts(r#"{"norm_topk_prob": true}"#), parts(r#"{"norm_topk_prob": false}"#));
-        assert_ne!(parts(r#"{"mlp_only_layers": [0]}"#), parts(r#"{"mlp_only_layers": [1]}"#));
-    }
-
-    #[test]
-    fn all_that_numbers_depend_on_is_in_the_fingerprint() {
-        let parts = |changes: &str| config(changes).expect("a config").fingerprint_parts();
-        let plain = parts(r#"{"hidden_size": 8}"#);
-        for (changes, expected) in [
-            (r#"{"rms_norm_eps": 1e-5}"#, "norm_epsilon"),
-            (r#"{"attention_bias": true}"#, "biases"),
-            (r#"{"mlp_bias": true}"#, "biases"),
-            (r#"{"tie_word_embeddings": true}"#, "tied"),
-            (r#"{"intermediate_size": 16}"#, "shape"),
-            (r#"{"rope_theta": 5.0}"#, "rope"),
-        ] {
-            let changed = parts(changes);
-            let differ = plain.iter().zip(&changed).filter(|(one, other)| one != other);
-            assert_eq!(differ.map(|(one, _)| one.0).collect::<Vec<_>>(), [expected]);
-        }
-    }
-}
+mod tests;

@@ -4,6 +4,7 @@
 use super::attention::Attention;
 use super::config::ModelConfig;
 use super::experts::Experts;
+use super::latent_attention::LatentAttention;
 use super::mlp::{Mlp, MlpShape};
 use super::nn::{HasBias, RmsNorm, Vocabulary};
 use super::pass::Pass;
@@ -23,9 +24,15 @@ pub struct Decoder {
 #[derive(Debug)]
 struct Layer {
     attention_norm: RmsNorm,
-    attention: Attention,
+    attention: LayerAttention,
     mlp_norm: RmsNorm,
     feed_forward: FeedForward,
+}
+
+#[derive(Debug)]
+enum LayerAttention {
+    Heads(Attention),
+    Latent(LatentAttention),
 }
 
 #[derive(Debug)]
@@ -66,7 +73,7 @@ impl Layer {
         let norm = |name: &str| RmsNorm::load(&weights.under(name), config.hidden, config.norm_epsilon);
         Ok(Self {
             attention_norm: norm("input_layernorm")?,
-            attention: Attention::load(config, &weights.under("self_attn"), nth)?,
+            attention: LayerAttention::load(config, &weights.under("self_attn"), nth)?,
             mlp_norm: norm("post_attention_layernorm")?,
             feed_forward: FeedForward::load(config, weights, nth)?,
         })
@@ -77,6 +84,22 @@ impl Layer {
         pass.add(x, &attended);
         let fed = self.feed_forward.forward(&pass.norm(x, &self.mlp_norm), pass);
         pass.add(x, &fed);
+    }
+}
+
+impl LayerAttention {
+    fn load(config: &ModelConfig, weights: &Weights<'_>, layer: usize) -> Result<Self, LoadError> {
+        match config.latent {
+            Some(shape) => LatentAttention::load(config, shape, weights, layer).map(Self::Latent),
+            None => Attention::load(config, weights, layer).map(Self::Heads),
+        }
+    }
+
+    fn forward(&self, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
+        match self {
+            Self::Heads(attention) => attention.forward(x, pass),
+            Self::Latent(attention) => attention.forward(x, pass),
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use device::PageBusy;
-use kernels::cpu::{Attention, Format, KvShape, Processor, Product, RopeAngles, Stretch};
+use kernels::cpu::{Attention, Format, KvShape, Matrix, Processor, Product, RopeAngles, Rotation, Stretch};
 use kv_cache::{KvMemory, PageMut, PageRef, RankMemory};
 use types::layout::{Attention as Sight, LayerShape};
 use types::{BlockIdx, GroupIdx, KvDtype, KvLayout, TokenId};
@@ -57,6 +57,28 @@ pub struct ScaledRow {
     pub weight: f32,
 }
 
+/// A product of each head's numbers with rows of its own.
+#[derive(Clone, Debug)]
+pub struct HeadProduct<'a> {
+    /// The same number of rows for each head of the model, in the order of heads.
+    pub matrix: &'a Matrix,
+    pub n_heads: usize,
+    /// The rows that multiply, of those of a head.
+    pub rows: Range<usize>,
+}
+
+/// The input of one layer's attention.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionInput<'a> {
+    pub layer: usize,
+    /// The factor for scores.
+    pub scale: f32,
+    pub q: &'a Tensor,
+    pub k: &'a Tensor,
+    /// `None`: the rows of `k` are latent vectors, which are also the values.
+    pub v: Option<&'a Tensor>,
+}
+
 /// The resources of a pass.
 #[derive(Clone, Copy, Debug)]
 pub struct PassParts<'a> {
@@ -65,17 +87,16 @@ pub struct PassParts<'a> {
     pub memory: &'a KvMemory,
     pub written: &'a RankFence,
     pub rank: &'a RankHandle,
-    /// The rotary frequencies: radians for each position, for each pair of a head.
-    pub frequencies: &'a [f32],
+    pub rotation: Rotation<'a>,
     /// The format of the input of products with FP8 matrices.
     pub activations: ActivationFormat,
 }
 
 impl<'a> Pass<'a> {
     pub fn new(parts: PassParts<'a>, rows: Vec<PassRow<'a>>) -> Self {
-        let PassParts { processor, scratch, memory, written, rank, frequencies, activations } = parts;
+        let PassParts { processor, scratch, memory, written, rank, rotation, activations } = parts;
         let positions = rows.iter().flat_map(|row| row.start..row.start + row.tokens.len());
-        let angles = RopeAngles::new(frequencies, positions);
+        let angles = RopeAngles::new(rotation, positions);
         let n_tokens = rows.iter().map(|row| row.tokens.len()).sum();
         let (layout, memory) = (memory.layout(), memory.rank(rank.nth()));
         Self {
@@ -171,6 +192,26 @@ impl<'a> Pass<'a> {
         outs
     }
 
+    /// Multiplies the numbers of each of this rank's heads by rows of that head: (tokens, heads * rows).
+    pub fn multiply_heads(&self, x: &Tensor, product: &HeadProduct<'_>) -> Tensor {
+        let HeadProduct { matrix, n_heads, rows } = product;
+        let heads = self.rank.share(*n_heads);
+        let rows_of_head = matrix.rows() / n_heads;
+        let mut out = self.scratch.tensor(x.n_rows(), heads.len() * rows.len());
+        let mut of_head = self.scratch.tensor(x.n_rows(), rows.len());
+        for (nth, head) in heads.enumerate() {
+            let x = x.parts(1, nth * matrix.cols()..(nth + 1) * matrix.cols());
+            let first = head * rows_of_head;
+            let columns = first + rows.start..first + rows.end;
+            let product = Product { matrix, bias: None, columns, out: &mut of_head };
+            self.processor.multiply(&x, x.n_rows(), &mut [product]);
+            for row in 0..x.n_rows() {
+                out.row_mut(row)[nth * rows.len()..(nth + 1) * rows.len()].copy_from_slice(of_head.row(row));
+            }
+        }
+        out
+    }
+
     /// Computes `x += y`.
     pub fn add(&self, x: &mut Tensor, y: &Tensor) {
         let gathered = self.gathered(y, x.width());
@@ -237,17 +278,13 @@ impl<'a> Pass<'a> {
 
     /// Writes a layer's keys and values, opens the layer's fence, and computes attention: (tokens, heads *
     /// head_dim) of this rank's heads.
-    pub fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor {
+    pub fn attend(&mut self, input: AttentionInput<'_>) -> Tensor {
+        let AttentionInput { layer, scale, q, k, v } = input;
         let place = LayerKv::of(self.layout, layer);
         let kv = place.shape(self.layout);
         self.write_kv(&place, &kv, k, v);
         self.written.layers_done(self.rank, layer as u16 + 1);
-        let attention = Attention {
-            kv,
-            n_heads: q.width() / kv.head_dim,
-            scale: (kv.head_dim as f32).sqrt().recip(),
-            window: place.window,
-        };
+        let attention = Attention { kv, n_heads: q.width() / kv.head_dim, scale, window: place.window };
         let mut out = self.scratch.tensor(q.n_rows(), q.width());
         let runs = self.visible_pages(&place, &attention);
         self.processor.attend(&attention, q, &stretches(&runs, kv.page_bytes()), &mut out);
@@ -271,11 +308,11 @@ impl<'a> Pass<'a> {
         out
     }
 
-    fn write_kv(&mut self, place: &LayerKv, kv: &KvShape, k: &Tensor, v: &Tensor) {
+    fn write_kv(&mut self, place: &LayerKv, kv: &KvShape, k: &Tensor, v: Option<&Tensor>) {
         let mut slices = Vec::with_capacity(self.rows.len());
         let mut first = 0;
         for row in &mut self.rows {
-            let (keys, values) = (&k[first * k.width()..], &v[first * v.width()..]);
+            let (keys, values) = (&k[first * k.width()..], v.map(|v| &v[first * v.width()..]));
             first += row.tokens.len();
             if row.outcome.is_ok() {
                 match KvSlice::all_of(row, self.memory, place, kv, KvRows { keys, values }) {
@@ -319,15 +356,22 @@ struct LayerKv {
     group: GroupIdx,
     layer_pos: u16,
     shape: LayerShape,
+    sight: Sight,
     window: Option<usize>,
 }
 
 impl LayerKv {
     fn of(layout: &KvLayout, layer: usize) -> Self {
         let places = layout.group_indices().flat_map(|group| {
-            let window = window(layout.group(group).attention);
+            let sight = layout.group(group).attention;
             let layers = layout.group(group).layers.iter().zip(0..);
-            layers.map(move |(shape, layer_pos)| Self { group, layer_pos, shape: *shape, window })
+            layers.map(move |(shape, layer_pos)| Self {
+                group,
+                layer_pos,
+                shape: *shape,
+                sight,
+                window: sight.window(),
+            })
         });
         let mut at_layer = places.filter(|place| usize::from(place.shape.layer) == layer);
         at_layer.next().expect("the layout is made from the model")
@@ -335,6 +379,7 @@ impl LayerKv {
 
     fn shape(&self, layout: &KvLayout) -> KvShape {
         KvShape {
+            n_parts: if self.sight == Sight::Latent { 1 } else { 2 },
             block_tokens: usize::from(layout.block_tokens),
             n_kv_heads: usize::from(layout.rank_heads(self.shape)),
             head_dim: usize::from(self.shape.head_dim),
@@ -352,13 +397,6 @@ impl LayerKv {
     }
 }
 
-fn window(sight: Sight) -> Option<usize> {
-    match sight {
-        Sight::SlidingWindow { tokens } => Some(tokens as usize),
-        Sight::Full | Sight::Latent => None,
-    }
-}
-
 // === writing and reading pages ===
 
 /// A row's keys and values within one block, and their page.
@@ -369,10 +407,10 @@ struct KvSlice<'a> {
     values: &'a [f32],
 }
 
-/// Keys and values of tokens, one row for each.
+/// Keys and values of tokens, one row for each; latent vectors have no values.
 struct KvRows<'a> {
     keys: &'a [f32],
-    values: &'a [f32],
+    values: Option<&'a [f32]>,
 }
 
 impl<'a> KvSlice<'a> {
@@ -396,7 +434,8 @@ impl<'a> KvSlice<'a> {
             let block = table[position / block_tokens].0;
             let page = memory.write(place.group, place.layer_pos, block..block + 1);
             let page = page.map_err(|busy| place.busy(position, &busy))?;
-            let (keys, values) = (&kv_rows.keys[numbers.clone()], &kv_rows.values[numbers]);
+            let keys = &kv_rows.keys[numbers.clone()];
+            let values = kv_rows.values.map_or(&[][..], |values| &values[numbers]);
             slices.push(Self { page, slot, keys, values });
             position = next;
         }

@@ -4,7 +4,7 @@
 //!
 //! Ranks divide a layer's outputs, never its inputs: one rank sums each dot product, always in the same
 //! order. So several ranks give the same bits as one. Before a layer runs, ranks gather the outputs that it
-//! needs, four times in each layer of a model. All ranks run the same steps in the same order, so a gather
+//! needs, at least four times in each layer of a model. All ranks run the same steps in the same order, so a gather
 //! needs no tag.
 
 use std::cell::Cell;

@@ -59,6 +59,33 @@ MODELS = {
                                                       num_experts_per_tok=2, moe_intermediate_size=12,
                                                       decoder_sparse_step=2, norm_topk_prob=True),
                           torch.bfloat16, "1GB"),
+    # Latent attention without a latent of q; experts of two of four groups; a dense layer first.
+    "deepseek-v2": (transformers.DeepseekV2Config(**SHAPE | dict(num_hidden_layers=3), num_key_value_heads=4,
+                                                  q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8,
+                                                  qk_rope_head_dim=4, v_head_dim=6, n_routed_experts=8, n_group=4,
+                                                  topk_group=2, topk_method="group_limited_greedy",
+                                                  num_experts_per_tok=3, n_shared_experts=2, moe_intermediate_size=12,
+                                                  first_k_dense_replace=1, routed_scaling_factor=1.5),
+                    torch.bfloat16, "1GB"),
+    # Latents of q and of k and v, biases, rotation in halves, YaRN with two mscales, sigmoid scores with a correction,
+    # a dense layer first, a layer of multi-token prediction. The norms of latents have an epsilon of their own.
+    "deepseek-v3": (transformers.DeepseekV3Config(**SHAPE | dict(num_hidden_layers=3), num_key_value_heads=4,
+                                                  q_lora_rank=20, kv_lora_rank=12, qk_nope_head_dim=6,
+                                                  qk_rope_head_dim=8, v_head_dim=10, attention_bias=True,
+                                                  rms_norm_eps=1e-3, rope_interleave=False,
+                                                  n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3,
+                                                  n_shared_experts=1, moe_intermediate_size=12,
+                                                  first_k_dense_replace=1, norm_topk_prob=True,
+                                                  routed_scaling_factor=2.5, num_mtp_layers=0,
+                                                  rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=8.0,
+                                                                       original_max_position_embeddings=64,
+                                                                       mscale=1.0, mscale_all_dim=0.5)),
+                    torch.bfloat16, "1GB"),
+    # YaRN in attention without latents.
+    "llama-yarn": (transformers.LlamaConfig(**SHAPE | dict(num_hidden_layers=1), num_key_value_heads=2, head_dim=16,
+                                            rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=8.0,
+                                                                 original_max_position_embeddings=64)),
+                   torch.bfloat16, "1GB"),
 }
 
 
@@ -67,6 +94,9 @@ def randomize(model, generator):
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer += 0.3 * torch.randn(buffer.shape, generator=generator)
 
 
 def greedy(model, prompt, n_steps):
@@ -125,6 +155,17 @@ def write_experts(folder, form):
     save_file(form(load_file(path)), path, metadata={"format": "pt"})
 
 
+def add_prediction_layer(folder):
+    """Adds some tensors of a layer of multi-token prediction, which are left out."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    layer, hidden = f"model.layers.{config['num_hidden_layers']}", config["hidden_size"]
+    path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}, indent=2) + "\n")
+    tensors = {f"{layer}.enorm.weight": torch.ones(hidden, dtype=torch.bfloat16),
+               f"{layer}.eh_proj.weight": torch.ones(hidden, 2 * hidden, dtype=torch.bfloat16)}
+    write_experts(folder, lambda others: others | tensors)
+
+
 def as_older_versions_wrote(path):
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
@@ -157,6 +198,8 @@ def main():
                   "last_logits": [round(float(v), 6) for v in rows[-1]]}
         if name.startswith("qwen3-moe"):
             write_experts(HERE / name, stacked_experts if name.endswith("stacked") else single_experts)
+        if name == "deepseek-v3":
+            add_prediction_layer(HERE / name)
         (HERE / name / "golden.json").write_text(json.dumps(golden) + "\n")
         print(name, tokens, f"lead {lead:.4f}")
 

@@ -23,6 +23,8 @@ const QUERIES: usize = 32;
 /// The layout of one layer's KV in a page: `[K|V][kv_head][token][dim]`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct KvShape {
+    /// 2 for K and V; 1 for latent vectors, which are keys and values.
+    pub n_parts: usize,
     pub block_tokens: usize,
     pub n_kv_heads: usize,
     pub head_dim: usize,
@@ -68,7 +70,7 @@ impl KvShape {
                 panic!("KV in {} is not implemented", self.format.as_str())
             }
         };
-        2 * self.n_kv_heads * self.head_numbers() * number_bytes
+        self.n_parts * self.n_kv_heads * self.head_numbers() * number_bytes
     }
 
     /// Returns the numbers of one head's K or V in a page.
@@ -91,13 +93,13 @@ impl Attention {
 
 impl Processor {
     /// Writes keys and values of neighbouring tokens into a page, from `slot` on. Both are rows of
-    /// `n_kv_heads * head_dim`.
+    /// `n_kv_heads * head_dim`; `values` are none if the page has latent vectors.
     ///
     /// # Panics
     /// If the page does not have this shape, or the tokens do not fit into it.
     pub fn write_kv(&self, shape: &KvShape, page: &mut [u8], slot: usize, keys: &[f32], values: &[f32]) {
         assert_eq!(page.len(), shape.page_bytes(), "page");
-        assert_eq!(keys.len(), values.len());
+        assert_eq!(values.len(), (shape.n_parts - 1) * keys.len(), "values");
         let width = shape.n_kv_heads * shape.head_dim;
         assert!(slot + keys.len() / width <= shape.block_tokens, "tokens beyond the page");
         for (part, rows) in [keys, values].into_iter().enumerate() {
@@ -344,7 +346,7 @@ impl AttentionKernel<'_> {
             let range = token * padded..token * padded + kv.head_dim;
             let at = kv.numbers(0, head, keys.token + token);
             widen(simd, kv.format, keys.page, at, &mut self.scratch.keys[range.clone()]);
-            let at = kv.numbers(1, head, keys.token + token);
+            let at = kv.numbers(kv.n_parts - 1, head, keys.token + token);
             widen(simd, kv.format, keys.page, at, &mut self.scratch.values[range]);
         }
     }

@@ -32,5 +32,5 @@ pub use pool::Pool;
 pub use processor::{Arithmetic, Processor};
 pub use product::Product;
 pub use quantize::ROUND_GROUP;
-pub use rows::RopeAngles;
+pub use rows::{RopeAngles, Rotation};
 pub use simd::Isa;

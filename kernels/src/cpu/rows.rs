@@ -67,6 +67,15 @@ impl Processor {
     }
 }
 
+/// How far each position turns the pairs of a head.
+#[derive(Clone, Copy, Debug)]
+pub struct Rotation<'a> {
+    /// Radians for each position, for each pair.
+    pub frequencies: &'a [f32],
+    /// The factor of every cosine and sine.
+    pub factor: f32,
+}
+
 /// Rotary angles of some rows: cosine and sine for every pair of a head.
 #[derive(Clone, Debug, Default)]
 pub struct RopeAngles {
@@ -76,15 +85,15 @@ pub struct RopeAngles {
 }
 
 impl RopeAngles {
-    /// Computes the angles of these positions. `frequencies` has half a head's length. The angle is one f32
-    /// product, as in `transformers`.
-    pub fn new(frequencies: &[f32], positions: impl Iterator<Item = usize>) -> Self {
+    /// Computes the angles of these positions. The angle is one f32 product, as in `transformers`.
+    pub fn new(rotation: Rotation<'_>, positions: impl Iterator<Item = usize>) -> Self {
+        let Rotation { frequencies, factor } = rotation;
         let mut angles = Self { half: frequencies.len(), ..Self::default() };
         for position in positions {
             for frequency in frequencies {
                 let (sin, cos) = (position as f32 * frequency).sin_cos();
-                angles.cos.push(cos);
-                angles.sin.push(sin);
+                angles.cos.push(cos * factor);
+                angles.sin.push(sin * factor);
             }
         }
         angles
@@ -335,7 +344,7 @@ mod tests {
 
     #[test]
     fn rotation_keeps_lengths_and_turns_by_position() {
-        let angles = RopeAngles::new(&[1.0, 0.1], [0, 3].into_iter());
+        let angles = RopeAngles::new(Rotation { frequencies: &[1.0, 0.1], factor: 1.0 }, [0, 3].into_iter());
         let x = numbers(2 * 2 * 4, 0.3);
         let out = all_agree(2 * 2 * 4, |cpu, x| cpu.rotate(x, 2, &angles));
         assert_eq!(x[..8], out[..8], "position 0 turns by nothing");

@@ -9,7 +9,7 @@ use kv_cache::{FenceSignal, LayerFence};
 use types::layout::KvLayout;
 use types::{KvSpan, in_full};
 
-use super::node::{BLOCK_TOKENS, Pair, handoff, pages, whole};
+use super::node::{BLOCK_TOKENS, N_LAYERS, Pair, handoff, pages, whole};
 use crate::arrival::ArrivalStatus;
 use crate::error::TransferError;
 
@@ -104,7 +104,7 @@ pub async fn layers_leave_as_they_are_computed(pair: Arc<Pair>) {
     let first_layer = 5;
     arrival.progress(first_layer - 1).await;
     assert_eq!(received(arrival.poll()), first_layer, "only what is computed leaves");
-    signal.layers_done(5);
+    signal.layers_done(N_LAYERS);
     sender.finish(handoff(&landing)).await.expect("delivered");
     pair.check(&arrival.settle().await.expect("arrived"), n_tokens, 6);
 }
@@ -136,7 +136,7 @@ pub async fn send_waits_for_room_and_not_for_the_fence(pair: Arc<Pair>) {
         n_taken += 1;
     };
     assert!(n_taken > 0, "send does not wait for the fence");
-    signal.layers_done(5);
+    signal.layers_done(N_LAYERS);
     for span in std::iter::once(refused).chain(rest) {
         sender.send(span, Arc::clone(&from), fence.clone()).await.expect("room");
     }
@@ -155,7 +155,7 @@ pub async fn lease_is_shared_until_the_wire_is_quiet(pair: Arc<Pair>) {
     }
     drop(from);
     assert!(!pair.prefill.is_at_baseline(), "the wire still needs the blocks");
-    signal.layers_done(5);
+    signal.layers_done(N_LAYERS);
     sender.finish(handoff(&landing)).await.expect("delivered");
     pair.prefill.at_baseline().await;
     pair.check(&arrival.settle().await.expect("arrived"), n_tokens, 8);

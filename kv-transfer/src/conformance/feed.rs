@@ -8,7 +8,7 @@ use kv_cache::{BlockLease, FenceSignal, LayerFence};
 use tokio::sync::mpsc;
 use types::{Landing, TransferId};
 
-use super::node::{BLOCK_TOKENS, Pair, handoff, handoff_of, pages, whole};
+use super::node::{BLOCK_TOKENS, N_LAYERS, Pair, handoff, handoff_of, pages, whole};
 use crate::chunk_queue::{Chunk, ChunkQueue};
 use crate::error::TransferError;
 
@@ -61,7 +61,7 @@ pub async fn a_queue_is_emptied_as_fences_open(pair: Arc<Pair>) {
         n_ahead < n_chunks / 4,
         "{n_ahead} of {n_chunks} chunks are taken before their layers are computed"
     );
-    signal.layers_done(5);
+    signal.layers_done(N_LAYERS);
     let produce = async {
         for chunk in rest {
             producer.send(chunk).await.expect("the queue lives");

@@ -32,6 +32,8 @@ pub type Make = Arc<dyn Fn(ConnectorParts) -> BoxFuture<'static, Arc<dyn KvConne
 
 pub const BLOCK_TOKENS: u32 = 4;
 const N_BLOCKS: u32 = 1024;
+/// The number of layers of [`layout`].
+pub const N_LAYERS: u16 = 7;
 /// The content of blocks that nothing was written into.
 const STALE: u8 = 0xee;
 /// The lifetime of the suite's landings, unless a case sets another one.
@@ -70,7 +72,7 @@ fn host(_name: &str, layout: KvLayout, n_blocks: u32) -> KvMemory {
     KvMemory::host(layout, n_blocks).expect("a few hundred KiB can be mapped")
 }
 
-/// Returns a layout of two groups, one with layers of two widths: enough variety to reveal errors of a wire.
+/// Returns a layout of three groups, two with layers of two widths: enough variety to reveal errors of a wire.
 pub fn layout() -> KvLayout {
     layout_of(2)
 }
@@ -92,8 +94,9 @@ fn layout_of(n_kv_heads: u16) -> KvLayout {
         LayerGroup { attention: Attention::Full, layers: vec![shape(0, 4), shape(2, 4), shape(4, 12)] };
     let window = Attention::SlidingWindow { tokens: 64 };
     let window = LayerGroup { attention: window, layers: vec![shape(1, 4), shape(3, 4)] };
+    let latent = LayerGroup { attention: Attention::Latent, layers: vec![shape(5, 4), shape(6, 12)] };
     let block_tokens = BLOCK_TOKENS as u16;
-    KvLayout { block_tokens, dtype: KvDtype::F32, groups: vec![full, window], shard: Shard::WHOLE }
+    KvLayout { block_tokens, dtype: KvDtype::F32, groups: vec![full, window, latent], shard: Shard::WHOLE }
 }
 
 pub fn fingerprint() -> Fingerprint {

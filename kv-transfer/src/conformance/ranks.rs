@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kv_cache::FenceSignal;
 use types::Destination;
 
-use super::node::{BLOCK_TOKENS, Pair, handoff, whole};
+use super::node::{BLOCK_TOKENS, N_LAYERS, Pair, handoff, whole};
 use crate::arrival::ArrivalStatus;
 use crate::error::TransferError;
 use crate::lanes::Lanes;
@@ -40,7 +40,7 @@ pub async fn each_layer_of_all_ranks_leaves_as_it_is_computed(pair: Arc<Pair>) {
     let status = arrival.poll();
     let ArrivalStatus::Waiting { received, total } = status else { panic!("ended early: {status:?}") };
     assert_eq!((received, total), (first_layer, landing.wanted_pages() * n_lanes));
-    signal.layers_done(5);
+    signal.layers_done(N_LAYERS);
     sender.finish(handoff(&landing)).await.expect("delivered");
     pair.check(&arrival.settle().await.expect("arrived"), n_tokens, 6);
 }

@@ -151,7 +151,7 @@ pub async fn finish_with_pages_missing(pair: Arc<Pair>) {
         sender.send(span, Arc::clone(&from), LayerFence::open()).await.expect("room");
     }
     let error = sender.finish(handoff(&landing)).await.expect_err("one page is missing");
-    assert!(matches!(error, TransferError::Incomplete { sent: 14, wanted: 15 }), "{error}");
+    assert!(matches!(error, TransferError::Incomplete { sent: 20, wanted: 21 }), "{error}");
     arrival.settle().await.expect_err("it was given up");
 }
 
@@ -174,7 +174,7 @@ pub async fn span_outside_the_sequence(pair: Arc<Pair>) {
     for outside in [
         KvSpan { blocks: 0..4, ..inside.clone() },
         KvSpan { layers: 0..4, ..inside.clone() },
-        KvSpan { group: GroupIdx(2), ..inside.clone() },
+        KvSpan { group: GroupIdx(3), ..inside.clone() },
     ] {
         let error = sender.send(outside, Arc::clone(&from), LayerFence::open()).await.expect_err("outside");
         assert!(matches!(error, TransferError::BadRequest(_)), "{error}");

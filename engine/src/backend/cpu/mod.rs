@@ -21,6 +21,7 @@ use std::thread;
 
 use kernels::cpu::{Arithmetic, Processor};
 use kv_cache::{FenceSignal, KvMemory};
+use tracing::info;
 use types::layout::{Attention, LayerGroup, LayerShape, Shard};
 use types::{Fingerprint, KvDtype, KvLayout, ModelInfo};
 
@@ -83,6 +84,10 @@ impl CpuBackend {
         let layout = layout(&folder.config, settings)?;
         let kv_bytes = kv.on_host(&layout, folder.config.context_tokens);
         let memory = memory(&layout, kv_bytes)?;
+        if folder.config.latent.is_some() && memory.n_ranks() > 1 {
+            let (ranks, mib) = (memory.n_ranks(), memory.bytes() >> 20);
+            info!(ranks, mib, "each rank holds all latents; this is the KV memory of all ranks");
+        }
         // The number of bytes is kept, so that waking allocates the same amount, whatever the free memory is
         // then.
         let opened = OpenParams { folder: folder.path().to_owned(), kv_bytes, settings: settings.clone() };
@@ -277,7 +282,10 @@ fn layout(config: &ModelConfig, settings: &CpuSettings) -> Result<KvLayout, Load
     let layout = KvLayout {
         block_tokens: settings.block_tokens,
         dtype: settings.kv_dtype,
-        groups: groups(config.n_kv_heads as u16, config.head_dim as u16, &config.windows),
+        groups: match config.latent {
+            Some(shape) => latent_groups(config.n_layers as u16, shape.width() as u16),
+            None => groups(config.n_kv_heads as u16, config.head_dim as u16, &config.windows),
+        },
         shard: Shard::WHOLE,
     };
     let n_ranks = settings.ranks.get();
@@ -292,10 +300,18 @@ fn check_shares(config: &ModelConfig, n_ranks: usize) -> Result<(), LoadError> {
         return Err(LoadError::Ranks(format!("{n_heads} heads do not spread over {n_ranks} ranks")));
     }
     let of_experts = config.mixture.as_ref().map(|mixture| mixture.n_experts.min(mixture.intermediate));
-    match hidden.min(intermediate).min(vocab).min(of_experts.unwrap_or(usize::MAX)) < n_ranks {
+    let of_latents = config.latent.map(|shape| shape.width().min(shape.q_rank.unwrap_or(usize::MAX)));
+    let others = of_experts.into_iter().chain(of_latents).min().unwrap_or(usize::MAX);
+    match hidden.min(intermediate).min(vocab).min(others) < n_ranks {
         true => Err(LoadError::Ranks(format!("a layer has fewer outputs than there are ranks, {n_ranks}"))),
         false => Ok(()),
     }
+}
+
+/// Returns one group of layers with a latent vector for each token. Every rank holds all of it.
+fn latent_groups(n_layers: u16, width: u16) -> Vec<LayerGroup> {
+    let layers = (0..n_layers).map(|layer| LayerShape { layer, n_kv_heads: 1, head_dim: width });
+    vec![LayerGroup { attention: Attention::Latent, layers: layers.collect() }]
 }
 
 /// Groups layers by window, in the order of their first layers.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
-use kernels::cpu::Processor;
+use kernels::cpu::{Processor, Rotation};
 use kv_cache::KvMemory;
 use types::step::PromptLogprob;
 
@@ -54,6 +54,7 @@ pub(super) struct Rank {
     model: Arc<Decoder>,
     memory: KvMemory,
     frequencies: Arc<[f32]>,
+    turn_factor: f32,
     vocab: usize,
     activations: ActivationFormat,
     seat: RankHandle,
@@ -85,6 +86,7 @@ impl Rank {
             model: Arc::clone(model),
             memory: memory.clone(),
             frequencies: Arc::clone(&frequencies),
+            turn_factor: config.rope.turn_factor(),
             vocab: config.vocab,
             activations,
             seat,
@@ -104,7 +106,7 @@ impl Rank {
             memory: &self.memory,
             written: &step.written,
             rank: &self.seat,
-            frequencies: &self.frequencies,
+            rotation: Rotation { frequencies: &self.frequencies, factor: self.turn_factor },
             activations: self.activations,
         };
         let passing = step.rows.iter().zip(&step.resolved).filter(|(_, ok)| ok.is_ok());

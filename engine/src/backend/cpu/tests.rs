@@ -29,7 +29,7 @@ fn settings(threads: usize) -> CpuSettings {
 
 #[test]
 fn every_architecture_keeps_the_contract() {
-    for name in ["llama", "llama3", "mistral", "qwen2", "qwen3"] {
+    for name in ["llama", "llama3", "mistral", "qwen2", "qwen3", "deepseek-v2", "deepseek-v3"] {
         check(&format!("tests/models/{name}"), &settings(1));
     }
 }
@@ -54,6 +54,7 @@ fn every_setting_keeps_the_contract() {
         let settings = CpuSettings { kv_dtype, arithmetic, quantize, block_tokens, ..settings(2) };
         check("tests/models/qwen3", &settings);
         check("tests/models/mistral", &settings);
+        check("tests/models/deepseek-v3", &settings);
     }
     let fp8 = CpuSettings { quantize: Quantize::Fp8, activations: Activations::Fp8, ..settings(2) };
     check("tests/models/qwen3", &fp8);
@@ -62,7 +63,15 @@ fn every_setting_keeps_the_contract() {
 
 #[test]
 fn ranks_keep_the_contract() {
-    for (name, ranks) in [("llama", 4), ("llama3", 2), ("mistral", 2), ("qwen2", 4), ("qwen3", 2)] {
+    for (name, ranks) in [
+        ("llama", 4),
+        ("llama3", 2),
+        ("mistral", 2),
+        ("qwen2", 4),
+        ("qwen3", 2),
+        ("deepseek-v2", 2),
+        ("deepseek-v3", 4),
+    ] {
         let ranks = NonZero::new(ranks).expect("some");
         for (kv_dtype, quantize) in
             [(KvDtype::Bf16, Quantize::No), (KvDtype::F32, Quantize::Q8), (KvDtype::Fp8E4m3, Quantize::Fp8)]
@@ -218,4 +227,21 @@ fn layers_that_see_alike_share_tables() {
         groups.iter().map(|group| group.layers.iter().map(|shape| shape.layer).collect()).collect();
     assert_eq!(layers, [vec![0, 2], vec![1, 3], vec![4]]);
     assert_eq!(groups[1].attention, Attention::SlidingWindow { tokens: 8 });
+}
+
+#[test]
+fn a_missing_expert_is_refused_by_its_name() {
+    let to = TempDir::new().expect("a folder");
+    let from = folder("tests/models/deepseek-v2");
+    std::fs::copy(from.join("config.json"), to.path().join("config.json")).expect("copied");
+    let mut weights = std::fs::read(from.join("model.safetensors")).expect("read");
+    // The tensor gets the name of one that need not be read.
+    let name = "model.layers.1.mlp.experts.5.up_proj.weight";
+    let other = format!("{}.rotary_emb.inv_freq", "x".repeat(name.len() - 20));
+    let at = weights.windows(name.len()).position(|window| window == name.as_bytes()).expect("its name");
+    weights[at..at + name.len()].copy_from_slice(other.as_bytes());
+    std::fs::write(to.path().join("model.safetensors"), weights).expect("written");
+    let error = CpuBackend::open(to.path(), 1 << 20, &settings(1)).expect_err("an expert is missing");
+    let path = to.path().join("model.safetensors");
+    assert_eq!(error.to_string(), format!("no tensor {name} in {}", path.display()));
 }

@@ -31,7 +31,8 @@ use crate::kv_room::n_blocks;
 use crate::load::meter::Meter;
 use crate::load::weights::HasFp8;
 use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, fingerprint, tensors};
-use crate::model::ActivationFormat;
+use crate::model::rope::{Rope, Scaling};
+use crate::model::{ActivationFormat, ModelConfig};
 
 /// The number of threads that read weights. A few threads read a file faster than one; more do not help.
 const LOADER_THREADS: usize = 8;
@@ -57,11 +58,26 @@ pub(super) struct ModelDescription {
     pub(super) settings: CudaSettings,
 }
 
+/// Rejects models that only processors compute.
+fn check_model(config: &ModelConfig) -> Result<(), OpenError> {
+    let architecture = config.architecture;
+    match config {
+        ModelConfig { latent: Some(_), .. } => Err(OpenError::CudaModel(format!(
+            "latent attention ({architecture}) is not implemented on a GPU: serve the model with --device cpu"
+        ))),
+        ModelConfig { rope: Rope { scaling: Scaling::Yarn(_), .. }, .. } => Err(OpenError::CudaModel(
+            "rope_type \"yarn\" is not implemented on a GPU: serve the model with --device cpu".to_owned(),
+        )),
+        _ => Ok(()),
+    }
+}
+
 impl ModelDescription {
     /// Reads the folder's description. `kv_bytes` is for all ranks together.
     pub(super) fn of(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Result<Self, OpenError> {
         let folder = ModelFolder::open(folder)?;
         let config = &folder.config;
+        check_model(config)?;
         if !matches!(settings.kv_dtype, KvDtype::Bf16 | KvDtype::Fp8E4m3) {
             let wrong =
                 format!("KV in {} is not implemented on a GPU: bf16 and fp8_e4m3 are", settings.kv_dtype);
@@ -280,6 +296,28 @@ mod tests {
         let layout = KvLayout { block_tokens: 16, dtype: KvDtype::Bf16, groups, shard: Shard::WHOLE };
         let place = |group, layer_pos, window| LayerPlace { group: GroupIdx(group), layer_pos, window };
         assert_eq!(places(&layout), [place(0, 0, usize::MAX), place(1, 0, 8), place(0, 1, usize::MAX)]);
+    }
+
+    #[test]
+    fn models_that_only_processors_compute_are_refused() {
+        for (model, expected) in [
+            (
+                "deepseek-v2",
+                "latent attention (DeepseekV2ForCausalLM) is not implemented on a GPU: serve the model with --device cpu",
+            ),
+            (
+                "deepseek-v3",
+                "latent attention (DeepseekV3ForCausalLM) is not implemented on a GPU: serve the model with --device cpu",
+            ),
+            (
+                "llama-yarn",
+                "rope_type \"yarn\" is not implemented on a GPU: serve the model with --device cpu",
+            ),
+        ] {
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models").join(model);
+            let opened = ModelDescription::of(&folder, 1 << 24, &CudaSettings::default());
+            assert_eq!(opened.expect_err(model).to_string(), expected);
+        }
     }
 
     #[test]

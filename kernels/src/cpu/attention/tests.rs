@@ -37,13 +37,15 @@ impl Sequence {
     fn new(attention: Attention, n: usize, seed: usize) -> Self {
         let kv = attention.kv;
         let (q_width, kv_width) = (attention.n_heads * kv.head_dim, kv.n_kv_heads * kv.head_dim);
-        let (k, v) = (numbers(n * kv_width, seed + 1), numbers(n * kv_width, seed + 2));
+        let k = numbers(n * kv_width, seed + 1);
+        let v = if kv.n_parts == 1 { k.clone() } else { numbers(n * kv_width, seed + 2) };
         // Unwritten memory is NaN, so that a read of it shows in the result.
         let mut pages = vec![vec![u32::MAX; kv.page_bytes() / 4]; n.div_ceil(kv.block_tokens)];
         for position in 0..n {
             let (row, page) = (position * kv_width, bytes_mut(&mut pages[position / kv.block_tokens]));
             let slot = position % kv.block_tokens;
-            cpu(Isa::best()).write_kv(&kv, page, slot, &k[row..][..kv_width], &v[row..][..kv_width]);
+            let values = if kv.n_parts == 1 { &[][..] } else { &v[row..][..kv_width] };
+            cpu(Isa::best()).write_kv(&kv, page, slot, &k[row..][..kv_width], values);
         }
         Self { attention, q: numbers(n * q_width, seed), k, v, pages }
     }
@@ -100,7 +102,7 @@ fn attention(
     block_tokens: usize,
     format: Format,
 ) -> Attention {
-    let kv = KvShape { block_tokens, n_kv_heads, head_dim, format };
+    let kv = KvShape { n_parts: 2, block_tokens, n_kv_heads, head_dim, format };
     Attention { kv, n_heads: n_kv_heads * group, scale: (head_dim as f32).powf(-0.5), window: None }
 }
 
@@ -113,10 +115,12 @@ proptest! {
         block_tokens in proptest::sample::select(&[4usize, 16, 24, 32]),
         window in proptest::option::of(1usize..60),
         format in proptest::sample::select(&[Format::F32, Format::Bf16, Format::Fp8]),
+        n_parts in 1usize..3,
     ) {
         // The width is even, because pages are whole numbers of 32-bit words in this test.
         let head_dim = head_dim + head_dim % 2;
-        let attention = Attention { window, ..attention(2, group, head_dim, block_tokens, format) };
+        let mut attention = Attention { window, ..attention(2, group, head_dim, block_tokens, format) };
+        attention.kv.n_parts = n_parts;
         let sequence = Sequence::new(attention, n, 3);
         let whole = sequence.attended(&cpu(Isa::best()), 0..n);
         let cut = cut.min(n);
@@ -130,8 +134,11 @@ proptest! {
     }
 
     #[test]
-    fn it_is_attention(n in 1usize..70, group in 1usize..4, window in proptest::option::of(1usize..40)) {
-        let attention = Attention { window, ..attention(2, group, 24, 16, Format::F32) };
+    fn it_is_attention(
+        n in 1usize..70, group in 1usize..4, window in proptest::option::of(1usize..40), n_parts in 1usize..3,
+    ) {
+        let mut attention = Attention { window, ..attention(2, group, 24, 16, Format::F32) };
+        attention.kv.n_parts = n_parts;
         let sequence = Sequence::new(attention, n, 11);
         let whole = sequence.attended(&cpu(Isa::best()), 0..n);
         for (position, out) in whole.chunks(sequence.width()).enumerate() {
