@@ -11,7 +11,7 @@ use super::{Factors, Method};
 /// Memory for the factors of products with an FP8 matrix.
 #[derive(Debug, Default)]
 pub(super) struct Room {
-    /// The matrix in bf16; `None` before [`Products::make_room`].
+    /// The matrix in bf16; `None` before [`super::Products::make_room`].
     pub(super) widened: Option<Buffer<Bf16>>,
     /// The rounded rows; `None` if rows are not rounded.
     pub(super) rounded: Option<RoundedRoom>,
