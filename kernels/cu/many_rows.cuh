@@ -160,5 +160,5 @@ __device__ __forceinline__ void many_rows(const TensorMap& of_y, const TensorMap
     extern "C" __global__ void __launch_bounds__((1 + GROUPS) * GROUP, 1)                                                 \
     NAME(const __grid_constant__ TensorMap y, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x,   \
          SHAPE shape) {                                                                                                   \
-        many_rows<ENDING>(y, w, x, TILES{shape}, Halves{});                                                                         \
+        many_rows<ENDING>(y, w, x, TILES{shape}, Halves{});                                                               \
     }

@@ -50,7 +50,8 @@ struct Eights {
     __device__ __forceinline__ void sum_up(float (&sum)[HALVES * HALF / 2], const Ring& ring, Turn<HALVES>& turn, u32 n_steps, const Place& place) const {
         u32 group = threadIdx.x / GROUP - 1, warp = threadIdx.x % GROUP / 32, lane = threadIdx.x % 32;
         const float* scales = shape.x_scales + first_step * shape.scales_apart + place.row + group * 64 + warp * 16 + lane / 4;
-        float upper = scales[0], lower = scales[8];
+        float upper = 0.f, lower = 0.f;
+        if (n_steps > 0) upper = scales[0], lower = scales[8];
 #pragma unroll
         for (u32 i = 0; i < HALVES * HALF / 2; i++) sum[i] = 0.f;
         for (u32 step = 0; step < n_steps; step++, turn.next()) {

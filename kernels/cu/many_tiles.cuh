@@ -1,5 +1,6 @@
 // The order in which clusters compute the tiles of a dense product, and the loads of each tile. Common code of
 // many_rows.cu and many_rows_fp8.cu. COLUMNS is the number of columns of a tile, HALVES that of its halves of w.
+
 // Tiles are ordered so that concurrent tiles share rows of x and of w: this number of pairs of neighbouring
 // rows of tiles, column by column.
 constexpr u32 PAIRS_TOGETHER = 8;
