@@ -102,7 +102,7 @@ fn activations_are_rounded_as_the_checkpoint_says() {
             assert!(comparison.is_equal(), "{model}: {:?}", comparison.wrong.first());
             let apart = opened(narrow.path(), Quantize::No, ranks);
             let error = apart.model().fingerprint.agree(&subject.model().fingerprint).expect_err("rounded");
-            let expected = "models differ: activations: full here, fp8, in groups of 128 there";
+            let expected = "models differ: dtype: fp8 here, fp8, activations in fp8 by 128 there";
             assert_eq!(error.to_string(), expected);
         }
         let mut full = opened(narrow.path(), Quantize::No, 1);

@@ -268,7 +268,9 @@ async fn replayed_frames_are_refused() {
         thief.send(&landing, span.clone(), &pair.prefill, &second).await;
     }
     sender.send(&landing, spans[0].clone(), &pair.prefill, &second).await;
-    sender.send(&landing, spans[1].clone(), &pair.prefill, &first).await;
+    for span in &spans[1..] {
+        sender.send(&landing, span.clone(), &pair.prefill, &first).await;
+    }
     sender.hand_off(&landing).await;
     assert_eq!(sender.hear().await, Some(Body::Done));
     let kv = in_time(arrival.settle()).await.expect("arrived");

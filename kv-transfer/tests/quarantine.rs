@@ -10,8 +10,8 @@ use baton_kv_transfer::{ArrivalStatus, KvConnector, TransferError, build};
 use tokio_util::sync::CancellationToken;
 
 const N_TOKENS: u32 = 4 * BLOCK_TOKENS;
-/// The blocks of each node, of both layer groups together.
-const N_BLOCKS: u32 = 8;
+/// The blocks of each node, of all three layer groups together.
+const N_BLOCKS: u32 = 12;
 
 /// Makes two nodes whose wires cannot prove that they are quiet before `until`.
 async fn unproven_pair(until: CancellationToken) -> Pair {

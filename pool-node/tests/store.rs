@@ -6,7 +6,7 @@ use std::time::Duration;
 use baton_pool_node::{BlockStore, Incoming, PutRequest, StoreError, StoredSequence};
 use futures::poll;
 use kv_cache::{FenceSignal, Holder, Holding, KvMemory, LayerFence};
-use kv_transfer::conformance::node::{BLOCK_TOKENS, Make, Node, handoff, layout, whole};
+use kv_transfer::conformance::node::{BLOCK_TOKENS, Make, N_LAYERS, Node, handoff, layout, whole};
 use kv_transfer::{
     Arrival, ArrivedKv, ConnectorParts, Fault, FaultKind, KvConnector, LandRequest, TransferError, build,
 };
@@ -16,8 +16,8 @@ use types::{
 
 const WITHIN: Duration = Duration::from_secs(20);
 /// The number of blocks of the pool, small so that it fills quickly: eight blocks of a sequence, which has
-/// two groups of layers.
-const POOL_BLOCKS: u32 = 16;
+/// three groups of layers.
+const POOL_BLOCKS: u32 = 24;
 
 struct Cluster {
     prefill: Node,
@@ -152,7 +152,7 @@ async fn what_is_there_is_not_put_again() {
     let cluster = Cluster::new("loopback").await;
     let (short, long) = (3 * BLOCK_TOKENS + 1, 5 * BLOCK_TOKENS + 2);
     drop(cluster.store(1, short).await);
-    assert_eq!(cluster.store.counts().cached, 2 * 3, "three full blocks, in two groups");
+    assert_eq!(cluster.store.counts().cached, 3 * 3, "three full blocks, in three groups");
     let (landing, incoming) = cluster.put(1, long).expect("there is room");
     assert_eq!(landing.wanted_blocks(), 3..6);
     cluster.fill(&landing, 1).await;
@@ -195,7 +195,7 @@ async fn nothing_is_found_before_it_is_whole() {
     let mut stored = Box::pin(incoming.stored());
     assert!(poll!(&mut stored).is_pending());
     assert_eq!(cluster.n_held(1, n_tokens), 0);
-    signal.layers_done(5);
+    signal.layers_done(N_LAYERS);
     in_time(sender.finish(handoff(&landing))).await.expect("put");
     in_time(stored).await.expect("stored");
     assert_eq!(cluster.n_held(1, n_tokens), 4);

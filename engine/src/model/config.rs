@@ -222,7 +222,7 @@ impl ModelConfig {
             mixture,
             n_prediction_layers: _,
             eos_tokens: _,
-            // What follows from it is a part of its own: see `ActivationFormat::describe`.
+            // What follows from it is a part of its own: see `ActivationFormat::added_to`.
             activations: _,
             unread_keys: _,
         } = self;

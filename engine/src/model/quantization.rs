@@ -16,13 +16,13 @@ pub enum ActivationFormat {
 }
 
 impl ActivationFormat {
-    /// Describes the format, for the fingerprint.
-    pub fn describe(self) -> String {
-        let text = match self {
-            Self::Full => "full",
-            Self::Fp8 => "fp8, in groups of 128",
-        };
-        text.to_owned()
+    /// Adds the format to a description of the weights, for the fingerprint. Full activations add nothing, as in the
+    /// fingerprints of older versions.
+    pub fn added_to(self, weights: String) -> String {
+        match self {
+            Self::Full => weights,
+            Self::Fp8 => format!("{weights}, activations in fp8 by 128"),
+        }
     }
 }
 

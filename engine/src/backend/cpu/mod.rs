@@ -266,8 +266,7 @@ impl LoadedWeights {
         };
         let parts = [
             ("weights", self.weights.clone()),
-            ("dtype", dtype),
-            ("activations", self.activations.describe()),
+            ("dtype", self.activations.added_to(dtype)),
             ("arithmetic", arithmetic.to_owned()),
             ("tokenizer", fingerprint::of_tokenizer(folder.tokenizer()?.as_deref())),
         ];

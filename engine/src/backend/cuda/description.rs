@@ -241,8 +241,7 @@ impl ModelDescription {
         let tokenizer = self.folder.tokenizer()?;
         let parts = [
             ("weights", self.weights()?),
-            ("dtype", fp8::dtype(&self.formats)),
-            ("activations", self.activations.describe()),
+            ("dtype", self.activations.added_to(fp8::dtype(&self.formats))),
             ("arithmetic", arithmetic.to_owned()),
             ("tokenizer", fingerprint::of_tokenizer(tokenizer.as_deref())),
         ];
