@@ -153,25 +153,27 @@ fn yarn_is_as_in_transformers() {
     check_architecture("llama-yarn");
 }
 
+/// The test models.
+const MODELS: [&str; 12] = [
+    "llama",
+    "llama3",
+    "mistral",
+    "qwen2",
+    "qwen2-window",
+    "qwen3",
+    "mixtral",
+    "qwen3-moe",
+    "qwen3-moe-stacked",
+    "deepseek-v2",
+    "deepseek-v3",
+    "llama-yarn",
+];
+
 /// Every bit of every log-probability is equal, not only the tokens. With one or two KV heads, several of
 /// four ranks hold the same head.
 #[test]
 fn ranks_give_the_bits_that_one_gives() {
-    let models = [
-        "llama",
-        "llama3",
-        "mistral",
-        "qwen2",
-        "qwen2-window",
-        "qwen3",
-        "mixtral",
-        "qwen3-moe",
-        "qwen3-moe-stacked",
-        "deepseek-v2",
-        "deepseek-v3",
-        "llama-yarn",
-    ];
-    let folders = models.map(|name| root().join("tests/models").join(name));
+    let folders = MODELS.map(|name| root().join("tests/models").join(name));
     for folder in folders.iter().chain([&root().join("../models/demo")]) {
         let prompt: Vec<u32> = (0..37).map(|nth| 5 + nth * 7 % 80).collect();
         let one = continued(&mut spread(folder, KvDtype::Bf16, 1), &prompt, 8);
@@ -265,18 +267,7 @@ fn check_prompt_logprobs(name: &str) {
 
 #[test]
 fn log_probabilities_of_prompts_are_as_in_transformers() {
-    for name in [
-        "llama",
-        "llama3",
-        "mistral",
-        "qwen2",
-        "qwen2-window",
-        "qwen3",
-        "mixtral",
-        "qwen3-moe",
-        "deepseek-v2",
-        "deepseek-v3",
-    ] {
+    for name in MODELS {
         check_prompt_logprobs(name);
     }
 }

@@ -40,8 +40,9 @@ struct ChoiceRule {
 struct Chosen {
     /// The experts with their weights, the one with the greatest score first.
     experts: Vec<(usize, f32)>,
-    /// By how much the score of the last expert exceeds that of the next one, or that of the last group of experts that
-    /// of the next one, if it is less; infinite if all experts are chosen. Scores of softmax are the router's products.
+    /// The smaller of two differences: between the scores of the last chosen expert and the next expert, and between
+    /// those of the last chosen group and the next group. Infinite if all experts are chosen. With softmax, the scores
+    /// here are the router's products.
     lead: f32,
 }
 
@@ -119,29 +120,26 @@ impl Experts {
     }
 }
 
-/// What a choice is made by, for each expert or each group of experts.
-#[derive(Clone, Debug)]
-struct Scores {
-    /// The greatest are chosen. Of equal ones, the first is.
-    ranks: Vec<f32>,
+/// The scores by which experts are chosen, or groups of experts.
+#[derive(Clone, Copy, Debug)]
+struct Scores<'a> {
+    /// The greatest are chosen. If scores are equal, the first is.
+    ranks: &'a [f32],
     /// The numbers whose differences are leads. They have the order of the others.
-    leads: Vec<f32>,
+    leads: &'a [f32],
 }
 
 impl ChoiceRule {
     /// Chooses the experts of a row. `products` are those of the router.
     fn chosen(&self, products: &[f32], correction: Option<&[f32]>) -> Chosen {
         let scores = self.scoring.scores(products);
-        let all: Vec<usize> = (0..scores.len()).collect();
-        let ranks: Vec<f32> = match correction {
-            Some(correction) => scores.iter().zip(correction).map(|(score, more)| score + more).collect(),
-            None => scores.clone(),
-        };
-        let leads = if self.scoring == Scoring::Softmax { products.to_vec() } else { ranks.clone() };
-        let by = Scores { ranks, leads };
+        let corrected: Option<Vec<f32>> = correction
+            .map(|correction| scores.iter().zip(correction).map(|(score, more)| score + more).collect());
+        let ranks = corrected.as_ref().unwrap_or(&scores);
+        let by = Scores { ranks, leads: if self.scoring == Scoring::Softmax { products } else { ranks } };
         let (of, of_groups) = match self.groups {
-            Some(groups) => self.in_groups(groups, &by),
-            None => (all, f32::INFINITY),
+            Some(groups) => self.in_groups(groups, by),
+            None => ((0..scores.len()).collect(), f32::INFINITY),
         };
         let (experts, lead) = by.greatest(of, self.per_token);
         let divisor = match (self.is_normalized, self.scoring) {
@@ -156,18 +154,20 @@ impl ChoiceRule {
     }
 
     /// Returns the experts of the groups that a row may have, and the lead of the last of these groups.
-    fn in_groups(&self, limit: GroupLimit, by: &Scores) -> (Vec<usize>, f32) {
+    fn in_groups(&self, limit: GroupLimit, by: Scores<'_>) -> (Vec<usize>, f32) {
         let size = by.ranks.len() / limit.n_groups;
-        let of_groups =
-            |scores: &[f32]| scores.chunks(size).map(|group| self.scoring.of_group(group)).collect();
-        let groups = Scores { ranks: of_groups(&by.ranks), leads: of_groups(&by.leads) };
+        let of_groups = |scores: &[f32]| -> Vec<f32> {
+            scores.chunks(size).map(|group| self.scoring.of_group(group)).collect()
+        };
+        let (ranks, leads) = (of_groups(by.ranks), of_groups(by.leads));
+        let groups = Scores { ranks: &ranks, leads: &leads };
         let (mut taken, lead) = groups.greatest((0..limit.n_groups).collect(), limit.per_token);
         taken.sort_unstable();
         (taken.into_iter().flat_map(|group| group * size..(group + 1) * size).collect(), lead)
     }
 }
 
-impl Scores {
+impl Scores<'_> {
     /// Returns the `n` greatest of these, the greatest first, and by how much the last of them exceeds the next.
     fn greatest(&self, mut of: Vec<usize>, n: usize) -> (Vec<usize>, f32) {
         of.sort_by(|one, other| self.ranks[*other].total_cmp(&self.ranks[*one]).then(one.cmp(other)));

@@ -284,7 +284,8 @@ impl<'a> Pass<'a> {
         let kv = place.shape(self.layout);
         self.write_kv(&place, &kv, k, v);
         self.written.layers_done(self.rank, layer as u16 + 1);
-        let attention = Attention { kv, n_heads: q.width() / kv.head_dim, scale, window: place.window };
+        let attention =
+            Attention { kv, n_heads: q.width() / kv.head_dim, scale, window: place.sight.window() };
         let mut out = self.scratch.tensor(q.n_rows(), q.width());
         let runs = self.visible_pages(&place, &attention);
         self.processor.attend(&attention, q, &stretches(&runs, kv.page_bytes()), &mut out);
@@ -357,7 +358,6 @@ struct LayerKv {
     layer_pos: u16,
     shape: LayerShape,
     sight: Sight,
-    window: Option<usize>,
 }
 
 impl LayerKv {
@@ -365,13 +365,7 @@ impl LayerKv {
         let places = layout.group_indices().flat_map(|group| {
             let sight = layout.group(group).attention;
             let layers = layout.group(group).layers.iter().zip(0..);
-            layers.map(move |(shape, layer_pos)| Self {
-                group,
-                layer_pos,
-                shape: *shape,
-                sight,
-                window: sight.window(),
-            })
+            layers.map(move |(shape, layer_pos)| Self { group, layer_pos, shape: *shape, sight })
         });
         let mut at_layer = places.filter(|place| usize::from(place.shape.layer) == layer);
         at_layer.next().expect("the layout is made from the model")

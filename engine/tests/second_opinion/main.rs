@@ -56,8 +56,8 @@ fn compare(case: &Case, tensors: &HashMap<String, Tensor>) {
         let (found, expected) = (f64::from(found), logits[token as usize] - sum.ln());
         assert!(
             (found - expected).abs() <= TOLERANCE * largest,
-            "token {token}: {found}, candle has {expected}, the largest logit is {largest}; {} tokens of which the \
-             first step has {}; {}",
+            "token {token}: {found}, candle has {expected}, the largest logit is {largest}; the prompt has {} \
+             tokens, the first step computes {}; {}",
             case.prompt.len(),
             case.first_step,
             case.config

@@ -15,7 +15,7 @@ use super::verdict::{BF16_ERROR, Verdicts};
 /// The numbers of rows of the matrix, and their widths: odd sizes, with one tile and with many.
 pub(crate) const SHAPES: &[(usize, usize)] = &[(16, 8), (272, 72), (1040, 264), (528, 4096), (4624, 1032)];
 /// The numbers of rows of x: around the limits of a block and of a pair, and more pairs than are grouped.
-const ROWS: &[usize] = &[3, 300, 128, 129, 256, 1, 2309];
+pub(crate) const ROWS: &[usize] = &[3, 300, 128, 129, 256, 1, 2309];
 /// The maximum number of sums that the CPU also computes.
 pub(crate) const SUMS_MAX: usize = 2 << 20;
 
@@ -41,6 +41,29 @@ pub(crate) fn ending<'a>(what: &str, y: ViewMut<'a, Bf16>) -> ManyRows<'a> {
     }
 }
 
+/// Runs a kernel whose output is `into` before, and checks that it writes nothing in the 64 rows of `n` numbers behind
+/// the output. Returns the output.
+pub(crate) fn output(
+    card: &ComputeCard,
+    verdicts: &mut Verdicts,
+    name: &str,
+    n: usize,
+    into: &[Bf16],
+    run: impl FnOnce(ViewMut<'_, Bf16>) -> Result<(), CudaError>,
+) -> Result<Vec<Bf16>, CudaError> {
+    let behind = poison(64 * n);
+    let mut y = card.upload(&[into, &behind].concat())?;
+    run(y.view_mut().slice(0..into.len()))?;
+    let mut answer = card.download(y.view())?;
+    verdicts.holds(format!("{name}, nothing beyond"), answer.split_off(into.len()) == behind);
+    Ok(answer)
+}
+
+/// Returns numbers that show whether a kernel wrote over them.
+pub(crate) fn poison(n: usize) -> Vec<Bf16> {
+    vec![Bf16(u16::from_le_bytes([POISON; 2])); n]
+}
+
 fn one(
     card: &ComputeCard,
     verdicts: &mut Verdicts,
@@ -52,20 +75,13 @@ fn one(
     let (w, x) = (card.upload(&w)?, card.upload(&x)?);
     let name = format!("many_rows {n_rows}x{n}x{k}");
     let before = draw.narrow(n_rows * n, 1.0);
-    // The numbers after the output, which must not change.
-    let behind = 64 * n;
-    let poison = Bf16(u16::from_le_bytes([POISON; 2]));
     let mut found = |what: &str, into: &[Bf16]| {
-        let mut y = card.upload(&[into, &vec![poison; behind]].concat())?;
-        card.multiply_many(w.view(), x.view(), k, ending(what, y.view_mut().slice(0..into.len())))?;
-        let mut answer = card.download(y.view())?;
-        let stays = answer.split_off(into.len()).iter().all(|number| number.0 == poison.0);
-        verdicts.holds(format!("{name}, {what}, nothing beyond"), stays);
-        Ok::<_, CudaError>(answer)
+        let run = |y: ViewMut<'_, Bf16>| card.multiply_many(w.view(), x.view(), k, ending(what, y));
+        output(card, verdicts, &format!("{name}, {what}"), n, into, run)
     };
-    let plain = found("sums", &vec![poison; n_rows * n])?;
+    let plain = found("sums", &poison(n_rows * n))?;
     let added = found("added", &before)?;
-    let gated = found("gated", &vec![poison; n_rows * n / 2])?;
+    let gated = found("gated", &poison(n_rows * n / 2))?;
     verdicts.compare(name.clone(), &wide(&plain), &sums, BF16_ERROR);
     // The result must equal that of a separate kernel, to the last bit.
     let mut all = plain.iter().zip(&before).zip(&added);

@@ -6,19 +6,16 @@ use std::num::NonZero;
 use baton_kernels::cpu::number::f8_to_f32;
 use baton_kernels::cpu::{Arithmetic, Processor, ROUND_GROUP};
 use baton_kernels::cuda::{ComputeCard, Fp8Rows, MANY_FP8_FORMS, ManyFp8Form, ManyRows, QuantizedRows};
-use device::cuda::{Bf16, Buffer, CudaError};
+use device::cuda::{Bf16, Buffer, CudaError, ViewMut};
 use serde_json::{Value, json};
 
 use super::check_rows::{POISON, let_through};
 use super::draw::{Draw, wide};
 use super::extent::Extent;
 use super::fp8::Matrix;
-use super::many_rows::{N_LAUNCHES, SHAPES, SUMS_MAX, ending};
+use super::many_rows::{N_LAUNCHES, ROWS, SHAPES, SUMS_MAX, ending, output, poison};
 use super::measure::{BEYOND_CACHES, MATRICES, seconds};
 use super::verdict::{BF16_ERROR, Verdicts};
-
-/// The numbers of rows of x: around the limits of a block and of a pair.
-const ROWS: &[usize] = &[3, 300, 128, 129, 256, 1, 2309];
 
 pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
     for (n, k) in extent.of(SHAPES, 3) {
@@ -148,21 +145,14 @@ fn multiplies(
     let quantized = QuantizedRows { numbers: numbers.view(), scales: scales.view() };
     let name = format!("many_rows_fp8 {} {n_rows}x{n}x{k}", form.name());
     let before = Draw::new(n_rows as u64).narrow(n_rows * n, 1.0);
-    // The numbers after the output, which must not change.
-    let behind = 64 * n;
-    let poison = Bf16(u16::from_le_bytes([POISON; 2]));
     let mut found = |what: &str, into: &[Bf16]| {
-        let mut y = card.upload(&[into, &vec![poison; behind]].concat())?;
-        let rows = ending(what, y.view_mut().slice(0..into.len()));
-        card.multiply_many_fp8(form, matrix.rows(), quantized, k, rows)?;
-        let mut answer = card.download(y.view())?;
-        let stays = answer.split_off(into.len()).iter().all(|number| number.0 == poison.0);
-        verdicts.holds(format!("{name}, {what}, nothing beyond"), stays);
-        Ok::<_, CudaError>(answer)
+        let run =
+            |y: ViewMut<'_, Bf16>| card.multiply_many_fp8(form, matrix.rows(), quantized, k, ending(what, y));
+        output(card, verdicts, &format!("{name}, {what}"), n, into, run)
     };
-    let plain = found("sums", &vec![poison; n_rows * n])?;
+    let plain = found("sums", &poison(n_rows * n))?;
     let added = found("added", &before)?;
-    let gated = form.has_gate().then(|| found("gated", &vec![poison; n_rows * n / 2])).transpose()?;
+    let gated = form.has_gate().then(|| found("gated", &poison(n_rows * n / 2))).transpose()?;
     verdicts.compare(name.clone(), &wide(&pick(&plain, n)), &sums, BF16_ERROR);
     let plus = |(sum, before): (&Bf16, &Bf16)| Bf16::from(f32::from(*sum) + f32::from(*before));
     let expected: Vec<Bf16> = pick(&plain, n).iter().zip(&pick(&before, n)).map(plus).collect();

@@ -252,7 +252,7 @@ mod tests {
         {
             assert_eq!(f32::from_bits(scale_exponent(greatest) << 23), scale, "{greatest}");
         }
-        // A row of two groups, of which the second is shorter and has smaller numbers.
+        // The row has two groups. The second one has fewer and smaller numbers.
         let mut x: Vec<f32> = (0..200).map(|nth| nth as f32).collect();
         x[128..].iter_mut().for_each(|number| *number /= 1024.0);
         let cpu = Processor::new(Arithmetic::F32, NonZero::new(2).unwrap()).unwrap();

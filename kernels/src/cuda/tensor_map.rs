@@ -7,7 +7,7 @@ use device::cuda::{Bf16, CudaError};
 
 /// The number of columns of a box: 128 bytes, the width of the swizzle.
 const BOX_COLUMNS: u32 = 64;
-const BOX_BYTES: u32 = 128;
+const BOX_BYTES: usize = 128;
 
 /// The map, a kernel argument that is passed by value.
 pub(super) struct TensorMap(#[expect(dead_code, reason = "kernels read it by address")] sys::CUtensorMap);
@@ -39,6 +39,20 @@ struct MapArguments {
     swizzle: sys::CUtensorMapSwizzle,
 }
 
+impl MapArguments {
+    /// The arguments for boxes of a matrix of bytes, copied without a swizzle.
+    fn of_bytes(address: u64, n_rows: usize, width: usize, boxes: BoxSize) -> Self {
+        Self {
+            dtype: sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            address,
+            dims: [width as u64, n_rows as u64],
+            stride_bytes: width as u64,
+            box_dims: [boxes.columns as u32, boxes.rows as u32],
+            swizzle: sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+        }
+    }
+}
+
 impl TensorMap {
     /// Describes boxes of `box_rows` rows and 64 columns. Numbers outside of the matrix are read as zeroes.
     pub(super) fn of(matrix: Matrix, box_rows: usize) -> Result<Self, CudaError> {
@@ -60,14 +74,10 @@ impl TensorMap {
         width: usize,
         box_rows: usize,
     ) -> Result<Self, CudaError> {
-        Self::encode(MapArguments {
-            dtype: sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
-            address,
-            dims: [width as u64, n_rows as u64],
-            stride_bytes: width as u64,
-            box_dims: [BOX_BYTES, box_rows as u32],
-            swizzle: sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-        })
+        let boxes = BoxSize { columns: BOX_BYTES, rows: box_rows };
+        let arguments = MapArguments::of_bytes(address, n_rows, width, boxes);
+        let swizzle = sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B;
+        Self::encode(MapArguments { swizzle, ..arguments })
     }
 
     /// Describes boxes of a matrix of bytes, copied without a swizzle.
@@ -77,14 +87,7 @@ impl TensorMap {
         width: usize,
         boxes: BoxSize,
     ) -> Result<Self, CudaError> {
-        Self::encode(MapArguments {
-            dtype: sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
-            address,
-            dims: [width as u64, n_rows as u64],
-            stride_bytes: width as u64,
-            box_dims: [boxes.columns as u32, boxes.rows as u32],
-            swizzle: sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
-        })
+        Self::encode(MapArguments::of_bytes(address, n_rows, width, boxes))
     }
 
     fn encode(encoded: MapArguments) -> Result<Self, CudaError> {

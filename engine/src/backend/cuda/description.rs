@@ -9,7 +9,7 @@ use device::cuda::Arena;
 use kernels::cpu::{Arithmetic, Processor};
 use kernels::cuda::{ComputeCard, KvNumber, Products};
 use kv_cache::KvMemory;
-use types::layout::{Attention, Shard};
+use types::layout::Shard;
 use types::{Fingerprint, KvDtype, KvLayout, ModelInfo};
 
 use super::CudaSettings;
@@ -56,6 +56,11 @@ pub(super) struct ModelDescription {
     /// The number of tokens of the longest sequence.
     pub(super) tokens_max: usize,
     pub(super) settings: CudaSettings,
+}
+
+/// Returns whether any of a model's weights are in FP8.
+fn is_in_fp8(formats: &[LayerFormats]) -> bool {
+    formats.iter().any(|layer| layer.has_fp8())
 }
 
 /// Rejects models that only processors compute.
@@ -121,7 +126,7 @@ impl ModelDescription {
             }
             LoadFormat::Dummy { .. } => LayerFormats::in_bf16(config.n_layers, config.mixture.as_ref()),
         };
-        let has_fp8 = HasFp8(formats.iter().any(|layer| layer.has_fp8()));
+        let has_fp8 = HasFp8(is_in_fp8(&formats));
         let activations = settings.activations.resolve(config.activations, has_fp8)?;
         let settings = settings.clone();
         Ok(Self { heads, layout, formats, activations, n_blocks, tokens_max, settings, folder, kv_bytes })
@@ -198,7 +203,7 @@ impl ModelDescription {
                 Origin::Host(&checkpoint as &dyn crate::load::TensorSource)
             }
             // Only the host can pad narrow heads and quantize weights, so it generates these weights.
-            LoadFormat::Dummy { seed } if self.heads.are_padded() || self.is_in_fp8() => {
+            LoadFormat::Dummy { seed } if self.heads.are_padded() || is_in_fp8(&self.formats) => {
                 dummy = Dummy { seed, processor: &host };
                 Origin::Host(&dummy)
             }
@@ -210,11 +215,6 @@ impl ModelDescription {
         let meter = if sizes.share.is_first() { Meter::new(bytes) } else { Meter::silent(bytes) };
         let upload = Upload::new(card, &host, meter)?;
         Loader { origin, config, heads, sizes, formats: &self.formats, arena, upload }.load()
-    }
-
-    /// Returns whether any of the model's weights are in FP8.
-    fn is_in_fp8(&self) -> bool {
-        self.formats.iter().any(|layer| layer.has_fp8())
     }
 
     /// Returns the fingerprint of the weights.
@@ -261,10 +261,7 @@ pub(super) fn host(threads: usize) -> Result<Processor, LoadError> {
 fn places(layout: &KvLayout) -> Vec<LayerPlace> {
     let mut places: Vec<(u16, LayerPlace)> = Vec::new();
     for group in layout.group_indices() {
-        let window = match layout.group(group).attention {
-            Attention::SlidingWindow { tokens } => tokens as usize,
-            Attention::Full | Attention::Latent => usize::MAX,
-        };
+        let window = layout.group(group).attention.window().unwrap_or(usize::MAX);
         let layers = layout.group(group).layers.iter().zip(0..);
         places
             .extend(layers.map(|(shape, layer_pos)| (shape.layer, LayerPlace { group, layer_pos, window })));

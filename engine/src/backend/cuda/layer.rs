@@ -64,11 +64,11 @@ impl Decoder {
         };
         let x = x.slice(0..n * hidden);
         if let Some(form) = form {
-            let x = pass.products.rounded(pass.card, layer.qkv.weight.view(), x, hidden)?;
             let (w, bias) = (layer.qkv.weight.view(), layer.qkv.bias.as_ref().map(Buffer::view));
             let product =
                 FusedProduct { w, x, k: hidden, pending_norm: self.pending_norm(squares, n, normed) };
-            return pass.card.multiply_own(form, product, Ending::Heads(HeadsRows { rope, bias }));
+            let ending = Ending::Heads(HeadsRows { rope, bias });
+            return pass.products.multiply_own(pass.card, form, product, ending);
         }
         normed.ensure_whole()?;
         linear(pass.card, pass.products, &mut rope.qkv, &layer.qkv, x)?;
@@ -106,10 +106,9 @@ impl Decoder {
         let (x, gated) = (x.slice(0..n * hidden), gated.view_mut().slice(0..n * width));
         if let Some(form) = form {
             let w = layer.gate_up.weight.view();
-            let x = pass.products.rounded(pass.card, w, x, hidden)?;
             let product =
                 FusedProduct { w, x, k: hidden, pending_norm: self.pending_norm(squares, n, normed) };
-            return pass.card.multiply_own(form, product, Ending::Gated(gated));
+            return pass.products.multiply_own(pass.card, form, product, Ending::Gated(gated));
         }
         normed.ensure_whole()?;
         let mut both = gate_up.view_mut().slice(0..n * 2 * width);
@@ -180,7 +179,6 @@ impl Decoder {
         };
         if let Some(form) = form {
             let (w, n_parts) = (matrix.weight.view(), form.parts(hidden));
-            let x = pass.products.rounded(pass.card, w, x, k)?;
             let added = AddedRows {
                 residual: residual.view_mut().slice(0..n * hidden),
                 out: normed.view_mut().slice(0..n * hidden),
@@ -191,7 +189,7 @@ impl Decoder {
                 None => Ending::Added(added),
                 Some(peers) => Ending::Joined(added, peers),
             };
-            pass.card.multiply_own(form, FusedProduct::plain(w, x, k), ending)?;
+            pass.products.multiply_own(pass.card, form, FusedProduct::plain(w, x, k), ending)?;
             return Ok(NormState::Pending { n_parts });
         }
         let mut given = given.view_mut().slice(0..n * hidden);

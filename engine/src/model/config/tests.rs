@@ -269,6 +269,11 @@ fn a_key_that_an_architecture_does_not_know_has_no_effect() {
     assert_eq!((with.mixture, with.unread_keys), (without.mixture, vec!["first_k_dense_replace".to_owned()]));
 }
 
+/// Returns the names of the parts of a fingerprint that differ.
+fn differing(parts: &[(&'static str, String)], others: &[(&'static str, String)]) -> Vec<&'static str> {
+    parts.iter().zip(others).filter(|(one, other)| one != other).map(|(one, _)| one.0).collect()
+}
+
 #[test]
 fn latents_and_routing_are_in_the_fingerprint() {
     let yarn =
@@ -291,8 +296,7 @@ fn latents_and_routing_are_in_the_fingerprint() {
         (r#"{"routed_scaling_factor": 2.0"#, "experts"),
     ] {
         let changed = parts(&yarn("").replacen('{', &format!("{changes}, "), 1));
-        let differ = plain.iter().zip(&changed).filter(|(one, other)| one != other);
-        assert_eq!(differ.map(|(one, _)| one.0).collect::<Vec<_>>(), [expected], "{changes}");
+        assert_eq!(differing(&plain, &changed), [expected], "{changes}");
     }
     assert_ne!(plain, parts(&yarn(r#", "mscale_all_dim": 1.0"#)), "both factors of YaRN");
     assert_ne!(plain, parts(&yarn(r#", "beta_fast": 16"#)));
@@ -310,8 +314,6 @@ fn all_that_numbers_depend_on_is_in_the_fingerprint() {
         (r#"{"intermediate_size": 16}"#, "shape"),
         (r#"{"rope_theta": 5.0}"#, "rope"),
     ] {
-        let changed = parts(changes);
-        let differ = plain.iter().zip(&changed).filter(|(one, other)| one != other);
-        assert_eq!(differ.map(|(one, _)| one.0).collect::<Vec<_>>(), [expected]);
+        assert_eq!(differing(&plain, &parts(changes)), [expected]);
     }
 }

@@ -147,19 +147,20 @@ impl Products {
         self.room.rounded.is_some()
     }
 
-    /// Returns the rows that a product with this matrix multiplies: rounded if the matrix is in FP8 and
-    /// activations are rounded, else as they are.
-    pub fn rounded<'a>(
-        &'a mut self,
+    /// Computes a product of few rows and the work after it, in a form that [`own_form`](Self::own_form) returned.
+    pub fn multiply_own(
+        &mut self,
         card: &ComputeCard,
-        w: WeightMatrix<'_>,
-        x: View<'a, Bf16>,
-        k: usize,
-    ) -> Result<View<'a, Bf16>, CudaError> {
-        match &mut self.room.rounded {
-            Some(room) if matches!(w, WeightMatrix::Fp8(_)) => room.in_bf16(card, x, k),
-            _ => Ok(x),
-        }
+        form: FusedKernel,
+        product: FusedProduct<'_>,
+        ending: Ending<'_>,
+    ) -> Result<(), CudaError> {
+        let FusedProduct { w, x, k, pending_norm } = product;
+        let x = match (&mut self.room.rounded, w) {
+            (Some(room), WeightMatrix::Fp8(_)) => room.in_bf16(card, x, k)?,
+            _ => x,
+        };
+        card.multiply_own(form, FusedProduct { w, x, k, pending_norm }, ending)
     }
 
     /// Like [`open`](Self::open), for products whose rows do not depend on the other rows. Nothing is

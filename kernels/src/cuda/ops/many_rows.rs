@@ -262,7 +262,7 @@ pub(super) const SHARED_BYTES: u32 = {
 
 /// Returns the dynamic shared memory of a kernel in this file.
 pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
-    let in_fp8 = [SUMS_FP8, ADDED_FP8, GATED_FP8, SUMS_NARROW, ADDED_NARROW, SUMS_SPLIT, ADDED_SPLIT]
-        .contains(&kernel);
-    (in_fp8 || [SUMS, ADDED, GATED].contains(&kernel)).then_some(SHARED_BYTES)
+    let of_bf16 = [SUMS, ADDED, GATED];
+    let of_fp8 = [SUMS_FP8, ADDED_FP8, GATED_FP8, SUMS_NARROW, ADDED_NARROW, SUMS_SPLIT, ADDED_SPLIT];
+    of_bf16.iter().chain(&of_fp8).any(|one| *one == kernel).then_some(SHARED_BYTES)
 }

@@ -105,8 +105,7 @@ impl NcclBackend for HostBackend {
 
     fn stage(&self, _rank: u16) -> Result<Arc<dyn Stage>, TransferError> {
         let shape = RegionShape { page_bytes: self.slot_bytes, n_pages: N_SLOTS };
-        let slots = HostMemory::new(&[shape]);
-        let slots = Arc::new(slots.map_err(|source| TransferError::Share { source: Arc::new(source) })?);
+        let slots = Arc::new(HostMemory::new(&[shape]).map_err(TransferError::share)?);
         let mover = DoubleMover::new(self.memory.clone(), SlotMemory::Own(Arc::clone(&slots)));
         Ok(Arc::new(HostStage { double: self.double.clone(), mover, slots }))
     }
