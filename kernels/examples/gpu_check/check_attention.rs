@@ -3,7 +3,8 @@
 use baton_kernels::cpu::number::{f8_to_f32, f32_to_f8};
 use baton_kernels::cuda::ops::BLOCK_TOKENS;
 use baton_kernels::cuda::{
-    ComputeCard, DecodeAttention, KvNumber, KvPages, PrefillAttention, PrefillSequence,
+    ComputeCard, DecodeAttention, KvNumber, KvPages, PrefillAttention, PrefillSequence, WidenedPages,
+    WidenedSize,
 };
 use device::cuda::{Bf16, CudaError};
 
@@ -130,10 +131,12 @@ pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -
             prefill(card, verdicts, &scene, &queries, 70)?;
         }
     }
-    spoilt(card, verdicts)?;
-    let alike_in = [((128, 4, 1), 300), ((128, 8, 2), usize::MAX), ((64, 7, 1), usize::MAX)];
-    for (heads, window) in extent.of(&alike_in, 0) {
-        rows_do_not_depend_on_others(card, verdicts, *heads, *window)?;
+    for number in [KvNumber::Bf16, KvNumber::Fp8] {
+        spoilt(card, verdicts, number)?;
+        let alike_in = [((128, 4, 1), 300), ((128, 8, 2), usize::MAX), ((64, 7, 1), usize::MAX)];
+        for (heads, window) in extent.of(&alike_in, 0) {
+            rows_do_not_depend_on_others(card, verdicts, number, *heads, *window)?;
+        }
     }
     for heads in extent.of(&[(64, 2, 1), (128, 4, 1), (128, 3, 3)], 2) {
         let scene = Scene::new(7, *heads, &[1, 5, 64, 130, 300, 257]);
@@ -146,9 +149,11 @@ pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -
         prefill(card, verdicts, &scene, &[1, 5, 64, 130, 300, 100], 1)?;
     }
     // Checks many tiles of tokens, and windows that end within a tile.
-    let scene = Scene::new(12, (128, 4, 2), &[1300, 640, 769, 1151, 128, 1024]);
-    for window in extent.of(&[usize::MAX, 500, 128], 0) {
-        prefill(card, verdicts, &scene, &[200, 640, 129, 30, 128, 1], *window)?;
+    for number in [KvNumber::Bf16, KvNumber::Fp8] {
+        let scene = Scene::of(number, 12, (128, 4, 2), &[1300, 640, 769, 1151, 128, 1024]);
+        for window in extent.of(&[usize::MAX, 500, 128], 0) {
+            prefill(card, verdicts, &scene, &[200, 640, 129, 30, 128, 1], *window)?;
+        }
     }
     Ok(())
 }
@@ -216,12 +221,13 @@ fn decode(
 fn rows_do_not_depend_on_others(
     card: &ComputeCard,
     verdicts: &mut Verdicts,
+    kv_number: KvNumber,
     heads: (usize, usize, usize),
     window: usize,
 ) -> Result<(), CudaError> {
     let (head_dim, n_q_heads, n_kv_heads) = heads;
     let (width, length, chunk_tokens) = (n_q_heads * head_dim, 1100, 256);
-    let scene = Scene::new(13, heads, &[length]);
+    let scene = Scene::of(kv_number, 13, heads, &[length]);
     let q = card.upload(&Draw::new(14).narrow(length * width, 1.0))?;
     let (pages, tables) = (card.upload(&scene.halves())?, card.upload(&scene.tables)?);
     let lengths = card.upload(&(1..=length as u32).collect::<Vec<_>>())?;
@@ -257,14 +263,15 @@ fn rows_do_not_depend_on_others(
         is_same &= attended(row..row + 1)? == together[row * width..(row + 1) * width];
     }
     is_same &= attended(500..900)? == together[500 * width..900 * width];
-    let name = format!("decode_attention {head_dim} {n_q_heads}/{n_kv_heads}, alone and in company");
+    let name =
+        format!("decode_attention {head_dim} {n_q_heads}/{n_kv_heads} {kv_number:?}, alone and in company");
     verdicts.holds(name, is_same);
     Ok(())
 }
 
 /// Checks that a table with an invalid block gives NaN.
-fn spoilt(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
-    let mut scene = Scene::new(9, (128, 4, 2), &[40, 40]);
+fn spoilt(card: &ComputeCard, verdicts: &mut Verdicts, kv_number: KvNumber) -> Result<(), CudaError> {
+    let mut scene = Scene::of(kv_number, 9, (128, 4, 2), &[40, 40]);
     scene.tables[1] = 1_000_000;
     let n_parts = DecodeAttention::n_parts(2, 4, 40, 32);
     let (mut parts, mut part_sums) = (card.buffer::<f32>(n_parts * 128)?, card.buffer::<[f32; 2]>(n_parts)?);
@@ -294,7 +301,7 @@ fn spoilt(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> 
         let out = wide(&card.download(out.view())?);
         let is_shown = out[..512].iter().all(|x| x.is_nan()) && out[512..].iter().all(|x| x.is_finite());
         verdicts.holds(
-            format!("decode_attention, a block that is not there, chunks of {chunk_tokens}"),
+            format!("decode_attention {kv_number:?}, a block that is not there, chunks of {chunk_tokens}"),
             is_shown,
         );
     }
@@ -302,6 +309,7 @@ fn spoilt(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> 
         [40, 40].map(|length| PrefillSequence { first_row: 40 - length, n_queries: length, length });
     let sequences = [sequences[0], PrefillSequence { first_row: 40, ..sequences[1] }];
     let mut out = card.buffer::<Bf16>(80 * 4 * 128)?;
+    let mut widened = WidenedPages::new(card, WidenedSize { n_tokens: 96, n_kv_heads: 2, head_dim: 128 })?;
     card.prefill_attention(PrefillAttention {
         out: out.view_mut(),
         q: q.view(),
@@ -314,11 +322,12 @@ fn spoilt(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> 
         on_card: card.prefill_sequences(&sequences)?.view(),
         window: usize::MAX,
         scale: 0.1,
+        widened: Some(&mut widened),
     })?;
     let out = wide(&card.download(out.view())?);
     let is_shown =
         out[..40 * 512].iter().all(|x| x.is_nan()) && out[40 * 512..].iter().all(|x| x.is_finite());
-    verdicts.holds("prefill_attention, a block that is not there", is_shown);
+    verdicts.holds(format!("prefill_attention {kv_number:?}, a block that is not there"), is_shown);
     Ok(())
 }
 
@@ -338,23 +347,8 @@ fn prefill(
         sequences.push(PrefillSequence { first_row: n_rows, n_queries: *n_queries, length: *length });
         n_rows += n_queries;
     }
-    let q = Draw::new(11).narrow(n_rows * q_stride, 1.0);
-    let mut out = card.buffer::<Bf16>(n_rows * width)?;
-    card.fill(out.view_mut(), POISON)?;
-    card.prefill_attention(PrefillAttention {
-        out: out.view_mut(),
-        q: card.upload(&q)?.view(),
-        q_stride,
-        n_q_heads,
-        pages: card.upload(&scene.halves())?.view(),
-        kv: scene.kv,
-        tables: card.upload(&scene.tables)?.view(),
-        sequences: &sequences,
-        on_card: card.prefill_sequences(&sequences)?.view(),
-        window,
-        scale: scene.scale,
-    })?;
-    let (q, pages) = (wide(&q), wide(&scene.pages));
+    let narrow_q = Draw::new(11).narrow(n_rows * q_stride, 1.0);
+    let (q, pages) = (wide(&narrow_q), wide(&scene.pages));
     let mut reference = Vec::with_capacity(n_rows * width);
     for (nth, sequence) in sequences.iter().enumerate() {
         for query in 0..sequence.n_queries {
@@ -365,11 +359,38 @@ fn prefill(
             }
         }
     }
-    let name = format!(
-        "prefill_attention {head_dim} {n_q_heads}/{} queries {queries:?}, window {}",
-        scene.kv.n_kv_heads,
-        window.min(1024)
-    );
-    verdicts.compare(name, &wide(&card.download(out.view())?), &reference, BF16_ERROR);
+    // Pages in FP8 are read as they are, or widened for one sequence, or for four, at a time.
+    let n_wide = if scene.kv.number == KvNumber::Fp8 { &[0, 1, 4][..] } else { &[0] };
+    for n_wide in n_wide {
+        let size = WidenedSize {
+            n_tokens: n_wide * scene.table_stride * BLOCK_TOKENS,
+            n_kv_heads: scene.kv.n_kv_heads,
+            head_dim,
+        };
+        let mut widened = (*n_wide > 0).then(|| WidenedPages::new(card, size)).transpose()?;
+        let mut out = card.buffer::<Bf16>(n_rows * width)?;
+        card.fill(out.view_mut(), POISON)?;
+        card.prefill_attention(PrefillAttention {
+            out: out.view_mut(),
+            q: card.upload(&narrow_q)?.view(),
+            q_stride,
+            n_q_heads,
+            pages: card.upload(&scene.halves())?.view(),
+            kv: scene.kv,
+            tables: card.upload(&scene.tables)?.view(),
+            sequences: &sequences,
+            on_card: card.prefill_sequences(&sequences)?.view(),
+            window,
+            scale: scene.scale,
+            widened: widened.as_mut(),
+        })?;
+        let name = format!(
+            "prefill_attention {head_dim} {n_q_heads}/{} {:?}, {n_wide} widened, queries {queries:?}, window {}",
+            scene.kv.n_kv_heads,
+            scene.kv.number,
+            window.min(1024)
+        );
+        verdicts.compare(name, &wide(&card.download(out.view())?), &reference, BF16_ERROR);
+    }
     Ok(())
 }

@@ -3,7 +3,7 @@
 use baton_kernels::cuda::ops::{BLOCK_TOKENS, FEW_ROWS_FORMS, FewRowsForm};
 use baton_kernels::cuda::{
     ComputeCard, DecodeAttention, Ending, FusedKernel, FusedProduct, KvNumber, KvPages, PrefillAttention,
-    PrefillSequence, RopeWriteKv, SKINNY_FORMS, SkinnyForm, WeightMatrix,
+    PrefillSequence, RopeWriteKv, SKINNY_FORMS, SkinnyForm, WeightMatrix, WidenedPages, WidenedSize,
 };
 use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
 use serde_json::{Value, json};
@@ -344,6 +344,8 @@ fn prefill(
         .map(|nth| PrefillSequence { first_row: nth * n_queries, n_queries, length })
         .collect();
     let on_card = card.prefill_sequences(&sequences)?;
+    let mut widened =
+        WidenedPages::new(card, WidenedSize { n_tokens: n_sequences * length, n_kv_heads: 8, head_dim })?;
     let time = seconds(card, 4, |_| {
         card.prefill_attention(PrefillAttention {
             out: out.view_mut(),
@@ -357,6 +359,7 @@ fn prefill(
             on_card: on_card.view(),
             window: usize::MAX,
             scale: 0.088,
+            widened: Some(&mut widened),
         })
     })?;
     // Each query sees the tokens before the first query, and on average half of the queries' own tokens.

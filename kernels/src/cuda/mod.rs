@@ -20,6 +20,6 @@ pub use ops::{
     ExpertSpace, ExpertsForm, FeedTokens, FewRowsForm, Fp8Rows, FusedKernel, FusedProduct, HeadsRows,
     KvNumber, KvPages, LATE, LogitEdit, MANY_FP8_FORMS, ManyFp8Form, ManyRows, NOWHERE, Outcome, PendingNorm,
     PrefillAttention, PrefillSequence, QuantizedRows, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm,
-    SumRows, TOP_MAX, WeightMatrix,
+    SumRows, TOP_MAX, WeightMatrix, WidenedPages, WidenedSize,
 };
 pub use peers::{CommonParams, LostFlag, PEERS_MAX, Peers, RankMemory};

@@ -276,12 +276,15 @@ pub const SOURCES: &[Source] = &[
             "decode_attention_hopper_128",
             "decode_attention_hopper_many_64",
             "decode_attention_hopper_many_128",
+            "decode_attention_hopper_fp8_128",
+            "decode_attention_hopper_many_fp8_128",
         ],
         "pages.cuh",
         "tensor.cuh",
         "hopper.cuh"
     )
     .on_hopper(),
+    source!("widen_pages.cu", ["widen_pages"], "pages.cuh").on_hopper(),
     source!(
         "prefill_attention_hopper.cu",
         ["prefill_attention_hopper"],

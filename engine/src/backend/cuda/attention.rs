@@ -128,7 +128,7 @@ impl Decoder {
         if self.chunk_tokens.is_some() {
             return self.attend_chunks_alike(pass, place);
         }
-        let Workspace { qkv, attended, words, .. } = &mut *pass.space;
+        let Workspace { qkv, attended, words, widened, .. } = &mut *pass.space;
         pass.card.prefill_attention(PrefillAttention {
             out: attended.view_mut().slice(0..pass.dims.n_tokens * self.sizes.q_width),
             q: qkv.view(),
@@ -141,6 +141,7 @@ impl Decoder {
             on_card: words.slice(pass.sections.sequences.clone()).triples(),
             window: place.window,
             scale: self.scale(),
+            widened: widened.as_mut(),
         })
     }
 

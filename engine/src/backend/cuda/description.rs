@@ -145,7 +145,7 @@ impl ModelDescription {
         let limits = self.settings.limits;
         let n_words = words_max(limits, self.layout.groups.len(), self.tokens_max);
         let (tokens_max, chunk_tokens) = (self.tokens_max, self.settings.chunk_tokens());
-        let room = StepSizes { tokens_max, n_words, chunk_tokens };
+        let room = StepSizes { tokens_max, n_words, chunk_tokens, kv_number: self.kv_number() };
         WorkspaceShape::of(card, sizes, limits, self.heads.padded, room)
     }
 
@@ -179,12 +179,16 @@ impl ModelDescription {
             turns: card.upload(&turns)?,
             places: places(&self.layout),
             n_blocks: self.n_blocks as usize,
-            kv_number: match self.layout.dtype {
-                KvDtype::Fp8E4m3 => KvNumber::Fp8,
-                _ => KvNumber::Bf16,
-            },
+            kv_number: self.kv_number(),
             chunk_tokens: self.settings.chunk_tokens(),
         })
+    }
+
+    fn kv_number(&self) -> KvNumber {
+        match self.layout.dtype {
+            KvDtype::Fp8E4m3 => KvNumber::Fp8,
+            _ => KvNumber::Bf16,
+        }
     }
 
     /// Loads a rank's weights into the arena, at the same addresses each time.

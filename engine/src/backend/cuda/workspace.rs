@@ -5,7 +5,8 @@ use std::time::Duration;
 use device::cuda::{Bf16, Buffer, CudaError};
 use kernels::cuda::ops::{FEW_ROWS_MAX, FewRowsForm, FusedKernel, SKINNY_FORMS, SKINNY_ROWS_MAX};
 use kernels::cuda::{
-    CommonParams, ComputeCard, DecodeAttention, DrawRow, EDIT_WORDS, ExpertSpace, Outcome, RankMemory,
+    CommonParams, ComputeCard, DecodeAttention, DrawRow, EDIT_WORDS, ExpertSpace, KvNumber, Outcome,
+    PrefillAttention, RankMemory, WidenedPages, WidenedSize,
 };
 
 use super::draws::EDITS_OF_ROW;
@@ -32,6 +33,7 @@ pub(super) struct WorkspaceShape {
     n_parts: usize,
     n_keys: usize,
     n_words: usize,
+    widened: Option<WidenedSize>,
 }
 
 /// Limits of all steps, from which the size of the workspace follows.
@@ -43,6 +45,7 @@ pub(super) struct StepSizes {
     pub(super) n_words: usize,
     /// The tokens of a chunk of attention: see [`Decoder`](super::decoder::Decoder).
     pub(super) chunk_tokens: Option<usize>,
+    pub(super) kv_number: KvNumber,
 }
 
 /// Activations of a step, one row for each token.
@@ -85,6 +88,8 @@ pub(super) struct Workspace {
     pub(super) words: Buffer<u32>,
     pub(super) parts: Buffer<f32>,
     pub(super) part_sums: Buffer<[f32; 2]>,
+    /// One layer's KV of the longest sequence in bf16, if prompts read KV in FP8 by Hopper's attention.
+    pub(super) widened: Option<WidenedPages>,
 }
 
 impl WorkspaceShape {
@@ -101,7 +106,11 @@ impl WorkspaceShape {
                 parts_alike(sizes.q_width / head_dim, limits, room.tokens_max.div_ceil(chunk_tokens))
             }
         };
+        let n_kv_heads = sizes.kv_width / head_dim;
+        let is_widened =
+            room.chunk_tokens.is_none() && PrefillAttention::widens(card, room.kv_number, head_dim);
         Self {
+            widened: is_widened.then_some(WidenedSize { n_tokens: room.tokens_max, n_kv_heads, head_dim }),
             sizes,
             limits,
             part_numbers: DecodeAttention::parts_numbers(n_parts, head_dim),
@@ -126,8 +135,10 @@ impl WorkspaceShape {
             .together()
             .map_or(0, |together| together.inbox_bytes(self.sizes.share.n_ranks) + 4 * self.n_own_logits());
         let experts = self.sizes.experts.map_or(0, |experts| experts.space_bytes(self.limits.tokens));
+        let widened = self.widened.map_or(0, WidenedSize::bytes);
         2 * of_token * self.limits.tokens
             + experts
+            + widened
             + of_row * self.limits.rows
             + parts
             + squares
@@ -174,6 +185,7 @@ impl WorkspaceShape {
             words: card.buffer(self.n_words)?,
             parts: card.buffer(self.part_numbers)?,
             part_sums: card.buffer(self.n_parts)?,
+            widened: self.widened.map(|size| WidenedPages::new(card, size)).transpose()?,
         })
     }
 }

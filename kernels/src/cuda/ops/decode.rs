@@ -4,7 +4,6 @@ use super::{
     BLOCK_TOKENS, Bf16, ComputeCard, CudaError, GRID_SIDE_MAX, KvNumber, KvPages, View, ViewMut, ensure,
     launch, number, rows_of,
 };
-use crate::cuda::tensor_map::TensorMap;
 use device::cuda::card::{Grid, grid};
 
 /// The number of threads of a block, as in `decode_attention.cu`.
@@ -224,8 +223,8 @@ impl ComputeCard {
         )
     }
 
-    /// Launches the kernel that uses the copy engine, if the GPU has one, the caller allows it and KV is in
-    /// bf16; else the other one.
+    /// Launches the kernel that uses the copy engine, if the GPU has one, the caller allows it and there is one for this
+    /// KV; else the other one.
     fn launch_decode(
         &self,
         kernel: &'static str,
@@ -236,7 +235,7 @@ impl ComputeCard {
         let DecodeAttention { out, parts, part_sums, q, pages, tables, lengths, kv, .. } = attention;
         let of_heads = |hopper: &&Hopper| {
             let is_able =
-                kv.number == KvNumber::Bf16 && hopper.head_dim == kv.head_dim && self.has(hopper.one);
+                (hopper.number, hopper.head_dim) == (kv.number, kv.head_dim) && self.has(hopper.one);
             is_able && !attention.leaves_cache
         };
         let Some(hopper) = HOPPER.iter().find(of_heads) else {
@@ -255,8 +254,8 @@ impl ComputeCard {
                 &shape
             );
         };
-        let of_pages = TensorMap::of(kv.matrix(*pages), BLOCK_TOKENS)?;
-        let config = Grid::of(blocks, THREADS, shared_bytes(hopper.head_dim));
+        let of_pages = kv.map(*pages)?;
+        let config = Grid::of(blocks, THREADS, shared_bytes(hopper));
         if let Some(n_at_once) = attention.queries_at_once() {
             let n_rows = lengths.len();
             let blocks = (blocks.0, blocks.1, n_rows.div_ceil(n_at_once));
@@ -292,26 +291,44 @@ impl ComputeCard {
     }
 }
 
-/// Kernels that use the copy engine, for one head size: one with one query of each sequence, one with many
-/// queries of one sequence.
+/// Kernels that use the copy engine, for one format and one head size: one with one query of each sequence, one with
+/// many queries of one sequence.
 struct Hopper {
     one: &'static str,
     many: &'static str,
+    number: KvNumber,
     head_dim: usize,
 }
 
-const HOPPER: [Hopper; 2] = [
-    Hopper { one: "decode_attention_hopper_64", many: "decode_attention_hopper_many_64", head_dim: 64 },
-    Hopper { one: "decode_attention_hopper_128", many: "decode_attention_hopper_many_128", head_dim: 128 },
+const HOPPER: [Hopper; 3] = [
+    Hopper {
+        one: "decode_attention_hopper_64",
+        many: "decode_attention_hopper_many_64",
+        number: KvNumber::Bf16,
+        head_dim: 64,
+    },
+    Hopper {
+        one: "decode_attention_hopper_128",
+        many: "decode_attention_hopper_many_128",
+        number: KvNumber::Bf16,
+        head_dim: 128,
+    },
+    Hopper {
+        one: "decode_attention_hopper_fp8_128",
+        many: "decode_attention_hopper_many_fp8_128",
+        number: KvNumber::Fp8,
+        head_dim: 128,
+    },
 ];
 
-/// Returns the bytes of the rings of pages, with padding to align them to 1,024 bytes.
-fn shared_bytes(head_dim: usize) -> u32 {
-    (PAGES_AT_ONCE * 2 * BLOCK_TOKENS * head_dim * size_of::<Bf16>() + 1024) as u32
+/// Returns the bytes of the rings of pages, with padding to align them to 1,024 bytes. Rings of FP8 have twice as many
+/// pages of half the size.
+fn shared_bytes(hopper: &Hopper) -> u32 {
+    (PAGES_AT_ONCE * 2 * BLOCK_TOKENS * hopper.head_dim * size_of::<Bf16>() + 1024) as u32
 }
 
 /// Returns the dynamic shared memory of a kernel in this file.
 pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
     let found = HOPPER.iter().find(|hopper| [hopper.one, hopper.many].contains(&kernel));
-    found.map(|hopper| shared_bytes(hopper.head_dim))
+    found.map(shared_bytes)
 }

@@ -9,6 +9,7 @@ mod argmax;
 mod skinny;
 mod decode;
 mod prefill;
+mod widened;
 mod probe;
 mod few_rows;
 mod many_rows;
@@ -35,6 +36,7 @@ pub use ranks::SumRows;
 pub use rope::RopeWriteKv;
 pub use sample::{DrawRow, EDIT_WORDS, LATE, LogitEdit, Outcome, SampleTokens, TOP_MAX};
 pub use skinny::{SKINNY_FORMS, SKINNY_ROWS_MAX, SkinnyForm};
+pub use widened::{WidenedPages, WidenedSize};
 
 use std::time::Duration;
 
@@ -42,7 +44,7 @@ use device::cuda::error::ensure;
 use device::cuda::{Bf16, CudaError, Element, View, ViewMut};
 
 use super::ComputeCard;
-use super::tensor_map::Matrix;
+use super::tensor_map::{Matrix, TensorMap};
 
 /// The number of tokens of a KV page, also in `kernels/cu/pages.cuh`.
 pub const BLOCK_TOKENS: usize = 16;
@@ -80,10 +82,18 @@ impl KvPages {
         2 * self.n_kv_heads * BLOCK_TOKENS * self.head_dim
     }
 
-    /// Returns all bf16 pages as a matrix. A row is one head of K or V of one token.
-    fn matrix(&self, pages: View<'_, Bf16>) -> Matrix {
+    /// Describes all pages to the copy engine, in boxes of the tokens of a page. A row is one head of K or V of one
+    /// token.
+    fn map(&self, pages: View<'_, Bf16>) -> Result<TensorMap, CudaError> {
         let n_rows = self.n_blocks * 2 * self.n_kv_heads * BLOCK_TOKENS;
-        Matrix { address: pages.address(), n_rows, n_columns: self.head_dim, stride: self.head_dim }
+        let (address, width) = (pages.address(), self.head_dim);
+        match self.number {
+            KvNumber::Bf16 => {
+                let matrix = Matrix { address, n_rows, n_columns: width, stride: width };
+                TensorMap::of(matrix, BLOCK_TOKENS)
+            }
+            KvNumber::Fp8 => TensorMap::of_fp8(address, n_rows, width, BLOCK_TOKENS),
+        }
     }
 }
 

@@ -1,8 +1,9 @@
 //! Attention of many new tokens for each of some sequences.
 
+use super::widened::NarrowPages;
 use super::{
-    BLOCK_TOKENS, Bf16, ComputeCard, CudaError, GRID_SIDE_MAX, KvNumber, KvPages, View, ViewMut, ensure,
-    launch, number,
+    BLOCK_TOKENS, Bf16, ComputeCard, CudaError, GRID_SIDE_MAX, KvNumber, KvPages, View, ViewMut,
+    WidenedPages, ensure, launch, number,
 };
 use crate::cuda::tensor_map::{Matrix, TensorMap};
 use device::cuda::Buffer;
@@ -48,6 +49,8 @@ pub struct PrefillAttention<'a> {
     /// The number of last tokens that a query sees, with itself.
     pub window: usize,
     pub scale: f32,
+    /// Memory that lets Hopper's kernel compute the attention over KV in FP8. Without it, the kernel for all GPUs does.
+    pub widened: Option<&'a mut WidenedPages>,
 }
 
 /// The fields of PrefillShape in prefill_attention.cu, in the same order. The struct is copied to the GPU as
@@ -69,6 +72,11 @@ struct PrefillShape {
 }
 
 impl PrefillAttention<'_> {
+    /// Returns whether pages of this form are widened, if there is memory for it.
+    pub fn widens(card: &ComputeCard, number: KvNumber, head_dim: usize) -> bool {
+        number == KvNumber::Fp8 && head_dim == HOPPER_HEAD && card.has(HOPPER)
+    }
+
     fn check(&self, kernel: &'static str) -> Result<(), CudaError> {
         let (head_dim, n_kv_heads) = (self.kv.head_dim, self.kv.n_kv_heads);
         ensure(kernel, [64, 128].contains(&head_dim), "heads that are not 64 or 128 wide")?;
@@ -121,7 +129,7 @@ impl ComputeCard {
 
     /// Computes `out = softmax(q * K * scale) * V` for the last queries of each sequence; each query sees the
     /// tokens up to itself.
-    pub fn prefill_attention(&self, attention: PrefillAttention<'_>) -> Result<(), CudaError> {
+    pub fn prefill_attention(&self, mut attention: PrefillAttention<'_>) -> Result<(), CudaError> {
         let kernel = match (attention.kv.number, attention.kv.head_dim) {
             (KvNumber::Bf16, 64) => "prefill_attention_64",
             (KvNumber::Bf16, _) => "prefill_attention_128",
@@ -129,11 +137,15 @@ impl ComputeCard {
             (KvNumber::Fp8, _) => "prefill_attention_fp8_128",
         };
         attention.check(kernel)?;
+        let widened = attention.widened.take();
         let PrefillAttention { out, q, pages, tables, on_card, sequences, kv, .. } = &attention;
         self.check_places(kernel, &[out, q, pages], &[tables, on_card])?;
         let n_queries = sequences.iter().map(|sequence| sequence.n_queries).max().unwrap_or(0);
         if n_queries == 0 {
             return Ok(());
+        }
+        if let Some(widened) = widened.filter(|_| PrefillAttention::widens(self, kv.number, kv.head_dim)) {
+            return self.prefill_widened(attention, widened);
         }
         let shape = PrefillShape {
             n_q_heads: number(kernel, attention.n_q_heads)?,
@@ -168,6 +180,38 @@ impl ComputeCard {
         )
     }
 
+    /// Widens the pages of as many sequences as there is room for, computes their attention, and goes on with the next
+    /// ones.
+    fn prefill_widened(
+        &self,
+        mut attention: PrefillAttention<'_>,
+        widened: &mut WidenedPages,
+    ) -> Result<(), CudaError> {
+        let n_sequences = attention.sequences.len();
+        let stride = attention.tables.len() / n_sequences;
+        let n_at_once = widened.n_sequences(stride);
+        ensure("widen_pages", n_at_once > 0, "a longer table than there is room for")?;
+        for first in (0..n_sequences).step_by(n_at_once) {
+            let these = first..(first + n_at_once).min(n_sequences);
+            let tables = attention.tables.slice(these.start * stride..these.end * stride);
+            let on_card = attention.on_card.slice(these.clone());
+            let PrefillAttention { pages, kv, window, .. } = attention;
+            self.widen_pages(widened, NarrowPages { pages, kv, tables, on_card, window })?;
+            let (pages, kv) = widened.pages();
+            self.prefill_attention(PrefillAttention {
+                out: attention.out.reborrow(),
+                pages,
+                kv,
+                tables: widened.tables(tables.len()),
+                sequences: &attention.sequences[these],
+                on_card,
+                widened: None,
+                ..attention
+            })?;
+        }
+        Ok(())
+    }
+
     fn launch_prefill_hopper(
         &self,
         attention: &PrefillAttention<'_>,
@@ -178,7 +222,7 @@ impl ComputeCard {
         let n_rows = (q.len() - width) / q_stride + 1;
         let of_q = Matrix { address: q.address(), n_rows, n_columns: width, stride: *q_stride };
         let of_q = TensorMap::of(of_q, TILE_QUERIES)?;
-        let of_pages = TensorMap::of(kv.matrix(*pages), BLOCK_TOKENS)?;
+        let of_pages = kv.map(*pages)?;
         let shared_bytes = shared_bytes_of(HOPPER).unwrap_or(0);
         let tickets = self.tickets();
         let n_blocks = self.n_multiprocessors().min(shape.n_pieces) as usize;
