@@ -64,6 +64,25 @@ fn a_checkpoint_in_fp8_is_the_one_that_it_stands_for() {
     }
 }
 
+/// The same with a scale for each block. The committed models have widths of more than one block.
+#[test]
+fn a_checkpoint_with_block_scales_is_the_one_that_it_stands_for() {
+    let copies =
+        MODELS.iter().chain(&["mixtral", "deepseek-v3"]).map(|model| in_form(&folder(model), Form::Blocks));
+    let copies: Vec<TempDir> = copies.collect();
+    let committed = ["qwen3-fp8", "deepseek-v3-fp8"].map(folder);
+    for narrow in copies.iter().map(TempDir::path).chain(committed.iter().map(PathBuf::as_path)) {
+        let wide = in_form(narrow, Form::F32);
+        let mut reference = opened(wide.path(), Quantize::No, 1);
+        for ranks in [1, 2] {
+            let mut subject = opened(narrow, Quantize::No, ranks);
+            assert!(subject.weight_bytes() < reference.weight_bytes(), "one byte a weight");
+            let comparison = compared(&mut reference, &mut subject, Tolerance::NONE);
+            assert!(comparison.is_equal(), "{}: {:?}", narrow.display(), comparison.wrong.first());
+        }
+    }
+}
+
 /// A model quantized during loading equals its checkpoint with f32 scales.
 #[test]
 fn quantizing_at_load_is_as_good_as_before() {
@@ -93,20 +112,23 @@ fn fp8_is_near_what_it_was_and_not_the_same() {
 /// A checkpoint that was made for activations in FP8 gets them, with the same bits on two ranks.
 #[test]
 fn activations_are_rounded_as_the_checkpoint_says() {
-    for model in MODELS {
-        let narrow = in_form(&folder(model), Form::CompressedTensors);
-        let mut reference = rounding(narrow.path(), Activations::Fp8, Quantize::No, 1);
+    let copies = MODELS.map(|model| in_form(&folder(model), Form::CompressedTensors));
+    let of_rows = copies.iter().map(|copy| (copy.path().to_owned(), "fp8"));
+    let of_blocks = ["qwen3-fp8", "deepseek-v3-fp8"].map(|model| (folder(model), "fp8, scales by 128x128"));
+    for (narrow, dtype) in of_rows.chain(of_blocks) {
+        let mut reference = rounding(&narrow, Activations::Fp8, Quantize::No, 1);
         for ranks in [1, 2] {
-            let mut subject = rounding(narrow.path(), Activations::Auto, Quantize::No, ranks);
+            let mut subject = rounding(&narrow, Activations::Auto, Quantize::No, ranks);
             let comparison = compared(&mut reference, &mut subject, Tolerance::NONE);
-            assert!(comparison.is_equal(), "{model}: {:?}", comparison.wrong.first());
-            let apart = opened(narrow.path(), Quantize::No, ranks);
+            assert!(comparison.is_equal(), "{}: {:?}", narrow.display(), comparison.wrong.first());
+            let apart = opened(&narrow, Quantize::No, ranks);
             let error = apart.model().fingerprint.agree(&subject.model().fingerprint).expect_err("rounded");
-            let expected = "models differ: dtype: fp8 here, fp8, activations in fp8 by 128 there";
+            let expected =
+                format!("models differ: dtype: {dtype} here, {dtype}, activations in fp8 by 128 there");
             assert_eq!(error.to_string(), expected);
         }
-        let mut full = opened(narrow.path(), Quantize::No, 1);
-        assert!(!compared(&mut full, &mut reference, Tolerance::NONE).is_equal(), "{model} is not rounded");
+        let mut full = opened(&narrow, Quantize::No, 1);
+        assert!(!compared(&mut full, &mut reference, Tolerance::NONE).is_equal(), "{}", narrow.display());
     }
 }
 
@@ -120,17 +142,30 @@ fn activations_of_a_model_without_fp8_are_not_rounded() {
 
 #[test]
 fn checkpoints_in_other_forms_are_refused_by_name() {
-    let copy = in_form(&folder("qwen3"), Form::CompressedTensors);
-    let file = copy.path().join("config.json");
-    let config = std::fs::read_to_string(&file).expect("a config");
-    std::fs::write(&file, config.replace("float-quantized", "pack-quantized")).expect("a file");
-    let error = CpuBackend::open(copy.path(), 1 << 20, &CpuSettings::default()).expect_err("not implemented");
-    let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
-    let sentence = format!("{error}: {cause}");
-    assert!(
-        sentence.contains("format \"pack-quantized\" is not implemented: float-quantized is"),
-        "{sentence}"
-    );
+    for (form, published, other, expected) in [
+        (
+            Form::CompressedTensors,
+            "float-quantized",
+            "pack-quantized",
+            "format \"pack-quantized\" is not implemented: float-quantized is",
+        ),
+        (
+            Form::Blocks,
+            "\"dynamic\"",
+            "\"static\"",
+            "activation_scheme \"static\" is not implemented: dynamic is",
+        ),
+    ] {
+        let copy = in_form(&folder("qwen3"), form);
+        let file = copy.path().join("config.json");
+        let config = std::fs::read_to_string(&file).expect("a config");
+        assert!(config.contains(published), "{config}");
+        std::fs::write(&file, config.replace(published, other)).expect("a file");
+        let error = CpuBackend::open(copy.path(), 1 << 20, &CpuSettings::default()).expect_err(expected);
+        let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
+        let sentence = format!("{error}: {cause}");
+        assert!(sentence.contains(expected) && sentence.contains("config.json"), "{sentence}");
+    }
 }
 
 #[test]

@@ -4,6 +4,7 @@ use std::num::NonZero;
 use std::path::{Path, PathBuf};
 
 use baton_engine::conformance::alone::step;
+use baton_engine::load::Activations;
 use baton_engine::{Backend, CpuBackend, CpuSettings, PromptTargets, Row, RowInput, SlotId, StepBatch};
 use serde::Deserialize;
 use types::step::PromptLogprob;
@@ -47,8 +48,8 @@ fn opened(folder: &Path, kv_dtype: KvDtype) -> CpuBackend {
 }
 
 fn spread(folder: &Path, kv_dtype: KvDtype, ranks: u16) -> CpuBackend {
-    let ranks = NonZero::new(ranks).expect("some");
-    let settings = CpuSettings { kv_dtype, ranks, ..CpuSettings::default() };
+    let (ranks, activations) = (NonZero::new(ranks).expect("some"), Activations::Full);
+    let settings = CpuSettings { kv_dtype, ranks, activations, ..CpuSettings::default() };
     CpuBackend::open(folder, 16 << 20, &settings).expect("the model opens")
 }
 
@@ -151,6 +152,13 @@ fn deepseek_v3_is_as_in_transformers() {
 #[test]
 fn yarn_is_as_in_transformers() {
     check_architecture("llama-yarn");
+}
+
+/// `transformers` has computed with the widened weights.
+#[test]
+fn block_scales_are_as_in_transformers() {
+    check_architecture("qwen3-fp8");
+    check_architecture("deepseek-v3-fp8");
 }
 
 /// The test models.

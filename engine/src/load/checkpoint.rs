@@ -2,9 +2,8 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
-use kernels::cpu::{Format, Matrix, WrongSize};
+use kernels::cpu::{FP8_BLOCK, Format, Matrix, WrongSize};
 use serde::Deserialize;
 
 use super::gguf;
@@ -114,10 +113,41 @@ impl Checkpoint {
     }
 }
 
+/// What the scales of an FP8 matrix belong to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ScaleUnit {
+    Matrix,
+    Row,
+    Block,
+}
+
+/// The ends of the names of scales, after the name of their matrix. `_scale_inv` are factors too, despite the name.
+const SCALE: &str = "_scale";
+const BLOCK_SCALE: &str = "_scale_inv";
+
 impl Checkpoint {
-    /// Reads the scales of an FP8 matrix: one for each row, or one for all rows.
-    fn scales(&self, name: &str, file: &TensorFile, rows: usize) -> Result<Arc<[f32]>, LoadError> {
-        let scale = format!("{name}_scale");
+    /// Returns the name of an FP8 matrix's scales.
+    fn scales_name(&self, matrix: &str) -> String {
+        let of_blocks = format!("{matrix}{BLOCK_SCALE}");
+        if self.shape(&of_blocks).is_some() { of_blocks } else { format!("{matrix}{SCALE}") }
+    }
+
+    /// Returns the FP8 matrix whose scales have this name; `None` if there is none.
+    pub(super) fn scaled_by<'a>(&self, name: &'a str) -> Option<&'a str> {
+        let matrix = name.strip_suffix(BLOCK_SCALE).or_else(|| name.strip_suffix(SCALE))?;
+        (self.fp8_format(matrix).is_some() && self.scales_name(matrix) == name).then_some(matrix)
+    }
+
+    /// Reads an FP8 matrix with its scales: one for each row, for all rows, or for each block.
+    fn fp8(
+        &self,
+        name: &str,
+        file: &TensorFile,
+        numbers: TensorBytes,
+        [rows, cols]: [usize; 2],
+    ) -> Result<Matrix, LoadError> {
+        check_shape(name, file, &numbers, &[rows, cols])?;
+        let scale = self.scales_name(name);
         let wrong = |wrong: String| LoadError::Scales {
             tensor: name.to_owned(),
             path: file.path().to_owned(),
@@ -125,23 +155,43 @@ impl Checkpoint {
         };
         let (tensor, of_scales) = match self.tensor(&scale) {
             Err(LoadError::MissingTensor { tensor, path }) => {
-                return Err(wrong(format!("are missing: no tensor {tensor} in {}", path.display())));
+                let path = path.display();
+                return Err(wrong(format!(
+                    "are missing: no tensor {tensor} or {name}{BLOCK_SCALE} in {path}"
+                )));
             }
             found => found?,
         };
-        let len = match *tensor.shape.as_slice() {
-            [] | [1] | [1, 1] => 1,
-            [n] | [n, 1] if n == rows => rows,
-            ref shape => {
-                return Err(wrong(format!("{scale} have shape {shape:?}, not [{rows}, 1], [{rows}] or [1]")));
-            }
-        };
         let shape = tensor.shape.clone();
-        let numbers = numbers(&scale, of_scales, TensorBytes { shape: vec![len], ..tensor }, len)?;
-        if let Some(number) = numbers.iter().find(|number| !number.is_finite()) {
+        let unit = scale_unit(&scale, &shape, [rows, cols]).ok_or_else(|| {
+            let others = if scale.ends_with(BLOCK_SCALE) { "" } else { &format!("[{rows}, 1], [{rows}], [1] or ") };
+            let blocks = [rows, cols].map(|size| size.div_ceil(FP8_BLOCK));
+            wrong(format!(
+                "{scale} have shape {shape:?}, not {others}{blocks:?} for blocks of {FP8_BLOCK} by {FP8_BLOCK}"
+            ))
+        })?;
+        let len = shape.iter().product();
+        let scales = self::numbers(&scale, of_scales, TensorBytes { shape: vec![len], ..tensor }, len)?;
+        if let Some(number) = scales.iter().find(|number| !number.is_finite()) {
             return Err(wrong(format!("{scale} of shape {shape:?} have {number} among them")));
         }
-        Ok(if len == rows { numbers.into() } else { vec![numbers[0]; rows].into() })
+        let matrix = match unit {
+            ScaleUnit::Matrix => Matrix::scaled(numbers.bytes, cols, vec![scales[0]; rows].into()),
+            ScaleUnit::Row => Matrix::scaled(numbers.bytes, cols, scales.into()),
+            ScaleUnit::Block => Matrix::scaled_by_blocks(numbers.bytes, rows, cols, scales.into()),
+        };
+        matrix.map_err(|wrong| size_is_wrong(name, file, &wrong))
+    }
+}
+
+/// Returns what scales of this name and shape belong to; `None` if they do not fit the matrix.
+fn scale_unit(name: &str, shape: &[usize], [rows, cols]: [usize; 2]) -> Option<ScaleUnit> {
+    let are_of_blocks = shape == [rows.div_ceil(FP8_BLOCK), cols.div_ceil(FP8_BLOCK)];
+    match *shape {
+        _ if name.ends_with(BLOCK_SCALE) => are_of_blocks.then_some(ScaleUnit::Block),
+        [] | [1] | [1, 1] => Some(ScaleUnit::Matrix),
+        [n] | [n, 1] if n == rows => Some(ScaleUnit::Row),
+        _ => are_of_blocks.then_some(ScaleUnit::Block),
     }
 }
 
@@ -157,9 +207,7 @@ impl TensorSource for Checkpoint {
         if tensor.format != Format::Fp8 {
             return matrix(name, file, tensor, &[rows, cols]);
         }
-        check_shape(name, file, &tensor, &[rows, cols])?;
-        let matrix = Matrix::scaled(tensor.bytes, cols, self.scales(name, file, rows)?);
-        matrix.map_err(|wrong| size_is_wrong(name, file, &wrong))
+        self.fp8(name, file, tensor, [rows, cols])
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {
@@ -167,8 +215,14 @@ impl TensorSource for Checkpoint {
         numbers(name, file, tensor, len)
     }
 
-    fn is_fp8(&self, name: &str) -> bool {
-        self.file(name).and_then(|file| file.format(name)) == Some(Format::Fp8)
+    fn fp8_format(&self, name: &str) -> Option<Format> {
+        let format = self.file(name)?.format(name).filter(|format| *format == Format::Fp8)?;
+        let scale = self.scales_name(name);
+        let unit = match (self.shape(name).as_deref(), self.shape(&scale)) {
+            (Some([rows, cols]), Some(shape)) => scale_unit(&scale, &shape, [*rows, *cols]),
+            _ => None,
+        };
+        Some(if unit == Some(ScaleUnit::Block) { Format::Fp8Blocks } else { format })
     }
 }
 

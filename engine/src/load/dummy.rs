@@ -36,8 +36,8 @@ impl TensorSource for Dummy<'_> {
         Ok(vector(name, len))
     }
 
-    fn is_fp8(&self, _name: &str) -> bool {
-        false
+    fn fp8_format(&self, _name: &str) -> Option<Format> {
+        None
     }
 }
 

@@ -7,7 +7,7 @@ use std::num::NonZero;
 use std::path::Path;
 
 use kernels::cpu::number::f32_to_bf16;
-use kernels::cpu::{Arithmetic, Format, Matrix, Processor};
+use kernels::cpu::{Arithmetic, FP8_BLOCK, Format, Matrix, Processor};
 use serde_json::{Map, Value, json};
 
 use super::checkpoint::Checkpoint;
@@ -29,6 +29,8 @@ pub enum Form {
     CompressedTensors,
     /// The layers' matrices in FP8 with f32 scales, as `fbgemm_fp8` writes them.
     Fbgemm,
+    /// The layers' matrices in FP8 with an f32 scale for each block, as DeepSeek and Qwen publish them.
+    Blocks,
 }
 
 /// Writes a folder with another folder's config and random weights, using all cores. Returns the bytes of the
@@ -120,15 +122,19 @@ impl TensorEntry {
 
 impl Form {
     fn is_fp8(self) -> bool {
-        matches!(self, Self::CompressedTensors | Self::Fbgemm)
+        matches!(self, Self::CompressedTensors | Self::Fbgemm | Self::Blocks)
     }
 
     /// Returns a tensor's entries in the file: the tensor and its scales.
     fn entries(self, tensor: &TensorSpec) -> Vec<TensorEntry> {
         let TensorSpec { name, .. } = tensor;
         if let (true, true, Some(rows)) = (self.is_fp8(), tensor.is_linear(), tensor.rows) {
-            let of_scales = if self == Self::Fbgemm { "F32" } else { "BF16" };
-            let scales = TensorEntry::new(format!("{name}_scale"), of_scales, vec![rows, 1]);
+            let blocks = [rows, tensor.cols].map(|size| size.div_ceil(FP8_BLOCK)).to_vec();
+            let scales = match self {
+                Self::Blocks => TensorEntry::new(format!("{name}_scale_inv"), "F32", blocks),
+                Self::Fbgemm => TensorEntry::new(format!("{name}_scale"), "F32", vec![rows, 1]),
+                _ => TensorEntry::new(format!("{name}_scale"), "BF16", vec![rows, 1]),
+            };
             return vec![TensorEntry::new(name.clone(), "F8_E4M3", tensor.shape()), scales];
         }
         let dtype = if self == Self::F32 { "F32" } else { "BF16" };
@@ -147,12 +153,16 @@ impl Form {
         };
         let matrix = source.matrix(&tensor.name, rows, tensor.cols)?;
         if self.is_fp8() && tensor.is_linear() {
-            let narrow = match matrix.format() {
-                Format::Fp8 => matrix,
+            let narrow = match (self, matrix.format()) {
+                (Self::Blocks, Format::Fp8Blocks) => matrix,
+                (Self::Blocks, _) => processor.quantize_fp8_blocks(&matrix).map_err(LoadError::Memory)?,
+                (_, Format::Fp8) => matrix,
                 _ => processor.quantize_fp8(&matrix).map_err(LoadError::Memory)?,
             };
-            let scales =
-                if self == Self::Fbgemm { bytes_f32(narrow.scales()) } else { bytes_bf16(narrow.scales()) };
+            let scales = match self {
+                Self::CompressedTensors => bytes_bf16(narrow.scales()),
+                _ => bytes_f32(narrow.scales()),
+            };
             return Ok([narrow.bytes(), &scales].concat());
         }
         if self != Self::F32 && matrix.format() == Format::Bf16 {
@@ -184,6 +194,9 @@ impl Form {
             }),
             Self::Fbgemm => json!({
                 "quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"],
+            }),
+            Self::Blocks => json!({
+                "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
             }),
         };
         config.insert("quantization_config".to_owned(), quantized);

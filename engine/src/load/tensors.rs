@@ -5,7 +5,6 @@ use std::collections::HashMap;
 use tracing::info;
 
 use super::checkpoint::Checkpoint;
-use super::weights::TensorSource as _;
 use crate::error::LoadError;
 use crate::model::{LatentShape, Mixture, ModelConfig, OptionalTensors};
 
@@ -168,8 +167,8 @@ pub fn check_all_read(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<(
     let read: HashMap<String, TensorSpec> =
         tensors(config).into_iter().map(|tensor| (tensor.name.clone(), tensor)).collect();
     let is_scale = |name: &str| {
-        let matrix = name.strip_suffix("_scale").filter(|matrix| checkpoint.is_fp8(matrix));
-        matrix.and_then(|matrix| read.get(matrix)).is_some_and(|tensor| tensor.rows.is_some())
+        let matrix = checkpoint.scaled_by(name).and_then(|matrix| read.get(matrix));
+        matrix.is_some_and(|tensor| tensor.rows.is_some())
     };
     let is_unread = |name: &str| {
         let is_read = read.contains_key(name) || holds_experts(config, checkpoint, name);
@@ -233,6 +232,8 @@ mod tests {
             "qwen3-moe",
             "deepseek-v2",
             "deepseek-v3",
+            "qwen3-fp8",
+            "deepseek-v3-fp8",
         ]
         .into_iter()
         .map(move |name| folder.join(name))
@@ -244,7 +245,9 @@ mod tests {
             let config = ModelFolder::open(&path).expect("it opens").config;
             let checkpoint = Checkpoint::open(&path).expect("it opens");
             let names = checkpoint.files().iter().flat_map(|file| file.names());
-            let names: BTreeSet<&str> = names.filter(|name| !is_of_prediction(&config, name)).collect();
+            let is_other =
+                |name: &str| is_of_prediction(&config, name) || checkpoint.scaled_by(name).is_some();
+            let names: BTreeSet<&str> = names.filter(|name| !is_other(name)).collect();
             let tensors = tensors(&config);
             assert_eq!(tensors.iter().map(|one| one.name.as_str()).collect::<BTreeSet<_>>(), names);
             for one in &tensors {

@@ -1,7 +1,8 @@
 use std::num::NonZero;
 use std::path::Path;
 
-use kernels::cpu::{Arithmetic, Processor};
+use kernels::cpu::number::f32_to_bf16;
+use kernels::cpu::{Arithmetic, Format, Processor};
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -122,7 +123,8 @@ fn a_matrix_in_fp8_has_a_scale_for_each_row_or_one_for_all() {
             write_tensors(&folder.join("model.safetensors"), &tensors);
         });
         let checkpoint = checkpoint.expect("it opens");
-        assert!(checkpoint.is_fp8("a") && !checkpoint.is_fp8("a_scale") && !checkpoint.is_fp8("b"));
+        let formats = ["a", "a_scale", "b"].map(|name| checkpoint.fp8_format(name));
+        assert_eq!(formats, [Some(Format::Fp8), None, None]);
         let matrix = checkpoint.matrix("a", 2, 3).expect("a");
         let mut rows = [[0.0; 3]; 2];
         rows.iter_mut().enumerate().for_each(|(nth, row)| matrix.read_row(nth, row));
@@ -145,10 +147,11 @@ fn a_matrix_in_fp8_without_its_scales_is_refused() {
         })
     };
     let which = "tensor a in F/model.safetensors is of F8_E4M3, and its scales";
-    assert_eq!(written(None), format!("{which} are missing: no tensor a_scale in F/model.safetensors"));
+    let missing = "are missing: no tensor a_scale or a_scale_inv in F/model.safetensors";
+    assert_eq!(written(None), format!("{which} {missing}"));
     assert_eq!(
         written(Some((&[1, 2], [1.0, 1.0]))),
-        format!("{which} a_scale have shape [1, 2], not [2, 1], [2] or [1]")
+        format!("{which} a_scale have shape [1, 2], not [2, 1], [2], [1] or [1, 1] for blocks of 128 by 128")
     );
     assert_eq!(
         written(Some((&[2], [1.0, f32::NAN]))),
@@ -159,6 +162,62 @@ fn a_matrix_in_fp8_without_its_scales_is_refused() {
     });
     let error = checkpoint.expect("it opens").vector("a", 6).expect_err("a norm in FP8").to_string();
     assert!(error.contains("is a vector of F8_E4M3, which is not implemented"), "{error}");
+}
+
+/// Opens a checkpoint with matrix `a`, 130 x 260, whose numbers are all 1, and with these tensors.
+fn with_blocks(others: &[(&str, &str, &[usize], &[u8])]) -> (TempDir, Checkpoint) {
+    let ones = [0x38; 130 * 260];
+    let (folder, checkpoint) = opened(|folder| {
+        let mut tensors: Vec<(&str, &str, &[usize], &[u8])> = vec![("a", "F8_E4M3", &[130, 260], &ones)];
+        tensors.extend(others);
+        write_tensors(&folder.join("model.safetensors"), &tensors);
+    });
+    (folder, checkpoint.expect("it opens"))
+}
+
+#[test]
+fn a_matrix_in_fp8_has_a_scale_for_each_block() {
+    let scales = [2.0f32, 3.0, 5.0, 7.0, 11.0, 13.0];
+    let wide: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+    let narrow: Vec<u8> = scales.iter().flat_map(|scale| f32_to_bf16(*scale).to_le_bytes()).collect();
+    for (name, dtype, bytes) in
+        [("a_scale_inv", "F32", &wide), ("a_scale_inv", "BF16", &narrow), ("a_scale", "F32", &wide)]
+    {
+        let (_folder, checkpoint) = with_blocks(&[(name, dtype, &[2, 3], bytes)]);
+        assert_eq!(checkpoint.fp8_format("a"), Some(Format::Fp8Blocks), "{name}");
+        let matrix = checkpoint.matrix("a", 130, 260).expect("a");
+        let mut row = vec![0.0; 260];
+        for nth in [0, 127, 128, 129] {
+            matrix.read_row(nth, &mut row);
+            let found = [0, 127, 128, 255, 256, 259].map(|column| row[column]);
+            let [x, y, z] = [0, 1, 2].map(|column| scales[nth / 128 * 3 + column]);
+            assert_eq!(found, [x, x, y, y, z, z], "{name} of {dtype}, row {nth}");
+        }
+    }
+}
+
+#[test]
+fn scales_of_other_blocks_are_refused() {
+    let refusal = |name: &str, shape: &[usize], scale: f32| {
+        let bytes: Vec<u8> = (0..shape.iter().product()).flat_map(|_| scale.to_le_bytes()).collect();
+        let (folder, checkpoint) = with_blocks(&[(name, "F32", shape, &bytes)]);
+        let error = checkpoint.matrix("a", 130, 260).expect_err("refused").to_string();
+        error.replace(&folder.path().display().to_string(), "F")
+    };
+    let which = "tensor a in F/model.safetensors is of F8_E4M3, and its scales";
+    let wanted = "[2, 3] for blocks of 128 by 128";
+    let cases: [(&str, &[usize], String); 5] = [
+        ("a_scale_inv", &[3, 5], format!("a_scale_inv have shape [3, 5], not {wanted}")),
+        ("a_scale_inv", &[3, 2], format!("a_scale_inv have shape [3, 2], not {wanted}")),
+        ("a_scale_inv", &[130, 1], format!("a_scale_inv have shape [130, 1], not {wanted}")),
+        ("a_scale_inv", &[], format!("a_scale_inv have shape [], not {wanted}")),
+        ("a_scale", &[3, 2], format!("a_scale have shape [3, 2], not [130, 1], [130], [1] or {wanted}")),
+    ];
+    for (name, shape, expected) in cases {
+        assert_eq!(refusal(name, shape, 1.0), format!("{which} {expected}"));
+    }
+    let infinite = refusal("a_scale_inv", &[2, 3], f32::INFINITY);
+    assert_eq!(infinite, format!("{which} a_scale_inv of shape [2, 3] have inf among them"));
 }
 
 #[test]
@@ -274,8 +333,9 @@ fn a_tensor_that_nothing_reads_is_refused_by_name() {
         "model.layers.0.self_attn.sinks",
         "model.layers.0.self_attn.q_norm.weight",
         "model.layers.7.input_layernorm.weight",
-        // The next name is the scale of a matrix that is not in FP8, so it is not read.
+        // The next names are scales of a matrix that is not in FP8, so they are not read.
         "model.layers.0.mlp.up_proj.weight_scale",
+        "model.layers.0.mlp.up_proj.weight_scale_inv",
         "lm_head.bias",
     ] {
         assert_eq!(opened(name, "tie_word_embeddings", json!(false)), unread(name));
@@ -295,15 +355,14 @@ fn a_tensor_that_nothing_reads_is_refused_by_name() {
 
 #[test]
 fn a_checkpoint_says_how_activations_are_rounded_unless_a_setting_does() {
-    use ActivationFormat as Format;
     for (setting, of_checkpoint, has_fp8, expected) in [
-        (Activations::Auto, Format::Fp8, true, Some(Format::Fp8)),
-        (Activations::Auto, Format::Full, true, Some(Format::Full)),
+        (Activations::Auto, ActivationFormat::Fp8, true, Some(ActivationFormat::Fp8)),
+        (Activations::Auto, ActivationFormat::Full, true, Some(ActivationFormat::Full)),
         // A config may name a format that no tensor has.
-        (Activations::Auto, Format::Fp8, false, Some(Format::Full)),
-        (Activations::Full, Format::Fp8, true, Some(Format::Full)),
-        (Activations::Fp8, Format::Full, true, Some(Format::Fp8)),
-        (Activations::Fp8, Format::Fp8, false, None),
+        (Activations::Auto, ActivationFormat::Fp8, false, Some(ActivationFormat::Full)),
+        (Activations::Full, ActivationFormat::Fp8, true, Some(ActivationFormat::Full)),
+        (Activations::Fp8, ActivationFormat::Full, true, Some(ActivationFormat::Fp8)),
+        (Activations::Fp8, ActivationFormat::Fp8, false, None),
     ] {
         let found = setting.resolve(of_checkpoint, HasFp8(has_fp8)).ok();
         assert_eq!(found, expected, "{setting:?}, {of_checkpoint:?}, {has_fp8}");

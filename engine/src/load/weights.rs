@@ -17,8 +17,8 @@ pub trait TensorSource: Debug {
     /// Reads a vector in f32: norms and biases, which are small.
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LoadError>;
 
-    /// Returns whether the source has the matrix in FP8.
-    fn is_fp8(&self, name: &str) -> bool;
+    /// Returns the format of a matrix that the source has in FP8; `None` for all others.
+    fn fp8_format(&self, name: &str) -> Option<Format>;
 }
 
 /// The quantization of matrices during loading.
@@ -57,6 +57,18 @@ pub enum Activations {
 /// Whether any matrix of a model is in FP8.
 #[derive(Clone, Copy, Debug)]
 pub struct HasFp8(pub bool);
+
+/// Whether any matrix of a model has a scale for each block.
+#[derive(Clone, Copy, Debug)]
+pub struct HasBlocks(pub bool);
+
+impl HasBlocks {
+    /// Adds block scales to a description of the weights, for the fingerprint. Other scales add nothing, as in the
+    /// fingerprints of older versions.
+    pub fn added_to(self, weights: String) -> String {
+        if self.0 { format!("{weights}, scales by 128x128") } else { weights }
+    }
+}
 
 impl Activations {
     /// Returns the format of activations of a model. Fails if FP8 is wanted and no matrix is in FP8.
@@ -139,7 +151,7 @@ impl<'a> Weights<'a> {
         let matrix = self.source.matrix(&self.name(name), rows, cols)?;
         let matrix = match quantize {
             Quantize::No => matrix,
-            Quantize::Fp8 if matrix.format() == Format::Fp8 => matrix,
+            Quantize::Fp8 if matrix.format().is_fp8() => matrix,
             Quantize::Fp8 => self.processor.quantize_fp8(&matrix).map_err(LoadError::Memory)?,
             Quantize::Q8 => self.processor.quantize(&matrix).map_err(LoadError::Memory)?,
         };
@@ -164,7 +176,12 @@ impl LoadedFormats {
 
     /// Returns whether any matrix is in FP8.
     pub fn has_fp8(&self) -> HasFp8 {
-        HasFp8(self.0.borrow().iter().any(|one| one.0 == Format::Fp8))
+        HasFp8(self.0.borrow().iter().any(|one| one.0.is_fp8()))
+    }
+
+    /// Returns whether any matrix has block scales.
+    pub fn has_blocks(&self) -> HasBlocks {
+        HasBlocks(self.0.borrow().iter().any(|one| one.0 == Format::Fp8Blocks))
     }
 
     /// Returns the number format of most of the loaded bytes.

@@ -175,7 +175,7 @@ impl<'a> Pass<'a> {
     ) -> [Tensor; N] {
         let gathered = linears.first().and_then(|linear| self.gathered(x, linear.weight.cols()));
         let x = gathered.as_ref().unwrap_or(x);
-        let are_fp8 = linears.iter().all(|linear| linear.weight.format() == Format::Fp8);
+        let are_fp8 = linears.iter().all(|linear| linear.weight.format().is_fp8());
         let rounded = (are_fp8 && self.activations == ActivationFormat::Fp8).then(|| {
             let mut rounded = self.neighbours(x, 0..x.n_rows());
             self.processor.round_rows(&mut rounded, x.width());

@@ -1,10 +1,13 @@
-//! The supported quantized checkpoints: FP8 weights with a scale for each row or each matrix, as two tools
-//! publish them.
+//! The supported quantized checkpoints: FP8 weights with a scale for each row, each matrix or each block of 128 by
+//! 128, as three tools publish them.
 //!
 //! The config names the format of a checkpoint; the files have the type of each tensor. The config also says
 //! whether the checkpoint was made for activations in FP8.
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
+
+/// The rows and columns that share a scale, in checkpoints with block scales.
+const BLOCK: [usize; 2] = [kernels::cpu::FP8_BLOCK; 2];
 
 /// The format of the input of products with FP8 matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,12 +35,30 @@ pub fn activations(config: &Value) -> Result<ActivationFormat, String> {
     match config.get("quant_method").and_then(Value::as_str) {
         Some("compressed-tensors") => of_compressed_tensors(config),
         Some("fbgemm_fp8") => Ok(ActivationFormat::Fp8),
+        Some("fp8") => of_blocks(config),
         Some(method) => Err(format!(
-            "quantization_config: quant_method {method:?} is not implemented: compressed-tensors and fbgemm_fp8 are, \
-             with FP8 weights; or load the original and quantize it here"
+            "quantization_config: quant_method {method:?} is not implemented: compressed-tensors, fbgemm_fp8 and fp8 \
+             are, with FP8 weights; or load the original and quantize it here"
         )),
         None => Err("quantization_config names no quant_method".to_owned()),
     }
+}
+
+/// Checks the config of a checkpoint in the form of DeepSeek and Qwen, whose weights all have block scales.
+fn of_blocks(config: &Value) -> Result<ActivationFormat, String> {
+    let is_set = |key: &str| config.get(key).is_some_and(|value| !value.is_null());
+    expect_block(config, "weight_block_size")?;
+    if is_set("activation_scheme") {
+        expect(config, "activation_scheme", &["dynamic"])?;
+    }
+    if is_set("fmt") {
+        expect(config, "fmt", &["e4m3"])?;
+    }
+    // The scales of activations are powers of two in any case.
+    if is_set("scale_fmt") {
+        expect(config, "scale_fmt", &["ue8m0"])?;
+    }
+    Ok(ActivationFormat::Fp8)
 }
 
 fn of_compressed_tensors(config: &Value) -> Result<ActivationFormat, String> {
@@ -72,7 +93,10 @@ fn of_group(group: &Value) -> Result<ActivationFormat, String> {
     let weights = group.get("weights").filter(|weights| weights.is_object());
     let weights = weights.ok_or("quantization_config: a group of config_groups has no weights")?;
     expect(weights, "type", &["float"])?;
-    expect(weights, "strategy", &["channel", "tensor"])?;
+    expect(weights, "strategy", &["channel", "tensor", "block"])?;
+    if weights.get("strategy").and_then(Value::as_str) == Some("block") {
+        expect_block(weights, "block_structure")?;
+    }
     if weights.get("num_bits").and_then(Value::as_u64) != Some(8) {
         return Err(refusal("num_bits", weights.get("num_bits"), &["8"]));
     }
@@ -96,6 +120,13 @@ fn of_group(group: &Value) -> Result<ActivationFormat, String> {
         return Err(refusal("num_bits of input_activations", inputs.get("num_bits"), &["8"]));
     }
     Ok(ActivationFormat::Fp8)
+}
+
+fn expect_block(object: &Value, key: &str) -> Result<(), String> {
+    match object.get(key) {
+        Some(value) if *value == json!(BLOCK) => Ok(()),
+        found => Err(refusal(key, found, &[&json!(BLOCK).to_string()])),
+    }
 }
 
 fn expect(object: &Value, key: &str, known: &[&str]) -> Result<(), String> {
@@ -129,6 +160,17 @@ mod tests {
         })
     }
 
+    fn blocks() -> Value {
+        json!({"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]})
+    }
+
+    /// Returns [`blocks`] with one value replaced.
+    fn blocks_with(key: &str, value: Value) -> Value {
+        let mut config = blocks();
+        config[key] = value;
+        config
+    }
+
     /// Returns the test config with one value replaced, at a JSON pointer.
     fn with(path: &str, value: Value) -> Value {
         let mut config = channels();
@@ -148,6 +190,16 @@ mod tests {
         assert_eq!(activations(&weights_alone), Ok(ActivationFormat::Full));
         let fbgemm = json!({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]});
         assert_eq!(activations(&fbgemm), Ok(ActivationFormat::Fp8));
+        let mut of_blocks = with(&format!("{group}/weights/strategy"), json!("block"));
+        of_blocks["config_groups"]["group_0"]["weights"]["block_structure"] = json!([128, 128]);
+        assert_eq!(activations(&of_blocks), Ok(ActivationFormat::Fp8), "one for each block");
+        assert_eq!(activations(&blocks()), Ok(ActivationFormat::Fp8));
+        let mut with_all = blocks();
+        with_all["scale_fmt"] = json!("ue8m0");
+        with_all["modules_to_not_convert"] = json!(["lm_head"]);
+        assert_eq!(activations(&with_all), Ok(ActivationFormat::Fp8));
+        let least = json!({"quant_method": "fp8", "weight_block_size": [128, 128]});
+        assert_eq!(activations(&least), Ok(ActivationFormat::Fp8));
     }
 
     #[test]
@@ -161,9 +213,16 @@ mod tests {
             ),
             (json!({"quant_method": "awq"}), "quant_method \"awq\" is not implemented"),
             (
-                json!({"quant_method": "fp8", "weight_block_size": [128, 128]}),
-                "quant_method \"fp8\" is not implemented",
+                blocks_with("weight_block_size", json!([64, 128])),
+                "weight_block_size [64,128] is not implemented: [128,128] is",
             ),
+            (blocks_with("weight_block_size", json!(null)), "weight_block_size null is not implemented"),
+            (
+                blocks_with("activation_scheme", json!("static")),
+                "activation_scheme \"static\" is not implemented: dynamic is",
+            ),
+            (blocks_with("fmt", json!("e5m2")), "fmt \"e5m2\" is not implemented: e4m3 is"),
+            (blocks_with("scale_fmt", json!("f32")), "scale_fmt \"f32\" is not implemented: ue8m0 is"),
             (
                 with("/format", json!("pack-quantized")),
                 "format \"pack-quantized\" is not implemented: float-quantized is",
@@ -177,8 +236,12 @@ mod tests {
             ),
             (with(&format!("{group}/weights/num_bits"), json!(4)), "num_bits 4 is not implemented: 8 is"),
             (
+                with(&format!("{group}/weights/strategy"), json!("group")),
+                "strategy \"group\" is not implemented: channel or tensor or block is",
+            ),
+            (
                 with(&format!("{group}/weights/strategy"), json!("block")),
-                "strategy \"block\" is not implemented: channel or tensor is",
+                "block_structure null is not implemented: [128,128] is",
             ),
             (with(&format!("{group}/weights/symmetric"), json!(false)), "asymmetric"),
             (

@@ -10,7 +10,9 @@ smallest lead that the best logit ever had over the second best.
 
 import json
 import pathlib
+import shutil
 import sys
+import tempfile
 
 import torch
 import transformers
@@ -86,7 +88,22 @@ MODELS = {
                                             rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=8.0,
                                                                  original_max_position_embeddings=64)),
                    torch.bfloat16, "1GB"),
+    # Weights in FP8 with a scale for each block, of a shape that GPUs take too. The last block of a row is narrow.
+    "qwen3-fp8": (transformers.Qwen3Config(**SHAPE | dict(hidden_size=136, intermediate_size=256, num_attention_heads=2,
+                                                          initializer_range=0.1), num_key_value_heads=1, head_dim=128,
+                                           tie_word_embeddings=True), torch.bfloat16, "1GB"),
+    # The same for latent attention and experts; no width is a whole number of blocks.
+    "deepseek-v3-fp8": (transformers.DeepseekV3Config(**SHAPE | dict(hidden_size=136, num_attention_heads=2,
+                                                                     initializer_range=0.1), num_key_value_heads=2,
+                                                      q_lora_rank=132, kv_lora_rank=20, qk_nope_head_dim=70,
+                                                      qk_rope_head_dim=8, v_head_dim=10, n_routed_experts=4, n_group=2,
+                                                      topk_group=1, num_experts_per_tok=2, n_shared_experts=1,
+                                                      moe_intermediate_size=132, first_k_dense_replace=1,
+                                                      norm_topk_prob=True, routed_scaling_factor=2.5, num_mtp_layers=0),
+                        torch.bfloat16, "1GB"),
 }
+# The rows and the columns that share a scale.
+BLOCK = 128
 
 
 def randomize(model, generator):
@@ -166,6 +183,58 @@ def add_prediction_layer(folder):
     write_experts(folder, lambda others: others | tensors)
 
 
+def scaled_blocks(weight):
+    """Rounds a matrix to FP8. Returns its numbers and a scale for each block; a weight is the product of both."""
+    weight = weight.float()
+    numbers = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.empty([-(-size // BLOCK) for size in weight.shape])
+    for row in range(scales.shape[0]):
+        for column in range(scales.shape[1]):
+            of_block = (slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK))
+            scales[row, column] = weight[of_block].abs().max() / 448
+            numbers[of_block] = (weight[of_block] / scales[row, column]).to(torch.float8_e4m3fn)
+    return numbers, scales
+
+
+def widened(numbers, scales):
+    scales = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return numbers.float() * scales[:numbers.shape[0], :numbers.shape[1]]
+
+
+def in_blocks(tensors):
+    """The matrices of layers in FP8, but for those of routers."""
+    others = {}
+    for name, tensor in tensors.items():
+        if name.startswith("model.layers.") and tensor.dim() == 2 and not name.endswith(".gate.weight"):
+            others[name], others[f"{name}_scale_inv"] = scaled_blocks(tensor)
+        else:
+            others[name] = tensor
+    return others
+
+
+def without_blocks(tensors):
+    """All tensors in float32, with the numbers that those in FP8 stand for."""
+    wide = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("_scale_inv"):
+            scales = tensors.get(f"{name}_scale_inv")
+            wide[name] = tensor.float() if scales is None else widened(tensor, scales)
+    return wide
+
+
+def write_blocks(folder, wide):
+    """Writes the weights again in FP8 with block scales, as DeepSeek and Qwen publish them. Returns the folder `wide`
+    with the same weights in float32: `transformers` multiplies FP8 on GPUs only, and with rounded activations.
+    """
+    write_experts(folder, in_blocks)
+    shutil.copytree(folder, wide, dirs_exist_ok=True)
+    write_experts(wide, without_blocks)
+    path = folder / "config.json"
+    quantization = dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[BLOCK, BLOCK])
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}, indent=2) + "\n")
+    return wide
+
+
 def as_older_versions_wrote(path):
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
@@ -190,7 +259,9 @@ def main():
             as_older_versions_wrote(HERE / name / "config.json")
         prompt = torch.randint(2, SHAPE["vocab_size"], (N_PROMPT,), generator=generator).tolist()
         # Read again: a model that was cast to 16 bits and back has lost bits of its rotary frequencies too.
-        saved = AutoModelForCausalLM.from_pretrained(HERE / name, dtype=torch.float32, attn_implementation="eager")
+        with tempfile.TemporaryDirectory() as wide:
+            source = write_blocks(HERE / name, pathlib.Path(wide)) if name.endswith("fp8") else HERE / name
+            saved = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
         tokens, rows, lead = greedy(saved.eval(), prompt, N_STEPS_WINDOWED if is_windowed(config) else N_STEPS)
         golden = {"transformers": transformers.__version__, "torch": torch.__version__, "prompt": prompt,
                   "continuation": tokens, "smallest_lead": lead,

@@ -66,7 +66,7 @@ impl KvShape {
             Format::F32 => 4,
             Format::Bf16 => 2,
             Format::Fp8 => 1,
-            Format::F16 | Format::Q8 => {
+            Format::F16 | Format::Q8 | Format::Fp8Blocks => {
                 panic!("KV in {} is not implemented", self.format.as_str())
             }
         };

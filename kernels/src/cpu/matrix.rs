@@ -8,6 +8,8 @@ use super::number::{self, bf16_to_f32, f8_to_f32, f16_to_f32};
 
 /// The number of weights that share one scale in [`Format::Q8`].
 pub const Q8_BLOCK: usize = 32;
+/// The number of rows and of columns that share one scale in [`Format::Fp8Blocks`].
+pub const FP8_BLOCK: usize = 128;
 
 /// The number format of a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -20,6 +22,9 @@ pub enum Format {
     /// 8-bit floating point (e4m3: 4 bits of exponent, 3 of mantissa). The scales, one for each row, are
     /// stored separately.
     Fp8,
+    /// Like [`Fp8`](Self::Fp8), with a scale for each block of 128 rows and 128 columns. The last block of a row or
+    /// a column may be smaller.
+    Fp8Blocks,
 }
 
 /// A matrix of `rows` outputs with `cols` inputs each.
@@ -29,7 +34,8 @@ pub struct Matrix {
     rows: usize,
     cols: usize,
     format: Format,
-    /// The scales: one for each row in [`Format::Fp8`]; otherwise empty.
+    /// The scales: one for each row in [`Format::Fp8`]; one for each block, row by row of blocks, in
+    /// [`Format::Fp8Blocks`]; otherwise empty.
     scales: Arc<[f32]>,
 }
 
@@ -51,8 +57,13 @@ impl Format {
             Self::Bf16 => "bf16",
             Self::F16 => "f16",
             Self::Q8 => "q8",
-            Self::Fp8 => "fp8",
+            Self::Fp8 | Self::Fp8Blocks => "fp8",
         }
+    }
+
+    /// Returns whether numbers are in FP8, with any scales.
+    pub fn is_fp8(self) -> bool {
+        matches!(self, Self::Fp8 | Self::Fp8Blocks)
     }
 
     /// Returns the bytes of a matrix, without separate scales; `None` if the size overflows.
@@ -61,7 +72,7 @@ impl Format {
         match self {
             Self::F32 => numbers.checked_mul(4),
             Self::Bf16 | Self::F16 => numbers.checked_mul(2),
-            Self::Fp8 => Some(numbers),
+            Self::Fp8 | Self::Fp8Blocks => Some(numbers),
             Self::Q8 => scales_offset(numbers)?
                 .checked_add(rows.checked_mul(cols.div_ceil(Q8_BLOCK))?.checked_mul(4)?),
         }
@@ -84,15 +95,33 @@ impl Matrix {
     /// Takes the bytes without a copy. [`aligned`](Self::aligned) copies them if they are not aligned.
     ///
     /// # Panics
-    /// If the format is [`Format::Fp8`]: see [`Self::scaled`].
+    /// If the format is in FP8: see [`Self::scaled`] and [`Self::scaled_by_blocks`].
     pub fn new(bytes: SharedBytes, rows: usize, cols: usize, format: Format) -> Result<Self, WrongSize> {
-        assert!(format != Format::Fp8, "an FP8 matrix has scales");
+        assert!(!format.is_fp8(), "an FP8 matrix has scales");
         Self::of_format(bytes, rows, cols, format, Arc::new([]))
     }
 
     /// Returns a matrix in [`Format::Fp8`], with one row for each scale.
     pub fn scaled(bytes: SharedBytes, cols: usize, scales: Arc<[f32]>) -> Result<Self, WrongSize> {
         Self::of_format(bytes, scales.len(), cols, Format::Fp8, scales)
+    }
+
+    /// Returns a matrix in [`Format::Fp8Blocks`].
+    ///
+    /// # Panics
+    /// If there is not one scale for each block.
+    pub fn scaled_by_blocks(
+        bytes: SharedBytes,
+        rows: usize,
+        cols: usize,
+        scales: Arc<[f32]>,
+    ) -> Result<Self, WrongSize> {
+        assert_eq!(
+            scales.len(),
+            rows.div_ceil(FP8_BLOCK) * cols.div_ceil(FP8_BLOCK),
+            "a scale for each block"
+        );
+        Self::of_format(bytes, rows, cols, Format::Fp8Blocks, scales)
     }
 
     fn of_format(
@@ -114,7 +143,7 @@ impl Matrix {
         let edge = match self.format {
             Format::F32 | Format::Q8 => 4,
             Format::Bf16 | Format::F16 => 2,
-            Format::Fp8 => 1,
+            Format::Fp8 | Format::Fp8Blocks => 1,
         };
         if self.bytes.as_ptr().addr().is_multiple_of(edge) {
             return Ok(self);
@@ -140,7 +169,8 @@ impl Matrix {
         &self.bytes
     }
 
-    /// Returns the scales: one for each row in [`Format::Fp8`]; otherwise none.
+    /// Returns the scales: one for each row in [`Format::Fp8`]; one for each block in [`Format::Fp8Blocks`];
+    /// otherwise none.
     pub fn scales(&self) -> &[f32] {
         &self.scales
     }
@@ -160,6 +190,13 @@ impl Matrix {
                 let scale = self.scales[row];
                 for (number, to) in self.bytes[numbers].iter().zip(to) {
                     *to = f8_to_f32(*number) * scale;
+                }
+            }
+            Format::Fp8Blocks => {
+                let n_blocks = self.cols.div_ceil(FP8_BLOCK);
+                let scales = &self.scales[row / FP8_BLOCK * n_blocks..];
+                for (nth, (number, to)) in self.bytes[numbers].iter().zip(to).enumerate() {
+                    *to = f8_to_f32(*number) * scales[nth / FP8_BLOCK];
                 }
             }
             Format::Q8 => {
@@ -207,6 +244,21 @@ mod tests {
         let bytes = SharedBytes::filled(10, |_| {}).unwrap();
         let error = Matrix::new(bytes, 2, 3, Format::Bf16).expect_err("12 bytes are needed");
         assert_eq!(error.to_string(), "2 x 3 numbers of Bf16 take 12 bytes, not 10");
+    }
+
+    #[test]
+    fn each_block_has_a_scale_of_its_own() {
+        let (rows, cols) = (130, 300);
+        let bytes = SharedBytes::filled(rows * cols, |bytes| bytes.fill(0x38)).unwrap();
+        let scales = [2.0, 3.0, 5.0, 7.0, 11.0, 13.0];
+        let matrix = Matrix::scaled_by_blocks(bytes, rows, cols, scales.into()).unwrap();
+        let mut row = vec![0.0; cols];
+        for nth in 0..rows {
+            matrix.read_row(nth, &mut row);
+            for (column, number) in row.iter().enumerate() {
+                assert_eq!(*number, scales[nth / 128 * 3 + column / 128], "row {nth}, column {column}");
+            }
+        }
     }
 
     #[test]

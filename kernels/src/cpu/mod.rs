@@ -27,7 +27,7 @@ mod scratch;
 
 pub use attention::{Attention, KvShape, Stretch};
 pub use bytes::SharedBytes;
-pub use matrix::{Format, Matrix, Q8_BLOCK, WrongSize};
+pub use matrix::{FP8_BLOCK, Format, Matrix, Q8_BLOCK, WrongSize};
 pub use pool::Pool;
 pub use processor::{Arithmetic, Processor};
 pub use product::Product;

@@ -4,7 +4,7 @@
 use std::io;
 
 use super::bytes::SharedBytes;
-use super::matrix::{Format, Matrix, Q8_BLOCK, scales_offset};
+use super::matrix::{FP8_BLOCK, Format, Matrix, Q8_BLOCK, scales_offset};
 use super::number::{F8_MAX, f32_to_f8, f32s_mut};
 use super::processor::Processor;
 use super::simd::{Kernel, Simd};
@@ -51,6 +51,24 @@ impl Processor {
         Ok(Matrix::scaled(bytes, cols, scales.into()).expect("a byte for each number"))
     }
 
+    /// Returns the nearest matrix in [`Format::Fp8Blocks`]: each block's largest number becomes 448 or -448.
+    pub fn quantize_fp8_blocks(&self, matrix: &Matrix) -> io::Result<Matrix> {
+        let (rows, cols) = (matrix.rows(), matrix.cols());
+        let len = rows.checked_mul(cols).ok_or(io::ErrorKind::OutOfMemory)?;
+        let n_blocks = cols.div_ceil(FP8_BLOCK);
+        let mut scales = vec![0.0; rows.div_ceil(FP8_BLOCK) * n_blocks];
+        let bytes = SharedBytes::filled(len, |values| {
+            let values = values.chunks_mut(FP8_BLOCK * cols.max(1));
+            let mut parts: Vec<(&mut [u8], &mut [f32])> =
+                values.zip(scales.chunks_mut(n_blocks.max(1))).collect();
+            self.pool().run_on(&mut parts, 1, |nth, part| {
+                let (values, scales) = &mut part[0];
+                quantize_blocks(matrix, nth * FP8_BLOCK, values, scales);
+            });
+        })?;
+        Ok(Matrix::scaled_by_blocks(bytes, rows, cols, scales.into()).expect("a byte for each number"))
+    }
+
     /// Rounds rows of `cols` activations to FP8 numbers (e4m3), times a scale for each [`ROUND_GROUP`] of a row:
     /// the smallest power of two that makes the group's largest number 448 at most.
     pub fn round_rows(&self, x: &mut [f32], cols: usize) {
@@ -77,6 +95,27 @@ impl Processor {
         for (nth, (values, scales)) in values.chunks_mut(row.len()).zip(scales).enumerate() {
             matrix.read_row(first + nth, &mut row);
             self.isa().run(QuantizeRow { row: &row, values, scales });
+        }
+    }
+}
+
+/// Quantizes the rows of one row of blocks.
+fn quantize_blocks(matrix: &Matrix, first: usize, values: &mut [u8], scales: &mut [f32]) {
+    let cols = matrix.cols();
+    let mut wide = vec![0.0; values.len()];
+    for (row, wide) in wide.chunks_mut(cols).enumerate() {
+        matrix.read_row(first + row, wide);
+        for (block, scale) in wide.chunks(FP8_BLOCK).zip(&mut *scales) {
+            *scale = block.iter().fold(*scale, |greatest, number| greatest.max(number.abs() / F8_MAX));
+        }
+    }
+    for (wide, values) in wide.chunks(cols).zip(values.chunks_mut(cols)) {
+        let blocks = wide.chunks(FP8_BLOCK).zip(values.chunks_mut(FP8_BLOCK));
+        for ((block, values), scale) in blocks.zip(&*scales) {
+            let per_number = (1.0 / scale).min(f32::MAX);
+            for (number, value) in block.iter().zip(values) {
+                *value = f32_to_f8(number * per_number);
+            }
         }
     }
 }
@@ -219,6 +258,30 @@ mod tests {
     }
 
     #[test]
+    fn blocks_in_fp8_are_near() {
+        // The numbers of each block have another size.
+        let (rows, cols) = (300, 1070);
+        let size = |at: usize| 2f32.powi((at / cols / 128 + at % cols / 128) as i32);
+        let values: Vec<f32> =
+            (0..rows * cols).map(|at| ((at * 37 % 101) as f32 - 50.0) / 25.0 * size(at)).collect();
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let bytes = SharedBytes::filled(bytes.len(), |to| to.copy_from_slice(&bytes)).unwrap();
+        let exact = Matrix::new(bytes, rows, cols, Format::F32).unwrap();
+        let cpu = Processor::new(Arithmetic::F32, NonZero::new(2).unwrap()).unwrap();
+        let near = cpu.quantize_fp8_blocks(&exact).unwrap();
+        assert_eq!((near.rows(), near.cols(), near.scales().len()), (rows, cols, 3 * 9));
+        let mut row = vec![0.0; cols];
+        for (nth, values) in values.chunks(cols).enumerate() {
+            near.read_row(nth, &mut row);
+            for (column, (a, b)) in values.iter().zip(&row).enumerate() {
+                let scale = near.scales()[nth / 128 * 9 + column / 128];
+                let bound = (a.abs() / 16.0).max(scale / 1024.0) * 1.001;
+                assert!((a - b).abs() <= bound, "{nth} {column}: {a} became {b}");
+            }
+        }
+    }
+
+    #[test]
     fn zeroes_stay_zeroes() {
         let zeroes = Matrix::new(SharedBytes::filled(40 * 4, |_| {}).unwrap(), 1, 40, Format::F32).unwrap();
         let near =
@@ -229,6 +292,9 @@ mod tests {
         let near =
             Processor::new(Arithmetic::F32, NonZero::new(1).unwrap()).unwrap().quantize_fp8(&zeroes).unwrap();
         near.read_row(0, &mut row);
+        assert_eq!(row, [0.0; 40]);
+        let near = Processor::new(Arithmetic::F32, NonZero::new(1).unwrap()).unwrap();
+        near.quantize_fp8_blocks(&zeroes).unwrap().read_row(0, &mut row);
         assert_eq!(row, [0.0; 40]);
     }
 

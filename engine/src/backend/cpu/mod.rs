@@ -31,7 +31,7 @@ use super::asleep::{self, Asleep, ClosedBackend, SleepFailed};
 use super::{Backend, EngineSettings, STEPS_IN_FLIGHT_MAX};
 use crate::error::{BackendError, LoadError, OpenError};
 use crate::kv_room::{KvRoom, n_blocks, not_taken};
-use crate::load::weights::LoadedFormats;
+use crate::load::weights::{HasBlocks, LoadedFormats};
 use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, Weights, fingerprint, tensors};
 use crate::model::{ActivationFormat, Decoder, ModelConfig};
 use crate::step::{PendingStep, StepBatch, StepOutput};
@@ -224,6 +224,7 @@ struct LoadedWeights {
     model: Arc<Decoder>,
     weights: String,
     weight_format: &'static str,
+    has_blocks: HasBlocks,
     weight_bytes: usize,
     activations: ActivationFormat,
 }
@@ -246,7 +247,8 @@ impl LoadedWeights {
         };
         let weight_format = seen.main_format().map_or("none", |format| format.as_str());
         let activations = settings.activations.resolve(config.activations, seen.has_fp8())?;
-        Ok(Self { model, weights, weight_format, weight_bytes: seen.bytes(), activations })
+        let (has_blocks, weight_bytes) = (seen.has_blocks(), seen.bytes());
+        Ok(Self { model, weights, weight_format, has_blocks, weight_bytes, activations })
     }
 
     fn fingerprint(
@@ -266,7 +268,7 @@ impl LoadedWeights {
         };
         let parts = [
             ("weights", self.weights.clone()),
-            ("dtype", self.activations.added_to(dtype)),
+            ("dtype", self.activations.added_to(self.has_blocks.added_to(dtype))),
             ("arithmetic", arithmetic.to_owned()),
             ("tokenizer", fingerprint::of_tokenizer(folder.tokenizer()?.as_deref())),
         ];

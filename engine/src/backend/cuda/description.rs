@@ -114,6 +114,7 @@ impl ModelDescription {
                 if let Some(mixture) = &config.mixture {
                     fp8::check_experts(mixture, settings.quantize, Some(&checkpoint))?;
                 }
+                fp8::check_scales(config, &checkpoint)?;
                 LayerFormats::of_layers(
                     config.n_layers,
                     config.mixture.as_ref(),
@@ -312,6 +313,11 @@ mod tests {
             (
                 "llama-yarn",
                 "rope_type \"yarn\" is not implemented on a GPU: serve the model with --device cpu",
+            ),
+            (
+                "qwen3-fp8",
+                "model.layers.0.self_attn.q_proj.weight has a scale for each block, which is not implemented on a GPU: \
+                 serve the model with --device cpu",
             ),
         ] {
             let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models").join(model);

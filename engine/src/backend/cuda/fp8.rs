@@ -3,12 +3,13 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use device::cuda::Bf16;
-use kernels::cpu::Matrix;
+use kernels::cpu::{Format, Matrix};
 use kernels::cuda::Fp8Rows;
 
 use crate::error::OpenError;
+use crate::load::tensors::{TensorSpec, tensors};
 use crate::load::{Quantize, TensorSource};
-use crate::model::Mixture;
+use crate::model::{Mixture, ModelConfig};
 
 /// The format of a matrix on the GPU. A matrix is in FP8 as a whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -85,7 +86,9 @@ impl LayerFormats {
     ) -> Vec<Self> {
         let of_layer = |nth: usize| {
             let of = |parts: &[&str]| {
-                let is_fp8 = |part: &&str| source.is_fp8(&format!("model.layers.{nth}.{part}.weight"));
+                let is_fp8 = |part: &&str| {
+                    source.fp8_format(&format!("model.layers.{nth}.{part}.weight")) == Some(Format::Fp8)
+                };
                 if parts.iter().all(is_fp8) { WeightFormat::Fp8 } else { WeightFormat::Bf16 }
             };
             Self {
@@ -137,12 +140,27 @@ pub(super) fn check_experts(
                 format!("model.layers.{layer}.{name}.weight")
             })
         };
-        if let Some(tensor) = (0..mixture.n_experts).flat_map(of_expert).find(|name| source.is_fp8(name)) {
+        let is_fp8 = |name: &String| source.fp8_format(name).is_some();
+        if let Some(tensor) = (0..mixture.n_experts).flat_map(of_expert).find(is_fp8) {
             let wrong = format!("{tensor} is in fp8, and experts in fp8 are not implemented on a GPU");
             return Err(OpenError::CudaModel(wrong));
         }
     }
     Ok(())
+}
+
+/// Rejects block scales, which no kernel reads.
+pub(super) fn check_scales(config: &ModelConfig, source: &dyn TensorSource) -> Result<(), OpenError> {
+    let has_blocks = |name: &str| source.fp8_format(name) == Some(Format::Fp8Blocks);
+    match tensors(config).into_iter().find(|tensor| has_blocks(&tensor.name)) {
+        None => Ok(()),
+        Some(TensorSpec { name, .. }) => {
+            let wrong = format!(
+                "{name} has a scale for each block, which is not implemented on a GPU: serve the model with --device cpu"
+            );
+            Err(OpenError::CudaModel(wrong))
+        }
+    }
 }
 
 /// Part of an FP8 matrix, in the GPU's order.
@@ -226,8 +244,9 @@ mod tests {
             unreachable!("nothing is loaded")
         }
 
-        fn is_fp8(&self, name: &str) -> bool {
-            self.0.iter().any(|known| name == format!("model.layers.{known}.weight"))
+        fn fp8_format(&self, name: &str) -> Option<Format> {
+            let is_known = self.0.iter().any(|known| name == format!("model.layers.{known}.weight"));
+            is_known.then_some(Format::Fp8)
         }
     }
 

@@ -485,8 +485,8 @@ mod tests {
             self.0.vector(name, len)
         }
 
-        fn is_fp8(&self, name: &str) -> bool {
-            self.0.is_fp8(name)
+        fn fp8_format(&self, name: &str) -> Option<Format> {
+            self.0.fp8_format(name)
         }
     }
 

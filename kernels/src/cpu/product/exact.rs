@@ -6,7 +6,7 @@ use crate::cpu::matrix::Format;
 use crate::cpu::scratch;
 use crate::cpu::simd::{Isa, Kernel, LANES, Simd};
 use crate::cpu::strips::Strips;
-use crate::cpu::tile::{Bf16Rows, F8Rows, F16Rows, F32Rows, Q8Rows, Row, Rows};
+use crate::cpu::tile::{Bf16Rows, F8BlockRows, F8Rows, F16Rows, F32Rows, Q8Rows, Row, Rows};
 
 /// The number of rows from which an f32 copy of the weights costs less than widening them repeatedly.
 const PANEL_FROM_ROWS: usize = 17;
@@ -21,6 +21,10 @@ pub(super) fn multiply(isa: Isa, part: Part<'_>) {
         Format::Fp8 => {
             let scales = &matrix.scales()[part.columns.start..];
             by_panel(isa, part, F8Rows::new(&matrix.bytes()[first..], scales, cols));
+        }
+        Format::Fp8Blocks => {
+            let weights = F8BlockRows::starting_at(matrix, part.columns.start);
+            by_panel(isa, part, weights);
         }
         Format::Q8 => {
             let weights = Q8Rows::starting_at(matrix.q8(), cols, part.columns.start);
@@ -114,4 +118,4 @@ macro_rules! any_rows {
     )*};
 }
 
-any_rows!(F32Rows Bf16Rows F8Rows F16Rows Q8Rows);
+any_rows!(F32Rows Bf16Rows F8Rows F8BlockRows F16Rows Q8Rows);

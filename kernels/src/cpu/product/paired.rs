@@ -32,7 +32,7 @@ pub(super) fn multiply(bf16: Avx512Bf16, part: Part<'_>, x: &[u16]) {
             let weights = Q8PairRows::starting_at(matrix.q8(), cols, part.columns.start);
             multiply_by(bf16, part, x, weights, Q8_PANEL_FROM_ROWS);
         }
-        Format::F32 | Format::F16 | Format::Fp8 => exact::multiply(bf16.isa(), part),
+        Format::F32 | Format::F16 | Format::Fp8 | Format::Fp8Blocks => exact::multiply(bf16.isa(), part),
     }
 }
 

@@ -19,7 +19,7 @@ fn numbers(n: usize, seed: u64) -> Vec<f32> {
 fn matrix(rows: usize, cols: usize, format: Format) -> Matrix {
     let values = numbers(rows * cols, 77);
     let bytes: Vec<u8> = match format {
-        Format::F32 | Format::Q8 | Format::Fp8 => {
+        Format::F32 | Format::Q8 | Format::Fp8 | Format::Fp8Blocks => {
             values.iter().flat_map(|value| value.to_le_bytes()).collect()
         }
         Format::Bf16 => values.iter().flat_map(|value| f32_to_bf16(*value).to_le_bytes()).collect(),
@@ -31,8 +31,18 @@ fn matrix(rows: usize, cols: usize, format: Format) -> Matrix {
     match format {
         Format::Q8 => cpu.quantize(&matrix(Format::F32)).unwrap(),
         Format::Fp8 => cpu.quantize_fp8(&matrix(Format::F32)).unwrap(),
+        Format::Fp8Blocks => in_blocks(&cpu, &matrix(Format::F32)),
         Format::F32 | Format::Bf16 | Format::F16 => matrix(format),
     }
+}
+
+/// Returns the matrix in FP8, with another scale for each block.
+fn in_blocks(cpu: &Processor, matrix: &Matrix) -> Matrix {
+    let near = cpu.quantize_fp8_blocks(matrix).unwrap();
+    let bytes = SharedBytes::filled(near.bytes().len(), |to| to.copy_from_slice(near.bytes())).unwrap();
+    let scales: Vec<f32> =
+        (1_u8..).map(f32::from).zip(near.scales()).map(|(nth, scale)| nth * scale).collect();
+    Matrix::scaled_by_blocks(bytes, matrix.rows(), matrix.cols(), scales.into()).unwrap()
 }
 
 fn multiplied(cpu: &Processor, x: &[f32], n_rows: usize, matrix: &Matrix, bias: Option<&[f32]>) -> Vec<f32> {
@@ -55,7 +65,8 @@ fn dot(x: &[f32], w: &[f32]) -> f32 {
     sums[0]
 }
 
-const FORMATS: [Format; 5] = [Format::F32, Format::Bf16, Format::F16, Format::Q8, Format::Fp8];
+const FORMATS: [Format; 6] =
+    [Format::F32, Format::Bf16, Format::F16, Format::Q8, Format::Fp8, Format::Fp8Blocks];
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
@@ -63,7 +74,7 @@ proptest! {
     /// Every format, instruction set, shape and number of threads gives the specified bits.
     #[test]
     fn products_are_what_is_promised(
-        n_rows in 1usize..70, rows in 1usize..120, cols in 1usize..1200,
+        n_rows in 1usize..70, rows in 1usize..200, cols in 1usize..1200,
         format in proptest::sample::select(&FORMATS), threads in 1usize..3,
     ) {
         let (x, weights, bias) = (numbers(n_rows * cols, 5), matrix(rows, cols, format), numbers(rows, 9));
@@ -84,7 +95,7 @@ proptest! {
     /// Columns that are computed alone have the same bits as among all columns.
     #[test]
     fn columns_stand_alone(
-        n_rows in 1usize..40, rows in 2usize..120, cols in 1usize..600, cut in 0.0..1.0,
+        n_rows in 1usize..40, rows in 2usize..200, cols in 1usize..600, cut in 0.0..1.0,
         format in proptest::sample::select(&FORMATS),
         arithmetic in proptest::sample::select(&[Arithmetic::F32, Arithmetic::Bf16]),
     ) {
