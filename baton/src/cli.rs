@@ -126,6 +126,13 @@ pub(crate) struct UpArgs {
     /// `--colocated`, the ranks of the one node.
     #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = ranks())]
     pub(crate) decode_tp: u16,
+    /// Pipeline stages of each prefill node, on a CPU: groups of threads that share the layers.
+    #[arg(long, default_value_t = 1, value_name = "STAGES", value_parser = stages())]
+    pub(crate) prefill_stages: u16,
+    /// Pipeline stages of each decode node; their number may differ from that of prefill nodes. With `--colocated`,
+    /// the stages of the one node.
+    #[arg(long, default_value_t = 1, value_name = "STAGES", value_parser = stages())]
+    pub(crate) decode_stages: u16,
     /// KV memory of each node: `4GiB`, a share of the memory that is free at its start, `30%`, or `auto/N`: an amount
     /// that suits the model on a device that N nodes share. The default is `auto/N` with the actual number of nodes.
     #[arg(long, value_name = "SIZE", env = "BATON_MODEL__KV_MEMORY")]
@@ -174,6 +181,10 @@ fn listen_addr(text: &str) -> Result<String, String> {
 
 fn ranks() -> clap::builder::RangedI64ValueParser<u16> {
     clap::value_parser!(u16).range(1..=i64::from(types::layout::RANKS_MAX))
+}
+
+fn stages() -> clap::builder::RangedI64ValueParser<u16> {
+    clap::value_parser!(u16).range(1..)
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -156,12 +156,16 @@ fn computing_node(
     model: &ModelLocation,
     device: &Device,
 ) -> Vec<(&'static str, String)> {
-    let ranks = if role.decodes() { args.decode_tp } else { args.prefill_tp };
+    let (ranks, stages) = match role.decodes() {
+        true => (args.decode_tp, args.decode_stages),
+        false => (args.prefill_tp, args.prefill_stages),
+    };
     let settings = [
         ("BATON_MODEL__PATH", model.path.clone()),
         ("BATON_MODEL__NAME", model.name.clone()),
         ("BATON_MODEL__DEVICE", device.to_string()),
         ("BATON_MODEL__TP", ranks.to_string()),
+        ("BATON_EXPERT__MODEL__STAGES", stages.to_string()),
     ];
     let kv_memory = args.kv_memory.unwrap_or_else(|| ModelKvMemory::Auto { nodes: sharers(args, device) });
     settings.into_iter().chain([("BATON_MODEL__KV_MEMORY", kv_memory.to_string())]).collect()

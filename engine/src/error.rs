@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use device::cuda::CudaError;
-use types::CallerAction;
+use types::{CallerAction, StageError};
 
 use crate::model::config::ConfigProblem;
 
@@ -103,6 +103,9 @@ pub enum OpenError {
     CudaMemory(String),
     #[error("tensor parallel: {0}")]
     Ranks(String),
+    /// The backend does not divide a model over pipeline stages.
+    #[error("pipeline stages: {0}")]
+    Stages(String),
     /// The GPU's kernels do not support this model.
     #[error("{0}")]
     CudaModel(String),
@@ -217,6 +220,9 @@ pub enum LoadError {
     /// The model cannot be divided over this number of ranks.
     #[error("tensor parallel: {0}")]
     Ranks(String),
+    /// The layers cannot be divided over the stages.
+    #[error("pipeline stages: {0}")]
+    Stages(StageError),
 }
 
 fn and_others(n_others: usize) -> String {

@@ -3,7 +3,7 @@
 use device::cuda::MemoryBytes;
 use device::memory::available;
 use kv_cache::{KvMemory, MemoryError};
-use types::{KvLayout, in_full};
+use types::{KvLayout, StageLayers, in_full};
 
 use crate::error::OpenError;
 
@@ -53,12 +53,12 @@ impl KvRoom {
     }
 
     /// Returns the bytes for a model in host memory. `context_tokens` is the length of its longest sequence.
-    pub(crate) fn on_host(self, layout: &KvLayout, context_tokens: usize) -> usize {
+    pub(crate) fn on_host(self, layout: &KvLayout, stages: &StageLayers, context_tokens: usize) -> usize {
         match self {
             Self::Bytes(bytes) | Self::OnHost(bytes) => bytes,
             Self::Auto(auto) => {
                 let blocks = SEQUENCES * layout.blocks_of_all_groups(context_tokens);
-                let wanted = blocks.saturating_mul(KvMemory::block_bytes(layout));
+                let wanted = blocks.saturating_mul(KvMemory::block_bytes(layout, stages));
                 wanted.min(auto.host_bytes).max(LEAST_BYTES)
             }
         }
@@ -77,8 +77,8 @@ impl AutoRoom {
 }
 
 /// Returns the number of blocks that fit into `kv_bytes`. Zero is an error.
-pub(crate) fn n_blocks(layout: &KvLayout, kv_bytes: usize) -> Result<u32, OpenError> {
-    match KvMemory::blocks_within(layout, kv_bytes) {
+pub(crate) fn n_blocks(layout: &KvLayout, stages: &StageLayers, kv_bytes: usize) -> Result<u32, OpenError> {
+    match KvMemory::blocks_within(layout, stages, kv_bytes) {
         0 => {
             let block_bytes = layout.group_indices().map(|group| layout.block_bytes(group)).sum();
             Err(OpenError::NoKvMemory { bytes: kv_bytes, block_bytes })
@@ -113,14 +113,14 @@ mod tests {
     fn an_amount_is_that_amount_everywhere() {
         let layout = KvLayout::uniform(16, KvDtype::Bf16, 1, 1, 4);
         let room = KvRoom::from(1000);
-        assert_eq!((room.of_mock(), room.on_host(&layout, 512)), (1000, 1000));
+        assert_eq!((room.of_mock(), room.on_host(&layout, &StageLayers::one(), 512)), (1000, 1000));
     }
 
     #[test]
     fn a_host_has_room_for_four_of_the_longest_within_bounds() {
         // A token takes 16 KiB: 2 × 4 heads × 64 numbers of 2 bytes in each of 16 layers.
         let layout = KvLayout::uniform(16, KvDtype::Bf16, 16, 4, 64);
-        let bytes = |context_tokens| KvRoom::Auto(AUTO).on_host(&layout, context_tokens);
+        let bytes = |context_tokens| KvRoom::Auto(AUTO).on_host(&layout, &StageLayers::one(), context_tokens);
         assert_eq!(bytes(512), LEAST_BYTES, "32 MiB would do");
         assert_eq!(bytes(4096), 256 << 20);
         assert_eq!(bytes(131_072), 1 << 30, "the limit, where four sequences need 8 GiB");

@@ -24,8 +24,8 @@ pub struct StepBatch<'a> {
 pub struct Row<'a> {
     pub slot: SlotId,
     pub input: RowInput<'a>,
-    /// The position of the first input token. The KV of all earlier positions is in place, or the step in
-    /// flight computes it.
+    /// The position of the first input token. The KV of all earlier positions is in place, or the steps in
+    /// flight compute it.
     pub start: usize,
     /// The sequence's blocks, one table for each layer group, up to the input's last position. Blocks before
     /// a sliding window may be [`BlockIdx::GONE`].
@@ -50,7 +50,8 @@ pub struct PromptTargets<'a> {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RowInput<'a> {
     Tokens(&'a [TokenId]),
-    /// The one token that this slot samples in the step in flight. The caller does not know it yet.
+    /// The one token that this slot samples in the latest launched step in which it has a sampling row. The caller does not
+    /// know it yet.
     Previous,
 }
 

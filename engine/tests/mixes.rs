@@ -1,12 +1,12 @@
 //! A sequence gets the same tokens alone, batched, in chunks, on a cached prefix, preempted and recomputed,
-//! and moved to another node half-way.
+//! and moved half-way to a node with another number of stages.
 
 use std::num::NonZero;
 use std::path::Path;
 
 use baton_engine::{Backend, CpuBackend, CpuSettings, Row, RowInput, SampleSpec, SlotId, StepBatch};
 use proptest::prelude::*;
-use types::{BlockIdx, GroupIdx, KvDtype, Sampling, StopRules, TokenId};
+use types::{BlockIdx, GroupIdx, KvDtype, Sampling, StageSplit, StopRules, TokenId};
 
 const BLOCK_TOKENS: usize = 8;
 const N_STEPS: usize = 6;
@@ -14,10 +14,13 @@ const KV_BYTES: usize = 4 << 20;
 const MODELS: [&str; 8] =
     ["llama3", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3"];
 
-fn opened(model: &str, threads: usize) -> CpuBackend {
+/// Opens a model with a stage for each thread.
+fn opened(model: &str, threads: u16) -> CpuBackend {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models").join(model);
+    let n_stages = NonZero::new(threads).expect("some");
     let settings = CpuSettings {
-        threads: NonZero::new(threads),
+        threads: NonZero::new(threads.into()),
+        stages: StageSplit { n_stages, layers: Vec::new() },
         kv_dtype: KvDtype::Bf16,
         block_tokens: BLOCK_TOKENS as u16,
         ..CpuSettings::default()
@@ -57,10 +60,10 @@ enum Action {
 }
 
 impl Node {
-    fn new(model: &str, threads: usize) -> Self {
+    fn new(model: &str, threads: u16) -> Self {
         // Tables start at different blocks on each node, and not at the first block, so that block numbers
         // matter.
-        Self { backend: opened(model, threads), next_block: threads as u32 }
+        Self { backend: opened(model, threads), next_block: threads.into() }
     }
 
     /// Takes unused blocks. They are not returned, because a test case needs few.

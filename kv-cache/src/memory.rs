@@ -8,8 +8,7 @@ use std::sync::Arc;
 use device::cuda::{Card, Element, View, ViewMut};
 use device::memory::available;
 use device::{DeviceMemory, HostMemory, MemoryError, PageBusy, PageMut, PageRef, RegionShape};
-use types::layout::LayerGroup;
-use types::{GroupIdx, KvLayout};
+use types::{GroupIdx, KvLayout, StageLayers};
 
 /// All KV of one node. Cheap to clone: clones share the memory.
 ///
@@ -19,6 +18,9 @@ use types::{GroupIdx, KvLayout};
 ///
 /// If the layout has several ranks, each rank has its own memory, with its heads' share of every page;
 /// [`rank`](Self::rank) returns it. Methods for pages without a rank are for memory with one rank only.
+///
+/// If the node has several pipeline stages, each stage has its own regions. A block has the same index on all stages, so
+/// its bytes are the sum over the stages.
 #[derive(Clone)]
 pub struct KvMemory {
     inner: Arc<Inner>,
@@ -59,8 +61,17 @@ impl KvMemory {
     /// Fails if the size exceeds the available memory: otherwise the kernel would kill the process when the memory is
     /// used.
     pub fn host(layout: KvLayout, n_blocks: u32) -> Result<Self, MemoryError> {
-        available::check(u64::from(n_blocks).saturating_mul(Self::block_bytes(&layout) as u64))?;
-        let regions = Regions::of(&layout);
+        Self::host_of_stages(layout, &StageLayers::one(), n_blocks)
+    }
+
+    /// Like [`host`](Self::host), for a node with several pipeline stages.
+    pub fn host_of_stages(
+        layout: KvLayout,
+        stages: &StageLayers,
+        n_blocks: u32,
+    ) -> Result<Self, MemoryError> {
+        available::check(u64::from(n_blocks).saturating_mul(Self::block_bytes(&layout, stages) as u64))?;
+        let regions = Regions::of(&layout, stages);
         let shapes = regions.shapes(n_blocks);
         let rank = |_| Ok(Pages::Host(HostMemory::shared(&shapes).or_else(|_| HostMemory::new(&shapes))?));
         let ranks = (0..layout.shard.tp_size).map(rank).collect::<Result<_, MemoryError>>()?;
@@ -74,7 +85,7 @@ impl KvMemory {
     /// If the number of cards is not the layout's number of ranks.
     pub fn device(layout: KvLayout, n_blocks: u32, cards: &[&Card]) -> Result<Self, MemoryError> {
         assert_eq!(usize::from(layout.shard.tp_size), cards.len(), "a card is one rank");
-        let regions = Regions::of(&layout);
+        let regions = Regions::of(&layout, &StageLayers::one());
         let shapes = regions.shapes(n_blocks);
         let rank = |card: &&Card| Ok(Pages::Device(DeviceMemory::new(&shapes, card)?));
         let ranks = cards.iter().map(rank).collect::<Result<_, MemoryError>>()?;
@@ -94,16 +105,16 @@ impl KvMemory {
     /// Returns the number of blocks that fit into `bytes`, rounded down.
     ///
     /// A layout without attention has no KV. It gets one block for any amount of memory.
-    pub fn blocks_within(layout: &KvLayout, bytes: usize) -> u32 {
-        match Self::block_bytes(layout) {
+    pub fn blocks_within(layout: &KvLayout, stages: &StageLayers, bytes: usize) -> u32 {
+        match Self::block_bytes(layout, stages) {
             0 => 1,
             block_bytes => u32::try_from(bytes / block_bytes).unwrap_or(u32::MAX),
         }
     }
 
-    /// Returns the bytes of one block in all regions of all ranks.
-    pub fn block_bytes(layout: &KvLayout) -> usize {
-        Regions::of(layout).block_bytes() * usize::from(layout.shard.tp_size)
+    /// Returns the bytes of one block in all regions of all ranks and stages.
+    pub fn block_bytes(layout: &KvLayout, stages: &StageLayers) -> usize {
+        Regions::of(layout, stages).block_bytes() * usize::from(layout.shard.tp_size)
     }
 
     /// Returns the number of tokens of the longest sequence that fits into `n_blocks` blocks, at most
@@ -131,6 +142,17 @@ impl KvMemory {
     /// Returns the total bytes on all ranks.
     pub fn bytes(&self) -> usize {
         self.inner.ranks.iter().map(Pages::bytes).sum()
+    }
+
+    /// Returns the bytes of each pipeline stage on all ranks.
+    pub fn stage_bytes(&self) -> Vec<usize> {
+        let n_pages = self.n_blocks() as usize * usize::from(self.n_ranks());
+        self.inner.regions.stage_block_bytes().map(|block_bytes| block_bytes * n_pages).collect()
+    }
+
+    /// Returns whether each layer has the region that it has on a node with one pipeline stage.
+    pub fn has_regions_of_one_stage(&self) -> bool {
+        self.inner.regions.by_layer == Regions::of(self.layout(), &StageLayers::one()).by_layer
     }
 
     pub fn n_ranks(&self) -> u16 {
@@ -271,35 +293,48 @@ impl fmt::Debug for KvMemory {
 ///
 /// A block belongs to one group at a time. So groups whose layers have the same page size share regions, layer by
 /// layer: a model of 4 full and 12 windowed layers, as 4 groups of 4, needs 4 regions. Layers of another page size
-/// have their own regions.
+/// have their own regions. So have the layers of each pipeline stage.
 #[derive(Debug, Default)]
 struct Regions {
     page_bytes: Vec<usize>,
     by_layer: Vec<Vec<u32>>,
+    /// For each stage, the number of regions of it and of all earlier stages.
+    stage_ends: Vec<usize>,
 }
 
 impl Regions {
-    fn of(layout: &KvLayout) -> Self {
-        let mut regions = Self::default();
-        for group in &layout.groups {
-            regions.add(layout, group);
+    fn of(layout: &KvLayout, stages: &StageLayers) -> Self {
+        let by_layer = layout.groups.iter().map(|group| vec![u32::MAX; group.layers.len()]).collect();
+        let mut regions = Self { by_layer, ..Self::default() };
+        for layers in stages.iter() {
+            regions.add(layout, &layers);
         }
         regions
     }
 
-    fn add(&mut self, layout: &KvLayout, group: &LayerGroup) {
-        let mut lies_in = Vec::with_capacity(group.layers.len());
-        for (pos, shape) in group.layers.iter().enumerate() {
-            let page_bytes = layout.rank_page_bytes(*shape);
-            let region = self.shared_at(pos, page_bytes).unwrap_or_else(|| self.new_region(page_bytes));
-            lies_in.push(region);
+    /// Adds the regions of one stage.
+    fn add(&mut self, layout: &KvLayout, stage: &Range<u16>) {
+        let mut groups: Vec<Vec<u32>> = Vec::with_capacity(layout.groups.len());
+        for (nth, group) in layout.groups.iter().enumerate() {
+            let mut lies_in = Vec::with_capacity(group.layers.len());
+            for (pos, shape) in group.layers.iter().enumerate() {
+                if stage.contains(&shape.layer) {
+                    let page_bytes = layout.rank_page_bytes(*shape);
+                    let shared = self.shared_at(&groups, lies_in.len(), page_bytes);
+                    let region = shared.unwrap_or_else(|| self.new_region(page_bytes));
+                    lies_in.push(region);
+                    self.by_layer[nth][pos] = region;
+                }
+            }
+            groups.push(lies_in);
         }
-        self.by_layer.push(lies_in);
+        self.stage_ends.push(self.page_bytes.len());
     }
 
-    /// Returns the region of an earlier group's layer at the same position, if the page size is the same.
-    fn shared_at(&self, pos: usize, page_bytes: usize) -> Option<u32> {
-        let at_pos = self.by_layer.iter().filter_map(|layers| layers.get(pos).copied());
+    /// Returns the region of the layer at the same position in an earlier group of the stage, if the page size is the
+    /// same.
+    fn shared_at(&self, groups: &[Vec<u32>], pos: usize, page_bytes: usize) -> Option<u32> {
+        let at_pos = groups.iter().filter_map(|layers| layers.get(pos).copied());
         at_pos.into_iter().find(|region| self.page_bytes[*region as usize] == page_bytes)
     }
 
@@ -318,6 +353,12 @@ impl Regions {
     /// Returns the bytes of one block on a rank.
     fn block_bytes(&self) -> usize {
         self.page_bytes.iter().sum()
+    }
+
+    /// Returns the bytes of one block on a rank, for each stage.
+    fn stage_block_bytes(&self) -> impl Iterator<Item = usize> {
+        let starts = std::iter::once(0).chain(self.stage_ends.iter().copied());
+        starts.zip(&self.stage_ends).map(|(start, end)| self.page_bytes[start..*end].iter().sum())
     }
 
     fn of_layer(&self, group: GroupIdx, layer_pos: u16) -> u32 {

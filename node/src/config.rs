@@ -15,7 +15,7 @@ use kv_transfer::TransferSettings;
 use scheduler::SchedulerSettings;
 use serde::{Deserialize, Serialize};
 use types::layout::RANKS_MAX;
-use types::{KvDtype, NodeId};
+use types::{KvDtype, NodeId, StageSplit};
 
 use crate::error::NodeError;
 use crate::kv_memory::ModelKvMemory;
@@ -164,6 +164,9 @@ impl ModelSection {
         let ranks = ranks.ok_or_else(|| {
             NodeError::Config(format!("model.tp: {} ranks, 1 to {RANKS_MAX} are allowed", self.tp))
         })?;
+        let stages = NonZero::new(expert.model.stages).ok_or_else(|| {
+            NodeError::Config("expert.model.stages: 0 stages, at least 1 is needed".to_owned())
+        })?;
         Ok(EngineSettings {
             model,
             device,
@@ -171,6 +174,7 @@ impl ModelSection {
             deterministic: self.deterministic,
             limits,
             ranks,
+            stages: StageSplit { n_stages: stages, layers: expert.model.stage_layers.clone() },
             kv,
             pace: Pace::Sleeping,
             cpu,

@@ -8,7 +8,7 @@ use kv_cache::KvMemory;
 use kv_transfer::{ConnectorParts, Faults, TransferMetrics};
 use node::host::host_id;
 use node::{Connectors, Counter};
-use types::{Epoch, ModelInfo, NodeId};
+use types::{Epoch, ModelInfo, NodeId, StageLayers};
 
 use crate::config::PoolConfig;
 use crate::error::PoolNodeError;
@@ -78,7 +78,7 @@ fn memory(config: &PoolConfig, model: &ModelInfo) -> Result<KvMemory, PoolNodeEr
     let bytes = config.memory.bytes().map_err(|error| refused(error.to_string()))?;
     let given =
         usize::try_from(bytes).map_err(|_| refused("more than this machine can address".to_owned()))?;
-    let n_blocks = KvMemory::blocks_within(&model.layout, given);
+    let n_blocks = KvMemory::blocks_within(&model.layout, &StageLayers::one(), given);
     if n_blocks == 0 {
         let block_bytes = model.layout.group_indices().map(|group| model.layout.block_bytes(group)).sum();
         return Err(PoolNodeError::TooSmall { bytes, block_bytes });

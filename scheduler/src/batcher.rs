@@ -9,6 +9,8 @@ use crate::precedence::{Precedence, SequenceId};
 pub struct Budget {
     pub step_tokens_max: usize,
     pub rows_max: usize,
+    /// The largest number of running sequences in the step. The others are in later steps.
+    pub running_max: usize,
     /// The number of tokens per block. Chunks end on block edges, so that whole blocks can be sent and
     /// published.
     pub block_tokens: usize,
@@ -65,6 +67,8 @@ impl Candidate {
 pub fn plan(candidates: &[Candidate], budget: Budget) -> Vec<Share> {
     let mut in_line: Vec<&Candidate> = candidates.iter().filter(|one| one.n_tokens() > 0).collect();
     in_line.sort_unstable_by_key(|candidate| (!candidate.is_running(), candidate.precedence));
+    let n_running = in_line.partition_point(|candidate| candidate.is_running());
+    in_line.drain(n_running.min(budget.running_max)..n_running);
     let mut shares = Vec::with_capacity(in_line.len().min(budget.rows_max));
     let mut tokens_left = budget.step_tokens_max;
     for candidate in in_line.into_iter().take(budget.rows_max) {
@@ -99,7 +103,8 @@ mod tests {
 
     fn shares(rows: &[Row], step_tokens_max: usize, rows_max: usize) -> Vec<(u64, usize)> {
         let candidates: Vec<Candidate> = rows.iter().copied().map(candidate).collect();
-        let plan = plan(&candidates, Budget { step_tokens_max, rows_max, block_tokens: 16 });
+        let plan =
+            plan(&candidates, Budget { step_tokens_max, rows_max, running_max: rows_max, block_tokens: 16 });
         plan.iter().map(|share| (share.id.0, share.n_tokens)).collect()
     }
 
@@ -126,5 +131,13 @@ mod tests {
         for (what, rows, step_tokens_max, rows_max, expected) in cases {
             assert_eq!(shares(rows, *step_tokens_max, *rows_max), *expected, "{what}");
         }
+    }
+
+    #[test]
+    fn running_sequences_beyond_the_part_wait_and_prompts_do_not() {
+        let rows = [(1, 0, 7, 8), (2, 0, 0, 20), (3, 1, 7, 8), (4, 0, 7, 8)].map(candidate);
+        let budget = Budget { step_tokens_max: 64, rows_max: 8, running_max: 2, block_tokens: 16 };
+        let ids: Vec<u64> = plan(&rows, budget).iter().map(|share| share.id.0).collect();
+        assert_eq!(ids, [3, 1, 2]);
     }
 }

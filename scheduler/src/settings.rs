@@ -2,8 +2,6 @@
 
 use std::time::Duration;
 
-use engine::backend::STEPS_IN_FLIGHT_MAX;
-
 use crate::error::SchedulerError;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -26,8 +24,8 @@ pub struct SchedulerSettings {
     pub age_bound: Duration,
     /// The blocks per group that admission leaves free for the growth of each running sequence.
     pub growth_blocks: usize,
-    /// The largest number of launched steps: with 2, a step is launched before the previous one is collected;
-    /// with 1, after it.
+    /// The largest number of launched steps, if the backend allows as many: with 2, a step is launched before the
+    /// previous one is collected; with 1, after it.
     pub steps_in_flight_max: usize,
     /// If true, a step is launched shortly before the previous one ends, on a device that runs by itself, so
     /// that the step includes prompts that arrive meanwhile. If false, a step is launched as soon as there is
@@ -45,7 +43,7 @@ impl Default for SchedulerSettings {
             queue_ms_max: 2000.0,
             age_bound: Duration::from_secs(10),
             growth_blocks: 2,
-            steps_in_flight_max: STEPS_IN_FLIGHT_MAX,
+            steps_in_flight_max: usize::MAX,
             launch_late: true,
         }
     }
@@ -67,8 +65,8 @@ impl SchedulerSettings {
         if !(self.gap_ms_max >= 0.0 && self.gap_ms_max.is_finite()) {
             return refuse(format!("gap_ms_max {} is not a duration", self.gap_ms_max));
         }
-        if !(1..=STEPS_IN_FLIGHT_MAX).contains(&self.steps_in_flight_max) {
-            return refuse(format!("steps_in_flight_max {} is not 1 or 2", self.steps_in_flight_max));
+        if self.steps_in_flight_max == 0 {
+            return refuse("steps_in_flight_max is zero: nothing could run".to_owned());
         }
         Ok(())
     }
@@ -87,7 +85,7 @@ mod tests {
             (SchedulerSettings { step_tokens_max: 271, ..defaults }, "step_tokens_max 271 is less than"),
             (SchedulerSettings { gap_ms_max: -1.0, ..defaults }, "gap_ms_max -1 is not a duration"),
             (SchedulerSettings { gap_ms_max: f64::NAN, ..defaults }, "gap_ms_max NaN is not a duration"),
-            (SchedulerSettings { steps_in_flight_max: 3, ..defaults }, "steps_in_flight_max 3"),
+            (SchedulerSettings { steps_in_flight_max: 0, ..defaults }, "steps_in_flight_max is zero"),
         ] {
             let error = settings.check(16).expect_err(expected).to_string();
             assert!(error.starts_with(&format!("scheduler settings: {expected}")), "{error}");

@@ -91,6 +91,7 @@ pub(crate) struct Worker {
     waiters: BTreeMap<SequenceId, RoomWaiter>,
     /// Launched steps that are not collected, the oldest first.
     flights: VecDeque<LaunchedStep>,
+    steps_in_flight_max: usize,
     has_just_launched: bool,
     costs: StepCosts,
     lead: LaunchLead,
@@ -113,6 +114,7 @@ impl Worker {
         if in_pool != in_memory {
             return Err(SchedulerError::PoolSize { pool: in_pool, memory: in_memory });
         }
+        let steps_in_flight_max = settings.steps_in_flight_max.min(backend.steps_in_flight_max());
         Ok(Self {
             backend,
             pool,
@@ -124,6 +126,7 @@ impl Worker {
             sequences: BTreeMap::new(),
             waiters: BTreeMap::new(),
             flights: VecDeque::new(),
+            steps_in_flight_max,
             has_just_launched: false,
             costs: StepCosts::default(),
             lead: LaunchLead::default(),
@@ -152,7 +155,7 @@ impl Worker {
     }
 
     pub(crate) fn next(&self) -> NextEvent {
-        let may_launch = self.flights.len() < self.settings.steps_in_flight_max;
+        let may_launch = self.flights.len() < self.steps_in_flight_max;
         match self.flights.front() {
             Some(_) if self.has_just_launched && may_launch => NextEvent::Launch,
             Some(flight) => NextEvent::Collect(flight.due),
@@ -207,6 +210,12 @@ impl Worker {
 
     pub(crate) fn model(&self) -> &ModelInfo {
         &self.model
+    }
+
+    /// Returns the number of parts into which running sequences are divided: as many as the steps that the device computes
+    /// at the same time. Each step has one part, so that a stage does not wait for a token of a later one.
+    fn n_parts(&self) -> usize {
+        (self.steps_in_flight_max - 1).max(1)
     }
 
     fn layout(&self) -> &KvLayout {
@@ -304,14 +313,15 @@ impl Worker {
     pub(crate) fn load(&self) -> WorkerLoad {
         let running = self.sequences.values().filter(|sequence| sequence.is_placed()).count();
         let queued_tokens = self.n_queued_tokens();
-        let step_tokens = self.step_tokens(running, || Duration::ZERO);
+        let n_parts = self.n_parts();
+        let step_tokens = self.step_tokens(running.div_ceil(n_parts), || Duration::ZERO);
         let node = NodeLoad {
             running: running as u32,
             waiting: (self.sequences.len() - running + self.waiters.len()) as u32,
             arriving: 0,
             queued_tokens,
             queue_ms: self.costs.queue_ms(queued_tokens, running, step_tokens) as f32,
-            step_ms: self.costs.running_ms(running + 1) as f32,
+            step_ms: (n_parts as f64 * self.costs.running_ms((running + 1).div_ceil(n_parts))) as f32,
             steps_total: self.done.steps,
             blocks: self.pool.counts(),
             costs: LearnedCosts {

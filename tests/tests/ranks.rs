@@ -1,5 +1,5 @@
-//! Tests of nodes with several tensor-parallel ranks, with equal or different numbers on the two sides. The
-//! tokens are those of one rank.
+//! Tests of nodes with several tensor-parallel ranks or pipeline stages, with equal or different numbers on the two
+//! sides. The tokens are those of one rank and one stage.
 
 use std::path::Path;
 use std::process::Command;
@@ -87,6 +87,50 @@ async fn ranks_share_no_latents() {
     answers_as_one_rank_does("deepseek-v3", "shm", &[("2", "1"), ("1", "2"), ("4", "2")]).await;
 }
 
+/// The ranks and the stages of the two sides.
+#[derive(Clone, Copy, Debug)]
+struct Division {
+    ranks: (&'static str, &'static str),
+    stages: (&'static str, &'static str),
+}
+
+const DIVISIONS: &[Division] = &[
+    Division { ranks: ("1", "1"), stages: ("2", "1") },
+    Division { ranks: ("1", "2"), stages: ("1", "2") },
+    Division { ranks: ("2", "1"), stages: ("2", "1") },
+    Division { ranks: ("1", "1"), stages: ("3", "2") },
+];
+
+/// Checks that every bit of every log-probability is that of one stage.
+async fn answers_as_one_stage_does(model: &str, connector: &str) {
+    let path = folder(model);
+    let one = up(connector, &path, ("1", "1"), &[]).await;
+    one.expect_log(NO_TOKENIZER);
+    let expected = completions(&one.client(), model).await;
+    drop(one);
+    for division in DIVISIONS {
+        let (prefill, decode) = division.stages;
+        let stages = ["--prefill-stages", prefill, "--decode-stages", decode];
+        let several = up(connector, &path, division.ranks, &stages).await;
+        several.expect_log(NO_TOKENIZER);
+        let seen = completions(&several.client(), model).await;
+        assert_eq!(seen, expected, "{model} over {connector}, {division:?}");
+        assert!(several.client().kv_arrived(connector).await > 0, "no KV travelled, {division:?}");
+        several.baseline().await;
+    }
+}
+
+/// The model has two groups of layers, which share memory within a stage only.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stages_answer_as_one_does_over_tcp() {
+    answers_as_one_stage_does("qwen2-window", "tcp").await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stages_answer_as_one_does_over_shm() {
+    answers_as_one_stage_does("deepseek-v3", "shm").await;
+}
+
 /// The mock checks every bit of each head's KV.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_head_of_a_mock_finds_its_rank() {
@@ -162,5 +206,32 @@ fn ranks_that_cannot_share_the_heads_are_refused_at_the_start() {
         let ended = baton.env("BATON_MODEL__DEVICE", "cpu").output().expect("baton runs");
         let said = String::from_utf8_lossy(&ended.stderr);
         assert!(!ended.status.success() && said.contains(reason), "{model}, {ranks} ranks: {said}");
+    }
+}
+
+#[test]
+fn stages_that_cannot_share_the_layers_are_refused_at_the_start() {
+    let llama = folder("llama");
+    for (model, device, stages, layers, reason) in [
+        (
+            "mock",
+            "cpu",
+            "2",
+            "[]",
+            "pipeline stages: 2 are set, and a mock has one: only a CPU divides a model",
+        ),
+        (&llama, "cuda", "2", "[]", "pipeline stages: 2 are set, and a GPU node has one"),
+        (&llama, "cpu", "3", "[]", "pipeline stages: 3 stages for 2 layers: every stage needs a layer"),
+        (&llama, "cpu", "2", "[2, 1]", "stage_layers adds up to 3 layers, and the model has 2"),
+        (&llama, "cpu", "2", "[1, 0]", "stage_layers gives stage 1 no layer"),
+        (&llama, "cpu", "2", "[2]", "stage_layers has 1 numbers for 2 stages"),
+        (&llama, "cpu", "0", "[]", "expert.model.stages: 0 stages, at least 1 is needed"),
+    ] {
+        let mut baton = Command::new(executable::baton());
+        baton.arg("both").env("BATON_MODEL__PATH", model).env("BATON_MODEL__DEVICE", device);
+        baton.env("BATON_EXPERT__MODEL__STAGES", stages).env("BATON_EXPERT__MODEL__STAGE_LAYERS", layers);
+        let ended = baton.output().expect("baton runs");
+        let said = String::from_utf8_lossy(&ended.stderr);
+        assert!(!ended.status.success() && said.contains(reason), "{model}, {stages} stages: {said}");
     }
 }

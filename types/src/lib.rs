@@ -1,7 +1,7 @@
 //! Plain value types that all crates share, with no I/O, no async and no serde.
 //!
 //! Suggested reading order: the request ([`prompt`], [`grammar`], [`step`]), the nodes ([`node`], [`load`]), the memory layout of
-//! KV ([`layout`], [`block`]), its transfer between nodes ([`transfer`]), and the text of an error ([`text`]).
+//! KV ([`layout`], [`stages`], [`block`]), its transfer between nodes ([`transfer`]), and the text of an error ([`text`]).
 #![forbid(unsafe_code)]
 
 pub mod block;
@@ -12,6 +12,7 @@ pub mod load;
 pub mod node;
 pub mod place;
 pub mod prompt;
+pub mod stages;
 pub mod step;
 pub mod text;
 pub mod transfer;
@@ -25,6 +26,7 @@ pub use load::{BlockChange, BlockCounts, BlockEvent, LearnedCosts, NodeLoad};
 pub use node::{Fingerprint, FingerprintDigest, MissingWire, ModelInfo, NodeInfo, ProtocolRange, Role};
 pub use prompt::{CacheSalt, Deadline, Prompt, PromptDigest, RequestedModel, Sampling, StopRules, TokenId};
 pub use refusal::{CallerAction, Refusal, RefusalKind};
+pub use stages::{StageError, StageLayers, StageSplit};
 pub use step::{ComputedPrompt, FinishReason, Step, Usage};
 pub use text::in_full;
 pub use transfer::{Destination, Handoff, KvSpan, Landing, Scheme, WireAddress};

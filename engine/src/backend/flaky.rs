@@ -84,6 +84,10 @@ impl<B: Backend> Backend for Flaky<B> {
         self.inner.has_prompt_logprobs()
     }
 
+    fn steps_in_flight_max(&self) -> usize {
+        self.inner.steps_in_flight_max()
+    }
+
     fn runs_by_itself(&self) -> bool {
         self.inner.runs_by_itself()
     }

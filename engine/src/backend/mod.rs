@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use kv_cache::KvMemory;
 use tracing::warn;
-use types::ModelInfo;
+use types::{ModelInfo, StageSplit};
 
 use crate::error::{BackendError, OpenError};
 use crate::kv_room::KvRoom;
@@ -24,7 +24,7 @@ pub mod mock;
 pub use asleep::{Asleep, SleepFailed, WakeFailed};
 pub use device::Device;
 
-/// The maximum number of steps that are launched and not yet collected.
+/// The maximum number of steps that are launched and not yet collected, on a backend with one pipeline stage.
 pub const STEPS_IN_FLIGHT_MAX: usize = 2;
 
 /// Computes KV from tokens, and the next tokens from KV.
@@ -34,14 +34,16 @@ pub const STEPS_IN_FLIGHT_MAX: usize = 2;
 ///
 /// **In which order.** `launch`, and for each launched step one `collect`, oldest first. The next step may be launched
 /// before the previous one is collected, so that the device never waits for the host; at most
-/// [`STEPS_IN_FLIGHT_MAX`] are in flight. The device runs steps in launch order, so a row may use KV that the
-/// step in flight writes, and the token that it samples ([`RowInput::Previous`](crate::RowInput::Previous)).
-/// `Previous` means exactly one step back: a backend keeps the tokens of one step and forgets older ones.
+/// [`steps_in_flight_max`](Self::steps_in_flight_max) are in flight. The device runs steps in launch order, so a row may
+/// use KV that the steps in flight write, and the token that one of them samples
+/// ([`RowInput::Previous`](crate::RowInput::Previous)).
+/// `Previous` means the token that this slot samples in the latest launched step in which it has a sampling row. That
+/// step is in flight, and it is the only one in flight in which the slot samples.
 ///
 /// ```text
 /// right: launch(1) launch(2) collect(1) launch(3) collect(2) collect(3)
 /// wrong: launch(1) launch(2) collect(2)          the order differs
-/// wrong: launch(1) launch(2) launch(3)           too many in flight
+/// wrong: launch(1) launch(2) launch(3)           too many in flight, if `steps_in_flight_max` is 2
 /// wrong: launch(1), drop                         each step must be collected, even if its tokens are not used
 /// ```
 ///
@@ -86,6 +88,12 @@ pub trait Backend: Debug + Send + 'static {
         false
     }
 
+    /// Returns the maximum number of steps that are launched and not yet collected: one more than the device computes at
+    /// the same time.
+    fn steps_in_flight_max(&self) -> usize {
+        STEPS_IN_FLIGHT_MAX
+    }
+
     /// Returns whether a launched step runs without the host. If so, the next step may be launched late in
     /// this one.
     fn runs_by_itself(&self) -> bool {
@@ -122,6 +130,8 @@ pub struct EngineSettings {
     pub limits: StepLimits,
     /// The number of tensor-parallel ranks, which divide the heads: groups of threads, or GPUs.
     pub ranks: NonZero<u16>,
+    /// The pipeline stages, which divide the layers: groups of threads.
+    pub stages: StageSplit,
     pub kv: KvRoom,
     /// How a mock's simulated costs pass. Real models ignore it.
     pub pace: mock::Pace,
@@ -150,6 +160,16 @@ impl EngineSettings {
         let is_on_gpu = if is_folder { self.device != Device::Cpu } else { self.model.starts_with("cuda:") };
         let first = self.cuda().ordinal;
         if is_on_gpu { first..first + usize::from(self.ranks.get()) } else { 0..0 }
+    }
+
+    /// Refuses several stages, for backends that have one.
+    fn check_one_stage(&self, what: &str) -> Result<(), OpenError> {
+        match self.stages.n_stages.get() {
+            1 => Ok(()),
+            n => {
+                Err(OpenError::Stages(format!("{n} are set, and {what} has one: only a CPU divides a model")))
+            }
+        }
     }
 
     /// Returns the part of the settings that a GPU backend takes.
@@ -223,6 +243,7 @@ mod tests {
             deterministic: false,
             limits,
             ranks,
+            stages: StageSplit::default(),
             kv: kv_bytes.into(),
             pace: Pace::Modelled,
             cpu,

@@ -13,7 +13,8 @@ use types::{Sampling, StopRules, TokenId};
 use crate::backend::Backend;
 use crate::step::StepBatch;
 use sequence::{
-    Blocks, Sequence, SequenceInput, SequenceKv, collect, generate_in_flight, launch, step_together,
+    Blocks, Sequence, SequenceInput, SequenceKv, collect, generate_in_flight, generate_in_parts, launch,
+    step_together,
 };
 
 /// The number of blocks that a backend under test needs.
@@ -28,12 +29,13 @@ pub fn suite(open: Open<'_>) {
     tokens_do_not_depend_on_the_batch(open);
     tokens_do_not_depend_on_chunks(open);
     previous_is_the_token_in_flight(open);
+    previous_is_that_of_the_latest_sampling_row(open);
     recomputed_is_as_decoded(open);
     moved_kv_is_as_good(open);
     draws_are_keyed_by_seed_and_position(open);
     forbidden_tokens_are_not_drawn(open);
     fences_open_for_every_layer(open);
-    no_third_step_is_launched(open);
+    no_more_steps_are_launched_than_allowed(open);
     sleep::suite(open);
 }
 
@@ -63,7 +65,7 @@ pub fn tokens_do_not_depend_on_chunks(open: Open<'_>) {
     }
 }
 
-/// Checks "a row may use KV that the step in flight writes, and the token that it samples".
+/// Checks "a row may use KV that the steps in flight write, and the token that one of them samples".
 pub fn previous_is_the_token_in_flight(open: Open<'_>) {
     let prompt = prompt(19, 5);
     let expected = generate_alone(open, &prompt, prompt.len());
@@ -71,6 +73,22 @@ pub fn previous_is_the_token_in_flight(open: Open<'_>) {
     let mut sequence = Sequence::new(&prompt, &mut Blocks::default(), backend.model(), N_STEPS);
     generate_in_flight(backend.as_mut(), std::slice::from_mut(&mut sequence), N_STEPS);
     assert_eq!(sequence.generated(), expected);
+}
+
+/// Checks "`Previous` means the token that this slot samples in the latest launched step in which it has a sampling row":
+/// as many steps are in flight as allowed, and a sequence is in one of them.
+pub fn previous_is_that_of_the_latest_sampling_row(open: Open<'_>) {
+    let mut backend = open();
+    let n_parts = backend.steps_in_flight_max() - 1;
+    let mut blocks = Blocks::default();
+    let prompts: Vec<_> = (0..2 * n_parts as u32).map(|nth| prompt(5 + 3 * nth, 30 + nth)).collect();
+    let sequence = |prompt: &Vec<TokenId>| Sequence::new(prompt, &mut blocks, backend.model(), N_STEPS);
+    let mut sequences: Vec<Sequence> = prompts.iter().map(sequence).collect();
+    generate_in_parts(backend.as_mut(), &mut sequences, n_parts, N_STEPS);
+    for (sequence, prompt) in sequences.iter().zip(&prompts) {
+        let expected = generate_alone(open, prompt, prompt.len());
+        assert_eq!(sequence.generated(), expected, "{n_parts} parts in flight");
+    }
 }
 
 /// Checks "recomputed": KV of tokens that were decoded one by one is recomputed as a prompt.
@@ -146,15 +164,18 @@ pub fn fences_open_for_every_layer(open: Open<'_>) {
     }
 }
 
-/// Checks "at most `STEPS_IN_FLIGHT_MAX` are in flight".
-pub fn no_third_step_is_launched(open: Open<'_>) {
+/// Checks "at most `steps_in_flight_max` are in flight".
+pub fn no_more_steps_are_launched_than_allowed(open: Open<'_>) {
     let mut backend = open();
-    let sequence = Sequence::new(&prompt(4, 11), &mut Blocks::default(), backend.model(), N_STEPS);
-    let first = launch(backend.as_mut(), &[(&sequence, SequenceInput::Known(sequence.remaining()))]);
-    let second = launch(backend.as_mut(), &[(&sequence, SequenceInput::InFlight)]);
-    assert!(backend.launch(StepBatch { rows: &[] }).is_err(), "a third step in flight");
-    collect(backend.as_mut(), first);
-    collect(backend.as_mut(), second);
+    let mut blocks = Blocks::default();
+    let mut launched = Vec::new();
+    for nth in 0..backend.steps_in_flight_max() as u32 {
+        let sequence = Sequence::new(&prompt(4, 11 + nth), &mut blocks, backend.model(), N_STEPS);
+        let all = SequenceInput::Known(sequence.remaining());
+        launched.push(launch(backend.as_mut(), &[(&sequence, all)]));
+    }
+    assert!(backend.launch(StepBatch { rows: &[] }).is_err(), "{} steps are in flight", launched.len());
+    launched.into_iter().for_each(|step| drop(collect(backend.as_mut(), step)));
 }
 
 /// Returns the tokens after `prompt`, computed alone in chunks of `chunk` tokens.

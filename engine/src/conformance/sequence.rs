@@ -1,5 +1,7 @@
 //! One sequence of a backend under test, with its own blocks.
 
+use std::collections::VecDeque;
+
 use grammar::Constraint;
 use kv_cache::KvMemory;
 use types::{BlockIdx, GroupIdx, ModelInfo, Sampling, StopRules, TokenId};
@@ -48,7 +50,7 @@ pub(super) struct Sequence {
 pub(super) enum SequenceInput {
     /// A number of known tokens. If they are the last known ones, the next token is sampled.
     Known(usize),
-    /// The token that the step in flight samples.
+    /// The token that a step in flight samples.
     InFlight,
 }
 
@@ -165,6 +167,41 @@ pub(super) fn generate_in_flight(backend: &mut dyn Backend, sequences: &mut [Seq
         for (nth, sequence) in sequences.iter_mut().enumerate() {
             sequence.accept(sequence.remaining(), &output, nth);
         }
+    }
+}
+
+/// Generates `n_steps` tokens for each sequence. Each step has one of `n_parts` parts of the sequences, in turn. A part's
+/// next step is launched before the part's step before it is collected.
+pub(super) fn generate_in_parts(
+    backend: &mut dyn Backend,
+    sequences: &mut [Sequence],
+    n_parts: usize,
+    n_steps: usize,
+) {
+    let part_len = sequences.len().div_ceil(n_parts);
+    let mut in_flight: VecDeque<(usize, PendingStep)> = VecDeque::new();
+    let accept = |backend: &mut dyn Backend, sequences: &mut [Sequence], (part, step)| {
+        let output = collect(backend, step);
+        for (nth, sequence) in sequences.chunks_mut(part_len).nth(part).into_iter().flatten().enumerate() {
+            sequence.accept(sequence.remaining(), &output, nth);
+        }
+    };
+    for nth in 0..n_steps * n_parts {
+        if in_flight.len() > n_parts {
+            let oldest = in_flight.pop_front().expect("several steps are in flight");
+            accept(backend, sequences, oldest);
+        }
+        let part = nth % n_parts;
+        let input = |sequence: &Sequence| match nth / n_parts {
+            0 => SequenceInput::Known(sequence.remaining()),
+            _ => SequenceInput::InFlight,
+        };
+        let of_part = sequences.chunks(part_len).nth(part).into_iter().flatten();
+        let rows: Vec<_> = of_part.map(|sequence| (sequence, input(sequence))).collect();
+        in_flight.push_back((part, launch(backend, &rows)));
+    }
+    for step in in_flight {
+        accept(backend, sequences, step);
     }
 }
 

@@ -1,6 +1,8 @@
 //! The CPU decoder for all architectures. Its optional tensors are data, read once from the config. Its field
 //! names are those of the checkpoint.
 
+use std::ops::Range;
+
 use super::attention::Attention;
 use super::config::ModelConfig;
 use super::experts::Experts;
@@ -52,17 +54,20 @@ impl Decoder {
         })
     }
 
-    /// Computes all layers: (tokens, hidden).
-    pub fn forward(&self, pass: &mut Pass<'_>) -> Tensor {
-        let mut x = pass.embed(&self.vocabulary.embed); // (tokens, hidden)
-        for layer in &self.layers {
-            layer.forward(&mut x, pass);
-        }
-        x
+    /// Looks up the tokens' embeddings, the input of the first layer: (tokens, hidden).
+    pub fn embed(&self, pass: &Pass<'_>) -> Tensor {
+        pass.embed(&self.vocabulary.embed)
     }
 
-    /// Computes the logits of rows of [`forward`](Self::forward)'s result: (rows, vocab), or the share of the columns of
-    /// the pass's rank.
+    /// Computes some neighbouring layers: `x` becomes their output.
+    pub fn forward(&self, layers: Range<usize>, x: &mut Tensor, pass: &mut Pass<'_>) {
+        for layer in &self.layers[layers] {
+            layer.forward(x, pass);
+        }
+    }
+
+    /// Computes the logits of rows of the last layer's output: (rows, vocab), or the share of the columns of the pass's
+    /// rank.
     pub fn logits(&self, rows: &Tensor, pass: &Pass<'_>) -> Tensor {
         pass.linear(&pass.norm(rows, &self.norm), &self.vocabulary.head)
     }

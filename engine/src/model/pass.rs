@@ -141,6 +141,13 @@ impl<'a> Pass<'a> {
         out
     }
 
+    /// Returns the rows that the stage before computed: (tokens, hidden).
+    pub fn received(&self, rows: &[f32], hidden: usize) -> Tensor {
+        let mut out = self.scratch.tensor(self.n_tokens, hidden);
+        out.copy_from_slice(rows);
+        out
+    }
+
     pub fn norm(&self, x: &Tensor, norm: &RmsNorm) -> Tensor {
         let mut out = self.scratch.tensor(x.n_rows(), x.width());
         self.processor.rms_norm(x, &norm.weight, norm.epsilon, &mut out);

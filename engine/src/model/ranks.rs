@@ -152,7 +152,8 @@ impl RankGroup {
     }
 }
 
-/// A step's fence. It opens for a layer after all ranks have written their share of the layer.
+/// A step's fence. It opens for a layer after all ranks have written their share of the layer. Pipeline stages use it one
+/// after the other.
 #[derive(Debug)]
 pub struct RankFence {
     signal: FenceSignal,

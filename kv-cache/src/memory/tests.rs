@@ -1,5 +1,7 @@
-use types::KvDtype;
-use types::layout::{Attention, LayerShape, Shard};
+use std::num::NonZero;
+
+use types::layout::{Attention, LayerGroup, LayerShape, Shard};
+use types::{KvDtype, StageSplit};
 
 use super::*;
 
@@ -43,14 +45,69 @@ fn blocks_that_fit_table() {
             10 * 4 * page(8),
             10,
         ),
-        ("a pipeline stage counts its own layers", layout(vec![full(&[(6, 8)])]), 10 * page(8), 10),
         ("no attention", layout(vec![]), 0, 1),
         ("no memory", layout(vec![full(&[(0, 8)])]), 0, 0),
     ] {
-        let n_blocks = KvMemory::blocks_within(&layout, bytes);
+        let n_blocks = KvMemory::blocks_within(&layout, &StageLayers::one(), bytes);
         assert_eq!(n_blocks, expected, "{name}");
         let memory = KvMemory::host(layout, n_blocks).expect("a few KiB can be mapped");
         assert!(memory.bytes() <= bytes, "{name}: {} of {bytes} bytes", memory.bytes());
+    }
+}
+
+/// A case: name, layout, layers of each stage, bytes of a block in each stage, and the regions of each group's layers.
+type StageCase = (&'static str, KvLayout, &'static [u16], Vec<usize>, Vec<Vec<u32>>);
+
+#[test]
+fn stages_have_regions_of_their_own() {
+    let full = |layers: &[(u16, u16)]| group(Attention::Full, layers);
+    let window = |layers: &[(u16, u16)]| group(Attention::SlidingWindow { tokens: 64 }, layers);
+    let by_turns = || layout(vec![full(&[(0, 8), (2, 8)]), window(&[(1, 8), (3, 8)])]);
+    let windows_last = || layout(vec![full(&[(0, 8), (1, 8)]), window(&[(2, 8), (3, 8)])]);
+    let latents = group(Attention::Latent, &[(0, 24), (1, 24), (2, 24)]);
+    let p = page(8);
+    let cases: Vec<StageCase> = vec![
+        (
+            "uneven layers",
+            layout(vec![full(&[(0, 8), (1, 8), (2, 8)])]),
+            &[2, 1],
+            vec![2 * p, p],
+            vec![vec![0, 1, 2]],
+        ),
+        ("one stage: groups share", by_turns(), &[4], vec![2 * p], vec![vec![0, 1], vec![0, 1]]),
+        ("groups share within a stage", by_turns(), &[2, 2], vec![p, p], vec![vec![0, 1], vec![0, 1]]),
+        ("and never across stages", by_turns(), &[1, 3], vec![p, 2 * p], vec![vec![0, 1], vec![1, 2]]),
+        (
+            "nothing but windowed layers",
+            windows_last(),
+            &[2, 2],
+            vec![2 * p, 2 * p],
+            vec![vec![0, 1], vec![2, 3]],
+        ),
+        ("a layer in each", by_turns(), &[1, 1, 1, 1], vec![p; 4], vec![vec![0, 2], vec![1, 3]]),
+        ("a latent group", layout(vec![latents]), &[1, 2], vec![page(24) / 2, page(24)], vec![vec![0, 1, 2]]),
+        (
+            "layers of another width",
+            layout(vec![full(&[(0, 8), (2, 8)]), window(&[(1, 24), (3, 24)])]),
+            &[2, 2],
+            vec![4 * p, 4 * p],
+            vec![vec![0, 2], vec![1, 3]],
+        ),
+    ];
+    for (name, layout, counts, block_bytes, regions) in cases {
+        let n_stages = NonZero::new(counts.len() as u16).expect("some");
+        let split = StageSplit { n_stages, layers: counts.to_vec() };
+        let stages = split.over(counts.iter().sum()).expect("they add up");
+        let of_all: usize = block_bytes.iter().sum();
+        assert_eq!(KvMemory::block_bytes(&layout, &stages), of_all, "{name}");
+        assert_eq!(KvMemory::blocks_within(&layout, &stages, 3 * of_all + of_all - 1), 3, "{name}");
+        let found = Regions::of(&layout, &stages);
+        assert_eq!(found.by_layer, regions, "{name}");
+        let is_as_one = regions == Regions::of(&layout, &StageLayers::one()).by_layer;
+        let memory = KvMemory::host_of_stages(layout, &stages, 3).expect("a few KiB can be mapped");
+        assert_eq!(memory.stage_bytes(), block_bytes.iter().map(|bytes| 3 * bytes).collect::<Vec<_>>());
+        assert_eq!(memory.has_regions_of_one_stage(), is_as_one, "{name}");
+        assert_eq!(memory.bytes(), 3 * of_all, "{name}");
     }
 }
 
@@ -74,7 +131,7 @@ fn ranks_have_memory_of_their_own() {
     for (tp_size, of_a_rank) in [(1, page(8)), (2, page(8) / 2), (4, page(8) / 2)] {
         let spread = whole.clone().over_ranks(tp_size).expect("two heads do");
         let bytes = 3 * 2 * of_a_rank * usize::from(tp_size);
-        assert_eq!(KvMemory::blocks_within(&spread, bytes), 3, "tp {tp_size}");
+        assert_eq!(KvMemory::blocks_within(&spread, &StageLayers::one(), bytes), 3, "tp {tp_size}");
         let memory = KvMemory::host(spread, 3).expect("a few KiB can be mapped");
         assert_eq!((memory.bytes(), memory.n_ranks()), (bytes, tp_size));
         let all: Vec<_> = (0..tp_size).map(|nth| memory.rank(nth).write(GroupIdx(0), 1, 0..3)).collect();

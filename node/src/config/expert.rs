@@ -46,6 +46,10 @@ pub struct ModelExpertSettings {
     /// The input of products with FP8 weights: `full`; `fp8`, rounded to 8 bits, which shortens prompts on Hopper;
     /// `auto` follows the checkpoint. The same on all nodes of a model.
     pub activations: String,
+    /// Pipeline stages on a CPU: groups of threads that share the layers.
+    pub stages: u16,
+    /// Layers of each stage, as in `[17, 15]`; empty: even.
+    pub stage_layers: Vec<u16>,
 }
 
 impl Default for ModelExpertSettings {
@@ -55,6 +59,8 @@ impl Default for ModelExpertSettings {
             threads: 0,
             load_format: "safetensors".to_owned(),
             activations: "auto".to_owned(),
+            stages: 1,
+            stage_layers: Vec::new(),
         }
     }
 }

@@ -26,7 +26,7 @@ impl Worker {
     pub(super) fn launch(&mut self, now: Instant) {
         self.has_just_launched = false;
         self.reap(now);
-        if self.lost.is_some() || self.flights.len() >= self.settings.steps_in_flight_max {
+        if self.lost.is_some() || self.flights.len() >= self.steps_in_flight_max {
             return;
         }
         let stalled = self.grow(now);
@@ -222,19 +222,29 @@ impl Worker {
 impl Worker {
     fn plan(&self, now: Instant, stalled: &[SequenceId]) -> Vec<Share> {
         let candidate = |sequence: &Sequence| sequence.candidate(self.precedence(sequence, now));
-        let candidates: Vec<Candidate> = self
+        let mut candidates: Vec<Candidate> = self
             .sequences
             .values()
             .filter(|sequence| !stalled.contains(&sequence.id))
             .filter_map(candidate)
             .collect();
         let n_running = candidates.iter().filter(|candidate| candidate.is_running()).count();
+        let running_max = n_running.div_ceil(self.n_parts());
+        candidates.retain(|candidate| !(candidate.is_running() && self.is_in_another_part(candidate.id)));
         let budget = Budget {
-            step_tokens_max: self.step_tokens(n_running, || self.longest_wait(now)),
+            step_tokens_max: self.step_tokens(running_max, || self.longest_wait(now)),
             rows_max: self.settings.sequences_max,
+            running_max,
             block_tokens: usize::from(self.layout().block_tokens),
         };
         batcher::plan(&candidates, budget)
+    }
+
+    /// Returns whether a sequence that generates must wait for a later step, because the stages before it would wait for
+    /// its token: it is in one of the last launched steps.
+    fn is_in_another_part(&self, id: SequenceId) -> bool {
+        let last = self.flights.iter().rev().take(self.n_parts() - 1);
+        last.flat_map(|flight| &flight.rows).any(|row| row.id == id)
     }
 
     /// Returns the longest wait of a sequence whose KV has arrived, until the step that is planned now begins. It counts

@@ -2,6 +2,7 @@
 
 mod line;
 mod mixes;
+mod stages;
 mod windows;
 
 use std::time::Duration;
@@ -14,6 +15,13 @@ use crate::settings::SchedulerSettings;
 use crate::sink::SequenceEnd;
 use crate::submission::{NewSequence, Source};
 use crate::testing::{BLOCK_TOKENS, Recorder, Rig, alone, arrived, deadline_in, mock, prompt, roomy};
+
+impl super::Worker {
+    /// Returns the sequences in each launched step, the oldest step first.
+    fn ids_in_flight(&self) -> Vec<Vec<u64>> {
+        self.flights.iter().map(|flight| flight.rows.iter().map(|row| row.id.0).collect()).collect()
+    }
+}
 
 /// Returns a prompt that does not end by itself before `max_tokens`.
 fn endless(id: &str, n_tokens: usize, max_tokens: u32) -> types::Prompt {

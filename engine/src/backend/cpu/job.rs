@@ -1,6 +1,4 @@
-//! A step for the compute thread.
-
-use std::collections::HashMap;
+//! A step for the compute threads.
 
 use kv_cache::FenceSignal;
 use types::{BlockIdx, TokenId};
@@ -9,7 +7,7 @@ use crate::error::RowError;
 use crate::sampler::OwnedSampleSpec;
 use crate::step::{Row, RowInput, SlotId};
 
-/// A step, as `launch` passes it to the compute thread.
+/// A step, as `launch` passes it to the first stage.
 #[derive(Debug)]
 pub(super) struct StepJob {
     pub(super) rows: Vec<JobRow>,
@@ -57,14 +55,14 @@ impl JobRow {
         }
     }
 
-    /// Replaces [`RowInput::Previous`] by the token that the previous step sampled.
-    pub(super) fn resolve(
-        &mut self,
-        previous: &HashMap<SlotId, TokenId>,
-        vocab: usize,
-    ) -> Result<(), RowError> {
+    pub(super) fn needs_previous(&self) -> bool {
+        matches!(self.input, Input::Previous)
+    }
+
+    /// Replaces [`RowInput::Previous`] by `previous`, the token that the slot has sampled last.
+    pub(super) fn resolve(&mut self, previous: Option<TokenId>, vocab: usize) -> Result<(), RowError> {
         if let Input::Previous = self.input {
-            let token = *previous.get(&self.slot).ok_or(RowError::NoTokenInFlight)?;
+            let token = previous.ok_or(RowError::NoTokenInFlight)?;
             self.input = Input::Tokens(vec![token]);
             self.spec.iter_mut().for_each(|spec| spec.remember(token));
         }

@@ -1,45 +1,50 @@
 //! The CPU backend. It is exact, and the reference for the other backends.
 //!
-//! A separate thread computes a step, so `launch` returns at once. The whole batch goes through each layer
+//! Separate threads compute a step, so `launch` returns at once. The whole batch goes through each layer
 //! together. A row gets the same bits alone and in any batch (see `kernels::cpu`). With several ranks, each
 //! rank has its own thread and its own memory for KV. The bits stay the same (see [`crate::model::ranks`]).
+//! With several stages, each stage has its own ranks, for its own layers, and steps flow through all stages
+//! (see [`pipeline`]).
 
-mod compute;
+mod intake;
 mod job;
+mod outlet;
+mod pipeline;
 mod rank;
 mod settings;
+mod stage;
 #[cfg(test)]
 mod tests;
 
 use std::collections::VecDeque;
 use std::io;
 use std::num::NonZero;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::thread;
 
 use kernels::cpu::{Arithmetic, Processor};
 use kv_cache::{FenceSignal, KvMemory};
 use tracing::info;
 use types::layout::{Attention, LayerGroup, LayerShape, Shard};
-use types::{Fingerprint, KvDtype, KvLayout, ModelInfo};
+use types::{Fingerprint, KvDtype, KvLayout, ModelInfo, StageLayers};
 
 pub use settings::{CpuSettings, LoadFormat};
 
 use super::asleep::{self, Asleep, ClosedBackend, SleepFailed};
-use super::{Backend, EngineSettings, STEPS_IN_FLIGHT_MAX};
+use super::{Backend, EngineSettings};
 use crate::error::{BackendError, LoadError, OpenError};
 use crate::kv_room::{KvRoom, n_blocks, not_taken};
 use crate::load::weights::{HasBlocks, LoadedFormats};
 use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, Weights, fingerprint, tensors};
 use crate::model::{ActivationFormat, Decoder, ModelConfig};
 use crate::step::{PendingStep, StepBatch, StepOutput};
-use compute::Compute;
 use job::{JobRow, StepJob};
-use rank::Rank;
+use pipeline::{Pipeline, PipelineParts};
+use rank::{Rank, StagePlace};
+use stage::Stage;
 
-/// The CPU backend: a model in memory, and its compute thread.
+/// The CPU backend: a model in memory, and its compute threads.
 #[derive(Debug)]
 pub struct CpuBackend {
     model: ModelInfo,
@@ -47,12 +52,10 @@ pub struct CpuBackend {
     /// The number of clones of the memory that the backend itself holds.
     n_holders: usize,
     opened: OpenParams,
-    /// The queue to the compute thread; `None` after the thread was told to end.
-    jobs: Option<SyncSender<StepJob>>,
-    results: Receiver<StepOutput>,
+    pipeline: Pipeline,
     in_flight: VecDeque<u64>,
+    steps_in_flight_max: usize,
     n_launched: u64,
-    thread: Option<thread::JoinHandle<()>>,
     weight_bytes: usize,
 }
 
@@ -67,7 +70,7 @@ struct OpenParams {
 /// Returns the CPU's constructor in the table of backends. `name` is a model's folder.
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
     let folder = name.unwrap_or_default();
-    let settings = CpuSettings { ranks: engine.ranks, ..engine.cpu.clone() };
+    let settings = CpuSettings { ranks: engine.ranks, stages: engine.stages.clone(), ..engine.cpu.clone() };
     Ok(Box::new(CpuBackend::open(Path::new(folder), engine.kv, &settings)?))
 }
 
@@ -76,18 +79,20 @@ impl CpuBackend {
     pub fn open(folder: &Path, kv: impl Into<KvRoom>, settings: &CpuSettings) -> Result<Self, OpenError> {
         let kv = kv.into();
         kv.check_on_host()?;
-        let processors = processors(settings).map_err(LoadError::Threads)?;
-        let processor = processors.first().expect("there is a rank");
         let folder = ModelFolder::open(folder)?;
+        let stages = settings.stages.over(folder.config.n_layers as u16).map_err(LoadError::Stages)?;
+        let processors = processors(settings, &stages).map_err(LoadError::Threads)?;
+        let processor = processors.first().and_then(|of_stage| of_stage.first()).expect("there is a rank");
         folder.config.log_unread_keys();
-        let loaded = LoadedWeights::load(&folder, settings, processor)?;
+        let loaded = LoadedModel::load(&folder, settings, processor)?;
         let layout = layout(&folder.config, settings)?;
-        let kv_bytes = kv.on_host(&layout, folder.config.context_tokens);
-        let memory = memory(&layout, kv_bytes)?;
+        let kv_bytes = kv.on_host(&layout, &stages, folder.config.context_tokens);
+        let memory = memory(&layout, &stages, kv_bytes)?;
         if folder.config.latent.is_some() && memory.n_ranks() > 1 {
             let (ranks, mib) = (memory.n_ranks(), memory.bytes() >> 20);
             info!(ranks, mib, "each rank holds all latents; this is the KV memory of all ranks");
         }
+        log_stages(&stages, &memory);
         // The number of bytes is kept, so that waking allocates the same amount, whatever the free memory is
         // then.
         let opened = OpenParams { folder: folder.path().to_owned(), kv_bytes, settings: settings.clone() };
@@ -100,10 +105,8 @@ impl CpuBackend {
             fingerprint: loaded.fingerprint(&folder, &layout, processor, settings)?,
             layout,
         };
-        let activations = loaded.activations;
-        let ranks = Rank::all(processors, &loaded.model, &memory, &folder.config, activations);
-        let compute = Compute::new(ranks, &folder.config).map_err(LoadError::Threads)?;
-        Self::start(model, memory, compute, loaded.weight_bytes, opened)
+        let stages = started(processors, &loaded, &memory, &folder.config, &stages)?;
+        Self::start(model, memory, stages, loaded.weight_bytes, opened)
     }
 
     /// Returns the bytes of all weight matrices, which every decode step reads.
@@ -114,24 +117,25 @@ impl CpuBackend {
     fn start(
         model: ModelInfo,
         memory: KvMemory,
-        compute: Compute,
+        stages: Vec<Stage>,
         weight_bytes: usize,
         opened: OpenParams,
     ) -> Result<Self, OpenError> {
-        let (jobs, jobs_in) = sync_channel(STEPS_IN_FLIGHT_MAX);
-        let (results_out, results) = sync_channel(STEPS_IN_FLIGHT_MAX);
-        let thread = thread::Builder::new().name("compute-0".to_owned());
-        let thread = thread.spawn(move || compute.run(&jobs_in, &results_out)).map_err(LoadError::Threads)?;
+        let steps_in_flight_max = stages.len() + 1;
+        let (vocab, eos_tokens) = (model.vocab as usize, model.eos_tokens.clone());
+        let n_ranks = usize::from(memory.n_ranks());
+        let parts = PipelineParts { stages, n_ranks, vocab, eos_tokens, steps_in_flight_max };
+        let n_holders = memory.n_holders();
+        let pipeline = Pipeline::start(parts).map_err(LoadError::Threads)?;
         Ok(Self {
             model,
-            n_holders: memory.n_holders(),
+            n_holders,
             memory,
             opened,
-            jobs: Some(jobs),
-            results,
-            in_flight: VecDeque::with_capacity(STEPS_IN_FLIGHT_MAX),
+            pipeline,
+            in_flight: VecDeque::with_capacity(steps_in_flight_max),
+            steps_in_flight_max,
             n_launched: 0,
-            thread: Some(thread),
             weight_bytes,
         })
     }
@@ -147,16 +151,15 @@ impl Backend for CpuBackend {
     }
 
     fn launch(&mut self, batch: StepBatch<'_>) -> Result<PendingStep, BackendError> {
-        if self.in_flight.len() == STEPS_IN_FLIGHT_MAX {
-            return Err(BackendError::Order(format!("{STEPS_IN_FLIGHT_MAX} steps are in flight already")));
+        if self.in_flight.len() == self.steps_in_flight_max {
+            return Err(BackendError::Order(format!(
+                "{} steps are in flight already",
+                self.steps_in_flight_max
+            )));
         }
         let (signal, fence) = FenceSignal::new();
         let job = StepJob { rows: batch.rows.iter().map(JobRow::of).collect(), signal };
-        // The channel has room for all steps that may be in flight, so this does not wait.
-        let sent = self.jobs.as_ref().map(|jobs| jobs.send(job).is_ok());
-        if sent != Some(true) {
-            return Err(BackendError::DeviceLost("the compute thread has ended".to_owned()));
-        }
+        self.pipeline.launch(job)?;
         let number = self.n_launched;
         self.n_launched += 1;
         self.in_flight.push_back(number);
@@ -172,8 +175,7 @@ impl Backend for CpuBackend {
             }
             Some(_) => self.in_flight.pop_front(),
         };
-        let lost = |_| BackendError::DeviceLost("the compute thread ended during a step".to_owned());
-        self.results.recv().map_err(lost)
+        self.pipeline.collect()
     }
 
     fn tokenizer_file(&self) -> Option<PathBuf> {
@@ -182,6 +184,10 @@ impl Backend for CpuBackend {
 
     fn has_prompt_logprobs(&self) -> bool {
         true
+    }
+
+    fn steps_in_flight_max(&self) -> usize {
+        self.steps_in_flight_max
     }
 
     fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, SleepFailed> {
@@ -199,29 +205,44 @@ impl Backend for CpuBackend {
     }
 }
 
-impl Drop for CpuBackend {
-    fn drop(&mut self) {
-        self.jobs = None;
-        if let Some(thread) = self.thread.take() {
-            // If the thread panicked, the panic is logged, and `collect` has returned that the device is
-            // lost, so the result is ignored.
-            let _ = thread.join();
-        }
-    }
+/// Creates a processor for each rank of each stage. They share the threads.
+fn processors(settings: &CpuSettings, stages: &StageLayers) -> io::Result<Vec<Vec<Processor>>> {
+    let n_ranks = usize::from(settings.ranks.get());
+    let each = settings.threads().get() / (n_ranks * stages.n_stages());
+    let each = NonZero::new(each).unwrap_or(NonZero::<usize>::MIN);
+    let of_stage = |_| (0..n_ranks).map(|_| Processor::new(settings.arithmetic, each)).collect();
+    stages.iter().map(of_stage).collect()
 }
 
-/// Creates a processor for each rank. They share the threads.
-fn processors(settings: &CpuSettings) -> io::Result<Vec<Processor>> {
-    let n_ranks = usize::from(settings.ranks.get());
-    let each = NonZero::new(settings.threads().get() / n_ranks).unwrap_or(NonZero::<usize>::MIN);
-    (0..n_ranks).map(|_| Processor::new(settings.arithmetic, each)).collect()
+/// Starts the ranks of all stages.
+fn started(
+    processors: Vec<Vec<Processor>>,
+    model: &LoadedModel,
+    memory: &KvMemory,
+    config: &ModelConfig,
+    stages: &StageLayers,
+) -> Result<Vec<Stage>, LoadError> {
+    let of_stage = |(nth, (layers, processors)): (usize, (Range<u16>, Vec<Processor>))| {
+        let layers = layers.start.into()..layers.end.into();
+        let place = StagePlace { nth, layers, n_layers: config.n_layers };
+        Stage::new(Rank::all(processors, model, memory, config, &place)).map_err(LoadError::Threads)
+    };
+    stages.iter().zip(processors).enumerate().map(of_stage).collect()
+}
+
+/// Logs the layers and the bytes of KV of each stage, if there are several.
+fn log_stages(stages: &StageLayers, memory: &KvMemory) {
+    if stages.n_stages() > 1 {
+        let layers: Vec<Range<u16>> = stages.iter().collect();
+        info!(?layers, kv_bytes = ?memory.stage_bytes(), "pipeline stages opened");
+    }
 }
 
 // === loading ===
 
-/// Weights in memory, and their description.
-struct LoadedWeights {
-    model: Arc<Decoder>,
+/// A model's weights in memory, and their description.
+struct LoadedModel {
+    decoder: Arc<Decoder>,
     weights: String,
     weight_format: &'static str,
     has_blocks: HasBlocks,
@@ -229,7 +250,7 @@ struct LoadedWeights {
     activations: ActivationFormat,
 }
 
-impl LoadedWeights {
+impl LoadedModel {
     fn load(folder: &ModelFolder, settings: &CpuSettings, processor: &Processor) -> Result<Self, LoadError> {
         let config = &folder.config;
         let seen = LoadedFormats::default();
@@ -237,7 +258,7 @@ impl LoadedWeights {
             let weights = Weights::new(source, processor, settings.quantize, &seen);
             Decoder::load(config, &weights).map(Arc::new)
         };
-        let (model, weights) = match settings.load_format {
+        let (decoder, weights) = match settings.load_format {
             LoadFormat::Safetensors => {
                 let checkpoint = Checkpoint::open(folder.path())?;
                 tensors::check_all_read(config, &checkpoint)?;
@@ -248,7 +269,7 @@ impl LoadedWeights {
         let weight_format = seen.main_format().map_or("none", |format| format.as_str());
         let activations = settings.activations.resolve(config.activations, seen.has_fp8())?;
         let (has_blocks, weight_bytes) = (seen.has_blocks(), seen.bytes());
-        Ok(Self { model, weights, weight_format, has_blocks, weight_bytes, activations })
+        Ok(Self { decoder, weights, weight_format, has_blocks, weight_bytes, activations })
     }
 
     fn fingerprint(
@@ -329,6 +350,7 @@ pub(super) fn groups(n_kv_heads: u16, head_dim: u16, windows: &[Option<u32>]) ->
     groups
 }
 
-fn memory(layout: &KvLayout, kv_bytes: usize) -> Result<KvMemory, OpenError> {
-    KvMemory::host(layout.clone(), n_blocks(layout, kv_bytes)?).map_err(|error| not_taken(&error))
+fn memory(layout: &KvLayout, stages: &StageLayers, kv_bytes: usize) -> Result<KvMemory, OpenError> {
+    let n_blocks = n_blocks(layout, stages, kv_bytes)?;
+    KvMemory::host_of_stages(layout.clone(), stages, n_blocks).map_err(|error| not_taken(&error))
 }

@@ -1,7 +1,8 @@
 //! Hot path.
-//! One rank of a model on the CPU: its share of each step, with its share of KV.
+//! One rank of a stage on the CPU: its share of the stage's part of each step, with its share of KV.
 
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
@@ -10,6 +11,7 @@ use kernels::cpu::{Processor, Rotation};
 use kv_cache::KvMemory;
 use types::step::PromptLogprob;
 
+use super::LoadedModel;
 use super::job::{JobRow, OwnedPromptTargets};
 use crate::error::RowError;
 use crate::model::ActivationFormat;
@@ -25,26 +27,48 @@ const LOGITS_ROWS_MAX: usize = 32;
 /// The outcomes of the rows that take part in a step.
 pub(super) type Outcomes = Vec<Result<(), RowError>>;
 
-/// A step that all ranks compute.
+/// A step that all ranks of a stage compute. The stages pass it on.
 #[derive(Debug)]
 pub(super) struct Step {
     pub(super) rows: Vec<JobRow>,
-    /// The outcome of each row so far: an error for a row that takes no part.
+    /// For each row whether it takes part: an error if it was refused before the first layer.
     pub(super) resolved: Outcomes,
     pub(super) written: RankFence,
+    /// The outcomes of the rows that take part, after the stages so far.
+    pub(super) outcomes: Outcomes,
+    /// The rows that the stage before computed: (tokens, hidden). The first stage has none.
+    pub(super) hidden: Vec<f32>,
+    /// See [`StepOutput::routing_leads`](crate::step::StepOutput::routing_leads). They are those of the stages so far.
+    pub(super) routing_leads: Vec<f32>,
 }
 
 /// The results of a step's rows that take part.
 #[derive(Debug)]
 pub(super) struct Forwarded {
+    /// (tokens, hidden)
+    pub(super) x: Tensor,
+    pub(super) outcomes: Outcomes,
+    pub(super) routing_leads: Vec<f32>,
+    /// What the last stage computes after its layers.
+    pub(super) last: Option<AfterLayers>,
+}
+
+/// The results after the last layer.
+#[derive(Debug)]
+pub(super) struct AfterLayers {
     /// (wanted, vocab)
     pub(super) logits: Tensor,
-    pub(super) outcomes: Outcomes,
     /// The log-probabilities of each row's prompt tokens; none for a row that does not ask, and on other ranks than the
     /// first.
     pub(super) prompt_logprobs: Vec<Vec<PromptLogprob>>,
-    /// See [`StepOutput::routing_leads`](crate::step::StepOutput::routing_leads).
-    pub(super) routing_leads: Vec<f32>,
+}
+
+/// The place of a stage in the model.
+#[derive(Clone, Debug)]
+pub(super) struct StagePlace {
+    pub(super) nth: usize,
+    pub(super) layers: Range<usize>,
+    pub(super) n_layers: usize,
 }
 
 /// The state of a rank's thread.
@@ -55,8 +79,10 @@ pub(super) struct Rank {
     memory: KvMemory,
     frequencies: Arc<[f32]>,
     turn_factor: f32,
+    hidden: usize,
     vocab: usize,
     activations: ActivationFormat,
+    stage: StagePlace,
     seat: RankHandle,
 }
 
@@ -72,23 +98,25 @@ pub(super) struct Helper {
 // === impl Rank ===
 
 impl Rank {
-    /// Creates all ranks of a model, one for each processor.
+    /// Creates all ranks of a stage, one for each processor.
     pub(super) fn all(
         processors: Vec<Processor>,
-        model: &Arc<Decoder>,
+        model: &LoadedModel,
         memory: &KvMemory,
         config: &ModelConfig,
-        activations: ActivationFormat,
+        stage: &StagePlace,
     ) -> Vec<Self> {
         let frequencies: Arc<[f32]> = config.rope.frequencies(config.head_dim).into();
         let rank = |(processor, seat)| Self {
             processor,
-            model: Arc::clone(model),
+            model: Arc::clone(&model.decoder),
             memory: memory.clone(),
             frequencies: Arc::clone(&frequencies),
             turn_factor: config.rope.turn_factor(),
+            hidden: config.hidden,
             vocab: config.vocab,
-            activations,
+            activations: model.activations,
+            stage: stage.clone(),
             seat,
         };
         let seats = RankHandle::all(memory.n_ranks());
@@ -99,6 +127,7 @@ impl Rank {
         &self.processor
     }
 
+    /// Computes the rank's share of the stage's layers, and what follows the last layer.
     pub(super) fn forward(&self, step: &Step, scratch: &Scratch) -> Forwarded {
         let parts = PassParts {
             processor: &self.processor,
@@ -109,27 +138,43 @@ impl Rank {
             rotation: Rotation { frequencies: &self.frequencies, factor: self.turn_factor },
             activations: self.activations,
         };
-        let passing = step.rows.iter().zip(&step.resolved).filter(|(_, ok)| ok.is_ok());
-        let mut pass = Pass::new(parts, passing.map(|(row, _)| pass_row(row)).collect());
-        let x = self.model.forward(&mut pass);
-        let logits = self.logits(&pass.wanted(&x), &pass);
-        let mut of_prompts = Vec::with_capacity(step.rows.len());
+        let rows = step.passing().zip(&step.outcomes).map(|(row, outcome)| pass_row(row, outcome.clone()));
+        let mut pass = Pass::new(parts, rows.collect());
+        let mut x = match self.stage.layers.start {
+            0 => self.model.embed(&pass),
+            _ => pass.received(&step.hidden, self.hidden),
+        };
+        if !step.routing_leads.is_empty() {
+            pass.note_routing_leads(&step.routing_leads);
+        }
+        self.model.forward(self.stage.layers.clone(), &mut x, &mut pass);
+        let is_last = self.stage.layers.end == self.stage.n_layers;
+        let (last, of_prompts) =
+            if is_last { self.after_layers(step, &x, &pass) } else { (None, Vec::new()) };
+        let routing_leads = pass.take_routing_leads();
+        let mut outcomes: Outcomes = pass.into_outcomes().collect();
+        for (outcome, of_prompt) in outcomes.iter_mut().zip(of_prompts) {
+            *outcome = std::mem::replace(outcome, Ok(())).and(of_prompt);
+        }
+        Forwarded { x, outcomes, routing_leads, last }
+    }
+
+    /// Computes logits and the log-probabilities of prompts, with the outcome of each row.
+    fn after_layers(&self, step: &Step, x: &Tensor, pass: &Pass<'_>) -> (Option<AfterLayers>, Outcomes) {
+        let logits = self.logits(&pass.wanted(x), pass);
+        let (mut outcomes, mut prompt_logprobs) = (Outcomes::new(), Vec::with_capacity(step.rows.len()));
         let mut end = 0;
-        for (row, _) in step.rows.iter().zip(&step.resolved).filter(|(_, ok)| ok.is_ok()) {
+        for row in step.passing() {
             let start = end;
             end += row.tokens().len();
-            of_prompts.push(match &row.prompt_logprobs {
-                Some(targets) => self.prompt_logprobs(&x, start, targets, &pass),
+            let of_prompt = match &row.prompt_logprobs {
+                Some(targets) => self.prompt_logprobs(x, start, targets, pass),
                 None => Ok(Vec::new()),
-            });
-        }
-        let routing_leads = pass.take_routing_leads();
-        let (mut outcomes, mut prompt_logprobs) = (Outcomes::new(), Vec::with_capacity(of_prompts.len()));
-        for (outcome, of_prompt) in pass.into_outcomes().zip(of_prompts) {
-            outcomes.push(outcome.and(of_prompt.as_ref().map(|_| ()).map_err(RowError::clone)));
+            };
+            outcomes.push(of_prompt.as_ref().map(|_| ()).map_err(RowError::clone));
             prompt_logprobs.push(of_prompt.unwrap_or_default());
         }
-        Forwarded { logits, outcomes, prompt_logprobs, routing_leads }
+        (Some(AfterLayers { logits, prompt_logprobs }), outcomes)
     }
 
     /// Computes the logits of `rows`, gathered from all ranks.
@@ -167,8 +212,7 @@ impl Rank {
         let scratch = Scratch::default();
         while let Ok(step) = steps.recv() {
             let of_rows = self.forward(&step, &scratch).outcomes;
-            // `step` is dropped before the answer, because its last holder drops the fence, and that must be
-            // the caller of `collect`.
+            // `step` is dropped before the answer, because the first rank passes it on.
             drop(step);
             if outcomes.send(of_rows).is_err() {
                 return;
@@ -177,13 +221,20 @@ impl Rank {
     }
 }
 
-fn pass_row(row: &JobRow) -> PassRow<'_> {
+impl Step {
+    /// Returns the rows that take part.
+    pub(super) fn passing(&self) -> impl Iterator<Item = &JobRow> {
+        self.rows.iter().zip(&self.resolved).filter(|(_, resolved)| resolved.is_ok()).map(|(row, _)| row)
+    }
+}
+
+fn pass_row(row: &JobRow, outcome: Result<(), RowError>) -> PassRow<'_> {
     PassRow {
         tokens: row.tokens(),
         start: row.start(),
         tables: row.tables(),
         is_wanted: row.is_wanted(),
-        outcome: Ok(()),
+        outcome,
     }
 }
 
@@ -193,7 +244,8 @@ impl Helper {
     pub(super) fn start(rank: Rank) -> io::Result<Self> {
         let (steps, steps_in) = sync_channel(1);
         let (outcomes_out, outcomes) = sync_channel(1);
-        let thread = thread::Builder::new().name(format!("rank-{}", rank.seat.nth()));
+        let thread =
+            thread::Builder::new().name(format!("stage-{}-rank-{}", rank.stage.nth, rank.seat.nth()));
         let thread = thread.spawn(move || rank.run(&steps_in, &outcomes_out))?;
         Ok(Self { steps: Some(steps), outcomes, thread: Some(thread) })
     }

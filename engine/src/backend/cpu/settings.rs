@@ -3,17 +3,19 @@
 use std::num::NonZero;
 
 use kernels::cpu::Arithmetic;
-use types::KvDtype;
+use types::{KvDtype, StageSplit};
 
 use crate::load::{Activations, Quantize};
 
 /// The settings of the CPU backend, without the model and the size of KV memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CpuSettings {
-    /// Compute threads of all ranks together. `None` means one for each core.
+    /// Compute threads of all ranks and stages together. `None` means one for each core.
     pub threads: Option<NonZero<usize>>,
     /// Tensor-parallel ranks: groups of threads, each with its share of the outputs and of KV.
     pub ranks: NonZero<u16>,
+    /// Pipeline stages: groups of threads, each with its share of the layers. Each has all ranks.
+    pub stages: StageSplit,
     /// The arithmetic for bf16 weights.
     pub arithmetic: Arithmetic,
     pub kv_dtype: KvDtype,
@@ -37,6 +39,7 @@ impl Default for CpuSettings {
         Self {
             threads: None,
             ranks: NonZero::<u16>::MIN,
+            stages: StageSplit::default(),
             arithmetic: Arithmetic::F32,
             // The default is bf16, because most models were trained with it. f32 is for comparisons with a
             // reference.

@@ -4,12 +4,13 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value as Json;
 use tempfile::TempDir;
-use types::TokenId;
+use types::{BlockIdx, StageSplit, TokenId};
 
 use super::*;
 use crate::conformance;
 use crate::conformance::alone::step;
 use crate::load::Activations;
+use crate::step::{PendingStep, Row, RowInput, SlotId, StepBatch};
 
 fn folder(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(name)
@@ -78,6 +79,81 @@ fn ranks_keep_the_contract() {
         {
             check(&format!("tests/models/{name}"), &CpuSettings { ranks, kv_dtype, quantize, ..settings(1) });
         }
+    }
+}
+
+fn staged(n_stages: u16, layers: &[u16]) -> CpuSettings {
+    let n_stages = NonZero::new(n_stages).expect("some");
+    CpuSettings { stages: StageSplit { n_stages, layers: layers.to_vec() }, ..settings(1) }
+}
+
+#[test]
+fn stages_keep_the_contract() {
+    for (name, n_stages, layers) in [
+        ("llama", 2, &[][..]),
+        ("mistral", 2, &[]),
+        ("qwen2-window", 3, &[]),
+        ("qwen2-window", 2, &[1, 2]),
+        ("qwen3-moe", 3, &[1, 2, 1]),
+        ("deepseek-v3", 3, &[]),
+    ] {
+        for ranks in [1, 2] {
+            let ranks = NonZero::new(ranks).expect("some");
+            check(&format!("tests/models/{name}"), &CpuSettings { ranks, ..staged(n_stages, layers) });
+        }
+    }
+}
+
+#[test]
+fn layers_that_stages_cannot_share_are_refused() {
+    let refusal = |n_stages: u16, layers: &[u16]| {
+        let settings = staged(n_stages, layers);
+        let error = CpuBackend::open(&folder("tests/models/qwen3"), 1 << 20, &settings);
+        types::in_full(&error.expect_err("it cannot be"))
+    };
+    assert_eq!(refusal(3, &[]), "pipeline stages: 3 stages for 2 layers: every stage needs a layer");
+    assert_eq!(refusal(2, &[2, 1]), "pipeline stages: stage_layers adds up to 3 layers, and the model has 2");
+}
+
+/// The first layer has a layer group of its own, so a row without blocks in one of the groups makes a certain stage panic.
+#[test]
+fn a_stage_that_panics_is_a_lost_device() {
+    for (ranks, group, n_layers_written) in [(1, 0, 0), (1, 1, 1), (2, 0, 0), (2, 1, 1)] {
+        let settings = CpuSettings { ranks: NonZero::new(ranks).expect("some"), ..staged(2, &[1, 2]) };
+        let mut backend =
+            CpuBackend::open(&folder("tests/models/qwen2-window"), 1 << 20, &settings).expect("it opens");
+        let blocks = [BlockIdx(0), BlockIdx(1)];
+        let mut launch = |slot, tables: [&[BlockIdx]; 2]| {
+            let input = RowInput::Tokens(&[TokenId(7), TokenId(8)]);
+            let row = Row {
+                slot: SlotId(slot),
+                input,
+                start: 0,
+                tables: &tables,
+                prompt_logprobs: None,
+                sample: None,
+            };
+            backend.launch(StepBatch { rows: &[row] })
+        };
+        let mut tables = [&blocks[..1], &blocks[1..]];
+        let good = launch(1, tables).expect("launched");
+        tables[group] = &[];
+        let bad = launch(2, tables).expect("launched");
+        let fence = bad.fence().clone();
+        let after = launch(3, [&blocks[..1], &blocks[1..]]);
+        assert!(backend.collect(good).expect("it was before").rows[0].is_ok());
+        let lost = |error| matches!(error, BackendError::DeviceLost(_));
+        assert!(lost(backend.collect(bad).expect_err("a thread panicked")));
+        let mut is_lost = |launched: Result<PendingStep, BackendError>| match launched {
+            Ok(launched) => lost(backend.collect(launched).expect_err("a thread panicked")),
+            Err(error) => lost(error),
+        };
+        assert!(is_lost(after), "a step that was launched before");
+        for n in 0..=3 {
+            assert_eq!(fence.is_open(n), n <= n_layers_written, "{n} layers, {ranks} ranks, group {group}");
+        }
+        let last = backend.launch(StepBatch { rows: &[] });
+        assert!(last.map_or_else(lost, |last| lost(backend.collect(last).expect_err("no thread answers"))));
     }
 }
 

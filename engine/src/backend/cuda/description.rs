@@ -10,7 +10,7 @@ use kernels::cpu::{Arithmetic, Processor};
 use kernels::cuda::{ComputeCard, KvNumber, Products};
 use kv_cache::KvMemory;
 use types::layout::Shard;
-use types::{Fingerprint, KvDtype, KvLayout, ModelInfo};
+use types::{Fingerprint, KvDtype, KvLayout, ModelInfo, StageLayers};
 
 use super::CudaSettings;
 use super::budget::Budget;
@@ -105,7 +105,7 @@ impl ModelDescription {
         };
         let layout = layout.over_ranks(settings.ranks.get());
         let layout = layout.map_err(|uneven| LoadError::Ranks(uneven.to_string()))?;
-        let n_blocks = n_blocks(&layout, kv_bytes)?;
+        let n_blocks = n_blocks(&layout, &StageLayers::one(), kv_bytes)?;
         let tokens_max = KvMemory::longest(&layout, n_blocks, config.context_tokens);
         let formats = match settings.load_format {
             LoadFormat::Safetensors => {

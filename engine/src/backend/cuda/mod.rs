@@ -48,7 +48,7 @@ use std::collections::{HashMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use device::cuda::{CudaError, PinnedNumbers};
+use device::cuda::{Card, CudaError, PinnedNumbers};
 use kernels::cuda::{ComputeCard, LostFlag, Outcome, TokenMasks};
 use kv_cache::{FenceSignal, KvMemory};
 use serde::Serialize;
@@ -59,7 +59,7 @@ pub use limits::{CudaLimits, ProductRate};
 pub use profile::DecodeProfile;
 pub use settings::CudaSettings;
 
-use super::{Asleep, Backend, EngineSettings, STEPS_IN_FLIGHT_MAX, SleepFailed, StepLimits};
+use super::{Asleep, Backend, Device, EngineSettings, STEPS_IN_FLIGHT_MAX, SleepFailed, StepLimits};
 use crate::error::{BackendError, OpenError, RowError};
 use crate::step::{PendingStep, Row, SlotId, StepBatch, StepOutput};
 use asleep::CudaAsleep;
@@ -114,6 +114,11 @@ struct SpareReadbacks {
 /// Returns the GPU's constructor in the table of backends. `name` is a model's folder.
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
     let folder = name.unwrap_or_default();
+    if engine.device == Device::Auto {
+        // Without a GPU the CPU computes, which may have several stages.
+        Card::count()?;
+    }
+    engine.check_one_stage("a GPU node")?;
     Ok(Box::new(CudaBackend::open(Path::new(folder), engine.kv, &engine.cuda())?))
 }
 

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use kv_cache::{FenceSignal, KvMemory};
 use tokio::time::Instant;
-use types::{Fingerprint, KvLayout, ModelInfo, TokenId};
+use types::{Fingerprint, KvLayout, ModelInfo, StageLayers, TokenId};
 
 pub use cost::{Costs, DtypeName, LayoutSettings, MockAnswer, MockSettings, Verify, wire_costs};
 
@@ -63,9 +63,10 @@ struct QueuedStep {
 
 /// Returns the mock's constructor in the table of backends.
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
+    engine.check_one_stage("a mock")?;
     let settings = MockSettings::named(name)?;
     let layout = spread(&settings, engine.ranks)?;
-    let n_blocks = n_blocks(&layout, engine.kv.of_mock())?;
+    let n_blocks = n_blocks(&layout, &StageLayers::one(), engine.kv.of_mock())?;
     // The model is named by the settings and not by their file: clients request `mock`, whatever its costs.
     let name = settings.name.clone();
     Ok(Box::new(Mock::over_ranks(&name, settings, engine.ranks, n_blocks, engine.pace)?))

@@ -95,6 +95,10 @@ fn registered(domain: &Domain, memory: &KvMemory, tp_rank: u16) -> Result<RankHe
         let start = |nth| region.start() + memory.offset(nth, 0);
         return Ok(RankHere { starts: (0..memory.n_regions()).map(start).collect(), region });
     }
+    if !memory.has_regions_of_one_stage() {
+        // A sender finds the receiver's region of a layer by its own memory.
+        return Err(bad_request("KV of pipeline stages with regions of their own does not go over rdma yet"));
+    }
     let on_host = memory.rank(tp_rank).on_host();
     let memory = on_host
         .ok_or_else(|| bad_request("KV that is spread over several GPUs does not go over rdma yet"))?;

@@ -1,0 +1,105 @@
+//! Hot path.
+//! The thread of one stage, which is that of its first rank. It computes the stage's layers of each step, one step after
+//! the other, and starts the other ranks for each step.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender};
+
+use super::intake::Intake;
+use super::outlet::Outlet;
+use super::rank::{Forwarded, Helper, Outcomes, Rank, Step};
+use crate::error::RowError;
+use crate::model::Scratch;
+
+/// The state of a stage's thread, with the helper threads of the other ranks.
+#[derive(Debug)]
+pub(super) struct Stage {
+    // Fields are dropped in this order, so that helpers that wait for this rank see that it has ended before
+    // they are waited for.
+    rank: Rank,
+    helpers: Vec<Helper>,
+}
+
+/// Where a stage's steps come from.
+#[derive(Debug)]
+pub(super) enum Source {
+    Launched(Intake),
+    StageBefore(Receiver<Step>),
+}
+
+/// Where a stage's steps go to.
+#[derive(Debug)]
+pub(super) enum Target {
+    /// The channel has room for all steps that may be in flight.
+    NextStage(SyncSender<Step>),
+    Collected(Outlet),
+}
+
+/// A step after this stage's layers.
+struct ComputedStep {
+    step: Step,
+    forwarded: Forwarded,
+}
+
+impl Stage {
+    /// Makes a stage's state. `ranks` are all ranks of the stage; all except the first get their own threads.
+    pub(super) fn new(ranks: Vec<Rank>) -> io::Result<Self> {
+        let mut ranks = ranks.into_iter();
+        let rank = ranks.next().expect("a stage has a rank");
+        let helpers = ranks.map(Helper::start).collect::<Result<_, _>>()?;
+        Ok(Self { rank, helpers })
+    }
+
+    /// Runs until no more steps come, or a thread that this one needs has ended. Waits for steps and for the other ranks.
+    pub(super) fn run(self, mut source: Source, mut target: Target) {
+        let scratch = Scratch::default();
+        while let Some(step) = source.next() {
+            let passed = self.computed(step, &scratch).and_then(|done| target.put(&self.rank, done));
+            if passed.is_none() {
+                return;
+            }
+        }
+    }
+
+    /// Runs a step on all ranks. Returns `None` if a rank has ended.
+    fn computed(&self, step: Step, scratch: &Scratch) -> Option<ComputedStep> {
+        let step = Arc::new(step);
+        self.helpers.iter().try_for_each(|helper| helper.begin(&step))?;
+        let mut forwarded = self.rank.forward(&step, scratch);
+        for helper in &self.helpers {
+            forwarded.outcomes = first_errors(forwarded.outcomes, helper.finish()?);
+        }
+        let step = Arc::into_inner(step).expect("a helper that has answered holds no step");
+        Some(ComputedStep { step, forwarded })
+    }
+}
+
+/// Merges the outcomes of two ranks: a row fails if it fails on any rank.
+fn first_errors(ours: Outcomes, theirs: Outcomes) -> Outcomes {
+    ours.into_iter().zip(theirs).map(|(ours, theirs)| ours.and(theirs)).collect::<Vec<Result<(), RowError>>>()
+}
+
+impl Source {
+    /// Waits for the next step. Returns `None` if no more come.
+    fn next(&mut self) -> Option<Step> {
+        match self {
+            Self::Launched(intake) => intake.next(),
+            Self::StageBefore(steps) => steps.recv().ok(),
+        }
+    }
+}
+
+impl Target {
+    /// Passes a step on. Returns `None` if nothing takes it any more.
+    fn put(&mut self, rank: &Rank, done: ComputedStep) -> Option<()> {
+        let ComputedStep { step, forwarded } = done;
+        match self {
+            Self::Collected(outlet) => outlet.put(rank, step, forwarded),
+            Self::NextStage(steps) => {
+                let Forwarded { x, outcomes, routing_leads, .. } = forwarded;
+                steps.send(Step { outcomes, routing_leads, hidden: x.to_vec(), ..step }).ok()
+            }
+        }
+    }
+}
