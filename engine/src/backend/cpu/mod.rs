@@ -4,7 +4,7 @@
 //! together. A row gets the same bits alone and in any batch (see `kernels::cpu`). With several ranks, each
 //! rank has its own thread and its own memory for KV. The bits stay the same (see [`crate::model::ranks`]).
 //! With several stages, each stage has its own ranks, for its own layers, and steps flow through all stages
-//! (see [`pipeline`]).
+//! (see `pipeline`).
 
 mod intake;
 mod job;
