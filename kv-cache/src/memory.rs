@@ -20,7 +20,7 @@ use types::{GroupIdx, KvLayout, StageLayers};
 /// [`rank`](Self::rank) returns it. Methods for pages without a rank are for memory with one rank only.
 ///
 /// If the node has several pipeline stages, each stage has its own regions. A block has the same index on all stages, so
-/// its bytes are the sum over the stages.
+/// its bytes are the sum over the stages. See `docs/decisions/0032-the-wire-names-no-stage.md`.
 #[derive(Clone)]
 pub struct KvMemory {
     inner: Arc<Inner>,
