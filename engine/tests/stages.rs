@@ -114,8 +114,8 @@ impl Sequence {
     }
 }
 
-/// Computes all sequences, with as many steps in flight as allowed. Neighbouring steps have chunks of the same prompt, and
-/// a sequence that generates is in one of the steps in flight.
+/// Computes all sequences, and launches as many steps as the backend allows before it collects one. Consecutive steps
+/// compute chunks of the same prompt. A sequence that generates has a row in one of the launched steps.
 fn answers(mut backend: CpuBackend) -> Vec<Answer> {
     let layout = &backend.model().layout;
     let mut sequences = Sequence::all(layout.groups.len(), usize::from(layout.block_tokens));

@@ -54,6 +54,14 @@ __device__ __forceinline__ void bring_page(u32 to, const TensorMap& of_pages, u3
                       ((block * 2 + part) * shape.n_kv_heads + kv_head) * BLOCK_TOKENS, full, EVICT_FIRST);
 }
 
+// Multiplies columns 2t and 2t + 1 of a lane's sums by their factors.
+__device__ __forceinline__ void scale_columns(float (&c)[4], const float (&by)[2]) {
+    c[0] *= by[0];
+    c[1] *= by[1];
+    c[2] *= by[0];
+    c[3] *= by[1];
+}
+
 // The two products of a page, for each format of KV.
 template <u32 HEAD, typename Kv>
 struct Products;
@@ -91,10 +99,7 @@ struct Products<HEAD, bf16> {
             matrices_transposed(v, page + (HEAD / TILE_COLUMNS + i / 4) * TOWER_BYTES +
                                        chunk_place(lane % 8 + lane / 16 * 8, i % 4 * 2 + lane / 8 % 2));
             float(&c)[4] = output[i];
-            c[0] *= by[0];
-            c[1] *= by[1];
-            c[2] *= by[0];
-            c[3] *= by[1];
+            scale_columns(c, by);
             mma(c, v[0] & first_mask, v[1] & first_mask, v[2] & second_mask, v[3] & second_mask, early, late);
         }
     }
@@ -184,10 +189,7 @@ struct Products<HEAD, f8> {
                 Halves a = halves_of(__byte_perm(v[j] & first_mask, 0, 0x3120));
                 Halves b = halves_of(__byte_perm(v[j + 2] & second_mask, 0, 0x3120));
                 float(&c)[4] = output[2 * i + j];
-                c[0] *= by[0];
-                c[1] *= by[1];
-                c[2] *= by[0];
-                c[3] *= by[1];
+                scale_columns(c, by);
                 mma_half(c, a.early, a.late, b.early, b.late, early, late);
             }
         }

@@ -1,7 +1,8 @@
 // Converts the pages of some sequences from e4m3 to bf16, for kernels that read bf16.
 //
-// Page number i of sequence s becomes page number s * table_stride + i of the output. Only pages that a query
-// of the sequence sees are written. A block that does not exist becomes NaN, which marks the error.
+// Page number i of sequence s becomes page number s * table_stride + i of the output. The kernel writes
+// only the pages that queries of the sequence attend to. For an invalid block number it writes NaN, so that the output
+// of attention shows the error.
 extern "C" __global__ void __launch_bounds__(256)
 widen_pages(bf16* out, const f8* pages, const u32* tables, const uint3* sequences, u32 table_stride, u32 page_numbers,
             u32 n_blocks, u32 window) {

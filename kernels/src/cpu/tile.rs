@@ -222,14 +222,20 @@ macro_rules! plain_rows {
 
             #[inline(always)]
             fn tail(self, simd: S) -> Option<S::Floats> {
-                let mut wide = [0.0; LANES];
-                for (wide, narrow) in wide.iter_mut().zip(self.tail) {
-                    *wide = $widen(*narrow);
-                }
-                (!self.tail.is_empty()).then(|| simd.load(&wide))
+                widened_tail(simd, self.tail, $widen)
             }
         }
     };
+}
+
+/// Widens the numbers after a row's last whole vector, and fills the vector with zeroes. Returns `None` if there are none.
+#[inline(always)]
+fn widened_tail<S: Simd, T: Copy>(simd: S, tail: &[T], widen: impl Fn(T) -> f32) -> Option<S::Floats> {
+    let mut wide = [0.0; LANES];
+    for (wide, narrow) in wide.iter_mut().zip(tail) {
+        *wide = widen(*narrow);
+    }
+    (!tail.is_empty()).then(|| simd.load(&wide))
 }
 
 plain_rows!(F32Rows, F32Row, f32, load, std::convert::identity);
@@ -307,12 +313,8 @@ impl<S: Simd> Row<S> for Q8Row<'_> {
 
     #[inline(always)]
     fn tail(self, simd: S) -> Option<S::Floats> {
-        let mut wide = [0.0; LANES];
         let scale = self.scales.last().copied().unwrap_or(0.0);
-        for (wide, value) in wide.iter_mut().zip(self.tail) {
-            *wide = f32::from(*value) * scale;
-        }
-        (!self.tail.is_empty()).then(|| simd.load(&wide))
+        widened_tail(simd, self.tail, |value| f32::from(value) * scale)
     }
 }
 

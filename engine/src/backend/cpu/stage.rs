@@ -9,7 +9,6 @@ use std::sync::mpsc::{Receiver, SyncSender};
 use super::intake::Intake;
 use super::outlet::Outlet;
 use super::rank::{Forwarded, Helper, Outcomes, Rank, Step};
-use crate::error::RowError;
 use crate::model::Scratch;
 
 /// The state of a stage's thread, with the helper threads of the other ranks.
@@ -77,7 +76,7 @@ impl Stage {
 
 /// Merges the outcomes of two ranks: a row fails if it fails on any rank.
 fn first_errors(ours: Outcomes, theirs: Outcomes) -> Outcomes {
-    ours.into_iter().zip(theirs).map(|(ours, theirs)| ours.and(theirs)).collect::<Vec<Result<(), RowError>>>()
+    ours.into_iter().zip(theirs).map(|(ours, theirs)| ours.and(theirs)).collect()
 }
 
 impl Source {

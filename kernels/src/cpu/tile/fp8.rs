@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::{Row, Rows};
+use super::{Row, Rows, widened_tail};
 use crate::cpu::matrix::{FP8_BLOCK, Matrix};
 use crate::cpu::number::f8_to_f32;
 use crate::cpu::simd::{LANES, Simd};
@@ -70,11 +70,7 @@ impl<S: Simd> Row<S> for F8Row<'_> {
 
     #[inline(always)]
     fn tail(self, simd: S) -> Option<S::Floats> {
-        let mut wide = [0.0; LANES];
-        for (wide, narrow) in wide.iter_mut().zip(self.tail) {
-            *wide = f8_to_f32(*narrow) * self.scale;
-        }
-        (!self.tail.is_empty()).then(|| simd.load(&wide))
+        widened_tail(simd, self.tail, |narrow| f8_to_f32(narrow) * self.scale)
     }
 }
 
@@ -149,11 +145,7 @@ impl<S: Simd> Row<S> for F8BlockRow<'_> {
 
     #[inline(always)]
     fn tail(self, simd: S) -> Option<S::Floats> {
-        let mut wide = [0.0; LANES];
         let scale = self.scales.last().copied().unwrap_or(0.0);
-        for (wide, narrow) in wide.iter_mut().zip(self.tail) {
-            *wide = f8_to_f32(*narrow) * scale;
-        }
-        (!self.tail.is_empty()).then(|| simd.load(&wide))
+        widened_tail(simd, self.tail, |narrow| f8_to_f32(narrow) * scale)
     }
 }
