@@ -36,8 +36,8 @@ __device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& o
 }
 
 // Sums a group's 64 rows of w. With several shares, this is a partial sum.
-template <u32 ROWS, u32 STAGES>
-__device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring, u32 count) {
+template <u32 ROWS, u32 STAGES, typename GroupScales>
+__device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring, u32 count, const GroupScales&) {
     u32 lane = threadIdx.x % 32, stage = 0, parity = 0, last = 0;
     for (u32 nth = 0; nth < count; nth++) {
         multiply_tiles<ROWS>(sum, ring, stage, parity);
@@ -53,7 +53,7 @@ __device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring,
     extern "C" __global__ void __launch_bounds__(ALL_THREADS, BLOCKS)                                                               \
     NAME##_##ROWS(ENDING ending, PendingNormArgs pending, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x, \
                   ProductShape shape) {                                                                                             \
-        few_rows<ROWS, STAGES, TILE_COLUMNS>(ending, pending, nullptr, w, x, shape);                                                \
+        few_rows<ROWS, STAGES, TILE_COLUMNS>(ending, pending, RowScales{nullptr}, w, x, shape);                                                \
     }
 #define FEW_ROWS_OF(ROWS, STAGES, BLOCKS)                                                                                 \
     FEW_ROWS(few_rows, Sums<bf16>, ROWS, STAGES, BLOCKS)                                                                  \

@@ -1,4 +1,4 @@
-// Common code of few_rows.cu and few_rows_fp8.cu: the division of the work, and the way from sums to the
+// Common code of few_rows.cu, few_rows_fp8.cu and few_rows_blocks.cu: the division of the work, and the way from sums to the
 // ending. few_rows_even.cu uses the sizes and the product of bf16 tiles too.
 //
 // A cluster takes 128 rows of w at a time; each of its blocks takes a share of k. Each block shows its sums
@@ -14,12 +14,19 @@ struct Steps {
     __device__ __forceinline__ u32 column(u32 nth) const { return (from + nth) * COLUMNS; }
 };
 
+// The scales of w's rows, or null. They multiply the sums.
+struct RowScales {
+    const float* of_rows;
+    template <typename Ending>
+    __device__ __forceinline__ Nothing of_group(const Ending&, u32, const ProductShape&) const { return {}; }
+};
+
 // Defined by each file: one thread issues the loads of all tiles, and each group of four warps sums 64 rows
-// of w.
+// of w, with the scales that these rows have within the sums.
 template <u32 ROWS, u32 STAGES, u32 COLUMNS>
 __device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, const Steps<COLUMNS>& steps, const Halves<UNIT>& rows);
-template <u32 ROWS, u32 STAGES>
-__device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring, u32 count);
+template <u32 ROWS, u32 STAGES, typename GroupScales>
+__device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring, u32 count, const GroupScales& scales);
 
 // Starts a group's products with the tiles of this stage, 64 rows of w. When it returns, the products of the
 // previous stage are done.
@@ -111,8 +118,8 @@ __device__ __forceinline__ void end_rows(const Ending& ending, const PendingNorm
 }
 
 // A whole product, with COLUMNS columns in each step.
-template <u32 ROWS, u32 STAGES, u32 COLUMNS, typename Ending>
-__device__ __forceinline__ void few_rows(const Ending& ending, const PendingNormArgs& pending, const float* scales, const TensorMap& of_w,
+template <u32 ROWS, u32 STAGES, u32 COLUMNS, typename Ending, typename Scales>
+__device__ __forceinline__ void few_rows(const Ending& ending, const PendingNormArgs& pending, const Scales& scales, const TensorMap& of_w,
                                          const TensorMap& of_x, const ProductShape& shape) {
     extern __shared__ Eight shared[];
     __shared__ u64 barriers[2 * STAGES];
@@ -138,9 +145,9 @@ __device__ __forceinline__ void few_rows(const Ending& ending, const PendingNorm
     __syncthreads();
 
     float sum[ROWS / 2] = {};
-    if (warp < GROUPS_THREADS / 32) sum_up<ROWS, STAGES>(sum, ring, steps.count);
+    if (warp < GROUPS_THREADS / 32) sum_up<ROWS, STAGES>(sum, ring, steps.count, scales.of_group(ending, steps.from, shape));
     else if (threadIdx.x == GROUPS_THREADS) bring_tiles<ROWS, STAGES>(ring, of_w, of_x, steps, ending.template halves<UNIT>(blockIdx.y, shape));
     __syncthreads();
     char* free = reinterpret_cast<char*>(shared) + (ring.at - shared_address(shared));
-    end_rows<ROWS>(ending, pending, sum, free, ring.at, scales, shape);
+    end_rows<ROWS>(ending, pending, sum, free, ring.at, scales.of_rows, shape);
 }

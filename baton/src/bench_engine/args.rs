@@ -18,6 +18,7 @@ const CHECK_FOLDERS: &[&str] = &[
     "engine/tests/models/qwen2",
     "engine/tests/models/qwen2-window",
     "engine/tests/models/qwen3",
+    "engine/tests/models/qwen3-fp8",
     "models/demo",
 ];
 
@@ -143,6 +144,9 @@ pub(crate) enum WeightFormat {
     No,
     /// Weights with 8 bits, and a scale for each row.
     Fp8,
+    /// Weights with 8 bits, and a scale for each 128 rows and columns. Only a checkpoint has these: see
+    /// `--write-weights`.
+    Fp8Blocks,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -211,7 +215,7 @@ impl EngineArgs {
 
     pub(crate) fn quantize(&self) -> Quantize {
         match self.quantize {
-            WeightFormat::No => Quantize::No,
+            WeightFormat::No | WeightFormat::Fp8Blocks => Quantize::No,
             WeightFormat::Fp8 => Quantize::Fp8,
         }
     }
@@ -266,7 +270,7 @@ impl EngineArgs {
             WeightSource::Dummy => {
                 let of_experts = match self.quantize {
                     WeightFormat::No => CHECK_FOLDERS_OF_EXPERTS,
-                    WeightFormat::Fp8 => &[],
+                    WeightFormat::Fp8 | WeightFormat::Fp8Blocks => &[],
                 };
                 CHECK_FOLDERS.iter().chain(of_experts).map(PathBuf::from).collect()
             }

@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use engine::equality::{Comparison, Tolerance, compare, compare_with_itself};
-use engine::load::Activations;
+use engine::load::{Activations, ModelFolder};
+use engine::model::ActivationFormat;
 use engine::{Backend, CpuBackend, CpuSettings, CudaBackend, CudaSettings, LoadFormat, StepLimits};
 use serde::{Deserialize, Serialize};
 use types::{KvDtype, TokenId};
@@ -78,11 +79,17 @@ impl ModelComparison {
 /// Compares a model on the GPU with the CPU, once with CUDA graphs and once with each kernel launched
 /// separately. The CPU's KV is in f32, or in 8 bits if the model's KV is.
 pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<ModelComparison, CommandError> {
-    let (kv_dtype, tolerance) = match (args.kv_dtype(), args.activations()) {
-        (KvDtype::Fp8E4m3, Activations::Auto | Activations::Full) => (KvDtype::Fp8E4m3, TOLERANCE_OF_KV),
-        (KvDtype::Fp8E4m3, Activations::Fp8) => (KvDtype::Fp8E4m3, TOLERANCE_OF_ACTIVATIONS),
-        (_, Activations::Fp8) => (KvDtype::F32, TOLERANCE_OF_ACTIVATIONS),
-        (_, Activations::Auto | Activations::Full) => (KvDtype::F32, TOLERANCE),
+    let of_checkpoint = ModelFolder::open(folder).map_err(CommandError::start)?.config.activations;
+    let activations = match args.activations() {
+        Activations::Auto => of_checkpoint,
+        Activations::Full => ActivationFormat::Full,
+        Activations::Fp8 => ActivationFormat::Fp8,
+    };
+    let (kv_dtype, tolerance) = match (args.kv_dtype(), activations) {
+        (KvDtype::Fp8E4m3, ActivationFormat::Full) => (KvDtype::Fp8E4m3, TOLERANCE_OF_KV),
+        (KvDtype::Fp8E4m3, ActivationFormat::Fp8) => (KvDtype::Fp8E4m3, TOLERANCE_OF_ACTIVATIONS),
+        (_, ActivationFormat::Fp8) => (KvDtype::F32, TOLERANCE_OF_ACTIVATIONS),
+        (_, ActivationFormat::Full) => (KvDtype::F32, TOLERANCE),
     };
     let cpu = CpuSettings {
         kv_dtype,

@@ -51,6 +51,11 @@ pub(crate) fn run(args: &EngineArgs) -> Result<ExitCode, CommandError> {
     if let Some(folder) = &args.write_weights {
         return write_weights(args, folder);
     }
+    if args.quantize == WeightFormat::Fp8Blocks {
+        let wrong =
+            "--quantize fp8-blocks needs --write-weights FOLDER: measure the checkpoint that it writes";
+        return Err(CommandError::usage(wrong));
+    }
     let report = match args {
         EngineArgs { check: true, .. } => checked(args)?,
         EngineArgs { naps: 1.., .. } => slept(args)?,
@@ -72,6 +77,7 @@ fn write_weights(args: &EngineArgs, folder: &Path) -> Result<ExitCode, CommandEr
     let form = match args.quantize {
         WeightFormat::No => Form::Bf16,
         WeightFormat::Fp8 => Form::CompressedTensors,
+        WeightFormat::Fp8Blocks => Form::Blocks,
     };
     let bytes = match args.weights {
         WeightSource::Dummy => made::write(&args.model, folder, 1, form),

@@ -2,8 +2,8 @@
 
 use baton_kernels::cuda::ops::{FEW_ROWS_FORMS, SKINNY_ROWS_MAX};
 use baton_kernels::cuda::{
-    AddedRows, ComputeCard, Ending, FewRowsForm, FusedKernel, FusedProduct, HeadsRows, KvNumber, KvPages,
-    PendingNorm, SKINNY_FORMS, WeightMatrix,
+    AddedRows, ComputeCard, Ending, FewRowsForm, Fp8Scales, FusedKernel, FusedProduct, HeadsRows, KvNumber,
+    KvPages, PendingNorm, SKINNY_FORMS, WeightMatrix,
 };
 use device::cuda::{Bf16, Buffer, CudaError};
 
@@ -29,39 +29,35 @@ struct Rows {
     squares_there: Buffer<f32>,
 }
 
+/// The formats of matrices.
+pub(crate) const FORMATS: [Option<Fp8Scales>; 3] = [None, Some(Fp8Scales::OfRows), Some(Fp8Scales::OfBlocks)];
+
 /// The number of partial sums of squares of a row: more than a warp has lanes.
 const N_PARTS: usize = 37;
 
 pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
-    for is_fp8 in [false, true] {
+    for fp8 in FORMATS {
         for n_rows in extent.of(&[3, 128, 8, 1, 17, 33, 64], 2) {
-            let forms = forms(card, is_fp8, *n_rows);
+            let forms = forms(card, fp8, *n_rows);
             for (nth, form) in forms.iter().enumerate() {
                 // Every form is checked with and without a pending norm, over the numbers of rows.
                 let is_pending = (nth + n_rows) % 2 == 0;
-                for (width, k) in extent.of(&[(200, 264), (8, 40), (1096, 4096)], 2) {
+                for (width, k) in extent.of(&[(200_usize, 264), (8, 40), (1096, 4096)], 2) {
+                    let of_gate = match fp8 {
+                        Some(Fp8Scales::OfBlocks) => width.next_multiple_of(Fp8Scales::BLOCK_ROWS),
+                        _ => *width,
+                    };
                     gated(
                         card,
                         verdicts,
-                        &Drawn::new(card, is_fp8, 2 * width, *k)?,
+                        &Drawn::new(card, fp8, 2 * of_gate, *k)?,
                         (*form, *n_rows, is_pending),
                     )?;
-                    added(
-                        card,
-                        verdicts,
-                        &Drawn::new(card, is_fp8, *width, *k)?,
-                        (*form, *n_rows, is_pending),
-                    )?;
+                    added(card, verdicts, &Drawn::new(card, fp8, *width, *k)?, (*form, *n_rows, is_pending))?;
                 }
                 for (shape, extras) in HEADS {
                     for number in [KvNumber::Bf16, KvNumber::Fp8] {
-                        heads(
-                            card,
-                            verdicts,
-                            (*shape, number, *extras),
-                            is_fp8,
-                            (*form, *n_rows, is_pending),
-                        )?;
+                        heads(card, verdicts, (*shape, number, *extras), fp8, (*form, *n_rows, is_pending))?;
                     }
                 }
             }
@@ -86,19 +82,19 @@ const HEADS: &[((usize, usize, usize), Extras)] = &[
     ((64, 3, 2), Extras::Bias),
 ];
 
-pub(crate) fn forms(card: &ComputeCard, is_fp8: bool, n_rows: usize) -> Vec<FusedKernel> {
-    let is_skinny = !is_fp8 && n_rows <= SKINNY_ROWS_MAX;
+pub(crate) fn forms(card: &ComputeCard, fp8: Option<Fp8Scales>, n_rows: usize) -> Vec<FusedKernel> {
+    let is_skinny = fp8.is_none() && n_rows <= SKINNY_ROWS_MAX;
     let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(FusedKernel::Skinny);
-    let serves = |form: &&FewRowsForm| form.serves(n_rows) && (form.takes_fp8() || !is_fp8);
+    let serves = |form: &&FewRowsForm| form.serves(n_rows) && (form.takes_fp8() || fp8.is_none());
     let few = FEW_ROWS_FORMS.iter().filter(|_| card.has_few_rows()).filter(serves).copied();
     skinny.chain(few.map(FusedKernel::Few)).collect()
 }
 
 impl Drawn {
-    fn new(card: &ComputeCard, is_fp8: bool, n: usize, k: usize) -> Result<Self, CudaError> {
+    fn new(card: &ComputeCard, fp8: Option<Fp8Scales>, n: usize, k: usize) -> Result<Self, CudaError> {
         let mut draw = Draw::new((5 * n * k) as u64);
-        if is_fp8 {
-            return Ok(Self::Fp8(Matrix::drawn(card, &mut draw, n, k)?));
+        if let Some(scaling) = fp8 {
+            return Ok(Self::Fp8(Matrix::drawn(card, &mut draw, scaling, (n, k))?));
         }
         let here = draw.narrow(n * k, 1.0 / (k as f32).sqrt());
         let there = card.upload(&here)?;
@@ -108,7 +104,7 @@ impl Drawn {
     fn name(&self) -> &'static str {
         match self {
             Self::Bf16 { .. } => "bf16",
-            Self::Fp8(_) => "fp8",
+            Self::Fp8(matrix) => matrix.format(),
         }
     }
 
@@ -232,7 +228,7 @@ fn heads(
     card: &ComputeCard,
     verdicts: &mut Verdicts,
     ((head_dim, n_q_heads, n_kv_heads), number, extras): ((usize, usize, usize), KvNumber, Extras),
-    is_fp8: bool,
+    fp8: Option<Fp8Scales>,
     (form, n_rows, is_pending): Case,
 ) -> Result<(), CudaError> {
     let has_norms = extras == Extras::BiasAndNorms;
@@ -241,7 +237,7 @@ fn heads(
     }
     let n_blocks = 10;
     let (n, k) = ((n_q_heads + 2 * n_kv_heads) * head_dim, 264);
-    let w = Drawn::new(card, is_fp8, n, k)?;
+    let w = Drawn::new(card, fp8, n, k)?;
     let rows = Rows::new(card, n_rows, k)?;
     let kv = KvPages { n_kv_heads, head_dim, n_blocks, number };
     let mut draw = Draw::new(6);

@@ -6,12 +6,12 @@
 use std::time::Duration;
 
 use baton_kernels::cuda::{
-    AddedRows, ComputeCard, Ending, FusedKernel, FusedProduct, Peers, SumRows, WeightMatrix,
+    AddedRows, ComputeCard, Ending, Fp8Scales, FusedKernel, FusedProduct, Peers, SumRows, WeightMatrix,
 };
 use device::cuda::{Bf16, Buffer, CudaError, Graph};
 use serde_json::{Value, json};
 
-use super::check_endings::forms;
+use super::check_endings::{FORMATS, forms};
 use super::check_ranks::{
     EPSILON, GRAPHS, N_INPUTS, N_TIMED, PATIENCE, ROUNDS_OF_GRAPH, Side, added, middle, peers, rank_of,
 };
@@ -55,8 +55,8 @@ enum Way {
     Joined,
 }
 
-/// The part of the matrix on one GPU: the numbers of rows and columns, and whether it is in FP8.
-type Shape = (usize, usize, bool);
+/// The part of the matrix on one GPU: the numbers of rows and columns, and the format.
+type Shape = (usize, usize, Option<Fp8Scales>);
 
 /// The numbers of rows of a matrix, and their widths. The last one has as many blocks of threads as a GPU
 /// runs at once.
@@ -69,9 +69,9 @@ pub(crate) fn all(
     verdicts: &mut Verdicts,
 ) -> Result<(), CudaError> {
     for (width, k) in extent.of(shapes, 2) {
-        for is_fp8 in [false, true] {
+        for fp8 in FORMATS {
             for n_rows in extent.of(&[3, 128, 1, 8, 17, 64], 2) {
-                all_ranks_agree(sides, verdicts, (*width, *k, is_fp8), *n_rows)?;
+                all_ranks_agree(sides, verdicts, (*width, *k, fp8), *n_rows)?;
             }
         }
     }
@@ -85,14 +85,14 @@ pub(crate) fn many_rounds(sides: &[Side], verdicts: &mut Verdicts) -> Result<(),
 impl Inputs {
     fn new(
         card: &ComputeCard,
-        (width, k, is_fp8): Shape,
+        (width, k, fp8): Shape,
         n_rows: usize,
         (nth, n_copies): (usize, usize),
     ) -> Result<Self, CudaError> {
         let mut draw = Draw::new((7 * width * k + nth) as u64);
         let len = width * k;
-        let matrix = if is_fp8 {
-            Matrices::Fp8(Matrix::drawn(card, &mut draw, width, k)?)
+        let matrix = if let Some(scaling) = fp8 {
+            Matrices::Fp8(Matrix::drawn(card, &mut draw, scaling, (width, k))?)
         } else {
             let numbers = draw.many(n_copies * len, 1.0 / (k as f32).sqrt());
             Matrices::Bf16 { numbers: card.upload(&numbers)?, len }
@@ -211,11 +211,11 @@ fn all_ranks_agree(
     shape: Shape,
     n_rows: usize,
 ) -> Result<(), CudaError> {
-    let (width, k, is_fp8) = shape;
+    let (width, k, fp8) = shape;
     let mut peers = peers(sides, width, PATIENCE)?;
     let inputs = |(nth, side): (usize, &Side)| Inputs::new(&side.card, shape, n_rows, (nth, 1));
     let inputs = sides.iter().enumerate().map(inputs).collect::<Result<Vec<_>, _>>()?;
-    for form in forms(&sides[0].card, is_fp8, n_rows) {
+    for form in forms(&sides[0].card, fp8, n_rows) {
         let how = (form, Way::Joined);
         let mut streams = streams(sides, width, n_rows)?;
         let mut parts = vec![];
@@ -230,11 +230,10 @@ fn all_ranks_agree(
         }
         let mut residuals = vec![];
         for (nth, stream) in streams.iter().enumerate() {
-            let name =
-                format!("joined {n_rows}x{width}x{k}, fp8 {is_fp8}, {form:?}, {}", rank_of(nth, sides));
+            let name = format!("joined {n_rows}x{width}x{k}, {fp8:?}, {form:?}, {}", rank_of(nth, sides));
             let card = &sides[nth].card;
             let residual = card.download(stream.residual.view())?;
-            match is_fp8 {
+            match fp8.is_some() {
                 true => verdicts.compare(
                     format!("{name}, residual"),
                     &wide(&residual),
@@ -256,8 +255,7 @@ fn all_ranks_agree(
             verdicts.compare(format!("{name}, squares"), &squares, &parts, 1e-5);
             residuals.push(residual);
         }
-        let name =
-            format!("joined {n_rows}x{width}x{k}, fp8 {is_fp8}, {form:?}, all {} ranks agree", sides.len());
+        let name = format!("joined {n_rows}x{width}x{k}, {fp8:?}, {form:?}, all {} ranks agree", sides.len());
         verdicts.holds(name, residuals.iter().all(|residual| *residual == residuals[0]));
     }
     Ok(())
@@ -265,8 +263,8 @@ fn all_ranks_agree(
 
 /// Checks thousands of accumulated sums: by every form, with both methods, of all rows and of one row.
 fn rounds(sides: &[Side], verdicts: &mut Verdicts, n_rows: usize) -> Result<(), CudaError> {
-    let shape @ (width, ..) = (256, 512, false);
-    let forms = forms(&sides[0].card, false, n_rows);
+    let shape @ (width, ..) = (256, 512, None);
+    let forms = forms(&sides[0].card, None, n_rows);
     let form = |round: usize| round % forms.len();
     let input = |round: usize| round % N_INPUTS;
     let rows = |round: usize| if round % 4 == 3 { 1 } else { n_rows };
@@ -332,8 +330,8 @@ fn rounds(sides: &[Side], verdicts: &mut Verdicts, n_rows: usize) -> Result<(), 
 /// Checks that a GPU whose peer does not respond gives up within its time limit and reports it.
 pub(crate) fn lost(sides: &[Side], verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let (card, width, n_rows) = (&sides[0].card, 4096, 8);
-    let inputs = Inputs::new(card, (width, 512, false), n_rows, (0, 1))?;
-    for form in forms(card, false, n_rows) {
+    let inputs = Inputs::new(card, (width, 512, None), n_rows, (0, 1))?;
+    for form in forms(card, None, n_rows) {
         let mut peers = peers(sides, width, Duration::from_millis(100))?;
         let mut stream = Stream::new(card, width, n_rows)?;
         let start = card.mark()?;
@@ -351,10 +349,10 @@ pub(crate) fn times(sides: &[Side], lines: &mut Vec<Value>) -> Result<(), CudaEr
     for (name, k) in [("o", 2048), ("down", 7168)] {
         let n_copies = BEYOND_CACHES / (2 * width * k) + 1;
         let inputs =
-            |(nth, side): (usize, &Side)| Inputs::new(&side.card, (width, k, false), 64, (nth, n_copies));
+            |(nth, side): (usize, &Side)| Inputs::new(&side.card, (width, k, None), 64, (nth, n_copies));
         let inputs = sides.iter().enumerate().map(inputs).collect::<Result<Vec<_>, _>>()?;
         for n_rows in [1, 8, 64] {
-            for form in forms(&sides[0].card, false, n_rows) {
+            for form in forms(&sides[0].card, None, n_rows) {
                 let mut line = json!({"matrix": name, "rows": n_rows, "form": format!("{form:?}")});
                 for (of, way) in [("in_two_us", Way::InTwo), ("joined_us", Way::Joined)] {
                     line[of] = json!(time(sides, &inputs, n_rows, (form, way))?);

@@ -13,7 +13,8 @@ use super::measure::{MATRICES, seconds};
 use super::verdict::{BF16_ERROR, Verdicts};
 
 /// The numbers of rows of the matrix, and their widths: odd sizes, with one tile and with many.
-pub(crate) const SHAPES: &[(usize, usize)] = &[(16, 8), (272, 72), (1040, 264), (528, 4096), (4624, 1032)];
+pub(crate) const SHAPES: &[(usize, usize)] =
+    &[(16, 8), (272, 72), (1040, 264), (528, 4096), (4624, 1032), (1152, 264)];
 /// The numbers of rows of x: around the limits of a block and of a pair, and more pairs than are grouped.
 pub(crate) const ROWS: &[usize] = &[3, 300, 128, 129, 256, 1, 2309];
 /// The maximum number of sums that the CPU also computes.

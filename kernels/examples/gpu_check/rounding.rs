@@ -5,42 +5,47 @@ use std::num::NonZero;
 
 use baton_kernels::cpu::number::f8_to_f32;
 use baton_kernels::cpu::{Arithmetic, Processor, ROUND_GROUP};
-use baton_kernels::cuda::{ComputeCard, Fp8Rows, MANY_FP8_FORMS, ManyFp8Form, ManyRows, QuantizedRows};
+use baton_kernels::cuda::{
+    ComputeCard, Fp8Rows, Fp8Scales, MANY_FP8_FORMS, ManyFp8Form, ManyRows, QuantizedRows,
+};
 use device::cuda::{Bf16, Buffer, CudaError, ViewMut};
 use serde_json::{Value, json};
 
 use super::check_rows::{POISON, let_through};
 use super::draw::{Draw, wide};
 use super::extent::Extent;
-use super::fp8::Matrix;
+use super::fp8::{Matrix, SCALES, name};
 use super::many_rows::{N_LAUNCHES, ROWS, SHAPES, SUMS_MAX, ending, output, poison};
 use super::measure::{BEYOND_CACHES, MATRICES, seconds};
 use super::verdict::{BF16_ERROR, Verdicts};
 
 pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
     for (n, k) in extent.of(SHAPES, 3) {
-        let matrix = Matrix::drawn(card, &mut Draw::new((5 * n * k) as u64), *n, *k)?;
+        let drawn = |scaling| Matrix::drawn(card, &mut Draw::new((5 * n * k) as u64), scaling, (*n, *k));
+        let matrices = [drawn(Fp8Scales::OfRows)?, drawn(Fp8Scales::OfBlocks)?];
         for n_rows in extent.of(ROWS, 2).iter().filter(|n_rows| **n_rows * n <= SUMS_MAX) {
             let rounded = rounds(card, verdicts, *n_rows, *k)?;
             if card.has_many_rows_fp8() {
-                for form in MANY_FP8_FORMS {
-                    multiplies(card, verdicts, *form, &matrix, &rounded)?;
+                for (matrix, form) in
+                    matrices.iter().flat_map(|one| MANY_FP8_FORMS.iter().map(move |form| (one, form)))
+                {
+                    multiplies(card, verdicts, *form, matrix, &rounded)?;
                 }
             }
         }
     }
     if card.has_many_rows_fp8() && extent == Extent::Whole {
-        forms_agree(card, verdicts)?;
+        SCALES.into_iter().try_for_each(|scaling| forms_agree(card, verdicts, scaling))?;
     }
     Ok(())
 }
 
 /// Multiplies matrices of real sizes in all forms, again and again. The sums are those of wide tiles but for their
 /// order, and the same each time: threads that wrote where others still read would change them.
-fn forms_agree(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
+fn forms_agree(card: &ComputeCard, verdicts: &mut Verdicts, scaling: Fp8Scales) -> Result<(), CudaError> {
     for (n, k) in [(4096, 14_336), (6144, 4096), (4096, 4096)] {
         let mut draw = Draw::new((n + k) as u64);
-        let matrix = Matrix::drawn(card, &mut draw, n, k)?;
+        let matrix = Matrix::drawn(card, &mut draw, scaling, (n, k))?;
         for n_rows in [128, 256, 512] {
             let x = card.upload(&draw.narrow(n_rows * k, 1.0))?;
             let (numbers, scales) = in_fp8(card, &x, n_rows, k)?;
@@ -53,7 +58,7 @@ fn forms_agree(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaEr
             };
             let expected = wide(&multiplied(ManyFp8Form::Wide)?);
             for form in MANY_FP8_FORMS {
-                let name = format!("many_rows_fp8 {} {n_rows}x{n}x{k}", form.name());
+                let name = format!("many_rows_{} {} {n_rows}x{n}x{k}", matrix.format(), form.name());
                 let first = multiplied(*form)?;
                 verdicts.compare(format!("{name} and wide tiles"), &wide(&first), &expected, BF16_ERROR);
                 let again = (0..20).map(|_| multiplied(*form)).collect::<Result<Vec<_>, _>>()?;
@@ -143,7 +148,7 @@ fn multiplies(
     let sums = matrix.product(&pick(&rows.rounded, k));
     let (numbers, scales) = in_fp8(card, &x, n_rows, k)?;
     let quantized = QuantizedRows { numbers: numbers.view(), scales: scales.view() };
-    let name = format!("many_rows_fp8 {} {n_rows}x{n}x{k}", form.name());
+    let name = format!("many_rows_{} {} {n_rows}x{n}x{k}", matrix.format(), form.name());
     let before = Draw::new(n_rows as u64).narrow(n_rows * n, 1.0);
     let mut found = |what: &str, into: &[Bf16]| {
         let run =
@@ -152,7 +157,9 @@ fn multiplies(
     };
     let plain = found("sums", &poison(n_rows * n))?;
     let added = found("added", &before)?;
-    let gated = form.has_gate().then(|| found("gated", &poison(n_rows * n / 2))).transpose()?;
+    let gated = (form.has_gate() && matrix.has_gate())
+        .then(|| found("gated", &poison(n_rows * n / 2)))
+        .transpose()?;
     verdicts.compare(name.clone(), &wide(&pick(&plain, n)), &sums, BF16_ERROR);
     let plus = |(sum, before): (&Bf16, &Bf16)| Bf16::from(f32::from(*sum) + f32::from(*before));
     let expected: Vec<Bf16> = pick(&plain, n).iter().zip(&pick(&before, n)).map(plus).collect();
@@ -169,38 +176,50 @@ pub(crate) fn measure(card: &ComputeCard) -> Result<Vec<Value>, CudaError> {
         return Ok(lines);
     }
     for (name, n, k) in MATRICES.iter().filter(|(name, ..)| *name != "lm_head") {
-        let (n, k) = (*n, *k);
-        let n_copies = (BEYOND_CACHES / (n * k)).max(1) + 1;
-        let drawn = Draw::new(35).many(n_copies * n * k, 1.0);
-        let numbers: Vec<u8> = drawn.into_iter().map(|number| number.0 as u8 & 0xF7).collect();
-        let (numbers, scales) = (card.upload(&numbers)?, card.upload(&vec![0.01_f32; n])?);
-        for n_rows in [64, 128, 256, 512, 2048, 8192] {
-            let x = card.upload(&Draw::new(36).many(n_rows * k, 1.0))?;
-            let (mut to, mut to_scales) =
-                (card.buffer::<u8>(n_rows * k)?, card.buffer::<f32>(QuantizedRows::n_scales(n_rows, k))?);
-            let time = seconds(card, N_LAUNCHES, |_| {
-                card.quantize_rows(to.view_mut(), to_scales.view_mut(), x.view(), k)
+        for scaling in SCALES {
+            lines.extend(measure_one(card, (name, *n, *k), scaling)?);
+        }
+    }
+    Ok(lines)
+}
+
+fn measure_one(
+    card: &ComputeCard,
+    (of, n, k): (&str, usize, usize),
+    scaling: Fp8Scales,
+) -> Result<Vec<Value>, CudaError> {
+    let (mut lines, kind) = (vec![], name(scaling));
+    let n_copies = (BEYOND_CACHES / (n * k)).max(1) + 1;
+    let drawn = Draw::new(35).many(n_copies * n * k, 1.0);
+    let numbers: Vec<u8> = drawn.into_iter().map(|number| number.0 as u8 & 0xF7).collect();
+    let (numbers, scales) = (card.upload(&numbers)?, card.upload(&vec![0.01_f32; scaling.count(n, k)])?);
+    for n_rows in [64, 128, 256, 512, 2048, 8192] {
+        let x = card.upload(&Draw::new(36).many(n_rows * k, 1.0))?;
+        let (mut to, mut to_scales) =
+            (card.buffer::<u8>(n_rows * k)?, card.buffer::<f32>(QuantizedRows::n_scales(n_rows, k))?);
+        let time = seconds(card, N_LAUNCHES, |_| {
+            card.quantize_rows(to.view_mut(), to_scales.view_mut(), x.view(), k)
+        })?;
+        let what = format!("quantize_rows {of} {n_rows}x{k}");
+        eprintln!("{what}: {:.1} us", time * 1e6);
+        lines.push(json!({"what": what, "us": time * 1e6}));
+        let mut y = card.buffer::<Bf16>(n_rows * n)?;
+        let forms = MANY_FP8_FORMS.iter().filter(|form| form.has_gate() || n_rows <= 512);
+        let ways = forms.flat_map(|form| ["sums", "added", "gated"].map(|what| (*form, what)));
+        for (form, what) in ways.filter(|(form, what)| form.has_gate() || *what != "gated") {
+            let time = seconds(card, N_LAUNCHES, |nth| {
+                let len = if what == "gated" { n_rows * n / 2 } else { n_rows * n };
+                let first = nth % n_copies * n * k;
+                let w =
+                    Fp8Rows { numbers: numbers.slice(first..first + n * k), scales: scales.view(), scaling };
+                let quantized = QuantizedRows { numbers: to.view(), scales: to_scales.view() };
+                let rows: ManyRows<'_> = ending(what, y.view_mut().slice(0..len));
+                card.multiply_many_fp8(form, w, quantized, k, rows)
             })?;
-            let what = format!("quantize_rows {name} {n_rows}x{k}");
-            eprintln!("{what}: {:.1} us", time * 1e6);
-            lines.push(json!({"what": what, "us": time * 1e6}));
-            let mut y = card.buffer::<Bf16>(n_rows * n)?;
-            let forms = MANY_FP8_FORMS.iter().filter(|form| form.has_gate() || n_rows <= 512);
-            let ways = forms.flat_map(|form| ["sums", "added", "gated"].map(|what| (*form, what)));
-            for (form, what) in ways.filter(|(form, what)| form.has_gate() || *what != "gated") {
-                let time = seconds(card, N_LAUNCHES, |nth| {
-                    let len = if what == "gated" { n_rows * n / 2 } else { n_rows * n };
-                    let first = nth % n_copies * n * k;
-                    let w = Fp8Rows { numbers: numbers.slice(first..first + n * k), scales: scales.view() };
-                    let quantized = QuantizedRows { numbers: to.view(), scales: to_scales.view() };
-                    let rows: ManyRows<'_> = ending(what, y.view_mut().slice(0..len));
-                    card.multiply_many_fp8(form, w, quantized, k, rows)
-                })?;
-                let flop = (2 * n_rows * n * k) as f64;
-                let what = format!("many_rows_fp8 {} {name} {n_rows}x{n}x{k}, {what}", form.name());
-                eprintln!("{what}: {:.1} us, {:.1} TFLOP/s", time * 1e6, flop / time / 1e12);
-                lines.push(json!({"what": what, "us": time * 1e6, "flop_per_s": flop / time}));
-            }
+            let flop = (2 * n_rows * n * k) as f64;
+            let what = format!("many_rows_{kind} {} {of} {n_rows}x{n}x{k}, {what}", form.name());
+            eprintln!("{what}: {:.1} us, {:.1} TFLOP/s", time * 1e6, flop / time / 1e12);
+            lines.push(json!({"what": what, "us": time * 1e6, "flop_per_s": flop / time}));
         }
     }
     Ok(lines)

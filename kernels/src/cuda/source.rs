@@ -48,7 +48,7 @@ pub const SOURCES: &[Source] = &[
     source!("bias.cu", ["add_bias"]),
     source!("ranks.cu", ["sum_few_rows", "sum_many_rows", "gather_columns"], "ranks.cuh"),
     source!("dummy.cu", ["dummy_weights"]),
-    source!("widen_fp8.cu", ["widen_fp8"]),
+    source!("widen_fp8.cu", ["widen_fp8", "widen_fp8_blocks"]),
     source!("round_fp8.cu", ["round_rows"], "rounding.cuh"),
     source!("probe.cu", ["probe_read", "probe_copy"]),
     source!(
@@ -216,7 +216,46 @@ pub const SOURCES: &[Source] = &[
         "hopper.cuh",
         "ranks.cuh",
         "endings.cuh",
-        "few_rows.cuh"
+        "few_rows.cuh",
+        "few_rows_fp8.cuh"
+    )
+    .on_hopper(),
+    source!(
+        "few_rows_blocks.cu",
+        [
+            "few_rows_blocks_8",
+            "few_rows_blocks_gated_8",
+            "few_rows_blocks_added_8",
+            "few_rows_blocks_joined_8",
+            "few_rows_blocks_heads_8",
+            "few_rows_blocks_16",
+            "few_rows_blocks_gated_16",
+            "few_rows_blocks_added_16",
+            "few_rows_blocks_joined_16",
+            "few_rows_blocks_heads_16",
+            "few_rows_blocks_32",
+            "few_rows_blocks_gated_32",
+            "few_rows_blocks_added_32",
+            "few_rows_blocks_joined_32",
+            "few_rows_blocks_heads_32",
+            "few_rows_blocks_64",
+            "few_rows_blocks_gated_64",
+            "few_rows_blocks_added_64",
+            "few_rows_blocks_joined_64",
+            "few_rows_blocks_heads_64",
+            "few_rows_blocks_128",
+            "few_rows_blocks_gated_128",
+            "few_rows_blocks_added_128",
+            "few_rows_blocks_joined_128",
+            "few_rows_blocks_heads_128",
+        ],
+        "pages.cuh",
+        "tensor.cuh",
+        "hopper.cuh",
+        "ranks.cuh",
+        "endings.cuh",
+        "few_rows.cuh",
+        "few_rows_fp8.cuh"
     )
     .on_hopper(),
     source!(
@@ -244,7 +283,26 @@ pub const SOURCES: &[Source] = &[
         "hopper.cuh",
         "many_rows.cuh",
         "many_tiles.cuh",
+        "many_rows_fp8.cuh",
         "rounding.cuh"
+    )
+    .on_hopper(),
+    source!(
+        "many_rows_blocks.cu",
+        [
+            "many_rows_blocks",
+            "many_rows_blocks_added",
+            "many_rows_blocks_gated",
+            "many_rows_blocks_narrow",
+            "many_rows_blocks_narrow_added",
+            "many_rows_blocks_split",
+            "many_rows_blocks_split_added",
+        ],
+        "tensor.cuh",
+        "hopper.cuh",
+        "many_rows.cuh",
+        "many_tiles.cuh",
+        "many_rows_fp8.cuh"
     )
     .on_hopper(),
     source!(

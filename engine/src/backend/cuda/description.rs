@@ -13,6 +13,7 @@ use types::layout::Shard;
 use types::{Fingerprint, KvDtype, KvLayout, ModelInfo, StageLayers};
 
 use super::CudaSettings;
+use super::blocks;
 use super::budget::Budget;
 use super::decoder::{Decoder, LayerPlace};
 use super::fp8::{self, LayerFormats};
@@ -114,7 +115,6 @@ impl ModelDescription {
                 if let Some(mixture) = &config.mixture {
                     fp8::check_experts(mixture, settings.quantize, Some(&checkpoint))?;
                 }
-                fp8::check_scales(config, &checkpoint)?;
                 LayerFormats::of_layers(
                     config.n_layers,
                     config.mixture.as_ref(),
@@ -127,6 +127,7 @@ impl ModelDescription {
             }
             LoadFormat::Dummy { .. } => LayerFormats::in_bf16(config.n_layers, config.mixture.as_ref()),
         };
+        blocks::check(config, heads, &formats, usize::from(settings.ranks.get()))?;
         let has_fp8 = HasFp8(is_in_fp8(&formats));
         let activations = settings.activations.resolve(config.activations, has_fp8)?;
         let settings = settings.clone();
@@ -314,15 +315,23 @@ mod tests {
                 "llama-yarn",
                 "rope_type \"yarn\" is not implemented on a GPU: serve the model with --device cpu",
             ),
-            (
-                "qwen3-fp8",
-                "model.layers.0.self_attn.q_proj.weight has a scale for each block, which is not implemented on a GPU: \
-                 serve the model with --device cpu",
-            ),
         ] {
             let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models").join(model);
             let opened = ModelDescription::of(&folder, 1 << 24, &CudaSettings::default());
             assert_eq!(opened.expect_err(model).to_string(), expected);
+        }
+    }
+
+    #[test]
+    fn a_checkpoint_with_block_scales_keeps_them_on_one_and_two_gpus() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models/qwen3-fp8");
+        for ranks in [1, 2] {
+            let ranks = NonZero::new(ranks).expect("some");
+            let opened =
+                ModelDescription::of(&folder, 1 << 24, &CudaSettings { ranks, ..CudaSettings::default() });
+            let opened = opened.expect("it opens");
+            assert!(opened.formats.iter().all(|layer| layer.has_blocks()));
+            assert_eq!(opened.activations, ActivationFormat::Fp8, "as the checkpoint was made for");
         }
     }
 

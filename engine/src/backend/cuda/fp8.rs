@@ -3,20 +3,23 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use device::cuda::Bf16;
-use kernels::cpu::{Format, Matrix};
-use kernels::cuda::Fp8Rows;
+use kernels::cpu::{FP8_BLOCK, Format, Matrix};
+use kernels::cuda::{Fp8Rows, Fp8Scales};
 
 use crate::error::OpenError;
-use crate::load::tensors::{TensorSpec, tensors};
 use crate::load::{Quantize, TensorSource};
-use crate::model::{Mixture, ModelConfig};
+use crate::model::Mixture;
 
 /// The format of a matrix on the GPU. A matrix is in FP8 as a whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum WeightFormat {
     #[default]
     Bf16,
-    Fp8,
+    Fp8(Fp8Scales),
+}
+
+impl WeightFormat {
+    const OF_ROWS: Self = Self::Fp8(Fp8Scales::OfRows);
 }
 
 /// The formats of a layer's matrices.
@@ -43,28 +46,36 @@ impl Default for FeedForwardFormats {
 /// Describes the format of the weights, for the fingerprint. A different set of FP8 matrices is another
 /// model.
 pub(super) fn dtype(layers: &[LayerFormats]) -> String {
-    let of_layer = |layer: &LayerFormats| {
-        let LayerFormats { qkv, o, feed_forward } = *layer;
-        let [gate_up, down] = match feed_forward {
-            FeedForwardFormats::Dense { gate_up, down } => [gate_up, down],
-            FeedForwardFormats::Experts => [WeightFormat::Bf16; 2],
+    let bits = |is_one: fn(WeightFormat) -> bool| -> String {
+        let of_layer = |layer: &LayerFormats| {
+            layer.all().into_iter().fold(0_u8, |bits, format| bits << 1 | u8::from(is_one(format)))
         };
-        let is_fp8 = [qkv, o, gate_up, down].map(|format| format == WeightFormat::Fp8);
-        is_fp8.into_iter().fold(0_u8, |bits, is_fp8| bits << 1 | u8::from(is_fp8))
+        layers.iter().map(|layer| format!("{:x}", of_layer(layer))).collect()
     };
-    let bits: String = layers.iter().map(|layer| format!("{:x}", of_layer(layer))).collect();
-    match () {
-        () if layers.iter().all(|layer| *layer == LayerFormats::FP8) => "fp8".to_owned(),
-        () if layers.iter().any(|layer| layer.has_fp8()) => format!("fp8 in {bits}"),
+    let is_fp8 = |format| matches!(format, WeightFormat::Fp8(_));
+    let has_blocks = |format| format == WeightFormat::Fp8(Fp8Scales::OfBlocks);
+    let mut dtype = match () {
+        () if layers.iter().all(|layer| layer.all().into_iter().all(is_fp8)) => "fp8".to_owned(),
+        () if layers.iter().any(|layer| layer.has_fp8()) => format!("fp8 in {}", bits(is_fp8)),
         () => "bf16".to_owned(),
+    };
+    if layers.iter().any(|layer| layer.has_blocks()) {
+        dtype.push_str(", scales by 128x128");
+        if bits(has_blocks) != bits(is_fp8) {
+            dtype.push_str(&format!(" in {}", bits(has_blocks)));
+        }
     }
+    dtype
 }
 
 impl LayerFormats {
     pub(super) const FP8: Self = Self {
-        qkv: WeightFormat::Fp8,
-        o: WeightFormat::Fp8,
-        feed_forward: FeedForwardFormats::Dense { gate_up: WeightFormat::Fp8, down: WeightFormat::Fp8 },
+        qkv: WeightFormat::OF_ROWS,
+        o: WeightFormat::OF_ROWS,
+        feed_forward: FeedForwardFormats::Dense {
+            gate_up: WeightFormat::OF_ROWS,
+            down: WeightFormat::OF_ROWS,
+        },
     };
 
     /// Returns one entry for each layer of a model in bf16.
@@ -76,8 +87,8 @@ impl LayerFormats {
         (0..n_layers).map(of_layer).collect()
     }
 
-    /// Returns one entry for each layer. If matrices are quantized during loading, all are in FP8; otherwise
-    /// those whose parts are all in FP8.
+    /// Returns one entry for each layer. A matrix whose parts all have block scales keeps them. The others are in
+    /// FP8 if matrices are quantized during loading, or if all their parts are in FP8.
     pub(super) fn of_layers(
         n_layers: usize,
         mixture: Option<&Mixture>,
@@ -86,10 +97,15 @@ impl LayerFormats {
     ) -> Vec<Self> {
         let of_layer = |nth: usize| {
             let of = |parts: &[&str]| {
-                let is_fp8 = |part: &&str| {
-                    source.fp8_format(&format!("model.layers.{nth}.{part}.weight")) == Some(Format::Fp8)
+                let all_are = |format: Format| {
+                    let name = |part: &&str| format!("model.layers.{nth}.{part}.weight");
+                    parts.iter().map(name).all(|name| source.fp8_format(&name) == Some(format))
                 };
-                if parts.iter().all(is_fp8) { WeightFormat::Fp8 } else { WeightFormat::Bf16 }
+                match () {
+                    () if all_are(Format::Fp8Blocks) => WeightFormat::Fp8(Fp8Scales::OfBlocks),
+                    () if quantize == Quantize::Fp8 || all_are(Format::Fp8) => WeightFormat::OF_ROWS,
+                    () => WeightFormat::Bf16,
+                }
             };
             Self {
                 qkv: of(&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
@@ -103,18 +119,27 @@ impl LayerFormats {
                 },
             }
         };
-        match quantize {
-            Quantize::Fp8 => vec![Self::FP8; n_layers],
-            Quantize::No | Quantize::Q8 => (0..n_layers).map(of_layer).collect(),
-        }
+        (0..n_layers).map(of_layer).collect()
+    }
+
+    /// Returns the formats of q with k and v, of o, of gate with up, and of down. Those of experts are in bf16.
+    fn all(self) -> [WeightFormat; 4] {
+        let Self { qkv, o, feed_forward } = self;
+        let [gate_up, down] = match feed_forward {
+            FeedForwardFormats::Dense { gate_up, down } => [gate_up, down],
+            FeedForwardFormats::Experts => [WeightFormat::Bf16; 2],
+        };
+        [qkv, o, gate_up, down]
     }
 
     /// Returns whether any matrix of the layer is in FP8.
     pub(super) fn has_fp8(self) -> bool {
-        let Self { qkv, o, feed_forward } = self;
-        let is_plain = matches!(feed_forward, FeedForwardFormats::Experts)
-            || feed_forward == FeedForwardFormats::default();
-        !(is_plain && [qkv, o] == [WeightFormat::Bf16; 2])
+        self.all().into_iter().any(|format| format != WeightFormat::Bf16)
+    }
+
+    /// Returns whether any matrix of the layer has block scales.
+    pub(super) fn has_blocks(self) -> bool {
+        self.all().contains(&WeightFormat::Fp8(Fp8Scales::OfBlocks))
     }
 }
 
@@ -149,18 +174,15 @@ pub(super) fn check_experts(
     Ok(())
 }
 
-/// Rejects block scales, which no kernel reads.
-pub(super) fn check_scales(config: &ModelConfig, source: &dyn TensorSource) -> Result<(), OpenError> {
-    let has_blocks = |name: &str| source.fp8_format(name) == Some(Format::Fp8Blocks);
-    match tensors(config).into_iter().find(|tensor| has_blocks(&tensor.name)) {
-        None => Ok(()),
-        Some(TensorSpec { name, .. }) => {
-            let wrong = format!(
-                "{name} has a scale for each block, which is not implemented on a GPU: serve the model with --device cpu"
-            );
-            Err(OpenError::CudaModel(wrong))
-        }
-    }
+/// Returns the block of each group of `group` places on the GPU, each with its row or column of the whole matrix;
+/// `None` for a group of zeroes. The error is the first group with numbers of two blocks.
+pub(super) fn blocks_of(places: &[Option<usize>], group: usize) -> Result<Vec<Option<usize>>, usize> {
+    let of_group = |(nth, places): (usize, &[Option<usize>])| {
+        let mut blocks = places.iter().flatten().map(|place| place / FP8_BLOCK);
+        let first = blocks.next();
+        blocks.all(|block| Some(block) == first).then_some(first).ok_or(nth)
+    };
+    places.chunks(group).enumerate().map(of_group).collect()
 }
 
 /// Part of an FP8 matrix, in the GPU's order.
@@ -185,8 +207,23 @@ impl<'a> PackedPart<'a> {
         Self { matrix, rows, columns: places, has_nan: AtomicBool::new(false) }
     }
 
+    /// Returns the scales in the GPU's order: for each row, or for each block row by row.
+    ///
+    /// # Panics
+    /// If the GPU's blocks have numbers of several of the matrix's.
     pub(super) fn scales(&self) -> Vec<f32> {
-        self.rows.iter().map(|row| row.map_or(0.0, |row| self.matrix.scales()[row])).collect()
+        let of_matrix = self.matrix.scales();
+        if self.matrix.format() == Format::Fp8 {
+            return self.rows.iter().map(|row| row.map_or(0.0, |row| of_matrix[row])).collect();
+        }
+        let checked = "the blocks were checked before memory was taken";
+        let rows = blocks_of(&self.rows, Fp8Scales::BLOCK_ROWS).expect(checked);
+        let columns = blocks_of(&self.columns, Fp8Scales::BLOCK_COLUMNS).expect(checked);
+        let of_row = self.matrix.cols().div_ceil(FP8_BLOCK);
+        let scale = |(row, column): (Option<usize>, Option<usize>)| {
+            row.zip(column).map_or(0.0, |(row, column)| of_matrix[row * of_row + column])
+        };
+        rows.iter().flat_map(|row| columns.iter().map(|column| (*row, *column))).map(scale).collect()
     }
 
     /// Writes pairs of bytes, from pair `start` on.
@@ -231,9 +268,9 @@ mod tests {
     use crate::error::LoadError;
     use crate::load::ModelFolder;
 
-    /// A checkpoint that only knows which tensors are in FP8.
+    /// A checkpoint that only knows which tensors are in FP8, and in which format.
     #[derive(Debug)]
-    struct Named(&'static [&'static str]);
+    struct Named(&'static [&'static str], Format);
 
     impl TensorSource for Named {
         fn matrix(&self, _name: &str, _rows: usize, _cols: usize) -> Result<Matrix, LoadError> {
@@ -246,15 +283,14 @@ mod tests {
 
         fn fp8_format(&self, name: &str) -> Option<Format> {
             let is_known = self.0.iter().any(|known| name == format!("model.layers.{known}.weight"));
-            is_known.then_some(Format::Fp8)
+            is_known.then_some(self.1)
         }
     }
 
     #[test]
     fn a_matrix_of_several_parts_is_in_fp8_if_all_of_them_are() {
-        let source = Named(&[
+        let names: &[&str] = &[
             "0.self_attn.q_proj",
-            "0.self_attn.k_proj",
             "0.mlp.gate_proj",
             "0.mlp.up_proj",
             "0.mlp.down_proj",
@@ -262,17 +298,27 @@ mod tests {
             "1.self_attn.k_proj",
             "1.self_attn.v_proj",
             "1.self_attn.o_proj",
-        ]);
+        ];
+        let (source, of_blocks) = (Named(names, Format::Fp8), Named(names, Format::Fp8Blocks));
         let none = LayerFormats::default();
         let of_file = LayerFormats::of_layers(3, None, Quantize::No, &source);
         let first = LayerFormats { feed_forward: LayerFormats::FP8.feed_forward, ..none };
-        let second = LayerFormats { qkv: WeightFormat::Fp8, o: WeightFormat::Fp8, ..none };
+        let second = LayerFormats { qkv: WeightFormat::OF_ROWS, o: WeightFormat::OF_ROWS, ..none };
         assert_eq!(of_file, [first, second, none]);
         assert_eq!(dtype(&of_file), "fp8 in 3c0", "another choice of matrices is another model");
         assert_eq!((dtype(&[LayerFormats::FP8; 3]).as_str(), dtype(&[none; 3]).as_str()), ("fp8", "bf16"));
-        assert!(first.has_fp8() && !none.has_fp8());
+        assert!(first.has_fp8() && !none.has_fp8() && !first.has_blocks());
         let quantized = LayerFormats::of_layers(3, None, Quantize::Fp8, &source);
         assert_eq!(quantized, [LayerFormats::FP8; 3], "the rest is quantized");
+
+        let blocks = WeightFormat::Fp8(Fp8Scales::OfBlocks);
+        let in_blocks = LayerFormats { qkv: blocks, o: blocks, ..none };
+        let of_file = LayerFormats::of_layers(3, None, Quantize::No, &of_blocks);
+        assert_eq!(of_file[1], in_blocks);
+        assert_eq!(dtype(&of_file), "fp8 in 3c0, scales by 128x128");
+        let quantized = LayerFormats::of_layers(3, None, Quantize::Fp8, &of_blocks);
+        assert_eq!(quantized[1], LayerFormats { feed_forward: LayerFormats::FP8.feed_forward, ..in_blocks });
+        assert_eq!(dtype(&quantized), "fp8, scales by 128x128 in 3c0");
     }
 
     #[test]
@@ -283,13 +329,17 @@ mod tests {
         let refusal = |quantize, source: &Named| {
             check_experts(mixture, quantize, Some(source)).map_err(|refusal| refusal.to_string())
         };
-        assert_eq!(refusal(Quantize::No, &Named(&["1.mlp.gate_proj", "0.self_attn.q_proj"])), Ok(()));
-        let sentence = refusal(Quantize::No, &Named(&["2.mlp.experts.5.up_proj"])).expect_err("refused");
+        assert_eq!(
+            refusal(Quantize::No, &Named(&["1.mlp.gate_proj", "0.self_attn.q_proj"], Format::Fp8)),
+            Ok(())
+        );
+        let sentence = refusal(Quantize::No, &Named(&["2.mlp.experts.5.up_proj"], Format::Fp8Blocks))
+            .expect_err("refused");
         assert!(sentence.contains("model.layers.2.mlp.experts.5.up_proj.weight is in fp8"), "{sentence}");
-        let sentence = refusal(Quantize::Fp8, &Named(&[])).expect_err("refused");
+        let sentence = refusal(Quantize::Fp8, &Named(&[], Format::Fp8)).expect_err("refused");
         assert!(sentence.contains("model.quantize"), "{sentence}");
         let formats = LayerFormats::in_bf16(4, Some(mixture));
-        let of_file = LayerFormats::of_layers(4, Some(mixture), Quantize::No, &Named(&[]));
+        let of_file = LayerFormats::of_layers(4, Some(mixture), Quantize::No, &Named(&[], Format::Fp8));
         let has_experts: Vec<bool> =
             formats.iter().map(|layer| layer.feed_forward == FeedForwardFormats::Experts).collect();
         assert_eq!((has_experts, of_file), (mixture.layers.clone(), formats.clone()));
@@ -327,6 +377,36 @@ mod tests {
             }
         }
         assert!(!packed.has_nan());
+    }
+
+    #[test]
+    fn a_group_has_one_block() {
+        let places = |range: std::ops::Range<usize>| -> Vec<Option<usize>> { range.map(Some).collect() };
+        assert_eq!(blocks_of(&places(64..300), 64), Ok(vec![Some(0), Some(1), Some(1), Some(2)]));
+        assert_eq!(
+            blocks_of(&places(96..300), 64),
+            Err(0),
+            "32 numbers of the first block, 32 of the second"
+        );
+        assert_eq!(
+            blocks_of(&[vec![Some(128), Some(129)], vec![None; 190]].concat(), 64),
+            Ok(vec![Some(1), None, None])
+        );
+        assert_eq!(blocks_of(&[], 64), Ok(vec![]));
+    }
+
+    #[test]
+    fn blocks_of_a_matrix_are_halved_and_stay_with_their_rows() {
+        let bytes = SharedBytes::filled(300 * 200, |_| {}).expect("memory");
+        let scales: Vec<f32> = (1..=6).map(|nth| nth as f32).collect();
+        let matrix =
+            Matrix::scaled_by_blocks(bytes, 300, 200, scales.into()).expect("a byte for each number");
+        // Rows 128 to 299, followed by zeroes, and all columns.
+        let rows = (128..300).map(Some).chain([None; 84]).collect();
+        let columns: Vec<Option<usize>> = (0..200).map(Some).collect();
+        let scales = PackedPart::new(&matrix, rows, &columns).scales();
+        assert_eq!(scales, [3.0, 4.0, 3.0, 4.0, 5.0, 6.0, 0.0, 0.0]);
+        assert_eq!(Fp8Scales::OfBlocks.count(256, 200), scales.len());
     }
 
     #[test]

@@ -8,7 +8,7 @@
 use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
 use kernels::cuda::{
     AddedRows, ComputeCard, Ending, Epilogue, ExpertSpace, ExpertsForm, FusedKernel, FusedProduct, HeadsRows,
-    NormedRows, OutputRows, Peers, PendingNorm, ProductShape, Products, RopeWriteKv, SumRows, WeightMatrix,
+    NormedRows, OutputRows, Peers, PendingNorm, ProductShape, Products, RopeWriteKv, SumRows,
 };
 
 use super::decoder::{Decoder, LayerPlace, Pass};
@@ -285,8 +285,8 @@ fn linear(
 /// Returns the form in which our kernel computes this product; `None` if another method does in this pass.
 pub(super) fn form(pass: &Pass<'_>, linear: &Linear) -> Option<FusedKernel> {
     let (w, k) = (linear.weight.view(), linear.columns);
-    let is_fp8 = matches!(w, WeightMatrix::Fp8(_));
-    let shape = ProductShape { n: w.n_rows(k), k, n_rows: pass.dims.n_tokens, is_wide: false, is_fp8 };
+    let (n, n_rows) = (w.n_rows(k), pass.dims.n_tokens);
+    let shape = ProductShape { n, k, n_rows, is_wide: false, fp8: w.fp8_scales() };
     pass.products.own_form(pass.card, shape)
 }
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use device::cuda::{Arena, Bf16, Buffer, ViewMut};
 use kernels::cpu::{Format, Matrix};
-use kernels::cuda::{ComputeCard, DummyPart, ExpertSizes, Fp8Rows};
+use kernels::cuda::{ComputeCard, DummyPart, ExpertSizes, Fp8Rows, Fp8Scales};
 
 use super::fp8::{FeedForwardFormats, LayerFormats, PackedPart, WeightFormat};
 use super::heads::Heads;
@@ -255,9 +255,10 @@ impl Loader<'_> {
     fn weight(&mut self, rows: usize, columns: usize, format: WeightFormat) -> Result<Weight, OpenError> {
         Ok(match format {
             WeightFormat::Bf16 => Weight::Bf16(self.arena.buffer(rows * columns)?),
-            WeightFormat::Fp8 => Weight::Fp8 {
+            WeightFormat::Fp8(scaling) => Weight::Fp8 {
                 numbers: self.arena.buffer(rows * Fp8Rows::width(columns))?,
-                scales: self.arena.buffer(rows)?,
+                scales: self.arena.buffer(scaling.count(rows, columns))?,
+                scaling,
             },
         })
     }
@@ -371,15 +372,18 @@ impl Loader<'_> {
         shape: MatrixShape,
         part: MatrixPart,
     ) -> Result<(), OpenError> {
-        let Fp8RowsMut { numbers, scales, k } = to;
+        let Fp8RowsMut { numbers, scales, scaling, k } = to;
         let (MatrixShape { rows, cols }, MatrixPart { range, padded }) = (shape, part);
         let Origin::Host(source) = self.origin else { unreachable!("generated weights are in bf16") };
         let matrix = source.matrix(name, rows, cols)?;
-        let matrix = match matrix.format() {
-            Format::Fp8 => matrix,
-            _ => self.upload.host().quantize_fp8(&matrix).map_err(LoadError::Memory)?,
+        let host = self.upload.host();
+        let matrix = match (matrix.format(), scaling) {
+            (Format::Fp8, Fp8Scales::OfRows) | (Format::Fp8Blocks, Fp8Scales::OfBlocks) => matrix,
+            (_, Fp8Scales::OfRows) => host.quantize_fp8(&matrix).map_err(LoadError::Memory)?,
+            (_, Fp8Scales::OfBlocks) => host.quantize_fp8_blocks(&matrix).map_err(LoadError::Memory)?,
         };
-        let (mut from_rows, mut from_columns) = (vec![None; scales.len()], vec![None; k]);
+        let n_rows = numbers.len() / Fp8Rows::width(k);
+        let (mut from_rows, mut from_columns) = (vec![None; n_rows], vec![None; k]);
         let (here_rows, here_columns) = match range {
             ShardRange::Rows(rows) => (rows, 0..cols),
             ShardRange::Columns(columns) => (0..rows, columns),
@@ -393,8 +397,8 @@ impl Loader<'_> {
         }
         let packed = PackedPart::new(&matrix, from_rows, &from_columns);
         self.upload.put_with(numbers.halves(), |start, pairs| packed.fill(start, pairs))?;
-        let of_rows: Vec<Bf16> = halves(&packed.scales()).collect();
-        self.upload.put(scales.halves(), &of_rows)?;
+        let in_halves: Vec<Bf16> = halves(&packed.scales()).collect();
+        self.upload.put(scales.halves(), &in_halves)?;
         match packed.has_nan() {
             true => Err(LoadError::NoNumber { tensor: name.to_owned() }.into()),
             false => Ok(()),

@@ -15,6 +15,7 @@
 
 mod asleep;
 mod attention;
+mod blocks;
 mod budget;
 mod decoder;
 mod description;

@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 use device::cuda::{Bf16, CudaError, View};
 use kernels::cuda::matmul::{Choice, Choices, TUNED_ROWS, TuningResult};
 use kernels::cuda::{
-    ComputeCard, Epilogue, FusedKernel, NormedRows, OutputRows, ProductOutput, ProductShape, Products,
-    WeightMatrix, source,
+    ComputeCard, Epilogue, Fp8Scales, FusedKernel, NormedRows, OutputRows, ProductOutput, ProductShape,
+    Products, WeightMatrix, source,
 };
 use tracing::{debug, info, warn};
 use types::in_full;
@@ -44,7 +44,7 @@ struct Kind<'a> {
     k: usize,
     rows_max: usize,
     is_wide: bool,
-    is_fp8: bool,
+    fp8: Option<Fp8Scales>,
     after: JoinedWork,
 }
 
@@ -69,7 +69,7 @@ impl Kind<'_> {
     }
 
     fn shape(&self, n_rows: usize) -> ProductShape {
-        ProductShape { n: self.n(), k: self.k, n_rows, is_wide: self.is_wide, is_fp8: self.is_fp8 }
+        ProductShape { n: self.n(), k: self.k, n_rows, is_wide: self.is_wide, fp8: self.fp8 }
     }
 }
 
@@ -167,13 +167,13 @@ fn kinds(decoder: &Decoder, limits: StepLimits, norm: JoinedWork) -> Vec<Kind<'_
     ];
     let mut kinds = Vec::new();
     for (matrices, k, after) in of_layers {
-        // A checkpoint may have only some layers in FP8, so a kind of matrix may have two shapes.
-        let (in_fp8, in_bf16): (Vec<_>, Vec<_>) =
-            matrices.into_iter().partition(|matrix| matches!(matrix, WeightMatrix::Fp8(_)));
-        for (matrices, is_fp8) in [(in_bf16, false), (in_fp8, true)] {
+        // A checkpoint may have only some layers in FP8, so a kind of matrix may have several shapes.
+        for fp8 in [None, Some(Fp8Scales::OfRows), Some(Fp8Scales::OfBlocks)] {
+            let matrices: Vec<_> =
+                matrices.iter().copied().filter(|matrix| matrix.fp8_scales() == fp8).collect();
             if !matrices.is_empty() {
                 let rows_max = limits.tokens;
-                kinds.push(Kind { matrices, k, rows_max, is_wide: false, is_fp8, after });
+                kinds.push(Kind { matrices, k, rows_max, is_wide: false, fp8, after });
             }
         }
     }
@@ -183,7 +183,7 @@ fn kinds(decoder: &Decoder, limits: StepLimits, norm: JoinedWork) -> Vec<Kind<'_
         k: sizes.hidden,
         rows_max: limits.rows,
         is_wide: true,
-        is_fp8: false,
+        fp8: None,
         after: JoinedWork::Other,
     });
     kinds

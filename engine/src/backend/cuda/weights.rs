@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use device::cuda::{Bf16, Buffer, View, ViewMut};
 use kernels::cuda::ops::{EXPERTS_MAX, EXPERTS_OF_ROW_MAX};
-use kernels::cuda::{ExpertLayer, ExpertSizes, Factors, Fp8Rows, WeightMatrix};
+use kernels::cuda::{ExpertLayer, ExpertSizes, Factors, Fp8Rows, Fp8Scales, WeightMatrix};
 
 use super::fp8::{FeedForwardFormats, LayerFormats, WeightFormat};
 use super::heads::Heads;
@@ -94,7 +94,7 @@ impl Linear {
 #[derive(Debug)]
 pub(super) enum Weight {
     Bf16(Buffer<Bf16>),
-    Fp8 { numbers: Buffer<u8>, scales: Buffer<f32> },
+    Fp8 { numbers: Buffer<u8>, scales: Buffer<f32>, scaling: Fp8Scales },
 }
 
 /// Rows of a [`Weight`] to be written, each with `k` numbers.
@@ -108,6 +108,7 @@ pub(super) enum Rows<'a> {
 pub(super) struct Fp8RowsMut<'a> {
     pub(super) numbers: ViewMut<'a, u8>,
     pub(super) scales: ViewMut<'a, f32>,
+    pub(super) scaling: Fp8Scales,
     pub(super) k: usize,
 }
 
@@ -115,19 +116,22 @@ impl Weight {
     pub(super) fn view(&self) -> WeightMatrix<'_> {
         match self {
             Self::Bf16(numbers) => WeightMatrix::Bf16(numbers.view()),
-            Self::Fp8 { numbers, scales } => {
-                WeightMatrix::Fp8(Fp8Rows { numbers: numbers.view(), scales: scales.view() })
-            }
+            Self::Fp8 { numbers, scales, scaling } => WeightMatrix::Fp8(Fp8Rows {
+                numbers: numbers.view(),
+                scales: scales.view(),
+                scaling: *scaling,
+            }),
         }
     }
 
     pub(super) fn rows_mut(&mut self, rows: Range<usize>, k: usize) -> Rows<'_> {
         match self {
             Self::Bf16(numbers) => Rows::Bf16(numbers.view_mut().slice(rows.start * k..rows.end * k)),
-            Self::Fp8 { numbers, scales } => {
+            Self::Fp8 { numbers, scales, scaling } => {
                 let width = Fp8Rows::width(k);
                 let numbers = numbers.view_mut().slice(rows.start * width..rows.end * width);
-                Rows::Fp8(Fp8RowsMut { numbers, scales: scales.view_mut().slice(rows), k })
+                let here = scaling.count(rows.start, k)..scaling.count(rows.end, k);
+                Rows::Fp8(Fp8RowsMut { numbers, scales: scales.view_mut().slice(here), scaling: *scaling, k })
             }
         }
     }
@@ -249,7 +253,9 @@ impl Sizes {
     /// Returns the bytes of all matrices. Norms and biases are too small to count.
     pub(super) fn bytes(self, formats: &[LayerFormats]) -> usize {
         let bytes = |(rows, columns, format)| match format {
-            WeightFormat::Fp8 => rows * (Fp8Rows::width(columns) + size_of::<f32>()),
+            WeightFormat::Fp8(scaling) => {
+                rows * Fp8Rows::width(columns) + scaling.count(rows, columns) * size_of::<f32>()
+            }
             WeightFormat::Bf16 => rows * columns * size_of::<Bf16>(),
         };
         let layers: usize = formats.iter().flat_map(|layer| self.matrices(*layer)).map(bytes).sum();
@@ -266,7 +272,7 @@ impl Sizes {
     /// time.
     pub(super) fn widened(self, formats: &[LayerFormats]) -> usize {
         let matrices = formats.iter().flat_map(|layer| self.matrices(*layer));
-        let in_fp8 = matrices.filter(|(.., format)| *format == WeightFormat::Fp8);
+        let in_fp8 = matrices.filter(|(.., format)| *format != WeightFormat::Bf16);
         in_fp8.map(|(rows, columns, _)| rows * columns).max().unwrap_or(0)
     }
 }

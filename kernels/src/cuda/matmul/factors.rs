@@ -35,7 +35,7 @@ impl Prepared<'_> {
     pub(super) fn n(&self) -> usize {
         match self {
             Self::Plain(Factors { w, k, .. }) => w.n_rows(*k),
-            Self::Fp8 { w, .. } => w.scales.len(),
+            Self::Fp8 { w, k, .. } => w.n_rows(*k),
         }
     }
 
@@ -131,7 +131,7 @@ fn widen<'a>(
     w: Fp8Rows<'_>,
     k: usize,
 ) -> Result<View<'a, Bf16>, CudaError> {
-    let n_numbers = w.scales.len() * k;
+    let n_numbers = w.n_rows(k) * k;
     let room = room.filter(|room| room.len() >= n_numbers);
     let room =
         room.ok_or(CudaError::Argument { kernel: "product", wrong: "no room to widen a matrix in FP8" })?;

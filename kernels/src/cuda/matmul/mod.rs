@@ -25,8 +25,8 @@ use device::cuda::{Bf16, CudaError, View, ViewMut};
 
 use super::ComputeCard;
 use super::ops::{
-    Ending, FEW_ROWS_FORMS, FEW_ROWS_MAX, FewRowsForm, Fp8Rows, FusedKernel, FusedProduct, MANY_FP8_FORMS,
-    ManyFp8Form, ManyRows, SKINNY_FORMS, SKINNY_ROWS_MAX, WeightMatrix,
+    Ending, FEW_ROWS_FORMS, FEW_ROWS_MAX, FewRowsForm, Fp8Rows, Fp8Scales, FusedKernel, FusedProduct,
+    MANY_FP8_FORMS, ManyFp8Form, ManyRows, SKINNY_FORMS, SKINNY_ROWS_MAX, WeightMatrix,
 };
 use cublaslt::{Algorithm, Lt, Plan};
 use factors::{Prepared, Room, RoundedRoom};
@@ -41,8 +41,14 @@ pub struct ProductShape {
     pub n_rows: usize,
     /// Whether the output is in f32.
     pub is_wide: bool,
-    /// Whether the matrix is in FP8. Then the output is not in f32.
-    pub is_fp8: bool,
+    /// Which weights share a scale, if the matrix is in FP8. Then the output is not in f32.
+    pub fp8: Option<Fp8Scales>,
+}
+
+impl ProductShape {
+    fn is_fp8(self) -> bool {
+        self.fp8.is_some()
+    }
 }
 
 /// The method that computes a matrix product.
@@ -284,7 +290,7 @@ impl Products {
     /// Returns the measured method for shapes like this one, else the default.
     fn way(&self, card: &ComputeCard, shape: ProductShape) -> Result<Method, CudaError> {
         match self.choices.get(shape) {
-            Some(Choice::Own(form)) if shape.is_fp8 || shape.n_rows <= own_rows_max(form) => {
+            Some(Choice::Own(form)) if shape.is_fp8() || shape.n_rows <= own_rows_max(form) => {
                 Ok(Method::Own(form))
             }
             Some(Choice::Many) if shape.n_rows > FEW_ROWS_MAX => Ok(Method::Many),
@@ -300,7 +306,7 @@ impl Products {
 
     /// Returns whether products of this shape have rounded rows and can be computed in FP8.
     fn multiplies_fp8(&self, card: &ComputeCard, shape: ProductShape) -> bool {
-        self.room.rounded.is_some() && shape.is_fp8 && card.has_many_rows_fp8()
+        self.room.rounded.is_some() && shape.is_fp8() && card.has_many_rows_fp8()
     }
 
     /// Measures every method for this shape and keeps the fastest. The matrices together are larger than the
@@ -384,12 +390,12 @@ impl Products {
         let is_many_fp8 = self.multiplies_fp8(card, shape) && shape.n_rows >= MANY_FP8_ROWS_MIN;
         let many_fp8 = MANY_FP8_FORMS.iter().filter(|_| is_many_fp8).copied().map(Choice::ManyFp8);
         let algorithms = self.lt.algorithms(shape)?.into_iter().map(Choice::Lt);
-        let is_skinny = shape.n_rows <= SKINNY_ROWS_MAX && !(shape.is_fp8 && card.has_few_rows());
+        let is_skinny = shape.n_rows <= SKINNY_ROWS_MAX && !(shape.is_fp8() && card.has_few_rows());
         let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(FusedKernel::Skinny);
-        let few_max = if shape.is_fp8 { PASSES_ROWS_MAX } else { FEW_ROWS_MAX };
+        let few_max = if shape.is_fp8() { PASSES_ROWS_MAX } else { FEW_ROWS_MAX };
         let is_few = card.has_few_rows() && shape.n_rows <= few_max;
         let serves = |form: &&FewRowsForm| is_few && form.serves(shape.n_rows.min(FEW_ROWS_MAX));
-        let takes = |form: &&FewRowsForm| form.takes_fp8() || !shape.is_fp8;
+        let takes = |form: &&FewRowsForm| form.takes_fp8() || !shape.is_fp8();
         let few = FEW_ROWS_FORMS.iter().filter(serves).filter(takes).copied();
         let is_many = card.has_many_rows() && shape.n_rows > FEW_ROWS_MAX && !shape.is_wide;
         let many = is_many.then_some(Choice::Many).into_iter().chain(many_fp8);
@@ -455,17 +461,17 @@ impl Lt {
 
 /// Returns the method to use without measurements. It is fast for most matrices.
 fn guess(card: &ComputeCard, shape: ProductShape) -> Option<FusedKernel> {
-    let ProductShape { n, k, n_rows, is_fp8, .. } = shape;
+    let ProductShape { n, k, n_rows, fp8, .. } = shape;
     if card.has_few_rows() && n_rows <= FEW_ROWS_MAX {
         return Some(FusedKernel::Few(FewRowsForm::of(n, k)));
     }
-    (n_rows <= SKINNY_ROWS_MAX && !is_fp8).then_some(FusedKernel::Skinny(SKINNY_FORMS[0]))
+    (n_rows <= SKINNY_ROWS_MAX && fp8.is_none()).then_some(FusedKernel::Skinny(SKINNY_FORMS[0]))
 }
 
 /// Returns whether one kernel computes the product in one pass, without widening an FP8 matrix first.
 fn is_by_itself(form: FusedKernel, shape: ProductShape) -> bool {
     let takes_fp8 = matches!(form, FusedKernel::Few(_));
-    shape.n_rows <= own_rows_max(form) && (takes_fp8 || !shape.is_fp8)
+    shape.n_rows <= own_rows_max(form) && (takes_fp8 || !shape.is_fp8())
 }
 
 fn own_rows_max(form: FusedKernel) -> usize {
@@ -487,7 +493,7 @@ fn in_passes(
     let OutputRows::Narrow(mut y) = y else {
         return ensure("product", false, "an f32 output with an FP8 matrix");
     };
-    let (n, n_rows) = (w.scales.len(), x.len() / k);
+    let (n, n_rows) = (w.n_rows(k), x.len() / k);
     for first in (0..n_rows).step_by(FEW_ROWS_MAX) {
         let end = (first + FEW_ROWS_MAX).min(n_rows);
         let some = FusedProduct::plain(WeightMatrix::Fp8(w), x.slice(first * k..end * k), k);
@@ -499,18 +505,18 @@ fn in_passes(
 fn checked(y: &OutputRows<'_>, factors: Factors<'_>) -> Result<ProductShape, CudaError> {
     let Factors { w, x, k } = factors;
     let kernel = "product";
-    let is_fp8 = matches!(w, WeightMatrix::Fp8(_));
+    let fp8 = w.fp8_scales();
     let n = w.n_rows(k);
-    let n_numbers = if is_fp8 { n * Fp8Rows::width(k) / 2 } else { n * k };
+    let n_numbers = if fp8.is_some() { n * Fp8Rows::width(k) / 2 } else { n * k };
     let is_whole = k > 0 && k.is_multiple_of(8) && w.halves().len() == n_numbers && x.len().is_multiple_of(k);
     ensure(kernel, is_whole, "rows that are incomplete, or whose width is not a multiple of 8")?;
     let n_rows = x.len() / k;
-    ensure(kernel, !(is_fp8 && y.is_wide()), "an f32 output with an FP8 matrix")?;
+    ensure(kernel, !(fp8.is_some() && y.is_wide()), "an f32 output with an FP8 matrix")?;
     ensure(kernel, y.len() == n * n_rows, "an output of the wrong size")?;
     ensure(kernel, n.is_multiple_of(8), "a matrix whose rows are not a multiple of 8")?;
     let are_vectors = w.halves().is_aligned() && x.is_aligned() && y.address().is_multiple_of(16);
     ensure(kernel, are_vectors, "numbers that are not aligned to 16 bytes")?;
-    Ok(ProductShape { n, k, n_rows, is_wide: y.is_wide(), is_fp8 })
+    Ok(ProductShape { n, k, n_rows, is_wide: y.is_wide(), fp8 })
 }
 
 #[cfg(test)]
@@ -519,16 +525,17 @@ mod tests {
 
     #[test]
     fn what_is_widened_first_is_no_product_by_itself() {
-        let shape = |n_rows, is_fp8| ProductShape { n: 64, k: 64, n_rows, is_wide: false, is_fp8 };
+        let of_rows = Some(Fp8Scales::OfRows);
+        let shape = |n_rows, fp8| ProductShape { n: 64, k: 64, n_rows, is_wide: false, fp8 };
         let (skinny, few) = (FusedKernel::Skinny(SKINNY_FORMS[0]), FusedKernel::Few(FEW_ROWS_FORMS[0]));
-        for (form, n_rows, is_fp8, expected) in [
-            (skinny, 8, false, true),
-            (skinny, 9, false, false),
-            (skinny, 8, true, false),
-            (few, 128, true, true),
-            (few, 129, false, false),
+        for (form, n_rows, fp8, expected) in [
+            (skinny, 8, None, true),
+            (skinny, 9, None, false),
+            (skinny, 8, of_rows, false),
+            (few, 128, of_rows, true),
+            (few, 129, None, false),
         ] {
-            let shape = shape(n_rows, is_fp8);
+            let shape = shape(n_rows, fp8);
             assert_eq!(is_by_itself(form, shape), expected, "{form:?}, {shape:?}");
         }
     }

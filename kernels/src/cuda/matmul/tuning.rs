@@ -8,7 +8,7 @@ use std::path::Path;
 use device::cuda::CudaError;
 
 use super::super::ComputeCard;
-use super::super::ops::{FEW_ROWS_SHARES, FewRowsForm, FusedKernel, MANY_FP8_FORMS, SKINNY_FORMS};
+use super::super::ops::{FEW_ROWS_SHARES, FewRowsForm, Fp8Scales, FusedKernel, MANY_FP8_FORMS, SKINNY_FORMS};
 use super::cublaslt::Algorithm;
 use super::{Choice, ProductShape};
 
@@ -111,14 +111,15 @@ fn least(card: &ComputeCard, mut run: impl FnMut() -> Result<(), CudaError>) -> 
     Ok(least)
 }
 
-/// Formats one line of the file: `n k rows narrow|wide|fp8 skinny NAME`, `… few SHARES`, `… many`, `… many FORM`, or
+/// Formats one line of the file: `n k rows narrow|wide|fp8|fp8blocks skinny NAME`, `… few SHARES`, `… many`, `… many FORM`, or
 /// `… lt` and the algorithm's words.
 fn line(shape: ProductShape, choice: Choice) -> String {
-    let ProductShape { n, k, n_rows, is_wide, is_fp8 } = shape;
-    let kind = match (is_fp8, is_wide) {
-        (true, _) => "fp8",
-        (false, true) => "wide",
-        (false, false) => "narrow",
+    let ProductShape { n, k, n_rows, is_wide, fp8 } = shape;
+    let kind = match (fp8, is_wide) {
+        (Some(Fp8Scales::OfRows), _) => "fp8",
+        (Some(Fp8Scales::OfBlocks), _) => "fp8blocks",
+        (None, true) => "wide",
+        (None, false) => "narrow",
     };
     let mut line = format!("{n} {k} {n_rows} {kind}");
     let written = match choice {
@@ -140,20 +141,21 @@ fn line(shape: ProductShape, choice: Choice) -> String {
 fn parsed(line: &str) -> Option<(ProductShape, Choice)> {
     let words: Vec<&str> = line.split(' ').collect();
     let [n, k, n_rows, answer, kind, rest @ ..] = words.as_slice() else { return None };
-    let (is_wide, is_fp8) = match *answer {
-        "wide" => (true, false),
-        "narrow" => (false, false),
-        "fp8" => (false, true),
+    let (is_wide, fp8) = match *answer {
+        "wide" => (true, None),
+        "narrow" => (false, None),
+        "fp8" => (false, Some(Fp8Scales::OfRows)),
+        "fp8blocks" => (false, Some(Fp8Scales::OfBlocks)),
         _ => return None,
     };
     let (n, k, n_rows) = (n.parse().ok()?, k.parse().ok()?, n_rows.parse().ok()?);
-    let shape = ProductShape { n, k, n_rows, is_wide, is_fp8 };
+    let shape = ProductShape { n, k, n_rows, is_wide, fp8 };
     let choice = match (*kind, rest) {
         ("skinny", [name]) => {
             let form = SKINNY_FORMS.iter().find(|form| form.name == *name).copied()?;
             Choice::Own(FusedKernel::Skinny(form))
         }
-        ("few", ["even"]) if FewRowsForm::Even.serves(n_rows) && !is_fp8 => {
+        ("few", ["even"]) if FewRowsForm::Even.serves(n_rows) && fp8.is_none() => {
             Choice::Own(FusedKernel::Few(FewRowsForm::Even))
         }
         ("few", [shares]) => {
@@ -161,7 +163,7 @@ fn parsed(line: &str) -> Option<(ProductShape, Choice)> {
             Choice::Own(FusedKernel::Few(FewRowsForm::Clusters { shares }))
         }
         ("many", []) => Choice::Many,
-        ("many", [name]) if is_fp8 => {
+        ("many", [name]) if fp8.is_some() => {
             Choice::ManyFp8(MANY_FP8_FORMS.iter().find(|form| form.name() == *name).copied()?)
         }
         ("lt", words) => {
@@ -180,7 +182,7 @@ mod tests {
     use super::*;
 
     fn shape(n_rows: usize) -> ProductShape {
-        ProductShape { n: 6144, k: 4096, n_rows, is_wide: false, is_fp8: false }
+        ProductShape { n: 6144, k: 4096, n_rows, is_wide: false, fp8: None }
     }
 
     #[test]
@@ -203,10 +205,10 @@ mod tests {
         choices.keep(ProductShape { is_wide: true, ..shape(64) }, lt);
         choices.keep(shape(512), Choice::Many);
         choices.keep(
-            ProductShape { is_fp8: true, ..shape(64) },
+            ProductShape { fp8: Some(Fp8Scales::OfRows), ..shape(64) },
             Choice::Own(FusedKernel::Few(FewRowsForm::Clusters { shares: 2 })),
         );
-        let rounded = ProductShape { is_fp8: true, ..shape(256) };
+        let rounded = ProductShape { fp8: Some(Fp8Scales::OfBlocks), ..shape(256) };
         choices.keep(rounded, Choice::ManyFp8(ManyFp8Form::Split));
         choices.write(&file, "a card, 13.1").unwrap();
         let read = Choices::read(&file, "a card, 13.1");

@@ -2,11 +2,11 @@
 //! that work would leave the memory idle for one or two microseconds.
 
 use super::few_rows::FewRowsForm;
-use super::fp8::check_rows;
+use super::fp8::{check_halves, check_rows};
 use super::skinny::SkinnyForm;
 use super::{
-    BLOCK_TOKENS, Bf16, ComputeCard, CudaError, Element, Fp8Rows, KvNumber, RopeWriteKv, View, ViewMut,
-    ensure, number, rows_of, two_in_one,
+    BLOCK_TOKENS, Bf16, ComputeCard, CudaError, Element, Fp8Rows, Fp8Scales, KvNumber, RopeWriteKv, View,
+    ViewMut, ensure, number, rows_of, two_in_one,
 };
 use crate::cuda::peers::{INBOXES_WORDS, Peers};
 
@@ -175,7 +175,7 @@ impl<'a> WeightMatrix<'a> {
     pub fn n_rows(self, k: usize) -> usize {
         match self {
             Self::Bf16(numbers) | Self::Widened(numbers) => numbers.len() / k.max(1),
-            Self::Fp8(rows) => rows.scales.len(),
+            Self::Fp8(rows) => rows.n_rows(k),
         }
     }
 
@@ -184,6 +184,14 @@ impl<'a> WeightMatrix<'a> {
         match self {
             Self::Bf16(numbers) | Self::Widened(numbers) => Some(numbers),
             Self::Fp8(_) => None,
+        }
+    }
+
+    /// Returns which weights share a scale; `None` if they are in bf16.
+    pub fn fp8_scales(self) -> Option<Fp8Scales> {
+        match self {
+            Self::Bf16(_) | Self::Widened(_) => None,
+            Self::Fp8(rows) => Some(rows.scaling),
         }
     }
 
@@ -224,7 +232,11 @@ impl<'a> FusedProduct<'a> {
             }
             WeightMatrix::Fp8(w) => {
                 card.check_places(kernel, &[&w.numbers, &x], &[&w.scales])?;
-                check_rows(kernel, w, k)?
+                let n = check_rows(kernel, w, k)?;
+                if matches!(ending, Ending::Gated(_)) {
+                    check_halves(kernel, w, n)?;
+                }
+                n
             }
         };
         let n_rows = rows_of(kernel, x.len(), k)?;

@@ -3,7 +3,7 @@
 use super::endings::{
     CheckedProduct, Ending, FusedKernel, FusedProduct, KernelNames, WeightMatrix, kernel_names,
 };
-use super::{Bf16, ComputeCard, CudaError, Fp8Rows, GRID_SIDE_MAX, ensure, launch, number};
+use super::{Bf16, ComputeCard, CudaError, Fp8Rows, Fp8Scales, GRID_SIDE_MAX, ensure, launch, number};
 use crate::cuda::tensor_map::{BoxSize, Matrix, TensorMap};
 use device::cuda::card::Grid;
 
@@ -112,6 +112,14 @@ const SIZES_FP8: &[Size] = &[
     size!("few_rows_fp8", 128, 4),
 ];
 
+/// The kernels of `few_rows_blocks.cu`. None has an f32 output.
+const SIZES_BLOCKS: &[Size] = &[
+    size!("few_rows_blocks", 8, 6),
+    size!("few_rows_blocks", 16, 5),
+    size!("few_rows_blocks", 32, 4),
+    size!("few_rows_blocks", 64, 3),
+    size!("few_rows_blocks", 128, 4),
+];
 /// The kernels of `few_rows_even.cu`. None has the `Joined` ending.
 const SIZES_EVEN: &[Size] = &[
     size!("few_rows_even", 8, 6),
@@ -166,7 +174,8 @@ impl ComputeCard {
         let FusedProduct { w, x, k, .. } = product;
         let of_kernel = match w {
             WeightMatrix::Bf16(_) | WeightMatrix::Widened(_) => SIZES,
-            WeightMatrix::Fp8(_) => SIZES_FP8,
+            WeightMatrix::Fp8(Fp8Rows { scaling: Fp8Scales::OfRows, .. }) => SIZES_FP8,
+            WeightMatrix::Fp8(Fp8Rows { scaling: Fp8Scales::OfBlocks, .. }) => SIZES_BLOCKS,
         };
         let kernel = of_kernel[0].names.of(&ending);
         ensure(kernel, FEW_ROWS_SHARES.contains(&shares), "a number of shares other than 1, 2, 4 or 8")?;
@@ -267,7 +276,8 @@ fn shared_bytes_even(size: &Size) -> u32 {
 pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
     let of = |sizes: &'static [Size]| sizes.iter().find(|size| size.names.has(kernel));
     let even = of(SIZES_EVEN).map(shared_bytes_even);
-    of(SIZES).map(shared_bytes).or_else(|| of(SIZES_FP8).map(shared_bytes_fp8)).or(even)
+    let fp8 = of(SIZES_FP8).or_else(|| of(SIZES_BLOCKS)).map(shared_bytes_fp8);
+    of(SIZES).map(shared_bytes).or(fp8).or(even)
 }
 
 #[cfg(test)]

@@ -17,7 +17,31 @@ const ROUND_THREADS: u32 = 256;
 /// The scales of a group are padded to the rows of two tiles, so that a block of threads may read all of its tile.
 pub(super) const SCALES_ALIGN: usize = 256;
 
-/// Rows of FP8 weights (e4m3) on the GPU, each with a scale.
+/// Which weights of an FP8 matrix share a scale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Fp8Scales {
+    /// Those of a row.
+    OfRows,
+    /// Those of 64 rows and 128 columns. The scales of the first 64 rows come first. Checkpoints have blocks of 128
+    /// rows; half of that lets matrices that are stacked on the GPU begin at any multiple of 64.
+    OfBlocks,
+}
+
+impl Fp8Scales {
+    /// The rows and the columns of a block.
+    pub const BLOCK_ROWS: usize = 64;
+    pub const BLOCK_COLUMNS: usize = 128;
+
+    /// Returns the number of scales of a matrix of `n` rows of `k` numbers.
+    pub fn count(self, n: usize, k: usize) -> usize {
+        match self {
+            Self::OfRows => n,
+            Self::OfBlocks => n.div_ceil(Self::BLOCK_ROWS) * k.div_ceil(Self::BLOCK_COLUMNS),
+        }
+    }
+}
+
+/// Rows of FP8 weights (e4m3) on the GPU, and their scales.
 ///
 /// A row is padded with zeroes to whole groups of 64 numbers. Within a group the numbers are in the order of
 /// a tensor core's lanes: see [`Self::place`].
@@ -25,9 +49,15 @@ pub(super) const SCALES_ALIGN: usize = 256;
 pub struct Fp8Rows<'a> {
     pub numbers: View<'a, u8>,
     pub scales: View<'a, f32>,
+    pub scaling: Fp8Scales,
 }
 
 impl Fp8Rows<'_> {
+    /// Returns the number of rows of `k` numbers.
+    pub(in crate::cuda) fn n_rows(self, k: usize) -> usize {
+        self.numbers.len() / Self::width(k).max(1)
+    }
+
     /// Returns the bytes of a row of `k` numbers.
     pub fn width(k: usize) -> usize {
         k.next_multiple_of(GROUP)
@@ -110,9 +140,12 @@ impl ComputeCard {
         grid(n_blocks.min(self.n_multiprocessors() as usize * BLOCKS_AT_ONCE), 1, ROUND_THREADS)
     }
 
-    /// Writes rows of `k` bf16 numbers: each the FP8 number times its row's scale, rounded to nearest.
+    /// Writes rows of `k` bf16 numbers: each the FP8 number times its scale, rounded to nearest.
     pub fn widen_fp8(&self, out: ViewMut<'_, Bf16>, w: Fp8Rows<'_>, k: usize) -> Result<(), CudaError> {
-        let kernel = "widen_fp8";
+        let kernel = match w.scaling {
+            Fp8Scales::OfRows => "widen_fp8",
+            Fp8Scales::OfBlocks => "widen_fp8_blocks",
+        };
         self.check_places(kernel, &[&out, &w.numbers], &[&w.scales])?;
         let n = check_rows(kernel, w, k)?;
         ensure(kernel, out.len() == n * k, "an output of another size")?;
@@ -142,8 +175,14 @@ impl ComputeCard {
 pub(super) fn check_rows(kernel: &'static str, w: Fp8Rows<'_>, k: usize) -> Result<usize, CudaError> {
     ensure(kernel, k > 0 && k.is_multiple_of(8), "rows whose width is not a multiple of 8")?;
     let n = rows_of(kernel, w.numbers.len(), Fp8Rows::width(k))?;
-    ensure(kernel, w.scales.len() == n, "not one scale for each row")?;
+    ensure(kernel, w.scales.len() == w.scaling.count(n, k), "not one scale for each row or block")?;
     Ok(n)
+}
+
+/// Checks that gate and up, the two halves of a matrix of `n` rows, begin with a block if blocks have scales.
+pub(super) fn check_halves(kernel: &'static str, w: Fp8Rows<'_>, n: usize) -> Result<(), CudaError> {
+    let begins_well = w.scaling == Fp8Scales::OfRows || (n / 2).is_multiple_of(Fp8Scales::BLOCK_ROWS);
+    ensure(kernel, begins_well, "a gate whose width is not a multiple of 64, with scales of blocks")
 }
 
 #[cfg(test)]

@@ -1,9 +1,10 @@
 //! Products of many rows with a large matrix on Hopper, bound by arithmetic, with optional work after the
 //! product.
 
-use super::fp8::{SCALES_ALIGN, check_rows};
+use super::fp8::{SCALES_ALIGN, check_halves, check_rows};
 use super::{
-    Bf16, ComputeCard, CudaError, Fp8Rows, QuantizedRows, View, ViewMut, ensure, launch, number, rows_of,
+    Bf16, ComputeCard, CudaError, Fp8Rows, Fp8Scales, QuantizedRows, View, ViewMut, ensure, launch, number,
+    rows_of,
 };
 use crate::cuda::tensor_map::{Matrix, TensorMap};
 use device::cuda::card::Grid;
@@ -23,13 +24,48 @@ const STAGES: usize = 4;
 const SUMS: &str = "many_rows";
 const ADDED: &str = "many_rows_added";
 const GATED: &str = "many_rows_gated";
-const SUMS_FP8: &str = "many_rows_fp8";
-const ADDED_FP8: &str = "many_rows_fp8_added";
-const GATED_FP8: &str = "many_rows_fp8_gated";
-const SUMS_NARROW: &str = "many_rows_fp8_narrow";
-const ADDED_NARROW: &str = "many_rows_fp8_narrow_added";
-const SUMS_SPLIT: &str = "many_rows_fp8_split";
-const ADDED_SPLIT: &str = "many_rows_fp8_split_added";
+
+/// The names of the kernels for products in FP8, by their tiles and endings.
+struct Fp8Kernels {
+    sums: &'static str,
+    added: &'static str,
+    gated: &'static str,
+    narrow: &'static str,
+    narrow_added: &'static str,
+    split: &'static str,
+    split_added: &'static str,
+}
+
+macro_rules! fp8_kernels {
+    ($family:literal) => {
+        Fp8Kernels {
+            sums: $family,
+            added: concat!($family, "_added"),
+            gated: concat!($family, "_gated"),
+            narrow: concat!($family, "_narrow"),
+            narrow_added: concat!($family, "_narrow_added"),
+            split: concat!($family, "_split"),
+            split_added: concat!($family, "_split_added"),
+        }
+    };
+}
+
+const OF_ROWS: Fp8Kernels = fp8_kernels!("many_rows_fp8");
+const OF_BLOCKS: Fp8Kernels = fp8_kernels!("many_rows_blocks");
+
+impl Fp8Kernels {
+    fn of(scaling: Fp8Scales) -> &'static Self {
+        match scaling {
+            Fp8Scales::OfRows => &OF_ROWS,
+            Fp8Scales::OfBlocks => &OF_BLOCKS,
+        }
+    }
+
+    fn has(&self, kernel: &str) -> bool {
+        let Self { sums, added, gated, narrow, narrow_added, split, split_added } = self;
+        [sums, added, gated, narrow, narrow_added, split, split_added].iter().any(|name| **name == kernel)
+    }
+}
 
 /// What is done with the sums of a product.
 #[derive(Debug)]
@@ -92,6 +128,15 @@ impl MatrixTiles {
     }
 }
 
+/// How tiles cover the output of a product.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Tiling {
+    Plain,
+    Gated,
+    Narrow,
+    Split,
+}
+
 /// The fields of ManyShape in many_rows.cu, in the same order. The struct is copied to the GPU as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -140,7 +185,7 @@ impl ComputeCard {
 
     /// Returns whether this GPU multiplies FP8 by FP8.
     pub fn has_many_rows_fp8(&self) -> bool {
-        self.has(SUMS_FP8)
+        self.has(OF_ROWS.sums)
     }
 
     /// Computes `x * transpose(w)` for any number of rows of `k` numbers, and the work after it.
@@ -151,15 +196,17 @@ impl ComputeCard {
         k: usize,
         rows: ManyRows<'_>,
     ) -> Result<(), CudaError> {
-        let (kernel, y) = match rows {
-            ManyRows::Sums(y) => (SUMS, y),
-            ManyRows::Added(y) => (ADDED, y),
-            ManyRows::Gated(y) => (GATED, y),
+        let (kernel, tiling, y) = match rows {
+            ManyRows::Sums(y) => (SUMS, Tiling::Plain, y),
+            ManyRows::Added(y) => (ADDED, Tiling::Plain, y),
+            ManyRows::Gated(y) => (GATED, Tiling::Gated, y),
         };
         ensure(kernel, k.is_multiple_of(8), "rows whose width is not a multiple of 8")?;
         self.check_places(kernel, &[&w, &x, &y], &[])?;
         let (n, n_rows) = (rows_of(kernel, w.len(), k)?, rows_of(kernel, x.len(), k)?);
-        let Some(many) = self.many_launch(kernel, &y, ManySizes { n, n_rows, k })? else { return Ok(()) };
+        let Some(many) = self.many_launch(kernel, tiling, &y, ManySizes { n, n_rows, k })? else {
+            return Ok(());
+        };
         let matrix = |address, n_rows| Matrix { address, n_rows, n_columns: k, stride: k };
         let of_w = TensorMap::of(matrix(w.address(), n), HALF)?;
         let of_x = TensorMap::of(matrix(x.address(), n_rows), ROWS)?;
@@ -175,23 +222,27 @@ impl ComputeCard {
         k: usize,
         rows: ManyRows<'_>,
     ) -> Result<(), CudaError> {
-        let (kernel, y) = match (form, rows) {
-            (ManyFp8Form::Wide, ManyRows::Sums(y)) => (SUMS_FP8, y),
-            (ManyFp8Form::Wide, ManyRows::Added(y)) => (ADDED_FP8, y),
-            (ManyFp8Form::Wide, ManyRows::Gated(y)) => (GATED_FP8, y),
-            (ManyFp8Form::Narrow, ManyRows::Sums(y)) => (SUMS_NARROW, y),
-            (ManyFp8Form::Narrow, ManyRows::Added(y)) => (ADDED_NARROW, y),
-            (ManyFp8Form::Split, ManyRows::Sums(y)) => (SUMS_SPLIT, y),
-            (ManyFp8Form::Split, ManyRows::Added(y)) => (ADDED_SPLIT, y),
-            (_, ManyRows::Gated(_)) => return ensure(SUMS_NARROW, false, "a gate in narrow tiles"),
+        let of = Fp8Kernels::of(w.scaling);
+        let (kernel, tiling, y) = match (form, rows) {
+            (ManyFp8Form::Wide, ManyRows::Sums(y)) => (of.sums, Tiling::Plain, y),
+            (ManyFp8Form::Wide, ManyRows::Added(y)) => (of.added, Tiling::Plain, y),
+            (ManyFp8Form::Wide, ManyRows::Gated(y)) => (of.gated, Tiling::Gated, y),
+            (ManyFp8Form::Narrow, ManyRows::Sums(y)) => (of.narrow, Tiling::Narrow, y),
+            (ManyFp8Form::Narrow, ManyRows::Added(y)) => (of.narrow_added, Tiling::Narrow, y),
+            (ManyFp8Form::Split, ManyRows::Sums(y)) => (of.split, Tiling::Split, y),
+            (ManyFp8Form::Split, ManyRows::Added(y)) => (of.split_added, Tiling::Split, y),
+            (_, ManyRows::Gated(_)) => return ensure(of.narrow, false, "a gate in narrow tiles"),
         };
         self.check_places(kernel, &[&w.numbers, &x.numbers, &y], &[&w.scales, &x.scales])?;
         let (n, width) = (check_rows(kernel, w, k)?, Fp8Rows::width(k));
         let n_rows = rows_of(kernel, x.numbers.len(), width)?;
         let scales_apart = QuantizedRows::scales_apart(n_rows);
         ensure(kernel, x.scales.len() == QuantizedRows::n_scales(n_rows, k), "not one scale for each group")?;
+        if tiling == Tiling::Gated {
+            check_halves(kernel, w, n)?;
+        }
         let sizes = ManySizes { n, n_rows, k: width };
-        let Some(many) = self.many_launch(kernel, &y, sizes)? else { return Ok(()) };
+        let Some(many) = self.many_launch(kernel, tiling, &y, sizes)? else { return Ok(()) };
         let w_box = if form == ManyFp8Form::Wide { HALF } else { HALF / CLUSTER };
         let of_w = TensorMap::of_fp8(w.numbers.address(), n, width, w_box)?;
         let of_x = TensorMap::of_fp8(x.numbers.address(), n_rows, width, ROWS)?;
@@ -210,16 +261,17 @@ impl ComputeCard {
     fn many_launch(
         &self,
         kernel: &'static str,
+        tiling: Tiling,
         y: &ViewMut<'_, Bf16>,
         sizes: ManySizes,
     ) -> Result<Option<ManyLaunch>, CudaError> {
         ensure(kernel, self.has(kernel), "a GPU other than Hopper")?;
         let ManySizes { n, n_rows, k } = sizes;
-        let is_split = [SUMS_SPLIT, ADDED_SPLIT].contains(&kernel);
-        let (width, MatrixTiles { tile_rows, half_rows }) = match kernel {
-            GATED | GATED_FP8 => (n / 2, MatrixTiles::gated(n)),
-            SUMS_NARROW | ADDED_NARROW | SUMS_SPLIT | ADDED_SPLIT => (n, MatrixTiles::narrow()),
-            _ => (n, MatrixTiles::plain()),
+        let is_split = tiling == Tiling::Split;
+        let (width, MatrixTiles { tile_rows, half_rows }) = match tiling {
+            Tiling::Gated => (n / 2, MatrixTiles::gated(n)),
+            Tiling::Narrow | Tiling::Split => (n, MatrixTiles::narrow()),
+            Tiling::Plain => (n, MatrixTiles::plain()),
         };
         ensure(
             kernel,
@@ -263,6 +315,6 @@ pub(super) const SHARED_BYTES: u32 = {
 /// Returns the dynamic shared memory of a kernel in this file.
 pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
     let of_bf16 = [SUMS, ADDED, GATED];
-    let of_fp8 = [SUMS_FP8, ADDED_FP8, GATED_FP8, SUMS_NARROW, ADDED_NARROW, SUMS_SPLIT, ADDED_SPLIT];
-    of_bf16.iter().chain(&of_fp8).any(|one| *one == kernel).then_some(SHARED_BYTES)
+    let is_here = of_bf16.contains(&kernel) || OF_ROWS.has(kernel) || OF_BLOCKS.has(kernel);
+    is_here.then_some(SHARED_BYTES)
 }

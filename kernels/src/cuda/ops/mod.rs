@@ -29,7 +29,7 @@ pub use experts::{EXPERTS_MAX, EXPERTS_OF_ROW_MAX, ExpertLayer, ExpertSizes, Exp
 pub use feed::{FeedTokens, NOWHERE};
 pub(super) use few_rows::MEETING_PARTS;
 pub use few_rows::{FEW_ROWS_FORMS, FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm};
-pub use fp8::{Fp8Rows, QuantizedRows};
+pub use fp8::{Fp8Rows, Fp8Scales, QuantizedRows};
 pub use many_rows::{MANY_FP8_FORMS, ManyFp8Form, ManyRows};
 pub use prefill::{PrefillAttention, PrefillSequence};
 pub use ranks::SumRows;
