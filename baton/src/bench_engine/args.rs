@@ -14,6 +14,7 @@ use types::KvDtype;
 const CHECK_FOLDERS: &[&str] = &[
     "engine/tests/models/llama",
     "engine/tests/models/llama3",
+    "engine/tests/models/llama-yarn",
     "engine/tests/models/mistral",
     "engine/tests/models/qwen2",
     "engine/tests/models/qwen2-window",

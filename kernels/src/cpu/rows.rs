@@ -76,6 +76,17 @@ pub struct Rotation<'a> {
     pub factor: f32,
 }
 
+impl Rotation<'_> {
+    /// Returns the cosine and sine for each pair at a position, times the factor. The angle is one f32 product, as in
+    /// `transformers`.
+    pub fn turns(&self, position: usize) -> impl Iterator<Item = [f32; 2]> {
+        self.frequencies.iter().map(move |frequency| {
+            let (sin, cos) = (position as f32 * frequency).sin_cos();
+            [cos * self.factor, sin * self.factor]
+        })
+    }
+}
+
 /// Rotary angles of some rows: cosine and sine for every pair of a head.
 #[derive(Clone, Debug, Default)]
 pub struct RopeAngles {
@@ -85,16 +96,12 @@ pub struct RopeAngles {
 }
 
 impl RopeAngles {
-    /// Computes the angles of these positions. The angle is one f32 product, as in `transformers`.
+    /// Computes the angles of these positions.
     pub fn new(rotation: Rotation<'_>, positions: impl Iterator<Item = usize>) -> Self {
-        let Rotation { frequencies, factor } = rotation;
-        let mut angles = Self { half: frequencies.len(), ..Self::default() };
-        for position in positions {
-            for frequency in frequencies {
-                let (sin, cos) = (position as f32 * frequency).sin_cos();
-                angles.cos.push(cos * factor);
-                angles.sin.push(sin * factor);
-            }
+        let mut angles = Self { half: rotation.frequencies.len(), ..Self::default() };
+        for [cos, sin] in positions.flat_map(|position| rotation.turns(position)) {
+            angles.cos.push(cos);
+            angles.sin.push(sin);
         }
         angles
     }

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use device::cuda::Arena;
-use kernels::cpu::{Arithmetic, Processor};
+use kernels::cpu::{Arithmetic, Processor, Rotation};
 use kernels::cuda::{ComputeCard, KvNumber, Products};
 use kv_cache::KvMemory;
 use types::layout::Shard;
@@ -32,7 +32,6 @@ use crate::kv_room::n_blocks;
 use crate::load::meter::Meter;
 use crate::load::weights::HasFp8;
 use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, fingerprint, tensors};
-use crate::model::rope::{Rope, Scaling};
 use crate::model::{ActivationFormat, ModelConfig};
 
 /// The number of threads that read weights. A few threads read a file faster than one; more do not help.
@@ -66,16 +65,13 @@ fn is_in_fp8(formats: &[LayerFormats]) -> bool {
 
 /// Rejects models that only processors compute.
 fn check_model(config: &ModelConfig) -> Result<(), OpenError> {
-    let architecture = config.architecture;
-    match config {
-        ModelConfig { latent: Some(_), .. } => Err(OpenError::CudaModel(format!(
-            "latent attention ({architecture}) is not implemented on a GPU: serve the model with --device cpu"
-        ))),
-        ModelConfig { rope: Rope { scaling: Scaling::Yarn(_), .. }, .. } => Err(OpenError::CudaModel(
-            "rope_type \"yarn\" is not implemented on a GPU: serve the model with --device cpu".to_owned(),
-        )),
-        _ => Ok(()),
+    if config.latent.is_none() {
+        return Ok(());
     }
+    Err(OpenError::CudaModel(format!(
+        "latent attention ({}) is not implemented on a GPU: serve the model with --device cpu",
+        config.architecture
+    )))
 }
 
 impl ModelDescription {
@@ -168,9 +164,16 @@ impl ModelDescription {
         graphs.then(|| GraphSizes::new(limits.rows, self.tokens_max))
     }
 
+    /// Computes the cosines and sines of every position that a sequence can have.
+    fn turns(&self) -> Vec<[f32; 2]> {
+        let config = &self.folder.config;
+        let frequencies = config.rope.frequencies(config.head_dim);
+        let rotation = Rotation { frequencies: &frequencies, factor: config.rope.turn_factor() };
+        self.heads.turns(rotation, self.tokens_max)
+    }
+
     pub(super) fn decoder(&self, card: &ComputeCard, sizes: Sizes) -> Result<Decoder, OpenError> {
         let (config, heads) = (&self.folder.config, self.heads);
-        let turns = heads.turns(&config.rope.frequencies(config.head_dim), self.tokens_max);
         let mut arena = card.arena();
         Ok(Decoder {
             weights: self.weights_on(card, sizes, &mut arena)?,
@@ -178,7 +181,7 @@ impl ModelDescription {
             sizes,
             heads,
             epsilon: config.norm_epsilon,
-            turns: card.upload(&turns)?,
+            turns: card.upload(&self.turns())?,
             places: places(&self.layout),
             n_blocks: self.n_blocks as usize,
             kv_number: self.kv_number(),
@@ -287,6 +290,7 @@ fn words_max(limits: StepLimits, n_groups: usize, tokens_max: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use kernels::cpu::RopeAngles;
     use types::GroupIdx;
 
     use super::super::plan::Dims;
@@ -311,14 +315,44 @@ mod tests {
                 "deepseek-v3",
                 "latent attention (DeepseekV3ForCausalLM) is not implemented on a GPU: serve the model with --device cpu",
             ),
-            (
-                "llama-yarn",
-                "rope_type \"yarn\" is not implemented on a GPU: serve the model with --device cpu",
-            ),
         ] {
             let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models").join(model);
             let opened = ModelDescription::of(&folder, 1 << 24, &CudaSettings::default());
             assert_eq!(opened.expect_err(model).to_string(), expected);
+        }
+    }
+
+    /// A processor rotates a head of which only the first half is one: its halves become the cosines and the sines.
+    fn turned_by_the_processor(config: &ModelConfig, n_positions: usize) -> Vec<[f32; 2]> {
+        let frequencies = config.rope.frequencies(config.head_dim);
+        let rotation = Rotation { frequencies: &frequencies, factor: config.rope.turn_factor() };
+        let half = config.head_dim / 2;
+        let mut x = [vec![1.0; half], vec![0.0; half]].concat().repeat(n_positions);
+        let processor = host(1).expect("a processor");
+        processor.rotate(&mut x, 1, &RopeAngles::new(rotation, 0..n_positions));
+        let of_head =
+            |head: &[f32]| (0..half).map(|pair| [head[pair], head[half + pair]]).collect::<Vec<_>>();
+        x.chunks_exact(config.head_dim).flat_map(of_head).collect()
+    }
+
+    #[test]
+    fn the_gpu_turns_heads_as_the_processor_does() {
+        // The factor of YaRN's cosines and sines in `transformers`: 0.1 * ln 8 + 1.
+        for (model, factor) in [("llama", 1.0), ("llama3", 1.0), ("llama-yarn", 1.207_944_2), ("qwen3", 1.0)]
+        {
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models").join(model);
+            let opened = ModelDescription::of(&folder, 1 << 24, &CudaSettings::default()).expect(model);
+            let (turns, heads) = (opened.turns(), opened.heads);
+            let unpadded = turns.chunks_exact(heads.padded / 2).flat_map(|row| &row[..heads.real / 2]);
+            let unpadded: Vec<[f32; 2]> = unpadded.copied().collect();
+            assert_eq!(
+                unpadded,
+                turned_by_the_processor(&opened.folder.config, opened.tokens_max),
+                "{model}"
+            );
+            for [cos, sin] in unpadded {
+                assert!((cos.hypot(sin) - factor).abs() < 1e-6, "{model}: {cos} {sin}");
+            }
         }
     }
 

@@ -4,6 +4,8 @@
 //! number `i + width / 2`, so each half is padded separately. A norm divides by the padded width, so its
 //! weights are scaled.
 
+use kernels::cpu::Rotation;
+
 use crate::error::OpenError;
 
 /// The widths of heads that the attention kernels are compiled for.
@@ -53,14 +55,13 @@ impl Heads {
         n_positions * self.padded / 2 * size_of::<[f32; 2]>()
     }
 
-    /// Computes cosine and sine for each position and each number of half a head, as on the CPU.
-    pub(super) fn turns(self, frequencies: &[f32], n_positions: usize) -> Vec<[f32; 2]> {
+    /// Computes cosine and sine for each position and each number of half a head, with the function that the CPU uses.
+    pub(super) fn turns(self, rotation: Rotation<'_>, n_positions: usize) -> Vec<[f32; 2]> {
         let half = self.padded / 2;
         let mut turns = vec![[1.0, 0.0]; n_positions * half];
         for (position, turns) in turns.chunks_exact_mut(half).enumerate() {
-            for (turn, frequency) in turns.iter_mut().zip(frequencies) {
-                let (sin, cos) = (position as f32 * frequency).sin_cos();
-                *turn = [cos, sin];
+            for (turn, of_pair) in turns.iter_mut().zip(rotation.turns(position)) {
+                *turn = of_pair;
             }
         }
         turns
@@ -94,10 +95,11 @@ mod tests {
 
     #[test]
     fn what_is_filled_up_does_not_turn() {
-        let turns = Heads::of(4).expect("narrow enough").turns(&[1.0, 0.5], 3);
+        let heads = Heads::of(4).expect("narrow enough");
+        let turns = heads.turns(Rotation { frequencies: &[1.0, 0.5], factor: 2.0 }, 3);
         assert_eq!(turns.len(), 3 * 32);
-        assert_eq!(size_of_val(&*turns), Heads::of(4).expect("narrow enough").turns_bytes(3));
-        assert_eq!(turns[2 * 32 + 1], [1.0_f32.cos(), 1.0_f32.sin()]);
+        assert_eq!(size_of_val(&*turns), heads.turns_bytes(3));
+        assert_eq!(turns[2 * 32 + 1], [2.0 * 1.0_f32.cos(), 2.0 * 1.0_f32.sin()]);
         assert_eq!(turns[2 * 32 + 2], [1.0, 0.0]);
     }
 }
