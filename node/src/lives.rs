@@ -311,7 +311,8 @@ impl Node<'_> {
         if force {
             return Ok(None);
         }
-        RoleChange { id: &self.id, model, from: self.role, to: role }.begin(self.registry).await.map(Some)
+        let change = RoleChange { id: &self.id, model, from: self.role, to: role, world: &self.world };
+        change.begin(self.registry).await.map(Some)
     }
 
     fn set_role(&mut self, role: Role) {

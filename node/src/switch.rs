@@ -15,7 +15,7 @@ use axum::{Json, Router};
 use serde::Deserialize;
 use serde_json::json;
 use tokio::sync::{mpsc, oneshot};
-use types::Role;
+use types::{NodeId, Role};
 
 /// The number of switch requests that may wait for the current one.
 const WAITING_MAX: usize = 8;
@@ -76,8 +76,9 @@ pub enum SwitchRefusal {
     Asleep,
     #[error("the role is {0} already")]
     RoleAlready(Role),
-    #[error("no other node {work} for `{model}`: add one, or use force=true (--force)")]
-    LastOfKind { work: &'static str, model: String },
+    /// `silent` are the members that would do the work and do not answer.
+    #[error("no other node {work} for `{model}`{}: add one, or use force=true (--force)", no_answer(silent))]
+    LastOfKind { work: &'static str, model: String, silent: Vec<NodeId> },
     #[error("another node changes its role: try again when it has ended")]
     AnotherChanges,
     #[error("{0:?} is not a role of a node that computes: use prefill, decode or both")]
@@ -94,6 +95,16 @@ pub enum SwitchRefusal {
     CannotWake(String),
     #[error("the role stays {role}: {why}")]
     CannotChangeRole { role: Role, why: String },
+}
+
+/// Names the members that do not answer, for the text of a refusal.
+fn no_answer(silent: &[NodeId]) -> String {
+    match silent {
+        [] => String::new(),
+        _ => {
+            format!(" (no answer from {})", silent.iter().map(NodeId::as_str).collect::<Vec<_>>().join(", "))
+        }
+    }
 }
 
 /// The sending end of the queue of switch requests. Clones share one queue.

@@ -9,6 +9,7 @@ use baton_tests::fleet::{Fleet, FleetNode, PACED};
 use baton_tests::logs::{A_NODE_DIES, THE_REGISTRY_IS_AWAY};
 use baton_tests::{Ask, Client, eventually, executable, undisturbed};
 use futures::future::join_all;
+use rustix::process::Signal;
 
 /// The number of streams at one time.
 const CLIENTS: usize = 6;
@@ -227,6 +228,32 @@ async fn two_nodes_that_change_at_once_do_not_both_go() {
     let mut codes = [answers.0, answers.1].map(|(status, body)| (status, body["error"]["code"].to_string()));
     codes.sort();
     assert_eq!(codes, [(200, "null".to_owned()), (409, "\"last_of_kind\"".to_owned())]);
+    fleet.baseline().await;
+}
+
+/// The lease of a dead node ends later, so the node is still a member.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_does_not_answer_is_no_other_of_its_kind() {
+    let mut fleet = Fleet::start(PACED, 1, 3).await;
+    fleet.expect_log(A_NODE_DIES);
+    fleet.expect_log(&["node does not answer, its work does not count"]);
+    fleet.nodes[2].process.kill();
+    fleet.nodes[3].process.signal(Signal::STOP);
+    let stopped = Client::new(fleet.nodes[3].admin);
+    eventually("the process to stand still", async || {
+        tokio::time::timeout(Duration::from_millis(200), stopped.get("/ready")).await.is_err().then_some(())
+    })
+    .await;
+    let (status, body) = fleet.nodes[1].tell("role?role=prefill").await;
+    assert_eq!((status, body["error"]["code"].as_str()), (409, Some("last_of_kind")), "{body}");
+    let message = body["error"]["message"].as_str().unwrap_or_default();
+    let silent = "no other node decodes for `mock` (no answer from decode-1, decode-2): add one";
+    assert!(message.starts_with(silent), "{message}");
+    fleet.nodes[3].process.signal(Signal::CONT);
+    fleet.nodes[1].told("role?role=prefill").await;
+    used_as(&fleet, &fleet.nodes[1], "prefill").await;
+    fleet.nodes[2].process.revive();
+    fleet.all_ready().await;
     fleet.baseline().await;
 }
 

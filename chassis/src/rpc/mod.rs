@@ -17,9 +17,13 @@ use std::time::Duration;
 
 use axum::middleware;
 use hyper_util::rt::TokioIo;
+use tonic::Status;
 use tonic::service::Routes;
 use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Endpoint, Uri};
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
 use tonic_health::server::{HealthReporter, health_reporter};
 use tonic_reflection::server::{Builder as Reflection, Error as ReflectionError};
 use tracing::warn;
@@ -143,4 +147,15 @@ pub fn standard_services(file_descriptor_sets: &[&[u8]]) -> Result<(Routes, Heal
         .add_service(reflection().build_v1().map_err(described)?)
         .add_service(reflection().build_v1alpha().map_err(described)?);
     Ok((routes, reporter))
+}
+
+/// Asks the health service of the peer whether the process serves. The error says why not. Every caller may ask.
+pub async fn check_health(channel: RpcChannel, within: Duration) -> Result<(), Status> {
+    let mut client = HealthClient::new(channel);
+    let answer = tokio::time::timeout(within, client.check(HealthCheckRequest::default())).await;
+    let silent = |_| Status::deadline_exceeded(format!("no answer within {within:?}"));
+    match answer.map_err(silent)??.into_inner().status() {
+        ServingStatus::Serving => Ok(()),
+        other => Err(Status::unavailable(format!("its health is {}", other.as_str_name()))),
+    }
 }

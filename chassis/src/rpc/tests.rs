@@ -137,6 +137,28 @@ async fn protocol_refusals_table() {
 }
 
 #[tokio::test]
+async fn the_health_of_a_peer_is_asked() {
+    let (routes, reporter) = standard_services(&[]).expect("described");
+    let served = Served::start(routes, ServerLimits::default()).await;
+    let ask = async || {
+        let channel = channel(&World::real(), &served.addr, ExpectedPeer::Registry, RpcLimits::default());
+        check_health(channel, WITHIN).await
+    };
+    ask().await.expect("it serves");
+    reporter.set_service_status("", tonic_health::ServingStatus::NotServing).await;
+    assert_eq!(ask().await.expect_err("it does not").message(), "its health is NOT_SERVING");
+    served.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stopped_peer_has_no_health_in_time() {
+    let world = World::seeded(1).with_net(Arc::new(DeadNet::Frozen(Mutex::default())));
+    let channel = channel(&world, "peer:1", ExpectedPeer::Registry, RpcLimits::default());
+    let status = check_health(channel, Duration::from_secs(1)).await.expect_err("no server answers");
+    assert_eq!((status.code(), status.message()), (Code::DeadlineExceeded, "no answer within 1s"));
+}
+
+#[tokio::test]
 async fn a_trace_crosses_the_wire() {
     let capture = Capture::spans("test");
     let _listening = capture.listen();
