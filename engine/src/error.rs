@@ -62,13 +62,18 @@ pub enum RowError {
     /// The row's grammar allows no token, or following it costs more than its limits.
     #[error("follow grammar: {0}")]
     Grammar(String),
+    /// A GPU has stopped waiting for the row's mask.
+    #[error("follow grammar: the host computed the mask of allowed tokens too late")]
+    LateMask,
 }
 
 impl RowError {
     /// Returns the caller's next step. A failed sequence can be recomputed on another node from its tokens.
     pub fn caller_action(&self) -> CallerAction {
         match self {
-            Self::KvMismatch { .. } | Self::Sample(_) | Self::Grammar(_) => CallerAction::RetryElsewhere,
+            Self::KvMismatch { .. } | Self::Sample(_) | Self::Grammar(_) | Self::LateMask => {
+                CallerAction::RetryElsewhere
+            }
             Self::Page { .. } | Self::NoTokenInFlight => CallerAction::Bug,
             Self::UnknownToken { .. } => CallerAction::Reject,
         }

@@ -22,6 +22,8 @@ pub struct SchedulerMetrics {
     pub(crate) discarded_rows: IntCounter,
     pub(crate) preemptions: IntCounter,
     pub(crate) failed_steps: IntCounter,
+    /// Rows without a token because a GPU has not waited for their masks.
+    pub(crate) late_masks: IntCounter,
     /// Steps that were launched shortly before, or after, the end of the previous step.
     pub(crate) tight_launches: IntCounter,
     pub(crate) queue_seconds: Histogram,
@@ -46,6 +48,8 @@ impl SchedulerMetrics {
                 .counter("discarded_rows_total", "Rows computed for sequences that had ended meanwhile."),
             preemptions: metrics.counter("preemptions_total", "Sequences whose blocks were taken away."),
             failed_steps: metrics.counter("failed_steps_total", "Steps that the backend failed."),
+            late_masks: metrics
+                .counter("late_masks_total", "Rows that failed because the mask of their grammar was late."),
             tight_launches: metrics.counter(
                 "tight_launches_total",
                 "Steps launched after, or shortly before, the end of the previous one: above a few percent the device idles.",

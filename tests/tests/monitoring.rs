@@ -210,6 +210,7 @@ const MAY_BE_ZERO: &[(&str, &str)] = &[
     ("router_upstream_prefills_without_kv", "the same"),
     ("node_preemptions", "KV memory suffices: tests/tests/room.rs"),
     ("node_failed_steps", "the mock fails no step: scheduler/src/tests"),
+    ("node_late_masks", "the mock waits for its masks: scheduler/src/tests"),
     ("node_tight_launches", "it depends on the machine's load: scheduler/src/tests"),
     ("node_discarded_rows", "it depends on the machine's load: scheduler/src/tests"),
     ("node_integrity_failures", "it would be a bug"),

@@ -8,7 +8,7 @@ use kv_cache::KvMemory;
 use types::ModelInfo;
 
 use crate::backend::{Asleep, Backend, SleepFailed};
-use crate::error::BackendError;
+use crate::error::{BackendError, RowError};
 use crate::step::{PendingStep, StepBatch, StepOutput};
 
 /// Wraps a backend and fails chosen steps, counted from zero by the calls of `launch`.
@@ -27,6 +27,8 @@ pub struct Failures {
     pub launch: BTreeSet<u64>,
     /// The steps whose results are lost after they have run, counted by calls of `collect`.
     pub collect: BTreeSet<u64>,
+    /// The steps whose rows have no token because their masks were late, counted by calls of `collect`.
+    pub late_masks: BTreeSet<u64>,
     /// The call of `collect` from which on the device is lost.
     pub lost_from: Option<u64>,
     /// The call of `collect` that panics.
@@ -62,7 +64,7 @@ impl<B: Backend> Backend for Flaky<B> {
     fn collect(&mut self, step: PendingStep) -> Result<StepOutput, BackendError> {
         let nth = self.n_collected;
         self.n_collected += 1;
-        let output = self.inner.collect(step)?;
+        let mut output = self.inner.collect(step)?;
         if let Some(late) = self.failures.hang.get(&nth) {
             std::thread::sleep(*late);
         }
@@ -72,6 +74,9 @@ impl<B: Backend> Backend for Flaky<B> {
         }
         if self.failures.collect.contains(&nth) {
             return Err(BackendError::Collect(format!("step {nth} was told to fail")));
+        }
+        if self.failures.late_masks.contains(&nth) {
+            output.rows.fill(Err(RowError::LateMask));
         }
         Ok(output)
     }

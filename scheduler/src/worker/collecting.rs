@@ -97,6 +97,9 @@ impl Worker {
     }
 
     fn fail_row(&mut self, row: StepRow, reason: &RowError) {
+        if *reason == RowError::LateMask {
+            self.metrics.late_masks.inc();
+        }
         match reason.caller_action() {
             CallerAction::Bug => error!(%reason, sequence = row.id.0, "sequence failed in an engine step"),
             _ => warn!(%reason, sequence = row.id.0, "sequence failed in an engine step"),

@@ -457,6 +457,19 @@ fn a_failed_step_ends_its_sequences_and_no_others() {
 }
 
 #[test]
+fn a_late_mask_ends_its_sequence_and_is_counted() {
+    for (late_masks, counted) in [([].into(), 0), ([1].into(), 1)] {
+        let flaky = Flaky::new(mock(64), Failures { late_masks, ..Failures::default() });
+        let mut rig = Rig::with_backend(Box::new(flaky), roomy());
+        let (_, recorded) = rig.stream(endless("a", 5, 20));
+        rig.settle();
+        assert_eq!(recorded.refusal(), (counted > 0).then_some(RefusalKind::Failed));
+        assert_eq!(rig.metric("late_masks_total"), counted);
+        rig.assert_at_baseline();
+    }
+}
+
+#[test]
 fn a_lost_device_ends_everything() {
     let flaky = Flaky::new(mock(64), Failures { lost_from: Some(3), ..Failures::default() });
     let mut rig = Rig::with_backend(Box::new(flaky), roomy());

@@ -161,7 +161,7 @@ fn edits(spec: &SampleSpec<'_>, eos_tokens: &[TokenId]) -> Vec<LogitEdit> {
 pub(super) fn token(drawn: u32) -> Result<TokenId, RowError> {
     match drawn {
         NOWHERE => Err(no_token()),
-        LATE => Err(RowError::Grammar("the host computed the mask of allowed tokens too late".to_owned())),
+        LATE => Err(RowError::LateMask),
         token => Ok(TokenId(token)),
     }
 }
