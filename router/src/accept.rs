@@ -95,8 +95,8 @@ pub struct SamplingParams {
     pub stop: Vec<String>,
     pub stop_tokens: Vec<TokenId>,
     pub ignore_eos: bool,
-    /// `None`: cached KV is shared with the tenant's other prompts without a salt.
-    pub cache_salt: Option<String>,
+    /// Without a salt, cached KV is shared with the tenant's other prompts without one.
+    pub cache_salt: CacheSalt,
     /// The grammar of the answer; `None`: any text.
     pub grammar: Option<AskedGrammar>,
 }
@@ -150,7 +150,7 @@ impl Default for SamplingParams {
             stop: Vec::new(),
             stop_tokens: Vec::new(),
             ignore_eos: false,
-            cache_salt: None,
+            cache_salt: CacheSalt::default(),
             grammar: None,
         }
     }
@@ -208,8 +208,7 @@ impl Acceptor {
         params: &SamplingParams,
         caller: &Caller,
     ) -> Result<Inputs, RequestError> {
-        let salt = cache_salt(params.cache_salt.as_deref())?;
-        let scope = CacheScope { tenant: caller.client.tenant.clone(), salt };
+        let scope = CacheScope { tenant: caller.client.tenant.clone(), salt: params.cache_salt.clone() };
         asked.tokenized(&self.tokenizing, model, &scope, caller.deadline).await
     }
 
@@ -247,13 +246,13 @@ impl Acceptor {
         check_end(params)?;
         let context = AcceptContext::of(model, &caller.client);
         let sampling = self.sampling(model, params)?;
-        let cache_salt = cache_salt(params.cache_salt.as_deref())?;
         let stop = StopStrings::new(params.stop.clone())?;
         let mut prompts = Vec::with_capacity(inputs.tokens.len());
         for tokens in inputs.tokens {
             check_tokens(model, &context, inputs.param, &tokens)?;
             let stop = stop_rules(model, &context, tokens.len(), params)?;
-            let rules = PromptRules { sampling: sampling.clone(), stop, cache_salt: cache_salt.clone() };
+            let rules =
+                PromptRules { sampling: sampling.clone(), stop, cache_salt: params.cache_salt.clone() };
             prompts.push(prompt(model, tokens, rules, caller.clone()));
         }
         check_prompt_logprobs(&prompts)?;
@@ -327,8 +326,8 @@ fn prompt(model: &ServedModel, tokens: Vec<TokenId>, rules: PromptRules, caller:
     }
 }
 
-/// Returns the salt of a request.
-fn cache_salt(asked: Option<&str>) -> Result<CacheSalt, AcceptError> {
+/// Returns the salt of a request, for both APIs.
+pub(crate) fn cache_salt(asked: Option<String>) -> Result<CacheSalt, AcceptError> {
     match asked {
         None => Ok(CacheSalt::default()),
         Some(salt) if (1..=CACHE_SALT_BYTES_MAX).contains(&salt.len()) => Ok(CacheSalt::new(salt)),

@@ -9,7 +9,7 @@ use proto::v1::tool_choice::{Choice, Mode};
 use serde_json::{Map, Value, json};
 use types::TokenId;
 
-use crate::accept::{MaxTokens, SamplingParams};
+use crate::accept::{MaxTokens, SamplingParams, cache_salt};
 use crate::chat::ChatRequest;
 use crate::error::AcceptError;
 use crate::grammars::AskedGrammar;
@@ -41,7 +41,7 @@ pub(super) fn params(request: &mut v1::GenerateRequest) -> Result<SamplingParams
         stop: std::mem::take(&mut request.stop_strings),
         stop_tokens: stop.stop_tokens.into_iter().map(TokenId).collect(),
         ignore_eos: stop.ignore_eos,
-        cache_salt: given(std::mem::take(&mut request.cache_salt)),
+        cache_salt: cache_salt(given(std::mem::take(&mut request.cache_salt)))?,
         grammar: sampling.grammar.map(grammar).transpose()?,
     })
 }

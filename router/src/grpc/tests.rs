@@ -266,8 +266,7 @@ async fn texts_are_the_same_over_both() {
             |request| {
                 (sampling(request).temperature, sampling(request).seed) = (Some(0.0), Some(0));
                 request.cache_salt = "s".to_owned();
-                *stop(request) =
-                    v1::StopParams { max_tokens: Some(20), ignore_eos: true, ..Default::default() };
+                (stop(request).max_tokens, stop(request).ignore_eos) = (Some(20), true);
             },
         ),
         (
@@ -444,10 +443,8 @@ async fn check_refusals(cases: Vec<Refused<'_>>) {
         let Err(status) = over_grpc(&FakeServe::saying(""), mock(), call_of(path, fill)).await else {
             panic!("{fields} is accepted");
         };
-        assert_eq!(
-            status.metadata().get("baton-code").expect("a code"),
-            error["code"].as_str().expect("a code")
-        );
+        let code = error["code"].as_str().expect("a code");
+        assert_eq!(status.metadata().get("baton-code").expect("a code"), code);
         let expected =
             if answer.status == 404 { tonic::Code::NotFound } else { tonic::Code::InvalidArgument };
         assert_eq!(status.code(), expected, "{fields}");
@@ -479,6 +476,9 @@ async fn refusals_of_texts_are_the_same_over_both() {
         (TEXTS, json!({"max_tokens": 0}), "stop.max_tokens", |request| stop(request).max_tokens = Some(0)),
         (TEXTS, json!({"min_tokens": 600}), "stop.min_tokens", |request| stop(request).min_tokens = 600),
         (TEXTS, json!({"stop": [""]}), "stop_strings", |request| request.stop_strings = vec![String::new()]),
+        (TEXTS, json!({"cache_salt": "s".repeat(257)}), "cache_salt", |request| {
+            request.cache_salt = "s".repeat(257);
+        }),
         (TEXTS, json!({"stop_token_ids": [9999]}), "stop.stop_tokens", |request| {
             stop(request).stop_tokens = vec![9999];
         }),

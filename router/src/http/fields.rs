@@ -6,7 +6,7 @@ use serde::Deserialize;
 use types::TokenId;
 
 use super::constraints::ConstraintFields;
-use crate::accept::{MaxTokens, SamplingParams};
+use crate::accept::{MaxTokens, SamplingParams, cache_salt};
 use crate::error::AcceptError;
 
 /// The fields that both endpoints accept, OpenAI's and vLLM's. [`super::request_fields`] checks all other
@@ -133,7 +133,7 @@ impl CommonFields {
             stop: self.stop.map(Stop::into_strings).unwrap_or_default(),
             stop_tokens: self.stop_token_ids.into_iter().flatten().map(TokenId).collect(),
             ignore_eos: self.ignore_eos.unwrap_or(false),
-            cache_salt: self.cache_salt,
+            cache_salt: cache_salt(self.cache_salt)?,
             grammar: constraints.grammar()?,
         })
     }
