@@ -1,7 +1,7 @@
 //! The arguments of `baton bench engine`.
 
 use std::num::NonZero;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use chassis::byte_size::ByteSize;
 use clap::{Args, ValueEnum};
@@ -9,6 +9,9 @@ use engine::load::{Activations, Quantize};
 use engine::measure::{Offline, SamplingMode, Workload};
 use engine::{CpuSettings, CudaSettings, Device, LoadFormat, StepLimits};
 use types::KvDtype;
+
+/// The model that is measured if none is named.
+const DEFAULT_MODEL: &str = "bench/shapes/llama-3.1-8b";
 
 /// The folders that `--check` compares: the bundled model, and the smallest test model of each architecture.
 const CHECK_FOLDERS: &[&str] = &[
@@ -33,9 +36,10 @@ const CHECK_FOLDERS_OF_EXPERTS: &[&str] = &[
 /// Measure the engine alone: decode steps, first tokens, many requests at once, and the device's limits.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct EngineArgs {
-    /// A model's folder, or a GGUF file; a `config.json` alone is enough for random weights.
-    #[arg(long, default_value = "bench/shapes/llama-3.1-8b", value_name = "FOLDER")]
-    pub(crate) model: PathBuf,
+    /// A model's folder, or a GGUF file; a `config.json` alone is enough for random weights. Without it:
+    /// `bench/shapes/llama-3.1-8b`, and with `--check` the test models.
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) model: Option<PathBuf>,
     /// The device that computes: `auto`, `cpu`, `cuda`, or `cuda:N` for a certain GPU.
     #[arg(long, default_value = "auto", value_name = "DEVICE")]
     pub(crate) device: Device,
@@ -97,8 +101,9 @@ pub(crate) struct EngineArgs {
     #[arg(long)]
     pub(crate) profile: bool,
     /// Compare the GPU's results with the CPU's instead of measuring: sequences alone, in batches and in
-    /// chunks. Also compare deterministic results with themselves, bit by bit. With `--deterministic` only
-    /// the named model is compared, with itself.
+    /// chunks. Also compare deterministic results with themselves, bit by bit. The weights are those in the
+    /// model's folder. With `--deterministic` the model is only compared with itself, with the weights of
+    /// `--weights`.
     #[arg(long)]
     pub(crate) check: bool,
     /// Let the engine sleep and wake this many times instead of measuring. Report the times, the released
@@ -264,17 +269,51 @@ impl EngineArgs {
         }
     }
 
-    /// Returns the named model if `--weights safetensors` is given, otherwise all test models.
+    /// Returns the named model, or the default one.
+    pub(crate) fn model(&self) -> &Path {
+        self.model.as_deref().unwrap_or(Path::new(DEFAULT_MODEL))
+    }
+
+    /// Returns the models that `--check` compares with the CPU: the named one, otherwise all test models.
     pub(crate) fn check_folders(&self) -> Vec<PathBuf> {
-        match self.weights {
-            WeightSource::Safetensors => vec![self.model.clone()],
-            WeightSource::Dummy => {
-                let of_experts = match self.quantize {
-                    WeightFormat::No => CHECK_FOLDERS_OF_EXPERTS,
-                    WeightFormat::Fp8 | WeightFormat::Fp8Blocks => &[],
-                };
-                CHECK_FOLDERS.iter().chain(of_experts).map(PathBuf::from).collect()
-            }
+        if let Some(model) = &self.model {
+            return vec![model.clone()];
+        }
+        let of_experts = match self.quantize {
+            WeightFormat::No => CHECK_FOLDERS_OF_EXPERTS,
+            WeightFormat::Fp8 | WeightFormat::Fp8Blocks => &[],
+        };
+        CHECK_FOLDERS.iter().chain(of_experts).map(PathBuf::from).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Typed {
+        #[command(flatten)]
+        args: EngineArgs,
+    }
+
+    #[test]
+    fn a_check_compares_the_named_model_or_the_test_models() {
+        let n_all = CHECK_FOLDERS.len() + CHECK_FOLDERS_OF_EXPERTS.len();
+        for (typed, named, n_folders) in [
+            ("--check", DEFAULT_MODEL, n_all),
+            ("--check --weights safetensors", DEFAULT_MODEL, n_all),
+            ("--check --quantize fp8", DEFAULT_MODEL, CHECK_FOLDERS.len()),
+            ("--check --model some/model", "some/model", 1),
+            ("--check --model some/model --weights safetensors", "some/model", 1),
+        ] {
+            let words = ["engine"].into_iter().chain(typed.split(' '));
+            let args = Typed::try_parse_from(words).expect(typed).args;
+            let folders = args.check_folders();
+            assert_eq!((args.model(), folders.len()), (Path::new(named), n_folders), "{typed}");
+            assert_eq!(folders.contains(&PathBuf::from("some/model")), args.model.is_some(), "{typed}");
         }
     }
 }

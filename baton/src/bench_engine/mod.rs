@@ -44,8 +44,8 @@ struct Report {
 
 pub(crate) fn run(args: &EngineArgs) -> Result<ExitCode, CommandError> {
     let mut args = args.clone();
-    if let Some(folder) = from_gguf(&args.model)? {
-        args.model = folder;
+    if let Some(folder) = from_gguf(args.model())? {
+        args.model = Some(folder);
     }
     let args = &args;
     if let Some(folder) = &args.write_weights {
@@ -80,8 +80,8 @@ fn write_weights(args: &EngineArgs, folder: &Path) -> Result<ExitCode, CommandEr
         WeightFormat::Fp8Blocks => Form::Blocks,
     };
     let bytes = match args.weights {
-        WeightSource::Dummy => made::write(&args.model, folder, 1, form),
-        WeightSource::Safetensors => made::rewrite(&args.model, folder, form),
+        WeightSource::Dummy => made::write(args.model(), folder, 1, form),
+        WeightSource::Safetensors => made::rewrite(args.model(), folder, form),
     };
     let bytes = bytes.map_err(CommandError::work)?;
     let seconds = started.elapsed().as_secs_f64();
@@ -120,7 +120,7 @@ fn slept(args: &EngineArgs) -> Result<Report, CommandError> {
 fn checked(args: &EngineArgs) -> Result<Report, CommandError> {
     let mut report = Report::new(args, "cuda".to_owned());
     if args.deterministic {
-        report.add(check::check_alike(&args.model, args)?);
+        report.add(check::check_alike(args.model(), args)?);
         return Ok(report);
     }
     for folder in args.check_folders() {
@@ -145,7 +145,7 @@ impl Report {
             command: std::env::args().collect::<Vec<_>>().join(" "),
             commit: args.commit.clone().or_else(bench::machine::commit),
             machine: bench::machine::Machine::here(),
-            model: args.model.display().to_string(),
+            model: args.model().display().to_string(),
             device,
             open_s: 0.0,
             loaded: None,

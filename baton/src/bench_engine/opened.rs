@@ -16,7 +16,7 @@ impl AnyBackend {
     pub(super) fn open(args: &EngineArgs) -> Result<Self, CommandError> {
         let kv_bytes = usize::try_from(args.kv_memory.0).map_err(CommandError::usage)?;
         let cpu = || {
-            CpuBackend::open(&args.model, kv_bytes, &args.cpu()).map(|backend| Self::Cpu(Box::new(backend)))
+            CpuBackend::open(args.model(), kv_bytes, &args.cpu()).map(|backend| Self::Cpu(Box::new(backend)))
         };
         let opened = match args.device {
             Device::Cpu => cpu(),
@@ -33,7 +33,7 @@ impl AnyBackend {
     }
 
     fn on_gpu(args: &EngineArgs, kv_bytes: usize) -> Result<Self, engine::OpenError> {
-        CudaBackend::open(&args.model, kv_bytes, &args.cuda()).map(|backend| Self::Cuda(Box::new(backend)))
+        CudaBackend::open(args.model(), kv_bytes, &args.cuda()).map(|backend| Self::Cuda(Box::new(backend)))
     }
 
     pub(super) fn backend(&mut self) -> &mut dyn Backend {
