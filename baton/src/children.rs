@@ -13,8 +13,8 @@ use tracing::warn;
 use types::Role;
 
 use crate::exit::CommandError;
-use crate::expert_variables;
 use crate::output;
+use crate::process_variables;
 
 /// The time that a child process may take to stop before it is killed, longer than its own drain.
 const STOP_WITHIN: Duration = Duration::from_secs(40);
@@ -126,7 +126,7 @@ impl Process {
         let for_others = |key: &str| {
             key == "BATON_CONFIG"
                 || sections_of_others(role).iter().any(|section| key.starts_with(section))
-                || expert_variables::is_for_others(role, key)
+                || process_variables::is_for_others(role, key)
         };
         std::env::vars().filter(|(key, _)| for_others(key)).for_each(|(key, _)| {
             command.env_remove(key);
@@ -185,7 +185,7 @@ impl LastLines {
 /// Returns the prefixes of variables that a node of this role has no settings for.
 fn sections_of_others(role: Role) -> &'static [&'static str] {
     match role {
-        Role::Pool => &["BATON_ROUTER__", "BATON_BALANCE__", "BATON_MODEL__"],
+        Role::Pool => &["BATON_ROUTER__", "BATON_BALANCE__"],
         Role::Prefill | Role::Decode | Role::Both => &["BATON_ROUTER__", "BATON_BALANCE__", "BATON_POOL__"],
     }
 }

@@ -9,7 +9,7 @@ mod children;
 mod cli;
 mod doctor;
 mod exit;
-mod expert_variables;
+mod process_variables;
 mod health;
 mod http_url;
 mod identity;

@@ -18,10 +18,10 @@ use types::Role;
 use crate::children::Node;
 use crate::cli::UpArgs;
 use crate::exit::CommandError;
-use crate::expert_variables;
 use crate::identity;
 use crate::model::{self, ModelLocation};
 use crate::output;
+use crate::process_variables;
 use engine::Device;
 
 /// The longest wait for the nodes to become ready. Loading a large model takes minutes.
@@ -104,7 +104,7 @@ fn router_config(
 ) -> Result<RawRouterConfig, CommandError> {
     let own_sections = ["BATON_ROUTER__", "BATON_BALANCE__", "BATON_CLUSTER__", "BATON_LOG__"];
     let for_router = |key: &str| {
-        own_sections.iter().any(|section| key.starts_with(section)) || expert_variables::is_for_router(key)
+        own_sections.iter().any(|section| key.starts_with(section)) || process_variables::is_for_router(key)
     };
     // The environment may override these defaults. No load balancer is in front of this router, so it needs
     // no time to notice the drain.

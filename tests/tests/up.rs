@@ -19,6 +19,14 @@ async fn it_stops_when_asked_and_leaves_no_process() {
     assert_eq!(up.alive(), Vec::<u32>::new());
 }
 
+/// Only the router has a setting for the format of tool calls, and a node refuses settings that it does not have.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_process_gets_the_settings_of_the_model_that_it_has() {
+    let env = [("BATON_MODEL__TOOL_FORMAT", "hermes"), ("BATON_MODEL__KV_MEMORY", "64MiB")];
+    let up = Up::start_with(&["--pool", "1", "--pool-memory", "64MiB"], &env).await;
+    assert!(up.nodes().await.iter().all(|node| node.state == "ready"), "{}", up.log());
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn its_nodes_do_not_outlive_it() {
     let up = Up::start(&["--prefill", "1", "--decode", "1"]).await;
@@ -133,6 +141,10 @@ fn wrong_input_is_refused_with_what_would_be_right() {
     let (code, _, stderr) = run(&["up", "--model", "nonsense"], &[]);
     assert_eq!(code, 2, "{stderr}");
     assert!(stderr.contains("nonsense"), "{stderr}");
+
+    let (code, _, stderr) = run(&["up"], &[("BATON_MODEL__TOOL_FORMAT", "hermez")]);
+    assert_eq!(code, 2, "{stderr}");
+    assert!(stderr.contains("\"hermez\" is not one of hermes, "), "{stderr}");
 
     let (code, _, stderr) = run(&["up", "--http", "127.0.0.1:99999"], &[]);
     assert_eq!(code, 2, "{stderr}");

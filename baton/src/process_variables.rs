@@ -1,15 +1,17 @@
-//! Decides which processes of `baton up` get a variable `BATON_EXPERT__…`: those that have a setting for it.
+//! Decides which processes of `baton up` get a variable `BATON_EXPERT__…` or `BATON_MODEL__…`: those that have a
+//! setting for it.
 
 use node::RawNodeConfig;
 use pool_node::RawPoolConfig;
 use router::RawRouterConfig;
 use types::Role;
 
-const PREFIX: &str = "BATON_EXPERT__";
+/// The sections that several kinds of processes have, each with settings of its own.
+const SHARED_SECTIONS: [&str; 2] = ["BATON_EXPERT__", "BATON_MODEL__"];
 
 /// Returns whether the router gets the variable. The router also gets unknown variables, and refuses them.
 pub(crate) fn is_for_router(variable: &str) -> bool {
-    variable.starts_with(PREFIX) && (of_router(variable) || !(of_node(variable) || of_pool(variable)))
+    is_shared(variable) && (of_router(variable) || !(of_node(variable) || of_pool(variable)))
 }
 
 /// Returns whether the variable is a setting of other processes than a node of this role.
@@ -18,7 +20,11 @@ pub(crate) fn is_for_others(role: Role, variable: &str) -> bool {
         Role::Pool => of_pool(variable),
         Role::Prefill | Role::Decode | Role::Both => of_node(variable),
     };
-    variable.starts_with(PREFIX) && !is_own && (of_router(variable) || of_node(variable) || of_pool(variable))
+    is_shared(variable) && !is_own && (of_router(variable) || of_node(variable) || of_pool(variable))
+}
+
+fn is_shared(variable: &str) -> bool {
+    SHARED_SECTIONS.iter().any(|section| variable.starts_with(section))
 }
 
 fn of_router(variable: &str) -> bool {
@@ -46,6 +52,9 @@ mod tests {
             ("BATON_EXPERT__SCHEDULER__SEQUENCES_MAX", false, true, false),
             ("BATON_EXPERT__TRANSFER__STREAMS", false, true, true),
             ("BATON_EXPERT__TRANSFER__STREAM", true, true, true),
+            ("BATON_MODEL__TOOL_FORMAT", true, false, false),
+            ("BATON_MODEL__KV_MEMORY", false, true, false),
+            ("BATON_MODEL__NAME", true, true, false),
         ] {
             assert_eq!(is_for_router(variable), router, "{variable}");
             assert_eq!(!is_for_others(Role::Prefill, variable), node, "{variable}");
