@@ -23,16 +23,7 @@ __device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& o
     auto bring_x = [&](u32 nth, u32 stage) {
         copy_tile(ring.at + stage * STAGE_BYTES + W_BYTES, of_x, steps.column(nth), 0, ring.full + stage * 8, EVICT_LAST);
     };
-    u32 n_first = min(STAGES, steps.count), stage = 0, parity = 0;
-    for (u32 i = 0; i < n_first; i++) bring_w(i, i);
-    wait_for_last();
-    for (u32 i = 0; i < n_first; i++) bring_x(i, i);
-    for (u32 nth = n_first; nth < steps.count; nth++) {
-        barrier_wait(ring.empty + stage * 8, parity);
-        bring_w(nth, stage);
-        bring_x(nth, stage);
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
+    bring_steps<STAGES>(ring, steps.count, bring_w, bring_x);
 }
 
 // Sums a group's 64 rows of w. With several shares, this is a partial sum.

@@ -22,11 +22,27 @@ struct RowScales {
 };
 
 // Defined by each file: one thread issues the loads of all tiles, and each group of four warps sums 64 rows
-// of w, with the scales that these rows have within the sums.
+// of w. `scales` are those that the sums are multiplied by on the way; there may be none.
 template <u32 ROWS, u32 STAGES, u32 COLUMNS>
 __device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, const Steps<COLUMNS>& steps, const Halves<UNIT>& rows);
 template <u32 ROWS, u32 STAGES, typename GroupScales>
 __device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring, u32 count, const GroupScales& scales);
+
+// Loads the tiles of w and of x for each step. The first tiles of w are loaded while the previous kernel ends, which may
+// write x.
+template <u32 STAGES, typename BringW, typename BringX>
+__device__ __forceinline__ void bring_steps(const Ring& ring, u32 count, const BringW& bring_w, const BringX& bring_x) {
+    u32 n_first = min(STAGES, count), stage = 0, parity = 0;
+    for (u32 i = 0; i < n_first; i++) bring_w(i, i);
+    wait_for_last();
+    for (u32 i = 0; i < n_first; i++) bring_x(i, i);
+    for (u32 nth = n_first; nth < count; nth++) {
+        barrier_wait(ring.empty + stage * 8, parity);
+        bring_w(nth, stage);
+        bring_x(nth, stage);
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+}
 
 // Starts a group's products with the tiles of this stage, 64 rows of w. When it returns, the products of the
 // previous stage are done.

@@ -68,21 +68,4 @@ __device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring,
     multiply_by(sum, scale);
 }
 
-#define FEW_ROWS_BLOCKS(NAME, ENDING, ROWS, STAGES, BLOCKS)                                                                         \
-    extern "C" __global__ void __launch_bounds__(ALL_THREADS, BLOCKS)                                                               \
-    NAME##_##ROWS(ENDING ending, PendingNormArgs pending, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x, \
-                  ProductShape shape, const float* scales) {                                                                        \
-        few_rows<ROWS, STAGES, STEP_COLUMNS>(ending, pending, BlockScales{scales}, w, x, shape);                                    \
-    }
-#define FEW_ROWS_BLOCKS_OF(ROWS, STAGES, BLOCKS)                                                                          \
-    FEW_ROWS_BLOCKS(few_rows_blocks, Sums<bf16>, ROWS, STAGES, BLOCKS)                                                    \
-    FEW_ROWS_BLOCKS(few_rows_blocks_gated, Gated, ROWS, STAGES, BLOCKS)                                                   \
-    FEW_ROWS_BLOCKS(few_rows_blocks_added, Added, ROWS, STAGES, BLOCKS)                                                   \
-    FEW_ROWS_BLOCKS(few_rows_blocks_joined, const __grid_constant__ Joined, ROWS, STAGES, BLOCKS)                         \
-    FEW_ROWS_BLOCKS(few_rows_blocks_heads, Heads, ROWS, STAGES, BLOCKS)
-// The name has the ending and the maximum number of rows of x. The sizes are those of few_rows_fp8.cu.
-FEW_ROWS_BLOCKS_OF(8, 6, 2)
-FEW_ROWS_BLOCKS_OF(16, 5, 2)
-FEW_ROWS_BLOCKS_OF(32, 4, 2)
-FEW_ROWS_BLOCKS_OF(64, 3, 2)
-FEW_ROWS_BLOCKS_OF(128, 4, 1)
+FEW_ROWS_FP8_FAMILY(few_rows_blocks, BlockScales)

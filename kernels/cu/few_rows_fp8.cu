@@ -28,22 +28,4 @@ __device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring,
     held(sum);
 }
 
-#define FEW_ROWS_FP8(NAME, ENDING, ROWS, STAGES, BLOCKS)                                                                            \
-    extern "C" __global__ void __launch_bounds__(ALL_THREADS, BLOCKS)                                                               \
-    NAME##_##ROWS(ENDING ending, PendingNormArgs pending, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x, \
-                  ProductShape shape, const float* scales) {                                                                        \
-        few_rows<ROWS, STAGES, STEP_COLUMNS>(ending, pending, RowScales{scales}, w, x, shape);                                                 \
-    }
-#define FEW_ROWS_FP8_OF(ROWS, STAGES, BLOCKS)                                                                             \
-    FEW_ROWS_FP8(few_rows_fp8, Sums<bf16>, ROWS, STAGES, BLOCKS)                                                          \
-    FEW_ROWS_FP8(few_rows_fp8_gated, Gated, ROWS, STAGES, BLOCKS)                                                         \
-    FEW_ROWS_FP8(few_rows_fp8_added, Added, ROWS, STAGES, BLOCKS)                                                         \
-    FEW_ROWS_FP8(few_rows_fp8_joined, const __grid_constant__ Joined, ROWS, STAGES, BLOCKS)                               \
-    FEW_ROWS_FP8(few_rows_fp8_heads, Heads, ROWS, STAGES, BLOCKS)
-// The name has the ending and the maximum number of rows of x. A ring of about 100 KB leaves room for a
-// second block; the sums of 128 rows do not.
-FEW_ROWS_FP8_OF(8, 6, 2)
-FEW_ROWS_FP8_OF(16, 5, 2)
-FEW_ROWS_FP8_OF(32, 4, 2)
-FEW_ROWS_FP8_OF(64, 3, 2)
-FEW_ROWS_FP8_OF(128, 4, 1)
+FEW_ROWS_FP8_FAMILY(few_rows_fp8, RowScales)

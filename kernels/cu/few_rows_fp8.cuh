@@ -96,16 +96,7 @@ __device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& o
         copy_tile(to, of_x, column, 0, full, EVICT_LAST);
         copy_tile(to + X_BYTES, of_x, column + TILE_COLUMNS, 0, full, EVICT_LAST);
     };
-    u32 n_first = min(STAGES, steps.count), stage = 0, parity = 0;
-    for (u32 i = 0; i < n_first; i++) bring_w(i, i);
-    wait_for_last();
-    for (u32 i = 0; i < n_first; i++) bring_x(i, i);
-    for (u32 nth = n_first; nth < steps.count; nth++) {
-        barrier_wait(ring.empty + stage * 8, parity);
-        bring_w(nth, stage);
-        bring_x(nth, stage);
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
+    bring_steps<STAGES>(ring, steps.count, bring_w, bring_x);
 }
 
 // Starts four products and does not wait.
@@ -118,3 +109,24 @@ __device__ __forceinline__ void multiply_group(float (&sum)[N], const u32 (&a)[1
     products_committed();
     held(sum);
 }
+
+// The kernels of a family: the name has the ending and the maximum number of rows of x. A ring of about 100 KB leaves
+// room for a second block; the sums of 128 rows do not.
+#define FEW_ROWS_FP8(NAME, SCALES, ENDING, ROWS, STAGES, BLOCKS)                                                                    \
+    extern "C" __global__ void __launch_bounds__(ALL_THREADS, BLOCKS)                                                               \
+    NAME##_##ROWS(ENDING ending, PendingNormArgs pending, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x, \
+                  ProductShape shape, const float* scales) {                                                                        \
+        few_rows<ROWS, STAGES, STEP_COLUMNS>(ending, pending, SCALES{scales}, w, x, shape);                                         \
+    }
+#define FEW_ROWS_FP8_OF(NAME, SCALES, ROWS, STAGES, BLOCKS)                                                               \
+    FEW_ROWS_FP8(NAME, SCALES, Sums<bf16>, ROWS, STAGES, BLOCKS)                                                          \
+    FEW_ROWS_FP8(NAME##_gated, SCALES, Gated, ROWS, STAGES, BLOCKS)                                                       \
+    FEW_ROWS_FP8(NAME##_added, SCALES, Added, ROWS, STAGES, BLOCKS)                                                       \
+    FEW_ROWS_FP8(NAME##_joined, SCALES, const __grid_constant__ Joined, ROWS, STAGES, BLOCKS)                             \
+    FEW_ROWS_FP8(NAME##_heads, SCALES, Heads, ROWS, STAGES, BLOCKS)
+#define FEW_ROWS_FP8_FAMILY(NAME, SCALES)                                                                                 \
+    FEW_ROWS_FP8_OF(NAME, SCALES, 8, 6, 2)                                                                                \
+    FEW_ROWS_FP8_OF(NAME, SCALES, 16, 5, 2)                                                                               \
+    FEW_ROWS_FP8_OF(NAME, SCALES, 32, 4, 2)                                                                               \
+    FEW_ROWS_FP8_OF(NAME, SCALES, 64, 3, 2)                                                                               \
+    FEW_ROWS_FP8_OF(NAME, SCALES, 128, 4, 1)

@@ -39,16 +39,16 @@ struct Eights {
         float upper = 0.f, lower = 0.f;
         if (n_steps > 0) upper = scales[0], lower = scales[8];
         OfBlocks of_blocks(shape, place, first_step);
-        float next[HALVES][HALF / SCALED_ROWS];
+        OfStep next;
         if (n_steps > 0) of_blocks.load(next, 0);
 #pragma unroll
         for (u32 i = 0; i < HALVES * HALF / 2; i++) sum[i] = 0.f;
-        // With scales of blocks two steps are unrolled, and the last step loads its own scales again: otherwise the scales
-        // of the next step are copied to other registers, and the copies wait for the loads.
+        // With scales of blocks, the loop is unrolled twice and the last step loads its own scales again. Without both, the
+        // compiler copies the next step's scales to other registers, and each copy waits for its load.
 #pragma unroll(SCALES == WScales::BLOCKS ? 2 : 1)
         for (u32 step = 0; step < n_steps; step++, turn.next()) {
-            float by[HALVES][HALF / SCALED_ROWS], scale[2] = {upper, lower};
-            of_blocks.take(by, next);
+            float scale[2] = {upper, lower};
+            OfStep of_w = next;
             if constexpr (SCALES == WScales::BLOCKS) {
                 u32 after = min(step + 1, n_steps - 1);
                 scales += (after - step) * shape.scales_apart;
@@ -76,14 +76,17 @@ struct Eights {
 #pragma unroll
                 for (u32 i = 0; i < HALF / 2; i++) {
                     float of_x = scale[i / 2 % 2];
-                    sum[half * HALF / 2 + i] += part[i] * (SCALES == WScales::BLOCKS ? of_x * by[half][i / (SCALED_ROWS / 2)] : of_x);
+                    sum[half * HALF / 2 + i] += part[i] * (SCALES == WScales::BLOCKS ? of_x * of_w.by[half][i / (SCALED_ROWS / 2)] : of_x);
                 }
             }
         }
         if (SCALES == WScales::ROWS) scale_columns(sum, place);
     }
 
-    // The scales of a tile's blocks.
+    // The scales of a tile's blocks in one step.
+    struct OfStep { float by[HALVES][HALF / SCALED_ROWS]; };
+
+    // The places of the scales of a tile's blocks.
     struct OfBlocks {
         const float* of_step;
         u32 apart[HALVES][HALF / SCALED_ROWS];
@@ -102,20 +105,12 @@ struct Eights {
                     }
             }
         }
-        __device__ __forceinline__ void take(float (&by)[HALVES][HALF / SCALED_ROWS], const float (&next)[HALVES][HALF / SCALED_ROWS]) const {
+        __device__ __forceinline__ void load(OfStep& scales, u32 step) const {
             if constexpr (SCALES == WScales::BLOCKS) {
 #pragma unroll
                 for (u32 half = 0; half < HALVES; half++)
 #pragma unroll
-                    for (u32 i = 0; i < HALF / SCALED_ROWS; i++) by[half][i] = next[half][i];
-            }
-        }
-        __device__ __forceinline__ void load(float (&by)[HALVES][HALF / SCALED_ROWS], u32 step) const {
-            if constexpr (SCALES == WScales::BLOCKS) {
-#pragma unroll
-                for (u32 half = 0; half < HALVES; half++)
-#pragma unroll
-                    for (u32 i = 0; i < HALF / SCALED_ROWS; i++) by[half][i] = of_step[apart[half][i] + step];
+                    for (u32 i = 0; i < HALF / SCALED_ROWS; i++) scales.by[half][i] = of_step[apart[half][i] + step];
             }
         }
     };

@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use engine::equality::{Comparison, Tolerance, compare, compare_with_itself};
-use engine::load::{Activations, ModelFolder};
+use engine::load::ModelFolder;
+use engine::load::weights::HasFp8;
 use engine::model::ActivationFormat;
 use engine::{Backend, CpuBackend, CpuSettings, CudaBackend, CudaSettings, LoadFormat, StepLimits};
 use serde::{Deserialize, Serialize};
@@ -80,11 +81,8 @@ impl ModelComparison {
 /// separately. The CPU's KV is in f32, or in 8 bits if the model's KV is.
 pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<ModelComparison, CommandError> {
     let of_checkpoint = ModelFolder::open(folder).map_err(CommandError::start)?.config.activations;
-    let activations = match args.activations() {
-        Activations::Auto => of_checkpoint,
-        Activations::Full => ActivationFormat::Full,
-        Activations::Fp8 => ActivationFormat::Fp8,
-    };
+    // A model without weights in FP8 has a config for full activations, or is refused when it is opened.
+    let activations = args.activations().resolve(of_checkpoint, HasFp8(true)).map_err(CommandError::start)?;
     let (kv_dtype, tolerance) = match (args.kv_dtype(), activations) {
         (KvDtype::Fp8E4m3, ActivationFormat::Full) => (KvDtype::Fp8E4m3, TOLERANCE_OF_KV),
         (KvDtype::Fp8E4m3, ActivationFormat::Fp8) => (KvDtype::Fp8E4m3, TOLERANCE_OF_ACTIVATIONS),

@@ -63,9 +63,9 @@ impl Matrix {
         format!("{family}_{}", self.format())
     }
 
-    /// Returns whether kernels take the matrix as gate and up: both must begin with a block.
+    /// Returns whether kernels take the matrix as gate and up.
     pub(crate) fn has_gate(&self) -> bool {
-        self.scaling == Fp8Scales::OfRows || (self.n / 2).is_multiple_of(Fp8Scales::BLOCK_ROWS)
+        self.scaling.has_halves(self.n)
     }
 
     pub(crate) fn weights(&self) -> WeightMatrix<'_> {

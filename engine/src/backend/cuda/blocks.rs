@@ -2,12 +2,10 @@
 //! GPU's matrix; a checkpoint has one for each 128 by 128 of the whole matrix. So neither the cut between ranks nor the
 //! padding of heads may put numbers of two blocks where one scale is.
 
-use std::ops::Range;
-
 use kernels::cpu::FP8_BLOCK;
 use kernels::cuda::Fp8Scales;
 
-use super::fp8::{LayerFormats, blocks_of};
+use super::fp8::{LayerFormats, blocks_of, spread};
 use super::heads::Heads;
 use super::share::Share;
 use crate::error::OpenError;
@@ -24,14 +22,11 @@ pub(super) fn check(
     for share in Share::of_all(n_ranks) {
         let of_heads = |n_heads: usize| {
             let here = share.heads(n_heads);
-            let mut places = vec![None; here.len() * heads.padded];
-            for (nth, from) in (here.start * heads.real..here.end * heads.real).enumerate() {
-                places[heads.place(nth)] = Some(from);
-            }
-            places
+            let numbers = here.start * heads.real..here.end * heads.real;
+            spread(numbers, here.len() * heads.padded, |nth| heads.place(nth))
         };
         let width = share.width(config.intermediate);
-        let inner = spread(share.range(config.intermediate), width);
+        let inner = spread(share.range(config.intermediate), width, |nth| nth);
         let q = of_heads(config.n_heads);
         for (tensor, places, group) in [
             ("self_attn.q_proj", &q, Fp8Scales::BLOCK_ROWS),
@@ -52,13 +47,6 @@ pub(super) fn check(
         }
     }
     Ok(())
-}
-
-/// Returns the places of `range`, followed by zeroes up to `width`.
-fn spread(range: Range<usize>, width: usize) -> Vec<Option<usize>> {
-    let mut places: Vec<Option<usize>> = range.map(Some).collect();
-    places.resize(width, None);
-    places
 }
 
 #[cfg(test)]

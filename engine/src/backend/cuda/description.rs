@@ -322,7 +322,8 @@ mod tests {
         }
     }
 
-    /// A processor rotates a head of which only the first half is one: its halves become the cosines and the sines.
+    /// Rotates a head on a processor. The first half of the head is ones and the second half is zeroes, so that the
+    /// results are the cosines and the sines.
     fn turned_by_the_processor(config: &ModelConfig, n_positions: usize) -> Vec<[f32; 2]> {
         let frequencies = config.rope.frequencies(config.head_dim);
         let rotation = Rotation { frequencies: &frequencies, factor: config.rope.turn_factor() };

@@ -1,5 +1,6 @@
 //! FP8 weights on a GPU: the matrices, and the order of their bytes.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use device::cuda::Bf16;
@@ -7,6 +8,7 @@ use kernels::cpu::{FP8_BLOCK, Format, Matrix};
 use kernels::cuda::{Fp8Rows, Fp8Scales};
 
 use crate::error::OpenError;
+use crate::load::weights::HasBlocks;
 use crate::load::{Quantize, TensorSource};
 use crate::model::Mixture;
 
@@ -54,18 +56,17 @@ pub(super) fn dtype(layers: &[LayerFormats]) -> String {
     };
     let is_fp8 = |format| matches!(format, WeightFormat::Fp8(_));
     let has_blocks = |format| format == WeightFormat::Fp8(Fp8Scales::OfBlocks);
-    let mut dtype = match () {
+    let dtype = match () {
         () if layers.iter().all(|layer| layer.all().into_iter().all(is_fp8)) => "fp8".to_owned(),
         () if layers.iter().any(|layer| layer.has_fp8()) => format!("fp8 in {}", bits(is_fp8)),
         () => "bf16".to_owned(),
     };
-    if layers.iter().any(|layer| layer.has_blocks()) {
-        dtype.push_str(", scales by 128x128");
-        if bits(has_blocks) != bits(is_fp8) {
-            dtype.push_str(&format!(" in {}", bits(has_blocks)));
-        }
+    let any_blocks = layers.iter().any(|layer| layer.has_blocks());
+    let dtype = HasBlocks(any_blocks).added_to(dtype);
+    match any_blocks && bits(has_blocks) != bits(is_fp8) {
+        true => format!("{dtype} in {}", bits(has_blocks)),
+        false => dtype,
     }
-    dtype
 }
 
 impl LayerFormats {
@@ -172,6 +173,16 @@ pub(super) fn check_experts(
         }
     }
     Ok(())
+}
+
+/// Returns the number of the checkpoint at each of `n` places on the GPU: `place` has the place of each number of
+/// `numbers`, counted from 0. The other places have zeroes.
+pub(super) fn spread(numbers: Range<usize>, n: usize, place: impl Fn(usize) -> usize) -> Vec<Option<usize>> {
+    let mut places = vec![None; n];
+    for (nth, number) in numbers.enumerate() {
+        places[place(nth)] = Some(number);
+    }
+    places
 }
 
 /// Returns the block of each group of `group` places on the GPU, each with its row or column of the whole matrix;
@@ -381,17 +392,14 @@ mod tests {
 
     #[test]
     fn a_group_has_one_block() {
-        let places = |range: std::ops::Range<usize>| -> Vec<Option<usize>> { range.map(Some).collect() };
+        let places = |range: Range<usize>| -> Vec<Option<usize>> { range.map(Some).collect() };
         assert_eq!(blocks_of(&places(64..300), 64), Ok(vec![Some(0), Some(1), Some(1), Some(2)]));
         assert_eq!(
             blocks_of(&places(96..300), 64),
             Err(0),
             "32 numbers of the first block, 32 of the second"
         );
-        assert_eq!(
-            blocks_of(&[vec![Some(128), Some(129)], vec![None; 190]].concat(), 64),
-            Ok(vec![Some(1), None, None])
-        );
+        assert_eq!(blocks_of(&spread(128..130, 192, |nth| nth), 64), Ok(vec![Some(1), None, None]));
         assert_eq!(blocks_of(&[], 64), Ok(vec![]));
     }
 

@@ -6,7 +6,7 @@ use device::cuda::{Arena, Bf16, Buffer, ViewMut};
 use kernels::cpu::{Format, Matrix};
 use kernels::cuda::{ComputeCard, DummyPart, ExpertSizes, Fp8Rows, Fp8Scales};
 
-use super::fp8::{FeedForwardFormats, LayerFormats, PackedPart, WeightFormat};
+use super::fp8::{self, FeedForwardFormats, LayerFormats, PackedPart, WeightFormat};
 use super::heads::Heads;
 use super::upload::Upload;
 use super::weights::{
@@ -383,18 +383,13 @@ impl Loader<'_> {
             (_, Fp8Scales::OfBlocks) => host.quantize_fp8_blocks(&matrix).map_err(LoadError::Memory)?,
         };
         let n_rows = numbers.len() / Fp8Rows::width(k);
-        let (mut from_rows, mut from_columns) = (vec![None; n_rows], vec![None; k]);
         let (here_rows, here_columns) = match range {
             ShardRange::Rows(rows) => (rows, 0..cols),
             ShardRange::Columns(columns) => (0..rows, columns),
         };
-        for (nth, row) in here_rows.enumerate() {
-            from_rows[if padded == PaddedDimension::Rows { self.heads.place(nth) } else { nth }] = Some(row);
-        }
-        for (nth, column) in here_columns.enumerate() {
-            from_columns[if padded == PaddedDimension::Columns { self.heads.place(nth) } else { nth }] =
-                Some(column);
-        }
+        let place = |of, nth| if padded == of { self.heads.place(nth) } else { nth };
+        let from_rows = fp8::spread(here_rows, n_rows, |nth| place(PaddedDimension::Rows, nth));
+        let from_columns = fp8::spread(here_columns, k, |nth| place(PaddedDimension::Columns, nth));
         let packed = PackedPart::new(&matrix, from_rows, &from_columns);
         self.upload.put_with(numbers.halves(), |start, pairs| packed.fill(start, pairs))?;
         let in_halves: Vec<Bf16> = halves(&packed.scales()).collect();

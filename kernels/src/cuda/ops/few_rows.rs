@@ -103,23 +103,23 @@ const SIZES: &[Size] = &[
     size!("few_rows", 64, 4),
     size!("few_rows", 128, 3),
 ];
-/// The kernels of `few_rows_fp8.cu`. None has an f32 output.
-const SIZES_FP8: &[Size] = &[
-    size!("few_rows_fp8", 8, 6),
-    size!("few_rows_fp8", 16, 5),
-    size!("few_rows_fp8", 32, 4),
-    size!("few_rows_fp8", 64, 3),
-    size!("few_rows_fp8", 128, 4),
-];
 
-/// The kernels of `few_rows_blocks.cu`. None has an f32 output.
-const SIZES_BLOCKS: &[Size] = &[
-    size!("few_rows_blocks", 8, 6),
-    size!("few_rows_blocks", 16, 5),
-    size!("few_rows_blocks", 32, 4),
-    size!("few_rows_blocks", 64, 3),
-    size!("few_rows_blocks", 128, 4),
-];
+/// A family of kernels for a matrix in FP8, as in `few_rows_fp8.cuh`. None has an f32 output.
+macro_rules! fp8_sizes {
+    ($family:literal) => {
+        &[
+            size!($family, 8, 6),
+            size!($family, 16, 5),
+            size!($family, 32, 4),
+            size!($family, 64, 3),
+            size!($family, 128, 4),
+        ]
+    };
+}
+
+const SIZES_FP8: &[Size] = fp8_sizes!("few_rows_fp8");
+const SIZES_BLOCKS: &[Size] = fp8_sizes!("few_rows_blocks");
+
 /// The kernels of `few_rows_even.cu`. None has the `Joined` ending.
 const SIZES_EVEN: &[Size] = &[
     size!("few_rows_even", 8, 6),

@@ -39,6 +39,11 @@ impl Fp8Scales {
             Self::OfBlocks => n.div_ceil(Self::BLOCK_ROWS) * k.div_ceil(Self::BLOCK_COLUMNS),
         }
     }
+
+    /// Returns whether both halves of a matrix of `n` rows, gate and up, begin with scales of their own.
+    pub fn has_halves(self, n: usize) -> bool {
+        self == Self::OfRows || (n / 2).is_multiple_of(Self::BLOCK_ROWS)
+    }
 }
 
 /// Rows of FP8 weights (e4m3) on the GPU, and their scales.
@@ -179,10 +184,13 @@ pub(super) fn check_rows(kernel: &'static str, w: Fp8Rows<'_>, k: usize) -> Resu
     Ok(n)
 }
 
-/// Checks that gate and up, the two halves of a matrix of `n` rows, begin with a block if blocks have scales.
+/// Checks that gate and up, the two halves of a matrix of `n` rows, begin with scales of their own.
 pub(super) fn check_halves(kernel: &'static str, w: Fp8Rows<'_>, n: usize) -> Result<(), CudaError> {
-    let begins_well = w.scaling == Fp8Scales::OfRows || (n / 2).is_multiple_of(Fp8Scales::BLOCK_ROWS);
-    ensure(kernel, begins_well, "a gate whose width is not a multiple of 64, with scales of blocks")
+    ensure(
+        kernel,
+        w.scaling.has_halves(n),
+        "a gate whose width is not a multiple of 64, with scales of blocks",
+    )
 }
 
 #[cfg(test)]
