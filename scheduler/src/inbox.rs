@@ -39,7 +39,7 @@ pub enum WorkerState {
 pub(crate) struct Inbox {
     world: World,
     model: ModelInfo,
-    has_prompt_logprobs: bool,
+    prompt_top_max: Option<u8>,
     pool: BlockPool,
     n_blocks: u32,
     settings: SchedulerSettings,
@@ -94,7 +94,7 @@ impl Inbox {
         Self {
             world,
             model: worker.model().clone(),
-            has_prompt_logprobs: worker.has_prompt_logprobs(),
+            prompt_top_max: worker.prompt_top_max(),
             pool,
             n_blocks: worker.load().node.blocks.total,
             settings,
@@ -175,12 +175,19 @@ impl Inbox {
 
     /// Refuses log-probabilities of a prompt that the backend cannot compute.
     fn check_prompt_logprobs(&self, new: &NewSequence) -> Result<(), Refusal> {
-        let is_wanted = new.source.is_fresh() && new.prompt.sampling.prompt_logprobs.is_some();
-        if !is_wanted || self.has_prompt_logprobs {
-            return Ok(());
-        }
-        let reason = "the backend of this node has no log-probabilities of prompts (`prompt_logprobs`, or `echo` \
-                      with `logprobs`): only the CPU backend has them";
+        let wanted = new.prompt.sampling.prompt_logprobs.filter(|_| new.source.is_fresh());
+        let reason = match (wanted, self.prompt_top_max) {
+            (None, _) => return Ok(()),
+            (Some(wanted), Some(most)) if wanted <= most => return Ok(()),
+            (Some(wanted), Some(most)) => {
+                format!("`prompt_logprobs` is {wanted}, and the backend of this node has at most {most}")
+            }
+            (Some(_), None) => {
+                "the backend of this node has no log-probabilities of prompts (`prompt_logprobs`, or \
+                                `echo` with `logprobs`)"
+                    .to_owned()
+            }
+        };
         Err(Refusal::new(RefusalKind::Invalid, reason))
     }
 

@@ -204,8 +204,8 @@ impl Worker {
         self.lost.as_deref()
     }
 
-    pub(crate) fn has_prompt_logprobs(&self) -> bool {
-        self.backend.has_prompt_logprobs()
+    pub(crate) fn prompt_top_max(&self) -> Option<u8> {
+        self.backend.prompt_top_max()
     }
 
     pub(crate) fn model(&self) -> &ModelInfo {

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use engine::equality::{Comparison, Tolerance, compare, compare_with_itself};
+use engine::equality::{Comparison, Comparisons, Tolerance, compare, compare_with_itself};
 use engine::load::ModelFolder;
 use engine::load::weights::HasFp8;
 use engine::model::ActivationFormat;
@@ -49,32 +49,42 @@ pub(super) struct ModelComparison {
     tolerance: Tolerance,
     recorded: Comparison,
     launched: Comparison,
+    /// The log-probabilities of prompts, whose steps are never recorded.
+    prompts: Comparison,
 }
 
 impl ModelComparison {
+    /// Takes the comparisons with CUDA graphs, and then those without.
+    fn of(model: String, with: &'static str, tolerance: Tolerance, both: [Comparisons; 2]) -> Self {
+        let [recorded, launched] = both;
+        let mut prompts = recorded.prompts;
+        prompts.merge(launched.prompts);
+        Self { model, with, tolerance, recorded: recorded.sampled, launched: launched.sampled, prompts }
+    }
+
     pub(super) fn is_equal(&self) -> bool {
-        self.recorded.is_equal() && self.launched.is_equal()
+        [&self.recorded, &self.launched, &self.prompts].iter().all(|comparison| comparison.is_equal())
     }
 
     pub(super) fn line(&self) -> String {
         let mut all = self.recorded.clone();
         all.merge(self.launched.clone());
         let verdict = if self.is_equal() { "equal" } else { "NOT EQUAL" };
-        let mut line = format!(
-            "{}: {verdict} to {}; {} tokens, {} near ties, {} of routing, log-probabilities within {:.3}, other tokens over leads of {:.3}",
-            self.model,
-            self.with,
-            all.n_tokens,
-            all.n_near_ties,
-            all.n_routing_ties,
-            all.worst_logprob,
-            all.worst_lead
-        );
-        for wrong in all.wrong.iter().take(5) {
+        let mut line = format!("{}: {verdict} to {}; {}", self.model, self.with, figures(&all));
+        line.push_str(&format!("; prompts: {}", figures(&self.prompts)));
+        for wrong in all.wrong.iter().take(5).chain(self.prompts.wrong.iter().take(5)) {
             line.push_str(&format!("\n  {wrong}"));
         }
         line
     }
+}
+
+fn figures(comparison: &Comparison) -> String {
+    let Comparison { n_tokens, n_near_ties, n_routing_ties, worst_logprob, worst_lead, .. } = comparison;
+    format!(
+        "{n_tokens} tokens, {n_near_ties} near ties, {n_routing_ties} of routing, log-probabilities within \
+         {worst_logprob:.3}, other tokens over leads of {worst_lead:.3}"
+    )
 }
 
 /// Compares a model on the GPU with the CPU, once with CUDA graphs and once with each kernel launched
@@ -99,13 +109,13 @@ pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<ModelComparison,
     let vocab = reference.model().vocab;
     let prompts = prompts(folder, vocab)?;
     let settings = CudaSettings { load_format: LoadFormat::Safetensors, limits: LIMITS, ..args.cuda() };
-    let mut compared = |graphs: bool| -> Result<Comparison, CommandError> {
+    let mut compared = |graphs: bool| -> Result<Comparisons, CommandError> {
         let mut subject = opened(folder, KV_BYTES, &CudaSettings { graphs, ..settings.clone() })?;
         compare(&mut reference, &mut subject, &prompts, N_STEPS, tolerance).map_err(CommandError::work)
     };
     let (recorded, launched) = (compared(true)?, compared(false)?);
     let model = folder.display().to_string();
-    Ok(ModelComparison { model, with: "the CPU", tolerance, recorded, launched })
+    Ok(ModelComparison::of(model, "the CPU", tolerance, [recorded, launched]))
 }
 
 /// Runs the conformance suites of sleep and of grammars on the GPU.
@@ -131,7 +141,7 @@ pub(super) fn check_alike(folder: &Path, args: &EngineArgs) -> Result<ModelCompa
             (CudaSettings { load_format: LoadFormat::Safetensors, limits: LIMITS, ..settings }, KV_BYTES)
         }
     };
-    let compared = |graphs: bool| -> Result<Comparison, CommandError> {
+    let compared = |graphs: bool| -> Result<Comparisons, CommandError> {
         let mut subject = opened(folder, kv_bytes, &CudaSettings { graphs, ..settings.clone() })?;
         let vocab = subject.model().vocab;
         let prompts = match args.deterministic {
@@ -142,13 +152,7 @@ pub(super) fn check_alike(folder: &Path, args: &EngineArgs) -> Result<ModelCompa
     };
     let (recorded, launched) = (compared(true)?, compared(false)?);
     let model = folder.display().to_string();
-    Ok(ModelComparison {
-        model,
-        with: "itself, to the last bit",
-        tolerance: Tolerance::NONE,
-        recorded,
-        launched,
-    })
+    Ok(ModelComparison::of(model, "itself, to the last bit", Tolerance::NONE, [recorded, launched]))
 }
 
 fn opened(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Result<CudaBackend, CommandError> {

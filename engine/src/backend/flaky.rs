@@ -85,8 +85,8 @@ impl<B: Backend> Backend for Flaky<B> {
         self.inner.tokenizer_file()
     }
 
-    fn has_prompt_logprobs(&self) -> bool {
-        self.inner.has_prompt_logprobs()
+    fn prompt_top_max(&self) -> Option<u8> {
+        self.inner.prompt_top_max()
     }
 
     fn steps_in_flight_max(&self) -> usize {

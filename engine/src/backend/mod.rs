@@ -82,10 +82,11 @@ pub trait Backend: Debug + Send + 'static {
         None
     }
 
-    /// Returns whether the backend computes the log-probabilities of prompts
-    /// ([`Row::prompt_logprobs`](crate::Row::prompt_logprobs)). Otherwise no row may ask for them.
-    fn has_prompt_logprobs(&self) -> bool {
-        false
+    /// Returns the most alternatives that the backend reports beside each token of a prompt
+    /// ([`Row::prompt_logprobs`](crate::Row::prompt_logprobs)); `None` if it has no log-probabilities of prompts. No row may
+    /// ask for more.
+    fn prompt_top_max(&self) -> Option<u8> {
+        None
     }
 
     /// Returns the maximum number of steps that are launched and not yet collected: one more than the device computes at

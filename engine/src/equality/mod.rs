@@ -4,10 +4,12 @@
 //! position the backend must sample the reference's token, unless the reference's best token led the next one
 //! by less than ε. Log-probabilities must agree within bounds. A token may be out of these bounds at a near tie of
 //! routing, where rounding may choose another expert; few tokens may. A row is computed alone, in a batch, in
-//! chunks, over a cached prefix, again after preemption, and with the token in flight.
+//! chunks, over a cached prefix, again after preemption, and with the token in flight. Log-probabilities of prompts are
+//! compared too, if both backends have them.
 //!
 //! A deterministic backend is compared with itself, and no bit may differ ([`compare_with_itself`]).
 
+mod prompts;
 mod script;
 
 use serde::Serialize;
@@ -35,6 +37,11 @@ pub struct Tolerance {
 impl Tolerance {
     /// Bounds that only equal bits meet.
     pub const NONE: Self = Self { epsilon: 0.0, logprob: 0.0, logprob_share: 0.0, routing: 0.0 };
+
+    /// Returns the largest difference from this log-probability of the reference.
+    fn bound(&self, logprob: f32) -> f32 {
+        self.logprob + self.logprob_share * logprob.abs()
+    }
 }
 
 /// The largest share of tokens that may be out of bounds at near ties of routing.
@@ -52,6 +59,15 @@ pub struct Comparison {
     /// The largest lead despite which another token was sampled.
     pub worst_lead: f32,
     pub wrong: Vec<String>,
+}
+
+/// The results of all comparisons of a backend.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Comparisons {
+    /// Sampled tokens and their log-probabilities.
+    pub sampled: Comparison,
+    /// Log-probabilities of prompts; empty if one of the backends has none.
+    pub prompts: Comparison,
 }
 
 /// The reason why a comparison failed to run.
@@ -143,8 +159,7 @@ impl Comparison {
             let Some(expected) = truth.logprob(*token) else { continue };
             let difference = (logprob - expected).abs();
             self.worst_logprob = self.worst_logprob.max(difference);
-            let bound = tolerance.logprob + tolerance.logprob_share * expected.abs();
-            if difference.is_nan() || difference > bound {
+            if difference.is_nan() || difference > tolerance.bound(expected) {
                 self.wrong.push(format!(
                     "{place}: {token:?} has {logprob}, and {expected} in the reference (routing lead {})",
                     truth.routing_lead
@@ -184,12 +199,13 @@ pub fn compare(
     prompts: &[Vec<TokenId>],
     n_steps: usize,
     tolerance: Tolerance,
-) -> Result<Comparison, CompareError> {
+) -> Result<Comparisons, CompareError> {
     let truths = truths(reference, prompts, n_steps)?;
-    let mut comparison = Comparison::default();
-    let mut script = Script { backend: subject, tolerance, comparison: &mut comparison };
-    script.every_way(&truths)?;
-    Ok(comparison)
+    let of_prompts = prompts::truths(reference, &truths)?;
+    let Comparisons { mut sampled, mut prompts } = Comparisons::default();
+    Script { backend: subject, tolerance, comparison: &mut sampled }.every_way(&truths)?;
+    Script { backend: subject, tolerance, comparison: &mut prompts }.prompts(&of_prompts)?;
+    Ok(Comparisons { sampled, prompts })
 }
 
 /// Compares the results of a row alone with those in a batch, in other chunks and recomputed, bit by bit.
@@ -197,13 +213,16 @@ pub fn compare_with_itself(
     backend: &mut dyn Backend,
     prompts: &[Vec<TokenId>],
     n_steps: usize,
-) -> Result<Comparison, CompareError> {
+) -> Result<Comparisons, CompareError> {
+    let tolerance = Tolerance::NONE;
     let truths = truths(backend, prompts, n_steps)?;
-    let mut comparison = Comparison::default();
-    let mut script = Script { backend, tolerance: Tolerance::NONE, comparison: &mut comparison };
+    let of_prompts = prompts::truths(backend, &truths)?;
+    let Comparisons { mut sampled, mut prompts } = Comparisons::default();
+    let mut script = Script { backend, tolerance, comparison: &mut sampled };
     script.every_way(&truths)?;
     script.in_a_crowd(&truths)?;
-    Ok(comparison)
+    Script { backend, tolerance, comparison: &mut prompts }.prompts(&of_prompts)?;
+    Ok(Comparisons { sampled, prompts })
 }
 
 fn truths(

@@ -4,7 +4,9 @@ use types::{BlockIdx, Sampling, StopRules, TokenId};
 
 use super::{CompareError, Comparison, Tolerance, Truth, TruthStep};
 use crate::backend::Backend;
-use crate::step::{PendingStep, Row, RowInput, SampleSpec, SampledToken, SlotId, StepBatch, StepOutput};
+use crate::step::{
+    PendingStep, PromptTargets, Row, RowInput, SampleSpec, SampledToken, SlotId, StepBatch, StepOutput,
+};
 
 /// The number of log-probabilities that are compared at each position.
 const N_TOP: u8 = 20;
@@ -23,12 +25,13 @@ pub(super) struct Script<'a> {
 
 /// One row of a step.
 #[derive(Clone, Copy, Debug)]
-struct Piece<'a> {
-    sequence: usize,
-    input: RowInput<'a>,
-    start: usize,
+pub(super) struct Piece<'a> {
+    pub(super) sequence: usize,
+    pub(super) input: RowInput<'a>,
+    pub(super) start: usize,
     /// `None` if the row samples no token; else whether its alternatives are compared.
-    draws: Option<bool>,
+    pub(super) draws: Option<bool>,
+    pub(super) targets: Option<PromptTargets<'a>>,
 }
 
 /// Computes the reference's continuation of `prompt`, token by token.
@@ -41,8 +44,13 @@ pub(super) fn truth(
     let mut steps = Vec::with_capacity(n_steps);
     let mut start = 0;
     for _ in 0..n_steps {
-        let piece =
-            Piece { sequence: 0, input: RowInput::Tokens(&tokens[start..]), start, draws: Some(true) };
+        let piece = Piece {
+            sequence: 0,
+            input: RowInput::Tokens(&tokens[start..]),
+            start,
+            draws: Some(true),
+            targets: None,
+        };
         let launched = launch(reference, 1, &[piece])?;
         let (drawn, routing_leads) = collect_with_leads(reference, "the reference", launched)?;
         let best = best(drawn.into_iter().next().flatten());
@@ -56,7 +64,7 @@ pub(super) fn truth(
 
 impl Truth {
     /// Returns the prompt and its continuation as one list.
-    fn tokens(&self) -> Vec<TokenId> {
+    pub(super) fn tokens(&self) -> Vec<TokenId> {
         let drawn = self.steps.iter().map(TruthStep::token);
         self.prompt.iter().copied().chain(drawn).collect()
     }
@@ -101,9 +109,17 @@ impl Script<'_> {
         let half = truth.steps.len() / 2;
         let n_known = truth.prompt.len() + half;
         let other: Vec<TokenId> = tokens[..n_known].iter().rev().copied().collect();
-        self.one(company, Piece { sequence: 0, input: RowInput::Tokens(&other), start: 0, draws: None })?;
-        let again =
-            Piece { sequence: 0, input: RowInput::Tokens(&tokens[..n_known]), start: 0, draws: Some(true) };
+        self.one(
+            company,
+            Piece { sequence: 0, input: RowInput::Tokens(&other), start: 0, draws: None, targets: None },
+        )?;
+        let again = Piece {
+            sequence: 0,
+            input: RowInput::Tokens(&tokens[..n_known]),
+            start: 0,
+            draws: Some(true),
+            targets: None,
+        };
         let drawn = self.one(company, again)?;
         self.see(company, truth, half, drawn);
         self.go_on(company, truth, half + 1)
@@ -113,12 +129,23 @@ impl Script<'_> {
     /// host knows it. After the first token that differs near a tie, the two continuations diverge.
     fn unseen(&mut self, truth: &Truth) -> Result<(), CompareError> {
         let company = "in flight";
-        let prompt =
-            Piece { sequence: 0, input: RowInput::Tokens(&truth.prompt), start: 0, draws: Some(false) };
+        let prompt = Piece {
+            sequence: 0,
+            input: RowInput::Tokens(&truth.prompt),
+            start: 0,
+            draws: Some(false),
+            targets: None,
+        };
         let mut in_flight = launch(self.backend, 1, &[prompt])?;
         for (nth, expected) in truth.steps.iter().enumerate() {
             let position = truth.prompt.len() + nth;
-            let piece = Piece { sequence: 0, input: RowInput::Previous, start: position, draws: Some(false) };
+            let piece = Piece {
+                sequence: 0,
+                input: RowInput::Previous,
+                start: position,
+                draws: Some(false),
+                targets: None,
+            };
             let is_last = nth + 1 == truth.steps.len();
             let next = if is_last { None } else { Some(launch(self.backend, 1, &[piece])?) };
             let drawn = collect(self.backend, company, in_flight)?.into_iter().next().flatten();
@@ -155,6 +182,7 @@ impl Script<'_> {
                     input: RowInput::Tokens(&tokens[sequence][start..end]),
                     start,
                     draws,
+                    targets: None,
                 });
                 n_computed[sequence] = end;
             }
@@ -189,7 +217,7 @@ impl Script<'_> {
                     self.backend,
                     company,
                     n_sequences,
-                    &[Piece { sequence, input, start: 0, draws: None }],
+                    &[Piece { sequence, input, start: 0, draws: None, targets: None }],
                 )?;
             }
             n_computed.push(at_once);
@@ -202,7 +230,7 @@ impl Script<'_> {
                     let start = n_computed[sequence];
                     let draws = (start + 1 >= truths[nth(sequence)].prompt.len()).then_some(true);
                     let input = RowInput::Tokens(&tokens[nth(sequence)][start..=start]);
-                    Piece { sequence, input, start, draws }
+                    Piece { sequence, input, start, draws, targets: None }
                 })
                 .collect();
             if pieces.is_empty() {
@@ -220,7 +248,7 @@ impl Script<'_> {
     }
 
     /// Returns the number of sequences of a crowd, bounded by the number of blocks.
-    fn crowd(&self, tokens: &[Vec<TokenId>]) -> usize {
+    pub(super) fn crowd(&self, tokens: &[Vec<TokenId>]) -> usize {
         let longest = tokens.iter().map(Vec::len).max().unwrap_or(0);
         let layout = &self.backend.model().layout;
         // Two blocks more are counted, because blocks of a sequence are taken in pairs.
@@ -239,7 +267,13 @@ impl Script<'_> {
         for start in (first..truth.prompt.len()).step_by(chunk.max(1)) {
             let end = (start + chunk).min(truth.prompt.len());
             let draws = (end == truth.prompt.len()).then_some(true);
-            let piece = Piece { sequence, input: RowInput::Tokens(&truth.prompt[start..end]), start, draws };
+            let piece = Piece {
+                sequence,
+                input: RowInput::Tokens(&truth.prompt[start..end]),
+                start,
+                draws,
+                targets: None,
+            };
             let drawn = self.one(company, piece)?;
             if draws.is_some() {
                 self.see(company, truth, 0, drawn);
@@ -253,7 +287,13 @@ impl Script<'_> {
         for nth in first..truth.steps.len() {
             let token = [truth.steps[nth - 1].token()];
             let start = truth.prompt.len() + nth - 1;
-            let piece = Piece { sequence: 0, input: RowInput::Tokens(&token), start, draws: Some(true) };
+            let piece = Piece {
+                sequence: 0,
+                input: RowInput::Tokens(&token),
+                start,
+                draws: Some(true),
+                targets: None,
+            };
             let drawn = self.one(company, piece)?;
             self.see(company, truth, nth, drawn);
         }
@@ -264,7 +304,7 @@ impl Script<'_> {
         Ok(step(self.backend, company, 1, &[piece])?.into_iter().next().flatten())
     }
 
-    fn see(&mut self, company: &str, truth: &Truth, nth: usize, drawn: Option<SampledToken>) {
+    pub(super) fn see(&mut self, company: &str, truth: &Truth, nth: usize, drawn: Option<SampledToken>) {
         let found = best(drawn);
         let (token, expected) = (found.first().map(|(token, _)| *token), &truth.steps[nth]);
         self.comparison.see(&place(company, truth, nth), expected, token, &found, self.tolerance);
@@ -276,7 +316,7 @@ fn place(company: &str, truth: &Truth, nth: usize) -> String {
 }
 
 /// Returns the sampled token's alternatives, itself included, with their log-probabilities.
-fn best(drawn: Option<SampledToken>) -> Vec<(TokenId, f32)> {
+pub(super) fn best(drawn: Option<SampledToken>) -> Vec<(TokenId, f32)> {
     let Some(SampledToken { token, logprobs }) = drawn else { return Vec::new() };
     match logprobs {
         Some(logprobs) if !logprobs.top.is_empty() => logprobs.top,
@@ -295,7 +335,7 @@ fn step(
     collect(backend, company, launched)
 }
 
-fn launch(
+pub(super) fn launch(
     backend: &mut dyn Backend,
     n_sequences: usize,
     pieces: &[Piece<'_>],
@@ -331,7 +371,7 @@ fn launch(
             input: piece.input,
             start: piece.start,
             tables,
-            prompt_logprobs: None,
+            prompt_logprobs: piece.targets,
             sample: piece.draws.map(spec),
         })
         .collect();
@@ -352,8 +392,19 @@ fn collect_with_leads(
     company: &'static str,
     step: PendingStep,
 ) -> Result<(Vec<Option<SampledToken>>, Vec<f32>), CompareError> {
-    let StepOutput { rows, routing_leads, .. } = backend.collect(step)?;
-    let failed = |source| CompareError::Row { company, source };
-    let rows = rows.into_iter().map(|row| row.map_err(failed)).collect::<Result<_, _>>()?;
-    Ok((rows, routing_leads))
+    let StepOutput { rows, routing_leads, .. } = collect_all(backend, company, step)?;
+    Ok((rows.into_iter().flatten().collect(), routing_leads))
+}
+
+/// Returns a step's whole output. No row of it has failed.
+pub(super) fn collect_all(
+    backend: &mut dyn Backend,
+    company: &'static str,
+    step: PendingStep,
+) -> Result<StepOutput, CompareError> {
+    let output = backend.collect(step)?;
+    match output.rows.iter().find_map(|row| row.as_ref().err()) {
+        Some(source) => Err(CompareError::Row { company, source: source.clone() }),
+        None => Ok(output),
+    }
 }

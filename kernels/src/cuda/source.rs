@@ -45,6 +45,7 @@ pub const SOURCES: &[Source] = &[
     source!("argmax.cu", ["argmax_parts", "argmax_rows"]),
     source!("feed.cu", ["feed_tokens", "keep_tokens"]),
     source!("sample.cu", ["sample_tokens"]),
+    source!("better.cu", ["count_better"]),
     source!("bias.cu", ["add_bias"]),
     source!("ranks.cu", ["sum_few_rows", "sum_many_rows", "gather_columns"], "ranks.cuh"),
     source!("dummy.cu", ["dummy_weights"]),

@@ -68,7 +68,7 @@ const fn neutral(
 
 const ONE_GRAMMAR: &str = "one grammar of an answer";
 const NOT_WITH_GRAMMAR: &str = "not with a grammar";
-const PROMPT_LOGPROBS: &str = "without `stream` and cached KV, on CPUs only";
+const PROMPT_LOGPROBS: &str = "without `stream` and cached KV";
 const LARK: &str = "one grammar of an answer, in the language of Lark";
 const USE_TOOLS: &str = "use `tools` of /v1/chat/completions";
 const NO_MEDIA: &str = "text is the only input and output";

@@ -182,8 +182,8 @@ impl Backend for CpuBackend {
         Some(self.opened.folder.join("tokenizer.json"))
     }
 
-    fn has_prompt_logprobs(&self) -> bool {
-        true
+    fn prompt_top_max(&self) -> Option<u8> {
+        Some(u8::MAX)
     }
 
     fn steps_in_flight_max(&self) -> usize {

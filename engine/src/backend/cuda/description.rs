@@ -22,6 +22,7 @@ use super::heads::Heads;
 use super::loader::{Loader, Origin};
 use super::plan::BLOCK_TOKENS;
 use super::share::Share;
+use super::targets::TARGET_WORDS;
 use super::upload::Upload;
 use super::weights::{CudaWeights, Sizes};
 use super::workspace::{StepSizes, WorkspaceShape};
@@ -139,9 +140,14 @@ impl ModelDescription {
         &self.settings
     }
 
+    /// Returns the number of words of the largest plan without log-probabilities of prompts.
+    pub(super) fn words_max(&self) -> usize {
+        words_max(self.settings.limits, self.layout.groups.len(), self.tokens_max)
+    }
+
     pub(super) fn workspace(&self, card: &ComputeCard, sizes: Sizes) -> WorkspaceShape {
         let limits = self.settings.limits;
-        let n_words = words_max(limits, self.layout.groups.len(), self.tokens_max);
+        let n_words = self.words_max() + TARGET_WORDS * limits.tokens;
         let (tokens_max, chunk_tokens) = (self.tokens_max, self.settings.chunk_tokens());
         let room = StepSizes { tokens_max, n_words, chunk_tokens, kv_number: self.kv_number() };
         WorkspaceShape::of(card, sizes, limits, self.heads.padded, room)
@@ -279,7 +285,7 @@ fn places(layout: &KvLayout) -> Vec<LayerPlace> {
     places.into_iter().map(|(_, place)| place).collect()
 }
 
-/// Returns the number of words of the largest plan: the most rows, with tables for the longest sequence. All
+/// Returns the number of words of the largest plan without targets: the most rows, with tables for the longest sequence. All
 /// tables of a step are as long as the longest one, so the number of blocks is no bound: one row may be long
 /// and the others short.
 fn words_max(limits: StepLimits, n_groups: usize, tokens_max: usize) -> usize {
@@ -382,5 +388,7 @@ mod tests {
         let mixed = Dims { n_decodes, ..chunks };
         assert!(mixed.n_words() <= room, "{} of {room}", mixed.n_words());
         assert!(room < 1 << 24, "{room}: 64 MiB on the card");
+        let told = Dims { n_targets: limits.tokens, ..mixed };
+        assert_eq!(told.n_words() - mixed.n_words(), TARGET_WORDS * limits.tokens);
     }
 }

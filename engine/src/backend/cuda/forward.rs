@@ -1,8 +1,12 @@
 //! Hot path.
 //! A step's forward pass through a decoder.
 
+use std::ops::Range;
+
 use device::cuda::CudaError;
-use kernels::cuda::{Factors, FeedTokens, OutputRows, WeightMatrix};
+use kernels::cuda::{
+    CountBetter, DrawRow, Factors, FeedTokens, Outcome, OutputRows, SampleTokens, Standing, WeightMatrix,
+};
 
 use super::decoder::{Decoder, Pass};
 use super::layer::NormState;
@@ -29,6 +33,7 @@ impl Decoder {
             self.gate(pass, layer, normed)?;
             normed = self.add_feed_forward(pass, layer, self.weights.layers.get(nth + 1))?;
         }
+        self.tell_targets(pass)?;
         self.draw(pass)
     }
 
@@ -49,21 +54,70 @@ impl Decoder {
         pass.card.rms_norm(normed, residual.slice(0..n * hidden), first.view(), self.epsilon)
     }
 
+    /// Computes the log-probabilities of prompt tokens, in groups of as many rows as there is room for. Uses the memory in
+    /// which the step's own tokens are sampled afterwards.
+    fn tell_targets(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
+        let (n_targets, vocab) = (pass.dims.n_targets, self.sizes.vocab);
+        let group_max = pass.space.best.len();
+        for first in (0..n_targets).step_by(group_max) {
+            let end = (first + group_max).min(n_targets);
+            let n = end - first;
+            let part = |section: &Range<usize>, each: usize| {
+                section.start + each * first..section.start + each * end
+            };
+            let targets = part(&pass.sections.targets, 1);
+            let draws = part(&pass.sections.target_draws, DrawRow::WORDS);
+            self.logits(pass, n, Some(part(&pass.sections.target_rows, 1)))?;
+            let Workspace {
+                logits, keys, best, drawn, words, tokens, edits, target_outcomes, standings, ..
+            } = &mut *pass.space;
+            pass.card.argmax(best.view_mut().slice(0..n), keys.view_mut(), logits.slice(0..n * vocab))?;
+            pass.card.count_better(CountBetter {
+                standings: standings.view_mut().slice(first * Standing::WORDS..end * Standing::WORDS),
+                logits: logits.slice(0..n * vocab),
+                tokens: words.slice(targets),
+            })?;
+            pass.card.sample_tokens(SampleTokens {
+                drawn: drawn.view_mut().slice(0..n),
+                outcomes: target_outcomes.view_mut().slice(first * Outcome::WORDS..end * Outcome::WORDS),
+                logits: logits.view_mut().slice(0..n * vocab),
+                best: best.slice(0..n),
+                tokens: tokens.slice(0..pass.dims.n_tokens),
+                draws: words.slice(draws),
+                edits: edits.view_mut().slice(0..0),
+                masks: None,
+            })?;
+        }
+        Ok(())
+    }
+
     /// Computes the logits of the wanted rows, and the likeliest token of each.
     pub(super) fn draw(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
-        let (n, Sizes { hidden, vocab, head_rows, .. }) = (pass.dims.n_wanted, self.sizes);
+        let (n, vocab) = (pass.dims.n_wanted, self.sizes.vocab);
         if n == 0 {
             return Ok(());
         }
-        let Workspace { normed, wanted, logits, own_logits, keys, best, drawn, words, .. } = &mut *pass.space;
-        let rows = if n == pass.dims.n_tokens {
-            normed.slice(0..n * hidden)
-        } else {
-            // The embedding kernel copies rows by index, so it also gathers the wanted rows.
-            let from = normed.slice(0..pass.dims.n_tokens * hidden);
-            let indices = words.slice(pass.sections.wanted.clone());
-            pass.card.embedding(wanted.view_mut().slice(0..n * hidden), from, indices)?;
-            wanted.slice(0..n * hidden)
+        // If every row is wanted, each one samples at its own index.
+        let indices = (n != pass.dims.n_tokens).then(|| pass.sections.wanted.clone());
+        self.logits(pass, n, indices)?;
+        let Workspace { logits, keys, best, drawn, .. } = &mut *pass.space;
+        let logits = logits.slice(0..n * vocab);
+        pass.card.argmax(best.view_mut().slice(0..n), keys.view_mut(), logits)?;
+        pass.card.keep_tokens(drawn.view_mut().slice(0..n), best.slice(0..n), logits)
+    }
+
+    /// Computes the logits of `n` rows: of the rows whose indices are these words of the plan, or of the first rows.
+    fn logits(&self, pass: &mut Pass<'_>, n: usize, indices: Option<Range<usize>>) -> Result<(), CudaError> {
+        let Sizes { hidden, vocab, head_rows, .. } = self.sizes;
+        let Workspace { normed, wanted, logits, own_logits, words, .. } = &mut *pass.space;
+        let rows = match indices {
+            None => normed.slice(0..n * hidden),
+            Some(indices) => {
+                // The embedding kernel copies rows by index, so it also gathers rows.
+                let from = normed.slice(0..pass.dims.n_tokens * hidden);
+                pass.card.embedding(wanted.view_mut().slice(0..n * hidden), from, words.slice(indices))?;
+                wanted.slice(0..n * hidden)
+            }
         };
         // With several ranks each rank computes the logits of some tokens. All ranks then sample from all
         // logits.
@@ -71,12 +125,13 @@ impl Decoder {
         let answer = OutputRows::Wide(own.view_mut().slice(0..n * head_rows));
         let factors = Factors { w: WeightMatrix::Bf16(self.weights.head()), x: rows, k: hidden };
         pass.products.multiply(pass.card, answer, factors)?;
-        if let Some(peers) = pass.peers.as_deref_mut() {
-            let (whole, part) = (logits.view_mut().slice(0..n * vocab), own_logits.slice(0..n * head_rows));
-            pass.card.gather_columns(peers, whole, part, n)?;
+        match pass.peers.as_deref_mut() {
+            None => Ok(()),
+            Some(peers) => {
+                let (whole, part) =
+                    (logits.view_mut().slice(0..n * vocab), own_logits.slice(0..n * head_rows));
+                pass.card.gather_columns(peers, whole, part, n)
+            }
         }
-        let logits = logits.slice(0..n * vocab);
-        pass.card.argmax(best.view_mut().slice(0..n), keys.view_mut(), logits)?;
-        pass.card.keep_tokens(drawn.view_mut().slice(0..n), best.slice(0..n), logits)
     }
 }

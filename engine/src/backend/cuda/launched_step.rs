@@ -8,9 +8,11 @@ use kernels::cpu::Processor;
 use kernels::cuda::{ComputeCard, LostFlag, Outcome};
 use kv_cache::FenceSignal;
 use types::TokenId;
+use types::step::PromptLogprob;
 
 use super::draws::{self, SampledBy};
 use super::masks::PendingMasks;
+use super::targets::TargetReadback;
 use super::workspace::PATIENCE;
 use crate::error::RowError;
 use crate::sampler::OwnedSampleSpec;
@@ -34,7 +36,9 @@ pub(super) struct Readback {
     pub(super) drawn: PinnedNumbers<u32>,
     /// The outcomes of draws; `None` if no log-probabilities are requested.
     pub(super) outcomes: Option<PinnedNumbers<u32>>,
-    /// The event at which both buffers are copied.
+    /// The results of prompt tokens; `None` if no log-probabilities of a prompt are requested.
+    pub(super) targets: Option<TargetReadback>,
+    /// The event at which all buffers are copied.
     pub(super) end: Event,
     /// The events at which the other ranks have finished.
     pub(super) others: Vec<Event>,
@@ -155,13 +159,14 @@ impl LaunchedStep {
         sampler: &HostSampler,
         previous: &HashMap<SlotId, TokenId>,
     ) -> Result<StepOutput, CudaError> {
-        let Readback { drawn, outcomes, end, others } = &mut self.readback;
+        let Readback { drawn, outcomes, targets, end, others } = &mut self.readback;
         end.wait()?;
         source.check()?;
         others.iter().try_for_each(Event::wait)?;
         source.check()?;
         let drawn = drawn.numbers()?;
         let outcomes = outcomes.as_mut().map(PinnedNumbers::numbers).transpose()?;
+        let of_prompts = targets.as_mut().map(TargetReadback::of_rows).transpose()?.unwrap_or_default();
         let mut rows = Vec::with_capacity(self.rows.len());
         for row in &mut self.rows {
             let outcome = match (&row.place, &mut row.by_host) {
@@ -183,13 +188,29 @@ impl LaunchedStep {
             };
             rows.push(outcome);
         }
-        Ok(StepOutput { rows, prompt_logprobs: Vec::new(), routing_leads: Vec::new() })
+        let prompt_logprobs = take_prompt_logprobs(&mut rows, of_prompts);
+        Ok(StepOutput { rows, prompt_logprobs, routing_leads: Vec::new() })
     }
 
     /// Returns the step's buffers for reuse.
     pub(super) fn into_readback(self) -> Readback {
         self.readback
     }
+}
+
+/// Returns the log-probabilities of each row's prompt, in order. A row without them fails.
+fn take_prompt_logprobs<T>(
+    rows: &mut [Result<T, RowError>],
+    of_prompts: Vec<Result<Vec<PromptLogprob>, RowError>>,
+) -> Vec<Vec<PromptLogprob>> {
+    let take = |(row, of_prompt): (&mut Result<T, RowError>, Result<_, RowError>)| match of_prompt {
+        Ok(of_prompt) => of_prompt,
+        Err(error) => {
+            *row = Err(error);
+            Vec::new()
+        }
+    };
+    rows.iter_mut().zip(of_prompts).map(take).collect()
 }
 
 impl Source<'_> {
@@ -234,5 +255,25 @@ impl HostDraw {
             self.spec.remember(*token);
         }
         self.spec.draw(&sampler.processor, logits, self.position, &sampler.eos_tokens)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use types::step::Logprobs;
+
+    use super::*;
+
+    #[test]
+    fn a_row_without_the_log_probabilities_of_its_prompt_fails_alone() {
+        let one = PromptLogprob { logprobs: Logprobs { chosen: -1.0, top: Vec::new() }, rank: 2 };
+        let failed = RowError::NoTokenInFlight;
+        let mut rows = [Ok(Some(1)), Ok(Some(2)), Ok(None), Err(RowError::LateMask)];
+        let of_prompts = vec![Ok(vec![one.clone()]), Err(failed.clone()), Ok(Vec::new()), Ok(Vec::new())];
+        let taken = take_prompt_logprobs(&mut rows, of_prompts);
+        assert_eq!(taken, [vec![one], Vec::new(), Vec::new(), Vec::new()]);
+        assert_eq!(rows, [Ok(Some(1)), Err(failed), Ok(None), Err(RowError::LateMask)]);
+        assert_eq!(take_prompt_logprobs(&mut rows, Vec::new()), Vec::<Vec<PromptLogprob>>::new());
+        assert_eq!(rows[0], Ok(Some(1)), "a step without targets");
     }
 }

@@ -4,7 +4,7 @@
 //! Suggested reading order: settings ([`settings`]), opening (`description`, `opening`), GPU memory (`heads`,
 //! `share`, `weights`, `loader`, `fp8`, `upload`, `budget`, `workspace`), the description of a step (`plan`),
 //! its execution (`tools`, `decoder`, `forward`, `layer`, `attention`), recorded steps (`graph_sizes`,
-//! `recorded`), sampling (`draws`, `masks`), several GPUs (`rank`, `lockstep`), results of a step (`launched_step`,
+//! `recorded`), sampling (`draws`, `masks`, `targets`), several GPUs (`rank`, `lockstep`), results of a step (`launched_step`,
 //! `watch`), sleep (`asleep`), measurements (`timing`, `tuning`, `limits`, `profile`).
 //!
 //! Sums in bf16 depend on the number of rows that are multiplied together. So a row's numbers differ in their
@@ -37,6 +37,7 @@ mod rank;
 mod recorded;
 pub mod settings;
 mod share;
+mod targets;
 mod timing;
 mod tools;
 mod tuning;
@@ -50,7 +51,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use device::cuda::{Card, CudaError, PinnedNumbers};
-use kernels::cuda::{ComputeCard, LostFlag, Outcome, TokenMasks};
+use kernels::cuda::{ComputeCard, LostFlag, Outcome, TOP_MAX, TokenMasks};
 use kv_cache::{FenceSignal, KvMemory};
 use serde::Serialize;
 use tracing::{Level, enabled};
@@ -71,6 +72,7 @@ use lockstep::Helpers;
 use masks::PendingMasks;
 use plan::{Bounds, Dims, InputToken, Plan};
 use rank::{LAUNCH_WITHIN, Order, OrderResult, Rank, Step};
+use targets::{TargetReadback, Targets};
 use watch::{Watch, WatchedStep};
 
 /// A model on one GPU, or divided over several GPUs. The first rank works on the caller's thread.
@@ -110,6 +112,7 @@ pub struct LoadReport {
 struct SpareReadbacks {
     drawn: Vec<PinnedNumbers<u32>>,
     outcomes: Vec<PinnedNumbers<u32>>,
+    targets: Vec<TargetReadback>,
 }
 
 /// Returns the GPU's constructor in the table of backends. `name` is a model's folder.
@@ -182,7 +185,7 @@ impl CudaBackend {
         signal: FenceSignal,
     ) -> Result<LaunchedStep, CudaError> {
         let began = enabled!(target: "walk", Level::TRACE).then(|| self.card().mark()).transpose()?;
-        let graph_size = if plan.is_decode_only() {
+        let graph_size = if plan.is_recordable() {
             self.rank.recorded.graph_size(rows.len(), plan.length_max())
         } else {
             None
@@ -202,6 +205,7 @@ impl CudaBackend {
         let step = Arc::new(step);
         let all = self.launch_on_all(&step, plan)?;
         let outcomes = self.outcomes(&step.draws, &sampled_by)?;
+        let targets = self.receive_targets(&plan.targets)?;
         let mut drawn = match self.spare_readbacks.drawn.pop() {
             Some(drawn) => drawn,
             None => self.card().pinned(self.limits.rows)?,
@@ -222,7 +226,7 @@ impl CudaBackend {
             self.watch.watch(WatchedStep { began, written, lost, signal: Arc::clone(&signal) });
         }
         let places = std::mem::take(&mut plan.places);
-        let readback = Readback { drawn, outcomes, end, others };
+        let readback = Readback { drawn, outcomes, targets, end, others };
         Ok(LaunchedStep::new(self.n_launched, rows, places, &sampled_by, pending, readback, signal))
     }
 
@@ -251,6 +255,19 @@ impl CudaBackend {
         let told = self.rank.tools.space.outcomes.slice(0..draws.n_rows() * Outcome::WORDS);
         self.card().receive(told, &mut outcomes)?;
         Ok(Some(outcomes))
+    }
+
+    /// Starts the copy of the prompt's log-probabilities to the host, if any are requested.
+    fn receive_targets(&mut self, targets: &Targets<'_>) -> Result<Option<TargetReadback>, CudaError> {
+        if targets.is_empty() {
+            return Ok(None);
+        }
+        let mut readback = match self.spare_readbacks.targets.pop() {
+            Some(readback) => readback,
+            None => TargetReadback::new(self.card(), self.limits.tokens)?,
+        };
+        readback.receive(self.card(), &self.rank.tools.space, targets)?;
+        Ok(Some(readback))
     }
 
     /// Returns the error of a failed launch. An invalid step fails alone; after any other error the GPU
@@ -287,6 +304,7 @@ impl SpareReadbacks {
     fn keep(&mut self, readback: Readback) {
         self.drawn.push(readback.drawn);
         self.outcomes.extend(readback.outcomes);
+        self.targets.extend(readback.targets);
     }
 }
 
@@ -307,8 +325,11 @@ impl Backend for CudaBackend {
             return Err(BackendError::DeviceLost(in_full(&launched_step::peer_lost())));
         }
         self.finish_what_needs_the_host();
-        let bounds =
-            Bounds { vocab: self.rank.tools.decoder.sizes.vocab, n_groups: self.model.layout.groups.len() };
+        let bounds = Bounds {
+            vocab: self.rank.tools.decoder.sizes.vocab,
+            n_groups: self.model.layout.groups.len(),
+            n_wanted_max: self.limits.rows,
+        };
         let mut plan = Plan::of(batch.rows, bounds, |slot| self.previous_of(slot));
         self.check_size(plan.dims)?;
         let (signal, fence) = FenceSignal::new();
@@ -351,6 +372,10 @@ impl Backend for CudaBackend {
 
     fn tokenizer_file(&self) -> Option<PathBuf> {
         Some(self.described.folder.path().join("tokenizer.json"))
+    }
+
+    fn prompt_top_max(&self) -> Option<u8> {
+        Some(TOP_MAX as u8)
     }
 
     fn runs_by_itself(&self) -> bool {

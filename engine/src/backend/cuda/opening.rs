@@ -69,6 +69,7 @@ impl CudaBackend {
         let (limits, card) = (settings.limits, &rank.tools.card);
         let spare_readbacks = SpareReadbacks {
             outcomes: Vec::new(),
+            targets: Vec::new(),
             drawn: vec![card.pinned(limits.rows)?, card.pinned(limits.rows)?],
         };
         let masks = TokenMasks::new(card, limits.rows, described.folder.config.vocab, PATIENCE)?;
@@ -214,7 +215,7 @@ impl ModelDescription {
     fn load(&self, allocated: AllocatedRank) -> Result<Rank, OpenError> {
         let AllocatedRank { sizes, products, peers, space, memory, card } = allocated;
         let decoder = self.decoder(&card, sizes)?;
-        let recorded = RecordedGraphs::new(self.graph_sizes(), self.layout.groups.len(), space.words.len());
+        let recorded = RecordedGraphs::new(self.graph_sizes(), self.layout.groups.len(), self.words_max());
         Ok(Rank::new(Tools { products, peers, space, decoder, memory, card }, recorded)?)
     }
 

@@ -14,12 +14,16 @@
 //! | `wanted` | for each sampled token: its row of activations |
 //! | `sequences` | for each chunk: its first row, its tokens, tokens of its sequence |
 //! | `chunk_tables` | by group, for each chunk: blocks |
+//! | `target_rows` | for each prompt token whose log-probability is wanted: the row of activations that predicts it |
+//! | `targets` | for each of them: the token |
+//! | `target_draws` | for each of them: its words for the sampling kernel |
 
 use std::ops::Range;
 
-use kernels::cuda::{NOWHERE, PrefillSequence};
+use kernels::cuda::{DrawRow, NOWHERE, PrefillSequence};
 use types::BlockIdx;
 
+use super::targets::Targets;
 use crate::error::RowError;
 use crate::step::{Row, RowInput, SlotId};
 
@@ -40,6 +44,8 @@ pub(super) struct Dims {
     pub(super) decode_blocks: usize,
     /// The number of blocks of the longest sequence among chunks.
     pub(super) chunk_blocks: usize,
+    /// The number of prompt tokens whose log-probabilities are wanted.
+    pub(super) n_targets: usize,
 }
 
 /// The range of words of each section of a plan.
@@ -54,6 +60,9 @@ pub(super) struct Sections {
     pub(super) wanted: Range<usize>,
     pub(super) sequences: Range<usize>,
     chunk_tables: Range<usize>,
+    pub(super) target_rows: Range<usize>,
+    pub(super) targets: Range<usize>,
+    pub(super) target_draws: Range<usize>,
     n_groups: usize,
 }
 
@@ -87,12 +96,15 @@ impl Dims {
             wanted: next(self.n_wanted),
             sequences: next(3 * self.n_chunks),
             chunk_tables: next(self.n_groups * self.n_chunks * self.chunk_blocks),
+            target_rows: next(self.n_targets),
+            targets: next(self.n_targets),
+            target_draws: next(self.n_targets * DrawRow::WORDS),
             n_groups: self.n_groups,
         }
     }
 
     pub(super) fn n_words(&self) -> usize {
-        self.sections().chunk_tables.end
+        self.sections().target_draws.end
     }
 
     /// Makes the words of a step for measurements only: sequences of that length, whose blocks are spread
@@ -145,12 +157,13 @@ pub(super) enum InputToken {
 }
 
 /// The rows of a batch, sorted for the GPU.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Plan<'a> {
     decodes: Vec<(&'a Row<'a>, InputToken)>,
     chunks: Vec<&'a Row<'a>>,
     /// The index of each row's token among the sampled ones, if it samples one. In the batch's order.
     pub(super) places: Vec<Result<Option<u32>, RowError>>,
+    pub(super) targets: Targets<'a>,
     pub(super) dims: Dims,
 }
 
@@ -159,6 +172,8 @@ pub(super) struct Plan<'a> {
 pub(super) struct Bounds {
     pub(super) vocab: usize,
     pub(super) n_groups: usize,
+    /// The most tokens that a step samples.
+    pub(super) n_wanted_max: usize,
 }
 
 impl<'a> Plan<'a> {
@@ -168,7 +183,7 @@ impl<'a> Plan<'a> {
         bounds: Bounds,
         previous: impl Fn(SlotId) -> Result<InputToken, RowError>,
     ) -> Self {
-        let mut plan = Self { decodes: vec![], chunks: vec![], places: vec![], dims: Dims::default() };
+        let mut plan = Self::default();
         let fed: Vec<Result<Option<InputToken>, RowError>> =
             rows.iter().map(|row| fed(row, bounds.vocab, &previous)).collect();
         for (row, fed) in rows.iter().zip(&fed) {
@@ -179,13 +194,16 @@ impl<'a> Plan<'a> {
             }
         }
         plan.dims = plan.exact_dims(bounds.n_groups);
+        plan.targets = Targets::of(rows, plan.first_rows(&fed), bounds.n_wanted_max);
+        plan.dims.n_targets = plan.targets.len();
         plan.places = plan.drawn_places(rows, fed);
         plan
     }
 
-    /// Returns whether all rows have one token. Such a step can use a recorded graph.
-    pub(super) fn is_decode_only(&self) -> bool {
-        self.chunks.is_empty() && !self.decodes.is_empty()
+    /// Returns whether the step can use a recorded graph: all rows have one token, and no log-probabilities of a prompt
+    /// are wanted.
+    pub(super) fn is_recordable(&self) -> bool {
+        self.chunks.is_empty() && !self.decodes.is_empty() && self.targets.is_empty()
     }
 
     /// Returns the tokens of the longest sequence among rows of one token.
@@ -219,7 +237,22 @@ impl<'a> Plan<'a> {
             n_chunks: self.chunks.len(),
             decode_blocks: decoded.map(|row| end(&row)).max().unwrap_or(0),
             chunk_blocks: self.chunks.iter().map(end).max().unwrap_or(0),
+            n_targets: 0,
         }
+    }
+
+    /// Returns each row's first row of activations, in the batch's order; `None` for a row that takes no part.
+    fn first_rows(
+        &self,
+        fed: &[Result<Option<InputToken>, RowError>],
+    ) -> impl Iterator<Item = Option<usize>> {
+        let mut of_decodes = 0..self.dims.n_decodes;
+        let mut of_chunks = self.sequences().into_iter().map(|sequence| sequence.first_row);
+        fed.iter().map(move |fed| match fed {
+            Ok(Some(_)) => of_decodes.next(),
+            Ok(None) => of_chunks.next(),
+            Err(_) => None,
+        })
     }
 
     /// Assigns indices to sampled tokens in the order of activations: rows of one token first.
@@ -276,6 +309,7 @@ impl<'a> Plan<'a> {
             words[sections.lengths.start + nth] = 0;
         }
         self.write_wanted(&sections, words);
+        self.targets.write(&mut words[sections.target_rows.start..sections.target_draws.end]);
         for (nth, (row, sequence)) in self.chunks.iter().zip(self.sequences()).enumerate() {
             let PrefillSequence { first_row, n_queries, length } = sequence;
             let at = sections.sequences.start + 3 * nth;
@@ -351,7 +385,8 @@ fn fed(
     match row.input {
         RowInput::Previous => previous(row.slot).map(Some),
         RowInput::Tokens(tokens) => {
-            let unknown = tokens.iter().find(|token| token.0 as usize >= vocab);
+            let targets = row.prompt_logprobs.iter().flat_map(|targets| targets.tokens);
+            let unknown = tokens.iter().chain(targets).find(|token| token.0 as usize >= vocab);
             if let Some(token) = unknown {
                 return Err(RowError::UnknownToken { token: token.0, vocab });
             }

@@ -6,7 +6,7 @@ use device::cuda::{Bf16, Buffer, CudaError};
 use kernels::cuda::ops::{FEW_ROWS_MAX, FewRowsForm, FusedKernel, SKINNY_FORMS, SKINNY_ROWS_MAX};
 use kernels::cuda::{
     CommonParams, ComputeCard, DecodeAttention, DrawRow, EDIT_WORDS, ExpertSpace, KvNumber, Outcome,
-    PrefillAttention, RankMemory, WidenedPages, WidenedSize,
+    PrefillAttention, RankMemory, Standing, WidenedPages, WidenedSize,
 };
 
 use super::draws::EDITS_OF_ROW;
@@ -84,6 +84,9 @@ pub(super) struct Workspace {
     pub(super) draws: Buffer<u32>,
     pub(super) edits: Buffer<u32>,
     pub(super) outcomes: Buffer<u32>,
+    /// The results of prompt tokens whose log-probabilities are wanted.
+    pub(super) target_outcomes: Buffer<u32>,
+    pub(super) standings: Buffer<u32>,
     /// The step's plan, as the host wrote it.
     pub(super) words: Buffer<u32>,
     pub(super) parts: Buffer<f32>,
@@ -131,6 +134,7 @@ impl WorkspaceShape {
         let indices = 8 * self.n_keys + 4 * (self.n_words + self.limits.tokens);
         let of_draw = DrawRow::WORDS + Outcome::WORDS + EDITS_OF_ROW * EDIT_WORDS;
         let draws = 4 * self.limits.rows * of_draw;
+        let targets = 4 * self.limits.tokens * (Outcome::WORDS + Standing::WORDS);
         let of_ranks = self
             .together()
             .map_or(0, |together| together.inbox_bytes(self.sizes.share.n_ranks) + 4 * self.n_own_logits());
@@ -144,6 +148,7 @@ impl WorkspaceShape {
             + squares
             + indices
             + draws
+            + targets
             + of_ranks
     }
 
@@ -182,6 +187,8 @@ impl WorkspaceShape {
             draws: card.buffer(rows * DrawRow::WORDS)?,
             edits: card.buffer(rows * EDITS_OF_ROW * EDIT_WORDS)?,
             outcomes: card.buffer(rows * Outcome::WORDS)?,
+            target_outcomes: card.buffer(tokens * Outcome::WORDS)?,
+            standings: card.buffer(tokens * Standing::WORDS)?,
             words: card.buffer(self.n_words)?,
             parts: card.buffer(self.part_numbers)?,
             part_sums: card.buffer(self.n_parts)?,

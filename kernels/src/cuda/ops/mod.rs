@@ -18,10 +18,12 @@ mod endings;
 mod fp8;
 mod feed;
 mod sample;
+mod better;
 mod bias;
 mod dummy;
 mod ranks;
 
+pub use better::{CountBetter, Standing};
 pub use decode::DecodeAttention;
 pub use dummy::DummyPart;
 pub use endings::{AddedRows, Ending, FusedKernel, FusedProduct, HeadsRows, PendingNorm, WeightMatrix};

@@ -1,9 +1,9 @@
 use types::{Sampling, StopRules, TokenId};
 
 use super::*;
-use crate::step::SampleSpec;
+use crate::step::{PromptTargets, SampleSpec};
 
-const BOUNDS: Bounds = Bounds { vocab: 100, n_groups: 2 };
+const BOUNDS: Bounds = Bounds { vocab: 100, n_groups: 2, n_wanted_max: 4 };
 
 /// A row under construction: its slot, its tokens (`None` is the token in flight), its start, and whether it
 /// samples.
@@ -102,7 +102,7 @@ fn a_recorded_step_has_rows_of_padding_that_write_nowhere() {
     ];
     with_rows(&made, |rows| {
         let mut plan = Plan::of(rows, BOUNDS, previous);
-        assert!(plan.is_decode_only());
+        assert!(plan.is_recordable());
         assert_eq!(plan.length_max(), 41);
         plan.padded(Dims::of_decodes(2, 5, 64), rows);
         let nothing = Err(RowError::NoTokenInFlight);
@@ -143,9 +143,56 @@ fn a_table_that_is_too_short_names_no_block() {
 }
 
 #[test]
+fn targets_follow_the_order_of_the_batch_and_their_rows_that_of_activations() {
+    let made = [
+        made(0, Some(&[1, 2, 3]), 16, false),
+        made(9, None, 5, true),
+        made(2, Some(&[6]), 16, false),
+        made(3, Some(&[7, 8]), 0, true),
+    ];
+    let after = [11, 12, 13].map(TokenId);
+    with_rows(&made, |rows| {
+        let mut rows = rows.to_vec();
+        for (row, n) in [(0, 3), (2, 1), (3, 1)] {
+            rows[row].prompt_logprobs = Some(PromptTargets { tokens: &after[..n], n_top: 2 });
+        }
+        let plan = Plan::of(&rows, BOUNDS, previous);
+        assert_eq!(plan.dims.n_targets, 5);
+        let mut words = vec![7777; plan.dims.n_words()];
+        plan.write(&mut words);
+        let sections = plan.dims.sections();
+        assert_eq!(words[sections.known.clone()], [6, 1, 2, 3, 7, 8]);
+        assert_eq!(words[sections.target_rows.clone()], [1, 2, 3, 0, 4]);
+        assert_eq!(words[sections.targets.clone()], [11, 12, 13, 11, 11]);
+        assert_eq!(sections.target_draws.end, words.len());
+    });
+}
+
+#[test]
+fn a_step_with_targets_is_not_recorded() {
+    with_rows(&[made(1, Some(&[5]), 16, false)], |rows| {
+        assert!(Plan::of(rows, BOUNDS, previous).is_recordable());
+        let targets = PromptTargets { tokens: &[TokenId(5)], n_top: 0 };
+        let rows = [Row { prompt_logprobs: Some(targets), ..rows[0] }];
+        assert!(!Plan::of(&rows, BOUNDS, previous).is_recordable());
+    });
+}
+
+#[test]
+fn a_target_that_is_no_token_fails_its_row() {
+    with_rows(&[made(1, Some(&[5]), 16, true)], |rows| {
+        let targets = PromptTargets { tokens: &[TokenId(100)], n_top: 0 };
+        let rows = [Row { prompt_logprobs: Some(targets), ..rows[0] }];
+        let plan = Plan::of(&rows, BOUNDS, previous);
+        assert_eq!(plan.places, [Err(RowError::UnknownToken { token: 100, vocab: 100 })]);
+        assert_eq!((plan.dims.n_tokens, plan.dims.n_targets), (0, 0));
+    });
+}
+
+#[test]
 fn nothing_at_all_is_a_plan_too() {
     let plan = Plan::of(&[], BOUNDS, previous);
-    assert!(!plan.is_decode_only());
+    assert!(!plan.is_recordable());
     assert_eq!(plan.dims.n_words(), 0);
     plan.write(&mut []);
 }
