@@ -180,6 +180,22 @@ impl Card {
         Ok(numbers)
     }
 
+    /// Copies numbers within this GPU's memory, in stream order.
+    ///
+    /// # Panics
+    /// If the lengths differ, or the memory is on another GPU.
+    pub fn copy<T: Element>(&self, to: ViewMut<'_, T>, from: View<'_, T>) -> Result<(), CudaError> {
+        let here = self.context.ordinal();
+        assert_eq!(to.len(), from.len(), "the lengths are equal");
+        assert!(to.ordinal() == here && from.ordinal() == here, "the memory is on this GPU");
+        self.bind()?;
+        let bytes = to.len() * size_of::<T>();
+        // JUSTIFICATION: GPU memory is accessed by address.
+        // SAFETY: both views are on this GPU and have this length.
+        unsafe { result::memcpy_dtod_async(to.address(), from.address(), bytes, self.stream.cu_stream()) }
+            .map_err(CudaError::during("copy within the GPU"))
+    }
+
     /// Sets every byte, in stream order.
     ///
     /// # Panics

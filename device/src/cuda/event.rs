@@ -34,4 +34,9 @@ impl Card {
         let flags = Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC);
         self.stream().record_event(flags).map(Event).map_err(CudaError::during("record an event"))
     }
+
+    /// Makes all later work wait for an event of this GPU or of another one.
+    pub fn wait_for(&self, event: &Event) -> Result<(), CudaError> {
+        self.stream().wait(&event.0).map_err(CudaError::during("wait for another GPU"))
+    }
 }

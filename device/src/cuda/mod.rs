@@ -4,8 +4,9 @@
 //! [`CudaError`] names what is missing.
 //!
 //! Suggested reading order: libraries ([`library`]), programs ([`source`], [`compiler`], [`cache`]), the GPU
-//! that runs them ([`card`], [`buffer`], [`arena`], [`pinned`], [`host_words`], [`event`], [`graph`]), memory for KV
-//! ([`memory`], [`remote`], [`slots`]), and the copies between GPUs ([`page_copier`], [`nccl`]).
+//! that runs them ([`card`], [`buffer`], [`arena`], [`pinned`], [`host_words`], [`event`], [`graph`],
+//! [`hand_over`](mod@hand_over)), memory for KV ([`memory`], [`remote`], [`slots`]), and the copies between GPUs
+//! ([`page_copier`], [`nccl`]).
 
 pub mod error;
 pub mod library;
@@ -19,6 +20,7 @@ pub mod pinned;
 pub mod host_words;
 pub mod event;
 pub mod graph;
+pub mod hand_over;
 pub(crate) mod mapped;
 pub mod arena;
 pub(crate) mod staging;
@@ -46,6 +48,7 @@ pub use copied_pages::{PageRuns, RemotePages, SlotAt, SomePages};
 pub use error::CudaError;
 pub use event::Event;
 pub use graph::Graph;
+pub use hand_over::{Inbox, Outbox, hand_over};
 pub use host_path::HostPath;
 pub use host_words::HostWords;
 pub use library::gpu_uuids;
