@@ -1,5 +1,7 @@
 //! The time to the first token, one prompt at a time.
 
+use std::collections::VecDeque;
+
 use tokio::time::Instant;
 
 use super::sequences::{SequenceInput, Sequences, collect};
@@ -26,7 +28,7 @@ pub(super) fn measure(
     Ok(PromptTimes { prompt_tokens, ttft_ms: Times::of(times) })
 }
 
-/// Computes a whole prompt in several steps. Each step is launched before the one before it has ended.
+/// Computes a whole prompt in several steps, with as many in flight as the backend allows.
 pub(super) fn compute(
     backend: &mut dyn Backend,
     sequences: &Sequences,
@@ -34,13 +36,16 @@ pub(super) fn compute(
     prompt_tokens: usize,
     step_tokens: usize,
 ) -> Result<(), MeasureError> {
-    let mut in_flight = None;
+    let mut in_flight = VecDeque::new();
     for start in (0..prompt_tokens).step_by(step_tokens.max(1)) {
         let end = (start + step_tokens).min(prompt_tokens);
         let next = sequences.launch(backend, &[(sequence, SequenceInput::Prompt { start, end })])?;
-        if let Some(step) = in_flight.replace(next) {
+        in_flight.push_back(next);
+        if in_flight.len() == backend.steps_in_flight_max()
+            && let Some(step) = in_flight.pop_front()
+        {
             collect(backend, step)?;
         }
     }
-    in_flight.map_or(Ok(()), |step| collect(backend, step).map(drop))
+    in_flight.into_iter().try_for_each(|step| collect(backend, step).map(drop))
 }

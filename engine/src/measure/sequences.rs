@@ -87,9 +87,9 @@ impl Sequences {
         Ok(())
     }
 
-    /// Adds the tokens of the first sequences, one for each row of a step.
-    pub(super) fn accept(&mut self, output: &StepOutput) {
-        for (sequence, row) in self.sequences.iter_mut().zip(&output.rows) {
+    /// Adds the tokens of neighbouring sequences, one for each row of a step.
+    pub(super) fn accept(&mut self, first: usize, output: &StepOutput) {
+        for (sequence, row) in self.sequences[first..].iter_mut().zip(&output.rows) {
             sequence.tokens.extend(row.iter().flatten().map(|sampled| sampled.token));
         }
     }
@@ -158,6 +158,12 @@ impl SequenceInput {
             Self::Next { .. } => 1,
         }
     }
+}
+
+/// Returns the number of parts into which decoding sequences are divided: each part is in one of the steps that a backend
+/// computes at the same time.
+pub(super) fn n_parts(backend: &dyn Backend) -> usize {
+    (backend.steps_in_flight_max() - 1).max(1)
 }
 
 /// Returns a token of a sequence's made-up text.
