@@ -196,16 +196,17 @@ fn check_host_memory(args: &UpArgs) -> Result<(), CommandError> {
     }
 }
 
-/// Returns the number of nodes that use this device, counting the devices of all ranks.
+/// Returns the number of nodes that use this device, counting the devices of all ranks and stages.
 fn sharers(args: &UpArgs, device: &Device) -> NonZero<u16> {
-    let ranks_max = args.prefill_tp.max(args.decode_tp) as usize;
+    let gpus = |tp: u16, stages: u16| usize::from(tp) * usize::from(stages);
+    let gpus_max = gpus(args.prefill_tp, args.prefill_stages).max(gpus(args.decode_tp, args.decode_stages));
     let first = |device: &Device| match device {
         Device::Cpu => None,
         Device::Auto => Some(0),
         Device::Cuda(ordinal) => Some(*ordinal),
     };
     let near = |other: &Device| match (first(device), first(other)) {
-        (Some(one), Some(other)) => one.abs_diff(other) < ranks_max,
+        (Some(one), Some(other)) => one.abs_diff(other) < gpus_max,
         (one, other) => one == other,
     };
     let n = roles(args).iter().zip(args.device.iter().cycle()).filter(|(_, other)| near(other)).count();

@@ -66,13 +66,12 @@ impl KvRoom {
 }
 
 impl AutoRoom {
-    /// Returns the bytes for a model on GPUs. `memory` is that of the GPU with the least free memory, and
-    /// everything else needs `taken` bytes. A size that does not fit is rejected later, with an error that
-    /// lists the bytes by purpose.
-    pub(crate) fn on_gpus(self, n_gpus: usize, memory: MemoryBytes, taken: usize) -> usize {
+    /// Returns the bytes for one GPU of a model with this memory. Everything else needs `taken` bytes. A size that does not
+    /// fit is rejected later, with an error that lists the bytes by purpose.
+    pub(crate) fn on_gpu(self, memory: MemoryBytes, taken: usize) -> usize {
         let MemoryBytes { free, total } = memory;
         let ours = (total / 100 * self.gpu_percent).min(free / 100 * FREE_PERCENT);
-        ours.saturating_sub(taken).saturating_mul(n_gpus).max(LEAST_BYTES)
+        ours.saturating_sub(taken).max(LEAST_BYTES)
     }
 }
 
@@ -130,11 +129,10 @@ mod tests {
     fn a_gpu_gives_what_its_share_leaves_and_never_all_that_is_free() {
         let gib = 1 << 30;
         let (total, taken) = (100 * gib, 17 * gib);
-        let left = |free| AUTO.on_gpus(1, MemoryBytes { free, total }, taken).div_ceil(gib);
+        let left = |free| AUTO.on_gpu(MemoryBytes { free, total }, taken).div_ceil(gib);
         assert_eq!(left(total), 28, "45 of 100, less 17");
         assert_eq!(left(40 * gib), 21, "38 of 40, less 17: another program is on the card");
         let empty = MemoryBytes { free: total, total };
-        assert_eq!(AUTO.on_gpus(2, empty, taken).div_ceil(gib), 56, "two cards, each with as much");
-        assert_eq!(AUTO.on_gpus(1, empty, 60 * gib), LEAST_BYTES, "refused later, with the sum");
+        assert_eq!(AUTO.on_gpu(empty, 60 * gib), LEAST_BYTES, "refused later, with the sum");
     }
 }

@@ -44,7 +44,8 @@ pub struct RankMemory<'a> {
 /// The memory that holds the pages.
 enum Pages {
     Host(HostMemory),
-    Device(DeviceMemory),
+    /// One GPU for each pipeline stage, with the regions of the stage's layers.
+    Device(Box<[DeviceMemory]>),
 }
 
 /// KV on a GPU, in the form for kernels.
@@ -52,6 +53,7 @@ enum Pages {
 pub struct OnCard<'a> {
     memory: &'a DeviceMemory,
     regions: &'a Regions,
+    stage: usize,
 }
 
 impl KvMemory {
@@ -78,28 +80,59 @@ impl KvMemory {
         Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, ranks }) })
     }
 
-    /// Allocates GPU memory for `n_blocks` blocks, one GPU for each rank. [`RankMemory::read`] and
-    /// [`RankMemory::write`] use copies in host memory; kernels use [`RankMemory::on_card`].
+    /// Allocates GPU memory for `n_blocks` blocks, one GPU for each rank of each stage: all ranks of the first stage, then
+    /// those of the next. [`RankMemory::read`] and [`RankMemory::write`] use copies in host memory; kernels use
+    /// [`RankMemory::on_card`].
     ///
     /// # Panics
-    /// If the number of cards is not the layout's number of ranks.
-    pub fn device(layout: KvLayout, n_blocks: u32, cards: &[&Card]) -> Result<Self, MemoryError> {
-        assert_eq!(usize::from(layout.shard.tp_size), cards.len(), "a card is one rank");
-        let regions = Regions::of(&layout, &StageLayers::one());
+    /// If the number of cards is not the layout's number of ranks times that of stages.
+    pub fn device(
+        layout: KvLayout,
+        stages: &StageLayers,
+        n_blocks: u32,
+        cards: &[&Card],
+    ) -> Result<Self, MemoryError> {
+        let n_ranks = usize::from(layout.shard.tp_size);
+        assert_eq!(n_ranks * stages.n_stages(), cards.len(), "a card is one rank of one stage");
+        let regions = Regions::of(&layout, stages);
         let shapes = regions.shapes(n_blocks);
-        let rank = |card: &&Card| Ok(Pages::Device(DeviceMemory::new(&shapes, card)?));
-        let ranks = cards.iter().map(rank).collect::<Result<_, MemoryError>>()?;
+        let on_card = |rank, stage| {
+            DeviceMemory::new(&shapes[regions.of_stage(stage)], cards[card_of(rank, stage, n_ranks)])
+        };
+        let rank = |rank| {
+            let of_stages = (0..stages.n_stages()).map(|stage| on_card(rank, stage));
+            Ok(Pages::Device(of_stages.collect::<Result<_, MemoryError>>()?))
+        };
+        let ranks = (0..n_ranks).map(rank).collect::<Result<_, MemoryError>>()?;
         Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, ranks }) })
     }
 
     /// Returns the memory in the form for kernels; `None` if it is on the host or on several GPUs.
     pub fn on_card(&self) -> Option<OnCard<'_>> {
-        if self.n_ranks() == 1 { self.rank(0).on_card() } else { None }
+        let mut all = self.on_cards();
+        all.next().filter(|_| all.next().is_none())
+    }
+
+    /// Returns the memory of each GPU: all ranks of the first stage, then those of the next. Empty if it is on the host.
+    pub fn on_cards(&self) -> impl Iterator<Item = OnCard<'_>> {
+        let of_stage =
+            move |stage| (0..self.n_ranks()).filter_map(move |rank| self.rank(rank).on_card(stage));
+        (0..self.n_stages()).flat_map(of_stage)
     }
 
     /// Returns whether the memory is on one or several GPUs.
     pub fn is_on_cards(&self) -> bool {
         self.inner.ranks.iter().all(|pages| matches!(pages, Pages::Device(_)))
+    }
+
+    /// Returns the number of pipeline stages with regions of their own.
+    pub fn n_stages(&self) -> usize {
+        self.inner.regions.stage_ends.len()
+    }
+
+    /// Returns the stage that has a layer, and the index of the layer's memory region among those of the stage.
+    pub fn region_in_stage(&self, group: GroupIdx, layer_pos: u16) -> (usize, u32) {
+        self.inner.regions.in_stage(self.inner.regions.of_layer(group, layer_pos))
     }
 
     /// Returns the number of blocks that fit into `bytes`, rounded down.
@@ -115,6 +148,11 @@ impl KvMemory {
     /// Returns the bytes of one block in all regions of all ranks and stages.
     pub fn block_bytes(layout: &KvLayout, stages: &StageLayers) -> usize {
         Regions::of(layout, stages).block_bytes() * usize::from(layout.shard.tp_size)
+    }
+
+    /// Returns the bytes of one block on a rank, for each stage.
+    pub fn stage_block_bytes(layout: &KvLayout, stages: &StageLayers) -> Vec<usize> {
+        Regions::of(layout, stages).stage_block_bytes().collect()
     }
 
     /// Returns the number of tokens of the longest sequence that fits into `n_blocks` blocks, at most
@@ -197,10 +235,12 @@ impl KvMemory {
 }
 
 impl<'a> RankMemory<'a> {
-    /// Returns the memory in the form for kernels; `None` if it is on the host.
-    pub fn on_card(&self) -> Option<OnCard<'a>> {
+    /// Returns the memory of a stage's GPU in the form for kernels; `None` if it is on the host.
+    pub fn on_card(&self, stage: usize) -> Option<OnCard<'a>> {
         match self.pages {
-            Pages::Device(memory) => Some(OnCard { memory, regions: self.regions }),
+            Pages::Device(stages) => {
+                stages.get(stage).map(|memory| OnCard { memory, regions: self.regions, stage })
+            }
             Pages::Host(_) => None,
         }
     }
@@ -213,7 +253,10 @@ impl<'a> RankMemory<'a> {
         let region = self.regions.of_layer(group, layer_pos);
         match self.pages {
             Pages::Host(pages) => pages.read(region, blocks),
-            Pages::Device(pages) => pages.read(region, blocks),
+            Pages::Device(stages) => {
+                let (stage, region) = self.regions.in_stage(region);
+                stages[stage].read(region, blocks)
+            }
         }
     }
 
@@ -230,7 +273,10 @@ impl<'a> RankMemory<'a> {
         let region = self.regions.of_layer(group, layer_pos);
         match self.pages {
             Pages::Host(pages) => pages.write(region, blocks),
-            Pages::Device(pages) => pages.write(region, blocks),
+            Pages::Device(stages) => {
+                let (stage, region) = self.regions.in_stage(region);
+                stages[stage].write(region, blocks)
+            }
         }
     }
 }
@@ -239,7 +285,7 @@ impl Pages {
     fn bytes(&self) -> usize {
         match self {
             Self::Host(pages) => pages.bytes(),
-            Self::Device(pages) => pages.bytes(),
+            Self::Device(stages) => stages.iter().map(DeviceMemory::bytes).sum(),
         }
     }
 }
@@ -261,9 +307,14 @@ impl<'a> OnCard<'a> {
         self.memory.region_mut(self.region(group, layer_pos))
     }
 
-    /// Returns the index of the memory region of a layer.
+    /// Returns the index of the memory region of a layer on this GPU.
+    ///
+    /// # Panics
+    /// If another GPU has the layer.
     pub fn region(&self, group: GroupIdx, layer_pos: u16) -> u32 {
-        self.regions.of_layer(group, layer_pos)
+        let (stage, region) = self.regions.in_stage(self.regions.of_layer(group, layer_pos));
+        assert_eq!(stage, self.stage, "layer {layer_pos} of group {group:?} is on another GPU");
+        region
     }
 
     pub fn memory(&self) -> &'a DeviceMemory {
@@ -357,13 +408,34 @@ impl Regions {
 
     /// Returns the bytes of one block on a rank, for each stage.
     fn stage_block_bytes(&self) -> impl Iterator<Item = usize> {
-        let starts = std::iter::once(0).chain(self.stage_ends.iter().copied());
-        starts.zip(&self.stage_ends).map(|(start, end)| self.page_bytes[start..*end].iter().sum())
+        (0..self.stage_ends.len()).map(|stage| self.page_bytes[self.of_stage(stage)].iter().sum())
     }
 
     fn of_layer(&self, group: GroupIdx, layer_pos: u16) -> u32 {
         self.by_layer[usize::from(group.0)][usize::from(layer_pos)]
     }
+
+    /// Returns the stage that has a region.
+    fn stage_of(&self, region: u32) -> usize {
+        self.stage_ends.partition_point(|end| *end <= region as usize)
+    }
+
+    /// Returns the range of a stage's regions.
+    fn of_stage(&self, stage: usize) -> Range<usize> {
+        let start = if stage == 0 { 0 } else { self.stage_ends[stage - 1] };
+        start..self.stage_ends[stage]
+    }
+
+    /// Returns a region's stage, and its index among the regions of the stage.
+    fn in_stage(&self, region: u32) -> (usize, u32) {
+        let stage = self.stage_of(region);
+        (stage, region - self.of_stage(stage).start as u32)
+    }
+}
+
+/// Returns the index of the GPU that has a rank of a stage.
+fn card_of(rank: usize, stage: usize, n_ranks: usize) -> usize {
+    stage * n_ranks + rank
 }
 
 mod shared;

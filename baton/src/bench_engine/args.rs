@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use engine::load::{Activations, Quantize};
 use engine::measure::{Offline, SamplingMode, Workload};
 use engine::{CpuSettings, CudaSettings, Device, LoadFormat, StepLimits};
-use types::KvDtype;
+use types::{KvDtype, StageSplit};
 
 /// The model that is measured if none is named.
 const DEFAULT_MODEL: &str = "bench/shapes/llama-3.1-8b";
@@ -46,6 +46,9 @@ pub(crate) struct EngineArgs {
     /// Number of tensor-parallel ranks: GPUs from the device's number on, or groups of threads.
     #[arg(long, default_value_t = NonZero::<u16>::MIN, value_name = "RANKS")]
     pub(crate) tp: NonZero<u16>,
+    /// Number of pipeline stages, which divide the layers: each has as many GPUs, or groups of threads, as there are ranks.
+    #[arg(long, default_value_t = NonZero::<u16>::MIN, value_name = "STAGES")]
+    pub(crate) stages: NonZero<u16>,
     /// The source of the model's weights.
     #[arg(long, value_enum, default_value_t = WeightSource::Dummy)]
     pub(crate) weights: WeightSource,
@@ -245,6 +248,7 @@ impl EngineArgs {
         CpuSettings {
             load_format: self.load_format(),
             ranks: self.tp,
+            stages: self.stage_split(),
             quantize: self.quantize(),
             activations: self.activations(),
             kv_dtype: self.kv_dtype(),
@@ -256,6 +260,7 @@ impl EngineArgs {
         CudaSettings {
             ordinal: if let Device::Cuda(ordinal) = self.device { ordinal } else { 0 },
             ranks: self.tp,
+            stages: self.stage_split(),
             limits: StepLimits { tokens: self.step_tokens.max(self.request_step_tokens), rows: self.rows },
             load_format: self.load_format(),
             quantize: self.quantize(),
@@ -267,6 +272,10 @@ impl EngineArgs {
             graphs: !self.no_graphs,
             ..CudaSettings::default()
         }
+    }
+
+    fn stage_split(&self) -> StageSplit {
+        StageSplit { n_stages: self.stages, layers: Vec::new() }
     }
 
     /// Returns the named model, or the default one.

@@ -8,7 +8,7 @@ use engine::load::weights::HasFp8;
 use engine::model::ActivationFormat;
 use engine::{Backend, CpuBackend, CpuSettings, CudaBackend, CudaSettings, LoadFormat, StepLimits};
 use serde::{Deserialize, Serialize};
-use types::{KvDtype, TokenId};
+use types::{KvDtype, StageSplit, TokenId};
 
 use super::args::EngineArgs;
 use crate::exit::CommandError;
@@ -87,6 +87,12 @@ fn figures(comparison: &Comparison) -> String {
     )
 }
 
+/// Returns whether the model has a layer for each stage.
+pub(super) fn has_layers(folder: &Path, args: &EngineArgs) -> Result<bool, CommandError> {
+    let config = ModelFolder::open(folder).map_err(CommandError::start)?.config;
+    Ok(config.n_layers >= usize::from(args.stages.get()))
+}
+
 /// Compares a model on the GPU with the CPU, once with CUDA graphs and once with each kernel launched
 /// separately. The CPU's KV is in f32, or in 8 bits if the model's KV is.
 pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<ModelComparison, CommandError> {
@@ -132,7 +138,8 @@ pub(super) fn check_contract(folder: &Path, args: &EngineArgs) {
     engine::conformance::grammar::suite(&open);
 }
 
-/// Compares a deterministic model with itself in other batches, bit by bit.
+/// Compares a deterministic model with itself in other batches, bit by bit. A model with several pipeline stages is compared
+/// with the same model in one stage.
 pub(super) fn check_alike(folder: &Path, args: &EngineArgs) -> Result<ModelComparison, CommandError> {
     let settings = CudaSettings { deterministic: true, ..args.cuda() };
     let (settings, kv_bytes) = match args.deterministic {
@@ -148,11 +155,17 @@ pub(super) fn check_alike(folder: &Path, args: &EngineArgs) -> Result<ModelCompa
             true => ALIKE_PROMPTS.map(|len| any(len, vocab)).to_vec(),
             false => prompts(folder, vocab)?,
         };
-        compare_with_itself(&mut subject, &prompts, N_STEPS).map_err(CommandError::work)
+        if subject.n_stages() == 1 {
+            return compare_with_itself(&mut subject, &prompts, N_STEPS).map_err(CommandError::work);
+        }
+        let settings = CudaSettings { graphs, stages: StageSplit::default(), ..settings.clone() };
+        let mut one = opened(folder, kv_bytes, &settings)?;
+        compare(&mut one, &mut subject, &prompts, N_STEPS, Tolerance::NONE).map_err(CommandError::work)
     };
     let (recorded, launched) = (compared(true)?, compared(false)?);
     let model = folder.display().to_string();
-    Ok(ModelComparison::of(model, "itself, to the last bit", Tolerance::NONE, [recorded, launched]))
+    let with = if args.stages.get() == 1 { "itself, to the last bit" } else { "one stage, to the last bit" };
+    Ok(ModelComparison::of(model, with, Tolerance::NONE, [recorded, launched]))
 }
 
 fn opened(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Result<CudaBackend, CommandError> {

@@ -54,9 +54,10 @@ impl AnyBackend {
         match self {
             Self::Cpu(_) => "cpu".to_owned(),
             Self::Cuda(backend) => {
-                let (card, n_ranks) = (backend.card(), backend.n_ranks());
+                let (card, n_ranks, n_stages) = (backend.card(), backend.n_ranks(), backend.n_stages());
                 let times = if n_ranks > 1 { format!("{n_ranks} × ") } else { String::new() };
-                format!("{times}{} ({})", card.name(), card.arch())
+                let stages = if n_stages > 1 { format!("{n_stages} stages × ") } else { String::new() };
+                format!("{stages}{times}{} ({})", card.name(), card.arch())
             }
         }
     }

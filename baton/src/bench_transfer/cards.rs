@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 use device::HostMemory;
 use device::cuda::{Cache, Card, HostPath, PageCopier, PageCopierSize, RemoteMemory};
 use kv_cache::{KvMemory, OnCard};
-use types::KvLayout;
+use types::{KvLayout, StageLayers};
 
 use crate::bench_transfer::ends::{failed, not_moved};
 use crate::exit::CommandError;
@@ -29,7 +29,8 @@ pub(super) fn memory(side: Side, layout: KvLayout, n_blocks: u32) -> Result<KvMe
             CARDS.get_or_init(|| opened)
         }
     };
-    KvMemory::device(layout, n_blocks, &[&cards[usize::from(side == Side::Far)]]).map_err(failed)
+    KvMemory::device(layout, &StageLayers::one(), n_blocks, &[&cards[usize::from(side == Side::Far)]])
+        .map_err(failed)
 }
 
 fn open(ordinal: usize) -> Result<Card, CommandError> {

@@ -18,8 +18,8 @@ pub enum CudaError {
         "GPU {from} cannot reach GPU {to}'s memory, which several GPUs of one model need (nvidia-smi topo -p2p r)"
     )]
     NotReachable { from: usize, to: usize },
-    #[error("{n_ranks} ranks need one GPU each, from GPU {first} on, but the driver finds {n_cards} GPUs")]
-    TooFewCards { first: usize, n_ranks: usize, n_cards: usize },
+    #[error("{parts} need one GPU each, from GPU {first} on, but the driver finds {n_cards} GPUs")]
+    TooFewCards { parts: String, first: usize, n_cards: usize },
     #[error("one of the GPUs that share the model is lost: {why}")]
     PeerLost { why: String },
     #[error("no NVRTC: libnvrtc.so is not on the loader's path{place} (install CUDA's runtime compiler)")]

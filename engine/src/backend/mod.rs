@@ -131,7 +131,7 @@ pub struct EngineSettings {
     pub limits: StepLimits,
     /// The number of tensor-parallel ranks, which divide the heads: groups of threads, or GPUs.
     pub ranks: NonZero<u16>,
-    /// The pipeline stages, which divide the layers: groups of threads.
+    /// The pipeline stages, which divide the layers: groups of threads, or of GPUs.
     pub stages: StageSplit,
     pub kv: KvRoom,
     /// How a mock's simulated costs pass. Real models ignore it.
@@ -159,17 +159,14 @@ impl EngineSettings {
     pub fn gpus(&self) -> Range<usize> {
         let is_folder = Path::new(&self.model).join("config.json").exists();
         let is_on_gpu = if is_folder { self.device != Device::Cpu } else { self.model.starts_with("cuda:") };
-        let first = self.cuda().ordinal;
-        if is_on_gpu { first..first + usize::from(self.ranks.get()) } else { 0..0 }
+        if is_on_gpu { self.cuda().gpus() } else { 0..0 }
     }
 
     /// Refuses several stages, for backends that have one.
     fn check_one_stage(&self, what: &str) -> Result<(), OpenError> {
         match self.stages.n_stages.get() {
             1 => Ok(()),
-            n => {
-                Err(OpenError::Stages(format!("{n} are set, and {what} has one: only a CPU divides a model")))
-            }
+            n => Err(OpenError::Stages(format!("{n} are set, and {what} has one"))),
         }
     }
 
@@ -178,6 +175,7 @@ impl EngineSettings {
         cuda::CudaSettings {
             ordinal: if let Device::Cuda(ordinal) = self.device { ordinal } else { 0 },
             ranks: self.ranks,
+            stages: self.stages.clone(),
             arch: self.gpu_arch.clone(),
             deterministic: self.deterministic,
             limits: self.limits,

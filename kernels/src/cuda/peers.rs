@@ -284,7 +284,8 @@ fn reach_each_other(cards: &[&ComputeCard]) -> Result<(), CudaError> {
     Ok(())
 }
 
-fn reach(from: &ComputeCard, to: &ComputeCard) -> Result<(), CudaError> {
+/// Lets kernels and copies of one GPU access another GPU's memory directly.
+pub fn reach(from: &ComputeCard, to: &ComputeCard) -> Result<(), CudaError> {
     let not_reachable = CudaError::NotReachable { from: from.ordinal(), to: to.ordinal() };
     from.bind()?;
     let mut can = 0;

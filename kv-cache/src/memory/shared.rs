@@ -50,7 +50,10 @@ impl<'a> RankMemory<'a> {
         let region = self.regions.of_layer(group, layer_pos);
         match self.pages {
             Pages::Host(pages) => pages.file_offset(region, block) as u64,
-            Pages::Device(pages) => pages.offset(region, block),
+            Pages::Device(stages) => {
+                let (stage, region) = self.regions.in_stage(region);
+                stages[stage].offset(region, block)
+            }
         }
     }
 }

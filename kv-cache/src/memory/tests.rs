@@ -163,3 +163,29 @@ fn clones_are_one_memory() {
     assert!(clone.read(GroupIdx(0), 0, 0..2).is_err());
     assert!(clone.read(GroupIdx(0), 0, 0..1).is_ok());
 }
+
+#[test]
+fn a_card_has_the_regions_of_one_rank_of_one_stage() {
+    let by_turns = layout(vec![
+        group(Attention::Full, &[(0, 8), (2, 8), (4, 8)]),
+        group(Attention::SlidingWindow { tokens: 64 }, &[(1, 8), (3, 8)]),
+    ]);
+    for (counts, in_stages) in [
+        (&[5][..], [(0, 0), (0, 1), (0, 2), (0, 0), (0, 1)]),
+        (&[2, 3], [(0, 0), (1, 0), (1, 1), (0, 0), (1, 0)]),
+        (&[1, 3, 1], [(0, 0), (1, 0), (2, 0), (1, 0), (1, 1)]),
+    ] {
+        let n_stages = NonZero::new(counts.len() as u16).expect("some");
+        let split = StageSplit { n_stages, layers: counts.to_vec() };
+        let regions = Regions::of(&by_turns, &split.over(5).expect("they add up"));
+        let layers = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)];
+        let found =
+            layers.map(|(group, layer_pos)| regions.in_stage(regions.of_layer(GroupIdx(group), layer_pos)));
+        assert_eq!(found, in_stages, "{counts:?}");
+        let ends: Vec<usize> = (0..counts.len()).map(|stage| regions.of_stage(stage).end).collect();
+        assert_eq!(ends, regions.stage_ends, "{counts:?}");
+    }
+    let cards: Vec<usize> =
+        (0..3).flat_map(|stage| (0..2).map(move |rank| card_of(rank, stage, 2))).collect();
+    assert_eq!(cards, [0, 1, 2, 3, 4, 5], "all ranks of a stage, then the next stage");
+}

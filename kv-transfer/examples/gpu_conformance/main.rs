@@ -32,7 +32,7 @@ use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::prelude::*;
-use types::KvLayout;
+use types::{KvLayout, StageLayers};
 
 /// The wires that run over GPU memory, each with its frame setting: frames of one page, tall frames, and wires whose KV
 /// goes through slots in host memory.
@@ -73,7 +73,7 @@ pub(crate) fn memory(name: &str, layout: KvLayout, n_blocks: u32) -> KvMemory {
     let n_ranks = usize::from(layout.shard.tp_size);
     let first = if RECEIVERS.contains(&name) { (cards.len() / 2).min(n_ranks) } else { 0 };
     let of_ranks: Vec<&Card> = (first..first + n_ranks).map(|nth| &cards[nth % cards.len()]).collect();
-    KvMemory::device(layout, n_blocks, &of_ranks).expect("the cards have room")
+    KvMemory::device(layout, &StageLayers::one(), n_blocks, &of_ranks).expect("the cards have room")
 }
 
 pub(crate) fn now() -> Instant {

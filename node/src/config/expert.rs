@@ -46,7 +46,7 @@ pub struct ModelExpertSettings {
     /// The input of products with FP8 weights: `full`; `fp8`, rounded to 8 bits, which shortens prompts on Hopper;
     /// `auto` follows the checkpoint. The same on all nodes of a model.
     pub activations: String,
-    /// Pipeline stages on a CPU: groups of threads that share the layers.
+    /// Pipeline stages share the layers: `tp` GPUs each, or groups of threads.
     pub stages: u16,
     /// Layers of each stage, as in `[17, 15]`; empty: even.
     pub stage_layers: Vec<u16>,

@@ -231,7 +231,7 @@ fn started(
 }
 
 /// Logs the layers and the bytes of KV of each stage, if there are several.
-fn log_stages(stages: &StageLayers, memory: &KvMemory) {
+pub(super) fn log_stages(stages: &StageLayers, memory: &KvMemory) {
     if stages.n_stages() > 1 {
         let layers: Vec<Range<u16>> = stages.iter().collect();
         info!(?layers, kv_bytes = ?memory.stage_bytes(), "pipeline stages opened");

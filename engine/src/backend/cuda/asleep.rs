@@ -66,10 +66,9 @@ impl CudaBackend {
         }
     }
 
-    /// Returns the KV memory of each rank.
+    /// Returns the KV memory of each GPU.
     fn on_cards(&self) -> impl Iterator<Item = &DeviceMemory> {
-        let ranks = (0..self.memory.n_ranks()).map(|nth| self.memory.rank(nth).on_card());
-        ranks.flatten().map(|on_card| on_card.memory())
+        self.memory.on_cards().map(|on_card| on_card.memory())
     }
 
     /// Returns the memory of weights and KV on all ranks.
@@ -78,7 +77,8 @@ impl CudaBackend {
         self.helpers.begin(&Order::GiveBack)?;
         let own = self.rank.tools.give_back();
         let others = self.helpers.finish(PREPARE_WITHIN)?;
-        first_refusal(own, others.into_iter().map(|done| done.refused))
+        let others = self.helpers.names().zip(others);
+        first_refusal(own, others.map(|(name, done)| (name, done.refused)))
     }
 
     /// Allocates memory and loads weights, on all ranks or on none.
@@ -89,7 +89,8 @@ impl CudaBackend {
         self.helpers.begin(&Order::Refill(Arc::clone(&self.described)))?;
         let own = self.rank.tools.refill(&self.described);
         let others = self.helpers.finish(LOAD_WITHIN)?;
-        let refilled = first_refusal(own, others.into_iter().map(|done| done.refused));
+        let others = self.helpers.names().zip(others);
+        let refilled = first_refusal(own, others.map(|(name, done)| (name, done.refused)));
         if let Err(refused) = refilled {
             if let Err(error) = self.give_back() {
                 warn!(error = in_full(&error), "GPU memory was not released after a failed wake");
@@ -111,11 +112,14 @@ impl CudaBackend {
     }
 }
 
-/// Returns the first rank's error, or the first error of the other ranks.
-fn first_refusal(own: RankResult, others: impl Iterator<Item = Option<OpenError>>) -> RankResult {
+/// Returns this thread's error, or the first error of the other ranks.
+fn first_refusal<'a>(
+    own: RankResult,
+    mut others: impl Iterator<Item = (&'a str, Option<OpenError>)>,
+) -> RankResult {
     own?;
-    match (1..).zip(others).find_map(|(nth, refused)| refused.map(|refused| (nth, refused))) {
-        Some((nth, refused)) => Err(OpenError::Ranks(format!("rank {nth}: {}", in_full(&refused)))),
+    match others.find_map(|(name, refused)| refused.map(|refused| (name, refused))) {
+        Some((name, refused)) => Err(OpenError::Ranks(format!("{name}: {}", in_full(&refused)))),
         None => Ok(()),
     }
 }

@@ -2,7 +2,7 @@
 //! A decoder on a GPU. There is one plan for all architectures, which differ only in their
 //! [`OptionalTensors`](crate::model::OptionalTensors) and windows.
 
-use device::cuda::{Arena, Buffer};
+use device::cuda::{Arena, Buffer, View};
 use kernels::cuda::{ComputeCard, KvNumber, KvPages, Peers, PrefillSequence, Products};
 use kv_cache::OnCard;
 use types::GroupIdx;
@@ -23,7 +23,7 @@ pub(super) struct Decoder {
     pub(super) epsilon: f32,
     /// Cosine and sine of the rotation, for each position.
     pub(super) turns: Buffer<[f32; 2]>,
-    /// Where each layer's KV is, one entry for each layer.
+    /// Where each layer's KV is, one entry for each layer of the stage.
     pub(super) places: Vec<LayerPlace>,
     pub(super) n_blocks: usize,
     pub(super) kv_number: KvNumber,
@@ -48,6 +48,9 @@ pub(super) struct Pass<'a> {
     /// The other ranks' GPUs; `None` with one rank.
     pub(super) peers: Option<&'a mut Peers>,
     pub(super) space: &'a mut Workspace,
+    /// The tokens of the steps in flight, for the ends of several stages; otherwise those that the step before sampled
+    /// are in the workspace.
+    pub(super) earlier: Option<View<'a, u32>>,
     pub(super) kv: OnCard<'a>,
     pub(super) dims: Dims,
     pub(super) sections: Sections,

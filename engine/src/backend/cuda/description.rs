@@ -14,7 +14,7 @@ use types::{Fingerprint, KvDtype, KvLayout, ModelInfo, StageLayers};
 
 use super::CudaSettings;
 use super::blocks;
-use super::budget::Budget;
+use super::budget::{Budget, KvBytes};
 use super::decoder::{Decoder, LayerPlace};
 use super::fp8::{self, LayerFormats};
 use super::graph_sizes::GraphSizes;
@@ -22,6 +22,7 @@ use super::heads::Heads;
 use super::loader::{Loader, Origin};
 use super::plan::BLOCK_TOKENS;
 use super::share::Share;
+use super::stage::StageShare;
 use super::targets::TARGET_WORDS;
 use super::upload::Upload;
 use super::weights::{CudaWeights, Sizes};
@@ -49,6 +50,7 @@ pub(super) struct ModelDescription {
     pub(super) kv_bytes: usize,
     pub(super) heads: Heads,
     pub(super) layout: KvLayout,
+    pub(super) stages: StageLayers,
     /// Which matrices are in FP8, one entry for each layer.
     pub(super) formats: Vec<LayerFormats>,
     /// The format of the input of products with FP8 matrices.
@@ -94,6 +96,7 @@ impl ModelDescription {
             fp8::check_experts(mixture, settings.quantize, None)?;
         }
         Share::check(config, usize::from(settings.ranks.get()))?;
+        let stages = settings.stages.over(config.n_layers as u16).map_err(LoadError::Stages)?;
         let heads = Heads::of(config.head_dim)?;
         let layout = KvLayout {
             block_tokens: BLOCK_TOKENS as u16,
@@ -103,7 +106,7 @@ impl ModelDescription {
         };
         let layout = layout.over_ranks(settings.ranks.get());
         let layout = layout.map_err(|uneven| LoadError::Ranks(uneven.to_string()))?;
-        let n_blocks = n_blocks(&layout, &StageLayers::one(), kv_bytes)?;
+        let n_blocks = n_blocks(&layout, &stages, kv_bytes)?;
         let tokens_max = KvMemory::longest(&layout, n_blocks, config.context_tokens);
         let formats = match settings.load_format {
             LoadFormat::Safetensors => {
@@ -128,7 +131,18 @@ impl ModelDescription {
         let has_fp8 = HasFp8(is_in_fp8(&formats));
         let activations = settings.activations.resolve(config.activations, has_fp8)?;
         let settings = settings.clone();
-        Ok(Self { heads, layout, formats, activations, n_blocks, tokens_max, settings, folder, kv_bytes })
+        Ok(Self {
+            heads,
+            layout,
+            stages,
+            formats,
+            activations,
+            n_blocks,
+            tokens_max,
+            settings,
+            folder,
+            kv_bytes,
+        })
     }
 
     /// Reads the folder's description again.
@@ -145,6 +159,39 @@ impl ModelDescription {
         words_max(self.settings.limits, self.layout.groups.len(), self.tokens_max)
     }
 
+    /// Returns the share of each GPU: all ranks of the first stage, then those of the next.
+    pub(super) fn shares(&self) -> Vec<(StageShare, Share)> {
+        let n_ranks = usize::from(self.settings.ranks.get());
+        let of_stage = |stage| Share::of_all(n_ranks).map(move |share| (stage, share));
+        StageShare::of_all(&self.stages).flat_map(of_stage).collect()
+    }
+
+    /// Returns the sizes of one GPU's share.
+    pub(super) fn sizes(&self, stage: StageShare, share: Share) -> Result<Sizes, OpenError> {
+        Ok(Sizes { stage, ..Sizes::of(&self.folder.config, self.heads, share)? })
+    }
+
+    /// Returns which matrices are in FP8, for each layer of a stage.
+    fn formats_of(&self, stage: StageShare) -> &[LayerFormats] {
+        &self.formats[stage.layers()]
+    }
+
+    /// Returns the number of numbers of the largest FP8 matrix of a stage.
+    pub(super) fn widened(&self, sizes: Sizes) -> usize {
+        sizes.widened(self.formats_of(sizes.stage))
+    }
+
+    /// Returns the bytes of one block of KV on a GPU of each stage.
+    pub(super) fn block_bytes(&self) -> Vec<usize> {
+        KvMemory::stage_block_bytes(&self.layout, &self.stages)
+    }
+
+    /// Returns the bytes of KV of a GPU of this stage, and of all GPUs.
+    pub(super) fn kv(&self, stage: StageShare) -> KvBytes {
+        let (n_blocks, all) = (self.n_blocks as usize, KvMemory::block_bytes(&self.layout, &self.stages));
+        KvBytes { here: n_blocks * self.block_bytes()[stage.nth], all: n_blocks * all }
+    }
+
     pub(super) fn workspace(&self, card: &ComputeCard, sizes: Sizes) -> WorkspaceShape {
         let limits = self.settings.limits;
         let n_words = self.words_max() + TARGET_WORDS * limits.tokens;
@@ -153,8 +200,8 @@ impl ModelDescription {
         WorkspaceShape::of(card, sizes, limits, self.heads.padded, room)
     }
 
-    /// Returns the GPU memory that the model needs. `kv` is for all ranks together.
-    pub(super) fn budget(&self, sizes: Sizes, shape: &WorkspaceShape, kv: usize) -> Budget {
+    /// Returns the memory that one GPU needs.
+    pub(super) fn budget(&self, sizes: Sizes, shape: &WorkspaceShape, kv: KvBytes) -> Budget {
         let turns = self.heads.turns_bytes(self.tokens_max);
         let rounded = match self.activations {
             ActivationFormat::Fp8 => {
@@ -162,7 +209,7 @@ impl ModelDescription {
             }
             ActivationFormat::Full => 0,
         };
-        Budget::of(sizes, &self.formats, shape.bytes() + turns + rounded, kv)
+        Budget::of(sizes, self.formats_of(sizes.stage), shape.bytes() + turns + rounded, kv)
     }
 
     pub(super) fn graph_sizes(&self) -> Option<GraphSizes> {
@@ -188,7 +235,7 @@ impl ModelDescription {
             heads,
             epsilon: config.norm_epsilon,
             turns: card.upload(&self.turns())?,
-            places: places(&self.layout),
+            places: places(&self.layout)[sizes.stage.layers()].to_vec(),
             n_blocks: self.n_blocks as usize,
             kv_number: self.kv_number(),
             chunk_tokens: self.settings.chunk_tokens(),
@@ -225,9 +272,13 @@ impl ModelDescription {
             LoadFormat::Dummy { seed } => Origin::Card { seed },
         };
         let heads = self.heads;
-        let bytes = sizes.bytes(&self.formats);
-        // All ranks load at the same time, so only the first one reports progress.
-        let meter = if sizes.share.is_first() { Meter::new(bytes) } else { Meter::silent(bytes) };
+        let bytes = sizes.bytes(self.formats_of(sizes.stage));
+        // All ranks load at the same time, so only one reports progress.
+        let meter = if sizes.share.is_first() && sizes.stage.is_last() {
+            Meter::new(bytes)
+        } else {
+            Meter::silent(bytes)
+        };
         let upload = Upload::new(card, &host, meter)?;
         Loader { origin, config, heads, sizes, formats: &self.formats, arena, upload }.load()
     }
@@ -297,7 +348,7 @@ fn words_max(limits: StepLimits, n_groups: usize, tokens_max: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use kernels::cpu::RopeAngles;
-    use types::GroupIdx;
+    use types::{GroupIdx, StageSplit};
 
     use super::super::plan::Dims;
     use super::*;
@@ -361,6 +412,47 @@ mod tests {
                 assert!((cos.hypot(sin) - factor).abs() < 1e-6, "{model}: {cos} {sin}");
             }
         }
+    }
+
+    #[test]
+    fn stages_that_cannot_share_the_layers_are_refused_before_a_gpu_is_opened() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models/llama");
+        for (n_stages, layers, expected) in [
+            (3, vec![], "pipeline stages: 3 stages for 2 layers: every stage needs a layer"),
+            (2, vec![2, 1], "pipeline stages: stage_layers adds up to 3 layers, and the model has 2"),
+            (2, vec![2], "pipeline stages: stage_layers has 1 numbers for 2 stages"),
+        ] {
+            let stages = StageSplit { n_stages: NonZero::new(n_stages).expect("some"), layers };
+            let settings = CudaSettings { stages, ..CudaSettings::default() };
+            let opened = ModelDescription::of(&folder, 1 << 24, &settings);
+            assert_eq!(opened.expect_err(expected).to_string(), expected);
+        }
+    }
+
+    #[test]
+    fn gpus_are_in_the_order_of_stages_and_have_the_kv_of_their_layers() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models/llama");
+        let two = NonZero::new(2).expect("two");
+        let stages = StageSplit { n_stages: two, layers: Vec::new() };
+        for (ranks, stages) in [(NonZero::<u16>::MIN, StageSplit::default()), (two, stages)] {
+            let (n_ranks, n_stages) = (usize::from(ranks.get()), usize::from(stages.n_stages.get()));
+            let settings = CudaSettings { ranks, stages, ..CudaSettings::default() };
+            let described = ModelDescription::of(&folder, 1 << 24, &settings).expect("it opens");
+            let shares = described.shares();
+            let order: Vec<_> = shares.iter().map(|(stage, share)| (stage.nth, share.nth)).collect();
+            let expected: Vec<_> =
+                (0..n_stages).flat_map(|stage| (0..n_ranks).map(move |rank| (stage, rank))).collect();
+            assert_eq!(order, expected);
+            let kv: Vec<KvBytes> = shares.iter().map(|(stage, _)| described.kv(*stage)).collect();
+            assert!(kv.iter().all(|kv| kv.all <= 1 << 24 && kv.here * kv_parts(&shares) == kv.all), "{kv:?}");
+            let layers: usize = shares.iter().map(|(stage, _)| stage.layers().len()).sum();
+            assert_eq!(layers, 2 * n_ranks, "each layer is on all ranks of one stage");
+        }
+    }
+
+    /// Returns the number of equal parts of KV: every GPU has as many layers as every other one.
+    fn kv_parts(shares: &[(StageShare, Share)]) -> usize {
+        shares.len()
     }
 
     #[test]

@@ -14,14 +14,20 @@ use super::weights::Sizes;
 use super::workspace::Workspace;
 
 impl Decoder {
-    /// Runs a step, from its words to its sampled tokens. Calls `written` after each layer's KV writes are
-    /// launched.
+    /// Runs a step on one stage: from its words, or the rows of the stage before, to its rows or sampled tokens. Calls
+    /// `written` after each layer's KV writes are launched.
     pub(super) fn forward(
         &self,
         pass: &mut Pass<'_>,
         mut written: impl FnMut(usize) -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
-        self.embed(pass)?;
+        let stage = self.sizes.stage;
+        if stage.is_first() || stage.is_last() {
+            self.feed(pass)?;
+        }
+        if stage.is_first() {
+            self.embed(pass)?;
+        }
         let mut normed = NormState::Whole;
         for (nth, layer) in self.weights.layers.iter().enumerate() {
             let place = self.places[nth];
@@ -33,20 +39,28 @@ impl Decoder {
             self.gate(pass, layer, normed)?;
             normed = self.add_feed_forward(pass, layer, self.weights.layers.get(nth + 1))?;
         }
+        if !stage.is_last() {
+            return Ok(());
+        }
         self.tell_targets(pass)?;
         self.draw(pass)
+    }
+
+    /// Finds the step's input tokens. The first stage embeds them, and the last one samples with them.
+    fn feed(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
+        let Workspace { tokens, words, drawn, .. } = &mut *pass.space;
+        pass.card.feed_tokens(FeedTokens {
+            tokens: tokens.view_mut().slice(0..pass.dims.n_tokens),
+            known: words.slice(pass.sections.known.clone()),
+            from: words.slice(pass.sections.from.clone()),
+            drawn: pass.earlier.unwrap_or_else(|| drawn.view()),
+        })
     }
 
     /// Embeds the tokens and applies the first layer's norm.
     fn embed(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
         let (n, hidden) = (pass.dims.n_tokens, self.sizes.hidden);
-        let Workspace { tokens, words, drawn, residual, normed, .. } = &mut *pass.space;
-        pass.card.feed_tokens(FeedTokens {
-            tokens: tokens.view_mut().slice(0..n),
-            known: words.slice(pass.sections.known.clone()),
-            from: words.slice(pass.sections.from.clone()),
-            drawn: drawn.view(),
-        })?;
+        let Workspace { tokens, residual, normed, .. } = &mut *pass.space;
         let rows = residual.view_mut().slice(0..n * hidden);
         pass.card.embedding(rows, self.weights.embedding(), tokens.slice(0..n))?;
         let first = self.weights.layers.first().map_or(&self.weights.norm, |layer| &layer.attention_norm);

@@ -1,6 +1,5 @@
 //! A launched step and its results: a token or an error for each row.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use device::cuda::{CudaError, Event, PinnedNumbers, View};
@@ -12,6 +11,7 @@ use types::step::PromptLogprob;
 
 use super::draws::{self, SampledBy};
 use super::masks::PendingMasks;
+use super::previous::PreviousTokens;
 use super::targets::TargetReadback;
 use super::workspace::PATIENCE;
 use crate::error::RowError;
@@ -49,8 +49,12 @@ pub(super) struct Readback {
 pub(super) struct Source<'a> {
     pub(super) card: &'a ComputeCard,
     pub(super) logits: View<'a, f32>,
-    pub(super) lost: Option<&'a LostFlag>,
+    pub(super) lost: &'a LostFlags,
 }
+
+/// The flags of the stages whose ranks wait for each other; none with one rank.
+#[derive(Clone, Debug)]
+pub(super) struct LostFlags(pub(super) Arc<[LostFlag]>);
 
 #[derive(Debug)]
 pub(super) enum Phase {
@@ -117,7 +121,7 @@ impl LaunchedStep {
     }
 
     /// Writes the step's masks, if they are not written yet. `previous` holds the tokens of the previous step.
-    pub(super) fn write_masks(&mut self, sampler: &HostSampler, previous: &HashMap<SlotId, TokenId>) {
+    pub(super) fn write_masks(&mut self, sampler: &HostSampler, previous: &PreviousTokens) {
         let Some(masks) = self.masks.take() else { return };
         for (nth, error) in masks.write(&sampler.processor, previous) {
             self.rows[nth].place = Err(error);
@@ -130,26 +134,24 @@ impl LaunchedStep {
         row.place.clone().ok().flatten()
     }
 
-    /// Waits for the GPU and samples the host's rows. Replaces the previous step's tokens in `previous` by
-    /// this step's.
+    /// Waits for the GPUs and samples the host's rows. Adds this step's tokens to `previous`.
     pub(super) fn finish(
         &mut self,
         source: &Source<'_>,
         sampler: &HostSampler,
-        previous: &mut HashMap<SlotId, TokenId>,
+        previous: &mut PreviousTokens,
     ) {
         if self.is_done() {
             return;
         }
         let rows = self.outcomes(source, sampler, previous);
-        previous.clear();
-        if let Ok(output) = &rows {
-            for (row, outcome) in self.rows.iter().zip(&output.rows) {
-                if let Ok(Some(sampled)) = outcome {
-                    previous.insert(row.slot, sampled.token);
-                }
-            }
-        }
+        let outcomes = rows.iter().flat_map(|output| &output.rows);
+        let sampled = self.rows.iter().zip(outcomes).filter_map(|(row, outcome)| match outcome {
+            Ok(Some(sampled)) => Some((row.slot, Some(sampled.token))),
+            Ok(None) => None,
+            Err(_) => Some((row.slot, None)),
+        });
+        previous.note(self.number, sampled);
         self.phase = Phase::Done(rows);
     }
 
@@ -157,7 +159,7 @@ impl LaunchedStep {
         &mut self,
         source: &Source<'_>,
         sampler: &HostSampler,
-        previous: &HashMap<SlotId, TokenId>,
+        previous: &PreviousTokens,
     ) -> Result<StepOutput, CudaError> {
         let Readback { drawn, outcomes, targets, end, others } = &mut self.readback;
         end.wait()?;
@@ -216,10 +218,18 @@ fn take_prompt_logprobs<T>(
 impl Source<'_> {
     /// Rejects the results if a rank was lost before they were computed.
     fn check(&self) -> Result<(), CudaError> {
-        match self.lost {
-            Some(lost) if lost.is_raised() => Err(peer_lost()),
-            _ => Ok(()),
-        }
+        if self.lost.is_raised() { Err(peer_lost()) } else { Ok(()) }
+    }
+}
+
+impl LostFlags {
+    pub(super) fn is_raised(&self) -> bool {
+        self.0.iter().any(LostFlag::is_raised)
+    }
+
+    /// Tells all GPUs that one is lost, so that they stop waiting.
+    pub(super) fn raise(&self) {
+        self.0.iter().for_each(LostFlag::raise);
     }
 }
 
@@ -248,7 +258,7 @@ impl HostDraw {
         slot: SlotId,
         sampler: &HostSampler,
         logits: &mut [f32],
-        previous: &HashMap<SlotId, TokenId>,
+        previous: &PreviousTokens,
     ) -> Result<SampledToken, RowError> {
         if self.follows_previous {
             let token = previous.get(&slot).ok_or(RowError::NoTokenInFlight)?;

@@ -72,15 +72,23 @@ enum ShardRange {
 impl Loader<'_> {
     pub(super) fn load(mut self) -> Result<CudaWeights, OpenError> {
         let sizes = self.sizes;
-        let layers = 0..self.config.n_layers;
-        let embed = self.vocabulary("model.embed_tokens.weight", sizes.embed_rows(), 0..sizes.vocab)?;
+        let embed = match sizes.has_embedding() {
+            true => Some(self.vocabulary("model.embed_tokens.weight", sizes.embed_rows(), 0..sizes.vocab)?),
+            false => None,
+        };
+        let layers = sizes.stage.layers();
         let layers = layers
             .map(|nth| self.layer(&format!("model.layers.{nth}"), self.formats[nth]))
             .collect::<Result<_, _>>()?;
-        let norm = self.vector("model.norm.weight", sizes.hidden)?;
-        let head = match self.config.tied {
-            true => None,
-            false => {
+        let norm = match sizes.stage.next_layer() {
+            Some(next) => {
+                self.vector(&format!("model.layers.{next}.input_layernorm.weight"), sizes.hidden)?
+            }
+            None => self.vector("model.norm.weight", sizes.hidden)?,
+        };
+        let head = match sizes.has_head() {
+            false => None,
+            true => {
                 Some(self.vocabulary("lm_head.weight", sizes.head_rows, sizes.share.range(sizes.vocab))?)
             }
         };

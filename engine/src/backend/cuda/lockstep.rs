@@ -1,5 +1,4 @@
-//! Ranks on their own threads. They execute the same orders as the first rank, which runs on the caller's
-//! thread.
+//! Ranks on their own threads. They execute the same orders as the rank that runs on the caller's thread.
 //!
 //! Each order is answered before the next one is sent, so no rank is more than one order ahead. If a rank
 //! ends, fails or does not answer in time, the model is lost: the caller gets the cause, and no further order
@@ -14,6 +13,8 @@ use std::time::Duration;
 use device::cuda::CudaError;
 use tracing::error;
 
+/// The time limit for a rank to launch a step.
+pub(super) const LAUNCH_WITHIN: Duration = Duration::from_secs(30);
 /// The time limit for a rank to end. A rank that takes longer is abandoned, and its resources are leaked.
 const END_WITHIN: Duration = Duration::from_secs(30);
 
@@ -25,7 +26,7 @@ pub(super) trait Performer: Send + Sized + 'static {
     fn perform(&mut self, order: Self::Order) -> Result<Self::Answer, CudaError>;
 }
 
-/// All ranks but the first.
+/// All ranks but the one on the caller's thread.
 pub(super) struct Helpers<P: Performer> {
     helpers: Vec<Helper<P>>,
     /// Set after a rank was lost: then no further order is sent.
@@ -34,6 +35,8 @@ pub(super) struct Helpers<P: Performer> {
 
 /// The handle of one rank's thread.
 struct Helper<P: Performer> {
+    /// The name of the rank, for errors.
+    name: String,
     /// The queue of orders; `None` after the thread was told to end.
     orders: Option<SyncSender<P::Order>>,
     answers: Receiver<Result<P::Answer, CudaError>>,
@@ -53,27 +56,28 @@ impl<P: Performer> Helpers<P> {
     /// Starts the thread of the next rank, which first opens the rank.
     pub(super) fn start<E: Send + 'static>(
         &mut self,
+        name: String,
         open: impl FnOnce() -> Result<P, E> + Send + 'static,
     ) -> io::Result<RankOpenResult<E>> {
-        let nth = self.helpers.len() + 1;
         let (orders, orders_in) = sync_channel(1);
         let (answers_out, answers) = sync_channel(1);
         let (opened_out, opened) = sync_channel(1);
+        let of_thread = name.clone();
         let run = move || {
             let mut performer = match open() {
                 Ok(performer) => performer,
                 Err(error) => {
                     let _ = opened_out.send(Err(error));
                     // A rank that failed to open gets no orders, so this is a bug.
-                    panic!("rank {nth} was not opened");
+                    panic!("{of_thread} was not opened");
                 }
             };
             let _ = opened_out.send(Ok(()));
             run(&mut performer, &orders_in, &answers_out);
             performer
         };
-        let thread = thread::Builder::new().name(format!("rank-{nth}")).spawn(run)?;
-        self.helpers.push(Helper { orders: Some(orders), answers, thread: Some(thread) });
+        let thread = thread::Builder::new().name(name.replace(' ', "-")).spawn(run)?;
+        self.helpers.push(Helper { name, orders: Some(orders), answers, thread: Some(thread) });
         Ok(opened)
     }
 
@@ -81,18 +85,24 @@ impl<P: Performer> Helpers<P> {
         !self.helpers.is_empty()
     }
 
+    /// Returns the names of the ranks, in the order of their answers.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.helpers.iter().map(|helper| helper.name.as_str())
+    }
+
     /// Sends an order to all ranks and does not wait.
     pub(super) fn begin(&mut self, order: &P::Order) -> Result<(), CudaError> {
         if self.is_over {
             return Err(lost("it was lost earlier".to_owned()));
         }
-        for (nth, helper) in self.helpers.iter().zip(1..).map(|(helper, nth)| (nth, helper)) {
+        for helper in &self.helpers {
+            let name = &helper.name;
             let orders = helper.orders.as_ref().expect("the orders of a helper are open until the drop");
             if let Err(refused) = orders.try_send(order.clone()) {
                 self.is_over = true;
                 return Err(lost(match refused {
-                    TrySendError::Full(_) => format!("rank {nth} has not finished the previous order"),
-                    TrySendError::Disconnected(_) => format!("rank {nth} has ended"),
+                    TrySendError::Full(_) => format!("{name} has not finished the previous order"),
+                    TrySendError::Disconnected(_) => format!("{name} has ended"),
                 }));
             }
         }
@@ -102,17 +112,18 @@ impl<P: Performer> Helpers<P> {
     /// Waits for the answers of all ranks to the last order.
     pub(super) fn finish(&mut self, within: Duration) -> Result<Vec<P::Answer>, CudaError> {
         let mut answers = Vec::with_capacity(self.helpers.len());
-        for (nth, helper) in (1..).zip(&self.helpers) {
+        for helper in &self.helpers {
+            let name = &helper.name;
             let why = match helper.answers.recv_timeout(within) {
                 Ok(Ok(answer)) => {
                     answers.push(answer);
                     continue;
                 }
-                Ok(Err(error)) => format!("rank {nth}: {}", types::in_full(&error)),
+                Ok(Err(error)) => format!("{name}: {}", types::in_full(&error)),
                 Err(RecvTimeoutError::Timeout) => {
-                    format!("rank {nth} did not answer within {} s", within.as_secs_f64())
+                    format!("{name} did not answer within {} s", within.as_secs_f64())
                 }
-                Err(RecvTimeoutError::Disconnected) => format!("rank {nth} has ended"),
+                Err(RecvTimeoutError::Disconnected) => format!("{name} has ended"),
             };
             self.is_over = true;
             return Err(lost(why));
@@ -123,19 +134,19 @@ impl<P: Performer> Helpers<P> {
     /// Ends all ranks. Returns the performers of those that end in time.
     pub(super) fn end(&mut self) -> Vec<P> {
         self.helpers.iter_mut().for_each(|helper| helper.orders = None);
-        self.helpers.drain(..).zip(1..).filter_map(|(helper, nth)| helper.end(nth)).collect()
+        self.helpers.drain(..).filter_map(Helper::end).collect()
     }
 }
 
 impl<P: Performer> Helper<P> {
-    fn end(mut self, nth: usize) -> Option<P> {
+    fn end(mut self) -> Option<P> {
         loop {
             // Answers to orders that were not waited for come first, and are dropped.
             match self.answers.recv_timeout(END_WITHIN) {
                 Ok(_) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {
-                    error!(rank = nth, "thread of a GPU rank did not end in time and is abandoned");
+                    error!(rank = self.name, "thread of a GPU rank did not end in time and is abandoned");
                     return None;
                 }
             }
@@ -219,7 +230,7 @@ mod tests {
         for nth in [1, 2] {
             let door = Arc::clone(&door);
             let open = move || Ok::<_, CudaError>(FakeRank { nth, orders: vec![], door });
-            let opened = helpers.start(open).expect("a thread");
+            let opened = helpers.start(format!("rank {nth}"), open).expect("a thread");
             opened.recv_timeout(SOON).expect("it answers").expect("it opens");
         }
         (helpers, door)
@@ -273,7 +284,7 @@ mod tests {
     #[test]
     fn a_rank_that_cannot_be_opened_says_why() {
         let mut helpers = Helpers::<FakeRank>::none();
-        let opened = helpers.start(|| Err(CudaError::NoNccl)).expect("a thread");
+        let opened = helpers.start("rank 1".to_owned(), || Err(CudaError::NoNccl)).expect("a thread");
         let refused = opened.recv_timeout(SOON).expect("it answers").expect_err("it cannot");
         assert!(matches!(refused, CudaError::NoNccl));
         assert!(helpers.end().is_empty());

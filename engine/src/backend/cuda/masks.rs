@@ -2,15 +2,14 @@
 //! The masks of a step's rows that follow a grammar. They are computed after the step is launched, while the GPUs compute
 //! it, because they depend on the tokens of the previous step.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use kernels::cpu::Processor;
 use kernels::cuda::{StepMasks, TokenMasks};
 use tokio::time::Instant;
-use types::TokenId;
 
 use super::draws::SampledBy;
+use super::previous::PreviousTokens;
 use crate::error::RowError;
 use crate::sampler::Constrained;
 use crate::step::{Row, RowInput, SlotId};
@@ -74,7 +73,7 @@ impl PendingMasks {
     pub(super) fn write(
         mut self,
         processor: &Processor,
-        previous: &HashMap<SlotId, TokenId>,
+        previous: &PreviousTokens,
     ) -> Vec<(usize, RowError)> {
         let Self { masks, rows, launched } = &mut self;
         processor.pool().run_on(rows, 1, |nth, rows| {
@@ -92,12 +91,7 @@ impl PendingMasks {
 }
 
 impl MaskedRow {
-    fn write(
-        &mut self,
-        masks: &StepMasks,
-        nth: usize,
-        previous: &HashMap<SlotId, TokenId>,
-    ) -> Result<(), RowError> {
+    fn write(&mut self, masks: &StepMasks, nth: usize, previous: &PreviousTokens) -> Result<(), RowError> {
         if self.follows_previous {
             self.constrained.remember(*previous.get(&self.slot).ok_or(RowError::NoTokenInFlight)?);
         }

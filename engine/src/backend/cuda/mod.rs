@@ -4,8 +4,9 @@
 //! Suggested reading order: settings ([`settings`]), opening (`description`, `opening`), GPU memory (`heads`,
 //! `share`, `weights`, `loader`, `fp8`, `upload`, `budget`, `workspace`), the description of a step (`plan`),
 //! its execution (`tools`, `decoder`, `forward`, `layer`, `attention`), recorded steps (`graph_sizes`,
-//! `recorded`), sampling (`draws`, `masks`, `targets`), several GPUs (`rank`, `lockstep`), results of a step (`launched_step`,
-//! `watch`), sleep (`asleep`), measurements (`timing`, `tuning`, `limits`, `profile`).
+//! `recorded`), sampling (`draws`, `masks`, `targets`), several GPUs (`rank`, `lockstep`), pipeline stages (`stage`, `links`,
+//! `previous`), results of a step (`launched_step`, `watch`), sleep (`asleep`), measurements (`timing`, `tuning`,
+//! `limits`, `profile`).
 //!
 //! Sums in bf16 depend on the number of rows that are multiplied together. So a row's numbers differ in their
 //! last bits from one batch to another. `docs/specification.md` bounds the difference and says what is
@@ -27,16 +28,19 @@ mod heads;
 mod graph_sizes;
 mod layer;
 mod limits;
+mod links;
 mod loader;
 mod lockstep;
 mod masks;
 mod opening;
 mod plan;
+mod previous;
 mod profile;
 mod rank;
 mod recorded;
 pub mod settings;
 mod share;
+mod stage;
 mod targets;
 mod timing;
 mod tools;
@@ -46,36 +50,39 @@ mod watch;
 mod weights;
 mod workspace;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use device::cuda::{Card, CudaError, PinnedNumbers};
-use kernels::cuda::{ComputeCard, LostFlag, Outcome, TOP_MAX, TokenMasks};
+use device::cuda::{CudaError, PinnedNumbers};
+use kernels::cuda::{ComputeCard, Outcome, TOP_MAX, TokenMasks};
 use kv_cache::{FenceSignal, KvMemory};
 use serde::Serialize;
 use tracing::{Level, enabled};
-use types::{ModelInfo, TokenId, in_full};
+use types::{ModelInfo, in_full};
 
 pub use limits::{CudaLimits, ProductRate};
 pub use profile::DecodeProfile;
 pub use settings::CudaSettings;
 
-use super::{Asleep, Backend, Device, EngineSettings, STEPS_IN_FLIGHT_MAX, SleepFailed, StepLimits};
+use super::{Asleep, Backend, EngineSettings, SleepFailed, StepLimits};
 use crate::error::{BackendError, OpenError, RowError};
 use crate::step::{PendingStep, Row, SlotId, StepBatch, StepOutput};
 use asleep::CudaAsleep;
 use description::ModelDescription;
 use draws::{Draws, SampledBy};
-use launched_step::{HostSampler, LaunchedStep, Phase, Readback};
-use lockstep::Helpers;
+use launched_step::{HostSampler, LaunchedStep, LostFlags, Phase, Readback};
+use links::{StepPlaces, TokenRing};
+use lockstep::{Helpers, LAUNCH_WITHIN};
 use masks::PendingMasks;
 use plan::{Bounds, Dims, InputToken, Plan};
-use rank::{LAUNCH_WITHIN, Order, OrderResult, Rank, Step};
+use previous::PreviousTokens;
+use rank::{Order, OrderResult, Rank, Step};
 use targets::{TargetReadback, Targets};
 use watch::{Watch, WatchedStep};
 
-/// A model on one GPU, or divided over several GPUs. The first rank works on the caller's thread.
+/// A model on one GPU, or divided over several GPUs. The first rank of the last stage works on the caller's thread, because
+/// the host reads its results.
 // Fields are dropped in this order: values that use the memory before the memory.
 #[derive(Debug)]
 pub struct CudaBackend {
@@ -83,13 +90,14 @@ pub struct CudaBackend {
     limits: StepLimits,
     watch: Watch,
     flights: VecDeque<LaunchedStep>,
-    /// The sampled tokens of the step that finished last, by slot.
-    previous: HashMap<SlotId, TokenId>,
+    previous: PreviousTokens,
+    steps_in_flight_max: usize,
+    ring: TokenRing,
     n_launched: u64,
     sampler: HostSampler,
     spare_readbacks: SpareReadbacks,
     helpers: Helpers<Rank>,
-    lost: Option<LostFlag>,
+    lost: LostFlags,
     rank: Rank,
     masks: Arc<TokenMasks>,
     memory: KvMemory,
@@ -118,16 +126,11 @@ struct SpareReadbacks {
 /// Returns the GPU's constructor in the table of backends. `name` is a model's folder.
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
     let folder = name.unwrap_or_default();
-    if engine.device == Device::Auto {
-        // Without a GPU the CPU computes, which may have several stages.
-        Card::count()?;
-    }
-    engine.check_one_stage("a GPU node")?;
     Ok(Box::new(CudaBackend::open(Path::new(folder), engine.kv, &engine.cuda())?))
 }
 
 impl CudaBackend {
-    /// Returns the bytes of all weight matrices on one GPU, which every decode step reads.
+    /// Returns the bytes of all weight matrices on the GPU with the most, which reads them in every decode step.
     pub fn weight_bytes(&self) -> usize {
         self.loaded.bytes
     }
@@ -137,7 +140,7 @@ impl CudaBackend {
         self.loaded
     }
 
-    /// Returns the first GPU, for measurements.
+    /// Returns the GPU that samples, for measurements.
     pub fn card(&self) -> &ComputeCard {
         &self.rank.tools.card
     }
@@ -147,6 +150,11 @@ impl CudaBackend {
         self.memory.n_ranks()
     }
 
+    /// Returns the number of pipeline stages, each with as many GPUs as there are ranks.
+    pub fn n_stages(&self) -> usize {
+        self.memory.n_stages()
+    }
+
     /// Returns the number of steps recorded as graphs at the start, and of those recorded later.
     pub fn n_recorded(&self) -> (usize, usize) {
         self.rank.recorded.counts()
@@ -154,24 +162,36 @@ impl CudaBackend {
 
     /// Returns where the next step finds a slot's last token.
     fn previous_of(&self, slot: SlotId) -> Result<InputToken, RowError> {
-        match self.flights.back() {
-            Some(launched_step) if !launched_step.is_done() => {
-                launched_step.place_of(slot).map(InputToken::Drawn).ok_or(RowError::NoTokenInFlight)
-            }
-            _ => self
-                .previous
-                .get(&slot)
-                .map(|token| InputToken::Token(token.0))
-                .ok_or(RowError::NoTokenInFlight),
-        }
+        let drawn = |step: &LaunchedStep| {
+            step.place_of(slot).map(|nth| (step.is_done(), self.ring.index(step.number, nth)))
+        };
+        let token = || self.previous.get(&slot).map(|token| InputToken::Token(token.0));
+        let found = match self.flights.iter().rev().find_map(drawn) {
+            Some((false, index)) => Some(InputToken::Drawn(index)),
+            Some((true, _)) => token(),
+            // Without a running step, the tokens of the last step are known.
+            None if self.flights.iter().all(LaunchedStep::is_done) => token(),
+            None => None,
+        };
+        found.ok_or(RowError::NoTokenInFlight)
+    }
+
+    /// Returns whether a step's masks can be written at its launch. Masks are written in the order of steps, so those of the
+    /// last step must be written, and its tokens known if they are needed. Otherwise the masks are written when the step
+    /// before is collected.
+    fn can_write_masks(&self, launched_step: &LaunchedStep) -> bool {
+        let n_running = self.flights.iter().filter(|launched_step| !launched_step.is_done()).count();
+        n_running == 0 || (n_running == 1 && !launched_step.needs_previous())
     }
 
     /// Finishes the steps with rows that the host samples, because the next step overwrites their logits.
     fn finish_what_needs_the_host(&mut self) {
         let Self { rank, lost, sampler, previous, flights, .. } = self;
         if flights.iter().any(|launched_step| !launched_step.is_done() && launched_step.needs_host()) {
-            let source = rank.tools.source(lost.as_ref());
+            let source = rank.tools.source(lost);
             for launched_step in flights.iter_mut() {
+                // The steps before are finished, so the tokens that the masks depend on are known.
+                launched_step.write_masks(sampler, previous);
                 launched_step.finish(&source, sampler, previous);
             }
         }
@@ -201,7 +221,15 @@ impl CudaBackend {
         }
         let pending = PendingMasks::of(rows, &sampled_by, &self.masks, self.n_launched);
         let masks = pending.as_ref().map(|pending| pending.masks().clone());
-        let step = Step { dims: plan.dims, graph_size, sequences: plan.sequences(), draws, masks, words };
+        let places = match self.n_stages() {
+            1 => StepPlaces::default(),
+            _ => StepPlaces {
+                here: self.ring.place(self.n_launched),
+                earlier: self.ring.places_of(plan.drawn_indices()),
+            },
+        };
+        let (dims, sequences) = (plan.dims, plan.sequences());
+        let step = Step { dims, graph_size, sequences, draws, masks, words, places };
         let step = Arc::new(step);
         let all = self.launch_on_all(&step, plan)?;
         let outcomes = self.outcomes(&step.draws, &sampled_by)?;
@@ -223,6 +251,9 @@ impl CudaBackend {
         }
         if written.iter().all(|of_rank| !of_rank.is_empty()) {
             let lost = self.lost.clone();
+            let mut ranks = written.into_iter();
+            let stage = |_| ranks.by_ref().take(self.memory.n_ranks().into()).collect();
+            let written = (0..self.n_stages()).map(stage).collect();
             self.watch.watch(WatchedStep { began, written, lost, signal: Arc::clone(&signal) });
         }
         let places = std::mem::take(&mut plan.places);
@@ -230,12 +261,14 @@ impl CudaBackend {
         Ok(LaunchedStep::new(self.n_launched, rows, places, &sampled_by, pending, readback, signal))
     }
 
-    /// Launches a step on all ranks' GPUs at the same time. Returns the ranks' results, this rank's first.
+    /// Launches a step on all GPUs at the same time. Returns their results: those of all ranks of the first stage, then those
+    /// of the next.
     fn launch_on_all(&mut self, step: &Arc<Step>, plan: &Plan<'_>) -> Result<Vec<OrderResult>, CudaError> {
         self.helpers.begin(&Order::Step(Arc::clone(step)))?;
-        let written = self.rank.launch(step, |words| plan.write(words))?;
-        let mut all = vec![OrderResult { written, ..OrderResult::default() }];
-        all.extend(self.helpers.finish(LAUNCH_WITHIN)?);
+        let written = self.rank.launch(step, |words| plan.write(words));
+        // A stage fails late if the stage before it has failed, so the others' errors come first.
+        let (mut all, written) = (self.helpers.finish(LAUNCH_WITHIN)?, written?);
+        all.insert(self.described.nth_of_sampler(), OrderResult { written, ..OrderResult::default() });
         Ok(all)
     }
 
@@ -271,19 +304,15 @@ impl CudaBackend {
     }
 
     /// Returns the error of a failed launch. An invalid step fails alone; after any other error the GPU
-    /// accepts no more work. With several ranks, others may have started what this one could not, so the
+    /// accepts no more work. With several GPUs, others may have started what this one could not, so the
     /// device is lost.
     fn launch_failed(&self, error: &CudaError) -> BackendError {
-        match (&self.lost, error) {
-            (None, CudaError::Argument { .. } | CudaError::NoProduct { .. }) => {
-                BackendError::Launch(in_full(error))
-            }
-            (None, _) => BackendError::DeviceLost(in_full(error)),
-            (Some(lost), _) => {
-                lost.raise();
-                BackendError::DeviceLost(in_full(error))
-            }
+        let is_of_the_step = matches!(error, CudaError::Argument { .. } | CudaError::NoProduct { .. });
+        if is_of_the_step && !self.helpers.are_there() {
+            return BackendError::Launch(in_full(error));
         }
+        self.lost.raise();
+        BackendError::DeviceLost(in_full(error))
     }
 
     fn check_size(&self, dims: Dims) -> Result<(), BackendError> {
@@ -318,10 +347,13 @@ impl Backend for CudaBackend {
     }
 
     fn launch(&mut self, batch: StepBatch<'_>) -> Result<PendingStep, BackendError> {
-        if self.flights.len() == STEPS_IN_FLIGHT_MAX {
-            return Err(BackendError::Order(format!("{STEPS_IN_FLIGHT_MAX} steps are in flight already")));
+        if self.flights.len() == self.steps_in_flight_max {
+            return Err(BackendError::Order(format!(
+                "{} steps are in flight already",
+                self.steps_in_flight_max
+            )));
         }
-        if self.lost.as_ref().is_some_and(LostFlag::is_raised) {
+        if self.lost.is_raised() {
             return Err(BackendError::DeviceLost(in_full(&launched_step::peer_lost())));
         }
         self.finish_what_needs_the_host();
@@ -335,7 +367,7 @@ impl Backend for CudaBackend {
         let (signal, fence) = FenceSignal::new();
         let launched_step = self.start(&mut plan, batch.rows, signal);
         let mut launched_step = launched_step.map_err(|error| self.launch_failed(&error))?;
-        if self.flights.back().is_none_or(LaunchedStep::is_done) || !launched_step.needs_previous() {
+        if self.can_write_masks(&launched_step) {
             launched_step.write_masks(&self.sampler, &self.previous);
         }
         let number = launched_step.number;
@@ -356,7 +388,7 @@ impl Backend for CudaBackend {
             Some(_) => {}
         }
         let mut launched_step = self.flights.pop_front().expect("the oldest step was found above");
-        let source = self.rank.tools.source(self.lost.as_ref());
+        let source = self.rank.tools.source(&self.lost);
         launched_step.finish(&source, &self.sampler, &mut self.previous);
         if let Some(next) = self.flights.front_mut() {
             next.write_masks(&self.sampler, &self.previous);
@@ -364,7 +396,7 @@ impl Backend for CudaBackend {
         let phase = std::mem::replace(&mut launched_step.phase, Phase::OnCard);
         let Phase::Done(outcome) = phase else { unreachable!("a step that was finished is done") };
         if outcome.is_ok() {
-            launched_step.signal.layers_done(self.rank.tools.decoder.places.len() as u16);
+            launched_step.signal.layers_done(self.described.folder.config.n_layers as u16);
         }
         self.spare_readbacks.keep(launched_step.into_readback());
         outcome.map_err(|error| BackendError::DeviceLost(in_full(&error)))
@@ -378,8 +410,13 @@ impl Backend for CudaBackend {
         Some(TOP_MAX as u8)
     }
 
+    fn steps_in_flight_max(&self) -> usize {
+        self.steps_in_flight_max
+    }
+
     fn runs_by_itself(&self) -> bool {
-        true
+        // With several stages, a step that is launched late leaves stages without work.
+        self.n_stages() == 1
     }
 
     fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, SleepFailed> {

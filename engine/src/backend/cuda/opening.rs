@@ -1,6 +1,6 @@
 //! Opening a GPU backend: GPUs, weights, memory and graphs.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,17 +10,20 @@ use kv_cache::KvMemory;
 use tokio::time::Instant;
 use tracing::info;
 
+use super::budget::KvBytes;
 use super::description::{LOAD_WITHIN, ModelDescription, host};
-use super::launched_step::HostSampler;
+use super::launched_step::{HostSampler, LostFlags};
+use super::links::{LinkSizes, StageLinks, TokenRing};
 use super::lockstep::{Helpers, RankOpenResult};
+use super::previous::PreviousTokens;
 use super::rank::{Order, PREPARE_WITHIN, Rank};
 use super::recorded::RecordedGraphs;
-use super::share::Share;
 use super::tools::Tools;
 use super::watch::Watch;
 use super::weights::Sizes;
 use super::workspace::{PATIENCE, Workspace};
 use super::{CudaBackend, CudaSettings, LoadReport, SpareReadbacks, tuning};
+use crate::backend::cpu;
 use crate::error::{LoadError, OpenError};
 use crate::kv_room::{AutoRoom, KvRoom};
 use crate::model::{ActivationFormat, ModelConfig};
@@ -37,14 +40,15 @@ struct AllocatedRank {
     sizes: Sizes,
     products: Products,
     peers: Option<Peers>,
+    links: StageLinks,
     space: Workspace,
     memory: KvMemory,
     card: ComputeCard,
 }
 
 impl CudaBackend {
-    /// Opens a folder's model on one GPU or several, and allocates all memory. Rejects a model that does not
-    /// fit; the error lists the bytes by purpose.
+    /// Opens a folder's model on one GPU, or divided over several GPUs, and allocates all memory. Rejects a model that does
+    /// not fit; the error lists the bytes by purpose.
     pub fn open(folder: &Path, kv: impl Into<KvRoom>, settings: &CudaSettings) -> Result<Self, OpenError> {
         let cards = open_cards(settings)?;
         let kv_bytes = match kv.into() {
@@ -58,15 +62,18 @@ impl CudaBackend {
         };
         let described = Arc::new(ModelDescription::of(folder, kv_bytes, settings)?);
         described.folder.config.log_unread_keys();
-        let (allocated, weight_bytes) = described.take(cards, kv_bytes)?;
+        let (allocated, weight_bytes) = described.take(cards)?;
         let memory = allocated.first().map(|first| first.memory.clone()).expect("there is a first rank");
+        cpu::log_stages(&described.stages, &memory);
         let started = Instant::now();
+        let lost: Vec<_> =
+            allocated.iter().filter_map(|rank| rank.peers.as_ref()).map(Peers::lost_flag).collect();
         let (mut rank, mut helpers) = described.load_all(allocated)?;
         let loaded = LoadReport { bytes: weight_bytes, seconds: started.elapsed().as_secs_f64() };
         info!(mib = loaded.bytes >> 20, seconds = loaded.seconds, "weights loaded onto the GPU");
-        let lost = rank.tools.peers.as_ref().map(Peers::lost_flag);
         described.prepare(&mut rank, &mut helpers)?;
-        let (limits, card) = (settings.limits, &rank.tools.card);
+        let (limits, card, n_stages) = (settings.limits, &rank.tools.card, described.stages.n_stages());
+        let steps_in_flight_max = rank.tools.decoder.sizes.stage.steps_in_flight_max();
         let spare_readbacks = SpareReadbacks {
             outcomes: Vec::new(),
             targets: Vec::new(),
@@ -76,14 +83,16 @@ impl CudaBackend {
         Ok(Self {
             model: described.model_info(&settings.arithmetic(card.arch()))?,
             limits,
-            watch: Watch::start().map_err(LoadError::Threads)?,
+            watch: Watch::start(steps_in_flight_max).map_err(LoadError::Threads)?,
             flights: VecDeque::new(),
-            previous: HashMap::new(),
+            previous: PreviousTokens::new(steps_in_flight_max),
+            steps_in_flight_max,
+            ring: TokenRing::new(n_stages, limits.rows),
             n_launched: 0,
             sampler: sampler(&described.folder.config)?,
             spare_readbacks,
             helpers,
-            lost,
+            lost: LostFlags(lost.into()),
             rank,
             masks: Arc::new(masks),
             n_holders: memory.n_holders(),
@@ -94,18 +103,24 @@ impl CudaBackend {
     }
 }
 
-/// Opens the GPUs, one for each rank, with kernels for their own architecture unless another is set.
+/// Opens the GPUs, one for each rank of each stage, with kernels for their own architecture unless another is set.
 fn open_cards(settings: &CudaSettings) -> Result<Vec<ComputeCard>, CudaError> {
-    let (first, n_ranks, n_cards) = (settings.ordinal, usize::from(settings.ranks.get()), Card::count()?);
-    if n_ranks > 1 && first + n_ranks > n_cards {
-        return Err(CudaError::TooFewCards { first, n_ranks, n_cards });
+    let (first, n_cards) = (settings.ordinal, Card::count()?);
+    let gpus = settings.gpus();
+    if gpus.len() > 1 && gpus.end > n_cards {
+        let (n_ranks, n_stages) = (settings.ranks, settings.stages.n_stages);
+        let parts = match n_stages.get() {
+            1 => format!("{n_ranks} ranks"),
+            _ => format!("{n_stages} pipeline stages with {n_ranks} ranks each"),
+        };
+        return Err(CudaError::TooFewCards { parts, first, n_cards });
     }
     let (libraries, arch) = (settings.libraries.as_deref(), settings.arch.as_deref());
     let open = |ordinal| ComputeCard::open_as(ordinal, libraries, &settings.kernel_cache(), arch);
-    (first..first + n_ranks).map(open).collect()
+    gpus.map(open).collect()
 }
 
-/// Returns the bytes of KV memory that the GPU with the least free memory allows.
+/// Returns the bytes of KV memory for as many blocks as the GPU with the least room has memory for.
 fn room_on(
     cards: &[ComputeCard],
     auto: AutoRoom,
@@ -116,15 +131,23 @@ fn room_on(
     // All memory counts as KV in this description, so that sizes that depend on the longest sequence reach
     // their maximum.
     let described = ModelDescription::of(folder, memories.iter().map(|memory| memory.total).sum(), settings)?;
-    let mut least = usize::MAX;
-    for ((share, card), memory) in Share::of_all(cards.len()).zip(cards).zip(memories) {
-        let sizes = Sizes::of(&described.folder.config, described.heads, share)?;
+    let mut of_gpus = Vec::with_capacity(cards.len());
+    for (((stage, share), card), memory) in described.shares().into_iter().zip(cards).zip(memories) {
+        let sizes = described.sizes(stage, share)?;
         let shape = described.workspace(card, sizes);
-        let taken = described.budget(sizes, &shape, 0).without_kv();
-        least = least.min(auto.on_gpus(cards.len(), memory, taken));
+        let taken = described.budget(sizes, &shape, KvBytes::default()).without_kv();
+        of_gpus.push((auto.on_gpu(memory, taken), described.block_bytes()[stage.nth]));
     }
-    info!(mib = least >> 20, percent = auto.gpu_percent, "KV memory sized from the GPU's free memory");
-    Ok(least)
+    let bytes = kv_bytes_within(&of_gpus);
+    info!(mib = bytes >> 20, percent = auto.gpu_percent, "KV memory sized from the GPU's free memory");
+    Ok(bytes)
+}
+
+/// Returns the bytes on all GPUs for as many blocks as each of them has room for. A GPU has some bytes of room, and a block
+/// takes some bytes there.
+fn kv_bytes_within(of_gpus: &[(usize, usize)]) -> usize {
+    let blocks = of_gpus.iter().map(|(room, block_bytes)| room / block_bytes.max(&1)).min().unwrap_or(0);
+    blocks * of_gpus.iter().map(|(_, block_bytes)| block_bytes).sum::<usize>()
 }
 
 fn open_products(card: &ComputeCard, settings: &CudaSettings) -> Result<Products, CudaError> {
@@ -147,44 +170,49 @@ fn sampler(config: &ModelConfig) -> Result<HostSampler, OpenError> {
 impl ModelDescription {
     /// Allocates the memory of all GPUs except that of weights. Also returns the bytes of weights on each
     /// GPU.
-    fn take(
-        &self,
-        cards: Vec<ComputeCard>,
-        kv_bytes: usize,
-    ) -> Result<(Vec<AllocatedRank>, usize), OpenError> {
+    fn take(&self, cards: Vec<ComputeCard>) -> Result<(Vec<AllocatedRank>, usize), OpenError> {
         let mut taken = Vec::with_capacity(cards.len());
         let (mut weight_bytes, mut together) = (0, None);
-        for (share, card) in Share::of_all(cards.len()).zip(cards) {
+        for ((stage, share), card) in self.shares().into_iter().zip(cards) {
             let mut products = open_products(&card, &self.settings)?;
             info!(
                 gpu = card.name(),
                 kernels_compiled = card.n_compiled(),
                 rank = share.nth,
+                stage = stage.nth,
                 "GPU opened for a rank of the model"
             );
-            let sizes = Sizes::of(&self.folder.config, self.heads, share)?;
+            let sizes = self.sizes(stage, share)?;
             let shape = self.workspace(&card, sizes);
-            let budget = self.budget(sizes, &shape, kv_bytes);
+            let budget = self.budget(sizes, &shape, self.kv(stage));
             budget.check(card.memory()?.free)?;
-            products.make_room(&card, sizes.widened(&self.formats))?;
+            products.make_room(&card, self.widened(sizes))?;
             if self.activations == ActivationFormat::Fp8 {
                 products.round_activations(&card, self.settings.limits.tokens, sizes.widest_input())?;
             }
-            (weight_bytes, together) = (budget.weights, shape.together());
+            (weight_bytes, together) = (weight_bytes.max(budget.weights), shape.together());
             let space = shape.take(&card)?;
             taken.push((sizes, products, space, card));
         }
         let all: Vec<&ComputeCard> = taken.iter().map(|(_, _, _, card)| card).collect();
         let in_memory: Vec<&Card> = all.iter().map(|card| &***card).collect();
-        let memory = KvMemory::device(self.layout.clone(), self.n_blocks, &in_memory)
+        let memory = KvMemory::device(self.layout.clone(), &self.stages, self.n_blocks, &in_memory)
             .map_err(|error| OpenError::KvMemory(error.to_string()))?;
         let shown: Vec<_> = taken.iter().map(|(_, _, space, _)| space.shown()).collect();
-        let peers = together.map(|together| Peers::all(&all, &shown, together)).transpose()?;
-        let mut peers = peers.into_iter().flatten();
+        let n_ranks = usize::from(self.settings.ranks.get());
+        let mut peers = Vec::new();
+        if let Some(together) = together {
+            for (cards, shown) in all.chunks(n_ranks).zip(shown.chunks(n_ranks)) {
+                peers.extend(Peers::all(cards, shown, together)?);
+            }
+        }
+        let mut links = StageLinks::all(&all, self.link_sizes())?.into_iter();
+        let mut peers = peers.into_iter();
         let allocated = |(sizes, products, space, card)| AllocatedRank {
             sizes,
             products,
             peers: peers.next(),
+            links: links.next().expect("a GPU has links"),
             space,
             memory: memory.clone(),
             card,
@@ -192,31 +220,44 @@ impl ModelDescription {
         Ok((taken.into_iter().map(allocated).collect(), weight_bytes))
     }
 
-    /// Loads the weights of all ranks at the same time: the first rank's on this thread, the others' on their
-    /// threads.
+    fn link_sizes(&self) -> LinkSizes {
+        let CudaSettings { ranks, limits, .. } = self.settings;
+        let (n_ranks, n_stages) = (usize::from(ranks.get()), self.stages.n_stages());
+        LinkSizes { n_ranks, n_stages, limits, hidden: self.folder.config.hidden }
+    }
+
+    /// Returns the index of the GPU whose rank works on the caller's thread: the first rank of the last stage. It samples
+    /// tokens, and the host reads its results.
+    pub(super) fn nth_of_sampler(&self) -> usize {
+        (self.stages.n_stages() - 1) * usize::from(self.settings.ranks.get())
+    }
+
+    /// Loads the weights of all ranks at the same time: those of the first rank that samples on this thread, the others'
+    /// on their threads.
     fn load_all(self: &Arc<Self>, allocated: Vec<AllocatedRank>) -> Result<(Rank, Helpers<Rank>), OpenError> {
-        let mut allocated = allocated.into_iter();
-        let first = allocated.next().expect("there is a first rank");
+        let mut allocated = allocated;
+        let first = allocated.remove(self.nth_of_sampler());
         let mut helpers = Helpers::none();
         let opened: Vec<RankOpenResult<OpenError>> = allocated
+            .into_iter()
             .map(|allocated| {
-                let described = Arc::clone(self);
-                helpers.start(move || described.load(allocated)).map_err(LoadError::Threads)
+                let (described, name) = (Arc::clone(self), rank_name(allocated.sizes));
+                helpers.start(name, move || described.load(allocated)).map_err(LoadError::Threads)
             })
             .collect::<Result<_, _>>()?;
         let rank = self.load(first)?;
-        for (nth, opened) in (1..).zip(opened) {
-            let silent = |_| OpenError::Ranks(format!("rank {nth} did not load its weights in time"));
+        for (name, opened) in helpers.names().zip(opened) {
+            let silent = |_| OpenError::Ranks(format!("{name} did not load its weights in time"));
             opened.recv_timeout(LOAD_WITHIN).map_err(silent)??;
         }
         Ok((rank, helpers))
     }
 
     fn load(&self, allocated: AllocatedRank) -> Result<Rank, OpenError> {
-        let AllocatedRank { sizes, products, peers, space, memory, card } = allocated;
+        let AllocatedRank { sizes, products, peers, links, space, memory, card } = allocated;
         let decoder = self.decoder(&card, sizes)?;
         let recorded = RecordedGraphs::new(self.graph_sizes(), self.layout.groups.len(), self.words_max());
-        Ok(Rank::new(Tools { products, peers, space, decoder, memory, card }, recorded)?)
+        Ok(Rank::new(Tools { products, peers, links, space, decoder, memory, card }, recorded)?)
     }
 
     /// Measures the fastest products and records steps, on all ranks at the same time.
@@ -241,9 +282,32 @@ impl ModelDescription {
     }
 }
 
+/// Names a rank in errors and in the list of threads.
+fn rank_name(sizes: Sizes) -> String {
+    let (stage, rank) = (sizes.stage.nth, sizes.share.nth);
+    match (sizes.stage.n_stages, sizes.share.n_ranks) {
+        (1, _) => format!("rank {rank}"),
+        (_, 1) => format!("stage {stage}"),
+        _ => format!("stage {stage} rank {rank}"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn kv_has_as_many_blocks_as_the_tightest_gpu() {
+        for (of_gpus, expected) in [
+            (&[(1000, 10)][..], 1000),
+            (&[(1009, 10)], 1000),
+            (&[(1000, 10), (500, 10)], 1000),
+            (&[(1000, 30), (1000, 10)], 33 * 40),
+            (&[(5, 10), (1000, 10)], 0),
+        ] {
+            assert_eq!(kv_bytes_within(of_gpus), expected, "{of_gpus:?}");
+        }
+    }
 
     #[test]
     fn a_machine_without_a_gpu_is_told_so_before_the_model_is_looked_at() {

@@ -6,7 +6,7 @@
 //! | section | words |
 //! |---|---|
 //! | `known` | one token for each token of the step; undefined if the previous step samples it |
-//! | `from` | for each row of one token: its index among the sampled tokens, or NOWHERE |
+//! | `from` | for each row of one token: its index among the tokens that steps in flight sample, or NOWHERE |
 //! | `positions` | for each token |
 //! | `slots` | by group, for each token: the slot of its KV in the pages |
 //! | `lengths` | for each token: tokens of its sequence up to it, with itself |
@@ -152,7 +152,7 @@ fn part(all: &Range<usize>, n_parts: usize, nth: usize) -> Range<usize> {
 pub(super) enum InputToken {
     /// The token, which the host knows.
     Token(u32),
-    /// The token's index among the tokens that the step in flight samples.
+    /// The token's index among the tokens that the steps in flight sample.
     Drawn(u32),
 }
 
@@ -222,6 +222,14 @@ impl<'a> Plan<'a> {
                 nth += 1;
             }
         }
+    }
+
+    /// Returns the indices of the tokens that rows continue and that steps in flight sample.
+    pub(super) fn drawn_indices(&self) -> impl Iterator<Item = u32> {
+        self.decodes.iter().filter_map(|(_, input)| match input {
+            InputToken::Drawn(index) => Some(*index),
+            InputToken::Token(_) => None,
+        })
     }
 
     fn exact_dims(&self, n_groups: usize) -> Dims {

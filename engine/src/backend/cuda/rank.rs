@@ -1,8 +1,9 @@
 //! Hot path.
 //! One GPU of a model: its share of the weights and of KV, and its part of each step.
 //!
-//! All ranks get the same orders, and each launches work on its own GPU. Every GPU samples the tokens of a
-//! step, from the same logits by the same rules, so that the next step finds the tokens in its memory.
+//! All ranks of all stages get the same orders, and each launches work on its own GPU. Every GPU of the last stage samples
+//! the tokens of a step, from the same logits by the same rules, so that the next step finds the tokens in its memory, or
+//! the first stage fetches them from there.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,6 +16,7 @@ use kernels::cuda::{ComputeCard, PrefillSequence, SampleTokens, StepMasks};
 use super::description::ModelDescription;
 use super::draws::Draws;
 use super::graph_sizes::{GraphSize, GraphSizes};
+use super::links::StepPlaces;
 use super::lockstep::Performer;
 use super::plan::Dims;
 use super::recorded::RecordedGraphs;
@@ -24,8 +26,6 @@ use crate::error::OpenError;
 
 /// The time limit for a rank's preparations. The longest preparation is recording all steps.
 pub(super) const PREPARE_WITHIN: Duration = Duration::from_secs(120);
-/// The time limit for a rank to launch a step.
-pub(super) const LAUNCH_WITHIN: Duration = Duration::from_secs(30);
 
 /// One GPU of a model, with all its data.
 // Fields are dropped in this order: values that use the memory before the memory.
@@ -56,9 +56,10 @@ pub(super) struct Step {
     pub(super) masks: Option<StepMasks>,
     /// The words of the plan, for the other ranks.
     pub(super) words: Vec<u32>,
+    pub(super) places: StepPlaces,
 }
 
-/// An order of the first rank to the others.
+/// An order of the rank on the caller's thread to the others.
 #[derive(Clone, Debug)]
 pub(super) enum Order {
     Step(Arc<Step>),
@@ -96,11 +97,13 @@ pub(super) struct OrderResult {
 impl Rank {
     pub(super) fn new(tools: Tools, recorded: RecordedGraphs) -> Result<Self, CudaError> {
         let Tools { card, space, .. } = &tools;
-        let two = |len: usize| Ok::<_, CudaError>([card.pinned(len)?, card.pinned(len)?].into());
+        // With a buffer for each step in flight, no launch waits for an earlier step's copy.
+        let n_buffers = tools.decoder.sizes.stage.steps_in_flight_max();
+        let of_len = |len: usize| (0..n_buffers).map(|_| card.pinned(len)).collect::<Result<_, _>>();
         let staging = Staging {
-            words: two(space.words.len())?,
-            draws: two(space.draws.len())?,
-            edits: two(space.edits.len())?,
+            words: of_len(space.words.len())?,
+            draws: of_len(space.draws.len())?,
+            edits: of_len(space.edits.len())?,
         };
         Ok(Self { recorded, staging, tools })
     }
@@ -113,7 +116,11 @@ impl Rank {
         write: impl FnOnce(&mut [u32]),
     ) -> Result<Vec<Event>, CudaError> {
         let written = if step.dims.n_tokens == 0 { Vec::new() } else { self.run(step, write)? };
-        self.draw(&step.draws, step.masks.as_ref(), step.dims)?;
+        if self.tools.decoder.sizes.stage.is_last() {
+            self.draw(&step.draws, step.masks.as_ref(), step.dims)?;
+        }
+        let Tools { links, card, space, .. } = &mut self.tools;
+        links.put_tokens(card, space, step.places.here, step.dims)?;
         Ok(written)
     }
 
@@ -122,15 +129,16 @@ impl Rank {
         // The words go through the buffer whose last use is the oldest, because its copy is the most likely
         // to be done.
         send(&tools.card, &mut staging.words, step.dims.n_words(), write, &mut tools.space.words)?;
-        if let Some(graph_size) = step.graph_size {
-            recorded.launch(graph_size, tools)?;
-            return Ok(Vec::new());
-        }
+        tools.links.fetch(&tools.card, &mut tools.space, &step.places, step.dims)?;
         let mut events = Vec::with_capacity(tools.decoder.places.len());
-        tools.forward(step.dims, &step.sequences, |card, _| {
-            events.push(card.event()?);
-            Ok(())
-        })?;
+        match step.graph_size {
+            Some(graph_size) => recorded.launch(graph_size, tools)?,
+            None => tools.forward(step.dims, &step.sequences, |card, _| {
+                events.push(card.event()?);
+                Ok(())
+            })?,
+        }
+        tools.links.put_rows(&tools.card, &tools.space, step.places.here, step.dims)?;
         Ok(events)
     }
 
@@ -180,7 +188,11 @@ impl Performer for Rank {
             Order::TimeStep(dims) => timing::time_step(tools, dims).map(drop)?,
             Order::WarmUp(graph_sizes) => tools.warm_up(&graph_sizes)?,
             Order::Record(length) => recorded.record_up_to(length, tools, |_, _| {})?,
-            Order::Profile { rows, length } => profile::profile_decode(tools, rows, length).map(drop)?,
+            Order::Profile { rows, length } if tools.decoder.sizes.stage.is_last() => {
+                profile::profile_decode(tools, rows, length).map(drop)?;
+            }
+            // Only the last stage is profiled.
+            Order::Profile { .. } => {}
         }
         Ok(OrderResult::default())
     }

@@ -1,10 +1,11 @@
 //! Settings of the GPU backend, without the model and the size of KV memory.
 
 use std::num::NonZero;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use device::cuda::Cache;
-use types::KvDtype;
+use types::{KvDtype, StageSplit};
 
 use crate::backend::StepLimits;
 use crate::cpu::LoadFormat;
@@ -13,10 +14,13 @@ use crate::load::{Activations, Quantize};
 /// The settings of the GPU backend.
 #[derive(Clone, Debug)]
 pub struct CudaSettings {
-    /// The GPU's number in the driver's order; with several ranks, the first one's.
+    /// The GPU's number in the driver's order; with several ranks or stages, the first one's.
     pub ordinal: usize,
     /// Tensor-parallel ranks: the number of GPUs, in the driver's order, each with its share of the model.
     pub ranks: NonZero<u16>,
+    /// Pipeline stages, each with some of the layers, on as many GPUs as there are ranks. All GPUs of a stage follow those
+    /// of the stage before.
+    pub stages: StageSplit,
     pub limits: StepLimits,
     pub load_format: LoadFormat,
     pub kv_dtype: KvDtype,
@@ -42,6 +46,7 @@ impl Default for CudaSettings {
         Self {
             ordinal: 0,
             ranks: NonZero::<u16>::MIN,
+            stages: StageSplit::default(),
             limits: StepLimits::default(),
             load_format: LoadFormat::Safetensors,
             kv_dtype: KvDtype::Bf16,
@@ -61,6 +66,12 @@ impl Default for CudaSettings {
 const CHUNK_TOKENS: usize = 512;
 
 impl CudaSettings {
+    /// Returns the numbers of the GPUs that compute the model.
+    pub fn gpus(&self) -> Range<usize> {
+        let n_gpus = usize::from(self.ranks.get()) * usize::from(self.stages.n_stages.get());
+        self.ordinal..self.ordinal + n_gpus
+    }
+
     /// Returns the number of tokens of a sequence for each block of threads; `None` if it depends on the
     /// batch.
     pub(super) fn chunk_tokens(&self) -> Option<usize> {

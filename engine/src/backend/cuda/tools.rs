@@ -3,7 +3,7 @@
 
 use device::MemoryError;
 use device::cuda::{CudaError, DeviceMemory};
-use kernels::cuda::{ComputeCard, LostFlag, Peers, PrefillSequence, Products};
+use kernels::cuda::{ComputeCard, Peers, PrefillSequence, Products};
 use kv_cache::{KvMemory, OnCard};
 use tracing::warn;
 use types::in_full;
@@ -11,7 +11,8 @@ use types::in_full;
 use super::decoder::{Decoder, Pass};
 use super::description::ModelDescription;
 use super::graph_sizes::GraphSizes;
-use super::launched_step::Source;
+use super::launched_step::{LostFlags, Source};
+use super::links::StageLinks;
 use super::plan::{BLOCK_TOKENS, Dims};
 use super::workspace::Workspace;
 use crate::error::OpenError;
@@ -22,6 +23,7 @@ pub(super) struct Tools {
     pub(super) products: Products,
     /// The other ranks' GPUs; `None` with one rank.
     pub(super) peers: Option<Peers>,
+    pub(super) links: StageLinks,
     pub(super) space: Workspace,
     pub(super) decoder: Decoder,
     pub(super) memory: KvMemory,
@@ -51,13 +53,14 @@ impl Tools {
         sequences: &[PrefillSequence],
         work: impl FnOnce(&Decoder, &mut Pass<'_>) -> Result<T, CudaError>,
     ) -> Result<T, CudaError> {
-        let Self { products, peers, space, decoder, memory, card } = self;
+        let Self { products, peers, links, space, decoder, memory, card } = self;
         let (kv, sections, peers) = (kv_of(memory, decoder), dims.sections(), peers.as_mut());
-        work(decoder, &mut Pass { card, products, peers, space, kv, dims, sections, sequences })
+        let earlier = links.earlier();
+        work(decoder, &mut Pass { card, products, peers, space, earlier, kv, dims, sections, sequences })
     }
 
     /// Returns the step's logits, for sampling by the host.
-    pub(super) fn source<'a>(&'a self, lost: Option<&'a LostFlag>) -> Source<'a> {
+    pub(super) fn source<'a>(&'a self, lost: &'a LostFlags) -> Source<'a> {
         Source { card: &self.card, logits: self.space.logits.view(), lost }
     }
 
@@ -133,7 +136,7 @@ impl Tools {
 
 fn kv_of<'a>(memory: &'a KvMemory, decoder: &Decoder) -> OnCard<'a> {
     let rank = memory.rank(decoder.sizes.share.nth as u16);
-    rank.on_card().expect("the backend's memory was taken on its cards")
+    rank.on_card(decoder.sizes.stage.nth).expect("the backend's memory was taken on its cards")
 }
 
 fn kv_memory(error: MemoryError) -> OpenError {

@@ -95,7 +95,8 @@ pub(super) fn tune(
         products.adopt(Choices::read(file, &about));
     }
     // Ranks add up their partial sums before the norm, so the norm is not part of the product's work.
-    let norm = if helpers.are_there() { JoinedWork::Other } else { JoinedWork::Norm };
+    let has_peers = decoder.sizes.share.n_ranks > 1;
+    let norm = if has_peers { JoinedWork::Other } else { JoinedWork::Norm };
     let kinds = kinds(decoder, limits, norm);
     let missing: Vec<(&Kind<'_>, ProductShape)> = kinds
         .iter()
@@ -107,6 +108,10 @@ pub(super) fn tune(
     }
     info!(shapes = missing.len(), "GEMM kernels are being measured for shapes without a stored choice");
     fill(card, space)?;
+    if !decoder.sizes.stage.is_first() {
+        // No step of this stage alone embeds tokens.
+        card.dummy_weights(space.residual.view_mut(), 4, 1.0 / 32768.0)?;
+    }
     let mut best = BTreeMap::new();
     for (kind, shape) in missing {
         best.insert(shape, measure(card, products, kind, shape, space, decoder.weights.norm.view())?);

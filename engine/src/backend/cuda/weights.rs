@@ -9,17 +9,20 @@ use kernels::cuda::{ExpertLayer, ExpertSizes, Factors, Fp8Rows, Fp8Scales, Weigh
 use super::fp8::{FeedForwardFormats, LayerFormats, WeightFormat};
 use super::heads::Heads;
 use super::share::Share;
+use super::stage::StageShare;
 use crate::error::OpenError;
 use crate::model::{Mixture, ModelConfig};
 
-/// All weights, in the order of a pass.
+/// All weights of a stage, in the order of a pass.
 #[derive(Debug)]
 pub(super) struct CudaWeights {
-    /// The embedding. Every rank has all of it, and a step reads only the rows of its tokens.
-    pub(super) embed: Buffer<Bf16>,
+    /// The embedding; `None` if the stage neither embeds nor has it as its output layer. Every rank has all of it, and a
+    /// step reads only the rows of its tokens.
+    pub(super) embed: Option<Buffer<Bf16>>,
     pub(super) layers: Vec<LayerWeights>,
+    /// The norm after the stage's layers: the last one, or that of the next stage's first layer.
     pub(super) norm: Buffer<Bf16>,
-    /// The output layer; `None` if the embedding is also the output layer.
+    /// The output layer; `None` if the embedding is also the output layer, or if the stage is not the last one.
     pub(super) head: Option<Buffer<Bf16>>,
     pub(super) sizes: Sizes,
 }
@@ -137,10 +140,11 @@ impl Weight {
     }
 }
 
-/// The sizes of a model's matrices on the GPU. Ranks differ only in `share`.
+/// The sizes of a model's matrices on the GPU. Ranks differ only in `share`, and stages in `stage`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Sizes {
     pub(super) share: Share,
+    pub(super) stage: StageShare,
     pub(super) hidden: usize,
     /// The rank's share of the width of dense feed-forward parts; 0 if all layers have experts.
     pub(super) intermediate: usize,
@@ -150,7 +154,6 @@ pub(super) struct Sizes {
     pub(super) vocab: usize,
     /// The number of the rank's rows of the output layer.
     pub(super) head_rows: usize,
-    pub(super) n_layers: usize,
     /// The size of the rank's heads of q, padded as on the GPU.
     pub(super) q_width: usize,
     /// The size of the rank's heads of k, which equals that of v.
@@ -159,10 +162,12 @@ pub(super) struct Sizes {
 }
 
 impl Sizes {
+    /// Returns the sizes of a rank with all layers.
     pub(super) fn of(config: &ModelConfig, heads: Heads, share: Share) -> Result<Self, OpenError> {
         Self::check(config)?;
         Ok(Self {
             share,
+            stage: StageShare::whole(config.n_layers),
             hidden: config.hidden,
             intermediate: if has_dense(config) { share.width(config.intermediate) } else { 0 },
             experts: config.mixture.as_ref().map(|mixture| ExpertSizes {
@@ -174,7 +179,6 @@ impl Sizes {
             }),
             vocab: config.vocab,
             head_rows: share.width(config.vocab),
-            n_layers: config.n_layers,
             q_width: share.heads(config.n_heads).len() * heads.padded,
             kv_width: share.heads(config.n_kv_heads).len() * heads.padded,
             is_tied: config.tied,
@@ -250,7 +254,18 @@ impl Sizes {
         if self.is_tied { self.head_rows * self.share.n_ranks } else { self.vocab }
     }
 
-    /// Returns the bytes of all matrices. Norms and biases are too small to count.
+    /// Returns whether the stage has the embedding, to embed tokens or as its output layer.
+    pub(super) fn has_embedding(self) -> bool {
+        self.stage.is_first() || (self.is_tied && self.stage.is_last())
+    }
+
+    /// Returns whether the stage has an output layer beside the embedding.
+    pub(super) fn has_head(self) -> bool {
+        self.stage.is_last() && !self.is_tied
+    }
+
+    /// Returns the bytes of all matrices of a stage, whose layers have these formats. Norms and biases are too small to
+    /// count.
     pub(super) fn bytes(self, formats: &[LayerFormats]) -> usize {
         let bytes = |(rows, columns, format)| match format {
             WeightFormat::Fp8(scaling) => {
@@ -259,8 +274,9 @@ impl Sizes {
             WeightFormat::Bf16 => rows * columns * size_of::<Bf16>(),
         };
         let layers: usize = formats.iter().flat_map(|layer| self.matrices(*layer)).map(bytes).sum();
-        let head_rows = if self.is_tied { 0 } else { self.head_rows };
-        layers + (self.embed_rows() + head_rows) * self.hidden * size_of::<Bf16>()
+        let embed_rows = if self.has_embedding() { self.embed_rows() } else { 0 };
+        let head_rows = if self.has_head() { self.head_rows } else { 0 };
+        layers + (embed_rows + head_rows) * self.hidden * size_of::<Bf16>()
     }
 
     /// Returns the width of the widest rows that a layer's matrices multiply.
@@ -279,16 +295,26 @@ impl Sizes {
 
 impl CudaWeights {
     /// Returns the embedding, with one row for each token.
+    ///
+    /// # Panics
+    /// If the stage is not the first one.
     pub(super) fn embedding(&self) -> View<'_, Bf16> {
-        self.embed.slice(0..self.sizes.vocab * self.sizes.hidden)
+        self.embed().slice(0..self.sizes.vocab * self.sizes.hidden)
+    }
+
+    fn embed(&self) -> &Buffer<Bf16> {
+        self.embed.as_ref().expect("the first stage has the embedding, and the last one has an output layer")
     }
 
     /// Returns the rank's rows of the output layer.
+    ///
+    /// # Panics
+    /// If the stage is not the last one.
     pub(super) fn head(&self) -> View<'_, Bf16> {
         let Sizes { head_rows, hidden, share, .. } = self.sizes;
         match &self.head {
             Some(head) => head.view(),
-            None => self.embed.slice(share.nth * head_rows * hidden..(share.nth + 1) * head_rows * hidden),
+            None => self.embed().slice(share.nth * head_rows * hidden..(share.nth + 1) * head_rows * hidden),
         }
     }
 }
@@ -315,6 +341,7 @@ fn has_dense(config: &ModelConfig) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZero;
     use std::path::Path;
 
     use super::*;
@@ -340,6 +367,27 @@ mod tests {
         for share in Share::of_all(2) {
             // The embedding counts in full, because both ranks have all of it.
             assert_eq!(sizes(share).bytes(&plain), 8_030_261_248 - norms + embedding);
+        }
+    }
+
+    #[test]
+    fn stages_have_their_layers_and_the_ends_have_the_vocabulary() {
+        let config = Path::new(env!("CARGO_MANIFEST_DIR")).join("../bench/shapes/llama-3.1-8b");
+        let config = ModelFolder::open(&config).expect("it opens").config;
+        let formats = vec![LayerFormats::default(); 32];
+        let heads = Heads::of(config.head_dim).expect("128");
+        let whole = Sizes::of(&config, heads, Share::WHOLE).expect("multiples of 8");
+        let vocabulary = 2 * 128_256 * 4096;
+        let of_layer = (whole.bytes(&formats) - 2 * vocabulary) / 32;
+        for (is_tied, ends) in [(false, [1, 0, 1]), (true, [1, 0, 1])] {
+            let split =
+                types::StageSplit { n_stages: NonZero::new(3).expect("three"), layers: vec![10, 12, 10] };
+            let shares = StageShare::of_all(&split.over(32).expect("they add up")).collect::<Vec<_>>();
+            for ((stage, n_layers), n_vocabularies) in shares.into_iter().zip([10, 12, 10]).zip(ends) {
+                let sizes = Sizes { stage, is_tied, ..whole };
+                let bytes = sizes.bytes(&formats[stage.layers()]);
+                assert_eq!(bytes, n_layers * of_layer + n_vocabularies * vocabulary, "{stage:?}");
+            }
         }
     }
 

@@ -77,7 +77,7 @@ pub(super) struct Workspace {
     pub(super) own_logits: Buffer<f32>,
     pub(super) keys: Buffer<u64>,
     pub(super) best: Buffer<u32>,
-    /// The tokens that this step samples; the next step may read them.
+    /// The tokens that this step samples; with one stage, the next step may read them.
     pub(super) drawn: Buffer<u32>,
     pub(super) tokens: Buffer<u32>,
     /// Sampling of tokens other than the likeliest: rows, edits and outcomes.
@@ -118,9 +118,12 @@ impl WorkspaceShape {
             limits,
             part_numbers: DecodeAttention::parts_numbers(n_parts, head_dim),
             n_parts,
-            n_keys: card
-                .argmax_keys(limits.rows, sizes.vocab)
-                .max(card.argmax_keys(1, sizes.vocab) * limits.rows),
+            n_keys: match sizes.stage.is_last() {
+                false => 0,
+                true => card
+                    .argmax_keys(limits.rows, sizes.vocab)
+                    .max(card.argmax_keys(1, sizes.vocab) * limits.rows),
+            },
             n_words: room.n_words,
         }
     }
@@ -133,8 +136,9 @@ impl WorkspaceShape {
         let squares = 4 * n_squares(hidden);
         let indices = 8 * self.n_keys + 4 * (self.n_words + self.limits.tokens);
         let of_draw = DrawRow::WORDS + Outcome::WORDS + EDITS_OF_ROW * EDIT_WORDS;
-        let draws = 4 * self.limits.rows * of_draw;
+        let draws = 4 * self.rows_sampled() * of_draw;
         let targets = 4 * self.limits.tokens * (Outcome::WORDS + Standing::WORDS);
+        let links = self.sizes.stage.kept_bytes(self.limits, hidden);
         let of_ranks = self
             .together()
             .map_or(0, |together| together.inbox_bytes(self.sizes.share.n_ranks) + 4 * self.n_own_logits());
@@ -143,13 +147,19 @@ impl WorkspaceShape {
         2 * of_token * self.limits.tokens
             + experts
             + widened
-            + of_row * self.limits.rows
+            + of_row * self.rows_sampled()
             + parts
             + squares
             + indices
             + draws
             + targets
+            + links
             + of_ranks
+    }
+
+    /// Returns the most rows whose tokens a step samples on this stage.
+    fn rows_sampled(&self) -> usize {
+        if self.sizes.stage.is_last() { self.limits.rows } else { 0 }
     }
 
     /// Returns the sizes that are equal on all ranks; `None` with one rank.
@@ -161,12 +171,12 @@ impl WorkspaceShape {
     }
 
     fn n_own_logits(&self) -> usize {
-        if self.sizes.share.n_ranks > 1 { self.limits.rows * self.sizes.head_rows } else { 0 }
+        if self.sizes.share.n_ranks > 1 { self.rows_sampled() * self.sizes.head_rows } else { 0 }
     }
 
     pub(super) fn take(&self, card: &ComputeCard) -> Result<Workspace, CudaError> {
         let Sizes { hidden, intermediate, vocab, q_width, .. } = self.sizes;
-        let StepLimits { tokens, rows } = self.limits;
+        let (tokens, rows) = (self.limits.tokens, self.rows_sampled());
         Ok(Workspace {
             residual: card.buffer(tokens * hidden)?,
             normed: card.buffer(tokens * hidden)?,

@@ -91,7 +91,7 @@ async fn mapped(
         let lanes = Lanes::between(files.len() as u16, memory.layout());
         let lanes = lanes.map_err(|error| TransferError::Layout(error.to_string()))?;
         let import = |lane: &Lane| {
-            let card = card_of(&memory, lane.to)?.memory();
+            let card = card_of(&memory, lane.to, 0)?.memory();
             let remote = card.import(&files[usize::from(lane.from)], bytes).map_err(TransferError::device)?;
             Ok((*lane, Arc::new(remote)))
         };

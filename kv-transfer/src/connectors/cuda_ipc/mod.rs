@@ -59,6 +59,8 @@ const STREAMS: u16 = 6;
 /// bytes at a time.
 pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
     super::gpu::pages::check(&parts.memory)?;
+    let refusal = "KV of pipeline stages on several GPUs does not go over cuda-ipc yet";
+    super::gpu::pages::check_one_stage(&parts.memory, refusal)?;
     check_pages(&parts)?;
     parts.settings.frame_bytes = parts.settings.frame_bytes.saturating_mul(FRAMES_LARGER);
     parts.settings.streams = STREAMS;

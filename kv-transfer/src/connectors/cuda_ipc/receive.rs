@@ -46,12 +46,12 @@ impl CudaIpcPath {
         job: &PullJob,
         digests: PageDigests,
     ) -> Result<Option<Vec<u64>>, TransferError> {
-        let (remote, copy_thread) = (self.remote(lane)?, self.copy_threads.of(lane.to));
-        let room = copy_thread.room().await?;
         let PullJob { pages, offsets } = job;
+        let (remote, copy_thread) = (self.remote(lane)?, self.copy_threads.of(lane.to, pages.stage));
+        let room = copy_thread.room().await?;
         let from = RemotePages { memory: remote, offsets, runs: pages.there() };
         let start = |memory: &KvMemory| {
-            let memory = card_of(memory, lane.to)?.memory();
+            let memory = card_of(memory, lane.to, pages.stage)?.memory();
             copy_thread.copier().fetch(from, memory, pages.some(), digests).map_err(TransferError::device)
         };
         let Some((copy_job, pending_copy)) = landing.begin_copy(start) else { return Ok(None) };
@@ -63,7 +63,7 @@ impl CudaIpcPath {
 impl Drop for CudaIpcPath {
     fn drop(&mut self) {
         for (lane, remote) in self.remotes.drain(..) {
-            self.copy_threads.of(lane.to).release(remote);
+            self.copy_threads.of(lane.to, 0).release(remote);
         }
     }
 }
@@ -135,7 +135,7 @@ fn pull_jobs(
 ) -> Result<Vec<PullJob>, TransferError> {
     let mut offsets = Offsets::new(pieces);
     let mut jobs = Vec::new();
-    for pages in wanted(landing, span)? {
+    for pages in wanted(landing, span) {
         let page_bytes = pages.there().page_bytes();
         let there: Option<Vec<u64>> = pages.places.iter().map(|_| offsets.next(page_bytes)).collect();
         let offsets = there.ok_or(FrameError::Body("a page is not whole in one piece"))?;

@@ -52,18 +52,20 @@ impl CudaIpcSendPath {
 
     /// Returns the pages of a span, and their location in the shared memory.
     fn pages(&self, span: &SpanOut) -> Result<(Vec<UniformPages>, Vec<Piece>), TransferError> {
-        let card = card_of(&self.memory, span.piece.lane.from)?;
-        let (all, mut pieces) = (sent(&self.memory, span)?, Vec::new());
-        all.iter().for_each(|pages| pages.pieces(card, &mut pieces));
+        let (all, mut pieces) = (sent(&self.memory, span), Vec::new());
+        for pages in &all {
+            pages.pieces(card_of(&self.memory, span.piece.lane.from, pages.stage)?, &mut pieces);
+        }
         Ok((all, pieces))
     }
 
     /// Returns the digests, computed by the GPU that holds the pages.
     async fn digests(&self, span: &SpanOut, all: &[UniformPages]) -> Result<Vec<Digest>, TransferError> {
         let rank = span.piece.lane.from;
-        let (card, copy_thread) = (card_of(&self.memory, rank)?, self.copy_threads.of(rank));
         let mut digests = Vec::new();
         for pages in all {
+            let card = card_of(&self.memory, rank, pages.stage)?;
+            let copy_thread = self.copy_threads.of(rank, pages.stage);
             let room = copy_thread.room().await?;
             let copy_job = copy_thread.copier().digest(card.memory(), pages.some());
             let made = room.take(copy_job.map_err(TransferError::device)?, Held::default()).await?;
@@ -148,7 +150,7 @@ impl KvSendPath for CudaIpcSendPath {
     /// Connects stream number `stream`. The first stream carries the memory of all ranks.
     async fn connect(&self, endpoint: &str, stream: u16) -> io::Result<Stream> {
         let show = |rank| {
-            let card = card_of(&self.memory, rank).map_err(io::Error::other)?;
+            let card = card_of(&self.memory, rank, 0).map_err(io::Error::other)?;
             card.memory().export().map_err(io::Error::other)
         };
         let n_shown = if stream == 0 { self.memory.n_ranks() } else { 0 };

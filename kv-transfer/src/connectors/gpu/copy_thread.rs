@@ -4,12 +4,12 @@ use std::any::Any;
 use std::sync::Arc;
 
 use chassis::Gate;
+use device::DeviceMemory;
 use device::cuda::{CopyJob, CudaError, PageCopier, PageCopierSize};
 use kv_cache::KvMemory;
 use tokio::sync::{mpsc, oneshot};
 use tracing::trace;
 
-use super::pages::card_of;
 use crate::error::TransferError;
 use crate::pending_copies::PendingCopy;
 
@@ -26,7 +26,11 @@ pub(in crate::connectors) struct CopyThread {
 
 /// One copy thread for each GPU of the node. Cheap to clone.
 #[derive(Clone, Debug)]
-pub(in crate::connectors) struct CopyThreads(Arc<[CopyThread]>);
+pub(in crate::connectors) struct CopyThreads {
+    n_ranks: usize,
+    /// Those of all ranks of the first stage, then those of the next.
+    all: Arc<[CopyThread]>,
+}
 
 impl CopyThreads {
     pub(in crate::connectors) fn start(
@@ -34,16 +38,16 @@ impl CopyThreads {
         size: PageCopierSize,
         gate: &Gate,
     ) -> Result<Self, TransferError> {
-        let all = (0..memory.n_ranks()).map(|rank| CopyThread::start(memory, rank, size, gate));
-        Ok(Self(all.collect::<Result<_, _>>()?))
+        let all = memory.on_cards().map(|card| CopyThread::start(card.memory(), size, gate));
+        Ok(Self { n_ranks: memory.n_ranks().into(), all: all.collect::<Result<_, _>>()? })
     }
 
-    /// Returns the copy thread of a rank's GPU.
+    /// Returns the copy thread of the GPU of a rank of a pipeline stage.
     ///
     /// # Panics
-    /// If there is no such rank.
-    pub(in crate::connectors) fn of(&self, rank: u16) -> &CopyThread {
-        &self.0[usize::from(rank)]
+    /// If there is no such GPU.
+    pub(in crate::connectors) fn of(&self, rank: u16, stage: usize) -> &CopyThread {
+        &self.all[stage * self.n_ranks + usize::from(rank)]
     }
 }
 
@@ -85,15 +89,14 @@ pub(in crate::connectors) struct UnderWay(oneshot::Receiver<Result<Vec<u64>, Cud
 pub(in crate::connectors) struct Room<'a>(mpsc::Permit<'a, ThreadJob>);
 
 impl CopyThread {
-    /// Starts the thread for the GPU of one rank. The thread holds the gate.
+    /// Starts the thread for the GPU of this memory. The thread holds the gate.
     pub(in crate::connectors) fn start(
-        memory: &KvMemory,
-        rank: u16,
+        memory: &DeviceMemory,
         size: PageCopierSize,
         gate: &Gate,
     ) -> Result<Self, TransferError> {
         let inside = gate.enter("gpu wire thread").map_err(|_| TransferError::Closed)?;
-        let copier = PageCopier::new(card_of(memory, rank)?.memory(), size);
+        let copier = PageCopier::new(memory, size);
         let copier = Arc::new(copier.map_err(TransferError::device)?);
         let (waiting, jobs) = mpsc::channel(COPY_JOBS_MAX);
         let waits = Arc::clone(&copier);

@@ -15,13 +15,15 @@ use crate::reshard::{Heads, LaneHeads};
 /// Bytes that a GPU moves in one operation.
 const VECTOR_BYTES: usize = 16;
 
-/// Neighbouring layers of a span whose pages have the same shape: one copy job takes them.
+/// Neighbouring layers of a span whose pages have the same shape and are on one GPU: one copy job takes them.
 #[derive(Debug)]
 pub(in crate::connectors) struct UniformPages {
     /// The part of each page on this side that the span's lane carries.
     here: PageRuns,
     /// The part of each page on the other side that the span's lane carries.
     there: PageRuns,
+    /// The pipeline stage of this side that has the layers.
+    pub(in crate::connectors) stage: usize,
     /// Region and page of each block, layer by layer.
     pub(in crate::connectors) places: Vec<(u32, u32)>,
     n_blocks: usize,
@@ -44,15 +46,27 @@ pub(in crate::connectors) fn check(memory: &KvMemory) -> Result<(), TransferErro
     Ok(())
 }
 
-/// Returns the GPU that holds one rank's KV.
-pub(in crate::connectors) fn card_of(memory: &KvMemory, rank: u16) -> Result<OnCard<'_>, TransferError> {
-    memory.rank(rank).on_card().ok_or_else(|| bad_request("this node's KV is not on a GPU"))
+/// Checks that all layers of a rank are on one GPU, for connectors that need that.
+pub(in crate::connectors) fn check_one_stage(
+    memory: &KvMemory,
+    refusal: &'static str,
+) -> Result<(), TransferError> {
+    if memory.n_stages() > 1 { Err(bad_request(refusal)) } else { Ok(()) }
 }
 
-/// One side of a lane: the GPU with the pages of one rank, and the lane's heads in them.
+/// Returns the GPU that holds one rank's KV of a pipeline stage.
+pub(in crate::connectors) fn card_of(
+    memory: &KvMemory,
+    rank: u16,
+    stage: usize,
+) -> Result<OnCard<'_>, TransferError> {
+    memory.rank(rank).on_card(stage).ok_or_else(|| bad_request("this node's KV is not on a GPU"))
+}
+
+/// One side of a lane: the memory with the pages, and the lane's heads in them.
 #[derive(Clone, Copy)]
 struct Side<'a> {
-    card: OnCard<'a>,
+    memory: &'a KvMemory,
     table: &'a [BlockIdx],
     /// Selects a lane's heads on this side and on the other side, in this order.
     heads: fn(LaneHeads) -> (Heads, Heads),
@@ -60,40 +74,33 @@ struct Side<'a> {
 
 /// Returns the parts of this node's pages that a span's lane sends, in runs of layers whose pages have the
 /// same shape.
-pub(in crate::connectors) fn sent(
-    memory: &KvMemory,
-    span: &SpanOut,
-) -> Result<Vec<UniformPages>, TransferError> {
-    let (card, table) = (card_of(memory, span.piece.lane.from)?, span.from.table(span.piece.group));
-    let side = Side { card, table, heads: |heads| (heads.from, heads.to) };
-    Ok(uniform_pages(side, &span.out.lanes, &span.out.landing, &span.piece))
+pub(in crate::connectors) fn sent(memory: &KvMemory, span: &SpanOut) -> Vec<UniformPages> {
+    let table = span.from.table(span.piece.group);
+    let side = Side { memory, table, heads: |heads| (heads.from, heads.to) };
+    uniform_pages(side, &span.out.lanes, &span.out.landing, &span.piece)
 }
 
 /// Returns the parts of this node's pages that a span's lane fills.
-pub(in crate::connectors) fn wanted(
-    landing: &OpenLanding,
-    span: &LaneSpan,
-) -> Result<Vec<UniformPages>, TransferError> {
+pub(in crate::connectors) fn wanted(landing: &OpenLanding, span: &LaneSpan) -> Vec<UniformPages> {
     let table = &landing.landing().tables[usize::from(span.group.0)];
-    let card = card_of(landing.memory(), span.lane.to)?;
-    let side = Side { card, table, heads: |heads| (heads.to, heads.from) };
-    Ok(uniform_pages(side, landing.lanes(), landing.landing(), span))
+    let side = Side { memory: landing.memory(), table, heads: |heads| (heads.to, heads.from) };
+    uniform_pages(side, landing.lanes(), landing.landing(), span)
 }
 
-/// Groups the layers of a span by page shape. The two layouts differ in their ranks only, so both sides store
+/// Groups the layers of a span by GPU and page shape. The two layouts differ in their ranks only, so both sides store
 /// one head of one block in the same form.
 fn uniform_pages(side: Side<'_>, lanes: &Lanes, landing: &Landing, span: &LaneSpan) -> Vec<UniformPages> {
     let mut all: Vec<UniformPages> = Vec::new();
     for layer_pos in span.layers.clone() {
+        let (stage, region) = side.memory.region_in_stage(span.group, layer_pos);
         let shape = PageShape::new(&landing.layout, span.group, layer_pos);
         let layer = landing.layout.group(span.group).layers[usize::from(layer_pos)];
         let (here, there) = (side.heads)(lanes.heads(layer.n_kv_heads, span.lane));
         let (here, there) = (runs(shape, here), runs(shape, there));
-        if all.last().is_none_or(|last| (last.here, last.there) != (here, there)) {
-            all.push(UniformPages::new(here, there, shape, landing, span));
+        if all.last().is_none_or(|last| (last.here, last.there, last.stage) != (here, there, stage)) {
+            all.push(UniformPages { stage, ..UniformPages::new(here, there, shape, landing, span) });
         }
         let blocks = &side.table[span.blocks.start as usize..span.blocks.end as usize];
-        let region = side.card.region(span.group, layer_pos);
         all.last_mut()
             .expect("one was just pushed")
             .places
@@ -119,7 +126,7 @@ impl UniformPages {
         let is_partial = valid < landing.layout.block_tokens;
         let partial = (span.blocks.len() - 1, usize::from(valid) * shape.token_bytes);
         let partial = is_partial.then_some(partial);
-        Self { here, there, places: Vec::new(), n_blocks: span.blocks.len(), partial }
+        Self { here, there, stage: 0, places: Vec::new(), n_blocks: span.blocks.len(), partial }
     }
 
     pub(in crate::connectors) fn some(&self) -> SomePages<'_> {
@@ -219,7 +226,9 @@ pub(in crate::connectors) fn page_of_bit(
 
 #[cfg(test)]
 mod tests {
-    use types::KvDtype;
+    use std::num::NonZero;
+
+    use types::{Epoch, Fingerprint, Grant, KvDtype, NodeId, Scheme, StageSplit, TransferId, WireAddress};
 
     use super::*;
     use crate::runs::Runs;
@@ -247,6 +256,55 @@ mod tests {
                     assert_eq!(start_of(layer, page) * 8 + at as u64, byte * 8 + 3, "{lane:?}, byte {nth}");
                 }
             }
+        }
+    }
+
+    /// Makes a landing of two blocks.
+    fn landing(layout: &KvLayout, table: Vec<BlockIdx>) -> Landing {
+        Landing {
+            transfer: TransferId(1),
+            node: NodeId::new("d"),
+            epoch: Epoch(1),
+            grant: Grant::from_bytes([0; 16]),
+            bound: false,
+            wire: WireAddress { scheme: Scheme::new("tcp"), endpoint: String::new(), within_host: false },
+            n_tokens: 32,
+            held_tokens: 0,
+            tables: vec![table],
+            layout: layout.clone(),
+            fingerprint: Fingerprint::default(),
+        }
+    }
+
+    /// A copy job has layers of one GPU only, and names their regions there.
+    #[test]
+    fn pages_of_several_stages_are_on_several_gpus() {
+        let layout = KvLayout::uniform(16, KvDtype::Bf16, 5, 2, 8);
+        let table = [4, 2].map(BlockIdx);
+        for (counts, expected) in [
+            (&[5][..], &[(0, vec![1, 2, 3])][..]),
+            (&[2, 3], &[(0, vec![1]), (1, vec![0, 1])]),
+            (&[2, 1, 2], &[(0, vec![1]), (1, vec![0]), (2, vec![0])]),
+        ] {
+            let n_stages = NonZero::new(counts.len() as u16).expect("some");
+            let stages = StageSplit { n_stages, layers: counts.to_vec() }.over(5).expect("they add up");
+            let memory = KvMemory::host_of_stages(layout.clone(), &stages, 5).expect("a few KiB");
+            let lanes = Lanes::between(1, &layout).expect("they can");
+            let landing = landing(&layout, table.to_vec());
+            let span = KvSpan { group: GroupIdx(0), blocks: 0..2, layers: 1..4 };
+            let span = LaneSpan { lane: lanes.all()[0], span };
+            let side = Side { memory: &memory, table: &table, heads: |heads| (heads.to, heads.from) };
+            let pages = uniform_pages(side, &lanes, &landing, &span);
+            let found: Vec<(usize, Vec<u32>)> = pages
+                .iter()
+                .map(|pages| {
+                    (pages.stage, pages.places.iter().step_by(2).map(|(region, _)| *region).collect())
+                })
+                .collect();
+            assert_eq!(found, expected, "{counts:?}");
+            let blocks: Vec<u32> =
+                pages.iter().flat_map(|pages| pages.places.iter().map(|(_, page)| *page)).collect();
+            assert_eq!(blocks, [4, 2].repeat(3));
         }
     }
 

@@ -114,9 +114,10 @@ impl PageMover for CardMover {
         digests: PageDigests,
     ) -> Result<Gathering, TransferError> {
         let rank = span.piece.lane.from;
-        let (card, copy_thread) = (card_of(&self.memory, rank)?, self.copy_threads.of(rank));
         let (mut offset, mut parts) = (to.offset, Vec::new());
-        for pages in sent(&self.memory, span)? {
+        for pages in sent(&self.memory, span) {
+            let card = card_of(&self.memory, rank, pages.stage)?;
+            let copy_thread = self.copy_threads.of(rank, pages.stage);
             let room = copy_thread.room().await?;
             let slot = SlotAt { slots: self.slots(), slot: to.slot, offset };
             let copy_job = copy_thread.copier().gather(card.memory(), pages.some(), slot, digests);
@@ -136,12 +137,13 @@ impl PageMover for CardMover {
         digests: PageDigests,
     ) -> Result<Option<Vec<Digest>>, TransferError> {
         let rank = span.lane.to;
-        let (copy_thread, mut offset, mut here) = (self.copy_threads.of(rank), from.offset, Vec::new());
-        for pages in wanted(landing, span)? {
+        let (mut offset, mut here) = (from.offset, Vec::new());
+        for pages in wanted(landing, span) {
+            let copy_thread = self.copy_threads.of(rank, pages.stage);
             let room = copy_thread.room().await?;
             let slot = SlotAt { slots: self.slots(), slot: from.slot, offset };
             let start = |memory: &KvMemory| {
-                let card = card_of(memory, rank)?.memory();
+                let card = card_of(memory, rank, pages.stage)?.memory();
                 copy_thread.copier().scatter(slot, card, pages.some(), digests).map_err(TransferError::device)
             };
             let Some((copy_job, pending_copy)) = landing.begin_copy(start) else { return Ok(None) };
@@ -171,7 +173,7 @@ impl Drop for CardMover {
     fn drop(&mut self) {
         // Giving back slots waits for the GPU, so the copy thread does it.
         if let Some(slots) = self.slots.take() {
-            self.copy_threads.of(0).release(slots);
+            self.copy_threads.of(0, 0).release(slots);
         }
     }
 }
@@ -261,9 +263,7 @@ pub(super) fn warn_of(error: &TransferError) {
 
 impl HostStaging for CardStaging {
     fn mover(&self, memory: &SlotMemory) -> Result<Arc<dyn PageMover>, TransferError> {
-        let cards: Vec<_> =
-            (0..self.memory.n_ranks()).map(|rank| card_of(&self.memory, rank)).collect::<Result<_, _>>()?;
-        let users: Vec<&DeviceMemory> = cards.iter().map(|card| card.memory()).collect();
+        let users: Vec<&DeviceMemory> = self.memory.on_cards().map(|card| card.memory()).collect();
         let slots = match memory {
             SlotMemory::Own(memory) => Slots::in_host_memory(memory, &users),
             SlotMemory::Peer(memory) => Slots::in_peer_memory(Arc::clone(memory), &users),

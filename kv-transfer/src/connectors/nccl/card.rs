@@ -64,7 +64,7 @@ impl NcclBackend for GpuBackend {
     }
 
     fn stage(&self, rank: u16) -> Result<Arc<dyn Stage>, TransferError> {
-        let slots = Slots::new(card_of(&self.memory, rank)?.memory(), N_SLOTS, self.slot_bytes);
+        let slots = Slots::new(card_of(&self.memory, rank, 0)?.memory(), N_SLOTS, self.slot_bytes);
         let slots = slots.map_err(TransferError::device)?;
         let mover = CardMover::new(self.memory.clone(), self.copy_threads.clone(), slots);
         Ok(Arc::new(CardStage { mover, pair: Arc::clone(&self.pairs) }))

@@ -68,6 +68,8 @@ const TAPER: FrameSizes = FrameSizes { first_part: 1, least_part: 4, share: 2 };
 /// a time, or if there is no NCCL.
 pub async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
     super::gpu::pages::check(&parts.memory)?;
+    let refusal = "KV of pipeline stages on several GPUs does not go over nccl yet";
+    super::gpu::pages::check_one_stage(&parts.memory, refusal)?;
     let bytes = slot_bytes(&parts)?;
     let backend = Arc::new(GpuBackend::new(&parts, bytes)?);
     listen_over(parts, backend).await

@@ -23,7 +23,7 @@ impl CardLook {
     /// Starts the copy thread of this memory's GPU. Fails if the GPU cannot digest pages of this layout.
     pub(super) fn at(memory: &KvMemory, gate: &Gate) -> Result<Self, TransferError> {
         pages::check(memory)?;
-        let copy_thread = CopyThread::start(memory, 0, PageCopierSize::default(), gate)?;
+        let copy_thread = CopyThread::start(on_card(memory)?.memory(), PageCopierSize::default(), gate)?;
         Ok(Self { memory: memory.clone(), copy_thread })
     }
 
@@ -34,7 +34,7 @@ impl CardLook {
             return Ok(None);
         }
         let mut digests = Vec::new();
-        for pages in sent(&self.memory, span)? {
+        for pages in sent(&self.memory, span) {
             let room = self.copy_thread.room().await?;
             let copy_job = self.copy_thread.copier().digest(on_card(&self.memory)?.memory(), pages.some());
             digests.extend(room.take(copy_job.map_err(TransferError::device)?, Held::default()).await?);
@@ -57,7 +57,7 @@ impl CardLook {
             return Ok(None);
         }
         let mut digests = Vec::new();
-        for pages in wanted(landing, span)? {
+        for pages in wanted(landing, span) {
             let room = self.copy_thread.room().await?;
             let look = |_: &KvMemory| self.copy_thread.copier().digest(card, pages.some());
             let Some((copy_job, pending_copy)) = landing.begin_copy(look) else {
