@@ -10,6 +10,7 @@ use kv_cache::KvMemory;
 use tokio::sync::{mpsc, oneshot};
 use tracing::trace;
 
+use super::pages::card_of;
 use crate::error::TransferError;
 use crate::pending_copies::PendingCopy;
 
@@ -38,8 +39,11 @@ impl CopyThreads {
         size: PageCopierSize,
         gate: &Gate,
     ) -> Result<Self, TransferError> {
-        let all = memory.on_cards().map(|card| CopyThread::start(card.memory(), size, gate));
-        Ok(Self { n_ranks: memory.n_ranks().into(), all: all.collect::<Result<_, _>>()? })
+        let n_ranks = memory.n_ranks();
+        let of_stage = |stage| (0..n_ranks).map(move |rank| card_of(memory, rank, stage));
+        let all = (0..memory.n_stages()).flat_map(of_stage);
+        let all = all.map(|card| CopyThread::start(card?.memory(), size, gate));
+        Ok(Self { n_ranks: n_ranks.into(), all: all.collect::<Result<_, _>>()? })
     }
 
     /// Returns the copy thread of the GPU of a rank of a pipeline stage.
