@@ -126,8 +126,8 @@ pub(crate) struct UpArgs {
     /// `--colocated`, the ranks of the one node.
     #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = ranks())]
     pub(crate) decode_tp: u16,
-    /// Pipeline stages of each prefill node: GPUs, or groups of threads, that share the layers. Each stage has as many GPUs
-    /// as there are ranks.
+    /// Pipeline stages of each prefill node: GPUs, or groups of threads, that share the layers. Each stage uses
+    /// `--prefill-tp` GPUs.
     #[arg(long, default_value_t = 1, value_name = "STAGES", value_parser = stages())]
     pub(crate) prefill_stages: u16,
     /// Pipeline stages of each decode node; their number may differ from that of prefill nodes. With `--colocated`,

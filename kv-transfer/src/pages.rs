@@ -278,4 +278,4 @@ fn last_layer(page_bytes: impl Fn(u16) -> usize, span: &KvSpan, first: u16, max:
 
 #[cfg(test)]
 #[path = "pages_tests.rs"]
-mod tests;
+pub(crate) mod tests;

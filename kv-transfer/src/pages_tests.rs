@@ -6,7 +6,7 @@ use super::*;
 use crate::reshard::Lane;
 
 /// Makes a landing with three layers of pages of 512 bytes, and blocks of 16 tokens.
-fn landing(n_tokens: u32, held_tokens: u32) -> Landing {
+pub(crate) fn landing(n_tokens: u32, held_tokens: u32) -> Landing {
     Landing {
         transfer: TransferId(1),
         node: NodeId::new("d"),

@@ -178,13 +178,8 @@ impl InRow<'_> {
 /// Makes the row with these tokens of a prompt, and the tokens after them as its targets.
 fn piece(tokens: &[TokenId], sequence: usize, row: Range<usize>, n_top: u8) -> Piece<'_> {
     let targets = &tokens[row.start + 1..(row.end + 1).min(tokens.len())];
-    Piece {
-        sequence,
-        input: RowInput::Tokens(&tokens[row.clone()]),
-        start: row.start,
-        draws: None,
-        targets: (!targets.is_empty()).then_some(PromptTargets { tokens: targets, n_top }),
-    }
+    let targets = (!targets.is_empty()).then_some(PromptTargets { tokens: targets, n_top });
+    Piece { targets, ..Piece::of(sequence, RowInput::Tokens(&tokens[row.clone()]), row.start) }
 }
 
 impl Comparison {

@@ -44,13 +44,7 @@ pub(super) fn truth(
     let mut steps = Vec::with_capacity(n_steps);
     let mut start = 0;
     for _ in 0..n_steps {
-        let piece = Piece {
-            sequence: 0,
-            input: RowInput::Tokens(&tokens[start..]),
-            start,
-            draws: Some(true),
-            targets: None,
-        };
+        let piece = Piece { draws: Some(true), ..Piece::of(0, RowInput::Tokens(&tokens[start..]), start) };
         let launched = launch(reference, 1, &[piece])?;
         let (drawn, routing_leads) = collect_with_leads(reference, "the reference", launched)?;
         let best = best(drawn.into_iter().next().flatten());
@@ -60,6 +54,13 @@ pub(super) fn truth(
         steps.push(TruthStep { best, routing_lead });
     }
     Ok(Truth { prompt: prompt.to_vec(), steps })
+}
+
+impl<'a> Piece<'a> {
+    /// Makes a row that samples no token and has no targets.
+    pub(super) fn of(sequence: usize, input: RowInput<'a>, start: usize) -> Self {
+        Self { sequence, input, start, draws: None, targets: None }
+    }
 }
 
 impl Truth {
@@ -109,17 +110,8 @@ impl Script<'_> {
         let half = truth.steps.len() / 2;
         let n_known = truth.prompt.len() + half;
         let other: Vec<TokenId> = tokens[..n_known].iter().rev().copied().collect();
-        self.one(
-            company,
-            Piece { sequence: 0, input: RowInput::Tokens(&other), start: 0, draws: None, targets: None },
-        )?;
-        let again = Piece {
-            sequence: 0,
-            input: RowInput::Tokens(&tokens[..n_known]),
-            start: 0,
-            draws: Some(true),
-            targets: None,
-        };
+        self.one(company, Piece::of(0, RowInput::Tokens(&other), 0))?;
+        let again = Piece { draws: Some(true), ..Piece::of(0, RowInput::Tokens(&tokens[..n_known]), 0) };
         let drawn = self.one(company, again)?;
         self.see(company, truth, half, drawn);
         self.go_on(company, truth, half + 1)
@@ -129,23 +121,11 @@ impl Script<'_> {
     /// host knows it. After the first token that differs near a tie, the two continuations diverge.
     fn unseen(&mut self, truth: &Truth) -> Result<(), CompareError> {
         let company = "in flight";
-        let prompt = Piece {
-            sequence: 0,
-            input: RowInput::Tokens(&truth.prompt),
-            start: 0,
-            draws: Some(false),
-            targets: None,
-        };
+        let prompt = Piece { draws: Some(false), ..Piece::of(0, RowInput::Tokens(&truth.prompt), 0) };
         let mut in_flight = launch(self.backend, 1, &[prompt])?;
         for (nth, expected) in truth.steps.iter().enumerate() {
             let position = truth.prompt.len() + nth;
-            let piece = Piece {
-                sequence: 0,
-                input: RowInput::Previous,
-                start: position,
-                draws: Some(false),
-                targets: None,
-            };
+            let piece = Piece { draws: Some(false), ..Piece::of(0, RowInput::Previous, position) };
             let is_last = nth + 1 == truth.steps.len();
             let next = if is_last { None } else { Some(launch(self.backend, 1, &[piece])?) };
             let drawn = collect(self.backend, company, in_flight)?.into_iter().next().flatten();
@@ -177,13 +157,8 @@ impl Script<'_> {
                 let start = n_computed[sequence];
                 let end = (start + 5 + 9 * sequence).min(truth.prompt.len()).max(start + 1);
                 let draws = (end >= truth.prompt.len()).then_some(true);
-                pieces.push(Piece {
-                    sequence,
-                    input: RowInput::Tokens(&tokens[sequence][start..end]),
-                    start,
-                    draws,
-                    targets: None,
-                });
+                let input = RowInput::Tokens(&tokens[sequence][start..end]);
+                pieces.push(Piece { draws, ..Piece::of(sequence, input, start) });
                 n_computed[sequence] = end;
             }
             if pieces.is_empty() && turn >= truths.len() {
@@ -213,12 +188,7 @@ impl Script<'_> {
             let at_once = truths[nth(sequence)].prompt.len().saturating_sub(one_by_one);
             let input = RowInput::Tokens(&tokens[nth(sequence)][..at_once]);
             if at_once > 0 {
-                step(
-                    self.backend,
-                    company,
-                    n_sequences,
-                    &[Piece { sequence, input, start: 0, draws: None, targets: None }],
-                )?;
+                step(self.backend, company, n_sequences, &[Piece::of(sequence, input, 0)])?;
             }
             n_computed.push(at_once);
         }
@@ -230,7 +200,7 @@ impl Script<'_> {
                     let start = n_computed[sequence];
                     let draws = (start + 1 >= truths[nth(sequence)].prompt.len()).then_some(true);
                     let input = RowInput::Tokens(&tokens[nth(sequence)][start..=start]);
-                    Piece { sequence, input, start, draws, targets: None }
+                    Piece { draws, ..Piece::of(sequence, input, start) }
                 })
                 .collect();
             if pieces.is_empty() {
@@ -267,13 +237,8 @@ impl Script<'_> {
         for start in (first..truth.prompt.len()).step_by(chunk.max(1)) {
             let end = (start + chunk).min(truth.prompt.len());
             let draws = (end == truth.prompt.len()).then_some(true);
-            let piece = Piece {
-                sequence,
-                input: RowInput::Tokens(&truth.prompt[start..end]),
-                start,
-                draws,
-                targets: None,
-            };
+            let input = RowInput::Tokens(&truth.prompt[start..end]);
+            let piece = Piece { draws, ..Piece::of(sequence, input, start) };
             let drawn = self.one(company, piece)?;
             if draws.is_some() {
                 self.see(company, truth, 0, drawn);
@@ -287,13 +252,7 @@ impl Script<'_> {
         for nth in first..truth.steps.len() {
             let token = [truth.steps[nth - 1].token()];
             let start = truth.prompt.len() + nth - 1;
-            let piece = Piece {
-                sequence: 0,
-                input: RowInput::Tokens(&token),
-                start,
-                draws: Some(true),
-                targets: None,
-            };
+            let piece = Piece { draws: Some(true), ..Piece::of(0, RowInput::Tokens(&token), start) };
             let drawn = self.one(company, piece)?;
             self.see(company, truth, nth, drawn);
         }

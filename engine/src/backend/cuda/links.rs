@@ -117,33 +117,23 @@ impl StageLinks {
         Ok(())
     }
 
-    /// Leaves the step's rows for the next stage: the residual, and the rows normed for its first layer.
-    pub(super) fn put_rows(
+    /// Leaves the step's results for other stages: the residual and the rows normed for the next stage's first layer, and
+    /// the last stage's sampled tokens.
+    pub(super) fn put(
         &mut self,
         card: &ComputeCard,
         space: &Workspace,
         place: usize,
         dims: Dims,
     ) -> Result<(), CudaError> {
-        let Some(rows) = &mut self.rows_out else { return Ok(()) };
-        let n = dims.n_tokens * self.hidden;
-        rows.put(card, place, &[space.residual.slice(0..n), space.normed.slice(0..n)])
-    }
-
-    /// Leaves the step's sampled tokens for the first stage.
-    pub(super) fn put_tokens(
-        &mut self,
-        card: &ComputeCard,
-        space: &Workspace,
-        place: usize,
-        dims: Dims,
-    ) -> Result<(), CudaError> {
-        match &mut self.tokens_out {
-            Some(tokens) if dims.n_wanted > 0 => {
-                tokens.put(card, place, &[space.drawn.slice(0..dims.n_wanted)])
-            }
-            _ => Ok(()),
+        if let Some(rows) = self.rows_out.as_mut().filter(|_| dims.n_tokens > 0) {
+            let n = dims.n_tokens * self.hidden;
+            rows.put(card, place, &[space.residual.slice(0..n), space.normed.slice(0..n)])?;
         }
+        if let Some(tokens) = self.tokens_out.as_mut().filter(|_| dims.n_wanted > 0) {
+            tokens.put(card, place, &[space.drawn.slice(0..dims.n_wanted)])?;
+        }
+        Ok(())
     }
 }
 

@@ -261,8 +261,7 @@ impl CudaBackend {
         Ok(LaunchedStep::new(self.n_launched, rows, places, &sampled_by, pending, readback, signal))
     }
 
-    /// Launches a step on all GPUs at the same time. Returns their results: those of all ranks of the first stage, then those
-    /// of the next.
+    /// Launches a step on all GPUs at the same time. Returns one result for each GPU, ordered by stage and then by rank.
     fn launch_on_all(&mut self, step: &Arc<Step>, plan: &Plan<'_>) -> Result<Vec<OrderResult>, CudaError> {
         self.helpers.begin(&Order::Step(Arc::clone(step)))?;
         let written = self.rank.launch(step, |words| plan.write(words));

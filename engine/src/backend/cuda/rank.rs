@@ -120,7 +120,7 @@ impl Rank {
             self.draw(&step.draws, step.masks.as_ref(), step.dims)?;
         }
         let Tools { links, card, space, .. } = &mut self.tools;
-        links.put_tokens(card, space, step.places.here, step.dims)?;
+        links.put(card, space, step.places.here, step.dims)?;
         Ok(written)
     }
 
@@ -138,7 +138,6 @@ impl Rank {
                 Ok(())
             })?,
         }
-        tools.links.put_rows(&tools.card, &tools.space, step.places.here, step.dims)?;
         Ok(events)
     }
 

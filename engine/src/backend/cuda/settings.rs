@@ -18,8 +18,8 @@ pub struct CudaSettings {
     pub ordinal: usize,
     /// Tensor-parallel ranks: the number of GPUs, in the driver's order, each with its share of the model.
     pub ranks: NonZero<u16>,
-    /// Pipeline stages, each with some of the layers, on as many GPUs as there are ranks. All GPUs of a stage follow those
-    /// of the stage before.
+    /// Pipeline stages: each has some of the layers, and one GPU for each rank. A stage's GPUs have the numbers after those
+    /// that the previous stage uses.
     pub stages: StageSplit,
     pub limits: StepLimits,
     pub load_format: LoadFormat,

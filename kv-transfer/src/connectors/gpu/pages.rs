@@ -228,9 +228,10 @@ pub(in crate::connectors) fn page_of_bit(
 mod tests {
     use std::num::NonZero;
 
-    use types::{Epoch, Fingerprint, Grant, KvDtype, NodeId, Scheme, StageSplit, TransferId, WireAddress};
+    use types::{KvDtype, StageSplit};
 
     use super::*;
+    use crate::pages::tests::landing;
     use crate::runs::Runs;
 
     /// Compares [`page_of_bit`] with the runs of the other wires, for every byte on each lane.
@@ -259,23 +260,6 @@ mod tests {
         }
     }
 
-    /// Makes a landing of two blocks.
-    fn landing(layout: &KvLayout, table: Vec<BlockIdx>) -> Landing {
-        Landing {
-            transfer: TransferId(1),
-            node: NodeId::new("d"),
-            epoch: Epoch(1),
-            grant: Grant::from_bytes([0; 16]),
-            bound: false,
-            wire: WireAddress { scheme: Scheme::new("tcp"), endpoint: String::new(), within_host: false },
-            n_tokens: 32,
-            held_tokens: 0,
-            tables: vec![table],
-            layout: layout.clone(),
-            fingerprint: Fingerprint::default(),
-        }
-    }
-
     /// A copy job has layers of one GPU only, and names their regions there.
     #[test]
     fn pages_of_several_stages_are_on_several_gpus() {
@@ -290,7 +274,7 @@ mod tests {
             let stages = StageSplit { n_stages, layers: counts.to_vec() }.over(5).expect("they add up");
             let memory = KvMemory::host_of_stages(layout.clone(), &stages, 5).expect("a few KiB");
             let lanes = Lanes::between(1, &layout).expect("they can");
-            let landing = landing(&layout, table.to_vec());
+            let landing = Landing { tables: vec![table.to_vec()], layout: layout.clone(), ..landing(32, 0) };
             let span = KvSpan { group: GroupIdx(0), blocks: 0..2, layers: 1..4 };
             let span = LaneSpan { lane: lanes.all()[0], span };
             let side = Side { memory: &memory, table: &table, heads: |heads| (heads.to, heads.from) };
