@@ -148,10 +148,11 @@ run_test() {
     cargo test --workspace --doc --quiet
 }
 
-# Tests the rdma connector alone and between whole nodes, over Soft-RoCE in VMs. It needs Debian's packages; elsewhere
-# it is skipped with a message.
+# Compares the declarations of libibverbs with rdma-core's headers, and tests the rdma connector alone and between whole
+# nodes, over Soft-RoCE in VMs. The VMs need Debian's packages; elsewhere they are skipped with a message.
 run_rdma() {
     say rdma
+    tests/verbs-layout/run.sh
     if ! command -v apt-get >/dev/null || [ "$(uname -m)" != x86_64 ]; then
         echo "NOT TESTED: the rdma connector. Its VM is put together from Debian's packages for x86_64" >&2
         echo "(linux-image-amd64, qemu-system-x86, busybox-static, ibverbs-providers, iproute2): tests/rdma-vm/README.md" >&2

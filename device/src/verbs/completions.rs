@@ -10,12 +10,10 @@ use std::sync::Arc;
 
 use super::device::Device;
 use super::error::{Failure, VerbsError};
-use super::sys::{Channel, Wc};
+use super::layout::{Channel, WC_RECV_RDMA_WITH_IMM, Wc};
 
 /// The maximum number of completions in one batch.
 const BATCH: usize = 32;
-/// The operation code of a received number: `IBV_WC_RECV_RDMA_WITH_IMM`.
-const RECEIVED_WITH_NUMBER: u32 = 129;
 
 /// The completion queue of some queue pairs. Clones share the queue.
 #[derive(Clone)]
@@ -132,7 +130,7 @@ impl Completions {
 
 fn completion(wc: &Wc) -> Completion {
     let done = match wc.opcode {
-        RECEIVED_WITH_NUMBER => Done::Received { number: u32::from_be(wc.imm_be) },
+        WC_RECV_RDMA_WITH_IMM => Done::Received { number: u32::from_be(wc.imm_be) },
         _ => Done::Written,
     };
     let outcome = Failure::of(wc.status).map_or(Ok(done), Err);

@@ -6,7 +6,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::error::VerbsError;
-use super::sys::{Context, DeviceAttr, DeviceEntry, Functions, PortAttr, functions};
+use super::layout::{Context, DeviceAttr, PORT_ACTIVE, PortAttr};
+use super::sys::{DeviceEntry, Functions, functions};
 
 /// An open device. Clones share it. It is closed when the last clone and all objects made from it are
 /// dropped.
@@ -65,15 +66,13 @@ impl Device {
     }
 
     pub fn port(&self, port: u8) -> Result<PortState, VerbsError> {
-        /// The state of an active port: `IBV_PORT_ACTIVE`.
-        const ACTIVE: u32 = 4;
         let mut attr = PortAttr::ZERO;
         let (functions, context) = self.parts();
         // JUSTIFICATION: a call into C.
         // SAFETY: the context is open, and the structure is larger than in any version of the library.
         let errno = unsafe { (functions.ibv_query_port)(context, port, &mut attr) };
         VerbsError::check("ask for a port of the RDMA device", errno)?;
-        Ok(PortState { is_active: attr.state == ACTIVE, mtu: attr.active_mtu, lid: attr.lid })
+        Ok(PortState { is_active: attr.state == PORT_ACTIVE, mtu: attr.active_mtu, lid: attr.lid })
     }
 
     /// Returns one of the port's addresses.

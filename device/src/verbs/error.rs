@@ -2,6 +2,7 @@
 
 use std::io;
 
+use super::layout;
 use crate::cuda::CudaError;
 
 /// The error of an operation on an RDMA device.
@@ -66,13 +67,13 @@ impl Failure {
     /// Maps the numbers of `enum ibv_wc_status`.
     pub(super) fn of(status: u32) -> Option<Self> {
         Some(match status {
-            0 => return None,
-            1..=4 => Self::OwnMemory,
-            5 => Self::Flushed,
-            9..=11 => Self::NoAccess,
-            12 => Self::Unreachable,
-            13 => Self::NotReady,
-            19 => Self::Device,
+            layout::WC_SUCCESS => return None,
+            layout::WC_LOC_LEN_ERR..=layout::WC_LOC_PROT_ERR => Self::OwnMemory,
+            layout::WC_WR_FLUSH_ERR => Self::Flushed,
+            layout::WC_REM_INV_REQ_ERR..=layout::WC_REM_OP_ERR => Self::NoAccess,
+            layout::WC_RETRY_EXC_ERR => Self::Unreachable,
+            layout::WC_RNR_RETRY_EXC_ERR => Self::NotReady,
+            layout::WC_FATAL_ERR => Self::Device,
             other => Self::Other(other),
         })
     }

@@ -4,10 +4,12 @@
 //! only what KV transfer needs: reliable connections, one-sided writes whose last one carries a number, and
 //! completions with notifications instead of polling. See `docs/decisions/0011-rdma-by-hand.md`.
 //!
-//! Suggested reading order: errors ([`error`]), the C functions (`sys`), devices and ports ([`device`]),
+//! Suggested reading order: errors ([`error`]), C's structures (`layout`) and
+//! functions (`sys`), devices and ports ([`device`]),
 //! registered memory ([`region`]), completions ([`completions`]), and requests ([`queue_pair`]).
 
 pub mod error;
+mod layout;
 mod sys;
 pub mod device;
 pub mod region;

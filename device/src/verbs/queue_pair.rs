@@ -6,18 +6,8 @@ use std::ptr::NonNull;
 
 use super::completions::Completions;
 use super::error::VerbsError;
+use super::layout::{self, Qp, QpCap, QpInit, RecvWr, SendWr, Sge};
 use super::region::{Domain, Region};
-use super::sys::{AhAttr, Qp, QpAttr, QpCap, QpInit, RecvWr, SendWr, Sge};
-
-/// The type of a reliable connection: `IBV_QPT_RC`.
-const RELIABLE: u32 = 2;
-/// The right of the peer to write: `IBV_ACCESS_REMOTE_WRITE`.
-const REMOTE_WRITE: u32 = 2;
-/// The operation codes of writes, from `enum ibv_wr_opcode`.
-const WRITE: u32 = 0;
-const WRITE_WITH_NUMBER: u32 = 1;
-/// The flag of a request that gets a completion: `IBV_SEND_SIGNALED`.
-const SIGNALED: u32 = 2;
 
 /// One end of a connection. Dropping it destroys the queue pair. Afterwards the peer writes nothing here,
 /// even if writes were in flight.
@@ -100,7 +90,7 @@ impl QueuePair {
         let null = std::ptr::null_mut();
         let (qp_context, srq) = (null, null);
         let mut init =
-            QpInit { qp_context, send_cq: cq, recv_cq: cq, srq, cap, qp_type: RELIABLE, sq_sig_all: 0 };
+            QpInit { qp_context, send_cq: cq, recv_cq: cq, srq, cap, qp_type: layout::QPT_RC, sq_sig_all: 0 };
         // JUSTIFICATION: a call into C.
         // SAFETY: domain and completions live as long as the queue pair, which holds both.
         let qp = unsafe {
@@ -156,7 +146,8 @@ impl QueuePair {
         let mut requests: Vec<SendWr> =
             copies.iter().zip(&mut pieces).map(|(copy, piece)| request(piece, copy.to, key)).collect();
         let last = requests.last_mut().expect("there is at least one copy");
-        (last.wr_id, last.opcode, last.send_flags) = (id, WRITE_WITH_NUMBER, SIGNALED);
+        (last.wr_id, last.opcode, last.send_flags) =
+            (id, layout::WR_RDMA_WRITE_WITH_IMM, layout::SEND_SIGNALED);
         last.imm_be = number.to_be();
         self.post(&mut requests)
     }
@@ -206,7 +197,7 @@ fn request(piece: &mut Sge, remote_addr: u64, rkey: u32) -> SendWr {
         next: std::ptr::null_mut(),
         sg_list: piece,
         num_sge: 1,
-        opcode: WRITE,
+        opcode: layout::WR_RDMA_WRITE,
         send_flags: 0,
         imm_be: 0,
         remote_addr,
@@ -217,23 +208,9 @@ fn request(piece: &mut Sge, remote_addr: u64, rkey: u32) -> SendWr {
 
 /// The steps to a connection, each with its attributes and their mask bits.
 mod step {
-    use super::{AhAttr, PathTo, QpAttr, REMOTE_WRITE};
+    use super::super::layout::{self, AhAttr, QpAttr};
+    use super::PathTo;
 
-    const STATE: i32 = 1;
-    const ACCESS: i32 = 1 << 3;
-    const PKEY: i32 = 1 << 4;
-    const PORT: i32 = 1 << 5;
-    const PATH: i32 = 1 << 7;
-    const MTU: i32 = 1 << 8;
-    const TIMEOUT: i32 = 1 << 9;
-    const RETRIES: i32 = 1 << 10;
-    const RETRIES_NOT_READY: i32 = 1 << 11;
-    const THEIR_FIRST_PACKET: i32 = 1 << 12;
-    const READS: i32 = 1 << 13;
-    const NOT_READY_TIMER: i32 = 1 << 15;
-    const OUR_FIRST_PACKET: i32 = 1 << 16;
-    const READS_THERE: i32 = 1 << 17;
-    const THEIR_NUMBER: i32 = 1 << 20;
     /// The delay before a retry to a peer without a receive: 2.56 ms.
     const NOT_READY_2_56_MS: u8 = 16;
     const HOPS_MAX: u8 = 64;
@@ -244,14 +221,21 @@ mod step {
     }
 
     pub(super) fn initial(path: &PathTo) -> PairStep {
-        let attr =
-            QpAttr { qp_state: 1, port_num: path.port, qp_access_flags: REMOTE_WRITE, ..QpAttr::default() };
-        PairStep { attr, mask: STATE | ACCESS | PKEY | PORT }
+        let attr = QpAttr {
+            qp_state: layout::QPS_INIT,
+            port_num: path.port,
+            qp_access_flags: layout::ACCESS_REMOTE_WRITE,
+            ..QpAttr::default()
+        };
+        PairStep {
+            attr,
+            mask: layout::QP_STATE | layout::QP_ACCESS_FLAGS | layout::QP_PKEY_INDEX | layout::QP_PORT,
+        }
     }
 
     pub(super) fn receiving(path: &PathTo) -> PairStep {
         let attr = QpAttr {
-            qp_state: 2,
+            qp_state: layout::QPS_RTR,
             path_mtu: path.mtu,
             dest_qp_num: path.peer.number,
             rq_psn: path.peer.first_packet,
@@ -260,13 +244,19 @@ mod step {
             ah_attr: to(path),
             ..QpAttr::default()
         };
-        let mask = STATE | PATH | MTU | THEIR_NUMBER | THEIR_FIRST_PACKET | READS_THERE | NOT_READY_TIMER;
+        let mask = layout::QP_STATE
+            | layout::QP_AV
+            | layout::QP_PATH_MTU
+            | layout::QP_DEST_QPN
+            | layout::QP_RQ_PSN
+            | layout::QP_MAX_DEST_RD_ATOMIC
+            | layout::QP_MIN_RNR_TIMER;
         PairStep { attr, mask }
     }
 
     pub(super) fn sending(path: &PathTo) -> PairStep {
         let attr = QpAttr {
-            qp_state: 3,
+            qp_state: layout::QPS_RTS,
             timeout: path.timeout,
             retry_cnt: path.retries,
             rnr_retry: path.retries_not_ready,
@@ -274,7 +264,15 @@ mod step {
             max_rd_atomic: 1,
             ..QpAttr::default()
         };
-        PairStep { attr, mask: STATE | TIMEOUT | RETRIES | RETRIES_NOT_READY | OUR_FIRST_PACKET | READS }
+        PairStep {
+            attr,
+            mask: layout::QP_STATE
+                | layout::QP_TIMEOUT
+                | layout::QP_RETRY_CNT
+                | layout::QP_RNR_RETRY
+                | layout::QP_SQ_PSN
+                | layout::QP_MAX_QP_RD_ATOMIC,
+        }
     }
 
     fn to(path: &PathTo) -> AhAttr {

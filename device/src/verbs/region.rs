@@ -10,7 +10,8 @@ use memmap2::MmapRaw;
 
 use super::device::Device;
 use super::error::VerbsError;
-use super::sys::{Mr, register_dmabuf};
+use super::layout::{ACCESS_LOCAL_WRITE, ACCESS_REMOTE_WRITE, Mr};
+use super::sys::register_dmabuf;
 use crate::cuda::mapped::MappedMemory;
 use crate::cuda::memory::DeviceMemory;
 use crate::memory::HostMemory;
@@ -140,13 +141,9 @@ pub fn knows_dmabuf() -> Result<(), VerbsError> {
 
 impl Rights {
     fn as_access(self) -> i32 {
-        /// The right that remote writes require: `IBV_ACCESS_LOCAL_WRITE`.
-        const LOCAL_WRITE: i32 = 1;
-        /// The right of peers to write: `IBV_ACCESS_REMOTE_WRITE`.
-        const REMOTE_WRITE: i32 = 2;
         match self {
-            Self::Own => LOCAL_WRITE,
-            Self::PeersWrite => LOCAL_WRITE | REMOTE_WRITE,
+            Self::Own => ACCESS_LOCAL_WRITE,
+            Self::PeersWrite => ACCESS_LOCAL_WRITE | ACCESS_REMOTE_WRITE,
         }
     }
 }
