@@ -7,7 +7,7 @@ use std::sync::{Arc, LazyLock};
 use async_trait::async_trait;
 
 use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Make, Pair};
-use baton_kv_transfer::conformance::{conformance, conformance_of_ranks};
+use baton_kv_transfer::conformance::{conformance, conformance_of_ranks, conformance_of_stages};
 use baton_kv_transfer::connectors::flaky::Flaky;
 use baton_kv_transfer::connectors::nccl::double::Double;
 use baton_kv_transfer::connectors::{nccl, shm, tcp};
@@ -206,6 +206,22 @@ async fn nccl_on_many_threads() {
 async fn nccl_between_ranks() {
     let double = Double::default();
     conformance_of_ranks(move |parts| over_the_double(double.clone(), parts)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tcp_between_stages() {
+    conformance_of_stages(|parts| built("tcp", parts)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn shm_between_stages() {
+    conformance_of_stages(|parts| built("shm", parts)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nccl_between_stages() {
+    let double = Double::default();
+    conformance_of_stages(move |parts| over_the_double(double.clone(), parts)).await;
 }
 
 /// The wrapper adds no faults; the connector inside applies the suite's faults.

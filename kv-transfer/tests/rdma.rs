@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use baton_kv_transfer::conformance::node::expect_slowness;
-use baton_kv_transfer::conformance::{conformance, conformance_between};
+use baton_kv_transfer::conformance::{conformance, conformance_between, of_one_stage};
 use baton_kv_transfer::{ConnectorParts, KvConnector, build};
 
 /// The factor by which this machine is slower: the VM's CPU is emulated, and shares the machine with other
@@ -43,5 +43,6 @@ async fn rdma() {
 #[ignore = "wants RDMA devices: tests/rdma-vm/run.sh runs it in a VM"]
 async fn rdma_between_ranks() {
     let ports = ports();
-    conformance_between(&[(1, 2), (4, 1)], move |parts| built(ports.clone(), parts)).await;
+    let sides = [of_one_stage(1, 2), of_one_stage(4, 1)];
+    conformance_between(&sides, move |parts| built(ports.clone(), parts)).await;
 }

@@ -1,17 +1,18 @@
-//! Runs the conformance suite over the memory of two GPUs. Measures the speed of `cuda-ipc` and `nccl`
+//! Runs the conformance suite over the memory of GPUs. Measures the speed of `cuda-ipc` and `nccl`
 //! between them, and for comparison a plain copy and NCCL alone.
 //!
 //! ```text
-//! gpu_conformance [--nvrtc FOLDER] [--out FILE] [--walks FILE] [--only measure|ways|alone|suite] [--wire NAME] [--commit NAME]
+//! gpu_conformance [--nvrtc FOLDER] [--out FILE] [--walks FILE] [--only measure|ways|alone|suite|stages] [--wire NAME] [--commit NAME]
 //! ```
 //!
 //! Writes JSON to `--out`, every step of one transfer of each kind to `--walks`, and a summary to stderr. Fails if
 //! the suite fails. `ways` compares variants of `nccl` with each other and with NCCL alone, in turn. `alone` is NCCL
-//! without the connector. `--wire` limits the suite to one wire.
+//! without the connector. `stages` is the part of the suite between nodes with several pipeline stages. `--wire` limits
+//! the suite to one wire.
 //!
-//! Sending nodes are on the first GPU, receiving nodes on the second. The ranks of nodes with several ranks
-//! use all GPUs in turn, beginning with the first GPU for senders and with the second for receivers. With
-//! four GPUs, two sending ranks are on the first two, and two receiving ranks on the last.
+//! Sending nodes are on the first GPU, receiving nodes on the second. Nodes with several ranks or stages use all GPUs in
+//! turn, beginning with the first GPU for senders and with the second for receivers. With four GPUs, two sending ranks
+//! are on the first two, and two receiving ranks on the last. With one GPU, all nodes are on it, and `nccl` is left out.
 
 mod marks;
 mod measure;
@@ -24,7 +25,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use baton_kv_transfer::conformance::node::lie_in;
-use baton_kv_transfer::conformance::{conformance, conformance_between};
+use baton_kv_transfer::conformance::{STAGES, Sides, conformance, conformance_between, of_one_stage};
 use baton_kv_transfer::{ConnectorParts, KvConnector, build};
 use device::cuda::{Cache, Card};
 use kv_cache::KvMemory;
@@ -59,8 +60,11 @@ const RUNS_OF_RANKS: &[Run] =
 /// A wire, its frame setting, and the numbers of sending and receiving ranks.
 type Run = ((&'static str, usize), &'static [(u16, u16)]);
 
+/// Wires that run between nodes with several pipeline stages, each with its frame setting.
+const RUNS_OF_STAGES: &[(&str, usize)] = &[("cuda-ipc", 11), ("nccl", 8), ("shm", 128), ("tcp", 256)];
+
 /// The values of `--only`.
-const PARTS: &[&str] = &["measure", "ways", "alone", "suite"];
+const PARTS: &[&str] = &["measure", "ways", "alone", "suite", "stages"];
 
 const CARDS_MAX: usize = 4;
 static CARDS: OnceLock<Vec<Card>> = OnceLock::new();
@@ -68,12 +72,16 @@ static CARDS: OnceLock<Vec<Card>> = OnceLock::new();
 pub(crate) type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
 /// Allocates the KV memory of the node called `name`, on the GPUs of its role.
-pub(crate) fn memory(name: &str, layout: KvLayout, n_blocks: u32) -> KvMemory {
+pub(crate) fn one_stage(name: &str, layout: KvLayout, n_blocks: u32) -> KvMemory {
+    memory(name, layout, &StageLayers::one(), n_blocks)
+}
+
+fn memory(name: &str, layout: KvLayout, stages: &StageLayers, n_blocks: u32) -> KvMemory {
     let cards = CARDS.get().expect("the cards are opened first");
-    let n_ranks = usize::from(layout.shard.tp_size);
-    let first = if RECEIVERS.contains(&name) { (cards.len() / 2).min(n_ranks) } else { 0 };
-    let of_ranks: Vec<&Card> = (first..first + n_ranks).map(|nth| &cards[nth % cards.len()]).collect();
-    KvMemory::device(layout, &StageLayers::one(), n_blocks, &of_ranks).expect("the cards have room")
+    let n_used = usize::from(layout.shard.tp_size) * stages.n_stages();
+    let first = if RECEIVERS.contains(&name) { (cards.len() / 2).min(n_used) } else { 0 };
+    let used: Vec<&Card> = (first..first + n_used).map(|nth| &cards[nth % cards.len()]).collect();
+    KvMemory::device(layout, stages, n_blocks, &used).expect("the cards have room")
 }
 
 pub(crate) fn now() -> Instant {
@@ -130,12 +138,14 @@ fn run(args: &Args) -> Outcome<bool> {
     }
     let open = |ordinal| Card::open(ordinal, args.nvrtc.as_deref(), &Cache::none());
     let n_cards = Card::count()?.min(CARDS_MAX);
-    let all = (0..n_cards.max(2)).map(open).collect::<Result<Vec<Card>, _>>()?;
+    let all = (0..n_cards.max(1)).map(open).collect::<Result<Vec<Card>, _>>()?;
     let cards = CARDS.get_or_init(|| all);
     lie_in(memory);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(8).enable_all().build()?;
     let is_wanted = |part: &str| args.only.as_ref().is_none_or(|only| only == part);
-    let is_seen_to = |wire: &str| is_wanted("suite") && args.wire.as_ref().is_none_or(|only| only == wire);
+    let works_here = |wire: &str| cards.len() > 1 || wire != "nccl";
+    let is_chosen = |wire: &str| works_here(wire) && args.wire.as_ref().is_none_or(|only| only == wire);
+    let is_seen_to = |wire: &str| is_wanted("suite") && is_chosen(wire);
     let nothing = || (Value::Null, Vec::new());
     let (measured, mut walks) =
         if is_wanted("measure") { runtime.block_on(measure::all())? } else { nothing() };
@@ -153,6 +163,9 @@ fn run(args: &Args) -> Outcome<bool> {
         .filter(|((wire, _), _)| is_seen_to(wire))
         .map(|(run, ranks)| (*run, ranks_pass(&runtime, *run, ranks)))
         .collect();
+    let has_stages = is_wanted("suite") || is_wanted("stages");
+    let runs = RUNS_OF_STAGES.iter().filter(|(wire, _)| has_stages && is_chosen(wire));
+    let of_stages: Vec<_> = runs.map(|run| (*run, stages_pass(&runtime, *run))).collect();
     let report = json!({
         "command": "gpu_conformance",
         "commit": args.commit,
@@ -162,6 +175,7 @@ fn run(args: &Args) -> Outcome<bool> {
         "ways": ways,
         "conformance": told(&suites),
         "conformance_of_ranks": {"cuda-ipc": RANKS, "nccl": RANKS_BY_NCCL, "of": told(&of_ranks)},
+        "conformance_of_stages": told(&of_stages),
     });
     if let Some(out) = &args.out {
         std::fs::write(out, serde_json::to_string_pretty(&report)? + "\n")?;
@@ -172,9 +186,12 @@ fn run(args: &Args) -> Outcome<bool> {
     for ((wire, _), passed) in &of_ranks {
         eprintln!("conformance of ranks, {wire}: {}", if *passed { "passed" } else { "FAILED" });
     }
+    for ((wire, _), passed) in &of_stages {
+        eprintln!("conformance of stages, {wire}: {}", if *passed { "passed" } else { "FAILED" });
+    }
     // A suite that did not run has not passed, unless it was not wanted.
-    let has_run = !is_wanted("suite") || !suites.is_empty();
-    Ok(has_run && suites.iter().chain(&of_ranks).all(|(_, passed)| *passed))
+    let has_run = (!is_wanted("suite") || !suites.is_empty()) && (!has_stages || !of_stages.is_empty());
+    Ok(has_run && suites.iter().chain(&of_ranks).chain(&of_stages).all(|(_, passed)| *passed))
 }
 
 /// Runs all cases of the suite on one wire. A case that fails prints its error.
@@ -188,7 +205,20 @@ fn ranks_pass(
     (wire, frame_bytes): (&'static str, usize),
     ranks: &'static [(u16, u16)],
 ) -> bool {
-    ends_well(runtime, conformance_between(ranks, move |parts| made(wire, frame_bytes, parts)))
+    let sides: Vec<Sides> = ranks.iter().map(|(from, to)| of_one_stage(*from, *to)).collect();
+    ends_well(runtime, async move {
+        conformance_between(&sides, move |parts| made(wire, frame_bytes, parts)).await;
+    })
+}
+
+/// Runs the suite between nodes with several pipeline stages. `nccl` runs between nodes with one rank, because two ranks
+/// with common heads cannot share a GPU.
+fn stages_pass(runtime: &Runtime, (wire, frame_bytes): (&'static str, usize)) -> bool {
+    let is_wanted = |(from, to): &Sides| wire != "nccl" || (from.tp_size, to.tp_size) == (1, 1);
+    let sides: Vec<Sides> = STAGES.iter().copied().filter(is_wanted).collect();
+    ends_well(runtime, async move {
+        conformance_between(&sides, move |parts| made(wire, frame_bytes, parts)).await;
+    })
 }
 
 fn told(suites: &[((&str, usize), bool)]) -> Value {

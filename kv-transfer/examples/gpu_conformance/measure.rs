@@ -13,7 +13,7 @@ use kv_cache::{BlockLease, BlockPool, Holder, Holding, KvMemory, LayerFence};
 use serde_json::{Value, json};
 use types::{Destination, GroupIdx, KvDtype, KvLayout, KvSpan, RequestId};
 
-use crate::{Outcome, marks, memory, now};
+use crate::{Outcome, marks, now, one_stage};
 
 const N_TOKENS: u32 = 8192;
 const N_SENT: u32 = N_TOKENS / 16;
@@ -199,7 +199,7 @@ async fn through_ranks(
 
 /// Runs all measurements. Returns the results, and all steps of one transfer for each variant.
 pub(crate) async fn all() -> Outcome<(Value, Vec<Value>)> {
-    let (near, far) = (memory("prefill", layout(), N_BLOCKS), memory("decode", layout(), N_BLOCKS));
+    let (near, far) = (one_stage("prefill", layout(), N_BLOCKS), one_stage("decode", layout(), N_BLOCKS));
     fill(&near);
     let mut lines = vec![json!({"what": "plain copy", "gigabytes_per_second": plainly(&near, &far)?})];
     eprintln!("{}", lines[0]);
@@ -208,7 +208,7 @@ pub(crate) async fn all() -> Outcome<(Value, Vec<Value>)> {
         let took = match how.ranks {
             (1, 1) => through_connector(&near, &far, how).await,
             (from, to) => {
-                let of = |name, tp| Ok(memory(name, layout().over_ranks(tp)?, N_BLOCKS));
+                let of = |name, tp| Ok(one_stage(name, layout().over_ranks(tp)?, N_BLOCKS));
                 through_ranks((of("prefill", from), of("decode", to)), how).await
             }
         };

@@ -8,7 +8,7 @@ use device::cuda::Slots;
 use device::cuda::nccl::{Communicator, Nccl, Rank, UniqueId};
 use serde_json::{Value, json};
 
-use crate::{Outcome, memory, now};
+use crate::{Outcome, now, one_stage};
 
 const SIZES: &[usize] = &[16 << 20, 64 << 20, 128 << 20, 256 << 20, 1 << 30];
 const ROUNDS: usize = 9;
@@ -55,7 +55,7 @@ pub(crate) fn rates(sizes: &'static [usize]) -> Outcome<Vec<Rate>> {
 
 /// Measures one end of the pair: returns the median times of one message and of a row, for each size.
 fn end(name: &str, id: UniqueId, rank: Rank, sizes: &[usize]) -> Outcome<Vec<[Duration; 2]>> {
-    let memory = memory(name, layout(), 1);
+    let memory = one_stage(name, layout(), 1);
     let largest = sizes.iter().max().copied().unwrap_or(0);
     let slots = Arc::new(Slots::new(memory.on_card().expect("on a card").memory(), 1, largest)?);
     let mut pair = Communicator::join(slots, id, rank)?;

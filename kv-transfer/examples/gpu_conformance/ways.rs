@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::measure::{How, N_BLOCKS, NCCL, ROUNDS, WARM_UP, fill, layout, marked, median, one, rate, side};
 use crate::nccl::rates;
-use crate::{Outcome, memory, now};
+use crate::{Outcome, now, one_stage};
 
 /// The number of times that each variant is set up again, with all others in between.
 const REPEATS: usize = 5;
@@ -60,7 +60,7 @@ fn rows() -> Vec<Row> {
 /// Runs all variants `REPEATS` times and prints the table to stderr. Returns the results, and every step of
 /// one transfer of each variant.
 pub(crate) async fn all() -> Outcome<(Value, Vec<Value>)> {
-    let (near, far) = (memory("prefill", layout(), N_BLOCKS), memory("decode", layout(), N_BLOCKS));
+    let (near, far) = (one_stage("prefill", layout(), N_BLOCKS), one_stage("decode", layout(), N_BLOCKS));
     fill(&near);
     let (mut alone, mut rows) = (Vec::new(), rows());
     for _ in 0..REPEATS {

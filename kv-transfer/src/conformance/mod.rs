@@ -14,7 +14,7 @@ pub mod refusal;
 use std::sync::Arc;
 use std::time::Duration;
 
-use self::node::{Make, Pair};
+use self::node::{Make, Pair, StagesAndRanks};
 use crate::connector::KvConnector;
 use crate::connector_parts::ConnectorParts;
 
@@ -112,7 +112,17 @@ pub async fn conformance_without<F>(
 
 /// The ranks of the prefill node and of the decode node. There are four heads: with eight ranks, two ranks
 /// hold each head.
-pub const SIZES: &[(u16, u16)] = &[(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2), (2, 4), (8, 2), (2, 8)];
+pub const SIZES: &[Sides] = &[
+    of_one_stage(1, 2),
+    of_one_stage(2, 1),
+    of_one_stage(2, 2),
+    of_one_stage(1, 4),
+    of_one_stage(4, 1),
+    of_one_stage(4, 2),
+    of_one_stage(2, 4),
+    of_one_stage(8, 2),
+    of_one_stage(2, 8),
+];
 
 /// Runs the cases that depend on ranks, for each pair of numbers in [`SIZES`].
 ///
@@ -125,20 +135,49 @@ where
     conformance_between(SIZES, make).await;
 }
 
-/// Like [`conformance_of_ranks`], but only between these numbers of ranks.
+/// Returns nodes of one stage with these numbers of ranks.
+pub const fn of_one_stage(prefill_tp: u16, decode_tp: u16) -> Sides {
+    (StagesAndRanks::new(1, prefill_tp), StagesAndRanks::new(1, decode_tp))
+}
+
+/// The stages and ranks of the prefill node and of the decode node.
+pub type Sides = (StagesAndRanks, StagesAndRanks);
+
+/// Nodes with several stages. The layers are [`node::layout`]'s, so the layers of a stage belong to several groups, and
+/// with different numbers of stages the layers are cut at different places.
+pub const STAGES: &[Sides] = &[
+    (StagesAndRanks::new(2, 1), StagesAndRanks::new(1, 1)),
+    (StagesAndRanks::new(1, 1), StagesAndRanks::new(2, 1)),
+    (StagesAndRanks::new(2, 1), StagesAndRanks::new(2, 1)),
+    (StagesAndRanks::new(2, 2), StagesAndRanks::new(1, 4)),
+    (StagesAndRanks::new(3, 1), StagesAndRanks::new(2, 1)),
+];
+
+/// Runs the cases that depend on pipeline stages, for each pair of nodes in [`STAGES`].
+///
+/// # Panics
+/// Like [`conformance`].
+pub async fn conformance_of_stages<F>(make: impl Fn(ConnectorParts) -> F + Send + Sync + 'static)
+where
+    F: Future<Output = Arc<dyn KvConnector>> + Send + 'static,
+{
+    conformance_between(STAGES, make).await;
+}
+
+/// Like [`conformance_of_ranks`], but only between these nodes.
 ///
 /// # Panics
 /// Like [`conformance`].
 pub async fn conformance_between<F>(
-    sizes: &[(u16, u16)],
+    sides: &[Sides],
     make: impl Fn(ConnectorParts) -> F + Send + Sync + 'static,
 ) where
     F: Future<Output = Arc<dyn KvConnector>> + Send + 'static,
 {
     let make: Make = Arc::new(move |parts| Box::pin(make(parts)));
-    for (prefill_tp, decode_tp) in sizes {
-        tracing::info!(prefill_tp, decode_tp, "conformance suite starts with these numbers of ranks");
-        let pair = || Pair::of_ranks(&make, *prefill_tp, *decode_tp);
+    for (prefill, decode) in sides {
+        tracing::info!(?prefill, ?decode, "conformance suite starts with these stages and ranks");
+        let pair = || Pair::between(&make, *prefill, *decode);
         cases! { pair, WHOLE_SUITE;
             delivery::bytes_arrive_equal,
             delivery::spans_arrive_in_any_order,

@@ -1,5 +1,6 @@
 //! Nodes and pairs of nodes for conformance cases, with KV whose bytes name their place.
 
+use std::num::NonZero;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -13,7 +14,7 @@ use types::prompt::TokenId;
 use types::step::Step;
 use types::{
     BlockCounts, BlockIdx, Destination, Fingerprint, GroupIdx, Handoff, KvDtype, KvLayout, KvSpan, Landing,
-    NodeId, RequestId, TransferId,
+    NodeId, RequestId, StageLayers, StageSplit, TransferId,
 };
 
 use crate::arrival::Arrival;
@@ -41,7 +42,7 @@ const LANDING_FOR: Duration = Duration::from_secs(30);
 const BASELINE_WITHIN: Duration = Duration::from_secs(20);
 
 /// Allocates the memory of the node with this name.
-pub type Place = fn(&str, KvLayout, u32) -> KvMemory;
+pub type Place = fn(&str, KvLayout, &StageLayers, u32) -> KvMemory;
 
 /// The function that allocates the nodes' memory, if the suite runs over a device's memory; otherwise host
 /// memory is used.
@@ -68,8 +69,8 @@ pub fn here(on_a_fast_machine: Duration) -> Duration {
     on_a_fast_machine * SLOWER.load(Ordering::Relaxed)
 }
 
-fn host(_name: &str, layout: KvLayout, n_blocks: u32) -> KvMemory {
-    KvMemory::host(layout, n_blocks).expect("a few hundred KiB can be mapped")
+fn host(_name: &str, layout: KvLayout, stages: &StageLayers, n_blocks: u32) -> KvMemory {
+    KvMemory::host_of_stages(layout, stages, n_blocks).expect("a few hundred KiB can be mapped")
 }
 
 /// Returns a layout of three groups, two with layers of two widths: enough variety to reveal errors of a wire.
@@ -83,6 +84,27 @@ pub fn layout() -> KvLayout {
 /// If the ranks cannot share the heads.
 pub fn spread_layout(tp_size: u16) -> KvLayout {
     layout_of(SHARED_HEADS).over_ranks(tp_size).expect("the one number divides the other")
+}
+
+/// The number of pipeline stages of a node, and of the ranks of each stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StagesAndRanks {
+    pub n_stages: NonZero<u16>,
+    pub tp_size: u16,
+}
+
+impl StagesAndRanks {
+    /// # Panics
+    /// If there is no stage.
+    pub const fn new(n_stages: u16, tp_size: u16) -> Self {
+        Self { n_stages: NonZero::new(n_stages).expect("a node has a stage"), tp_size }
+    }
+
+    fn parts(self, name: &str) -> ConnectorParts {
+        let split = StageSplit { n_stages: self.n_stages, layers: Vec::new() };
+        let stages = if self.n_stages.get() == 1 { Ok(StageLayers::one()) } else { split.over(N_LAYERS) };
+        Node::parts_of(name, spread_layout(self.tp_size), &stages.expect("every stage has a layer"))
+    }
 }
 
 /// KV heads of nodes with several ranks.
@@ -127,11 +149,15 @@ impl Node {
     }
 
     pub fn parts(name: &str, layout: KvLayout) -> ConnectorParts {
+        Self::parts_of(name, layout, &StageLayers::one())
+    }
+
+    fn parts_of(name: &str, layout: KvLayout, stages: &StageLayers) -> ConnectorParts {
         let world = World::real();
         ConnectorParts {
             node: NodeId::new(name),
             epoch: world.epoch(),
-            memory: PLACE.get().map_or(host as Place, |place| *place)(name, layout, N_BLOCKS),
+            memory: PLACE.get().map_or(host as Place, |place| *place)(name, layout, stages, N_BLOCKS),
             fingerprint: fingerprint(),
             world,
             gate: Gate::new("conformance"),
@@ -302,17 +328,18 @@ impl std::fmt::Debug for MakeShown {
 
 impl Pair {
     pub async fn new(make: &Make) -> Self {
-        Self::of(make, layout(), layout()).await
+        let parts = |name| Node::parts(name, layout());
+        Self::of(make, parts("prefill"), parts("decode")).await
     }
 
-    /// Makes two nodes with these numbers of ranks.
-    pub async fn of_ranks(make: &Make, prefill_tp: u16, decode_tp: u16) -> Self {
-        Self::of(make, spread_layout(prefill_tp), spread_layout(decode_tp)).await
+    /// Makes two nodes with these stages and ranks.
+    pub async fn between(make: &Make, prefill: StagesAndRanks, decode: StagesAndRanks) -> Self {
+        Self::of(make, prefill.parts("prefill"), decode.parts("decode")).await
     }
 
-    async fn of(make: &Make, prefill: KvLayout, decode: KvLayout) -> Self {
-        let prefill = Node::new(make, Node::parts("prefill", prefill)).await;
-        let decode = Node::new(make, Node::parts("decode", decode)).await;
+    async fn of(make: &Make, prefill: ConnectorParts, decode: ConnectorParts) -> Self {
+        let prefill = Node::new(make, prefill).await;
+        let decode = Node::new(make, decode).await;
         Self { make: MakeShown(Arc::clone(make)), prefill, decode }
     }
 

@@ -233,7 +233,8 @@ async fn a_new_wire_passes_the_suite() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_new_wire_passes_the_suite_between_ranks() {
-    crate::conformance::conformance_between(&[(2, 1), (1, 2)], built).await;
+    use crate::conformance::{conformance_between, of_one_stage};
+    conformance_between(&[of_one_stage(2, 1), of_one_stage(1, 2)], built).await;
 }
 
 #[tokio::test]
