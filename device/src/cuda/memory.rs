@@ -16,6 +16,7 @@ use cudarc::driver::CudaContext;
 
 use super::buffer::{Element, View, ViewMut};
 use super::mapped::MappedMemory;
+use super::reach::reach;
 use super::staging::Staging;
 use super::wire_kernels::WireKernels;
 use super::{Card, CudaError};
@@ -194,6 +195,11 @@ impl DeviceMemory {
     pub fn used_bytes(&self) -> Result<u64, CudaError> {
         let counted = self.context.mem_get_info().map_err(CudaError::during("ask for the GPU's memory"))?;
         Ok((counted.1 - counted.0) as u64)
+    }
+
+    /// Lets this memory's GPU access memory that the driver's allocator gives out on the GPU of `other`.
+    pub fn reach(&self, other: &Self) -> Result<(), CudaError> {
+        if self.ordinal() == other.ordinal() { Ok(()) } else { reach(&self.context, &other.context) }
     }
 
     /// Returns the GPU of this memory.

@@ -5,7 +5,7 @@
 //!
 //! Suggested reading order: libraries ([`library`]), programs ([`source`], [`compiler`], [`cache`]), the GPU
 //! that runs them ([`card`], [`buffer`], [`arena`], [`pinned`], [`host_words`], [`event`], [`graph`],
-//! [`hand_over`](mod@hand_over)), memory for KV ([`memory`], [`remote`], [`slots`]), and the copies between GPUs
+//! [`hand_over`](mod@hand_over), [`reach`](mod@reach)), memory for KV ([`memory`], [`remote`], [`slots`]), and the copies between GPUs
 //! ([`page_copier`], [`nccl`]).
 
 pub mod error;
@@ -21,6 +21,7 @@ pub mod host_words;
 pub mod event;
 pub mod graph;
 pub mod hand_over;
+pub mod reach;
 pub(crate) mod mapped;
 pub mod arena;
 pub(crate) mod staging;
@@ -56,6 +57,7 @@ pub use memory::DeviceMemory;
 pub use page_copier::{CopyDone, CopyJob, PageCopier, PageDigests};
 pub use page_copier_size::PageCopierSize;
 pub use pinned::PinnedNumbers;
+pub use reach::reach;
 pub use remote::RemoteMemory;
 pub use slots::Slots;
 pub use source::Programs;

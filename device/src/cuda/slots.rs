@@ -36,7 +36,7 @@ pub struct Slots {
 
 /// The memory that holds the slots.
 enum Place {
-    /// Memory of the first GPU, which this value owns.
+    /// Memory of the first GPU, which this value owns. The other GPUs access it directly.
     Gpu,
     /// Page-locked memory of this process. The mapping lives as long as the slots.
     Host(Arc<MmapRaw>),
@@ -45,16 +45,20 @@ enum Place {
 }
 
 impl Slots {
-    /// Allocates the slots on the GPU of `memory`.
-    pub fn new(memory: &DeviceMemory, n_slots: usize, slot_bytes: usize) -> Result<Self, CudaError> {
-        let context = Arc::clone(memory.context());
-        context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
+    /// Allocates the slots in the memory of the first user's GPU, for the GPUs of all users.
+    ///
+    /// # Panics
+    /// If `users` is empty.
+    pub fn on_gpu(users: &[&DeviceMemory], n_slots: usize, slot_bytes: usize) -> Result<Self, CudaError> {
+        let contexts = contexts_of(users);
+        users.iter().try_for_each(|user| user.reach(users[0]))?;
+        contexts[0].bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
         let bytes = n_slots * slot_bytes;
         // JUSTIFICATION: GPU memory is accessed by address.
         // SAFETY: the content is undefined. A slot is filled before it is read, by the code that states its
         // length.
         let start = unsafe { result::malloc_sync(bytes.max(1)) }.map_err(|source| no_room(bytes, source))?;
-        Ok(Self { contexts: vec![context], start, slot_bytes, n_slots, place: Place::Gpu })
+        Ok(Self { contexts, start, slot_bytes, n_slots, place: Place::Gpu })
     }
 
     /// Page-locks host memory whose only region has a page for each slot, for the GPUs of `users`.
@@ -132,7 +136,7 @@ impl Slots {
 }
 
 fn contexts_of(users: &[&DeviceMemory]) -> Vec<Arc<CudaContext>> {
-    assert!(!users.is_empty(), "slots in host memory are for at least one GPU");
+    assert!(!users.is_empty(), "slots are for at least one GPU");
     users.iter().map(|memory| Arc::clone(memory.context())).collect()
 }
 
@@ -154,7 +158,7 @@ impl Drop for Slots {
         }
         let _ = self.context().bind_to_thread();
         match &self.place {
-            // JUSTIFICATION: the counterpart of `new`.
+            // JUSTIFICATION: the counterpart of `on_gpu`.
             // SAFETY: the memory came from `malloc_sync`, belongs to this value alone, and nothing uses it any
             // more.
             Place::Gpu => drop(unsafe { result::free_sync(self.start) }),

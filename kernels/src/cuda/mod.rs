@@ -23,4 +23,4 @@ pub use ops::{
     SKINNY_FORMS, SampleTokens, SkinnyForm, Standing, SumRows, TOP_MAX, WeightMatrix, WidenedPages,
     WidenedSize,
 };
-pub use peers::{CommonParams, LostFlag, PEERS_MAX, Peers, RankMemory, reach};
+pub use peers::{CommonParams, LostFlag, PEERS_MAX, Peers, RankMemory};

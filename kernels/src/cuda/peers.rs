@@ -9,9 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use cudarc::driver::sys;
 use device::cuda::error::ensure;
-use device::cuda::{Bf16, Buffer, CudaError, HostWords, View};
+use device::cuda::{Bf16, Buffer, CudaError, HostWords, View, reach};
 
 use super::ComputeCard;
 use super::ops::{nanoseconds, number, two_in_one};
@@ -277,33 +276,11 @@ fn reach_each_other(cards: &[&ComputeCard]) -> Result<(), CudaError> {
     for from in cards {
         for to in cards {
             if from.ordinal() != to.ordinal() {
-                reach(from, to)?;
+                reach(from.context(), to.context())?;
             }
         }
     }
     Ok(())
-}
-
-/// Lets kernels and copies of one GPU access another GPU's memory directly.
-pub fn reach(from: &ComputeCard, to: &ComputeCard) -> Result<(), CudaError> {
-    let not_reachable = CudaError::NotReachable { from: from.ordinal(), to: to.ordinal() };
-    from.bind()?;
-    let mut can = 0;
-    let (here, there) = (from.context().cu_device(), to.context().cu_device());
-    // JUSTIFICATION: cudarc has no safe call for this.
-    // SAFETY: both are GPUs of this machine, and the pointer is to a number that outlives the call.
-    unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, here, there) }
-        .result()
-        .map_err(CudaError::during("ask whether two GPUs reach each other"))?;
-    if can == 0 {
-        return Err(not_reachable);
-    }
-    // JUSTIFICATION: cudarc has no safe call for this.
-    // SAFETY: the context is alive and lives as long as `to`.
-    match unsafe { sys::cuCtxEnablePeerAccess(to.context().cu_ctx(), 0) } {
-        sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),
-        outcome => outcome.result().map_err(CudaError::during("make one GPU's memory reachable for another")),
-    }
 }
 
 #[cfg(test)]

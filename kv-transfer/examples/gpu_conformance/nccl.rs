@@ -57,7 +57,7 @@ pub(crate) fn rates(sizes: &'static [usize]) -> Outcome<Vec<Rate>> {
 fn end(name: &str, id: UniqueId, rank: Rank, sizes: &[usize]) -> Outcome<Vec<[Duration; 2]>> {
     let memory = one_stage(name, layout(), 1);
     let largest = sizes.iter().max().copied().unwrap_or(0);
-    let slots = Arc::new(Slots::new(memory.on_card().expect("on a card").memory(), 1, largest)?);
+    let slots = Arc::new(Slots::on_gpu(&[memory.on_card().expect("on a card").memory()], 1, largest)?);
     let mut pair = Communicator::join(slots, id, rank)?;
     settle(&mut pair)?;
     let mut medians = Vec::new();

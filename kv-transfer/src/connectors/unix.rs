@@ -20,7 +20,7 @@ use tokio::net::{UnixListener, UnixStream};
 use types::layout::RANKS_MAX;
 
 /// Limit of files that come with a greeting.
-const FILES_MAX: usize = 1 + RANKS_MAX as usize;
+pub(in crate::connectors) const FILES_MAX: usize = 1 + RANKS_MAX as usize;
 /// Limit of stale sockets that one start removes.
 const SWEPT_MAX: usize = 1024;
 
@@ -80,15 +80,7 @@ fn is_dead(path: &Path) -> bool {
 
 // === the sender's side ===
 
-/// Connects to a socket, and sends the first bytes of a stream with some files.
-pub(in crate::connectors) async fn greeting(
-    path: &str,
-    greeting: &[u8],
-    files: &[BorrowedFd<'_>],
-) -> io::Result<Stream> {
-    greeted_by(UnixStream::connect(path).await?, greeting, files).await
-}
-
+/// Sends the first bytes of a connected stream, with some files.
 pub(in crate::connectors) async fn greeted_by(
     stream: UnixStream,
     greeting: &[u8],

@@ -79,7 +79,7 @@ impl Communicator {
         self.nccl.checked("a message between GPUs", status)
     }
 
-    /// Makes later messages wait for a copy job on the same GPU.
+    /// Makes later messages wait for a copy job, also on another GPU.
     pub fn wait_for(&mut self, copy_job: &CopyDone) -> Result<(), CudaError> {
         self.stream.wait(&copy_job.0).map_err(CudaError::during("wait for pages on their way"))
     }

@@ -5,8 +5,8 @@
 //! A ring has as many places as steps may be in flight, so the step that used a place before is collected when the
 //! place is written again.
 
-use device::cuda::{Bf16, Buffer, CudaError, Inbox, Outbox, View, hand_over};
-use kernels::cuda::{ComputeCard, reach};
+use device::cuda::{Bf16, Buffer, CudaError, Inbox, Outbox, View, hand_over, reach};
+use kernels::cuda::ComputeCard;
 use tracing::warn;
 
 use super::lockstep::LAUNCH_WITHIN;
@@ -143,7 +143,7 @@ fn let_copies_be_direct(to: &ComputeCard, from: &ComputeCard) -> Result<(), Cuda
     if to.ordinal() == from.ordinal() {
         return Ok(());
     }
-    match reach(to, from) {
+    match reach(to.context(), from.context()) {
         Err(error @ CudaError::NotReachable { .. }) => {
             warn!(%error, "rows of pipeline stages are copied through host memory, which takes longer");
             Ok(())

@@ -7,10 +7,11 @@
 //! memory, this side can prove by itself that a landing is quiet, and a sender that stops or dies during a copy does
 //! no harm. Its memory exists as long as the receiver has it mapped. See `docs/decisions/0010-gpus-pull.md`.
 //!
-//! Suggested reading order: connecting two processes (`accept`), the thread that waits for a GPU (`copy_thread`),
+//! Suggested reading order: connecting two processes (`accept`, `shared`), the thread that waits for a GPU (`copy_thread`),
 //! pages in the form for a GPU (`pages`), the sender (`send`) and the receiver (`receive`).
 
 mod accept;
+mod shared;
 
 mod receive;
 mod send;
@@ -19,6 +20,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use device::cuda::PageCopierSize;
+use kv_cache::KvMemory;
 use tracing::info;
 use types::{Scheme, WireAddress};
 
@@ -32,6 +34,7 @@ use super::unix;
 use crate::connector::{Auto, KvConnector, WireKind};
 use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
+use crate::landing::bad_request;
 use crate::settings::FrameSizes;
 use crate::wire_threads::WireThreads;
 
@@ -59,8 +62,7 @@ const STREAMS: u16 = 6;
 /// bytes at a time.
 pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
     super::gpu::pages::check(&parts.memory)?;
-    let refusal = "KV of pipeline stages on several GPUs does not go over cuda-ipc yet";
-    super::gpu::pages::check_one_stage(&parts.memory, refusal)?;
+    check_number_of_cards(&parts.memory)?;
     check_pages(&parts)?;
     parts.settings.frame_bytes = parts.settings.frame_bytes.saturating_mul(FRAMES_LARGER);
     parts.settings.streams = STREAMS;
@@ -84,4 +86,12 @@ pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<LinkConnector>, Tra
         Box::new(door),
         Box::new(send_path),
     ))
+}
+
+/// Checks that a greeting has room for the files of all GPUs.
+fn check_number_of_cards(memory: &KvMemory) -> Result<(), TransferError> {
+    if memory.on_cards().count() > unix::FILES_MAX {
+        return Err(bad_request("KV on more GPUs than a handshake of cuda-ipc has room for"));
+    }
+    Ok(())
 }

@@ -4,13 +4,13 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
-use chassis::identity::link;
 use chassis::{Stream, World};
 use kv_cache::KvMemory;
 use tracing::trace;
 use types::GroupIdx;
 
 use super::accept;
+use super::shared::{SharedFiles, StageSizes};
 use crate::connector_parts::ConnectorParts;
 use crate::connectors::gpu::copy_thread::{CopyThreads, Held};
 use crate::connectors::gpu::pages::{UniformPages, card_of, page_of_bit, sent};
@@ -27,6 +27,7 @@ use crate::faults::{FaultKind, flip};
 pub(super) struct CudaIpcSendPath {
     world: World,
     memory: KvMemory,
+    sizes: StageSizes,
     copy_threads: CopyThreads,
     /// The bits of this node's own pages that faults have flipped. A fault flips the page itself, because the
     /// KV is not sent. The bits are restored before the next frame is sent. The lock is held while bits are
@@ -47,14 +48,17 @@ impl CudaIpcSendPath {
         copy_threads: CopyThreads,
     ) -> Result<Arc<dyn KvSendPath>, TransferError> {
         let (world, memory) = (parts.world.clone(), parts.memory.clone());
-        Ok(Arc::new(Self { world, memory, copy_threads, flipped: Mutex::default() }))
+        let sizes = StageSizes::here(&memory)?;
+        Ok(Arc::new(Self { world, memory, sizes, copy_threads, flipped: Mutex::default() }))
     }
 
     /// Returns the pages of a span, and their location in the shared memory.
     fn pages(&self, span: &SpanOut) -> Result<(Vec<UniformPages>, Vec<Piece>), TransferError> {
         let (all, mut pieces) = (sent(&self.memory, span), Vec::new());
         for pages in &all {
-            pages.pieces(card_of(&self.memory, span.piece.lane.from, pages.stage)?, &mut pieces);
+            let card = card_of(&self.memory, span.piece.lane.from, pages.stage)?.memory();
+            let start = self.sizes.start(pages.stage);
+            pages.pieces(|region, page| start + card.offset(region, page), &mut pieces);
         }
         Ok((all, pieces))
     }
@@ -147,15 +151,10 @@ impl CudaIpcSendPath {
 
 #[async_trait]
 impl KvSendPath for CudaIpcSendPath {
-    /// Connects stream number `stream`. The first stream carries the memory of all ranks.
+    /// Connects stream number `stream`. The first stream carries the memory of all ranks of all stages.
     async fn connect(&self, endpoint: &str, stream: u16) -> io::Result<Stream> {
-        let show = |rank| {
-            let card = card_of(&self.memory, rank, 0).map_err(io::Error::other)?;
-            card.memory().export().map_err(io::Error::other)
-        };
-        let n_shown = if stream == 0 { self.memory.n_ranks() } else { 0 };
-        let shown: Vec<_> = (0..n_shown).map(show).collect::<io::Result<_>>()?;
-        link::prove(&self.world, accept::connect(endpoint, &shown).await?).await
+        let shared = (stream == 0).then(|| SharedFiles::of(&self.memory)).transpose()?;
+        accept::connect(endpoint, &self.world, shared.as_ref()).await
     }
 
     async fn write_span(

@@ -1,5 +1,7 @@
 //! Hot path. The pages of a span, in the form that a GPU's copy job takes.
 
+use std::ops::Range;
+
 use device::cuda::{PageRuns, SomePages};
 use kv_cache::{KvMemory, OnCard};
 use types::{BlockIdx, GroupIdx, KvLayout, KvSpan, Landing};
@@ -44,14 +46,6 @@ pub(in crate::connectors) fn check(memory: &KvMemory) -> Result<(), TransferErro
         }
     }
     Ok(())
-}
-
-/// Checks that all layers of a rank are on one GPU, for connectors that need that.
-pub(in crate::connectors) fn check_one_stage(
-    memory: &KvMemory,
-    refusal: &'static str,
-) -> Result<(), TransferError> {
-    if memory.n_stages() > 1 { Err(bad_request(refusal)) } else { Ok(()) }
 }
 
 /// Returns the GPU that holds one rank's KV of a pipeline stage.
@@ -144,12 +138,23 @@ impl UniformPages {
         self.places.len() * self.here.moved_bytes()
     }
 
-    /// Adds the location of the pages in the GPU memory that this node shares; neighbouring pages are one piece.
-    /// Pages are whole, even if the lane carries a part of them.
-    pub(in crate::connectors) fn pieces(&self, card: OnCard<'_>, pieces: &mut Vec<Piece>) {
+    /// Returns the number of pages in each layer.
+    pub(in crate::connectors) fn n_blocks(&self) -> usize {
+        self.n_blocks
+    }
+
+    /// Returns some of the layers, counted from the first one.
+    pub(in crate::connectors) fn layers(&self, layers: Range<usize>) -> Self {
+        let places = self.places[layers.start * self.n_blocks..layers.end * self.n_blocks].to_vec();
+        Self { places, ..*self }
+    }
+
+    /// Adds the location of the pages in the memory that this node shares; neighbouring pages are one piece. `offset_of`
+    /// takes a region and a page of the GPU. Pages are whole, even if the lane carries a part of them.
+    pub(in crate::connectors) fn pieces(&self, offset_of: impl Fn(u32, u32) -> u64, pieces: &mut Vec<Piece>) {
         let bytes = self.here.page_bytes() as u32;
         for (region, page) in &self.places {
-            let offset = card.memory().offset(*region, *page);
+            let offset = offset_of(*region, *page);
             match pieces.last_mut() {
                 Some(last) if follows(last, offset) && last.bytes.checked_add(bytes).is_some() => {
                     last.bytes += bytes;
@@ -225,7 +230,7 @@ pub(in crate::connectors) fn page_of_bit(
 }
 
 #[cfg(test)]
-mod tests {
+pub(in crate::connectors) mod tests {
     use std::num::NonZero;
 
     use types::{KvDtype, StageSplit};
@@ -260,6 +265,32 @@ mod tests {
         }
     }
 
+    /// Allocates host memory for stages with these numbers of layers.
+    pub(in crate::connectors) fn memory_of_stages(
+        layout: &KvLayout,
+        counts: &[u16],
+        n_blocks: u32,
+    ) -> KvMemory {
+        let n_stages = NonZero::new(counts.len() as u16).expect("some");
+        let stages = StageSplit { n_stages, layers: counts.to_vec() }.over(counts.iter().sum());
+        KvMemory::host_of_stages(layout.clone(), &stages.expect("they add up"), n_blocks).expect("a few KiB")
+    }
+
+    /// Returns the pages of a span of full blocks, as a node of one rank has them.
+    pub(in crate::connectors) fn pages_here(
+        memory: &KvMemory,
+        table: &[BlockIdx],
+        span: &KvSpan,
+    ) -> Vec<UniformPages> {
+        let (layout, n_tokens) = (memory.layout(), 16 * table.len() as u32);
+        let lanes = Lanes::between(1, layout).expect("they can");
+        let tables = vec![table.to_vec()];
+        let landing = Landing { tables, layout: layout.clone(), ..landing(n_tokens, 0) };
+        let span = LaneSpan { lane: lanes.all()[0], span: span.clone() };
+        let side = Side { memory, table, heads: |heads| (heads.to, heads.from) };
+        uniform_pages(side, &lanes, &landing, &span)
+    }
+
     /// A copy job has layers of one GPU only, and names their regions there.
     #[test]
     fn pages_of_several_stages_are_on_several_gpus() {
@@ -270,15 +301,9 @@ mod tests {
             (&[2, 3], &[(0, vec![1]), (1, vec![0, 1])]),
             (&[2, 1, 2], &[(0, vec![1]), (1, vec![0]), (2, vec![0])]),
         ] {
-            let n_stages = NonZero::new(counts.len() as u16).expect("some");
-            let stages = StageSplit { n_stages, layers: counts.to_vec() }.over(5).expect("they add up");
-            let memory = KvMemory::host_of_stages(layout.clone(), &stages, 5).expect("a few KiB");
-            let lanes = Lanes::between(1, &layout).expect("they can");
-            let landing = Landing { tables: vec![table.to_vec()], layout: layout.clone(), ..landing(32, 0) };
+            let memory = memory_of_stages(&layout, counts, 5);
             let span = KvSpan { group: GroupIdx(0), blocks: 0..2, layers: 1..4 };
-            let span = LaneSpan { lane: lanes.all()[0], span };
-            let side = Side { memory: &memory, table: &table, heads: |heads| (heads.to, heads.from) };
-            let pages = uniform_pages(side, &lanes, &landing, &span);
+            let pages = pages_here(&memory, &table, &span);
             let found: Vec<(usize, Vec<u32>)> = pages
                 .iter()
                 .map(|pages| {

@@ -33,7 +33,7 @@ pub(super) trait NcclBackend: Debug + Send + Sync {
     /// Returns a new id, for one queue of a pair whose sender is this node.
     fn id(&self) -> Result<QueueId, TransferError>;
 
-    /// Allocates the slots of one pair, in the memory that holds this rank's KV.
+    /// Allocates the slots of one pair, for the GPUs that hold this rank's KV.
     fn stage(&self, rank: u16) -> Result<Arc<dyn Stage>, TransferError>;
 }
 

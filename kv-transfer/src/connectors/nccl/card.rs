@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use device::DeviceMemory;
 use device::cuda::nccl::{self, Message, Nccl, Rank, UniqueId};
 use device::cuda::{CopyDone, PageCopierSize, Slots};
 use kv_cache::KvMemory;
@@ -44,12 +45,21 @@ pub(super) struct GpuBackend {
 impl GpuBackend {
     pub(super) fn new(parts: &ConnectorParts, slot_bytes: usize) -> Result<Self, TransferError> {
         let nccl = Nccl::load().map_err(TransferError::device)?;
+        for rank in 0..parts.memory.n_ranks() {
+            let users = users_of(&parts.memory, rank)?;
+            users.iter().try_for_each(|user| user.reach(users[0])).map_err(TransferError::device)?;
+        }
         let n_queues = if nccl.takes_several() { n_queues(parts) } else { 1 };
         let lane_multiprocessors = parts.settings.multiprocessors(MULTIPROCESSORS);
         let size = PageCopierSize { n_lanes: 2, lane_multiprocessors, ..PageCopierSize::default() };
         let copy_threads = CopyThreads::start(&parts.memory, size, &parts.gate)?;
         Ok(Self { memory: parts.memory.clone(), copy_threads, slot_bytes, n_queues, pairs: Arc::default() })
     }
+}
+
+/// Returns the memory of the GPUs of a rank, stage by stage.
+fn users_of(memory: &KvMemory, rank: u16) -> Result<Vec<&DeviceMemory>, TransferError> {
+    (0..memory.n_stages()).map(|stage| Ok(card_of(memory, rank, stage)?.memory())).collect()
 }
 
 impl NcclBackend for GpuBackend {
@@ -64,8 +74,9 @@ impl NcclBackend for GpuBackend {
     }
 
     fn stage(&self, rank: u16) -> Result<Arc<dyn Stage>, TransferError> {
-        let slots = Slots::new(card_of(&self.memory, rank, 0)?.memory(), N_SLOTS, self.slot_bytes);
-        let slots = slots.map_err(TransferError::device)?;
+        // The slots are on the GPU of the rank's first pipeline stage. The GPUs of its other stages access them there.
+        let users = users_of(&self.memory, rank)?;
+        let slots = Slots::on_gpu(&users, N_SLOTS, self.slot_bytes).map_err(TransferError::device)?;
         let mover = CardMover::new(self.memory.clone(), self.copy_threads.clone(), slots);
         Ok(Arc::new(CardStage { mover, pair: Arc::clone(&self.pairs) }))
     }

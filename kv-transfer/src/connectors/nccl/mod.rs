@@ -6,6 +6,9 @@
 //! in the same order. So the sender numbers them in its frames, and the receiver asks for them in that order, even if
 //! their transfer has ended: it receives an unwanted message and drops it.
 //!
+//! A node with several pipeline stages has slots on the GPUs of its first stage, and the GPUs of the other stages access
+//! them directly. So messages are the same for all numbers of stages.
+//!
 //! NCCL never accesses a page. A kernel on the sender's GPU gathers and digests pages into a slot. The message goes
 //! from this slot to a slot of the receiver's GPU, and a kernel there scatters and digests the pages. So a landing is
 //! quiet when this node's own kernels are done, as with `cuda-ipc`, and a cancelled transfer costs no communicator.
@@ -68,8 +71,6 @@ const TAPER: FrameSizes = FrameSizes { first_part: 1, least_part: 4, share: 2 };
 /// a time, or if there is no NCCL.
 pub async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
     super::gpu::pages::check(&parts.memory)?;
-    let refusal = "KV of pipeline stages on several GPUs does not go over nccl yet";
-    super::gpu::pages::check_one_stage(&parts.memory, refusal)?;
     let bytes = slot_bytes(&parts)?;
     let backend = Arc::new(GpuBackend::new(&parts, bytes)?);
     listen_over(parts, backend).await

@@ -95,16 +95,22 @@ fn registered(domain: &Domain, memory: &KvMemory, tp_rank: u16) -> Result<RankHe
         let start = |nth| region.start() + memory.offset(nth, 0);
         return Ok(RankHere { starts: (0..memory.n_regions()).map(start).collect(), region });
     }
-    if !memory.has_regions_of_one_stage() {
-        // A sender finds the receiver's region of a layer by its own memory.
-        return Err(bad_request("KV of pipeline stages with regions of their own does not go over rdma yet"));
-    }
+    check_regions(memory)?;
     let on_host = memory.rank(tp_rank).on_host();
     let memory = on_host
         .ok_or_else(|| bad_request("KV that is spread over several GPUs does not go over rdma yet"))?;
     let region = domain.register(memory, Rights::PeersWrite).map_err(TransferError::rdma)?;
     let start = |nth| region.start() + memory.file_offset(nth, 0) as u64;
     Ok(RankHere { starts: (0..memory.n_regions()).map(start).collect(), region })
+}
+
+/// Refuses host memory in which a layer has another region than with one pipeline stage: a sender finds the receiver's
+/// region of a layer by its own memory.
+fn check_regions(memory: &KvMemory) -> Result<(), TransferError> {
+    if memory.has_regions_of_one_stage() {
+        return Ok(());
+    }
+    Err(bad_request("KV of pipeline stages with regions of their own does not go over rdma yet"))
 }
 
 /// Returns the longest time between two attempts such that all attempts end within the stall time.
@@ -117,6 +123,25 @@ fn timeout_within(stall: Duration) -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::conformance::node::layout;
+    use crate::connectors::gpu::pages::tests::memory_of_stages;
+
+    #[test]
+    fn regions_that_differ_from_those_of_one_stage_are_refused() {
+        let uniform = types::KvLayout::uniform(16, types::KvDtype::Bf16, 5, 2, 8);
+        for (layout, counts, is_refused) in [
+            (&uniform, &[5][..], false),
+            (&uniform, &[3, 2], false),
+            (&layout(), &[7], false),
+            (&layout(), &[1, 6], true),
+        ] {
+            let refusal = check_regions(&memory_of_stages(layout, counts, 2)).err();
+            let expected =
+                bad_request("KV of pipeline stages with regions of their own does not go over rdma yet");
+            let expected = is_refused.then(|| types::in_full(&expected));
+            assert_eq!(refusal.map(|error| types::in_full(&error)), expected, "{counts:?}");
+        }
+    }
 
     #[test]
     fn all_attempts_lie_within_the_stall_time() {
