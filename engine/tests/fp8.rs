@@ -70,7 +70,7 @@ fn a_checkpoint_with_block_scales_is_the_one_that_it_stands_for() {
     let copies =
         MODELS.iter().chain(&["mixtral", "deepseek-v3"]).map(|model| in_form(&folder(model), Form::Blocks));
     let copies: Vec<TempDir> = copies.collect();
-    let committed = ["qwen3-fp8", "deepseek-v3-fp8"].map(folder);
+    let committed = ["qwen3-fp8", "deepseek-v3-fp8", "qwen3-moe-fp8"].map(folder);
     for narrow in copies.iter().map(TempDir::path).chain(committed.iter().map(PathBuf::as_path)) {
         let wide = in_form(narrow, Form::F32);
         let mut reference = opened(wide.path(), Quantize::No, 1);
@@ -114,7 +114,8 @@ fn fp8_is_near_what_it_was_and_not_the_same() {
 fn activations_are_rounded_as_the_checkpoint_says() {
     let copies = MODELS.map(|model| in_form(&folder(model), Form::CompressedTensors));
     let of_rows = copies.iter().map(|copy| (copy.path().to_owned(), "fp8"));
-    let of_blocks = ["qwen3-fp8", "deepseek-v3-fp8"].map(|model| (folder(model), "fp8, scales by 128x128"));
+    let of_blocks = ["qwen3-fp8", "deepseek-v3-fp8", "qwen3-moe-fp8"]
+        .map(|model| (folder(model), "fp8, scales by 128x128"));
     for (narrow, dtype) in of_rows.chain(of_blocks) {
         let mut reference = rounding(&narrow, Activations::Fp8, Quantize::No, 1);
         for ranks in [1, 2] {

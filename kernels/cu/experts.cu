@@ -142,10 +142,8 @@ struct PlacesShape { u32 n_choices, n_experts, tile_rows, n_tiles_max; };
 __device__ __forceinline__ u32 in_tiles(u32 count, u32 tile_rows) { return (count + tile_rows - 1) / tile_rows * tile_rows; }
 
 // Counts the choices of all experts, and places those of one: a block for each expert.
-extern "C" __global__ void __launch_bounds__(PLACE_THREADS)
-place_choices(Places to, const u32* experts, PlacesShape shape) {
+__device__ __forceinline__ void place_expert(const Places& to, const u32* experts, const PlacesShape& shape) {
     __shared__ u32 counts[EXPERTS_MAX], before[2], of_warp[PLACE_THREADS / 32];
-    in_turn();
     u32 expert = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (u32 at = threadIdx.x; at < shape.n_experts; at += PLACE_THREADS) counts[at] = 0;
     if (threadIdx.x < 2) before[threadIdx.x] = 0;
@@ -196,48 +194,53 @@ place_choices(Places to, const u32* experts, PlacesShape shape) {
     }
 }
 
+extern "C" __global__ void __launch_bounds__(PLACE_THREADS)
+place_choices(Places to, const u32* experts, PlacesShape shape) {
+    in_turn();
+    place_expert(to, experts, shape);
+}
+
+// === Rows for experts in FP8 ===
+
+struct OrderedShape { u32 n_rows, k, are_rounded; };
+
+// Copies rows of bf16, rounded or not, in the order in which experts_fp8.cu reads them: see `place_in_lanes`. Rows are
+// padded with zeroes to whole groups of 64.
+__device__ __forceinline__ void order_rows(bf16* to, const bf16* x, const OrderedShape& shape, u32 block, u32 n_blocks) {
+    u32 width = (shape.k + LANES_GROUP - 1) / LANES_GROUP * LANES_GROUP, of_row = (shape.k + ROUND_GROUP - 1) / ROUND_GROUP * ROUND_LANES;
+    u64 n_chunks = (u64)shape.n_rows * of_row, step = (u64)n_blocks * PLACE_THREADS;
+    // Whole blocks of threads loop together.
+    for (u64 first = (u64)block * PLACE_THREADS; first < n_chunks; first += step) {
+        u64 chunk = first + threadIdx.x, row = chunk / of_row;
+        u32 column = chunk % of_row * 8;
+        bool is_here = chunk < n_chunks;
+        Eight eight = is_here && column < shape.k ? load8(x + row * shape.k + column) : Eight{0, 0, 0, 0};
+        if (shape.are_rounded) eight = rounded8(eight);
+        if (!is_here || column >= width) continue;
+#pragma unroll
+        for (u32 pair = 0; pair < 4; pair++) *reinterpret_cast<u32*>(to + row * width + place_in_lanes(column / 8, pair)) = eight.pair[pair];
+    }
+}
+
+// Places choices as `place_choices` does. The blocks after those of experts order the rows.
+extern "C" __global__ void __launch_bounds__(PLACE_THREADS)
+place_and_order(Places to, const u32* experts, PlacesShape shape, bf16* ordered, const bf16* x, OrderedShape rows) {
+    in_turn();
+    if (blockIdx.x < shape.n_experts) place_expert(to, experts, shape);
+    else order_rows(ordered, x, rows, blockIdx.x - shape.n_experts, gridDim.x - shape.n_experts);
+}
+
 // === Products of few rows ===
-//
-// A unit is 16 rows of an expert's matrix. The units of all experts that have rows are divided evenly over
-// blocks: each has a run of neighbours. A block's warps share k, and load weights directly into the registers
-// for the tensor core, as in skinny.cu. The first weights of a unit are loaded before the sums of the unit
-// before it are ended. Rows are computed eight at a time or, in the larger kernels, up to 32.
-constexpr u32 UNIT = 8, UNIT_WARPS = 8, PART_STRIDE = 2 * UNIT + 4;
-
-struct ExpertRows { const u32 *starts, *counts, *touched, *choices; };
-// n: the rows of an expert's matrix.
-struct ExpertsShape { u32 n, k, n_experts, per_token; };
-
-// The rows of x are those of the choices; silu(gate) * up is written at the place of each choice.
-struct GatedUnits {
-    static __device__ __forceinline__ u32 count(const ExpertsShape& shape) { return shape.n / 2 / UNIT; }
-    static __device__ __forceinline__ u32 row(u32 unit, u32 half, u32 g, const ExpertsShape& shape) { return half * (shape.n / 2) + unit * UNIT + g; }
-    static __device__ __forceinline__ u32 row_of_x(const ExpertRows& rows, u32 place, const ExpertsShape& shape) { return rows.choices[place] / shape.per_token; }
-    static constexpr u32 PAIRS = UNIT / 2;  // pairs of neighbouring numbers of a row
-    template <typename Sum>
-    static __device__ __forceinline__ void end(bf16* y, u32 place, u32 unit, u32 pair, const Sum& sum, const ExpertsShape& shape) {
-        float2 gate = sum(pair * 2), up = sum(UNIT + pair * 2);
-        *reinterpret_cast<u32*>(y + (u64)place * (shape.n / 2) + unit * UNIT + pair * 2) = narrow(gated(gate.x, up.x), gated(gate.y, up.y));
-    }
-};
-
-// The rows of x and the sums are at the place of each choice.
-struct SummedUnits {
-    static __device__ __forceinline__ u32 count(const ExpertsShape& shape) { return (shape.n + 2 * UNIT - 1) / (2 * UNIT); }
-    static __device__ __forceinline__ u32 row(u32 unit, u32 half, u32 g, const ExpertsShape& shape) { return min(unit * 2 * UNIT + half * UNIT + g, shape.n - 1); }
-    static __device__ __forceinline__ u32 row_of_x(const ExpertRows&, u32 place, const ExpertsShape&) { return place; }
-    static constexpr u32 PAIRS = UNIT;
-    template <typename Sum>
-    static __device__ __forceinline__ void end(bf16* y, u32 place, u32 unit, u32 pair, const Sum& sum, const ExpertsShape& shape) {
-        u32 column = unit * 2 * UNIT + pair * 2;
-        float2 both = sum(pair * 2);
-        if (column < shape.n) *reinterpret_cast<u32*>(y + (u64)place * shape.n + column) = narrow(both.x, both.y);
-    }
-};
 
 // The weights of a lane: `at` is its first number along k.
 template <u32 UNROLL>
 struct UnitWeights {
+    typedef const bf16* __restrict__ Matrices;
+    template <typename Units>
+    struct Scales {
+        __device__ __forceinline__ Scales(const bf16*, u32, u32, const ExpertsShape&) {}
+        __device__ __forceinline__ float2 times(float2 total, u32) const { return total; }
+    };
     Eight of[UNROLL][2];
     const bf16* rows[2];
 
@@ -255,91 +258,46 @@ struct UnitWeights {
 #pragma unroll
         for (u32 half = 0; half < 2; half++) of[i][half] = is_there ? constant8(rows[half] + at) : Eight{0, 0, 0, 0};
     }
+
+    // Sums a unit's products with GROUPS times eight rows of x, over a warp's share of k. The weights of the first turn
+    // are loaded; this loads those of all later ones.
+    template <typename Units, u32 GROUPS>
+    __device__ __forceinline__ void sum(float* part, const bf16* x, const ExpertRows& rows_of_x, u32 place, u32 n_rows, const ExpertsShape& shape) {
+        u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        const bf16* of_x[GROUPS];
+        float sum[GROUPS][4] = {};
+#pragma unroll
+        for (u32 j = 0; j < GROUPS; j++)  // rows after the last one repeat it, and are not written
+            of_x[j] = x + (u64)Units::row_of_x(rows_of_x, place + min(j * 8 + g, n_rows - 1), shape) * shape.k + t * 8;
+        constexpr u32 TURN = UNIT_WARPS * UNROLL * 32;
+        for (u32 turn = warp * UNROLL * 32; turn < shape.k; turn += TURN) {
+#pragma unroll
+            for (u32 i = 0; i < UNROLL; i++) {
+                u32 at = turn + i * 32;
+                bool is_there = at + t * 8 < shape.k;
+                Eight a = of[i][0], b = of[i][1], v[GROUPS];
+#pragma unroll
+                for (u32 j = 0; j < GROUPS; j++) v[j] = is_there ? load8(of_x[j] + at) : Eight{0, 0, 0, 0};
+                if (turn + TURN < shape.k) load(i, at + TURN, shape);
+#pragma unroll
+                for (u32 j = 0; j < GROUPS; j++) {
+                    mma(sum[j], a.pair[0], b.pair[0], a.pair[1], b.pair[1], v[j].pair[0], v[j].pair[1]);
+                    mma(sum[j], a.pair[2], b.pair[2], a.pair[3], b.pair[3], v[j].pair[2], v[j].pair[3]);
+                }
+            }
+        }
+#pragma unroll
+        for (u32 j = 0; j < GROUPS; j++)
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) part[(j * 8 + 2 * t + i % 2) * PART_STRIDE + g + i / 2 * 8] = sum[j][i];
+    }
 };
 
-// Sums a unit's products with GROUPS times eight rows of x, over a warp's share of k. `weights` are those of
-// the first turn; they are loaded for all later ones.
-template <typename Units, u32 UNROLL, u32 GROUPS>
-__device__ __forceinline__ void sum_unit(float* part, UnitWeights<UNROLL>& weights, const bf16* x, const ExpertRows& rows, u32 place, u32 n_rows, const ExpertsShape& shape) {
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const bf16* of_x[GROUPS];
-    float sum[GROUPS][4] = {};
-#pragma unroll
-    for (u32 j = 0; j < GROUPS; j++)  // rows after the last one repeat it, and are not written
-        of_x[j] = x + (u64)Units::row_of_x(rows, place + min(j * 8 + g, n_rows - 1), shape) * shape.k + t * 8;
-    constexpr u32 TURN = UNIT_WARPS * UNROLL * 32;
-    for (u32 turn = warp * UNROLL * 32; turn < shape.k; turn += TURN) {
-#pragma unroll
-        for (u32 i = 0; i < UNROLL; i++) {
-            u32 at = turn + i * 32;
-            bool is_there = at + t * 8 < shape.k;
-            Eight a = weights.of[i][0], b = weights.of[i][1], v[GROUPS];
-#pragma unroll
-            for (u32 j = 0; j < GROUPS; j++) v[j] = is_there ? load8(of_x[j] + at) : Eight{0, 0, 0, 0};
-            if (turn + TURN < shape.k) weights.load(i, at + TURN, shape);
-#pragma unroll
-            for (u32 j = 0; j < GROUPS; j++) {
-                mma(sum[j], a.pair[0], b.pair[0], a.pair[1], b.pair[1], v[j].pair[0], v[j].pair[1]);
-                mma(sum[j], a.pair[2], b.pair[2], a.pair[3], b.pair[3], v[j].pair[2], v[j].pair[3]);
-            }
-        }
-    }
-#pragma unroll
-    for (u32 j = 0; j < GROUPS; j++)
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) part[(j * 8 + 2 * t + i % 2) * PART_STRIDE + g + i / 2 * 8] = sum[j][i];
-}
-
-template <typename Units, u32 UNROLL, u32 ROWS>
-__device__ __forceinline__ void multiply_experts(bf16* y, const bf16* w, const bf16* x, const ExpertRows& rows, const ExpertsShape& shape) {
-    constexpr u32 PART = ROWS * PART_STRIDE;
-    __shared__ float parts[2][UNIT_WARPS * PART];  // [turn][warp][row of x][row of w]
-    in_turn();
-    u32 warp = threadIdx.x / 32, n_units = Units::count(shape), n_all = rows.touched[shape.n_experts] * n_units;
-    u32 nth = (u64)n_all * blockIdx.x / gridDim.x, end = (u64)n_all * (blockIdx.x + 1) / gridDim.x, turn = 0;
-    if (nth == end) return;
-    UnitWeights<UNROLL> weights;
-    weights.template start<Units>(w, rows.touched[nth / n_units], nth % n_units, shape);
-    for (; nth < end; nth++) {
-        u32 expert = rows.touched[nth / n_units], unit = nth % n_units, start = rows.starts[expert], count = rows.counts[expert];
-        for (u32 first = 0; first < count; first += ROWS, turn ^= 1) {
-            u32 n_rows = min(ROWS, count - first), place = start + first;
-            float* part = parts[turn] + warp * PART;
-            if constexpr (ROWS == 8) sum_unit<Units, UNROLL, 1>(part, weights, x, rows, place, n_rows, shape);
-            else if (n_rows <= 8) sum_unit<Units, UNROLL, 1>(part, weights, x, rows, place, n_rows, shape);
-            else if (n_rows <= 16) sum_unit<Units, UNROLL, 2>(part, weights, x, rows, place, n_rows, shape);
-            else sum_unit<Units, UNROLL, ROWS / 8>(part, weights, x, rows, place, n_rows, shape);
-            if (first + ROWS < count) weights.template start<Units>(w, expert, unit, shape);
-            else if (nth + 1 < end) weights.template start<Units>(w, rows.touched[(nth + 1) / n_units], (nth + 1) % n_units, shape);
-            __syncthreads();
-            for (u32 at = threadIdx.x; at < n_rows * Units::PAIRS; at += UNIT_WARPS * 32) {
-                u32 row = at / Units::PAIRS;
-                const float* of_row = parts[turn] + row * PART_STRIDE;
-                auto sum = [&](u32 column) {  // over all warps, of two neighbours
-                    float2 total = {0.f, 0.f};
-#pragma unroll
-                    for (u32 i = 0; i < UNIT_WARPS; i++) {
-                        float2 more = *reinterpret_cast<const float2*>(of_row + i * PART + column);
-                        total.x += more.x, total.y += more.y;
-                    }
-                    return total;
-                };
-                Units::end(y, place + row, unit, at % Units::PAIRS, sum, shape);
-            }
-        }
-    }
-}
-
-#define EXPERTS(NAME, UNITS, UNROLL, ROWS, BLOCKS)                                                                          \
-    extern "C" __global__ void __launch_bounds__(UNIT_WARPS * 32, BLOCKS)                                                  \
-    NAME##_##ROWS(bf16* y, const bf16* __restrict__ w, const bf16* x, ExpertRows rows, ExpertsShape shape) {                \
-        multiply_experts<UNITS, UNROLL, ROWS>(y, w, x, rows, shape);                                                       \
-    }
 // The name has the number of rows of an expert that are computed at a time.
-EXPERTS(experts_gated, GatedUnits, 4, 8, 3)
-EXPERTS(experts_gated, GatedUnits, 4, 32, 2)
-EXPERTS(experts_summed, SummedUnits, 3, 8, 3)
-EXPERTS(experts_summed, SummedUnits, 3, 32, 2)
+EXPERTS(experts_gated, GatedUnits, UnitWeights<4>, 8, 3)
+EXPERTS(experts_gated, GatedUnits, UnitWeights<4>, 32, 2)
+EXPERTS(experts_summed, SummedUnits<1>, UnitWeights<3>, 8, 3)
+EXPERTS(experts_summed, SummedUnits<1>, UnitWeights<3>, 32, 2)
 
 // === Before and after products ===
 

@@ -14,6 +14,8 @@ __device__ __forceinline__ u32 in_fp8(float low, float high) {
     return pair;
 }
 
+constexpr u32 ROUND_THREADS = 256;
+
 // Writes rows of bf16 as rows in FP8, `width` bytes each, and their scales.
 //
 // A lane has eight numbers: four pairs, which are 16 bytes apart. Two lanes exchange theirs, because a word has a

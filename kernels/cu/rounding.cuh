@@ -2,7 +2,6 @@
 //
 // A rounded number is therefore also a bf16 number, and a product of bf16 gets the same factors as one of FP8.
 constexpr u32 ROUND_GROUP = 128, ROUND_LANES = ROUND_GROUP / 8;
-constexpr u32 ROUND_THREADS = 256;
 
 // The smallest power of two that makes the greatest number 448 at most, which is 1.75 * 2^8. The exponent is
 // bounded, so that the scale and its inverse are normal numbers.
@@ -30,4 +29,25 @@ __device__ __forceinline__ Rounded scaled(Eight eight) {
 #pragma unroll
     for (u32 i = 0; i < 8; i++) rounded.number[i] *= inverse;
     return rounded;
+}
+
+// Rounds to an e4m3 number, which is kept in f32.
+//
+// From 2^-6 on, an e4m3 number has four significant bits; below, numbers are 2^-9 apart. Adding and subtracting
+// a number whose last bit has that distance rounds to nearest, ties to even.
+__device__ __forceinline__ float rounded(float x) {
+    u32 exponent = max(__float_as_uint(x) >> 23 & 0xff, 127u - 6);
+    float last = 1.5f * __uint_as_float((exponent + 20) << 23);
+    return __fsub_rn(__fadd_rn(x, last), last);
+}
+
+// Rounds a lane's eight numbers, and keeps them in bf16.
+__device__ __forceinline__ Eight rounded8(Eight eight) {
+    Rounded numbers = scaled(eight);
+    float scale = __uint_as_float(numbers.exponent << 23);
+    Eight given;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++)
+        given.pair[i] = narrow(rounded(numbers.number[2 * i]) * scale, rounded(numbers.number[2 * i + 1]) * scale);
+    return given;
 }

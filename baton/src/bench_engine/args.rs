@@ -14,6 +14,7 @@ use types::{KvDtype, StageSplit};
 const DEFAULT_MODEL: &str = "bench/shapes/llama-3.1-8b";
 
 /// The folders that `--check` compares: the bundled model, and the smallest test model of each architecture.
+/// `qwen3-moe-fp8` has random weights that `--quantize fp8-blocks --write-weights` wrote.
 const CHECK_FOLDERS: &[&str] = &[
     "engine/tests/models/llama",
     "engine/tests/models/llama3",
@@ -23,14 +24,11 @@ const CHECK_FOLDERS: &[&str] = &[
     "engine/tests/models/qwen2-window",
     "engine/tests/models/qwen3",
     "engine/tests/models/qwen3-fp8",
-    "models/demo",
-];
-
-/// The folders with experts, which `--check` compares too. A GPU has no experts in FP8.
-const CHECK_FOLDERS_OF_EXPERTS: &[&str] = &[
     "engine/tests/models/mixtral",
     "engine/tests/models/qwen3-moe",
     "engine/tests/models/qwen3-moe-stacked",
+    "engine/tests/models/qwen3-moe-fp8",
+    "models/demo",
 ];
 
 /// Measure the engine alone: decode steps, first tokens, many requests at once, and the device's limits.
@@ -285,14 +283,10 @@ impl EngineArgs {
 
     /// Returns the models that `--check` compares with the CPU: the named one, otherwise all test models.
     pub(crate) fn check_folders(&self) -> Vec<PathBuf> {
-        if let Some(model) = &self.model {
-            return vec![model.clone()];
+        match &self.model {
+            Some(model) => vec![model.clone()],
+            None => CHECK_FOLDERS.iter().map(PathBuf::from).collect(),
         }
-        let of_experts = match self.quantize {
-            WeightFormat::No => CHECK_FOLDERS_OF_EXPERTS,
-            WeightFormat::Fp8 | WeightFormat::Fp8Blocks => &[],
-        };
-        CHECK_FOLDERS.iter().chain(of_experts).map(PathBuf::from).collect()
     }
 }
 
@@ -310,11 +304,11 @@ mod tests {
 
     #[test]
     fn a_check_compares_the_named_model_or_the_test_models() {
-        let n_all = CHECK_FOLDERS.len() + CHECK_FOLDERS_OF_EXPERTS.len();
+        let n_all = CHECK_FOLDERS.len();
         for (typed, named, n_folders) in [
             ("--check", DEFAULT_MODEL, n_all),
             ("--check --weights safetensors", DEFAULT_MODEL, n_all),
-            ("--check --quantize fp8", DEFAULT_MODEL, CHECK_FOLDERS.len()),
+            ("--check --quantize fp8", DEFAULT_MODEL, n_all),
             ("--check --model some/model", "some/model", 1),
             ("--check --model some/model --weights safetensors", "some/model", 1),
         ] {

@@ -234,6 +234,7 @@ mod tests {
             "deepseek-v3",
             "qwen3-fp8",
             "deepseek-v3-fp8",
+            "qwen3-moe-fp8",
         ]
         .into_iter()
         .map(move |name| folder.join(name))

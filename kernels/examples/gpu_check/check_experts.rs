@@ -1,22 +1,42 @@
-//! Checks layers of experts against sums in f64: the choice of experts, the products in both forms, and that
-//! a row alone has the bits of a row among others.
+//! Checks layers of experts against sums in f64: the choice of experts, the products in both forms and in all formats,
+//! and that a row alone has the bits of a row among others.
 
-use baton_kernels::cuda::{ComputeCard, ExpertLayer, ExpertSizes, ExpertSpace, ExpertsForm};
-use device::cuda::{Bf16, Buffer, CudaError};
+use std::num::NonZero;
+
+use baton_kernels::cpu::{Arithmetic, Processor};
+use baton_kernels::cuda::{
+    ComputeCard, ExpertActivations, ExpertLayer, ExpertSizes, ExpertSpace, ExpertsForm, Fp8Rows, Fp8Scales,
+    WeightMatrix,
+};
+use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
 use serde_json::{Value, json};
 
 use super::check_products::product;
 use super::draw::{Draw, wide};
 use super::extent::Extent;
+use super::fp8::{Matrix, SCALES, name};
 use super::measure::seconds;
 use super::verdict::{BF16_ERROR, Verdicts};
 
 /// Hidden size, width, experts, experts of a row.
 const SHAPES: &[(usize, usize, usize, usize)] =
     &[(32, 24, 5, 2), (264, 136, 8, 3), (72, 40, 1, 1), (328, 200, 128, 8)];
+/// The same for experts in FP8: the last two have more columns than warps load at once.
+const SHAPES_FP8: &[(usize, usize, usize, usize)] = &[
+    (64, 64, 5, 2),
+    (264, 192, 8, 3),
+    (320, 192, 8, 3),
+    (72, 64, 1, 1),
+    (192, 128, 128, 8),
+    (2368, 64, 3, 1),
+    (64, 1088, 2, 1),
+];
 const ROWS: &[usize] = &[3, 141, 1, 8, 9, 33, 600];
 /// Three numbers of a row are rounded to bf16, one after the other.
 const ERROR: f64 = 2.0 * BF16_ERROR;
+/// A rounding to FP8 of a number near the middle between two FP8 numbers goes the other way. Without the rounding the
+/// error is above 2.6e-2.
+const ROUNDED_ERROR: f64 = 1.8e-2;
 /// Scores that are closer than this may be in another order than in f64.
 const NEAR: f64 = 1e-5;
 
@@ -28,24 +48,144 @@ enum Rows {
     Equal,
 }
 
+/// The format of the experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ExpertFormat {
+    Bf16,
+    Fp8(Fp8Scales, ExpertActivations),
+}
+
+impl ExpertFormat {
+    fn all() -> impl Iterator<Item = Self> {
+        let activations = [ExpertActivations::Full, ExpertActivations::Rounded];
+        let fp8 = SCALES.into_iter().flat_map(move |scaling| activations.map(|one| Self::Fp8(scaling, one)));
+        [Self::Bf16].into_iter().chain(fp8)
+    }
+
+    fn shapes(self) -> &'static [(usize, usize, usize, usize)] {
+        if self == Self::Bf16 { SHAPES } else { SHAPES_FP8 }
+    }
+
+    /// Returns whether blocks of one expert end where the next expert begins.
+    fn takes(self, hidden: usize) -> bool {
+        !matches!(self, Self::Fp8(Fp8Scales::OfBlocks, _)) || hidden.is_multiple_of(Fp8Scales::BLOCK_ROWS)
+    }
+
+    fn activations(self) -> ExpertActivations {
+        match self {
+            Self::Bf16 => ExpertActivations::Full,
+            Self::Fp8(_, activations) => activations,
+        }
+    }
+
+    fn name(self) -> String {
+        match self {
+            Self::Bf16 => "bf16".to_owned(),
+            Self::Fp8(scaling, activations) => format!("{}, {activations:?}", name(scaling)),
+        }
+    }
+
+    fn error(self) -> f64 {
+        if self.activations() == ExpertActivations::Rounded { ROUNDED_ERROR } else { ERROR }
+    }
+}
+
+/// The matrices of all experts on the GPU.
+enum OnCard {
+    Bf16(Buffer<Bf16>),
+    Fp8(Matrix),
+    Measured { numbers: Buffer<u8>, scales: Buffer<f32>, scaling: Fp8Scales },
+}
+
+impl OnCard {
+    fn view(&self) -> WeightMatrix<'_> {
+        match self {
+            Self::Bf16(numbers) => WeightMatrix::Bf16(numbers.view()),
+            Self::Fp8(matrix) => matrix.weights(),
+            Self::Measured { numbers, scales, scaling } => WeightMatrix::Fp8(Fp8Rows {
+                numbers: numbers.view(),
+                scales: scales.view(),
+                scaling: *scaling,
+            }),
+        }
+    }
+}
+
+/// Memory for matrices in bf16, if tiles need them.
+struct Widening(Option<Buffer<Bf16>>);
+
+impl Widening {
+    fn new(
+        card: &ComputeCard,
+        format: ExpertFormat,
+        form: ExpertsForm,
+        sizes: ExpertSizes,
+    ) -> Result<Self, CudaError> {
+        let is_needed =
+            form == ExpertsForm::Tiles && matches!(format, ExpertFormat::Fp8(_, ExpertActivations::Full));
+        let ExpertSizes { hidden, width, n_experts, .. } = sizes;
+        let room = is_needed.then(|| card.buffer(n_experts * 2 * width * hidden)).transpose()?;
+        Ok(Self(room))
+    }
+
+    /// Widens the matrix if needed.
+    fn prepared<'a>(
+        &'a mut self,
+        card: &ComputeCard,
+        w: WeightMatrix<'a>,
+        k: usize,
+    ) -> Result<WeightMatrix<'a>, CudaError> {
+        match (&mut self.0, w) {
+            (Some(room), WeightMatrix::Fp8(rows)) => {
+                let n_numbers = w.n_rows(k) * k;
+                card.widen_fp8(room.view_mut().slice(0..n_numbers), rows, k)?;
+                Ok(WeightMatrix::Widened(room.slice(0..n_numbers)))
+            }
+            _ => Ok(w),
+        }
+    }
+
+    /// Computes a whole layer.
+    fn compute(
+        &mut self,
+        card: &ComputeCard,
+        form: ExpertsForm,
+        layer: ExpertLayer<'_>,
+        x: View<'_, Bf16>,
+        out: ViewMut<'_, Bf16>,
+        space: &mut ExpertSpace,
+    ) -> Result<(), CudaError> {
+        let gate_up = self.prepared(card, layer.gate_up, layer.sizes.hidden)?;
+        card.gate_experts(form, ExpertLayer { gate_up, ..layer }, x, space)?;
+        let down = self.prepared(card, layer.down, layer.sizes.width)?;
+        card.sum_experts(form, ExpertLayer { down, ..layer }, out, space)
+    }
+}
+
 /// Weights and rows on both sides.
 struct Case {
     sizes: ExpertSizes,
+    format: ExpertFormat,
     router: Vec<Bf16>,
-    gate_up: Vec<Bf16>,
-    down: Vec<Bf16>,
+    gate_up: Vec<f64>,
+    down: Vec<f64>,
     x: Vec<Bf16>,
-    on_card: [Buffer<Bf16>; 3],
+    router_there: Buffer<Bf16>,
+    gate_up_there: OnCard,
+    down_there: OnCard,
 }
 
 pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
-    for (hidden, width, n_experts, per_row) in extent.of(SHAPES, 2).iter().copied() {
-        for n_rows in extent.of(ROWS, 2).iter().copied() {
-            for rows in [Rows::Drawn, Rows::Equal] {
-                let is_normalized = n_rows % 2 == 1;
-                let sizes = ExpertSizes { hidden, width, n_experts, per_row, is_normalized };
-                let case = Case::draw(card, sizes, n_rows, rows)?;
-                case.check(card, verdicts, &format!("experts {sizes:?}, {n_rows} rows, {rows:?}"))?;
+    for format in ExpertFormat::all() {
+        for (hidden, width, n_experts, per_row) in extent.of(format.shapes(), 2).iter().copied() {
+            for n_rows in extent.of(ROWS, 2).iter().copied().filter(|_| format.takes(hidden)) {
+                for rows in [Rows::Drawn, Rows::Equal] {
+                    let is_normalized = n_rows % 2 == 1;
+                    let sizes = ExpertSizes { hidden, width, n_experts, per_row, is_normalized };
+                    let case = Case::draw(card, sizes, format, n_rows, rows)?;
+                    let name = format!("experts {} {sizes:?}, {n_rows} rows, {rows:?}", format.name());
+                    case.check(card, verdicts, &name)?;
+                }
             }
         }
     }
@@ -53,48 +193,68 @@ pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent)
 }
 
 impl Case {
-    fn draw(card: &ComputeCard, sizes: ExpertSizes, n_rows: usize, rows: Rows) -> Result<Self, CudaError> {
+    fn draw(
+        card: &ComputeCard,
+        sizes: ExpertSizes,
+        format: ExpertFormat,
+        n_rows: usize,
+        rows: Rows,
+    ) -> Result<Self, CudaError> {
         let ExpertSizes { hidden, width, n_experts, .. } = sizes;
         let mut draw = Draw::new((hidden * n_experts + n_rows) as u64);
         let mut router = draw.narrow(n_experts * hidden, 3.0 / (hidden as f32).sqrt());
         // The last expert has the scores of the first, so that there are ties.
         router.copy_within(0..hidden, (n_experts - 1) * hidden);
-        let gate_up = draw.narrow(n_experts * 2 * width * hidden, 2.0 / (hidden as f32).sqrt());
-        let down = draw.narrow(n_experts * hidden * width, 2.0 / (width as f32).sqrt());
-        let x = match rows {
-            Rows::Drawn => draw.narrow(n_rows * hidden, 1.0),
-            Rows::Equal => draw.narrow(hidden, 1.0).repeat(n_rows),
+        let mut matrices = |n: usize, k: usize| -> Result<(Vec<f64>, OnCard), CudaError> {
+            match format {
+                ExpertFormat::Bf16 => {
+                    let numbers = draw.narrow(n_experts * n * k, 2.0 / (k as f32).sqrt());
+                    Ok((wide(&numbers), OnCard::Bf16(card.upload(&numbers)?)))
+                }
+                ExpertFormat::Fp8(scaling, _) => {
+                    let matrix = Matrix::drawn(card, &mut draw, scaling, (n_experts * n, k))?;
+                    let numbers = matrix.wide().into_iter().map(f64::from).collect();
+                    Ok((numbers, OnCard::Fp8(matrix)))
+                }
+            }
         };
-        let on_card = [card.upload(&router)?, card.upload(&gate_up)?, card.upload(&down)?];
-        Ok(Self { sizes, router, gate_up, down, x, on_card })
-    }
-
-    fn layer(&self) -> ExpertLayer<'_> {
-        let [router, gate_up, down] = self.on_card.each_ref().map(Buffer::view);
-        ExpertLayer { router, gate_up, down, sizes: self.sizes }
+        let (gate_up, gate_up_there) = matrices(2 * width, hidden)?;
+        let (down, down_there) = matrices(hidden, width)?;
+        // Numbers of FP8 matrices have a size of about 1.
+        let size = if format == ExpertFormat::Bf16 { 1.0 } else { 2.0 / (hidden as f32).sqrt() };
+        let x = match rows {
+            Rows::Drawn => draw.narrow(n_rows * hidden, size),
+            Rows::Equal => draw.narrow(hidden, size).repeat(n_rows),
+        };
+        let router_there = card.upload(&router)?;
+        Ok(Self { sizes, format, router, gate_up, down, x, router_there, gate_up_there, down_there })
     }
 
     fn run(&self, card: &ComputeCard, form: ExpertsForm, x: &[Bf16]) -> Result<Vec<Bf16>, CudaError> {
-        let mut space = ExpertSpace::new(card, self.sizes, x.len() / self.sizes.hidden + 5)?;
+        let activations = self.format.activations();
+        let mut space = ExpertSpace::new(card, self.sizes, x.len() / self.sizes.hidden + 5, activations)?;
         let poison = vec![Bf16(0x7fc0); x.len()];
         let (x, mut out) = (card.upload(x)?, card.upload(&poison)?);
-        card.gate_experts(form, self.layer(), x.view(), &mut space)?;
-        card.sum_experts(form, self.layer(), out.view_mut(), &mut space)?;
+        let Self { sizes, gate_up_there, down_there, .. } = self;
+        let mut room = Widening::new(card, self.format, form, self.sizes)?;
+        let (gate_up, down) = (gate_up_there.view(), down_there.view());
+        let layer = ExpertLayer { router: self.router_there.view(), gate_up, down, sizes: *sizes };
+        room.compute(card, form, layer, x.view(), out.view_mut(), &mut space)?;
         card.download(out.view())
     }
 
     fn check(&self, card: &ComputeCard, verdicts: &mut Verdicts, name: &str) -> Result<(), CudaError> {
-        let hidden = self.sizes.hidden;
+        let (hidden, error) = (self.sizes.hidden, self.format.error());
         let (reference, are_certain) = self.reference();
         let certain = |numbers: &[f64]| -> Vec<f64> {
             let rows = numbers.chunks(hidden).zip(&are_certain).filter(|(_, is_certain)| **is_certain);
             rows.flat_map(|(row, _)| row.to_vec()).collect()
         };
         let units = self.run(card, ExpertsForm::Units, &self.x)?;
-        verdicts.compare(format!("{name}, units"), &certain(&wide(&units)), &certain(&reference), ERROR);
+        verdicts.compare(format!("{name}, units"), &certain(&wide(&units)), &certain(&reference), error);
         if card.has_many_rows() {
             let tiles = self.run(card, ExpertsForm::Tiles, &self.x)?;
-            verdicts.compare(format!("{name}, tiles"), &certain(&wide(&tiles)), &certain(&reference), ERROR);
+            verdicts.compare(format!("{name}, tiles"), &certain(&wide(&tiles)), &certain(&reference), error);
         }
         let last = self.x.len() - hidden..self.x.len();
         let alone = self.run(card, ExpertsForm::Units, &self.x[last.clone()])?;
@@ -115,9 +275,10 @@ impl Case {
     fn reference(&self) -> (Vec<f64>, Vec<bool>) {
         let ExpertSizes { hidden, width, n_experts, per_row, is_normalized } = self.sizes;
         let scores = product(&self.router, &self.x, hidden);
+        let rounded = self.rounded(wide(&self.x), hidden);
         let (mut all, mut are_certain) = (Vec::new(), Vec::new());
-        for (nth, (x, scores)) in self.x.chunks(hidden).zip(scores.chunks(n_experts)).enumerate() {
-            if nth > 0 && *x == self.x[..hidden] {
+        for (nth, (x, scores)) in rounded.chunks(hidden).zip(scores.chunks(n_experts)).enumerate() {
+            if nth > 0 && *x == rounded[..hidden] {
                 all.extend_from_within(..hidden);
                 are_certain.push(are_certain[0]);
                 continue;
@@ -139,13 +300,11 @@ impl Case {
             let mut sum = vec![0.0; hidden];
             for expert in order {
                 let gate_up = &self.gate_up[expert * 2 * width * hidden..(expert + 1) * 2 * width * hidden];
-                let x = wide(x);
-                let dot = |row: &[Bf16], of: &[f64]| -> f64 {
-                    row.iter().zip(of).map(|(weight, number)| f64::from(f32::from(*weight)) * number).sum()
-                };
-                let both: Vec<f64> = gate_up.chunks(hidden).map(|row| dot(row, &x)).collect();
+                let dot = |row: &[f64], of: &[f64]| -> f64 { row.iter().zip(of).map(|(a, b)| a * b).sum() };
+                let both: Vec<f64> = gate_up.chunks(hidden).map(|row| dot(row, x)).collect();
                 let inner: Vec<f64> =
                     (0..width).map(|at| both[at] / (1.0 + (-both[at]).exp()) * both[width + at]).collect();
+                let inner = self.rounded(inner, width);
                 let down = &self.down[expert * hidden * width..(expert + 1) * hidden * width];
                 for (sum, row) in sum.iter_mut().zip(down.chunks(width)) {
                     *sum += dot(row, &inner) * exponentials[expert] / divisor;
@@ -154,6 +313,17 @@ impl Case {
             all.extend(sum);
         }
         (all, are_certain)
+    }
+
+    /// Rounds rows to FP8 as the CPU does, if the format has rounded activations.
+    fn rounded(&self, x: Vec<f64>, k: usize) -> Vec<f64> {
+        if self.format.activations() == ExpertActivations::Full {
+            return x;
+        }
+        let mut narrow: Vec<f32> = x.iter().map(|number| f32::from(Bf16::from(*number as f32))).collect();
+        let cpu = Processor::new(Arithmetic::F32, NonZero::<usize>::MIN).expect("a thread starts");
+        cpu.round_rows(&mut narrow, k);
+        narrow.into_iter().map(f64::from).collect()
     }
 }
 
@@ -165,35 +335,57 @@ const N_LAUNCHES: usize = 20;
 const N_LAYERS: usize = 4;
 
 pub(crate) fn measure(card: &ComputeCard) -> Result<Vec<Value>, CudaError> {
+    let mut lines = vec![];
+    for format in ExpertFormat::all() {
+        lines.extend(measure_format(card, format)?);
+    }
+    Ok(lines)
+}
+
+/// Uploads the matrices of all experts of a measured layer, `n` rows of `k` numbers.
+fn measured(card: &ComputeCard, format: ExpertFormat, n: usize, k: usize) -> Result<OnCard, CudaError> {
+    match format {
+        ExpertFormat::Bf16 => Ok(OnCard::Bf16(card.upload(&Draw::new(35).many(n * k, 0.02))?)),
+        ExpertFormat::Fp8(scaling, _) => {
+            let run = Draw::new(35).many(1 << 20, 1.0);
+            let run: Vec<u8> = run.into_iter().map(|number| number.0 as u8 & 0xF7).collect();
+            let numbers = card.upload(&run.repeat(n * k / run.len()))?;
+            Ok(OnCard::Measured { numbers, scales: card.upload(&vec![0.001; scaling.count(n, k)])?, scaling })
+        }
+    }
+}
+
+fn measure_format(card: &ComputeCard, format: ExpertFormat) -> Result<Vec<Value>, CudaError> {
     let ExpertSizes { hidden, width, n_experts, per_row, .. } = MEASURED;
-    let mut draw = Draw::new(35);
-    let mut layer = || -> Result<[Buffer<Bf16>; 3], CudaError> {
+    let router = card.upload(&Draw::new(34).narrow(n_experts * hidden, 0.05))?;
+    let layer = |_| -> Result<[OnCard; 2], CudaError> {
         Ok([
-            card.upload(&draw.narrow(n_experts * hidden, 0.05))?,
-            card.upload(&draw.many(n_experts * 2 * width * hidden, 0.02))?,
-            card.upload(&draw.many(n_experts * hidden * width, 0.02))?,
+            measured(card, format, n_experts * 2 * width, hidden)?,
+            measured(card, format, n_experts * hidden, width)?,
         ])
     };
-    let layers = (0..N_LAYERS).map(|_| layer()).collect::<Result<Vec<_>, _>>()?;
+    let layers = (0..N_LAYERS).map(layer).collect::<Result<Vec<_>, _>>()?;
     let mut lines = vec![];
     for n_rows in [1, 8, 64, 256, 512, 1024, 8192] {
         let x = card.upload(&Draw::new(36).narrow(n_rows * hidden, 1.0))?;
-        let (mut space, mut out) =
-            (ExpertSpace::new(card, MEASURED, n_rows)?, card.buffer::<Bf16>(n_rows * hidden)?);
+        let (mut space, mut out) = (
+            ExpertSpace::new(card, MEASURED, n_rows, format.activations())?,
+            card.buffer::<Bf16>(n_rows * hidden)?,
+        );
         for form in [ExpertsForm::Units, ExpertsForm::Tiles] {
             let is_far = (form == ExpertsForm::Tiles) != (n_rows > 512);
             if !card.has_many_rows() && form == ExpertsForm::Tiles || is_far && !(64..=1024).contains(&n_rows)
             {
                 continue;
             }
+            let mut room = Widening::new(card, format, form, MEASURED)?;
             let time = seconds(card, N_LAUNCHES, |nth| {
-                let [router, gate_up, down] = layers[nth % N_LAYERS].each_ref().map(Buffer::view);
-                let layer = ExpertLayer { router, gate_up, down, sizes: MEASURED };
-                card.gate_experts(form, layer, x.view(), &mut space)?;
-                card.sum_experts(form, layer, out.view_mut(), &mut space)
+                let [gate_up, down] = layers[nth % N_LAYERS].each_ref().map(OnCard::view);
+                let layer = ExpertLayer { router: router.view(), gate_up, down, sizes: MEASURED };
+                room.compute(card, form, layer, x.view(), out.view_mut(), &mut space)
             })?;
             let flop = (6 * n_rows * per_row * hidden * width) as f64;
-            let what = format!("layer of experts, {n_rows} rows, {form:?}");
+            let what = format!("layer of experts in {}, {n_rows} rows, {form:?}", format.name());
             eprintln!("{what}: {:.1} us, {:.1} TFLOP/s", time * 1e6, flop / time / 1e12);
             lines.push(json!({"what": what, "us": time * 1e6, "flop_per_s": flop / time}));
         }

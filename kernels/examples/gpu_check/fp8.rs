@@ -73,7 +73,7 @@ impl Matrix {
     }
 
     /// Returns the matrix in f32.
-    fn wide(&self) -> Vec<f32> {
+    pub(crate) fn wide(&self) -> Vec<f32> {
         let of_row = self.k.div_ceil(Fp8Scales::BLOCK_COLUMNS);
         let scaled = |(at, byte): (usize, &u8)| {
             let (row, column) = (at / self.k, at % self.k);

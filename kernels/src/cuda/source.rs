@@ -284,6 +284,7 @@ pub const SOURCES: &[Source] = &[
         "hopper.cuh",
         "many_rows.cuh",
         "many_tiles.cuh",
+        "many_eights.cuh",
         "many_rows_fp8.cuh",
         "rounding.cuh"
     )
@@ -303,6 +304,7 @@ pub const SOURCES: &[Source] = &[
         "hopper.cuh",
         "many_rows.cuh",
         "many_tiles.cuh",
+        "many_eights.cuh",
         "many_rows_fp8.cuh"
     )
     .on_hopper(),
@@ -317,15 +319,50 @@ pub const SOURCES: &[Source] = &[
             "experts_summed_32",
             "gather_choices",
             "sum_choices",
+            "place_and_order",
         ],
-        "tensor.cuh"
+        "tensor.cuh",
+        "rounding.cuh",
+        "expert_units.cuh"
+    ),
+    source!(
+        "experts_fp8.cu",
+        [
+            "experts_fp8_gated_8",
+            "experts_fp8_gated_32",
+            "experts_fp8_summed_8",
+            "experts_fp8_summed_32",
+            "experts_blocks_gated_8",
+            "experts_blocks_gated_32",
+            "experts_blocks_summed_8",
+            "experts_blocks_summed_32",
+        ],
+        "tensor.cuh",
+        "expert_units.cuh"
     ),
     source!(
         "grouped_rows.cu",
         ["grouped_rows", "grouped_rows_gated"],
         "tensor.cuh",
         "hopper.cuh",
-        "many_rows.cuh"
+        "many_rows.cuh",
+        "grouped_tiles.cuh"
+    )
+    .on_hopper(),
+    source!(
+        "grouped_rows_fp8.cu",
+        [
+            "grouped_rows_fp8",
+            "grouped_rows_fp8_gated",
+            "grouped_rows_blocks",
+            "grouped_rows_blocks_gated",
+            "gather_quantized",
+        ],
+        "tensor.cuh",
+        "hopper.cuh",
+        "many_rows.cuh",
+        "grouped_tiles.cuh",
+        "many_eights.cuh"
     )
     .on_hopper(),
     source!(

@@ -5,11 +5,25 @@
 use kernels::cpu::FP8_BLOCK;
 use kernels::cuda::Fp8Scales;
 
-use super::fp8::{LayerFormats, blocks_of, spread};
+use super::fp8::{FeedForwardFormats, LayerFormats, WeightFormat, blocks_of, spread};
 use super::heads::Heads;
 use super::share::Share;
 use crate::error::OpenError;
 use crate::model::ModelConfig;
+
+/// Numbers of a matrix on a GPU that must have whole blocks.
+struct CheckedPlaces {
+    tensor: String,
+    places: Vec<Option<usize>>,
+    group: usize,
+    /// The number of numbers after which the next matrix begins.
+    apart: usize,
+}
+
+/// Returns whether a layer has block scales in one kind of matrix.
+type HasBlocks = fn(&LayerFormats) -> bool;
+/// Returns the places of a rank's numbers in these matrices.
+type PlacesOf = fn(&ModelConfig, Heads, Share) -> Vec<CheckedPlaces>;
 
 /// Rejects models whose blocks do not fit the GPU's matrices, with the name of a tensor.
 pub(super) fn check(
@@ -18,42 +32,87 @@ pub(super) fn check(
     formats: &[LayerFormats],
     n_ranks: usize,
 ) -> Result<(), OpenError> {
-    let Some(layer) = formats.iter().position(|layer| layer.has_blocks()) else { return Ok(()) };
-    for share in Share::of_all(n_ranks) {
-        let of_heads = |n_heads: usize| {
-            let here = share.heads(n_heads);
-            let numbers = here.start * heads.real..here.end * heads.real;
-            spread(numbers, here.len() * heads.padded, |nth| heads.place(nth))
-        };
-        let width = share.width(config.intermediate);
-        let inner = spread(share.range(config.intermediate), width, |nth| nth);
-        let q = of_heads(config.n_heads);
-        for (tensor, places, group) in [
-            ("self_attn.q_proj", &q, Fp8Scales::BLOCK_ROWS),
-            ("self_attn.k_proj", &of_heads(config.n_kv_heads), Fp8Scales::BLOCK_ROWS),
-            ("self_attn.o_proj", &q, Fp8Scales::BLOCK_COLUMNS),
-            ("mlp.up_proj", &inner, Fp8Scales::BLOCK_ROWS),
-            ("mlp.down_proj", &inner, Fp8Scales::BLOCK_COLUMNS),
-        ] {
-            // The rows of up follow those of gate.
-            let begins_well = tensor != "mlp.up_proj" || width.is_multiple_of(group);
-            if begins_well && blocks_of(places, group).is_ok() {
-                continue;
-            }
+    let kinds: [(HasBlocks, PlacesOf); 3] = [
+        (|layer| layer.has_blocks(), of_attention),
+        (has_dense_and_blocks, of_dense),
+        (has_expert_blocks, of_experts),
+    ];
+    for (has_blocks, places) in kinds {
+        let Some(layer) = formats.iter().position(has_blocks) else { continue };
+        let mut all = Share::of_all(n_ranks).flat_map(|share| places(config, heads, share));
+        if let Some(wrong) = all.find(|places| !places.have_whole_blocks()) {
             return Err(OpenError::CudaModel(format!(
-                "model.layers.{layer}.{tensor}.weight has a scale for each block of {FP8_BLOCK} by {FP8_BLOCK}, and its \
-                 part on each of {n_ranks} GPUs does not consist of whole blocks: use fewer GPUs or --device cpu"
+                "model.layers.{layer}.{}.weight has a scale for each block of {FP8_BLOCK} by {FP8_BLOCK}, and its \
+                 part on each of {n_ranks} GPUs does not consist of whole blocks: use fewer GPUs or --device cpu",
+                wrong.tensor
             )));
         }
     }
     Ok(())
 }
 
+fn has_dense_and_blocks(layer: &LayerFormats) -> bool {
+    layer.has_blocks() && matches!(layer.feed_forward, FeedForwardFormats::Dense { .. })
+}
+
+fn has_expert_blocks(layer: &LayerFormats) -> bool {
+    layer.feed_forward == FeedForwardFormats::Experts(WeightFormat::Fp8(Fp8Scales::OfBlocks))
+}
+
+fn of_attention(config: &ModelConfig, heads: Heads, share: Share) -> Vec<CheckedPlaces> {
+    let of_heads = |n_heads: usize| {
+        let here = share.heads(n_heads);
+        let numbers = here.start * heads.real..here.end * heads.real;
+        spread(numbers, here.len() * heads.padded, |nth| heads.place(nth))
+    };
+    let q = of_heads(config.n_heads);
+    vec![
+        CheckedPlaces::of("self_attn.q_proj", q.clone(), Fp8Scales::BLOCK_ROWS),
+        CheckedPlaces::of("self_attn.k_proj", of_heads(config.n_kv_heads), Fp8Scales::BLOCK_ROWS),
+        CheckedPlaces::of("self_attn.o_proj", q, Fp8Scales::BLOCK_COLUMNS),
+    ]
+}
+
+fn of_dense(config: &ModelConfig, _: Heads, share: Share) -> Vec<CheckedPlaces> {
+    let width = share.width(config.intermediate);
+    let inner = spread(share.range(config.intermediate), width, |nth| nth);
+    vec![
+        // The rows of up follow those of gate.
+        CheckedPlaces {
+            apart: width,
+            ..CheckedPlaces::of("mlp.up_proj", inner.clone(), Fp8Scales::BLOCK_ROWS)
+        },
+        CheckedPlaces::of("mlp.down_proj", inner, Fp8Scales::BLOCK_COLUMNS),
+    ]
+}
+
+fn of_experts(config: &ModelConfig, _: Heads, share: Share) -> Vec<CheckedPlaces> {
+    let Some(mixture) = &config.mixture else { return Vec::new() };
+    let [_, up, down] = mixture.style.matrices.map(|matrix| mixture.expert(0, matrix));
+    let range = share.range(mixture.intermediate);
+    let inner = spread(range, share.width(mixture.intermediate), |nth| nth);
+    vec![
+        CheckedPlaces::of(&up, inner.clone(), Fp8Scales::BLOCK_ROWS),
+        // The next expert's rows follow.
+        CheckedPlaces { apart: config.hidden, ..CheckedPlaces::of(&down, Vec::new(), Fp8Scales::BLOCK_ROWS) },
+        CheckedPlaces::of(&down, inner, Fp8Scales::BLOCK_COLUMNS),
+    ]
+}
+
+impl CheckedPlaces {
+    fn of(tensor: &str, places: Vec<Option<usize>>, group: usize) -> Self {
+        Self { tensor: tensor.to_owned(), places, group, apart: 0 }
+    }
+
+    fn have_whole_blocks(&self) -> bool {
+        self.apart.is_multiple_of(self.group) && blocks_of(&self.places, self.group).is_ok()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::Path;
 
-    use super::super::fp8::WeightFormat;
     use super::*;
     use crate::load::ModelFolder;
 
@@ -88,7 +147,33 @@ mod tests {
             let start = format!("model.layers.1.{tensor}.weight has a scale for each block");
             assert!(sentence.contains(&start), "{sentence}");
         }
-        let plain = [LayerFormats::FP8];
+        let plain = LayerFormats::all_in(WeightFormat::OF_ROWS, 1, None);
         assert!(check(&config, Heads::of(128).expect("128"), &plain, 3).is_ok(), "rows have scales");
+    }
+
+    #[test]
+    fn experts_are_cut_between_their_blocks() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../bench/shapes/qwen3-30b-a3b");
+        let mut config = ModelFolder::open(&folder).expect("it opens").config;
+        let heads = Heads::of(config.head_dim).expect("128");
+        let [in_blocks, in_rows] = [WeightFormat::Fp8(Fp8Scales::OfBlocks), WeightFormat::OF_ROWS]
+            .map(|format| LayerFormats::all_in(format, 48, config.mixture.as_ref()));
+        let refusal = |config: &ModelConfig, formats: &[LayerFormats], n_ranks| {
+            check(config, heads, formats, n_ranks).map_err(|refusal| refusal.to_string())
+        };
+        // 768 numbers are 6 blocks.
+        for n_ranks in [1, 2] {
+            assert_eq!(refusal(&config, &in_blocks, n_ranks), Ok(()));
+        }
+        for n_ranks in [4, 8] {
+            assert_eq!(refusal(&config, &in_rows, n_ranks), Ok(()));
+            let sentence = refusal(&config, &in_blocks, n_ranks).expect_err("refused");
+            let start = "model.layers.0.mlp.experts.0.up_proj.weight has a scale for each block";
+            let alternative = "model.layers.0.mlp.experts.0.down_proj.weight has a scale for each block";
+            assert!(sentence.contains(if n_ranks == 4 { alternative } else { start }), "{sentence}");
+        }
+        config.hidden = 136;
+        let sentence = refusal(&config, &in_blocks, 1).expect_err("experts follow each other");
+        assert!(sentence.contains("model.layers.0.mlp.experts.0.down_proj.weight"), "{sentence}");
     }
 }

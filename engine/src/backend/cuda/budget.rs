@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use device::cuda::Bf16;
-
 use super::fp8::LayerFormats;
 use super::stage::StageShare;
 use super::weights::Sizes;
@@ -19,7 +17,7 @@ pub(super) struct Budget {
     pub(super) n_ranks: usize,
     pub(super) stage: StageShare,
     pub(super) weights: usize,
-    /// The bytes of a step's workspace, and of the table of rotations.
+    /// The bytes of a step's workspace, of widened matrices, and of the table of rotations.
     pub(super) workspace: usize,
     pub(super) kv: KvBytes,
 }
@@ -35,7 +33,6 @@ impl Budget {
     /// Computes the budget of a rank whose stage's layers have these formats.
     pub(super) fn of(sizes: Sizes, formats: &[LayerFormats], workspace: usize, kv: KvBytes) -> Self {
         let (n_ranks, stage) = (sizes.share.n_ranks, sizes.stage);
-        let workspace = workspace + sizes.widened(formats) * size_of::<Bf16>();
         Self { n_ranks, stage, weights: sizes.bytes(formats), workspace, kv }
     }
 

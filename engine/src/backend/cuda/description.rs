@@ -5,9 +5,9 @@ use std::num::NonZero;
 use std::path::Path;
 use std::time::Duration;
 
-use device::cuda::Arena;
+use device::cuda::{Arena, Bf16};
 use kernels::cpu::{Arithmetic, Processor, Rotation};
-use kernels::cuda::{ComputeCard, KvNumber, Products};
+use kernels::cuda::{ComputeCard, ExpertActivations, KvNumber, Products};
 use kv_cache::KvMemory;
 use types::layout::Shard;
 use types::{Fingerprint, KvDtype, KvLayout, ModelInfo, StageLayers};
@@ -16,7 +16,7 @@ use super::CudaSettings;
 use super::blocks;
 use super::budget::{Budget, KvBytes};
 use super::decoder::{Decoder, LayerPlace};
-use super::fp8::{self, LayerFormats};
+use super::fp8::{self, LayerFormats, WeightFormat};
 use super::graph_sizes::GraphSizes;
 use super::heads::Heads;
 use super::loader::{Loader, Origin};
@@ -92,9 +92,6 @@ impl ModelDescription {
             let wrong = "weights in q8 are not implemented on a GPU: fp8 is";
             return Err(OpenError::CudaModel(wrong.to_owned()));
         }
-        if let Some(mixture) = &config.mixture {
-            fp8::check_experts(mixture, settings.quantize, None)?;
-        }
         Share::check(config, usize::from(settings.ranks.get()))?;
         let stages = settings.stages.over(config.n_layers as u16).map_err(LoadError::Stages)?;
         let heads = Heads::of(config.head_dim)?;
@@ -112,9 +109,6 @@ impl ModelDescription {
             LoadFormat::Safetensors => {
                 let checkpoint = Checkpoint::open(folder.path())?;
                 tensors::check_all_read(config, &checkpoint)?;
-                if let Some(mixture) = &config.mixture {
-                    fp8::check_experts(mixture, settings.quantize, Some(&checkpoint))?;
-                }
                 LayerFormats::of_layers(
                     config.n_layers,
                     config.mixture.as_ref(),
@@ -122,10 +116,11 @@ impl ModelDescription {
                     &checkpoint,
                 )
             }
-            LoadFormat::Dummy { .. } if settings.quantize == Quantize::Fp8 => {
-                vec![LayerFormats::FP8; config.n_layers]
+            LoadFormat::Dummy { .. } => {
+                let is_fp8 = settings.quantize == Quantize::Fp8;
+                let format = if is_fp8 { WeightFormat::OF_ROWS } else { WeightFormat::Bf16 };
+                LayerFormats::all_in(format, config.n_layers, config.mixture.as_ref())
             }
-            LoadFormat::Dummy { .. } => LayerFormats::in_bf16(config.n_layers, config.mixture.as_ref()),
         };
         blocks::check(config, heads, &formats, usize::from(settings.ranks.get()))?;
         let has_fp8 = HasFp8(is_in_fp8(&formats));
@@ -168,7 +163,8 @@ impl ModelDescription {
 
     /// Returns the sizes of one GPU's share.
     pub(super) fn sizes(&self, stage: StageShare, share: Share) -> Result<Sizes, OpenError> {
-        Ok(Sizes { stage, ..Sizes::of(&self.folder.config, self.heads, share)? })
+        let sizes = Sizes::of(&self.folder.config, self.heads, share)?.padded_for(&self.formats);
+        Ok(Sizes { stage, ..sizes })
     }
 
     /// Returns which matrices are in FP8, for each layer of a stage.
@@ -178,7 +174,7 @@ impl ModelDescription {
 
     /// Returns the number of numbers of the largest FP8 matrix of a stage.
     pub(super) fn widened(&self, sizes: Sizes) -> usize {
-        sizes.widened(self.formats_of(sizes.stage))
+        sizes.widened(self.formats_of(sizes.stage), self.activations)
     }
 
     /// Returns the bytes of one block of KV on a GPU of each stage.
@@ -196,7 +192,11 @@ impl ModelDescription {
         let limits = self.settings.limits;
         let n_words = self.words_max() + TARGET_WORDS * limits.tokens;
         let (tokens_max, chunk_tokens) = (self.tokens_max, self.settings.chunk_tokens());
-        let room = StepSizes { tokens_max, n_words, chunk_tokens, kv_number: self.kv_number() };
+        let experts = match (self.activations, self.formats.iter().any(|layer| layer.has_fp8_experts())) {
+            (ActivationFormat::Fp8, true) => ExpertActivations::Rounded,
+            _ => ExpertActivations::Full,
+        };
+        let room = StepSizes { tokens_max, n_words, chunk_tokens, kv_number: self.kv_number(), experts };
         WorkspaceShape::of(card, sizes, limits, self.heads.padded, room)
     }
 
@@ -209,7 +209,8 @@ impl ModelDescription {
             }
             ActivationFormat::Full => 0,
         };
-        Budget::of(sizes, self.formats_of(sizes.stage), shape.bytes() + turns + rounded, kv)
+        let widened = self.widened(sizes) * size_of::<Bf16>();
+        Budget::of(sizes, self.formats_of(sizes.stage), shape.bytes() + turns + rounded + widened, kv)
     }
 
     pub(super) fn graph_sizes(&self) -> Option<GraphSizes> {
@@ -457,8 +458,9 @@ mod tests {
 
     #[test]
     fn a_checkpoint_with_block_scales_keeps_them_on_one_and_two_gpus() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models/qwen3-fp8");
-        for ranks in [1, 2] {
+        for (model, ranks) in [("qwen3-fp8", 1), ("qwen3-fp8", 2), ("qwen3-moe-fp8", 1), ("qwen3-moe-fp8", 2)]
+        {
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models").join(model);
             let ranks = NonZero::new(ranks).expect("some");
             let opened =
                 ModelDescription::of(&folder, 1 << 24, &CudaSettings { ranks, ..CudaSettings::default() });

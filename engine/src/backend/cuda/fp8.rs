@@ -7,7 +7,6 @@ use device::cuda::Bf16;
 use kernels::cpu::{FP8_BLOCK, Format, Matrix};
 use kernels::cuda::{Fp8Rows, Fp8Scales};
 
-use crate::error::OpenError;
 use crate::load::weights::HasBlocks;
 use crate::load::{Quantize, TensorSource};
 use crate::model::Mixture;
@@ -21,7 +20,7 @@ pub(super) enum WeightFormat {
 }
 
 impl WeightFormat {
-    const OF_ROWS: Self = Self::Fp8(Fp8Scales::OfRows);
+    pub(super) const OF_ROWS: Self = Self::Fp8(Fp8Scales::OfRows);
 }
 
 /// The formats of a layer's matrices.
@@ -32,11 +31,11 @@ pub(super) struct LayerFormats {
     pub(super) feed_forward: FeedForwardFormats,
 }
 
-/// The formats of a feed-forward part. Experts are in bf16.
+/// The formats of a feed-forward part. All matrices of a layer's experts have one format; the router is in bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FeedForwardFormats {
     Dense { gate_up: WeightFormat, down: WeightFormat },
-    Experts,
+    Experts(WeightFormat),
 }
 
 impl Default for FeedForwardFormats {
@@ -70,20 +69,15 @@ pub(super) fn dtype(layers: &[LayerFormats]) -> String {
 }
 
 impl LayerFormats {
-    pub(super) const FP8: Self = Self {
-        qkv: WeightFormat::OF_ROWS,
-        o: WeightFormat::OF_ROWS,
-        feed_forward: FeedForwardFormats::Dense {
-            gate_up: WeightFormat::OF_ROWS,
-            down: WeightFormat::OF_ROWS,
-        },
-    };
-
-    /// Returns one entry for each layer of a model in bf16.
-    pub(super) fn in_bf16(n_layers: usize, mixture: Option<&Mixture>) -> Vec<Self> {
-        let of_layer = |nth| match has_experts(mixture, nth) {
-            true => Self { feed_forward: FeedForwardFormats::Experts, ..Self::default() },
-            false => Self::default(),
+    /// Returns one entry for each layer of a model whose matrices all have one format.
+    pub(super) fn all_in(format: WeightFormat, n_layers: usize, mixture: Option<&Mixture>) -> Vec<Self> {
+        let of_layer = |nth| Self {
+            qkv: format,
+            o: format,
+            feed_forward: match has_experts(mixture, nth) {
+                true => FeedForwardFormats::Experts(format),
+                false => FeedForwardFormats::Dense { gate_up: format, down: format },
+            },
         };
         (0..n_layers).map(of_layer).collect()
     }
@@ -97,9 +91,9 @@ impl LayerFormats {
         source: &dyn TensorSource,
     ) -> Vec<Self> {
         let of_layer = |nth: usize| {
-            let of = |parts: &[&str]| {
+            let of_all = |parts: &[String]| {
                 let all_are = |format: Format| {
-                    let name = |part: &&str| format!("model.layers.{nth}.{part}.weight");
+                    let name = |part: &String| format!("model.layers.{nth}.{part}.weight");
                     parts.iter().map(name).all(|name| source.fp8_format(&name) == Some(format))
                 };
                 match () {
@@ -108,12 +102,14 @@ impl LayerFormats {
                     () => WeightFormat::Bf16,
                 }
             };
+            let of =
+                |parts: &[&str]| of_all(&parts.iter().map(|part| (*part).to_owned()).collect::<Vec<_>>());
             Self {
                 qkv: of(&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
                 o: of(&["self_attn.o_proj"]),
-                feed_forward: match has_experts(mixture, nth) {
-                    true => FeedForwardFormats::Experts,
-                    false => FeedForwardFormats::Dense {
+                feed_forward: match mixture.filter(|_| has_experts(mixture, nth)) {
+                    Some(mixture) => FeedForwardFormats::Experts(of_all(&matrices(mixture))),
+                    None => FeedForwardFormats::Dense {
                         gate_up: of(&["mlp.gate_proj", "mlp.up_proj"]),
                         down: of(&["mlp.down_proj"]),
                     },
@@ -123,12 +119,12 @@ impl LayerFormats {
         (0..n_layers).map(of_layer).collect()
     }
 
-    /// Returns the formats of q with k and v, of o, of gate with up, and of down. Those of experts are in bf16.
+    /// Returns the formats of q with k and v, of o, of gate with up, and of down.
     fn all(self) -> [WeightFormat; 4] {
         let Self { qkv, o, feed_forward } = self;
         let [gate_up, down] = match feed_forward {
             FeedForwardFormats::Dense { gate_up, down } => [gate_up, down],
-            FeedForwardFormats::Experts => [WeightFormat::Bf16; 2],
+            FeedForwardFormats::Experts(format) => [format; 2],
         };
         [qkv, o, gate_up, down]
     }
@@ -136,6 +132,11 @@ impl LayerFormats {
     /// Returns whether any matrix of the layer is in FP8.
     pub(super) fn has_fp8(self) -> bool {
         self.all().into_iter().any(|format| format != WeightFormat::Bf16)
+    }
+
+    /// Returns whether the layer has experts in FP8.
+    pub(super) fn has_fp8_experts(self) -> bool {
+        matches!(self.feed_forward, FeedForwardFormats::Experts(WeightFormat::Fp8(_)))
     }
 
     /// Returns whether any matrix of the layer has block scales.
@@ -148,31 +149,10 @@ fn has_experts(mixture: Option<&Mixture>, layer: usize) -> bool {
     mixture.is_some_and(|mixture| mixture.layers[layer])
 }
 
-/// Rejects experts in FP8, which no kernel reads.
-pub(super) fn check_experts(
-    mixture: &Mixture,
-    quantize: Quantize,
-    source: Option<&dyn TensorSource>,
-) -> Result<(), OpenError> {
-    if quantize == Quantize::Fp8 {
-        let wrong = "experts in fp8 are not implemented on a GPU: set model.quantize = \"no\"";
-        return Err(OpenError::CudaModel(wrong.to_owned()));
-    }
-    let Some(source) = source else { return Ok(()) };
-    for layer in (0..mixture.layers.len()).filter(|layer| mixture.layers[*layer]) {
-        let of_expert = |nth| {
-            mixture.style.matrices.map(|matrix| {
-                let name = mixture.expert(nth, matrix);
-                format!("model.layers.{layer}.{name}.weight")
-            })
-        };
-        let is_fp8 = |name: &String| source.fp8_format(name).is_some();
-        if let Some(tensor) = (0..mixture.n_experts).flat_map(of_expert).find(is_fp8) {
-            let wrong = format!("{tensor} is in fp8, and experts in fp8 are not implemented on a GPU");
-            return Err(OpenError::CudaModel(wrong));
-        }
-    }
-    Ok(())
+/// Returns the names of the matrices of a layer's experts.
+fn matrices(mixture: &Mixture) -> Vec<String> {
+    let of_expert = |nth| mixture.style.matrices.map(|matrix| mixture.expert(nth, matrix));
+    (0..mixture.n_experts).flat_map(of_expert).collect()
 }
 
 /// Returns the number of the checkpoint at each of `n` places on the GPU: `place` has the place of each number of
@@ -311,16 +291,17 @@ mod tests {
             "1.self_attn.o_proj",
         ];
         let (source, of_blocks) = (Named(names, Format::Fp8), Named(names, Format::Fp8Blocks));
-        let none = LayerFormats::default();
+        let (none, all) = (LayerFormats::default(), LayerFormats::all_in(WeightFormat::OF_ROWS, 3, None));
+        let feed_forward = all[0].feed_forward;
         let of_file = LayerFormats::of_layers(3, None, Quantize::No, &source);
-        let first = LayerFormats { feed_forward: LayerFormats::FP8.feed_forward, ..none };
+        let first = LayerFormats { feed_forward, ..none };
         let second = LayerFormats { qkv: WeightFormat::OF_ROWS, o: WeightFormat::OF_ROWS, ..none };
         assert_eq!(of_file, [first, second, none]);
         assert_eq!(dtype(&of_file), "fp8 in 3c0", "another choice of matrices is another model");
-        assert_eq!((dtype(&[LayerFormats::FP8; 3]).as_str(), dtype(&[none; 3]).as_str()), ("fp8", "bf16"));
+        assert_eq!((dtype(&all).as_str(), dtype(&[none; 3]).as_str()), ("fp8", "bf16"));
         assert!(first.has_fp8() && !none.has_fp8() && !first.has_blocks());
         let quantized = LayerFormats::of_layers(3, None, Quantize::Fp8, &source);
-        assert_eq!(quantized, [LayerFormats::FP8; 3], "the rest is quantized");
+        assert_eq!(quantized, all, "the rest is quantized");
 
         let blocks = WeightFormat::Fp8(Fp8Scales::OfBlocks);
         let in_blocks = LayerFormats { qkv: blocks, o: blocks, ..none };
@@ -328,33 +309,46 @@ mod tests {
         assert_eq!(of_file[1], in_blocks);
         assert_eq!(dtype(&of_file), "fp8 in 3c0, scales by 128x128");
         let quantized = LayerFormats::of_layers(3, None, Quantize::Fp8, &of_blocks);
-        assert_eq!(quantized[1], LayerFormats { feed_forward: LayerFormats::FP8.feed_forward, ..in_blocks });
+        assert_eq!(quantized[1], LayerFormats { feed_forward, ..in_blocks });
         assert_eq!(dtype(&quantized), "fp8, scales by 128x128 in 3c0");
     }
 
     #[test]
-    fn experts_in_fp8_are_refused_by_their_name() {
+    fn experts_are_in_fp8_if_all_matrices_of_a_layer_are() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models/qwen3-moe");
         let config = ModelFolder::open(&folder).expect("it opens").config;
         let mixture = config.mixture.as_ref().expect("it has experts");
-        let refusal = |quantize, source: &Named| {
-            check_experts(mixture, quantize, Some(source)).map_err(|refusal| refusal.to_string())
+        let of_layer =
+            |layer: usize| matrices(mixture).into_iter().map(move |name| format!("{layer}.{name}"));
+        let known = |names: Vec<String>| -> &'static [&'static str] {
+            names.into_iter().map(|name| &*name.leak()).collect::<Vec<_>>().leak()
         };
-        assert_eq!(
-            refusal(Quantize::No, &Named(&["1.mlp.gate_proj", "0.self_attn.q_proj"], Format::Fp8)),
-            Ok(())
-        );
-        let sentence = refusal(Quantize::No, &Named(&["2.mlp.experts.5.up_proj"], Format::Fp8Blocks))
-            .expect_err("refused");
-        assert!(sentence.contains("model.layers.2.mlp.experts.5.up_proj.weight is in fp8"), "{sentence}");
-        let sentence = refusal(Quantize::Fp8, &Named(&[], Format::Fp8)).expect_err("refused");
-        assert!(sentence.contains("model.quantize"), "{sentence}");
-        let formats = LayerFormats::in_bf16(4, Some(mixture));
-        let of_file = LayerFormats::of_layers(4, Some(mixture), Quantize::No, &Named(&[], Format::Fp8));
-        let has_experts: Vec<bool> =
-            formats.iter().map(|layer| layer.feed_forward == FeedForwardFormats::Experts).collect();
-        assert_eq!((has_experts, of_file), (mixture.layers.clone(), formats.clone()));
-        assert!(dtype(&formats) == "bf16" && !formats.iter().any(|layer| layer.has_fp8()));
+        let of_file = |names: Vec<String>, format: Format, quantize: Quantize| {
+            LayerFormats::of_layers(4, Some(mixture), quantize, &Named(known(names), format))
+        };
+        let experts = |formats: &[LayerFormats]| -> Vec<Option<WeightFormat>> {
+            let of = |layer: &LayerFormats| match layer.feed_forward {
+                FeedForwardFormats::Dense { .. } => None,
+                FeedForwardFormats::Experts(format) => Some(format),
+            };
+            formats.iter().map(of).collect()
+        };
+        let (plain, rows) = (Some(WeightFormat::Bf16), Some(WeightFormat::OF_ROWS));
+        let blocks = Some(WeightFormat::Fp8(Fp8Scales::OfBlocks));
+        // Layer 1 is dense. One matrix of layer 2 is missing.
+        let (whole, part) = (of_layer(0).collect::<Vec<_>>(), of_layer(2).skip(1).collect::<Vec<_>>());
+        let names = [whole, part].concat();
+        let in_rows = of_file(names.clone(), Format::Fp8, Quantize::No);
+        assert_eq!(experts(&in_rows), [rows, None, plain, plain]);
+        assert_eq!(dtype(&in_rows), "fp8 in 3000", "both products of layer 0");
+        let in_blocks = of_file(names.clone(), Format::Fp8Blocks, Quantize::No);
+        assert_eq!(experts(&in_blocks), [blocks, None, plain, plain]);
+        let quantized = of_file(names, Format::Fp8Blocks, Quantize::Fp8);
+        assert_eq!(experts(&quantized), [blocks, None, rows, rows], "the rest is quantized");
+        assert!(in_rows[0].has_fp8_experts() && !in_rows[2].has_fp8_experts());
+        let none = of_file(Vec::new(), Format::Fp8, Quantize::No);
+        assert_eq!(none, LayerFormats::all_in(WeightFormat::Bf16, 4, Some(mixture)));
+        assert!(dtype(&none) == "bf16" && !none.iter().any(|layer| layer.has_fp8()));
     }
 
     fn matrix(rows: usize, cols: usize) -> Matrix {

@@ -86,10 +86,11 @@ impl Decoder {
             FeedForward::Dense(dense) => self.gate_dense(pass, dense, normed),
             FeedForward::Experts(experts) => {
                 normed.ensure_whole()?;
-                let (n, form) = (pass.dims.n_tokens, self.experts_form(pass, experts));
+                let n = pass.dims.n_tokens;
                 let Workspace { normed: x, experts: space, .. } = &mut *pass.space;
                 let (x, space) = (x.slice(0..n * self.sizes.hidden), expert_space(space)?);
-                pass.card.gate_experts(form, experts.layer(), x, space)
+                let form = self.experts_form(pass.card, experts, space, n);
+                pass.products.gate_experts(pass.card, form, experts.layer(), x, space)
             }
         }
     }
@@ -145,20 +146,27 @@ impl Decoder {
         match &layer.feed_forward {
             FeedForward::Dense(dense) => self.add_output(pass, LayerOutput::Gated, &dense.down, after),
             FeedForward::Experts(experts) => {
-                let (n, form) = (pass.dims.n_tokens, self.experts_form(pass, experts));
+                let n = pass.dims.n_tokens;
                 let Workspace { given, experts: space, .. } = &mut *pass.space;
-                let given = given.view_mut().slice(0..n * self.sizes.hidden);
-                pass.card.sum_experts(form, experts.layer(), given, expert_space(space)?)?;
+                let (given, space) = (given.view_mut().slice(0..n * self.sizes.hidden), expert_space(space)?);
+                let form = self.experts_form(pass.card, experts, space, n);
+                pass.products.sum_experts(pass.card, form, experts.layer(), given, space)?;
                 self.add_given(pass, after.norm)?;
                 Ok(NormState::Whole)
             }
         }
     }
 
-    fn experts_form(&self, pass: &Pass<'_>, experts: &ExpertWeights) -> ExpertsForm {
+    fn experts_form(
+        &self,
+        card: &ComputeCard,
+        experts: &ExpertWeights,
+        space: &ExpertSpace,
+        n_rows: usize,
+    ) -> ExpertsForm {
         match self.chunk_tokens {
             Some(_) => ExpertsForm::Units,
-            None => pass.card.experts_form(experts.sizes, pass.dims.n_tokens),
+            None => card.experts_form(experts.layer(), space, n_rows),
         }
     }
 

@@ -65,13 +65,13 @@ impl CudaBackend {
 fn read_rate(tools: &mut Tools) -> Result<f64, CudaError> {
     let Tools { card, decoder, space, .. } = tools;
     let layers = &decoder.weights.layers;
-    let of_layers = MATRIX_KINDS.iter().flat_map(|kind| all_of(layers, *kind)).map(WeightMatrix::halves);
+    let of_layers = MATRIX_KINDS.iter().flat_map(|kind| all_of(layers, *kind));
     let of_experts = layers.iter().filter_map(|layer| match &layer.feed_forward {
         FeedForward::Dense(_) => None,
         FeedForward::Experts(experts) => Some([experts.gate_up.view(), experts.down.view()]),
     });
-    let matrices: Vec<View<'_, _>> =
-        of_layers.chain(of_experts.flatten()).chain([decoder.weights.head()]).collect();
+    let matrices = of_layers.chain(of_experts.flatten()).map(WeightMatrix::halves);
+    let matrices: Vec<View<'_, _>> = matrices.chain([decoder.weights.head()]).collect();
     let bytes: usize = matrices.iter().map(|matrix| 2 * matrix.len()).sum();
     let ms = fastest(|| {
         let start = card.mark()?;

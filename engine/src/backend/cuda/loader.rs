@@ -114,10 +114,10 @@ impl Loader<'_> {
                     gate_up: self.gate_up(&mlp, gate_up)?,
                     down: self.down(&mlp, down)?,
                 }),
-                (FeedForwardFormats::Experts, Some(mixture), Some(sizes)) => {
-                    FeedForward::Experts(self.experts(layer, mixture, sizes)?)
+                (FeedForwardFormats::Experts(format), Some(mixture), Some(sizes)) => {
+                    FeedForward::Experts(self.experts(layer, mixture, sizes, format)?)
                 }
-                (FeedForwardFormats::Experts, ..) => unreachable!("a layer of experts is in a mixture"),
+                (FeedForwardFormats::Experts(_), ..) => unreachable!("a layer of experts is in a mixture"),
             },
         })
     }
@@ -128,12 +128,13 @@ impl Loader<'_> {
         layer: &str,
         mixture: &Mixture,
         sizes: ExpertSizes,
+        format: WeightFormat,
     ) -> Result<ExpertWeights, OpenError> {
         let ExpertSizes { hidden, width, n_experts, .. } = sizes;
         let range = self.sizes.share.range(mixture.intermediate);
         let mut router = self.arena.buffer(n_experts * hidden)?;
-        let mut gate_up = self.arena.buffer(n_experts * 2 * width * hidden)?;
-        let mut down = self.arena.buffer(n_experts * hidden * width)?;
+        let mut gate_up = self.weight(n_experts * 2 * width, hidden, format)?;
+        let mut down = self.weight(n_experts * hidden, width, format)?;
         let part = |range| MatrixPart { range, padded: PaddedDimension::Neither };
         self.put_matrix(
             Rows::Bf16(router.view_mut()),
@@ -141,7 +142,6 @@ impl Loader<'_> {
             MatrixShape { rows: n_experts, cols: hidden },
             part(ShardRange::Rows(0..n_experts)),
         )?;
-        let numbers = width * hidden;
         for nth in 0..n_experts {
             let [gate, up, last] = mixture
                 .style
@@ -149,12 +149,12 @@ impl Loader<'_> {
                 .map(|matrix| format!("{layer}.{}.weight", mixture.expert(nth, matrix)));
             let shape = MatrixShape { rows: mixture.intermediate, cols: hidden };
             for (half, name) in (2 * nth..).zip([gate, up]) {
-                let to = gate_up.view_mut().slice(half * numbers..(half + 1) * numbers);
-                self.put_matrix(Rows::Bf16(to), &name, shape, part(ShardRange::Rows(range.clone())))?;
+                let to = gate_up.rows_mut(half * width..(half + 1) * width, hidden);
+                self.put_matrix(to, &name, shape, part(ShardRange::Rows(range.clone())))?;
             }
-            let to = down.view_mut().slice(nth * numbers..(nth + 1) * numbers);
+            let to = down.rows_mut(nth * hidden..(nth + 1) * hidden, width);
             let shape = MatrixShape { rows: hidden, cols: mixture.intermediate };
-            self.put_matrix(Rows::Bf16(to), &last, shape, part(ShardRange::Columns(range.clone())))?;
+            self.put_matrix(to, &last, shape, part(ShardRange::Columns(range.clone())))?;
         }
         Ok(ExpertWeights { router, gate_up, down, sizes })
     }

@@ -11,7 +11,7 @@ use super::heads::Heads;
 use super::share::Share;
 use super::stage::StageShare;
 use crate::error::OpenError;
-use crate::model::{Mixture, ModelConfig};
+use crate::model::{ActivationFormat, Mixture, ModelConfig};
 
 /// All weights of a stage, in the order of a pass.
 #[derive(Debug)]
@@ -56,9 +56,9 @@ pub(super) struct ExpertWeights {
     /// One row for each expert.
     pub(super) router: Buffer<Bf16>,
     /// For each expert the rows of gate, then of up.
-    pub(super) gate_up: Buffer<Bf16>,
+    pub(super) gate_up: Weight,
     /// For each expert the rows of down.
-    pub(super) down: Buffer<Bf16>,
+    pub(super) down: Weight,
     pub(super) sizes: ExpertSizes,
 }
 
@@ -74,8 +74,8 @@ impl LayerWeights {
 
 impl ExpertWeights {
     pub(super) fn layer(&self) -> ExpertLayer<'_> {
-        let [router, gate_up, down] = [&self.router, &self.gate_up, &self.down].map(Buffer::view);
-        ExpertLayer { router, gate_up, down, sizes: self.sizes }
+        let [gate_up, down] = [&self.gate_up, &self.down].map(Weight::view);
+        ExpertLayer { router: self.router.view(), gate_up, down, sizes: self.sizes }
     }
 }
 
@@ -185,6 +185,16 @@ impl Sizes {
         })
     }
 
+    /// Returns the sizes for layers of these formats: kernels for experts in FP8 need an inner layer whose width is a
+    /// multiple of 64. The rest is zeroes.
+    pub(super) fn padded_for(self, formats: &[LayerFormats]) -> Self {
+        if !formats.iter().any(|layer| layer.has_fp8_experts()) {
+            return self;
+        }
+        let pad = |experts: ExpertSizes| ExpertSizes { width: Fp8Rows::width(experts.width), ..experts };
+        Self { experts: self.experts.map(pad), ..self }
+    }
+
     /// Checks that widths are multiples of 8, the number that kernels load at a time, and that kernels take
     /// these numbers of experts.
     fn check(config: &ModelConfig) -> Result<(), OpenError> {
@@ -235,15 +245,14 @@ impl Sizes {
             (FeedForwardFormats::Dense { gate_up, down }, _) => {
                 all.extend([(2 * intermediate, hidden, gate_up), (hidden, intermediate, down)]);
             }
-            (FeedForwardFormats::Experts, Some(ExpertSizes { width, n_experts, .. })) => {
-                let format = WeightFormat::Bf16;
+            (FeedForwardFormats::Experts(format), Some(ExpertSizes { width, n_experts, .. })) => {
                 all.extend([
-                    (n_experts, hidden, format),
+                    (n_experts, hidden, WeightFormat::Bf16),
                     (n_experts * 2 * width, hidden, format),
                     (n_experts * hidden, width, format),
                 ]);
             }
-            (FeedForwardFormats::Experts, None) => {}
+            (FeedForwardFormats::Experts(_), None) => {}
         }
         all
     }
@@ -285,9 +294,13 @@ impl Sizes {
     }
 
     /// Returns the number of numbers of the largest FP8 matrix, for the memory that widens one matrix at a
-    /// time.
-    pub(super) fn widened(self, formats: &[LayerFormats]) -> usize {
-        let matrices = formats.iter().flat_map(|layer| self.matrices(*layer));
+    /// time. Those of all experts count as one. They are not widened if activations are rounded.
+    pub(super) fn widened(self, formats: &[LayerFormats], activations: ActivationFormat) -> usize {
+        let sizes = match activations {
+            ActivationFormat::Full => self,
+            ActivationFormat::Fp8 => Self { experts: None, ..self },
+        };
+        let matrices = formats.iter().flat_map(|layer| sizes.matrices(*layer));
         let in_fp8 = matrices.filter(|(.., format)| *format != WeightFormat::Bf16);
         in_fp8.map(|(rows, columns, _)| rows * columns).max().unwrap_or(0)
     }
@@ -355,14 +368,17 @@ mod tests {
             Sizes::of(&config, Heads::of(config.head_dim).expect("128"), share).expect("multiples of 8")
         };
         let norms = (2 * 32 + 1) * 4096;
-        let (plain, in_fp8) = (vec![LayerFormats::default(); 32], vec![LayerFormats::FP8; 32]);
+        let [plain, in_fp8] =
+            [WeightFormat::Bf16, WeightFormat::OF_ROWS].map(|format| LayerFormats::all_in(format, 32, None));
         assert_eq!(sizes(Share::WHOLE).bytes(&plain), 2 * (8_030_261_248 - norms), "all but the norms");
-        assert_eq!(sizes(Share::WHOLE).widened(&plain), 0);
+        assert_eq!(sizes(Share::WHOLE).widened(&plain, ActivationFormat::Full), 0);
         // A matrix in FP8 has a byte for each number, and 4 bytes for each row.
         let (vocabulary, rows) = (2 * 128_256 * 4096, 6144 + 4096 + 2 * 14_336 + 4096);
         let numbers = 8_030_261_248 - norms - vocabulary;
         assert_eq!(sizes(Share::WHOLE).bytes(&in_fp8), numbers + 2 * vocabulary + 4 * 32 * rows);
-        assert_eq!(sizes(Share::WHOLE).widened(&in_fp8), 2 * 14_336 * 4096);
+        for activations in [ActivationFormat::Full, ActivationFormat::Fp8] {
+            assert_eq!(sizes(Share::WHOLE).widened(&in_fp8, activations), 2 * 14_336 * 4096);
+        }
         let embedding = 128_256 * 4096;
         for share in Share::of_all(2) {
             // The embedding counts in full, because both ranks have all of it.
@@ -399,11 +415,31 @@ mod tests {
             Sizes::of(&config, Heads::of(config.head_dim).expect("128"), share).expect("multiples of 8")
         };
         let norms = 48 * (2 * 2048 + 2 * 128) + 2048;
-        let formats = LayerFormats::in_bf16(48, config.mixture.as_ref());
+        let formats = |format| LayerFormats::all_in(format, 48, config.mixture.as_ref());
+        let (in_rows, in_blocks) =
+            (formats(WeightFormat::OF_ROWS), formats(WeightFormat::Fp8(Fp8Scales::OfBlocks)));
+        let formats = formats(WeightFormat::Bf16);
         let whole = sizes(Share::WHOLE);
         assert_eq!(whole.bytes(&formats), 2 * (30_532_122_624 - norms), "all but the norms");
-        assert_eq!((whole.intermediate, whole.widened(&formats)), (0, 0), "no layer is dense");
-        let (embedding, routers) = (151_936 * 2048, 48 * 128 * 2048);
+        let widened = |formats: &[LayerFormats]| {
+            [ActivationFormat::Full, ActivationFormat::Fp8]
+                .map(|activations| whole.widened(formats, activations))
+        };
+        assert_eq!((whole.intermediate, widened(&formats)), (0, [0, 0]), "no layer is dense");
+        // Gate and up of all experts are widened at a time, unless activations are rounded.
+        assert_eq!(widened(&in_rows), [128 * 2 * 768 * 2048, 5120 * 2048]);
+        let (vocabulary, routers) = (2 * 151_936 * 2048, 48 * 128 * 2048);
+        let numbers = 30_532_122_624 - norms - vocabulary - routers;
+        let n_scales = 48 * (5120 + 2048 + 128 * (2 * 768 + 2048));
+        assert_eq!(whole.bytes(&in_rows), numbers + 2 * (vocabulary + routers) + 4 * n_scales);
+        let n_scales = numbers / (64 * 128);
+        assert_eq!(whole.bytes(&in_blocks), numbers + 2 * (vocabulary + routers) + 4 * n_scales);
+        // On 8 ranks an expert has 96 of 768 numbers, and on the GPU 128, the last 32 of them zeroes.
+        let eighth = sizes(Share { nth: 3, n_ranks: 8 });
+        let widths =
+            [&formats, &in_rows].map(|formats| eighth.padded_for(formats).experts.map(|sizes| sizes.width));
+        assert_eq!(widths, [Some(96), Some(128)]);
+        let embedding = 151_936 * 2048;
         for share in Share::of_all(2) {
             // The embedding and the routers count in full, because both ranks have all of them.
             assert_eq!(sizes(share).bytes(&formats), 30_532_122_624 - norms + embedding + routers);

@@ -5,8 +5,8 @@ use std::time::Duration;
 use device::cuda::{Bf16, Buffer, CudaError};
 use kernels::cuda::ops::{FEW_ROWS_MAX, FewRowsForm, FusedKernel, SKINNY_FORMS, SKINNY_ROWS_MAX};
 use kernels::cuda::{
-    CommonParams, ComputeCard, DecodeAttention, DrawRow, EDIT_WORDS, ExpertSpace, KvNumber, Outcome,
-    PrefillAttention, RankMemory, Standing, WidenedPages, WidenedSize,
+    CommonParams, ComputeCard, DecodeAttention, DrawRow, EDIT_WORDS, ExpertActivations, ExpertSpace,
+    KvNumber, Outcome, PrefillAttention, RankMemory, Standing, WidenedPages, WidenedSize,
 };
 
 use super::draws::EDITS_OF_ROW;
@@ -34,6 +34,7 @@ pub(super) struct WorkspaceShape {
     n_keys: usize,
     n_words: usize,
     widened: Option<WidenedSize>,
+    experts: ExpertActivations,
 }
 
 /// Limits of all steps, from which the size of the workspace follows.
@@ -46,6 +47,8 @@ pub(super) struct StepSizes {
     /// The tokens of a chunk of attention: see [`Decoder`](super::decoder::Decoder).
     pub(super) chunk_tokens: Option<usize>,
     pub(super) kv_number: KvNumber,
+    /// The rows that products with experts in FP8 take.
+    pub(super) experts: ExpertActivations,
 }
 
 /// Activations of a step, one row for each token.
@@ -114,6 +117,7 @@ impl WorkspaceShape {
             room.chunk_tokens.is_none() && PrefillAttention::widens(card, room.kv_number, head_dim);
         Self {
             widened: is_widened.then_some(WidenedSize { n_tokens: room.tokens_max, n_kv_heads, head_dim }),
+            experts: room.experts,
             sizes,
             limits,
             part_numbers: DecodeAttention::parts_numbers(n_parts, head_dim),
@@ -142,7 +146,8 @@ impl WorkspaceShape {
         let of_ranks = self
             .together()
             .map_or(0, |together| together.inbox_bytes(self.sizes.share.n_ranks) + 4 * self.n_own_logits());
-        let experts = self.sizes.experts.map_or(0, |experts| experts.space_bytes(self.limits.tokens));
+        let experts =
+            self.sizes.experts.map_or(0, |experts| experts.space_bytes(self.limits.tokens, self.experts));
         let widened = self.widened.map_or(0, WidenedSize::bytes);
         2 * of_token * self.limits.tokens
             + experts
@@ -186,7 +191,11 @@ impl WorkspaceShape {
             given: card.buffer(tokens * hidden)?,
             gate_up: card.buffer(tokens * 2 * intermediate)?,
             gated: card.buffer(tokens * intermediate)?,
-            experts: self.sizes.experts.map(|sizes| ExpertSpace::new(card, sizes, tokens)).transpose()?,
+            experts: self
+                .sizes
+                .experts
+                .map(|sizes| ExpertSpace::new(card, sizes, tokens, self.experts))
+                .transpose()?,
             wanted: card.buffer(rows * hidden)?,
             logits: card.buffer(rows * vocab)?,
             own_logits: card.buffer(self.n_own_logits())?,

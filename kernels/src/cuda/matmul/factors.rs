@@ -52,6 +52,16 @@ impl Prepared<'_> {
 }
 
 impl Room {
+    /// Widens a matrix to bf16 in the memory for it. Fails if there is none.
+    pub(super) fn widen(
+        &mut self,
+        card: &ComputeCard,
+        w: Fp8Rows<'_>,
+        k: usize,
+    ) -> Result<View<'_, Bf16>, CudaError> {
+        widen(card, self.widened.as_mut(), w, k)
+    }
+
     /// Returns the factors in the format that this method takes.
     pub(super) fn prepare<'a>(
         &'a mut self,

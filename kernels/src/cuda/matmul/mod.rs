@@ -14,6 +14,7 @@
 //! multiplies many rows in FP8, and the other methods multiply the rounded rows in bf16.
 
 pub mod cublaslt;
+mod experts;
 mod factors;
 mod output;
 pub mod tuning;

@@ -139,7 +139,7 @@ impl ComputeCard {
         launch!(self, kernel, config, &out, &scales, &x.address(), &n_rows, &k, &width, &scales_apart)
     }
 
-    fn rounding_grid(&self, n_rows: usize, k: usize) -> Grid {
+    pub(super) fn rounding_grid(&self, n_rows: usize, k: usize) -> Grid {
         let n_threads = n_rows * k.next_multiple_of(ROUND_GROUP) / ROUNDED_AT_ONCE;
         let n_blocks = n_threads.div_ceil(ROUND_THREADS as usize);
         grid(n_blocks.min(self.n_multiprocessors() as usize * BLOCKS_AT_ONCE), 1, ROUND_THREADS)

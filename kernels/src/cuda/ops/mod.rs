@@ -14,6 +14,9 @@ mod probe;
 mod few_rows;
 mod many_rows;
 mod experts;
+mod expert_space;
+mod expert_products;
+mod experts_fp8;
 mod endings;
 mod fp8;
 mod feed;
@@ -27,7 +30,8 @@ pub use better::{CountBetter, Standing};
 pub use decode::DecodeAttention;
 pub use dummy::DummyPart;
 pub use endings::{AddedRows, Ending, FusedKernel, FusedProduct, HeadsRows, PendingNorm, WeightMatrix};
-pub use experts::{EXPERTS_MAX, EXPERTS_OF_ROW_MAX, ExpertLayer, ExpertSizes, ExpertSpace, ExpertsForm};
+pub use expert_space::{ExpertActivations, ExpertSizes, ExpertSpace, ExpertsForm};
+pub use experts::{EXPERTS_MAX, EXPERTS_OF_ROW_MAX, ExpertLayer};
 pub use feed::{FeedTokens, NOWHERE};
 pub(super) use few_rows::MEETING_PARTS;
 pub use few_rows::{FEW_ROWS_FORMS, FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm};
@@ -172,7 +176,7 @@ pub(super) fn shared_bytes_of(kernel: &str) -> Option<u32> {
         decode::shared_bytes_of,
         few_rows::shared_bytes_of,
         many_rows::shared_bytes_of,
-        experts::shared_bytes_of,
+        expert_products::shared_bytes_of,
     ];
     of_files.iter().find_map(|of_file| of_file(kernel))
 }

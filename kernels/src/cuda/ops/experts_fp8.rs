@@ -1,0 +1,145 @@
+//! The rows that products with experts in FP8 multiply, before and between the two products.
+//!
+//! Units multiply rows of bf16 in the order of a tensor core's lanes (`expert_units.cuh`). Tiles multiply rows in FP8.
+
+use super::expert_space::{
+    ExpertActivations, ExpertSizes, ExpertSpace, ExpertsForm, GATHER_BLOCKS, PLACE_THREADS, QuantizedSpace,
+    ROW_THREADS,
+};
+use super::many_rows;
+use super::{Bf16, ComputeCard, CudaError, Fp8Rows, QuantizedRows, View, ensure, launch, number};
+use crate::cpu::ROUND_GROUP;
+use device::cuda::card::grid;
+
+/// The number of numbers of a thread that orders rows.
+const ORDERED_AT_ONCE: usize = 8;
+
+/// The fields of OrderedShape in experts.cu, in the same order.
+#[repr(C)]
+struct OrderedShape {
+    n_rows: u32,
+    k: u32,
+    are_rounded: u32,
+}
+
+/// The fields of GatherShape in grouped_rows_fp8.cu, in the same order.
+#[repr(C)]
+struct GatherShape {
+    tile_rows: u32,
+    width: u32,
+    per_row: u32,
+    n_groups: u32,
+    to_apart: u32,
+    from_apart: u32,
+}
+
+/// Checks the matrices of all experts, each of `n` rows of `k` numbers.
+pub(super) fn check_fp8(w: Fp8Rows<'_>, sizes: ExpertSizes, n: usize, k: usize) -> Result<(), CudaError> {
+    let kernel = "experts_fp8";
+    let ExpertSizes { width, n_experts, .. } = sizes;
+    ensure(
+        kernel,
+        width.is_multiple_of(Fp8Rows::width(1)),
+        "an inner layer whose width is not a multiple of 64",
+    )?;
+    let (numbers, scales) = (n * Fp8Rows::width(k), w.scaling.count(n, k));
+    let are_whole = w.numbers.len() == n_experts * numbers && w.scales.len() == n_experts * scales;
+    ensure(kernel, are_whole, "matrices of another size than that of all experts")
+}
+
+impl ComputeCard {
+    /// Places the choices, and writes the rows of `x` to the space in the order of lanes, rounded or not.
+    pub(super) fn place_and_order(
+        &self,
+        x: View<'_, Bf16>,
+        space: &mut ExpertSpace,
+    ) -> Result<(), CudaError> {
+        let kernel = "place_and_order";
+        let ExpertSizes { hidden, n_experts, .. } = space.sizes;
+        let n_rows = x.len() / hidden;
+        let (to, shape) = (space.place_addresses(), space.places_shape(1, n_rows)?);
+        let rows = OrderedShape {
+            n_rows: number(kernel, n_rows)?,
+            k: number(kernel, hidden)?,
+            are_rounded: u32::from(space.activations() == ExpertActivations::Rounded),
+        };
+        let n_threads = n_rows * hidden.next_multiple_of(ROUND_GROUP) / ORDERED_AT_ONCE;
+        let n_blocks = n_threads.div_ceil(PLACE_THREADS as usize).min(self.n_multiprocessors() as usize * 4);
+        let config = grid(n_experts + n_blocks, 1, PLACE_THREADS);
+        let (experts, ordered) = (space.experts.view().address(), space.rows.view_mut().address());
+        launch!(self, kernel, config, &to, &experts, &shape, &ordered, &x.address(), &rows)
+    }
+
+    /// Writes the row of each choice to its place, in FP8.
+    pub(super) fn quantize_choices(
+        &self,
+        x: View<'_, Bf16>,
+        space: &mut ExpertSpace,
+    ) -> Result<(), CudaError> {
+        let kernel = "gather_quantized";
+        let ExpertSpace { sizes, tiles, choices, rows, quantized, .. } = space;
+        let Some(quantized) = quantized else { return not_widened() };
+        let (hidden, n_tiles_max) = (sizes.hidden, tiles.len() - 1);
+        let (n_rows, width) = (x.len() / hidden, Fp8Rows::width(hidden));
+        let QuantizedSpace { x: numbers, x_scales, scales, .. } = quantized;
+        let (n_numbers, n_scales) = (n_rows * width, QuantizedRows::n_scales(n_rows, hidden));
+        let to = numbers.view_mut().slice(0..n_numbers);
+        self.quantize_rows(to, x_scales.view_mut().slice(0..n_scales), x, hidden)?;
+        let shape = GatherShape {
+            tile_rows: number(kernel, many_rows::ROWS)?,
+            width: number(kernel, width)?,
+            per_row: number(kernel, sizes.per_row)?,
+            n_groups: number(kernel, hidden.div_ceil(ROUND_GROUP))?,
+            to_apart: number(kernel, QuantizedRows::scales_apart(sizes.n_places(n_rows)))?,
+            from_apart: number(kernel, QuantizedRows::scales_apart(n_rows))?,
+        };
+        let config = grid(self.n_multiprocessors() as usize * GATHER_BLOCKS, 1, ROW_THREADS);
+        launch!(
+            self,
+            kernel,
+            config,
+            &rows.view_mut().address(),
+            &scales.view_mut().address(),
+            &numbers.view().address(),
+            &x_scales.view().address(),
+            &choices.view().address(),
+            &tiles.slice(n_tiles_max..n_tiles_max + 1).address(),
+            &shape
+        )
+    }
+
+    /// Rounds the rows between both products, if rows are rounded. Returns the address of the rows that enter the second
+    /// product.
+    pub(super) fn round_gated(
+        &self,
+        form: ExpertsForm,
+        space: &mut ExpertSpace,
+        n_rows: usize,
+    ) -> Result<u64, CudaError> {
+        let ExpertSpace { sizes, gated, quantized, .. } = space;
+        let (width, address) = (sizes.width, gated.view_mut().address());
+        match (form, quantized) {
+            (ExpertsForm::Units, None) => Ok(address),
+            // The order within 64 numbers does not matter for the scales of 128.
+            (ExpertsForm::Units, Some(_)) => {
+                let (kernel, n_choices) = ("round_rows", n_rows * sizes.per_row);
+                let config = self.rounding_grid(n_choices, width);
+                let (n_choices, k) = (number(kernel, n_choices)?, number(kernel, width)?);
+                launch!(self, kernel, config, &address, &address, &n_choices, &k)?;
+                Ok(address)
+            }
+            (ExpertsForm::Tiles, Some(QuantizedSpace { gated: numbers, scales, .. })) => {
+                let n_places = sizes.n_places(n_rows);
+                let to = numbers.view_mut().slice(0..n_places * Fp8Rows::width(width));
+                let scales = scales.view_mut().slice(0..QuantizedRows::n_scales(n_places, width));
+                self.quantize_rows(to, scales, gated.slice(0..n_places * width), width)?;
+                Ok(numbers.view().address())
+            }
+            (ExpertsForm::Tiles, None) => not_widened(),
+        }
+    }
+}
+
+fn not_widened<T>() -> Result<T, CudaError> {
+    Err(CudaError::Argument { kernel: "experts_fp8", wrong: "experts in FP8 that were not widened" })
+}
