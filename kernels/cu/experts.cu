@@ -14,7 +14,9 @@ constexpr u32 EXPERTS_MAX = 512, CHOICES_MAX = 32, NOWHERE = 0xffffffffu;
 // or a share of it.
 constexpr u32 SCORE_WARPS = 16, SCORE_ROWS = 8, SCORE_UNROLL = 8;
 
-struct RouterShape { u32 n_rows, k, n_experts, per_token, is_normalized; };
+// n_groups: groups of neighbouring experts, of which a row may have those of groups_per_token; 0: any. scaling: the factor
+// of all weights.
+struct RouterShape { u32 n_rows, k, n_experts, per_token, is_normalized, n_groups, groups_per_token; float scaling; };
 
 // The first call of a block waits for the previous kernel, which does not write the router, after it has
 // requested the router's first rows.
@@ -48,11 +50,53 @@ __device__ __forceinline__ void score(float (&sum)[4], const bf16* router, const
     }
 }
 
-// A warp chooses the experts of a row: those with the greatest exponentials, the first of equal ones. Each lane has
-// the scores of LANE_EXPERTS experts.
+// Keys have the order of the numbers. 0: taken, or no expert.
+__device__ __forceinline__ u32 key_of(float number) {
+    u32 bits = __float_as_uint(number);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float number_of(u32 key) { return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
+
+// The first lane with the greatest key.
+__device__ __forceinline__ u32 lane_of(u32 key, u32 greatest) { return __ffs(__ballot_sync(FULL_WARP, key == greatest)) - 1; }
+
+// Takes the experts of all groups but the best ones, the first of equal ones. A group's score is that of its best
+// expert, or the sum of its two best.
 template <u32 LANE_EXPERTS>
-__device__ __forceinline__ void choose(u32* experts, float* weights, const float (&scores)[LANE_EXPERTS], u32 row, const RouterShape& shape) {
+__device__ __forceinline__ void keep_groups(u32 (&keys)[LANE_EXPERTS], bool adds_two, const RouterShape& shape) {
+    u32 lane = threadIdx.x % 32, size = shape.n_experts / shape.n_groups, of_group = 0, kept = 0;
+    for (u32 group = 0; group < shape.n_groups; group++) {
+        u32 first = 0, second = 0;  // of this lane's experts
+#pragma unroll
+        for (u32 j = 0; j < LANE_EXPERTS; j++) {
+            if ((lane + 32 * j) / size != group) continue;
+            second = max(second, min(first, keys[j]));
+            first = max(first, keys[j]);
+        }
+        u32 best = __reduce_max_sync(FULL_WARP, first);
+        float score = number_of(best);
+        if (adds_two) {
+            if (lane == lane_of(first, best)) first = second;
+            score += number_of(__reduce_max_sync(FULL_WARP, first));
+        }
+        if (lane == group) of_group = key_of(score);
+    }
+    for (u32 nth = 0; nth < shape.groups_per_token; nth++) {
+        u32 group = lane_of(of_group, __reduce_max_sync(FULL_WARP, of_group));
+        kept |= 1u << group;
+        if (lane == group) of_group = 0;
+    }
+#pragma unroll
+    for (u32 j = 0; j < LANE_EXPERTS; j++)
+        if (lane + 32 * j < shape.n_experts && !(kept >> (lane + 32 * j) / size & 1)) keys[j] = 0;
+}
+
+// A warp chooses the experts of a row: those with the greatest exponentials, the first of equal ones. With a correction:
+// those with the greatest sums of their sigmoid and correction. Each lane has the scores of LANE_EXPERTS experts.
+template <u32 LANE_EXPERTS>
+__device__ __forceinline__ void choose(u32* experts, float* weights, const float (&scores)[LANE_EXPERTS], const float* correction, u32 row, const RouterShape& shape) {
     u32 lane = threadIdx.x % 32, keys[LANE_EXPERTS];
+    float numbers[LANE_EXPERTS];
     float greatest = -INF, total = 0.f;
 #pragma unroll
     for (u32 j = 0; j < LANE_EXPERTS; j++)
@@ -62,14 +106,18 @@ __device__ __forceinline__ void choose(u32* experts, float* weights, const float
 #pragma unroll
     for (u32 j = 0; j < LANE_EXPERTS; j++) {
         bool is_there = lane + 32 * j < shape.n_experts;
-        float e = is_there ? expf(scores[j] - greatest) : 0.f;
-        total += e;
-        keys[j] = is_there ? __float_as_uint(e) + 1 : 0;  // 0: taken, or no expert
+        float rank = 0.f;
+        numbers[j] = 0.f;
+        if (is_there && correction == nullptr) rank = numbers[j] = expf(scores[j] - greatest);
+        else if (is_there) numbers[j] = 1.f / (1.f + expf(-scores[j])), rank = numbers[j] + correction[lane + 32 * j];
+        total += numbers[j];
+        keys[j] = is_there ? key_of(rank) : 0;
     }
     total = warp_sum(total);
     bool is_number = total == total;
+    if (shape.n_groups > 0 && is_number) keep_groups(keys, correction != nullptr, shape);
     u32 mine = NOWHERE;
-    float exponential = total, divisor = 0.f;
+    float number = total, divisor = 0.f;
     for (u32 slot = 0; slot < shape.per_token && is_number; slot++) {
         u32 best = 0, expert = NOWHERE;
 #pragma unroll
@@ -77,37 +125,40 @@ __device__ __forceinline__ void choose(u32* experts, float* weights, const float
             if (keys[j] > best) best = keys[j], expert = lane + 32 * j;
         u32 key = __reduce_max_sync(FULL_WARP, best);
         expert = __reduce_min_sync(FULL_WARP, best == key ? expert : NOWHERE);
+        float of_expert = 0.f;
 #pragma unroll
         for (u32 j = 0; j < LANE_EXPERTS; j++)
-            if (lane + 32 * j == expert) keys[j] = 0;
-        float e = __uint_as_float(key - 1);
-        divisor += e;
-        if (lane == slot) mine = expert, exponential = e;
+            if (lane + 32 * j == expert) keys[j] = 0, of_expert = numbers[j];
+        of_expert = __shfl_sync(FULL_WARP, of_expert, expert % 32);
+        divisor += of_expert;
+        if (lane == slot) mine = expert, number = of_expert;
     }
+    // Sigmoids are divided by their sum and 1e-20, or by nothing.
+    if (correction != nullptr) divisor += 1e-20f, total = 1.f;
     u32 place = 0;
     for (u32 slot = 0; slot < shape.per_token; slot++) place += __shfl_sync(FULL_WARP, mine, slot) < mine;
     if (!is_number) place = lane;
     if (lane >= shape.per_token) return;
     u64 at = (u64)row * shape.per_token + place;
     experts[at] = mine;
-    weights[at] = exponential / (shape.is_normalized ? divisor : total);
+    weights[at] = number / (shape.is_normalized ? divisor : total) * shape.scaling;
 }
 
 // Adds up a row's scores over the shares of k, and chooses.
 template <u32 LANE_EXPERTS>
-__device__ __forceinline__ void choose_from(u32* experts, float* weights, const float* part, u32 n_shares, u32 width, u32 row, const RouterShape& shape) {
+__device__ __forceinline__ void choose_from(u32* experts, float* weights, const float* part, const float* correction, u32 n_shares, u32 width, u32 row, const RouterShape& shape) {
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float scores[LANE_EXPERTS] = {};
 #pragma unroll
     for (u32 j = 0; j < LANE_EXPERTS; j++)
         if (lane + 32 * j < shape.n_experts)
             for (u32 share = 0; share < n_shares; share++) scores[j] += part[(share * SCORE_ROWS + warp) * width + lane + 32 * j];
-    choose(experts, weights, scores, row, shape);
+    choose(experts, weights, scores, correction, row, shape);
 }
 
 // The router has a row of k numbers for each expert.
 extern "C" __global__ void __launch_bounds__(SCORE_WARPS * 32)
-choose_experts(u32* experts, float* weights, const bf16* __restrict__ router, const bf16* x, RouterShape shape) {
+choose_experts(u32* experts, float* weights, const bf16* __restrict__ router, const float* correction, const bf16* x, RouterShape shape) {
     __shared__ float part[SCORE_ROWS * EXPERTS_MAX];  // [share of k][row][expert]
     next_may_come();
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -124,8 +175,8 @@ choose_experts(u32* experts, float* weights, const bf16* __restrict__ router, co
     __syncthreads();
     u32 row = blockIdx.x * SCORE_ROWS + warp;
     if (warp >= SCORE_ROWS || row >= shape.n_rows) return;
-    if (shape.n_experts <= 128) choose_from<4>(experts, weights, part, n_shares, width, row, shape);
-    else choose_from<EXPERTS_MAX / 32>(experts, weights, part, n_shares, width, row, shape);
+    if (shape.n_experts <= 128) choose_from<4>(experts, weights, part, correction, n_shares, width, row, shape);
+    else choose_from<EXPERTS_MAX / 32>(experts, weights, part, correction, n_shares, width, row, shape);
 }
 
 // === The places ===

@@ -31,6 +31,10 @@ const CHECK_FOLDERS: &[&str] = &[
     "models/demo",
 ];
 
+/// The folders with latent attention. A GPU has neither their weights nor their KV in FP8.
+const CHECK_FOLDERS_OF_LATENTS: &[&str] =
+    &["engine/tests/models/deepseek-v2", "engine/tests/models/deepseek-v3"];
+
 /// Measure the engine alone: decode steps, first tokens, many requests at once, and the device's limits.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct EngineArgs {
@@ -283,10 +287,14 @@ impl EngineArgs {
 
     /// Returns the models that `--check` compares with the CPU: the named one, otherwise all test models.
     pub(crate) fn check_folders(&self) -> Vec<PathBuf> {
-        match &self.model {
-            Some(model) => vec![model.clone()],
-            None => CHECK_FOLDERS.iter().map(PathBuf::from).collect(),
+        if let Some(model) = &self.model {
+            return vec![model.clone()];
         }
+        let of_latents = match (self.quantize, self.kv_dtype()) {
+            (WeightFormat::No, KvDtype::Bf16) => CHECK_FOLDERS_OF_LATENTS,
+            _ => &[],
+        };
+        CHECK_FOLDERS.iter().chain(of_latents).map(PathBuf::from).collect()
     }
 }
 
@@ -304,11 +312,13 @@ mod tests {
 
     #[test]
     fn a_check_compares_the_named_model_or_the_test_models() {
-        let n_all = CHECK_FOLDERS.len();
+        let n_in_fp8 = CHECK_FOLDERS.len();
+        let n_all = n_in_fp8 + CHECK_FOLDERS_OF_LATENTS.len();
         for (typed, named, n_folders) in [
             ("--check", DEFAULT_MODEL, n_all),
             ("--check --weights safetensors", DEFAULT_MODEL, n_all),
-            ("--check --quantize fp8", DEFAULT_MODEL, n_all),
+            ("--check --quantize fp8", DEFAULT_MODEL, n_in_fp8),
+            ("--check --kv-dtype fp8", DEFAULT_MODEL, n_in_fp8),
             ("--check --model some/model", "some/model", 1),
             ("--check --model some/model --weights safetensors", "some/model", 1),
         ] {

@@ -37,7 +37,7 @@ const TOLERANCE_OF_ACTIVATIONS: Tolerance =
 /// batch.
 const ALIKE_KV_BYTES: usize = 24 << 30;
 /// The prompt lengths of a model that is compared with itself: a few tokens, some chunks of attention, and
-/// lengths at and beside the edges of chunks.
+/// lengths at and beside the edges of chunks. Models with shorter contexts have shorter prompts.
 const ALIKE_PROMPTS: [u32; 6] = [1, 33, 130, 512, 513, 1100];
 
 /// The comparison of one model, for the report.
@@ -152,7 +152,10 @@ pub(super) fn check_alike(folder: &Path, args: &EngineArgs) -> Result<ModelCompa
         let mut subject = opened(folder, kv_bytes, &CudaSettings { graphs, ..settings.clone() })?;
         let vocab = subject.model().vocab;
         let prompts = match args.deterministic {
-            true => ALIKE_PROMPTS.map(|len| any(len, vocab)).to_vec(),
+            true => {
+                let longest = subject.model().context_tokens.saturating_sub(N_STEPS as u32);
+                ALIKE_PROMPTS.map(|len| any(len.min(longest), vocab)).to_vec()
+            }
             false => prompts(folder, vocab)?,
         };
         if subject.n_stages() == 1 {

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 
 /// The epsilon of the norms of latents. `transformers` does not read it from a config.
-pub(super) const NORM_EPSILON: f32 = 1e-6;
+pub const NORM_EPSILON: f32 = 1e-6;
 
 /// The latent attention of a model. All heads share one latent vector for each token: a compressed key and value, then a
 /// rotated key. KV holds this vector.

@@ -5,13 +5,14 @@ use std::num::NonZero;
 
 use baton_kernels::cpu::{Arithmetic, Processor};
 use baton_kernels::cuda::{
-    ComputeCard, ExpertActivations, ExpertLayer, ExpertSizes, ExpertSpace, ExpertsForm, Fp8Rows, Fp8Scales,
-    WeightMatrix,
+    ComputeCard, ExpertActivations, ExpertChoice, ExpertLayer, ExpertSizes, ExpertSpace, ExpertsForm,
+    Fp8Rows, Fp8Scales, WeightMatrix,
 };
 use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
 use serde_json::{Value, json};
 
 use super::check_products::product;
+use super::choices::{Rule, RuleCase};
 use super::draw::{Draw, wide};
 use super::extent::Extent;
 use super::fp8::{Matrix, SCALES, name};
@@ -37,9 +38,6 @@ const ERROR: f64 = 2.0 * BF16_ERROR;
 /// A rounding to FP8 of a number near the middle between two FP8 numbers goes the other way. Without the rounding the
 /// error is above 2.6e-2.
 const ROUNDED_ERROR: f64 = 1.8e-2;
-/// Scores that are closer than this may be in another order than in f64.
-const NEAR: f64 = 1e-5;
-
 /// The rows that enter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Rows {
@@ -166,6 +164,7 @@ impl Widening {
 struct Case {
     sizes: ExpertSizes,
     format: ExpertFormat,
+    rule: Rule,
     router: Vec<Bf16>,
     gate_up: Vec<f64>,
     down: Vec<f64>,
@@ -182,9 +181,16 @@ pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent)
                 for rows in [Rows::Drawn, Rows::Equal] {
                     let is_normalized = n_rows % 2 == 1;
                     let sizes = ExpertSizes { hidden, width, n_experts, per_row, is_normalized };
-                    let case = Case::draw(card, sizes, format, n_rows, rows)?;
-                    let name = format!("experts {} {sizes:?}, {n_rows} rows, {rows:?}", format.name());
-                    case.check(card, verdicts, &name)?;
+                    let rules = match format {
+                        ExpertFormat::Bf16 => RuleCase::all(n_experts, per_row),
+                        ExpertFormat::Fp8(..) => vec![RuleCase::PLAIN],
+                    };
+                    for rule in rules {
+                        let case = Case::draw(card, (sizes, rule), format, n_rows, rows)?;
+                        let name =
+                            format!("experts {} {sizes:?}, {rule:?}, {n_rows} rows, {rows:?}", format.name());
+                        case.check(card, verdicts, &name)?;
+                    }
                 }
             }
         }
@@ -195,7 +201,7 @@ pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent)
 impl Case {
     fn draw(
         card: &ComputeCard,
-        sizes: ExpertSizes,
+        (sizes, rule): (ExpertSizes, RuleCase),
         format: ExpertFormat,
         n_rows: usize,
         rows: Rows,
@@ -227,7 +233,8 @@ impl Case {
             Rows::Equal => draw.narrow(hidden, size).repeat(n_rows),
         };
         let router_there = card.upload(&router)?;
-        Ok(Self { sizes, format, router, gate_up, down, x, router_there, gate_up_there, down_there })
+        let rule = Rule::draw(card, rule, n_experts)?;
+        Ok(Self { sizes, format, rule, router, gate_up, down, x, router_there, gate_up_there, down_there })
     }
 
     fn run(&self, card: &ComputeCard, form: ExpertsForm, x: &[Bf16]) -> Result<Vec<Bf16>, CudaError> {
@@ -238,7 +245,13 @@ impl Case {
         let Self { sizes, gate_up_there, down_there, .. } = self;
         let mut room = Widening::new(card, self.format, form, self.sizes)?;
         let (gate_up, down) = (gate_up_there.view(), down_there.view());
-        let layer = ExpertLayer { router: self.router_there.view(), gate_up, down, sizes: *sizes };
+        let layer = ExpertLayer {
+            router: self.router_there.view(),
+            choice: self.rule.choice(),
+            gate_up,
+            down,
+            sizes: *sizes,
+        };
         room.compute(card, form, layer, x.view(), out.view_mut(), &mut space)?;
         card.download(out.view())
     }
@@ -273,7 +286,7 @@ impl Case {
 
     /// Computes all rows in f64, and whether the choice of each row's experts is certain.
     fn reference(&self) -> (Vec<f64>, Vec<bool>) {
-        let ExpertSizes { hidden, width, n_experts, per_row, is_normalized } = self.sizes;
+        let ExpertSizes { hidden, width, n_experts, .. } = self.sizes;
         let scores = product(&self.router, &self.x, hidden);
         let rounded = self.rounded(wide(&self.x), hidden);
         let (mut all, mut are_certain) = (Vec::new(), Vec::new());
@@ -283,22 +296,10 @@ impl Case {
                 are_certain.push(are_certain[0]);
                 continue;
             }
-            let greatest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let exponentials: Vec<f64> = scores.iter().map(|score| (score - greatest).exp()).collect();
-            let mut order: Vec<usize> = (0..n_experts).collect();
-            order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]).then(a.cmp(b)));
-            let is_near = |pair: &[usize]| {
-                let lead = scores[pair[0]] - scores[pair[1]];
-                lead > 0.0 && lead < NEAR
-            };
-            are_certain.push(!order.windows(2).take(per_row).any(is_near));
-            order.truncate(per_row);
-            let divisor: f64 = match is_normalized {
-                true => order.iter().map(|expert| exponentials[*expert]).sum(),
-                false => exponentials.iter().sum(),
-            };
+            let (experts, is_certain) = self.rule.chosen(scores, self.sizes);
+            are_certain.push(is_certain);
             let mut sum = vec![0.0; hidden];
-            for expert in order {
+            for (expert, weight) in experts {
                 let gate_up = &self.gate_up[expert * 2 * width * hidden..(expert + 1) * 2 * width * hidden];
                 let dot = |row: &[f64], of: &[f64]| -> f64 { row.iter().zip(of).map(|(a, b)| a * b).sum() };
                 let both: Vec<f64> = gate_up.chunks(hidden).map(|row| dot(row, x)).collect();
@@ -307,7 +308,7 @@ impl Case {
                 let inner = self.rounded(inner, width);
                 let down = &self.down[expert * hidden * width..(expert + 1) * hidden * width];
                 for (sum, row) in sum.iter_mut().zip(down.chunks(width)) {
-                    *sum += dot(row, &inner) * exponentials[expert] / divisor;
+                    *sum += dot(row, &inner) * weight;
                 }
             }
             all.extend(sum);
@@ -381,7 +382,13 @@ fn measure_format(card: &ComputeCard, format: ExpertFormat) -> Result<Vec<Value>
             let mut room = Widening::new(card, format, form, MEASURED)?;
             let time = seconds(card, N_LAUNCHES, |nth| {
                 let [gate_up, down] = layers[nth % N_LAYERS].each_ref().map(OnCard::view);
-                let layer = ExpertLayer { router: router.view(), gate_up, down, sizes: MEASURED };
+                let layer = ExpertLayer {
+                    router: router.view(),
+                    choice: ExpertChoice::PLAIN,
+                    gate_up,
+                    down,
+                    sizes: MEASURED,
+                };
                 room.compute(card, form, layer, x.view(), out.view_mut(), &mut space)
             })?;
             let flop = (6 * n_rows * per_row * hidden * width) as f64;

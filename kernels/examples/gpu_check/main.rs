@@ -9,10 +9,12 @@ mod verdict;
 mod rotation;
 mod check_rows;
 mod check_products;
+mod choices;
 mod check_experts;
 mod check_endings;
 mod fp8;
 mod check_attention;
+mod check_latent;
 mod check_sample;
 mod check_ranks;
 mod check_joined;
@@ -76,6 +78,7 @@ enum Part {
     Endings,
     Fp8,
     Attention,
+    Latent,
     Sample,
     Ranks,
 }
@@ -128,6 +131,9 @@ fn run(args: &Args) -> Result<bool, CudaError> {
     }
     if is_wanted(Part::Attention) {
         check_attention::all(&card, &mut verdicts, extent)?;
+    }
+    if is_wanted(Part::Latent) {
+        check_latent::all(&card, &mut verdicts, extent)?;
     }
     if is_wanted(Part::Sample) {
         check_sample::all(&card, &mut verdicts, extent)?;

@@ -366,6 +366,21 @@ pub const SOURCES: &[Source] = &[
     )
     .on_hopper(),
     source!(
+        "latent.cu",
+        [
+            "attend_latents_16",
+            "merge_latents",
+            "write_latents",
+            "turn_queries",
+            "multiply_keys",
+            "multiply_values",
+        ],
+        "pages.cuh",
+        "tensor.cuh",
+        "latent.cuh"
+    ),
+    source!("latent_many.cu", ["attend_latents_64"], "pages.cuh", "tensor.cuh", "latent.cuh").on_hopper(),
+    source!(
         "decode_attention_hopper.cu",
         [
             "decode_attention_hopper_64",

@@ -88,10 +88,7 @@ impl CpuBackend {
         let layout = layout(&folder.config, settings)?;
         let kv_bytes = kv.on_host(&layout, &stages, folder.config.context_tokens);
         let memory = memory(&layout, &stages, kv_bytes)?;
-        if folder.config.latent.is_some() && memory.n_ranks() > 1 {
-            let (ranks, mib) = (memory.n_ranks(), memory.bytes() >> 20);
-            info!(ranks, mib, "each rank holds all latents; this is the KV memory of all ranks");
-        }
+        log_latents(&folder.config, &memory);
         log_stages(&stages, &memory);
         // The number of bytes is kept, so that waking allocates the same amount, whatever the free memory is
         // then.
@@ -230,6 +227,14 @@ fn started(
     stages.iter().zip(processors).enumerate().map(of_stage).collect()
 }
 
+/// Logs the bytes of KV of all ranks, if each of several holds all latents.
+pub(super) fn log_latents(config: &ModelConfig, memory: &KvMemory) {
+    if config.latent.is_some() && memory.n_ranks() > 1 {
+        let (ranks, mib) = (memory.n_ranks(), memory.bytes() >> 20);
+        info!(ranks, mib, "each rank holds all latents; this is the KV memory of all ranks");
+    }
+}
+
 /// Logs the layers and the bytes of KV of each stage, if there are several.
 pub(super) fn log_stages(stages: &StageLayers, memory: &KvMemory) {
     if stages.n_stages() > 1 {
@@ -331,7 +336,7 @@ fn check_shares(config: &ModelConfig, n_ranks: usize) -> Result<(), LoadError> {
 }
 
 /// Returns one group of layers with a latent vector for each token. Every rank holds all of it.
-fn latent_groups(n_layers: u16, width: u16) -> Vec<LayerGroup> {
+pub(super) fn latent_groups(n_layers: u16, width: u16) -> Vec<LayerGroup> {
     let layers = (0..n_layers).map(|layer| LayerShape { layer, n_kv_heads: 1, head_dim: width });
     vec![LayerGroup { attention: Attention::Latent, layers: layers.collect() }]
 }

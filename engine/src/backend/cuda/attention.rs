@@ -30,6 +30,19 @@ enum Tables {
     One(Range<usize>),
 }
 
+/// Queries that are computed at the same time, each alone.
+#[derive(Debug)]
+pub(super) struct QueryRows {
+    pub(super) rows: Range<usize>,
+    pub(super) tables: Range<usize>,
+    /// The number of consecutive rows that share a table.
+    pub(super) rows_of_table: usize,
+    /// Whether only the last page of each sequence was written in this step.
+    pub(super) last_is_new: bool,
+    pub(super) length_max: usize,
+    pub(super) chunk_tokens: usize,
+}
+
 impl Queries {
     /// Returns some of the queries, by their index.
     fn part(&self, of: Range<usize>) -> Self {
@@ -89,17 +102,31 @@ impl Decoder {
         queries: Queries,
     ) -> Result<(), CudaError> {
         let Queries { rows, tables, length_max } = queries;
-        let leaves_cache = self.weights.layers.first().is_some_and(|layer| reads_by_registers(pass, layer));
-        let (q_width, q_stride) = (self.sizes.q_width, self.sizes.qkv_width());
-        let Workspace { qkv, attended, parts, part_sums, words, .. } = &mut *pass.space;
-        let chunk_tokens = self.chunk_tokens(pass.card, rows.len(), length_max, part_sums.len());
-        let lengths = pass.sections.lengths.start;
+        let chunk_tokens = self.chunk_tokens(pass.card, rows.len(), length_max, pass.space.part_sums.len());
         // Tokens of a chunk see the chunk's earlier tokens, which were just written, so more than the last
         // page is new.
         let (tables, rows_of_table, last_is_new) = match tables {
             Tables::Each(tables) => (tables, 1, true),
             Tables::One(table) => (table, rows.len(), false),
         };
+        let queries = QueryRows { rows, tables, rows_of_table, last_is_new, length_max, chunk_tokens };
+        match self.latent {
+            None => self.attend_heads(pass, place, queries),
+            Some(_) => self.attend_latents(pass, place, queries),
+        }
+    }
+
+    fn attend_heads(
+        &self,
+        pass: &mut Pass<'_>,
+        place: LayerPlace,
+        queries: QueryRows,
+    ) -> Result<(), CudaError> {
+        let QueryRows { rows, tables, rows_of_table, last_is_new, length_max, chunk_tokens } = queries;
+        let leaves_cache = self.weights.layers.first().is_some_and(|layer| reads_by_registers(pass, layer));
+        let (q_width, q_stride) = (self.sizes.q_width, self.sizes.qkv_width());
+        let Workspace { qkv, attended, parts, part_sums, words, .. } = &mut *pass.space;
+        let lengths = pass.sections.lengths.start;
         pass.card.decode_attention(DecodeAttention {
             out: attended.view_mut().slice(rows.start * q_width..rows.end * q_width),
             parts: parts.view_mut(),
@@ -127,6 +154,9 @@ impl Decoder {
         }
         if self.chunk_tokens.is_some() {
             return self.attend_chunks_alike(pass, place);
+        }
+        if self.latent.is_some() {
+            return self.attend_latents_of_chunks(pass, place);
         }
         let Workspace { qkv, attended, words, widened, .. } = &mut *pass.space;
         pass.card.prefill_attention(PrefillAttention {
@@ -172,7 +202,12 @@ impl Decoder {
         if let Some(chunk_tokens) = self.chunk_tokens {
             return chunk_tokens;
         }
-        let wanted = DecodeAttention::chunk_tokens_for(card, n_rows, self.kv_pages().n_kv_heads, length_max);
+        let wanted = DecodeAttention::chunk_tokens_for(
+            card,
+            n_rows,
+            self.sizes.attention_tiles(card, self.heads.padded),
+            length_max,
+        );
         let n_chunks_max = (n_parts_max / (n_rows * self.n_q_heads())).max(1);
         wanted.max(length_max.div_ceil(BLOCK_TOKENS).div_ceil(n_chunks_max) * BLOCK_TOKENS)
     }

@@ -8,6 +8,7 @@ use kv_cache::OnCard;
 use types::GroupIdx;
 
 use super::heads::Heads;
+use super::latent::LatentHeads;
 use super::plan::{Dims, Sections};
 use super::weights::{CudaWeights, Sizes};
 use super::workspace::Workspace;
@@ -20,6 +21,8 @@ pub(super) struct Decoder {
     pub(super) arena: Arena,
     pub(super) sizes: Sizes,
     pub(super) heads: Heads,
+    /// The latent attention; `None`: heads have keys and values of their own.
+    pub(super) latent: Option<LatentHeads>,
     pub(super) epsilon: f32,
     /// Cosine and sine of the rotation, for each position.
     pub(super) turns: Buffer<[f32; 2]>,
@@ -69,6 +72,6 @@ impl Decoder {
     }
 
     pub(super) fn scale(&self) -> f32 {
-        (self.heads.real as f32).sqrt().recip()
+        self.latent.map_or_else(|| (self.heads.real as f32).sqrt().recip(), |latent| latent.scale)
     }
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use device::cuda::{Arena, Bf16};
 use kernels::cpu::{Arithmetic, Processor, Rotation};
+use kernels::cuda::ops::LATENT_WIDTH;
 use kernels::cuda::{ComputeCard, ExpertActivations, KvNumber, Products};
 use kv_cache::KvMemory;
 use types::layout::Shard;
@@ -19,6 +20,7 @@ use super::decoder::{Decoder, LayerPlace};
 use super::fp8::{self, LayerFormats, WeightFormat};
 use super::graph_sizes::GraphSizes;
 use super::heads::Heads;
+use super::latent::LatentHeads;
 use super::loader::{Loader, Origin};
 use super::plan::BLOCK_TOKENS;
 use super::share::Share;
@@ -33,7 +35,7 @@ use crate::error::{LoadError, OpenError};
 use crate::kv_room::n_blocks;
 use crate::load::meter::Meter;
 use crate::load::weights::HasFp8;
-use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, fingerprint, tensors};
+use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, TensorSource, fingerprint, tensors};
 use crate::model::{ActivationFormat, ModelConfig};
 
 /// The number of threads that read weights. A few threads read a file faster than one; more do not help.
@@ -48,7 +50,9 @@ pub(super) struct ModelDescription {
     pub(super) folder: ModelFolder,
     /// The bytes of KV of all ranks together.
     pub(super) kv_bytes: usize,
+    /// The heads of the output of attention.
     pub(super) heads: Heads,
+    pub(super) latent: Option<LatentHeads>,
     pub(super) layout: KvLayout,
     pub(super) stages: StageLayers,
     /// Which matrices are in FP8, one entry for each layer.
@@ -66,15 +70,27 @@ fn is_in_fp8(formats: &[LayerFormats]) -> bool {
     formats.iter().any(|layer| layer.has_fp8())
 }
 
-/// Rejects models that only processors compute.
-fn check_model(config: &ModelConfig) -> Result<(), OpenError> {
-    if config.latent.is_none() {
-        return Ok(());
-    }
-    Err(OpenError::CudaModel(format!(
-        "latent attention ({}) is not implemented on a GPU: serve the model with --device cpu",
-        config.architecture
-    )))
+/// Rejects formats that kernels of latent attention do not read. `source` is the checkpoint, if there is one.
+fn check_latents(
+    config: &ModelConfig,
+    settings: &CudaSettings,
+    source: Option<&dyn TensorSource>,
+) -> Result<(), OpenError> {
+    let is_fp8 = |name: &String| source.is_some_and(|source| source.fp8_format(name).is_some());
+    let in_fp8 = tensors::tensors(config).into_iter().map(|tensor| tensor.name).find(is_fp8);
+    let wrong = match (settings.kv_dtype, settings.quantize, in_fp8) {
+        (KvDtype::Bf16, Quantize::No, None) => return Ok(()),
+        (KvDtype::Bf16, Quantize::No, Some(tensor)) => {
+            format!("{tensor} is in fp8, and fp8 is not implemented on a GPU for latent attention")
+        }
+        (KvDtype::Bf16, ..) => {
+            "fp8 is not implemented on a GPU for latent attention: set model.quantize = \"no\"".to_owned()
+        }
+        (kv_dtype, ..) => {
+            format!("KV in {kv_dtype} is not implemented on a GPU for latent attention: bf16 is")
+        }
+    };
+    Err(OpenError::CudaModel(wrong))
 }
 
 impl ModelDescription {
@@ -82,7 +98,6 @@ impl ModelDescription {
     pub(super) fn of(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Result<Self, OpenError> {
         let folder = ModelFolder::open(folder)?;
         let config = &folder.config;
-        check_model(config)?;
         if !matches!(settings.kv_dtype, KvDtype::Bf16 | KvDtype::Fp8E4m3) {
             let wrong =
                 format!("KV in {} is not implemented on a GPU: bf16 and fp8_e4m3 are", settings.kv_dtype);
@@ -94,11 +109,21 @@ impl ModelDescription {
         }
         Share::check(config, usize::from(settings.ranks.get()))?;
         let stages = settings.stages.over(config.n_layers as u16).map_err(LoadError::Stages)?;
-        let heads = Heads::of(config.head_dim)?;
+        let latent = LatentHeads::of(config)?;
+        if latent.is_some() {
+            check_latents(config, settings, None)?;
+        }
+        let heads = match &latent {
+            Some(latent) => latent.values(),
+            None => Heads::of(config.head_dim)?,
+        };
         let layout = KvLayout {
             block_tokens: BLOCK_TOKENS as u16,
             dtype: settings.kv_dtype,
-            groups: cpu::groups(config.n_kv_heads as u16, heads.padded as u16, &config.windows),
+            groups: match latent {
+                Some(_) => cpu::latent_groups(config.n_layers as u16, LATENT_WIDTH as u16),
+                None => cpu::groups(config.n_kv_heads as u16, heads.padded as u16, &config.windows),
+            },
             shard: Shard::WHOLE,
         };
         let layout = layout.over_ranks(settings.ranks.get());
@@ -109,6 +134,9 @@ impl ModelDescription {
             LoadFormat::Safetensors => {
                 let checkpoint = Checkpoint::open(folder.path())?;
                 tensors::check_all_read(config, &checkpoint)?;
+                if latent.is_some() {
+                    check_latents(config, settings, Some(&checkpoint))?;
+                }
                 LayerFormats::of_layers(
                     config.n_layers,
                     config.mixture.as_ref(),
@@ -128,6 +156,7 @@ impl ModelDescription {
         let settings = settings.clone();
         Ok(Self {
             heads,
+            latent,
             layout,
             stages,
             formats,
@@ -202,7 +231,7 @@ impl ModelDescription {
 
     /// Returns the memory that one GPU needs.
     pub(super) fn budget(&self, sizes: Sizes, shape: &WorkspaceShape, kv: KvBytes) -> Budget {
-        let turns = self.heads.turns_bytes(self.tokens_max);
+        let turns = self.rotated().turns_bytes(self.tokens_max);
         let rounded = match self.activations {
             ActivationFormat::Fp8 => {
                 Products::rounded_bytes(self.settings.limits.tokens, sizes.widest_input())
@@ -223,7 +252,12 @@ impl ModelDescription {
         let config = &self.folder.config;
         let frequencies = config.rope.frequencies(config.head_dim);
         let rotation = Rotation { frequencies: &frequencies, factor: config.rope.turn_factor() };
-        self.heads.turns(rotation, self.tokens_max)
+        self.rotated().turns(rotation, self.tokens_max)
+    }
+
+    /// Returns the parts of heads that are rotated.
+    fn rotated(&self) -> Heads {
+        self.latent.map_or(self.heads, |latent| latent.rotated)
     }
 
     pub(super) fn decoder(&self, card: &ComputeCard, sizes: Sizes) -> Result<Decoder, OpenError> {
@@ -234,6 +268,7 @@ impl ModelDescription {
             arena,
             sizes,
             heads,
+            latent: self.latent,
             epsilon: config.norm_epsilon,
             turns: card.upload(&self.turns())?,
             places: places(&self.layout)[sizes.stage.layers()].to_vec(),
@@ -272,7 +307,7 @@ impl ModelDescription {
             }
             LoadFormat::Dummy { seed } => Origin::Card { seed },
         };
-        let heads = self.heads;
+        let (heads, latent) = (self.heads, self.latent);
         let bytes = sizes.bytes(self.formats_of(sizes.stage));
         // All ranks load at the same time, so only one reports progress.
         let meter = if sizes.share.is_first() && sizes.stage.is_last() {
@@ -281,7 +316,7 @@ impl ModelDescription {
             Meter::silent(bytes)
         };
         let upload = Upload::new(card, &host, meter)?;
-        Loader { origin, config, heads, sizes, formats: &self.formats, arena, upload }.load()
+        Loader { origin, config, heads, latent, sizes, formats: &self.formats, arena, upload }.load()
     }
 
     /// Returns the fingerprint of the weights.
@@ -363,20 +398,30 @@ mod tests {
     }
 
     #[test]
-    fn models_that_only_processors_compute_are_refused() {
-        for (model, expected) in [
+    fn latents_have_one_group_on_every_rank_and_formats_without_kernels_are_refused() {
+        let open = |settings: CudaSettings| {
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models/deepseek-v3");
+            ModelDescription::of(&folder, 1 << 24, &settings)
+        };
+        let two = NonZero::new(2).expect("two");
+        for ranks in [NonZero::<u16>::MIN, two] {
+            let described = open(CudaSettings { ranks, ..CudaSettings::default() }).expect("it opens");
+            let groups = &described.layout.groups;
+            assert_eq!((groups.len(), groups[0].attention), (1, types::layout::Attention::Latent));
+            assert_eq!(described.block_bytes(), [16 * 576 * 2 * 3], "{ranks} ranks");
+        }
+        let settings = CudaSettings::default;
+        for (settings, expected) in [
             (
-                "deepseek-v2",
-                "latent attention (DeepseekV2ForCausalLM) is not implemented on a GPU: serve the model with --device cpu",
+                CudaSettings { kv_dtype: KvDtype::Fp8E4m3, ..settings() },
+                "KV in fp8_e4m3 is not implemented on a GPU for latent attention: bf16 is",
             ),
             (
-                "deepseek-v3",
-                "latent attention (DeepseekV3ForCausalLM) is not implemented on a GPU: serve the model with --device cpu",
+                CudaSettings { quantize: Quantize::Fp8, ..settings() },
+                "fp8 is not implemented on a GPU for latent attention: set model.quantize = \"no\"",
             ),
         ] {
-            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models").join(model);
-            let opened = ModelDescription::of(&folder, 1 << 24, &CudaSettings::default());
-            assert_eq!(opened.expect_err(model).to_string(), expected);
+            assert_eq!(open(settings).expect_err(expected).to_string(), expected);
         }
     }
 
@@ -397,11 +442,16 @@ mod tests {
     #[test]
     fn the_gpu_turns_heads_as_the_processor_does() {
         // The factor of YaRN's cosines and sines in `transformers`: 0.1 * ln 8 + 1.
-        for (model, factor) in [("llama", 1.0), ("llama3", 1.0), ("llama-yarn", 1.207_944_2), ("qwen3", 1.0)]
-        {
+        for (model, factor) in [
+            ("llama", 1.0),
+            ("llama3", 1.0),
+            ("llama-yarn", 1.207_944_2),
+            ("qwen3", 1.0),
+            ("deepseek-v2", 1.0),
+        ] {
             let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models").join(model);
             let opened = ModelDescription::of(&folder, 1 << 24, &CudaSettings::default()).expect(model);
-            let (turns, heads) = (opened.turns(), opened.heads);
+            let (turns, heads) = (opened.turns(), opened.rotated());
             let unpadded = turns.chunks_exact(heads.padded / 2).flat_map(|row| &row[..heads.real / 2]);
             let unpadded: Vec<[f32; 2]> = unpadded.copied().collect();
             assert_eq!(

@@ -33,6 +33,7 @@ enum LayerOutput {
 }
 
 /// The norm that follows an addition to the residual.
+#[derive(Clone, Copy)]
 struct NextNorm<'a> {
     norm: &'a Buffer<Bf16>,
     /// Whether the next product can complete the norm.
@@ -40,8 +41,22 @@ struct NextNorm<'a> {
 }
 
 impl Decoder {
-    /// Computes the heads of q, k and v, and rotates q and k. Writes k and v to their pages.
+    /// Computes the queries, and what their attention reads. Writes it to the pages.
     pub(super) fn project(
+        &self,
+        pass: &mut Pass<'_>,
+        layer: &LayerWeights,
+        place: LayerPlace,
+        normed: NormState,
+    ) -> Result<(), CudaError> {
+        match &layer.latent {
+            None => self.project_heads(pass, layer, place, normed),
+            Some(latent) => self.project_latents(pass, &layer.qkv, latent, place, normed),
+        }
+    }
+
+    /// Computes the heads of q, k and v, and rotates q and k. Writes k and v to their pages.
+    fn project_heads(
         &self,
         pass: &mut Pass<'_>,
         layer: &LayerWeights,
@@ -90,7 +105,11 @@ impl Decoder {
                 let Workspace { normed: x, experts: space, .. } = &mut *pass.space;
                 let (x, space) = (x.slice(0..n * self.sizes.hidden), expert_space(space)?);
                 let form = self.experts_form(pass.card, experts, space, n);
-                pass.products.gate_experts(pass.card, form, experts.layer(), x, space)
+                pass.products.gate_experts(pass.card, form, experts.layer(), x, space)?;
+                match &experts.shared {
+                    None => Ok(()),
+                    Some(shared) => self.gate_dense(pass, shared, normed),
+                }
             }
         }
     }
@@ -101,7 +120,7 @@ impl Decoder {
         layer: &DenseWeights,
         normed: NormState,
     ) -> Result<(), CudaError> {
-        let (n, hidden, width) = (pass.dims.n_tokens, self.sizes.hidden, self.sizes.intermediate);
+        let (n, hidden, width) = (pass.dims.n_tokens, self.sizes.hidden, layer.down.columns);
         let form = form_unbiased(pass, &layer.gate_up);
         let Workspace { normed: x, squares, gate_up, gated, .. } = &mut *pass.space;
         let (x, gated) = (x.slice(0..n * hidden), gated.view_mut().slice(0..n * width));
@@ -127,6 +146,9 @@ impl Decoder {
         pass: &mut Pass<'_>,
         layer: &LayerWeights,
     ) -> Result<NormState, CudaError> {
+        if let Some(latent) = &layer.latent {
+            self.multiply_values(pass, latent)?;
+        }
         let can_end = layer.dense().is_some_and(|dense| form_unbiased(pass, &dense.gate_up).is_some());
         self.add_output(pass, LayerOutput::Attended, &layer.o, NextNorm { norm: &layer.mlp_norm, can_end })
     }
@@ -152,7 +174,11 @@ impl Decoder {
                 let form = self.experts_form(pass.card, experts, space, n);
                 pass.products.sum_experts(pass.card, form, experts.layer(), given, space)?;
                 self.add_given(pass, after.norm)?;
-                Ok(NormState::Whole)
+                match &experts.shared {
+                    None => Ok(NormState::Whole),
+                    // The residual has the sum of the chosen experts. Only the norm after this sum is read.
+                    Some(shared) => self.add_output(pass, LayerOutput::Gated, &shared.down, after),
+                }
             }
         }
     }
@@ -261,7 +287,7 @@ impl Decoder {
 impl NormState {
     /// Rejects rows with a pending norm. It never fails, because the caller knows which kernel computes the
     /// product.
-    fn ensure_whole(self) -> Result<(), CudaError> {
+    pub(super) fn ensure_whole(self) -> Result<(), CudaError> {
         match self {
             Self::Whole => Ok(()),
             Self::Pending { .. } => {
@@ -276,7 +302,7 @@ fn expert_space(space: &mut Option<ExpertSpace>) -> Result<&mut ExpertSpace, Cud
     space.as_mut().ok_or(CudaError::Argument { kernel: "experts", wrong: "no room for experts" })
 }
 
-fn linear(
+pub(super) fn linear(
     card: &ComputeCard,
     products: &mut Products,
     y: &mut ViewMut<'_, Bf16>,
@@ -303,9 +329,10 @@ fn form_unbiased(pass: &Pass<'_>, linear: &Linear) -> Option<FusedKernel> {
     form(pass, linear).filter(|_| linear.bias.is_none())
 }
 
-/// Like [`form`] for a layer's heads, but `None` if the kernel cannot apply head norms.
+/// Like [`form`] for a layer's heads, but `None` if the kernel cannot apply head norms, or if the layer has latents.
 pub(super) fn heads_form(pass: &Pass<'_>, layer: &LayerWeights) -> Option<FusedKernel> {
-    form(pass, &layer.qkv).filter(|form| layer.head_norms.is_none() || form.norms_heads())
+    form(pass, &layer.qkv)
+        .filter(|form| layer.latent.is_none() && (layer.head_norms.is_none() || form.norms_heads()))
 }
 
 /// Returns whether both concurrent products load into registers. Such loads need the L1 cache of a

@@ -1,5 +1,7 @@
 //! Loads a rank's share of a model's weights onto its GPU.
 
+mod latents;
+
 use std::ops::Range;
 
 use device::cuda::{Arena, Bf16, Buffer, ViewMut};
@@ -8,6 +10,7 @@ use kernels::cuda::{ComputeCard, DummyPart, ExpertSizes, Fp8Rows, Fp8Scales};
 
 use super::fp8::{self, FeedForwardFormats, LayerFormats, PackedPart, WeightFormat};
 use super::heads::Heads;
+use super::latent::LatentHeads;
 use super::upload::Upload;
 use super::weights::{
     CudaWeights, DenseWeights, ExpertWeights, FeedForward, Fp8RowsMut, LayerWeights, Linear, Rows, Sizes,
@@ -32,6 +35,7 @@ pub(super) struct Loader<'a> {
     pub(super) origin: Origin<'a>,
     pub(super) config: &'a ModelConfig,
     pub(super) heads: Heads,
+    pub(super) latent: Option<LatentHeads>,
     pub(super) sizes: Sizes,
     /// Which matrices are in FP8, one entry for each layer.
     pub(super) formats: &'a [LayerFormats],
@@ -101,7 +105,11 @@ impl Loader<'_> {
         let (attention, mlp) = (format!("{layer}.self_attn"), format!("{layer}.mlp"));
         Ok(LayerWeights {
             attention_norm: self.vector(&format!("{layer}.input_layernorm.weight"), hidden)?,
-            qkv: self.qkv(&attention, formats.qkv)?,
+            qkv: match self.latent {
+                None => self.qkv(&attention, formats.qkv)?,
+                Some(latent) => self.first_of_latents(&attention, latent)?,
+            },
+            latent: self.latent.map(|latent| self.latents(&attention, latent)).transpose()?,
             head_norms: if self.config.optional.head_norms {
                 Some(self.head_norms(&attention)?)
             } else {
@@ -111,8 +119,8 @@ impl Loader<'_> {
             mlp_norm: self.vector(&format!("{layer}.post_attention_layernorm.weight"), hidden)?,
             feed_forward: match (formats.feed_forward, &self.config.mixture, self.sizes.experts) {
                 (FeedForwardFormats::Dense { gate_up, down }, ..) => FeedForward::Dense(DenseWeights {
-                    gate_up: self.gate_up(&mlp, gate_up)?,
-                    down: self.down(&mlp, down)?,
+                    gate_up: self.gate_up(&mlp, self.config.intermediate, gate_up)?,
+                    down: self.down(&mlp, self.config.intermediate, down)?,
                 }),
                 (FeedForwardFormats::Experts(format), Some(mixture), Some(sizes)) => {
                     FeedForward::Experts(self.experts(layer, mixture, sizes, format)?)
@@ -156,7 +164,28 @@ impl Loader<'_> {
             let shape = MatrixShape { rows: hidden, cols: mixture.intermediate };
             self.put_matrix(to, &last, shape, part(ShardRange::Columns(range.clone())))?;
         }
-        Ok(ExpertWeights { router, gate_up, down, sizes })
+        let shared = match mixture.shared {
+            None => None,
+            Some(width) => {
+                let part = format!("{layer}.{}", mixture.shared_part());
+                Some(Box::new(DenseWeights {
+                    gate_up: self.gate_up(&part, width, WeightFormat::Bf16)?,
+                    down: self.down(&part, width, WeightFormat::Bf16)?,
+                }))
+            }
+        };
+        let correction = match mixture.correction() {
+            None => None,
+            Some(name) => {
+                let numbers = self.numbers_of(&format!("{layer}.{name}"), n_experts)?;
+                let mut to = self.arena.buffer(n_experts)?;
+                let in_halves: Vec<Bf16> = halves(&numbers).collect();
+                self.upload.put(to.view_mut().halves(), &in_halves)?;
+                Some(to)
+            }
+        };
+        let Mixture { groups, scaling, .. } = *mixture;
+        Ok(ExpertWeights { router, correction, groups, scaling, gate_up, down, sizes, shared })
     }
 
     fn qkv(&mut self, attention: &str, format: WeightFormat) -> Result<Linear, OpenError> {
@@ -206,9 +235,10 @@ impl Loader<'_> {
         Ok(Linear { weight, columns: q_width, bias })
     }
 
-    fn gate_up(&mut self, mlp: &str, format: WeightFormat) -> Result<Linear, OpenError> {
-        let Sizes { hidden, intermediate, share, .. } = self.sizes;
-        let (n_rows, rows) = (self.config.intermediate, share.range(self.config.intermediate));
+    /// Loads gate and up of a feed-forward part whose inner layer has `n_rows` numbers on all ranks together.
+    fn gate_up(&mut self, mlp: &str, n_rows: usize, format: WeightFormat) -> Result<Linear, OpenError> {
+        let Sizes { hidden, share, .. } = self.sizes;
+        let (intermediate, rows) = (share.width(n_rows), share.range(n_rows));
         let mut weight = self.weight(2 * intermediate, hidden, format)?;
         let has_bias = self.config.optional.mlp_bias;
         let mut bias = has_bias.then(|| self.arena.buffer(2 * intermediate)).transpose()?;
@@ -228,11 +258,11 @@ impl Loader<'_> {
         Ok(Linear { weight, columns: hidden, bias })
     }
 
-    fn down(&mut self, mlp: &str, format: WeightFormat) -> Result<Linear, OpenError> {
-        let Sizes { hidden, intermediate, share, .. } = self.sizes;
+    fn down(&mut self, mlp: &str, n_columns: usize, format: WeightFormat) -> Result<Linear, OpenError> {
+        let Sizes { hidden, share, .. } = self.sizes;
+        let intermediate = share.width(n_columns);
         let name = format!("{mlp}.down_proj");
         let mut weight = self.weight(hidden, intermediate, format)?;
-        let n_columns = self.config.intermediate;
         let part = MatrixPart {
             range: ShardRange::Columns(share.range(n_columns)),
             padded: PaddedDimension::Neither,

@@ -2,8 +2,8 @@
 //! the GPUs run them.
 //!
 //! Suggested reading order: settings ([`settings`]), opening (`description`, `opening`), GPU memory (`heads`,
-//! `share`, `weights`, `loader`, `fp8`, `upload`, `budget`, `workspace`), the description of a step (`plan`),
-//! its execution (`tools`, `decoder`, `forward`, `layer`, `attention`), recorded steps (`graph_sizes`,
+//! `latent`, `share`, `weights`, `loader`, `fp8`, `upload`, `budget`, `workspace`), the description of a step (`plan`),
+//! its execution (`tools`, `decoder`, `forward`, `layer`, `attention`, `latent_pass`), recorded steps (`graph_sizes`,
 //! `recorded`), sampling (`draws`, `masks`, `targets`), several GPUs (`rank`, `lockstep`), pipeline stages (`stage`, `links`,
 //! `previous`), results of a step (`launched_step`, `watch`), sleep (`asleep`), measurements (`timing`, `tuning`,
 //! `limits`, `profile`).
@@ -25,6 +25,8 @@ mod launched_step;
 mod forward;
 mod fp8;
 mod heads;
+mod latent;
+mod latent_pass;
 mod graph_sizes;
 mod layer;
 mod limits;

@@ -64,6 +64,7 @@ impl CudaBackend {
         described.folder.config.log_unread_keys();
         let (allocated, weight_bytes) = described.take(cards)?;
         let memory = allocated.first().map(|first| first.memory.clone()).expect("there is a first rank");
+        cpu::log_latents(&described.folder.config, &memory);
         cpu::log_stages(&described.stages, &memory);
         let started = Instant::now();
         let lost: Vec<_> =

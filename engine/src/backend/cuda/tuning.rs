@@ -16,6 +16,7 @@ use types::in_full;
 
 use super::CudaSettings;
 use super::decoder::Decoder;
+use super::latent::LatentSpace;
 use super::lockstep::Helpers;
 use super::plan::{BLOCK_TOKENS, Dims};
 use super::rank::{Order, PREPARE_WITHIN, Rank};
@@ -163,12 +164,16 @@ fn tune_in_steps(
 /// Returns the products of the model. `norm` is the work after a product that a norm follows.
 fn kinds(decoder: &Decoder, limits: StepLimits, norm: JoinedWork) -> Vec<Kind<'_>> {
     let (layers, sizes) = (&decoder.weights.layers, decoder.sizes);
-    let [qkv, o, gate_up, down] = MATRIX_KINDS.map(|kind| all_of(layers, kind));
+    let [qkv, o, gate_up, down, q_b, shared_gate_up, shared_down] =
+        MATRIX_KINDS.map(|kind| all_of(layers, kind));
     let of_layers = [
         (qkv, sizes.hidden, JoinedWork::Other),
         (o, sizes.q_width, norm),
         (gate_up, sizes.hidden, JoinedWork::Gate),
         (down, sizes.intermediate, norm),
+        (q_b, sizes.latent.map_or(0, |latent| latent.q_rank), JoinedWork::Other),
+        (shared_gate_up, sizes.hidden, JoinedWork::Gate),
+        (shared_down, sizes.shared, norm),
     ];
     let mut kinds = Vec::new();
     for (matrices, k, after) in of_layers {
@@ -258,14 +263,16 @@ fn norm_rooms<'a>(
 /// Returns the input and the output of a product of this shape.
 fn rooms(shape: ProductShape, space: &mut Workspace) -> (ProductOutput<'_>, View<'_, Bf16>) {
     let ProductShape { n, k, n_rows, is_wide, .. } = shape;
-    let Workspace { normed, gated, attended, qkv, gate_up, given, logits, .. } = space;
+    let Workspace { normed, gated, attended, qkv, gate_up, given, logits, latent, .. } = space;
     // Finds an input buffer that is large enough, and an output in another buffer.
     let x = [&*normed, &*gated, &*attended].into_iter().find(|x| x.len() >= n_rows * k);
     let x = x.expect("a buffer fits the input of each product").slice(0..n_rows * k);
     let y = if is_wide {
         OutputRows::Wide(logits.view_mut().slice(0..n_rows * n))
     } else {
-        let room = [given, qkv, gate_up].into_iter().find(|room| room.len() >= n_rows * n);
+        let of_latents = latent.as_mut().map(LatentSpace::room);
+        let rooms = [given, qkv, gate_up].into_iter().chain(of_latents);
+        let room = rooms.into_iter().find(|room| room.len() >= n_rows * n);
         let room = room.expect("a buffer fits the output of each product of a layer");
         OutputRows::Narrow(room.view_mut().slice(0..n_rows * n))
     };

@@ -3,15 +3,18 @@
 use std::ops::Range;
 
 use device::cuda::{Bf16, Buffer, View, ViewMut};
-use kernels::cuda::ops::{EXPERTS_MAX, EXPERTS_OF_ROW_MAX};
-use kernels::cuda::{ExpertLayer, ExpertSizes, Factors, Fp8Rows, Fp8Scales, WeightMatrix};
+use kernels::cuda::ops::{EXPERT_GROUPS_MAX, EXPERTS_MAX, EXPERTS_OF_ROW_MAX};
+use kernels::cuda::{
+    ComputeCard, ExpertChoice, ExpertLayer, ExpertSizes, Factors, Fp8Rows, Fp8Scales, WeightMatrix,
+};
 
 use super::fp8::{FeedForwardFormats, LayerFormats, WeightFormat};
 use super::heads::Heads;
+use super::latent::{LatentHeads, LatentSizes};
 use super::share::Share;
 use super::stage::StageShare;
 use crate::error::OpenError;
-use crate::model::{ActivationFormat, Mixture, ModelConfig};
+use crate::model::{ActivationFormat, GroupLimit, Mixture, ModelConfig};
 
 /// All weights of a stage, in the order of a pass.
 #[derive(Debug)]
@@ -30,12 +33,25 @@ pub(super) struct CudaWeights {
 #[derive(Debug)]
 pub(super) struct LayerWeights {
     pub(super) attention_norm: Buffer<Bf16>,
-    /// The rows of q, then of k, then of v.
+    /// The rows of q, then of k, then of v. With latent attention: see [`LatentSizes::first_width`].
     pub(super) qkv: Linear,
+    /// The other weights of latent attention; `None`: heads have keys and values of their own.
+    pub(super) latent: Option<LatentWeights>,
     pub(super) head_norms: Option<[Buffer<Bf16>; 2]>,
     pub(super) o: Linear,
     pub(super) mlp_norm: Buffer<Bf16>,
     pub(super) feed_forward: FeedForward,
+}
+
+/// The weights of a layer's latent attention, beside the first product.
+#[derive(Debug)]
+pub(super) struct LatentWeights {
+    /// The norm of the latent of q, and the matrix that makes heads of it.
+    pub(super) q: Option<(Buffer<Bf16>, Linear)>,
+    pub(super) kv_norm: Buffer<Bf16>,
+    /// The transposed keys of each head.
+    pub(super) keys: Buffer<Bf16>,
+    pub(super) values: Buffer<Bf16>,
 }
 
 #[derive(Debug)]
@@ -55,11 +71,17 @@ pub(super) struct DenseWeights {
 pub(super) struct ExpertWeights {
     /// One row for each expert.
     pub(super) router: Buffer<Bf16>,
+    /// What is added to scores for the choice, if the model has it.
+    pub(super) correction: Option<Buffer<f32>>,
+    pub(super) groups: Option<GroupLimit>,
+    pub(super) scaling: f32,
     /// For each expert the rows of gate, then of up.
     pub(super) gate_up: Weight,
     /// For each expert the rows of down.
     pub(super) down: Weight,
     pub(super) sizes: ExpertSizes,
+    /// The experts that compute every row, as one.
+    pub(super) shared: Option<Box<DenseWeights>>,
 }
 
 impl LayerWeights {
@@ -70,12 +92,25 @@ impl LayerWeights {
             FeedForward::Experts(_) => None,
         }
     }
+
+    /// Returns the experts that compute every row, as one.
+    fn shared(&self) -> Option<&DenseWeights> {
+        match &self.feed_forward {
+            FeedForward::Dense(_) => None,
+            FeedForward::Experts(experts) => experts.shared.as_deref(),
+        }
+    }
 }
 
 impl ExpertWeights {
     pub(super) fn layer(&self) -> ExpertLayer<'_> {
         let [gate_up, down] = [&self.gate_up, &self.down].map(Weight::view);
-        ExpertLayer { router: self.router.view(), gate_up, down, sizes: self.sizes }
+        let choice = ExpertChoice {
+            correction: self.correction.as_ref().map(Buffer::view),
+            groups: self.groups.map(|limit| [limit.n_groups, limit.per_token]),
+            scaling: self.scaling,
+        };
+        ExpertLayer { router: self.router.view(), choice, gate_up, down, sizes: self.sizes }
     }
 }
 
@@ -148,6 +183,8 @@ pub(super) struct Sizes {
     pub(super) hidden: usize,
     /// The rank's share of the width of dense feed-forward parts; 0 if all layers have experts.
     pub(super) intermediate: usize,
+    /// The rank's share of the width of shared experts; 0 without them.
+    pub(super) shared: usize,
     /// The rank's share of each layer of experts.
     pub(super) experts: Option<ExpertSizes>,
     /// The number of tokens of the model's whole vocabulary.
@@ -156,8 +193,9 @@ pub(super) struct Sizes {
     pub(super) head_rows: usize,
     /// The size of the rank's heads of q, padded as on the GPU.
     pub(super) q_width: usize,
-    /// The size of the rank's heads of k, which equals that of v.
+    /// The size of the rank's heads of k, which equals that of v. With latent attention there is one.
     pub(super) kv_width: usize,
+    pub(super) latent: Option<LatentSizes>,
     pub(super) is_tied: bool,
 }
 
@@ -165,11 +203,14 @@ impl Sizes {
     /// Returns the sizes of a rank with all layers.
     pub(super) fn of(config: &ModelConfig, heads: Heads, share: Share) -> Result<Self, OpenError> {
         Self::check(config)?;
+        let latent = LatentHeads::of(config)?;
+        let shared = config.mixture.as_ref().and_then(|mixture| mixture.shared);
         Ok(Self {
             share,
             stage: StageShare::whole(config.n_layers),
             hidden: config.hidden,
             intermediate: if has_dense(config) { share.width(config.intermediate) } else { 0 },
+            shared: shared.map_or(0, |width| share.width(width)),
             experts: config.mixture.as_ref().map(|mixture| ExpertSizes {
                 hidden: config.hidden,
                 width: share.width(mixture.intermediate),
@@ -180,7 +221,11 @@ impl Sizes {
             vocab: config.vocab,
             head_rows: share.width(config.vocab),
             q_width: share.heads(config.n_heads).len() * heads.padded,
-            kv_width: share.heads(config.n_kv_heads).len() * heads.padded,
+            kv_width: match latent {
+                None => share.heads(config.n_kv_heads).len() * heads.padded,
+                Some(_) => heads.padded,
+            },
+            latent: latent.map(|latent| latent.sizes(config.n_heads, share)),
             is_tied: config.tied,
         })
     }
@@ -208,6 +253,10 @@ impl Sizes {
                         "num_experts_per_tok is {per_token}, but the GPU's kernels take up to {EXPERTS_OF_ROW_MAX}"
                     )
                 }
+                Mixture { groups: Some(limit), .. } if limit.n_groups > EXPERT_GROUPS_MAX => {
+                    let n_groups = limit.n_groups;
+                    format!("n_group is {n_groups}, but the GPU's kernels take up to {EXPERT_GROUPS_MAX}")
+                }
                 Mixture { intermediate, .. } if !intermediate.is_multiple_of(4) => {
                     format!(
                         "moe_intermediate_size is {intermediate}, but the GPU's kernels need a multiple of 4"
@@ -233,14 +282,24 @@ impl Sizes {
         }
     }
 
+    /// Returns the number of blocks of threads that read the same KV for a token.
+    pub(super) fn attention_tiles(self, card: &ComputeCard, head_dim: usize) -> usize {
+        match self.latent {
+            None => self.kv_width / head_dim,
+            Some(latent) => card.latent_tiles(latent.n_heads),
+        }
+    }
+
     pub(super) fn qkv_width(self) -> usize {
-        self.q_width + 2 * self.kv_width
+        self.latent.map_or(self.q_width + 2 * self.kv_width, LatentSizes::first_width)
     }
 
     /// Returns the rows, the columns and the format of a layer's matrices. Those of all experts count as one.
     fn matrices(self, formats: LayerFormats) -> Vec<(usize, usize, WeightFormat)> {
         let Self { hidden, intermediate, q_width, .. } = self;
         let mut all = vec![(self.qkv_width(), hidden, formats.qkv), (hidden, q_width, formats.o)];
+        let of_latents = self.latent.into_iter().flat_map(LatentSizes::matrices);
+        all.extend(of_latents.map(|(rows, columns)| (rows, columns, WeightFormat::Bf16)));
         match (formats.feed_forward, self.experts) {
             (FeedForwardFormats::Dense { gate_up, down }, _) => {
                 all.extend([(2 * intermediate, hidden, gate_up), (hidden, intermediate, down)]);
@@ -250,6 +309,8 @@ impl Sizes {
                     (n_experts, hidden, WeightFormat::Bf16),
                     (n_experts * 2 * width, hidden, format),
                     (n_experts * hidden, width, format),
+                    (2 * self.shared, hidden, WeightFormat::Bf16),
+                    (hidden, self.shared, WeightFormat::Bf16),
                 ]);
             }
             (FeedForwardFormats::Experts(_), None) => {}
@@ -286,6 +347,11 @@ impl Sizes {
         let embed_rows = if self.has_embedding() { self.embed_rows() } else { 0 };
         let head_rows = if self.has_head() { self.head_rows } else { 0 };
         layers + (embed_rows + head_rows) * self.hidden * size_of::<Bf16>()
+    }
+
+    /// Returns the width of the widest feed-forward part that every row passes.
+    pub(super) fn widest_inner(self) -> usize {
+        self.intermediate.max(self.shared)
     }
 
     /// Returns the width of the widest rows that a layer's matrices multiply.
@@ -332,15 +398,19 @@ impl CudaWeights {
     }
 }
 
-/// Chooses one of a layer's matrices; `None` if the layer has experts instead.
+/// Chooses one of a layer's matrices; `None` if the layer has none of this kind.
 pub(super) type MatrixKind = fn(&LayerWeights) -> Option<&Linear>;
 
-/// The kinds of matrices of a layer: q, k and v; o; gate and up; down.
-pub(super) const MATRIX_KINDS: [MatrixKind; 4] = [
+/// The kinds of matrices of a layer: q, k and v; o; gate and up; down; heads of q of their latent; and gate and up, and
+/// down of shared experts.
+pub(super) const MATRIX_KINDS: [MatrixKind; 7] = [
     |layer| Some(&layer.qkv),
     |layer| Some(&layer.o),
     |layer| Some(&layer.dense()?.gate_up),
     |layer| Some(&layer.dense()?.down),
+    |layer| layer.latent.as_ref()?.q.as_ref().map(|(_, heads)| heads),
+    |layer| Some(&layer.shared()?.gate_up),
+    |layer| Some(&layer.shared()?.down),
 ];
 
 /// Returns the matrices of one kind in all layers. Measuring over all of them keeps them out of the caches.

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use device::cuda::{Bf16, Buffer, CudaError};
-use kernels::cuda::ops::{FEW_ROWS_MAX, FewRowsForm, FusedKernel, SKINNY_FORMS, SKINNY_ROWS_MAX};
+use kernels::cuda::ops::{
+    FEW_ROWS_MAX, FewRowsForm, FusedKernel, LATENT_RANK, SKINNY_FORMS, SKINNY_ROWS_MAX,
+};
 use kernels::cuda::{
     CommonParams, ComputeCard, DecodeAttention, DrawRow, EDIT_WORDS, ExpertActivations, ExpertSpace,
     KvNumber, Outcome, PrefillAttention, RankMemory, Standing, WidenedPages, WidenedSize,
@@ -11,6 +13,7 @@ use kernels::cuda::{
 
 use super::draws::EDITS_OF_ROW;
 use super::graph_sizes::GraphSizes;
+use super::latent::{LatentSizes, LatentSpace};
 use super::weights::Sizes;
 use crate::backend::StepLimits;
 
@@ -64,6 +67,8 @@ pub(super) struct Workspace {
     pub(super) qkv: Buffer<Bf16>,
     /// The output of attention: (tokens, heads of q).
     pub(super) attended: Buffer<Bf16>,
+    /// What latent attention computes beside these; `None` without it.
+    pub(super) latent: Option<LatentSpace>,
     /// The output of a layer's part, to be added to the residual: (tokens, hidden).
     pub(super) given: Buffer<Bf16>,
     /// The first product of the feed-forward part: (tokens, 2 × intermediate).
@@ -120,7 +125,10 @@ impl WorkspaceShape {
             experts: room.experts,
             sizes,
             limits,
-            part_numbers: DecodeAttention::parts_numbers(n_parts, head_dim),
+            part_numbers: DecodeAttention::parts_numbers(
+                n_parts,
+                if sizes.latent.is_some() { LATENT_RANK } else { head_dim },
+            ),
             n_parts,
             n_keys: match sizes.stage.is_last() {
                 false => 0,
@@ -133,8 +141,10 @@ impl WorkspaceShape {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        let Sizes { hidden, intermediate, vocab, q_width, .. } = self.sizes;
-        let of_token = 3 * hidden + self.sizes.qkv_width() + q_width + 3 * intermediate;
+        let Sizes { hidden, vocab, q_width, .. } = self.sizes;
+        let intermediate = self.sizes.widest_inner();
+        let of_latents = self.sizes.latent.map_or(0, LatentSizes::space_width);
+        let of_token = 3 * hidden + self.sizes.qkv_width() + q_width + 3 * intermediate + of_latents;
         let of_row = 2 * hidden + 4 * vocab + 8;
         let parts = 4 * self.part_numbers + 8 * self.n_parts;
         let squares = 4 * n_squares(hidden);
@@ -180,7 +190,8 @@ impl WorkspaceShape {
     }
 
     pub(super) fn take(&self, card: &ComputeCard) -> Result<Workspace, CudaError> {
-        let Sizes { hidden, intermediate, vocab, q_width, .. } = self.sizes;
+        let Sizes { hidden, vocab, q_width, .. } = self.sizes;
+        let intermediate = self.sizes.widest_inner();
         let (tokens, rows) = (self.limits.tokens, self.rows_sampled());
         Ok(Workspace {
             residual: card.buffer(tokens * hidden)?,
@@ -188,6 +199,7 @@ impl WorkspaceShape {
             squares: card.buffer(n_squares(hidden))?,
             qkv: card.buffer(tokens * self.sizes.qkv_width())?,
             attended: card.buffer(tokens * q_width)?,
+            latent: self.sizes.latent.map(|latent| latent.space(card, tokens)).transpose()?,
             given: card.buffer(tokens * hidden)?,
             gate_up: card.buffer(tokens * 2 * intermediate)?,
             gated: card.buffer(tokens * intermediate)?,
@@ -245,9 +257,9 @@ fn most_parts(
     head_dim: usize,
     n_tokens_max: usize,
 ) -> usize {
-    let (n_q_heads, n_kv_heads) = (sizes.q_width / head_dim, sizes.kv_width / head_dim);
+    let (n_q_heads, n_tiles) = (sizes.q_width / head_dim, sizes.attention_tiles(card, head_dim));
     let parts = |rows: usize, length: usize| {
-        let chunk = DecodeAttention::chunk_tokens_for(card, rows, n_kv_heads, length);
+        let chunk = DecodeAttention::chunk_tokens_for(card, rows, n_tiles, length);
         DecodeAttention::n_parts(rows, n_q_heads, length, chunk)
     };
     let lengths = GraphSizes::lengths(n_tokens_max);

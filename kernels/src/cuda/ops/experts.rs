@@ -19,6 +19,9 @@ use device::cuda::card::grid;
 pub const EXPERTS_MAX: usize = 512;
 pub const EXPERTS_OF_ROW_MAX: usize = 32;
 
+/// The largest number of groups of experts: a lane has each, in `experts.cu`.
+pub const EXPERT_GROUPS_MAX: usize = 32;
+
 /// The numbers of threads and of rows of a block that chooses, as in `experts.cu`.
 const SCORE_THREADS: u32 = 512;
 const SCORE_ROWS: usize = 8;
@@ -27,11 +30,28 @@ const TILES_FROM: usize = 16;
 /// The same for matrices in FP8 that are widened first.
 const WIDENED_FROM: usize = 40;
 
+/// How a row's experts are chosen and weighted, beside [`ExpertSizes`].
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertChoice<'a> {
+    /// What is added to the sigmoids of scores for the choice; `None`: scores are exponentials, divided by their sum.
+    pub correction: Option<View<'a, f32>>,
+    /// The number of groups of neighbouring experts, and of those whose experts a row may have; `None`: any.
+    pub groups: Option<[usize; 2]>,
+    /// The factor of all weights.
+    pub scaling: f32,
+}
+
+impl ExpertChoice<'_> {
+    /// The experts with the greatest exponentials.
+    pub const PLAIN: Self = Self { correction: None, groups: None, scaling: 1.0 };
+}
+
 /// The weights of a layer of experts.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertLayer<'a> {
     /// One row for each expert.
     pub router: View<'a, Bf16>,
+    pub choice: ExpertChoice<'a>,
     /// For each expert the rows of gate, then of up.
     pub gate_up: WeightMatrix<'a>,
     pub down: WeightMatrix<'a>,
@@ -46,6 +66,9 @@ struct RouterShape {
     n_experts: u32,
     per_row: u32,
     is_normalized: u32,
+    n_groups: u32,
+    groups_per_row: u32,
+    scaling: f32,
 }
 
 impl ExpertLayer<'_> {
@@ -57,7 +80,7 @@ impl ExpertLayer<'_> {
         n_rows: usize,
     ) -> Result<(), CudaError> {
         let kernel = "experts";
-        let Self { router, gate_up, down, sizes } = self;
+        let Self { router, gate_up, down, sizes, .. } = self;
         let ExpertSizes { hidden, width, n_experts, per_row, .. } = *sizes;
         let views = [router, &gate_up.halves(), &down.halves(), &space.rows.view(), &space.gated.view()];
         card.check_places(kernel, &views.map(|view| view as _), &[])?;
@@ -65,6 +88,20 @@ impl ExpertLayer<'_> {
         ensure(kernel, n_experts <= EXPERTS_MAX, "more than 512 experts")?;
         let is_chosen = (1..=EXPERTS_OF_ROW_MAX.min(n_experts)).contains(&per_row);
         ensure(kernel, is_chosen, "no experts for a row, or more than 32")?;
+        if let Some(correction) = &self.choice.correction {
+            card.check_places(kernel, &[], &[correction])?;
+            ensure(kernel, correction.len() == n_experts, "not one correction for each expert")?;
+        }
+        if let Some([n_groups, per_row_max]) = self.choice.groups {
+            let are_whole = (1..=EXPERT_GROUPS_MAX).contains(&n_groups) && n_experts.is_multiple_of(n_groups);
+            let are_enough =
+                (1..=n_groups).contains(&per_row_max) && n_experts / n_groups * per_row_max >= per_row;
+            ensure(
+                kernel,
+                are_whole && are_enough,
+                "groups that are uneven, too many, or too small for a row",
+            )?;
+        }
         let are_eights = hidden.is_multiple_of(8) && width.is_multiple_of(8) && hidden > 0 && width > 0;
         ensure(kernel, are_eights, "rows whose width is not a multiple of 8")?;
         ensure(
@@ -199,13 +236,19 @@ impl ComputeCard {
     ) -> Result<(), CudaError> {
         let kernel = "choose_experts";
         let ExpertSizes { hidden, n_experts, per_row, is_normalized, .. } = layer.sizes;
+        let [n_groups, groups_per_row] = layer.choice.groups.unwrap_or_default();
         let shape = RouterShape {
             n_rows: number(kernel, n_rows)?,
             k: number(kernel, hidden)?,
             n_experts: number(kernel, n_experts)?,
             per_row: number(kernel, per_row)?,
             is_normalized: u32::from(is_normalized),
+            n_groups: number(kernel, n_groups)?,
+            groups_per_row: number(kernel, groups_per_row)?,
+            scaling: layer.choice.scaling,
         };
+        // A null address tells the kernel that there is no correction.
+        let correction = layer.choice.correction.map_or(0, |correction| correction.address());
         let config = grid(n_rows.div_ceil(SCORE_ROWS), 1, SCORE_THREADS);
         launch!(
             self,
@@ -214,6 +257,7 @@ impl ComputeCard {
             &space.experts.view_mut().address(),
             &space.weights.view_mut().address(),
             &layer.router.address(),
+            &correction,
             &x.address(),
             &shape
         )

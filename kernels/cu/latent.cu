@@ -1,0 +1,186 @@
+// The parts of latent attention around its product with latents, and that product for 16 queries at a time.
+// Heads of q have UNROTATED numbers, then ROTATED ones; heads of the output have VALUE numbers.
+constexpr u32 UNROTATED = 128, VALUE = 128, Q_HEAD = UNROTATED + ROTATED;
+
+ATTEND_LATENTS(16, 1, 4)
+
+// Adds up the parts of a query, one block of threads for each query. A thread has four numbers.
+extern "C" __global__ void __launch_bounds__(RANK / 4)
+merge_latents(bf16* out, const float* parts, const float2* part_sums, const u32* lengths, u32 n_heads, u32 n_parts, u32 chunk_tokens) {
+    in_turn();
+    u64 row = (u64)blockIdx.y * n_heads + blockIdx.x;
+    u32 n_used = min((lengths[blockIdx.y] + chunk_tokens - 1) / chunk_tokens, n_parts);
+    const float2* sums = part_sums + row * n_parts;
+    float most = -INF, total = 0.f;
+    for (u32 i = 0; i < n_used; i++) most = fmaxf(most, sums[i].x);
+    float number[4] = {};
+    for (u32 i = 0; i < n_used; i++) {
+        float2 of = sums[i];
+        float share = of.x == -INF ? 0.f : power2(of.x - most);
+        if (of.y != of.y) share = of.y;  // NaN makes the whole result NaN
+        total += share * of.y;
+        float4 four = *reinterpret_cast<const float4*>(parts + (row * n_parts + i) * RANK + threadIdx.x * 4);
+        number[0] += share * four.x, number[1] += share * four.y, number[2] += share * four.z, number[3] += share * four.w;
+    }
+    float by = total == 0.f ? 0.f : 1.f / total;
+    Four four = {narrow(number[0] * by, number[1] * by), narrow(number[2] * by, number[3] * by)};
+    *reinterpret_cast<Four*>(out + row * RANK + threadIdx.x * 4) = four;
+}
+
+// === Latents and queries ===
+
+constexpr u32 WRITE_THREADS = 256;
+
+struct WriteShape {
+    u32 stride;      // numbers between two rows
+    u32 q_rank;      // the width of the latent of q, a multiple of 8; 0: there is none
+    u32 q_real;      // its width without padding
+    u32 kv_real;     // the width of the compressed key and value without padding
+    u32 n_slots, n_positions;
+    float epsilon;
+};
+
+__device__ __forceinline__ float sum_of_block(float x, float* of_warp) {
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
+    __syncthreads();
+    float sum = 0.f;
+#pragma unroll
+    for (u32 warp = 0; warp < WRITE_THREADS / 32; warp++) sum += of_warp[warp];
+    return sum;
+}
+
+__device__ __forceinline__ float squares(Eight eight) {
+    float sum = 0.f;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) sum += low(eight.pair[i]) * low(eight.pair[i]) + high(eight.pair[i]) * high(eight.pair[i]);
+    return sum;
+}
+
+__device__ __forceinline__ Eight scaled(Eight eight, float by, Eight weight) {
+#pragma unroll
+    for (u32 i = 0; i < 4; i++)
+        eight.pair[i] = narrow(low(eight.pair[i]) * by * low(weight.pair[i]), high(eight.pair[i]) * by * high(weight.pair[i]));
+    return eight;
+}
+
+__device__ __forceinline__ float2 turn_of(const float2* turns, u32 position, u32 pair, u32 n_positions) {
+    if (position >= n_positions) return make_float2(__int_as_float(0x7fc00000), 0.f);
+    return turns[(u64)position * (ROTATED / 2) + pair];
+}
+
+// A block of threads has one token. Norms the latent of q, if there is one. Norms and rotates the latent of the token,
+// and writes it to its page. Numbers that are rotated together have the same place in both halves.
+extern "C" __global__ void __launch_bounds__(WRITE_THREADS)
+write_latents(bf16* normed_q, bf16* pages, const bf16* rows, const u32* positions, const u32* slots, const float2* turns,
+              const bf16* q_weight, const bf16* kv_weight, WriteShape shape) {
+    __shared__ float of_warp[2][WRITE_THREADS / 32];
+    in_turn();
+    const bf16* row = rows + (u64)blockIdx.x * shape.stride;
+    if (shape.q_rank > 0) {
+        float sum = 0.f;
+        for (u32 at = threadIdx.x * 8; at < shape.q_rank; at += WRITE_THREADS * 8) sum += squares(load8(row + at));
+        float by = rsqrtf(sum_of_block(sum, of_warp[0]) / shape.q_real + shape.epsilon);
+        for (u32 at = threadIdx.x * 8; at < shape.q_rank; at += WRITE_THREADS * 8)
+            store8(normed_q + (u64)blockIdx.x * shape.q_rank + at, scaled(load8(row + at), by, load8(q_weight + at)));
+    }
+    const bf16* kv = row + shape.stride - LATENT;
+    bool has_eight = threadIdx.x * 8 < RANK;
+    Eight eight = has_eight ? load8(kv + threadIdx.x * 8) : Eight{};
+    float by = rsqrtf(sum_of_block(squares(eight), of_warp[1]) / shape.kv_real + shape.epsilon);
+    u32 slot = slots[blockIdx.x];
+    if (slot >= shape.n_slots) return;
+    bf16* to = pages + (u64)slot * LATENT;
+    if (has_eight) store8(to + threadIdx.x * 8, scaled(eight, by, load8(kv_weight + threadIdx.x * 8)));
+    u32 pair = threadIdx.x - RANK / 8;
+    if (pair >= ROTATED / 2) return;
+    float2 turn = turn_of(turns, positions[blockIdx.x], pair, shape.n_positions);
+    float a = widen(kv[RANK + pair]), b = widen(kv[RANK + ROTATED / 2 + pair]);
+    to[RANK + pair] = narrow(a * turn.x - b * turn.y);
+    to[RANK + ROTATED / 2 + pair] = narrow(b * turn.x + a * turn.y);
+}
+
+// Rotates the rotated part of each head of q, and writes it behind the head's query for latents.
+extern "C" __global__ void __launch_bounds__(WRITE_THREADS)
+turn_queries(bf16* queries, const bf16* q, const u32* positions, const float2* turns, u32 stride, u32 n_heads, u32 n_positions) {
+    in_turn();
+    u32 position = positions[blockIdx.x];
+    for (u32 nth = threadIdx.x; nth < n_heads * ROTATED / 2; nth += WRITE_THREADS) {
+        u32 head = nth / (ROTATED / 2), pair = nth % (ROTATED / 2);
+        const bf16* from = q + (u64)blockIdx.x * stride + head * Q_HEAD + UNROTATED;
+        bf16* to = queries + ((u64)blockIdx.x * n_heads + head) * LATENT + RANK;
+        float2 turn = turn_of(turns, position, pair, n_positions);
+        float a = widen(from[pair]), b = widen(from[ROTATED / 2 + pair]);
+        to[pair] = narrow(a * turn.x - b * turn.y);
+        to[ROTATED / 2 + pair] = narrow(b * turn.x + a * turn.y);
+    }
+}
+
+// === Products of each head with a matrix of its own ===
+
+// A block of threads multiplies 64 rows of one head by 64 rows of the head's matrix. Each warp has 16 rows.
+constexpr u32 HEADS_WARPS = 4, HEADS_TILE = 64, HEADS_CHUNKS = HEADS_TILE / 8;
+__device__ __forceinline__ u32 heads_place(u32 row, u32 chunk) { return (row * HEADS_CHUNKS + (chunk ^ row % 8)) * 16; }
+
+// Numbers between two rows, and between two heads of a row.
+struct HeadsShape { u32 n_rows, x_row, x_head, y_row, y_head; };
+
+template <u32 K, u32 N>
+__device__ __forceinline__ void multiply_heads(bf16* y, const bf16* x, const bf16* w, HeadsShape shape) {
+    constexpr u32 THREADS = HEADS_WARPS * 32, TILE_BYTES = HEADS_TILE * HEADS_TILE * 2;
+    __shared__ __align__(16) unsigned char memory[4 * TILE_BYTES];  // two of x, two of the matrix
+    in_turn();
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    u32 first_n = blockIdx.x * HEADS_TILE, first_row = blockIdx.y * HEADS_TILE, head = blockIdx.z;
+    u32 x_at = shared_address(memory), w_at = x_at + 2 * TILE_BYTES;
+    auto load = [&](u32 now, u32 k) {
+#pragma unroll
+        for (u32 i = 0; i < HEADS_TILE * HEADS_CHUNKS / THREADS; i++) {
+            u32 nth = threadIdx.x + i * THREADS, row = nth / HEADS_CHUNKS, chunk = nth % HEADS_CHUNKS;
+            u32 to = now * TILE_BYTES + heads_place(row, chunk);
+            copy16(w_at + to, w + ((u64)head * N + first_n + row) * K + k + chunk * 8, true);
+            copy16(x_at + to, x + (u64)(first_row + row) * shape.x_row + head * shape.x_head + k + chunk * 8, first_row + row < shape.n_rows);
+        }
+        copies_committed();
+    };
+    load(0, 0);
+    float sum[HEADS_TILE / 8][4] = {};
+    for (u32 k = 0, now = 0; k < K; k += HEADS_TILE, now ^= 1) {
+        if (k + HEADS_TILE < K) {
+            load(now ^ 1, k + HEADS_TILE);
+            copies_landed_but<1>();
+        } else {
+            copies_landed_but<0>();
+        }
+        __syncthreads();
+#pragma unroll
+        for (u32 step = 0; step < HEADS_TILE / 16; step++) {
+            u32 a[4];
+            matrices(a, x_at + now * TILE_BYTES + heads_place(warp * 16 + lane % 16, step * 2 + lane / 16));
+#pragma unroll
+            for (u32 n = 0; n < HEADS_TILE / 16; n++) {
+                u32 b[4];
+                matrices(b, w_at + now * TILE_BYTES + heads_place(n * 16 + lane % 8 + lane / 16 * 8, step * 2 + lane / 8 % 2));
+                mma(sum[2 * n], a[0], a[1], a[2], a[3], b[0], b[1]);
+                mma(sum[2 * n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+            }
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        u32 row = first_row + warp * 16 + half * 8 + g;
+        if (row >= shape.n_rows) continue;
+        bf16* to = y + (u64)row * shape.y_row + head * shape.y_head + first_n + 2 * t;
+#pragma unroll
+        for (u32 n = 0; n < HEADS_TILE / 8; n++) *reinterpret_cast<u32*>(to + n * 8) = narrow(sum[n][2 * half], sum[n][2 * half + 1]);
+    }
+}
+
+// The queries for latents, of the unrotated part of each head of q.
+extern "C" __global__ void __launch_bounds__(HEADS_WARPS * 32)
+multiply_keys(bf16* y, const bf16* x, const bf16* w, HeadsShape shape) { multiply_heads<UNROTATED, RANK>(y, x, w, shape); }
+
+// The output of each head, of its sum of latents.
+extern "C" __global__ void __launch_bounds__(HEADS_WARPS * 32)
+multiply_values(bf16* y, const bf16* x, const bf16* w, HeadsShape shape) { multiply_heads<RANK, VALUE>(y, x, w, shape); }

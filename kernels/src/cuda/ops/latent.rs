@@ -1,0 +1,437 @@
+//! Attention in which all heads share one latent vector for each token: the latents and queries, their attention, and
+//! the products of each head with matrices of its own.
+
+use super::{
+    BLOCK_TOKENS, Bf16, ComputeCard, CudaError, GRID_SIDE_MAX, PrefillSequence, View, ViewMut, ensure,
+    launch, number, rows_of,
+};
+use device::cuda::card::{Grid, grid};
+
+/// The widths that kernels are compiled for, as in `latent.cuh`: of the compressed key and value, and of the rotated
+/// part of the key. Models with fewer numbers are padded with zeroes.
+pub const LATENT_RANK: usize = 512;
+pub const LATENT_ROTATED: usize = 64;
+/// The width of a latent, and of a query for latents.
+pub const LATENT_WIDTH: usize = LATENT_RANK + LATENT_ROTATED;
+/// The widths of the unrotated part of a head of q, of a head of q, and of a head's value.
+pub const LATENT_UNROTATED: usize = 128;
+pub const LATENT_Q_HEAD: usize = LATENT_UNROTATED + LATENT_ROTATED;
+pub const LATENT_VALUE: usize = 128;
+
+const WRITE_THREADS: u32 = 256;
+const HEADS_THREADS: u32 = 128;
+const HEADS_TILE: usize = 64;
+const MERGE_THREADS: u32 = LATENT_RANK as u32 / 4;
+/// The number of tokens of a tile of latents, and between two rows of scores, as in `latent.cuh`.
+const TILE_TOKENS: usize = 32;
+const SCORE_STRIDE: usize = TILE_TOKENS + 4;
+
+/// A kernel for attention, by the number of queries that a block of threads computes.
+struct Form {
+    kernel: &'static str,
+    n_queries: usize,
+    threads: u32,
+}
+
+const FEW: Form = Form { kernel: "attend_latents_16", n_queries: 16, threads: 128 };
+const MANY: Form = Form { kernel: "attend_latents_64", n_queries: 64, threads: 256 };
+
+impl Form {
+    /// Returns the bytes of the queries, of two tiles of latents, and of scores.
+    fn shared_bytes(&self) -> u32 {
+        let rows = (self.n_queries + 2 * TILE_TOKENS) * LATENT_WIDTH * size_of::<Bf16>();
+        (rows + self.n_queries * SCORE_STRIDE * size_of::<f32>()) as u32
+    }
+}
+
+/// The arguments of [`ComputeCard::write_latents`], for rows of one layer.
+#[derive(Debug)]
+pub struct WriteLatents<'a> {
+    /// The rows: the latent of q or something else, then [`LATENT_WIDTH`] numbers, the compressed key and value and
+    /// the part of the key that is rotated.
+    pub rows: View<'a, Bf16>,
+    pub stride: usize,
+    /// The latent of q, if the model has one.
+    pub q: Option<NormedLatents<'a>>,
+    pub pages: ViewMut<'a, Bf16>,
+    pub n_blocks: usize,
+    pub positions: View<'a, u32>,
+    /// The slot of each row's latent: block * 16 + token. A slot outside of the pages is not written.
+    pub slots: View<'a, u32>,
+    /// Cosine and sine for each position and each of half of the rotated numbers.
+    pub turns: View<'a, [f32; 2]>,
+    /// The weights of the norm of the compressed key and value, and its width without padding.
+    pub weight: View<'a, Bf16>,
+    pub width: usize,
+    pub epsilon: f32,
+}
+
+/// The norm of the latents of q.
+#[derive(Debug)]
+pub struct NormedLatents<'a> {
+    /// The normed rows.
+    pub out: ViewMut<'a, Bf16>,
+    pub weight: View<'a, Bf16>,
+    /// The width without padding.
+    pub width: usize,
+}
+
+/// The fields of WriteShape in latent.cu, in the same order, as in all structs below.
+#[repr(C)]
+struct WriteShape {
+    stride: u32,
+    q_rank: u32,
+    q_width: u32,
+    kv_width: u32,
+    n_slots: u32,
+    n_positions: u32,
+    epsilon: f32,
+}
+
+#[repr(C)]
+struct HeadsShape {
+    n_rows: u32,
+    x_row: u32,
+    x_head: u32,
+    y_row: u32,
+    y_head: u32,
+}
+
+#[repr(C)]
+struct LatentShape {
+    n_heads: u32,
+    table_stride: u32,
+    n_blocks: u32,
+    chunk_tokens: u32,
+    rows_of_table: u32,
+    scale: f32,
+}
+
+/// The arguments of [`ComputeCard::make_queries`]: the heads of q of some rows.
+#[derive(Debug)]
+pub struct LatentQueries<'a> {
+    /// The queries: `n_heads` times [`LATENT_WIDTH`] numbers for each row.
+    pub out: ViewMut<'a, Bf16>,
+    /// The rows: `n_heads` times [`LATENT_Q_HEAD`] numbers, `stride` apart.
+    pub q: View<'a, Bf16>,
+    pub stride: usize,
+    pub n_heads: usize,
+    pub positions: View<'a, u32>,
+    pub turns: View<'a, [f32; 2]>,
+    /// The transposed keys of each head: [`LATENT_RANK`] rows of [`LATENT_UNROTATED`] numbers.
+    pub keys: View<'a, Bf16>,
+}
+
+/// The arguments of both kinds of attention over latents, for one layer.
+#[derive(Debug)]
+pub struct LatentAttention<'a> {
+    /// The sums of latents: `n_heads` times [`LATENT_RANK`] numbers for each row.
+    pub out: ViewMut<'a, Bf16>,
+    /// The queries: `n_heads` times [`LATENT_WIDTH`] numbers for each row.
+    pub q: View<'a, Bf16>,
+    pub n_heads: usize,
+    pub pages: View<'a, Bf16>,
+    pub n_blocks: usize,
+    /// A row of block numbers for each sequence. All rows have the same length.
+    pub tables: View<'a, u32>,
+    pub scale: f32,
+}
+
+/// What attention of single tokens needs beside [`LatentAttention`]: see [`DecodeAttention`](super::DecodeAttention).
+#[derive(Debug)]
+pub struct LatentRows<'a> {
+    pub parts: ViewMut<'a, f32>,
+    pub part_sums: ViewMut<'a, [f32; 2]>,
+    pub lengths: View<'a, u32>,
+    pub length_max: usize,
+    pub rows_of_table: usize,
+    pub chunk_tokens: usize,
+}
+
+impl ComputeCard {
+    /// Norms and rotates the latents of rows, and writes them into pages. Norms the latents of q.
+    pub fn write_latents(&self, write: WriteLatents<'_>) -> Result<(), CudaError> {
+        let kernel = "write_latents";
+        let WriteLatents { rows, stride, q, pages, positions, slots, turns, weight, .. } = &write;
+        self.check_places(kernel, &[rows, pages, turns, weight], &[positions, slots])?;
+        let n_rows = rows_of(kernel, rows.len(), *stride)?;
+        let q_rank = q.as_ref().map_or(0, |q| q.weight.len());
+        let has_room =
+            stride.is_multiple_of(8) && q_rank.is_multiple_of(8) && *stride >= q_rank + LATENT_WIDTH;
+        ensure(kernel, has_room, "rows that are too short, or not of whole vectors")?;
+        let are_alike = positions.len() == n_rows && slots.len() == n_rows;
+        ensure(kernel, are_alike, "not one position and slot for each row")?;
+        let is_whole = pages.len() == write.n_blocks * BLOCK_TOKENS * LATENT_WIDTH;
+        ensure(kernel, is_whole, "pages of the wrong total size")?;
+        let is_wide = weight.len() == LATENT_RANK && (1..=LATENT_RANK).contains(&write.width);
+        ensure(kernel, is_wide, "a norm of another width than that of latents")?;
+        let (mut normed, mut q_weight, mut q_width) = (0, 0, 1);
+        if let Some(NormedLatents { out, weight, width }) = q {
+            self.check_places(kernel, &[out, weight], &[])?;
+            let is_whole = out.len() == n_rows * q_rank && (1..=q_rank).contains(width);
+            ensure(kernel, is_whole, "latents of q of another size")?;
+            (normed, q_weight, q_width) = (out.address(), weight.address(), *width);
+        }
+        if n_rows == 0 {
+            return Ok(());
+        }
+        let shape = WriteShape {
+            stride: number(kernel, *stride)?,
+            q_rank: number(kernel, q_rank)?,
+            q_width: number(kernel, q_width)?,
+            kv_width: number(kernel, write.width)?,
+            n_slots: number(kernel, write.n_blocks * BLOCK_TOKENS)?,
+            n_positions: number(kernel, rows_of(kernel, turns.len(), LATENT_ROTATED / 2)?)?,
+            epsilon: write.epsilon,
+        };
+        launch!(
+            self,
+            kernel,
+            grid(n_rows, 1, WRITE_THREADS),
+            &normed,
+            &pages.address(),
+            &rows.address(),
+            &positions.address(),
+            &slots.address(),
+            &turns.address(),
+            &q_weight,
+            &weight.address(),
+            &shape
+        )
+    }
+
+    /// Makes queries for latents of heads of q: multiplies the unrotated part by the head's keys, and rotates the other.
+    pub fn make_queries(&self, queries: LatentQueries<'_>) -> Result<(), CudaError> {
+        let kernel = "turn_queries";
+        let LatentQueries { out, q, stride, n_heads, positions, turns, keys } = queries;
+        self.check_places(kernel, &[&out, &q, &turns, &keys], &[&positions])?;
+        let n_rows = rows_of(kernel, out.len(), n_heads * LATENT_WIDTH)?;
+        let width = n_heads * LATENT_Q_HEAD;
+        let is_wide = stride >= width && stride.is_multiple_of(8);
+        ensure(kernel, is_wide, "rows of q that overlap, or are not aligned to 16 bytes")?;
+        let needed = if n_rows == 0 { 0 } else { (n_rows - 1) * stride + width };
+        ensure(
+            kernel,
+            q.len() >= needed && positions.len() == n_rows,
+            "fewer rows of q or positions than queries",
+        )?;
+        let is_whole = keys.len() == n_heads * LATENT_RANK * LATENT_UNROTATED;
+        ensure(kernel, is_whole, "keys of another size than that of all heads")?;
+        if n_rows == 0 {
+            return Ok(());
+        }
+        let n_positions = number(kernel, rows_of(kernel, turns.len(), LATENT_ROTATED / 2)?)?;
+        launch!(
+            self,
+            kernel,
+            grid(n_rows, 1, WRITE_THREADS),
+            &out.address(),
+            &q.address(),
+            &positions.address(),
+            &turns.address(),
+            &number(kernel, stride)?,
+            &number(kernel, n_heads)?,
+            &n_positions
+        )?;
+        let shape = HeadsShape {
+            n_rows: number(kernel, n_rows)?,
+            x_row: number(kernel, stride)?,
+            x_head: LATENT_Q_HEAD as u32,
+            y_row: number(kernel, n_heads * LATENT_WIDTH)?,
+            y_head: LATENT_WIDTH as u32,
+        };
+        let kernel = "multiply_keys";
+        let config = heads_grid(kernel, LATENT_RANK, n_rows, n_heads)?;
+        launch!(self, kernel, config, &out.address(), &q.address(), &keys.address(), &shape)
+    }
+
+    /// Multiplies each head's sum of latents by the head's values: `n_heads` times [`LATENT_VALUE`] numbers for each
+    /// row. `values` has [`LATENT_VALUE`] rows of [`LATENT_RANK`] numbers for each head.
+    pub fn multiply_values(
+        &self,
+        out: ViewMut<'_, Bf16>,
+        sums: View<'_, Bf16>,
+        values: View<'_, Bf16>,
+    ) -> Result<(), CudaError> {
+        let kernel = "multiply_values";
+        self.check_places(kernel, &[&out, &sums, &values], &[])?;
+        let n_heads = rows_of(kernel, values.len(), LATENT_VALUE * LATENT_RANK)?;
+        let n_rows = rows_of(kernel, out.len(), n_heads * LATENT_VALUE)?;
+        ensure(
+            kernel,
+            sums.len() == n_rows * n_heads * LATENT_RANK,
+            "another number of sums than of outputs",
+        )?;
+        if n_rows == 0 {
+            return Ok(());
+        }
+        let shape = HeadsShape {
+            n_rows: number(kernel, n_rows)?,
+            x_row: number(kernel, n_heads * LATENT_RANK)?,
+            x_head: LATENT_RANK as u32,
+            y_row: number(kernel, n_heads * LATENT_VALUE)?,
+            y_head: LATENT_VALUE as u32,
+        };
+        let config = heads_grid(kernel, LATENT_VALUE, n_rows, n_heads)?;
+        launch!(self, kernel, config, &out.address(), &sums.address(), &values.address(), &shape)
+    }
+
+    /// Returns the number of blocks of threads that share the queries of one token.
+    pub fn latent_tiles(&self, n_heads: usize) -> usize {
+        n_heads.div_ceil(self.latent_form(n_heads).n_queries)
+    }
+
+    fn latent_form(&self, n_queries: usize) -> Form {
+        if n_queries >= MANY.n_queries && self.has(MANY.kernel) { MANY } else { FEW }
+    }
+
+    /// Computes attention of one token of each sequence: `out = softmax(q * latents * scale) * compressed latents`.
+    pub fn attend_latents(
+        &self,
+        attention: LatentAttention<'_>,
+        rows: LatentRows<'_>,
+    ) -> Result<(), CudaError> {
+        let LatentRows { parts, part_sums, lengths, length_max, rows_of_table, chunk_tokens } = rows;
+        let form = self.latent_form(attention.n_heads);
+        let kernel = form.kernel;
+        let n_rows = attention.check(self, kernel)?;
+        self.check_places(kernel, &[], &[&parts, &part_sums, &lengths])?;
+        let is_chunk = chunk_tokens > 0 && chunk_tokens.is_multiple_of(TILE_TOKENS);
+        ensure(kernel, is_chunk, "chunks that are not whole tiles")?;
+        ensure(kernel, lengths.len() == n_rows, "not one length for each row")?;
+        ensure(
+            kernel,
+            n_rows <= GRID_SIDE_MAX && rows_of_table > 0,
+            "too many rows, or tables without rows",
+        )?;
+        let n_tables = n_rows.div_ceil(rows_of_table);
+        let table_stride = rows_of(kernel, attention.tables.len(), n_tables.max(1))?;
+        let covers = n_rows == 0 || table_stride >= length_max.div_ceil(BLOCK_TOKENS);
+        ensure(kernel, covers, "tables shorter than the sequences")?;
+        let n_chunks = length_max.div_ceil(chunk_tokens).max(1);
+        let n_parts = n_rows * attention.n_heads * n_chunks;
+        let has_room = part_sums.len() >= n_parts && parts.len() >= n_parts * LATENT_RANK;
+        ensure(kernel, n_chunks == 1 || has_room, "too little room for parts")?;
+        if n_rows == 0 {
+            return Ok(());
+        }
+        let shape = attention.shape(kernel, table_stride, chunk_tokens, rows_of_table)?;
+        let blocks = (n_chunks, attention.n_heads.div_ceil(form.n_queries), n_rows);
+        let LatentAttention { out, q, pages, tables, .. } = &attention;
+        launch!(
+            self,
+            kernel,
+            Grid::of(blocks, form.threads, form.shared_bytes()),
+            &out.address(),
+            &parts.address(),
+            &part_sums.address(),
+            &q.address(),
+            &pages.address(),
+            &tables.address(),
+            &lengths.address(),
+            &0_u64,
+            &shape
+        )?;
+        if n_chunks == 1 {
+            return Ok(());
+        }
+        launch!(
+            self,
+            "merge_latents",
+            grid(attention.n_heads, n_rows, MERGE_THREADS),
+            &out.address(),
+            &parts.address(),
+            &part_sums.address(),
+            &lengths.address(),
+            &shape.n_heads,
+            &number(kernel, n_chunks)?,
+            &shape.chunk_tokens
+        )
+    }
+
+    /// Computes attention of many new tokens of each sequence. A token sees the earlier tokens, and itself. `on_card` has
+    /// the three numbers of each of `sequences`.
+    pub fn attend_latents_of_chunks(
+        &self,
+        attention: LatentAttention<'_>,
+        sequences: &[PrefillSequence],
+        on_card: View<'_, [u32; 3]>,
+    ) -> Result<(), CudaError> {
+        let form = self.latent_form(usize::MAX);
+        let kernel = form.kernel;
+        let n_rows = attention.check(self, kernel)?;
+        ensure(kernel, on_card.len() == sequences.len(), "other sequences on the GPU")?;
+        if sequences.is_empty() {
+            return Ok(());
+        }
+        let table_stride = rows_of(kernel, attention.tables.len(), sequences.len())?;
+        let fits = |sequence: &PrefillSequence| {
+            let PrefillSequence { first_row, n_queries, length } = *sequence;
+            (1..=length).contains(&n_queries)
+                && first_row + n_queries <= n_rows
+                && length.div_ceil(BLOCK_TOKENS) <= table_stride
+        };
+        ensure(kernel, sequences.iter().all(fits), "a sequence outside of the rows or of its table")?;
+        let shape = attention.shape(kernel, table_stride, u32::MAX as usize, 1)?;
+        let n_queries = sequences.iter().map(|sequence| sequence.n_queries).max().unwrap_or(0);
+        let n_tiles = (n_queries * attention.n_heads).div_ceil(form.n_queries);
+        ensure(kernel, n_tiles.max(sequences.len()) <= GRID_SIDE_MAX, "too many queries or sequences")?;
+        let blocks = (1, n_tiles, sequences.len());
+        let LatentAttention { out, q, pages, tables, .. } = &attention;
+        launch!(
+            self,
+            kernel,
+            Grid::of(blocks, form.threads, form.shared_bytes()),
+            &out.address(),
+            &0_u64,
+            &0_u64,
+            &q.address(),
+            &pages.address(),
+            &tables.address(),
+            &0_u64,
+            &on_card.address(),
+            &shape
+        )
+    }
+}
+
+impl LatentAttention<'_> {
+    /// Returns the number of rows.
+    fn check(&self, card: &ComputeCard, kernel: &'static str) -> Result<usize, CudaError> {
+        let Self { out, q, n_heads, pages, n_blocks, tables, .. } = self;
+        card.check_places(kernel, &[out, q, pages], &[tables])?;
+        let n_rows = rows_of(kernel, out.len(), n_heads * LATENT_RANK)?;
+        ensure(kernel, q.len() == n_rows * n_heads * LATENT_WIDTH, "another number of queries than of sums")?;
+        let is_whole = pages.len() == n_blocks * BLOCK_TOKENS * LATENT_WIDTH;
+        ensure(kernel, is_whole, "pages of the wrong total size")?;
+        Ok(n_rows)
+    }
+
+    fn shape(
+        &self,
+        kernel: &'static str,
+        table_stride: usize,
+        chunk_tokens: usize,
+        rows_of_table: usize,
+    ) -> Result<LatentShape, CudaError> {
+        Ok(LatentShape {
+            n_heads: number(kernel, self.n_heads)?,
+            table_stride: number(kernel, table_stride)?,
+            n_blocks: number(kernel, self.n_blocks)?,
+            chunk_tokens: number(kernel, chunk_tokens)?,
+            rows_of_table: number(kernel, rows_of_table)?,
+            scale: self.scale,
+        })
+    }
+}
+
+fn heads_grid(kernel: &'static str, n: usize, n_rows: usize, n_heads: usize) -> Result<Grid, CudaError> {
+    let n_tiles = n_rows.div_ceil(HEADS_TILE);
+    ensure(kernel, n_tiles.max(n_heads) <= GRID_SIDE_MAX, "too many rows or heads")?;
+    Ok(Grid::of((n / HEADS_TILE, n_tiles, n_heads), HEADS_THREADS, 0))
+}
+
+/// Returns the dynamic shared memory of a kernel in this file.
+pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
+    [FEW, MANY].iter().find(|form| form.kernel == kernel).map(Form::shared_bytes)
+}
