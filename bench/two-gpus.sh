@@ -2,6 +2,7 @@
 # Makes the table of docs/measurements/two-gpus.md, on a machine with two GPUs, from a built executable: one prefill
 # and one decode node over each connector, two colocated nodes, and the effect of prompts on running streams.
 # Usage: bench/two-gpus.sh OUT [BATON]       reports go to OUT, one JSON file each
+# PREFILL_STAGES=2 gives the prefill node two pipeline stages; the second one shares the decode node's GPU.
 # PARTS chooses: "ipc picture seeds colocated disturbance kills nccl tcp shm" by default. "never-worse" measures the table
 # of docs/measurements/never-worse.md. It starts four nodes on the two GPUs: one prefill node and one decode node, and two
 # colocated nodes. Then it sends the same load to the first pair and to the second pair, in turn. "four" needs four GPUs and the Mooncake conversation trace in DATA: two prefill and two decode nodes against four colocated ones.
@@ -76,7 +77,8 @@ rates() { # NAME RATE…
 }
 
 pair() { # CONNECTOR
-    node prefill "${devices[0]}" 0 "BATON_TRANSFER__CONNECTORS=[\"$1\"]" "BATON_EXPERT__MODEL__GPU_ARCH=${PREFILL_ARCH:-}"
+    node prefill "${devices[0]}" 0 "BATON_TRANSFER__CONNECTORS=[\"$1\"]" "BATON_EXPERT__MODEL__GPU_ARCH=${PREFILL_ARCH:-}" \
+        "BATON_EXPERT__MODEL__STAGES=${PREFILL_STAGES:-1}"
     node decode "${devices[1]}" 0 "BATON_TRANSFER__CONNECTORS=[\"$1\"]"
     serve 2
 }
