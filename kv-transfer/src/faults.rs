@@ -87,6 +87,7 @@ impl Faults {
     }
 
     /// Returns whether faults can be injected. In production they cannot.
+    #[cfg(feature = "rdma")]
     pub(crate) fn can_be_injected(&self) -> bool {
         self.programme.is_some()
     }

@@ -46,14 +46,14 @@ const MOVES_SHOWN: usize = 16;
 
 /// What the controller needs.
 #[derive(Debug)]
-pub(crate) struct BalanceParts {
-    pub(crate) settings: BalanceSettings,
-    pub(crate) world: World,
-    pub(crate) cluster: Cluster,
-    pub(crate) admission: Admission,
-    pub(crate) registry: Arc<dyn Registry>,
+pub struct BalanceParts {
+    pub settings: BalanceSettings,
+    pub world: World,
+    pub cluster: Cluster,
+    pub admission: Admission,
+    pub registry: Arc<dyn Registry>,
     /// Moves by outcome.
-    pub(crate) moves: IntCounterVec,
+    pub moves: IntCounterVec,
 }
 
 /// The outcome of a move.
@@ -129,7 +129,7 @@ struct MoveUnderWay {
 
 /// The controller. One task owns it.
 #[derive(Debug)]
-pub(crate) struct Balance {
+pub struct Balance {
     parts: BalanceParts,
     report: BalanceReport,
     lock: Option<Lock>,
@@ -146,13 +146,13 @@ struct ModelBalance {
 }
 
 impl Balance {
-    pub(crate) fn new(parts: BalanceParts, report: BalanceReport) -> Self {
+    pub fn new(parts: BalanceParts, report: BalanceReport) -> Self {
         MoveOutcome::ALL.iter().for_each(|outcome| drop(parts.moves.with_label_values(&[outcome.as_str()])));
         Self { parts, report, lock: None, lock_asked: None, models: BTreeMap::new(), under_way: None }
     }
 
     /// Looks at the cluster again and again, until the future is dropped.
-    pub(crate) async fn run(mut self) {
+    pub async fn run(mut self) {
         loop {
             tokio::time::sleep(LOOK_EVERY).await;
             let wanted = self.look();

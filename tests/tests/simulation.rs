@@ -77,6 +77,16 @@ fn the_same_seed_twice_is_the_same_run() {
     }
 }
 
+/// If all changes of roles were refused, no seed would test them.
+#[test]
+fn nodes_change_their_roles_when_an_operator_or_a_router_asks() {
+    let lines: Vec<String> = (15..46).flat_map(|seed| played(seed).lines).collect();
+    for [begin, end] in [["answers /role", ": 200"], ["routers have moved", "nodes"]] {
+        let is_it = |line: &String| line.contains(begin) && line.contains(end);
+        assert!(lines.iter().any(is_it), "{begin}…{end}");
+    }
+}
+
 #[test]
 fn many_seeds() {
     let (first, count) = (number("FIRST").unwrap_or(FIRST), number("SEEDS").unwrap_or(SEEDS));
@@ -169,6 +179,7 @@ fn planted(faults: Vec<(f64, Break)>) -> Plan {
         wait_max: secs(3.0),
         n_routers: 2,
         has_pool: false,
+        balance: None,
         nodes,
     };
     let faults = faults.into_iter().map(|(at, what)| Fault { at: secs(at), what }).collect();

@@ -15,8 +15,9 @@ use node::{Counter, Drive, Lives, NodeConfig, NodeError, NodeParts, RawNodeConfi
 use prefill_node::PrefillService;
 use registry::embedded::bootstrap_server;
 use registry::memory::TTL;
-use registry::{MemoryRegistry, RegistryParts};
+use registry::{MemoryRegistry, Registry, RegistryParts};
 use router::admission::{Admission, AdmissionParts};
+use router::balance::{Balance, BalanceParts, BalanceReport};
 use router::dispatch::{Budget, Dispatch, DispatchParts};
 use router::metrics::RouterMetrics;
 use router::text::RouterModels;
@@ -247,7 +248,8 @@ async fn run_here(
 }
 
 fn services(role: Role, parts: &NodeParts, config: &NodeConfig) -> Routes {
-    let mut services = Routes::default();
+    // A node that changes its role asks the health of others.
+    let (mut services, _health) = chassis::rpc::standard_services(&[]).expect("described");
     if role.prefills() {
         services = services.add_service(PrefillService::new(parts.clone()).server());
     }
@@ -312,6 +314,8 @@ struct RouterLife {
     _following: Task<()>,
     _serving: Option<Task<()>>,
     _lines: Task<()>,
+    /// Moves nodes between roles.
+    balance: Option<Task<()>>,
 }
 
 impl RouterHost {
@@ -336,6 +340,18 @@ impl RouterHost {
     pub fn go_on(&self) {
         self.running.iter().for_each(|life| life.standstill.go_on());
         self.net.release_host(self.name);
+    }
+
+    /// Moves no more nodes between roles, in this life and in later ones.
+    pub fn stop_balancing(&mut self) {
+        self.shape.balance = None;
+        self.running.iter_mut().for_each(|life| life.balance = None);
+    }
+
+    /// Returns the number of nodes that this life has moved.
+    pub fn n_moves(&self) -> u64 {
+        let moved = |life: &RouterLife| life.metrics.role_moves.with_label_values(&["moved"]).get();
+        self.running.as_ref().map_or(0, moved)
     }
 
     pub fn cluster(&self) -> Option<&Cluster> {
@@ -388,7 +404,7 @@ impl RouterHost {
         let registry =
             (self.name == ROUTERS[0]).then(|| MemoryRegistry::new(TTL, world.clone(), gate.clone()));
         let cluster = Cluster::new(world.clone(), gate.clone(), RouterModels::default(), None);
-        let (following, serving) = match &registry {
+        let (following, serving, shared): (_, _, Arc<dyn Registry>) = match &registry {
             Some(registry) => {
                 let listener =
                     world.net().listen(&format!("{}:50051", self.name)).await.expect("a free port");
@@ -396,18 +412,28 @@ impl RouterHost {
                 let (limits, callers) = (ServerLimits::default(), Callers::known_to(&world));
                 let serving = chassis::rpc::serve(listener, routes, Shutdown::new(), limits, callers);
                 let serving = spawn_guarded(&gate, "serve", async move { drop(serving.await) });
-                (cluster.follow(registry, None).await, Some(serving))
+                (cluster.follow(registry, None).await, Some(serving), Arc::new(registry.clone()))
             }
             None => {
                 let parts = RegistryParts { world: world.clone(), gate: gate.clone() };
                 let remote = registry::open(REGISTRY_URL, parts).expect("a right address");
-                (cluster.follow(&*remote, None).await, None)
+                (cluster.follow(&*remote, None).await, None, remote)
             }
         };
         let metrics = RouterMetrics::new(&Metrics::new("router"));
-        let dispatch = Dispatch::new(self.parts(world, cluster.clone(), metrics.clone()));
+        let dispatch = Dispatch::new(self.parts(world.clone(), cluster.clone(), metrics.clone()));
+        let balance = self.shape.balance.map(|settings| BalanceParts {
+            settings,
+            world,
+            cluster: cluster.clone(),
+            admission: dispatch.admission().clone(),
+            registry: shared,
+            moves: metrics.role_moves.clone(),
+        });
+        let balance = balance.map(|parts| Balance::new(parts, BalanceReport::default()).run());
         RouterLife {
             _lines: spawn_guarded(&gate, "lines", dispatch.serve_lines()),
+            balance: balance.map(|balance| spawn_guarded(&gate, "balance", balance)),
             dispatch,
             cluster,
             metrics,

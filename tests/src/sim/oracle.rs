@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
-use types::{BlockChange, NodeId};
+use types::{BlockChange, NodeId, Role};
 
 use super::host::{Hosts, LifeSeen, NodeHost, RouterHost};
 use super::log::EventLog;
-use super::plan::Plan;
+use super::plan::{MODELS, Plan};
 use super::run::RequestCounts;
 use super::watcher::Watcher;
 
@@ -80,6 +80,18 @@ pub fn attempts(routers: &[RouterHost], plan: &Plan, tally: RequestCounts, n_pro
     }
     if failed > bound {
         log.accuse(format_args!("{failed} attempts failed, {bound} may for {n_requests} requests"));
+    }
+}
+
+/// Checks that each model has a node that prefills and one that decodes, whatever routers move.
+pub fn every_kind_is_there(hosts: &Hosts, log: &EventLog) {
+    for model in MODELS {
+        let nodes = || hosts.nodes.iter().filter(|node| node.shape.model == model);
+        let is_there =
+            |does: fn(Role) -> bool| nodes().any(|node| node.life().is_some_and(|life| does(life.role)));
+        if nodes().next().is_some() && !(is_there(Role::prefills) && is_there(Role::decodes)) {
+            log.accuse(format_args!("no node of {model} prefills, or none decodes"));
+        }
     }
 }
 

@@ -6,6 +6,7 @@ use std::num::NonZero;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
+use router::balance::BalanceSettings;
 use router::policy::Order;
 use types::Role;
 
@@ -51,6 +52,8 @@ pub struct Shape {
     pub n_routers: usize,
     /// Whether a pool node keeps KV of the first model.
     pub has_pool: bool,
+    /// How routers move nodes between roles; `None`: they do not.
+    pub balance: Option<BalanceSettings>,
     pub nodes: Vec<NodeShape>,
 }
 
@@ -291,6 +294,7 @@ fn shape(chance: &mut Chance) -> Shape {
         wait_max: chance.millis(2_000..=30_000),
         n_routers: 1,
         has_pool: false,
+        balance: None,
         nodes,
     }
 }

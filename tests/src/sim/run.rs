@@ -11,7 +11,7 @@ use types::RefusalKind;
 
 use super::chance::Chance;
 use super::client::{ActiveRequests, Client, Ended, LATE, prompt};
-use super::host::{Hosts, NodeHost, WHOLE_WITHIN, model};
+use super::host::{Hosts, NodeHost, RouterHost, WHOLE_WITHIN, model};
 use super::log::EventLog;
 use super::net::{Crash, SimNet};
 use super::operator::Operator;
@@ -161,6 +161,7 @@ impl Run {
     async fn play(mut self) -> RequestCounts {
         self.trouble().await;
         self.net.heal();
+        self.stop_balancing();
         self.hosts.start_all().await;
         self.wake_all();
         self.log.say("mended");
@@ -217,6 +218,9 @@ impl Run {
         while Instant::now() < until {
             sleep_until(until.min(Instant::now() + LOOK_EVERY)).await;
             self.lifetimes.check(&self.hosts, &self.plan, self.began.elapsed(), &self.log);
+            if self.plan.cluster.balance.is_some() {
+                oracle::every_kind_is_there(&self.hosts, &self.log);
+            }
         }
     }
 
@@ -239,7 +243,17 @@ impl Run {
         nodes.iter().for_each(|node| self.operator.wake(node, None));
     }
 
-    /// Returns the nodes that were asked to change their role and do not have their own.
+    /// Lets routers move no more nodes. Their moves were not planned, so no later check expects certain roles before all
+    /// nodes have their own again.
+    fn stop_balancing(&mut self) {
+        let n_moves: u64 = self.hosts.routers.iter().map(RouterHost::n_moves).sum();
+        if n_moves > 0 {
+            self.log.say(format_args!("routers have moved {n_moves} nodes"));
+        }
+        self.hosts.routers.iter_mut().for_each(RouterHost::stop_balancing);
+    }
+
+    /// Returns the nodes that may have been asked to change their role and do not have their own.
     fn with_another_role(&self) -> impl Iterator<Item = &NodeHost> {
         let asked = |fault: &Fault| match &fault.what {
             Break::Role(node, _) => Some(node.clone()),
@@ -247,7 +261,9 @@ impl Run {
         };
         let asked: BTreeSet<String> = self.plan.faults.iter().filter_map(asked).collect();
         let has_another = |node: &NodeHost| node.life().is_none_or(|life| life.role != node.shape.role);
-        self.hosts.nodes.iter().filter(move |node| asked.contains(&node.shape.name) && has_another(node))
+        let are_balanced = self.plan.cluster.balance.is_some();
+        let may_be_asked = move |node: &NodeHost| are_balanced || asked.contains(&node.shape.name);
+        self.hosts.nodes.iter().filter(move |node| may_be_asked(node) && has_another(node))
     }
 
     /// Gives every node its own role again, whatever the others do: a node that restarts has its own role at once, so

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use router::balance::BalanceSettings;
 use router::policy::Order;
 use types::Role;
 
@@ -18,7 +19,7 @@ const STEPS_OF_A_RUN: u64 = 4_000;
 type Turn = fn(&mut Chance, &[NodeShape], Duration, Duration) -> [Fault; 2];
 
 impl Plan {
-    /// Returns the plan, or in eight of 14 cases one of the sieges instead.
+    /// Returns the plan, or in nine of 14 cases one of the sieges instead.
     pub(super) fn besieged(self) -> Self {
         let mut chance = Chance::named(self.seed, "siege");
         match chance.below(14) {
@@ -30,6 +31,7 @@ impl Plan {
             5 => self.with_turns(&mut chance, nap),
             6 => self.with_long_prompts(&mut chance),
             7 => self.with_turns(&mut chance, role_change),
+            8 => self.with_moves(&mut chance),
             _ => self,
         }
     }
@@ -135,10 +137,7 @@ impl Plan {
     /// Makes every node sleep, or have another role, for a while, so that one of each kind always works. No request may
     /// be lost.
     fn with_turns(mut self, chance: &mut Chance, turn: Turn) -> Self {
-        self.be_one_pair();
-        let second = |node: &NodeShape| NodeShape { name: format!("{}-1", node.role), ..node.clone() };
-        let seconds: Vec<_> = self.cluster.nodes.iter().map(second).collect();
-        self.cluster.nodes.extend(seconds);
+        self.be_two_pairs();
         self.cluster.nodes.iter_mut().for_each(|node| node.step_ms = *chance.pick(&[2.0, 25.0, 70.0]));
         (self.cluster.attempts_max, self.cluster.wait_max) = (4, Duration::from_secs(10));
         self.asks = (0..14)
@@ -154,6 +153,27 @@ impl Plan {
             let until = at + chance.millis(0..=1_400);
             self.faults.extend(turn(chance, std::slice::from_ref(node), at, until));
         }
+        self
+    }
+
+    /// Lets routers move nodes, without any fault. First prompts are long and answers short, then it is the other way
+    /// around. No request may be lost.
+    fn with_moves(mut self, chance: &mut Chance) -> Self {
+        self.be_two_pairs();
+        let window = chance.millis(500..=1_000);
+        let settings = BalanceSettings { margin: 0.0, window, pause: chance.millis(0..=500) };
+        self.cluster.balance = Some(settings);
+        self.cluster.nodes.iter_mut().for_each(|node| (node.step_ms, node.prefill_token_ms) = (40.0, 4.0));
+        let ask = |nth: u64| {
+            let (is_early, at) = (nth.is_multiple_of(2), chance.millis(0..=3_500));
+            let at = if is_early { at } else { at + Duration::from_millis(3_500) };
+            let length = if is_early { PROMPT_TOKENS_MAX } else { 8 };
+            let ask = long_ask(chance, at, length, Duration::from_secs(15));
+            Ask { max_tokens: if is_early { 3 } else { ask.max_tokens }, ..ask }
+        };
+        self.asks = (0..60).map(ask).collect();
+        self.asks.sort_by_key(|ask| ask.at);
+        self.faults.clear();
         self
     }
 
@@ -178,6 +198,14 @@ impl Plan {
         let trickle = Break::Trickle(from, to, chance.millis(20..=80));
         self.faults = vec![Fault { at: Duration::ZERO, what: trickle }];
         self
+    }
+
+    /// Reduces the cluster to two such pairs.
+    fn be_two_pairs(&mut self) {
+        self.be_one_pair();
+        let second = |node: &NodeShape| NodeShape { name: format!("{}-1", node.role), ..node.clone() };
+        let seconds: Vec<_> = self.cluster.nodes.iter().map(second).collect();
+        self.cluster.nodes.extend(seconds);
     }
 
     /// Reduces the cluster to a prefill node and a decode node without faults, which share all work.
