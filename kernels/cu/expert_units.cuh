@@ -11,8 +11,9 @@ struct ExpertRows { const u32 *starts, *counts, *touched, *choices; };
 // n: the rows of an expert's matrix.
 struct ExpertsShape { u32 n, k, n_experts, per_token; };
 
-// Rows that FP8 matrices multiply are in the order of a tensor core's lanes within each group of 64: first the first half
-// of each lane's 16 numbers, then the second. `eight` counts eights of a row, and `pair` is the lane.
+// Rows that FP8 matrices multiply are ordered for the tensor core within each group of 64 numbers. Each lane has 16 of
+// them: the first 8 numbers of all lanes come first, then the last 8. Returns the place of pair number `pair` of the row's
+// vector of eight number `eight`.
 constexpr u32 LANES_GROUP = 64;
 __device__ __forceinline__ u32 place_in_lanes(u32 eight, u32 pair) { return eight / 4 * 32 + pair * 8 + eight % 4 * 2; }
 

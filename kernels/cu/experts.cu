@@ -14,8 +14,8 @@ constexpr u32 EXPERTS_MAX = 512, CHOICES_MAX = 32, NOWHERE = 0xffffffffu;
 // or a share of it.
 constexpr u32 SCORE_WARPS = 16, SCORE_ROWS = 8, SCORE_UNROLL = 8;
 
-// n_groups: groups of neighbouring experts, of which a row may have those of groups_per_token; 0: any. scaling: the factor
-// of all weights.
+// n_groups: the number of groups of neighbouring experts; 0: there are no groups. groups_per_token: the number of groups
+// whose experts a row may have. scaling: all weights are multiplied by it.
 struct RouterShape { u32 n_rows, k, n_experts, per_token, is_normalized, n_groups, groups_per_token; float scaling; };
 
 // The first call of a block waits for the previous kernel, which does not write the router, after it has
@@ -50,7 +50,7 @@ __device__ __forceinline__ void score(float (&sum)[4], const bf16* router, const
     }
 }
 
-// Keys have the order of the numbers. 0: taken, or no expert.
+// Greater numbers have greater keys. The key 0 means that the expert is taken, or that there is none.
 __device__ __forceinline__ u32 key_of(float number) {
     u32 bits = __float_as_uint(number);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -60,13 +60,13 @@ __device__ __forceinline__ float number_of(u32 key) { return __uint_as_float(key
 // The first lane with the greatest key.
 __device__ __forceinline__ u32 lane_of(u32 key, u32 greatest) { return __ffs(__ballot_sync(FULL_WARP, key == greatest)) - 1; }
 
-// Takes the experts of all groups but the best ones, the first of equal ones. A group's score is that of its best
-// expert, or the sum of its two best.
+// Keeps the experts of the groups with the greatest scores, and sets the keys of all others to 0. If scores are equal,
+// the first group is kept. A group's score is that of its best expert, or the sum of its two best.
 template <u32 LANE_EXPERTS>
 __device__ __forceinline__ void keep_groups(u32 (&keys)[LANE_EXPERTS], bool adds_two, const RouterShape& shape) {
     u32 lane = threadIdx.x % 32, size = shape.n_experts / shape.n_groups, of_group = 0, kept = 0;
     for (u32 group = 0; group < shape.n_groups; group++) {
-        u32 first = 0, second = 0;  // of this lane's experts
+        u32 first = 0, second = 0;  // the two greatest keys among this lane's experts
 #pragma unroll
         for (u32 j = 0; j < LANE_EXPERTS; j++) {
             if ((lane + 32 * j) / size != group) continue;

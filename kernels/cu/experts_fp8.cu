@@ -54,7 +54,7 @@ struct UnitEights {
 
     Eight of[UNROLL][2];
     const bf16* rows[2];
-    const float* scales;  // of the rows of the lane: even lanes have those of the first half
+    const float* scales;  // scales of blocks: even lanes have those of the unit's first half, odd lanes of the second
     float scale;          // lane 2i + half: that of group i of this turn
 
     template <typename Units>

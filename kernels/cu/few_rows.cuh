@@ -22,7 +22,7 @@ struct RowScales {
 };
 
 // Defined by each file: one thread issues the loads of all tiles, and each group of four warps sums 64 rows
-// of w. If `scales` is not empty, the partial sums are multiplied by it.
+// of w. The partial sums are multiplied by `scales`, if there are scales.
 template <u32 ROWS, u32 STAGES, u32 COLUMNS>
 __device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, const Steps<COLUMNS>& steps, const Halves<UNIT>& rows);
 template <u32 ROWS, u32 STAGES, typename GroupScales>

@@ -69,8 +69,15 @@ __device__ __forceinline__ float2 turn_of(const float2* turns, u32 position, u32
     return turns[(u64)position * (ROTATED / 2) + pair];
 }
 
+// Rotates the number at `at`, in the first half of a rotated part, and the one at the same place in the second half.
+__device__ __forceinline__ void turn_pair(bf16* to, const bf16* from, u32 at, float2 turn) {
+    float a = widen(from[at]), b = widen(from[ROTATED / 2 + at]);
+    to[at] = narrow(a * turn.x - b * turn.y);
+    to[ROTATED / 2 + at] = narrow(b * turn.x + a * turn.y);
+}
+
 // A block of threads has one token. Norms the latent of q, if there is one. Norms and rotates the latent of the token,
-// and writes it to its page. Numbers that are rotated together have the same place in both halves.
+// and writes it to its page.
 extern "C" __global__ void __launch_bounds__(WRITE_THREADS)
 write_latents(bf16* normed_q, bf16* pages, const bf16* rows, const u32* positions, const u32* slots, const float2* turns,
               const bf16* q_weight, const bf16* kv_weight, WriteShape shape) {
@@ -94,10 +101,7 @@ write_latents(bf16* normed_q, bf16* pages, const bf16* rows, const u32* position
     if (has_eight) store8(to + threadIdx.x * 8, scaled(eight, by, load8(kv_weight + threadIdx.x * 8)));
     u32 pair = threadIdx.x - RANK / 8;
     if (pair >= ROTATED / 2) return;
-    float2 turn = turn_of(turns, positions[blockIdx.x], pair, shape.n_positions);
-    float a = widen(kv[RANK + pair]), b = widen(kv[RANK + ROTATED / 2 + pair]);
-    to[RANK + pair] = narrow(a * turn.x - b * turn.y);
-    to[RANK + ROTATED / 2 + pair] = narrow(b * turn.x + a * turn.y);
+    turn_pair(to, kv, RANK + pair, turn_of(turns, positions[blockIdx.x], pair, shape.n_positions));
 }
 
 // Rotates the rotated part of each head of q, and writes it behind the head's query for latents.
@@ -109,10 +113,7 @@ turn_queries(bf16* queries, const bf16* q, const u32* positions, const float2* t
         u32 head = nth / (ROTATED / 2), pair = nth % (ROTATED / 2);
         const bf16* from = q + (u64)blockIdx.x * stride + head * Q_HEAD + UNROTATED;
         bf16* to = queries + ((u64)blockIdx.x * n_heads + head) * LATENT + RANK;
-        float2 turn = turn_of(turns, position, pair, n_positions);
-        float a = widen(from[pair]), b = widen(from[ROTATED / 2 + pair]);
-        to[pair] = narrow(a * turn.x - b * turn.y);
-        to[ROTATED / 2 + pair] = narrow(b * turn.x + a * turn.y);
+        turn_pair(to, from, pair, turn_of(turns, position, pair, n_positions));
     }
 }
 

@@ -11,6 +11,7 @@ use device::cuda::{Bf16, CudaError};
 use super::check_rows::POISON;
 use super::draw::{Draw, in_8_bits, wide};
 use super::extent::Extent;
+use super::pages::ScatteredPages;
 use super::verdict::{BF16_ERROR, Verdicts};
 
 /// Sequences in scattered pages. Positions without a token are NaN.
@@ -37,25 +38,9 @@ impl Scene {
         (head_dim, n_q_heads, n_kv_heads): (usize, usize, usize),
         lengths: &[usize],
     ) -> Self {
-        let mut draw = Draw::new(seed);
-        let table_stride = lengths.iter().max().unwrap_or(&0).div_ceil(BLOCK_TOKENS) + 1;
-        let n_blocks = lengths.iter().map(|length| length.div_ceil(BLOCK_TOKENS)).sum::<usize>() + 3;
+        let scattered = ScatteredPages::draw(&mut Draw::new(seed), lengths, 2 * n_kv_heads, head_dim);
+        let ScatteredPages { n_blocks, table_stride, tables, mut pages } = scattered;
         let kv = KvPages { n_kv_heads, head_dim, n_blocks, number };
-        let mut free = draw.order(n_blocks);
-        let mut tables = vec![u32::MAX; lengths.len() * table_stride];
-        let mut pages = vec![Bf16(u16::MAX); n_blocks * kv.page_numbers()];
-        for (row, length) in lengths.iter().enumerate() {
-            for block in 0..length.div_ceil(BLOCK_TOKENS) {
-                let at = free.pop().expect("there are enough blocks");
-                tables[row * table_stride + block] = at;
-                let n_tokens = (length - block * BLOCK_TOKENS).min(BLOCK_TOKENS);
-                for head in pages[at as usize * kv.page_numbers()..][..kv.page_numbers()]
-                    .chunks_mut(BLOCK_TOKENS * head_dim)
-                {
-                    head[..n_tokens * head_dim].fill_with(|| Bf16::from(draw.number()));
-                }
-            }
-        }
         if number == KvNumber::Fp8 {
             for number in &mut pages {
                 *number = Bf16::from(f8_to_f32(f32_to_f8(f32::from(*number))));

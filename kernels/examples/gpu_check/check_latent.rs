@@ -11,6 +11,7 @@ use device::cuda::{Bf16, CudaError};
 
 use super::draw::{Draw, wide};
 use super::extent::Extent;
+use super::pages::ScatteredPages;
 use super::verdict::{BF16_ERROR, Verdicts};
 
 const NAN: Bf16 = Bf16(0x7fc0);
@@ -53,22 +54,8 @@ struct Scene {
 
 impl Scene {
     fn new(n_heads: usize, lengths: &[usize]) -> Self {
-        let mut draw = Draw::new(n_heads as u64);
-        let blocks = |length: usize| length.div_ceil(BLOCK_TOKENS);
-        let table_stride = lengths.iter().copied().map(blocks).max().unwrap_or(0) + 1;
-        let n_blocks = lengths.iter().copied().map(blocks).sum::<usize>() + 3;
-        let mut free = draw.order(n_blocks);
-        let mut tables = vec![u32::MAX; lengths.len() * table_stride];
-        let mut pages = vec![NAN; n_blocks * BLOCK_TOKENS * LATENT_WIDTH];
-        for (row, length) in lengths.iter().copied().enumerate() {
-            for block in 0..blocks(length) {
-                let at = free.pop().expect("there are enough blocks");
-                tables[row * table_stride + block] = at;
-                let n_tokens = (length - block * BLOCK_TOKENS).min(BLOCK_TOKENS);
-                let from = at as usize * BLOCK_TOKENS * LATENT_WIDTH;
-                pages[from..from + n_tokens * LATENT_WIDTH].fill_with(|| Bf16::from(draw.number()));
-            }
-        }
+        let scattered = ScatteredPages::draw(&mut Draw::new(n_heads as u64), lengths, 1, LATENT_WIDTH);
+        let ScatteredPages { n_blocks, table_stride, tables, pages } = scattered;
         let scale = 2.0 / (LATENT_WIDTH as f32).sqrt();
         Self { n_heads, n_blocks, lengths: lengths.to_vec(), table_stride, tables, pages, scale }
     }
@@ -327,7 +314,7 @@ fn products(
     Ok(())
 }
 
-/// Norms numbers of which the last ones are padding.
+/// Computes the norm of a row. Only its first `width` numbers count; the others are zeroes.
 fn normed(numbers: &[f64], weight: &[f64], width: usize) -> Vec<f64> {
     let by = (dot(numbers, numbers) / width as f64 + f64::from(EPSILON)).sqrt().recip();
     numbers.iter().zip(weight).map(|(number, weight)| number * by * weight).collect()

@@ -44,7 +44,7 @@ impl Rule {
     pub(crate) fn draw(card: &ComputeCard, case: RuleCase, n_experts: usize) -> Result<Self, CudaError> {
         let mut draw = Draw::new(n_experts as u64);
         let mut correction: Vec<f32> = (0..n_experts).map(|_| draw.number()).collect();
-        // As the scores: the last expert equals the first.
+        // The first and the last expert have equal scores, and must have equal corrections.
         correction[n_experts - 1] = correction[0];
         let there = card.upload(&correction)?;
         Ok(Self { case, correction, there })
@@ -66,7 +66,7 @@ impl Rule {
         let scores: Vec<f64> = products.iter().map(score).collect();
         let corrected = scores.iter().zip(&self.correction).map(|(score, more)| score + f64::from(*more));
         let ranks = if self.case.is_corrected { corrected.collect() } else { scores.clone() };
-        // Exponentials are as far apart as products, relative to their size.
+        // The relative difference of two exponentials is the difference of their products.
         let near = |rank: f64| if self.case.is_corrected { NEAR } else { NEAR * rank };
         let mut is_certain = true;
         let mut best = |ranks: &[f64], of: Vec<usize>, n: usize| {

@@ -4,6 +4,7 @@
 #![allow(clippy::print_stdout)]
 
 mod draw;
+mod pages;
 mod extent;
 mod verdict;
 mod rotation;

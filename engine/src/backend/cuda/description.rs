@@ -70,27 +70,29 @@ fn is_in_fp8(formats: &[LayerFormats]) -> bool {
     formats.iter().any(|layer| layer.has_fp8())
 }
 
-/// Rejects formats that kernels of latent attention do not read. `source` is the checkpoint, if there is one.
-fn check_latents(
-    config: &ModelConfig,
-    settings: &CudaSettings,
-    source: Option<&dyn TensorSource>,
-) -> Result<(), OpenError> {
-    let is_fp8 = |name: &String| source.is_some_and(|source| source.fp8_format(name).is_some());
-    let in_fp8 = tensors::tensors(config).into_iter().map(|tensor| tensor.name).find(is_fp8);
-    let wrong = match (settings.kv_dtype, settings.quantize, in_fp8) {
-        (KvDtype::Bf16, Quantize::No, None) => return Ok(()),
-        (KvDtype::Bf16, Quantize::No, Some(tensor)) => {
-            format!("{tensor} is in fp8, and fp8 is not implemented on a GPU for latent attention")
-        }
-        (KvDtype::Bf16, ..) => {
+/// Rejects settings of formats that kernels of latent attention do not read.
+fn check_latent_settings(settings: &CudaSettings) -> Result<(), OpenError> {
+    let wrong = match (settings.kv_dtype, settings.quantize) {
+        (KvDtype::Bf16, Quantize::No) => return Ok(()),
+        (KvDtype::Bf16, _) => {
             "fp8 is not implemented on a GPU for latent attention: set model.quantize = \"no\"".to_owned()
         }
-        (kv_dtype, ..) => {
+        (kv_dtype, _) => {
             format!("KV in {kv_dtype} is not implemented on a GPU for latent attention: bf16 is")
         }
     };
     Err(OpenError::CudaModel(wrong))
+}
+
+/// Rejects a checkpoint in FP8 of a model with latent attention.
+fn check_latent_weights(config: &ModelConfig, source: &dyn TensorSource) -> Result<(), OpenError> {
+    let mut names = tensors::tensors(config).into_iter().map(|tensor| tensor.name);
+    match names.find(|name| source.fp8_format(name).is_some()) {
+        None => Ok(()),
+        Some(tensor) => Err(OpenError::CudaModel(format!(
+            "{tensor} is in fp8, and fp8 is not implemented on a GPU for latent attention"
+        ))),
+    }
 }
 
 impl ModelDescription {
@@ -111,7 +113,7 @@ impl ModelDescription {
         let stages = settings.stages.over(config.n_layers as u16).map_err(LoadError::Stages)?;
         let latent = LatentHeads::of(config)?;
         if latent.is_some() {
-            check_latents(config, settings, None)?;
+            check_latent_settings(settings)?;
         }
         let heads = match &latent {
             Some(latent) => latent.values(),
@@ -135,7 +137,7 @@ impl ModelDescription {
                 let checkpoint = Checkpoint::open(folder.path())?;
                 tensors::check_all_read(config, &checkpoint)?;
                 if latent.is_some() {
-                    check_latents(config, settings, Some(&checkpoint))?;
+                    check_latent_weights(config, &checkpoint)?;
                 }
                 LayerFormats::of_layers(
                     config.n_layers,

@@ -1,6 +1,7 @@
 //! The products of a layer of experts: units of few rows, or tiles of many rows.
 
 use super::expert_space::{ExpertSpace, ExpertsForm};
+use super::experts_fp8::not_widened;
 use super::many_rows::{self, MatrixTiles};
 use super::{
     Bf16, ComputeCard, CudaError, Fp8Rows, Fp8Scales, GRID_SIDE_MAX, QuantizedRows, View, WeightMatrix,
@@ -198,13 +199,7 @@ impl ComputeCard {
         n_rows: usize,
     ) -> Result<(), CudaError> {
         let ExpertProduct { x, y, n, k, y_width, .. } = *product;
-        let Some(quantized) = &space.quantized else {
-            return ensure(
-                kernel,
-                false,
-                "experts in FP8 that were not widened, and rows that are not rounded",
-            );
-        };
+        let Some(quantized) = &space.quantized else { return not_widened() };
         let (n_places, width) = (space.sizes.n_places(n_rows), Fp8Rows::width(k));
         let shape = GroupedEightsShape {
             tiles: grouped_shape(kernel, product, width, space)?,

@@ -87,7 +87,6 @@ pub(super) struct Places {
     places: u64,
 }
 
-/// The fields of Places in experts.cu, in the same order.
 /// The fields of PlacesShape in experts.cu, in the same order.
 #[repr(C)]
 pub(super) struct PlacesShape {

@@ -157,17 +157,15 @@ impl ComputeCard {
         }
         self.choose_experts(layer, x, space, n_rows)?;
         let is_fp8 = layer.gate_up.fp8_scales().is_some();
-        match (form, is_fp8) {
-            (ExpertsForm::Units, false) => self.place_choices(form, space, n_rows)?,
-            (ExpertsForm::Units, true) => self.place_and_order(x, space)?,
-            (ExpertsForm::Tiles, false) => {
-                self.place_choices(form, space, n_rows)?;
-                self.gather_choices(x, space)?;
-            }
-            (ExpertsForm::Tiles, true) => {
-                self.place_choices(form, space, n_rows)?;
-                self.quantize_choices(x, space)?;
-            }
+        if form == ExpertsForm::Units && is_fp8 {
+            self.place_and_order(x, space)?;
+        } else {
+            self.place_choices(form, space, n_rows)?;
+        }
+        match form {
+            ExpertsForm::Units => {}
+            ExpertsForm::Tiles if is_fp8 => self.quantize_choices(x, space)?,
+            ExpertsForm::Tiles => self.gather_choices(x, space)?,
         }
         let is_in_place = form == ExpertsForm::Units && !is_fp8;
         let product = ExpertProduct {

@@ -140,6 +140,6 @@ impl ComputeCard {
     }
 }
 
-fn not_widened<T>() -> Result<T, CudaError> {
+pub(super) fn not_widened<T>() -> Result<T, CudaError> {
     Err(CudaError::Argument { kernel: "experts_fp8", wrong: "experts in FP8 that were not widened" })
 }

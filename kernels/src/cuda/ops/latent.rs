@@ -317,21 +317,9 @@ impl ComputeCard {
         }
         let shape = attention.shape(kernel, table_stride, chunk_tokens, rows_of_table)?;
         let blocks = (n_chunks, attention.n_heads.div_ceil(form.n_queries), n_rows);
-        let LatentAttention { out, q, pages, tables, .. } = &attention;
-        launch!(
-            self,
-            kernel,
-            Grid::of(blocks, form.threads, form.shared_bytes()),
-            &out.address(),
-            &parts.address(),
-            &part_sums.address(),
-            &q.address(),
-            &pages.address(),
-            &tables.address(),
-            &lengths.address(),
-            &0_u64,
-            &shape
-        )?;
+        let config = Grid::of(blocks, form.threads, form.shared_bytes());
+        let of_rows = [parts.address(), part_sums.address(), lengths.address(), 0];
+        self.launch_latents(kernel, config, &attention, of_rows, &shape)?;
         if n_chunks == 1 {
             return Ok(());
         }
@@ -339,7 +327,7 @@ impl ComputeCard {
             self,
             "merge_latents",
             grid(attention.n_heads, n_rows, MERGE_THREADS),
-            &out.address(),
+            &attention.out.address(),
             &parts.address(),
             &part_sums.address(),
             &lengths.address(),
@@ -360,6 +348,7 @@ impl ComputeCard {
         let form = self.latent_form(usize::MAX);
         let kernel = form.kernel;
         let n_rows = attention.check(self, kernel)?;
+        self.check_places(kernel, &[], &[&on_card])?;
         ensure(kernel, on_card.len() == sequences.len(), "other sequences on the GPU")?;
         if sequences.is_empty() {
             return Ok(());
@@ -376,21 +365,35 @@ impl ComputeCard {
         let n_queries = sequences.iter().map(|sequence| sequence.n_queries).max().unwrap_or(0);
         let n_tiles = (n_queries * attention.n_heads).div_ceil(form.n_queries);
         ensure(kernel, n_tiles.max(sequences.len()) <= GRID_SIDE_MAX, "too many queries or sequences")?;
-        let blocks = (1, n_tiles, sequences.len());
-        let LatentAttention { out, q, pages, tables, .. } = &attention;
+        let config = Grid::of((1, n_tiles, sequences.len()), form.threads, form.shared_bytes());
+        self.launch_latents(kernel, config, &attention, [0, 0, 0, on_card.address()], &shape)
+    }
+
+    /// `addresses` are those of parts, of their sums, of lengths, and of sequences. A null address tells the kernel that
+    /// there are none.
+    fn launch_latents(
+        &self,
+        kernel: &'static str,
+        config: Grid,
+        attention: &LatentAttention<'_>,
+        addresses: [u64; 4],
+        shape: &LatentShape,
+    ) -> Result<(), CudaError> {
+        let LatentAttention { out, q, pages, tables, .. } = attention;
+        let [parts, part_sums, lengths, sequences] = &addresses;
         launch!(
             self,
             kernel,
-            Grid::of(blocks, form.threads, form.shared_bytes()),
+            config,
             &out.address(),
-            &0_u64,
-            &0_u64,
+            parts,
+            part_sums,
             &q.address(),
             &pages.address(),
             &tables.address(),
-            &0_u64,
-            &on_card.address(),
-            &shape
+            lengths,
+            sequences,
+            shape
         )
     }
 }

@@ -43,7 +43,7 @@ impl Loader<'_> {
         attention: &str,
         latent: LatentHeads,
     ) -> Result<Linear, OpenError> {
-        let (hidden, sizes) = (self.sizes.hidden, self.latent_sizes(latent));
+        let (hidden, sizes) = (self.sizes.hidden, self.latent_sizes());
         let (n_rows, offset) = (sizes.first_width(), sizes.first_of_latent());
         let mut filling = Filling::new(n_rows, hidden);
         let mut biases = vec![0.0; n_rows];
@@ -84,7 +84,7 @@ impl Loader<'_> {
         attention: &str,
         latent: LatentHeads,
     ) -> Result<LatentWeights, OpenError> {
-        let sizes = self.latent_sizes(latent);
+        let sizes = self.latent_sizes();
         let q = match latent.shape.q_rank {
             None => None,
             Some(rank) => {
@@ -120,8 +120,8 @@ impl Loader<'_> {
         Ok(LatentWeights { q, kv_norm, keys: self.filled(&keys)?, values: self.filled(&values)? })
     }
 
-    fn latent_sizes(&self, latent: LatentHeads) -> LatentSizes {
-        latent.sizes(self.config.n_heads, self.sizes.share)
+    fn latent_sizes(&self) -> LatentSizes {
+        self.sizes.latent.expect("a model with latent attention has its sizes")
     }
 
     /// Puts the rank's heads of q into the first rows of a matrix.
