@@ -107,10 +107,12 @@ impl Reader {
         }
     }
 
-    /// Returns the next event for the stream. The first event is the load.
+    /// Returns the next event for the stream. The first event is the load, or that the node drains: a load as the first
+    /// event means that the node accepts work.
     async fn next_event(&mut self) -> Event {
-        let Some(sent) = self.load_sent else { return self.load() };
+        let load_sent = self.load_sent;
         let worker = async {
+            let sent = load_sent?;
             match &mut self.worker {
                 Some(worker) => worker.next(sent).await,
                 None => {

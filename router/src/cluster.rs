@@ -416,7 +416,7 @@ impl Cluster {
             let followed = self.follow_status(&info, &client, &mut mirror, &mut pause).await;
             mirror.forget();
             match followed {
-                Ok(()) => self.unreachable(&info),
+                Ok(()) => self.stream_ended(&info),
                 Err(gap) => {
                     warn!(node = %info.id, %gap, "block events from the node have a gap, asking for all blocks")
                 }
@@ -455,9 +455,9 @@ impl Cluster {
         self.shared.reported.notify_one();
     }
 
-    fn unreachable(&self, info: &NodeInfo) {
+    fn stream_ended(&self, info: &NodeInfo) {
         let mut members = self.members();
-        if members.unreachable(info) {
+        if members.stream_ended(info) {
             self.decide(&mut members);
         }
     }

@@ -355,6 +355,35 @@ async fn a_new_life_replaces_the_old_one() {
     test_cluster.state("d", &NodeState::Ready).await;
 }
 
+/// A node changes its role, and back, while this router hears nothing from the registry: it learns from the next status
+/// stream that the node accepts work again.
+#[tokio::test(start_paused = true)]
+async fn a_drain_ends_with_a_new_stream_that_begins_with_a_load() {
+    let test_cluster = test_cluster().await;
+    let fake_node = FakeNode::new("d", Role::Decode, &[FakeResponse::Serve]);
+    let _running = fake_node.start(&test_cluster.world, &test_cluster.gate).await;
+    let _announcement = test_cluster.registry.announce(fake_node.info.clone()).await.expect("announced");
+    test_cluster.state("d", &NodeState::Ready).await;
+    let (cluster, info) = (&test_cluster.cluster, &fake_node.info);
+    let load = || cluster.update(info, NodeReport::Load(NodeLoad::default()));
+    let drains = || cluster.update(info, NodeReport::Draining);
+    let state = || cluster.everyone()[0].1.clone();
+
+    drains();
+    load();
+    assert_eq!(state(), NodeState::Draining, "the node drains, and reports its load meanwhile");
+    cluster.stream_ended(info);
+    assert_eq!(state(), NodeState::Draining, "the node may be gone");
+    drains();
+    load();
+    assert_eq!(state(), NodeState::Draining, "the new stream begins with the drain, which goes on");
+    cluster.stream_ended(info);
+    cluster.stream_ended(info);
+    load();
+    assert_eq!(state(), NodeState::Ready, "the new stream begins with a load");
+    assert_eq!(cluster.ready(), Ok(()));
+}
+
 /// Block events are lost: the node stays usable, and the router requests a snapshot of its cached blocks.
 #[tokio::test(start_paused = true)]
 async fn lost_block_events_bring_a_snapshot_and_cost_no_node() {
