@@ -145,7 +145,8 @@ run_test() {
         cargo test --workspace --exclude baton-tests --no-fail-fast
         cargo test --package baton-tests --features baton-tests/mutations --no-fail-fast -- --test-threads=1
     fi
-    cargo test --workspace --doc --quiet
+    # With the same features, for the same build.
+    cargo test --workspace --features baton-tests/mutations --doc --quiet
 }
 
 # Compares the declarations of libibverbs with rdma-core's headers, and tests the rdma connector alone and between whole

@@ -21,10 +21,9 @@ put() {
     done
 }
 
-# The executable of an integration test. The whole workspace is built, so that its dependencies are shared with the
-# other tests.
+# The executable of an integration test. It is built like the other tests in test.sh, so that both share one build.
 test_called() {
-    cargo test --quiet --workspace --test "$1" --no-run --message-format=json \
+    cargo test --quiet --workspace --features baton-tests/mutations --test "$1" --no-run --message-format=json \
         | grep -o '"executable":"[^"]*/'"$1"'-[^"]*"' | tail -1 | cut -d'"' -f4
 }
 
@@ -45,7 +44,7 @@ for part in "${parts[@]}"; do
         conformance) put wire "$(test_called rdma)" conformance ;;
         walk)
             vm=walk
-            cargo build --quiet --package baton
+            cargo build --quiet --package baton --features gguf
             put walk "${CARGO_TARGET_DIR:-$PWD/target}/debug/baton" baton
             put walk "$(test_called rdma_walk)" walk
             # Its models, where the test looks for them.

@@ -406,8 +406,9 @@ impl Pair {
     pub async fn transfer(&self, n_tokens: u32, sequence: u64) {
         let from = self.prefill.computed(n_tokens, sequence);
         let (landing, arrival) = self.land(n_tokens);
-        let (delivered, arrived) = tokio::join!(self.deliver(&landing, &from), arrival.settle());
-        delivered.expect("delivered");
+        // A failed delivery ends the test at once, not when the landing expires.
+        let delivered = async { self.deliver(&landing, &from).await.expect("delivered") };
+        let ((), arrived) = tokio::join!(delivered, arrival.settle());
         self.check(&arrived.expect("arrived"), n_tokens, sequence);
     }
 
