@@ -16,7 +16,8 @@ const SLOWER: u32 = 5;
 fn ports() -> [String; 2] {
     let named = std::env::var("TEST_RDMA_PORTS").expect("tests/rdma-vm names the ports in TEST_RDMA_PORTS");
     // Logs the running case, and why a stream has ended, because a VM shows nothing else.
-    let logged = "warn,baton_kv_transfer::conformance=info,baton_kv_transfer::connectors::link=info";
+    let logged =
+        "warn,baton_kv_transfer::conformance=info,baton_kv_transfer::connectors::link::receiver=info";
     let cases = tracing_subscriber::fmt().with_env_filter(logged);
     let _ = cases.without_time().with_ansi(false).with_writer(std::io::stderr).try_init();
     expect_slowness(SLOWER);

@@ -1,6 +1,7 @@
 //! Selects the RDMA port, and its address, for KV.
 
 use std::fmt;
+use std::net::Ipv6Addr;
 use std::path::{Path, PathBuf};
 
 use device::verbs::Device;
@@ -93,9 +94,15 @@ pub fn is_up(port: &Path) -> bool {
 pub fn best_gid(port: &Path) -> Option<Gid> {
     let mut all: Vec<Gid> = folders(&port.join("gids")).iter().filter_map(|path| gid(port, path)).collect();
     all.sort_by_key(|gid| gid.index);
-    let routable = |gid: &&Gid| gid.kind == "RoCE v2" && gid.text.contains(":ffff:");
     let second = |gid: &&Gid| gid.kind == "RoCE v2";
+    let routable = |gid: &&Gid| second(gid) && is_ipv4(&gid.text);
     all.iter().find(routable).or_else(|| all.iter().find(second)).or_else(|| all.first()).cloned()
+}
+
+/// Returns whether a GID is an IPv4 address. Link-local GIDs have the device's hardware address in them, which can
+/// contain any group of digits.
+fn is_ipv4(gid: &str) -> bool {
+    gid.parse::<Ipv6Addr>().is_ok_and(|gid| gid.to_ipv4_mapped().is_some())
 }
 
 fn gid(port: &Path, path: &Path) -> Option<Gid> {
@@ -173,6 +180,8 @@ mod tests {
             put(&port, "state", state);
             put(&port, "gids/0", "fe80:0000:0000:0000:0000:0000:0000:0001");
             put(&port, "gid_attrs/types/0", "IB/RoCE v1");
+            put(&port, "gids/1", "fe80:0000:0000:0000:0211:22ff:fe33:4455");
+            put(&port, "gid_attrs/types/1", "RoCE v2");
             put(&port, "gids/2", "0000:0000:0000:0000:0000:0000:0000:0000");
             put(&port, "gids/10", "0000:0000:0000:0000:0000:ffff:0a00:0001");
             put(&port, "gid_attrs/types/10", "RoCE v2");
@@ -201,6 +210,19 @@ mod tests {
         ] {
             let error = found(devices.path(), wanted).expect_err("there is none");
             assert!(error.contains(expected), "{wanted}: {error}");
+        }
+    }
+
+    #[test]
+    fn only_an_ipv4_address_is_one() {
+        for (gid, expected) in [
+            ("0000:0000:0000:0000:0000:ffff:0a00:0001", true),
+            // The third byte of this hardware address is ff.
+            ("fe80:0000:0000:0000:0211:ffff:fe33:4455", false),
+            ("2001:0db8:0000:0000:0000:ffff:0a00:0001", false),
+            ("", false),
+        ] {
+            assert_eq!(is_ipv4(gid), expected, "{gid}");
         }
     }
 
