@@ -12,6 +12,7 @@ use types::{Grammar, GrammarKind};
 
 use crate::error::GrammarError;
 use crate::limits::{limited, plain};
+use crate::parts::Parts;
 use crate::sources;
 
 /// The most schemas that are compiled to find the place of an error.
@@ -91,14 +92,12 @@ fn parts_of<'a>(name: &str, value: &'a Value) -> Vec<(String, &'a Value)> {
     let of_map = |map: &'a Map<String, Value>| {
         map.iter().map(|(key, part)| (format!("/{name}/{}", escaped(key)), part)).collect()
     };
-    match (name, value) {
-        ("properties" | "patternProperties" | "$defs" | "definitions", Value::Object(map)) => of_map(map),
-        ("allOf" | "anyOf" | "oneOf" | "prefixItems", Value::Array(list)) => {
+    match (Parts::under(name), value) {
+        (Some(Parts::Map), Value::Object(map)) => of_map(map),
+        (Some(Parts::List), Value::Array(list)) => {
             list.iter().enumerate().map(|(nth, part)| (format!("/{name}/{nth}"), part)).collect()
         }
-        ("items" | "additionalItems" | "additionalProperties", Value::Object(_)) => {
-            vec![(format!("/{name}"), value)]
-        }
+        (Some(Parts::One), Value::Object(_)) => vec![(format!("/{name}"), value)],
         _ => Vec::new(),
     }
 }

@@ -6,6 +6,7 @@ use serde_json::Value;
 use types::{Grammar, GrammarKind, TokenId};
 
 use crate::error::GrammarError;
+use crate::formats;
 use crate::limits::check_length;
 
 /// White space between two tokens of JSON: a space, or a line break with indentation. Without an end a model could write
@@ -82,7 +83,7 @@ pub(crate) fn of_schema(schema: Value) -> Result<TopLevelGrammar, GrammarError> 
     with_options(schema).map(TopLevelGrammar::from_json_schema)
 }
 
-/// Adds the options of compilation to a schema.
+/// Adds the options of compilation to a schema, and the formats that llguidance enforces in part.
 fn with_options(schema: Value) -> Result<Value, GrammarError> {
     let wrong = |reason: &str| GrammarError::Schema { place: String::new(), reason: reason.to_owned() };
     let mut schema = match schema {
@@ -99,5 +100,6 @@ fn with_options(schema: Value) -> Result<Value, GrammarError> {
         ..JsonCompileOptions::default()
     };
     options.apply_to(&mut schema);
+    formats::enforce(&mut schema);
     Ok(schema)
 }

@@ -51,6 +51,28 @@ fn an_answer_follows_its_grammar() {
 }
 
 #[test]
+fn a_format_is_enforced_beside_other_rules_and_in_schemas_only() {
+    for (schema, allowed, forbidden) in [
+        (r#"{"type":"string","format":"date","pattern":"^2"}"#, r#""2024-02-29""#, r#""1996-02-29""#),
+        (r#"{"type":"string","format":"date","pattern":"^2"}"#, r#""2000-02-29""#, r#""2023-02-29""#),
+        (r#"{"type":"string","format":"hostname","maxLength":3}"#, r#""a.b""#, r#""a.bc""#),
+        (r#"{"type":"string","format":"hostname","maxLength":900}"#, r#""a--b""#, r#""ab--c""#),
+        (r#"{"format":"time"}"#, "12", r#""12:59:60Z""#),
+        (r#"{"properties":{"format":{"const":"date"}}}"#, r#"{"format":"date"}"#, r#"{"format":"time"}"#),
+        (r#"{"const":{"format":"date"}}"#, r#"{"format":"date"}"#, r#"{"format":"2024-01-01"}"#),
+        (
+            r##"{"$ref":"#/$defs/day","$defs":{"day":{"type":"string","format":"date"}}}"##,
+            r#""2000-02-29""#,
+            r#""1900-02-29""#,
+        ),
+    ] {
+        let constraint = constraint(&sources::json_schema(schema));
+        assert!(allows(&constraint, allowed), "{schema} {allowed}");
+        assert!(!allows(&constraint, forbidden), "{schema} {forbidden}");
+    }
+}
+
+#[test]
 fn a_grammar_names_special_tokens_by_their_ids() {
     let mut words: Vec<Vec<u8>> = (0..=u8::MAX).map(|byte| vec![byte]).collect();
     words.resize(300, Vec::new());
