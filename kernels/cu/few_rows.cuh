@@ -21,8 +21,8 @@ struct RowScales {
     __device__ __forceinline__ Nothing of_group(const Ending&, u32, const ProductShape&) const { return {}; }
 };
 
-// Defined by each file: one thread issues the loads of all tiles, and each group of four warps sums 64 rows
-// of w. The partial sums are multiplied by `scales`, if there are scales.
+// Each file defines these two functions. In `bring_tiles`, one thread loads all tiles. In `sum_up`, each group of four
+// warps computes the sums of 64 rows of w. Only few_rows_blocks.cu uses `scales`: it multiplies the partial sums by them.
 template <u32 ROWS, u32 STAGES, u32 COLUMNS>
 __device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, const Steps<COLUMNS>& steps, const Halves<UNIT>& rows);
 template <u32 ROWS, u32 STAGES, typename GroupScales>

@@ -415,8 +415,9 @@ impl Cluster {
         loop {
             let followed = self.follow_status(&info, &client, &mut mirror, &mut pause).await;
             mirror.forget();
+            self.members().stream_ended(&info);
             match followed {
-                Ok(()) => self.stream_ended(&info),
+                Ok(()) => self.unreachable(&info),
                 Err(gap) => {
                     warn!(node = %info.id, %gap, "block events from the node have a gap, asking for all blocks")
                 }
@@ -455,9 +456,9 @@ impl Cluster {
         self.shared.reported.notify_one();
     }
 
-    fn stream_ended(&self, info: &NodeInfo) {
+    fn unreachable(&self, info: &NodeInfo) {
         let mut members = self.members();
-        if members.stream_ended(info) {
+        if members.unreachable(info) {
             self.decide(&mut members);
         }
     }

@@ -161,9 +161,9 @@ pub(super) struct Member {
     fingerprint: FingerprintDigest,
     /// The state of the node's status stream.
     link: NodeState,
-    /// Whether the stream in which the node reported its drain has ended. If the next stream begins with a load, the
-    /// node accepts work again: it has changed its role, and back, and the router has missed that.
-    drain_stream_ended: bool,
+    /// Whether the node has sent no report in its current status stream. If the first one is a load, the node accepts
+    /// work, even if it drained before: it has changed its role, and back, and the router has missed that.
+    stream_is_new: bool,
     /// The reason why the node is refused, independent of other nodes.
     refusal: Option<String>,
     /// Whether the node has failed since its last report.
@@ -194,7 +194,7 @@ impl Member {
             info,
             node,
             link: NodeState::Connecting,
-            drain_stream_ended: false,
+            stream_is_new: true,
             refusal,
             is_suspect: false,
             is_old: false,
@@ -366,23 +366,28 @@ impl Members {
             NodeReport::Load(load) => {
                 member.node.report(load, now);
                 member.is_suspect = false;
-                if member.link != NodeState::Draining || member.drain_stream_ended {
+                if member.link != NodeState::Draining || member.stream_is_new {
                     member.link = NodeState::Ready;
                 }
             }
             NodeReport::Draining => member.link = NodeState::Draining,
         }
-        member.drain_stream_ended = false;
+        member.stream_is_new = false;
         member.link != before
     }
 
-    /// Applies the end of a node's status stream. Returns true if the node was usable before.
-    pub(super) fn stream_ended(&mut self, info: &NodeInfo) -> bool {
-        let Some(member) = self.life_of(info) else { return false };
-        member.drain_stream_ended = member.link == NodeState::Draining;
-        if member.link != NodeState::Ready {
-            return false;
+    /// Notes that a node's status stream has ended, for any reason.
+    pub(super) fn stream_ended(&mut self, info: &NodeInfo) {
+        if let Some(member) = self.life_of(info) {
+            member.stream_is_new = true;
         }
+    }
+
+    /// Marks a node as unreachable. Returns true if the node was usable before.
+    pub(super) fn unreachable(&mut self, info: &NodeInfo) -> bool {
+        let Some(member) = self.life_of(info).filter(|member| member.link == NodeState::Ready) else {
+            return false;
+        };
         warn!(node = %info.id, "status stream from node lost");
         member.link = NodeState::Unreachable;
         true

@@ -120,8 +120,7 @@ async fn a_node_is_usable_once_it_has_spoken_and_until_it_falls_silent() {
 async fn another_protocol_or_another_model_under_the_same_name_is_refused() {
     let test_cluster = test_cluster().await;
     let first = FakeNode::new("a", Role::Decode, &[FakeResponse::Serve]);
-    let _running = first.start(&test_cluster.world, &test_cluster.gate).await;
-    let _first = test_cluster.registry.announce(first.info.clone()).await.expect("announced");
+    let _serving = announced(&test_cluster, &[&first]).await;
     test_cluster.state("a", &NodeState::Ready).await;
     let old = NodeInfo { protocol: ProtocolRange { min: 0, max: 0 }, ..info("b", Role::Decode) };
     let _old = test_cluster.registry.announce(old).await.expect("announced");
@@ -344,8 +343,7 @@ async fn a_sequence_may_be_as_long_as_the_least_of_the_nodes_allows() {
 async fn a_new_life_replaces_the_old_one() {
     let test_cluster = test_cluster().await;
     let fake_node = FakeNode::new("d", Role::Decode, &[FakeResponse::Serve]);
-    let _running = fake_node.start(&test_cluster.world, &test_cluster.gate).await;
-    let _first = test_cluster.registry.announce(fake_node.info.clone()).await.expect("announced");
+    let _serving = announced(&test_cluster, &[&fake_node]).await;
     test_cluster.state("d", &NodeState::Ready).await;
     let again = NodeInfo { epoch: Epoch(u64::MAX), ..fake_node.info.clone() };
     let _second = test_cluster.registry.announce(again).await.expect("announced");
@@ -361,24 +359,24 @@ async fn a_new_life_replaces_the_old_one() {
 async fn a_drain_ends_with_a_new_stream_that_begins_with_a_load() {
     let test_cluster = test_cluster().await;
     let fake_node = FakeNode::new("d", Role::Decode, &[FakeResponse::Serve]);
-    let _running = fake_node.start(&test_cluster.world, &test_cluster.gate).await;
-    let _announcement = test_cluster.registry.announce(fake_node.info.clone()).await.expect("announced");
+    let _serving = announced(&test_cluster, &[&fake_node]).await;
     test_cluster.state("d", &NodeState::Ready).await;
     let (cluster, info) = (&test_cluster.cluster, &fake_node.info);
     let load = || cluster.update(info, NodeReport::Load(NodeLoad::default()));
     let drains = || cluster.update(info, NodeReport::Draining);
+    let stream_ends = || cluster.members().stream_ended(info);
     let state = || cluster.everyone()[0].1.clone();
 
     drains();
     load();
     assert_eq!(state(), NodeState::Draining, "the node drains, and reports its load meanwhile");
-    cluster.stream_ended(info);
+    stream_ends();
     assert_eq!(state(), NodeState::Draining, "the node may be gone");
     drains();
     load();
     assert_eq!(state(), NodeState::Draining, "the new stream begins with the drain, which goes on");
-    cluster.stream_ended(info);
-    cluster.stream_ended(info);
+    stream_ends();
+    stream_ends();
     load();
     assert_eq!(state(), NodeState::Ready, "the new stream begins with a load");
     assert_eq!(cluster.ready(), Ok(()));
@@ -399,8 +397,7 @@ async fn lost_block_events_bring_a_snapshot_and_cost_no_node() {
     };
     let told = told.into_iter().map(complete).collect();
     let fake_node = FakeNode::new("d", Role::Decode, &[FakeResponse::Serve]).telling(told);
-    let _announcement = test_cluster.registry.announce(fake_node.info.clone()).await.expect("announced");
-    let _running = fake_node.start(&test_cluster.world, &test_cluster.gate).await;
+    let _serving = announced(&test_cluster, &[&fake_node]).await;
     test_cluster.state("d", &NodeState::Ready).await;
     let cache = test_cluster.cluster.cache(&fake_node.info.id).expect("a member");
     let wait = async {
