@@ -301,7 +301,7 @@ An answer may have one grammar: a JSON schema, a regular expression for the whol
 
 A grammar that cannot be enforced is refused with a 400 that names the place: `response_format: at /properties/tags: Unimplemented keys: [\"uniqueItems\"]`. Limits: 128 KiB of text, about a second of compilation.
 
-- JSON Schema is draft 2020-12 without `$ref` to `$id`, `$anchor` or other documents, `not`, `if`, `contains`, `uniqueItems`, `propertyNames`, `dependent…` and `unevaluated…`. A `oneOf` needs alternatives that exclude each other. Unknown keywords are annotations. `format` is enforced as far as a regular expression can: a leap day or second is allowed in every year and hour. Properties come in the schema's order.
+- JSON Schema is draft 2020-12 without `$ref` to `$id`, `$anchor` or other documents, `not`, `if`, `contains`, `uniqueItems`, `propertyNames`, `dependent…` and `unevaluated…`. A `oneOf` needs alternatives that exclude each other. Unknown keywords are annotations. `format` forbids every text that the schema suite calls invalid, and a few valid ones: leap seconds with an offset, hosts in Punycode, quoted mailboxes. Properties come in the schema's order.
 - Regular expressions have no look-around or back-references.
 - Grammars are in the language of Lark, as [llguidance](https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md) reads it; `%json {…}` in them is JSON by a schema.
 
