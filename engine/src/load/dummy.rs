@@ -1,14 +1,15 @@
 //! Random weights, so that the config alone is enough for speed measurements.
 
-use kernels::cpu::number::{f32_to_bf16, u16s_mut};
+use kernels::cpu::number::u16s_mut;
+use kernels::cpu::random::{RandomNumbers, mix};
 use kernels::cpu::{Format, Matrix, Processor, SharedBytes};
 
+use super::rows::SourceRows;
 use super::weights::TensorSource;
 use crate::error::LoadError;
 
 /// The number of numbers in one part of the work.
-const PART_NUMBERS: usize = 1 << 18;
-const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+const PART_NUMBERS: usize = 1 << 16;
 
 /// Random bf16 weights, equal for the same seed and name on every machine.
 ///
@@ -21,15 +22,19 @@ pub struct Dummy<'a> {
 
 impl TensorSource for Dummy<'_> {
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError> {
-        let (key, scale) = (key(self.seed, name), scale(cols));
+        let random = self.numbers(name, cols);
         let bytes = SharedBytes::filled(rows * cols * 2, |bytes| {
             let numbers = u16s_mut(bytes).expect("the memory is aligned");
             self.processor.pool().run_on(numbers, PART_NUMBERS, |nth, numbers| {
-                fill(numbers, key.wrapping_add((nth * PART_NUMBERS) as u64), scale);
+                self.processor.fill_random(random, nth * PART_NUMBERS, numbers);
             });
         });
         let bytes = bytes.map_err(LoadError::Memory)?;
         Ok(Matrix::new(bytes, rows, cols, Format::Bf16).expect("the bytes have the size of the matrix"))
+    }
+
+    fn rows(&self, name: &str, _rows: usize, cols: usize) -> Result<SourceRows, LoadError> {
+        Ok(SourceRows::Random { numbers: self.numbers(name, cols), cols })
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {
@@ -38,6 +43,12 @@ impl TensorSource for Dummy<'_> {
 
     fn fp8_format(&self, _name: &str) -> Option<Format> {
         None
+    }
+}
+
+impl Dummy<'_> {
+    fn numbers(&self, name: &str, cols: usize) -> RandomNumbers {
+        RandomNumbers { key: key(self.seed, name), scale: scale(cols) }
     }
 }
 
@@ -56,25 +67,6 @@ pub fn key(seed: u64, name: &str) -> u64 {
 /// A uniform distribution between plus and minus the root of 3 / cols has the variance 1 / cols.
 pub fn scale(cols: usize) -> f32 {
     (3.0 / cols as f32).sqrt() / 32768.0
-}
-
-/// Fills `numbers`, four numbers from each draw.
-fn fill(numbers: &mut [u16], key: u64, scale: f32) {
-    for (nth, four) in numbers.chunks_mut(4).enumerate() {
-        let mut draw = mix(key.wrapping_add(4 * nth as u64));
-        for number in four {
-            *number = f32_to_bf16(f32::from(draw as i16) * scale);
-            draw >>= 16;
-        }
-    }
-}
-
-/// Applies the finalizer of SplitMix64: every input bit changes about half of the output bits.
-fn mix(key: u64) -> u64 {
-    let mut x = key.wrapping_add(1).wrapping_mul(GOLDEN);
-    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
 }
 
 #[cfg(test)]
@@ -98,5 +90,34 @@ mod tests {
         assert_eq!(one, made(1, "a", 3), "whatever the threads");
         assert_ne!(one, made(2, "a", 1));
         assert_ne!(one, made(1, "b", 1));
+    }
+
+    #[test]
+    fn rows_are_those_of_the_matrix() {
+        let processor = Processor::new(Arithmetic::F32, NonZero::<usize>::MIN).expect("a thread");
+        let dummy = Dummy { seed: 3, processor: &processor };
+        // The rows of 1,501 numbers begin within a draw.
+        for (rows, cols) in [(5, 1501), (3, 64), (4, 2)] {
+            let matrix = dummy.matrix("a", rows, cols).expect("memory");
+            let source = dummy.rows("a", rows, cols).expect("random rows");
+            assert_eq!(source.format(), matrix.format());
+            let (mut expected, mut found) = (vec![0.0; cols], vec![9.0; cols]);
+            for row in 0..rows {
+                matrix.read_row(row, &mut expected);
+                source.read_row(row, &mut found, &processor);
+                assert_eq!(found, expected, "row {row} of {cols}");
+            }
+        }
+    }
+
+    /// The numbers of the first version, so that the weights of a seed stay the same.
+    #[test]
+    fn a_seed_has_the_weights_of_the_first_version() {
+        let made = made(7, "model.layers.0.mlp.down_proj.weight", 2);
+        let numbers = made.as_chunks::<2>().0[..8].iter().map(|bytes| u16::from_le_bytes(*bytes));
+        assert_eq!(
+            numbers.collect::<Vec<_>>(),
+            [0x3C37, 0x3C88, 0xBD41, 0xBB56, 0xBD15, 0x3D45, 0x3C7E, 0xBD19]
+        );
     }
 }

@@ -6,6 +6,7 @@ use std::fmt::Debug;
 use kernels::cpu::number::f32s_mut;
 use kernels::cpu::{Format, Matrix, Processor, SharedBytes};
 
+use super::rows::SourceRows;
 use crate::error::LoadError;
 use crate::model::ActivationFormat;
 
@@ -13,6 +14,11 @@ use crate::model::ActivationFormat;
 pub trait TensorSource: Debug {
     /// Reads a matrix in the number type of its source.
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError>;
+
+    /// Returns the rows of a matrix, for a reader that needs each row once. Those of a file are not copied.
+    fn rows(&self, name: &str, rows: usize, cols: usize) -> Result<SourceRows, LoadError> {
+        self.matrix(name, rows, cols).map(SourceRows::Stored)
+    }
 
     /// Reads a vector in f32: norms and biases, which are small.
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LoadError>;

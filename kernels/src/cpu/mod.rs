@@ -1,7 +1,7 @@
 //! CPU kernels for language models, with results that do not depend on the batch.
 //!
 //! Suggested reading order: threads and instruction sets ([`processor`], `pool`, `simd`), number formats
-//! ([`number`], [`bytes`], [`matrix`]), products (`tile`, `strips`, [`product`]), and the rest of a layer
+//! ([`number`], [`bytes`], [`matrix`], [`random`]), products (`tile`, `strips`, [`product`]), and the rest of a layer
 //! ([`rows`], [`attention`]).
 //! See `docs/decisions/0003-own-cpu-kernels.md`.
 
@@ -15,6 +15,7 @@ mod simd;
 pub mod number;
 pub mod bytes;
 pub mod matrix;
+pub mod random;
 mod quantize;
 mod tile;
 mod strips;

@@ -60,9 +60,10 @@ pub fn f32_to_f8(wide: f32) -> u8 {
     let sign = ((wide.to_bits() >> 24) & 0x80) as u8;
     let magnitude = wide.abs();
     // A subnormal is a multiple of 2^-9. Around 2^14, f32 has no finer steps, so the addition rounds.
-    let subnormal = (magnitude + 16_384.0).to_bits() - 16_384f32.to_bits();
+    let subnormal = (magnitude + 16_384.0).to_bits().wrapping_sub(16_384f32.to_bits());
     let bits = magnitude.min(F8_MAX).to_bits();
-    let rounded = bits + 0x7_FFFF + ((bits >> 20) & 1);
+    // Nothing overflows. Without a check for it, also builds with checks have vector instructions here.
+    let rounded = bits.wrapping_add(0x7_FFFF).wrapping_add((bits >> 20) & 1);
     let normal = (rounded >> 20).wrapping_sub((127 - 7) << 3);
     let number = if magnitude < 0.015_625 { subnormal } else { normal };
     sign | if wide.is_nan() { 0x7F } else { number as u8 }

@@ -7,13 +7,13 @@ use super::bytes::SharedBytes;
 use super::matrix::{FP8_BLOCK, Format, Matrix, Q8_BLOCK, scales_offset};
 use super::number::{F8_MAX, f32_to_f8, f32s_mut};
 use super::processor::Processor;
-use super::simd::{Kernel, Simd};
+use super::simd::{Kernel, LANES, Simd};
 
 /// The number of activations that share a scale.
 pub const ROUND_GROUP: usize = 128;
 
 /// The approximate number of weights in one part of the work.
-const PART_NUMBERS: usize = 1 << 18;
+const PART_NUMBERS: usize = 1 << 16;
 
 impl Processor {
     /// Returns the nearest matrix in [`Format::Q8`]: each block's largest number becomes 127 or -127.
@@ -44,11 +44,20 @@ impl Processor {
                 let mut row = vec![0.0; cols];
                 for (within, (values, scale)) in values.chunks_mut(cols).zip(scales.iter_mut()).enumerate() {
                     matrix.read_row(nth * rows_at_once + within, &mut row);
-                    self.isa().run(QuantizeRowFp8 { row: &row, values, scale });
+                    *scale = self.quantize_row_fp8(&row, values);
                 }
             });
         })?;
         Ok(Matrix::scaled(bytes, cols, scales.into()).expect("a byte for each number"))
+    }
+
+    /// Writes the nearest row in [`Format::Fp8`] on the calling thread. Returns its scale.
+    ///
+    /// # Panics
+    /// If the rows have different lengths.
+    pub fn quantize_row_fp8(&self, row: &[f32], values: &mut [u8]) -> f32 {
+        assert_eq!(row.len(), values.len());
+        self.isa().run(QuantizeRowFp8 { row, values })
     }
 
     /// Returns the nearest matrix in [`Format::Fp8Blocks`]: each block's largest number becomes 448 or -448.
@@ -63,7 +72,11 @@ impl Processor {
                 values.zip(scales.chunks_mut(n_blocks.max(1))).collect();
             self.pool().run_on(&mut parts, 1, |nth, part| {
                 let (values, scales) = &mut part[0];
-                quantize_blocks(matrix, nth * FP8_BLOCK, values, scales);
+                let wide = &mut vec![0.0; values.len()];
+                for (row, wide) in wide.chunks_mut(cols).enumerate() {
+                    matrix.read_row(nth * FP8_BLOCK + row, wide);
+                }
+                self.isa().run(QuantizeBlocks { wide, cols, values, scales });
             });
         })?;
         Ok(Matrix::scaled_by_blocks(bytes, rows, cols, scales.into()).expect("a byte for each number"))
@@ -99,22 +112,62 @@ impl Processor {
     }
 }
 
-/// Quantizes the rows of one row of blocks.
-fn quantize_blocks(matrix: &Matrix, first: usize, values: &mut [u8], scales: &mut [f32]) {
-    let cols = matrix.cols();
-    let mut wide = vec![0.0; values.len()];
-    for (row, wide) in wide.chunks_mut(cols).enumerate() {
-        matrix.read_row(first + row, wide);
-        for (block, scale) in wide.chunks(FP8_BLOCK).zip(&mut *scales) {
-            *scale = block.iter().fold(*scale, |greatest, number| greatest.max(number.abs() / F8_MAX));
+/// Returns the greatest magnitude; 0 without numbers. NaN is no number.
+///
+/// Magnitudes have the order of their bits. The greatest of integers, lane by lane, is compiled to vector
+/// instructions; that of floats is not, because of NaN.
+#[inline(always)]
+fn greatest_of(numbers: &[f32]) -> f32 {
+    let mut lanes = [0; LANES];
+    let (vectors, rest) = numbers.as_chunks::<LANES>();
+    for vector in vectors {
+        for lane in 0..LANES {
+            lanes[lane] = magnitude_bits(vector[lane]).max(lanes[lane]);
         }
     }
-    for (wide, values) in wide.chunks(cols).zip(values.chunks_mut(cols)) {
-        let blocks = wide.chunks(FP8_BLOCK).zip(values.chunks_mut(FP8_BLOCK));
-        for ((block, values), scale) in blocks.zip(&*scales) {
-            let per_number = (1.0 / scale).min(f32::MAX);
-            for (number, value) in block.iter().zip(values) {
-                *value = f32_to_f8(number * per_number);
+    let mut greatest = 0;
+    for number in rest {
+        greatest = magnitude_bits(*number).max(greatest);
+    }
+    for lane in lanes {
+        greatest = lane.max(greatest);
+    }
+    f32::from_bits(greatest)
+}
+
+/// Returns the bits of a number's magnitude; 0 for NaN.
+#[inline(always)]
+fn magnitude_bits(number: f32) -> u32 {
+    let bits = number.to_bits() & 0x7FFF_FFFF;
+    if bits > f32::INFINITY.to_bits() { 0 } else { bits }
+}
+
+/// The rows of one row of blocks.
+struct QuantizeBlocks<'a> {
+    wide: &'a [f32],
+    cols: usize,
+    values: &'a mut [u8],
+    scales: &'a mut [f32],
+}
+
+impl Kernel for QuantizeBlocks<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _simd: S) {
+        let Self { wide, cols, values, scales } = self;
+        for wide in wide.chunks(cols) {
+            for (block, scale) in wide.chunks(FP8_BLOCK).zip(&mut *scales) {
+                *scale = scale.max(greatest_of(block) / F8_MAX);
+            }
+        }
+        for (wide, values) in wide.chunks(cols).zip(values.chunks_mut(cols)) {
+            let blocks = wide.chunks(FP8_BLOCK).zip(values.chunks_mut(FP8_BLOCK));
+            for ((block, values), scale) in blocks.zip(&*scales) {
+                let per_number = (1.0 / scale).min(f32::MAX);
+                for (number, value) in block.iter().zip(values) {
+                    *value = f32_to_f8(number * per_number);
+                }
             }
         }
     }
@@ -133,40 +186,42 @@ impl Kernel for QuantizeRow<'_> {
     fn run<S: Simd>(self, _simd: S) {
         let blocks = self.row.chunks(Q8_BLOCK).zip(self.values.chunks_mut(Q8_BLOCK));
         for ((block, values), scale) in blocks.zip(self.scales) {
-            let mut greatest = 0f32;
-            for number in block {
-                greatest = greatest.max(number.abs());
-            }
+            let greatest = greatest_of(block);
             *scale = greatest / 127.0;
             let per_number = if greatest > 0.0 { 127.0 / greatest } else { 0.0 };
             for (number, value) in block.iter().zip(values) {
-                *value = ((number * per_number).round_ties_even() as i8).cast_unsigned();
+                *value = rounded_to_i8(number * per_number).cast_unsigned();
             }
         }
     }
 }
 
+/// Rounds to the nearest integer, ties to even. Larger numbers become -128 or 127, and NaN becomes 0.
+#[inline(always)]
+fn rounded_to_i8(number: f32) -> i8 {
+    // Around 1.5 * 2^23, f32 has no finer steps than 1, so the addition rounds. The last bits are the integer.
+    let rounded = number.clamp(-128.0, 127.0) + 12_582_912.0;
+    if number.is_nan() { 0 } else { rounded.to_bits() as i8 }
+}
+
+/// Writes the FP8 numbers of a row, and returns its scale.
 struct QuantizeRowFp8<'a> {
     row: &'a [f32],
     values: &'a mut [u8],
-    scale: &'a mut f32,
 }
 
 impl Kernel for QuantizeRowFp8<'_> {
-    type Output = ();
+    type Output = f32;
 
     #[inline(always)]
-    fn run<S: Simd>(self, _simd: S) {
-        let mut greatest = 0f32;
-        for number in self.row {
-            greatest = greatest.max(number.abs());
-        }
-        *self.scale = greatest / F8_MAX;
+    fn run<S: Simd>(self, _simd: S) -> f32 {
+        let greatest = greatest_of(self.row);
         // The factor is bounded, so that it stays finite and zeroes stay zeroes.
         let per_number = (F8_MAX / greatest).min(f32::MAX);
         for (number, value) in self.row.iter().zip(self.values) {
             *value = f32_to_f8(number * per_number);
         }
+        greatest / F8_MAX
     }
 }
 
@@ -218,8 +273,8 @@ mod tests {
     use std::num::NonZero;
 
     use super::*;
-    use crate::cpu::Arithmetic;
-    use crate::cpu::number::f8_to_f32;
+    use crate::cpu::number::{bf16_to_f32, f8_to_f32};
+    use crate::cpu::{Arithmetic, Isa};
 
     #[test]
     fn quantized_numbers_are_near() {
@@ -333,5 +388,79 @@ mod tests {
         let mut rows = [x.clone(), vec![0.0; 200], x].concat();
         cpu.round_rows(&mut rows, 200);
         assert_eq!(rows, [expected.clone(), vec![0.0; 200], expected].concat());
+    }
+
+    /// Quantizes a row number by number, as kernels did before they were written for vectors.
+    fn plain_fp8(row: &[f32]) -> (Vec<u8>, f32) {
+        let greatest = row.iter().fold(0f32, |greatest, number| greatest.max(number.abs()));
+        let per_number = (F8_MAX / greatest).min(f32::MAX);
+        (row.iter().map(|number| f32_to_f8(number * per_number)).collect(), greatest / F8_MAX)
+    }
+
+    fn plain_q8(block: &[f32]) -> (Vec<u8>, f32) {
+        let greatest = block.iter().fold(0f32, |greatest, number| greatest.max(number.abs()));
+        let per_number = if greatest > 0.0 { 127.0 / greatest } else { 0.0 };
+        let value = |number: &f32| ((number * per_number).round_ties_even() as i8).cast_unsigned();
+        (block.iter().map(value).collect(), greatest / 127.0)
+    }
+
+    /// Returns rows with all bf16 numbers, times several factors, in ascending and in mixed order, with and without
+    /// numbers that are not finite.
+    fn rows_of_all_numbers() -> Vec<Vec<f32>> {
+        let mut rows =
+            vec![vec![], vec![0.0], vec![f32::NAN; 3], vec![f32::MIN_POSITIVE / 64.0, 0.0, f32::NAN]];
+        for factor in [1.0, 448.0 / 447.0, 1.0 / 3.0, 1e-20, 1e20] {
+            for odd in [1, 40_503] {
+                let number = |nth: u32| bf16_to_f32((nth.wrapping_mul(odd)) as u16) * factor;
+                let all: Vec<f32> = (0..65_536).map(number).collect();
+                for len in [65_536, 1070, 128, 37] {
+                    rows.extend(all.chunks(len).map(<[f32]>::to_vec));
+                }
+                rows.push(all.into_iter().filter(|number| number.is_finite()).collect());
+            }
+        }
+        rows
+    }
+
+    #[test]
+    fn vectors_give_the_bits_of_single_numbers() {
+        for row in rows_of_all_numbers() {
+            let (fp8, scale) = plain_fp8(&row);
+            let q8: Vec<(Vec<u8>, f32)> = row.chunks(Q8_BLOCK).map(plain_q8).collect();
+            for isa in Isa::all() {
+                let cpu = Processor::with_isa(isa, Arithmetic::F32, NonZero::<usize>::MIN).unwrap();
+                let mut values = vec![9; row.len()];
+                let found = cpu.quantize_row_fp8(&row, &mut values);
+                assert_eq!(found.to_bits(), scale.to_bits(), "{isa:?}");
+                assert_eq!(values, fp8, "{isa:?}");
+                let mut scales = vec![9.0; q8.len()];
+                isa.run(QuantizeRow { row: &row, values: &mut values, scales: &mut scales });
+                for ((values, scale), (expected, of_block)) in values.chunks(Q8_BLOCK).zip(&scales).zip(&q8) {
+                    assert_eq!((values, scale.to_bits()), (&expected[..], of_block.to_bits()), "{isa:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_in_vectors_have_the_bits_of_single_numbers() {
+        for wide in rows_of_all_numbers().into_iter().filter(|row| row.len() == 1070) {
+            // Two rows of 535 numbers, so five blocks.
+            let mut expected_scales = [0f32; 5];
+            for (nth, number) in wide.iter().enumerate() {
+                let scale = &mut expected_scales[nth % 535 / FP8_BLOCK];
+                *scale = scale.max(number.abs() / F8_MAX);
+            }
+            let value = |(nth, number): (usize, &f32)| {
+                f32_to_f8(number * (1.0 / expected_scales[nth % 535 / FP8_BLOCK]).min(f32::MAX))
+            };
+            let expected: Vec<u8> = wide.iter().enumerate().map(value).collect();
+            for isa in Isa::all() {
+                let (mut values, mut scales) = (vec![9; wide.len()], [0.0; 5]);
+                isa.run(QuantizeBlocks { wide: &wide, cols: 535, values: &mut values, scales: &mut scales });
+                assert_eq!(scales.map(f32::to_bits), expected_scales.map(f32::to_bits), "{isa:?}");
+                assert_eq!(values, expected, "{isa:?}");
+            }
+        }
     }
 }

@@ -38,8 +38,9 @@ use crate::load::weights::HasFp8;
 use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, TensorSource, fingerprint, tensors};
 use crate::model::{ActivationFormat, ModelConfig};
 
-/// The number of threads that read weights. A few threads read a file faster than one; more do not help.
-const LOADER_THREADS: usize = 8;
+/// The number of threads that read, generate and quantize weights. Reading a file takes a few threads; quantizing
+/// takes all of the cores that a GPU usually has.
+const LOADER_THREADS: usize = 16;
 
 /// The time limit for the other ranks to load their weights after the first one has finished.
 pub(super) const LOAD_WITHIN: Duration = Duration::from_secs(1800);

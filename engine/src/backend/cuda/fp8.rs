@@ -1,15 +1,17 @@
 //! FP8 weights on a GPU: the matrices, and the order of their bytes.
 
-use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
+mod packed;
 
-use device::cuda::Bf16;
-use kernels::cpu::{FP8_BLOCK, Format, Matrix};
-use kernels::cuda::{Fp8Rows, Fp8Scales};
+use std::ops::Range;
+
+use kernels::cpu::{FP8_BLOCK, Format};
+use kernels::cuda::Fp8Scales;
 
 use crate::load::weights::HasBlocks;
 use crate::load::{Quantize, TensorSource};
 use crate::model::Mixture;
+
+pub(super) use packed::PackedRows;
 
 /// The format of a matrix on the GPU. A matrix is in FP8 as a whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -176,84 +178,11 @@ pub(super) fn blocks_of(places: &[Option<usize>], group: usize) -> Result<Vec<Op
     places.chunks(group).enumerate().map(of_group).collect()
 }
 
-/// Part of an FP8 matrix, in the GPU's order.
-#[derive(Debug)]
-pub(super) struct PackedPart<'a> {
-    matrix: &'a Matrix,
-    /// The matrix's row for each row on the GPU; `None` means zeroes.
-    rows: Vec<Option<usize>>,
-    /// The matrix's column for each byte of a row on the GPU; `None` means zero.
-    columns: Vec<Option<usize>>,
-    has_nan: AtomicBool,
-}
-
-impl<'a> PackedPart<'a> {
-    /// Describes a part of `matrix`. `columns` are the columns of a row before they are reordered for the
-    /// GPU.
-    pub(super) fn new(matrix: &'a Matrix, rows: Vec<Option<usize>>, columns: &[Option<usize>]) -> Self {
-        let mut places = vec![None; Fp8Rows::width(columns.len())];
-        for (nth, column) in columns.iter().enumerate() {
-            places[Fp8Rows::place(nth)] = *column;
-        }
-        Self { matrix, rows, columns: places, has_nan: AtomicBool::new(false) }
-    }
-
-    /// Returns the scales in the GPU's order: for each row, or for each block row by row.
-    ///
-    /// # Panics
-    /// If the GPU's blocks have numbers of several of the matrix's.
-    pub(super) fn scales(&self) -> Vec<f32> {
-        let of_matrix = self.matrix.scales();
-        if self.matrix.format() == Format::Fp8 {
-            return self.rows.iter().map(|row| row.map_or(0.0, |row| of_matrix[row])).collect();
-        }
-        let checked = "the blocks were checked before memory was taken";
-        let rows = blocks_of(&self.rows, Fp8Scales::BLOCK_ROWS).expect(checked);
-        let columns = blocks_of(&self.columns, Fp8Scales::BLOCK_COLUMNS).expect(checked);
-        let of_row = self.matrix.cols().div_ceil(FP8_BLOCK);
-        let scale = |(row, column): (Option<usize>, Option<usize>)| {
-            row.zip(column).map_or(0.0, |(row, column)| of_matrix[row * of_row + column])
-        };
-        rows.iter().flat_map(|row| columns.iter().map(|column| (*row, *column))).map(scale).collect()
-    }
-
-    /// Writes pairs of bytes, from pair `start` on.
-    pub(super) fn fill(&self, start: usize, pairs: &mut [Bf16]) {
-        let (width, cols, bytes) = (self.columns.len(), self.matrix.cols(), self.matrix.bytes());
-        let (mut row, mut first, mut rest) = (2 * start / width, 2 * start % width, pairs);
-        while !rest.is_empty() {
-            let (here, after) = rest.split_at_mut(((width - first) / 2).min(rest.len()));
-            match self.rows[row] {
-                None => here.fill(Bf16::default()),
-                Some(from) => self.fill_row(&bytes[from * cols..(from + 1) * cols], first, here),
-            }
-            (row, first, rest) = (row + 1, 0, after);
-        }
-    }
-
-    fn fill_row(&self, from: &[u8], first: usize, pairs: &mut [Bf16]) {
-        let mut has_nan = false;
-        for (pair, columns) in pairs.iter_mut().zip(self.columns[first..].as_chunks::<2>().0) {
-            let bytes = columns.map(|column| column.map_or(0, |column| from[column]));
-            has_nan |= bytes.iter().any(|byte| byte & 0x7F == 0x7F);
-            *pair = Bf16(u16::from_le_bytes(bytes));
-        }
-        if has_nan {
-            self.has_nan.store(true, Ordering::Relaxed);
-        }
-    }
-
-    /// Returns whether any byte that `fill` has written was NaN.
-    pub(super) fn has_nan(&self) -> bool {
-        self.has_nan.load(Ordering::Relaxed)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::Path;
 
-    use kernels::cpu::SharedBytes;
+    use kernels::cpu::Matrix;
 
     use super::*;
     use crate::error::LoadError;
@@ -351,39 +280,6 @@ mod tests {
         assert!(dtype(&none) == "bf16" && !none.iter().any(|layer| layer.has_fp8()));
     }
 
-    fn matrix(rows: usize, cols: usize) -> Matrix {
-        let bytes = SharedBytes::filled(rows * cols, |bytes| {
-            bytes.iter_mut().enumerate().for_each(|(nth, byte)| *byte = (nth % 100) as u8);
-        });
-        let scales: Vec<f32> = (0..rows).map(|row| row as f32 + 0.5).collect();
-        Matrix::scaled(bytes.expect("memory"), cols, scales.into()).expect("a byte for each number")
-    }
-
-    #[test]
-    fn bytes_go_where_the_card_looks_for_them() {
-        let matrix = matrix(3, 90);
-        // The rows are the second row, zeroes, and the first row. Each has the columns from 5 on, with two
-        // zero columns in between.
-        let columns: Vec<Option<usize>> =
-            (5..40).map(Some).chain([None, None]).chain((40..83).map(Some)).collect();
-        let packed = PackedPart::new(&matrix, vec![Some(1), None, Some(0)], &columns);
-        assert_eq!(packed.scales(), [1.5, 0.0, 0.5]);
-        let mut pairs = vec![Bf16(9); 3 * 64];
-        // The two parts meet in the middle of a row.
-        let (head, tail) = pairs.split_at_mut(50);
-        packed.fill(0, head);
-        packed.fill(50, tail);
-        let bytes: Vec<u8> = pairs.iter().flat_map(|pair| pair.0.to_le_bytes()).collect();
-        for (row, from) in [(0, Some(1)), (1, None), (2, Some(0))] {
-            for nth in 0..128 {
-                let column = columns.get(nth).copied().flatten();
-                let expected = from.zip(column).map_or(0, |(row, column)| ((row * 90 + column) % 100) as u8);
-                assert_eq!(bytes[row * 128 + Fp8Rows::place(nth)], expected, "row {row}, number {nth}");
-            }
-        }
-        assert!(!packed.has_nan());
-    }
-
     #[test]
     fn a_group_has_one_block() {
         let places = |range: Range<usize>| -> Vec<Option<usize>> { range.map(Some).collect() };
@@ -395,33 +291,5 @@ mod tests {
         );
         assert_eq!(blocks_of(&spread(128..130, 192, |nth| nth), 64), Ok(vec![Some(1), None, None]));
         assert_eq!(blocks_of(&[], 64), Ok(vec![]));
-    }
-
-    #[test]
-    fn blocks_of_a_matrix_are_halved_and_stay_with_their_rows() {
-        let bytes = SharedBytes::filled(300 * 200, |_| {}).expect("memory");
-        let scales: Vec<f32> = (1..=6).map(|nth| nth as f32).collect();
-        let matrix =
-            Matrix::scaled_by_blocks(bytes, 300, 200, scales.into()).expect("a byte for each number");
-        // Rows 128 to 299, followed by zeroes, and all columns.
-        let rows = (128..300).map(Some).chain([None; 84]).collect();
-        let columns: Vec<Option<usize>> = (0..200).map(Some).collect();
-        let scales = PackedPart::new(&matrix, rows, &columns).scales();
-        assert_eq!(scales, [3.0, 4.0, 3.0, 4.0, 5.0, 6.0, 0.0, 0.0]);
-        assert_eq!(Fp8Scales::OfBlocks.count(256, 200), scales.len());
-    }
-
-    #[test]
-    fn what_is_no_number_is_noticed() {
-        for byte in [0x7F, 0xFF] {
-            let bytes = SharedBytes::filled(128, |bytes| bytes[70] = byte).expect("memory");
-            let matrix = Matrix::scaled(bytes, 64, vec![1.0; 2].into()).expect("a byte for each number");
-            let columns: Vec<Option<usize>> = (0..64).map(Some).collect();
-            for (row, has_nan) in [(0, false), (1, true)] {
-                let packed = PackedPart::new(&matrix, vec![Some(row)], &columns);
-                packed.fill(0, &mut [Bf16(0); 32]);
-                assert_eq!(packed.has_nan(), has_nan);
-            }
-        }
     }
 }

@@ -1,24 +1,27 @@
 //! Loads a rank's share of a model's weights onto its GPU.
 
 mod latents;
+mod matrices;
 
 use std::ops::Range;
 
 use device::cuda::{Arena, Bf16, Buffer, ViewMut};
-use kernels::cpu::{Format, Matrix};
-use kernels::cuda::{ComputeCard, DummyPart, ExpertSizes, Fp8Rows, Fp8Scales};
+use kernels::cuda::{ComputeCard, ExpertSizes, Fp8Rows};
 
-use super::fp8::{self, FeedForwardFormats, LayerFormats, PackedPart, WeightFormat};
+use super::fp8::{FeedForwardFormats, LayerFormats, WeightFormat};
 use super::heads::Heads;
 use super::latent::LatentHeads;
 use super::upload::Upload;
 use super::weights::{
-    CudaWeights, DenseWeights, ExpertWeights, FeedForward, Fp8RowsMut, LayerWeights, Linear, Rows, Sizes,
-    Weight,
+    CudaWeights, DenseWeights, ExpertWeights, FeedForward, LayerWeights, Linear, Rows, Sizes, Weight,
 };
 use crate::error::{LoadError, OpenError};
 use crate::load::{TensorSource, dummy};
 use crate::model::{Mixture, ModelConfig};
+
+/// The bytes of FP8 matrices that are loaded in one call: a piece of the upload, so that a batch of tensors that are
+/// converted on the host takes little memory.
+const BATCH_BYTES: usize = 64 << 20;
 
 /// The source of the weights.
 #[derive(Clone, Copy, Debug)]
@@ -150,19 +153,18 @@ impl Loader<'_> {
             MatrixShape { rows: n_experts, cols: hidden },
             part(ShardRange::Rows(0..n_experts)),
         )?;
-        for nth in 0..n_experts {
-            let [gate, up, last] = mixture
-                .style
-                .matrices
-                .map(|matrix| format!("{layer}.{}.weight", mixture.expert(nth, matrix)));
+        for nth in batches(n_experts, 2 * width * Fp8Rows::width(hidden)) {
+            let named = |matrix: usize, nth: usize| {
+                format!("{layer}.{}.weight", mixture.expert(nth, mixture.style.matrices[matrix]))
+            };
+            let to = gate_up.rows_mut(2 * nth.start * width..2 * nth.end * width, hidden);
+            let names: Vec<String> = nth.clone().flat_map(|nth| [named(0, nth), named(1, nth)]).collect();
             let shape = MatrixShape { rows: mixture.intermediate, cols: hidden };
-            for (half, name) in (2 * nth..).zip([gate, up]) {
-                let to = gate_up.rows_mut(half * width..(half + 1) * width, hidden);
-                self.put_matrix(to, &name, shape, part(ShardRange::Rows(range.clone())))?;
-            }
-            let to = down.rows_mut(nth * hidden..(nth + 1) * hidden, width);
+            self.put_matrices(to, &names, shape, part(ShardRange::Rows(range.clone())))?;
+            let to = down.rows_mut(nth.start * hidden..nth.end * hidden, width);
+            let names: Vec<String> = nth.map(|nth| named(2, nth)).collect();
             let shape = MatrixShape { rows: hidden, cols: mixture.intermediate };
-            self.put_matrix(to, &last, shape, part(ShardRange::Columns(range.clone())))?;
+            self.put_matrices(to, &names, shape, part(ShardRange::Columns(range.clone())))?;
         }
         let shared = match mixture.shared {
             None => None,
@@ -360,127 +362,12 @@ impl Loader<'_> {
             Origin::Card { .. } => Ok(dummy::vector(name, len)),
         }
     }
-
-    /// Writes the rank's part of a matrix of `shape` to `to`, and zeroes in the rest of `to`.
-    fn put_matrix(
-        &mut self,
-        to: Rows<'_>,
-        name: &str,
-        shape: MatrixShape,
-        part: MatrixPart,
-    ) -> Result<(), OpenError> {
-        let padded = if self.heads.are_padded() { part.padded } else { PaddedDimension::Neither };
-        let to = match to {
-            Rows::Bf16(to) => to,
-            Rows::Fp8(to) => return self.put_fp8(to, name, shape, MatrixPart { padded, ..part }),
-        };
-        let MatrixShape { rows, cols } = shape;
-        let source = match self.origin {
-            Origin::Host(source) => source,
-            Origin::Card { seed } => {
-                let (n_numbers, key) = (to.len(), dummy::key(seed, name));
-                self.card().dummy_part(to, key, dummy::scale(cols), part.range.made_up(shape, n_numbers))?;
-                self.upload.count(n_numbers);
-                return Ok(());
-            }
-        };
-        let matrix = source.matrix(name, rows, cols)?;
-        if padded == PaddedDimension::Neither && matrix.format() == Format::Bf16 {
-            match part.range {
-                ShardRange::Rows(rows) => {
-                    self.upload.put_bytes(to, &matrix.bytes()[2 * rows.start * cols..2 * rows.end * cols])?;
-                }
-                ShardRange::Columns(columns) => {
-                    let width = to.len() / rows;
-                    self.upload.put_columns(to, matrix.bytes(), cols, columns, width)?;
-                }
-            }
-            return Ok(());
-        }
-        let numbers = self.spread(&matrix, to.len(), padded, &part.range);
-        Ok(self.upload.put(to, &numbers)?)
-    }
-
-    /// Like [`put_matrix`](Self::put_matrix), in FP8. Other formats are quantized first, in whole rows, so
-    /// that the scales do not depend on the rank.
-    fn put_fp8(
-        &mut self,
-        to: Fp8RowsMut<'_>,
-        name: &str,
-        shape: MatrixShape,
-        part: MatrixPart,
-    ) -> Result<(), OpenError> {
-        let Fp8RowsMut { numbers, scales, scaling, k } = to;
-        let (MatrixShape { rows, cols }, MatrixPart { range, padded }) = (shape, part);
-        let Origin::Host(source) = self.origin else { unreachable!("generated weights are in bf16") };
-        let matrix = source.matrix(name, rows, cols)?;
-        let host = self.upload.host();
-        let matrix = match (matrix.format(), scaling) {
-            (Format::Fp8, Fp8Scales::OfRows) | (Format::Fp8Blocks, Fp8Scales::OfBlocks) => matrix,
-            (_, Fp8Scales::OfRows) => host.quantize_fp8(&matrix).map_err(LoadError::Memory)?,
-            (_, Fp8Scales::OfBlocks) => host.quantize_fp8_blocks(&matrix).map_err(LoadError::Memory)?,
-        };
-        let n_rows = numbers.len() / Fp8Rows::width(k);
-        let (here_rows, here_columns) = match range {
-            ShardRange::Rows(rows) => (rows, 0..cols),
-            ShardRange::Columns(columns) => (0..rows, columns),
-        };
-        let place = |of, nth| if padded == of { self.heads.place(nth) } else { nth };
-        let from_rows = fp8::spread(here_rows, n_rows, |nth| place(PaddedDimension::Rows, nth));
-        let from_columns = fp8::spread(here_columns, k, |nth| place(PaddedDimension::Columns, nth));
-        let packed = PackedPart::new(&matrix, from_rows, &from_columns);
-        self.upload.put_with(numbers.halves(), |start, pairs| packed.fill(start, pairs))?;
-        let in_halves: Vec<Bf16> = halves(&packed.scales()).collect();
-        self.upload.put(scales.halves(), &in_halves)?;
-        match packed.has_nan() {
-            true => Err(LoadError::NoNumber { tensor: name.to_owned() }.into()),
-            false => Ok(()),
-        }
-    }
-
-    /// Copies a part of a bf16 matrix into padded heads: `n_numbers` numbers in all.
-    fn spread(
-        &self,
-        matrix: &Matrix,
-        n_numbers: usize,
-        padded: PaddedDimension,
-        range: &ShardRange,
-    ) -> Vec<Bf16> {
-        let (rows, columns, width) = match range {
-            ShardRange::Rows(rows) => (rows.clone(), 0..matrix.cols(), matrix.cols()),
-            ShardRange::Columns(columns) => (0..matrix.rows(), columns.clone(), n_numbers / matrix.rows()),
-        };
-        let mut numbers = vec![Bf16::default(); n_numbers];
-        let mut row = vec![0.0; matrix.cols()];
-        for (nth, from) in rows.enumerate() {
-            matrix.read_row(from, &mut row);
-            let first = width * if padded == PaddedDimension::Rows { self.heads.place(nth) } else { nth };
-            for (column, number) in row[columns.clone()].iter().enumerate() {
-                let column =
-                    if padded == PaddedDimension::Columns { self.heads.place(column) } else { column };
-                numbers[first + column] = Bf16::from(*number);
-            }
-        }
-        numbers
-    }
 }
 
-impl ShardRange {
-    /// Returns the same part of a matrix that the GPU generates.
-    fn made_up(&self, shape: MatrixShape, n_numbers: usize) -> DummyPart {
-        let MatrixShape { rows, cols } = shape;
-        match self {
-            Self::Rows(range) => DummyPart {
-                first: range.start * cols,
-                width: n_numbers,
-                n_real: range.len() * cols,
-                stride: n_numbers,
-            },
-            Self::Columns(range) => {
-                DummyPart { first: range.start, width: n_numbers / rows, n_real: range.len(), stride: cols }
-            }
-        }
-    }
+/// Divides experts into batches for the upload. `expert_bytes` are the bytes of an expert's gate and up in FP8.
+fn batches(n_experts: usize, expert_bytes: usize) -> impl Iterator<Item = Range<usize>> {
+    let at_once = (BATCH_BYTES / expert_bytes.max(1)).max(1);
+    (0..n_experts).step_by(at_once).map(move |first| first..(first + at_once).min(n_experts))
 }
 
 /// Splits each number into two 16-bit halves, low half first, for the upload.
@@ -498,7 +385,8 @@ mod tests {
     use std::num::NonZero;
     use std::path::Path;
 
-    use kernels::cpu::{Arithmetic, Processor};
+    use kernels::cpu::{Arithmetic, Format, Matrix, Processor};
+    use kernels::cuda::DummyPart;
 
     use super::super::share::Share;
     use super::*;
@@ -549,6 +437,20 @@ mod tests {
                 head_norms: is_asked("q_norm.weight"),
             };
             assert_eq!(config.optional, found, "{name}");
+        }
+    }
+
+    #[test]
+    fn batches_have_all_experts_once_and_fill_a_piece() {
+        for (n_experts, expert_bytes, at_once) in
+            [(128, 2 * 768 * 2048, 21), (8, 1 << 30, 1), (3, 5, 3), (0, 0, 1)]
+        {
+            let batches: Vec<_> = batches(n_experts, expert_bytes).collect();
+            assert_eq!(
+                batches.iter().cloned().flatten().collect::<Vec<_>>(),
+                (0..n_experts).collect::<Vec<_>>()
+            );
+            assert!(batches.first().is_none_or(|first| first.len() == at_once), "{batches:?}");
         }
     }
 

@@ -13,8 +13,9 @@ use crate::load::meter::Meter;
 
 /// The number of numbers of one piece: enough for a copy at full speed.
 const PIECE_NUMBERS: usize = 32 << 20;
-/// The number of numbers that one thread reads at a time, a part of a piece.
-const PART_NUMBERS: usize = 1 << 20;
+/// The approximate number of numbers that one thread reads at a time, a part of a piece: also a small matrix, such as
+/// an expert's, has a part for each thread.
+const PART_NUMBERS: usize = 1 << 16;
 
 /// Uploads weights through two pinned pieces, used in turn.
 #[derive(Debug)]
@@ -94,18 +95,30 @@ impl<'a> Upload<'a> {
     /// Uploads part by part. `fill` gets the start of each part.
     pub(super) fn put_with(
         &mut self,
-        mut to: ViewMut<'_, Bf16>,
+        to: ViewMut<'_, Bf16>,
         fill: impl Fn(usize, &mut [Bf16]) + Sync,
     ) -> Result<(), CudaError> {
-        let mut start = 0;
+        self.put_rows(to, 1, fill)
+    }
+
+    /// Like [`put_with`](Self::put_with), in whole rows of `width` numbers. `fill` gets the first row of each part.
+    pub(super) fn put_rows(
+        &mut self,
+        mut to: ViewMut<'_, Bf16>,
+        width: usize,
+        fill: impl Fn(usize, &mut [Bf16]) + Sync,
+    ) -> Result<(), CudaError> {
+        let (width, mut start) = (width.max(1), 0);
+        let rows_of_part = (PART_NUMBERS / width).max(1);
         while start < to.len() {
             let piece = &mut self.pieces[self.turn];
             self.turn = (self.turn + 1) % 2;
-            let end = (start + piece.len()).min(to.len());
+            let end = (start + piece.len() / width * width).min(to.len());
+            assert!(start < end, "a piece has room for a row of {width} numbers");
             let numbers = &mut piece.numbers()?[..end - start];
-            self.host
-                .pool()
-                .run_on(numbers, PART_NUMBERS, |nth, part| fill(start + nth * PART_NUMBERS, part));
+            self.host.pool().run_on(numbers, rows_of_part * width, |nth, part| {
+                fill(start / width + nth * rows_of_part, part);
+            });
             self.card.send(piece, to.reborrow().slice(start..end))?;
             start = end;
         }

@@ -77,6 +77,36 @@ impl Fp8Rows<'_> {
         let (eight, lane, of_pair) = (within / 8, within % 8 / 2, within % 2);
         group * GROUP + lane * 16 + sixteen * 4 + of_pair * 2 + eight
     }
+
+    /// Writes numbers to their places, as pairs of bytes. Places without a number get zeroes.
+    ///
+    /// # Panics
+    /// If the pairs are not those of a whole row of these numbers.
+    pub fn pack(numbers: &[u8], pairs: &mut [Bf16]) {
+        assert_eq!(2 * pairs.len(), Self::width(numbers.len()));
+        let (groups, rest) = numbers.as_chunks::<GROUP>();
+        let (of_groups, of_rest) = pairs.as_chunks_mut::<{ GROUP / 2 }>();
+        for (group, pairs) in groups.iter().zip(&mut *of_groups) {
+            pack_group(group, pairs);
+        }
+        if let [_, ..] = rest {
+            let mut group = [0; GROUP];
+            group[..rest.len()].copy_from_slice(rest);
+            pack_group(&group, &mut of_groups[groups.len()]);
+        }
+        debug_assert!(of_rest.is_empty());
+    }
+}
+
+/// Writes the numbers of a group to the places of [`Fp8Rows::place`].
+#[inline(always)]
+fn pack_group(group: &[u8; GROUP], pairs: &mut [Bf16; GROUP / 2]) {
+    for sixteen in 0..4 {
+        for nth in 0..8 {
+            let pair = [group[sixteen * 16 + nth], group[sixteen * 16 + 8 + nth]];
+            pairs[nth / 2 * 8 + sixteen * 2 + nth % 2] = Bf16(u16::from_le_bytes(pair));
+        }
+    }
 }
 
 /// Rows of activations in FP8 (e4m3), in the layout of [`Fp8Rows`]. Each 128 numbers of a row have a scale, a
@@ -208,5 +238,18 @@ mod tests {
         places.sort_unstable();
         assert_eq!(places, (0..192).collect::<Vec<_>>());
         assert_eq!((Fp8Rows::width(8), Fp8Rows::width(64), Fp8Rows::width(65)), (64, 64, 128));
+    }
+
+    #[test]
+    fn packed_numbers_are_at_their_places() {
+        for len in [0, 1, 63, 64, 65, 192, 200] {
+            let numbers: Vec<u8> = (1..=len as u8).collect();
+            let mut pairs = vec![Bf16(0x0909); Fp8Rows::width(len) / 2];
+            Fp8Rows::pack(&numbers, &mut pairs);
+            let mut expected = vec![0; Fp8Rows::width(len)];
+            numbers.iter().enumerate().for_each(|(nth, number)| expected[Fp8Rows::place(nth)] = *number);
+            let bytes: Vec<u8> = pairs.iter().flat_map(|pair| pair.0.to_le_bytes()).collect();
+            assert_eq!(bytes, expected, "{len}");
+        }
     }
 }

@@ -1,0 +1,186 @@
+//! Puts matrices into their places on the GPU: a rank's part, with padding, in bf16 or FP8.
+//!
+//! All threads work on the rows of all matrices of a call, so a layer's experts are loaded in few calls: one expert's
+//! matrix is too small to be divided.
+
+use std::ops::Range;
+
+use device::cuda::{Bf16, ViewMut};
+use kernels::cpu::Format;
+use kernels::cuda::{DummyPart, Fp8Rows, Fp8Scales};
+
+use super::{Loader, MatrixPart, MatrixShape, Origin, PaddedDimension, ShardRange, halves};
+use crate::backend::cuda::fp8::{self, PackedRows};
+use crate::backend::cuda::weights::{Fp8RowsMut, Rows};
+use crate::error::{LoadError, OpenError};
+use crate::load::{SourceRows, TensorSource, dummy};
+
+/// Where the rows and columns of a matrix are on the GPU: its row or column for each place, and `None` for zeroes.
+struct Places {
+    rows: Vec<Option<usize>>,
+    columns: Vec<Option<usize>>,
+}
+
+impl Loader<'_> {
+    /// Writes the rank's part of a matrix of `shape` to `to`, and zeroes in the rest of `to`.
+    pub(super) fn put_matrix(
+        &mut self,
+        to: Rows<'_>,
+        name: &str,
+        shape: MatrixShape,
+        part: MatrixPart,
+    ) -> Result<(), OpenError> {
+        self.put_matrices(to, &[name.to_owned()], shape, part)
+    }
+
+    /// Writes the rank's parts of matrices of the same shape to `to`, one after the other, each in an equal share of
+    /// `to`.
+    pub(super) fn put_matrices(
+        &mut self,
+        to: Rows<'_>,
+        names: &[String],
+        shape: MatrixShape,
+        part: MatrixPart,
+    ) -> Result<(), OpenError> {
+        let padded = if self.heads.are_padded() { part.padded } else { PaddedDimension::Neither };
+        let part = MatrixPart { padded, ..part };
+        let mut to = match to {
+            Rows::Bf16(to) => to,
+            Rows::Fp8(to) => return self.put_fp8(to, names, shape, &part),
+        };
+        let of_each = to.len() / names.len().max(1);
+        for (nth, name) in names.iter().enumerate() {
+            let to = to.reborrow().slice(nth * of_each..(nth + 1) * of_each);
+            self.put_bf16(to, name, shape, &part)?;
+        }
+        Ok(())
+    }
+
+    fn put_bf16(
+        &mut self,
+        to: ViewMut<'_, Bf16>,
+        name: &str,
+        shape: MatrixShape,
+        part: &MatrixPart,
+    ) -> Result<(), OpenError> {
+        let MatrixShape { rows, cols } = shape;
+        let source = match self.origin {
+            Origin::Host(source) => source.rows(name, rows, cols)?,
+            Origin::Card { seed } => {
+                let (n_numbers, key) = (to.len(), dummy::key(seed, name));
+                self.card().dummy_part(to, key, dummy::scale(cols), part.range.made_up(shape, n_numbers))?;
+                self.upload.count(n_numbers);
+                return Ok(());
+            }
+        };
+        let width = match part.range {
+            ShardRange::Rows(_) => cols,
+            ShardRange::Columns(_) => to.len() / rows,
+        };
+        if let Some(matrix) = source.stored_as(Format::Bf16)
+            && part.padded == PaddedDimension::Neither
+        {
+            let put = match part.range.clone() {
+                ShardRange::Rows(rows) => {
+                    self.upload.put_bytes(to, &matrix.bytes()[2 * rows.start * cols..2 * rows.end * cols])
+                }
+                ShardRange::Columns(columns) => {
+                    self.upload.put_columns(to, matrix.bytes(), cols, columns, width)
+                }
+            };
+            return Ok(put?);
+        }
+        let Places { rows, columns } = self.places(part, shape, to.len() / width.max(1), width);
+        let host = self.upload.host();
+        Ok(self.upload.put_rows(to, width, |first, numbers| {
+            let mut wide = vec![0.0; cols];
+            for (row, numbers) in rows[first..].iter().zip(numbers.chunks_mut(width)) {
+                let Some(row) = row else {
+                    numbers.fill(Bf16::default());
+                    continue;
+                };
+                source.read_row(*row, &mut wide, host);
+                for (number, column) in numbers.iter_mut().zip(&columns) {
+                    *number = column.map_or(Bf16::default(), |column| Bf16::from(wide[column]));
+                }
+            }
+        })?)
+    }
+
+    /// Like [`put_matrices`](Self::put_matrices), in FP8. Other formats are quantized, in whole rows, so that the
+    /// scales do not depend on the rank.
+    fn put_fp8(
+        &mut self,
+        to: Fp8RowsMut<'_>,
+        names: &[String],
+        shape: MatrixShape,
+        part: &MatrixPart,
+    ) -> Result<(), OpenError> {
+        let Fp8RowsMut { numbers, scales, scaling, k } = to;
+        let Origin::Host(source) = self.origin else { unreachable!("generated weights are in bf16") };
+        let host = self.upload.host();
+        let read = |name: &String| self.read_fp8(source, name, shape, scaling);
+        let sources = names.iter().map(read).collect::<Result<Vec<_>, _>>()?;
+        let n_rows = numbers.len() / Fp8Rows::width(k).max(1) / names.len().max(1);
+        let Places { rows, columns } = self.places(part, shape, n_rows, k);
+        let packed = PackedRows::new(host, sources, scaling, rows, &columns);
+        self.upload
+            .put_rows(numbers.halves(), packed.width() / 2, |first, pairs| packed.fill(first, pairs))?;
+        let in_halves: Vec<Bf16> = halves(&packed.scales()).collect();
+        self.upload.put(scales.halves(), &in_halves)?;
+        match packed.nth_with_nan() {
+            Some(nth) => Err(LoadError::NoNumber { tensor: names[nth].clone() }.into()),
+            None => Ok(()),
+        }
+    }
+
+    /// Reads a matrix that becomes one in FP8. Blocks are quantized here; rows are quantized when they are packed.
+    fn read_fp8(
+        &self,
+        source: &dyn TensorSource,
+        name: &str,
+        shape: MatrixShape,
+        scaling: Fp8Scales,
+    ) -> Result<SourceRows, LoadError> {
+        let MatrixShape { rows, cols } = shape;
+        if scaling == Fp8Scales::OfRows {
+            return source.rows(name, rows, cols);
+        }
+        let matrix = source.matrix(name, rows, cols)?;
+        Ok(SourceRows::Stored(match matrix.format() {
+            Format::Fp8Blocks => matrix,
+            _ => self.upload.host().quantize_fp8_blocks(&matrix).map_err(LoadError::Memory)?,
+        }))
+    }
+
+    /// Returns the places of the rank's part of a matrix in `n_rows` rows of `n_columns` numbers.
+    fn places(&self, part: &MatrixPart, shape: MatrixShape, n_rows: usize, n_columns: usize) -> Places {
+        let (rows, columns): (Range<usize>, Range<usize>) = match part.range.clone() {
+            ShardRange::Rows(rows) => (rows, 0..shape.cols),
+            ShardRange::Columns(columns) => (0..shape.rows, columns),
+        };
+        let place = |of, nth| if part.padded == of { self.heads.place(nth) } else { nth };
+        Places {
+            rows: fp8::spread(rows, n_rows, |nth| place(PaddedDimension::Rows, nth)),
+            columns: fp8::spread(columns, n_columns, |nth| place(PaddedDimension::Columns, nth)),
+        }
+    }
+}
+
+impl ShardRange {
+    /// Returns the same part of a matrix that the GPU generates.
+    pub(super) fn made_up(&self, shape: MatrixShape, n_numbers: usize) -> DummyPart {
+        let MatrixShape { rows, cols } = shape;
+        match self {
+            Self::Rows(range) => DummyPart {
+                first: range.start * cols,
+                width: n_numbers,
+                n_real: range.len() * cols,
+                stride: n_numbers,
+            },
+            Self::Columns(range) => {
+                DummyPart { first: range.start, width: n_numbers / rows, n_real: range.len(), stride: cols }
+            }
+        }
+    }
+}
