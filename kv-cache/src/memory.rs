@@ -19,6 +19,8 @@ use types::{GroupIdx, KvLayout, StageLayers};
 /// If the layout has several ranks, each rank has its own memory, with its heads' share of every page;
 /// [`rank`](Self::rank) returns it. Methods for pages without a rank are for memory with one rank only.
 ///
+/// Memory with [`StageLayers::part`] has the layers of one process of a node. Pages of other layers do not exist in it.
+///
 /// If the node has several pipeline stages, each stage has its own regions. A block has the same index on all stages, so
 /// its bytes are the sum over the stages. See `docs/decisions/0032-the-wire-names-no-stage.md`.
 #[derive(Clone)]
@@ -123,6 +125,14 @@ impl KvMemory {
     /// Returns whether the memory is on one or several GPUs.
     pub fn is_on_cards(&self) -> bool {
         self.inner.ranks.iter().all(|pages| matches!(pages, Pages::Device(_)))
+    }
+
+    /// Returns whether the memory has a layer. Only the memory of one process of several lacks some.
+    ///
+    /// # Panics
+    /// If the layout has no such group or layer.
+    pub fn has_layer(&self, group: GroupIdx, layer_pos: u16) -> bool {
+        self.inner.regions.of_layer(group, layer_pos) != NO_REGION
     }
 
     /// Returns the number of pipeline stages with regions of their own.
@@ -340,6 +350,9 @@ impl fmt::Debug for KvMemory {
     }
 }
 
+/// The region of a layer that the memory does not have.
+const NO_REGION: u32 = u32::MAX;
+
 /// The region of a rank for each layer of each group.
 ///
 /// A block belongs to one group at a time. So groups whose layers have the same page size share regions, layer by
@@ -348,6 +361,7 @@ impl fmt::Debug for KvMemory {
 #[derive(Debug, Default)]
 struct Regions {
     page_bytes: Vec<usize>,
+    /// [`NO_REGION`] for the layers of other processes.
     by_layer: Vec<Vec<u32>>,
     /// For each stage, the number of regions of it and of all earlier stages.
     stage_ends: Vec<usize>,
@@ -355,7 +369,7 @@ struct Regions {
 
 impl Regions {
     fn of(layout: &KvLayout, stages: &StageLayers) -> Self {
-        let by_layer = layout.groups.iter().map(|group| vec![u32::MAX; group.layers.len()]).collect();
+        let by_layer = layout.groups.iter().map(|group| vec![NO_REGION; group.layers.len()]).collect();
         let mut regions = Self { by_layer, ..Self::default() };
         for layers in stages.iter() {
             regions.add(layout, &layers);

@@ -137,6 +137,7 @@ impl Node {
             settings: settings(),
             metrics: TransferMetrics::default(),
             faults: Faults::none(),
+            processes: None,
         };
         let connector = build("tcp", parts.clone()).await.unwrap();
         Self { pool: BlockPool::new(&layout, N_BLOCKS), parts, connector }

@@ -1,11 +1,14 @@
 //! What a connector is built from.
 
+use std::sync::Arc;
+
 use chassis::{Gate, World};
 use kv_cache::KvMemory;
 use types::{Epoch, Fingerprint, NodeId};
 
 use crate::faults::Faults;
 use crate::metrics::TransferMetrics;
+use crate::processes::OtherProcesses;
 use crate::settings::TransferSettings;
 
 /// The parts of the node that a connector is built from.
@@ -21,4 +24,6 @@ pub struct ConnectorParts {
     pub metrics: TransferMetrics,
     /// Faults that a test injects. Empty in production.
     pub faults: Faults,
+    /// The other processes of a node of several. `None` if this process has the KV of all layers.
+    pub processes: Option<Arc<dyn OtherProcesses>>,
 }

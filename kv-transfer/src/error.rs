@@ -15,6 +15,9 @@ use types::{CallerAction, Refusal, RefusalKind, in_full};
 pub enum TransferError {
     #[error("no connector is called {name:?}; there are {known}")]
     UnknownConnector { name: String, known: String },
+    /// A node of several processes cannot do this. The text is a sentence.
+    #[error("{0}")]
+    SeveralProcesses(String),
     #[error("cannot listen on {addr}")]
     Listen { addr: String, source: Arc<io::Error> },
     #[error("cannot connect to {addr}")]
@@ -136,7 +139,9 @@ impl TransferError {
             E::Share { .. } | E::Slots { .. } | E::Map { .. } | E::Rdma { .. } => Some(RefusalKind::Wire),
             E::Protocol(_) => Some(RefusalKind::Protocol),
             E::Fingerprint(_) | E::Layout(_) | E::Mismatch(_) => Some(RefusalKind::Mismatch),
-            E::WrongDestination(_) | E::UnknownConnector { .. } => Some(RefusalKind::Mismatch),
+            E::WrongDestination(_) | E::UnknownConnector { .. } | E::SeveralProcesses(_) => {
+                Some(RefusalKind::Mismatch)
+            }
             E::UnknownLanding | E::WrongGrant | E::WrongEpoch | E::AlreadyOpened => {
                 Some(RefusalKind::Landing)
             }

@@ -11,6 +11,7 @@
 //! - the state of each page (`pages`) and its verification ([`digest`])
 //! - the sender's side (`outgoing`), and the threads that serve both sides (`wire_threads`)
 //! - the lanes between ranks ([`reshard`], [`lanes`]), and their bytes in memory (`runs`)
+//! - a node of several processes as a sender ([`processes`])
 //! - the wires ([`mod@connectors`]), the test suite of every wire (`conformance`), and fault injection ([`faults`])
 #![forbid(unsafe_code)]
 
@@ -31,6 +32,8 @@ mod outgoing;
 pub mod reshard;
 pub mod lanes;
 mod runs;
+mod fields;
+pub mod processes;
 pub mod connectors;
 pub mod faults;
 #[cfg(any(test, feature = "test-support"))]
@@ -43,10 +46,12 @@ pub use arrived::ArrivedKv;
 pub use chunk_queue::{Chunk, ChunkQueue};
 pub use connector::{Auto, KvConnector, KvSender, WireKind};
 pub use connector_parts::ConnectorParts;
+pub use connectors::follower::FollowerStreams;
 pub use connectors::{build, connectors};
 pub use error::TransferError;
 pub use faults::{Fault, FaultKind, Faults};
 pub use landings::LandRequest;
 pub use metrics::TransferMetrics;
+pub use processes::{OtherProcesses, PutOrder};
 pub use quiet::Quiet;
 pub use settings::{FrameSizes, HostSlots, HostSlotsOutOfRange, TransferSettings};

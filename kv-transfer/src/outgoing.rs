@@ -22,8 +22,9 @@ use crate::error::TransferError;
 use crate::landing::{Opener, bad_request};
 use crate::lanes::{LaneSpan, Lanes};
 use crate::metrics::TransferMetrics;
-use crate::pages::{Pages, PieceMax, cut, cut_tall, wanted_part};
+use crate::pages::{FRAME_DIGESTS_MAX, FRAME_PAGES_MAX, Pages, PieceMax, cut, cut_tall, wanted_part};
 use crate::pending_copies::PendingCopies;
+use crate::processes::{OtherProcesses, split};
 use crate::reshard::Lane;
 use crate::settings::{FrameSizes, TransferSettings};
 
@@ -31,10 +32,6 @@ use crate::settings::{FrameSizes, TransferSettings};
 const SPANS_QUEUED_MAX: usize = 16;
 /// Limit of queued refetch requests per transfer.
 const REFETCHES_QUEUED_MAX: usize = 64;
-/// Limit of pages in one frame, which bounds its digests.
-pub(crate) const FRAME_PAGES_MAX: usize = 1024;
-/// Limit of digests in one frame: eight bytes each must fit into the frame's body.
-pub(crate) const FRAME_DIGESTS_MAX: usize = 8192;
 
 /// The operations that each wire implements for outgoing transfers.
 #[async_trait]
@@ -262,8 +259,10 @@ impl Sender {
         let (jobs, queue) = mpsc::channel(SPANS_QUEUED_MAX);
         let check = SpanCheck::of(Arc::clone(&out));
         let TransferSettings { frame_bytes, tall_frames, taper, .. } = parts.settings;
-        let (of_pump, sent) = (Arc::clone(&out), Vec::new());
-        let pump = Pump { out: of_pump, wire: Arc::clone(&wire), frame_bytes, tall_frames, taper, sent };
+        let (of_pump, sent, processes) = (Arc::clone(&out), Vec::new(), parts.processes.clone());
+        let wire_of_pump = Arc::clone(&wire);
+        let pump =
+            Pump { out: of_pump, wire: wire_of_pump, frame_bytes, tall_frames, taper, processes, sent };
         let pump = pump.start(&parts.gate, queue, refetches);
         let transfer = SenderEnd { out, wire, metrics: parts.metrics.clone() };
         Box::new(Self { transfer, jobs, check, pump })
@@ -334,6 +333,8 @@ struct Pump {
     frame_bytes: usize,
     tall_frames: bool,
     taper: Option<FrameSizes>,
+    /// A piece has layers of one process only.
+    processes: Option<Arc<dyn OtherProcesses>>,
     /// The spans that were sent. They are kept with their leases until the receiver has verified them, to be
     /// sent again if pages arrive wrong.
     sent: Vec<SpanJob>,
@@ -439,8 +440,15 @@ impl Pump {
         Ok(())
     }
 
-    /// Cuts a span into pieces. Each lane's part of a piece fits into one frame.
+    /// Cuts a span into pieces of one process each. Each lane's part of a piece fits into one frame.
     fn cut(&self, span: &KvSpan) -> Vec<KvSpan> {
+        let Some(processes) = &self.processes else { return self.cut_of_one(span) };
+        let layers = &self.out.landing.layout.group(span.group).layers;
+        split(span, layers, &**processes).iter().flat_map(|part| self.cut_of_one(part)).collect()
+    }
+
+    /// Like [`cut`](Self::cut), for a span of one process.
+    fn cut_of_one(&self, span: &KvSpan) -> Vec<KvSpan> {
         let Outgoing { landing, lanes, .. } = &*self.out;
         let layers = &landing.layout.group(span.group).layers;
         let heads = |pos: u16| lanes.widest(layers[usize::from(pos)].n_kv_heads);

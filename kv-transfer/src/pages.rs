@@ -10,6 +10,11 @@ use types::{GroupIdx, KvSpan, Landing};
 use crate::lanes::{LaneSpan, Lanes};
 use crate::settings::FrameSizes;
 
+/// Limit of pages in one frame, which bounds its digests.
+pub(crate) const FRAME_PAGES_MAX: usize = 1024;
+/// Limit of digests in one frame: eight bytes each must fit into the frame's body.
+pub(crate) const FRAME_DIGESTS_MAX: usize = 8192;
+
 /// Numbers the wanted pages of a landing: `[group][layer][lane][block]`.
 #[derive(Clone, Debug)]
 struct PageIndex {

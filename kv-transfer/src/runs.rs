@@ -65,24 +65,28 @@ impl Runs {
     /// Locates the part in the sender's memory. `layout` is the sender's, and `table` its block table of the
     /// span's group.
     pub(crate) fn sent(layout: &KvLayout, lanes: &Lanes, table: &[BlockIdx], span: &LaneSpan) -> Self {
+        Self::sent_from(layout, lanes, of_span(table, span), span)
+    }
+
+    /// Like [`sent`](Self::sent), but takes the blocks of the span only.
+    pub(crate) fn sent_from(layout: &KvLayout, lanes: &Lanes, blocks: &[BlockIdx], span: &LaneSpan) -> Self {
         let heads = |shape: LayerShape| lanes.heads(shape.n_kv_heads, span.lane).from;
-        Self::new(layout, span.lane.from, table, span, heads)
+        Self::new(layout, span.lane.from, blocks, span, heads)
     }
 
     /// Locates the part in the receiver's memory, by the receiver's layout and table.
     pub(crate) fn wanted(layout: &KvLayout, lanes: &Lanes, table: &[BlockIdx], span: &LaneSpan) -> Self {
         let heads = |shape: LayerShape| lanes.heads(shape.n_kv_heads, span.lane).to;
-        Self::new(layout, span.lane.to, table, span, heads)
+        Self::new(layout, span.lane.to, of_span(table, span), span, heads)
     }
 
     fn new(
         layout: &KvLayout,
         rank: u16,
-        table: &[BlockIdx],
+        blocks: &[BlockIdx],
         span: &KvSpan,
         heads: impl Fn(LayerShape) -> Heads,
     ) -> Self {
-        let blocks = &table[span.blocks.start as usize..span.blocks.end as usize];
         let mut runs = Self { rank, group: span.group, runs: Vec::new(), bytes: 0 };
         for layer_pos in span.layers.clone() {
             let shape = layout.group(span.group).layers[usize::from(layer_pos)];
@@ -182,6 +186,11 @@ impl Runs {
             rest.iter().take(runs_max).take_while(|run| run.start < offset + ATTEMPT_BYTES_MAX).count();
         (&rest[..n_runs], skip)
     }
+}
+
+/// Returns the part of a block table that a span names.
+pub(crate) fn of_span<'t>(table: &'t [BlockIdx], span: &KvSpan) -> &'t [BlockIdx] {
+    &table[span.blocks.start as usize..span.blocks.end as usize]
 }
 
 impl PageRun {

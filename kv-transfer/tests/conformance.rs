@@ -1,13 +1,17 @@
 //! Every connector of this crate passes the suite.
 
 use std::io;
+use std::num::NonZero;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, LazyLock};
 
 use async_trait::async_trait;
 
-use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Make, Pair};
-use baton_kv_transfer::conformance::{conformance, conformance_of_ranks, conformance_of_stages};
+use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Make, Pair, layout};
+use baton_kv_transfer::conformance::processes::ProcessParts;
+use baton_kv_transfer::conformance::{
+    conformance, conformance_of_processes, conformance_of_ranks, conformance_of_stages,
+};
 use baton_kv_transfer::connectors::flaky::Flaky;
 use baton_kv_transfer::connectors::nccl::double::Double;
 use baton_kv_transfer::connectors::{nccl, shm, tcp};
@@ -34,6 +38,11 @@ async fn tcp() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tcp_on_many_threads() {
     conformance(|parts| built("tcp", parts)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tcp_of_several_processes() {
+    conformance_of_processes(|parts| built("tcp", parts)).await;
 }
 
 /// The same node with a certificate.
@@ -93,6 +102,16 @@ async fn a_tcp_link_has_twice_as_many_streams_over_tls() {
         drop(sender.expect("the peer is there"));
         assert_eq!(net.0.load(Ordering::Relaxed), n_expected, "encrypted: {is_encrypted}");
     }
+}
+
+#[tokio::test]
+async fn several_processes_send_over_tls() {
+    let make: Make = Arc::new(|parts| Box::pin(built("tcp", with_certificate(parts))));
+    let mut parts = ProcessParts::new(NonZero::new(3).expect("some"), layout());
+    parts.followers = parts.followers.into_iter().map(with_certificate).collect();
+    let pair = parts.start(&make, Pair::new(&make).await).await;
+    pair.transfer(9 * BLOCK_TOKENS, 1).await;
+    pair.at_baseline().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -57,6 +57,9 @@ impl Connectors {
                 // Too little memory for slots is not passed over, because a slower connector would be used in silence.
                 Err(error @ TransferError::Slots { .. }) => return Err(NodeError::Connector(error)),
                 Err(error) if is_needed => return Err(NodeError::Connector(error)),
+                Err(error @ TransferError::SeveralProcesses(_)) => {
+                    missing.push(MissingWire { scheme: Scheme::new(name), why: in_full(&error) });
+                }
                 // The log level is info, because most machines lack the hardware.
                 Err(error) if error.is_of_the_machine() => {
                     info!(

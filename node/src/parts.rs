@@ -106,6 +106,7 @@ impl NodeWithoutWorker {
             settings: config.transfer.clone(),
             metrics: metrics.transfer.clone(),
             faults: Faults::none(),
+            processes: None,
         };
         let mut connectors = Connectors::build(&config.connectors, &host, &parts).await?;
         if let Some(costs) =

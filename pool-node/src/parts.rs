@@ -55,6 +55,7 @@ impl PoolParts {
             settings: config.transfer.clone(),
             metrics: TransferMetrics::new(metrics),
             faults: Faults::none(),
+            processes: None,
         };
         let connectors = Connectors::build(&config.connectors, &host, &parts).await?;
         Ok(Self {

@@ -210,6 +210,13 @@ impl KvLayout {
         self.group(group).layers.iter().map(|shape| self.page_bytes(*shape)).sum()
     }
 
+    /// Returns the number of valid tokens in block `ordinal` of a sequence of `n_tokens` tokens; only the last block can
+    /// be partly filled.
+    pub fn valid_tokens(&self, n_tokens: u32, ordinal: u32) -> u16 {
+        let block_tokens = u32::from(self.block_tokens);
+        (n_tokens - ordinal * block_tokens).min(block_tokens) as u16
+    }
+
     /// Returns the number of blocks in one group for `tokens` tokens.
     pub fn blocks_for(&self, tokens: usize) -> usize {
         tokens.div_ceil(usize::from(self.block_tokens))

@@ -11,7 +11,8 @@ pub struct StageSplit {
     pub layers: Vec<u16>,
 }
 
-/// The layers of each pipeline stage of a node: neighbours, in order, at least one in each stage.
+/// The layers of each pipeline stage of a node, or of one process of it: neighbours, in order, at least one in each
+/// stage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StageLayers(Vec<Range<u16>>);
 
@@ -63,7 +64,12 @@ impl Default for StageSplit {
 impl StageLayers {
     /// Returns one stage that has all layers of any model.
     pub fn one() -> Self {
-        Self(std::iter::once(0..u16::MAX).collect())
+        Self::part(0..u16::MAX)
+    }
+
+    /// Returns one stage that has only these layers, for a process that has no others.
+    pub fn part(layers: Range<u16>) -> Self {
+        Self(std::iter::once(layers).collect())
     }
 
     fn of_counts(counts: impl Iterator<Item = u16>) -> Self {
@@ -109,6 +115,12 @@ mod tests {
             assert_eq!(ends, expected);
             assert_eq!(stages.n_stages(), usize::from(n_stages));
         }
+    }
+
+    #[test]
+    fn a_part_is_one_stage_with_these_layers() {
+        let part = StageLayers::part(3..7);
+        assert_eq!((part.n_stages(), part.iter().next()), (1, Some(3..7)));
     }
 
     #[test]

@@ -120,8 +120,7 @@ impl Landing {
     /// Returns the number of valid tokens in block `ordinal` of the sequence; only the last block can be
     /// partly filled.
     pub fn valid_tokens(&self, ordinal: u32) -> u16 {
-        let block_tokens = u32::from(self.layout.block_tokens);
-        (self.n_tokens - ordinal * block_tokens).min(block_tokens) as u16
+        self.layout.valid_tokens(self.n_tokens, ordinal)
     }
 }
 

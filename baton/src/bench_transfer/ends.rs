@@ -182,6 +182,7 @@ impl End {
             settings,
             metrics: TransferMetrics::default(),
             faults: Faults::none(),
+            processes: None,
         };
         let connector = kv_transfer::build(&case.connector, parts).await.map_err(failed)?;
         match side {

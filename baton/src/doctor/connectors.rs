@@ -76,6 +76,7 @@ fn parts(settings: &TransferSettings) -> Result<ConnectorParts, String> {
         },
         metrics: TransferMetrics::default(),
         faults: Faults::none(),
+        processes: None,
     })
 }
 

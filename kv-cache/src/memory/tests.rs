@@ -112,6 +112,46 @@ fn stages_have_regions_of_their_own() {
 }
 
 #[test]
+fn a_part_has_its_own_layers_only() {
+    let full = group(Attention::Full, &[(0, 8), (2, 8), (4, 24)]);
+    let window = group(Attention::SlidingWindow { tokens: 64 }, &[(1, 8), (3, 8)]);
+    let (layout, p) = (layout(vec![full, window]), page(8));
+    for (layers, regions, block_bytes) in [
+        (0..2, vec![vec![0, NO_REGION, NO_REGION], vec![0, NO_REGION]], p),
+        (2..5, vec![vec![NO_REGION, 0, 1], vec![NO_REGION, 0]], p + 3 * p),
+        (4..5, vec![vec![NO_REGION, NO_REGION, 0], vec![NO_REGION, NO_REGION]], 3 * p),
+        (5..9, vec![vec![NO_REGION; 3], vec![NO_REGION; 2]], 0),
+    ] {
+        let part = StageLayers::part(layers);
+        assert_eq!(Regions::of(&layout, &part).by_layer, regions);
+        assert_eq!(KvMemory::block_bytes(&layout, &part), block_bytes);
+        assert_eq!(KvMemory::stage_block_bytes(&layout, &part), [block_bytes]);
+        let memory = KvMemory::host_of_stages(layout.clone(), &part, 3).expect("a few KiB can be mapped");
+        assert_eq!((memory.n_stages(), memory.bytes()), (1, 3 * block_bytes));
+        assert!(!memory.has_regions_of_one_stage());
+        for group in layout.group_indices() {
+            for (pos, shape) in (0..).zip(&layout.group(group).layers) {
+                let is_here = regions[usize::from(group.0)][usize::from(pos)] != NO_REGION;
+                assert_eq!(memory.has_layer(group, pos), is_here, "layer {}", shape.layer);
+                if is_here {
+                    let page = memory.read(group, pos, 2..3).expect("nothing writes it");
+                    assert_eq!(page.len(), layout.rank_page_bytes(*shape));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "index out of bounds")]
+fn a_page_of_another_process_does_not_exist() {
+    let layout = layout(vec![group(Attention::Full, &[(0, 8), (1, 8)])]);
+    let part = StageLayers::part(0..1);
+    let memory = KvMemory::host_of_stages(layout, &part, 3).expect("a few KiB can be mapped");
+    let _ = memory.read(GroupIdx(0), 1, 0..1);
+}
+
+#[test]
 fn layers_do_not_share_bytes() {
     let layout = layout(vec![group(Attention::Full, &[(0, 8), (1, 8), (2, 24)])]);
     let memory = KvMemory::host(layout, 4).expect("a few KiB can be mapped");

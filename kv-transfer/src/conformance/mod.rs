@@ -8,13 +8,16 @@ pub mod delivery;
 pub mod fault;
 pub mod feed;
 pub mod node;
+pub mod processes;
 pub mod ranks;
 pub mod refusal;
 
+use std::num::NonZero;
 use std::sync::Arc;
 use std::time::Duration;
 
-use self::node::{Make, Pair, StagesAndRanks};
+use self::node::{Make, Pair, StagesAndRanks, layout, spread_layout};
+use self::processes::ProcessParts;
 use crate::connector::KvConnector;
 use crate::connector_parts::ConnectorParts;
 
@@ -61,8 +64,11 @@ pub async fn conformance_without<F>(
     F: Future<Output = Arc<dyn KvConnector>> + Send + 'static,
 {
     let make: Make = Arc::new(move |parts| Box::pin(make(parts)));
-    let pair = || Pair::new(&make);
-    cases! { pair, without;
+    whole_suite(without, || Pair::new(&make)).await;
+}
+
+async fn whole_suite<P: Future<Output = Pair>>(without: &[(&str, &str)], pair: impl Fn() -> P) {
+    cases! { &pair, without;
         delivery::bytes_arrive_equal,
         delivery::spans_arrive_in_any_order,
         delivery::last_block_may_be_partial,
@@ -177,32 +183,73 @@ pub async fn conformance_between<F>(
     let make: Make = Arc::new(move |parts| Box::pin(make(parts)));
     for (prefill, decode) in sides {
         tracing::info!(?prefill, ?decode, "conformance suite starts with these stages and ranks");
-        let pair = || Pair::between(&make, *prefill, *decode);
-        cases! { pair, WHOLE_SUITE;
-            delivery::bytes_arrive_equal,
-            delivery::spans_arrive_in_any_order,
-            delivery::last_block_may_be_partial,
-            delivery::held_prefix_is_not_sent,
-            delivery::nothing_to_send_is_a_transfer,
-            delivery::neighbours_need_not_be_neighbours_there,
-            delivery::interleaved_transfers_do_not_mix,
-            ranks::ranks_that_cannot_share_are_refused,
-            ranks::each_layer_of_all_ranks_leaves_as_it_is_computed,
-            refusal::other_lengths,
-            refusal::landing_is_opened_once,
-            abort::sender_dropped_at_every_stage,
-            abort::arrival_dropped_at_every_stage,
-            abort::cancelled_open_leaves_nothing,
-            fault::flipped_bit_is_refetched,
-            fault::flipped_bit_twice_is_a_failure,
-            fault::wrong_digest_is_refetched,
-            fault::duplicate_frames_are_harmless,
-            fault::lost_connection_fails_both_and_heals,
-        }
+        suite_of_ranks(|| Pair::between(&make, *prefill, *decode)).await;
     }
 }
 
-async fn run<F, P>(name: &'static str, pair: impl Fn() -> P, case: impl Fn(Arc<Pair>) -> F)
+const TWO: NonZero<u16> = NonZero::new(2).expect("two is not zero");
+
+/// Prefill nodes with a process for each stage.
+pub const PROCESSES: &[Sides] = &[
+    (StagesAndRanks::new(2, 1), StagesAndRanks::new(2, 1)),
+    (StagesAndRanks::new(3, 1), StagesAndRanks::new(1, 1)),
+    (StagesAndRanks::new(7, 1), StagesAndRanks::new(1, 1)),
+    (StagesAndRanks::new(2, 2), StagesAndRanks::new(1, 1)),
+    (StagesAndRanks::new(3, 1), StagesAndRanks::new(1, 2)),
+    (StagesAndRanks::new(2, 2), StagesAndRanks::new(2, 4)),
+];
+
+/// Runs every case with a prefill node of two processes, and those that depend on stages and ranks for each pair of nodes
+/// in [`PROCESSES`].
+///
+/// # Panics
+/// Like [`conformance`].
+pub async fn conformance_of_processes<F>(make: impl Fn(ConnectorParts) -> F + Send + Sync + 'static)
+where
+    F: Future<Output = Arc<dyn KvConnector>> + Send + 'static,
+{
+    let make: Make = Arc::new(move |parts| Box::pin(make(parts)));
+    let of_two = || async {
+        let parts = ProcessParts::new(TWO, layout());
+        parts.start(&make, Pair::new(&make).await).await
+    };
+    whole_suite(WHOLE_SUITE, of_two).await;
+    for (prefill, decode) in PROCESSES {
+        tracing::info!(?prefill, ?decode, "conformance suite starts with these processes and ranks");
+        let one_stage = StagesAndRanks::new(1, prefill.tp_size);
+        let of_processes = || async {
+            let parts = ProcessParts::new(prefill.n_stages, spread_layout(prefill.tp_size));
+            parts.start(&make, Pair::between(&make, one_stage, *decode).await).await
+        };
+        suite_of_ranks(of_processes).await;
+    }
+}
+
+async fn suite_of_ranks<P: Future<Output = Pair>>(pair: impl Fn() -> P) {
+    cases! { &pair, WHOLE_SUITE;
+        delivery::bytes_arrive_equal,
+        delivery::spans_arrive_in_any_order,
+        delivery::last_block_may_be_partial,
+        delivery::held_prefix_is_not_sent,
+        delivery::nothing_to_send_is_a_transfer,
+        delivery::neighbours_need_not_be_neighbours_there,
+        delivery::interleaved_transfers_do_not_mix,
+        ranks::ranks_that_cannot_share_are_refused,
+        ranks::each_layer_of_all_ranks_leaves_as_it_is_computed,
+        refusal::other_lengths,
+        refusal::landing_is_opened_once,
+        abort::sender_dropped_at_every_stage,
+        abort::arrival_dropped_at_every_stage,
+        abort::cancelled_open_leaves_nothing,
+        fault::flipped_bit_is_refetched,
+        fault::flipped_bit_twice_is_a_failure,
+        fault::wrong_digest_is_refetched,
+        fault::duplicate_frames_are_harmless,
+        fault::lost_connection_fails_both_and_heals,
+    }
+}
+
+async fn run<F, P>(name: &'static str, pair: &impl Fn() -> P, case: impl Fn(Arc<Pair>) -> F)
 where
     F: Future<Output = ()>,
     P: Future<Output = Pair>,

@@ -138,21 +138,29 @@ pub struct Node {
     pub parts: ConnectorParts,
     pub connector: Arc<dyn KvConnector>,
     pub pool: BlockPool,
+    /// The memory of the node's other processes. Each layer is in the memory of one process.
+    others: Vec<KvMemory>,
     baseline: BlockCounts,
 }
 
 impl Node {
     pub async fn new(make: &Make, parts: ConnectorParts) -> Self {
+        Self::of_processes(make, parts, Vec::new()).await
+    }
+
+    /// Makes a node of several processes. `parts` are the head's, and `others` is the memory of the other processes.
+    pub async fn of_processes(make: &Make, parts: ConnectorParts, others: Vec<KvMemory>) -> Self {
         let pool = BlockPool::new(parts.memory.layout(), parts.memory.n_blocks());
         let (connector, baseline) = (make(parts.clone()).await, pool.counts());
-        Self { parts, connector, pool, baseline }
+        Self { parts, connector, pool, others, baseline }
     }
 
     pub fn parts(name: &str, layout: KvLayout) -> ConnectorParts {
         Self::parts_of(name, layout, &StageLayers::one())
     }
 
-    fn parts_of(name: &str, layout: KvLayout, stages: &StageLayers) -> ConnectorParts {
+    /// Like [`parts`](Self::parts), for a node with these stages.
+    pub fn parts_of(name: &str, layout: KvLayout, stages: &StageLayers) -> ConnectorParts {
         let world = World::real();
         ConnectorParts {
             node: NodeId::new(name),
@@ -164,6 +172,7 @@ impl Node {
             settings: settings(),
             metrics: TransferMetrics::default(),
             faults: Faults::programmable(),
+            processes: None,
         }
     }
 
@@ -187,11 +196,17 @@ impl Node {
         self.fill(lease, blocks, |layer, block, byte| kv_byte(sequence, layer, block, byte));
     }
 
+    /// Returns the memory of the process that has a layer.
+    fn memory_of(&self, share: LayerShare) -> &KvMemory {
+        let mut all = std::iter::once(&self.parts.memory).chain(&self.others);
+        all.find(|memory| memory.has_layer(share.group, share.layer_pos)).expect("a process has the layer")
+    }
+
     fn fill(&self, lease: &BlockLease, blocks: Range<u32>, byte: impl Fn(u16, u32, usize) -> u8) {
         for share in shares(self.parts.memory.layout()) {
             for block in blocks.clone() {
                 let place = lease.table(share.group)[block as usize].0;
-                let memory = self.parts.memory.rank(share.rank);
+                let memory = self.memory_of(share).rank(share.rank);
                 let page = memory.write(share.group, share.layer_pos, place..place + 1);
                 let mut page = page.expect("the lease is ours alone");
                 let cells = page.iter_mut().enumerate();
@@ -214,7 +229,7 @@ impl Node {
 
     fn assert_page(&self, share: LayerShare, place: BlockIdx, valid: usize, expected: impl Fn(usize) -> u8) {
         let LayerShare { shape, group, layer_pos, rank, .. } = share;
-        let memory = self.parts.memory.rank(rank);
+        let memory = self.memory_of(share).rank(rank);
         let page = memory.read(group, layer_pos, place.0..place.0 + 1).expect("no write is under way");
         for run in 0..shape.n_parts * shape.n_heads {
             let start = run * shape.head_bytes;

@@ -1,6 +1,7 @@
 //! The wires, by name. A new wire is one file with its [`WireKind`], a `mod` line here and a line in `WIRES`.
 
 pub mod cuda_ipc;
+pub(crate) mod follower;
 #[cfg(any(test, feature = "test-support"))]
 pub mod flaky;
 mod gpu;
@@ -17,9 +18,11 @@ mod unix;
 
 use std::sync::Arc;
 
+use self::link::connect::STREAMS_MAX;
 use crate::connector::{KvConnector, WireKind};
 use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
+use crate::processes::check_host;
 
 /// All wires of this crate, the fastest first.
 const WIRES: &[WireKind] = &[
@@ -44,10 +47,31 @@ pub fn names() -> Vec<&'static str> {
     WIRES.iter().map(|wire| wire.name).collect()
 }
 
+/// Refuses a connector that does not send the KV of a node of several processes.
+fn check_processes(wire: &WireKind, parts: &ConnectorParts) -> Result<(), TransferError> {
+    let Some(processes) = &parts.processes else { return Ok(()) };
+    if wire.name != tcp::SCHEME {
+        let name = wire.name;
+        return Err(TransferError::SeveralProcesses(format!(
+            "{name} does not send KV of a node of several processes: set connectors to tcp"
+        )));
+    }
+    if processes.n_processes() >= usize::from(STREAMS_MAX) {
+        return Err(TransferError::SeveralProcesses(format!(
+            "tcp sends KV of at most {STREAMS_MAX} processes, and the node has {}",
+            processes.n_processes() + 1
+        )));
+    }
+    check_host(&parts.memory)
+}
+
 /// Builds the connector of this name.
 pub async fn build(name: &str, parts: ConnectorParts) -> Result<Arc<dyn KvConnector>, TransferError> {
     match WIRES.iter().find(|wire| wire.name == name) {
-        Some(wire) => (wire.build)(parts).await,
+        Some(wire) => {
+            check_processes(wire, &parts)?;
+            (wire.build)(parts).await
+        }
         None => {
             let (name, known) = (name.to_owned(), names().join(", "));
             Err(TransferError::UnknownConnector { name, known })

@@ -199,10 +199,17 @@ impl KvPath for InlineKv {
 
 /// The sender's end: the KV follows its frame on the stream.
 #[derive(Debug)]
-struct Sockets {
+pub(super) struct Sockets {
     world: World,
     /// `None` if the processor copies the KV.
     slots: Option<SlotPool>,
+}
+
+impl Sockets {
+    /// Returns the sender's end for KV in host memory.
+    pub(super) fn of_host(world: World) -> Self {
+        Self { world, slots: None }
+    }
 }
 
 #[async_trait]
@@ -221,7 +228,7 @@ impl KvSendPath for Sockets {
             return Ok(());
         }
         match slot_for(span.bytes(parts), self.slots.as_ref(), parts.settings.stall()).await? {
-            None => write_span(writer, parts, span).await,
+            None => write_span(writer, parts, span.pages()).await,
             Some((mover, slot)) => write_slot(writer, parts, &span, &*mover, &slot).await,
         }
     }

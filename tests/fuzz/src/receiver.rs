@@ -67,6 +67,7 @@ fn parts() -> ConnectorParts {
         settings: TransferSettings { stall_ms: STALL_MS, ..TransferSettings::default() },
         metrics: TransferMetrics::default(),
         faults: Faults::none(),
+        processes: None,
     }
 }
 

@@ -194,6 +194,7 @@ impl Sender {
             settings,
             metrics: TransferMetrics::new(&Metrics::new("doctor")),
             faults: Faults::none(),
+            processes: None,
         };
         let connector = kv_transfer::build(scheme, parts).await.map_err(TrialError::NotHere)?;
         debug_assert_eq!(connector.scheme(), Scheme::new(scheme));

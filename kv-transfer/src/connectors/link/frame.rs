@@ -22,9 +22,9 @@ use twox_hash::XxHash3_64;
 use types::node::ProtocolRange;
 use types::{Epoch, Grant, Handoff, KvSpan, NodeId, TransferId};
 
-use super::fields::{Reader, Writer};
 use crate::digest::Digest;
 pub use crate::error::FrameError;
+use crate::fields::{Reader, Writer};
 use crate::landing::Credentials;
 use crate::reshard::Lane;
 pub use crate::runs::Piece;

@@ -3,8 +3,8 @@ use types::prompt::TokenId;
 use types::step::{FinishReason, Logprobs, Step};
 use types::{GroupIdx, KvSpan};
 
-use super::super::fields::PIECES_MAX;
 use super::*;
+use crate::fields::PIECES_MAX;
 
 fn hello() -> Hello {
     let protocol = ProtocolRange { min: 1, max: 2 };
@@ -117,7 +117,7 @@ fn only_inline_kv_has_a_payload() {
 #[test]
 fn the_largest_kv_frame_fits() {
     let pieces = KvPlace::Pieces(vec![Piece { offset: 64, bytes: 32 }; PIECES_MAX]);
-    let body = kv(vec![Digest(1); crate::outgoing::FRAME_DIGESTS_MAX], pieces);
+    let body = kv(vec![Digest(1); crate::pages::FRAME_DIGESTS_MAX], pieces);
     assert_eq!(parse(&encoded(body.clone())).map(|frame| frame.body), Ok(body));
 }
 

@@ -17,11 +17,12 @@ use kv_cache::BlockLease;
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
-use types::node::{PROTOCOL, ProtocolMismatch};
-use types::{Epoch, Handoff, NodeId, TransferId, in_full};
+use types::{Handoff, TransferId, in_full};
 
 use super::code;
-use super::frame::{Body, Frame, FrameError, Hello};
+use super::connect::{Peer, StreamParams};
+use super::frame::{Body, Frame, FrameError};
+use super::other_processes::{OtherQueues, n_streams};
 use super::send_path::KvSendPath;
 use super::span_out::SpanOut;
 use super::stream::{FrameHalves, FrameReader, FrameWriter, within};
@@ -35,21 +36,12 @@ use crate::wire_threads::WireThreads;
 
 /// Limit of queued KV frames per stream: enough that no stream is idle while a pump wakes up.
 const FRAMES_QUEUED_PER_STREAM: usize = 2;
-/// Limit of streams of one link.
-pub(super) const STREAMS_MAX: u16 = 64;
 /// Limit of queued control frames. Each transfer has at most a few.
 const CONTROL_QUEUED_MAX: usize = 1024;
 /// The number of heartbeats within the time after which a silent side is considered dead.
 const ALIVE_PER_STALL: u32 = 4;
 /// The longest time between two heartbeats of this side: short, because a peer may have a shorter stall time.
 const SILENT_MAX: Duration = Duration::from_millis(200);
-
-/// The node at the other end of a link, and its epoch.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Peer {
-    pub(super) node: NodeId,
-    pub(super) epoch: Epoch,
-}
 
 /// All streams to one receiver, and the transfers that share them. Dropping the link closes its streams.
 #[derive(Debug)]
@@ -80,6 +72,8 @@ struct Shared {
     endpoint: String,
     /// The receiving end of the queue of KV frames, shared by all streams.
     spans: async_channel::Receiver<SpanOut>,
+    /// The queues of frames that other processes send; `None` if the node has one process.
+    others: Option<OtherQueues>,
     /// The transfers in progress, by id. Held for a look-up, never across an await.
     transfers: Mutex<BTreeMap<TransferId, Transfer>>,
     /// Sends control frames later, if the link still exists then.
@@ -106,7 +100,7 @@ impl Link {
         send_path: Arc<dyn KvSendPath>,
     ) -> Result<Self, TransferError> {
         let maker = StreamParams { endpoint, parts, send_path: &*send_path, link: parts.world.draw() };
-        let n_streams = parts.settings.streams.clamp(1, STREAMS_MAX);
+        let n_streams = n_streams(parts);
         let (met, first) = maker.stream(0).await?;
         let mut made = vec![first];
         for stream in 1..n_streams {
@@ -135,6 +129,7 @@ impl Link {
             send_path,
             endpoint: maker.endpoint.to_owned(),
             spans,
+            others: OtherQueues::of(maker.parts, maker.endpoint, maker.link),
             transfers: Mutex::default(),
             control: control.downgrade(),
             lost: OnceLock::new(),
@@ -144,6 +139,7 @@ impl Link {
         let start =
             |(nth, halves)| shared.wire_threads.nth(nth).at(|| shared.start_stream(halves, frames.take()));
         let streams = made.into_iter().enumerate().map(start).collect();
+        shared.start_others();
         Self { peer, shared, kv, control, streams }
     }
 
@@ -178,7 +174,8 @@ impl Wire for Link {
         from: Arc<BlockLease>,
     ) -> Result<(), TransferError> {
         let span = SpanOut { out: Arc::clone(out), piece, from, pending_copy: out.pending_copies.begin() };
-        self.kv.send(span).await.map_err(|_| self.shared.why_lost())
+        let of_other = self.shared.others.as_ref().and_then(|others| others.queue_of(&span));
+        of_other.unwrap_or(&self.kv).send(span).await.map_err(|_| self.shared.why_lost())
     }
 
     async fn hand_off(&self, out: &Arc<Outgoing>, handoff: Handoff) -> Result<(), TransferError> {
@@ -237,6 +234,9 @@ impl Shared {
         // emptied.
         self.spans.close();
         while self.spans.try_recv().is_ok() {}
+        if let Some(others) = &self.others {
+            others.close();
+        }
         self.send_path.close();
         let transfers: Vec<_> =
             std::mem::take(&mut *self.transfers()).into_values().map(|transfer| transfer.out).collect();
@@ -304,6 +304,21 @@ impl Shared {
                 ended.err().unwrap_or_else(|| TransferError::lost_because("the peer closed the stream")),
             );
         })
+    }
+
+    /// Starts the tasks that order the frames of other processes. They end when the link is lost and no put is left, so
+    /// that a lease outlasts the put that reads its pages.
+    fn start_others(self: &Arc<Self>) {
+        let n_processes = self.others.as_ref().map_or(0, OtherQueues::n_processes);
+        for process in 0..n_processes {
+            let shared = Arc::clone(self);
+            let order = async move {
+                if let Some(others) = &shared.others {
+                    others.order_all(process, |error| shared.lose(error)).await;
+                }
+            };
+            spawn_guarded(&self.parts.gate, "kv of another process", order).detach();
+        }
     }
 
     async fn write_all(
@@ -402,63 +417,4 @@ pub(super) fn alive_interval(stall: Duration) -> tokio::time::Interval {
     let mut interval = tokio::time::interval(every);
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     interval
-}
-
-// === making a stream ===
-
-/// The parameters that all streams of one link have in common.
-struct StreamParams<'a> {
-    endpoint: &'a str,
-    parts: &'a ConnectorParts,
-    send_path: &'a dyn KvSendPath,
-    link: u64,
-}
-
-impl StreamParams<'_> {
-    /// Makes one stream, and returns the peer that answered.
-    async fn stream(&self, stream: u16) -> Result<(Peer, FrameHalves), TransferError> {
-        let (parts, stall) = (self.parts, self.parts.settings.stall());
-        let refused =
-            |source| TransferError::Connect { addr: self.endpoint.to_owned(), source: Arc::new(source) };
-        let connect = async { self.send_path.connect(self.endpoint, stream).await.map_err(refused) };
-        let (reader, writer) = within(stall, "connecting", connect).await?.into_split();
-        let (mut reader, mut writer) = (FrameReader::new(reader, stall), FrameWriter::new(writer, stall));
-        let (node, epoch, link) = (parts.node.clone(), parts.epoch, self.link);
-        let hello = Hello { protocol: PROTOCOL, node, epoch, link, stream };
-        writer.write(&Frame::of_link(Body::Hello(hello))).await?;
-        let peer = welcomed(reader.next_in_time().await?)?;
-        Ok((peer, FrameHalves { reader, writer }))
-    }
-}
-
-/// Returns the peer if it answered with a version that this side supports.
-fn welcomed(answer: Option<Frame>) -> Result<Peer, TransferError> {
-    match answer.map(|frame| frame.body) {
-        Some(Body::Welcome { version, node, epoch }) if (PROTOCOL.min..=PROTOCOL.max).contains(&version) => {
-            Ok(Peer { node, epoch })
-        }
-        Some(Body::Incompatible { protocol }) => {
-            Err(ProtocolMismatch { ours: PROTOCOL, theirs: protocol }.into())
-        }
-        Some(_) => Err(FrameError::Unexpected("an answer other than a welcome").into()),
-        None => Err(TransferError::lost_because("the peer closed the connection instead of a welcome")),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_welcome_in_an_unknown_version_is_refused() {
-        let answer = |version: u16| {
-            let (node, epoch) = (NodeId::new("d"), Epoch(7));
-            Some(Frame::of_link(Body::Welcome { version, node, epoch }))
-        };
-        let peer = welcomed(answer(PROTOCOL.max)).expect("this side speaks it");
-        assert_eq!(peer, Peer { node: NodeId::new("d"), epoch: Epoch(7) });
-        for version in [PROTOCOL.min - 1, PROTOCOL.max + 1] {
-            welcomed(answer(version)).expect_err("this side does not speak it");
-        }
-    }
 }

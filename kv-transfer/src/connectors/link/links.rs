@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use types::{Destination, Landing, Scheme};
 
-use super::link_out::{Link, Peer};
+use super::connect::Peer;
+use super::link_out::Link;
 use super::send_path::KvSendPath;
 use crate::connector::KvSender;
 use crate::connector_parts::ConnectorParts;

@@ -2,7 +2,8 @@
 //!
 //! Suggested reading order: frames ([`frame`]), their reading and writing (`stream`), the traits that each
 //! wire implements (`send_path` for the sender's end, `kv_path` for the receiver's), the connector
-//! ([`connector`]), the sender's end (`links`, `link_out`, `span_out`) and the receiver's end (`accept`,
+//! ([`connector`]), the sender's end (`links`, `link_out`, `connect`, `span_out`, and
+//! `other_processes` for a node of several) and the receiver's end (`accept`,
 //! `receiver`, `span_in`). The code of both ends is the same for all wires.
 //!
 //! If the receiver writes, it can prove by itself that the wire is quiet: see
@@ -10,15 +11,16 @@
 //! report, or the end of its right to write.
 
 pub mod frame;
-mod fields;
 mod code;
 pub(super) mod stream;
 pub(super) mod send_path;
 pub(super) mod kv_path;
 pub(super) mod pieces;
 pub(super) mod frame_digests;
+pub(in crate::connectors) mod connect;
 pub(super) mod links;
 mod link_out;
+mod other_processes;
 pub(super) mod span_out;
 pub(super) mod accept;
 pub(super) mod receiver;

@@ -20,10 +20,11 @@ use types::{KvSpan, NodeId, TransferId, in_full};
 
 use super::accept::{Handshake, Incoming, StreamAcceptor};
 use super::code;
+use super::connect::STREAMS_MAX;
 use super::frame::{Body, Frame, FrameError, Hello, KvPlace, REFETCH_SPANS_MAX};
 use super::frame_digests::{FrameDigests, PENDING_DIGESTS_MAX, PendingDigests};
 use super::kv_path::{KvFrame, KvPath, Receipt};
-use super::link_out::{STREAMS_MAX, alive_interval};
+use super::link_out::alive_interval;
 use super::stream::{FrameHalves, FrameReader, FrameWriter, within};
 use crate::connector_parts::ConnectorParts;
 use crate::digest::Digest;

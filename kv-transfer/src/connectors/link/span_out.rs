@@ -1,9 +1,10 @@
 //! Hot path. Sends one KV frame: computes its digests, and writes it while it is in the cache.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use kv_cache::{BlockLease, KvMemory};
-use types::KvSpan;
+use types::{BlockIdx, KvLayout, KvSpan, TransferId};
 
 use super::frame::{Body, Frame, KvPlace};
 use super::stream::FrameWriter;
@@ -12,10 +13,10 @@ use crate::digest::{Digest, PageShape};
 use crate::error::TransferError;
 use crate::faults::{FaultKind, flip};
 use crate::landing::PageAt;
-use crate::lanes::LaneSpan;
+use crate::lanes::{LaneSpan, Lanes};
 use crate::outgoing::Outgoing;
 use crate::pending_copies::PendingCopy;
-use crate::runs::Runs;
+use crate::runs::{Runs, of_span};
 
 /// Pages that wait for a stream. Holds their lease until they are sent.
 #[derive(Debug)]
@@ -28,15 +29,28 @@ pub(in crate::connectors) struct SpanOut {
     pub(in crate::connectors) pending_copy: PendingCopy,
 }
 
-/// Writes one KV frame on the stream itself.
+/// The pages of one KV frame, and their blocks in this process's memory.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::connectors) struct PagesOut<'a> {
+    pub(in crate::connectors) transfer: TransferId,
+    pub(in crate::connectors) lanes: &'a Lanes,
+    pub(in crate::connectors) piece: &'a LaneSpan,
+    /// The blocks of the piece only.
+    pub(in crate::connectors) blocks: &'a [BlockIdx],
+    /// The number of tokens of the whole sequence.
+    pub(in crate::connectors) n_tokens: u32,
+}
+
+/// Writes one KV frame on the stream itself. Not cancel-safe.
 pub(in crate::connectors) async fn write_span(
     writer: &mut FrameWriter,
     parts: &ConnectorParts,
-    span: SpanOut,
+    pages: PagesOut<'_>,
 ) -> Result<(), TransferError> {
-    let (runs, digests) = (span.runs(parts), span.digests(parts)?);
-    let body = Body::Kv { span: span.piece.span.clone(), digests: Some(digests), place: KvPlace::Inline };
-    let frame = Frame::new(span.out.transfer(), body).on(span.piece.lane);
+    let runs = pages.runs(&parts.memory);
+    let digests = if parts.settings.digests { pages.digests(&parts.memory)? } else { Vec::new() };
+    let body = Body::Kv { span: pages.piece.span.clone(), digests: Some(digests), place: KvPlace::Inline };
+    let frame = Frame::new(pages.transfer, body).on(pages.piece.lane);
     let frame = Frame { payload_bytes: runs.bytes(), ..frame };
     match parts.faults.next(runs.bytes()) {
         None => writer.write_span(&frame, &parts.memory, &runs).await,
@@ -45,10 +59,16 @@ pub(in crate::connectors) async fn write_span(
 }
 
 impl SpanOut {
+    pub(in crate::connectors) fn pages(&self) -> PagesOut<'_> {
+        let (piece, landing) = (&self.piece, &self.out.landing);
+        let blocks = of_span(self.from.table(piece.group), piece);
+        let (transfer, n_tokens) = (landing.transfer, landing.n_tokens);
+        PagesOut { transfer, lanes: &self.out.lanes, piece, blocks, n_tokens }
+    }
+
     /// Returns the location of the pages in this node's memory.
     pub(in crate::connectors) fn runs(&self, parts: &ConnectorParts) -> Runs {
-        let table = self.from.table(self.piece.group);
-        Runs::sent(parts.memory.layout(), &self.out.lanes, table, &self.piece)
+        self.pages().runs(&parts.memory)
     }
 
     /// Makes the frame of a part of this span, such as one page.
@@ -60,14 +80,7 @@ impl SpanOut {
 
     /// Returns the number of bytes on the span's lane.
     pub(in crate::connectors) fn bytes(&self, parts: &ConnectorParts) -> usize {
-        let layout = parts.memory.layout();
-        let page_bytes = |layer_pos: u16| {
-            let layer = layout.group(self.piece.group).layers[usize::from(layer_pos)];
-            let heads = self.out.lanes.heads(layer.n_kv_heads, self.piece.lane).from;
-            let page = PageShape::new(layout, self.piece.group, layer_pos);
-            page.n_parts * heads.range().len() * page.head_bytes
-        };
-        self.piece.layers.clone().map(page_bytes).sum::<usize>() * self.piece.blocks.len()
+        self.pages().bytes(parts.memory.layout())
     }
 
     /// Returns the digests; empty if digests are turned off.
@@ -79,22 +92,45 @@ impl SpanOut {
     }
 
     pub(in crate::connectors) fn digests_of(&self, memory: &KvMemory) -> Result<Vec<Digest>, TransferError> {
+        self.pages().digests(memory)
+    }
+}
+
+impl PagesOut<'_> {
+    fn runs(&self, memory: &KvMemory) -> Runs {
+        Runs::sent_from(memory.layout(), self.lanes, self.blocks, self.piece)
+    }
+
+    /// Returns the number of bytes on the lane.
+    pub(in crate::connectors) fn bytes(&self, layout: &KvLayout) -> usize {
+        let page_bytes = |layer_pos: u16| {
+            let page = PageShape::new(layout, self.piece.group, layer_pos);
+            page.n_parts * self.heads(layout, layer_pos).len() * page.head_bytes
+        };
+        self.piece.layers.clone().map(page_bytes).sum::<usize>() * self.blocks.len()
+    }
+
+    /// Returns the lane's heads of a layer, as indices in the pages of this process.
+    pub(in crate::connectors) fn heads(&self, layout: &KvLayout, layer_pos: u16) -> Range<usize> {
+        let n_kv_heads = layout.group(self.piece.group).layers[usize::from(layer_pos)].n_kv_heads;
+        self.lanes.heads(n_kv_heads, self.piece.lane).from.range()
+    }
+
+    fn digests(&self, memory: &KvMemory) -> Result<Vec<Digest>, TransferError> {
         let mut digests = Vec::new();
-        let (layout, lane) = (memory.layout(), self.piece.lane);
-        let memory = memory.rank(lane.from);
-        let table = self.from.table(self.piece.group);
-        for at in PageAt::all(&self.piece) {
-            let place = table[at.block as usize].0;
+        let layout = memory.layout();
+        let memory = memory.rank(self.piece.lane.from);
+        for at in PageAt::all(self.piece) {
+            let place = self.blocks[(at.block - self.piece.blocks.start) as usize].0;
             let page = memory
                 .read(at.group, at.layer_pos, place..place + 1)
                 .map_err(|busy| TransferError::Memory(busy.to_string()))?;
             let shape = PageShape::new(layout, at.group, at.layer_pos);
-            let n_kv_heads = layout.group(at.group).layers[usize::from(at.layer_pos)].n_kv_heads;
-            let heads = self.out.lanes.heads(n_kv_heads, lane).from.range();
+            let heads = self.heads(layout, at.layer_pos);
             if digests.is_empty() {
-                digests.reserve(heads.len() * self.piece.layers.len() * self.piece.blocks.len());
+                digests.reserve(heads.len() * self.piece.layers.len() * self.blocks.len());
             }
-            shape.digest_heads(&page, heads, self.out.landing.valid_tokens(at.block), &mut digests);
+            shape.digest_heads(&page, heads, layout.valid_tokens(self.n_tokens, at.block), &mut digests);
         }
         Ok(digests)
     }

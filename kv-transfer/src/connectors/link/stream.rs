@@ -31,9 +31,9 @@ pub(in crate::connectors) async fn within<T>(
 
 /// Both halves of one stream.
 #[derive(Debug)]
-pub(super) struct FrameHalves {
-    pub(super) reader: FrameReader,
-    pub(super) writer: FrameWriter,
+pub(in crate::connectors) struct FrameHalves {
+    pub(in crate::connectors) reader: FrameReader,
+    pub(in crate::connectors) writer: FrameWriter,
 }
 
 /// The reading half of a stream.
@@ -59,7 +59,7 @@ impl FrameReader {
     }
 
     /// Returns the next frame; `None` if the peer ended the stream between two frames. Not cancel-safe.
-    pub(super) async fn next(&mut self) -> Result<Option<Frame>, TransferError> {
+    pub(in crate::connectors) async fn next(&mut self) -> Result<Option<Frame>, TransferError> {
         let mut header = [0; HEADER_BYTES];
         let first = self.half.read(&mut header).await.map_err(TransferError::lost)?;
         if first == 0 {

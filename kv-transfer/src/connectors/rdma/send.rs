@@ -26,7 +26,7 @@ use crate::digest::{Digest, PageShape};
 use crate::error::TransferError;
 use crate::faults::FaultKind;
 use crate::lanes::LaneSpan;
-use crate::outgoing::FRAME_PAGES_MAX;
+use crate::pages::FRAME_PAGES_MAX;
 use crate::reshard::Lane;
 use crate::runs::Runs;
 

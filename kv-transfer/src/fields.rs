@@ -1,4 +1,4 @@
-//! The fields of a frame's body, read and written in the same order.
+//! The fields of a frame, or of an order to another process of the node, read and written in the same order.
 
 use types::node::ProtocolRange;
 use types::prompt::TokenId;
@@ -20,21 +20,21 @@ const LOGPROBS_MAX: usize = 128;
 
 /// Reads fields from the front of a slice, and never past its end.
 #[derive(Debug)]
-pub(super) struct Reader<'a> {
+pub(crate) struct Reader<'a> {
     rest: &'a [u8],
 }
 
 impl<'a> Reader<'a> {
-    pub(super) fn new(bytes: &'a [u8]) -> Self {
+    pub(crate) fn new(bytes: &'a [u8]) -> Self {
         Self { rest: bytes }
     }
 
     /// Checks that no bytes are left.
-    pub(super) fn end(&self) -> Result<(), FrameError> {
+    pub(crate) fn end(&self) -> Result<(), FrameError> {
         if self.rest.is_empty() { Ok(()) } else { Err(FrameError::Body("it is too long")) }
     }
 
-    pub(super) fn array<const N: usize>(&mut self) -> Result<[u8; N], FrameError> {
+    pub(crate) fn array<const N: usize>(&mut self) -> Result<[u8; N], FrameError> {
         let (array, rest) = self.rest.split_first_chunk::<N>().ok_or(FrameError::Body("it is too short"))?;
         self.rest = rest;
         Ok(*array)
@@ -46,23 +46,23 @@ impl<'a> Reader<'a> {
         Ok(slice)
     }
 
-    pub(super) fn u8(&mut self) -> Result<u8, FrameError> {
+    pub(crate) fn u8(&mut self) -> Result<u8, FrameError> {
         Ok(u8::from_le_bytes(self.array()?))
     }
 
-    pub(super) fn u16(&mut self) -> Result<u16, FrameError> {
+    pub(crate) fn u16(&mut self) -> Result<u16, FrameError> {
         Ok(u16::from_le_bytes(self.array()?))
     }
 
-    pub(super) fn u32(&mut self) -> Result<u32, FrameError> {
+    pub(crate) fn u32(&mut self) -> Result<u32, FrameError> {
         Ok(u32::from_le_bytes(self.array()?))
     }
 
-    pub(super) fn u64(&mut self) -> Result<u64, FrameError> {
+    pub(crate) fn u64(&mut self) -> Result<u64, FrameError> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
-    pub(super) fn u128(&mut self) -> Result<u128, FrameError> {
+    pub(crate) fn u128(&mut self) -> Result<u128, FrameError> {
         Ok(u128::from_le_bytes(self.array()?))
     }
 
@@ -70,18 +70,18 @@ impl<'a> Reader<'a> {
         Ok(f32::from_le_bytes(self.array()?))
     }
 
-    pub(super) fn protocol(&mut self) -> Result<ProtocolRange, FrameError> {
+    pub(crate) fn protocol(&mut self) -> Result<ProtocolRange, FrameError> {
         Ok(ProtocolRange { min: self.u16()?, max: self.u16()? })
     }
 
-    pub(super) fn node(&mut self) -> Result<NodeId, FrameError> {
+    pub(crate) fn node(&mut self) -> Result<NodeId, FrameError> {
         let len = usize::from(self.u8()?);
         let text =
             std::str::from_utf8(self.slice(len)?).map_err(|_| FrameError::Body("a node id is not text"))?;
         Ok(NodeId::new(text))
     }
 
-    pub(super) fn text(&mut self) -> Result<String, FrameError> {
+    pub(crate) fn text(&mut self) -> Result<String, FrameError> {
         let len = usize::from(self.u16()?);
         if len > TEXT_BYTES_MAX {
             return Err(FrameError::Body("a text is too long"));
@@ -89,7 +89,7 @@ impl<'a> Reader<'a> {
         Ok(String::from_utf8_lossy(self.slice(len)?).into_owned())
     }
 
-    pub(super) fn span(&mut self) -> Result<KvSpan, FrameError> {
+    pub(crate) fn span(&mut self) -> Result<KvSpan, FrameError> {
         let group = GroupIdx(self.u16()?);
         let (layers, blocks) = (self.u16()?..self.u16()?, self.u32()?..self.u32()?);
         if layers.is_empty() || blocks.is_empty() {
@@ -98,7 +98,7 @@ impl<'a> Reader<'a> {
         Ok(KvSpan { group, blocks, layers })
     }
 
-    pub(super) fn spans(&mut self, n_max: usize) -> Result<Vec<KvSpan>, FrameError> {
+    pub(crate) fn spans(&mut self, n_max: usize) -> Result<Vec<KvSpan>, FrameError> {
         let n_spans = usize::from(self.u16()?);
         if n_spans > n_max {
             return Err(FrameError::Body("too many spans"));
@@ -106,7 +106,7 @@ impl<'a> Reader<'a> {
         (0..n_spans).map(|_| self.span()).collect()
     }
 
-    pub(super) fn pieces(&mut self) -> Result<Vec<Piece>, FrameError> {
+    pub(crate) fn pieces(&mut self) -> Result<Vec<Piece>, FrameError> {
         let n_pieces = usize::from(self.u16()?);
         if n_pieces > PIECES_MAX {
             return Err(FrameError::Body("too many pieces"));
@@ -114,7 +114,7 @@ impl<'a> Reader<'a> {
         (0..n_pieces).map(|_| self.piece()).collect()
     }
 
-    pub(super) fn piece(&mut self) -> Result<Piece, FrameError> {
+    pub(crate) fn piece(&mut self) -> Result<Piece, FrameError> {
         let piece = Piece { offset: self.u64()?, bytes: self.u32()? };
         match piece.bytes == 0 || piece.offset.checked_add(piece.bytes.into()).is_none() {
             true => Err(FrameError::Body("a piece is empty or out of range")),
@@ -123,7 +123,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Reads all remaining bytes as digests.
-    pub(super) fn digests(&mut self) -> Result<Vec<Digest>, FrameError> {
+    pub(crate) fn digests(&mut self) -> Result<Vec<Digest>, FrameError> {
         let (digests, rest) = self.rest.as_chunks::<8>();
         if !rest.is_empty() {
             return Err(FrameError::Body("a digest is cut off"));
@@ -132,7 +132,7 @@ impl<'a> Reader<'a> {
         Ok(digests.iter().map(|bytes| Digest(u64::from_le_bytes(*bytes))).collect())
     }
 
-    pub(super) fn step(&mut self) -> Result<Step, FrameError> {
+    pub(crate) fn step(&mut self) -> Result<Step, FrameError> {
         let (token, index) = (TokenId(self.u32()?), self.u32()?);
         let finish = match self.u8()? {
             0 => None,
@@ -163,33 +163,33 @@ impl<'a> Reader<'a> {
 
 /// Appends fields to a buffer. Each method mirrors the method of the same name of [`Reader`].
 #[derive(Debug)]
-pub(super) struct Writer<'a> {
+pub(crate) struct Writer<'a> {
     bytes: &'a mut Vec<u8>,
 }
 
 impl<'a> Writer<'a> {
-    pub(super) fn new(bytes: &'a mut Vec<u8>) -> Self {
+    pub(crate) fn new(bytes: &'a mut Vec<u8>) -> Self {
         Self { bytes }
     }
 
-    pub(super) fn bytes(&mut self, bytes: &[u8]) -> &mut Self {
+    pub(crate) fn bytes(&mut self, bytes: &[u8]) -> &mut Self {
         self.bytes.extend_from_slice(bytes);
         self
     }
 
-    pub(super) fn u8(&mut self, value: u8) -> &mut Self {
+    pub(crate) fn u8(&mut self, value: u8) -> &mut Self {
         self.bytes(&[value])
     }
 
-    pub(super) fn u16(&mut self, value: u16) -> &mut Self {
+    pub(crate) fn u16(&mut self, value: u16) -> &mut Self {
         self.bytes(&value.to_le_bytes())
     }
 
-    pub(super) fn u32(&mut self, value: u32) -> &mut Self {
+    pub(crate) fn u32(&mut self, value: u32) -> &mut Self {
         self.bytes(&value.to_le_bytes())
     }
 
-    pub(super) fn u64(&mut self, value: u64) -> &mut Self {
+    pub(crate) fn u64(&mut self, value: u64) -> &mut Self {
         self.bytes(&value.to_le_bytes())
     }
 
@@ -197,21 +197,21 @@ impl<'a> Writer<'a> {
         self.bytes(&value.to_le_bytes())
     }
 
-    pub(super) fn protocol(&mut self, protocol: ProtocolRange) -> &mut Self {
+    pub(crate) fn protocol(&mut self, protocol: ProtocolRange) -> &mut Self {
         self.u16(protocol.min).u16(protocol.max)
     }
 
-    pub(super) fn node(&mut self, node: &NodeId) -> &mut Self {
+    pub(crate) fn node(&mut self, node: &NodeId) -> &mut Self {
         let name = cut(node.as_str(), NODE_BYTES_MAX);
         self.u8(name.len() as u8).bytes(name.as_bytes())
     }
 
-    pub(super) fn text(&mut self, text: &str) -> &mut Self {
+    pub(crate) fn text(&mut self, text: &str) -> &mut Self {
         let text = cut(text, TEXT_BYTES_MAX);
         self.u16(text.len() as u16).bytes(text.as_bytes())
     }
 
-    pub(super) fn span(&mut self, span: &KvSpan) -> &mut Self {
+    pub(crate) fn span(&mut self, span: &KvSpan) -> &mut Self {
         self.u16(span.group.0)
             .u16(span.layers.start)
             .u16(span.layers.end)
@@ -219,7 +219,7 @@ impl<'a> Writer<'a> {
             .u32(span.blocks.end)
     }
 
-    pub(super) fn spans(&mut self, spans: &[KvSpan]) -> &mut Self {
+    pub(crate) fn spans(&mut self, spans: &[KvSpan]) -> &mut Self {
         self.u16(spans.len() as u16);
         for span in spans {
             self.span(span);
@@ -227,7 +227,7 @@ impl<'a> Writer<'a> {
         self
     }
 
-    pub(super) fn digests(&mut self, digests: &[Digest]) -> &mut Self {
+    pub(crate) fn digests(&mut self, digests: &[Digest]) -> &mut Self {
         let start = self.bytes.len();
         self.bytes.resize(start + size_of_val(digests), 0);
         for (bytes, digest) in self.bytes[start..].as_chunks_mut().0.iter_mut().zip(digests) {
@@ -236,7 +236,7 @@ impl<'a> Writer<'a> {
         self
     }
 
-    pub(super) fn step(&mut self, step: &Step) -> &mut Self {
+    pub(crate) fn step(&mut self, step: &Step) -> &mut Self {
         let finish = match step.finish {
             None => 0,
             Some(FinishReason::Stop) => 1,
@@ -245,7 +245,7 @@ impl<'a> Writer<'a> {
         self.u32(step.token.0).u32(step.index).u8(finish).logprobs(step.logprobs.as_ref())
     }
 
-    pub(super) fn pieces(&mut self, pieces: &[Piece]) -> &mut Self {
+    pub(crate) fn pieces(&mut self, pieces: &[Piece]) -> &mut Self {
         self.u16(pieces.len() as u16);
         for piece in pieces {
             self.piece(piece);
@@ -253,7 +253,7 @@ impl<'a> Writer<'a> {
         self
     }
 
-    pub(super) fn piece(&mut self, piece: &Piece) -> &mut Self {
+    pub(crate) fn piece(&mut self, piece: &Piece) -> &mut Self {
         self.u64(piece.offset).u32(piece.bytes)
     }
 

@@ -1,0 +1,265 @@
+//! Tests of a prefill node of several processes: its processes fail, stand still or disagree.
+
+mod fake_peer;
+
+use std::num::NonZero;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, N_LAYERS, Pair, handoff, layout, whole};
+use baton_kv_transfer::conformance::processes::ProcessParts;
+use baton_kv_transfer::connectors::names;
+use baton_kv_transfer::{Fault, FaultKind, Faults, OtherProcesses, PutOrder, TransferError, build};
+use kv_cache::{FenceSignal, LayerFence};
+use tokio::sync::Semaphore;
+use types::Epoch;
+
+use self::fake_peer::{in_time, make_tcp, tcp_pair};
+
+const N_TOKENS: u32 = 8 * BLOCK_TOKENS;
+
+/// The followers of a node, with puts that the test holds up.
+#[derive(Debug)]
+struct HeldUp {
+    layers: Vec<Range<u16>>,
+    /// `None` once the test has killed them.
+    followers: Mutex<Option<Arc<dyn OtherProcesses>>>,
+    /// A permit for each put.
+    permits: Semaphore,
+    orders: Mutex<Vec<PutOrder>>,
+}
+
+impl HeldUp {
+    fn new(parts: &ProcessParts, n_permits: usize) -> Arc<Self> {
+        let (layers, followers) = (parts.layers.clone(), Mutex::new(Some(parts.start_followers())));
+        Arc::new(Self { layers, followers, permits: Semaphore::new(n_permits), orders: Mutex::default() })
+    }
+
+    fn followers(&self) -> Option<Arc<dyn OtherProcesses>> {
+        self.followers.lock().expect("no test panics with it").clone()
+    }
+
+    fn kill(&self) {
+        self.followers.lock().expect("no test panics with it").take();
+    }
+
+    fn n_ordered(&self) -> usize {
+        self.orders.lock().expect("no test panics with it").len()
+    }
+
+    /// Waits for the first order.
+    async fn ordered(&self) -> PutOrder {
+        loop {
+            if let Some(order) = self.orders.lock().expect("no test panics with it").first() {
+                return order.clone();
+            }
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+}
+
+#[async_trait]
+impl OtherProcesses for HeldUp {
+    fn of_layer(&self, layer: u16) -> Option<usize> {
+        self.layers.iter().position(|layers| layers.contains(&layer))
+    }
+
+    fn n_processes(&self) -> usize {
+        self.layers.len()
+    }
+
+    async fn put(&self, process: usize, order: PutOrder) -> Result<(), TransferError> {
+        self.orders.lock().expect("no test panics with it").push(order.clone());
+        self.permits.acquire().await.expect("it is never closed").forget();
+        let Some(followers) = self.followers() else { return Err(TransferError::Closed) };
+        followers.put(process, order).await
+    }
+
+    fn close_link(&self, link: u64) {
+        if let Some(followers) = self.followers() {
+            followers.close_link(link);
+        }
+    }
+}
+
+fn parts_of(n_processes: u16) -> ProcessParts {
+    ProcessParts::new(NonZero::new(n_processes).expect("some"), layout())
+}
+
+/// Returns a pair whose prefill node has these parts.
+async fn pair_of(parts: ProcessParts) -> Pair {
+    parts.start(&make_tcp(), tcp_pair().await).await
+}
+
+/// Returns a pair whose prefill node has two processes, and the follower of it.
+async fn held_up_pair(parts: ProcessParts, n_permits: usize) -> (Pair, Arc<HeldUp>) {
+    let held_up = HeldUp::new(&parts, n_permits);
+    let mut pair = tcp_pair().await;
+    pair.prefill = parts.node(&make_tcp(), Arc::clone(&held_up) as _).await;
+    (pair, held_up)
+}
+
+#[tokio::test]
+async fn a_bit_that_a_follower_flips_is_sent_again_by_the_follower() {
+    let (mut parts, faults) = (parts_of(3), Faults::programmable());
+    parts.followers[1].faults = faults.clone();
+    let pair = pair_of(parts).await;
+    for (nth, kind) in [FaultKind::FlipBit(77), FaultKind::WrongDigest].into_iter().enumerate() {
+        faults.inject(Fault::once(kind).after(1_000));
+        in_time(pair.transfer(N_TOKENS, 1)).await;
+        assert_eq!(faults.n_hit(), nth as u64 + 1);
+    }
+    in_time(pair.at_baseline()).await;
+}
+
+#[tokio::test]
+async fn a_follower_that_loses_its_stream_fails_the_transfer_and_the_next_one_arrives() {
+    let (mut parts, faults) = (parts_of(2), Faults::programmable());
+    parts.followers[0].faults = faults.clone();
+    let pair = pair_of(parts).await;
+    for after_bytes in [0, 2_000] {
+        faults.inject(Fault::once(FaultKind::Lose).after(after_bytes));
+        let from = pair.prefill.computed(N_TOKENS, 2);
+        let (landing, arrival) = pair.land(N_TOKENS);
+        let error = in_time(pair.deliver(&landing, &from)).await.expect_err("the stream is lost");
+        assert!(matches!(error, TransferError::ConnectionLost { .. }), "{error}");
+        in_time(arrival.settle()).await.expect_err("the stream is lost");
+        drop(from);
+        in_time(pair.at_baseline()).await;
+        in_time(pair.transfer(N_TOKENS, 3)).await;
+    }
+}
+
+/// The head waits for layers that are not computed yet, and has nothing to order.
+#[tokio::test]
+async fn a_stream_that_ends_between_two_puts_fails_the_transfer_at_once() {
+    for end in
+        [|followers: &HeldUp, link| followers.close_link(link), |followers: &HeldUp, _| followers.kill()]
+    {
+        let (pair, followers) = held_up_pair(parts_of(2), Semaphore::MAX_PERMITS).await;
+        let from = pair.prefill.computed(N_TOKENS, 4);
+        let (landing, arrival) = pair.land(N_TOKENS);
+        let (signal, fence) = FenceSignal::new();
+        let mut sender = pair.open(&landing).await.expect("granted");
+        // The last group has layers of the follower only.
+        for span in whole(&landing).into_iter().rev() {
+            sender.send(span, Arc::clone(&from), fence.clone()).await.expect("room");
+        }
+        signal.layers_done(N_LAYERS - 1);
+        let order = in_time(followers.ordered()).await;
+        in_time(arrival.progress(0)).await;
+        end(&followers, order.link());
+        let finished = in_time(sender.finish(handoff(&landing))).await;
+        let error = finished.expect_err("the link is lost");
+        assert!(matches!(error, TransferError::ConnectionLost { .. }), "{error}");
+        in_time(arrival.settle()).await.expect_err("the link is lost");
+        drop(from);
+        in_time(pair.at_baseline()).await;
+    }
+}
+
+#[tokio::test]
+async fn a_lease_outlasts_the_puts_that_read_its_pages() {
+    let (pair, followers) = held_up_pair(parts_of(2), 0).await;
+    let from = pair.prefill.computed(N_TOKENS, 5);
+    let (landing, arrival) = pair.land(N_TOKENS);
+    let mut sender = pair.open(&landing).await.expect("granted");
+    for span in whole(&landing) {
+        sender.send(span, Arc::clone(&from), LayerFence::open()).await.expect("room");
+    }
+    in_time(followers.ordered()).await;
+    drop((sender, from));
+    in_time(arrival.settle()).await.expect_err("it was given up");
+    // The drop of the connector loses the link, but the follower may still read the pages.
+    let Pair { prefill, decode, .. } = pair;
+    let (pool, connector) = (prefill.pool.clone(), prefill.connector);
+    drop(connector);
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert!(pool.counts().free < pool.counts().total, "a put is under way");
+    let n_ordered = followers.n_ordered();
+    followers.permits.add_permits(n_ordered);
+    let mut freed = pool.freed();
+    while pool.counts().free < pool.counts().total {
+        in_time(freed.changed()).await.expect("the pool lives");
+    }
+    assert_eq!(followers.n_ordered(), n_ordered, "no order follows the loss of the link");
+    in_time(decode.at_baseline()).await;
+}
+
+#[tokio::test]
+async fn a_process_that_stands_still_fails_the_transfer_after_its_deadline() {
+    let mut parts = parts_of(2);
+    parts.head.settings.stall_ms = 400;
+    let (pair, followers) = held_up_pair(parts, 0).await;
+    let from = pair.prefill.computed(N_TOKENS, 6);
+    let (landing, arrival) = pair.land(N_TOKENS);
+    let error = in_time(pair.deliver(&landing, &from)).await.expect_err("nothing is written");
+    assert!(matches!(error, TransferError::Stalled { what: "another process of this node", .. }), "{error}");
+    in_time(arrival.settle()).await.expect_err("nothing comes");
+    assert!(followers.n_ordered() <= 4, "few puts are in flight");
+    drop(from);
+    in_time(pair.at_baseline()).await;
+}
+
+#[tokio::test]
+async fn processes_that_disagree_about_their_layers_fail_the_transfer() {
+    let mut parts = parts_of(3);
+    let followers = {
+        parts.followers.swap(0, 1);
+        parts.start_followers()
+    };
+    parts.followers.swap(0, 1);
+    let mut pair = tcp_pair().await;
+    pair.prefill = parts.node(&make_tcp(), followers).await;
+    let error = refused(&pair).await;
+    assert!(error.to_string().contains("an order of layers that this process does not have"), "{error}");
+}
+
+#[tokio::test]
+async fn a_follower_of_another_life_of_the_node_refuses_orders() {
+    let mut parts = parts_of(2);
+    parts.followers[0].epoch = Epoch(parts.head.epoch.0 ^ 1);
+    let pair = pair_of(parts).await;
+    let error = refused(&pair).await;
+    assert!(error.to_string().contains("another life of this node"), "{error}");
+}
+
+/// Returns the error of a transfer that a follower refuses.
+async fn refused(pair: &Pair) -> TransferError {
+    let from = pair.prefill.computed(N_TOKENS, 7);
+    let (landing, arrival) = pair.land(N_TOKENS);
+    let error = in_time(pair.deliver(&landing, &from)).await.expect_err("the follower refuses");
+    in_time(arrival.settle()).await.expect_err("the follower refuses");
+    drop(from);
+    in_time(pair.at_baseline()).await;
+    error
+}
+
+#[tokio::test]
+async fn only_tcp_sends_for_several_processes() {
+    let parts = parts_of(2);
+    let mut head = parts.head.clone();
+    head.processes = Some(parts.start_followers());
+    for name in names() {
+        let built = build(name, head.clone()).await.map(|_| ());
+        if name == "tcp" {
+            built.expect("tcp does");
+            continue;
+        }
+        let error = built.expect_err("it does not");
+        let expected =
+            format!("{name} does not send KV of a node of several processes: set connectors to tcp");
+        assert_eq!(error.to_string(), expected);
+    }
+}
+
+#[tokio::test]
+async fn a_node_of_several_processes_grants_no_landing() {
+    let pair = pair_of(parts_of(2)).await;
+    let request = pair.request(pair.prefill.room(N_TOKENS), N_TOKENS, 0);
+    let error = pair.prefill.connector.land(request).map(|_| ()).expect_err("it only sends");
+    assert_eq!(error.to_string(), "a node of several processes only sends KV");
+    in_time(pair.at_baseline()).await;
+}
