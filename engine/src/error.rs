@@ -41,6 +41,11 @@ impl BackendError {
     }
 }
 
+/// The connection to a stage in another process is lost. No later step can succeed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct StageLost(pub String);
+
 /// The error of one row of a step. It has no effect on the other rows.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RowError {
@@ -111,6 +116,15 @@ pub enum OpenError {
     /// The backend does not divide a model over pipeline stages.
     #[error("pipeline stages: {0}")]
     Stages(String),
+    /// Another process of the node has loaded another model.
+    #[error("the process of stage {stage} has loaded another model ('here' is this process)")]
+    OtherModel {
+        stage: usize,
+        #[source]
+        mismatch: types::node::FingerprintMismatch,
+    },
+    #[error("open a model in several processes")]
+    StageLost(#[source] StageLost),
     /// The GPU's kernels do not support this model.
     #[error("{0}")]
     CudaModel(String),

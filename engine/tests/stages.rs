@@ -3,11 +3,16 @@
 use std::collections::VecDeque;
 use std::num::NonZero;
 use std::path::Path;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
 
+use baton_engine::cpu::process::{PreparedStage, StageProcess};
+use baton_engine::cpu::remote::{RemoteStage, StageInput, StageLost, StageResults, StageWeights};
 use baton_engine::{
     Backend, CpuBackend, CpuSettings, LoadFormat, PendingStep, PromptTargets, Row, RowInput, SampleSpec,
     SlotId, StepBatch,
 };
+use kv_cache::FenceSignal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use types::step::PromptLogprob;
@@ -176,16 +181,65 @@ fn accept(backend: &mut CpuBackend, sequences: &mut [Sequence], launched: Pendin
     }
 }
 
-fn opened(folder: &Path, stages: &[u16], ranks: u16, load_format: LoadFormat) -> CpuBackend {
+fn settings(stages: &[u16], ranks: u16, load_format: LoadFormat) -> CpuSettings {
     let n_stages = NonZero::new(stages.len() as u16).expect("some");
-    let settings = CpuSettings {
+    CpuSettings {
         threads: NonZero::new(1),
         ranks: NonZero::new(ranks).expect("some"),
         stages: StageSplit { n_stages, layers: stages.to_vec() },
         load_format,
         ..CpuSettings::default()
-    };
-    CpuBackend::open(folder, 4 << 20, &settings).expect("the model opens")
+    }
+}
+
+fn opened(folder: &Path, stages: &[u16], ranks: u16, load_format: LoadFormat) -> CpuBackend {
+    CpuBackend::open(folder, 4 << 20, &settings(stages, ranks, load_format)).expect("the model opens")
+}
+
+/// A stage as in a process of its own, without the connection: it computes in the thread that sends the step.
+#[derive(Debug)]
+struct ConnectedStage {
+    process: StageProcess,
+    sent: Sender<StageResults>,
+    received: Mutex<Receiver<StageResults>>,
+    n_layers: u16,
+}
+
+impl RemoteStage for ConnectedStage {
+    fn loaded(&self) -> Result<StageWeights, StageLost> {
+        Ok(self.process.weights().clone())
+    }
+
+    fn begin(&self, input: StageInput) -> Result<(), StageLost> {
+        let (signal, fence) = FenceSignal::new();
+        let results = self.process.compute(input, signal)?;
+        assert!(fence.is_open(self.n_layers), "the stage reports its last layer");
+        self.sent.send(results).map_err(|_| StageLost("nothing reads the results".to_owned()))
+    }
+
+    fn finish(&self, layers_done: &mut dyn FnMut(u16)) -> Result<StageResults, StageLost> {
+        let received = self.received.lock().expect("no panic");
+        let results = received.recv().map_err(|_| StageLost("no results come".to_owned()))?;
+        layers_done(self.n_layers);
+        Ok(results)
+    }
+}
+
+/// Opens a model whose stages are in processes of their own, except the last.
+fn in_processes(folder: &Path, stages: &[u16], ranks: u16, load_format: LoadFormat) -> CpuBackend {
+    let settings = settings(stages, ranks, load_format);
+    let prepare = |nth| PreparedStage::prepare(folder, (4 << 20).into(), &settings, nth).expect("prepared");
+    let mut prepared: Vec<PreparedStage> = (0..stages.len()).map(prepare).collect();
+    let n_blocks = prepared.iter().map(PreparedStage::n_blocks).min().expect("a stage");
+    let head = prepared.pop().expect("the last stage");
+    let remote = prepared.into_iter().enumerate().map(|(nth, stage)| {
+        let (sent, received) = channel();
+        let (process, received) = (stage.open(n_blocks).expect("the stage opens"), Mutex::new(received));
+        let n_layers = stages[..=nth].iter().sum();
+        Arc::new(ConnectedStage { process, sent, received, n_layers }) as Arc<dyn RemoteStage>
+    });
+    let remote: Vec<_> = remote.collect();
+    head.open_head(n_blocks, &remote).expect("the last stage opens")
 }
 
 /// Makes a folder with the config of a test model, but with four layers and no weights.
@@ -215,6 +269,8 @@ fn check(model: &str) {
         for ranks in [1, 2] {
             let seen = answers(opened(made.path(), stages, ranks, dummy));
             assert_eq!(seen, expected, "{model}, {ranks} ranks, stages of {stages:?} layers");
+            let seen = answers(in_processes(made.path(), stages, ranks, dummy));
+            assert_eq!(seen, expected, "{model}, {ranks} ranks, processes of {stages:?} layers");
         }
     }
 }
@@ -255,8 +311,17 @@ fn models_in_files_give_the_same_bits() {
     {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models").join(model);
         let n_layers = stages.len() as u16;
-        let expected = answers(opened(&folder, &[n_layers], 1, LoadFormat::Safetensors));
+        let whole = opened(&folder, &[n_layers], 1, LoadFormat::Safetensors);
+        let fingerprint = whole.model().fingerprint.clone();
+        let expected = answers(whole);
         let seen = answers(opened(&folder, stages, 2, LoadFormat::Safetensors));
         assert_eq!(seen, expected, "{model}");
+        let of_processes = in_processes(&folder, stages, 2, LoadFormat::Safetensors);
+        assert_eq!(
+            of_processes.model().fingerprint,
+            fingerprint,
+            "{model}: it exchanges KV with whole nodes"
+        );
+        assert_eq!(answers(of_processes), expected, "{model} in processes");
     }
 }

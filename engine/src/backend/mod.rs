@@ -162,6 +162,11 @@ impl EngineSettings {
         if is_on_gpu { self.cuda().gpus() } else { 0..0 }
     }
 
+    /// Returns the settings of a model on the CPU.
+    pub fn on_cpu(&self) -> cpu::CpuSettings {
+        cpu::CpuSettings { ranks: self.ranks, stages: self.stages.clone(), ..self.cpu.clone() }
+    }
+
     /// Refuses several stages, for backends that have one.
     fn check_one_stage(&self, what: &str) -> Result<(), OpenError> {
         match self.stages.n_stages.get() {

@@ -103,7 +103,7 @@ pub struct Weights<'a> {
 }
 
 /// The format and bytes of each loaded matrix.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct LoadedFormats(RefCell<Vec<(Format, usize)>>);
 
 impl<'a> Weights<'a> {
@@ -175,6 +175,23 @@ impl<'a> Weights<'a> {
 }
 
 impl LoadedFormats {
+    /// Returns the bytes of each format of the matrices.
+    pub fn bytes_by_format(&self) -> Vec<(Format, usize)> {
+        let mut sums: Vec<(Format, usize)> = Vec::new();
+        for (format, bytes) in self.0.borrow().iter() {
+            match sums.iter_mut().find(|(known, _)| known == format) {
+                Some((_, sum)) => *sum += bytes,
+                None => sums.push((*format, *bytes)),
+            }
+        }
+        sums
+    }
+
+    /// Adds the matrices that another process has loaded.
+    pub fn add(&self, others: &[(Format, usize)]) {
+        self.0.borrow_mut().extend_from_slice(others);
+    }
+
     /// Returns the bytes of all loaded matrices.
     pub fn bytes(&self) -> usize {
         self.0.borrow().iter().map(|(_, bytes)| bytes).sum()

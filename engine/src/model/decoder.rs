@@ -8,19 +8,30 @@ use super::config::ModelConfig;
 use super::experts::Experts;
 use super::latent_attention::LatentAttention;
 use super::mlp::{Mlp, MlpShape};
-use super::nn::{HasBias, RmsNorm, Vocabulary};
+use super::nn::{Embedding, HasBias, Linear, RmsNorm, embedding, output_layer};
 use super::pass::Pass;
 use super::tensor::Tensor;
 use crate::error::LoadError;
 use crate::load::Weights;
 
-/// The layers of a model. A decoder reads and writes the KV of each layer in a pass, and keeps no other state
-/// for a sequence.
+/// The layers of a model, or some neighbours of them. A decoder reads and writes the KV of each layer in a pass, and
+/// keeps no other state for a sequence.
 #[derive(Debug)]
 pub struct Decoder {
-    vocabulary: Vocabulary,
+    /// `None` without the first layer.
+    embedding: Option<Embedding>,
+    /// The number of layers before these.
+    first: usize,
     layers: Vec<Layer>,
+    /// `None` without the last layer.
+    output: Option<Output>,
+}
+
+/// The parts of a model after its last layer.
+#[derive(Debug)]
+struct Output {
     norm: RmsNorm,
+    head: Linear,
 }
 
 #[derive(Debug)]
@@ -46,30 +57,54 @@ enum FeedForward {
 impl Decoder {
     /// Loads a model's weights by name.
     pub fn load(config: &ModelConfig, weights: &Weights<'_>) -> Result<Self, LoadError> {
+        Self::load_layers(config, weights, 0..config.n_layers)
+    }
+
+    /// Loads the weights of some neighbouring layers, and those before the first and after the last layer if these
+    /// layers include them.
+    pub fn load_layers(
+        config: &ModelConfig,
+        weights: &Weights<'_>,
+        layers: Range<usize>,
+    ) -> Result<Self, LoadError> {
+        let (first, has_last) = (layers.start, layers.end == config.n_layers);
+        let embedding = (first == 0).then(|| embedding(weights, config)).transpose()?;
+        let output = || {
+            let norm = RmsNorm::load(&weights.under("model.norm"), config.hidden, config.norm_epsilon)?;
+            Ok(Output { norm, head: output_layer(weights, config, embedding.as_ref())? })
+        };
+        let output = has_last.then(output).transpose()?;
         let layer = |nth: usize| Layer::load(config, &weights.under(&format!("model.layers.{nth}")), nth);
-        Ok(Self {
-            vocabulary: Vocabulary::load(weights, config)?,
-            layers: (0..config.n_layers).map(layer).collect::<Result<_, _>>()?,
-            norm: RmsNorm::load(&weights.under("model.norm"), config.hidden, config.norm_epsilon)?,
-        })
+        let layers = layers.map(layer).collect::<Result<_, _>>()?;
+        Ok(Self { embedding, first, layers, output })
     }
 
     /// Looks up the tokens' embeddings, the input of the first layer: (tokens, hidden).
+    ///
+    /// # Panics
+    /// If the decoder does not have the first layer.
     pub fn embed(&self, pass: &Pass<'_>) -> Tensor {
-        pass.embed(&self.vocabulary.embed)
+        pass.embed(self.embedding.as_ref().expect("the first layer is here"))
     }
 
     /// Computes some neighbouring layers: `x` becomes their output.
+    ///
+    /// # Panics
+    /// If the decoder does not have these layers.
     pub fn forward(&self, layers: Range<usize>, x: &mut Tensor, pass: &mut Pass<'_>) {
-        for layer in &self.layers[layers] {
+        for layer in &self.layers[layers.start - self.first..layers.end - self.first] {
             layer.forward(x, pass);
         }
     }
 
     /// Computes the logits of rows of the last layer's output: (rows, vocab), or the share of the columns of the pass's
     /// rank.
+    ///
+    /// # Panics
+    /// If the decoder does not have the last layer.
     pub fn logits(&self, rows: &Tensor, pass: &Pass<'_>) -> Tensor {
-        pass.linear(&pass.norm(rows, &self.norm), &self.vocabulary.head)
+        let Output { norm, head } = self.output.as_ref().expect("the last layer is here");
+        pass.linear(&pass.norm(rows, norm), head)
     }
 }
 

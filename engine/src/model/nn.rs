@@ -6,6 +6,8 @@ use super::config::ModelConfig;
 use crate::error::LoadError;
 use crate::load::Weights;
 
+const EMBEDDING: &str = "model.embed_tokens";
+
 /// A table with one row for each token of the vocabulary.
 #[derive(Clone, Debug)]
 pub struct Embedding(pub(super) Matrix);
@@ -22,13 +24,6 @@ pub struct Linear {
 pub struct RmsNorm {
     pub(super) weight: Vec<f32>,
     pub(super) epsilon: f32,
-}
-
-/// The embedding and the output layer, which may be the same matrix.
-#[derive(Debug)]
-pub struct Vocabulary {
-    pub(super) embed: Embedding,
-    pub(super) head: Linear,
 }
 
 impl Linear {
@@ -58,17 +53,23 @@ impl RmsNorm {
     }
 }
 
-impl Vocabulary {
-    pub fn load(weights: &Weights<'_>, config: &ModelConfig) -> Result<Self, LoadError> {
-        let (vocab, hidden) = (config.vocab, config.hidden);
-        let embed = weights.under("model.embed_tokens").vocabulary("weight", vocab, hidden)?;
-        let head = match config.tied {
-            true => Linear { weight: embed.clone(), bias: None },
-            false => {
-                let weight = weights.under("lm_head").vocabulary("weight", vocab, hidden)?;
-                Linear { weight, bias: None }
-            }
-        };
-        Ok(Self { embed: Embedding(embed), head })
-    }
+/// Loads the embedding.
+pub fn embedding(weights: &Weights<'_>, config: &ModelConfig) -> Result<Embedding, LoadError> {
+    weights.under(EMBEDDING).vocabulary("weight", config.vocab, config.hidden).map(Embedding)
+}
+
+/// Loads the output layer, which may be the same matrix as the embedding. `embedding` is `None` if it is not loaded.
+pub fn output_layer(
+    weights: &Weights<'_>,
+    config: &ModelConfig,
+    embedding: Option<&Embedding>,
+) -> Result<Linear, LoadError> {
+    let weight = match embedding.filter(|_| config.tied) {
+        Some(Embedding(matrix)) => matrix.clone(),
+        None => {
+            let name = if config.tied { EMBEDDING } else { "lm_head" };
+            weights.under(name).vocabulary("weight", config.vocab, config.hidden)?
+        }
+    };
+    Ok(Linear { weight, bias: None })
 }

@@ -166,6 +166,11 @@ impl RankFence {
         Self { signal, n_layers: (0..n_ranks).map(|_| AtomicU16::new(0)).collect() }
     }
 
+    /// Records that all ranks have written all layers below `n`, which another process computes.
+    pub fn layers_done_elsewhere(&self, n: u16) {
+        self.signal.layers_done(n);
+    }
+
     /// Records that a rank has written its share of all layers below `n`.
     pub fn layers_done(&self, rank: &RankHandle, n: u16) {
         // The order is sequentially consistent: if two ranks finish last at the same time, at least one sees

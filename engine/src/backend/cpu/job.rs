@@ -55,6 +55,12 @@ impl JobRow {
         }
     }
 
+    /// Makes a row of a stage in another process, which samples nothing.
+    pub(super) fn of_stage(tokens: Vec<TokenId>, start: usize, tables: Vec<Vec<BlockIdx>>) -> Self {
+        let input = Input::Tokens(tokens);
+        Self { slot: SlotId(0), input, start, tables, spec: None, prompt_logprobs: None }
+    }
+
     pub(super) fn needs_previous(&self) -> bool {
         matches!(self.input, Input::Previous)
     }

@@ -2,14 +2,16 @@
 //!
 //! Steps go from stage to stage in the order of their launch, so a row finds the KV of earlier steps in place. Each channel
 //! has room for all steps that may be in flight, so no stage waits for a later one. If a thread panics, its channels close,
-//! and all other threads end.
+//! and all other threads end. A stage in another process has two threads here, which send and receive its steps.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
 use types::TokenId;
 
+use super::elsewhere::{Elsewhere, LostReason};
 use super::intake::{Intake, IntakeParts};
 use super::job::StepJob;
 use super::outlet::Outlet;
@@ -24,13 +26,22 @@ pub(super) struct Pipeline {
     jobs: Option<SyncSender<StepJob>>,
     results: Receiver<StepOutput>,
     threads: Vec<thread::JoinHandle<()>>,
+    lost: LostReason,
+}
+
+/// A stage of a pipeline.
+#[derive(Debug)]
+pub(super) enum PipelineStage {
+    Here(Stage),
+    /// A stage in another process. Never the last stage, because that one samples.
+    Elsewhere(Elsewhere),
 }
 
 /// What a [`Pipeline`] is made of.
 #[derive(Debug)]
 pub(super) struct PipelineParts {
     /// In order; at least one.
-    pub(super) stages: Vec<Stage>,
+    pub(super) stages: Vec<PipelineStage>,
     pub(super) n_ranks: usize,
     pub(super) vocab: usize,
     pub(super) eos_tokens: Vec<TokenId>,
@@ -46,22 +57,29 @@ impl Pipeline {
         let intake = Intake::new(IntakeParts { jobs, sampled, n_ranks, vocab, steps_in_flight_max });
         let mut source = Source::Launched(intake);
         let mut outlet = Some(Outlet { results: results_out, sampled: sampled_out, eos_tokens });
-        let mut threads = Vec::with_capacity(stages.len());
+        let (mut threads, lost) = (Vec::with_capacity(stages.len()), LostReason::default());
         let n_stages = stages.len();
         for (nth, stage) in stages.into_iter().enumerate() {
-            let (target, next) = match outlet.take_if(|_| nth + 1 == n_stages) {
-                Some(outlet) => (Target::Collected(outlet), None),
-                None => {
-                    let (steps_out, steps) = sync_channel(steps_in_flight_max);
-                    (Target::NextStage(steps_out), Some(Source::StageBefore(steps)))
-                }
-            };
+            let (steps_out, steps) = sync_channel(steps_in_flight_max);
+            let from = std::mem::replace(&mut source, Source::StageBefore(steps));
             let thread = thread::Builder::new().name(format!("stage-{nth}"));
-            threads.push(thread.spawn(move || stage.run(source, target))?);
-            let Some(next) = next else { break };
-            source = next;
+            match stage {
+                PipelineStage::Here(stage) => {
+                    let outlet = outlet.take_if(|_| nth + 1 == n_stages);
+                    let target = outlet.map_or(Target::NextStage(steps_out), Target::Collected);
+                    threads.push(thread.spawn(move || stage.run(from, target))?);
+                }
+                PipelineStage::Elsewhere(stage) => {
+                    let (sent_out, sent) = sync_channel(steps_in_flight_max);
+                    let (sender, why) = (stage.clone(), Arc::clone(&lost));
+                    threads.push(thread.spawn(move || sender.send_steps(from, &sent_out, &why))?);
+                    let thread = thread::Builder::new().name(format!("stage-{nth}-results"));
+                    let why = Arc::clone(&lost);
+                    threads.push(thread.spawn(move || stage.receive_steps(&sent, &steps_out, &why))?);
+                }
+            }
         }
-        Ok(Self { jobs: Some(jobs_out), results, threads })
+        Ok(Self { jobs: Some(jobs_out), results, threads, lost })
     }
 
     /// Starts a step. The channel has room for all steps that may be in flight, so this does not wait.
@@ -70,13 +88,16 @@ impl Pipeline {
         if sent == Some(true) {
             return Ok(());
         }
-        Err(BackendError::DeviceLost("a compute thread has ended".to_owned()))
+        Err(self.lost_because("a compute thread has ended"))
     }
 
     /// Waits for the oldest step.
     pub(super) fn collect(&self) -> Result<StepOutput, BackendError> {
-        let lost = |_| BackendError::DeviceLost("a compute thread ended during a step".to_owned());
-        self.results.recv().map_err(lost)
+        self.results.recv().map_err(|_| self.lost_because("a compute thread ended during a step"))
+    }
+
+    fn lost_because(&self, what: &str) -> BackendError {
+        BackendError::DeviceLost(self.lost.get().map_or_else(|| what.to_owned(), ToString::to_string))
     }
 }
 

@@ -11,8 +11,8 @@ use kernels::cpu::{Processor, Rotation};
 use kv_cache::KvMemory;
 use types::step::PromptLogprob;
 
-use super::LoadedModel;
 use super::job::{JobRow, OwnedPromptTargets};
+use super::loading::LoadedModel;
 use crate::error::RowError;
 use crate::model::ActivationFormat;
 use crate::model::pass::PassParts;

@@ -9,6 +9,7 @@ use std::sync::mpsc::{Receiver, SyncSender};
 use super::intake::Intake;
 use super::outlet::Outlet;
 use super::rank::{Forwarded, Helper, Outcomes, Rank, Step};
+use super::remote::StageResults;
 use crate::model::Scratch;
 
 /// The state of a stage's thread, with the helper threads of the other ranks.
@@ -61,6 +62,13 @@ impl Stage {
         }
     }
 
+    /// Computes one step of a stage whose other stages are in other processes. Returns `None` if a rank has ended.
+    pub(super) fn results(&self, step: Step, scratch: &Scratch) -> Option<StageResults> {
+        let ComputedStep { forwarded: Forwarded { x, outcomes, routing_leads, .. }, .. } =
+            self.computed(step, scratch)?;
+        Some(StageResults { hidden: x.to_vec(), outcomes, routing_leads })
+    }
+
     /// Runs a step on all ranks. Returns `None` if a rank has ended.
     fn computed(&self, step: Step, scratch: &Scratch) -> Option<ComputedStep> {
         let step = Arc::new(step);
@@ -81,7 +89,7 @@ fn first_errors(ours: Outcomes, theirs: Outcomes) -> Outcomes {
 
 impl Source {
     /// Waits for the next step. Returns `None` if no more come.
-    fn next(&mut self) -> Option<Step> {
+    pub(super) fn next(&mut self) -> Option<Step> {
         match self {
             Self::Launched(intake) => intake.next(),
             Self::StageBefore(steps) => steps.recv().ok(),

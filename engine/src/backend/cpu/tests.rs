@@ -1,16 +1,17 @@
 use std::collections::HashMap;
 use std::num::NonZero;
-use std::path::{Path, PathBuf};
 
+use kernels::cpu::Arithmetic;
 use serde_json::Value as Json;
 use tempfile::TempDir;
-use types::{BlockIdx, StageSplit, TokenId};
+use types::layout::Attention;
+use types::{BlockIdx, KvDtype, StageSplit, TokenId};
 
 use super::*;
 use crate::conformance;
 use crate::conformance::alone::step;
-use crate::load::Activations;
-use crate::step::{PendingStep, Row, RowInput, SlotId, StepBatch};
+use crate::load::{Activations, Quantize};
+use crate::step::{Row, RowInput, SlotId};
 
 fn folder(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(name)

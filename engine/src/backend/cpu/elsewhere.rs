@@ -1,0 +1,79 @@
+//! Hot path.
+//! The threads of a stage in another process: one sends steps to it, and one passes on their results.
+
+use std::sync::mpsc::{Receiver, SyncSender};
+use std::sync::{Arc, OnceLock};
+
+use super::rank::Step;
+use super::remote::{RemoteStage, StageInput, StageLost, StageResults, StageRow};
+use super::stage::Source;
+
+/// Why a stage in another process is lost; empty while none is.
+pub(super) type LostReason = Arc<OnceLock<StageLost>>;
+
+/// A stage in another process.
+#[derive(Clone, Debug)]
+pub(super) struct Elsewhere {
+    pub(super) remote: Arc<dyn RemoteStage>,
+    /// The numbers of a row that stages pass on.
+    pub(super) width: usize,
+}
+
+impl Elsewhere {
+    /// Sends steps until no more come, or the stage is lost.
+    pub(super) fn send_steps(&self, mut source: Source, sent: &SyncSender<Step>, lost: &LostReason) {
+        while let Some(mut step) = source.next() {
+            let input = input_of(&mut step);
+            if sent.send(step).is_err() {
+                return;
+            }
+            if let Err(error) = self.remote.begin(input) {
+                lost.get_or_init(|| error);
+                return;
+            }
+        }
+    }
+
+    /// Passes steps on as the stage has computed them, until no more were sent, or the stage is lost.
+    pub(super) fn receive_steps(&self, sent: &Receiver<Step>, next: &SyncSender<Step>, lost: &LostReason) {
+        while let Ok(step) = sent.recv() {
+            let results = self.remote.finish(&mut |n| step.written.layers_done_elsewhere(n));
+            match results.and_then(|results| self.checked(results, &step)) {
+                Ok(StageResults { hidden, outcomes, routing_leads }) => {
+                    if next.send(Step { hidden, outcomes, routing_leads, ..step }).is_err() {
+                        return;
+                    }
+                }
+                Err(error) => {
+                    lost.get_or_init(|| error);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Refuses results of another size than the step's.
+    fn checked(&self, results: StageResults, step: &Step) -> Result<StageResults, StageLost> {
+        let n_tokens: usize = step.passing().map(|row| row.tokens().len()).sum();
+        let is_whole = results.hidden.len() == n_tokens * self.width;
+        match is_whole && results.outcomes.len() == step.outcomes.len() {
+            true => Ok(results),
+            false => {
+                Err(StageLost("a stage in another process has answered with rows of another step".to_owned()))
+            }
+        }
+    }
+}
+
+/// Takes what a stage needs from a step.
+fn input_of(step: &mut Step) -> StageInput {
+    let rows = step.passing().zip(&step.outcomes).map(|(row, outcome)| StageRow {
+        tokens: row.tokens().to_vec(),
+        start: row.start(),
+        tables: row.tables().to_vec(),
+        outcome: outcome.clone(),
+    });
+    let rows = rows.collect();
+    let (hidden, routing_leads) = (std::mem::take(&mut step.hidden), step.routing_leads.clone());
+    StageInput { rows, hidden, routing_leads }
+}

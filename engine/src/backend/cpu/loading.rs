@@ -1,0 +1,105 @@
+//! The weights of a model, or of some of its layers, in memory, and their description.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use kernels::cpu::{Arithmetic, Processor};
+use types::{Fingerprint, KvLayout};
+
+use super::remote::StageWeights;
+use super::settings::{CpuSettings, LoadFormat};
+use crate::error::LoadError;
+use crate::load::weights::{HasFp8, LoadedFormats};
+use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, TensorSource, Weights, fingerprint, tensors};
+use crate::model::{ActivationFormat, Decoder};
+
+/// Weights in memory, and their description.
+#[derive(Debug)]
+pub(super) struct LoadedModel {
+    pub(super) decoder: Arc<Decoder>,
+    /// The fingerprint of the files of all weights.
+    weights: String,
+    pub(super) formats: LoadedFormats,
+    pub(super) activations: ActivationFormat,
+}
+
+impl LoadedModel {
+    /// Loads some neighbouring layers, with what is before the first and after the last one.
+    pub(super) fn load(
+        folder: &ModelFolder,
+        settings: &CpuSettings,
+        processor: &Processor,
+        layers: Range<usize>,
+    ) -> Result<Self, LoadError> {
+        let config = &folder.config;
+        let formats = LoadedFormats::default();
+        let is_part = layers.len() < config.n_layers;
+        let load = |source: &dyn TensorSource| {
+            let weights = Weights::new(source, processor, settings.quantize, &formats);
+            Decoder::load_layers(config, &weights, layers.clone()).map(Arc::new)
+        };
+        let (decoder, weights) = match settings.load_format {
+            LoadFormat::Safetensors => {
+                let checkpoint = Checkpoint::open(folder.path())?;
+                tensors::check_all_read(config, &checkpoint)?;
+                (load(&checkpoint)?, fingerprint::of_weights(&checkpoint))
+            }
+            LoadFormat::Dummy { seed } => (load(&Dummy { seed, processor })?, format!("dummy, seed {seed}")),
+        };
+        let activations = match formats.has_fp8() {
+            // Only the inputs of products with FP8 matrices are rounded, and other processes may have such matrices.
+            HasFp8(false) if is_part => ActivationFormat::Full,
+            has_fp8 => settings.activations.resolve(config.activations, has_fp8)?,
+        };
+        Ok(Self { decoder, weights, formats, activations })
+    }
+
+    /// Returns the description of the weights that this process has loaded.
+    pub(super) fn described(
+        &self,
+        folder: &ModelFolder,
+        layout: &KvLayout,
+        settings: &CpuSettings,
+    ) -> Result<StageWeights, LoadError> {
+        let parts = self.parts(folder, settings)?.into_iter().chain(folder.config.fingerprint_parts());
+        let model = fingerprint::fingerprint(layout, parts);
+        Ok(StageWeights { model, formats: self.formats.bytes_by_format() })
+    }
+
+    /// Returns the model's fingerprint. `others` are the weights that other processes have loaded.
+    pub(super) fn fingerprint(
+        &self,
+        folder: &ModelFolder,
+        layout: &KvLayout,
+        settings: &CpuSettings,
+        others: &[StageWeights],
+    ) -> Result<Fingerprint, LoadError> {
+        let all = self.formats.clone();
+        others.iter().for_each(|other| all.add(&other.formats));
+        let dtype = match settings.quantize {
+            Quantize::No => all.main_format().map_or("none", |format| format.as_str()),
+            Quantize::Q8 | Quantize::Fp8 => settings.quantize.as_str(),
+        };
+        let activations = settings.activations.resolve(folder.config.activations, all.has_fp8())?;
+        let dtype = activations.added_to(all.has_blocks().added_to(dtype.to_owned()));
+        let parts = self.parts(folder, settings)?.into_iter().chain([("dtype", dtype)]);
+        Ok(fingerprint::fingerprint(layout, parts.chain(folder.config.fingerprint_parts())))
+    }
+
+    /// Returns the parts of the fingerprint that are equal in all processes of a node.
+    fn parts(
+        &self,
+        folder: &ModelFolder,
+        settings: &CpuSettings,
+    ) -> Result<[(&'static str, String); 3], LoadError> {
+        let arithmetic = match settings.arithmetic {
+            Arithmetic::F32 => "f32",
+            Arithmetic::Bf16 => "bf16",
+        };
+        Ok([
+            ("weights", self.weights.clone()),
+            ("arithmetic", arithmetic.to_owned()),
+            ("tokenizer", fingerprint::of_tokenizer(folder.tokenizer()?.as_deref())),
+        ])
+    }
+}
