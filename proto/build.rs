@@ -2,13 +2,14 @@
 
 use prost::Message as _;
 
-const PROTOS: [&str; 6] = [
+const PROTOS: [&str; 7] = [
     "baton/v1/common.proto",
     "baton/v1/inference.proto",
     "baton/v1/prefill.proto",
     "baton/v1/decode.proto",
     "baton/v1/pool.proto",
     "baton/v1/cluster.proto",
+    "baton/v1/group.proto",
 ];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

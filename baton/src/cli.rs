@@ -35,6 +35,8 @@ pub(crate) enum Command {
     Both(ProcessArgs),
     /// Run a pool node, which keeps KV between prefill nodes and decode nodes.
     Pool(ProcessArgs),
+    /// Run a further process of a prefill node of several: it computes one pipeline stage. It reads the node's file.
+    Rank(RankArgs),
     /// Chat with a cluster in the terminal.
     Chat(ChatArgs),
     /// Check this machine and the requirements of a process's file, and give advice.
@@ -89,6 +91,18 @@ pub(crate) struct ProcessArgs {
     /// Stop when standard input is closed: for processes that must not outlive their parent.
     #[arg(long, hide = true)]
     pub(crate) stop_with_stdin: bool,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct RankArgs {
+    #[command(flatten)]
+    pub(crate) process: ProcessArgs,
+    /// Where the node's first process waits for the others: `expert.model.join` there.
+    #[arg(long, value_name = "HOST:PORT", env = "BATON_RANK_OF")]
+    pub(crate) of: String,
+    /// The stage that this process computes: 0 is the first. The node's first process computes the last.
+    #[arg(long, value_name = "STAGE", env = "BATON_RANK_PLACE")]
+    pub(crate) place: u16,
 }
 
 #[derive(Args, Clone, Debug)]

@@ -19,6 +19,7 @@ mod model;
 mod node;
 mod output;
 mod pool;
+mod rank;
 mod config_file;
 mod router;
 mod switch;
@@ -50,6 +51,7 @@ fn run(cli: Cli) -> Result<ExitCode, CommandError> {
         Command::Decode(args) => node::run(types::Role::Decode, &args),
         Command::Both(args) => node::run(types::Role::Both, &args),
         Command::Pool(args) => pool::run(&args),
+        Command::Rank(args) => rank::run(&args),
         Command::Chat(args) => chat::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Health(args) => health::run(&args),

@@ -1,18 +1,21 @@
 //! `baton prefill`, `baton decode`, `baton both`: config, telemetry, build, bind, announce, serve, wait, drain.
 
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use chassis::error::StartError;
 use chassis::metrics::Metrics;
 use chassis::{Gate, Listener, Shutdown, World, telemetry};
 use decode_node::DecodeService;
+use engine::Backend;
+use node::group::{Group, HeadParts, gather};
 use node::{DecodeExpertSettings, Drive, Lives, NodeConfig, NodeError, NodeParts, RawNodeConfig};
 use prefill_node::PrefillService;
 use registry::RegistryParts;
 use tonic::service::Routes;
 use tracing::info;
-use types::Role;
+use types::{NodeId, Role};
 
 use crate::cli::ProcessArgs;
 use crate::config_file::ConfigFile;
@@ -43,7 +46,10 @@ pub(crate) fn run(role: Role, args: &ProcessArgs) -> Result<ExitCode, CommandErr
 }
 
 /// Returns the settings with the path of the model's folder. A model on a hub is downloaded meanwhile.
-async fn with_model(mut raw: RawNodeConfig, shutdown: &Shutdown) -> Result<NodeConfig, CommandError> {
+pub(crate) async fn with_model(
+    mut raw: RawNodeConfig,
+    shutdown: &Shutdown,
+) -> Result<NodeConfig, CommandError> {
     let located = model::locate(&raw.model.path, &raw.model.name, shutdown).await?;
     (raw.model.path, raw.model.name) = (located.path, located.name);
     NodeConfig::resolve(raw).map_err(CommandError::usage)
@@ -56,7 +62,7 @@ async fn serve(role: Role, config: &NodeConfig, shutdown: Shutdown) -> Result<Ex
     let admin = bind(&world, &config.admin).await?;
     let bound = grpc.local_addr().map_err(CommandError::start)?;
     let id = named.unwrap_or_else(|| node::host::default_id(role, bound));
-    let backend = engine::open(&config.engine).map_err(NodeError::Model).map_err(CommandError::start)?;
+    let (group, backend) = opened(role, config, &world, &id).await?;
     let metrics = Metrics::of_node(role.as_str());
     let announcing = Gate::new("registry");
     let registry_parts = RegistryParts { world: world.clone(), gate: announcing.clone() };
@@ -74,15 +80,44 @@ async fn serve(role: Role, config: &NodeConfig, shutdown: Shutdown) -> Result<Ex
         shutdown,
         grpc,
         admin,
+        group,
     };
     let ended = node::lives::run(lives, backend).await;
     let _ = announcing.close(REGISTRY_CLOSE_WITHIN).await;
     info!("node has stopped");
     ended.map(|()| ExitCode::SUCCESS).map_err(|error| match error {
         NodeError::Drain(_) | NodeError::WorkerLate(_) => CommandError::drain(error),
-        NodeError::Sleep(_) | NodeError::BackendLost | NodeError::WorkerDead(_) => CommandError::work(error),
+        NodeError::Sleep(_) | NodeError::BackendLost | NodeError::WorkerDead(_) | NodeError::Group(_) => {
+            CommandError::work(error)
+        }
         error => CommandError::start(error),
     })
+}
+
+/// Opens the model. A node of several processes waits for the others first.
+async fn opened(
+    role: Role,
+    config: &NodeConfig,
+    world: &World,
+    id: &NodeId,
+) -> Result<(Option<Arc<Group>>, Box<dyn Backend>), CommandError> {
+    if config.group.n_processes == 1 {
+        let backend = engine::open(&config.engine).map_err(NodeError::Model).map_err(CommandError::start)?;
+        return Ok((None, backend));
+    }
+    if role != Role::Prefill {
+        let why = format!("a {} node has one process: only prefill nodes have several", role.as_str());
+        return Err(CommandError::usage(NodeError::Config(why)));
+    }
+    let parts = HeadParts {
+        world: world.clone(),
+        gate: Gate::new("followers"),
+        id: id.clone(),
+        settings: config.group.clone(),
+        engine: config.engine.clone(),
+    };
+    let gathered = gather(parts).await.map_err(NodeError::Group).map_err(CommandError::start);
+    gathered.map(|(group, backend)| (Some(group), backend))
 }
 
 pub(crate) async fn bind(world: &World, addr: &str) -> Result<Box<dyn Listener>, CommandError> {

@@ -18,8 +18,9 @@ use types::layout::RANKS_MAX;
 use types::{KvDtype, NodeId, StageSplit};
 
 use crate::error::NodeError;
+use crate::group::GroupSettings;
 use crate::kv_memory::ModelKvMemory;
-pub use expert::{DecodeExpertSettings, NodeExpertSettings, TransferExpertSettings};
+pub use expert::{DecodeExpertSettings, ModelExpertSettings, NodeExpertSettings, TransferExpertSettings};
 
 /// A node's TOML file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -164,7 +165,11 @@ impl ModelSection {
         let ranks = ranks.ok_or_else(|| {
             NodeError::Config(format!("model.tp: {} ranks, 1 to {RANKS_MAX} are allowed", self.tp))
         })?;
-        let stages = NonZero::new(expert.model.stages).ok_or_else(|| {
+        let n_stages = match expert.model.processes {
+            0 | 1 => expert.model.stages,
+            n_processes => n_processes,
+        };
+        let stages = NonZero::new(n_stages).ok_or_else(|| {
             NodeError::Config("expert.model.stages: 0 stages, at least 1 is needed".to_owned())
         })?;
         Ok(EngineSettings {
@@ -191,6 +196,27 @@ impl ModelSection {
         }
         Ok(room)
     }
+}
+
+/// Makes the settings of a node of several processes. Each process has one stage, on a processor.
+fn group(model: &ModelSection, expert: &NodeExpertSettings) -> Result<GroupSettings, NodeError> {
+    let ModelExpertSettings { stages, processes, join, join_ms, .. } = &expert.model;
+    let refused = |why: String| NodeError::Config(format!("expert.model.processes: {why}"));
+    match (*processes, *stages) {
+        (0, _) => return Err(refused("0 processes, at least 1 is needed".to_owned())),
+        (1, _) => {}
+        (n, stages) if stages > 1 && stages != n => {
+            return Err(refused(format!("{n} processes for {stages} stages: each process has one stage")));
+        }
+        (n, _) if model.device != "cpu" => {
+            return Err(refused(format!(
+                "{n} processes compute on processors only: set model.device to \"cpu\""
+            )));
+        }
+        _ => {}
+    }
+    let join_within = Duration::from_millis(*join_ms);
+    Ok(GroupSettings { n_processes: *processes, listen: join.clone(), join_within })
 }
 
 /// The seed of dummy weights. It is the same on every node, because nodes exchange their KV.
@@ -252,6 +278,8 @@ pub struct NodeConfig {
     /// The model's name in requests; `None`: the name of the model's folder.
     pub model_name: Option<String>,
     pub engine: EngineSettings,
+    /// The other processes of the node.
+    pub group: GroupSettings,
     pub scheduler: SchedulerSettings,
     pub connectors: Vec<String>,
     pub transfer: TransferSettings,
@@ -280,6 +308,7 @@ impl NodeConfig {
             drain: Duration::from_millis(node.drain_ms),
             stuck_after: Duration::from_millis(expert.node.stuck_ms),
             registry_url: registry.url,
+            group: group(&model, &expert)?,
             engine: model.engine(&expert)?,
             model_name: (!model.name.is_empty()).then_some(model.name),
             scheduler: expert.scheduler.settings(),

@@ -9,6 +9,8 @@ use kv_transfer::TransferError;
 use registry::RegistryError;
 use scheduler::SchedulerError;
 
+use crate::group::GroupError;
+
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
     #[error("{0}")]
@@ -37,4 +39,6 @@ pub enum NodeError {
     Sleep(#[source] BackendError),
     #[error("the backend is lost: its thread has panicked")]
     BackendLost,
+    #[error("a node of several processes")]
+    Group(#[source] GroupError),
 }

@@ -3,7 +3,8 @@
 //! Suggested reading order: settings ([`config`], [`kv_memory`]); the parts of a node ([`parts`],
 //! [`connectors`], [`grammars`]); its status stream ([`status`]) and the routers' reports on the node ([`standing`]); the
 //! [`watchdog`]; the path from announcement to drain ([`running`], [`ports`]); one life of a node that
-//! computes ([`life`]); and several lives with sleep between them, or several roles in one life ([`lives`], [`switch`], `role`).
+//! computes ([`life`]); several lives with sleep between them, or several roles in one life ([`lives`], [`switch`], `role`);
+//! and a node of several processes ([`group`]).
 #![forbid(unsafe_code)]
 
 pub mod config;
@@ -22,6 +23,7 @@ pub mod lives;
 pub mod switch;
 mod role;
 pub mod watchdog;
+pub mod group;
 mod gpus;
 pub mod metrics;
 pub mod error;

@@ -29,6 +29,7 @@ use types::{ModelInfo, NodeId, Role, in_full};
 use crate::config::NodeConfig;
 use crate::error::NodeError;
 use crate::gpus;
+use crate::group::Group;
 use crate::life::{Life, live};
 use crate::metrics::ProcessMetrics;
 use crate::parts::{BackendParts, Drive, NodeParts, NodeWithoutWorker, WorkerRun};
@@ -62,11 +63,15 @@ pub struct Lives<'a> {
     pub shutdown: Shutdown,
     pub grpc: Box<dyn Listener>,
     pub admin: Box<dyn Listener>,
+    /// The other processes of the node, if there are any. The node ends when one is lost, does not sleep and keeps its
+    /// role.
+    pub group: Option<Arc<Group>>,
 }
 
 /// Runs the node, awake or asleep, until `shutdown`.
 pub async fn run(lives: Lives<'_>, backend: Box<dyn Backend>) -> Result<(), NodeError> {
-    let Lives { config, id, role, registry, services, world, metrics, drive, shutdown, grpc, admin } = lives;
+    let Lives { config, id, role, registry, services, world, metrics, drive, shutdown, grpc, admin, group } =
+        lives;
     metrics.show_refusals(world.identity().refusals());
     let identity = world.identity().clone();
     metrics.show_certificates(move || identity.expiries());
@@ -96,11 +101,19 @@ pub async fn run(lives: Lives<'_>, backend: Box<dyn Backend>) -> Result<(), Node
             .map_err(|source| NodeError::Listen { addr: address.clone(), source })?,
         address,
         admin: admin_address,
+        group: group.clone(),
     };
     let gate = Gate::new("gpus");
     let gpus = gpus::follow(config.engine.gpus(), node.metrics.gpus.clone());
     let reading = spawn_guarded(&gate, "gpus", gpus);
-    let ended = node.go_on(backend).await;
+    let ended = match group {
+        None => node.go_on(backend).await,
+        Some(group) => tokio::select! {
+            biased;
+            ended = node.go_on(backend) => ended,
+            lost = group.lost() => Err(NodeError::Group(lost)),
+        },
+    };
     drop(reading);
     ports.close().await;
     ended
@@ -124,6 +137,7 @@ struct Node<'a> {
     grpc: KeptListener,
     address: String,
     admin: String,
+    group: Option<Arc<Group>>,
 }
 
 /// A caller that waits for a switch to end, with the data for its answer.
@@ -187,7 +201,8 @@ impl Node<'_> {
         mut waiting: Option<Waiting>,
     ) -> Result<LifeEnd, NodeError> {
         let (used_bytes, world, metrics) = (backend.used_bytes(), self.world.clone(), &self.metrics);
-        let of_backend = BackendParts { model: backend.model(), memory: backend.memory().clone() };
+        let (memory, group) = (backend.memory().clone(), self.group.clone());
+        let of_backend = BackendParts { model: backend.model(), memory, group };
         let wired = match NodeWithoutWorker::bind(&self.id, self.config, of_backend, &world, metrics).await {
             Ok(wired) => wired,
             Err(why) => match waiting.take() {
@@ -306,6 +321,10 @@ impl Node<'_> {
         let RoleRequest { role, force } = wanted;
         if role == self.role {
             return Err(SwitchRefusal::RoleAlready(role));
+        }
+        if self.group.is_some() {
+            let why = "a node of several processes only computes prompts".to_owned();
+            return Err(SwitchRefusal::CannotChangeRole { role: self.role, why });
         }
         self.certified(role).map_err(|why| SwitchRefusal::CannotChangeRole { role: self.role, why })?;
         if force {

@@ -15,6 +15,7 @@ use crate::config::NodeConfig;
 use crate::connectors::Connectors;
 use crate::error::NodeError;
 use crate::grammars::Grammars;
+use crate::group::Group;
 use crate::host::host_id;
 use crate::metrics::{NodeMetrics, ProcessMetrics};
 use chassis::counted::Counter;
@@ -81,6 +82,8 @@ pub(crate) struct NodeWithoutWorker {
 pub(crate) struct BackendParts<'a> {
     pub(crate) model: &'a ModelInfo,
     pub(crate) memory: KvMemory,
+    /// The other processes of the node, if there are any.
+    pub(crate) group: Option<Arc<Group>>,
 }
 
 impl NodeWithoutWorker {
@@ -93,9 +96,10 @@ impl NodeWithoutWorker {
         world: &World,
         metrics: &ProcessMetrics,
     ) -> Result<Self, NodeError> {
-        let BackendParts { model, memory } = backend;
+        let BackendParts { model, memory, group } = backend;
         let model = Arc::new(described(model, config, world));
-        let (epoch, host, wires) = (world.epoch(), Arc::<str>::from(host_id()), Gate::new("wires"));
+        let epoch = group.as_ref().map_or_else(|| world.epoch(), |group| group.epoch());
+        let (host, wires) = (Arc::<str>::from(host_id()), Gate::new("wires"));
         let parts = ConnectorParts {
             node: id.clone(),
             epoch,
@@ -106,7 +110,7 @@ impl NodeWithoutWorker {
             settings: config.transfer.clone(),
             metrics: metrics.transfer.clone(),
             faults: Faults::none(),
-            processes: None,
+            processes: group.map(|group| group as _),
         };
         let mut connectors = Connectors::build(&config.connectors, &host, &parts).await?;
         if let Some(costs) =

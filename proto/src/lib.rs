@@ -18,7 +18,18 @@ pub mod v1 {
     tonic::include_proto!("baton.v1");
 }
 
+/// Returns the bytes of a message that does not travel over gRPC.
+pub fn encode(message: &impl prost::Message) -> Vec<u8> {
+    message.encode_to_vec()
+}
+
+/// Reads a message that [`encode`] has written.
+pub fn decode<M: prost::Message + Default>(bytes: &[u8]) -> Result<M, prost::DecodeError> {
+    M::decode(bytes)
+}
+
 /// The file descriptor set of `baton.v1`, for gRPC reflection.
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/baton_descriptor.bin"));
 
+pub use prost::Message;
 pub use types::node::MESSAGE_BYTES_MAX;

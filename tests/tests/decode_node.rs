@@ -58,6 +58,7 @@ async fn node(name: &'static str, role: Role, world: &World, registry: &MemoryRe
             shutdown: Shutdown::new(),
             grpc,
             admin,
+            group: None,
         };
         drop(node::lives::run(lives, Box::new(mock)).await);
     });

@@ -73,6 +73,7 @@ async fn node_that_hangs(registry: String) -> (Client, Task<()>, Shutdown) {
             shutdown: asked,
             grpc,
             admin,
+            group: None,
         };
         drop(node::lives::run(lives, backend).await);
     });

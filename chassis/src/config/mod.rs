@@ -30,7 +30,7 @@ use overrides::Override;
 pub use shown::{Shown, shown};
 
 /// Variables with the prefix that are not settings: they are read before the configuration, or by tools.
-pub const RESERVED: &[&str] = &["BATON_CONFIG", "BATON_LOG"];
+pub const RESERVED: &[&str] = &["BATON_CONFIG", "BATON_LOG", "BATON_RANK_OF", "BATON_RANK_PLACE"];
 
 /// Reads `R` from its defaults, then `file`, then the variables of `env` that start with `BATON_`.
 pub fn load<R>(file: Option<&Path>, env: impl IntoIterator<Item = (String, String)>) -> Result<R, ConfigError>

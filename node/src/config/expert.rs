@@ -50,6 +50,12 @@ pub struct ModelExpertSettings {
     pub stages: u16,
     /// Layers of each stage, as in `[17, 15]`; empty: even.
     pub stage_layers: Vec<u16>,
+    /// Processes of a prefill node, each with one stage; `baton rank` runs the others.
+    pub processes: u16,
+    /// `host:port` where the others join.
+    pub join: String,
+    /// How long they wait for each other.
+    pub join_ms: u64,
 }
 
 impl Default for ModelExpertSettings {
@@ -61,6 +67,9 @@ impl Default for ModelExpertSettings {
             activations: "auto".to_owned(),
             stages: 1,
             stage_layers: Vec::new(),
+            processes: 1,
+            join: "127.0.0.1:7411".to_owned(),
+            join_ms: 120_000,
         }
     }
 }

@@ -236,6 +236,7 @@ async fn run_here(
         shutdown,
         grpc,
         admin,
+        group: None,
     };
     match node::lives::run(lives, backend).await {
         Ok(()) => {}

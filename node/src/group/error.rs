@@ -1,0 +1,37 @@
+//! The errors of a node of several processes.
+
+use std::io;
+use std::time::Duration;
+
+use engine::OpenError;
+use kv_transfer::TransferError;
+
+#[derive(Debug, thiserror::Error)]
+pub enum GroupError {
+    #[error("listen for followers on {addr}")]
+    Listen { addr: String, source: io::Error },
+    #[error("no process has joined for {} within {} ms: start `baton rank --of {addr} --place STAGE` for each", .stages, .within.as_millis())]
+    Missing { stages: String, addr: String, within: Duration },
+    #[error("the head at {addr} cannot be reached within {} ms", .within.as_millis())]
+    NoHead { addr: String, within: Duration, source: io::Error },
+    #[error("the head at {addr} refuses this process: {why}")]
+    Refused { addr: String, why: String },
+    /// The other side closed the connection, was silent, or sent something that is no message.
+    #[error("{0}")]
+    Lost(String),
+    /// A compute thread has panicked or has refused a step. The log says more.
+    #[error("a compute thread of this process has ended")]
+    Stage,
+    #[error("open the model's stage")]
+    Open(#[source] OpenError),
+    #[error("send KV of this stage")]
+    Transfer(#[source] TransferError),
+    #[error("start a compute thread")]
+    Thread(#[source] io::Error),
+}
+
+impl GroupError {
+    pub(super) fn lost(what: &str, error: &io::Error) -> Self {
+        Self::Lost(format!("{what}: {error}"))
+    }
+}

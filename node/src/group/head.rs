@@ -1,0 +1,275 @@
+//! The head: waits for its followers, and then is the node, with stages in other processes.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use async_trait::async_trait;
+use chassis::identity::link;
+use chassis::{Gate, Listener, Stream, World, spawn_guarded};
+use engine::cpu::process::PreparedStage;
+use engine::cpu::remote::RemoteStage;
+use engine::{Backend, EngineSettings};
+use futures::future::select_all;
+use kv_transfer::{OtherProcesses, PutOrder, TransferError};
+use proto::v1;
+use tokio::sync::mpsc;
+use tokio::task::spawn_blocking;
+use tokio::time::{timeout, timeout_at};
+use tracing::{info, warn};
+use types::{Epoch, NodeId, StageLayers, in_full};
+
+use super::connection::{MessageReader, SILENT_MAX, write};
+use super::error::GroupError;
+use super::joined::{JoinRequest, JoinedProcess};
+use super::messages::{OfFollower, OfHead, from_head};
+use super::{GroupSettings, common_settings};
+
+/// Limit of connections that have not joined yet.
+const JOINING_MAX: usize = 64;
+
+/// What the head needs to gather its followers.
+#[derive(Clone, Debug)]
+pub struct HeadParts {
+    pub world: World,
+    pub gate: Gate,
+    pub id: NodeId,
+    pub settings: GroupSettings,
+    pub engine: EngineSettings,
+}
+
+/// The followers of a node, and the node's epoch. Dropping it ends the connections.
+#[derive(Debug)]
+pub struct Group {
+    epoch: Epoch,
+    layers: StageLayers,
+    processes: Vec<Arc<JoinedProcess>>,
+}
+
+/// The processes that have joined, by stage. Locked for look-ups. Shared with the task that accepts connections.
+type JoinedProcesses = Arc<Mutex<Vec<Option<Arc<JoinedProcess>>>>>;
+
+/// Waits for a follower for each stage but the last, and opens the model with them.
+///
+/// A follower whose settings differ is refused. If one is missing at the end, the error names it.
+pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), GroupError> {
+    let HeadParts { world, gate, id, settings, engine } = &parts;
+    let n_followers = usize::from(settings.n_processes) - 1;
+    let prepared = {
+        let engine = engine.clone();
+        blocking(move || prepare(&engine, n_followers)).await?
+    };
+    let GroupSettings { listen, join_within, .. } = settings;
+    let bound = world.net().listen(listen).await;
+    let listener = bound.map_err(|source| GroupError::Listen { addr: listen.clone(), source })?;
+    let addr = listener.local_addr().map_or_else(|_| listen.clone(), |addr| addr.to_string());
+    info!(addr, followers = n_followers, "head waits for the other processes of this node");
+
+    let processes: JoinedProcesses = Arc::new(Mutex::new(vec![None; n_followers]));
+    let (changed, mut change) = mpsc::channel(JOINING_MAX);
+    let entrance = Entrance {
+        world: world.clone(),
+        gate: gate.clone(),
+        common: common_settings(engine),
+        processes: Arc::clone(&processes),
+        changed,
+    };
+    spawn_guarded(gate, "followers", entrance.accept_all(listener)).detach();
+    let until = tokio::time::Instant::now() + *join_within;
+    let joined = loop {
+        if let Some(all) = all_joined(&processes) {
+            break all;
+        }
+        if timeout_at(until, change.recv()).await.is_err() {
+            return Err(GroupError::Missing { stages: missing(&processes), addr, within: *join_within });
+        }
+    };
+    let n_blocks = joined.iter().map(|process| process.n_blocks).fold(prepared.n_blocks(), u32::min);
+    let epoch = world.epoch();
+    for process in &joined {
+        let accepted = v1::Accepted { n_blocks, node: id.as_str().to_owned(), epoch: epoch.0 };
+        process.say(OfHead::Accepted(accepted)).await?;
+    }
+    info!(n_blocks, "all processes of this node have joined");
+    let remote: Vec<Arc<dyn RemoteStage>> = joined.iter().map(|process| Arc::clone(process) as _).collect();
+    let layers = prepared.layers_of_stages().clone();
+    let group = Arc::new(Group { epoch, layers, processes: joined });
+    let backend = blocking(move || prepared.open_head(n_blocks, &remote)).await?;
+    Ok((group, Box::new(backend)))
+}
+
+fn prepare(engine: &EngineSettings, nth: usize) -> Result<PreparedStage, engine::OpenError> {
+    PreparedStage::prepare(std::path::Path::new(&engine.model), engine.kv, &engine.on_cpu(), nth)
+}
+
+/// Runs what reads files on a thread that may block.
+async fn blocking<T: Send + 'static>(
+    open: impl FnOnce() -> Result<T, engine::OpenError> + Send + 'static,
+) -> Result<T, GroupError> {
+    let opened = spawn_blocking(open).await.map_err(|error| GroupError::Lost(error.to_string()))?;
+    opened.map_err(GroupError::Open)
+}
+
+/// Returns the processes if one has joined for each stage.
+fn all_joined(processes: &JoinedProcesses) -> Option<Vec<Arc<JoinedProcess>>> {
+    let processes = processes.lock().unwrap_or_else(PoisonError::into_inner);
+    processes.iter().map(|process| process.clone().filter(|process| !process.is_lost())).collect()
+}
+
+/// Names the stages without a process.
+fn missing(processes: &JoinedProcesses) -> String {
+    let processes = processes.lock().unwrap_or_else(PoisonError::into_inner);
+    let is_free =
+        |process: &Option<Arc<JoinedProcess>>| process.as_ref().is_none_or(|process| process.is_lost());
+    let free = processes.iter().enumerate().filter(|(_, process)| is_free(process));
+    let names: Vec<String> = free.map(|(place, _)| format!("stage {place}")).collect();
+    names.join(", ")
+}
+
+// === impl Group ===
+
+impl Group {
+    /// Returns the epoch of the node's only life.
+    pub fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    /// Returns why the node must end: a follower is lost. Waits until then.
+    pub async fn lost(&self) -> GroupError {
+        let lost = self.processes.iter().map(|process| Box::pin(process.lost.wait()));
+        let (_, nth, _) = select_all(lost).await;
+        GroupError::Lost(self.processes[nth].why())
+    }
+}
+
+#[async_trait]
+impl OtherProcesses for Group {
+    fn of_layer(&self, layer: u16) -> Option<usize> {
+        let stage = self.layers.iter().position(|layers| layers.contains(&layer));
+        stage.filter(|stage| *stage < self.processes.len())
+    }
+
+    fn n_processes(&self) -> usize {
+        self.processes.len()
+    }
+
+    async fn put(&self, process: usize, order: PutOrder) -> Result<(), TransferError> {
+        self.processes[process].put(&order).await
+    }
+
+    fn close_link(&self, link: u64) {
+        for process in self.processes.iter().filter(|process| !process.is_lost()) {
+            process.try_say(OfHead::CloseLink(v1::CloseLink { link }));
+        }
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        for process in &self.processes {
+            process.lose("the head has ended".to_owned());
+        }
+    }
+}
+
+// === joining ===
+
+/// Accepts followers.
+#[derive(Clone, Debug)]
+struct Entrance {
+    world: World,
+    gate: Gate,
+    /// What must be equal in all processes.
+    common: BTreeMap<String, String>,
+    processes: JoinedProcesses,
+    /// Gets a message when a process has joined.
+    changed: mpsc::Sender<()>,
+}
+
+impl Entrance {
+    /// Accepts connections as long as the gate is open. Later ones are refused, because each stage has its process.
+    async fn accept_all(self, mut listener: Box<dyn Listener>) {
+        loop {
+            match listener.accept().await {
+                Ok((stream, from)) => {
+                    let (entrance, within) = (self.clone(), SILENT_MAX);
+                    let join = async move {
+                        let joined = timeout(within, entrance.join(stream, from)).await;
+                        let late = |_| Err(GroupError::Lost("it has not joined in time".to_owned()));
+                        if let Err(error) = joined.unwrap_or_else(late) {
+                            warn!(%from, error = in_full(&error), "process may not join this node");
+                        }
+                    };
+                    spawn_guarded(&self.gate, "join", join).detach();
+                }
+                Err(error) => {
+                    warn!(%error, "connection of a follower cannot be accepted, trying again");
+                    tokio::time::sleep(SILENT_MAX / 10).await;
+                }
+            }
+        }
+    }
+
+    async fn join(self, stream: Stream, from: SocketAddr) -> Result<(), GroupError> {
+        let admitted = link::admit(&self.world, stream).await;
+        let stream = admitted.map_err(|error| GroupError::lost("it is not admitted", &error))?;
+        let (reader, mut writer) = stream.into_split();
+        let mut reader = MessageReader::new(reader);
+        let message: v1::FromFollower = reader.next().await?;
+        let Some(OfFollower::Join(join)) = message.message else {
+            return Err(GroupError::Lost("its first message is no request to join".to_owned()));
+        };
+        let place = join.place as usize;
+        match self.refusal(&join, from) {
+            None => {}
+            Some(why) => {
+                write(&mut writer, &from_head(OfHead::Refused(why.clone()))).await?;
+                return Err(GroupError::Lost(why));
+            }
+        }
+        let joined = JoinRequest { place, n_blocks: join.n_blocks, from, reader, writer };
+        self.take_place(joined);
+        // The receiver is gone after all have joined, so a failed send is ignored.
+        let _ = self.changed.send(()).await;
+        Ok(())
+    }
+
+    /// Returns the reason why a process may not join.
+    fn refusal(&self, join: &v1::Join, from: SocketAddr) -> Option<String> {
+        let place = join.place as usize;
+        let theirs: BTreeMap<String, String> = join.settings.clone().into_iter().collect();
+        let names: std::collections::BTreeSet<&String> = self.common.keys().chain(theirs.keys()).collect();
+        let shown = |settings: &BTreeMap<String, String>, name| {
+            settings.get(name).cloned().unwrap_or_else(|| "absent".to_owned())
+        };
+        let differs = |name: &&String| self.common.get(*name) != theirs.get(*name);
+        let differences: Vec<String> = names
+            .into_iter()
+            .filter(differs)
+            .map(|name| {
+                format!(
+                    "{name} is {} at the head and {} at {from}",
+                    shown(&self.common, name),
+                    shown(&theirs, name)
+                )
+            })
+            .collect();
+        if !differences.is_empty() {
+            return Some(differences.join("; "));
+        }
+        let processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
+        let n_places = processes.len();
+        let Some(process) = processes.get(place) else {
+            return Some(format!("stage {place} is none of the {n_places} that other processes compute"));
+        };
+        let taken = process.as_ref().filter(|process| !process.is_lost());
+        taken.map(|process| format!("{process} is there already"))
+    }
+
+    fn take_place(&self, joined: JoinRequest) {
+        let mut processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
+        let place = joined.place;
+        info!(place, from = %joined.from, "process has joined this node");
+        processes[place] = Some(JoinedProcess::start(joined, &self.gate));
+    }
+}

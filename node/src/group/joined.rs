@@ -1,0 +1,258 @@
+//! The head's end of the connection to one follower.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use chassis::{Gate, Shutdown, StreamWriter, spawn_guarded};
+use engine::cpu::remote::{RemoteStage, StageInput, StageLost, StageResults, StageWeights};
+use kv_transfer::{PutOrder, TransferError};
+use proto::v1;
+use tokio::sync::{mpsc, oneshot};
+use tracing::warn;
+
+use super::connection::{MessageReader, Outgoing, write_all};
+use super::error::GroupError;
+use super::messages::{OfFollower, OfHead, from_head, input_message, results, weights};
+
+/// The longest time in which a follower loads its weights.
+const LOAD_WITHIN: Duration = Duration::from_secs(1800);
+/// The longest time for which one step is computed.
+const STEP_WITHIN: Duration = Duration::from_secs(600);
+/// Limit of events of steps that nothing has read yet: a step has one for each layer and a last one.
+const EVENTS_MAX: usize = 8192;
+
+/// A follower, as the head sees it.
+#[derive(Debug)]
+pub(super) struct JoinedProcess {
+    pub(super) place: usize,
+    pub(super) from: SocketAddr,
+    /// The number of blocks for which the follower has room.
+    pub(super) n_blocks: u32,
+    out: Outgoing,
+    /// Read by the thread that opens the model.
+    loaded: Mutex<Receiver<StageWeights>>,
+    /// Read by the pipeline's thread for this stage.
+    events: Mutex<Receiver<StageEvent>>,
+    n_begun: AtomicU64,
+    n_finished: AtomicU64,
+    /// The puts that the follower has not answered, by id. Held for a look-up, never across an await.
+    puts: Mutex<HashMap<u64, oneshot::Sender<Result<(), TransferError>>>>,
+    n_puts: AtomicU64,
+    why_lost: OnceLock<String>,
+    pub(super) lost: Shutdown,
+}
+
+/// What a follower reports of a step.
+#[derive(Debug)]
+enum StageEvent {
+    LayersDone { step: u64, layers: u16 },
+    Output(v1::StageOutput),
+}
+
+/// Where the reader of a connection puts what it has read. Dropping it ends all waits of the process.
+#[derive(Debug)]
+struct Inbox {
+    loaded: SyncSender<StageWeights>,
+    events: SyncSender<StageEvent>,
+}
+
+/// A connection whose follower may join.
+#[derive(Debug)]
+pub(super) struct JoinRequest {
+    pub(super) place: usize,
+    pub(super) n_blocks: u32,
+    pub(super) from: SocketAddr,
+    pub(super) reader: MessageReader,
+    pub(super) writer: StreamWriter,
+}
+
+impl JoinedProcess {
+    /// Starts the tasks of the connection. They end when the process is lost.
+    pub(super) fn start(joined: JoinRequest, gate: &Gate) -> Arc<Self> {
+        let JoinRequest { place, n_blocks, from, reader, writer } = joined;
+        let (out, queue) = super::connection::outgoing();
+        let (loaded_in, loaded) = sync_channel(1);
+        let (events_in, events) = sync_channel(EVENTS_MAX);
+        let process = Arc::new(Self {
+            place,
+            from,
+            n_blocks,
+            out,
+            loaded: Mutex::new(loaded),
+            events: Mutex::new(events),
+            n_begun: AtomicU64::new(0),
+            n_finished: AtomicU64::new(0),
+            puts: Mutex::default(),
+            n_puts: AtomicU64::new(0),
+            why_lost: OnceLock::new(),
+            lost: Shutdown::new(),
+        });
+        let inbox = Inbox { loaded: loaded_in, events: events_in };
+        let task = Arc::clone(&process).serve(reader, writer, queue, inbox);
+        spawn_guarded(gate, "follower", task).detach();
+        process
+    }
+
+    async fn serve(
+        self: Arc<Self>,
+        reader: MessageReader,
+        writer: StreamWriter,
+        queue: mpsc::Receiver<Vec<u8>>,
+        inbox: Inbox,
+    ) {
+        let alive = from_head(OfHead::Alive(v1::Alive {}));
+        let ended = tokio::select! {
+            biased;
+            () = self.lost.wait() => return,
+            ended = self.read_all(reader, &inbox) => ended,
+            ended = write_all(writer, queue, alive) => ended,
+        };
+        let why = match ended {
+            Ok(()) => "its connection has ended".to_owned(),
+            Err(error) => error.to_string(),
+        };
+        self.lose(why);
+    }
+
+    async fn read_all(&self, mut reader: MessageReader, inbox: &Inbox) -> Result<(), GroupError> {
+        loop {
+            let message: v1::FromFollower = reader.next().await?;
+            match message.message {
+                Some(OfFollower::Alive(_)) => {}
+                Some(OfFollower::Loaded(loaded)) => {
+                    let weights = weights(loaded)?;
+                    inbox.loaded.try_send(weights).map_err(|_| unexpected("its weights twice"))?;
+                }
+                Some(OfFollower::LayersDone(v1::LayersDone { step, layers })) => {
+                    let event = StageEvent::LayersDone { step, layers: layers as u16 };
+                    inbox.events.try_send(event).map_err(|_| unexpected("too many reports"))?;
+                }
+                Some(OfFollower::Output(output)) => {
+                    let event = StageEvent::Output(output);
+                    inbox.events.try_send(event).map_err(|_| unexpected("too many results"))?;
+                }
+                Some(OfFollower::KvSent(v1::KvSent { id, error })) => {
+                    let sent = match error.is_empty() {
+                        true => Ok(()),
+                        false => Err(TransferError::SeveralProcesses(format!("{self}: {error}"))),
+                    };
+                    if let Some(waiting) = self.puts().remove(&id) {
+                        // The caller may be gone, so a failed send is ignored.
+                        let _ = waiting.send(sent);
+                    }
+                }
+                Some(OfFollower::Join(_)) | None => return Err(unexpected("a message that it may not send")),
+            }
+        }
+    }
+
+    /// Ends the process. Only the first reason counts.
+    pub(super) fn lose(&self, why: String) {
+        if self.why_lost.set(why).is_ok() {
+            warn!(place = self.place, from = %self.from, why = self.why(), "process of this node lost");
+        }
+        self.lost.trigger();
+        self.puts().clear();
+    }
+
+    pub(super) fn is_lost(&self) -> bool {
+        self.lost.requested()
+    }
+
+    /// Returns why the follower is lost.
+    pub(super) fn why(&self) -> String {
+        format!("{self} is lost: {}", self.why_lost.get().map_or("it has ended", String::as_str))
+    }
+
+    /// Queues a message. Waits for room.
+    pub(super) async fn say(&self, message: OfHead) -> Result<(), GroupError> {
+        self.out.send(from_head(message)).await.map_err(|_| GroupError::Lost(self.why()))
+    }
+
+    /// Queues a message if there is room.
+    pub(super) fn try_say(&self, message: OfHead) {
+        if let Err(mpsc::error::TrySendError::Full(_)) = self.out.try_send(from_head(message)) {
+            self.lose("the queue of messages to it is full".to_owned());
+        }
+    }
+
+    /// Makes the follower send some pages, and waits until it has.
+    pub(super) async fn put(&self, order: &PutOrder) -> Result<(), TransferError> {
+        let id = self.n_puts.fetch_add(1, Ordering::Relaxed);
+        let (waiting, sent) = oneshot::channel();
+        self.puts().insert(id, waiting);
+        let lost = || TransferError::SeveralProcesses(self.why());
+        // The check comes after the insertion: either `lose` sees the put, or this call sees the loss.
+        if self.is_lost() {
+            self.puts().remove(&id);
+            return Err(lost());
+        }
+        let order = order.encode().into();
+        self.say(OfHead::SendKv(v1::SendKv { id, order })).await.map_err(|_| lost())?;
+        sent.await.unwrap_or_else(|_| Err(lost()))
+    }
+
+    fn puts(&self) -> MutexGuard<'_, HashMap<u64, oneshot::Sender<Result<(), TransferError>>>> {
+        self.puts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn stage_lost(&self) -> StageLost {
+        StageLost(self.why())
+    }
+}
+
+impl RemoteStage for JoinedProcess {
+    fn loaded(&self) -> Result<StageWeights, StageLost> {
+        let loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        loaded.recv_timeout(LOAD_WITHIN).map_err(|error| match error {
+            RecvTimeoutError::Disconnected => self.stage_lost(),
+            RecvTimeoutError::Timeout => {
+                StageLost(format!("{self} has not loaded its weights within {} s", LOAD_WITHIN.as_secs()))
+            }
+        })
+    }
+
+    fn begin(&self, input: StageInput) -> Result<(), StageLost> {
+        let step = self.n_begun.fetch_add(1, Ordering::Relaxed);
+        let message = from_head(OfHead::Input(input_message(step, input)));
+        self.out.blocking_send(message).map_err(|_| self.stage_lost())
+    }
+
+    fn finish(&self, layers_done: &mut dyn FnMut(u16)) -> Result<StageResults, StageLost> {
+        let expected = self.n_finished.fetch_add(1, Ordering::Relaxed);
+        let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let event = events.recv_timeout(STEP_WITHIN).map_err(|error| match error {
+                RecvTimeoutError::Disconnected => self.stage_lost(),
+                RecvTimeoutError::Timeout => {
+                    StageLost(format!("{self} has not computed a step within {} s", STEP_WITHIN.as_secs()))
+                }
+            })?;
+            match event {
+                StageEvent::LayersDone { step, layers } if step == expected => layers_done(layers),
+                // A report that the results have overtaken.
+                StageEvent::LayersDone { .. } => {}
+                StageEvent::Output(output) if output.step == expected => {
+                    return results(output).map_err(|error| StageLost(format!("{self}: {error}")));
+                }
+                StageEvent::Output(_) => {
+                    return Err(StageLost(format!("{self} has answered another step")));
+                }
+            }
+        }
+    }
+}
+
+impl std::fmt::Display for JoinedProcess {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "the process of stage {} at {}", self.place, self.from)
+    }
+}
+
+fn unexpected(what: &str) -> GroupError {
+    GroupError::Lost(format!("it has sent {what}"))
+}

@@ -1,0 +1,132 @@
+//! The engine's types as messages between processes.
+
+use engine::RowError;
+use engine::cpu::Format;
+use engine::cpu::remote::{StageInput, StageResults, StageRow, StageWeights};
+use proto::v1;
+use types::{BlockIdx, Fingerprint, TokenId};
+
+use super::error::GroupError;
+
+pub(super) use v1::from_follower::Message as OfFollower;
+pub(super) use v1::from_head::Message as OfHead;
+
+pub(super) fn from_head(message: OfHead) -> Vec<u8> {
+    proto::encode(&v1::FromHead { message: Some(message) })
+}
+
+pub(super) fn from_follower(message: OfFollower) -> Vec<u8> {
+    proto::encode(&v1::FromFollower { message: Some(message) })
+}
+
+/// The message of a step for a stage.
+pub(super) fn input_message(step: u64, input: StageInput) -> v1::StageInput {
+    let StageInput { rows, hidden, routing_leads } = input;
+    let row = |row: StageRow| v1::StageRow {
+        tokens: row.tokens.into_iter().map(|token| token.0).collect(),
+        start: row.start as u64,
+        tables: row.tables.into_iter().map(table).collect(),
+        failure: row.outcome.err().map(failure),
+    };
+    let rows = rows.into_iter().map(row).collect();
+    v1::StageInput { step, rows, hidden: bytes(&hidden).into(), routing_leads }
+}
+
+pub(super) fn input(message: v1::StageInput) -> Result<StageInput, GroupError> {
+    let v1::StageInput { rows, hidden, routing_leads, .. } = message;
+    let row = |row: v1::StageRow| StageRow {
+        tokens: row.tokens.into_iter().map(TokenId).collect(),
+        start: row.start as usize,
+        tables: row
+            .tables
+            .into_iter()
+            .map(|table| table.blocks.into_iter().map(BlockIdx).collect())
+            .collect(),
+        outcome: row.failure.map_or(Ok(()), |failure| Err(row_error(failure))),
+    };
+    Ok(StageInput { rows: rows.into_iter().map(row).collect(), hidden: floats(&hidden)?, routing_leads })
+}
+
+pub(super) fn output_message(step: u64, results: StageResults) -> v1::StageOutput {
+    let StageResults { hidden, outcomes, routing_leads } = results;
+    let of_row =
+        |outcome: Result<(), RowError>| outcome.map_or_else(failure, |()| v1::PageFailure::default());
+    let failures = outcomes.into_iter().map(of_row).collect();
+    v1::StageOutput { step, hidden: bytes(&hidden).into(), failures, routing_leads }
+}
+
+pub(super) fn results(message: v1::StageOutput) -> Result<StageResults, GroupError> {
+    let v1::StageOutput { hidden, failures, routing_leads, .. } = message;
+    let outcome = |failure: v1::PageFailure| match failure.reason.is_empty() {
+        true => Ok(()),
+        false => Err(row_error(failure)),
+    };
+    let outcomes = failures.into_iter().map(outcome).collect();
+    Ok(StageResults { hidden: floats(&hidden)?, outcomes, routing_leads })
+}
+
+pub(super) fn loaded_message(weights: &StageWeights) -> v1::Loaded {
+    let StageWeights { model, formats } = weights;
+    let part = |(name, value): (&str, &str)| (name.to_owned(), value.to_owned());
+    let bytes = |(format, bytes): &(Format, usize)| v1::FormatBytes {
+        format: format_name(*format).to_owned(),
+        bytes: *bytes as u64,
+    };
+    v1::Loaded {
+        fingerprint: model.parts().map(part).collect(),
+        formats: formats.iter().map(bytes).collect(),
+    }
+}
+
+pub(super) fn weights(message: v1::Loaded) -> Result<StageWeights, GroupError> {
+    let of_format = |bytes: v1::FormatBytes| {
+        let format = FORMATS.iter().find(|format| format_name(**format) == bytes.format);
+        let unknown =
+            || GroupError::Lost(format!("it has weights in {:?}, which is not known", bytes.format));
+        Ok((*format.ok_or_else(unknown)?, bytes.bytes as usize))
+    };
+    let formats = message.formats.into_iter().map(of_format).collect::<Result<_, GroupError>>()?;
+    Ok(StageWeights { model: Fingerprint::new(message.fingerprint), formats })
+}
+
+const FORMATS: [Format; 6] =
+    [Format::F32, Format::Bf16, Format::F16, Format::Q8, Format::Fp8, Format::Fp8Blocks];
+
+/// Returns a format's name in messages, which is its own for each format.
+fn format_name(format: Format) -> &'static str {
+    match format {
+        Format::Fp8Blocks => "fp8-blocks",
+        format => format.as_str(),
+    }
+}
+
+fn table(blocks: Vec<BlockIdx>) -> v1::BlockTable {
+    v1::BlockTable { blocks: blocks.into_iter().map(|block| block.0).collect() }
+}
+
+/// The only error of a row in a stage that samples nothing is that of a page.
+fn failure(error: RowError) -> v1::PageFailure {
+    match error {
+        RowError::Page { layer, position, reason } => {
+            v1::PageFailure { layer: layer.into(), position: position as u64, reason }
+        }
+        error => v1::PageFailure { layer: 0, position: 0, reason: error.to_string() },
+    }
+}
+
+fn row_error(failure: v1::PageFailure) -> RowError {
+    let v1::PageFailure { layer, position, reason } = failure;
+    RowError::Page { layer: layer as u16, position: position as usize, reason }
+}
+
+fn bytes(numbers: &[f32]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_le_bytes()).collect()
+}
+
+fn floats(bytes: &[u8]) -> Result<Vec<f32>, GroupError> {
+    let (numbers, rest) = bytes.as_chunks::<4>();
+    match rest.is_empty() {
+        true => Ok(numbers.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()),
+        false => Err(GroupError::Lost("the rows of a step are cut off".to_owned())),
+    }
+}

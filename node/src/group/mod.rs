@@ -1,0 +1,54 @@
+//! A node of several processes, on one host or several: each computes one pipeline stage.
+//!
+//! The head computes the last stage. It schedules, answers, announces the node and opens transfers. Each follower
+//! computes one of the stages before, and sends the KV of its layers to the decode nodes itself. There is one connection
+//! for each follower. If it ends, or is silent for too long, the node ends: its requests go on elsewhere. See
+//! `docs/decisions/0033-one-process-speaks-for-a-node.md`.
+//!
+//! Suggested reading order: the connection, the messages, the head, the follower.
+
+mod connection;
+mod messages;
+mod error;
+mod joined;
+pub mod head;
+pub mod follower;
+#[cfg(test)]
+mod tests;
+
+pub use error::GroupError;
+pub use follower::{FollowerParts, follow};
+pub use head::{Group, HeadParts, gather};
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use engine::EngineSettings;
+
+/// The settings of a node of several processes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GroupSettings {
+    pub n_processes: u16,
+    /// `host:port` where the head waits for its followers.
+    pub listen: String,
+    /// How long the head waits for all followers, and a follower for its head.
+    pub join_within: Duration,
+}
+
+/// Returns what must be equal in all processes of a node.
+fn common_settings(engine: &EngineSettings) -> BTreeMap<String, String> {
+    let cpu = &engine.cpu;
+    [
+        ("version", env!("CARGO_PKG_VERSION").to_owned()),
+        ("protocol", types::node::PROTOCOL.to_string()),
+        ("model.tp", engine.ranks.to_string()),
+        ("model.kv_dtype", cpu.kv_dtype.to_string()),
+        ("model.quantize", cpu.quantize.as_str().to_owned()),
+        ("expert.model.activations", format!("{:?}", cpu.activations).to_lowercase()),
+        ("expert.model.load_format", format!("{:?}", cpu.load_format).to_lowercase()),
+        ("expert.model.processes", engine.stages.n_stages.to_string()),
+        ("expert.model.stage_layers", format!("{:?}", engine.stages.layers)),
+    ]
+    .map(|(name, value)| (name.to_owned(), value))
+    .into()
+}

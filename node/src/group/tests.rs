@@ -1,0 +1,101 @@
+use std::time::Duration;
+
+use chassis::Stream;
+use engine::RowError;
+use engine::cpu::Format;
+use engine::cpu::remote::{StageInput, StageResults, StageRow, StageWeights};
+use proto::v1;
+use tokio::io::AsyncWriteExt as _;
+use types::{BlockIdx, Fingerprint, TokenId};
+
+use super::connection::{MessageReader, outgoing, write_all};
+use super::messages::{
+    OfHead, from_head, input, input_message, loaded_message, output_message, results, weights,
+};
+
+fn page_error() -> RowError {
+    RowError::Page { layer: 3, position: 70, reason: "it is being written".to_owned() }
+}
+
+fn step() -> StageInput {
+    let row = |start, outcome| StageRow {
+        tokens: vec![TokenId(7), TokenId(u32::MAX)],
+        start,
+        tables: vec![vec![BlockIdx(1), BlockIdx::GONE], Vec::new()],
+        outcome,
+    };
+    StageInput {
+        rows: vec![row(0, Ok(())), row(64, Err(page_error()))],
+        hidden: vec![0.1, f32::MIN_POSITIVE, -0.0, f32::INFINITY],
+        routing_leads: vec![0.25],
+    }
+}
+
+#[test]
+fn a_step_and_its_results_arrive_with_every_bit() {
+    assert_eq!(input(input_message(5, step())).expect("a step"), step());
+    let computed = StageResults {
+        hidden: vec![1.5, -3.25e-40],
+        outcomes: vec![Ok(()), Err(page_error())],
+        routing_leads: vec![f32::MAX],
+    };
+    assert_eq!(results(output_message(5, computed.clone())).expect("results"), computed);
+    let model = Fingerprint::new([("weights".to_owned(), "0123".to_owned())]);
+    let formats = vec![(Format::Fp8, 10), (Format::Fp8Blocks, 3), (Format::Bf16, 1 << 40)];
+    let loaded = StageWeights { model, formats };
+    assert_eq!(weights(loaded_message(&loaded)).expect("weights"), loaded);
+}
+
+#[test]
+fn what_is_no_step_is_refused() {
+    let cut_off = v1::StageInput { hidden: vec![0; 7].into(), ..v1::StageInput::default() };
+    assert_eq!(input(cut_off).expect_err("7 bytes").to_string(), "the rows of a step are cut off");
+    let formats = vec![v1::FormatBytes { format: "int3".to_owned(), bytes: 1 }];
+    let unknown = v1::Loaded { formats, ..v1::Loaded::default() };
+    let error = weights(unknown).expect_err("no such format");
+    assert_eq!(error.to_string(), "it has weights in \"int3\", which is not known");
+}
+
+/// Writes bytes as a peer and returns the error of the reader.
+async fn error_after(bytes: &[u8]) -> String {
+    let (ours, mut theirs) = tokio::io::duplex(1 << 16);
+    theirs.write_all(bytes).await.expect("room");
+    let (reader, _writer) = Stream::other(ours).into_split();
+    let read = MessageReader::new(reader).next::<v1::FromHead>().await;
+    drop(theirs);
+    read.expect_err("no message").to_string()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_that_sends_no_messages_is_lost() {
+    assert_eq!(error_after(&[]).await, "it was silent for 5 s");
+    assert_eq!(error_after(&[9, 0, 0, 0, 1]).await, "it was silent for 5 s");
+    let too_long = error_after(&u32::MAX.to_le_bytes()).await;
+    assert_eq!(too_long, "a message of 4294967295 bytes is longer than any may be");
+    let error = error_after(&[1, 0, 0, 0, 0xFF]).await;
+    assert!(error.starts_with("a message cannot be read: "), "{error}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn heartbeats_keep_an_idle_connection() {
+    let (ours, theirs) = tokio::io::duplex(1 << 20);
+    let (_, writer) = Stream::other(ours).into_split();
+    let (reader, _kept) = Stream::other(theirs).into_split();
+    let (out, queue) = outgoing();
+    let alive = from_head(OfHead::Alive(v1::Alive {}));
+    let mut reader = MessageReader::new(reader);
+    let read = async {
+        for _ in 0..20 {
+            let message: v1::FromHead = reader.next().await.expect("a heartbeat");
+            assert!(matches!(message.message, Some(OfHead::Alive(_))));
+        }
+        out.send(from_head(OfHead::Input(input_message(1, step())))).await.expect("room");
+        let message: v1::FromHead = reader.next().await.expect("a step");
+        assert!(matches!(message.message, Some(OfHead::Input(_))));
+        drop(out);
+    };
+    let within = tokio::time::timeout(Duration::from_secs(60), async {
+        tokio::join!(write_all(writer, queue, alive), read)
+    });
+    within.await.expect("in time").0.expect("the queue has ended");
+}

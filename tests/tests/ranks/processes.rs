@@ -1,0 +1,175 @@
+//! Prefill nodes of several processes. The tokens are those of one process, also if a process is lost meanwhile.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use baton_tests::fleet::{Fleet, Settings};
+use baton_tests::logs::{A_NODE_DIES, NO_TOKENIZER};
+use baton_tests::process::Process;
+use baton_tests::{eventually, executable, free_addr, in_time};
+use rustix::process::Signal;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use super::{completions, folder};
+
+/// Warnings of a node that loses one of its processes.
+const A_PROCESS_DIES: &[&str] = &["process of this node lost"];
+
+/// The processes of a prefill node besides its first one, which the fleet has.
+struct Group {
+    ranks: Vec<Process>,
+    settings: Settings,
+    _folder: TempDir,
+}
+
+fn on_one_thread() -> Settings {
+    vec![("BATON_MODEL__DEVICE", "cpu".to_owned()), ("BATON_EXPERT__MODEL__THREADS", "1".to_owned())]
+}
+
+impl Group {
+    /// Starts a prefill node of `n` processes with `tp` ranks each. Returns when the node is usable.
+    async fn start(fleet: &mut Fleet, model: &str, n: usize, tp: u16) -> Self {
+        let join: SocketAddr = free_addr();
+        let mut settings = on_one_thread();
+        settings.push(("BATON_MODEL__TP", tp.to_string()));
+        settings.push(("BATON_EXPERT__MODEL__PROCESSES", n.to_string()));
+        settings.push(("BATON_EXPERT__MODEL__JOIN", join.to_string()));
+        let logs = tempfile::tempdir().expect("a folder");
+        let rank = |place: usize| {
+            let mut settings = settings.clone();
+            settings.push(("BATON_MODEL__PATH", model.to_owned()));
+            settings.push(("BATON_RANK_OF", join.to_string()));
+            settings.push(("BATON_RANK_PLACE", place.to_string()));
+            let process = Process::start(logs.path(), &format!("rank-{place}"), "rank", settings);
+            process.expect_log(A_PROCESS_DIES);
+            process
+        };
+        let ranks = (0..n - 1).map(rank).collect();
+        fleet.add_with("prefill", 0, model, settings.clone());
+        fleet.all_ready().await;
+        Self { ranks, settings, _folder: logs }
+    }
+
+    /// Starts all processes again, as an orchestrator does when they have ended.
+    async fn revive(&mut self, fleet: &mut Fleet) {
+        self.ranks.iter_mut().for_each(Process::revive);
+        fleet.nodes.last_mut().expect("the first process").process.revive();
+        fleet.all_ready().await;
+    }
+}
+
+async fn fleet(model: &str, of_decode: Settings) -> Fleet {
+    let of_decode = on_one_thread().into_iter().chain(of_decode).collect();
+    let fleet = Fleet::start_narrow(model, 0, 1, of_decode).await;
+    fleet.expect_log(NO_TOKENIZER);
+    fleet
+}
+
+/// Checks that every bit of every log-probability is that of one process.
+async fn answers_as_one_process_does(model: &str, n: usize, tp: u16, of_decode: Settings) {
+    let path = folder(model);
+    let mut fleet = fleet(&path, of_decode).await;
+    let expected = completions(&fleet.client(), model).await;
+    let group = Group::start(&mut fleet, &path, n, tp).await;
+    fleet.expect_log(NO_TOKENIZER);
+    // The decode node has the KV of the same prompts, and the answers would need none from the prefill node.
+    fleet.nodes[0].process.restart().await;
+    fleet.all_ready().await;
+    let seen = completions(&fleet.client(), model).await;
+    assert_eq!(seen, expected, "{model}, {n} processes of {tp} ranks");
+    assert!(fleet.client().kv_arrived("tcp").await > 0, "no KV travelled");
+    fleet.baseline().await;
+    drop(fleet);
+    drop(group);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_processes_of_two_ranks_answer_as_one_does() {
+    let stages = vec![("BATON_EXPERT__MODEL__STAGES", "3".to_owned())];
+    answers_as_one_process_does("qwen2-window", 2, 2, stages).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn processes_send_latents() {
+    let ranks = vec![("BATON_MODEL__TP", "2".to_owned())];
+    answers_as_one_process_does("deepseek-v3", 3, 1, ranks).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn processes_share_experts() {
+    answers_as_one_process_does("mixtral", 2, 1, Vec::new()).await;
+}
+
+/// A process is killed, or stands still. The node ends, its requests are computed elsewhere, and after a restart of all
+/// processes the node is used again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lost_process_costs_no_request() {
+    let path = folder("llama");
+    let mut fleet = fleet(&path, Vec::new()).await;
+    let expected = completions(&fleet.client(), "llama").await;
+    let mut group = Group::start(&mut fleet, &path, 2, 1).await;
+    fleet.expect_log(NO_TOKENIZER);
+    fleet.expect_log(A_NODE_DIES);
+    fleet.expect_log(A_PROCESS_DIES);
+    for fault in [Signal::KILL, Signal::STOP] {
+        let client = fleet.client();
+        let asking = async {
+            for _ in 0..4 {
+                let seen = in_time("all answers", completions(&client, "llama")).await;
+                assert_eq!(seen, expected, "{fault:?}");
+            }
+        };
+        let failing = async {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            group.ranks[0].signal(fault);
+        };
+        tokio::join!(asking, failing);
+        let head = &mut fleet.nodes.last_mut().expect("the first process").process;
+        eventually("the node's end", async || (!head.is_alive()).then_some(())).await;
+        group.revive(&mut fleet).await;
+        fleet.baseline().await;
+    }
+    let prefill = baton_tests::Client::new(fleet.nodes[1].admin);
+    let computed = async || prefill.counter("baton_node_prefill_tokens_total{role=\"prefill\"}").await;
+    let before = computed().await;
+    let prompt: Vec<u32> = (0..60).map(|at| 2 + at * 5 % 90).collect();
+    let body: Value = serde_json::json!({ "model": "llama", "prompt": prompt });
+    super::completion(&fleet.client(), body).await;
+    assert!(computed().await > before, "the node is used again");
+    drop(fleet);
+    drop(group);
+}
+
+/// What a process must not join is refused, and each side names what differs.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn processes_that_do_not_fit_are_refused() {
+    let path = folder("llama");
+    let mut fleet = fleet(&path, Vec::new()).await;
+    let group = Group::start(&mut fleet, &path, 2, 1).await;
+    fleet.expect_log(NO_TOKENIZER);
+    fleet.expect_log(&["process may not join this node"]);
+    let join = group.settings.iter().find(|(name, _)| name.ends_with("JOIN")).expect("an address").1.clone();
+    let refused = |place: &str, settings: &[(&str, &str)]| {
+        let mut command = executable::command();
+        command.args(["rank", "--of", &join, "--place", place]).env("BATON_MODEL__PATH", &path);
+        command.envs(group.settings.iter().cloned()).envs(settings.iter().copied());
+        executable::finish(&mut command).stderr
+    };
+    for (place, settings, reason) in [
+        ("0", &[][..], "the process of stage 0 at 127.0.0.1:"),
+        ("1", &[], "stage 1 is none of the 1 that other processes compute"),
+        ("2", &[], "there is no stage 2 of 2"),
+        (
+            "0",
+            &[("BATON_MODEL__KV_DTYPE", "f32")],
+            "model.kv_dtype is bf16 at the head and f32 at 127.0.0.1:",
+        ),
+        ("0", &[("BATON_EXPERT__MODEL__PROCESSES", "1")], "a node of one process has no others"),
+    ] {
+        let error = refused(place, settings);
+        assert!(error.contains(reason), "{error}");
+    }
+    drop(fleet);
+    drop(group);
+}
