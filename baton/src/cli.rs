@@ -2,12 +2,14 @@
 
 use std::path::PathBuf;
 
+use chassis::Shutdown;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use engine::Device;
 use node::{KvMemorySize, ModelKvMemory};
 
 use crate::bench_engine::EngineArgs;
 use crate::bench_transfer::TransferArgs;
+use crate::exit::CommandError;
 
 /// Serve large language models with prefill and decode on different nodes.
 #[derive(Debug, Parser)]
@@ -91,6 +93,17 @@ pub(crate) struct ProcessArgs {
     /// Stop when standard input is closed: for processes that must not outlive their parent.
     #[arg(long, hide = true)]
     pub(crate) stop_with_stdin: bool,
+}
+
+impl ProcessArgs {
+    /// Makes the process's shutdown, which signals trigger, and the end of standard input if that is wanted.
+    pub(crate) fn shutdown(&self) -> Result<Shutdown, CommandError> {
+        let shutdown = match self.stop_with_stdin {
+            true => Shutdown::from_signals_and_stdin(),
+            false => Shutdown::from_signals(),
+        };
+        shutdown.map_err(CommandError::start)
+    }
 }
 
 #[derive(Args, Clone, Debug)]

@@ -26,30 +26,48 @@ use crate::model;
 /// The longest wait for the registry to remove the node.
 const REGISTRY_CLOSE_WITHIN: Duration = Duration::from_secs(5);
 
-pub(crate) fn run(role: Role, args: &ProcessArgs) -> Result<ExitCode, CommandError> {
-    let raw: RawNodeConfig =
-        chassis::config::load(args.config.as_deref(), std::env::vars()).map_err(CommandError::usage)?;
-    let config = NodeConfig::resolve(raw.clone()).map_err(CommandError::usage)?;
-    identity::check_node(&config).map_err(CommandError::usage)?;
-    if args.check {
-        return ConfigFile::Node(Box::new(config)).is_valid();
+/// A node's settings, as written and checked.
+pub(crate) struct Settings {
+    raw: RawNodeConfig,
+    pub(crate) config: NodeConfig,
+}
+
+impl Settings {
+    pub(crate) fn read(args: &ProcessArgs) -> Result<Self, CommandError> {
+        let raw: RawNodeConfig =
+            chassis::config::load(args.config.as_deref(), std::env::vars()).map_err(CommandError::usage)?;
+        let config = NodeConfig::resolve(raw.clone()).map_err(CommandError::usage)?;
+        identity::check_node(&config).map_err(CommandError::usage)?;
+        Ok(Self { raw, config })
     }
-    let _telemetry = telemetry::init(role.as_str(), &config.log).map_err(CommandError::start)?;
-    let runtime =
-        tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(CommandError::start)?;
-    runtime.block_on(async {
-        let shutdown =
-            if args.stop_with_stdin { Shutdown::from_signals_and_stdin() } else { Shutdown::from_signals() };
-        let shutdown = shutdown.map_err(CommandError::start)?;
-        serve(role, &with_model(raw, &shutdown).await?, shutdown).await
-    })
+
+    /// Runs `serve` in a runtime, with the path of the model's folder. `name` is this kind of process in logs.
+    pub(crate) fn run(
+        self,
+        name: &'static str,
+        args: &ProcessArgs,
+        serve: impl AsyncFnOnce(NodeConfig, Shutdown) -> Result<ExitCode, CommandError>,
+    ) -> Result<ExitCode, CommandError> {
+        let _telemetry = telemetry::init(name, &self.config.log).map_err(CommandError::start)?;
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(CommandError::start)?;
+        runtime.block_on(async {
+            let shutdown = args.shutdown()?;
+            serve(with_model(self.raw, &shutdown).await?, shutdown).await
+        })
+    }
+}
+
+pub(crate) fn run(role: Role, args: &ProcessArgs) -> Result<ExitCode, CommandError> {
+    let settings = Settings::read(args)?;
+    if args.check {
+        return ConfigFile::Node(Box::new(settings.config)).is_valid();
+    }
+    settings.run(role.as_str(), args, async |config, shutdown| serve(role, &config, shutdown).await)
 }
 
 /// Returns the settings with the path of the model's folder. A model on a hub is downloaded meanwhile.
-pub(crate) async fn with_model(
-    mut raw: RawNodeConfig,
-    shutdown: &Shutdown,
-) -> Result<NodeConfig, CommandError> {
+async fn with_model(mut raw: RawNodeConfig, shutdown: &Shutdown) -> Result<NodeConfig, CommandError> {
     let located = model::locate(&raw.model.path, &raw.model.name, shutdown).await?;
     (raw.model.path, raw.model.name) = (located.path, located.name);
     NodeConfig::resolve(raw).map_err(CommandError::usage)

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use chassis::metrics::Metrics;
-use chassis::{Gate, Shutdown, telemetry};
+use chassis::{Gate, telemetry};
 use node::NodeError;
 use pool_node::{Life, PoolConfig, RawPoolConfig, live};
 use registry::RegistryParts;
@@ -35,11 +35,7 @@ pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, CommandError> {
 }
 
 async fn serve(config: &PoolConfig, args: &ProcessArgs) -> Result<ExitCode, CommandError> {
-    let shutdown = match args.stop_with_stdin {
-        true => Shutdown::from_signals_and_stdin(),
-        false => Shutdown::from_signals(),
-    };
-    let shutdown = shutdown.map_err(CommandError::start)?;
+    let shutdown = args.shutdown()?;
     let (world, named) = identity::of_node(&config.cluster, &config.tls, Role::Pool, config.id.as_ref())?;
     let _certificates = identity::follow_certificates(&world);
     let grpc = bind(&world, &config.listen).await?;

@@ -4,10 +4,10 @@ use std::process::ExitCode;
 
 use chassis::admin::Readiness;
 use chassis::metrics::Metrics;
-use chassis::{Gate, Shutdown, telemetry};
+use chassis::{Gate, Shutdown};
 use kv_transfer::TransferMetrics;
 use node::group::{FollowerParts, follow};
-use node::{NodeConfig, NodeError, Ports, RawNodeConfig};
+use node::{NodeConfig, NodeError, Ports};
 use tracing::info;
 use types::Role;
 
@@ -15,34 +15,21 @@ use crate::cli::RankArgs;
 use crate::config_file::ConfigFile;
 use crate::exit::CommandError;
 use crate::identity;
-use crate::node::{bind, with_model};
+use crate::node::{Settings, bind};
 
 /// The name of this kind of process in logs and metrics.
 const NAME: &str = "rank";
 
 pub(crate) fn run(args: &RankArgs) -> Result<ExitCode, CommandError> {
-    let raw: RawNodeConfig = chassis::config::load(args.process.config.as_deref(), std::env::vars())
-        .map_err(CommandError::usage)?;
-    let config = NodeConfig::resolve(raw.clone()).map_err(CommandError::usage)?;
-    identity::check_node(&config).map_err(CommandError::usage)?;
+    let settings = Settings::read(&args.process)?;
     if args.process.check {
-        return ConfigFile::Node(Box::new(config)).is_valid();
+        return ConfigFile::Node(Box::new(settings.config)).is_valid();
     }
-    if config.group.n_processes < 2 {
+    if settings.config.group.n_processes < 2 {
         let why = "expert.model.processes is 1: a node of one process has no others";
         return Err(CommandError::usage(NodeError::Config(why.to_owned())));
     }
-    let _telemetry = telemetry::init(NAME, &config.log).map_err(CommandError::start)?;
-    let runtime =
-        tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(CommandError::start)?;
-    runtime.block_on(async {
-        let shutdown = match args.process.stop_with_stdin {
-            true => Shutdown::from_signals_and_stdin(),
-            false => Shutdown::from_signals(),
-        };
-        let shutdown = shutdown.map_err(CommandError::start)?;
-        serve(&with_model(raw, &shutdown).await?, args, shutdown).await
-    })
+    settings.run(NAME, &args.process, async |config, shutdown| serve(&config, args, shutdown).await)
 }
 
 async fn serve(config: &NodeConfig, args: &RankArgs, shutdown: Shutdown) -> Result<ExitCode, CommandError> {

@@ -23,9 +23,7 @@ pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, CommandError> {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(CommandError::start)?;
     runtime.block_on(async {
-        let shutdown =
-            if args.stop_with_stdin { Shutdown::from_signals_and_stdin() } else { Shutdown::from_signals() };
-        let shutdown = shutdown.map_err(CommandError::start)?;
+        let shutdown = args.shutdown()?;
         let config = with_model(raw, &shutdown).await?;
         let world = identity::of_router(&config.cluster, &config.tls)?;
         let _certificates = identity::follow_certificates(&world);

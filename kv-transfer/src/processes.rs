@@ -126,6 +126,26 @@ pub(crate) fn split(span: &KvSpan, layers: &[LayerShape], processes: &dyn OtherP
     parts.map(|part| KvSpan { layers: part[0]..part[0] + part.len() as u16, ..span.clone() }).collect()
 }
 
+/// Returns an order of three blocks on an endpoint where nothing listens.
+#[cfg(test)]
+pub(crate) fn an_order() -> PutOrder {
+    PutOrder {
+        endpoint: "127.0.0.1:1".to_owned(),
+        link: 7,
+        stream: 2,
+        node: NodeId::new("prefill"),
+        epoch: Epoch(8),
+        transfer: TransferId(9),
+        piece: LaneSpan {
+            lane: Lane { from: 1, to: 0 },
+            span: KvSpan { group: types::GroupIdx(2), blocks: 4..7, layers: 0..2 },
+        },
+        peer_tp_size: 1,
+        n_tokens: 27,
+        blocks: vec![BlockIdx(3), BlockIdx(99), BlockIdx(4)],
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::ops::Range;
@@ -155,34 +175,16 @@ mod tests {
         fn close_link(&self, _link: u64) {}
     }
 
-    fn order() -> PutOrder {
-        PutOrder {
-            endpoint: "decode:1234".to_owned(),
-            link: 7,
-            stream: 2,
-            node: NodeId::new("prefill"),
-            epoch: Epoch(8),
-            transfer: TransferId(9),
-            piece: LaneSpan {
-                lane: Lane { from: 1, to: 0 },
-                span: KvSpan { group: GroupIdx(1), blocks: 4..7, layers: 0..2 },
-            },
-            peer_tp_size: 1,
-            n_tokens: 27,
-            blocks: vec![BlockIdx(3), BlockIdx(99), BlockIdx(4)],
-        }
-    }
-
     #[test]
     fn an_order_is_read_as_it_was_written() {
-        let order = order();
+        let order = an_order();
         assert_eq!(PutOrder::decode(&order.encode()).expect("it is whole"), order);
         assert_eq!(order.link(), 7);
     }
 
     #[test]
     fn an_order_that_is_not_whole_is_refused() {
-        let bytes = order().encode();
+        let bytes = an_order().encode();
         for n_bytes in 0..bytes.len() {
             let error = PutOrder::decode(&bytes[..n_bytes]).expect_err("bytes are missing");
             assert!(matches!(error, TransferError::Frame(FrameError::Body(_))), "{error}");
@@ -192,7 +194,7 @@ mod tests {
 
     #[test]
     fn an_order_of_too_many_blocks_is_refused() {
-        let mut order = order();
+        let mut order = an_order();
         order.piece.span.blocks = 0..FRAME_PAGES_MAX as u32 + 1;
         order.blocks = (0..FRAME_PAGES_MAX as u32 + 1).map(BlockIdx).collect();
         let error = PutOrder::decode(&order.encode()).expect_err("no frame has as many");

@@ -253,31 +253,16 @@ async fn ended(mut reader: FrameReader) -> TransferError {
 
 #[cfg(test)]
 mod tests {
-    use types::{BlockIdx, Epoch, GroupIdx, KvSpan, NodeId, StageLayers, TransferId};
+    use types::{BlockIdx, Epoch, GroupIdx, NodeId, StageLayers};
 
     use super::*;
     use crate::conformance::node::{Node, spread_layout};
-    use crate::lanes::LaneSpan;
-    use crate::reshard::Lane;
+    use crate::processes::an_order;
 
     /// Returns the follower with layers 3 to 6 of the suite's layout, and an order that it accepts.
     fn follower() -> (FollowerStreams, PutOrder) {
         let parts = Node::parts_of("prefill", spread_layout(2), &StageLayers::part(3..7));
-        let order = PutOrder {
-            endpoint: "127.0.0.1:1".to_owned(),
-            link: 7,
-            stream: 2,
-            node: parts.node.clone(),
-            epoch: parts.epoch,
-            transfer: TransferId(9),
-            piece: LaneSpan {
-                lane: Lane { from: 1, to: 0 },
-                span: KvSpan { group: GroupIdx(2), blocks: 4..7, layers: 0..2 },
-            },
-            peer_tp_size: 1,
-            n_tokens: 27,
-            blocks: vec![BlockIdx(3), BlockIdx(99), BlockIdx(4)],
-        };
+        let order = PutOrder { node: parts.node.clone(), epoch: parts.epoch, ..an_order() };
         (FollowerStreams::new(parts).expect("host memory"), order)
     }
 

@@ -1,6 +1,5 @@
 //! A follower: computes one stage of a node for its head, and sends the KV of its layers.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread;
@@ -8,21 +7,20 @@ use std::thread;
 use chassis::admin::Readiness;
 use chassis::identity::link;
 use chassis::{Gate, Shutdown, Stream, World, spawn_guarded};
-use engine::cpu::process::{PreparedStage, StageProcess};
+use engine::cpu::process::StageProcess;
 use engine::cpu::remote::StageInput;
 use kv_cache::{FenceSignal, LayerFence};
 use kv_transfer::{ConnectorParts, Faults, FollowerStreams, PutOrder, TransferMetrics};
 use proto::v1;
 use tokio::runtime::Handle;
-use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{info, warn};
 use types::{Epoch, NodeId, in_full};
 
-use super::common_settings;
 use super::connection::{MessageReader, Outgoing, QUEUED_MAX, SILENT_MAX, outgoing, write_all};
 use super::error::GroupError;
 use super::messages::{OfFollower, OfHead, from_follower, input, loaded_message, output_message};
+use super::{blocking, common_settings, prepare};
 use crate::config::NodeConfig;
 
 /// What a follower is made of.
@@ -51,10 +49,7 @@ pub async fn follow(parts: FollowerParts<'_>, shutdown: Shutdown) -> Result<(), 
 
 async fn follow_until_lost(parts: FollowerParts<'_>) -> Result<(), GroupError> {
     let FollowerParts { world, gate, config, head, place, .. } = &parts;
-    let engine = config.engine.clone();
-    let nth = usize::from(*place);
-    let prepare = move || PreparedStage::prepare(Path::new(&engine.model), engine.kv, &engine.on_cpu(), nth);
-    let prepared = opened(spawn_blocking(prepare).await)?;
+    let prepared = prepare(&config.engine, usize::from(*place)).await?;
     let (reader, writer) = connect(&parts).await?.into_split();
     let mut reader = MessageReader::new(reader);
     let (out, queue) = outgoing();
@@ -67,7 +62,7 @@ async fn follow_until_lost(parts: FollowerParts<'_>) -> Result<(), GroupError> {
         let accepted = accepted(&mut reader, head).await?;
         info!(head, place, blocks = accepted.n_blocks, "process has joined its head");
         let n_blocks = accepted.n_blocks;
-        let stage = Arc::new(opened(spawn_blocking(move || prepared.open(n_blocks)).await)?);
+        let stage = Arc::new(blocking(move || prepared.open(n_blocks)).await?);
         let loaded = loaded_message(stage.weights());
         out.send(from_follower(OfFollower::Loaded(loaded))).await.map_err(gone)?;
         parts.readiness.set_ready();
@@ -94,10 +89,6 @@ async fn follow_until_lost(parts: FollowerParts<'_>) -> Result<(), GroupError> {
         GroupError::Lost(why) => GroupError::Lost(format!("the head at {head} is lost: {why}")),
         error => error,
     })
-}
-
-fn opened<T>(result: Result<Result<T, engine::OpenError>, tokio::task::JoinError>) -> Result<T, GroupError> {
-    result.map_err(|error| GroupError::Lost(error.to_string()))?.map_err(GroupError::Open)
 }
 
 /// Connects to the head, which may start later than this process.

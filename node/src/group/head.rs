@@ -1,20 +1,18 @@
 //! The head: waits for its followers, and then is the node, with stages in other processes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use chassis::identity::link;
 use chassis::{Gate, Listener, Stream, World, spawn_guarded};
-use engine::cpu::process::PreparedStage;
 use engine::cpu::remote::RemoteStage;
 use engine::{Backend, EngineSettings};
 use futures::future::select_all;
 use kv_transfer::{OtherProcesses, PutOrder, TransferError};
 use proto::v1;
 use tokio::sync::mpsc;
-use tokio::task::spawn_blocking;
 use tokio::time::{timeout, timeout_at};
 use tracing::{info, warn};
 use types::{Epoch, NodeId, StageLayers, in_full};
@@ -23,7 +21,7 @@ use super::connection::{MessageReader, SILENT_MAX, write};
 use super::error::GroupError;
 use super::joined::{JoinRequest, JoinedProcess};
 use super::messages::{OfFollower, OfHead, from_head};
-use super::{GroupSettings, common_settings};
+use super::{GroupSettings, blocking, common_settings, prepare};
 
 /// Limit of connections that have not joined yet.
 const JOINING_MAX: usize = 64;
@@ -55,10 +53,7 @@ type JoinedProcesses = Arc<Mutex<Vec<Option<Arc<JoinedProcess>>>>>;
 pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), GroupError> {
     let HeadParts { world, gate, id, settings, engine } = &parts;
     let n_followers = usize::from(settings.n_processes) - 1;
-    let prepared = {
-        let engine = engine.clone();
-        blocking(move || prepare(&engine, n_followers)).await?
-    };
+    let prepared = prepare(engine, n_followers).await?;
     let GroupSettings { listen, join_within, .. } = settings;
     let bound = world.net().listen(listen).await;
     let listener = bound.map_err(|source| GroupError::Listen { addr: listen.clone(), source })?;
@@ -96,18 +91,6 @@ pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), 
     let group = Arc::new(Group { epoch, layers, processes: joined });
     let backend = blocking(move || prepared.open_head(n_blocks, &remote)).await?;
     Ok((group, Box::new(backend)))
-}
-
-fn prepare(engine: &EngineSettings, nth: usize) -> Result<PreparedStage, engine::OpenError> {
-    PreparedStage::prepare(std::path::Path::new(&engine.model), engine.kv, &engine.on_cpu(), nth)
-}
-
-/// Runs what reads files on a thread that may block.
-async fn blocking<T: Send + 'static>(
-    open: impl FnOnce() -> Result<T, engine::OpenError> + Send + 'static,
-) -> Result<T, GroupError> {
-    let opened = spawn_blocking(open).await.map_err(|error| GroupError::Lost(error.to_string()))?;
-    opened.map_err(GroupError::Open)
 }
 
 /// Returns the processes if one has joined for each stage.
@@ -220,12 +203,9 @@ impl Entrance {
             return Err(GroupError::Lost("its first message is no request to join".to_owned()));
         };
         let place = join.place as usize;
-        match self.refusal(&join, from) {
-            None => {}
-            Some(why) => {
-                write(&mut writer, &from_head(OfHead::Refused(why.clone()))).await?;
-                return Err(GroupError::Lost(why));
-            }
+        if let Some(why) = self.refusal(&join, from) {
+            write(&mut writer, &from_head(OfHead::Refused(why.clone()))).await?;
+            return Err(GroupError::Lost(why));
         }
         let joined = JoinRequest { place, n_blocks: join.n_blocks, from, reader, writer };
         self.take_place(joined);
@@ -238,7 +218,7 @@ impl Entrance {
     fn refusal(&self, join: &v1::Join, from: SocketAddr) -> Option<String> {
         let place = join.place as usize;
         let theirs: BTreeMap<String, String> = join.settings.clone().into_iter().collect();
-        let names: std::collections::BTreeSet<&String> = self.common.keys().chain(theirs.keys()).collect();
+        let names: BTreeSet<&String> = self.common.keys().chain(theirs.keys()).collect();
         let shown = |settings: &BTreeMap<String, String>, name| {
             settings.get(name).cloned().unwrap_or_else(|| "absent".to_owned())
         };

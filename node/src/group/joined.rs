@@ -14,7 +14,7 @@ use proto::v1;
 use tokio::sync::{mpsc, oneshot};
 use tracing::warn;
 
-use super::connection::{MessageReader, Outgoing, write_all};
+use super::connection::{MessageReader, Outgoing, outgoing, write_all};
 use super::error::GroupError;
 use super::messages::{OfFollower, OfHead, from_head, input_message, results, weights};
 
@@ -74,7 +74,7 @@ impl JoinedProcess {
     /// Starts the tasks of the connection. They end when the process is lost.
     pub(super) fn start(joined: JoinRequest, gate: &Gate) -> Arc<Self> {
         let JoinRequest { place, n_blocks, from, reader, writer } = joined;
-        let (out, queue) = super::connection::outgoing();
+        let (out, queue) = outgoing();
         let (loaded_in, loaded) = sync_channel(1);
         let (events_in, events) = sync_channel(EVENTS_MAX);
         let process = Arc::new(Self {

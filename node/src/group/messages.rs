@@ -120,7 +120,11 @@ fn row_error(failure: v1::PageFailure) -> RowError {
 }
 
 fn bytes(numbers: &[f32]) -> Vec<u8> {
-    numbers.iter().flat_map(|number| number.to_le_bytes()).collect()
+    let mut bytes = vec![0; size_of_val(numbers)];
+    for (bytes, number) in bytes.as_chunks_mut().0.iter_mut().zip(numbers) {
+        *bytes = number.to_le_bytes();
+    }
+    bytes
 }
 
 fn floats(bytes: &[u8]) -> Result<Vec<f32>, GroupError> {

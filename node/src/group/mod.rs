@@ -21,9 +21,12 @@ pub use follower::{FollowerParts, follow};
 pub use head::{Group, HeadParts, gather};
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::time::Duration;
 
-use engine::EngineSettings;
+use engine::cpu::process::PreparedStage;
+use engine::{EngineSettings, OpenError};
+use tokio::task::spawn_blocking;
 
 /// The settings of a node of several processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,4 +54,18 @@ fn common_settings(engine: &EngineSettings) -> BTreeMap<String, String> {
     ]
     .map(|(name, value)| (name.to_owned(), value))
     .into()
+}
+
+/// Reads the config of the model for one of its stages.
+async fn prepare(engine: &EngineSettings, nth: usize) -> Result<PreparedStage, GroupError> {
+    let engine = engine.clone();
+    blocking(move || PreparedStage::prepare(Path::new(&engine.model), engine.kv, &engine.on_cpu(), nth)).await
+}
+
+/// Runs what reads files on a thread that may block.
+async fn blocking<T: Send + 'static>(
+    open: impl FnOnce() -> Result<T, OpenError> + Send + 'static,
+) -> Result<T, GroupError> {
+    let opened = spawn_blocking(open).await.map_err(|error| GroupError::Lost(error.to_string()))?;
+    opened.map_err(GroupError::Open)
 }

@@ -17,8 +17,8 @@ use crate::model::{ActivationFormat, Decoder};
 #[derive(Debug)]
 pub(super) struct LoadedModel {
     pub(super) decoder: Arc<Decoder>,
-    /// The fingerprint of the files of all weights.
-    weights: String,
+    /// The parts of the fingerprint that are equal in all processes of a node, without the layout's.
+    common_parts: Vec<(&'static str, String)>,
     pub(super) formats: LoadedFormats,
     pub(super) activations: ActivationFormat,
 }
@@ -51,19 +51,23 @@ impl LoadedModel {
             HasFp8(false) if is_part => ActivationFormat::Full,
             has_fp8 => settings.activations.resolve(config.activations, has_fp8)?,
         };
-        Ok(Self { decoder, weights, formats, activations })
+        let arithmetic = match processor.arithmetic() {
+            Arithmetic::F32 => "f32",
+            Arithmetic::Bf16 => "bf16",
+        };
+        let parts = [
+            ("weights", weights),
+            ("arithmetic", arithmetic.to_owned()),
+            ("tokenizer", fingerprint::of_tokenizer(folder.tokenizer()?.as_deref())),
+        ];
+        let common_parts = parts.into_iter().chain(config.fingerprint_parts()).collect();
+        Ok(Self { decoder, common_parts, formats, activations })
     }
 
     /// Returns the description of the weights that this process has loaded.
-    pub(super) fn described(
-        &self,
-        folder: &ModelFolder,
-        layout: &KvLayout,
-        settings: &CpuSettings,
-    ) -> Result<StageWeights, LoadError> {
-        let parts = self.parts(folder, settings)?.into_iter().chain(folder.config.fingerprint_parts());
-        let model = fingerprint::fingerprint(layout, parts);
-        Ok(StageWeights { model, formats: self.formats.bytes_by_format() })
+    pub(super) fn described(&self, layout: &KvLayout) -> StageWeights {
+        let model = fingerprint::fingerprint(layout, self.common_parts.clone());
+        StageWeights { model, formats: self.formats.bytes_by_format() }
     }
 
     /// Returns the model's fingerprint. `others` are the weights that other processes have loaded.
@@ -82,24 +86,6 @@ impl LoadedModel {
         };
         let activations = settings.activations.resolve(folder.config.activations, all.has_fp8())?;
         let dtype = activations.added_to(all.has_blocks().added_to(dtype.to_owned()));
-        let parts = self.parts(folder, settings)?.into_iter().chain([("dtype", dtype)]);
-        Ok(fingerprint::fingerprint(layout, parts.chain(folder.config.fingerprint_parts())))
-    }
-
-    /// Returns the parts of the fingerprint that are equal in all processes of a node.
-    fn parts(
-        &self,
-        folder: &ModelFolder,
-        settings: &CpuSettings,
-    ) -> Result<[(&'static str, String); 3], LoadError> {
-        let arithmetic = match settings.arithmetic {
-            Arithmetic::F32 => "f32",
-            Arithmetic::Bf16 => "bf16",
-        };
-        Ok([
-            ("weights", self.weights.clone()),
-            ("arithmetic", arithmetic.to_owned()),
-            ("tokenizer", fingerprint::of_tokenizer(folder.tokenizer()?.as_deref())),
-        ])
+        Ok(fingerprint::fingerprint(layout, self.common_parts.iter().cloned().chain([("dtype", dtype)])))
     }
 }

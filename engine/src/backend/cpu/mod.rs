@@ -27,7 +27,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use kv_cache::{FenceSignal, KvMemory};
-use types::ModelInfo;
+use types::{KvLayout, ModelInfo};
 
 pub use kernels::cpu::Format;
 pub(super) use layout::{groups, latent_groups, log_latents, log_stages};
@@ -94,7 +94,7 @@ impl CpuBackend {
         let memory = prepared.memory(n_blocks)?;
         log_latents(&prepared.folder.config, &memory);
         log_stages(&prepared.stages, &memory);
-        let others = weights_of(remote, &loaded, &prepared)?;
+        let others = weights_of(remote, &loaded, &prepared.layout)?;
         let model = prepared.info(&loaded, &memory, &others)?;
         // The number of bytes is kept, so that waking allocates the same amount, whatever the free memory is
         // then.
@@ -220,10 +220,9 @@ impl Backend for CpuBackend {
 fn weights_of(
     remote: &[Arc<dyn RemoteStage>],
     loaded: &LoadedModel,
-    prepared: &PreparedModel,
+    layout: &KvLayout,
 ) -> Result<Vec<StageWeights>, OpenError> {
-    let PreparedModel { folder, layout, settings, .. } = prepared;
-    let ours = loaded.described(folder, layout, settings)?;
+    let ours = loaded.described(layout);
     let weights = |(nth, stage): (usize, &Arc<dyn RemoteStage>)| {
         let theirs = stage.loaded().map_err(OpenError::StageLost)?;
         ours.model.agree(&theirs.model).map_err(|mismatch| OpenError::OtherModel { stage: nth, mismatch })?;

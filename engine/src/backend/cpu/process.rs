@@ -60,7 +60,7 @@ impl PreparedStage {
         let Self { prepared, .. } = self;
         let loaded = prepared.load()?;
         let memory = prepared.memory(n_blocks)?;
-        let weights = loaded.described(&prepared.folder, &prepared.layout, &prepared.settings)?;
+        let weights = loaded.described(&prepared.layout);
         let width = prepared.folder.config.hidden;
         let layers = prepared.stages.iter().next().expect("there is a stage");
         let stage = prepared.start(&loaded, &memory)?.into_iter().next().expect("there is a stage");
