@@ -5,11 +5,7 @@
 // for the tensor core, as in skinny.cu. In a unit of 32 rows, half of the warps have the first 16. The first weights of
 // a unit are loaded before the sums of the unit before it are ended. Rows are computed eight at a time or, in the
 // larger kernels, up to 32.
-constexpr u32 UNIT = 8, UNIT_WARPS = 8, PART_STRIDE = 2 * UNIT + 4;
-
-struct ExpertRows { const u32 *starts, *counts, *touched, *choices; };
-// n: the rows of an expert's matrix.
-struct ExpertsShape { u32 n, k, n_experts, per_token; };
+constexpr u32 UNIT_WARPS = 8, PART_STRIDE = 2 * UNIT + 4;
 
 // Rows that FP8 matrices multiply are ordered for the tensor core within each group of 64 numbers. Each lane has 16 of
 // them: the first 8 numbers of all lanes come first, then the last 8. Returns the place of pair number `pair` of the row's
@@ -24,29 +20,23 @@ __device__ __forceinline__ u32 gated_pair(u32 pair, const Sum& sum) {
     return narrow(gated(gate.x, up.x), gated(gate.y, up.y));
 }
 
-// The rows of x are those of the choices; silu(gate) * up is written at the place of each choice.
-struct GatedUnits {
+// silu(gate) * up is written at the place of each choice.
+struct GatedUnits : GatedRows {
     static constexpr u32 TILES = 1;  // of 16 rows
     static constexpr u32 PAIRS = UNIT / 2;  // pairs of neighbouring numbers of a row
-    static __device__ __forceinline__ u32 count(const ExpertsShape& shape) { return shape.n / 2 / UNIT; }
-    static __device__ __forceinline__ u32 row(u32 unit, u32 half, u32 g, const ExpertsShape& shape) { return half * (shape.n / 2) + unit * UNIT + g; }
-    static __device__ __forceinline__ u32 row_of_x(const ExpertRows& rows, u32 place, const ExpertsShape& shape) { return rows.choices[place] / shape.per_token; }
     template <typename Sum>
     static __device__ __forceinline__ void end(bf16* y, u32 place, u32 unit, u32 pair, const Sum& sum, const ExpertsShape& shape) {
         *reinterpret_cast<u32*>(y + (u64)place * (shape.n / 2) + unit * UNIT + pair * 2) = gated_pair(pair, sum);
     }
 };
 
-// The rows of x and the sums are at the place of each choice.
+// The sums are at the place of each choice.
 template <u32 N_TILES>
-struct SummedUnits {
-    static constexpr u32 TILES = N_TILES, ROWS = TILES * 2 * UNIT, PAIRS = TILES * UNIT;
-    static __device__ __forceinline__ u32 count(const ExpertsShape& shape) { return (shape.n + ROWS - 1) / ROWS; }
-    static __device__ __forceinline__ u32 row(u32 unit, u32 half, u32 g, const ExpertsShape& shape) { return min(unit * ROWS + half * UNIT + g, shape.n - 1); }
-    static __device__ __forceinline__ u32 row_of_x(const ExpertRows&, u32 place, const ExpertsShape&) { return place; }
+struct SummedUnits : SummedRows<N_TILES> {
+    static constexpr u32 TILES = N_TILES, PAIRS = TILES * UNIT;
     template <typename Sum>
     static __device__ __forceinline__ void end(bf16* y, u32 place, u32 unit, u32 pair, const Sum& sum, const ExpertsShape& shape) {
-        u32 column = unit * ROWS + pair * 2;
+        u32 column = unit * SummedRows<N_TILES>::ROWS + pair * 2;
         float2 both = sum(pair * 2);
         if (column < shape.n) *reinterpret_cast<u32*>(y + (u64)place * shape.n + column) = narrow(both.x, both.y);
     }

@@ -6,49 +6,56 @@
 //
 // Products read only the experts that have rows. Their order of sums depends on the width of the rows, not
 // on the number of rows, and a row adds its experts in the order of its choices.
-constexpr u32 EXPERTS_MAX = 512, CHOICES_MAX = 32, NOWHERE = 0xffffffffu;
+constexpr u32 CHOICES_MAX = 32;
 
 // === The choice ===
 
-// A block scores eight rows, with 16 warps. A warp multiplies 16 rows of the router by them, along all of k
-// or a share of it.
-constexpr u32 SCORE_WARPS = 16, SCORE_ROWS = 8, SCORE_UNROLL = 8;
+// A block scores eight rows for a tile of 16 experts. Each of its 16 warps has a share of k. The last block of the eight
+// rows chooses.
+constexpr u32 SCORE_SHARES = 16, SCORE_ROWS = 8, SCORE_EXPERTS = 16, SCORE_UNROLL = 8;
 
 // n_groups: the number of groups of neighbouring experts; 0: there are no groups. groups_per_token: the number of groups
 // whose experts a row may have. scaling: all weights are multiplied by it.
 struct RouterShape { u32 n_rows, k, n_experts, per_token, is_normalized, n_groups, groups_per_token; float scaling; };
 
-// The first call of a block waits for the previous kernel, which does not write the router, after it has
-// requested the router's first rows.
-__device__ __forceinline__ void score(float (&sum)[4], const bf16* router, const bf16* x, u32 tile, u32 from, u32 to, const RouterShape& shape) {
-    u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, row = blockIdx.x * SCORE_ROWS + g;
+// Adds the products of 16 rows of the router with eight rows of x, for the steps of 32 of k in a range. `before(step)` is
+// called before each step. The previous kernel does not write the router, so its first numbers are requested before this
+// waits for that kernel.
+template <typename Before>
+__device__ __forceinline__ void score(float (&sum)[4], const bf16* router, const bf16* x, u32 tile, u32 eight, u32 from, u32 to, const RouterShape& shape, const Before& before) {
+    u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, row = eight * SCORE_ROWS + g;
     const bf16* rows[2];
 #pragma unroll
     for (u32 half = 0; half < 2; half++)  // experts after the last one are not read further
-        rows[half] = router + (u64)min(tile * 16 + half * 8 + g, shape.n_experts - 1) * shape.k + t * 8;
+        rows[half] = router + (u64)min(tile * SCORE_EXPERTS + half * 8 + g, shape.n_experts - 1) * shape.k + t * 8;
     const bf16* of_x = x + (u64)min(row, shape.n_rows - 1) * shape.k + t * 8;
-    for (u32 first = from; first < to; first += SCORE_UNROLL * 32) {
+    for (u32 first = from; first < to; first += SCORE_UNROLL) {
         Eight a[SCORE_UNROLL], b[SCORE_UNROLL], v[SCORE_UNROLL];
 #pragma unroll
         for (u32 i = 0; i < SCORE_UNROLL; i++) {
-            u32 at = first + i * 32;
-            bool is_there = at < to && at + t * 8 < shape.k;
+            u32 at = (first + i) * 32;
+            bool is_there = first + i < to && at + t * 8 < shape.k;
             a[i] = is_there ? constant8(rows[0] + at) : Eight{0, 0, 0, 0};
             b[i] = is_there ? constant8(rows[1] + at) : Eight{0, 0, 0, 0};
         }
         wait_for_last();
 #pragma unroll
         for (u32 i = 0; i < SCORE_UNROLL; i++) {
-            u32 at = first + i * 32;
-            v[i] = at < to && at + t * 8 < shape.k ? load8(of_x + at) : Eight{0, 0, 0, 0};
+            u32 at = (first + i) * 32;
+            v[i] = first + i < to && at + t * 8 < shape.k ? load8(of_x + at) : Eight{0, 0, 0, 0};
         }
 #pragma unroll
         for (u32 i = 0; i < SCORE_UNROLL; i++) {
+            before(first + i);
             mma(sum, a[i].pair[0], b[i].pair[0], a[i].pair[1], b[i].pair[1], v[i].pair[0], v[i].pair[1]);
             mma(sum, a[i].pair[2], b[i].pair[2], a[i].pair[3], b[i].pair[3], v[i].pair[2], v[i].pair[3]);
         }
     }
 }
+
+// The first step of a share of k. The sums of all shares are added in order, so a score has the same bits for any number
+// of rows.
+__device__ __forceinline__ u32 share_start(u32 share, const RouterShape& shape) { return (shape.k + 31) / 32 * share / SCORE_SHARES; }
 
 // Greater numbers have greater keys. The key 0 means that the expert is taken, or that there is none.
 __device__ __forceinline__ u32 key_of(float number) {
@@ -144,106 +151,82 @@ __device__ __forceinline__ void choose(u32* experts, float* weights, const float
     weights[at] = number / (shape.is_normalized ? divisor : total) * shape.scaling;
 }
 
-// Adds up a row's scores over the shares of k, and chooses.
+// Chooses from a row's scores, which other blocks have written.
 template <u32 LANE_EXPERTS>
-__device__ __forceinline__ void choose_from(u32* experts, float* weights, const float* part, const float* correction, u32 n_shares, u32 width, u32 row, const RouterShape& shape) {
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+__device__ __forceinline__ void choose_from(u32* experts, float* weights, const float* of_row, const float* correction, u32 row, const RouterShape& shape) {
+    u32 lane = threadIdx.x % 32;
     float scores[LANE_EXPERTS] = {};
 #pragma unroll
     for (u32 j = 0; j < LANE_EXPERTS; j++)
-        if (lane + 32 * j < shape.n_experts)
-            for (u32 share = 0; share < n_shares; share++) scores[j] += part[(share * SCORE_ROWS + warp) * width + lane + 32 * j];
+        if (lane + 32 * j < shape.n_experts) scores[j] = __ldcg(of_row + lane + 32 * j);
     choose(experts, weights, scores, correction, row, shape);
 }
 
-// The router has a row of k numbers for each expert.
-extern "C" __global__ void __launch_bounds__(SCORE_WARPS * 32)
-choose_experts(u32* experts, float* weights, const bf16* __restrict__ router, const float* correction, const bf16* x, RouterShape shape) {
-    __shared__ float part[SCORE_ROWS * EXPERTS_MAX];  // [share of k][row][expert]
+__device__ __forceinline__ void choose_row(u32* experts, float* weights, const float* scores, const float* correction, u32 row, u32 width, const RouterShape& shape) {
+    if (row >= shape.n_rows) return;
+    const float* of_row = scores + (u64)row * width;
+    if (shape.n_experts <= 128) choose_from<4>(experts, weights, of_row, correction, row, shape);
+    else choose_from<EXPERTS_MAX / 32>(experts, weights, of_row, correction, row, shape);
+}
+
+// The router has a row of k numbers for each expert. scores: for each row those of all experts, padded to whole tiles of 16.
+// n_scored: for each eight rows, the number of blocks that have scored them, or 0 after the last one.
+extern "C" __global__ void __launch_bounds__(SCORE_SHARES * 32)
+choose_experts(u32* experts, float* weights, float* scores, u32* n_scored, const bf16* __restrict__ router, const float* correction, const bf16* x, RouterShape shape) {
+    __shared__ float part[SCORE_SHARES][SCORE_ROWS][SCORE_EXPERTS];
+    __shared__ bool is_last;
+    next_may_come();
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, width = gridDim.x * SCORE_EXPERTS;
+    float sum[4] = {};
+    score(sum, router, x, blockIdx.x, blockIdx.y, share_start(warp, shape), share_start(warp + 1, shape), shape, [](u32) {});
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) part[warp][2 * t + i % 2][g + i / 2 * 8] = sum[i];
+    wait_for_last();
+    __syncthreads();
+    if (threadIdx.x < SCORE_ROWS * SCORE_EXPERTS) {
+        u32 row = threadIdx.x / SCORE_EXPERTS, expert = threadIdx.x % SCORE_EXPERTS;
+        float total = 0.f;
+#pragma unroll
+        for (u32 i = 0; i < SCORE_SHARES; i++) total += part[i][row][expert];
+        scores[(u64)(blockIdx.y * SCORE_ROWS + row) * width + blockIdx.x * SCORE_EXPERTS + expert] = total;
+        __threadfence();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        is_last = atomicAdd(&n_scored[blockIdx.y], 1) == gridDim.x - 1;
+        if (is_last) n_scored[blockIdx.y] = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    if (is_last && warp < SCORE_ROWS) choose_row(experts, weights, scores, correction, blockIdx.y * SCORE_ROWS + warp, width, shape);
+}
+
+// The same for many rows: a block scores 16 of them for all experts, a warp eight of them for a tile along all of k.
+extern "C" __global__ void __launch_bounds__(SCORE_SHARES * 32)
+choose_experts_of_many(u32* experts, float* weights, float* scores, const bf16* __restrict__ router, const float* correction, const bf16* x, RouterShape shape) {
     next_may_come();
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    u32 n_tiles = (shape.n_experts + 15) / 16, n_shares = max(1u, SCORE_WARPS / n_tiles), width = n_tiles * 16;
-    u32 n_steps = (shape.k + 31) / 32;
-    for (u32 job = warp; job < n_tiles * n_shares; job += SCORE_WARPS) {
-        u32 tile = job / n_shares, share = job % n_shares;
-        float sum[4] = {};
-        score(sum, router, x, tile, n_steps * share / n_shares * 32, n_steps * (share + 1) / n_shares * 32, shape);
+    u32 n_tiles = (shape.n_experts + SCORE_EXPERTS - 1) / SCORE_EXPERTS, width = n_tiles * SCORE_EXPERTS;
+    for (u32 job = warp; job < n_tiles * 2; job += SCORE_SHARES) {
+        u32 tile = job / 2, eight = blockIdx.x * 2 + job % 2, share = 1, end = share_start(1, shape);
+        float sum[4] = {}, total[4] = {};
+        auto end_share = [&]() {
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) part[(share * SCORE_ROWS + 2 * t + i % 2) * width + tile * 16 + g + i / 2 * 8] = sum[i];
+            for (u32 i = 0; i < 4; i++) total[i] += sum[i], sum[i] = 0.f;
+        };
+        score(sum, router, x, tile, eight, 0, share_start(SCORE_SHARES, shape), shape, [&](u32 step) {
+            while (step == end && share < SCORE_SHARES) end_share(), end = share_start(++share, shape);
+        });
+        end_share();
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) scores[(u64)(eight * SCORE_ROWS + 2 * t + i % 2) * width + tile * SCORE_EXPERTS + g + i / 2 * 8] = total[i];
     }
     wait_for_last();
     __syncthreads();
-    u32 row = blockIdx.x * SCORE_ROWS + warp;
-    if (warp >= SCORE_ROWS || row >= shape.n_rows) return;
-    if (shape.n_experts <= 128) choose_from<4>(experts, weights, part, correction, n_shares, width, row, shape);
-    else choose_from<EXPERTS_MAX / 32>(experts, weights, part, correction, n_shares, width, row, shape);
+    choose_row(experts, weights, scores, correction, blockIdx.x * 2 * SCORE_ROWS + warp, width, shape);
 }
 
 // === The places ===
-
-constexpr u32 PLACE_THREADS = 512;
-
-// starts, counts: of each expert. touched: the experts that have rows, in order, and their number at the end.
-// tiles: the expert of each tile of places, if there are tiles, and their number at the end. choices: the choice at each
-// place, or NOWHERE. places: the place of each choice, or NOWHERE.
-struct Places { u32 *starts, *counts, *touched, *tiles, *choices, *places; };
-// An expert's places begin at a multiple of tile_rows.
-struct PlacesShape { u32 n_choices, n_experts, tile_rows, n_tiles_max; };
-
-__device__ __forceinline__ u32 in_tiles(u32 count, u32 tile_rows) { return (count + tile_rows - 1) / tile_rows * tile_rows; }
-
-// Counts the choices of all experts, and places those of one: a block for each expert.
-__device__ __forceinline__ void place_expert(const Places& to, const u32* experts, const PlacesShape& shape) {
-    __shared__ u32 counts[EXPERTS_MAX], before[2], of_warp[PLACE_THREADS / 32];
-    u32 expert = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (u32 at = threadIdx.x; at < shape.n_experts; at += PLACE_THREADS) counts[at] = 0;
-    if (threadIdx.x < 2) before[threadIdx.x] = 0;
-    __syncthreads();
-    for (u32 at = threadIdx.x; at < shape.n_choices; at += PLACE_THREADS) {
-        u32 chosen = experts[at];
-        if (chosen < shape.n_experts) atomicAdd(&counts[chosen], 1);
-        else if (expert == 0) to.places[at] = NOWHERE;
-    }
-    __syncthreads();
-    for (u32 at = threadIdx.x; at < expert; at += PLACE_THREADS)
-        if (counts[at] > 0) {
-            atomicAdd(&before[0], in_tiles(counts[at], shape.tile_rows));
-            atomicAdd(&before[1], 1);
-        }
-    __syncthreads();
-    u32 start = before[0], count = counts[expert], end = start + in_tiles(count, shape.tile_rows);
-    if (threadIdx.x == 0) {
-        to.starts[expert] = start, to.counts[expert] = count;
-        if (count > 0) to.touched[before[1]] = expert;
-        if (expert == shape.n_experts - 1) {
-            to.touched[shape.n_experts] = before[1] + (count > 0);
-            to.tiles[shape.n_tiles_max] = end / shape.tile_rows;
-        }
-    }
-    if (shape.tile_rows > 1)
-        for (u32 tile = start / shape.tile_rows + threadIdx.x; tile < end / shape.tile_rows; tile += PLACE_THREADS) to.tiles[tile] = expert;
-    for (u32 at = start + count + threadIdx.x; at < end; at += PLACE_THREADS) to.choices[at] = NOWHERE;
-    if (count == 0) return;
-    u32 place = start;
-    for (u32 first = 0; first < shape.n_choices; first += PLACE_THREADS) {
-        u32 at = first + threadIdx.x;
-        bool is_here = at < shape.n_choices && experts[at] == expert;
-        u32 here = __ballot_sync(FULL_WARP, is_here), earlier = 0, all = 0;
-        if (lane == 0) of_warp[warp] = __popc(here);
-        __syncthreads();
-#pragma unroll
-        for (u32 i = 0; i < PLACE_THREADS / 32; i++) {
-            if (i < warp) earlier += of_warp[i];
-            all += of_warp[i];
-        }
-        if (is_here) {
-            u32 mine = place + earlier + __popc(here & ((1u << lane) - 1));
-            to.choices[mine] = at, to.places[at] = mine;
-        }
-        place += all;
-        __syncthreads();
-    }
-}
 
 extern "C" __global__ void __launch_bounds__(PLACE_THREADS)
 place_choices(Places to, const u32* experts, PlacesShape shape) {

@@ -6,7 +6,7 @@
 // tiles form one taller tile. Numbers outside of the map are zero.
 struct alignas(64) TensorMap { u64 words[16]; };
 
-constexpr u32 TILE_COLUMNS = 64, TILE_ROW_BYTES = 128;
+constexpr u32 TILE_COLUMNS = 64, TILE_ROW_BYTES = 2 * TILE_COLUMNS;
 // Data that is read once is evicted first, data that all blocks read last. The values are those that
 // createpolicy returns.
 enum Policy : u64 { EVICT_NORMAL = 0x1000000000000000ull, EVICT_FIRST = 0x12f0000000000000ull, EVICT_LAST = 0x14f0000000000000ull };

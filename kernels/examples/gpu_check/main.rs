@@ -49,6 +49,9 @@ struct Args {
     /// The folder of the kernel cache. By default kernels are not cached.
     #[arg(long, value_name = "FOLDER")]
     cache: Option<PathBuf>,
+    /// Whether results are checked. If not, kernels are only measured.
+    #[arg(long, value_enum, default_value_t = YesNo::Yes)]
+    check: YesNo,
     /// Whether kernels are measured after the checks.
     #[arg(long, value_enum, default_value_t = YesNo::Yes)]
     measure: YesNo,
@@ -111,33 +114,8 @@ fn run(args: &Args) -> Result<bool, CudaError> {
     );
     let mut verdicts = Verdicts::default();
     let is_wanted = |part: Part| args.only.is_none_or(|only| only == part);
-    if is_wanted(Part::Rows) {
-        check_rows::all(&card, &mut verdicts, extent)?;
-    }
-    if is_wanted(Part::Products) {
-        check_products::all(&card, &mut verdicts, extent)?;
-    }
-    if is_wanted(Part::ManyRows) {
-        many_rows::check(&card, &mut verdicts, extent)?;
-    }
-    if is_wanted(Part::Experts) {
-        check_experts::check(&card, &mut verdicts, extent)?;
-    }
-    if is_wanted(Part::Endings) {
-        check_endings::all(&card, &mut verdicts, extent)?;
-    }
-    if is_wanted(Part::Fp8) {
-        fp8::check(&card, &mut verdicts, extent)?;
-        rounding::check(&card, &mut verdicts, extent)?;
-    }
-    if is_wanted(Part::Attention) {
-        check_attention::all(&card, &mut verdicts, extent)?;
-    }
-    if is_wanted(Part::Latent) {
-        check_latent::all(&card, &mut verdicts, extent)?;
-    }
-    if is_wanted(Part::Sample) {
-        check_sample::all(&card, &mut verdicts, extent)?;
+    if args.check == YesNo::Yes {
+        check(&card, extent, is_wanted, &mut verdicts)?;
     }
     let mut ranks = json!(null);
     if is_wanted(Part::Ranks) {
@@ -160,4 +138,42 @@ fn run(args: &Args) -> Result<bool, CudaError> {
     }
     eprintln!("{verdicts}");
     Ok(verdicts.are_all_right())
+}
+
+/// Checks the kernels of all wanted parts that need one GPU.
+fn check(
+    card: &ComputeCard,
+    extent: Extent,
+    is_wanted: impl Fn(Part) -> bool,
+    verdicts: &mut Verdicts,
+) -> Result<(), CudaError> {
+    if is_wanted(Part::Rows) {
+        check_rows::all(card, verdicts, extent)?;
+    }
+    if is_wanted(Part::Products) {
+        check_products::all(card, verdicts, extent)?;
+    }
+    if is_wanted(Part::ManyRows) {
+        many_rows::check(card, verdicts, extent)?;
+    }
+    if is_wanted(Part::Experts) {
+        check_experts::check(card, verdicts, extent)?;
+    }
+    if is_wanted(Part::Endings) {
+        check_endings::all(card, verdicts, extent)?;
+    }
+    if is_wanted(Part::Fp8) {
+        fp8::check(card, verdicts, extent)?;
+        rounding::check(card, verdicts, extent)?;
+    }
+    if is_wanted(Part::Attention) {
+        check_attention::all(card, verdicts, extent)?;
+    }
+    if is_wanted(Part::Latent) {
+        check_latent::all(card, verdicts, extent)?;
+    }
+    if is_wanted(Part::Sample) {
+        check_sample::all(card, verdicts, extent)?;
+    }
+    Ok(())
 }

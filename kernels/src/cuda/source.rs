@@ -286,7 +286,8 @@ pub const SOURCES: &[Source] = &[
         "many_tiles.cuh",
         "many_eights.cuh",
         "many_rows_fp8.cuh",
-        "rounding.cuh"
+        "rounding.cuh",
+        "quantize.cuh"
     )
     .on_hopper(),
     source!(
@@ -312,6 +313,7 @@ pub const SOURCES: &[Source] = &[
         "experts.cu",
         [
             "choose_experts",
+            "choose_experts_of_many",
             "place_choices",
             "experts_gated_8",
             "experts_gated_32",
@@ -323,6 +325,8 @@ pub const SOURCES: &[Source] = &[
         ],
         "tensor.cuh",
         "rounding.cuh",
+        "expert_places.cuh",
+        "expert_rows.cuh",
         "expert_units.cuh"
     ),
     source!(
@@ -338,8 +342,30 @@ pub const SOURCES: &[Source] = &[
             "experts_blocks_summed_32",
         ],
         "tensor.cuh",
+        "expert_rows.cuh",
         "expert_units.cuh"
     ),
+    source!(
+        "experts_eights.cu",
+        [
+            "experts_eights_gated_8",
+            "experts_eights_gated_32",
+            "experts_eights_summed_8",
+            "experts_eights_summed_32",
+            "experts_eight_blocks_gated_8",
+            "experts_eight_blocks_gated_32",
+            "experts_eight_blocks_summed_8",
+            "experts_eight_blocks_summed_32",
+            "place_and_quantize",
+        ],
+        "tensor.cuh",
+        "hopper.cuh",
+        "rounding.cuh",
+        "quantize.cuh",
+        "expert_places.cuh",
+        "expert_rows.cuh"
+    )
+    .on_hopper(),
     source!(
         "grouped_rows.cu",
         ["grouped_rows", "grouped_rows_gated"],

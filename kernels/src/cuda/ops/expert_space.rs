@@ -11,6 +11,10 @@ pub(super) const PLACE_THREADS: u32 = 512;
 pub(super) const ROW_THREADS: u32 = 256;
 pub(super) const GATHER_BLOCKS: usize = 8;
 
+/// The numbers of rows and of experts that a block scores, as in `experts.cu`.
+pub(super) const SCORE_ROWS: usize = 8;
+pub(super) const SCORE_EXPERTS: usize = 16;
+
 /// The sizes of a layer of experts, or of one rank's share of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertSizes {
@@ -50,6 +54,9 @@ pub struct ExpertSpace {
     pub(super) rows_max: usize,
     pub(super) experts: Buffer<u32>,
     pub(super) weights: Buffer<f32>,
+    /// The scores of all experts for each row, and the number of blocks that have scored each eight rows.
+    pub(super) scores: Buffer<f32>,
+    pub(super) n_scored: Buffer<u32>,
     pub(super) starts: Buffer<u32>,
     pub(super) counts: Buffer<u32>,
     pub(super) touched: Buffer<u32>,
@@ -117,10 +124,16 @@ impl ExpertSizes {
         (self.n_places(rows_max) * self.hidden.max(padded / 2)).max(rows_max * padded)
     }
 
+    /// Returns the number of scores, which blocks write whole.
+    fn n_scores(self, rows_max: usize) -> usize {
+        rows_max.next_multiple_of(2 * SCORE_ROWS) * self.n_experts.next_multiple_of(SCORE_EXPERTS)
+    }
+
     /// Returns the bytes of an [`ExpertSpace`] for up to `rows_max` rows.
     pub fn space_bytes(self, rows_max: usize, activations: ExpertActivations) -> usize {
         let (n_places, n_choices) = (self.n_places(rows_max), rows_max * self.per_row);
-        let words = 3 * n_choices + 3 * self.n_experts + n_places + n_places / many_rows::ROWS + 2;
+        let scores = self.n_scores(rows_max) + rows_max.div_ceil(SCORE_ROWS);
+        let words = scores + 3 * n_choices + 3 * self.n_experts + n_places + n_places / many_rows::ROWS + 2;
         let numbers = self.n_row_numbers(rows_max) + n_places * self.width;
         let quantized = match activations {
             ExpertActivations::Full => 0,
@@ -144,6 +157,8 @@ impl ExpertSpace {
             rows_max,
             experts: card.buffer(n_choices)?,
             weights: card.buffer(n_choices)?,
+            scores: card.buffer(sizes.n_scores(rows_max))?,
+            n_scored: card.upload(&vec![0; rows_max.div_ceil(SCORE_ROWS)])?,
             starts: card.buffer(sizes.n_experts)?,
             counts: card.buffer(sizes.n_experts)?,
             touched: card.buffer(sizes.n_experts + 1)?,

@@ -9,6 +9,7 @@
 use super::expert_products::{ExpertPart, ExpertProduct};
 use super::expert_space::{
     ExpertActivations, ExpertSizes, ExpertSpace, ExpertsForm, GATHER_BLOCKS, PLACE_THREADS, ROW_THREADS,
+    SCORE_EXPERTS, SCORE_ROWS,
 };
 use super::experts_fp8::check_fp8;
 use super::many_rows;
@@ -22,12 +23,14 @@ pub const EXPERTS_OF_ROW_MAX: usize = 32;
 /// The largest number of groups of experts: a lane has each, in `experts.cu`.
 pub const EXPERT_GROUPS_MAX: usize = 32;
 
-/// The numbers of threads and of rows of a block that chooses, as in `experts.cu`.
+/// The number of threads of a block that scores rows, as in `experts.cu`.
 const SCORE_THREADS: u32 = 512;
-const SCORE_ROWS: usize = 8;
+/// Up to this number of rows, a block scores them for 16 experts only, so that all multiprocessors have work.
+const SCORED_AT_ONCE: usize = 512;
 /// From this average number of rows of an expert on, tiles of many rows are faster.
 const TILES_FROM: usize = 16;
-/// The same for matrices in FP8 that are widened first.
+/// The same for rows in FP8, and for matrices in FP8 that are widened first.
+const ROUNDED_FROM: usize = 20;
 const WIDENED_FROM: usize = 40;
 
 /// How a row's experts are chosen and weighted, beside [`ExpertSizes`].
@@ -131,6 +134,7 @@ impl ComputeCard {
     pub fn experts_form(&self, layer: ExpertLayer<'_>, space: &ExpertSpace, n_rows: usize) -> ExpertsForm {
         let tiles_from = match (layer.gate_up, space.activations()) {
             (WeightMatrix::Fp8(_), ExpertActivations::Full) => WIDENED_FROM,
+            (WeightMatrix::Fp8(_), ExpertActivations::Rounded) => ROUNDED_FROM,
             _ => TILES_FROM,
         };
         let are_many = n_rows * layer.sizes.per_row >= tiles_from * layer.sizes.n_experts;
@@ -156,22 +160,30 @@ impl ComputeCard {
             return Ok(());
         }
         self.choose_experts(layer, x, space, n_rows)?;
-        let is_fp8 = layer.gate_up.fp8_scales().is_some();
-        if form == ExpertsForm::Units && is_fp8 {
-            self.place_and_order(x, space)?;
-        } else {
-            self.place_choices(form, space, n_rows)?;
-        }
-        match form {
-            ExpertsForm::Units => {}
-            ExpertsForm::Tiles if is_fp8 => self.quantize_choices(x, space)?,
-            ExpertsForm::Tiles => self.gather_choices(x, space)?,
-        }
-        let is_in_place = form == ExpertsForm::Units && !is_fp8;
+        let rows_at = |space: &ExpertSpace| space.rows.view().address();
+        let entering = match (form, layer.gate_up.fp8_scales()) {
+            (ExpertsForm::Units, None) => {
+                self.place_choices(form, space, n_rows)?;
+                x.address()
+            }
+            (ExpertsForm::Units, Some(_)) if self.has_eights(space) => self.place_and_quantize(x, space)?,
+            (ExpertsForm::Units, Some(_)) => {
+                self.place_and_order(x, space)?;
+                rows_at(space)
+            }
+            (ExpertsForm::Tiles, fp8) => {
+                self.place_choices(form, space, n_rows)?;
+                match fp8 {
+                    Some(_) => self.quantize_choices(x, space)?,
+                    None => self.gather_choices(x, space)?,
+                }
+                rows_at(space)
+            }
+        };
         let product = ExpertProduct {
             part: ExpertPart::Gated,
             w: layer.gate_up,
-            x: if is_in_place { x.address() } else { space.rows.view().address() },
+            x: entering,
             y: space.gated.view().address(),
             n: 2 * width,
             k: hidden,
@@ -232,7 +244,8 @@ impl ComputeCard {
         space: &mut ExpertSpace,
         n_rows: usize,
     ) -> Result<(), CudaError> {
-        let kernel = "choose_experts";
+        let are_many = n_rows > SCORED_AT_ONCE;
+        let kernel = if are_many { "choose_experts_of_many" } else { "choose_experts" };
         let ExpertSizes { hidden, n_experts, per_row, is_normalized, .. } = layer.sizes;
         let [n_groups, groups_per_row] = layer.choice.groups.unwrap_or_default();
         let shape = RouterShape {
@@ -247,18 +260,29 @@ impl ComputeCard {
         };
         // A null address tells the kernel that there is no correction.
         let correction = layer.choice.correction.map_or(0, |correction| correction.address());
-        let config = grid(n_rows.div_ceil(SCORE_ROWS), 1, SCORE_THREADS);
-        launch!(
-            self,
-            kernel,
-            config,
-            &space.experts.view_mut().address(),
-            &space.weights.view_mut().address(),
-            &layer.router.address(),
-            &correction,
-            &x.address(),
-            &shape
-        )
+        let (n_tiles, n_eights) = (n_experts.div_ceil(SCORE_EXPERTS), n_rows.div_ceil(SCORE_ROWS));
+        let (experts, weights) = (space.experts.view_mut().address(), space.weights.view_mut().address());
+        let (scores, n_scored) = (space.scores.view_mut().address(), space.n_scored.view_mut().address());
+        let (router, x) = (layer.router.address(), x.address());
+        if are_many {
+            let config = grid(n_eights.div_ceil(2), 1, SCORE_THREADS);
+            launch!(self, kernel, config, &experts, &weights, &scores, &router, &correction, &x, &shape)
+        } else {
+            let config = grid(n_tiles, n_eights, SCORE_THREADS);
+            launch!(
+                self,
+                kernel,
+                config,
+                &experts,
+                &weights,
+                &scores,
+                &n_scored,
+                &router,
+                &correction,
+                &x,
+                &shape
+            )
+        }
     }
 
     fn place_choices(

@@ -1,15 +1,17 @@
 //! The rows that products with experts in FP8 multiply, before and between the two products.
 //!
-//! Units multiply rows of bf16 in the order of a tensor core's lanes (`expert_units.cuh`). Tiles multiply rows in FP8.
+//! Tiles multiply rows in FP8, and so do units of rounded rows on Hopper (`experts_eights.cu`). Other units multiply rows of
+//! bf16 in the order of a tensor core's lanes (`expert_units.cuh`).
 
 use super::expert_space::{
     ExpertActivations, ExpertSizes, ExpertSpace, ExpertsForm, GATHER_BLOCKS, PLACE_THREADS, QuantizedSpace,
     ROW_THREADS,
 };
+use super::fp8::QuantizedShape;
 use super::many_rows;
 use super::{Bf16, ComputeCard, CudaError, Fp8Rows, QuantizedRows, View, ensure, launch, number};
 use crate::cpu::ROUND_GROUP;
-use device::cuda::card::grid;
+use device::cuda::card::{Grid, grid};
 
 /// The number of numbers of a thread that orders rows.
 const ORDERED_AT_ONCE: usize = 8;
@@ -63,11 +65,45 @@ impl ComputeCard {
             k: number(kernel, hidden)?,
             are_rounded: u32::from(space.activations() == ExpertActivations::Rounded),
         };
-        let n_threads = n_rows * hidden.next_multiple_of(ROUND_GROUP) / ORDERED_AT_ONCE;
-        let n_blocks = n_threads.div_ceil(PLACE_THREADS as usize).min(self.n_multiprocessors() as usize * 4);
-        let config = grid(n_experts + n_blocks, 1, PLACE_THREADS);
+        let config = self.placing_grid(n_experts, n_rows, hidden);
         let (experts, ordered) = (space.experts.view().address(), space.rows.view_mut().address());
         launch!(self, kernel, config, &to, &experts, &shape, &ordered, &x.address(), &rows)
+    }
+
+    /// Places the choices, and writes the rows of `x` in FP8. Returns the address of the latter.
+    pub(super) fn place_and_quantize(
+        &self,
+        x: View<'_, Bf16>,
+        space: &mut ExpertSpace,
+    ) -> Result<u64, CudaError> {
+        let kernel = "place_and_quantize";
+        let ExpertSizes { hidden, n_experts, .. } = space.sizes;
+        let n_rows = x.len() / hidden;
+        let (to, shape) = (space.place_addresses(), space.places_shape(1, n_rows)?);
+        let Some(quantized) = &mut space.quantized else { return not_widened() };
+        let (numbers, scales) = (quantized.x.view_mut().address(), quantized.x_scales.view_mut().address());
+        let (rows, experts) = (QuantizedShape::of(kernel, n_rows, hidden)?, space.experts.view().address());
+        let config = self.placing_grid(n_experts, n_rows, hidden);
+        launch!(self, kernel, config, &to, &experts, &shape, &numbers, &scales, &x.address(), &rows)?;
+        Ok(numbers)
+    }
+
+    /// Returns one block for each expert, and blocks that write rows of `k` numbers in another form.
+    fn placing_grid(&self, n_experts: usize, n_rows: usize, k: usize) -> Grid {
+        let n_threads = n_rows * k.next_multiple_of(ROUND_GROUP) / ORDERED_AT_ONCE;
+        let n_blocks = n_threads.div_ceil(PLACE_THREADS as usize).min(self.n_multiprocessors() as usize * 4);
+        grid(n_experts + n_blocks, 1, PLACE_THREADS)
+    }
+
+    /// Writes the rows of `x` in FP8.
+    fn quantize_input(&self, x: View<'_, Bf16>, space: &mut ExpertSpace) -> Result<(), CudaError> {
+        let (hidden, Some(quantized)) = (space.sizes.hidden, &mut space.quantized) else {
+            return not_widened();
+        };
+        let n_rows = x.len() / hidden;
+        let to = quantized.x.view_mut().slice(0..n_rows * Fp8Rows::width(hidden));
+        let scales = quantized.x_scales.view_mut().slice(0..QuantizedRows::n_scales(n_rows, hidden));
+        self.quantize_rows(to, scales, x, hidden)
     }
 
     /// Writes the row of each choice to its place, in FP8.
@@ -77,14 +113,12 @@ impl ComputeCard {
         space: &mut ExpertSpace,
     ) -> Result<(), CudaError> {
         let kernel = "gather_quantized";
+        self.quantize_input(x, space)?;
         let ExpertSpace { sizes, tiles, choices, rows, quantized, .. } = space;
         let Some(quantized) = quantized else { return not_widened() };
         let (hidden, n_tiles_max) = (sizes.hidden, tiles.len() - 1);
         let (n_rows, width) = (x.len() / hidden, Fp8Rows::width(hidden));
         let QuantizedSpace { x: numbers, x_scales, scales, .. } = quantized;
-        let (n_numbers, n_scales) = (n_rows * width, QuantizedRows::n_scales(n_rows, hidden));
-        let to = numbers.view_mut().slice(0..n_numbers);
-        self.quantize_rows(to, x_scales.view_mut().slice(0..n_scales), x, hidden)?;
         let shape = GatherShape {
             tile_rows: number(kernel, many_rows::ROWS)?,
             width: number(kernel, width)?,
@@ -116,20 +150,24 @@ impl ComputeCard {
         space: &mut ExpertSpace,
         n_rows: usize,
     ) -> Result<u64, CudaError> {
+        let has_eights = self.has_eights(space);
         let ExpertSpace { sizes, gated, quantized, .. } = space;
-        let (width, address) = (sizes.width, gated.view_mut().address());
+        let (width, address, n_choices) = (sizes.width, gated.view_mut().address(), n_rows * sizes.per_row);
         match (form, quantized) {
             (ExpertsForm::Units, None) => Ok(address),
             // The order within 64 numbers does not matter for the scales of 128.
-            (ExpertsForm::Units, Some(_)) => {
-                let (kernel, n_choices) = ("round_rows", n_rows * sizes.per_row);
+            (ExpertsForm::Units, Some(_)) if !has_eights => {
+                let kernel = "round_rows";
                 let config = self.rounding_grid(n_choices, width);
                 let (n_choices, k) = (number(kernel, n_choices)?, number(kernel, width)?);
                 launch!(self, kernel, config, &address, &address, &n_choices, &k)?;
                 Ok(address)
             }
-            (ExpertsForm::Tiles, Some(QuantizedSpace { gated: numbers, scales, .. })) => {
-                let n_places = sizes.n_places(n_rows);
+            (_, Some(QuantizedSpace { gated: numbers, scales, .. })) => {
+                let n_places = match form {
+                    ExpertsForm::Units => n_choices,
+                    ExpertsForm::Tiles => sizes.n_places(n_rows),
+                };
                 let to = numbers.view_mut().slice(0..n_places * Fp8Rows::width(width));
                 let scales = scales.view_mut().slice(0..QuantizedRows::n_scales(n_places, width));
                 self.quantize_rows(to, scales, gated.slice(0..n_places * width), width)?;

@@ -117,6 +117,26 @@ pub struct QuantizedRows<'a> {
     pub scales: View<'a, f32>,
 }
 
+/// The fields of the struct of this name in quantize.cuh, in the same order.
+#[repr(C)]
+pub(super) struct QuantizedShape {
+    n_rows: u32,
+    k: u32,
+    width: u32,
+    scales_apart: u32,
+}
+
+impl QuantizedShape {
+    pub(super) fn of(kernel: &'static str, n_rows: usize, k: usize) -> Result<Self, CudaError> {
+        Ok(Self {
+            n_rows: number(kernel, n_rows)?,
+            k: number(kernel, k)?,
+            width: number(kernel, Fp8Rows::width(k))?,
+            scales_apart: number(kernel, QuantizedRows::scales_apart(n_rows))?,
+        })
+    }
+}
+
 impl QuantizedRows<'_> {
     /// Returns the distance between the scales of two groups.
     pub fn scales_apart(n_rows: usize) -> usize {
@@ -158,15 +178,12 @@ impl ComputeCard {
         ensure(kernel, k > 0 && k.is_multiple_of(8), "rows whose width is not a multiple of 8")?;
         let (n_rows, width) = (rows_of(kernel, x.len(), k)?, Fp8Rows::width(k));
         ensure(kernel, out.len() == n_rows * width, "an output of another size")?;
-        let scales_apart = QuantizedRows::scales_apart(n_rows);
         ensure(kernel, scales.len() == QuantizedRows::n_scales(n_rows, k), "not one scale for each group")?;
         if n_rows == 0 {
             return Ok(());
         }
-        let config = self.rounding_grid(n_rows, k);
-        let (n_rows, k, width) = (number(kernel, n_rows)?, number(kernel, k)?, number(kernel, width)?);
-        let (out, scales, scales_apart) = (out.address(), scales.address(), number(kernel, scales_apart)?);
-        launch!(self, kernel, config, &out, &scales, &x.address(), &n_rows, &k, &width, &scales_apart)
+        let (config, shape) = (self.rounding_grid(n_rows, k), QuantizedShape::of(kernel, n_rows, k)?);
+        launch!(self, kernel, config, &out.address(), &scales.address(), &x.address(), &shape)
     }
 
     pub(super) fn rounding_grid(&self, n_rows: usize, k: usize) -> Grid {

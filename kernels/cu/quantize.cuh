@@ -1,0 +1,42 @@
+// Common code of many_rows_fp8.cu and experts_eights.cu: from rows of bf16 to rows in FP8 (e4m3), in the layout of `Fp8Rows` in
+// ops/fp8.rs, with a scale for each row and each 128 of k.
+__device__ __forceinline__ u32 in_fp8(float low, float high) {
+    unsigned short pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// width: the bytes of a row in FP8. scales_apart: the distance between the scales of two groups of 128.
+struct QuantizedShape { u32 n_rows, k, width, scales_apart; };
+
+// Writes all rows, by `n_blocks` blocks of which this is one.
+//
+// A lane has eight numbers: four pairs, which are 16 bytes apart. Two lanes exchange theirs, because a word has a
+// pair of each: their first numbers in bytes 0 and 1, their second in bytes 2 and 3.
+__device__ __forceinline__ void quantize(u32* out, float* scales, const bf16* x, const QuantizedShape& shape, u32 block, u32 n_blocks) {
+    u32 of_row = (shape.k + ROUND_GROUP - 1) / ROUND_GROUP * ROUND_LANES, odd = threadIdx.x % 2;
+    u64 n_chunks = (u64)shape.n_rows * of_row, step = (u64)n_blocks * blockDim.x;
+    // Whole blocks of threads loop together.
+    for (u64 first = (u64)block * blockDim.x; first < n_chunks; first += step) {
+        u64 chunk = first + threadIdx.x, row = chunk / of_row;
+        u32 column = chunk % of_row * 8;
+        bool is_here = chunk < n_chunks;
+        Rounded eight = scaled(is_here && column < shape.k ? once8(x + row * shape.k + column) : Eight{0, 0, 0, 0});
+        u32 pairs[4], words[2];
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) pairs[i] = in_fp8(eight.number[2 * i], eight.number[2 * i + 1]);
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            // The even lane makes the words of pairs 0 and 2, the odd lane those of pairs 1 and 3.
+            u32 mine = odd ? pairs[2 * i + 1] : pairs[2 * i];
+            u32 theirs = __shfl_xor_sync(FULL_WARP, odd ? pairs[2 * i] : pairs[2 * i + 1], 1);
+            words[i] = odd ? __byte_perm(theirs, mine, 0x5140) : __byte_perm(mine, theirs, 0x5140);
+        }
+        if (!is_here) continue;
+        if (column < shape.width) {
+            u32* to = out + (row * shape.width + column / 64 * 64 + odd * 16 + column % 64 / 16 * 4) / 4;
+            to[0] = words[0], to[8] = words[1];
+        }
+        if (threadIdx.x % ROUND_LANES == 0) scales[column / ROUND_GROUP * shape.scales_apart + row] = __uint_as_float(eight.exponent << 23);
+    }
+}
