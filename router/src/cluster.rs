@@ -362,7 +362,7 @@ impl Cluster {
         }
         info!(node = %node.id, epoch = %node.epoch, role = %node.role, address = node.address, "node joined the cluster");
         let info = Arc::new(node);
-        let client = NodeClient::new(&self.shared.world, &info);
+        let client = NodeClient::new(&self.shared.world, &self.shared.gate, &info);
         let node = Arc::new(RoutableNode::new(info.clone(), self.shared.index.node()));
         let mirror = CacheMirror::new(Arc::clone(&node.blocks));
         let follow = self.clone().status_of(info.clone(), client.clone(), mirror);

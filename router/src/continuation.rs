@@ -241,7 +241,9 @@ impl Continuation {
         self.last = now;
         self.sent.push(step.token);
         if step.finish.is_some() {
-            self.state = State::Ended;
+            if let State::Decoding(decoding) = std::mem::replace(&mut self.state, State::Ended) {
+                decoding.call.let_end();
+            }
             self.guards.outcome.finished();
         }
         step

@@ -1,5 +1,6 @@
 //! The router's calls to one node. Only this module of the router uses the nodes' gRPC services.
 
+mod end;
 mod prefill;
 mod put;
 mod role;
@@ -10,9 +11,9 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use chassis::World;
 use chassis::identity::ExpectedPeer;
 use chassis::rpc::{MESSAGE_BYTES_MAX, RpcChannel, RpcLimits, call, channel};
+use chassis::{Gate, World};
 use futures::StreamExt as _;
 use proto::v1;
 use proto::v1::decode_client::DecodeClient;
@@ -50,6 +51,8 @@ const PROMPT_LOGPROBS_PROTOCOL: u16 = 5;
 #[derive(Clone, Debug)]
 pub struct NodeClient {
     world: World,
+    /// The gate of the tasks that read calls to their end.
+    gate: Gate,
     info: Arc<NodeInfo>,
     channel: RpcChannel,
 }
@@ -92,10 +95,10 @@ pub struct Standing {
 
 impl NodeClient {
     /// Makes a client. The connection is opened at the first call.
-    pub fn new(world: &World, info: &Arc<NodeInfo>) -> Self {
+    pub fn new(world: &World, gate: &Gate, info: &Arc<NodeInfo>) -> Self {
         let expected = ExpectedPeer::Node { id: info.id.clone(), role: info.role };
         let channel = channel(world, &info.address, expected, RpcLimits::default());
-        Self { world: world.clone(), info: info.clone(), channel }
+        Self { world: world.clone(), gate: gate.clone(), info: info.clone(), channel }
     }
 
     /// Opens the decode stream of a prompt. Dropping the returned call ends the prompt on the node.
@@ -115,6 +118,7 @@ impl NodeClient {
         let events =
             client.run(call(&prompt.id, request)).await.map_err(|status| self.failure(&status))?.into_inner();
         Ok(DecodeCall {
+            gate: self.gate.clone(),
             info: self.info.clone(),
             events,
             ahead: VecDeque::new(),
@@ -324,6 +328,7 @@ impl From<Failure> for ServeError {
 /// A decode call. Dropping it releases everything that the prompt has on the node.
 #[derive(Debug)]
 pub struct DecodeCall {
+    gate: Gate,
     info: Arc<NodeInfo>,
     events: tonic::Streaming<v1::DecodeEvent>,
     ahead: VecDeque<DecodeProgress>,
@@ -442,7 +447,8 @@ impl DecodeCall {
             Some(progress) => progress,
             None => ready!(self.poll_read(cx))?,
         };
-        self.kv = None; // Any further event means that the KV has arrived.
+        // Any further event means that the KV has arrived.
+        self.kv.take().into_iter().for_each(PrefillCall::let_end);
         Poll::Ready(Ok(progress))
     }
 
@@ -462,6 +468,11 @@ impl DecodeCall {
             }
         }
         std::future::pending().await
+    }
+
+    /// Lets the call end after its last step.
+    pub(crate) fn let_end(self) {
+        end::let_end(&self.gate, self.events);
     }
 
     fn still_full(&self) -> Failure {

@@ -1,6 +1,6 @@
 //! Nodes are killed and started at the same address, repeatedly, while requests run.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use baton_tests::check::prompts;
@@ -13,6 +13,8 @@ use futures::future::join_all;
 const KILLS: usize = 50;
 /// The number of streams at one time.
 const CLIENTS: usize = 6;
+/// The number of short requests.
+const SHORT_REQUESTS: u32 = 9_000;
 
 async fn answers(client: &Client, asks: &[Ask]) -> Vec<Answer> {
     let all = join_all(asks.iter().map(|ask| client.ask(ask)));
@@ -50,4 +52,22 @@ async fn a_node_that_comes_and_goes_fifty_times_loses_nothing() {
     let n_asked = client.ask_while(CLIENTS, (&asks, &expected), happens).await;
     assert!(n_asked > 2 * CLIENTS, "requests ran meanwhile");
     fleet.baseline().await;
+}
+
+/// Ends of calls come a moment after the last message that the router needs. HTTP/2 counts those of calls that the router
+/// has reset, and closes the connection to the node at the 1,024th: after about 5,000 of these requests.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_short_requests_close_no_connection() {
+    let up = Up::start(&[]).await;
+    let client = up.client();
+    let next = AtomicU32::new(0);
+    let one = async || {
+        while next.load(Ordering::Relaxed) < SHORT_REQUESTS {
+            let nth = next.fetch_add(1, Ordering::Relaxed);
+            let prompt = (0..20).map(|at| nth.wrapping_mul(2_654_435_761).rotate_left(at) % 256).collect();
+            client.ask(&Ask::new(prompt, 4)).await.expect("an answer");
+        }
+    };
+    join_all((0..16).map(|_| one())).await;
+    up.baseline().await;
 }

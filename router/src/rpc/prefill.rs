@@ -8,6 +8,7 @@ use futures::StreamExt as _;
 use proto::v1;
 use tokio::time::{Sleep, sleep_until};
 
+use super::end::let_end;
 use super::{ARRIVAL_GRACE, Failure, NodeClient};
 
 /// A prefill call after its first token. It lasts while the node holds or sends the KV.
@@ -34,6 +35,13 @@ impl PrefillCall {
     /// Makes the call from its stream, after the first token.
     pub(super) fn new(client: NodeClient, answers: tonic::Streaming<v1::PrefillAnswer>) -> Self {
         Self { client, answers, state: PrefillState::Open }
+    }
+
+    /// Lets the call end after the KV has arrived.
+    pub(super) fn let_end(self) {
+        if matches!(self.state, PrefillState::Open) {
+            let_end(&self.client.gate, self.answers);
+        }
     }
 
     /// Waits for a sign that the KV will not arrive. Waits forever if it arrives. Cancel-safe.
