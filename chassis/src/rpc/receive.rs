@@ -40,6 +40,8 @@ enum CallRejection {
     Refused(Status),
     /// The caller must sign it for this instance, and call again.
     Instance(String),
+    /// The caller has cancelled it before its message had arrived.
+    Cancelled,
 }
 
 impl Callers {
@@ -87,6 +89,9 @@ impl Callers {
         let body = tokio::time::timeout(MESSAGE_WITHIN, Limited::new(body, BODY_BYTES_MAX).collect()).await;
         let body = body.map_err(|_| refused(&"the call's message did not arrive in time"))?;
         let body = body.map_err(|error| refused(&error))?.to_bytes();
+        if !is_whole(&body) {
+            return Err(CallRejection::Cancelled);
+        }
         let call = SignedCall { path: &path, headers: &head.headers, body: &body };
         match identity.check_call(&self.world, shown, call, &self.accepts) {
             Ok(()) => Ok(Request::from_parts(head, Body::from(body))),
@@ -108,6 +113,9 @@ pub(super) async fn receive(State(callers): State<Callers>, request: Request, ne
     let mut request = match checked {
         Ok(request) => request,
         Err(CallRejection::Instance(own)) => return sign_for(own),
+        Err(CallRejection::Cancelled) => {
+            return Status::cancelled("the caller has cancelled the call").into_http();
+        }
         Err(CallRejection::Refused(status)) => {
             span.in_scope(|| warn!(reason = status.message(), "incoming gRPC call refused"));
             return status.into_http();
@@ -124,6 +132,14 @@ impl From<Status> for CallRejection {
     fn from(status: Status) -> Self {
         Self::Refused(status)
     }
+}
+
+/// Returns whether a body has all bytes of its message. The HTTP library ends the body of a cancelled call early, without
+/// an error. Each message comes after a flag and its length.
+pub(super) fn is_whole(body: &[u8]) -> bool {
+    let Some((prefix, message)) = body.split_first_chunk::<5>() else { return false };
+    let [_, length @ ..] = *prefix;
+    message.len() >= u32::from_be_bytes(length) as usize
 }
 
 /// The answer to a call that was signed for another target.

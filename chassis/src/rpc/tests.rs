@@ -331,3 +331,10 @@ async fn a_stopped_peer_is_noticed() {
     assert!(after <= Duration::from_secs(6), "{after:?}");
     assert_eq!(status.code(), Code::Unavailable, "{status}");
 }
+
+#[test]
+fn a_body_that_was_cut_off_is_no_whole_message() {
+    let whole = [0, 0, 0, 0, 2, 7, 8];
+    assert!(super::receive::is_whole(&whole) && super::receive::is_whole(&[0; 5]));
+    assert!((0..whole.len()).all(|end| !super::receive::is_whole(&whole[..end])));
+}
