@@ -1,9 +1,12 @@
 //! A real etcd for one test: one process, or a cluster of three.
 
-use crate::free_addr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::process::{Child, Command, Stdio};
 
 use tempfile::TempDir;
+
+use crate::free_addr;
+use crate::hosts::{Hosts, command_on};
 
 /// An etcd with a folder for each member. Dropping it ends the processes and removes the folders.
 #[derive(Debug)]
@@ -14,8 +17,11 @@ pub struct Etcd {
 #[derive(Debug)]
 struct Member {
     name: String,
+    addr: IpAddr,
     client: u16,
     peer: u16,
+    /// The network namespace of its host; `None` for that of the test.
+    namespace: Option<String>,
     data: TempDir,
     /// The process; `None` while it is stopped.
     child: Option<Child>,
@@ -29,9 +35,19 @@ impl Etcd {
 
     /// Starts a cluster of `n_members` processes.
     pub fn of(n_members: usize) -> Self {
-        let members = (0..n_members).map(|nth| Member::new(format!("etcd-{nth}"))).collect();
+        Self::of_members((0..n_members).map(|nth| Member::new(format!("etcd-{nth}"))).collect())
+    }
+
+    /// Starts one process on this host.
+    pub fn on(hosts: &Hosts, name: &str) -> Self {
+        let mut member = Member::new(name.to_owned());
+        (member.addr, member.namespace) = (hosts.addr_of(name).into(), Some(hosts.namespace_of(name)));
+        Self::of_members(vec![member])
+    }
+
+    fn of_members(members: Vec<Member>) -> Self {
         let mut etcd = Self { members };
-        (0..n_members).for_each(|nth| etcd.spawn(nth));
+        (0..etcd.members.len()).for_each(|nth| etcd.spawn(nth));
         etcd
     }
 
@@ -42,7 +58,7 @@ impl Etcd {
 
     /// Returns the `host:port` of every member, for clients.
     pub fn endpoints(&self) -> Vec<String> {
-        self.members.iter().map(|member| format!("127.0.0.1:{}", member.client)).collect()
+        self.members.iter().map(|member| format!("{}:{}", member.addr, member.client)).collect()
     }
 
     /// Kills all members and keeps their data.
@@ -70,14 +86,10 @@ impl Etcd {
     }
 
     fn spawn(&mut self, nth: usize) {
-        let all: Vec<String> =
-            self.members.iter().map(|member| format!("{}={}", member.name, url(member.peer))).collect();
+        let of = |member: &Member| format!("{}={}", member.name, member.url(member.peer));
+        let all: Vec<String> = self.members.iter().map(of).collect();
         self.members[nth].spawn(&all.join(","));
     }
-}
-
-fn url(port: u16) -> String {
-    format!("http://127.0.0.1:{port}")
 }
 
 fn free_port() -> u16 {
@@ -87,14 +99,23 @@ fn free_port() -> u16 {
 impl Member {
     fn new(name: String) -> Self {
         let data = tempfile::tempdir().expect("a folder");
-        Self { name, client: free_port(), peer: free_port(), data, child: None }
+        let addr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+        Self { name, addr, client: free_port(), peer: free_port(), namespace: None, data, child: None }
+    }
+
+    fn url(&self, port: u16) -> String {
+        format!("http://{}:{port}", self.addr)
     }
 
     fn spawn(&mut self, all: &str) {
-        let child = Command::new(etcd_bin_vendored::etcd_bin_path().expect("etcd for this platform"))
+        let etcd = etcd_bin_vendored::etcd_bin_path().expect("etcd for this platform");
+        let namespace = self.namespace.as_deref();
+        let mut command = namespace.map_or_else(|| Command::new(etcd), |host| command_on(host, etcd));
+        let (client, peer) = (self.url(self.client), self.url(self.peer));
+        let child = command
             .args(["--name", &self.name, "--initial-cluster", all, "--unsafe-no-fsync"])
-            .args(["--listen-client-urls", &url(self.client), "--advertise-client-urls", &url(self.client)])
-            .args(["--listen-peer-urls", &url(self.peer), "--initial-advertise-peer-urls", &url(self.peer)])
+            .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
+            .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
             .arg("--data-dir")
             .arg(self.data.path())
             .stdout(Stdio::null())

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 use std::process::{Command, ExitStatus, Output};
 use std::sync::OnceLock;
 
+use crate::hosts;
+
 /// Returns the executable to test: `TEST_EXECUTABLE`, or the one that cargo builds now.
 pub fn baton() -> PathBuf {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
@@ -12,8 +14,16 @@ pub fn baton() -> PathBuf {
 
 /// Returns the command that runs [`baton`] without any `BATON_` variable in its environment.
 pub fn command() -> Command {
+    without_our_variables(Command::new(baton()))
+}
+
+/// Returns the command that runs [`baton`] on the host with this network namespace.
+pub fn command_on(namespace: &str) -> Command {
+    without_our_variables(hosts::command_on(namespace, baton()))
+}
+
+fn without_our_variables(mut command: Command) -> Command {
     let ours = std::env::vars().map(|(name, _)| name).filter(|name| name.starts_with("BATON_"));
-    let mut command = Command::new(baton());
     ours.for_each(|name| {
         command.env_remove(name);
     });

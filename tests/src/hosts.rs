@@ -2,6 +2,7 @@
 //!
 //! Creating hosts needs root. Dropping [`Hosts`] removes everything, also when a test fails.
 
+use std::ffi::OsStr;
 use std::io::{BufRead as _, BufReader};
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
@@ -19,6 +20,13 @@ pub struct Hosts {
 /// Returns whether this process may make hosts.
 pub fn possible() -> bool {
     rustix::process::geteuid().is_root() && Command::new("ip").arg("-V").output().is_ok()
+}
+
+/// Returns the command that runs a program on the host with this network namespace. The process keeps its pid.
+pub fn command_on(namespace: &str, program: impl AsRef<OsStr>) -> Command {
+    let mut command = Command::new("ip");
+    command.args(["netns", "exec", namespace]).arg(program);
+    command
 }
 
 impl Hosts {
@@ -77,6 +85,22 @@ impl Hosts {
 
     pub fn mend(&self, name: &str) {
         ip(&format!("-n {} link set port{} up", self.switch(), self.index(name)));
+    }
+
+    /// Returns the bytes that the host has sent.
+    pub fn bytes_sent(&self, name: &str) -> u64 {
+        let link = self.statistics(&format!("port{}", self.index(name)));
+        link["rx"]["bytes"].as_u64().expect("a number")
+    }
+
+    /// Returns the counters of one of the switch's interfaces.
+    fn statistics(&self, interface: &str) -> serde_json::Value {
+        let output = Command::new("ip")
+            .args(["-json", "-statistics", "-n", &self.switch(), "link", "show", interface])
+            .output()
+            .expect("ip runs");
+        let links: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        links[0]["stats64"].clone()
     }
 
     /// Puts a bad cable between a host and the switch, for as long as the value lives.
@@ -161,13 +185,8 @@ pub struct FaultyLink<'a> {
 impl FaultyLink<'_> {
     /// Returns the number of frames that have reached the switch from the host.
     pub fn n_carried(&self) -> u64 {
-        let output = Command::new("ip")
-            .args(["-json", "-statistics", "-n", &self.hosts.switch(), "link", "show"])
-            .arg(format!("far{}", self.idx))
-            .output()
-            .expect("ip runs");
-        let links: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
-        links[0]["stats64"]["tx"]["packets"].as_u64().expect("a number")
+        let link = self.hosts.statistics(&format!("far{}", self.idx));
+        link["tx"]["packets"].as_u64().expect("a number")
     }
 }
 

@@ -13,13 +13,21 @@ use crate::{eventually, executable, free_addr};
 /// A process of a cluster. Dropping it kills the process; a failing test prints its log.
 #[derive(Debug)]
 pub struct Process {
-    role: &'static str,
-    settings: Vec<(&'static str, String)>,
+    launch: Launch,
     child: Child,
     log: PathBuf,
     expected: ExpectedPeer,
     /// The part of the log that is checked; `None` if all of it is.
     judged: Option<String>,
+}
+
+/// How a process is started, each time.
+#[derive(Debug)]
+struct Launch {
+    role: &'static str,
+    settings: Vec<(&'static str, String)>,
+    /// The network namespace of its host; `None` for that of the test.
+    namespace: Option<String>,
 }
 
 /// The variable of a router's admin port. A router gets a free port if a test does not set it.
@@ -36,16 +44,30 @@ impl Process {
         if role == "router" && settings.iter().all(|(key, _)| *key != ADMIN) {
             settings.push((ADMIN, free_addr().to_string()));
         }
+        Self::launch(folder, name, Launch { role, settings, namespace: None })
+    }
+
+    /// Starts `baton <role>` on the host with this network namespace. The log has the namespace's name.
+    pub fn start_on(
+        namespace: String,
+        folder: &Path,
+        role: &'static str,
+        settings: Vec<(&'static str, String)>,
+    ) -> Self {
+        Self::launch(folder, &namespace.clone(), Launch { role, settings, namespace: Some(namespace) })
+    }
+
+    fn launch(folder: &Path, name: &str, launch: Launch) -> Self {
         let log = folder.join(format!("{name}.log"));
         File::create(&log).expect("a log file");
-        let child = spawn(role, &settings, &log);
-        Self { role, settings, child, log, expected: ExpectedPeer::default(), judged: None }
+        let child = launch.spawn(&log);
+        Self { launch, child, log, expected: ExpectedPeer::default(), judged: None }
     }
 
     /// Stops the process, waits for its end, and starts it again on the same ports.
     pub async fn restart(&mut self) {
         self.stop().await;
-        self.child = spawn(self.role, &self.settings, &self.log);
+        self.child = self.launch.spawn(&self.log);
     }
 
     /// Asks the process to stop, and waits until it has ended.
@@ -53,7 +75,7 @@ impl Process {
         self.signal(Signal::TERM);
         let status =
             eventually("the process to stop", async || self.child.try_wait().expect("our child")).await;
-        assert!(status.success(), "{} ended with {status}:\n{}", self.role, self.log());
+        assert!(status.success(), "{} ended with {status}:\n{}", self.launch.role, self.log());
     }
 
     /// Kills the process without a drain.
@@ -65,7 +87,7 @@ impl Process {
     /// Starts a killed process again on the same ports.
     pub fn revive(&mut self) {
         self.kill();
-        self.child = spawn(self.role, &self.settings, &self.log);
+        self.child = self.launch.spawn(&self.log);
     }
 
     pub fn signal(&self, signal: Signal) {
@@ -103,7 +125,7 @@ impl Drop for Process {
         let judged = self.judged.take().unwrap_or_else(|| self.log());
         self.kill();
         if std::thread::panicking() {
-            eprintln!("--- log of a {} ---\n{}", self.role, self.log());
+            eprintln!("--- log of a {} ---\n{}", self.launch.role, self.log());
         }
         self.expected.check(&judged);
     }
@@ -131,9 +153,11 @@ pub fn open_files(pid: u32) -> usize {
     std::fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
 }
 
-fn spawn(role: &str, settings: &[(&'static str, String)], log: &Path) -> Child {
-    let log = File::options().append(true).open(log).expect("the log file");
-    let mut command = executable::command();
-    command.arg(role).envs(settings.iter().cloned()).stdout(Stdio::null()).stderr(log);
-    command.spawn().expect("baton starts")
+impl Launch {
+    fn spawn(&self, log: &Path) -> Child {
+        let log = File::options().append(true).open(log).expect("the log file");
+        let mut command = self.namespace.as_deref().map_or_else(executable::command, executable::command_on);
+        command.arg(self.role).envs(self.settings.iter().cloned()).stdout(Stdio::null()).stderr(log);
+        command.spawn().expect("baton starts")
+    }
 }

@@ -14,7 +14,11 @@ use tempfile::TempDir;
 use super::{completions, folder};
 
 /// Warnings of a node that loses one of its processes.
-const A_PROCESS_DIES: &[&str] = &["process of this node lost"];
+pub(super) const A_PROCESS_DIES: &[&str] = &[
+    "process of this node lost",
+    "engine step failed, all of its sequences fail",
+    "engine backend lost, all sequences fail",
+];
 
 /// The processes of a prefill node besides its first one, which the fleet has.
 struct Group {
