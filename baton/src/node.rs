@@ -4,13 +4,16 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
+use chassis::admin::Readiness;
 use chassis::error::StartError;
 use chassis::metrics::Metrics;
 use chassis::{Gate, Listener, Shutdown, World, telemetry};
 use decode_node::DecodeService;
 use engine::Backend;
 use node::group::{Group, HeadParts, gather};
-use node::{DecodeExpertSettings, Drive, Lives, NodeConfig, NodeError, NodeParts, RawNodeConfig};
+use node::{
+    DecodeExpertSettings, Drive, KeptListener, Lives, NodeConfig, NodeError, NodeParts, Ports, RawNodeConfig,
+};
 use prefill_node::PrefillService;
 use registry::RegistryParts;
 use tonic::service::Routes;
@@ -78,10 +81,25 @@ async fn serve(role: Role, config: &NodeConfig, shutdown: Shutdown) -> Result<Ex
     let _certificates = identity::follow_certificates(&world);
     let grpc = bind(&world, &config.listen).await?;
     let admin = bind(&world, &config.admin).await?;
+    let admin = KeptListener::new(admin).map_err(CommandError::start)?;
     let bound = grpc.local_addr().map_err(CommandError::start)?;
     let id = named.unwrap_or_else(|| node::host::default_id(role, bound));
-    let (group, backend) = opened(role, config, &world, &id).await?;
     let metrics = Metrics::of_node(role.as_str());
+    let (group, backend) = if config.group.n_processes == 1 {
+        let backend = engine::open(&config.engine).map_err(NodeError::Model).map_err(CommandError::start)?;
+        (None, backend)
+    } else {
+        let pages =
+            chassis::admin::router(Readiness::unready("waiting for the other processes"), metrics.clone());
+        let ports = Ports::admin(Box::new(admin.clone()), pages, config.connections);
+        let gathered = tokio::select! {
+            biased;
+            () = shutdown.wait() => return Ok(ExitCode::SUCCESS),
+            gathered = gathered(role, config, &world, &id) => gathered?,
+        };
+        ports.close().await;
+        gathered
+    };
     let announcing = Gate::new("registry");
     let registry_parts = RegistryParts { world: world.clone(), gate: announcing.clone() };
     let registry = registry::open(&config.registry_url, registry_parts).map_err(CommandError::usage)?;
@@ -97,7 +115,7 @@ async fn serve(role: Role, config: &NodeConfig, shutdown: Shutdown) -> Result<Ex
         drive: Drive::Thread,
         shutdown,
         grpc,
-        admin,
+        admin: Box::new(admin),
         group,
     };
     let ended = node::lives::run(lives, backend).await;
@@ -112,17 +130,13 @@ async fn serve(role: Role, config: &NodeConfig, shutdown: Shutdown) -> Result<Ex
     })
 }
 
-/// Opens the model. A node of several processes waits for the others first.
-async fn opened(
+/// Waits for the other processes of the node, and opens the model with them.
+async fn gathered(
     role: Role,
     config: &NodeConfig,
     world: &World,
     id: &NodeId,
 ) -> Result<(Option<Arc<Group>>, Box<dyn Backend>), CommandError> {
-    if config.group.n_processes == 1 {
-        let backend = engine::open(&config.engine).map_err(NodeError::Model).map_err(CommandError::start)?;
-        return Ok((None, backend));
-    }
     if role != Role::Prefill {
         let why = format!("a {} node has one process: only prefill nodes have several", role.as_str());
         return Err(CommandError::usage(NodeError::Config(why)));

@@ -35,7 +35,7 @@ pub use error::NodeError;
 pub use kv_memory::{KvMemorySize, ModelKvMemory};
 pub use lives::{Lives, Services};
 pub use parts::{Drive, NodeParts};
-pub use ports::Ports;
+pub use ports::{KeptListener, Ports};
 pub use running::{Announcement, RunningNode};
 pub use standing::Standings;
 pub use status::{StatusParts, StatusService};

@@ -108,11 +108,19 @@ pub async fn run(lives: Lives<'_>, backend: Box<dyn Backend>) -> Result<(), Node
     let reading = spawn_guarded(&gate, "gpus", gpus);
     let ended = match group {
         None => node.go_on(backend).await,
-        Some(group) => tokio::select! {
-            biased;
-            ended = node.go_on(backend) => ended,
-            lost = group.lost() => Err(NodeError::Group(lost)),
-        },
+        Some(group) => {
+            let shutdown = node.shutdown.clone();
+            let stopping = async {
+                group.stop_with_followers(&shutdown).await;
+                std::future::pending().await
+            };
+            tokio::select! {
+                biased;
+                ended = node.go_on(backend) => ended,
+                lost = group.lost() => Err(NodeError::Group(lost)),
+                ended = stopping => ended,
+            }
+        }
     };
     drop(reading);
     ports.close().await;

@@ -5,6 +5,8 @@
 mod hosts;
 #[path = "ranks/processes.rs"]
 mod processes;
+#[path = "ranks/rolling.rs"]
+mod rolling;
 
 use std::path::Path;
 use std::process::Command;

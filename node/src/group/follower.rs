@@ -1,5 +1,6 @@
 //! A follower: computes one stage of a node for its head, and sends the KV of its layers.
 
+use std::future::pending;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread;
@@ -7,7 +8,7 @@ use std::thread;
 use chassis::admin::Readiness;
 use chassis::identity::link;
 use chassis::{Gate, Shutdown, Stream, World, spawn_guarded};
-use engine::cpu::process::StageProcess;
+use engine::cpu::process::{PreparedStage, StageProcess};
 use engine::cpu::remote::StageInput;
 use kv_cache::{FenceSignal, LayerFence};
 use kv_transfer::{ConnectorParts, Faults, FollowerStreams, PutOrder, TransferMetrics};
@@ -34,61 +35,118 @@ pub struct FollowerParts<'a> {
     /// The stage that this process computes.
     pub place: u16,
     pub metrics: TransferMetrics,
-    /// Ready when the stage is loaded.
+    /// Ready when the stage is loaded, until the process is asked to stop.
     pub readiness: Readiness,
 }
 
-/// Joins the head, and computes until `shutdown`, or until the head is gone, which is an error.
+/// Joins the head, and computes until the head is gone, which is an error.
+///
+/// With `shutdown` the head is told to drain, and computes its last prompts with this process. The drain takes at most
+/// the head's time for it.
 pub async fn follow(parts: FollowerParts<'_>, shutdown: Shutdown) -> Result<(), GroupError> {
+    let drain = parts.config.drain + SILENT_MAX;
+    let drained_late = async {
+        shutdown.wait().await;
+        sleep(drain).await;
+    };
     tokio::select! {
         biased;
-        () = shutdown.wait() => Ok(()),
-        ended = follow_until_lost(parts) => ended,
+        ended = follow_until_lost(parts, &shutdown) => match ended {
+            Err(error) if shutdown.requested() => {
+                info!(%error, "process was asked to stop, and its head has ended");
+                Ok(())
+            }
+            ended => ended,
+        },
+        () = drained_late => {
+            warn!(ms = drain.as_millis() as u64, "head has not drained in time, this process ends");
+            Ok(())
+        }
     }
 }
 
-async fn follow_until_lost(parts: FollowerParts<'_>) -> Result<(), GroupError> {
-    let FollowerParts { world, gate, config, head, place, .. } = &parts;
-    let prepared = prepare(&config.engine, usize::from(*place)).await?;
-    let (reader, writer) = connect(&parts).await?.into_split();
+async fn follow_until_lost(parts: FollowerParts<'_>, shutdown: &Shutdown) -> Result<(), GroupError> {
+    let FollowerParts { config, head, place, .. } = &parts;
+    let connecting = async {
+        let prepared = prepare(&config.engine, usize::from(*place)).await?;
+        Ok((prepared, connect(&parts).await?.into_split()))
+    };
+    let Some(connected) = unless_stopped(shutdown, connecting).await else { return Ok(()) };
+    let (prepared, (reader, writer)) = connected?;
     let mut reader = MessageReader::new(reader);
     let (out, queue) = outgoing();
     let settings = common_settings(&config.engine).into_iter().collect();
     let join = v1::Join { place: u32::from(*place), n_blocks: prepared.n_blocks(), settings };
-    let gone = |_| GroupError::Lost("the connection to the head has ended".to_owned());
     out.send(from_follower(OfFollower::Join(join))).await.map_err(gone)?;
     let writing = write_all(writer, queue, from_follower(OfFollower::Alive(v1::Alive {})));
     let working = async {
-        let accepted = accepted(&mut reader, head).await?;
-        info!(head, place, blocks = accepted.n_blocks, "process has joined its head");
-        let n_blocks = accepted.n_blocks;
-        let stage = Arc::new(blocking(move || prepared.open(n_blocks)).await?);
-        let loaded = loaded_message(stage.weights());
-        out.send(from_follower(OfFollower::Loaded(loaded))).await.map_err(gone)?;
+        let opening = open(&parts, prepared, &mut reader, &out);
+        let Some(work) = unless_stopped(shutdown, opening).await else { return Ok(()) };
+        let work = work?;
         parts.readiness.set_ready();
-        let streams = FollowerStreams::new(ConnectorParts {
-            node: NodeId::new(accepted.node),
-            epoch: Epoch(accepted.epoch),
-            memory: stage.memory().clone(),
-            fingerprint: stage.weights().model.clone(),
-            world: world.clone(),
-            gate: gate.clone(),
-            settings: config.transfer.clone(),
-            metrics: parts.metrics.clone(),
-            faults: Faults::none(),
-            processes: None,
-        });
-        let streams = Arc::new(streams.map_err(GroupError::Transfer)?);
-        Work { gate: gate.clone(), stage, streams, out: out.clone() }.serve(&mut reader).await
+        work.serve(&mut reader).await
+    };
+    let stopping = async {
+        shutdown.wait().await;
+        info!("process tells its head to drain");
+        parts.readiness.set_unready("draining");
+        let stopping = from_follower(OfFollower::Stopping(v1::Stopping {}));
+        out.send(stopping).await.map_err(gone)?;
+        pending().await
     };
     let ended = tokio::select! {
+        biased;
         ended = working => ended,
         ended = writing => ended,
+        ended = stopping => ended,
     };
     ended.map_err(|error| match error {
         GroupError::Lost(why) => GroupError::Lost(format!("the head at {head} is lost: {why}")),
         error => error,
     })
+}
+
+/// Returns `None` if the process is asked to stop before `joining` has ended. The head needs it for no request yet.
+async fn unless_stopped<T>(shutdown: &Shutdown, joining: impl Future<Output = T>) -> Option<T> {
+    tokio::select! {
+        biased;
+        () = shutdown.wait() => None,
+        joined = joining => Some(joined),
+    }
+}
+
+fn gone<T>(_: T) -> GroupError {
+    GroupError::Lost("the connection to the head has ended".to_owned())
+}
+
+/// Waits until the head accepts this process, and loads the stage.
+async fn open(
+    parts: &FollowerParts<'_>,
+    prepared: PreparedStage,
+    reader: &mut MessageReader,
+    out: &Outgoing,
+) -> Result<Work, GroupError> {
+    let FollowerParts { world, gate, config, head, place, .. } = parts;
+    let accepted = accepted(reader, head).await?;
+    info!(head, place, blocks = accepted.n_blocks, "process has joined its head");
+    let n_blocks = accepted.n_blocks;
+    let stage = Arc::new(blocking(move || prepared.open(n_blocks)).await?);
+    let loaded = loaded_message(stage.weights());
+    out.send(from_follower(OfFollower::Loaded(loaded))).await.map_err(gone)?;
+    let streams = FollowerStreams::new(ConnectorParts {
+        node: NodeId::new(accepted.node),
+        epoch: Epoch(accepted.epoch),
+        memory: stage.memory().clone(),
+        fingerprint: stage.weights().model.clone(),
+        world: world.clone(),
+        gate: gate.clone(),
+        settings: config.transfer.clone(),
+        metrics: parts.metrics.clone(),
+        faults: Faults::none(),
+        processes: None,
+    });
+    let streams = Arc::new(streams.map_err(GroupError::Transfer)?);
+    Ok(Work { gate: gate.clone(), stage, streams, out: out.clone() })
 }
 
 /// Connects to the head, which may start later than this process.

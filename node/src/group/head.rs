@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use chassis::identity::link;
-use chassis::{Gate, Listener, Stream, World, spawn_guarded};
+use chassis::{Gate, Listener, Shutdown, Stream, World, spawn_guarded};
 use engine::cpu::remote::RemoteStage;
 use engine::{Backend, EngineSettings};
 use futures::future::select_all;
@@ -123,6 +123,14 @@ impl Group {
         let (_, nth, _) = select_all(lost).await;
         GroupError::Lost(self.processes[nth].why())
     }
+
+    /// Triggers `shutdown` when a follower is asked to stop. It computes until the node has drained.
+    pub async fn stop_with_followers(&self, shutdown: &Shutdown) {
+        let stopping = self.processes.iter().map(|process| Box::pin(process.stopping.wait()));
+        let (_, nth, _) = select_all(stopping).await;
+        info!(process = %self.processes[nth], "process of this node is asked to stop, the node drains");
+        shutdown.trigger();
+    }
 }
 
 #[async_trait]
@@ -149,9 +157,7 @@ impl OtherProcesses for Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        for process in &self.processes {
-            process.lose("the head has ended".to_owned());
-        }
+        self.processes.iter().for_each(|process| process.end());
     }
 }
 

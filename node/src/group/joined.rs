@@ -44,6 +44,8 @@ pub(super) struct JoinedProcess {
     n_puts: AtomicU64,
     why_lost: OnceLock<String>,
     pub(super) lost: Shutdown,
+    /// Triggered when the follower is asked to stop.
+    pub(super) stopping: Shutdown,
 }
 
 /// What a follower reports of a step.
@@ -90,6 +92,7 @@ impl JoinedProcess {
             n_puts: AtomicU64::new(0),
             why_lost: OnceLock::new(),
             lost: Shutdown::new(),
+            stopping: Shutdown::new(),
         });
         let inbox = Inbox { loaded: loaded_in, events: events_in };
         let task = Arc::clone(&process).serve(reader, writer, queue, inbox);
@@ -145,6 +148,7 @@ impl JoinedProcess {
                         let _ = waiting.send(sent);
                     }
                 }
+                Some(OfFollower::Stopping(_)) => self.stopping.trigger(),
                 Some(OfFollower::Join(_)) | None => return Err(unexpected("a message that it may not send")),
             }
         }
@@ -155,6 +159,11 @@ impl JoinedProcess {
         if self.why_lost.set(why).is_ok() {
             warn!(place = self.place, from = %self.from, why = self.why(), "process of this node lost");
         }
+        self.end();
+    }
+
+    /// Ends the connection.
+    pub(super) fn end(&self) {
         self.lost.trigger();
         self.puts().clear();
     }

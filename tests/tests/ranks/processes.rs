@@ -21,19 +21,21 @@ pub(super) const A_PROCESS_DIES: &[&str] = &[
 ];
 
 /// The processes of a prefill node besides its first one, which the fleet has.
-struct Group {
-    ranks: Vec<Process>,
+pub(super) struct Group {
+    pub(super) ranks: Vec<Process>,
+    /// The index of the first process among the fleet's nodes.
+    pub(super) head: usize,
     settings: Settings,
     _folder: TempDir,
 }
 
-fn on_one_thread() -> Settings {
+pub(super) fn on_one_thread() -> Settings {
     vec![("BATON_MODEL__DEVICE", "cpu".to_owned()), ("BATON_EXPERT__MODEL__THREADS", "1".to_owned())]
 }
 
 impl Group {
     /// Starts a prefill node of `n` processes with `tp` ranks each. Returns when the node is usable.
-    async fn start(fleet: &mut Fleet, model: &str, n: usize, tp: u16) -> Self {
+    pub(super) async fn start(fleet: &mut Fleet, model: &str, n: usize, tp: u16) -> Self {
         let join: SocketAddr = free_addr();
         let mut settings = on_one_thread();
         settings.push(("BATON_MODEL__TP", tp.to_string()));
@@ -45,25 +47,25 @@ impl Group {
             settings.push(("BATON_MODEL__PATH", model.to_owned()));
             settings.push(("BATON_RANK_OF", join.to_string()));
             settings.push(("BATON_RANK_PLACE", place.to_string()));
-            let process = Process::start(logs.path(), &format!("rank-{place}"), "rank", settings);
-            process.expect_log(A_PROCESS_DIES);
-            process
+            Process::start(logs.path(), &format!("rank-{place}"), "rank", settings)
         };
         let ranks = (0..n - 1).map(rank).collect();
-        fleet.add_with("prefill", 0, model, settings.clone());
+        let head = fleet.nodes.len();
+        let nth = fleet.nodes.iter().filter(|node| node.role == "prefill").count();
+        fleet.add_with("prefill", nth, model, settings.clone());
         fleet.all_ready().await;
-        Self { ranks, settings, _folder: logs }
+        Self { ranks, head, settings, _folder: logs }
     }
 
     /// Starts all processes again, as an orchestrator does when they have ended.
-    async fn revive(&mut self, fleet: &mut Fleet) {
+    pub(super) async fn revive(&mut self, fleet: &mut Fleet) {
         self.ranks.iter_mut().for_each(Process::revive);
-        fleet.nodes.last_mut().expect("the first process").process.revive();
+        fleet.nodes[self.head].process.revive();
         fleet.all_ready().await;
     }
 }
 
-async fn fleet(model: &str, of_decode: Settings) -> Fleet {
+pub(super) async fn fleet(model: &str, of_decode: Settings) -> Fleet {
     let of_decode = on_one_thread().into_iter().chain(of_decode).collect();
     let fleet = Fleet::start_narrow(model, 0, 1, of_decode).await;
     fleet.expect_log(NO_TOKENIZER);
@@ -129,7 +131,7 @@ async fn a_lost_process_costs_no_request() {
             group.ranks[0].signal(fault);
         };
         tokio::join!(asking, failing);
-        let head = &mut fleet.nodes.last_mut().expect("the first process").process;
+        let head = &mut fleet.nodes[group.head].process;
         eventually("the node's end", async || (!head.is_alive()).then_some(())).await;
         group.revive(&mut fleet).await;
         fleet.baseline().await;
