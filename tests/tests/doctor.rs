@@ -2,8 +2,9 @@
 
 use std::net::TcpListener;
 use std::path::PathBuf;
-use std::process::Output;
+use std::process::{Command, Output};
 
+use baton_tests::hosts::{self, Hosts};
 use baton_tests::{Up, executable};
 use serde_json::Value;
 use tempfile::TempDir;
@@ -66,6 +67,43 @@ fn what_stands_in_the_way_is_named() {
         .map(|finding| finding["group"].as_str().expect("a group"))
         .collect();
     assert_eq!(bad, ["identity", "ports", "address", "registry", "model", "model"], "{report}");
+}
+
+/// A head that a follower's host reaches, one that does not run, and one behind a closed port.
+#[test]
+fn a_closed_join_port_is_named_with_what_to_open() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let text =
+        "[model]\npath = \"mock\"\ndevice = \"cpu\"\n[expert.model]\nprocesses = 2\njoin = \"127.0.0.1:0\"\n";
+    let file = file(&folder, "prefill.toml", text);
+    let finding = |mut command: Command, head: Option<&str>| -> Value {
+        command.args(["doctor", "--config", &file, "--json"]).envs(head.map(|head| ("BATON_RANK_OF", head)));
+        let report = serde_json::from_slice(&command.output().expect("baton runs").stdout).expect("a report");
+        group(&report, "processes")[0].clone()
+    };
+    let check = |finding: &Value, level: &str, found: &str, advice: &str| {
+        let says = |field: &str, part: &str| finding[field].as_str().expect("a text").contains(part);
+        let is_right = finding["level"] == level && says("found", found) && says("advice", advice);
+        assert!(is_right, "{level}, {found}, {advice}: {finding}");
+    };
+    // Nothing accepts the connection, and nothing must.
+    let head = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let (taken, free) = (head.local_addr().expect("bound").to_string(), baton_tests::free_addr().to_string());
+    let reachable = finding(executable::command(), Some(&taken));
+    check(&reachable, "ok", &format!("{taken}: reachable"), "nothing to do");
+    let refused = format!("the head's join port {free}: ");
+    check(&finding(executable::command(), Some(&free)), "bad", &refused, "start the head");
+    let of_head = finding(executable::command(), None);
+    check(&of_head, "note", "expert.model.join 127.0.0.1:0", "BATON_RANK_OF=HOST:PORT");
+    if !hosts::possible() {
+        eprintln!("hosts need root and iproute2; a closed port was not tested");
+        return;
+    }
+    let hosts = Hosts::new(&["head", "rank"]);
+    hosts.cut("head");
+    let head = format!("{}:7411", hosts.addr_of("head"));
+    let closed = finding(executable::command_on(&hosts.namespace_of("rank")), Some(&head));
+    check(&closed, "bad", &format!("the head's join port {head}: "), "open TCP port 7411");
 }
 
 #[test]

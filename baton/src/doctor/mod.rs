@@ -11,6 +11,7 @@ mod clock;
 mod connectors;
 mod gpu;
 mod host;
+mod join;
 mod model;
 mod peer;
 mod ports;
@@ -55,6 +56,7 @@ async fn look(process: &ConfigFile, world: &World) -> Vec<Finding> {
     let mut findings = ports::look(process);
     findings.extend(address::look(process));
     findings.extend(registry::look(process, world).await);
+    findings.extend(join::look(process, world).await);
     findings.extend(model::look(process));
     findings.extend(host::look());
     findings.extend(clock::look());

@@ -6,11 +6,12 @@ use std::net::TcpListener;
 use crate::config_file::ConfigFile;
 
 use super::finding::Finding;
+use super::join;
 
 const GROUP: &str = "ports";
 
 pub(super) fn look(process: &ConfigFile) -> Vec<Finding> {
-    let listens: Vec<(&str, &str)> = match process {
+    let mut listens: Vec<(&str, &str)> = match process {
         ConfigFile::Router(config) => vec![("router.http", &config.http), ("router.grpc", &config.grpc)],
         ConfigFile::Node(config) => vec![
             ("node.listen", &config.listen),
@@ -23,6 +24,9 @@ pub(super) fn look(process: &ConfigFile) -> Vec<Finding> {
             ("transfer.listen", &config.transfer.listen),
         ],
     };
+    if let Some(join) = join::listens(process) {
+        listens.push(("expert.model.join", join));
+    }
     listens.into_iter().map(|(setting, addr)| port(setting, addr)).collect()
 }
 
