@@ -79,6 +79,11 @@ fn an_etcd_outside_is_named_by_a_secret_and_can_be_reached() {
 }
 
 #[test]
+fn every_process_of_a_prefill_node_finds_its_head() {
+    check("groups");
+}
+
+#[test]
 fn rdma_needs_no_right_that_a_pod_cannot_have() {
     check("rdma");
 }

@@ -139,9 +139,9 @@ def pods():
             "affinity": {"nodeAffinity": {}},
             "priorityClassName": of,
         }
-    own = {which: extra("own") for which in ("router", "pool", "etcd", "deletionCost")}
+    own = {which: extra("own") for which in ("router", "pool", "group", "etcd", "deletionCost")}
     own["pools"] = {"prefill": extra("own"), "decode": extra("own")}
-    for values, files, n_workloads in [(own, [], 6), ({"box": extra("own")}, ["gpu-box.yaml"], 3)]:
+    for values, files, n_workloads in [(own, [], 8), ({"box": extra("own")}, ["gpu-box.yaml"], 3)]:
         on = {} if files else rendered.EVERYTHING_ON
         before = rendered.chart(files, rendered.NAMED, on)
         after = rendered.chart(files, rendered.NAMED, on, {"pods": extra("all")}, values)
@@ -168,7 +168,9 @@ def certificates():
         processes = baton_containers(objects)
         assert len(processes) >= 3, result
         for workload, container in processes:
-            role, env = container["args"][0], {entry["name"]: entry.get("value") for entry in container["env"]}
+            # A further process of a prefill node has the certificate of the node.
+            role = container["args"][0].replace("rank", "prefill")
+            env = {entry["name"]: entry.get("value") for entry in container["env"]}
             (mount,) = [mount for mount in container["volumeMounts"] if mount["mountPath"] == "/etc/baton-tls"]
             (volume,) = [volume for volume in pod(workload)["volumes"] if volume["name"] == mount["name"]]
             assert made[volume["secret"]["secretName"]] == [f"baton://baton/{role}/*"], (result, name(workload), role)

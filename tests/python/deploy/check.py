@@ -7,13 +7,13 @@ import sys
 
 from chart import certificates, pods, same, schemas, schemas_refuse, values
 from image import compose, digests, dockerfile, sbom, stripped
-from processes import configs, deadlines, external_etcd, models, rdma, service_links, upstream
+from processes import configs, deadlines, external_etcd, groups, models, rdma, service_links, upstream
 from references import metrics, names
 from scaling import autoscaling, components, deletion_cost
 
 CHECKS = [
     schemas, schemas_refuse, same, models, values, pods, certificates, autoscaling, deletion_cost, components, deadlines, external_etcd,
-    rdma, upstream, configs, service_links, names, compose, dockerfile, stripped, digests, sbom, metrics,
+    rdma, groups, upstream, configs, service_links, names, compose, dockerfile, stripped, digests, sbom, metrics,
 ]
 
 if __name__ == "__main__":

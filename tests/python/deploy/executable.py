@@ -50,6 +50,7 @@ def ports(text):
     config = tomllib.loads(text)
     settings = [("router", "http"), ("router", "grpc"), ("router", "admin"), ("node", "listen"), ("node", "admin"), ("transfer", "listen")]
     found = {f"{section}.{key}": config.get(section, {}).get(key) for section, key in settings}
+    found["expert.model.join"] = config.get("expert", {}).get("model", {}).get("join")
     found["expert.transfer.rdma_listen"] = config.get("expert", {}).get("transfer", {}).get("rdma_listen")
     return {setting: int(addr.rsplit(":", 1)[1]) for setting, addr in found.items() if addr}
 
@@ -64,6 +65,8 @@ def environment(objects, container):
             return maps[source["configMapKeyRef"]["name"]][source["configMapKeyRef"]["key"]]
         if "secretKeyRef" in source:
             return "etcd://user:password@etcd.example.com:2379/cluster"
+        if "pod-index" in source.get("fieldRef", {}).get("fieldPath", ""):
+            return "0"
         return entry.get("value", "10.0.0.5")
 
     return {entry["name"]: value(entry) for entry in container.get("env") or []}

@@ -184,6 +184,9 @@ def process_of(objects, workload, container):
     assert file in files, f"{file} is not mounted, only {sorted(files)}"
     executable.accepts(files[file], args, executable.environment(objects, container).items())
     listens = executable.ports(files[file])
+    if args[0] == "rank":
+        # It dials its head and the nodes that its KV goes to.
+        listens = {setting: port for setting, port in listens.items() if setting == "node.admin"}
     declared = {port["containerPort"] for port in container["ports"]}
     assert declared == set(listens.values()), f"declares {declared}, listens on {listens}"
     security = container["securityContext"]
@@ -212,3 +215,48 @@ def service_links():
             except AssertionError as error:
                 raise AssertionError(f"{result}, {name(workload)}, {container['name']}: {error}") from None
     assert len(tried) > 5, len(tried)
+
+
+def groups():
+    """Prefill nodes of several processes: each stage but the last has a pod that finds its head, and policies let it."""
+    objects = rendered.all_of_them()["chart with several groups"]
+    sets = {thing["metadata"]["name"]: thing for thing in objects if thing["kind"] == "StatefulSet" and "etcd" not in name(thing)}
+    assert sorted(sets) == ["baton-head-0", "baton-head-1", "baton-rank-0", "baton-rank-1"], sorted(sets)
+    services = {thing["metadata"]["name"]: thing["spec"] for thing in objects if thing["kind"] == "Service"}
+    for group in ["0", "1"]:
+        head, rank = sets[f"baton-head-{group}"], sets[f"baton-rank-{group}"]
+        assert (head["spec"]["replicas"], rank["spec"]["replicas"]) == (1, 3), group
+        (of_rank,) = pod(rank)["containers"]
+        (of_head,) = pod(head)["containers"]
+        config = tomllib.loads(config_of(objects, head, of_head))
+        assert config == tomllib.loads(config_of(objects, rank, of_rank)), "a follower with other settings is refused"
+        assert config["expert"]["model"]["processes"] == 4, config
+        service, port = head["spec"]["serviceName"], config["expert"]["model"]["join"].rsplit(":", 1)[1]
+        env = {entry["name"]: entry for entry in of_rank["env"]}
+        assert env["BATON_RANK_OF"]["value"] == f"baton-head-{group}-0.{service}:{port}", env["BATON_RANK_OF"]
+        assert services[service]["publishNotReadyAddresses"], "a follower looks for a head that is not ready yet"
+        field = env["BATON_RANK_PLACE"]["valueFrom"]["fieldRef"]["fieldPath"]
+        assert field == "metadata.labels['apps.kubernetes.io/pod-index']", field
+        for part in [head, rank]:
+            assert part["spec"]["podManagementPolicy"] == "Parallel" and part["spec"]["updateStrategy"] == {"type": "OnDelete"}, name(part)
+            budgets = [thing for thing in objects if thing["kind"] == "PodDisruptionBudget" and selects(thing["spec"]["selector"], labels(part))]
+            assert len(budgets) == 1, name(part)
+        reaches(objects, rank, head, int(port))
+        for one in [head, rank]:
+            (decode,) = [thing for thing in workloads(objects) if name(thing) == "Deployment baton-decode"]
+            reaches(objects, one, decode, 7002)
+    (router,) = [thing for thing in workloads(objects) if name(thing) == "Deployment baton-router"]
+    reaches(objects, router, sets["baton-head-0"], 7000)
+    assert not is_open(objects, router, sets["baton-head-0"], 7004), "only followers join"
+
+
+def reaches(objects, source, target, port):
+    assert is_open(objects, source, target, port), f"{name(source)} does not reach port {port} of {name(target)}"
+
+
+def is_open(objects, source, target, port):
+    """Whether a policy lets one workload connect to a port of another."""
+    policies = [thing["spec"] for thing in objects if thing["kind"] == "NetworkPolicy"]
+    rules = [rule for spec in policies if selects(spec["podSelector"], labels(target)) for rule in spec.get("ingress", [])]
+    open_to = [rule.get("from") for rule in rules if port in [one["port"] for one in rule["ports"]]]
+    return any("podSelector" in one and selects(one["podSelector"], labels(source)) for sources in open_to for one in sources or [])
