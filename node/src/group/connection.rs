@@ -1,4 +1,4 @@
-//! One connection between two processes of a node: messages, each after its length, and heartbeats.
+//! One connection between two processes of a node: messages, each after its length and its number, and heartbeats.
 
 use std::time::Duration;
 
@@ -32,22 +32,39 @@ pub(super) fn outgoing() -> (Outgoing, mpsc::Receiver<Vec<u8>>) {
 #[derive(Debug)]
 pub(super) struct MessageReader {
     half: StreamReader,
+    /// The number of the next message.
+    number: u64,
     body: Vec<u8>,
+}
+
+/// The writing half of a connection.
+#[derive(Debug)]
+pub(super) struct MessageWriter {
+    half: StreamWriter,
+    /// The number of the next message.
+    number: u64,
 }
 
 impl MessageReader {
     pub(super) fn new(half: StreamReader) -> Self {
-        Self { half, body: Vec::new() }
+        Self { half, number: 0, body: Vec::new() }
     }
 
-    /// Waits for the next message. Fails if nothing comes for [`SILENT_MAX`]. Not cancel-safe.
+    /// Waits for the next message. Fails if nothing comes for [`SILENT_MAX`], or if a message was lost or comes twice. So
+    /// each heartbeat proves that all messages before it have come. Not cancel-safe.
     pub(super) async fn next<M: proto::Message + Default>(&mut self) -> Result<M, GroupError> {
-        let mut length = [0; 4];
+        let (mut length, mut number) = ([0; 4], [0; 8]);
         self.fill(&mut length).await?;
-        let length = u32::from_le_bytes(length) as usize;
+        self.fill(&mut number).await?;
+        let (length, number) = (u32::from_le_bytes(length) as usize, u64::from_le_bytes(number));
         if length > MESSAGE_BYTES_MAX {
             return Err(GroupError::Lost(format!("a message of {length} bytes is longer than any may be")));
         }
+        if number != self.number {
+            let expected = self.number;
+            return Err(GroupError::Lost(format!("message {number} has come instead of message {expected}")));
+        }
+        self.number += 1;
         let mut body = std::mem::take(&mut self.body);
         body.clear();
         while body.len() < length {
@@ -73,34 +90,46 @@ impl MessageReader {
     }
 }
 
-/// Writes the messages of a queue, and `alive` whenever none is queued for a second, until the queue's senders are
-/// dropped.
-pub(super) async fn write_all(
-    mut half: StreamWriter,
-    mut queue: mpsc::Receiver<Vec<u8>>,
-    alive: Vec<u8>,
-) -> Result<(), GroupError> {
-    loop {
-        match timeout(ALIVE_EVERY, queue.recv()).await {
-            Ok(None) => return Ok(()),
-            Ok(Some(message)) => write(&mut half, &message).await?,
-            Err(_) => write(&mut half, &alive).await?,
-        }
+impl MessageWriter {
+    pub(super) fn new(half: StreamWriter) -> Self {
+        Self { half, number: 0 }
     }
-}
 
-/// Writes one message.
-pub(super) async fn write(half: &mut StreamWriter, message: &[u8]) -> Result<(), GroupError> {
-    let length = (message.len() as u32).to_le_bytes();
-    for mut part in [&length[..], message] {
+    /// Writes one message.
+    pub(super) async fn write(&mut self, message: &[u8]) -> Result<(), GroupError> {
+        let (length, number) = ((message.len() as u32).to_le_bytes(), self.number.to_le_bytes());
+        for part in [&length[..], &number, message] {
+            self.write_part(part).await?;
+        }
+        self.number += 1;
+        Ok(())
+    }
+
+    async fn write_part(&mut self, mut part: &[u8]) -> Result<(), GroupError> {
         while !part.is_empty() {
             let late = |_| GroupError::Lost(format!("it has read nothing for {} s", SILENT_MAX.as_secs()));
-            let written = timeout(SILENT_MAX, half.write(part)).await.map_err(late)?;
+            let written = timeout(SILENT_MAX, self.half.write(part)).await.map_err(late)?;
             match written.map_err(|error| GroupError::lost("the connection failed", &error))? {
                 0 => return Err(GroupError::Lost("it has closed the connection".to_owned())),
                 n => part = &part[n..],
             }
         }
+        Ok(())
     }
-    Ok(())
+
+    /// Writes the messages of a queue, and `alive` whenever none is queued for a second, until the queue's senders are
+    /// dropped.
+    pub(super) async fn write_all(
+        mut self,
+        mut queue: mpsc::Receiver<Vec<u8>>,
+        alive: Vec<u8>,
+    ) -> Result<(), GroupError> {
+        loop {
+            match timeout(ALIVE_EVERY, queue.recv()).await {
+                Ok(None) => return Ok(()),
+                Ok(Some(message)) => self.write(&message).await?,
+                Err(_) => self.write(&alive).await?,
+            }
+        }
+    }
 }

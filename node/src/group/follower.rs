@@ -18,7 +18,7 @@ use tokio::time::{Instant, sleep, timeout};
 use tracing::{info, warn};
 use types::{Epoch, NodeId, in_full};
 
-use super::connection::{MessageReader, Outgoing, QUEUED_MAX, SILENT_MAX, outgoing, write_all};
+use super::connection::{MessageReader, MessageWriter, Outgoing, QUEUED_MAX, SILENT_MAX, outgoing};
 use super::error::GroupError;
 use super::messages::{OfFollower, OfHead, from_follower, input, loaded_message, output_message};
 use super::{blocking, common_settings, prepare};
@@ -78,7 +78,8 @@ async fn follow_until_lost(parts: FollowerParts<'_>, shutdown: &Shutdown) -> Res
     let settings = common_settings(&config.engine).into_iter().collect();
     let join = v1::Join { place: u32::from(*place), n_blocks: prepared.n_blocks(), settings };
     out.send(from_follower(OfFollower::Join(join))).await.map_err(gone)?;
-    let writing = write_all(writer, queue, from_follower(OfFollower::Alive(v1::Alive {})));
+    let alive = from_follower(OfFollower::Alive(v1::Alive {}));
+    let writing = MessageWriter::new(writer).write_all(queue, alive);
     let working = async {
         let opening = open(&parts, prepared, &mut reader, &out);
         let Some(work) = unless_stopped(shutdown, opening).await else { return Ok(()) };

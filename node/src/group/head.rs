@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use chassis::identity::link;
-use chassis::{Gate, Listener, Shutdown, Stream, World, spawn_guarded};
+use chassis::{Gate, Listener, Shutdown, Stream, Task, World, spawn_guarded};
 use engine::cpu::remote::RemoteStage;
 use engine::{Backend, EngineSettings};
 use futures::future::select_all;
@@ -17,7 +17,7 @@ use tokio::time::{timeout, timeout_at};
 use tracing::{info, warn};
 use types::{Epoch, NodeId, StageLayers, in_full};
 
-use super::connection::{MessageReader, SILENT_MAX, write};
+use super::connection::{MessageReader, MessageWriter, SILENT_MAX};
 use super::error::GroupError;
 use super::joined::{JoinRequest, JoinedProcess};
 use super::messages::{OfFollower, OfHead, from_head};
@@ -42,10 +42,19 @@ pub struct Group {
     epoch: Epoch,
     layers: StageLayers,
     processes: Vec<Arc<JoinedProcess>>,
+    _joining: Joining,
 }
 
-/// The processes that have joined, by stage. Locked for look-ups. Shared with the task that accepts connections.
+/// The processes that have joined, by stage; empty after the node's end. Locked for look-ups. Shared with the task that
+/// accepts connections.
 type JoinedProcesses = Arc<Mutex<Vec<Option<Arc<JoinedProcess>>>>>;
+
+/// The port where followers join. Dropping it closes the port, and ends the connections of all that have joined.
+#[derive(Debug)]
+struct Joining {
+    processes: JoinedProcesses,
+    _accepting: Task<()>,
+}
 
 /// Waits for a follower for each stage but the last, and opens the model with them.
 ///
@@ -69,7 +78,8 @@ pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), 
         processes: Arc::clone(&processes),
         changed,
     };
-    spawn_guarded(gate, "followers", entrance.accept_all(listener)).detach();
+    let _accepting = spawn_guarded(gate, "followers", entrance.accept_all(listener));
+    let joining = Joining { processes: Arc::clone(&processes), _accepting };
     let until = tokio::time::Instant::now() + *join_within;
     let joined = loop {
         if let Some(all) = all_joined(&processes) {
@@ -88,7 +98,7 @@ pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), 
     info!(n_blocks, "all processes of this node have joined");
     let remote: Vec<Arc<dyn RemoteStage>> = joined.iter().map(|process| Arc::clone(process) as _).collect();
     let layers = prepared.layers_of_stages().clone();
-    let group = Arc::new(Group { epoch, layers, processes: joined });
+    let group = Arc::new(Group { epoch, layers, processes: joined, _joining: joining });
     let backend = blocking(move || prepared.open_head(n_blocks, &remote)).await?;
     Ok((group, Box::new(backend)))
 }
@@ -155,9 +165,10 @@ impl OtherProcesses for Group {
     }
 }
 
-impl Drop for Group {
+impl Drop for Joining {
     fn drop(&mut self) {
-        self.processes.iter().for_each(|process| process.end());
+        let mut processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
+        processes.drain(..).flatten().for_each(|process| process.end());
     }
 }
 
@@ -176,7 +187,7 @@ struct Entrance {
 }
 
 impl Entrance {
-    /// Accepts connections as long as the gate is open. Later ones are refused, because each stage has its process.
+    /// Accepts connections until the node ends. Later ones are refused, because each stage has its process.
     async fn accept_all(self, mut listener: Box<dyn Listener>) {
         loop {
             match listener.accept().await {
@@ -202,19 +213,18 @@ impl Entrance {
     async fn join(self, stream: Stream, from: SocketAddr) -> Result<(), GroupError> {
         let admitted = link::admit(&self.world, stream).await;
         let stream = admitted.map_err(|error| GroupError::lost("it is not admitted", &error))?;
-        let (reader, mut writer) = stream.into_split();
-        let mut reader = MessageReader::new(reader);
+        let (reader, writer) = stream.into_split();
+        let (mut reader, mut writer) = (MessageReader::new(reader), MessageWriter::new(writer));
         let message: v1::FromFollower = reader.next().await?;
         let Some(OfFollower::Join(join)) = message.message else {
             return Err(GroupError::Lost("its first message is no request to join".to_owned()));
         };
         let place = join.place as usize;
         if let Some(why) = self.refusal(&join, from) {
-            write(&mut writer, &from_head(OfHead::Refused(why.clone()))).await?;
+            writer.write(&from_head(OfHead::Refused(why.clone()))).await?;
             return Err(GroupError::Lost(why));
         }
-        let joined = JoinRequest { place, n_blocks: join.n_blocks, from, reader, writer };
-        self.take_place(joined);
+        self.take_place(JoinRequest { place, n_blocks: join.n_blocks, from, reader, writer });
         // The receiver is gone after all have joined, so a failed send is ignored.
         let _ = self.changed.send(()).await;
         Ok(())
@@ -252,10 +262,13 @@ impl Entrance {
         taken.map(|process| format!("{process} is there already"))
     }
 
+    /// Starts the connection of a process, unless the node has ended.
     fn take_place(&self, joined: JoinRequest) {
         let mut processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
         let place = joined.place;
-        info!(place, from = %joined.from, "process has joined this node");
-        processes[place] = Some(JoinedProcess::start(joined, &self.gate));
+        if let Some(process) = processes.get_mut(place) {
+            info!(place, from = %joined.from, "process has joined this node");
+            *process = Some(JoinedProcess::start(joined, &self.gate));
+        }
     }
 }

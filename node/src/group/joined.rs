@@ -7,14 +7,14 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use chassis::{Gate, Shutdown, StreamWriter, spawn_guarded};
+use chassis::{Gate, Shutdown, spawn_guarded};
 use engine::cpu::remote::{RemoteStage, StageInput, StageLost, StageResults, StageWeights};
 use kv_transfer::{PutOrder, TransferError};
 use proto::v1;
 use tokio::sync::{mpsc, oneshot};
 use tracing::warn;
 
-use super::connection::{MessageReader, Outgoing, outgoing, write_all};
+use super::connection::{MessageReader, MessageWriter, Outgoing, outgoing};
 use super::error::GroupError;
 use super::messages::{OfFollower, OfHead, from_head, input_message, results, weights};
 
@@ -69,7 +69,7 @@ pub(super) struct JoinRequest {
     pub(super) n_blocks: u32,
     pub(super) from: SocketAddr,
     pub(super) reader: MessageReader,
-    pub(super) writer: StreamWriter,
+    pub(super) writer: MessageWriter,
 }
 
 impl JoinedProcess {
@@ -103,7 +103,7 @@ impl JoinedProcess {
     async fn serve(
         self: Arc<Self>,
         reader: MessageReader,
-        writer: StreamWriter,
+        writer: MessageWriter,
         queue: mpsc::Receiver<Vec<u8>>,
         inbox: Inbox,
     ) {
@@ -112,7 +112,7 @@ impl JoinedProcess {
             biased;
             () = self.lost.wait() => return,
             ended = self.read_all(reader, &inbox) => ended,
-            ended = write_all(writer, queue, alive) => ended,
+            ended = writer.write_all(queue, alive) => ended,
         };
         let why = match ended {
             Ok(()) => "its connection has ended".to_owned(),
@@ -249,7 +249,8 @@ impl RemoteStage for JoinedProcess {
                     return results(output).map_err(|error| StageLost(format!("{self}: {error}")));
                 }
                 StageEvent::Output(_) => {
-                    return Err(StageLost(format!("{self} has answered another step")));
+                    self.lose("it has answered another step".to_owned());
+                    return Err(self.stage_lost());
                 }
             }
         }

@@ -8,7 +8,7 @@ use proto::v1;
 use tokio::io::AsyncWriteExt as _;
 use types::{BlockIdx, Fingerprint, TokenId};
 
-use super::connection::{MessageReader, outgoing, write_all};
+use super::connection::{MessageReader, MessageWriter, outgoing};
 use super::messages::{
     OfHead, from_head, input, input_message, loaded_message, output_message, results, weights,
 };
@@ -69,11 +69,37 @@ async fn error_after(bytes: &[u8]) -> String {
 #[tokio::test(start_paused = true)]
 async fn a_peer_that_sends_no_messages_is_lost() {
     assert_eq!(error_after(&[]).await, "it was silent for 5 s");
-    assert_eq!(error_after(&[9, 0, 0, 0, 1]).await, "it was silent for 5 s");
-    let too_long = error_after(&u32::MAX.to_le_bytes()).await;
+    assert_eq!(error_after(&numbered(0, 9, &[1])).await, "it was silent for 5 s");
+    let too_long = error_after(&numbered(0, u32::MAX, &[])).await;
     assert_eq!(too_long, "a message of 4294967295 bytes is longer than any may be");
-    let error = error_after(&[1, 0, 0, 0, 0xFF]).await;
+    let error = error_after(&numbered(0, 1, &[0xFF])).await;
     assert!(error.starts_with("a message cannot be read: "), "{error}");
+}
+
+/// Returns the bytes of a message: its length, its number and its body.
+fn numbered(number: u64, length: u32, body: &[u8]) -> Vec<u8> {
+    [&length.to_le_bytes()[..], &number.to_le_bytes(), body].concat()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_message_that_is_not_the_next_one_ends_the_connection() {
+    for (number, expected) in [(1, 0), (u64::MAX, 0)] {
+        let error = error_after(&numbered(number, 0, &[])).await;
+        assert_eq!(error, format!("message {number} has come instead of message {expected}"));
+    }
+    let (ours, theirs) = tokio::io::duplex(1 << 16);
+    let (reader, _kept) = Stream::other(ours).into_split();
+    let (_kept, mut writer) = Stream::other(theirs).into_split();
+    let mut reader = MessageReader::new(reader);
+    let alive = from_head(OfHead::Alive(v1::Alive {}));
+    for number in [0, 1, 1] {
+        writer.write_all(&numbered(number, alive.len() as u32, &alive)).await.expect("room");
+    }
+    for _ in 0..2 {
+        reader.next::<v1::FromHead>().await.expect("the next one");
+    }
+    let error = reader.next::<v1::FromHead>().await.expect_err("a message twice");
+    assert_eq!(error.to_string(), "message 1 has come instead of message 2");
 }
 
 #[tokio::test(start_paused = true)]
@@ -95,7 +121,7 @@ async fn heartbeats_keep_an_idle_connection() {
         drop(out);
     };
     let within = tokio::time::timeout(Duration::from_secs(60), async {
-        tokio::join!(write_all(writer, queue, alive), read)
+        tokio::join!(MessageWriter::new(writer).write_all(queue, alive), read)
     });
     within.await.expect("in time").0.expect("the queue has ended");
 }
