@@ -30,10 +30,12 @@ pub enum Guard {
     Assignment,
     /// The rule that a watcher replaces its state by the registry's after a gap.
     Resync,
+    /// The check that a message between two processes of a node is the next one.
+    MessageNumber,
 }
 
 impl Guard {
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Grant,
         Self::Epoch,
         Self::Quiet,
@@ -46,6 +48,7 @@ impl Guard {
         Self::Admission,
         Self::Assignment,
         Self::Resync,
+        Self::MessageNumber,
     ];
 }
 

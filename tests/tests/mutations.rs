@@ -1,27 +1,28 @@
 //! The simulation without one of its guards must fail. `docs/simulation.md` has the table.
 #![cfg(feature = "mutations")]
 
-use baton_tests::sim::run;
+use baton_tests::sim::{Report, group, run};
 use chassis::guards::{Guard, remove};
 
 /// The number of seeds within which a missing guard must be noticed.
 const SEEDS: u64 = 400;
 
 /// Returns the first seed at which the simulation fails without `guard`, with the failure's message.
-fn noticed(guard: Guard) -> Option<(u64, String)> {
+fn noticed(guard: Guard, run: fn(u64) -> Report) -> Option<(u64, String)> {
     let _removed = remove(guard);
     let first: u64 = std::env::var("FIRST").map_or(0, |text| text.parse().expect("a number"));
     (first..first + SEEDS).find_map(|seed| run(seed).faults.first().map(|fault| (seed, fault.clone())))
 }
 
-fn check(guard: Guard) {
-    let (seed, fault) = noticed(guard).unwrap_or_else(|| panic!("{SEEDS} seeds run well without {guard:?}"));
+fn check(guard: Guard, run: fn(u64) -> Report) {
+    let (seed, fault) =
+        noticed(guard, run).unwrap_or_else(|| panic!("{SEEDS} seeds run well without {guard:?}"));
     eprintln!("{guard:?}: seed {seed}: {fault}");
 }
 
 macro_rules! guards {
     ($($test:ident => $guard:ident,)*) => {
-        $(#[test] fn $test() { check(Guard::$guard); })*
+        $(#[test] fn $test() { check(Guard::$guard, run); })*
     };
 }
 
@@ -38,4 +39,9 @@ guards! {
     a_lost_assignment_is_noticed => Assignment,
     a_missing_growth_reserve_is_noticed => GrowthReserve,
     a_prompt_that_is_cached_whole_and_hangs_is_noticed => LastToken,
+}
+
+#[test]
+fn a_message_that_is_not_the_next_one_is_noticed() {
+    check(Guard::MessageNumber, group::run);
 }

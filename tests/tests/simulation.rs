@@ -1,6 +1,9 @@
 //! Runs the simulation with many seeds. Each seed is a cluster with its clients and its faults: see
 //! `docs/simulation.md`.
 
+#[path = "simulation/group.rs"]
+mod group;
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -34,10 +37,10 @@ fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is not a number")))
 }
 
-/// Formats the report of a failing seed.
-fn told(report: &Report) -> String {
+/// Formats the report of a failing seed. `test` is the test that repeats it.
+fn told(report: &Report, test: &str) -> String {
     format!(
-        "{}\nseed {} is wrong:\n  {}\nrepeat it: SEED={} cargo test -p baton-tests --test simulation -- one_seed",
+        "{}\nseed {} is wrong:\n  {}\nrepeat it: SEED={} cargo test -p baton-tests --test simulation -- --exact {test}",
         report.lines.join("\n"),
         report.seed,
         report.faults.join("\n  "),
@@ -45,7 +48,7 @@ fn told(report: &Report) -> String {
     )
 }
 
-fn played(seed: u64) -> Report {
+fn played(run: fn(u64) -> Report, seed: u64) -> Report {
     catch_unwind(AssertUnwindSafe(|| run(seed))).unwrap_or_else(|_| Report {
         seed,
         hash: 0,
@@ -57,11 +60,11 @@ fn played(seed: u64) -> Report {
 
 #[test]
 fn one_seed() {
-    let report = played(number("SEED").unwrap_or(1));
+    let report = played(run, number("SEED").unwrap_or(1));
     if std::env::var_os("SEED").is_some() {
         eprintln!("{}\nhash {:016x} {:?}", report.lines.join("\n"), report.hash, report.tally);
     }
-    assert!(report.faults.is_empty(), "{}", told(&report));
+    assert!(report.faults.is_empty(), "{}", told(&report, "one_seed"));
 }
 
 #[test]
@@ -69,7 +72,7 @@ fn the_same_seed_twice_is_the_same_run() {
     // Only clusters with one router are compared: two routers wait for the load of the same nodes, and tokio
     // wakes them in either order (docs/simulation.md).
     for seed in (100..120).filter(|seed| Plan::draw(*seed).cluster.n_routers == 1) {
-        let (one, other) = (played(seed), played(seed));
+        let (one, other) = (played(run, seed), played(run, seed));
         if one.hash != other.hash {
             let differs = one.lines.iter().zip(&other.lines).find(|(one, other)| one != other);
             panic!("seed {seed}: {:016x} and {:016x}: {differs:?}", one.hash, other.hash);
@@ -80,16 +83,16 @@ fn the_same_seed_twice_is_the_same_run() {
 /// If all changes of roles were refused, no seed would test them.
 #[test]
 fn nodes_change_their_roles_when_an_operator_or_a_router_asks() {
-    let lines: Vec<String> = (15..46).flat_map(|seed| played(seed).lines).collect();
+    let lines: Vec<String> = (15..46).flat_map(|seed| played(run, seed).lines).collect();
     for [begin, end] in [["answers /role", ": 200"], ["routers have moved", "nodes"]] {
         let is_it = |line: &String| line.contains(begin) && line.contains(end);
         assert!(lines.iter().any(is_it), "{begin}…{end}");
     }
 }
 
-#[test]
-fn many_seeds() {
-    let (first, count) = (number("FIRST").unwrap_or(FIRST), number("SEEDS").unwrap_or(SEEDS));
+/// Runs many seeds on all cores. Returns the reports of wrong seeds, and the counts of all.
+fn search(run: fn(u64) -> Report, n_seeds: u64) -> (Vec<Report>, RequestCounts) {
+    let (first, count) = (number("FIRST").unwrap_or(FIRST), number("SEEDS").unwrap_or(n_seeds));
     let next = AtomicU64::new(first);
     let n_threads = std::thread::available_parallelism().map_or(1, usize::from);
     let search = || {
@@ -99,7 +102,7 @@ fn many_seeds() {
             if seed >= first + count {
                 break;
             }
-            let report = played(seed);
+            let report = played(run, seed);
             tally.merge(report.tally);
             if !report.faults.is_empty() {
                 wrong.push(report);
@@ -111,12 +114,17 @@ fn many_seeds() {
         let threads: Vec<_> = (0..n_threads).map(|_| scope.spawn(search)).collect();
         threads.into_iter().map(|thread| thread.join().expect("runs are caught")).unzip()
     });
-    let wrong: Vec<Report> = wrong.into_iter().flatten().collect();
     let mut tally = RequestCounts::default();
     tallies.into_iter().for_each(|part| tally.merge(part));
+    (wrong.into_iter().flatten().collect(), tally)
+}
+
+#[test]
+fn many_seeds() {
+    let (wrong, tally) = search(run, SEEDS);
     let percent = 100 * tally.refused / tally.n_requests().max(1);
     eprintln!("{percent} % of {} requests were refused: {tally:?}", tally.n_requests());
-    let stories: Vec<String> = wrong.iter().map(told).collect();
+    let stories: Vec<String> = wrong.iter().map(|report| told(report, "one_seed")).collect();
     assert!(wrong.is_empty(), "{}\n{} seeds are wrong", stories.join("\n\n"), wrong.len());
     assert!(percent <= REFUSED_PERCENT_MAX, "{percent} % of all requests were refused");
 }

@@ -23,6 +23,7 @@ pub mod net;
 pub mod pipe;
 pub mod chance;
 pub mod log;
+pub mod group;
 
 pub use plan::Plan;
 pub use run::{Report, play, run};

@@ -1,0 +1,16 @@
+//! A prefill node of several processes on a virtual clock: the real head and followers, and a decode node that its KV goes
+//! to. Between the head and each follower is a relay that loses, delays, doubles and reorders messages.
+//!
+//! Suggested reading order: the plan of a seed ([`plan`]), its execution and its checks ([`mod@run`]), the steps and the
+//! transfers ([`work`], [`reference`]), the relay ([`relay`]), and the clock ([`clock`]).
+//!
+//! Models compute on real threads, so a seed repeats the faults of a run, but not each of its moments.
+
+pub mod plan;
+pub mod run;
+pub mod work;
+pub mod reference;
+pub mod relay;
+pub mod clock;
+
+pub use run::run;

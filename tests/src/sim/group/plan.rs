@@ -1,0 +1,109 @@
+//! The plan of a seed: the processes, the prompts and the faults.
+
+use std::time::Duration;
+
+use super::super::chance::Chance;
+
+/// A hold of this length is no silence yet, so the node must continue.
+const SHORT_HOLD_MS: u64 = 3_000;
+/// A hold of this length is a silence that ends the node.
+const LONG_HOLD_MS: u64 = 6_000;
+
+/// One run: what is computed, and what happens meanwhile.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    pub n_followers: usize,
+    /// The prompts of each wave, as indices of the reference's prompts. The next wave uses the blocks of the last one.
+    pub waves: Vec<Vec<usize>>,
+    /// The numbers of blocks that steps compute of a prompt, in turn.
+    pub chunk_blocks: Vec<u32>,
+    /// How long the processes stay connected after the last wave.
+    pub idle: Duration,
+    pub faults: Vec<Fault>,
+}
+
+/// A fault on the connection of one follower.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fault {
+    pub follower: usize,
+    pub direction: Direction,
+    /// The number of the message that it applies to, counted from 0 in its direction.
+    pub nth: u64,
+    pub what: FaultKind,
+}
+
+/// A direction of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    ToHead,
+    ToFollower,
+}
+
+/// What happens to a message, or from this message on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FaultKind {
+    Lose,
+    /// The message arrives twice, the second time after this number of further messages.
+    Double {
+        after: u64,
+    },
+    /// The message alone arrives later. Others overtake it.
+    Late(Duration),
+    /// The direction stands still for this time. Nothing is lost.
+    Hold(Duration),
+    /// The connection ends before this message.
+    Cut,
+    /// The connection ends in the middle of this message.
+    CutInside,
+    /// The direction stands still forever, and the connection stays open.
+    Silence,
+    /// Both directions stand still forever.
+    SilenceBothWays,
+}
+
+impl Plan {
+    pub fn draw(seed: u64) -> Self {
+        let mut chance = Chance::named(seed, "group");
+        let n_followers = chance.within(1..=2) as usize;
+        let wave = |chance: &mut Chance| {
+            let n = chance.within(1..=3);
+            (0..n).map(|_| chance.below(super::reference::N_PROMPTS as u64) as usize).collect()
+        };
+        let waves = (0..chance.within(1..=3)).map(|_| wave(&mut chance)).collect();
+        let chunk_blocks = (0..chance.within(1..=3)).map(|_| chance.within(1..=2) as u32).collect();
+        let idle = chance.millis(0..=3_000);
+        // One seed in six has no fault.
+        let n_faults = if chance.one_in(6) { 0 } else { chance.within(1..=2) };
+        let faults = (0..n_faults).map(|_| Fault::draw(&mut chance, n_followers)).collect();
+        Self { n_followers, waves, chunk_blocks, idle, faults }
+    }
+}
+
+impl Fault {
+    fn draw(chance: &mut Chance, n_followers: usize) -> Self {
+        let follower = chance.below(n_followers as u64) as usize;
+        let direction = *chance.pick(&[Direction::ToHead, Direction::ToFollower]);
+        let n_usual = match direction {
+            Direction::ToHead => 40,
+            Direction::ToFollower => 20,
+        };
+        Self { follower, direction, nth: chance.below(n_usual), what: FaultKind::draw(chance) }
+    }
+}
+
+impl FaultKind {
+    fn draw(chance: &mut Chance) -> Self {
+        match chance.below(11) {
+            0 | 1 => Self::Lose,
+            2 => Self::Double { after: 0 },
+            3 => Self::Double { after: chance.within(1..=8) },
+            4 => Self::Late(chance.millis(1..=20)),
+            5 => Self::Late(chance.millis(20..=4_000)),
+            6 => Self::Hold(chance.millis(1..=SHORT_HOLD_MS)),
+            7 => Self::Hold(chance.millis(LONG_HOLD_MS..=2 * LONG_HOLD_MS)),
+            8 => *chance.pick(&[Self::Cut, Self::CutInside]),
+            9 => Self::Silence,
+            _ => Self::SilenceBothWays,
+        }
+    }
+}

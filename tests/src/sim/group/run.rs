@@ -1,0 +1,456 @@
+//! One run: executes a plan and checks it.
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::thread;
+use std::time::Duration;
+
+use chassis::admin::Readiness;
+use chassis::net::MemoryNet;
+use chassis::{Gate, Net, Shutdown, Task, World, spawn_guarded};
+use engine::{Backend, SlotId};
+use futures::FutureExt as _;
+use futures::future::join_all;
+use kv_cache::{BlockLease, BlockPool, Holder, Holding, KvMemory};
+use kv_transfer::{
+    Arrival, ChunkQueue, ConnectorParts, Faults, KvConnector, LandRequest, TransferError, TransferMetrics,
+};
+use node::NodeConfig;
+use node::group::{FollowerParts, Group, GroupError, HeadParts, follow, gather};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep};
+use types::{BlockIdx, Destination, Epoch, Landing, NodeId, RequestId, in_full};
+
+use super::super::log::EventLog;
+use super::super::run::Report;
+use super::super::witness::Witness;
+use super::clock::Progress;
+use super::plan::Plan;
+use super::reference::{JOIN, JOIN_MS, Reference, config, reference};
+use super::relay::FollowerNet;
+use super::work::{CHUNKS_MAX, OUTCOMES_MAX, Outcome, PromptWork, Worker};
+
+/// The time after the last fault within which everything ends.
+const ENDS_WITHIN: Duration = Duration::from_secs(10);
+/// The time within which everything ends without a fault that stops progress.
+const DONE_WITHIN: Duration = Duration::from_secs(60);
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// A landing's own deadline. It must not be what ends a transfer.
+const LANDING_FOR: Duration = Duration::from_secs(600);
+const DECODE_BLOCKS: u32 = 64;
+/// How long threads may wait for a core, in milliseconds of the real clock.
+const THREADS_RUN_WITHIN_MS: u32 = 2_000;
+
+/// Runs the plan of `seed`, and returns the results.
+pub fn run(seed: u64) -> Report {
+    let reference = reference();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+    let runtime = runtime.expect("a runtime without sockets");
+    let log = runtime.block_on(async {
+        let log = EventLog::new();
+        let _witness = Witness::of(&log);
+        let plan = Plan::draw(seed);
+        log.say(format_args!("{plan:?}"));
+        let run = Run::new(seed, plan, log.clone(), reference);
+        let progress = run.progress.clone();
+        tokio::select! {
+            biased;
+            () = run.play() => {}
+            () = progress.run_clock() => {}
+        }
+        log
+    });
+    // A thread that waits for a lost message must not keep the next seed waiting.
+    runtime.shutdown_background();
+    Report { seed, hash: log.hash(), lines: log.lines(), faults: log.faults(), tally: Default::default() }
+}
+
+struct Run {
+    plan: Plan,
+    log: EventLog,
+    reference: &'static Reference,
+    progress: Progress,
+    world: World,
+    net: MemoryNet,
+    gates: Gates,
+    /// The gate of relays and of the run's own tasks.
+    own_gate: Gate,
+}
+
+/// The gates of what must have ended after the run.
+struct Gates {
+    head: Gate,
+    /// The head's connector.
+    wires: Gate,
+    decode: Gate,
+    followers: Vec<Gate>,
+}
+
+/// A follower's process.
+type Follower = Task<Result<(), GroupError>>;
+
+/// A node with its memory.
+struct Memory {
+    name: &'static str,
+    memory: KvMemory,
+    pool: BlockPool,
+    connector: Arc<dyn KvConnector>,
+}
+
+/// The sequences of one wave.
+struct Wave {
+    works: Vec<PromptWork>,
+    transfers: Vec<Task<Result<(), TransferError>>>,
+    arrivals: Vec<(usize, Arrival)>,
+}
+
+impl Run {
+    fn new(seed: u64, plan: Plan, log: EventLog, reference: &'static Reference) -> Self {
+        let gates = Gates {
+            head: Gate::new("head"),
+            wires: Gate::new("wires"),
+            decode: Gate::new("decode"),
+            followers: (0..plan.n_followers).map(|_| Gate::new("follower")).collect(),
+        };
+        Self {
+            progress: Progress::new(plan.n_followers),
+            plan,
+            log,
+            reference,
+            world: World::seeded(seed),
+            net: MemoryNet::new(),
+            gates,
+            own_gate: Gate::new("simulation"),
+        }
+    }
+
+    async fn play(self) {
+        let followers: Vec<Follower> =
+            (0..self.plan.n_followers).map(|nth| self.start_follower(nth)).collect();
+        let config = self.config("10.0.0.1");
+        let parts = HeadParts {
+            world: self.world_of("head", Arc::new(self.net.clone())),
+            gate: self.gates.head.clone(),
+            id: NodeId::new("head"),
+            settings: config.group.clone(),
+            engine: config.engine.clone(),
+        };
+        let gathered = self.in_time("the head gathers its followers", gather(parts)).await;
+        self.progress.note(|seen| seen.is_gathered = true);
+        match gathered {
+            Some(Ok((group, backend))) => self.serve(&config, group, backend).await,
+            Some(Err(error)) => self.expect_failure("the head", in_full(&error)),
+            None => return,
+        }
+        self.log.say("the head has ended");
+        let ended = self.soon("the followers end", join_all(followers)).await;
+        for (nth, ended) in ended.into_iter().flatten().enumerate() {
+            match ended {
+                Ok(Err(error)) => self.log.say(format_args!("follower {nth} ends: {}", in_full(&error))),
+                Ok(Ok(())) => self.log.accuse(format_args!("follower {nth} ends without a reason")),
+                Err(error) => self.log.accuse(format_args!("follower {nth}: {error:?}")),
+            }
+        }
+        let Gates { head, wires, decode, followers } = &self.gates;
+        for gate in [head, wires, decode].into_iter().chain(followers) {
+            let closed = gate.close(2 * ENDS_WITHIN);
+            if self.soon("all tasks end", closed).await.is_none() {
+                self.log.say(format_args!("{gate:?}: {:?}", gate.holders()));
+            }
+        }
+    }
+
+    fn config(&self, host: &str) -> NodeConfig {
+        config(self.plan.n_followers as u16 + 1, host)
+    }
+
+    fn world_of(&self, name: &str, net: Arc<dyn Net>) -> World {
+        self.world.clone().with_net(net).fork(name)
+    }
+
+    fn start_follower(&self, nth: usize) -> Follower {
+        let net = FollowerNet {
+            net: self.net.clone(),
+            head: JOIN.to_owned(),
+            follower: nth,
+            faults: self.plan.faults.clone(),
+            progress: self.progress.clone(),
+            gate: self.own_gate.clone(),
+        };
+        let (config, gate) = (self.config("10.0.0.2"), self.gates.followers[nth].clone());
+        let world = self.world_of(&format!("follower {nth}"), Arc::new(net));
+        let follow = async move {
+            let parts = FollowerParts {
+                world,
+                gate,
+                config: &config,
+                head: JOIN.to_owned(),
+                place: nth as u16,
+                metrics: TransferMetrics::default(),
+                readiness: Readiness::unready("waiting for the head"),
+            };
+            follow(parts, Shutdown::new()).await
+        };
+        spawn_guarded(&self.own_gate, "follower", follow)
+    }
+
+    // === the head's life ===
+
+    async fn serve(&self, config: &NodeConfig, group: Arc<Group>, backend: Box<dyn Backend>) {
+        let head = self.head(config, &group, backend.memory()).await;
+        let decode = self.decode().await;
+        let (waves, to_compute) = sync_channel(1);
+        let (outcomes_in, mut outcomes) = mpsc::channel(OUTCOMES_MAX);
+        let worker = Worker {
+            backend,
+            reference: self.reference,
+            chunk_blocks: self.plan.chunk_blocks.clone(),
+            waves: to_compute,
+            outcomes: outcomes_in,
+            progress: self.progress.clone(),
+        };
+        let worker = worker.start();
+        let is_whole = self.compute(&head, &decode, &waves, &mut outcomes).await;
+        if is_whole {
+            sleep(self.plan.idle).await;
+        }
+        if self.must_end() {
+            if let Some(lost) = self.in_time("the head notices the fault", group.lost()).await {
+                self.log.say(format_args!("the head ends: {lost}"));
+            }
+        } else if let Some(lost) = group.lost().now_or_never() {
+            self.log.accuse(format_args!("the head ends without a fault: {lost}"));
+        }
+        for node in [&head, &decode] {
+            self.soon(&format!("all blocks of {} are free", node.name), node.is_empty()).await;
+        }
+        drop((waves, head, decode, group));
+        let ended = async {
+            while !worker.is_finished() {
+                tokio::task::yield_now().await;
+            }
+        };
+        self.soon("the threads of the pipeline end", ended).await;
+    }
+
+    /// Computes all waves, and sends their KV. Returns false if the node has failed.
+    async fn compute(
+        &self,
+        head: &Memory,
+        decode: &Memory,
+        waves: &SyncSender<Vec<PromptWork>>,
+        outcomes: &mut mpsc::Receiver<Outcome>,
+    ) -> bool {
+        for (nth, prompts) in self.plan.waves.iter().enumerate() {
+            let Wave { works, transfers, arrivals } = self.wave(head, decode, nth, prompts);
+            self.progress.note(|seen| seen.has_wave = true);
+            if waves.send(works).is_err() {
+                self.log.accuse("the worker's thread has ended unasked");
+                return false;
+            }
+            let Some(outcome) = self.in_time("steps end", outcomes.recv()).await else { return false };
+            let mut is_whole = self.check_outcome(outcome);
+            let sent = self.in_time("KV orders end", join_all(transfers)).await;
+            for sent in sent.into_iter().flatten() {
+                match sent {
+                    Ok(Ok(())) => {}
+                    Ok(Err(error)) => {
+                        is_whole = false;
+                        self.expect_failure("a transfer", in_full(&error));
+                    }
+                    Err(error) => self.log.accuse(format_args!("a transfer: {error:?}")),
+                }
+            }
+            is_whole &= self.check_arrivals(decode, arrivals).await;
+            self.soon("all blocks of the wave are free", head.is_empty()).await;
+            if !is_whole {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn wave(&self, head: &Memory, decode: &Memory, nth: usize, prompts: &[usize]) -> Wave {
+        let mut wave = Wave { works: Vec::new(), transfers: Vec::new(), arrivals: Vec::new() };
+        for (place, prompt) in prompts.iter().enumerate() {
+            let n_tokens = self.reference.prompts[*prompt].tokens.len();
+            let n_blocks = head.memory.layout().blocks_for(n_tokens);
+            let request = LandRequest {
+                transfer: self.world.transfer_id(),
+                lease: decode.lease(n_blocks),
+                n_tokens: n_tokens as u32,
+                held_tokens: 0,
+                deadline: self.world.deadline_in(LANDING_FOR),
+            };
+            let transfer = request.transfer;
+            let (landing, arrival) = decode.connector.land(request).expect("a proper request");
+            let (chunks, queue) = mpsc::channel(CHUNKS_MAX);
+            let send = send(Arc::clone(&head.connector), landing, ChunkQueue::new(queue, || {}));
+            wave.transfers.push(spawn_guarded(&self.own_gate, "transfer", send));
+            wave.arrivals.push((*prompt, arrival));
+            let (slot, lease) = (SlotId((nth * 100 + place) as u64), Arc::new(head.lease(n_blocks)));
+            wave.works.push(PromptWork { slot, prompt: *prompt, lease, transfer, chunks });
+        }
+        wave
+    }
+
+    fn check_outcome(&self, outcome: Option<Outcome>) -> bool {
+        match outcome {
+            Some(Outcome::WaveDone) => return true,
+            Some(Outcome::Failed(error)) => self.expect_failure("a step", error),
+            Some(Outcome::Wrong(what)) => self.log.accuse(format_args!("a step is wrong: {what}")),
+            None => self.log.accuse("the worker's thread has panicked"),
+        }
+        false
+    }
+
+    /// Compares every page that arrives with the KV of one process.
+    async fn check_arrivals(&self, decode: &Memory, arrivals: Vec<(usize, Arrival)>) -> bool {
+        let mut is_whole = true;
+        for (prompt, arrival) in arrivals {
+            match self.in_time("landings end", arrival.settle()).await {
+                None => is_whole = false,
+                Some(Err(error)) => {
+                    is_whole = false;
+                    self.expect_failure("a landing", in_full(&error));
+                }
+                Some(Ok(arrived)) => {
+                    let groups = self.reference.model.layout.group_indices();
+                    let tables: Vec<&[BlockIdx]> = groups.map(|group| arrived.lease.table(group)).collect();
+                    let pages = self.reference.pages(&decode.memory, &tables);
+                    if pages != self.reference.prompts[prompt].pages {
+                        self.log.accuse(format_args!("prompt {prompt} arrives with other KV"));
+                    }
+                }
+            }
+        }
+        is_whole
+    }
+
+    async fn head(&self, config: &NodeConfig, group: &Arc<Group>, memory: &KvMemory) -> Memory {
+        let parts = ConnectorParts {
+            node: NodeId::new("head"),
+            epoch: group.epoch(),
+            memory: memory.clone(),
+            world: self.world_of("wires", Arc::new(self.net.clone())),
+            gate: self.gates.wires.clone(),
+            settings: config.transfer.clone(),
+            processes: Some(Arc::clone(group) as _),
+            ..self.decode_parts()
+        };
+        Memory::new("head", parts).await
+    }
+
+    async fn decode(&self) -> Memory {
+        Memory::new("decode", self.decode_parts()).await
+    }
+
+    fn decode_parts(&self) -> ConnectorParts {
+        let model = &self.reference.model;
+        ConnectorParts {
+            node: NodeId::new("decode"),
+            epoch: Epoch(1),
+            memory: KvMemory::host(model.layout.clone(), DECODE_BLOCKS).expect("memory for some blocks"),
+            fingerprint: model.fingerprint.clone(),
+            world: self.world_of("decode", Arc::new(self.net.clone())),
+            gate: self.gates.decode.clone(),
+            settings: self.config("10.0.0.9").transfer,
+            metrics: TransferMetrics::default(),
+            faults: Faults::none(),
+            processes: None,
+        }
+    }
+
+    // === waits ===
+
+    /// Waits for something that must end by itself. Returns `None` if it is late.
+    async fn in_time<T>(&self, what: &str, future: impl Future<Output = T>) -> Option<T> {
+        self.before(self.late_since(Instant::now()), what, future).await
+    }
+
+    /// Like [`in_time`](Self::in_time), for what must end soon after now.
+    async fn soon<T>(&self, what: &str, future: impl Future<Output = T>) -> Option<T> {
+        self.before(sleep(ENDS_WITHIN), what, future).await
+    }
+
+    /// Waits until `future` ends, or until `late` does.
+    async fn before<T>(
+        &self,
+        late: impl Future<Output = ()>,
+        what: &str,
+        future: impl Future<Output = T>,
+    ) -> Option<T> {
+        let mut future = pin!(future);
+        tokio::select! {
+            biased;
+            value = &mut future => return Some(value),
+            () = late => {}
+        }
+        // A thread may have waited for a core of this machine, so the clock stands still meanwhile.
+        let _stopped = self.progress.stop_clock();
+        for _ in 0..THREADS_RUN_WITHIN_MS {
+            if let Some(value) = (&mut future).now_or_never() {
+                return Some(value);
+            }
+            thread::sleep(Duration::from_millis(1));
+            tokio::task::yield_now().await;
+        }
+        self.log.accuse(format_args!("late: {what}"));
+        None
+    }
+
+    async fn late_since(&self, begun: Instant) {
+        loop {
+            sleep(LOOK_EVERY).await;
+            let seen = self.progress.seen();
+            let is_joining = !seen.connections.iter().all(|of| of.is_accepted);
+            let fault = seen.last_fault.filter(|_| self.must_end() && !is_joining);
+            let within = DONE_WITHIN + Duration::from_millis(if is_joining { JOIN_MS } else { 0 });
+            if begun.elapsed() > within || fault.is_some_and(|fault| fault.elapsed() > ENDS_WITHIN) {
+                return;
+            }
+        }
+    }
+
+    fn must_end(&self) -> bool {
+        self.progress.seen().connections.iter().any(|of| of.must_end)
+    }
+
+    fn expect_failure(&self, what: &str, error: impl std::fmt::Display) {
+        match self.must_end() {
+            true => self.log.say(format_args!("{what} fails: {error}")),
+            false => self.log.accuse(format_args!("{what} fails without a fault: {error}")),
+        }
+    }
+}
+
+impl Memory {
+    async fn new(name: &'static str, parts: ConnectorParts) -> Self {
+        let memory = parts.memory.clone();
+        let pool = BlockPool::new(memory.layout(), memory.n_blocks());
+        let connector = kv_transfer::build("tcp", parts).await.expect("the connector starts");
+        Self { name, memory, pool, connector }
+    }
+
+    /// Waits until nothing holds blocks.
+    async fn is_empty(&self) {
+        let mut freed = self.pool.freed();
+        while self.pool.counts().free != self.pool.counts().total {
+            freed.changed().await.expect("the pool lives");
+        }
+    }
+
+    fn lease(&self, n_blocks: usize) -> BlockLease {
+        let holder = Holder { what: Holding::Sequence, request: RequestId::new("simulated") };
+        self.pool.reserve(n_blocks, holder).expect("there is room for a wave")
+    }
+}
+
+async fn send(
+    connector: Arc<dyn KvConnector>,
+    landing: Landing,
+    chunks: ChunkQueue,
+) -> Result<(), TransferError> {
+    connector.open(&Destination::Landing(landing)).await?.feed(chunks).await
+}

@@ -1,0 +1,201 @@
+//! The thread that launches steps on the head, and compares their results with those of one process.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+use std::thread;
+
+use engine::{Backend, PendingStep, SampledToken, SlotId, StepBatch, StepOutput};
+use kv_cache::BlockLease;
+use kv_transfer::Chunk;
+use tokio::sync::mpsc;
+use types::step::Step;
+use types::{BlockIdx, Handoff, KvSpan, TransferId};
+
+use super::clock::Progress;
+use super::reference::{PromptChunk, PromptReference, Reference};
+
+/// A prompt that the thread computes.
+#[derive(Debug)]
+pub struct PromptWork {
+    pub slot: SlotId,
+    /// The index of the reference's prompt.
+    pub prompt: usize,
+    /// The sequence's blocks.
+    pub lease: Arc<BlockLease>,
+    pub transfer: TransferId,
+    /// Gets the KV of each step when it is launched, and then the first token.
+    pub chunks: mpsc::Sender<Chunk>,
+}
+
+/// What the thread reports.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// All steps of a wave have their right results.
+    WaveDone,
+    /// A step has failed. The thread ends.
+    Failed(String),
+    /// A step has the results of another one. The thread ends.
+    Wrong(String),
+}
+
+/// Limit of outcomes that nothing has read yet.
+pub const OUTCOMES_MAX: usize = 16;
+/// Limit of chunks of one prompt that nothing has read yet. All chunks of a prompt fit.
+pub const CHUNKS_MAX: usize = 16;
+
+/// What the thread works with.
+#[derive(Debug)]
+pub struct Worker {
+    pub backend: Box<dyn Backend>,
+    pub reference: &'static Reference,
+    pub chunk_blocks: Vec<u32>,
+    pub waves: Receiver<Vec<PromptWork>>,
+    pub outcomes: mpsc::Sender<Outcome>,
+    pub progress: Progress,
+}
+
+/// A part of a step.
+#[derive(Clone, Debug)]
+struct Part {
+    nth: usize,
+    blocks: Range<u32>,
+}
+
+impl Worker {
+    /// Starts the thread. It ends when no more waves come, or a step fails. Then it drops the backend.
+    pub fn start(self) -> thread::JoinHandle<()> {
+        let thread = thread::Builder::new().name("sim worker".to_owned());
+        thread.spawn(move || self.work()).expect("a thread can be started")
+    }
+
+    fn work(mut self) {
+        while let Ok(wave) = self.waves.recv() {
+            let outcome = self.wave(&wave).err().unwrap_or(Outcome::WaveDone);
+            let goes_on = outcome == Outcome::WaveDone;
+            // No more chunks come.
+            drop(wave);
+            self.progress.note(|seen| seen.has_wave = false);
+            if self.outcomes.blocking_send(outcome).is_err() || !goes_on {
+                return;
+            }
+        }
+    }
+
+    fn wave(&mut self, wave: &[PromptWork]) -> Result<(), Outcome> {
+        let mut in_flight: VecDeque<(PendingStep, Vec<Part>)> = VecDeque::new();
+        for parts in self.steps(wave) {
+            if in_flight.len() == self.backend.steps_in_flight_max() {
+                self.collect(wave, in_flight.pop_front())?;
+            }
+            let step = self.launch(wave, &parts)?;
+            in_flight.push_back((step, parts));
+        }
+        while !in_flight.is_empty() {
+            self.collect(wave, in_flight.pop_front())?;
+        }
+        Ok(())
+    }
+
+    /// Divides the prompts over steps: each step computes a chunk of every prompt that is not complete.
+    fn steps(&self, wave: &[PromptWork]) -> Vec<Vec<Part>> {
+        let mut done = vec![0; wave.len()];
+        let mut steps = Vec::new();
+        for n_blocks in self.chunk_blocks.iter().cycle() {
+            let part = |(nth, done): (usize, &mut u32)| {
+                let end = (*done + n_blocks).min(wave[nth].lease.n_blocks() as u32);
+                let blocks = std::mem::replace(done, end)..end;
+                (!blocks.is_empty()).then_some(Part { nth, blocks })
+            };
+            let parts: Vec<Part> = done.iter_mut().enumerate().filter_map(part).collect();
+            if parts.is_empty() {
+                break;
+            }
+            steps.push(parts);
+        }
+        steps
+    }
+
+    fn launch(&mut self, wave: &[PromptWork], parts: &[Part]) -> Result<PendingStep, Outcome> {
+        let layout = &self.reference.model.layout;
+        let tables = |part: &Part| {
+            let lease = &wave[part.nth].lease;
+            layout.group_indices().map(|group| lease.table(group)).collect()
+        };
+        let tables: Vec<Vec<&[BlockIdx]>> = parts.iter().map(tables).collect();
+        let row = |(part, tables)| {
+            let (part, tables): (&Part, &Vec<&[BlockIdx]>) = (part, tables);
+            let PromptWork { slot, prompt, .. } = wave[part.nth];
+            let prompt = &self.reference.prompts[prompt].tokens;
+            self.reference.row(PromptChunk { slot, prompt, tokens: self.tokens(part), tables })
+        };
+        let rows: Vec<_> = parts.iter().zip(&tables).map(row).collect();
+        // Before the launch, so that the clock stands still.
+        self.progress.note(|seen| seen.n_launched += 1);
+        let launched = self.backend.launch(StepBatch { rows: &rows });
+        let step = launched.map_err(|error| Outcome::Failed(error.to_string()))?;
+        for part in parts {
+            for group in layout.group_indices() {
+                let layers = 0..layout.group(group).layers.len() as u16;
+                let span = KvSpan { group, blocks: part.blocks.clone(), layers };
+                let from = Arc::clone(&wave[part.nth].lease);
+                wave[part.nth].give(Chunk::Kv { span, from, ready: step.fence().clone() });
+            }
+        }
+        Ok(step)
+    }
+
+    fn tokens(&self, part: &Part) -> Range<usize> {
+        let block_tokens = usize::from(self.reference.model.layout.block_tokens);
+        part.blocks.start as usize * block_tokens..part.blocks.end as usize * block_tokens
+    }
+
+    fn collect(
+        &mut self,
+        wave: &[PromptWork],
+        launched: Option<(PendingStep, Vec<Part>)>,
+    ) -> Result<(), Outcome> {
+        let Some((step, parts)) = launched else { return Ok(()) };
+        let collected = self.backend.collect(step);
+        self.progress.note(|seen| seen.n_collected += 1);
+        let output = collected.map_err(|error| Outcome::Failed(error.to_string()))?;
+        self.check(wave, &parts, output).map_err(Outcome::Wrong)
+    }
+
+    /// Compares every bit of a step's results with those of one process. Then the KV of complete prompts may leave.
+    fn check(&self, wave: &[PromptWork], parts: &[Part], output: StepOutput) -> Result<(), String> {
+        if output.rows.len() != parts.len() {
+            return Err(format!("{} rows instead of {}", output.rows.len(), parts.len()));
+        }
+        let mut logprobs = output.prompt_logprobs.into_iter();
+        for (part, row) in parts.iter().zip(output.rows) {
+            let work = &wave[part.nth];
+            let (prompt, tokens) = (&self.reference.prompts[work.prompt], self.tokens(part));
+            let whose = format!("blocks {:?} of prompt {}", part.blocks, work.prompt);
+            if logprobs.next().unwrap_or_default() != prompt.logprobs_of(&tokens) {
+                return Err(format!("{whose} have other log-probabilities"));
+            }
+            let first = row.map_err(|error| format!("{whose}: {error}"))?;
+            let is_last = tokens.end == prompt.tokens.len();
+            if first.as_ref() != is_last.then_some(&prompt.first) {
+                return Err(format!("{whose} have another token: {first:?}"));
+            }
+            first.into_iter().for_each(|first| work.hand_off(prompt, first));
+        }
+        Ok(())
+    }
+}
+
+impl PromptWork {
+    fn hand_off(&self, prompt: &PromptReference, first: SampledToken) {
+        let first = Step { token: first.token, index: 0, logprobs: None, finish: None };
+        let n_tokens = prompt.tokens.len() as u32;
+        self.give(Chunk::Handoff(Handoff { transfer: self.transfer, n_tokens, first }));
+    }
+
+    fn give(&self, chunk: Chunk) {
+        // If the transfer has failed, nothing takes chunks.
+        let _ = self.chunks.try_send(chunk);
+    }
+}
