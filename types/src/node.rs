@@ -98,7 +98,8 @@ pub struct ModelInfo {
 /// The properties that two nodes must share to use each other's KV: weights, layout, dtype, rope, tokenizer
 /// and the key of block hashes.
 ///
-/// A fingerprint keeps named parts instead of one hash, so that a refusal can list the differences.
+/// A fingerprint keeps named parts instead of one hash, so that a refusal can list the differences. The processes of
+/// one node compare their settings in the same way.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Fingerprint(BTreeMap<String, String>);
 
@@ -148,15 +149,18 @@ impl Fingerprint {
 
     /// Checks that a peer has the same fingerprint. The error lists the differences.
     pub fn agree(&self, peer: &Self) -> Result<(), FingerprintMismatch> {
-        let names: std::collections::BTreeSet<&String> = self.0.keys().chain(peer.0.keys()).collect();
-        let differences: Vec<String> = names
-            .into_iter()
-            .filter(|name| self.0.get(*name) != peer.0.get(*name))
-            .map(|name| {
-                format!("{name}: {} here, {} there", shown(self.0.get(name)), shown(peer.0.get(name)))
-            })
-            .collect();
+        let differences =
+            self.differences(peer, |name, ours, theirs| format!("{name}: {ours} here, {theirs} there"));
         if differences.is_empty() { Ok(()) } else { Err(FingerprintMismatch(differences)) }
+    }
+
+    /// Describes the parts that differ, in the order of their names. `text` gets a name and both values; a missing
+    /// value is `absent`.
+    pub fn differences(&self, peer: &Self, text: impl Fn(&str, &str, &str) -> String) -> Vec<String> {
+        let names: std::collections::BTreeSet<&String> = self.0.keys().chain(peer.0.keys()).collect();
+        let values = names.into_iter().map(|name| (name, self.0.get(name), peer.0.get(name)));
+        let differing = values.filter(|(_, ours, theirs)| ours != theirs);
+        differing.map(|(name, ours, theirs)| text(name, shown(ours), shown(theirs))).collect()
     }
 }
 

@@ -20,7 +20,7 @@ use types::{Epoch, NodeId, in_full};
 
 use super::connection::{MessageReader, MessageWriter, Outgoing, QUEUED_MAX, SILENT_MAX, outgoing};
 use super::error::GroupError;
-use super::messages::{OfFollower, OfHead, from_follower, input, loaded_message, output_message};
+use super::messages::{OfFollower, OfHead, from_follower, input, loaded_message, output_message, parts_of};
 use super::{blocking, common_settings, prepare};
 use crate::config::NodeConfig;
 
@@ -75,7 +75,7 @@ async fn follow_until_lost(parts: FollowerParts<'_>, shutdown: &Shutdown) -> Res
     let (prepared, (reader, writer)) = connected?;
     let mut reader = MessageReader::new(reader);
     let (out, queue) = outgoing();
-    let settings = common_settings(&config.engine).into_iter().collect();
+    let settings = parts_of(&common_settings(&config.engine));
     let join = v1::Join { place: u32::from(*place), n_blocks: prepared.n_blocks(), settings };
     out.send(from_follower(OfFollower::Join(join))).await.map_err(gone)?;
     let alive = from_follower(OfFollower::Alive(v1::Alive {}));

@@ -1,6 +1,5 @@
 //! The head: waits for its followers, and then is the node, with stages in other processes.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -15,7 +14,7 @@ use proto::v1;
 use tokio::sync::mpsc;
 use tokio::time::{timeout, timeout_at};
 use tracing::{info, warn};
-use types::{Epoch, NodeId, StageLayers, in_full};
+use types::{Epoch, Fingerprint, NodeId, StageLayers, in_full};
 
 use super::connection::{MessageReader, MessageWriter, SILENT_MAX};
 use super::error::GroupError;
@@ -180,7 +179,7 @@ struct Entrance {
     world: World,
     gate: Gate,
     /// What must be equal in all processes.
-    common: BTreeMap<String, String>,
+    common: Fingerprint,
     processes: JoinedProcesses,
     /// Gets a message when a process has joined.
     changed: mpsc::Sender<()>,
@@ -233,23 +232,10 @@ impl Entrance {
     /// Returns the reason why a process may not join.
     fn refusal(&self, join: &v1::Join, from: SocketAddr) -> Option<String> {
         let place = join.place as usize;
-        let theirs: BTreeMap<String, String> = join.settings.clone().into_iter().collect();
-        let names: BTreeSet<&String> = self.common.keys().chain(theirs.keys()).collect();
-        let shown = |settings: &BTreeMap<String, String>, name| {
-            settings.get(name).cloned().unwrap_or_else(|| "absent".to_owned())
-        };
-        let differs = |name: &&String| self.common.get(*name) != theirs.get(*name);
-        let differences: Vec<String> = names
-            .into_iter()
-            .filter(differs)
-            .map(|name| {
-                format!(
-                    "{name} is {} at the head and {} at {from}",
-                    shown(&self.common, name),
-                    shown(&theirs, name)
-                )
-            })
-            .collect();
+        let theirs = Fingerprint::new(join.settings.clone());
+        let differences = self.common.differences(&theirs, |name, ours, theirs| {
+            format!("{name} is {ours} at the head and {theirs} at {from}")
+        });
         if !differences.is_empty() {
             return Some(differences.join("; "));
         }

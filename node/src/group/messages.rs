@@ -1,5 +1,7 @@
 //! The engine's types as messages between processes.
 
+use std::collections::HashMap;
+
 use engine::RowError;
 use engine::cpu::Format;
 use engine::cpu::remote::{StageInput, StageResults, StageRow, StageWeights};
@@ -67,15 +69,16 @@ pub(super) fn results(message: v1::StageOutput) -> Result<StageResults, GroupErr
 
 pub(super) fn loaded_message(weights: &StageWeights) -> v1::Loaded {
     let StageWeights { model, formats } = weights;
-    let part = |(name, value): (&str, &str)| (name.to_owned(), value.to_owned());
     let bytes = |(format, bytes): &(Format, usize)| v1::FormatBytes {
         format: format_name(*format).to_owned(),
         bytes: *bytes as u64,
     };
-    v1::Loaded {
-        fingerprint: model.parts().map(part).collect(),
-        formats: formats.iter().map(bytes).collect(),
-    }
+    v1::Loaded { fingerprint: parts_of(model), formats: formats.iter().map(bytes).collect() }
+}
+
+/// Returns the named parts of a fingerprint.
+pub(super) fn parts_of(fingerprint: &Fingerprint) -> HashMap<String, String> {
+    fingerprint.parts().map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
 }
 
 pub(super) fn weights(message: v1::Loaded) -> Result<StageWeights, GroupError> {

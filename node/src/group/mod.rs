@@ -20,13 +20,13 @@ pub use error::GroupError;
 pub use follower::{FollowerParts, follow};
 pub use head::{Group, HeadParts, gather};
 
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
 use engine::cpu::process::PreparedStage;
 use engine::{EngineSettings, OpenError};
 use tokio::task::spawn_blocking;
+use types::Fingerprint;
 
 /// The settings of a node of several processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,9 +39,9 @@ pub struct GroupSettings {
 }
 
 /// Returns what must be equal in all processes of a node.
-fn common_settings(engine: &EngineSettings) -> BTreeMap<String, String> {
+fn common_settings(engine: &EngineSettings) -> Fingerprint {
     let cpu = &engine.cpu;
-    [
+    let settings = [
         ("version", env!("CARGO_PKG_VERSION").to_owned()),
         ("protocol", types::node::PROTOCOL.to_string()),
         ("model.tp", engine.ranks.to_string()),
@@ -51,9 +51,8 @@ fn common_settings(engine: &EngineSettings) -> BTreeMap<String, String> {
         ("expert.model.load_format", format!("{:?}", cpu.load_format).to_lowercase()),
         ("expert.model.processes", engine.stages.n_stages.to_string()),
         ("expert.model.stage_layers", format!("{:?}", engine.stages.layers)),
-    ]
-    .map(|(name, value)| (name.to_owned(), value))
-    .into()
+    ];
+    Fingerprint::new(settings.map(|(name, value)| (name.to_owned(), value)))
 }
 
 /// Reads the config of the model for one of its stages.
