@@ -2,7 +2,7 @@
 //! to. Between the head and each follower is a relay that loses, delays, doubles and reorders messages.
 //!
 //! Suggested reading order: the plan of a seed ([`plan`]), its execution and its checks ([`mod@run`]), the steps and the
-//! transfers ([`work`], [`reference`]), the relay ([`relay`]), and the clock ([`clock`]).
+//! transfers ([`work`], [`mod@reference`]), the relay ([`relay`]), and the clock ([`clock`]).
 //!
 //! Models compute on real threads, so a seed repeats the faults of a run, but not each of its moments.
 
