@@ -53,8 +53,8 @@ __device__ __forceinline__ void score(float (&sum)[4], const bf16* router, const
     }
 }
 
-// The first step of a share of k. The sums of all shares are added in order, so a score has the same bits for any number
-// of rows.
+// The first step of a share of k. The sums of all shares are added in order. So a score has the same bits, however many rows
+// are scored.
 __device__ __forceinline__ u32 share_start(u32 share, const RouterShape& shape) { return (shape.k + 31) / 32 * share / SCORE_SHARES; }
 
 // Greater numbers have greater keys. The key 0 means that the expert is taken, or that there is none.

@@ -5,10 +5,10 @@
 // engine brings the weights of its units to a ring in shared memory, STAGES steps of k ahead. The rows of x, up to N of an
 // expert, stay in shared memory while the units are those of one expert.
 //
-// As in many_rows_fp8.cu, the tensor cores add up 128 of k with fewer bits than f32 has; these parts are added in f32, times
-// the scale of x.
+// The tensor cores add products of FP8 with less precision than f32 has. So they add up 128 numbers of k at a time, and
+// these sums are added in f32, each times its scale of x, as in many_rows_fp8.cu.
 constexpr u32 UNIT_TILE = 64, STAGES = 4, STAGE_BYTES = UNIT_TILE * TILE_ROW_BYTES, GROUP_THREADS = 128, GROUPS_MAX = 4;
-constexpr u32 SCALED_ROWS = 64, NO_PLACE = 0xffffffffu;
+constexpr u32 SCALED_ROWS = 64;
 enum class WScales { ROWS, BLOCKS };
 
 // x_apart: the distance between the scales of x for two groups of 128.
@@ -130,7 +130,7 @@ struct RowsOfX {
 
     __device__ __forceinline__ float* scales() const { return reinterpret_cast<float*>(__cvta_shared_to_generic(at + n_steps * TILE_BYTES)); }
 
-    // All threads of a group copy their parts. Nobody may read the rows of before.
+    // Copies the rows of a task. All threads of the group call this, when none of them reads the rows of another task.
     template <typename Units>
     __device__ __forceinline__ void copy(const char* x, const ExpertRows& rows, u32 place, u32 n_rows, const EightsShape& shape) const {
         constexpr u32 CHUNKS = TILE_ROW_BYTES / 16;
@@ -183,11 +183,7 @@ __device__ __forceinline__ void multiply_eights(bf16* y, const TensorMap& of_w, 
     ring.full = shared_address(barriers) + group * 2 * STAGES * 8, ring.empty = ring.full + STAGES * 8;
     if (is_first) {
         fetch_map(of_w);
-        for (u32 i = 0; i < STAGES; i++) {
-            barrier_start(ring.full + i * 8, 1);
-            barrier_start(ring.empty + i * 8, GROUP_THREADS / 32);
-        }
-        barriers_started();
+        ring_started<STAGES>(ring, GROUP_THREADS / 32);
     }
     __syncthreads();
     in_turn();
@@ -202,7 +198,7 @@ __device__ __forceinline__ void multiply_eights(bf16* y, const TensorMap& of_w, 
     Asker<Units, N> asker{task, 0, 0, 0, is_first};
     for (u32 i = 0; i < STAGES; i++) asker.ask(ring, of_w, rows, n_units, n_steps, shape.of);
     RowsOfX<N> of_x{ring.at + STAGES * STAGE_BYTES, n_steps};
-    u32 stage = 0, parity = 0, copied = NO_PLACE;
+    u32 stage = 0, parity = 0, copied = NOWHERE;
     bool has_asked = true;
     do {
         u32 n_rows = task.n_rows(), place = task.place(), unit = task.unit * 4 + warp;

@@ -151,11 +151,7 @@ __device__ __forceinline__ void few_rows(const Ending& ending, const PendingNorm
     if (threadIdx.x == GROUPS_THREADS) {
         fetch_map(of_w);
         fetch_map(of_x);
-        for (u32 i = 0; i < STAGES; i++) {
-            barrier_start(ring.full + i * 8, 1);
-            barrier_start(ring.empty + i * 8, GROUPS_THREADS / 32);
-        }
-        barriers_started();
+        ring_started<STAGES>(ring, GROUPS_THREADS / 32);
     }
     next_may_come();
     __syncthreads();

@@ -36,6 +36,17 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 // Tiles in shared memory that are filled and emptied in turn, with one barrier for each.
 struct Ring { u32 at, full, empty; };
 
+// Initialises the barriers of a ring whose tiles n_readers empty. One thread calls this, and a barrier of all threads must
+// follow.
+template <u32 STAGES>
+__device__ __forceinline__ void ring_started(const Ring& ring, u32 n_readers) {
+    for (u32 i = 0; i < STAGES; i++) {
+        barrier_start(ring.full + i * 8, 1);
+        barrier_start(ring.empty + i * 8, n_readers);
+    }
+    barriers_started();
+}
+
 // A hardware barrier of THREADS threads; barrier 0 is for all threads.
 template <u32 THREADS>
 __device__ __forceinline__ void threads_wait(u32 barrier) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory"); }

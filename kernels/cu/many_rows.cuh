@@ -124,11 +124,7 @@ __device__ __forceinline__ void many_rows(const TensorMap& of_y, const TensorMap
     if (threadIdx.x == 0) {
         fetch_map(of_w);
         fetch_map(of_x);
-        for (u32 i = 0; i < Stage::COUNT; i++) {
-            barrier_start(ring.full + i * 8, 1);
-            barrier_start(ring.empty + i * 8, (Tiles::FOR_BOTH ? CLUSTER : 1) * GROUPS * GROUP / 32);
-        }
-        barriers_started();
+        ring_started<Stage::COUNT>(ring, (Tiles::FOR_BOTH ? CLUSTER : 1) * GROUPS * GROUP / 32);
     }
     cluster_arrive();  // no block loads or frees a stage before the other's barriers are ready
     cluster_wait();

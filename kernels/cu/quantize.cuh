@@ -9,7 +9,7 @@ __device__ __forceinline__ u32 in_fp8(float low, float high) {
 // width: the bytes of a row in FP8. scales_apart: the distance between the scales of two groups of 128.
 struct QuantizedShape { u32 n_rows, k, width, scales_apart; };
 
-// Writes all rows, by `n_blocks` blocks of which this is one.
+// Writes the rows. `n_blocks` blocks share them, and this is block number `block`.
 //
 // A lane has eight numbers: four pairs, which are 16 bytes apart. Two lanes exchange theirs, because a word has a
 // pair of each: their first numbers in bytes 0 and 1, their second in bytes 2 and 3.

@@ -87,6 +87,22 @@ enum Part {
     Ranks,
 }
 
+type Check = fn(&ComputeCard, &mut Verdicts, Extent) -> Result<(), CudaError>;
+
+/// The checks of all parts that need one GPU.
+const CHECKS: &[(Part, Check)] = &[
+    (Part::Rows, check_rows::all),
+    (Part::Products, check_products::all),
+    (Part::ManyRows, many_rows::check),
+    (Part::Experts, check_experts::check),
+    (Part::Endings, check_endings::all),
+    (Part::Fp8, fp8::check),
+    (Part::Fp8, rounding::check),
+    (Part::Attention, check_attention::all),
+    (Part::Latent, check_latent::all),
+    (Part::Sample, check_sample::all),
+];
+
 fn main() -> ExitCode {
     let args = Args::parse();
     match run(&args) {
@@ -115,7 +131,9 @@ fn run(args: &Args) -> Result<bool, CudaError> {
     let mut verdicts = Verdicts::default();
     let is_wanted = |part: Part| args.only.is_none_or(|only| only == part);
     if args.check == YesNo::Yes {
-        check(&card, extent, is_wanted, &mut verdicts)?;
+        for (_, check) in CHECKS.iter().filter(|(part, _)| is_wanted(*part)) {
+            check(&card, &mut verdicts, extent)?;
+        }
     }
     let mut ranks = json!(null);
     if is_wanted(Part::Ranks) {
@@ -138,42 +156,4 @@ fn run(args: &Args) -> Result<bool, CudaError> {
     }
     eprintln!("{verdicts}");
     Ok(verdicts.are_all_right())
-}
-
-/// Checks the kernels of all wanted parts that need one GPU.
-fn check(
-    card: &ComputeCard,
-    extent: Extent,
-    is_wanted: impl Fn(Part) -> bool,
-    verdicts: &mut Verdicts,
-) -> Result<(), CudaError> {
-    if is_wanted(Part::Rows) {
-        check_rows::all(card, verdicts, extent)?;
-    }
-    if is_wanted(Part::Products) {
-        check_products::all(card, verdicts, extent)?;
-    }
-    if is_wanted(Part::ManyRows) {
-        many_rows::check(card, verdicts, extent)?;
-    }
-    if is_wanted(Part::Experts) {
-        check_experts::check(card, verdicts, extent)?;
-    }
-    if is_wanted(Part::Endings) {
-        check_endings::all(card, verdicts, extent)?;
-    }
-    if is_wanted(Part::Fp8) {
-        fp8::check(card, verdicts, extent)?;
-        rounding::check(card, verdicts, extent)?;
-    }
-    if is_wanted(Part::Attention) {
-        check_attention::all(card, verdicts, extent)?;
-    }
-    if is_wanted(Part::Latent) {
-        check_latent::all(card, verdicts, extent)?;
-    }
-    if is_wanted(Part::Sample) {
-        check_sample::all(card, verdicts, extent)?;
-    }
-    Ok(())
 }

@@ -98,6 +98,18 @@ struct UnitsShape {
     per_row: u32,
 }
 
+impl UnitsShape {
+    /// Describes matrices of `n` rows of `k` numbers, with padding.
+    fn of(kernel: &'static str, [n, k]: [usize; 2], sizes: ExpertSizes) -> Result<Self, CudaError> {
+        Ok(Self {
+            n: number(kernel, n)?,
+            k: number(kernel, k)?,
+            n_experts: number(kernel, sizes.n_experts)?,
+            per_row: number(kernel, sizes.per_row)?,
+        })
+    }
+}
+
 /// `ExpertMatrices` in experts_fp8.cu.
 #[repr(C)]
 struct Fp8Matrices {
@@ -200,12 +212,7 @@ impl ComputeCard {
         };
         let width = Fp8Rows::width(k);
         let shape = EightsShape {
-            of: UnitsShape {
-                n: number(kernel, n)?,
-                k: number(kernel, width)?,
-                n_experts: number(kernel, n_experts)?,
-                per_row: number(kernel, per_row)?,
-            },
+            of: UnitsShape::of(kernel, [n, width], space.sizes)?,
             x_apart: number(kernel, QuantizedRows::scales_apart(n_x))?,
             w_scales: w.scales.address(),
             x_scales: x_scales.view().address(),
@@ -245,12 +252,7 @@ impl ComputeCard {
         let (kernel, blocks) = if n_rows <= 8 { (names.of_8, 3) } else { (names.of_32, 2) };
         let rows = space.expert_rows();
         let width = if w.fp8_scales().is_some() { Fp8Rows::width(k) } else { k };
-        let shape = UnitsShape {
-            n: number(kernel, n)?,
-            k: number(kernel, width)?,
-            n_experts: number(kernel, space.sizes.n_experts)?,
-            per_row: number(kernel, space.sizes.per_row)?,
-        };
+        let shape = UnitsShape::of(kernel, [n, width], space.sizes)?;
         let config = grid(self.n_multiprocessors() as usize * blocks, 1, UNIT_THREADS);
         match w {
             WeightMatrix::Bf16(w) | WeightMatrix::Widened(w) => {
