@@ -11,6 +11,7 @@ under NEAR, and another text follows. With EXACT=1 all nodes are deterministic, 
 TP="2 1" gives prefill nodes two GPUs and decode nodes one, beginning with those of DEVICES="cuda:0 cuda:2". The reference
 has the ranks of decode nodes. If the two numbers differ, sums differ too, and all tokens are compared like those of
 continued streams.
+PROCESSES=2 gives prefill nodes two processes with a pipeline stage each: the first stage runs on the decode node's GPU.
 NODES='{"BATON_MODEL__KV_DTYPE": "fp8"}' adds settings for all nodes.
 """
 import json, os, random, signal, subprocess, sys, tempfile, threading, time, urllib.error, urllib.request
@@ -21,6 +22,7 @@ SHAPE = os.environ.get("SHAPE", "bench/shapes/llama-3.2-1b")
 HTTP, LOGS = "http://127.0.0.1:8000", tempfile.mkdtemp(prefix="gpu-walk-")
 DEVICES = os.environ.get("DEVICES", "cuda:0 cuda:1").split()
 TP = os.environ.get("TP", "1 1").split()
+PROCESSES = int(os.environ.get("PROCESSES", 1))
 NODES = json.loads(os.environ.get("NODES", "{}"))
 VOCABULARY = int(os.environ.get("VOCABULARY", 100_000))
 WITHIN, READY_WITHIN = 30, 150
@@ -89,7 +91,7 @@ def until(what, look, within=WITHIN):
 
 class Cluster:
     def __init__(self, nodes, connector=None):
-        self.connector, self.nodes = connector, {}
+        self.connector, self.nodes, self.ranks, self.others = connector, {}, {}, {}
         settings = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
         settings["BATON_LOG__LEVEL"] = "info"
         self.router = self.spawn("router", settings)
@@ -103,8 +105,19 @@ class Cluster:
                 of_node["BATON_MODEL__DETERMINISTIC"] = "true"
             if connector:
                 of_node["BATON_TRANSFER__CONNECTORS"] = json.dumps([connector])
+            if PROCESSES > 1 and role.startswith("prefill"):
+                join = f"127.0.0.1:{port + 100}"
+                of_node |= {"BATON_EXPERT__MODEL__PROCESSES": str(PROCESSES), "BATON_EXPERT__MODEL__JOIN": join}
+                self.ranks[role] = [
+                    {**of_node, "BATON_RANK_OF": join, "BATON_RANK_PLACE": str(place), "BATON_MODEL__DEVICE": DEVICES[1]}
+                    for place in range(PROCESSES - 1)]
             self.nodes[role] = (of_node, self.spawn(role, of_node))
+            self.start_ranks(role)
         self.ready()
+
+    def start_ranks(self, role):
+        """Starts the other processes of a node, which end with it."""
+        self.others[role] = [self.spawn(f"rank-{nth}-{role}", of_rank) for nth, of_rank in enumerate(self.ranks.get(role, []))]
 
     def spawn(self, name, settings):
         log = open(f"{LOGS}/{self.connector}-{name}.log", "a")
@@ -122,8 +135,10 @@ class Cluster:
 
     def revive(self, role):
         settings, process = self.nodes[role]
-        process.kill(), process.wait()
+        for process in [process, *self.others[role]]:
+            process.kill(), process.wait()
         self.nodes[role] = (settings, self.spawn(role, settings))
+        self.start_ranks(role)
         self.ready()
 
     def baseline(self):
@@ -133,7 +148,7 @@ class Cluster:
         until("no block leased or quarantined", quiet)
 
     def stop(self):
-        for _, process in self.nodes.values():
+        for process in [*(process for _, process in self.nodes.values()), *sum(self.others.values(), [])]:
             process.kill(), process.wait()
         self.router.kill(), self.router.wait()
 
@@ -226,7 +241,7 @@ def walk(connector, expected, long):
     except Exception as error:
         steps["error"] = {"passed": False, "outcome": f"{type(error).__name__}: {error}"}
         print(connector, steps["error"], flush=True)
-        for role in ("router", "prefill", "decode"):
+        for role in ("router", "prefill", "rank-0-prefill", "decode"):
             print(subprocess.run(["tail", "-n", "12", f"{LOGS}/{connector}-{role}.log"], capture_output=True, text=True).stdout[-2500:])
     finally:
         cluster.stop()
@@ -244,7 +259,7 @@ def main():
     steps = {connector: walk(connector, expected, long) for connector in CONNECTORS}
     passed = all(step["passed"] for of in steps.values() for step in of.values())
     with open(OUT, "w") as out:
-        json.dump({"command": ("EXACT=1 " if EXACT else "") + "bench/gpu-walk.py", "shape": SHAPE, "tp": TP, "nodes": NODES, "passed": passed, "connectors": steps}, out, indent=1)
+        json.dump({"command": ("EXACT=1 " if EXACT else "") + "bench/gpu-walk.py", "shape": SHAPE, "tp": TP, "processes": PROCESSES, "nodes": NODES, "passed": passed, "connectors": steps}, out, indent=1)
         out.write("\n")
     print("all passed" if passed else "FAILED")
     sys.exit(0 if passed else 1)

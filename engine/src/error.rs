@@ -46,6 +46,16 @@ impl BackendError {
 #[error("{0}")]
 pub struct StageLost(pub String);
 
+impl StageLost {
+    pub(crate) fn other_step() -> Self {
+        Self("a stage in another process has answered with rows of another step".to_owned())
+    }
+
+    pub(crate) fn too_many_steps() -> Self {
+        Self("more steps were sent than a stage takes".to_owned())
+    }
+}
+
 /// The error of one row of a step. It has no effect on the other rows.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RowError {

@@ -24,6 +24,7 @@ pub use backend::cuda;
 pub use backend::cuda::{CudaBackend, CudaSettings};
 pub use backend::mock::{Mock, MockSettings, Pace};
 pub use backend::{Asleep, Backend, Device, EngineSettings, SleepFailed, StepLimits, WakeFailed, open};
+pub use backend::{process, remote};
 pub use error::{BackendError, LoadError, OpenError, RowError};
 pub use kv_room::{AutoRoom, KvRoom};
 pub use step::{

@@ -6,8 +6,8 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 
-use baton_engine::cpu::process::{PreparedStage, StageProcess};
-use baton_engine::cpu::remote::{RemoteStage, StageInput, StageLost, StageResults, StageWeights};
+use baton_engine::cpu::process::{CpuStage, PreparedStage};
+use baton_engine::remote::{RemoteStage, StageInput, StageLost, StageProcess, StageResults, StageWeights};
 use baton_engine::{
     Backend, CpuBackend, CpuSettings, LoadFormat, PendingStep, PromptTargets, Row, RowInput, SampleSpec,
     SlotId, StepBatch,
@@ -199,7 +199,7 @@ fn opened(folder: &Path, stages: &[u16], ranks: u16, load_format: LoadFormat) ->
 /// A stage as in a process of its own, without the connection: it computes in the thread that sends the step.
 #[derive(Debug)]
 struct ConnectedStage {
-    process: StageProcess,
+    process: CpuStage,
     sent: Sender<StageResults>,
     received: Mutex<Receiver<StageResults>>,
     n_layers: u16,
@@ -212,7 +212,8 @@ impl RemoteStage for ConnectedStage {
 
     fn begin(&self, input: StageInput) -> Result<(), StageLost> {
         let (signal, fence) = FenceSignal::new();
-        let results = self.process.compute(input, signal)?;
+        self.process.begin(input, signal)?;
+        let results = self.process.finish()?;
         assert!(fence.is_open(self.n_layers), "the stage reports its last layer");
         self.sent.send(results).map_err(|_| StageLost("nothing reads the results".to_owned()))
     }

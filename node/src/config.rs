@@ -3,6 +3,7 @@
 mod expert;
 
 use std::num::NonZero;
+use std::ops::Range;
 use std::time::Duration;
 
 use chassis::config::Shown;
@@ -198,7 +199,7 @@ impl ModelSection {
     }
 }
 
-/// Makes the settings of a node of several processes. Each process has one stage, on a processor.
+/// Makes the settings of a node of several processes. Each process has one stage.
 fn group(model: &ModelSection, expert: &NodeExpertSettings) -> Result<GroupSettings, NodeError> {
     let ModelExpertSettings { stages, processes, join, join_ms, .. } = &expert.model;
     let refused = |why: String| NodeError::Config(format!("expert.model.processes: {why}"));
@@ -208,9 +209,9 @@ fn group(model: &ModelSection, expert: &NodeExpertSettings) -> Result<GroupSetti
         (n, stages) if stages > 1 && stages != n => {
             return Err(refused(format!("{n} processes for {stages} stages: each process has one stage")));
         }
-        (n, _) if model.device != "cpu" => {
+        (n, _) if model.device == "auto" => {
             return Err(refused(format!(
-                "{n} processes compute on processors only: set model.device to \"cpu\""
+                "{n} processes need a device: set model.device to \"cpu\" or \"cuda:N\""
             )));
         }
         _ => {}
@@ -293,6 +294,12 @@ pub struct NodeConfig {
 }
 
 impl NodeConfig {
+    /// Returns the numbers of the GPUs that this process uses.
+    pub fn gpus(&self) -> Range<usize> {
+        let of_all = self.engine.gpus();
+        of_all.start..of_all.start + of_all.len() / usize::from(self.group.n_processes.max(1))
+    }
+
     pub fn resolve(raw: RawNodeConfig) -> Result<Self, NodeError> {
         let shown = chassis::config::shown(&raw);
         let RawNodeConfig { node, registry, model, transfer, cluster, tls, log, expert } = raw;

@@ -104,7 +104,7 @@ pub async fn run(lives: Lives<'_>, backend: Box<dyn Backend>) -> Result<(), Node
         group: group.clone(),
     };
     let gate = Gate::new("gpus");
-    let gpus = gpus::follow(config.engine.gpus(), node.metrics.gpus.clone());
+    let gpus = gpus::follow(config.gpus(), node.metrics.gpus.clone());
     let reading = spawn_guarded(&gate, "gpus", gpus);
     let ended = match group {
         None => node.go_on(backend).await,

@@ -23,6 +23,8 @@ pub enum StageError {
     TooMany { n_stages: u16, n_layers: u16 },
     #[error("stage_layers has {n_listed} numbers for {n_stages} stages")]
     OtherCount { n_listed: usize, n_stages: u16 },
+    #[error("there is no stage {nth} of {n_stages}")]
+    NoStage { nth: usize, n_stages: usize },
     #[error("stage_layers gives stage {stage} no layer")]
     NoLayer { stage: usize },
     #[error("stage_layers adds up to {sum} layers, and the model has {n_layers}")]
@@ -70,6 +72,13 @@ impl StageLayers {
     /// Returns one stage that has only these layers, for a process that has no others.
     pub fn part(layers: Range<u16>) -> Self {
         Self(std::iter::once(layers).collect())
+    }
+
+    /// Returns only this stage, or all of them.
+    pub fn only(&self, nth: Option<usize>) -> Result<Self, StageError> {
+        let Some(nth) = nth else { return Ok(self.clone()) };
+        let none = StageError::NoStage { nth, n_stages: self.n_stages() };
+        self.0.get(nth).cloned().map(Self::part).ok_or(none)
     }
 
     fn of_counts(counts: impl Iterator<Item = u16>) -> Self {
@@ -121,6 +130,9 @@ mod tests {
     fn a_part_is_one_stage_with_these_layers() {
         let part = StageLayers::part(3..7);
         assert_eq!((part.n_stages(), part.iter().next()), (1, Some(3..7)));
+        let two = StageLayers::of_counts([3, 4].into_iter());
+        let none = StageError::NoStage { nth: 2, n_stages: 2 };
+        assert_eq!([None, Some(1), Some(2)].map(|nth| two.only(nth)), [Ok(two.clone()), Ok(part), Err(none)]);
     }
 
     #[test]

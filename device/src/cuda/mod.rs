@@ -5,7 +5,7 @@
 //!
 //! Suggested reading order: libraries ([`library`]), programs ([`source`], [`compiler`], [`cache`]), the GPU
 //! that runs them ([`card`], [`buffer`], [`arena`], [`pinned`], [`host_words`], [`event`], [`graph`],
-//! [`hand_over`](mod@hand_over), [`reach`](mod@reach)), memory for KV ([`memory`], [`remote`], [`slots`]), and the copies between GPUs
+//! [`hand_over`](mod@hand_over), [`host_ring`](mod@host_ring), [`reach`](mod@reach)), memory for KV ([`memory`], [`remote`], [`slots`]), and the copies between GPUs
 //! ([`page_copier`], [`nccl`]).
 
 pub mod error;
@@ -21,6 +21,7 @@ pub mod host_words;
 pub mod event;
 pub mod graph;
 pub mod hand_over;
+pub mod host_ring;
 pub mod reach;
 pub(crate) mod mapped;
 pub mod arena;
@@ -51,6 +52,7 @@ pub use event::Event;
 pub use graph::Graph;
 pub use hand_over::{Inbox, Outbox, hand_over};
 pub use host_path::HostPath;
+pub use host_ring::{HostInbox, HostOutbox, host_ring};
 pub use host_words::HostWords;
 pub use library::gpu_uuids;
 pub use memory::DeviceMemory;

@@ -58,6 +58,20 @@ impl<T: Element> PinnedNumbers<T> {
         Ok(unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) })
     }
 
+    /// Waits until no copy runs, and appends the bytes of the first `n` numbers.
+    ///
+    /// # Panics
+    /// If there are fewer numbers.
+    pub fn append_bytes(&mut self, n: usize, to: &mut Vec<u8>) -> Result<(), CudaError> {
+        let numbers = &self.numbers()?[..n];
+        // JUSTIFICATION: rows are sent to other processes as bytes.
+        // SAFETY: an element has no padding, so all its bytes are initialised.
+        to.extend_from_slice(unsafe {
+            std::slice::from_raw_parts(numbers.as_ptr().cast::<u8>(), size_of_val(numbers))
+        });
+        Ok(())
+    }
+
     fn wait(&mut self) -> Result<(), CudaError> {
         match self.busy.take() {
             Some(busy) => busy.synchronize().map_err(CudaError::during("wait for a copy")),

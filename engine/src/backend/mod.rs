@@ -20,6 +20,8 @@ pub mod device;
 #[cfg(any(test, feature = "test-support"))]
 pub mod flaky;
 pub mod mock;
+pub mod process;
+pub mod remote;
 
 pub use asleep::{Asleep, SleepFailed, WakeFailed};
 pub use device::Device;

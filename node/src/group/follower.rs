@@ -1,15 +1,16 @@
 //! A follower: computes one stage of a node for its head, and sends the KV of its layers.
 
 use std::future::pending;
+use std::ops::Range;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
 use chassis::admin::Readiness;
 use chassis::identity::link;
 use chassis::{Gate, Shutdown, Stream, World, spawn_guarded};
-use engine::cpu::process::{PreparedStage, StageProcess};
-use engine::cpu::remote::StageInput;
+use engine::process::PreparedStage;
+use engine::remote::{StageInput, StageProcess};
 use kv_cache::{FenceSignal, LayerFence};
 use kv_transfer::{ConnectorParts, Faults, FollowerStreams, PutOrder, TransferMetrics};
 use proto::v1;
@@ -75,7 +76,7 @@ async fn follow_until_lost(parts: FollowerParts<'_>, shutdown: &Shutdown) -> Res
     let (prepared, (reader, writer)) = connected?;
     let mut reader = MessageReader::new(reader);
     let (out, queue) = outgoing();
-    let settings = parts_of(&common_settings(&config.engine));
+    let settings = parts_of(&common_settings(&config.engine, &prepared));
     let join = v1::Join { place: u32::from(*place), n_blocks: prepared.n_blocks(), settings };
     out.send(from_follower(OfFollower::Join(join))).await.map_err(gone)?;
     let alive = from_follower(OfFollower::Alive(v1::Alive {}));
@@ -131,7 +132,7 @@ async fn open(
     let accepted = accepted(reader, head).await?;
     info!(head, place, blocks = accepted.n_blocks, "process has joined its head");
     let n_blocks = accepted.n_blocks;
-    let stage = Arc::new(blocking(move || prepared.open(n_blocks)).await?);
+    let stage = blocking(move || prepared.open(n_blocks)).await?;
     let loaded = loaded_message(stage.weights());
     out.send(from_follower(OfFollower::Loaded(loaded))).await.map_err(gone)?;
     let streams = FollowerStreams::new(ConnectorParts {
@@ -185,21 +186,26 @@ async fn accepted(reader: &mut MessageReader, head: &str) -> Result<v1::Accepted
 /// The work for the head.
 struct Work {
     gate: Gate,
-    stage: Arc<StageProcess>,
+    stage: Arc<dyn StageProcess>,
     streams: Arc<FollowerStreams>,
     out: Outgoing,
 }
 
 impl Work {
     async fn serve(self, reader: &mut MessageReader) -> Result<(), GroupError> {
-        let (steps, to_compute) = sync_channel(QUEUED_MAX);
-        let (stage, out, gate) = (Arc::clone(&self.stage), self.out.clone(), self.gate.clone());
-        let (runtime, ended) = (Handle::current(), Shutdown::new());
-        let progress = Progress { runtime, gate, ended: ended.clone() };
-        thread::Builder::new()
-            .name("steps".to_owned())
-            .spawn(move || compute_all(&stage, &to_compute, &out, &progress))
-            .map_err(GroupError::Thread)?;
+        let ((steps, to_begin), (begun, to_finish)) = (sync_channel(QUEUED_MAX), sync_channel(QUEUED_MAX));
+        let ended = Shutdown::new();
+        let (stage, out) = (Arc::clone(&self.stage), self.out.clone());
+        let (runtime, gate) = (Handle::current(), self.gate.clone());
+        let reports = Reports { runtime, gate, out: out.clone(), layers: stage.layers() };
+        let begin = {
+            let (stage, end) = (Arc::clone(&stage), EndGuard(ended.clone()));
+            move || begin_all(&*stage, &to_begin, &begun, &reports, &end)
+        };
+        let end = EndGuard(ended.clone());
+        let finish = move || finish_all(&*stage, &to_finish, &out, &end);
+        spawn_thread("steps", begin)?;
+        spawn_thread("results", finish)?;
         loop {
             let message: v1::FromHead = tokio::select! {
                 biased;
@@ -209,7 +215,7 @@ impl Work {
             match message.message {
                 Some(OfHead::Alive(_)) => {}
                 Some(OfHead::Input(step)) => {
-                    let (number, input) = (step.step, input(step)?);
+                    let (number, input) = (step.step, input(step));
                     let late =
                         |_| GroupError::Lost("a compute thread has ended, or too many steps wait".to_owned());
                     steps.try_send((number, input)).map_err(late)?;
@@ -238,37 +244,55 @@ impl Work {
     }
 }
 
-/// Where the reports of layers are made. The drop, also by a panic, ends this process.
-struct Progress {
-    runtime: Handle,
-    gate: Gate,
-    ended: Shutdown,
+fn spawn_thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), GroupError> {
+    thread::Builder::new().name(name.to_owned()).spawn(run).map(drop).map_err(GroupError::Thread)
 }
 
-impl Drop for Progress {
+/// Ends this process when it is dropped, also by a panic.
+struct EndGuard(Shutdown);
+
+impl Drop for EndGuard {
     fn drop(&mut self) {
-        self.ended.trigger();
+        self.0.trigger();
     }
 }
 
-/// Computes steps until no more come, or one fails.
-fn compute_all(
-    stage: &StageProcess,
+/// Makes the reports of layers.
+struct Reports {
+    runtime: Handle,
+    gate: Gate,
+    out: Outgoing,
+    layers: Range<u16>,
+}
+
+/// Begins steps until no more come, or one fails.
+fn begin_all(
+    stage: &dyn StageProcess,
     steps: &Receiver<(u64, StageInput)>,
-    out: &Outgoing,
-    progress: &Progress,
+    begun: &SyncSender<u64>,
+    reports: &Reports,
+    _end: &EndGuard,
 ) {
     while let Ok((step, input)) = steps.recv() {
         let (signal, fence) = FenceSignal::new();
-        let _entered = progress.runtime.enter();
-        let report = report_layers(step, stage.layers(), fence, out.clone());
-        spawn_guarded(&progress.gate, "layers done", report).detach();
-        let results = match stage.compute(input, signal) {
+        let _entered = reports.runtime.enter();
+        let report = report_layers(step, reports.layers.clone(), fence, reports.out.clone());
+        spawn_guarded(&reports.gate, "layers done", report).detach();
+        if let Err(error) = stage.begin(input, signal) {
+            return warn!(step, %error, "step of the head cannot be computed");
+        }
+        if begun.send(step).is_err() {
+            return;
+        }
+    }
+}
+
+/// Sends the results of steps until no more were begun, or one fails.
+fn finish_all(stage: &dyn StageProcess, begun: &Receiver<u64>, out: &Outgoing, _end: &EndGuard) {
+    while let Ok(step) = begun.recv() {
+        let results = match stage.finish() {
             Ok(results) => results,
-            Err(error) => {
-                warn!(step, %error, "step of the head cannot be computed");
-                return;
-            }
+            Err(error) => return warn!(step, %error, "step of the head was not computed"),
         };
         let output = output_message(step, results);
         if out.blocking_send(from_follower(OfFollower::Output(output))).is_err() {

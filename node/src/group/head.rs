@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use async_trait::async_trait;
 use chassis::identity::link;
 use chassis::{Gate, Listener, Shutdown, Stream, Task, World, spawn_guarded};
-use engine::cpu::remote::RemoteStage;
+use engine::remote::RemoteStage;
 use engine::{Backend, EngineSettings};
 use futures::future::select_all;
 use kv_transfer::{OtherProcesses, PutOrder, TransferError};
@@ -73,7 +73,7 @@ pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), 
     let entrance = Entrance {
         world: world.clone(),
         gate: gate.clone(),
-        common: common_settings(engine),
+        common: common_settings(engine, &prepared),
         processes: Arc::clone(&processes),
         changed,
     };
@@ -99,7 +99,7 @@ pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), 
     let layers = prepared.layers_of_stages().clone();
     let group = Arc::new(Group { epoch, layers, processes: joined, _joining: joining });
     let backend = blocking(move || prepared.open_head(n_blocks, &remote)).await?;
-    Ok((group, Box::new(backend)))
+    Ok((group, backend))
 }
 
 /// Returns the processes if one has joined for each stage.

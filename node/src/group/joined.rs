@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use chassis::{Gate, Shutdown, spawn_guarded};
-use engine::cpu::remote::{RemoteStage, StageInput, StageLost, StageResults, StageWeights};
+use engine::remote::{RemoteStage, StageInput, StageLost, StageResults, StageWeights};
 use kv_transfer::{PutOrder, TransferError};
 use proto::v1;
 use tokio::sync::{mpsc, oneshot};
@@ -246,7 +246,7 @@ impl RemoteStage for JoinedProcess {
                 // A report that the results have overtaken.
                 StageEvent::LayersDone { .. } => {}
                 StageEvent::Output(output) if output.step == expected => {
-                    return results(output).map_err(|error| StageLost(format!("{self}: {error}")));
+                    return Ok(results(output));
                 }
                 StageEvent::Output(_) => {
                     self.lose("it has answered another step".to_owned());

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use engine::RowError;
 use engine::cpu::Format;
-use engine::cpu::remote::{StageInput, StageResults, StageRow, StageWeights};
+use engine::remote::{StageInput, StageResults, StageRow, StageWeights};
 use proto::v1;
 use types::{BlockIdx, Fingerprint, TokenId};
 
@@ -31,10 +31,10 @@ pub(super) fn input_message(step: u64, input: StageInput) -> v1::StageInput {
         failure: row.outcome.err().map(failure),
     };
     let rows = rows.into_iter().map(row).collect();
-    v1::StageInput { step, rows, hidden: bytes(&hidden).into(), routing_leads }
+    v1::StageInput { step, rows, hidden: hidden.into(), routing_leads }
 }
 
-pub(super) fn input(message: v1::StageInput) -> Result<StageInput, GroupError> {
+pub(super) fn input(message: v1::StageInput) -> StageInput {
     let v1::StageInput { rows, hidden, routing_leads, .. } = message;
     let row = |row: v1::StageRow| StageRow {
         tokens: row.tokens.into_iter().map(TokenId).collect(),
@@ -46,7 +46,7 @@ pub(super) fn input(message: v1::StageInput) -> Result<StageInput, GroupError> {
             .collect(),
         outcome: row.failure.map_or(Ok(()), |failure| Err(row_error(failure))),
     };
-    Ok(StageInput { rows: rows.into_iter().map(row).collect(), hidden: floats(&hidden)?, routing_leads })
+    StageInput { rows: rows.into_iter().map(row).collect(), hidden: hidden.into(), routing_leads }
 }
 
 pub(super) fn output_message(step: u64, results: StageResults) -> v1::StageOutput {
@@ -54,17 +54,17 @@ pub(super) fn output_message(step: u64, results: StageResults) -> v1::StageOutpu
     let of_row =
         |outcome: Result<(), RowError>| outcome.map_or_else(failure, |()| v1::PageFailure::default());
     let failures = outcomes.into_iter().map(of_row).collect();
-    v1::StageOutput { step, hidden: bytes(&hidden).into(), failures, routing_leads }
+    v1::StageOutput { step, hidden: hidden.into(), failures, routing_leads }
 }
 
-pub(super) fn results(message: v1::StageOutput) -> Result<StageResults, GroupError> {
+pub(super) fn results(message: v1::StageOutput) -> StageResults {
     let v1::StageOutput { hidden, failures, routing_leads, .. } = message;
     let outcome = |failure: v1::PageFailure| match failure.reason.is_empty() {
         true => Ok(()),
         false => Err(row_error(failure)),
     };
     let outcomes = failures.into_iter().map(outcome).collect();
-    Ok(StageResults { hidden: floats(&hidden)?, outcomes, routing_leads })
+    StageResults { hidden: hidden.into(), outcomes, routing_leads }
 }
 
 pub(super) fn loaded_message(weights: &StageWeights) -> v1::Loaded {
@@ -120,20 +120,4 @@ fn failure(error: RowError) -> v1::PageFailure {
 fn row_error(failure: v1::PageFailure) -> RowError {
     let v1::PageFailure { layer, position, reason } = failure;
     RowError::Page { layer: layer as u16, position: position as usize, reason }
-}
-
-fn bytes(numbers: &[f32]) -> Vec<u8> {
-    let mut bytes = vec![0; size_of_val(numbers)];
-    for (bytes, number) in bytes.as_chunks_mut().0.iter_mut().zip(numbers) {
-        *bytes = number.to_le_bytes();
-    }
-    bytes
-}
-
-fn floats(bytes: &[u8]) -> Result<Vec<f32>, GroupError> {
-    let (numbers, rest) = bytes.as_chunks::<4>();
-    match rest.is_empty() {
-        true => Ok(numbers.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()),
-        false => Err(GroupError::Lost("the rows of a step are cut off".to_owned())),
-    }
 }

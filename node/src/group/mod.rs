@@ -20,10 +20,9 @@ pub use error::GroupError;
 pub use follower::{FollowerParts, follow};
 pub use head::{Group, HeadParts, gather};
 
-use std::path::Path;
 use std::time::Duration;
 
-use engine::cpu::process::PreparedStage;
+use engine::process::PreparedStage;
 use engine::{EngineSettings, OpenError};
 use tokio::task::spawn_blocking;
 use types::Fingerprint;
@@ -39,18 +38,22 @@ pub struct GroupSettings {
 }
 
 /// Returns what must be equal in all processes of a node.
-fn common_settings(engine: &EngineSettings) -> Fingerprint {
-    let cpu = &engine.cpu;
+fn common_settings(engine: &EngineSettings, prepared: &PreparedStage) -> Fingerprint {
+    let (cpu, limits) = (&engine.cpu, engine.limits);
     let settings = [
         ("version", env!("CARGO_PKG_VERSION").to_owned()),
         ("protocol", types::node::PROTOCOL.to_string()),
+        ("hardware", prepared.hardware()),
         ("model.tp", engine.ranks.to_string()),
+        ("model.deterministic", engine.deterministic.to_string()),
         ("model.kv_dtype", cpu.kv_dtype.to_string()),
         ("model.quantize", cpu.quantize.as_str().to_owned()),
         ("expert.model.activations", format!("{:?}", cpu.activations).to_lowercase()),
         ("expert.model.load_format", format!("{:?}", cpu.load_format).to_lowercase()),
         ("expert.model.processes", engine.stages.n_stages.to_string()),
         ("expert.model.stage_layers", format!("{:?}", engine.stages.layers)),
+        ("expert.scheduler.step_tokens_max", limits.tokens.to_string()),
+        ("expert.scheduler.sequences_max", limits.rows.to_string()),
     ];
     Fingerprint::new(settings.map(|(name, value)| (name.to_owned(), value)))
 }
@@ -58,7 +61,7 @@ fn common_settings(engine: &EngineSettings) -> Fingerprint {
 /// Reads the config of the model for one of its stages.
 async fn prepare(engine: &EngineSettings, nth: usize) -> Result<PreparedStage, GroupError> {
     let engine = engine.clone();
-    blocking(move || PreparedStage::prepare(Path::new(&engine.model), engine.kv, &engine.on_cpu(), nth)).await
+    blocking(move || PreparedStage::prepare(&engine, nth)).await
 }
 
 /// Runs what reads files on a thread that may block.

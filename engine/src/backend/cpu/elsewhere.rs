@@ -5,8 +5,9 @@ use std::sync::mpsc::{Receiver, SyncSender};
 use std::sync::{Arc, OnceLock};
 
 use super::rank::Step;
-use super::remote::{RemoteStage, StageInput, StageLost, StageResults, StageRow};
+use super::rows::{bytes_of, numbers_of};
 use super::stage::Source;
+use crate::backend::remote::{RemoteStage, StageInput, StageLost, StageResults, StageRow};
 
 /// Why a stage in another process is lost; empty while none is.
 pub(super) type LostReason = Arc<OnceLock<StageLost>>;
@@ -39,7 +40,7 @@ impl Elsewhere {
         while let Ok(step) = sent.recv() {
             let results = self.remote.finish(&mut |n| step.written.layers_done_elsewhere(n));
             match results.and_then(|results| self.checked(results, &step)) {
-                Ok(StageResults { hidden, outcomes, routing_leads }) => {
+                Ok((hidden, StageResults { outcomes, routing_leads, .. })) => {
                     if next.send(Step { hidden, outcomes, routing_leads, ..step }).is_err() {
                         return;
                     }
@@ -52,15 +53,13 @@ impl Elsewhere {
         }
     }
 
-    /// Refuses results of another size than the step's.
-    fn checked(&self, results: StageResults, step: &Step) -> Result<StageResults, StageLost> {
+    /// Returns the rows. Refuses results of another size than the step's.
+    fn checked(&self, results: StageResults, step: &Step) -> Result<(Vec<f32>, StageResults), StageLost> {
         let n_tokens: usize = step.passing().map(|row| row.tokens().len()).sum();
-        let is_whole = results.hidden.len() == n_tokens * self.width;
-        match is_whole && results.outcomes.len() == step.outcomes.len() {
-            true => Ok(results),
-            false => {
-                Err(StageLost("a stage in another process has answered with rows of another step".to_owned()))
-            }
+        let hidden = numbers_of(&results.hidden).filter(|hidden| hidden.len() == n_tokens * self.width);
+        match hidden.filter(|_| results.outcomes.len() == step.outcomes.len()) {
+            Some(hidden) => Ok((hidden, results)),
+            None => Err(StageLost::other_step()),
         }
     }
 }
@@ -74,6 +73,6 @@ fn input_of(step: &mut Step) -> StageInput {
         outcome: outcome.clone(),
     });
     let rows = rows.collect();
-    let (hidden, routing_leads) = (std::mem::take(&mut step.hidden), step.routing_leads.clone());
-    StageInput { rows, hidden, routing_leads }
+    let hidden = bytes_of(&std::mem::take(&mut step.hidden));
+    StageInput { rows, hidden, routing_leads: step.routing_leads.clone() }
 }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use kernels::cpu::{Arithmetic, Processor};
 use types::{Fingerprint, KvLayout};
 
-use super::remote::StageWeights;
 use super::settings::{CpuSettings, LoadFormat};
+use crate::backend::remote::StageWeights;
 use crate::error::LoadError;
 use crate::load::weights::{HasFp8, LoadedFormats};
 use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, TensorSource, Weights, fingerprint, tensors};

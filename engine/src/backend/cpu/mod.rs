@@ -16,7 +16,7 @@ mod pipeline;
 mod prepared;
 pub mod process;
 mod rank;
-pub mod remote;
+mod rows;
 mod settings;
 mod stage;
 #[cfg(test)]
@@ -27,23 +27,22 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use kv_cache::{FenceSignal, KvMemory};
-use types::{KvLayout, ModelInfo};
+use types::ModelInfo;
 
 pub use kernels::cpu::Format;
 pub(super) use layout::{groups, latent_groups, log_latents, log_stages};
 pub use settings::{CpuSettings, LoadFormat};
 
 use super::asleep::{self, Asleep, ClosedBackend, SleepFailed};
+use super::remote::{RemoteStage, weights_of};
 use super::{Backend, EngineSettings};
 use crate::error::{BackendError, LoadError, OpenError};
 use crate::kv_room::KvRoom;
 use crate::step::{PendingStep, StepBatch, StepOutput};
 use elsewhere::Elsewhere;
 use job::{JobRow, StepJob};
-use loading::LoadedModel;
 use pipeline::{Pipeline, PipelineParts, PipelineStage};
 use prepared::PreparedModel;
-use remote::{RemoteStage, StageWeights};
 
 /// The CPU backend: a model in memory, and its compute threads.
 #[derive(Debug)]
@@ -94,7 +93,7 @@ impl CpuBackend {
         let memory = prepared.memory(n_blocks)?;
         log_latents(&prepared.folder.config, &memory);
         log_stages(&prepared.stages, &memory);
-        let others = weights_of(remote, &loaded, &prepared.layout)?;
+        let others = weights_of(remote, &loaded.described(&prepared.layout).model)?;
         let model = prepared.info(&loaded, &memory, &others)?;
         // The number of bytes is kept, so that waking allocates the same amount, whatever the free memory is
         // then.
@@ -214,19 +213,4 @@ impl Backend for CpuBackend {
     fn used_bytes(&self) -> Option<u64> {
         asleep::resident_bytes()
     }
-}
-
-/// Waits until the other processes have loaded their weights, and checks that they have loaded the same model.
-fn weights_of(
-    remote: &[Arc<dyn RemoteStage>],
-    loaded: &LoadedModel,
-    layout: &KvLayout,
-) -> Result<Vec<StageWeights>, OpenError> {
-    let ours = loaded.described(layout);
-    let weights = |(nth, stage): (usize, &Arc<dyn RemoteStage>)| {
-        let theirs = stage.loaded().map_err(OpenError::StageLost)?;
-        ours.model.agree(&theirs.model).map_err(|mismatch| OpenError::OtherModel { stage: nth, mismatch })?;
-        Ok(theirs)
-    };
-    remote.iter().enumerate().map(weights).collect()
 }

@@ -12,9 +12,9 @@ use types::{KvLayout, ModelInfo, StageLayers};
 use super::layout::layout;
 use super::loading::LoadedModel;
 use super::rank::{Rank, StagePlace};
-use super::remote::StageWeights;
 use super::settings::CpuSettings;
 use super::stage::Stage;
+use crate::backend::remote::StageWeights;
 use crate::error::{LoadError, OpenError};
 use crate::kv_room::{KvRoom, n_blocks, not_taken};
 use crate::load::ModelFolder;
@@ -61,15 +61,7 @@ impl PreparedModel {
         kv.check_on_host()?;
         let folder = ModelFolder::open(folder)?;
         let all = settings.stages.over(folder.config.n_layers as u16).map_err(LoadError::Stages)?;
-        let stages = match only {
-            None => all.clone(),
-            Some(nth) => {
-                let layers = all.iter().nth(nth).ok_or_else(|| {
-                    OpenError::Stages(format!("there is no stage {nth} of {}", all.n_stages()))
-                })?;
-                StageLayers::part(layers)
-            }
-        };
+        let stages = all.only(only).map_err(LoadError::Stages)?;
         let processors = processors(settings, &stages).map_err(LoadError::Threads)?;
         folder.config.log_unread_keys();
         let layout = layout(&folder.config, settings)?;

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::path::Path;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kv_cache::{FenceSignal, KvMemory};
@@ -11,9 +12,10 @@ use super::CpuBackend;
 use super::job::JobRow;
 use super::prepared::PreparedModel;
 use super::rank::{Outcomes, Step};
-use super::remote::{RemoteStage, StageInput, StageLost, StageResults, StageWeights};
+use super::rows::numbers_of;
 use super::settings::CpuSettings;
 use super::stage::Stage;
+use crate::backend::remote::{RemoteStage, StageInput, StageLost, StageProcess, StageResults, StageWeights};
 use crate::error::OpenError;
 use crate::kv_room::KvRoom;
 use crate::model::Scratch;
@@ -28,14 +30,25 @@ pub struct PreparedStage {
 
 /// A stage that computes what another process sends.
 #[derive(Debug)]
-pub struct StageProcess {
+pub struct CpuStage {
     memory: KvMemory,
     weights: StageWeights,
     layers: Range<u16>,
     width: usize,
+    begun: SyncSender<(StageInput, FenceSignal)>,
     /// Locked while a step is computed: the stage computes one at a time.
-    stage: Mutex<Stage>,
+    computing: Mutex<Computing>,
 }
+
+/// What computes the steps that were begun.
+#[derive(Debug)]
+struct Computing {
+    begun: Receiver<(StageInput, FenceSignal)>,
+    stage: Stage,
+}
+
+/// Limit of steps that were begun and not computed. A head has one more in flight than there are stages.
+const BEGUN_MAX: usize = 256;
 
 impl PreparedStage {
     /// Reads the config of a model for one of its stages. The settings say how many there are.
@@ -56,7 +69,7 @@ impl PreparedStage {
     }
 
     /// Loads the stage's weights, and takes memory for `n_blocks` blocks.
-    pub fn open(self, n_blocks: u32) -> Result<StageProcess, OpenError> {
+    pub fn open(self, n_blocks: u32) -> Result<CpuStage, OpenError> {
         let Self { prepared, .. } = self;
         let loaded = prepared.load()?;
         let memory = prepared.memory(n_blocks)?;
@@ -64,7 +77,9 @@ impl PreparedStage {
         let width = prepared.folder.config.hidden;
         let layers = prepared.stages.iter().next().expect("there is a stage");
         let stage = prepared.start(&loaded, &memory)?.into_iter().next().expect("there is a stage");
-        Ok(StageProcess { memory, weights, layers, width, stage: Mutex::new(stage) })
+        let (sender, begun) = sync_channel(BEGUN_MAX);
+        let computing = Mutex::new(Computing { begun, stage });
+        Ok(CpuStage { memory, weights, layers, width, begun: sender, computing })
     }
 
     /// Loads the weights of the last stage, and makes the backend of the whole model. `remote` are the stages before it,
@@ -74,37 +89,39 @@ impl PreparedStage {
     }
 }
 
-impl StageProcess {
-    pub fn weights(&self) -> &StageWeights {
+impl StageProcess for CpuStage {
+    fn weights(&self) -> &StageWeights {
         &self.weights
     }
 
-    pub fn memory(&self) -> &KvMemory {
+    fn memory(&self) -> &KvMemory {
         &self.memory
     }
 
-    /// Returns the layers that this process computes.
-    pub fn layers(&self) -> Range<u16> {
+    fn layers(&self) -> Range<u16> {
         self.layers.clone()
     }
 
-    /// Computes one step, and raises `signal` as layers are written.
-    pub fn compute(&self, input: StageInput, signal: FenceSignal) -> Result<StageResults, StageLost> {
+    fn begin(&self, input: StageInput, signal: FenceSignal) -> Result<(), StageLost> {
+        self.begun.try_send((input, signal)).map_err(|_| StageLost::too_many_steps())
+    }
+
+    fn finish(&self) -> Result<StageResults, StageLost> {
+        let Computing { begun, stage } = &*self.computing.lock().unwrap_or_else(PoisonError::into_inner);
+        let (input, signal) = begun.recv().map_err(|_| StageLost("no step was begun".to_owned()))?;
         let n_tokens: usize = input.rows.iter().map(|row| row.tokens.len()).sum();
         let n_expected = if self.layers.start == 0 { 0 } else { n_tokens * self.width };
-        if input.hidden.len() != n_expected {
-            return Err(StageLost("the rows of a step are not those of its tokens".to_owned()));
-        }
+        let hidden = numbers_of(&input.hidden).filter(|hidden| hidden.len() == n_expected);
+        let hidden = hidden.ok_or_else(StageLost::other_step)?;
         let written = RankFence::new(signal, usize::from(self.memory.n_ranks()));
-        let stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner);
-        let results = stage.results(step_of(input, written), &Scratch::default());
+        let results = stage.results(step_of(input, hidden, written), &Scratch::default());
         results.ok_or_else(|| StageLost("a compute thread has ended".to_owned()))
     }
 }
 
 /// Makes the step that the stage's ranks compute.
-fn step_of(input: StageInput, written: RankFence) -> Step {
-    let StageInput { rows, hidden, routing_leads } = input;
+fn step_of(input: StageInput, hidden: Vec<f32>, written: RankFence) -> Step {
+    let StageInput { rows, routing_leads, .. } = input;
     let outcomes: Outcomes = rows.iter().map(|row| row.outcome.clone()).collect();
     Step {
         resolved: outcomes.iter().map(|_| Ok(())).collect(),

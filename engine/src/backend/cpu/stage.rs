@@ -9,7 +9,8 @@ use std::sync::mpsc::{Receiver, SyncSender};
 use super::intake::Intake;
 use super::outlet::Outlet;
 use super::rank::{Forwarded, Helper, Outcomes, Rank, Step};
-use super::remote::StageResults;
+use super::rows::bytes_of;
+use crate::backend::remote::StageResults;
 use crate::model::Scratch;
 
 /// The state of a stage's thread, with the helper threads of the other ranks.
@@ -66,7 +67,7 @@ impl Stage {
     pub(super) fn results(&self, step: Step, scratch: &Scratch) -> Option<StageResults> {
         let ComputedStep { forwarded: Forwarded { x, outcomes, routing_leads, .. }, .. } =
             self.computed(step, scratch)?;
-        Some(StageResults { hidden: x.to_vec(), outcomes, routing_leads })
+        Some(StageResults { hidden: bytes_of(&x), outcomes, routing_leads })
     }
 
     /// Runs a step on all ranks. Returns `None` if a rank has ended.

@@ -58,6 +58,9 @@ impl Asleep for CudaAsleep {
 
 impl CudaBackend {
     fn check_unused(&self) -> Result<(), BackendError> {
+        if self.elsewhere.is_some() {
+            return Err(BackendError::Held("other processes of this node do not sleep".to_owned()));
+        }
         asleep::check_idle(self.flights.len())?;
         asleep::check_not_held(self.memory.n_holders(), self.n_holders)?;
         match self.on_cards().any(DeviceMemory::is_registered) {

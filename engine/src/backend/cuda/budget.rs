@@ -120,7 +120,7 @@ mod tests {
             types::StageSplit { n_stages: std::num::NonZero::new(2).expect("two"), layers: vec![10, 30] };
         let stages = split.over(40).expect("they add up");
         let kv = KvBytes { here: 30 << 30, all: 40 << 30 };
-        let stage = StageShare::of_all(&stages).nth(1).expect("two");
+        let stage = StageShare::of_process(&stages, None).nth(1).expect("two");
         let budget = Budget { n_ranks: 1, stage, weights: 8 << 30, workspace: 1 << 30, kv };
         assert_eq!(
             budget.check(25 << 30).expect_err("too much KV").to_string(),

@@ -49,12 +49,15 @@ pub(super) const LOAD_WITHIN: Duration = Duration::from_secs(1800);
 #[derive(Debug)]
 pub(super) struct ModelDescription {
     pub(super) folder: ModelFolder,
-    /// The bytes of KV of all ranks together.
+    /// The bytes of KV of all ranks of this process together.
     pub(super) kv_bytes: usize,
     /// The heads of the output of attention.
     pub(super) heads: Heads,
     pub(super) latent: Option<LatentHeads>,
     pub(super) layout: KvLayout,
+    /// All stages of the model.
+    pub(super) all_stages: StageLayers,
+    /// The stages that this process computes.
     pub(super) stages: StageLayers,
     /// Which matrices are in FP8, one entry for each layer.
     pub(super) formats: Vec<LayerFormats>,
@@ -111,7 +114,8 @@ impl ModelDescription {
             return Err(OpenError::CudaModel(wrong.to_owned()));
         }
         Share::check(config, usize::from(settings.ranks.get()))?;
-        let stages = settings.stages.over(config.n_layers as u16).map_err(LoadError::Stages)?;
+        let all_stages = settings.stages.over(config.n_layers as u16).map_err(LoadError::Stages)?;
+        let stages = all_stages.only(settings.only_stage).map_err(LoadError::Stages)?;
         let latent = LatentHeads::of(config)?;
         if latent.is_some() {
             check_latent_settings(settings)?;
@@ -161,6 +165,7 @@ impl ModelDescription {
             heads,
             latent,
             layout,
+            all_stages,
             stages,
             formats,
             activations,
@@ -170,6 +175,12 @@ impl ModelDescription {
             folder,
             kv_bytes,
         })
+    }
+
+    /// Changes the number of blocks, for which there must be room.
+    pub(super) fn with_blocks(self, n_blocks: u32) -> Self {
+        let tokens_max = KvMemory::longest(&self.layout, n_blocks, self.folder.config.context_tokens);
+        Self { n_blocks, tokens_max, ..self }
     }
 
     /// Reads the folder's description again.
@@ -186,11 +197,11 @@ impl ModelDescription {
         words_max(self.settings.limits, self.layout.groups.len(), self.tokens_max)
     }
 
-    /// Returns the share of each GPU: all ranks of the first stage, then those of the next.
+    /// Returns the share of each GPU of this process: all ranks of the first stage, then those of the next.
     pub(super) fn shares(&self) -> Vec<(StageShare, Share)> {
         let n_ranks = usize::from(self.settings.ranks.get());
         let of_stage = |stage| Share::of_all(n_ranks).map(move |share| (stage, share));
-        StageShare::of_all(&self.stages).flat_map(of_stage).collect()
+        StageShare::of_process(&self.all_stages, self.settings.only_stage).flat_map(of_stage).collect()
     }
 
     /// Returns the sizes of one GPU's share.
@@ -209,7 +220,7 @@ impl ModelDescription {
         sizes.widened(self.formats_of(sizes.stage), self.activations)
     }
 
-    /// Returns the bytes of one block of KV on a GPU of each stage.
+    /// Returns the bytes of one block of KV on a GPU of each stage of this process.
     pub(super) fn block_bytes(&self) -> Vec<usize> {
         KvMemory::stage_block_bytes(&self.layout, &self.stages)
     }
@@ -217,7 +228,7 @@ impl ModelDescription {
     /// Returns the bytes of KV of a GPU of this stage, and of all GPUs.
     pub(super) fn kv(&self, stage: StageShare) -> KvBytes {
         let (n_blocks, all) = (self.n_blocks as usize, KvMemory::block_bytes(&self.layout, &self.stages));
-        KvBytes { here: n_blocks * self.block_bytes()[stage.nth], all: n_blocks * all }
+        KvBytes { here: n_blocks * self.block_bytes()[stage.nth_here()], all: n_blocks * all }
     }
 
     pub(super) fn workspace(&self, card: &ComputeCard, sizes: Sizes) -> WorkspaceShape {
@@ -313,11 +324,9 @@ impl ModelDescription {
         let (heads, latent) = (self.heads, self.latent);
         let bytes = sizes.bytes(self.formats_of(sizes.stage));
         // All ranks load at the same time, so only one reports progress.
-        let meter = if sizes.share.is_first() && sizes.stage.is_last() {
-            Meter::new(bytes)
-        } else {
-            Meter::silent(bytes)
-        };
+        let is_last_here = sizes.stage.is_last() || sizes.stage.has_others_elsewhere();
+        let meter =
+            if sizes.share.is_first() && is_last_here { Meter::new(bytes) } else { Meter::silent(bytes) };
         let upload = Upload::new(card, &host, meter)?;
         Loader { origin, config, heads, latent, sizes, formats: &self.formats, arena, upload }.load()
     }
@@ -342,7 +351,7 @@ impl ModelDescription {
         })
     }
 
-    fn fingerprint(&self, arithmetic: &str) -> Result<Fingerprint, LoadError> {
+    pub(super) fn fingerprint(&self, arithmetic: &str) -> Result<Fingerprint, LoadError> {
         let tokenizer = self.folder.tokenizer()?;
         let parts = [
             ("weights", self.weights()?),

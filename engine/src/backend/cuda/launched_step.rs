@@ -1,6 +1,6 @@
 //! A launched step and its results: a token or an error for each row.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use device::cuda::{CudaError, Event, PinnedNumbers, View};
 use kernels::cpu::Processor;
@@ -14,7 +14,7 @@ use super::masks::PendingMasks;
 use super::previous::PreviousTokens;
 use super::targets::TargetReadback;
 use super::workspace::PATIENCE;
-use crate::error::RowError;
+use crate::error::{RowError, StageLost};
 use crate::sampler::OwnedSampleSpec;
 use crate::step::{Row, RowInput, SampledToken, SlotId, StepOutput};
 
@@ -52,9 +52,13 @@ pub(super) struct Source<'a> {
     pub(super) lost: &'a LostFlags,
 }
 
-/// The flags of the stages whose ranks wait for each other; none with one rank.
-#[derive(Clone, Debug)]
-pub(super) struct LostFlags(pub(super) Arc<[LostFlag]>);
+/// What makes results invalid: the flags of the stages whose ranks wait for each other, and the reason why a stage in
+/// another process is lost.
+#[derive(Clone, Debug, Default)]
+pub(super) struct LostFlags {
+    pub(super) of_ranks: Arc<[LostFlag]>,
+    pub(super) elsewhere: Arc<OnceLock<StageLost>>,
+}
 
 #[derive(Debug)]
 pub(super) enum Phase {
@@ -218,23 +222,30 @@ fn take_prompt_logprobs<T>(
 impl Source<'_> {
     /// Rejects the results if a rank was lost before they were computed.
     fn check(&self) -> Result<(), CudaError> {
-        if self.lost.is_raised() { Err(peer_lost()) } else { Ok(()) }
+        if self.lost.is_raised() { Err(self.lost.error()) } else { Ok(()) }
     }
 }
 
 impl LostFlags {
     pub(super) fn is_raised(&self) -> bool {
-        self.0.iter().any(LostFlag::is_raised)
+        self.elsewhere.get().is_some() || self.of_ranks.iter().any(LostFlag::is_raised)
     }
 
     /// Tells all GPUs that one is lost, so that they stop waiting.
     pub(super) fn raise(&self) {
-        self.0.iter().for_each(LostFlag::raise);
+        self.of_ranks.iter().for_each(LostFlag::raise);
+    }
+
+    /// Makes the error for raised flags.
+    pub(super) fn error(&self) -> CudaError {
+        match self.elsewhere.get() {
+            Some(lost) => CudaError::PeerLost { why: lost.to_string() },
+            None => peer_lost(),
+        }
     }
 }
 
-/// Makes the error for a raised [`LostFlag`].
-pub(super) fn peer_lost() -> CudaError {
+fn peer_lost() -> CudaError {
     let why = format!("a GPU waited {} s for another GPU, which did not respond", PATIENCE.as_secs());
     CudaError::PeerLost { why }
 }

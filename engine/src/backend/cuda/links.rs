@@ -5,7 +5,9 @@
 //! A ring has as many places as steps may be in flight, so the step that used a place before is collected when the
 //! place is written again.
 
-use device::cuda::{Bf16, Buffer, CudaError, Inbox, Outbox, View, hand_over, reach};
+use device::cuda::{
+    Bf16, Buffer, CudaError, HostInbox, HostOutbox, Inbox, Outbox, View, hand_over, host_ring, reach,
+};
 use kernels::cuda::ComputeCard;
 use tracing::warn;
 
@@ -18,10 +20,25 @@ use crate::backend::StepLimits;
 #[derive(Debug, Default)]
 pub(super) struct StageLinks {
     hidden: usize,
-    rows_in: Option<Inbox<Bf16>>,
+    rows_in: Option<RowsIn>,
     rows_out: Option<Outbox<Bf16>>,
     tokens_in: Option<TokensIn>,
     tokens_out: Option<Outbox<u32>>,
+    tokens_kept: Option<TokensKept>,
+}
+
+/// Where the rows of the stage before come from.
+#[derive(Debug)]
+enum RowsIn {
+    Gpu(Inbox<Bf16>),
+    Process(HostInbox<Bf16>),
+}
+
+/// The tokens that the last stage has sampled, in its own memory, if another process computes the first stage.
+#[derive(Debug)]
+struct TokensKept {
+    tokens: Buffer<u32>,
+    ring: TokenRing,
 }
 
 /// The tokens that the last stage has sampled, in the first stage's memory.
@@ -36,6 +53,8 @@ struct TokensIn {
 #[derive(Debug, Default)]
 pub(super) struct StepPlaces {
     pub(super) here: usize,
+    /// The step's tokens without padding. Other processes send only their rows.
+    pub(super) n_tokens: usize,
     /// The places of the earlier steps whose tokens rows of this step continue.
     pub(super) earlier: Vec<usize>,
 }
@@ -44,7 +63,10 @@ pub(super) struct StepPlaces {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LinkSizes {
     pub(super) n_ranks: usize,
+    /// The number of stages of the model.
     pub(super) n_stages: usize,
+    /// The stage that this process computes, if other processes compute the others.
+    pub(super) only: Option<usize>,
     pub(super) limits: StepLimits,
     pub(super) hidden: usize,
 }
@@ -60,11 +82,11 @@ pub(super) struct TokenRing {
 // === impl StageLinks ===
 
 impl StageLinks {
-    /// Makes the links of all ranks of all stages. `cards` has all ranks of the first stage, then those of the next.
+    /// Makes the links of all ranks of all stages, if this process computes all of them. `cards` has all ranks of the first
+    /// stage, then those of the next.
     pub(super) fn all(cards: &[&ComputeCard], sizes: LinkSizes) -> Result<Vec<Self>, CudaError> {
         let LinkSizes { n_ranks, n_stages, limits, .. } = sizes;
-        let link = || Self { hidden: sizes.hidden, ..Self::default() };
-        let mut all: Vec<Self> = cards.iter().map(|_| link()).collect();
+        let mut all: Vec<Self> = cards.iter().map(|_| sizes.no_link()).collect();
         if n_stages == 1 {
             return Ok(all);
         }
@@ -72,7 +94,7 @@ impl StageLinks {
             let to = from + n_ranks;
             let (outbox, inbox) = hand_over(cards[from], n_stages + 1, 2 * limits.tokens * sizes.hidden)?;
             let_copies_be_direct(cards[to], cards[from])?;
-            (all[from].rows_out, all[to].rows_in) = (Some(outbox), Some(inbox));
+            (all[from].rows_out, all[to].rows_in) = (Some(outbox), Some(RowsIn::Gpu(inbox)));
         }
         let ring = TokenRing::new(n_stages, limits.rows);
         for to in 0..n_ranks {
@@ -86,10 +108,43 @@ impl StageLinks {
         Ok(all)
     }
 
+    /// Makes the links of all ranks of stage `nth`, if other processes compute the others. Also returns where this process
+    /// puts the rows of the stage before; `None` for the first stage.
+    pub(super) fn of_process(
+        cards: &[&ComputeCard],
+        sizes: LinkSizes,
+        nth: usize,
+    ) -> Result<(Vec<Self>, Option<HostOutbox<Bf16>>), CudaError> {
+        let LinkSizes { n_stages, limits, hidden, .. } = sizes;
+        let mut all: Vec<Self> = cards.iter().map(|_| sizes.no_link()).collect();
+        if nth + 1 == n_stages {
+            let ring = TokenRing::new(n_stages, limits.rows);
+            for (link, card) in all.iter_mut().zip(cards) {
+                let tokens = card.buffer(ring.n_places * ring.place_len)?;
+                link.tokens_kept = Some(TokensKept { tokens, ring });
+            }
+        }
+        if nth == 0 {
+            return Ok((all, None));
+        }
+        let context = cards.first().expect("a stage has a GPU").context();
+        let (outbox, inbox) = host_ring(context, n_stages + 1, 2 * limits.tokens * hidden)?;
+        all.iter_mut().for_each(|link| link.rows_in = Some(RowsIn::Process(inbox.clone())));
+        Ok((all, Some(outbox)))
+    }
+
     /// Returns the tokens of the steps in flight, for the first and the last of several stages.
     pub(super) fn earlier(&self) -> Option<View<'_, u32>> {
-        let sampled = self.tokens_out.as_ref().map(Outbox::places);
+        let kept = self.tokens_kept.as_ref().map(|kept| kept.tokens.view());
+        let sampled = kept.or_else(|| self.tokens_out.as_ref().map(Outbox::places));
         sampled.or_else(|| self.tokens_in.as_ref().map(|tokens| tokens.earlier.view()))
+    }
+
+    /// Lets steps pass that wait for rows of another process, which never come.
+    pub(super) fn release(&self) {
+        if let Some(RowsIn::Process(rows)) = &self.rows_in {
+            rows.release();
+        }
     }
 
     /// Fetches the rows of the stage before, and the tokens that the step's rows continue.
@@ -100,11 +155,24 @@ impl StageLinks {
         places: &StepPlaces,
         dims: Dims,
     ) -> Result<(), CudaError> {
-        if let Some(rows) = &mut self.rows_in {
-            let n = dims.n_tokens * self.hidden;
-            rows.wait_for_next(card, places.here, LAUNCH_WITHIN)?;
-            rows.fetch(card, places.here, 0, space.residual.view_mut().slice(0..n))?;
-            rows.fetch(card, places.here, n, space.normed.view_mut().slice(0..n))?;
+        let n = dims.n_tokens * self.hidden;
+        match &mut self.rows_in {
+            None => {}
+            Some(RowsIn::Gpu(rows)) => {
+                rows.wait_for_next(card, places.here, LAUNCH_WITHIN)?;
+                rows.fetch(card, places.here, 0, space.residual.view_mut().slice(0..n))?;
+                rows.fetch(card, places.here, n, space.normed.view_mut().slice(0..n))?;
+            }
+            Some(RowsIn::Process(rows)) => {
+                let n_sent = places.n_tokens * self.hidden;
+                rows.wait_for_next(card, places.here)?;
+                rows.fetch(card, places.here, 0, space.residual.view_mut().slice(0..n_sent))?;
+                rows.fetch(card, places.here, n_sent, space.normed.view_mut().slice(0..n_sent))?;
+                if n_sent < n {
+                    card.fill(space.residual.view_mut().slice(n_sent..n), 0)?;
+                    card.fill(space.normed.view_mut().slice(n_sent..n), 0)?;
+                }
+            }
         }
         if let Some(TokensIn { inbox, earlier, ring }) = &mut self.tokens_in {
             inbox.note();
@@ -133,6 +201,11 @@ impl StageLinks {
         if let Some(tokens) = self.tokens_out.as_mut().filter(|_| dims.n_wanted > 0) {
             tokens.put(card, place, &[space.drawn.slice(0..dims.n_wanted)])?;
         }
+        if let Some(TokensKept { tokens, ring }) = self.tokens_kept.as_mut().filter(|_| dims.n_wanted > 0) {
+            let start = place * ring.place_len;
+            let to = tokens.view_mut().slice(start..start + dims.n_wanted);
+            card.copy(to, space.drawn.slice(0..dims.n_wanted))?;
+        }
         Ok(())
     }
 }
@@ -149,6 +222,12 @@ fn let_copies_be_direct(to: &ComputeCard, from: &ComputeCard) -> Result<(), Cuda
             Ok(())
         }
         reached => reached,
+    }
+}
+
+impl LinkSizes {
+    fn no_link(self) -> StageLinks {
+        StageLinks { hidden: self.hidden, ..StageLinks::default() }
     }
 }
 
@@ -170,6 +249,15 @@ impl TokenRing {
     /// Returns the index in the whole ring of a step's token number `nth`.
     pub(super) fn index(self, step: u64, nth: u32) -> u32 {
         (self.place(step) * self.place_len) as u32 + nth
+    }
+
+    /// Returns the place of a token, by its index in the ring, and its number among the tokens of its step.
+    pub(super) fn split(self, index: u32) -> (usize, usize) {
+        (index as usize / self.place_len, index as usize % self.place_len)
+    }
+
+    pub(super) fn n_places(self) -> usize {
+        self.n_places
     }
 
     /// Returns the places of tokens, by their indices in the ring, each place once.
@@ -206,6 +294,7 @@ mod tests {
         }
         let ring = TokenRing::new(2, 10);
         assert_eq!([(4, 9), (5, 0), (6, 3)].map(|(step, nth)| ring.index(step, nth)), [19, 20, 3]);
+        assert_eq!(ring.split(19), (1, 9));
         assert_eq!(ring.places_of([19, 3, 10, 9].into_iter()), [0, 1]);
         assert_eq!(ring.places_of(std::iter::empty()), Vec::<usize>::new());
     }

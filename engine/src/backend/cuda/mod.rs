@@ -5,8 +5,8 @@
 //! `latent`, `share`, `weights`, `loader`, `fp8`, `upload`, `budget`, `workspace`), the description of a step (`plan`),
 //! its execution (`tools`, `decoder`, `forward`, `layer`, `attention`, `latent_pass`), recorded steps (`graph_sizes`,
 //! `recorded`), sampling (`draws`, `masks`, `targets`), several GPUs (`rank`, `lockstep`), pipeline stages (`stage`, `links`,
-//! `previous`), results of a step (`launched_step`, `watch`), sleep (`asleep`), measurements (`timing`, `tuning`,
-//! `limits`, `profile`).
+//! `previous`), several processes (`elsewhere`, [`process`]), results of a step (`launched_step`, `watch`), sleep
+//! (`asleep`), measurements (`timing`, `tuning`, `limits`, `profile`).
 //!
 //! Sums in bf16 depend on the number of rows that are multiplied together. So a row's numbers differ in their
 //! last bits from one batch to another. `docs/specification.md` bounds the difference and says what is
@@ -21,6 +21,7 @@ mod budget;
 mod decoder;
 mod description;
 mod draws;
+mod elsewhere;
 mod launched_step;
 mod forward;
 mod fp8;
@@ -37,6 +38,7 @@ mod masks;
 mod opening;
 mod plan;
 mod previous;
+pub mod process;
 mod profile;
 mod rank;
 mod recorded;
@@ -73,13 +75,14 @@ use crate::step::{PendingStep, Row, SlotId, StepBatch, StepOutput};
 use asleep::CudaAsleep;
 use description::ModelDescription;
 use draws::{Draws, SampledBy};
+use elsewhere::Elsewhere;
 use launched_step::{HostSampler, LaunchedStep, LostFlags, Phase, Readback};
 use links::{StepPlaces, TokenRing};
-use lockstep::{Helpers, LAUNCH_WITHIN};
+use lockstep::Helpers;
 use masks::PendingMasks;
 use plan::{Bounds, Dims, InputToken, Plan};
 use previous::PreviousTokens;
-use rank::{Order, OrderResult, Rank, Step};
+use rank::{Rank, Step, launch_on_all};
 use targets::{TargetReadback, Targets};
 use watch::{Watch, WatchedStep};
 
@@ -100,6 +103,8 @@ pub struct CudaBackend {
     spare_readbacks: SpareReadbacks,
     helpers: Helpers<Rank>,
     lost: LostFlags,
+    /// The stages that other processes compute; `None`: this process computes all.
+    elsewhere: Option<Elsewhere>,
     rank: Rank,
     masks: Arc<TokenMasks>,
     memory: KvMemory,
@@ -152,7 +157,7 @@ impl CudaBackend {
         self.memory.n_ranks()
     }
 
-    /// Returns the number of pipeline stages, each with as many GPUs as there are ranks.
+    /// Returns the number of this process's pipeline stages, each with as many GPUs as there are ranks.
     pub fn n_stages(&self) -> usize {
         self.memory.n_stages()
     }
@@ -207,33 +212,27 @@ impl CudaBackend {
         signal: FenceSignal,
     ) -> Result<LaunchedStep, CudaError> {
         let began = enabled!(target: "walk", Level::TRACE).then(|| self.card().mark()).transpose()?;
-        let graph_size = if plan.is_recordable() {
-            self.rank.recorded.graph_size(rows.len(), plan.length_max())
-        } else {
-            None
-        };
-        if let Some(graph_size) = graph_size {
-            plan.padded(self.rank.recorded.dims(graph_size), rows);
-        }
+        let n_tokens = plan.dims.n_tokens;
+        let graph_size = self.rank.pad(plan, rows);
         let (draws, sampled_by) = Draws::of(rows, &plan.places, &self.sampler.eos_tokens);
-        let mut words = Vec::new();
-        if self.helpers.are_there() {
-            words.resize(plan.dims.n_words(), 0);
-            plan.write(&mut words);
-        }
+        let words = if self.helpers.are_there() { plan.words() } else { Vec::new() };
         let pending = PendingMasks::of(rows, &sampled_by, &self.masks, self.n_launched);
         let masks = pending.as_ref().map(|pending| pending.masks().clone());
-        let places = match self.n_stages() {
+        let here = self.ring.place(self.n_launched);
+        let places = match self.described.all_stages.n_stages() {
             1 => StepPlaces::default(),
-            _ => StepPlaces {
-                here: self.ring.place(self.n_launched),
-                earlier: self.ring.places_of(plan.drawn_indices()),
-            },
+            _ => StepPlaces { here, n_tokens, earlier: self.ring.places_of(plan.drawn_indices()) },
         };
+        let signal = Arc::new(signal);
+        if let Some(elsewhere) = self.elsewhere.as_ref().filter(|_| n_tokens > 0) {
+            elsewhere.begin(plan, rows, here, &signal)?;
+        }
         let (dims, sequences) = (plan.dims, plan.sequences());
         let step = Step { dims, graph_size, sequences, draws, masks, words, places };
         let step = Arc::new(step);
-        let all = self.launch_on_all(&step, plan)?;
+        let nth = self.described.nth_of_sampler();
+        let all = launch_on_all(&mut self.rank, &mut self.helpers, nth, &step, plan)?;
+        self.send_tokens(here, plan.dims)?;
         let outcomes = self.outcomes(&step.draws, &sampled_by)?;
         let targets = self.receive_targets(&plan.targets)?;
         let mut drawn = match self.spare_readbacks.drawn.pop() {
@@ -245,7 +244,6 @@ impl CudaBackend {
             card.receive(space.drawn.slice(0..plan.dims.n_wanted), &mut drawn)?;
         }
         let end = card.event()?;
-        let signal = Arc::new(signal);
         let (mut written, mut others) = (Vec::with_capacity(all.len()), Vec::new());
         for done in all {
             written.push(done.written);
@@ -256,21 +254,26 @@ impl CudaBackend {
             let mut ranks = written.into_iter();
             let stage = |_| ranks.by_ref().take(self.memory.n_ranks().into()).collect();
             let written = (0..self.n_stages()).map(stage).collect();
-            self.watch.watch(WatchedStep { began, written, lost, signal: Arc::clone(&signal) });
+            let first_layer = self.first_layer();
+            self.watch.watch(WatchedStep { began, first_layer, written, lost, signal: Arc::clone(&signal) });
         }
         let places = std::mem::take(&mut plan.places);
         let readback = Readback { drawn, outcomes, targets, end, others };
         Ok(LaunchedStep::new(self.n_launched, rows, places, &sampled_by, pending, readback, signal))
     }
 
-    /// Launches a step on all GPUs at the same time. Returns one result for each GPU, ordered by stage and then by rank.
-    fn launch_on_all(&mut self, step: &Arc<Step>, plan: &Plan<'_>) -> Result<Vec<OrderResult>, CudaError> {
-        self.helpers.begin(&Order::Step(Arc::clone(step)))?;
-        let written = self.rank.launch(step, |words| plan.write(words));
-        // A stage fails late if the stage before it has failed, so the others' errors come first.
-        let (mut all, written) = (self.helpers.finish(LAUNCH_WITHIN)?, written?);
-        all.insert(self.described.nth_of_sampler(), OrderResult { written, ..OrderResult::default() });
-        Ok(all)
+    /// Sends the tokens that the step samples to the first stage, if another process computes it.
+    fn send_tokens(&self, place: usize, dims: Dims) -> Result<(), CudaError> {
+        let Some(elsewhere) = self.elsewhere.as_ref().filter(|_| dims.n_wanted > 0) else { return Ok(()) };
+        let mut tokens = elsewhere.tokens()?;
+        let drawn = self.rank.tools.space.drawn.slice(0..dims.n_wanted);
+        self.card().receive(drawn, &mut tokens)?;
+        elsewhere.sampled(place, tokens)
+    }
+
+    /// Returns the first layer that this process computes.
+    fn first_layer(&self) -> u16 {
+        self.described.stages.iter().next().map_or(0, |layers| layers.start)
     }
 
     /// Starts the copy of the draws' outcomes to the host, if any are requested.
@@ -309,7 +312,7 @@ impl CudaBackend {
     /// device is lost.
     fn launch_failed(&self, error: &CudaError) -> BackendError {
         let is_of_the_step = matches!(error, CudaError::Argument { .. } | CudaError::NoProduct { .. });
-        if is_of_the_step && !self.helpers.are_there() {
+        if is_of_the_step && !self.helpers.are_there() && self.elsewhere.is_none() {
             return BackendError::Launch(in_full(error));
         }
         self.lost.raise();
@@ -355,7 +358,7 @@ impl Backend for CudaBackend {
             )));
         }
         if self.lost.is_raised() {
-            return Err(BackendError::DeviceLost(in_full(&launched_step::peer_lost())));
+            return Err(BackendError::DeviceLost(in_full(&self.lost.error())));
         }
         self.finish_what_needs_the_host();
         let bounds = Bounds {
@@ -417,7 +420,7 @@ impl Backend for CudaBackend {
 
     fn runs_by_itself(&self) -> bool {
         // With several stages, a step that is launched late leaves stages without work.
-        self.n_stages() == 1
+        self.described.all_stages.n_stages() == 1
     }
 
     fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, SleepFailed> {
@@ -435,6 +438,7 @@ impl Drop for CudaBackend {
         // memory. Steps that were not collected may still write. If waiting fails, the GPU writes nothing
         // more. They need not wait for masks that no one will write.
         self.masks.of_step(self.n_launched, 0).release();
+        self.rank.tools.links.release();
         let others = self.helpers.end();
         for rank in others.iter().chain([&self.rank]) {
             let _ = rank.tools.card.synchronize();

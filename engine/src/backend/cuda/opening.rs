@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::Arc;
 
-use device::cuda::{Card, CudaError};
+use device::cuda::{Bf16, Card, CudaError, HostOutbox};
 use kernels::cuda::{ComputeCard, Peers, Products, TokenMasks};
 use kv_cache::KvMemory;
 use tokio::time::Instant;
@@ -12,6 +12,7 @@ use tracing::info;
 
 use super::budget::KvBytes;
 use super::description::{LOAD_WITHIN, ModelDescription, host};
+use super::elsewhere::{Elsewhere, ElsewhereParts};
 use super::launched_step::{HostSampler, LostFlags};
 use super::links::{LinkSizes, StageLinks, TokenRing};
 use super::lockstep::{Helpers, RankOpenResult};
@@ -24,6 +25,7 @@ use super::weights::Sizes;
 use super::workspace::{PATIENCE, Workspace};
 use super::{CudaBackend, CudaSettings, LoadReport, SpareReadbacks, tuning};
 use crate::backend::cpu;
+use crate::backend::remote::{RemoteStage, weights_of};
 use crate::error::{LoadError, OpenError};
 use crate::kv_room::{AutoRoom, KvRoom};
 use crate::model::{ActivationFormat, ModelConfig};
@@ -46,12 +48,41 @@ struct AllocatedRank {
     card: ComputeCard,
 }
 
-impl CudaBackend {
-    /// Opens a folder's model on one GPU, or divided over several GPUs, and allocates all memory. Rejects a model that does
-    /// not fit; the error lists the bytes by purpose.
-    pub fn open(folder: &Path, kv: impl Into<KvRoom>, settings: &CudaSettings) -> Result<Self, OpenError> {
+/// A model whose config is read, and opened GPUs for it.
+#[derive(Debug)]
+pub(super) struct PreparedModel {
+    cards: Vec<ComputeCard>,
+    pub(super) described: ModelDescription,
+}
+
+/// A model's ranks with their weights, prepared for steps.
+// Fields are dropped in this order: values that use the memory before the memory.
+#[derive(Debug)]
+pub(super) struct OpenedRanks {
+    pub(super) helpers: Helpers<Rank>,
+    pub(super) rank: Rank,
+    /// Where the rows of the stage before go, if another process computes it.
+    pub(super) rows_in: Option<HostOutbox<Bf16>>,
+    pub(super) memory: KvMemory,
+    pub(super) lost: LostFlags,
+    pub(super) loaded: LoadReport,
+    pub(super) described: Arc<ModelDescription>,
+}
+
+/// The GPUs of a process, and what their steps share.
+#[derive(Debug)]
+struct Allocated {
+    ranks: Vec<AllocatedRank>,
+    rows_in: Option<HostOutbox<Bf16>>,
+    /// The bytes of weights on the GPU with the most.
+    weight_bytes: usize,
+}
+
+impl PreparedModel {
+    /// Opens the GPUs, and reads a model's config. Rejects a size of KV memory that does not apply to GPUs.
+    pub(super) fn of(folder: &Path, kv: KvRoom, settings: &CudaSettings) -> Result<Self, OpenError> {
         let cards = open_cards(settings)?;
-        let kv_bytes = match kv.into() {
+        let kv_bytes = match kv {
             KvRoom::Bytes(bytes) => bytes,
             KvRoom::OnHost(_) => {
                 let wrong =
@@ -60,20 +91,72 @@ impl CudaBackend {
             }
             KvRoom::Auto(auto) => room_on(&cards, auto, folder, settings)?,
         };
-        let described = Arc::new(ModelDescription::of(folder, kv_bytes, settings)?);
+        let described = ModelDescription::of(folder, kv_bytes, settings)?;
         described.folder.config.log_unread_keys();
-        let (allocated, weight_bytes) = described.take(cards)?;
-        let memory = allocated.first().map(|first| first.memory.clone()).expect("there is a first rank");
+        Ok(Self { cards, described })
+    }
+
+    /// Changes the number of blocks.
+    pub(super) fn with_blocks(self, n_blocks: u32) -> Self {
+        Self { described: self.described.with_blocks(n_blocks), ..self }
+    }
+
+    /// Names the kind of the GPUs.
+    pub(super) fn hardware(&self) -> String {
+        let names = self.cards.iter().map(|card| format!("{} ({})", card.name(), card.arch()));
+        names.collect::<Vec<_>>().join(", ")
+    }
+
+    /// Allocates all memory, loads the weights and prepares steps. Rejects a model that does not fit; the error lists the
+    /// bytes by purpose.
+    pub(super) fn open(self) -> Result<OpenedRanks, OpenError> {
+        let Self { cards, described } = self;
+        let described = Arc::new(described);
+        let Allocated { ranks, rows_in, weight_bytes } = described.take(cards)?;
+        let memory = ranks.first().map(|first| first.memory.clone()).expect("there is a first rank");
         cpu::log_latents(&described.folder.config, &memory);
         cpu::log_stages(&described.stages, &memory);
         let started = Instant::now();
-        let lost: Vec<_> =
-            allocated.iter().filter_map(|rank| rank.peers.as_ref()).map(Peers::lost_flag).collect();
-        let (mut rank, mut helpers) = described.load_all(allocated)?;
+        let of_ranks: Vec<_> =
+            ranks.iter().filter_map(|rank| rank.peers.as_ref()).map(Peers::lost_flag).collect();
+        let (mut rank, mut helpers) = described.load_all(ranks)?;
         let loaded = LoadReport { bytes: weight_bytes, seconds: started.elapsed().as_secs_f64() };
         info!(mib = loaded.bytes >> 20, seconds = loaded.seconds, "weights loaded onto the GPU");
         described.prepare(&mut rank, &mut helpers)?;
-        let (limits, card, n_stages) = (settings.limits, &rank.tools.card, described.stages.n_stages());
+        let lost = LostFlags { of_ranks: of_ranks.into(), ..LostFlags::default() };
+        Ok(OpenedRanks { described, memory, rank, helpers, lost, rows_in, loaded })
+    }
+}
+
+impl CudaBackend {
+    /// Opens a folder's model on one GPU, or divided over several GPUs, and allocates all memory. Rejects a model that does
+    /// not fit; the error lists the bytes by purpose.
+    pub fn open(folder: &Path, kv: impl Into<KvRoom>, settings: &CudaSettings) -> Result<Self, OpenError> {
+        Self::of(PreparedModel::of(folder, kv.into(), settings)?, &[])
+    }
+
+    /// Opens the stages of this process. `remote` are the stages before them, in other processes.
+    pub(super) fn of(prepared: PreparedModel, remote: &[Arc<dyn RemoteStage>]) -> Result<Self, OpenError> {
+        let opened = prepared.open()?;
+        let OpenedRanks { described, memory, rank, helpers, lost, rows_in, loaded } = opened;
+        let (limits, card) = (described.settings().limits, &rank.tools.card);
+        let model = described.model_info(&described.settings().arithmetic(card.arch()))?;
+        weights_of(remote, &model.fingerprint)?;
+        let elsewhere = match rows_in {
+            None => None,
+            Some(rows) => {
+                let (sizes, vocab) = (described.link_sizes(), described.folder.config.vocab);
+                Some(Elsewhere::start(ElsewhereParts {
+                    remote,
+                    rows,
+                    sizes,
+                    vocab,
+                    lost: lost.clone(),
+                    card,
+                })?)
+            }
+        };
+        let n_stages = described.all_stages.n_stages();
         let steps_in_flight_max = rank.tools.decoder.sizes.stage.steps_in_flight_max();
         let spare_readbacks = SpareReadbacks {
             outcomes: Vec::new(),
@@ -82,7 +165,7 @@ impl CudaBackend {
         };
         let masks = TokenMasks::new(card, limits.rows, described.folder.config.vocab, PATIENCE)?;
         Ok(Self {
-            model: described.model_info(&settings.arithmetic(card.arch()))?,
+            model,
             limits,
             watch: Watch::start(steps_in_flight_max).map_err(LoadError::Threads)?,
             flights: VecDeque::new(),
@@ -93,7 +176,8 @@ impl CudaBackend {
             sampler: sampler(&described.folder.config)?,
             spare_readbacks,
             helpers,
-            lost: LostFlags(lost.into()),
+            lost,
+            elsewhere,
             rank,
             masks: Arc::new(masks),
             n_holders: memory.n_holders(),
@@ -137,7 +221,7 @@ fn room_on(
         let sizes = described.sizes(stage, share)?;
         let shape = described.workspace(card, sizes);
         let taken = described.budget(sizes, &shape, KvBytes::default()).without_kv();
-        of_gpus.push((auto.on_gpu(memory, taken), described.block_bytes()[stage.nth]));
+        of_gpus.push((auto.on_gpu(memory, taken), described.block_bytes()[stage.nth_here()]));
     }
     let bytes = kv_bytes_within(&of_gpus);
     info!(mib = bytes >> 20, percent = auto.gpu_percent, "KV memory sized from the GPU's free memory");
@@ -169,9 +253,8 @@ fn sampler(config: &ModelConfig) -> Result<HostSampler, OpenError> {
 }
 
 impl ModelDescription {
-    /// Allocates the memory of all GPUs except that of weights. Also returns the bytes of weights on each
-    /// GPU.
-    fn take(&self, cards: Vec<ComputeCard>) -> Result<(Vec<AllocatedRank>, usize), OpenError> {
+    /// Allocates the memory of all GPUs except that of weights.
+    fn take(&self, cards: Vec<ComputeCard>) -> Result<Allocated, OpenError> {
         let mut taken = Vec::with_capacity(cards.len());
         let (mut weight_bytes, mut together) = (0, None);
         for ((stage, share), card) in self.shares().into_iter().zip(cards) {
@@ -207,7 +290,12 @@ impl ModelDescription {
                 peers.extend(Peers::all(cards, shown, together)?);
             }
         }
-        let mut links = StageLinks::all(&all, self.link_sizes())?.into_iter();
+        let sizes = self.link_sizes();
+        let (links, rows_in) = match sizes.only {
+            None => (StageLinks::all(&all, sizes)?, None),
+            Some(nth) => StageLinks::of_process(&all, sizes, nth)?,
+        };
+        let mut links = links.into_iter();
         let mut peers = peers.into_iter();
         let allocated = |(sizes, products, space, card)| AllocatedRank {
             sizes,
@@ -218,17 +306,17 @@ impl ModelDescription {
             memory: memory.clone(),
             card,
         };
-        Ok((taken.into_iter().map(allocated).collect(), weight_bytes))
+        Ok(Allocated { ranks: taken.into_iter().map(allocated).collect(), rows_in, weight_bytes })
     }
 
     fn link_sizes(&self) -> LinkSizes {
-        let CudaSettings { ranks, limits, .. } = self.settings;
-        let (n_ranks, n_stages) = (usize::from(ranks.get()), self.stages.n_stages());
-        LinkSizes { n_ranks, n_stages, limits, hidden: self.folder.config.hidden }
+        let CudaSettings { ranks, limits, only_stage: only, .. } = self.settings;
+        let (n_ranks, n_stages) = (usize::from(ranks.get()), self.all_stages.n_stages());
+        LinkSizes { n_ranks, n_stages, only, limits, hidden: self.folder.config.hidden }
     }
 
-    /// Returns the index of the GPU whose rank works on the caller's thread: the first rank of the last stage. It samples
-    /// tokens, and the host reads its results.
+    /// Returns the index of the GPU whose rank works on the caller's thread: the first rank of this process's last stage. The
+    /// host reads its results.
     pub(super) fn nth_of_sampler(&self) -> usize {
         (self.stages.n_stages() - 1) * usize::from(self.settings.ranks.get())
     }

@@ -224,6 +224,23 @@ impl<'a> Plan<'a> {
         }
     }
 
+    /// Returns the rows that take part, in the batch's order, each with its input if it has one token.
+    pub(super) fn passing<'b>(
+        &'b self,
+        rows: &'b [Row<'a>],
+    ) -> impl Iterator<Item = (&'b Row<'a>, Option<InputToken>)> {
+        let mut decodes = self.decodes.iter().map(|(_, input)| *input);
+        let passing = rows.iter().zip(&self.places).filter(|(_, place)| place.is_ok());
+        passing.map(move |(row, _)| (row, (row.input.n_tokens() == 1).then(|| decodes.next()).flatten()))
+    }
+
+    /// Returns all sections as words.
+    pub(super) fn words(&self) -> Vec<u32> {
+        let mut words = vec![0; self.dims.n_words()];
+        self.write(&mut words);
+        words
+    }
+
     /// Returns the indices of the tokens that rows continue and that steps in flight sample.
     pub(super) fn drawn_indices(&self) -> impl Iterator<Item = u32> {
         self.decodes.iter().filter_map(|(_, input)| match input {

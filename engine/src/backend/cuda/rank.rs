@@ -17,12 +17,13 @@ use super::description::ModelDescription;
 use super::draws::Draws;
 use super::graph_sizes::{GraphSize, GraphSizes};
 use super::links::StepPlaces;
-use super::lockstep::Performer;
-use super::plan::Dims;
+use super::lockstep::{Helpers, LAUNCH_WITHIN, Performer};
+use super::plan::{Dims, Plan};
 use super::recorded::RecordedGraphs;
 use super::tools::Tools;
 use super::{profile, timing};
 use crate::error::OpenError;
+use crate::step::Row;
 
 /// The time limit for a rank's preparations. The longest preparation is recording all steps.
 pub(super) const PREPARE_WITHIN: Duration = Duration::from_secs(120);
@@ -108,6 +109,15 @@ impl Rank {
         Ok(Self { recorded, staging, tools })
     }
 
+    /// Pads a plan to the size of a recorded graph if there is one for it, and returns that size.
+    pub(super) fn pad(&self, plan: &mut Plan<'_>, rows: &[Row<'_>]) -> Option<GraphSize> {
+        let graph_size =
+            plan.is_recordable().then(|| self.recorded.graph_size(rows.len(), plan.length_max()));
+        let graph_size = graph_size.flatten()?;
+        plan.padded(self.recorded.dims(graph_size), rows);
+        Some(graph_size)
+    }
+
     /// Launches a step. Returns an event for each layer's KV unless the step uses a recorded graph. `write`
     /// writes the step's words.
     pub(super) fn launch(
@@ -163,6 +173,23 @@ impl Rank {
             masks,
         })
     }
+}
+
+/// Launches a step on all GPUs of this process at the same time. `rank` is number `nth` of them, and works on this thread.
+/// Returns one result for each GPU, ordered by stage and then by rank.
+pub(super) fn launch_on_all(
+    rank: &mut Rank,
+    helpers: &mut Helpers<Rank>,
+    nth: usize,
+    step: &Arc<Step>,
+    plan: &Plan<'_>,
+) -> Result<Vec<OrderResult>, CudaError> {
+    helpers.begin(&Order::Step(Arc::clone(step)))?;
+    let written = rank.launch(step, |words| plan.write(words));
+    // A stage fails late if the stage before it has failed, so the others' errors come first.
+    let (mut all, written) = (helpers.finish(LAUNCH_WITHIN)?, written?);
+    all.insert(nth, OrderResult { written, ..OrderResult::default() });
+    Ok(all)
 }
 
 impl Performer for Rank {

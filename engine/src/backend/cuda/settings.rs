@@ -21,6 +21,8 @@ pub struct CudaSettings {
     /// Pipeline stages: each has some of the layers, and one GPU for each rank. A stage's GPUs have the numbers after those
     /// that the previous stage uses.
     pub stages: StageSplit,
+    /// The stage that this process computes, if other processes compute the others; `None`: this one computes all.
+    pub only_stage: Option<usize>,
     pub limits: StepLimits,
     pub load_format: LoadFormat,
     pub kv_dtype: KvDtype,
@@ -47,6 +49,7 @@ impl Default for CudaSettings {
             ordinal: 0,
             ranks: NonZero::<u16>::MIN,
             stages: StageSplit::default(),
+            only_stage: None,
             limits: StepLimits::default(),
             load_format: LoadFormat::Safetensors,
             kv_dtype: KvDtype::Bf16,
@@ -68,7 +71,8 @@ const CHUNK_TOKENS: usize = 512;
 impl CudaSettings {
     /// Returns the numbers of the GPUs that compute the model.
     pub fn gpus(&self) -> Range<usize> {
-        let n_gpus = usize::from(self.ranks.get()) * usize::from(self.stages.n_stages.get());
+        let n_stages = if self.only_stage.is_some() { 1 } else { self.stages.n_stages.get() };
+        let n_gpus = usize::from(self.ranks.get()) * usize::from(n_stages);
         self.ordinal..self.ordinal + n_gpus
     }
 

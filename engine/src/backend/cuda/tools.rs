@@ -136,7 +136,7 @@ impl Tools {
 
 fn kv_of<'a>(memory: &'a KvMemory, decoder: &Decoder) -> OnCard<'a> {
     let rank = memory.rank(decoder.sizes.share.nth as u16);
-    rank.on_card(decoder.sizes.stage.nth).expect("the backend's memory was taken on its cards")
+    rank.on_card(decoder.sizes.stage.nth_here()).expect("the backend's memory was taken on its cards")
 }
 
 fn kv_memory(error: MemoryError) -> OpenError {

@@ -187,6 +187,9 @@ fn kinds(decoder: &Decoder, limits: StepLimits, norm: JoinedWork) -> Vec<Kind<'_
             }
         }
     }
+    if !sizes.stage.is_last() {
+        return kinds;
+    }
     let head = vec![WeightMatrix::Bf16(decoder.weights.head())];
     kinds.push(Kind {
         matrices: head,

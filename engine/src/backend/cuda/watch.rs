@@ -22,6 +22,8 @@ pub(super) struct Watch {
 #[derive(Debug)]
 pub(super) struct WatchedStep {
     pub(super) began: Option<Marker>,
+    /// The first layer that this process computes.
+    pub(super) first_layer: u16,
     /// For each stage, for each of its ranks, an event for each layer of the stage, in order.
     pub(super) written: Vec<Vec<Vec<Event>>>,
     /// The flags of lost ranks, which make the results invalid.
@@ -58,7 +60,7 @@ impl Drop for Watch {
 
 fn run(steps: &Receiver<WatchedStep>) {
     while let Ok(step) = steps.recv() {
-        for (layer, n_done) in layers(&step.written).zip(1..) {
+        for (layer, n_done) in layers(&step.written).zip(step.first_layer + 1..) {
             if wait(layer).is_err() || step.lost.is_raised() {
                 break;
             }

@@ -468,7 +468,8 @@ mod tests {
         for (is_tied, ends) in [(false, [1, 0, 1]), (true, [1, 0, 1])] {
             let split =
                 types::StageSplit { n_stages: NonZero::new(3).expect("three"), layers: vec![10, 12, 10] };
-            let shares = StageShare::of_all(&split.over(32).expect("they add up")).collect::<Vec<_>>();
+            let shares =
+                StageShare::of_process(&split.over(32).expect("they add up"), None).collect::<Vec<_>>();
             for ((stage, n_layers), n_vocabularies) in shares.into_iter().zip([10, 12, 10]).zip(ends) {
                 let sizes = Sizes { stage, is_tied, ..whole };
                 let bytes = sizes.bytes(&formats[stage.layers()]);

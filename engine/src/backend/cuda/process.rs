@@ -1,0 +1,315 @@
+//! Hot path.
+//! The stage that one of several processes of a node computes on its GPUs.
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use device::cuda::{Bf16, CudaError, Event, HostOutbox, PinnedNumbers};
+use kv_cache::{FenceSignal, KvMemory};
+use types::{BlockIdx, StageLayers, in_full};
+
+use super::draws::Draws;
+use super::elsewhere::hidden_bytes;
+use super::launched_step::LostFlags;
+use super::links::{StepPlaces, TokenRing};
+use super::lockstep::Helpers;
+use super::opening::{OpenedRanks, PreparedModel};
+use super::plan::{Bounds, Plan};
+use super::rank::{Rank, Step, launch_on_all};
+use super::watch::{Watch, WatchedStep};
+use super::{CudaBackend, CudaSettings};
+use crate::backend::StepLimits;
+use crate::backend::remote::{
+    RemoteStage, StageInput, StageLost, StageProcess, StageResults, StageRow, StageWeights,
+};
+use crate::error::{LoadError, OpenError, RowError};
+use crate::kv_room::KvRoom;
+use crate::step::{Row, RowInput, SlotId};
+
+/// A stage whose model's config is read, and whose weights are not loaded. Its GPUs are opened.
+#[derive(Debug)]
+pub struct PreparedStage(PreparedModel);
+
+/// A stage that computes what another process sends.
+#[derive(Debug)]
+pub struct CudaStage {
+    // Fields are dropped in this order: rows are copied out of memory that the launcher holds.
+    launched: Mutex<Receiver<LaunchedRows>>,
+    launcher: Mutex<Launcher>,
+    spare: SyncSender<RowBuffers>,
+    weights: StageWeights,
+    memory: KvMemory,
+    layers: Range<u16>,
+    lost: LostFlags,
+}
+
+/// Launches steps. Dropping it waits for its GPUs.
+#[derive(Debug)]
+struct Launcher {
+    watch: Watch,
+    helpers: Helpers<Rank>,
+    rank: Rank,
+    rows_in: Option<HostOutbox<Bf16>>,
+    ring: TokenRing,
+    n_launched: u64,
+    limits: StepLimits,
+    bounds: Bounds,
+    first_layer: u16,
+    tokens_max: usize,
+    n_blocks: u32,
+    hidden: usize,
+    lost: LostFlags,
+    spare: Receiver<RowBuffers>,
+    launched: SyncSender<LaunchedRows>,
+}
+
+/// Page-locked memory for the rows of one step: the residual, and the rows normed for the next stage.
+type RowBuffers = [PinnedNumbers<Bf16>; 2];
+
+/// The rows of a step that was launched, which are being copied.
+#[derive(Debug)]
+struct LaunchedRows {
+    buffers: RowBuffers,
+    /// The numbers of each buffer.
+    n_numbers: usize,
+    outcomes: Vec<Result<(), RowError>>,
+    /// The events at which the GPUs have finished.
+    ends: Vec<Event>,
+    signal: Arc<FenceSignal>,
+}
+
+// === impl PreparedStage ===
+
+impl PreparedStage {
+    /// Opens the GPUs, and reads the config of a model for one of its stages. The settings say how many there are.
+    pub fn prepare(
+        folder: &Path,
+        kv: KvRoom,
+        settings: &CudaSettings,
+        nth: usize,
+    ) -> Result<Self, OpenError> {
+        let settings = CudaSettings { only_stage: Some(nth), ..settings.clone() };
+        PreparedModel::of(folder, kv, &settings).map(Self)
+    }
+
+    /// Names the kind of the GPUs.
+    pub fn hardware(&self) -> String {
+        self.0.hardware()
+    }
+
+    /// Returns the number of blocks for which this process has room.
+    pub fn n_blocks(&self) -> u32 {
+        self.0.described.n_blocks
+    }
+
+    /// Returns the layers of each stage of the model.
+    pub fn layers_of_stages(&self) -> &StageLayers {
+        &self.0.described.all_stages
+    }
+
+    /// Loads the stage's weights, and takes memory for `n_blocks` blocks.
+    pub fn open(self, n_blocks: u32) -> Result<CudaStage, OpenError> {
+        CudaStage::of(self.0.with_blocks(n_blocks).open()?)
+    }
+
+    /// Loads the weights of the last stage, and makes the backend of the whole model. `remote` are the stages before it,
+    /// in order.
+    pub fn open_head(self, n_blocks: u32, remote: &[Arc<dyn RemoteStage>]) -> Result<CudaBackend, OpenError> {
+        CudaBackend::of(self.0.with_blocks(n_blocks), remote)
+    }
+}
+
+// === impl CudaStage ===
+
+impl CudaStage {
+    fn of(opened: OpenedRanks) -> Result<Self, OpenError> {
+        let OpenedRanks { rank, helpers, described, memory, lost, rows_in, .. } = opened;
+        let (sizes, limits) = (rank.tools.decoder.sizes, described.settings().limits);
+        let card = &rank.tools.card;
+        let arithmetic = described.settings().arithmetic(card.arch());
+        let weights = StageWeights { model: described.fingerprint(&arithmetic)?, formats: Vec::new() };
+        let n_steps = sizes.stage.steps_in_flight_max();
+        let (launched_in, launched) = sync_channel(n_steps);
+        let (give_back, spare) = sync_channel(n_steps);
+        for _ in 0..n_steps {
+            let len = limits.tokens * sizes.hidden;
+            let buffers = [card.pinned(len)?, card.pinned(len)?];
+            give_back.try_send(buffers).expect("the channel has room for all of them");
+        }
+        let layers = described.stages.iter().next().expect("there is a stage");
+        let launcher = Launcher {
+            watch: Watch::start(n_steps).map_err(LoadError::Threads)?,
+            bounds: Bounds {
+                vocab: sizes.vocab,
+                n_groups: described.layout.groups.len(),
+                n_wanted_max: limits.rows,
+            },
+            ring: TokenRing::new(sizes.stage.n_stages, limits.rows),
+            n_launched: 0,
+            limits,
+            first_layer: layers.start,
+            tokens_max: described.tokens_max,
+            n_blocks: described.n_blocks,
+            hidden: sizes.hidden,
+            lost: lost.clone(),
+            spare,
+            launched: launched_in,
+            rank,
+            helpers,
+            rows_in,
+        };
+        let (launched, launcher) = (Mutex::new(launched), Mutex::new(launcher));
+        Ok(Self { launched, launcher, spare: give_back, weights, memory, layers, lost })
+    }
+
+    /// Waits for the copies of a step's rows.
+    fn results(&self, launched: LaunchedRows) -> Result<StageResults, CudaError> {
+        let LaunchedRows { mut buffers, n_numbers, outcomes, ends, signal } = launched;
+        ends.iter().try_for_each(Event::wait)?;
+        if self.lost.is_raised() {
+            return Err(self.lost.error());
+        }
+        let mut hidden = Vec::with_capacity(2 * n_numbers * size_of::<Bf16>());
+        for buffer in &mut buffers {
+            buffer.append_bytes(n_numbers, &mut hidden)?;
+        }
+        signal.layers_done(self.layers.end);
+        // There is room for all buffers.
+        let _ = self.spare.try_send(buffers);
+        Ok(StageResults { hidden, outcomes, routing_leads: Vec::new() })
+    }
+}
+
+impl StageProcess for CudaStage {
+    fn weights(&self) -> &StageWeights {
+        &self.weights
+    }
+
+    fn memory(&self) -> &KvMemory {
+        &self.memory
+    }
+
+    fn layers(&self) -> Range<u16> {
+        self.layers.clone()
+    }
+
+    fn begin(&self, input: StageInput, signal: FenceSignal) -> Result<(), StageLost> {
+        self.launcher.lock().unwrap_or_else(PoisonError::into_inner).begin(&input, Arc::new(signal))
+    }
+
+    fn finish(&self) -> Result<StageResults, StageLost> {
+        let launched = self.launched.lock().unwrap_or_else(PoisonError::into_inner);
+        let launched = launched.recv().map_err(|_| StageLost("no step was begun".to_owned()))?;
+        self.results(launched).map_err(|error| StageLost(in_full(&error)))
+    }
+}
+
+// === impl Launcher ===
+
+impl Launcher {
+    fn begin(&mut self, input: &StageInput, signal: Arc<FenceSignal>) -> Result<(), StageLost> {
+        let tables: Vec<Vec<&[BlockIdx]>> = input.rows.iter().map(tables_of).collect();
+        let rows: Vec<Row<'_>> =
+            input.rows.iter().zip(&tables).map(|(row, tables)| row_of(row, tables)).collect();
+        let mut plan = Plan::of(&rows, self.bounds, |_| Err(RowError::NoTokenInFlight));
+        self.check(input, &plan)?;
+        let buffers = self.spare.try_recv().map_err(|_| StageLost::too_many_steps())?;
+        let launched = self.launch(&mut plan, &rows, &input.hidden, buffers, signal);
+        let launched = launched.map_err(|error| StageLost(in_full(&error)))?;
+        self.launched.try_send(launched).map_err(|_| StageLost::too_many_steps())
+    }
+
+    /// Refuses a step that the GPUs were not prepared for, or that reads or writes outside their memory.
+    fn check(&self, input: &StageInput, plan: &Plan<'_>) -> Result<(), StageLost> {
+        let (n_tokens, n_words) = (plan.dims.n_tokens, plan.dims.n_words());
+        let n_hidden = if self.rows_in.is_some() { hidden_bytes(n_tokens, self.hidden) } else { 0 };
+        let is_within = |row: &StageRow| {
+            let is_block = |block: &BlockIdx| *block == BlockIdx::GONE || block.0 < self.n_blocks;
+            row.start.saturating_add(row.tokens.len()) <= self.tokens_max
+                && row.tables.len() == self.bounds.n_groups
+                && row.tables.iter().flatten().all(is_block)
+        };
+        let is_right = plan.places.iter().all(Result::is_ok)
+            && n_tokens > 0
+            && n_tokens <= self.limits.tokens
+            && input.rows.len() <= self.limits.tokens
+            && n_words <= self.rank.tools.space.words.len()
+            && input.hidden.len() == n_hidden
+            && input.rows.iter().all(is_within);
+        match is_right {
+            true => Ok(()),
+            false => Err(StageLost("the head has sent a step that this stage cannot compute".to_owned())),
+        }
+    }
+
+    fn launch(
+        &mut self,
+        plan: &mut Plan<'_>,
+        rows: &[Row<'_>],
+        hidden: &[u8],
+        buffers: RowBuffers,
+        signal: Arc<FenceSignal>,
+    ) -> Result<LaunchedRows, CudaError> {
+        let n_numbers = plan.dims.n_tokens * self.hidden;
+        let places = StepPlaces {
+            here: self.ring.place(self.n_launched),
+            n_tokens: plan.dims.n_tokens,
+            earlier: Vec::new(),
+        };
+        self.n_launched += 1;
+        if let Some(rows) = &mut self.rows_in {
+            rows.put(places.here, hidden);
+        }
+        let graph_size = self.rank.pad(plan, rows);
+        let words = if self.helpers.are_there() { plan.words() } else { Vec::new() };
+        let (dims, sequences, draws) = (plan.dims, plan.sequences(), Draws::default());
+        let step = Arc::new(Step { dims, graph_size, sequences, draws, masks: None, words, places });
+        let all = launch_on_all(&mut self.rank, &mut self.helpers, 0, &step, plan)?;
+        let mut buffers = buffers;
+        let (card, space) = (&self.rank.tools.card, &self.rank.tools.space);
+        card.receive(space.residual.slice(0..n_numbers), &mut buffers[0])?;
+        card.receive(space.normed.slice(0..n_numbers), &mut buffers[1])?;
+        let mut ends = vec![card.event()?];
+        let mut written = Vec::with_capacity(all.len());
+        for done in all {
+            written.push(done.written);
+            ends.extend(done.end);
+        }
+        if written.iter().all(|of_rank| !of_rank.is_empty()) {
+            let (first_layer, lost) = (self.first_layer, self.lost.clone());
+            let written = vec![written];
+            self.watch.watch(WatchedStep {
+                began: None,
+                first_layer,
+                written,
+                lost,
+                signal: Arc::clone(&signal),
+            });
+        }
+        let outcomes = rows.iter().map(|_| Ok(())).collect();
+        Ok(LaunchedRows { buffers, n_numbers, outcomes, ends, signal })
+    }
+}
+
+fn tables_of(row: &StageRow) -> Vec<&[BlockIdx]> {
+    row.tables.iter().map(Vec::as_slice).collect()
+}
+
+/// Makes a row that samples nothing.
+fn row_of<'a>(row: &'a StageRow, tables: &'a [&'a [BlockIdx]]) -> Row<'a> {
+    let input = RowInput::Tokens(&row.tokens);
+    Row { slot: SlotId(0), input, start: row.start, tables, prompt_logprobs: None, sample: None }
+}
+
+impl Drop for Launcher {
+    fn drop(&mut self) {
+        self.rank.tools.links.release();
+        // Waits for all GPUs before any of them returns its memory, because they write into each other's memory.
+        let others = self.helpers.end();
+        for rank in others.iter().chain([&self.rank]) {
+            let _ = rank.tools.card.synchronize();
+        }
+    }
+}

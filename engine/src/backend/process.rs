@@ -1,0 +1,79 @@
+//! One of several processes of a node, on any device: the stage that it computes.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use types::StageLayers;
+
+use super::remote::{RemoteStage, StageProcess};
+use super::{Backend, Device, EngineSettings, cpu, cuda};
+use crate::error::OpenError;
+
+/// A stage whose model's config is read, and whose weights are not loaded.
+#[derive(Debug)]
+pub enum PreparedStage {
+    Cpu(Box<cpu::process::PreparedStage>),
+    Cuda(Box<cuda::process::PreparedStage>),
+}
+
+impl PreparedStage {
+    /// Reads the config of a model for one of its stages. The settings say how many there are.
+    pub fn prepare(engine: &EngineSettings, nth: usize) -> Result<Self, OpenError> {
+        let folder = Path::new(&engine.model);
+        Ok(match engine.device {
+            Device::Cpu => {
+                let prepared = cpu::process::PreparedStage::prepare(folder, engine.kv, &engine.on_cpu(), nth);
+                Self::Cpu(Box::new(prepared?))
+            }
+            Device::Cuda(_) | Device::Auto => {
+                let prepared = cuda::process::PreparedStage::prepare(folder, engine.kv, &engine.cuda(), nth);
+                Self::Cuda(Box::new(prepared?))
+            }
+        })
+    }
+
+    /// Names what computes the stage. It must be equal in all processes of a node.
+    pub fn hardware(&self) -> String {
+        match self {
+            Self::Cpu(_) => "processor".to_owned(),
+            Self::Cuda(prepared) => prepared.hardware(),
+        }
+    }
+
+    /// Returns the number of blocks for which this process has room.
+    pub fn n_blocks(&self) -> u32 {
+        match self {
+            Self::Cpu(prepared) => prepared.n_blocks(),
+            Self::Cuda(prepared) => prepared.n_blocks(),
+        }
+    }
+
+    /// Returns the layers of each stage of the model.
+    pub fn layers_of_stages(&self) -> &StageLayers {
+        match self {
+            Self::Cpu(prepared) => prepared.layers_of_stages(),
+            Self::Cuda(prepared) => prepared.layers_of_stages(),
+        }
+    }
+
+    /// Loads the stage's weights, and takes memory for `n_blocks` blocks.
+    pub fn open(self, n_blocks: u32) -> Result<Arc<dyn StageProcess>, OpenError> {
+        Ok(match self {
+            Self::Cpu(prepared) => Arc::new(prepared.open(n_blocks)?),
+            Self::Cuda(prepared) => Arc::new(prepared.open(n_blocks)?),
+        })
+    }
+
+    /// Loads the weights of the last stage, and makes the backend of the whole model. `remote` are the stages before it,
+    /// in order.
+    pub fn open_head(
+        self,
+        n_blocks: u32,
+        remote: &[Arc<dyn RemoteStage>],
+    ) -> Result<Box<dyn Backend>, OpenError> {
+        Ok(match self {
+            Self::Cpu(prepared) => Box::new(prepared.open_head(n_blocks, remote)?),
+            Self::Cuda(prepared) => Box::new(prepared.open_head(n_blocks, remote)?),
+        })
+    }
+}

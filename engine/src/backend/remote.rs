@@ -1,0 +1,98 @@
+//! Stages in other processes: what a step and its results are there, the connection to them as a trait, and a stage that
+//! computes for another process.
+
+use std::fmt::Debug;
+use std::ops::Range;
+use std::sync::Arc;
+
+use kernels::cpu::Format;
+use kv_cache::{FenceSignal, KvMemory};
+use types::{BlockIdx, Fingerprint, TokenId};
+
+pub use crate::error::StageLost;
+use crate::error::{OpenError, RowError};
+
+/// A pipeline stage in another process.
+pub trait RemoteStage: Debug + Send + Sync + 'static {
+    /// Waits until the stage has loaded its weights, and returns their description.
+    fn loaded(&self) -> Result<StageWeights, StageLost>;
+
+    /// Sends a step to the stage. Waits for room on the connection only.
+    fn begin(&self, input: StageInput) -> Result<(), StageLost>;
+
+    /// Waits for the results of the oldest step. Calls `layers_done` with the number of the first layer whose KV is not
+    /// written yet, as the layers are computed.
+    fn finish(&self, layers_done: &mut dyn FnMut(u16)) -> Result<StageResults, StageLost>;
+}
+
+/// A pipeline stage of this process, which computes for another one.
+pub trait StageProcess: Debug + Send + Sync + 'static {
+    fn weights(&self) -> &StageWeights;
+
+    /// Returns the memory with the KV of this process's layers.
+    fn memory(&self) -> &KvMemory;
+
+    /// Returns the layers that this process computes.
+    fn layers(&self) -> Range<u16>;
+
+    /// Takes a step, and does not wait for its results. `signal` is raised as layers are written.
+    fn begin(&self, input: StageInput, signal: FenceSignal) -> Result<(), StageLost>;
+
+    /// Waits for the results of the oldest step. Each begun step is finished once.
+    fn finish(&self) -> Result<StageResults, StageLost>;
+}
+
+/// A step, as a stage in another process needs it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StageInput {
+    pub rows: Vec<StageRow>,
+    /// The rows that the stage before computed, in the form of the device: see [`StageResults::hidden`]. Empty for the
+    /// first stage.
+    pub hidden: Vec<u8>,
+    /// See [`StepOutput::routing_leads`](crate::StepOutput::routing_leads).
+    pub routing_leads: Vec<f32>,
+}
+
+/// A row of a step, without its sampling, which the last stage does.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StageRow {
+    pub tokens: Vec<TokenId>,
+    pub start: usize,
+    /// The sequence's blocks, one table for each layer group.
+    pub tables: Vec<Vec<BlockIdx>>,
+    /// The row's error in an earlier stage.
+    pub outcome: Result<(), RowError>,
+}
+
+/// What a stage has computed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StageResults {
+    /// The rows for the next stage. From a processor: (tokens, hidden) numbers of f32. From a GPU: as many of bf16, and
+    /// then the same rows after the norm of the next stage's first layer. All are little endian.
+    pub hidden: Vec<u8>,
+    /// One for each row.
+    pub outcomes: Vec<Result<(), RowError>>,
+    pub routing_leads: Vec<f32>,
+}
+
+/// The description of the weights that one process has loaded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StageWeights {
+    /// The parts of the model's fingerprint that are equal in all processes.
+    pub model: Fingerprint,
+    /// The bytes of the loaded matrices, for each format.
+    pub formats: Vec<(Format, usize)>,
+}
+
+/// Waits until all stages have loaded their weights, and returns these. Refuses a stage of another model than `ours`.
+pub(super) fn weights_of(
+    remote: &[Arc<dyn RemoteStage>],
+    ours: &Fingerprint,
+) -> Result<Vec<StageWeights>, OpenError> {
+    let weights = |(nth, stage): (usize, &Arc<dyn RemoteStage>)| {
+        let theirs = stage.loaded().map_err(OpenError::StageLost)?;
+        ours.agree(&theirs.model).map_err(|mismatch| OpenError::OtherModel { stage: nth, mismatch })?;
+        Ok(theirs)
+    };
+    remote.iter().enumerate().map(weights).collect()
+}
