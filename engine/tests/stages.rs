@@ -3,16 +3,14 @@
 use std::collections::VecDeque;
 use std::num::NonZero;
 use std::path::Path;
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use baton_engine::cpu::process::{CpuStage, PreparedStage};
-use baton_engine::remote::{RemoteStage, StageInput, StageLost, StageProcess, StageResults, StageWeights};
+use baton_engine::cpu::process::PreparedStage;
+use baton_engine::remote::{DirectStage, RemoteStage};
 use baton_engine::{
     Backend, CpuBackend, CpuSettings, LoadFormat, PendingStep, PromptTargets, Row, RowInput, SampleSpec,
     SlotId, StepBatch,
 };
-use kv_cache::FenceSignal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use types::step::PromptLogprob;
@@ -196,36 +194,6 @@ fn opened(folder: &Path, stages: &[u16], ranks: u16, load_format: LoadFormat) ->
     CpuBackend::open(folder, 4 << 20, &settings(stages, ranks, load_format)).expect("the model opens")
 }
 
-/// A stage as in a process of its own, without the connection: it computes in the thread that sends the step.
-#[derive(Debug)]
-struct ConnectedStage {
-    process: CpuStage,
-    sent: Sender<StageResults>,
-    received: Mutex<Receiver<StageResults>>,
-    n_layers: u16,
-}
-
-impl RemoteStage for ConnectedStage {
-    fn loaded(&self) -> Result<StageWeights, StageLost> {
-        Ok(self.process.weights().clone())
-    }
-
-    fn begin(&self, input: StageInput) -> Result<(), StageLost> {
-        let (signal, fence) = FenceSignal::new();
-        self.process.begin(input, signal)?;
-        let results = self.process.finish()?;
-        assert!(fence.is_open(self.n_layers), "the stage reports its last layer");
-        self.sent.send(results).map_err(|_| StageLost("nothing reads the results".to_owned()))
-    }
-
-    fn finish(&self, layers_done: &mut dyn FnMut(u16)) -> Result<StageResults, StageLost> {
-        let received = self.received.lock().expect("no panic");
-        let results = received.recv().map_err(|_| StageLost("no results come".to_owned()))?;
-        layers_done(self.n_layers);
-        Ok(results)
-    }
-}
-
 /// Opens a model whose stages are in processes of their own, except the last.
 fn in_processes(folder: &Path, stages: &[u16], ranks: u16, load_format: LoadFormat) -> CpuBackend {
     let settings = settings(stages, ranks, load_format);
@@ -233,11 +201,9 @@ fn in_processes(folder: &Path, stages: &[u16], ranks: u16, load_format: LoadForm
     let mut prepared: Vec<PreparedStage> = (0..stages.len()).map(prepare).collect();
     let n_blocks = prepared.iter().map(PreparedStage::n_blocks).min().expect("a stage");
     let head = prepared.pop().expect("the last stage");
-    let remote = prepared.into_iter().enumerate().map(|(nth, stage)| {
-        let (sent, received) = channel();
-        let (process, received) = (stage.open(n_blocks).expect("the stage opens"), Mutex::new(received));
-        let n_layers = stages[..=nth].iter().sum();
-        Arc::new(ConnectedStage { process, sent, received, n_layers }) as Arc<dyn RemoteStage>
+    let remote = prepared.into_iter().map(|stage| {
+        let process = stage.open(n_blocks).expect("the stage opens");
+        Arc::new(DirectStage(Arc::new(process))) as Arc<dyn RemoteStage>
     });
     let remote: Vec<_> = remote.collect();
     head.open_head(n_blocks, &remote).expect("the last stage opens")

@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 
 use chassis::byte_size::ByteSize;
 use clap::{Args, ValueEnum};
+use engine::cuda::process::open_apart;
 use engine::load::{Activations, Quantize};
 use engine::measure::{Offline, SamplingMode, Workload};
-use engine::{CpuSettings, CudaSettings, Device, LoadFormat, StepLimits};
+use engine::{CpuSettings, CudaBackend, CudaSettings, Device, LoadFormat, OpenError, StepLimits};
 use types::{KvDtype, StageSplit};
 
 /// The model that is measured if none is named.
@@ -51,6 +52,9 @@ pub(crate) struct EngineArgs {
     /// Number of pipeline stages, which divide the layers: each has as many GPUs, or groups of threads, as there are ranks.
     #[arg(long, default_value_t = NonZero::<u16>::MIN, value_name = "STAGES")]
     pub(crate) stages: NonZero<u16>,
+    /// Let the stages compute as in processes of their own.
+    #[arg(long)]
+    pub(crate) apart: bool,
     /// The source of the model's weights.
     #[arg(long, value_enum, default_value_t = WeightSource::Dummy)]
     pub(crate) weights: WeightSource,
@@ -273,6 +277,19 @@ impl EngineArgs {
             deterministic: self.deterministic,
             graphs: !self.no_graphs,
             ..CudaSettings::default()
+        }
+    }
+
+    /// Opens a model on GPUs, with these settings.
+    pub(crate) fn opened(
+        &self,
+        folder: &Path,
+        kv_bytes: usize,
+        settings: &CudaSettings,
+    ) -> Result<CudaBackend, OpenError> {
+        match self.apart {
+            true => open_apart(folder, kv_bytes, settings),
+            false => CudaBackend::open(folder, kv_bytes, settings),
         }
     }
 

@@ -116,7 +116,8 @@ pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<ModelComparison,
     let prompts = prompts(folder, vocab)?;
     let settings = CudaSettings { load_format: LoadFormat::Safetensors, limits: LIMITS, ..args.cuda() };
     let mut compared = |graphs: bool| -> Result<Comparisons, CommandError> {
-        let mut subject = opened(folder, KV_BYTES, &CudaSettings { graphs, ..settings.clone() })?;
+        let settings = CudaSettings { graphs, ..settings.clone() };
+        let mut subject = args.opened(folder, KV_BYTES, &settings).map_err(CommandError::start)?;
         compare(&mut reference, &mut subject, &prompts, N_STEPS, tolerance).map_err(CommandError::work)
     };
     let (recorded, launched) = (compared(true)?, compared(false)?);
@@ -124,17 +125,19 @@ pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<ModelComparison,
     Ok(ModelComparison::of(model, "the CPU", tolerance, [recorded, launched]))
 }
 
-/// Runs the conformance suites of sleep and of grammars on the GPU.
+/// Runs the conformance suites of sleep and of grammars on the GPU. A node of several processes does not sleep.
 ///
 /// # Panics
 /// If a case fails.
 pub(super) fn check_contract(folder: &Path, args: &EngineArgs) {
     let settings = CudaSettings { load_format: LoadFormat::Safetensors, limits: LIMITS, ..args.cuda() };
     let open = || -> Box<dyn Backend> {
-        let opened = CudaBackend::open(folder, KV_BYTES, &settings);
+        let opened = args.opened(folder, KV_BYTES, &settings);
         Box::new(opened.expect("the backend opens, as it did before the check"))
     };
-    engine::conformance::sleep::suite(&open);
+    if !args.apart {
+        engine::conformance::sleep::suite(&open);
+    }
     engine::conformance::grammar::suite(&open);
 }
 
@@ -149,7 +152,8 @@ pub(super) fn check_alike(folder: &Path, args: &EngineArgs) -> Result<ModelCompa
         }
     };
     let compared = |graphs: bool| -> Result<Comparisons, CommandError> {
-        let mut subject = opened(folder, kv_bytes, &CudaSettings { graphs, ..settings.clone() })?;
+        let of_subject = CudaSettings { graphs, ..settings.clone() };
+        let mut subject = args.opened(folder, kv_bytes, &of_subject).map_err(CommandError::start)?;
         let vocab = subject.model().vocab;
         let prompts = match args.deterministic {
             true => {
@@ -158,21 +162,17 @@ pub(super) fn check_alike(folder: &Path, args: &EngineArgs) -> Result<ModelCompa
             }
             false => prompts(folder, vocab)?,
         };
-        if subject.n_stages() == 1 {
+        if args.stages.get() == 1 {
             return compare_with_itself(&mut subject, &prompts, N_STEPS).map_err(CommandError::work);
         }
         let settings = CudaSettings { graphs, stages: StageSplit::default(), ..settings.clone() };
-        let mut one = opened(folder, kv_bytes, &settings)?;
+        let mut one = CudaBackend::open(folder, kv_bytes, &settings).map_err(CommandError::start)?;
         compare(&mut one, &mut subject, &prompts, N_STEPS, Tolerance::NONE).map_err(CommandError::work)
     };
     let (recorded, launched) = (compared(true)?, compared(false)?);
     let model = folder.display().to_string();
     let with = if args.stages.get() == 1 { "itself, to the last bit" } else { "one stage, to the last bit" };
     Ok(ModelComparison::of(model, with, Tolerance::NONE, [recorded, launched]))
-}
-
-fn opened(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Result<CudaBackend, CommandError> {
-    CudaBackend::open(folder, kv_bytes, settings).map_err(CommandError::start)
 }
 
 #[derive(Deserialize)]

@@ -33,7 +33,7 @@ impl AnyBackend {
     }
 
     fn on_gpu(args: &EngineArgs, kv_bytes: usize) -> Result<Self, engine::OpenError> {
-        CudaBackend::open(args.model(), kv_bytes, &args.cuda()).map(|backend| Self::Cuda(Box::new(backend)))
+        args.opened(args.model(), kv_bytes, &args.cuda()).map(|backend| Self::Cuda(Box::new(backend)))
     }
 
     pub(super) fn backend(&mut self) -> &mut dyn Backend {

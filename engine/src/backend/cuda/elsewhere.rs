@@ -5,14 +5,17 @@
 //! stage passes the stage's rows on: to the next stage, or to the ring from which this process's GPUs fetch them.
 
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
+use std::time::Duration;
 
-use device::cuda::{Bf16, CudaError, HostOutbox, PinnedNumbers};
+use device::cuda::{Bf16, CudaError, HostOutbox, HostWords, View};
 use kernels::cuda::ComputeCard;
 use kv_cache::FenceSignal;
-use types::{TokenId, in_full};
+use tokio::time::Instant;
+use types::TokenId;
 
 use super::launched_step::LostFlags;
 use super::links::{LinkSizes, TokenRing};
@@ -21,14 +24,36 @@ use crate::backend::remote::{RemoteStage, StageInput, StageLost, StageRow};
 use crate::error::{LoadError, OpenError};
 use crate::step::{Row, RowInput};
 
+/// The longest time for which a thread waits for a token.
+const STEP_WITHIN: Duration = Duration::from_secs(600);
+/// The time for which a thread waits for a token without sleep, and the length of its sleeps afterwards.
+const SPIN_FOR: Duration = Duration::from_millis(1);
+const POLL_EVERY: Duration = Duration::from_micros(20);
+
 /// The threads of the stages in other processes. They end when this value is dropped, or a stage is lost.
 #[derive(Debug)]
 pub(super) struct Elsewhere {
-    /// It has room for all orders of the steps that may be in flight.
-    orders: SyncSender<Order>,
-    spare: Receiver<PinnedNumbers<u32>>,
+    /// It has room for all steps that may be in flight.
+    steps: SyncSender<StepElsewhere>,
+    tokens: Arc<SampledTokens>,
+    turns: Turns,
     lost: LostFlags,
 }
+
+/// The tokens that the steps in flight sample, in host memory. The GPU writes them, and a thread reads them without a call of
+/// the driver: such a call may wait for a step that waits for the tokens.
+#[derive(Debug)]
+struct SampledTokens {
+    /// For each place of the ring its turn. Then the tokens of all places.
+    words: HostWords,
+    ring: TokenRing,
+    /// Set at the end of the backend, which computes no token any more.
+    is_over: AtomicBool,
+}
+
+/// The number of steps that have used each place of the ring. The numbers wrap.
+#[derive(Debug)]
+struct Turns(Vec<u32>);
 
 /// What this process needs for the stages in other processes.
 #[derive(Debug)]
@@ -41,18 +66,12 @@ pub(super) struct ElsewhereParts<'a> {
     pub(super) card: &'a ComputeCard,
 }
 
+/// A step that is not sent yet.
 #[derive(Debug)]
-enum Order {
-    Step {
-        rows: Vec<RowElsewhere>,
-        place: usize,
-        signal: Arc<FenceSignal>,
-    },
-    /// The tokens that a step samples, which later rows may continue.
-    Tokens {
-        place: usize,
-        tokens: PinnedNumbers<u32>,
-    },
+struct StepElsewhere {
+    rows: Vec<RowElsewhere>,
+    place: usize,
+    signal: Arc<FenceSignal>,
 }
 
 /// A row of a step.
@@ -74,10 +93,9 @@ struct SentStep {
 /// Sends steps to the first stage.
 struct Sender {
     first: Arc<dyn RemoteStage>,
-    /// The tokens of the steps in flight, by their places in the ring.
-    tokens: Vec<Option<PinnedNumbers<u32>>>,
-    spare: SyncSender<PinnedNumbers<u32>>,
-    ring: TokenRing,
+    tokens: Arc<SampledTokens>,
+    turns: Turns,
+    lost: LostFlags,
     vocab: usize,
 }
 
@@ -101,17 +119,12 @@ impl Elsewhere {
         let ElsewhereParts { remote, rows, sizes, vocab, lost, card } = parts;
         let ring = TokenRing::new(sizes.n_stages, sizes.limits.rows);
         let n_places = ring.n_places();
-        let (orders, to_send) = sync_channel(2 * n_places);
-        // The sender keeps the tokens of all places, and as many may be on the way to it.
-        let (give_back, spare) = sync_channel(2 * n_places);
-        for _ in 0..2 * n_places {
-            let tokens = card.pinned(sizes.limits.rows)?;
-            give_back.try_send(tokens).expect("the channel has room for all of them");
-        }
+        let (steps, to_send) = sync_channel(n_places);
+        let tokens = Arc::new(SampledTokens::new(card, ring)?);
         let rows = Arc::new(Mutex::new(rows));
         let first = Arc::clone(remote.first().expect("a process has other stages"));
-        let tokens = (0..n_places).map(|_| None).collect();
-        let sender = Sender { first, tokens, spare: give_back, ring, vocab };
+        let turns = || Turns(vec![0; n_places]);
+        let sender = Sender { first, tokens: Arc::clone(&tokens), turns: turns(), lost: lost.clone(), vocab };
         let channels = remote.iter().map(|_| sync_channel(n_places));
         let (senders, receivers): (Vec<_>, Vec<_>) = channels.unzip();
         for (nth, (stage, sent)) in remote.iter().zip(receivers).enumerate() {
@@ -124,7 +137,7 @@ impl Elsewhere {
         }
         let sent = senders.into_iter().next().expect("there is a first stage");
         spawn("stage-steps", &lost, &rows, move || sender.send_all(&to_send, &sent))?;
-        Ok(Self { orders, spare, lost })
+        Ok(Self { steps, tokens, turns: turns(), lost })
     }
 
     /// Sends a step to the first stage. `signal` is raised for the layers of other processes.
@@ -136,26 +149,63 @@ impl Elsewhere {
         signal: &Arc<FenceSignal>,
     ) -> Result<(), CudaError> {
         let rows = plan.passing(rows).map(|(row, input)| RowElsewhere::of(row, input)).collect();
-        self.order(Order::Step { rows, place, signal: Arc::clone(signal) })
+        let step = StepElsewhere { rows, place, signal: Arc::clone(signal) };
+        self.steps.try_send(step).map_err(|_| {
+            self.lost.elsewhere.get_or_init(StageLost::too_many_steps);
+            self.lost.error()
+        })
     }
 
-    /// Returns memory for the tokens of a step.
-    pub(super) fn tokens(&self) -> Result<PinnedNumbers<u32>, CudaError> {
-        self.spare.try_recv().map_err(|_| self.error())
+    /// Publishes the tokens that a step samples, in stream order. Called once for each step that was begun.
+    pub(super) fn sampled(
+        &mut self,
+        card: &ComputeCard,
+        place: usize,
+        tokens: View<'_, u32>,
+    ) -> Result<(), CudaError> {
+        let SampledTokens { words, ring, .. } = &*self.tokens;
+        let turn = self.turns.next(place);
+        card.publish(tokens, words, ring.n_places() + ring.start(place), place, turn)
+    }
+}
+
+impl Drop for Elsewhere {
+    fn drop(&mut self) {
+        self.tokens.is_over.store(true, Ordering::Relaxed);
+    }
+}
+
+// === impl SampledTokens ===
+
+impl SampledTokens {
+    fn new(card: &ComputeCard, ring: TokenRing) -> Result<Self, CudaError> {
+        let words = HostWords::new(card.context(), ring.n_places() + ring.start(ring.n_places()))?;
+        Ok(Self { words, ring, is_over: AtomicBool::new(false) })
     }
 
-    /// Sends the tokens that a step samples, which are being copied.
-    pub(super) fn sampled(&self, place: usize, tokens: PinnedNumbers<u32>) -> Result<(), CudaError> {
-        self.order(Order::Tokens { place, tokens })
+    /// Returns a token by its index in the ring. Waits until the GPU has written the place for the last turn.
+    fn get(&self, index: u32, turns: &Turns, lost: &LostFlags) -> Result<u32, StageLost> {
+        let (words, place) = (self.words.words(), self.ring.place_of(index));
+        let began = Instant::now();
+        while words[place].load(Ordering::Acquire) != turns.0[place] {
+            let waited = began.elapsed();
+            if self.is_over.load(Ordering::Relaxed) || lost.is_raised() || waited > STEP_WITHIN {
+                return Err(StageLost("the token that a row continues does not come".to_owned()));
+            }
+            if waited < SPIN_FOR {
+                std::hint::spin_loop();
+            } else {
+                thread::sleep(POLL_EVERY);
+            }
+        }
+        Ok(words[self.ring.n_places() + index as usize].load(Ordering::Relaxed))
     }
+}
 
-    fn order(&self, order: Order) -> Result<(), CudaError> {
-        self.orders.try_send(order).map_err(|_| self.error())
-    }
-
-    fn error(&self) -> CudaError {
-        self.lost.elsewhere.get_or_init(StageLost::too_many_steps);
-        self.lost.error()
+impl Turns {
+    fn next(&mut self, place: usize) -> u32 {
+        self.0[place] = self.0[place].wrapping_add(1);
+        self.0[place]
     }
 }
 
@@ -182,37 +232,28 @@ fn spawn(
 
 impl Sender {
     /// Sends steps until no more come.
-    fn send_all(mut self, orders: &Receiver<Order>, sent: &SyncSender<SentStep>) -> Result<(), StageLost> {
-        while let Ok(order) = orders.recv() {
-            match order {
-                Order::Tokens { place, tokens } => {
-                    if let Some(old) = self.tokens[place].replace(tokens) {
-                        // There is room for all, so only a dropped backend refuses it.
-                        let _ = self.spare.try_send(old);
-                    }
-                }
-                Order::Step { rows, place, signal } => {
-                    let rows = rows.into_iter().map(|row| self.known(row)).collect::<Result<Vec<_>, _>>()?;
-                    if sent.send(SentStep { rows: rows.clone().into(), place, signal }).is_err() {
-                        return Ok(());
-                    }
-                    self.first.begin(StageInput { rows, ..StageInput::default() })?;
-                }
+    fn send_all(
+        mut self,
+        steps: &Receiver<StepElsewhere>,
+        sent: &SyncSender<SentStep>,
+    ) -> Result<(), StageLost> {
+        while let Ok(StepElsewhere { rows, place, signal }) = steps.recv() {
+            let rows = rows.into_iter().map(|row| self.known(row)).collect::<Result<Vec<_>, _>>()?;
+            self.turns.next(place);
+            if sent.send(SentStep { rows: rows.clone().into(), place, signal }).is_err() {
+                return Ok(());
             }
+            self.first.begin(StageInput { rows, ..StageInput::default() })?;
         }
         Ok(())
     }
 
     /// Returns the row with its tokens. Waits until the step that samples its token has ended.
-    fn known(&mut self, row: RowElsewhere) -> Result<StageRow, StageLost> {
+    fn known(&self, row: RowElsewhere) -> Result<StageRow, StageLost> {
         let RowElsewhere { mut row, drawn } = row;
         if let Some(index) = drawn {
-            let (place, nth) = self.ring.split(index);
-            let tokens =
-                self.tokens[place].as_mut().expect("the step's tokens come before rows that continue them");
-            let tokens = tokens.numbers().map_err(|error| StageLost(in_full(&error)))?;
+            let token = self.tokens.get(index, &self.turns, &self.lost)?;
             // A row that has failed has no token. Its next row fails too, so any token does.
-            let token = tokens[nth];
             row.tokens = vec![TokenId(if (token as usize) < self.vocab { token } else { 0 })];
         }
         Ok(row)
@@ -263,4 +304,93 @@ impl Passer {
 /// Returns the bytes of the rows that stages pass on: the residual, and the rows normed for the next layer.
 pub(super) fn hidden_bytes(n_tokens: usize, hidden: usize) -> usize {
     2 * n_tokens * hidden * size_of::<Bf16>()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use kv_cache::FenceSignal;
+    use types::BlockIdx;
+
+    use super::*;
+    use crate::backend::remote::{StageResults, StageWeights};
+    use crate::step::SlotId;
+
+    /// A stage that keeps what it gets, and answers with prepared rows.
+    #[derive(Debug, Default)]
+    struct KeepingStage {
+        begun: Mutex<Vec<StageInput>>,
+        answers: Mutex<VecDeque<Vec<u8>>>,
+    }
+
+    impl RemoteStage for KeepingStage {
+        fn loaded(&self) -> Result<StageWeights, StageLost> {
+            Err(StageLost("it loads nothing".to_owned()))
+        }
+
+        fn begin(&self, input: StageInput) -> Result<(), StageLost> {
+            self.begun.lock().expect("no panic").push(input);
+            Ok(())
+        }
+
+        fn finish(&self, layers_done: &mut dyn FnMut(u16)) -> Result<StageResults, StageLost> {
+            layers_done(3);
+            let hidden = self.answers.lock().expect("no panic").pop_front();
+            let hidden = hidden.ok_or_else(|| StageLost("the test has no more rows".to_owned()))?;
+            Ok(StageResults { hidden, outcomes: Vec::new(), routing_leads: Vec::new() })
+        }
+    }
+
+    fn row(n_tokens: usize) -> StageRow {
+        let tables = vec![vec![BlockIdx(3)]];
+        StageRow { tokens: vec![TokenId(5); n_tokens], start: 2, tables, outcome: Ok(()) }
+    }
+
+    #[test]
+    fn rows_of_one_stage_are_the_next_ones_input() {
+        let (first, second) = (Arc::new(KeepingStage::default()), Arc::new(KeepingStage::default()));
+        let hidden: Vec<u8> = (0..hidden_bytes(4, 2) as u8).collect();
+        *first.answers.lock().expect("no panic") = [hidden.clone(), vec![0; 7]].into();
+        let (sent_on, to_second) = sync_channel(2);
+        let passer = Passer { stage: first, next: Next::Stage(Arc::clone(&second) as _, sent_on), hidden: 2 };
+        let (sent, to_first) = sync_channel(2);
+        let (signal, fence) = FenceSignal::new();
+        let signal = Arc::new(signal);
+        for place in [0, 1] {
+            let rows = Arc::new([row(1), row(3)]);
+            sent.send(SentStep { rows, place, signal: Arc::clone(&signal) }).expect("there is room");
+        }
+        drop(sent);
+        let error = passer.pass_all(&to_first).expect_err("the second step has rows of another size");
+        assert_eq!(error, StageLost::other_step());
+        assert!(fence.is_open(3) && !fence.is_open(4), "layers of the stage are reported");
+        let passed: Vec<usize> = to_second.try_iter().map(|step| step.place).collect();
+        assert_eq!(passed, [0]);
+        let begun = std::mem::take(&mut *second.begun.lock().expect("no panic"));
+        assert_eq!(begun, [StageInput { rows: vec![row(1), row(3)], hidden, ..StageInput::default() }]);
+    }
+
+    #[test]
+    fn a_row_has_its_tokens_or_names_the_one_that_it_continues() {
+        let tokens = [TokenId(5), TokenId(6)];
+        let tables: &[&[BlockIdx]] = &[&[BlockIdx(1)]];
+        let of = |input, known| {
+            let row = Row { slot: SlotId(1), input, start: 9, tables, prompt_logprobs: None, sample: None };
+            let RowElsewhere { row, drawn } = RowElsewhere::of(&row, known);
+            assert_eq!((row.start, row.tables), (9, vec![vec![BlockIdx(1)]]));
+            (row.tokens, drawn)
+        };
+        assert_eq!(of(RowInput::Tokens(&tokens), None), (tokens.to_vec(), None));
+        let one = Some(InputToken::Token(5));
+        assert_eq!(of(RowInput::Tokens(&tokens[..1]), one), (vec![TokenId(5)], None));
+        assert_eq!(of(RowInput::Previous, one), (vec![TokenId(5)], None));
+        assert_eq!(of(RowInput::Previous, Some(InputToken::Drawn(70))), (Vec::new(), Some(70)));
+    }
+
+    #[test]
+    fn turns_wrap() {
+        let mut turns = Turns(vec![0, u32::MAX]);
+        assert_eq!([turns.next(0), turns.next(0), turns.next(1)], [1, 2, 0]);
+    }
 }

@@ -202,7 +202,7 @@ impl StageLinks {
             tokens.put(card, place, &[space.drawn.slice(0..dims.n_wanted)])?;
         }
         if let Some(TokensKept { tokens, ring }) = self.tokens_kept.as_mut().filter(|_| dims.n_wanted > 0) {
-            let start = place * ring.place_len;
+            let start = ring.start(place);
             let to = tokens.view_mut().slice(start..start + dims.n_wanted);
             card.copy(to, space.drawn.slice(0..dims.n_wanted))?;
         }
@@ -251,9 +251,14 @@ impl TokenRing {
         (self.place(step) * self.place_len) as u32 + nth
     }
 
-    /// Returns the place of a token, by its index in the ring, and its number among the tokens of its step.
-    pub(super) fn split(self, index: u32) -> (usize, usize) {
-        (index as usize / self.place_len, index as usize % self.place_len)
+    /// Returns the place of a token, by its index in the ring.
+    pub(super) fn place_of(self, index: u32) -> usize {
+        index as usize / self.place_len
+    }
+
+    /// Returns the index of a place's first token.
+    pub(super) fn start(self, place: usize) -> usize {
+        place * self.place_len
     }
 
     pub(super) fn n_places(self) -> usize {
@@ -262,7 +267,7 @@ impl TokenRing {
 
     /// Returns the places of tokens, by their indices in the ring, each place once.
     pub(super) fn places_of(self, indices: impl Iterator<Item = u32>) -> Vec<usize> {
-        let mut places: Vec<usize> = indices.map(|index| index as usize / self.place_len).collect();
+        let mut places: Vec<usize> = indices.map(|index| self.place_of(index)).collect();
         places.sort_unstable();
         places.dedup();
         places
@@ -294,7 +299,7 @@ mod tests {
         }
         let ring = TokenRing::new(2, 10);
         assert_eq!([(4, 9), (5, 0), (6, 3)].map(|(step, nth)| ring.index(step, nth)), [19, 20, 3]);
-        assert_eq!(ring.split(19), (1, 9));
+        assert_eq!((ring.place_of(19), ring.start(2)), (1, 20));
         assert_eq!(ring.places_of([19, 3, 10, 9].into_iter()), [0, 1]);
         assert_eq!(ring.places_of(std::iter::empty()), Vec::<usize>::new());
     }

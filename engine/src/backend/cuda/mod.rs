@@ -232,7 +232,10 @@ impl CudaBackend {
         let step = Arc::new(step);
         let nth = self.described.nth_of_sampler();
         let all = launch_on_all(&mut self.rank, &mut self.helpers, nth, &step, plan)?;
-        self.send_tokens(here, plan.dims)?;
+        if let Some(elsewhere) = self.elsewhere.as_mut().filter(|_| n_tokens > 0) {
+            let drawn = self.rank.tools.space.drawn.slice(0..plan.dims.n_wanted);
+            elsewhere.sampled(&self.rank.tools.card, here, drawn)?;
+        }
         let outcomes = self.outcomes(&step.draws, &sampled_by)?;
         let targets = self.receive_targets(&plan.targets)?;
         let mut drawn = match self.spare_readbacks.drawn.pop() {
@@ -260,15 +263,6 @@ impl CudaBackend {
         let places = std::mem::take(&mut plan.places);
         let readback = Readback { drawn, outcomes, targets, end, others };
         Ok(LaunchedStep::new(self.n_launched, rows, places, &sampled_by, pending, readback, signal))
-    }
-
-    /// Sends the tokens that the step samples to the first stage, if another process computes it.
-    fn send_tokens(&self, place: usize, dims: Dims) -> Result<(), CudaError> {
-        let Some(elsewhere) = self.elsewhere.as_ref().filter(|_| dims.n_wanted > 0) else { return Ok(()) };
-        let mut tokens = elsewhere.tokens()?;
-        let drawn = self.rank.tools.space.drawn.slice(0..dims.n_wanted);
-        self.card().receive(drawn, &mut tokens)?;
-        elsewhere.sampled(place, tokens)
     }
 
     /// Returns the first layer that this process computes.

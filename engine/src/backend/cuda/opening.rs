@@ -158,11 +158,9 @@ impl CudaBackend {
         };
         let n_stages = described.all_stages.n_stages();
         let steps_in_flight_max = rank.tools.decoder.sizes.stage.steps_in_flight_max();
-        let spare_readbacks = SpareReadbacks {
-            outcomes: Vec::new(),
-            targets: Vec::new(),
-            drawn: vec![card.pinned(limits.rows)?, card.pinned(limits.rows)?],
-        };
+        let drawn = (0..steps_in_flight_max).map(|_| card.pinned(limits.rows));
+        let drawn = drawn.collect::<Result<_, _>>()?;
+        let spare_readbacks = SpareReadbacks { outcomes: Vec::new(), targets: Vec::new(), drawn };
         let masks = TokenMasks::new(card, limits.rows, described.folder.config.vocab, PATIENCE)?;
         Ok(Self {
             model,

@@ -20,9 +20,8 @@ use super::plan::{Bounds, Plan};
 use super::rank::{Rank, Step, launch_on_all};
 use super::watch::{Watch, WatchedStep};
 use super::{CudaBackend, CudaSettings};
-use crate::backend::StepLimits;
 use crate::backend::remote::{
-    RemoteStage, StageInput, StageLost, StageProcess, StageResults, StageRow, StageWeights,
+    DirectStage, RemoteStage, StageInput, StageLost, StageProcess, StageResults, StageRow, StageWeights,
 };
 use crate::error::{LoadError, OpenError, RowError};
 use crate::kv_room::KvRoom;
@@ -54,15 +53,25 @@ struct Launcher {
     rows_in: Option<HostOutbox<Bf16>>,
     ring: TokenRing,
     n_launched: u64,
-    limits: StepLimits,
-    bounds: Bounds,
+    room: StepRoom,
     first_layer: u16,
-    tokens_max: usize,
-    n_blocks: u32,
     hidden: usize,
     lost: LostFlags,
     spare: Receiver<RowBuffers>,
     launched: SyncSender<LaunchedRows>,
+}
+
+/// What the GPUs were prepared for.
+#[derive(Debug)]
+struct StepRoom {
+    bounds: Bounds,
+    n_tokens: usize,
+    n_words: usize,
+    /// The number of tokens of the longest sequence.
+    sequence_tokens: usize,
+    n_blocks: u32,
+    /// The numbers of a row of the stage before; `None` for the first stage.
+    row_numbers: Option<usize>,
 }
 
 /// Page-locked memory for the rows of one step: the residual, and the rows normed for the next stage.
@@ -78,6 +87,24 @@ struct LaunchedRows {
     /// The events at which the GPUs have finished.
     ends: Vec<Event>,
     signal: Arc<FenceSignal>,
+}
+
+/// Opens a model whose stages compute as in processes of their own, without connections. Each has its own GPUs. For checks.
+pub fn open_apart(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Result<CudaBackend, OpenError> {
+    let n_stages = usize::from(settings.stages.n_stages.get());
+    let n_ranks = usize::from(settings.ranks.get());
+    let prepare = |nth| {
+        let settings = CudaSettings { ordinal: settings.ordinal + nth * n_ranks, ..settings.clone() };
+        PreparedStage::prepare(folder, (kv_bytes / n_stages).into(), &settings, nth)
+    };
+    let mut prepared = (0..n_stages).map(prepare).collect::<Result<Vec<_>, _>>()?;
+    let n_blocks = prepared.iter().map(PreparedStage::n_blocks).min().unwrap_or(0);
+    let head = prepared.pop().expect("there is a stage");
+    let direct = |stage: PreparedStage| -> Result<Arc<dyn RemoteStage>, OpenError> {
+        Ok(Arc::new(DirectStage(Arc::new(stage.open(n_blocks)?))))
+    };
+    let remote = prepared.into_iter().map(direct).collect::<Result<Vec<_>, _>>()?;
+    head.open_head(n_blocks, &remote)
 }
 
 // === impl PreparedStage ===
@@ -141,17 +168,21 @@ impl CudaStage {
         let layers = described.stages.iter().next().expect("there is a stage");
         let launcher = Launcher {
             watch: Watch::start(n_steps).map_err(LoadError::Threads)?,
-            bounds: Bounds {
-                vocab: sizes.vocab,
-                n_groups: described.layout.groups.len(),
-                n_wanted_max: limits.rows,
+            room: StepRoom {
+                bounds: Bounds {
+                    vocab: sizes.vocab,
+                    n_groups: described.layout.groups.len(),
+                    n_wanted_max: limits.rows,
+                },
+                n_tokens: limits.tokens,
+                n_words: rank.tools.space.words.len(),
+                sequence_tokens: described.tokens_max,
+                n_blocks: described.n_blocks,
+                row_numbers: rows_in.is_some().then_some(sizes.hidden),
             },
             ring: TokenRing::new(sizes.stage.n_stages, limits.rows),
             n_launched: 0,
-            limits,
             first_layer: layers.start,
-            tokens_max: described.tokens_max,
-            n_blocks: described.n_blocks,
             hidden: sizes.hidden,
             lost: lost.clone(),
             spare,
@@ -213,35 +244,14 @@ impl Launcher {
         let tables: Vec<Vec<&[BlockIdx]>> = input.rows.iter().map(tables_of).collect();
         let rows: Vec<Row<'_>> =
             input.rows.iter().zip(&tables).map(|(row, tables)| row_of(row, tables)).collect();
-        let mut plan = Plan::of(&rows, self.bounds, |_| Err(RowError::NoTokenInFlight));
-        self.check(input, &plan)?;
+        let mut plan = Plan::of(&rows, self.room.bounds, |_| Err(RowError::NoTokenInFlight));
+        if !self.room.admits(input, &plan) {
+            return Err(StageLost("the head has sent a step that this stage cannot compute".to_owned()));
+        }
         let buffers = self.spare.try_recv().map_err(|_| StageLost::too_many_steps())?;
         let launched = self.launch(&mut plan, &rows, &input.hidden, buffers, signal);
         let launched = launched.map_err(|error| StageLost(in_full(&error)))?;
         self.launched.try_send(launched).map_err(|_| StageLost::too_many_steps())
-    }
-
-    /// Refuses a step that the GPUs were not prepared for, or that reads or writes outside their memory.
-    fn check(&self, input: &StageInput, plan: &Plan<'_>) -> Result<(), StageLost> {
-        let (n_tokens, n_words) = (plan.dims.n_tokens, plan.dims.n_words());
-        let n_hidden = if self.rows_in.is_some() { hidden_bytes(n_tokens, self.hidden) } else { 0 };
-        let is_within = |row: &StageRow| {
-            let is_block = |block: &BlockIdx| *block == BlockIdx::GONE || block.0 < self.n_blocks;
-            row.start.saturating_add(row.tokens.len()) <= self.tokens_max
-                && row.tables.len() == self.bounds.n_groups
-                && row.tables.iter().flatten().all(is_block)
-        };
-        let is_right = plan.places.iter().all(Result::is_ok)
-            && n_tokens > 0
-            && n_tokens <= self.limits.tokens
-            && input.rows.len() <= self.limits.tokens
-            && n_words <= self.rank.tools.space.words.len()
-            && input.hidden.len() == n_hidden
-            && input.rows.iter().all(is_within);
-        match is_right {
-            true => Ok(()),
-            false => Err(StageLost("the head has sent a step that this stage cannot compute".to_owned())),
-        }
     }
 
     fn launch(
@@ -293,6 +303,26 @@ impl Launcher {
     }
 }
 
+impl StepRoom {
+    /// Returns whether the GPUs can compute a step, and it stays within their memory.
+    fn admits(&self, input: &StageInput, plan: &Plan<'_>) -> bool {
+        let (n_tokens, n_words) = (plan.dims.n_tokens, plan.dims.n_words());
+        let n_hidden = self.row_numbers.map_or(0, |numbers| hidden_bytes(n_tokens, numbers));
+        let is_within = |row: &StageRow| {
+            let is_block = |block: &BlockIdx| *block == BlockIdx::GONE || block.0 < self.n_blocks;
+            row.start.saturating_add(row.tokens.len()) <= self.sequence_tokens
+                && !row.tokens.is_empty()
+                && row.tables.len() == self.bounds.n_groups
+                && row.tables.iter().flatten().all(is_block)
+        };
+        plan.places.iter().all(Result::is_ok)
+            && (1..=self.n_tokens).contains(&n_tokens)
+            && n_words <= self.n_words
+            && input.hidden.len() == n_hidden
+            && input.rows.iter().all(is_within)
+    }
+}
+
 fn tables_of(row: &StageRow) -> Vec<&[BlockIdx]> {
     row.tables.iter().map(Vec::as_slice).collect()
 }
@@ -311,5 +341,62 @@ impl Drop for Launcher {
         for rank in others.iter().chain([&self.rank]) {
             let _ = rank.tools.card.synchronize();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use types::TokenId;
+
+    use super::*;
+
+    #[test]
+    fn a_step_outside_a_stages_memory_is_not_launched() {
+        let bounds = Bounds { vocab: 100, n_groups: 2, n_wanted_max: 4 };
+        let first = StepRoom {
+            bounds,
+            n_tokens: 8,
+            n_words: 1000,
+            sequence_tokens: 64,
+            n_blocks: 5,
+            row_numbers: None,
+        };
+        let later = StepRoom { bounds, row_numbers: Some(16), ..first };
+        let row = |n_tokens, start| StageRow {
+            tokens: vec![TokenId(7); n_tokens],
+            start,
+            tables: vec![vec![BlockIdx(4), BlockIdx::GONE], vec![BlockIdx(0)]],
+            outcome: Ok(()),
+        };
+        let good = StageInput { rows: vec![row(5, 0), row(1, 20)], ..StageInput::default() };
+        let admits = |room: &StepRoom, input: &StageInput| {
+            let tables: Vec<Vec<&[BlockIdx]>> = input.rows.iter().map(tables_of).collect();
+            let rows: Vec<Row<'_>> =
+                input.rows.iter().zip(&tables).map(|(row, of)| row_of(row, of)).collect();
+            let plan = Plan::of(&rows, room.bounds, |_| Err(RowError::NoTokenInFlight));
+            room.admits(input, &plan)
+        };
+        assert!(admits(&first, &good));
+        assert!(!admits(&later, &good), "the rows of the stage before are missing");
+        let with_rows = StageInput { hidden: vec![0; 2 * 6 * 16 * 2], ..good.clone() };
+        assert!(admits(&later, &with_rows));
+        assert!(!admits(&first, &with_rows), "no stage is before the first");
+        type Spoil = fn(&mut StageInput);
+        let spoils: [(&str, Spoil); 7] = [
+            ("no row", |input| input.rows.clear()),
+            ("a row without tokens", |input| input.rows[0].tokens.clear()),
+            ("too many tokens", |input| input.rows[0].tokens = vec![TokenId(7); 8]),
+            ("an unknown token", |input| input.rows[1].tokens[0] = TokenId(100)),
+            ("a sequence that is too long", |input| input.rows[1].start = 64),
+            ("a block that does not exist", |input| input.rows[0].tables[1][0] = BlockIdx(5)),
+            ("a table too few", |input| drop(input.rows[1].tables.pop())),
+        ];
+        for (name, spoil) in spoils {
+            let mut wrong = good.clone();
+            spoil(&mut wrong);
+            assert!(!admits(&first, &wrong), "{name}");
+        }
+        let small = StepRoom { n_words: 10, ..first };
+        assert!(!admits(&small, &good), "more words than the GPU has room for");
     }
 }

@@ -196,3 +196,24 @@ fn nothing_at_all_is_a_plan_too() {
     assert_eq!(plan.dims.n_words(), 0);
     plan.write(&mut []);
 }
+
+#[test]
+fn rows_that_take_part_keep_the_batchs_order() {
+    let made = [
+        made(0, Some(&[1, 2, 3]), 15, true),
+        made(9, None, 33, true),
+        made(1, None, 33, true),
+        made(2, Some(&[4, 100]), 0, false),
+        made(3, Some(&[6]), 16, true),
+    ];
+    with_rows(&made, |rows| {
+        let plan = Plan::of(rows, BOUNDS, previous);
+        let passing: Vec<_> = plan.passing(rows).map(|(row, input)| (row.slot.0, input)).collect();
+        let one = |slot, input| (slot, Some(input));
+        let expected = [(0, None), one(1, InputToken::Drawn(51)), one(3, InputToken::Token(6))];
+        assert_eq!(passing, expected, "slot 9 has no token in flight, and slot 2 an unknown one");
+        let mut written = vec![0; plan.dims.n_words()];
+        plan.write(&mut written);
+        assert_eq!(plan.words(), written);
+    });
+}
