@@ -62,14 +62,8 @@ pub(crate) struct Runs {
 }
 
 impl Runs {
-    /// Locates the part in the sender's memory. `layout` is the sender's, and `table` its block table of the
-    /// span's group.
-    pub(crate) fn sent(layout: &KvLayout, lanes: &Lanes, table: &[BlockIdx], span: &LaneSpan) -> Self {
-        Self::sent_from(layout, lanes, of_span(table, span), span)
-    }
-
-    /// Like [`sent`](Self::sent), but takes the blocks of the span only.
-    pub(crate) fn sent_from(layout: &KvLayout, lanes: &Lanes, blocks: &[BlockIdx], span: &LaneSpan) -> Self {
+    /// Locates the part in the sender's memory. `layout` is the sender's, and `blocks` are those of the span only.
+    pub(crate) fn sent(layout: &KvLayout, lanes: &Lanes, blocks: &[BlockIdx], span: &LaneSpan) -> Self {
         let heads = |shape: LayerShape| lanes.heads(shape.n_kv_heads, span.lane).from;
         Self::new(layout, span.lane.from, blocks, span, heads)
     }

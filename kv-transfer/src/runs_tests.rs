@@ -13,7 +13,7 @@ fn span(layers: Range<u16>, blocks: Range<u32>) -> LaneSpan {
 
 /// Locates a span in memory that belongs to one rank.
 fn whole(table: &[BlockIdx], span: &LaneSpan) -> Runs {
-    Runs::sent(&layout(), &Lanes::only(), table, span)
+    Runs::sent(&layout(), &Lanes::only(), of_span(table, span), span)
 }
 
 fn table(blocks: &[u32]) -> Vec<BlockIdx> {
@@ -109,7 +109,7 @@ fn both_sides_runs_are_what_reshard_says() {
         let mut moved = Vec::new();
         for lane in lanes.all() {
             let part = LaneSpan { lane: *lane, ..span(0..1, 0..4) };
-            let sent = places(&near, &Runs::sent(&near, &lanes, &tables.0, &part));
+            let sent = places(&near, &Runs::sent(&near, &lanes, of_span(&tables.0, &part), &part));
             let wanted = places(&far, &Runs::wanted(&far, &lanes, &tables.1, &part));
             assert_eq!(sent.len(), wanted.len());
             moved.extend(sent.iter().zip(wanted).map(|(from, to)| [from[0], from[1], to[0], to[1]]));
@@ -136,7 +136,8 @@ fn some_heads_are_gathered_and_scattered() {
     let lanes = Lanes::between(1, &far).expect("four heads do");
     let part = LaneSpan { lane: Lane { from: 0, to: 1 }, ..span(0..1, 0..2) };
     let (out, back) = (table(&[5, 2]), table(&[0, 3]));
-    let (out, back) = (Runs::sent(&near, &lanes, &out, &part), Runs::wanted(&far, &lanes, &back, &part));
+    let (out, back) =
+        (Runs::sent(&near, &lanes, of_span(&out, &part), &part), Runs::wanted(&far, &lanes, &back, &part));
     let (near, far) = (KvMemory::host(near, 6).unwrap(), KvMemory::host(far, 6).unwrap());
     let mut pages = near.write(GroupIdx(0), 0, 0..6).unwrap();
     pages.iter_mut().enumerate().for_each(|(at, byte)| *byte = ((at * 7) >> 3) as u8);

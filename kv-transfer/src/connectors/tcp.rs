@@ -255,7 +255,7 @@ async fn write_slot(
     slot: &Arc<Slot>,
 ) -> Result<(), TransferError> {
     let bytes = span.bytes(parts);
-    let gathering = mover.gather(slot.start(), span, parts.settings.wanted_digests()).await?;
+    let gathering = mover.gather(slot.start(), span.pages(), parts.settings.wanted_digests()).await?;
     let mut digests = gathering.digests().await?;
     let mut n_times = 1;
     match parts.faults.next(bytes) {

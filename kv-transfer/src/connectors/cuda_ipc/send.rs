@@ -54,7 +54,7 @@ impl CudaIpcSendPath {
 
     /// Returns the pages of a span, and their location in the shared memory.
     fn pages(&self, span: &SpanOut) -> Result<(Vec<UniformPages>, Vec<Piece>), TransferError> {
-        let (all, mut pieces) = (sent(&self.memory, span), Vec::new());
+        let (all, mut pieces) = (sent(&self.memory, span.pages()), Vec::new());
         for pages in &all {
             let card = card_of(&self.memory, span.piece.lane.from, pages.stage)?.memory();
             let start = self.sizes.start(pages.stage);

@@ -8,7 +8,7 @@ use kv_cache::KvMemory;
 
 use super::staging::{Gathering, HostStaging, InSlot, PageMover, SlotMemory};
 use crate::connectors::link::span_in::busy;
-use crate::connectors::link::span_out::{SpanOut, copy_out};
+use crate::connectors::link::span_out::{PagesOut, copy_out};
 use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::landing::{OpenLanding, PageAt};
@@ -43,13 +43,13 @@ impl PageMover for DoubleMover {
     async fn gather(
         &self,
         to: InSlot,
-        span: &SpanOut,
+        pages: PagesOut<'_>,
         digests: PageDigests,
     ) -> Result<Gathering, TransferError> {
         let SlotMemory::Own(slots) = &self.slots else { unreachable!("the slots of a peer are only read") };
         let slot = to.slot as u32;
         let mut slot = slots.write(0, slot..slot + 1).map_err(busy)?;
-        gathered(&self.memory, span, digests, &mut slot[to.offset..]).map(Gathering::Done)
+        gathered(&self.memory, pages, digests, &mut slot[to.offset..]).map(Gathering::Done)
     }
 
     async fn scatter(
@@ -77,18 +77,17 @@ impl PageMover for DoubleMover {
     }
 }
 
-/// Copies a span's pages into a slot, and returns their digests.
+/// Copies pages into a slot, and returns their digests.
 fn gathered(
     memory: &KvMemory,
-    span: &SpanOut,
+    pages: PagesOut<'_>,
     digests: PageDigests,
     slot: &mut [u8],
 ) -> Result<Vec<Digest>, TransferError> {
-    let table = span.from.table(span.piece.group);
-    let runs = Runs::sent(memory.layout(), &span.out.lanes, table, &span.piece);
+    let runs = pages.runs(memory);
     copy_out(memory, &runs, &mut slot[..runs.bytes()])?;
     match digests {
-        PageDigests::Make => span.digests_of(memory),
+        PageDigests::Make => pages.digests(memory),
         PageDigests::Skip => Ok(Vec::new()),
     }
 }

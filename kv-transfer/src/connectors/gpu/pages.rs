@@ -4,15 +4,16 @@ use std::ops::Range;
 
 use device::cuda::{PageRuns, SomePages};
 use kv_cache::{KvMemory, OnCard};
-use types::{BlockIdx, GroupIdx, KvLayout, KvSpan, Landing};
+use types::{BlockIdx, GroupIdx, KvLayout};
 
 use crate::connectors::link::frame::Piece;
-use crate::connectors::link::span_out::SpanOut;
+use crate::connectors::link::span_out::PagesOut;
 use crate::digest::PageShape;
 use crate::error::TransferError;
 use crate::landing::{OpenLanding, bad_request};
 use crate::lanes::{LaneSpan, Lanes};
 use crate::reshard::{Heads, LaneHeads};
+use crate::runs::of_span;
 
 /// Bytes that a GPU moves in one operation.
 const VECTOR_BYTES: usize = 16;
@@ -61,44 +62,52 @@ pub(in crate::connectors) fn card_of(
 #[derive(Clone, Copy)]
 struct Side<'a> {
     memory: &'a KvMemory,
-    table: &'a [BlockIdx],
+    /// The blocks of the span only.
+    blocks: &'a [BlockIdx],
+    /// The number of tokens of the whole sequence.
+    n_tokens: u32,
     /// Selects a lane's heads on this side and on the other side, in this order.
     heads: fn(LaneHeads) -> (Heads, Heads),
 }
 
-/// Returns the parts of this node's pages that a span's lane sends, in runs of layers whose pages have the
+/// Returns the parts of this process's pages that a span's lane sends, in runs of layers whose pages have the
 /// same shape.
-pub(in crate::connectors) fn sent(memory: &KvMemory, span: &SpanOut) -> Vec<UniformPages> {
-    let table = span.from.table(span.piece.group);
-    let side = Side { memory, table, heads: |heads| (heads.from, heads.to) };
-    uniform_pages(side, &span.out.lanes, &span.out.landing, &span.piece)
+pub(in crate::connectors) fn sent(memory: &KvMemory, pages: PagesOut<'_>) -> Vec<UniformPages> {
+    let PagesOut { lanes, piece, blocks, n_tokens, .. } = pages;
+    let side = Side { memory, blocks, n_tokens, heads: |heads| (heads.from, heads.to) };
+    uniform_pages(side, lanes, piece)
 }
 
 /// Returns the parts of this node's pages that a span's lane fills.
 pub(in crate::connectors) fn wanted(landing: &OpenLanding, span: &LaneSpan) -> Vec<UniformPages> {
-    let table = &landing.landing().tables[usize::from(span.group.0)];
-    let side = Side { memory: landing.memory(), table, heads: |heads| (heads.to, heads.from) };
-    uniform_pages(side, landing.lanes(), landing.landing(), span)
+    let (table, n_tokens) =
+        (&landing.landing().tables[usize::from(span.group.0)], landing.landing().n_tokens);
+    let heads = |heads: LaneHeads| (heads.to, heads.from);
+    let side = Side { memory: landing.memory(), blocks: of_span(table, span), n_tokens, heads };
+    uniform_pages(side, landing.lanes(), span)
 }
 
 /// Groups the layers of a span by GPU and page shape. The two layouts differ in their ranks only, so both sides store
 /// one head of one block in the same form.
-fn uniform_pages(side: Side<'_>, lanes: &Lanes, landing: &Landing, span: &LaneSpan) -> Vec<UniformPages> {
+fn uniform_pages(side: Side<'_>, lanes: &Lanes, span: &LaneSpan) -> Vec<UniformPages> {
+    let (layout, n_blocks) = (side.memory.layout(), side.blocks.len());
+    let valid = layout.valid_tokens(side.n_tokens, span.blocks.end - 1);
+    let is_partial = valid < layout.block_tokens;
     let mut all: Vec<UniformPages> = Vec::new();
     for layer_pos in span.layers.clone() {
         let (stage, region) = side.memory.region_in_stage(span.group, layer_pos);
-        let shape = PageShape::new(&landing.layout, span.group, layer_pos);
-        let layer = landing.layout.group(span.group).layers[usize::from(layer_pos)];
+        let shape = PageShape::new(layout, span.group, layer_pos);
+        let layer = layout.group(span.group).layers[usize::from(layer_pos)];
         let (here, there) = (side.heads)(lanes.heads(layer.n_kv_heads, span.lane));
         let (here, there) = (runs(shape, here), runs(shape, there));
         if all.last().is_none_or(|last| (last.here, last.there, last.stage) != (here, there, stage)) {
-            all.push(UniformPages { stage, ..UniformPages::new(here, there, shape, landing, span) });
+            let partial = is_partial.then_some((n_blocks - 1, usize::from(valid) * shape.token_bytes));
+            all.push(UniformPages { here, there, stage, places: Vec::new(), n_blocks, partial });
         }
-        let blocks = &side.table[span.blocks.start as usize..span.blocks.end as usize];
         all.last_mut()
             .expect("one was just pushed")
             .places
-            .extend(blocks.iter().map(|block| (region, block.0)));
+            .extend(side.blocks.iter().map(|block| (region, block.0)));
     }
     all
 }
@@ -114,15 +123,6 @@ fn runs(shape: PageShape, heads: Heads) -> PageRuns {
 }
 
 impl UniformPages {
-    fn new(here: PageRuns, there: PageRuns, shape: PageShape, landing: &Landing, span: &KvSpan) -> Self {
-        let last = span.blocks.end - 1;
-        let valid = landing.valid_tokens(last);
-        let is_partial = valid < landing.layout.block_tokens;
-        let partial = (span.blocks.len() - 1, usize::from(valid) * shape.token_bytes);
-        let partial = is_partial.then_some(partial);
-        Self { here, there, stage: 0, places: Vec::new(), n_blocks: span.blocks.len(), partial }
-    }
-
     pub(in crate::connectors) fn some(&self) -> SomePages<'_> {
         let Self { here, places, n_blocks, partial, .. } = self;
         SomePages { places, n_of_layer: *n_blocks, runs: *here, partial: *partial }
@@ -233,10 +233,9 @@ pub(in crate::connectors) fn page_of_bit(
 pub(in crate::connectors) mod tests {
     use std::num::NonZero;
 
-    use types::{KvDtype, StageSplit};
+    use types::{KvDtype, KvSpan, StageSplit};
 
     use super::*;
-    use crate::pages::tests::landing;
     use crate::runs::Runs;
 
     /// Compares [`page_of_bit`] with the runs of the other wires, for every byte on each lane.
@@ -253,7 +252,7 @@ pub(in crate::connectors) mod tests {
             for lane in lanes.all() {
                 let span = KvSpan { group: GroupIdx(0), blocks: 0..3, layers: 1..3 };
                 let span = LaneSpan { lane: *lane, span };
-                let places = Runs::sent(&ours, &lanes, &table, &span).places(start_of);
+                let places = Runs::sent(&ours, &lanes, of_span(&table, &span), &span).places(start_of);
                 let bytes =
                     places.iter().flat_map(|piece| piece.offset..piece.offset + u64::from(piece.bytes));
                 for (nth, byte) in bytes.enumerate() {
@@ -282,13 +281,11 @@ pub(in crate::connectors) mod tests {
         table: &[BlockIdx],
         span: &KvSpan,
     ) -> Vec<UniformPages> {
-        let (layout, n_tokens) = (memory.layout(), 16 * table.len() as u32);
-        let lanes = Lanes::between(1, layout).expect("they can");
-        let tables = vec![table.to_vec()];
-        let landing = Landing { tables, layout: layout.clone(), ..landing(n_tokens, 0) };
+        let lanes = Lanes::between(1, memory.layout()).expect("they can");
+        let (blocks, n_tokens) = (of_span(table, span), 16 * table.len() as u32);
         let span = LaneSpan { lane: lanes.all()[0], span: span.clone() };
-        let side = Side { memory, table, heads: |heads| (heads.to, heads.from) };
-        uniform_pages(side, &lanes, &landing, &span)
+        let side = Side { memory, blocks, n_tokens, heads: |heads| (heads.to, heads.from) };
+        uniform_pages(side, &lanes, &span)
     }
 
     /// A copy job has layers of one GPU only, and names their regions there.

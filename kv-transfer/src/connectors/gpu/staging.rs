@@ -20,7 +20,7 @@ use super::pages::{card_of, check, sent, wanted};
 use crate::connector_parts::ConnectorParts;
 use crate::connectors::link::frame::FrameError;
 use crate::connectors::link::frame_digests::{FrameDigests, check_count, differing};
-use crate::connectors::link::span_out::SpanOut;
+use crate::connectors::link::span_out::PagesOut;
 use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::landing::{Claim, OpenLanding};
@@ -46,11 +46,12 @@ impl InSlot {
 /// Copies KV between a node's pages and slots.
 #[async_trait]
 pub(in crate::connectors) trait PageMover: Debug + Send + Sync {
-    /// Starts to gather a span's pages into a slot, one after the other.
+    /// Starts to gather pages into a slot, one after the other. The slot's guard is dropped when no copy job reads the
+    /// pages any more, also after an error or a drop of the future.
     async fn gather(
         &self,
         to: InSlot,
-        span: &SpanOut,
+        pages: PagesOut<'_>,
         digests: PageDigests,
     ) -> Result<Gathering, TransferError>;
 
@@ -110,12 +111,12 @@ impl PageMover for CardMover {
     async fn gather(
         &self,
         to: InSlot,
-        span: &SpanOut,
+        pages: PagesOut<'_>,
         digests: PageDigests,
     ) -> Result<Gathering, TransferError> {
-        let rank = span.piece.lane.from;
+        let rank = pages.piece.lane.from;
         let (mut offset, mut parts) = (to.offset, Vec::new());
-        for pages in sent(&self.memory, span) {
+        for pages in sent(&self.memory, pages) {
             let card = card_of(&self.memory, rank, pages.stage)?;
             let copy_thread = self.copy_threads.of(rank, pages.stage);
             let room = copy_thread.room().await?;

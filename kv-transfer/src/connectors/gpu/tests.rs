@@ -16,7 +16,7 @@ use crate::conformance::node::{Make, Node, Pair, here, layout};
 use crate::connector::KvConnector;
 use crate::connector_parts::ConnectorParts;
 use crate::connectors::link::connector::LinkConnector;
-use crate::connectors::link::span_out::SpanOut;
+use crate::connectors::link::span_out::PagesOut;
 use crate::connectors::{shm, tcp};
 use crate::digest::Digest;
 use crate::error::TransferError;
@@ -66,11 +66,11 @@ impl PageMover for WatchedMover {
     async fn gather(
         &self,
         to: InSlot,
-        span: &SpanOut,
+        pages: PagesOut<'_>,
         digests: PageDigests,
     ) -> Result<Gathering, TransferError> {
         note(&self.copies.gathered, &to);
-        self.inner.gather(to, span, digests).await
+        self.inner.gather(to, pages, digests).await
     }
 
     async fn scatter(

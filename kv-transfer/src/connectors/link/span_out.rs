@@ -88,17 +88,13 @@ impl SpanOut {
         &self,
         parts: &ConnectorParts,
     ) -> Result<Vec<Digest>, TransferError> {
-        if parts.settings.digests { self.digests_of(&parts.memory) } else { Ok(Vec::new()) }
-    }
-
-    pub(in crate::connectors) fn digests_of(&self, memory: &KvMemory) -> Result<Vec<Digest>, TransferError> {
-        self.pages().digests(memory)
+        if parts.settings.digests { self.pages().digests(&parts.memory) } else { Ok(Vec::new()) }
     }
 }
 
 impl PagesOut<'_> {
-    fn runs(&self, memory: &KvMemory) -> Runs {
-        Runs::sent_from(memory.layout(), self.lanes, self.blocks, self.piece)
+    pub(in crate::connectors) fn runs(&self, memory: &KvMemory) -> Runs {
+        Runs::sent(memory.layout(), self.lanes, self.blocks, self.piece)
     }
 
     /// Returns the number of bytes on the lane.
@@ -116,7 +112,7 @@ impl PagesOut<'_> {
         self.lanes.heads(n_kv_heads, self.piece.lane).from.range()
     }
 
-    fn digests(&self, memory: &KvMemory) -> Result<Vec<Digest>, TransferError> {
+    pub(in crate::connectors) fn digests(&self, memory: &KvMemory) -> Result<Vec<Digest>, TransferError> {
         let mut digests = Vec::new();
         let layout = memory.layout();
         let memory = memory.rank(self.piece.lane.from);

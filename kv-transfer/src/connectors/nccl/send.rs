@@ -93,7 +93,7 @@ impl NcclSendPath {
         let gathering = pair_queue
             .stage()
             .mover()
-            .gather(InSlot::of(slot.nth), &span, parts.settings.wanted_digests())
+            .gather(InSlot::of(slot.nth), span.pages(), parts.settings.wanted_digests())
             .await?;
         trace!(target: "walk", transfer = %span.out.transfer(), blocks = ?span.piece.blocks, "gathering of KV pages begins");
         Ok((GatheredFrame { span, bytes, gathering }, slot))

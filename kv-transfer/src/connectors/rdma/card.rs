@@ -34,7 +34,7 @@ impl CardLook {
             return Ok(None);
         }
         let mut digests = Vec::new();
-        for pages in sent(&self.memory, span) {
+        for pages in sent(&self.memory, span.pages()) {
             let room = self.copy_thread.room().await?;
             let copy_job = self.copy_thread.copier().digest(on_card(&self.memory)?.memory(), pages.some());
             digests.extend(room.take(copy_job.map_err(TransferError::device)?, Held::default()).await?);

@@ -130,7 +130,7 @@ impl OutgoingFrame<'_> {
         match self.shown.mover.get().await? {
             Some(mover) => {
                 let digests = self.parts.settings.wanted_digests();
-                mover.gather(InSlot::of(slot.into()), self.span, digests).await?.digests().await
+                mover.gather(InSlot::of(slot.into()), self.span.pages(), digests).await?.digests().await
             }
             None => {
                 let digests = self.span.digests(self.parts)?;
