@@ -4,12 +4,11 @@
 //! the pages of their layers straight to the receiver: each on a further stream of the head's link. The head orders them
 //! to, frame by frame. For the receiver there is one link with some more streams.
 //!
-//! The KV of such a node is in host memory, and goes over tcp.
+//! The KV of such a node goes over tcp.
 
 use std::fmt::Debug;
 
 use async_trait::async_trait;
-use kv_cache::KvMemory;
 use types::layout::LayerShape;
 use types::{BlockIdx, Epoch, KvSpan, NodeId, TransferId};
 
@@ -35,7 +34,8 @@ pub trait OtherProcesses: Debug + Send + Sync + 'static {
     ///
     /// The pages keep their lease until this returns, so an implementation returns only when the process no longer reads
     /// them, also after an error. It returns in bounded time: [`FollowerStreams::put`](crate::FollowerStreams::put)
-    /// does, and the death of the process is an error. An error loses the link, and fails all transfers on it.
+    /// does, unless a GPU stands still, and the death of the process is an error. An error loses the link, and fails all
+    /// transfers on it.
     async fn put(&self, process: usize, order: PutOrder) -> Result<(), TransferError>;
 
     /// Makes all processes close their streams of a link, and end their puts on it. Never waits.
@@ -105,16 +105,6 @@ impl PutOrder {
         let block = |_| fields.u32().map(BlockIdx);
         let blocks = piece.blocks.clone().map(block).collect::<Result<_, _>>()?;
         Ok(Self { endpoint, link, stream, node, epoch, transfer, piece, peer_tp_size, n_tokens, blocks })
-    }
-}
-
-/// Refuses the memory of a process with KV on GPUs.
-pub(crate) fn check_host(memory: &KvMemory) -> Result<(), TransferError> {
-    match memory.is_on_cards() {
-        true => {
-            Err(TransferError::SeveralProcesses("several processes compute on processors only".to_owned()))
-        }
-        false => Ok(()),
     }
 }
 

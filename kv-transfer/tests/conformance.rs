@@ -8,7 +8,7 @@ use std::sync::{Arc, LazyLock};
 use async_trait::async_trait;
 
 use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Make, Pair, layout};
-use baton_kv_transfer::conformance::processes::ProcessParts;
+use baton_kv_transfer::conformance::processes::{FollowerPath, ProcessParts};
 use baton_kv_transfer::conformance::{
     conformance, conformance_of_processes, conformance_of_ranks, conformance_of_stages,
 };
@@ -42,7 +42,12 @@ async fn tcp_on_many_threads() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tcp_of_several_processes() {
-    conformance_of_processes(|parts| built("tcp", parts)).await;
+    conformance_of_processes(FollowerPath::OfMemory, |parts| built("tcp", parts)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tcp_of_several_processes_in_slots() {
+    conformance_of_processes(FollowerPath::DoubleSlots, |parts| in_slots("tcp", parts)).await;
 }
 
 /// The same node with a certificate.

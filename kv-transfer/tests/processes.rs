@@ -8,10 +8,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, N_LAYERS, Pair, handoff, layout, whole};
-use baton_kv_transfer::conformance::processes::ProcessParts;
+use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Make, N_LAYERS, Pair, handoff, layout, whole};
+use baton_kv_transfer::conformance::processes::{FollowerPath, ProcessParts};
 use baton_kv_transfer::connectors::names;
-use baton_kv_transfer::{Fault, FaultKind, Faults, OtherProcesses, PutOrder, TransferError, build};
+use baton_kv_transfer::connectors::tcp::listen_double;
+use baton_kv_transfer::{
+    Fault, FaultKind, Faults, KvConnector, OtherProcesses, PutOrder, TransferError, build,
+};
 use kv_cache::{FenceSignal, LayerFence};
 use tokio::sync::Semaphore;
 use types::Epoch;
@@ -32,8 +35,8 @@ struct HeldUp {
 }
 
 impl HeldUp {
-    fn new(parts: &ProcessParts, n_permits: usize) -> Arc<Self> {
-        let (layers, followers) = (parts.layers.clone(), Mutex::new(Some(parts.start_followers())));
+    async fn new(parts: &ProcessParts, n_permits: usize) -> Arc<Self> {
+        let (layers, followers) = (parts.layers.clone(), Mutex::new(Some(parts.start_followers().await)));
         Arc::new(Self { layers, followers, permits: Semaphore::new(n_permits), orders: Mutex::default() })
     }
 
@@ -95,7 +98,7 @@ async fn pair_of(parts: ProcessParts) -> Pair {
 
 /// Returns a pair whose prefill node has two processes, and the follower of it.
 async fn held_up_pair(parts: ProcessParts, n_permits: usize) -> (Pair, Arc<HeldUp>) {
-    let held_up = HeldUp::new(&parts, n_permits);
+    let held_up = HeldUp::new(&parts, n_permits).await;
     let mut pair = tcp_pair().await;
     pair.prefill = parts.node(&make_tcp(), Arc::clone(&held_up) as _).await;
     (pair, held_up)
@@ -103,14 +106,33 @@ async fn held_up_pair(parts: ProcessParts, n_permits: usize) -> (Pair, Arc<HeldU
 
 #[tokio::test]
 async fn a_bit_that_a_follower_flips_is_sent_again_by_the_follower() {
-    let (mut parts, faults) = (parts_of(3), Faults::programmable());
-    parts.followers[1].faults = faults.clone();
-    let pair = pair_of(parts).await;
-    for (nth, kind) in [FaultKind::FlipBit(77), FaultKind::WrongDigest].into_iter().enumerate() {
-        faults.inject(Fault::once(kind).after(1_000));
-        in_time(pair.transfer(N_TOKENS, 1)).await;
-        assert_eq!(faults.n_hit(), nth as u64 + 1);
+    for follower_path in [FollowerPath::OfMemory, FollowerPath::DoubleSlots] {
+        let (mut parts, faults) = (parts_of(3), Faults::programmable());
+        parts.followers[1].faults = faults.clone();
+        let pair = pair_of(ProcessParts { follower_path, ..parts }).await;
+        for (nth, kind) in [FaultKind::FlipBit(77), FaultKind::WrongDigest].into_iter().enumerate() {
+            faults.inject(Fault::once(kind).after(1_000));
+            in_time(pair.transfer(N_TOKENS, 1)).await;
+            assert_eq!(faults.n_hit(), nth as u64 + 1, "{follower_path:?}");
+        }
+        in_time(pair.at_baseline()).await;
     }
+}
+
+/// A head with slots has larger frames and more streams than the settings.
+#[tokio::test]
+async fn followers_have_large_frames_and_a_stream_beside_the_most_streams_of_a_head() {
+    let mut parts = parts_of(N_LAYERS);
+    for parts in parts.followers.iter_mut().chain([&mut parts.head]) {
+        parts.settings.frame_bytes = 1 << 20;
+        parts.settings.streams = u16::MAX;
+    }
+    let parts = ProcessParts { follower_path: FollowerPath::DoubleSlots, ..parts };
+    let make: Make = Arc::new(|parts| {
+        Box::pin(async { listen_double(parts).await.expect("a free port") as Arc<dyn KvConnector> })
+    });
+    let pair = parts.start(&make, tcp_pair().await).await;
+    in_time(pair.transfer(300 * BLOCK_TOKENS, 1)).await;
     in_time(pair.at_baseline()).await;
 }
 
@@ -208,7 +230,7 @@ async fn processes_that_disagree_about_their_layers_fail_the_transfer() {
     let mut parts = parts_of(3);
     let followers = {
         parts.followers.swap(0, 1);
-        parts.start_followers()
+        parts.start_followers().await
     };
     parts.followers.swap(0, 1);
     let mut pair = tcp_pair().await;
@@ -241,7 +263,7 @@ async fn refused(pair: &Pair) -> TransferError {
 async fn only_tcp_sends_for_several_processes() {
     let parts = parts_of(2);
     let mut head = parts.head.clone();
-    head.processes = Some(parts.start_followers());
+    head.processes = Some(parts.start_followers().await);
     for name in names() {
         let built = build(name, head.clone()).await.map(|_| ());
         if name == "tcp" {

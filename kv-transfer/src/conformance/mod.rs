@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use self::node::{Make, Pair, StagesAndRanks, layout, spread_layout};
-use self::processes::ProcessParts;
+use self::processes::{FollowerPath, ProcessParts};
 use crate::connector::KvConnector;
 use crate::connector_parts::ConnectorParts;
 
@@ -204,13 +204,15 @@ pub const PROCESSES: &[Sides] = &[
 ///
 /// # Panics
 /// Like [`conformance`].
-pub async fn conformance_of_processes<F>(make: impl Fn(ConnectorParts) -> F + Send + Sync + 'static)
-where
+pub async fn conformance_of_processes<F>(
+    follower_path: FollowerPath,
+    make: impl Fn(ConnectorParts) -> F + Send + Sync + 'static,
+) where
     F: Future<Output = Arc<dyn KvConnector>> + Send + 'static,
 {
     let make: Make = Arc::new(move |parts| Box::pin(make(parts)));
     let of_two = || async {
-        let parts = ProcessParts::new(TWO, layout());
+        let parts = ProcessParts { follower_path, ..ProcessParts::new(TWO, layout()) };
         parts.start(&make, Pair::new(&make).await).await
     };
     whole_suite(WHOLE_SUITE, of_two).await;
@@ -219,6 +221,7 @@ where
         let one_stage = StagesAndRanks::new(1, prefill.tp_size);
         let of_processes = || async {
             let parts = ProcessParts::new(prefill.n_stages, spread_layout(prefill.tp_size));
+            let parts = ProcessParts { follower_path, ..parts };
             parts.start(&make, Pair::between(&make, one_stage, *decode).await).await
         };
         suite_of_ranks(of_processes).await;

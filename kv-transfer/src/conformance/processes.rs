@@ -13,6 +13,15 @@ use crate::connectors::follower::FollowerStreams;
 use crate::error::TransferError;
 use crate::processes::{OtherProcesses, PutOrder};
 
+/// How followers send their KV.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FollowerPath {
+    /// As in production: through slots if their memory is on GPUs.
+    OfMemory,
+    /// Through slots, over the double of a GPU.
+    DoubleSlots,
+}
+
 /// The parts of a prefill node's processes. A test may change them before it makes the node.
 #[derive(Clone, Debug)]
 pub struct ProcessParts {
@@ -20,6 +29,7 @@ pub struct ProcessParts {
     pub followers: Vec<ConnectorParts>,
     /// The layers of each follower.
     pub layers: Vec<Range<u16>>,
+    pub follower_path: FollowerPath,
 }
 
 impl ProcessParts {
@@ -35,16 +45,23 @@ impl ProcessParts {
         };
         let head = parts(&layers[0]);
         let follower = |layers| ConnectorParts { memory: parts(layers).memory, ..head.clone() };
-        Self { followers: layers[1..].iter().map(follower).collect(), head, layers: layers[1..].to_vec() }
+        let followers = layers[1..].iter().map(follower).collect();
+        Self { followers, head, layers: layers[1..].to_vec(), follower_path: FollowerPath::OfMemory }
     }
 
     /// Makes the followers. Orders go to them as bytes.
     ///
     /// # Panics
-    /// If a follower's memory is on GPUs.
-    pub fn start_followers(&self) -> Arc<dyn OtherProcesses> {
-        let start = |parts: &ConnectorParts| FollowerStreams::new(parts.clone()).expect("host memory");
-        let followers = self.followers.iter().map(start).collect();
+    /// If a follower has no room for slots.
+    pub async fn start_followers(&self) -> Arc<dyn OtherProcesses> {
+        let mut followers = Vec::new();
+        for parts in self.followers.iter().cloned() {
+            let follower = match self.follower_path {
+                FollowerPath::OfMemory => FollowerStreams::start(parts).await,
+                FollowerPath::DoubleSlots => FollowerStreams::start_double(parts).await,
+            };
+            followers.push(follower.expect("there is room for its slots"));
+        }
         Arc::new(LocalProcesses { layers: self.layers.clone(), followers })
     }
 
@@ -57,7 +74,7 @@ impl ProcessParts {
 
     /// Replaces the prefill node of a pair by this node.
     pub async fn start(self, make: &Make, mut pair: Pair) -> Pair {
-        let processes = self.start_followers();
+        let processes = self.start_followers().await;
         pair.prefill = self.node(make, processes).await;
         pair
     }

@@ -8,18 +8,20 @@ use tokio_util::sync::CancellationToken;
 use tracing::info;
 use types::in_full;
 
-use super::link::check_pages;
+use super::gpu::double::DoubleStaging;
+use super::gpu::staging::{HostStaging, of_cards};
 use super::link::connect::{STREAMS_MAX, StreamParams};
 use super::link::frame::{FrameError, PAYLOAD_BYTES_MAX};
-use super::link::span_out::{PagesOut, write_span};
+use super::link::span_out::PagesOut;
 use super::link::stream::{FrameHalves, FrameReader, FrameWriter};
-use super::tcp::Sockets;
+use super::tcp::{FilledSlot, Sockets, Staged, write_frame};
 use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
 use crate::landing::bad_request;
 use crate::lanes::Lanes;
 use crate::pages::{FRAME_DIGESTS_MAX, FRAME_PAGES_MAX};
-use crate::processes::{PutOrder, check_host};
+use crate::processes::PutOrder;
+use crate::quiet::Quiet as _;
 
 /// Limit of links that this process has a stream of.
 const LINKS_MAX: usize = 4096;
@@ -28,7 +30,8 @@ const LINKS_MAX: usize = 4096;
 #[derive(Debug)]
 pub struct FollowerStreams {
     parts: ConnectorParts,
-    send_path: Sockets,
+    /// Makes the slots of each link; `None` if the processor copies the KV.
+    staged: Option<Staged>,
     links: Arc<Links>,
 }
 
@@ -43,6 +46,9 @@ struct Links {
 #[derive(Debug)]
 struct FollowerLink {
     id: u64,
+    /// A link has slots of its own, as at the head, so that a slow receiver holds no slot of another link. The setting
+    /// limits their number.
+    sockets: Sockets,
     /// The stream. `None` before it is connected, and while the holder of the lock writes. The lock is async: puts wait
     /// for their turn.
     writer: tokio::sync::Mutex<Option<FrameWriter>>,
@@ -58,23 +64,45 @@ struct FrameGuard<'a> {
 
 impl FollowerStreams {
     /// Makes the follower's end. The node and the epoch of `parts` are the head's, and its memory has only this process's
-    /// layers.
-    pub fn new(parts: ConnectorParts) -> Result<Self, TransferError> {
-        check_pages(&parts)?;
-        check_host(&parts.memory)?;
-        let send_path = Sockets::of_host(parts.world.clone());
-        Ok(Self { parts, send_path, links: Arc::default() })
+    /// layers. Fails if the machine has no room for the slots of one link.
+    pub async fn start(parts: ConnectorParts) -> Result<Self, TransferError> {
+        let staging = of_cards(&parts)?;
+        Self::start_with(parts, staging).await
+    }
+
+    /// Like [`start`](Self::start), but KV in host memory goes through slots, as on GPUs.
+    pub async fn start_double(parts: ConnectorParts) -> Result<Self, TransferError> {
+        let staging: Arc<dyn HostStaging> = Arc::new(DoubleStaging(parts.memory.clone()));
+        Self::start_with(parts, Some(staging)).await
+    }
+
+    async fn start_with(
+        mut parts: ConnectorParts,
+        staging: Option<Arc<dyn HostStaging>>,
+    ) -> Result<Self, TransferError> {
+        let staged = Staged::check(staging, &mut parts).await?;
+        Ok(Self { parts, staged, links: Arc::default() })
     }
 
     /// Sends the pages of one order in one frame, with their digests. The first order of a link connects the stream.
     ///
-    /// Returns when the frame is written. Waits for earlier orders of the same link. Without progress for the stall time,
-    /// it fails. Not cancel-safe: dropping the future while it writes closes the stream, and with it the link.
+    /// Returns when the frame is written, or after an error, and no GPU reads the pages any more. Other orders of the same
+    /// link may go first. Without progress for the stall time, it fails. Not cancel-safe: dropping the future while it
+    /// writes closes the stream, and with it the link.
     pub async fn put(&self, order: PutOrder) -> Result<(), TransferError> {
         let lanes = self.check(&order)?;
-        let link = self.links.link(order.link)?;
-        let put = link.closed.run_until_cancelled(self.write(&link, &order, &lanes)).await;
-        put.unwrap_or_else(|| Err(link.why_closed()))
+        let link = self.link(order.link)?;
+        let (pages, reads) = (order.pages(&lanes), Arc::default());
+        let put = async {
+            let filled = link.sockets.gather(&self.parts, pages, &reads).await?;
+            self.write(&link, &order, pages, filled).await
+        };
+        let put = link.closed.run_until_cancelled(put).await;
+        // Copy jobs take some milliseconds, and cannot be stopped. If a GPU stands still, the head's deadline ends its wait
+        // for this put.
+        reads.proven().await;
+        let put = put.unwrap_or_else(|| Err(link.why_closed()));
+        put.inspect_err(|error| self.links.close(&link, error.clone()))
     }
 
     /// Closes the stream of a link, and fails the puts on it. Never waits.
@@ -133,12 +161,19 @@ impl FollowerStreams {
         }
     }
 
-    /// Writes the frame of an order, after those of earlier orders. Connects the stream first if it is new.
+    /// Returns a link, which is made if it is new.
+    fn link(&self, id: u64) -> Result<Arc<FollowerLink>, TransferError> {
+        let sockets = || Sockets::new(self.parts.world.clone(), self.staged.as_ref());
+        self.links.link(id, sockets)
+    }
+
+    /// Writes the frame of an order, after the frames that were gathered earlier. Connects the stream first if it is new.
     async fn write(
         &self,
         link: &Arc<FollowerLink>,
         order: &PutOrder,
-        lanes: &Lanes,
+        pages: PagesOut<'_>,
+        filled: Option<FilledSlot>,
     ) -> Result<(), TransferError> {
         let mut stream = link.writer.lock().await;
         let guard = FrameGuard { links: &self.links, link };
@@ -146,7 +181,7 @@ impl FollowerStreams {
             Some(writer) => writer,
             None => self.connect(link, order).await?,
         };
-        write_span(&mut writer, &self.parts, order.pages(lanes)).await?;
+        write_frame(&mut writer, &self.parts, pages, filled).await?;
         *stream = Some(writer);
         guard.written();
         Ok(())
@@ -157,7 +192,7 @@ impl FollowerStreams {
         link: &Arc<FollowerLink>,
         order: &PutOrder,
     ) -> Result<FrameWriter, TransferError> {
-        let (endpoint, parts, send_path) = (&*order.endpoint, &self.parts, &self.send_path);
+        let (endpoint, parts, send_path) = (&*order.endpoint, &self.parts, &link.sockets);
         let params = StreamParams { endpoint, parts, send_path, link: order.link };
         let (peer, FrameHalves { reader, writer }) = params.stream(order.stream).await?;
         info!(peer = %peer.node, endpoint, stream = order.stream, "stream of this process's KV to peer opened");
@@ -190,12 +225,22 @@ impl PutOrder {
 }
 
 impl Links {
-    fn link(&self, id: u64) -> Result<Arc<FollowerLink>, TransferError> {
+    /// Returns a link, which is made with `sockets` if it is new.
+    fn link(
+        &self,
+        id: u64,
+        sockets: impl FnOnce() -> Result<Sockets, TransferError>,
+    ) -> Result<Arc<FollowerLink>, TransferError> {
         let mut open = self.open();
-        if open.len() >= LINKS_MAX && !open.contains_key(&id) {
+        if let Some(link) = open.get(&id) {
+            return Ok(Arc::clone(link));
+        }
+        if open.len() >= LINKS_MAX {
             return Err(TransferError::TooMany);
         }
-        Ok(Arc::clone(open.entry(id).or_insert_with(|| Arc::new(FollowerLink::new(id)))))
+        let link = Arc::new(FollowerLink::new(id, sockets()?));
+        open.insert(id, Arc::clone(&link));
+        Ok(link)
     }
 
     /// Closes a link, unless it is closed already.
@@ -213,9 +258,9 @@ impl Links {
 }
 
 impl FollowerLink {
-    fn new(id: u64) -> Self {
+    fn new(id: u64, sockets: Sockets) -> Self {
         let (why_closed, closed) = (OnceLock::new(), CancellationToken::new());
-        Self { id, writer: tokio::sync::Mutex::default(), why_closed, closed }
+        Self { id, sockets, writer: tokio::sync::Mutex::default(), why_closed, closed }
     }
 
     /// Ends the stream, its reader and all puts on it. The first reason is kept.
@@ -252,77 +297,5 @@ async fn ended(mut reader: FrameReader) -> TransferError {
 }
 
 #[cfg(test)]
-mod tests {
-    use types::{BlockIdx, Epoch, GroupIdx, NodeId, StageLayers};
-
-    use super::*;
-    use crate::conformance::node::{Node, spread_layout};
-    use crate::processes::an_order;
-
-    /// Returns the follower with layers 3 to 6 of the suite's layout, and an order that it accepts.
-    fn follower() -> (FollowerStreams, PutOrder) {
-        let parts = Node::parts_of("prefill", spread_layout(2), &StageLayers::part(3..7));
-        let order = PutOrder { node: parts.node.clone(), epoch: parts.epoch, ..an_order() };
-        (FollowerStreams::new(parts).expect("host memory"), order)
-    }
-
-    #[tokio::test]
-    async fn an_order_that_this_process_cannot_serve_is_refused() {
-        let (follower, order) = follower();
-        follower.check(&order).expect("it can be served");
-        type Spoil = fn(&mut PutOrder);
-        let cases: [(&str, Spoil); 16] = [
-            ("another node", |order| order.node = NodeId::new("other")),
-            ("another life", |order| order.epoch = Epoch(order.epoch.0 ^ 1)),
-            ("stream 0", |order| order.stream = 0),
-            ("a stream too far", |order| order.stream = STREAMS_MAX),
-            ("an unknown group", |order| order.piece.span.group = GroupIdx(3)),
-            ("a layer too far", |order| order.piece.span.layers = 1..3),
-            ("another process's layers", |order| order.piece.span.group = GroupIdx(0)),
-            ("a block too few", |order| order.blocks.truncate(2)),
-            ("a block too many", |order| order.blocks.push(BlockIdx(5))),
-            ("a block outside the memory", |order| order.blocks[2] = BlockIdx(u32::MAX)),
-            ("a block behind the sequence", |order| order.n_tokens = 24),
-            ("an empty sequence", |order| order.n_tokens = 0),
-            ("an unknown lane", |order| order.piece.lane.to = 1),
-            ("an unknown rank", |order| order.piece.lane.from = 2),
-            ("no ranks", |order| order.peer_tp_size = 0),
-            ("ranks that cannot share the heads", |order| order.peer_tp_size = 3),
-        ];
-        for (name, spoil) in cases {
-            let mut wrong = order.clone();
-            spoil(&mut wrong);
-            let error = follower.put(wrong).await.expect_err(name);
-            assert!(
-                matches!(error, TransferError::BadRequest(_) | TransferError::Layout(_)),
-                "{name}: {error}"
-            );
-        }
-        let mut large = order.clone();
-        large.piece.span.blocks = 0..1000;
-        (large.blocks, large.n_tokens) = (vec![BlockIdx(3); 1000], 4_000);
-        let error = follower.put(large).await.expect_err("2000 pages");
-        assert!(error.to_string().contains("more pages than a frame may have"), "{error}");
-        assert!(follower.links.open().is_empty(), "no link was made for a refused order");
-    }
-
-    #[tokio::test]
-    async fn a_stream_that_cannot_be_connected_leaves_nothing() {
-        let (follower, order) = follower();
-        let error = follower.put(order).await.expect_err("nothing listens");
-        assert!(matches!(error, TransferError::Connect { .. }), "{error}");
-        assert!(follower.links.open().is_empty());
-    }
-
-    #[tokio::test]
-    async fn links_are_bounded() {
-        let (follower, order) = follower();
-        for id in 100..100 + LINKS_MAX as u64 {
-            follower.links.link(id).expect("there is room");
-        }
-        let error = follower.put(order).await.expect_err("too many");
-        assert!(matches!(error, TransferError::TooMany), "{error}");
-        follower.close_link(100);
-        follower.links.link(7).expect("there is room again");
-    }
-}
+#[path = "follower_tests.rs"]
+mod tests;

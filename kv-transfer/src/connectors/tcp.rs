@@ -25,13 +25,15 @@ use super::link::frame::{Body, Frame, KvPlace, PAYLOAD_BYTES_MAX};
 use super::link::kv_path::{KvFrame, KvPath, Receipt, wrong_place};
 use super::link::send_path::KvSendPath;
 use super::link::span_in::read_span;
-use super::link::span_out::{SpanOut, corrupt_first, write_span};
+use super::link::span_out::{PagesOut, SpanOut, corrupt_first, write_span};
 use super::link::stream::{FrameReader, FrameWriter};
 use crate::connector::{Auto, KvConnector, WireKind};
 use crate::connector_parts::ConnectorParts;
+use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::faults::{FaultKind, flip};
 use crate::landing::{Claim, OpenLanding};
+use crate::pending_copies::PendingCopies;
 use crate::wire_threads::WireThreads;
 
 pub const SCHEME: &str = "tcp";
@@ -84,30 +86,15 @@ async fn over(
     mut parts: ConnectorParts,
     staging: Option<Arc<dyn HostStaging>>,
 ) -> Result<Arc<LinkConnector>, TransferError> {
-    check_pages(&parts)?;
-    if staging.is_some() {
-        let frame_bytes = parts.settings.frame_bytes.saturating_mul(FRAMES_LARGER);
-        parts.settings.frame_bytes = frame_bytes.min(PAYLOAD_BYTES_MAX);
-        parts.settings.streams = parts.settings.streams.saturating_mul(STREAMS_ON_GPUS);
-    }
+    let staged = Staged::check(staging, &mut parts).await?;
     if parts.world.identity().tls().is_some() {
         parts.settings.streams = parts.settings.streams.saturating_mul(TLS_STREAMS);
     }
     let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint, within_host: false };
     info!(endpoint = address.endpoint, "tcp connector listens");
-    let staged = match staging {
-        None => None,
-        Some(staging) => {
-            let set = SlotSet::of(SCHEME, &parts)?;
-            set.check(&staging, SlotPool::memory(set)?).await?;
-            Some(Staged { staging, set })
-        }
-    };
     let port = Port { listener, world: parts.world.clone(), staged: staged.clone() };
-    let send_path = move |parts: &ConnectorParts| {
-        let slots = staged.as_ref().map(Staged::slots).transpose()?;
-        Ok(Arc::new(Sockets { world: parts.world.clone(), slots }) as _)
-    };
+    let send_path =
+        move |parts: &ConnectorParts| Ok(Arc::new(Sockets::new(parts.world.clone(), staged.as_ref())?) as _);
     Ok(LinkConnector::start(
         parts,
         WireThreads::shared(),
@@ -119,12 +106,28 @@ async fn over(
 
 /// Makes the slots of each end of a link.
 #[derive(Clone, Debug)]
-struct Staged {
+pub(super) struct Staged {
     staging: Arc<dyn HostStaging>,
     set: SlotSet,
 }
 
 impl Staged {
+    /// Checks the pages and, if there is a staging, that the machine has room for the slots of one link. With slots, the
+    /// frames are larger and the streams more than in the settings.
+    pub(super) async fn check(
+        staging: Option<Arc<dyn HostStaging>>,
+        parts: &mut ConnectorParts,
+    ) -> Result<Option<Self>, TransferError> {
+        check_pages(parts)?;
+        let Some(staging) = staging else { return Ok(None) };
+        let frame_bytes = parts.settings.frame_bytes.saturating_mul(FRAMES_LARGER);
+        parts.settings.frame_bytes = frame_bytes.min(PAYLOAD_BYTES_MAX);
+        parts.settings.streams = parts.settings.streams.saturating_mul(STREAMS_ON_GPUS);
+        let set = SlotSet::of(SCHEME, parts)?;
+        set.check(&staging, SlotPool::memory(set)?).await?;
+        Ok(Some(Self { staging, set }))
+    }
+
     fn slots(&self) -> Result<SlotPool, TransferError> {
         SlotPool::new(Arc::clone(&self.staging), self.set)
     }
@@ -206,10 +209,34 @@ pub(super) struct Sockets {
 }
 
 impl Sockets {
-    /// Returns the sender's end for KV in host memory.
-    pub(super) fn of_host(world: World) -> Self {
-        Self { world, slots: None }
+    pub(super) fn new(world: World, staged: Option<&Staged>) -> Result<Self, TransferError> {
+        Ok(Self { world, slots: staged.map(Staged::slots).transpose()? })
     }
+
+    /// Gathers pages into a slot. Returns `None` if the processor copies them.
+    ///
+    /// `reads` counts the copy jobs that read the pages. They continue after an error and after a drop of the future.
+    pub(super) async fn gather(
+        &self,
+        parts: &ConnectorParts,
+        pages: PagesOut<'_>,
+        reads: &Arc<PendingCopies>,
+    ) -> Result<Option<FilledSlot>, TransferError> {
+        let bytes = pages.bytes(parts.memory.layout());
+        let lent = slot_for(bytes, self.slots.as_ref(), parts.settings.stall()).await?;
+        let Some((mover, slot)) = lent else { return Ok(None) };
+        let to = slot.start().counted(reads.begin());
+        let gathering = mover.gather(to, pages, parts.settings.wanted_digests()).await?;
+        Ok(Some(FilledSlot { slot, bytes, digests: gathering.digests().await? }))
+    }
+}
+
+/// A slot with the KV of one frame.
+#[derive(Debug)]
+pub(super) struct FilledSlot {
+    slot: Arc<Slot>,
+    bytes: usize,
+    digests: Vec<Digest>,
 }
 
 #[async_trait]
@@ -227,10 +254,21 @@ impl KvSendPath for Sockets {
         if span.out.is_over() {
             return Ok(());
         }
-        match slot_for(span.bytes(parts), self.slots.as_ref(), parts.settings.stall()).await? {
-            None => write_span(writer, parts, span.pages()).await,
-            Some((mover, slot)) => write_slot(writer, parts, &span, &*mover, &slot).await,
-        }
+        let filled = self.gather(parts, span.pages(), &span.out.pending_copies).await?;
+        write_frame(writer, parts, span.pages(), filled).await
+    }
+}
+
+/// Writes one KV frame, from its slot if the pages were gathered. Not cancel-safe.
+pub(super) async fn write_frame(
+    writer: &mut FrameWriter,
+    parts: &ConnectorParts,
+    pages: PagesOut<'_>,
+    filled: Option<FilledSlot>,
+) -> Result<(), TransferError> {
+    match filled {
+        None => write_span(writer, parts, pages).await,
+        Some(filled) => write_slot(writer, parts, pages, filled).await,
     }
 }
 
@@ -246,17 +284,13 @@ async fn slot_for(
     }
 }
 
-/// Gathers a span into a slot, and writes its frame and the slot.
 async fn write_slot(
     writer: &mut FrameWriter,
     parts: &ConnectorParts,
-    span: &SpanOut,
-    mover: &dyn PageMover,
-    slot: &Arc<Slot>,
+    pages: PagesOut<'_>,
+    filled: FilledSlot,
 ) -> Result<(), TransferError> {
-    let bytes = span.bytes(parts);
-    let gathering = mover.gather(slot.start(), span.pages(), parts.settings.wanted_digests()).await?;
-    let mut digests = gathering.digests().await?;
+    let FilledSlot { slot, bytes, mut digests } = filled;
     let mut n_times = 1;
     match parts.faults.next(bytes) {
         None => {}
@@ -267,8 +301,8 @@ async fn write_slot(
         Some(FaultKind::WrongDigest) => corrupt_first(&mut digests),
         Some(FaultKind::FlipBit(bit)) => flip(&mut slot.write()?[..bytes], bit),
     }
-    let body = Body::Kv { span: span.piece.span.clone(), digests: Some(digests), place: KvPlace::Inline };
-    let frame = Frame { payload_bytes: bytes, ..Frame::new(span.out.transfer(), body).on(span.piece.lane) };
+    let body = Body::Kv { span: pages.piece.span.clone(), digests: Some(digests), place: KvPlace::Inline };
+    let frame = Frame { payload_bytes: bytes, ..Frame::new(pages.transfer, body).on(pages.piece.lane) };
     for _ in 0..n_times {
         writer.write_copy(&frame, &slot.read()?[..bytes]).await?;
     }

@@ -135,7 +135,7 @@ async fn open(
     let stage = blocking(move || prepared.open(n_blocks)).await?;
     let loaded = loaded_message(stage.weights());
     out.send(from_follower(OfFollower::Loaded(loaded))).await.map_err(gone)?;
-    let streams = FollowerStreams::new(ConnectorParts {
+    let streams = FollowerStreams::start(ConnectorParts {
         node: NodeId::new(accepted.node),
         epoch: Epoch(accepted.epoch),
         memory: stage.memory().clone(),
@@ -147,7 +147,7 @@ async fn open(
         faults: Faults::none(),
         processes: None,
     });
-    let streams = Arc::new(streams.map_err(GroupError::Transfer)?);
+    let streams = Arc::new(streams.await.map_err(GroupError::Transfer)?);
     Ok(Work { gate: gate.clone(), stage, streams, out: out.clone() })
 }
 

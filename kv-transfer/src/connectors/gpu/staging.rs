@@ -41,6 +41,12 @@ impl InSlot {
     pub(in crate::connectors) fn of(slot: usize) -> Self {
         Self { slot, offset: 0, guard: None }
     }
+
+    /// Counts the copy jobs that use the slot, as one copy.
+    pub(in crate::connectors) fn counted(self, pending_copy: PendingCopy) -> Self {
+        let guard = self.guard.clone();
+        Self { guard: Some(Arc::new((guard, pending_copy))), ..self }
+    }
 }
 
 /// Copies KV between a node's pages and slots.
