@@ -95,7 +95,7 @@ async fn serve(role: Role, config: &NodeConfig, shutdown: Shutdown) -> Result<Ex
         let gathered = tokio::select! {
             biased;
             () = shutdown.wait() => return Ok(ExitCode::SUCCESS),
-            gathered = gathered(role, config, &world, &id) => gathered?,
+            gathered = gathered(config, &world, &id) => gathered?,
         };
         ports.close().await;
         gathered
@@ -132,15 +132,10 @@ async fn serve(role: Role, config: &NodeConfig, shutdown: Shutdown) -> Result<Ex
 
 /// Waits for the other processes of the node, and opens the model with them.
 async fn gathered(
-    role: Role,
     config: &NodeConfig,
     world: &World,
     id: &NodeId,
 ) -> Result<(Option<Arc<Group>>, Box<dyn Backend>), CommandError> {
-    if role != Role::Prefill {
-        let why = format!("a {} node has one process: only prefill nodes have several", role.as_str());
-        return Err(CommandError::usage(NodeError::Config(why)));
-    }
     let parts = HeadParts {
         world: world.clone(),
         gate: Gate::new("followers"),

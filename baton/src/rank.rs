@@ -1,4 +1,4 @@
-//! `baton rank`: a further process of a prefill node of several.
+//! `baton rank`: a further process of a node of several.
 
 use std::process::ExitCode;
 

@@ -210,7 +210,7 @@ impl Node<'_> {
     ) -> Result<LifeEnd, NodeError> {
         let (used_bytes, world, metrics) = (backend.used_bytes(), self.world.clone(), &self.metrics);
         let (memory, group) = (backend.memory().clone(), self.group.clone());
-        let of_backend = BackendParts { model: backend.model(), memory, group };
+        let of_backend = BackendParts { model: backend.model(), memory, group, role: self.role };
         let wired = match NodeWithoutWorker::bind(&self.id, self.config, of_backend, &world, metrics).await {
             Ok(wired) => wired,
             Err(why) => match waiting.take() {
@@ -331,7 +331,7 @@ impl Node<'_> {
             return Err(SwitchRefusal::RoleAlready(role));
         }
         if self.group.is_some() {
-            let why = "a node of several processes only computes prompts".to_owned();
+            let why = "a node of several processes keeps its role".to_owned();
             return Err(SwitchRefusal::CannotChangeRole { role: self.role, why });
         }
         self.certified(role).map_err(|why| SwitchRefusal::CannotChangeRole { role: self.role, why })?;

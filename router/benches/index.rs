@@ -179,7 +179,11 @@ fn info(id: &str, role: Role) -> NodeInfo {
         host: "h".to_owned(),
         address: "a".to_owned(),
         admin: "b".to_owned(),
-        wires: vec![],
+        wires: vec![types::WireAddress {
+            scheme: types::Scheme::new("tcp"),
+            endpoint: "a:1".to_owned(),
+            within_host: false,
+        }],
         without: vec![],
         model: ModelInfo {
             name: "m".to_owned(),

@@ -1,6 +1,8 @@
 //! Tests of nodes with several tensor-parallel ranks or pipeline stages, with equal or different numbers on the two
 //! sides. The tokens are those of one rank and one stage.
 
+#[path = "ranks/decoding.rs"]
+mod decoding;
 #[path = "ranks/hosts.rs"]
 mod hosts;
 #[path = "ranks/processes.rs"]

@@ -1,4 +1,4 @@
-//! Checks the port where the head of a prefill node of several processes waits for the others.
+//! Checks the port where the head of a node of several processes waits for the others.
 
 use std::io::{Error, ErrorKind};
 use std::time::Duration;
@@ -62,7 +62,7 @@ fn advice(head: &str, error: &Error) -> String {
     let port = head.rsplit_once(':').map_or(head, |(_, port)| port);
     match error.kind() {
         ErrorKind::ConnectionRefused => format!(
-            "start the head, `baton prefill` with expert.model.join on port {port}: it listens there as long as it runs"
+            "start the head, the node with expert.model.join on port {port}: it listens there as long as it runs"
         ),
         ErrorKind::TimedOut | ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable => format!(
             "open TCP port {port} of the head's host for this host, in firewalls, security groups and NetworkPolicies"

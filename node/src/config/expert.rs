@@ -50,7 +50,7 @@ pub struct ModelExpertSettings {
     pub stages: u16,
     /// Layers of each stage, as in `[17, 15]`; empty: even.
     pub stage_layers: Vec<u16>,
-    /// Processes of a prefill node, each with one stage; `baton rank` runs the others.
+    /// Processes of the node, each with one stage; `baton rank` runs the others.
     pub processes: u16,
     /// `host:port` where the others join.
     pub join: String,

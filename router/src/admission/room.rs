@@ -82,7 +82,8 @@ impl RoomQuestion<'_> {
         if decode.peek().is_none() {
             return room(None, None);
         }
-        if self.order == Order::PrefillFirst && self.has_prefill_nodes() {
+        let mut gets_kv = self.view.all_decode_nodes().filter(|node| !node.computes_prompts());
+        if self.order == Order::PrefillFirst && self.has_prefill_nodes() && gets_kv.next().is_some() {
             // The decode node is chosen when the KV is computed.
             return prefill.and_then(|prefill| room(Some(prefill), None));
         }
@@ -116,7 +117,7 @@ impl RoomQuestion<'_> {
 
     /// Returns whether the node computes prompts: without a prefill node every node does.
     fn computes(&self, node: &NodeView) -> bool {
-        node.info.role.prefills() || !self.has_prefill_nodes()
+        node.computes_prompts() || !self.has_prefill_nodes()
     }
 
     fn has_prefill_nodes(&self) -> bool {

@@ -20,7 +20,17 @@ pub(super) const A_PROCESS_DIES: &[&str] = &[
     "engine backend lost, all sequences fail",
 ];
 
-/// The processes of a prefill node besides its first one, which the fleet has.
+/// A node of several processes.
+#[derive(Clone, Debug)]
+pub(super) struct GroupPlan {
+    pub(super) role: &'static str,
+    pub(super) n_processes: usize,
+    /// The ranks of each process.
+    pub(super) tp: u16,
+    pub(super) more: Settings,
+}
+
+/// The processes of a node besides its first one, which the fleet has.
 pub(super) struct Group {
     pub(super) ranks: Vec<Process>,
     /// The index of the first process among the fleet's nodes.
@@ -36,11 +46,19 @@ pub(super) fn on_one_thread() -> Settings {
 impl Group {
     /// Starts a prefill node of `n` processes with `tp` ranks each. Returns when the node is usable.
     pub(super) async fn start(fleet: &mut Fleet, model: &str, n: usize, tp: u16) -> Self {
+        let plan = GroupPlan { role: "prefill", n_processes: n, tp, more: Vec::new() };
+        Self::planned(fleet, model, plan).await
+    }
+
+    /// Starts a node. Returns when it is usable.
+    pub(super) async fn planned(fleet: &mut Fleet, model: &str, plan: GroupPlan) -> Self {
+        let GroupPlan { role, n_processes: n, tp, more } = plan;
         let join: SocketAddr = free_addr();
         let mut settings = on_one_thread();
         settings.push(("BATON_MODEL__TP", tp.to_string()));
         settings.push(("BATON_EXPERT__MODEL__PROCESSES", n.to_string()));
         settings.push(("BATON_EXPERT__MODEL__JOIN", join.to_string()));
+        settings.extend(more);
         let logs = tempfile::tempdir().expect("a folder");
         let rank = |place: usize| {
             let mut settings = settings.clone();
@@ -51,8 +69,8 @@ impl Group {
         };
         let ranks = (0..n - 1).map(rank).collect();
         let head = fleet.nodes.len();
-        let nth = fleet.nodes.iter().filter(|node| node.role == "prefill").count();
-        fleet.add_with("prefill", nth, model, settings.clone());
+        let nth = fleet.nodes.iter().filter(|node| node.role == role).count();
+        fleet.add_with(role, nth, model, settings.clone());
         fleet.all_ready().await;
         Self { ranks, head, settings, _folder: logs }
     }
