@@ -1,5 +1,5 @@
-//! A prefill node of several processes on a virtual clock: the real head and followers, and a decode node that its KV goes
-//! to. Between the head and each follower is a relay that loses, delays, doubles and reorders messages.
+//! A node of several processes on a virtual clock: the real head and followers compute prompts and decode steps, and a
+//! decode node gets the prompts' KV. Between the head and each follower is a relay that loses, delays, doubles and reorders messages.
 //!
 //! Suggested reading order: the plan of a seed ([`plan`]), its execution and its checks ([`mod@run`]), the steps and the
 //! transfers ([`work`], [`mod@reference`]), the relay ([`relay`]), and the clock ([`clock`]).

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::super::chance::Chance;
+use super::reference::{ANSWER_MAX, N_PROMPTS};
 
 /// A hold of this length is no silence yet, so the node must continue.
 const SHORT_HOLD_MS: u64 = 3_000;
@@ -17,6 +18,10 @@ pub struct Plan {
     pub waves: Vec<Vec<usize>>,
     /// The numbers of blocks that steps compute of a prompt, in turn.
     pub chunk_blocks: Vec<u32>,
+    /// The numbers of decode steps of prompts, in turn.
+    pub answers: Vec<usize>,
+    /// The prompts of a wave are divided over so many sets. Steps compute the sets in turn.
+    pub n_sets: usize,
     /// How long the processes stay connected after the last wave.
     pub idle: Duration,
     pub faults: Vec<Fault>,
@@ -67,15 +72,18 @@ impl Plan {
         let n_followers = chance.within(1..=2) as usize;
         let wave = |chance: &mut Chance| {
             let n = chance.within(1..=3);
-            (0..n).map(|_| chance.below(super::reference::N_PROMPTS as u64) as usize).collect()
+            (0..n).map(|_| chance.below(N_PROMPTS as u64) as usize).collect()
         };
         let waves = (0..chance.within(1..=3)).map(|_| wave(&mut chance)).collect();
         let chunk_blocks = (0..chance.within(1..=3)).map(|_| chance.within(1..=2) as u32).collect();
+        let answer = |_| if chance.one_in(3) { 0 } else { chance.within(1..=ANSWER_MAX as u64) as usize };
+        let answers = (0..3).map(answer).collect();
+        let n_sets = chance.within(1..=2) as usize;
         let idle = chance.millis(0..=3_000);
         // One seed in six has no fault.
         let n_faults = if chance.one_in(6) { 0 } else { chance.within(1..=2) };
         let faults = (0..n_faults).map(|_| Fault::draw(&mut chance, n_followers)).collect();
-        Self { n_followers, waves, chunk_blocks, idle, faults }
+        Self { n_followers, waves, chunk_blocks, answers, n_sets, idle, faults }
     }
 }
 
@@ -84,8 +92,8 @@ impl Fault {
         let follower = chance.below(n_followers as u64) as usize;
         let direction = *chance.pick(&[Direction::ToHead, Direction::ToFollower]);
         let n_usual = match direction {
-            Direction::ToHead => 40,
-            Direction::ToFollower => 20,
+            Direction::ToHead => 60,
+            Direction::ToFollower => 30,
         };
         Self { follower, direction, nth: chance.below(n_usual), what: FaultKind::draw(chance) }
     }

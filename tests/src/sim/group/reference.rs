@@ -15,15 +15,17 @@ use types::{BlockIdx, ModelInfo, Sampling, StopRules, TokenId};
 /// The lengths of the prompts in blocks.
 const PROMPT_BLOCKS: [usize; N_PROMPTS] = [1, 2, 2, 3, 4];
 pub const N_PROMPTS: usize = 5;
-/// Room for the prompts of one wave, so that the next wave uses the same blocks.
-const KV_MEMORY: ByteSize = ByteSize(26 << 10);
+/// The most decode steps of a prompt. Their KV is in one block after those of the prompt.
+pub const ANSWER_MAX: usize = 8;
+/// Room for the prompts and answers of one wave, so that the next wave uses the same blocks.
+const KV_MEMORY: ByteSize = ByteSize(33 << 10);
 /// The address where the head waits for its followers.
 pub const JOIN: &str = "10.0.0.1:7411";
 /// How long the processes wait for each other.
 pub const JOIN_MS: u64 = 60_000;
 
 static STOP: StopRules =
-    StopRules { max_tokens: 8, min_tokens: 0, stop_tokens: Vec::new(), ignore_eos: true };
+    StopRules { max_tokens: 16, min_tokens: 0, stop_tokens: Vec::new(), ignore_eos: true };
 
 /// The model, and the results of one process.
 #[derive(Debug)]
@@ -39,6 +41,8 @@ pub struct PromptReference {
     pub tokens: Vec<TokenId>,
     pub logprobs: Vec<PromptLogprob>,
     pub first: SampledToken,
+    /// The tokens of its decode steps.
+    pub answer: Vec<SampledToken>,
     /// The pages of its blocks, for each layer of each group.
     pub pages: Vec<Vec<u8>>,
 }
@@ -49,6 +53,16 @@ pub struct PromptChunk<'a> {
     pub slot: SlotId,
     pub prompt: &'a [TokenId],
     pub tokens: Range<usize>,
+    pub tables: &'a [&'a [BlockIdx]],
+}
+
+/// A decode step of a prompt, for a row.
+#[derive(Clone, Copy, Debug)]
+pub struct DecodeToken<'a> {
+    pub slot: SlotId,
+    pub prompt: &'a [TokenId],
+    /// The number of decode steps before it.
+    pub nth: usize,
     pub tables: &'a [&'a [BlockIdx]],
 }
 
@@ -104,38 +118,78 @@ impl Reference {
         let (n_blocks, block_tokens) = (PROMPT_BLOCKS[nth], usize::from(layout.block_tokens));
         let tokens: Vec<TokenId> =
             (0..n_blocks * block_tokens).map(|at| TokenId((2 + (at * 7 + nth * 31) % 90) as u32)).collect();
-        // Groups share the blocks.
-        let blocks: Vec<BlockIdx> = (0..(n_blocks * layout.groups.len()) as u32).map(BlockIdx).collect();
-        let tables: Vec<&[BlockIdx]> = blocks.chunks(n_blocks).collect();
+        // Groups share the blocks. The last block is that of the answer.
+        let blocks: Vec<BlockIdx> =
+            (0..((n_blocks + 1) * layout.groups.len()) as u32).map(BlockIdx).collect();
+        let tables: Vec<&[BlockIdx]> = blocks.chunks(n_blocks + 1).collect();
         let slot = SlotId(nth as u64);
         let row = self.row(PromptChunk { slot, prompt: &tokens, tokens: 0..tokens.len(), tables: &tables });
         let launched = backend.launch(StepBatch { rows: &[row] }).expect("nothing is in launched");
         let mut output = backend.collect(launched).expect("the step is computed");
         let first = output.rows.remove(0).expect("the row is right").expect("a token was asked for");
         let logprobs = output.prompt_logprobs.remove(0);
-        let pages = self.pages(backend.memory(), &tables);
-        PromptReference { tokens, logprobs, first, pages }
+        let of_prompt: Vec<&[BlockIdx]> = tables.iter().map(|table| &table[..n_blocks]).collect();
+        let pages = self.pages(backend.memory(), &of_prompt);
+        let answer =
+            self.answer(backend, DecodeToken { slot, prompt: &tokens, nth: 0, tables: &tables }, &first);
+        PromptReference { tokens, logprobs, first, answer, pages }
+    }
+
+    /// Computes all decode steps of a prompt, one after the other.
+    fn answer(
+        &self,
+        backend: &mut dyn Backend,
+        of: DecodeToken<'_>,
+        first: &SampledToken,
+    ) -> Vec<SampledToken> {
+        let mut known = first.token;
+        let step = |nth: usize| {
+            let token = [known];
+            let row = Row { input: RowInput::Tokens(&token), ..self.decode_row(DecodeToken { nth, ..of }) };
+            let launched = backend.launch(StepBatch { rows: &[row] }).expect("nothing is launched");
+            let mut output = backend.collect(launched).expect("the step is computed");
+            let sampled = output.rows.remove(0).expect("the row is right").expect("a token was asked for");
+            known = sampled.token;
+            sampled
+        };
+        (0..ANSWER_MAX).map(step).collect()
+    }
+
+    /// Makes the row of a decode step, which continues the token that the step before samples.
+    pub fn decode_row<'a>(&'a self, token: DecodeToken<'a>) -> Row<'a> {
+        let DecodeToken { slot, prompt, nth, tables } = token;
+        Row {
+            slot,
+            input: RowInput::Previous,
+            start: prompt.len() + nth,
+            tables,
+            prompt_logprobs: None,
+            sample: Some(self.sample(prompt, nth as u32 + 1)),
+        }
+    }
+
+    fn sample<'a>(&'a self, prompt: &'a [TokenId], index: u32) -> SampleSpec<'a> {
+        SampleSpec {
+            sampling: &self.sampling,
+            stop: &STOP,
+            history: prompt,
+            n_prompt: prompt.len(),
+            index,
+            constraint: None,
+        }
     }
 
     /// Makes the row of a chunk. The last chunk samples the first token of the answer.
     pub fn row<'a>(&'a self, chunk: PromptChunk<'a>) -> Row<'a> {
         let PromptChunk { slot, prompt, tokens: Range { start, end }, tables } = chunk;
         let targets = &prompt[start + 1..(end + 1).min(prompt.len())];
-        let sample = SampleSpec {
-            sampling: &self.sampling,
-            stop: &STOP,
-            history: prompt,
-            n_prompt: prompt.len(),
-            index: 0,
-            constraint: None,
-        };
         Row {
             slot,
             input: RowInput::Tokens(&prompt[start..end]),
             start,
             tables,
             prompt_logprobs: (!targets.is_empty()).then_some(PromptTargets { tokens: targets, n_top: 2 }),
-            sample: (end == prompt.len()).then_some(sample),
+            sample: (end == prompt.len()).then(|| self.sample(prompt, 0)),
         }
     }
 

@@ -206,6 +206,7 @@ impl Run {
             backend,
             reference: self.reference,
             chunk_blocks: self.plan.chunk_blocks.clone(),
+            n_sets: self.plan.n_sets,
             waves: to_compute,
             outcomes: outcomes_in,
             progress: self.progress.clone(),
@@ -289,8 +290,15 @@ impl Run {
             let send = send(Arc::clone(&head.connector), landing, ChunkQueue::new(queue, || {}));
             wave.transfers.push(spawn_guarded(&self.own_gate, "transfer", send));
             wave.arrivals.push((*prompt, arrival));
-            let (slot, lease) = (SlotId((nth * 100 + place) as u64), Arc::new(head.lease(n_blocks)));
-            wave.works.push(PromptWork { slot, prompt: *prompt, lease, transfer, chunks });
+            let answers = &self.plan.answers;
+            wave.works.push(PromptWork {
+                slot: SlotId((nth * 100 + place) as u64),
+                prompt: *prompt,
+                lease: Arc::new(head.lease(n_blocks + 1)),
+                transfer,
+                n_decoded: answers[(nth + place) % answers.len()],
+                chunks,
+            });
         }
         wave
     }

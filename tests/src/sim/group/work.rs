@@ -14,7 +14,7 @@ use types::step::Step;
 use types::{BlockIdx, Handoff, KvSpan, TransferId};
 
 use super::clock::Progress;
-use super::reference::{PromptChunk, PromptReference, Reference};
+use super::reference::{DecodeToken, PromptChunk, PromptReference, Reference};
 
 /// A prompt that the thread computes.
 #[derive(Debug)]
@@ -25,6 +25,8 @@ pub struct PromptWork {
     /// The sequence's blocks.
     pub lease: Arc<BlockLease>,
     pub transfer: TransferId,
+    /// The number of decode steps after the prompt.
+    pub n_decoded: usize,
     /// Gets the KV of each step when it is launched, and then the first token.
     pub chunks: mpsc::Sender<Chunk>,
 }
@@ -51,6 +53,7 @@ pub struct Worker {
     pub backend: Box<dyn Backend>,
     pub reference: &'static Reference,
     pub chunk_blocks: Vec<u32>,
+    pub n_sets: usize,
     pub waves: Receiver<Vec<PromptWork>>,
     pub outcomes: mpsc::Sender<Outcome>,
     pub progress: Progress,
@@ -59,8 +62,17 @@ pub struct Worker {
 /// A part of a step.
 #[derive(Clone, Debug)]
 struct Part {
+    /// The index of the prompt in its wave.
     nth: usize,
-    blocks: Range<u32>,
+    of: PartOf,
+}
+
+#[derive(Clone, Debug)]
+enum PartOf {
+    /// Blocks of the prompt.
+    Prompt(Range<u32>),
+    /// The decode step with this number.
+    Answer(usize),
 }
 
 impl Worker {
@@ -86,7 +98,11 @@ impl Worker {
     fn wave(&mut self, wave: &[PromptWork]) -> Result<(), Outcome> {
         let mut in_flight: VecDeque<(PendingStep, Vec<Part>)> = VecDeque::new();
         for parts in self.steps(wave) {
-            if in_flight.len() == self.backend.steps_in_flight_max() {
+            let computes = |step: &Part| parts.iter().any(|part| part.nth == step.nth);
+            // A decode step continues the only step in flight of its prompt.
+            while in_flight.len() == self.backend.steps_in_flight_max()
+                || in_flight.iter().filter(|(_, step)| step.iter().any(computes)).count() > 1
+            {
                 self.collect(wave, in_flight.pop_front())?;
             }
             let step = self.launch(wave, &parts)?;
@@ -98,23 +114,37 @@ impl Worker {
         Ok(())
     }
 
-    /// Divides the prompts over steps: each step computes a chunk of every prompt that is not complete.
+    /// Divides the prompts over steps: each step computes a chunk or a token of every prompt in its set that is not
+    /// complete.
     fn steps(&self, wave: &[PromptWork]) -> Vec<Vec<Part>> {
-        let mut done = vec![0; wave.len()];
+        let mut parts: Vec<VecDeque<Part>> =
+            wave.iter().enumerate().map(|(nth, work)| self.parts(nth, work)).collect();
         let mut steps = Vec::new();
-        for n_blocks in self.chunk_blocks.iter().cycle() {
-            let part = |(nth, done): (usize, &mut u32)| {
-                let end = (*done + n_blocks).min(wave[nth].lease.n_blocks() as u32);
-                let blocks = std::mem::replace(done, end)..end;
-                (!blocks.is_empty()).then_some(Part { nth, blocks })
-            };
-            let parts: Vec<Part> = done.iter_mut().enumerate().filter_map(part).collect();
-            if parts.is_empty() {
+        for set in (0..self.n_sets).cycle() {
+            let of_set = parts.iter_mut().skip(set).step_by(self.n_sets);
+            let step: Vec<Part> = of_set.filter_map(VecDeque::pop_front).collect();
+            if !step.is_empty() {
+                steps.push(step);
+            }
+            if parts.iter().all(VecDeque::is_empty) {
                 break;
             }
-            steps.push(parts);
         }
         steps
+    }
+
+    /// Divides one prompt and its answer.
+    fn parts(&self, nth: usize, work: &PromptWork) -> VecDeque<Part> {
+        let block_tokens = usize::from(self.reference.model.layout.block_tokens);
+        let n_blocks = (self.reference.prompts[work.prompt].tokens.len() / block_tokens) as u32;
+        let mut chunk_blocks = self.chunk_blocks.iter().cycle();
+        let (mut parts, mut done) = (VecDeque::new(), 0);
+        while done < n_blocks {
+            let end = n_blocks.min(done + chunk_blocks.next().expect("there is a size of chunks"));
+            parts.push_back(Part { nth, of: PartOf::Prompt(std::mem::replace(&mut done, end)..end) });
+        }
+        parts.extend((0..work.n_decoded).map(|token| Part { nth, of: PartOf::Answer(token) }));
+        parts
     }
 
     fn launch(&mut self, wave: &[PromptWork], parts: &[Part]) -> Result<PendingStep, Outcome> {
@@ -128,7 +158,15 @@ impl Worker {
             let (part, tables): (&Part, &Vec<&[BlockIdx]>) = (part, tables);
             let PromptWork { slot, prompt, .. } = wave[part.nth];
             let prompt = &self.reference.prompts[prompt].tokens;
-            self.reference.row(PromptChunk { slot, prompt, tokens: self.tokens(part), tables })
+            match &part.of {
+                PartOf::Prompt(blocks) => {
+                    let tokens = self.tokens(blocks);
+                    self.reference.row(PromptChunk { slot, prompt, tokens, tables })
+                }
+                PartOf::Answer(nth) => {
+                    self.reference.decode_row(DecodeToken { slot, prompt, nth: *nth, tables })
+                }
+            }
         };
         let rows: Vec<_> = parts.iter().zip(&tables).map(row).collect();
         // Before the launch, so that the clock stands still.
@@ -136,9 +174,10 @@ impl Worker {
         let launched = self.backend.launch(StepBatch { rows: &rows });
         let step = launched.map_err(|error| Outcome::Failed(error.to_string()))?;
         for part in parts {
+            let PartOf::Prompt(blocks) = &part.of else { continue };
             for group in layout.group_indices() {
                 let layers = 0..layout.group(group).layers.len() as u16;
-                let span = KvSpan { group, blocks: part.blocks.clone(), layers };
+                let span = KvSpan { group, blocks: blocks.clone(), layers };
                 let from = Arc::clone(&wave[part.nth].lease);
                 wave[part.nth].give(Chunk::Kv { span, from, ready: step.fence().clone() });
             }
@@ -146,9 +185,9 @@ impl Worker {
         Ok(step)
     }
 
-    fn tokens(&self, part: &Part) -> Range<usize> {
+    fn tokens(&self, blocks: &Range<u32>) -> Range<usize> {
         let block_tokens = usize::from(self.reference.model.layout.block_tokens);
-        part.blocks.start as usize * block_tokens..part.blocks.end as usize * block_tokens
+        blocks.start as usize * block_tokens..blocks.end as usize * block_tokens
     }
 
     fn collect(
@@ -171,17 +210,26 @@ impl Worker {
         let mut logprobs = output.prompt_logprobs.into_iter();
         for (part, row) in parts.iter().zip(output.rows) {
             let work = &wave[part.nth];
-            let (prompt, tokens) = (&self.reference.prompts[work.prompt], self.tokens(part));
-            let whose = format!("blocks {:?} of prompt {}", part.blocks, work.prompt);
-            if logprobs.next().unwrap_or_default() != prompt.logprobs_of(&tokens) {
-                return Err(format!("{whose} have other log-probabilities"));
+            let prompt = &self.reference.prompts[work.prompt];
+            let whose = format!("{:?} of prompt {}", part.of, work.prompt);
+            let (expected, expected_logprobs) = match &part.of {
+                PartOf::Prompt(blocks) => {
+                    let tokens = self.tokens(blocks);
+                    let is_last = tokens.end == prompt.tokens.len();
+                    (is_last.then_some(&prompt.first), prompt.logprobs_of(&tokens))
+                }
+                PartOf::Answer(nth) => (Some(&prompt.answer[*nth]), &[][..]),
+            };
+            if logprobs.next().unwrap_or_default() != expected_logprobs {
+                return Err(format!("{whose} has other log-probabilities"));
             }
-            let first = row.map_err(|error| format!("{whose}: {error}"))?;
-            let is_last = tokens.end == prompt.tokens.len();
-            if first.as_ref() != is_last.then_some(&prompt.first) {
-                return Err(format!("{whose} have another token: {first:?}"));
+            let sampled = row.map_err(|error| format!("{whose}: {error}"))?;
+            if sampled.as_ref() != expected {
+                return Err(format!("{whose} has another token: {sampled:?}"));
             }
-            first.into_iter().for_each(|first| work.hand_off(prompt, first));
+            if let (PartOf::Prompt(_), Some(first)) = (&part.of, sampled) {
+                work.hand_off(prompt, first);
+            }
         }
         Ok(())
     }
