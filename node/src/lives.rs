@@ -285,6 +285,10 @@ impl Node<'_> {
                 }
                 asked = self.requests.next() => match asked.request {
                     SwitchRequest::Wake(_) => asked.answer(Err(SwitchRefusal::AwakeAlready)),
+                    SwitchRequest::Sleep if self.group.is_some() => {
+                        let why = "the other processes of this node do not sleep".to_owned();
+                        asked.answer(Err(SwitchRefusal::CannotSleep(why)));
+                    }
                     SwitchRequest::Sleep => break (asked, None, None),
                     SwitchRequest::Role(wanted) => {
                         let allowed = tokio::select! {

@@ -1,6 +1,7 @@
 //! Nodes of several processes that decode. They compute all of their prompts themselves, and the tokens are those of one
 //! process, also if a process is lost meanwhile.
 
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -9,9 +10,15 @@ use baton_tests::fleet::{Fleet, Settings};
 use baton_tests::logs::{A_NODE_DIES, A_NODE_STANDS_STILL, NO_TOKENIZER};
 use baton_tests::{Answer, Ask, Client, Up, eventually, in_time};
 use futures::future::join_all;
+use proto::v1;
+use proto::v1::decode_client::DecodeClient;
+use proto::v1::decode_event::Event;
+use proto::v1::decode_request::Prefill;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
+use types::prompt::Priority;
+use types::{CacheSalt, Deadline, Prompt, RequestId, RequestedModel, Sampling, StopRules, TenantId, TokenId};
 
 use super::processes::{A_PROCESS_DIES, Group, GroupPlan, on_one_thread};
 use super::{folder, up};
@@ -278,6 +285,64 @@ async fn answers_of_all_kinds_are_those_of_one_process() {
         assert_eq!(choices(&fleet.client(), body).await, expected, "{fields}");
     }
     fleet.baseline().await;
+    drop(fleet);
+    drop(group);
+}
+
+// === refusals ===
+
+fn prompt() -> Prompt {
+    Prompt {
+        id: RequestId::new("asked directly"),
+        tenant: TenantId::default(),
+        cache_salt: CacheSalt::default(),
+        model: RequestedModel::default(),
+        tokens: (2..60).map(TokenId).collect(),
+        n_generated: 0,
+        sampling: Sampling::default(),
+        stop: StopRules { max_tokens: 4, ..StopRules::default() },
+        priority: Priority::default(),
+        deadline: Deadline::at((Instant::now() + DEADLINE).into_std()),
+    }
+}
+
+/// Opens a decode stream as a router does. Returns the first event.
+async fn first_event(at: SocketAddr, prefill: Prefill) -> Event {
+    let prompt = Some(proto::prompt_to_wire(&prompt(), Instant::now().into_std()));
+    let request = v1::DecodeRequest { prompt, prefill: Some(prefill), explain: false };
+    let mut node = DecodeClient::connect(format!("http://{at}")).await.expect("it listens");
+    let mut events = node.run(request).await.expect("accepted").into_inner();
+    let first = in_time("an event", events.message()).await.expect("a stream");
+    first.and_then(|one| one.event).expect("an event")
+}
+
+/// The node takes no KV, keeps its role and does not sleep, and says why.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_decode_node_of_several_processes_cannot_do_is_refused() {
+    let path = folder("llama");
+    let mut fleet = empty_fleet(&path, Vec::new()).await;
+    let group = Group::planned(&mut fleet, &path, plan("decode", 2, 1)).await;
+    fleet.expect_log(NO_TOKENIZER);
+    let expected = fleet.client().ask(&asks()[0]).await.expect("an answer");
+    let node = &fleet.nodes[0];
+    for (page, reason) in [
+        ("role?role=prefill", "a node of several processes keeps its role"),
+        ("sleep", "the other processes of this node do not sleep"),
+    ] {
+        let (status, body) = node.tell(page).await;
+        assert!(status != 200 && body.to_string().contains(reason), "{status}: {body}");
+    }
+    fleet.all_ready().await;
+    let wire = v1::WireAddress { scheme: "tcp".to_owned(), ..v1::WireAddress::default() };
+    let peer = || v1::Peer { node: "p".to_owned(), host: "elsewhere".to_owned(), wires: vec![wire.clone()] };
+    let refused = first_event(node.grpc, Prefill::HeldBy(peer())).await;
+    let Event::Refused(refused) = refused else { panic!("{refused:?} instead of a refusal") };
+    let reason = "this node takes no KV of p: it has several processes";
+    assert_eq!((refused.code.as_str(), refused.reason.as_str()), ("mismatch", reason));
+    let local = first_event(node.grpc, Prefill::Offered(peer())).await;
+    assert!(matches!(local, Event::Local(_)), "{local:?}");
+    fleet.baseline().await;
+    assert_eq!(fleet.client().ask(&asks()[0]).await.expect("an answer").tokens, expected.tokens);
     drop(fleet);
     drop(group);
 }
