@@ -5,7 +5,8 @@
 # PREFILL_STAGES=2 gives the prefill node two pipeline stages; the second one shares the decode node's GPU.
 # PARTS chooses: "ipc picture seeds colocated disturbance kills nccl tcp shm" by default. "never-worse" measures the table
 # of docs/measurements/never-worse.md. It starts four nodes on the two GPUs: one prefill node and one decode node, and two
-# colocated nodes. Then it sends the same load to the first pair and to the second pair, in turn. "four" needs four GPUs and the Mooncake conversation trace in DATA: two prefill and two decode nodes against four colocated ones.
+# colocated nodes. Then it sends the same load to the first pair and to the second pair, in turn. "processes" compares a node
+# of two pipeline stages in one process with one of two processes. "four" needs four GPUs and the Mooncake conversation trace in DATA: two prefill and two decode nodes against four colocated ones.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$1 baton=${2:-target/release/baton}
@@ -170,6 +171,29 @@ never_worse_rows() { # NAME
     done
 }
 
+# Two pipeline stages in one process, and in two: one sequence, and prompts that wait for each other.
+processes() {
+    local kind join=127.0.0.1:7411
+    export BATON_EXPERT__SCHEDULER__STEP_TOKENS_MAX=2048
+    for kind in ${KINDS:-one several}; do
+        if [ "$kind" = one ]; then
+            node both "${devices[0]}" 0 BATON_EXPERT__MODEL__STAGES=2
+        else
+            local group=(BATON_EXPERT__MODEL__PROCESSES=2 "BATON_EXPERT__MODEL__JOIN=$join" 'BATON_TRANSFER__CONNECTORS=["tcp"]')
+            node both "${devices[1]}" 1 "${group[@]}"
+            node rank "${devices[0]}" 1 "${group[@]}" "BATON_RANK_OF=$join" BATON_RANK_PLACE=0
+        fi
+        serve 1 || return
+        bench "$kind-warm" --concurrency 4 --requests 8 --input-tokens 4096 --output-tokens 32 &&
+            bench "$kind-alone" --concurrency 1 --requests 6 --input-tokens 1024 --output-tokens 256 &&
+            bench "$kind-first" --concurrency 1 --requests 6 --input-tokens 8192 --output-tokens 2 &&
+            bench "$kind-backlog" --concurrency 16 --requests 48 --input-tokens 8192 --output-tokens 1 &&
+            bench "$kind-streams" --concurrency 256 --requests 512 --input-tokens 256 --output-tokens 128
+        stop
+    done
+    export BATON_EXPERT__SCHEDULER__STEP_TOKENS_MAX=${STEP_TOKENS:-8192}
+}
+
 # The same rate with other arrival times.
 seeds() { # RATE
     for seed in 2 3 4 5 6; do
@@ -208,6 +232,7 @@ for part in $parts; do
         picture) picture ;;
         four) four ;;
         never-worse) never_worse ;;
+        processes) processes ;;
         seeds) pair cuda-ipc && seeds 3 ;;
         kills) kills ;;
         disturbance) pair cuda-ipc && disturbance ;;

@@ -99,6 +99,11 @@ impl LayerFence {
         }
     }
 
+    /// Returns the number of layers that are written, beginning with the first; `None` for a fence that is always open.
+    pub fn n_written(&self) -> Option<u16> {
+        self.progress.as_ref().map(|progress| progress.done())
+    }
+
     /// Returns whether [`wait`](Self::wait) would return at once with success.
     pub fn is_open(&self, layers: u16) -> bool {
         self.progress.as_ref().is_none_or(|progress| progress.done() >= layers)
@@ -121,6 +126,7 @@ mod tests {
         signal.layers_done(2);
         assert_eq!(fence.wait(2).await, Ok(()));
         assert!(fence.is_open(2) && !fence.is_open(3));
+        assert_eq!((fence.n_written(), LayerFence::open().n_written()), (Some(2), None));
         signal.layers_done(1);
         assert!(fence.is_open(2), "a layer that is done stays done");
     }

@@ -24,7 +24,7 @@ pub fn encode(message: &impl prost::Message) -> Vec<u8> {
 }
 
 /// Reads a message that [`encode`] has written.
-pub fn decode<M: prost::Message + Default>(bytes: &[u8]) -> Result<M, prost::DecodeError> {
+pub fn decode<M: prost::Message + Default>(bytes: impl bytes::Buf) -> Result<M, prost::DecodeError> {
     M::decode(bytes)
 }
 

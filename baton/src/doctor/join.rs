@@ -41,7 +41,7 @@ pub(super) fn listens(process: &ConfigFile) -> Option<&str> {
 /// Connects to the head as a follower does.
 async fn reached(head: &str, world: &World) -> Finding {
     let late = |_| Err(ErrorKind::TimedOut.into());
-    match tokio::time::timeout(ANSWER_WITHIN, link::dial(world, head)).await.unwrap_or_else(late) {
+    match tokio::time::timeout(ANSWER_WITHIN, link::dial_head(world, head)).await.unwrap_or_else(late) {
         Ok(_) => Finding::ok(GROUP, format!("the head's join port {head}: reachable")),
         Err(error) => Finding::bad(
             GROUP,

@@ -30,13 +30,22 @@ pub async fn dial(world: &World, addr: &str) -> io::Result<Stream> {
     prove(world, world.net().connect(addr).await?).await
 }
 
+/// Connects to the first process of a node of several, as [`dial`] does to a receiver of KV.
+pub async fn dial_head(world: &World, addr: &str) -> io::Result<Stream> {
+    prove_to(world, world.net().connect(addr).await?, ExpectedPeer::Head).await
+}
+
 /// Runs the dialer's side of the exchange on a connected stream, and returns the stream for the KV.
 pub async fn prove(world: &World, stream: Stream) -> io::Result<Stream> {
+    prove_to(world, stream, ExpectedPeer::KvReceiver).await
+}
+
+async fn prove_to(world: &World, stream: Stream, expected: ExpectedPeer) -> io::Result<Stream> {
     let identity = world.identity();
     let mut stream = match identity.tls() {
         None => stream,
         Some(tls) => {
-            let secured = tls.connect(stream, ExpectedPeer::KvReceiver).await;
+            let secured = tls.connect(stream, expected).await;
             secured.map_err(|refused| identity.tls_refused(RefusedKind::Link, refused))?
         }
     };

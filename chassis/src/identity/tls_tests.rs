@@ -118,6 +118,7 @@ fn expected_table() {
         (ExpectedPeer::Registry, "router"),
         (ExpectedPeer::DecodeNode, "decode both"),
         (ExpectedPeer::KvReceiver, "decode both pool"),
+        (ExpectedPeer::Head, "prefill decode both"),
         (ExpectedPeer::KvSender, "prefill both pool operator"),
     ] {
         for role in CertRole::ALL {
@@ -394,4 +395,25 @@ fn a_section_is_whole_or_empty() {
         Tls::of_pem(&TlsPem { ca: Vec::new(), cert: Vec::new(), key: Vec::new() }),
         Err(TlsFileError::Content { setting: "tls.ca", .. })
     ));
+}
+
+/// The head of a node that computes prompts receives no KV, and the other processes of the node join it all the same.
+#[tokio::test]
+async fn a_process_joins_the_head_of_its_node_only() {
+    let ours = Authority::new();
+    let follower = ours.world("baton://c/prefill/f");
+    for (role, is_head) in
+        [("prefill", true), ("decode", true), ("both", true), ("router", false), ("pool", false)]
+    {
+        let head = ours.world(&format!("baton://c/{role}/h"));
+        let mut listener = head.net().listen("127.0.0.1:0").await.expect("a free port");
+        let addr = listener.local_addr().expect("an address").to_string();
+        let admit = async {
+            let (stream, _) = listener.accept().await?;
+            link::admit(&head, stream).await?.write_all(b"v").await
+        };
+        let dial = async { link::dial_head(&follower, &addr).await?.read_u8().await };
+        let (dialed, _) = tokio::join!(dial, admit);
+        assert_eq!(dialed.is_ok(), is_head, "{role}: {dialed:?}");
+    }
 }

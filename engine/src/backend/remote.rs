@@ -5,6 +5,7 @@ use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use kernels::cpu::Format;
 use kv_cache::{FenceSignal, KvMemory};
 use types::{BlockIdx, Fingerprint, TokenId};
@@ -68,7 +69,7 @@ pub struct StageInput {
     pub rows: Vec<StageRow>,
     /// The rows that the stage before computed, in the form of the device: see [`StageResults::hidden`]. Empty for the
     /// first stage.
-    pub hidden: Vec<u8>,
+    pub hidden: Bytes,
     /// See [`StepOutput::routing_leads`](crate::StepOutput::routing_leads).
     pub routing_leads: Vec<f32>,
 }
@@ -89,7 +90,7 @@ pub struct StageRow {
 pub struct StageResults {
     /// The rows for the next stage. From a processor: (tokens, hidden) numbers of f32. From a GPU: as many of bf16, and
     /// then the same rows after the norm of the next stage's first layer. All are little endian.
-    pub hidden: Vec<u8>,
+    pub hidden: Bytes,
     /// One for each row.
     pub outcomes: Vec<Result<(), RowError>>,
     pub routing_leads: Vec<f32>,

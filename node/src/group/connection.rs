@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use bytes::{Buf, Bytes, BytesMut};
 use chassis::guards::{self, Guard};
 use chassis::{StreamReader, StreamWriter};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -12,8 +13,10 @@ use super::error::GroupError;
 
 /// Limit of one message. The largest one is the rows of a step, between two stages.
 const MESSAGE_BYTES_MAX: usize = 1 << 30;
-/// The most bytes for which memory is taken before they have come.
-const READ_BYTES: usize = 4 << 20;
+/// The bytes before a message: its length, and its number.
+const HEADER_BYTES: usize = size_of::<u32>() + size_of::<u64>();
+/// The bytes for which memory is taken before they have come.
+const READ_BYTES: usize = 64 << 10;
 /// Limit of messages that wait to be written.
 pub(super) const QUEUED_MAX: usize = 256;
 /// The interval of heartbeats.
@@ -35,7 +38,8 @@ pub(super) struct MessageReader {
     half: StreamReader,
     /// The number of the next message.
     number: u64,
-    body: Vec<u8>,
+    /// What has come and is not read yet.
+    come: BytesMut,
 }
 
 /// The writing half of a connection.
@@ -48,16 +52,27 @@ pub(super) struct MessageWriter {
 
 impl MessageReader {
     pub(super) fn new(half: StreamReader) -> Self {
-        Self { half, number: 0, body: Vec::new() }
+        Self { half, number: 0, come: BytesMut::new() }
     }
 
     /// Waits for the next message. Fails if nothing comes for [`SILENT_MAX`], or if a message was lost or comes twice. So
-    /// each heartbeat proves that all messages before it have come. Not cancel-safe.
+    /// each heartbeat proves that all messages before it have come. Cancel-safe. Bytes in the message are not copied.
     pub(super) async fn next<M: proto::Message + Default>(&mut self) -> Result<M, GroupError> {
-        let (mut length, mut number) = ([0; 4], [0; 8]);
-        self.fill(&mut length).await?;
-        self.fill(&mut number).await?;
-        let (length, number) = (u32::from_le_bytes(length) as usize, u64::from_le_bytes(number));
+        loop {
+            if let Some(body) = self.whole_message()? {
+                let message = proto::decode(body);
+                return message
+                    .map_err(|error| GroupError::Lost(format!("a message cannot be read: {error}")));
+            }
+            self.read_more().await?;
+        }
+    }
+
+    /// Takes the next message if all of it has come.
+    fn whole_message(&mut self) -> Result<Option<Bytes>, GroupError> {
+        let Some((header, _)) = self.come.split_first_chunk::<HEADER_BYTES>() else { return Ok(None) };
+        let mut header = &header[..];
+        let (length, number) = (header.get_u32_le() as usize, header.get_u64_le());
         if length > MESSAGE_BYTES_MAX {
             return Err(GroupError::Lost(format!("a message of {length} bytes is longer than any may be")));
         }
@@ -65,29 +80,23 @@ impl MessageReader {
             let expected = self.number;
             return Err(GroupError::Lost(format!("message {number} has come instead of message {expected}")));
         }
-        self.number += 1;
-        let mut body = std::mem::take(&mut self.body);
-        body.clear();
-        while body.len() < length {
-            let start = body.len();
-            body.resize(length.min(start + READ_BYTES), 0);
-            self.fill(&mut body[start..]).await?;
+        if self.come.len() < HEADER_BYTES + length {
+            return Ok(None);
         }
-        let message = proto::decode(&body);
-        self.body = body;
-        message.map_err(|error| GroupError::Lost(format!("a message cannot be read: {error}")))
+        self.number += 1;
+        self.come.advance(HEADER_BYTES);
+        Ok(Some(self.come.split_to(length).freeze()))
     }
 
-    async fn fill(&mut self, mut into: &mut [u8]) -> Result<(), GroupError> {
-        while !into.is_empty() {
-            let read = timeout(SILENT_MAX, self.half.read(into)).await;
-            let silent = |_| GroupError::Lost(format!("it was silent for {} s", SILENT_MAX.as_secs()));
-            match read.map_err(silent)?.map_err(|error| GroupError::lost("the connection failed", &error))? {
-                0 => return Err(GroupError::Lost("it has closed the connection".to_owned())),
-                n => into = &mut into[n..],
-            }
+    async fn read_more(&mut self) -> Result<(), GroupError> {
+        // No more memory is taken than for what has come, and some bytes.
+        self.come.reserve(self.come.len().max(READ_BYTES));
+        let read = timeout(SILENT_MAX, self.half.read_buf(&mut self.come)).await;
+        let silent = |_| GroupError::Lost(format!("it was silent for {} s", SILENT_MAX.as_secs()));
+        match read.map_err(silent)?.map_err(|error| GroupError::lost("the connection failed", &error))? {
+            0 => Err(GroupError::Lost("it has closed the connection".to_owned())),
+            _ => Ok(()),
         }
-        Ok(())
     }
 }
 
@@ -98,23 +107,19 @@ impl MessageWriter {
 
     /// Writes one message.
     pub(super) async fn write(&mut self, message: &[u8]) -> Result<(), GroupError> {
-        let (length, number) = ((message.len() as u32).to_le_bytes(), self.number.to_le_bytes());
-        for part in [&length[..], &number, message] {
-            self.write_part(part).await?;
-        }
-        self.number += 1;
-        Ok(())
-    }
-
-    async fn write_part(&mut self, mut part: &[u8]) -> Result<(), GroupError> {
-        while !part.is_empty() {
+        let mut header = [0; HEADER_BYTES];
+        let (length, number) = header.split_at_mut(size_of::<u32>());
+        length.copy_from_slice(&(message.len() as u32).to_le_bytes());
+        number.copy_from_slice(&self.number.to_le_bytes());
+        let mut rest = Buf::chain(&header[..], message);
+        while rest.has_remaining() {
             let late = |_| GroupError::Lost(format!("it has read nothing for {} s", SILENT_MAX.as_secs()));
-            let written = timeout(SILENT_MAX, self.half.write(part)).await.map_err(late)?;
-            match written.map_err(|error| GroupError::lost("the connection failed", &error))? {
-                0 => return Err(GroupError::Lost("it has closed the connection".to_owned())),
-                n => part = &part[n..],
+            let written = timeout(SILENT_MAX, self.half.write_buf(&mut rest)).await.map_err(late)?;
+            if written.map_err(|error| GroupError::lost("the connection failed", &error))? == 0 {
+                return Err(GroupError::Lost("it has closed the connection".to_owned()));
             }
         }
+        self.number += 1;
         Ok(())
     }
 

@@ -157,7 +157,7 @@ async fn connect(parts: &FollowerParts<'_>) -> Result<Stream, GroupError> {
     let within = config.group.join_within;
     let until = Instant::now() + within;
     loop {
-        let dialed = timeout(SILENT_MAX, link::dial(world, head)).await;
+        let dialed = timeout(SILENT_MAX, link::dial_head(world, head)).await;
         let error = match dialed {
             Ok(Ok(stream)) => return Ok(stream),
             Ok(Err(error)) => error,
@@ -301,13 +301,15 @@ fn finish_all(stage: &dyn StageProcess, begun: &Receiver<u64>, out: &Outgoing, _
     }
 }
 
-/// Reports each layer when its KV is written.
-async fn report_layers(step: u64, layers: std::ops::Range<u16>, fence: LayerFence, out: Outgoing) {
-    for layer in layers {
-        if fence.wait(layer + 1).await.is_err() {
+/// Reports layers when their KV is written. Layers that are written together are one report.
+async fn report_layers(step: u64, layers: Range<u16>, fence: LayerFence, out: Outgoing) {
+    let mut n_reported = layers.start;
+    while n_reported < layers.end {
+        if fence.wait(n_reported + 1).await.is_err() {
             return;
         }
-        let done = v1::LayersDone { step, layers: u32::from(layer) + 1 };
+        n_reported = fence.n_written().unwrap_or(layers.end).min(layers.end);
+        let done = v1::LayersDone { step, layers: n_reported.into() };
         if out.send(from_follower(OfFollower::LayersDone(done))).await.is_err() {
             return;
         }

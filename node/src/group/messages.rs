@@ -31,7 +31,7 @@ pub(super) fn input_message(step: u64, input: StageInput) -> v1::StageInput {
         failure: row.outcome.err().map(failure),
     };
     let rows = rows.into_iter().map(row).collect();
-    v1::StageInput { step, rows, hidden: hidden.into(), routing_leads }
+    v1::StageInput { step, rows, hidden, routing_leads }
 }
 
 pub(super) fn input(message: v1::StageInput) -> StageInput {
@@ -46,7 +46,7 @@ pub(super) fn input(message: v1::StageInput) -> StageInput {
             .collect(),
         outcome: row.failure.map_or(Ok(()), |failure| Err(row_error(failure))),
     };
-    StageInput { rows: rows.into_iter().map(row).collect(), hidden: hidden.into(), routing_leads }
+    StageInput { rows: rows.into_iter().map(row).collect(), hidden, routing_leads }
 }
 
 pub(super) fn output_message(step: u64, results: StageResults) -> v1::StageOutput {
@@ -54,7 +54,7 @@ pub(super) fn output_message(step: u64, results: StageResults) -> v1::StageOutpu
     let of_row =
         |outcome: Result<(), RowError>| outcome.map_or_else(failure, |()| v1::PageFailure::default());
     let failures = outcomes.into_iter().map(of_row).collect();
-    v1::StageOutput { step, hidden: hidden.into(), failures, routing_leads }
+    v1::StageOutput { step, hidden, failures, routing_leads }
 }
 
 pub(super) fn results(message: v1::StageOutput) -> StageResults {
@@ -64,7 +64,7 @@ pub(super) fn results(message: v1::StageOutput) -> StageResults {
         false => Err(row_error(failure)),
     };
     let outcomes = failures.into_iter().map(outcome).collect();
-    StageResults { hidden: hidden.into(), outcomes, routing_leads }
+    StageResults { hidden, outcomes, routing_leads }
 }
 
 pub(super) fn loaded_message(weights: &StageWeights) -> v1::Loaded {

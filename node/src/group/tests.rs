@@ -26,7 +26,7 @@ fn step() -> StageInput {
     };
     StageInput {
         rows: vec![row(0, Ok(())), row(64, Err(page_error()))],
-        hidden: vec![0, 7, 255],
+        hidden: vec![0, 7, 255].into(),
         routing_leads: vec![0.25],
     }
 }
@@ -35,7 +35,7 @@ fn step() -> StageInput {
 fn a_step_and_its_results_arrive_with_every_bit() {
     assert_eq!(input(input_message(5, step())), step());
     let computed = StageResults {
-        hidden: vec![1, 2],
+        hidden: vec![1, 2].into(),
         outcomes: vec![Ok(()), Err(page_error())],
         routing_leads: vec![f32::MAX],
     };

@@ -168,7 +168,8 @@ impl Certificates {
 
     /// The configuration of one dialled connection.
     pub(super) fn dialer(&self, expected: ExpectedPeer) -> Result<ClientConfig, rustls::Error> {
-        let protocol = if expected == ExpectedPeer::KvReceiver { LINKS } else { CALLS };
+        let is_link = matches!(expected, ExpectedPeer::KvReceiver | ExpectedPeer::Head);
+        let protocol = if is_link { LINKS } else { CALLS };
         let check = AcceptorCheck {
             roots: Arc::clone(&self.roots),
             provider: Arc::clone(&self.provider),

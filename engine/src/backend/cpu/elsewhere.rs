@@ -73,6 +73,6 @@ fn input_of(step: &mut Step) -> StageInput {
         outcome: outcome.clone(),
     });
     let rows = rows.collect();
-    let hidden = bytes_of(&std::mem::take(&mut step.hidden));
+    let hidden = bytes_of(&std::mem::take(&mut step.hidden)).into();
     StageInput { rows, hidden, routing_leads: step.routing_leads.clone() }
 }

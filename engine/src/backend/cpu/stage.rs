@@ -67,7 +67,7 @@ impl Stage {
     pub(super) fn results(&self, step: Step, scratch: &Scratch) -> Option<StageResults> {
         let ComputedStep { forwarded: Forwarded { x, outcomes, routing_leads, .. }, .. } =
             self.computed(step, scratch)?;
-        Some(StageResults { hidden: bytes_of(&x), outcomes, routing_leads })
+        Some(StageResults { hidden: bytes_of(&x).into(), outcomes, routing_leads })
     }
 
     /// Runs a step on all ranks. Returns `None` if a rank has ended.

@@ -36,7 +36,7 @@ pub(super) struct Elsewhere {
     /// It has room for all steps that may be in flight.
     steps: SyncSender<StepElsewhere>,
     tokens: Arc<SampledTokens>,
-    turns: Turns,
+    turns: UseCounts,
     lost: LostFlags,
 }
 
@@ -53,7 +53,7 @@ struct SampledTokens {
 
 /// The number of steps that have used each place of the ring. The numbers wrap.
 #[derive(Debug)]
-struct Turns(Vec<u32>);
+struct UseCounts(Vec<u32>);
 
 /// What this process needs for the stages in other processes.
 #[derive(Debug)]
@@ -94,7 +94,7 @@ struct SentStep {
 struct Sender {
     first: Arc<dyn RemoteStage>,
     tokens: Arc<SampledTokens>,
-    turns: Turns,
+    turns: UseCounts,
     lost: LostFlags,
     vocab: usize,
 }
@@ -123,7 +123,7 @@ impl Elsewhere {
         let tokens = Arc::new(SampledTokens::new(card, ring)?);
         let rows = Arc::new(Mutex::new(rows));
         let first = Arc::clone(remote.first().expect("a process has other stages"));
-        let turns = || Turns(vec![0; n_places]);
+        let turns = || UseCounts(vec![0; n_places]);
         let sender = Sender { first, tokens: Arc::clone(&tokens), turns: turns(), lost: lost.clone(), vocab };
         let channels = remote.iter().map(|_| sync_channel(n_places));
         let (senders, receivers): (Vec<_>, Vec<_>) = channels.unzip();
@@ -184,7 +184,7 @@ impl SampledTokens {
     }
 
     /// Returns a token by its index in the ring. Waits until the GPU has written the place for the last turn.
-    fn get(&self, index: u32, turns: &Turns, lost: &LostFlags) -> Result<u32, StageLost> {
+    fn get(&self, index: u32, turns: &UseCounts, lost: &LostFlags) -> Result<u32, StageLost> {
         let (words, place) = (self.words.words(), self.ring.place_of(index));
         let began = Instant::now();
         while words[place].load(Ordering::Acquire) != turns.0[place] {
@@ -202,7 +202,7 @@ impl SampledTokens {
     }
 }
 
-impl Turns {
+impl UseCounts {
     fn next(&mut self, place: usize) -> u32 {
         self.0[place] = self.0[place].wrapping_add(1);
         self.0[place]
@@ -338,7 +338,7 @@ mod tests {
             layers_done(3);
             let hidden = self.answers.lock().expect("no panic").pop_front();
             let hidden = hidden.ok_or_else(|| StageLost("the test has no more rows".to_owned()))?;
-            Ok(StageResults { hidden, outcomes: Vec::new(), routing_leads: Vec::new() })
+            Ok(StageResults { hidden: hidden.into(), outcomes: Vec::new(), routing_leads: Vec::new() })
         }
     }
 
@@ -368,7 +368,10 @@ mod tests {
         let passed: Vec<usize> = to_second.try_iter().map(|step| step.place).collect();
         assert_eq!(passed, [0]);
         let begun = std::mem::take(&mut *second.begun.lock().expect("no panic"));
-        assert_eq!(begun, [StageInput { rows: vec![row(1), row(3)], hidden, ..StageInput::default() }]);
+        assert_eq!(
+            begun,
+            [StageInput { rows: vec![row(1), row(3)], hidden: hidden.into(), ..StageInput::default() }]
+        );
     }
 
     #[test]
@@ -390,7 +393,7 @@ mod tests {
 
     #[test]
     fn turns_wrap() {
-        let mut turns = Turns(vec![0, u32::MAX]);
+        let mut turns = UseCounts(vec![0, u32::MAX]);
         assert_eq!([turns.next(0), turns.next(0), turns.next(1)], [1, 2, 0]);
     }
 }

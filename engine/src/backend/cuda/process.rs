@@ -209,7 +209,7 @@ impl CudaStage {
         signal.layers_done(self.layers.end);
         // There is room for all buffers.
         let _ = self.spare.try_send(buffers);
-        Ok(StageResults { hidden, outcomes, routing_leads: Vec::new() })
+        Ok(StageResults { hidden: hidden.into(), outcomes, routing_leads: Vec::new() })
     }
 }
 
@@ -378,7 +378,7 @@ mod tests {
         };
         assert!(admits(&first, &good));
         assert!(!admits(&later, &good), "the rows of the stage before are missing");
-        let with_rows = StageInput { hidden: vec![0; 2 * 6 * 16 * 2], ..good.clone() };
+        let with_rows = StageInput { hidden: vec![0; 2 * 6 * 16 * 2].into(), ..good.clone() };
         assert!(admits(&later, &with_rows));
         assert!(!admits(&first, &with_rows), "no stage is before the first");
         type Spoil = fn(&mut StageInput);
