@@ -20,8 +20,10 @@ pub struct PinnedNumbers<T: Element> {
 }
 
 // JUSTIFICATION: the pointer makes the type neither Send nor Sync.
-// SAFETY: it owns its memory, as a Vec does, and only `&mut self` accesses it.
+// SAFETY: it owns its memory, as a Vec does. Only `&mut self` writes it, and `&self` reads it while no copy runs.
 unsafe impl<T: Element> Send for PinnedNumbers<T> {}
+// SAFETY: see above.
+unsafe impl<T: Element> Sync for PinnedNumbers<T> {}
 
 impl<T: Element + Default> PinnedNumbers<T> {
     fn new(context: &Arc<CudaContext>, len: usize) -> Result<Self, CudaError> {
@@ -58,18 +60,16 @@ impl<T: Element> PinnedNumbers<T> {
         Ok(unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) })
     }
 
-    /// Waits until no copy runs, and appends the bytes of the first `n` numbers.
+    /// Returns the bytes of the first `n` numbers. The caller has waited for the last copy.
     ///
     /// # Panics
-    /// If there are fewer numbers.
-    pub fn append_bytes(&mut self, n: usize, to: &mut Vec<u8>) -> Result<(), CudaError> {
-        let numbers = &self.numbers()?[..n];
+    /// If a copy may run, or there are fewer numbers.
+    pub fn bytes(&self, n: usize) -> &[u8] {
+        assert!(self.busy.is_none() && n <= self.len, "{n} of {} numbers that no copy writes", self.len);
         // JUSTIFICATION: rows are sent to other processes as bytes.
-        // SAFETY: an element has no padding, so all its bytes are initialised.
-        to.extend_from_slice(unsafe {
-            std::slice::from_raw_parts(numbers.as_ptr().cast::<u8>(), size_of_val(numbers))
-        });
-        Ok(())
+        // SAFETY: the memory is initialised and has this length, and an element has no padding. No copy runs, and a new
+        // one needs `&mut`.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr().cast::<u8>(), n * size_of::<T>()) }
     }
 
     fn wait(&mut self) -> Result<(), CudaError> {
@@ -129,19 +129,35 @@ impl Card {
     /// # Panics
     /// If `to` is shorter than `from`, or the memory is on another GPU.
     pub fn receive<T: Element>(&self, from: View<'_, T>, to: &mut PinnedNumbers<T>) -> Result<(), CudaError> {
-        assert!(
-            from.len() <= to.len && from.ordinal() == self.ordinal(),
-            "enough numbers, and memory on this GPU"
-        );
+        self.receive_parts(&[from], to)
+    }
+
+    /// Starts a copy of all parts into the first numbers, one part after the other, as [`receive`](Self::receive) does.
+    ///
+    /// # Panics
+    /// If `to` is shorter than the parts, or their memory is on another GPU.
+    pub fn receive_parts<T: Element>(
+        &self,
+        parts: &[View<'_, T>],
+        to: &mut PinnedNumbers<T>,
+    ) -> Result<(), CudaError> {
         self.bind()?;
-        // JUSTIFICATION: the borrow checker cannot express a copy that outlives the call.
-        // SAFETY: the memory lives until `busy` is reached. No slice of it exists, because making one needs
-        // the `&mut` that is held here.
-        let outcome = unsafe {
-            let to = std::slice::from_raw_parts_mut(to.start.as_ptr(), from.len());
-            result::memcpy_dtoh_async(to, from.address(), self.stream().cu_stream())
-        };
-        outcome.map_err(CudaError::during("copy from the GPU"))?;
+        let mut n_done = 0;
+        for from in parts {
+            assert!(
+                n_done + from.len() <= to.len && from.ordinal() == self.ordinal(),
+                "enough numbers, and memory on this GPU"
+            );
+            // JUSTIFICATION: the borrow checker cannot express a copy that outlives the call.
+            // SAFETY: the memory lives until `busy` is reached. No slice of it exists, because making one needs
+            // the `&mut` that is held here.
+            let outcome = unsafe {
+                let to = std::slice::from_raw_parts_mut(to.start.as_ptr().add(n_done), from.len());
+                result::memcpy_dtoh_async(to, from.address(), self.stream().cu_stream())
+            };
+            outcome.map_err(CudaError::during("copy from the GPU"))?;
+            n_done += from.len();
+        }
         to.busy = Some(self.event()?.0);
         Ok(())
     }

@@ -24,11 +24,18 @@ const ALIVE_EVERY: Duration = Duration::from_secs(1);
 /// A side that sends nothing for this long is lost, and so is one that reads nothing.
 pub(super) const SILENT_MAX: Duration = Duration::from_secs(5);
 
+/// A message, and bytes that belong to its end and are not copied.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Written {
+    pub(super) message: Vec<u8>,
+    pub(super) end: Bytes,
+}
+
 /// Messages that wait to be written. Cheap to clone.
-pub(super) type Outgoing = mpsc::Sender<Vec<u8>>;
+pub(super) type Outgoing = mpsc::Sender<Written>;
 
 /// Makes the queue of messages of a connection.
-pub(super) fn outgoing() -> (Outgoing, mpsc::Receiver<Vec<u8>>) {
+pub(super) fn outgoing() -> (Outgoing, mpsc::Receiver<Written>) {
     mpsc::channel(QUEUED_MAX)
 }
 
@@ -106,12 +113,13 @@ impl MessageWriter {
     }
 
     /// Writes one message.
-    pub(super) async fn write(&mut self, message: &[u8]) -> Result<(), GroupError> {
+    pub(super) async fn write(&mut self, written: &Written) -> Result<(), GroupError> {
+        let Written { message, end } = written;
         let mut header = [0; HEADER_BYTES];
         let (length, number) = header.split_at_mut(size_of::<u32>());
-        length.copy_from_slice(&(message.len() as u32).to_le_bytes());
+        length.copy_from_slice(&((message.len() + end.len()) as u32).to_le_bytes());
         number.copy_from_slice(&self.number.to_le_bytes());
-        let mut rest = Buf::chain(&header[..], message);
+        let mut rest = Buf::chain(Buf::chain(&header[..], &message[..]), &end[..]);
         while rest.has_remaining() {
             let late = |_| GroupError::Lost(format!("it has read nothing for {} s", SILENT_MAX.as_secs()));
             let written = timeout(SILENT_MAX, self.half.write_buf(&mut rest)).await.map_err(late)?;
@@ -127,8 +135,8 @@ impl MessageWriter {
     /// dropped.
     pub(super) async fn write_all(
         mut self,
-        mut queue: mpsc::Receiver<Vec<u8>>,
-        alive: Vec<u8>,
+        mut queue: mpsc::Receiver<Written>,
+        alive: Written,
     ) -> Result<(), GroupError> {
         loop {
             match timeout(ALIVE_EVERY, queue.recv()).await {

@@ -21,7 +21,9 @@ use types::{Epoch, NodeId, in_full};
 
 use super::connection::{MessageReader, MessageWriter, Outgoing, QUEUED_MAX, SILENT_MAX, outgoing};
 use super::error::GroupError;
-use super::messages::{OfFollower, OfHead, from_follower, input, loaded_message, output_message, parts_of};
+use super::messages::{
+    OfFollower, OfHead, from_follower, input, loaded_message, output_message, parts_of, results_from_follower,
+};
 use super::{blocking, common_settings, prepare};
 use crate::config::NodeConfig;
 
@@ -295,7 +297,7 @@ fn finish_all(stage: &dyn StageProcess, begun: &Receiver<u64>, out: &Outgoing, _
             Err(error) => return warn!(step, %error, "step of the head was not computed"),
         };
         let output = output_message(step, results);
-        if out.blocking_send(from_follower(OfFollower::Output(output))).is_err() {
+        if out.blocking_send(results_from_follower(output)).is_err() {
             return;
         }
     }

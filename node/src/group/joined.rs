@@ -14,9 +14,9 @@ use proto::v1;
 use tokio::sync::{mpsc, oneshot};
 use tracing::warn;
 
-use super::connection::{MessageReader, MessageWriter, Outgoing, outgoing};
+use super::connection::{MessageReader, MessageWriter, Outgoing, Written, outgoing};
 use super::error::GroupError;
-use super::messages::{OfFollower, OfHead, from_head, input_message, results, weights};
+use super::messages::{OfFollower, OfHead, from_head, input_message, results, step_from_head, weights};
 
 /// The longest time in which a follower loads its weights.
 const LOAD_WITHIN: Duration = Duration::from_secs(1800);
@@ -104,7 +104,7 @@ impl JoinedProcess {
         self: Arc<Self>,
         reader: MessageReader,
         writer: MessageWriter,
-        queue: mpsc::Receiver<Vec<u8>>,
+        queue: mpsc::Receiver<Written>,
         inbox: Inbox,
     ) {
         let alive = from_head(OfHead::Alive(v1::Alive {}));
@@ -227,7 +227,7 @@ impl RemoteStage for JoinedProcess {
 
     fn begin(&self, input: StageInput) -> Result<(), StageLost> {
         let step = self.n_begun.fetch_add(1, Ordering::Relaxed);
-        let message = from_head(OfHead::Input(input_message(step, input)));
+        let message = step_from_head(input_message(step, input));
         self.out.blocking_send(message).map_err(|_| self.stage_lost())
     }
 

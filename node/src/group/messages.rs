@@ -2,23 +2,45 @@
 
 use std::collections::HashMap;
 
+use bytes::Bytes;
 use engine::RowError;
 use engine::cpu::Format;
 use engine::remote::{StageInput, StageResults, StageRow, StageWeights};
-use proto::v1;
+use proto::{EndField, v1};
 use types::{BlockIdx, Fingerprint, TokenId};
 
+use super::connection::Written;
 use super::error::GroupError;
 
 pub(super) use v1::from_follower::Message as OfFollower;
 pub(super) use v1::from_head::Message as OfHead;
 
-pub(super) fn from_head(message: OfHead) -> Vec<u8> {
-    proto::encode(&v1::FromHead { message: Some(message) })
+/// Where messages have rows, which are many bytes.
+const ROWS_OF_INPUT: EndField = EndField { message: 3, bytes: 3 };
+const ROWS_OF_OUTPUT: EndField = EndField { message: 4, bytes: 2 };
+
+pub(super) fn from_head(message: OfHead) -> Written {
+    let message = proto::encode(&v1::FromHead { message: Some(message) });
+    Written { message, end: Bytes::new() }
 }
 
-pub(super) fn from_follower(message: OfFollower) -> Vec<u8> {
-    proto::encode(&v1::FromFollower { message: Some(message) })
+pub(super) fn from_follower(message: OfFollower) -> Written {
+    let message = proto::encode(&v1::FromFollower { message: Some(message) });
+    Written { message, end: Bytes::new() }
+}
+
+/// Returns the message of a step for a stage. Its rows are not copied.
+pub(super) fn step_from_head(mut step: v1::StageInput) -> Written {
+    let end = std::mem::take(&mut step.hidden);
+    let message = v1::FromHead { message: Some(OfHead::Input(step)) };
+    Written { message: proto::encode_before_bytes(&message, ROWS_OF_INPUT, end.len()), end }
+}
+
+/// Returns the message of a step's results. Its rows are not copied.
+pub(super) fn results_from_follower(mut results: v1::StageOutput) -> Written {
+    let end = std::mem::take(&mut results.hidden);
+    let message = v1::FromFollower { message: Some(OfFollower::Output(results)) };
+    Written { message: proto::encode_before_bytes(&message, ROWS_OF_OUTPUT, end.len()), end }
 }
 
 /// The message of a step for a stage.

@@ -1,5 +1,6 @@
 use std::time::Duration;
 
+use bytes::{Buf as _, Bytes};
 use chassis::Stream;
 use engine::RowError;
 use engine::cpu::Format;
@@ -10,7 +11,8 @@ use types::{BlockIdx, Fingerprint, TokenId};
 
 use super::connection::{MessageReader, MessageWriter, outgoing};
 use super::messages::{
-    OfHead, from_head, input, input_message, loaded_message, output_message, results, weights,
+    OfFollower, OfHead, from_head, input, input_message, loaded_message, output_message, results,
+    results_from_follower, step_from_head, weights,
 };
 
 fn page_error() -> RowError {
@@ -44,6 +46,22 @@ fn a_step_and_its_results_arrive_with_every_bit() {
     let formats = vec![(Format::Fp8, 10), (Format::Fp8Blocks, 3), (Format::Bf16, 1 << 40)];
     let loaded = StageWeights { model, formats };
     assert_eq!(weights(loaded_message(&loaded)).expect("weights"), loaded);
+}
+
+#[test]
+fn rows_that_are_not_copied_belong_to_their_message() {
+    for hidden in [vec![], vec![7], (0..=255).cycle().take(70_000).collect()] {
+        let hidden = Bytes::from(hidden);
+        let input = input_message(5, StageInput { hidden: hidden.clone(), ..step() });
+        let written = step_from_head(input.clone());
+        let message: v1::FromHead = proto::decode(written.message.chain(written.end)).expect("a message");
+        assert_eq!(message.message, Some(OfHead::Input(input)));
+        let computed = StageResults { hidden, outcomes: vec![Ok(())], routing_leads: vec![1.0] };
+        let output = output_message(6, computed);
+        let written = results_from_follower(output.clone());
+        let message: v1::FromFollower = proto::decode(written.message.chain(written.end)).expect("a message");
+        assert_eq!(message.message, Some(OfFollower::Output(output)));
+    }
 }
 
 #[test]
@@ -89,7 +107,7 @@ async fn a_message_that_is_not_the_next_one_ends_the_connection() {
     let (reader, _kept) = Stream::other(ours).into_split();
     let (_kept, mut writer) = Stream::other(theirs).into_split();
     let mut reader = MessageReader::new(reader);
-    let alive = from_head(OfHead::Alive(v1::Alive {}));
+    let alive = from_head(OfHead::Alive(v1::Alive {})).message;
     for number in [0, 1, 1] {
         writer.write_all(&numbered(number, alive.len() as u32, &alive)).await.expect("room");
     }
@@ -113,9 +131,9 @@ async fn heartbeats_keep_an_idle_connection() {
             let message: v1::FromHead = reader.next().await.expect("a heartbeat");
             assert!(matches!(message.message, Some(OfHead::Alive(_))));
         }
-        out.send(from_head(OfHead::Input(input_message(1, step())))).await.expect("room");
+        out.send(step_from_head(input_message(1, step()))).await.expect("room");
         let message: v1::FromHead = reader.next().await.expect("a step");
-        assert!(matches!(message.message, Some(OfHead::Input(_))));
+        assert_eq!(message.message, Some(OfHead::Input(input_message(1, step()))));
         drop(out);
     };
     let within = tokio::time::timeout(Duration::from_secs(60), async {

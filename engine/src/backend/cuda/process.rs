@@ -5,7 +5,9 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
+use bytes::Bytes;
 use device::cuda::{Bf16, CudaError, Event, HostOutbox, PinnedNumbers};
 use kv_cache::{FenceSignal, KvMemory};
 use types::{BlockIdx, StageLayers, in_full};
@@ -27,6 +29,9 @@ use crate::error::{LoadError, OpenError, RowError};
 use crate::kv_room::KvRoom;
 use crate::step::{Row, RowInput, SlotId};
 
+/// The longest time for which a step waits for the memory of an earlier step's rows.
+const SENT_WITHIN: Duration = Duration::from_secs(10);
+
 /// A stage whose model's config is read, and whose weights are not loaded. Its GPUs are opened.
 #[derive(Debug)]
 pub struct PreparedStage(PreparedModel);
@@ -37,7 +42,7 @@ pub struct CudaStage {
     // Fields are dropped in this order: rows are copied out of memory that the launcher holds.
     launched: Mutex<Receiver<LaunchedRows>>,
     launcher: Mutex<Launcher>,
-    spare: SyncSender<RowBuffers>,
+    spare: SyncSender<PinnedNumbers<Bf16>>,
     weights: StageWeights,
     memory: KvMemory,
     layers: Range<u16>,
@@ -57,7 +62,7 @@ struct Launcher {
     first_layer: u16,
     hidden: usize,
     lost: LostFlags,
-    spare: Receiver<RowBuffers>,
+    spare: Receiver<PinnedNumbers<Bf16>>,
     launched: SyncSender<LaunchedRows>,
 }
 
@@ -74,14 +79,11 @@ struct StepRoom {
     row_numbers: Option<usize>,
 }
 
-/// Page-locked memory for the rows of one step: the residual, and the rows normed for the next stage.
-type RowBuffers = [PinnedNumbers<Bf16>; 2];
-
 /// The rows of a step that was launched, which are being copied.
 #[derive(Debug)]
 struct LaunchedRows {
-    buffers: RowBuffers,
-    /// The numbers of each buffer.
+    buffer: PinnedNumbers<Bf16>,
+    /// The numbers in it: the residual, and the rows normed for the next stage.
     n_numbers: usize,
     outcomes: Vec<Result<(), RowError>>,
     /// The events at which the GPUs have finished.
@@ -105,6 +107,15 @@ pub fn open_apart(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Re
     };
     let remote = prepared.into_iter().map(direct).collect::<Result<Vec<_>, _>>()?;
     head.open_head(n_blocks, &remote)
+}
+
+/// The rows of a step, which are being sent. The drop makes their memory spare again.
+#[derive(Debug)]
+struct RowBytes {
+    /// `None` only during the drop.
+    buffer: Option<PinnedNumbers<Bf16>>,
+    n_numbers: usize,
+    spare: SyncSender<PinnedNumbers<Bf16>>,
 }
 
 // === impl PreparedStage ===
@@ -161,9 +172,8 @@ impl CudaStage {
         let (launched_in, launched) = sync_channel(n_steps);
         let (give_back, spare) = sync_channel(n_steps);
         for _ in 0..n_steps {
-            let len = limits.tokens * sizes.hidden;
-            let buffers = [card.pinned(len)?, card.pinned(len)?];
-            give_back.try_send(buffers).expect("the channel has room for all of them");
+            let buffer = card.pinned(2 * limits.tokens * sizes.hidden)?;
+            give_back.try_send(buffer).expect("the channel has room for all of them");
         }
         let layers = described.stages.iter().next().expect("there is a stage");
         let launcher = Launcher {
@@ -197,19 +207,15 @@ impl CudaStage {
 
     /// Waits for the copies of a step's rows.
     fn results(&self, launched: LaunchedRows) -> Result<StageResults, CudaError> {
-        let LaunchedRows { mut buffers, n_numbers, outcomes, ends, signal } = launched;
+        let LaunchedRows { mut buffer, n_numbers, outcomes, ends, signal } = launched;
         ends.iter().try_for_each(Event::wait)?;
         if self.lost.is_raised() {
             return Err(self.lost.error());
         }
-        let mut hidden = Vec::with_capacity(2 * n_numbers * size_of::<Bf16>());
-        for buffer in &mut buffers {
-            buffer.append_bytes(n_numbers, &mut hidden)?;
-        }
+        buffer.numbers()?;
         signal.layers_done(self.layers.end);
-        // There is room for all buffers.
-        let _ = self.spare.try_send(buffers);
-        Ok(StageResults { hidden: hidden.into(), outcomes, routing_leads: Vec::new() })
+        let rows = RowBytes { buffer: Some(buffer), n_numbers, spare: self.spare.clone() };
+        Ok(StageResults { hidden: Bytes::from_owner(rows), outcomes, routing_leads: Vec::new() })
     }
 }
 
@@ -248,8 +254,9 @@ impl Launcher {
         if !self.room.admits(input, &plan) {
             return Err(StageLost("the head has sent a step that this stage cannot compute".to_owned()));
         }
-        let buffers = self.spare.try_recv().map_err(|_| StageLost::too_many_steps())?;
-        let launched = self.launch(&mut plan, &rows, &input.hidden, buffers, signal);
+        // The rows of the oldest step may still be on their way to the kernel's buffers.
+        let buffer = self.spare.recv_timeout(SENT_WITHIN).map_err(|_| StageLost::too_many_steps())?;
+        let launched = self.launch(&mut plan, &rows, &input.hidden, buffer, signal);
         let launched = launched.map_err(|error| StageLost(in_full(&error)))?;
         self.launched.try_send(launched).map_err(|_| StageLost::too_many_steps())
     }
@@ -259,7 +266,7 @@ impl Launcher {
         plan: &mut Plan<'_>,
         rows: &[Row<'_>],
         hidden: &[u8],
-        buffers: RowBuffers,
+        buffer: PinnedNumbers<Bf16>,
         signal: Arc<FenceSignal>,
     ) -> Result<LaunchedRows, CudaError> {
         let n_numbers = plan.dims.n_tokens * self.hidden;
@@ -277,10 +284,10 @@ impl Launcher {
         let (dims, sequences, draws) = (plan.dims, plan.sequences(), Draws::default());
         let step = Arc::new(Step { dims, graph_size, sequences, draws, masks: None, words, places });
         let all = launch_on_all(&mut self.rank, &mut self.helpers, 0, &step, plan)?;
-        let mut buffers = buffers;
+        let mut buffer = buffer;
         let (card, space) = (&self.rank.tools.card, &self.rank.tools.space);
-        card.receive(space.residual.slice(0..n_numbers), &mut buffers[0])?;
-        card.receive(space.normed.slice(0..n_numbers), &mut buffers[1])?;
+        let rows = [space.residual.slice(0..n_numbers), space.normed.slice(0..n_numbers)];
+        card.receive_parts(&rows, &mut buffer)?;
         let mut ends = vec![card.event()?];
         let mut written = Vec::with_capacity(all.len());
         for done in all {
@@ -299,7 +306,7 @@ impl Launcher {
             });
         }
         let outcomes = rows.iter().map(|_| Ok(())).collect();
-        Ok(LaunchedRows { buffers, n_numbers, outcomes, ends, signal })
+        Ok(LaunchedRows { buffer, n_numbers: 2 * n_numbers, outcomes, ends, signal })
     }
 }
 
@@ -331,6 +338,23 @@ fn tables_of(row: &StageRow) -> Vec<&[BlockIdx]> {
 fn row_of<'a>(row: &'a StageRow, tables: &'a [&'a [BlockIdx]]) -> Row<'a> {
     let input = RowInput::Tokens(&row.tokens);
     Row { slot: SlotId(0), input, start: row.start, tables, prompt_logprobs: None, sample: None }
+}
+
+// === impl RowBytes ===
+
+impl AsRef<[u8]> for RowBytes {
+    fn as_ref(&self) -> &[u8] {
+        self.buffer.as_ref().map_or(&[], |buffer| buffer.bytes(self.n_numbers))
+    }
+}
+
+impl Drop for RowBytes {
+    fn drop(&mut self) {
+        if let Some(buffer) = self.buffer.take() {
+            // The channel has room for all buffers. After the stage's end nothing takes it.
+            let _ = self.spare.try_send(buffer);
+        }
+    }
 }
 
 impl Drop for Launcher {
