@@ -131,7 +131,8 @@ class Cluster:
         until("every node to be usable", all_ready, READY_WITHIN)
 
     def signal(self, role, which):
-        os.kill(self.nodes[role][1].pid, which)
+        process = self.others["prefill"][0] if role == "first stage" else self.nodes[role][1]
+        os.kill(process.pid, which)
 
     def revive(self, role):
         settings, process = self.nodes[role]
@@ -226,14 +227,18 @@ def walk(connector, expected, long):
             if line.startswith(f'baton_router_kv_arrived_bytes_total{{connector="{connector}"}}')))
         step("cancel storm", lambda: (storm(), cluster.baseline()) and "120 cancelled, blocks at the baseline")
         step("equal after the storm", lambda: equal(2))
-        for nth, (role, what) in enumerate([("prefill", "kill -9"), ("decode", "SIGSTOP"), ("decode", "kill -9")]):
+        faults = [("prefill", "kill -9"), ("decode", "SIGSTOP"), ("decode", "kill -9")]
+        if PROCESSES > 1:
+            faults += [("first stage", "kill -9")]
+        for nth, (role, what) in enumerate(faults):
             many = range(60_000 + 100 * nth, 60_016 + 100 * nth)
             def stop():
                 cluster.signal(role, signal.SIGSTOP), time.sleep(7), cluster.signal(role, signal.SIGCONT)
             strike = stop if what == "SIGSTOP" else lambda: cluster.signal(role, signal.SIGKILL)
             step(f"{what} of the {role} node", lambda: disturbed(cluster, many, strike))
             if what == "kill -9":
-                step(f"the {role} node is back at its address", lambda: cluster.revive(role) or "ready")
+                node = "prefill" if role == "first stage" else role
+                step(f"the {role} node is back at its address", lambda: cluster.revive(node) or "ready")
             step(f"baseline after {what} of the {role} node", lambda: (cluster.ready(), cluster.baseline()) and "no block held")
             step(f"equal after {what} of the {role} node", lambda: equal(3))
         cluster.stop()
