@@ -121,13 +121,18 @@ struct RowBytes {
 // === impl PreparedStage ===
 
 impl PreparedStage {
-    /// Opens the GPUs, and reads the config of a model for one of its stages. The settings say how many there are.
+    /// Opens the GPU, and reads the config of a model for one of its stages. The settings say how many there are. Refuses
+    /// several ranks: each of them has the residual of some rows only, and only the first one's rows would be sent.
     pub fn prepare(
         folder: &Path,
         kv: KvRoom,
         settings: &CudaSettings,
         nth: usize,
     ) -> Result<Self, OpenError> {
+        if settings.ranks.get() > 1 {
+            let wrong = "several processes with several GPUs each are not implemented: set model.tp to 1";
+            return Err(LoadError::Ranks(wrong.to_owned()).into());
+        }
         let settings = CudaSettings { only_stage: Some(nth), ..settings.clone() };
         PreparedModel::of(folder, kv, &settings).map(Self)
     }
@@ -370,9 +375,20 @@ impl Drop for Launcher {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZero;
+
     use types::TokenId;
 
     use super::*;
+
+    #[test]
+    fn several_gpus_in_each_process_are_refused_before_one_is_opened() {
+        let ranks = NonZero::new(2).expect("two");
+        let settings = CudaSettings { ranks, ..CudaSettings::default() };
+        let refused = PreparedStage::prepare(Path::new("/nowhere"), (1 << 20).into(), &settings, 0);
+        let sentence = refused.expect_err("two GPUs in one of several processes").to_string();
+        assert!(sentence.contains("set model.tp to 1"), "{sentence}");
+    }
 
     #[test]
     fn a_step_outside_a_stages_memory_is_not_launched() {
