@@ -259,7 +259,7 @@ impl Launcher {
         if !self.room.admits(input, &plan) {
             return Err(StageLost("the head has sent a step that this stage cannot compute".to_owned()));
         }
-        // The rows of the oldest step may still be on their way to the kernel's buffers.
+        // The rows of the oldest step may still be in the writer of the connection.
         let buffer = self.spare.recv_timeout(SENT_WITHIN).map_err(|_| StageLost::too_many_steps())?;
         let launched = self.launch(&mut plan, &rows, &input.hidden, buffer, signal);
         let launched = launched.map_err(|error| StageLost(in_full(&error)))?;
