@@ -5,8 +5,10 @@
 # PREFILL_STAGES=2 gives the prefill node two pipeline stages; the second one shares the decode node's GPU.
 # PARTS chooses: "ipc picture seeds colocated disturbance kills nccl tcp shm" by default. "never-worse" measures the table
 # of docs/measurements/never-worse.md. It starts four nodes on the two GPUs: one prefill node and one decode node, and two
-# colocated nodes. Then it sends the same load to the first pair and to the second pair, in turn. "processes" compares a node
-# of two pipeline stages in one process with one of two processes. "four" needs four GPUs and the Mooncake conversation trace in DATA: two prefill and two decode nodes against four colocated ones.
+# colocated nodes. Then it sends the same load to the first pair and to the second pair, in turn. "processes" measures a
+# node with two pipeline stages twice: first both stages run in one process, then each stage runs in a process of its own.
+# "four" needs four GPUs, and the Mooncake conversation trace in DATA. It compares two prefill and two decode nodes with
+# four colocated nodes.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$1 baton=${2:-target/release/baton}

@@ -28,13 +28,8 @@ pub trait RemoteStage: Debug + Send + Sync + 'static {
 
 /// A pipeline stage of this process, which computes for another one.
 pub trait StageProcess: Debug + Send + Sync + 'static {
-    fn weights(&self) -> &StageWeights;
-
-    /// Returns the memory with the KV of this process's layers.
-    fn memory(&self) -> &KvMemory;
-
-    /// Returns the layers that this process computes.
-    fn layers(&self) -> Range<u16>;
+    /// Returns what this process has loaded.
+    fn loaded(&self) -> &LoadedStage;
 
     /// Takes a step, and does not wait for its results. `signal` is raised as layers are written.
     fn begin(&self, input: StageInput, signal: FenceSignal) -> Result<(), StageLost>;
@@ -43,13 +38,23 @@ pub trait StageProcess: Debug + Send + Sync + 'static {
     fn finish(&self) -> Result<StageResults, StageLost>;
 }
 
+/// What a process has loaded of a model.
+#[derive(Debug)]
+pub struct LoadedStage {
+    pub weights: StageWeights,
+    /// The memory with the KV of this process's layers.
+    pub memory: KvMemory,
+    /// The layers that this process computes.
+    pub layers: Range<u16>,
+}
+
 /// A stage of this process in place of one in another process, without a connection. For checks.
 #[derive(Debug)]
 pub struct DirectStage(pub Arc<dyn StageProcess>);
 
 impl RemoteStage for DirectStage {
     fn loaded(&self) -> Result<StageWeights, StageLost> {
-        Ok(self.0.weights().clone())
+        Ok(self.0.loaded().weights.clone())
     }
 
     fn begin(&self, input: StageInput) -> Result<(), StageLost> {
@@ -58,7 +63,7 @@ impl RemoteStage for DirectStage {
 
     fn finish(&self, layers_done: &mut dyn FnMut(u16)) -> Result<StageResults, StageLost> {
         let results = self.0.finish()?;
-        layers_done(self.0.layers().end);
+        layers_done(self.0.loaded().layers.end);
         Ok(results)
     }
 }

@@ -16,7 +16,7 @@ use crate::processes::{OtherProcesses, PutOrder};
 /// How followers send their KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FollowerPath {
-    /// As in production: through slots if their memory is on GPUs.
+    /// Through slots if the followers' memory is on GPUs; otherwise the processor copies the KV. Nodes do the same.
     OfMemory,
     /// Through slots, over the double of a GPU.
     DoubleSlots,

@@ -15,7 +15,7 @@ use super::error::GroupError;
 const MESSAGE_BYTES_MAX: usize = 1 << 30;
 /// The bytes before a message: its length, and its number.
 const HEADER_BYTES: usize = size_of::<u32>() + size_of::<u64>();
-/// The bytes for which memory is taken before they have come.
+/// The least bytes for which memory is taken before they have come.
 const READ_BYTES: usize = 64 << 10;
 /// Limit of messages that wait to be written.
 pub(super) const QUEUED_MAX: usize = 256;
@@ -96,8 +96,10 @@ impl MessageReader {
     }
 
     async fn read_more(&mut self) -> Result<(), GroupError> {
-        // No more memory is taken than for what has come, and some bytes.
-        self.come.reserve(self.come.len().max(READ_BYTES));
+        // More memory is taken only when what there is has been filled: as much as has come.
+        if self.come.len() == self.come.capacity() {
+            self.come.reserve(self.come.len().max(READ_BYTES));
+        }
         let read = timeout(SILENT_MAX, self.half.read_buf(&mut self.come)).await;
         let silent = |_| GroupError::Lost(format!("it was silent for {} s", SILENT_MAX.as_secs()));
         match read.map_err(silent)?.map_err(|error| GroupError::lost("the connection failed", &error))? {

@@ -135,13 +135,13 @@ async fn open(
     info!(head, place, blocks = accepted.n_blocks, "process has joined its head");
     let n_blocks = accepted.n_blocks;
     let stage = blocking(move || prepared.open(n_blocks)).await?;
-    let loaded = loaded_message(stage.weights());
+    let loaded = loaded_message(&stage.loaded().weights);
     out.send(from_follower(OfFollower::Loaded(loaded))).await.map_err(gone)?;
     let streams = FollowerStreams::start(ConnectorParts {
         node: NodeId::new(accepted.node),
         epoch: Epoch(accepted.epoch),
-        memory: stage.memory().clone(),
-        fingerprint: stage.weights().model.clone(),
+        memory: stage.loaded().memory.clone(),
+        fingerprint: stage.loaded().weights.model.clone(),
         world: world.clone(),
         gate: gate.clone(),
         settings: config.transfer.clone(),
@@ -199,7 +199,7 @@ impl Work {
         let ended = Shutdown::new();
         let (stage, out) = (Arc::clone(&self.stage), self.out.clone());
         let (runtime, gate) = (Handle::current(), self.gate.clone());
-        let reports = Reports { runtime, gate, out: out.clone(), layers: stage.layers() };
+        let reports = Reports { runtime, gate, out: out.clone(), layers: stage.loaded().layers.clone() };
         let begin = {
             let (stage, end) = (Arc::clone(&stage), EndGuard(ended.clone()));
             move || begin_all(&*stage, &to_begin, &begun, &reports, &end)

@@ -1,11 +1,10 @@
 //! The stage that one of several processes of a node computes.
 
-use std::ops::Range;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kv_cache::{FenceSignal, KvMemory};
+use kv_cache::FenceSignal;
 use types::StageLayers;
 
 use super::CpuBackend;
@@ -15,7 +14,7 @@ use super::rank::{Outcomes, Step};
 use super::rows::numbers_of;
 use super::settings::CpuSettings;
 use super::stage::Stage;
-use crate::backend::remote::{RemoteStage, StageInput, StageLost, StageProcess, StageResults, StageWeights};
+use crate::backend::remote::{LoadedStage, RemoteStage, StageInput, StageLost, StageProcess, StageResults};
 use crate::error::OpenError;
 use crate::kv_room::KvRoom;
 use crate::model::Scratch;
@@ -31,9 +30,7 @@ pub struct PreparedStage {
 /// A stage that computes what another process sends.
 #[derive(Debug)]
 pub struct CpuStage {
-    memory: KvMemory,
-    weights: StageWeights,
-    layers: Range<u16>,
+    loaded: LoadedStage,
     width: usize,
     begun: SyncSender<(StageInput, FenceSignal)>,
     /// Locked while a step is computed: the stage computes one at a time.
@@ -71,15 +68,16 @@ impl PreparedStage {
     /// Loads the stage's weights, and takes memory for `n_blocks` blocks.
     pub fn open(self, n_blocks: u32) -> Result<CpuStage, OpenError> {
         let Self { prepared, .. } = self;
-        let loaded = prepared.load()?;
+        let model = prepared.load()?;
         let memory = prepared.memory(n_blocks)?;
-        let weights = loaded.described(&prepared.layout);
+        let weights = model.described(&prepared.layout);
         let width = prepared.folder.config.hidden;
         let layers = prepared.stages.iter().next().expect("there is a stage");
-        let stage = prepared.start(&loaded, &memory)?.into_iter().next().expect("there is a stage");
+        let stage = prepared.start(&model, &memory)?.into_iter().next().expect("there is a stage");
         let (sender, begun) = sync_channel(BEGUN_MAX);
         let computing = Mutex::new(Computing { begun, stage });
-        Ok(CpuStage { memory, weights, layers, width, begun: sender, computing })
+        let loaded = LoadedStage { weights, memory, layers };
+        Ok(CpuStage { loaded, width, begun: sender, computing })
     }
 
     /// Loads the weights of the last stage, and makes the backend of the whole model. `remote` are the stages before it,
@@ -90,16 +88,8 @@ impl PreparedStage {
 }
 
 impl StageProcess for CpuStage {
-    fn weights(&self) -> &StageWeights {
-        &self.weights
-    }
-
-    fn memory(&self) -> &KvMemory {
-        &self.memory
-    }
-
-    fn layers(&self) -> Range<u16> {
-        self.layers.clone()
+    fn loaded(&self) -> &LoadedStage {
+        &self.loaded
     }
 
     fn begin(&self, input: StageInput, signal: FenceSignal) -> Result<(), StageLost> {
@@ -110,10 +100,10 @@ impl StageProcess for CpuStage {
         let Computing { begun, stage } = &*self.computing.lock().unwrap_or_else(PoisonError::into_inner);
         let (input, signal) = begun.recv().map_err(|_| StageLost("no step was begun".to_owned()))?;
         let n_tokens: usize = input.rows.iter().map(|row| row.tokens.len()).sum();
-        let n_expected = if self.layers.start == 0 { 0 } else { n_tokens * self.width };
+        let n_expected = if self.loaded.layers.start == 0 { 0 } else { n_tokens * self.width };
         let hidden = numbers_of(&input.hidden).filter(|hidden| hidden.len() == n_expected);
         let hidden = hidden.ok_or_else(StageLost::other_step)?;
-        let written = RankFence::new(signal, usize::from(self.memory.n_ranks()));
+        let written = RankFence::new(signal, usize::from(self.loaded.memory.n_ranks()));
         let results = stage.results(step_of(input, hidden, written), &Scratch::default());
         results.ok_or_else(|| StageLost("a compute thread has ended".to_owned()))
     }

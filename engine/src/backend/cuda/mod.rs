@@ -80,9 +80,9 @@ use launched_step::{HostSampler, LaunchedStep, LostFlags, Phase, Readback};
 use links::{StepPlaces, TokenRing};
 use lockstep::Helpers;
 use masks::PendingMasks;
-use plan::{Bounds, Dims, InputToken, Plan};
+use plan::{Dims, InputToken, Plan};
 use previous::PreviousTokens;
-use rank::{Rank, Step, launch_on_all};
+use rank::{LaunchedOnAll, Rank, Step, launch_on_all};
 use targets::{TargetReadback, Targets};
 use watch::{Watch, WatchedStep};
 
@@ -231,7 +231,8 @@ impl CudaBackend {
         let step = Step { dims, graph_size, sequences, draws, masks, words, places };
         let step = Arc::new(step);
         let nth = self.described.nth_of_sampler();
-        let all = launch_on_all(&mut self.rank, &mut self.helpers, nth, &step, plan)?;
+        let LaunchedOnAll { written, ends } =
+            launch_on_all(&mut self.rank, &mut self.helpers, nth, &step, plan)?;
         if let Some(elsewhere) = self.elsewhere.as_mut().filter(|_| n_tokens > 0) {
             let drawn = self.rank.tools.space.drawn.slice(0..plan.dims.n_wanted);
             elsewhere.sampled(&self.rank.tools.card, here, drawn)?;
@@ -247,21 +248,13 @@ impl CudaBackend {
             card.receive(space.drawn.slice(0..plan.dims.n_wanted), &mut drawn)?;
         }
         let end = card.event()?;
-        let (mut written, mut others) = (Vec::with_capacity(all.len()), Vec::new());
-        for done in all {
-            written.push(done.written);
-            others.extend(done.end);
-        }
-        if written.iter().all(|of_rank| !of_rank.is_empty()) {
-            let lost = self.lost.clone();
-            let mut ranks = written.into_iter();
-            let stage = |_| ranks.by_ref().take(self.memory.n_ranks().into()).collect();
-            let written = (0..self.n_stages()).map(stage).collect();
-            let first_layer = self.first_layer();
-            self.watch.watch(WatchedStep { began, first_layer, written, lost, signal: Arc::clone(&signal) });
-        }
+        let mut ranks = written.into_iter();
+        let stage = |_| ranks.by_ref().take(self.memory.n_ranks().into()).collect();
+        let written = (0..self.n_stages()).map(stage).collect();
+        let (first_layer, lost) = (self.first_layer(), self.lost.clone());
+        self.watch.watch(WatchedStep { began, first_layer, written, lost, signal: Arc::clone(&signal) });
         let places = std::mem::take(&mut plan.places);
-        let readback = Readback { drawn, outcomes, targets, end, others };
+        let readback = Readback { drawn, outcomes, targets, end, others: ends };
         Ok(LaunchedStep::new(self.n_launched, rows, places, &sampled_by, pending, readback, signal))
     }
 
@@ -355,11 +348,7 @@ impl Backend for CudaBackend {
             return Err(BackendError::DeviceLost(in_full(&self.lost.error())));
         }
         self.finish_what_needs_the_host();
-        let bounds = Bounds {
-            vocab: self.rank.tools.decoder.sizes.vocab,
-            n_groups: self.model.layout.groups.len(),
-            n_wanted_max: self.limits.rows,
-        };
+        let bounds = self.rank.tools.bounds(self.limits);
         let mut plan = Plan::of(batch.rows, bounds, |slot| self.previous_of(slot));
         self.check_size(plan.dims)?;
         let (signal, fence) = FenceSignal::new();

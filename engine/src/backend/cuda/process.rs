@@ -1,7 +1,6 @@
 //! Hot path.
 //! The stage that one of several processes of a node computes on its GPUs.
 
-use std::ops::Range;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,7 +8,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use device::cuda::{Bf16, CudaError, Event, HostOutbox, PinnedNumbers};
-use kv_cache::{FenceSignal, KvMemory};
+use kv_cache::FenceSignal;
 use types::{BlockIdx, StageLayers, in_full};
 
 use super::draws::Draws;
@@ -19,11 +18,12 @@ use super::links::{StepPlaces, TokenRing};
 use super::lockstep::Helpers;
 use super::opening::{OpenedRanks, PreparedModel};
 use super::plan::{Bounds, Plan};
-use super::rank::{Rank, Step, launch_on_all};
+use super::rank::{LaunchedOnAll, Rank, Step, launch_on_all};
 use super::watch::{Watch, WatchedStep};
 use super::{CudaBackend, CudaSettings};
 use crate::backend::remote::{
-    DirectStage, RemoteStage, StageInput, StageLost, StageProcess, StageResults, StageRow, StageWeights,
+    DirectStage, LoadedStage, RemoteStage, StageInput, StageLost, StageProcess, StageResults, StageRow,
+    StageWeights,
 };
 use crate::error::{LoadError, OpenError, RowError};
 use crate::kv_room::KvRoom;
@@ -43,9 +43,7 @@ pub struct CudaStage {
     launched: Mutex<Receiver<LaunchedRows>>,
     launcher: Mutex<Launcher>,
     spare: SyncSender<PinnedNumbers<Bf16>>,
-    weights: StageWeights,
-    memory: KvMemory,
-    layers: Range<u16>,
+    loaded: LoadedStage,
     lost: LostFlags,
 }
 
@@ -91,6 +89,15 @@ struct LaunchedRows {
     signal: Arc<FenceSignal>,
 }
 
+/// The rows of a step, which are being sent. The drop makes their memory spare again.
+#[derive(Debug)]
+struct RowBytes {
+    /// `None` only during the drop.
+    buffer: Option<PinnedNumbers<Bf16>>,
+    n_numbers: usize,
+    spare: SyncSender<PinnedNumbers<Bf16>>,
+}
+
 /// Opens a model whose stages compute as in processes of their own, without connections. Each has its own GPUs. For checks.
 pub fn open_apart(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Result<CudaBackend, OpenError> {
     let n_stages = usize::from(settings.stages.n_stages.get());
@@ -107,15 +114,6 @@ pub fn open_apart(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Re
     };
     let remote = prepared.into_iter().map(direct).collect::<Result<Vec<_>, _>>()?;
     head.open_head(n_blocks, &remote)
-}
-
-/// The rows of a step, which are being sent. The drop makes their memory spare again.
-#[derive(Debug)]
-struct RowBytes {
-    /// `None` only during the drop.
-    buffer: Option<PinnedNumbers<Bf16>>,
-    n_numbers: usize,
-    spare: SyncSender<PinnedNumbers<Bf16>>,
 }
 
 // === impl PreparedStage ===
@@ -184,11 +182,7 @@ impl CudaStage {
         let launcher = Launcher {
             watch: Watch::start(n_steps).map_err(LoadError::Threads)?,
             room: StepRoom {
-                bounds: Bounds {
-                    vocab: sizes.vocab,
-                    n_groups: described.layout.groups.len(),
-                    n_wanted_max: limits.rows,
-                },
+                bounds: rank.tools.bounds(limits),
                 n_tokens: limits.tokens,
                 n_words: rank.tools.space.words.len(),
                 sequence_tokens: described.tokens_max,
@@ -207,7 +201,8 @@ impl CudaStage {
             rows_in,
         };
         let (launched, launcher) = (Mutex::new(launched), Mutex::new(launcher));
-        Ok(Self { launched, launcher, spare: give_back, weights, memory, layers, lost })
+        let loaded = LoadedStage { weights, memory, layers };
+        Ok(Self { launched, launcher, spare: give_back, loaded, lost })
     }
 
     /// Waits for the copies of a step's rows.
@@ -218,23 +213,15 @@ impl CudaStage {
             return Err(self.lost.error());
         }
         buffer.numbers()?;
-        signal.layers_done(self.layers.end);
+        signal.layers_done(self.loaded.layers.end);
         let rows = RowBytes { buffer: Some(buffer), n_numbers, spare: self.spare.clone() };
         Ok(StageResults { hidden: Bytes::from_owner(rows), outcomes, routing_leads: Vec::new() })
     }
 }
 
 impl StageProcess for CudaStage {
-    fn weights(&self) -> &StageWeights {
-        &self.weights
-    }
-
-    fn memory(&self) -> &KvMemory {
-        &self.memory
-    }
-
-    fn layers(&self) -> Range<u16> {
-        self.layers.clone()
+    fn loaded(&self) -> &LoadedStage {
+        &self.loaded
     }
 
     fn begin(&self, input: StageInput, signal: FenceSignal) -> Result<(), StageLost> {
@@ -288,28 +275,16 @@ impl Launcher {
         let words = if self.helpers.are_there() { plan.words() } else { Vec::new() };
         let (dims, sequences, draws) = (plan.dims, plan.sequences(), Draws::default());
         let step = Arc::new(Step { dims, graph_size, sequences, draws, masks: None, words, places });
-        let all = launch_on_all(&mut self.rank, &mut self.helpers, 0, &step, plan)?;
+        let LaunchedOnAll { written, mut ends } =
+            launch_on_all(&mut self.rank, &mut self.helpers, 0, &step, plan)?;
         let mut buffer = buffer;
         let (card, space) = (&self.rank.tools.card, &self.rank.tools.space);
-        let rows = [space.residual.slice(0..n_numbers), space.normed.slice(0..n_numbers)];
-        card.receive_parts(&rows, &mut buffer)?;
-        let mut ends = vec![card.event()?];
-        let mut written = Vec::with_capacity(all.len());
-        for done in all {
-            written.push(done.written);
-            ends.extend(done.end);
-        }
-        if written.iter().all(|of_rank| !of_rank.is_empty()) {
-            let (first_layer, lost) = (self.first_layer, self.lost.clone());
-            let written = vec![written];
-            self.watch.watch(WatchedStep {
-                began: None,
-                first_layer,
-                written,
-                lost,
-                signal: Arc::clone(&signal),
-            });
-        }
+        let parts = [space.residual.slice(0..n_numbers), space.normed.slice(0..n_numbers)];
+        card.receive_parts(&parts, &mut buffer)?;
+        ends.push(card.event()?);
+        let (first_layer, lost) = (self.first_layer, self.lost.clone());
+        let (written, of_watch) = (vec![written], Arc::clone(&signal));
+        self.watch.watch(WatchedStep { began: None, first_layer, written, lost, signal: of_watch });
         let outcomes = rows.iter().map(|_| Ok(())).collect();
         Ok(LaunchedRows { buffer, n_numbers: 2 * n_numbers, outcomes, ends, signal })
     }

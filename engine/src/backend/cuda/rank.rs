@@ -175,21 +175,31 @@ impl Rank {
     }
 }
 
+/// The events of a step that was launched on all GPUs of this process.
+#[derive(Debug)]
+pub(super) struct LaunchedOnAll {
+    /// For each GPU, ordered by stage and then by rank: see [`OrderResult::written`].
+    pub(super) written: Vec<Vec<Event>>,
+    /// The ends of the step on the GPUs of other threads.
+    pub(super) ends: Vec<Event>,
+}
+
 /// Launches a step on all GPUs of this process at the same time. `rank` is number `nth` of them, and works on this thread.
-/// Returns one result for each GPU, ordered by stage and then by rank.
 pub(super) fn launch_on_all(
     rank: &mut Rank,
     helpers: &mut Helpers<Rank>,
     nth: usize,
     step: &Arc<Step>,
     plan: &Plan<'_>,
-) -> Result<Vec<OrderResult>, CudaError> {
+) -> Result<LaunchedOnAll, CudaError> {
     helpers.begin(&Order::Step(Arc::clone(step)))?;
     let written = rank.launch(step, |words| plan.write(words));
     // A stage fails late if the stage before it has failed, so the others' errors come first.
-    let (mut all, written) = (helpers.finish(LAUNCH_WITHIN)?, written?);
-    all.insert(nth, OrderResult { written, ..OrderResult::default() });
-    Ok(all)
+    let (others, written_here) = (helpers.finish(LAUNCH_WITHIN)?, written?);
+    let (mut written, ends): (Vec<_>, Vec<_>) =
+        others.into_iter().map(|done| (done.written, done.end)).unzip();
+    written.insert(nth, written_here);
+    Ok(LaunchedOnAll { written, ends: ends.into_iter().flatten().collect() })
 }
 
 impl Performer for Rank {

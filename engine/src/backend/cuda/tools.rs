@@ -13,8 +13,9 @@ use super::description::ModelDescription;
 use super::graph_sizes::GraphSizes;
 use super::launched_step::{LostFlags, Source};
 use super::links::StageLinks;
-use super::plan::{BLOCK_TOKENS, Dims};
+use super::plan::{BLOCK_TOKENS, Bounds, Dims};
 use super::workspace::Workspace;
+use crate::backend::StepLimits;
 use crate::error::OpenError;
 
 /// The objects of a rank that a forward pass needs.
@@ -57,6 +58,12 @@ impl Tools {
         let (kv, sections, peers) = (kv_of(memory, decoder), dims.sections(), peers.as_mut());
         let earlier = links.earlier();
         work(decoder, &mut Pass { card, products, peers, space, earlier, kv, dims, sections, sequences })
+    }
+
+    /// Returns the limits that rows of a step are checked against.
+    pub(super) fn bounds(&self, limits: StepLimits) -> Bounds {
+        let n_groups = self.memory.layout().groups.len();
+        Bounds { vocab: self.decoder.sizes.vocab, n_groups, n_wanted_max: limits.rows }
     }
 
     /// Returns the step's logits, for sampling by the host.

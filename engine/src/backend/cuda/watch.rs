@@ -38,10 +38,11 @@ impl Watch {
         Ok(Self { steps: Some(steps), thread: Some(thread) })
     }
 
-    /// Queues a step and does not wait. If the thread is too far behind, the fence opens when the step is
-    /// collected.
+    /// Queues a step and does not wait. If the thread is too far behind, or the step uses a recorded graph and has no events,
+    /// the fence opens when the step is collected.
     pub(super) fn watch(&self, step: WatchedStep) {
-        if let Some(steps) = &self.steps {
+        let has_events = step.written.iter().flatten().all(|of_rank| !of_rank.is_empty());
+        if let Some(steps) = self.steps.as_ref().filter(|_| has_events) {
             let _ = steps.try_send(step);
         }
     }
