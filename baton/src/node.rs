@@ -95,7 +95,7 @@ async fn serve(role: Role, config: &NodeConfig, shutdown: Shutdown) -> Result<Ex
         let gathered = tokio::select! {
             biased;
             () = shutdown.wait() => return Ok(ExitCode::SUCCESS),
-            gathered = gathered(config, &world, &id) => gathered?,
+            gathered = gathered(role, config, &world, &id) => gathered?,
         };
         ports.close().await;
         gathered
@@ -132,6 +132,7 @@ async fn serve(role: Role, config: &NodeConfig, shutdown: Shutdown) -> Result<Ex
 
 /// Waits for the other processes of the node, and opens the model with them.
 async fn gathered(
+    role: Role,
     config: &NodeConfig,
     world: &World,
     id: &NodeId,
@@ -140,6 +141,7 @@ async fn gathered(
         world: world.clone(),
         gate: Gate::new("followers"),
         id: id.clone(),
+        role,
         settings: config.group.clone(),
         engine: config.engine.clone(),
     };

@@ -43,21 +43,12 @@ impl Reservations {
 
     /// Reserves room for `prompt`, and waits for it until the prompt's deadline. Dropping the future ends the
     /// wait.
-    ///
-    /// A node to which no KV can be sent computes all prompts itself, and refuses KV that another node holds.
     pub async fn reserve(&self, prompt: &Prompt, offer: &PrefillOffer) -> Result<Reservation, Refusal> {
         self.refuse_what_never_fits(prompt)?;
-        let receives_kv = self.node.connectors.receives_kv();
         let (peer, must_land) = match offer {
-            PrefillOffer::Offered(peer) if receives_kv => (peer, false),
-            PrefillOffer::HeldBy(peer) if receives_kv => (peer, true),
-            PrefillOffer::HeldBy(peer) => {
-                let reason = format!("this node takes no KV of {}: it has several processes", peer.node);
-                return Err(Refusal::new(RefusalKind::Mismatch, reason));
-            }
-            PrefillOffer::Offered(_) | PrefillOffer::None => {
-                return Ok(Reservation::Local { held_tokens: self.held_tokens(prompt) });
-            }
+            PrefillOffer::Offered(peer) => (peer, false),
+            PrefillOffer::HeldBy(peer) => (peer, true),
+            PrefillOffer::None => return Ok(Reservation::Local { held_tokens: self.held_tokens(prompt) }),
         };
         let held_tokens = self.held_tokens(prompt);
         if !must_land && prompt.tokens.len() as u32 - held_tokens <= self.settings.local_tokens_max {

@@ -3,10 +3,13 @@
 //! Every wire fills an [`OpenLanding`] the same way. A sender opens it once. Spans are claimed, written and verified,
 //! and the handoff completes it. It ends once, and its lease moves into [`ArrivedKv`] or back to the pool.
 //!
-//! Its three parts are the check of the sender's credentials (`credentials`), the gate over the lease (`lease_gate`),
-//! and the progress of the transfer (`progress`).
+//! Its parts are the check of the sender's credentials (`credentials`), the gate over the lease (`lease_gate`), the
+//! progress of the transfer (`progress`), and what other processes of this node still write (`elsewhere`).
+//!
+//! A follower of a node of several processes fills a landing of its own for its layers. The head has the lease.
 
 mod credentials;
+mod elsewhere;
 mod lease_gate;
 mod progress;
 mod summary;
@@ -24,9 +27,11 @@ use types::{GroupIdx, Handoff, KvSpan, Landing};
 
 pub use self::credentials::Credentials;
 use self::credentials::ExpectedSummaries;
-use self::lease_gate::LeaseGate;
+pub(crate) use self::elsewhere::WritesElsewhere;
+use self::lease_gate::{LandingBlocks, LeaseGate};
 pub(crate) use self::progress::Outcome;
 use self::progress::Progress;
+pub(crate) use self::progress::LandedElsewhere;
 pub use self::progress::{Claim, Opener};
 use crate::arrived::ArrivedKv;
 use crate::connector_parts::ConnectorParts;
@@ -36,6 +41,7 @@ use crate::lanes::{LaneSpan, Lanes};
 use crate::metrics::TransferMetrics;
 use crate::pages::Pages;
 use crate::pending_copies::PendingCopy;
+use crate::processes::QuietReport;
 use crate::quiet::Quiet;
 use crate::reshard::{Heads, Lane};
 use crate::runs::Runs;
@@ -53,6 +59,10 @@ pub struct OpenLanding {
     /// The lanes from the sender. Set when a sender is admitted.
     lanes: OnceLock<Lanes>,
     memory: KvMemory,
+    /// Whether the head of this node has the lease, and gets the handoff.
+    is_of_follower: bool,
+    /// `None` if this process writes all pages.
+    elsewhere: Option<Arc<WritesElsewhere>>,
     /// Whether spans must have digests.
     verifies: bool,
     since: Instant,
@@ -63,6 +73,11 @@ pub struct OpenLanding {
     gate: Gate,
     runtime: Handle,
     metrics: TransferMetrics,
+}
+
+/// Returns the wanted pages whose layers the memory has.
+fn pages_in(memory: &KvMemory, landing: &Landing, lanes: Lanes) -> Pages {
+    Pages::of_layers(landing, lanes, |group, layer_pos| memory.has_layer(group, layer_pos))
 }
 
 fn shapes(landing: &Landing) -> Vec<Vec<PageShape>> {
@@ -82,22 +97,56 @@ pub(crate) fn bad_request(why: &str) -> TransferError {
 impl OpenLanding {
     /// Makes a landing over leased blocks. Must be called within a runtime.
     pub(crate) fn new(landing: Landing, lease: BlockLease, parts: &ConnectorParts) -> Self {
-        let pages = Pages::of(&landing, Lanes::only());
+        let n_others = parts.processes.as_ref().map_or(0, |processes| processes.n_processes());
+        let elsewhere = (n_others > 0).then(Arc::<WritesElsewhere>::default);
+        let open = Self::of(landing, LandingBlocks::Leased(lease), parts, n_others);
+        if let Some(elsewhere) = &elsewhere {
+            open.needs_proof(Arc::clone(elsewhere) as _);
+        }
+        Self { elsewhere, ..open }
+    }
+
+    /// Makes a follower's landing, for the pages of its layers. Its end is reported to `opener`, and after it, when
+    /// nothing is written any more, `quiet` is dropped. Must be called within a runtime.
+    pub(crate) fn of_follower(
+        landing: Landing,
+        lanes: Lanes,
+        opener: Arc<dyn Opener>,
+        quiet: QuietReport,
+        parts: &ConnectorParts,
+    ) -> Self {
+        let open = Self::of(landing, LandingBlocks::OfHead(quiet), parts, 0);
+        let mut progress = open.progress();
+        progress.opener = Some(opener);
+        progress.pages = open.pages(open.lanes.get_or_init(|| lanes).clone());
+        drop(progress);
+        open
+    }
+
+    fn of(landing: Landing, blocks: LandingBlocks, parts: &ConnectorParts, n_others: usize) -> Self {
+        let memory = parts.memory.clone();
+        let pages = pages_in(&memory, &landing, Lanes::only());
         Self {
             demands: ExpectedSummaries::of(&landing),
             shapes: shapes(&landing),
             lanes: OnceLock::new(),
             landing,
-            memory: parts.memory.clone(),
+            memory,
+            is_of_follower: matches!(blocks, LandingBlocks::OfHead(_)),
+            elsewhere: None,
             verifies: parts.settings.digests,
             since: parts.world.now(),
-            lease: LeaseGate::new(lease),
-            progress: Mutex::new(Progress::new(pages)),
+            lease: LeaseGate::new(blocks),
+            progress: Mutex::new(Progress::new(pages, n_others)),
             changed: Notify::new(),
             gate: parts.gate.clone(),
             runtime: Handle::current(),
             metrics: parts.metrics.clone(),
         }
+    }
+
+    fn pages(&self, lanes: Lanes) -> Pages {
+        pages_in(&self.memory, &self.landing, lanes)
     }
 
     pub(crate) fn landing(&self) -> &Landing {
@@ -140,7 +189,7 @@ impl OpenLanding {
         let lanes = lanes.map_err(|error| TransferError::Mismatch(error.to_string()))?;
         let mut progress = self.progress();
         progress.let_in(opener)?;
-        progress.pages = Pages::of(&self.landing, self.lanes.get_or_init(|| lanes).clone());
+        progress.pages = self.pages(self.lanes.get_or_init(|| lanes).clone());
         Ok(())
     }
 
@@ -241,33 +290,83 @@ impl OpenLanding {
         Ok(())
     }
 
+    /// Notes that another process of this node has verified all pages of its layers.
+    pub(crate) fn landed_elsewhere(&self, process: usize, landed: &LandedElsewhere) {
+        self.progress().landed_elsewhere(process, landed);
+        self.complete();
+        self.changed.notify_waiters();
+    }
+
+    pub(crate) fn has_landed(&self, process: usize) -> bool {
+        self.progress().has_landed(process)
+    }
+
+    /// Returns what other processes of this node write; `None` if this process writes all pages.
+    pub(crate) fn elsewhere(&self) -> Option<&Arc<WritesElsewhere>> {
+        self.elsewhere.as_ref()
+    }
+
     /// Ends the landing with success if nothing is missing.
-    fn complete(&self) {
-        if !self.progress().is_whole() {
+    pub(crate) fn complete(&self) {
+        if !self.is_whole() {
             return;
         }
-        let Some(lease) = self.lease.close() else { return };
+        let Some(blocks) = self.lease.close() else { return };
         let mut progress = self.progress();
+        trace!(target: "walk", transfer = %self.landing.transfer, "landing is complete");
+        let quiet = match blocks {
+            LandingBlocks::Leased(lease) => {
+                let arrived = self.arrived_kv(&mut progress, lease);
+                progress.outcome = Some(Outcome::Arrived(arrived));
+                None
+            }
+            LandingBlocks::OfHead(quiet) => {
+                progress.outcome = Some(Outcome::Taken);
+                Some(quiet)
+            }
+        };
+        self.tell(progress, Ok(()));
+        drop(quiet);
+    }
+
+    /// Returns whether nothing is missing. The handoff goes to the head.
+    fn is_whole(&self) -> bool {
+        let progress = self.progress();
+        progress.all_verified() && (progress.handoff.is_some() || self.is_of_follower)
+    }
+
+    fn arrived_kv(&self, progress: &mut Progress, lease: BlockLease) -> ArrivedKv {
         let handoff = progress.handoff.take().expect("a landing is whole with its handoff, and ends once");
         let scheme = self.landing.wire.scheme.clone();
-        trace!(target: "walk", transfer = %self.landing.transfer, "landing is complete");
-        let moved = progress.first_byte.map(|first| first.elapsed());
-        self.metrics.arrived(&scheme, progress.bytes, moved);
-        let (bytes, waited) = (progress.bytes, self.since.elapsed());
-        let moved = moved.unwrap_or_default();
-        let arrived = ArrivedKv { lease, handoff, bytes, scheme, waited, moved };
-        progress.outcome = Some(Outcome::Arrived(arrived));
-        self.tell(progress, Ok(()));
+        let (bytes, moved) = progress.moved();
+        self.metrics.arrived(&scheme, bytes, progress.first_byte.map(|_| moved));
+        ArrivedKv { lease, handoff, bytes, scheme, waited: self.since.elapsed(), moved }
+    }
+
+    /// Returns the bytes that have come, and the time from the first one until now.
+    pub(crate) fn moved(&self) -> (u64, Duration) {
+        self.progress().moved()
     }
 
     /// Ends the landing without success. Only the first end takes effect.
     pub(crate) fn fail(&self, error: TransferError) {
-        let Some(lease) = self.lease.close() else { return };
-        self.metrics.failed(&self.landing.wire.scheme, &error);
-        self.retire(lease);
+        // The blocks are in the pool before anyone learns of the failure. A head learns of it before it learns that
+        // nothing is written any more.
+        let quiet = match self.lease.close() {
+            None => return,
+            Some(LandingBlocks::Leased(lease)) => {
+                self.metrics.failed(&self.landing.wire.scheme, &error);
+                self.retire(lease);
+                None
+            }
+            Some(LandingBlocks::OfHead(quiet)) => Some(quiet),
+        };
         let mut progress = self.progress();
         progress.outcome = Some(Outcome::Failed(error.clone()));
         self.tell(progress, Err(&error));
+        if let Some(quiet) = quiet {
+            self.report_when_quiet(quiet);
+        }
     }
 
     fn tell(&self, mut progress: MutexGuard<'_, Progress>, outcome: Result<(), &TransferError>) {
@@ -279,24 +378,40 @@ impl OpenLanding {
         }
     }
 
-    /// Returns the blocks to the pool: at once if the wire is quiet, otherwise after the proof.
+    /// Returns the blocks to the pool: at once if the wire is quiet, otherwise after the proofs.
     fn retire(&self, lease: BlockLease) {
-        let Some(quiet) = self.lease.unproven() else { return drop(lease) };
-        let n_blocks = lease.n_blocks();
-        let transfer = self.landing.transfer;
-        info!(%transfer, blocks = n_blocks, awaited = quiet.awaited(), "blocks of a failed landing are quarantined");
-        let quarantine = lease.quarantine(quiet.awaited());
+        let unproven = self.lease.unproven();
+        let Some(first) = unproven.first() else { return drop(lease) };
+        let (awaited, n_blocks, transfer) = (first.awaited(), lease.n_blocks(), self.landing.transfer);
+        info!(%transfer, blocks = n_blocks, awaited, "blocks of a failed landing are quarantined");
+        let quarantine = lease.quarantine(awaited);
         let counted = self.metrics.quarantined(n_blocks);
         let _entered = self.runtime.enter();
         let release = async move {
-            if timeout(PROOF_IS_LATE_AFTER, quiet.proven()).await.is_err() {
-                warn!(%transfer, blocks = n_blocks, awaited = quiet.awaited(), "blocks of a failed landing are still quarantined");
-                quiet.proven().await;
+            let proven = all_proven(unproven);
+            tokio::pin!(proven);
+            if timeout(PROOF_IS_LATE_AFTER, &mut proven).await.is_err() {
+                warn!(%transfer, blocks = n_blocks, awaited, "blocks of a failed landing are still quarantined");
+                proven.await;
             }
             quarantine.release();
             drop(counted);
         };
         spawn_guarded(&self.gate, "quarantine", release).detach();
+    }
+
+    /// Drops the report when nothing is written any more.
+    fn report_when_quiet(&self, quiet: QuietReport) {
+        let unproven = self.lease.unproven();
+        if unproven.is_empty() {
+            return;
+        }
+        let _entered = self.runtime.enter();
+        let report = async move {
+            all_proven(unproven).await;
+            drop(quiet);
+        };
+        spawn_guarded(&self.gate, "quiet report", report).detach();
     }
 
     pub(crate) fn needs_proof(&self, quiet: Arc<dyn Quiet>) {
@@ -323,7 +438,12 @@ impl OpenLanding {
     /// Returns the numbers of verified pages and of wanted pages.
     pub(crate) fn received(&self) -> (usize, usize) {
         let progress = self.progress();
-        (progress.pages.n_verified(), progress.pages.total())
+        let n_lanes = self.lanes.get().map_or(1, Lanes::len);
+        let total = match self.elsewhere {
+            None => progress.pages.total(),
+            Some(_) => self.landing.wanted_pages() * n_lanes,
+        };
+        (progress.n_verified(), total)
     }
 
     /// Returns the result, if the landing has ended. `Arrived` is returned once.
@@ -341,6 +461,12 @@ impl OpenLanding {
 
     fn progress(&self) -> MutexGuard<'_, Progress> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+async fn all_proven(unproven: Vec<Arc<dyn Quiet>>) {
+    for quiet in unproven {
+        quiet.proven().await;
     }
 }
 

@@ -91,10 +91,6 @@ impl Landings {
         if parts.gate.is_closed() {
             return Err(TransferError::Closed);
         }
-        if parts.processes.is_some() {
-            let why = "a node of several processes only sends KV";
-            return Err(TransferError::SeveralProcesses(why.to_owned()));
-        }
         check_request(request, u32::from(layout.block_tokens))?;
         let n_blocks = layout.blocks_for(request.n_tokens as usize);
         let table = |group: GroupIdx| request.lease.table(group).get(..n_blocks).map(<[BlockIdx]>::to_vec);

@@ -58,6 +58,11 @@ impl Lanes {
         Ok(Self { all: all.into(), from_tp, to_tp })
     }
 
+    /// Returns the sender's number of ranks.
+    pub fn from_tp(&self) -> u16 {
+        self.from_tp
+    }
+
     /// Returns all lanes, in the order of the receiver's ranks.
     pub fn all(&self) -> &[Lane] {
         &self.all

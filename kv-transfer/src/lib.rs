@@ -11,7 +11,7 @@
 //! - the state of each page (`pages`) and its verification ([`digest`])
 //! - the sender's side (`outgoing`), and the threads that serve both sides (`wire_threads`)
 //! - the lanes between ranks ([`reshard`], [`lanes`]), and their bytes in memory (`runs`)
-//! - a node of several processes as a sender ([`processes`])
+//! - a node of several processes ([`processes`])
 //! - the wires ([`mod@connectors`]), the test suite of every wire (`conformance`), and fault injection ([`faults`])
 #![forbid(unsafe_code)]
 
@@ -47,11 +47,12 @@ pub use chunk_queue::{Chunk, ChunkQueue};
 pub use connector::{Auto, KvConnector, KvSender, WireKind};
 pub use connector_parts::ConnectorParts;
 pub use connectors::follower::FollowerStreams;
+pub use connectors::follower_landings::FollowerLandings;
 pub use connectors::{build, connectors};
 pub use error::TransferError;
 pub use faults::{Fault, FaultKind, Faults};
 pub use landings::LandRequest;
 pub use metrics::TransferMetrics;
-pub use processes::{OtherProcesses, PutOrder};
+pub use processes::{LandOrder, LandingEvent, LandingQueues, LandingReport, OtherProcesses, PutOrder, ReportLandings};
 pub use quiet::Quiet;
 pub use settings::{FrameSizes, HostSlots, HostSlotsOutOfRange, TransferSettings};

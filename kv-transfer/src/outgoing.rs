@@ -45,6 +45,10 @@ pub(crate) trait Wire: Debug + Send + Sync + 'static {
     ) -> Result<(), TransferError>;
     /// Reports to the receiver that everything was sent.
     async fn hand_off(&self, out: &Arc<Outgoing>, handoff: Handoff) -> Result<(), TransferError>;
+    /// Returns the process of the receiver that takes the KV of a layer (number in the model); `None` for its head.
+    fn process_of(&self, _layer: u16) -> Option<usize> {
+        None
+    }
     /// Notifies the peer that the transfer has ended. Never waits; called once per transfer, whatever the outcome.
     fn leave(&self, out: &Outgoing, unfinished: Option<&TransferError>);
 }
@@ -440,14 +444,15 @@ impl Pump {
         Ok(())
     }
 
-    /// Cuts a span into pieces of one process each. Each lane's part of a piece fits into one frame.
+    /// Cuts a span into pieces from one process to one process each. Each lane's part of a piece fits into one frame.
     fn cut(&self, span: &KvSpan) -> Vec<KvSpan> {
-        let Some(processes) = &self.processes else { return self.cut_of_one(span) };
         let layers = &self.out.landing.layout.group(span.group).layers;
-        split(span, layers, &**processes).iter().flat_map(|part| self.cut_of_one(part)).collect()
+        let from = |layer| self.processes.as_ref().and_then(|processes| processes.of_layer(layer));
+        let parts = split(span, layers, |layer| (from(layer), self.wire.process_of(layer)));
+        parts.iter().flat_map(|part| self.cut_of_one(part)).collect()
     }
 
-    /// Like [`cut`](Self::cut), for a span of one process.
+    /// Like [`cut`](Self::cut), for a span between one process of each side.
     fn cut_of_one(&self, span: &KvSpan) -> Vec<KvSpan> {
         let Outgoing { landing, lanes, .. } = &*self.out;
         let layers = &landing.layout.group(span.group).layers;

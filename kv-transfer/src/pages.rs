@@ -1,7 +1,8 @@
 //! The state of each page of a transfer: missing, on its way, or verified.
 //!
-//! A page is one layer's share of a block. Only wanted pages count; held pages are not part of the transfer. With
-//! several lanes, a page counts once for each lane that carries a part of it.
+//! A page is one layer's share of a block. Only wanted pages count; held pages are not part of the transfer, and those of
+//! other processes of the receiver are theirs to count. With several lanes, a page counts once for each lane that carries
+//! a part of it.
 
 use std::ops::Range;
 
@@ -20,36 +21,44 @@ pub(crate) const FRAME_DIGESTS_MAX: usize = 8192;
 struct PageIndex {
     wanted: Range<u32>,
     lanes: Lanes,
-    /// For each group, the number of layers in all earlier groups; at the end, the number of all layers.
-    layers_before: Vec<usize>,
+    /// For each group the numbers of its layers, counted over all groups; `None` for a layer of another process.
+    layers: Vec<Vec<Option<usize>>>,
+    n_layers: usize,
 }
 
 impl PageIndex {
-    fn of(landing: &Landing, lanes: Lanes) -> Self {
-        let mut layers_before = vec![0];
-        for group in &landing.layout.groups {
-            layers_before.push(layers_before[layers_before.len() - 1] + group.layers.len());
-        }
-        Self { wanted: landing.wanted_blocks(), lanes, layers_before }
+    fn of(landing: &Landing, lanes: Lanes, has_layer: impl Fn(GroupIdx, u16) -> bool) -> Self {
+        let mut n_layers = 0;
+        let mut number = |is_here: bool| {
+            n_layers += usize::from(is_here);
+            is_here.then(|| n_layers - 1)
+        };
+        let layout = &landing.layout;
+        let layers = layout.group_indices().map(|group| {
+            let n_layers = layout.group(group).layers.len() as u16;
+            (0..n_layers).map(|layer_pos| number(has_layer(group, layer_pos))).collect()
+        });
+        let layers = layers.collect();
+        Self { wanted: landing.wanted_blocks(), lanes, layers, n_layers }
     }
 
     fn n_pages(&self) -> usize {
-        self.wanted.len() * self.lanes.len() * self.layers_before[self.layers_before.len() - 1]
+        self.wanted.len() * self.lanes.len() * self.n_layers
     }
 
     fn contains(&self, span: &LaneSpan) -> bool {
-        let group = usize::from(span.group.0);
-        let Some(next) = self.layers_before.get(group + 1) else { return false };
-        let n_layers = next - self.layers_before[group];
+        let layers = span.layers.start.into()..span.layers.end.into();
+        let layers = self.layers.get(usize::from(span.group.0)).and_then(|of_group| of_group.get(layers));
         self.lanes.position(span.lane).is_some()
-            && usize::from(span.layers.end) <= n_layers
+            && layers.is_some_and(|layers| layers.iter().all(Option::is_some))
             && self.wanted.start <= span.blocks.start
             && span.blocks.end <= self.wanted.end
     }
 
-    /// Returns the page numbers of one layer of a span.
+    /// Returns the page numbers of one layer of a span, which the index contains.
     fn row(&self, lane: usize, group: GroupIdx, layer_pos: u16, blocks: &Range<u32>) -> Range<usize> {
-        let layer = self.layers_before[usize::from(group.0)] + usize::from(layer_pos);
+        let layer = self.layers[usize::from(group.0)][usize::from(layer_pos)];
+        let layer = layer.expect("a span is checked before its pages are looked up");
         let row = layer * self.lanes.len() + lane;
         let start = row * self.wanted.len() + (blocks.start - self.wanted.start) as usize;
         start..start + blocks.len()
@@ -77,8 +86,18 @@ pub(crate) struct Pages {
 }
 
 impl Pages {
+    /// Returns all wanted pages of a landing.
     pub(crate) fn of(landing: &Landing, lanes: Lanes) -> Self {
-        let index = PageIndex::of(landing, lanes);
+        Self::of_layers(landing, lanes, |_, _| true)
+    }
+
+    /// Returns the wanted pages of some layers, which are those of one process.
+    pub(crate) fn of_layers(
+        landing: &Landing,
+        lanes: Lanes,
+        has_layer: impl Fn(GroupIdx, u16) -> bool,
+    ) -> Self {
+        let index = PageIndex::of(landing, lanes, has_layer);
         let states = vec![PageState::Missing; index.n_pages()];
         Self { index, states, n_claimed: 0, n_verified: 0 }
     }

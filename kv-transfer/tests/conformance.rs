@@ -8,7 +8,7 @@ use std::sync::{Arc, LazyLock};
 use async_trait::async_trait;
 
 use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Make, Pair, layout};
-use baton_kv_transfer::conformance::processes::{FollowerPath, ProcessParts};
+use baton_kv_transfer::conformance::processes::{FollowerPath, ProcessParts, Side};
 use baton_kv_transfer::conformance::{
     conformance, conformance_of_processes, conformance_of_ranks, conformance_of_stages,
 };
@@ -113,6 +113,16 @@ async fn a_tcp_link_has_twice_as_many_streams_over_tls() {
 async fn several_processes_send_over_tls() {
     let make: Make = Arc::new(|parts| Box::pin(built("tcp", with_certificate(parts))));
     let mut parts = ProcessParts::new(NonZero::new(3).expect("some"), layout());
+    parts.followers = parts.followers.into_iter().map(with_certificate).collect();
+    let pair = parts.start(&make, Pair::new(&make).await).await;
+    pair.transfer(9 * BLOCK_TOKENS, 1).await;
+    pair.at_baseline().await;
+}
+
+#[tokio::test]
+async fn several_processes_receive_over_tls() {
+    let make: Make = Arc::new(|parts| Box::pin(built("tcp", with_certificate(parts))));
+    let mut parts = ProcessParts::of(Side::Decode, NonZero::new(3).expect("some"), layout());
     parts.followers = parts.followers.into_iter().map(with_certificate).collect();
     let pair = parts.start(&make, Pair::new(&make).await).await;
     pair.transfer(9 * BLOCK_TOKENS, 1).await;

@@ -13,11 +13,12 @@ use baton_kv_transfer::conformance::processes::{FollowerPath, ProcessParts};
 use baton_kv_transfer::connectors::names;
 use baton_kv_transfer::connectors::tcp::listen_double;
 use baton_kv_transfer::{
-    Fault, FaultKind, Faults, KvConnector, OtherProcesses, PutOrder, TransferError, build,
+    Fault, FaultKind, Faults, KvConnector, LandOrder, LandingEvent, OtherProcesses, PutOrder, TransferError,
+    build,
 };
 use kv_cache::{FenceSignal, LayerFence};
-use tokio::sync::Semaphore;
-use types::Epoch;
+use tokio::sync::{Semaphore, mpsc};
+use types::{Epoch, TransferId};
 
 use self::fake_peer::{in_time, make_tcp, tcp_pair};
 
@@ -78,6 +79,21 @@ impl OtherProcesses for HeldUp {
         self.permits.acquire().await.expect("it is never closed").forget();
         let Some(followers) = self.followers() else { return Err(TransferError::Closed) };
         followers.put(process, order).await
+    }
+
+    fn endpoint(&self, process: usize) -> String {
+        self.followers().map(|followers| followers.endpoint(process)).unwrap_or_default()
+    }
+
+    fn land(&self, process: usize, order: LandOrder) -> mpsc::Receiver<LandingEvent> {
+        let dead = || mpsc::channel(1).1;
+        self.followers().map_or_else(dead, |followers| followers.land(process, order))
+    }
+
+    fn end_landing(&self, process: usize, link: u64, transfer: TransferId) {
+        if let Some(followers) = self.followers() {
+            followers.end_landing(process, link, transfer);
+        }
     }
 
     fn close_link(&self, link: u64) {
@@ -260,7 +276,7 @@ async fn refused(pair: &Pair) -> TransferError {
 }
 
 #[tokio::test]
-async fn only_tcp_sends_for_several_processes() {
+async fn only_tcp_serves_several_processes() {
     let parts = parts_of(2);
     let mut head = parts.head.clone();
     head.processes = Some(parts.start_followers().await);
@@ -272,16 +288,7 @@ async fn only_tcp_sends_for_several_processes() {
         }
         let error = built.expect_err("it does not");
         let expected =
-            format!("{name} does not send KV of a node of several processes: set connectors to tcp");
+            format!("{name} does not move KV of a node of several processes: set connectors to tcp");
         assert_eq!(error.to_string(), expected);
     }
-}
-
-#[tokio::test]
-async fn a_node_of_several_processes_grants_no_landing() {
-    let pair = pair_of(parts_of(2)).await;
-    let request = pair.request(pair.prefill.room(N_TOKENS), N_TOKENS, 0);
-    let error = pair.prefill.connector.land(request).map(|_| ()).expect_err("it only sends");
-    assert_eq!(error.to_string(), "a node of several processes only sends KV");
-    in_time(pair.at_baseline()).await;
 }

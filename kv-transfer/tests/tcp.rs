@@ -155,7 +155,7 @@ async fn silent_receiver(listener: &TcpListener, landing: &Landing, says_that_it
     let mut peer = FakePeer { socket: listener.accept().await.expect("it connects").0 };
     assert!(matches!(peer.hear().await, Some(Body::Hello(_))));
     let (node, epoch) = (landing.node.clone(), landing.epoch);
-    peer.say(Body::Welcome { version: 3, node, epoch }).await;
+    peer.say(Body::Welcome { version: 3, node, epoch, others: Vec::new() }).await;
     assert!(matches!(peer.hear().await, Some(Body::Open(_))));
     peer.say_of(landing.transfer, Body::Accepted).await;
     let mut alive = tokio::time::interval(Duration::from_millis(20));

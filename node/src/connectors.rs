@@ -82,12 +82,6 @@ impl Connectors {
         Ok(Self::of(host.into(), best_first.into(), missing.into()))
     }
 
-    /// Returns no connectors, with the reason against each.
-    pub(crate) fn none(host: &str, why: &str) -> Self {
-        let missing = |wire: &WireKind| MissingWire { scheme: Scheme::new(wire.name), why: why.to_owned() };
-        Self::of(host.into(), [].into(), automatic().map(missing).collect())
-    }
-
     fn of(host: Arc<str>, best_first: Arc<[Arc<dyn KvConnector>]>, missing: Arc<[MissingWire]>) -> Self {
         Self { host, best_first, missing, fallbacks: Arc::default() }
     }
@@ -115,11 +109,6 @@ impl Connectors {
     /// Returns all connectors, best first.
     pub fn all(&self) -> &[Arc<dyn KvConnector>] {
         &self.best_first
-    }
-
-    /// Returns whether KV can be sent to this node. It cannot if a node that decodes has several processes.
-    pub fn receives_kv(&self) -> bool {
-        !self.best_first.is_empty()
     }
 
     pub fn by_scheme(&self, scheme: &Scheme) -> Option<Arc<dyn KvConnector>> {

@@ -210,7 +210,7 @@ impl Node<'_> {
     ) -> Result<LifeEnd, NodeError> {
         let (used_bytes, world, metrics) = (backend.used_bytes(), self.world.clone(), &self.metrics);
         let (memory, group) = (backend.memory().clone(), self.group.clone());
-        let of_backend = BackendParts { model: backend.model(), memory, group, role: self.role };
+        let of_backend = BackendParts { model: backend.model(), memory, group };
         let wired = match NodeWithoutWorker::bind(&self.id, self.config, of_backend, &world, metrics).await {
             Ok(wired) => wired,
             Err(why) => match waiting.take() {

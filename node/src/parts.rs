@@ -9,7 +9,7 @@ use kv_transfer::{ConnectorParts, Faults};
 use scheduler::{Driver, WorkerHandle, WorkerParts, WorkerThread};
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
-use types::{Epoch, ModelInfo, NodeId, Role};
+use types::{Epoch, ModelInfo, NodeId};
 
 use crate::config::NodeConfig;
 use crate::connectors::Connectors;
@@ -82,13 +82,9 @@ pub(crate) struct NodeWithoutWorker {
 pub(crate) struct BackendParts<'a> {
     pub(crate) model: &'a ModelInfo,
     pub(crate) memory: KvMemory,
-    /// The other processes of the node, if there are any. Such a node keeps its role.
+    /// The other processes of the node, if there are any.
     pub(crate) group: Option<Arc<Group>>,
-    pub(crate) role: Role,
 }
-
-/// Why a node that decodes offers no connectors.
-const NO_LANDINGS: &str = "a node of several processes receives no KV";
 
 impl NodeWithoutWorker {
     /// Makes an epoch and starts the connectors. Errors may be temporary, such as a port that another process
@@ -100,14 +96,10 @@ impl NodeWithoutWorker {
         world: &World,
         metrics: &ProcessMetrics,
     ) -> Result<Self, NodeError> {
-        let BackendParts { model, memory, group, role } = backend;
+        let BackendParts { model, memory, group } = backend;
         let model = Arc::new(described(model, config, world));
         let epoch = group.as_ref().map_or_else(|| world.epoch(), |group| group.epoch());
         let (host, wires) = (Arc::<str>::from(host_id()), Gate::new("wires"));
-        if group.is_some() && role.decodes() {
-            let connectors = Connectors::none(&host, NO_LANDINGS);
-            return Ok(Self { epoch, host, model, connectors, wires });
-        }
         let parts = ConnectorParts {
             node: id.clone(),
             epoch,

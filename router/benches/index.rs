@@ -179,11 +179,7 @@ fn info(id: &str, role: Role) -> NodeInfo {
         host: "h".to_owned(),
         address: "a".to_owned(),
         admin: "b".to_owned(),
-        wires: vec![types::WireAddress {
-            scheme: types::Scheme::new("tcp"),
-            endpoint: "a:1".to_owned(),
-            within_host: false,
-        }],
+        wires: vec![],
         without: vec![],
         model: ModelInfo {
             name: "m".to_owned(),

@@ -488,14 +488,8 @@ impl<'a> Attempts<'a> {
                 return Err(ServeError::NoNodes { reason: format!("{reason} (waited {waited_ms} ms)") });
             }
             self.rest().await;
-            match self.choose(ask, &[], draw) {
-                Ok(decision) => return Ok(decision),
-                // A decode node can compute the prompt again.
-                Err(reason @ NoRoute::NoReceiver) => {
-                    let (kind, reason) = (RefusalKind::Mismatch, reason.to_string());
-                    return Err(ServeError::Refused { kind, reason });
-                }
-                Err(NoRoute::NoDecode) => {}
+            if let Ok(decision) = self.choose(ask, &[], draw) {
+                return Ok(decision);
             }
         }
     }

@@ -36,13 +36,6 @@ pub struct NodeInfo {
     pub protocol: ProtocolRange,
 }
 
-impl NodeInfo {
-    /// Returns whether other nodes can send KV to this one. A decode node without connectors computes its prompts itself.
-    pub fn receives_kv(&self) -> bool {
-        !self.wires.is_empty()
-    }
-}
-
 /// A connector that a node does not offer, with the reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MissingWire {

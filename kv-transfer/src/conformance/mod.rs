@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use self::node::{Make, Pair, StagesAndRanks, layout, spread_layout};
-use self::processes::{FollowerPath, ProcessParts};
+use self::processes::{FollowerPath, ProcessParts, Side};
 use crate::connector::KvConnector;
 use crate::connector_parts::ConnectorParts;
 
@@ -188,8 +188,9 @@ pub async fn conformance_between<F>(
 }
 
 const TWO: NonZero<u16> = NonZero::new(2).expect("two is not zero");
+const THREE: NonZero<u16> = NonZero::new(3).expect("three is not zero");
 
-/// Prefill nodes with a process for each stage.
+/// Nodes with a process for each stage; the other node of the pair has one process.
 pub const PROCESSES: &[Sides] = &[
     (StagesAndRanks::new(2, 1), StagesAndRanks::new(2, 1)),
     (StagesAndRanks::new(3, 1), StagesAndRanks::new(1, 1)),
@@ -199,8 +200,8 @@ pub const PROCESSES: &[Sides] = &[
     (StagesAndRanks::new(2, 2), StagesAndRanks::new(2, 4)),
 ];
 
-/// Runs every case with a prefill node of two processes, and those that depend on stages and ranks for each pair of nodes
-/// in [`PROCESSES`].
+/// Runs every case with a node of two processes on one side, then on both, and those that depend on stages and ranks for
+/// each pair of nodes in [`PROCESSES`], in both directions.
 ///
 /// # Panics
 /// Like [`conformance`].
@@ -211,20 +212,33 @@ pub async fn conformance_of_processes<F>(
     F: Future<Output = Arc<dyn KvConnector>> + Send + 'static,
 {
     let make: Make = Arc::new(move |parts| Box::pin(make(parts)));
-    let of_two = || async {
-        let parts = ProcessParts { follower_path, ..ProcessParts::new(TWO, layout()) };
-        parts.start(&make, Pair::new(&make).await).await
+    let start = async |side, n_processes, layout, pair| {
+        let parts = ProcessParts { follower_path, ..ProcessParts::of(side, n_processes, layout) };
+        parts.start(&make, pair).await
     };
-    whole_suite(WHOLE_SUITE, of_two).await;
-    for (prefill, decode) in PROCESSES {
-        tracing::info!(?prefill, ?decode, "conformance suite starts with these processes and ranks");
-        let one_stage = StagesAndRanks::new(1, prefill.tp_size);
-        let of_processes = || async {
-            let parts = ProcessParts::new(prefill.n_stages, spread_layout(prefill.tp_size));
-            let parts = ProcessParts { follower_path, ..parts };
-            parts.start(&make, Pair::between(&make, one_stage, *decode).await).await
+    whole_suite(WHOLE_SUITE, || async { start(Side::Prefill, TWO, layout(), Pair::new(&make).await).await })
+        .await;
+    whole_suite(WHOLE_SUITE, || async { start(Side::Decode, TWO, layout(), Pair::new(&make).await).await })
+        .await;
+    let both = || async {
+        let pair = start(Side::Prefill, TWO, layout(), Pair::new(&make).await).await;
+        start(Side::Decode, THREE, layout(), pair).await
+    };
+    whole_suite(WHOLE_SUITE, both).await;
+    for (several, other) in PROCESSES {
+        tracing::info!(?several, ?other, "conformance suite starts with these processes and ranks");
+        let one_stage = StagesAndRanks::new(1, several.tp_size);
+        let layout = || spread_layout(several.tp_size);
+        let to_one = || async {
+            let pair = Pair::between(&make, one_stage, *other).await;
+            start(Side::Prefill, several.n_stages, layout(), pair).await
         };
-        suite_of_ranks(of_processes).await;
+        suite_of_ranks(to_one).await;
+        let from_one = || async {
+            let pair = Pair::between(&make, *other, one_stage).await;
+            start(Side::Decode, several.n_stages, layout(), pair).await
+        };
+        suite_of_ranks(from_one).await;
     }
 }
 

@@ -266,10 +266,10 @@ impl Node {
 
     /// Drops the connector, and waits until the node's tasks have ended.
     async fn ends(self) {
-        let Self { parts, connector, .. } = self;
-        drop(connector);
-        let closed = parts.gate.close(here(BASELINE_WITHIN)).await;
-        closed.unwrap_or_else(|held| panic!("{}: {held:?}", parts.node));
+        let Self { parts: ConnectorParts { node, gate, processes, .. }, connector, .. } = self;
+        drop((connector, processes));
+        let closed = gate.close(here(BASELINE_WITHIN)).await;
+        closed.unwrap_or_else(|held| panic!("{node}: {held:?}"));
     }
 
     pub fn is_at_baseline(&self) -> bool {

@@ -10,7 +10,7 @@ use types::in_full;
 
 use super::gpu::double::DoubleStaging;
 use super::gpu::staging::{HostStaging, of_cards};
-use super::link::connect::{STREAMS_MAX, StreamParams};
+use super::link::connect::{Met, STREAMS_MAX, StreamParams};
 use super::link::frame::{FrameError, PAYLOAD_BYTES_MAX};
 use super::link::span_out::PagesOut;
 use super::link::stream::{FrameHalves, FrameReader, FrameWriter};
@@ -26,7 +26,7 @@ use crate::quiet::Quiet as _;
 /// Limit of links that this process has a stream of.
 const LINKS_MAX: usize = 4096;
 
-/// The streams of a follower: at most one for each link of the head. Dropping it closes all of them.
+/// The streams of a follower: at most one for each link of the head and process of its receiver. Dropping it closes all of them.
 #[derive(Debug)]
 pub struct FollowerStreams {
     parts: ConnectorParts,
@@ -39,13 +39,20 @@ pub struct FollowerStreams {
 #[derive(Debug, Default)]
 struct Links {
     /// Held for a look-up, never across an await.
-    open: Mutex<HashMap<u64, Arc<FollowerLink>>>,
+    open: Mutex<HashMap<LinkKey, Arc<FollowerLink>>>,
 }
 
-/// This process's stream of one link.
+/// One process of the receiver of a link.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct LinkKey {
+    link: u64,
+    endpoint: String,
+}
+
+/// This process's stream of one link, to one process of the receiver.
 #[derive(Debug)]
 struct FollowerLink {
-    id: u64,
+    key: LinkKey,
     /// A link has slots of its own, as at the head, so that a slow receiver holds no slot of another link. The setting
     /// limits their number.
     sockets: Sockets,
@@ -91,7 +98,7 @@ impl FollowerStreams {
     /// writes closes the stream, and with it the link.
     pub async fn put(&self, order: PutOrder) -> Result<(), TransferError> {
         let lanes = self.check(&order)?;
-        let link = self.link(order.link)?;
+        let link = self.link(&order)?;
         let (pages, reads) = (order.pages(&lanes), Arc::default());
         let put = async {
             let filled = link.sockets.gather(&self.parts, pages, &reads).await?;
@@ -105,9 +112,9 @@ impl FollowerStreams {
         put.inspect_err(|error| self.links.close(&link, error.clone()))
     }
 
-    /// Closes the stream of a link, and fails the puts on it. Never waits.
+    /// Closes the streams of a link, and fails the puts on them. Never waits.
     pub fn close_link(&self, link: u64) {
-        if let Some(link) = self.links.open().remove(&link) {
+        for (_, link) in self.links.open().extract_if(|key, _| key.link == link) {
             link.close(TransferError::Closed);
         }
     }
@@ -162,9 +169,9 @@ impl FollowerStreams {
     }
 
     /// Returns a link, which is made if it is new.
-    fn link(&self, id: u64) -> Result<Arc<FollowerLink>, TransferError> {
+    fn link(&self, order: &PutOrder) -> Result<Arc<FollowerLink>, TransferError> {
         let sockets = || Sockets::new(self.parts.world.clone(), self.staged.as_ref());
-        self.links.link(id, sockets)
+        self.links.link(LinkKey { link: order.link, endpoint: order.endpoint.clone() }, sockets)
     }
 
     /// Writes the frame of an order, after the frames that were gathered earlier. Connects the stream first if it is new.
@@ -194,7 +201,7 @@ impl FollowerStreams {
     ) -> Result<FrameWriter, TransferError> {
         let (endpoint, parts, send_path) = (&*order.endpoint, &self.parts, &link.sockets);
         let params = StreamParams { endpoint, parts, send_path, link: order.link };
-        let (peer, FrameHalves { reader, writer }) = params.stream(order.stream).await?;
+        let (Met { peer, .. }, FrameHalves { reader, writer }) = params.stream(order.stream).await?;
         info!(peer = %peer.node, endpoint, stream = order.stream, "stream of this process's KV to peer opened");
         let (links, link) = (Arc::clone(&self.links), Arc::clone(link));
         let read = async move {
@@ -228,18 +235,18 @@ impl Links {
     /// Returns a link, which is made with `sockets` if it is new.
     fn link(
         &self,
-        id: u64,
+        key: LinkKey,
         sockets: impl FnOnce() -> Result<Sockets, TransferError>,
     ) -> Result<Arc<FollowerLink>, TransferError> {
         let mut open = self.open();
-        if let Some(link) = open.get(&id) {
+        if let Some(link) = open.get(&key) {
             return Ok(Arc::clone(link));
         }
         if open.len() >= LINKS_MAX {
             return Err(TransferError::TooMany);
         }
-        let link = Arc::new(FollowerLink::new(id, sockets()?));
-        open.insert(id, Arc::clone(&link));
+        let link = Arc::new(FollowerLink::new(key.clone(), sockets()?));
+        open.insert(key, Arc::clone(&link));
         Ok(link)
     }
 
@@ -247,20 +254,20 @@ impl Links {
     fn close(&self, link: &Arc<FollowerLink>, why: TransferError) {
         link.close(why);
         let mut open = self.open();
-        if open.get(&link.id).is_some_and(|known| Arc::ptr_eq(known, link)) {
-            open.remove(&link.id);
+        if open.get(&link.key).is_some_and(|known| Arc::ptr_eq(known, link)) {
+            open.remove(&link.key);
         }
     }
 
-    fn open(&self) -> MutexGuard<'_, HashMap<u64, Arc<FollowerLink>>> {
+    fn open(&self) -> MutexGuard<'_, HashMap<LinkKey, Arc<FollowerLink>>> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl FollowerLink {
-    fn new(id: u64, sockets: Sockets) -> Self {
+    fn new(key: LinkKey, sockets: Sockets) -> Self {
         let (why_closed, closed) = (OnceLock::new(), CancellationToken::new());
-        Self { id, sockets, writer: tokio::sync::Mutex::default(), why_closed, closed }
+        Self { key, sockets, writer: tokio::sync::Mutex::default(), why_closed, closed }
     }
 
     /// Ends the stream, its reader and all puts on it. The first reason is kept.

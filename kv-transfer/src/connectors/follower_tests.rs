@@ -77,12 +77,12 @@ async fn a_stream_that_cannot_be_connected_leaves_nothing() {
 async fn links_are_bounded() {
     let (follower, order) = follower().await;
     for id in 100..100 + LINKS_MAX as u64 {
-        follower.link(id).expect("there is room");
+        follower.link(&PutOrder { link: id, ..order.clone() }).expect("there is room");
     }
-    let error = follower.put(order).await.expect_err("too many");
+    let error = follower.put(order.clone()).await.expect_err("too many");
     assert!(matches!(error, TransferError::TooMany), "{error}");
     follower.close_link(100);
-    follower.link(7).expect("there is room again");
+    follower.link(&PutOrder { link: 7, ..order.clone() }).expect("there is room again");
 }
 
 // === slots ===
@@ -184,7 +184,7 @@ async fn fill_all(follower: &FollowerStreams, link: &FollowerLink, order: &PutOr
 async fn a_put_outlasts_the_copy_job_that_reads_its_pages() {
     for gathers in [Gathers::WaitForCopyJob, Gathers::Fail] {
         let (follower, gpu, order) = follower_with(2, gathers).await;
-        let link = follower.link(order.link).expect("there is room");
+        let link = follower.link(&order).expect("there is room");
         let mut put = Box::pin(follower.put(order.clone()));
         let ends = async {
             gpu.started(1).await;

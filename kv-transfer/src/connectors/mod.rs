@@ -2,6 +2,7 @@
 
 pub mod cuda_ipc;
 pub(crate) mod follower;
+pub(crate) mod follower_landings;
 #[cfg(any(test, feature = "test-support"))]
 pub mod flaky;
 mod gpu;
@@ -46,18 +47,18 @@ pub fn names() -> Vec<&'static str> {
     WIRES.iter().map(|wire| wire.name).collect()
 }
 
-/// Refuses a connector that does not send the KV of a node of several processes.
+/// Refuses a connector that does not move the KV of a node of several processes.
 fn check_processes(wire: &WireKind, parts: &ConnectorParts) -> Result<(), TransferError> {
     let Some(processes) = &parts.processes else { return Ok(()) };
     if wire.name != tcp::SCHEME {
         let name = wire.name;
         return Err(TransferError::SeveralProcesses(format!(
-            "{name} does not send KV of a node of several processes: set connectors to tcp"
+            "{name} does not move KV of a node of several processes: set connectors to tcp"
         )));
     }
     if processes.n_processes() >= usize::from(STREAMS_MAX) {
         return Err(TransferError::SeveralProcesses(format!(
-            "tcp sends KV of at most {STREAMS_MAX} processes, and the node has {}",
+            "tcp moves KV of at most {STREAMS_MAX} processes, and the node has {}",
             processes.n_processes() + 1
         )));
     }

@@ -71,28 +71,9 @@ pub(super) async fn listen_with(
     parts: ConnectorParts,
     staging: Option<Arc<dyn HostStaging>>,
 ) -> Result<Arc<LinkConnector>, TransferError> {
-    let addr = &parts.settings.listen;
-    let refused = |source| TransferError::Listen { addr: addr.clone(), source: Arc::new(source) };
-    let listener = parts.world.net().listen(addr).await.map_err(refused)?;
-    let port = listener.local_addr().map_err(refused)?.port();
-    let endpoint = format!("{}:{port}", advertised_host(&parts));
-    over(listener, endpoint, parts, staging).await
-}
-
-/// Serves an address that is already bound.
-async fn over(
-    listener: Box<dyn Listener>,
-    endpoint: String,
-    mut parts: ConnectorParts,
-    staging: Option<Arc<dyn HostStaging>>,
-) -> Result<Arc<LinkConnector>, TransferError> {
-    let staged = Staged::check(staging, &mut parts).await?;
-    if parts.world.identity().tls().is_some() {
-        parts.settings.streams = parts.settings.streams.saturating_mul(TLS_STREAMS);
-    }
-    let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint, within_host: false };
+    let Bound { port, address, parts } = bind(parts, staging).await?;
     info!(endpoint = address.endpoint, "tcp connector listens");
-    let port = Port { listener, world: parts.world.clone(), staged: staged.clone() };
+    let staged = port.staged.clone();
     let send_path =
         move |parts: &ConnectorParts| Ok(Arc::new(Sockets::new(parts.world.clone(), staged.as_ref())?) as _);
     Ok(LinkConnector::start(
@@ -102,6 +83,33 @@ async fn over(
         Box::new(port),
         Box::new(send_path),
     ))
+}
+
+/// A port that is open, and what its links are made with.
+#[derive(Debug)]
+pub(super) struct Bound {
+    pub(super) port: Port,
+    pub(super) address: WireAddress,
+    pub(super) parts: ConnectorParts,
+}
+
+/// Opens the port of the settings.
+pub(super) async fn bind(
+    mut parts: ConnectorParts,
+    staging: Option<Arc<dyn HostStaging>>,
+) -> Result<Bound, TransferError> {
+    let addr = &parts.settings.listen;
+    let refused = |source| TransferError::Listen { addr: addr.clone(), source: Arc::new(source) };
+    let listener = parts.world.net().listen(addr).await.map_err(refused)?;
+    let port = listener.local_addr().map_err(refused)?.port();
+    let endpoint = format!("{}:{port}", advertised_host(&parts));
+    let staged = Staged::check(staging, &mut parts).await?;
+    if parts.world.identity().tls().is_some() {
+        parts.settings.streams = parts.settings.streams.saturating_mul(TLS_STREAMS);
+    }
+    let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint, within_host: false };
+    let port = Port { listener, world: parts.world.clone(), staged };
+    Ok(Bound { port, address, parts })
 }
 
 /// Makes the slots of each end of a link.
@@ -135,7 +143,7 @@ impl Staged {
 
 /// A listening port of this wire.
 #[derive(Debug)]
-struct Port {
+pub(super) struct Port {
     listener: Box<dyn Listener>,
     world: World,
     /// `None` if the processor copies the KV.

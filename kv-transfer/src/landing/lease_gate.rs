@@ -1,6 +1,6 @@
-//! The gate over a landing's lease: open for writers until the landing ends.
+//! The gate over a landing's blocks: open for writers until the landing ends.
 //!
-//! A writer passes it for one attempt. Closing it waits for the attempts in progress and takes the lease out, so no
+//! A writer passes it for one attempt. Closing it waits for the attempts in progress and takes the blocks out, so no
 //! page of a closed landing is borrowed. Device copies continue outside of the gate and are counted.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
@@ -9,27 +9,36 @@ use chassis::guards::{Guard, stands};
 use kv_cache::BlockLease;
 
 use crate::pending_copies::{PendingCopies, PendingCopy};
+use crate::processes::QuietReport;
 use crate::quiet::Quiet;
 
-/// The gate over a landing's lease: open for writers until the landing ends.
+/// The blocks that a landing fills.
+#[derive(Debug)]
+pub(super) enum LandingBlocks {
+    Leased(BlockLease),
+    /// Another process of this node has the lease. It waits for the report.
+    OfHead(QuietReport),
+}
+
+/// The gate over a landing's blocks: open for writers until the landing ends.
 #[derive(Debug)]
 pub(super) struct LeaseGate {
-    /// Writers hold it shared, and check that the lease is in it. The code that ends the landing takes the lease out.
+    /// Writers hold it shared, and check that the blocks are in it. The code that ends the landing takes them out.
     /// The lock is held for one attempt to copy, never across an await.
-    lease: RwLock<Option<BlockLease>>,
+    blocks: RwLock<Option<LandingBlocks>>,
     /// The lock is held for one attempt to copy if several lanes write into the same pages, because a page is
     /// borrowed as a whole.
     turn: Mutex<()>,
     /// Counts the copies that a GPU of this node makes outside of the lock.
     pending_copies: Arc<PendingCopies>,
-    /// The proof of quiet, for a wire where the peer's device writes.
+    /// The proof of quiet, if others write too: the peer's device, or other processes of this node.
     quiet: OnceLock<Arc<dyn Quiet>>,
 }
 
 impl LeaseGate {
-    pub(super) fn new(lease: BlockLease) -> Self {
+    pub(super) fn new(blocks: LandingBlocks) -> Self {
         Self {
-            lease: RwLock::new(Some(lease)),
+            blocks: RwLock::new(Some(blocks)),
             turn: Mutex::default(),
             pending_copies: Arc::default(),
             quiet: OnceLock::new(),
@@ -38,8 +47,8 @@ impl LeaseGate {
 
     /// Runs `attempt` while the gate is open; returns `None` once it is closed.
     pub(super) fn while_open<T>(&self, attempt: impl FnOnce() -> T) -> Option<T> {
-        let lease = self.lease.read().unwrap_or_else(PoisonError::into_inner);
-        (lease.is_some() || !stands(Guard::Quiet)).then(attempt)
+        let blocks = self.blocks.read().unwrap_or_else(PoisonError::into_inner);
+        (blocks.is_some() || !stands(Guard::Quiet)).then(attempt)
     }
 
     /// Like [`while_open`](Self::while_open), but one attempt at a time.
@@ -53,20 +62,19 @@ impl LeaseGate {
         self.pending_copies.begin()
     }
 
-    /// Closes the gate to writers, after the attempts in progress have ended. The first call returns the lease.
-    pub(super) fn close(&self) -> Option<BlockLease> {
-        self.lease.write().unwrap_or_else(PoisonError::into_inner).take()
+    /// Closes the gate to writers, after the attempts in progress have ended. The first call returns the blocks.
+    pub(super) fn close(&self) -> Option<LandingBlocks> {
+        self.blocks.write().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     pub(super) fn needs_proof(&self, quiet: Arc<dyn Quiet>) {
         assert!(self.quiet.set(quiet).is_ok(), "a landing has one proof of quiet");
     }
 
-    /// Returns the proof that is outstanding, if any: for writes of the peer's device, or for copies by this
-    /// node's GPUs.
-    pub(super) fn unproven(&self) -> Option<Arc<dyn Quiet>> {
+    /// Returns the proofs that are outstanding: for copies by this process's GPUs, and for what others write.
+    pub(super) fn unproven(&self) -> Vec<Arc<dyn Quiet>> {
         let ours: Arc<dyn Quiet> = Arc::clone(&self.pending_copies) as _;
-        let of_wire = self.quiet.get().map_or(ours, Arc::clone);
-        (!of_wire.revoke()).then_some(of_wire)
+        let all = std::iter::once(ours).chain(self.quiet.get().cloned());
+        all.filter(|quiet| !quiet.revoke()).collect()
     }
 }

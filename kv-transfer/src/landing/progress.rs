@@ -2,6 +2,7 @@
 
 use std::fmt::Debug;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::time::Instant;
 use types::{Handoff, TransferId};
@@ -24,15 +25,28 @@ pub(super) struct Progress {
     pub(super) first_byte: Option<Instant>,
     pub(super) bytes: u64,
     pub(super) handoff: Option<Handoff>,
+    /// Whether each other process of this node has verified all pages of its layers.
+    landed: Vec<bool>,
+    /// The number of pages that other processes have verified.
+    pages_elsewhere: usize,
     pub(super) opener: Option<Arc<dyn Opener>>,
     pub(super) outcome: Option<Outcome>,
+}
+
+/// What another process of this node has received of a landing.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LandedElsewhere {
+    pub(crate) pages: u32,
+    pub(crate) bytes: u64,
+    /// The time from the first byte to the last.
+    pub(crate) moved: Duration,
 }
 
 /// How a landing ended.
 #[derive(Debug)]
 pub(crate) enum Outcome {
     Arrived(ArrivedKv),
-    /// The landing succeeded, and its arrival has the KV already.
+    /// The landing succeeded, and its arrival or the head has the KV already.
     Taken,
     Failed(TransferError),
 }
@@ -49,8 +63,34 @@ pub enum Claim {
 // === impl Progress ===
 
 impl Progress {
-    pub(super) fn new(pages: Pages) -> Self {
-        Self { pages, first_byte: None, bytes: 0, handoff: None, opener: None, outcome: None }
+    /// `n_others` is the number of other processes that take KV of their layers.
+    pub(super) fn new(pages: Pages, n_others: usize) -> Self {
+        let landed = vec![false; n_others];
+        Self {
+            pages,
+            first_byte: None,
+            bytes: 0,
+            handoff: None,
+            landed,
+            pages_elsewhere: 0,
+            opener: None,
+            outcome: None,
+        }
+    }
+
+    /// Notes that another process of this node has verified all pages of its layers.
+    pub(super) fn landed_elsewhere(&mut self, process: usize, landed: &LandedElsewhere) {
+        let LandedElsewhere { pages, bytes, moved } = *landed;
+        if std::mem::replace(&mut self.landed[process], true) {
+            return;
+        }
+        self.pages_elsewhere += pages as usize;
+        self.bytes += bytes;
+        let now = Instant::now();
+        let first = now.checked_sub(moved).unwrap_or(now);
+        if bytes > 0 {
+            self.first_byte = Some(self.first_byte.map_or(first, |ours| ours.min(first)));
+        }
     }
 
     /// Registers the sender, once.
@@ -75,9 +115,23 @@ impl Progress {
         Claim::Write
     }
 
-    /// Returns whether all pages are verified and the handoff has come.
-    pub(super) fn is_whole(&self) -> bool {
-        self.pages.all_verified() && self.handoff.is_some()
+    /// Returns the bytes that have come, and the time from the first one until now; no time if nothing was sent.
+    pub(super) fn moved(&self) -> (u64, Duration) {
+        (self.bytes, self.first_byte.map(|first| first.elapsed()).unwrap_or_default())
+    }
+
+    /// Returns the number of verified pages of all processes.
+    pub(super) fn n_verified(&self) -> usize {
+        self.pages.n_verified() + self.pages_elsewhere
+    }
+
+    pub(super) fn has_landed(&self, process: usize) -> bool {
+        self.landed[process]
+    }
+
+    /// Returns whether all pages of all processes are verified.
+    pub(super) fn all_verified(&self) -> bool {
+        self.pages.all_verified() && self.landed.iter().all(|landed| *landed)
     }
 
     /// Returns the outcome, if the landing has ended. `Arrived` is returned once.

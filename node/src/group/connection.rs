@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bytes::{Buf, Bytes, BytesMut};
 use chassis::guards::{self, Guard};
-use chassis::{StreamReader, StreamWriter};
+use chassis::{Gate, StreamReader, StreamWriter, spawn_guarded};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
@@ -19,6 +19,9 @@ const HEADER_BYTES: usize = size_of::<u32>() + size_of::<u64>();
 const READ_BYTES: usize = 64 << 10;
 /// Limit of messages that wait to be written.
 pub(super) const QUEUED_MAX: usize = 256;
+/// Limit of messages about landings that wait to be queued: a landing has at most four, and then only pages that arrived
+/// wrong.
+const ABOUT_LANDINGS_MAX: usize = 64 << 10;
 /// The interval of heartbeats.
 const ALIVE_EVERY: Duration = Duration::from_secs(1);
 /// A side that sends nothing for this long is lost, and so is one that reads nothing.
@@ -37,6 +40,20 @@ pub(super) type Outgoing = mpsc::Sender<Written>;
 /// Makes the queue of messages of a connection.
 pub(super) fn outgoing() -> (Outgoing, mpsc::Receiver<Written>) {
     mpsc::channel(QUEUED_MAX)
+}
+
+/// Makes a long queue in front of a connection's, for those who may not wait. Its messages keep their order.
+pub(super) fn in_front(out: Outgoing, gate: &Gate) -> Outgoing {
+    let (front, mut queue) = mpsc::channel(ABOUT_LANDINGS_MAX);
+    let forward = async move {
+        while let Some(message) = queue.recv().await {
+            if out.send(message).await.is_err() {
+                return;
+            }
+        }
+    };
+    spawn_guarded(gate, "messages about landings", forward).detach();
+    front
 }
 
 /// The reading half of a connection.

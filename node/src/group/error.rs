@@ -24,7 +24,7 @@ pub enum GroupError {
     Stage,
     #[error("open the model's stage")]
     Open(#[source] OpenError),
-    #[error("send KV of this stage")]
+    #[error("move KV of this stage")]
     Transfer(#[source] TransferError),
     #[error("start a compute thread")]
     Thread(#[source] io::Error),

@@ -1,4 +1,4 @@
-//! A follower: computes one stage of a node for its head, and sends the KV of its layers.
+//! A follower: computes one stage of a node for its head, and sends and receives the KV of its layers.
 
 use std::future::pending;
 use std::ops::Range;
@@ -12,17 +12,23 @@ use chassis::{Gate, Shutdown, Stream, World, spawn_guarded};
 use engine::process::PreparedStage;
 use engine::remote::{StageInput, StageProcess};
 use kv_cache::{FenceSignal, LayerFence};
-use kv_transfer::{ConnectorParts, Faults, FollowerStreams, PutOrder, TransferMetrics};
+use kv_transfer::{
+    ConnectorParts, Faults, FollowerLandings, FollowerStreams, LandOrder, LandingReport, PutOrder,
+    ReportLandings, TransferMetrics,
+};
 use proto::v1;
 use tokio::runtime::Handle;
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{info, warn};
 use types::{Epoch, NodeId, in_full};
 
-use super::connection::{MessageReader, MessageWriter, Outgoing, QUEUED_MAX, SILENT_MAX, outgoing};
+use super::connection::{
+    MessageReader, MessageWriter, Outgoing, QUEUED_MAX, SILENT_MAX, in_front, outgoing,
+};
 use super::error::GroupError;
 use super::messages::{
-    OfFollower, OfHead, from_follower, input, loaded_message, output_message, parts_of, results_from_follower,
+    OfFollower, OfHead, ended_kv, from_follower, input, loaded_message, output_message, parts_of, results_from_follower,
 };
 use super::{blocking, common_settings, prepare};
 use crate::config::NodeConfig;
@@ -135,9 +141,7 @@ async fn open(
     info!(head, place, blocks = accepted.n_blocks, "process has joined its head");
     let n_blocks = accepted.n_blocks;
     let stage = blocking(move || prepared.open(n_blocks)).await?;
-    let loaded = loaded_message(&stage.loaded().weights);
-    out.send(from_follower(OfFollower::Loaded(loaded))).await.map_err(gone)?;
-    let streams = FollowerStreams::start(ConnectorParts {
+    let connector_parts = ConnectorParts {
         node: NodeId::new(accepted.node),
         epoch: Epoch(accepted.epoch),
         memory: stage.loaded().memory.clone(),
@@ -148,9 +152,36 @@ async fn open(
         metrics: parts.metrics.clone(),
         faults: Faults::none(),
         processes: None,
-    });
+    };
+    let ended = Shutdown::new();
+    let reports = Arc::new(ReportsToHead { about_landings: in_front(out.clone(), gate), ended: ended.clone() });
+    let streams = FollowerStreams::start(connector_parts.clone());
     let streams = Arc::new(streams.await.map_err(GroupError::Transfer)?);
-    Ok(Work { gate: gate.clone(), stage, streams, out: out.clone() })
+    let landings = match accepted.receives_kv {
+        true => Some(FollowerLandings::listen(connector_parts, reports).await.map_err(GroupError::Transfer)?),
+        false => None,
+    };
+    let endpoint = landings.as_ref().map_or("", FollowerLandings::endpoint);
+    let loaded = loaded_message(&stage.loaded().weights, endpoint);
+    out.send(from_follower(OfFollower::Loaded(loaded))).await.map_err(gone)?;
+    Ok(Work { gate: gate.clone(), stage, streams, landings, out: out.clone(), ended })
+}
+
+/// Takes reports of landings to the head.
+#[derive(Debug)]
+struct ReportsToHead {
+    about_landings: Outgoing,
+    ended: Shutdown,
+}
+
+impl ReportLandings for ReportsToHead {
+    fn report(&self, report: LandingReport) {
+        let message = OfFollower::KvReport(v1::KvReport { report: report.encode().into() });
+        if let Err(TrySendError::Full(_)) = self.about_landings.try_send(from_follower(message)) {
+            warn!("too many reports of landings wait for the head");
+            self.ended.trigger();
+        }
+    }
 }
 
 /// Connects to the head, which may start later than this process.
@@ -190,13 +221,17 @@ struct Work {
     gate: Gate,
     stage: Arc<dyn StageProcess>,
     streams: Arc<FollowerStreams>,
+    /// `None` if no KV is sent to the node.
+    landings: Option<FollowerLandings>,
     out: Outgoing,
+    /// Triggered when this process cannot go on.
+    ended: Shutdown,
 }
 
 impl Work {
     async fn serve(self, reader: &mut MessageReader) -> Result<(), GroupError> {
         let ((steps, to_begin), (begun, to_finish)) = (sync_channel(QUEUED_MAX), sync_channel(QUEUED_MAX));
-        let ended = Shutdown::new();
+        let ended = self.ended.clone();
         let (stage, out) = (Arc::clone(&self.stage), self.out.clone());
         let (runtime, gate) = (Handle::current(), self.gate.clone());
         let reports = Reports { runtime, gate, out: out.clone(), layers: stage.loaded().layers.clone() };
@@ -222,11 +257,32 @@ impl Work {
                         |_| GroupError::Lost("a compute thread has ended, or too many steps wait".to_owned());
                     steps.try_send((number, input)).map_err(late)?;
                 }
-                Some(OfHead::SendKv(v1::SendKv { id, order })) => self.send_kv(id, &order),
-                Some(OfHead::CloseLink(v1::CloseLink { link })) => self.streams.close_link(link),
-                _ => return Err(GroupError::Lost("it has sent a message that it may not send".to_owned())),
+                Some(about_kv) => self.about_kv(about_kv)?,
+                None => return Err(unexpected()),
             }
         }
+    }
+
+    /// Obeys an order about KV.
+    fn about_kv(&self, order: OfHead) -> Result<(), GroupError> {
+        match (order, &self.landings) {
+            (OfHead::SendKv(v1::SendKv { id, order }), _) => self.send_kv(id, &order),
+            (OfHead::CloseLink(v1::CloseLink { link }), landings) => {
+                self.streams.close_link(link);
+                if let Some(landings) = landings {
+                    landings.close_link(link);
+                }
+            }
+            (OfHead::LandKv(v1::LandKv { order }), Some(landings)) => {
+                landings.land(&LandOrder::decode(&order).map_err(|_| unexpected())?);
+            }
+            (OfHead::EndKv(end), Some(landings)) => {
+                let (link, transfer) = ended_kv(&end)?;
+                landings.end(link, transfer);
+            }
+            _ => return Err(unexpected()),
+        }
+        Ok(())
     }
 
     /// Sends pages on a task of its own, and reports the end.
@@ -244,6 +300,10 @@ impl Work {
         };
         spawn_guarded(&self.gate, "kv order", put).detach();
     }
+}
+
+fn unexpected() -> GroupError {
+    GroupError::Lost("it has sent a message that it may not send".to_owned())
 }
 
 fn spawn_thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), GroupError> {

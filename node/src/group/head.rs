@@ -9,12 +9,12 @@ use chassis::{Gate, Listener, Shutdown, Stream, Task, World, spawn_guarded};
 use engine::remote::RemoteStage;
 use engine::{Backend, EngineSettings};
 use futures::future::select_all;
-use kv_transfer::{OtherProcesses, PutOrder, TransferError};
+use kv_transfer::{LandOrder, LandingEvent, OtherProcesses, PutOrder, TransferError};
 use proto::v1;
 use tokio::sync::mpsc;
 use tokio::time::{timeout, timeout_at};
 use tracing::{info, warn};
-use types::{Epoch, Fingerprint, NodeId, StageLayers, in_full};
+use types::{Epoch, Fingerprint, NodeId, Role, StageLayers, TransferId, in_full};
 
 use super::connection::{MessageReader, MessageWriter, SILENT_MAX};
 use super::error::GroupError;
@@ -31,6 +31,7 @@ pub struct HeadParts {
     pub world: World,
     pub gate: Gate,
     pub id: NodeId,
+    pub role: Role,
     pub settings: GroupSettings,
     pub engine: EngineSettings,
 }
@@ -59,7 +60,7 @@ struct Joining {
 ///
 /// A follower whose settings differ is refused. If one is missing at the end, the error names it.
 pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), GroupError> {
-    let HeadParts { world, gate, id, settings, engine } = &parts;
+    let HeadParts { world, gate, id, role, settings, engine } = &parts;
     let n_followers = usize::from(settings.n_processes) - 1;
     let prepared = prepare(engine, n_followers).await?;
     let GroupSettings { listen, join_within, .. } = settings;
@@ -91,7 +92,8 @@ pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), 
     let n_blocks = joined.iter().map(|process| process.n_blocks).fold(prepared.n_blocks(), u32::min);
     let epoch = world.epoch();
     for process in &joined {
-        let accepted = v1::Accepted { n_blocks, node: id.as_str().to_owned(), epoch: epoch.0 };
+        let (node, receives_kv) = (id.as_str().to_owned(), role.decodes());
+        let accepted = v1::Accepted { n_blocks, node, epoch: epoch.0, receives_kv };
         process.say(OfHead::Accepted(accepted)).await?;
     }
     info!(n_blocks, "all processes of this node have joined");
@@ -157,9 +159,21 @@ impl OtherProcesses for Group {
         self.processes[process].put(&order).await
     }
 
+    fn endpoint(&self, process: usize) -> String {
+        self.processes[process].kv_endpoint()
+    }
+
+    fn land(&self, process: usize, order: LandOrder) -> mpsc::Receiver<LandingEvent> {
+        self.processes[process].land(&order)
+    }
+
+    fn end_landing(&self, process: usize, link: u64, transfer: TransferId) {
+        self.processes[process].end_landing(link, transfer);
+    }
+
     fn close_link(&self, link: u64) {
         for process in self.processes.iter().filter(|process| !process.is_lost()) {
-            process.try_say(OfHead::CloseLink(v1::CloseLink { link }));
+            process.close_link(link);
         }
     }
 }

@@ -9,14 +9,15 @@ use std::time::Duration;
 
 use chassis::{Gate, Shutdown, spawn_guarded};
 use engine::remote::{RemoteStage, StageInput, StageLost, StageResults, StageWeights};
-use kv_transfer::{PutOrder, TransferError};
+use kv_transfer::{LandOrder, LandingEvent, LandingQueues, LandingReport, PutOrder, TransferError};
 use proto::v1;
 use tokio::sync::{mpsc, oneshot};
 use tracing::warn;
+use types::TransferId;
 
-use super::connection::{MessageReader, MessageWriter, Outgoing, Written, outgoing};
+use super::connection::{MessageReader, MessageWriter, Outgoing, Written, in_front, outgoing};
 use super::error::GroupError;
-use super::messages::{OfFollower, OfHead, from_head, input_message, results, step_from_head, weights};
+use super::messages::{OfFollower, OfHead, end_kv, from_head, input_message, results, step_from_head, weights};
 
 /// The longest time in which a follower loads its weights.
 const LOAD_WITHIN: Duration = Duration::from_secs(1800);
@@ -33,6 +34,12 @@ pub(super) struct JoinedProcess {
     /// The number of blocks for which the follower has room.
     pub(super) n_blocks: u32,
     out: Outgoing,
+    /// Orders about landings and links, which may not wait.
+    about_landings: Outgoing,
+    /// What the follower reports of landings.
+    landings: LandingQueues,
+    /// `host:port` where the follower receives KV. Set when it has loaded its weights.
+    kv_endpoint: OnceLock<String>,
     /// Read by the thread that opens the model.
     loaded: Mutex<Receiver<StageWeights>>,
     /// Read by the pipeline's thread for this stage.
@@ -83,7 +90,10 @@ impl JoinedProcess {
             place,
             from,
             n_blocks,
+            about_landings: in_front(out.clone(), gate),
             out,
+            landings: LandingQueues::default(),
+            kv_endpoint: OnceLock::new(),
             loaded: Mutex::new(loaded),
             events: Mutex::new(events),
             n_begun: AtomicU64::new(0),
@@ -126,7 +136,9 @@ impl JoinedProcess {
             let message: v1::FromFollower = reader.next().await?;
             match message.message {
                 Some(OfFollower::Alive(_)) => {}
-                Some(OfFollower::Loaded(loaded)) => {
+                Some(OfFollower::Loaded(mut loaded)) => {
+                    let endpoint = std::mem::take(&mut loaded.kv_endpoint);
+                    self.kv_endpoint.set(endpoint).map_err(|_| unexpected("its weights twice"))?;
                     let weights = weights(loaded)?;
                     inbox.loaded.try_send(weights).map_err(|_| unexpected("its weights twice"))?;
                 }
@@ -148,6 +160,10 @@ impl JoinedProcess {
                         let _ = waiting.send(sent);
                     }
                 }
+                Some(OfFollower::KvReport(v1::KvReport { report })) => {
+                    let report = LandingReport::decode(&report);
+                    self.landings.take(report.map_err(|_| unexpected("a report that cannot be read"))?);
+                }
                 Some(OfFollower::Stopping(_)) => self.stopping.trigger(),
                 Some(OfFollower::Join(_)) | None => return Err(unexpected("a message that it may not send")),
             }
@@ -166,6 +182,7 @@ impl JoinedProcess {
     pub(super) fn end(&self) {
         self.lost.trigger();
         self.puts().clear();
+        self.landings.close();
     }
 
     pub(super) fn is_lost(&self) -> bool {
@@ -182,11 +199,31 @@ impl JoinedProcess {
         self.out.send(from_head(message)).await.map_err(|_| GroupError::Lost(self.why()))
     }
 
-    /// Queues a message if there is room.
-    pub(super) fn try_say(&self, message: OfHead) {
-        if let Err(mpsc::error::TrySendError::Full(_)) = self.out.try_send(from_head(message)) {
+    /// Queues an order about a link or a landing. Never waits.
+    fn order(&self, message: OfHead) {
+        if let Err(mpsc::error::TrySendError::Full(_)) = self.about_landings.try_send(from_head(message)) {
             self.lose("the queue of messages to it is full".to_owned());
         }
+    }
+
+    pub(super) fn close_link(&self, link: u64) {
+        self.order(OfHead::CloseLink(v1::CloseLink { link }));
+    }
+
+    /// Returns where the follower receives KV; nothing before it has loaded its weights.
+    pub(super) fn kv_endpoint(&self) -> String {
+        self.kv_endpoint.get().cloned().unwrap_or_default()
+    }
+
+    /// Makes the follower receive its pages of a landing, and returns what it reports.
+    pub(super) fn land(&self, order: &LandOrder) -> mpsc::Receiver<LandingEvent> {
+        let reports = self.landings.begin(order.transfer());
+        self.order(OfHead::LandKv(v1::LandKv { order: order.encode().into() }));
+        reports
+    }
+
+    pub(super) fn end_landing(&self, link: u64, transfer: TransferId) {
+        self.order(OfHead::EndKv(end_kv(link, transfer)));
     }
 
     /// Makes the follower send some pages, and waits until it has.

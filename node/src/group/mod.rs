@@ -1,7 +1,7 @@
 //! A node of several processes, on one host or several: each computes one pipeline stage.
 //!
-//! The head computes the last stage. It schedules, answers, announces the node and opens transfers. Each follower
-//! computes one of the stages before, and sends the KV of its layers to the decode nodes itself. There is one connection
+//! The head computes the last stage. It schedules, answers, announces the node, and opens and grants landings. Each
+//! follower computes one of the stages before, and sends and receives the KV of its layers itself. There is one connection
 //! for each follower. If it ends, or is silent for too long, the node ends: its requests go on elsewhere. See
 //! `docs/decisions/0033-one-process-speaks-for-a-node.md`.
 //!

@@ -45,7 +45,7 @@ fn a_step_and_its_results_arrive_with_every_bit() {
     let model = Fingerprint::new([("weights".to_owned(), "0123".to_owned())]);
     let formats = vec![(Format::Fp8, 10), (Format::Fp8Blocks, 3), (Format::Bf16, 1 << 40)];
     let loaded = StageWeights { model, formats };
-    assert_eq!(weights(loaded_message(&loaded)).expect("weights"), loaded);
+    assert_eq!(weights(loaded_message(&loaded, "10.0.0.2:7002")).expect("weights"), loaded);
 }
 
 #[test]

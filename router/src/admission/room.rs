@@ -82,8 +82,7 @@ impl RoomQuestion<'_> {
         if decode.peek().is_none() {
             return room(None, None);
         }
-        let mut gets_kv = self.view.all_decode_nodes().filter(|node| !node.computes_prompts());
-        if self.order == Order::PrefillFirst && self.has_prefill_nodes() && gets_kv.next().is_some() {
+        if self.order == Order::PrefillFirst && self.has_prefill_nodes() {
             // The decode node is chosen when the KV is computed.
             return prefill.and_then(|prefill| room(Some(prefill), None));
         }
@@ -117,7 +116,7 @@ impl RoomQuestion<'_> {
 
     /// Returns whether the node computes prompts: without a prefill node every node does.
     fn computes(&self, node: &NodeView) -> bool {
-        node.computes_prompts() || !self.has_prefill_nodes()
+        node.info.role.prefills() || !self.has_prefill_nodes()
     }
 
     fn has_prefill_nodes(&self) -> bool {

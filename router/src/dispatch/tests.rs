@@ -392,7 +392,6 @@ async fn no_node_is_said_at_once() {
     assert_eq!(began.elapsed(), Duration::ZERO);
 }
 
-mod alone;
 mod pool;
 
 /// Returns a fake node with other weights under the same model name.

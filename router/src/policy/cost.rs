@@ -47,7 +47,7 @@ impl RoutingPolicy for Cost {
     fn route(&self, ask: &Ask<'_>, view: &ClusterView, draw: u64) -> Result<Decision, NoRoute> {
         let mut routes = routes(ask, view);
         routes.sort_unstable_by(by_cost);
-        let best = routes.first().ok_or_else(|| view.no_route())?;
+        let best = routes.first().ok_or(NoRoute::NoDecode)?;
         let (chosen, choice) = match explored(&routes, draw) {
             Some(other) => (other, Choice::Explored),
             None => (equal(&routes, draw), Choice::Cheapest),
@@ -97,7 +97,7 @@ fn weighted_ms(route: &Priced<'_>) -> f64 {
 /// Returns whether streams on a decode node have to wait for a prompt, for longer than `times` a step.
 fn lengthens_steps(route: &Priced<'_>, times: f64) -> bool {
     route.arm == Arm::Local
-        && !route.decode.computes_prompts()
+        && !route.decode.info.role.prefills()
         && route.terms.streams_ms > 0.0
         && !bounds_gaps(route)
         && route.terms.gap_ms > route.step_ms * times
@@ -111,7 +111,7 @@ fn bounds_gaps(route: &Priced<'_>) -> bool {
 /// Returns the routes to compare.
 fn routes<'a>(ask: &Ask<'a>, view: &'a ClusterView) -> Vec<Priced<'a>> {
     let pricing = Pricing::new(ask, view);
-    let decode = view.decode_nodes(ask);
+    let decode = view.decode_nodes(ask.prompt);
     if let AllowedArms::OnlyHeld { by } = ask.arms {
         return decode.into_iter().map(|node| pricing.held(by, node)).collect();
     }
@@ -122,7 +122,7 @@ fn routes<'a>(ask: &Ask<'a>, view: &'a ClusterView) -> Vec<Priced<'a>> {
     }
     if ask.arms == AllowedArms::RemoteOrLocal {
         let prefill = cheapest(view.prefill_nodes().collect(), |node| pricing.prefill_ms(node));
-        let receivers = decode.into_iter().filter(|node| !node.computes_prompts()).collect();
+        let receivers = decode.into_iter().filter(|node| !node.info.role.prefills()).collect();
         let receivers = cheapest(receivers, |node| pricing.receive_ms(node));
         let pairs = prefill.iter().flat_map(|from| receivers.iter().map(move |to| (*from, *to)));
         routes.extend(pairs.map(|(from, to)| pricing.remote(from, to)));

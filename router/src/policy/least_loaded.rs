@@ -18,7 +18,7 @@ impl RoutingPolicy for LeastLoaded {
     fn route(&self, ask: &Ask<'_>, view: &ClusterView, draw: u64) -> Result<Decision, NoRoute> {
         let token_ms = view.token_ms();
         let prefill = least(view.prefill_nodes(), |node| queue_ms(node, token_ms), draw);
-        let decode = least(view.decode_nodes(ask).into_iter(), step_ms, draw.rotate_left(32));
+        let decode = least(view.decode_nodes(ask.prompt).into_iter(), step_ms, draw.rotate_left(32));
         pair(ask, view, prefill, decode)
     }
 }

@@ -68,9 +68,6 @@ pub enum Order {
 pub enum NoRoute {
     #[error("no decode node is ready")]
     NoDecode,
-    /// KV is held, and the decode nodes that are ready compute their prompts themselves.
-    #[error("no decode node that takes KV is ready")]
-    NoReceiver,
 }
 
 /// The usable nodes at one moment, as a policy sees them.
@@ -109,17 +106,11 @@ impl ClusterView {
     }
 
     /// Returns the decode nodes with room for the prompt and no waiting prompts, by their last reports. If
-    /// there are none, returns all decode nodes. Held KV goes only to nodes that receive KV.
-    pub fn decode_nodes(&self, ask: &Ask<'_>) -> Vec<&NodeView> {
-        let is_held = matches!(ask.arms, AllowedArms::OnlyHeld { .. });
-        let all = || self.all_decode_nodes().filter(|node| !is_held || node.info.receives_kv());
-        let with_room: Vec<&NodeView> = all().filter(|node| node.has_room(ask.prompt)).collect();
-        if with_room.is_empty() { all().collect() } else { with_room }
-    }
-
-    /// Returns the reason why [`decode_nodes`](Self::decode_nodes) has returned none.
-    fn no_route(&self) -> NoRoute {
-        if self.all_decode_nodes().next().is_some() { NoRoute::NoReceiver } else { NoRoute::NoDecode }
+    /// there are none, returns all decode nodes.
+    pub fn decode_nodes(&self, prompt: &Prompt) -> Vec<&NodeView> {
+        let with_room: Vec<&NodeView> =
+            self.all_decode_nodes().filter(|node| node.has_room(prompt)).collect();
+        if with_room.is_empty() { self.all_decode_nodes().collect() } else { with_room }
     }
 }
 
@@ -127,11 +118,6 @@ impl NodeView {
     /// Returns the number of sequences that wait on the node, or are on their way to it.
     fn n_coming(&self) -> u32 {
         self.load.waiting + self.load.arriving + self.assigned
-    }
-
-    /// Returns whether the node computes its prompts itself, also if there are prefill nodes.
-    pub(crate) fn computes_prompts(&self) -> bool {
-        self.info.role.prefills() || !self.info.receives_kv()
     }
 
     fn has_room(&self, prompt: &Prompt) -> bool {
@@ -148,8 +134,8 @@ fn pair(
     prefill: Option<&NodeView>,
     decode: Option<&NodeView>,
 ) -> Result<Decision, NoRoute> {
-    let (decode, pricing) = (decode.ok_or_else(|| view.no_route())?, Pricing::new(ask, view));
-    let priced = match (ask.arms, prefill.filter(|_| !decode.computes_prompts())) {
+    let (decode, pricing) = (decode.ok_or(NoRoute::NoDecode)?, Pricing::new(ask, view));
+    let priced = match (ask.arms, prefill.filter(|_| !decode.info.role.prefills())) {
         (AllowedArms::OnlyHeld { by }, _) => pricing.held(by, decode),
         (AllowedArms::RemoteOrLocal, Some(prefill)) => pricing.remote(prefill, decode),
         (AllowedArms::OnlyLocal, _) | (_, None) => pricing.local(decode),

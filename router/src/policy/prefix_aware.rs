@@ -35,11 +35,11 @@ impl RoutingPolicy for PrefixAware {
             |node: &NodeView| queue_ms(node, token_ms) + compute_ms(node, n_missing(node), token_ms);
         let prefill = nearest(view.prefill_nodes(), computing, draw);
         let decoding = |node: &NodeView| {
-            let is_moved = prefill.is_some() && !node.computes_prompts();
+            let is_moved = prefill.is_some() && !node.info.role.prefills();
             let moving = n_missing(node) as f64 * token_ms * MOVE_SHARE;
             STEPS * step_ms(node) + if is_moved { moving } else { computing(node) }
         };
-        let decode = nearest(view.decode_nodes(ask).into_iter(), decoding, draw.rotate_left(32));
+        let decode = nearest(view.decode_nodes(ask.prompt).into_iter(), decoding, draw.rotate_left(32));
         pair(ask, view, prefill, decode)
     }
 }

@@ -12,7 +12,7 @@ impl RoutingPolicy for Random {
 
     fn route(&self, ask: &Ask<'_>, view: &ClusterView, draw: u64) -> Result<Decision, NoRoute> {
         let prefill: Vec<&NodeView> = view.prefill_nodes().collect();
-        let decode = view.decode_nodes(ask);
+        let decode = view.decode_nodes(ask.prompt);
         pair(ask, view, pick(&prefill, draw >> 32), pick(&decode, draw & 0xffff_ffff))
     }
 }

@@ -16,7 +16,7 @@ impl RoutingPolicy for RoundRobin {
             ask,
             view,
             view.prefill_nodes().min_by_key(turn),
-            view.decode_nodes(ask).into_iter().min_by_key(turn),
+            view.decode_nodes(ask.prompt).into_iter().min_by_key(turn),
         )
     }
 }

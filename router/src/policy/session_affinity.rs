@@ -31,7 +31,7 @@ impl RoutingPolicy for SessionAffinity {
         let own_ms = |node: &NodeView| compute_ms(node, ask.n_tokens(), token_ms);
         let prefill = own(view.prefill_nodes().collect(), beginning, |node| queue_ms(node, token_ms), own_ms);
         let stream_ms = |node: &NodeView| step_ms(node) / 4.0;
-        let decode = own(view.decode_nodes(ask), beginning, step_ms, stream_ms);
+        let decode = own(view.decode_nodes(ask.prompt), beginning, step_ms, stream_ms);
         pair(ask, view, prefill, decode)
     }
 }

@@ -17,11 +17,7 @@ pub(crate) fn node(id: &str, role: Role) -> NodeView {
         host: "h".to_owned(),
         address: "a".to_owned(),
         admin: "b".to_owned(),
-        wires: vec![WireAddress {
-            scheme: Scheme::new("tcp"),
-            endpoint: "a:1".to_owned(),
-            within_host: false,
-        }],
+        wires: vec![],
         without: vec![],
         model: ModelInfo {
             name: "m".to_owned(),
@@ -481,38 +477,5 @@ fn every_policy_chooses_a_decode_node_for_held_kv() {
         let ask = Ask { arms: AllowedArms::OnlyLocal, ..ask };
         let decision = by_name(name).expect("in the table").route(&ask, &view, 3).expect("usable");
         assert_eq!((decision.arm, decision.route.prefill), (Arm::Local, None), "{name}");
-    }
-}
-
-/// Returns the node of several processes: no KV can be sent to it.
-fn without_connectors(node: NodeView) -> NodeView {
-    let info = NodeInfo { wires: Vec::new(), ..(*node.info).clone() };
-    NodeView { info: Arc::new(info), ..node }
-}
-
-#[test]
-fn a_decode_node_without_connectors_computes_its_prompts() {
-    let alone = || without_connectors(node("a", Role::Decode));
-    for name in NAMES {
-        let beside_prefill = view(vec![node("p", Role::Prefill), alone()]);
-        for draw in 0..16 {
-            let route = routed(name, &prompt(200), &beside_prefill, draw << 32).expect("usable");
-            assert_eq!(ids(&route), (None, "a"), "{name}");
-        }
-    }
-}
-
-#[test]
-fn held_kv_goes_to_no_node_without_connectors() {
-    let alone = || without_connectors(node("a", Role::Decode));
-    let (by, prompt) = (node("p", Role::Prefill).info, prompt(200));
-    let ask = Ask { arms: AllowedArms::OnlyHeld { by: &by }, ..Ask::new(&prompt, &[]) };
-    for name in NAMES {
-        let policy = by_name(name).expect("in the table");
-        let mut full = node("d", Role::Decode);
-        full.load.waiting = 9;
-        let decision = policy.route(&ask, &view(vec![alone(), full]), 3).expect("usable");
-        assert_eq!(decision.route.decode.id.as_str(), "d", "{name}");
-        assert_eq!(policy.route(&ask, &view(vec![alone()]), 3), Err(NoRoute::NoReceiver), "{name}");
     }
 }

@@ -1,5 +1,5 @@
-//! Nodes of several processes that decode. They compute all of their prompts themselves, and the tokens are those of one
-//! process, also if a process is lost meanwhile.
+//! Nodes of several processes that decode, with the KV of prefill nodes or alone. The tokens are those of one process, also
+//! if a process is lost meanwhile.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,11 +23,15 @@ use types::{CacheSalt, Deadline, Prompt, RequestId, RequestedModel, Sampling, St
 use super::processes::{A_PROCESS_DIES, Group, GroupPlan, on_one_thread};
 use super::{folder, up};
 
+/// The transfers that have arrived at a decode node.
+const ARRIVED: &str = "baton_node_kv_transfers_total{connector=\"tcp\",direction=\"in\",outcome=\"arrived\",role=\"decode\"}";
 /// The number of requests at one time.
 const N_CLIENTS: usize = 8;
 /// The deadline of requests to a node that is lost, and how long after it a request may end.
 const DEADLINE: Duration = Duration::from_secs(4);
 const LATE_MAX: Duration = Duration::from_secs(1);
+/// So little KV memory that prompts are not found in the decode nodes' caches.
+const SOME: &str = "192KiB";
 /// So little KV memory that sequences are preempted.
 const LITTLE: &str = "72KiB";
 
@@ -60,22 +64,25 @@ async fn empty_fleet(model: &str, of_router: Settings) -> Fleet {
     Fleet::start_all(model, &[], of_router, |_| Vec::new()).await
 }
 
-/// Returns the prompt tokens that a node has computed.
-async fn computed(fleet: &Fleet, nth: usize) -> u64 {
-    let node = &fleet.nodes[nth];
-    let name = format!("baton_node_prefill_tokens_total{{role=\"{}\"}}", node.role);
-    Client::new(node.admin).counter(&name).await
+/// Returns the number of transfers that have arrived at a node.
+async fn arrived(fleet: &Fleet, nth: usize) -> u64 {
+    Client::new(fleet.nodes[nth].admin).counter(ARRIVED).await
 }
 
-/// Checks that every bit of every log-probability is that of one process.
-async fn decodes_as_one_process_does(model: &str, plans: &[GroupPlan]) {
+/// Checks that every bit of every log-probability is that of one process. A node that only decodes gets KV from a prefill
+/// node with this number of ranks.
+async fn decodes_as_one_process_does(model: &str, prefill_tp: u16, plans: &[GroupPlan]) {
     let path = folder(model);
     let one = up("tcp", &path, ("1", "1"), &[]).await;
     one.expect_log(NO_TOKENIZER);
     let expected = long_answers(&one.client(), model).await;
     drop(one);
     for plan in plans {
-        let mut fleet = empty_fleet(&path, Vec::new()).await;
+        let roles: &[_] = if plan.role == "decode" { &[("prefill", 1)] } else { &[] };
+        let of_prefill = |_| {
+            on_one_thread().into_iter().chain([("BATON_MODEL__TP", prefill_tp.to_string())]).collect()
+        };
+        let mut fleet = Fleet::start_all(&path, roles, Vec::new(), of_prefill).await;
         let more = vec![("BATON_MODEL__KV_MEMORY", LITTLE.to_owned())];
         let group = Group::planned(&mut fleet, &path, GroupPlan { more, ..plan.clone() }).await;
         fleet.expect_log(NO_TOKENIZER);
@@ -85,7 +92,9 @@ async fn decodes_as_one_process_does(model: &str, plans: &[GroupPlan]) {
             assert_eq!(seen, expected, "{model}, {plan:?}");
         }
         let preempted = format!("baton_node_preemptions_total{{role=\"{}\"}}", plan.role);
-        let preempted = Client::new(fleet.nodes[0].admin).counter(&preempted).await;
+        let preempted = Client::new(fleet.nodes[group.head].admin).counter(&preempted).await;
+        let arrived = client.kv_arrived("tcp").await;
+        assert_eq!(arrived > 0, plan.role == "decode", "{plan:?}: {arrived} bytes of KV");
         let cached = client.counter("baton_router_cached_tokens_total").await;
         assert!(preempted > 0 && cached > 0, "{plan:?}: {preempted} preemptions, {cached} cached tokens");
         fleet.baseline().await;
@@ -96,22 +105,22 @@ async fn decodes_as_one_process_does(model: &str, plans: &[GroupPlan]) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_processes_decode_as_one_does() {
-    decodes_as_one_process_does("llama", &[plan("both", 2, 1), plan("decode", 2, 2)]).await;
+    decodes_as_one_process_does("llama", 1, &[plan("both", 2, 1), plan("decode", 2, 2)]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn three_processes_decode_as_one_does() {
-    decodes_as_one_process_does("qwen2-window", &[plan("decode", 3, 1), plan("both", 3, 2)]).await;
+    decodes_as_one_process_does("qwen2-window", 2, &[plan("decode", 3, 1), plan("both", 3, 2)]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn processes_decode_from_latents() {
-    decodes_as_one_process_does("deepseek-v3", &[plan("both", 3, 1), plan("decode", 2, 2)]).await;
+    decodes_as_one_process_does("deepseek-v3", 2, &[plan("both", 3, 1), plan("decode", 2, 2)]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn processes_share_experts_of_decode_steps() {
-    decodes_as_one_process_does("mixtral", &[plan("decode", 2, 1), plan("both", 2, 2)]).await;
+    decodes_as_one_process_does("mixtral", 1, &[plan("decode", 2, 1), plan("both", 2, 2)]).await;
 }
 
 // === lost processes ===
@@ -139,19 +148,21 @@ async fn revived(fleet: &mut Fleet, group: &mut Group) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn streams_of_a_lost_process_go_on_at_another_node() {
     let path = folder("llama");
-    let mut fleet = Fleet::start_narrow(&path, 0, 1, on_one_thread()).await;
+    let little = || [on_one_thread(), vec![("BATON_MODEL__KV_MEMORY", SOME.to_owned())]].concat();
+    let mut fleet = Fleet::start_narrow(&path, 1, 1, little()).await;
     fleet.expect_log(NO_TOKENIZER);
     let (asks, client) = (asks(), fleet.client());
     let expected = answers(&client, &asks).await;
-    let mut group = Group::planned(&mut fleet, &path, plan("decode", 2, 1)).await;
+    let plan = GroupPlan { more: little(), ..plan("decode", 2, 1) };
+    let mut group = Group::planned(&mut fleet, &path, plan).await;
     for parts in [NO_TOKENIZER, A_NODE_DIES, A_NODE_STANDS_STILL, A_PROCESS_DIES] {
         fleet.expect_log(parts);
     }
     for fault in [Signal::KILL, Signal::STOP] {
         let fails = async |_: &_| {
-            let before = computed(&fleet, group.head).await;
-            let is_used = async || (computed(&fleet, group.head).await > before).then_some(());
-            eventually("the node to compute prompts", is_used).await;
+            let before = arrived(&fleet, group.head).await;
+            let is_used = async || (arrived(&fleet, group.head).await > before + 3).then_some(());
+            eventually("KV to arrive at the node", is_used).await;
             group.ranks[0].signal(fault);
             revived(&mut fleet, &mut group).await;
         };
@@ -215,44 +226,39 @@ fn order(order: &str) -> Settings {
     vec![("BATON_ROUTER__ORDER", order.to_owned())]
 }
 
-/// With a prefill node and another decode node, requests are served by both decode nodes: one gets KV, the other computes
-/// its prompts.
+/// A sender that is killed, or stands still, leaves no block behind. Held KV and KV in the pool arrive too.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nodes_that_take_kv_and_one_that_does_not_serve_together() {
+async fn a_lost_sender_costs_a_node_of_several_processes_nothing() {
     let path = folder("llama");
-    // So little that prompts are not found in the decode node's cache.
-    let little =
-        || on_one_thread().into_iter().chain([("BATON_MODEL__KV_MEMORY", "192KiB".to_owned())]).collect();
-    for order in ["decode-first", "prefill-first"].map(order) {
-        let roles = [("prefill", 1), ("decode", 1)];
-        let mut fleet = Fleet::start_all(&path, &roles, order, |_| little()).await;
-        fleet.expect_log(NO_TOKENIZER);
-        let (asks, client) = (asks(), fleet.client());
-        let expected = answers(&client, &asks).await;
-        let group = Group::planned(&mut fleet, &path, plan("decode", 2, 1)).await;
-        for parts in [NO_TOKENIZER, A_NODE_DIES] {
+    let little = || [on_one_thread(), vec![("BATON_MODEL__KV_MEMORY", SOME.to_owned())]].concat();
+    for (order, n_pools) in [("decode-first", 0), ("prefill-first", 0), ("prefill-first", 1)] {
+        let roles = [("prefill", 2), ("pool", n_pools)];
+        let of_role = |role| if role == "pool" { Vec::new() } else { little() };
+        let mut fleet = Fleet::start_all(&path, &roles, self::order(order), of_role).await;
+        let plan = GroupPlan { more: little(), ..plan("decode", 2, 2) };
+        let group = Group::planned(&mut fleet, &path, plan).await;
+        for parts in [NO_TOKENIZER, A_NODE_DIES, A_NODE_STANDS_STILL] {
             fleet.expect_log(parts);
         }
-        let arrived = client.kv_arrived("tcp").await;
-        let serve = async |_: &_| {
-            let both = async || {
-                let group = computed(&fleet, 2).await;
-                (group > 0 && client.kv_arrived("tcp").await > arrived).then_some(())
+        let (asks, client) = (asks(), fleet.client());
+        let expected = answers(&client, &asks).await;
+        for fault in [Signal::KILL, Signal::STOP] {
+            let fails = async |_: &_| {
+                let before = arrived(&fleet, group.head).await;
+                let is_used = async || (arrived(&fleet, group.head).await > before + 3).then_some(());
+                eventually("KV to arrive at the node", is_used).await;
+                let sender = &mut fleet.nodes[0].process;
+                sender.signal(fault);
+                sleep(Duration::from_secs(2)).await;
+                match fault {
+                    Signal::KILL => sender.revive(),
+                    _ => sender.signal(Signal::CONT),
+                }
+                fleet.all_ready().await;
             };
-            eventually("both decode nodes to be used", both).await;
-            // KV that is held for it has no receiver any more.
-            fleet.nodes[1].process.signal(Signal::KILL);
-            sleep(Duration::from_secs(1)).await;
-        };
-        client.ask_while(N_CLIENTS, (&asks, &expected), serve).await;
-        let before = computed(&fleet, 0).await;
-        assert_eq!(answers(&client, &asks).await[0].tokens, expected[0].tokens);
-        assert_eq!(computed(&fleet, 0).await, before, "the prefill node computes prompts in vain");
-        let cluster = client.get_json("/debug/cluster").await;
-        let nodes = cluster["nodes"].as_array().expect("a list");
-        let node = nodes.iter().find(|node| node["id"] == "decode-1").expect("the node");
-        assert_eq!(node["connectors"], json!([]));
-        assert_eq!(node["connectors_out"][0]["why"], "a node of several processes receives no KV");
+            client.ask_while(N_CLIENTS, (&asks, &expected), fails).await;
+            fleet.baseline().await;
+        }
         drop(fleet);
         drop(group);
     }
@@ -291,32 +297,7 @@ async fn answers_of_all_kinds_are_those_of_one_process() {
 
 // === refusals ===
 
-fn prompt() -> Prompt {
-    Prompt {
-        id: RequestId::new("asked directly"),
-        tenant: TenantId::default(),
-        cache_salt: CacheSalt::default(),
-        model: RequestedModel::default(),
-        tokens: (2..60).map(TokenId).collect(),
-        n_generated: 0,
-        sampling: Sampling::default(),
-        stop: StopRules { max_tokens: 4, ..StopRules::default() },
-        priority: Priority::default(),
-        deadline: Deadline::at((Instant::now() + DEADLINE).into_std()),
-    }
-}
-
-/// Opens a decode stream as a router does. Returns the first event.
-async fn first_event(at: SocketAddr, prefill: Prefill) -> Event {
-    let prompt = Some(proto::prompt_to_wire(&prompt(), Instant::now().into_std()));
-    let request = v1::DecodeRequest { prompt, prefill: Some(prefill), explain: false };
-    let mut node = DecodeClient::connect(format!("http://{at}")).await.expect("it listens");
-    let mut events = node.run(request).await.expect("accepted").into_inner();
-    let first = in_time("an event", events.message()).await.expect("a stream");
-    first.and_then(|one| one.event).expect("an event")
-}
-
-/// The node takes no KV, keeps its role and does not sleep, and says why.
+/// The node keeps its role and does not sleep, and says why.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_a_decode_node_of_several_processes_cannot_do_is_refused() {
     let path = folder("llama");
@@ -333,14 +314,6 @@ async fn what_a_decode_node_of_several_processes_cannot_do_is_refused() {
         assert!(status != 200 && body.to_string().contains(reason), "{status}: {body}");
     }
     fleet.all_ready().await;
-    let wire = v1::WireAddress { scheme: "tcp".to_owned(), ..v1::WireAddress::default() };
-    let peer = || v1::Peer { node: "p".to_owned(), host: "elsewhere".to_owned(), wires: vec![wire.clone()] };
-    let refused = first_event(node.grpc, Prefill::HeldBy(peer())).await;
-    let Event::Refused(refused) = refused else { panic!("{refused:?} instead of a refusal") };
-    let reason = "this node takes no KV of p: it has several processes";
-    assert_eq!((refused.code.as_str(), refused.reason.as_str()), ("mismatch", reason));
-    let local = first_event(node.grpc, Prefill::Offered(peer())).await;
-    assert!(matches!(local, Event::Local(_)), "{local:?}");
     fleet.baseline().await;
     assert_eq!(fleet.client().ask(&asks()[0]).await.expect("an answer").tokens, expected.tokens);
     drop(fleet);

@@ -1,4 +1,4 @@
-//! A prefill node of two processes with two ranks each, and a decode node of three stages. Each process has a host of
+//! A prefill node of two processes with two ranks each, and a decode node of three processes. Each process has a host of
 //! its own, and etcd is between them. Processes and hosts fail under load, and only an orchestrator restarts processes.
 
 use std::collections::BTreeMap;
@@ -20,7 +20,9 @@ use tokio::time::{Instant, sleep};
 use super::processes::A_PROCESS_DIES;
 use super::{folder, up};
 
-const NAMES: &[&str] = &["etcd", "router", "head", "rank", "prefill", "decode"];
+const NAMES: &[&str] = &["etcd", "router", "head", "rank", "prefill", "decode", "first", "second"];
+/// The processes of the decode node.
+const OF_DECODE: &[&str] = &["first", "second", "decode"];
 const MODEL: &str = "qwen2-window";
 const TOKENS: u32 = 20;
 /// More prompts than nodes have KV memory for, so that none of them finds all of its KV in a cache.
@@ -136,18 +138,26 @@ impl Cluster {
         self.add(name, role, settings.into_iter().chain(more.iter().cloned()).collect());
     }
 
-    /// Starts the two processes of the prefill node, and the decode node.
-    fn add_group(&self) {
-        let join = self.addr("head", 7003);
+    /// Starts the processes of the prefill node and of the decode node.
+    fn add_groups(&self) {
+        self.add_group(("head", "prefill"), "2", &["rank"]);
+        self.add_group(("decode", "decode"), "1", &OF_DECODE[..2]);
+    }
+
+    /// Starts a node of several processes. The others compute the first stages.
+    fn add_group(&self, head: (&'static str, &'static str), tp: &str, others: &[&'static str]) {
+        let (name, role) = head;
+        let join = self.addr(name, 7003);
         let group = [
-            ("BATON_MODEL__TP", "2".to_owned()),
-            ("BATON_EXPERT__MODEL__PROCESSES", "2".to_owned()),
+            ("BATON_MODEL__TP", tp.to_owned()),
+            ("BATON_EXPERT__MODEL__PROCESSES", (1 + others.len()).to_string()),
             ("BATON_EXPERT__MODEL__JOIN", join.clone()),
         ];
-        let of_rank = [("BATON_RANK_OF", join), ("BATON_RANK_PLACE", "0".to_owned())];
-        self.add_node("head", "prefill", &group);
-        self.add_node("rank", "rank", &[&group[..], &of_rank].concat());
-        self.add_node("decode", "decode", &[("BATON_EXPERT__MODEL__STAGES", "3".to_owned())]);
+        self.add_node(name, role, &group);
+        for (place, other) in others.iter().enumerate() {
+            let of_rank = [("BATON_RANK_OF", join.clone()), ("BATON_RANK_PLACE", place.to_string())];
+            self.add_node(other, "rank", &[&group[..], &of_rank].concat());
+        }
     }
 
     fn processes(&self) -> MutexGuard<'_, BTreeMap<&'static str, Process>> {
@@ -188,7 +198,7 @@ impl Cluster {
                 })
             };
             let processes = self.processes();
-            let mut nodes = processes.iter().filter(|(name, _)| !["router", "rank"].contains(name));
+            let mut nodes = processes.iter().filter(|(name, _)| !["router", "rank", "first", "second"].contains(name));
             nodes.all(|(name, process)| is_usable(name, process)).then_some(())
         })
         .await;
@@ -321,7 +331,7 @@ async fn questions() -> Vec<Question> {
 async fn cluster() -> (Cluster, Vec<Question>) {
     let questions = questions().await;
     let cluster = Cluster::start();
-    cluster.add_group();
+    cluster.add_groups();
     cluster.all_ready().await;
     let asked = questions.iter().map(|question| cluster.ask(question, DEADLINES[1]));
     assert!(join_all(asked).await.iter().all(Result::is_ok), "an answer with no fault");
@@ -369,9 +379,18 @@ async fn every_process_may_fail() {
             let cut = cluster.disturbed(&questions, &["rank", "head"], cut).await;
             cut.all_but_short(&format!("{name} cut off"));
         }
-        let kill = async || cluster.signal("decode", Signal::KILL);
-        let without_decode = cluster.disturbed(&questions, &["decode"], kill).await;
-        assert!(without_decode.n_complete > 0, "{without_decode:?}");
+        for name in ["second", "decode"] {
+            let kill = async || cluster.signal(name, Signal::KILL);
+            let without_decode = cluster.disturbed(&questions, OF_DECODE, kill).await;
+            assert!(without_decode.n_complete > 0, "{name} killed: {without_decode:?}");
+        }
+        let cut = async || {
+            cluster.hosts.cut("first");
+            sleep(FAULT).await;
+            cluster.hosts.mend("first");
+        };
+        let without_decode = cluster.disturbed(&questions, OF_DECODE, cut).await;
+        assert!(without_decode.n_complete > 0, "first cut off: {without_decode:?}");
         let restart = async || {
             cluster.etcd().kill();
             sleep(FAULT).await;
@@ -402,6 +421,8 @@ async fn bad_cables_between_processes_change_no_token() {
             ("rank", Flaw { delay_ms: 50, ..Flaw::default() }),
             ("rank", Flaw { bytes_per_second: tenth, ..Flaw::default() }),
             ("decode", Flaw { bytes_per_second: tenth, ..Flaw::default() }),
+            ("first", Flaw { loss: 0.05, ..Flaw::default() }),
+            ("second", Flaw { delay_ms: 50, ..Flaw::default() }),
         ] {
             let mut cable = None;
             let worsen = async || {

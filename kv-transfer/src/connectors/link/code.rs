@@ -1,5 +1,7 @@
 //! Errors on the wire: a code with a fixed meaning, and a text for humans.
 
+use std::io;
+
 use types::in_full;
 
 use crate::error::TransferError;
@@ -14,9 +16,10 @@ const CANCELLED: u8 = 7;
 const CORRUPTED: u8 = 8;
 const FENCE_BROKEN: u8 = 9;
 const CLOSED: u8 = 10;
+const CONNECTION_LOST: u8 = 11;
 const OTHER: u8 = 255;
 
-pub(super) fn encode(error: &TransferError) -> (u8, String) {
+pub(crate) fn encode(error: &TransferError) -> (u8, String) {
     use TransferError as E;
     let code = match error {
         E::UnknownLanding => UNKNOWN_LANDING,
@@ -29,6 +32,7 @@ pub(super) fn encode(error: &TransferError) -> (u8, String) {
         E::Corrupted { .. } => CORRUPTED,
         E::FenceBroken => FENCE_BROKEN,
         E::Closed => CLOSED,
+        E::ConnectionLost { .. } => CONNECTION_LOST,
         _ => OTHER,
     };
     (code, detail(error))
@@ -37,12 +41,13 @@ pub(super) fn encode(error: &TransferError) -> (u8, String) {
 fn detail(error: &TransferError) -> String {
     match error {
         TransferError::Mismatch(why) => why.clone(),
+        TransferError::ConnectionLost { source } => in_full(&**source),
         TransferError::Corrupted { pages } => pages.to_string(),
         _ => in_full(error),
     }
 }
 
-pub(super) fn decode(code: u8, detail: String) -> TransferError {
+pub(crate) fn decode(code: u8, detail: String) -> TransferError {
     use TransferError as E;
     match code {
         UNKNOWN_LANDING => E::UnknownLanding,
@@ -55,6 +60,7 @@ pub(super) fn decode(code: u8, detail: String) -> TransferError {
         CORRUPTED => E::Corrupted { pages: detail.parse().unwrap_or(0) },
         FENCE_BROKEN => E::FenceBroken,
         CLOSED => E::Closed,
+        CONNECTION_LOST => E::lost(io::Error::other(detail)),
         _ => E::Peer(detail),
     }
 }
@@ -77,6 +83,7 @@ mod tests {
             E::Corrupted { pages: 3 },
             E::FenceBroken,
             E::Closed,
+            E::lost_because("why"),
         ] {
             let (code, detail) = encode(&error);
             assert_eq!(decode(code, detail).to_string(), error.to_string());

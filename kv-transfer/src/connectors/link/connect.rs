@@ -5,7 +5,7 @@ use std::sync::Arc;
 use types::node::{PROTOCOL, ProtocolMismatch};
 use types::{Epoch, NodeId};
 
-use super::frame::{Body, Frame, FrameError, Hello};
+use super::frame::{Body, Frame, FrameError, Hello, ProcessAddress};
 use super::send_path::KvSendPath;
 use super::stream::{FrameHalves, FrameReader, FrameWriter, within};
 use crate::connector_parts::ConnectorParts;
@@ -21,6 +21,14 @@ pub(in crate::connectors) struct Peer {
     pub(in crate::connectors) epoch: Epoch,
 }
 
+/// A peer's answer to a stream.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::connectors) struct Met {
+    pub(in crate::connectors) peer: Peer,
+    /// The peer's other processes, on stream 0 of a node of several.
+    pub(in crate::connectors) others: Vec<ProcessAddress>,
+}
+
 /// The parameters that all streams of one link have in common.
 pub(in crate::connectors) struct StreamParams<'a> {
     pub(in crate::connectors) endpoint: &'a str,
@@ -30,11 +38,8 @@ pub(in crate::connectors) struct StreamParams<'a> {
 }
 
 impl StreamParams<'_> {
-    /// Makes one stream, and returns the peer that answered.
-    pub(in crate::connectors) async fn stream(
-        &self,
-        stream: u16,
-    ) -> Result<(Peer, FrameHalves), TransferError> {
+    /// Makes one stream, and returns the peer's answer.
+    pub(in crate::connectors) async fn stream(&self, stream: u16) -> Result<(Met, FrameHalves), TransferError> {
         let (parts, stall) = (self.parts, self.parts.settings.stall());
         let refused =
             |source| TransferError::Connect { addr: self.endpoint.to_owned(), source: Arc::new(source) };
@@ -44,16 +49,21 @@ impl StreamParams<'_> {
         let (node, epoch, link) = (parts.node.clone(), parts.epoch, self.link);
         let hello = Hello { protocol: PROTOCOL, node, epoch, link, stream };
         writer.write(&Frame::of_link(Body::Hello(hello))).await?;
-        let peer = welcomed(reader.next_in_time().await?)?;
-        Ok((peer, FrameHalves { reader, writer }))
+        let met = welcomed(reader.next_in_time().await?)?;
+        Ok((met, FrameHalves { reader, writer }))
     }
 }
 
-/// Returns the peer if it answered with a version that this side supports.
-fn welcomed(answer: Option<Frame>) -> Result<Peer, TransferError> {
+/// Returns the answer if it is in a version that this side supports.
+fn welcomed(answer: Option<Frame>) -> Result<Met, TransferError> {
     match answer.map(|frame| frame.body) {
-        Some(Body::Welcome { version, node, epoch }) if (PROTOCOL.min..=PROTOCOL.max).contains(&version) => {
-            Ok(Peer { node, epoch })
+        Some(Body::Welcome { version, node, epoch, others })
+            if (PROTOCOL.min..=PROTOCOL.max).contains(&version) =>
+        {
+            if others.len() > usize::from(STREAMS_MAX) {
+                return Err(FrameError::Body("too many processes").into());
+            }
+            Ok(Met { peer: Peer { node, epoch }, others })
         }
         Some(Body::Incompatible { protocol }) => {
             Err(ProtocolMismatch { ours: PROTOCOL, theirs: protocol }.into())
@@ -71,10 +81,10 @@ mod tests {
     fn a_welcome_in_an_unknown_version_is_refused() {
         let answer = |version: u16| {
             let (node, epoch) = (NodeId::new("d"), Epoch(7));
-            Some(Frame::of_link(Body::Welcome { version, node, epoch }))
+            Some(Frame::of_link(Body::Welcome { version, node, epoch, others: Vec::new() }))
         };
-        let peer = welcomed(answer(PROTOCOL.max)).expect("this side speaks it");
-        assert_eq!(peer, Peer { node: NodeId::new("d"), epoch: Epoch(7) });
+        let met = welcomed(answer(PROTOCOL.max)).expect("this side speaks it");
+        assert_eq!(met.peer, Peer { node: NodeId::new("d"), epoch: Epoch(7) });
         for version in [PROTOCOL.min - 1, PROTOCOL.max + 1] {
             welcomed(answer(version)).expect_err("this side does not speak it");
         }

@@ -9,7 +9,7 @@ use types::{Destination, Landing, Scheme, WireAddress};
 
 use super::accept::StreamAcceptor;
 use super::links::{Links, MakeSendPath};
-use super::receiver::Receiver;
+use super::receiver::{Grants, Receiver};
 use crate::arrival::Arrival;
 use crate::connector::{KvConnector, KvSender};
 use crate::connector_parts::ConnectorParts;
@@ -22,6 +22,7 @@ use crate::wire_threads::WireThreads;
 #[derive(Debug)]
 pub struct LinkConnector {
     receiver: Arc<Receiver>,
+    landings: Landings,
     links: Links,
     #[expect(dead_code, reason = "held for its Drop")]
     accepting: Task<()>,
@@ -46,10 +47,11 @@ impl LinkConnector {
         send_path: Box<MakeSendPath>,
     ) -> Arc<Self> {
         let landings = Landings::new(parts.clone(), address.wire.clone());
-        let receiver = Receiver::new(parts.clone(), wire_threads.clone(), landings);
+        let grants = Grants::Here(landings.clone());
+        let receiver = Receiver::new(parts.clone(), wire_threads.clone(), grants);
         let accepting = Arc::clone(&receiver).accept_all(door);
         let accepting = wire_threads.at(|| spawn_guarded(&parts.gate, "kv listener", accepting));
-        Arc::new(Self { receiver, links: Links::new(parts, wire_threads, send_path), accepting, address })
+        Arc::new(Self { receiver, landings, links: Links::new(parts, wire_threads, send_path), accepting, address })
     }
 }
 
@@ -71,7 +73,7 @@ impl KvConnector for LinkConnector {
     }
 
     fn land(&self, request: LandRequest) -> Result<(Landing, Arrival), TransferError> {
-        Arrival::of(self.receiver.landings(), request)
+        Arrival::of(&self.landings, request)
     }
 
     async fn open(&self, to: &Destination) -> Result<Box<dyn KvSender>, TransferError> {

@@ -18,6 +18,8 @@
 //!
 //! All numbers are little-endian.
 
+use std::ops::Range;
+
 use twox_hash::XxHash3_64;
 use types::node::ProtocolRange;
 use types::{Epoch, Grant, Handoff, KvSpan, NodeId, TransferId};
@@ -59,8 +61,9 @@ pub struct Frame {
 pub enum Body {
     /// sender → receiver: the first frame of every stream.
     Hello(Hello),
-    /// receiver → sender: the stream is accepted.
-    Welcome { version: u16, node: NodeId, epoch: Epoch },
+    /// receiver → sender: the stream is accepted. On stream 0 it names the other processes of the receiver, which take the
+    /// KV of their layers.
+    Welcome { version: u16, node: NodeId, epoch: Epoch, others: Vec<ProcessAddress> },
     /// receiver → sender: there is no version in common. The last frame of its stream.
     Incompatible { protocol: ProtocolRange },
     /// sender → receiver: a request to open a landing.
@@ -103,6 +106,13 @@ pub enum KvPlace {
     /// The KV is in the receiver's pages, written by the sender's device. The last write carries `number`;
     /// once the receiver's device has received it, the KV is in place.
     Written { number: u32 },
+}
+
+/// The layers of one process of the receiver (numbers in the model), and the `host:port` that takes their KV.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProcessAddress {
+    pub layers: Range<u16>,
+    pub endpoint: String,
 }
 
 /// The sender's node, and the number of this stream and link.
@@ -219,7 +229,8 @@ fn parse_body(kind: u8, transfer: TransferId, fields: &mut Reader<'_>) -> Result
     Ok(match kind {
         kind::HELLO => Body::Hello(parse_hello(fields)?),
         kind::WELCOME => {
-            Body::Welcome { version: fields.u16()?, node: fields.node()?, epoch: Epoch(fields.u64()?) }
+            let (version, node, epoch) = (fields.u16()?, fields.node()?, Epoch(fields.u64()?));
+            Body::Welcome { version, node, epoch, others: parse_others(fields)? }
         }
         kind::INCOMPATIBLE => Body::Incompatible { protocol: fields.protocol()? },
         kind::OPEN => Body::Open(parse_open(fields)?),
@@ -277,6 +288,15 @@ fn parse_hello(fields: &mut Reader<'_>) -> Result<Hello, FrameError> {
     })
 }
 
+/// Reads to the end of the body. A node of one process writes nothing there.
+fn parse_others(fields: &mut Reader<'_>) -> Result<Vec<ProcessAddress>, FrameError> {
+    let mut others = Vec::new();
+    while fields.end().is_err() {
+        others.push(ProcessAddress { layers: fields.u16()?..fields.u16()?, endpoint: fields.text()? });
+    }
+    Ok(others)
+}
+
 fn parse_open(fields: &mut Reader<'_>) -> Result<Credentials, FrameError> {
     Ok(Credentials {
         grant: Grant::from_bytes(fields.array()?),
@@ -329,8 +349,11 @@ impl Frame {
 fn encode_body(body: &Body, fields: &mut Writer<'_>) -> u8 {
     match body {
         Body::Hello(hello) => encode_hello(hello, fields),
-        Body::Welcome { version, node, epoch } => {
+        Body::Welcome { version, node, epoch, others } => {
             fields.u16(*version).node(node).u64(epoch.0);
+            for ProcessAddress { layers, endpoint } in others {
+                fields.u16(layers.start).u16(layers.end).text(endpoint);
+            }
             kind::WELCOME
         }
         Body::Incompatible { protocol } => {

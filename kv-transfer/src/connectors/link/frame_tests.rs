@@ -30,6 +30,11 @@ fn handoff() -> Handoff {
     Handoff { transfer: TransferId(5), n_tokens: 99, first }
 }
 
+fn two_processes() -> Vec<ProcessAddress> {
+    let process = |layers, endpoint: &str| ProcessAddress { layers, endpoint: endpoint.to_owned() };
+    vec![process(0..2, "10.0.0.1:4000"), process(2..5, "[fd00::1]:4001")]
+}
+
 fn every_body() -> Vec<Body> {
     let open = Credentials {
         grant: Grant::from_bytes([3; 16]),
@@ -43,7 +48,8 @@ fn every_body() -> Vec<Body> {
     vec![
         Body::Open(Credentials { tp_size: 4, ..open }),
         Body::Hello(hello()),
-        Body::Welcome { version: 3, node: NodeId::new("d"), epoch: Epoch(3) },
+        Body::Welcome { version: 3, node: NodeId::new("d"), epoch: Epoch(3), others: Vec::new() },
+        Body::Welcome { version: 5, node: NodeId::new("d"), epoch: Epoch(3), others: two_processes() },
         Body::Incompatible { protocol: ProtocolRange { min: 2, max: 3 } },
         Body::Open(open),
         Body::Accepted,

@@ -20,8 +20,9 @@ use tracing::{debug, info};
 use types::{Handoff, TransferId, in_full};
 
 use super::code;
-use super::connect::{Peer, StreamParams};
-use super::frame::{Body, Frame, FrameError};
+use super::connect::{Peer, STREAMS_MAX, StreamParams};
+use super::endpoints::Endpoints;
+use super::frame::{Body, Frame, FrameError, ProcessAddress};
 use super::other_processes::{OtherQueues, n_streams};
 use super::send_path::KvSendPath;
 use super::span_out::SpanOut;
@@ -48,7 +49,6 @@ const SILENT_MAX: Duration = Duration::from_millis(200);
 pub(super) struct Link {
     pub(super) peer: Peer,
     shared: Arc<Shared>,
-    kv: async_channel::Sender<SpanOut>,
     control: mpsc::Sender<Frame>,
     #[expect(dead_code, reason = "held for their Drop")]
     streams: Vec<Task<()>>,
@@ -69,9 +69,11 @@ struct Shared {
     parts: ConnectorParts,
     wire_threads: WireThreads,
     send_path: Arc<dyn KvSendPath>,
-    endpoint: String,
-    /// The receiving end of the queue of KV frames, shared by all streams.
-    spans: async_channel::Receiver<SpanOut>,
+    endpoints: Arc<Endpoints>,
+    /// The queue of KV frames to the receiver's head, shared by all streams to it.
+    to_head: SpanQueue,
+    /// The queues to the receiver's other processes.
+    to_others: Box<[SpanQueue]>,
     /// The queues of frames that other processes send; `None` if the node has one process.
     others: Option<OtherQueues>,
     /// The transfers in progress, by id. Held for a look-up, never across an await.
@@ -89,6 +91,43 @@ struct Transfer {
     answer: Option<oneshot::Sender<Result<(), TransferError>>>,
 }
 
+/// Both ends of a queue of frames. It is closed with the link.
+#[derive(Debug)]
+struct SpanQueue {
+    spans: async_channel::Sender<SpanOut>,
+    to_send: async_channel::Receiver<SpanOut>,
+}
+
+impl SpanQueue {
+    fn new(n_streams: usize) -> Self {
+        let (spans, to_send) = async_channel::bounded(FRAMES_QUEUED_PER_STREAM * n_streams.max(1));
+        Self { spans, to_send }
+    }
+
+    /// A closed queue keeps its frames. Their leases must not wait for the next link to this peer, so it is emptied.
+    fn close(&self) {
+        self.spans.close();
+        while self.to_send.try_recv().is_ok() {}
+    }
+}
+
+/// Makes the streams from 1 to `n_streams` (exclusive) to one process of a peer.
+async fn more_streams(
+    maker: &StreamParams<'_>,
+    n_streams: u16,
+    peer: &Peer,
+) -> Result<Vec<FrameHalves>, TransferError> {
+    let mut made = Vec::new();
+    for stream in 1..n_streams {
+        let (again, next) = maker.stream(stream).await?;
+        if again.peer != *peer {
+            return Err(TransferError::WrongEpoch);
+        }
+        made.push(next);
+    }
+    Ok(made)
+}
+
 // === impl Link ===
 
 impl Link {
@@ -103,44 +142,31 @@ impl Link {
         let n_streams = n_streams(parts);
         let (met, first) = maker.stream(0).await?;
         let mut made = vec![first];
-        for stream in 1..n_streams {
-            let (again, next) = maker.stream(stream).await?;
-            if again != met {
-                return Err(TransferError::WrongEpoch);
-            }
-            made.push(next);
+        made.extend(more_streams(&maker, n_streams, &met.peer).await?);
+        let mut to_others = Vec::new();
+        for ProcessAddress { endpoint, .. } in &met.others {
+            let maker = StreamParams { endpoint, ..maker };
+            to_others.push(more_streams(&maker, (n_streams + 1).min(STREAMS_MAX), &met.peer).await?);
         }
-        info!(peer = %met.node, endpoint, streams = n_streams, "KV link to peer opened");
-        Ok(Self::over(&maker, made, met, wire_threads, Arc::clone(&send_path)))
-    }
-
-    fn over(
-        maker: &StreamParams<'_>,
-        made: Vec<FrameHalves>,
-        peer: Peer,
-        wire_threads: WireThreads,
-        send_path: Arc<dyn KvSendPath>,
-    ) -> Self {
-        let (kv, spans) = async_channel::bounded(FRAMES_QUEUED_PER_STREAM * made.len());
+        info!(peer = %met.peer.node, endpoint, streams = n_streams, processes = 1 + to_others.len(), "KV link to peer opened");
+        let endpoints = Endpoints { head: endpoint.to_owned(), others: met.others };
         let (control, frames) = mpsc::channel(CONTROL_QUEUED_MAX);
+        let endpoints = Arc::new(endpoints);
         let shared = Arc::new(Shared {
-            parts: maker.parts.clone(),
+            parts: parts.clone(),
+            to_head: SpanQueue::new(made.len()),
+            to_others: to_others.iter().map(|streams| SpanQueue::new(streams.len())).collect(),
+            others: OtherQueues::of(parts, &endpoints, maker.link),
+            endpoints,
             wire_threads,
-            send_path,
-            endpoint: maker.endpoint.to_owned(),
-            spans,
-            others: OtherQueues::of(maker.parts, maker.endpoint, maker.link),
+            send_path: Arc::clone(&send_path),
             transfers: Mutex::default(),
             control: control.downgrade(),
             lost: OnceLock::new(),
             closed: CancellationToken::new(),
         });
-        let mut frames = Some(frames);
-        let start =
-            |(nth, halves)| shared.wire_threads.nth(nth).at(|| shared.start_stream(halves, frames.take()));
-        let streams = made.into_iter().enumerate().map(start).collect();
-        shared.start_others();
-        Self { peer, shared, kv, control, streams }
+        let streams = shared.start_all(made, to_others, frames);
+        Ok(Self { peer: met.peer, shared, control, streams })
     }
 
     pub(super) fn is_lost(&self) -> bool {
@@ -174,8 +200,19 @@ impl Wire for Link {
         from: Arc<BlockLease>,
     ) -> Result<(), TransferError> {
         let span = SpanOut { out: Arc::clone(out), piece, from, pending_copy: out.pending_copies.begin() };
-        let of_other = self.shared.others.as_ref().and_then(|others| others.queue_of(&span));
-        of_other.unwrap_or(&self.kv).send(span).await.map_err(|_| self.shared.why_lost())
+        let shared = &self.shared;
+        let layers = &out.landing.layout.group(span.piece.group).layers;
+        let layer = layers[usize::from(span.piece.layers.start)].layer;
+        let of_other = shared.others.as_ref().and_then(|others| others.queue_of(layer));
+        let ours = || match shared.endpoints.process_of(layer) {
+            None => &shared.to_head.spans,
+            Some(process) => &shared.to_others[process].spans,
+        };
+        of_other.unwrap_or_else(ours).send(span).await.map_err(|_| shared.why_lost())
+    }
+
+    fn process_of(&self, layer: u16) -> Option<usize> {
+        self.shared.endpoints.process_of(layer)
     }
 
     async fn hand_off(&self, out: &Arc<Outgoing>, handoff: Handoff) -> Result<(), TransferError> {
@@ -230,10 +267,8 @@ impl Shared {
     fn lose(&self, error: TransferError) {
         let error = self.lost.get_or_init(|| error).clone();
         self.closed.cancel();
-        // A closed queue keeps its frames. Their leases must not wait for the next link to this peer, so the queue is
-        // emptied.
-        self.spans.close();
-        while self.spans.try_recv().is_ok() {}
+        self.to_head.close();
+        self.to_others.iter().for_each(SpanQueue::close);
         if let Some(others) = &self.others {
             others.close();
         }
@@ -242,7 +277,7 @@ impl Shared {
             std::mem::take(&mut *self.transfers()).into_values().map(|transfer| transfer.out).collect();
         if !transfers.is_empty() {
             info!(
-                endpoint = self.endpoint,
+                endpoint = self.endpoints.head,
                 transfers = transfers.len(),
                 error = in_full(&error),
                 "KV link to peer lost, its transfers fail"
@@ -280,9 +315,32 @@ impl Shared {
         self.transfers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Starts all streams. `frames` leave on the first one.
+    fn start_all(
+        self: &Arc<Self>,
+        to_head: Vec<FrameHalves>,
+        to_others: Vec<Vec<FrameHalves>>,
+        frames: mpsc::Receiver<Frame>,
+    ) -> Vec<Task<()>> {
+        let to_head = to_head.into_iter().map(|halves| (halves, &self.to_head));
+        let with_queue = |(streams, queue): (Vec<FrameHalves>, _)| {
+            streams.into_iter().map(move |halves| (halves, queue))
+        };
+        let to_others = to_others.into_iter().zip(&self.to_others).flat_map(with_queue);
+        let mut frames = Some(frames);
+        let start = |(nth, (halves, queue)): (usize, (FrameHalves, &SpanQueue))| {
+            let spans = queue.to_send.clone();
+            self.wire_threads.nth(nth).at(|| self.start_stream(halves, spans, frames.take()))
+        };
+        let streams = to_head.chain(to_others).enumerate().map(start).collect();
+        self.start_others();
+        streams
+    }
+
     fn start_stream(
         self: &Arc<Self>,
         halves: FrameHalves,
+        spans: async_channel::Receiver<SpanOut>,
         control: Option<mpsc::Receiver<Frame>>,
     ) -> Task<()> {
         let shared = Arc::clone(self);
@@ -291,7 +349,7 @@ impl Shared {
             let kind = if control.is_some() { StreamKind::First } else { StreamKind::Other };
             // The futures `writing` and `reading` live until the reason of the loss is set, because a task
             // that finds its queue closed reads the reason.
-            let (writing, reading) = (shared.write_all(writer, control), shared.read_all(reader, kind));
+            let (writing, reading) = (shared.write_all(writer, spans, control), shared.read_all(reader, kind));
             tokio::pin!(writing, reading);
             let ended = tokio::select! {
                 biased;
@@ -324,13 +382,14 @@ impl Shared {
     async fn write_all(
         &self,
         mut writer: FrameWriter,
+        spans: async_channel::Receiver<SpanOut>,
         control: Option<mpsc::Receiver<Frame>>,
     ) -> Result<(), TransferError> {
         match control {
-            Some(control) => self.write_first(&mut writer, control).await,
+            Some(control) => self.write_first(&mut writer, &spans, control).await,
             None => loop {
-                let Ok(span) = self.spans.recv().await else { return Ok(()) };
-                self.write_span(&mut writer, span).await?;
+                let Ok(span) = spans.recv().await else { return Ok(()) };
+                self.write_span(&mut writer, &spans, span).await?;
             },
         }
     }
@@ -339,6 +398,7 @@ impl Shared {
     async fn write_first(
         &self,
         writer: &mut FrameWriter,
+        spans: &async_channel::Receiver<SpanOut>,
         mut control: mpsc::Receiver<Frame>,
     ) -> Result<(), TransferError> {
         let mut alive = alive_interval(self.parts.settings.stall());
@@ -347,16 +407,21 @@ impl Shared {
                 biased;
                 Some(frame) = control.recv() => writer.write(&frame).await?,
                 _ = alive.tick() => writer.write(&Frame::of_link(Body::Alive)).await?,
-                Ok(span) = self.spans.recv() => self.write_span(writer, span).await?,
+                Ok(span) = spans.recv() => self.write_span(writer, spans, span).await?,
                 else => return Ok(()),
             }
         }
     }
 
-    async fn write_span(&self, writer: &mut FrameWriter, span: SpanOut) -> Result<(), TransferError> {
+    async fn write_span(
+        &self,
+        writer: &mut FrameWriter,
+        spans: &async_channel::Receiver<SpanOut>,
+        span: SpanOut,
+    ) -> Result<(), TransferError> {
         self.send_path.write_span(writer, &self.parts, span).await?;
         self.wire_threads.keep_awake();
-        if self.spans.is_empty() { self.send_path.write_rest(writer).await } else { Ok(()) }
+        if spans.is_empty() { self.send_path.write_rest(writer).await } else { Ok(()) }
     }
 
     /// Reads a stream until it ends.

@@ -4,14 +4,14 @@
 //! wire implements (`send_path` for the sender's end, `kv_path` for the receiver's), the connector
 //! ([`connector`]), the sender's end (`links`, `link_out`, `connect`, `span_out`, and
 //! `other_processes` for a node of several) and the receiver's end (`accept`,
-//! `receiver`, `span_in`). The code of both ends is the same for all wires.
+//! `receiver`, `link_in`, `span_in`, and `elsewhere` for a node of several). The code of both ends is the same for all wires.
 //!
 //! If the receiver writes, it can prove by itself that the wire is quiet: see
 //! [`OpenLanding::while_open`](crate::landing::OpenLanding). If the sender's device writes, the proof is the sender's
 //! report, or the end of its right to write.
 
 pub mod frame;
-mod code;
+pub(crate) mod code;
 pub(super) mod stream;
 pub(super) mod send_path;
 pub(super) mod kv_path;
@@ -19,10 +19,14 @@ pub(super) mod pieces;
 pub(super) mod frame_digests;
 pub(in crate::connectors) mod connect;
 pub(super) mod links;
+mod endpoints;
 mod link_out;
 mod other_processes;
 pub(super) mod span_out;
 pub(super) mod accept;
+mod answers;
+mod elsewhere;
+pub(super) mod link_in;
 pub(super) mod receiver;
 pub(super) mod span_in;
 pub mod connector;

@@ -9,6 +9,7 @@ use futures::StreamExt;
 use types::{Epoch, NodeId};
 
 use super::connect::STREAMS_MAX;
+use super::endpoints::Endpoints;
 use super::span_out::SpanOut;
 use super::stream::within;
 use crate::connector_parts::ConnectorParts;
@@ -25,7 +26,7 @@ const FRAMES_QUEUED_MAX: usize = 4;
 pub(super) struct OtherQueues {
     processes: Arc<dyn OtherProcesses>,
     queues: Box<[Queue]>,
-    endpoint: String,
+    endpoints: Arc<Endpoints>,
     link: u64,
     node: NodeId,
     epoch: Epoch,
@@ -50,7 +51,7 @@ pub(super) fn n_streams(parts: &ConnectorParts) -> u16 {
 
 impl OtherQueues {
     /// Makes the queues of a link; `None` if the node has one process.
-    pub(super) fn of(parts: &ConnectorParts, endpoint: &str, link: u64) -> Option<Self> {
+    pub(super) fn of(parts: &ConnectorParts, endpoints: &Arc<Endpoints>, link: u64) -> Option<Self> {
         let processes = Arc::clone(parts.processes.as_ref()?);
         let queue = |_| {
             let (spans, to_order) = async_channel::bounded(FRAMES_QUEUED_MAX);
@@ -59,7 +60,7 @@ impl OtherQueues {
         Some(Self {
             queues: (0..processes.n_processes()).map(queue).collect(),
             processes,
-            endpoint: endpoint.to_owned(),
+            endpoints: Arc::clone(endpoints),
             link,
             node: parts.node.clone(),
             epoch: parts.epoch,
@@ -72,11 +73,9 @@ impl OtherQueues {
         self.queues.len()
     }
 
-    /// Returns the queue of the process that has the pages; `None` if this process has them.
-    pub(super) fn queue_of(&self, span: &SpanOut) -> Option<&async_channel::Sender<SpanOut>> {
-        let layers = &span.out.landing.layout.group(span.piece.group).layers;
-        let process = self.processes.of_layer(layers[usize::from(span.piece.layers.start)].layer)?;
-        Some(&self.queues[process].spans)
+    /// Returns the queue of the process that has a layer (number in the model); `None` if this process has it.
+    pub(super) fn queue_of(&self, layer: u16) -> Option<&async_channel::Sender<SpanOut>> {
+        Some(&self.queues[self.processes.of_layer(layer)?].spans)
     }
 
     /// Orders the frames of one process, until the link is lost. Each frame keeps its lease until its put has returned.
@@ -102,8 +101,10 @@ impl OtherQueues {
 
     fn order(&self, process: usize, span: &SpanOut) -> PutOrder {
         let pages = span.pages();
+        let layers = &span.out.landing.layout.group(span.piece.group).layers;
+        let layer = layers[usize::from(span.piece.layers.start)].layer;
         PutOrder {
-            endpoint: self.endpoint.clone(),
+            endpoint: self.endpoints.of_layer(layer).to_owned(),
             link: self.link,
             stream: self.n_streams + process as u16,
             node: self.node.clone(),

@@ -37,16 +37,6 @@ fn room(nodes: Vec<NodeView>, admitted: &UnassignedAdmissions, order: Order) -> 
 
 fn idle(_: &mut NodeView) {}
 
-/// A node to which no KV can be sent.
-fn alone(node: &mut NodeView) {
-    Arc::make_mut(&mut node.info).wires.clear();
-}
-
-fn alone_and_full(node: &mut NodeView) {
-    alone(node);
-    free(10)(node);
-}
-
 #[test]
 fn room_is_kv_room() {
     let first = Order::DecodeFirst;
@@ -60,15 +50,6 @@ fn room_is_kv_room() {
             "- d1",
         ),
         ("exactly enough", vec![decode("d", free(11))], first, "- d"),
-        ("a node without connectors", vec![prefill("p", idle), decode("d", alone)], first, "- d"),
-        ("it needs KV room", vec![prefill("p", idle), decode("d", alone_and_full)], first, "none"),
-        ("it gets no held KV", vec![prefill("p", idle), decode("d", alone)], Order::PrefillFirst, "- d"),
-        (
-            "another one gets it",
-            vec![prefill("p", idle), decode("d0", alone_and_full), decode("d1", idle)],
-            Order::PrefillFirst,
-            "p -",
-        ),
         ("one block too few", vec![decode("d", free(10))], first, "none"),
         (
             "cached blocks are not needed again",

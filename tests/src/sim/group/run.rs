@@ -20,7 +20,7 @@ use node::NodeConfig;
 use node::group::{FollowerParts, Group, GroupError, HeadParts, follow, gather};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep};
-use types::{BlockIdx, Destination, Epoch, Landing, NodeId, RequestId, in_full};
+use types::{BlockIdx, Destination, Epoch, Landing, NodeId, RequestId, Role, in_full};
 
 use super::super::log::EventLog;
 use super::super::run::Report;
@@ -133,6 +133,7 @@ impl Run {
             world: self.world_of("head", Arc::new(self.net.clone())),
             gate: self.gates.head.clone(),
             id: NodeId::new("head"),
+            role: Role::Prefill,
             settings: config.group.clone(),
             engine: config.engine.clone(),
         };
