@@ -18,6 +18,7 @@ pub mod host;
 pub mod pool;
 pub mod watcher;
 pub mod operator;
+pub mod death;
 pub mod rogue;
 pub mod net;
 pub mod pipe;

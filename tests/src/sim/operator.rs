@@ -2,7 +2,7 @@
 //! and `baton admin role`.
 
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use chassis::{Gate, Net as _, spawn_guarded};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -20,11 +20,13 @@ pub struct Operator {
     host: Arc<HostNet>,
     log: EventLog,
     gate: Gate,
+    /// The nodes that were asked for a role and have not answered. Never held across an await.
+    asked: Arc<Mutex<Vec<String>>>,
 }
 
 impl Operator {
     pub fn new(net: &SimNet, gate: &Gate) -> Self {
-        Self { host: net.host(OPERATOR), log: net.log().clone(), gate: gate.clone() }
+        Self { host: net.host(OPERATOR), log: net.log().clone(), gate: gate.clone(), asked: Arc::default() }
     }
 
     pub fn sleep(&self, node: &str) {
@@ -37,26 +39,51 @@ impl Operator {
 
     /// Asks an awake node to take a role.
     pub fn role(&self, node: &str, role: Role) {
-        self.ask(node, format!("/role?role={role}"));
+        self.ask_for_role(node, format!("/role?role={role}"));
     }
 
     /// Does the same, even if no other node does the work that the node stops doing.
     pub fn force_role(&self, node: &str, role: Role) {
-        self.ask(node, format!("/role?role={role}&force=true"));
+        self.ask_for_role(node, format!("/role?role={role}&force=true"));
     }
 
-    /// Waits for the answer in a task of its own.
-    fn ask(&self, node: &str, path: String) {
-        let (host, log, node) = (Arc::clone(&self.host), self.log.clone(), node.to_owned());
+    /// Returns whether the operator waits for a node's answer to a request for a role.
+    pub fn waits_for(&self, node: &str) -> bool {
+        names(&self.asked).iter().any(|asked| asked == node)
+    }
+
+    fn ask_for_role(&self, node: &str, path: String) {
+        names(&self.asked).push(node.to_owned());
+        let (asked, node) = (Arc::clone(&self.asked), node.to_owned());
+        let ask = self.answer(node.clone(), path);
         let ask = async move {
+            ask.await;
+            let mut asked = names(&asked);
+            let at = asked.iter().position(|asked| *asked == node).expect("it was asked");
+            asked.swap_remove(at);
+        };
+        spawn_guarded(&self.gate, OPERATOR, ask).detach();
+    }
+
+    fn ask(&self, node: &str, path: String) {
+        spawn_guarded(&self.gate, OPERATOR, self.answer(node.to_owned(), path)).detach();
+    }
+
+    /// Sends the request and waits for the answer.
+    fn answer(&self, node: String, path: String) -> impl Future<Output = ()> + use<> {
+        let (host, log) = (Arc::clone(&self.host), self.log.clone());
+        async move {
             match post(&host, &node, &path).await {
                 Ok(status) if status == "403" => log.accuse(format_args!("{node} forbids {path}")),
                 Ok(status) => log.say(format_args!("{node} answers {path}: {status}")),
                 Err(error) => log.say(format_args!("{node} does not answer {path}: {}", error.kind())),
             }
-        };
-        spawn_guarded(&self.gate, OPERATOR, ask).detach();
+        }
     }
+}
+
+fn names(asked: &Mutex<Vec<String>>) -> MutexGuard<'_, Vec<String>> {
+    asked.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Reads the status of the answer.

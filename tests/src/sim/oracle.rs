@@ -9,7 +9,7 @@ use types::{BlockChange, NodeId, Role};
 use super::host::{Hosts, LifeSeen, NodeHost, RouterHost};
 use super::log::EventLog;
 use super::plan::{MODELS, Plan};
-use super::run::RequestCounts;
+use super::run::RunCounts;
 use super::watcher::Watcher;
 
 /// The time within which blocks must come back after the last request. An ended life may keep blocks for its
@@ -63,7 +63,7 @@ fn work_left(life: &LifeSeen) -> Option<String> {
 
 /// Checks that no router exceeds its retry budget. The budget bounds the failed attempts between two steps,
 /// for the step itself and for finding a decode node for held KV.
-pub fn attempts(routers: &[RouterHost], plan: &Plan, tally: RequestCounts, n_probes: u64, log: &EventLog) {
+pub fn attempts(routers: &[RouterHost], plan: &Plan, tally: RunCounts, n_probes: u64, log: &EventLog) {
     let n_requests = u64::from(tally.n_requests()) + n_probes;
     // Steps count at most once per request: a step that arrives gives its request a new budget, but only
     // failures use it, and most steps come without a failure.
@@ -93,6 +93,20 @@ pub fn every_kind_is_there(hosts: &Hosts, log: &EventLog) {
             log.accuse(format_args!("no node of {model} prefills, or none decodes"));
         }
     }
+}
+
+/// Returns whether a running node is no member: it sleeps, drains or changes its role, or has just begun. `false` while
+/// there is no registry.
+pub fn has_left(hosts: &Hosts, node: &NodeHost) -> bool {
+    let registry = hosts.routers.first().filter(|router| router.cluster().is_some());
+    let is_missing = |router: &RouterHost, life: &LifeSeen| {
+        !router
+            .members()
+            .iter()
+            .any(|member| member.id.as_str() == node.shape.name && member.epoch == life.epoch)
+    };
+    let life = node.life().filter(|_| node.is_running());
+    registry.zip(life).is_some_and(|(router, life)| is_missing(router, &life))
 }
 
 /// The time within which a request's blocks must be back after its deadline, whatever the faults.

@@ -11,6 +11,7 @@ use router::policy::Order;
 use types::Role;
 
 use super::chance::Chance;
+use super::death::DeathInChange;
 use super::host::DRAIN_MS;
 use super::net::Crash;
 use super::watcher::WATCHER;
@@ -54,6 +55,8 @@ pub struct Shape {
     pub has_pool: bool,
     /// How routers move nodes between roles; `None`: they do not.
     pub balance: Option<BalanceSettings>,
+    /// How a node dies while it changes its role.
+    pub dies_in_change: Option<DeathInChange>,
     pub nodes: Vec<NodeShape>,
 }
 
@@ -295,6 +298,7 @@ fn shape(chance: &mut Chance) -> Shape {
         n_routers: 1,
         has_pool: false,
         balance: None,
+        dies_in_change: None,
         nodes,
     }
 }

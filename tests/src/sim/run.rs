@@ -7,10 +7,11 @@ use std::time::Duration;
 use chassis::{Gate, Standstill, Task, spawn_guarded};
 use router::serve::ServeError;
 use tokio::time::{Instant, sleep, sleep_until};
-use types::RefusalKind;
+use types::{RefusalKind, Role};
 
 use super::chance::Chance;
 use super::client::{ActiveRequests, Client, Ended, LATE, prompt};
+use super::death::{DeathStep, DeathWatch};
 use super::host::{Hosts, NodeHost, RouterHost, WHOLE_WITHIN, model};
 use super::log::EventLog;
 use super::net::{Crash, SimNet};
@@ -31,12 +32,12 @@ pub struct Report {
     pub lines: Vec<String>,
     /// The failed checks. A good run has none.
     pub faults: Vec<String>,
-    pub tally: RequestCounts,
+    pub tally: RunCounts,
 }
 
-/// How a run's requests ended.
+/// How a run's requests ended, and the rare events of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RequestCounts {
+pub struct RunCounts {
     pub whole: u32,
     pub refused: u32,
     /// Requests that were refused because no node was usable.
@@ -47,6 +48,10 @@ pub struct RequestCounts {
     pub late: u32,
     pub left: u32,
     pub steps: u32,
+    /// Nodes that died during a change of role that the operator had asked for.
+    pub dead_for_operator: u32,
+    /// Nodes that died during a change of role that a router had asked for.
+    pub dead_for_router: u32,
 }
 
 /// Runs the plan of `seed` on a virtual clock, and returns the results.
@@ -80,6 +85,9 @@ struct Run {
     lifetimes: Lifetimes,
     watcher: Watcher,
     operator: Operator,
+    /// The planned death of a node that changes its role.
+    death: Option<DeathWatch>,
+    deaths: RunCounts,
     _rogue: Task<()>,
     gate: Gate,
 }
@@ -100,6 +108,11 @@ const ENGINE_FAILURES_MAX: u32 = 3;
 const LAPSED_WITHIN: Duration = Duration::from_millis(12_500);
 /// The time between two checks that expired requests hold nothing.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
+/// The time between two looks at the nodes, if one of them is to die while it changes its role.
+const LOOK_AT_CHANGES_EVERY: Duration = Duration::from_millis(10);
+/// The time within which other nodes may change their roles after a node has died in its change: the lease of its lock, and
+/// some attempts.
+const CHANGES_WITHIN: Duration = Duration::from_secs(20);
 /// The time within which all processes of a mended cluster must know each other: a lease, and the pauses
 /// between attempts.
 const MENDED_WITHIN: Duration = Duration::from_secs(20);
@@ -117,6 +130,8 @@ impl Run {
         let rogue = spawn_guarded(&gate, "rogue", rogue);
         let (clients, lifetimes) = (Vec::new(), Lifetimes::default());
         let mut run = Self {
+            death: plan.cluster.dies_in_change.map(DeathWatch::new),
+            deaths: RunCounts::default(),
             plan: Arc::new(plan),
             log,
             net,
@@ -158,10 +173,12 @@ impl Run {
         self.log.say("everybody knows everybody");
     }
 
-    async fn play(mut self) -> RequestCounts {
+    async fn play(mut self) -> RunCounts {
         self.trouble().await;
         self.net.heal();
         self.stop_balancing();
+        // Nothing dies after the end of all faults.
+        self.death.take_if(|watch| watch.victim().is_none());
         self.hosts.start_all().await;
         self.wake_all();
         self.log.say("mended");
@@ -172,7 +189,7 @@ impl Run {
             self.look_until(Instant::now() + WAKE_AGAIN_AFTER).await;
             self.wake_all();
         }
-        let mut tally = RequestCounts::default();
+        let mut tally = std::mem::take(&mut self.deaths);
         for client in std::mem::take(&mut self.clients) {
             while !client.is_finished() {
                 self.look_until(Instant::now() + LOOK_EVERY).await;
@@ -181,6 +198,7 @@ impl Run {
         }
         self.restore_roles();
         self.become_whole(MENDED_WITHIN).await;
+        self.the_victim_changes_again().await;
         self.probe().await;
         oracle::attempts(&self.hosts.routers, &self.plan, tally, PROBES + 1, &self.log);
         oracle::everything_is_given_back(&self.hosts, &self.log).await;
@@ -215,13 +233,68 @@ impl Run {
 
     /// Waits until `until`, and checks meanwhile that no node keeps blocks of ended requests.
     async fn look_until(&mut self, until: Instant) {
+        let every = if self.death.is_some() { LOOK_AT_CHANGES_EVERY } else { LOOK_EVERY };
         while Instant::now() < until {
-            sleep_until(until.min(Instant::now() + LOOK_EVERY)).await;
+            sleep_until(until.min(Instant::now() + every)).await;
+            self.follow_changes().await;
             self.lifetimes.check(&self.hosts, &self.plan, self.began.elapsed(), &self.log);
             if self.plan.cluster.balance.is_some() {
                 oracle::every_kind_is_there(&self.hosts, &self.log);
             }
         }
+    }
+
+    /// Kills a node during a change of its role, and starts it again, as planned. Plans with such a death have no other
+    /// fault that takes a node out of the registry.
+    async fn follow_changes(&mut self) {
+        let Some(watch) = &mut self.death else { return };
+        let changing = self.hosts.nodes.iter().find(|node| oracle::has_left(&self.hosts, node));
+        match watch.look(changing.map(|node| node.shape.name.clone()), Instant::now()) {
+            None => {}
+            Some(DeathStep::Dies(node, how)) => self.break_it(Break::Crash(node, how)).await,
+            Some(DeathStep::StartsAgain(node)) => self.break_it(Break::Start(node)).await,
+        }
+    }
+
+    /// Counts the crash of a node that changes its role.
+    fn count_death(&mut self, name: &str) {
+        let Some(node) = self.hosts.nodes.iter().find(|node| node.shape.name == name) else { return };
+        let (count, who) = match (self.operator.waits_for(name), self.plan.cluster.balance) {
+            (true, _) => (&mut self.deaths.dead_for_operator, "the operator"),
+            (false, Some(_)) => (&mut self.deaths.dead_for_router, "a router"),
+            (false, None) => return,
+        };
+        if oracle::has_left(&self.hosts, node) {
+            *count += 1;
+            self.log.say(format_args!("{name} dies in the change that {who} asked for"));
+        }
+    }
+
+    /// Checks that a node that has died in its change does not keep the right to change roles. It was started again, and
+    /// takes another role for a while.
+    async fn the_victim_changes_again(&mut self) {
+        let Some(victim) = self.death.as_ref().and_then(DeathWatch::victim).map(str::to_owned) else {
+            return;
+        };
+        let role_of = |run: &Self| {
+            let mut nodes = run.hosts.nodes.iter().filter(|node| node.shape.name == victim);
+            nodes.find_map(|node| node.life()).map(|life| life.role)
+        };
+        let give_up = Instant::now() + CHANGES_WITHIN;
+        while role_of(self) != Some(Role::Both) {
+            if Instant::now() > give_up {
+                return self
+                    .log
+                    .accuse(format_args!("{victim} has died in its change, and cannot change its role"));
+            }
+            if !self.operator.waits_for(&victim) {
+                self.operator.role(&victim, Role::Both);
+            }
+            sleep(LOOK_EVERY).await;
+        }
+        self.log.say(format_args!("{victim} has died in its change, and has changed its role again"));
+        self.restore_roles();
+        self.become_whole(MENDED_WITHIN).await;
     }
 
     /// Crashes a machine for good, and checks that it is no member after a whole lease.
@@ -283,7 +356,10 @@ impl Run {
             Break::Corrupt(from, to, one_in) => net.corrupt(&from, &to, one_in),
             Break::Cut(from, to, writes) => net.cut_after(&from, &to, writes),
             Break::Reset(one, other) => net.reset(&one, &other),
-            Break::Crash(host, how) => self.hosts.crash(&host, how),
+            Break::Crash(host, how) => {
+                self.count_death(&host);
+                self.hosts.crash(&host, how);
+            }
             Break::Stop(host) => self.hosts.stop(&host),
             Break::GoOn(host) => self.hosts.go_on(&host),
             Break::Drain(host) => self.hosts.drain(&host),
@@ -405,7 +481,7 @@ fn is_told(error: &ServeError) -> bool {
     error.to_string().contains("told to fail")
 }
 
-impl RequestCounts {
+impl RunCounts {
     fn add(&mut self, ended: Option<(Ended, u32)>) {
         let Some((ended, steps)) = ended else { return };
         self.steps += steps;
@@ -437,6 +513,8 @@ impl RequestCounts {
         self.late += other.late;
         self.left += other.left;
         self.steps += other.steps;
+        self.dead_for_operator += other.dead_for_operator;
+        self.dead_for_router += other.dead_for_router;
     }
 
     pub fn n_requests(&self) -> u32 {

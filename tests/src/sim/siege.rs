@@ -7,6 +7,8 @@ use router::policy::Order;
 use types::Role;
 
 use super::chance::Chance;
+use super::death::DeathInChange;
+use super::net::Crash;
 use super::plan::{
     ANSWER_TOKENS_MAX, Ask, BLOCKS_MIN, Break, Fault, LONG_PROMPT_TOKENS, MODELS, NodeShape,
     PROMPT_TOKENS_MAX, Patience, Plan, TROUBLE, nap, role_change, tokens,
@@ -30,8 +32,8 @@ impl Plan {
             4 => self.with_kv_that_trickles(&mut chance),
             5 => self.with_turns(&mut chance, nap),
             6 => self.with_long_prompts(&mut chance),
-            7 => self.with_turns(&mut chance, role_change),
-            8 => self.with_moves(&mut chance),
+            7 => self.with_turns(&mut chance, role_change).with_a_death(&[Crash::Process]),
+            8 => self.with_moves(&mut chance).with_a_death(&[Crash::Process, Crash::Machine]),
             _ => self,
         }
     }
@@ -156,7 +158,7 @@ impl Plan {
         self
     }
 
-    /// Lets routers move nodes, without any fault. First prompts are long and answers short, then it is the other way
+    /// Lets routers move nodes, without other faults. First prompts are long and answers short, then it is the other way
     /// around. No request may be lost.
     fn with_moves(mut self, chance: &mut Chance) -> Self {
         self.be_two_pairs();
@@ -174,6 +176,18 @@ impl Plan {
         self.asks = (0..60).map(ask).collect();
         self.asks.sort_by_key(|ask| ask.at);
         self.faults.clear();
+        self
+    }
+
+    /// Lets one node die during a change of its role, in half of the plans.
+    fn with_a_death(mut self, kinds: &[Crash]) -> Self {
+        let mut chance = Chance::named(self.seed, "death");
+        self.cluster.dies_in_change = chance.one_in(2).then(|| DeathInChange {
+            n_changes_before: chance.below(2) as u32,
+            after: chance.millis(0..=600),
+            how: *chance.pick(kinds),
+            down: chance.millis(50..=3_000),
+        });
         self
     }
 
