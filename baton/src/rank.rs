@@ -6,7 +6,7 @@ use chassis::admin::Readiness;
 use chassis::metrics::Metrics;
 use chassis::{Gate, Shutdown};
 use kv_transfer::TransferMetrics;
-use node::group::{FollowerParts, follow};
+use node::group::{FollowerParts, GroupError, follow};
 use node::{NodeConfig, NodeError, Ports};
 use tracing::info;
 use types::Role;
@@ -51,5 +51,11 @@ async fn serve(config: &NodeConfig, args: &RankArgs, shutdown: Shutdown) -> Resu
     let ended = follow(parts, shutdown).await;
     ports.close().await;
     info!("process has stopped");
-    ended.map(|()| ExitCode::SUCCESS).map_err(|error| CommandError::work(NodeError::Group(error)))
+    ended.map(|()| ExitCode::SUCCESS).map_err(|error| match error {
+        // The process has computed nothing yet.
+        GroupError::NoHead { .. } | GroupError::Refused { .. } | GroupError::Open(_) => {
+            CommandError::start(NodeError::Group(error))
+        }
+        error => CommandError::work(NodeError::Group(error)),
+    })
 }

@@ -7,6 +7,8 @@ mod decoding;
 mod hosts;
 #[path = "ranks/processes.rs"]
 mod processes;
+#[path = "ranks/refusals.rs"]
+mod refusals;
 #[path = "ranks/rolling.rs"]
 mod rolling;
 

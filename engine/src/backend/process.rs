@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use types::StageLayers;
+use types::{Fingerprint, StageLayers};
 
 use super::remote::{RemoteStage, StageProcess};
 use super::{Backend, Device, EngineSettings, cpu, cuda};
@@ -37,6 +37,14 @@ impl PreparedStage {
         match self {
             Self::Cpu(_) => "processor".to_owned(),
             Self::Cuda(prepared) => prepared.hardware(),
+        }
+    }
+
+    /// Returns the fingerprint of the model, as far as all processes of a node share it. Reads samples of the weights.
+    pub fn fingerprint(&self) -> Result<Fingerprint, OpenError> {
+        match self {
+            Self::Cpu(prepared) => prepared.fingerprint(),
+            Self::Cuda(prepared) => prepared.fingerprint(),
         }
     }
 

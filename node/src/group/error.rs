@@ -10,8 +10,8 @@ use kv_transfer::TransferError;
 pub enum GroupError {
     #[error("listen for followers on {addr}")]
     Listen { addr: String, source: io::Error },
-    #[error("no process has joined for {} within {} ms: start `baton rank --of {addr} --place STAGE` for each", .stages, .within.as_millis())]
-    Missing { stages: String, addr: String, within: Duration },
+    #[error("no process has joined for {} within {} ms: start `baton rank --of {addr} --place STAGE` for each{}", .stages, .within.as_millis(), last_refusal(.refused))]
+    Missing { stages: String, addr: String, within: Duration, refused: Option<String> },
     #[error("the head at {addr} cannot be reached within {} ms", .within.as_millis())]
     NoHead { addr: String, within: Duration, source: io::Error },
     #[error("the head at {addr} refuses this process: {why}")]
@@ -34,4 +34,9 @@ impl GroupError {
     pub(super) fn lost(what: &str, error: &io::Error) -> Self {
         Self::Lost(format!("{what}: {error}"))
     }
+}
+
+/// Says why the last process was refused, for the text of an error.
+fn last_refusal(refused: &Option<String>) -> String {
+    refused.as_ref().map_or_else(String::new, |why| format!(" (the last one was refused: {why})"))
 }

@@ -30,7 +30,7 @@ use super::error::GroupError;
 use super::messages::{
     OfFollower, OfHead, ended_kv, from_follower, input, loaded_message, output_message, parts_of, results_from_follower,
 };
-use super::{blocking, common_settings, prepare};
+use super::{Prepared, blocking, prepare};
 use crate::config::NodeConfig;
 
 /// What a follower is made of.
@@ -81,10 +81,10 @@ async fn follow_until_lost(parts: FollowerParts<'_>, shutdown: &Shutdown) -> Res
         Ok((prepared, connect(&parts).await?.into_split()))
     };
     let Some(connected) = unless_stopped(shutdown, connecting).await else { return Ok(()) };
-    let (prepared, (reader, writer)) = connected?;
+    let (Prepared { stage: prepared, common }, (reader, writer)) = connected?;
     let mut reader = MessageReader::new(reader);
     let (out, queue) = outgoing();
-    let settings = parts_of(&common_settings(&config.engine, &prepared));
+    let settings = parts_of(&common);
     let join = v1::Join { place: u32::from(*place), n_blocks: prepared.n_blocks(), settings };
     out.send(from_follower(OfFollower::Join(join))).await.map_err(gone)?;
     let alive = from_follower(OfFollower::Alive(v1::Alive {}));

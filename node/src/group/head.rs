@@ -20,7 +20,7 @@ use super::connection::{MessageReader, MessageWriter, SILENT_MAX};
 use super::error::GroupError;
 use super::joined::{JoinRequest, JoinedProcess};
 use super::messages::{OfFollower, OfHead, from_head};
-use super::{GroupSettings, blocking, common_settings, prepare};
+use super::{GroupSettings, Prepared, blocking, prepare};
 
 /// Limit of connections that have not joined yet.
 const JOINING_MAX: usize = 64;
@@ -58,11 +58,11 @@ struct Joining {
 
 /// Waits for a follower for each stage but the last, and opens the model with them.
 ///
-/// A follower whose settings differ is refused. If one is missing at the end, the error names it.
+/// A follower whose settings or files differ is refused. If one is missing at the end, the error names it.
 pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), GroupError> {
     let HeadParts { world, gate, id, role, settings, engine } = &parts;
     let n_followers = usize::from(settings.n_processes) - 1;
-    let prepared = prepare(engine, n_followers).await?;
+    let Prepared { stage: prepared, common } = prepare(engine, n_followers).await?;
     let GroupSettings { listen, join_within, .. } = settings;
     let bound = world.net().listen(listen).await;
     let listener = bound.map_err(|source| GroupError::Listen { addr: listen.clone(), source })?;
@@ -70,23 +70,29 @@ pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), 
     info!(addr, followers = n_followers, "head waits for the other processes of this node");
 
     let processes: JoinedProcesses = Arc::new(Mutex::new(vec![None; n_followers]));
-    let (changed, mut change) = mpsc::channel(JOINING_MAX);
+    let (attempts, mut attempted) = mpsc::channel(JOINING_MAX);
     let entrance = Entrance {
         world: world.clone(),
         gate: gate.clone(),
-        common: common_settings(engine, &prepared),
+        common,
         processes: Arc::clone(&processes),
-        changed,
+        attempts,
     };
     let _accepting = spawn_guarded(gate, "followers", entrance.accept_all(listener));
     let joining = Joining { processes: Arc::clone(&processes), _accepting };
     let until = tokio::time::Instant::now() + *join_within;
+    let mut refused = None;
     let joined = loop {
         if let Some(all) = all_joined(&processes) {
             break all;
         }
-        if timeout_at(until, change.recv()).await.is_err() {
-            return Err(GroupError::Missing { stages: missing(&processes), addr, within: *join_within });
+        match timeout_at(until, attempted.recv()).await {
+            Ok(Some(JoinAttempt::Refused(why))) => refused = Some(why),
+            Ok(_) => {}
+            Err(_) => {
+                let (stages, within) = (missing(&processes), *join_within);
+                return Err(GroupError::Missing { stages, addr, within, refused });
+            }
         }
     };
     let n_blocks = joined.iter().map(|process| process.n_blocks).fold(prepared.n_blocks(), u32::min);
@@ -195,8 +201,15 @@ struct Entrance {
     /// What must be equal in all processes.
     common: Fingerprint,
     processes: JoinedProcesses,
-    /// Gets a message when a process has joined.
-    changed: mpsc::Sender<()>,
+    attempts: mpsc::Sender<JoinAttempt>,
+}
+
+/// How an attempt to join has ended.
+#[derive(Debug)]
+enum JoinAttempt {
+    Joined,
+    /// The reason for an operator.
+    Refused(String),
 }
 
 impl Entrance {
@@ -205,13 +218,20 @@ impl Entrance {
         loop {
             match listener.accept().await {
                 Ok((stream, from)) => {
-                    let (entrance, within) = (self.clone(), SILENT_MAX);
+                    let (entrance, attempts, within) = (self.clone(), self.attempts.clone(), SILENT_MAX);
                     let join = async move {
                         let joined = timeout(within, entrance.join(stream, from)).await;
                         let late = |_| Err(GroupError::Lost("it has not joined in time".to_owned()));
-                        if let Err(error) = joined.unwrap_or_else(late) {
-                            warn!(%from, error = in_full(&error), "process may not join this node");
-                        }
+                        let attempt = match joined.unwrap_or_else(late) {
+                            Ok(()) => JoinAttempt::Joined,
+                            Err(error) => {
+                                let why = in_full(&error);
+                                warn!(%from, error = why, "process may not join this node");
+                                JoinAttempt::Refused(why)
+                            }
+                        };
+                        // The receiver is gone after all have joined, so a failed send is ignored.
+                        let _ = attempts.send(attempt).await;
                     };
                     spawn_guarded(&self.gate, "join", join).detach();
                 }
@@ -238,8 +258,6 @@ impl Entrance {
             return Err(GroupError::Lost(why));
         }
         self.take_place(JoinRequest { place, n_blocks: join.n_blocks, from, reader, writer });
-        // The receiver is gone after all have joined, so a failed send is ignored.
-        let _ = self.changed.send(()).await;
         Ok(())
     }
 

@@ -37,8 +37,8 @@ pub struct GroupSettings {
     pub join_within: Duration,
 }
 
-/// Returns what must be equal in all processes of a node.
-fn common_settings(engine: &EngineSettings, prepared: &PreparedStage) -> Fingerprint {
+/// Returns what must be equal in all processes of a node: settings, and the model's files.
+fn common_parts(engine: &EngineSettings, prepared: &PreparedStage) -> Result<Fingerprint, OpenError> {
     let (cpu, limits) = (&engine.cpu, engine.limits);
     let settings = [
         ("version", env!("CARGO_PKG_VERSION").to_owned()),
@@ -55,13 +55,28 @@ fn common_settings(engine: &EngineSettings, prepared: &PreparedStage) -> Fingerp
         ("expert.scheduler.step_tokens_max", limits.tokens.to_string()),
         ("expert.scheduler.sequences_max", limits.rows.to_string()),
     ];
-    Fingerprint::new(settings.map(|(name, value)| (name.to_owned(), value)))
+    let settings = settings.map(|(name, value)| (name.to_owned(), value));
+    let model = prepared.fingerprint()?;
+    let of_model = model.parts().map(|(name, value)| (name.to_owned(), value.to_owned()));
+    Ok(Fingerprint::new(of_model.chain(settings)))
 }
 
-/// Reads the config of the model for one of its stages.
-async fn prepare(engine: &EngineSettings, nth: usize) -> Result<PreparedStage, GroupError> {
+/// A stage that is not loaded, and what must be equal in all processes of its node.
+#[derive(Debug)]
+struct Prepared {
+    stage: PreparedStage,
+    common: Fingerprint,
+}
+
+/// Reads the config of the model for one of its stages, and samples of its weights.
+async fn prepare(engine: &EngineSettings, nth: usize) -> Result<Prepared, GroupError> {
     let engine = engine.clone();
-    blocking(move || PreparedStage::prepare(&engine, nth)).await
+    let prepare = move || {
+        let stage = PreparedStage::prepare(&engine, nth)?;
+        let common = common_parts(&engine, &stage)?;
+        Ok(Prepared { stage, common })
+    };
+    blocking(prepare).await
 }
 
 /// Runs what reads files on a thread that may block.

@@ -44,24 +44,28 @@ impl LoadedModel {
                 tensors::check_all_read(config, &checkpoint)?;
                 (load(&checkpoint)?, fingerprint::of_weights(&checkpoint))
             }
-            LoadFormat::Dummy { seed } => (load(&Dummy { seed, processor })?, format!("dummy, seed {seed}")),
+            LoadFormat::Dummy { seed } => (load(&Dummy { seed, processor })?, dummy_weights(seed)),
         };
         let activations = match formats.has_fp8() {
             // Only the inputs of products with FP8 matrices are rounded, and other processes may have such matrices.
             HasFp8(false) if is_part => ActivationFormat::Full,
             has_fp8 => settings.activations.resolve(config.activations, has_fp8)?,
         };
-        let arithmetic = match processor.arithmetic() {
-            Arithmetic::F32 => "f32",
-            Arithmetic::Bf16 => "bf16",
-        };
-        let parts = [
-            ("weights", weights),
-            ("arithmetic", arithmetic.to_owned()),
-            ("tokenizer", fingerprint::of_tokenizer(folder.tokenizer()?.as_deref())),
-        ];
-        let common_parts = parts.into_iter().chain(config.fingerprint_parts()).collect();
+        let common_parts = common_parts(folder, processor.arithmetic(), weights)?;
         Ok(Self { decoder, common_parts, formats, activations })
+    }
+
+    /// Returns the parts of a model's fingerprint that are equal in all processes of a node, without loading its weights.
+    pub(super) fn fingerprint_before(
+        folder: &ModelFolder,
+        layout: &KvLayout,
+        settings: &CpuSettings,
+    ) -> Result<Fingerprint, LoadError> {
+        let weights = match settings.load_format {
+            LoadFormat::Safetensors => fingerprint::of_weights(&Checkpoint::open(folder.path())?),
+            LoadFormat::Dummy { seed } => dummy_weights(seed),
+        };
+        Ok(fingerprint::fingerprint(layout, common_parts(folder, settings.arithmetic, weights)?))
     }
 
     /// Returns the description of the weights that this process has loaded.
@@ -88,4 +92,26 @@ impl LoadedModel {
         let dtype = activations.added_to(all.has_blocks().added_to(dtype.to_owned()));
         Ok(fingerprint::fingerprint(layout, self.common_parts.iter().cloned().chain([("dtype", dtype)])))
     }
+}
+
+/// Returns the parts of a fingerprint that are equal in all processes of a node, without the layout's.
+fn common_parts(
+    folder: &ModelFolder,
+    arithmetic: Arithmetic,
+    weights: String,
+) -> Result<Vec<(&'static str, String)>, LoadError> {
+    let arithmetic = match arithmetic {
+        Arithmetic::F32 => "f32",
+        Arithmetic::Bf16 => "bf16",
+    };
+    let parts = [
+        ("weights", weights),
+        ("arithmetic", arithmetic.to_owned()),
+        ("tokenizer", fingerprint::of_tokenizer(folder.tokenizer()?.as_deref())),
+    ];
+    Ok(parts.into_iter().chain(folder.config.fingerprint_parts()).collect())
+}
+
+fn dummy_weights(seed: u64) -> String {
+    format!("dummy, seed {seed}")
 }

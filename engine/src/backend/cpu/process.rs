@@ -5,10 +5,11 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kv_cache::FenceSignal;
-use types::StageLayers;
+use types::{Fingerprint, StageLayers};
 
 use super::CpuBackend;
 use super::job::JobRow;
+use super::loading::LoadedModel;
 use super::prepared::PreparedModel;
 use super::rank::{Outcomes, Step};
 use super::rows::numbers_of;
@@ -58,6 +59,12 @@ impl PreparedStage {
     /// Returns the number of blocks for which this process has room.
     pub fn n_blocks(&self) -> u32 {
         self.n_blocks
+    }
+
+    /// Returns the fingerprint that all processes of a node share.
+    pub fn fingerprint(&self) -> Result<Fingerprint, OpenError> {
+        let PreparedModel { folder, layout, settings, .. } = &self.prepared;
+        Ok(LoadedModel::fingerprint_before(folder, layout, settings)?)
     }
 
     /// Returns the layers of each stage of the model.

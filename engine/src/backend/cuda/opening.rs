@@ -9,6 +9,7 @@ use kernels::cuda::{ComputeCard, Peers, Products, TokenMasks};
 use kv_cache::KvMemory;
 use tokio::time::Instant;
 use tracing::info;
+use types::Fingerprint;
 
 use super::budget::KvBytes;
 use super::description::{LOAD_WITHIN, ModelDescription, host};
@@ -105,6 +106,12 @@ impl PreparedModel {
     pub(super) fn hardware(&self) -> String {
         let names = self.cards.iter().map(|card| format!("{} ({})", card.name(), card.arch()));
         names.collect::<Vec<_>>().join(", ")
+    }
+
+    /// Returns the model's fingerprint, without loading its weights.
+    pub(super) fn fingerprint(&self) -> Result<Fingerprint, OpenError> {
+        let arch = self.cards.first().expect("there is a GPU").arch();
+        Ok(self.described.fingerprint(&self.described.settings().arithmetic(arch))?)
     }
 
     /// Allocates all memory, loads the weights and prepares steps. Rejects a model that does not fit; the error lists the

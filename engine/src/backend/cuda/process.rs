@@ -9,7 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use device::cuda::{Bf16, CudaError, Event, HostOutbox, PinnedNumbers};
 use kv_cache::FenceSignal;
-use types::{BlockIdx, StageLayers, in_full};
+use types::{BlockIdx, Fingerprint, StageLayers, in_full};
 
 use super::draws::Draws;
 use super::elsewhere::hidden_bytes;
@@ -138,6 +138,11 @@ impl PreparedStage {
     /// Names the kind of the GPUs.
     pub fn hardware(&self) -> String {
         self.0.hardware()
+    }
+
+    /// Returns the fingerprint that all processes of a node share.
+    pub fn fingerprint(&self) -> Result<Fingerprint, OpenError> {
+        self.0.fingerprint()
     }
 
     /// Returns the number of blocks for which this process has room.
