@@ -26,6 +26,7 @@ pub struct Announcement<'a> {
     pub admin: String,
     pub connectors: &'a Connectors,
     pub model: &'a ModelInfo,
+    pub keeps_role: bool,
 }
 
 /// A node with open ports that is not yet announced.
@@ -57,6 +58,7 @@ impl Announcement<'_> {
             without: self.connectors.missing(),
             model: self.model.clone(),
             protocol: PROTOCOL,
+            keeps_role: self.keeps_role,
         }
     }
 }

@@ -99,6 +99,7 @@ pub async fn live(life: Life<'_>) -> Result<(), PoolNodeError> {
         admin: admin_address,
         connectors: &parts.connectors,
         model: &parts.model,
+        keeps_role: true,
     };
     Ok(running.run(announcement, watch, || ()).await?)
 }

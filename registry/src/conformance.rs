@@ -229,6 +229,7 @@ pub fn node(id: &str, epoch: u64) -> NodeInfo {
         admin: format!("{id}:2"),
         wires: vec![wire("shm"), wire("tcp")],
         without: vec![MissingWire { scheme: Scheme::new("cuda-ipc"), why: "no GPU".to_owned() }],
+        keeps_role: false,
         model: ModelInfo {
             name: "mock".to_owned(),
             context_tokens: 2048,

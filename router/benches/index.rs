@@ -181,6 +181,7 @@ fn info(id: &str, role: Role) -> NodeInfo {
         admin: "b".to_owned(),
         wires: vec![],
         without: vec![],
+        keeps_role: false,
         model: ModelInfo {
             name: "m".to_owned(),
             context_tokens: 1 << 20,

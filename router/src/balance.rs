@@ -286,6 +286,6 @@ fn numbers(member: &GroupMember, now: Instant) -> NodeNumbers {
         (NodeState::Ready, None) => Some("it has not reported".to_owned()),
         (state, _) => Some(format!("it is {}", state.as_str())),
     };
-    let (id, role) = (info.id.clone(), info.role);
-    NodeNumbers { id, role, missing, load: *load, assigned_tokens: *assigned_tokens }
+    let (id, role, keeps_role) = (info.id.clone(), info.role, info.keeps_role);
+    NodeNumbers { id, role, keeps_role, missing, load: *load, assigned_tokens: *assigned_tokens }
 }

@@ -156,6 +156,7 @@ pub(crate) fn info(id: &str, role: Role) -> NodeInfo {
             within_host: false,
         }],
         without: vec![],
+        keeps_role: false,
         model: ModelInfo {
             name: "mock".to_owned(),
             context_tokens: 1024,

@@ -88,6 +88,7 @@ mod tests {
             host: host.to_owned(),
             wires: wires.iter().map(wire).collect(),
             without: without.iter().map(missing).collect(),
+            keeps_role: false,
             ..info(id, role)
         }
     }

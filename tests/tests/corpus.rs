@@ -165,6 +165,7 @@ fn a_node() -> NodeInfo {
         admin: "10.0.0.2:7001".to_owned(),
         wires: vec![landing.wire],
         without: vec![],
+        keeps_role: false,
         model,
         protocol: PROTOCOL,
     }

@@ -255,6 +255,7 @@ fn puppet(id: &str, min: u16, max: u16) -> NodeInfo {
         admin: "127.0.0.1:1".to_owned(),
         wires: vec![],
         without: vec![],
+        keeps_role: false,
         model: ModelInfo {
             name: "puppet".to_owned(),
             context_tokens: 64,

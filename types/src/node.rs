@@ -34,6 +34,8 @@ pub struct NodeInfo {
     pub without: Vec<MissingWire>,
     pub model: ModelInfo,
     pub protocol: ProtocolRange,
+    /// Whether the node refuses every request for another role.
+    pub keeps_role: bool,
 }
 
 /// A connector that a node does not offer, with the reason.

@@ -35,6 +35,7 @@ impl From<&NodeInfo> for v1::NodeInfo {
             model: Some((&node.model).into()),
             protocol: Some(node.protocol.into()),
             without: node.without.iter().map(Into::into).collect(),
+            keeps_role: node.keeps_role,
         }
     }
 }
@@ -61,6 +62,7 @@ impl TryFrom<v1::NodeInfo> for NodeInfo {
             without: wire.without.into_iter().map(Into::into).collect(),
             model: present(wire.model, "node.model")?.try_into()?,
             protocol: present(wire.protocol, "node.protocol")?.try_into()?,
+            keeps_role: wire.keeps_role,
         })
     }
 }

@@ -167,6 +167,7 @@ fn a_node_comes_back_the_same() {
             fingerprint: landing().fingerprint,
         },
         protocol: ProtocolRange { min: 1, max: 2 },
+        keeps_role: true,
     };
     let mut wire = v1::NodeInfo::from(&node);
     assert_eq!(NodeInfo::try_from(wire.clone()), Ok(node));

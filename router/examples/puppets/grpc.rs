@@ -78,6 +78,7 @@ fn node(id: &str, role: Role, address: &str) -> InstantNode {
         admin: "127.0.0.1:9".to_owned(),
         wires: vec![wire],
         without: Vec::new(),
+        keeps_role: false,
         model: ModelInfo {
             name: "mock".to_owned(),
             context_tokens: 16_384,

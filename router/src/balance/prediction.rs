@@ -33,6 +33,8 @@ pub(super) struct GroupNumbers {
 pub(super) struct NodeNumbers {
     pub(super) id: NodeId,
     pub(super) role: Role,
+    /// Whether the node refuses another role. It does its work and is never moved.
+    pub(super) keeps_role: bool,
     /// The reason why `load` does not count.
     pub(super) missing: Option<String>,
     pub(super) load: NodeLoad,
@@ -73,6 +75,8 @@ pub(super) enum NoMove {
     Served(Loads),
     #[error("{node} is the last {role} node ({loads})")]
     Last { node: NodeId, role: Role, loads: Loads },
+    #[error("too few {role} nodes can change their role ({loads})")]
+    RoleKept { role: Role, loads: Loads },
     #[error("no other ratio is better by the margin ({now}; with one more {to} node {then})")]
     NotBetter { to: Role, now: Loads, then: Loads },
 }
@@ -97,11 +101,16 @@ impl GroupNumbers {
             false => (Role::Prefill, Role::Decode),
         };
         let work = |node: &&NodeNumbers| node.work();
-        let least = self.of(from).min_by_key(work).ok_or(NoMove::UnknownSpeed(from))?;
+        let first = self.of(from).next().ok_or(NoMove::UnknownSpeed(from))?;
         let (n_from, n_to) = (self.of(from).count() as f64, self.of(to).count() as f64);
         if n_from < 2.0 {
-            return Err(NoMove::Last { node: least.id.clone(), role: from, loads: now });
+            return Err(NoMove::Last { node: first.id.clone(), role: from, loads: now });
         }
+        let movable = || self.of(from).filter(|node| !node.keeps_role);
+        // A decode node of several processes takes no KV from prefill nodes, so one of the others must stay.
+        let n_stay = usize::from(from.decodes());
+        let least = movable().min_by_key(work).filter(|_| movable().count() > n_stay);
+        let least = least.ok_or(NoMove::RoleKept { role: from, loads: now })?;
         let (less, more) = (n_from / (n_from - 1.0), n_to / (n_to + 1.0));
         let then = match to {
             Role::Prefill => Loads { prefill: now.prefill * more, decode: now.decode * less },

@@ -24,7 +24,7 @@ fn node(id: &str, role: Role) -> NodeNumbers {
     let blocks = BlockCounts { total: 1000, free: 1000, ..BlockCounts::default() };
     let load =
         NodeLoad { costs: COSTS, blocks, step_ms: COSTS.step_ms + COSTS.row_ms, ..NodeLoad::default() };
-    NodeNumbers { id: NodeId::new(id), role, missing: None, load, assigned_tokens: 0 }
+    NodeNumbers { id: NodeId::new(id), role, keeps_role: false, missing: None, load, assigned_tokens: 0 }
 }
 
 /// Sets the streams of a node.
@@ -108,6 +108,30 @@ fn the_node_with_the_least_work_moves() {
     let mut group = group(2, 2, demand(6.0, 8192.0, 16.0));
     running(&mut group.nodes[2], 3);
     assert_eq!(said(&group), "decode-1 to prefill");
+}
+
+#[test]
+fn a_node_that_keeps_its_role_is_not_moved() {
+    let (prompts, answers) = (|| demand(9.0, 8192.0, 16.0), || demand(15.0, 256.0, 512.0));
+    for (what, keep, demand, says) in [
+        ("the first decode node", &["decode-0"][..], prompts(), "decode-1 to prefill"),
+        ("the first prefill node", &["prefill-0"], answers(), "prefill-1 to decode"),
+        ("all but one prefill node", &["prefill-0", "prefill-1"], answers(), "prefill-2 to decode"),
+        ("all but one decode node", &["decode-0", "decode-1"], prompts(), "too few decode nodes can change"),
+        (
+            "all prefill nodes",
+            &["prefill-0", "prefill-1", "prefill-2"],
+            answers(),
+            "too few prefill nodes can change",
+        ),
+        ("nodes of the other kind", &["prefill-0", "prefill-1"], prompts(), "decode-0 to prefill"),
+    ] {
+        let mut group = group(3, 3, demand);
+        let keeps = |node: &&mut NodeNumbers| keep.contains(&node.id.as_str());
+        group.nodes.iter_mut().filter(keeps).for_each(|node| node.keeps_role = true);
+        let said = said(&group);
+        assert!(said.starts_with(says), "{what}: {said}");
+    }
 }
 
 #[test]

@@ -19,6 +19,7 @@ pub(crate) fn node(id: &str, role: Role) -> NodeView {
         admin: "b".to_owned(),
         wires: vec![],
         without: vec![],
+        keeps_role: false,
         model: ModelInfo {
             name: "m".to_owned(),
             context_tokens: 1024,
