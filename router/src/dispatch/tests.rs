@@ -156,8 +156,12 @@ async fn a_decode_node_may_compute_by_itself() {
 
 #[tokio::test(start_paused = true)]
 async fn without_a_prefill_node_decode_is_told_to() {
-    let d = decode("d", &[FakeResponse::Serve]);
-    test_cluster(Order::DecodeFirst, &[&d]).await.serves(6).await;
+    for order in [Order::DecodeFirst, Order::PrefillFirst] {
+        let d = decode("d", &[FakeResponse::Serve]);
+        let cluster = test_cluster(order, &[&d]).await;
+        assert_eq!(cluster.dispatch.ready(), Ok(()), "{order:?}");
+        cluster.serves(6).await;
+    }
 }
 
 #[tokio::test(start_paused = true)]
