@@ -4,9 +4,9 @@
 //! [`CudaError`] names what is missing.
 //!
 //! Suggested reading order: libraries ([`library`]), programs ([`source`], [`compiler`], [`cache`]), the GPU
-//! that runs them ([`card`], [`buffer`], [`arena`], [`pinned`], [`host_words`], [`event`], [`graph`],
-//! [`hand_over`](mod@hand_over), [`host_ring`](mod@host_ring), [`reach`](mod@reach)), memory for KV ([`memory`], [`remote`], [`slots`]), and the copies between GPUs
-//! ([`page_copier`], [`nccl`]).
+//! that runs them ([`card`], [`buffer`], [`arena`], [`pinned`], [`host_words`], [`event`],
+//! [`pinned_rows`], [`graph`], [`hand_over`](mod@hand_over), [`host_ring`](mod@host_ring), [`reach`](mod@reach)), memory for
+//! KV ([`memory`], [`remote`], [`slots`]), and the copies between GPUs ([`page_copier`], [`nccl`]).
 
 pub mod error;
 pub mod library;
@@ -19,6 +19,7 @@ pub mod card;
 pub mod pinned;
 pub mod host_words;
 pub mod event;
+pub mod pinned_rows;
 pub mod graph;
 pub mod hand_over;
 pub mod host_ring;
@@ -59,6 +60,7 @@ pub use memory::DeviceMemory;
 pub use page_copier::{CopyDone, CopyJob, PageCopier, PageDigests};
 pub use page_copier_size::PageCopierSize;
 pub use pinned::PinnedNumbers;
+pub use pinned_rows::{PinnedRows, RowShare};
 pub use reach::reach;
 pub use remote::RemoteMemory;
 pub use slots::Slots;

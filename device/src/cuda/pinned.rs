@@ -5,6 +5,7 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use cudarc::driver::sys::CU_MEMHOSTALLOC_PORTABLE;
 use cudarc::driver::{CudaContext, CudaEvent, result};
 
 use super::buffer::{Element, View, ViewMut};
@@ -31,8 +32,8 @@ impl<T: Element + Default> PinnedNumbers<T> {
         context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
         // JUSTIFICATION: only the driver can pin memory.
         // SAFETY: only this value has the pointer, and it frees it once.
-        let start =
-            unsafe { result::malloc_host(bytes, 0) }.map_err(CudaError::during("allocate pinned memory"))?;
+        let start = unsafe { result::malloc_host(bytes, CU_MEMHOSTALLOC_PORTABLE) }
+            .map_err(CudaError::during("allocate pinned memory"))?;
         let start = NonNull::new(start.cast::<T>()).expect("the driver gives memory or an error");
         for nth in 0..len {
             // JUSTIFICATION: memory must hold values before a slice of it exists.
@@ -50,6 +51,11 @@ impl<T: Element> PinnedNumbers<T> {
 
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Returns the address, which is the same for all GPUs.
+    pub(super) fn address(&self) -> u64 {
+        self.start.as_ptr() as u64
     }
 
     /// Waits until no copy runs and returns the numbers.
@@ -129,35 +135,19 @@ impl Card {
     /// # Panics
     /// If `to` is shorter than `from`, or the memory is on another GPU.
     pub fn receive<T: Element>(&self, from: View<'_, T>, to: &mut PinnedNumbers<T>) -> Result<(), CudaError> {
-        self.receive_parts(&[from], to)
-    }
-
-    /// Starts a copy of all parts into the first numbers, one part after the other, as [`receive`](Self::receive) does.
-    ///
-    /// # Panics
-    /// If `to` is shorter than the parts, or their memory is on another GPU.
-    pub fn receive_parts<T: Element>(
-        &self,
-        parts: &[View<'_, T>],
-        to: &mut PinnedNumbers<T>,
-    ) -> Result<(), CudaError> {
+        assert!(
+            from.len() <= to.len && from.ordinal() == self.ordinal(),
+            "enough numbers, and memory on this GPU"
+        );
         self.bind()?;
-        let mut n_done = 0;
-        for from in parts {
-            assert!(
-                n_done + from.len() <= to.len && from.ordinal() == self.ordinal(),
-                "enough numbers, and memory on this GPU"
-            );
-            // JUSTIFICATION: the borrow checker cannot express a copy that outlives the call.
-            // SAFETY: the memory lives until `busy` is reached. No slice of it exists, because making one needs
-            // the `&mut` that is held here.
-            let outcome = unsafe {
-                let to = std::slice::from_raw_parts_mut(to.start.as_ptr().add(n_done), from.len());
-                result::memcpy_dtoh_async(to, from.address(), self.stream().cu_stream())
-            };
-            outcome.map_err(CudaError::during("copy from the GPU"))?;
-            n_done += from.len();
-        }
+        // JUSTIFICATION: the borrow checker cannot express a copy that outlives the call.
+        // SAFETY: the memory lives until `busy` is reached. No slice of it exists, because making one needs
+        // the `&mut` that is held here.
+        let outcome = unsafe {
+            let to = std::slice::from_raw_parts_mut(to.start.as_ptr(), from.len());
+            result::memcpy_dtoh_async(to, from.address(), self.stream().cu_stream())
+        };
+        outcome.map_err(CudaError::during("copy from the GPU"))?;
         to.busy = Some(self.event()?.0);
         Ok(())
     }

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use baton_kernels::cuda::{CommonParams, ComputeCard, Peers, RankMemory, SumRows};
-use device::cuda::{Bf16, Buffer, Cache, Card, CudaError, Graph};
+use device::cuda::{Bf16, Buffer, Cache, Card, CudaError, Graph, PinnedRows, RowShare};
 use serde_json::{Value, json};
 
 use super::check_joined;
@@ -185,6 +185,8 @@ fn sums(
     let of_ranks = |i: usize| parts.iter().map(move |part| f32::from(part[i]));
     let expected: Vec<Bf16> = (0..n).map(|i| added(residual[i], of_ranks(i))).collect();
     let what = if is_many { "sum_many_rows" } else { "sum_few_rows" };
+    let on_host = copied_together(sides, &residuals, width)?;
+    verdicts.holds(format!("{what} {n_rows}x{width}: rows on the host"), on_host == expected);
     for (nth, side) in sides.iter().enumerate() {
         let name = format!("{what} {n_rows}x{width}, {}", rank_of(nth, sides));
         let found = side.card.download(residuals[nth].view())?;
@@ -197,6 +199,16 @@ fn sums(
         verdicts.holds(format!("{name}: no rank is lost"), !peers[nth].lost_flag().is_raised());
     }
     Ok(())
+}
+
+/// Returns all rows of the residual. Each rank copies its own rows to the host.
+fn copied_together(sides: &[Side], residuals: &[Buffer<Bf16>], width: usize) -> Result<Vec<Bf16>, CudaError> {
+    let rows = PinnedRows::over(sides[0].card.pinned(residuals[0].len())?);
+    for (first, (side, residual)) in sides.iter().zip(residuals).enumerate() {
+        let share = RowShare { width, first, every: sides.len() };
+        side.card.receive_rows(&[residual.view()], share, &rows)?;
+    }
+    Ok(rows.into_numbers()?.numbers()?.to_vec())
 }
 
 /// Checks a gather of columns of all ranks. The last rank has `n_left_out` padding columns.

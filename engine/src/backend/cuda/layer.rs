@@ -5,7 +5,7 @@
 //! kernels do that work. Our kernels split a norm: it starts when rows are added to the residual, and the
 //! next product completes it.
 
-use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
+use device::cuda::{Bf16, Buffer, CudaError, RowShare, View, ViewMut};
 use kernels::cuda::{
     AddedRows, ComputeCard, Ending, Epilogue, ExpertSpace, ExpertsForm, FusedKernel, FusedProduct, HeadsRows,
     NormedRows, OutputRows, Peers, PendingNorm, ProductShape, Products, RopeWriteKv, SumRows,
@@ -266,6 +266,17 @@ impl Decoder {
     /// method sums a row's squares in another order, so a deterministic backend never pushes.
     fn throws(&self, peers: &Peers, n_rows: usize) -> bool {
         self.chunk_tokens.is_none() && n_rows <= peers.few_rows()
+    }
+
+    /// Returns the rows of a pass that this rank gives to the next stage in another process, so that each row is given once:
+    /// of many rows, those whose residual this rank has. All ranks have few rows, which the first rank gives.
+    pub(super) fn rows_given(&self, peers: Option<&Peers>, n_rows: usize) -> Option<RowShare> {
+        let width = self.sizes.hidden;
+        match peers {
+            None => Some(RowShare::all(width)),
+            Some(peers) if self.throws(peers, n_rows) => (peers.me() == 0).then_some(RowShare::all(width)),
+            Some(peers) => Some(RowShare { width, first: peers.me(), every: peers.n_ranks() }),
+        }
     }
 
     /// Returns the pending norm that a product has to apply, if any.

@@ -228,7 +228,7 @@ impl CudaBackend {
             elsewhere.begin(plan, rows, here, &signal)?;
         }
         let (dims, sequences) = (plan.dims, plan.sequences());
-        let step = Step { dims, graph_size, sequences, draws, masks, words, places };
+        let step = Step { dims, graph_size, sequences, draws, masks, words, places, rows_out: None };
         let step = Arc::new(step);
         let nth = self.described.nth_of_sampler();
         let LaunchedOnAll { written, ends } =

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use device::cuda::{Bf16, CudaError, Event, HostOutbox, PinnedNumbers};
+use device::cuda::{Bf16, CudaError, Event, HostOutbox, PinnedNumbers, PinnedRows};
 use kv_cache::FenceSignal;
 use types::{BlockIdx, Fingerprint, StageLayers, in_full};
 
@@ -80,8 +80,8 @@ struct StepRoom {
 /// The rows of a step that was launched, which are being copied.
 #[derive(Debug)]
 struct LaunchedRows {
-    buffer: PinnedNumbers<Bf16>,
-    /// The numbers in it: the residual, and the rows normed for the next stage.
+    rows: PinnedRows<Bf16>,
+    /// The numbers in `rows`: the residual, and the rows normed for the next stage.
     n_numbers: usize,
     outcomes: Vec<Result<(), RowError>>,
     /// The events at which the GPUs have finished.
@@ -119,18 +119,13 @@ pub fn open_apart(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Re
 // === impl PreparedStage ===
 
 impl PreparedStage {
-    /// Opens the GPU, and reads the config of a model for one of its stages. The settings say how many there are. Refuses
-    /// several ranks: each of them has the residual of some rows only, and only the first one's rows would be sent.
+    /// Opens the GPUs, and reads the config of a model for one of its stages. The settings say how many there are.
     pub fn prepare(
         folder: &Path,
         kv: KvRoom,
         settings: &CudaSettings,
         nth: usize,
     ) -> Result<Self, OpenError> {
-        if settings.ranks.get() > 1 {
-            let wrong = "several processes with several GPUs each are not implemented: set model.tp to 1";
-            return Err(LoadError::Ranks(wrong.to_owned()).into());
-        }
         let settings = CudaSettings { only_stage: Some(nth), ..settings.clone() };
         PreparedModel::of(folder, kv, &settings).map(Self)
     }
@@ -212,14 +207,14 @@ impl CudaStage {
 
     /// Waits for the copies of a step's rows.
     fn results(&self, launched: LaunchedRows) -> Result<StageResults, CudaError> {
-        let LaunchedRows { mut buffer, n_numbers, outcomes, ends, signal } = launched;
+        let LaunchedRows { rows, n_numbers, outcomes, ends, signal } = launched;
         ends.iter().try_for_each(Event::wait)?;
         if self.lost.is_raised() {
             return Err(self.lost.error());
         }
-        buffer.numbers()?;
+        let buffer = Some(rows.into_numbers()?);
         signal.layers_done(self.loaded.layers.end);
-        let rows = RowBytes { buffer: Some(buffer), n_numbers, spare: self.spare.clone() };
+        let rows = RowBytes { buffer, n_numbers, spare: self.spare.clone() };
         Ok(StageResults { hidden: Bytes::from_owner(rows), outcomes, routing_leads: Vec::new() })
     }
 }
@@ -254,7 +249,7 @@ impl Launcher {
         // The rows of the oldest step may still be in the writer of the connection.
         let buffer = self.spare.recv_timeout(SENT_WITHIN).map_err(|_| StageLost::too_many_steps())?;
         let launched = self.launch(&mut plan, &rows, &input.hidden, buffer, signal);
-        let launched = launched.map_err(|error| StageLost(in_full(&error)))?;
+        let launched = launched.map_err(|error| self.launch_failed(&error))?;
         self.launched.try_send(launched).map_err(|_| StageLost::too_many_steps())
     }
 
@@ -279,19 +274,24 @@ impl Launcher {
         let graph_size = self.rank.pad(plan, rows);
         let words = if self.helpers.are_there() { plan.words() } else { Vec::new() };
         let (dims, sequences, draws) = (plan.dims, plan.sequences(), Draws::default());
-        let step = Arc::new(Step { dims, graph_size, sequences, draws, masks: None, words, places });
+        let rows_out = PinnedRows::over(buffer);
+        let of_ranks = Some(rows_out.clone());
+        let step =
+            Step { dims, graph_size, sequences, draws, masks: None, words, places, rows_out: of_ranks };
         let LaunchedOnAll { written, mut ends } =
-            launch_on_all(&mut self.rank, &mut self.helpers, 0, &step, plan)?;
-        let mut buffer = buffer;
-        let (card, space) = (&self.rank.tools.card, &self.rank.tools.space);
-        let parts = [space.residual.slice(0..n_numbers), space.normed.slice(0..n_numbers)];
-        card.receive_parts(&parts, &mut buffer)?;
-        ends.push(card.event()?);
+            launch_on_all(&mut self.rank, &mut self.helpers, 0, &Arc::new(step), plan)?;
+        ends.push(self.rank.tools.card.event()?);
         let (first_layer, lost) = (self.first_layer, self.lost.clone());
         let (written, of_watch) = (vec![written], Arc::clone(&signal));
         self.watch.watch(WatchedStep { began: None, first_layer, written, lost, signal: of_watch });
         let outcomes = rows.iter().map(|_| Ok(())).collect();
-        Ok(LaunchedRows { buffer, n_numbers: 2 * n_numbers, outcomes, ends, signal })
+        Ok(LaunchedRows { rows: rows_out, n_numbers: 2 * n_numbers, outcomes, ends, signal })
+    }
+
+    /// Returns the error of a failed launch. GPUs that have started the step do not wait for the others any more.
+    fn launch_failed(&self, error: &CudaError) -> StageLost {
+        self.lost.raise();
+        StageLost(in_full(error))
     }
 }
 
@@ -362,12 +362,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn several_gpus_in_each_process_are_refused_before_one_is_opened() {
+    fn each_process_may_have_several_gpus() {
         let ranks = NonZero::new(2).expect("two");
-        let settings = CudaSettings { ranks, ..CudaSettings::default() };
-        let refused = PreparedStage::prepare(Path::new("/nowhere"), (1 << 20).into(), &settings, 0);
-        let sentence = refused.expect_err("two GPUs in one of several processes").to_string();
-        assert!(sentence.contains("set model.tp to 1"), "{sentence}");
+        let settings = CudaSettings { ordinal: 4096, ranks, cache: None, ..CudaSettings::default() };
+        let error = PreparedStage::prepare(Path::new("/nowhere"), (1 << 20).into(), &settings, 0);
+        let error = error.expect_err("there are no such GPUs");
+        assert!(error.is_no_gpu(), "{error}");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use device::cuda::{Buffer, CudaError, Event, PinnedNumbers};
+use device::cuda::{Bf16, Buffer, CudaError, Event, PinnedNumbers, PinnedRows};
 use kernels::cuda::matmul::Choices;
 use kernels::cuda::{ComputeCard, PrefillSequence, SampleTokens, StepMasks};
 
@@ -58,6 +58,8 @@ pub(super) struct Step {
     /// The words of the plan, for the other ranks.
     pub(super) words: Vec<u32>,
     pub(super) places: StepPlaces,
+    /// Where all ranks leave the step's rows, if another process computes the next stage.
+    pub(super) rows_out: Option<PinnedRows<Bf16>>,
 }
 
 /// An order of the rank on the caller's thread to the others.
@@ -131,7 +133,24 @@ impl Rank {
         }
         let Tools { links, card, space, .. } = &mut self.tools;
         links.put(card, space, step.places.here, step.dims)?;
+        if let Some(to) = &step.rows_out {
+            self.give_rows(step, to)?;
+        }
         Ok(written)
+    }
+
+    /// Starts the copies of this rank's rows for another process: the residual, and the rows normed for the next stage's
+    /// first layer. Padding is left out.
+    fn give_rows(&self, step: &Step, to: &PinnedRows<Bf16>) -> Result<(), CudaError> {
+        let Tools { card, space, decoder, peers, .. } = &self.tools;
+        let n = step.places.n_tokens * decoder.sizes.hidden;
+        // The method of the sums depends on the rows with padding.
+        match decoder.rows_given(peers.as_ref(), step.dims.n_tokens) {
+            None => Ok(()),
+            Some(share) => {
+                card.receive_rows(&[space.residual.slice(0..n), space.normed.slice(0..n)], share, to)
+            }
+        }
     }
 
     fn run(&mut self, step: &Step, write: impl FnOnce(&mut [u32])) -> Result<Vec<Event>, CudaError> {
