@@ -75,7 +75,7 @@ pub(super) enum NoMove {
     Served(Loads),
     #[error("{node} is the last {role} node ({loads})")]
     Last { node: NodeId, role: Role, loads: Loads },
-    #[error("too few {role} nodes can change their role ({loads})")]
+    #[error("no {role} node can change its role ({loads})")]
     RoleKept { role: Role, loads: Loads },
     #[error("no other ratio is better by the margin ({now}; with one more {to} node {then})")]
     NotBetter { to: Role, now: Loads, then: Loads },
@@ -106,10 +106,7 @@ impl GroupNumbers {
         if n_from < 2.0 {
             return Err(NoMove::Last { node: first.id.clone(), role: from, loads: now });
         }
-        let movable = || self.of(from).filter(|node| !node.keeps_role);
-        // A decode node of several processes takes no KV from prefill nodes, so one of the others must stay.
-        let n_stay = usize::from(from.decodes());
-        let least = movable().min_by_key(work).filter(|_| movable().count() > n_stay);
+        let least = self.of(from).filter(|node| !node.keeps_role).min_by_key(work);
         let least = least.ok_or(NoMove::RoleKept { role: from, loads: now })?;
         let (less, more) = (n_from / (n_from - 1.0), n_to / (n_to + 1.0));
         let then = match to {

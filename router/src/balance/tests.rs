@@ -117,12 +117,12 @@ fn a_node_that_keeps_its_role_is_not_moved() {
         ("the first decode node", &["decode-0"][..], prompts(), "decode-1 to prefill"),
         ("the first prefill node", &["prefill-0"], answers(), "prefill-1 to decode"),
         ("all but one prefill node", &["prefill-0", "prefill-1"], answers(), "prefill-2 to decode"),
-        ("all but one decode node", &["decode-0", "decode-1"], prompts(), "too few decode nodes can change"),
+        ("all but one decode node", &["decode-0", "decode-1"], prompts(), "decode-2 to prefill"),
         (
             "all prefill nodes",
             &["prefill-0", "prefill-1", "prefill-2"],
             answers(),
-            "too few prefill nodes can change",
+            "no prefill node can change",
         ),
         ("nodes of the other kind", &["prefill-0", "prefill-1"], prompts(), "decode-0 to prefill"),
     ] {
