@@ -11,7 +11,8 @@ under NEAR, and another text follows. With EXACT=1 all nodes are deterministic, 
 TP="2 1" gives prefill nodes two GPUs and decode nodes one, beginning with those of DEVICES="cuda:0 cuda:2". The reference
 has the ranks of decode nodes. If the two numbers differ, sums differ too, and all tokens are compared like those of
 continued streams.
-PROCESSES=2 gives prefill nodes two processes with a pipeline stage each: the first stage runs on the decode node's GPU.
+PROCESSES="2 1" gives prefill nodes two processes with a pipeline stage each, and decode nodes one: the first stage runs on
+the other node's GPU.
 NODES='{"BATON_MODEL__KV_DTYPE": "fp8"}' adds settings for all nodes.
 """
 import json, os, random, signal, subprocess, sys, tempfile, threading, time, urllib.error, urllib.request
@@ -22,7 +23,7 @@ SHAPE = os.environ.get("SHAPE", "bench/shapes/llama-3.2-1b")
 HTTP, LOGS = "http://127.0.0.1:8000", tempfile.mkdtemp(prefix="gpu-walk-")
 DEVICES = os.environ.get("DEVICES", "cuda:0 cuda:1").split()
 TP = os.environ.get("TP", "1 1").split()
-PROCESSES = int(os.environ.get("PROCESSES", 1))
+PROCESSES = [int(n) for n in os.environ.get("PROCESSES", "1 1").split()]
 NODES = json.loads(os.environ.get("NODES", "{}"))
 VOCABULARY = int(os.environ.get("VOCABULARY", 100_000))
 WITHIN, READY_WITHIN = 30, 150
@@ -105,12 +106,13 @@ class Cluster:
                 of_node["BATON_MODEL__DETERMINISTIC"] = "true"
             if connector:
                 of_node["BATON_TRANSFER__CONNECTORS"] = json.dumps([connector])
-            if PROCESSES > 1 and role.startswith("prefill"):
+            n_processes = PROCESSES[0] if role.startswith("prefill") else PROCESSES[1] if role.startswith("decode") else 1
+            if n_processes > 1:
                 join = f"127.0.0.1:{port + 100}"
-                of_node |= {"BATON_EXPERT__MODEL__PROCESSES": str(PROCESSES), "BATON_EXPERT__MODEL__JOIN": join}
-                self.ranks[role] = [
-                    {**of_node, "BATON_RANK_OF": join, "BATON_RANK_PLACE": str(place), "BATON_MODEL__DEVICE": DEVICES[1]}
-                    for place in range(PROCESSES - 1)]
+                of_node |= {"BATON_EXPERT__MODEL__PROCESSES": str(n_processes), "BATON_EXPERT__MODEL__JOIN": join}
+                other = {**of_node, "BATON_TRANSFER__LISTEN": "127.0.0.1:0", "BATON_RANK_OF": join,
+                         "BATON_MODEL__DEVICE": DEVICES[1 if role.startswith("prefill") else 0]}
+                self.ranks[role] = [{**other, "BATON_RANK_PLACE": str(place)} for place in range(n_processes - 1)]
             self.nodes[role] = (of_node, self.spawn(role, of_node))
             self.start_ranks(role)
         self.ready()
@@ -131,7 +133,8 @@ class Cluster:
         until("every node to be usable", all_ready, READY_WITHIN)
 
     def signal(self, role, which):
-        process = self.others["prefill"][0] if role == "first stage" else self.nodes[role][1]
+        first = role.removesuffix("'s first stage")
+        process = self.others[first][0] if first != role else self.nodes[role][1]
         os.kill(process.pid, which)
 
     def revive(self, role):
@@ -227,9 +230,9 @@ def walk(connector, expected, long):
             if line.startswith(f'baton_router_kv_arrived_bytes_total{{connector="{connector}"}}')))
         step("cancel storm", lambda: (storm(), cluster.baseline()) and "120 cancelled, blocks at the baseline")
         step("equal after the storm", lambda: equal(2))
-        faults = [("prefill", "kill -9"), ("decode", "SIGSTOP"), ("decode", "kill -9")]
-        if PROCESSES > 1:
-            faults += [("first stage", "kill -9")]
+        # A node of several processes ends if one of them stands still.
+        faults = [("prefill", "kill -9"), *[("decode", "SIGSTOP")] * (PROCESSES[1] == 1), ("decode", "kill -9")]
+        faults += [(f"{role}'s first stage", "kill -9") for role, n in zip(("prefill", "decode"), PROCESSES) if n > 1]
         for nth, (role, what) in enumerate(faults):
             many = range(60_000 + 100 * nth, 60_016 + 100 * nth)
             def stop():
@@ -237,7 +240,7 @@ def walk(connector, expected, long):
             strike = stop if what == "SIGSTOP" else lambda: cluster.signal(role, signal.SIGKILL)
             step(f"{what} of the {role} node", lambda: disturbed(cluster, many, strike))
             if what == "kill -9":
-                node = "prefill" if role == "first stage" else role
+                node = role.removesuffix("'s first stage")
                 step(f"the {role} node is back at its address", lambda: cluster.revive(node) or "ready")
             step(f"baseline after {what} of the {role} node", lambda: (cluster.ready(), cluster.baseline()) and "no block held")
             step(f"equal after {what} of the {role} node", lambda: equal(3))
@@ -246,7 +249,7 @@ def walk(connector, expected, long):
     except Exception as error:
         steps["error"] = {"passed": False, "outcome": f"{type(error).__name__}: {error}"}
         print(connector, steps["error"], flush=True)
-        for role in ("router", "prefill", "rank-0-prefill", "decode"):
+        for role in ("router", "prefill", "rank-0-prefill", "decode", "rank-0-decode"):
             print(subprocess.run(["tail", "-n", "12", f"{LOGS}/{connector}-{role}.log"], capture_output=True, text=True).stdout[-2500:])
     finally:
         cluster.stop()
