@@ -79,7 +79,7 @@ fn an_etcd_outside_is_named_by_a_secret_and_can_be_reached() {
 }
 
 #[test]
-fn every_process_of_a_prefill_node_finds_its_head() {
+fn every_process_of_a_node_finds_its_head() {
     check("groups");
 }
 

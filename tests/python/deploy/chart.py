@@ -9,7 +9,7 @@ import kubernetes_validate
 import yaml
 
 import rendered
-from objects import baton_containers, name, pod, template, workloads
+from objects import baton_containers, labels, name, pod, template, workloads
 
 KUBERNETES = "1.37"
 CRDS = Path(__file__).resolve().parent / "crds"
@@ -139,9 +139,10 @@ def pods():
             "affinity": {"nodeAffinity": {}},
             "priorityClassName": of,
         }
-    own = {which: extra("own") for which in ("router", "pool", "group", "etcd", "deletionCost")}
-    own["pools"] = {"prefill": extra("own"), "decode": extra("own")}
-    for values, files, n_workloads in [(own, [], 8), ({"box": extra("own")}, ["gpu-box.yaml"], 3)]:
+    own = {which: extra("own") for which in ("router", "pool", "etcd", "deletionCost")}
+    for which in ("pools", "groups"):
+        own[which] = {"prefill": extra("own"), "decode": extra("own")}
+    for values, files, n_workloads in [(own, [], 10), ({"box": extra("own")}, ["gpu-box.yaml"], 3)]:
         on = {} if files else rendered.EVERYTHING_ON
         before = rendered.chart(files, rendered.NAMED, on)
         after = rendered.chart(files, rendered.NAMED, on, {"pods": extra("all")}, values)
@@ -168,8 +169,8 @@ def certificates():
         processes = baton_containers(objects)
         assert len(processes) >= 3, result
         for workload, container in processes:
-            # A further process of a prefill node has the certificate of the node.
-            role = container["args"][0].replace("rank", "prefill")
+            # A further process of a node has the certificate of the node.
+            role = container["args"][0].replace("rank", labels(workload)["app.kubernetes.io/component"].removesuffix("-rank"))
             env = {entry["name"]: entry.get("value") for entry in container["env"]}
             (mount,) = [mount for mount in container["volumeMounts"] if mount["mountPath"] == "/etc/baton-tls"]
             (volume,) = [volume for volume in pod(workload)["volumes"] if volume["name"] == mount["name"]]

@@ -1,5 +1,6 @@
 """Checks of the processes in rendered objects: each gets a configuration that the executable accepts."""
 
+import itertools
 import json
 import tomllib
 
@@ -185,8 +186,9 @@ def process_of(objects, workload, container):
     executable.accepts(files[file], args, executable.environment(objects, container).items())
     listens = executable.ports(files[file])
     if args[0] == "rank":
-        # It dials its head and the nodes that its KV goes to.
-        listens = {setting: port for setting, port in listens.items() if setting == "node.admin"}
+        # It dials its head and the nodes that its KV goes to. Processes of decode nodes also take KV.
+        takes_kv = "decode" in name(workload)
+        listens = {setting: port for setting, port in listens.items() if setting == "node.admin" or takes_kv and setting == "transfer.listen"}
     declared = {port["containerPort"] for port in container["ports"]}
     assert declared == set(listens.values()), f"declares {declared}, listens on {listens}"
     security = container["securityContext"]
@@ -218,22 +220,25 @@ def service_links():
 
 
 def groups():
-    """Prefill nodes of several processes: each stage but the last has a pod that finds its head, and policies let it."""
+    """Nodes of several processes: each stage but the last has a pod that finds its head, and policies let it."""
     objects = rendered.all_of_them()["chart with several groups"]
     sets = {thing["metadata"]["name"]: thing for thing in objects if thing["kind"] == "StatefulSet" and "etcd" not in name(thing)}
-    assert sorted(sets) == ["baton-head-0", "baton-head-1", "baton-rank-0", "baton-rank-1"], sorted(sets)
+    parts = [f"{role}-{place}-{group}" for role in ["decode", "prefill"] for place in ["head", "rank"] for group in ["0", "1"]]
+    assert sorted(sets) == [f"baton-{part}" for part in parts], sorted(sets)
     services = {thing["metadata"]["name"]: thing["spec"] for thing in objects if thing["kind"] == "Service"}
-    for group in ["0", "1"]:
-        head, rank = sets[f"baton-head-{group}"], sets[f"baton-rank-{group}"]
-        assert (head["spec"]["replicas"], rank["spec"]["replicas"]) == (1, 3), group
+    pools = {name(thing): thing for thing in workloads(objects)}
+    for role, group in itertools.product(["prefill", "decode"], ["0", "1"]):
+        head, rank = sets[f"baton-{role}-head-{group}"], sets[f"baton-{role}-rank-{group}"]
+        assert (head["spec"]["replicas"], rank["spec"]["replicas"]) == (1, 3), (role, group)
         (of_rank,) = pod(rank)["containers"]
         (of_head,) = pod(head)["containers"]
+        assert (of_head["args"][0], of_rank["args"][0]) == (role, "rank")
         config = tomllib.loads(config_of(objects, head, of_head))
         assert config == tomllib.loads(config_of(objects, rank, of_rank)), "a follower with other settings is refused"
         assert config["expert"]["model"]["processes"] == 4, config
         service, port = head["spec"]["serviceName"], config["expert"]["model"]["join"].rsplit(":", 1)[1]
         env = {entry["name"]: entry for entry in of_rank["env"]}
-        assert env["BATON_RANK_OF"]["value"] == f"baton-head-{group}-0.{service}:{port}", env["BATON_RANK_OF"]
+        assert env["BATON_RANK_OF"]["value"] == f"baton-{role}-head-{group}-0.{service}:{port}", env["BATON_RANK_OF"]
         assert services[service]["publishNotReadyAddresses"], "a follower looks for a head that is not ready yet"
         field = env["BATON_RANK_PLACE"]["valueFrom"]["fieldRef"]["fieldPath"]
         assert field == "metadata.labels['apps.kubernetes.io/pod-index']", field
@@ -242,12 +247,15 @@ def groups():
             budgets = [thing for thing in objects if thing["kind"] == "PodDisruptionBudget" and selects(thing["spec"]["selector"], labels(part))]
             assert len(budgets) == 1, name(part)
         reaches(objects, rank, head, int(port))
-        for one in [head, rank]:
-            (decode,) = [thing for thing in workloads(objects) if name(thing) == "Deployment baton-decode"]
-            reaches(objects, one, decode, 7002)
-    (router,) = [thing for thing in workloads(objects) if name(thing) == "Deployment baton-router"]
-    reaches(objects, router, sets["baton-head-0"], 7000)
-    assert not is_open(objects, router, sets["baton-head-0"], 7004), "only followers join"
+        router = pools["Deployment baton-router"]
+        reaches(objects, router, head, 7000)
+        assert not is_open(objects, router, head, 7004), "only followers join"
+    prefill, decode = (
+        [pools[f"Deployment baton-{role}"], *(sets[part] for part in sets if part.startswith(f"baton-{role}"))] for role in ["prefill", "decode"]
+    )
+    for sender, receiver in itertools.product(prefill, decode):
+        reaches(objects, sender, receiver, 7002)
+    assert not is_open(objects, sets["baton-decode-rank-0"], sets["baton-prefill-head-0"], 7004), "of another node"
 
 
 def reaches(objects, source, target, port):

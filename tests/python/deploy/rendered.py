@@ -30,7 +30,7 @@ EVERYTHING_ON = {
     "gateway": {"enabled": True, "grpc": True, "inferencePool": {"enabled": True}},
     "monitoring": {"enabled": True},
     "pool": {"enabled": True},
-    "group": {"enabled": True},
+    "groups": {"prefill": {"enabled": True}, "decode": {"enabled": True}},
     "pools": {"prefill": {"autoscaling": {"enabled": True}}, "decode": {"autoscaling": {"enabled": True}}},
     "prometheus": {"url": "http://prometheus.monitoring:9090"},
 }
@@ -45,7 +45,7 @@ COMPONENTS = {
         },
         ["cpu-demo", "gpu", "gpu-rdma"],
     ),
-    "group": ({"group": {"enabled": True}}, ["cpu-demo"]),
+    "groups": ({"groups": EVERYTHING_ON["groups"]}, ["cpu-demo"]),
     "inference-extension": ({"gateway": EVERYTHING_ON["gateway"]}, list(OVERLAYS)),
 }
 TLS = {"tls": {"enabled": True, "issuerRef": {"name": "baton-ca", "kind": "ClusterIssuer"}}}
@@ -174,10 +174,10 @@ def all_of_them():
     results = {f"overlay {name}": kustomize(K8S / "overlays" / name) for name in OVERLAYS}
     results |= {f"chart {name}": overlay_chart(name) for name in OVERLAYS}
     results |= {f"overlay {name} with certificates": with_certificates(name) for name in OVERLAYS}
-    results["chart with certificates"] = chart([], NAMED, {"pool": {"enabled": True}, "group": {"enabled": True}}, TLS)
+    results["chart with certificates"] = chart([], NAMED, {"pool": {"enabled": True}, "groups": EVERYTHING_ON["groups"]}, TLS)
     results["chart with a box and certificates"] = chart(["gpu-box.yaml"], NAMED, TLS)
     results["chart with a pool"] = chart(["cpu-demo.yaml", "pool.yaml"])
-    results["chart with several groups"] = chart(["cpu-demo.yaml"], {"group": {"enabled": True, "replicas": 2, "processes": 4}})
+    results["chart with several groups"] = chart(["cpu-demo.yaml"], {"groups": {role: {"enabled": True, "replicas": 2, "processes": 4} for role in ("prefill", "decode")}})
     results["chart with everything on"] = chart([], NAMED, EVERYTHING_ON)
     results["chart with a monitored box"] = chart(["gpu-box.yaml"], NAMED, {"monitoring": {"enabled": True}})
     results["chart with an external etcd"] = chart([], NAMED, EVERYTHING_ON, {"etcd": EXTERNAL_ETCD})
