@@ -53,6 +53,8 @@ pub use error::TransferError;
 pub use faults::{Fault, FaultKind, Faults};
 pub use landings::LandRequest;
 pub use metrics::TransferMetrics;
-pub use processes::{LandOrder, LandingEvent, LandingQueues, LandingReport, OtherProcesses, PutOrder, ReportLandings};
+pub use processes::{
+    LandOrder, LandingEvent, LandingQueues, LandingReport, OtherProcesses, PutOrder, ReportLandings,
+};
 pub use quiet::Quiet;
 pub use settings::{FrameSizes, HostSlots, HostSlotsOutOfRange, TransferSettings};

@@ -32,13 +32,13 @@ async fn an_old_version_is_refused_with_both_ranges_named() {
     assert_serves_on(&pair).await;
     let logged = refusals(&capture);
     assert_eq!(logged.len(), 1, "{logged:?}");
-    assert!(logged[0].contains("this side speaks 3..5, the peer 1..2"), "{logged:?}");
+    assert!(logged[0].contains("this side speaks 3..6, the peer 1..2"), "{logged:?}");
 }
 
 #[tokio::test]
 async fn the_highest_common_version_is_spoken() {
     let pair = tcp_pair().await;
-    for (range, expected) in [((3, 3), 3), ((3, 4), 4), ((4, 9), 5)] {
+    for (range, expected) in [((3, 3), 3), ((3, 4), 4), ((4, 5), 5), ((4, 9), 6)] {
         let mut peer = FakePeer::connect(&pair.decode).await;
         peer.say(Body::Hello(hello(range.0, range.1))).await;
         assert!(
@@ -75,7 +75,7 @@ async fn sender_names_both_ranges_too() {
     };
     let (opened, ()) = in_time(async { tokio::join!(pair.open(&landing), refuse) }).await;
     let error = opened.map(|_| ()).expect_err("there is no common version");
-    assert_eq!(error.to_string(), "no common protocol version: this side speaks 3..5, the peer 7..9");
+    assert_eq!(error.to_string(), "no common protocol version: this side speaks 3..6, the peer 7..9");
 }
 
 // === invalid frames ===

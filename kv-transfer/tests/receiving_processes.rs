@@ -10,6 +10,7 @@ use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Pair, layout};
 use baton_kv_transfer::conformance::processes::{ProcessParts, Side};
 use baton_kv_transfer::connectors::tcp::frame::{Body, Hello};
 use baton_kv_transfer::{LandOrder, LandingEvent, OtherProcesses, PutOrder, TransferError};
+use chassis::{Gate, spawn_guarded};
 use tokio::net::TcpStream;
 use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
@@ -50,7 +51,7 @@ impl OtherProcesses for HeldUp {
         let mut events = self.followers.land(process, order);
         let (queue, held_up) = mpsc::channel(64);
         let (quiet, killed) = (Arc::clone(&self.quiet), self.killed.clone());
-        tokio::spawn(killed.run_until_cancelled_owned(async move {
+        let forward = async move {
             while let Some(event) = events.recv().await {
                 if matches!(event, LandingEvent::Quiet) {
                     quiet.acquire().await.expect("it is never closed").forget();
@@ -58,7 +59,9 @@ impl OtherProcesses for HeldUp {
                 // The landing may have ended, so a failed send is ignored.
                 let _ = queue.send(event).await;
             }
-        }));
+        };
+        let forward = killed.run_until_cancelled_owned(forward);
+        spawn_guarded(&Gate::new("test"), "held up reports", forward).detach();
         held_up
     }
 
@@ -139,14 +142,28 @@ async fn a_process_that_grants_no_landings_makes_no_link() {
         socket: in_time(TcpStream::connect(followers.endpoint(0))).await.expect("it listens"),
     };
     let mut stranger = connect().await;
-    stranger.say(Body::Hello(hello(3, 5))).await;
+    stranger.say(Body::Hello(hello(3, 6))).await;
     assert_eq!(stranger.hear().await, None);
     let mut stranger = connect().await;
-    stranger.say(Body::Hello(Hello { stream: 1, ..hello(3, 5) })).await;
+    stranger.say(Body::Hello(Hello { stream: 1, ..hello(3, 6) })).await;
     let welcome = stranger.hear().await;
     let Some(Body::Welcome { node, epoch, others, .. }) = welcome else { panic!("{welcome:?}") };
     assert_eq!((node, epoch, others), (parts.head.node.clone(), parts.head.epoch, Vec::new()));
     stranger.say(Body::Alive).await;
     stranger.say(Body::Done).await;
     assert_eq!(stranger.hear().await, None, "a frame that only receivers send");
+}
+
+/// A sender of an older version knows no further processes. It gets an error that names both ranges.
+#[tokio::test]
+async fn senders_of_older_versions_are_refused_with_both_ranges() {
+    let pair = parts().start(&make_tcp(), tcp_pair().await).await;
+    let mut peer = FakePeer::connect(&pair.decode).await;
+    peer.say(Body::Hello(hello(3, 5))).await;
+    let refusal = peer.hear().await;
+    let Some(Body::Incompatible { protocol }) = refusal else { panic!("{refusal:?}") };
+    assert_eq!((protocol.min, protocol.max), (6, 6));
+    assert_eq!(peer.hear().await, None, "the connection is closed");
+    in_time(pair.transfer(N_TOKENS, 1)).await;
+    in_time(pair.at_baseline()).await;
 }

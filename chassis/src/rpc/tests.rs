@@ -119,7 +119,7 @@ async fn protocol_refusals_table() {
             Some("0-0"),
             Err((
                 Code::FailedPrecondition,
-                "no common protocol version: this side speaks 3..5, the peer 0..0",
+                "no common protocol version: this side speaks 3..6, the peer 0..0",
             )),
         ),
         (Some("new"), Err((Code::InvalidArgument, "`baton-protocol` must be MIN-MAX, not \"new\""))),

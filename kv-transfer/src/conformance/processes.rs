@@ -64,9 +64,8 @@ impl ProcessParts {
         };
         let split = StageSplit { n_stages: n_processes, layers: Vec::new() };
         let layers: Vec<_> = split.over(N_LAYERS).expect("every process has a layer").iter().collect();
-        let parts = |layers: &Range<u16>| {
-            Node::parts_of(name, layout.clone(), &StageLayers::part(layers.clone()))
-        };
+        let parts =
+            |layers: &Range<u16>| Node::parts_of(name, layout.clone(), &StageLayers::part(layers.clone()));
         let head = parts(&layers[0]);
         let follower = |layers| ConnectorParts { memory: parts(layers).memory, ..head.clone() };
         let followers = layers[1..].iter().map(follower).collect();

@@ -39,7 +39,10 @@ pub enum LandingEvent {
     /// The sender may send.
     Accepted,
     /// Pages arrived wrong. The sender has to send them again.
-    Refetch { lane: Lane, spans: Vec<KvSpan> },
+    Refetch {
+        lane: Lane,
+        spans: Vec<KvSpan>,
+    },
     /// All pages of the follower's layers are verified.
     Landed {
         pages: u32,

@@ -23,12 +23,11 @@ use tokio::time::{Instant, sleep, timeout};
 use tracing::{info, warn};
 use types::{Epoch, NodeId, in_full};
 
-use super::connection::{
-    MessageReader, MessageWriter, Outgoing, QUEUED_MAX, SILENT_MAX, in_front, outgoing,
-};
+use super::connection::{MessageReader, MessageWriter, Outgoing, QUEUED_MAX, SILENT_MAX, in_front, outgoing};
 use super::error::GroupError;
 use super::messages::{
-    OfFollower, OfHead, ended_kv, from_follower, input, loaded_message, output_message, parts_of, results_from_follower,
+    OfFollower, OfHead, ended_kv, from_follower, input, loaded_message, output_message, parts_of,
+    results_from_follower,
 };
 use super::{Prepared, blocking, prepare};
 use crate::config::NodeConfig;
@@ -154,7 +153,8 @@ async fn open(
         processes: None,
     };
     let ended = Shutdown::new();
-    let reports = Arc::new(ReportsToHead { about_landings: in_front(out.clone(), gate), ended: ended.clone() });
+    let reports =
+        Arc::new(ReportsToHead { about_landings: in_front(out.clone(), gate), ended: ended.clone() });
     let streams = FollowerStreams::start(connector_parts.clone());
     let streams = Arc::new(streams.await.map_err(GroupError::Transfer)?);
     let landings = match accepted.receives_kv {

@@ -17,7 +17,9 @@ use types::TransferId;
 
 use super::connection::{MessageReader, MessageWriter, Outgoing, Written, in_front, outgoing};
 use super::error::GroupError;
-use super::messages::{OfFollower, OfHead, end_kv, from_head, input_message, results, step_from_head, weights};
+use super::messages::{
+    OfFollower, OfHead, end_kv, from_head, input_message, results, step_from_head, weights,
+};
 
 /// The longest time in which a follower loads its weights.
 const LOAD_WITHIN: Duration = Duration::from_secs(1800);

@@ -125,7 +125,8 @@ pub(super) fn end_kv(link: u64, transfer: TransferId) -> v1::EndKv {
 /// Returns the link and the transfer of a landing that has ended.
 pub(super) fn ended_kv(message: &v1::EndKv) -> Result<(u64, TransferId), GroupError> {
     let transfer = <[u8; 16]>::try_from(&message.transfer[..]);
-    let transfer = transfer.map_err(|_| GroupError::Lost("it has sent a transfer that is none".to_owned()))?;
+    let transfer =
+        transfer.map_err(|_| GroupError::Lost("it has sent a transfer that is none".to_owned()))?;
     Ok((message.link, TransferId(u128::from_le_bytes(transfer))))
 }
 

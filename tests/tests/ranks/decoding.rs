@@ -1,7 +1,6 @@
 //! Nodes of several processes that decode, with the KV of prefill nodes or alone. The tokens are those of one process, also
 //! if a process is lost meanwhile.
 
-use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -10,21 +9,16 @@ use baton_tests::fleet::{Fleet, Settings};
 use baton_tests::logs::{A_NODE_DIES, A_NODE_STANDS_STILL, NO_TOKENIZER};
 use baton_tests::{Answer, Ask, Client, Up, eventually, in_time};
 use futures::future::join_all;
-use proto::v1;
-use proto::v1::decode_client::DecodeClient;
-use proto::v1::decode_event::Event;
-use proto::v1::decode_request::Prefill;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
-use types::prompt::Priority;
-use types::{CacheSalt, Deadline, Prompt, RequestId, RequestedModel, Sampling, StopRules, TenantId, TokenId};
 
 use super::processes::{A_PROCESS_DIES, Group, GroupPlan, on_one_thread};
 use super::{folder, up};
 
 /// The transfers that have arrived at a decode node.
-const ARRIVED: &str = "baton_node_kv_transfers_total{connector=\"tcp\",direction=\"in\",outcome=\"arrived\",role=\"decode\"}";
+const ARRIVED: &str =
+    "baton_node_kv_transfers_total{connector=\"tcp\",direction=\"in\",outcome=\"arrived\",role=\"decode\"}";
 /// The number of requests at one time.
 const N_CLIENTS: usize = 8;
 /// The deadline of requests to a node that is lost, and how long after it a request may end.
@@ -79,9 +73,8 @@ async fn decodes_as_one_process_does(model: &str, prefill_tp: u16, plans: &[Grou
     drop(one);
     for plan in plans {
         let roles: &[_] = if plan.role == "decode" { &[("prefill", 1)] } else { &[] };
-        let of_prefill = |_| {
-            on_one_thread().into_iter().chain([("BATON_MODEL__TP", prefill_tp.to_string())]).collect()
-        };
+        let of_prefill =
+            |_| on_one_thread().into_iter().chain([("BATON_MODEL__TP", prefill_tp.to_string())]).collect();
         let mut fleet = Fleet::start_all(&path, roles, Vec::new(), of_prefill).await;
         let more = vec![("BATON_MODEL__KV_MEMORY", LITTLE.to_owned())];
         let group = Group::planned(&mut fleet, &path, GroupPlan { more, ..plan.clone() }).await;

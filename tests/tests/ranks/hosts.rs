@@ -198,7 +198,8 @@ impl Cluster {
                 })
             };
             let processes = self.processes();
-            let mut nodes = processes.iter().filter(|(name, _)| !["router", "rank", "first", "second"].contains(name));
+            let mut nodes =
+                processes.iter().filter(|(name, _)| !["router", "rank", "first", "second"].contains(name));
             nodes.all(|(name, process)| is_usable(name, process)).then_some(())
         })
         .await;

@@ -39,7 +39,10 @@ pub(in crate::connectors) struct StreamParams<'a> {
 
 impl StreamParams<'_> {
     /// Makes one stream, and returns the peer's answer.
-    pub(in crate::connectors) async fn stream(&self, stream: u16) -> Result<(Met, FrameHalves), TransferError> {
+    pub(in crate::connectors) async fn stream(
+        &self,
+        stream: u16,
+    ) -> Result<(Met, FrameHalves), TransferError> {
         let (parts, stall) = (self.parts, self.parts.settings.stall());
         let refused =
             |source| TransferError::Connect { addr: self.endpoint.to_owned(), source: Arc::new(source) };

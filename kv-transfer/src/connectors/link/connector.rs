@@ -51,7 +51,13 @@ impl LinkConnector {
         let receiver = Receiver::new(parts.clone(), wire_threads.clone(), grants);
         let accepting = Arc::clone(&receiver).accept_all(door);
         let accepting = wire_threads.at(|| spawn_guarded(&parts.gate, "kv listener", accepting));
-        Arc::new(Self { receiver, landings, links: Links::new(parts, wire_threads, send_path), accepting, address })
+        Arc::new(Self {
+            receiver,
+            landings,
+            links: Links::new(parts, wire_threads, send_path),
+            accepting,
+            address,
+        })
     }
 }
 

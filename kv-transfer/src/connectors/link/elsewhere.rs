@@ -56,7 +56,9 @@ pub(super) async fn serve(
                 landing.landed_elsewhere(process, &LandedElsewhere { pages, bytes, moved });
             }
             Some(LandingEvent::Failed(error)) => landing.fail(error),
-            Some(LandingEvent::Quiet) => debug!(%transfer, process, "process writes no more KV of the landing"),
+            Some(LandingEvent::Quiet) => {
+                debug!(%transfer, process, "process writes no more KV of the landing")
+            }
             None if landing.is_over() || landing.has_landed(process) => {}
             None => {
                 let why = "a process of this node is lost";

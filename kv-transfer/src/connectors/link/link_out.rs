@@ -323,9 +323,8 @@ impl Shared {
         frames: mpsc::Receiver<Frame>,
     ) -> Vec<Task<()>> {
         let to_head = to_head.into_iter().map(|halves| (halves, &self.to_head));
-        let with_queue = |(streams, queue): (Vec<FrameHalves>, _)| {
-            streams.into_iter().map(move |halves| (halves, queue))
-        };
+        let with_queue =
+            |(streams, queue): (Vec<FrameHalves>, _)| streams.into_iter().map(move |halves| (halves, queue));
         let to_others = to_others.into_iter().zip(&self.to_others).flat_map(with_queue);
         let mut frames = Some(frames);
         let start = |(nth, (halves, queue)): (usize, (FrameHalves, &SpanQueue))| {
@@ -349,7 +348,8 @@ impl Shared {
             let kind = if control.is_some() { StreamKind::First } else { StreamKind::Other };
             // The futures `writing` and `reading` live until the reason of the loss is set, because a task
             // that finds its queue closed reads the reason.
-            let (writing, reading) = (shared.write_all(writer, spans, control), shared.read_all(reader, kind));
+            let (writing, reading) =
+                (shared.write_all(writer, spans, control), shared.read_all(reader, kind));
             tokio::pin!(writing, reading);
             let ended = tokio::select! {
                 biased;

@@ -14,7 +14,7 @@ use chassis::spawn_guarded;
 use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
-use types::node::PROTOCOL;
+use types::node::{PROTOCOL, ProtocolRange};
 use types::{KvLayout, TransferId, in_full};
 
 use super::accept::{Handshake, Incoming, StreamAcceptor};
@@ -33,6 +33,8 @@ use crate::wire_threads::WireThreads;
 
 /// Limit of accepted streams of all peers together.
 const STREAMS_OF_ALL_MAX: usize = 4096;
+/// The first version whose senders make streams to several processes of a receiver.
+const SEVERAL_PROCESSES_VERSION: u16 = 6;
 /// Limit of queued answers per link. A peer that does not read them loses its link.
 const ANSWERS_QUEUED_MAX: usize = 4096;
 
@@ -155,10 +157,14 @@ impl Receiver {
             None => return Ok(()),
         };
         drop(handshake_permit);
-        let version = match PROTOCOL.agree(hello.protocol) {
+        let protocol = match self.has_one_process() {
+            true => PROTOCOL,
+            false => ProtocolRange { min: SEVERAL_PROCESSES_VERSION, ..PROTOCOL },
+        };
+        let version = match protocol.agree(hello.protocol) {
             Ok(version) => version,
             Err(mismatch) => {
-                writer.write(&Frame::of_link(Body::Incompatible { protocol: PROTOCOL })).await?;
+                writer.write(&Frame::of_link(Body::Incompatible { protocol })).await?;
                 return Err(mismatch.into());
             }
         };
@@ -170,9 +176,7 @@ impl Receiver {
         let welcome = Frame::of_link(Body::Welcome { version, node, epoch, others });
         let halves = FrameHalves { reader, writer };
         match (&self.grants, hello.stream) {
-            (Grants::Here(landings), 0) => {
-                self.serve_first(&hello, welcome, halves, kv_path, landings).await
-            }
+            (Grants::Here(landings), 0) => self.serve_first(&hello, welcome, halves, kv_path, landings).await,
             (Grants::Here(_), _) => {
                 // A link can end while the sender still makes its other streams, so this is not reported as a
                 // protocol error.
@@ -188,6 +192,11 @@ impl Receiver {
                 self.serve_other(&hello, welcome, halves, link).await
             }
         }
+    }
+
+    /// Returns whether senders of any version can send to this node.
+    fn has_one_process(&self) -> bool {
+        self.parts.processes.is_none() && matches!(self.grants, Grants::Here(_))
     }
 
     /// Serves stream 0, which makes the link and carries its answers. When stream 0 ends, the link ends.
