@@ -104,8 +104,8 @@ async fn every_call_carries_our_headers() {
     timeout(WITHIN, client.check(call(&id, whole_server()))).await.expect("in time").expect("it serves");
     timeout(WITHIN, client.check(whole_server())).await.expect("in time").expect("it serves");
     let [with_id, without] = <[_; 2]>::try_from(std::mem::take(&mut *seen.lock().unwrap())).unwrap();
-    assert_eq!((&with_id.0[PROTOCOL_HEADER], with_id.1), (&HeaderValue::from_static("3-5"), Some(id)));
-    assert_eq!((&without.0[PROTOCOL_HEADER], without.1), (&HeaderValue::from_static("3-5"), None));
+    assert_eq!((&with_id.0[PROTOCOL_HEADER], with_id.1), (&HeaderValue::from_static("3-6"), Some(id)));
+    assert_eq!((&without.0[PROTOCOL_HEADER], without.1), (&HeaderValue::from_static("3-6"), None));
     served.stop().await;
 }
 

@@ -87,10 +87,9 @@ async fn a_rolling_restart_of_groups_loses_no_request() {
             for group in &mut groups {
                 let before = next.load(Ordering::Relaxed);
                 restart(&mut fleet, group, first).await;
-                assert!(
-                    next.load(Ordering::Relaxed) > before + N_CLIENTS,
-                    "{first:?}: requests ran meanwhile"
-                );
+                // A restart takes a tenth of a second. The requests that ran meanwhile must have ended before the next one.
+                let is_over = async || (next.load(Ordering::Relaxed) > before + N_CLIENTS).then_some(());
+                eventually(&format!("the requests of the restart, {first:?} first"), is_over).await;
             }
         }
     };

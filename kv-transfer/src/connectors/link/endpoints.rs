@@ -5,7 +5,7 @@ use super::frame::ProcessAddress;
 /// The endpoints of one receiver.
 #[derive(Debug)]
 pub(super) struct Endpoints {
-    /// Of the process that grants landings, and takes the KV of all layers that no other process has.
+    /// Leads to the process that grants landings, and takes the KV of all layers that no other process has.
     pub(super) head: String,
     pub(super) others: Vec<ProcessAddress>,
 }
