@@ -3,13 +3,12 @@
 //! Every wire fills an [`OpenLanding`] the same way. A sender opens it once. Spans are claimed, written and verified,
 //! and the handoff completes it. It ends once, and its lease moves into [`ArrivedKv`] or back to the pool.
 //!
-//! Its parts are the check of the sender's credentials (`credentials`), the gate over the lease (`lease_gate`), the
-//! progress of the transfer (`progress`), and what other processes of this node still write (`elsewhere`).
+//! Its three parts are the check of the sender's credentials (`credentials`), the gate over the lease (`lease_gate`),
+//! and the progress of the transfer (`progress`).
 //!
 //! A follower of a node of several processes fills a landing of its own for its layers. The head has the lease.
 
 mod credentials;
-mod elsewhere;
 mod lease_gate;
 mod progress;
 mod summary;
@@ -27,9 +26,7 @@ use types::{GroupIdx, Handoff, KvSpan, Landing};
 
 pub use self::credentials::Credentials;
 use self::credentials::ExpectedSummaries;
-pub(crate) use self::elsewhere::WritesElsewhere;
 use self::lease_gate::{LandingBlocks, LeaseGate};
-pub(crate) use self::progress::LandedElsewhere;
 pub(crate) use self::progress::Outcome;
 use self::progress::Progress;
 pub use self::progress::{Claim, Opener};
@@ -41,7 +38,7 @@ use crate::lanes::{LaneSpan, Lanes};
 use crate::metrics::TransferMetrics;
 use crate::pages::Pages;
 use crate::pending_copies::PendingCopy;
-use crate::processes::QuietReport;
+use crate::processes::{LandedPart, QuietReport};
 use crate::quiet::Quiet;
 use crate::reshard::{Heads, Lane};
 use crate::runs::Runs;
@@ -61,8 +58,6 @@ pub struct OpenLanding {
     memory: KvMemory,
     /// Whether the head of this node has the lease, and gets the handoff.
     is_of_follower: bool,
-    /// `None` if this process writes all pages.
-    elsewhere: Option<Arc<WritesElsewhere>>,
     /// Whether spans must have digests.
     verifies: bool,
     since: Instant,
@@ -98,12 +93,7 @@ impl OpenLanding {
     /// Makes a landing over leased blocks. Must be called within a runtime.
     pub(crate) fn new(landing: Landing, lease: BlockLease, parts: &ConnectorParts) -> Self {
         let n_others = parts.processes.as_ref().map_or(0, |processes| processes.n_processes());
-        let elsewhere = (n_others > 0).then(Arc::<WritesElsewhere>::default);
-        let open = Self::of(landing, LandingBlocks::Leased(lease), parts, n_others);
-        if let Some(elsewhere) = &elsewhere {
-            open.needs_proof(Arc::clone(elsewhere) as _);
-        }
-        Self { elsewhere, ..open }
+        Self::of(landing, LandingBlocks::Leased(lease), parts, n_others)
     }
 
     /// Makes a follower's landing, for the pages of its layers. Its end is reported to `opener`, and after it, when
@@ -133,7 +123,6 @@ impl OpenLanding {
             landing,
             memory,
             is_of_follower: matches!(blocks, LandingBlocks::OfHead(_)),
-            elsewhere: None,
             verifies: parts.settings.digests,
             since: parts.world.now(),
             lease: LeaseGate::new(blocks),
@@ -228,7 +217,8 @@ impl OpenLanding {
         }
     }
 
-    /// Like [`while_open`](Self::while_open), for an attempt that starts device copies which continue after it.
+    /// Like [`while_open`](Self::while_open), for an attempt that starts copies which continue after it: a device's, or those
+    /// of other processes of this node.
     ///
     /// The landing's blocks are not reused before the copies are done, whatever ends the landing.
     pub(crate) fn begin_copy<T>(&self, attempt: impl FnOnce(&KvMemory) -> T) -> Option<(T, PendingCopy)> {
@@ -291,7 +281,7 @@ impl OpenLanding {
     }
 
     /// Notes that another process of this node has verified all pages of its layers.
-    pub(crate) fn landed_elsewhere(&self, process: usize, landed: &LandedElsewhere) {
+    pub(crate) fn landed_elsewhere(&self, process: usize, landed: &LandedPart) {
         self.progress().landed_elsewhere(process, landed);
         self.complete();
         self.changed.notify_waiters();
@@ -299,11 +289,6 @@ impl OpenLanding {
 
     pub(crate) fn has_landed(&self, process: usize) -> bool {
         self.progress().has_landed(process)
-    }
-
-    /// Returns what other processes of this node write; `None` if this process writes all pages.
-    pub(crate) fn elsewhere(&self) -> Option<&Arc<WritesElsewhere>> {
-        self.elsewhere.as_ref()
     }
 
     /// Ends the landing with success if nothing is missing.
@@ -343,9 +328,11 @@ impl OpenLanding {
         ArrivedKv { lease, handoff, bytes, scheme, waited: self.since.elapsed(), moved }
     }
 
-    /// Returns the bytes that have come, and the time from the first one until now.
-    pub(crate) fn moved(&self) -> (u64, Duration) {
-        self.progress().moved()
+    /// Returns what has come, for the head.
+    pub(crate) fn landed(&self) -> LandedPart {
+        let progress = self.progress();
+        let (bytes, moved) = progress.moved();
+        LandedPart { pages: progress.n_verified() as u32, bytes, moved }
     }
 
     /// Ends the landing without success. Only the first end takes effect.
@@ -378,21 +365,19 @@ impl OpenLanding {
         }
     }
 
-    /// Returns the blocks to the pool: at once if the wire is quiet, otherwise after the proofs.
+    /// Returns the blocks to the pool: at once if the wire is quiet, otherwise after the proof.
     fn retire(&self, lease: BlockLease) {
-        let unproven = self.lease.unproven();
-        let Some(first) = unproven.first() else { return drop(lease) };
-        let (awaited, n_blocks, transfer) = (first.awaited(), lease.n_blocks(), self.landing.transfer);
-        info!(%transfer, blocks = n_blocks, awaited, "blocks of a failed landing are quarantined");
-        let quarantine = lease.quarantine(awaited);
+        let Some(quiet) = self.lease.unproven() else { return drop(lease) };
+        let n_blocks = lease.n_blocks();
+        let transfer = self.landing.transfer;
+        info!(%transfer, blocks = n_blocks, awaited = quiet.awaited(), "blocks of a failed landing are quarantined");
+        let quarantine = lease.quarantine(quiet.awaited());
         let counted = self.metrics.quarantined(n_blocks);
         let _entered = self.runtime.enter();
         let release = async move {
-            let proven = all_proven(unproven);
-            tokio::pin!(proven);
-            if timeout(PROOF_IS_LATE_AFTER, &mut proven).await.is_err() {
-                warn!(%transfer, blocks = n_blocks, awaited, "blocks of a failed landing are still quarantined");
-                proven.await;
+            if timeout(PROOF_IS_LATE_AFTER, quiet.proven()).await.is_err() {
+                warn!(%transfer, blocks = n_blocks, awaited = quiet.awaited(), "blocks of a failed landing are still quarantined");
+                quiet.proven().await;
             }
             quarantine.release();
             drop(counted);
@@ -401,15 +386,12 @@ impl OpenLanding {
     }
 
     /// Drops the report when nothing is written any more.
-    fn report_when_quiet(&self, quiet: QuietReport) {
-        let unproven = self.lease.unproven();
-        if unproven.is_empty() {
-            return;
-        }
+    fn report_when_quiet(&self, report: QuietReport) {
+        let Some(quiet) = self.lease.unproven() else { return };
         let _entered = self.runtime.enter();
         let report = async move {
-            all_proven(unproven).await;
-            drop(quiet);
+            quiet.proven().await;
+            drop(report);
         };
         spawn_guarded(&self.gate, "quiet report", report).detach();
     }
@@ -439,11 +421,7 @@ impl OpenLanding {
     pub(crate) fn received(&self) -> (usize, usize) {
         let progress = self.progress();
         let n_lanes = self.lanes.get().map_or(1, Lanes::len);
-        let total = match self.elsewhere {
-            None => progress.pages.total(),
-            Some(_) => self.landing.wanted_pages() * n_lanes,
-        };
-        (progress.n_verified(), total)
+        (progress.n_verified(), self.landing.wanted_pages() * n_lanes)
     }
 
     /// Returns the result, if the landing has ended. `Arrived` is returned once.
@@ -461,12 +439,6 @@ impl OpenLanding {
 
     fn progress(&self) -> MutexGuard<'_, Progress> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-async fn all_proven(unproven: Vec<Arc<dyn Quiet>>) {
-    for quiet in unproven {
-        quiet.proven().await;
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use chassis::{Task, spawn_guarded};
 use kv_cache::BlockLease;
-use types::{BlockIdx, Deadline, GroupIdx, Landing, TransferId, WireAddress};
+use types::{BlockIdx, Deadline, GroupIdx, KvLayout, Landing, TransferId, WireAddress};
 
 use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
@@ -91,7 +91,7 @@ impl Landings {
         if parts.gate.is_closed() {
             return Err(TransferError::Closed);
         }
-        check_request(request, u32::from(layout.block_tokens))?;
+        check_held(request.held_tokens, request.n_tokens, layout)?;
         let n_blocks = layout.blocks_for(request.n_tokens as usize);
         let table = |group: GroupIdx| request.lease.table(group).get(..n_blocks).map(<[BlockIdx]>::to_vec);
         let tables: Option<Vec<_>> = layout.group_indices().map(table).collect();
@@ -160,8 +160,9 @@ impl Drop for LandingEntry {
     }
 }
 
-fn check_request(request: &LandRequest, block_tokens: u32) -> Result<(), TransferError> {
-    if request.held_tokens > request.n_tokens || !request.held_tokens.is_multiple_of(block_tokens) {
+/// Refuses held tokens that are not whole blocks at the start of the sequence.
+pub(crate) fn check_held(held_tokens: u32, n_tokens: u32, layout: &KvLayout) -> Result<(), TransferError> {
+    if held_tokens > n_tokens || !held_tokens.is_multiple_of(layout.block_tokens.into()) {
         return Err(bad_request("held tokens are not whole blocks of the sequence"));
     }
     Ok(())

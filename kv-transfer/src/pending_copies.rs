@@ -1,7 +1,8 @@
-//! Counts the device copies in progress for one landing or one outgoing transfer.
+//! Counts the copies in progress for one landing or one outgoing transfer.
 //!
 //! The CPU copies under a landing's lock, so a closed landing is quiet. A device copy continues for some microseconds
-//! after the call that starts it has returned. Each such copy is a [`PendingCopy`], counted until it is dropped.
+//! after the call that starts it has returned, and the other processes of a node copy until they report the end. Each such
+//! copy is a [`PendingCopy`], counted until it is dropped.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,14 +12,14 @@ use tokio::sync::Notify;
 
 use crate::quiet::Quiet;
 
-/// The number of device copies in progress for one landing or one outgoing transfer.
+/// The number of copies in progress for one landing or one outgoing transfer.
 #[derive(Debug, Default)]
 pub(crate) struct PendingCopies {
     n: AtomicUsize,
     landed: Notify,
 }
 
-/// One copy in progress. Drop it when the device has reported that it is done.
+/// One copy in progress. Drop it when it is reported done.
 #[derive(Debug)]
 #[must_use = "a pending copy that is not held counts as done"]
 pub(crate) struct PendingCopy {
@@ -43,7 +44,7 @@ impl Drop for PendingCopy {
 #[async_trait]
 impl Quiet for PendingCopies {
     fn awaited(&self) -> &'static str {
-        "a copy in progress on this node's GPU"
+        "a copy in progress on this node"
     }
 
     /// Returns whether no copy is left. No copy can begin after the landing is closed.

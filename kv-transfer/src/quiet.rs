@@ -3,7 +3,7 @@
 //! A block that may still be written must not be given to another sequence, however long that takes. So the end of an
 //! incomplete landing asks its wire for proof. If this process does the writing (loopback, tcp, shm), the proof is a
 //! lock: [`OpenLanding`](crate::landing::OpenLanding) starts no write once it is closed. If a GPU of this node copies
-//! (cuda-ipc, nccl), its copies are counted. If the sender's device writes (rdma), the connector passes a [`Quiet`]
+//! (cuda-ipc, nccl), or another process of it receives, that is counted. If the sender's device writes (rdma), the connector passes a [`Quiet`]
 //! to [`Arrival::needs_proof`](crate::Arrival::needs_proof). The blocks stay in quarantine until the proof.
 
 use std::fmt::Debug;

@@ -81,17 +81,12 @@ impl ProcessParts {
         for parts in self.followers.iter().cloned() {
             let reports = Arc::new(Reports::default());
             let to_head = Arc::clone(&reports) as _;
-            let made = match self.follower_path {
-                FollowerPath::OfMemory => futures::try_join!(
-                    FollowerStreams::start(parts.clone()),
-                    FollowerLandings::listen(parts, to_head)
-                ),
-                FollowerPath::DoubleSlots => futures::try_join!(
-                    FollowerStreams::start_double(parts.clone()),
-                    FollowerLandings::listen_double(parts, to_head)
-                ),
+            let streams = match self.follower_path {
+                FollowerPath::OfMemory => FollowerStreams::start(parts).await,
+                FollowerPath::DoubleSlots => FollowerStreams::start_double(parts).await,
             };
-            let (streams, landings) = made.expect("there are ports, and room for its slots");
+            let streams = streams.expect("there is room for its slots");
+            let landings = streams.listen(to_head).await.expect("there are ports");
             followers.push(Follower { streams, landings, reports });
         }
         Arc::new(LocalProcesses { layers: self.layers.clone(), followers })

@@ -8,6 +8,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::info;
 use types::in_full;
 
+use super::follower_landings::FollowerLandings;
 use super::gpu::double::DoubleStaging;
 use super::gpu::staging::{HostStaging, of_cards};
 use super::link::connect::{Met, STREAMS_MAX, StreamParams};
@@ -20,13 +21,14 @@ use crate::error::TransferError;
 use crate::landing::bad_request;
 use crate::lanes::Lanes;
 use crate::pages::{FRAME_DIGESTS_MAX, FRAME_PAGES_MAX};
-use crate::processes::PutOrder;
+use crate::processes::{PutOrder, ReportLandings};
 use crate::quiet::Quiet as _;
 
 /// Limit of links that this process has a stream of.
 const LINKS_MAX: usize = 4096;
 
-/// The streams of a follower: at most one for each link of the head and process of its receiver. Dropping it closes all of them.
+/// The streams of a follower: at most one for each link of the head and process of its receiver. Dropping it closes all of
+/// them.
 #[derive(Debug)]
 pub struct FollowerStreams {
     parts: ConnectorParts,
@@ -89,6 +91,12 @@ impl FollowerStreams {
     ) -> Result<Self, TransferError> {
         let staged = Staged::check(staging, &mut parts).await?;
         Ok(Self { parts, staged, links: Arc::default() })
+    }
+
+    /// Listens for KV of this process's layers, on the address in the settings. Its links have slots as those of the streams
+    /// have. The head gets the reports.
+    pub async fn listen(&self, reports: Arc<dyn ReportLandings>) -> Result<FollowerLandings, TransferError> {
+        FollowerLandings::listen(self.parts.clone(), self.staged.clone(), reports).await
     }
 
     /// Sends the pages of one order in one frame, with their digests. The first order of a link connects the stream.

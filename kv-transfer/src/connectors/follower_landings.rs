@@ -6,13 +6,12 @@ use chassis::{Task, spawn_guarded};
 use tracing::info;
 use types::{Grant, Landing, TransferId, WireAddress};
 
-use super::gpu::double::DoubleStaging;
-use super::gpu::staging::{HostStaging, of_cards};
 use super::link::receiver::{Grants, Receiver};
-use super::tcp::{Bound, bind};
+use super::tcp::{Bound, Staged, bind};
 use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
 use crate::landing::{OpenLanding, bad_request};
+use crate::landings::check_held;
 use crate::lanes::Lanes;
 use crate::processes::{LandOrder, LandingEvent, LandingReport, QuietReport, ReportLandings};
 use crate::wire_threads::WireThreads;
@@ -29,31 +28,13 @@ pub struct FollowerLandings {
 }
 
 impl FollowerLandings {
-    /// Listens on the address in the settings. The node and the epoch of `parts` are the head's, and its memory has only
-    /// this process's layers.
-    pub async fn listen(
+    /// Listens on the address in the settings. Links have slots if `staged` is set.
+    pub(super) async fn listen(
         parts: ConnectorParts,
+        staged: Option<Staged>,
         reports: Arc<dyn ReportLandings>,
     ) -> Result<Self, TransferError> {
-        let staging = of_cards(&parts)?;
-        Self::listen_with(parts, reports, staging).await
-    }
-
-    /// Like [`listen`](Self::listen), but KV in host memory goes through slots, as on GPUs.
-    pub async fn listen_double(
-        parts: ConnectorParts,
-        reports: Arc<dyn ReportLandings>,
-    ) -> Result<Self, TransferError> {
-        let staging: Arc<dyn HostStaging> = Arc::new(DoubleStaging(parts.memory.clone()));
-        Self::listen_with(parts, reports, Some(staging)).await
-    }
-
-    async fn listen_with(
-        parts: ConnectorParts,
-        reports: Arc<dyn ReportLandings>,
-        staging: Option<Arc<dyn HostStaging>>,
-    ) -> Result<Self, TransferError> {
-        let Bound { port, address, parts } = bind(parts, staging).await?;
+        let Bound { port, address } = bind(&parts, staged).await?;
         info!(endpoint = address.endpoint, "process receives KV of its layers");
         let wire_threads = WireThreads::shared();
         let grants = Grants::AtHead(Arc::clone(&reports));
@@ -76,7 +57,7 @@ impl FollowerLandings {
             Ok(((landing, lanes), link)) => {
                 let opener = Arc::clone(&link) as _;
                 let landing = OpenLanding::of_follower(landing, lanes, opener, quiet, &self.parts);
-                link.fill(&Arc::new(landing), &*self.reports);
+                link.fill(&Arc::new(landing));
             }
             Err(error) => {
                 self.reports.report(LandingReport { transfer, event: LandingEvent::Failed(error) });
@@ -107,9 +88,7 @@ impl FollowerLandings {
         if tables.iter().flatten().any(|block| block.0 >= parts.memory.n_blocks()) {
             return Err(bad_request("a landing in blocks that this process does not have"));
         }
-        if held_tokens > n_tokens || !held_tokens.is_multiple_of(layout.block_tokens.into()) {
-            return Err(bad_request("held tokens are not whole blocks of the sequence"));
-        }
+        check_held(held_tokens, n_tokens, layout)?;
         let lanes = Lanes::between(from_tp, layout);
         let lanes = lanes.map_err(|error| TransferError::Layout(error.to_string()))?;
         let landing = Landing {
@@ -159,7 +138,8 @@ mod tests {
     async fn a_landing_that_this_process_cannot_fill_is_refused() {
         let parts = Node::parts_of("decode", spread_layout(2), &StageLayers::part(3..7));
         let kept = Arc::new(Kept::default());
-        let follower = FollowerLandings::listen(parts, Arc::clone(&kept) as _).await.expect("a port is free");
+        let follower = FollowerLandings::listen(parts, None, Arc::clone(&kept) as _).await;
+        let follower = follower.expect("a port is free");
         let order = LandOrder {
             transfer: TransferId(9),
             link: 7,

@@ -68,12 +68,15 @@ pub async fn listen_double(parts: ConnectorParts) -> Result<Arc<LinkConnector>, 
 }
 
 pub(super) async fn listen_with(
-    parts: ConnectorParts,
+    mut parts: ConnectorParts,
     staging: Option<Arc<dyn HostStaging>>,
 ) -> Result<Arc<LinkConnector>, TransferError> {
-    let Bound { port, address, parts } = bind(parts, staging).await?;
+    let staged = Staged::check(staging, &mut parts).await?;
+    if parts.world.identity().tls().is_some() {
+        parts.settings.streams = parts.settings.streams.saturating_mul(TLS_STREAMS);
+    }
+    let Bound { port, address } = bind(&parts, staged.clone()).await?;
     info!(endpoint = address.endpoint, "tcp connector listens");
-    let staged = port.staged.clone();
     let send_path =
         move |parts: &ConnectorParts| Ok(Arc::new(Sockets::new(parts.world.clone(), staged.as_ref())?) as _);
     Ok(LinkConnector::start(
@@ -85,31 +88,23 @@ pub(super) async fn listen_with(
     ))
 }
 
-/// A port that is open, and what its links are made with.
+/// A port that is open, and its address.
 #[derive(Debug)]
 pub(super) struct Bound {
     pub(super) port: Port,
     pub(super) address: WireAddress,
-    pub(super) parts: ConnectorParts,
 }
 
-/// Opens the port of the settings.
-pub(super) async fn bind(
-    mut parts: ConnectorParts,
-    staging: Option<Arc<dyn HostStaging>>,
-) -> Result<Bound, TransferError> {
+/// Opens the port of the settings. Its links have slots if `staged` is set.
+pub(super) async fn bind(parts: &ConnectorParts, staged: Option<Staged>) -> Result<Bound, TransferError> {
     let addr = &parts.settings.listen;
     let refused = |source| TransferError::Listen { addr: addr.clone(), source: Arc::new(source) };
     let listener = parts.world.net().listen(addr).await.map_err(refused)?;
     let port = listener.local_addr().map_err(refused)?.port();
-    let endpoint = format!("{}:{port}", advertised_host(&parts));
-    let staged = Staged::check(staging, &mut parts).await?;
-    if parts.world.identity().tls().is_some() {
-        parts.settings.streams = parts.settings.streams.saturating_mul(TLS_STREAMS);
-    }
+    let endpoint = format!("{}:{port}", advertised_host(parts));
     let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint, within_host: false };
     let port = Port { listener, world: parts.world.clone(), staged };
-    Ok(Bound { port, address, parts })
+    Ok(Bound { port, address })
 }
 
 /// Makes the slots of each end of a link.

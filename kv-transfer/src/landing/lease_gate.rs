@@ -1,7 +1,7 @@
 //! The gate over a landing's blocks: open for writers until the landing ends.
 //!
 //! A writer passes it for one attempt. Closing it waits for the attempts in progress and takes the blocks out, so no
-//! page of a closed landing is borrowed. Device copies continue outside of the gate and are counted.
+//! page of a closed landing is borrowed. Copies of devices and of other processes continue outside of the gate and are counted.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
@@ -29,9 +29,9 @@ pub(super) struct LeaseGate {
     /// The lock is held for one attempt to copy if several lanes write into the same pages, because a page is
     /// borrowed as a whole.
     turn: Mutex<()>,
-    /// Counts the copies that a GPU of this node makes outside of the lock.
+    /// Counts the copies that a GPU or another process of this node makes outside of the lock.
     pending_copies: Arc<PendingCopies>,
-    /// The proof of quiet, if others write too: the peer's device, or other processes of this node.
+    /// The proof of quiet, for a wire where the peer's device writes.
     quiet: OnceLock<Arc<dyn Quiet>>,
 }
 
@@ -57,7 +57,7 @@ impl LeaseGate {
         self.while_open(attempt)
     }
 
-    /// Counts a device copy until the returned value is dropped, because it continues after its attempt.
+    /// Counts a copy until the returned value is dropped, because it continues after its attempt.
     pub(super) fn begin_copy(&self) -> PendingCopy {
         self.pending_copies.begin()
     }
@@ -71,10 +71,11 @@ impl LeaseGate {
         assert!(self.quiet.set(quiet).is_ok(), "a landing has one proof of quiet");
     }
 
-    /// Returns the proofs that are outstanding: for copies by this process's GPUs, and for what others write.
-    pub(super) fn unproven(&self) -> Vec<Arc<dyn Quiet>> {
+    /// Returns the proof that is outstanding, if any: for writes of the peer's device, or for copies by this node's
+    /// GPUs and other processes.
+    pub(super) fn unproven(&self) -> Option<Arc<dyn Quiet>> {
         let ours: Arc<dyn Quiet> = Arc::clone(&self.pending_copies) as _;
-        let all = std::iter::once(ours).chain(self.quiet.get().cloned());
-        all.filter(|quiet| !quiet.revoke()).collect()
+        let of_wire = self.quiet.get().map_or(ours, Arc::clone);
+        (!of_wire.revoke()).then_some(of_wire)
     }
 }

@@ -11,6 +11,7 @@ use crate::arrived::ArrivedKv;
 use crate::error::TransferError;
 use crate::lanes::LaneSpan;
 use crate::pages::Pages;
+use crate::processes::LandedPart;
 
 /// The sender's side of a landing. It is notified once, when the landing ends.
 pub trait Opener: Debug + Send + Sync {
@@ -31,15 +32,6 @@ pub(super) struct Progress {
     pages_elsewhere: usize,
     pub(super) opener: Option<Arc<dyn Opener>>,
     pub(super) outcome: Option<Outcome>,
-}
-
-/// What another process of this node has received of a landing.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct LandedElsewhere {
-    pub(crate) pages: u32,
-    pub(crate) bytes: u64,
-    /// The time from the first byte to the last.
-    pub(crate) moved: Duration,
 }
 
 /// How a landing ended.
@@ -79,8 +71,8 @@ impl Progress {
     }
 
     /// Notes that another process of this node has verified all pages of its layers.
-    pub(super) fn landed_elsewhere(&mut self, process: usize, landed: &LandedElsewhere) {
-        let LandedElsewhere { pages, bytes, moved } = *landed;
+    pub(super) fn landed_elsewhere(&mut self, process: usize, landed: &LandedPart) {
+        let LandedPart { pages, bytes, moved } = *landed;
         if std::mem::replace(&mut self.landed[process], true) {
             return;
         }

@@ -16,7 +16,7 @@ use crate::reshard::Lane;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LandOrder {
     pub(crate) transfer: TransferId,
-    /// The sender's link, of which this follower has streams.
+    /// The number of the sender's link. The sender has made streams of it to this follower.
     pub(crate) link: u64,
     /// The sender's number of ranks.
     pub(crate) from_tp: u16,
@@ -44,15 +44,19 @@ pub enum LandingEvent {
         spans: Vec<KvSpan>,
     },
     /// All pages of the follower's layers are verified.
-    Landed {
-        pages: u32,
-        bytes: u64,
-        /// The time from the first byte to the last.
-        moved: Duration,
-    },
+    Landed(LandedPart),
     Failed(TransferError),
     /// The follower writes no more pages of the landing.
     Quiet,
+}
+
+/// What a follower has received of a landing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LandedPart {
+    pub pages: u32,
+    pub bytes: u64,
+    /// The time from the first byte to the last.
+    pub moved: Duration,
 }
 
 /// Takes a follower's reports to the head, in order. Never waits.
@@ -126,7 +130,7 @@ impl LandingReport {
             LandingEvent::Refetch { lane, spans } => {
                 fields.u8(kind::REFETCH).u16(lane.from).u16(lane.to).spans(spans)
             }
-            LandingEvent::Landed { pages, bytes, moved } => {
+            LandingEvent::Landed(LandedPart { pages, bytes, moved }) => {
                 fields.u8(kind::LANDED).u32(*pages).u64(*bytes).u64(moved.as_micros() as u64)
             }
             LandingEvent::Failed(error) => {
@@ -150,7 +154,8 @@ impl LandingReport {
             }
             kind::LANDED => {
                 let (pages, bytes) = (fields.u32()?, fields.u64()?);
-                LandingEvent::Landed { pages, bytes, moved: Duration::from_micros(fields.u64()?) }
+                let moved = Duration::from_micros(fields.u64()?);
+                LandingEvent::Landed(LandedPart { pages, bytes, moved })
             }
             kind::FAILED => LandingEvent::Failed(code::decode(fields.u8()?, fields.text()?)),
             kind::QUIET => LandingEvent::Quiet,
@@ -192,7 +197,7 @@ mod tests {
         for event in [
             LandingEvent::Accepted,
             LandingEvent::Refetch { lane: Lane { from: 1, to: 0 }, spans },
-            LandingEvent::Landed { pages: 7, bytes: 1 << 40, moved: Duration::from_micros(1234) },
+            LandingEvent::Landed(LandedPart { pages: 7, bytes: 1 << 40, moved: Duration::from_micros(1234) }),
             LandingEvent::Failed(TransferError::Corrupted { pages: 3 }),
             LandingEvent::Failed(TransferError::Mismatch("two sides".to_owned())),
             LandingEvent::Quiet,

@@ -19,7 +19,7 @@ use types::layout::LayerShape;
 use types::{KvSpan, TransferId};
 
 pub(crate) use self::land_order::QuietReport;
-pub use self::land_order::{LandOrder, LandingEvent, LandingReport, ReportLandings};
+pub use self::land_order::{LandOrder, LandedPart, LandingEvent, LandingReport, ReportLandings};
 pub use self::landing_queues::LandingQueues;
 pub use self::put_order::PutOrder;
 #[cfg(test)]

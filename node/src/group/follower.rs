@@ -26,8 +26,7 @@ use types::{Epoch, NodeId, in_full};
 use super::connection::{MessageReader, MessageWriter, Outgoing, QUEUED_MAX, SILENT_MAX, in_front, outgoing};
 use super::error::GroupError;
 use super::messages::{
-    OfFollower, OfHead, ended_kv, from_follower, input, loaded_message, output_message, parts_of,
-    results_from_follower,
+    OfFollower, OfHead, from_follower, input, loaded_message, output_message, parts_of, results_from_follower,
 };
 use super::{Prepared, blocking, prepare};
 use crate::config::NodeConfig;
@@ -155,10 +154,10 @@ async fn open(
     let ended = Shutdown::new();
     let reports =
         Arc::new(ReportsToHead { about_landings: in_front(out.clone(), gate), ended: ended.clone() });
-    let streams = FollowerStreams::start(connector_parts.clone());
+    let streams = FollowerStreams::start(connector_parts);
     let streams = Arc::new(streams.await.map_err(GroupError::Transfer)?);
     let landings = match accepted.receives_kv {
-        true => Some(FollowerLandings::listen(connector_parts, reports).await.map_err(GroupError::Transfer)?),
+        true => Some(streams.listen(reports).await.map_err(GroupError::Transfer)?),
         false => None,
     };
     let endpoint = landings.as_ref().map_or("", FollowerLandings::endpoint);
@@ -276,9 +275,9 @@ impl Work {
             (OfHead::LandKv(v1::LandKv { order }), Some(landings)) => {
                 landings.land(&LandOrder::decode(&order).map_err(|_| unexpected())?);
             }
-            (OfHead::EndKv(end), Some(landings)) => {
-                let (link, transfer) = ended_kv(&end)?;
-                landings.end(link, transfer);
+            (OfHead::EndKv(v1::EndKv { link, transfer }), Some(landings)) => {
+                let transfer = proto::transfer_from_wire(&transfer, "end_kv.transfer");
+                landings.end(link, transfer.map_err(|_| unexpected())?);
             }
             _ => return Err(unexpected()),
         }

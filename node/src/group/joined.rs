@@ -17,9 +17,7 @@ use types::TransferId;
 
 use super::connection::{MessageReader, MessageWriter, Outgoing, Written, in_front, outgoing};
 use super::error::GroupError;
-use super::messages::{
-    OfFollower, OfHead, end_kv, from_head, input_message, results, step_from_head, weights,
-};
+use super::messages::{OfFollower, OfHead, from_head, input_message, results, step_from_head, weights};
 
 /// The longest time in which a follower loads its weights.
 const LOAD_WITHIN: Duration = Duration::from_secs(1800);
@@ -225,7 +223,8 @@ impl JoinedProcess {
     }
 
     pub(super) fn end_landing(&self, link: u64, transfer: TransferId) {
-        self.order(OfHead::EndKv(end_kv(link, transfer)));
+        let transfer = proto::transfer_to_wire(transfer);
+        self.order(OfHead::EndKv(v1::EndKv { link, transfer }));
     }
 
     /// Makes the follower send some pages, and waits until it has.

@@ -7,7 +7,7 @@ use engine::RowError;
 use engine::cpu::Format;
 use engine::remote::{StageInput, StageResults, StageRow, StageWeights};
 use proto::{EndField, v1};
-use types::{BlockIdx, Fingerprint, TokenId, TransferId};
+use types::{BlockIdx, Fingerprint, TokenId};
 
 use super::connection::Written;
 use super::error::GroupError;
@@ -116,18 +116,6 @@ pub(super) fn weights(message: v1::Loaded) -> Result<StageWeights, GroupError> {
     };
     let formats = message.formats.into_iter().map(of_format).collect::<Result<_, GroupError>>()?;
     Ok(StageWeights { model: Fingerprint::new(message.fingerprint), formats })
-}
-
-pub(super) fn end_kv(link: u64, transfer: TransferId) -> v1::EndKv {
-    v1::EndKv { link, transfer: transfer.0.to_le_bytes().to_vec().into() }
-}
-
-/// Returns the link and the transfer of a landing that has ended.
-pub(super) fn ended_kv(message: &v1::EndKv) -> Result<(u64, TransferId), GroupError> {
-    let transfer = <[u8; 16]>::try_from(&message.transfer[..]);
-    let transfer =
-        transfer.map_err(|_| GroupError::Lost("it has sent a transfer that is none".to_owned()))?;
-    Ok((message.link, TransferId(u128::from_le_bytes(transfer))))
 }
 
 const FORMATS: [Format; 6] =

@@ -268,8 +268,9 @@ impl Decoder {
         self.chunk_tokens.is_none() && n_rows <= peers.few_rows()
     }
 
-    /// Returns the rows of a pass that this rank gives to the next stage in another process, so that each row is given once:
-    /// of many rows, those whose residual this rank has. All ranks have few rows, which the first rank gives.
+    /// Returns the rows of a pass that this rank copies for the next stage, which another process computes. The ranks copy
+    /// each row once. With many rows, each rank copies those whose residual it has. With few rows, all ranks have all rows,
+    /// and the first rank copies them.
     pub(super) fn rows_given(&self, peers: Option<&Peers>, n_rows: usize) -> Option<RowShare> {
         let width = self.sizes.hidden;
         match peers {

@@ -8,7 +8,7 @@ use tracing::debug;
 use super::answers::SenderAnswers;
 use super::frame::{Body, Frame};
 use crate::error::TransferError;
-use crate::landing::{LandedElsewhere, OpenLanding};
+use crate::landing::OpenLanding;
 use crate::processes::{LandOrder, LandingEvent, OtherProcesses};
 
 /// Tells the other processes of the landing, and takes their reports until none of them writes any more.
@@ -20,7 +20,8 @@ pub(super) async fn serve(
     landing: Arc<OpenLanding>,
     processes: Arc<dyn OtherProcesses>,
 ) {
-    let Some(_writes) = landing.elsewhere().and_then(|elsewhere| elsewhere.begin()) else { return };
+    // Until this is dropped, the blocks of the landing are not reused.
+    let Some(((), _writes)) = landing.begin_copy(|_| ()) else { return };
     let (transfer, n_processes) = (landing.landing().transfer, processes.n_processes());
     let order = order(link, &landing);
     let reports = (0..n_processes).map(|process| {
@@ -52,9 +53,7 @@ pub(super) async fn serve(
             Some(LandingEvent::Refetch { lane, spans }) => {
                 answers.say(Frame::new(transfer, Body::Refetch { spans }).on(lane));
             }
-            Some(LandingEvent::Landed { pages, bytes, moved }) => {
-                landing.landed_elsewhere(process, &LandedElsewhere { pages, bytes, moved });
-            }
+            Some(LandingEvent::Landed(landed)) => landing.landed_elsewhere(process, &landed),
             Some(LandingEvent::Failed(error)) => landing.fail(error),
             Some(LandingEvent::Quiet) => {
                 debug!(%transfer, process, "process writes no more KV of the landing")

@@ -24,7 +24,7 @@ use crate::error::TransferError;
 use crate::landing::{Credentials, OpenLanding, Opener};
 use crate::landings::Landings;
 use crate::lanes::LaneSpan;
-use crate::processes::{LandingEvent, LandingReport, ReportLandings};
+use crate::processes::{LandingEvent, LandingReport};
 use crate::reshard::Lane;
 use crate::wire_threads::WireThreads;
 
@@ -141,13 +141,15 @@ impl LinkIn {
     }
 
     /// Fills a follower's landing from this link.
-    pub(in crate::connectors) fn fill(&self, landing: &Arc<OpenLanding>, reports: &dyn ReportLandings) {
+    pub(in crate::connectors) fn fill(&self, landing: &Arc<OpenLanding>) {
         self.enter(landing);
         if self.gone.is_cancelled() {
             return landing.fail(TransferError::lost_because("the sender's link has ended"));
         }
         let transfer = landing.landing().transfer;
-        reports.report(LandingReport { transfer, event: LandingEvent::Accepted });
+        if let Answers::Head(reports) = &self.answers {
+            reports.report(LandingReport { transfer, event: LandingEvent::Accepted });
+        }
         // Perhaps there is nothing to wait for.
         landing.complete();
     }
@@ -268,10 +270,9 @@ impl Opener for LinkIn {
                 self.answer(transfer, outcome.map_or_else(failed, |()| Body::Done));
             }
             Answers::Head(reports) => {
-                let (bytes, moved) = landing.as_ref().map(|landing| landing.moved()).unwrap_or_default();
-                let pages = landing.map_or(0, |landing| landing.received().0) as u32;
+                let landed = landing.map(|landing| landing.landed()).unwrap_or_default();
                 let event = match outcome {
-                    Ok(()) => LandingEvent::Landed { pages, bytes, moved },
+                    Ok(()) => LandingEvent::Landed(landed),
                     Err(error) => LandingEvent::Failed(error.clone()),
                 };
                 reports.report(LandingReport { transfer, event });

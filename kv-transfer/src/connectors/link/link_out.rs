@@ -201,8 +201,7 @@ impl Wire for Link {
     ) -> Result<(), TransferError> {
         let span = SpanOut { out: Arc::clone(out), piece, from, pending_copy: out.pending_copies.begin() };
         let shared = &self.shared;
-        let layers = &out.landing.layout.group(span.piece.group).layers;
-        let layer = layers[usize::from(span.piece.layers.start)].layer;
+        let layer = span.first_layer();
         let of_other = shared.others.as_ref().and_then(|others| others.queue_of(layer));
         let ours = || match shared.endpoints.process_of(layer) {
             None => &shared.to_head.spans,

@@ -101,10 +101,8 @@ impl OtherQueues {
 
     fn order(&self, process: usize, span: &SpanOut) -> PutOrder {
         let pages = span.pages();
-        let layers = &span.out.landing.layout.group(span.piece.group).layers;
-        let layer = layers[usize::from(span.piece.layers.start)].layer;
         PutOrder {
-            endpoint: self.endpoints.of_layer(layer).to_owned(),
+            endpoint: self.endpoints.of_layer(span.first_layer()).to_owned(),
             link: self.link,
             stream: self.n_streams + process as u16,
             node: self.node.clone(),

@@ -59,6 +59,12 @@ pub(in crate::connectors) async fn write_span(
 }
 
 impl SpanOut {
+    /// Returns the number in the model of the first layer. A piece has layers of one process on each side.
+    pub(in crate::connectors) fn first_layer(&self) -> u16 {
+        let layers = &self.out.landing.layout.group(self.piece.group).layers;
+        layers[usize::from(self.piece.layers.start)].layer
+    }
+
     pub(in crate::connectors) fn pages(&self) -> PagesOut<'_> {
         let (piece, landing) = (&self.piece, &self.out.landing);
         let blocks = of_span(self.from.table(piece.group), piece);
