@@ -104,16 +104,19 @@ write_latents(bf16* normed_q, bf16* pages, const bf16* rows, const u32* position
     turn_pair(to, kv, RANK + pair, turn_of(turns, positions[blockIdx.x], pair, shape.n_positions));
 }
 
-// Rotates the rotated part of each head of q, and writes it behind the head's query for latents.
+// Numbers between two rows of q, and between two rows, and two heads of a row, of rotated numbers.
+struct TurnShape { u32 q_row, row, head, n_heads, n_positions; };
+
+// Rotates the rotated part of each head of q, and writes it elsewhere, or to the same place.
 extern "C" __global__ void __launch_bounds__(WRITE_THREADS)
-turn_queries(bf16* queries, const bf16* q, const u32* positions, const float2* turns, u32 stride, u32 n_heads, u32 n_positions) {
+turn_queries(bf16* rotated, const bf16* q, const u32* positions, const float2* turns, TurnShape shape) {
     in_turn();
     u32 position = positions[blockIdx.x];
-    for (u32 nth = threadIdx.x; nth < n_heads * ROTATED / 2; nth += WRITE_THREADS) {
+    for (u32 nth = threadIdx.x; nth < shape.n_heads * ROTATED / 2; nth += WRITE_THREADS) {
         u32 head = nth / (ROTATED / 2), pair = nth % (ROTATED / 2);
-        const bf16* from = q + (u64)blockIdx.x * stride + head * Q_HEAD + UNROTATED;
-        bf16* to = queries + ((u64)blockIdx.x * n_heads + head) * LATENT + RANK;
-        turn_pair(to, from, pair, turn_of(turns, position, pair, n_positions));
+        const bf16* from = q + (u64)blockIdx.x * shape.q_row + head * Q_HEAD + UNROTATED;
+        bf16* to = rotated + (u64)blockIdx.x * shape.row + head * shape.head;
+        turn_pair(to, from, pair, turn_of(turns, position, pair, shape.n_positions));
     }
 }
 

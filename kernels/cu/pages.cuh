@@ -46,3 +46,9 @@ __device__ __forceinline__ u32 narrow_f8(float wide) {
     return sign | (((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3));
 }
 
+// The first of a sequence's pages that were made of latents. All threads of a warp call this.
+__device__ __forceinline__ u32 first_page(const uint3* sequences, u32 sequence) {
+    u32 n_before = 0;
+    for (u32 i = threadIdx.x % 32; i < sequence; i += 32) n_before += (sequences[i].z + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+    return __reduce_add_sync(FULL_WARP, n_before);
+}

@@ -8,7 +8,7 @@ use engine::load::weights::HasFp8;
 use engine::model::ActivationFormat;
 use engine::{Backend, CpuBackend, CpuSettings, CudaBackend, CudaSettings, LoadFormat, StepLimits};
 use serde::{Deserialize, Serialize};
-use types::{KvDtype, StageSplit, TokenId};
+use types::{KvDtype, ModelInfo, StageSplit, TokenId};
 
 use super::args::EngineArgs;
 use crate::exit::CommandError;
@@ -39,6 +39,10 @@ const ALIKE_KV_BYTES: usize = 24 << 30;
 /// The prompt lengths of a model that is compared with itself: a few tokens, some chunks of attention, and
 /// lengths at and beside the edges of chunks. Models with shorter contexts have shorter prompts.
 const ALIKE_PROMPTS: [u32; 6] = [1, 33, 130, 512, 513, 1100];
+
+/// The length of one further prompt: GPUs compute the attention of so many tokens in another way than that of few ones.
+/// Models with experts have it only if they have latents: where rounding exchanges experts, all tokens after it change.
+const LONG_PROMPT: u32 = 400;
 
 /// The comparison of one model, for the report.
 #[derive(Debug, Serialize)]
@@ -112,8 +116,7 @@ pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<ModelComparison,
         ..CpuSettings::default()
     };
     let mut reference = CpuBackend::open(folder, 2 * KV_BYTES, &cpu).map_err(CommandError::start)?;
-    let vocab = reference.model().vocab;
-    let prompts = prompts(folder, vocab)?;
+    let prompts = prompts(folder, reference.model())?;
     let settings = CudaSettings { load_format: LoadFormat::Safetensors, limits: LIMITS, ..args.cuda() };
     let mut compared = |graphs: bool| -> Result<Comparisons, CommandError> {
         let settings = CudaSettings { graphs, ..settings.clone() };
@@ -154,13 +157,10 @@ pub(super) fn check_alike(folder: &Path, args: &EngineArgs) -> Result<ModelCompa
     let compared = |graphs: bool| -> Result<Comparisons, CommandError> {
         let of_subject = CudaSettings { graphs, ..settings.clone() };
         let mut subject = args.opened(folder, kv_bytes, &of_subject).map_err(CommandError::start)?;
-        let vocab = subject.model().vocab;
+        let model = subject.model();
         let prompts = match args.deterministic {
-            true => {
-                let longest = subject.model().context_tokens.saturating_sub(N_STEPS as u32);
-                ALIKE_PROMPTS.map(|len| any(len.min(longest), vocab)).to_vec()
-            }
-            false => prompts(folder, vocab)?,
+            true => ALIKE_PROMPTS.map(|len| any(len.min(longest(model)), model.vocab)).to_vec(),
+            false => prompts(folder, model)?,
         };
         if args.stages.get() == 1 {
             return compare_with_itself(&mut subject, &prompts, N_STEPS).map_err(CommandError::work);
@@ -186,16 +186,27 @@ struct GoldenPrompt {
     prompt_ids: Vec<u32>,
 }
 
-/// Returns the golden prompts of a model that has some; otherwise arbitrary tokens.
-fn prompts(folder: &Path, vocab: u32) -> Result<Vec<Vec<TokenId>>, CommandError> {
+/// Returns the golden prompts of a model that has some, otherwise arbitrary tokens; and a long prompt.
+fn prompts(folder: &Path, model: &ModelInfo) -> Result<Vec<Vec<TokenId>>, CommandError> {
     let tokens = |ids: Vec<u32>| ids.into_iter().map(TokenId).collect();
-    if let Ok(bytes) = std::fs::read(folder.join("golden.json")) {
-        let golden: Golden = serde_json::from_slice(&bytes).map_err(CommandError::start)?;
-        if !golden.prompts.is_empty() {
-            return Ok(golden.prompts.into_iter().map(|prompt| tokens(prompt.prompt_ids)).collect());
-        }
+    let golden = match std::fs::read(folder.join("golden.json")) {
+        Ok(bytes) => serde_json::from_slice::<Golden>(&bytes).map_err(CommandError::start)?.prompts,
+        Err(_) => Vec::new(),
+    };
+    let mut prompts: Vec<Vec<TokenId>> = match golden.is_empty() {
+        true => [5, 33, 16, 100].map(|len| any(len, model.vocab)).to_vec(),
+        false => golden.into_iter().map(|prompt| tokens(prompt.prompt_ids)).collect(),
+    };
+    let config = ModelFolder::open(folder).map_err(CommandError::start)?.config;
+    if config.mixture.is_none() || config.latent.is_some() {
+        prompts.push(any(LONG_PROMPT.min(longest(model)), model.vocab));
     }
-    Ok([5, 33, 16, 100].map(|len| any(len, vocab)).to_vec())
+    Ok(prompts)
+}
+
+/// Returns the length of the longest prompt whose continuation has room.
+fn longest(model: &ModelInfo) -> u32 {
+    model.context_tokens.saturating_sub(N_STEPS as u32)
 }
 
 /// Makes a prompt of `len` arbitrary tokens, different for each length.

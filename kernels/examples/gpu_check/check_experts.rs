@@ -328,17 +328,19 @@ impl Case {
     }
 }
 
-/// The layer whose speed is measured: that of Qwen3-30B-A3B.
-const MEASURED: ExpertSizes =
+/// The layers whose speed is measured: that of Qwen3-30B-A3B, and in bf16 also that of DeepSeek-V2-Lite.
+const QWEN: ExpertSizes =
     ExpertSizes { hidden: 2048, width: 768, n_experts: 128, per_row: 8, is_normalized: true };
+const DEEPSEEK: ExpertSizes =
+    ExpertSizes { hidden: 2048, width: 1408, n_experts: 64, per_row: 6, is_normalized: false };
 const N_LAUNCHES: usize = 20;
 /// The number of layers in turn, so that weights are in no cache.
 const N_LAYERS: usize = 4;
 
 pub(crate) fn measure(card: &ComputeCard) -> Result<Vec<Value>, CudaError> {
-    let mut lines = vec![];
+    let mut lines = measure_layer(card, ExpertFormat::Bf16, DEEPSEEK)?;
     for format in ExpertFormat::all() {
-        lines.extend(measure_format(card, format)?);
+        lines.extend(measure_layer(card, format, QWEN)?);
     }
     Ok(lines)
 }
@@ -356,8 +358,12 @@ fn measured(card: &ComputeCard, format: ExpertFormat, n: usize, k: usize) -> Res
     }
 }
 
-fn measure_format(card: &ComputeCard, format: ExpertFormat) -> Result<Vec<Value>, CudaError> {
-    let ExpertSizes { hidden, width, n_experts, per_row, .. } = MEASURED;
+fn measure_layer(
+    card: &ComputeCard,
+    format: ExpertFormat,
+    sizes: ExpertSizes,
+) -> Result<Vec<Value>, CudaError> {
+    let ExpertSizes { hidden, width, n_experts, per_row, .. } = sizes;
     let router = card.upload(&Draw::new(34).narrow(n_experts * hidden, 0.05))?;
     let layer = |_| -> Result<[OnCard; 2], CudaError> {
         Ok([
@@ -370,7 +376,7 @@ fn measure_format(card: &ComputeCard, format: ExpertFormat) -> Result<Vec<Value>
     for n_rows in [1, 8, 64, 256, 512, 1024, 8192] {
         let x = card.upload(&Draw::new(36).narrow(n_rows * hidden, 1.0))?;
         let (mut space, mut out) = (
-            ExpertSpace::new(card, MEASURED, n_rows, format.activations())?,
+            ExpertSpace::new(card, sizes, n_rows, format.activations())?,
             card.buffer::<Bf16>(n_rows * hidden)?,
         );
         for form in [ExpertsForm::Units, ExpertsForm::Tiles] {
@@ -379,20 +385,15 @@ fn measure_format(card: &ComputeCard, format: ExpertFormat) -> Result<Vec<Value>
             {
                 continue;
             }
-            let mut room = Widening::new(card, format, form, MEASURED)?;
+            let mut room = Widening::new(card, format, form, sizes)?;
             let time = seconds(card, N_LAUNCHES, |nth| {
                 let [gate_up, down] = layers[nth % N_LAYERS].each_ref().map(OnCard::view);
-                let layer = ExpertLayer {
-                    router: router.view(),
-                    choice: ExpertChoice::PLAIN,
-                    gate_up,
-                    down,
-                    sizes: MEASURED,
-                };
+                let layer =
+                    ExpertLayer { router: router.view(), choice: ExpertChoice::PLAIN, gate_up, down, sizes };
                 room.compute(card, form, layer, x.view(), out.view_mut(), &mut space)
             })?;
             let flop = (6 * n_rows * per_row * hidden * width) as f64;
-            let what = format!("layer of experts in {}, {n_rows} rows, {form:?}", format.name());
+            let what = format!("{n_experts} experts in {}, {n_rows} rows, {form:?}", format.name());
             eprintln!("{what}: {:.1} us, {:.1} TFLOP/s", time * 1e6, flop / time / 1e12);
             lines.push(json!({"what": what, "us": time * 1e6, "flop_per_s": flop / time}));
         }

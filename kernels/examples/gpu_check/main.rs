@@ -16,6 +16,7 @@ mod check_endings;
 mod fp8;
 mod check_attention;
 mod check_latent;
+mod check_expanded;
 mod check_sample;
 mod check_ranks;
 mod check_joined;
@@ -100,6 +101,7 @@ const CHECKS: &[(Part, Check)] = &[
     (Part::Fp8, rounding::check),
     (Part::Attention, check_attention::all),
     (Part::Latent, check_latent::all),
+    (Part::Latent, check_expanded::all),
     (Part::Sample, check_sample::all),
 ];
 

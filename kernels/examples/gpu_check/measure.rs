@@ -12,7 +12,7 @@ use super::Part;
 use super::draw::Draw;
 use super::fp8;
 use super::measure_endings;
-use super::{check_experts, many_rows, rounding};
+use super::{check_expanded, check_experts, many_rows, rounding};
 
 /// The number of timed repetitions. The result is their median.
 const N_TIMES: usize = 21;
@@ -52,6 +52,7 @@ pub(crate) fn all(card: &ComputeCard, is_wanted: impl Fn(Part) -> bool) -> Resul
         "many_rows_fp8": if is_wanted(Part::Fp8) { rounding::measure(card)? } else { vec![] },
         "decode_attention": if is_wanted(Part::Attention) { decode_all(card, &limits)? } else { vec![] },
         "prefill_attention": if is_wanted(Part::Attention) { prefill_all(card)? } else { vec![] },
+        "latents": if is_wanted(Part::Latent) { check_expanded::measure(card)? } else { vec![] },
     });
     let again = self::limits(card)?;
     eprintln!("read again {:.3} TB/s", again.read / 1e12);

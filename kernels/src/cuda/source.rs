@@ -406,6 +406,7 @@ pub const SOURCES: &[Source] = &[
         "latent.cuh"
     ),
     source!("latent_many.cu", ["attend_latents_64"], "pages.cuh", "tensor.cuh", "latent.cuh").on_hopper(),
+    source!("expand_latents.cu", ["expand_latents"], "pages.cuh", "tensor.cuh").on_hopper(),
     source!(
         "decode_attention_hopper.cu",
         [
@@ -424,7 +425,7 @@ pub const SOURCES: &[Source] = &[
     source!("widen_pages.cu", ["widen_pages"], "pages.cuh").on_hopper(),
     source!(
         "prefill_attention_hopper.cu",
-        ["prefill_attention_hopper"],
+        ["prefill_attention_hopper", "prefill_attention_expanded"],
         "pages.cuh",
         "tensor.cuh",
         "hopper.cuh"

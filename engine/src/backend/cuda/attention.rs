@@ -9,6 +9,7 @@ use kernels::cuda::{ComputeCard, DecodeAttention, PrefillAttention, PrefillSeque
 use super::decoder::{Decoder, LayerPlace, Pass};
 use super::layer::reads_by_registers;
 use super::plan::BLOCK_TOKENS;
+use super::weights::LayerWeights;
 use super::workspace::Workspace;
 
 /// Queries of one kind, and the KV blocks of the tokens that they see.
@@ -148,15 +149,20 @@ impl Decoder {
         })
     }
 
-    pub(super) fn attend_chunks(&self, pass: &mut Pass<'_>, place: LayerPlace) -> Result<(), CudaError> {
+    pub(super) fn attend_chunks(
+        &self,
+        pass: &mut Pass<'_>,
+        layer: &LayerWeights,
+        place: LayerPlace,
+    ) -> Result<(), CudaError> {
         if pass.sequences.is_empty() {
             return Ok(());
         }
         if self.chunk_tokens.is_some() {
             return self.attend_chunks_alike(pass, place);
         }
-        if self.latent.is_some() {
-            return self.attend_latents_of_chunks(pass, place);
+        if let Some(weights) = &layer.latent {
+            return self.attend_latents_of_chunks(pass, place, weights);
         }
         let Workspace { qkv, attended, words, widened, .. } = &mut *pass.space;
         pass.card.prefill_attention(PrefillAttention {

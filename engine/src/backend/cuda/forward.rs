@@ -34,7 +34,7 @@ impl Decoder {
             self.project(pass, layer, place, normed)?;
             written(nth)?;
             self.attend_decodes(pass, place)?;
-            self.attend_chunks(pass, place)?;
+            self.attend_chunks(pass, layer, place)?;
             normed = self.add_attention(pass, layer)?;
             self.gate(pass, layer, normed)?;
             normed = self.add_feed_forward(pass, layer, self.weights.layers.get(nth + 1))?;

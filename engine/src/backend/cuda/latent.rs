@@ -4,6 +4,7 @@
 
 use device::cuda::{Bf16, Buffer, CudaError};
 use kernels::cuda::ComputeCard;
+use kernels::cuda::ExpandedAttention;
 use kernels::cuda::ops::{
     LATENT_Q_HEAD, LATENT_RANK, LATENT_ROTATED, LATENT_UNROTATED, LATENT_VALUE, LATENT_WIDTH,
 };
@@ -12,6 +13,10 @@ use super::heads::Heads;
 use super::share::Share;
 use crate::error::OpenError;
 use crate::model::{LatentShape, ModelConfig, RotatedPairs};
+
+/// Limit of the numbers of keys and values that are made of latents at a time: 512 MiB. It has room for 16 heads of
+/// 65,536 tokens.
+const EXPANDED_MAX: usize = 1 << 28;
 
 /// The latent attention of a model.
 #[derive(Clone, Copy, Debug)]
@@ -41,6 +46,8 @@ pub(super) struct LatentSpace {
     pub(super) queries: Buffer<Bf16>,
     /// The sums of latents: (tokens, heads × width of the compressed key and value).
     pub(super) sums: Buffer<Bf16>,
+    /// Keys and values of heads, made of latents for the chunks of prompts. Empty if this GPU has no kernel for it.
+    pub(super) expanded: Buffer<Bf16>,
 }
 
 impl LatentSpace {
@@ -138,13 +145,26 @@ impl LatentSizes {
         q + self.n_heads * (LATENT_WIDTH + LATENT_RANK)
     }
 
-    pub(super) fn space(self, card: &ComputeCard, n_tokens: usize) -> Result<LatentSpace, CudaError> {
+    /// Returns the numbers of keys and values that are made of latents at a time, for sequences of up to this length: at
+    /// least those of one head.
+    pub(super) fn n_expanded(self, tokens_max: usize) -> usize {
+        let of_head = ExpandedAttention::numbers_of_head(tokens_max);
+        (self.n_heads * of_head).min(EXPANDED_MAX).max(of_head)
+    }
+
+    pub(super) fn space(
+        self,
+        card: &ComputeCard,
+        n_tokens: usize,
+        n_expanded: usize,
+    ) -> Result<LatentSpace, CudaError> {
         let q = if self.q_rank > 0 { self.q_width() } else { 0 };
         Ok(LatentSpace {
             q_latents: card.buffer(n_tokens * self.q_rank)?,
             q: card.buffer(n_tokens * q)?,
             queries: card.buffer(n_tokens * self.n_heads * LATENT_WIDTH)?,
             sums: card.buffer(n_tokens * self.n_heads * LATENT_RANK)?,
+            expanded: card.buffer(n_expanded)?,
         })
     }
 }

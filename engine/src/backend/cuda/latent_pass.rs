@@ -3,7 +3,9 @@
 
 use device::cuda::CudaError;
 use kernels::cuda::ops::{LATENT_RANK, LATENT_VALUE, LATENT_WIDTH};
-use kernels::cuda::{LatentAttention, LatentQueries, LatentRows, NormedLatents, WriteLatents};
+use kernels::cuda::{
+    ExpandedAttention, LatentAttention, LatentQueries, LatentRows, NormedLatents, TurnedHeads, WriteLatents,
+};
 
 use super::attention::QueryRows;
 use super::decoder::{Decoder, LayerPlace, Pass};
@@ -14,7 +16,8 @@ use super::workspace::Workspace;
 use crate::model::LATENT_EPSILON;
 
 impl Decoder {
-    /// Computes the latents of tokens and writes them to their pages. Computes the queries for latents.
+    /// Computes the latents of tokens and writes them to their pages. Computes the queries for latents, or rotates those of
+    /// rows for which keys are made of latents.
     pub(super) fn project_latents(
         &self,
         pass: &mut Pass<'_>,
@@ -26,6 +29,7 @@ impl Decoder {
         normed.ensure_whole()?;
         let (latent, sizes) = self.latent.zip(self.sizes.latent).ok_or(no_latents())?;
         let (n, stride) = (pass.dims.n_tokens, sizes.first_width());
+        let n_for_latents = rows_for_latents(pass);
         let Workspace { normed: x, qkv, words, latent: space, .. } = &mut *pass.space;
         let space = space.as_mut().ok_or(no_latents())?;
         let x = x.slice(0..n * self.sizes.hidden);
@@ -48,23 +52,30 @@ impl Decoder {
             width: latent.shape.kv_rank,
             epsilon: LATENT_EPSILON,
         })?;
-        let (q, stride) = match &weights.q {
-            None => (qkv.view(), stride),
+        let (mut q, stride) = match &weights.q {
+            None => (qkv.view_mut(), stride),
             Some((_, heads)) => {
                 let latents = space.q_latents.slice(0..n * sizes.q_rank);
                 let mut q = space.q.view_mut().slice(0..n * sizes.q_width());
                 linear(pass.card, pass.products, &mut q, heads, latents)?;
-                (space.q.view(), sizes.q_width())
+                (q, sizes.q_width())
             }
         };
         pass.card.make_queries(LatentQueries {
-            out: space.queries.view_mut().slice(0..n * sizes.n_heads * LATENT_WIDTH),
-            q,
+            out: space.queries.view_mut().slice(0..n_for_latents * sizes.n_heads * LATENT_WIDTH),
+            q: q.view(),
             stride,
             n_heads: sizes.n_heads,
-            positions,
+            positions: positions.slice(0..n_for_latents),
             turns: self.turns.view(),
             keys: weights.keys.view(),
+        })?;
+        pass.card.turn_heads(TurnedHeads {
+            q: q.reborrow().slice(n_for_latents * stride..n * stride),
+            stride,
+            n_heads: sizes.n_heads,
+            positions: positions.slice(n_for_latents..n),
+            turns: self.turns.view(),
         })
     }
 
@@ -108,7 +119,11 @@ impl Decoder {
         &self,
         pass: &mut Pass<'_>,
         place: LayerPlace,
+        weights: &LatentWeights,
     ) -> Result<(), CudaError> {
+        if rows_for_latents(pass) < pass.dims.n_tokens {
+            return self.attend_expanded(pass, place, weights);
+        }
         let (n, n_heads, scale) = (pass.dims.n_tokens, self.n_q_heads(), self.scale());
         let Workspace { latent: space, words, .. } = &mut *pass.space;
         let LatentSpace { queries, sums, .. } = space.as_mut().ok_or(no_latents())?;
@@ -125,17 +140,59 @@ impl Decoder {
         pass.card.attend_latents_of_chunks(attention, pass.sequences, on_card)
     }
 
+    /// Computes attention of the chunks of prompts with keys and values that are made of latents.
+    fn attend_expanded(
+        &self,
+        pass: &mut Pass<'_>,
+        place: LayerPlace,
+        weights: &LatentWeights,
+    ) -> Result<(), CudaError> {
+        let sizes = self.sizes.latent.ok_or(no_latents())?;
+        let (n, n_heads, scale) = (pass.dims.n_tokens, sizes.n_heads, self.scale());
+        let Workspace { latent: space, qkv, attended, words, .. } = &mut *pass.space;
+        let LatentSpace { q, expanded, .. } = space.as_mut().ok_or(no_latents())?;
+        let (q, q_stride) = match &weights.q {
+            None => (qkv.view(), sizes.first_width()),
+            Some(_) => (q.view(), sizes.q_width()),
+        };
+        pass.card.attend_expanded(ExpandedAttention {
+            out: attended.view_mut().slice(0..n * n_heads * LATENT_VALUE),
+            q,
+            q_stride,
+            n_heads,
+            pages: pass.kv.layer(place.group, place.layer_pos),
+            n_blocks: self.n_blocks,
+            tables: words.slice(pass.sections.chunk_tables(usize::from(place.group.0))),
+            sequences: pass.sequences,
+            on_card: words.slice(pass.sections.sequences.clone()).triples(),
+            keys: weights.keys.view(),
+            values: weights.values.view(),
+            room: expanded.view_mut(),
+            scale,
+        })
+    }
+
     /// Computes the output of each head of its sum of latents.
     pub(super) fn multiply_values(
         &self,
         pass: &mut Pass<'_>,
         weights: &LatentWeights,
     ) -> Result<(), CudaError> {
-        let n_rows = pass.dims.n_tokens * self.n_q_heads();
+        let n_rows = rows_for_latents(pass) * self.n_q_heads();
         let Workspace { latent: space, attended, .. } = &mut *pass.space;
         let LatentSpace { sums, .. } = space.as_mut().ok_or(no_latents())?;
         let out = attended.view_mut().slice(0..n_rows * LATENT_VALUE);
         pass.card.multiply_values(out, sums.slice(0..n_rows * LATENT_RANK), weights.values.view())
+    }
+}
+
+/// Returns the number of rows, from the first one on, whose attention is over latents. The other rows are chunks of
+/// prompts, for which keys and values are made of latents.
+fn rows_for_latents(pass: &Pass<'_>) -> usize {
+    let room = pass.space.latent.as_ref().map_or(0, |space| space.expanded.len());
+    match ExpandedAttention::is_faster(pass.sequences, room) {
+        true => pass.dims.n_decodes,
+        false => pass.dims.n_tokens,
     }
 }
 

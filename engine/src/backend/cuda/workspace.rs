@@ -37,6 +37,8 @@ pub(super) struct WorkspaceShape {
     n_keys: usize,
     n_words: usize,
     widened: Option<WidenedSize>,
+    /// The numbers of keys and values that are made of latents.
+    n_expanded: usize,
     experts: ExpertActivations,
 }
 
@@ -120,7 +122,12 @@ impl WorkspaceShape {
         let n_kv_heads = sizes.kv_width / head_dim;
         let is_widened =
             room.chunk_tokens.is_none() && PrefillAttention::widens(card, room.kv_number, head_dim);
+        let expands = room.chunk_tokens.is_none() && card.expands_latents();
         Self {
+            n_expanded: sizes
+                .latent
+                .filter(|_| expands)
+                .map_or(0, |latent| latent.n_expanded(room.tokens_max)),
             widened: is_widened.then_some(WidenedSize { n_tokens: room.tokens_max, n_kv_heads, head_dim }),
             experts: room.experts,
             sizes,
@@ -162,6 +169,7 @@ impl WorkspaceShape {
         2 * of_token * self.limits.tokens
             + experts
             + widened
+            + 2 * self.n_expanded
             + of_row * self.rows_sampled()
             + parts
             + squares
@@ -199,7 +207,11 @@ impl WorkspaceShape {
             squares: card.buffer(n_squares(hidden))?,
             qkv: card.buffer(tokens * self.sizes.qkv_width())?,
             attended: card.buffer(tokens * q_width)?,
-            latent: self.sizes.latent.map(|latent| latent.space(card, tokens)).transpose()?,
+            latent: self
+                .sizes
+                .latent
+                .map(|latent| latent.space(card, tokens, self.n_expanded))
+                .transpose()?,
             given: card.buffer(tokens * hidden)?,
             gate_up: card.buffer(tokens * 2 * intermediate)?,
             gated: card.buffer(tokens * intermediate)?,

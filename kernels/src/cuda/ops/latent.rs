@@ -98,6 +98,15 @@ struct HeadsShape {
 }
 
 #[repr(C)]
+struct TurnShape {
+    q_row: u32,
+    row: u32,
+    head: u32,
+    n_heads: u32,
+    n_positions: u32,
+}
+
+#[repr(C)]
 struct LatentShape {
     n_heads: u32,
     table_stride: u32,
@@ -120,6 +129,17 @@ pub struct LatentQueries<'a> {
     pub turns: View<'a, [f32; 2]>,
     /// The transposed keys of each head: [`LATENT_RANK`] rows of [`LATENT_UNROTATED`] numbers.
     pub keys: View<'a, Bf16>,
+}
+
+/// The arguments of [`ComputeCard::turn_heads`]: the heads of q of some rows.
+#[derive(Debug)]
+pub struct TurnedHeads<'a> {
+    /// The rows: `n_heads` times [`LATENT_Q_HEAD`] numbers, `stride` apart.
+    pub q: ViewMut<'a, Bf16>,
+    pub stride: usize,
+    pub n_heads: usize,
+    pub positions: View<'a, u32>,
+    pub turns: View<'a, [f32; 2]>,
 }
 
 /// The arguments of both kinds of attention over latents, for one layer.
@@ -206,32 +226,30 @@ impl ComputeCard {
         let LatentQueries { out, q, stride, n_heads, positions, turns, keys } = queries;
         self.check_places(kernel, &[&out, &q, &turns, &keys], &[&positions])?;
         let n_rows = rows_of(kernel, out.len(), n_heads * LATENT_WIDTH)?;
-        let width = n_heads * LATENT_Q_HEAD;
-        let is_wide = stride >= width && stride.is_multiple_of(8);
-        ensure(kernel, is_wide, "rows of q that overlap, or are not aligned to 16 bytes")?;
-        let needed = if n_rows == 0 { 0 } else { (n_rows - 1) * stride + width };
-        ensure(
-            kernel,
-            q.len() >= needed && positions.len() == n_rows,
-            "fewer rows of q or positions than queries",
-        )?;
+        ensure(kernel, positions.len() == n_rows, "not one position for each query")?;
+        check_heads(kernel, q, stride, n_heads, n_rows)?;
         let is_whole = keys.len() == n_heads * LATENT_RANK * LATENT_UNROTATED;
         ensure(kernel, is_whole, "keys of another size than that of all heads")?;
         if n_rows == 0 {
             return Ok(());
         }
-        let n_positions = number(kernel, rows_of(kernel, turns.len(), LATENT_ROTATED / 2)?)?;
+        let shape = TurnShape {
+            q_row: number(kernel, stride)?,
+            row: number(kernel, n_heads * LATENT_WIDTH)?,
+            head: LATENT_WIDTH as u32,
+            n_heads: number(kernel, n_heads)?,
+            n_positions: number(kernel, rows_of(kernel, turns.len(), LATENT_ROTATED / 2)?)?,
+        };
+        let first_rotated = out.address() + (LATENT_RANK * size_of::<Bf16>()) as u64;
         launch!(
             self,
             kernel,
             grid(n_rows, 1, WRITE_THREADS),
-            &out.address(),
+            &first_rotated,
             &q.address(),
             &positions.address(),
             &turns.address(),
-            &number(kernel, stride)?,
-            &number(kernel, n_heads)?,
-            &n_positions
+            &shape
         )?;
         let shape = HeadsShape {
             n_rows: number(kernel, n_rows)?,
@@ -243,6 +261,36 @@ impl ComputeCard {
         let kernel = "multiply_keys";
         let config = heads_grid(kernel, LATENT_RANK, n_rows, n_heads)?;
         launch!(self, kernel, config, &out.address(), &q.address(), &keys.address(), &shape)
+    }
+
+    /// Rotates the rotated part of each head of q in its place.
+    pub fn turn_heads(&self, heads: TurnedHeads<'_>) -> Result<(), CudaError> {
+        let kernel = "turn_queries";
+        let TurnedHeads { q, stride, n_heads, positions, turns } = heads;
+        self.check_places(kernel, &[&q, &turns], &[&positions])?;
+        let n_rows = positions.len();
+        check_heads(kernel, q.view(), stride, n_heads, n_rows)?;
+        if n_rows == 0 {
+            return Ok(());
+        }
+        let shape = TurnShape {
+            q_row: number(kernel, stride)?,
+            row: number(kernel, stride)?,
+            head: LATENT_Q_HEAD as u32,
+            n_heads: number(kernel, n_heads)?,
+            n_positions: number(kernel, rows_of(kernel, turns.len(), LATENT_ROTATED / 2)?)?,
+        };
+        let first_rotated = q.address() + (LATENT_UNROTATED * size_of::<Bf16>()) as u64;
+        launch!(
+            self,
+            kernel,
+            grid(n_rows, 1, WRITE_THREADS),
+            &first_rotated,
+            &q.address(),
+            &positions.address(),
+            &turns.address(),
+            &shape
+        )
     }
 
     /// Multiplies each head's sum of latents by the head's values: `n_heads` times [`LATENT_VALUE`] numbers for each
@@ -426,6 +474,21 @@ impl LatentAttention<'_> {
             scale: self.scale,
         })
     }
+}
+
+/// Checks rows of the heads of q.
+fn check_heads(
+    kernel: &'static str,
+    q: View<'_, Bf16>,
+    stride: usize,
+    n_heads: usize,
+    n_rows: usize,
+) -> Result<(), CudaError> {
+    let width = n_heads * LATENT_Q_HEAD;
+    let is_wide = stride >= width && stride.is_multiple_of(8);
+    ensure(kernel, is_wide, "rows of q that overlap, or are not aligned to 16 bytes")?;
+    let needed = if n_rows == 0 { 0 } else { (n_rows - 1) * stride + width };
+    ensure(kernel, q.len() >= needed, "fewer rows of q than queries")
 }
 
 fn heads_grid(kernel: &'static str, n: usize, n_rows: usize, n_heads: usize) -> Result<Grid, CudaError> {

@@ -11,6 +11,7 @@ mod decode;
 mod prefill;
 mod widened;
 mod latent;
+mod expanded;
 mod probe;
 mod few_rows;
 mod many_rows;
@@ -31,6 +32,7 @@ pub use better::{CountBetter, Standing};
 pub use decode::DecodeAttention;
 pub use dummy::DummyPart;
 pub use endings::{AddedRows, Ending, FusedKernel, FusedProduct, HeadsRows, PendingNorm, WeightMatrix};
+pub use expanded::ExpandedAttention;
 pub use expert_space::{ExpertActivations, ExpertSizes, ExpertSpace, ExpertsForm};
 pub use experts::{EXPERT_GROUPS_MAX, EXPERTS_MAX, EXPERTS_OF_ROW_MAX, ExpertChoice, ExpertLayer};
 pub use feed::{FeedTokens, NOWHERE};
@@ -39,7 +41,7 @@ pub use few_rows::{FEW_ROWS_FORMS, FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm};
 pub use fp8::{Fp8Rows, Fp8Scales, QuantizedRows};
 pub use latent::{
     LATENT_Q_HEAD, LATENT_RANK, LATENT_ROTATED, LATENT_UNROTATED, LATENT_VALUE, LATENT_WIDTH,
-    LatentAttention, LatentQueries, LatentRows, NormedLatents, WriteLatents,
+    LatentAttention, LatentQueries, LatentRows, NormedLatents, TurnedHeads, WriteLatents,
 };
 pub use many_rows::{MANY_FP8_FORMS, ManyFp8Form, ManyRows};
 pub use prefill::{PrefillAttention, PrefillSequence};
@@ -183,6 +185,7 @@ pub(super) fn shared_bytes_of(kernel: &str) -> Option<u32> {
         many_rows::shared_bytes_of,
         expert_products::shared_bytes_of,
         latent::shared_bytes_of,
+        expanded::shared_bytes_of,
     ];
     of_files.iter().find_map(|of_file| of_file(kernel))
 }

@@ -57,18 +57,22 @@ pub struct PrefillAttention<'a> {
 /// bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct PrefillShape {
-    n_q_heads: u32,
-    n_kv_heads: u32,
-    q_stride: u32,
-    table_stride: u32,
-    n_blocks: u32,
-    window: u32,
-    scale: f32,
-    /// The number of sequences. Only Hopper's kernel uses it. Its unit of work is a piece: one tile of queries,
-    /// for one head and one sequence.
-    n_sequences: u32,
-    n_pieces: u32,
+pub(super) struct PrefillShape {
+    pub(super) n_q_heads: u32,
+    pub(super) n_kv_heads: u32,
+    pub(super) q_stride: u32,
+    pub(super) table_stride: u32,
+    pub(super) n_blocks: u32,
+    pub(super) window: u32,
+    pub(super) scale: f32,
+    /// The number of sequences. Only Hopper's kernels use it and what follows. Their unit of work is a piece: one tile
+    /// of queries, for one head and one sequence.
+    pub(super) n_sequences: u32,
+    pub(super) n_pieces: u32,
+    /// The heads of a row of the output, of which some may be computed.
+    pub(super) n_out_heads: u32,
+    /// The number of pages that were made of latents.
+    pub(super) n_pages: u32,
 }
 
 impl PrefillAttention<'_> {
@@ -160,6 +164,8 @@ impl ComputeCard {
                 kernel,
                 attention.n_q_heads * n_queries.div_ceil(TILE_QUERIES) * sequences.len(),
             )?,
+            n_out_heads: number(kernel, attention.n_q_heads)?,
+            n_pages: 0,
         };
         let blocks = (attention.n_q_heads, n_queries.div_ceil(TILE_QUERIES), sequences.len());
         if kv.number == KvNumber::Bf16 && kv.head_dim == HOPPER_HEAD && self.has(HOPPER) {
