@@ -11,6 +11,8 @@ use super::share::Share;
 use crate::error::OpenError;
 use crate::model::ModelConfig;
 
+const IN_BLOCKS: WeightFormat = WeightFormat::Fp8(Fp8Scales::OfBlocks);
+
 /// Numbers of a matrix on a GPU that must have whole blocks.
 struct CheckedPlaces {
     tensor: String,
@@ -32,10 +34,11 @@ pub(super) fn check(
     formats: &[LayerFormats],
     n_ranks: usize,
 ) -> Result<(), OpenError> {
-    let kinds: [(HasBlocks, PlacesOf); 3] = [
-        (|layer| layer.has_blocks(), of_attention),
+    let kinds: [(HasBlocks, PlacesOf); 4] = [
+        (has_attention_blocks, of_attention),
         (has_dense_and_blocks, of_dense),
         (has_expert_blocks, of_experts),
+        (has_shared_blocks, of_shared),
     ];
     for (has_blocks, places) in kinds {
         let Some(layer) = formats.iter().position(has_blocks) else { continue };
@@ -51,12 +54,20 @@ pub(super) fn check(
     Ok(())
 }
 
+fn has_attention_blocks(layer: &LayerFormats) -> bool {
+    [layer.qkv, layer.o].contains(&IN_BLOCKS)
+}
+
 fn has_dense_and_blocks(layer: &LayerFormats) -> bool {
     layer.has_blocks() && matches!(layer.feed_forward, FeedForwardFormats::Dense { .. })
 }
 
 fn has_expert_blocks(layer: &LayerFormats) -> bool {
-    layer.feed_forward == FeedForwardFormats::Experts(WeightFormat::Fp8(Fp8Scales::OfBlocks))
+    matches!(layer.feed_forward, FeedForwardFormats::Experts { routed: IN_BLOCKS, .. })
+}
+
+fn has_shared_blocks(layer: &LayerFormats) -> bool {
+    matches!(layer.feed_forward, FeedForwardFormats::Experts { shared: IN_BLOCKS, .. })
 }
 
 fn of_attention(config: &ModelConfig, heads: Heads, share: Share) -> Vec<CheckedPlaces> {
@@ -74,15 +85,25 @@ fn of_attention(config: &ModelConfig, heads: Heads, share: Share) -> Vec<Checked
 }
 
 fn of_dense(config: &ModelConfig, _: Heads, share: Share) -> Vec<CheckedPlaces> {
-    let width = share.width(config.intermediate);
-    let inner = spread(share.range(config.intermediate), width, |nth| nth);
+    of_gated("mlp", config.intermediate, share)
+}
+
+fn of_shared(config: &ModelConfig, _: Heads, share: Share) -> Vec<CheckedPlaces> {
+    let Some(mixture) = &config.mixture else { return Vec::new() };
+    mixture.shared.map_or_else(Vec::new, |width| of_gated(&mixture.shared_part(), width, share))
+}
+
+/// Returns the places of gate and up, and of down, with an inner layer of `n` numbers on all ranks together.
+fn of_gated(part: &str, n: usize, share: Share) -> Vec<CheckedPlaces> {
+    let width = share.width(n);
+    let inner = spread(share.range(n), width, |nth| nth);
     vec![
         // The rows of up follow those of gate.
         CheckedPlaces {
             apart: width,
-            ..CheckedPlaces::of("mlp.up_proj", inner.clone(), Fp8Scales::BLOCK_ROWS)
+            ..CheckedPlaces::of(&format!("{part}.up_proj"), inner.clone(), Fp8Scales::BLOCK_ROWS)
         },
-        CheckedPlaces::of("mlp.down_proj", inner, Fp8Scales::BLOCK_COLUMNS),
+        CheckedPlaces::of(&format!("{part}.down_proj"), inner, Fp8Scales::BLOCK_COLUMNS),
     ]
 }
 
@@ -175,5 +196,18 @@ mod tests {
         config.hidden = 136;
         let sentence = refusal(&config, &in_blocks, 1).expect_err("experts follow each other");
         assert!(sentence.contains("model.layers.0.mlp.experts.0.down_proj.weight"), "{sentence}");
+    }
+
+    #[test]
+    fn shared_experts_are_cut_between_their_blocks() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../bench/shapes/deepseek-v2-lite");
+        let config = ModelFolder::open(&folder).expect("it opens").config;
+        let heads = Heads::of(128).expect("128");
+        let feed_forward = FeedForwardFormats::Experts { routed: WeightFormat::OF_ROWS, shared: IN_BLOCKS };
+        let formats = [LayerFormats { feed_forward, ..LayerFormats::default() }];
+        // 2,816 numbers are 22 blocks.
+        assert!(check(&config, heads, &formats, 2).is_ok());
+        let sentence = check(&config, heads, &formats, 4).expect_err("refused").to_string();
+        assert!(sentence.contains("model.layers.0.mlp.shared_experts.down_proj.weight"), "{sentence}");
     }
 }

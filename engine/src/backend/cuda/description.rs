@@ -35,8 +35,8 @@ use crate::error::{LoadError, OpenError};
 use crate::kv_room::n_blocks;
 use crate::load::meter::Meter;
 use crate::load::weights::HasFp8;
-use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, TensorSource, fingerprint, tensors};
-use crate::model::{ActivationFormat, ModelConfig};
+use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, fingerprint, tensors};
+use crate::model::ActivationFormat;
 
 /// The number of threads that read, generate and quantize weights. Reading a file takes a few threads; quantizing
 /// takes all of the cores that a GPU usually has.
@@ -74,31 +74,6 @@ fn is_in_fp8(formats: &[LayerFormats]) -> bool {
     formats.iter().any(|layer| layer.has_fp8())
 }
 
-/// Rejects settings of formats that kernels of latent attention do not read.
-fn check_latent_settings(settings: &CudaSettings) -> Result<(), OpenError> {
-    let wrong = match (settings.kv_dtype, settings.quantize) {
-        (KvDtype::Bf16, Quantize::No) => return Ok(()),
-        (KvDtype::Bf16, _) => {
-            "fp8 is not implemented on a GPU for latent attention: set model.quantize = \"no\"".to_owned()
-        }
-        (kv_dtype, _) => {
-            format!("KV in {kv_dtype} is not implemented on a GPU for latent attention: bf16 is")
-        }
-    };
-    Err(OpenError::CudaModel(wrong))
-}
-
-/// Rejects a checkpoint in FP8 of a model with latent attention.
-fn check_latent_weights(config: &ModelConfig, source: &dyn TensorSource) -> Result<(), OpenError> {
-    let mut names = tensors::tensors(config).into_iter().map(|tensor| tensor.name);
-    match names.find(|name| source.fp8_format(name).is_some()) {
-        None => Ok(()),
-        Some(tensor) => Err(OpenError::CudaModel(format!(
-            "{tensor} is in fp8, and fp8 is not implemented on a GPU for latent attention"
-        ))),
-    }
-}
-
 impl ModelDescription {
     /// Reads the folder's description. `kv_bytes` is for all ranks together.
     pub(super) fn of(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Result<Self, OpenError> {
@@ -117,8 +92,11 @@ impl ModelDescription {
         let all_stages = settings.stages.over(config.n_layers as u16).map_err(LoadError::Stages)?;
         let stages = all_stages.only(settings.only_stage).map_err(LoadError::Stages)?;
         let latent = LatentHeads::of(config)?;
-        if latent.is_some() {
-            check_latent_settings(settings)?;
+        if latent.is_some() && settings.kv_dtype != KvDtype::Bf16 {
+            let kv_dtype = settings.kv_dtype;
+            return Err(OpenError::CudaModel(format!(
+                "KV in {kv_dtype} is not implemented on a GPU for latent attention: bf16 is"
+            )));
         }
         let heads = match &latent {
             Some(latent) => latent.values(),
@@ -137,13 +115,10 @@ impl ModelDescription {
         let layout = layout.map_err(|uneven| LoadError::Ranks(uneven.to_string()))?;
         let n_blocks = n_blocks(&layout, &stages, kv_bytes)?;
         let tokens_max = KvMemory::longest(&layout, n_blocks, config.context_tokens);
-        let formats = match settings.load_format {
+        let mut formats = match settings.load_format {
             LoadFormat::Safetensors => {
                 let checkpoint = Checkpoint::open(folder.path())?;
                 tensors::check_all_read(config, &checkpoint)?;
-                if latent.is_some() {
-                    check_latent_weights(config, &checkpoint)?;
-                }
                 LayerFormats::of_layers(
                     config.n_layers,
                     config.mixture.as_ref(),
@@ -157,6 +132,9 @@ impl ModelDescription {
                 LayerFormats::all_in(format, config.n_layers, config.mixture.as_ref())
             }
         };
+        if latent.is_some() {
+            formats.iter_mut().for_each(|layer| layer.qkv = WeightFormat::Bf16);
+        }
         blocks::check(config, heads, &formats, usize::from(settings.ranks.get()))?;
         let has_fp8 = HasFp8(is_in_fp8(&formats));
         let activations = settings.activations.resolve(config.activations, has_fp8)?;
@@ -328,7 +306,8 @@ impl ModelDescription {
         let meter =
             if sizes.share.is_first() && is_last_here { Meter::new(bytes) } else { Meter::silent(bytes) };
         let upload = Upload::new(card, &host, meter)?;
-        Loader { origin, config, heads, latent, sizes, formats: &self.formats, arena, upload }.load()
+        let (formats, quantize) = (&self.formats, self.settings.quantize);
+        Loader { origin, config, heads, latent, sizes, formats, quantize, arena, upload }.load()
     }
 
     /// Returns the fingerprint of the weights.
@@ -398,8 +377,10 @@ mod tests {
     use kernels::cpu::RopeAngles;
     use types::{GroupIdx, StageSplit};
 
+    use super::super::fp8::FeedForwardFormats;
     use super::super::plan::Dims;
     use super::*;
+    use crate::model::ModelConfig;
 
     #[test]
     fn layers_know_their_group_and_window() {
@@ -410,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn latents_have_one_group_on_every_rank_and_formats_without_kernels_are_refused() {
+    fn latents_have_one_group_on_every_rank_and_products_of_latents_stay_in_bf16() {
         let open = |settings: CudaSettings| {
             let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models/deepseek-v3");
             ModelDescription::of(&folder, 1 << 24, &settings)
@@ -422,18 +403,16 @@ mod tests {
             assert_eq!((groups.len(), groups[0].attention), (1, types::layout::Attention::Latent));
             assert_eq!(described.block_bytes(), [16 * 576 * 2 * 3], "{ranks} ranks");
         }
-        let settings = CudaSettings::default;
-        for (settings, expected) in [
-            (
-                CudaSettings { kv_dtype: KvDtype::Fp8E4m3, ..settings() },
-                "KV in fp8_e4m3 is not implemented on a GPU for latent attention: bf16 is",
-            ),
-            (
-                CudaSettings { quantize: Quantize::Fp8, ..settings() },
-                "fp8 is not implemented on a GPU for latent attention: set model.quantize = \"no\"",
-            ),
-        ] {
-            assert_eq!(open(settings).expect_err(expected).to_string(), expected);
+        let settings = CudaSettings { kv_dtype: KvDtype::Fp8E4m3, ..CudaSettings::default() };
+        let expected = "KV in fp8_e4m3 is not implemented on a GPU for latent attention: bf16 is";
+        assert_eq!(open(settings).expect_err(expected).to_string(), expected);
+        let quantized = open(CudaSettings { quantize: Quantize::Fp8, ..CudaSettings::default() });
+        let (routed, shared) = (WeightFormat::OF_ROWS, WeightFormat::OF_ROWS);
+        let of_experts = FeedForwardFormats::Experts { routed, shared };
+        for layer in quantized.expect("it opens").formats {
+            assert_eq!((layer.qkv, layer.o), (WeightFormat::Bf16, WeightFormat::OF_ROWS));
+            let is_dense = matches!(layer.feed_forward, FeedForwardFormats::Dense { .. });
+            assert!(is_dense || layer.feed_forward == of_experts, "{layer:?}");
         }
     }
 

@@ -33,11 +33,12 @@ pub(super) struct LayerFormats {
     pub(super) feed_forward: FeedForwardFormats,
 }
 
-/// The formats of a feed-forward part. All matrices of a layer's experts have one format; the router is in bf16.
+/// The formats of a feed-forward part. All matrices of a layer's routed experts have one format, and so have those of its
+/// shared ones; without shared ones it is the same. The router is in bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FeedForwardFormats {
     Dense { gate_up: WeightFormat, down: WeightFormat },
-    Experts(WeightFormat),
+    Experts { routed: WeightFormat, shared: WeightFormat },
 }
 
 impl Default for FeedForwardFormats {
@@ -77,7 +78,7 @@ impl LayerFormats {
             qkv: format,
             o: format,
             feed_forward: match has_experts(mixture, nth) {
-                true => FeedForwardFormats::Experts(format),
+                true => FeedForwardFormats::Experts { routed: format, shared: format },
                 false => FeedForwardFormats::Dense { gate_up: format, down: format },
             },
         };
@@ -110,7 +111,11 @@ impl LayerFormats {
                 qkv: of(&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
                 o: of(&["self_attn.o_proj"]),
                 feed_forward: match mixture.filter(|_| has_experts(mixture, nth)) {
-                    Some(mixture) => FeedForwardFormats::Experts(of_all(&matrices(mixture))),
+                    Some(mixture) => {
+                        let routed = of_all(&matrices(mixture));
+                        let shared = shared_matrices(mixture).map_or(routed, |names| of_all(&names));
+                        FeedForwardFormats::Experts { routed, shared }
+                    }
                     None => FeedForwardFormats::Dense {
                         gate_up: of(&["mlp.gate_proj", "mlp.up_proj"]),
                         down: of(&["mlp.down_proj"]),
@@ -121,12 +126,12 @@ impl LayerFormats {
         (0..n_layers).map(of_layer).collect()
     }
 
-    /// Returns the formats of q with k and v, of o, of gate with up, and of down.
+    /// Returns the formats of q with k and v, of o, and of gate with up and of down, or of routed and of shared experts.
     fn all(self) -> [WeightFormat; 4] {
         let Self { qkv, o, feed_forward } = self;
         let [gate_up, down] = match feed_forward {
             FeedForwardFormats::Dense { gate_up, down } => [gate_up, down],
-            FeedForwardFormats::Experts(format) => [format; 2],
+            FeedForwardFormats::Experts { routed, shared } => [routed, shared],
         };
         [qkv, o, gate_up, down]
     }
@@ -138,7 +143,7 @@ impl LayerFormats {
 
     /// Returns whether the layer has experts in FP8.
     pub(super) fn has_fp8_experts(self) -> bool {
-        matches!(self.feed_forward, FeedForwardFormats::Experts(WeightFormat::Fp8(_)))
+        matches!(self.feed_forward, FeedForwardFormats::Experts { routed: WeightFormat::Fp8(_), .. })
     }
 
     /// Returns whether any matrix of the layer has block scales.
@@ -151,7 +156,13 @@ fn has_experts(mixture: Option<&Mixture>, layer: usize) -> bool {
     mixture.is_some_and(|mixture| mixture.layers[layer])
 }
 
-/// Returns the names of the matrices of a layer's experts.
+/// Returns the names of the matrices of a layer's shared experts, if there are some.
+fn shared_matrices(mixture: &Mixture) -> Option<Vec<String>> {
+    let name = |matrix: &str| format!("{}.{matrix}", mixture.shared_part());
+    mixture.shared.map(|_| ["gate_proj", "up_proj", "down_proj"].map(name).to_vec())
+}
+
+/// Returns the names of the matrices of a layer's routed experts.
 fn matrices(mixture: &Mixture) -> Vec<String> {
     let of_expert = |nth| mixture.style.matrices.map(|matrix| mixture.expert(nth, matrix));
     (0..mixture.n_experts).flat_map(of_expert).collect()
@@ -258,7 +269,10 @@ mod tests {
         let experts = |formats: &[LayerFormats]| -> Vec<Option<WeightFormat>> {
             let of = |layer: &LayerFormats| match layer.feed_forward {
                 FeedForwardFormats::Dense { .. } => None,
-                FeedForwardFormats::Experts(format) => Some(format),
+                FeedForwardFormats::Experts { routed, shared } => {
+                    assert_eq!(shared, routed, "there are no shared experts");
+                    Some(routed)
+                }
             };
             formats.iter().map(of).collect()
         };
@@ -278,6 +292,21 @@ mod tests {
         let none = of_file(Vec::new(), Format::Fp8, Quantize::No);
         assert_eq!(none, LayerFormats::all_in(WeightFormat::Bf16, 4, Some(mixture)));
         assert!(dtype(&none) == "bf16" && !none.iter().any(|layer| layer.has_fp8()));
+    }
+
+    #[test]
+    fn shared_experts_have_a_format_of_their_own() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models/deepseek-v3");
+        let config = ModelFolder::open(&folder).expect("it opens").config;
+        let mixture = config.mixture.as_ref().expect("it has experts");
+        let names = ["gate_proj", "up_proj", "down_proj"]
+            .map(|matrix| &*format!("2.mlp.shared_experts.{matrix}").leak());
+        let source = Named(Vec::from(names).leak(), Format::Fp8);
+        let formats = LayerFormats::of_layers(3, Some(mixture), Quantize::No, &source);
+        let (routed, shared) = (WeightFormat::Bf16, WeightFormat::OF_ROWS);
+        assert_eq!(formats[2].feed_forward, FeedForwardFormats::Experts { routed, shared });
+        assert_eq!(dtype(&formats), "fp8 in 001");
+        assert!(formats[2].has_fp8() && !formats[2].has_fp8_experts());
     }
 
     #[test]

@@ -16,7 +16,7 @@ use super::weights::{
     CudaWeights, DenseWeights, ExpertWeights, FeedForward, LayerWeights, Linear, Rows, Sizes, Weight,
 };
 use crate::error::{LoadError, OpenError};
-use crate::load::{TensorSource, dummy};
+use crate::load::{Quantize, TensorSource, dummy};
 use crate::model::{Mixture, ModelConfig};
 
 /// The bytes of FP8 matrices that are loaded in one call: a piece of the upload, so that a batch of tensors that are
@@ -42,6 +42,7 @@ pub(super) struct Loader<'a> {
     pub(super) sizes: Sizes,
     /// Which matrices are in FP8, one entry for each layer.
     pub(super) formats: &'a [LayerFormats],
+    pub(super) quantize: Quantize,
     /// The memory of the weights. Every load takes buffers from it in the same order.
     pub(super) arena: &'a mut Arena,
     pub(super) upload: Upload<'a>,
@@ -125,15 +126,20 @@ impl Loader<'_> {
                     gate_up: self.gate_up(&mlp, self.config.intermediate, gate_up)?,
                     down: self.down(&mlp, self.config.intermediate, down)?,
                 }),
-                (FeedForwardFormats::Experts(format), Some(mixture), Some(sizes)) => {
-                    FeedForward::Experts(self.experts(layer, mixture, sizes, format)?)
+                (FeedForwardFormats::Experts { routed, shared }, Some(mixture), Some(sizes)) => {
+                    FeedForward::Experts(ExpertWeights {
+                        shared: self.shared_experts(layer, mixture, shared)?,
+                        ..self.experts(layer, mixture, sizes, routed)?
+                    })
                 }
-                (FeedForwardFormats::Experts(_), ..) => unreachable!("a layer of experts is in a mixture"),
+                (FeedForwardFormats::Experts { .. }, ..) => {
+                    unreachable!("a layer of experts is in a mixture")
+                }
             },
         })
     }
 
-    /// Loads the router, which all ranks have, and the rank's columns of each expert's inner layer.
+    /// Loads the router, which all ranks have, and the rank's columns of each routed expert's inner layer.
     fn experts(
         &mut self,
         layer: &str,
@@ -166,16 +172,6 @@ impl Loader<'_> {
             let shape = MatrixShape { rows: hidden, cols: mixture.intermediate };
             self.put_matrices(to, &names, shape, part(ShardRange::Columns(range.clone())))?;
         }
-        let shared = match mixture.shared {
-            None => None,
-            Some(width) => {
-                let part = format!("{layer}.{}", mixture.shared_part());
-                Some(Box::new(DenseWeights {
-                    gate_up: self.gate_up(&part, width, WeightFormat::Bf16)?,
-                    down: self.down(&part, width, WeightFormat::Bf16)?,
-                }))
-            }
-        };
         let correction = match mixture.correction() {
             None => None,
             Some(name) => {
@@ -187,7 +183,21 @@ impl Loader<'_> {
             }
         };
         let Mixture { groups, scaling, .. } = *mixture;
-        Ok(ExpertWeights { router, correction, groups, scaling, gate_up, down, sizes, shared })
+        Ok(ExpertWeights { router, correction, groups, scaling, gate_up, down, sizes, shared: None })
+    }
+
+    fn shared_experts(
+        &mut self,
+        layer: &str,
+        mixture: &Mixture,
+        format: WeightFormat,
+    ) -> Result<Option<Box<DenseWeights>>, OpenError> {
+        let Some(width) = mixture.shared else { return Ok(None) };
+        let part = format!("{layer}.{}", mixture.shared_part());
+        Ok(Some(Box::new(DenseWeights {
+            gate_up: self.gate_up(&part, width, format)?,
+            down: self.down(&part, width, format)?,
+        })))
     }
 
     fn qkv(&mut self, attention: &str, format: WeightFormat) -> Result<Linear, OpenError> {

@@ -304,16 +304,17 @@ impl Sizes {
             (FeedForwardFormats::Dense { gate_up, down }, _) => {
                 all.extend([(2 * intermediate, hidden, gate_up), (hidden, intermediate, down)]);
             }
-            (FeedForwardFormats::Experts(format), Some(ExpertSizes { width, n_experts, .. })) => {
+            (FeedForwardFormats::Experts { routed, shared }, Some(ExpertSizes { width, n_experts, .. })) => {
                 all.extend([
                     (n_experts, hidden, WeightFormat::Bf16),
-                    (n_experts * 2 * width, hidden, format),
-                    (n_experts * hidden, width, format),
-                    (2 * self.shared, hidden, WeightFormat::Bf16),
-                    (hidden, self.shared, WeightFormat::Bf16),
+                    (n_experts * 2 * width, hidden, routed),
+                    (n_experts * hidden, width, routed),
                 ]);
+                if self.shared > 0 {
+                    all.extend([(2 * self.shared, hidden, shared), (hidden, self.shared, shared)]);
+                }
             }
-            (FeedForwardFormats::Experts(_), None) => {}
+            (FeedForwardFormats::Experts { .. }, None) => {}
         }
         all
     }
@@ -356,7 +357,7 @@ impl Sizes {
 
     /// Returns the width of the widest rows that a layer's matrices multiply.
     pub(super) fn widest_input(self) -> usize {
-        self.hidden.max(self.q_width).max(self.intermediate)
+        self.hidden.max(self.q_width).max(self.widest_inner())
     }
 
     /// Returns the number of numbers of the largest FP8 matrix, for the memory that widens one matrix at a

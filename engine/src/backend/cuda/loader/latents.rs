@@ -1,4 +1,4 @@
-//! Loads the weights of latent attention. The host puts their numbers in the kernels' places.
+//! Loads the weights of latent attention, all in bf16. The host puts their numbers in the kernels' places.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use super::{Loader, MatrixShape, Origin, Weight};
 use crate::backend::cuda::latent::{LatentHeads, LatentSizes};
 use crate::backend::cuda::weights::{LatentWeights, Linear};
 use crate::error::{LoadError, OpenError};
-use crate::load::{Dummy, TensorSource};
+use crate::load::{Dummy, Quantize, TensorSource};
 
 /// A matrix on the GPU while the host fills it.
 struct Filling {
@@ -141,12 +141,18 @@ impl Loader<'_> {
         Ok(())
     }
 
-    /// Reads a matrix, or generates it on the host also if the GPU generates others.
+    /// Reads a matrix, or generates it on the host also if the GPU generates others. If matrices are quantized, it has the
+    /// numbers of the quantized one.
     fn matrix_on_host(&self, name: &str, shape: MatrixShape) -> Result<Matrix, LoadError> {
         let (name, MatrixShape { rows, cols }) = (format!("{name}.weight"), shape);
-        match self.origin {
-            Origin::Host(source) => source.matrix(&name, rows, cols),
-            Origin::Card { seed } => Dummy { seed, processor: self.upload.host() }.matrix(&name, rows, cols),
+        let processor = self.upload.host();
+        let matrix = match self.origin {
+            Origin::Host(source) => source.matrix(&name, rows, cols)?,
+            Origin::Card { seed } => Dummy { seed, processor }.matrix(&name, rows, cols)?,
+        };
+        match self.quantize == Quantize::Fp8 && !matrix.format().is_fp8() {
+            true => processor.quantize_fp8(&matrix).map_err(LoadError::Memory),
+            false => Ok(matrix),
         }
     }
 
