@@ -28,8 +28,8 @@ pub struct Seen {
     pub is_gathered: bool,
     pub n_launched: u64,
     pub n_collected: u64,
-    /// Whether the worker's thread computes a wave.
-    pub has_wave: bool,
+    /// The waves that the worker's thread has not computed yet.
+    pub n_waves: u32,
     /// When the last fault happened.
     pub last_fault: Option<Instant>,
     n_pauses: u32,
@@ -69,7 +69,7 @@ impl Progress {
             is_gathered: false,
             n_launched: 0,
             n_collected: 0,
-            has_wave: false,
+            n_waves: 0,
             last_fault: None,
             n_pauses: 0,
             is_clock_stopped: false,
@@ -137,7 +137,7 @@ impl Seen {
         }
         let is_launching = self.n_launched == self.n_collected;
         if is_launching || all().any(|of| of.is_closed) {
-            return self.has_wave;
+            return self.n_waves > 0;
         }
         let mut n_given = self.n_launched;
         for of in all() {

@@ -2,7 +2,7 @@
 //! decode node gets the prompts' KV. Between the head and each follower is a relay that loses, delays, doubles and reorders messages.
 //!
 //! Suggested reading order: the plan of a seed ([`plan`]), its execution and its checks ([`mod@run`]), the steps and the
-//! transfers ([`work`], [`mod@reference`]), the relay ([`relay`]), and the clock ([`clock`]).
+//! transfers ([`work`], [`mod@reference`]), the relay ([`relay`]), and the clock ([`clock`], [`waits`]).
 //!
 //! Models compute on real threads, so a seed repeats the faults of a run, but not each of its moments.
 
@@ -12,5 +12,6 @@ pub mod work;
 pub mod reference;
 pub mod relay;
 pub mod clock;
+pub mod waits;
 
 pub use run::run;

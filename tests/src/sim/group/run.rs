@@ -1,9 +1,7 @@
 //! One run: executes a plan and checks it.
 
-use std::pin::pin;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::thread;
 use std::time::Duration;
 
 use chassis::admin::Readiness;
@@ -19,55 +17,37 @@ use kv_transfer::{
 use node::NodeConfig;
 use node::group::{FollowerParts, Group, GroupError, HeadParts, follow, gather};
 use tokio::sync::mpsc;
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 use types::{BlockIdx, Destination, Epoch, Landing, NodeId, RequestId, Role, in_full};
 
 use super::super::log::EventLog;
 use super::super::run::Report;
-use super::super::witness::Witness;
 use super::clock::Progress;
 use super::plan::Plan;
-use super::reference::{JOIN, JOIN_MS, Reference, config, reference};
+use super::reference::{JOIN, Reference, config, reference};
 use super::relay::FollowerNet;
+use super::waits::{Waits, on_virtual_clock};
 use super::work::{CHUNKS_MAX, OUTCOMES_MAX, Outcome, PromptWork, Worker};
 
-/// The time after the last fault within which everything ends.
-const ENDS_WITHIN: Duration = Duration::from_secs(10);
-/// The time within which everything ends without a fault that stops progress.
-const DONE_WITHIN: Duration = Duration::from_secs(60);
-const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// A landing's own deadline. It must not be what ends a transfer.
 const LANDING_FOR: Duration = Duration::from_secs(600);
 const DECODE_BLOCKS: u32 = 64;
-/// How long threads may wait for a core, in milliseconds of the real clock.
-const THREADS_RUN_WITHIN_MS: u32 = 2_000;
 
 /// Runs the plan of `seed`, and returns the results.
 pub fn run(seed: u64) -> Report {
     let reference = reference();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
-    let runtime = runtime.expect("a runtime without sockets");
-    let log = runtime.block_on(async {
-        let log = EventLog::new();
-        let _witness = Witness::of(&log);
-        let plan = Plan::draw(seed);
+    let plan = Plan::draw(seed);
+    let progress = Progress::new(plan.n_followers);
+    on_virtual_clock(seed, progress.clone(), async |log| {
         log.say(format_args!("{plan:?}"));
-        let run = Run::new(seed, plan, log.clone(), reference);
-        let progress = run.progress.clone();
-        tokio::select! {
-            biased;
-            () = run.play() => {}
-            () = progress.run_clock() => {}
-        }
-        log
-    });
-    // A thread that waits for a lost message must not keep the next seed waiting.
-    runtime.shutdown_background();
-    Report { seed, hash: log.hash(), lines: log.lines(), faults: log.faults(), tally: Default::default() }
+        let waits = Waits { log: log.clone(), progress };
+        Run::new(seed, plan, waits, reference).play().await;
+    })
 }
 
 struct Run {
     plan: Plan,
+    waits: Waits,
     log: EventLog,
     reference: &'static Reference,
     progress: Progress,
@@ -106,7 +86,7 @@ struct Wave {
 }
 
 impl Run {
-    fn new(seed: u64, plan: Plan, log: EventLog, reference: &'static Reference) -> Self {
+    fn new(seed: u64, plan: Plan, waits: Waits, reference: &'static Reference) -> Self {
         let gates = Gates {
             head: Gate::new("head"),
             wires: Gate::new("wires"),
@@ -114,9 +94,10 @@ impl Run {
             followers: (0..plan.n_followers).map(|_| Gate::new("follower")).collect(),
         };
         Self {
-            progress: Progress::new(plan.n_followers),
+            log: waits.log.clone(),
+            progress: waits.progress.clone(),
+            waits,
             plan,
-            log,
             reference,
             world: World::seeded(seed),
             net: MemoryNet::new(),
@@ -137,15 +118,15 @@ impl Run {
             settings: config.group.clone(),
             engine: config.engine.clone(),
         };
-        let gathered = self.in_time("the head gathers its followers", gather(parts)).await;
+        let gathered = self.waits.in_time("the head gathers its followers", gather(parts)).await;
         self.progress.note(|seen| seen.is_gathered = true);
         match gathered {
             Some(Ok((group, backend))) => self.serve(&config, group, backend).await,
-            Some(Err(error)) => self.expect_failure("the head", in_full(&error)),
+            Some(Err(error)) => self.waits.expect_failure("the head", in_full(&error)),
             None => return,
         }
         self.log.say("the head has ended");
-        let ended = self.soon("the followers end", join_all(followers)).await;
+        let ended = self.waits.soon("the followers end", join_all(followers)).await;
         for (nth, ended) in ended.into_iter().flatten().enumerate() {
             match ended {
                 Ok(Err(error)) => self.log.say(format_args!("follower {nth} ends: {}", in_full(&error))),
@@ -155,10 +136,7 @@ impl Run {
         }
         let Gates { head, wires, decode, followers } = &self.gates;
         for gate in [head, wires, decode].into_iter().chain(followers) {
-            let closed = gate.close(2 * ENDS_WITHIN);
-            if self.soon("all tasks end", closed).await.is_none() {
-                self.log.say(format_args!("{gate:?}: {:?}", gate.holders()));
-            }
+            self.waits.all_end(gate).await;
         }
     }
 
@@ -217,15 +195,15 @@ impl Run {
         if is_whole {
             sleep(self.plan.idle).await;
         }
-        if self.must_end() {
-            if let Some(lost) = self.in_time("the head notices the fault", group.lost()).await {
+        if self.waits.must_end() {
+            if let Some(lost) = self.waits.in_time("the head notices the fault", group.lost()).await {
                 self.log.say(format_args!("the head ends: {lost}"));
             }
         } else if let Some(lost) = group.lost().now_or_never() {
             self.log.accuse(format_args!("the head ends without a fault: {lost}"));
         }
         for node in [&head, &decode] {
-            self.soon(&format!("all blocks of {} are free", node.name), node.is_empty()).await;
+            self.waits.soon(&format!("all blocks of {} are free", node.name), node.is_empty()).await;
         }
         drop((waves, head, decode, group));
         let ended = async {
@@ -233,7 +211,7 @@ impl Run {
                 tokio::task::yield_now().await;
             }
         };
-        self.soon("the threads of the pipeline end", ended).await;
+        self.waits.soon("the threads of the pipeline end", ended).await;
     }
 
     /// Computes all waves, and sends their KV. Returns false if the node has failed.
@@ -246,26 +224,26 @@ impl Run {
     ) -> bool {
         for (nth, prompts) in self.plan.waves.iter().enumerate() {
             let Wave { works, transfers, arrivals } = self.wave(head, decode, nth, prompts);
-            self.progress.note(|seen| seen.has_wave = true);
+            self.progress.note(|seen| seen.n_waves = 1);
             if waves.send(works).is_err() {
                 self.log.accuse("the worker's thread has ended unasked");
                 return false;
             }
-            let Some(outcome) = self.in_time("steps end", outcomes.recv()).await else { return false };
+            let Some(outcome) = self.waits.in_time("steps end", outcomes.recv()).await else { return false };
             let mut is_whole = self.check_outcome(outcome);
-            let sent = self.in_time("KV orders end", join_all(transfers)).await;
+            let sent = self.waits.in_time("KV orders end", join_all(transfers)).await;
             for sent in sent.into_iter().flatten() {
                 match sent {
                     Ok(Ok(())) => {}
                     Ok(Err(error)) => {
                         is_whole = false;
-                        self.expect_failure("a transfer", in_full(&error));
+                        self.waits.expect_failure("a transfer", in_full(&error));
                     }
                     Err(error) => self.log.accuse(format_args!("a transfer: {error:?}")),
                 }
             }
             is_whole &= self.check_arrivals(decode, arrivals).await;
-            self.soon("all blocks of the wave are free", head.is_empty()).await;
+            self.waits.soon("all blocks of the wave are free", head.is_empty()).await;
             if !is_whole {
                 return false;
             }
@@ -307,7 +285,7 @@ impl Run {
     fn check_outcome(&self, outcome: Option<Outcome>) -> bool {
         match outcome {
             Some(Outcome::WaveDone) => return true,
-            Some(Outcome::Failed(error)) => self.expect_failure("a step", error),
+            Some(Outcome::Failed(error)) => self.waits.expect_failure("a step", error),
             Some(Outcome::Wrong(what)) => self.log.accuse(format_args!("a step is wrong: {what}")),
             None => self.log.accuse("the worker's thread has panicked"),
         }
@@ -318,11 +296,11 @@ impl Run {
     async fn check_arrivals(&self, decode: &Memory, arrivals: Vec<(usize, Arrival)>) -> bool {
         let mut is_whole = true;
         for (prompt, arrival) in arrivals {
-            match self.in_time("landings end", arrival.settle()).await {
+            match self.waits.in_time("landings end", arrival.settle()).await {
                 None => is_whole = false,
                 Some(Err(error)) => {
                     is_whole = false;
-                    self.expect_failure("a landing", in_full(&error));
+                    self.waits.expect_failure("a landing", in_full(&error));
                 }
                 Some(Ok(arrived)) => {
                     let groups = self.reference.model.layout.group_indices();
@@ -368,68 +346,6 @@ impl Run {
             metrics: TransferMetrics::default(),
             faults: Faults::none(),
             processes: None,
-        }
-    }
-
-    // === waits ===
-
-    /// Waits for something that must end by itself. Returns `None` if it is late.
-    async fn in_time<T>(&self, what: &str, future: impl Future<Output = T>) -> Option<T> {
-        self.before(self.late_since(Instant::now()), what, future).await
-    }
-
-    /// Like [`in_time`](Self::in_time), for what must end soon after now.
-    async fn soon<T>(&self, what: &str, future: impl Future<Output = T>) -> Option<T> {
-        self.before(sleep(ENDS_WITHIN), what, future).await
-    }
-
-    /// Waits until `future` ends, or until `late` does.
-    async fn before<T>(
-        &self,
-        late: impl Future<Output = ()>,
-        what: &str,
-        future: impl Future<Output = T>,
-    ) -> Option<T> {
-        let mut future = pin!(future);
-        tokio::select! {
-            biased;
-            value = &mut future => return Some(value),
-            () = late => {}
-        }
-        // A thread may have waited for a core of this machine, so the clock stands still meanwhile.
-        let _stopped = self.progress.stop_clock();
-        for _ in 0..THREADS_RUN_WITHIN_MS {
-            if let Some(value) = (&mut future).now_or_never() {
-                return Some(value);
-            }
-            thread::sleep(Duration::from_millis(1));
-            tokio::task::yield_now().await;
-        }
-        self.log.accuse(format_args!("late: {what}"));
-        None
-    }
-
-    async fn late_since(&self, begun: Instant) {
-        loop {
-            sleep(LOOK_EVERY).await;
-            let seen = self.progress.seen();
-            let is_joining = !seen.connections.iter().all(|of| of.is_accepted);
-            let fault = seen.last_fault.filter(|_| self.must_end() && !is_joining);
-            let within = DONE_WITHIN + Duration::from_millis(if is_joining { JOIN_MS } else { 0 });
-            if begun.elapsed() > within || fault.is_some_and(|fault| fault.elapsed() > ENDS_WITHIN) {
-                return;
-            }
-        }
-    }
-
-    fn must_end(&self) -> bool {
-        self.progress.seen().connections.iter().any(|of| of.must_end)
-    }
-
-    fn expect_failure(&self, what: &str, error: impl std::fmt::Display) {
-        match self.must_end() {
-            true => self.log.say(format_args!("{what} fails: {error}")),
-            false => self.log.accuse(format_args!("{what} fails without a fault: {error}")),
         }
     }
 }

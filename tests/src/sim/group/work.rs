@@ -88,7 +88,7 @@ impl Worker {
             let goes_on = outcome == Outcome::WaveDone;
             // No more chunks come.
             drop(wave);
-            self.progress.note(|seen| seen.has_wave = false);
+            self.progress.note(|seen| seen.n_waves = 0);
             if self.outcomes.blocking_send(outcome).is_err() || !goes_on {
                 return;
             }
