@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use baton_tests::sim::group::run;
+use baton_tests::sim::Report;
+use baton_tests::sim::group::{landings, run};
 
 use super::{number, played, search, told};
 
@@ -13,17 +14,56 @@ const THREADS_END_WITHIN_MS: u32 = 5_000;
 
 #[test]
 fn one_seed() {
-    let report = played(run, number("SEED").unwrap_or(1));
-    if std::env::var_os("SEED").is_some() {
-        eprintln!("{}", report.lines.join("\n"));
-    }
-    assert!(report.faults.is_empty(), "{}", told(&report, "group::one_seed"));
+    check_one(run, "group::one_seed");
 }
 
 #[test]
 fn many_seeds() {
+    check_many(run, "group::one_seed");
+}
+
+#[test]
+fn one_seed_of_landings() {
+    check_one(landings::run, "group::one_seed_of_landings");
+}
+
+#[test]
+fn many_seeds_of_landings() {
+    check_many(landings::run, "group::one_seed_of_landings");
+}
+
+/// If no landing failed, or none arrived, no seed would test it.
+#[test]
+fn landings_end_in_each_way() {
+    let lines: Vec<String> = (0..60).flat_map(|seed| played(landings::run, seed).lines).collect();
+    let ends: [&[&str]; 8] = [
+        &["landing", "is answered"],
+        &["landing", "is given up"],
+        &["landing", "fails: the landing's deadline has passed"],
+        &["landing", "fails: the peer cancelled the transfer"],
+        &["landing", "fails: a process of this node is lost"],
+        &["landing", "holds blocks of the prompt"],
+        &["1 frames of sender", "had a fault"],
+        &["the head ends", "is lost"],
+    ];
+    for end in ends {
+        let is_it = |line: &String| end.iter().all(|part| line.contains(part));
+        assert!(lines.iter().any(is_it), "{end:?}");
+    }
+}
+
+/// Runs one seed. `test` is the test that repeats it.
+fn check_one(run: fn(u64) -> Report, test: &str) {
+    let report = played(run, number("SEED").unwrap_or(1));
+    if std::env::var_os("SEED").is_some() {
+        eprintln!("{}", report.lines.join("\n"));
+    }
+    assert!(report.faults.is_empty(), "{}", told(&report, test));
+}
+
+fn check_many(run: fn(u64) -> Report, test: &str) {
     let (wrong, _) = search(run, SEEDS);
-    let stories: Vec<String> = wrong.iter().map(|report| told(report, "group::one_seed")).collect();
+    let stories: Vec<String> = wrong.iter().map(|report| told(report, test)).collect();
     assert!(wrong.is_empty(), "{}\n{} seeds are wrong", stories.join("\n\n"), wrong.len());
     let is_left = || !computing_threads().is_empty();
     for _ in (0..THREADS_END_WITHIN_MS).take_while(|_| is_left()) {

@@ -88,7 +88,7 @@ impl Plan {
 }
 
 impl Fault {
-    fn draw(chance: &mut Chance, n_followers: usize) -> Self {
+    pub fn draw(chance: &mut Chance, n_followers: usize) -> Self {
         let follower = chance.below(n_followers as u64) as usize;
         let direction = *chance.pick(&[Direction::ToHead, Direction::ToFollower]);
         let n_usual = match direction {

@@ -1,6 +1,8 @@
 //! The network between head and followers. A relay passes the messages on, with the faults of the plan.
 
+use std::collections::VecDeque;
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -12,6 +14,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use super::clock::{ConnectionSeen, Progress};
 use super::plan::{Direction, Fault, FaultKind};
+use super::reports::LandingReports;
 
 /// The bytes before a message: its length, and its number.
 const HEADER_BYTES: usize = 12;
@@ -22,27 +25,42 @@ const STREAM_BYTES: usize = 64 << 10;
 /// The network of one follower.
 #[derive(Clone, Debug)]
 pub struct FollowerNet {
-    pub net: MemoryNet,
-    /// The address of the head. Other connections have no faults.
+    /// The network of the connection to the head.
+    pub joining: MemoryNet,
+    /// The network of all other connections. The relay passes none of them.
+    pub kv: Arc<dyn Net>,
+    /// The address of the head.
     pub head: String,
     pub follower: usize,
+    /// How long each message travels.
+    pub delay: Duration,
     pub faults: Vec<Fault>,
+    pub ends: ConnectionEnds,
     pub progress: Progress,
+    pub reports: LandingReports,
     /// The gate of the relays.
     pub gate: Gate,
+}
+
+/// How the connection to the head can end. Clones are handles to the same connection.
+#[derive(Clone, Debug, Default)]
+pub struct ConnectionEnds {
+    /// Ends both directions.
+    pub cut: Shutdown,
+    /// Both directions stand still.
+    pub silence: Shutdown,
 }
 
 #[async_trait]
 impl Net for FollowerNet {
     async fn connect(&self, addr: &str) -> io::Result<Stream> {
-        let far = self.net.connect(addr).await?;
         if addr != self.head {
-            return Ok(far);
+            return self.kv.connect(addr).await;
         }
+        let far = self.joining.connect(addr).await?;
         let (near, ours) = duplex(STREAM_BYTES);
         let (from_follower, to_follower) = Stream::other(ours).into_split();
         let (from_head, to_head) = far.into_split();
-        let (cut, silence) = (Shutdown::new(), Shutdown::new());
         let there = (Direction::ToHead, from_follower, to_head);
         let back = (Direction::ToFollower, from_head, to_follower);
         for (direction, reader, writer) in [there, back] {
@@ -50,13 +68,16 @@ impl Net for FollowerNet {
                 direction,
                 incoming: Incoming { reader, bytes: Vec::new(), n_taken: 0 },
                 writer,
+                delay: self.delay,
+                travelling: VecDeque::new(),
                 faults: self.faults_of(direction),
                 kept: Vec::new(),
                 n_written: 0,
                 follower: self.follower,
                 progress: self.progress.clone(),
-                cut: cut.clone(),
-                silence: silence.clone(),
+                reports: self.reports.clone(),
+                cut: self.ends.cut.clone(),
+                silence: self.ends.silence.clone(),
             };
             spawn_guarded(&self.gate, "relay", relay.pass_all()).detach();
         }
@@ -64,7 +85,7 @@ impl Net for FollowerNet {
     }
 
     async fn listen(&self, addr: &str) -> io::Result<Box<dyn Listener>> {
-        self.net.listen(addr).await
+        self.kv.listen(addr).await
     }
 }
 
@@ -80,6 +101,9 @@ struct DirectionRelay {
     direction: Direction,
     incoming: Incoming,
     writer: StreamWriter,
+    delay: Duration,
+    /// The messages on their way, each with its arrival.
+    travelling: VecDeque<(Instant, Message)>,
     faults: Vec<Fault>,
     /// Messages that arrive later.
     kept: Vec<Kept>,
@@ -87,6 +111,7 @@ struct DirectionRelay {
     n_written: u64,
     follower: usize,
     progress: Progress,
+    reports: LandingReports,
     /// Ends both directions.
     cut: Shutdown,
     /// Both directions stand still.
@@ -158,11 +183,11 @@ impl DirectionRelay {
                 () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => None,
                 read = self.incoming.next() => match read {
                     Some(message) => Some(message),
-                    None => return Ended::Closed,
+                    None => return self.pass_rest().await,
                 },
             };
             let passed = match message {
-                Some(message) => self.apply_fault(message).await,
+                Some(message) => self.send(message).await,
                 None => self.write_due().await,
             };
             if let Err(ended) = passed {
@@ -171,9 +196,29 @@ impl DirectionRelay {
         }
     }
 
+    /// Lets a message travel.
+    async fn send(&mut self, message: Message) -> Result<(), Ended> {
+        self.note_sent(&message.bytes);
+        if self.delay.is_zero() {
+            return self.apply_fault(message).await;
+        }
+        self.travelling.push_back((Instant::now() + self.delay, message));
+        Ok(())
+    }
+
+    /// Passes on what travels, after the sender has closed the connection.
+    async fn pass_rest(&mut self) -> Ended {
+        while let Some((due, message)) = self.travelling.pop_front() {
+            sleep_until(due).await;
+            if let Err(ended) = self.apply_fault(message).await {
+                return ended;
+            }
+        }
+        Ended::Closed
+    }
+
     /// Passes a message on, with its fault.
     async fn apply_fault(&mut self, message: Message) -> Result<(), Ended> {
-        self.note_sent(&message.bytes);
         let fault = self.faults.iter().find(|fault| fault.nth == message.nth).map(|fault| fault.what);
         let Some(kind) = fault else { return self.write(message).await };
         self.progress.note(|seen| seen.last_fault = Some(Instant::now()));
@@ -240,12 +285,18 @@ impl DirectionRelay {
             Until::Time(due) => Some(due),
             Until::After(_) => None,
         };
-        self.kept.iter().filter_map(due).min()
+        let first = self.travelling.front().map(|(due, _)| *due);
+        self.kept.iter().filter_map(due).chain(first).min()
     }
 
     /// Writes the messages whose time has come.
     async fn write_due(&mut self) -> Result<(), Ended> {
         let now = Instant::now();
+        while self.travelling.front().is_some_and(|(due, _)| *due <= now)
+            && let Some((_, message)) = self.travelling.pop_front()
+        {
+            self.apply_fault(message).await?;
+        }
         let is_due = |kept: &mut Kept| matches!(kept.until, Until::Time(due) if due <= now);
         for kept in self.kept.extract_if(.., is_due).collect::<Vec<_>>() {
             self.write_one(&kept.message).await?;
@@ -280,6 +331,7 @@ impl DirectionRelay {
     }
 
     fn note_sent(&self, bytes: &[u8]) {
+        self.reports.sent(self.follower, self.direction, &bytes[HEADER_BYTES..]);
         match kind(self.direction, bytes) {
             Kind::Step => self.note(|seen| seen.steps_sent += 1),
             Kind::Results => self.note(|seen| seen.results_sent += 1),
@@ -289,6 +341,7 @@ impl DirectionRelay {
     }
 
     fn note_arrived(&self, bytes: &[u8]) {
+        self.reports.arrived(self.follower, self.direction, &bytes[HEADER_BYTES..]);
         match kind(self.direction, bytes) {
             Kind::Step => self.note(|seen| seen.steps_arrived += 1),
             Kind::Results => self.note(|seen| seen.results_arrived += 1),

@@ -25,7 +25,8 @@ use super::super::run::Report;
 use super::clock::Progress;
 use super::plan::Plan;
 use super::reference::{JOIN, Reference, config, reference};
-use super::relay::FollowerNet;
+use super::relay::{ConnectionEnds, FollowerNet};
+use super::reports::LandingReports;
 use super::waits::{Waits, on_virtual_clock};
 use super::work::{CHUNKS_MAX, OUTCOMES_MAX, Outcome, PromptWork, Worker};
 
@@ -150,11 +151,15 @@ impl Run {
 
     fn start_follower(&self, nth: usize) -> Follower {
         let net = FollowerNet {
-            net: self.net.clone(),
+            joining: self.net.clone(),
+            kv: Arc::new(self.net.clone()),
             head: JOIN.to_owned(),
             follower: nth,
+            delay: Duration::ZERO,
             faults: self.plan.faults.clone(),
+            ends: ConnectionEnds::default(),
             progress: self.progress.clone(),
+            reports: LandingReports::default(),
             gate: self.own_gate.clone(),
         };
         let (config, gate) = (self.config("10.0.0.2"), self.gates.followers[nth].clone());
