@@ -32,10 +32,16 @@ pub enum Guard {
     Resync,
     /// The check that a message between two processes of a node is the next one.
     MessageNumber,
+    /// The rule that the sender of a landing waits until all processes of the node have accepted it.
+    AllAccepted,
+    /// The check that all processes of a node have verified their pages before a landing counts as arrived.
+    AllLanded,
+    /// The rule that blocks are not reused while another process of the node may write them.
+    AllQuiet,
 }
 
 impl Guard {
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 16] = [
         Self::Grant,
         Self::Epoch,
         Self::Quiet,
@@ -49,6 +55,9 @@ impl Guard {
         Self::Assignment,
         Self::Resync,
         Self::MessageNumber,
+        Self::AllAccepted,
+        Self::AllLanded,
+        Self::AllQuiet,
     ];
 }
 

@@ -21,12 +21,12 @@ fn check(guard: Guard, run: fn(u64) -> Report) {
 }
 
 macro_rules! guards {
-    ($($test:ident => $guard:ident,)*) => {
-        $(#[test] fn $test() { check(Guard::$guard, run); })*
+    ($run:path: $($test:ident => $guard:ident,)*) => {
+        $(#[test] fn $test() { check(Guard::$guard, $run); })*
     };
 }
 
-guards! {
+guards! { run:
     a_missing_grant_check_is_noticed => Grant,
     a_missing_epoch_check_is_noticed => Epoch,
     endless_attempts_are_noticed => AttemptBudget,
@@ -41,7 +41,12 @@ guards! {
     a_prompt_that_is_cached_whole_and_hangs_is_noticed => LastToken,
 }
 
-#[test]
-fn a_message_that_is_not_the_next_one_is_noticed() {
-    check(Guard::MessageNumber, group::run);
+guards! { group::landings::run:
+    a_sender_that_does_not_wait_for_all_processes_is_noticed => AllAccepted,
+    a_landing_without_the_pages_of_a_process_is_noticed => AllLanded,
+    blocks_that_return_while_a_process_may_write_are_noticed => AllQuiet,
+}
+
+guards! { group::run:
+    a_message_that_is_not_the_next_one_is_noticed => MessageNumber,
 }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use chassis::guards::{Guard, stands};
 use futures::{StreamExt, stream};
 use tracing::debug;
 
@@ -20,8 +21,9 @@ pub(super) async fn serve(
     landing: Arc<OpenLanding>,
     processes: Arc<dyn OtherProcesses>,
 ) {
+    let Some(((), writes)) = landing.begin_copy(|_| ()) else { return };
     // Until this is dropped, the blocks of the landing are not reused.
-    let Some(((), _writes)) = landing.begin_copy(|_| ()) else { return };
+    let _writes = stands(Guard::AllQuiet).then_some(writes);
     let (transfer, n_processes) = (landing.landing().transfer, processes.n_processes());
     let order = order(link, &landing);
     let reports = (0..n_processes).map(|process| {
@@ -46,7 +48,7 @@ pub(super) async fn serve(
         match event {
             Some(LandingEvent::Accepted) => {
                 accepted[process] = true;
-                if accepted.iter().all(|accepted| *accepted) {
+                if accepted.iter().all(|accepted| *accepted) || !stands(Guard::AllAccepted) {
                     answers.say(Frame::new(transfer, Body::Accepted));
                 }
             }
