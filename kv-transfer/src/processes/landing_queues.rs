@@ -7,9 +7,12 @@ use tokio::sync::mpsc;
 use types::TransferId;
 
 use super::land_order::{LandingEvent, LandingReport};
+use crate::error::TransferError;
 
 /// Limit of reports of one landing that nothing has read yet. Most of them are pages that arrived wrong.
 const REPORTS_QUEUED_MAX: usize = 1024;
+/// The room of a queue that is kept for the failure of its landing and for the last report.
+const LAST_REPORTS: usize = 2;
 
 /// A queue for each landing of one follower that may still write.
 #[derive(Debug, Default)]
@@ -35,13 +38,19 @@ impl LandingQueues {
         reports
     }
 
-    /// Queues a report. The last one ends its queue, and so does one too many, which fails the landing.
+    /// Queues a report. The last one ends its queue. One too many fails the landing, and its queue still gets the last
+    /// one, because the follower may write until then.
     pub fn take(&self, report: LandingReport) {
         let LandingReport { transfer, event } = report;
         let mut queues = self.queues();
         let is_last = matches!(event, LandingEvent::Quiet);
-        let is_queued = queues.open.get(&transfer).is_some_and(|queue| queue.try_send(event).is_ok());
-        if is_last || !is_queued {
+        let Some(queue) = queues.open.get(&transfer) else { return };
+        let event = match queue.capacity() {
+            room if is_last || room > LAST_REPORTS => event,
+            LAST_REPORTS => LandingEvent::Failed(TransferError::Corrupted { pages: REPORTS_QUEUED_MAX }),
+            _ => return,
+        };
+        if queue.try_send(event).is_err() || is_last {
             queues.open.remove(&transfer);
         }
     }
@@ -55,5 +64,31 @@ impl LandingQueues {
 
     fn queues(&self) -> MutexGuard<'_, Queues> {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::reshard::Lane;
+
+    #[test]
+    fn reports_that_are_too_many_fail_the_landing_and_the_last_one_still_comes() {
+        let (queues, transfer) = (LandingQueues::default(), TransferId(7));
+        let mut reports = queues.begin(transfer);
+        let wrong_pages = || LandingEvent::Refetch { lane: Lane { from: 0, to: 0 }, spans: Vec::new() };
+        (0..2 * REPORTS_QUEUED_MAX)
+            .for_each(|_| queues.take(LandingReport { transfer, event: wrong_pages() }));
+        queues.take(LandingReport { transfer, event: LandingEvent::Quiet });
+        for _ in 0..REPORTS_QUEUED_MAX - LAST_REPORTS {
+            let report = reports.try_recv();
+            assert!(matches!(report, Ok(LandingEvent::Refetch { .. })), "{report:?}");
+        }
+        let failed = reports.try_recv();
+        let is_failure = matches!(failed, Ok(LandingEvent::Failed(TransferError::Corrupted { .. })));
+        assert!(is_failure, "{failed:?}");
+        let last = reports.try_recv();
+        assert!(matches!(last, Ok(LandingEvent::Quiet)), "{last:?}");
+        reports.try_recv().expect_err("the queue has ended");
     }
 }
