@@ -1,12 +1,19 @@
 //! One connection between two processes of a node: messages, each after its length and its number, and heartbeats.
 
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
-use bytes::{Buf, Bytes, BytesMut};
+use bytes::buf::Chain;
+use bytes::{Buf, BufMut as _, Bytes, BytesMut};
 use chassis::guards::{self, Guard};
-use chassis::{Gate, StreamReader, StreamWriter, spawn_guarded};
+use chassis::{StreamReader, StreamWriter};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::sync::mpsc;
+use tokio::runtime::Handle;
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
 use super::error::GroupError;
@@ -17,11 +24,11 @@ const MESSAGE_BYTES_MAX: usize = 1 << 30;
 const HEADER_BYTES: usize = size_of::<u32>() + size_of::<u64>();
 /// The least bytes for which memory is taken before they have come.
 const READ_BYTES: usize = 64 << 10;
-/// Limit of messages that wait to be written.
+/// Limit of messages that wait to be written, whose senders wait for room.
 pub(super) const QUEUED_MAX: usize = 256;
-/// Limit of messages about landings that wait to be queued: a landing has at most four, and then only pages that arrived
-/// wrong.
-const ABOUT_LANDINGS_MAX: usize = 64 << 10;
+/// Limit of all messages that wait to be written. Most are about landings: a landing has at most four, and then only pages
+/// that arrived wrong.
+pub(super) const WAITING_MAX: usize = 64 << 10;
 /// The interval of heartbeats.
 const ALIVE_EVERY: Duration = Duration::from_secs(1);
 /// A side that sends nothing for this long is lost, and so is one that reads nothing.
@@ -34,26 +41,53 @@ pub(super) struct Written {
     pub(super) end: Bytes,
 }
 
-/// Messages that wait to be written. Cheap to clone.
-pub(super) type Outgoing = mpsc::Sender<Written>;
+/// Sends messages. The caller writes its message to the connection itself if none waits; a [`WritingTask`] writes what is
+/// left. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(super) struct Outgoing(Arc<WritingHalf>);
 
-/// Makes the queue of messages of a connection.
-pub(super) fn outgoing() -> (Outgoing, mpsc::Receiver<Written>) {
-    mpsc::channel(QUEUED_MAX)
+/// Writes the messages that wait, and heartbeats. Dropping it ends the connection.
+#[derive(Debug)]
+pub(super) struct WritingTask(Outgoing);
+
+/// The writing half of a connection.
+#[derive(Debug)]
+struct WritingHalf {
+    /// Held for one write at most, never across an await.
+    line: Mutex<Line>,
+    /// Room for messages that wait. Closed at the end of the connection.
+    room: Arc<Semaphore>,
+    /// Notified when a message was not written by its sender, and none waited before.
+    waiting: Notify,
+    /// Where a thread waits for room.
+    runtime: Handle,
 }
 
-/// Makes a long queue in front of a connection's, for those who may not wait. Its messages keep their order.
-pub(super) fn in_front(out: Outgoing, gate: &Gate) -> Outgoing {
-    let (front, mut queue) = mpsc::channel(ABOUT_LANDINGS_MAX);
-    let forward = async move {
-        while let Some(message) = queue.recv().await {
-            if out.send(message).await.is_err() {
-                return;
-            }
-        }
-    };
-    spawn_guarded(gate, "messages about landings", forward).detach();
-    front
+/// The messages that are not written.
+#[derive(Debug)]
+struct Line {
+    /// `None` after the end of the connection.
+    half: Option<StreamWriter>,
+    /// The number of the next message.
+    number: u64,
+    /// The first one may be written in part.
+    waiting: VecDeque<WaitingMessage>,
+}
+
+#[derive(Debug)]
+struct WaitingMessage {
+    rest: Chain<Bytes, Bytes>,
+    /// `None` if the sender may not wait for room.
+    _room: Option<OwnedSemaphorePermit>,
+}
+
+/// Why a message was not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NotSent {
+    /// The connection has ended.
+    Ended,
+    /// Too many messages wait.
+    Full,
 }
 
 /// The reading half of a connection.
@@ -64,14 +98,6 @@ pub(super) struct MessageReader {
     number: u64,
     /// What has come and is not read yet.
     come: BytesMut,
-}
-
-/// The writing half of a connection.
-#[derive(Debug)]
-pub(super) struct MessageWriter {
-    half: StreamWriter,
-    /// The number of the next message.
-    number: u64,
 }
 
 impl MessageReader {
@@ -120,49 +146,137 @@ impl MessageReader {
         let read = timeout(SILENT_MAX, self.half.read_buf(&mut self.come)).await;
         let silent = |_| GroupError::Lost(format!("it was silent for {} s", SILENT_MAX.as_secs()));
         match read.map_err(silent)?.map_err(|error| GroupError::lost("the connection failed", &error))? {
-            0 => Err(GroupError::Lost("it has closed the connection".to_owned())),
+            0 => Err(ended()),
             _ => Ok(()),
         }
     }
 }
 
-impl MessageWriter {
-    pub(super) fn new(half: StreamWriter) -> Self {
-        Self { half, number: 0 }
+// === impl Outgoing ===
+
+/// Makes the sending end of a connection, on the runtime of the caller.
+pub(super) fn outgoing(half: StreamWriter) -> (Outgoing, WritingTask) {
+    let line = Line { half: Some(half), number: 0, waiting: VecDeque::new() };
+    let outgoing = Outgoing(Arc::new(WritingHalf {
+        line: Mutex::new(line),
+        room: Arc::new(Semaphore::new(QUEUED_MAX)),
+        waiting: Notify::new(),
+        runtime: Handle::current(),
+    }));
+    (outgoing.clone(), WritingTask(outgoing))
+}
+
+impl Outgoing {
+    /// Sends a message. Waits for room while too many wait.
+    pub(super) async fn send(&self, message: Written) -> Result<(), NotSent> {
+        let room = Arc::clone(&self.0.room).acquire_owned().await;
+        self.put(message, Some(room.map_err(|_| NotSent::Ended)?))
     }
 
-    /// Writes one message.
-    pub(super) async fn write(&mut self, written: &Written) -> Result<(), GroupError> {
-        let Written { message, end } = written;
-        let mut header = [0; HEADER_BYTES];
-        let (length, number) = header.split_at_mut(size_of::<u32>());
-        length.copy_from_slice(&((message.len() + end.len()) as u32).to_le_bytes());
-        number.copy_from_slice(&self.number.to_le_bytes());
-        let mut rest = Buf::chain(Buf::chain(&header[..], &message[..]), &end[..]);
-        while rest.has_remaining() {
-            let late = |_| GroupError::Lost(format!("it has read nothing for {} s", SILENT_MAX.as_secs()));
-            let written = timeout(SILENT_MAX, self.half.write_buf(&mut rest)).await.map_err(late)?;
-            if written.map_err(|error| GroupError::lost("the connection failed", &error))? == 0 {
-                return Err(GroupError::Lost("it has closed the connection".to_owned()));
+    /// Like [`send`](Self::send), for threads.
+    pub(super) fn blocking_send(&self, message: Written) -> Result<(), NotSent> {
+        match Arc::clone(&self.0.room).try_acquire_owned() {
+            Ok(room) => self.put(message, Some(room)),
+            Err(_) => self.0.runtime.block_on(self.send(message)),
+        }
+    }
+
+    /// Sends a message for those who may not wait. There is a long queue for their messages.
+    pub(super) fn send_now(&self, message: Written) -> Result<(), NotSent> {
+        self.put(message, None)
+    }
+
+    /// Takes a message, and writes it if none waits before it. An error is left to the task, which meets it again.
+    fn put(&self, message: Written, room: Option<OwnedSemaphorePermit>) -> Result<(), NotSent> {
+        let mut line = self.line();
+        let is_first = line.waiting.is_empty();
+        line.push(message, room)?;
+        if is_first {
+            let _ = line.poll_write(&mut Context::from_waker(Waker::noop()));
+            if !line.waiting.is_empty() {
+                self.0.waiting.notify_one();
             }
         }
-        self.number += 1;
         Ok(())
     }
 
-    /// Writes the messages of a queue, and `alive` whenever none is queued for a second, until the queue's senders are
-    /// dropped.
-    pub(super) async fn write_all(
-        mut self,
-        mut queue: mpsc::Receiver<Written>,
-        alive: Written,
-    ) -> Result<(), GroupError> {
+    fn line(&self) -> MutexGuard<'_, Line> {
+        self.0.line.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+// === impl WritingTask ===
+
+impl WritingTask {
+    /// Writes the messages that wait, and `alive` whenever none has waited for a second. Returns why the connection has
+    /// ended: it fails if the other side reads nothing for [`SILENT_MAX`].
+    pub(super) async fn write_all(self, alive: Written) -> GroupError {
         loop {
-            match timeout(ALIVE_EVERY, queue.recv()).await {
-                Ok(None) => return Ok(()),
-                Ok(Some(message)) => self.write(&message).await?,
-                Err(_) => self.write(&alive).await?,
+            if let Err(error) = self.write_waiting().await {
+                return error;
+            }
+            let is_idle = timeout(ALIVE_EVERY, self.0.0.waiting.notified()).await.is_err();
+            if is_idle && self.0.send_now(alive.clone()).is_err() {
+                return ended();
             }
         }
     }
+
+    /// Writes the messages that wait.
+    pub(super) async fn write_waiting(&self) -> Result<(), GroupError> {
+        while !self.0.line().waiting.is_empty() {
+            let late = |_| GroupError::Lost(format!("it has read nothing for {} s", SILENT_MAX.as_secs()));
+            let write = poll_fn(|cx| self.0.line().poll_write(cx));
+            timeout(SILENT_MAX, write).await.map_err(late)??;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for WritingTask {
+    fn drop(&mut self) {
+        self.0.0.room.close();
+        let mut line = self.0.line();
+        line.half = None;
+        line.waiting.clear();
+    }
+}
+
+// === impl Line ===
+
+impl Line {
+    /// Gives a message its number, and puts it behind the others.
+    fn push(&mut self, written: Written, room: Option<OwnedSemaphorePermit>) -> Result<(), NotSent> {
+        if self.half.is_none() {
+            return Err(NotSent::Ended);
+        }
+        if self.waiting.len() >= WAITING_MAX {
+            return Err(NotSent::Full);
+        }
+        let Written { message, end } = written;
+        let mut begin = Vec::with_capacity(HEADER_BYTES + message.len());
+        begin.put_u32_le((message.len() + end.len()) as u32);
+        begin.put_u64_le(self.number);
+        begin.put_slice(&message);
+        self.number += 1;
+        self.waiting.push_back(WaitingMessage { rest: Bytes::from(begin).chain(end), _room: room });
+        Ok(())
+    }
+
+    /// Writes once, from the first message.
+    fn poll_write(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), GroupError>> {
+        let (Some(half), Some(first)) = (&mut self.half, self.waiting.front_mut()) else {
+            return Poll::Ready(Ok(()));
+        };
+        let n_written = ready!(pin!(half.write_buf(&mut first.rest)).poll(cx))
+            .map_err(|error| GroupError::lost("the connection failed", &error))?;
+        if !first.rest.has_remaining() {
+            self.waiting.pop_front();
+        }
+        Poll::Ready(if n_written == 0 { Err(ended()) } else { Ok(()) })
+    }
+}
+
+fn ended() -> GroupError {
+    GroupError::Lost("it has closed the connection".to_owned())
 }

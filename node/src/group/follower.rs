@@ -18,12 +18,11 @@ use kv_transfer::{
 };
 use proto::v1;
 use tokio::runtime::Handle;
-use tokio::sync::mpsc::error::TrySendError;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{info, warn};
 use types::{Epoch, NodeId, in_full};
 
-use super::connection::{MessageReader, MessageWriter, Outgoing, QUEUED_MAX, SILENT_MAX, in_front, outgoing};
+use super::connection::{MessageReader, NotSent, Outgoing, QUEUED_MAX, SILENT_MAX, outgoing};
 use super::error::GroupError;
 use super::messages::{
     OfFollower, OfHead, from_follower, input, loaded_message, output_message, parts_of, results_from_follower,
@@ -81,12 +80,11 @@ async fn follow_until_lost(parts: FollowerParts<'_>, shutdown: &Shutdown) -> Res
     let Some(connected) = unless_stopped(shutdown, connecting).await else { return Ok(()) };
     let (Prepared { stage: prepared, common }, (reader, writer)) = connected?;
     let mut reader = MessageReader::new(reader);
-    let (out, queue) = outgoing();
+    let (out, writing) = outgoing(writer);
     let settings = parts_of(&common);
     let join = v1::Join { place: u32::from(*place), n_blocks: prepared.n_blocks(), settings };
     out.send(from_follower(OfFollower::Join(join))).await.map_err(gone)?;
     let alive = from_follower(OfFollower::Alive(v1::Alive {}));
-    let writing = MessageWriter::new(writer).write_all(queue, alive);
     let working = async {
         let opening = open(&parts, prepared, &mut reader, &out);
         let Some(work) = unless_stopped(shutdown, opening).await else { return Ok(()) };
@@ -105,7 +103,7 @@ async fn follow_until_lost(parts: FollowerParts<'_>, shutdown: &Shutdown) -> Res
     let ended = tokio::select! {
         biased;
         ended = working => ended,
-        ended = writing => ended,
+        error = writing.write_all(alive) => Err(error),
         ended = stopping => ended,
     };
     ended.map_err(|error| match error {
@@ -152,8 +150,7 @@ async fn open(
         processes: None,
     };
     let ended = Shutdown::new();
-    let reports =
-        Arc::new(ReportsToHead { about_landings: in_front(out.clone(), gate), ended: ended.clone() });
+    let reports = Arc::new(ReportsToHead { out: out.clone(), ended: ended.clone() });
     let streams = FollowerStreams::start(connector_parts);
     let streams = Arc::new(streams.await.map_err(GroupError::Transfer)?);
     let landings = match accepted.receives_kv {
@@ -169,14 +166,14 @@ async fn open(
 /// Takes reports of landings to the head.
 #[derive(Debug)]
 struct ReportsToHead {
-    about_landings: Outgoing,
+    out: Outgoing,
     ended: Shutdown,
 }
 
 impl ReportLandings for ReportsToHead {
     fn report(&self, report: LandingReport) {
         let message = OfFollower::KvReport(v1::KvReport { report: report.encode().into() });
-        if let Err(TrySendError::Full(_)) = self.about_landings.try_send(from_follower(message)) {
+        if self.out.send_now(from_follower(message)) == Err(NotSent::Full) {
             warn!("too many reports of landings wait for the head");
             self.ended.trigger();
         }

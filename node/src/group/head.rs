@@ -16,7 +16,7 @@ use tokio::time::{timeout, timeout_at};
 use tracing::{info, warn};
 use types::{Epoch, Fingerprint, NodeId, Role, StageLayers, TransferId, in_full};
 
-use super::connection::{MessageReader, MessageWriter, SILENT_MAX};
+use super::connection::{MessageReader, SILENT_MAX, outgoing};
 use super::error::GroupError;
 use super::joined::{JoinRequest, JoinedProcess};
 use super::messages::{OfFollower, OfHead, from_head};
@@ -247,17 +247,19 @@ impl Entrance {
         let admitted = link::admit(&self.world, stream).await;
         let stream = admitted.map_err(|error| GroupError::lost("it is not admitted", &error))?;
         let (reader, writer) = stream.into_split();
-        let (mut reader, mut writer) = (MessageReader::new(reader), MessageWriter::new(writer));
+        let (mut reader, (out, writing)) = (MessageReader::new(reader), outgoing(writer));
         let message: v1::FromFollower = reader.next().await?;
         let Some(OfFollower::Join(join)) = message.message else {
             return Err(GroupError::Lost("its first message is no request to join".to_owned()));
         };
         let place = join.place as usize;
         if let Some(why) = self.refusal(&join, from) {
-            writer.write(&from_head(OfHead::Refused(why.clone()))).await?;
+            // The connection has just begun, so it takes the message.
+            let _ = out.send_now(from_head(OfHead::Refused(why.clone())));
+            writing.write_waiting().await?;
             return Err(GroupError::Lost(why));
         }
-        self.take_place(JoinRequest { place, n_blocks: join.n_blocks, from, reader, writer });
+        self.take_place(JoinRequest { place, n_blocks: join.n_blocks, from, reader, out, writing });
         Ok(())
     }
 

@@ -1,6 +1,7 @@
 //! The head's end of the connection to one follower.
 
 use std::collections::HashMap;
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
@@ -15,7 +16,7 @@ use tokio::sync::{mpsc, oneshot};
 use tracing::warn;
 use types::TransferId;
 
-use super::connection::{MessageReader, MessageWriter, Outgoing, Written, in_front, outgoing};
+use super::connection::{MessageReader, NotSent, Outgoing, WritingTask};
 use super::error::GroupError;
 use super::messages::{OfFollower, OfHead, from_head, input_message, results, step_from_head, weights};
 
@@ -34,8 +35,6 @@ pub(super) struct JoinedProcess {
     /// The number of blocks for which the follower has room.
     pub(super) n_blocks: u32,
     out: Outgoing,
-    /// Orders about landings and links, which may not wait.
-    about_landings: Outgoing,
     /// What the follower reports of landings.
     landings: LandingQueues,
     /// `host:port` where the follower receives KV. Set when it has loaded its weights.
@@ -76,21 +75,20 @@ pub(super) struct JoinRequest {
     pub(super) n_blocks: u32,
     pub(super) from: SocketAddr,
     pub(super) reader: MessageReader,
-    pub(super) writer: MessageWriter,
+    pub(super) out: Outgoing,
+    pub(super) writing: WritingTask,
 }
 
 impl JoinedProcess {
     /// Starts the tasks of the connection. They end when the process is lost.
     pub(super) fn start(joined: JoinRequest, gate: &Gate) -> Arc<Self> {
-        let JoinRequest { place, n_blocks, from, reader, writer } = joined;
-        let (out, queue) = outgoing();
+        let JoinRequest { place, n_blocks, from, reader, out, writing } = joined;
         let (loaded_in, loaded) = sync_channel(1);
         let (events_in, events) = sync_channel(EVENTS_MAX);
         let process = Arc::new(Self {
             place,
             from,
             n_blocks,
-            about_landings: in_front(out.clone(), gate),
             out,
             landings: LandingQueues::default(),
             kv_endpoint: OnceLock::new(),
@@ -105,33 +103,23 @@ impl JoinedProcess {
             stopping: Shutdown::new(),
         });
         let inbox = Inbox { loaded: loaded_in, events: events_in };
-        let task = Arc::clone(&process).serve(reader, writer, queue, inbox);
+        let task = Arc::clone(&process).serve(reader, writing, inbox);
         spawn_guarded(gate, "follower", task).detach();
         process
     }
 
-    async fn serve(
-        self: Arc<Self>,
-        reader: MessageReader,
-        writer: MessageWriter,
-        queue: mpsc::Receiver<Written>,
-        inbox: Inbox,
-    ) {
+    async fn serve(self: Arc<Self>, reader: MessageReader, writing: WritingTask, inbox: Inbox) {
         let alive = from_head(OfHead::Alive(v1::Alive {}));
-        let ended = tokio::select! {
+        let error = tokio::select! {
             biased;
             () = self.lost.wait() => return,
-            ended = self.read_all(reader, &inbox) => ended,
-            ended = writer.write_all(queue, alive) => ended,
+            Err(error) = self.read_all(reader, &inbox) => error,
+            error = writing.write_all(alive) => error,
         };
-        let why = match ended {
-            Ok(()) => "its connection has ended".to_owned(),
-            Err(error) => error.to_string(),
-        };
-        self.lose(why);
+        self.lose(error.to_string());
     }
 
-    async fn read_all(&self, mut reader: MessageReader, inbox: &Inbox) -> Result<(), GroupError> {
+    async fn read_all(&self, mut reader: MessageReader, inbox: &Inbox) -> Result<Infallible, GroupError> {
         loop {
             let message: v1::FromFollower = reader.next().await?;
             match message.message {
@@ -194,14 +182,14 @@ impl JoinedProcess {
         format!("{self} is lost: {}", self.why_lost.get().map_or("it has ended", String::as_str))
     }
 
-    /// Queues a message. Waits for room.
+    /// Sends a message. Waits for room.
     pub(super) async fn say(&self, message: OfHead) -> Result<(), GroupError> {
         self.out.send(from_head(message)).await.map_err(|_| GroupError::Lost(self.why()))
     }
 
-    /// Queues an order about a link or a landing. Never waits.
+    /// Sends an order about a link or a landing. Never waits.
     fn order(&self, message: OfHead) {
-        if let Err(mpsc::error::TrySendError::Full(_)) = self.about_landings.try_send(from_head(message)) {
+        if self.out.send_now(from_head(message)) == Err(NotSent::Full) {
             self.lose("the queue of messages to it is full".to_owned());
         }
     }

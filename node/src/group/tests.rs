@@ -1,3 +1,4 @@
+use std::thread;
 use std::time::Duration;
 
 use bytes::{Buf as _, Bytes};
@@ -9,7 +10,7 @@ use proto::v1;
 use tokio::io::AsyncWriteExt as _;
 use types::{BlockIdx, Fingerprint, TokenId};
 
-use super::connection::{MessageReader, MessageWriter, outgoing};
+use super::connection::{MessageReader, NotSent, WAITING_MAX, outgoing};
 use super::messages::{
     OfFollower, OfHead, from_head, input, input_message, loaded_message, output_message, results,
     results_from_follower, step_from_head, weights,
@@ -123,7 +124,7 @@ async fn heartbeats_keep_an_idle_connection() {
     let (ours, theirs) = tokio::io::duplex(1 << 20);
     let (_, writer) = Stream::other(ours).into_split();
     let (reader, _kept) = Stream::other(theirs).into_split();
-    let (out, queue) = outgoing();
+    let (out, writing) = outgoing(writer);
     let alive = from_head(OfHead::Alive(v1::Alive {}));
     let mut reader = MessageReader::new(reader);
     let read = async {
@@ -134,10 +135,78 @@ async fn heartbeats_keep_an_idle_connection() {
         out.send(step_from_head(input_message(1, step()))).await.expect("room");
         let message: v1::FromHead = reader.next().await.expect("a step");
         assert_eq!(message.message, Some(OfHead::Input(input_message(1, step()))));
-        drop(out);
     };
     let within = tokio::time::timeout(Duration::from_secs(60), async {
-        tokio::join!(MessageWriter::new(writer).write_all(queue, alive), read)
+        tokio::select! {
+            error = writing.write_all(alive) => panic!("{error}"),
+            () = read => {}
+        }
     });
-    within.await.expect("in time").0.expect("the queue has ended");
+    within.await.expect("in time");
+}
+
+/// Returns a step with more bytes than the connections of the tests have room for.
+fn large_step(number: u64) -> v1::StageInput {
+    input_message(number, StageInput { hidden: vec![number as u8; 3 * ROOM].into(), ..step() })
+}
+
+/// The bytes for which a connection has room.
+const ROOM: usize = 1 << 16;
+
+#[tokio::test(start_paused = true)]
+async fn messages_that_the_sender_cannot_write_arrive_in_order() {
+    let (ours, theirs) = tokio::io::duplex(ROOM);
+    let (_, writer) = Stream::other(ours).into_split();
+    let (reader, _kept) = Stream::other(theirs).into_split();
+    let (out, writing) = outgoing(writer);
+    let mut reader = MessageReader::new(reader);
+    let send = async {
+        for number in 0..100 {
+            let sent = match number % 3 {
+                0 => out.send_now(step_from_head(large_step(number))),
+                _ => out.send(step_from_head(input_message(number, step()))).await,
+            };
+            sent.expect("the connection lives");
+        }
+    };
+    let read = async {
+        for number in 0..100 {
+            let message: v1::FromHead = reader.next().await.expect("a step");
+            let Some(OfHead::Input(input)) = message.message else { panic!("no step") };
+            assert_eq!(input.step, number);
+        }
+    };
+    let both = async { tokio::join!(send, read) };
+    let alive = from_head(OfHead::Alive(v1::Alive {}));
+    tokio::select! {
+        error = writing.write_all(alive) => panic!("{error}"),
+        _ = both => {}
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_that_reads_nothing_is_lost_and_its_senders_end() {
+    let (ours, _theirs) = tokio::io::duplex(ROOM);
+    let (_, writer) = Stream::other(ours).into_split();
+    let (out, writing) = outgoing(writer);
+    let of_thread = out.clone();
+    let thread = thread::spawn(move || {
+        while of_thread.blocking_send(step_from_head(large_step(1))).is_ok() {}
+        of_thread.send_now(step_from_head(large_step(1)))
+    });
+    let error = writing.write_all(from_head(OfHead::Alive(v1::Alive {}))).await;
+    assert_eq!(error.to_string(), "it has read nothing for 5 s");
+    assert_eq!(thread.join().expect("no panic"), Err(NotSent::Ended));
+    assert_eq!(out.send(step_from_head(large_step(1))).await, Err(NotSent::Ended));
+}
+
+#[tokio::test(start_paused = true)]
+async fn those_who_may_not_wait_learn_that_too_many_messages_wait() {
+    let (ours, _theirs) = tokio::io::duplex(1);
+    let (_, writer) = Stream::other(ours).into_split();
+    let (out, _writing) = outgoing(writer);
+    let alive = from_head(OfHead::Alive(v1::Alive {}));
+    let sent = (0..1 << 20).map(|_| out.send_now(alive.clone()));
+    assert_eq!(sent.take_while(Result::is_ok).count(), WAITING_MAX);
+    assert_eq!(out.send_now(alive), Err(NotSent::Full));
 }
