@@ -359,14 +359,18 @@ fn finish_all(stage: &dyn StageProcess, begun: &Receiver<u64>, out: &Outgoing, _
     }
 }
 
-/// Reports layers when their KV is written. Layers that are written together are one report.
+/// Reports layers when their KV is written. Layers that are written together are one report. The step's results report the
+/// last ones.
 async fn report_layers(step: u64, layers: Range<u16>, fence: LayerFence, out: Outgoing) {
     let mut n_reported = layers.start;
-    while n_reported < layers.end {
+    while n_reported + 1 < layers.end {
         if fence.wait(n_reported + 1).await.is_err() {
             return;
         }
         n_reported = fence.n_written().unwrap_or(layers.end).min(layers.end);
+        if n_reported == layers.end {
+            return;
+        }
         let done = v1::LayersDone { step, layers: n_reported.into() };
         if out.send(from_follower(OfFollower::LayersDone(done))).await.is_err() {
             return;

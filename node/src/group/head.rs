@@ -71,10 +71,12 @@ pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), 
 
     let processes: JoinedProcesses = Arc::new(Mutex::new(vec![None; n_followers]));
     let (attempts, mut attempted) = mpsc::channel(JOINING_MAX);
+    let layers = prepared.layers_of_stages().clone();
     let entrance = Entrance {
         world: world.clone(),
         gate: gate.clone(),
         common,
+        layers: layers.clone(),
         processes: Arc::clone(&processes),
         attempts,
     };
@@ -104,7 +106,6 @@ pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), 
     }
     info!(n_blocks, "all processes of this node have joined");
     let remote: Vec<Arc<dyn RemoteStage>> = joined.iter().map(|process| Arc::clone(process) as _).collect();
-    let layers = prepared.layers_of_stages().clone();
     let group = Arc::new(Group { epoch, layers, processes: joined, _joining: joining });
     let backend = blocking(move || prepared.open_head(n_blocks, &remote)).await?;
     Ok((group, backend))
@@ -200,6 +201,7 @@ struct Entrance {
     gate: Gate,
     /// What must be equal in all processes.
     common: Fingerprint,
+    layers: StageLayers,
     processes: JoinedProcesses,
     attempts: mpsc::Sender<JoinAttempt>,
 }
@@ -259,7 +261,9 @@ impl Entrance {
             writing.write_waiting().await?;
             return Err(GroupError::Lost(why));
         }
-        self.take_place(JoinRequest { place, n_blocks: join.n_blocks, from, reader, out, writing });
+        let layers_end = self.layers.iter().nth(place).map_or(0, |layers| layers.end);
+        let n_blocks = join.n_blocks;
+        self.take_place(JoinRequest { place, n_blocks, layers_end, from, reader, out, writing });
         Ok(())
     }
 

@@ -34,6 +34,8 @@ pub(super) struct JoinedProcess {
     pub(super) from: SocketAddr,
     /// The number of blocks for which the follower has room.
     pub(super) n_blocks: u32,
+    /// The number of the first layer after the stage's.
+    layers_end: u16,
     out: Outgoing,
     /// What the follower reports of landings.
     landings: LandingQueues,
@@ -73,6 +75,7 @@ struct Inbox {
 pub(super) struct JoinRequest {
     pub(super) place: usize,
     pub(super) n_blocks: u32,
+    pub(super) layers_end: u16,
     pub(super) from: SocketAddr,
     pub(super) reader: MessageReader,
     pub(super) out: Outgoing,
@@ -82,13 +85,14 @@ pub(super) struct JoinRequest {
 impl JoinedProcess {
     /// Starts the tasks of the connection. They end when the process is lost.
     pub(super) fn start(joined: JoinRequest, gate: &Gate) -> Arc<Self> {
-        let JoinRequest { place, n_blocks, from, reader, out, writing } = joined;
+        let JoinRequest { place, n_blocks, layers_end, from, reader, out, writing } = joined;
         let (loaded_in, loaded) = sync_channel(1);
         let (events_in, events) = sync_channel(EVENTS_MAX);
         let process = Arc::new(Self {
             place,
             from,
             n_blocks,
+            layers_end,
             out,
             landings: LandingQueues::default(),
             kv_endpoint: OnceLock::new(),
@@ -272,6 +276,7 @@ impl RemoteStage for JoinedProcess {
                 // A report that the results have overtaken.
                 StageEvent::LayersDone { .. } => {}
                 StageEvent::Output(output) if output.step == expected => {
+                    layers_done(self.layers_end);
                     return Ok(results(output));
                 }
                 StageEvent::Output(_) => {
