@@ -4,13 +4,13 @@ use std::future::pending;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::thread;
+use std::time::Duration;
 
 use chassis::admin::Readiness;
 use chassis::identity::link;
-use chassis::{Gate, Shutdown, Stream, World, spawn_guarded};
+use chassis::{Gate, Shutdown, Stream, TaskError, World, spawn_guarded};
 use engine::process::PreparedStage;
-use engine::remote::{StageInput, StageProcess};
+use engine::remote::StageProcess;
 use kv_cache::{FenceSignal, LayerFence};
 use kv_transfer::{
     ConnectorParts, Faults, FollowerLandings, FollowerStreams, LandOrder, LandingReport, PutOrder,
@@ -23,6 +23,7 @@ use tracing::{info, warn};
 use types::{Epoch, NodeId, in_full};
 
 use super::connection::{MessageReader, NotSent, Outgoing, QUEUED_MAX, SILENT_MAX, outgoing};
+use super::connection_thread::{ConnectionThread, spawn_thread};
 use super::error::GroupError;
 use super::messages::{
     OfFollower, OfHead, from_follower, input, loaded_message, output_message, parts_of, results_from_follower,
@@ -72,10 +73,13 @@ pub async fn follow(parts: FollowerParts<'_>, shutdown: Shutdown) -> Result<(), 
 }
 
 async fn follow_until_lost(parts: FollowerParts<'_>, shutdown: &Shutdown) -> Result<(), GroupError> {
-    let FollowerParts { config, head, place, .. } = &parts;
+    let FollowerParts { world, gate, config, head, place, .. } = &parts;
+    let thread = ConnectionThread::start()?;
     let connecting = async {
         let prepared = prepare(&config.engine, usize::from(*place)).await?;
-        Ok((prepared, connect(&parts).await?.into_split()))
+        let connect = connect(world.clone(), head.clone(), config.group.join_within);
+        let stream = thread.spawn(gate, "connect to the head", connect).await.map_err(task_ended)??;
+        Ok((prepared, stream.into_split()))
     };
     let Some(connected) = unless_stopped(shutdown, connecting).await else { return Ok(()) };
     let (Prepared { stage: prepared, common }, (reader, writer)) = connected?;
@@ -88,9 +92,9 @@ async fn follow_until_lost(parts: FollowerParts<'_>, shutdown: &Shutdown) -> Res
     let working = async {
         let opening = open(&parts, prepared, &mut reader, &out);
         let Some(work) = unless_stopped(shutdown, opening).await else { return Ok(()) };
-        let work = work?;
+        let serving = work?.serve(reader)?;
         parts.readiness.set_ready();
-        work.serve(&mut reader).await
+        thread.spawn(gate, "steps of the head", serving).await.map_err(task_ended)?
     };
     let stopping = async {
         shutdown.wait().await;
@@ -123,6 +127,10 @@ async fn unless_stopped<T>(shutdown: &Shutdown, joining: impl Future<Output = T>
 
 fn gone<T>(_: T) -> GroupError {
     GroupError::Lost("the connection to the head has ended".to_owned())
+}
+
+fn task_ended(_: TaskError) -> GroupError {
+    GroupError::Stage
 }
 
 /// Waits until the head accepts this process, and loads the stage.
@@ -160,7 +168,8 @@ async fn open(
     let endpoint = landings.as_ref().map_or("", FollowerLandings::endpoint);
     let loaded = loaded_message(&stage.loaded().weights, endpoint);
     out.send(from_follower(OfFollower::Loaded(loaded))).await.map_err(gone)?;
-    Ok(Work { gate: gate.clone(), stage, streams, landings, out: out.clone(), ended })
+    let runtime = Handle::current();
+    Ok(Work { gate: gate.clone(), runtime, stage, streams, landings, out: out.clone(), ended })
 }
 
 /// Takes reports of landings to the head.
@@ -181,19 +190,17 @@ impl ReportLandings for ReportsToHead {
 }
 
 /// Connects to the head, which may start later than this process.
-async fn connect(parts: &FollowerParts<'_>) -> Result<Stream, GroupError> {
-    let FollowerParts { world, config, head, .. } = parts;
-    let within = config.group.join_within;
+async fn connect(world: World, head: String, within: Duration) -> Result<Stream, GroupError> {
     let until = Instant::now() + within;
     loop {
-        let dialed = timeout(SILENT_MAX, link::dial_head(world, head)).await;
+        let dialed = timeout(SILENT_MAX, link::dial_head(&world, &head)).await;
         let error = match dialed {
             Ok(Ok(stream)) => return Ok(stream),
             Ok(Err(error)) => error,
             Err(_) => std::io::ErrorKind::TimedOut.into(),
         };
         if Instant::now() >= until {
-            return Err(GroupError::NoHead { addr: head.clone(), within, source: error });
+            return Err(GroupError::NoHead { addr: head, within, source: error });
         }
         sleep(SILENT_MAX / 20).await;
     }
@@ -215,6 +222,8 @@ async fn accepted(reader: &mut MessageReader, head: &str) -> Result<v1::Accepted
 /// The work for the head.
 struct Work {
     gate: Gate,
+    /// Where the tasks of this work run.
+    runtime: Handle,
     stage: Arc<dyn StageProcess>,
     streams: Arc<FollowerStreams>,
     /// `None` if no KV is sent to the node.
@@ -225,38 +234,48 @@ struct Work {
 }
 
 impl Work {
-    async fn serve(self, reader: &mut MessageReader) -> Result<(), GroupError> {
-        let ((steps, to_begin), (begun, to_finish)) = (sync_channel(QUEUED_MAX), sync_channel(QUEUED_MAX));
-        let ended = self.ended.clone();
-        let (stage, out) = (Arc::clone(&self.stage), self.out.clone());
-        let (runtime, gate) = (Handle::current(), self.gate.clone());
-        let reports = Reports { runtime, gate, out: out.clone(), layers: stage.loaded().layers.clone() };
-        let begin = {
-            let (stage, end) = (Arc::clone(&stage), EndGuard(ended.clone()));
-            move || begin_all(&*stage, &to_begin, &begun, &reports, &end)
-        };
-        let end = EndGuard(ended.clone());
-        let finish = move || finish_all(&*stage, &to_finish, &out, &end);
-        spawn_thread("steps", begin)?;
-        spawn_thread("results", finish)?;
-        loop {
-            let message: v1::FromHead = tokio::select! {
-                biased;
-                () = ended.wait() => return Err(GroupError::Stage),
-                message = reader.next() => message?,
-            };
-            match message.message {
-                Some(OfHead::Alive(_)) => {}
-                Some(OfHead::Input(step)) => {
-                    let (number, input) = (step.step, input(step));
-                    let late =
-                        |_| GroupError::Lost("a compute thread has ended, or too many steps wait".to_owned());
-                    steps.try_send((number, input)).map_err(late)?;
-                }
-                Some(about_kv) => self.about_kv(about_kv)?,
-                None => return Err(unexpected()),
+    /// Starts the thread of results. The returned future begins steps, and obeys the head's orders about KV. It may block
+    /// for the time of a launch.
+    fn serve(
+        self,
+        mut reader: MessageReader,
+    ) -> Result<impl Future<Output = Result<(), GroupError>> + Send + 'static, GroupError> {
+        let (begun, to_finish) = sync_channel(QUEUED_MAX);
+        let (stage, out, end) = (Arc::clone(&self.stage), self.out.clone(), EndGuard(self.ended.clone()));
+        spawn_thread("results", move || finish_all(&*stage, &to_finish, &out, &end))?;
+        Ok(async move {
+            loop {
+                let message: v1::FromHead = tokio::select! {
+                    biased;
+                    () = self.ended.wait() => return Err(GroupError::Stage),
+                    message = reader.next() => message?,
+                };
+                self.obey(message.message.ok_or_else(unexpected)?, &begun)?;
             }
+        })
+    }
+
+    /// Obeys a message. Its tasks do not run on the thread of the connection.
+    fn obey(&self, message: OfHead, begun: &SyncSender<u64>) -> Result<(), GroupError> {
+        let _entered = self.runtime.enter();
+        match message {
+            OfHead::Alive(_) => Ok(()),
+            OfHead::Input(step) => self.begin(step, begun),
+            about_kv => self.about_kv(about_kv),
         }
+    }
+
+    fn begin(&self, step: v1::StageInput, begun: &SyncSender<u64>) -> Result<(), GroupError> {
+        let (step, input) = (step.step, input(step));
+        let (signal, fence) = FenceSignal::new();
+        if let Err(error) = self.stage.begin(input, signal) {
+            warn!(step, %error, "step of the head cannot be computed");
+            return Err(GroupError::Stage);
+        }
+        begun.try_send(step).map_err(|_| GroupError::Stage)?;
+        let report = report_layers(step, self.stage.loaded().layers.clone(), fence, self.out.clone());
+        spawn_guarded(&self.gate, "layers done", report).detach();
+        Ok(())
     }
 
     /// Obeys an order about KV.
@@ -302,46 +321,12 @@ fn unexpected() -> GroupError {
     GroupError::Lost("it has sent a message that it may not send".to_owned())
 }
 
-fn spawn_thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), GroupError> {
-    thread::Builder::new().name(name.to_owned()).spawn(run).map(drop).map_err(GroupError::Thread)
-}
-
 /// Ends this process when it is dropped, also by a panic.
 struct EndGuard(Shutdown);
 
 impl Drop for EndGuard {
     fn drop(&mut self) {
         self.0.trigger();
-    }
-}
-
-/// Makes the reports of layers.
-struct Reports {
-    runtime: Handle,
-    gate: Gate,
-    out: Outgoing,
-    layers: Range<u16>,
-}
-
-/// Begins steps until no more come, or one fails.
-fn begin_all(
-    stage: &dyn StageProcess,
-    steps: &Receiver<(u64, StageInput)>,
-    begun: &SyncSender<u64>,
-    reports: &Reports,
-    _end: &EndGuard,
-) {
-    while let Ok((step, input)) = steps.recv() {
-        let (signal, fence) = FenceSignal::new();
-        let _entered = reports.runtime.enter();
-        let report = report_layers(step, reports.layers.clone(), fence, reports.out.clone());
-        spawn_guarded(&reports.gate, "layers done", report).detach();
-        if let Err(error) = stage.begin(input, signal) {
-            return warn!(step, %error, "step of the head cannot be computed");
-        }
-        if begun.send(step).is_err() {
-            return;
-        }
     }
 }
 

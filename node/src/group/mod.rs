@@ -8,6 +8,7 @@
 //! Suggested reading order: the connection, the messages, the head, the follower.
 
 mod connection;
+mod connection_thread;
 mod messages;
 mod error;
 mod joined;

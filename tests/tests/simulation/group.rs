@@ -79,6 +79,7 @@ fn computing_threads() -> Vec<String> {
         // The thread may end meanwhile.
         std::fs::read_to_string(thread.ok()?.path().join("comm")).ok()
     };
-    let computes = |name: &String| ["steps", "stage", "sim worker"].iter().any(|kind| name.starts_with(kind));
+    let computes =
+        |name: &String| ["results", "stage", "sim worker"].iter().any(|kind| name.starts_with(kind));
     threads.filter_map(name).filter(computes).collect()
 }
