@@ -25,11 +25,11 @@ impl Elsewhere {
     pub(super) fn send_steps(&self, mut source: Source, sent: &SyncSender<Step>, lost: &LostReason) {
         while let Some(mut step) = source.next() {
             let input = input_of(&mut step);
-            if sent.send(step).is_err() {
-                return;
-            }
             if let Err(error) = self.remote.begin(input) {
                 lost.get_or_init(|| error);
+                return;
+            }
+            if sent.send(step).is_err() {
                 return;
             }
         }

@@ -240,10 +240,11 @@ impl Sender {
         while let Ok(StepElsewhere { rows, place, signal }) = steps.recv() {
             let rows = rows.into_iter().map(|row| self.known(row)).collect::<Result<Vec<_>, _>>()?;
             self.turns.next(place);
-            if sent.send(SentStep { rows: rows.clone().into(), place, signal }).is_err() {
+            self.first.begin(StageInput { rows: rows.clone(), ..StageInput::default() })?;
+            // The step is on its way before the thread that waits for its rows wakes.
+            if sent.send(SentStep { rows: rows.into(), place, signal }).is_err() {
                 return Ok(());
             }
-            self.first.begin(StageInput { rows, ..StageInput::default() })?;
         }
         Ok(())
     }
@@ -290,10 +291,10 @@ impl Passer {
                 }
                 Next::Stage(next, sent) => {
                     let rows = step.rows.to_vec();
+                    next.begin(StageInput { rows, hidden: results.hidden, ..StageInput::default() })?;
                     if sent.send(step).is_err() {
                         return Ok(());
                     }
-                    next.begin(StageInput { rows, hidden: results.hidden, ..StageInput::default() })?;
                 }
             }
         }
