@@ -6,7 +6,7 @@ use std::pin::Pin;
 use chassis::{Task, spawn_guarded};
 use futures::{Stream, StreamExt as _};
 use grammar::Constraint;
-use kv_transfer::{Arrival, ArrivedKv};
+use kv_transfer::{Arrival, ArrivalStatus, ArrivedKv, TransferError};
 use node::{CounterGuard, DecodeExpertSettings, NodeParts, PeerWires};
 use proto::v1;
 use proto::v1::decode_event::Event;
@@ -98,7 +98,7 @@ impl Life {
         arriving: CounterGuard,
         constraint: Option<Constraint>,
     ) -> Result<(), Refusal> {
-        let arrived = arrival.settle().instrument(info_span!("arrive")).await;
+        let arrived = self.arrived(arrival).instrument(info_span!("arrive")).await;
         let arrived = arrived.map_err(|error| Refusal::from(&error))?;
         drop(arriving);
         trace!(target: "walk", request = %self.prompt.id, "all KV is in place");
@@ -109,6 +109,21 @@ impl Life {
         match handoff.first.finish {
             Some(_) => Ok(()),
             None => self.decode(Source::Arrived { lease, first: handoff.first }, constraint).await,
+        }
+    }
+
+    /// Waits for the KV, and tells the worker how much of it is in place.
+    async fn arrived(&self, mut arrival: Arrival) -> Result<ArrivedKv, TransferError> {
+        let mut expected = self.service.node.worker.expect_arrival();
+        loop {
+            match arrival.poll() {
+                ArrivalStatus::Waiting { received, total } => {
+                    expected.progressed(received, total, self.service.node.world.now());
+                    arrival.progress(received).await;
+                }
+                ArrivalStatus::Arrived(arrived) => return Ok(arrived),
+                ArrivalStatus::Failed(error) => return Err(error),
+            }
         }
     }
 

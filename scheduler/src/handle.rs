@@ -5,6 +5,7 @@ use std::sync::Arc;
 use tokio::sync::watch;
 use types::{Refusal, RefusalKind};
 
+use crate::arrivals::ExpectedArrival;
 use crate::inbox::{Inbox, RoomAnswer, WorkerState};
 use crate::landing_room::{GrantedRoom, RoomRequest};
 use crate::load::WorkerLoad;
@@ -65,6 +66,11 @@ impl WorkerHandle {
             answer = answered => answer.unwrap_or_else(|_| Err(closed().unwrap_or_else(gone))),
             _ = state.wait_for(|state| *state != WorkerState::Running) => Err(closed().unwrap_or_else(gone)),
         }
+    }
+
+    /// Begins to follow KV that arrives from another node. The worker then plans for the end of the transfer.
+    pub fn expect_arrival(&self) -> ExpectedArrival {
+        self.shared.inbox.expect_arrival()
     }
 
     /// Returns a receiver of the worker's load. The load changes on every turn, so a reader that forwards it

@@ -14,6 +14,7 @@ use tokio::time::Instant;
 use tracing::Span;
 use types::{Deadline, ModelInfo, Refusal, RefusalKind};
 
+use crate::arrivals::{ExpectedArrival, ExpectedArrivals};
 use crate::landing_room::{GrantedRoom, RoomRequest, RoomWaiter, line_is_full};
 use crate::load::{StepCosts, WorkerLoad};
 use crate::precedence::SequenceId;
@@ -43,6 +44,7 @@ pub(crate) struct Inbox {
     pool: BlockPool,
     n_blocks: u32,
     settings: SchedulerSettings,
+    arrivals: ExpectedArrivals,
     /// The queues. A std mutex is enough: sections are short and never await.
     queues: Mutex<Queues>,
     /// Notified when something is added to a queue.
@@ -98,6 +100,7 @@ impl Inbox {
             pool,
             n_blocks: worker.load().node.blocks.total,
             settings,
+            arrivals: worker.arrivals(),
             queues: Mutex::default(),
             bell: Notify::new(),
             load: watch::Sender::new(worker.load()),
@@ -158,6 +161,10 @@ impl Inbox {
         drop(queues);
         self.bell.notify_one();
         Ok(RoomAnswer::Waits(id, answered))
+    }
+
+    pub(crate) fn expect_arrival(&self) -> ExpectedArrival {
+        self.arrivals.begin()
     }
 
     /// Checks that the worker accepts new work.

@@ -2,7 +2,7 @@
 //!
 //! Suggested reading order:
 //!
-//! - submissions ([`submission`], [`landing_room`], [`handle`]) and results ([`sink`])
+//! - submissions ([`submission`], [`landing_room`], `arrivals`, [`handle`]) and results ([`sink`])
 //! - pure functions: order ([`precedence`]), batching ([`batcher`]), preemption ([`growth`]), predictions ([`load`])
 //! - the state of a sequence (`sequence`, `room`) and of a step (`launched_step`, `lead`)
 //! - the state machine ([`worker`]) and the loop that runs it ([`driver`])
@@ -11,6 +11,7 @@
 pub mod submission;
 pub mod handle;
 pub mod landing_room;
+mod arrivals;
 mod inbox;
 pub mod sink;
 pub mod precedence;
@@ -29,6 +30,7 @@ pub mod error;
 #[cfg(test)]
 mod testing;
 
+pub use arrivals::ExpectedArrival;
 pub use driver::{Driver, WorkerThread, worker as new_worker};
 pub use error::SchedulerError;
 pub use handle::{Ticket, WorkerHandle};

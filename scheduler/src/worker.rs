@@ -22,6 +22,7 @@ use tokio::time::Instant;
 use tracing::{debug, error};
 use types::{KvLayout, LearnedCosts, ModelInfo, NodeLoad, Refusal, RefusalKind};
 
+use crate::arrivals::ExpectedArrivals;
 use crate::error::SchedulerError;
 use crate::growth::{self, Grower};
 use crate::landing_room::RoomWaiter;
@@ -34,6 +35,7 @@ use crate::sequence::{self, Sequence};
 use crate::settings::SchedulerSettings;
 use crate::sink::SequenceEnd;
 use crate::submission::Submission;
+use launching::ArrivalTimes;
 
 /// The interval at which a worker that can run no sequence checks them again: a sink or the pool may have
 /// room.
@@ -89,6 +91,8 @@ pub(crate) struct Worker {
     /// The requests for room that wait, in order of arrival. They share one order with the sequences without
     /// blocks.
     waiters: BTreeMap<SequenceId, RoomWaiter>,
+    /// The KV that is on its way to this node.
+    arrivals: ExpectedArrivals,
     /// Launched steps that are not collected, the oldest first.
     flights: VecDeque<LaunchedStep>,
     steps_in_flight_max: usize,
@@ -125,6 +129,7 @@ impl Worker {
             model,
             sequences: BTreeMap::new(),
             waiters: BTreeMap::new(),
+            arrivals: ExpectedArrivals::default(),
             flights: VecDeque::new(),
             steps_in_flight_max,
             has_just_launched: false,
@@ -185,8 +190,12 @@ impl Worker {
             _ if self.settings.gap_ms_max > 0.0 => running + self.costs.prompt_takes(shape.n_prefill_tokens),
             _ => return None,
         };
-        let began = self.last_step.map_or(flight.launched_at, |last| last.max(flight.launched_at));
-        (!running.is_zero()).then(|| flight.due.unwrap_or(began + took))
+        (!running.is_zero()).then(|| flight.due.unwrap_or(self.began(flight) + took))
+    }
+
+    /// Returns the time at which the device began the oldest launched step.
+    fn began(&self, flight: &LaunchedStep) -> Instant {
+        self.last_step.map_or(flight.launched_at, |last| last.max(flight.launched_at))
     }
 
     /// Returns the time at which the worker must check its sequences again, if no event comes before.
@@ -314,13 +323,14 @@ impl Worker {
         let running = self.sequences.values().filter(|sequence| sequence.is_placed()).count();
         let queued_tokens = self.n_queued_tokens();
         let n_parts = self.n_parts();
-        let step_tokens = self.step_tokens(running.div_ceil(n_parts), || Duration::ZERO);
+        let step_tokens = self.step_tokens(running.div_ceil(n_parts), ArrivalTimes::default());
         let node = NodeLoad {
             running: running as u32,
             waiting: (self.sequences.len() - running + self.waiters.len()) as u32,
             arriving: 0,
             queued_tokens,
-            queue_ms: self.costs.queue_ms(queued_tokens, running, step_tokens) as f32,
+            queue_ms: (self.launched_prompts_ms() + self.costs.queue_ms(queued_tokens, running, step_tokens))
+                as f32,
             step_ms: (n_parts as f64 * self.costs.running_ms((running + 1).div_ceil(n_parts))) as f32,
             steps_total: self.done.steps,
             blocks: self.pool.counts(),
@@ -339,6 +349,25 @@ impl Worker {
             last_progress: self.last_progress,
             last_turn: self.world.now(),
         }
+    }
+
+    /// Returns the predicted time until the launched steps with prompts end, in milliseconds. Their tokens are not queued
+    /// any more, but a new prompt waits for them.
+    fn launched_prompts_ms(&self) -> f64 {
+        let shapes = self.flights.iter().map(|flight| StepShape::of(&flight.rows));
+        let with_prompts = shapes.filter(|shape| shape.n_prefill_tokens > 0);
+        let takes = |shape: StepShape| {
+            self.costs.queue_ms(shape.n_prefill_tokens as u64, shape.n_running, usize::MAX)
+        };
+        let ran = self
+            .flights
+            .front()
+            .map_or(Duration::ZERO, |flight| self.world.now().saturating_duration_since(self.began(flight)));
+        (with_prompts.map(takes).sum::<f64>() - ran.as_secs_f64() * 1e3).max(0.0)
+    }
+
+    pub(crate) fn arrivals(&self) -> ExpectedArrivals {
+        self.arrivals.clone()
     }
 
     pub(crate) fn costs(&self) -> StepCosts {

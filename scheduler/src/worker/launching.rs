@@ -21,6 +21,17 @@ use crate::sequence::Sequence;
 
 /// The share of the longest gap that steps are planned to take.
 const GAP_SHARE: f64 = 0.9;
+/// The time by which KV may arrive earlier than expected.
+const EARLY_ARRIVAL_MS: f64 = 2.0;
+
+/// When KV of other nodes arrives, as a step that is planned sees it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct ArrivalTimes {
+    /// The longest wait of a sequence whose KV has arrived, until the step begins.
+    waited_ms: f64,
+    /// The time from the step's begin to the next expected arrival, negative before the begin; `None`: none is expected.
+    next_ms: Option<f64>,
+}
 
 impl Worker {
     pub(super) fn launch(&mut self, now: Instant) {
@@ -232,7 +243,7 @@ impl Worker {
         let running_max = n_running.div_ceil(self.n_parts());
         candidates.retain(|candidate| !(candidate.is_running() && self.is_in_another_part(candidate.id)));
         let budget = Budget {
-            step_tokens_max: self.step_tokens(running_max, || self.longest_wait(now)),
+            step_tokens_max: self.step_tokens(running_max, self.arrival_times(now)),
             rows_max: self.settings.sequences_max,
             running_max,
             block_tokens: usize::from(self.layout().block_tokens),
@@ -247,31 +258,41 @@ impl Worker {
         last.flat_map(|flight| &flight.rows).any(|row| row.id == id)
     }
 
-    /// Returns the longest wait of a sequence whose KV has arrived, until the step that is planned now begins. It counts
+    /// Returns when KV has arrived or is expected to arrive, as the step that is planned now sees it.
+    fn arrival_times(&self, now: Instant) -> ArrivalTimes {
+        let begins = self.flights.front().map_or(now, |flight| self.end_of(flight).unwrap_or(now).max(now));
+        let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
+        let next = self.arrivals.next().map(|at| at.max(now));
+        let next_ms = next.map(|at| ms(at.saturating_duration_since(begins)) - ms(begins - at.min(begins)));
+        ArrivalTimes { waited_ms: ms(self.longest_wait(begins)), next_ms }
+    }
+
+    /// Returns the longest wait of a sequence whose KV has arrived, until the step that is planned now `begins`. It counts
     /// only behind a step with prompts: steps with prompts alternate at least, so that prompts do not starve.
-    fn longest_wait(&self, now: Instant) -> Duration {
-        let Some(flight) = self.flights.front() else { return Duration::ZERO };
-        if StepShape::of(&flight.rows).n_prefill_tokens == 0 {
+    fn longest_wait(&self, begins: Instant) -> Duration {
+        let has_prompts = |flight: &LaunchedStep| StepShape::of(&flight.rows).n_prefill_tokens > 0;
+        if !self.flights.front().is_some_and(has_prompts) {
             return Duration::ZERO;
         }
-        let begins = self.end_of(flight).unwrap_or(now);
         let waits = self.sequences.values().filter_map(|sequence| sequence.waits_since_arrival(begins));
         waits.max().unwrap_or_default()
     }
 
-    /// Returns the largest number of tokens in a step with this number of running sequences. KV may arrive when the step
-    /// has just been launched, so the step and one without prompts fit into the longest gap, with some time to spare. A
-    /// sequence whose KV arrived has `waited` for the step already; the prompts may get no tokens then.
-    pub(super) fn step_tokens(&self, n_running: usize, waited: impl FnOnce() -> Duration) -> usize {
+    /// Returns the largest number of tokens in a step with this number of running sequences, such that no sequence has a
+    /// longer gap than the setting. A sequence whose KV has arrived has waited already, and the prompts may get no tokens
+    /// then. A sequence whose KV arrives during the step waits for its end, and for one step without prompts.
+    pub(super) fn step_tokens(&self, n_running: usize, arrivals: ArrivalTimes) -> usize {
         let (settings, block_tokens) = (&self.settings, usize::from(self.layout().block_tokens));
         if settings.gap_ms_max == 0.0 {
             return settings.step_tokens_max;
         }
-        let step_ms = settings.gap_ms_max * GAP_SHARE - self.costs.running_ms(n_running);
-        let n_prompt = match waited().as_secs_f64() * 1e3 {
-            0.0 => self.costs.prompt_tokens_within(step_ms, n_running).max(block_tokens),
-            waited_ms => self.costs.prompt_tokens_within(step_ms - waited_ms, n_running),
-        };
+        let ArrivalTimes { waited_ms, next_ms } = arrivals;
+        let longest_ms = settings.gap_ms_max * GAP_SHARE;
+        let next_ms = next_ms.map_or(0.0, |next_ms| {
+            (self.costs.running_ms(n_running + 1) + EARLY_ARRIVAL_MS - next_ms).max(0.0)
+        });
+        let n_prompt = self.costs.prompt_tokens_within(longest_ms - waited_ms.max(next_ms), n_running);
+        let n_prompt = if waited_ms > 0.0 { n_prompt } else { n_prompt.max(block_tokens) };
         settings.step_tokens_max.min(n_running.saturating_add(n_prompt))
     }
 
