@@ -152,8 +152,9 @@ impl Cluster {
 
     /// Returns the usable nodes for a prompt, except `without`, with what each of them has of its KV.
     pub fn view(&self, ask: &Ask<'_>, without: &[NodeId]) -> ClusterView {
-        let matches = self.shared.index.matches(ask.hashes, self.shared.world.now());
-        let nodes = self.routable().view(&ask.prompt.model, &matches, without);
+        let now = self.shared.world.now();
+        let matches = self.shared.index.matches(ask.hashes, now);
+        let nodes = self.routable().view(&ask.prompt.model, &matches, without, now);
         ClusterView { nodes, learned: self.shared.learner.costs() }
     }
 

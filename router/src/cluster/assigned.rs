@@ -2,13 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use chassis::guards::{Guard, stands};
 use tokio::time::Instant;
-
-/// The time that a prompt may take to the node's worker. A report that was made later includes it.
-const ARRIVES_WITHIN: Duration = Duration::from_millis(50);
 
 /// The work assigned to one node. The node's member and the requests share it.
 #[derive(Debug, Default)]
@@ -97,12 +93,11 @@ impl AssignedWork {
         Unreported { n_ended: shares.n_ended, ..shares.sum }
     }
 
-    /// Applies a report that the node's worker made at `made_at`: the prompts that had arrived by then are in
-    /// its own numbers.
-    pub(super) fn reported(&self, made_at: Instant) {
+    /// Applies a report that has all prompts which were sent to the node by `includes`.
+    pub(super) fn reported(&self, includes: Instant) {
         let mut shares = self.shares();
         shares.n_ended = 0;
-        let is_included = |share: &Share| share.sent.is_some_and(|sent| sent + ARRIVES_WITHIN <= made_at);
+        let is_included = |share: &Share| share.sent.is_some_and(|sent| sent <= includes);
         let included: Vec<u64> =
             shares.unreported.iter().filter(|(_, share)| is_included(share)).map(|(id, _)| *id).collect();
         included.into_iter().for_each(|id| shares.remove(id));
@@ -146,6 +141,8 @@ impl Drop for RunningStream {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     enum Event {
@@ -186,17 +183,20 @@ mod tests {
                 vec![Assign(9), Report(900)],
                 (1, 9),
             ),
-            ("nor one that is on its way", vec![Assign(9), Send(0, 100), Report(120)], (1, 9)),
-            ("nor does a report from before the call", vec![Assign(9), Send(0, 100), Report(20)], (1, 9)),
-            ("a later report includes it", vec![Assign(9), Send(0, 100), Report(150)], (0, 0)),
+            ("nor does a report from before the call", vec![Assign(9), Send(0, 100), Report(99)], (1, 9)),
+            (
+                "the report of the step that it begins includes it",
+                vec![Assign(9), Send(0, 100), Report(101)],
+                (0, 0),
+            ),
             (
                 "each prompt for itself",
-                vec![Assign(9), Assign(5), Send(0, 0), Send(1, 90), Report(100)],
+                vec![Assign(9), Assign(5), Send(0, 0), Send(1, 101), Report(100)],
                 (1, 5),
             ),
             (
                 "a second call is no later than the first",
-                vec![Assign(9), Send(0, 0), Send(0, 90), Report(100)],
+                vec![Assign(9), Send(0, 0), Send(0, 90), Report(50)],
                 (0, 0),
             ),
             ("the first token drops it", vec![Assign(9), Assign(5), Send(0, 0), Drop(0)], (1, 5)),

@@ -18,6 +18,10 @@ use crate::policy::NodeView;
 /// The largest age of a load report that counts, in milliseconds. An older report includes what one of this age would.
 const AGE_MS_MAX: f32 = 60_000.0;
 
+/// The time that a prompt may take to the worker of a decode node. A report that was made later includes it. A prefill
+/// node has no such margin: it makes no report during a step, so the prompts in the step would count twice until its end.
+const ARRIVES_WITHIN: Duration = Duration::from_millis(50);
+
 /// A node as routing sees it.
 #[derive(Debug)]
 pub(super) struct RoutableNode {
@@ -68,7 +72,8 @@ impl RoutableNode {
     /// Replaces the load by a report that came at `now`.
     pub(super) fn report(&self, load: NodeLoad, now: Instant) {
         let age = Duration::from_secs_f32(load.age_ms.min(AGE_MS_MAX) / 1e3);
-        self.assigned.reported(now.checked_sub(age).unwrap_or(now));
+        let arrives_within = if self.info.role.decodes() { ARRIVES_WITHIN } else { Duration::ZERO };
+        self.assigned.reported(now.checked_sub(age + arrives_within).unwrap_or(now));
         *self.load.lock().unwrap_or_else(PoisonError::into_inner) = load;
         *self.reported.lock().unwrap_or_else(PoisonError::into_inner) = Some(now);
     }
@@ -86,10 +91,13 @@ impl RoutableNode {
         self.assigned.assign(n_tokens)
     }
 
-    pub(super) fn view(&self, matches: &PrefixMatches) -> NodeView {
+    /// Returns the node as policies see it at `now`. The wait that it has reported has become shorter since.
+    pub(super) fn view(&self, matches: &PrefixMatches, now: Instant) -> NodeView {
         let unreported = self.assigned.unreported();
         let n_cached = self.blocks.n_matched(matches) * u32::from(self.info.model.layout.block_tokens);
         let mut load = self.load();
+        let since = self.reported().map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
+        load.queue_ms = (load.queue_ms - load.age_ms - since.as_secs_f32() * 1e3).max(0.0);
         if unreported.n_ended > 0 {
             load.running = load.running.saturating_sub(unreported.n_ended);
             let ended_ms = unreported.n_ended as f32 * load.costs.row_ms;
@@ -114,9 +122,10 @@ impl Routable {
         model: &RequestedModel,
         matches: &PrefixMatches,
         without: &[NodeId],
+        now: Instant,
     ) -> Vec<NodeView> {
         let nodes = self.nodes(model).filter(|node| !without.contains(&node.info.id));
-        nodes.map(|node| node.view(matches)).collect()
+        nodes.map(|node| node.view(matches, now)).collect()
     }
 
     /// Returns the usable nodes for a prompt of this model.

@@ -123,7 +123,7 @@ impl<'a> Pricing<'a> {
         let n_steps = (n_missing / times.step_tokens).ceil().max(1.0);
         let terms = Terms {
             cached_tokens: node.cached_tokens,
-            queue_ms: queue_ms(node, self.token_ms) + times.wait_ms,
+            queue_ms: queue_ms(node, self.token_ms).max(times.wait_ms),
             compute_ms: n_missing * times.token_ms + n_steps * times.step_ms,
             calls_ms: self.view.learned.calls(Arm::Local).ms,
             transfer_ms: 0.0,

@@ -1,9 +1,9 @@
-//! A model of one prefill and one decode node in simulated time, under the router's own policies and bookkeeping.
+//! A model of two nodes in simulated time, under the router's own policies and bookkeeping.
 //!
-//! Times are microseconds. The costs are those of Llama-3.1-8B on an H200, as in docs/measurements.
+//! Times are microseconds. The costs are those of Llama-3.1-8B, as in docs/measurements.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 use std::time::Duration;
 
 use chassis::metrics::Metrics;
@@ -14,7 +14,8 @@ use types::{
     RequestId, RequestedModel, Role, Sampling, Scheme, StopRules, TenantId, TokenId, WireAddress,
 };
 
-use super::{Cell, Outcome};
+use super::Outcome;
+use super::load::{Fleet, Load, Machine, Shape};
 use crate::cluster::assigned::{Assignment, RunningStream};
 use crate::cluster::index::PrefixIndex;
 use crate::cluster::routable::RoutableNode;
@@ -23,9 +24,6 @@ use crate::metrics::RouterMetrics;
 use crate::policy::{AllowedArms, Arm, Ask, ClusterView, RoutingPolicy, by_name};
 use crate::predictions::{Prediction, RouteLearner};
 
-const STEP_US: f64 = 4_000.0;
-const ROW_US: f64 = 35.0;
-const PROMPT_TOKEN_US: f64 = 23.0;
 /// Bytes of KV per microsecond, over NVLink.
 const RATE: f64 = 355e3;
 const N_LAYERS: u16 = 32;
@@ -39,6 +37,10 @@ const CALL_US: u64 = 500;
 const REPORT_US: u64 = 20_000;
 /// The longest time between an answer and the client's next request.
 const THINK_US: u64 = 8_000;
+/// The share of the longest gap that steps are planned to take, as in `scheduler/src/worker/launching.rs`.
+const GAP_SHARE: f64 = 0.9;
+/// The time by which KV may arrive earlier than expected, as there.
+const EARLY_ARRIVAL_US: f64 = 2_000.0;
 
 const PREFILL: usize = 0;
 const DECODE: usize = 1;
@@ -63,7 +65,12 @@ struct Node {
     queue: VecDeque<Job>,
     streams: Vec<usize>,
     step: Option<Step>,
-    has_prefix: bool,
+    machine: Machine,
+    step_tokens_max: usize,
+    /// The longest gap that prompts may cause; zero: any.
+    gap_us: f64,
+    /// The prefixes in the cache.
+    prefixes: BTreeSet<usize>,
     arriving: u32,
     /// The last report that the worker has made.
     made: (u64, NodeLoad),
@@ -75,6 +82,7 @@ struct Node {
 #[derive(Debug)]
 struct Job {
     request: usize,
+    n_tokens: usize,
     queued: u64,
     /// The begin of its first step, and the tokens that are left after the steps so far.
     begun: Option<u64>,
@@ -84,6 +92,7 @@ struct Job {
 #[derive(Debug)]
 struct Step {
     begun: u64,
+    took: f64,
     /// The prompts in the step, with their tokens. All are at the front of the queue.
     chunks: Vec<usize>,
     n_streams: usize,
@@ -92,6 +101,8 @@ struct Step {
 #[derive(Debug)]
 struct Request {
     client: usize,
+    shape: Shape,
+    decode: usize,
     arrived: u64,
     arm: Arm,
     assigned: Option<Assignment>,
@@ -100,6 +111,8 @@ struct Request {
     timing: (u64, u64),
     n_tokens: u32,
     last_token: u64,
+    /// The time at which the KV arrived from another node; zero: the prompt was computed here.
+    arrived_at: u64,
     bytes: f64,
     bytes_left: f64,
     sent_from: Option<u64>,
@@ -107,7 +120,7 @@ struct Request {
 
 /// The simulation of one cell under one way to choose routes.
 pub(super) struct Model {
-    cell: Cell,
+    load: Load,
     policy: Box<dyn RoutingPolicy>,
     arms: AllowedArms<'static>,
     now: u64,
@@ -117,11 +130,11 @@ pub(super) struct Model {
     random: u64,
     nodes: [Node; 2],
     index: PrefixIndex,
-    hashes: Vec<BlockHash>,
-    prompt: Prompt,
     learner: RouteLearner,
     metrics: RouterMetrics,
     requests: Vec<Request>,
+    /// The times at which KV is expected on the decode node, by request: of prompts whose last chunk is being computed.
+    expected: BTreeMap<usize, u64>,
     n_asked: usize,
     turn: u64,
     wire_free: u64,
@@ -129,16 +142,21 @@ pub(super) struct Model {
 }
 
 impl Model {
-    pub(super) fn new(cell: Cell, seed: u64, policy: &str, arms: AllowedArms<'static>) -> Self {
+    pub(super) fn new(load: Load, seed: u64, policy: &str, arms: AllowedArms<'static>) -> Self {
         let index = PrefixIndex::default();
         let node = |id, role| {
             let indexed = index.node();
             indexed.begin();
             indexed.set_complete();
-            Node::new(RoutableNode::new(node_info(id, role).into(), indexed))
+            let gap_us = if role == Role::Decode { load.gap_us } else { 0.0 };
+            let step_tokens_max = if role == Role::Prefill { load.prefill_step_tokens } else { STEP_TOKENS };
+            let routed = RoutableNode::new(node_info(id, role).into(), indexed);
+            Node::new(routed, load.machine, step_tokens_max, gap_us)
         };
-        let nodes = [node("p", Role::Prefill), node("d", Role::Decode)];
-        let prefix_blocks = cell.prompt_tokens * cell.shared_percent / 100 / BLOCK_TOKENS;
+        let nodes = match load.fleet {
+            Fleet::Pair => [node("p", Role::Prefill), node("d", Role::Decode)],
+            Fleet::Colocated => [node("a", Role::Both), node("b", Role::Both)],
+        };
         let (start, random) = (Instant::now(), seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let mut model = Self {
             policy: by_name(policy).expect("in the table"),
@@ -149,23 +167,25 @@ impl Model {
             n_events: 0,
             random,
             nodes,
-            hashes: (1..=prefix_blocks as u128).map(|nth| BlockHash(nth << 70 | nth)).collect(),
             index,
-            prompt: prompt(cell.prompt_tokens, start),
             learner: RouteLearner::default(),
             metrics: RouterMetrics::new(&Metrics::new("router")),
             requests: Vec::new(),
+            expected: BTreeMap::new(),
             n_asked: 0,
             turn: 0,
             wire_free: 0,
             outcome: Outcome::default(),
-            cell,
+            load,
         };
         (0..2).for_each(|node| model.turn(node));
         (0..2).for_each(|node| model.report(node));
-        for client in 0..cell.concurrency {
-            let first = model.draw() % cell.start_us();
+        for client in 0..model.load.concurrency {
+            let first = model.draw() % model.load.start_us;
             model.at(first, SimulatedEvent::Ask { client });
+        }
+        for nth in 0..model.load.arrivals.len() {
+            model.at(model.load.arrivals[nth], SimulatedEvent::Ask { client: nth });
         }
         model
     }
@@ -186,6 +206,8 @@ impl Model {
                 SimulatedEvent::FirstToken { request } => self.first_token(request),
                 SimulatedEvent::KvArrived { request } => {
                     self.nodes[DECODE].arriving -= 1;
+                    self.requests[request].arrived_at = self.now;
+                    self.expected.remove(&request);
                     self.decode(request);
                     self.turn(DECODE);
                     self.at(CALL_US, SimulatedEvent::KvSeen { request });
@@ -209,34 +231,35 @@ impl Model {
     // === the router ===
 
     fn ask(&mut self, client: usize) {
-        if self.n_asked == self.cell.n_requests() {
-            return;
-        }
+        let Some(&shape) = self.load.shapes.get(self.n_asked) else { return };
         self.n_asked += 1;
         let (draw, now) = (self.draw(), self.instant());
-        let prompt = self.prompt.clone();
-        let ask = Ask { arms: self.arms, ..Ask::new(&prompt, &self.hashes) };
-        let matches = self.index.matches(&self.hashes, now);
-        let nodes = self.nodes.iter().map(|node| node.routed.view(&matches)).collect();
+        let (prompt, hashes) = (prompt(shape.prompt_tokens, self.start), self.hashes(shape.prefix));
+        let ask = Ask { arms: self.arms, ..Ask::new(&prompt, &hashes) };
+        let matches = self.index.matches(&hashes, now);
+        let nodes = self.nodes.iter().map(|node| node.routed.view(&matches, now)).collect();
         let view = ClusterView { nodes, learned: self.learner.costs() };
         let decision = self.policy.route(&ask, &view, draw).expect("two nodes");
         let missing = ask.n_tokens() - u64::from(decision.terms.cached_tokens);
         let mut share = |node: usize, n_tokens| {
             self.turn += 1;
             // The index knows the blocks of a node that has the prefix.
-            let expected = if self.nodes[node].has_prefix { &[][..] } else { &self.hashes };
+            let expected = if self.nodes[node].prefixes.contains(&shape.prefix) { &[][..] } else { &hashes };
             self.nodes[node].routed.assign(expected, n_tokens, self.turn, now)
         };
         let is_remote = decision.arm == Arm::Remote;
+        let decode = if decision.route.decode.id.as_str() == "a" { PREFILL } else { DECODE };
         let assigned = Assignment {
             prefill: is_remote.then(|| share(PREFILL, missing)),
-            decode: Some(share(DECODE, if is_remote { 0 } else { missing })),
+            decode: Some(share(decode, if is_remote { 0 } else { missing })),
         };
         assigned.decode_called(now);
         let (learner, metrics) = (self.learner.clone(), self.metrics.predictions.clone());
         self.outcome.arms[decision.arm as usize] += 1;
         self.requests.push(Request {
             client,
+            shape,
+            decode,
             arrived: self.now,
             arm: decision.arm,
             assigned: Some(assigned),
@@ -245,6 +268,7 @@ impl Model {
             timing: (0, 0),
             n_tokens: 0,
             last_token: 0,
+            arrived_at: 0,
             bytes: 0.0,
             bytes_left: 0.0,
             sent_from: None,
@@ -253,7 +277,8 @@ impl Model {
     }
 
     fn reserve(&mut self, request: usize) {
-        let missing = self.cell.prompt_tokens - self.held(DECODE);
+        let (shape, decode) = (self.requests[request].shape, self.requests[request].decode);
+        let missing = shape.prompt_tokens - self.held(decode, shape.prefix);
         if self.requests[request].arm == Arm::Remote && missing > LOCAL_TOKENS_MAX {
             let bytes = (missing * token_bytes()) as f64;
             (self.requests[request].bytes, self.requests[request].bytes_left) = (bytes, bytes);
@@ -261,7 +286,7 @@ impl Model {
             self.turn(DECODE);
             return self.at(CALL_US, SimulatedEvent::CallPrefill { request });
         }
-        self.queue(DECODE, request);
+        self.queue(decode, request);
     }
 
     fn first_token(&mut self, request: usize) {
@@ -271,7 +296,7 @@ impl Model {
         let (queued, computed) = record.timing;
         record.prediction.first_token(Duration::from_micros(queued), Duration::from_micros(computed), now);
         let took = self.now - record.arrived;
-        if request >= self.cell.n_warm_up() {
+        if request >= self.load.n_warm_up {
             self.outcome.first.push(took);
         }
     }
@@ -279,8 +304,9 @@ impl Model {
     // === the nodes ===
 
     fn queue(&mut self, node: usize, request: usize) {
-        let left = self.cell.prompt_tokens;
-        self.nodes[node].queue.push_back(Job { request, queued: self.now, begun: None, left });
+        let n_tokens = self.requests[request].shape.prompt_tokens;
+        let job = Job { request, n_tokens, queued: self.now, begun: None, left: n_tokens };
+        self.nodes[node].queue.push_back(job);
         self.turn(node);
     }
 
@@ -290,8 +316,9 @@ impl Model {
             return;
         }
         self.begin_step(node);
+        let running_us = self.running_us(node);
         let it = &mut self.nodes[node];
-        it.made = (self.now, it.load());
+        it.made = (self.now, it.load(running_us));
         if !it.report_is_due {
             it.report_is_due = true;
             let wait = (it.reported + REPORT_US).saturating_sub(self.now);
@@ -308,28 +335,65 @@ impl Model {
     }
 
     fn begin_step(&mut self, node: usize) {
-        let (now, held) = (self.now, self.held(node));
+        let now = self.now;
+        let held =
+            self.nodes[node].queue.iter().map(|job| self.held(node, self.requests[job.request].shape.prefix));
+        let held: Vec<usize> = held.collect();
+        let n_streams = self.nodes[node].streams.len();
+        let running_us = self.running_us(node);
+        let mut prompt_us = self.prompt_us_max(node, running_us);
         let it = &mut self.nodes[node];
-        let n_streams = it.streams.len();
-        let mut room = STEP_TOKENS - n_streams;
-        let mut chunks = Vec::new();
-        for job in &mut it.queue {
-            if room == 0 {
-                break;
-            }
+        let mut room = it.step_tokens_max - n_streams;
+        let (mut chunks, mut took) = (Vec::new(), running_us);
+        for (job, held) in it.queue.iter_mut().zip(held) {
             if job.begun.is_none() {
                 (job.begun, job.left) = (Some(now), job.left - held);
             }
-            chunks.push(job.left.min(room));
-            room -= job.left.min(room);
+            let fits = it.machine.tokens_within(prompt_us, job.n_tokens - job.left);
+            let n_tokens = job.left.min(room).min(fits);
+            if n_tokens == 0 {
+                break;
+            }
+            let takes = it.machine.prompt_us(job.n_tokens - job.left, n_tokens);
+            chunks.push(n_tokens);
+            (room, prompt_us, took) = (room - n_tokens, prompt_us - takes, took + takes);
         }
         if n_streams + chunks.len() == 0 {
             return;
         }
-        let n_prompt: usize = chunks.iter().sum();
-        let took = STEP_US + ROW_US * n_streams as f64 + PROMPT_TOKEN_US * n_prompt as f64;
-        it.step = Some(Step { begun: now, chunks, n_streams });
+        if node == PREFILL {
+            let ending = it.queue.iter().zip(&chunks).filter(|(job, n_tokens)| job.left == **n_tokens);
+            self.expected.extend(ending.map(|(job, _)| (job.request, now + took as u64 + CALL_US)));
+        }
+        it.step = Some(Step { begun: now, took, chunks, n_streams });
         self.at(took as u64, SimulatedEvent::StepEnd { node });
+    }
+
+    /// Returns the time of a step of the node's streams without prompts.
+    fn running_us(&self, node: usize) -> f64 {
+        let streams = &self.nodes[node].streams;
+        let context = |request: &usize| {
+            let request = &self.requests[*request];
+            request.shape.prompt_tokens + request.n_tokens as usize
+        };
+        self.nodes[node].machine.running_us(streams.len(), streams.iter().map(context).sum())
+    }
+
+    /// Returns the time that prompts may take in the node's next step, as `Worker::step_tokens` plans it.
+    fn prompt_us_max(&self, node: usize, running_us: f64) -> f64 {
+        let it = &self.nodes[node];
+        if it.gap_us == 0.0 {
+            return f64::INFINITY;
+        }
+        let waits = |request: &usize| {
+            let request = &self.requests[*request];
+            (request.n_tokens == 1 && request.arrived_at > 0).then(|| self.now - request.arrived_at)
+        };
+        let waited = it.streams.iter().filter_map(waits).max().unwrap_or_default() as f64;
+        let next = self.expected.values().min().map_or(0.0, |at| {
+            running_us + it.machine.row_us + EARLY_ARRIVAL_US - at.saturating_sub(self.now) as f64
+        });
+        (it.gap_us * GAP_SHARE - running_us - waited.max(next)).max(0.0)
     }
 
     fn step_end(&mut self, node: usize) {
@@ -340,7 +404,7 @@ impl Model {
             let job = &mut self.nodes[node].queue[nth];
             job.left -= n_tokens;
             let (request, left) = (job.request, job.left);
-            if node == PREFILL {
+            if node != self.requests[request].decode {
                 self.send(request, step.begun, *n_tokens, left);
             }
         }
@@ -350,9 +414,9 @@ impl Model {
             self.requests[job.request].timing = (begun - job.queued, self.now - begun);
             self.requests[job.request].last_token = self.now;
             self.requests[job.request].n_tokens = 1;
-            self.nodes[node].stores(&self.hashes);
+            self.store(node, job.request);
             self.at(CALL_US, SimulatedEvent::FirstToken { request: job.request });
-            if node == DECODE {
+            if node == self.requests[job.request].decode {
                 self.decode(job.request);
             }
         }
@@ -374,14 +438,26 @@ impl Model {
         self.wire_free = streamed.max(last_layer) as u64;
         if left == 0 {
             let arrives = self.wire_free + CALL_US - self.now;
+            self.expected.insert(request, self.now + arrives);
             self.at(arrives, SimulatedEvent::KvArrived { request });
         }
     }
 
     /// Adds a request whose KV is there to the streams.
     fn decode(&mut self, request: usize) {
-        self.nodes[DECODE].stores(&self.hashes);
-        self.nodes[DECODE].streams.push(request);
+        let node = self.requests[request].decode;
+        self.store(node, request);
+        self.nodes[node].streams.push(request);
+    }
+
+    /// Puts the prefix of a request's prompt into a node's cache.
+    fn store(&mut self, node: usize, request: usize) {
+        let prefix = self.requests[request].shape.prefix;
+        let hashes = self.hashes(prefix);
+        let it = &mut self.nodes[node];
+        if it.prefixes.insert(prefix) && !hashes.is_empty() {
+            it.routed.blocks.store(&hashes);
+        }
     }
 
     fn token(&mut self, request: usize) {
@@ -389,20 +465,30 @@ impl Model {
         record.n_tokens += 1;
         let gap = self.now - std::mem::replace(&mut record.last_token, self.now);
         let (client, n_tokens) = (record.client, record.n_tokens);
-        if request >= self.cell.n_warm_up() {
+        if request >= self.load.n_warm_up {
             let gaps = if n_tokens == 2 { &mut self.outcome.second } else { &mut self.outcome.gaps };
             gaps.push(gap);
         }
-        if n_tokens == self.cell.answer_tokens {
-            self.nodes[DECODE].streams.retain(|stream| *stream != request);
+        if n_tokens == record.shape.answer_tokens {
+            let node = record.decode;
+            self.nodes[node].streams.retain(|stream| *stream != request);
             let think = self.draw() % THINK_US;
             self.at(CALL_US, SimulatedEvent::LastToken { request });
-            self.at(CALL_US + think, SimulatedEvent::Ask { client });
+            if self.load.arrivals.is_empty() {
+                self.at(CALL_US + think, SimulatedEvent::Ask { client });
+            }
         }
     }
 
-    fn held(&self, node: usize) -> usize {
-        if self.nodes[node].has_prefix { self.hashes.len() * BLOCK_TOKENS } else { 0 }
+    /// Returns the number of tokens of a prefix that a node has.
+    fn held(&self, node: usize, prefix: usize) -> usize {
+        let n_blocks = self.load.prefix_tokens / BLOCK_TOKENS;
+        if self.nodes[node].prefixes.contains(&prefix) { n_blocks * BLOCK_TOKENS } else { 0 }
+    }
+
+    fn hashes(&self, prefix: usize) -> Vec<BlockHash> {
+        let n_blocks = (self.load.prefix_tokens / BLOCK_TOKENS) as u128;
+        (1..=n_blocks).map(|nth| BlockHash(nth << 70 | (prefix as u128) << 40 | nth)).collect()
     }
 
     // === time and chance ===
@@ -425,13 +511,16 @@ impl Model {
 }
 
 impl Node {
-    fn new(routed: RoutableNode) -> Self {
+    fn new(routed: RoutableNode, machine: Machine, step_tokens_max: usize, gap_us: f64) -> Self {
         Self {
             routed,
             queue: VecDeque::new(),
             streams: Vec::new(),
             step: None,
-            has_prefix: false,
+            machine,
+            step_tokens_max,
+            gap_us,
+            prefixes: BTreeSet::new(),
             arriving: 0,
             made: (0, NodeLoad::default()),
             reported: 0,
@@ -439,31 +528,33 @@ impl Node {
         }
     }
 
-    fn stores(&mut self, hashes: &[BlockHash]) {
-        if !std::mem::replace(&mut self.has_prefix, true) && !hashes.is_empty() {
-            self.routed.blocks.store(hashes);
-        }
-    }
-
-    fn load(&self) -> NodeLoad {
-        let (step_ms, row_ms, token_ms) = (STEP_US / 1e3, ROW_US / 1e3, PROMPT_TOKEN_US / 1e3);
-        let queued: usize = self.queue.iter().map(|job| job.left).sum();
-        let running = self.streams.len() + self.queue.len();
-        let n_steps = queued.div_ceil(STEP_TOKENS - running);
-        let running_ms = step_ms + row_ms * running as f64;
+    /// Returns the load report that the worker makes when it has begun a step of which `running_us` are not for prompts:
+    /// the tokens in the step are not queued any more.
+    fn load(&self, running_us: f64) -> NodeLoad {
+        let (machine, running) = (self.machine, self.streams.len() + self.queue.len());
+        let (token_us, row_us) = (machine.learned_token_us(), machine.row_us);
+        let left: usize = self.queue.iter().map(|job| job.left).sum();
+        let in_step: usize = self.step.iter().flat_map(|step| &step.chunks).sum();
+        let step_us = self.step.as_ref().filter(|_| in_step > 0).map_or(0.0, |step| step.took);
+        let fits = (self.gap_us * GAP_SHARE - running_us).max(0.0) / token_us;
+        let chunk = if self.gap_us > 0.0 { (fits as usize).max(BLOCK_TOKENS) } else { usize::MAX };
+        let step_tokens = self.step_tokens_max.min(chunk.saturating_add(running));
+        let n_steps = (left - in_step).div_ceil(step_tokens - running);
+        let queue_us = step_us + (left - in_step) as f64 * token_us + n_steps as f64 * running_us;
         NodeLoad {
             running: running as u32,
             arriving: self.arriving,
-            queued_tokens: queued as u64,
-            queue_ms: (queued as f64 * token_ms + n_steps as f64 * running_ms) as f32,
-            step_ms: (running_ms + row_ms) as f32,
+            queued_tokens: (left - in_step) as u64,
+            queue_ms: (queue_us / 1e3) as f32,
+            step_ms: ((running_us + row_us * (self.queue.len() + 1) as f64) / 1e3) as f32,
             blocks: BlockCounts { total: 1 << 20, free: 1 << 20, ..BlockCounts::default() },
             costs: LearnedCosts {
-                prompt_token_ms: token_ms as f32,
-                step_ms: step_ms as f32,
-                row_ms: row_ms as f32,
-                step_tokens: STEP_TOKENS as u32,
-                ..LearnedCosts::default()
+                prompt_token_ms: (token_us / 1e3) as f32,
+                step_ms: (machine.step_us / 1e3) as f32,
+                row_ms: (row_us / 1e3) as f32,
+                context_ms: (machine.context_us / 1e3) as f32,
+                step_tokens: step_tokens as u32,
+                gap_ms_max: (self.gap_us / 1e3) as f32,
             },
             ..NodeLoad::default()
         }
