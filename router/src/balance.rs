@@ -22,7 +22,7 @@ use registry::{Lock, LockName, Registry};
 use serde::Serialize;
 use tokio::time::Instant;
 use tracing::{info, warn};
-use types::{NodeId, Role, in_full};
+use types::{Epoch, NodeId, NodeInfo, Role, in_full};
 
 use crate::admission::Admission;
 use crate::cluster::{Cluster, GroupMember, NodeState};
@@ -41,6 +41,9 @@ const REPORT_AGE_MAX: Duration = Duration::from_secs(3);
 const MOVE_WITHIN: Duration = Duration::from_secs(300);
 /// The time after which a node that still has its old role has not changed it.
 const KEPT_AFTER: Duration = Duration::from_secs(5);
+/// The time without a registration after which a node that changes its role is gone. An exchange of the registration takes
+/// less: its tasks have ten seconds to end.
+const GONE_AFTER: Duration = Duration::from_secs(15);
 /// The number of moves that `/debug/cluster` shows.
 const MOVES_SHOWN: usize = 16;
 
@@ -65,7 +68,7 @@ pub(crate) enum MoveOutcome {
     Refused,
     /// The node has its old role again.
     Kept,
-    /// The node did not come back in time.
+    /// The node did not come back in time, has no registration any more, or was started again.
     Lost,
 }
 
@@ -124,7 +127,28 @@ struct MoveUnderWay {
     node: NodeId,
     from: Role,
     to: Role,
+    epoch: Epoch,
     began: Instant,
+    /// The time at which the node last had a registration.
+    registered: Instant,
+}
+
+impl MoveUnderWay {
+    /// Returns the outcome if the move has ended by `now`. `seen` is the node's registration, if it has one.
+    fn outcome(&mut self, seen: Option<(&NodeInfo, &NodeState)>, now: Instant) -> Option<MoveOutcome> {
+        let took = now.saturating_duration_since(self.began);
+        let Some((info, state)) = seen else {
+            return (now >= self.registered + GONE_AFTER).then_some(MoveOutcome::Lost);
+        };
+        self.registered = now;
+        let is_ready = *state == NodeState::Ready;
+        match info.role {
+            role if role == self.to && is_ready => Some(MoveOutcome::Moved),
+            role if role == self.from && info.epoch != self.epoch => Some(MoveOutcome::Lost),
+            role if role == self.from && is_ready && took >= KEPT_AFTER => Some(MoveOutcome::Kept),
+            _ => (took >= MOVE_WITHIN).then_some(MoveOutcome::Lost),
+        }
+    }
 }
 
 /// The controller. One task owns it.
@@ -226,10 +250,12 @@ impl Balance {
         let Move { node, from, to, .. } = wanted.clone();
         let why = wanted.to_string();
         info!(%node, %from, %to, why, "moving a node to another role");
+        let epoch = self.member(&node).map(|(info, _)| info.epoch);
         let begun = match self.parts.cluster.client(&node) {
             Some(client) => client.change_role(to).await.map_err(|failure| failure.refusal.to_string()),
             None => Err("the node has left".to_owned()),
         };
+        let begun = begun.and_then(|()| epoch.ok_or_else(|| "the node has left".to_owned()));
         let now = self.parts.world.now();
         self.models.values_mut().for_each(|model| model.delay.pause(now));
         let mut report = self.report.report();
@@ -241,28 +267,31 @@ impl Balance {
         report.moves.push(ReportedMove { node: id, from: from_word, to: to_word, why, outcome });
         drop(report);
         match begun {
-            Ok(()) => self.under_way = Some(MoveUnderWay { node, from, to, began: now }),
+            Ok(epoch) => {
+                self.under_way = Some(MoveUnderWay { node, from, to, epoch, began: now, registered: now });
+            }
             Err(reason) => self.ended(&node, MoveOutcome::Refused, &reason),
         }
     }
 
     /// Returns whether a move is still under way.
     fn follow_move(&mut self) -> bool {
-        let Some(under_way) = &self.under_way else { return false };
-        let MoveUnderWay { node, from, to, began } = under_way;
-        let took = self.parts.world.now().saturating_duration_since(*began);
-        let everyone = self.parts.cluster.everyone();
-        let seen = everyone.iter().find(|(info, state)| info.id == *node && *state == NodeState::Ready);
-        let outcome = match seen {
-            Some((info, _)) if info.role == *to => MoveOutcome::Moved,
-            Some((info, _)) if info.role == *from && took >= KEPT_AFTER => MoveOutcome::Kept,
-            _ if took >= MOVE_WITHIN => MoveOutcome::Lost,
-            _ => return true,
+        let Some(node) = self.under_way.as_ref().map(|under_way| under_way.node.clone()) else {
+            return false;
         };
-        let node = node.clone();
+        let (seen, now) = (self.member(&node), self.parts.world.now());
+        let seen = seen.as_ref().map(|(info, state)| (&**info, state));
+        let Some(under_way) = &mut self.under_way else { return false };
+        let Some(outcome) = under_way.outcome(seen, now) else { return true };
+        let took = now.saturating_duration_since(under_way.began);
         self.under_way = None;
         self.ended(&node, outcome, &format!("after {:.1} s", took.as_secs_f64()));
         false
+    }
+
+    /// Returns a node's registration.
+    fn member(&self, node: &NodeId) -> Option<(Arc<NodeInfo>, NodeState)> {
+        self.parts.cluster.everyone().into_iter().find(|(info, _)| info.id == *node)
     }
 
     fn ended(&self, node: &NodeId, outcome: MoveOutcome, detail: &str) {

@@ -369,3 +369,44 @@ fn a_prediction_must_stand_for_the_whole_time() {
     assert!(!due(&["a", "b"], predicted(Role::Decode), 42));
     assert!(due(&["a", "b"], predicted(Role::Decode), 43));
 }
+
+/// Node "d" is asked at second 0 to prefill. It is seen once a second, as a letter: "d" drains, "m" has moved, "k" is ready
+/// in its old role, "n" is another process in its old role, and "-" is no registration.
+#[test]
+fn a_move_ends_when_the_node_is_there_or_gone() {
+    for (what, seen, expected) in [
+        ("it moves", "ddd-m".to_owned(), Some((4, MoveOutcome::Moved))),
+        (
+            "the exchange of the registration takes time",
+            format!("d{}m", "-".repeat(14)),
+            Some((15, MoveOutcome::Moved)),
+        ),
+        ("its registration has ended", format!("ddd{}", "-".repeat(20)), Some((17, MoveOutcome::Lost))),
+        (
+            "it drains for long, then it is gone",
+            format!("{}{}", "d".repeat(60), "-".repeat(20)),
+            Some((74, MoveOutcome::Lost)),
+        ),
+        ("it was started again", "dd--n".to_owned(), Some((4, MoveOutcome::Lost))),
+        ("it keeps its role", "kkkkkkkk".to_owned(), Some((5, MoveOutcome::Kept))),
+        ("it still drains", "d".repeat(299), None),
+        ("it drains for ever", "d".repeat(302), Some((300, MoveOutcome::Lost))),
+    ] {
+        let (start, info) = (Instant::now(), crate::fake_node::info("d", Role::Decode));
+        let (from, to, epoch) = (Role::Decode, Role::Prefill, info.epoch);
+        let node = info.id.clone();
+        let mut under_way = MoveUnderWay { node, from, to, epoch, began: start, registered: start };
+        let mut outcome = |second: usize, letter: char| {
+            let other = Epoch(epoch.0 + 1);
+            let (role, epoch) =
+                (if letter == 'm' { to } else { from }, if letter == 'n' { other } else { epoch });
+            let info = NodeInfo { role, epoch, ..info.clone() };
+            let state = if letter == 'd' { NodeState::Draining } else { NodeState::Ready };
+            let seen = (letter != '-').then_some((&info, &state));
+            under_way.outcome(seen, start + Duration::from_secs(second as u64))
+        };
+        let ended =
+            seen.chars().enumerate().find_map(|(second, letter)| Some((second, outcome(second, letter)?)));
+        assert_eq!(ended, expected, "{what}");
+    }
+}
