@@ -151,13 +151,15 @@ never_worse() {
     never_worse_rows cost
     curl -s "$url/debug/cluster" >"$out/cost-cluster.json"
     curl -s "$url/metrics" | grep -E "^baton_router_(routes|route_)" >"$out/cost-metrics.txt"
+    # The worst gap of each request, with the steps in it, and the predicted times of its route.
+    ROWS="long summary" never_worse_rows cost-explained --explain
     url=http://127.0.0.1:8010
     serve 2 BATON_ROUTER__POLICY=least-loaded "${addresses[@]}" || return
     never_worse_rows colocated
     export BATON_MODEL__KV_MEMORY=$kv
 }
 
-never_worse_rows() { # NAME
+never_worse_rows() { # NAME [ARGUMENT…]
     local row name arguments
     bench "$1-warm" --concurrency 4 --requests 24 --input-tokens lognormal:3000,0.8 --output-tokens 64
     for row in \
@@ -169,7 +171,7 @@ never_worse_rows() { # NAME
         read -r name arguments <<<"$row"
         case " ${ROWS:-$name} " in *" $name "*) ;; *) continue ;; esac
         # shellcheck disable=SC2086
-        bench "$1-$name" $arguments --slo ttft=2s,tbt=25ms
+        bench "$1-$name" $arguments --slo ttft=2s,tbt=25ms "${@:2}"
     done
 }
 
