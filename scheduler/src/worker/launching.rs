@@ -262,8 +262,8 @@ impl Worker {
     fn arrival_times(&self, now: Instant) -> ArrivalTimes {
         let begins = self.flights.front().map_or(now, |flight| self.end_of(flight).unwrap_or(now).max(now));
         let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
-        let next = self.arrivals.next().map(|at| at.max(now));
-        let next_ms = next.map(|at| ms(at.saturating_duration_since(begins)) - ms(begins - at.min(begins)));
+        let next = self.arrivals.next().map(|at| ms(at.saturating_duration_since(now)));
+        let next_ms = next.map(|next_ms| next_ms - ms(begins - now));
         ArrivalTimes { waited_ms: ms(self.longest_wait(begins)), next_ms }
     }
 

@@ -52,15 +52,21 @@ pub(super) struct Load {
     pub(super) gap_us: f64,
 }
 
+/// Lengths whose logarithm is normal: the median, and the deviation of the logarithm.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Lengths {
+    median: f64,
+    deviation: f64,
+}
+
 /// A load of `bench/two-gpus.sh`, part `never-worse`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Workload {
     pub(super) name: &'static str,
     pub(super) per_second: f64,
     pub(super) n_requests: usize,
-    /// The median, and the deviation of the logarithm.
-    pub(super) prompt: (f64, f64),
-    pub(super) answer: (f64, f64),
+    pub(super) prompt: Lengths,
+    pub(super) answer: Lengths,
     pub(super) prefix_tokens: usize,
 }
 
@@ -92,21 +98,30 @@ impl Machine {
     }
 }
 
+impl Lengths {
+    const fn new(median: f64, deviation: f64) -> Self {
+        Self { median, deviation }
+    }
+}
+
 impl Workload {
     pub(super) const ALL: [Self; 5] = [
-        Self::new("mixed", 4.0, 120, (3_000.0, 0.8), (120.0, 0.6)),
-        Self::new("long", 3.0, 60, (8_192.0, 0.0), (256.0, 0.0)),
-        Self::new("chat", 12.0, 240, (600.0, 0.6), (200.0, 0.0)),
-        Self { prefix_tokens: 4_000, ..Self::new("prefix", 6.0, 120, (4_500.0, 0.0), (128.0, 0.0)) },
-        Self::new("summary", 2.5, 60, (6_000.0, 0.5), (32.0, 0.0)),
+        Self::new("mixed", 4.0, 120, Lengths::new(3_000.0, 0.8), Lengths::new(120.0, 0.6)),
+        Self::new("long", 3.0, 60, Lengths::new(8_192.0, 0.0), Lengths::new(256.0, 0.0)),
+        Self::new("chat", 12.0, 240, Lengths::new(600.0, 0.6), Lengths::new(200.0, 0.0)),
+        Self {
+            prefix_tokens: 4_000,
+            ..Self::new("prefix", 6.0, 120, Lengths::new(4_500.0, 0.0), Lengths::new(128.0, 0.0))
+        },
+        Self::new("summary", 2.5, 60, Lengths::new(6_000.0, 0.5), Lengths::new(32.0, 0.0)),
     ];
 
     const fn new(
         name: &'static str,
         per_second: f64,
         n_requests: usize,
-        prompt: (f64, f64),
-        answer: (f64, f64),
+        prompt: Lengths,
+        answer: Lengths,
     ) -> Self {
         Self { name, per_second, n_requests, prompt, answer, prefix_tokens: 0 }
     }
@@ -125,7 +140,7 @@ impl Workload {
         let (mut at, mut arrivals, mut shapes) = (0.0, Vec::new(), Vec::new());
         for nth in 0..self.n_requests {
             at -= draw().ln() / self.per_second * 1e6;
-            let mut lognormal = |(median, deviation): (f64, f64)| {
+            let mut lognormal = |Lengths { median, deviation }: Lengths| {
                 let normal = (-2.0 * draw().ln()).sqrt() * (std::f64::consts::TAU * draw()).cos();
                 median * (deviation * normal).exp()
             };
