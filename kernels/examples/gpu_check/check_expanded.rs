@@ -130,7 +130,7 @@ impl Scene {
     }
 }
 
-/// The numbers between two rows of q. As in a model, others follow the heads.
+/// The numbers between two rows of q. Others follow the heads, as in a model.
 fn stride(n_heads: usize) -> usize {
     n_heads * LATENT_Q_HEAD + LATENT_WIDTH
 }

@@ -45,7 +45,7 @@ pub struct ExpandedAttention<'a> {
     /// For each head the transposed matrix of its keys, and the matrix of its values.
     pub keys: View<'a, Bf16>,
     pub values: View<'a, Bf16>,
-    /// Memory for keys and values. As many heads are computed at a time as have room.
+    /// Memory for keys and values: heads that have room are computed at the same time.
     pub room: ViewMut<'a, Bf16>,
     pub scale: f32,
 }
