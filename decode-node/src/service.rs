@@ -112,9 +112,11 @@ impl Life {
         }
     }
 
-    /// Waits for the KV, and tells the worker how much of it is in place.
+    /// Waits for the KV, and tells the worker how much of it is in place if the worker plans for that.
     async fn arrived(&self, mut arrival: Arrival) -> Result<ArrivedKv, TransferError> {
-        let mut expected = self.service.node.worker.expect_arrival();
+        let Some(mut expected) = self.service.node.worker.expect_arrival() else {
+            return arrival.settle().await;
+        };
         loop {
             match arrival.poll() {
                 ArrivalStatus::Waiting { received, total } => {

@@ -17,7 +17,7 @@ constexpr u32 HEAD = 128, QUERIES = 128, TOKENS = 128, STAGES = 2;
 constexpr u32 HALF_BYTES = TOKENS * TILE_ROW_BYTES, TILE_BYTES = 2 * HALF_BYTES, RANK = 512;
 template <u32 ROTATED>
 struct Sizes { static constexpr u32 KEY = HEAD + ROTATED, KEY_BYTES = KEY / TILE_COLUMNS * HALF_BYTES, Q_STAGES = ROTATED ? 1 : STAGES; };
-constexpr u32 GROUP = 128, PAGES = TOKENS / BLOCK_TOKENS, NOBODY = 0xffffffffu;
+constexpr u32 GROUP = 128, PAGES = TOKENS / BLOCK_TOKENS, NONE = 0xffffffffu;
 // Hardware barriers. Barrier 0 has all threads; 1 and 2 give the groups their turns. Groups take turns at
 // every tile, also from piece to piece. Otherwise a group could run ahead into its next piece and give its
 // turn away twice before the other had taken the first; it would complete the barrier alone, and the other
@@ -96,9 +96,9 @@ __device__ __forceinline__ void bring_tiles(const Span& span, const PrefillShape
     u32 own_pages = ROTATED ? first_page(sequences, span.sequence) : 0;
     u32 n_pages = ROTATED ? shape.n_pages : shape.n_blocks;
     auto block_of = [&](u32 nth) {  // for this lane's page in the nth tile from the end
-        if (lane >= (ROTATED ? 3 : 2) * PAGES || nth >= span.n_tiles) return NOBODY;
+        if (lane >= (ROTATED ? 3 : 2) * PAGES || nth >= span.n_tiles) return NONE;
         u32 token = ((span.first_tile + span.n_tiles - 1 - nth) * PAGES + page) * BLOCK_TOKENS;
-        if (token >= span.length || token + BLOCK_TOKENS <= span.oldest) return NOBODY;
+        if (token >= span.length || token + BLOCK_TOKENS <= span.oldest) return NONE;
         if (ROTATED && lane < 2 * PAGES) return own_pages + token / BLOCK_TOKENS;
         u32 block = table[token / BLOCK_TOKENS];
         if (block >= shape.n_blocks) *spoilt = 1;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void bring_tiles(const Span& span, const PrefillShape
             copy_tile(to, of_latents, RANK, min(block, shape.n_blocks) * BLOCK_TOKENS, full, EVICT_LAST);
         }
     };
-    u32 of_k = block_of(0), of_v = NOBODY;
+    u32 of_k = block_of(0), of_v = NONE;
     for (u32 nth = 0; nth <= span.n_tiles; nth++) {
         u32 next = block_of(nth + 1), k = n_before + nth, v = k - 1;
         if (nth < span.n_tiles) {
@@ -167,7 +167,7 @@ __device__ __forceinline__ void bring_pieces(const PrefillShape& shape, const Te
     }
     wait_until_empty<Q_STAGES>(at.q_empty, turn);
     if (lane == 0) {
-        told.piece[stage_of<Q_STAGES>(turn)] = NOBODY;
+        told.piece[stage_of<Q_STAGES>(turn)] = NONE;
         barrier_arrive(at.q_full + stage_of<Q_STAGES>(turn) * 8);
     }
 }
@@ -379,7 +379,7 @@ __device__ __forceinline__ void attend_pieces(bf16* out, const TensorMap& of_q, 
             u32 stage = stage_of<Q_STAGES>(turn);
             barrier_wait(at.q_full + stage * 8, full_parity<Q_STAGES>(turn));
             u32 nth = told.piece[stage];
-            if (nth == NOBODY) break;
+            if (nth == NONE) break;
             Span span = piece(nth, sequences, shape);
             attend<ROTATED>(out, span, shape, at, n_tiles, stage, &told.spoilt[stage]);
             n_tiles += span.n_tiles;

@@ -217,8 +217,8 @@ impl OpenLanding {
         }
     }
 
-    /// Like [`while_open`](Self::while_open), for an attempt that starts copies which continue after it: a device's, or those
-    /// of other processes of this node.
+    /// Like [`while_open`](Self::while_open), for an attempt that starts copies which continue after it. A device makes such
+    /// copies, and so do the other processes of this node.
     ///
     /// The landing's blocks are not reused before the copies are done, whatever ends the landing.
     pub(crate) fn begin_copy<T>(&self, attempt: impl FnOnce(&KvMemory) -> T) -> Option<(T, PendingCopy)> {

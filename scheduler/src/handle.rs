@@ -68,8 +68,9 @@ impl WorkerHandle {
         }
     }
 
-    /// Begins to follow KV that arrives from another node. The worker then plans for the end of the transfer.
-    pub fn expect_arrival(&self) -> ExpectedArrival {
+    /// Begins to follow KV that arrives from another node. The worker then plans for the end of the transfer. Returns `None`
+    /// if it does not bound gaps: then it plans for no arrival.
+    pub fn expect_arrival(&self) -> Option<ExpectedArrival> {
         self.shared.inbox.expect_arrival()
     }
 

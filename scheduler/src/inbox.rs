@@ -163,8 +163,8 @@ impl Inbox {
         Ok(RoomAnswer::Waits(id, answered))
     }
 
-    pub(crate) fn expect_arrival(&self) -> ExpectedArrival {
-        self.arrivals.begin()
+    pub(crate) fn expect_arrival(&self) -> Option<ExpectedArrival> {
+        (self.settings.gap_ms_max > 0.0).then(|| self.arrivals.begin())
     }
 
     /// Checks that the worker accepts new work.

@@ -98,17 +98,21 @@ async fn modelled_costs_are_waited_for() {
     assert_eq!(recorded.tokens(), alone(&endless("a", 20, 5)));
 }
 
-/// Returns the longest gap of a stream's tokens while a prompt of 200 tokens is computed beside it, and how long that
-/// takes.
-async fn longest_gap_beside_a_prompt(gap_ms_max: f64) -> (Duration, Duration) {
-    let node = start(costly(), SchedulerSettings { gap_ms_max, ..roomy() });
-    let (_stream, tokens) = submit(&node.handle, endless("a", 4, 200)).expect("let in");
-    // The worker learns the time of prompt tokens.
+/// Computes short prompts, from which the worker learns the time of prompt tokens.
+async fn learns_prompt_times(node: &Node) {
     for (nth, n_tokens) in (12..20).enumerate() {
         let (_ticket, recorded) =
             submit(&node.handle, endless(&format!("b{nth}"), n_tokens, 1)).expect("let in");
         until(&node.handle, || recorded.has_ended()).await;
     }
+}
+
+/// Returns the longest gap of a stream's tokens while a prompt of 200 tokens is computed beside it, and how long that
+/// takes.
+async fn longest_gap_beside_a_prompt(gap_ms_max: f64) -> (Duration, Duration) {
+    let node = start(costly(), SchedulerSettings { gap_ms_max, ..roomy() });
+    let (_stream, tokens) = submit(&node.handle, endless("a", 4, 200)).expect("let in");
+    learns_prompt_times(&node).await;
     let began = Instant::now();
     let (_ticket, recorded) = submit(&node.handle, endless("c", 200, 1)).expect("let in");
     let mut longest = Duration::ZERO;
@@ -142,13 +146,9 @@ async fn kv_does_not_wait_for_long_steps_when_its_end_is_expected() {
     for arrives_ms in (80..160).step_by(8) {
         let node = start(costly(), SchedulerSettings { gap_ms_max: 40.0, ..roomy() });
         let (_stream, _tokens) = submit(&node.handle, endless("a", 4, 60)).expect("let in");
-        for (nth, n_tokens) in (12..20).enumerate() {
-            let (_ticket, recorded) =
-                submit(&node.handle, endless(&format!("b{nth}"), n_tokens, 1)).expect("let in");
-            until(&node.handle, || recorded.has_ended()).await;
-        }
+        learns_prompt_times(&node).await;
         let (_prompt, _recorded) = submit(&node.handle, endless("c", 120, 1)).expect("let in");
-        let mut expected = node.handle.expect_arrival();
+        let mut expected = node.handle.expect_arrival().expect("gaps are bounded");
         for nth in 1..=8 {
             tokio::time::sleep(Duration::from_millis(arrives_ms) / 8).await;
             expected.progressed(nth, 8, Instant::now());

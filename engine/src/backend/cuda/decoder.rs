@@ -58,6 +58,9 @@ pub(super) struct Pass<'a> {
     pub(super) dims: Dims,
     pub(super) sections: Sections,
     pub(super) sequences: &'a [PrefillSequence],
+    /// With latent attention: the number of rows, from the first one on, whose attention is over latents. The other rows are
+    /// chunks of prompts, for which keys and values are made of latents.
+    pub(super) latent_rows: usize,
 }
 
 impl Decoder {

@@ -29,7 +29,7 @@ impl Decoder {
         normed.ensure_whole()?;
         let (latent, sizes) = self.latent.zip(self.sizes.latent).ok_or(no_latents())?;
         let (n, stride) = (pass.dims.n_tokens, sizes.first_width());
-        let n_for_latents = rows_for_latents(pass);
+        let n_for_latents = pass.latent_rows;
         let Workspace { normed: x, qkv, words, latent: space, .. } = &mut *pass.space;
         let space = space.as_mut().ok_or(no_latents())?;
         let x = x.slice(0..n * self.sizes.hidden);
@@ -121,7 +121,7 @@ impl Decoder {
         place: LayerPlace,
         weights: &LatentWeights,
     ) -> Result<(), CudaError> {
-        if rows_for_latents(pass) < pass.dims.n_tokens {
+        if pass.latent_rows < pass.dims.n_tokens {
             return self.attend_expanded(pass, place, weights);
         }
         let (n, n_heads, scale) = (pass.dims.n_tokens, self.n_q_heads(), self.scale());
@@ -178,21 +178,11 @@ impl Decoder {
         pass: &mut Pass<'_>,
         weights: &LatentWeights,
     ) -> Result<(), CudaError> {
-        let n_rows = rows_for_latents(pass) * self.n_q_heads();
+        let n_rows = pass.latent_rows * self.n_q_heads();
         let Workspace { latent: space, attended, .. } = &mut *pass.space;
         let LatentSpace { sums, .. } = space.as_mut().ok_or(no_latents())?;
         let out = attended.view_mut().slice(0..n_rows * LATENT_VALUE);
         pass.card.multiply_values(out, sums.slice(0..n_rows * LATENT_RANK), weights.values.view())
-    }
-}
-
-/// Returns the number of rows, from the first one on, whose attention is over latents. The other rows are chunks of
-/// prompts, for which keys and values are made of latents.
-fn rows_for_latents(pass: &Pass<'_>) -> usize {
-    let room = pass.space.latent.as_ref().map_or(0, |space| space.expanded.len());
-    match ExpandedAttention::is_faster(pass.sequences, room) {
-        true => pass.dims.n_decodes,
-        false => pass.dims.n_tokens,
     }
 }
 

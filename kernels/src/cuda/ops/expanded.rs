@@ -1,4 +1,4 @@
-//! Attention of many new tokens over latents, of which keys and values of each head are made first. On Hopper.
+//! Attention of many new tokens on Hopper: the GPU first makes keys and values of each head from the latents.
 
 use super::prefill::PrefillShape;
 use super::{
@@ -97,13 +97,7 @@ impl ExpandedAttention<'_> {
         let are_alike = self.on_card.len() == self.sequences.len() && !self.sequences.is_empty();
         ensure(kernel, are_alike, "other sequences on the GPU")?;
         let table_stride = rows_of(kernel, self.tables.len(), self.sequences.len())?;
-        let fits = |sequence: &PrefillSequence| {
-            let PrefillSequence { first_row, n_queries, length } = *sequence;
-            (1..=length).contains(&n_queries)
-                && first_row + n_queries <= n_rows
-                && length.div_ceil(BLOCK_TOKENS) <= table_stride
-        };
-        ensure(kernel, self.sequences.iter().all(fits), "a sequence outside of the rows or of its table")?;
+        PrefillSequence::check_all(self.sequences, kernel, n_rows, table_stride)?;
         let most = (2 * self.n_heads).max(self.sequences.len());
         ensure(kernel, most <= GRID_SIDE_MAX, "too many heads or sequences")
     }

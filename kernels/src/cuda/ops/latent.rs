@@ -97,6 +97,22 @@ struct HeadsShape {
     y_head: u32,
 }
 
+/// The heads of q of some rows, which have a position each.
+struct QHeads<'a> {
+    q: View<'a, Bf16>,
+    stride: usize,
+    n_heads: usize,
+    positions: View<'a, u32>,
+    turns: View<'a, [f32; 2]>,
+}
+
+/// Where rotated parts are written: the address of the first one, and the numbers between two rows and between two heads.
+struct RotatedParts {
+    address: u64,
+    row: usize,
+    head: usize,
+}
+
 #[repr(C)]
 struct TurnShape {
     q_row: u32,
@@ -227,30 +243,14 @@ impl ComputeCard {
         self.check_places(kernel, &[&out, &q, &turns, &keys], &[&positions])?;
         let n_rows = rows_of(kernel, out.len(), n_heads * LATENT_WIDTH)?;
         ensure(kernel, positions.len() == n_rows, "not one position for each query")?;
-        check_heads(kernel, q, stride, n_heads, n_rows)?;
         let is_whole = keys.len() == n_heads * LATENT_RANK * LATENT_UNROTATED;
         ensure(kernel, is_whole, "keys of another size than that of all heads")?;
+        let heads = QHeads { q, stride, n_heads, positions, turns };
+        let address = out.address() + (LATENT_RANK * size_of::<Bf16>()) as u64;
+        self.turn(heads, RotatedParts { address, row: n_heads * LATENT_WIDTH, head: LATENT_WIDTH })?;
         if n_rows == 0 {
             return Ok(());
         }
-        let shape = TurnShape {
-            q_row: number(kernel, stride)?,
-            row: number(kernel, n_heads * LATENT_WIDTH)?,
-            head: LATENT_WIDTH as u32,
-            n_heads: number(kernel, n_heads)?,
-            n_positions: number(kernel, rows_of(kernel, turns.len(), LATENT_ROTATED / 2)?)?,
-        };
-        let first_rotated = out.address() + (LATENT_RANK * size_of::<Bf16>()) as u64;
-        launch!(
-            self,
-            kernel,
-            grid(n_rows, 1, WRITE_THREADS),
-            &first_rotated,
-            &q.address(),
-            &positions.address(),
-            &turns.address(),
-            &shape
-        )?;
         let shape = HeadsShape {
             n_rows: number(kernel, n_rows)?,
             x_row: number(kernel, stride)?,
@@ -265,27 +265,37 @@ impl ComputeCard {
 
     /// Rotates the rotated part of each head of q in its place.
     pub fn turn_heads(&self, heads: TurnedHeads<'_>) -> Result<(), CudaError> {
-        let kernel = "turn_queries";
         let TurnedHeads { q, stride, n_heads, positions, turns } = heads;
-        self.check_places(kernel, &[&q, &turns], &[&positions])?;
-        let n_rows = positions.len();
-        check_heads(kernel, q.view(), stride, n_heads, n_rows)?;
+        self.check_places("turn_queries", &[&q, &turns], &[&positions])?;
+        let address = q.address() + (LATENT_UNROTATED * size_of::<Bf16>()) as u64;
+        let heads = QHeads { q: q.view(), stride, n_heads, positions, turns };
+        self.turn(heads, RotatedParts { address, row: stride, head: LATENT_Q_HEAD })
+    }
+
+    /// Rotates the rotated part of each head of q, and writes it to `to`.
+    fn turn(&self, heads: QHeads<'_>, to: RotatedParts) -> Result<(), CudaError> {
+        let kernel = "turn_queries";
+        let QHeads { q, stride, n_heads, positions, turns } = heads;
+        let (n_rows, width) = (positions.len(), n_heads * LATENT_Q_HEAD);
+        let is_wide = stride >= width && stride.is_multiple_of(8);
+        ensure(kernel, is_wide, "rows of q that overlap, or are not aligned to 16 bytes")?;
+        let needed = if n_rows == 0 { 0 } else { (n_rows - 1) * stride + width };
+        ensure(kernel, q.len() >= needed, "fewer rows of q than queries")?;
         if n_rows == 0 {
             return Ok(());
         }
         let shape = TurnShape {
             q_row: number(kernel, stride)?,
-            row: number(kernel, stride)?,
-            head: LATENT_Q_HEAD as u32,
+            row: number(kernel, to.row)?,
+            head: number(kernel, to.head)?,
             n_heads: number(kernel, n_heads)?,
             n_positions: number(kernel, rows_of(kernel, turns.len(), LATENT_ROTATED / 2)?)?,
         };
-        let first_rotated = q.address() + (LATENT_UNROTATED * size_of::<Bf16>()) as u64;
         launch!(
             self,
             kernel,
             grid(n_rows, 1, WRITE_THREADS),
-            &first_rotated,
+            &to.address,
             &q.address(),
             &positions.address(),
             &turns.address(),
@@ -402,13 +412,7 @@ impl ComputeCard {
             return Ok(());
         }
         let table_stride = rows_of(kernel, attention.tables.len(), sequences.len())?;
-        let fits = |sequence: &PrefillSequence| {
-            let PrefillSequence { first_row, n_queries, length } = *sequence;
-            (1..=length).contains(&n_queries)
-                && first_row + n_queries <= n_rows
-                && length.div_ceil(BLOCK_TOKENS) <= table_stride
-        };
-        ensure(kernel, sequences.iter().all(fits), "a sequence outside of the rows or of its table")?;
+        PrefillSequence::check_all(sequences, kernel, n_rows, table_stride)?;
         let shape = attention.shape(kernel, table_stride, u32::MAX as usize, 1)?;
         let n_queries = sequences.iter().map(|sequence| sequence.n_queries).max().unwrap_or(0);
         let n_tiles = (n_queries * attention.n_heads).div_ceil(form.n_queries);
@@ -474,21 +478,6 @@ impl LatentAttention<'_> {
             scale: self.scale,
         })
     }
-}
-
-/// Checks rows of the heads of q.
-fn check_heads(
-    kernel: &'static str,
-    q: View<'_, Bf16>,
-    stride: usize,
-    n_heads: usize,
-    n_rows: usize,
-) -> Result<(), CudaError> {
-    let width = n_heads * LATENT_Q_HEAD;
-    let is_wide = stride >= width && stride.is_multiple_of(8);
-    ensure(kernel, is_wide, "rows of q that overlap, or are not aligned to 16 bytes")?;
-    let needed = if n_rows == 0 { 0 } else { (n_rows - 1) * stride + width };
-    ensure(kernel, q.len() >= needed, "fewer rows of q than queries")
 }
 
 fn heads_grid(kernel: &'static str, n: usize, n_rows: usize, n_heads: usize) -> Result<Grid, CudaError> {

@@ -30,6 +30,24 @@ pub struct PrefillSequence {
     pub length: usize,
 }
 
+impl PrefillSequence {
+    /// Checks that sequences have queries, and lie within the rows and their tables.
+    pub(super) fn check_all(
+        sequences: &[Self],
+        kernel: &'static str,
+        n_rows: usize,
+        table_stride: usize,
+    ) -> Result<(), CudaError> {
+        let fits = |sequence: &Self| {
+            let Self { first_row, n_queries, length } = *sequence;
+            (1..=length).contains(&n_queries)
+                && first_row + n_queries <= n_rows
+                && length.div_ceil(BLOCK_TOKENS) <= table_stride
+        };
+        ensure(kernel, sequences.iter().all(fits), "a sequence outside of the rows or of its table")
+    }
+}
+
 /// The arguments of [`ComputeCard::prefill_attention`], for one layer.
 #[derive(Debug)]
 pub struct PrefillAttention<'a> {
@@ -65,11 +83,11 @@ pub(super) struct PrefillShape {
     pub(super) n_blocks: u32,
     pub(super) window: u32,
     pub(super) scale: f32,
-    /// The number of sequences. Only Hopper's kernels use it and what follows. Their unit of work is a piece: one tile
-    /// of queries, for one head and one sequence.
+    /// The number of sequences. Only Hopper's kernels use it and what follows. A piece is their unit of work: one tile
+    /// with queries of one head and one sequence.
     pub(super) n_sequences: u32,
     pub(super) n_pieces: u32,
-    /// The heads of a row of the output, of which some may be computed.
+    /// The number of heads in a row of the output. One launch may compute fewer.
     pub(super) n_out_heads: u32,
     /// The number of pages that were made of latents.
     pub(super) n_pages: u32,

@@ -528,8 +528,8 @@ impl Node {
         }
     }
 
-    /// Returns the load report that the worker makes when it has begun a step of which `running_us` are not for prompts:
-    /// the tokens in the step are not queued any more.
+    /// Returns the load report that the worker makes when it has begun a step. The step's tokens are not queued any more.
+    /// Its streams take `running_us` of the step.
     fn load(&self, running_us: f64) -> NodeLoad {
         let (machine, running) = (self.machine, self.streams.len() + self.queue.len());
         let (token_us, row_us) = (machine.learned_token_us(), machine.row_us);

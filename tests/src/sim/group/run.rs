@@ -38,10 +38,8 @@ const DECODE_BLOCKS: u32 = 64;
 pub fn run(seed: u64) -> Report {
     let reference = reference();
     let plan = Plan::draw(seed);
-    let progress = Progress::new(plan.n_followers);
-    on_virtual_clock(seed, progress.clone(), async |log| {
-        log.say(format_args!("{plan:?}"));
-        let waits = Waits { log: log.clone(), progress };
+    on_virtual_clock(seed, plan.n_followers, async |waits| {
+        waits.log.say(format_args!("{plan:?}"));
         Run::new(seed, plan, waits, reference).play().await;
     })
 }
@@ -84,6 +82,25 @@ struct Wave {
     works: Vec<PromptWork>,
     transfers: Vec<Task<Result<(), TransferError>>>,
     arrivals: Vec<(usize, Arrival)>,
+}
+
+/// Runs the follower of one stage until its head is gone.
+pub(super) async fn follower(
+    world: World,
+    gate: Gate,
+    config: NodeConfig,
+    nth: usize,
+) -> Result<(), GroupError> {
+    let parts = FollowerParts {
+        world,
+        gate,
+        config: &config,
+        head: JOIN.to_owned(),
+        place: nth as u16,
+        metrics: TransferMetrics::default(),
+        readiness: Readiness::unready("waiting for the head"),
+    };
+    follow(parts, Shutdown::new()).await
 }
 
 impl Run {
@@ -164,19 +181,7 @@ impl Run {
         };
         let (config, gate) = (self.config("10.0.0.2"), self.gates.followers[nth].clone());
         let world = self.world_of(&format!("follower {nth}"), Arc::new(net));
-        let follow = async move {
-            let parts = FollowerParts {
-                world,
-                gate,
-                config: &config,
-                head: JOIN.to_owned(),
-                place: nth as u16,
-                metrics: TransferMetrics::default(),
-                readiness: Readiness::unready("waiting for the head"),
-            };
-            follow(parts, Shutdown::new()).await
-        };
-        spawn_guarded(&self.own_gate, "follower", follow)
+        spawn_guarded(&self.own_gate, "follower", follower(world, gate, config, nth))
     }
 
     // === the head's life ===

@@ -23,16 +23,18 @@ pub const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// How long threads may wait for a core, in milliseconds of the real clock.
 const THREADS_RUN_WITHIN_MS: u32 = 2_000;
 
-/// Runs `play` on a clock that `progress` moves, and returns its log.
-pub fn on_virtual_clock(seed: u64, progress: Progress, play: impl AsyncFnOnce(EventLog)) -> Report {
+/// Runs `play` on a clock that the progress of a node with these followers moves, and returns its log.
+pub fn on_virtual_clock(seed: u64, n_followers: usize, play: impl AsyncFnOnce(Waits)) -> Report {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     let runtime = runtime.expect("a runtime without sockets");
     let log = runtime.block_on(async {
         let log = EventLog::new();
         let _witness = Witness::of(&log);
+        let waits = Waits { log: log.clone(), progress: Progress::new(n_followers) };
+        let progress = waits.progress.clone();
         tokio::select! {
             biased;
-            () = play(log.clone()) => {}
+            () = play(waits) => {}
             () = progress.run_clock() => {}
         }
         log

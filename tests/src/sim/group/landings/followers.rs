@@ -3,11 +3,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use chassis::admin::Readiness;
 use chassis::net::MemoryNet;
-use chassis::{Gate, Shutdown, Standstill, Task, World, spawn_guarded};
-use kv_transfer::TransferMetrics;
-use node::group::{FollowerParts, GroupError, follow};
+use chassis::{Gate, Standstill, Task, World, spawn_guarded};
+use node::group::GroupError;
 use tokio::time::{Instant, sleep};
 use types::in_full;
 
@@ -16,6 +14,7 @@ use super::super::plan::Fault;
 use super::super::reference::{JOIN, config};
 use super::super::relay::{ConnectionEnds, FollowerNet};
 use super::super::reports::LandingReports;
+use super::super::run::follower;
 use super::super::waits::Waits;
 
 /// A follower that stands still for longer is lost.
@@ -139,21 +138,9 @@ impl Follower {
         let config = config(settings.n_followers as u16 + 1, &host(nth));
         let world = settings.world.clone().with_net(Arc::new(net)).fork(&host(nth));
         let gate = Gate::new("follower");
-        let inside = gate.clone();
-        let follow = async move {
-            let parts = FollowerParts {
-                world,
-                gate: inside,
-                config: &config,
-                head: JOIN.to_owned(),
-                place: nth as u16,
-                metrics: TransferMetrics::default(),
-                readiness: Readiness::unready("waiting for the head"),
-            };
-            follow(parts, Shutdown::new()).await
-        };
         let standstill = Standstill::default();
-        let life = spawn_guarded(&settings.own_gate, "follower", standstill.clone().run(follow));
+        let following = standstill.clone().run(follower(world, gate.clone(), config, nth));
+        let life = spawn_guarded(&settings.own_gate, "follower", following);
         Self { ends, standstill, gate, life: Mutex::new(Some(life)) }
     }
 }

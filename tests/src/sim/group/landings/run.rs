@@ -25,7 +25,6 @@ use types::{Epoch, Landing, NodeId, Role, TransferId, in_full};
 use super::super::super::chance::Chance;
 use super::super::super::net::{Crash, SimNet};
 use super::super::super::run::Report;
-use super::super::clock::Progress;
 use super::super::plan::{Fault, FaultKind as MessageFault};
 use super::super::reference::{Reference, config, reference};
 use super::super::reports::LandingReports;
@@ -53,10 +52,8 @@ const WORKS_MAX: usize = 16;
 pub fn run(seed: u64) -> Report {
     let reference = reference();
     let plan = Plan::draw(seed);
-    let progress = Progress::new(plan.n_followers);
-    on_virtual_clock(seed, progress.clone(), async |log| {
-        log.say(format_args!("{plan:?}"));
-        let waits = Waits { log, progress };
+    on_virtual_clock(seed, plan.n_followers, async |waits| {
+        waits.log.say(format_args!("{plan:?}"));
         Run::new(seed, plan, waits, reference).play().await;
     })
 }
