@@ -93,6 +93,10 @@ impl<B: Backend> Backend for Flaky<B> {
         self.inner.steps_in_flight_max()
     }
 
+    fn rows_together(&self) -> usize {
+        self.inner.rows_together()
+    }
+
     fn runs_by_itself(&self) -> bool {
         self.inner.runs_by_itself()
     }

@@ -97,6 +97,12 @@ pub trait Backend: Debug + Send + 'static {
         STEPS_IN_FLIGHT_MAX
     }
 
+    /// Returns the number of rows that the device multiplies together in steps of at least twice this number. A step with
+    /// one row more than a multiple of it takes about as long as a step with the next multiple.
+    fn rows_together(&self) -> usize {
+        1
+    }
+
     /// Returns whether a launched step runs without the host. If so, the next step may be launched late in
     /// this one.
     fn runs_by_itself(&self) -> bool {

@@ -1,6 +1,8 @@
 //! Tests of the worker through its handle, with its driver, on a clock that advances only when all tasks
 //! wait.
 
+use std::num::NonZero;
+
 use chassis::metrics::Metrics;
 use chassis::{Gate, Task, World, spawn_guarded};
 use engine::backend::flaky::{Failures, Flaky};
@@ -46,9 +48,15 @@ fn prepare(backend: impl Backend, settings: SchedulerSettings) -> (WorkerHandle,
 
 /// Returns a mock whose steps take 10 ms, plus 1 ms per prompt token.
 fn costly() -> Mock {
+    costly_by_groups(1)
+}
+
+/// In large steps, the time of prompt tokens is that of whole groups of rows.
+fn costly_by_groups(rows_together: usize) -> Mock {
     let mut settings = small();
     settings.cost.step_ms = 10.0;
     settings.cost.prefill_token_ms = 1.0;
+    settings.cost.rows_together = NonZero::new(rows_together).expect("some rows");
     Mock::new("mock", settings, 64, Pace::Modelled).expect("memory for a few blocks")
 }
 
@@ -109,8 +117,8 @@ async fn learns_prompt_times(node: &Node) {
 
 /// Returns the longest gap of a stream's tokens while a prompt of 200 tokens is computed beside it, and how long that
 /// takes.
-async fn longest_gap_beside_a_prompt(gap_ms_max: f64) -> (Duration, Duration) {
-    let node = start(costly(), SchedulerSettings { gap_ms_max, ..roomy() });
+async fn longest_gap_beside_a_prompt(mock: Mock, gap_ms_max: f64) -> (Duration, Duration) {
+    let node = start(mock, SchedulerSettings { gap_ms_max, ..roomy() });
     let (_stream, tokens) = submit(&node.handle, endless("a", 4, 200)).expect("let in");
     learns_prompt_times(&node).await;
     let began = Instant::now();
@@ -126,17 +134,26 @@ async fn longest_gap_beside_a_prompt(gap_ms_max: f64) -> (Duration, Duration) {
 
 #[tokio::test(start_paused = true)]
 async fn prompts_make_no_gap_longer_than_the_bound() {
-    let (gap, took) = longest_gap_beside_a_prompt(0.0).await;
+    let (gap, took) = longest_gap_beside_a_prompt(costly(), 0.0).await;
     assert!(gap >= Duration::from_millis(150) && took < Duration::from_millis(240), "{gap:?}, {took:?}");
-    let (gap, took) = longest_gap_beside_a_prompt(40.0).await;
+    let (gap, took) = longest_gap_beside_a_prompt(costly(), 40.0).await;
     assert!(gap <= Duration::from_millis(36), "with some time to spare: {gap:?}");
     assert!(took < Duration::from_millis(400), "{took:?}");
-    let (gap, took) = longest_gap_beside_a_prompt(32.0).await;
+    let (gap, took) = longest_gap_beside_a_prompt(costly(), 32.0).await;
     assert!(gap <= Duration::from_millis(24), "{gap:?}");
     assert!(
         took < Duration::from_millis(500),
         "no KV arrives, so the prompt has half of each step: {took:?}"
     );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_step_is_not_a_little_larger_than_whole_groups_of_rows() {
+    for rows_together in [9, 10] {
+        let (gap, took) = longest_gap_beside_a_prompt(costly_by_groups(rows_together), 50.0).await;
+        assert!(gap <= Duration::from_millis(30), "groups of {rows_together}: {gap:?}");
+        assert!(took < Duration::from_millis(330), "groups of {rows_together}: {took:?}");
+    }
 }
 
 /// A prompt has long steps while KV arrives from another node, but none at the end of the transfer: the second token

@@ -19,8 +19,8 @@ use crate::load::StepShape;
 use crate::precedence::{Precedence, SequenceId, Turn};
 use crate::sequence::Sequence;
 
-/// The share of the longest gap that steps are planned to take. On GPUs some take a third longer than planned.
-const GAP_SHARE: f64 = 0.75;
+/// The share of the longest gap that steps are planned to take. Some take longer than planned.
+const GAP_SHARE: f64 = 0.8;
 /// The time by which KV may arrive earlier than expected.
 const EARLY_ARRIVAL_MS: f64 = 2.0;
 
@@ -293,7 +293,14 @@ impl Worker {
         });
         let n_prompt = self.costs.prompt_tokens_within(longest_ms - waited_ms.max(next_ms), n_running);
         let n_prompt = if waited_ms > 0.0 { n_prompt } else { n_prompt.max(block_tokens) };
-        settings.step_tokens_max.min(n_running.saturating_add(n_prompt))
+        self.in_whole_groups(settings.step_tokens_max.min(n_running.saturating_add(n_prompt)))
+    }
+
+    /// Returns the largest number of tokens in a step that takes no longer than the times of all smaller steps say. The
+    /// learned times are a line, but a large step's time has stairs.
+    fn in_whole_groups(&self, n_tokens: usize) -> usize {
+        let together = self.backend.rows_together();
+        if n_tokens < 2 * together { n_tokens } else { n_tokens - n_tokens % together }
     }
 
     fn start(&mut self, shares: &[Share], now: Instant) {

@@ -401,6 +401,10 @@ impl Backend for CudaBackend {
         self.steps_in_flight_max
     }
 
+    fn rows_together(&self) -> usize {
+        self.rank.tools.card.rows_together()
+    }
+
     fn runs_by_itself(&self) -> bool {
         // With several stages, a step that is launched late leaves stages without work.
         self.described.all_stages.n_stages() == 1

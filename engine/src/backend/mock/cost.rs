@@ -13,6 +13,7 @@
 //! step_ms = 0.0              # every step, whatever is in it
 //! decode_row_ms = 0.0        # every row of one token
 //! prefill_token_ms = 0.0     # every token of a longer row
+//! rows_together = 1          # rows up to the next multiple cost as prompt tokens, in steps of at least two multiples
 //! sent_byte_ns = 0.0         # every byte of KV sent; spent by the sender's connectors
 //!
 //! [[answers]]                # texts instead of drawn tokens, the first one whose `after` is in the prompt
@@ -27,6 +28,7 @@
 //! dtype = "f32"              # f32, f16, bf16, fp8_e4m3
 //! ```
 
+use std::num::NonZero;
 use std::path::Path;
 use std::time::Duration;
 
@@ -74,12 +76,13 @@ pub enum Verify {
 
 /// The costs that add up to the time of a step on the simulated device: of the step itself, of each row, of each prompt
 /// token, and of each byte sent.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Costs {
     pub step_ms: f64,
     pub decode_row_ms: f64,
     pub prefill_token_ms: f64,
+    pub rows_together: NonZero<usize>,
     pub sent_byte_ns: f64,
 }
 
@@ -114,6 +117,13 @@ impl Default for MockSettings {
             answers: Vec::new(),
             layout: LayoutSettings::default(),
         }
+    }
+}
+
+impl Default for Costs {
+    fn default() -> Self {
+        let rows_together = NonZero::<usize>::MIN;
+        Self { step_ms: 0.0, decode_row_ms: 0.0, prefill_token_ms: 0.0, rows_together, sent_byte_ns: 0.0 }
     }
 }
 
@@ -187,12 +197,17 @@ impl Costs {
 
     /// Returns the time of a step with rows of these lengths.
     pub fn of_step(&self, rows: impl Iterator<Item = usize>) -> Duration {
-        let of_row = |n_tokens: usize| match n_tokens {
-            1 => self.decode_row_ms,
-            n_tokens => self.prefill_token_ms * n_tokens as f64,
-        };
-        let ms = self.step_ms + rows.map(of_row).sum::<f64>();
-        Duration::from_secs_f64(ms / 1e3)
+        let (mut n_running, mut n_prompt) = (0, 0);
+        for n_tokens in rows {
+            let to = if n_tokens == 1 { &mut n_running } else { &mut n_prompt };
+            *to += n_tokens;
+        }
+        let (n_rows, together) = (n_running + n_prompt, self.rows_together.get());
+        if n_prompt > 0 && n_rows >= 2 * together {
+            n_prompt += n_rows.next_multiple_of(together) - n_rows;
+        }
+        let of_rows = self.decode_row_ms * n_running as f64 + self.prefill_token_ms * n_prompt as f64;
+        Duration::from_secs_f64((self.step_ms + of_rows) / 1e3)
     }
 
     /// Returns the time that the simulated wire needs to send `bytes` bytes.
@@ -298,13 +313,19 @@ mod tests {
 
     #[test]
     fn a_step_costs_the_sum_of_its_rows() {
-        let costs = Costs { step_ms: 2.0, decode_row_ms: 0.5, prefill_token_ms: 0.25, sent_byte_ns: 2.0 };
+        let mut costs =
+            Costs { step_ms: 2.0, decode_row_ms: 0.5, prefill_token_ms: 0.25, ..Costs::default() };
+        costs.sent_byte_ns = 2.0;
         for (rows, expected_us) in
             [(vec![], 2000), (vec![1], 2500), (vec![1, 1, 100], 28000), (vec![4], 3000)]
         {
             assert_eq!(costs.of_step(rows.iter().copied()), Duration::from_micros(expected_us), "{rows:?}");
         }
         assert_eq!(costs.of_sending(1_000_000), Duration::from_millis(2));
+        costs.rows_together = NonZero::new(16).expect("not zero");
+        for (rows, expected_us) in [(vec![31], 9750), (vec![1, 31], 10250), (vec![1, 32], 14250)] {
+            assert_eq!(costs.of_step(rows.iter().copied()), Duration::from_micros(expected_us), "{rows:?}");
+        }
     }
 
     #[test]

@@ -183,6 +183,10 @@ impl Backend for Mock {
         }
     }
 
+    fn rows_together(&self) -> usize {
+        self.settings.cost.rows_together.get()
+    }
+
     /// Returns whether steps run without the host. A modelled step ends at its time; a sleeping one ends in
     /// `collect`.
     fn runs_by_itself(&self) -> bool {

@@ -183,6 +183,11 @@ impl ComputeCard {
         self.has(SUMS)
     }
 
+    /// Returns the number of rows that a cluster multiplies together; 1 if this GPU lacks our kernels for many rows.
+    pub fn rows_together(&self) -> usize {
+        if self.has_many_rows() { CLUSTER * ROWS } else { 1 }
+    }
+
     /// Returns whether this GPU multiplies FP8 by FP8.
     pub fn has_many_rows_fp8(&self) -> bool {
         self.has(OF_ROWS.sums)
