@@ -8,6 +8,8 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 constexpr u32 FULL_WARP = 0xffffffffu;
+// The number of what is not there.
+#define NOWHERE 0xffffffffu
 #define INF __int_as_float(0x7f800000)
 
 // 8 bf16 numbers, the size of one load or store.

@@ -1,13 +1,13 @@
-// Common code of experts.cu and experts_eights.cu: the places of choices, expert by expert.
-constexpr u32 EXPERTS_MAX = 512, NOWHERE = 0xffffffffu;
+// Common code of experts.cu and experts_ring_fp8.cu: the places of choices, expert by expert.
 constexpr u32 PLACE_THREADS = 512;
 
-// starts, counts: of each expert. touched: the experts that have rows, in order, and their number at the end.
+// starts, counts: of each expert. items: for each expert in order, and each 64 of its rows, an item (see expert_rows.cuh),
+// and at n_items_max their number.
 // tiles: the expert of each tile of places, if there are tiles, and their number at the end. choices: the choice at each
 // place, or NOWHERE. places: the place of each choice, or NOWHERE.
-struct Places { u32 *starts, *counts, *touched, *tiles, *choices, *places; };
+struct Places { u32 *starts, *counts, *items, *tiles, *choices, *places; };
 // An expert's places begin at a multiple of tile_rows.
-struct PlacesShape { u32 n_choices, n_experts, tile_rows, n_tiles_max; };
+struct PlacesShape { u32 n_choices, n_experts, tile_rows, n_tiles_max, n_items_max; };
 
 __device__ __forceinline__ u32 in_tiles(u32 count, u32 tile_rows) { return (count + tile_rows - 1) / tile_rows * tile_rows; }
 
@@ -27,18 +27,18 @@ __device__ __forceinline__ void place_expert(const Places& to, const u32* expert
     for (u32 at = threadIdx.x; at < expert; at += PLACE_THREADS)
         if (counts[at] > 0) {
             atomicAdd(&before[0], in_tiles(counts[at], shape.tile_rows));
-            atomicAdd(&before[1], 1);
+            atomicAdd(&before[1], n_items(counts[at]));
         }
     __syncthreads();
     u32 start = before[0], count = counts[expert], end = start + in_tiles(count, shape.tile_rows);
     if (threadIdx.x == 0) {
         to.starts[expert] = start, to.counts[expert] = count;
-        if (count > 0) to.touched[before[1]] = expert;
         if (expert == shape.n_experts - 1) {
-            to.touched[shape.n_experts] = before[1] + (count > 0);
+            to.items[shape.n_items_max] = before[1] + n_items(count);
             to.tiles[shape.n_tiles_max] = end / shape.tile_rows;
         }
     }
+    for (u32 nth = threadIdx.x; nth < n_items(count); nth += PLACE_THREADS) to.items[before[1] + nth] = item_of(expert, nth);
     if (shape.tile_rows > 1)
         for (u32 tile = start / shape.tile_rows + threadIdx.x; tile < end / shape.tile_rows; tile += PLACE_THREADS) to.tiles[tile] = expert;
     for (u32 at = start + count + threadIdx.x; at < end; at += PLACE_THREADS) to.choices[at] = NOWHERE;

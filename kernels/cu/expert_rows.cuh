@@ -1,9 +1,43 @@
 // Common code of the products of few rows with experts: the rows of w and of x that a unit multiplies.
 constexpr u32 UNIT = 8;
 
-struct ExpertRows { const u32 *starts, *counts, *touched, *choices; };
-// n: the rows of an expert's matrix.
-struct ExpertsShape { u32 n, k, n_experts, per_token; };
+struct ExpertRows { const u32 *starts, *counts, *items, *choices; };
+// n: the rows of an expert's matrix. per_token: the number of experts of a row.
+struct ExpertsShape { u32 n, k, n_items_max, per_token; };
+
+// The work is divided by items, so that an expert with many rows is divided too: up to 64 rows of an expert.
+constexpr u32 EXPERTS_MAX = 512, ITEM_ROWS = 64;
+__device__ __forceinline__ u32 n_items(u32 count) { return (count + ITEM_ROWS - 1) / ITEM_ROWS; }
+__device__ __forceinline__ u32 item_of(u32 expert, u32 nth) { return nth * EXPERTS_MAX + expert; }
+
+// An item with a unit of its expert's matrix, in a run of such pairs. The items of an expert with the same unit are
+// neighbours, so that all but the first find the unit's weights in a cache.
+struct ItemUnit {
+    u32 expert, unit, nth, n, start, count;
+    u32 first_item;  // the expert's first item
+
+    __device__ __forceinline__ void of_expert(const ExpertRows& rows, u32 nth_item) {
+        u32 item = rows.items[nth_item];
+        expert = item % EXPERTS_MAX, first_item = nth_item - item / EXPERTS_MAX;
+        start = rows.starts[expert], count = rows.counts[expert], n = n_items(count);
+    }
+    // Pair number `pair` of all.
+    __device__ __forceinline__ void begin(const ExpertRows& rows, u32 pair, u32 n_units) {
+        of_expert(rows, pair / n_units);
+        u32 of_this = pair - first_item * n_units;
+        unit = of_this / n, nth = of_this % n;
+    }
+    // Goes on to the next pair, which must exist.
+    __device__ __forceinline__ void next(const ExpertRows& rows, u32 n_units) {
+        if (++nth < n) return;
+        nth = 0;
+        if (++unit < n_units) return;
+        unit = 0;
+        of_expert(rows, first_item + n);
+    }
+    __device__ __forceinline__ u32 place() const { return start + nth * ITEM_ROWS; }
+    __device__ __forceinline__ u32 n_rows() const { return min(ITEM_ROWS, count - nth * ITEM_ROWS); }
+};
 
 // A unit is 8 rows of gate and the same 8 of up. The rows of x are those of the choices.
 struct GatedRows {

@@ -1,7 +1,7 @@
 // Common code of experts.cu and experts_fp8.cu: the division of the work among blocks, and the way from sums to the output.
 //
-// A unit is 16 rows of an expert's matrix, or 32. The units of all experts that have rows are divided evenly over
-// blocks: each has a run of neighbours. A block's warps share k, and load weights directly into the registers
+// A unit is 16 rows of an expert's matrix, or 32. The units of all items are divided evenly over blocks: each has a run of
+// neighbours. A block's warps share k, and load weights directly into the registers
 // for the tensor core, as in skinny.cu. In a unit of 32 rows, half of the warps have the first 16. The first weights of
 // a unit are loaded before the sums of the unit before it are ended. Rows are computed eight at a time or, in the
 // larger kernels, up to 32.
@@ -52,13 +52,16 @@ __device__ __forceinline__ void multiply_experts(bf16* y, const typename Weights
     constexpr u32 PART = ROWS * PART_STRIDE, SHARES = UNIT_WARPS / Units::TILES;
     __shared__ float parts[2][UNIT_WARPS * PART];  // [turn][warp][row of x][row of w]
     in_turn();
-    u32 warp = threadIdx.x / 32, n_units = Units::count(shape), n_all = rows.touched[shape.n_experts] * n_units;
+    u32 warp = threadIdx.x / 32, n_units = Units::count(shape), n_all = rows.items[shape.n_items_max] * n_units;
     u32 nth = (u64)n_all * blockIdx.x / gridDim.x, end = (u64)n_all * (blockIdx.x + 1) / gridDim.x, turn = 0;
     if (nth == end) return;
+    ItemUnit next;
+    next.begin(rows, nth, n_units);
     Weights weights;
-    weights.template start<Units>(w, rows.touched[nth / n_units], nth % n_units, shape);
+    weights.template start<Units>(w, next.expert, next.unit, shape);
     for (; nth < end; nth++) {
-        u32 expert = rows.touched[nth / n_units], unit = nth % n_units, start = rows.starts[expert], count = rows.counts[expert];
+        u32 expert = next.expert, unit = next.unit, start = next.place(), count = next.n_rows();
+        if (nth + 1 < end) next.next(rows, n_units);
         typename Weights::template Scales<Units> scales(w, expert, unit, shape);
         for (u32 first = 0; first < count; first += ROWS, turn ^= 1) {
             u32 n_rows = min(ROWS, count - first), place = start + first;
@@ -68,7 +71,7 @@ __device__ __forceinline__ void multiply_experts(bf16* y, const typename Weights
             else if (n_rows <= 16) weights.template sum<Units, 2>(part, x, rows, place, n_rows, shape);
             else weights.template sum<Units, ROWS / 8>(part, x, rows, place, n_rows, shape);
             if (first + ROWS < count) weights.template start<Units>(w, expert, unit, shape);
-            else if (nth + 1 < end) weights.template start<Units>(w, rows.touched[(nth + 1) / n_units], (nth + 1) % n_units, shape);
+            else if (nth + 1 < end) weights.template start<Units>(w, next.expert, next.unit, shape);
             __syncthreads();
             for (u32 at = threadIdx.x; at < n_rows * Units::PAIRS; at += UNIT_WARPS * 32) {
                 u32 row = at / Units::PAIRS;

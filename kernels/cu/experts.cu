@@ -1,13 +1,11 @@
 // A layer of experts: which experts compute a row, and the products of few rows with the experts' matrices.
 //
-// A choice is a row together with one of its experts; its number is row * per_token + slot. The choices of a
-// row are in ascending order of the expert. Choices are placed expert by expert, and row by row within one,
-// so that an expert's rows are neighbours. A row without numbers (NaN) has no experts: its output is NaN.
+// A choice is a row together with one of its experts; its number is row * (per_token + n_shared) + slot. The choices of a
+// row are in ascending order of the expert. The experts after the first n_experts compute every row, with the weight 1.
+// Choices are placed expert by expert, and row by row within one, so that an expert's rows are neighbours. A row without numbers (NaN) has no experts: its output is NaN.
 //
 // Products read only the experts that have rows. Their order of sums depends on the width of the rows, not
 // on the number of rows, and a row adds its experts in the order of its choices.
-constexpr u32 CHOICES_MAX = 32;
-
 // === The choice ===
 
 // A block scores eight rows for a tile of 16 experts. Each of its 16 warps has a share of k. The last block of the eight
@@ -16,7 +14,7 @@ constexpr u32 SCORE_SHARES = 16, SCORE_ROWS = 8, SCORE_EXPERTS = 16, SCORE_UNROL
 
 // n_groups: the number of groups of neighbouring experts; 0: there are no groups. groups_per_token: the number of groups
 // whose experts a row may have. scaling: all weights are multiplied by it.
-struct RouterShape { u32 n_rows, k, n_experts, per_token, is_normalized, n_groups, groups_per_token; float scaling; };
+struct RouterShape { u32 n_rows, k, n_experts, per_token, n_shared, is_normalized, n_groups, groups_per_token; float scaling; };
 
 // Adds the products of 16 rows of the router with eight rows of x, for the steps of 32 of k in a range. `before(step)` is
 // called before each step. The previous kernel does not write the router, so its first numbers are requested before this
@@ -145,10 +143,15 @@ __device__ __forceinline__ void choose(u32* experts, float* weights, const float
     u32 place = 0;
     for (u32 slot = 0; slot < shape.per_token; slot++) place += __shfl_sync(FULL_WARP, mine, slot) < mine;
     if (!is_number) place = lane;
-    if (lane >= shape.per_token) return;
-    u64 at = (u64)row * shape.per_token + place;
-    experts[at] = mine;
-    weights[at] = number / (shape.is_normalized ? divisor : total) * shape.scaling;
+    u32 n_slots = shape.per_token + shape.n_shared;
+    u64 first = (u64)row * n_slots;
+    if (lane < shape.per_token) {
+        experts[first + place] = mine;
+        weights[first + place] = number / (shape.is_normalized ? divisor : total) * shape.scaling;
+    } else if (lane < n_slots) {
+        experts[first + lane] = shape.n_experts + lane - shape.per_token;
+        weights[first + lane] = 1.f;
+    }
 }
 
 // Chooses from a row's scores, which other blocks have written.
@@ -347,31 +350,10 @@ gather_choices(bf16* to, const bf16* x, const u32* choices, const u32* n_tiles, 
     }
 }
 
-// out[row] = the sum of the row's experts, each times its weight, in the order of choices.
+// out[row] = the sum of the row's experts.
 extern "C" __global__ void __launch_bounds__(256)
-sum_choices(bf16* out, const bf16* y, const u32* places, const float* weights, u32 width, u32 per_token) {
+sum_choices(bf16* out, ChoiceSums sums, u32 width) {
     in_turn();
-    __shared__ u32 of_choice[CHOICES_MAX];
-    __shared__ float by[CHOICES_MAX];
     u64 row = blockIdx.x;
-    if (threadIdx.x < per_token) {
-        of_choice[threadIdx.x] = places[row * per_token + threadIdx.x];
-        by[threadIdx.x] = weights[row * per_token + threadIdx.x];
-    }
-    __syncthreads();
-    for (u32 at = threadIdx.x * 8; at < width; at += 256 * 8) {
-        float sum[8] = {};
-#pragma unroll 4
-        for (u32 slot = 0; slot < per_token; slot++) {
-            u32 place = of_choice[slot];
-            Eight nan = {0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u};
-            Eight of = place == NOWHERE ? nan : load8(y + (u64)place * width + at);
-#pragma unroll
-            for (u32 j = 0; j < 4; j++) sum[2 * j] += low(of.pair[j]) * by[slot], sum[2 * j + 1] += high(of.pair[j]) * by[slot];
-        }
-        Eight narrowed;
-#pragma unroll
-        for (u32 j = 0; j < 4; j++) narrowed.pair[j] = narrow(sum[2 * j], sum[2 * j + 1]);
-        store8(out + row * width + at, narrowed);
-    }
+    for (u32 at = threadIdx.x * 8; at < width; at += 256 * 8) store8(out + row * width + at, sums.of(row, at, width));
 }

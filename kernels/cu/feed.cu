@@ -2,7 +2,6 @@
 //
 // from[i] is the index of token i among the drawn tokens. With NOWHERE the host knows the token, and it is in
 // `known`.
-constexpr u32 NOWHERE = 0xffffffffu;
 
 extern "C" __global__ void __launch_bounds__(256)
 feed_tokens(u32* tokens, const u32* known, const u32* from, const u32* drawn, u32 n, u32 n_from, u32 n_drawn) {

@@ -27,9 +27,6 @@ GROUPED_FP8(grouped_rows_fp8_gated, WScales::ROWS, Gated)
 GROUPED_FP8(grouped_rows_blocks, WScales::BLOCKS, Sums<false>)
 GROUPED_FP8(grouped_rows_blocks_gated, WScales::BLOCKS, Gated)
 
-// The value of a place without a choice, as in experts.cu.
-constexpr u32 NOWHERE = 0xffffffffu;
-
 // The rows of x in FP8, with the scales of its groups of 128. to_apart, from_apart: distance between those of two groups.
 struct GatherShape { u32 tile_rows, width, per_token, n_groups, to_apart, from_apart; };
 

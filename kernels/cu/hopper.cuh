@@ -26,6 +26,10 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// Arrives when all copies that this thread issued before have landed.
+__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 // Waits until the phase of this parity is over. The hardware suspends the thread for a while in each try.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
@@ -36,12 +40,12 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 // Tiles in shared memory that are filled and emptied in turn, with one barrier for each.
 struct Ring { u32 at, full, empty; };
 
-// Initialises the barriers of a ring whose tiles n_readers empty. One thread calls this, and a barrier of all threads must
-// follow.
+// Initialises the barriers of a ring whose tiles n_writers fill and n_readers empty. One thread calls this, and a barrier of
+// all threads must follow.
 template <u32 STAGES>
-__device__ __forceinline__ void ring_started(const Ring& ring, u32 n_readers) {
+__device__ __forceinline__ void ring_started(const Ring& ring, u32 n_readers, u32 n_writers = 1) {
     for (u32 i = 0; i < STAGES; i++) {
-        barrier_start(ring.full + i * 8, 1);
+        barrier_start(ring.full + i * 8, n_writers);
         barrier_start(ring.empty + i * 8, n_readers);
     }
     barriers_started();
@@ -61,7 +65,13 @@ __device__ __forceinline__ void copy_tile(u32 to, const TensorMap& map, u32 x, u
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;"
         ::"r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "l"((u64)policy) : "memory");
 }
-// The same copy to the same place, and for the same barrier, in each block of the cluster that the mask
+// Copies the box from column x on, of eight rows of gate and of up for each unit from `unit` on, of an expert's matrix.
+__device__ __forceinline__ void copy_units(u32 to, const TensorMap& map, u32 x, u32 unit, u32 expert, u32 barrier, Policy policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;"
+        ::"r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(0), "r"(unit), "r"(expert), "l"((u64)policy) : "memory");
+}
+// The copy of copy_tile, to the same place and for the same barrier, in each block of the cluster that the mask
 // names.
 __device__ __forceinline__ void copy_tile_to_all(u32 to, const TensorMap& map, u32 x, u32 y, u32 barrier, Policy policy, u32 blocks) {
     asm volatile(

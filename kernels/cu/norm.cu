@@ -1,4 +1,5 @@
-// RMS norm of rows. It can first add the output of the layer's previous part to the residual.
+// RMS norm of rows. It can first add the output of the layer's previous part to the residual, also if that is still a sum of
+// experts.
 //
 // One block of threads has a row. Each thread keeps its part of the row in registers, so that memory is read
 // once. The norm uses the sum as stored in bf16, because later readers of the residual see the same numbers.
@@ -16,8 +17,14 @@ __device__ __forceinline__ float block_sum(float x) {
     return sum;
 }
 
-template <bool ADD, u32 PARTS>
-__device__ __forceinline__ void norm_row(bf16* out, bf16* residual, const bf16* x, const bf16* weight, u32 width, float epsilon) {
+// Rows in memory.
+struct Rows {
+    const bf16* x;
+    __device__ __forceinline__ Eight of(u64 row, u32 at, u32 width) const { return load8(x + row * width + at); }
+};
+
+template <bool ADD, u32 PARTS, typename Source>
+__device__ __forceinline__ void norm_row(bf16* out, bf16* residual, const Source& x, const bf16* weight, u32 width, float epsilon) {
     in_turn();
     u64 row = (u64)blockIdx.x * width;
     Eight part[PARTS];
@@ -26,7 +33,7 @@ __device__ __forceinline__ void norm_row(bf16* out, bf16* residual, const bf16* 
     for (u32 i = 0; i < PARTS; i++) {
         u32 at = (i * ROW_THREADS + threadIdx.x) * 8;
         if (at >= width) break;
-        part[i] = load8(x + row + at);
+        part[i] = x.of(blockIdx.x, at, width);
         if (ADD) {
             Eight before = load8(residual + row + at);
 #pragma unroll
@@ -53,8 +60,8 @@ __device__ __forceinline__ void norm_row(bf16* out, bf16* residual, const bf16* 
     }
 }
 
-template <bool ADD>
-__device__ __forceinline__ void norm_row_of(bf16* out, bf16* residual, const bf16* x, const bf16* weight, u32 width, float epsilon) {
+template <bool ADD, typename Source>
+__device__ __forceinline__ void norm_row_of(bf16* out, bf16* residual, const Source& x, const bf16* weight, u32 width, float epsilon) {
     if (width <= 2 * ROW_THREADS * 8) norm_row<ADD, 2>(out, residual, x, weight, width, epsilon);
     else norm_row<ADD, ROW_PARTS>(out, residual, x, weight, width, epsilon);
 }
@@ -62,12 +69,18 @@ __device__ __forceinline__ void norm_row_of(bf16* out, bf16* residual, const bf1
 // out = norm(x)
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 rms_norm(bf16* out, const bf16* x, const bf16* weight, u32 width, float epsilon) {
-    norm_row_of<false>(out, nullptr, x, weight, width, epsilon);
+    norm_row_of<false>(out, nullptr, Rows{x}, weight, width, epsilon);
 }
 
 // residual += x; out = norm(residual)
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 add_rms_norm(bf16* out, bf16* residual, const bf16* x, const bf16* weight,
              u32 width, float epsilon) {
+    norm_row_of<true>(out, residual, Rows{x}, weight, width, epsilon);
+}
+
+// residual += the sums of experts; out = norm(residual)
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+add_choices_rms_norm(bf16* out, bf16* residual, ChoiceSums x, const bf16* weight, u32 width, float epsilon) {
     norm_row_of<true>(out, residual, x, weight, width, epsilon);
 }

@@ -1,4 +1,4 @@
-// Common code of many_rows_fp8.cu and experts_eights.cu: from rows of bf16 to rows in FP8 (e4m3), in the layout of `Fp8Rows` in
+// Common code of many_rows_fp8.cu and experts_ring_fp8.cu: from rows of bf16 to rows in FP8 (e4m3), in the layout of `Fp8Rows` in
 // ops/fp8.rs, with a scale for each row and each 128 of k.
 __device__ __forceinline__ u32 in_fp8(float low, float high) {
     unsigned short pair;

@@ -12,7 +12,7 @@
 // a position in it. A position is found digit by digit of the key, with a histogram for each digit. Weights
 // are integers in units of 2^-40 of the best token's weight. So sums do not depend on the order in which
 // threads add, and a draw does not depend on other rows.
-constexpr u32 THREADS = 1024, BINS = 2048, TOP_MAX = 20, NOWHERE = 0xffffffffu, LATE = 0xfffffffeu;
+constexpr u32 THREADS = 1024, BINS = 2048, TOP_MAX = 20, LATE = 0xfffffffeu;
 constexpr u32 MASK_WORDS = 4096;  // words of a mask that are copied to shared memory at a time
 constexpr float NATS_MAX = 64.f, KEYS_PER_NAT = 67108864.f /* 2^26 */, WEIGHT_OF_BEST = 1099511627776.f /* 2^40 */;
 constexpr u32 FORBIDDEN = 1, SEEN = 2;

@@ -28,6 +28,9 @@ __device__ __forceinline__ u32 shared_address(const void* at) { return (u32)__cv
 __device__ __forceinline__ void copy16(u32 to, const void* from, bool wanted) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0));
 }
+__device__ __forceinline__ void copy4(u32 to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
+}
 __device__ __forceinline__ void copies_committed() { asm volatile("cp.async.commit_group;"); }
 template <u32 N>
 __device__ __forceinline__ void copies_landed_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N)); }

@@ -5,10 +5,10 @@ use std::num::NonZero;
 
 use baton_kernels::cpu::{Arithmetic, Processor};
 use baton_kernels::cuda::{
-    ComputeCard, ExpertActivations, ExpertChoice, ExpertLayer, ExpertSizes, ExpertSpace, ExpertsForm,
-    Fp8Rows, Fp8Scales, WeightMatrix,
+    ComputeCard, ExpertActivations, ExpertChoice, ExpertLayer, ExpertSizes, ExpertSpace, ExpertSums,
+    ExpertsForm, Fp8Rows, Fp8Scales, NormedRows, WeightMatrix,
 };
-use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
+use device::cuda::{Bf16, Buffer, CudaError, View};
 use serde_json::{Value, json};
 
 use super::check_products::product;
@@ -121,8 +121,8 @@ impl Widening {
     ) -> Result<Self, CudaError> {
         let is_needed =
             form == ExpertsForm::Tiles && matches!(format, ExpertFormat::Fp8(_, ExpertActivations::Full));
-        let ExpertSizes { hidden, width, n_experts, .. } = sizes;
-        let room = is_needed.then(|| card.buffer(n_experts * 2 * width * hidden)).transpose()?;
+        let ExpertSizes { hidden, width, .. } = sizes;
+        let room = is_needed.then(|| card.buffer(sizes.n_all() * 2 * width * hidden)).transpose()?;
         Ok(Self(room))
     }
 
@@ -150,13 +150,13 @@ impl Widening {
         form: ExpertsForm,
         layer: ExpertLayer<'_>,
         x: View<'_, Bf16>,
-        out: ViewMut<'_, Bf16>,
+        to: ExpertSums<'_>,
         space: &mut ExpertSpace,
     ) -> Result<(), CudaError> {
         let gate_up = self.prepared(card, layer.gate_up, layer.sizes.hidden)?;
         card.gate_experts(form, ExpertLayer { gate_up, ..layer }, x, space)?;
         let down = self.prepared(card, layer.down, layer.sizes.width)?;
-        card.sum_experts(form, ExpertLayer { down, ..layer }, out, space)
+        card.sum_experts(form, ExpertLayer { down, ..layer }, to, space)
     }
 }
 
@@ -177,10 +177,11 @@ struct Case {
 pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
     for format in ExpertFormat::all() {
         for (hidden, width, n_experts, per_row) in extent.of(format.shapes(), 2).iter().copied() {
-            for n_rows in extent.of(ROWS, 2).iter().copied().filter(|_| format.takes(hidden)) {
+            let all_rows = extent.of(ROWS, 2).iter().copied().enumerate();
+            for (nth, n_rows) in all_rows.filter(|_| format.takes(hidden)) {
                 for rows in [Rows::Drawn, Rows::Equal] {
-                    let is_normalized = n_rows % 2 == 1;
-                    let sizes = ExpertSizes { hidden, width, n_experts, per_row, is_normalized };
+                    let (n_shared, is_normalized) = ((nth + 1) % 3, n_rows % 2 == 1);
+                    let sizes = ExpertSizes { hidden, width, n_experts, per_row, n_shared, is_normalized };
                     let rules = match format {
                         ExpertFormat::Bf16 => RuleCase::all(n_experts, per_row),
                         ExpertFormat::Fp8(..) => vec![RuleCase::PLAIN],
@@ -211,14 +212,15 @@ impl Case {
         let mut router = draw.narrow(n_experts * hidden, 3.0 / (hidden as f32).sqrt());
         // The last expert has the scores of the first, so that there are ties.
         router.copy_within(0..hidden, (n_experts - 1) * hidden);
+        let n_all = sizes.n_all();
         let mut matrices = |n: usize, k: usize| -> Result<(Vec<f64>, OnCard), CudaError> {
             match format {
                 ExpertFormat::Bf16 => {
-                    let numbers = draw.narrow(n_experts * n * k, 2.0 / (k as f32).sqrt());
+                    let numbers = draw.narrow(n_all * n * k, 2.0 / (k as f32).sqrt());
                     Ok((wide(&numbers), OnCard::Bf16(card.upload(&numbers)?)))
                 }
                 ExpertFormat::Fp8(scaling, _) => {
-                    let matrix = Matrix::drawn(card, &mut draw, scaling, (n_experts * n, k))?;
+                    let matrix = Matrix::drawn(card, &mut draw, scaling, (n_all * n, k))?;
                     let numbers = matrix.wide().into_iter().map(f64::from).collect();
                     Ok((numbers, OnCard::Fp8(matrix)))
                 }
@@ -238,10 +240,39 @@ impl Case {
     }
 
     fn run(&self, card: &ComputeCard, form: ExpertsForm, x: &[Bf16]) -> Result<Vec<Bf16>, CudaError> {
-        let activations = self.format.activations();
-        let mut space = ExpertSpace::new(card, self.sizes, x.len() / self.sizes.hidden + 5, activations)?;
         let poison = vec![Bf16(0x7fc0); x.len()];
         let (x, mut out) = (card.upload(x)?, card.upload(&poison)?);
+        self.compute(card, form, x.view(), ExpertSums::Written(out.view_mut()))?;
+        card.download(out.view())
+    }
+
+    /// Adds the sums of the rows' experts to the rows, and norms the results.
+    fn run_normed(&self, card: &ComputeCard) -> Result<[Vec<Bf16>; 2], CudaError> {
+        let (x, mut residual) = (card.upload(&self.x)?, card.upload(&self.x)?);
+        let (mut out, weight) = (card.upload(&self.x)?, card.upload(&self.x[..self.sizes.hidden])?);
+        let (to, residual_to, weight) = (out.view_mut(), residual.view_mut(), weight.view());
+        let normed = NormedRows { out: to, residual: residual_to, weight, epsilon: EPSILON };
+        self.compute(card, ExpertsForm::Units, x.view(), ExpertSums::Normed(normed))?;
+        Ok([card.download(out.view())?, card.download(residual.view())?])
+    }
+
+    /// The same with the sums of [`run`](Self::run), in two steps.
+    fn norm_apart(&self, card: &ComputeCard, sums: &[Bf16]) -> Result<[Vec<Bf16>; 2], CudaError> {
+        let (sums, mut residual) = (card.upload(sums)?, card.upload(&self.x)?);
+        let (mut out, weight) = (card.upload(&self.x)?, card.upload(&self.x[..self.sizes.hidden])?);
+        card.add_rms_norm(out.view_mut(), residual.view_mut(), sums.view(), weight.view(), EPSILON)?;
+        Ok([card.download(out.view())?, card.download(residual.view())?])
+    }
+
+    fn compute(
+        &self,
+        card: &ComputeCard,
+        form: ExpertsForm,
+        x: View<'_, Bf16>,
+        to: ExpertSums<'_>,
+    ) -> Result<(), CudaError> {
+        let activations = self.format.activations();
+        let mut space = ExpertSpace::new(card, self.sizes, x.len() / self.sizes.hidden + 5, activations)?;
         let Self { sizes, gate_up_there, down_there, .. } = self;
         let mut room = Widening::new(card, self.format, form, self.sizes)?;
         let (gate_up, down) = (gate_up_there.view(), down_there.view());
@@ -252,8 +283,7 @@ impl Case {
             down,
             sizes: *sizes,
         };
-        room.compute(card, form, layer, x.view(), out.view_mut(), &mut space)?;
-        card.download(out.view())
+        room.compute(card, form, layer, x, to, &mut space)
     }
 
     fn check(&self, card: &ComputeCard, verdicts: &mut Verdicts, name: &str) -> Result<(), CudaError> {
@@ -265,6 +295,10 @@ impl Case {
         };
         let units = self.run(card, ExpertsForm::Units, &self.x)?;
         verdicts.compare(format!("{name}, units"), &certain(&wide(&units)), &certain(&reference), error);
+        let of_both = [self.run_normed(card)?, self.norm_apart(card, &units)?];
+        let [joined, apart] =
+            of_both.map(|both| both.concat().into_iter().map(|number| number.0).collect::<Vec<_>>());
+        verdicts.holds(format!("{name}, added and normed"), joined == apart);
         if card.has_many_rows() {
             let tiles = self.run(card, ExpertsForm::Tiles, &self.x)?;
             verdicts.compare(format!("{name}, tiles"), &certain(&wide(&tiles)), &certain(&reference), error);
@@ -299,7 +333,8 @@ impl Case {
             let (experts, is_certain) = self.rule.chosen(scores, self.sizes);
             are_certain.push(is_certain);
             let mut sum = vec![0.0; hidden];
-            for (expert, weight) in experts {
+            let shared = (n_experts..self.sizes.n_all()).map(|expert| (expert, 1.0));
+            for (expert, weight) in experts.into_iter().chain(shared) {
                 let gate_up = &self.gate_up[expert * 2 * width * hidden..(expert + 1) * 2 * width * hidden];
                 let dot = |row: &[f64], of: &[f64]| -> f64 { row.iter().zip(of).map(|(a, b)| a * b).sum() };
                 let both: Vec<f64> = gate_up.chunks(hidden).map(|row| dot(row, x)).collect();
@@ -330,10 +365,12 @@ impl Case {
 
 /// The layers whose speed is measured: that of Qwen3-30B-A3B, and in bf16 also that of DeepSeek-V2-Lite.
 const QWEN: ExpertSizes =
-    ExpertSizes { hidden: 2048, width: 768, n_experts: 128, per_row: 8, is_normalized: true };
+    ExpertSizes { hidden: 2048, width: 768, n_experts: 128, per_row: 8, n_shared: 0, is_normalized: true };
 const DEEPSEEK: ExpertSizes =
-    ExpertSizes { hidden: 2048, width: 1408, n_experts: 64, per_row: 6, is_normalized: false };
+    ExpertSizes { hidden: 2048, width: 1408, n_experts: 64, per_row: 6, n_shared: 2, is_normalized: false };
 const N_LAUNCHES: usize = 20;
+/// The addend of norms.
+const EPSILON: f32 = 1e-6;
 /// The number of layers in turn, so that weights are in no cache.
 const N_LAYERS: usize = 4;
 
@@ -363,17 +400,17 @@ fn measure_layer(
     format: ExpertFormat,
     sizes: ExpertSizes,
 ) -> Result<Vec<Value>, CudaError> {
-    let ExpertSizes { hidden, width, n_experts, per_row, .. } = sizes;
+    let ExpertSizes { hidden, width, n_experts, .. } = sizes;
     let router = card.upload(&Draw::new(34).narrow(n_experts * hidden, 0.05))?;
     let layer = |_| -> Result<[OnCard; 2], CudaError> {
         Ok([
-            measured(card, format, n_experts * 2 * width, hidden)?,
-            measured(card, format, n_experts * hidden, width)?,
+            measured(card, format, sizes.n_all() * 2 * width, hidden)?,
+            measured(card, format, sizes.n_all() * hidden, width)?,
         ])
     };
     let layers = (0..N_LAYERS).map(layer).collect::<Result<Vec<_>, _>>()?;
     let mut lines = vec![];
-    for n_rows in [1, 8, 64, 256, 512, 1024, 8192] {
+    for n_rows in [1, 8, 32, 64, 128, 256, 512, 1024, 2048, 8192] {
         let x = card.upload(&Draw::new(36).narrow(n_rows * hidden, 1.0))?;
         let (mut space, mut out) = (
             ExpertSpace::new(card, sizes, n_rows, format.activations())?,
@@ -381,7 +418,7 @@ fn measure_layer(
         );
         for form in [ExpertsForm::Units, ExpertsForm::Tiles] {
             let is_far = (form == ExpertsForm::Tiles) != (n_rows > 512);
-            if !card.has_many_rows() && form == ExpertsForm::Tiles || is_far && !(64..=1024).contains(&n_rows)
+            if !card.has_many_rows() && form == ExpertsForm::Tiles || is_far && !(64..=2048).contains(&n_rows)
             {
                 continue;
             }
@@ -390,9 +427,9 @@ fn measure_layer(
                 let [gate_up, down] = layers[nth % N_LAYERS].each_ref().map(OnCard::view);
                 let layer =
                     ExpertLayer { router: router.view(), choice: ExpertChoice::PLAIN, gate_up, down, sizes };
-                room.compute(card, form, layer, x.view(), out.view_mut(), &mut space)
+                room.compute(card, form, layer, x.view(), ExpertSums::Written(out.view_mut()), &mut space)
             })?;
-            let flop = (6 * n_rows * per_row * hidden * width) as f64;
+            let flop = (6 * n_rows * sizes.n_choices() * hidden * width) as f64;
             let what = format!("{n_experts} experts in {}, {n_rows} rows, {form:?}", format.name());
             eprintln!("{what}: {:.1} us, {:.1} TFLOP/s", time * 1e6, flop / time / 1e12);
             lines.push(json!({"what": what, "us": time * 1e6, "flop_per_s": flop / time}));

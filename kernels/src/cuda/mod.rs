@@ -14,14 +14,14 @@ pub mod matmul;
 
 pub use compute_card::ComputeCard;
 pub use masks::{StepMasks, TokenMasks};
-pub use matmul::{Epilogue, Factors, NormedRows, OutputRows, ProductOutput, ProductShape, Products};
+pub use matmul::{Epilogue, Factors, OutputRows, ProductOutput, ProductShape, Products};
 pub use ops::{
     AddedRows, CountBetter, DecodeAttention, DrawRow, DummyPart, EDIT_WORDS, Ending, ExpandedAttention,
-    ExpertActivations, ExpertChoice, ExpertLayer, ExpertSizes, ExpertSpace, ExpertsForm, FeedTokens,
-    FewRowsForm, Fp8Rows, Fp8Scales, FusedKernel, FusedProduct, HeadsRows, KvNumber, KvPages, LATE,
-    LatentAttention, LatentQueries, LatentRows, LogitEdit, MANY_FP8_FORMS, ManyFp8Form, ManyRows, NOWHERE,
-    NormedLatents, Outcome, PendingNorm, PrefillAttention, PrefillSequence, QuantizedRows, RopeWriteKv,
-    SKINNY_FORMS, SampleTokens, SkinnyForm, Standing, SumRows, TOP_MAX, TurnedHeads, WeightMatrix,
-    WidenedPages, WidenedSize, WriteLatents,
+    ExpertActivations, ExpertChoice, ExpertLayer, ExpertSizes, ExpertSpace, ExpertSums, ExpertsForm,
+    FeedTokens, FewRowsForm, Fp8Rows, Fp8Scales, FusedKernel, FusedProduct, HeadsRows, KvNumber, KvPages,
+    LATE, LatentAttention, LatentQueries, LatentRows, LogitEdit, MANY_FP8_FORMS, ManyFp8Form, ManyRows,
+    NOWHERE, NormedLatents, NormedRows, Outcome, PendingNorm, PrefillAttention, PrefillSequence,
+    QuantizedRows, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm, Standing, SumRows, TOP_MAX,
+    TurnedHeads, WeightMatrix, WidenedPages, WidenedSize, WriteLatents,
 };
 pub use peers::{CommonParams, LostFlag, PEERS_MAX, Peers, RankMemory};

@@ -35,7 +35,7 @@ macro_rules! source {
 /// architecture.
 pub const SOURCES: &[Source] = &[
     source!("embedding.cu", ["embedding"]),
-    source!("norm.cu", ["rms_norm", "add_rms_norm"]),
+    source!("norm.cu", ["rms_norm", "add_rms_norm", "add_choices_rms_norm"], "choice_sums.cuh"),
     source!("silu.cu", ["silu_mul"]),
     source!(
         "rope.cu",
@@ -323,10 +323,11 @@ pub const SOURCES: &[Source] = &[
             "sum_choices",
             "place_and_order",
         ],
+        "choice_sums.cuh",
         "tensor.cuh",
         "rounding.cuh",
-        "expert_places.cuh",
         "expert_rows.cuh",
+        "expert_places.cuh",
         "expert_units.cuh"
     ),
     source!(
@@ -346,24 +347,30 @@ pub const SOURCES: &[Source] = &[
         "expert_units.cuh"
     ),
     source!(
-        "experts_eights.cu",
+        "experts_ring.cu",
+        ["experts_ring_gated", "experts_ring_summed"],
+        "tensor.cuh",
+        "hopper.cuh",
+        "expert_rows.cuh",
+        "expert_ring.cuh"
+    )
+    .on_hopper(),
+    source!(
+        "experts_ring_fp8.cu",
         [
-            "experts_eights_gated_8",
-            "experts_eights_gated_32",
-            "experts_eights_summed_8",
-            "experts_eights_summed_32",
-            "experts_eight_blocks_gated_8",
-            "experts_eight_blocks_gated_32",
-            "experts_eight_blocks_summed_8",
-            "experts_eight_blocks_summed_32",
+            "experts_ring_fp8_gated",
+            "experts_ring_fp8_summed",
+            "experts_ring_blocks_gated",
+            "experts_ring_blocks_summed",
             "place_and_quantize",
         ],
         "tensor.cuh",
         "hopper.cuh",
         "rounding.cuh",
         "quantize.cuh",
+        "expert_rows.cuh",
         "expert_places.cuh",
-        "expert_rows.cuh"
+        "expert_ring.cuh"
     )
     .on_hopper(),
     source!(

@@ -184,7 +184,8 @@ impl ModelDescription {
 
     /// Returns the sizes of one GPU's share.
     pub(super) fn sizes(&self, stage: StageShare, share: Share) -> Result<Sizes, OpenError> {
-        let sizes = Sizes::of(&self.folder.config, self.heads, share)?.padded_for(&self.formats);
+        let sizes = Sizes::of(&self.folder.config, self.heads, share)?;
+        let sizes = sizes.for_formats(&self.folder.config, &self.formats);
         Ok(Sizes { stage, ..sizes })
     }
 

@@ -7,8 +7,9 @@
 
 use device::cuda::{Bf16, Buffer, CudaError, RowShare, View, ViewMut};
 use kernels::cuda::{
-    AddedRows, ComputeCard, Ending, Epilogue, ExpertSpace, ExpertsForm, FusedKernel, FusedProduct, HeadsRows,
-    NormedRows, OutputRows, Peers, PendingNorm, ProductShape, Products, RopeWriteKv, SumRows,
+    AddedRows, ComputeCard, Ending, Epilogue, ExpertSpace, ExpertSums, ExpertsForm, FusedKernel,
+    FusedProduct, HeadsRows, NormedRows, OutputRows, Peers, PendingNorm, ProductShape, Products, RopeWriteKv,
+    SumRows,
 };
 
 use super::decoder::{Decoder, LayerPlace, Pass};
@@ -169,11 +170,24 @@ impl Decoder {
             FeedForward::Dense(dense) => self.add_output(pass, LayerOutput::Gated, &dense.down, after),
             FeedForward::Experts(experts) => {
                 let n = pass.dims.n_tokens;
-                let Workspace { given, experts: space, .. } = &mut *pass.space;
-                let (given, space) = (given.view_mut().slice(0..n * self.sizes.hidden), expert_space(space)?);
+                let numbers = 0..n * self.sizes.hidden;
+                let Workspace { given, normed, residual, experts: space, .. } = &mut *pass.space;
+                let space = expert_space(space)?;
                 let form = self.experts_form(pass.card, experts, space, n);
-                pass.products.sum_experts(pass.card, form, experts.layer(), given, space)?;
-                self.add_given(pass, after.norm)?;
+                // Ranks add up the sums of their experts first.
+                let sums = match pass.peers {
+                    Some(_) => ExpertSums::Written(given.view_mut().slice(numbers)),
+                    None => ExpertSums::Normed(NormedRows {
+                        out: normed.view_mut().slice(numbers.clone()),
+                        residual: residual.view_mut().slice(numbers),
+                        weight: after.norm.view(),
+                        epsilon: self.epsilon,
+                    }),
+                };
+                pass.products.sum_experts(pass.card, form, experts.layer(), sums, space)?;
+                if pass.peers.is_some() {
+                    self.add_given(pass, after.norm)?;
+                }
                 match &experts.shared {
                     None => Ok(NormState::Whole),
                     // The residual has the sum of the chosen experts. Only the norm after this sum is read.

@@ -150,8 +150,8 @@ impl Loader<'_> {
         let ExpertSizes { hidden, width, n_experts, .. } = sizes;
         let range = self.sizes.share.range(mixture.intermediate);
         let mut router = self.arena.buffer(n_experts * hidden)?;
-        let mut gate_up = self.weight(n_experts * 2 * width, hidden, format)?;
-        let mut down = self.weight(n_experts * hidden, width, format)?;
+        let mut gate_up = self.weight(sizes.n_all() * 2 * width, hidden, format)?;
+        let mut down = self.weight(sizes.n_all() * hidden, width, format)?;
         let part = |range| MatrixPart { range, padded: PaddedDimension::Neither };
         self.put_matrix(
             Rows::Bf16(router.view_mut()),
@@ -171,6 +171,22 @@ impl Loader<'_> {
             let names: Vec<String> = nth.map(|nth| named(2, nth)).collect();
             let shape = MatrixShape { rows: hidden, cols: mixture.intermediate };
             self.put_matrices(to, &names, shape, part(ShardRange::Columns(range.clone())))?;
+        }
+        for nth in 0..sizes.n_shared {
+            let first = nth * mixture.intermediate;
+            let (range, n_rows) =
+                (first + range.start..first + range.end, sizes.n_shared * mixture.intermediate);
+            let named = |matrix: &str| format!("{layer}.{}.{matrix}.weight", mixture.shared_part());
+            let expert = n_experts + nth;
+            for (half, matrix) in ["gate_proj", "up_proj"].into_iter().enumerate() {
+                let first = (2 * expert + half) * width;
+                let to = gate_up.rows_mut(first..first + width, hidden);
+                let shape = MatrixShape { rows: n_rows, cols: hidden };
+                self.put_matrix(to, &named(matrix), shape, part(ShardRange::Rows(range.clone())))?;
+            }
+            let to = down.rows_mut(expert * hidden..(expert + 1) * hidden, width);
+            let shape = MatrixShape { rows: hidden, cols: n_rows };
+            self.put_matrix(to, &named("down_proj"), shape, part(ShardRange::Columns(range)))?;
         }
         let correction = match mixture.correction() {
             None => None,
@@ -192,7 +208,7 @@ impl Loader<'_> {
         mixture: &Mixture,
         format: WeightFormat,
     ) -> Result<Option<Box<DenseWeights>>, OpenError> {
-        let Some(width) = mixture.shared else { return Ok(None) };
+        let Some(width) = mixture.shared.filter(|_| self.sizes.shared > 0) else { return Ok(None) };
         let part = format!("{layer}.{}", mixture.shared_part());
         Ok(Some(Box::new(DenseWeights {
             gate_up: self.gate_up(&part, width, format)?,

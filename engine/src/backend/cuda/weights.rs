@@ -80,7 +80,7 @@ pub(super) struct ExpertWeights {
     /// For each expert the rows of down.
     pub(super) down: Weight,
     pub(super) sizes: ExpertSizes,
-    /// The experts that compute every row, as one.
+    /// The experts that compute every row, as one, if they are not among the others.
     pub(super) shared: Option<Box<DenseWeights>>,
 }
 
@@ -183,7 +183,7 @@ pub(super) struct Sizes {
     pub(super) hidden: usize,
     /// The rank's share of the width of dense feed-forward parts; 0 if all layers have experts.
     pub(super) intermediate: usize,
-    /// The rank's share of the width of shared experts; 0 without them.
+    /// The rank's share of the width of shared experts that are matrices of their own; 0 without them.
     pub(super) shared: usize,
     /// The rank's share of each layer of experts.
     pub(super) experts: Option<ExpertSizes>,
@@ -216,6 +216,7 @@ impl Sizes {
                 width: share.width(mixture.intermediate),
                 n_experts: mixture.n_experts,
                 per_row: mixture.per_token,
+                n_shared: 0,
                 is_normalized: mixture.is_normalized,
             }),
             vocab: config.vocab,
@@ -230,14 +231,18 @@ impl Sizes {
         })
     }
 
-    /// Returns the sizes for layers of these formats: kernels for experts in FP8 need an inner layer whose width is a
-    /// multiple of 64. The rest is zeroes.
-    pub(super) fn padded_for(self, formats: &[LayerFormats]) -> Self {
-        if !formats.iter().any(|layer| layer.has_fp8_experts()) {
-            return self;
-        }
-        let pad = |experts: ExpertSizes| ExpertSizes { width: Fp8Rows::width(experts.width), ..experts };
-        Self { experts: self.experts.map(pad), ..self }
+    /// Returns the sizes for layers of these formats. Shared experts become experts that compute every row, if they can.
+    /// Kernels for experts in FP8 need an inner layer whose width is a multiple of 64. The rest is zeroes.
+    pub(super) fn for_formats(self, config: &ModelConfig, formats: &[LayerFormats]) -> Self {
+        let is_padded = formats.iter().any(|layer| layer.has_fp8_experts());
+        let n_shared = config.mixture.as_ref().map_or(0, |mixture| n_joined(mixture, formats));
+        let shared = if n_shared > 0 { 0 } else { self.shared };
+        let experts = self.experts.map(|experts| ExpertSizes {
+            width: if is_padded { Fp8Rows::width(experts.width) } else { experts.width },
+            n_shared,
+            ..experts
+        });
+        Self { experts, shared, ..self }
     }
 
     /// Checks that widths are multiples of 8, the number that kernels load at a time, and that kernels take
@@ -304,11 +309,12 @@ impl Sizes {
             (FeedForwardFormats::Dense { gate_up, down }, _) => {
                 all.extend([(2 * intermediate, hidden, gate_up), (hidden, intermediate, down)]);
             }
-            (FeedForwardFormats::Experts { routed, shared }, Some(ExpertSizes { width, n_experts, .. })) => {
+            (FeedForwardFormats::Experts { routed, shared }, Some(experts)) => {
+                let (width, n_all) = (experts.width, experts.n_all());
                 all.extend([
-                    (n_experts, hidden, WeightFormat::Bf16),
-                    (n_experts * 2 * width, hidden, routed),
-                    (n_experts * hidden, width, routed),
+                    (experts.n_experts, hidden, WeightFormat::Bf16),
+                    (n_all * 2 * width, hidden, routed),
+                    (n_all * hidden, width, routed),
                 ]);
                 if self.shared > 0 {
                     all.extend([(2 * self.shared, hidden, shared), (hidden, self.shared, shared)]);
@@ -419,6 +425,21 @@ pub(super) fn all_of(layers: &[LayerWeights], which: MatrixKind) -> Vec<WeightMa
     layers.iter().filter_map(which).map(|linear| linear.weight.view()).collect()
 }
 
+/// Returns the number of experts that a mixture's shared experts become, each as wide as a routed one; 0 if they stay
+/// matrices of their own.
+fn n_joined(mixture: &Mixture, formats: &[LayerFormats]) -> usize {
+    let inner = mixture.intermediate;
+    let n = mixture.shared.filter(|width| width.is_multiple_of(inner)).map_or(0, |width| width / inner);
+    let can_join = |layer: &LayerFormats| match layer.feed_forward {
+        FeedForwardFormats::Dense { .. } => true,
+        FeedForwardFormats::Experts { routed, shared } => {
+            routed == shared && (!layer.has_blocks() || inner.is_multiple_of(Fp8Scales::BLOCK_COLUMNS))
+        }
+    };
+    let has_room = mixture.n_experts + n <= EXPERTS_MAX && mixture.per_token + n <= EXPERTS_OF_ROW_MAX;
+    if has_room && formats.iter().all(can_join) { n } else { 0 }
+}
+
 fn has_dense(config: &ModelConfig) -> bool {
     config.mixture.as_ref().is_none_or(|mixture| mixture.layers.contains(&false))
 }
@@ -480,6 +501,42 @@ mod tests {
     }
 
     #[test]
+    fn shared_experts_of_the_others_format_join_them() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../bench/shapes/deepseek-v2-lite");
+        let config = ModelFolder::open(&folder).expect("it opens").config;
+        let heads = Heads::of(config.head_dim).expect("a size for kernels");
+        let all_in = |format| LayerFormats::all_in(format, config.n_layers, config.mixture.as_ref());
+        let apart = |routed, shared| {
+            let mut formats = all_in(routed);
+            for layer in &mut formats {
+                if matches!(layer.feed_forward, FeedForwardFormats::Experts { .. }) {
+                    layer.feed_forward = FeedForwardFormats::Experts { routed, shared };
+                }
+            }
+            formats
+        };
+        let in_blocks = WeightFormat::Fp8(Fp8Scales::OfBlocks);
+        for share in Share::of_all(2).chain([Share::WHOLE]) {
+            let separate = Sizes::of(&config, heads, share).expect("multiples of 8");
+            for format in [WeightFormat::Bf16, WeightFormat::OF_ROWS, in_blocks] {
+                let joined = separate.for_formats(&config, &all_in(format));
+                assert_eq!(
+                    (joined.experts.map(ExpertSizes::n_all), joined.shared),
+                    (Some(66), 0),
+                    "{format:?}"
+                );
+                assert_eq!(
+                    joined.bytes(&all_in(WeightFormat::Bf16)),
+                    separate.bytes(&all_in(WeightFormat::Bf16))
+                );
+            }
+            let formats = apart(WeightFormat::OF_ROWS, WeightFormat::Bf16);
+            let kept = separate.for_formats(&config, &formats);
+            assert_eq!((kept.experts.map(ExpertSizes::n_all), kept.shared), (Some(64), separate.shared));
+        }
+    }
+
+    #[test]
     fn the_bytes_of_experts_and_of_their_ranks_count() {
         let config = Path::new(env!("CARGO_MANIFEST_DIR")).join("../bench/shapes/qwen3-30b-a3b");
         let config = ModelFolder::open(&config).expect("it opens").config;
@@ -508,8 +565,8 @@ mod tests {
         assert_eq!(whole.bytes(&in_blocks), numbers + 2 * (vocabulary + routers) + 4 * n_scales);
         // On 8 ranks an expert has 96 of 768 numbers, and on the GPU 128, the last 32 of them zeroes.
         let eighth = sizes(Share { nth: 3, n_ranks: 8 });
-        let widths =
-            [&formats, &in_rows].map(|formats| eighth.padded_for(formats).experts.map(|sizes| sizes.width));
+        let widths = [&formats, &in_rows]
+            .map(|formats| eighth.for_formats(&config, formats).experts.map(|it| it.width));
         assert_eq!(widths, [Some(96), Some(128)]);
         let embedding = 151_936 * 2048;
         for share in Share::of_all(2) {

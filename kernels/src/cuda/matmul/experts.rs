@@ -1,9 +1,9 @@
 //! Layers of experts whose matrices may have to be widened first.
 
-use device::cuda::{Bf16, CudaError, View, ViewMut};
+use device::cuda::{Bf16, CudaError, View};
 
 use super::super::ComputeCard;
-use super::super::ops::{ExpertActivations, ExpertLayer, ExpertSpace, ExpertsForm, WeightMatrix};
+use super::super::ops::{ExpertActivations, ExpertLayer, ExpertSpace, ExpertSums, ExpertsForm, WeightMatrix};
 use super::Products;
 
 impl Products {
@@ -26,11 +26,11 @@ impl Products {
         card: &ComputeCard,
         form: ExpertsForm,
         layer: ExpertLayer<'_>,
-        out: ViewMut<'_, Bf16>,
+        to: ExpertSums<'_>,
         space: &mut ExpertSpace,
     ) -> Result<(), CudaError> {
         let down = self.for_experts(card, form, layer.down, layer.sizes.width, space.activations())?;
-        card.sum_experts(form, ExpertLayer { down, ..layer }, out, space)
+        card.sum_experts(form, ExpertLayer { down, ..layer }, to, space)
     }
 
     /// Returns the matrices in the format that this form takes.

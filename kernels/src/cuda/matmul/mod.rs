@@ -31,7 +31,7 @@ use super::ops::{
 };
 use cublaslt::{Algorithm, Lt, Plan};
 use factors::{Prepared, Room, RoundedRoom};
-pub use output::{Epilogue, NormedRows, OutputRows, ProductOutput};
+pub use output::{Epilogue, OutputRows, ProductOutput};
 pub use tuning::{Choices, TUNED_ROWS, tuned_rows};
 
 /// The shape of a product: rows of `k` numbers with a matrix of `n` rows of `k`.

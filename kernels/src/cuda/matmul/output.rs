@@ -5,7 +5,7 @@ use std::ops::Range;
 use device::cuda::{Bf16, CudaError, View, ViewMut};
 
 use super::super::ComputeCard;
-use super::super::ops::Ending;
+use super::super::ops::{Ending, NormedRows};
 
 /// The output of a product, and the work after it.
 #[derive(Debug)]
@@ -27,15 +27,6 @@ pub enum Epilogue<'a> {
     /// The product has the columns of a gate and then of up: `silu(gate) * up`.
     Gate(ViewMut<'a, Bf16>),
     Norm(NormedRows<'a>),
-}
-
-/// The product is added to the residual; `out` receives the residual's norm.
-#[derive(Debug)]
-pub struct NormedRows<'a> {
-    pub residual: ViewMut<'a, Bf16>,
-    pub out: ViewMut<'a, Bf16>,
-    pub weight: View<'a, Bf16>,
-    pub epsilon: f32,
 }
 
 impl OutputRows<'_> {

@@ -1,6 +1,6 @@
 //! The products of a layer of experts: units of few rows, or tiles of many rows.
 
-use super::expert_space::{ExpertSizes, ExpertSpace, ExpertsForm};
+use super::expert_space::{ExpertSpace, ExpertsForm};
 use super::experts_fp8::not_widened;
 use super::many_rows::{self, MatrixTiles};
 use super::{
@@ -33,34 +33,6 @@ const SUMMED_FP8: KernelNames = kernel_names!("experts_fp8_summed", "grouped_row
 const GATED_BLOCKS: KernelNames = kernel_names!("experts_blocks_gated", "grouped_rows_blocks_gated");
 const SUMMED_BLOCKS: KernelNames = kernel_names!("experts_blocks_summed", "grouped_rows_blocks");
 
-/// The names of the kernels for 8 and for 32 rows of an expert, for both factors in FP8.
-struct EightsNames([&'static str; 2]);
-
-macro_rules! eights_names {
-    ($eights:literal) => {
-        EightsNames([concat!($eights, "_8"), concat!($eights, "_32")])
-    };
-}
-
-const EIGHTS_GATED: EightsNames = eights_names!("experts_eights_gated");
-const EIGHTS_SUMMED: EightsNames = eights_names!("experts_eights_summed");
-const EIGHT_BLOCKS_GATED: EightsNames = eights_names!("experts_eight_blocks_gated");
-const EIGHT_BLOCKS_SUMMED: EightsNames = eights_names!("experts_eight_blocks_summed");
-/// For each name, the most rows of an expert that are computed at a time.
-const EIGHTS_ROWS: [usize; 2] = [8, 32];
-/// Up to this average number of rows of an expert, almost none has more than 8.
-const EIGHTS_OF_8: usize = 1;
-/// The threads of a group, the most groups of a block, and the bytes of the ring of a group, as in `experts_eights.cu`.
-const GROUP_THREADS: u32 = 128;
-const GROUPS_MAX: usize = 4;
-const RING_BYTES: usize = 4 * 64 * 128;
-/// The shared memory of a block on Hopper, without what the kernels declare. The groups' memory begins at a multiple of 1,024.
-const BLOCK_BYTES: usize = 226 << 10;
-const ALIGN_BYTES: usize = 1024;
-/// The rows of a box of weights: eight of gate or of up, or all of a unit.
-const GATED_BOX: usize = 8;
-const SUMMED_BOX: usize = 64;
-
 /// Which of an expert's two products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ExpertPart {
@@ -83,29 +55,33 @@ impl KernelNames {
 
 /// The fields of the struct of this name in expert_units.cuh, in the same order, as in all structs below.
 #[repr(C)]
-struct ExpertRows {
+pub(super) struct ExpertRows {
     starts: u64,
     counts: u64,
-    touched: u64,
+    items: u64,
     choices: u64,
 }
 
 #[repr(C)]
-struct UnitsShape {
+pub(super) struct UnitsShape {
     n: u32,
     k: u32,
-    n_experts: u32,
+    n_items_max: u32,
     per_row: u32,
 }
 
 impl UnitsShape {
     /// Describes matrices of `n` rows of `k` numbers, with padding.
-    fn of(kernel: &'static str, [n, k]: [usize; 2], sizes: ExpertSizes) -> Result<Self, CudaError> {
+    pub(super) fn of(
+        kernel: &'static str,
+        [n, k]: [usize; 2],
+        space: &ExpertSpace,
+    ) -> Result<Self, CudaError> {
         Ok(Self {
             n: number(kernel, n)?,
             k: number(kernel, k)?,
-            n_experts: number(kernel, sizes.n_experts)?,
-            per_row: number(kernel, sizes.per_row)?,
+            n_items_max: number(kernel, space.n_items_max())?,
+            per_row: number(kernel, space.sizes.n_choices())?,
         })
     }
 }
@@ -137,21 +113,12 @@ struct GroupedEightsShape {
     x_scales: u64,
 }
 
-/// The fields of the struct of this name in experts_eights.cu, in the same order.
-#[repr(C)]
-struct EightsShape {
-    of: UnitsShape,
-    x_apart: u32,
-    w_scales: u64,
-    x_scales: u64,
-}
-
 impl ExpertSpace {
-    fn expert_rows(&self) -> ExpertRows {
+    pub(super) fn expert_rows(&self) -> ExpertRows {
         ExpertRows {
             starts: self.starts.view().address(),
             counts: self.counts.view().address(),
-            touched: self.touched.view().address(),
+            items: self.items.view().address(),
             choices: self.choices.view().address(),
         }
     }
@@ -169,60 +136,7 @@ pub(super) struct ExpertProduct<'a> {
     pub(super) y_width: usize,
 }
 
-/// Returns the number of groups of a block that multiplies `rows` rows of `k` numbers in FP8 at a time, and the shared
-/// memory of the block. Without room for a group, the number is zero.
-fn eights_groups(rows: usize, k: usize) -> (usize, usize) {
-    let n_steps = k.div_ceil(128);
-    let group = RING_BYTES + (n_steps * rows * (128 + size_of::<f32>())).next_multiple_of(ALIGN_BYTES);
-    let n = ((BLOCK_BYTES - ALIGN_BYTES) / group).min(GROUPS_MAX);
-    (n, ALIGN_BYTES + n * group)
-}
-
 impl ComputeCard {
-    /// Returns whether units multiply rows in FP8, so that no weight is widened.
-    pub(super) fn has_eights(&self, space: &ExpertSpace) -> bool {
-        let ExpertSizes { hidden, width, .. } = space.sizes;
-        let has_room = eights_groups(EIGHTS_ROWS[0], hidden.max(width)).0 > 0;
-        space.quantized.is_some() && has_room && self.has(EIGHTS_GATED.0[0])
-    }
-
-    /// Multiplies rows in FP8 by units.
-    fn multiply_eights(
-        &self,
-        product: ExpertProduct<'_>,
-        w: Fp8Rows<'_>,
-        space: &ExpertSpace,
-        n_rows: usize,
-    ) -> Result<(), CudaError> {
-        let ExpertProduct { part, x, y, n, k, .. } = product;
-        let Some(quantized) = &space.quantized else { return not_widened() };
-        let ExpertSizes { n_experts, per_row, .. } = space.sizes;
-        let names = match (part, w.scaling) {
-            (ExpertPart::Gated, Fp8Scales::OfRows) => EIGHTS_GATED,
-            (ExpertPart::Summed, Fp8Scales::OfRows) => EIGHTS_SUMMED,
-            (ExpertPart::Gated, Fp8Scales::OfBlocks) => EIGHT_BLOCKS_GATED,
-            (ExpertPart::Summed, Fp8Scales::OfBlocks) => EIGHT_BLOCKS_SUMMED,
-        };
-        let are_many = n_rows * per_row > EIGHTS_OF_8 * n_experts && eights_groups(EIGHTS_ROWS[1], k).0 > 0;
-        let form = usize::from(are_many);
-        let (kernel, (n_groups, bytes)) = (names.0[form], eights_groups(EIGHTS_ROWS[form], k));
-        let (box_rows, n_x, x_scales) = match part {
-            ExpertPart::Gated => (GATED_BOX, n_rows, &quantized.x_scales),
-            ExpertPart::Summed => (SUMMED_BOX, n_rows * per_row, &quantized.scales),
-        };
-        let width = Fp8Rows::width(k);
-        let shape = EightsShape {
-            of: UnitsShape::of(kernel, [n, width], space.sizes)?,
-            x_apart: number(kernel, QuantizedRows::scales_apart(n_x))?,
-            w_scales: w.scales.address(),
-            x_scales: x_scales.view().address(),
-        };
-        let of_w = TensorMap::of_fp8(w.numbers.address(), w.n_rows(k), width, box_rows)?;
-        let blocks = (self.n_multiprocessors() as usize, 1, 1);
-        let config = Grid::of(blocks, n_groups as u32 * GROUP_THREADS, number(kernel, bytes)?);
-        launch!(self, kernel, config, &y, &of_w, &x, &space.expert_rows(), &shape)
-    }
-
     pub(super) fn multiply_experts(
         &self,
         form: ExpertsForm,
@@ -243,16 +157,20 @@ impl ComputeCard {
         n_rows: usize,
     ) -> Result<(), CudaError> {
         let ExpertProduct { part, w, x, y, n, k, .. } = product;
-        if let WeightMatrix::Fp8(w) = w
-            && self.has_eights(space)
-        {
-            return self.multiply_eights(product, w, space, n_rows);
+        match w {
+            WeightMatrix::Bf16(w) | WeightMatrix::Widened(w) if self.has_ring() => {
+                return self.multiply_in_ring(&product, w, space);
+            }
+            WeightMatrix::Fp8(w) if self.has_fp8_ring(space) => {
+                return self.multiply_fp8_in_ring(&product, w, space, n_rows);
+            }
+            _ => {}
         }
         let names = KernelNames::of(part, w.fp8_scales());
         let (kernel, blocks) = if n_rows <= 8 { (names.of_8, 3) } else { (names.of_32, 2) };
         let rows = space.expert_rows();
         let width = if w.fp8_scales().is_some() { Fp8Rows::width(k) } else { k };
-        let shape = UnitsShape::of(kernel, [n, width], space.sizes)?;
+        let shape = UnitsShape::of(kernel, [n, width], space)?;
         let config = grid(self.n_multiprocessors() as usize * blocks, 1, UNIT_THREADS);
         match w {
             WeightMatrix::Bf16(w) | WeightMatrix::Widened(w) => {
@@ -353,28 +271,8 @@ fn grouped_shape(
     })
 }
 
-/// Returns the most dynamic shared memory of a kernel for tiles, or for units of rows in FP8.
+/// Returns the dynamic shared memory of a kernel for tiles.
 pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
     let all = [GATED, SUMMED, GATED_FP8, SUMMED_FP8, GATED_BLOCKS, SUMMED_BLOCKS];
-    let eights = [EIGHTS_GATED, EIGHTS_SUMMED, EIGHT_BLOCKS_GATED, EIGHT_BLOCKS_SUMMED];
-    match eights.iter().any(|names| names.0.contains(&kernel)) {
-        true => Some(BLOCK_BYTES as u32),
-        false => all.iter().any(|names| names.tiles == kernel).then_some(many_rows::SHARED_BYTES),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_block_has_as_many_groups_as_its_shared_memory_has_room_for() {
-        for (rows, k, expected) in
-            [(8, 64, 4), (8, 2048, 4), (32, 768, 3), (32, 2048, 2), (8, 7168, 2), (32, 7168, 0)]
-        {
-            let (n, bytes) = eights_groups(rows, k);
-            assert_eq!(n, expected, "{rows} rows of {k}");
-            assert!(bytes <= BLOCK_BYTES, "{rows} rows of {k}: {bytes} bytes");
-        }
-    }
+    all.iter().any(|names| names.tiles == kernel).then_some(many_rows::SHARED_BYTES)
 }

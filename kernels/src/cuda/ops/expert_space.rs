@@ -11,6 +11,9 @@ pub(super) const PLACE_THREADS: u32 = 512;
 pub(super) const ROW_THREADS: u32 = 256;
 pub(super) const GATHER_BLOCKS: usize = 8;
 
+/// The most rows of an item, as in `expert_rows.cuh`.
+pub(super) const ITEM_ROWS: usize = 64;
+
 /// The numbers of rows and of experts that a block scores, as in `experts.cu`.
 pub(super) const SCORE_ROWS: usize = 8;
 pub(super) const SCORE_EXPERTS: usize = 16;
@@ -22,8 +25,10 @@ pub struct ExpertSizes {
     /// The width of an expert's inner layer.
     pub width: usize,
     pub n_experts: usize,
-    /// The number of experts that compute each row.
+    /// The number of experts that are chosen for each row.
     pub per_row: usize,
+    /// The number of experts after the others that compute every row.
+    pub n_shared: usize,
     /// Whether the weights of a row's experts add up to one.
     pub is_normalized: bool,
 }
@@ -31,8 +36,8 @@ pub struct ExpertSizes {
 /// How the rows of experts are multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExpertsForm {
-    /// Units of 16 or 32 rows of a matrix, up to 8 or 32 rows of an expert at a time. A row's result does not depend
-    /// on the other rows.
+    /// Items of up to 64 rows of an expert, with units of some rows of its matrix. On Hopper, units of 128 rows pass through
+    /// a ring in shared memory. A row's result does not depend on the other rows.
     Units,
     /// Tiles of 128 rows of an expert. On Hopper only.
     Tiles,
@@ -59,7 +64,7 @@ pub struct ExpertSpace {
     pub(super) n_scored: Buffer<u32>,
     pub(super) starts: Buffer<u32>,
     pub(super) counts: Buffer<u32>,
-    pub(super) touched: Buffer<u32>,
+    pub(super) items: Buffer<u32>,
     pub(super) tiles: Buffer<u32>,
     pub(super) choices: Buffer<u32>,
     pub(super) places: Buffer<u32>,
@@ -88,7 +93,7 @@ pub(super) struct QuantizedSpace {
 pub(super) struct Places {
     starts: u64,
     counts: u64,
-    touched: u64,
+    items: u64,
     tiles: u64,
     choices: u64,
     places: u64,
@@ -101,6 +106,7 @@ pub(super) struct PlacesShape {
     n_experts: u32,
     tile_rows: u32,
     n_tiles_max: u32,
+    n_items_max: u32,
 }
 
 /// The numbers of bytes and of scales of a [`QuantizedSpace`].
@@ -112,10 +118,25 @@ struct QuantizedLens {
 }
 
 impl ExpertSizes {
+    /// Returns the number of all experts, with those that compute every row.
+    pub fn n_all(self) -> usize {
+        self.n_experts + self.n_shared
+    }
+
+    /// Returns the number of experts that compute each row.
+    pub fn n_choices(self) -> usize {
+        self.per_row + self.n_shared
+    }
+
+    /// Returns the largest number of items: up to 64 rows of an expert.
+    fn n_items_max(self, rows_max: usize) -> usize {
+        self.n_all() + rows_max * self.n_choices() / ITEM_ROWS
+    }
+
     /// Returns the number of places of rows of experts, if each expert's rows start a tile.
     pub(super) fn n_places(self, rows_max: usize) -> usize {
         let tile = many_rows::ROWS;
-        (rows_max * self.per_row + self.n_experts * (tile - 1)).next_multiple_of(tile)
+        (rows_max * self.n_choices() + self.n_all() * (tile - 1)).next_multiple_of(tile)
     }
 
     /// Returns the number of numbers of [`ExpertSpace::rows`], which also has rows in FP8 or in the order of lanes.
@@ -131,9 +152,10 @@ impl ExpertSizes {
 
     /// Returns the bytes of an [`ExpertSpace`] for up to `rows_max` rows.
     pub fn space_bytes(self, rows_max: usize, activations: ExpertActivations) -> usize {
-        let (n_places, n_choices) = (self.n_places(rows_max), rows_max * self.per_row);
+        let (n_places, n_choices) = (self.n_places(rows_max), rows_max * self.n_choices());
         let scores = self.n_scores(rows_max) + rows_max.div_ceil(SCORE_ROWS);
-        let words = scores + 3 * n_choices + 3 * self.n_experts + n_places + n_places / many_rows::ROWS + 2;
+        let of_experts = 2 * self.n_all() + self.n_items_max(rows_max);
+        let words = scores + 3 * n_choices + of_experts + n_places + n_places / many_rows::ROWS + 2;
         let numbers = self.n_row_numbers(rows_max) + n_places * self.width;
         let quantized = match activations {
             ExpertActivations::Full => 0,
@@ -151,7 +173,7 @@ impl ExpertSpace {
         rows_max: usize,
         activations: ExpertActivations,
     ) -> Result<Self, CudaError> {
-        let (n_places, n_choices) = (sizes.n_places(rows_max), rows_max * sizes.per_row);
+        let (n_places, n_choices) = (sizes.n_places(rows_max), rows_max * sizes.n_choices());
         Ok(Self {
             sizes,
             rows_max,
@@ -159,9 +181,9 @@ impl ExpertSpace {
             weights: card.buffer(n_choices)?,
             scores: card.buffer(sizes.n_scores(rows_max))?,
             n_scored: card.upload(&vec![0; rows_max.div_ceil(SCORE_ROWS)])?,
-            starts: card.buffer(sizes.n_experts)?,
-            counts: card.buffer(sizes.n_experts)?,
-            touched: card.buffer(sizes.n_experts + 1)?,
+            starts: card.buffer(sizes.n_all())?,
+            counts: card.buffer(sizes.n_all())?,
+            items: card.buffer(sizes.n_items_max(rows_max) + 1)?,
             tiles: card.buffer(n_places / many_rows::ROWS + 1)?,
             choices: card.buffer(n_places)?,
             places: card.buffer(n_choices)?,
@@ -187,7 +209,7 @@ impl ExpertSpace {
         Places {
             starts: self.starts.view_mut().address(),
             counts: self.counts.view_mut().address(),
-            touched: self.touched.view_mut().address(),
+            items: self.items.view_mut().address(),
             tiles: self.tiles.view_mut().address(),
             choices: self.choices.view_mut().address(),
             places: self.places.view_mut().address(),
@@ -197,11 +219,16 @@ impl ExpertSpace {
     pub(super) fn places_shape(&self, tile_rows: u32, n_rows: usize) -> Result<PlacesShape, CudaError> {
         let kernel = "place_choices";
         Ok(PlacesShape {
-            n_choices: number(kernel, n_rows * self.sizes.per_row)?,
-            n_experts: number(kernel, self.sizes.n_experts)?,
+            n_choices: number(kernel, n_rows * self.sizes.n_choices())?,
+            n_experts: number(kernel, self.sizes.n_all())?,
             tile_rows,
             n_tiles_max: number(kernel, self.n_tiles_max())?,
+            n_items_max: number(kernel, self.n_items_max())?,
         })
+    }
+
+    pub(super) fn n_items_max(&self) -> usize {
+        self.items.len() - 1
     }
 
     pub(super) fn n_tiles_max(&self) -> usize {

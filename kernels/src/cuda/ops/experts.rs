@@ -13,6 +13,7 @@ use super::expert_space::{
 };
 use super::experts_fp8::check_fp8;
 use super::many_rows;
+use super::rows::{NormedRows, check_norm};
 use super::{Bf16, ComputeCard, CudaError, View, ViewMut, WeightMatrix, ensure, launch, number, rows_of};
 use device::cuda::card::grid;
 
@@ -27,11 +28,11 @@ pub const EXPERT_GROUPS_MAX: usize = 32;
 const SCORE_THREADS: u32 = 512;
 /// Up to this number of rows, a block scores them for 16 experts only, so that all multiprocessors have work.
 const SCORED_AT_ONCE: usize = 512;
-/// From this average number of rows of an expert on, tiles of many rows are faster.
-const TILES_FROM: usize = 16;
-/// The same for rows in FP8, and for matrices in FP8 that are widened first.
-const ROUNDED_FROM: usize = 20;
-const WIDENED_FROM: usize = 40;
+/// From this average number of rows of an expert on, tiles of many rows are faster than the ring, which takes 64 rows at a
+/// time, and for matrices in FP8 that are widened first.
+const TILES_FROM: usize = 40;
+/// The same for rows in FP8.
+const ROUNDED_FROM: usize = 48;
 
 /// How a row's experts are chosen and weighted, beside [`ExpertSizes`].
 #[derive(Clone, Copy, Debug)]
@@ -61,6 +62,23 @@ pub struct ExpertLayer<'a> {
     pub sizes: ExpertSizes,
 }
 
+/// What becomes of the sums of each row's experts.
+#[derive(Debug)]
+pub enum ExpertSums<'a> {
+    Written(ViewMut<'a, Bf16>),
+    /// They are added to the residual, and the sum is normed.
+    Normed(NormedRows<'a>),
+}
+
+/// The fields of ChoiceSums in choice_sums.cuh, in the same order.
+#[repr(C)]
+struct ChoiceSums {
+    y: u64,
+    places: u64,
+    weights: u64,
+    per_row: u32,
+}
+
 /// The fields of RouterShape in experts.cu, in the same order, as in all structs below.
 #[repr(C)]
 struct RouterShape {
@@ -68,6 +86,7 @@ struct RouterShape {
     k: u32,
     n_experts: u32,
     per_row: u32,
+    n_shared: u32,
     is_normalized: u32,
     n_groups: u32,
     groups_per_row: u32,
@@ -88,9 +107,9 @@ impl ExpertLayer<'_> {
         let views = [router, &gate_up.halves(), &down.halves(), &space.rows.view(), &space.gated.view()];
         card.check_places(kernel, &views.map(|view| view as _), &[])?;
         ensure(kernel, space.sizes == *sizes && n_rows <= space.rows_max, "room for other rows")?;
-        ensure(kernel, n_experts <= EXPERTS_MAX, "more than 512 experts")?;
-        let is_chosen = (1..=EXPERTS_OF_ROW_MAX.min(n_experts)).contains(&per_row);
-        ensure(kernel, is_chosen, "no experts for a row, or more than 32")?;
+        ensure(kernel, sizes.n_all() <= EXPERTS_MAX, "more than 512 experts")?;
+        let are_chosen = per_row > 0 && per_row <= n_experts && sizes.n_choices() <= EXPERTS_OF_ROW_MAX;
+        ensure(kernel, are_chosen, "no experts for a row, or more than 32")?;
         if let Some(correction) = &self.choice.correction {
             card.check_places(kernel, &[], &[correction])?;
             ensure(kernel, correction.len() == n_experts, "not one correction for each expert")?;
@@ -117,7 +136,7 @@ impl ExpertLayer<'_> {
                 WeightMatrix::Bf16(numbers) | WeightMatrix::Widened(numbers) => {
                     ensure(
                         kernel,
-                        numbers.len() == n_experts * n * k,
+                        numbers.len() == sizes.n_all() * n * k,
                         "matrices of another size than that of all experts",
                     )?;
                 }
@@ -133,7 +152,6 @@ impl ComputeCard {
     /// Returns the fastest form for these rows of a layer in bf16, or in FP8.
     pub fn experts_form(&self, layer: ExpertLayer<'_>, space: &ExpertSpace, n_rows: usize) -> ExpertsForm {
         let tiles_from = match (layer.gate_up, space.activations()) {
-            (WeightMatrix::Fp8(_), ExpertActivations::Full) => WIDENED_FROM,
             (WeightMatrix::Fp8(_), ExpertActivations::Rounded) => ROUNDED_FROM,
             _ => TILES_FROM,
         };
@@ -166,7 +184,7 @@ impl ComputeCard {
                 self.place_choices(form, space, n_rows)?;
                 x.address()
             }
-            (ExpertsForm::Units, Some(_)) if self.has_eights(space) => self.place_and_quantize(x, space)?,
+            (ExpertsForm::Units, Some(_)) if self.has_fp8_ring(space) => self.place_and_quantize(x, space)?,
             (ExpertsForm::Units, Some(_)) => {
                 self.place_and_order(x, space)?;
                 rows_at(space)
@@ -193,18 +211,28 @@ impl ComputeCard {
     }
 
     /// Multiplies the rows of [`gate_experts`](Self::gate_experts) by the second matrix, and adds up the
-    /// experts of each row of `out`.
+    /// experts of each row.
     pub fn sum_experts(
         &self,
         form: ExpertsForm,
         layer: ExpertLayer<'_>,
-        out: ViewMut<'_, Bf16>,
+        to: ExpertSums<'_>,
         space: &mut ExpertSpace,
     ) -> Result<(), CudaError> {
         let kernel = "sum_choices";
-        let ExpertSizes { hidden, width, per_row, .. } = layer.sizes;
-        let n_rows = rows_of(kernel, out.len(), hidden)?;
-        self.check_places(kernel, &[&out], &[])?;
+        let ExpertSizes { hidden, width, .. } = layer.sizes;
+        let n_rows = match &to {
+            ExpertSums::Written(out) => {
+                self.check_places(kernel, &[out], &[])?;
+                rows_of(kernel, out.len(), hidden)?
+            }
+            ExpertSums::Normed(NormedRows { out, residual, weight, .. }) => {
+                self.check_places(kernel, &[out, residual, weight], &[])?;
+                let are_alike = out.len() == residual.len() && weight.len() == hidden;
+                ensure(kernel, are_alike, "output, residual and norm of different lengths")?;
+                check_norm(kernel, out.len(), hidden)?
+            }
+        };
         layer.check(self, form, space, n_rows)?;
         if n_rows == 0 {
             return Ok(());
@@ -224,17 +252,20 @@ impl ComputeCard {
         };
         self.multiply_experts(form, product, space, n_rows)?;
         let (config, width) = (grid(n_rows, 1, ROW_THREADS), number(kernel, hidden)?);
-        launch!(
-            self,
-            kernel,
-            config,
-            &out.address(),
-            &space.rows.view().address(),
-            &space.places.view().address(),
-            &space.weights.view().address(),
-            &width,
-            &number(kernel, per_row)?
-        )
+        let sums = ChoiceSums {
+            y: space.rows.view().address(),
+            places: space.places.view().address(),
+            weights: space.weights.view().address(),
+            per_row: number(kernel, layer.sizes.n_choices())?,
+        };
+        match to {
+            ExpertSums::Written(out) => launch!(self, kernel, config, &out.address(), &sums, &width),
+            ExpertSums::Normed(NormedRows { out, residual, weight, epsilon }) => {
+                let kernel = "add_choices_rms_norm";
+                let (out, residual, weight) = (out.address(), residual.address(), weight.address());
+                launch!(self, kernel, config, &out, &residual, &sums, &weight, &width, &epsilon)
+            }
+        }
     }
 
     fn choose_experts(
@@ -246,13 +277,14 @@ impl ComputeCard {
     ) -> Result<(), CudaError> {
         let are_many = n_rows > SCORED_AT_ONCE;
         let kernel = if are_many { "choose_experts_of_many" } else { "choose_experts" };
-        let ExpertSizes { hidden, n_experts, per_row, is_normalized, .. } = layer.sizes;
+        let ExpertSizes { hidden, n_experts, per_row, n_shared, is_normalized, .. } = layer.sizes;
         let [n_groups, groups_per_row] = layer.choice.groups.unwrap_or_default();
         let shape = RouterShape {
             n_rows: number(kernel, n_rows)?,
             k: number(kernel, hidden)?,
             n_experts: number(kernel, n_experts)?,
             per_row: number(kernel, per_row)?,
+            n_shared: number(kernel, n_shared)?,
             is_normalized: u32::from(is_normalized),
             n_groups: number(kernel, n_groups)?,
             groups_per_row: number(kernel, groups_per_row)?,
@@ -294,7 +326,7 @@ impl ComputeCard {
         let kernel = "place_choices";
         let tile_rows = if form == ExpertsForm::Tiles { many_rows::ROWS as u32 } else { 1 };
         let (to, shape) = (space.place_addresses(), space.places_shape(tile_rows, n_rows)?);
-        let config = grid(space.sizes.n_experts, 1, PLACE_THREADS);
+        let config = grid(space.sizes.n_all(), 1, PLACE_THREADS);
         launch!(self, kernel, config, &to, &space.experts.view().address(), &shape)
     }
 
@@ -311,7 +343,7 @@ impl ComputeCard {
             &space.tiles.slice(space.n_tiles_max()..space.tiles.len()).address(),
             &number(kernel, many_rows::ROWS)?,
             &number(kernel, space.sizes.hidden)?,
-            &number(kernel, space.sizes.per_row)?
+            &number(kernel, space.sizes.n_choices())?
         )
     }
 }

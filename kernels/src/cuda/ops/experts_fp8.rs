@@ -1,6 +1,6 @@
 //! The rows that products with experts in FP8 multiply, before and between the two products.
 //!
-//! Tiles multiply rows in FP8, and so do units of rounded rows on Hopper (`experts_eights.cu`). Other units multiply rows of
+//! Tiles multiply rows in FP8, and so do units of rounded rows on Hopper (`experts_ring_fp8.cu`). Other units multiply rows of
 //! bf16 in the order of a tensor core's lanes (`expert_units.cuh`).
 
 use super::expert_space::{
@@ -38,7 +38,7 @@ struct GatherShape {
 /// Checks the matrices of all experts, each of `n` rows of `k` numbers.
 pub(super) fn check_fp8(w: Fp8Rows<'_>, sizes: ExpertSizes, n: usize, k: usize) -> Result<(), CudaError> {
     let kernel = "experts_fp8";
-    let ExpertSizes { width, n_experts, .. } = sizes;
+    let (width, n_experts) = (sizes.width, sizes.n_all());
     ensure(
         kernel,
         width.is_multiple_of(Fp8Rows::width(1)),
@@ -57,7 +57,7 @@ impl ComputeCard {
         space: &mut ExpertSpace,
     ) -> Result<(), CudaError> {
         let kernel = "place_and_order";
-        let ExpertSizes { hidden, n_experts, .. } = space.sizes;
+        let (hidden, n_experts) = (space.sizes.hidden, space.sizes.n_all());
         let n_rows = x.len() / hidden;
         let (to, shape) = (space.place_addresses(), space.places_shape(1, n_rows)?);
         let rows = OrderedShape {
@@ -77,7 +77,7 @@ impl ComputeCard {
         space: &mut ExpertSpace,
     ) -> Result<u64, CudaError> {
         let kernel = "place_and_quantize";
-        let ExpertSizes { hidden, n_experts, .. } = space.sizes;
+        let (hidden, n_experts) = (space.sizes.hidden, space.sizes.n_all());
         let n_rows = x.len() / hidden;
         let (to, shape) = (space.place_addresses(), space.places_shape(1, n_rows)?);
         let Some(quantized) = &mut space.quantized else { return not_widened() };
@@ -122,7 +122,7 @@ impl ComputeCard {
         let shape = GatherShape {
             tile_rows: number(kernel, many_rows::ROWS)?,
             width: number(kernel, width)?,
-            per_row: number(kernel, sizes.per_row)?,
+            per_row: number(kernel, sizes.n_choices())?,
             n_groups: number(kernel, hidden.div_ceil(ROUND_GROUP))?,
             to_apart: number(kernel, QuantizedRows::scales_apart(sizes.n_places(n_rows)))?,
             from_apart: number(kernel, QuantizedRows::scales_apart(n_rows))?,
@@ -150,13 +150,14 @@ impl ComputeCard {
         space: &mut ExpertSpace,
         n_rows: usize,
     ) -> Result<u64, CudaError> {
-        let has_eights = self.has_eights(space);
+        let has_fp8_ring = self.has_fp8_ring(space);
         let ExpertSpace { sizes, gated, quantized, .. } = space;
-        let (width, address, n_choices) = (sizes.width, gated.view_mut().address(), n_rows * sizes.per_row);
+        let (width, address, n_choices) =
+            (sizes.width, gated.view_mut().address(), n_rows * sizes.n_choices());
         match (form, quantized) {
             (ExpertsForm::Units, None) => Ok(address),
             // The order within 64 numbers does not matter for the scales of 128.
-            (ExpertsForm::Units, Some(_)) if !has_eights => {
+            (ExpertsForm::Units, Some(_)) if !has_fp8_ring => {
                 let kernel = "round_rows";
                 let config = self.rounding_grid(n_choices, width);
                 let (n_choices, k) = (number(kernel, n_choices)?, number(kernel, width)?);

@@ -18,6 +18,7 @@ mod many_rows;
 mod experts;
 mod expert_space;
 mod expert_products;
+mod expert_ring;
 mod experts_fp8;
 mod endings;
 mod fp8;
@@ -34,7 +35,9 @@ pub use dummy::DummyPart;
 pub use endings::{AddedRows, Ending, FusedKernel, FusedProduct, HeadsRows, PendingNorm, WeightMatrix};
 pub use expanded::ExpandedAttention;
 pub use expert_space::{ExpertActivations, ExpertSizes, ExpertSpace, ExpertsForm};
-pub use experts::{EXPERT_GROUPS_MAX, EXPERTS_MAX, EXPERTS_OF_ROW_MAX, ExpertChoice, ExpertLayer};
+pub use experts::{
+    EXPERT_GROUPS_MAX, EXPERTS_MAX, EXPERTS_OF_ROW_MAX, ExpertChoice, ExpertLayer, ExpertSums,
+};
 pub use feed::{FeedTokens, NOWHERE};
 pub(super) use few_rows::MEETING_PARTS;
 pub use few_rows::{FEW_ROWS_FORMS, FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm};
@@ -47,6 +50,7 @@ pub use many_rows::{MANY_FP8_FORMS, ManyFp8Form, ManyRows};
 pub use prefill::{PrefillAttention, PrefillSequence};
 pub use ranks::SumRows;
 pub use rope::RopeWriteKv;
+pub use rows::NormedRows;
 pub use sample::{DrawRow, EDIT_WORDS, LATE, LogitEdit, Outcome, SampleTokens, TOP_MAX};
 pub use skinny::{SKINNY_FORMS, SKINNY_ROWS_MAX, SkinnyForm};
 pub use widened::{WidenedPages, WidenedSize};
@@ -181,6 +185,7 @@ pub(super) fn shared_bytes_of(kernel: &str) -> Option<u32> {
     let of_files = [
         prefill::shared_bytes_of,
         decode::shared_bytes_of,
+        expert_ring::shared_bytes_of,
         few_rows::shared_bytes_of,
         many_rows::shared_bytes_of,
         expert_products::shared_bytes_of,

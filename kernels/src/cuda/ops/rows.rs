@@ -8,6 +8,15 @@ const NORM_THREADS: u32 = 256;
 /// The widest row that a block of threads can keep in registers, as in `norm.cu`.
 const NORM_WIDTH_MAX: usize = 16_384;
 
+/// The residual to which rows are added; `out` receives the norm of the sum.
+#[derive(Debug)]
+pub struct NormedRows<'a> {
+    pub residual: ViewMut<'a, Bf16>,
+    pub out: ViewMut<'a, Bf16>,
+    pub weight: View<'a, Bf16>,
+    pub epsilon: f32,
+}
+
 impl ComputeCard {
     /// Computes `out[row] = table[tokens[row]]`. An invalid token gives a row of NaN.
     pub fn embedding(
@@ -103,7 +112,7 @@ impl ComputeCard {
     }
 }
 
-fn check_norm(kernel: &'static str, len: usize, width: usize) -> Result<usize, CudaError> {
+pub(super) fn check_norm(kernel: &'static str, len: usize, width: usize) -> Result<usize, CudaError> {
     ensure(kernel, width.is_multiple_of(8), "rows whose width is not a multiple of 8")?;
     ensure(kernel, width <= NORM_WIDTH_MAX, "rows wider than 16,384")?;
     rows_of(kernel, len, width)
