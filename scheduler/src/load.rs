@@ -23,6 +23,9 @@ const STRETCH_MIN: f64 = 0.9;
 const STRETCH_MAX: f64 = 4.0;
 /// The weight of a stretch that is lower than the known one.
 const STRETCH_FALL: f64 = 0.2;
+/// The smallest share of a step's prompt time that its tokens take, where their time is to be bounded. Steps with nearly the
+/// same number of tokens say little of what one token takes.
+const TOKENS_SHARE_MIN: f64 = 0.5;
 /// The number of prompt tokens of a first step whose time is to be bounded.
 const PROMPT_TOKENS_FIRST: usize = 128;
 /// The share of the time of prompt tokens after which the end of their step is expected.
@@ -163,7 +166,7 @@ impl StepCosts {
         let prompt_ms = (took_ms - without_prompt_ms).max(0.0);
         self.prompt_tokens_most = self.prompt_tokens_most.max(step.n_prefill_tokens);
         self.prompts.learn(step.n_prefill_tokens as f64, prompt_ms);
-        let (token_ms, fixed_ms) = self.prompts.through_zero();
+        let (token_ms, fixed_ms) = self.prompts.with_share(TOKENS_SHARE_MIN);
         if step.n_prefill_tokens >= STRETCH_TOKENS_MIN && token_ms > 0.0 {
             self.stretch.learn((prompt_ms - fixed_ms) / (step.n_prefill_tokens as f64 * token_ms));
         }
@@ -173,7 +176,7 @@ impl StepCosts {
     /// `step_ms`. It is at most twice the largest number so far: the times of few tokens say little of many.
     pub fn prompt_tokens_within(&self, step_ms: f64, n_running: usize) -> usize {
         let known = (2 * self.prompt_tokens_most).max(PROMPT_TOKENS_FIRST);
-        let (token_ms, fixed_ms) = self.prompts.through_zero();
+        let (token_ms, fixed_ms) = self.prompts.with_share(TOKENS_SHARE_MIN);
         let token_ms = token_ms * self.stretch.cautious;
         if token_ms <= 0.0 {
             return known;
@@ -186,7 +189,7 @@ impl StepCosts {
     /// Returns the time that prompt tokens are expected to add to a step, a little too short: a step that ends earlier
     /// than expected leaves the device idle.
     pub fn prompt_takes(&self, n_tokens: usize) -> Duration {
-        let (token_ms, fixed_ms) = self.prompts.through_zero();
+        let (token_ms, fixed_ms) = self.prompts.with_share(TOKENS_SHARE_MIN);
         let ms = fixed_ms + n_tokens as f64 * token_ms * self.stretch.last;
         Duration::from_secs_f64(EARLY * ms / 1e3)
     }
@@ -261,6 +264,11 @@ impl Line {
     /// Returns the slope and the value at zero, neither negative. While all points are alike, the line goes
     /// through the origin.
     fn through_zero(&self) -> (f64, f64) {
+        self.with_share(0.0)
+    }
+
+    /// The same, where the slope makes at least this share of the mean value.
+    fn with_share(&self, share_min: f64) -> (f64, f64) {
         let (x, y) = (self.x.get(), self.y.get());
         if x <= 0.0 {
             return (0.0, 0.0);
@@ -268,7 +276,7 @@ impl Line {
         let prior = y / x;
         let (variance, covariance) = (self.xx.get() - x * x, self.xy.get() - x * y);
         let slope = (covariance + TOKENS_VARIANCE * prior) / (variance.max(0.0) + TOKENS_VARIANCE);
-        let slope = slope.clamp(0.0, prior);
+        let slope = slope.clamp(share_min * prior, prior);
         (slope, (y - slope * x).max(0.0))
     }
 }
@@ -402,6 +410,19 @@ mod tests {
         assert!((260..300).contains(&costs.prompt_tokens_within(20.0, 10)), "it falls again: {costs:?}");
         let unknown = StepCosts::default().prompt_tokens_within(20.0, 10);
         assert_eq!(unknown, PROMPT_TOKENS_FIRST, "the first prompt tells its time");
+    }
+
+    /// Late tokens of a long prompt take longer, so fewer tokens may take as long as more.
+    #[test]
+    fn a_step_has_no_end_of_tokens_because_none_seemed_to_cost_time() {
+        let mut costs = StepCosts::default();
+        for nth in 0..800 {
+            let (n_prefill_tokens, ms) = [(0, 5.0), (752, 20.0), (0, 5.0), (496, 21.0)][nth % 4];
+            let shape = StepShape { n_running: 2, n_prefill_tokens, n_context_tokens: 0 };
+            costs.observe(shape, Duration::from_secs_f64(ms / 1e3));
+        }
+        let n_tokens = costs.prompt_tokens_within(20.0, 2);
+        assert!((300..800).contains(&n_tokens), "{n_tokens} tokens: {costs:?}");
     }
 
     #[test]

@@ -20,7 +20,7 @@ use crate::precedence::{Precedence, SequenceId, Turn};
 use crate::sequence::Sequence;
 
 /// The share of the longest gap that steps are planned to take. Some take longer than planned.
-const GAP_SHARE: f64 = 0.8;
+const GAP_SHARE: f64 = 0.75;
 /// The time by which KV may arrive earlier than expected.
 const EARLY_ARRIVAL_MS: f64 = 2.0;
 

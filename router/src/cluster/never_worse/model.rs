@@ -38,7 +38,7 @@ const REPORT_US: u64 = 20_000;
 /// The longest time between an answer and the client's next request.
 const THINK_US: u64 = 8_000;
 /// The share of the longest gap that steps are planned to take, as in `scheduler/src/worker/launching.rs`.
-const GAP_SHARE: f64 = 0.8;
+const GAP_SHARE: f64 = 0.75;
 /// The time by which KV may arrive earlier than expected, as there.
 const EARLY_ARRIVAL_US: f64 = 2_000.0;
 
