@@ -53,9 +53,11 @@ async fn serve(config: &NodeConfig, args: &RankArgs, shutdown: Shutdown) -> Resu
     info!("process has stopped");
     ended.map(|()| ExitCode::SUCCESS).map_err(|error| match error {
         // The process has computed nothing yet.
-        GroupError::NoHead { .. } | GroupError::Refused { .. } | GroupError::Open(_) => {
-            CommandError::start(NodeError::Group(error))
-        }
+        GroupError::NoHead { .. }
+        | GroupError::NotAdmitted { .. }
+        | GroupError::Refused { .. }
+        | GroupError::Executable(_)
+        | GroupError::Open(_) => CommandError::start(NodeError::Group(error)),
         error => CommandError::work(NodeError::Group(error)),
     })
 }

@@ -22,7 +22,8 @@ pub fn command_on(namespace: &str) -> Command {
     without_our_variables(hosts::command_on(namespace, baton()))
 }
 
-fn without_our_variables(mut command: Command) -> Command {
+/// Takes all `BATON_` variables out of a command's environment.
+pub fn without_our_variables(mut command: Command) -> Command {
     let ours = std::env::vars().map(|(name, _)| name).filter(|name| name.starts_with("BATON_"));
     ours.for_each(|name| {
         command.env_remove(name);

@@ -32,7 +32,12 @@ pub async fn dial(world: &World, addr: &str) -> io::Result<Stream> {
 
 /// Connects to the first process of a node of several, as [`dial`] does to a receiver of KV.
 pub async fn dial_head(world: &World, addr: &str) -> io::Result<Stream> {
-    prove_to(world, world.net().connect(addr).await?, ExpectedPeer::Head).await
+    prove_to_head(world, world.net().connect(addr).await?).await
+}
+
+/// Runs the follower's side of the exchange on a stream that is connected to the head.
+pub async fn prove_to_head(world: &World, stream: Stream) -> io::Result<Stream> {
+    prove_to(world, stream, ExpectedPeer::Head).await
 }
 
 /// Runs the dialer's side of the exchange on a connected stream, and returns the stream for the KV.

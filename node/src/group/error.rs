@@ -16,6 +16,13 @@ pub enum GroupError {
     NoHead { addr: String, within: Duration, source: io::Error },
     #[error("the head at {addr} refuses this process: {why}")]
     Refused { addr: String, why: String },
+    /// What listens there is no head, or one of another cluster or version.
+    #[error(
+        "no head answers at {addr} ({why}): `--of` needs `expert.model.join` of a head with the same executable, `cluster.secret_file` and certificates as this process"
+    )]
+    NotAdmitted { addr: String, why: String },
+    #[error("read the executable of this process")]
+    Executable(#[source] io::Error),
     /// The other side closed the connection, was silent, or sent something that is no message.
     #[error("{0}")]
     Lost(String),

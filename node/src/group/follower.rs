@@ -1,6 +1,7 @@
 //! A follower: computes one stage of a node for its head, and sends and receives the KV of its layers.
 
 use std::future::pending;
+use std::io::ErrorKind;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -144,7 +145,7 @@ async fn open(
     let accepted = accepted(reader, head).await?;
     info!(head, place, blocks = accepted.n_blocks, "process has joined its head");
     let n_blocks = accepted.n_blocks;
-    let stage = blocking(move || prepared.open(n_blocks)).await?;
+    let stage = blocking(move || prepared.open(n_blocks).map_err(GroupError::Open)).await?;
     let connector_parts = ConnectorParts {
         node: NodeId::new(accepted.node),
         epoch: Epoch(accepted.epoch),
@@ -189,33 +190,42 @@ impl ReportLandings for ReportsToHead {
     }
 }
 
-/// Connects to the head, which may start later than this process.
+/// Connects to the head, which may start later than this process. A head that does not admit this process would not do so
+/// later.
 async fn connect(world: World, head: String, within: Duration) -> Result<Stream, GroupError> {
     let until = Instant::now() + within;
-    loop {
-        let dialed = timeout(SILENT_MAX, link::dial_head(&world, &head)).await;
-        let error = match dialed {
-            Ok(Ok(stream)) => return Ok(stream),
+    let stream = loop {
+        let error = match timeout(SILENT_MAX, world.net().connect(&head)).await {
+            Ok(Ok(stream)) => break stream,
             Ok(Err(error)) => error,
-            Err(_) => std::io::ErrorKind::TimedOut.into(),
+            Err(_) => ErrorKind::TimedOut.into(),
         };
         if Instant::now() >= until {
             return Err(GroupError::NoHead { addr: head, within, source: error });
         }
         sleep(SILENT_MAX / 20).await;
-    }
+    };
+    let why = match timeout(SILENT_MAX, link::prove_to_head(&world, stream)).await {
+        Ok(Ok(stream)) => return Ok(stream),
+        Ok(Err(error)) => in_full(&error),
+        Err(_) => format!("it was silent for {} s", SILENT_MAX.as_secs()),
+    };
+    Err(GroupError::NotAdmitted { addr: head, why })
 }
 
 /// Waits until all processes of the node have joined. The head sends heartbeats meanwhile.
 async fn accepted(reader: &mut MessageReader, head: &str) -> Result<v1::Accepted, GroupError> {
+    let unanswered =
+        |why: GroupError| GroupError::NotAdmitted { addr: head.to_owned(), why: why.to_string() };
+    let mut message: v1::FromHead = reader.next().await.map_err(unanswered)?;
     loop {
-        let message: v1::FromHead = reader.next().await?;
         match message.message {
             Some(OfHead::Accepted(accepted)) => return Ok(accepted),
             Some(OfHead::Refused(why)) => return Err(GroupError::Refused { addr: head.to_owned(), why }),
             Some(OfHead::Alive(_)) => {}
-            _ => return Err(GroupError::Lost("it has sent a message too early".to_owned())),
+            _ => return Err(unanswered(GroupError::Lost("it has sent a message too early".to_owned()))),
         }
+        message = reader.next().await?;
     }
 }
 

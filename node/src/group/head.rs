@@ -1,25 +1,23 @@
 //! The head: waits for its followers, and then is the node, with stages in other processes.
 
-use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
-use chassis::identity::link;
-use chassis::{Gate, Listener, Shutdown, Stream, Task, World, spawn_guarded};
+use chassis::{Gate, Shutdown, Task, World, spawn_guarded};
 use engine::remote::RemoteStage;
 use engine::{Backend, EngineSettings};
 use futures::future::select_all;
 use kv_transfer::{LandOrder, LandingEvent, OtherProcesses, PutOrder, TransferError};
 use proto::v1;
 use tokio::sync::mpsc;
-use tokio::time::{timeout, timeout_at};
-use tracing::{info, warn};
-use types::{Epoch, Fingerprint, NodeId, Role, StageLayers, TransferId, in_full};
+use tokio::time::timeout_at;
+use tracing::info;
+use types::{Epoch, NodeId, Role, StageLayers, TransferId};
 
-use super::connection::{MessageReader, SILENT_MAX, outgoing};
+use super::entrance::{Entrance, JoinAttempt, JoinedProcesses};
 use super::error::GroupError;
-use super::joined::{JoinRequest, JoinedProcess};
-use super::messages::{OfFollower, OfHead, from_head};
+use super::joined::JoinedProcess;
+use super::messages::OfHead;
 use super::{GroupSettings, Prepared, blocking, prepare};
 
 /// Limit of connections that have not joined yet.
@@ -44,10 +42,6 @@ pub struct Group {
     processes: Vec<Arc<JoinedProcess>>,
     _joining: Joining,
 }
-
-/// The processes that have joined, by stage; empty after the node's end. Locked for look-ups. Shared with the task that
-/// accepts connections.
-type JoinedProcesses = Arc<Mutex<Vec<Option<Arc<JoinedProcess>>>>>;
 
 /// The port where followers join. Dropping it closes the port, and ends the connections of all that have joined.
 #[derive(Debug)]
@@ -107,7 +101,7 @@ pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), 
     info!(n_blocks, "all processes of this node have joined");
     let remote: Vec<Arc<dyn RemoteStage>> = joined.iter().map(|process| Arc::clone(process) as _).collect();
     let group = Arc::new(Group { epoch, layers, processes: joined, _joining: joining });
-    let backend = blocking(move || prepared.open_head(n_blocks, &remote)).await?;
+    let backend = blocking(move || prepared.open_head(n_blocks, &remote).map_err(GroupError::Open)).await?;
     Ok((group, backend))
 }
 
@@ -189,110 +183,5 @@ impl Drop for Joining {
     fn drop(&mut self) {
         let mut processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
         processes.drain(..).flatten().for_each(|process| process.end());
-    }
-}
-
-// === joining ===
-
-/// Accepts followers.
-#[derive(Clone, Debug)]
-struct Entrance {
-    world: World,
-    gate: Gate,
-    /// What must be equal in all processes.
-    common: Fingerprint,
-    layers: StageLayers,
-    processes: JoinedProcesses,
-    attempts: mpsc::Sender<JoinAttempt>,
-}
-
-/// How an attempt to join has ended.
-#[derive(Debug)]
-enum JoinAttempt {
-    Joined,
-    /// The reason for an operator.
-    Refused(String),
-}
-
-impl Entrance {
-    /// Accepts connections until the node ends. Later ones are refused, because each stage has its process.
-    async fn accept_all(self, mut listener: Box<dyn Listener>) {
-        loop {
-            match listener.accept().await {
-                Ok((stream, from)) => {
-                    let (entrance, attempts, within) = (self.clone(), self.attempts.clone(), SILENT_MAX);
-                    let join = async move {
-                        let joined = timeout(within, entrance.join(stream, from)).await;
-                        let late = |_| Err(GroupError::Lost("it has not joined in time".to_owned()));
-                        let attempt = match joined.unwrap_or_else(late) {
-                            Ok(()) => JoinAttempt::Joined,
-                            Err(error) => {
-                                let why = in_full(&error);
-                                warn!(%from, error = why, "process may not join this node");
-                                JoinAttempt::Refused(why)
-                            }
-                        };
-                        // The receiver is gone after all have joined, so a failed send is ignored.
-                        let _ = attempts.send(attempt).await;
-                    };
-                    spawn_guarded(&self.gate, "join", join).detach();
-                }
-                Err(error) => {
-                    warn!(%error, "connection of a follower cannot be accepted, trying again");
-                    tokio::time::sleep(SILENT_MAX / 10).await;
-                }
-            }
-        }
-    }
-
-    async fn join(self, stream: Stream, from: SocketAddr) -> Result<(), GroupError> {
-        let admitted = link::admit(&self.world, stream).await;
-        let stream = admitted.map_err(|error| GroupError::lost("it is not admitted", &error))?;
-        let (reader, writer) = stream.into_split();
-        let (mut reader, (out, writing)) = (MessageReader::new(reader), outgoing(writer));
-        let message: v1::FromFollower = reader.next().await?;
-        let Some(OfFollower::Join(join)) = message.message else {
-            return Err(GroupError::Lost("its first message is no request to join".to_owned()));
-        };
-        let place = join.place as usize;
-        if let Some(why) = self.refusal(&join, from) {
-            // The connection has just begun, so it takes the message.
-            let _ = out.send_now(from_head(OfHead::Refused(why.clone())));
-            writing.write_waiting().await?;
-            return Err(GroupError::Lost(why));
-        }
-        let layers_end = self.layers.iter().nth(place).map_or(0, |layers| layers.end);
-        let n_blocks = join.n_blocks;
-        self.take_place(JoinRequest { place, n_blocks, layers_end, from, reader, out, writing });
-        Ok(())
-    }
-
-    /// Returns the reason why a process may not join.
-    fn refusal(&self, join: &v1::Join, from: SocketAddr) -> Option<String> {
-        let place = join.place as usize;
-        let theirs = Fingerprint::new(join.settings.clone());
-        let differences = self.common.differences(&theirs, |name, ours, theirs| {
-            format!("{name} is {ours} at the head and {theirs} at {from}")
-        });
-        if !differences.is_empty() {
-            return Some(differences.join("; "));
-        }
-        let processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
-        let n_places = processes.len();
-        let Some(process) = processes.get(place) else {
-            return Some(format!("stage {place} is none of the {n_places} that other processes compute"));
-        };
-        let taken = process.as_ref().filter(|process| !process.is_lost());
-        taken.map(|process| format!("{process} is there already"))
-    }
-
-    /// Starts the connection of a process, unless the node has ended.
-    fn take_place(&self, joined: JoinRequest) {
-        let mut processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
-        let place = joined.place;
-        if let Some(process) = processes.get_mut(place) {
-            info!(place, from = %joined.from, "process has joined this node");
-            *process = Some(JoinedProcess::start(joined, &self.gate));
-        }
     }
 }

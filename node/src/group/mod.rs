@@ -5,13 +5,15 @@
 //! for each follower. If it ends, or is silent for too long, the node ends: its requests go on elsewhere. See
 //! `docs/decisions/0033-one-process-speaks-for-a-node.md`.
 //!
-//! Suggested reading order: the connection, the messages, the head, the follower.
+//! Suggested reading order: the connection, the messages, the entrance, the head, the follower.
 
 mod connection;
 mod connection_thread;
 mod messages;
 mod error;
+mod executable;
 mod joined;
+mod entrance;
 pub mod head;
 pub mod follower;
 #[cfg(test)]
@@ -23,8 +25,8 @@ pub use head::{Group, HeadParts, gather};
 
 use std::time::Duration;
 
+use engine::EngineSettings;
 use engine::process::PreparedStage;
-use engine::{EngineSettings, OpenError};
 use tokio::task::spawn_blocking;
 use types::Fingerprint;
 
@@ -38,12 +40,19 @@ pub struct GroupSettings {
     pub join_within: Duration,
 }
 
-/// Returns what must be equal in all processes of a node: settings, and the model's files.
-fn common_parts(engine: &EngineSettings, prepared: &PreparedStage) -> Result<Fingerprint, OpenError> {
+/// The names of what differs between two versions. Many builds have one version and one range of protocols, and the order
+/// of a sum is part of neither, so the executable must be the same.
+const VERSION: &str = "version";
+const PROTOCOL: &str = "protocol";
+const EXECUTABLE: &str = "executable";
+
+/// Returns what must be equal in all processes of a node: the executable, settings, and the model's files.
+fn common_parts(engine: &EngineSettings, prepared: &PreparedStage) -> Result<Fingerprint, GroupError> {
     let (cpu, limits) = (&engine.cpu, engine.limits);
     let settings = [
-        ("version", env!("CARGO_PKG_VERSION").to_owned()),
-        ("protocol", types::node::PROTOCOL.to_string()),
+        (VERSION, env!("CARGO_PKG_VERSION").to_owned()),
+        (PROTOCOL, types::node::PROTOCOL.to_string()),
+        (EXECUTABLE, executable::digest().map_err(GroupError::Executable)?),
         ("hardware", prepared.hardware()),
         ("model.tp", engine.ranks.to_string()),
         ("model.deterministic", engine.deterministic.to_string()),
@@ -57,7 +66,7 @@ fn common_parts(engine: &EngineSettings, prepared: &PreparedStage) -> Result<Fin
         ("expert.scheduler.sequences_max", limits.rows.to_string()),
     ];
     let settings = settings.map(|(name, value)| (name.to_owned(), value));
-    let model = prepared.fingerprint()?;
+    let model = prepared.fingerprint().map_err(GroupError::Open)?;
     let of_model = model.parts().map(|(name, value)| (name.to_owned(), value.to_owned()));
     Ok(Fingerprint::new(of_model.chain(settings)))
 }
@@ -73,7 +82,7 @@ struct Prepared {
 async fn prepare(engine: &EngineSettings, nth: usize) -> Result<Prepared, GroupError> {
     let engine = engine.clone();
     let prepare = move || {
-        let stage = PreparedStage::prepare(&engine, nth)?;
+        let stage = PreparedStage::prepare(&engine, nth).map_err(GroupError::Open)?;
         let common = common_parts(&engine, &stage)?;
         Ok(Prepared { stage, common })
     };
@@ -82,8 +91,7 @@ async fn prepare(engine: &EngineSettings, nth: usize) -> Result<Prepared, GroupE
 
 /// Runs what reads files on a thread that may block.
 async fn blocking<T: Send + 'static>(
-    open: impl FnOnce() -> Result<T, OpenError> + Send + 'static,
+    open: impl FnOnce() -> Result<T, GroupError> + Send + 'static,
 ) -> Result<T, GroupError> {
-    let opened = spawn_blocking(open).await.map_err(|error| GroupError::Lost(error.to_string()))?;
-    opened.map_err(GroupError::Open)
+    spawn_blocking(open).await.map_err(|error| GroupError::Lost(error.to_string()))?
 }

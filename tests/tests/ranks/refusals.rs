@@ -1,8 +1,11 @@
 //! Processes that do not fit their head are refused before they load weights. Both sides say what differs, and the head waits
 //! on for the right process.
 
+use std::io::Write as _;
 use std::net::SocketAddr;
 use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
 
 use baton_tests::executable::{self, Finished};
 use baton_tests::fleet::Settings;
@@ -11,6 +14,7 @@ use baton_tests::process::Process;
 use baton_tests::{eventually, free_addr};
 use tempfile::TempDir;
 use tokio::task::spawn_blocking;
+use tokio::time::Instant;
 
 use super::processes::{fleet, on_one_thread};
 use super::{completions, folder};
@@ -27,9 +31,23 @@ fn of_two(join: SocketAddr) -> Settings {
     settings
 }
 
+/// Returns the settings of a head's own ports.
+fn of_head() -> Settings {
+    let [listen, admin, kv, registry]: [SocketAddr; 4] = std::array::from_fn(|_| free_addr());
+    vec![
+        ("BATON_NODE__LISTEN", listen.to_string()),
+        ("BATON_NODE__ADMIN", admin.to_string()),
+        ("BATON_TRANSFER__LISTEN", kv.to_string()),
+        ("BATON_REGISTRY__URL", format!("embedded://{registry}")),
+    ]
+}
+
 /// Starts the process of the first stage, and returns how it ended.
 async fn rank(join: SocketAddr, model: &str, more: Settings) -> Finished {
-    let mut command = executable::command();
+    rank_of(executable::command(), join, model, more).await
+}
+
+async fn rank_of(mut command: Command, join: SocketAddr, model: &str, more: Settings) -> Finished {
     command.args(["rank", "--of", &join.to_string(), "--place", "0"]).env("BATON_MODEL__PATH", model);
     command.envs(of_two(join)).envs(more);
     spawn_blocking(move || executable::finish(&mut command)).await.expect("the process runs")
@@ -53,6 +71,16 @@ fn other_weights(path: &str) -> TempDir {
     let mut bytes = std::fs::read(&weights).expect("weights");
     *bytes.last_mut().expect("a weight") ^= 1;
     std::fs::write(&weights, bytes).expect("a file");
+    folder
+}
+
+/// Returns another executable that does the same: a byte more at the end is never read.
+fn other_executable() -> TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    let copy = folder.path().join("baton");
+    std::fs::copy(executable::baton(), &copy).expect("a copy");
+    let mut file = std::fs::OpenOptions::new().append(true).open(copy).expect("the copy");
+    file.write_all(&[0]).expect("written");
     folder
 }
 
@@ -83,7 +111,9 @@ async fn a_process_with_other_files_or_settings_is_refused_and_the_head_waits_on
     let set = |name, value: &str| vec![(name, value.to_owned())];
     // Each row has what differs, the process's model and settings, and the values of both sides if they are known.
     type Row<'a> = (&'a str, String, Settings, Option<(&'a str, &'a str)>);
-    let cases: [Row<'_>; 5] = [
+    let executable = other_executable();
+    let cases: [Row<'_>; 6] = [
+        ("executable", path.clone(), Vec::new(), None),
         ("weights", in_folder(&other), Vec::new(), None),
         ("tokenizer", in_folder(&tokenizer), Vec::new(), None),
         ("architecture", folder("qwen2"), Vec::new(), None),
@@ -96,7 +126,11 @@ async fn a_process_with_other_files_or_settings_is_refused_and_the_head_waits_on
         ("model.kv_dtype", path.clone(), set("BATON_MODEL__KV_DTYPE", "f32"), Some(("bf16", "f32"))),
     ];
     for (name, model, settings, expected) in cases {
-        let Finished { status, stderr, .. } = rank(join, &model, settings).await;
+        let command = match name {
+            "executable" => executable::without_our_variables(Command::new(executable.path().join("baton"))),
+            _ => executable::command(),
+        };
+        let Finished { status, stderr, .. } = rank_of(command, join, &model, settings).await;
         assert_eq!(status.code(), NOT_STARTED, "{name}: {stderr}");
         let error = stderr.lines().last().unwrap_or_default();
         assert!(error.contains(&format!("the head at {join} refuses this process: ")), "{name}: {stderr}");
@@ -125,16 +159,13 @@ async fn a_process_with_other_files_or_settings_is_refused_and_the_head_waits_on
 async fn a_head_without_its_process_says_which_is_missing_and_why() {
     let path = folder(MODEL);
     let other = other_weights(&path);
-    let [join, listen, admin, kv, registry]: [SocketAddr; 5] = std::array::from_fn(|_| free_addr());
+    let join: SocketAddr = free_addr();
     let mut command = executable::command();
-    command.arg("prefill").envs(of_two(join)).envs([
-        ("BATON_MODEL__PATH", path),
-        ("BATON_EXPERT__MODEL__JOIN_MS", "5000".to_owned()),
-        ("BATON_NODE__LISTEN", listen.to_string()),
-        ("BATON_NODE__ADMIN", admin.to_string()),
-        ("BATON_TRANSFER__LISTEN", kv.to_string()),
-        ("BATON_REGISTRY__URL", format!("embedded://{registry}")),
-    ]);
+    command
+        .arg("prefill")
+        .envs(of_two(join))
+        .envs(of_head())
+        .envs([("BATON_MODEL__PATH", path), ("BATON_EXPERT__MODEL__JOIN_MS", "5000".to_owned())]);
     let head = spawn_blocking(move || executable::finish(&mut command));
     let refused = rank(join, &in_folder(&other), Vec::new()).await;
     assert_eq!(refused.status.code(), NOT_STARTED, "{}", refused.stderr);
@@ -146,4 +177,33 @@ async fn a_head_without_its_process_says_which_is_missing_and_why() {
          one was refused: weights is "
     );
     assert!(error.contains(&missing), "{error}");
+}
+
+/// The process waits 120 s for a head that is not there yet, but not for one of another cluster.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_process_of_another_cluster_is_refused_at_once() {
+    let (path, join) = (folder(MODEL), free_addr());
+    let files = tempfile::tempdir().expect("a folder");
+    let secret = |name: &str| {
+        let file = files.path().join(name);
+        std::fs::write(&file, format!("a secret of the cluster {name}")).expect("written");
+        ("BATON_CLUSTER__SECRET_FILE", file.display().to_string())
+    };
+    let settings = of_two(join).into_iter().chain(of_head());
+    let settings = settings.chain([("BATON_MODEL__PATH", path.clone()), secret("ours")]);
+    let head = Process::start(files.path(), "head", "prefill", settings.collect());
+    head.expect_log(&["process may not join this node"]);
+    eventually("the head to wait", async || head.log().contains("head waits for the other").then_some(()))
+        .await;
+    for more in [vec![secret("theirs")], Vec::new()] {
+        let begun = Instant::now();
+        let Finished { status, stderr, .. } = rank(join, &path, more).await;
+        assert_eq!(status.code(), NOT_STARTED, "{stderr}");
+        let error = stderr.lines().last().unwrap_or_default();
+        let what = format!("no head answers at {join} (");
+        assert!(error.contains(&what) && error.contains("`cluster.secret_file`"), "{error}");
+        assert!(begun.elapsed() < Duration::from_secs(20), "it has tried for {:?}", begun.elapsed());
+    }
+    let refused = "did not prove that it has the cluster's secret";
+    assert_eq!(head.log().matches(refused).count(), 2, "{}", head.log());
 }
