@@ -1,5 +1,5 @@
 //! `baton.v1.Decode`: one stream lasts as long as one prompt on this node, and its end releases everything.
-//! Only this file of the crate uses gRPC.
+//! Only this file of the crate uses gRPC. See `docs/decisions/0034-a-stream-for-each-sequence.md`.
 
 use std::pin::Pin;
 

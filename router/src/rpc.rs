@@ -101,7 +101,8 @@ impl NodeClient {
         Self { world: world.clone(), gate: gate.clone(), info: info.clone(), channel }
     }
 
-    /// Opens the decode stream of a prompt. Dropping the returned call ends the prompt on the node.
+    /// Opens the decode stream of a prompt. Dropping the returned call ends the prompt on the node. Each prompt has its
+    /// own: `docs/decisions/0034-a-stream-for-each-sequence.md`.
     pub async fn decode(
         &self,
         prompt: &Prompt,
