@@ -1,10 +1,10 @@
 // Common code of experts_ring.cu and experts_ring_fp8.cu: products of few rows with experts, on Hopper.
 //
 // A tile is 128 rows of an expert's matrix. The tiles of all items are divided evenly over blocks: each has a run of
-// neighbours, and computes them alone, along all of k. One thread and four warps fill a ring in shared memory, also
-// for the next tile while the sums of one are written: the thread lets the copy engine bring the weights, and the warps copy
-// the rows of x of an item, which are not neighbours. Two groups of four warps multiply: 64 rows of w each are the first factor (M),
-// the rows of x are the second (N).
+// neighbours, and computes them alone, along all of k. One thread and four warps fill a ring in shared memory, also for the
+// next tile while the sums of one are written: the thread lets the copy engine bring the weights, and the warps copy the rows
+// of x of an item, which are not neighbours. Two groups of four warps multiply: 64 rows of w each are the first factor (M), the
+// rows of x are the second (N).
 //
 // A struct Units has the rows of a tile, and the way from sums to the output. A struct Factors has
 //   NUMBER_BYTES: the bytes of a number
@@ -147,7 +147,7 @@ __device__ __forceinline__ u64 tile_of_w(const Ring& ring, u32 stage) {
 }
 __device__ __forceinline__ u64 tile_of_x(const Ring& ring, u32 stage) { return tile_of(ring.at + stage * STAGE_BYTES + W_BYTES, 16); }
 
-// Multiplies a task's rows of x, of which there are at most N, by a group's 64 rows of w.
+// Computes the products of this group's 64 rows of w with the task's rows of x, up to N, and writes them.
 template <typename Units, u32 N, typename Factors>
 __device__ __forceinline__ void multiply_task(bf16* y, const Ring& ring, RingTurn& turn, const Task& task, u32 n_steps, const Factors& factors, const ExpertsShape& shape) {
     u32 n_rows = task.n_rows(), unit = task.unit * WARP_UNITS + threadIdx.x / 32;
@@ -180,7 +180,7 @@ __device__ __forceinline__ void multiply_in_ring(bf16* y, const TensorMap& of_w,
     u32 n_tiles = Units::count(shape), n_steps = (shape.k + COLUMNS - 1) / COLUMNS;
     Task task;
     if (!task.begin(rows, n_tiles, shape.n_items_max)) return;
-    if (threadIdx.x >= GROUPS * GROUP_THREADS) {
+    if (threadIdx.x >= W_THREAD) {
         if (threadIdx.x == W_THREAD) bring_w<Units, COLUMNS>(ring, of_w, rows, task, n_tiles, n_steps, shape);
         if (threadIdx.x >= X_THREAD) copy_x<Units>(ring, x, rows, task, n_tiles, n_steps, factors, shape);
         return;

@@ -15,14 +15,7 @@ struct Bf16Factors {
         u32 last = 0;
         for (u32 step = 0; step < n_steps; step++, turn.next()) {
             wait_for_stage(ring, turn);
-            u64 a = tile_of_w(ring, turn.stage), b = tile_of_x(ring, turn.stage);
-            held(sum);
-            products_begin();
-#pragma unroll
-            for (u32 i = 0; i < TILE_COLUMNS / 16; i++) product(sum, a + 2 * i, b + 2 * i);
-            products_committed();
-            held(sum);
-            products_done_but<1>();
+            add_products(sum, tile_of_w(ring, turn.stage), tile_of_x(ring, turn.stage));
             if (step > 0) free_ring_stage(ring, last);
             last = turn.stage;
         }

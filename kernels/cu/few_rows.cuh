@@ -53,13 +53,7 @@ __device__ __forceinline__ void multiply_tiles(float (&sum)[ROWS / 2], const Rin
     barrier_wait(ring.full + stage * 8, parity);
     u64 a = tile_of(ring.at + stage * STAGE_BYTES + group * 64 * TILE_ROW_BYTES, 16);
     u64 b = tile_of(ring.at + stage * STAGE_BYTES + W_BYTES, 16);
-    held(sum);
-    products_begin();
-#pragma unroll
-    for (u32 i = 0; i < TILE_COLUMNS / 16; i++) product(sum, a + 2 * i, b + 2 * i);
-    products_committed();
-    held(sum);
-    products_done_but<1>();
+    add_products(sum, a, b);
 }
 
 // Writes a group's sums to shared memory that the cluster reads: part[row of x][row of w].

@@ -215,7 +215,18 @@ __device__ __forceinline__ void product(float (&c)[64], u64 a, u64 b) {
         : SUMS_64(c)
         : "l"(a), "l"(b));
 }
-// The same for 128 columns. It overwrites c if `adds` is false.
+// Starts the products of two tiles of bf16. When it returns, the products that were started before are done.
+template <u32 SUMS>
+__device__ __forceinline__ void add_products(float (&sum)[SUMS], u64 a, u64 b) {
+    held(sum);
+    products_begin();
+#pragma unroll
+    for (u32 i = 0; i < TILE_COLUMNS / 16; i++) product(sum, a + 2 * i, b + 2 * i);
+    products_committed();
+    held(sum);
+    products_done_but<1>();
+}
+// The same as `product` for 128 columns. It overwrites c if `adds` is false.
 __device__ __forceinline__ void product(float (&c)[64], u64 a, u64 b, bool adds) {
     asm volatile(
         "{\n.reg .pred adds;\nsetp.ne.b32 adds, %66, 0;\n"

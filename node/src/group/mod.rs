@@ -40,8 +40,8 @@ pub struct GroupSettings {
     pub join_within: Duration,
 }
 
-/// The names of what differs between two versions. Many builds have one version and one range of protocols, and the order
-/// of a sum is part of neither, so the executable must be the same.
+/// The settings that name the executable. Two builds with the same version and protocols may add numbers in different orders,
+/// so all processes must run the same executable.
 const VERSION: &str = "version";
 const PROTOCOL: &str = "protocol";
 const EXECUTABLE: &str = "executable";

@@ -296,8 +296,8 @@ impl Worker {
         self.in_whole_groups(settings.step_tokens_max.min(n_running.saturating_add(n_prompt)))
     }
 
-    /// Returns the largest number of tokens in a step that takes no longer than the times of all smaller steps say. The
-    /// learned times are a line, but a large step's time has stairs.
+    /// Rounds the number of tokens of a large step down to whole groups of rows. The learned times are a line, but the time of
+    /// a large step has stairs.
     fn in_whole_groups(&self, n_tokens: usize) -> usize {
         let together = self.backend.rows_together();
         if n_tokens < 2 * together { n_tokens } else { n_tokens - n_tokens % together }

@@ -172,12 +172,11 @@ impl Loader<'_> {
             let shape = MatrixShape { rows: hidden, cols: mixture.intermediate };
             self.put_matrices(to, &names, shape, part(ShardRange::Columns(range.clone())))?;
         }
+        let named = |matrix: &str| format!("{layer}.{}.{matrix}.weight", mixture.shared_part());
+        let n_rows = sizes.n_shared * mixture.intermediate;
         for nth in 0..sizes.n_shared {
-            let first = nth * mixture.intermediate;
-            let (range, n_rows) =
-                (first + range.start..first + range.end, sizes.n_shared * mixture.intermediate);
-            let named = |matrix: &str| format!("{layer}.{}.{matrix}.weight", mixture.shared_part());
-            let expert = n_experts + nth;
+            let (expert, first) = (n_experts + nth, nth * mixture.intermediate);
+            let range = first + range.start..first + range.end;
             for (half, matrix) in ["gate_proj", "up_proj"].into_iter().enumerate() {
                 let first = (2 * expert + half) * width;
                 let to = gate_up.rows_mut(first..first + width, hidden);
