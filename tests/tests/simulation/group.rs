@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use baton_tests::sim::Report;
+use baton_tests::sim::group::plan::has_process_faults;
 use baton_tests::sim::group::{landings, run};
 
 use super::{number, played, search, told};
@@ -49,6 +50,29 @@ fn landings_end_in_each_way() {
     for end in ends {
         let is_it = |line: &String| end.iter().all(|part| line.contains(part));
         assert!(lines.iter().any(is_it), "{end:?}");
+    }
+}
+
+/// If no process died, or none stood still, no seed would test it.
+#[test]
+fn processes_die_and_pause() {
+    let seeds: Vec<u64> = (0..200).filter(|seed| has_process_faults(*seed)).collect();
+    for run in [run, landings::run] {
+        let lines: Vec<String> = seeds.iter().flat_map(|seed| played(run, *seed).lines).collect();
+        for what in [
+            "Dies(Head, Process)",
+            "Dies(Head, Machine)",
+            "Pauses(Head, ",
+            "Dies(Follower",
+            "Pauses(Follower",
+        ] {
+            // The plan's own line names faults that may not happen.
+            let is_it = |line: &String| line.contains(what) && !line.contains("Plan {");
+            assert!(lines.iter().any(is_it), "{what}");
+        }
+        for end in ["follower 0 ends: the head at", "follower 3 ends: the head at"] {
+            assert!(lines.iter().any(|line| line.contains(end)), "{end}");
+        }
     }
 }
 

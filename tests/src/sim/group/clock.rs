@@ -30,6 +30,8 @@ pub struct Seen {
     pub n_collected: u64,
     /// The waves that the worker's thread has not computed yet.
     pub n_waves: u32,
+    /// Whether the head stands still. Its threads launch no step meanwhile.
+    pub is_head_stopped: bool,
     /// When the last fault happened.
     pub last_fault: Option<Instant>,
     n_pauses: u32,
@@ -70,6 +72,7 @@ impl Progress {
             n_launched: 0,
             n_collected: 0,
             n_waves: 0,
+            is_head_stopped: false,
             last_fault: None,
             n_pauses: 0,
             is_clock_stopped: false,
@@ -131,8 +134,12 @@ impl Seen {
     /// Returns whether a thread computes, or should.
     fn is_computing(&self) -> bool {
         let all = || self.connections.iter();
+        if self.is_head_stopped {
+            return false;
+        }
         if !self.is_gathered {
-            let is_loading = |of: &ConnectionSeen| of.is_accepted && !of.has_loaded && !of.is_closed;
+            let is_loading =
+                |of: &ConnectionSeen| of.is_accepted && !of.has_loaded && !of.is_closed && of.n_held == 0;
             return all().any(is_loading) || all().all(|of| of.is_known_to_be_loaded);
         }
         let is_launching = self.n_launched == self.n_collected;

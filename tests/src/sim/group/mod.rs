@@ -2,7 +2,7 @@
 //! decode node gets the prompts' KV. Between the head and each follower is a relay that loses, delays, doubles and reorders messages.
 //!
 //! Suggested reading order: the plan of a seed ([`plan`]), its execution and its checks ([`mod@run`]), the steps and the
-//! transfers ([`work`], [`mod@reference`]), the relay ([`relay`]), and the clock ([`clock`], [`waits`]). In [`landings`] the node of
+//! transfers ([`work`], [`mod@reference`]), the processes ([`processes`]), the relay ([`relay`]), and the clock ([`clock`], [`waits`]). In [`landings`] the node of
 //! several processes is a decode node, and [`reports`] is what passes the relay about its landings.
 //!
 //! Models compute on real threads, so a seed repeats the faults of a run, but not each of its moments.
@@ -11,6 +11,7 @@ pub mod plan;
 pub mod run;
 pub mod work;
 pub mod reference;
+pub mod processes;
 pub mod relay;
 pub mod clock;
 pub mod waits;

@@ -3,12 +3,27 @@
 use std::time::Duration;
 
 use super::super::chance::Chance;
+use super::super::net::Crash;
 use super::reference::{ANSWER_MAX, N_PROMPTS};
+
+/// One seed in this number has faults of processes, and may have more followers. The others have their faults alone, so
+/// that each kind of fault stays frequent.
+const PROCESS_SEEDS_ONE_IN: u64 = 4;
+/// The most followers of a node.
+const FOLLOWERS_MAX: u64 = 4;
 
 /// A hold of this length is no silence yet, so the node must continue.
 const SHORT_HOLD_MS: u64 = 3_000;
 /// A hold of this length is a silence that ends the node.
 const LONG_HOLD_MS: u64 = 6_000;
+
+/// A pause of this length is no silence yet, so the node must continue.
+pub const SHORT_PAUSE_MS: u64 = 3_000;
+/// A pause of this length is a silence that ends the node.
+pub const LONG_PAUSE_MS: u64 = 7_000;
+
+/// Links of KV notice a shorter standstill neither as a stall nor as a silence.
+pub const NOTICED_AFTER: Duration = Duration::from_millis(1_000);
 
 /// One run: what is computed, and what happens meanwhile.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,6 +50,22 @@ pub struct Fault {
     /// The number of the message that it applies to, counted from 0 in its direction.
     pub nth: u64,
     pub what: FaultKind,
+}
+
+/// What happens to a process of the node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProcessFault {
+    /// All connections of the process end, or stand still if its machine dies.
+    Dies(NodeProcess, Crash),
+    /// The process stands still for this time, as after SIGSTOP. Its connections stay open.
+    Pauses(NodeProcess, Duration),
+}
+
+/// A process of the node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NodeProcess {
+    Head,
+    Follower(usize),
 }
 
 /// A direction of a connection.
@@ -64,12 +95,25 @@ pub enum FaultKind {
     Silence,
     /// Both directions stand still forever.
     SilenceBothWays,
+    /// The message arrives, and this happens to a process.
+    Process(ProcessFault),
+}
+
+/// Returns whether the plan of `seed` has faults of processes.
+pub fn has_process_faults(seed: u64) -> bool {
+    seed % PROCESS_SEEDS_ONE_IN == PROCESS_SEEDS_ONE_IN - 1
+}
+
+/// Draws the number of followers of a node.
+pub fn draw_followers(chance: &mut Chance, seed: u64) -> usize {
+    let most = if has_process_faults(seed) { FOLLOWERS_MAX } else { 2 };
+    chance.within(1..=most) as usize
 }
 
 impl Plan {
     pub fn draw(seed: u64) -> Self {
         let mut chance = Chance::named(seed, "group");
-        let n_followers = chance.within(1..=2) as usize;
+        let n_followers = draw_followers(&mut chance, seed);
         let wave = |chance: &mut Chance| {
             let n = chance.within(1..=3);
             (0..n).map(|_| chance.below(N_PROMPTS as u64) as usize).collect()
@@ -80,10 +124,54 @@ impl Plan {
         let answers = (0..3).map(answer).collect();
         let n_sets = chance.within(1..=2) as usize;
         let idle = chance.millis(0..=3_000);
-        // One seed in six has no fault.
-        let n_faults = if chance.one_in(6) { 0 } else { chance.within(1..=2) };
-        let faults = (0..n_faults).map(|_| Fault::draw(&mut chance, n_followers)).collect();
+        let faults = match has_process_faults(seed) {
+            true => faults_with_process(&mut chance, n_followers),
+            false => faults_of_messages(&mut chance, n_followers),
+        };
         Self { n_followers, waves, chunk_blocks, answers, n_sets, idle, faults }
+    }
+
+    /// Returns whether a process has a pause that can end links of KV.
+    pub fn has_noticed_pause(&self) -> bool {
+        let is_noticed = |fault: &Fault| match fault.what {
+            FaultKind::Process(ProcessFault::Pauses(_, time)) => time > NOTICED_AFTER,
+            _ => false,
+        };
+        self.faults.iter().any(is_noticed)
+    }
+}
+
+fn faults_of_messages(chance: &mut Chance, n_followers: usize) -> Vec<Fault> {
+    // One seed in six has no fault.
+    let n_faults = if chance.one_in(6) { 0 } else { chance.within(1..=2) };
+    (0..n_faults).map(|_| Fault::draw(chance, n_followers)).collect()
+}
+
+/// Draws the fault of a process. One seed in three has the fault of a message too.
+fn faults_with_process(chance: &mut Chance, n_followers: usize) -> Vec<Fault> {
+    let what = ProcessFault::draw(chance, n_followers);
+    let of_process = Fault { what: FaultKind::Process(what), ..Fault::draw(chance, n_followers) };
+    let other = chance.one_in(3).then(|| Fault::draw(chance, n_followers));
+    // Two silences in a row are a longer one, so a plan with a pause has no other silence.
+    let is_silence = |fault: &Fault| matches!(fault.what, FaultKind::Hold(_) | FaultKind::Late(_));
+    let other = other.filter(|fault| !(what.is_pause() && is_silence(fault)));
+    [of_process].into_iter().chain(other).collect()
+}
+
+impl ProcessFault {
+    pub fn draw(chance: &mut Chance, n_followers: usize) -> Self {
+        let follower = NodeProcess::Follower(chance.below(n_followers as u64) as usize);
+        let process = *chance.pick(&[NodeProcess::Head, follower]);
+        match chance.below(4) {
+            0 => Self::Dies(process, Crash::Process),
+            1 => Self::Dies(process, Crash::Machine),
+            2 => Self::Pauses(process, chance.millis(10..=SHORT_PAUSE_MS)),
+            _ => Self::Pauses(process, chance.millis(LONG_PAUSE_MS..=2 * LONG_PAUSE_MS)),
+        }
+    }
+
+    pub fn is_pause(&self) -> bool {
+        matches!(self, Self::Pauses(..))
     }
 }
 

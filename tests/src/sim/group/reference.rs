@@ -19,6 +19,8 @@ pub const N_PROMPTS: usize = 5;
 pub const ANSWER_MAX: usize = 8;
 /// Room for the prompts and answers of one wave, so that the next wave uses the same blocks.
 const KV_MEMORY: ByteSize = ByteSize(33 << 10);
+/// The most followers of a model of three layers: each process has a layer.
+const FOLLOWERS_OF_THREE_LAYERS_MAX: usize = 2;
 /// The address where the head waits for its followers.
 pub const JOIN: &str = "10.0.0.1:7411";
 /// How long the processes wait for each other.
@@ -27,9 +29,18 @@ pub const JOIN_MS: u64 = 60_000;
 static STOP: StopRules =
     StopRules { max_tokens: 16, min_tokens: 0, stop_tokens: Vec::new(), ignore_eos: true };
 
+/// The models of runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum SmallModel {
+    ThreeLayers,
+    /// Has random weights.
+    FiveLayers,
+}
+
 /// The model, and the results of one process.
 #[derive(Debug)]
 pub struct Reference {
+    small: SmallModel,
     pub model: ModelInfo,
     pub prompts: Vec<PromptReference>,
     sampling: Sampling,
@@ -66,39 +77,15 @@ pub struct DecodeToken<'a> {
     pub tables: &'a [&'a [BlockIdx]],
 }
 
-/// Returns the settings of a node with the model of all runs.
-pub fn config(n_processes: u16, host: &str) -> NodeConfig {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../engine/tests/models/qwen2-window");
-    let mut raw = RawNodeConfig::default();
-    raw.node.advertise = host.to_owned();
-    raw.model.path = folder.to_str().expect("UTF-8").to_owned();
-    raw.model.device = "cpu".to_owned();
-    raw.model.kv_memory = ModelKvMemory::Size(KvMemorySize::Bytes(KV_MEMORY));
-    raw.cluster.insecure = true;
-    raw.transfer.connectors = vec!["tcp".to_owned()];
-    raw.transfer.listen = format!("{host}:7002");
-    raw.expert.transfer.frame_bytes = 2 << 10;
-    raw.expert.transfer.stall_ms = 2_000;
-    raw.expert.model.threads = 1;
-    raw.expert.model.processes = n_processes;
-    raw.expert.model.join = JOIN.to_owned();
-    raw.expert.model.join_ms = JOIN_MS;
-    NodeConfig::resolve(raw).expect("right settings")
-}
-
-/// Returns the results of one process. They are computed once.
-pub fn reference() -> &'static Reference {
-    static REFERENCE: OnceLock<Reference> = OnceLock::new();
-    REFERENCE.get_or_init(|| {
-        let mut backend = engine::open(&config(1, "10.0.0.9").engine).expect("the model opens");
-        let model = backend.model().clone();
-        let mut all = Reference { model, prompts: Vec::new(), sampling: sampling() };
-        for nth in 0..N_PROMPTS {
-            let prompt = all.computed(&mut *backend, nth);
-            all.prompts.push(prompt);
-        }
-        all
-    })
+/// Returns the results of one process for the model of nodes with these followers. They are computed once.
+pub fn reference(n_followers: usize) -> &'static Reference {
+    static THREE_LAYERS: OnceLock<Reference> = OnceLock::new();
+    static FIVE_LAYERS: OnceLock<Reference> = OnceLock::new();
+    let (small, computed) = match n_followers <= FOLLOWERS_OF_THREE_LAYERS_MAX {
+        true => (SmallModel::ThreeLayers, &THREE_LAYERS),
+        false => (SmallModel::FiveLayers, &FIVE_LAYERS),
+    };
+    computed.get_or_init(|| Reference::compute(small))
 }
 
 fn sampling() -> Sampling {
@@ -112,7 +99,54 @@ impl PromptReference {
     }
 }
 
+impl SmallModel {
+    fn write_into(self, raw: &mut RawNodeConfig) {
+        let (folder, load_format) = match self {
+            Self::ThreeLayers => ("../engine/tests/models/qwen2-window", "safetensors"),
+            Self::FiveLayers => ("src/sim/group/five-layers", "dummy"),
+        };
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
+        raw.model.path = folder.to_str().expect("UTF-8").to_owned();
+        raw.expert.model.load_format = load_format.to_owned();
+    }
+
+    /// Returns the settings of a node with this model.
+    fn config(self, n_processes: u16, host: &str) -> NodeConfig {
+        let mut raw = RawNodeConfig::default();
+        self.write_into(&mut raw);
+        raw.node.advertise = host.to_owned();
+        raw.model.device = "cpu".to_owned();
+        raw.model.kv_memory = ModelKvMemory::Size(KvMemorySize::Bytes(KV_MEMORY));
+        raw.cluster.insecure = true;
+        raw.transfer.connectors = vec!["tcp".to_owned()];
+        raw.transfer.listen = format!("{host}:7002");
+        raw.expert.transfer.frame_bytes = 2 << 10;
+        raw.expert.transfer.stall_ms = 2_000;
+        raw.expert.model.threads = 1;
+        raw.expert.model.processes = n_processes;
+        raw.expert.model.join = JOIN.to_owned();
+        raw.expert.model.join_ms = JOIN_MS;
+        NodeConfig::resolve(raw).expect("right settings")
+    }
+}
+
 impl Reference {
+    fn compute(small: SmallModel) -> Self {
+        let mut backend = engine::open(&small.config(1, "alone").engine).expect("the model opens");
+        let model = backend.model().clone();
+        let mut all = Self { small, model, prompts: Vec::new(), sampling: sampling() };
+        for nth in 0..N_PROMPTS {
+            let prompt = all.computed(&mut *backend, nth);
+            all.prompts.push(prompt);
+        }
+        all
+    }
+
+    /// Returns the settings of a node with the model.
+    pub fn config(&self, n_processes: u16, host: &str) -> NodeConfig {
+        self.small.config(n_processes, host)
+    }
+
     fn computed(&self, backend: &mut dyn Backend, nth: usize) -> PromptReference {
         let layout = &self.model.layout;
         let (n_blocks, block_tokens) = (PROMPT_BLOCKS[nth], usize::from(layout.block_tokens));

@@ -10,10 +10,12 @@ use chassis::net::MemoryNet;
 use chassis::{Gate, Listener, Net, Shutdown, Stream, StreamReader, StreamWriter, spawn_guarded};
 use proto::v1;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, duplex};
+use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, sleep_until};
 
+use super::super::net::Crash;
 use super::clock::{ConnectionSeen, Progress};
-use super::plan::{Direction, Fault, FaultKind};
+use super::plan::{Direction, Fault, FaultKind, ProcessFault};
 use super::reports::LandingReports;
 
 /// The bytes before a message: its length, and its number.
@@ -36,6 +38,8 @@ pub struct FollowerNet {
     pub delay: Duration,
     pub faults: Vec<Fault>,
     pub ends: ConnectionEnds,
+    /// Takes the faults of processes that messages trigger.
+    pub process_faults: mpsc::Sender<ProcessFault>,
     pub progress: Progress,
     pub reports: LandingReports,
     /// The gate of the relays.
@@ -51,11 +55,27 @@ pub struct ConnectionEnds {
     pub silence: Shutdown,
 }
 
+impl ConnectionEnds {
+    /// Ends the connection as the death of one of its processes does.
+    pub fn end(&self, how: Crash) {
+        match how {
+            Crash::Process => self.cut.trigger(),
+            Crash::Machine => self.silence.trigger(),
+        }
+    }
+}
+
 #[async_trait]
 impl Net for FollowerNet {
     async fn connect(&self, addr: &str) -> io::Result<Stream> {
         if addr != self.head {
             return self.kv.connect(addr).await;
+        }
+        if self.ends.cut.requested() {
+            return Err(io::ErrorKind::ConnectionRefused.into());
+        }
+        if self.ends.silence.requested() {
+            return std::future::pending().await;
         }
         let far = self.joining.connect(addr).await?;
         let (near, ours) = duplex(STREAM_BYTES);
@@ -78,6 +98,7 @@ impl Net for FollowerNet {
                 reports: self.reports.clone(),
                 cut: self.ends.cut.clone(),
                 silence: self.ends.silence.clone(),
+                process_faults: self.process_faults.clone(),
             };
             spawn_guarded(&self.gate, "relay", relay.pass_all()).detach();
         }
@@ -116,6 +137,7 @@ struct DirectionRelay {
     cut: Shutdown,
     /// Both directions stand still.
     silence: Shutdown,
+    process_faults: mpsc::Sender<ProcessFault>,
 }
 
 /// A message, counted from 0 in its direction.
@@ -257,6 +279,10 @@ impl DirectionRelay {
                 self.demand_end();
                 self.silence.trigger();
                 return Err(self.stand_still().await);
+            }
+            FaultKind::Process(fault) => {
+                self.process_faults.try_send(fault).expect("a plan has few faults of processes");
+                self.write(message).await?;
             }
         }
         Ok(())

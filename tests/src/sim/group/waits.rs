@@ -21,7 +21,7 @@ const DONE_WITHIN: Duration = Duration::from_secs(60);
 /// The interval of looks at what has no notification.
 pub const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// How long threads may wait for a core, in milliseconds of the real clock.
-const THREADS_RUN_WITHIN_MS: u32 = 2_000;
+pub const THREADS_RUN_WITHIN_MS: u32 = 2_000;
 
 /// Runs `play` on a clock that the progress of a node with these followers moves, and returns its log.
 pub fn on_virtual_clock(seed: u64, n_followers: usize, play: impl AsyncFnOnce(Waits)) -> Report {
@@ -59,7 +59,7 @@ impl Waits {
 
     /// Like [`in_time`](Self::in_time), for what must end soon after now.
     pub async fn soon<T>(&self, what: &str, future: impl Future<Output = T>) -> Option<T> {
-        self.before(sleep(ENDS_WITHIN), what, future).await
+        self.before(self.late_soon(), what, future).await
     }
 
     /// Waits until `future` ends, or until `late` does.
@@ -92,8 +92,9 @@ impl Waits {
         loop {
             sleep(LOOK_EVERY).await;
             let seen = self.progress.seen();
-            let is_joining = !seen.connections.iter().all(|of| of.is_accepted);
-            let fault = seen.last_fault.filter(|_| self.must_end() && !is_joining);
+            let is_joining = !self.all_have_joined();
+            let can_end = !is_joining && !seen.is_head_stopped;
+            let fault = seen.last_fault.filter(|_| self.must_end() && can_end);
             let within = DONE_WITHIN + Duration::from_millis(if is_joining { JOIN_MS } else { 0 });
             if begun.elapsed() > within || fault.is_some_and(|fault| fault.elapsed() > ENDS_WITHIN) {
                 return;
@@ -101,11 +102,26 @@ impl Waits {
         }
     }
 
+    /// Waits for the time in which everything ends. The time in which the head stands still does not count.
+    async fn late_soon(&self) {
+        let mut since = Instant::now();
+        while since.elapsed() < ENDS_WITHIN {
+            sleep(LOOK_EVERY).await;
+            if self.progress.seen().is_head_stopped {
+                since = Instant::now();
+            }
+        }
+    }
+
     /// Waits until all tasks of a gate have ended.
     pub async fn all_end(&self, gate: &Gate) {
-        if self.soon("all tasks end", gate.close(2 * ENDS_WITHIN)).await.is_none() {
+        if self.soon("all tasks end", gate.close(4 * ENDS_WITHIN)).await.is_none() {
             self.log.say(format_args!("{gate:?}: {:?}", gate.holders()));
         }
+    }
+
+    pub fn all_have_joined(&self) -> bool {
+        self.progress.seen().connections.iter().all(|of| of.is_accepted)
     }
 
     /// Returns whether a fault has happened after which the node must end.

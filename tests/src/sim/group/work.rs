@@ -5,7 +5,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::thread;
+use std::time::Duration;
 
+use chassis::Standstill;
 use engine::{Backend, PendingStep, SampledToken, SlotId, StepBatch, StepOutput};
 use kv_cache::BlockLease;
 use kv_transfer::Chunk;
@@ -47,6 +49,9 @@ pub const OUTCOMES_MAX: usize = 16;
 /// Limit of chunks of one prompt that nothing has read yet. All chunks of a prompt fit.
 pub const CHUNKS_MAX: usize = 16;
 
+/// How often a stopped thread looks whether its process goes on.
+const LOOK_EVERY: Duration = Duration::from_micros(50);
+
 /// What the thread works with.
 #[derive(Debug)]
 pub struct Worker {
@@ -57,6 +62,8 @@ pub struct Worker {
     pub waves: Receiver<Vec<PromptWork>>,
     pub outcomes: mpsc::Sender<Outcome>,
     pub progress: Progress,
+    /// Stops the thread.
+    pub process: Standstill,
 }
 
 /// A part of a step.
@@ -169,6 +176,7 @@ impl Worker {
             }
         };
         let rows: Vec<_> = parts.iter().zip(&tables).map(row).collect();
+        wait_while_stopped(&self.process);
         // Before the launch, so that the clock stands still.
         self.progress.note(|seen| seen.n_launched += 1);
         let launched = self.backend.launch(StepBatch { rows: &rows });
@@ -232,6 +240,13 @@ impl Worker {
             }
         }
         Ok(())
+    }
+}
+
+/// Makes a thread stand still with its process.
+pub fn wait_while_stopped(process: &Standstill) {
+    while process.is_stopped() {
+        thread::sleep(LOOK_EVERY);
     }
 }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::thread;
 
+use chassis::Standstill;
 use engine::{Backend, Row, RowInput, SampledToken, SlotId, StepBatch};
 use kv_cache::BlockLease;
 use tokio::sync::oneshot;
@@ -11,7 +12,7 @@ use types::BlockIdx;
 
 use super::super::clock::Progress;
 use super::super::reference::{DecodeToken, Reference};
-use super::super::work::Outcome;
+use super::super::work::{Outcome, wait_while_stopped};
 
 /// A sequence whose answer the thread computes.
 #[derive(Debug)]
@@ -32,6 +33,8 @@ pub struct AnswerThread {
     pub reference: &'static Reference,
     pub works: Receiver<AnswerWork>,
     pub progress: Progress,
+    /// Stops the thread.
+    pub process: Standstill,
 }
 
 impl AnswerThread {
@@ -63,6 +66,7 @@ impl AnswerThread {
             _ => self.reference.decode_row(token),
         };
         let failed = |error: &dyn std::fmt::Display| Outcome::Failed(error.to_string());
+        wait_while_stopped(&self.process);
         // Before the launch, so that the clock stands still.
         self.progress.note(|seen| seen.n_launched += 1);
         let launched = self.backend.launch(StepBatch { rows: &[row] });

@@ -5,12 +5,11 @@
 //! whose paths have faults of their own.
 //!
 //! Suggested reading order: the plan of a seed ([`plan`]), its execution and its checks ([`mod@run`]), the senders
-//! ([`sender`]), the node's followers ([`followers`]), its memory ([`memory`]), and its steps ([`answers`]).
+//! ([`sender`]), the node's memory ([`memory`]), and its steps ([`answers`]).
 
 pub mod plan;
 pub mod run;
 pub mod sender;
-pub mod followers;
 pub mod memory;
 pub mod answers;
 

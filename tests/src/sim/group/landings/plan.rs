@@ -4,13 +4,12 @@ use std::time::Duration;
 
 use super::super::super::chance::Chance;
 use super::super::super::net::Crash;
-use super::super::plan::{Fault, FaultKind};
+use super::super::plan::{
+    Fault, FaultKind, LONG_PAUSE_MS, NodeProcess, ProcessFault, SHORT_PAUSE_MS, draw_followers,
+    has_process_faults,
+};
 use super::super::reference::{ANSWER_MAX, N_PROMPTS};
 
-/// A pause of this length is no silence yet, so the node must continue.
-const SHORT_PAUSE_MS: u64 = 3_000;
-/// A pause of this length is a silence that ends the node.
-const LONG_PAUSE_MS: u64 = 7_000;
 /// A landing with this time ends before it, whatever the faults that plans have.
 pub const LONG_DEADLINE: Duration = Duration::from_secs(40);
 /// The time within which landings and faults begin.
@@ -78,8 +77,7 @@ pub enum Event {
     /// Writes to the process arrive this far apart.
     Trickle(Path, Duration),
     SenderDies(usize, Crash),
-    FollowerDies(usize, Crash),
-    FollowerPauses(usize, Duration),
+    Process(ProcessFault),
     /// In this number of the sender's frames of KV a bit is flipped.
     FlipBits(usize, u32),
     /// The sender's next frame of KV is sent twice.
@@ -99,7 +97,7 @@ pub struct Path {
 impl Plan {
     pub fn draw(seed: u64) -> Self {
         let mut chance = Chance::named(seed, "landings");
-        let n_followers = chance.within(1..=2) as usize;
+        let n_followers = draw_followers(&mut chance, seed);
         let n_senders = chance.within(1..=2) as usize;
         let message_delay = if chance.one_in(3) { Duration::ZERO } else { chance.millis(1..=60) };
         let n_landings = chance.within(3..=8);
@@ -113,17 +111,38 @@ impl Plan {
                 _ => faults.push(TimedFault::draw(&mut chance, n_followers, n_senders)),
             }
         }
-        // Two silences in a row are a longer one, so a plan with a pause has no other silence.
-        let mut n_pauses = 0;
-        faults.retain(|fault| {
-            n_pauses += u32::from(matches!(fault.what, Event::FollowerPauses(..)));
-            n_pauses <= 1 || !matches!(fault.what, Event::FollowerPauses(..))
-        });
-        if n_pauses > 0 {
+        if has_process_faults(seed) {
+            faults.insert(0, TimedFault::of_process(&mut chance, n_followers));
+        }
+        if leave_one_pause(&mut faults) > 0 {
             messages.retain(|fault| !matches!(fault.what, FaultKind::Hold(_)));
         }
         Self { n_followers, n_senders, message_delay, landings, messages, faults }
     }
+
+    /// Returns the time in which the head stands still.
+    pub fn head_pauses(&self) -> Duration {
+        let pause = |fault: &TimedFault| match fault.what {
+            Event::Process(ProcessFault::Pauses(NodeProcess::Head, time)) => Some(time),
+            _ => None,
+        };
+        self.faults.iter().filter_map(pause).sum()
+    }
+}
+
+/// Leaves one pause, because two silences in a row are a longer one. No process pauses while its dead head must be noticed.
+/// Returns the number of pauses before.
+fn leave_one_pause(faults: &mut Vec<TimedFault>) -> u32 {
+    let head_dies =
+        |fault: &TimedFault| matches!(fault.what, Event::Process(ProcessFault::Dies(NodeProcess::Head, _)));
+    let pauses_max = u32::from(!faults.iter().any(head_dies));
+    let mut n_pauses = 0;
+    faults.retain(|fault| {
+        let is_pause = matches!(fault.what, Event::Process(what) if what.is_pause());
+        n_pauses += u32::from(is_pause);
+        !is_pause || n_pauses <= pauses_max
+    });
+    n_pauses
 }
 
 impl LandingPlan {
@@ -170,19 +189,28 @@ fn message_fault(chance: &mut Chance, n_followers: usize) -> Fault {
 }
 
 impl TimedFault {
+    fn of_process(chance: &mut Chance, n_followers: usize) -> Self {
+        let what = Event::Process(ProcessFault::draw(chance, n_followers));
+        Self { at: chance.millis(0..=BEGIN_WITHIN_MS), what }
+    }
+
     fn draw(chance: &mut Chance, n_followers: usize, n_senders: usize) -> Self {
         let sender = chance.below(n_senders as u64) as usize;
         let follower = chance.below(n_followers as u64) as usize;
         let path = Path { sender, follower: (!chance.one_in(4)).then_some(follower) };
+        let process = NodeProcess::Follower(follower);
         let crash = *chance.pick(&[Crash::Process, Crash::Machine]);
         let what = match chance.below(11) {
             0 => Event::Hold(path, chance.millis(10..=5_000)),
             1 => Event::Reset(path),
             2 | 3 => Event::Trickle(path, chance.millis(10..=80)),
             4 => Event::SenderDies(sender, crash),
-            5 => Event::FollowerDies(follower, crash),
-            6 => Event::FollowerPauses(follower, chance.millis(10..=SHORT_PAUSE_MS)),
-            7 => Event::FollowerPauses(follower, chance.millis(LONG_PAUSE_MS..=2 * LONG_PAUSE_MS)),
+            5 => Event::Process(ProcessFault::Dies(process, crash)),
+            6 => Event::Process(ProcessFault::Pauses(process, chance.millis(10..=SHORT_PAUSE_MS))),
+            7 => {
+                let time = chance.millis(LONG_PAUSE_MS..=2 * LONG_PAUSE_MS);
+                Event::Process(ProcessFault::Pauses(process, time))
+            }
             8 => Event::FlipBits(sender, chance.within(1..=6) as u32),
             9 => Event::DoubleFrame(sender),
             _ => Event::LateFrame(sender, chance.millis(10..=1_000)),

@@ -25,33 +25,30 @@ use types::{Epoch, Landing, NodeId, Role, TransferId, in_full};
 use super::super::super::chance::Chance;
 use super::super::super::net::{Crash, SimNet};
 use super::super::super::run::Report;
-use super::super::plan::{Fault, FaultKind as MessageFault};
-use super::super::reference::{Reference, config, reference};
+use super::super::plan::{Fault, FaultKind as MessageFault, NOTICED_AFTER, ProcessFault};
+use super::super::processes::{HEAD, ProcessSettings, Processes, follower_host};
+use super::super::reference::{Reference, reference};
 use super::super::reports::LandingReports;
 use super::super::waits::{LOOK_EVERY, Waits, on_virtual_clock};
 use super::super::work::Outcome;
 use super::answers::{AnswerThread, AnswerWork};
-use super::followers::{self, FollowerSettings, Followers};
 use super::memory::{NodeMemory, Room};
 use super::plan::{Cancel, Event, LONG_DEADLINE, LandingPlan, Path, Plan, TimedFault};
 use super::sender::Sender;
 
-const HEAD: &str = "head";
 /// The blocks of the node: enough for the longest prompt, and too few for all landings at once.
 const BLOCKS_MAX: u32 = 24;
 /// The longest time from a landing's deadline to its end.
 const LATE: Duration = Duration::from_millis(500);
-/// A receiver gives a landing up this long after its sender has failed or a process of its node was lost.
-const GIVES_UP_AFTER: Duration = Duration::from_secs(3);
-/// Wires notice a shorter standstill neither as a stall nor as a silence.
-const NOTICED_AFTER: Duration = Duration::from_millis(1_000);
+/// A receiver gives a landing up 3 s after its sender has failed or a process of its node was lost.
+const N_LOOKS_BEFORE_GIVING_UP: u32 = 60;
 /// Limit of sequences whose answers wait for the thread.
 const WORKS_MAX: usize = 16;
 
 /// Runs the plan of `seed`, and returns the results.
 pub fn run(seed: u64) -> Report {
-    let reference = reference();
     let plan = Plan::draw(seed);
+    let reference = reference(plan.n_followers);
     on_virtual_clock(seed, plan.n_followers, async |waits| {
         waits.log.say(format_args!("{plan:?}"));
         Run::new(seed, plan, waits, reference).play().await;
@@ -65,7 +62,7 @@ struct Run {
     world: World,
     kv: SimNet,
     reports: LandingReports,
-    followers: Followers,
+    processes: Arc<Processes>,
     gates: Gates,
     /// Senders whose transfers may fail. Never held across an await.
     disturbed: Mutex<BTreeSet<usize>>,
@@ -99,14 +96,16 @@ enum Ended {
     Arrived(ArrivedKv),
     Failed(TransferError),
     GivenUp,
+    HeadDied,
 }
 
 impl Run {
     fn new(seed: u64, plan: Plan, waits: Waits, reference: &'static Reference) -> Self {
         let (world, reports) = (World::seeded(seed), LandingReports::default());
         let kv = SimNet::new(Chance::named(seed, "landings' network"), waits.log.clone());
-        let followers = Followers::start(FollowerSettings {
+        let processes = Processes::start(ProcessSettings {
             n_followers: plan.n_followers,
+            reference,
             waits: waits.clone(),
             world: world.clone(),
             joining: MemoryNet::new(),
@@ -118,12 +117,12 @@ impl Run {
         });
         let gates =
             Gates { head: Gate::new("head"), wires: Gate::new("wires"), senders: Gate::new("senders") };
-        Self { plan, waits, reference, world, kv, reports, followers, gates, disturbed: Mutex::default() }
+        Self { plan, waits, reference, world, kv, reports, processes, gates, disturbed: Mutex::default() }
     }
 
     async fn play(self) {
-        let config = config(self.plan.n_followers as u16 + 1, HEAD);
-        let joining = Arc::new(self.followers.settings.joining.clone());
+        let config = self.reference.config(self.plan.n_followers as u16 + 1, HEAD);
+        let joining = Arc::new(self.processes.settings.joining.clone());
         let parts = HeadParts {
             world: self.world.clone().with_net(joining).fork(HEAD),
             gate: self.gates.head.clone(),
@@ -132,7 +131,8 @@ impl Run {
             settings: config.group.clone(),
             engine: config.engine.clone(),
         };
-        let gathered = self.waits.in_time("the head gathers its followers", gather(parts)).await;
+        let gathering = self.processes.of_head(gather(parts));
+        let gathered = self.waits.in_time("the head gathers its followers", gathering).await.flatten();
         self.waits.progress.note(|seen| seen.is_gathered = true);
         match gathered {
             Some(Ok((group, backend))) => self.serve(&config, group, backend).await,
@@ -140,7 +140,7 @@ impl Run {
             None => return,
         }
         self.waits.log.say("the head has ended");
-        self.followers.ended().await;
+        self.processes.check_ends().await;
         let Gates { head, wires, senders } = &self.gates;
         for gate in [head, wires, senders] {
             self.waits.all_end(gate).await;
@@ -151,9 +151,16 @@ impl Run {
 
     async fn serve(&self, config: &NodeConfig, group: Arc<Group>, backend: Box<dyn Backend>) {
         let (works, to_compute) = sync_channel(WORKS_MAX);
-        let head = self.head(config, group, backend.memory(), works).await;
-        let progress = self.waits.progress.clone();
-        let thread = AnswerThread { backend, reference: self.reference, works: to_compute, progress }.start();
+        let head = self.processes.of_head(self.head(config, group, backend.memory(), works)).await;
+        let head = head.expect("the head dies later");
+        let thread = AnswerThread {
+            backend,
+            reference: self.reference,
+            works: to_compute,
+            progress: self.waits.progress.clone(),
+            process: self.processes.standstill_of_head(),
+        };
+        let thread = thread.start();
         let senders = (0..self.plan.n_senders).map(async |nth| self.sender(&format!("sender-{nth}")).await);
         let senders = join_all(senders).await;
         let landings = self.plan.landings.iter().enumerate();
@@ -187,6 +194,7 @@ impl Run {
         } else if let Some(lost) = head.group.lost().now_or_never() {
             log.accuse(format_args!("the head ends without a fault: {lost}"));
         }
+        self.processes.check_end_after_head().await;
         self.waits.soon("all blocks are free", head.memory.is_empty()).await;
         if let Err(error) = head.memory.pool.integrity() {
             log.accuse(format_args!("the pool: {error}"));
@@ -212,30 +220,12 @@ impl Run {
 
     async fn landing(&self, head: &Head, sender: &Sender, nth: usize, plan: &LandingPlan) {
         sleep(plan.at).await;
-        let transfer = self.world.transfer_id();
-        let room = async {
-            tokio::select! {
-                biased;
-                // The node takes no more landings.
-                _ = head.group.lost() => None,
-                room = head.memory.room(transfer, plan.prompt, plan.cache) => Some(room),
-            }
-        };
-        let room = self.waits.in_time("blocks come back", room).await.flatten();
-        let Some(Room { lease, n_held }) = room else { return };
-        if n_held > 0 {
-            self.waits.log.say(format_args!("landing {nth} holds blocks of the prompt"));
-        }
-        let layout = head.memory.memory.layout();
-        let request = LandRequest {
-            transfer,
-            lease,
-            n_tokens: self.reference.prompts[plan.prompt].tokens.len() as u32,
-            held_tokens: (n_held * usize::from(layout.block_tokens)) as u32,
-            deadline: self.world.deadline_in(plan.within),
-        };
-        let (landing, arrival) = head.connector.land(request).expect("a proper request");
-        match self.transfer(head, sender, plan, GrantedLanding { landing, arrival }).await {
+        let granting = self.processes.of_head(self.grant(head, nth, plan));
+        let granted = self.waits.in_time("blocks come back", granting).await.flatten().flatten();
+        let Some(granted) = granted else { return };
+        let transfer = granted.landing.transfer;
+        match self.transfer(head, sender, plan, granted).await {
+            Ended::HeadDied => self.waits.log.say(format_args!("landing {nth} ends with the head")),
             Ended::Arrived(arrived) => self.answer(head, nth, plan, transfer, arrived).await,
             Ended::Failed(error) if self.may_fail(plan) => {
                 self.waits.log.say(format_args!("landing {nth} fails: {}", in_full(&error)));
@@ -249,6 +239,31 @@ impl Run {
             }
             Ended::GivenUp => self.waits.log.say(format_args!("landing {nth} is given up")),
         }
+    }
+
+    /// Takes blocks, and begins the landing. Returns `None` if the node ends first.
+    async fn grant(&self, head: &Head, nth: usize, plan: &LandingPlan) -> Option<GrantedLanding> {
+        let transfer = self.world.transfer_id();
+        let room = tokio::select! {
+            biased;
+            // The node takes no more landings.
+            _ = head.group.lost() => None,
+            room = head.memory.room(transfer, plan.prompt, plan.cache) => Some(room),
+        };
+        let Room { lease, n_held } = room?;
+        if n_held > 0 {
+            self.waits.log.say(format_args!("landing {nth} holds blocks of the prompt"));
+        }
+        let layout = head.memory.memory.layout();
+        let request = LandRequest {
+            transfer,
+            lease,
+            n_tokens: self.reference.prompts[plan.prompt].tokens.len() as u32,
+            held_tokens: (n_held * usize::from(layout.block_tokens)) as u32,
+            deadline: self.world.deadline_in(plan.within),
+        };
+        let (landing, arrival) = head.connector.land(request).expect("a proper request");
+        Some(GrantedLanding { landing, arrival })
     }
 
     /// Sends and receives, until both sides have ended.
@@ -270,15 +285,21 @@ impl Run {
                 _ = head.group.lost() => {}
                 () = failed.wait() => {}
             }
-            sleep(GIVES_UP_AFTER).await;
+            // Only the time in which the head runs counts.
+            for _ in 0..N_LOOKS_BEFORE_GIVING_UP {
+                sleep(LOOK_EVERY).await;
+            }
         };
         let receiving = async {
-            let ended = tokio::select! {
-                biased;
-                ended = arrival.settle() => ended.map_or_else(Ended::Failed, Ended::Arrived),
-                () = give_up => Ended::GivenUp,
+            let ending = async {
+                tokio::select! {
+                    biased;
+                    ended = arrival.settle() => ended.map_or_else(Ended::Failed, Ended::Arrived),
+                    () = give_up => Ended::GivenUp,
+                }
             };
-            if begun.elapsed() > plan.within + LATE {
+            let ended = self.processes.of_head(ending).await.unwrap_or(Ended::HeadDied);
+            if begun.elapsed() > plan.within + LATE + self.plan.head_pauses() {
                 self.waits.log.accuse(format_args!("a landing ends {:?} after its begin", begun.elapsed()));
             }
             ended
@@ -362,7 +383,7 @@ impl Run {
         sleep(fault.at).await;
         self.waits.log.say(format_args!("{:?}", fault.what));
         let both_ways = |Path { sender, follower }: Path| {
-            [format!("sender-{sender}"), follower.map_or_else(|| HEAD.to_owned(), followers::host)]
+            [format!("sender-{sender}"), follower.map_or_else(|| HEAD.to_owned(), follower_host)]
         };
         match fault.what {
             Event::Hold(path, time) => {
@@ -385,12 +406,11 @@ impl Run {
                 self.kv.trickle(&from, &to, gap);
             }
             Event::SenderDies(sender, how) => self.sender_dies(sender, &senders[sender], how),
-            Event::FollowerDies(follower, how) => self.followers.die(follower, how),
-            Event::FollowerPauses(follower, time) => {
-                if time > NOTICED_AFTER {
+            Event::Process(what) => {
+                if matches!(what, ProcessFault::Pauses(_, time) if time > NOTICED_AFTER) {
                     self.disturb(0..self.plan.n_senders);
                 }
-                self.followers.pause(follower, time).await;
+                self.processes.apply(what).await;
             }
             Event::FlipBits(sender, n_frames) => {
                 // A page that arrives wrong twice ends its landing.
@@ -465,7 +485,7 @@ impl Run {
             fingerprint: self.reference.model.fingerprint.clone(),
             world: self.world.clone().with_net(self.kv.host(host)).fork(host),
             gate: self.gates.senders.clone(),
-            settings: config(1, host).transfer,
+            settings: self.reference.config(1, host).transfer,
             metrics: TransferMetrics::default(),
             faults: Faults::programmable(),
             processes: None,
