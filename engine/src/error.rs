@@ -123,6 +123,9 @@ pub enum OpenError {
     CudaMemory(String),
     #[error("tensor parallel: {0}")]
     Ranks(String),
+    /// The experts cannot be where the settings say.
+    #[error("expert.model.experts: {0}")]
+    Experts(String),
     /// The backend does not divide a model over pipeline stages.
     #[error("pipeline stages: {0}")]
     Stages(String),

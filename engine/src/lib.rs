@@ -23,7 +23,9 @@ pub use backend::cpu::{CpuBackend, CpuSettings, LoadFormat};
 pub use backend::cuda;
 pub use backend::cuda::{CudaBackend, CudaSettings};
 pub use backend::mock::{Mock, MockSettings, Pace};
-pub use backend::{Asleep, Backend, Device, EngineSettings, SleepFailed, StepLimits, WakeFailed, open};
+pub use backend::{
+    Asleep, Backend, Device, EngineSettings, ExpertPlacement, SleepFailed, StepLimits, WakeFailed, open,
+};
 pub use backend::{process, remote};
 pub use error::{BackendError, LoadError, OpenError, RowError};
 pub use kv_room::{AutoRoom, KvRoom};

@@ -1,6 +1,7 @@
 // Common code of experts.cu and norm.cu: the sum of a row's experts, each times its weight, in the order of choices.
 //
-// y has the output of each choice at its place. A choice without a place makes the sum NaN.
+// y has the output of each choice at its place. A choice without a place adds zeroes times its weight: the weight is NaN if the
+// row is, and 0 if another rank computes the choice.
 struct ChoiceSums {
     const bf16* y;
     const u32* places;
@@ -14,8 +15,7 @@ struct ChoiceSums {
         for (u32 slot = 0; slot < per_row; slot++) {
             u32 place = places[row * per_row + slot];
             float by = weights[row * per_row + slot];
-            Eight nan = {0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u};
-            Eight of = place == NOWHERE ? nan : load8(y + (u64)place * width + at);
+            Eight of = place == NOWHERE ? Eight{0, 0, 0, 0} : load8(y + (u64)place * width + at);
 #pragma unroll
             for (u32 j = 0; j < 4; j++) sum[2 * j] += low(of.pair[j]) * by, sum[2 * j + 1] += high(of.pair[j]) * by;
         }

@@ -2,6 +2,8 @@
 //
 // A choice is a row together with one of its experts; its number is row * (per_token + n_shared) + slot. The choices of a
 // row are in ascending order of the expert. The experts after the first n_experts compute every row, with the weight 1.
+// If experts are spread over ranks, each rank places the choices that it computes, with the numbers of its own experts: those
+// of its routed experts, then those of the shared experts, which all ranks have.
 // Choices are placed expert by expert, and row by row within one, so that an expert's rows are neighbours. A row without numbers (NaN) has no experts: its output is NaN.
 //
 // Products read only the experts that have rows. Their order of sums depends on the width of the rows, not
@@ -13,8 +15,9 @@
 constexpr u32 SCORE_SHARES = 16, SCORE_ROWS = 8, SCORE_EXPERTS = 16, SCORE_UNROLL = 8;
 
 // n_groups: the number of groups of neighbouring experts; 0: there are no groups. groups_per_token: the number of groups
-// whose experts a row may have. scaling: all weights are multiplied by it.
-struct RouterShape { u32 n_rows, k, n_experts, per_token, n_shared, is_normalized, n_groups, groups_per_token; float scaling; };
+// whose experts a row may have. scaling: all weights are multiplied by it. first_held, every: this rank has every `every`-th
+// expert, from first_held on.
+struct RouterShape { u32 n_rows, k, n_experts, per_token, n_shared, is_normalized, n_groups, groups_per_token; float scaling; u32 first_held, every; };
 
 // Adds the products of 16 rows of the router with eight rows of x, for the steps of 32 of k in a range. `before(step)` is
 // called before each step. The previous kernel does not write the router, so its first numbers are requested before this
@@ -96,6 +99,22 @@ __device__ __forceinline__ void keep_groups(u32 (&keys)[LANE_EXPERTS], bool adds
         if (lane + 32 * j < shape.n_experts && !(kept >> (lane + 32 * j) / size & 1)) keys[j] = 0;
 }
 
+// Returns the rank that computes a shared expert for this row: the one with the fewest of the row's choices so far. `mine` is
+// the routed expert of the lane's slot. The result depends on no other row. Lanes without a shared expert get any rank.
+__device__ __forceinline__ u32 rank_of_shared_expert(u32 mine, const RouterShape& shape) {
+    u32 lane = threadIdx.x % 32, every = shape.every, n_choices = 0, rank = 0;
+    // Of ranks with equally many choices, not always the first is taken.
+    u32 turn = __reduce_min_sync(FULL_WARP, mine) % every;
+    for (u32 slot = 0; slot < shape.per_token; slot++) n_choices += __shfl_sync(FULL_WARP, mine, slot) % every == lane;
+    for (u32 slot = shape.per_token; slot < shape.per_token + shape.n_shared; slot++) {
+        u32 key = lane < every ? n_choices * 32 + (lane + turn) % every : NOWHERE;
+        u32 fewest = (__reduce_min_sync(FULL_WARP, key) % 32 + every - turn) % every;
+        if (lane == fewest) n_choices++;
+        if (lane == slot) rank = fewest;
+    }
+    return rank;
+}
+
 // A warp chooses the experts of a row: those with the greatest exponentials, the first of equal ones. With a correction:
 // those with the greatest sums of their sigmoid and correction. Each lane has the scores of LANE_EXPERTS experts.
 template <u32 LANE_EXPERTS>
@@ -145,12 +164,15 @@ __device__ __forceinline__ void choose(u32* experts, float* weights, const float
     if (!is_number) place = lane;
     u32 n_slots = shape.per_token + shape.n_shared;
     u64 first = (u64)row * n_slots;
+    u32 rank_of_shared = shape.every > 1 ? rank_of_shared_expert(mine, shape) : 0;
     if (lane < shape.per_token) {
-        experts[first + place] = mine;
-        weights[first + place] = number / (shape.is_normalized ? divisor : total) * shape.scaling;
+        bool is_here = mine % shape.every == shape.first_held;
+        experts[first + place] = is_number && is_here ? mine / shape.every : NOWHERE;
+        weights[first + place] = is_number && !is_here ? 0.f : number / (shape.is_normalized ? divisor : total) * shape.scaling;
     } else if (lane < n_slots) {
-        experts[first + lane] = shape.n_experts + lane - shape.per_token;
-        weights[first + lane] = 1.f;
+        bool is_here = rank_of_shared == shape.first_held;
+        experts[first + lane] = is_here ? shape.n_experts / shape.every + lane - shape.per_token : NOWHERE;
+        weights[first + lane] = is_here ? 1.f : 0.f;
     }
 }
 

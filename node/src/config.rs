@@ -11,7 +11,7 @@ use chassis::connections::ConnectionLimits;
 use chassis::identity::settings::{ClusterSection, TlsSection};
 use chassis::telemetry::{LogSection, LogSettings};
 use engine::load::{Activations, Quantize};
-use engine::{CpuSettings, Device, EngineSettings, KvRoom, LoadFormat, Pace, StepLimits};
+use engine::{CpuSettings, Device, EngineSettings, ExpertPlacement, KvRoom, LoadFormat, Pace, StepLimits};
 use kv_transfer::TransferSettings;
 use scheduler::SchedulerSettings;
 use serde::{Deserialize, Serialize};
@@ -158,6 +158,11 @@ impl ModelSection {
             )?,
             ..CpuSettings::default()
         };
+        let experts = choice(
+            "expert.model.experts",
+            &expert.model.experts,
+            &[("cut", ExpertPlacement::Cut), ("spread", ExpertPlacement::Spread)],
+        )?;
         let limits =
             StepLimits { tokens: expert.scheduler.step_tokens_max, rows: expert.scheduler.sequences_max };
         let gpu_arch = (!expert.model.gpu_arch.is_empty()).then(|| expert.model.gpu_arch.clone());
@@ -181,6 +186,7 @@ impl ModelSection {
             limits,
             ranks,
             stages: StageSplit { n_stages: stages, layers: expert.model.stage_layers.clone() },
+            experts,
             kv,
             pace: Pace::Sleeping,
             cpu,

@@ -8,7 +8,9 @@ use clap::{Args, ValueEnum};
 use engine::cuda::process::open_apart;
 use engine::load::{Activations, Quantize};
 use engine::measure::{Offline, SamplingMode, Workload};
-use engine::{CpuSettings, CudaBackend, CudaSettings, Device, LoadFormat, OpenError, StepLimits};
+use engine::{
+    CpuSettings, CudaBackend, CudaSettings, Device, ExpertPlacement, LoadFormat, OpenError, StepLimits,
+};
 use types::{KvDtype, StageSplit};
 
 /// The model that is measured if none is named.
@@ -49,6 +51,9 @@ pub(crate) struct EngineArgs {
     /// Number of tensor-parallel ranks: GPUs from the device's number on, or groups of threads.
     #[arg(long, default_value_t = NonZero::<u16>::MIN, value_name = "RANKS")]
     pub(crate) tp: NonZero<u16>,
+    /// Where the experts of a mixture are with several ranks: `cut`, some columns of every expert; `spread`, whole experts.
+    #[arg(long, value_enum, default_value_t = Experts::Cut)]
+    pub(crate) experts: Experts,
     /// Number of pipeline stages, which divide the layers: each has as many GPUs, or groups of threads, as there are ranks.
     #[arg(long, default_value_t = NonZero::<u16>::MIN, value_name = "STAGES")]
     pub(crate) stages: NonZero<u16>,
@@ -175,6 +180,12 @@ pub(crate) enum ActivationFormat {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Experts {
+    Cut,
+    Spread,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Kv {
     Bf16,
     Fp8,
@@ -243,6 +254,13 @@ impl EngineArgs {
         }
     }
 
+    pub(crate) fn experts(&self) -> ExpertPlacement {
+        match self.experts {
+            Experts::Cut => ExpertPlacement::Cut,
+            Experts::Spread => ExpertPlacement::Spread,
+        }
+    }
+
     pub(crate) fn kv_dtype(&self) -> KvDtype {
         match self.kv_dtype {
             Kv::Bf16 => KvDtype::Bf16,
@@ -267,6 +285,7 @@ impl EngineArgs {
             ordinal: if let Device::Cuda(ordinal) = self.device { ordinal } else { 0 },
             ranks: self.tp,
             stages: self.stage_split(),
+            experts: self.experts(),
             limits: StepLimits { tokens: self.step_tokens.max(self.request_step_tokens), rows: self.rows },
             load_format: self.load_format(),
             quantize: self.quantize(),

@@ -16,6 +16,7 @@ impl AnyBackend {
     pub(super) fn open(args: &EngineArgs) -> Result<Self, CommandError> {
         let kv_bytes = usize::try_from(args.kv_memory.0).map_err(CommandError::usage)?;
         let cpu = || {
+            args.experts().ensure_cut("a processor")?;
             CpuBackend::open(args.model(), kv_bytes, &args.cpu()).map(|backend| Self::Cpu(Box::new(backend)))
         };
         let opened = match args.device {

@@ -141,11 +141,34 @@ pub struct EngineSettings {
     pub ranks: NonZero<u16>,
     /// The pipeline stages, which divide the layers: groups of threads, or of GPUs.
     pub stages: StageSplit,
+    pub experts: ExpertPlacement,
     pub kv: KvRoom,
     /// How a mock's simulated costs pass. Real models ignore it.
     pub pace: mock::Pace,
     /// The settings for a real model on the CPU.
     pub cpu: cpu::CpuSettings,
+}
+
+/// Where the experts of a mixture are, if several GPUs compute it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ExpertPlacement {
+    /// Each rank has some columns of every expert's inner layer.
+    #[default]
+    Cut,
+    /// Each rank has whole experts: every n-th one, for n ranks. On GPUs only.
+    Spread,
+}
+
+impl ExpertPlacement {
+    /// Refuses experts that are spread, for what does not run on GPUs.
+    pub fn ensure_cut(self, what: &str) -> Result<(), OpenError> {
+        match self {
+            Self::Cut => Ok(()),
+            Self::Spread => Err(OpenError::Experts(format!(
+                "\"spread\" is set, and {what} computes the model: experts are spread over GPUs only"
+            ))),
+        }
+    }
 }
 
 /// The size limits of one step.
@@ -189,6 +212,7 @@ impl EngineSettings {
             ordinal: if let Device::Cuda(ordinal) = self.device { ordinal } else { 0 },
             ranks: self.ranks,
             stages: self.stages.clone(),
+            experts: self.experts,
             arch: self.gpu_arch.clone(),
             deterministic: self.deterministic,
             limits: self.limits,
@@ -256,6 +280,7 @@ mod tests {
             limits,
             ranks,
             stages: StageSplit::default(),
+            experts: ExpertPlacement::Cut,
             kv: kv_bytes.into(),
             pace: Pace::Modelled,
             cpu,

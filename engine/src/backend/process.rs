@@ -22,6 +22,7 @@ impl PreparedStage {
         let folder = Path::new(&engine.model);
         Ok(match engine.device {
             Device::Cpu => {
+                engine.experts.ensure_cut("a processor")?;
                 let prepared = cpu::process::PreparedStage::prepare(folder, engine.kv, &engine.on_cpu(), nth);
                 Self::Cpu(Box::new(prepared?))
             }

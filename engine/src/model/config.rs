@@ -33,6 +33,9 @@ pub struct ModelConfig {
     pub tied: bool,
     /// The format of activations that the checkpoint was made for.
     pub activations: ActivationFormat,
+    /// Whether the weights are said to have a scale for each block. Files say it tensor by tensor, so only made-up weights
+    /// follow this.
+    pub has_block_scales: bool,
     pub optional: OptionalTensors,
     /// The number of last tokens that each layer sees, with the current one. `None` means all tokens.
     pub windows: Vec<Option<u32>>,
@@ -185,6 +188,7 @@ impl ModelConfig {
             rope: rope(&raw)?,
             tied: raw.tie_word_embeddings.unwrap_or(false),
             activations: activations.unwrap_or(ActivationFormat::Full),
+            has_block_scales: quantized.is_some_and(quantization::has_block_scales),
             optional: architecture.optional_tensors(BiasSettings {
                 attention: raw.attention_bias.unwrap_or(false),
                 mlp: raw.mlp_bias.unwrap_or(false),
@@ -224,6 +228,7 @@ impl ModelConfig {
             eos_tokens: _,
             // What follows from it is a part of its own: see `ActivationFormat::added_to`.
             activations: _,
+            has_block_scales: _,
             unread_keys: _,
         } = self;
         let shape = format!(

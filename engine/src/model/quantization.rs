@@ -44,6 +44,11 @@ pub fn activations(config: &Value) -> Result<ActivationFormat, String> {
     }
 }
 
+/// Returns whether all weights have a scale for each block.
+pub fn has_block_scales(config: &Value) -> bool {
+    config.get("quant_method").is_some_and(|method| method == "fp8")
+}
+
 /// Checks the config of a checkpoint in the form of DeepSeek and Qwen, whose weights all have block scales.
 fn of_blocks(config: &Value) -> Result<ActivationFormat, String> {
     let is_set = |key: &str| config.get(key).is_some_and(|value| !value.is_null());

@@ -6,7 +6,7 @@ use std::num::NonZero;
 use baton_kernels::cpu::{Arithmetic, Processor};
 use baton_kernels::cuda::{
     ComputeCard, ExpertActivations, ExpertChoice, ExpertLayer, ExpertSizes, ExpertSpace, ExpertSums,
-    ExpertsForm, Fp8Rows, Fp8Scales, NormedRows, WeightMatrix,
+    ExpertsForm, Fp8Rows, Fp8Scales, HeldExperts, NormedRows, WeightMatrix,
 };
 use device::cuda::{Bf16, Buffer, CudaError, View};
 use serde_json::{Value, json};
@@ -181,12 +181,21 @@ pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent)
             for (nth, n_rows) in all_rows.filter(|_| format.takes(hidden)) {
                 for rows in [Rows::Drawn, Rows::Equal] {
                     let (n_shared, is_normalized) = ((nth + 1) % 3, n_rows % 2 == 1);
-                    let sizes = ExpertSizes { hidden, width, n_experts, per_row, n_shared, is_normalized };
+                    let held = HeldExperts::ALL;
+                    let sizes =
+                        ExpertSizes { hidden, width, n_experts, held, per_row, n_shared, is_normalized };
                     let rules = match format {
                         ExpertFormat::Bf16 => RuleCase::all(n_experts, per_row),
                         ExpertFormat::Fp8(..) => vec![RuleCase::PLAIN],
                     };
-                    for rule in rules {
+                    let of_all = rules.into_iter().map(|rule| (sizes, rule));
+                    // One of the ranks that the experts are spread over. It may have no choice.
+                    let spread = (rows == Rows::Drawn).then_some([2, 4][nth % 2]);
+                    let spread = spread.filter(|every| n_experts.is_multiple_of(*every)).map(|every| {
+                        let held = HeldExperts { first: nth / 2 % every, every };
+                        (ExpertSizes { held, ..sizes }, RuleCase::PLAIN)
+                    });
+                    for (sizes, rule) in of_all.chain(spread) {
                         let case = Case::draw(card, (sizes, rule), format, n_rows, rows)?;
                         let name =
                             format!("experts {} {sizes:?}, {rule:?}, {n_rows} rows, {rows:?}", format.name());
@@ -333,8 +342,7 @@ impl Case {
             let (experts, is_certain) = self.rule.chosen(scores, self.sizes);
             are_certain.push(is_certain);
             let mut sum = vec![0.0; hidden];
-            let shared = (n_experts..self.sizes.n_all()).map(|expert| (expert, 1.0));
-            for (expert, weight) in experts.into_iter().chain(shared) {
+            for (expert, weight) in self.held(experts) {
                 let gate_up = &self.gate_up[expert * 2 * width * hidden..(expert + 1) * 2 * width * hidden];
                 let dot = |row: &[f64], of: &[f64]| -> f64 { row.iter().zip(of).map(|(a, b)| a * b).sum() };
                 let both: Vec<f64> = gate_up.chunks(hidden).map(|row| dot(row, x)).collect();
@@ -351,6 +359,26 @@ impl Case {
         (all, are_certain)
     }
 
+    /// Returns the choices that the rank computes, by the numbers of its own experts, with those of the shared experts. A
+    /// shared expert goes to the rank with the fewest of the row's choices, counted from the row's first expert.
+    fn held(&self, experts: Vec<(usize, f64)>) -> Vec<(usize, f64)> {
+        let HeldExperts { first, every } = self.sizes.held;
+        let lowest = experts.iter().map(|(expert, _)| *expert).min().unwrap_or(0);
+        let mut n_choices = vec![0; every];
+        experts.iter().for_each(|(expert, _)| n_choices[expert % every] += 1);
+        let here = experts.iter().filter(|(expert, _)| expert % every == first);
+        let mut here: Vec<(usize, f64)> = here.map(|(expert, weight)| (expert / every, *weight)).collect();
+        for nth in 0..self.sizes.n_shared {
+            let fewest = (0..every).min_by_key(|rank| (n_choices[*rank], (rank + lowest) % every));
+            let fewest = fewest.expect("a rank");
+            n_choices[fewest] += 1;
+            if fewest == first {
+                here.push((self.sizes.n_held() + nth, 1.0));
+            }
+        }
+        here
+    }
+
     /// Rounds rows to FP8 as the CPU does, if the format has rounded activations.
     fn rounded(&self, x: Vec<f64>, k: usize) -> Vec<f64> {
         if self.format.activations() == ExpertActivations::Full {
@@ -364,10 +392,17 @@ impl Case {
 }
 
 /// The layers whose speed is measured: that of Qwen3-30B-A3B, and in bf16 also that of DeepSeek-V2-Lite.
-const QWEN: ExpertSizes =
-    ExpertSizes { hidden: 2048, width: 768, n_experts: 128, per_row: 8, n_shared: 0, is_normalized: true };
+const QWEN: ExpertSizes = ExpertSizes {
+    hidden: 2048,
+    width: 768,
+    n_experts: 128,
+    held: HeldExperts::ALL,
+    per_row: 8,
+    n_shared: 0,
+    is_normalized: true,
+};
 const DEEPSEEK: ExpertSizes =
-    ExpertSizes { hidden: 2048, width: 1408, n_experts: 64, per_row: 6, n_shared: 2, is_normalized: false };
+    ExpertSizes { n_experts: 64, width: 1408, per_row: 6, n_shared: 2, is_normalized: false, ..QWEN };
 const N_LAUNCHES: usize = 20;
 /// The addend of norms.
 const EPSILON: f32 = 1e-6;

@@ -46,6 +46,9 @@ pub struct ModelExpertSettings {
     /// The input of products with FP8 weights: `full`; `fp8`, rounded to 8 bits, which shortens prompts on Hopper;
     /// `auto` follows the checkpoint. The same on all nodes of a model.
     pub activations: String,
+    /// The experts of a mixture on several GPUs: `cut`, each GPU has some columns of every expert; `spread`, each has whole
+    /// experts.
+    pub experts: String,
     /// Pipeline stages share the layers: `tp` GPUs each, or groups of threads.
     pub stages: u16,
     /// Layers of each stage, as in `[17, 15]`; empty: even.
@@ -65,6 +68,7 @@ impl Default for ModelExpertSettings {
             threads: 0,
             load_format: "safetensors".to_owned(),
             activations: "auto".to_owned(),
+            experts: "cut".to_owned(),
             stages: 1,
             stage_layers: Vec::new(),
             processes: 1,

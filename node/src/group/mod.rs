@@ -59,6 +59,7 @@ fn common_parts(engine: &EngineSettings, prepared: &PreparedStage) -> Result<Fin
         ("model.kv_dtype", cpu.kv_dtype.to_string()),
         ("model.quantize", cpu.quantize.as_str().to_owned()),
         ("expert.model.activations", format!("{:?}", cpu.activations).to_lowercase()),
+        ("expert.model.experts", format!("{:?}", engine.experts).to_lowercase()),
         ("expert.model.load_format", format!("{:?}", cpu.load_format).to_lowercase()),
         ("expert.model.processes", engine.stages.n_stages.to_string()),
         ("expert.model.stage_layers", format!("{:?}", engine.stages.layers)),

@@ -71,6 +71,7 @@ struct OpenParams {
 
 /// Returns the CPU's constructor in the table of backends. `name` is a model's folder.
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
+    engine.experts.ensure_cut("a processor")?;
     let folder = name.unwrap_or_default();
     Ok(Box::new(CpuBackend::open(Path::new(folder), engine.kv, &engine.on_cpu())?))
 }

@@ -8,6 +8,7 @@ use kernels::cuda::Fp8Scales;
 use super::fp8::{FeedForwardFormats, LayerFormats, WeightFormat, blocks_of, spread};
 use super::heads::Heads;
 use super::share::Share;
+use crate::backend::ExpertPlacement;
 use crate::error::OpenError;
 use crate::model::ModelConfig;
 
@@ -33,14 +34,17 @@ pub(super) fn check(
     heads: Heads,
     formats: &[LayerFormats],
     n_ranks: usize,
+    experts: ExpertPlacement,
 ) -> Result<(), OpenError> {
-    let kinds: [(HasBlocks, PlacesOf); 4] = [
-        (has_attention_blocks, of_attention),
-        (has_dense_and_blocks, of_dense),
-        (has_expert_blocks, of_experts),
-        (has_shared_blocks, of_shared),
+    // Experts that are spread are whole.
+    let n_cuts = if experts == ExpertPlacement::Spread { 1 } else { n_ranks };
+    let kinds: [(HasBlocks, PlacesOf, usize); 4] = [
+        (has_attention_blocks, of_attention, n_ranks),
+        (has_dense_and_blocks, of_dense, n_ranks),
+        (has_expert_blocks, of_experts, n_cuts),
+        (has_shared_blocks, of_shared, n_ranks),
     ];
-    for (has_blocks, places) in kinds {
+    for (has_blocks, places, n_ranks) in kinds {
         let Some(layer) = formats.iter().position(has_blocks) else { continue };
         let mut all = Share::of_all(n_ranks).flat_map(|share| places(config, heads, share));
         if let Some(wrong) = all.find(|places| !places.have_whole_blocks()) {
@@ -137,6 +141,8 @@ mod tests {
     use super::*;
     use crate::load::ModelFolder;
 
+    const CUT: ExpertPlacement = ExpertPlacement::Cut;
+
     #[test]
     fn cuts_within_a_block_are_refused_by_the_name_of_the_tensor() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../bench/shapes/llama-3.1-8b");
@@ -147,7 +153,7 @@ mod tests {
             let mut changed = config.clone();
             change(&mut changed);
             let heads = Heads::of(changed.head_dim).expect("a width that kernels support");
-            check(&changed, heads, &with_blocks, n_ranks).map_err(|refusal| refusal.to_string())
+            check(&changed, heads, &with_blocks, n_ranks, CUT).map_err(|refusal| refusal.to_string())
         };
         for n_ranks in [1, 2, 4, 8] {
             assert_eq!(refusal(|_| {}, n_ranks), Ok(()));
@@ -169,7 +175,7 @@ mod tests {
             assert!(sentence.contains(&start), "{sentence}");
         }
         let plain = LayerFormats::all_in(WeightFormat::OF_ROWS, 1, None);
-        assert!(check(&config, Heads::of(128).expect("128"), &plain, 3).is_ok(), "rows have scales");
+        assert!(check(&config, Heads::of(128).expect("128"), &plain, 3, CUT).is_ok(), "rows have scales");
     }
 
     #[test]
@@ -180,7 +186,7 @@ mod tests {
         let [in_blocks, in_rows] = [WeightFormat::Fp8(Fp8Scales::OfBlocks), WeightFormat::OF_ROWS]
             .map(|format| LayerFormats::all_in(format, 48, config.mixture.as_ref()));
         let refusal = |config: &ModelConfig, formats: &[LayerFormats], n_ranks| {
-            check(config, heads, formats, n_ranks).map_err(|refusal| refusal.to_string())
+            check(config, heads, formats, n_ranks, CUT).map_err(|refusal| refusal.to_string())
         };
         // 768 numbers are 6 blocks.
         for n_ranks in [1, 2] {
@@ -192,6 +198,8 @@ mod tests {
             let start = "model.layers.0.mlp.experts.0.up_proj.weight has a scale for each block";
             let alternative = "model.layers.0.mlp.experts.0.down_proj.weight has a scale for each block";
             assert!(sentence.contains(if n_ranks == 4 { alternative } else { start }), "{sentence}");
+            let spread = ExpertPlacement::Spread;
+            assert!(check(&config, heads, &in_blocks, n_ranks, spread).is_ok(), "experts are whole");
         }
         config.hidden = 136;
         let sentence = refusal(&config, &in_blocks, 1).expect_err("experts follow each other");
@@ -206,8 +214,8 @@ mod tests {
         let feed_forward = FeedForwardFormats::Experts { routed: WeightFormat::OF_ROWS, shared: IN_BLOCKS };
         let formats = [LayerFormats { feed_forward, ..LayerFormats::default() }];
         // 2,816 numbers are 22 blocks.
-        assert!(check(&config, heads, &formats, 2).is_ok());
-        let sentence = check(&config, heads, &formats, 4).expect_err("refused").to_string();
+        assert!(check(&config, heads, &formats, 2, CUT).is_ok());
+        let sentence = check(&config, heads, &formats, 4, CUT).expect_err("refused").to_string();
         assert!(sentence.contains("model.layers.0.mlp.shared_experts.down_proj.weight"), "{sentence}");
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use device::cuda::{Arena, Bf16};
 use kernels::cpu::{Arithmetic, Processor, Rotation};
 use kernels::cuda::ops::LATENT_WIDTH;
-use kernels::cuda::{ComputeCard, ExpertActivations, KvNumber, Products};
+use kernels::cuda::{ComputeCard, ExpertActivations, Fp8Scales, KvNumber, Products};
 use kv_cache::KvMemory;
 use types::layout::Shard;
 use types::{Fingerprint, KvDtype, KvLayout, ModelInfo, StageLayers};
@@ -24,12 +24,13 @@ use super::latent::LatentHeads;
 use super::loader::{Loader, Origin};
 use super::plan::BLOCK_TOKENS;
 use super::share::Share;
+use super::spread_experts;
 use super::stage::StageShare;
 use super::targets::TARGET_WORDS;
 use super::upload::Upload;
 use super::weights::{CudaWeights, Sizes};
 use super::workspace::{StepSizes, WorkspaceShape};
-use crate::backend::{StepLimits, cpu};
+use crate::backend::{ExpertPlacement, StepLimits, cpu};
 use crate::cpu::LoadFormat;
 use crate::error::{LoadError, OpenError};
 use crate::kv_room::n_blocks;
@@ -89,6 +90,7 @@ impl ModelDescription {
             return Err(OpenError::CudaModel(wrong.to_owned()));
         }
         Share::check(config, usize::from(settings.ranks.get()))?;
+        spread_experts::check(config, settings)?;
         let all_stages = settings.stages.over(config.n_layers as u16).map_err(LoadError::Stages)?;
         let stages = all_stages.only(settings.only_stage).map_err(LoadError::Stages)?;
         let latent = LatentHeads::of(config)?;
@@ -127,15 +129,18 @@ impl ModelDescription {
                 )
             }
             LoadFormat::Dummy { .. } => {
-                let is_fp8 = settings.quantize == Quantize::Fp8;
-                let format = if is_fp8 { WeightFormat::OF_ROWS } else { WeightFormat::Bf16 };
+                let format = match settings.quantize {
+                    Quantize::Fp8 => WeightFormat::OF_ROWS,
+                    _ if config.has_block_scales => WeightFormat::Fp8(Fp8Scales::OfBlocks),
+                    _ => WeightFormat::Bf16,
+                };
                 LayerFormats::all_in(format, config.n_layers, config.mixture.as_ref())
             }
         };
         if latent.is_some() {
             formats.iter_mut().for_each(|layer| layer.qkv = WeightFormat::Bf16);
         }
-        blocks::check(config, heads, &formats, usize::from(settings.ranks.get()))?;
+        blocks::check(config, heads, &formats, usize::from(settings.ranks.get()), settings.experts)?;
         let has_fp8 = HasFp8(is_in_fp8(&formats));
         let activations = settings.activations.resolve(config.activations, has_fp8)?;
         let settings = settings.clone();
@@ -185,6 +190,10 @@ impl ModelDescription {
     /// Returns the sizes of one GPU's share.
     pub(super) fn sizes(&self, stage: StageShare, share: Share) -> Result<Sizes, OpenError> {
         let sizes = Sizes::of(&self.folder.config, self.heads, share)?;
+        let sizes = match (self.settings.experts, &self.folder.config.mixture) {
+            (ExpertPlacement::Spread, Some(mixture)) => sizes.with_spread_experts(mixture),
+            _ => sizes,
+        };
         let sizes = sizes.for_formats(&self.folder.config, &self.formats);
         Ok(Sizes { stage, ..sizes })
     }

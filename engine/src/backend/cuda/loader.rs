@@ -139,7 +139,7 @@ impl Loader<'_> {
         })
     }
 
-    /// Loads the router, which all ranks have, and the rank's columns of each routed expert's inner layer.
+    /// Loads the router, which all ranks have, and the rank's columns of each expert's inner layer, or the rank's experts.
     fn experts(
         &mut self,
         layer: &str,
@@ -147,8 +147,8 @@ impl Loader<'_> {
         sizes: ExpertSizes,
         format: WeightFormat,
     ) -> Result<ExpertWeights, OpenError> {
-        let ExpertSizes { hidden, width, n_experts, .. } = sizes;
-        let range = self.sizes.share.range(mixture.intermediate);
+        let ExpertSizes { hidden, width, n_experts, held, .. } = sizes;
+        let range = self.sizes.expert_columns(mixture);
         let mut router = self.arena.buffer(n_experts * hidden)?;
         let mut gate_up = self.weight(sizes.n_all() * 2 * width, hidden, format)?;
         let mut down = self.weight(sizes.n_all() * hidden, width, format)?;
@@ -159,9 +159,10 @@ impl Loader<'_> {
             MatrixShape { rows: n_experts, cols: hidden },
             part(ShardRange::Rows(0..n_experts)),
         )?;
-        for nth in batches(n_experts, 2 * width * Fp8Rows::width(hidden)) {
+        for nth in batches(sizes.n_held(), 2 * width * Fp8Rows::width(hidden)) {
             let named = |matrix: usize, nth: usize| {
-                format!("{layer}.{}.weight", mixture.expert(nth, mixture.style.matrices[matrix]))
+                let expert = held.first + nth * held.every;
+                format!("{layer}.{}.weight", mixture.expert(expert, mixture.style.matrices[matrix]))
             };
             let to = gate_up.rows_mut(2 * nth.start * width..2 * nth.end * width, hidden);
             let names: Vec<String> = nth.clone().flat_map(|nth| [named(0, nth), named(1, nth)]).collect();
@@ -175,7 +176,7 @@ impl Loader<'_> {
         let named = |matrix: &str| format!("{layer}.{}.{matrix}.weight", mixture.shared_part());
         let n_rows = sizes.n_shared * mixture.intermediate;
         for nth in 0..sizes.n_shared {
-            let (expert, first) = (n_experts + nth, nth * mixture.intermediate);
+            let (expert, first) = (sizes.n_held() + nth, nth * mixture.intermediate);
             let range = first + range.start..first + range.end;
             for (half, matrix) in ["gate_proj", "up_proj"].into_iter().enumerate() {
                 let first = (2 * expert + half) * width;

@@ -44,6 +44,7 @@ mod rank;
 mod recorded;
 pub mod settings;
 mod share;
+mod spread_experts;
 mod stage;
 mod targets;
 mod timing;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use device::cuda::Cache;
 use types::{KvDtype, StageSplit};
 
-use crate::backend::StepLimits;
+use crate::backend::{ExpertPlacement, StepLimits};
 use crate::cpu::LoadFormat;
 use crate::load::{Activations, Quantize};
 
@@ -21,6 +21,7 @@ pub struct CudaSettings {
     /// Pipeline stages: each has some of the layers, and one GPU for each rank. A stage's GPUs have the numbers after those
     /// that the previous stage uses.
     pub stages: StageSplit,
+    pub experts: ExpertPlacement,
     /// The stage that this process computes, if other processes compute the others; `None`: this one computes all.
     pub only_stage: Option<usize>,
     pub limits: StepLimits,
@@ -49,6 +50,7 @@ impl Default for CudaSettings {
             ordinal: 0,
             ranks: NonZero::<u16>::MIN,
             stages: StageSplit::default(),
+            experts: ExpertPlacement::Cut,
             only_stage: None,
             limits: StepLimits::default(),
             load_format: LoadFormat::Safetensors,

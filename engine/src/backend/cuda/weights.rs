@@ -5,7 +5,8 @@ use std::ops::Range;
 use device::cuda::{Bf16, Buffer, View, ViewMut};
 use kernels::cuda::ops::{EXPERT_GROUPS_MAX, EXPERTS_MAX, EXPERTS_OF_ROW_MAX};
 use kernels::cuda::{
-    ComputeCard, ExpertChoice, ExpertLayer, ExpertSizes, Factors, Fp8Rows, Fp8Scales, WeightMatrix,
+    ComputeCard, ExpertChoice, ExpertLayer, ExpertSizes, Factors, Fp8Rows, Fp8Scales, HeldExperts,
+    WeightMatrix,
 };
 
 use super::fp8::{FeedForwardFormats, LayerFormats, WeightFormat};
@@ -215,6 +216,7 @@ impl Sizes {
                 hidden: config.hidden,
                 width: share.width(mixture.intermediate),
                 n_experts: mixture.n_experts,
+                held: HeldExperts::ALL,
                 per_row: mixture.per_token,
                 n_shared: 0,
                 is_normalized: mixture.is_normalized,

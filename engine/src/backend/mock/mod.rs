@@ -64,6 +64,7 @@ struct QueuedStep {
 /// Returns the mock's constructor in the table of backends.
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
     engine.check_one_stage("a mock")?;
+    engine.experts.ensure_cut("a mock")?;
     let settings = MockSettings::named(name)?;
     let layout = spread(&settings, engine.ranks)?;
     let n_blocks = n_blocks(&layout, &StageLayers::one(), engine.kv.of_mock())?;

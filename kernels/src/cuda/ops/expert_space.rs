@@ -24,13 +24,27 @@ pub struct ExpertSizes {
     pub hidden: usize,
     /// The width of an expert's inner layer.
     pub width: usize,
+    /// The number of experts of all ranks that rows choose from.
     pub n_experts: usize,
+    pub held: HeldExperts,
     /// The number of experts that are chosen for each row.
     pub per_row: usize,
-    /// The number of experts after the others that compute every row.
+    /// The number of experts after the others that compute every row. If experts are spread, every rank has them.
     pub n_shared: usize,
     /// Whether the weights of a row's experts add up to one.
     pub is_normalized: bool,
+}
+
+/// The experts that a rank has, of those that rows choose from: every `every`-th one, from `first` on. It computes its own
+/// choices only, and a shared expert for the rows that have the fewest choices here. So it gets a part of each row's sum.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeldExperts {
+    pub first: usize,
+    pub every: usize,
+}
+
+impl HeldExperts {
+    pub const ALL: Self = Self { first: 0, every: 1 };
 }
 
 /// How the rows of experts are multiplied.
@@ -118,9 +132,14 @@ struct QuantizedLens {
 }
 
 impl ExpertSizes {
-    /// Returns the number of all experts, with those that compute every row.
+    /// Returns the number of the rank's experts that rows choose from.
+    pub fn n_held(self) -> usize {
+        self.n_experts / self.held.every
+    }
+
+    /// Returns the number of all of the rank's experts, with those that compute every row.
     pub fn n_all(self) -> usize {
-        self.n_experts + self.n_shared
+        self.n_held() + self.n_shared
     }
 
     /// Returns the number of experts that compute each row.

@@ -91,6 +91,8 @@ struct RouterShape {
     n_groups: u32,
     groups_per_row: u32,
     scaling: f32,
+    first_held: u32,
+    every: u32,
 }
 
 impl ExpertLayer<'_> {
@@ -110,6 +112,8 @@ impl ExpertLayer<'_> {
         ensure(kernel, sizes.n_all() <= EXPERTS_MAX, "more than 512 experts")?;
         let are_chosen = per_row > 0 && per_row <= n_experts && sizes.n_choices() <= EXPERTS_OF_ROW_MAX;
         ensure(kernel, are_chosen, "no experts for a row, or more than 32")?;
+        let are_held = sizes.held.first < sizes.held.every && n_experts.is_multiple_of(sizes.held.every);
+        ensure(kernel, are_held, "experts that do not spread evenly over ranks")?;
         if let Some(correction) = &self.choice.correction {
             card.check_places(kernel, &[], &[correction])?;
             ensure(kernel, correction.len() == n_experts, "not one correction for each expert")?;
@@ -277,7 +281,7 @@ impl ComputeCard {
     ) -> Result<(), CudaError> {
         let are_many = n_rows > SCORED_AT_ONCE;
         let kernel = if are_many { "choose_experts_of_many" } else { "choose_experts" };
-        let ExpertSizes { hidden, n_experts, per_row, n_shared, is_normalized, .. } = layer.sizes;
+        let ExpertSizes { hidden, n_experts, per_row, n_shared, held, is_normalized, .. } = layer.sizes;
         let [n_groups, groups_per_row] = layer.choice.groups.unwrap_or_default();
         let shape = RouterShape {
             n_rows: number(kernel, n_rows)?,
@@ -289,6 +293,8 @@ impl ComputeCard {
             n_groups: number(kernel, n_groups)?,
             groups_per_row: number(kernel, groups_per_row)?,
             scaling: layer.choice.scaling,
+            first_held: number(kernel, held.first)?,
+            every: number(kernel, held.every)?,
         };
         // A null address tells the kernel that there is no correction.
         let correction = layer.choice.correction.map_or(0, |correction| correction.address());

@@ -34,7 +34,7 @@ pub use decode::DecodeAttention;
 pub use dummy::DummyPart;
 pub use endings::{AddedRows, Ending, FusedKernel, FusedProduct, HeadsRows, PendingNorm, WeightMatrix};
 pub use expanded::ExpandedAttention;
-pub use expert_space::{ExpertActivations, ExpertSizes, ExpertSpace, ExpertsForm};
+pub use expert_space::{ExpertActivations, ExpertSizes, ExpertSpace, ExpertsForm, HeldExperts};
 pub use experts::{
     EXPERT_GROUPS_MAX, EXPERTS_MAX, EXPERTS_OF_ROW_MAX, ExpertChoice, ExpertLayer, ExpertSums,
 };

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use device::cuda::Bf16;
+use kernels::cpu::number::F8_MAX;
 use kernels::cpu::{FP8_BLOCK, Format, Matrix, Processor};
 use kernels::cuda::{Fp8Rows, Fp8Scales};
 
@@ -52,7 +53,8 @@ struct RowScratch {
 
 impl<'a> PackedRows<'a> {
     /// Describes parts of `matrices`, which all have `rows` and `columns` on the GPU. `columns` are those of a row
-    /// before they are reordered for the GPU. For scales of blocks, the matrices have them already.
+    /// before they are reordered for the GPU. For scales of blocks, the matrices have them
+    /// already, or are random.
     pub(in crate::backend::cuda) fn new(
         host: &'a Processor,
         matrices: Vec<SourceRows>,
@@ -80,16 +82,22 @@ impl<'a> PackedRows<'a> {
         if self.scaling == Fp8Scales::OfRows {
             return self.scales.iter().map(|bits| f32::from_bits(bits.load(Ordering::Relaxed))).collect();
         }
-        self.matrices.iter().flat_map(|matrix| self.block_scales(in_blocks(matrix))).collect()
+        self.matrices.iter().flat_map(|matrix| self.block_scales(matrix)).collect()
     }
 
-    fn block_scales(&self, matrix: &Matrix) -> Vec<f32> {
+    /// Returns the scales of a matrix's blocks. Random rows are quantized row by row, and all blocks have the scale of the
+    /// largest random number: a row's own scale is about the same.
+    fn block_scales(&self, matrix: &PackedMatrix) -> Vec<f32> {
         let checked = "the blocks were checked before memory was taken";
         let rows = blocks_of(&self.rows, Fp8Scales::BLOCK_ROWS).expect(checked);
         let columns = blocks_of(&self.columns.places, Fp8Scales::BLOCK_COLUMNS).expect(checked);
-        let (of_matrix, of_row) = (matrix.scales(), matrix.cols().div_ceil(FP8_BLOCK));
+        let of_row = matrix.source.cols().div_ceil(FP8_BLOCK);
+        let at = |row: usize, column: usize| match &matrix.source {
+            SourceRows::Stored(_) => in_blocks(matrix).scales()[row * of_row + column],
+            SourceRows::Random { numbers, .. } => numbers.scale * -f32::from(i16::MIN) / F8_MAX,
+        };
         let scale = |(row, column): (Option<usize>, Option<usize>)| {
-            row.zip(column).map_or(0.0, |(row, column)| of_matrix[row * of_row + column])
+            row.zip(column).map_or(0.0, |(row, column)| at(row, column))
         };
         rows.iter().flat_map(|row| columns.iter().map(|column| (*row, *column))).map(scale).collect()
     }
@@ -103,9 +111,9 @@ impl<'a> PackedRows<'a> {
                 pairs.fill(Bf16::default());
                 continue;
             };
-            let (bytes, scale) = match self.scaling {
-                Fp8Scales::OfRows => scratch.scaled_row(&matrix.source, from, self.host),
-                Fp8Scales::OfBlocks => (stored_row(in_blocks(matrix), from), 0.0),
+            let (bytes, scale) = match (self.scaling, &matrix.source) {
+                (Fp8Scales::OfBlocks, SourceRows::Stored(_)) => (stored_row(in_blocks(matrix), from), 0.0),
+                (_, source) => scratch.scaled_row(source, from, self.host),
             };
             self.scales[row].store(scale.to_bits(), Ordering::Relaxed);
             if self.columns.pack(bytes, pairs).has_nan {
@@ -277,6 +285,22 @@ mod tests {
                     );
                 }
             }
+        }
+    }
+
+    #[test]
+    fn random_blocks_have_about_the_numbers_of_random_rows() {
+        let host = host();
+        let source = Dummy { seed: 4, processor: &host }.rows("a", 128, 256).expect("random");
+        let rows: Vec<Option<usize>> = (0..128).map(Some).collect();
+        let columns: Vec<Option<usize>> = (0..256).map(Some).collect();
+        let [in_rows, in_blocks] = [Fp8Scales::OfRows, Fp8Scales::OfBlocks]
+            .map(|scaling| PackedRows::new(&host, vec![source.clone()], scaling, rows.clone(), &columns));
+        assert_eq!(filled(&in_rows, 128), filled(&in_blocks, 128));
+        let (of_rows, of_blocks) = (in_rows.scales(), in_blocks.scales());
+        assert_eq!(of_blocks, [of_blocks[0]; 4]);
+        for of_row in of_rows {
+            assert!((0.95..1.01).contains(&(of_row / of_blocks[0])), "{of_row} and {}", of_blocks[0]);
         }
     }
 

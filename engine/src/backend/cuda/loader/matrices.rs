@@ -134,7 +134,7 @@ impl Loader<'_> {
         }
     }
 
-    /// Reads a matrix that becomes one in FP8. Blocks are quantized here; rows are quantized when they are packed.
+    /// Reads a matrix that becomes one in FP8. Blocks are quantized here; rows, and all that is random, when they are packed.
     fn read_fp8(
         &self,
         source: &dyn TensorSource,
@@ -143,14 +143,13 @@ impl Loader<'_> {
         scaling: Fp8Scales,
     ) -> Result<SourceRows, LoadError> {
         let MatrixShape { rows, cols } = shape;
-        if scaling == Fp8Scales::OfRows {
-            return source.rows(name, rows, cols);
+        match (scaling, source.rows(name, rows, cols)?) {
+            (Fp8Scales::OfBlocks, SourceRows::Stored(matrix)) if matrix.format() != Format::Fp8Blocks => {
+                let in_blocks = self.upload.host().quantize_fp8_blocks(&matrix);
+                in_blocks.map(SourceRows::Stored).map_err(LoadError::Memory)
+            }
+            (_, rows) => Ok(rows),
         }
-        let matrix = source.matrix(name, rows, cols)?;
-        Ok(SourceRows::Stored(match matrix.format() {
-            Format::Fp8Blocks => matrix,
-            _ => self.upload.host().quantize_fp8_blocks(&matrix).map_err(LoadError::Memory)?,
-        }))
     }
 
     /// Returns the places of the rank's part of a matrix in `n_rows` rows of `n_columns` numbers.
