@@ -46,8 +46,7 @@ pub struct ModelExpertSettings {
     /// The input of products with FP8 weights: `full`; `fp8`, rounded to 8 bits, which shortens prompts on Hopper;
     /// `auto` follows the checkpoint. The same on all nodes of a model.
     pub activations: String,
-    /// The experts of a mixture on several GPUs: `cut`, each GPU has some columns of every expert; `spread`, each has whole
-    /// experts.
+    /// With several GPUs, `cut`: each has columns of all experts of a mixture; `spread`: each has whole experts.
     pub experts: String,
     /// Pipeline stages share the layers: `tp` GPUs each, or groups of threads.
     pub stages: u16,

@@ -37,7 +37,7 @@ use crate::kv_room::n_blocks;
 use crate::load::meter::Meter;
 use crate::load::weights::HasFp8;
 use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, fingerprint, tensors};
-use crate::model::ActivationFormat;
+use crate::model::{ActivationFormat, ModelConfig};
 
 /// The number of threads that read, generate and quantize weights. Reading a file takes a few threads; quantizing
 /// takes all of the cores that a GPU usually has.
@@ -68,6 +68,15 @@ pub(super) struct ModelDescription {
     /// The number of tokens of the longest sequence.
     pub(super) tokens_max: usize,
     pub(super) settings: CudaSettings,
+}
+
+/// Returns the format of made-up weights.
+fn made_up_format(config: &ModelConfig, quantize: Quantize) -> WeightFormat {
+    match quantize {
+        Quantize::Fp8 => WeightFormat::OF_ROWS,
+        _ if config.has_block_scales => WeightFormat::Fp8(Fp8Scales::OfBlocks),
+        _ => WeightFormat::Bf16,
+    }
 }
 
 /// Returns whether any of a model's weights are in FP8.
@@ -129,11 +138,7 @@ impl ModelDescription {
                 )
             }
             LoadFormat::Dummy { .. } => {
-                let format = match settings.quantize {
-                    Quantize::Fp8 => WeightFormat::OF_ROWS,
-                    _ if config.has_block_scales => WeightFormat::Fp8(Fp8Scales::OfBlocks),
-                    _ => WeightFormat::Bf16,
-                };
+                let format = made_up_format(config, settings.quantize);
                 LayerFormats::all_in(format, config.n_layers, config.mixture.as_ref())
             }
         };
@@ -390,7 +395,6 @@ mod tests {
     use super::super::fp8::FeedForwardFormats;
     use super::super::plan::Dims;
     use super::*;
-    use crate::model::ModelConfig;
 
     #[test]
     fn layers_know_their_group_and_window() {
