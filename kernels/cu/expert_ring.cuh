@@ -2,9 +2,9 @@
 //
 // A tile is 128 rows of an expert's matrix. The tiles of all items are divided evenly over blocks: each has a run of
 // neighbours, and computes them alone, along all of k. One thread and four warps fill a ring in shared memory, also for the
-// next tile while the sums of one are written: the thread lets the copy engine bring the weights, and the warps copy the rows
-// of x of an item, which are not neighbours. Two groups of four warps multiply: 64 rows of w each are the first factor (M), the
-// rows of x are the second (N).
+// next tile while the sums of one are written. The thread starts the copy engine, which copies the weights. The warps copy
+// the item's rows of x, which lie apart in memory. Two groups of four warps compute the products. Each group multiplies 64
+// rows of w (M) by the rows of x (N).
 //
 // A struct Units has the rows of a tile, and the way from sums to the output. A struct Factors has
 //   NUMBER_BYTES: the bytes of a number

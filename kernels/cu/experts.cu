@@ -2,8 +2,8 @@
 //
 // A choice is a row together with one of its experts; its number is row * (per_token + n_shared) + slot. The choices of a
 // row are in ascending order of the expert. The experts after the first n_experts compute every row, with the weight 1.
-// If experts are spread over ranks, each rank places the choices that it computes, with the numbers of its own experts: those
-// of its routed experts, then those of the shared experts, which all ranks have.
+// If experts are spread over ranks, each rank has some of the routed experts and all shared experts. The rank numbers its routed
+// experts first, then the shared experts. It places only the choices that it computes, and uses its own numbers for them.
 // Choices are placed expert by expert, and row by row within one, so that an expert's rows are neighbours. A row without numbers (NaN) has no experts: its output is NaN.
 //
 // Products read only the experts that have rows. Their order of sums depends on the width of the rows, not
@@ -103,7 +103,7 @@ __device__ __forceinline__ void keep_groups(u32 (&keys)[LANE_EXPERTS], bool adds
 // the routed expert of the lane's slot. The result depends on no other row. Lanes without a shared expert get any rank.
 __device__ __forceinline__ u32 rank_of_shared_expert(u32 mine, const RouterShape& shape) {
     u32 lane = threadIdx.x % 32, every = shape.every, n_choices = 0, rank = 0;
-    // Of ranks with equally many choices, not always the first is taken.
+    // If several ranks have the fewest choices, the row's first expert decides which rank computes the shared expert.
     u32 turn = __reduce_min_sync(FULL_WARP, mine) % every;
     for (u32 slot = 0; slot < shape.per_token; slot++) n_choices += __shfl_sync(FULL_WARP, mine, slot) % every == lane;
     for (u32 slot = shape.per_token; slot < shape.per_token + shape.n_shared; slot++) {
@@ -164,7 +164,7 @@ __device__ __forceinline__ void choose(u32* experts, float* weights, const float
     if (!is_number) place = lane;
     u32 n_slots = shape.per_token + shape.n_shared;
     u64 first = (u64)row * n_slots;
-    u32 rank_of_shared = shape.every > 1 ? rank_of_shared_expert(mine, shape) : 0;
+    u32 rank_of_shared = shape.every > 1 && shape.n_shared > 0 ? rank_of_shared_expert(mine, shape) : 0;
     if (lane < shape.per_token) {
         bool is_here = mine % shape.every == shape.first_held;
         experts[first + place] = is_number && is_here ? mine / shape.every : NOWHERE;

@@ -150,10 +150,9 @@ pub struct EngineSettings {
 }
 
 /// Where the experts of a mixture are, if several GPUs compute it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExpertPlacement {
     /// Each rank has some columns of every expert's inner layer.
-    #[default]
     Cut,
     /// Each rank has whole experts: every n-th one, for n ranks. On GPUs only.
     Spread,

@@ -53,8 +53,7 @@ struct RowScratch {
 
 impl<'a> PackedRows<'a> {
     /// Describes parts of `matrices`, which all have `rows` and `columns` on the GPU. `columns` are those of a row
-    /// before they are reordered for the GPU. For scales of blocks, the matrices have them
-    /// already, or are random.
+    /// before they are reordered for the GPU. With scales of blocks, a matrix has its scales already, or it is random.
     pub(in crate::backend::cuda) fn new(
         host: &'a Processor,
         matrices: Vec<SourceRows>,

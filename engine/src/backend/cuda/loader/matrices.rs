@@ -134,7 +134,8 @@ impl Loader<'_> {
         }
     }
 
-    /// Reads a matrix that becomes one in FP8. Blocks are quantized here; rows, and all that is random, when they are packed.
+    /// Reads a matrix that becomes one in FP8. A stored matrix is quantized by blocks here. Rows
+    /// and random matrices are quantized when they are packed.
     fn read_fp8(
         &self,
         source: &dyn TensorSource,
