@@ -22,7 +22,7 @@ pub struct Dummy<'a> {
 
 impl TensorSource for Dummy<'_> {
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError> {
-        let random = self.numbers(name, cols);
+        let random = numbers(self.seed, name, cols);
         let bytes = SharedBytes::filled(rows * cols * 2, |bytes| {
             let numbers = u16s_mut(bytes).expect("the memory is aligned");
             self.processor.pool().run_on(numbers, PART_NUMBERS, |nth, numbers| {
@@ -34,7 +34,7 @@ impl TensorSource for Dummy<'_> {
     }
 
     fn rows(&self, name: &str, _rows: usize, cols: usize) -> Result<SourceRows, LoadError> {
-        Ok(SourceRows::Random { numbers: self.numbers(name, cols), cols })
+        Ok(SourceRows::Random { numbers: numbers(self.seed, name, cols), cols })
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {
@@ -46,10 +46,9 @@ impl TensorSource for Dummy<'_> {
     }
 }
 
-impl Dummy<'_> {
-    fn numbers(&self, name: &str, cols: usize) -> RandomNumbers {
-        RandomNumbers { key: key(self.seed, name), scale: scale(cols) }
-    }
+/// Returns the random numbers of a matrix of `cols` columns.
+pub fn numbers(seed: u64, name: &str, cols: usize) -> RandomNumbers {
+    RandomNumbers { key: key(seed, name), scale: scale(cols) }
 }
 
 /// Returns a vector of random weights: norms are ones, and biases are zeroes.
@@ -58,14 +57,14 @@ pub fn vector(name: &str, len: usize) -> Vec<f32> {
 }
 
 /// Returns the random key of one matrix.
-pub fn key(seed: u64, name: &str) -> u64 {
+fn key(seed: u64, name: &str) -> u64 {
     mix(seed ^ name.bytes().fold(0, |key, byte| mix(key ^ u64::from(byte))))
 }
 
 /// Returns the factor for 16 random bits as an integer.
 ///
 /// A uniform distribution between plus and minus the root of 3 / cols has the variance 1 / cols.
-pub fn scale(cols: usize) -> f32 {
+fn scale(cols: usize) -> f32 {
     (3.0 / cols as f32).sqrt() / 32768.0
 }
 

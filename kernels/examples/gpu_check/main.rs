@@ -22,6 +22,7 @@ mod check_ranks;
 mod check_joined;
 mod many_rows;
 mod rounding;
+mod made_up;
 mod measure;
 mod measure_endings;
 
@@ -98,6 +99,7 @@ const CHECKS: &[(Part, Check)] = &[
     (Part::Experts, check_experts::check),
     (Part::Endings, check_endings::all),
     (Part::Fp8, fp8::check),
+    (Part::Fp8, made_up::check),
     (Part::Fp8, rounding::check),
     (Part::Attention, check_attention::all),
     (Part::Latent, check_latent::all),

@@ -307,8 +307,8 @@ impl ModelDescription {
                 checkpoint = Checkpoint::open(self.folder.path())?;
                 Origin::Host(&checkpoint as &dyn crate::load::TensorSource)
             }
-            // Only the host can pad narrow heads and quantize weights, so it generates these weights.
-            LoadFormat::Dummy { seed } if self.heads.are_padded() || is_in_fp8(&self.formats) => {
+            // Only the host can pad narrow heads.
+            LoadFormat::Dummy { seed } if self.heads.are_padded() => {
                 dummy = Dummy { seed, processor: &host };
                 Origin::Host(&dummy)
             }

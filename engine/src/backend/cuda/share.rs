@@ -17,7 +17,6 @@ pub(super) struct Share {
 
 impl Share {
     /// The share of a single rank: the whole model.
-    #[cfg(test)]
     pub(super) const WHOLE: Self = Self { nth: 0, n_ranks: 1 };
 
     pub(super) fn of_all(n_ranks: usize) -> impl Iterator<Item = Self> {

@@ -35,8 +35,8 @@ impl Sizes {
     pub(super) fn with_spread_experts(self, mixture: &Mixture) -> Self {
         let Share { nth: first, n_ranks: every } = self.share;
         let held = HeldExperts { first, every };
-        let experts =
-            self.experts.map(|experts| ExpertSizes { width: mixture.intermediate, held, ..experts });
+        let width = Share::WHOLE.width(mixture.intermediate);
+        let experts = self.experts.map(|experts| ExpertSizes { width, held, ..experts });
         Self { experts, ..self }
     }
 
@@ -44,7 +44,7 @@ impl Sizes {
     pub(super) fn expert_columns(self, mixture: &Mixture) -> Range<usize> {
         match self.experts {
             Some(ExpertSizes { held: HeldExperts::ALL, .. }) | None => self.share.range(mixture.intermediate),
-            Some(_) => 0..mixture.intermediate,
+            Some(_) => Share::WHOLE.range(mixture.intermediate),
         }
     }
 }
@@ -60,7 +60,11 @@ mod tests {
     use crate::load::ModelFolder;
 
     fn config(name: &str) -> ModelConfig {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../bench/shapes").join(name);
+        config_in("../bench/shapes", name)
+    }
+
+    fn config_in(folder: &str, name: &str) -> ModelConfig {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder).join(name);
         ModelFolder::open(&folder).expect("it opens").config
     }
 
@@ -82,6 +86,18 @@ mod tests {
                 let more = 26 * 2 * 3 * 1408 * 2048 * 2 * (n_ranks - 1) / n_ranks;
                 assert_eq!(spread.bytes(&formats), n_bytes(cut(share)) + more, "{n_ranks} ranks");
             }
+        }
+    }
+
+    #[test]
+    fn widths_of_whole_experts_are_padded_to_what_kernels_move_at_once() {
+        let config = config_in("tests/models", "deepseek-v3");
+        let heads = Heads::of(config.head_dim).expect("a size for kernels");
+        let mixture = config.mixture.as_ref().expect("it has experts");
+        for share in Share::of_all(2) {
+            let sizes = Sizes::of(&config, heads, share).expect("sizes").with_spread_experts(mixture);
+            assert_eq!(sizes.experts.map(|experts| experts.width), Some(16));
+            assert_eq!(sizes.expert_columns(mixture), 0..12);
         }
     }
 

@@ -5,8 +5,8 @@ use std::ops::Range;
 use device::cuda::{Bf16, Buffer, View, ViewMut};
 use kernels::cuda::ops::{EXPERT_GROUPS_MAX, EXPERTS_MAX, EXPERTS_OF_ROW_MAX};
 use kernels::cuda::{
-    ComputeCard, ExpertChoice, ExpertLayer, ExpertSizes, Factors, Fp8Rows, Fp8Scales, HeldExperts,
-    WeightMatrix,
+    ComputeCard, ExpertChoice, ExpertLayer, ExpertSizes, Factors, Fp8Rows, Fp8RowsMut, Fp8Scales,
+    HeldExperts, WeightMatrix,
 };
 
 use super::fp8::{FeedForwardFormats, LayerFormats, WeightFormat};
@@ -141,14 +141,6 @@ pub(super) enum Weight {
 pub(super) enum Rows<'a> {
     Bf16(ViewMut<'a, Bf16>),
     Fp8(Fp8RowsMut<'a>),
-}
-
-#[derive(Debug)]
-pub(super) struct Fp8RowsMut<'a> {
-    pub(super) numbers: ViewMut<'a, u8>,
-    pub(super) scales: ViewMut<'a, f32>,
-    pub(super) scaling: Fp8Scales,
-    pub(super) k: usize,
 }
 
 impl Weight {

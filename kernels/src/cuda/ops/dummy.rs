@@ -1,6 +1,11 @@
 //! Generated weights, computed on the GPU.
 
-use super::{Bf16, ComputeCard, CudaError, ViewMut, ensure, launch};
+use std::ops::Range;
+
+use super::{
+    Bf16, ComputeCard, CudaError, Fp8Rows, Fp8RowsMut, Fp8Scales, ViewMut, ensure, launch, number, rows_of,
+};
+use crate::cpu::random::RandomNumbers;
 use device::cuda::card::grid;
 
 const THREADS: u32 = 256;
@@ -15,6 +20,29 @@ pub struct DummyPart {
     pub width: usize,
     pub n_real: usize,
     pub stride: usize,
+}
+
+/// A part of a larger matrix of `cols` columns: some of its rows and columns. Rows and columns that follow them are zeroes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DummyRows {
+    pub cols: usize,
+    pub rows: Range<usize>,
+    pub columns: Range<usize>,
+}
+
+/// The fields of the struct of this name in dummy.cu, in the same order.
+#[repr(C)]
+struct DummyFp8 {
+    key: u64,
+    scale: f32,
+    cols: u32,
+    n_rows: u32,
+    n_real: u32,
+    first_row: u32,
+    width: u32,
+    first_column: u32,
+    n_columns: u32,
+    has_blocks: u32,
 }
 
 impl ComputeCard {
@@ -52,5 +80,44 @@ impl ComputeCard {
         let [first, width, n_real, stride] = [first, width, n_real, stride].map(|n| n as u64);
         let config = grid(self.n_multiprocessors() as usize * BLOCKS_AT_ONCE, 1, THREADS);
         launch!(self, kernel, config, &out.address(), &n, &key, &scale, &first, &width, &n_real, &stride)
+    }
+
+    /// Writes a part of the matrix that [`dummy_weights`](Self::dummy_weights) would write, in FP8. Bytes and scales are
+    /// those of the CPU, which quantizes whole rows.
+    pub fn dummy_fp8(
+        &self,
+        to: Fp8RowsMut<'_>,
+        random: RandomNumbers,
+        part: &DummyRows,
+    ) -> Result<(), CudaError> {
+        let kernel = "dummy_fp8";
+        let Fp8RowsMut { numbers: out, scales, scaling, k } = to;
+        self.check_places(kernel, &[&out], &[&scales])?;
+        let DummyRows { cols, rows, columns } = part;
+        let are_fours = [*cols, columns.start, columns.len()].iter().all(|n| n.is_multiple_of(4));
+        ensure(kernel, are_fours && k > 0, "numbers that are not multiples of four")?;
+        let (n_rows, width) = (rows_of(kernel, out.len(), Fp8Rows::width(k))?, Fp8Rows::width(k));
+        let are_inside = rows.len() <= n_rows && columns.len() <= k && columns.end <= *cols;
+        ensure(kernel, are_inside, "more rows or columns than there is room for")?;
+        ensure(kernel, scales.len() == scaling.count(n_rows, k), "not one scale for each row or block")?;
+        if n_rows == 0 {
+            return Ok(());
+        }
+        let n_blocks = n_rows.div_ceil(THREADS as usize / 32);
+        let config = grid(n_blocks.min(self.n_multiprocessors() as usize * BLOCKS_AT_ONCE), 1, THREADS);
+        let number = |n| number(kernel, n);
+        let part = DummyFp8 {
+            key: random.key,
+            scale: random.scale,
+            cols: number(*cols)?,
+            n_rows: number(n_rows)?,
+            n_real: number(rows.len())?,
+            first_row: number(rows.start)?,
+            width: number(width)?,
+            first_column: number(columns.start)?,
+            n_columns: number(columns.len())?,
+            has_blocks: u32::from(scaling == Fp8Scales::OfBlocks),
+        };
+        launch!(self, kernel, config, &out.address(), &scales.address(), &part)
     }
 }

@@ -57,6 +57,15 @@ pub struct Fp8Rows<'a> {
     pub scaling: Fp8Scales,
 }
 
+/// Rows of FP8 weights to be written, each with `k` numbers.
+#[derive(Debug)]
+pub struct Fp8RowsMut<'a> {
+    pub numbers: ViewMut<'a, u8>,
+    pub scales: ViewMut<'a, f32>,
+    pub scaling: Fp8Scales,
+    pub k: usize,
+}
+
 impl Fp8Rows<'_> {
     /// Returns the number of rows of `k` numbers.
     pub(in crate::cuda) fn n_rows(self, k: usize) -> usize {

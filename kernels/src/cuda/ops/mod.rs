@@ -31,7 +31,7 @@ mod ranks;
 
 pub use better::{CountBetter, Standing};
 pub use decode::DecodeAttention;
-pub use dummy::DummyPart;
+pub use dummy::{DummyPart, DummyRows};
 pub use endings::{AddedRows, Ending, FusedKernel, FusedProduct, HeadsRows, PendingNorm, WeightMatrix};
 pub use expanded::ExpandedAttention;
 pub use expert_space::{ExpertActivations, ExpertSizes, ExpertSpace, ExpertsForm, HeldExperts};
@@ -41,7 +41,7 @@ pub use experts::{
 pub use feed::{FeedTokens, NOWHERE};
 pub(super) use few_rows::MEETING_PARTS;
 pub use few_rows::{FEW_ROWS_FORMS, FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm};
-pub use fp8::{Fp8Rows, Fp8Scales, QuantizedRows};
+pub use fp8::{Fp8Rows, Fp8RowsMut, Fp8Scales, QuantizedRows};
 pub use latent::{
     LATENT_Q_HEAD, LATENT_RANK, LATENT_ROTATED, LATENT_UNROTATED, LATENT_VALUE, LATENT_WIDTH,
     LatentAttention, LatentQueries, LatentRows, NormedLatents, TurnedHeads, WriteLatents,

@@ -3,15 +3,14 @@
 //! All threads work on the rows of all matrices of a call, so a layer's experts are loaded in few calls: one expert's
 //! matrix is too small to be divided.
 
-use std::ops::Range;
-
 use device::cuda::{Bf16, ViewMut};
 use kernels::cpu::Format;
-use kernels::cuda::{DummyPart, Fp8Rows, Fp8Scales};
+use kernels::cpu::random::RandomNumbers;
+use kernels::cuda::{DummyPart, DummyRows, Fp8Rows, Fp8RowsMut, Fp8Scales};
 
 use super::{Loader, MatrixPart, MatrixShape, Origin, PaddedDimension, ShardRange, halves};
 use crate::backend::cuda::fp8::{self, PackedRows};
-use crate::backend::cuda::weights::{Fp8RowsMut, Rows};
+use crate::backend::cuda::weights::Rows;
 use crate::error::{LoadError, OpenError};
 use crate::load::{SourceRows, TensorSource, dummy};
 
@@ -67,8 +66,9 @@ impl Loader<'_> {
         let source = match self.origin {
             Origin::Host(source) => source.rows(name, rows, cols)?,
             Origin::Card { seed } => {
-                let (n_numbers, key) = (to.len(), dummy::key(seed, name));
-                self.card().dummy_part(to, key, dummy::scale(cols), part.range.made_up(shape, n_numbers))?;
+                let n_numbers = to.len();
+                let RandomNumbers { key, scale } = dummy::numbers(seed, name, cols);
+                self.card().dummy_part(to, key, scale, part.range.made_up(shape, n_numbers))?;
                 self.upload.count(n_numbers);
                 return Ok(());
             }
@@ -116,8 +116,11 @@ impl Loader<'_> {
         shape: MatrixShape,
         part: &MatrixPart,
     ) -> Result<(), OpenError> {
+        let source = match self.origin {
+            Origin::Host(source) => source,
+            Origin::Card { seed } => return self.make_up_fp8(to, seed, names, shape, part),
+        };
         let Fp8RowsMut { numbers, scales, scaling, k } = to;
-        let Origin::Host(source) = self.origin else { unreachable!("generated weights are in bf16") };
         let host = self.upload.host();
         let read = |name: &String| self.read_fp8(source, name, shape, scaling);
         let sources = names.iter().map(read).collect::<Result<Vec<_>, _>>()?;
@@ -132,6 +135,31 @@ impl Loader<'_> {
             Some(nth) => Err(LoadError::NoNumber { tensor: names[nth].clone() }.into()),
             None => Ok(()),
         }
+    }
+
+    /// Lets the GPU generate the rank's parts of matrices in FP8.
+    fn make_up_fp8(
+        &mut self,
+        to: Fp8RowsMut<'_>,
+        seed: u64,
+        names: &[String],
+        shape: MatrixShape,
+        part: &MatrixPart,
+    ) -> Result<(), OpenError> {
+        let Fp8RowsMut { mut numbers, mut scales, scaling, k } = to;
+        let [of_numbers, of_scales] = [numbers.len(), scales.len()].map(|len| len / names.len().max(1));
+        let rows = part.range.rows_of(shape);
+        for (nth, name) in names.iter().enumerate() {
+            let to = Fp8RowsMut {
+                numbers: numbers.reborrow().slice(nth * of_numbers..(nth + 1) * of_numbers),
+                scales: scales.reborrow().slice(nth * of_scales..(nth + 1) * of_scales),
+                scaling,
+                k,
+            };
+            self.card().dummy_fp8(to, dummy::numbers(seed, name, shape.cols), &rows)?;
+        }
+        self.upload.count(numbers.len() / size_of::<Bf16>());
+        Ok(())
     }
 
     /// Reads a matrix that becomes one in FP8. A stored matrix is quantized by blocks here. Rows
@@ -155,10 +183,7 @@ impl Loader<'_> {
 
     /// Returns the places of the rank's part of a matrix in `n_rows` rows of `n_columns` numbers.
     fn places(&self, part: &MatrixPart, shape: MatrixShape, n_rows: usize, n_columns: usize) -> Places {
-        let (rows, columns): (Range<usize>, Range<usize>) = match part.range.clone() {
-            ShardRange::Rows(rows) => (rows, 0..shape.cols),
-            ShardRange::Columns(columns) => (0..shape.rows, columns),
-        };
+        let DummyRows { rows, columns, .. } = part.range.rows_of(shape);
         let place = |of, nth| if part.padded == of { self.heads.place(nth) } else { nth };
         Places {
             rows: fp8::spread(rows, n_rows, |nth| place(PaddedDimension::Rows, nth)),
@@ -168,6 +193,15 @@ impl Loader<'_> {
 }
 
 impl ShardRange {
+    /// Returns the rows and columns of a matrix of `shape`.
+    fn rows_of(&self, shape: MatrixShape) -> DummyRows {
+        let (rows, columns) = match self.clone() {
+            Self::Rows(rows) => (rows, 0..shape.cols),
+            Self::Columns(columns) => (0..shape.rows, columns),
+        };
+        DummyRows { cols: shape.cols, rows, columns }
+    }
+
     /// Returns the same part of a matrix that the GPU generates.
     pub(super) fn made_up(&self, shape: MatrixShape, n_numbers: usize) -> DummyPart {
         let MatrixShape { rows, cols } = shape;
