@@ -6,8 +6,9 @@ use baton_kernels::cpu::number::bf16_to_f32;
 use baton_kernels::cpu::random::RandomNumbers;
 use baton_kernels::cpu::{Arithmetic, Processor};
 use baton_kernels::cuda::{ComputeCard, DummyRows, Fp8Rows, Fp8RowsMut, Fp8Scales};
-use device::cuda::CudaError;
+use device::cuda::{Bf16, CudaError};
 
+use super::check_rows::POISON;
 use super::extent::Extent;
 use super::fp8::{SCALES, name};
 use super::verdict::Verdicts;
@@ -31,9 +32,14 @@ pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent)
         (40, 0..1, 24..40, 64, 24),
     ];
     for (cols, rows, columns, n_rows, k) in extent.of(&cases, 2).iter().cloned() {
+        let random = RandomNumbers { key: 77 + cols as u64, scale: 1.7 / 32768.0 / (cols as f32).sqrt() };
+        let part = DummyRows { cols, rows: rows.clone(), columns: columns.clone() };
+        let mut in_bf16 = card.buffer::<Bf16>(n_rows * k)?;
+        card.fill(in_bf16.view_mut(), POISON)?;
+        card.dummy_rows(in_bf16.view_mut(), k, random, &part)?;
+        let is_right = card.download(in_bf16.view())? == in_bf16_on_host(&host, random, &part, [n_rows, k]);
+        verdicts.holds(format!("made up bf16: {rows:?} {columns:?} of {cols}"), is_right);
         for scaling in SCALES {
-            let random = RandomNumbers { key: 77 + cols as u64, scale: 1.7 / 32768.0 / (cols as f32).sqrt() };
-            let part = DummyRows { cols, rows: rows.clone(), columns: columns.clone() };
             let expected = on_host(&host, random, &part, scaling, [n_rows, k]);
             let mut numbers = card.upload(&vec![0xA5_u8; expected.bytes.len()])?;
             let mut scales = card.upload(&vec![f32::NAN; expected.scales.len()])?;
@@ -45,6 +51,23 @@ pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent)
         }
     }
     Ok(())
+}
+
+fn in_bf16_on_host(
+    host: &Processor,
+    random: RandomNumbers,
+    part: &DummyRows,
+    [n_rows, k]: [usize; 2],
+) -> Vec<Bf16> {
+    let DummyRows { cols, rows, columns } = part;
+    let (mut made, mut narrow) = (vec![Bf16(0); n_rows * k], vec![0; *cols]);
+    for (row, to) in rows.clone().zip(made.chunks_mut(k)) {
+        host.fill_random(random, row * cols, &mut narrow);
+        for (number, column) in to.iter_mut().zip(columns.clone()) {
+            *number = Bf16(narrow[column]);
+        }
+    }
+    made
 }
 
 /// Generates a part in bf16, and quantizes the whole rows.

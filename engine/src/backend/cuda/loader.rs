@@ -412,7 +412,7 @@ mod tests {
     use std::path::Path;
 
     use kernels::cpu::{Arithmetic, Format, Matrix, Processor};
-    use kernels::cuda::DummyPart;
+    use kernels::cuda::DummyRows;
 
     use super::super::share::Share;
     use super::*;
@@ -480,31 +480,19 @@ mod tests {
         }
     }
 
-    /// Returns the index in the whole matrix of each number that the GPU generates, as `dummy.cu` counts.
-    /// `None` means zero.
-    fn made_up(part: &ShardRange, shape: MatrixShape, n_numbers: usize) -> Vec<Option<usize>> {
-        let DummyPart { first, width, n_real, stride } = part.made_up(shape, n_numbers);
-        let number = |at: usize| (at % width < n_real).then(|| first + at / width * stride + at % width);
-        (0..n_numbers).map(number).collect()
-    }
-
     #[test]
-    fn ranks_generate_the_numbers_of_a_single_rank() {
-        let (rows, cols) = (40, 16);
-        for share in Share::of_all(2) {
-            let (range, width) = (share.range(40), share.width(40));
-            let of_rows = made_up(&ShardRange::Rows(range.clone()), MatrixShape { rows, cols }, width * cols);
-            for (at, number) in of_rows.into_iter().enumerate() {
-                let row = range.start + at / cols;
-                assert_eq!(number, (row < range.end).then_some(row * cols + at % cols), "{share:?}");
-            }
-            // Parts of columns are checked too, with the transposed matrix.
-            let transposed = MatrixShape { rows: cols, cols: rows };
-            let of_columns = made_up(&ShardRange::Columns(range.clone()), transposed, cols * width);
-            for (at, number) in of_columns.into_iter().enumerate() {
-                let (row, column) = (at / width, range.start + at % width);
-                assert_eq!(number, (column < range.end).then_some(row * rows + column), "{share:?}");
-            }
+    fn ranks_have_all_rows_or_all_columns_of_a_matrix_once() {
+        let shape = MatrixShape { rows: 40, cols: 40 };
+        let (mut rows, mut columns) = (Vec::new(), Vec::new());
+        for share in Share::of_all(3) {
+            let range = share.range(40);
+            let of_rows = ShardRange::Rows(range.clone()).rows_of(shape);
+            assert_eq!(of_rows, DummyRows { cols: 40, rows: range.clone(), columns: 0..40 });
+            let of_columns = ShardRange::Columns(range.clone()).rows_of(shape);
+            assert_eq!(of_columns, DummyRows { cols: 40, rows: 0..40, columns: range });
+            rows.extend(of_rows.rows);
+            columns.extend(of_columns.columns);
         }
+        assert_eq!((rows, columns), ((0..40).collect(), (0..40).collect()));
     }
 }

@@ -12,17 +12,8 @@ const THREADS: u32 = 256;
 /// The number of blocks of threads for each multiprocessor: enough to fill it.
 const BLOCKS_AT_ONCE: usize = 8;
 
-/// A part of a larger matrix, in rows of `width` numbers. A row starts with `n_real` numbers of the matrix
-/// and is filled with zeroes. The first row starts at number `first`, and each next row `stride` further.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DummyPart {
-    pub first: usize,
-    pub width: usize,
-    pub n_real: usize,
-    pub stride: usize,
-}
-
 /// A part of a larger matrix of `cols` columns: some of its rows and columns. Rows and columns that follow them are zeroes.
+/// Columns are multiples of 4.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DummyRows {
     pub cols: usize,
@@ -32,7 +23,7 @@ pub struct DummyRows {
 
 /// The fields of the struct of this name in dummy.cu, in the same order.
 #[repr(C)]
-struct DummyFp8 {
+struct DummyPart {
     key: u64,
     scale: f32,
     cols: u32,
@@ -42,71 +33,24 @@ struct DummyFp8 {
     width: u32,
     first_column: u32,
     n_columns: u32,
-    has_blocks: u32,
 }
 
-impl ComputeCard {
-    /// Writes random numbers between plus and minus `32768 * scale`, the same for the same key on every
-    /// machine: number `i` is 16 bits of the draw for `key + i`, rounded down to a multiple of four.
-    pub fn dummy_weights(&self, out: ViewMut<'_, Bf16>, key: u64, scale: f32) -> Result<(), CudaError> {
-        let n = out.len();
-        let padded = n.next_multiple_of(4);
-        self.dummy_part(
-            out,
-            key,
-            scale,
-            DummyPart { first: 0, width: padded, n_real: padded, stride: padded },
-        )
-    }
-
-    /// Writes a part of the matrix that [`dummy_weights`](Self::dummy_weights) would write. All fields of
-    /// `part` are multiples of 4.
-    pub fn dummy_part(
-        &self,
-        out: ViewMut<'_, Bf16>,
-        key: u64,
-        scale: f32,
-        part: DummyPart,
-    ) -> Result<(), CudaError> {
-        let kernel = "dummy_weights";
-        self.check_places(kernel, &[], &[&out])?;
-        let DummyPart { first, width, n_real, stride } = part;
-        let are_fours = [first, width, n_real, stride].iter().all(|n| n.is_multiple_of(4));
-        ensure(kernel, are_fours && (width > 0 || out.is_empty()), "numbers that are not multiples of four")?;
-        let n = out.len() as u64;
-        if n == 0 {
-            return Ok(());
-        }
-        let [first, width, n_real, stride] = [first, width, n_real, stride].map(|n| n as u64);
-        let config = grid(self.n_multiprocessors() as usize * BLOCKS_AT_ONCE, 1, THREADS);
-        launch!(self, kernel, config, &out.address(), &n, &key, &scale, &first, &width, &n_real, &stride)
-    }
-
-    /// Writes a part of the matrix that [`dummy_weights`](Self::dummy_weights) would write, in FP8. Bytes and scales are
-    /// those of the CPU, which quantizes whole rows.
-    pub fn dummy_fp8(
-        &self,
-        to: Fp8RowsMut<'_>,
-        random: RandomNumbers,
+impl DummyPart {
+    /// Describes a part in `n_rows` rows of `width` numbers.
+    fn of(
+        kernel: &'static str,
         part: &DummyRows,
-    ) -> Result<(), CudaError> {
-        let kernel = "dummy_fp8";
-        let Fp8RowsMut { numbers: out, scales, scaling, k } = to;
-        self.check_places(kernel, &[&out], &[&scales])?;
+        random: RandomNumbers,
+        [n_rows, width]: [usize; 2],
+    ) -> Result<Self, CudaError> {
         let DummyRows { cols, rows, columns } = part;
-        let are_fours = [*cols, columns.start, columns.len()].iter().all(|n| n.is_multiple_of(4));
-        ensure(kernel, are_fours && k > 0, "numbers that are not multiples of four")?;
-        let (n_rows, width) = (rows_of(kernel, out.len(), Fp8Rows::width(k))?, Fp8Rows::width(k));
-        let are_inside = rows.len() <= n_rows && columns.len() <= k && columns.end <= *cols;
+        let fours = [*cols, columns.start, columns.len(), width];
+        let are_fours = fours.iter().all(|n| n.is_multiple_of(4)) && width > 0;
+        ensure(kernel, are_fours, "numbers that are not multiples of four")?;
+        let are_inside = rows.len() <= n_rows && columns.len() <= width && columns.end <= *cols;
         ensure(kernel, are_inside, "more rows or columns than there is room for")?;
-        ensure(kernel, scales.len() == scaling.count(n_rows, k), "not one scale for each row or block")?;
-        if n_rows == 0 {
-            return Ok(());
-        }
-        let n_blocks = n_rows.div_ceil(THREADS as usize / 32);
-        let config = grid(n_blocks.min(self.n_multiprocessors() as usize * BLOCKS_AT_ONCE), 1, THREADS);
         let number = |n| number(kernel, n);
-        let part = DummyFp8 {
+        Ok(Self {
             key: random.key,
             scale: random.scale,
             cols: number(*cols)?,
@@ -116,8 +60,69 @@ impl ComputeCard {
             width: number(width)?,
             first_column: number(columns.start)?,
             n_columns: number(columns.len())?,
-            has_blocks: u32::from(scaling == Fp8Scales::OfBlocks),
-        };
-        launch!(self, kernel, config, &out.address(), &scales.address(), &part)
+        })
+    }
+}
+
+impl ComputeCard {
+    /// Writes random numbers between plus and minus `32768 * scale`, the same for the same key on every
+    /// machine: number `i` is 16 bits of the draw for `key + i`, rounded down to a multiple of four.
+    pub fn dummy_weights(&self, out: ViewMut<'_, Bf16>, key: u64, scale: f32) -> Result<(), CudaError> {
+        if out.is_empty() {
+            return Ok(());
+        }
+        let padded = out.len().next_multiple_of(4);
+        let all = DummyRows { cols: padded, rows: 0..1, columns: 0..padded };
+        self.write_dummy(
+            out,
+            DummyPart::of("dummy_weights", &all, RandomNumbers { key, scale }, [1, padded])?,
+        )
+    }
+
+    /// Writes a part of the matrix that [`dummy_weights`](Self::dummy_weights) would write, with `width` numbers in a row.
+    pub fn dummy_rows(
+        &self,
+        out: ViewMut<'_, Bf16>,
+        width: usize,
+        random: RandomNumbers,
+        part: &DummyRows,
+    ) -> Result<(), CudaError> {
+        let kernel = "dummy_weights";
+        let n_rows = rows_of(kernel, out.len(), width)?;
+        self.write_dummy(out, DummyPart::of(kernel, part, random, [n_rows, width])?)
+    }
+
+    fn write_dummy(&self, out: ViewMut<'_, Bf16>, part: DummyPart) -> Result<(), CudaError> {
+        let kernel = "dummy_weights";
+        self.check_places(kernel, &[], &[&out])?;
+        let n = out.len() as u64;
+        if n == 0 {
+            return Ok(());
+        }
+        let config = grid(self.n_multiprocessors() as usize * BLOCKS_AT_ONCE, 1, THREADS);
+        launch!(self, kernel, config, &out.address(), &n, &part)
+    }
+
+    /// Like [`dummy_rows`](Self::dummy_rows), in FP8. Bytes and scales are those of the CPU, which quantizes whole rows.
+    pub fn dummy_fp8(
+        &self,
+        to: Fp8RowsMut<'_>,
+        random: RandomNumbers,
+        part: &DummyRows,
+    ) -> Result<(), CudaError> {
+        let kernel = "dummy_fp8";
+        let Fp8RowsMut { numbers: out, scales, scaling, k } = to;
+        self.check_places(kernel, &[&out], &[&scales])?;
+        let width = Fp8Rows::width(k);
+        let n_rows = rows_of(kernel, out.len(), width)?;
+        let part = DummyPart::of(kernel, part, random, [n_rows, width])?;
+        ensure(kernel, scales.len() == scaling.count(n_rows, k), "not one scale for each row or block")?;
+        if n_rows == 0 {
+            return Ok(());
+        }
+        let n_blocks = n_rows.div_ceil(THREADS as usize / 32);
+        let config = grid(n_blocks.min(self.n_multiprocessors() as usize * BLOCKS_AT_ONCE), 1, THREADS);
+        let has_blocks = u32::from(scaling == Fp8Scales::OfBlocks);
+        launch!(self, kernel, config, &out.address(), &scales.address(), &part, &has_blocks)
     }
 }

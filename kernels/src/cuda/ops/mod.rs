@@ -31,7 +31,7 @@ mod ranks;
 
 pub use better::{CountBetter, Standing};
 pub use decode::DecodeAttention;
-pub use dummy::{DummyPart, DummyRows};
+pub use dummy::DummyRows;
 pub use endings::{AddedRows, Ending, FusedKernel, FusedProduct, HeadsRows, PendingNorm, WeightMatrix};
 pub use expanded::ExpandedAttention;
 pub use expert_space::{ExpertActivations, ExpertSizes, ExpertSpace, ExpertsForm, HeldExperts};

@@ -5,8 +5,7 @@
 
 use device::cuda::{Bf16, ViewMut};
 use kernels::cpu::Format;
-use kernels::cpu::random::RandomNumbers;
-use kernels::cuda::{DummyPart, DummyRows, Fp8Rows, Fp8RowsMut, Fp8Scales};
+use kernels::cuda::{DummyRows, Fp8Rows, Fp8RowsMut, Fp8Scales};
 
 use super::{Loader, MatrixPart, MatrixShape, Origin, PaddedDimension, ShardRange, halves};
 use crate::backend::cuda::fp8::{self, PackedRows};
@@ -63,19 +62,17 @@ impl Loader<'_> {
         part: &MatrixPart,
     ) -> Result<(), OpenError> {
         let MatrixShape { rows, cols } = shape;
-        let source = match self.origin {
-            Origin::Host(source) => source.rows(name, rows, cols)?,
-            Origin::Card { seed } => {
-                let n_numbers = to.len();
-                let RandomNumbers { key, scale } = dummy::numbers(seed, name, cols);
-                self.card().dummy_part(to, key, scale, part.range.made_up(shape, n_numbers))?;
-                self.upload.count(n_numbers);
-                return Ok(());
-            }
-        };
         let width = match part.range {
             ShardRange::Rows(_) => cols,
             ShardRange::Columns(_) => to.len() / rows,
+        };
+        let source = match self.origin {
+            Origin::Host(source) => source.rows(name, rows, cols)?,
+            Origin::Card { seed } => {
+                self.upload.count(to.len());
+                let random = dummy::numbers(seed, name, cols);
+                return Ok(self.card().dummy_rows(to, width, random, &part.range.rows_of(shape))?);
+            }
         };
         if let Some(matrix) = source.stored_as(Format::Bf16)
             && part.padded == PaddedDimension::Neither
@@ -194,27 +191,11 @@ impl Loader<'_> {
 
 impl ShardRange {
     /// Returns the rows and columns of a matrix of `shape`.
-    fn rows_of(&self, shape: MatrixShape) -> DummyRows {
+    pub(super) fn rows_of(&self, shape: MatrixShape) -> DummyRows {
         let (rows, columns) = match self.clone() {
             Self::Rows(rows) => (rows, 0..shape.cols),
             Self::Columns(columns) => (0..shape.rows, columns),
         };
         DummyRows { cols: shape.cols, rows, columns }
-    }
-
-    /// Returns the same part of a matrix that the GPU generates.
-    pub(super) fn made_up(&self, shape: MatrixShape, n_numbers: usize) -> DummyPart {
-        let MatrixShape { rows, cols } = shape;
-        match self {
-            Self::Rows(range) => DummyPart {
-                first: range.start * cols,
-                width: n_numbers,
-                n_real: range.len() * cols,
-                stride: n_numbers,
-            },
-            Self::Columns(range) => {
-                DummyPart { first: range.start, width: n_numbers / rows, n_real: range.len(), stride: cols }
-            }
-        }
     }
 }
