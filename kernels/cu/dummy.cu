@@ -32,15 +32,6 @@ dummy_weights(bf16* out, u64 n, DummyPart part) {
     }
 }
 
-// Returns the nearest 8-bit number (e4m3), ties to even, of a magnitude up to 448. `f32_to_f8` of the CPU does the same.
-__device__ __forceinline__ u32 in_eight_bits(float wide) {
-    float magnitude = fabsf(wide);
-    u32 subnormal = __float_as_uint(magnitude + 16384.f) - __float_as_uint(16384.f);
-    u32 bits = __float_as_uint(fminf(magnitude, 448.f));
-    u32 normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
-    return (__float_as_uint(wide) >> 24 & 0x80) | (magnitude < 0.015625f ? subnormal : normal);
-}
-
 // A part in FP8, in the layout of `Fp8Rows`. The greatest number of a whole row of the matrix becomes 448.
 //
 // With `has_blocks`, each 64 rows and 128 columns have a scale: that of the greatest number that can be drawn.
@@ -69,7 +60,7 @@ dummy_fp8(u32* out, float* scales, DummyPart part, u32 has_blocks) {
                 bool is_here = part.has(row, column + of_draw);
                 u64 draw = part.draw(row, part.first_column + column + of_draw);
                 for (u32 i = 0; i < 4; i++, draw >>= 16)
-                    numbers[of_draw + i] = is_here ? in_eight_bits(widen(part.number(draw)) * per_number) : 0;
+                    numbers[of_draw + i] = is_here ? narrow_f8(widen(part.number(draw)) * per_number) : 0;
             }
             u32* to = out + ((u64)row * part.width + column / 64 * 64 + column % 64 / 16 * 4) / 4;
             for (u32 pair = 0; pair < 8; pair += 2)

@@ -2,7 +2,7 @@
 
 use std::num::NonZero;
 
-use baton_kernels::cpu::number::bf16_to_f32;
+use baton_kernels::cpu::number::{F8_MAX, bf16_to_f32};
 use baton_kernels::cpu::random::RandomNumbers;
 use baton_kernels::cpu::{Arithmetic, Processor};
 use baton_kernels::cuda::{ComputeCard, DummyRows, Fp8Rows, Fp8RowsMut, Fp8Scales};
@@ -98,7 +98,7 @@ fn on_host(
         for (nth, scale) in made.scales.iter_mut().enumerate() {
             let is_real = nth / of_row * Fp8Scales::BLOCK_ROWS < rows.len()
                 && nth % of_row * Fp8Scales::BLOCK_COLUMNS < columns.len();
-            *scale = if is_real { random.scale * 32768.0 / 448.0 } else { 0.0 };
+            *scale = if is_real { random.scale * 32768.0 / F8_MAX } else { 0.0 };
         }
     }
     made

@@ -48,7 +48,7 @@ pub const SOURCES: &[Source] = &[
     source!("better.cu", ["count_better"]),
     source!("bias.cu", ["add_bias"]),
     source!("ranks.cu", ["sum_few_rows", "sum_many_rows", "gather_columns"], "ranks.cuh"),
-    source!("dummy.cu", ["dummy_weights", "dummy_fp8"]),
+    source!("dummy.cu", ["dummy_weights", "dummy_fp8"], "pages.cuh"),
     source!("widen_fp8.cu", ["widen_fp8", "widen_fp8_blocks"]),
     source!("round_fp8.cu", ["round_rows"], "rounding.cuh"),
     source!("probe.cu", ["probe_read", "probe_copy"]),

@@ -115,7 +115,8 @@ impl ComputeCard {
         self.check_places(kernel, &[&out], &[&scales])?;
         let width = Fp8Rows::width(k);
         let n_rows = rows_of(kernel, out.len(), width)?;
-        let part = DummyPart::of(kernel, part, random, [n_rows, width])?;
+        let part = DummyPart::of(kernel, part, random, [n_rows, k])?;
+        let part = DummyPart { width: number(kernel, width)?, ..part };
         ensure(kernel, scales.len() == scaling.count(n_rows, k), "not one scale for each row or block")?;
         if n_rows == 0 {
             return Ok(());
