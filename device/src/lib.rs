@@ -8,6 +8,7 @@ pub mod cuda;
 pub mod memory;
 pub mod number;
 mod page;
+pub mod polling;
 mod regions;
 pub mod verbs;
 pub mod xxh3;

@@ -4,15 +4,17 @@ use std::collections::HashMap;
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use chassis::{Gate, Shutdown, spawn_guarded};
+use device::polling;
 use engine::remote::{RemoteStage, StageInput, StageLost, StageResults, StageWeights};
 use kv_transfer::{LandOrder, LandingEvent, LandingQueues, LandingReport, PutOrder, TransferError};
 use proto::v1;
 use tokio::sync::{mpsc, oneshot};
+use tokio::time::Instant;
 use tracing::warn;
 use types::TransferId;
 
@@ -239,6 +241,24 @@ impl JoinedProcess {
         self.puts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Waits for the next report of a step. It looks again and again, because a step that continues this one waits for it.
+    fn next_event(&self, events: &Receiver<StageEvent>) -> Result<StageEvent, StageLost> {
+        let began = Instant::now();
+        loop {
+            match events.try_recv() {
+                Ok(event) => return Ok(event),
+                Err(TryRecvError::Disconnected) => return Err(self.stage_lost()),
+                Err(TryRecvError::Empty) => {}
+            }
+            let waited = began.elapsed();
+            if waited > STEP_WITHIN {
+                let limit = STEP_WITHIN.as_secs();
+                return Err(StageLost(format!("{self} has not computed a step within {limit} s")));
+            }
+            polling::sleep(waited);
+        }
+    }
+
     fn stage_lost(&self) -> StageLost {
         StageLost(self.why())
     }
@@ -265,12 +285,7 @@ impl RemoteStage for JoinedProcess {
         let expected = self.n_finished.fetch_add(1, Ordering::Relaxed);
         let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
-            let event = events.recv_timeout(STEP_WITHIN).map_err(|error| match error {
-                RecvTimeoutError::Disconnected => self.stage_lost(),
-                RecvTimeoutError::Timeout => {
-                    StageLost(format!("{self} has not computed a step within {} s", STEP_WITHIN.as_secs()))
-                }
-            })?;
+            let event = self.next_event(&events)?;
             match event {
                 StageEvent::LayersDone { step, layers } if step == expected => layers_done(layers),
                 // A report that the results have overtaken.

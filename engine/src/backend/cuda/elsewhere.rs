@@ -12,6 +12,7 @@ use std::thread;
 use std::time::Duration;
 
 use device::cuda::{Bf16, CudaError, HostOutbox, HostWords, View};
+use device::polling;
 use kernels::cuda::ComputeCard;
 use kv_cache::FenceSignal;
 use tokio::time::Instant;
@@ -26,9 +27,6 @@ use crate::step::{Row, RowInput};
 
 /// The longest time for which a thread waits for a token.
 const STEP_WITHIN: Duration = Duration::from_secs(600);
-/// The time for which a thread waits for a token without sleep, and the length of its sleeps afterwards.
-const SPIN_FOR: Duration = Duration::from_millis(1);
-const POLL_EVERY: Duration = Duration::from_micros(20);
 
 /// The threads of the stages in other processes. They end when this value is dropped, or a stage is lost.
 #[derive(Debug)]
@@ -192,11 +190,7 @@ impl SampledTokens {
             if self.is_over.load(Ordering::Relaxed) || lost.is_raised() || waited > STEP_WITHIN {
                 return Err(StageLost("the token that a row continues does not come".to_owned()));
             }
-            if waited < SPIN_FOR {
-                std::hint::spin_loop();
-            } else {
-                thread::sleep(POLL_EVERY);
-            }
+            polling::sleep(waited);
         }
         Ok(words[self.ring.n_places() + index as usize].load(Ordering::Relaxed))
     }

@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use device::cuda::{Bf16, CudaError, Event, HostOutbox, PinnedNumbers, PinnedRows};
+use device::polling;
 use kv_cache::FenceSignal;
+use tokio::time::Instant;
 use types::{BlockIdx, Fingerprint, StageLayers, in_full};
 
 use super::draws::Draws;
@@ -208,7 +210,12 @@ impl CudaStage {
     /// Waits for the copies of a step's rows.
     fn results(&self, launched: LaunchedRows) -> Result<StageResults, CudaError> {
         let LaunchedRows { rows, n_numbers, outcomes, ends, signal } = launched;
-        ends.iter().try_for_each(Event::wait)?;
+        let began = Instant::now();
+        for end in &ends {
+            while !end.is_reached()? {
+                polling::sleep(began.elapsed());
+            }
+        }
         if self.lost.is_raised() {
             return Err(self.lost.error());
         }
