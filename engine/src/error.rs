@@ -231,6 +231,10 @@ pub enum LoadError {
     #[error("tensor {tensor} in {path} is of F8_E4M3, and its scales {wrong}")]
     Scales { tensor: String, path: PathBuf, wrong: String },
     #[error(
+        "tensor {tensor} in {path} is {found:?}, not one scale of KV or one for each KV head, from 2^-23 to 2^23"
+    )]
+    KvScale { tensor: String, path: PathBuf, found: Vec<f32> },
+    #[error(
         "tensor {tensor} in {path} is a vector of F8_E4M3, which is not implemented: BF16, F16 and F32 are"
     )]
     VectorInFp8 { tensor: String, path: PathBuf },

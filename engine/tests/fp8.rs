@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use baton_engine::equality::{Comparison, Tolerance, compare};
 use baton_engine::load::made::{Form, rewrite};
 use baton_engine::load::{Activations, Quantize};
-use baton_engine::{Backend, CpuBackend, CpuSettings};
+use baton_engine::{Backend, CpuBackend, CpuSettings, OpenError};
+use kernels::cpu::number::{bf16_to_f32, f32_to_bf16};
+use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 use types::{KvDtype, TokenId};
 
@@ -131,6 +133,168 @@ fn activations_are_rounded_as_the_checkpoint_says() {
         let mut full = opened(&narrow, Quantize::No, 1);
         assert!(!compared(&mut full, &mut reference, Tolerance::NONE).is_equal(), "{}", narrow.display());
     }
+}
+
+/// The one file of a checkpoint that [`rewrite`] has made.
+struct Tensors {
+    header: Map<String, Value>,
+    data: Vec<u8>,
+}
+
+const FILE: &str = "model-00001-of-00001.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+impl Tensors {
+    fn read(folder: &Path) -> Self {
+        let mut header = std::fs::read(folder.join(FILE)).expect("a file");
+        let len = u64::from_le_bytes(header[..8].try_into().expect("8 bytes"));
+        let data = header.split_off(8 + len as usize);
+        Self { header: serde_json::from_slice(&header[8..]).expect("a header"), data }
+    }
+
+    /// Multiplies a tensor in bf16.
+    fn multiply(&mut self, name: &str, factor: f32) {
+        let entry = &self.header[name];
+        assert_eq!(entry["dtype"], "BF16", "{name}");
+        let at = |nth: usize| entry["data_offsets"][nth].as_u64().expect("an offset") as usize;
+        for number in self.data[at(0)..at(1)].chunks_exact_mut(2) {
+            let wide = bf16_to_f32(u16::from_le_bytes([number[0], number[1]]));
+            number.copy_from_slice(&f32_to_bf16(wide * factor).to_le_bytes());
+        }
+    }
+
+    fn add(&mut self, name: String, numbers: &[f32]) {
+        let begin = self.data.len();
+        self.data.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
+        let offsets = [begin, self.data.len()];
+        let entry = json!({"dtype": "F32", "shape": [numbers.len()], "data_offsets": offsets});
+        self.header.insert(name, entry);
+    }
+
+    fn write(&self, folder: &Path) {
+        let header = serde_json::to_vec(&self.header).expect("JSON");
+        let file = [&(header.len() as u64).to_le_bytes(), &header[..], &self.data].concat();
+        std::fs::write(folder.join(FILE), file).expect("a file");
+        let files: Map<String, Value> = self.header.keys().map(|name| (name.clone(), FILE.into())).collect();
+        std::fs::write(folder.join(INDEX), json!({"weight_map": files}).to_string()).expect("a file");
+    }
+}
+
+/// The keys and values of [`with_large_kv`] are as many times those of the original: too large for FP8.
+const LARGE: f32 = 4096.0;
+
+/// The same model with large keys and values, and with scales for them in the checkpoint.
+fn with_large_kv(model: &str, scales: &[f32]) -> TempDir {
+    let copy = in_form(&folder(model), Form::CompressedTensors);
+    let mut tensors = Tensors::read(copy.path());
+    let has = |tensors: &Tensors, name: &str| tensors.header.contains_key(name);
+    for layer in (0..).map(|nth| format!("model.layers.{nth}.self_attn")) {
+        if !has(&tensors, &format!("{layer}.o_proj.weight")) {
+            break;
+        }
+        let has_norms = has(&tensors, &format!("{layer}.k_norm.weight"));
+        let (keys, queries): (&[&str], &[&str]) = match has_norms {
+            true => (&["k_norm.weight"], &["q_norm.weight"]),
+            false => (&["k_proj.weight_scale", "k_proj.bias"], &["q_proj.weight_scale", "q_proj.bias"]),
+        };
+        let enlarged = keys.iter().chain(&["v_proj.weight_scale", "v_proj.bias"]).map(|name| (name, LARGE));
+        let reduced = queries.iter().chain(&["o_proj.weight_scale"]).map(|name| (name, LARGE.recip()));
+        for (name, factor) in enlarged.chain(reduced) {
+            let name = format!("{layer}.{name}");
+            if has(&tensors, &name) {
+                tensors.multiply(&name, factor);
+            }
+        }
+        for part in ["k", "v"] {
+            tensors.add(format!("{layer}.{part}_scale"), scales);
+        }
+    }
+    tensors.write(copy.path());
+    let scheme = json!({"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": false});
+    edit_config(copy.path(), |config| config["quantization_config"]["kv_cache_scheme"] = scheme);
+    copy
+}
+
+fn edit_config(folder: &Path, edit: impl FnOnce(&mut Value)) {
+    let file = folder.join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&file).expect("a file")).expect("JSON");
+    edit(&mut config);
+    std::fs::write(&file, config.to_string()).expect("a file");
+}
+
+/// Opens a model with KV in this format.
+fn keeping(folder: &Path, kv_dtype: KvDtype, ranks: u16) -> Result<CpuBackend, OpenError> {
+    let ranks = NonZero::new(ranks).expect("some");
+    let settings = CpuSettings { threads: NonZero::new(1), ranks, kv_dtype, ..CpuSettings::default() };
+    CpuBackend::open(folder, 4 << 20, &settings)
+}
+
+/// With their scales, large keys and values in FP8 give what small ones give, to the last bit.
+#[test]
+fn scales_of_kv_bring_it_into_the_range_of_fp8() {
+    for model in MODELS {
+        let small = in_form(&folder(model), Form::CompressedTensors);
+        let opened = |folder: &Path, kv_dtype, ranks| keeping(folder, kv_dtype, ranks).expect("it opens");
+        for (scales, ranks) in [(&[LARGE][..], 1), (&[0.6 * LARGE], 2)] {
+            let large = with_large_kv(model, scales);
+            for kv_dtype in [KvDtype::F32, KvDtype::Fp8E4m3] {
+                let mut reference = opened(small.path(), kv_dtype, 1);
+                let mut subject = opened(large.path(), kv_dtype, ranks);
+                let comparison = compared(&mut reference, &mut subject, Tolerance::NONE);
+                assert!(comparison.is_equal(), "{model} {kv_dtype}: {:?}", comparison.wrong.first());
+            }
+        }
+        let unscaled = with_large_kv(model, &[1.0]);
+        let mut reference = opened(small.path(), KvDtype::Fp8E4m3, 1);
+        let mut subject = opened(unscaled.path(), KvDtype::Fp8E4m3, 1);
+        assert!(!compared(&mut reference, &mut subject, Tolerance::NONE).is_equal(), "{model}: out of range");
+    }
+}
+
+#[test]
+fn the_largest_scale_of_the_heads_counts() {
+    let of_layer = with_large_kv("qwen3", &[LARGE]);
+    let of_heads = with_large_kv("qwen3", &[LARGE / 64.0, LARGE]);
+    let mut reference = keeping(of_layer.path(), KvDtype::Fp8E4m3, 1).expect("it opens");
+    let mut subject = keeping(of_heads.path(), KvDtype::Fp8E4m3, 2).expect("it opens");
+    let comparison = compared(&mut reference, &mut subject, Tolerance::NONE);
+    assert!(comparison.is_equal(), "{:?}", comparison.wrong.first());
+}
+
+#[test]
+fn wrong_scales_of_kv_are_refused_by_name() {
+    let refusal = |folder: &Path| {
+        let error = keeping(folder, KvDtype::Fp8E4m3, 1).expect_err("it is refused");
+        let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
+        format!("{error}: {cause}").replace(&folder.display().to_string(), "F")
+    };
+    let scale = "model.layers.0.self_attn.k_scale";
+    for (scales, shown) in [
+        (&[0.0][..], "[0.0]"),
+        (&[f32::NAN], "[NaN]"),
+        (&[1e9], "[1000000000.0]"),
+        (&[1.0; 3], "[1.0, 1.0, 1.0]"),
+    ] {
+        let sentence = refusal(with_large_kv("qwen3", scales).path());
+        let expected =
+            format!("tensor {scale} in F/{FILE} is {shown}, not one scale of KV or one for each KV head");
+        assert!(sentence.contains(&expected), "{sentence}");
+    }
+    let copy = with_large_kv("qwen3", &[1.0]);
+    edit_config(copy.path(), |config| config["quantization_config"]["kv_cache_scheme"] = Value::Null);
+    let sentence = refusal(copy.path());
+    assert!(sentence.contains("self_attn.k_scale") && sentence.contains("not read"), "{sentence}");
+    let copy = with_large_kv("qwen3", &[1.0]);
+    let mut tensors = Tensors::read(copy.path());
+    tensors.header.remove(scale);
+    tensors.write(copy.path());
+    let sentence = refusal(copy.path());
+    assert!(sentence.contains(&format!("tensor {scale}")), "{sentence}");
+    let latent = in_form(&folder("deepseek-v2"), Form::CompressedTensors);
+    let scheme = json!({"num_bits": 8, "type": "float", "strategy": "tensor"});
+    edit_config(latent.path(), |config| config["quantization_config"]["kv_cache_scheme"] = scheme);
+    let sentence = refusal(latent.path());
+    assert!(sentence.contains("kv_cache_scheme is not implemented for latent attention"), "{sentence}");
 }
 
 #[test]

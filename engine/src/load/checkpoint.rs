@@ -79,6 +79,14 @@ impl Checkpoint {
         self.file(name)?.shape(name).map(<[usize]>::to_vec)
     }
 
+    /// Reads all numbers of a tensor of any shape. Also returns its file.
+    pub(super) fn numbers(&self, name: &str) -> Result<(Vec<f32>, &Path), LoadError> {
+        let (tensor, file) = self.tensor(name)?;
+        let len = tensor.shape.iter().product();
+        let numbers = numbers(name, file, TensorBytes { shape: vec![len], ..tensor }, len)?;
+        Ok((numbers, file.path()))
+    }
+
     /// Reads the matrix of one expert out of a tensor with those of all experts.
     fn stacked(&self, place: &StackedPlace, rows: usize, cols: usize) -> Result<Matrix, LoadError> {
         let name = &place.tensor;
@@ -153,16 +161,15 @@ impl Checkpoint {
             path: file.path().to_owned(),
             wrong,
         };
-        let (tensor, of_scales) = match self.tensor(&scale) {
+        let shape = match self.tensor(&scale) {
             Err(LoadError::MissingTensor { tensor, path }) => {
                 let path = path.display();
                 return Err(wrong(format!(
                     "are missing: no tensor {tensor} or {name}{BLOCK_SCALE} in {path}"
                 )));
             }
-            found => found?,
+            found => found?.0.shape,
         };
-        let shape = tensor.shape.clone();
         let unit = scale_unit(&scale, &shape, [rows, cols]).ok_or_else(|| {
             let others = if scale.ends_with(BLOCK_SCALE) { "" } else { &format!("[{rows}, 1], [{rows}], [1] or ") };
             let blocks = [rows, cols].map(|size| size.div_ceil(FP8_BLOCK));
@@ -170,8 +177,7 @@ impl Checkpoint {
                 "{scale} have shape {shape:?}, not {others}{blocks:?} for blocks of {FP8_BLOCK} by {FP8_BLOCK}"
             ))
         })?;
-        let len = shape.iter().product();
-        let scales = self::numbers(&scale, of_scales, TensorBytes { shape: vec![len], ..tensor }, len)?;
+        let (scales, _) = self.numbers(&scale)?;
         if let Some(number) = scales.iter().find(|number| !number.is_finite()) {
             return Err(wrong(format!("{scale} of shape {shape:?} have {number} among them")));
         }

@@ -1,7 +1,7 @@
 //! Weights from a published folder or GGUF file, or random.
 //!
 //! Suggested reading order: a model's [`folder`], one file's tensors ([`safetensors`], [`gguf`]), all files'
-//! ([`checkpoint`], `stacked`), rows ([`SourceRows`]), random tensors ([`dummy`]), the tensors that a model reads ([`tensors`]), written
+//! ([`checkpoint`], `stacked`), scales of KV ([`KvScaled`]), rows ([`SourceRows`]), random tensors ([`dummy`]), the tensors that a model reads ([`tensors`]), written
 //! folders ([`made`]), the architectures' view ([`weights`]), progress (`meter`), and the comparison between
 //! nodes ([`fingerprint`]).
 
@@ -10,6 +10,7 @@ pub mod safetensors;
 pub mod gguf;
 mod stacked;
 pub mod checkpoint;
+mod kv_scales;
 mod rows;
 pub mod dummy;
 pub mod tensors;
@@ -23,5 +24,6 @@ mod tests;
 pub use checkpoint::Checkpoint;
 pub use dummy::Dummy;
 pub use folder::{ModelFolder, check_config};
+pub use kv_scales::KvScaled;
 pub use rows::SourceRows;
 pub use weights::{Activations, Quantize, TensorSource, Weights};

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use tracing::info;
 
 use super::checkpoint::Checkpoint;
+use super::kv_scales;
 use crate::error::LoadError;
 use crate::model::{LatentShape, Mixture, ModelConfig, OptionalTensors};
 
@@ -197,9 +198,14 @@ pub fn check_all_read(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<(
 
 /// Returns whether some checkpoints have this tensor and the model does not need it.
 fn may_be_unread(config: &ModelConfig, name: &str) -> bool {
+    let is_kv_scale = config.has_kv_scales
+        && kv_scales::names(config).any(|of_layer| of_layer.iter().any(|scale| scale == name));
     // Older tools stored the rotary frequencies, which follow from the config and so need not be read.
     let is_frequencies = name.ends_with(".rotary_emb.inv_freq");
-    is_frequencies || (config.tied && name == "lm_head.weight") || is_of_prediction(config, name)
+    is_kv_scale
+        || is_frequencies
+        || (config.tied && name == "lm_head.weight")
+        || is_of_prediction(config, name)
 }
 
 /// Returns whether the tensor is one of a layer of multi-token prediction, which stand behind the model's own layers.

@@ -3,8 +3,7 @@
 use std::cell::RefCell;
 use std::fmt::Debug;
 
-use kernels::cpu::number::f32s_mut;
-use kernels::cpu::{Format, Matrix, Processor, SharedBytes};
+use kernels::cpu::{Format, Matrix, Processor};
 
 use super::rows::SourceRows;
 use crate::error::LoadError;
@@ -129,13 +128,9 @@ impl<'a> Weights<'a> {
     /// Loads a matrix in f32, never quantized: a router's, because a rounded score may choose another expert.
     pub fn in_f32(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError> {
         let matrix = self.source.matrix(&self.name(name), rows, cols)?;
-        let wide = SharedBytes::filled(rows * cols * size_of::<f32>(), |bytes| {
-            let numbers = f32s_mut(bytes).expect("the memory is aligned");
-            numbers.chunks_exact_mut(cols).enumerate().for_each(|(nth, row)| matrix.read_row(nth, row));
-        });
-        let wide = wide.map_err(LoadError::Memory)?;
-        self.seen.0.borrow_mut().push((Format::F32, wide.len()));
-        Ok(Matrix::new(wide, rows, cols, Format::F32).expect("the bytes have the size of the matrix"))
+        let wide = matrix.in_f32(1.0).map_err(LoadError::Memory)?;
+        self.seen.0.borrow_mut().push((Format::F32, wide.bytes().len()));
+        Ok(wide)
     }
 
     /// Loads the embedding or the output layer, with one row for each token.

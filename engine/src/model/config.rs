@@ -36,6 +36,8 @@ pub struct ModelConfig {
     /// Whether the weights are said to have a scale for each block. Files say it tensor by tensor, so only made-up weights
     /// follow this.
     pub has_block_scales: bool,
+    /// Whether each layer has scales for its keys and its values, for KV in FP8.
+    pub has_kv_scales: bool,
     pub optional: OptionalTensors,
     /// The number of last tokens that each layer sees, with the current one. `None` means all tokens.
     pub windows: Vec<Option<u32>>,
@@ -169,6 +171,12 @@ impl ModelConfig {
         }
         let quantized = raw.quantization_config.as_ref();
         let activations = quantized.map(quantization::activations).transpose()?;
+        let has_kv_scales = quantized.map(quantization::has_kv_scales).transpose()?.unwrap_or(false);
+        if has_kv_scales && latent.is_some() {
+            return Err(
+                "quantization_config: kv_cache_scheme is not implemented for latent attention".to_owned()
+            );
+        }
         let n_heads = raw.num_attention_heads;
         let eos = generation.eos_token_id.or(raw.eos_token_id.clone());
         let config = Self {
@@ -189,6 +197,7 @@ impl ModelConfig {
             tied: raw.tie_word_embeddings.unwrap_or(false),
             activations: activations.unwrap_or(ActivationFormat::Full),
             has_block_scales: quantized.is_some_and(quantization::has_block_scales),
+            has_kv_scales,
             optional: architecture.optional_tensors(BiasSettings {
                 attention: raw.attention_bias.unwrap_or(false),
                 mlp: raw.mlp_bias.unwrap_or(false),
@@ -229,6 +238,8 @@ impl ModelConfig {
             // What follows from it is a part of its own: see `ActivationFormat::added_to`.
             activations: _,
             has_block_scales: _,
+            // The fingerprint of the weights has them.
+            has_kv_scales: _,
             unread_keys: _,
         } = self;
         let shape = format!(

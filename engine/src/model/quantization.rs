@@ -49,6 +49,25 @@ pub fn has_block_scales(config: &Value) -> bool {
     config.get("quant_method").is_some_and(|method| method == "fp8")
 }
 
+/// Returns whether each layer has fixed scales for its keys and values.
+pub fn has_kv_scales(config: &Value) -> Result<bool, String> {
+    let Some(scheme) = config.get("kv_cache_scheme").filter(|scheme| !scheme.is_null()) else {
+        return Ok(false);
+    };
+    let in_scheme = |problem: String| problem.replacen(": ", ": kv_cache_scheme: ", 1);
+    expect(scheme, "type", &["float"]).map_err(in_scheme)?;
+    expect(scheme, "strategy", &["tensor", "attn_head"]).map_err(in_scheme)?;
+    if scheme.get("num_bits").and_then(Value::as_u64) != Some(8) {
+        return Err(in_scheme(refusal("num_bits", scheme.get("num_bits"), &["8"])));
+    }
+    for (key, wanted) in [("dynamic", false), ("symmetric", true)] {
+        if scheme.get(key).and_then(Value::as_bool).is_some_and(|value| value != wanted) {
+            return Err(in_scheme(refusal(key, scheme.get(key), &[&wanted.to_string()])));
+        }
+    }
+    Ok(true)
+}
+
 /// Checks the config of a checkpoint in the form of DeepSeek and Qwen, whose weights all have block scales.
 fn of_blocks(config: &Value) -> Result<ActivationFormat, String> {
     let is_set = |key: &str| config.get(key).is_some_and(|value| !value.is_null());
@@ -67,11 +86,7 @@ fn of_blocks(config: &Value) -> Result<ActivationFormat, String> {
 }
 
 fn of_compressed_tensors(config: &Value) -> Result<ActivationFormat, String> {
-    let is_set = |key: &str| config.get(key).is_some_and(|value| !value.is_null());
     expect(config, "format", &["float-quantized"])?;
-    if is_set("kv_cache_scheme") {
-        return Err("quantization_config: kv_cache_scheme is not implemented: KV has no scales".to_owned());
-    }
     if config.get("sparsity_config").is_some_and(|sparsity| !is_dense(sparsity)) {
         return Err("quantization_config: sparsity_config is not implemented".to_owned());
     }
@@ -208,6 +223,34 @@ mod tests {
     }
 
     #[test]
+    fn scales_of_kv_are_fixed_numbers_for_8_bits() {
+        let scheme = json!({"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": false, "symmetric": true});
+        let of_scheme = |key: &str, value: Value| {
+            let mut scheme = scheme.clone();
+            scheme[key] = value;
+            has_kv_scales(&with("/kv_cache_scheme", scheme))
+        };
+        assert_eq!(has_kv_scales(&channels()), Ok(false), "null");
+        assert_eq!(has_kv_scales(&blocks()), Ok(false), "no key");
+        assert_eq!(of_scheme("actorder", json!(null)), Ok(true));
+        assert_eq!(of_scheme("strategy", json!("attn_head")), Ok(true));
+        let of_tool = has_kv_scales(&with("/kv_cache_scheme", json!("static")));
+        for (found, expected) in [
+            (of_tool, "type null is not implemented: float is"),
+            (of_scheme("type", json!("int")), "type \"int\" is not implemented: float is"),
+            (of_scheme("num_bits", json!(4)), "num_bits 4 is not implemented: 8 is"),
+            (
+                of_scheme("strategy", json!("channel")),
+                "strategy \"channel\" is not implemented: tensor or attn_head is",
+            ),
+            (of_scheme("dynamic", json!(true)), "dynamic true is not implemented: false is"),
+            (of_scheme("symmetric", json!(false)), "symmetric false is not implemented: true is"),
+        ] {
+            assert_eq!(found, Err(format!("quantization_config: kv_cache_scheme: {expected}")));
+        }
+    }
+
+    #[test]
     fn all_else_is_refused_by_name() {
         let group = "/config_groups/group_0";
         for (config, expected) in [
@@ -232,7 +275,6 @@ mod tests {
                 with("/format", json!("pack-quantized")),
                 "format \"pack-quantized\" is not implemented: float-quantized is",
             ),
-            (with("/kv_cache_scheme", json!({"num_bits": 8})), "kv_cache_scheme is not implemented"),
             (with("/config_groups", json!({})), "config_groups names none"),
             (with(group, json!({})), "has no weights"),
             (

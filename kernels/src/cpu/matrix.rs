@@ -175,6 +175,29 @@ impl Matrix {
         &self.scales
     }
 
+    /// Returns the matrix times a power of two, which changes no number but for its exponent. FP8 numbers keep their format
+    /// and get other scales; all others are widened to f32.
+    pub fn times(&self, power: f32) -> io::Result<Self> {
+        if self.format.is_fp8() {
+            let scales = self.scales.iter().map(|scale| scale * power).collect();
+            return Ok(Self { scales, ..self.clone() });
+        }
+        self.in_f32(power)
+    }
+
+    /// Returns the matrix times a factor, in f32.
+    pub fn in_f32(&self, factor: f32) -> io::Result<Self> {
+        let (rows, cols) = (self.rows, self.cols);
+        let bytes = SharedBytes::filled(rows * cols * size_of::<f32>(), |bytes| {
+            let numbers = number::f32s_mut(bytes).expect("the memory is aligned");
+            for (nth, row) in numbers.chunks_exact_mut(cols).enumerate() {
+                self.read_row(nth, row);
+                row.iter_mut().for_each(|number| *number *= factor);
+            }
+        })?;
+        Ok(Self { bytes, rows, cols, format: Format::F32, scales: Arc::new([]) })
+    }
+
     /// Widens one row into `to`.
     ///
     /// # Panics

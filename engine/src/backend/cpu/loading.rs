@@ -10,7 +10,9 @@ use super::settings::{CpuSettings, LoadFormat};
 use crate::backend::remote::StageWeights;
 use crate::error::LoadError;
 use crate::load::weights::{HasFp8, LoadedFormats};
-use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, TensorSource, Weights, fingerprint, tensors};
+use crate::load::{
+    Checkpoint, Dummy, KvScaled, ModelFolder, Quantize, TensorSource, Weights, fingerprint, tensors,
+};
 use crate::model::{ActivationFormat, Decoder};
 
 /// Weights in memory, and their description.
@@ -42,7 +44,8 @@ impl LoadedModel {
             LoadFormat::Safetensors => {
                 let checkpoint = Checkpoint::open(folder.path())?;
                 tensors::check_all_read(config, &checkpoint)?;
-                (load(&checkpoint)?, fingerprint::of_weights(&checkpoint))
+                let scaled = KvScaled::of(&checkpoint, config, settings.kv_dtype)?;
+                (load(&scaled)?, fingerprint::of_weights(&checkpoint))
             }
             LoadFormat::Dummy { seed } => (load(&Dummy { seed, processor })?, dummy_weights(seed)),
         };

@@ -36,7 +36,7 @@ use crate::error::{LoadError, OpenError};
 use crate::kv_room::n_blocks;
 use crate::load::meter::Meter;
 use crate::load::weights::HasFp8;
-use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, fingerprint, tensors};
+use crate::load::{Checkpoint, Dummy, KvScaled, ModelFolder, Quantize, fingerprint, tensors};
 use crate::model::{ActivationFormat, ModelConfig};
 
 /// The number of threads that read, generate and quantize weights. Reading a file takes a few threads; quantizing
@@ -301,11 +301,12 @@ impl ModelDescription {
     ) -> Result<CudaWeights, OpenError> {
         let config = &self.folder.config;
         let host = host(LOADER_THREADS)?;
-        let (checkpoint, dummy);
+        let (checkpoint, scaled, dummy);
         let origin = match self.settings.load_format {
             LoadFormat::Safetensors => {
                 checkpoint = Checkpoint::open(self.folder.path())?;
-                Origin::Host(&checkpoint as &dyn crate::load::TensorSource)
+                scaled = KvScaled::of(&checkpoint, config, self.settings.kv_dtype)?;
+                Origin::Host(&scaled as &dyn crate::load::TensorSource)
             }
             // Only the host can pad narrow heads.
             LoadFormat::Dummy { seed } if self.heads.are_padded() => {
