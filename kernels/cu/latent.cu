@@ -2,7 +2,8 @@
 // Heads of q have UNROTATED numbers, then ROTATED ones; heads of the output have VALUE numbers.
 constexpr u32 UNROTATED = 128, VALUE = 128, Q_HEAD = UNROTATED + ROTATED;
 
-ATTEND_LATENTS(16, 1, 4)
+ATTEND_LATENTS(attend_latents_16, bf16, 1, 4)
+ATTEND_LATENTS(attend_latents_fp8_16, f8, 1, 4)
 
 // Adds up the parts of a query, one block of threads for each query. A thread has four numbers.
 extern "C" __global__ void __launch_bounds__(RANK / 4)
@@ -57,11 +58,15 @@ __device__ __forceinline__ float squares(Eight eight) {
     return sum;
 }
 
-__device__ __forceinline__ Eight scaled(Eight eight, float by, Eight weight) {
+template <typename Number>
+__device__ __forceinline__ void store_scaled(Number* to, Eight eight, float by, Eight weight) {
+    float wide[8];
 #pragma unroll
-    for (u32 i = 0; i < 4; i++)
-        eight.pair[i] = narrow(low(eight.pair[i]) * by * low(weight.pair[i]), high(eight.pair[i]) * by * high(weight.pair[i]));
-    return eight;
+    for (u32 i = 0; i < 4; i++) {
+        wide[2 * i] = low(eight.pair[i]) * by * low(weight.pair[i]);
+        wide[2 * i + 1] = high(eight.pair[i]) * by * high(weight.pair[i]);
+    }
+    store_rounded(to, wide);
 }
 
 __device__ __forceinline__ float2 turn_of(const float2* turns, u32 position, u32 pair, u32 n_positions) {
@@ -70,17 +75,18 @@ __device__ __forceinline__ float2 turn_of(const float2* turns, u32 position, u32
 }
 
 // Rotates the number at `at`, in the first half of a rotated part, and the one at the same place in the second half.
-__device__ __forceinline__ void turn_pair(bf16* to, const bf16* from, u32 at, float2 turn) {
+template <typename Number>
+__device__ __forceinline__ void turn_pair(Number* to, const bf16* from, u32 at, float2 turn) {
     float a = widen(from[at]), b = widen(from[ROTATED / 2 + at]);
-    to[at] = narrow(a * turn.x - b * turn.y);
-    to[ROTATED / 2 + at] = narrow(b * turn.x + a * turn.y);
+    store_rounded(to + at, a * turn.x - b * turn.y);
+    store_rounded(to + ROTATED / 2 + at, b * turn.x + a * turn.y);
 }
 
 // A block of threads has one token. Norms the latent of q, if there is one. Norms and rotates the latent of the token,
 // and writes it to its page.
-extern "C" __global__ void __launch_bounds__(WRITE_THREADS)
-write_latents(bf16* normed_q, bf16* pages, const bf16* rows, const u32* positions, const u32* slots, const float2* turns,
-              const bf16* q_weight, const bf16* kv_weight, WriteShape shape) {
+template <typename Kv>
+__device__ __forceinline__ void write(bf16* normed_q, Kv* pages, const bf16* rows, const u32* positions, const u32* slots, const float2* turns,
+                                      const bf16* q_weight, const bf16* kv_weight, const WriteShape& shape) {
     __shared__ float of_warp[2][WRITE_THREADS / 32];
     in_turn();
     const bf16* row = rows + (u64)blockIdx.x * shape.stride;
@@ -89,7 +95,7 @@ write_latents(bf16* normed_q, bf16* pages, const bf16* rows, const u32* position
         for (u32 at = threadIdx.x * 8; at < shape.q_rank; at += WRITE_THREADS * 8) sum += squares(load8(row + at));
         float by = rsqrtf(sum_of_block(sum, of_warp[0]) / shape.q_real + shape.epsilon);
         for (u32 at = threadIdx.x * 8; at < shape.q_rank; at += WRITE_THREADS * 8)
-            store8(normed_q + (u64)blockIdx.x * shape.q_rank + at, scaled(load8(row + at), by, load8(q_weight + at)));
+            store_scaled(normed_q + (u64)blockIdx.x * shape.q_rank + at, load8(row + at), by, load8(q_weight + at));
     }
     const bf16* kv = row + shape.stride - LATENT;
     bool has_eight = threadIdx.x * 8 < RANK;
@@ -97,12 +103,21 @@ write_latents(bf16* normed_q, bf16* pages, const bf16* rows, const u32* position
     float by = rsqrtf(sum_of_block(squares(eight), of_warp[1]) / shape.kv_real + shape.epsilon);
     u32 slot = slots[blockIdx.x];
     if (slot >= shape.n_slots) return;
-    bf16* to = pages + (u64)slot * LATENT;
-    if (has_eight) store8(to + threadIdx.x * 8, scaled(eight, by, load8(kv_weight + threadIdx.x * 8)));
+    Kv* to = pages + (u64)slot * LATENT;
+    if (has_eight) store_scaled(to + threadIdx.x * 8, eight, by, load8(kv_weight + threadIdx.x * 8));
     u32 pair = threadIdx.x - RANK / 8;
     if (pair >= ROTATED / 2) return;
     turn_pair(to, kv, RANK + pair, turn_of(turns, positions[blockIdx.x], pair, shape.n_positions));
 }
+
+#define WRITE_LATENTS(NAME, KV)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(WRITE_THREADS)                                                           \
+    NAME(bf16* normed_q, KV* pages, const bf16* rows, const u32* positions, const u32* slots, const float2* turns,        \
+         const bf16* q_weight, const bf16* kv_weight, WriteShape shape) {                                                 \
+        write(normed_q, pages, rows, positions, slots, turns, q_weight, kv_weight, shape);                                \
+    }
+WRITE_LATENTS(write_latents, bf16)
+WRITE_LATENTS(write_latents_fp8, f8)
 
 // Numbers between two rows of q, and between two rows, and two heads of a row, of rotated numbers.
 struct TurnShape { u32 q_row, row, head, n_heads, n_positions; };

@@ -25,16 +25,20 @@ struct LatentShape {
 
 // A block of threads computes GROUPS * 16 queries of one sequence over one chunk of its tokens. GROUPS * SHARES
 // warps compute scores of TILE_TOKENS / SHARES tokens each, then RANK / SHARES numbers of the output each.
+// Latents in e4m3 come into two tiles of their own, and are widened into the one that is computed with.
 // `sequences` has the first row, the number of rows and the length of each sequence; without it, each row is a
 // query of its own, with its own length.
-template <u32 GROUPS, u32 SHARES>
-__device__ __forceinline__ void attend_latents(bf16* out, float* parts, float2* part_sums, const bf16* q, const bf16* pages,
+template <typename Kv, u32 GROUPS, u32 SHARES>
+__device__ __forceinline__ void attend_latents(bf16* out, float* parts, float2* part_sums, const bf16* q, const Kv* pages,
                                                const u32* tables, const u32* lengths, const uint3* sequences, LatentShape shape) {
     constexpr u32 ROWS = GROUPS * 16, THREADS = GROUPS * SHARES * 32, TOKENS = TILE_TOKENS / SHARES, DIMS = RANK / SHARES;
+    constexpr bool IS_NARROW = sizeof(Kv) == 1;
+    constexpr u32 TILE = TILE_TOKENS * LATENT * 2, LOADED = TILE_TOKENS * LATENT * sizeof(Kv);
+    constexpr u32 TILES = ROWS * LATENT * 2, LOADS = TILES + (IS_NARROW ? TILE : 0), SCORES = LOADS + 2 * LOADED;
     extern __shared__ __align__(16) unsigned char memory[];
     in_turn();
-    u32 q_at = shared_address(memory), kv_at = q_at + ROWS * LATENT * 2;
-    float* scores = reinterpret_cast<float*>(memory + (ROWS + 2 * TILE_TOKENS) * LATENT * 2);
+    u32 q_at = shared_address(memory), loads_at = q_at + LOADS;
+    float* scores = reinterpret_cast<float*>(memory + SCORES);
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     u32 group = warp % GROUPS, part = warp / GROUPS;
 
@@ -52,21 +56,29 @@ __device__ __forceinline__ void attend_latents(bf16* out, float* parts, float2* 
 
     bool is_bad = false;
     auto load = [&](u32 at, u32 tile) {
+        constexpr u32 NUMBERS = 16 / sizeof(Kv), CHUNKS = LATENT / NUMBERS, ALL = TILE_TOKENS * CHUNKS;
 #pragma unroll
-        for (u32 i = 0; i < TILE_TOKENS * TILE_CHUNKS / THREADS; i++) {
-            u32 nth = threadIdx.x + i * THREADS, row = nth / TILE_CHUNKS, chunk = nth % TILE_CHUNKS, token = tile + row;
+        for (u32 i = 0; i < (ALL + THREADS - 1) / THREADS; i++) {
+            u32 nth = threadIdx.x + i * THREADS, row = nth / CHUNKS, chunk = nth % CHUNKS, token = tile + row;
+            if (ALL % THREADS > 0 && nth >= ALL) break;
             u32 block = token < to ? table[token / BLOCK_TOKENS] : 0;
             is_bad |= block >= shape.n_blocks;
-            const bf16* latent = pages + ((u64)block * BLOCK_TOKENS + token % BLOCK_TOKENS) * LATENT;
-            copy16(at + latent_place(row, chunk), latent + chunk * 8, token < to && block < shape.n_blocks);
+            const Kv* latent = pages + ((u64)block * BLOCK_TOKENS + token % BLOCK_TOKENS) * LATENT;
+            copy16(at + (IS_NARROW ? nth * 16 : latent_place(row, chunk)), latent + chunk * NUMBERS, token < to && block < shape.n_blocks);
         }
         copies_committed();
+    };
+    auto widen_tile = [&](u32 from) {
+        for (u32 nth = threadIdx.x; nth < TILE_TOKENS * TILE_CHUNKS; nth += THREADS) {
+            Eight eight = widened(reinterpret_cast<const Four*>(memory + from)[nth]);
+            *reinterpret_cast<Eight*>(memory + TILES + latent_place(nth / TILE_CHUNKS, nth % TILE_CHUNKS)) = eight;
+        }
     };
     for (u32 nth = threadIdx.x; nth < ROWS * TILE_CHUNKS; nth += THREADS) {
         u32 row = nth / TILE_CHUNKS, chunk = nth % TILE_CHUNKS;
         copy16(q_at + latent_place(row, chunk), q + (first_row + row) * LATENT + chunk * 8, first + row < n_rows);
     }
-    load(kv_at, from);
+    load(loads_at, from);
 
     // A lane keeps rows g and g + 8 of its group.
     float output[DIMS / 8][4] = {};
@@ -77,14 +89,18 @@ __device__ __forceinline__ void attend_latents(bf16* out, float* parts, float2* 
     float scale = shape.scale * LOG2E;
     u32 now = 0;
     for (u32 tile = from; tile < to; tile += TILE_TOKENS, now ^= 1) {
-        u32 here = kv_at + now * TILE_TOKENS * LATENT * 2;
         if (tile + TILE_TOKENS < to) {
-            load(kv_at + (now ^ 1) * TILE_TOKENS * LATENT * 2, tile + TILE_TOKENS);
+            load(loads_at + (now ^ 1) * LOADED, tile + TILE_TOKENS);
             copies_landed_but<1>();
         } else {
             copies_landed_but<0>();
         }
         __syncthreads();
+        if constexpr (IS_NARROW) {
+            widen_tile(LOADS + now * LOADED);
+            __syncthreads();
+        }
+        u32 here = q_at + TILES + (IS_NARROW ? 0 : now * TILE);
 
         float score[TOKENS / 8][4] = {};
 #pragma unroll 6
@@ -180,9 +196,9 @@ __device__ __forceinline__ void attend_latents(bf16* out, float* parts, float2* 
     }
 }
 
-#define ATTEND_LATENTS(ROWS, GROUPS, SHARES)                                                                              \
+#define ATTEND_LATENTS(NAME, KV, GROUPS, SHARES)                                                                          \
     extern "C" __global__ void __launch_bounds__(GROUPS * SHARES * 32, 1)                                                 \
-    attend_latents_##ROWS(bf16* out, float* parts, float2* part_sums, const bf16* q, const bf16* pages,                   \
-                          const u32* tables, const u32* lengths, const uint3* sequences, LatentShape shape) {             \
-        attend_latents<GROUPS, SHARES>(out, parts, part_sums, q, pages, tables, lengths, sequences, shape);               \
+    NAME(bf16* out, float* parts, float2* part_sums, const bf16* q, const KV* pages,                                      \
+         const u32* tables, const u32* lengths, const uint3* sequences, LatentShape shape) {                              \
+        attend_latents<KV, GROUPS, SHARES>(out, parts, part_sums, q, pages, tables, lengths, sequences, shape);           \
     }

@@ -46,6 +46,22 @@ __device__ __forceinline__ u32 narrow_f8(float wide) {
     return sign | (((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3));
 }
 
+// Store numbers in the format of memory.
+__device__ __forceinline__ void store_rounded(bf16* to, float wide) { *to = narrow(wide); }
+__device__ __forceinline__ void store_rounded(f8* to, float wide) { to->bits = narrow_f8(wide); }
+__device__ __forceinline__ void store_rounded(bf16* to, const float (&wide)[8]) {
+    Eight eight;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) eight.pair[i] = narrow(wide[2 * i], wide[2 * i + 1]);
+    store8(to, eight);
+}
+__device__ __forceinline__ void store_rounded(f8* to, const float (&wide)[8]) {
+    Four four = {};
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) four.pair[i / 4] |= narrow_f8(wide[i]) << i % 4 * 8;
+    *reinterpret_cast<Four*>(to) = four;
+}
+
 // The first of a sequence's pages that were made of latents. All threads of a warp call this.
 __device__ __forceinline__ u32 first_page(const uint3* sequences, u32 sequence) {
     u32 n_before = 0;

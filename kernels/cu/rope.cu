@@ -15,21 +15,6 @@ __device__ __forceinline__ void widen8(float (&wide)[8], Eight narrow) {
 #pragma unroll
     for (u32 i = 0; i < 4; i++) wide[2 * i] = low(narrow.pair[i]), wide[2 * i + 1] = high(narrow.pair[i]);
 }
-__device__ __forceinline__ Eight narrow8(const float (&wide)[8]) {
-    Eight eight;
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) eight.pair[i] = narrow(wide[2 * i], wide[2 * i + 1]);
-    return eight;
-}
-
-__device__ __forceinline__ void store_kv(bf16* to, const float (&wide)[8]) { store8(to, narrow8(wide)); }
-__device__ __forceinline__ void store_kv(f8* to, const float (&wide)[8]) {
-    Four four = {};
-#pragma unroll
-    for (u32 i = 0; i < 8; i++) four.pair[i / 4] |= narrow_f8(wide[i]) << i % 4 * 8;
-    *reinterpret_cast<Four*>(to) = four;
-}
-
 // Scales a head by its norm and the norm's weights. LANES neighbouring lanes hold one head.
 template <u32 HEAD, u32 LANES>
 __device__ __forceinline__ void norm(Halves& head, const bf16* weight, u32 lane, float epsilon) {
@@ -86,15 +71,15 @@ __device__ __forceinline__ void rope_heads(bf16* qkv, Kv* pages, const u32* posi
         }
         if (nth >= n_heads || (!is_q && slot >= shape.n_slots)) continue;
         if (is_q) {
-            store8(from, narrow8(head.first));
-            store8(from + HEAD / 2, narrow8(head.second));
+            store_rounded(from, head.first);
+            store_rounded(from + HEAD / 2, head.second);
             continue;
         }
         u64 part = nth - shape.n_q_heads;  // heads of K, then of V
         u64 page = (u64)(slot / BLOCK_TOKENS) * 2 * shape.n_kv_heads + part;
         Kv* to = pages + (page * BLOCK_TOKENS + slot % BLOCK_TOKENS) * HEAD + lane * 8;
-        store_kv(to, head.first);
-        store_kv(to + HEAD / 2, head.second);
+        store_rounded(to, head.first);
+        store_rounded(to + HEAD / 2, head.second);
     }
 }
 

@@ -1,6 +1,5 @@
 //! Checks attention over pages against a plain softmax in f64.
 
-use baton_kernels::cpu::number::{f8_to_f32, f32_to_f8};
 use baton_kernels::cuda::ops::BLOCK_TOKENS;
 use baton_kernels::cuda::{
     ComputeCard, DecodeAttention, KvNumber, KvPages, PrefillAttention, PrefillSequence, WidenedPages,
@@ -9,9 +8,9 @@ use baton_kernels::cuda::{
 use device::cuda::{Bf16, CudaError};
 
 use super::check_rows::POISON;
-use super::draw::{Draw, in_8_bits, wide};
+use super::draw::{Draw, wide};
 use super::extent::Extent;
-use super::pages::ScatteredPages;
+use super::pages::{ScatteredPages, halves};
 use super::verdict::{BF16_ERROR, Verdicts};
 
 /// Sequences in scattered pages. Positions without a token are NaN.
@@ -39,23 +38,10 @@ impl Scene {
         lengths: &[usize],
     ) -> Self {
         let scattered = ScatteredPages::draw(&mut Draw::new(seed), lengths, 2 * n_kv_heads, head_dim);
-        let ScatteredPages { n_blocks, table_stride, tables, mut pages } = scattered;
+        let ScatteredPages { n_blocks, table_stride, tables, pages } = scattered.rounded_to(number);
         let kv = KvPages { n_kv_heads, head_dim, n_blocks, number };
-        if number == KvNumber::Fp8 {
-            for number in &mut pages {
-                *number = Bf16::from(f8_to_f32(f32_to_f8(f32::from(*number))));
-            }
-        }
         let scale = 1.0 / (head_dim as f32).sqrt() * 3.0;
         Self { kv, n_q_heads, lengths: lengths.to_vec(), table_stride, tables, pages, scale }
-    }
-
-    /// Returns the pages in the format of GPU memory.
-    fn halves(&self) -> Vec<Bf16> {
-        match self.kv.number {
-            KvNumber::Bf16 => self.pages.clone(),
-            KvNumber::Fp8 => in_8_bits(&self.pages),
-        }
     }
 
     /// Returns one head's K (part 0) or V (part 1) of a token.
@@ -179,7 +165,7 @@ fn decode(
             q: card.upload(&q)?.view(),
             q_stride,
             n_q_heads,
-            pages: card.upload(&scene.halves())?.view(),
+            pages: card.upload(&halves(&scene.pages, scene.kv.number))?.view(),
             kv: scene.kv,
             tables: card.upload(&scene.tables)?.view(),
             rows_of_table: 1,
@@ -214,7 +200,7 @@ fn rows_do_not_depend_on_others(
     let (width, length, chunk_tokens) = (n_q_heads * head_dim, 1100, 256);
     let scene = Scene::of(kv_number, 13, heads, &[length]);
     let q = card.upload(&Draw::new(14).narrow(length * width, 1.0))?;
-    let (pages, tables) = (card.upload(&scene.halves())?, card.upload(&scene.tables)?);
+    let (pages, tables) = (card.upload(&halves(&scene.pages, scene.kv.number))?, card.upload(&scene.tables)?);
     let lengths = card.upload(&(1..=length as u32).collect::<Vec<_>>())?;
     let n_parts = DecodeAttention::n_parts(length, n_q_heads, length, chunk_tokens);
     let mut parts = card.buffer::<f32>(DecodeAttention::parts_numbers(n_parts, head_dim))?;
@@ -261,7 +247,7 @@ fn spoilt(card: &ComputeCard, verdicts: &mut Verdicts, kv_number: KvNumber) -> R
     let n_parts = DecodeAttention::n_parts(2, 4, 40, 32);
     let (mut parts, mut part_sums) = (card.buffer::<f32>(n_parts * 128)?, card.buffer::<[f32; 2]>(n_parts)?);
     let q = card.upload(&Draw::new(10).narrow(80 * 4 * 128, 1.0))?;
-    let (pages, tables) = (card.upload(&scene.halves())?, card.upload(&scene.tables)?);
+    let (pages, tables) = (card.upload(&halves(&scene.pages, scene.kv.number))?, card.upload(&scene.tables)?);
     for chunk_tokens in [32, 64] {
         let mut out = card.buffer::<Bf16>(2 * 4 * 128)?;
         card.decode_attention(DecodeAttention {
@@ -360,7 +346,7 @@ fn prefill(
             q: card.upload(&narrow_q)?.view(),
             q_stride,
             n_q_heads,
-            pages: card.upload(&scene.halves())?.view(),
+            pages: card.upload(&halves(&scene.pages, scene.kv.number))?.view(),
             kv: scene.kv,
             tables: card.upload(&scene.tables)?.view(),
             sequences: &sequences,

@@ -4,14 +4,16 @@
 use baton_kernels::cuda::ops::{
     BLOCK_TOKENS, LATENT_Q_HEAD, LATENT_RANK, LATENT_ROTATED, LATENT_UNROTATED, LATENT_VALUE, LATENT_WIDTH,
 };
-use baton_kernels::cuda::{ComputeCard, ExpandedAttention, LatentAttention, PrefillSequence};
+use baton_kernels::cuda::{
+    ComputeCard, ExpandedAttention, KvNumber, LatentAttention, PrefillSequence, WidenedPages, WidenedSize,
+};
 use device::cuda::{Bf16, CudaError};
 use serde_json::{Value, json};
 
 use super::draw::{Draw, wide};
 use super::extent::Extent;
 use super::measure::seconds;
-use super::pages::ScatteredPages;
+use super::pages::{ScatteredPages, halves};
 use super::verdict::Verdicts;
 
 const NAN: Bf16 = Bf16(0x7fc0);
@@ -23,6 +25,7 @@ const OTHER_ROWS: usize = 3;
 
 /// Sequences of latents in scattered pages, and the matrices of the heads.
 struct Scene {
+    number: KvNumber,
     n_heads: usize,
     pages: ScatteredPages,
     q: Vec<Bf16>,
@@ -34,7 +37,7 @@ struct Scene {
 
 impl Scene {
     /// Draws sequences whose last tokens are new.
-    fn new(n_heads: usize, sequences: &[(usize, usize)]) -> Self {
+    fn new(number: KvNumber, n_heads: usize, sequences: &[(usize, usize)]) -> Self {
         let mut draw = Draw::new(n_heads as u64);
         let lengths: Vec<usize> = sequences.iter().map(|(length, _)| *length).collect();
         let mut first_row = OTHER_ROWS;
@@ -47,8 +50,9 @@ impl Scene {
             })
             .collect();
         Self {
+            number,
             n_heads,
-            pages: ScatteredPages::draw(&mut draw, &lengths, 1, LATENT_WIDTH),
+            pages: ScatteredPages::draw(&mut draw, &lengths, 1, LATENT_WIDTH).rounded_to(number),
             q: draw.many(first_row * stride(n_heads), 1.0),
             keys: draw.many(n_heads * LATENT_RANK * LATENT_UNROTATED, 0.1),
             values: draw.many(n_heads * LATENT_RANK * LATENT_VALUE, 0.1),
@@ -68,17 +72,26 @@ impl Scene {
         let mut room = card.upload(&vec![NAN; room * heads_of_room])?;
         let mut out = card.upload(&vec![NAN; self.n_rows() * self.n_heads * LATENT_VALUE])?;
         let on_card = card.prefill_sequences(&self.sequences)?;
-        let numbers =
-            [&self.q, &self.pages.pages, &self.keys, &self.values].map(|numbers| card.upload(numbers));
+        let pages = halves(&self.pages.pages, self.number);
+        let numbers = [&self.q, &pages, &self.keys, &self.values].map(|numbers| card.upload(numbers));
         let [q, pages, keys, values] = numbers;
         let (q, pages, keys, values) = (q?, pages?, keys?, values?);
         let tables = card.upload(&self.pages.tables)?;
+        let mut widened = match self.number {
+            KvNumber::Bf16 => None,
+            KvNumber::Fp8 => {
+                let n_tokens = self.pages.tables.len() * BLOCK_TOKENS;
+                Some(WidenedPages::new(card, WidenedSize::of_latents(n_tokens))?)
+            }
+        };
         card.attend_expanded(ExpandedAttention {
             out: out.view_mut(),
             q: q.view(),
             q_stride: stride(self.n_heads),
             n_heads: self.n_heads,
             pages: pages.view(),
+            number: self.number,
+            widened: widened.as_mut(),
             n_blocks: self.pages.n_blocks,
             tables: tables.view(),
             sequences: &self.sequences,
@@ -146,11 +159,15 @@ pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -
     let whole: Vec<(usize, usize)> = LENGTHS.iter().map(|length| (*length, *length)).collect();
     let last: Vec<(usize, usize)> =
         LENGTHS.iter().enumerate().map(|(nth, length)| (*length, (*length).min(1 + 67 * nth))).collect();
-    for (n_heads, heads_of_room) in extent.of(&[(3, 3), (3, 2), (16, 16), (20, 7)], 2).iter().copied() {
+    let [bf16, fp8] = [KvNumber::Bf16, KvNumber::Fp8];
+    let heads: &[_] =
+        &[(bf16, 3, 3), (fp8, 3, 2), (bf16, 3, 2), (bf16, 16, 16), (fp8, 16, 16), (bf16, 20, 7)];
+    for (number, n_heads, heads_of_room) in extent.of(heads, 2).iter().copied() {
         for (which, sequences) in [("all", &whole), ("the last", &last)] {
-            let scene = Scene::new(n_heads, sequences);
+            let scene = Scene::new(number, n_heads, sequences);
             let found = scene.computed(card, heads_of_room)?;
-            let name = format!("keys of latents, {heads_of_room} of {n_heads} heads, {which} tokens");
+            let name =
+                format!("keys of latents in {number:?}, {heads_of_room} of {n_heads} heads, {which} tokens");
             let others = OTHER_ROWS * n_heads * LATENT_VALUE;
             let are_left = found[..others].iter().all(|number| number.0 == NAN.0);
             let are_whole = found[others..].iter().all(|number| !f32::from(*number).is_nan());
@@ -169,12 +186,13 @@ pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -
             verdicts.compare(name, &of_found, &reference, ERROR);
         }
     }
-    spoilt(card, verdicts)
+    spoilt(card, verdicts, bf16)?;
+    spoilt(card, verdicts, fp8)
 }
 
 /// A block that does not exist makes the rows that see it NaN, and those of no other sequence.
-fn spoilt(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
-    let mut scene = Scene::new(4, &[(40, 40), (100, 100), (50, 50)]);
+fn spoilt(card: &ComputeCard, verdicts: &mut Verdicts, number: KvNumber) -> Result<(), CudaError> {
+    let mut scene = Scene::new(number, 4, &[(40, 40), (100, 100), (50, 50)]);
     let sound = scene.computed(card, 4)?;
     scene.pages.tables[scene.pages.table_stride + 1] = scene.pages.n_blocks as u32;
     let found = scene.computed(card, 4)?;
@@ -184,7 +202,10 @@ fn spoilt(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> 
     };
     let is_nan = found[at(40)..at(140)].iter().all(|number| f32::from(*number).is_nan());
     let others_are_alike = alike(at(0)..at(40)) && alike(at(140)..at(190));
-    verdicts.holds("keys of latents, a block that does not exist", is_nan && others_are_alike);
+    verdicts.holds(
+        format!("keys of latents in {number:?}, a block that does not exist"),
+        is_nan && others_are_alike,
+    );
     Ok(())
 }
 
@@ -211,6 +232,7 @@ pub(crate) fn measure(card: &ComputeCard) -> Result<Vec<Value>, CudaError> {
                 q: q.view(),
                 n_heads: HEADS,
                 pages: pages.view(),
+                number: KvNumber::Bf16,
                 n_blocks,
                 tables: tables.view(),
                 scale: 0.1,
@@ -234,6 +256,8 @@ pub(crate) fn measure(card: &ComputeCard) -> Result<Vec<Value>, CudaError> {
                     q_stride: HEADS * LATENT_Q_HEAD,
                     n_heads: HEADS,
                     pages: pages.view(),
+                    number: KvNumber::Bf16,
+                    widened: None,
                     n_blocks,
                     tables: tables.view(),
                     sequences: &sequences,

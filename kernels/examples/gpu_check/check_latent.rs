@@ -5,14 +5,15 @@ use baton_kernels::cuda::ops::{
     BLOCK_TOKENS, LATENT_Q_HEAD, LATENT_RANK, LATENT_ROTATED, LATENT_UNROTATED, LATENT_VALUE, LATENT_WIDTH,
 };
 use baton_kernels::cuda::{
-    ComputeCard, LatentAttention, LatentQueries, LatentRows, NormedLatents, PrefillSequence, WriteLatents,
+    ComputeCard, KvNumber, LatentAttention, LatentQueries, LatentRows, NormedLatents, PrefillSequence,
+    WriteLatents,
 };
 use device::cuda::{Bf16, CudaError};
 
 use super::draw::{Draw, wide};
 use super::extent::Extent;
-use super::pages::ScatteredPages;
-use super::verdict::{BF16_ERROR, Verdicts};
+use super::pages::{ScatteredPages, halves, numbers_of};
+use super::verdict::{BF16_ERROR, FP8_ERROR, Verdicts};
 
 const NAN: Bf16 = Bf16(0x7fc0);
 const HEADS: &[usize] = &[3, 16, 64, 20, 128];
@@ -20,8 +21,10 @@ const EPSILON: f32 = 1e-6;
 
 pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
     let lengths = extent.of(&[1, 16, 33, 0, 200, 65, 777, 1024, 1500], 6);
-    for n_heads in extent.of(HEADS, 2).iter().copied() {
-        let scene = Scene::new(n_heads, lengths);
+    let numbers = [KvNumber::Bf16, KvNumber::Fp8];
+    let cases = extent.of(HEADS, 2).iter().flat_map(|n_heads| numbers.map(|number| (*n_heads, number)));
+    for (n_heads, number) in cases {
+        let scene = Scene::new(number, n_heads, lengths);
         for chunk_tokens in [4096, 64, 256] {
             decode(card, verdicts, &scene, chunk_tokens)?;
         }
@@ -30,19 +33,22 @@ pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -
         chunks(card, verdicts, &scene, lengths)?;
         chunks(card, verdicts, &scene, &n_new)?;
         rows_do_not_depend_on_others(card, verdicts, &scene)?;
-        for n_rows in [1, 70] {
+        for n_rows in [1, 70].into_iter().filter(|_| number == KvNumber::Bf16) {
             products(card, verdicts, n_heads, n_rows)?;
         }
     }
-    spoilt(card, verdicts)?;
-    for (q, kv, n_rows) in [(None, 512, 3), (Some((24, 20)), 12, 70), (Some((1536, 1536)), 512, 2)] {
-        writes(card, verdicts, q, kv, n_rows)?;
+    for number in numbers {
+        spoilt(card, verdicts, number)?;
+        for (q, kv, n_rows) in [(None, 512, 3), (Some((24, 20)), 12, 70), (Some((1536, 1536)), 512, 2)] {
+            writes(card, verdicts, number, (q, kv, n_rows))?;
+        }
     }
     Ok(())
 }
 
 /// Sequences of latents in scattered pages. Positions without a token are NaN.
 struct Scene {
+    number: KvNumber,
     n_heads: usize,
     n_blocks: usize,
     lengths: Vec<usize>,
@@ -53,11 +59,15 @@ struct Scene {
 }
 
 impl Scene {
-    fn new(n_heads: usize, lengths: &[usize]) -> Self {
+    fn new(number: KvNumber, n_heads: usize, lengths: &[usize]) -> Self {
         let scattered = ScatteredPages::draw(&mut Draw::new(n_heads as u64), lengths, 1, LATENT_WIDTH);
-        let ScatteredPages { n_blocks, table_stride, tables, pages } = scattered;
+        let ScatteredPages { n_blocks, table_stride, tables, pages } = scattered.rounded_to(number);
         let scale = 2.0 / (LATENT_WIDTH as f32).sqrt();
-        Self { n_heads, n_blocks, lengths: lengths.to_vec(), table_stride, tables, pages, scale }
+        Self { number, n_heads, n_blocks, lengths: lengths.to_vec(), table_stride, tables, pages, scale }
+    }
+
+    fn name(&self) -> String {
+        format!("latents in {:?}, {} heads", self.number, self.n_heads)
     }
 
     fn queries(&self, n_rows: usize) -> Vec<Bf16> {
@@ -105,13 +115,14 @@ fn decoded(
     let n_parts = lengths.len() * scene.n_heads * length_max.div_ceil(chunk_tokens).max(1);
     let mut out = card.upload(&vec![NAN; lengths.len() * scene.n_heads * LATENT_RANK])?;
     let (mut parts, mut part_sums) = (card.buffer::<f32>(n_parts * LATENT_RANK)?, card.buffer(n_parts)?);
-    let (q, pages) = (card.upload(q)?, card.upload(&scene.pages)?);
+    let (q, pages) = (card.upload(q)?, card.upload(&halves(&scene.pages, scene.number))?);
     let (tables, lengths) = (card.upload(tables)?, card.upload(lengths)?);
     let attention = LatentAttention {
         out: out.view_mut(),
         q: q.view(),
         n_heads: scene.n_heads,
         pages: pages.view(),
+        number: scene.number,
         n_blocks: scene.n_blocks,
         tables: tables.view(),
         scale: scene.scale,
@@ -145,7 +156,7 @@ fn decode(
             scene.attend(row, q, scene.lengths[row])
         })
         .collect();
-    let name = format!("latents, {} heads, single tokens, chunks of {chunk_tokens}", scene.n_heads);
+    let name = format!("{}, single tokens, chunks of {chunk_tokens}", scene.name());
     verdicts.compare(name, &wide(&found), &reference, BF16_ERROR);
     Ok(())
 }
@@ -174,13 +185,14 @@ fn chunks(
         .map(|sequence| [sequence.first_row, sequence.n_queries, sequence.length].map(|number| number as u32))
         .collect();
     let mut out = card.upload(&vec![NAN; first_row * scene.n_heads * LATENT_RANK])?;
-    let (q_on_card, pages) = (card.upload(&q)?, card.upload(&scene.pages)?);
+    let (q_on_card, pages) = (card.upload(&q)?, card.upload(&halves(&scene.pages, scene.number))?);
     let (tables, on_card) = (card.upload(&tables)?, card.upload(&on_card)?);
     let attention = LatentAttention {
         out: out.view_mut(),
         q: q_on_card.view(),
         n_heads: scene.n_heads,
         pages: pages.view(),
+        number: scene.number,
         n_blocks: scene.n_blocks,
         tables: tables.view(),
         scale: scene.scale,
@@ -194,10 +206,10 @@ fn chunks(
         of_found.extend(wide(&found[at * LATENT_RANK..(at + 1) * LATENT_RANK]));
         reference.extend(scene.attend(*row, &q[at * LATENT_WIDTH..(at + 1) * LATENT_WIDTH], *n_tokens));
     }
-    let name = format!("latents, {} heads, {first_row} tokens of chunks", scene.n_heads);
+    let name = format!("{}, {first_row} tokens of chunks", scene.name());
     verdicts.compare(name, &of_found, &reference, BF16_ERROR);
     verdicts.holds(
-        format!("latents, {} heads, all rows of chunks are written", scene.n_heads),
+        format!("{}, all rows of chunks are written", scene.name()),
         found.iter().all(|number| !f32::from(*number).is_nan()),
     );
     Ok(())
@@ -218,13 +230,13 @@ fn rows_do_not_depend_on_others(
     let alone = decoded(card, scene, &q[99 * width..], &lengths[99..], (table, 1), 64)?;
     let is_alike =
         alone.iter().zip(&together[99 * scene.n_heads * LATENT_RANK..]).all(|(one, other)| one.0 == other.0);
-    verdicts.holds(format!("latents, {} heads, the last row alone", scene.n_heads), is_alike);
+    verdicts.holds(format!("{}, the last row alone", scene.name()), is_alike);
     Ok(())
 }
 
 /// A block that does not exist makes its own sequence NaN, and no other.
-fn spoilt(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
-    let mut scene = Scene::new(16, &[40, 100]);
+fn spoilt(card: &ComputeCard, verdicts: &mut Verdicts, number: KvNumber) -> Result<(), CudaError> {
+    let mut scene = Scene::new(number, 16, &[40, 100]);
     let q = scene.queries(2);
     let sound = decoded(card, &scene, &q, &[40, 100], (&scene.tables, 1), 64)?;
     scene.tables[scene.table_stride + 1] = scene.n_blocks as u32;
@@ -232,7 +244,7 @@ fn spoilt(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> 
     let (first, second) = found.split_at(16 * LATENT_RANK);
     let is_alike = first.iter().zip(&sound).all(|(one, other)| one.0 == other.0);
     let is_nan = second.iter().all(|number| f32::from(*number).is_nan());
-    verdicts.holds("latents, a block that does not exist", is_alike && is_nan);
+    verdicts.holds(format!("{}, a block that does not exist", scene.name()), is_alike && is_nan);
     Ok(())
 }
 
@@ -324,9 +336,8 @@ fn normed(numbers: &[f64], weight: &[f64], width: usize) -> Vec<f64> {
 fn writes(
     card: &ComputeCard,
     verdicts: &mut Verdicts,
-    q: Option<(usize, usize)>,
-    kv_width: usize,
-    n_rows: usize,
+    number: KvNumber,
+    (q, kv_width, n_rows): (Option<(usize, usize)>, usize, usize),
 ) -> Result<(), CudaError> {
     let mut draw = Draw::new((kv_width + n_rows) as u64);
     let q_rank = q.map_or(40, |(rank, _)| rank);
@@ -344,7 +355,8 @@ fn writes(
     let mut slots: Vec<u32> = draw.order(n_blocks * BLOCK_TOKENS)[..n_rows].to_vec();
     slots[n_rows - 1] = u32::MAX;
     let positions: Vec<u32> = (0..n_rows).map(|_| draw.below(50) as u32).collect();
-    let mut pages = card.upload(&vec![NAN; n_blocks * BLOCK_TOKENS * LATENT_WIDTH])?;
+    let empty = halves(&vec![NAN; n_blocks * BLOCK_TOKENS * LATENT_WIDTH], number);
+    let mut pages = card.upload(&empty)?;
     let mut out = card.upload(&vec![NAN; n_rows * q_rank])?;
     let on_card = [card.upload(&rows)?, card.upload(&weight)?, card.upload(&q_weight)?];
     let words = [card.upload(&positions)?, card.upload(&slots)?];
@@ -354,6 +366,7 @@ fn writes(
         stride,
         q: q.map(|(_, width)| NormedLatents { out: out.view_mut(), weight: on_card[2].view(), width }),
         pages: pages.view_mut(),
+        number,
         n_blocks,
         positions: words[0].view(),
         slots: words[1].view(),
@@ -363,7 +376,7 @@ fn writes(
         epsilon: EPSILON,
     })?;
     let (weight, q_weight) = (wide(&weight), wide(&q_weight));
-    let found = card.download(pages.view())?;
+    let found = numbers_of(&card.download(pages.view())?, number);
     let (mut written, mut reference, mut of_q) = (Vec::new(), Vec::new(), Vec::new());
     for (nth, row) in rows.chunks(stride).enumerate() {
         let row = wide(row);
@@ -377,10 +390,11 @@ fn writes(
             reference.extend(turned(&row[q_rank + LATENT_RANK..], turns));
         }
     }
-    let name = format!("latents of {kv_width} numbers, {n_rows} rows");
-    verdicts.compare(format!("{name}, in pages"), &wide(&written), &reference, BF16_ERROR);
+    let name = format!("latents of {kv_width} numbers in {number:?}, {n_rows} rows");
+    let bound = if number == KvNumber::Fp8 { FP8_ERROR } else { BF16_ERROR };
+    verdicts.compare(format!("{name}, in pages"), &written, &reference, bound);
     let n_others = found.len() - written.len();
-    let n_nan = found.iter().filter(|number| f32::from(**number).is_nan()).count();
+    let n_nan = found.iter().filter(|number| number.is_nan()).count();
     verdicts.holds(format!("{name}, other slots are untouched"), n_nan == n_others);
     if q.is_some() {
         verdicts.compare(format!("{name}, of q"), &wide(&card.download(out.view())?), &of_q, BF16_ERROR);

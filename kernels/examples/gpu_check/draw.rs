@@ -1,6 +1,5 @@
 //! Pseudorandom numbers, the same in every run.
 
-use baton_kernels::cpu::number::f32_to_f8;
 use device::cuda::Bf16;
 
 /// A small generator (SplitMix64), good enough for filling matrices.
@@ -46,13 +45,6 @@ impl Draw {
         }
         order
     }
-}
-
-/// Returns the numbers in 8 bits, two in each 16-bit number.
-pub(crate) fn in_8_bits(numbers: &[Bf16]) -> Vec<Bf16> {
-    let pair =
-        |pair: &[Bf16]| u16::from_le_bytes([pair[0], pair[1]].map(|number| f32_to_f8(f32::from(number))));
-    numbers.chunks_exact(2).map(|numbers| Bf16(pair(numbers))).collect()
 }
 
 pub(crate) fn wide(narrow: &[Bf16]) -> Vec<f64> {

@@ -1,13 +1,13 @@
 //! Heads that are rotated and written into pages, with or without norms: random inputs, and the expected
 //! output.
 
-use baton_kernels::cpu::number::f8_to_f32;
 use baton_kernels::cuda::ops::BLOCK_TOKENS;
 use baton_kernels::cuda::{ComputeCard, KvNumber, KvPages, RopeWriteKv};
 use device::cuda::{Bf16, Buffer, CudaError, ViewMut};
 
 use super::check_rows::{EPSILON, normed};
 use super::draw::{Draw, wide};
+use super::pages::numbers_of;
 use super::verdict::{BF16_ERROR, FP8_ERROR, Verdicts};
 
 const N_POSITIONS: usize = 50;
@@ -140,16 +140,4 @@ fn turned(head: &[f64], turns: &[[f32; 2]]) -> Vec<f64> {
         if i < half { head[i] * cos - head[i + half] * sin } else { head[i] * cos + head[i - half] * sin }
     };
     (0..head.len()).map(turn).collect()
-}
-
-/// Returns the numbers of pages in either format.
-fn numbers_of(halves: &[Bf16], number: KvNumber) -> Vec<f64> {
-    match number {
-        KvNumber::Bf16 => wide(halves),
-        KvNumber::Fp8 => halves
-            .iter()
-            .flat_map(|half| half.0.to_le_bytes())
-            .map(|byte| f64::from(f8_to_f32(byte)))
-            .collect(),
-    }
 }

@@ -402,8 +402,10 @@ pub const SOURCES: &[Source] = &[
         "latent.cu",
         [
             "attend_latents_16",
+            "attend_latents_fp8_16",
             "merge_latents",
             "write_latents",
+            "write_latents_fp8",
             "turn_queries",
             "multiply_keys",
             "multiply_values",
@@ -412,7 +414,14 @@ pub const SOURCES: &[Source] = &[
         "tensor.cuh",
         "latent.cuh"
     ),
-    source!("latent_many.cu", ["attend_latents_64"], "pages.cuh", "tensor.cuh", "latent.cuh").on_hopper(),
+    source!(
+        "latent_many.cu",
+        ["attend_latents_64", "attend_latents_fp8_64"],
+        "pages.cuh",
+        "tensor.cuh",
+        "latent.cuh"
+    )
+    .on_hopper(),
     source!("expand_latents.cu", ["expand_latents"], "pages.cuh", "tensor.cuh").on_hopper(),
     source!(
         "decode_attention_hopper.cu",

@@ -6,7 +6,7 @@ use device::cuda::{Bf16, Buffer, CudaError};
 use kernels::cuda::ops::{
     LATENT_Q_HEAD, LATENT_RANK, LATENT_ROTATED, LATENT_UNROTATED, LATENT_VALUE, LATENT_WIDTH,
 };
-use kernels::cuda::{ComputeCard, ExpandedAttention, PrefillSequence};
+use kernels::cuda::{ComputeCard, ExpandedAttention};
 
 use super::heads::Heads;
 use super::share::Share;
@@ -53,11 +53,6 @@ impl LatentSpace {
     /// Returns memory for the output of any product with the latent of q.
     pub(super) fn room(&mut self) -> &mut Buffer<Bf16> {
         &mut self.queries
-    }
-
-    /// Returns whether keys and values are made of latents for these chunks of prompts.
-    pub(super) fn expands(&self, sequences: &[PrefillSequence]) -> bool {
-        ExpandedAttention::is_faster(sequences, self.expanded.len())
     }
 }
 

@@ -44,6 +44,7 @@ impl Decoder {
                 width: latent.shape.q_rank.unwrap_or(0),
             }),
             pages: pass.kv.layer_mut(place.group, place.layer_pos),
+            number: self.kv_number,
             n_blocks: self.n_blocks,
             positions,
             slots: words.slice(pass.sections.slots(usize::from(place.group.0))),
@@ -99,6 +100,7 @@ impl Decoder {
                 q: queries.slice(of_rows(LATENT_WIDTH)),
                 n_heads,
                 pages: pass.kv.layer(place.group, place.layer_pos),
+                number: self.kv_number,
                 n_blocks: self.n_blocks,
                 tables: words.slice(tables),
                 scale,
@@ -132,6 +134,7 @@ impl Decoder {
             q: queries.slice(0..n * n_heads * LATENT_WIDTH),
             n_heads,
             pages: pass.kv.layer(place.group, place.layer_pos),
+            number: self.kv_number,
             n_blocks: self.n_blocks,
             tables: words.slice(pass.sections.chunk_tables(usize::from(place.group.0))),
             scale,
@@ -149,7 +152,7 @@ impl Decoder {
     ) -> Result<(), CudaError> {
         let sizes = self.sizes.latent.ok_or(no_latents())?;
         let (n, n_heads, scale) = (pass.dims.n_tokens, sizes.n_heads, self.scale());
-        let Workspace { latent: space, qkv, attended, words, .. } = &mut *pass.space;
+        let Workspace { latent: space, qkv, attended, words, widened, .. } = &mut *pass.space;
         let LatentSpace { q, expanded, .. } = space.as_mut().ok_or(no_latents())?;
         let (q, q_stride) = match &weights.q {
             None => (qkv.view(), sizes.first_width()),
@@ -161,6 +164,8 @@ impl Decoder {
             q_stride,
             n_heads,
             pages: pass.kv.layer(place.group, place.layer_pos),
+            number: self.kv_number,
+            widened: widened.as_mut(),
             n_blocks: self.n_blocks,
             tables: words.slice(pass.sections.chunk_tables(usize::from(place.group.0))),
             sequences: pass.sequences,

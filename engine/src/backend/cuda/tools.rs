@@ -57,7 +57,7 @@ impl Tools {
         let Self { products, peers, links, space, decoder, memory, card } = self;
         let (kv, sections, peers) = (kv_of(memory, decoder), dims.sections(), peers.as_mut());
         let earlier = links.earlier();
-        let expands = space.latent.as_ref().is_some_and(|latent| latent.expands(sequences));
+        let expands = space.expands(sequences, dims.chunk_blocks);
         let latent_rows = if expands { dims.n_decodes } else { dims.n_tokens };
         let mut pass =
             Pass { card, products, peers, space, earlier, kv, dims, sections, sequences, latent_rows };

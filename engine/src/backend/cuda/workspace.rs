@@ -7,8 +7,9 @@ use kernels::cuda::ops::{
     FEW_ROWS_MAX, FewRowsForm, FusedKernel, LATENT_RANK, SKINNY_FORMS, SKINNY_ROWS_MAX,
 };
 use kernels::cuda::{
-    CommonParams, ComputeCard, DecodeAttention, DrawRow, EDIT_WORDS, ExpertActivations, ExpertSpace,
-    KvNumber, Outcome, PrefillAttention, RankMemory, Standing, WidenedPages, WidenedSize,
+    CommonParams, ComputeCard, DecodeAttention, DrawRow, EDIT_WORDS, ExpandedAttention, ExpertActivations,
+    ExpertSpace, KvNumber, Outcome, PrefillAttention, PrefillSequence, RankMemory, Standing, WidenedPages,
+    WidenedSize,
 };
 
 use super::draws::EDITS_OF_ROW;
@@ -120,15 +121,21 @@ impl WorkspaceShape {
             }
         };
         let n_kv_heads = sizes.kv_width / head_dim;
-        let is_widened =
-            room.chunk_tokens.is_none() && PrefillAttention::widens(card, room.kv_number, head_dim);
-        let expands = room.chunk_tokens.is_none() && card.expands_latents();
+        let in_chunks = room.chunk_tokens.is_none();
+        let expands = in_chunks && card.expands_latents();
+        let widened = match sizes.latent {
+            Some(_) => {
+                (expands && room.kv_number == KvNumber::Fp8).then(|| WidenedSize::of_latents(room.tokens_max))
+            }
+            None => (in_chunks && PrefillAttention::widens(card, room.kv_number, head_dim))
+                .then_some(WidenedSize { n_tokens: room.tokens_max, n_kv_heads, head_dim }),
+        };
         Self {
             n_expanded: sizes
                 .latent
                 .filter(|_| expands)
                 .map_or(0, |latent| latent.n_expanded(room.tokens_max)),
-            widened: is_widened.then_some(WidenedSize { n_tokens: room.tokens_max, n_kv_heads, head_dim }),
+            widened,
             experts: room.experts,
             sizes,
             limits,
@@ -241,6 +248,17 @@ impl WorkspaceShape {
 }
 
 impl Workspace {
+    /// Returns whether keys and values are made of latents for these chunks of prompts. Their tables have `chunk_blocks`
+    /// pages.
+    pub(super) fn expands(&self, sequences: &[PrefillSequence], chunk_blocks: usize) -> bool {
+        let fits = |widened: &WidenedPages| widened.n_sequences(chunk_blocks) >= sequences.len();
+        self.widened.as_ref().is_none_or(fits)
+            && self
+                .latent
+                .as_ref()
+                .is_some_and(|latent| ExpandedAttention::is_faster(sequences, latent.expanded.len()))
+    }
+
     /// Returns the memory that the other ranks' GPUs write to.
     pub(super) fn shown(&self) -> RankMemory<'_> {
         RankMemory { part: self.given.view(), out: self.normed.view(), whole: self.logits.view() }

@@ -1,10 +1,12 @@
 //! Attention of many new tokens on Hopper: the GPU first makes keys and values of each head from the latents.
 
+use super::latent::latent_pages;
 use super::prefill::PrefillShape;
+use super::widened::NarrowPages;
 use super::{
     BLOCK_TOKENS, Bf16, ComputeCard, CudaError, GRID_SIDE_MAX, KvNumber, KvPages, LATENT_Q_HEAD, LATENT_RANK,
-    LATENT_UNROTATED, LATENT_VALUE, LATENT_WIDTH, PrefillSequence, View, ViewMut, ensure, launch, number,
-    rows_of,
+    LATENT_UNROTATED, LATENT_VALUE, LATENT_WIDTH, PrefillSequence, View, ViewMut, WidenedPages, ensure,
+    launch, number, rows_of,
 };
 use crate::cuda::tensor_map::{Matrix, TensorMap};
 use device::cuda::card::Grid;
@@ -37,6 +39,9 @@ pub struct ExpandedAttention<'a> {
     pub n_heads: usize,
     /// The pages of latents.
     pub pages: View<'a, Bf16>,
+    pub number: KvNumber,
+    /// Memory for pages in FP8, which are widened first.
+    pub widened: Option<&'a mut WidenedPages>,
     pub n_blocks: usize,
     /// A row of block numbers for each sequence. All rows have the same length.
     pub tables: View<'a, u32>,
@@ -82,6 +87,24 @@ impl ExpandedAttention<'_> {
         (1..=room).contains(&numbers) && is_worth
     }
 
+    /// Widens pages in FP8. The attention then reads those in bf16.
+    fn widen(&mut self, card: &ComputeCard) -> Result<(), CudaError> {
+        let (KvNumber::Fp8, Some(widened)) = (self.number, self.widened.take()) else { return Ok(()) };
+        let narrow = NarrowPages {
+            pages: self.pages,
+            kv: latent_pages(self.n_blocks, self.number),
+            tables: self.tables,
+            on_card: self.on_card,
+            window: usize::MAX,
+        };
+        card.widen_pages(widened, narrow)?;
+        let widened: &WidenedPages = widened;
+        let (pages, kv) = widened.pages();
+        (self.pages, self.n_blocks, self.number) = (pages, kv.n_blocks, kv.number);
+        self.tables = widened.tables(self.tables.len());
+        Ok(())
+    }
+
     fn check(&self, kernel: &'static str) -> Result<(), CudaError> {
         let n_rows = rows_of(kernel, self.out.len(), self.n_heads * LATENT_VALUE)?;
         let width = self.n_heads * LATENT_Q_HEAD;
@@ -89,8 +112,10 @@ impl ExpandedAttention<'_> {
         ensure(kernel, is_wide, "rows of q that overlap, or are not aligned to 16 bytes")?;
         let needed = n_rows.saturating_sub(1) * self.q_stride + width;
         ensure(kernel, n_rows > 0 && self.q.len() >= needed, "fewer rows of q than of the output")?;
-        let is_whole = self.pages.len() == self.n_blocks * BLOCK_TOKENS * LATENT_WIDTH;
+        let is_whole = self.pages.len() == latent_pages(self.n_blocks, self.number).halves();
         ensure(kernel, is_whole, "pages of the wrong total size")?;
+        let is_readable = self.number == KvNumber::Bf16 || self.widened.is_some();
+        ensure(kernel, is_readable, "pages in FP8 without memory to widen them")?;
         let are_whole = self.keys.len() == self.n_heads * LATENT_RANK * LATENT_UNROTATED
             && self.values.len() == self.n_heads * LATENT_RANK * LATENT_VALUE;
         ensure(kernel, are_whole, "matrices of another size than those of all heads")?;
@@ -114,6 +139,7 @@ impl ComputeCard {
         attention.check(ATTEND)?;
         let ExpandedAttention { out, q, pages, tables, on_card, keys, values, room, .. } = &attention;
         self.check_places(ATTEND, &[out, q, pages, keys, values, room], &[tables, on_card])?;
+        attention.widen(self)?;
         let of_head: usize = attention
             .sequences
             .iter()

@@ -2,8 +2,8 @@
 //! the products of each head with matrices of its own.
 
 use super::{
-    BLOCK_TOKENS, Bf16, ComputeCard, CudaError, GRID_SIDE_MAX, PrefillSequence, View, ViewMut, ensure,
-    launch, number, rows_of,
+    BLOCK_TOKENS, Bf16, ComputeCard, CudaError, GRID_SIDE_MAX, KvNumber, KvPages, PrefillSequence, View,
+    ViewMut, ensure, launch, number, rows_of,
 };
 use device::cuda::card::{Grid, grid};
 
@@ -26,22 +26,38 @@ const MERGE_THREADS: u32 = LATENT_RANK as u32 / 4;
 const TILE_TOKENS: usize = 32;
 const SCORE_STRIDE: usize = TILE_TOKENS + 4;
 
-/// A kernel for attention, by the number of queries that a block of threads computes.
+/// The kernels for attention, by the number of queries that a block of threads computes.
 struct Form {
-    kernel: &'static str,
+    bf16: &'static str,
+    fp8: &'static str,
     n_queries: usize,
     threads: u32,
 }
 
-const FEW: Form = Form { kernel: "attend_latents_16", n_queries: 16, threads: 128 };
-const MANY: Form = Form { kernel: "attend_latents_64", n_queries: 64, threads: 256 };
+const FEW: Form =
+    Form { bf16: "attend_latents_16", fp8: "attend_latents_fp8_16", n_queries: 16, threads: 128 };
+const MANY: Form =
+    Form { bf16: "attend_latents_64", fp8: "attend_latents_fp8_64", n_queries: 64, threads: 256 };
 
 impl Form {
-    /// Returns the bytes of the queries, of two tiles of latents, and of scores.
+    fn kernel(&self, number: KvNumber) -> &'static str {
+        match number {
+            KvNumber::Bf16 => self.bf16,
+            KvNumber::Fp8 => self.fp8,
+        }
+    }
+
+    /// Returns the bytes of the queries, of tiles of latents, and of scores. There are two tiles of 16-bit numbers; or one
+    /// beside two of 8-bit numbers.
     fn shared_bytes(&self) -> u32 {
         let rows = (self.n_queries + 2 * TILE_TOKENS) * LATENT_WIDTH * size_of::<Bf16>();
         (rows + self.n_queries * SCORE_STRIDE * size_of::<f32>()) as u32
     }
+}
+
+/// Describes pages of latents as pages with one head, whose key and value are each half of a latent.
+pub(super) fn latent_pages(n_blocks: usize, number: KvNumber) -> KvPages {
+    KvPages { n_kv_heads: 1, head_dim: LATENT_WIDTH / 2, n_blocks, number }
 }
 
 /// The arguments of [`ComputeCard::write_latents`], for rows of one layer.
@@ -54,6 +70,7 @@ pub struct WriteLatents<'a> {
     /// The latent of q, if the model has one.
     pub q: Option<NormedLatents<'a>>,
     pub pages: ViewMut<'a, Bf16>,
+    pub number: KvNumber,
     pub n_blocks: usize,
     pub positions: View<'a, u32>,
     /// The slot of each row's latent: block * 16 + token. A slot outside of the pages is not written.
@@ -167,6 +184,7 @@ pub struct LatentAttention<'a> {
     pub q: View<'a, Bf16>,
     pub n_heads: usize,
     pub pages: View<'a, Bf16>,
+    pub number: KvNumber,
     pub n_blocks: usize,
     /// A row of block numbers for each sequence. All rows have the same length.
     pub tables: View<'a, u32>,
@@ -187,7 +205,10 @@ pub struct LatentRows<'a> {
 impl ComputeCard {
     /// Norms and rotates the latents of rows, and writes them into pages. Norms the latents of q.
     pub fn write_latents(&self, write: WriteLatents<'_>) -> Result<(), CudaError> {
-        let kernel = "write_latents";
+        let kernel = match write.number {
+            KvNumber::Bf16 => "write_latents",
+            KvNumber::Fp8 => "write_latents_fp8",
+        };
         let WriteLatents { rows, stride, q, pages, positions, slots, turns, weight, .. } = &write;
         self.check_places(kernel, &[rows, pages, turns, weight], &[positions, slots])?;
         let n_rows = rows_of(kernel, rows.len(), *stride)?;
@@ -197,7 +218,7 @@ impl ComputeCard {
         ensure(kernel, has_room, "rows that are too short, or not of whole vectors")?;
         let are_alike = positions.len() == n_rows && slots.len() == n_rows;
         ensure(kernel, are_alike, "not one position and slot for each row")?;
-        let is_whole = pages.len() == write.n_blocks * BLOCK_TOKENS * LATENT_WIDTH;
+        let is_whole = pages.len() == latent_pages(write.n_blocks, write.number).halves();
         ensure(kernel, is_whole, "pages of the wrong total size")?;
         let is_wide = weight.len() == LATENT_RANK && (1..=LATENT_RANK).contains(&write.width);
         ensure(kernel, is_wide, "a norm of another width than that of latents")?;
@@ -340,7 +361,7 @@ impl ComputeCard {
     }
 
     fn latent_form(&self, n_queries: usize) -> Form {
-        if n_queries >= MANY.n_queries && self.has(MANY.kernel) { MANY } else { FEW }
+        if n_queries >= MANY.n_queries && self.has(MANY.bf16) { MANY } else { FEW }
     }
 
     /// Computes attention of one token of each sequence: `out = softmax(q * latents * scale) * compressed latents`.
@@ -351,7 +372,7 @@ impl ComputeCard {
     ) -> Result<(), CudaError> {
         let LatentRows { parts, part_sums, lengths, length_max, rows_of_table, chunk_tokens } = rows;
         let form = self.latent_form(attention.n_heads);
-        let kernel = form.kernel;
+        let kernel = form.kernel(attention.number);
         let n_rows = attention.check(self, kernel)?;
         self.check_places(kernel, &[], &[&parts, &part_sums, &lengths])?;
         let is_chunk = chunk_tokens > 0 && chunk_tokens.is_multiple_of(TILE_TOKENS);
@@ -404,7 +425,7 @@ impl ComputeCard {
         on_card: View<'_, [u32; 3]>,
     ) -> Result<(), CudaError> {
         let form = self.latent_form(usize::MAX);
-        let kernel = form.kernel;
+        let kernel = form.kernel(attention.number);
         let n_rows = attention.check(self, kernel)?;
         self.check_places(kernel, &[], &[&on_card])?;
         ensure(kernel, on_card.len() == sequences.len(), "other sequences on the GPU")?;
@@ -453,11 +474,11 @@ impl ComputeCard {
 impl LatentAttention<'_> {
     /// Returns the number of rows.
     fn check(&self, card: &ComputeCard, kernel: &'static str) -> Result<usize, CudaError> {
-        let Self { out, q, n_heads, pages, n_blocks, tables, .. } = self;
+        let Self { out, q, n_heads, pages, number, n_blocks, tables, .. } = self;
         card.check_places(kernel, &[out, q, pages], &[tables])?;
         let n_rows = rows_of(kernel, out.len(), n_heads * LATENT_RANK)?;
         ensure(kernel, q.len() == n_rows * n_heads * LATENT_WIDTH, "another number of queries than of sums")?;
-        let is_whole = pages.len() == n_blocks * BLOCK_TOKENS * LATENT_WIDTH;
+        let is_whole = pages.len() == latent_pages(*n_blocks, *number).halves();
         ensure(kernel, is_whole, "pages of the wrong total size")?;
         Ok(n_rows)
     }
@@ -488,5 +509,5 @@ fn heads_grid(kernel: &'static str, n: usize, n_rows: usize, n_heads: usize) -> 
 
 /// Returns the dynamic shared memory of a kernel in this file.
 pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
-    [FEW, MANY].iter().find(|form| form.kernel == kernel).map(Form::shared_bytes)
+    [FEW, MANY].iter().find(|form| [form.bf16, form.fp8].contains(&kernel)).map(Form::shared_bytes)
 }

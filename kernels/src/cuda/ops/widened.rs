@@ -1,5 +1,6 @@
 //! A layer's KV in bf16, made from pages in FP8.
 
+use super::latent::latent_pages;
 use super::{BLOCK_TOKENS, Bf16, ComputeCard, CudaError, KvNumber, KvPages, View, ensure, launch, number};
 use device::cuda::Buffer;
 use device::cuda::card::grid;
@@ -35,6 +36,12 @@ pub(super) struct NarrowPages<'a> {
 }
 
 impl WidenedSize {
+    /// Returns the size for the latents of tokens.
+    pub fn of_latents(n_tokens: usize) -> Self {
+        let KvPages { n_kv_heads, head_dim, .. } = latent_pages(0, KvNumber::Bf16);
+        Self { n_tokens, n_kv_heads, head_dim }
+    }
+
     pub fn bytes(self) -> usize {
         let kv = self.kv();
         kv.halves() * size_of::<Bf16>() + kv.n_blocks * size_of::<u32>()
@@ -55,7 +62,7 @@ impl WidenedPages {
     }
 
     /// Returns the number of sequences with tables of `stride` pages for which there is room.
-    pub(super) fn n_sequences(&self, stride: usize) -> usize {
+    pub fn n_sequences(&self, stride: usize) -> usize {
         self.kv.n_blocks / stride.max(1)
     }
 
