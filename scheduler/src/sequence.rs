@@ -260,10 +260,30 @@ impl Sequence {
     /// because the next token is sampled from that computation. Log-probabilities of the prompt that are missing are
     /// computed too.
     pub(crate) fn adoptable(&mut self) -> &[BlockHash] {
+        let n_blocks = self.n_adoptable();
+        &self.hashes.of(&self.tokens)[..n_blocks]
+    }
+
+    fn n_adoptable(&self) -> usize {
         let n_computed = usize::from(stands(Guard::LastToken));
         let n_known = self.prompt_logprobs.as_ref().map_or(usize::MAX, Vec::len);
-        let n_blocks = (self.tokens.len() - n_computed).min(n_known) / self.hashes.block_tokens;
-        &self.hashes.of(&self.tokens)[..n_blocks]
+        (self.tokens.len() - n_computed).min(n_known) / self.hashes.block_tokens
+    }
+
+    /// Returns whether `earlier` will soon publish blocks that this sequence needs too: at least half of its tokens, without
+    /// those that `earlier` found in the cache. The hashes of both are known: see [`adoptable`](Self::adoptable).
+    pub(crate) fn gains_by_waiting_for(&self, earlier: &Self) -> bool {
+        let is_prompt = earlier.n_confirmed < earlier.prompt.tokens.len();
+        if !(is_prompt && earlier.is_placed() && (earlier.is_runnable() || earlier.is_in_flight())) {
+            return false;
+        }
+        let block_tokens = self.hashes.block_tokens;
+        let n_blocks = self.n_adoptable().min(earlier.publish_max);
+        let both = self.hashes.hashes.iter().zip(&earlier.hashes.hashes).take(n_blocks);
+        let n_common = both.take_while(|(own, other)| own == other).count() * block_tokens;
+        let n_cached = earlier.cached_tokens.unwrap_or(0) as usize;
+        let n_spared = n_common.saturating_sub(n_cached);
+        n_common > earlier.n_confirmed && 2 * n_spared >= self.tokens.len() - n_cached.min(n_common)
     }
 
     pub(crate) fn n_tokens(&self) -> usize {

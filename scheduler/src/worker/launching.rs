@@ -136,7 +136,7 @@ impl Worker {
     /// Gives blocks to waiting sequences and to requests for room, in the order of their turns.
     ///
     /// The first one that does not fit blocks all later ones, so that a stream of small prompts does not
-    /// starve a large one.
+    /// starve a large one. A sequence that waits for the blocks of another one blocks none.
     fn admit(&mut self, now: Instant) {
         let n_placed = self.sequences.values().filter(|sequence| sequence.is_placed()).count();
         if n_placed == self.sequences.len() && self.waiters.is_empty() {
@@ -144,6 +144,9 @@ impl Worker {
         }
         let mut seats = self.settings.sequences_max.saturating_sub(n_placed);
         for (_, id) in self.admission_line(now) {
+            if seats > 0 && self.waits_for_blocks(id, now) {
+                continue;
+            }
             let has_room = match (self.waiters.contains_key(&id), seats) {
                 (true, _) => self.grant_room(id, now),
                 (false, 0) => false,
@@ -170,6 +173,17 @@ impl Worker {
         let mut line: Vec<_> = of_sequences.chain(of_waiters).collect();
         line.sort_unstable();
         line
+    }
+
+    /// Returns whether a waiting sequence needs blocks that one before it computes, so that several answers to one prompt cost
+    /// one computation.
+    fn waits_for_blocks(&mut self, id: SequenceId, now: Instant) -> bool {
+        let Some(sequence) = self.sequences.get_mut(&id) else { return false };
+        sequence.adoptable(); // computes the hashes
+        let Some(sequence) = self.sequences.get(&id) else { return false };
+        let precedence = self.precedence(sequence, now);
+        let is_before = |other: &&Sequence| self.precedence(other, now) < precedence;
+        self.sequences.values().filter(is_before).any(|earlier| sequence.gains_by_waiting_for(earlier))
     }
 
     /// Grants a request its room, if all of it is available beside the blocks that running sequences still

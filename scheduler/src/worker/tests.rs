@@ -9,12 +9,14 @@ use std::time::Duration;
 
 use engine::backend::flaky::{Failures, Flaky};
 use types::prompt::Priority;
-use types::{FinishReason, RefusalKind, Sampling, StopRules};
+use types::{FinishReason, RefusalKind, Sampling, StopRules, TokenId};
 
 use crate::settings::SchedulerSettings;
 use crate::sink::SequenceEnd;
 use crate::submission::{NewSequence, Source};
-use crate::testing::{BLOCK_TOKENS, Recorder, Rig, alone, arrived, deadline_in, mock, prompt, roomy};
+use crate::testing::{
+    BLOCK_TOKENS, Recorder, Recording, Rig, alone, arrived, deadline_in, mock, prompt, roomy,
+};
 
 impl super::Worker {
     /// Returns the sequences in each launched step, the oldest step first.
@@ -111,6 +113,43 @@ fn a_cached_prefix_is_adopted_and_sent_first() {
         }
         record.leases.clear();
     }
+}
+
+/// All prompts arrive before the first step, and a step has at most 8 tokens.
+#[test]
+fn prompts_wait_for_a_common_prefix_that_is_at_least_half_of_them() {
+    let settings = SchedulerSettings { step_tokens_max: 8, sequences_max: 4, ..roomy() };
+    for (n_tokens, n_cached) in [(33, 32), (36, 32), (64, 32), (72, 0), (9, 8)] {
+        let mut rig = Rig::new(128, settings);
+        let (_, first) = rig.stream(prompt("a", 33, 1));
+        let mut later = prompt("a", n_tokens, 1);
+        later.tokens = later
+            .tokens
+            .iter()
+            .copied()
+            .enumerate()
+            .map(|(nth, token)| if nth < 33 { token } else { TokenId(64) })
+            .collect();
+        let (_, second) = rig.stream(later);
+        let (_, other) = rig.stream(prompt("b", 20, 1));
+        rig.settle();
+        let cached = |recorded: &Recording| recorded.get().timings[0].usage.cached_tokens;
+        assert_eq!([&first, &second, &other].map(cached), [0, n_cached, 0], "{n_tokens} tokens");
+        rig.assert_at_baseline();
+    }
+}
+
+/// A sequence whose earlier one ends without its blocks computes them itself.
+#[test]
+fn a_prompt_does_not_wait_for_one_that_is_cancelled() {
+    let mut rig = Rig::new(64, SchedulerSettings { step_tokens_max: 8, sequences_max: 4, ..roomy() });
+    let (first, _) = rig.stream(prompt("a", 33, 1));
+    let (_, second) = rig.stream(prompt("a", 33, 1));
+    rig.turn();
+    rig.cancel(first);
+    rig.settle();
+    assert!(second.is_finished());
+    rig.assert_at_baseline();
 }
 
 #[test]
