@@ -10,7 +10,7 @@ use baton_engine::{Backend, CpuBackend, CpuSettings, OpenError};
 use kernels::cpu::number::{bf16_to_f32, f32_to_bf16};
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
-use types::{KvDtype, TokenId};
+use types::{KvDtype, TokenId, in_full};
 
 const MODELS: [&str; 6] = ["llama", "llama3", "mistral", "qwen2", "qwen2-window", "qwen3"];
 
@@ -265,8 +265,7 @@ fn the_largest_scale_of_the_heads_counts() {
 fn wrong_scales_of_kv_are_refused_by_name() {
     let refusal = |folder: &Path| {
         let error = keeping(folder, KvDtype::Fp8E4m3, 1).expect_err("it is refused");
-        let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
-        format!("{error}: {cause}").replace(&folder.display().to_string(), "F")
+        in_full(&error).replace(&folder.display().to_string(), "F")
     };
     let scale = "model.layers.0.self_attn.k_scale";
     for (scales, shown) in [
@@ -327,8 +326,7 @@ fn checkpoints_in_other_forms_are_refused_by_name() {
         assert!(config.contains(published), "{config}");
         std::fs::write(&file, config.replace(published, other)).expect("a file");
         let error = CpuBackend::open(copy.path(), 1 << 20, &CpuSettings::default()).expect_err(expected);
-        let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
-        let sentence = format!("{error}: {cause}");
+        let sentence = in_full(&error);
         assert!(sentence.contains(expected) && sentence.contains("config.json"), "{sentence}");
     }
 }

@@ -99,8 +99,8 @@ pub struct ModelSection {
     /// sequences, at least 64 MiB and at most 40 % of free memory. `auto/2` is half, for a device that two
     /// nodes share.
     pub kv_memory: ModelKvMemory,
-    /// The number format of KV: `bf16`; `fp8`, with a checkpoint's scales, for twice the tokens with less precision; or `f32` on a CPU.
-    /// The same on all nodes of a model.
+    /// The number format of KV: `bf16`; `fp8`, with a checkpoint's scales, for twice the tokens with less
+    /// precision; or `f32` on a CPU. The same on all nodes of a model.
     pub kv_dtype: String,
     /// Tensor-parallel ranks: groups of threads, or GPUs, each with its share of the heads. Prefill and decode
     /// nodes may differ.

@@ -270,13 +270,15 @@ impl Sequence {
         (self.tokens.len() - n_computed).min(n_known) / self.hashes.block_tokens
     }
 
-    /// Returns whether `earlier` will soon publish blocks that this sequence needs too: at least half of its tokens, without
-    /// those that `earlier` found in the cache. The hashes of both are known: see [`adoptable`](Self::adoptable).
+    /// Returns whether the sequence will soon publish more of its prompt's blocks.
+    pub(crate) fn computes_prompt(&self) -> bool {
+        let is_prompt = self.n_confirmed < self.prompt.tokens.len();
+        is_prompt && self.is_placed() && (self.is_runnable() || self.is_in_flight())
+    }
+
+    /// Returns whether blocks that `earlier` will publish spare this sequence at least half of its tokens, without those that
+    /// `earlier` found in the cache. The hashes of both are known: see [`adoptable`](Self::adoptable).
     pub(crate) fn gains_by_waiting_for(&self, earlier: &Self) -> bool {
-        let is_prompt = earlier.n_confirmed < earlier.prompt.tokens.len();
-        if !(is_prompt && earlier.is_placed() && (earlier.is_runnable() || earlier.is_in_flight())) {
-            return false;
-        }
         let block_tokens = self.hashes.block_tokens;
         let n_blocks = self.n_adoptable().min(earlier.publish_max);
         let both = self.hashes.hashes.iter().zip(&earlier.hashes.hashes).take(n_blocks);

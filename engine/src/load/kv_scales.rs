@@ -36,10 +36,10 @@ struct LayerScales {
     values: f32,
 }
 
-/// Returns the names of each layer's scales: of keys and of values.
+/// Returns the names of each layer's scales, of keys and of values; none if the checkpoint has none.
 pub(super) fn names(config: &ModelConfig) -> impl Iterator<Item = [String; 2]> {
-    (0..config.n_layers)
-        .map(|nth| ["k", "v"].map(|part| format!("model.layers.{nth}.self_attn.{part}_scale")))
+    let n_layers = if config.has_kv_scales { config.n_layers } else { 0 };
+    (0..n_layers).map(|nth| ["k", "v"].map(|part| format!("model.layers.{nth}.self_attn.{part}_scale")))
 }
 
 impl<'a> KvScaled<'a> {
@@ -48,9 +48,9 @@ impl<'a> KvScaled<'a> {
         let layer = |[keys, values]: [String; 2]| {
             Ok::<_, LoadError>(LayerScales { keys: read(keys)?, values: read(values)? })
         };
-        let layers = match config.has_kv_scales && kv == KvDtype::Fp8E4m3 {
-            true => names(config).map(layer).collect::<Result<_, _>>()?,
-            false => Vec::new(),
+        let layers = match kv {
+            KvDtype::Fp8E4m3 => names(config).map(layer).collect::<Result<_, _>>()?,
+            _ => Vec::new(),
         };
         Ok(Self { checkpoint, layers, has_head_norms: config.optional.head_norms })
     }

@@ -1,6 +1,6 @@
 //! The tensors that a model reads, and the check for others in a checkpoint.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use tracing::info;
 
@@ -171,8 +171,10 @@ pub fn check_all_read(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<(
         let matrix = checkpoint.scaled_by(name).and_then(|matrix| read.get(matrix));
         matrix.is_some_and(|tensor| tensor.rows.is_some())
     };
+    let kv_scales: HashSet<String> = kv_scales::names(config).flatten().collect();
     let is_unread = |name: &str| {
-        let is_read = read.contains_key(name) || holds_experts(config, checkpoint, name);
+        let is_read =
+            read.contains_key(name) || kv_scales.contains(name) || holds_experts(config, checkpoint, name);
         !is_read && !is_scale(name) && !may_be_unread(config, name)
     };
     let names = || checkpoint.files().iter().flat_map(|file| file.names());
@@ -198,14 +200,9 @@ pub fn check_all_read(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<(
 
 /// Returns whether some checkpoints have this tensor and the model does not need it.
 fn may_be_unread(config: &ModelConfig, name: &str) -> bool {
-    let is_kv_scale = config.has_kv_scales
-        && kv_scales::names(config).any(|of_layer| of_layer.iter().any(|scale| scale == name));
     // Older tools stored the rotary frequencies, which follow from the config and so need not be read.
     let is_frequencies = name.ends_with(".rotary_emb.inv_freq");
-    is_kv_scale
-        || is_frequencies
-        || (config.tied && name == "lm_head.weight")
-        || is_of_prediction(config, name)
+    is_frequencies || (config.tied && name == "lm_head.weight") || is_of_prediction(config, name)
 }
 
 /// Returns whether the tensor is one of a layer of multi-token prediction, which stand behind the model's own layers.

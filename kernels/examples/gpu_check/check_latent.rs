@@ -13,7 +13,7 @@ use device::cuda::{Bf16, CudaError};
 use super::draw::{Draw, wide};
 use super::extent::Extent;
 use super::pages::{ScatteredPages, halves, numbers_of};
-use super::verdict::{BF16_ERROR, FP8_ERROR, Verdicts};
+use super::verdict::{BF16_ERROR, Verdicts, error_of};
 
 const NAN: Bf16 = Bf16(0x7fc0);
 const HEADS: &[usize] = &[3, 16, 64, 20, 128];
@@ -391,8 +391,7 @@ fn writes(
         }
     }
     let name = format!("latents of {kv_width} numbers in {number:?}, {n_rows} rows");
-    let bound = if number == KvNumber::Fp8 { FP8_ERROR } else { BF16_ERROR };
-    verdicts.compare(format!("{name}, in pages"), &written, &reference, bound);
+    verdicts.compare(format!("{name}, in pages"), &written, &reference, error_of(number));
     let n_others = found.len() - written.len();
     let n_nan = found.iter().filter(|number| number.is_nan()).count();
     verdicts.holds(format!("{name}, other slots are untouched"), n_nan == n_others);

@@ -2,13 +2,13 @@
 //! output.
 
 use baton_kernels::cuda::ops::BLOCK_TOKENS;
-use baton_kernels::cuda::{ComputeCard, KvNumber, KvPages, RopeWriteKv};
+use baton_kernels::cuda::{ComputeCard, KvPages, RopeWriteKv};
 use device::cuda::{Bf16, Buffer, CudaError, ViewMut};
 
 use super::check_rows::{EPSILON, normed};
 use super::draw::{Draw, wide};
 use super::pages::numbers_of;
-use super::verdict::{BF16_ERROR, FP8_ERROR, Verdicts};
+use super::verdict::{BF16_ERROR, Verdicts, error_of};
 
 const N_POSITIONS: usize = 50;
 
@@ -95,8 +95,7 @@ impl Rotation {
             }
         }
         verdicts.compare(format!("{name}, q"), &of_q, &q_reference, BF16_ERROR);
-        let bound = if number == KvNumber::Fp8 { FP8_ERROR } else { BF16_ERROR };
-        verdicts.compare(format!("{name}, k and v"), &of_kv, &kv_reference, bound);
+        verdicts.compare(format!("{name}, k and v"), &of_kv, &kv_reference, error_of(number));
         let n_poisoned = pages.iter().filter(|number| number.is_nan()).count();
         verdicts.holds(format!("{name}, nothing else written"), n_poisoned == pages.len() - of_kv.len());
     }

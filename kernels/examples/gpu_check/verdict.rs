@@ -2,12 +2,21 @@
 
 use std::fmt;
 
+use baton_kernels::cuda::KvNumber;
 use serde_json::{Value, json};
 
 /// The bound of ‖output − reference‖ ÷ ‖reference‖ for rounding to bf16.
 pub(crate) const BF16_ERROR: f64 = 6e-3;
 /// The bound for rounding to 8 bits (e4m3), with 3 bits of mantissa.
-pub(crate) const FP8_ERROR: f64 = 3.5e-2;
+const FP8_ERROR: f64 = 3.5e-2;
+
+/// Returns the bound for numbers of KV.
+pub(crate) fn error_of(number: KvNumber) -> f64 {
+    match number {
+        KvNumber::Bf16 => BF16_ERROR,
+        KvNumber::Fp8 => FP8_ERROR,
+    }
+}
 
 #[derive(Default)]
 pub(crate) struct Verdicts(Vec<Verdict>);

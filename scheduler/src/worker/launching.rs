@@ -143,8 +143,10 @@ impl Worker {
             return;
         }
         let mut seats = self.settings.sequences_max.saturating_sub(n_placed);
+        let computing = self.sequences.values().filter(|sequence| sequence.computes_prompt());
+        let mut computing: Vec<SequenceId> = computing.map(|sequence| sequence.id).collect();
         for (_, id) in self.admission_line(now) {
-            if seats > 0 && self.waits_for_blocks(id, now) {
+            if seats > 0 && self.waits_for_blocks(id, &computing, now) {
                 continue;
             }
             let has_room = match (self.waiters.contains_key(&id), seats) {
@@ -155,7 +157,10 @@ impl Worker {
             if !has_room {
                 return;
             }
-            seats = seats.saturating_sub(usize::from(self.sequences.contains_key(&id)));
+            if let Some(placed) = self.sequences.get(&id) {
+                seats = seats.saturating_sub(1);
+                computing.extend(placed.computes_prompt().then_some(id));
+            }
         }
     }
 
@@ -176,14 +181,18 @@ impl Worker {
     }
 
     /// Returns whether a waiting sequence needs blocks that one before it computes, so that several answers to one prompt cost
-    /// one computation.
-    fn waits_for_blocks(&mut self, id: SequenceId, now: Instant) -> bool {
+    /// one computation. `computing` are the sequences that compute their prompts.
+    fn waits_for_blocks(&mut self, id: SequenceId, computing: &[SequenceId], now: Instant) -> bool {
+        if computing.is_empty() {
+            return false;
+        }
         let Some(sequence) = self.sequences.get_mut(&id) else { return false };
         sequence.adoptable(); // computes the hashes
         let Some(sequence) = self.sequences.get(&id) else { return false };
         let precedence = self.precedence(sequence, now);
         let is_before = |other: &&Sequence| self.precedence(other, now) < precedence;
-        self.sequences.values().filter(is_before).any(|earlier| sequence.gains_by_waiting_for(earlier))
+        let mut earlier = computing.iter().filter_map(|id| self.sequences.get(id)).filter(is_before);
+        earlier.any(|earlier| sequence.gains_by_waiting_for(earlier))
     }
 
     /// Grants a request its room, if all of it is available beside the blocks that running sequences still
