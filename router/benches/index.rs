@@ -18,8 +18,8 @@ use types::load::EVENT_HASHES_MAX;
 use types::prompt::Priority;
 use types::{
     BlockCounts, BlockHash, CacheSalt, Deadline, Epoch, Fingerprint, KvDtype, KvLayout, LearnedCosts,
-    ModelInfo, NodeId, NodeInfo, NodeLoad, Prompt, RequestId, RequestedModel, Role, Sampling, StopRules,
-    TenantId, TokenId,
+    ModelInfo, NodeId, NodeInfo, NodeLoad, Prompt, PromptWork, RequestId, RequestedModel, Role, Sampling,
+    StopRules, TenantId, TokenId,
 };
 
 const N_NODES: usize = 64;
@@ -162,7 +162,7 @@ fn view(n_nodes: usize) -> ClusterView {
             info: Arc::new(info(&format!("n{nth}"), role)),
             load: NodeLoad { blocks, costs, step_ms: 5.0, ..NodeLoad::default() },
             assigned: 0,
-            assigned_tokens: 0,
+            assigned_work: PromptWork::default(),
             last_turn: nth as u64,
             cached_tokens: 0,
         }

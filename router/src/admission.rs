@@ -31,7 +31,7 @@ pub use self::terms::{AdmissionTerms, Objective, Shedding, TenantWeight};
 use crate::cluster::Cluster;
 use crate::error::ServeError;
 use crate::metrics::RouterMetrics;
-use crate::policy::{Ask, ClusterView, Order};
+use crate::policy::{Ask, ClusterView, ComputingNodes, Order};
 use crate::requests::RequestRecord;
 use line::{Entered, Line, LineBounds, TicketId, WaitingPrompt};
 use refusal::LineRefusal;
@@ -59,6 +59,7 @@ pub struct AdmissionParts {
     pub world: World,
     pub cluster: Cluster,
     pub order: Order,
+    pub computing: ComputingNodes,
     /// The largest number of requests of a model, waiting and served.
     pub requests_max: usize,
     /// The longest wait for room.
@@ -245,7 +246,7 @@ impl Admission {
         let view = parts.cluster.view(&of_nodes, &[]);
         let mut lines = self.lines();
         let line = lines.entry(model.clone()).or_insert_with(|| ModelLine::new(parts));
-        let question = line.question(of_nodes, &view, parts.order);
+        let question = line.question(of_nodes, &view, parts);
         let size = line.size(ask.prompt, question.cached_tokens());
         let prompt = waiting_prompt(&ask, size);
         let predicted = question.predicted();
@@ -255,7 +256,7 @@ impl Admission {
             line.answer(displaced, Err(refusal));
         }
         let is_next = line.line.next(now) == Some(id);
-        let room = is_next.then(|| line.question(of_nodes, &view, parts.order).room()).flatten();
+        let room = is_next.then(|| line.question(of_nodes, &view, parts).room()).flatten();
         let state = match room {
             Some(room) => {
                 line.admit(id, room, now);
@@ -301,8 +302,14 @@ impl ModelLine {
         }
     }
 
-    fn question<'a>(&'a self, ask: Ask<'a>, view: &'a ClusterView, order: Order) -> RoomQuestion<'a> {
-        RoomQuestion { ask, view, admitted: &self.admitted, order }
+    fn question<'a>(
+        &'a self,
+        ask: Ask<'a>,
+        view: &'a ClusterView,
+        parts: &AdmissionParts,
+    ) -> RoomQuestion<'a> {
+        let AdmissionParts { order, computing, .. } = *parts;
+        RoomQuestion { ask, view, admitted: &self.admitted, order, computing }
     }
 
     fn size(&self, prompt: &Prompt, cached_tokens: u32) -> RequestSize {
@@ -340,7 +347,7 @@ impl ModelLine {
             let Some(request) = self.requests.get(&id) else { return };
             let ask = Ask::new(&request.prompt, &request.hashes);
             let view = parts.cluster.view(&ask, &[]);
-            let question = self.question(ask, &view, parts.order);
+            let question = self.question(ask, &view, parts);
             let Some(room) = question.room() else { return };
             if let Err(refusal) = self.line.check_again(id, question.predicted(), now) {
                 self.line.remove(id, now);

@@ -23,7 +23,7 @@ use registry::{MembersFile, MembershipEvent, OldMembers, Registry, RegistryError
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
-use types::{BlockHash, Epoch, ModelInfo, NodeId, NodeInfo, NodeLoad, Prompt, RequestedModel};
+use types::{BlockHash, Epoch, ModelInfo, NodeId, NodeInfo, NodeLoad, Prompt, PromptWork, RequestedModel};
 
 pub use assigned::{Assignment, RunningStream};
 pub use index::{CacheKnowledge, IndexedNode};
@@ -181,13 +181,13 @@ impl Cluster {
     /// the prompt themselves. The nodes are expected to have the prompt's blocks soon.
     pub fn assign(&self, ask: &Ask<'_>, decision: &Decision) -> Assignment {
         let Decision { route, arm, terms, .. } = decision;
-        let n_missing = ask.n_tokens().saturating_sub(u64::from(terms.cached_tokens));
-        let prefill = route.prefill.as_ref().map(|node| (&node.id, n_missing));
-        let decode = (&route.decode.id, if *arm == Arm::Local { n_missing } else { 0 });
+        let missing = PromptWork::of(u64::from(terms.cached_tokens)..ask.n_tokens());
+        let prefill = route.prefill.as_ref().map(|node| (&node.id, missing));
+        let decode = (&route.decode.id, if *arm == Arm::Local { missing } else { PromptWork::default() });
         let now = self.shared.world.now();
-        let share = |(id, n_tokens)| {
+        let share = |(id, work)| {
             let turn = self.shared.turns.fetch_add(1, Ordering::Relaxed) + 1;
-            Some(self.node(id)?.assign(ask.hashes, n_tokens, turn, now))
+            Some(self.node(id)?.assign(ask.hashes, work, turn, now))
         };
         Assignment { prefill: prefill.and_then(share), decode: share(decode) }
     }

@@ -327,18 +327,20 @@ impl Router {
     }
 
     fn dispatch(&self, metrics: RouterMetrics, drain: Drain) -> Dispatch {
+        let policy = policy::by_name(&self.config.policy).expect("RouterConfig::resolve has looked it up");
         Dispatch::new(DispatchParts {
             world: self.world.clone(),
             cluster: self.cluster.clone(),
-            policy: policy::by_name(&self.config.policy).expect("RouterConfig::resolve has looked it up"),
             admission: Admission::new(AdmissionParts {
                 world: self.world.clone(),
                 cluster: self.cluster.clone(),
                 order: self.config.order,
+                computing: policy.computing(),
                 requests_max: self.config.requests_max,
                 wait_max: self.config.budget.wait_max,
                 metrics: metrics.clone(),
             }),
+            policy,
             order: self.config.order,
             budget: self.config.budget,
             explain_share: self.config.explain_share,

@@ -12,7 +12,7 @@ use kv_cache::BlockPool;
 use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::Instant;
 use tracing::Span;
-use types::{Deadline, ModelInfo, Refusal, RefusalKind};
+use types::{Deadline, ModelInfo, PromptWork, Refusal, RefusalKind};
 
 use crate::arrivals::{ExpectedArrival, ExpectedArrivals};
 use crate::landing_room::{GrantedRoom, RoomRequest, RoomWaiter, line_is_full};
@@ -211,8 +211,8 @@ impl Inbox {
             return Err(Refusal::new(RefusalKind::Queue, format!("{n_waiting} prompts wait already")));
         }
         let n_tokens = load.queued_tokens + unreported.n_tokens;
-        let step_tokens = load.costs.step_tokens as usize;
-        let queue_ms = queues.costs.queue_ms(n_tokens, load.running as usize, step_tokens);
+        let work = PromptWork { n_tokens, n_before: 0 };
+        let queue_ms = queues.costs.queue_ms(work, load.running as usize, &load.costs);
         if queue_ms > self.settings.queue_ms_max {
             let reason = format!("{n_tokens} tokens are queued, predicted to take {queue_ms:.0} ms");
             return Err(Refusal::new(RefusalKind::Queue, reason));

@@ -3,18 +3,22 @@
 use std::time::Duration;
 
 use tokio::time::Instant;
-use types::{LearnedCosts, NodeLoad};
+use types::{LearnedCosts, NodeLoad, PromptWork};
 
 use crate::launched_step::StepRow;
 use crate::sink::StepWork;
 
 /// The weight of a new value in a decaying mean.
 const NEWS: f64 = 0.05;
-/// The variances below which a fit learns little: rows of a step, thousands of tokens of context, and prompt
-/// tokens of a step. They keep a slope near its prior while steps are alike.
+/// The variances below which a fit learns little: rows of a step, thousands of tokens of context, prompt tokens of a step,
+/// and the thousands of tokens before them, summed. They keep a slope near its prior while steps are alike.
 const ROWS_VARIANCE: f64 = 0.25;
 const CONTEXT_VARIANCE: f64 = 0.25;
 const TOKENS_VARIANCE: f64 = 256.0;
+const BEFORE_VARIANCE: f64 = 256.0;
+
+/// The largest share of the time of prompt tokens that the tokens before them may take in a fit.
+const BEFORE_SHARE_MAX: f64 = 0.6;
 
 /// The number of prompt tokens in a step from which their time says how long the next tokens take.
 const STRETCH_TOKENS_MIN: usize = 64;
@@ -52,6 +56,8 @@ pub struct StepShape {
     pub n_running: usize,
     /// The number of tokens in longer rows.
     pub n_prefill_tokens: usize,
+    /// The number of tokens before each of them in its sequence, summed.
+    pub n_before: u64,
     /// The number of tokens before the rows with one token, in all their sequences.
     pub n_context_tokens: usize,
 }
@@ -61,6 +67,8 @@ pub struct StepShape {
 pub(crate) struct WorkDone {
     pub(crate) steps: u64,
     pub(crate) prefill_tokens: u64,
+    /// The prompt tokens of the last step.
+    pub(crate) last_prefill_tokens: u64,
     /// The duration of the last step.
     pub(crate) took: Duration,
     /// The number of rows with one token in the last step.
@@ -70,18 +78,18 @@ pub(crate) struct WorkDone {
 /// Predicts the time of a step from its size.
 ///
 /// The time of steps without prompts is fitted by a plane over the number of rows and their context, with
-/// decaying weights. The additional time of a step with prompts is fitted by a line over its prompt tokens.
+/// decaying weights. The additional time of a step with prompts is fitted by a plane over its prompt tokens and the tokens
+/// before them.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StepCosts {
     running: Plane,
-    prompts: Line,
+    prompts: PromptPlane,
     stretch: Stretch,
     /// The largest number of prompt tokens in a step so far.
     prompt_tokens_most: usize,
 }
 
-/// The time of a prompt token in steps with many, as a multiple of the usual time. Tokens late in a long prompt take
-/// longer, and the next step mostly goes on with the same prompt.
+/// The time of prompt tokens in steps with many, as a multiple of the predicted time.
 #[derive(Clone, Copy, Debug)]
 struct Stretch {
     last: f64,
@@ -95,13 +103,18 @@ struct Mean {
     value: Option<f64>,
 }
 
-/// A line through points, in which older points count less and less.
+/// A plane through points (prompt tokens, thousands of tokens before them, milliseconds).
 #[derive(Clone, Copy, Debug, Default)]
-struct Line {
-    x: Mean,
-    y: Mean,
-    xx: Mean,
-    xy: Mean,
+struct PromptPlane(Plane);
+
+/// What prompts add to a step, in milliseconds.
+#[derive(Clone, Copy, Debug, Default)]
+struct PromptCosts {
+    /// Whatever their number.
+    fixed_ms: f64,
+    token_ms: f64,
+    /// A token, for each 1,000 tokens before it.
+    before_ms: f64,
 }
 
 /// A plane through points (rows, thousands of tokens of context, milliseconds).
@@ -123,28 +136,49 @@ impl StepShape {
     pub(crate) fn of(rows: &[StepRow]) -> Self {
         let running = || rows.iter().filter(|row| row.n_tokens == 1);
         let chunks = rows.iter().filter(|row| row.n_tokens != 1);
+        let work = |row: &StepRow| PromptWork::of(row.n_before as u64..(row.n_before + row.n_tokens) as u64);
+        let PromptWork { n_tokens, n_before } = chunks.map(work).sum();
         Self {
             n_running: running().count(),
-            n_prefill_tokens: chunks.map(|row| row.n_tokens).sum(),
+            n_prefill_tokens: n_tokens as usize,
+            n_before,
             n_context_tokens: running().map(|row| row.n_before).sum(),
         }
+    }
+
+    /// Returns a step that takes as long: the device multiplies `rows_together` rows together, and the last group of a large
+    /// step takes the time of a whole one. The rest counts as prompt tokens.
+    pub(crate) fn in_whole_groups(self, rows_together: usize) -> Self {
+        let n_rows = self.n_running + self.n_prefill_tokens;
+        if self.n_prefill_tokens == 0 || n_rows <= rows_together {
+            return self;
+        }
+        Self { n_prefill_tokens: n_rows.next_multiple_of(rows_together) - self.n_running, ..self }
+    }
+
+    /// Returns the prompt tokens of the step.
+    pub(crate) fn prompts(&self) -> PromptWork {
+        PromptWork { n_tokens: self.n_prefill_tokens as u64, n_before: self.n_before }
     }
 }
 
 impl WorkDone {
     pub(crate) fn add(&mut self, shape: StepShape, took: Duration) {
         self.steps += 1;
-        self.prefill_tokens += shape.n_prefill_tokens as u64;
+        self.last_prefill_tokens = shape.n_prefill_tokens as u64;
+        self.prefill_tokens += self.last_prefill_tokens;
         (self.took, self.rows) = (took, shape.n_running);
     }
 
     /// Returns the work since `before`; without it, the last step.
     pub(crate) fn since(&self, before: Option<Self>, preemptions: u32) -> StepWork {
-        let (steps, prefill_tokens) =
-            before.map_or((self.steps.saturating_sub(1), 0), |before| (before.steps, before.prefill_tokens));
+        let (steps, prefill_tokens) = match before {
+            Some(before) => (self.steps - before.steps, self.prefill_tokens - before.prefill_tokens),
+            None => (self.steps.min(1), self.last_prefill_tokens),
+        };
         StepWork {
-            steps: (self.steps - steps) as u32,
-            prefill_tokens: (self.prefill_tokens - prefill_tokens) as u32,
+            steps: steps as u32,
+            prefill_tokens: prefill_tokens as u32,
             rows: self.rows as u32,
             took: self.took,
             preemptions,
@@ -165,33 +199,39 @@ impl StepCosts {
         let without_prompt_ms = self.running.at(rows, context);
         let prompt_ms = (took_ms - without_prompt_ms).max(0.0);
         self.prompt_tokens_most = self.prompt_tokens_most.max(step.n_prefill_tokens);
-        self.prompts.learn(step.n_prefill_tokens as f64, prompt_ms);
-        let (token_ms, fixed_ms) = self.prompts.with_share(TOKENS_SHARE_MIN);
-        if step.n_prefill_tokens >= STRETCH_TOKENS_MIN && token_ms > 0.0 {
-            self.stretch.learn((prompt_ms - fixed_ms) / (step.n_prefill_tokens as f64 * token_ms));
+        self.prompts.learn(step.prompts(), prompt_ms);
+        let costs = self.prompts.costs(TOKENS_SHARE_MIN);
+        let tokens_ms = costs.tokens_ms(step.prompts());
+        if step.n_prefill_tokens >= STRETCH_TOKENS_MIN && tokens_ms > 0.0 {
+            self.stretch.learn((prompt_ms - costs.fixed_ms) / tokens_ms);
         }
     }
 
-    /// Returns the number of prompt tokens with which a step of this number of running sequences takes at most
-    /// `step_ms`. It is at most twice the largest number so far: the times of few tokens say little of many.
-    pub fn prompt_tokens_within(&self, step_ms: f64, n_running: usize) -> usize {
+    /// Returns the number of prompt tokens with which a step of this number of running sequences takes at most `step_ms`, if
+    /// `n_before` tokens are before the first of them. It is at most twice the largest number so far: the times of few tokens
+    /// say little of many.
+    pub fn prompt_tokens_within(&self, step_ms: f64, n_running: usize, n_before: usize) -> usize {
         let known = (2 * self.prompt_tokens_most).max(PROMPT_TOKENS_FIRST);
-        let (token_ms, fixed_ms) = self.prompts.with_share(TOKENS_SHARE_MIN);
-        let token_ms = token_ms * self.stretch.cautious;
-        if token_ms <= 0.0 {
+        let costs = self.prompts.costs(TOKENS_SHARE_MIN);
+        if costs.token_ms <= 0.0 {
             return known;
         }
-        // A negative number of tokens becomes zero.
-        let n_tokens = (step_ms - self.running_ms(n_running) - fixed_ms) / token_ms;
-        (n_tokens as usize).min(known)
+        let tokens_ms = (step_ms - self.running_ms(n_running) - costs.fixed_ms) / self.stretch.cautious;
+        costs.tokens_within(tokens_ms, n_before).min(known)
     }
 
-    /// Returns the time that prompt tokens are expected to add to a step, a little too short: a step that ends earlier
-    /// than expected leaves the device idle.
-    pub fn prompt_takes(&self, n_tokens: usize) -> Duration {
-        let (token_ms, fixed_ms) = self.prompts.with_share(TOKENS_SHARE_MIN);
-        let ms = fixed_ms + n_tokens as f64 * token_ms * self.stretch.last;
+    /// Returns the time that the prompt tokens of a step are expected to add to it, a little too short: a step that ends
+    /// earlier than expected leaves the device idle.
+    pub fn prompt_takes(&self, step: StepShape) -> Duration {
+        let costs = self.prompts.costs(TOKENS_SHARE_MIN);
+        let ms = costs.fixed_ms + costs.tokens_ms(step.prompts()) * self.stretch.last;
         Duration::from_secs_f64(EARLY * ms / 1e3)
+    }
+
+    /// Returns the predicted time of a step, in milliseconds.
+    pub(crate) fn step_ms(&self, step: StepShape) -> f64 {
+        let costs = self.prompts.costs(0.0);
+        self.running_ms(step.n_running) + costs.fixed_ms + costs.tokens_ms(step.prompts())
     }
 
     /// Returns the predicted time of a step that has running sequences only, of the usual length, in
@@ -201,32 +241,37 @@ impl StepCosts {
         self.running.at(rows, rows * self.running.context_per_row())
     }
 
-    /// Returns the predicted time until `n_tokens` prompt tokens are computed beside `n_running` sequences,
-    /// with at most `step_tokens_max` tokens per step, in milliseconds.
-    pub fn queue_ms(&self, n_tokens: u64, n_running: usize, step_tokens_max: usize) -> f64 {
-        let (token_ms, step_ms) = self.prompts.through_zero();
-        let tokens_a_step = step_tokens_max.saturating_sub(n_running).max(1);
-        let n_steps = n_tokens.div_ceil(tokens_a_step as u64);
-        n_tokens as f64 * token_ms + n_steps as f64 * (step_ms + self.running_ms(n_running))
+    /// Returns the predicted time until prompt tokens are computed beside `n_running` sequences, in milliseconds. `learned` is
+    /// what the node reports.
+    pub fn queue_ms(&self, work: PromptWork, n_running: usize, learned: &LearnedCosts) -> f64 {
+        let costs = self.prompts.costs(0.0);
+        let n_steps = learned.prompt_steps(work, u32::try_from(n_running).unwrap_or(u32::MAX));
+        costs.tokens_ms(work) + n_steps * (costs.fixed_ms + self.running_ms(n_running))
     }
 
-    /// Returns what the node reports to routers.
-    pub fn learned(&self, step_tokens_max: usize) -> LearnedCosts {
-        let (token_ms, prompt_step_ms) = self.prompts.through_zero();
+    /// Returns what the node reports to routers. A step has at most `step_tokens_max` tokens, and ends within `gap_ms_max` if
+    /// that is not zero.
+    pub fn learned(&self, step_tokens_max: usize, gap_ms_max: f64) -> LearnedCosts {
+        let costs = self.prompts.costs(0.0);
         let (row_ms, context_ms) = self.running.slopes();
-        let step_ms = self.running.fixed().unwrap_or(prompt_step_ms);
+        // Steps of a node that decodes have a fixed time of their own. What prompts add to it is spread over a step's tokens.
+        let (step_ms, token_ms) = match self.running.fixed() {
+            Some(step_ms) => (step_ms, costs.token_ms + costs.fixed_ms / step_tokens_max.max(1) as f64),
+            None => (costs.fixed_ms, costs.token_ms),
+        };
         LearnedCosts {
             prompt_token_ms: token_ms as f32,
+            prompt_context_ms: costs.before_ms as f32,
             step_ms: step_ms as f32,
             row_ms: row_ms as f32,
             context_ms: context_ms as f32,
             step_tokens: u32::try_from(step_tokens_max).unwrap_or(u32::MAX),
-            gap_ms_max: 0.0,
+            gap_ms_max: gap_ms_max as f32,
         }
     }
 }
 
-// === impl Stretch, Mean, Line, Plane ===
+// === impl Stretch, Mean, PromptPlane, PromptCosts, Plane ===
 
 impl Default for Stretch {
     fn default() -> Self {
@@ -253,31 +298,65 @@ impl Mean {
     }
 }
 
-impl Line {
-    fn learn(&mut self, x: f64, y: f64) {
-        self.x.learn(x);
-        self.y.learn(y);
-        self.xx.learn(x * x);
-        self.xy.learn(x * y);
+impl PromptPlane {
+    fn learn(&mut self, work: PromptWork, ms: f64) {
+        self.0.learn(work.n_tokens as f64, work.n_before as f64 / 1e3, ms);
     }
 
-    /// Returns the slope and the value at zero, neither negative. While all points are alike, the line goes
-    /// through the origin.
-    fn through_zero(&self) -> (f64, f64) {
-        self.with_share(0.0)
-    }
-
-    /// The same, where the slope makes at least this share of the mean value.
-    fn with_share(&self, share_min: f64) -> (f64, f64) {
-        let (x, y) = (self.x.get(), self.y.get());
+    /// Returns the fitted costs, none negative. The tokens make at least `share_min` of what the tokens before them leave of
+    /// the mean time. While all steps are alike, the time is that of tokens.
+    fn costs(&self, share_min: f64) -> PromptCosts {
+        let (x, z, y) = (self.0.x.get(), self.0.z.get(), self.0.y.get());
         if x <= 0.0 {
-            return (0.0, 0.0);
+            return PromptCosts::default();
+        }
+        let before_ms = self.before_ms();
+        let rest = y - before_ms * z;
+        let (of_x, of_xz) = (self.0.xx.get() - x * x, self.0.xz.get() - x * z);
+        let covariance = self.0.xy.get() - x * y - before_ms * of_xz;
+        let prior = rest / x;
+        let slope = (covariance + TOKENS_VARIANCE * prior) / (of_x.max(0.0) + TOKENS_VARIANCE);
+        let token_ms = slope.clamp(share_min * prior, prior);
+        PromptCosts { fixed_ms: (rest - token_ms * x).max(0.0), token_ms, before_ms }
+    }
+
+    /// Returns the slope by the tokens before: that of the best plane, or of the best plane through the origin if the best one
+    /// is negative there.
+    fn before_ms(&self) -> f64 {
+        let Plane { x, z, y, xx, zz, xz, xy, zy } = self.0;
+        let (x, z, y) = (x.get(), z.get(), y.get());
+        if z <= 0.0 {
+            return 0.0;
         }
         let prior = y / x;
-        let (variance, covariance) = (self.xx.get() - x * x, self.xy.get() - x * y);
-        let slope = (covariance + TOKENS_VARIANCE * prior) / (variance.max(0.0) + TOKENS_VARIANCE);
-        let slope = slope.clamp(share_min * prior, prior);
-        (slope, (y - slope * x).max(0.0))
+        let slopes = |center: f64| {
+            let moment = |of: Mean, one: f64, other: f64| of.get() - center * one * other;
+            let of_x = moment(xx, x, x).max(0.0) + TOKENS_VARIANCE;
+            let of_z = moment(zz, z, z).max(0.0) + BEFORE_VARIANCE;
+            let both = moment(xz, x, z);
+            let by_x = moment(xy, x, y) - prior * (of_x - TOKENS_VARIANCE);
+            let by_z = moment(zy, z, y) - prior * both;
+            let determinant = of_x * of_z - both * both;
+            (prior + (by_x * of_z - by_z * both) / determinant, (by_z * of_x - by_x * both) / determinant)
+        };
+        let (token_ms, before_ms) = slopes(1.0);
+        let is_negative = y - token_ms * x - before_ms * z < 0.0;
+        let before_ms = if is_negative { slopes(0.0).1 } else { before_ms };
+        before_ms.clamp(0.0, BEFORE_SHARE_MAX * y / z)
+    }
+}
+
+impl PromptCosts {
+    fn tokens_ms(&self, work: PromptWork) -> f64 {
+        work.n_tokens as f64 * self.token_ms + work.n_before as f64 / 1e3 * self.before_ms
+    }
+
+    /// Returns the number of tokens that take this time, if `n_before` tokens are before the first of them. A negative time
+    /// has no tokens.
+    fn tokens_within(&self, ms: f64, n_before: usize) -> usize {
+        let first_ms = self.token_ms + n_before as f64 / 1e3 * self.before_ms;
+        let root = (first_ms * first_ms + 2.0 * self.before_ms / 1e3 * ms.max(0.0)).sqrt();
+        (2.0 * ms / (first_ms + root)) as usize
     }
 }
 
@@ -328,141 +407,4 @@ impl Plane {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Returns the time of a step: 5 ms, plus 0.1 ms per row and 0.05 ms per prompt token.
-    fn took(n_running: usize, n_prefill_tokens: usize) -> Duration {
-        Duration::from_secs_f64((5.0 + 0.1 * n_running as f64 + 0.05 * n_prefill_tokens as f64) / 1e3)
-    }
-
-    fn taught(steps: impl Iterator<Item = (usize, usize)>) -> StepCosts {
-        let mut costs = StepCosts::default();
-        for (n_running, n_prefill_tokens) in steps {
-            let shape = StepShape { n_running, n_prefill_tokens, n_context_tokens: 0 };
-            costs.observe(shape, took(n_running, n_prefill_tokens));
-        }
-        costs
-    }
-
-    fn about(value: f64, expected: f64) {
-        assert!((value - expected).abs() <= 0.02 * expected.max(0.01), "{value} is not about {expected}");
-    }
-
-    #[test]
-    fn nothing_is_known_at_first() {
-        let costs = StepCosts::default();
-        assert_eq!((costs.running_ms(8), costs.queue_ms(1000, 8, 512)), (0.0, 0.0));
-    }
-
-    #[test]
-    fn rows_are_told_from_steps() {
-        let costs = taught((0..400).map(|nth| (1 + nth % 20, 0)));
-        about(costs.running_ms(1), 5.1);
-        about(costs.running_ms(20), 7.0);
-        about(costs.running_ms(40), 9.0);
-    }
-
-    #[test]
-    fn steps_that_are_all_alike_say_nothing_of_one_row_more() {
-        let costs = taught((0..100).map(|_| (10, 0)));
-        about(costs.running_ms(11), 6.0);
-    }
-
-    #[test]
-    fn prompts_cost_what_running_sequences_do_not() {
-        let costs = taught((0..800).map(|nth| (1 + nth % 20, if nth % 2 == 0 { 0 } else { 200 })));
-        about(costs.queue_ms(1000, 0, 512), 1000.0 * 0.05 + 2.0 * 5.0);
-        about(costs.queue_ms(1000, 12, 512), 1000.0 * 0.05 + 2.0 * 6.2);
-    }
-
-    /// A decode node computes what its cache lacks of a prompt, often while nothing else runs.
-    #[test]
-    fn short_remainders_do_not_make_a_decode_node_look_slow() {
-        let steps = (0..800).map(|nth| match nth % 4 {
-            0 => (0, 4 + nth % 9),
-            _ => (1 + nth % 20, 0),
-        });
-        let costs = taught(steps);
-        let token_ms = costs.learned(512).prompt_token_ms;
-        assert!((0.04..0.06).contains(&token_ms), "{token_ms} ms for each token");
-        about(costs.queue_ms(8, 0, 512), 5.0 + 8.0 * 0.05);
-    }
-
-    #[test]
-    fn prompts_get_the_tokens_that_fit_into_a_gap() {
-        let mut costs = taught((0..800).map(|nth| (1 + nth % 20, if nth % 2 == 0 { 0 } else { 200 })));
-        for (gap_ms, n_running, expected) in
-            [(20.0, 10, 280), (16.0, 40, 140), (50.0, 10, 400), (9.0, 40, 0), (2.0, 10, 0)]
-        {
-            let n_tokens = costs.prompt_tokens_within(gap_ms, n_running);
-            assert!(n_tokens.abs_diff(expected) <= 12, "{gap_ms} ms beside {n_running}: {n_tokens} tokens");
-        }
-        // Tokens late in a long prompt take twice the time.
-        costs.observe(StepShape { n_running: 10, n_prefill_tokens: 200, n_context_tokens: 0 }, took(10, 400));
-        assert!((110..170).contains(&costs.prompt_tokens_within(20.0, 10)), "{costs:?}");
-        for _ in 0..300 {
-            costs.observe(
-                StepShape { n_running: 10, n_prefill_tokens: 200, n_context_tokens: 0 },
-                took(10, 200),
-            );
-        }
-        assert!((260..300).contains(&costs.prompt_tokens_within(20.0, 10)), "it falls again: {costs:?}");
-        let unknown = StepCosts::default().prompt_tokens_within(20.0, 10);
-        assert_eq!(unknown, PROMPT_TOKENS_FIRST, "the first prompt tells its time");
-    }
-
-    /// Late tokens of a long prompt take longer, so fewer tokens may take as long as more.
-    #[test]
-    fn a_step_has_no_end_of_tokens_because_none_seemed_to_cost_time() {
-        let mut costs = StepCosts::default();
-        for nth in 0..800 {
-            let (n_prefill_tokens, ms) = [(0, 5.0), (752, 20.0), (0, 5.0), (496, 21.0)][nth % 4];
-            let shape = StepShape { n_running: 2, n_prefill_tokens, n_context_tokens: 0 };
-            costs.observe(shape, Duration::from_secs_f64(ms / 1e3));
-        }
-        let n_tokens = costs.prompt_tokens_within(20.0, 2);
-        assert!((300..800).contains(&n_tokens), "{n_tokens} tokens: {costs:?}");
-    }
-
-    #[test]
-    fn without_running_sequences_prompts_cost_everything() {
-        let costs = taught((0..100).map(|_| (0, 500)));
-        about(costs.queue_ms(1000, 0, 512), 2.0 * 30.0);
-    }
-
-    /// The steps of a prefill node have no running sequences: their fixed time shows in prompts of several
-    /// lengths.
-    #[test]
-    fn a_prefill_node_reports_tokens_and_steps_apart() {
-        let costs = taught((0..400).map(|nth| (0, 32 + nth % 7 * 64))).learned(512);
-        about(costs.prompt_token_ms.into(), 0.05);
-        about(costs.step_ms.into(), 5.0);
-        about(costs.prompt_ms(1024), 1024.0 * 0.05 + 2.0 * 5.0);
-        assert_eq!(LearnedCosts::default().prompt_ms(1024), 0.0, "nothing is known");
-    }
-
-    /// A router refuses a report with a negative duration, even one from rounding.
-    #[test]
-    fn no_reported_duration_is_negative() {
-        for n_tokens in 1..600 {
-            let learned = taught((0..40).map(|_| (0, n_tokens))).learned(512);
-            let all = [learned.prompt_token_ms, learned.step_ms, learned.row_ms, learned.context_ms];
-            assert!(all.iter().all(|ms| *ms >= 0.0), "{n_tokens} tokens: {learned:?}");
-        }
-    }
-
-    #[test]
-    fn context_is_told_from_rows() {
-        let mut costs = StepCosts::default();
-        for nth in 0..2000 {
-            let (n_running, n_context_tokens) = (1 + nth % 20, nth % 13 * 4_000);
-            let took = took(n_running, 0) + Duration::from_micros(50 * n_context_tokens as u64 / 1_000);
-            costs.observe(StepShape { n_running, n_prefill_tokens: 0, n_context_tokens }, took);
-        }
-        let learned = costs.learned(512);
-        about(learned.row_ms.into(), 0.1);
-        about(learned.context_ms.into(), 0.05);
-        about(learned.step_ms.into(), 5.0);
-    }
-}
+mod tests;

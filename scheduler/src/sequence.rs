@@ -11,7 +11,7 @@ use tracing::{Span, trace};
 use types::step::PromptLogprob;
 use types::{
     BlockHash, BlockHashKey, BlockHasher, BlockIdx, FinishReason, KvLayout, KvSpan, ModelInfo, Prompt,
-    Refusal, RefusalKind, Step, TokenId, Usage,
+    PromptWork, Refusal, RefusalKind, Step, TokenId, Usage,
 };
 
 use crate::batcher::Candidate;
@@ -292,11 +292,11 @@ impl Sequence {
         self.tokens.len()
     }
 
-    /// Returns the number of prompt tokens that are not computed yet; a running sequence has none.
-    pub(crate) fn n_queued_tokens(&self) -> usize {
+    /// Returns the prompt tokens that are not computed yet; a running sequence has none.
+    pub(crate) fn queued(&self) -> PromptWork {
         match self.n_known() - self.n_computed {
-            1 if self.is_placed() => 0,
-            n_tokens => n_tokens,
+            1 if self.is_placed() => PromptWork::default(),
+            _ => PromptWork::of(self.n_computed as u64..self.n_known() as u64),
         }
     }
 

@@ -20,7 +20,7 @@ use engine::Backend;
 use kv_cache::BlockPool;
 use tokio::time::Instant;
 use tracing::{debug, error};
-use types::{KvLayout, LearnedCosts, ModelInfo, NodeLoad, Refusal, RefusalKind};
+use types::{KvLayout, ModelInfo, NodeLoad, PromptWork, Refusal, RefusalKind};
 
 use crate::arrivals::ExpectedArrivals;
 use crate::error::SchedulerError;
@@ -181,16 +181,21 @@ impl Worker {
     /// Returns the expected end of a step; `None` if it cannot be predicted. Steps with prompts are predicted if they are
     /// bounded.
     fn end_of(&self, flight: &LaunchedStep) -> Option<Instant> {
-        let shape = StepShape::of(&flight.rows);
+        let shape = self.shape_of(flight);
         let running = Duration::from_secs_f64(self.costs.running_ms(shape.n_running) / 1e3);
         let took = match shape.n_prefill_tokens {
             // The shorter of the two times counts, because one step of a second raises the mean for many short
             // ones.
             0 => running.min(self.done.took),
-            _ if self.settings.gap_ms_max > 0.0 => running + self.costs.prompt_takes(shape.n_prefill_tokens),
+            _ if self.settings.gap_ms_max > 0.0 => running + self.costs.prompt_takes(shape),
             _ => return None,
         };
         (!running.is_zero()).then(|| flight.due.unwrap_or(self.began(flight) + took))
+    }
+
+    /// Returns the shape of a step that takes as long as a launched one.
+    fn shape_of(&self, flight: &LaunchedStep) -> StepShape {
+        StepShape::of(&flight.rows).in_whole_groups(self.backend.rows_together())
     }
 
     /// Returns the time at which the device began the oldest launched step.
@@ -321,23 +326,20 @@ impl Worker {
 impl Worker {
     pub(crate) fn load(&self) -> WorkerLoad {
         let running = self.sequences.values().filter(|sequence| sequence.is_placed()).count();
-        let queued_tokens = self.n_queued_tokens();
+        let queued: PromptWork = self.sequences.values().map(Sequence::queued).sum();
         let n_parts = self.n_parts();
-        let step_tokens = self.step_tokens(running.div_ceil(n_parts), ArrivalTimes::default());
+        let step_tokens = self.step_tokens(running.div_ceil(n_parts), ArrivalTimes::default(), 0);
+        let costs = self.costs.learned(step_tokens, self.settings.gap_ms_max);
         let node = NodeLoad {
             running: running as u32,
             waiting: (self.sequences.len() - running + self.waiters.len()) as u32,
             arriving: 0,
-            queued_tokens,
-            queue_ms: (self.launched_prompts_ms() + self.costs.queue_ms(queued_tokens, running, step_tokens))
-                as f32,
+            queued_tokens: queued.n_tokens,
+            queue_ms: (self.launched_prompts_ms() + self.costs.queue_ms(queued, running, &costs)) as f32,
             step_ms: (n_parts as f64 * self.costs.running_ms((running + 1).div_ceil(n_parts))) as f32,
             steps_total: self.done.steps,
             blocks: self.pool.counts(),
-            costs: LearnedCosts {
-                gap_ms_max: self.settings.gap_ms_max as f32,
-                ..self.costs.learned(step_tokens)
-            },
+            costs,
             age_ms: 0.0,
         };
         self.metrics.report(&node);
@@ -354,16 +356,13 @@ impl Worker {
     /// Returns the predicted time until the launched steps with prompts end, in milliseconds. Their tokens are not queued
     /// any more, but a new prompt waits for them.
     fn launched_prompts_ms(&self) -> f64 {
-        let shapes = self.flights.iter().map(|flight| StepShape::of(&flight.rows));
+        let shapes = self.flights.iter().map(|flight| self.shape_of(flight));
         let with_prompts = shapes.filter(|shape| shape.n_prefill_tokens > 0);
-        let takes = |shape: StepShape| {
-            self.costs.queue_ms(shape.n_prefill_tokens as u64, shape.n_running, usize::MAX)
-        };
         let ran = self
             .flights
             .front()
             .map_or(Duration::ZERO, |flight| self.world.now().saturating_duration_since(self.began(flight)));
-        (with_prompts.map(takes).sum::<f64>() - ran.as_secs_f64() * 1e3).max(0.0)
+        (with_prompts.map(|shape| self.costs.step_ms(shape)).sum::<f64>() - ran.as_secs_f64() * 1e3).max(0.0)
     }
 
     pub(crate) fn arrivals(&self) -> ExpectedArrivals {
@@ -372,10 +371,6 @@ impl Worker {
 
     pub(crate) fn costs(&self) -> StepCosts {
         self.costs
-    }
-
-    fn n_queued_tokens(&self) -> u64 {
-        self.sequences.values().map(|sequence| sequence.n_queued_tokens() as u64).sum()
     }
 
     /// Returns what growth decisions need, for all sequences that hold blocks.

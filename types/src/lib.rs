@@ -22,7 +22,7 @@ pub use block::{BlockHash, BlockHashKey, BlockHasher, BlockIdx};
 pub use grammar::{Grammar, GrammarKind};
 pub use ids::{Epoch, Grant, NodeId, RequestId, TenantId, TransferId};
 pub use layout::{GroupIdx, KvDtype, KvLayout};
-pub use load::{BlockChange, BlockCounts, BlockEvent, LearnedCosts, NodeLoad};
+pub use load::{BlockChange, BlockCounts, BlockEvent, LearnedCosts, NodeLoad, PromptWork};
 pub use node::{Fingerprint, FingerprintDigest, MissingWire, ModelInfo, NodeInfo, ProtocolRange, Role};
 pub use prompt::{CacheSalt, Deadline, Prompt, PromptDigest, RequestedModel, Sampling, StopRules, TokenId};
 pub use refusal::{CallerAction, Refusal, RefusalKind};

@@ -1,5 +1,8 @@
 //! The contents of a node's status stream: its load, and changes of its prefix cache.
 
+use std::iter::Sum;
+use std::ops::{AddAssign, Range, SubAssign};
+
 use crate::block::BlockHash;
 
 /// A node's load at one moment.
@@ -29,8 +32,10 @@ pub struct NodeLoad {
 /// What a node has learned from the durations of its steps. A value of zero is unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LearnedCosts {
-    /// Milliseconds per prompt token.
+    /// Milliseconds per prompt token at the begin of its sequence.
     pub prompt_token_ms: f32,
+    /// Milliseconds that 1,000 tokens before it, in its sequence, add to a prompt token.
+    pub prompt_context_ms: f32,
     /// Milliseconds per step, whatever it computes.
     pub step_ms: f32,
     /// Milliseconds that one more sequence adds to a step.
@@ -43,13 +48,69 @@ pub struct LearnedCosts {
     pub gap_ms_max: f32,
 }
 
+/// Prompt tokens to compute.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PromptWork {
+    pub n_tokens: u64,
+    /// The number of tokens before each of them in its sequence, summed. Attention takes time for each.
+    pub n_before: u64,
+}
+
 impl LearnedCosts {
-    /// Returns the predicted time to compute this number of prompt tokens in steps of their own, in
-    /// milliseconds.
-    pub fn prompt_ms(&self, n_tokens: u64) -> f64 {
-        let n_steps = n_tokens.div_ceil(u64::from(self.step_tokens.max(1)));
-        let steps_ms = if self.step_tokens == 0 { 0.0 } else { n_steps as f64 * f64::from(self.step_ms) };
-        n_tokens as f64 * f64::from(self.prompt_token_ms) + steps_ms
+    /// Returns the predicted time to compute prompt tokens in steps of their own, in milliseconds.
+    pub fn prompt_ms(&self, work: PromptWork) -> f64 {
+        self.tokens_ms(work) + self.prompt_steps(work, 0) * f64::from(self.step_ms)
+    }
+
+    /// Returns the predicted time of prompt tokens, without the steps that compute them, in milliseconds.
+    pub fn tokens_ms(&self, work: PromptWork) -> f64 {
+        work.n_tokens as f64 * f64::from(self.prompt_token_ms)
+            + work.n_before as f64 / 1e3 * f64::from(self.prompt_context_ms)
+    }
+
+    /// Returns the number of steps that compute prompt tokens beside `n_running` sequences. A step of a node that bounds gaps
+    /// has fewer tokens if they take longer.
+    pub fn prompt_steps(&self, work: PromptWork, n_running: u32) -> f64 {
+        if self.step_tokens == 0 {
+            return 0.0;
+        }
+        let step_tokens = f64::from(self.step_tokens.saturating_sub(n_running).max(1));
+        let step_ms = step_tokens * f64::from(self.prompt_token_ms);
+        let of_gaps =
+            if self.gap_ms_max > 0.0 && step_ms > 0.0 { self.tokens_ms(work) / step_ms } else { 0.0 };
+        (work.n_tokens as f64 / step_tokens).max(of_gaps).ceil()
+    }
+}
+
+impl PromptWork {
+    /// Makes the work of computing a sequence's tokens at these positions.
+    pub fn of(positions: Range<u64>) -> Self {
+        let n_tokens = positions.end.saturating_sub(positions.start);
+        let n_before = n_tokens * positions.start + n_tokens * n_tokens.saturating_sub(1) / 2;
+        Self { n_tokens, n_before }
+    }
+}
+
+impl AddAssign for PromptWork {
+    fn add_assign(&mut self, other: Self) {
+        self.n_tokens += other.n_tokens;
+        self.n_before += other.n_before;
+    }
+}
+
+impl SubAssign for PromptWork {
+    fn sub_assign(&mut self, other: Self) {
+        self.n_tokens -= other.n_tokens;
+        self.n_before -= other.n_before;
+    }
+}
+
+impl Sum for PromptWork {
+    fn sum<I: Iterator<Item = Self>>(works: I) -> Self {
+        works.fold(Self::default(), |mut sum, work| {
+            sum += work;
+            sum
+        })
     }
 }
 

@@ -24,8 +24,15 @@ impl From<v1::BlockCounts> for BlockCounts {
 
 impl From<LearnedCosts> for v1::LearnedCosts {
     fn from(costs: LearnedCosts) -> Self {
-        let LearnedCosts { prompt_token_ms, step_ms, row_ms, context_ms, step_tokens, gap_ms_max } = costs;
-        Self { prompt_token_ms, step_ms, row_ms, context_ms, step_tokens, gap_ms_max }
+        Self {
+            prompt_token_ms: costs.prompt_token_ms,
+            prompt_context_ms: costs.prompt_context_ms,
+            step_ms: costs.step_ms,
+            row_ms: costs.row_ms,
+            context_ms: costs.context_ms,
+            step_tokens: costs.step_tokens,
+            gap_ms_max: costs.gap_ms_max,
+        }
     }
 }
 
@@ -33,14 +40,14 @@ impl TryFrom<v1::LearnedCosts> for LearnedCosts {
     type Error = ConvertError;
 
     fn try_from(wire: v1::LearnedCosts) -> Result<Self, ConvertError> {
-        let v1::LearnedCosts { prompt_token_ms, step_ms, row_ms, context_ms, step_tokens, gap_ms_max } = wire;
         Ok(Self {
-            prompt_token_ms: milliseconds("load.costs.prompt_token_ms", prompt_token_ms)?,
-            step_ms: milliseconds("load.costs.step_ms", step_ms)?,
-            row_ms: milliseconds("load.costs.row_ms", row_ms)?,
-            context_ms: milliseconds("load.costs.context_ms", context_ms)?,
-            step_tokens,
-            gap_ms_max: milliseconds("load.costs.gap_ms_max", gap_ms_max)?,
+            prompt_token_ms: milliseconds("load.costs.prompt_token_ms", wire.prompt_token_ms)?,
+            prompt_context_ms: milliseconds("load.costs.prompt_context_ms", wire.prompt_context_ms)?,
+            step_ms: milliseconds("load.costs.step_ms", wire.step_ms)?,
+            row_ms: milliseconds("load.costs.row_ms", wire.row_ms)?,
+            context_ms: milliseconds("load.costs.context_ms", wire.context_ms)?,
+            step_tokens: wire.step_tokens,
+            gap_ms_max: milliseconds("load.costs.gap_ms_max", wire.gap_ms_max)?,
         })
     }
 }

@@ -242,6 +242,7 @@ fn block_events_come_back_the_same() {
 fn a_load_comes_back_the_same_and_a_duration_that_is_none_is_refused() {
     let costs = LearnedCosts {
         prompt_token_ms: 0.05,
+        prompt_context_ms: 0.001,
         step_ms: 5.0,
         row_ms: 0.1,
         context_ms: 0.2,
@@ -255,6 +256,7 @@ fn a_load_comes_back_the_same_and_a_duration_that_is_none_is_refused() {
     assert_eq!(NodeLoad::try_from(without).map(|load| load.costs), Ok(LearnedCosts::default()));
     for change in [
         |costs: &mut v1::LearnedCosts| costs.prompt_token_ms = f32::NAN,
+        |costs: &mut v1::LearnedCosts| costs.prompt_context_ms = -0.1,
         |costs: &mut v1::LearnedCosts| costs.step_ms = -1.0,
         |costs: &mut v1::LearnedCosts| costs.row_ms = f32::INFINITY,
         |costs: &mut v1::LearnedCosts| costs.context_ms = -0.1,

@@ -6,11 +6,11 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use types::NodeId;
+use types::{NodeId, PromptWork};
 
 use super::line::{PredictedService, TicketId};
 use crate::policy::costs::{compute_ms, queue_ms, step_ms};
-use crate::policy::{Ask, ClusterView, NodeView, Order};
+use crate::policy::{Ask, ClusterView, ComputingNodes, NodeView, Order};
 
 /// The longest predicted queue of a prefill node that gets one more prompt. It is long enough to keep the node busy
 /// between two of its reports. An idle node gets any prompt.
@@ -60,6 +60,7 @@ pub(super) struct RoomQuestion<'a> {
     pub(super) view: &'a ClusterView,
     pub(super) admitted: &'a UnassignedAdmissions,
     pub(super) order: Order,
+    pub(super) computing: ComputingNodes,
 }
 
 impl RoomQuestion<'_> {
@@ -87,21 +88,19 @@ impl RoomQuestion<'_> {
             return prefill.and_then(|prefill| room(Some(prefill), None));
         }
         let with_room = decode.filter(|node| self.has_kv_room(node));
-        let usable = with_room.filter(|node| {
-            if self.computes(node) { self.has_queue_room(node, token_ms) } else { prefill.is_some() }
-        });
+        let is_received = |node: &NodeView| prefill.is_some() && !node.info.role.prefills();
+        let usable = with_room
+            .filter(|node| is_received(node) || (self.computes(node) && self.has_queue_room(node, token_ms)));
         let decode = usable.max_by_key(|node| self.n_free_blocks(node))?;
-        room(prefill.filter(|_| !self.computes(decode)), Some(decode))
+        room(prefill.filter(|_| is_received(decode)), Some(decode))
     }
 
     /// Predicts the times of the prompt on the nodes that serve it soonest, after its admission: a queue is never longer
     /// than admission lets it be.
     pub(super) fn predicted(&self) -> PredictedService {
-        let n_tokens = self.ask.n_tokens();
         let token_ms = self.view.token_ms();
         let first_ms = |node: &NodeView| {
-            let n_left = n_tokens.saturating_sub(u64::from(node.cached_tokens));
-            queue_ms(node, token_ms).min(QUEUE_MS_MAX) + compute_ms(node, n_left, token_ms)
+            queue_ms(node, token_ms).min(QUEUE_MS_MAX) + compute_ms(node, self.ask.missing(node), token_ms)
         };
         let least = |times: &mut dyn Iterator<Item = f64>| times.reduce(f64::min).unwrap_or_default();
         let gap_ms = least(&mut self.view.all_decode_nodes().map(step_ms));
@@ -114,9 +113,13 @@ impl RoomQuestion<'_> {
         self.view.nodes.iter().map(|node| node.cached_tokens).max().unwrap_or_default()
     }
 
-    /// Returns whether the node computes prompts: without a prefill node every node does.
+    /// Returns whether the node computes prompts: without a prefill node every node does, and with some policies a node
+    /// without streams, or one that bounds their gaps.
     fn computes(&self, node: &NodeView) -> bool {
-        node.info.role.prefills() || !self.has_prefill_nodes()
+        let costs_little = node.load.running == 0 || node.load.costs.gap_ms_max > 0.0;
+        node.info.role.prefills()
+            || !self.has_prefill_nodes()
+            || (self.computing == ComputingNodes::PrefillAndDecode && costs_little)
     }
 
     fn has_prefill_nodes(&self) -> bool {
@@ -135,20 +138,20 @@ impl RoomQuestion<'_> {
 
     fn n_free_blocks(&self, node: &NodeView) -> u64 {
         let layout = &node.info.model.layout;
-        let n_tokens = node.assigned_tokens + self.admitted.n_tokens(&node.info.id);
+        let n_tokens = node.assigned_work.n_tokens + self.admitted.n_tokens(&node.info.id);
         let coming = layout.blocks_of_all_groups(n_tokens as usize) + node.assigned as usize;
         u64::from(node.load.blocks.available()).saturating_sub(coming as u64)
     }
 
     fn has_queue_room(&self, node: &NodeView, token_ms: f64) -> bool {
         let admitted = self.admitted.n_tokens(&node.info.id);
-        let coming = node.assigned_tokens + admitted;
+        let coming = node.assigned_work.n_tokens + admitted;
         let costs = &node.load.costs;
         if node.load.queued_tokens + coming == 0 {
             return true;
         }
         match costs.prompt_token_ms > 0.0 {
-            true => queue_ms(node, token_ms) + costs.prompt_ms(admitted) <= QUEUE_MS_MAX,
+            true => queue_ms(node, token_ms) + costs.prompt_ms(PromptWork::of(0..admitted)) <= QUEUE_MS_MAX,
             false => node.load.queued_tokens + coming <= UNKNOWN_QUEUE_TOKENS_MAX,
         }
     }

@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use types::{NodeId, NodeLoad, Role};
+use types::{NodeId, NodeLoad, PromptWork, Role};
 
 use super::demand::Demand;
 
@@ -144,7 +144,8 @@ impl GroupNumbers {
         let token_ms = |node: &NodeNumbers| {
             let costs = &node.load.costs;
             let n_tokens = u64::from(costs.step_tokens.max(1));
-            (costs.prompt_token_ms > 0.0).then(|| costs.prompt_ms(n_tokens) / n_tokens as f64)
+            (costs.prompt_token_ms > 0.0)
+                .then(|| costs.prompt_ms(PromptWork::of(0..n_tokens)) / n_tokens as f64)
         };
         mean(self.of(Role::Prefill).filter_map(token_ms)).ok_or(NoMove::UnknownSpeed(Role::Prefill))
     }

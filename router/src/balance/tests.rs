@@ -10,6 +10,7 @@ use crate::admission::Arrived;
 /// The costs of the mocks in `bench/scenarios/mocks/wave.toml`.
 const COSTS: LearnedCosts = LearnedCosts {
     prompt_token_ms: 0.045,
+    prompt_context_ms: 0.0,
     step_ms: 6.0,
     row_ms: 0.25,
     context_ms: 0.0,

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use chassis::guards::{Guard, stands};
 use tokio::time::Instant;
+use types::PromptWork;
 
 /// The work assigned to one node. The node's member and the requests share it.
 #[derive(Debug, Default)]
@@ -24,17 +25,17 @@ struct Shares {
 
 #[derive(Clone, Copy, Debug)]
 struct Share {
-    n_tokens: u64,
+    work: PromptWork,
     /// The time at which the node was called; `None` before the call.
     sent: Option<Instant>,
 }
 
-/// What has changed since a node's last report: prompts that it does not include, their tokens, and streams that have
-/// ended.
+/// What has changed since a node's last report: prompts that it does not include, what is to be computed of them, and
+/// streams that have ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Unreported {
     pub(super) n_prompts: u32,
-    pub(super) n_tokens: u64,
+    pub(super) work: PromptWork,
     /// The streams of this router that have ended since the last report.
     pub(super) n_ended: u32,
 }
@@ -78,13 +79,13 @@ impl Assignment {
 }
 
 impl AssignedWork {
-    pub(super) fn assign(self: &Arc<Self>, n_tokens: u64) -> NodeAssignment {
+    pub(super) fn assign(self: &Arc<Self>, work: PromptWork) -> NodeAssignment {
         let mut shares = self.shares();
         shares.n_made += 1;
         let id = shares.n_made;
-        shares.unreported.insert(id, Share { n_tokens, sent: None });
+        shares.unreported.insert(id, Share { work, sent: None });
         shares.sum.n_prompts += 1;
-        shares.sum.n_tokens += n_tokens;
+        shares.sum.work += work;
         NodeAssignment { work: Arc::clone(self), id }
     }
 
@@ -112,7 +113,7 @@ impl Shares {
     fn remove(&mut self, id: u64) {
         if let Some(share) = self.unreported.remove(&id) {
             self.sum.n_prompts -= 1;
-            self.sum.n_tokens -= share.n_tokens;
+            self.sum.work -= share.work;
         }
     }
 }
@@ -162,14 +163,14 @@ mod tests {
         for event in events {
             let at = |ms| start + Duration::from_millis(ms);
             match event {
-                Event::Assign(n_tokens) => assigned.push(Some(work.assign(n_tokens))),
+                Event::Assign(n_tokens) => assigned.push(Some(work.assign(PromptWork::of(0..n_tokens)))),
                 Event::Send(nth, ms) => assigned[nth].as_ref().expect("assigned").sent(at(ms)),
                 Event::Report(ms) => work.reported(at(ms)),
                 Event::Drop(nth) => drop(assigned[nth].take()),
             }
         }
-        let Unreported { n_prompts, n_tokens, .. } = work.unreported();
-        (n_prompts, n_tokens)
+        let Unreported { n_prompts, work, .. } = work.unreported();
+        (n_prompts, work.n_tokens)
     }
 
     #[test]
@@ -209,7 +210,8 @@ mod tests {
     #[test]
     fn streams_that_end_count_until_the_next_report() {
         let work = Arc::new(AssignedWork::default());
-        let stream = || Assignment { prefill: None, decode: Some(work.assign(9)) }.into_stream();
+        let stream =
+            || Assignment { prefill: None, decode: Some(work.assign(PromptWork::of(0..9))) }.into_stream();
         let (first, second) = (stream(), stream());
         assert_eq!(work.unreported(), Unreported::default());
         drop(first);

@@ -462,7 +462,7 @@ impl Members {
             state: self.state(member),
             load: member.node.load(),
             reported: member.node.reported(),
-            assigned_tokens: member.node.assigned.unreported().n_tokens,
+            assigned_tokens: member.node.assigned.unreported().work.n_tokens,
         };
         let of_model = |(name, record): (&String, &ModelRecord)| {
             let serves = |one: &&Member| record.in_force == Some(one.fingerprint);

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::time::Instant;
-use types::{BlockHash, FingerprintDigest, NodeId, NodeInfo, NodeLoad, RequestedModel};
+use types::{BlockHash, FingerprintDigest, NodeId, NodeInfo, NodeLoad, PromptWork, RequestedModel};
 
 use super::assigned::{AssignedWork, NodeAssignment};
 use super::index::{IndexedNode, PrefixMatches};
@@ -78,17 +78,17 @@ impl RoutableNode {
         *self.reported.lock().unwrap_or_else(PoisonError::into_inner) = Some(now);
     }
 
-    /// Counts a prompt against the node: the tokens that the node is to compute, and the blocks that it will have.
+    /// Counts a prompt against the node: what the node is to compute, and the blocks that it will have.
     pub(super) fn assign(
         &self,
         hashes: &[BlockHash],
-        n_tokens: u64,
+        work: PromptWork,
         turn: u64,
         now: Instant,
     ) -> NodeAssignment {
         self.last_turn.store(turn, Ordering::Relaxed);
         self.blocks.expect(hashes, now);
-        self.assigned.assign(n_tokens)
+        self.assigned.assign(work)
     }
 
     /// Returns the node as policies see it at `now`. The wait that it has reported has become shorter since.
@@ -107,7 +107,7 @@ impl RoutableNode {
             info: Arc::clone(&self.info),
             load,
             assigned: unreported.n_prompts,
-            assigned_tokens: unreported.n_tokens,
+            assigned_work: unreported.work,
             last_turn: self.last_turn.load(Ordering::Relaxed),
             cached_tokens: n_cached,
         }

@@ -427,7 +427,7 @@ async fn assigned_work_survives_a_load_report_and_ends_with_the_request() {
     assert_eq!(hashes.len(), 3, "three full blocks of 16 tokens");
     let ask = Ask::new(&prompt, &hashes);
     let assigned = || {
-        let of = |node: &NodeView| (node.assigned, node.assigned_tokens, node.cached_tokens);
+        let of = |node: &NodeView| (node.assigned, node.assigned_work.n_tokens, node.cached_tokens);
         cluster.view(&ask, &[]).nodes.iter().map(of).collect::<Vec<_>>()
     };
     let report = || {

@@ -15,7 +15,7 @@ use super::*;
 use crate::admission::AdmissionParts;
 use crate::cluster::NodeState;
 use crate::fake_node::{FakeNode, FakeResponse, answer_to};
-use crate::policy::{self, Arm};
+use crate::policy::{self, Arm, ComputingNodes};
 use crate::text::RouterModels;
 
 /// A router with fake nodes, on a network in memory with a paused clock.
@@ -49,6 +49,7 @@ async fn test_cluster(order: Order, fake_nodes: &[&FakeNode]) -> TestCluster {
         world: world.clone(),
         cluster: cluster.clone(),
         order,
+        computing: ComputingNodes::Prefill,
         requests_max: 8,
         wait_max: Duration::from_secs(5),
         metrics: router_metrics.clone(),

@@ -14,7 +14,9 @@ use std::cmp::{Ordering, Reverse};
 
 use super::costs::{Priced, Pricing};
 use super::decision::CANDIDATES_MAX;
-use super::{AllowedArms, Arm, Ask, Choice, ClusterView, Decision, NoRoute, NodeView, RoutingPolicy};
+use super::{
+    AllowedArms, Arm, Ask, Choice, ClusterView, ComputingNodes, Decision, NoRoute, NodeView, RoutingPolicy,
+};
 
 /// The number of prefill nodes, and of decode nodes, whose routes are compared. They are those with the lowest costs of
 /// their own, so the time of a decision grows with the number of nodes and not with that of pairs.
@@ -42,6 +44,10 @@ pub(super) struct Cost;
 impl RoutingPolicy for Cost {
     fn name(&self) -> &'static str {
         "cost"
+    }
+
+    fn computing(&self) -> ComputingNodes {
+        ComputingNodes::PrefillAndDecode
     }
 
     fn route(&self, ask: &Ask<'_>, view: &ClusterView, draw: u64) -> Result<Decision, NoRoute> {

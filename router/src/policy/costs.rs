@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use types::NodeInfo;
+use types::{NodeInfo, PromptWork};
 
 use super::decision::{Candidate, Terms};
 use super::{Arm, Ask, Choice, ClusterView, Decision, NodeView, Route};
@@ -20,15 +20,15 @@ const SLOWEST_NODE: f64 = 4.0;
 /// a node whose speed is unknown: such a node predicts no wait for the prompts that it has.
 pub(crate) fn queue_ms(node: &NodeView, token_ms: f64) -> f64 {
     let is_known = node.load.costs.prompt_token_ms > 0.0;
-    let unpredicted = node.assigned_tokens + if is_known { 0 } else { node.load.queued_tokens };
+    let mut unpredicted = node.assigned_work;
+    unpredicted.n_tokens += if is_known { 0 } else { node.load.queued_tokens };
     f64::from(node.load.queue_ms) + compute_ms(node, unpredicted, token_ms)
 }
 
-/// Returns the predicted time to compute this number of prompt tokens. `token_ms` is the time of a token on a
-/// node whose speed is unknown.
-pub(crate) fn compute_ms(node: &NodeView, n_tokens: u64, token_ms: f64) -> f64 {
+/// Returns the predicted time to compute prompt tokens. `token_ms` is the time of a token on a node whose speed is unknown.
+pub(crate) fn compute_ms(node: &NodeView, work: PromptWork, token_ms: f64) -> f64 {
     let costs = &node.load.costs;
-    if costs.prompt_token_ms > 0.0 { costs.prompt_ms(n_tokens) } else { n_tokens as f64 * token_ms }
+    if costs.prompt_token_ms > 0.0 { costs.prompt_ms(work) } else { work.n_tokens as f64 * token_ms }
 }
 
 /// Returns the predicted step time of a decode node, with all sequences that are assigned to it. Among nodes
@@ -91,7 +91,7 @@ impl<'a> Pricing<'a> {
 
     /// Returns the time of the prompt on a prefill node, to the first token.
     pub(super) fn prefill_ms(&self, node: &NodeView) -> f64 {
-        queue_ms(node, self.token_ms) + compute_ms(node, self.n_missing(node), self.token_ms)
+        queue_ms(node, self.token_ms) + compute_ms(node, self.ask.missing(node), self.token_ms)
     }
 
     /// Returns the time of a decode node for KV that is sent to it, without the time of the connector.
@@ -101,7 +101,7 @@ impl<'a> Pricing<'a> {
 
     /// A prefill node computes the prompt.
     pub(super) fn remote(&self, from: &'a NodeView, to: &'a NodeView) -> Priced<'a> {
-        let compute_ms = compute_ms(from, self.n_missing(from), self.token_ms);
+        let compute_ms = compute_ms(from, self.ask.missing(from), self.token_ms);
         let times = self.decode_times(to);
         let terms = Terms {
             cached_tokens: from.cached_tokens,
@@ -119,16 +119,19 @@ impl<'a> Pricing<'a> {
     /// The decode node computes the prompt, in chunks beside its streams.
     pub(super) fn local(&self, node: &'a NodeView) -> Priced<'a> {
         let times = self.decode_times(node);
-        let n_missing = self.n_missing(node) as f64;
-        let n_steps = (n_missing / times.step_tokens).ceil().max(1.0);
+        let missing = self.ask.missing(node);
+        let n_missing = missing.n_tokens as f64;
+        let context_ms = missing.n_before as f64 / 1e3 * f64::from(node.load.costs.prompt_context_ms);
+        let prompt_ms = n_missing * times.token_ms + context_ms;
+        let n_steps = node.load.costs.prompt_steps(missing, node.load.running).max(1.0);
         let terms = Terms {
             cached_tokens: node.cached_tokens,
             queue_ms: queue_ms(node, self.token_ms).max(times.wait_ms),
-            compute_ms: n_missing * times.token_ms + n_steps * times.step_ms,
+            compute_ms: prompt_ms + n_steps * times.step_ms,
             calls_ms: self.view.learned.calls(Arm::Local).ms,
             transfer_ms: 0.0,
             first_step_ms: times.step_ms,
-            streams_ms: times.streams * n_missing * times.token_ms,
+            streams_ms: times.streams * prompt_ms,
             gap_ms: times.step_ms + n_missing.min(times.step_tokens) * times.token_ms,
         };
         self.priced(Arm::Local, None, node, times.step_ms, terms)
@@ -163,13 +166,9 @@ impl<'a> Pricing<'a> {
         Priced { prefill, decode, arm, terms, step_ms, misses: if worse > 1.0 { worse } else { 0.0 } }
     }
 
-    fn n_missing(&self, node: &NodeView) -> u64 {
-        self.ask.n_tokens().saturating_sub(u64::from(node.cached_tokens))
-    }
-
     /// Returns the part of the transfer to a decode node that the computation does not hide.
     fn transfer_ms(&self, from: &NodeInfo, to: &NodeView, computed_ms: f64) -> f64 {
-        let bytes = self.n_missing(to) * token_bytes(&to.info);
+        let bytes = self.ask.missing(to).n_tokens * token_bytes(&to.info);
         self.view.learned.between(from, &to.info).unhidden_ms(bytes, computed_ms)
     }
 
@@ -183,7 +182,7 @@ impl<'a> Pricing<'a> {
             if known_ms > 0.0 { known_ms.min(self.token_ms * SLOWEST_NODE) } else { self.token_ms };
         let step_tokens = f64::from(costs.step_tokens.saturating_sub(load.running).max(1));
         let step_tokens = if costs.step_tokens == 0 { f64::INFINITY } else { step_tokens };
-        let prompts = (load.queued_tokens + node.assigned_tokens) as f64;
+        let prompts = (load.queued_tokens + node.assigned_work.n_tokens) as f64;
         let present_ms = step_ms + prompts.min(step_tokens) * token_ms;
         let is_busy = load.running > 0 || prompts > 0.0;
         DecodeTimes {

@@ -16,7 +16,7 @@ mod session_affinity;
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use types::{BlockHash, NodeInfo, NodeLoad, Prompt};
+use types::{BlockHash, NodeInfo, NodeLoad, Prompt, PromptWork};
 
 use crate::admission::Objective;
 use costs::Pricing;
@@ -30,6 +30,19 @@ pub use learned::{CallTime, ConnectorCosts, RouteCosts, SeenTransfer};
 pub trait RoutingPolicy: Debug + Send + Sync + 'static {
     fn name(&self) -> &'static str;
     fn route(&self, ask: &Ask<'_>, view: &ClusterView, draw: u64) -> Result<Decision, NoRoute>;
+
+    /// Returns which nodes may compute prompts if there are prefill nodes.
+    fn computing(&self) -> ComputingNodes {
+        ComputingNodes::Prefill
+    }
+}
+
+/// The nodes that may compute prompts if there are prefill nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ComputingNodes {
+    Prefill,
+    /// Also decode nodes whose streams do not wait long for it.
+    PrefillAndDecode,
 }
 
 /// A prompt that needs a route.
@@ -51,6 +64,11 @@ impl<'a> Ask<'a> {
 
     pub fn n_tokens(&self) -> u64 {
         self.prompt.tokens.len() as u64
+    }
+
+    /// Returns what a node has to compute of the prompt.
+    pub(crate) fn missing(&self, node: &NodeView) -> PromptWork {
+        PromptWork::of(u64::from(node.cached_tokens)..self.n_tokens())
     }
 }
 
@@ -85,8 +103,8 @@ pub struct NodeView {
     pub load: NodeLoad,
     /// The number of prompts assigned to the node that `load` does not include.
     pub assigned: u32,
-    /// The tokens of the assigned prompts.
-    pub assigned_tokens: u64,
+    /// What the node is to compute of the assigned prompts.
+    pub assigned_work: PromptWork,
     /// The router's route counter at the node's last assignment; zero if it had none.
     pub last_turn: u64,
     /// The number of the prompt's leading tokens whose KV the node has, or is about to have.

@@ -30,13 +30,12 @@ impl RoutingPolicy for PrefixAware {
 
     fn route(&self, ask: &Ask<'_>, view: &ClusterView, draw: u64) -> Result<Decision, NoRoute> {
         let token_ms = view.token_ms();
-        let n_missing = |node: &NodeView| ask.n_tokens().saturating_sub(u64::from(node.cached_tokens));
         let computing =
-            |node: &NodeView| queue_ms(node, token_ms) + compute_ms(node, n_missing(node), token_ms);
+            |node: &NodeView| queue_ms(node, token_ms) + compute_ms(node, ask.missing(node), token_ms);
         let prefill = nearest(view.prefill_nodes(), computing, draw);
         let decoding = |node: &NodeView| {
             let is_moved = prefill.is_some() && !node.info.role.prefills();
-            let moving = n_missing(node) as f64 * token_ms * MOVE_SHARE;
+            let moving = ask.missing(node).n_tokens as f64 * token_ms * MOVE_SHARE;
             STEPS * step_ms(node) + if is_moved { moving } else { computing(node) }
         };
         let decode = nearest(view.decode_nodes(ask.prompt).into_iter(), decoding, draw.rotate_left(32));

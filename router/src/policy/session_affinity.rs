@@ -5,7 +5,7 @@
 //! prompt that is too short to have a hash goes to the least loaded nodes.
 
 use types::place::keepers;
-use types::{BlockHash, NodeId};
+use types::{BlockHash, NodeId, PromptWork};
 
 use super::costs::{compute_ms, queue_ms, step_ms};
 use super::least_loaded::LeastLoaded;
@@ -28,7 +28,7 @@ impl RoutingPolicy for SessionAffinity {
     fn route(&self, ask: &Ask<'_>, view: &ClusterView, draw: u64) -> Result<Decision, NoRoute> {
         let Some(beginning) = beginning(ask, view) else { return LeastLoaded.route(ask, view, draw) };
         let token_ms = view.token_ms();
-        let own_ms = |node: &NodeView| compute_ms(node, ask.n_tokens(), token_ms);
+        let own_ms = |node: &NodeView| compute_ms(node, PromptWork::of(0..ask.n_tokens()), token_ms);
         let prefill = own(view.prefill_nodes().collect(), beginning, |node| queue_ms(node, token_ms), own_ms);
         let stream_ms = |node: &NodeView| step_ms(node) / 4.0;
         let decode = own(view.decode_nodes(ask.prompt), beginning, step_ms, stream_ms);

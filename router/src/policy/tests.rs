@@ -32,7 +32,14 @@ pub(crate) fn node(id: &str, role: Role) -> NodeView {
     };
     let blocks = BlockCounts { total: 100, free: 100, ..BlockCounts::default() };
     let load = NodeLoad { blocks, step_ms: 5.0, ..NodeLoad::default() };
-    NodeView { info: Arc::new(info), load, assigned: 0, assigned_tokens: 0, last_turn: 0, cached_tokens: 0 }
+    NodeView {
+        info: Arc::new(info),
+        load,
+        assigned: 0,
+        assigned_work: PromptWork::default(),
+        last_turn: 0,
+        cached_tokens: 0,
+    }
 }
 
 fn view(nodes: Vec<NodeView>) -> ClusterView {
@@ -151,7 +158,7 @@ fn least_loaded_prefers_the_short_queue_and_the_short_step() {
     view.nodes[3].load.step_ms = 9.0;
     assert_eq!(ids(&routed("least-loaded", &prompt(9), &view, 5).expect("usable")), (Some("p1"), "d0"));
     // Prompts assigned since the report count too, so the other nodes are chosen.
-    view.nodes[1].assigned_tokens = 1_000_000;
+    view.nodes[1].assigned_work = PromptWork::of(0..1_000_000);
     view.nodes[2].assigned = 8;
     assert_eq!(ids(&routed("least-loaded", &prompt(9), &view, 5).expect("usable")), (Some("p0"), "d1"));
 }
@@ -168,7 +175,7 @@ fn a_burst_of_unlike_prompts_spreads_over_idle_nodes() {
                 || Some(&node.info.id) == route.prefill.as_ref().map(|node| &node.id)
             {
                 node.assigned += 1;
-                node.assigned_tokens += 9;
+                node.assigned_work += PromptWork::of(0..9);
                 *counts.entry(node.info.id.clone()).or_insert(0) += 1;
             }
         }
@@ -232,7 +239,7 @@ fn prefix_aware_weighs_what_is_cached_against_the_queue() {
         let mut view = two_and_two();
         for (node, (queue_ms, assigned_tokens, cached_tokens, last_turn)) in view.nodes.iter_mut().zip(rows) {
             paced(node);
-            (node.load.queue_ms, node.assigned_tokens) = (*queue_ms, *assigned_tokens);
+            (node.load.queue_ms, node.assigned_work) = (*queue_ms, PromptWork::of(0..*assigned_tokens));
             (node.cached_tokens, node.last_turn) = (*cached_tokens, *last_turn);
         }
         let decision = decided(&*policy, &prompt(2000), &[], &view, 5).expect("usable");
@@ -266,8 +273,8 @@ fn a_queue_counts_on_a_node_whose_speed_is_unknown() {
             paced(&mut view.nodes[0]);
             view.nodes[0].load.queue_ms = 150.0;
             view.nodes[2..].iter_mut().for_each(|node| node.load.running = 40);
-            (view.nodes[1].load.queued_tokens, view.nodes[1].assigned_tokens) =
-                (queued_tokens, assigned_tokens);
+            (view.nodes[1].load.queued_tokens, view.nodes[1].assigned_work) =
+                (queued_tokens, PromptWork::of(0..assigned_tokens));
             let decision = decided(&*policy, &prompt(2000), &[], &view, NO_EXPLORING).expect("usable");
             assert_eq!(ids(&decision.route).0, Some(expected), "{name}: {queued_tokens} {assigned_tokens}");
         }

@@ -265,8 +265,10 @@ impl Worker {
         let n_running = candidates.iter().filter(|candidate| candidate.is_running()).count();
         let running_max = n_running.div_ceil(self.n_parts());
         candidates.retain(|candidate| !(candidate.is_running() && self.is_in_another_part(candidate.id)));
+        let prompts = candidates.iter().filter(|candidate| !candidate.is_running());
+        let n_before = prompts.min_by_key(|prompt| prompt.precedence).map_or(0, |first| first.start);
         let budget = Budget {
-            step_tokens_max: self.step_tokens(running_max, self.arrival_times(now)),
+            step_tokens_max: self.step_tokens(running_max, self.arrival_times(now), n_before),
             rows_max: self.settings.sequences_max,
             running_max,
             block_tokens: usize::from(self.layout().block_tokens),
@@ -303,8 +305,9 @@ impl Worker {
 
     /// Returns the largest number of tokens in a step with this number of running sequences, such that no sequence has a
     /// longer gap than the setting. A sequence whose KV has arrived has waited already, and the prompts may get no tokens
-    /// then. A sequence whose KV arrives during the step waits for its end, and for one step without prompts.
-    pub(super) fn step_tokens(&self, n_running: usize, arrivals: ArrivalTimes) -> usize {
+    /// then. A sequence whose KV arrives during the step waits for its end, and for one step without prompts. The first prompt
+    /// in the step has `n_before` tokens before its chunk.
+    pub(super) fn step_tokens(&self, n_running: usize, arrivals: ArrivalTimes, n_before: usize) -> usize {
         let (settings, block_tokens) = (&self.settings, usize::from(self.layout().block_tokens));
         if settings.gap_ms_max == 0.0 {
             return settings.step_tokens_max;
@@ -314,7 +317,8 @@ impl Worker {
         let next_ms = next_ms.map_or(0.0, |next_ms| {
             (self.costs.running_ms(n_running + 1) + EARLY_ARRIVAL_MS - next_ms).max(0.0)
         });
-        let n_prompt = self.costs.prompt_tokens_within(longest_ms - waited_ms.max(next_ms), n_running);
+        let within_ms = longest_ms - waited_ms.max(next_ms);
+        let n_prompt = self.costs.prompt_tokens_within(within_ms, n_running, n_before);
         let n_prompt = if waited_ms > 0.0 { n_prompt } else { n_prompt.max(block_tokens) };
         self.in_whole_groups(settings.step_tokens_max.min(n_running.saturating_add(n_prompt)))
     }

@@ -446,10 +446,12 @@ impl RouterHost {
     }
 
     fn parts(&self, world: World, cluster: Cluster, metrics: RouterMetrics) -> DispatchParts {
+        let policy = router::policy::by_name(self.shape.policy).expect("a policy by that name");
         let admission = Admission::new(AdmissionParts {
             world: world.clone(),
             cluster: cluster.clone(),
             order: self.shape.order,
+            computing: policy.computing(),
             requests_max: 64,
             wait_max: self.shape.wait_max,
             metrics: metrics.clone(),
@@ -457,7 +459,7 @@ impl RouterHost {
         DispatchParts {
             world,
             cluster,
-            policy: router::policy::by_name(self.shape.policy).expect("a policy by that name"),
+            policy,
             admission,
             order: self.shape.order,
             explain_share: 0.0,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use types::{BlockCounts, LearnedCosts, Role};
+use types::{BlockCounts, LearnedCosts, PromptWork, Role};
 
 use super::*;
 use crate::policy::tests::{node, prompt};
@@ -30,9 +30,13 @@ fn free(n_free: u32) -> impl FnOnce(&mut NodeView) {
 fn room(nodes: Vec<NodeView>, admitted: &UnassignedAdmissions, order: Order) -> String {
     let (prompt, view) = (prompt(N_TOKENS), ClusterView { nodes, learned: Arc::default() });
     let ask = Ask::new(&prompt, &[]);
-    let question = RoomQuestion { ask, view: &view, admitted, order };
+    let question = RoomQuestion { ask, view: &view, admitted, order, computing: ComputingNodes::Prefill };
+    named(question.room())
+}
+
+fn named(room: Option<UnassignedAdmission>) -> String {
     let name = |node: Option<NodeId>| node.map_or("-".to_owned(), |node| node.to_string());
-    question.room().map_or("none".to_owned(), |room| format!("{} {}", name(room.prefill), name(room.decode)))
+    room.map_or("none".to_owned(), |room| format!("{} {}", name(room.prefill), name(room.decode)))
 }
 
 fn idle(_: &mut NodeView) {}
@@ -65,7 +69,7 @@ fn room_is_kv_room() {
             "assigned work takes room",
             vec![decode("d", |node| {
                 free(21)(node);
-                (node.assigned, node.assigned_tokens) = (1, 160)
+                (node.assigned, node.assigned_work) = (1, PromptWork::of(0..160))
             })],
             first,
             "none",
@@ -133,6 +137,34 @@ fn room_is_a_short_queue() {
     }
 }
 
+/// With a policy that lets decode nodes compute prompts, a prompt does not wait for a prefill node if a decode node has time.
+#[test]
+fn a_decode_node_that_may_compute_is_room() {
+    use ComputingNodes::{Prefill, PrefillAndDecode};
+    let queued = |node: &mut NodeView, queue_ms: f32| {
+        node.load.costs.prompt_token_ms = 0.1;
+        (node.load.queue_ms, node.load.queued_tokens) = (queue_ms, 10 * queue_ms as u64);
+    };
+    for (what, running, gap_ms_max, queues_ms, computing, expected) in [
+        ("streams would wait", 4, 0.0, [501.0, 0.0], PrefillAndDecode, "none"),
+        ("no streams", 0, 0.0, [501.0, 0.0], PrefillAndDecode, "- d"),
+        ("bounded gaps", 4, 25.0, [501.0, 0.0], PrefillAndDecode, "- d"),
+        ("its queue is long too", 4, 25.0, [501.0, 501.0], PrefillAndDecode, "none"),
+        ("another policy", 4, 25.0, [501.0, 0.0], Prefill, "none"),
+        ("the prefill node has time", 4, 25.0, [0.0, 0.0], PrefillAndDecode, "p d"),
+    ] {
+        let decode = decode("d", |node| {
+            (node.load.running, node.load.costs.gap_ms_max) = (running, gap_ms_max);
+            queued(node, queues_ms[1]);
+        });
+        let nodes = vec![prefill("p", |node| queued(node, queues_ms[0])), decode];
+        let (prompt, view) = (prompt(N_TOKENS), ClusterView { nodes, learned: Arc::default() });
+        let (ask, admitted) = (Ask::new(&prompt, &[]), &UnassignedAdmissions::default());
+        let question = RoomQuestion { ask, view: &view, admitted, order: Order::DecodeFirst, computing };
+        assert_eq!(named(question.room()), expected, "{what}");
+    }
+}
+
 #[test]
 fn one_room_is_given_once() {
     let mut admitted = UnassignedAdmissions::default();
@@ -164,6 +196,7 @@ fn times_are_predicted_from_learned_costs() {
         view: &view,
         admitted: &UnassignedAdmissions::default(),
         order: Order::DecodeFirst,
+        computing: ComputingNodes::Prefill,
     };
     let PredictedService { first_token, token_gap } = question.predicted();
     assert_eq!((first_token.as_millis(), token_gap.as_millis()), (120, 12));

@@ -91,11 +91,6 @@ impl Machine {
     pub(super) fn tokens_within(&self, us: f64, before: usize) -> usize {
         (us / (self.prompt_token_us + self.rise_us * before as f64 / 1e3)) as usize
     }
-
-    /// Returns the time of a prompt token as a node learns it from prompts of some thousand tokens.
-    pub(super) fn learned_token_us(&self) -> f64 {
-        self.prompt_token_us + self.rise_us * 3.0
-    }
 }
 
 impl Lengths {

@@ -4,6 +4,7 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
+use std::iter::repeat;
 use std::time::Duration;
 
 use chassis::metrics::Metrics;
@@ -11,7 +12,7 @@ use tokio::time::Instant;
 use types::prompt::Priority;
 use types::{
     BlockCounts, BlockHash, CacheSalt, Deadline, KvDtype, KvLayout, LearnedCosts, NodeInfo, NodeLoad, Prompt,
-    RequestId, RequestedModel, Role, Sampling, Scheme, StopRules, TenantId, TokenId, WireAddress,
+    PromptWork, RequestId, RequestedModel, Role, Sampling, Scheme, StopRules, TenantId, TokenId, WireAddress,
 };
 
 use super::Outcome;
@@ -240,18 +241,18 @@ impl Model {
         let nodes = self.nodes.iter().map(|node| node.routed.view(&matches, now)).collect();
         let view = ClusterView { nodes, learned: self.learner.costs() };
         let decision = self.policy.route(&ask, &view, draw).expect("two nodes");
-        let missing = ask.n_tokens() - u64::from(decision.terms.cached_tokens);
-        let mut share = |node: usize, n_tokens| {
+        let missing = PromptWork::of(u64::from(decision.terms.cached_tokens)..ask.n_tokens());
+        let mut share = |node: usize, work| {
             self.turn += 1;
             // The index knows the blocks of a node that has the prefix.
             let expected = if self.nodes[node].prefixes.contains(&shape.prefix) { &[][..] } else { &hashes };
-            self.nodes[node].routed.assign(expected, n_tokens, self.turn, now)
+            self.nodes[node].routed.assign(expected, work, self.turn, now)
         };
         let is_remote = decision.arm == Arm::Remote;
         let decode = if decision.route.decode.id.as_str() == "a" { PREFILL } else { DECODE };
         let assigned = Assignment {
             prefill: is_remote.then(|| share(PREFILL, missing)),
-            decode: Some(share(decode, if is_remote { 0 } else { missing })),
+            decode: Some(share(decode, if is_remote { PromptWork::default() } else { missing })),
         };
         assigned.decode_called(now);
         let (learner, metrics) = (self.learner.clone(), self.metrics.predictions.clone());
@@ -532,30 +533,35 @@ impl Node {
     /// Its streams take `running_us` of the step.
     fn load(&self, running_us: f64) -> NodeLoad {
         let (machine, running) = (self.machine, self.streams.len() + self.queue.len());
-        let (token_us, row_us) = (machine.learned_token_us(), machine.row_us);
-        let left: usize = self.queue.iter().map(|job| job.left).sum();
-        let in_step: usize = self.step.iter().flat_map(|step| &step.chunks).sum();
-        let step_us = self.step.as_ref().filter(|_| in_step > 0).map_or(0.0, |step| step.took);
-        let fits = (self.gap_us * GAP_SHARE - running_us).max(0.0) / token_us;
-        let chunk = if self.gap_us > 0.0 { (fits as usize).max(BLOCK_TOKENS) } else { usize::MAX };
-        let step_tokens = self.step_tokens_max.min(chunk.saturating_add(running));
-        let n_steps = (left - in_step).div_ceil(step_tokens - running);
-        let queue_us = step_us + (left - in_step) as f64 * token_us + n_steps as f64 * running_us;
+        let row_us = machine.row_us;
+        let in_step = self.step.iter().flat_map(|step| step.chunks.iter().copied()).chain(repeat(0));
+        let left = self.queue.iter().zip(in_step).map(|(job, in_step)| {
+            PromptWork::of((job.n_tokens - job.left + in_step) as u64..job.n_tokens as u64)
+        });
+        let left: PromptWork = left.sum();
+        let has_prompts = |step: &&Step| !step.chunks.is_empty();
+        let step_us = self.step.as_ref().filter(has_prompts).map_or(0.0, |step| step.took);
+        let fits = machine.tokens_within((self.gap_us * GAP_SHARE - running_us).max(0.0), 0);
+        let chunk = if self.gap_us > 0.0 { fits.max(BLOCK_TOKENS) } else { usize::MAX };
+        let costs = LearnedCosts {
+            prompt_token_ms: (machine.prompt_token_us / 1e3) as f32,
+            prompt_context_ms: (machine.rise_us / 1e3) as f32,
+            step_ms: (machine.step_us / 1e3) as f32,
+            row_ms: (row_us / 1e3) as f32,
+            context_ms: (machine.context_us / 1e3) as f32,
+            step_tokens: self.step_tokens_max.min(chunk.saturating_add(running)) as u32,
+            gap_ms_max: (self.gap_us / 1e3) as f32,
+        };
+        let steps_us = costs.prompt_steps(left, running as u32) * running_us;
+        let queue_us = step_us + costs.tokens_ms(left) * 1e3 + steps_us;
         NodeLoad {
             running: running as u32,
             arriving: self.arriving,
-            queued_tokens: (left - in_step) as u64,
+            queued_tokens: left.n_tokens,
             queue_ms: (queue_us / 1e3) as f32,
             step_ms: ((running_us + row_us * (self.queue.len() + 1) as f64) / 1e3) as f32,
             blocks: BlockCounts { total: 1 << 20, free: 1 << 20, ..BlockCounts::default() },
-            costs: LearnedCosts {
-                prompt_token_ms: (token_us / 1e3) as f32,
-                step_ms: (machine.step_us / 1e3) as f32,
-                row_ms: (row_us / 1e3) as f32,
-                context_ms: (machine.context_us / 1e3) as f32,
-                step_tokens: step_tokens as u32,
-                gap_ms_max: (self.gap_us / 1e3) as f32,
-            },
+            costs,
             ..NodeLoad::default()
         }
     }
