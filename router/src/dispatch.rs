@@ -504,8 +504,8 @@ impl<'a> Attempts<'a> {
         if failure.refusal.caller_action() != CallerAction::RetryElsewhere {
             return Err(failure.into());
         }
-        if matches!(kind, RefusalKind::Full | RefusalKind::Queue) {
-            return self.wait_for_room(failure);
+        if matches!(kind, RefusalKind::Full | RefusalKind::Queue | RefusalKind::Draining) {
+            return self.leave_out(failure);
         }
         self.attempts_left = self.attempts_left.saturating_sub(1);
         if self.attempts_left == 0 && stands(Guard::AttemptBudget) {
@@ -520,8 +520,9 @@ impl<'a> Attempts<'a> {
         self.began + self.parts.budget.wait_max
     }
 
-    /// Leaves out a node whose queue is full. The failure uses up waiting time instead of an attempt.
-    fn wait_for_room(&mut self, failure: Failure) -> Result<(), ServeError> {
+    /// Leaves out a node that has no room, or that leaves or changes its role. The failure uses up waiting time instead of an
+    /// attempt.
+    fn leave_out(&mut self, failure: Failure) -> Result<(), ServeError> {
         if self.began.elapsed() >= self.parts.budget.wait_max {
             return Err(failure.into());
         }

@@ -308,7 +308,10 @@ fn peer_to_wire(node: &NodeInfo) -> v1::Peer {
 impl Failure {
     /// Makes the failure of a node that left the cluster between the choice and the call.
     pub(crate) fn gone(node: &NodeInfo) -> Self {
-        Self { node: Arc::new(node.clone()), refusal: Refusal::new(RefusalKind::Failed, "the node has left") }
+        Self {
+            node: Arc::new(node.clone()),
+            refusal: Refusal::new(RefusalKind::Draining, "the node has left"),
+        }
     }
 }
 

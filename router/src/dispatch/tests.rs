@@ -127,6 +127,18 @@ fn decode(id: &str, script: &[FakeResponse]) -> FakeNode {
     FakeNode::new(id, Role::Decode, script)
 }
 
+/// A node that drains or changes its role has not failed: the request keeps its three attempts.
+#[tokio::test(start_paused = true)]
+async fn a_node_that_leaves_costs_no_attempt() {
+    let leaving =
+        ["p0", "p1", "p2", "p3"].map(|id| prefill(id, &[FakeResponse::Refuse(RefusalKind::Draining)]));
+    let d = decode("d", &[FakeResponse::Serve]);
+    let [p0, p1, p2, p3] = &leaving;
+    test_cluster(Order::DecodeFirst, &[p0, p1, p2, p3, &d]).await.serves(6).await;
+    let n_asked: usize = leaving.iter().map(|node| node.received().len()).sum();
+    assert_eq!(n_asked, 4, "more nodes than attempts, then the decode node computes the prompt");
+}
+
 #[tokio::test(start_paused = true)]
 async fn decode_is_asked_first_and_the_first_token_comes_from_prefill() {
     let (p, d) = (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Serve]));

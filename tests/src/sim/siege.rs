@@ -165,6 +165,8 @@ impl Plan {
         let window = chance.millis(500..=1_000);
         let settings = BalanceSettings { margin: 0.0, window, pause: chance.millis(0..=500) };
         self.cluster.balance = Some(settings);
+        // A move ends transfers to the node, and a planned death costs one attempt more.
+        self.cluster.attempts_max = 4;
         self.cluster.nodes.iter_mut().for_each(|node| (node.step_ms, node.prefill_token_ms) = (40.0, 4.0));
         let ask = |nth: u64| {
             let (is_early, at) = (nth.is_multiple_of(2), chance.millis(0..=3_500));
