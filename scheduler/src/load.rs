@@ -148,7 +148,7 @@ impl StepShape {
 
     /// Returns a step that takes as long: the device multiplies `rows_together` rows together, and the last group of a large
     /// step takes the time of a whole one. The rest counts as prompt tokens.
-    pub(crate) fn in_whole_groups(self, rows_together: usize) -> Self {
+    pub(crate) fn filled_up(self, rows_together: usize) -> Self {
         let n_rows = self.n_running + self.n_prefill_tokens;
         if self.n_prefill_tokens == 0 || n_rows <= rows_together {
             return self;
@@ -348,7 +348,7 @@ impl PromptPlane {
 
 impl PromptCosts {
     fn tokens_ms(&self, work: PromptWork) -> f64 {
-        work.n_tokens as f64 * self.token_ms + work.n_before as f64 / 1e3 * self.before_ms
+        work.takes_ms(self.token_ms, self.before_ms)
     }
 
     /// Returns the number of tokens that take this time, if `n_before` tokens are before the first of them. A negative time

@@ -195,7 +195,7 @@ impl Worker {
 
     /// Returns the shape of a step that takes as long as a launched one.
     fn shape_of(&self, flight: &LaunchedStep) -> StepShape {
-        StepShape::of(&flight.rows).in_whole_groups(self.backend.rows_together())
+        StepShape::of(&flight.rows).filled_up(self.backend.rows_together())
     }
 
     /// Returns the time at which the device began the oldest launched step.

@@ -64,8 +64,7 @@ impl LearnedCosts {
 
     /// Returns the predicted time of prompt tokens, without the steps that compute them, in milliseconds.
     pub fn tokens_ms(&self, work: PromptWork) -> f64 {
-        work.n_tokens as f64 * f64::from(self.prompt_token_ms)
-            + work.n_before as f64 / 1e3 * f64::from(self.prompt_context_ms)
+        work.takes_ms(self.prompt_token_ms.into(), self.prompt_context_ms.into())
     }
 
     /// Returns the number of steps that compute prompt tokens beside `n_running` sequences. A step of a node that bounds gaps
@@ -88,6 +87,11 @@ impl PromptWork {
         let n_tokens = positions.end.saturating_sub(positions.start);
         let n_before = n_tokens * positions.start + n_tokens * n_tokens.saturating_sub(1) / 2;
         Self { n_tokens, n_before }
+    }
+
+    /// Returns the time that it takes if a token takes `token_ms`, and `context_ms` more for each 1,000 tokens before it.
+    pub fn takes_ms(&self, token_ms: f64, context_ms: f64) -> f64 {
+        self.n_tokens as f64 * token_ms + self.n_before as f64 / 1e3 * context_ms
     }
 }
 

@@ -121,8 +121,7 @@ impl<'a> Pricing<'a> {
         let times = self.decode_times(node);
         let missing = self.ask.missing(node);
         let n_missing = missing.n_tokens as f64;
-        let context_ms = missing.n_before as f64 / 1e3 * f64::from(node.load.costs.prompt_context_ms);
-        let prompt_ms = n_missing * times.token_ms + context_ms;
+        let prompt_ms = missing.takes_ms(times.token_ms, node.load.costs.prompt_context_ms.into());
         let n_steps = node.load.costs.prompt_steps(missing, node.load.running).max(1.0);
         let terms = Terms {
             cached_tokens: node.cached_tokens,

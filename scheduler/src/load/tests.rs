@@ -225,7 +225,7 @@ fn the_last_group_of_a_large_step_counts_whole() {
     for (n_running, n_prefill_tokens, expected) in
         [(3, 0, 0), (3, 200, 200), (0, 256, 256), (3, 254, 509), (16, 496, 496), (0, 513, 768), (300, 0, 0)]
     {
-        let found = shape(n_running, n_prefill_tokens).in_whole_groups(256);
+        let found = shape(n_running, n_prefill_tokens).filled_up(256);
         assert_eq!(found, shape(n_running, expected), "{n_prefill_tokens} beside {n_running}");
     }
 }
@@ -236,7 +236,7 @@ fn the_end_of_a_prompt_makes_the_next_one_no_slower() {
     let mut costs = StepCosts::default();
     for nth in 0..200 {
         let n_prefill_tokens = [496, 496, 272, 496, 300][nth % 5];
-        let taken = shape(4, n_prefill_tokens).in_whole_groups(256);
+        let taken = shape(4, n_prefill_tokens).filled_up(256);
         costs.observe(taken, Duration::from_secs_f64((4.0 + 0.0185 * taken.n_prefill_tokens as f64) / 1e3));
         costs.observe(shape(4, 0), Duration::from_millis(4));
     }

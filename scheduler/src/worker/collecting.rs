@@ -56,7 +56,7 @@ impl Worker {
     fn note_step(&mut self, shape: StepShape, launched_at: Instant, now: Instant) {
         let began = self.last_step.map_or(launched_at, |last| last.max(launched_at));
         let took = now.saturating_duration_since(began);
-        self.costs.observe(shape.in_whole_groups(self.backend.rows_together()), took);
+        self.costs.observe(shape.filled_up(self.backend.rows_together()), took);
         let StepShape { n_running, n_prefill_tokens, .. } = shape;
         trace!(target: "walk", n_running, n_prefill_tokens, took_us = took.as_micros() as u64, "engine step collected");
         self.metrics.steps.inc();
