@@ -191,7 +191,12 @@ impl StepCosts {
         let took_ms = took.as_secs_f64() * 1e3;
         let (rows, context) = (step.n_running as f64, step.n_context_tokens as f64 / 1e3);
         if step.n_prefill_tokens == 0 {
+            let is_first = self.running.fixed().is_none();
             self.running.learn(rows, context, took_ms);
+            if is_first {
+                // The steps with prompts before it were learned with the fixed time of a step.
+                self.prompts.shorten(self.running.at(0.0, 0.0));
+            }
             return;
         }
         // On a node that decodes, this is the fixed time of a step if nothing runs. It is not counted as the prompt's:
@@ -296,11 +301,25 @@ impl Mean {
     fn get(self) -> f64 {
         self.value.unwrap_or(0.0)
     }
+
+    /// Moves all values that were learned.
+    fn shift(&mut self, by: f64) {
+        self.value = self.value.map(|value| value + by);
+    }
 }
 
 impl PromptPlane {
     fn learn(&mut self, work: PromptWork, ms: f64) {
         self.0.learn(work.n_tokens as f64, work.n_before as f64 / 1e3, ms);
+    }
+
+    /// Makes all times that were learned shorter, though not negative on the mean.
+    fn shorten(&mut self, ms: f64) {
+        let Plane { x, z, y, xy, zy, .. } = &mut self.0;
+        let ms = ms.min(y.get());
+        xy.shift(-ms * x.get());
+        zy.shift(-ms * z.get());
+        y.shift(-ms);
     }
 
     /// Returns the fitted costs, none negative. The tokens make at least `share_min` of what the tokens before them leave of

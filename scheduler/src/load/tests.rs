@@ -71,6 +71,18 @@ fn short_remainders_do_not_make_a_decode_node_look_slow() {
     about(queue_ms(&costs, 8, 0), 5.0 + 8.0 * 0.05);
 }
 
+/// The first step of a decode node may be a short prompt: nothing tells its time from a step's fixed time yet.
+#[test]
+fn a_first_short_prompt_does_not_make_a_decode_node_look_slow() {
+    for (first, token_ms) in [(8, 0.0..0.06), (512, 0.045..0.055)] {
+        let costs = taught([(0, first), (1, 0), (1, 0)].into_iter());
+        let known_ms = costs.learned(512, 0.0).prompt_token_ms;
+        assert!(token_ms.contains(&known_ms), "{known_ms} ms for each token after {first}");
+    }
+    // A node that computes only prompts counts the fixed time of its steps.
+    about(queue_ms(&taught([(0, 8)].into_iter()), 8, 0), 5.4);
+}
+
 #[test]
 fn prompts_get_the_tokens_that_fit_into_a_gap() {
     let mut costs = taught((0..800).map(|nth| (1 + nth % 20, if nth % 2 == 0 { 0 } else { 200 })));
