@@ -522,6 +522,23 @@ fn a_lost_device_ends_everything() {
     rig.assert_at_baseline();
 }
 
+/// The check holds the pool, so a prompt that comes at once after another would wait for it.
+#[test]
+fn the_pool_is_checked_when_the_worker_has_been_idle_for_a_while() {
+    let mut rig = Rig::new(64, roomy());
+    let begin = rig.worker.world.now();
+    rig.stream(endless("a", 20, 5));
+    rig.settle();
+    for (ms, is_checked) in [(0, false), (999, false), (1_000, true), (9_000, true)] {
+        rig.worker.idle(begin + Duration::from_millis(ms));
+        assert_eq!(rig.worker.is_checked, is_checked, "after {ms} ms");
+    }
+    rig.stream(endless("b", 20, 5));
+    rig.settle();
+    rig.worker.idle(begin + Duration::from_secs(20));
+    assert!(!rig.worker.is_checked, "the time without work begins anew");
+}
+
 #[test]
 fn load_says_what_is_there() {
     let settings = SchedulerSettings { step_tokens_max: 12, sequences_max: 2, ..roomy() };
