@@ -113,13 +113,15 @@ async fn keep_ready(readiness: Readiness, standings: Standings) {
     }
 }
 
-/// Checks the block pool's integrity when the node is idle, if sequences were stored since the last check.
+/// Checks the block pool's integrity if sequences were stored since the last check, and none since the last look: the check
+/// holds the pool.
 async fn check_books(parts: PoolParts) {
-    let mut checked = 0;
+    let (mut checked, mut seen) = (0, 0);
     loop {
         tokio::time::sleep(LOOK_EVERY).await;
         let put = parts.metrics.tokens.get();
-        if parts.sequences.count() > 0 || put == checked {
+        let is_quiet = std::mem::replace(&mut seen, put) == put;
+        if parts.sequences.count() > 0 || !is_quiet || put == checked {
             continue;
         }
         checked = put;
