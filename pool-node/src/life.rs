@@ -20,8 +20,10 @@ use crate::model::kept_model;
 use crate::parts::PoolParts;
 use crate::service::PoolService;
 
-/// The interval at which the node checks whether it is idle, for an integrity check of its blocks.
+/// The interval at which the node looks whether it is idle, for an integrity check of its blocks.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// The number of looks in a row after which an idle node is checked.
+const QUIET_LOOKS: u32 = 30;
 
 /// The interval at which the readiness is set from the routers' reports.
 const STANDING_EVERY: Duration = Duration::from_millis(250);
@@ -113,15 +115,16 @@ async fn keep_ready(readiness: Readiness, standings: Standings) {
     }
 }
 
-/// Checks the block pool's integrity if sequences were stored since the last check, and none since the last look: the check
-/// holds the pool.
+/// Checks the block pool's integrity if sequences were stored since the last check, and none for a while: the check holds the
+/// pool.
 async fn check_books(parts: PoolParts) {
-    let (mut checked, mut seen) = (0, 0);
+    let (mut checked, mut seen, mut n_quiet) = (0, 0, 0);
     loop {
         tokio::time::sleep(LOOK_EVERY).await;
         let put = parts.metrics.tokens.get();
-        let is_quiet = std::mem::replace(&mut seen, put) == put;
-        if parts.sequences.count() > 0 || !is_quiet || put == checked {
+        let is_quiet = std::mem::replace(&mut seen, put) == put && parts.sequences.count() == 0;
+        n_quiet = if is_quiet { n_quiet + 1 } else { 0 };
+        if n_quiet < QUIET_LOOKS || put == checked {
             continue;
         }
         checked = put;

@@ -42,7 +42,7 @@ use launching::ArrivalTimes;
 const BLOCKED_POLL: Duration = Duration::from_millis(20);
 
 /// The time without work after which the pool's integrity is checked.
-const CHECK_AFTER: Duration = Duration::from_secs(1);
+const CHECK_AFTER: Duration = Duration::from_secs(30);
 
 /// What a worker is made of.
 #[derive(Debug)]
@@ -315,8 +315,8 @@ impl Worker {
         }
     }
 
-    /// Checks the pool's integrity once after work, but not at once: the check holds the pool for 20 ms per 100,000
-    /// blocks, and the next prompt often comes when the last one has ended.
+    /// Checks the pool's integrity once after work, but not soon: the check holds the pool for about a microsecond per
+    /// block, and prompts and KV that come then have to wait.
     fn idle(&mut self, now: Instant) {
         self.last_progress = now;
         let idle_since = *self.idle_since.get_or_insert(now);
