@@ -19,8 +19,8 @@ struct Shares {
     unreported: BTreeMap<u64, Share>,
     n_made: u64,
     sum: Unreported,
-    /// The streams that have ended since the last report.
-    n_ended: u32,
+    /// The times at which streams have ended that the last report may still have.
+    ended: Vec<Instant>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -36,7 +36,7 @@ struct Share {
 pub(super) struct Unreported {
     pub(super) n_prompts: u32,
     pub(super) work: PromptWork,
-    /// The streams of this router that have ended since the last report.
+    /// The streams of this router that have ended since the last report was made.
     pub(super) n_ended: u32,
 }
 
@@ -91,13 +91,13 @@ impl AssignedWork {
 
     pub(super) fn unreported(&self) -> Unreported {
         let shares = self.shares();
-        Unreported { n_ended: shares.n_ended, ..shares.sum }
+        Unreported { n_ended: shares.ended.len() as u32, ..shares.sum }
     }
 
-    /// Applies a report that has all prompts which were sent to the node by `includes`.
-    pub(super) fn reported(&self, includes: Instant) {
+    /// Applies a report that was made at `made`, and has all prompts which were sent to the node by `includes`.
+    pub(super) fn reported(&self, made: Instant, includes: Instant) {
         let mut shares = self.shares();
-        shares.n_ended = 0;
+        shares.ended.retain(|ended| *ended > made);
         let is_included = |share: &Share| share.sent.is_some_and(|sent| sent <= includes);
         let included: Vec<u64> =
             shares.unreported.iter().filter(|(_, share)| is_included(share)).map(|(id, _)| *id).collect();
@@ -136,7 +136,7 @@ impl Drop for NodeAssignment {
 
 impl Drop for RunningStream {
     fn drop(&mut self) {
-        self.work.shares().n_ended += 1;
+        self.work.shares().ended.push(Instant::now());
     }
 }
 
@@ -165,7 +165,7 @@ mod tests {
             match event {
                 Event::Assign(n_tokens) => assigned.push(Some(work.assign(PromptWork::of(0..n_tokens)))),
                 Event::Send(nth, ms) => assigned[nth].as_ref().expect("assigned").sent(at(ms)),
-                Event::Report(ms) => work.reported(at(ms)),
+                Event::Report(ms) => work.reported(at(ms), at(ms)),
                 Event::Drop(nth) => drop(assigned[nth].take()),
             }
         }
@@ -207,18 +207,24 @@ mod tests {
         }
     }
 
-    #[test]
-    fn streams_that_end_count_until_the_next_report() {
+    #[tokio::test(start_paused = true)]
+    async fn streams_that_end_count_until_a_report_that_was_made_later() {
         let work = Arc::new(AssignedWork::default());
         let stream =
             || Assignment { prefill: None, decode: Some(work.assign(PromptWork::of(0..9))) }.into_stream();
+        let n_ended_after_report = |made| {
+            work.reported(made, made);
+            work.unreported().n_ended
+        };
         let (first, second) = (stream(), stream());
         assert_eq!(work.unreported(), Unreported::default());
+        let before = Instant::now();
+        tokio::time::advance(Duration::from_millis(1)).await;
         drop(first);
-        assert_eq!(work.unreported().n_ended, 1);
-        work.reported(Instant::now());
-        assert_eq!(work.unreported().n_ended, 0);
+        assert_eq!(n_ended_after_report(before), 1, "the report was on its way");
+        tokio::time::advance(Duration::from_millis(1)).await;
         drop(second);
-        assert_eq!(work.unreported().n_ended, 1);
+        assert_eq!(n_ended_after_report(before + Duration::from_millis(1)), 1);
+        assert_eq!(n_ended_after_report(Instant::now()), 0);
     }
 }

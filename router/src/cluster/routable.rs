@@ -73,7 +73,8 @@ impl RoutableNode {
     pub(super) fn report(&self, load: NodeLoad, now: Instant) {
         let age = Duration::from_secs_f32(load.age_ms.min(AGE_MS_MAX) / 1e3);
         let arrives_within = if self.info.role.decodes() { ARRIVES_WITHIN } else { Duration::ZERO };
-        self.assigned.reported(now.checked_sub(age + arrives_within).unwrap_or(now));
+        let made = now.checked_sub(age).unwrap_or(now);
+        self.assigned.reported(made, made.checked_sub(arrives_within).unwrap_or(now));
         *self.load.lock().unwrap_or_else(PoisonError::into_inner) = load;
         *self.reported.lock().unwrap_or_else(PoisonError::into_inner) = Some(now);
     }
