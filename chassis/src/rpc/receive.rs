@@ -9,7 +9,7 @@ use axum::extract::{Request, State};
 use axum::middleware::Next;
 use axum::response::Response;
 use http::{HeaderMap, HeaderValue};
-use http_body_util::{BodyExt as _, Limited};
+use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use tonic::Status;
 use tracing::{Instrument, Span, warn};
 use types::node::{MESSAGE_BYTES_MAX, PROTOCOL};
@@ -36,11 +36,12 @@ pub struct Callers {
 }
 
 /// The reason why a call is not served.
-enum CallRejection {
+#[derive(Debug)]
+pub(super) enum CallRejection {
     Refused(Status),
     /// The caller must sign it for this instance, and call again.
     Instance(String),
-    /// The caller has cancelled it before its message had arrived.
+    /// The caller has cancelled it, or its connection has ended, before its message had arrived.
     Cancelled,
 }
 
@@ -75,8 +76,6 @@ impl Callers {
         if FOR_CLIENTS.iter().any(|prefix| path.starts_with(prefix)) {
             return Ok(request);
         }
-        let refused =
-            |error: &dyn std::fmt::Display| CallRejection::from(Status::unauthenticated(error.to_string()));
         if identity.tls().is_some() {
             let checked = roles::check(&path, request.extensions().get::<CertName>());
             checked.map_err(|wrong| refused(&identity.call_refused(wrong)))?;
@@ -86,12 +85,7 @@ impl Callers {
         }
         let shown = identity.check_head(&self.world, request.headers()).map_err(|error| refused(&error))?;
         let (head, body) = request.into_parts();
-        let body = tokio::time::timeout(MESSAGE_WITHIN, Limited::new(body, BODY_BYTES_MAX).collect()).await;
-        let body = body.map_err(|_| refused(&"the call's message did not arrive in time"))?;
-        let body = body.map_err(|error| refused(&error))?.to_bytes();
-        if !is_whole(&body) {
-            return Err(CallRejection::Cancelled);
-        }
+        let body = message_of(body).await?;
         let call = SignedCall { path: &path, headers: &head.headers, body: &body };
         match identity.check_call(&self.world, shown, call, &self.accepts) {
             Ok(()) => Ok(Request::from_parts(head, Body::from(body))),
@@ -131,6 +125,21 @@ pub(super) async fn receive(State(callers): State<Callers>, request: Request, ne
 impl From<Status> for CallRejection {
     fn from(status: Status) -> Self {
         Self::Refused(status)
+    }
+}
+
+fn refused(error: &dyn std::fmt::Display) -> CallRejection {
+    CallRejection::from(Status::unauthenticated(error.to_string()))
+}
+
+/// Reads the message of a signed call.
+pub(super) async fn message_of(body: Body) -> Result<Bytes, CallRejection> {
+    let collected = tokio::time::timeout(MESSAGE_WITHIN, Limited::new(body, BODY_BYTES_MAX).collect()).await;
+    match collected.map_err(|_| refused(&"the call's message did not arrive in time"))? {
+        Ok(body) => Some(body.to_bytes()).filter(|body| is_whole(body)).ok_or(CallRejection::Cancelled),
+        Err(error) if error.is::<LengthLimitError>() => Err(refused(&error)),
+        // All other errors are those of the caller's connection.
+        Err(_) => Err(CallRejection::Cancelled),
     }
 }
 

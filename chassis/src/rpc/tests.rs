@@ -4,6 +4,7 @@
 use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
+use axum::body::{Body, Bytes};
 use axum::extract::Request as HttpRequest;
 use axum::middleware::Next;
 use http::{HeaderMap, HeaderValue};
@@ -337,4 +338,23 @@ fn a_body_that_was_cut_off_is_no_whole_message() {
     let whole = [0, 0, 0, 0, 2, 7, 8];
     assert!(super::receive::is_whole(&whole) && super::receive::is_whole(&[0; 5]));
     assert!((0..whole.len()).all(|end| !super::receive::is_whole(&whole[..end])));
+}
+
+/// A message that is too long is the caller's mistake. A message that does not arrive is nobody's.
+#[tokio::test(start_paused = true)]
+async fn only_wrong_messages_are_refused() {
+    use super::receive::CallRejection::{Cancelled, Refused};
+    let reset = futures::stream::iter([Err::<Bytes, _>(io::Error::from(io::ErrorKind::ConnectionReset))]);
+    let lost = super::receive::message_of(Body::from_stream(reset)).await;
+    assert!(matches!(lost, Err(Cancelled)), "{lost:?}");
+    let part = super::receive::message_of(Body::from(vec![0, 0, 0, 0, 3, 1])).await;
+    assert!(matches!(part, Err(Cancelled)), "{part:?}");
+    let long = super::receive::message_of(Body::from(vec![0; types::node::MESSAGE_BYTES_MAX + 6])).await;
+    assert!(matches!(&long, Err(Refused(why)) if why.message() == "length limit exceeded"), "{long:?}");
+    let late = super::receive::message_of(Body::from_stream(futures::stream::pending::<io::Result<Bytes>>()));
+    let late = late.await;
+    assert!(
+        matches!(&late, Err(Refused(why)) if why.message().ends_with("did not arrive in time")),
+        "{late:?}"
+    );
 }
