@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -27,6 +28,9 @@ pub struct BlockPool {
 }
 
 impl BlockPool {
+    /// The time without work after which a node checks its pool's [`integrity`](Self::integrity).
+    pub const CHECK_AFTER: Duration = Duration::from_secs(30);
+
     pub fn new(layout: &KvLayout, n_blocks: u32) -> Self {
         Self::with_events_kept(layout, n_blocks, EVENTS_KEPT_MAX)
     }

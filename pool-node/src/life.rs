@@ -6,6 +6,7 @@ use chassis::admin::Readiness;
 use chassis::metrics::Metrics;
 use chassis::rpc::Callers;
 use chassis::{Listener, Shutdown, World, spawn_guarded};
+use kv_cache::BlockPool;
 use node::metrics::NodeMetrics;
 use node::ports::advertised;
 use node::{Announcement, NodeError, Ports, RunningNode, Standings, StatusParts, StatusService};
@@ -22,8 +23,6 @@ use crate::service::PoolService;
 
 /// The interval at which the node looks whether it is idle, for an integrity check of its blocks.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// The number of looks in a row after which an idle node is checked.
-const QUIET_LOOKS: u32 = 30;
 
 /// The interval at which the readiness is set from the routers' reports.
 const STANDING_EVERY: Duration = Duration::from_millis(250);
@@ -118,13 +117,14 @@ async fn keep_ready(readiness: Readiness, standings: Standings) {
 /// Checks the block pool's integrity if sequences were stored since the last check, and none for a while: the check holds the
 /// pool.
 async fn check_books(parts: PoolParts) {
-    let (mut checked, mut seen, mut n_quiet) = (0, 0, 0);
+    let (mut checked, mut seen, mut worked_at) = (0, 0, Instant::now());
     loop {
         tokio::time::sleep(LOOK_EVERY).await;
         let put = parts.metrics.tokens.get();
-        let is_quiet = std::mem::replace(&mut seen, put) == put && parts.sequences.count() == 0;
-        n_quiet = if is_quiet { n_quiet + 1 } else { 0 };
-        if n_quiet < QUIET_LOOKS || put == checked {
+        if put != seen || parts.sequences.count() > 0 {
+            (seen, worked_at) = (put, Instant::now());
+        }
+        if put == checked || worked_at.elapsed() < BlockPool::CHECK_AFTER {
             continue;
         }
         checked = put;

@@ -41,9 +41,6 @@ use launching::ArrivalTimes;
 /// room.
 const BLOCKED_POLL: Duration = Duration::from_millis(20);
 
-/// The time without work after which the pool's integrity is checked.
-const CHECK_AFTER: Duration = Duration::from_secs(30);
-
 /// What a worker is made of.
 #[derive(Debug)]
 pub struct WorkerParts {
@@ -320,7 +317,7 @@ impl Worker {
     fn idle(&mut self, now: Instant) {
         self.last_progress = now;
         let idle_since = *self.idle_since.get_or_insert(now);
-        if now.duration_since(idle_since) >= CHECK_AFTER {
+        if now.duration_since(idle_since) >= BlockPool::CHECK_AFTER {
             self.check_pool();
         }
     }

@@ -122,21 +122,18 @@ pub(super) async fn receive(State(callers): State<Callers>, request: Request, ne
     response.map(|body| Body::new(SpannedBody { body, span }))
 }
 
-impl From<Status> for CallRejection {
-    fn from(status: Status) -> Self {
-        Self::Refused(status)
-    }
-}
-
 fn refused(error: &dyn std::fmt::Display) -> CallRejection {
-    CallRejection::from(Status::unauthenticated(error.to_string()))
+    CallRejection::Refused(Status::unauthenticated(error.to_string()))
 }
 
 /// Reads the message of a signed call.
 pub(super) async fn message_of(body: Body) -> Result<Bytes, CallRejection> {
     let collected = tokio::time::timeout(MESSAGE_WITHIN, Limited::new(body, BODY_BYTES_MAX).collect()).await;
     match collected.map_err(|_| refused(&"the call's message did not arrive in time"))? {
-        Ok(body) => Some(body.to_bytes()).filter(|body| is_whole(body)).ok_or(CallRejection::Cancelled),
+        Ok(body) => {
+            let body = body.to_bytes();
+            if is_whole(&body) { Ok(body) } else { Err(CallRejection::Cancelled) }
+        }
         Err(error) if error.is::<LengthLimitError>() => Err(refused(&error)),
         // All other errors are those of the caller's connection.
         Err(_) => Err(CallRejection::Cancelled),

@@ -340,9 +340,10 @@ fn a_body_that_was_cut_off_is_no_whole_message() {
     assert!((0..whole.len()).all(|end| !super::receive::is_whole(&whole[..end])));
 }
 
-/// A message that is too long is the caller's mistake. A message that does not arrive is nobody's.
+/// The server refuses messages that are too long or late. It does not refuse a call whose connection ends before its message
+/// has arrived.
 #[tokio::test(start_paused = true)]
-async fn only_wrong_messages_are_refused() {
+async fn messages_that_are_too_long_or_late_are_refused() {
     use super::receive::CallRejection::{Cancelled, Refused};
     let reset = futures::stream::iter([Err::<Bytes, _>(io::Error::from(io::ErrorKind::ConnectionReset))]);
     let lost = super::receive::message_of(Body::from_stream(reset)).await;
@@ -351,8 +352,8 @@ async fn only_wrong_messages_are_refused() {
     assert!(matches!(part, Err(Cancelled)), "{part:?}");
     let long = super::receive::message_of(Body::from(vec![0; types::node::MESSAGE_BYTES_MAX + 6])).await;
     assert!(matches!(&long, Err(Refused(why)) if why.message() == "length limit exceeded"), "{long:?}");
-    let late = super::receive::message_of(Body::from_stream(futures::stream::pending::<io::Result<Bytes>>()));
-    let late = late.await;
+    let never = Body::from_stream(futures::stream::pending::<io::Result<Bytes>>());
+    let late = super::receive::message_of(never).await;
     assert!(
         matches!(&late, Err(Refused(why)) if why.message().ends_with("did not arrive in time")),
         "{late:?}"
