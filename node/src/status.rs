@@ -23,6 +23,8 @@ use crate::watchdog::StuckStage;
 
 /// The shortest time between two load messages.
 const LOAD_PACE: Duration = Duration::from_millis(20);
+/// The same before the message that the worker has run out of work, because the next prompt may come at once.
+const IDLE_PACE: Duration = Duration::from_millis(2);
 /// The longest time between two load messages; each one shows the reader that the node is alive.
 const LOAD_HEARTBEAT: Duration = Duration::from_secs(1);
 /// The shortest time from one message of block events to the next. Changes in between are merged.
@@ -85,12 +87,15 @@ struct WorkerReader {
     blocks: BlockEvents,
     /// The time before which no block event is sent, so that one message has the changes of several.
     blocks_after: tokio::time::Instant,
+    /// Whether the last load message said that the worker has work.
+    reported_work: bool,
 }
 
 impl Reader {
     fn new(node: &StatusParts) -> Self {
         let blocks_after = node.world.now();
-        let reader = |status| WorkerReader { status, blocks: node.pool.events(), blocks_after };
+        let reader =
+            |status| WorkerReader { status, blocks: node.pool.events(), blocks_after, reported_work: false };
         let worker = node.worker.clone().map(reader);
         Self { node: node.clone(), sent_draining: false, load_sent: None, worker }
     }
@@ -136,6 +141,7 @@ impl Reader {
         self.load_sent = Some(now);
         let load = self.worker.as_mut().map(|worker| {
             let report = *worker.status.load.borrow_and_update();
+            worker.reported_work = has_work(&report);
             let age = now.saturating_duration_since(report.last_turn);
             NodeLoad { age_ms: age.as_secs_f32() * 1e3, ..report.node }
         });
@@ -147,7 +153,15 @@ impl Reader {
 impl WorkerReader {
     /// Returns the next block event, or `None` if a load message is due first.
     async fn next(&mut self, load_sent: tokio::time::Instant) -> Option<Event> {
+        let mut load = self.status.load.clone();
         let load_is_due = async {
+            if self.reported_work {
+                tokio::time::sleep_until(load_sent + IDLE_PACE).await;
+                let idle = load.wait_for(|report| !has_work(report));
+                if let Ok(Ok(_)) = tokio::time::timeout_at(load_sent + LOAD_PACE, idle).await {
+                    return;
+                }
+            }
             tokio::time::sleep_until(load_sent + LOAD_PACE).await;
             let _ = tokio::time::timeout_at(load_sent + LOAD_HEARTBEAT, self.status.load.changed()).await;
         };
@@ -227,6 +241,10 @@ impl NodeStatus for StatusService {
     }
 }
 
+fn has_work(report: &WorkerLoad) -> bool {
+    report.node.running > 0 || report.node.waiting > 0
+}
+
 fn refused(stuck: Option<StuckStage>) -> Status {
     let stage = stuck.map(|stuck| stuck.to_string()).unwrap_or_default();
     Status::unavailable(format!("the node makes no progress, {stage}"))
@@ -257,5 +275,58 @@ fn ledger_block(entry: LedgerEntry) -> v1::LedgerBlock {
         readers: entry.readers,
         hash: entry.hash.map(|hash| format!("{hash:?}")).unwrap_or_default(),
         age_ms: entry.age.as_millis() as u64,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::{Instant, sleep};
+    use types::{KvDtype, KvLayout};
+
+    use super::*;
+
+    fn report(running: u32) -> WorkerLoad {
+        let (node, now) = (NodeLoad { running, ..NodeLoad::default() }, Instant::now());
+        WorkerLoad { node, growth_reserve_blocks: 0, last_progress: now, last_turn: now }
+    }
+
+    /// Returns the time of the next load message since `began`, and its running sequences.
+    async fn next(reader: &mut Reader, began: Instant) -> (Duration, u32) {
+        loop {
+            if let Event::Load(load) = reader.next().await.expect("not stuck") {
+                return (began.elapsed(), load.running);
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_end_of_all_work_is_reported_earlier_than_other_changes() {
+        let (load, stuck) = (watch::Sender::new(report(0)), watch::Sender::new(None));
+        let mut reader = Reader::new(&StatusParts {
+            epoch: Epoch(1),
+            pool: BlockPool::new(&KvLayout::uniform(16, KvDtype::F32, 1, 1, 4), 2),
+            arriving: Counter::default(),
+            worker: Some(WorkerStatus { load: load.subscribe(), stuck: stuck.subscribe() }),
+            standings: Standings::default(),
+            draining: Shutdown::new(),
+            switch: None,
+            world: World::seeded(1),
+        });
+        let began = Instant::now();
+        let changes = tokio::spawn(async move {
+            for (after_ms, running) in [(5, 2), (17, 1), (7, 0), (1, 1), (30, 0)] {
+                sleep(Duration::from_millis(after_ms)).await;
+                load.send_replace(report(running));
+            }
+            load
+        });
+        let mut seen = Vec::new();
+        for _ in 0..5 {
+            let (after, running) = next(&mut reader, began).await;
+            seen.push((after.as_millis(), running));
+        }
+        // Changes at 5, 22, 29, 30 and 60 ms.
+        assert_eq!(seen, [(0, 0), (20, 2), (29, 0), (49, 1), (60, 0)]);
+        changes.await.expect("it ends");
     }
 }
