@@ -215,6 +215,7 @@ fn load(load: NodeLoad) -> Value {
         "learned": {
             "prompt_token_ms": load.costs.prompt_token_ms,
             "prompt_context_ms": load.costs.prompt_context_ms,
+            "prompt_step_ms": load.costs.prompt_step_ms,
             "step_ms": load.costs.step_ms,
             "row_ms": load.costs.row_ms,
             "context_ms": load.costs.context_ms,

@@ -259,14 +259,15 @@ impl StepCosts {
     pub fn learned(&self, step_tokens_max: usize, gap_ms_max: f64) -> LearnedCosts {
         let costs = self.prompts.costs(0.0);
         let (row_ms, context_ms) = self.running.slopes();
-        // Steps of a node that decodes have a fixed time of their own. What prompts add to it is spread over a step's tokens.
-        let (step_ms, token_ms) = match self.running.fixed() {
-            Some(step_ms) => (step_ms, costs.token_ms + costs.fixed_ms / step_tokens_max.max(1) as f64),
-            None => (costs.fixed_ms, costs.token_ms),
+        // Steps of a node that decodes have a fixed time of their own.
+        let (step_ms, prompt_step_ms) = match self.running.fixed() {
+            Some(step_ms) => (step_ms, costs.fixed_ms),
+            None => (costs.fixed_ms, 0.0),
         };
         LearnedCosts {
-            prompt_token_ms: token_ms as f32,
+            prompt_token_ms: costs.token_ms as f32,
             prompt_context_ms: costs.before_ms as f32,
+            prompt_step_ms: prompt_step_ms as f32,
             step_ms: step_ms as f32,
             row_ms: row_ms as f32,
             context_ms: context_ms as f32,

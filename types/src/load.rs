@@ -36,6 +36,8 @@ pub struct LearnedCosts {
     pub prompt_token_ms: f32,
     /// Milliseconds that 1,000 tokens before it, in its sequence, add to a prompt token.
     pub prompt_context_ms: f32,
+    /// Milliseconds that prompts add to a step of running sequences, whatever the number of their tokens.
+    pub prompt_step_ms: f32,
     /// Milliseconds per step, whatever it computes.
     pub step_ms: f32,
     /// Milliseconds that one more sequence adds to a step.
@@ -59,7 +61,8 @@ pub struct PromptWork {
 impl LearnedCosts {
     /// Returns the predicted time to compute prompt tokens in steps of their own, in milliseconds.
     pub fn prompt_ms(&self, work: PromptWork) -> f64 {
-        self.tokens_ms(work) + self.prompt_steps(work, 0) * f64::from(self.step_ms)
+        let step_ms = f64::from(self.step_ms) + f64::from(self.prompt_step_ms);
+        self.tokens_ms(work) + self.prompt_steps(work, 0) * step_ms
     }
 
     /// Returns the predicted time of prompt tokens, without the steps that compute them, in milliseconds.

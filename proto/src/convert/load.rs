@@ -27,6 +27,7 @@ impl From<LearnedCosts> for v1::LearnedCosts {
         Self {
             prompt_token_ms: costs.prompt_token_ms,
             prompt_context_ms: costs.prompt_context_ms,
+            prompt_step_ms: costs.prompt_step_ms,
             step_ms: costs.step_ms,
             row_ms: costs.row_ms,
             context_ms: costs.context_ms,
@@ -43,6 +44,7 @@ impl TryFrom<v1::LearnedCosts> for LearnedCosts {
         Ok(Self {
             prompt_token_ms: milliseconds("load.costs.prompt_token_ms", wire.prompt_token_ms)?,
             prompt_context_ms: milliseconds("load.costs.prompt_context_ms", wire.prompt_context_ms)?,
+            prompt_step_ms: milliseconds("load.costs.prompt_step_ms", wire.prompt_step_ms)?,
             step_ms: milliseconds("load.costs.step_ms", wire.step_ms)?,
             row_ms: milliseconds("load.costs.row_ms", wire.row_ms)?,
             context_ms: milliseconds("load.costs.context_ms", wire.context_ms)?,

@@ -243,6 +243,7 @@ fn a_load_comes_back_the_same_and_a_duration_that_is_none_is_refused() {
     let costs = LearnedCosts {
         prompt_token_ms: 0.05,
         prompt_context_ms: 0.001,
+        prompt_step_ms: 1.5,
         step_ms: 5.0,
         row_ms: 0.1,
         context_ms: 0.2,
@@ -257,6 +258,7 @@ fn a_load_comes_back_the_same_and_a_duration_that_is_none_is_refused() {
     for change in [
         |costs: &mut v1::LearnedCosts| costs.prompt_token_ms = f32::NAN,
         |costs: &mut v1::LearnedCosts| costs.prompt_context_ms = -0.1,
+        |costs: &mut v1::LearnedCosts| costs.prompt_step_ms = f32::NAN,
         |costs: &mut v1::LearnedCosts| costs.step_ms = -1.0,
         |costs: &mut v1::LearnedCosts| costs.row_ms = f32::INFINITY,
         |costs: &mut v1::LearnedCosts| costs.context_ms = -0.1,

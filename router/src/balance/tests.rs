@@ -11,6 +11,7 @@ use crate::admission::Arrived;
 const COSTS: LearnedCosts = LearnedCosts {
     prompt_token_ms: 0.045,
     prompt_context_ms: 0.0,
+    prompt_step_ms: 0.0,
     step_ms: 6.0,
     row_ms: 0.25,
     context_ms: 0.0,

@@ -22,10 +22,12 @@ use super::{
 /// their own, so the time of a decision grows with the number of nodes and not with that of pairs.
 const COMPARED_MAX: usize = 8;
 
-/// The difference up to which costs count as equal: predictions are not exact.
+/// The difference up to which times count as equal, at least: predictions are not exact.
 const SIMILAR_MS: f64 = 0.5;
 /// The same for routes of one arm, as a share of the cost: what nodes have learned of their speeds differs a little.
 const SIMILAR_SHARE: f64 = 0.03;
+/// The same for the two arms: then the earlier first token decides, because users wait for it.
+const SIMILAR_ARMS_SHARE: f64 = 0.06;
 
 /// The share by which a local prompt may lengthen the steps of streams on the decode node.
 const STEP_SHARE: f64 = 0.05;
@@ -56,7 +58,7 @@ impl RoutingPolicy for Cost {
         let best = routes.first().ok_or(NoRoute::NoDecode)?;
         let (chosen, choice) = match explored(&routes, draw) {
             Some(other) => (other, Choice::Explored),
-            None => (equal(&routes, draw), Choice::Cheapest),
+            None => (similar(&routes, draw), Choice::Cheapest),
         };
         Ok(Decision {
             regret_ms: (weighted_ms(chosen) - weighted_ms(best)).max(0.0),
@@ -148,23 +150,29 @@ fn cheapest(nodes: Vec<&NodeView>, cost: impl Fn(&NodeView) -> f64) -> Vec<&Node
     ranked.into_iter().map(|(_, _, node)| node).collect()
 }
 
-/// Returns the route to take among those with equal costs: the most cached tokens where the prompt is computed, then on
-/// the decode node, then the nodes with the oldest assignments, first the one that computes. The random draw decides
-/// among nodes that had no prompt yet.
-fn equal<'r, 'a>(routes: &'r [Priced<'a>], draw: u64) -> &'r Priced<'a> {
+/// Returns the route to take among those with similar costs: of the arm with the earlier first token, the one with the
+/// most cached tokens where the prompt is computed, then on the decode node, then the nodes with the oldest assignments,
+/// first the one that computes. The random draw decides among nodes that had no prompt yet.
+fn similar<'r, 'a>(routes: &'r [Priced<'a>], draw: u64) -> &'r Priced<'a> {
     let best = &routes[0];
-    let is_equal = |route: &&Priced<'a>| {
-        let share_ms = if route.arm == best.arm { weighted_ms(best) * SIMILAR_SHARE } else { 0.0 };
-        is_alike(route, best) && weighted_ms(route) <= weighted_ms(best) + share_ms.max(SIMILAR_MS)
+    let is_similar = |route: &&Priced<'a>| {
+        let share = if route.arm == best.arm { SIMILAR_SHARE } else { SIMILAR_ARMS_SHARE };
+        let difference_ms = weighted_ms(route) - weighted_ms(best);
+        is_alike(route, best) && difference_ms <= (weighted_ms(best) * share).max(SIMILAR_MS)
     };
+    let time_ms = |route: &Priced<'_>| {
+        route.terms.first_token_ms() + if route.arm == best.arm { 0.0 } else { SIMILAR_MS }
+    };
+    let earliest = routes.iter().filter(is_similar).min_by(|a, b| time_ms(a).total_cmp(&time_ms(b)));
+    let arm = earliest.map_or(best.arm, |route| route.arm);
     let order = |route: &Priced<'_>| {
         let computing = route.prefill.unwrap_or(route.decode);
         let cached = [route.terms.cached_tokens, route.decode.cached_tokens];
         (Reverse(cached), computing.last_turn, route.decode.last_turn)
     };
-    let first = routes.iter().filter(is_equal).map(order).min().unwrap_or_else(|| order(best));
-    let equal: Vec<&Priced<'a>> =
-        routes.iter().filter(is_equal).filter(|route| order(route) == first).collect();
+    let of_arm = || routes.iter().filter(is_similar).filter(|route| route.arm == arm);
+    let first = of_arm().map(order).min().unwrap_or_else(|| order(best));
+    let equal: Vec<&Priced<'a>> = of_arm().filter(|route| order(route) == first).collect();
     equal.get((draw % equal.len().max(1) as u64) as usize).copied().unwrap_or(best)
 }
 

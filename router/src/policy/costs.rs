@@ -121,8 +121,11 @@ impl<'a> Pricing<'a> {
         let times = self.decode_times(node);
         let missing = self.ask.missing(node);
         let n_missing = missing.n_tokens as f64;
-        let prompt_ms = missing.takes_ms(times.token_ms, node.load.costs.prompt_context_ms.into());
-        let n_steps = node.load.costs.prompt_steps(missing, node.load.running).max(1.0);
+        let costs = &node.load.costs;
+        let n_steps = costs.prompt_steps(missing, node.load.running).max(1.0);
+        let prompt_step_ms = f64::from(costs.prompt_step_ms);
+        let prompt_ms =
+            missing.takes_ms(times.token_ms, costs.prompt_context_ms.into()) + n_steps * prompt_step_ms;
         let terms = Terms {
             cached_tokens: node.cached_tokens,
             queue_ms: queue_ms(node, self.token_ms).max(times.wait_ms),
@@ -131,7 +134,7 @@ impl<'a> Pricing<'a> {
             transfer_ms: 0.0,
             first_step_ms: times.step_ms,
             streams_ms: times.streams * prompt_ms,
-            gap_ms: times.step_ms + n_missing.min(times.step_tokens) * times.token_ms,
+            gap_ms: times.step_ms + prompt_step_ms + n_missing.min(times.step_tokens) * times.token_ms,
         };
         self.priced(Arm::Local, None, node, times.step_ms, terms)
     }

@@ -457,6 +457,26 @@ fn cost_explores_the_other_arm_if_that_costs_little() {
     assert_eq!((decision.arm, decision.choice), (Arm::Local, Choice::Cheapest));
 }
 
+/// Both arms have the first token after about 135 ms and the second one after about 145.
+#[test]
+fn cost_takes_the_earlier_first_token_among_similar_arms() {
+    let policy = by_name("cost").expect("in the table");
+    for (queue_ms, expected) in [(0.0, Arm::Remote), (14.0, Arm::Remote), (18.0, Arm::Local)] {
+        let mut view = view(vec![node("p", Role::Prefill), node("d", Role::Decode)]);
+        view.nodes.iter_mut().for_each(paced);
+        view.nodes[0].load.queue_ms = queue_ms;
+        let decode = &mut view.nodes[1].load;
+        (decode.running, decode.step_ms, decode.costs.gap_ms_max) = (4, 8.0, 1e3);
+        let decision = decided(&*policy, &prompt(2000), &[], &view, NO_EXPLORING).expect("usable");
+        assert_eq!((decision.arm, decision.choice), (expected, Choice::Cheapest), "{queue_ms} ms");
+        let terms = |arm| decision.candidates.iter().find(|one| one.arm == arm).expect("compared").terms;
+        let (remote, local) = (terms(Arm::Remote), terms(Arm::Local));
+        let first_is_remote = remote.first_token_ms() < local.first_token_ms();
+        assert_eq!(first_is_remote, expected == Arm::Remote, "{queue_ms} ms");
+        assert_eq!(remote.second_token_ms() < local.second_token_ms(), queue_ms == 0.0, "{queue_ms} ms");
+    }
+}
+
 #[test]
 fn cost_lists_a_bounded_number_of_candidates_the_cheapest_first() {
     let policy = by_name("cost").expect("in the table");

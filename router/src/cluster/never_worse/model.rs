@@ -546,6 +546,7 @@ impl Node {
         let costs = LearnedCosts {
             prompt_token_ms: (machine.prompt_token_us / 1e3) as f32,
             prompt_context_ms: (machine.rise_us / 1e3) as f32,
+            prompt_step_ms: 0.0,
             step_ms: (machine.step_us / 1e3) as f32,
             row_ms: (row_us / 1e3) as f32,
             context_ms: (machine.context_us / 1e3) as f32,
