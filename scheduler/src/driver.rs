@@ -16,6 +16,7 @@ use tokio::time::{Instant, sleep_until};
 use crate::error::SchedulerError;
 use crate::handle::WorkerHandle;
 use crate::inbox::Inbox;
+use crate::launched_step::LaunchTiming;
 use crate::worker::{Event, NextEvent, Worker, WorkerParts};
 
 /// The interval at which a worker without sequences reports its load.
@@ -61,6 +62,18 @@ pub fn worker(parts: WorkerParts) -> Result<(WorkerHandle, Driver), SchedulerErr
     Ok((handle, Driver { death_report, worker, inbox, freed: pool.freed() }))
 }
 
+impl Clock {
+    /// Waits until shortly before a time.
+    async fn sleep_until(self, until: Instant) {
+        let left = until.saturating_duration_since(Instant::now());
+        match self {
+            Self::Thread => std::thread::sleep(left),
+            Self::Runtime if left > TIMER_TICK => sleep_until(until - TIMER_TICK).await,
+            Self::Runtime => {}
+        }
+    }
+}
+
 impl Driver {
     /// Runs the worker on its own thread, as in production.
     pub fn on_thread(self) -> Result<WorkerThread, SchedulerError> {
@@ -80,8 +93,8 @@ impl Driver {
 
     async fn drive(mut self, clock: Clock) -> Box<dyn Backend> {
         loop {
-            self.linger(clock).await;
-            self.turn();
+            let timing = self.linger(clock).await;
+            self.turn(timing);
             match self.worker.next() {
                 NextEvent::Launch => {}
                 NextEvent::Collect(due) => self.collect(due).await,
@@ -94,24 +107,29 @@ impl Driver {
     }
 
     /// Waits until the best time for the next launch, which is shortly before the running step ends.
-    async fn linger(&mut self, clock: Clock) {
-        let Some(until) = self.worker.launch_at() else { return };
+    async fn linger(&mut self, clock: Clock) -> LaunchTiming {
+        let Some(times) = self.worker.launch_times() else { return LaunchTiming::Usual };
         self.report();
-        let left = until.saturating_duration_since(Instant::now());
-        match clock {
-            Clock::Thread => std::thread::sleep(left),
-            Clock::Runtime if left > TIMER_TICK => sleep_until(until - TIMER_TICK).await,
-            Clock::Runtime => {}
+        clock.sleep_until(times.with_prompts).await;
+        self.take_in();
+        if self.worker.has_prompts() {
+            return LaunchTiming::Usual;
         }
+        clock.sleep_until(times.without_prompts).await;
+        LaunchTiming::Late
     }
 
     /// Applies all new events, then launches a step.
-    fn turn(&mut self) {
+    fn turn(&mut self, timing: LaunchTiming) {
+        self.take_in();
+        self.worker.apply(Event::Launch(timing));
+        self.report();
+    }
+
+    fn take_in(&mut self) {
         for event in self.inbox.take() {
             self.worker.apply(event);
         }
-        self.worker.apply(Event::Launch);
-        self.report();
     }
 
     async fn collect(&mut self, due: Option<Instant>) {

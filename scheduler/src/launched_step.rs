@@ -23,7 +23,8 @@ pub(crate) struct LaunchedStep {
 /// When a step is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LaunchTiming {
-    AtOnce,
+    /// At once, or with prompts.
+    Usual,
     /// Delayed until shortly before the end of the previous step. That end then shows the remaining margin.
     Late,
 }

@@ -2,7 +2,8 @@
 //!
 //! If a step is always queued behind the running one, a new prompt waits for the end of two steps. A step
 //! that is launched shortly before the running one ends costs the device nothing, and includes the prompts
-//! that arrived meanwhile. The lead is adapted to the time that the running step had left when the next one
+//! that arrived meanwhile. A step with prompts is launched earlier by the time that its launch takes, because it has
+//! no recorded graph. The lead is adapted to the time that the running step had left when the next one
 //! was queued. See `docs/decisions/0014-launch-late.md`.
 
 use std::time::Duration;
@@ -17,9 +18,22 @@ const MOST: Duration = Duration::from_millis(50);
 /// The increase of the lead after a tight launch. Every other launch decreases it by `NARROWER`.
 const WIDER: Duration = Duration::from_micros(256);
 const NARROWER: Duration = Duration::from_micros(4);
+/// The longest launch of a step with prompts that counts. The first one may compile kernels.
+const PROMPT_LAUNCH_MOST: Duration = Duration::from_millis(5);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LaunchLead(Duration);
+
+/// The mean time that the launch of a step with prompts takes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct PromptLaunch(Duration);
+
+/// The best times to launch a step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LaunchTimes {
+    pub(crate) with_prompts: Instant,
+    pub(crate) without_prompts: Instant,
+}
 
 impl Default for LaunchLead {
     fn default() -> Self {
@@ -40,6 +54,17 @@ impl LaunchLead {
         let next = if is_tight { self.0 + WIDER } else { self.0.saturating_sub(NARROWER) };
         self.0 = next.clamp(LEAST, MOST);
         is_tight
+    }
+}
+
+impl PromptLaunch {
+    /// Returns the time to launch a step with prompts if one without is launched best at `other`.
+    pub(crate) fn before(self, other: Instant) -> Option<Instant> {
+        other.checked_sub(self.0)
+    }
+
+    pub(crate) fn learn(&mut self, took: Duration) {
+        self.0 = (self.0 * 7 + took.min(PROMPT_LAUNCH_MOST)) / 8;
     }
 }
 
@@ -70,6 +95,16 @@ mod tests {
             assert!((least..=most).contains(&lead), "{lead:?} for {jitter_us} and {launch_us} us");
             assert!(n_tight <= 20, "{n_tight} of 1000 were tight");
         }
+    }
+
+    #[test]
+    fn launches_of_prompts_are_averaged_and_long_ones_cut() {
+        let (mut launch, now) = (PromptLaunch::default(), Instant::now() + Duration::from_secs(1));
+        launch.learn(Duration::from_secs(3));
+        assert_eq!(launch.before(now), Some(now - PROMPT_LAUNCH_MOST / 8));
+        (0..100).for_each(|_| launch.learn(Duration::from_micros(800)));
+        let ahead = now - launch.before(now).expect("not so early");
+        assert!((790..=810).contains(&ahead.as_micros()), "{ahead:?}");
     }
 
     #[test]

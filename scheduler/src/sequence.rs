@@ -276,6 +276,11 @@ impl Sequence {
         is_prompt && self.is_placed() && (self.is_runnable() || self.is_in_flight())
     }
 
+    /// Returns whether tokens of the prompt are in no launched step yet.
+    pub(crate) fn lacks_prompt(&self) -> bool {
+        self.n_computed < self.prompt.tokens.len()
+    }
+
     /// Returns whether blocks that `earlier` will publish spare this sequence at least half of its tokens, without those that
     /// `earlier` found in the cache. The hashes of both are known: see [`adoptable`](Self::adoptable).
     pub(crate) fn gains_by_waiting_for(&self, earlier: &Self) -> bool {

@@ -14,6 +14,7 @@ use types::{
     StopRules, TenantId, TokenId,
 };
 
+use crate::launched_step::LaunchTiming;
 use crate::metrics::SchedulerMetrics;
 use crate::precedence::SequenceId;
 use crate::settings::SchedulerSettings;
@@ -262,7 +263,7 @@ impl Rig {
     /// Launches steps up to the limit. Returns false if no step is in flight.
     pub(crate) fn launch(&mut self) -> bool {
         loop {
-            self.worker.apply(Event::Launch);
+            self.worker.apply(Event::Launch(LaunchTiming::Usual));
             match self.worker.next() {
                 NextEvent::Launch => {}
                 NextEvent::Collect(_) => return true,

@@ -26,8 +26,8 @@ use crate::arrivals::ExpectedArrivals;
 use crate::error::SchedulerError;
 use crate::growth::{self, Grower};
 use crate::landing_room::RoomWaiter;
-use crate::launched_step::LaunchedStep;
-use crate::lead::LaunchLead;
+use crate::launched_step::{LaunchTiming, LaunchedStep};
+use crate::lead::{LaunchLead, LaunchTimes, PromptLaunch};
 use crate::load::{StepCosts, StepShape, WorkDone, WorkerLoad};
 use crate::metrics::SchedulerMetrics;
 use crate::precedence::SequenceId;
@@ -60,7 +60,7 @@ pub(crate) enum Event {
     /// A caller has cancelled a sequence or a request for room.
     Cancel(SequenceId),
     /// Ends sequences whose deadline has passed, and launches a step if there is work.
-    Launch,
+    Launch(LaunchTiming),
     /// Collects the oldest launched step, and waits for the device meanwhile.
     Collect,
     /// The worker has been idle for a moment.
@@ -99,6 +99,7 @@ pub(crate) struct Worker {
     has_just_launched: bool,
     costs: StepCosts,
     lead: LaunchLead,
+    prompt_launch: PromptLaunch,
     done: WorkDone,
     /// The time at which the last collected step ended.
     last_step: Option<Instant>,
@@ -137,6 +138,7 @@ impl Worker {
             has_just_launched: false,
             costs: StepCosts::default(),
             lead: LaunchLead::default(),
+            prompt_launch: PromptLaunch::default(),
             done: WorkDone::default(),
             last_step: None,
             is_checked: true,
@@ -157,7 +159,7 @@ impl Worker {
             Event::Submit(submission) => self.submit(*submission),
             Event::Wait(waiter) => self.wait(*waiter),
             Event::Cancel(id) => self.cancel(id),
-            Event::Launch => self.launch(self.world.now()),
+            Event::Launch(timing) => self.launch(timing, self.world.now()),
             Event::Collect => self.collect(),
             Event::Idle => self.idle(self.world.now()),
         }
@@ -172,14 +174,20 @@ impl Worker {
         }
     }
 
-    /// Returns the best time to launch a step behind the running one; `None`: as soon as there is room for
+    /// Returns the best times to launch a step behind the running one; `None`: as soon as there is room for
     /// it.
-    pub(crate) fn launch_at(&self) -> Option<Instant> {
+    pub(crate) fn launch_times(&self) -> Option<LaunchTimes> {
         let runs_late = self.settings.launch_late && self.backend.runs_by_itself();
         if !runs_late || self.flights.len() != 1 {
             return None;
         }
-        self.lead.before(self.end_of(self.flights.front()?)?)
+        let without_prompts = self.lead.before(self.end_of(self.flights.front()?)?)?;
+        Some(LaunchTimes { with_prompts: self.prompt_launch.before(without_prompts)?, without_prompts })
+    }
+
+    /// Returns whether the next step may have prompts.
+    pub(crate) fn has_prompts(&self) -> bool {
+        self.sequences.values().any(Sequence::lacks_prompt)
     }
 
     /// Returns the expected end of a step; `None` if it cannot be predicted. Steps with prompts are predicted if they are

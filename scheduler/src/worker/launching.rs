@@ -34,7 +34,7 @@ pub(super) struct ArrivalTimes {
 }
 
 impl Worker {
-    pub(super) fn launch(&mut self, now: Instant) {
+    pub(super) fn launch(&mut self, timing: LaunchTiming, now: Instant) {
         self.has_just_launched = false;
         self.reap(now);
         if self.lost.is_some() || self.flights.len() >= self.steps_in_flight_max {
@@ -46,7 +46,7 @@ impl Worker {
         }
         let shares = self.plan(now, &stalled);
         if !shares.is_empty() {
-            self.start(&shares, now);
+            self.start(&shares, timing, now);
         }
     }
 
@@ -320,21 +320,28 @@ impl Worker {
         let within_ms = longest_ms - waited_ms.max(next_ms);
         let n_prompt = self.costs.prompt_tokens_within(within_ms, n_running, n_before);
         let n_prompt = if waited_ms > 0.0 { n_prompt } else { n_prompt.max(block_tokens) };
-        self.in_whole_groups(settings.step_tokens_max.min(n_running.saturating_add(n_prompt)))
+        let n_tokens = settings.step_tokens_max.min(n_running.saturating_add(n_prompt));
+        // The learned times are a line, but the time of a step has stairs: one for each group of rows.
+        let in_whole_groups = n_tokens - n_tokens % self.backend.rows_together();
+        let n_prompt = n_tokens.saturating_sub(n_running);
+        let leaves_half = in_whole_groups >= n_running.saturating_add(n_prompt.div_ceil(2));
+        if leaves_half { in_whole_groups } else { n_tokens }
     }
 
-    /// Rounds the number of tokens of a large step down to whole groups of rows. The learned times are a line, but the time of
-    /// a large step has stairs.
-    fn in_whole_groups(&self, n_tokens: usize) -> usize {
-        let together = self.backend.rows_together();
-        if n_tokens < 2 * together { n_tokens } else { n_tokens - n_tokens % together }
-    }
-
-    fn start(&mut self, shares: &[Share], now: Instant) {
+    fn start(&mut self, shares: &[Share], timing: LaunchTiming, now: Instant) {
         let row = |share: &Share| StepRow { id: share.id, n_tokens: share.n_tokens, n_before: share.start };
         let rows: Vec<StepRow> = shares.iter().map(row).collect();
         match self.launch_rows(&rows) {
-            Ok(launched) => self.note_launched(launched, rows, now),
+            Ok(launched) => {
+                self.note_launched(&launched, &rows, now);
+                let has_prompts = rows.iter().any(|row| row.n_tokens > 1);
+                if has_prompts {
+                    self.prompt_launch.learn(self.world.now().saturating_duration_since(now));
+                }
+                let timing = if has_prompts { LaunchTiming::Usual } else { timing };
+                let launched = LaunchedStep::new(launched, rows, now, self.flights.back(), timing);
+                self.flights.push_back(launched);
+            }
             Err(error) => self.fail_step(&rows, &error),
         }
     }
@@ -356,15 +363,13 @@ impl Worker {
         self.backend.launch(StepBatch { rows: &batch })
     }
 
-    fn note_launched(&mut self, launched: PendingStep, rows: Vec<StepRow>, now: Instant) {
-        for row in &rows {
+    fn note_launched(&mut self, launched: &PendingStep, rows: &[StepRow], now: Instant) {
+        for row in rows {
             let Some(sequence) = self.sequences.get_mut(&row.id) else { continue };
             if let Some(queued) = sequence.launched(row.n_tokens, launched.fence(), &self.model.layout, now) {
                 self.metrics.queue_seconds.observe(queued.as_secs_f64());
             }
         }
-        let timing = if self.launch_at().is_some() { LaunchTiming::Late } else { LaunchTiming::AtOnce };
-        self.flights.push_back(LaunchedStep::new(launched, rows, now, self.flights.back(), timing));
         self.has_just_launched = true;
     }
 }
