@@ -22,12 +22,12 @@ use super::{
 /// their own, so the time of a decision grows with the number of nodes and not with that of pairs.
 const COMPARED_MAX: usize = 8;
 
-/// The difference up to which times count as equal, at least: predictions are not exact.
+/// The difference up to which costs count as equal: predictions are not exact.
 const SIMILAR_MS: f64 = 0.5;
 /// The same for routes of one arm, as a share of the cost: what nodes have learned of their speeds differs a little.
 const SIMILAR_SHARE: f64 = 0.03;
-/// The same for the two arms: then the earlier first token decides, because users wait for it.
-const SIMILAR_ARMS_SHARE: f64 = 0.06;
+/// The difference for the two arms: then the earlier first token decides, because users wait for it.
+const SIMILAR_ARMS_MS: f64 = 1.5;
 
 /// The share by which a local prompt may lengthen the steps of streams on the decode node.
 const STEP_SHARE: f64 = 0.05;
@@ -156,9 +156,9 @@ fn cheapest(nodes: Vec<&NodeView>, cost: impl Fn(&NodeView) -> f64) -> Vec<&Node
 fn similar<'r, 'a>(routes: &'r [Priced<'a>], draw: u64) -> &'r Priced<'a> {
     let best = &routes[0];
     let is_similar = |route: &&Priced<'a>| {
-        let share = if route.arm == best.arm { SIMILAR_SHARE } else { SIMILAR_ARMS_SHARE };
-        let difference_ms = weighted_ms(route) - weighted_ms(best);
-        is_alike(route, best) && difference_ms <= (weighted_ms(best) * share).max(SIMILAR_MS)
+        let of_arm_ms = (weighted_ms(best) * SIMILAR_SHARE).max(SIMILAR_MS);
+        let similar_ms = if route.arm == best.arm { of_arm_ms } else { SIMILAR_ARMS_MS };
+        is_alike(route, best) && weighted_ms(route) <= weighted_ms(best) + similar_ms
     };
     let time_ms = |route: &Priced<'_>| {
         route.terms.first_token_ms() + if route.arm == best.arm { 0.0 } else { SIMILAR_MS }

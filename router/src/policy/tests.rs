@@ -461,7 +461,7 @@ fn cost_explores_the_other_arm_if_that_costs_little() {
 #[test]
 fn cost_takes_the_earlier_first_token_among_similar_arms() {
     let policy = by_name("cost").expect("in the table");
-    for (queue_ms, expected) in [(0.0, Arm::Remote), (14.0, Arm::Remote), (18.0, Arm::Local)] {
+    for (queue_ms, expected) in [(0.0, Arm::Remote), (13.0, Arm::Remote), (18.0, Arm::Local)] {
         let mut view = view(vec![node("p", Role::Prefill), node("d", Role::Decode)]);
         view.nodes.iter_mut().for_each(paced);
         view.nodes[0].load.queue_ms = queue_ms;
