@@ -313,20 +313,22 @@ mod tests {
             world: World::seeded(1),
         });
         let began = Instant::now();
-        let changes = tokio::spawn(async move {
+        let changes = async {
             for (after_ms, running) in [(5, 2), (17, 1), (7, 0), (1, 1), (30, 0)] {
                 sleep(Duration::from_millis(after_ms)).await;
                 load.send_replace(report(running));
             }
-            load
-        });
-        let mut seen = Vec::new();
-        for _ in 0..5 {
-            let (after, running) = next(&mut reader, began).await;
-            seen.push((after.as_millis(), running));
-        }
+        };
+        let reading = async {
+            let mut seen = Vec::new();
+            for _ in 0..5 {
+                let (after, running) = next(&mut reader, began).await;
+                seen.push((after.as_millis(), running));
+            }
+            seen
+        };
+        let ((), seen) = tokio::join!(changes, reading);
         // Changes at 5, 22, 29, 30 and 60 ms.
         assert_eq!(seen, [(0, 0), (20, 2), (29, 0), (49, 1), (60, 0)]);
-        changes.await.expect("it ends");
     }
 }
