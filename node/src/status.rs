@@ -153,9 +153,9 @@ impl Reader {
 impl WorkerReader {
     /// Returns the next block event, or `None` if a load message is due first.
     async fn next(&mut self, load_sent: tokio::time::Instant) -> Option<Event> {
-        let mut load = self.status.load.clone();
         let load_is_due = async {
             if self.reported_work {
+                let mut load = self.status.load.clone();
                 tokio::time::sleep_until(load_sent + IDLE_PACE).await;
                 let idle = load.wait_for(|report| !has_work(report));
                 if let Ok(Ok(_)) = tokio::time::timeout_at(load_sent + LOAD_PACE, idle).await {

@@ -37,6 +37,13 @@ pub(crate) struct StepRow {
     pub(crate) n_before: usize,
 }
 
+impl StepRow {
+    /// Returns whether the row is a chunk of a prompt.
+    pub(crate) fn is_chunk(&self) -> bool {
+        self.n_tokens != 1
+    }
+}
+
 impl LaunchedStep {
     /// Makes a launched step. `before` is the step that the device runs before it.
     pub(crate) fn new(

@@ -134,8 +134,8 @@ struct Plane {
 
 impl StepShape {
     pub(crate) fn of(rows: &[StepRow]) -> Self {
-        let running = || rows.iter().filter(|row| row.n_tokens == 1);
-        let chunks = rows.iter().filter(|row| row.n_tokens != 1);
+        let running = || rows.iter().filter(|row| !row.is_chunk());
+        let chunks = rows.iter().filter(|row| row.is_chunk());
         let work = |row: &StepRow| PromptWork::of(row.n_before as u64..(row.n_before + row.n_tokens) as u64);
         let PromptWork { n_tokens, n_before } = chunks.map(work).sum();
         Self {

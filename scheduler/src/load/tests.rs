@@ -155,11 +155,16 @@ fn what_chunks_add_to_a_step_is_reported() {
 fn no_reported_duration_is_negative() {
     for n_tokens in 1..600 {
         let learned = taught((0..40).map(|_| (0, n_tokens))).learned(512, 0.0);
-        let LearnedCosts { prompt_token_ms, prompt_context_ms, prompt_step_ms, .. } = learned;
-        let all = [prompt_token_ms, prompt_context_ms, prompt_step_ms];
-        assert!(all.iter().all(|ms| *ms >= 0.0), "{n_tokens} tokens: {learned:?}");
-        let LearnedCosts { step_ms, row_ms, context_ms, .. } = learned;
-        let all = [step_ms, row_ms, context_ms];
+        let LearnedCosts {
+            prompt_token_ms,
+            prompt_context_ms,
+            prompt_step_ms,
+            step_ms,
+            row_ms,
+            context_ms,
+            ..
+        } = learned;
+        let all = [prompt_token_ms, prompt_context_ms, prompt_step_ms, step_ms, row_ms, context_ms];
         assert!(all.iter().all(|ms| *ms >= 0.0), "{n_tokens} tokens: {learned:?}");
     }
 }

@@ -15,7 +15,6 @@ use super::Worker;
 use crate::batcher::{self, Budget, Candidate, Share};
 use crate::growth;
 use crate::launched_step::{LaunchTiming, LaunchedStep, StepRow};
-use crate::load::StepShape;
 use crate::precedence::{Precedence, SequenceId, Turn};
 use crate::sequence::Sequence;
 
@@ -295,7 +294,7 @@ impl Worker {
     /// Returns the longest wait of a sequence whose KV has arrived, until the step that is planned now `begins`. It counts
     /// only behind a step with prompts: steps with prompts alternate at least, so that prompts do not starve.
     fn longest_wait(&self, begins: Instant) -> Duration {
-        let has_prompts = |flight: &LaunchedStep| StepShape::of(&flight.rows).n_prefill_tokens > 0;
+        let has_prompts = |flight: &LaunchedStep| flight.rows.iter().any(StepRow::is_chunk);
         if !self.flights.front().is_some_and(has_prompts) {
             return Duration::ZERO;
         }
@@ -334,7 +333,7 @@ impl Worker {
         match self.launch_rows(&rows) {
             Ok(launched) => {
                 self.note_launched(&launched, &rows, now);
-                let has_prompts = rows.iter().any(|row| row.n_tokens > 1);
+                let has_prompts = rows.iter().any(StepRow::is_chunk);
                 if has_prompts {
                     self.prompt_launch.learn(self.world.now().saturating_duration_since(now));
                 }
