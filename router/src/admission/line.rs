@@ -134,11 +134,12 @@ impl Line {
         if prompt.terms.shedding == Shedding::First {
             self.sheddable.insert((prompt.priority, Reverse(id)));
         }
-        let first_token = prompt.terms.objective.first_token;
-        let held_until =
-            first_token.map(|longest| prompt.arrived + longest.saturating_sub(service.first_token));
         let waits_until = now + self.bounds.wait_max;
-        let leaves_at = held_until.map_or(waits_until, |at| at.min(waits_until));
+        let held_until = |longest: Duration| {
+            prompt.arrived.checked_add(longest.saturating_sub(service.first_token)).unwrap_or(waits_until)
+        };
+        let first_token = prompt.terms.objective.first_token;
+        let leaves_at = first_token.map_or(waits_until, |longest| held_until(longest).min(waits_until));
         self.waiting.insert(id, Ticket { prompt, entered: now });
         self.rate.advance(now, self.waiting.len());
         Ok(Entered { id, predicted_wait, leaves_at, displaced })

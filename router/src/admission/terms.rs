@@ -14,6 +14,9 @@ pub(crate) const SLO: &str = "x-baton-slo";
 /// The header, or the metadata of a gRPC call, of a request that may be shed: `1`, or `0` as if absent.
 pub(crate) const SHEDDABLE: &str = "x-baton-sheddable";
 
+/// The longest time in an objective. Sums of a moment and a longer time could overflow.
+const OBJECTIVE_MAX: Duration = Duration::from_secs(24 * 3600);
+
 /// The terms on which a request waits in its model's line.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AdmissionTerms {
@@ -116,17 +119,18 @@ impl fmt::Display for Objective {
 }
 
 fn wanted(text: &str) -> String {
-    format!("an objective such as `ttft=2s,tbt=50ms`, not `{text}`")
+    format!("an objective such as `ttft=2s,tbt=50ms`, with times above zero and up to a day, not `{text}`")
 }
 
-/// Reads a positive number of seconds or milliseconds, such as `2s` or `50ms`.
+/// Reads a positive number of seconds or milliseconds, such as `2s` or `50ms`, up to a day.
 fn duration(text: &str) -> Option<Duration> {
     let (number, unit_s) = match text.strip_suffix("ms") {
         Some(number) => (number, 1e-3),
         None => (text.strip_suffix('s')?, 1.0),
     };
     let seconds = number.parse::<f64>().ok()? * unit_s;
-    Duration::try_from_secs_f64(seconds).ok().filter(|duration| !duration.is_zero())
+    let is_right = |duration: &Duration| !duration.is_zero() && *duration <= OBJECTIVE_MAX;
+    Duration::try_from_secs_f64(seconds).ok().filter(is_right)
 }
 
 #[cfg(test)]
@@ -146,6 +150,9 @@ mod tests {
             ("ttft=0s", None),
             ("ttft=-1s", None),
             ("ttft=nans", None),
+            ("ttft=86400s", Some((ms(86_400_000), None))),
+            ("ttft=86401s", None),
+            ("ttft=1e19s", None),
             ("e2e=3s", None),
             ("ttft=1s,ttft=2s", None),
         ] {

@@ -219,12 +219,15 @@ fn a_prompt_that_would_be_late_is_refused_with_the_time_to_come_back() {
 fn a_ticket_leaves_when_its_objective_is_lost_or_after_the_longest_wait() {
     let start = Instant::now();
     let service = PredictedService { first_token: Duration::from_millis(500), token_gap: Duration::ZERO };
-    for (slo, leaves_after, reason) in
-        [("ttft=2s", Duration::from_millis(1_500), "late_first_token"), ("tbt=1s", WAIT_MAX, "waited")]
-    {
+    let first_token = |first_token| Objective { first_token: Some(first_token), token_gap: None };
+    for (objective, leaves_after, reason) in [
+        (first_token(Duration::from_secs(2)), Duration::from_millis(1_500), "late_first_token"),
+        (first_token(Duration::MAX), WAIT_MAX, "waited"),
+        (Objective { first_token: None, token_gap: Some(Duration::from_secs(1)) }, WAIT_MAX, "waited"),
+    ] {
         let mut line = line(10);
         let mut prompt = of_tenant("a", 0, 10, start);
-        prompt.terms.objective = slo.parse().expect("an objective");
+        prompt.terms.objective = objective;
         let Entered { id, leaves_at, .. } = line.enter(prompt, service, start).expect("a place");
         assert_eq!(leaves_at, start + leaves_after);
         assert_eq!(line.timed_out(id, leaves_at).expect("it waits").reason.as_str(), reason);
