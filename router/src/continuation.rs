@@ -6,10 +6,12 @@
 
 use std::fmt;
 use std::pin::Pin;
-use std::task::{Context, Poll, ready};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Wake, Waker, ready};
 
 use futures::future::{BoxFuture, FutureExt as _};
 use futures::stream::Stream;
+use futures::task::AtomicWaker;
 use tokio::time::{Instant, Sleep, sleep_until};
 use tracing::{info, trace, warn};
 use types::{CallerAction, Deadline, Prompt, RefusalKind, Step, TokenId};
@@ -66,10 +68,61 @@ enum State {
     Ended,
 }
 
-/// A decode stream, and the count of the request at it while it waits for a step.
+/// A decode stream, and the wait for its next step.
 struct Decoding {
     call: Box<DecodeCall>,
-    waiting: Option<TrackedRequest>,
+    wait: WaitGuard,
+    /// Ends the wait.
+    waker: Waker,
+}
+
+/// The drop ends the wait, also where a waker is left.
+struct WaitGuard(Arc<StepWait>);
+
+/// Counts the request at its decode node until the node has sent something. Nobody polls a stream whose client does not
+/// read, so the waker ends the count.
+struct StepWait {
+    counted: Mutex<Option<TrackedRequest>>,
+    reader: AtomicWaker,
+}
+
+impl Decoding {
+    fn new(call: Box<DecodeCall>) -> Self {
+        let wait = Arc::new(StepWait { counted: Mutex::new(None), reader: AtomicWaker::new() });
+        Self { call, waker: Arc::clone(&wait).into(), wait: WaitGuard(wait) }
+    }
+}
+
+impl Drop for WaitGuard {
+    fn drop(&mut self) {
+        self.0.end();
+    }
+}
+
+impl StepWait {
+    fn begin(&self, cx: &Context<'_>, counted: impl FnOnce() -> TrackedRequest) {
+        self.reader.register(cx.waker());
+        self.counted().get_or_insert_with(counted);
+    }
+
+    fn end(&self) {
+        self.counted().take();
+    }
+
+    fn counted(&self) -> MutexGuard<'_, Option<TrackedRequest>> {
+        self.counted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Wake for StepWait {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.end();
+        self.reader.wake();
+    }
 }
 
 impl fmt::Debug for Continuation {
@@ -142,7 +195,7 @@ impl Continuation {
     }
 
     fn decoding(call: Box<DecodeCall>) -> State {
-        State::Decoding(Decoding { call, waiting: None })
+        State::Decoding(Decoding::new(call))
     }
 
     /// Returns the first step of a start. The state becomes that of the steps after it.
@@ -163,10 +216,11 @@ impl Continuation {
     }
 
     fn poll_decode(&mut self, decoding: &mut Decoding, cx: &mut Context<'_>) -> Poll<Result<Step, Failure>> {
-        let Decoding { call, waiting } = decoding;
-        waiting.get_or_insert_with(|| self.dispatch.stages().enter(WaitStage::Decode, &self.guards.record));
+        let Decoding { call, wait: WaitGuard(wait), waker } = decoding;
+        wait.begin(cx, || self.dispatch.stages().enter(WaitStage::Decode, &self.guards.record));
+        let mut cx = Context::from_waker(waker);
         loop {
-            match ready!(call.poll_progress(cx))? {
+            match ready!(call.poll_progress(&mut cx))? {
                 DecodeProgress::Arrived { scheme, bytes, waited, moved } => {
                     self.dispatch.parts().metrics.arrived(&scheme, bytes, waited);
                     self.guards.record.kv_arrived(scheme, bytes, waited, moved);
@@ -177,7 +231,7 @@ impl Continuation {
                         self.dispatch.breakers().succeeded(call.node());
                     }
                     self.losses = 0;
-                    *waiting = None;
+                    wait.end();
                     return Poll::Ready(Ok(step));
                 }
                 DecodeProgress::Step { step, .. } => {
@@ -292,4 +346,28 @@ impl OuterEnd {
 /// Returns whether a node caused the failure, rather than the prompt, the deadline or the whole cluster.
 fn another_route_may_help(error: &ServeError) -> bool {
     matches!(error, ServeError::Refused { kind, .. } if kind.caller_action() == CallerAction::RetryElsewhere)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::watchdog::StageTracker;
+
+    #[test]
+    fn a_request_whose_client_does_not_read_is_not_counted_at_its_decode_node() {
+        let (stages, record) = (StageTracker::default(), RequestRecord::of_model("mock"));
+        let wait = Arc::new(StepWait { counted: Mutex::new(None), reader: AtomicWaker::new() });
+        let (guard, waker) = (WaitGuard(Arc::clone(&wait)), Waker::from(Arc::clone(&wait)));
+        let cx = Context::from_waker(Waker::noop());
+        for _ in 0..2 {
+            wait.begin(&cx, || stages.enter(WaitStage::Decode, &record));
+            wait.begin(&cx, || unreachable!("it is counted already"));
+            assert_eq!(stages.to_string(), "1 wait at decode");
+            waker.wake_by_ref();
+            assert_eq!(stages.to_string(), "", "the node has sent something, and nobody polls");
+        }
+        wait.begin(&cx, || stages.enter(WaitStage::Decode, &record));
+        drop(guard);
+        assert_eq!(stages.to_string(), "", "the request has ended, and a waker is left");
+    }
 }
