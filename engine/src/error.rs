@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use device::cuda::CudaError;
+use grammar::ConstraintError;
 use types::{CallerAction, StageError};
 
 use crate::model::config::ConfigProblem;
@@ -74,9 +75,11 @@ pub enum RowError {
     /// No token can be sampled: every token is forbidden, or no logit is finite.
     #[error("sample token: {0}")]
     Sample(String),
-    /// The row's grammar allows no token, or following it costs more than its limits.
+    /// Following the row's grammar costs more than its limits.
     #[error("follow grammar: {0}")]
     Grammar(String),
+    #[error("follow grammar: {}", ConstraintError::DeadEnd)]
+    GrammarDeadEnd,
     /// A GPU has stopped waiting for the row's mask.
     #[error("follow grammar: the host computed the mask of allowed tokens too late")]
     LateMask,
@@ -90,7 +93,7 @@ impl RowError {
                 CallerAction::RetryElsewhere
             }
             Self::Page { .. } | Self::NoTokenInFlight => CallerAction::Bug,
-            Self::UnknownToken { .. } => CallerAction::Reject,
+            Self::UnknownToken { .. } | Self::GrammarDeadEnd => CallerAction::Reject,
         }
     }
 }

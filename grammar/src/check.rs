@@ -5,13 +5,13 @@
 
 use std::sync::{Arc, LazyLock};
 
-use llguidance::ParserFactory;
 use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
+use llguidance::{Matcher, ParserFactory, TokenParser};
 use serde_json::{Map, Value};
 use types::{Grammar, GrammarKind};
 
 use crate::error::GrammarError;
-use crate::limits::{limited, plain};
+use crate::limits::{DEAD_END, limited, plain};
 use crate::parts::Parts;
 use crate::sources;
 
@@ -44,12 +44,20 @@ pub fn check(grammar: &Grammar, n_tokens: u32) -> Result<(), GrammarError> {
         true => factory(n_tokens).create_parser(parsed),
         false => BYTES.create_parser(parsed),
     };
-    let Err(error) = parser else { return Ok(()) };
-    let reason = plain(&error);
+    let Err(reason) = parser.map_err(|error| plain(&error)).and_then(may_begin) else { return Ok(()) };
     match grammar.kind() {
         GrammarKind::JsonSchema => Err(placed(&sources::schema(grammar.text())?, reason)),
         GrammarKind::Regex | GrammarKind::Lark => Err(GrammarError::Text(reason)),
     }
+}
+
+/// Refuses a grammar that allows no first token, such as a rule that only names itself.
+fn may_begin(parser: TokenParser) -> Result<(), String> {
+    let first = Matcher::new(Ok(parser)).compute_mask_or_eos();
+    first.map(drop).map_err(|error| match plain(&error) {
+        reason if reason.contains(DEAD_END) => "nothing matches it".to_owned(),
+        reason => reason,
+    })
 }
 
 /// Finds the innermost schema with the same error as the whole.
@@ -79,7 +87,7 @@ fn error_of(root: &Value, part: &Value) -> Option<String> {
         }
     }
     let parsed = sources::of_schema(Value::Object(alone)).ok()?;
-    BYTES.create_parser(parsed).err().map(|error| plain(&error))
+    BYTES.create_parser(parsed).map_err(|error| plain(&error)).and_then(may_begin).err()
 }
 
 /// Returns the schemas in a schema, with the steps of their JSON pointers.

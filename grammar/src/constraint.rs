@@ -13,7 +13,7 @@ use llguidance::toktrie::SimpleVob;
 use types::TokenId;
 
 use crate::error::ConstraintError;
-use crate::limits::plain;
+use crate::limits::{DEAD_END, plain};
 
 /// A compiled grammar at its beginning. Sequences share what it learns about its lexer.
 pub(crate) struct Compiled {
@@ -93,7 +93,8 @@ impl State {
 }
 
 fn failed(error: impl ToString) -> ConstraintError {
-    ConstraintError(plain(&error))
+    let reason = plain(&error);
+    if reason.contains(DEAD_END) { ConstraintError::DeadEnd } else { ConstraintError::Failed(reason) }
 }
 
 impl Compiled {

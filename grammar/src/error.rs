@@ -23,5 +23,10 @@ fn shown(place: &str) -> &str {
 
 /// The reason why a sequence can no longer follow its grammar.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct ConstraintError(pub(crate) String);
+pub enum ConstraintError {
+    #[error("after these tokens it allows no further one, and the answer may not end")]
+    DeadEnd,
+    /// Following the grammar costs more than its limits, or has failed.
+    #[error("{0}")]
+    Failed(String),
+}

@@ -8,6 +8,9 @@ use crate::error::GrammarError;
 /// The longest reason of a refusal. llguidance quotes the line that is wrong, which may be the whole grammar.
 const REASON_CHARS_MAX: usize = 500;
 
+/// What llguidance says if a grammar allows neither a token nor the end.
+pub(crate) const DEAD_END: &str = "NoExtensionBias";
+
 /// Reasons that name options of llguidance, and what a client is told.
 const REASONS: [(&str, &str); 2] = [
     (

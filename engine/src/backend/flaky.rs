@@ -27,8 +27,8 @@ pub struct Failures {
     pub launch: BTreeSet<u64>,
     /// The steps whose results are lost after they have run, counted by calls of `collect`.
     pub collect: BTreeSet<u64>,
-    /// The steps whose rows have no token because their masks were late, counted by calls of `collect`.
-    pub late_masks: BTreeSet<u64>,
+    /// The steps whose rows fail, counted by calls of `collect`.
+    pub rows: BTreeMap<u64, RowError>,
     /// The call of `collect` from which on the device is lost.
     pub lost_from: Option<u64>,
     /// The call of `collect` that panics.
@@ -75,8 +75,8 @@ impl<B: Backend> Backend for Flaky<B> {
         if self.failures.collect.contains(&nth) {
             return Err(BackendError::Collect(format!("step {nth} was told to fail")));
         }
-        if self.failures.late_masks.contains(&nth) {
-            output.rows.fill(Err(RowError::LateMask));
+        if let Some(error) = self.failures.rows.get(&nth) {
+            output.rows.fill(Err(error.clone()));
         }
         Ok(output)
     }

@@ -15,8 +15,8 @@ mod tests;
 
 use std::cmp::Ordering;
 
-use grammar::Constraint;
 use grammar::constraint::Mask;
+use grammar::{Constraint, ConstraintError};
 use kernels::cpu::Processor;
 use types::{Sampling, StopRules, TokenId};
 
@@ -149,7 +149,10 @@ impl Constrained {
 
     /// Returns the tokens that may come next.
     pub(crate) fn mask(&self) -> Result<Mask, RowError> {
-        self.constraint.mask(&self.generated).map_err(|error| RowError::Grammar(error.to_string()))
+        self.constraint.mask(&self.generated).map_err(|error| match error {
+            ConstraintError::DeadEnd => RowError::GrammarDeadEnd,
+            ConstraintError::Failed(reason) => RowError::Grammar(reason),
+        })
     }
 }
 

@@ -5,7 +5,7 @@ mod suite;
 
 use types::{Grammar, TokenId};
 
-use crate::{Compiler, Constraint, Vocabulary, sources};
+use crate::{Compiler, Constraint, ConstraintError, Vocabulary, sources};
 
 const END: TokenId = TokenId(256);
 
@@ -48,6 +48,14 @@ fn an_answer_follows_its_grammar() {
         assert!(allows(&constraint(&grammar), allowed), "{grammar:?} {allowed}");
         assert!(!allows(&constraint(&grammar), forbidden), "{grammar:?} {forbidden}");
     }
+}
+
+#[test]
+fn a_dead_end_is_told_from_a_limit() {
+    let constraint = constraint(&sources::lark("start: \"abc\" x | \"abd\"\nx: x"));
+    assert!(allows(&constraint, "abd"));
+    let reason = constraint.mask(&tokens("abc")).expect_err("`x` has no end");
+    assert_eq!(reason, ConstraintError::DeadEnd);
 }
 
 #[test]

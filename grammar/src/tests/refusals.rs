@@ -49,6 +49,22 @@ fn wrong_texts_are_refused() {
     }
 }
 
+#[test]
+fn a_grammar_that_nothing_matches_is_refused() {
+    for grammar in [
+        sources::regex(r"[^\s\S]"),
+        sources::lark("start: start"),
+        sources::json_schema(r##"{"$ref":"#"}"##),
+        sources::json_schema(r##"{"anyOf":[{"$ref":"#"},{"$ref":"#"}]}"##),
+        sources::json_schema(
+            r##"{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}}}"##,
+        ),
+    ] {
+        let found = refusal(&grammar);
+        assert!(found.ends_with("nothing matches it"), "{grammar:?}: {found}");
+    }
+}
+
 /// Texts that are small and expand. Each is accepted or refused within the bound, which leaves room for a loaded
 /// machine.
 #[test]

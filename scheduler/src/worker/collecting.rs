@@ -4,14 +4,15 @@ use std::time::Duration;
 
 use engine::{RowError, SampledToken};
 use tokio::time::Instant;
-use tracing::{error, trace, warn};
-use types::CallerAction;
+use tracing::{error, info, trace, warn};
 use types::step::PromptLogprob;
+use types::{CallerAction, Refusal, RefusalKind};
 
 use super::{Worker, failed};
 use crate::launched_step::{LaunchTiming, LaunchedStep, StepRow};
 use crate::load::StepShape;
 use crate::sequence::After;
+use crate::sink::SequenceEnd;
 
 impl Worker {
     /// Waits for the oldest launched step, and applies its results.
@@ -100,11 +101,21 @@ impl Worker {
         if *reason == RowError::LateMask {
             self.metrics.late_masks.inc();
         }
-        match reason.caller_action() {
-            CallerAction::Bug => error!(%reason, sequence = row.id.0, "sequence failed in an engine step"),
-            _ => warn!(%reason, sequence = row.id.0, "sequence failed in an engine step"),
-        }
-        self.end(row.id, failed(reason.to_string()));
+        let kind = match reason.caller_action() {
+            CallerAction::Bug => {
+                error!(%reason, sequence = row.id.0, "sequence failed in an engine step");
+                RefusalKind::Failed
+            }
+            CallerAction::Reject => {
+                info!(%reason, sequence = row.id.0, "sequence ends: its request is at fault");
+                RefusalKind::Invalid
+            }
+            CallerAction::RetryElsewhere | CallerAction::RetryLater(_) => {
+                warn!(%reason, sequence = row.id.0, "sequence failed in an engine step");
+                RefusalKind::Failed
+            }
+        };
+        self.end(row.id, SequenceEnd::Failed(Refusal::new(kind, reason.to_string())));
     }
 
     /// Ends all sequences of a failed step, because no row has a token and the step's KV must not be read.

@@ -7,6 +7,7 @@ mod windows;
 
 use std::time::Duration;
 
+use engine::RowError;
 use engine::backend::flaky::{Failures, Flaky};
 use types::prompt::Priority;
 use types::{FinishReason, RefusalKind, Sampling, StopRules, TokenId};
@@ -496,14 +497,18 @@ fn a_failed_step_ends_its_sequences_and_no_others() {
 }
 
 #[test]
-fn a_late_mask_ends_its_sequence_and_is_counted() {
-    for (late_masks, counted) in [([].into(), 0), ([1].into(), 1)] {
-        let flaky = Flaky::new(mock(64), Failures { late_masks, ..Failures::default() });
+fn a_failed_row_ends_its_sequence_which_may_go_on_elsewhere_unless_the_request_is_at_fault() {
+    for (rows, refusal, n_late) in [
+        ([].into(), None, 0),
+        ([(1, RowError::LateMask)].into(), Some(RefusalKind::Failed), 1),
+        ([(1, RowError::GrammarDeadEnd)].into(), Some(RefusalKind::Invalid), 0),
+    ] {
+        let flaky = Flaky::new(mock(64), Failures { rows, ..Failures::default() });
         let mut rig = Rig::with_backend(Box::new(flaky), roomy());
         let (_, recorded) = rig.stream(endless("a", 5, 20));
         rig.settle();
-        assert_eq!(recorded.refusal(), (counted > 0).then_some(RefusalKind::Failed));
-        assert_eq!(rig.metric("late_masks_total"), counted);
+        assert_eq!(recorded.refusal(), refusal);
+        assert_eq!(rig.metric("late_masks_total"), n_late);
         rig.assert_at_baseline();
     }
 }
