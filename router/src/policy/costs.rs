@@ -123,13 +123,17 @@ impl<'a> Pricing<'a> {
         let n_missing = missing.n_tokens as f64;
         let costs = &node.load.costs;
         let n_steps = costs.prompt_steps(missing, node.load.running).max(1.0);
+        // A node that bounds gaps computes nothing of the prompt in the first step of KV that arrives, and half as much in the
+        // step before. Steps with prompts alternate at least.
+        let n_arriving = if costs.gap_ms_max > 0.0 { f64::from(node.load.arriving) } else { 0.0 };
+        let n_for_arrivals = (1.5 * n_arriving).min(n_steps);
         let prompt_step_ms = f64::from(costs.prompt_step_ms);
         let prompt_ms =
             missing.takes_ms(times.token_ms, costs.prompt_context_ms.into()) + n_steps * prompt_step_ms;
         let terms = Terms {
             cached_tokens: node.cached_tokens,
             queue_ms: queue_ms(node, self.token_ms).max(times.wait_ms),
-            compute_ms: prompt_ms + n_steps * times.step_ms,
+            compute_ms: prompt_ms + (n_steps + n_for_arrivals) * times.step_ms,
             calls_ms: self.view.learned.calls(Arm::Local).ms,
             transfer_ms: 0.0,
             first_step_ms: times.step_ms,

@@ -320,11 +320,13 @@ impl Worker {
         let n_prompt = self.costs.prompt_tokens_within(within_ms, n_running, n_before);
         let n_prompt = if waited_ms > 0.0 { n_prompt } else { n_prompt.max(block_tokens) };
         let n_tokens = settings.step_tokens_max.min(n_running.saturating_add(n_prompt));
-        // The learned times are a line, but the time of a step has stairs: one for each group of rows.
-        let in_whole_groups = n_tokens - n_tokens % self.backend.rows_together();
+        // The learned times are a line, but the time of a step has stairs: one for each group of rows. A few tokens take as
+        // long as a group, so a sequence that has waited gets a step with whole groups only.
+        let in_whole_groups =
+            (n_tokens - n_tokens % self.backend.rows_together()).max(n_running.min(n_tokens));
         let n_prompt = n_tokens.saturating_sub(n_running);
         let leaves_half = in_whole_groups >= n_running.saturating_add(n_prompt.div_ceil(2));
-        if leaves_half { in_whole_groups } else { n_tokens }
+        if leaves_half || waited_ms > 0.0 { in_whole_groups } else { n_tokens }
     }
 
     fn start(&mut self, shares: &[Share], timing: LaunchTiming, now: Instant) {
