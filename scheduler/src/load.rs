@@ -146,14 +146,17 @@ impl StepShape {
         }
     }
 
-    /// Returns a step that takes as long: the device multiplies `rows_together` rows together, and the last group of a large
-    /// step takes the time of a whole one. The rest counts as prompt tokens.
+    /// Returns a step that takes as long: the device multiplies `rows_together` rows together, and the last group of a step
+    /// with prompts takes the time of a whole one. The rest counts as prompt tokens.
     pub(crate) fn filled_up(self, rows_together: usize) -> Self {
-        let n_rows = self.n_running + self.n_prefill_tokens;
-        if self.n_prefill_tokens == 0 || n_rows <= rows_together {
+        if self.n_prefill_tokens == 0 {
             return self;
         }
-        Self { n_prefill_tokens: n_rows.next_multiple_of(rows_together) - self.n_running, ..self }
+        Self { n_prefill_tokens: self.n_rows().next_multiple_of(rows_together) - self.n_running, ..self }
+    }
+
+    pub(crate) fn n_rows(&self) -> usize {
+        self.n_running + self.n_prefill_tokens
     }
 
     /// Returns the prompt tokens of the step.

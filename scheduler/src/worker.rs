@@ -205,9 +205,11 @@ impl Worker {
         (!running.is_zero()).then(|| flight.due.unwrap_or(self.began(flight) + took))
     }
 
-    /// Returns the shape of a step that takes as long as a launched one.
+    /// Returns the shape of a step that takes as long as a launched one. Less than a group of rows may take less time than a
+    /// group.
     fn shape_of(&self, flight: &LaunchedStep) -> StepShape {
-        StepShape::of(&flight.rows).filled_up(self.backend.rows_together())
+        let (shape, rows_together) = (StepShape::of(&flight.rows), self.backend.rows_together());
+        if shape.n_rows() <= rows_together { shape } else { shape.filled_up(rows_together) }
     }
 
     /// Returns the time at which the device began the oldest launched step.

@@ -243,9 +243,9 @@ fn late_chunks_of_a_long_prompt_are_short() {
 }
 
 #[test]
-fn the_last_group_of_a_large_step_counts_whole() {
+fn the_last_group_of_a_step_with_prompts_counts_whole() {
     for (n_running, n_prefill_tokens, expected) in
-        [(3, 0, 0), (3, 200, 200), (0, 256, 256), (3, 254, 509), (16, 496, 496), (0, 513, 768), (300, 0, 0)]
+        [(3, 0, 0), (3, 200, 253), (0, 256, 256), (3, 254, 509), (16, 496, 496), (0, 513, 768), (300, 0, 0)]
     {
         let found = shape(n_running, n_prefill_tokens).filled_up(256);
         assert_eq!(found, shape(n_running, expected), "{n_prefill_tokens} beside {n_running}");

@@ -13,7 +13,7 @@
 //! step_ms = 0.0              # every step, whatever is in it
 //! decode_row_ms = 0.0        # every row of one token
 //! prefill_token_ms = 0.0     # every token of a longer row
-//! rows_together = 1          # rows up to the next multiple cost as prompt tokens, in steps of more than one
+//! rows_together = 1          # rows up to the next multiple cost as prompt tokens, in steps with prompts
 //! sent_byte_ns = 0.0         # every byte of KV sent; spent by the sender's connectors
 //!
 //! [[answers]]                # texts instead of drawn tokens, the first one whose `after` is in the prompt
@@ -203,7 +203,7 @@ impl Costs {
             *to += n_tokens;
         }
         let (n_rows, together) = (n_running + n_prompt, self.rows_together.get());
-        if n_prompt > 0 && n_rows > together {
+        if n_prompt > 0 {
             n_prompt += n_rows.next_multiple_of(together) - n_rows;
         }
         let of_rows = self.decode_row_ms * n_running as f64 + self.prefill_token_ms * n_prompt as f64;
@@ -324,7 +324,7 @@ mod tests {
         assert_eq!(costs.of_sending(1_000_000), Duration::from_millis(2));
         costs.rows_together = NonZero::new(16).expect("not zero");
         for (rows, expected_us) in
-            [(vec![15], 5750), (vec![17], 10000), (vec![1, 31], 10250), (vec![1, 32], 14250)]
+            [(vec![15], 6000), (vec![17], 10000), (vec![1, 31], 10250), (vec![1, 32], 14250)]
         {
             assert_eq!(costs.of_step(rows.iter().copied()), Duration::from_micros(expected_us), "{rows:?}");
         }
